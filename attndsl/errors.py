@@ -1,0 +1,147 @@
+"""Everything that can go wrong, as data first and text second.
+
+Every error is an :class:`AttnDSLError` (a ``ValueError``) with a message, the span of program text
+that it is about (if any) and a hint that says what to write instead. A program with several errors
+raises :class:`ProgramErrors`, which holds them all; a program with one raises that one.
+"""
+
+from __future__ import annotations
+
+import unicodedata
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from attndsl.source import Span
+
+_MAX_SHOWN = 120
+
+
+class AttnDSLError(ValueError):
+    """Base of all errors: ``message``, ``span`` (or None) and ``hint`` (or None)."""
+
+    def __init__(self, message: str, span: Span | None = None, hint: str | None = None) -> None:
+        self.message = message
+        self.span = span
+        self.hint = hint
+        super().__init__(message)
+
+    def __str__(self) -> str:
+        return render(self)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return type(self), (self.message, self.span, self.hint)
+
+
+class LexError(AttnDSLError):
+    """A character or literal that is no part of the language."""
+
+
+class ParseError(AttnDSLError):
+    """Tokens in an order that the grammar does not have."""
+
+
+class NameResolutionError(AttnDSLError):
+    """A name that is not declared, declared twice, or used where it has no meaning."""
+
+
+class TypeMismatchError(AttnDSLError):
+    """An operand, argument or statement of the wrong type."""
+
+
+class RankError(AttnDSLError):
+    """A tensor indexed with the wrong number of indices, or a function called with the wrong number of arguments."""
+
+
+class LimitError(AttnDSLError):
+    """A program larger, deeper or more repetitive than the compiler's limits allow."""
+
+
+class ShapeError(AttnDSLError):
+    """A tensor at a call whose shape does not fit."""
+
+
+class ArgumentError(AttnDSLError):
+    """An argument at a call that is missing, unknown or of a kind that cannot be used."""
+
+
+class DTypeError(AttnDSLError):
+    """A tensor at a call whose dtype cannot be used, or does not agree with another's."""
+
+
+class DeviceError(AttnDSLError):
+    """Tensors at a call that are on different devices."""
+
+
+class UnsupportedError(AttnDSLError):
+    """Something that the chosen backend cannot do; the message names it and the hint what can."""
+
+
+class BackendError(AttnDSLError):
+    """A backend that does not exist or does not work on this machine."""
+
+
+class ConfigError(AttnDSLError):
+    """A configuration file that does not hold programs in the documented form."""
+
+
+class CacheWarning(UserWarning):
+    """A kernel cache entry or directory that could not be used; the call goes on without it."""
+
+
+class ProgramErrors(AttnDSLError):
+    """Several errors of one program, in the order of their places."""
+
+    def __init__(self, errors: Sequence[AttnDSLError]) -> None:
+        self.errors = tuple(errors)
+        first = self.errors[0]
+        super().__init__(first.message, first.span, first.hint)
+
+    def __str__(self) -> str:
+        count = f"{len(self.errors)} errors"
+        return "\n\n".join([render(error) for error in self.errors] + [count])
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return type(self), (self.errors,)
+
+
+def raise_all(errors: Sequence[AttnDSLError]) -> None:
+    """Raise nothing, the only error, or :class:`ProgramErrors`, sorted by place."""
+    if not errors:
+        return
+    ordered = sorted(errors, key=lambda e: (e.span.start, e.span.end) if e.span else (-1, -1))
+    if len(ordered) == 1:
+        raise ordered[0]
+    raise ProgramErrors(ordered)
+
+
+def render(error: AttnDSLError) -> str:
+    """``file:line:column: message``, the line with a caret under the span, and the hint."""
+    if error.span is None:
+        return error.message + (f"\n  hint: {error.hint}" if error.hint else "")
+    span = error.span
+    where = f"{span.source.name}:{span.line}:{span.column}"
+    line = span.source.line(span.line)
+    start = span.column - 1
+    first = max(0, start - _MAX_SHOWN // 2)
+    shown = _printable(line[first : first + _MAX_SHOWN])
+    width = max(1, min(span.end - span.start, len(line) - start, first + len(shown) - start))
+    rows = [
+        f"{where}: {error.message}",
+        f"    {shown}",
+        "    " + " " * _columns(shown[: start - first]) + "^" * max(1, _columns(shown[start - first :][:width])),
+    ]
+    if error.hint:
+        rows.append(f"  hint: {error.hint}")
+    return "\n".join(rows)
+
+
+def _printable(text: str) -> str:
+    """Control characters as a visible stand-in of the same width, so that carets stay in place."""
+    return "".join(c if c.isprintable() else ("\t" == c and " ") or "\N{REPLACEMENT CHARACTER}" for c in text)
+
+
+def _columns(text: str) -> int:
+    """Terminal columns that ``text`` takes."""
+    return sum(0 if unicodedata.combining(c) else 2 if unicodedata.east_asian_width(c) in "WF" else 1 for c in text)

@@ -1,0 +1,1 @@
+"""Text to checked IR. Never imports torch."""

@@ -1,0 +1,35 @@
+"""Names that a caller declares in Python rather than in the program's text."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """A number given to ``compile()``: a param whose value is folded into the program."""
+
+    value: bool | int | float
+
+
+@dataclass(frozen=True, slots=True)
+class ParamSpec:
+    """A run-time param; ``dtype`` is ``int``, ``float`` or ``bool``."""
+
+    dtype: str = "float"
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """A captured tensor: dims are sizes' names, integers or expressions of them, as in ``tensor`` statements."""
+
+    dims: tuple[str | int, ...]
+    dtype: str = "float"
+
+
+Declared = Bound | ParamSpec | TensorSpec
+
+
+def tensor(*dims: str | int, dtype: str = "float") -> TensorSpec:
+    """Declare a captured tensor in a call of ``compile()``: ``gain=attndsl.tensor("heads")``."""
+    return TensorSpec(dims, dtype)

@@ -1,0 +1,330 @@
+"""The IR: one frozen, hash-consed node type, and the program made of such nodes.
+
+A node is an operation on the *pair* (query position, key position): it has no shape of its own.
+Which of ``b``, ``h``, ``q``, ``kv`` and ``score`` it depends on (:func:`depends_on`) decides the
+shape it is computed at. Equal nodes are the same object, so ``is`` compares whole expressions and
+every pass may memoise on a node.
+
+Types are strict: both operands of an arithmetic operation have one type (the frontend inserts
+``CAST``). Ints are 64-bit two's complement; ``//`` and ``%`` mean what they mean in Python, and
+give 0 where the divisor is the int 0.
+"""
+
+from __future__ import annotations
+
+import enum
+import threading
+import weakref
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from attndsl.source import Span
+
+Literal = bool | int | float | str
+"""Payload of a node: a constant's value, or the name of a variable, size, param or tensor."""
+
+
+class DType(enum.Enum):
+    """Type of an expression."""
+
+    BOOL = "bool"
+    INT = "int"
+    FLOAT = "float"
+
+
+class Op(enum.Enum):
+    """Operations; the comment gives operand types -> result type (N: int or float, the same for all)."""
+
+    CONST = "const"  # value: the constant
+    VAR = "var"  # value in VARS -> INT
+    SIZE = "size"  # value in SIZES, or a dim name that a tensor declaration introduced -> INT
+    PARAM = "param"  # value: a name in Program.params -> its dtype
+    SCORE = "score"  # the incoming score -> FLOAT
+    LOAD = "load"  # value: a name in Program.tensors; args: one INT index a dim -> its dtype
+    ADD = "+"  # N, N -> N
+    SUB = "-"  # N, N -> N
+    MUL = "*"  # N, N -> N
+    NEG = "neg"  # N -> N
+    DIV = "/"  # FLOAT, FLOAT -> FLOAT
+    FLOORDIV = "//"  # N, N -> N
+    MOD = "%"  # N, N -> N, with the divisor's sign
+    POW = "**"  # FLOAT, FLOAT -> FLOAT; INT, non-negative INT CONST -> INT
+    MIN = "min"  # N, N -> N
+    MAX = "max"  # N, N -> N
+    ABS = "abs"  # N -> N
+    SIGN = "sign"  # N -> N
+    BITAND = "&"  # INT, INT -> INT
+    BITOR = "|"  # INT, INT -> INT
+    BITXOR = "^"  # INT, INT -> INT
+    BITNOT = "~"  # INT -> INT
+    SHL = "<<"  # INT, INT -> INT; amounts are clamped to 0..63
+    SHR = ">>"  # INT, INT -> INT, arithmetic; amounts are clamped to 0..63
+    LT = "<"  # N, N -> BOOL
+    LE = "<="  # N, N -> BOOL
+    EQ = "=="  # same, same -> BOOL
+    NE = "!="  # same, same -> BOOL
+    AND = "and"  # BOOL, BOOL -> BOOL
+    OR = "or"  # BOOL, BOOL -> BOOL
+    NOT = "not"  # BOOL -> BOOL
+    WHERE = "where"  # BOOL, T, T -> T
+    CAST = "cast"  # any -> dtype; to INT truncates towards zero, to BOOL is != 0
+    FLOOR = "floor"  # FLOAT -> FLOAT, as all below
+    CEIL = "ceil"
+    ROUND = "round"  # half to even
+    SQRT = "sqrt"
+    RSQRT = "rsqrt"
+    EXP = "exp"
+    EXP2 = "exp2"
+    LOG = "log"
+    LOG2 = "log2"
+    LOG1P = "log1p"
+    EXPM1 = "expm1"
+    SIN = "sin"
+    COS = "cos"
+    TAN = "tan"
+    TANH = "tanh"
+    SIGMOID = "sigmoid"
+    SILU = "silu"
+    RELU = "relu"
+    GELU = "gelu"  # x * (1 + erf(x / sqrt 2)) / 2
+    ERF = "erf"
+    SOFTPLUS = "softplus"
+
+
+VARS = ("b", "h", "hkv", "q", "kv")
+"""Batch, query head, key-value head, logical query position, logical key position."""
+
+SIZES = ("batch", "heads", "kv_heads", "q_len", "kv_len", "head_dim")
+"""Sizes that every call has."""
+
+LEAVES = frozenset({Op.CONST, Op.VAR, Op.SIZE, Op.PARAM, Op.SCORE})
+COMPARISONS = frozenset({Op.LT, Op.LE, Op.EQ, Op.NE})
+LOGICAL = frozenset({Op.AND, Op.OR, Op.NOT})
+BITWISE = frozenset({Op.BITAND, Op.BITOR, Op.BITXOR, Op.BITNOT, Op.SHL, Op.SHR})
+FLOAT_UNARY = frozenset(list(Op)[list(Op).index(Op.FLOOR) :])
+NUMERIC = frozenset({Op.ADD, Op.SUB, Op.MUL, Op.NEG, Op.FLOORDIV, Op.MOD, Op.MIN, Op.MAX, Op.ABS, Op.SIGN})
+ARITY = {op: 1 for op in FLOAT_UNARY | {Op.NEG, Op.ABS, Op.SIGN, Op.BITNOT, Op.NOT, Op.CAST}} | {Op.WHERE: 3}
+
+
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
+class Node:
+    """One operation. Made by :func:`node` and its shorthands only, so that equal nodes are identical."""
+
+    op: Op
+    dtype: DType
+    args: tuple[Node, ...] = ()
+    value: Literal | None = None
+    span: Span | None = field(default=None, repr=False)
+    """Where it was written; not part of a node's identity (the first place wins)."""
+
+
+# Interning is what makes `is` mean equality. The table holds nodes weakly and is invisible otherwise.
+_interned: weakref.WeakValueDictionary[tuple[object, ...], Node] = weakref.WeakValueDictionary()
+_intern_lock = threading.Lock()
+
+
+def node(
+    op: Op,
+    *args: Node,
+    value: Literal | None = None,
+    dtype: DType | None = None,
+    span: Span | None = None,
+) -> Node:
+    """The node ``op(args)``, type-checked.
+
+    Args:
+        op: The operation.
+        *args: Operands, of the types that :class:`Op` states.
+        value: Payload of ``CONST``, ``VAR``, ``SIZE``, ``PARAM`` and ``LOAD``.
+        dtype: Result type; needed for ``PARAM``, ``LOAD`` and ``CAST``, derived for the others.
+        span: Where it was written.
+
+    Raises:
+        TypeError: The operands do not have the types of the operation. (A defect of the caller:
+            users' type errors are found by the frontend.)
+    """
+    result = _result_type(op, args, value, dtype)
+    key = (op, result, args, type(value), repr(value))
+    with _intern_lock:
+        found = _interned.get(key)
+        if found is None:
+            found = _interned[key] = Node(op, result, args, value, span)
+    return found
+
+
+def const(value: bool | int | float, span: Span | None = None) -> Node:
+    """A constant; its type is the Python value's."""
+    return node(Op.CONST, value=value, span=span)
+
+
+def var(name: str, span: Span | None = None) -> Node:
+    """One of :data:`VARS`."""
+    return node(Op.VAR, value=name, span=span)
+
+
+def size(name: str, span: Span | None = None) -> Node:
+    """One of :data:`SIZES`, or a declared dim name."""
+    return node(Op.SIZE, value=name, span=span)
+
+
+def param(name: str, dtype: DType, span: Span | None = None) -> Node:
+    """A run-time scalar."""
+    return node(Op.PARAM, value=name, dtype=dtype, span=span)
+
+
+def load(name: str, dtype: DType, *indices: Node, span: Span | None = None) -> Node:
+    """An element of a captured tensor."""
+    return node(Op.LOAD, *indices, value=name, dtype=dtype, span=span)
+
+
+def cast(operand: Node, dtype: DType, span: Span | None = None) -> Node:
+    """``operand`` as ``dtype``; itself where it has that type."""
+    return operand if operand.dtype is dtype else node(Op.CAST, operand, dtype=dtype, span=span)
+
+
+def _result_type(op: Op, args: tuple[Node, ...], value: Literal | None, dtype: DType | None) -> DType:
+    types = tuple(arg.dtype for arg in args)
+    if op is Op.CONST:
+        return {bool: DType.BOOL, int: DType.INT, float: DType.FLOAT}[type(value)]  # type: ignore[index]
+    if op in (Op.VAR, Op.SIZE):
+        return DType.INT
+    if op is Op.SCORE:
+        return DType.FLOAT
+    if op in (Op.PARAM, Op.LOAD):
+        if dtype is None or any(t is not DType.INT for t in types):
+            raise TypeError(f"{op.name} {value!r} needs a dtype and int indices, has {types}")
+        return dtype
+    if len(args) != ARITY.get(op, 2):
+        raise TypeError(f"{op.name} takes {ARITY.get(op, 2)} operands, has {len(args)}")
+    if op is Op.CAST:
+        if dtype is None:
+            raise TypeError("CAST needs a dtype")
+        return dtype
+    if op is Op.WHERE:
+        if types[0] is not DType.BOOL or types[1] is not types[2]:
+            raise TypeError(f"WHERE of {types}")
+        return types[1]
+    allowed = (
+        {DType.BOOL}
+        if op in LOGICAL
+        else {DType.INT}
+        if op in BITWISE
+        else {DType.FLOAT}
+        if op in FLOAT_UNARY or op is Op.DIV
+        else set(DType)
+        if op in (Op.EQ, Op.NE)
+        else {DType.INT, DType.FLOAT}
+    )
+    if len(set(types)) != 1 or types[0] not in allowed:
+        raise TypeError(f"{op.name} of {tuple(t.value for t in types)}")
+    return DType.BOOL if op in COMPARISONS else types[0]
+
+
+SCORE = node(Op.SCORE)
+"""The incoming score: ``scale * (q . k)`` in a program's score, the final score in its weights."""
+
+
+def toposort(*roots: Node) -> list[Node]:
+    """All nodes below ``roots``, operands before users, each once; iterative, so depth is no limit."""
+    order: list[Node] = []
+    seen: set[Node] = set()
+    stack: list[tuple[Node, Iterator[Node]]] = []
+    for root in roots:
+        if root in seen:
+            continue
+        seen.add(root)
+        stack.append((root, iter(root.args)))
+        while stack:
+            current, remaining = stack[-1]
+            for arg in remaining:
+                if arg not in seen:
+                    seen.add(arg)
+                    stack.append((arg, iter(arg.args)))
+                    break
+            else:
+                order.append(current)
+                stack.pop()
+    return order
+
+
+def substitute(root: Node, replacements: dict[Node, Node]) -> Node:
+    """``root`` with nodes replaced; replacements are not searched again."""
+    done = dict(replacements)
+    for current in toposort(root):
+        if current not in done:
+            args = tuple(done[arg] for arg in current.args)
+            done[current] = current if args == current.args else rebuild(current, args)
+    return done[root]
+
+
+def rebuild(original: Node, args: tuple[Node, ...]) -> Node:
+    """``original`` with other operands of the same types."""
+    return node(original.op, *args, value=original.value, dtype=original.dtype, span=original.span)
+
+
+def dependencies(*roots: Node) -> dict[Node, frozenset[str]]:
+    """For each node below ``roots``: which of ``b``, ``h``, ``q``, ``kv``, ``score`` it varies with."""
+    found: dict[Node, frozenset[str]] = {}
+    for item in toposort(*roots):
+        if item.op is Op.SCORE:
+            found[item] = frozenset({"score"})
+        elif item.op is Op.VAR:
+            found[item] = frozenset({"h" if item.value == "hkv" else str(item.value)})
+        else:
+            found[item] = frozenset().union(*(found[arg] for arg in item.args))
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class ParamDecl:
+    """A run-time scalar. ``default`` is None where each call must give a value."""
+
+    name: str
+    dtype: DType
+    default: bool | int | float | None = None
+    span: Span | None = field(default=None, compare=False, repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class TensorDecl:
+    """A captured tensor; ``dims`` are INT nodes over sizes, params and constants."""
+
+    name: str
+    dtype: DType
+    dims: tuple[Node, ...]
+    span: Span | None = field(default=None, compare=False, repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """A checked program. Bound params are folded in already; all functions are inlined."""
+
+    score: Node
+    """FLOAT, over the raw score ``SCORE``."""
+    mask: Node | None = None
+    """BOOL: whether the pair takes part; None where all do. May depend on ``SCORE`` (raw)."""
+    sink: Node | None = None
+    """FLOAT, of ``b`` and ``h``: a logit added to the softmax denominator of each row."""
+    weights: Node | None = None
+    """FLOAT, over the *final* score ``SCORE``: what replaces the softmax; None for softmax."""
+    dropout: Node | None = None
+    """FLOAT: probability that a weight is dropped (kept ones are divided by 1 - p)."""
+    params: tuple[ParamDecl, ...] = ()
+    tensors: tuple[TensorDecl, ...] = ()
+
+    def roots(self) -> tuple[Node, ...]:
+        """The expressions present, in a fixed order."""
+        parts = (self.score, self.mask, self.sink, self.weights, self.dropout)
+        return tuple(part for part in parts if part is not None)
+
+    def dim_names(self) -> tuple[str, ...]:
+        """Names that tensor declarations introduce for sizes of their own, in order of declaration."""
+        names: dict[str, None] = {}
+        for tensor in self.tensors:
+            for item in toposort(*tensor.dims):
+                if item.op is Op.SIZE and item.value not in SIZES:
+                    names[str(item.value)] = None
+        return tuple(names)

@@ -1,0 +1,1 @@
+"""Block sparsity: which tiles of the score matrix need work."""

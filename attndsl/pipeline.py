@@ -1,0 +1,22 @@
+"""The order of the passes, and nothing else."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from attndsl.ir import Program
+    from attndsl.passes.differentiate import Derivative
+    from attndsl.passes.tiles.plan import TilePlan
+
+
+@dataclass(frozen=True, slots=True)
+class Lowered:
+    """What backends get."""
+
+    program: Program
+    derivative: Derivative
+    plan: TilePlan
+    digest: str
+    """Hex digest of the program's meaning: the same after renaming a local or reformatting."""

@@ -1,0 +1,1 @@
+"""Arguments, dispatch, autograd and the kernel cache: what happens at a call."""

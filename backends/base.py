@@ -1,0 +1,118 @@
+"""What a backend is: a checked call in, tensors out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+    import torch
+
+    from attndsl.pipeline import Lowered
+
+Scalar = bool | int | float
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One call's arguments, checked and complete.
+
+    ``q`` (B, Hq, Lq, D), ``k`` (B, Hkv, Lk, D), ``v`` (B, Hkv, Lk, Dv): one floating dtype, one
+    device, last stride 1, Hq a multiple of Hkv; any other strides, any size 0.
+    """
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    scale: float
+    """Factor of q . k, natural units."""
+    sizes: Mapping[str, int]
+    """Every name of ``ir.SIZES`` and ``Program.dim_names()``."""
+    tensors: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    """One per ``Program.tensors``, in that order; shape checked, any strides."""
+    params: Mapping[str, Scalar | torch.Tensor] = field(default_factory=dict)
+    """One per ``Program.params``, in that order; a tensor is 0-d and on ``q``'s device."""
+    q_offset: int | torch.Tensor = 0
+    """Logical position of query row 0; int or 0-d int tensor on ``q``'s device."""
+    kv_offset: int | torch.Tensor = 0
+    q_index: torch.Tensor | None = None
+    """(Lq,) int: logical position of each query row; replaces the offset."""
+    kv_index: torch.Tensor | None = None
+    seed: int = 0
+    """Seed of dropout."""
+    deterministic: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Wants:
+    """Which gradients a backward call must compute."""
+
+    q: bool = True
+    k: bool = True
+    v: bool = True
+    tensors: frozenset[str] = frozenset()
+    params: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class Gradients:
+    """Gradients, each of the shape and dtype of what it is the gradient of; None where not wanted."""
+
+    q: torch.Tensor | None
+    k: torch.Tensor | None
+    v: torch.Tensor | None
+    tensors: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    params: Mapping[str, torch.Tensor] = field(default_factory=dict)
+
+
+class Backend(Protocol):
+    """How a lowered program runs. Stateless but for caches."""
+
+    name: str
+    differentiable: bool
+    """True: ``forward`` is made of torch operations, and torch differentiates it."""
+
+    def why_not(self, device: torch.device) -> str | None:
+        """Why this backend cannot run on ``device`` here, or None where it can."""
+
+    def check(self, lowered: Lowered, call: Call) -> None:
+        """Raise :class:`~attndsl.errors.UnsupportedError` naming what this backend cannot do of the call."""
+
+    def forward(self, lowered: Lowered, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
+        """``out`` (B, Hq, Lq, Dv) in q's dtype, and ``lse`` (B, Hq, Lq): natural log, fp32 (fp64 for fp64)."""
+
+    def backward(
+        self,
+        lowered: Lowered,
+        call: Call,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        grad_out: torch.Tensor,
+        grad_lse: torch.Tensor | None,
+        wants: Wants,
+    ) -> Gradients:
+        """Gradients of ``(out * grad_out).sum() + (lse * grad_lse).sum()``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A cache entry: a real Python file and what is known of it."""
+
+    path: Path
+    """A file that holds ``source`` (Triton reads kernels from files)."""
+    source: str
+    meta: Mapping[str, object]
+    """JSON values only."""
+
+
+class Store(Protocol):
+    """Where generated kernels are kept; implemented by the runtime, passed to backends that compile."""
+
+    def load(self, key: str) -> Entry | None:
+        """The entry of ``key`` (a hex digest), or None."""
+
+    def save(self, key: str, source: str, meta: Mapping[str, object]) -> Entry:
+        """Publish an entry atomically; where the directory cannot be written, an entry of this process only."""
