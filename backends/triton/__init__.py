@@ -1,1 +1,5 @@
-"""attndsl."""
+"""Portable Triton kernels, generated from the program."""
+
+from .backend import TritonBackend
+
+__all__ = ["TritonBackend"]

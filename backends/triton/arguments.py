@@ -1,0 +1,142 @@
+"""Kernel arguments: their types for the compiler, and their values for a launch, in one order."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import triton
+
+from .compile import Argument
+from .specialise import strides
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from ..base import Call
+    from .compile import Executable
+    from .specialise import Specialisation
+
+_STATISTICS = ("LSE", "DLSE", "LSE2", "DELTA")
+_OPERANDS = ("Q", "K", "V", "OUT", "DOUT", "DQ", "DK", "DV_OUT")
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """What all calls of one signature share."""
+
+    special: Specialisation
+    executables: Mapping[str, Executable]
+    strides: tuple[int, ...]
+    """Batch, head and row strides of q, k and v."""
+    sizes: tuple[int, ...]
+    """batch, heads, kv_heads, q_len, kv_len."""
+
+
+def arguments_of(
+    function: Any,
+    special: Specialisation,
+    precision: str,
+    upcast: bool,
+    more: Mapping[str, int | bool],
+) -> list[Argument]:
+    """Types of all arguments of a generated kernel, by their names.
+
+    Args:
+        function: The kernel (its parameter names say what each argument is).
+        special: The specialisation that it was generated for.
+        precision: Input precision of matrix products.
+        upcast: Whether bf16 products run in fp32 (the interpreter's own are wrong).
+        more: Constants of this kernel alone.
+    """
+    constants: dict[str, int | str | bool | None] = {
+        "D": special.head_dim,
+        "DV": special.value_dim,
+        "BLOCK_D": max(16, triton.next_power_of_2(special.head_dim)),
+        "BLOCK_DV": max(16, triton.next_power_of_2(special.value_dim)),
+        "Q_KIND": special.q_kind,
+        "KV_KIND": special.kv_kind,
+        "PRECISION": precision,
+        "UPCAST": upcast and special.dtype == "bf16",
+        "BLOCK_M": None,
+        "BLOCK_N": None,
+        **more,
+    }
+    captures = _capture_types(special)
+    found = []
+    for name in function.arg_names:
+        if name in constants:
+            found.append(Argument(name, "constexpr", constants[name]))
+        elif name in captures:
+            found.append(captures[name])
+        else:
+            found.append(_template_argument(name, special))
+    return found
+
+
+def _template_argument(name: str, special: Specialisation) -> Argument:
+    if name in _OPERANDS:
+        own = name in ("OUT", "DQ", "DK", "DV_OUT")
+        return Argument(name, f"*{special.dtype}", aligned=own or special.aligned)
+    if name in _STATISTICS:
+        return Argument(name, "*fp32", aligned=True)
+    if name.startswith("stride_"):
+        # Batches and heads are far apart; rows of a tile rarely are.
+        wide = name[-1] in "bh" or special.wide_rows
+        aligned = special.aligned if name[7] != "o" else special.value_dim % 16 == 0
+        return Argument(name, "i64" if wide else "i32", aligned=aligned)
+    if name == "scale":
+        return Argument(name, "fp32")
+    if name in ("q_origin", "kv_origin"):
+        kind = special.q_origin_type if name == "q_origin" else special.kv_origin_type
+        return Argument(name, kind)
+    return Argument(name, "i32")
+
+
+def _capture_types(special: Specialisation) -> dict[str, Argument]:
+    found: dict[str, Argument] = {}
+
+    def add(name: str, kind: str, aligned: bool = False) -> None:
+        found[name] = Argument(name, kind, aligned=aligned)
+
+    for capture, kind, aligned in zip(
+        special.captures, special.capture_types, special.capture_aligned, strict=True
+    ):
+        prefix = f"t_{capture.name}"
+        add(prefix, f"*{kind}", aligned)
+        for dim in range(capture.rank):
+            add(f"{prefix}_size{dim}", "i32")
+            add(f"{prefix}_stride{dim}", "i64" if capture.wide else "i32", aligned)
+            add(f"g_{capture.name}_stride{dim}", "i64")
+        add(f"g_{capture.name}", "*fp32", aligned=True)
+    for param in special.params:
+        add(param.argument, param.type)
+        add(f"g_{param.name}", "*fp32", aligned=True)
+    for name in special.dim_names:
+        add(f"n_{name}", "i32")
+    return found
+
+
+def origin(offset: int | torch.Tensor, index: torch.Tensor | None) -> int | torch.Tensor:
+    """What gives logical positions: a map, or the position of row 0 (a number or a 0-d tensor)."""
+    return offset if index is None else index
+
+
+def capture_arguments(special: Specialisation, call: Call) -> list[Any]:
+    """Values of the arguments that the program adds, in the order of ``generate.parameters``."""
+    values: list[Any] = []
+    for capture in special.captures:
+        tensor = call.tensors[capture.name]
+        if tensor.numel() == 0:
+            # Nothing can be looked up: every index is clamped to one zero.
+            tensor = tensor.new_zeros((1,) * capture.rank)
+        steps = strides(tensor)
+        values.append(tensor)
+        values += tensor.shape
+        values += [step for dim, step in enumerate(steps) if dim not in capture.unit_dims]
+    for param in special.params:
+        value = call.params[param.name]
+        values.append(int(value) if isinstance(value, bool) else value)
+    values += [call.sizes[name] for name in special.dim_names]
+    return values

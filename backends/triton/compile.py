@@ -1,0 +1,149 @@
+"""A generated module's kernels as things that can be launched: compiled, or interpreted."""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime.errors import OutOfResources, PTXASError
+
+from attndsl.errors import BackendError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from pathlib import Path
+    from types import ModuleType
+
+    from .tiles import Config
+
+
+@dataclass(frozen=True, slots=True)
+class Argument:
+    """One kernel argument: Triton's type (``constexpr`` for constants), and what is known of it."""
+
+    name: str
+    type: str
+    constant: int | str | bool | None = None
+    aligned: bool = False
+    """Whether it is a multiple of 16."""
+
+
+@dataclass(frozen=True, slots=True)
+class Executable:
+    """A kernel ready to launch, and the config that it was compiled with."""
+
+    kernel: Any
+    config: Config
+    interpreted: bool
+    constants: tuple[object, ...] = field(default=())
+    """Values of the trailing constant arguments."""
+
+    def launch(self, programs: int, stream: int, arguments: Sequence[object]) -> None:
+        """Run ``programs`` programs on ``stream`` with the run-time arguments, in order."""
+        if self.interpreted:
+            self.kernel[(programs,)](*arguments, *self.constants)
+            return
+        kernel = self.kernel
+        kernel.run(
+            programs, 1, 1, stream, kernel.function, kernel.packed_metadata, None, None, None,
+            *arguments, *self.constants,
+        )  # fmt: skip
+
+
+def load_module(path: Path, key: str) -> ModuleType:
+    """Import the generated module at ``path``; Triton reads the kernels' text from that file."""
+    spec = importlib.util.spec_from_file_location(f"attndsl_kernels_{key[:16]}", path)
+    if spec is None or spec.loader is None:
+        raise BackendError(f"cannot import generated kernels from {path}")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def is_interpreted(function: object) -> bool:
+    """Whether Triton's interpreter stands behind ``function`` (TRITON_INTERPRET was set)."""
+    return not isinstance(function, triton.runtime.JITFunction)
+
+
+def compile_kernel(
+    function: object,
+    arguments: Sequence[Argument],
+    blocks: Mapping[str, int],
+    config: Config,
+    target: GPUTarget,
+    shared_memory: int,
+) -> Any:
+    """Compile for ``target``, which need not be present.
+
+    Args:
+        function: The kernel.
+        arguments: All its arguments, in order.
+        blocks: Values of the constants that ``config`` decides.
+        config: Tile sizes and launch options.
+        target: Architecture.
+        shared_memory: Bytes that one program may use.
+
+    Raises:
+        OutOfResources: The compiled kernel needs more shared memory than that.
+    """
+    constants = {a.name: a.constant for a in arguments if a.type == "constexpr"} | dict(blocks)
+    signature = {a.name: a.type for a in arguments}
+    attributes = {
+        (position,): [["tt.divisibility", 16]]
+        for position, argument in enumerate(arguments)
+        if argument.aligned
+    }
+    source = ASTSource(function, signature, constexprs=constants, attrs=attributes)
+    options = {"num_warps": config.warps, "num_stages": config.stages, "enable_fp_fusion": True}
+    kernel = triton.compile(source, target=target, options=options)
+    if kernel.metadata.shared > shared_memory:
+        raise OutOfResources(kernel.metadata.shared, shared_memory, "shared memory")
+    return kernel
+
+
+def build(
+    function: object,
+    arguments: Sequence[Argument],
+    configs: Sequence[Config],
+    target: GPUTarget | None,
+    shared_memory: int,
+    load: bool,
+) -> Executable:
+    """The first of ``configs`` that the device has resources for.
+
+    Args:
+        function: The kernel.
+        arguments: All its arguments, in order; BLOCK_M and BLOCK_N are taken from the config.
+        configs: Candidates, best first.
+        target: Architecture; None for the interpreter.
+        shared_memory: Bytes that one program may use.
+        load: Whether to load the code onto the current device, where registers run out.
+
+    Raises:
+        BackendError: None fits; says what each lacked.
+    """
+    refusals = []
+    for config in configs:
+        blocks = {"BLOCK_M": config.block_m, "BLOCK_N": config.block_n}
+        blocks = {a.name: blocks[a.name] for a in arguments if a.name in blocks}
+        constants = tuple(
+            blocks.get(a.name, a.constant) for a in arguments if a.type == "constexpr"
+        )
+        if target is None:
+            return Executable(function, config, interpreted=True, constants=constants)
+        try:
+            kernel = compile_kernel(function, arguments, blocks, config, target, shared_memory)
+            if load:
+                kernel._init_handles()
+        except (OutOfResources, PTXASError) as refusal:
+            refusals.append(f"{config}: {refusal}")
+            continue
+        return Executable(kernel, config, interpreted=False, constants=constants)
+    raise BackendError(
+        "no tile size of this kernel fits the device: " + "; ".join(refusals),
+        hint="report the program and head dims; backend='reference' computes it meanwhile",
+    )

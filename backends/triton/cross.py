@@ -1,0 +1,92 @@
+"""Compile a program's kernels for a GPU that is not there: for checks, and to read their resources."""
+
+from __future__ import annotations
+
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from triton.backends.compiler import GPUTarget
+
+from .arguments import arguments_of
+from .compile import build, load_module
+from .generate import generate_backward, generate_forward
+from .library import row_statistics
+from .tiles import candidates, shared_memory_of
+
+if TYPE_CHECKING:
+    from attndsl.pipeline import Lowered
+
+    from .specialise import Specialisation
+    from .tiles import Config
+
+
+@dataclass(frozen=True, slots=True)
+class CrossCompiled:
+    """One kernel compiled for a target."""
+
+    name: str
+    config: Config
+    shared: int
+    """Bytes of shared memory."""
+    kernel: Any
+    """Triton's compiled kernel; ``kernel.asm`` has each stage."""
+
+
+def parse_target(text: str) -> GPUTarget:
+    """``cuda:90`` or ``hip:gfx942`` as Triton's target."""
+    backend, _, arch = text.partition(":")
+    return GPUTarget(backend, int(arch), 32) if backend == "cuda" else GPUTarget(backend, arch, 64)
+
+
+def cross_compile(
+    lowered: Lowered,
+    special: Specialisation,
+    target: str,
+    configs: dict[str, tuple[Config, ...]] | None = None,
+) -> list[CrossCompiled]:
+    """All kernels of one specialisation, each with the first config that fits ``target``.
+
+    Args:
+        lowered: The program.
+        special: Dtypes, head dims, kinds; its gradients say what the backward adds up.
+        target: ``cuda:80``, ``cuda:90``, ``cuda:100``, ``hip:gfx942`` ...
+        configs: Candidates by kernel, in place of the table's.
+
+    Raises:
+        BackendError: No config of a kernel fits.
+    """
+    shared = shared_memory_of(target)
+    found = []
+    with tempfile.TemporaryDirectory() as folder:
+        modules = {}
+        for kind, text in (
+            ("forward", generate_forward(lowered, special)),
+            ("backward", generate_backward(lowered, special)),
+        ):
+            path = Path(folder) / f"{kind}.py"
+            path.write_text(text, "utf-8")
+            modules[kind] = load_module(path, kind)
+        functions = {
+            "forward": modules["forward"].attention_forward,
+            "row_statistics": row_statistics,
+            "backward_kv": modules["backward"].attention_backward_kv,
+            "backward_q": modules["backward"].attention_backward_q,
+        }
+        for name, function in functions.items():
+            more = {"ROWS": 64, "HAS_DLSE": True} if name == "row_statistics" else {}
+            arguments = arguments_of(function, special, "ieee", upcast=False, more=more)
+            constants = {a.name: a.constant for a in arguments}
+            table = "backward_q" if name == "row_statistics" else name
+            chosen = (configs or {}).get(name) or candidates(
+                table,
+                int(constants["BLOCK_DV"] if name == "row_statistics" else constants["BLOCK_D"] or 0),
+                int(constants["BLOCK_DV"] or 0),
+                4 if special.dtype == "fp32" else 2,
+                shared,
+            )
+            built = build(function, arguments, chosen, parse_target(target), shared, load=False)
+            kernel = built.kernel
+            found.append(CrossCompiled(name, built.config, kernel.metadata.shared, kernel))
+    return found

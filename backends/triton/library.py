@@ -1,0 +1,235 @@
+"""Device functions that generated kernels call: tiles, positions, and functions Triton lacks.
+
+All floats are fp32. Functions that libdevice has are written out here where the interpreter needs
+them too, so that one text runs on every target.
+"""
+
+import triton
+import triton.language as tl
+
+LOG2E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def load_tile(
+    base, first, stride, length, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+    BLOCK_WIDTH: tl.constexpr, CHECKED: tl.constexpr,
+):
+    """Rows ``first ... first + BLOCK`` of a (length, WIDTH) matrix with row stride ``stride``.
+
+    Zeros beyond WIDTH, and beyond ``length`` where CHECKED. The tile's base is a 64-bit address;
+    offsets within the tile are as wide as ``stride``.
+    """
+    rows = tl.arange(0, BLOCK)
+    columns = tl.arange(0, BLOCK_WIDTH)
+    pointers = (base + first.to(tl.int64) * stride) + (rows[:, None] * stride + columns[None, :])
+    if CHECKED:
+        inside = (first + rows < length)[:, None]
+        if WIDTH != BLOCK_WIDTH:
+            inside = inside & (columns < WIDTH)[None, :]
+        tile = tl.load(pointers, mask=inside, other=0.0)
+    elif WIDTH != BLOCK_WIDTH:
+        tile = tl.load(pointers, mask=(columns < WIDTH)[None, :], other=0.0)
+    else:
+        tile = tl.load(pointers)
+    return tile
+
+
+@triton.jit
+def store_tile(
+    base, first, stride, length, tile, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+    BLOCK_WIDTH: tl.constexpr,
+):
+    """Store ``tile`` into rows ``first ... first + BLOCK`` of a (length, WIDTH) matrix."""
+    rows = tl.arange(0, BLOCK)
+    columns = tl.arange(0, BLOCK_WIDTH)
+    pointers = (base + first.to(tl.int64) * stride) + (rows[:, None] * stride + columns[None, :])
+    inside = (first + rows < length)[:, None] & (columns < WIDTH)[None, :]
+    tl.store(pointers, tile.to(base.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def positions(index, length, origin, KIND: tl.constexpr):
+    """Logical positions (int32) of the rows ``index``, by an offset, a 0-d tensor of one, or a map."""
+    if KIND == "index":
+        found = tl.load(origin + index, mask=index < length, other=0).to(tl.int32)
+    elif KIND == "tensor":
+        found = index + tl.load(origin).to(tl.int32)
+    else:
+        found = index + origin
+    return found
+
+
+@triton.jit
+def dot(a, b, PRECISION: tl.constexpr, UPCAST: tl.constexpr):
+    """``a @ b`` with an fp32 result; UPCAST where the interpreter's half-precision product is wrong."""
+    if UPCAST:
+        a = a.to(tl.float32)
+        b = b.to(tl.float32)
+    return tl.dot(a, b, input_precision=PRECISION)
+
+
+@triton.jit
+def dot_add(a, b, total, PRECISION: tl.constexpr, UPCAST: tl.constexpr):
+    """``total + a @ b``."""
+    if UPCAST:
+        a = a.to(tl.float32)
+        b = b.to(tl.float32)
+    return tl.dot(a, b, total, input_precision=PRECISION)
+
+
+@triton.jit
+def int_floordiv(a, b):
+    """Quotient rounded down, as in Python; 0 where the divisor is 0."""
+    divisor = tl.where(b == 0, 1, b)
+    quotient = a // divisor
+    remainder = a - quotient * divisor
+    rounded_up = (remainder != 0) & ((remainder < 0) != (divisor < 0))
+    quotient = tl.where(rounded_up, quotient - 1, quotient)
+    return tl.where(b == 0, 0, quotient)
+
+
+@triton.jit
+def int_mod(a, b):
+    """Remainder with the divisor's sign, as in Python; 0 where the divisor is 0."""
+    divisor = tl.where(b == 0, 1, b)
+    remainder = a % divisor
+    wrong_sign = (remainder != 0) & ((remainder < 0) != (divisor < 0))
+    remainder = tl.where(wrong_sign, remainder + divisor, remainder)
+    return tl.where(b == 0, 0, remainder)
+
+
+@triton.jit
+def float_floordiv(a, b):
+    """``floor(a / b)``."""
+    return tl.floor(a / b)
+
+
+@triton.jit
+def float_mod(a, b):
+    """``a - floor(a / b) * b``."""
+    return a - tl.floor(a / b) * b
+
+
+@triton.jit
+def sign(x):
+    """-1, 0 or 1 in the type of ``x``."""
+    return (x > 0).to(x.dtype) - (x < 0).to(x.dtype)
+
+
+@triton.jit
+def round_half_even(x):
+    """Nearest integer, ties to even: adding 1.5 * 2**23 leaves no room for a fraction."""
+    rounded = (x + 12582912.0) - 12582912.0
+    return tl.where(tl.abs(x) < 4194304.0, rounded, x)
+
+
+@triton.jit
+def relu(x):
+    """``max(x, 0)``; NaN stays NaN."""
+    return tl.where(x <= 0.0, 0.0, x)
+
+
+@triton.jit
+def silu(x):
+    """``x * sigmoid(x)``."""
+    return x * tl.sigmoid(x)
+
+
+@triton.jit
+def gelu(x):
+    """``x * (1 + erf(x / sqrt(2))) / 2``."""
+    return 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
+
+
+@triton.jit
+def tan(x):
+    """``sin(x) / cos(x)``."""
+    return tl.sin(x) / tl.cos(x)
+
+
+@triton.jit
+def tanh(x):
+    """Hyperbolic tangent: an odd polynomial near 0, where the quotient would cancel."""
+    square = x * x
+    near = 2.1869488536155203e-2
+    near = near * square - 5.3968253968253968e-2
+    near = near * square + 1.3333333333333333e-1
+    near = near * square - 3.3333333333333333e-1
+    near = near * square * x + x
+    decay = tl.exp(-2.0 * tl.abs(x))
+    far = (1.0 - decay) / (1.0 + decay)
+    return tl.where(tl.abs(x) < 0.25, near, tl.where(x < 0.0, -far, far))
+
+
+@triton.jit
+def log1p(x):
+    """``log(1 + x)`` without loss near 0.
+
+    Source: D. Goldberg, What every computer scientist should know about floating-point
+    arithmetic, 1991, theorem 4.
+    """
+    above = 1.0 + x
+    corrected = tl.log(above) * (x / tl.where(above == 1.0, 1.0, above - 1.0))
+    return tl.where(above == 1.0, x, tl.where(above == float("inf"), above, corrected))
+
+
+@triton.jit
+def expm1(x):
+    """``exp(x) - 1``: a polynomial near 0, where the difference would cancel."""
+    near = 1.0 / 5040.0
+    near = near * x + 1.0 / 720.0
+    near = near * x + 1.0 / 120.0
+    near = near * x + 1.0 / 24.0
+    near = near * x + 1.0 / 6.0
+    near = near * x + 0.5
+    near = near * x * x + x
+    return tl.where(tl.abs(x) < 0.35, near, tl.exp(x) - 1.0)
+
+
+@triton.jit
+def softplus(x):
+    """``log(1 + exp(x))``, without overflow."""
+    return tl.where(x > 0.0, x, 0.0) + log1p(tl.exp(-tl.abs(x)))
+
+
+@triton.jit
+def power(base, exponent):
+    """``base ** exponent``: NaN for a negative base and a fractional exponent; 1 for exponent 0."""
+    size = tl.exp2(exponent * tl.log2(tl.abs(base)))
+    whole = tl.floor(exponent) == exponent
+    odd = whole & (float_mod(exponent, 2.0) == 1.0)
+    signed = tl.where(odd, -size, size)
+    result = tl.where(base < 0.0, tl.where(whole, signed, float("nan")), size)
+    return tl.where((exponent == 0.0) | (base == 1.0), 1.0, result)
+
+
+@triton.jit
+def row_statistics(
+    OUT, DOUT, LSE, DLSE, LSE2, DELTA,
+    stride_ob, stride_oh, stride_om, stride_gb, stride_gh, stride_gm,
+    heads, q_len, DV: tl.constexpr, ROWS: tl.constexpr, BLOCK_DV: tl.constexpr,
+    HAS_DLSE: tl.constexpr,
+):
+    """Per query row: LSE2, the log-sum-exp in base 2 (+inf for rows with no live pair), and DELTA.
+
+    LSE, DLSE, LSE2 and DELTA are (batch, heads, q_len), contiguous, fp32.
+    """
+    q_tiles = tl.cdiv(q_len, ROWS)
+    first = (tl.program_id(0) % q_tiles) * ROWS
+    head_of_batch = tl.program_id(0) // q_tiles
+    b = head_of_batch // heads
+    h = head_of_batch % heads
+    rows = first + tl.arange(0, ROWS)
+    out_head = OUT + b * stride_ob + h * stride_oh
+    dout_head = DOUT + b * stride_gb + h * stride_gh
+    out = load_tile(out_head, first, stride_om, q_len, DV, ROWS, BLOCK_DV, True)
+    dout = load_tile(dout_head, first, stride_gm, q_len, DV, ROWS, BLOCK_DV, True)
+    delta = tl.sum(out.to(tl.float32) * dout.to(tl.float32), 1)
+    row = head_of_batch.to(tl.int64) * q_len + rows
+    lse = tl.load(LSE + row, mask=rows < q_len, other=float("-inf"))
+    if HAS_DLSE:
+        delta -= tl.load(DLSE + row, mask=rows < q_len, other=0.0)
+    empty = lse == float("-inf")
+    tl.store(LSE2 + row, tl.where(empty, float("inf"), lse * LOG2E), mask=rows < q_len)
+    tl.store(DELTA + row, tl.where(empty, 0.0, delta), mask=rows < q_len)

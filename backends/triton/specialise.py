@@ -1,0 +1,162 @@
+"""What a kernel's text and compiled form depend on besides the program: dtypes, head dims, kinds.
+
+Lengths, strides and the values of run-time params are arguments and never part of it, but for facts
+that change the code: whether addresses are aligned, and whether offsets need 64 bits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from attndsl.ir import DType, Op
+
+from .expression import Capture, Names
+
+if TYPE_CHECKING:
+    from attndsl.ir import ParamDecl, Program, TensorDecl
+
+    from ..base import Call, Scalar
+
+TRITON_TYPES = {
+    torch.float16: "fp16",
+    torch.bfloat16: "bf16",
+    torch.float32: "fp32",
+    torch.float64: "fp64",
+    torch.int8: "i8",
+    torch.uint8: "u8",
+    torch.int16: "i16",
+    torch.int32: "i32",
+    torch.int64: "i64",
+    torch.bool: "i1",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ParamKind:
+    """How a run-time param arrives."""
+
+    name: str
+    dtype: DType
+    type: str
+    """Triton's name of the argument type: a scalar's, or a pointer's to a 0-d tensor (``*fp32``)."""
+
+    @property
+    def argument(self) -> str:
+        """Name of the kernel argument."""
+        if self.type.startswith("*"):
+            return f"p_{self.name}_at"
+        return f"p_{self.name}_flag" if self.dtype is DType.BOOL else f"p_{self.name}"
+
+
+@dataclass(frozen=True, slots=True)
+class Specialisation:
+    """Everything that selects one generated module."""
+
+    head_dim: int
+    value_dim: int
+    dtype: str
+    """Triton's name of the dtype of q, k and v."""
+    captures: tuple[Capture, ...]
+    capture_types: tuple[str, ...]
+    """Triton's name of each capture's element type."""
+    capture_aligned: tuple[bool, ...]
+    """Whether address and all strides but the unit ones are multiples of 16."""
+    params: tuple[ParamKind, ...]
+    dim_names: tuple[str, ...]
+    q_kind: str
+    """``offset``, ``tensor`` or ``index``: how logical query positions are given."""
+    q_origin_type: str
+    """Triton's name of the type of what gives them."""
+    kv_kind: str
+    kv_origin_type: str
+    aligned: bool
+    """Whether addresses and strides of q, k, v (and of the gradient of the output) are multiples of 16."""
+    wide_rows: bool
+    """Whether offsets within one tile of rows need 64 bits."""
+    tensor_gradients: tuple[str, ...] = ()
+    param_gradients: tuple[str, ...] = ()
+
+    def names(self) -> Names:
+        """What the expression printer needs."""
+        bits = {c.name: c.bits for c in self.captures if c.dtype is DType.INT}
+        bits |= {p.name: 64 if "64" in p.type else 32 for p in self.params if p.dtype is DType.INT}
+        return Names({c.name: c for c in self.captures}, bits, self.head_dim)
+
+
+_MAX_ROWS = 512
+"""Rows of the largest tile; offsets within a tile are below this times the row stride."""
+
+
+def specialise(program: Program, call: Call, *grads: torch.Tensor) -> Specialisation:
+    """The specialisation of a forward call, or with ``grads`` (the output's) of a backward one."""
+    operands = (call.q, call.k, call.v, *grads)
+    captures = [_capture(decl, call.tensors[decl.name]) for decl in program.tensors]
+    return Specialisation(
+        head_dim=call.q.shape[-1],
+        value_dim=call.v.shape[-1],
+        dtype=TRITON_TYPES[call.q.dtype],
+        captures=tuple(captures),
+        capture_types=tuple(TRITON_TYPES[call.tensors[d.name].dtype] for d in program.tensors),
+        capture_aligned=tuple(_aligned(call.tensors[d.name], strides(call.tensors[d.name])) for d in program.tensors),
+        params=tuple(_param(decl, call.params[decl.name]) for decl in program.params),
+        dim_names=program.dim_names(),
+        q_kind=position_kind(call.q_offset, call.q_index),
+        q_origin_type=_origin_type(call.q_offset, call.q_index),
+        kv_kind=position_kind(call.kv_offset, call.kv_index),
+        kv_origin_type=_origin_type(call.kv_offset, call.kv_index),
+        aligned=all(_aligned(t, strides(t)) for t in operands),
+        wide_rows=any(strides(t)[2] * _MAX_ROWS >= 1 << 31 for t in operands),
+    )
+
+
+def strides(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Strides, with 0 for dims of size 1 or less, whose strides mean nothing."""
+    return tuple(s if n > 1 else 0 for s, n in zip(tensor.stride(), tensor.shape, strict=True))
+
+
+def position_kind(offset: int | torch.Tensor, index: torch.Tensor | None) -> str:
+    """How logical positions arrive in the kernel."""
+    if index is not None:
+        return "index"
+    return "offset" if isinstance(offset, int) else "tensor"
+
+
+def _origin_type(offset: int | torch.Tensor, index: torch.Tensor | None) -> str:
+    found = offset if index is None else index
+    return "i32" if isinstance(found, int) else "*" + TRITON_TYPES[found.dtype]
+
+
+def _aligned(tensor: torch.Tensor, steps: tuple[int, ...]) -> bool:
+    return tensor.data_ptr() % 16 == 0 and all(step % 16 == 0 or step == 1 for step in steps)
+
+
+def _capture(decl: TensorDecl, tensor: torch.Tensor) -> Capture:
+    steps = strides(tensor)
+    own = {"batch": 0, "heads": 0, "kv_heads": 0}
+    in_range = {
+        dim for dim, size in enumerate(decl.dims) if size.op is Op.SIZE and size.value in own
+    }
+    extent = sum(max(n - 1, 0) * s for n, s in zip(tensor.shape, steps, strict=True))
+    return Capture(
+        name=decl.name,
+        dtype=decl.dtype,
+        rank=len(decl.dims),
+        bits=tensor.element_size() * 8,
+        wide=extent >= 1 << 31,
+        unit_dims=frozenset(d for d, s in enumerate(steps) if s == 1),
+        in_range=frozenset(in_range),
+    )
+
+
+def _param(decl: ParamDecl, value: Scalar | torch.Tensor) -> ParamKind:
+    if isinstance(value, torch.Tensor):
+        return ParamKind(decl.name, decl.dtype, "*" + TRITON_TYPES[value.dtype])
+    if decl.dtype is DType.FLOAT:
+        return ParamKind(decl.name, decl.dtype, "fp32")
+    if decl.dtype is DType.BOOL:
+        return ParamKind(decl.name, decl.dtype, "i32")
+    narrow = -(1 << 31) <= int(value) < 1 << 31
+    return ParamKind(decl.name, decl.dtype, "i32" if narrow else "i64")

@@ -1,0 +1,132 @@
+"""Backward, first pass: dK and dV of a key-value tile. Follows ``weights.py`` in one module."""
+# ruff: noqa: F821
+
+import triton
+import triton.language as tl
+
+from attndsl.backends.triton.library import dot, dot_add, load_tile, positions, store_tile
+
+#: begin
+
+
+@triton.jit
+def add_query_tile(
+    dk, dv, k_tile, v_tile, kv, columns_ok, q_tile_index, q_head, dout_head, LSE2, DELTA,
+    stride_qm, stride_gm,
+    scale, b, h, hkv, batch, heads, kv_heads, q_len, kv_len, q_origin,
+    #: parameters
+    D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr, Q_KIND: tl.constexpr, PRECISION: tl.constexpr,
+    UPCAST: tl.constexpr, PARTIAL: tl.constexpr,
+):
+    """Add one query tile's part to dK (before the scale) and dV. Tiles are (keys, queries) here."""
+    first = q_tile_index * BLOCK_M
+    rows = first + tl.arange(0, BLOCK_M)
+    q_tile = load_tile(q_head, first, stride_qm, q_len, D, BLOCK_M, BLOCK_D, PARTIAL)
+    row = (b * heads + h).to(tl.int64) * q_len + rows
+    if PARTIAL:
+        lse2 = tl.load(LSE2 + row, mask=rows < q_len, other=float("inf"))
+    else:
+        lse2 = tl.load(LSE2 + row)
+    q = positions(rows, q_len, q_origin, Q_KIND)[None, :]
+    score = dot(k_tile, tl.trans(q_tile), PRECISION, UPCAST)
+    weight, live, raw = weights_of_tile(
+        score,
+        (rows < q_len)[None, :],
+        columns_ok[:, None],
+        lse2[None, :],
+        q, kv, scale, b, h, hkv, batch, heads, kv_heads, q_len, kv_len,
+        #: arguments
+        PARTIAL,
+    )
+    dout_tile = load_tile(dout_head, first, stride_gm, q_len, DV, BLOCK_M, BLOCK_DV, PARTIAL)
+    dv = dot_add(weight.to(dout_tile.dtype), dout_tile, dv, PRECISION, UPCAST)
+    dweight = dot(v_tile, tl.trans(dout_tile), PRECISION, UPCAST)
+    if PARTIAL:
+        delta = tl.load(DELTA + row, mask=rows < q_len, other=0.0)
+    else:
+        delta = tl.load(DELTA + row)
+    draw = gradient_of_raw_score(
+        weight * (dweight - delta[None, :]),
+        raw, live, q, kv, b, h, hkv, batch, heads, kv_heads, q_len, kv_len,
+        #: arguments
+        PARTIAL,
+    )
+    dk = dot_add(draw.to(q_tile.dtype), q_tile, dk, PRECISION, UPCAST)
+    return dk, dv
+
+
+@triton.jit
+def attention_backward_kv(
+    Q, K, V, DOUT, DK, DV_OUT, LSE2, DELTA,
+    stride_qb, stride_qh, stride_qm, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh,
+    stride_vn, stride_gb, stride_gh, stride_gm,
+    scale, batch, heads, kv_heads, q_len, kv_len, q_origin, kv_origin,
+    #: parameters
+    D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, Q_KIND: tl.constexpr, KV_KIND: tl.constexpr,
+    PRECISION: tl.constexpr, UPCAST: tl.constexpr,
+):
+    """One program: dK and dV of one key-value tile, summed over the head's group of query heads.
+
+    DK (batch, kv_heads, kv_len, D) and DV_OUT (batch, kv_heads, kv_len, DV) are contiguous.
+    """
+    kv_tiles = tl.cdiv(kv_len, BLOCK_N)
+    tile = tl.program_id(0) % kv_tiles
+    head_of_batch = tl.program_id(0) // kv_tiles
+    b = head_of_batch // kv_heads
+    hkv = head_of_batch % kv_heads
+    group = heads // kv_heads
+    first = tile * BLOCK_N
+    columns = first + tl.arange(0, BLOCK_N)
+    kv = positions(columns, kv_len, kv_origin, KV_KIND)[:, None]
+    k_tile = load_tile(K + b * stride_kb + hkv * stride_kh, first, stride_kn, kv_len, D, BLOCK_N, BLOCK_D, True)
+    v_tile = load_tile(V + b * stride_vb + hkv * stride_vh, first, stride_vn, kv_len, DV, BLOCK_N, BLOCK_DV, True)
+    dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+    dv = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
+    for member in tl.range(0, group):
+        h = hkv * group + member
+        q_head = Q + b * stride_qb + h * stride_qh
+        dout_head = DOUT + b * stride_gb + h * stride_gh
+        if HAS_FULL_Q:
+            full_tiles = full_q_tiles(
+                tile, q_len, kv_len, BLOCK_M, BLOCK_N,
+                #: arguments
+            )
+            for step in tl.range(0, full_tiles):
+                q_tile_index = full_q_tile(
+                    step, tile, q_len, kv_len, BLOCK_M, BLOCK_N,
+                    #: arguments
+                )
+                dk, dv = add_query_tile(
+                    dk, dv, k_tile, v_tile, kv,
+                    columns < kv_len,
+                    q_tile_index, q_head, dout_head, LSE2, DELTA,
+                    stride_qm, stride_gm,
+                    scale, b, h, hkv, batch, heads, kv_heads, q_len, kv_len, q_origin,
+                    #: arguments
+                    D, DV, BLOCK_M, BLOCK_D, BLOCK_DV, Q_KIND, PRECISION, UPCAST,
+                    PARTIAL=False,
+                )
+        partial_tiles = partial_q_tiles(
+            tile, q_len, kv_len, BLOCK_M, BLOCK_N,
+            #: arguments
+        )
+        for step in tl.range(0, partial_tiles):
+            q_tile_index = partial_q_tile(
+                step, tile, q_len, kv_len, BLOCK_M, BLOCK_N,
+                #: arguments
+            )
+            dk, dv = add_query_tile(
+                dk, dv, k_tile, v_tile, kv,
+                columns < kv_len,
+                q_tile_index, q_head, dout_head, LSE2, DELTA,
+                stride_qm, stride_gm,
+                scale, b, h, hkv, batch, heads, kv_heads, q_len, kv_len, q_origin,
+                #: arguments
+                D, DV, BLOCK_M, BLOCK_D, BLOCK_DV, Q_KIND, PRECISION, UPCAST, PARTIAL=True,
+            )
+    dk_head = DK + head_of_batch.to(tl.int64) * kv_len * D
+    dv_head = DV_OUT + head_of_batch.to(tl.int64) * kv_len * DV
+    store_tile(dk_head, first, D, kv_len, dk * scale, D, BLOCK_N, BLOCK_D)
+    store_tile(dv_head, first, DV, kv_len, dv, DV, BLOCK_N, BLOCK_DV)

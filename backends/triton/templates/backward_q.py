@@ -1,0 +1,127 @@
+"""Backward, second pass: dQ of a query tile. Follows ``weights.py`` in one module."""
+# ruff: noqa: F821
+
+import triton
+import triton.language as tl
+
+from attndsl.backends.triton.library import dot, dot_add, load_tile, positions, store_tile
+
+#: begin
+
+
+@triton.jit
+def add_key_tile(
+    dq, q_tile, dout_tile, lse2, delta, q, rows_ok, kv_tile, k_head, v_head,
+    stride_kn, stride_vn,
+    scale, b, h, hkv, batch, heads, kv_heads, q_len, kv_len, kv_origin,
+    #: parameters
+    #: gradient_parameters
+    D: tl.constexpr, DV: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr, KV_KIND: tl.constexpr, PRECISION: tl.constexpr,
+    UPCAST: tl.constexpr, PARTIAL: tl.constexpr,
+):
+    """Add one key-value tile's part to dQ (before the scale), and to the captures' gradients."""
+    first = kv_tile * BLOCK_N
+    columns = first + tl.arange(0, BLOCK_N)
+    k_tile = load_tile(k_head, first, stride_kn, kv_len, D, BLOCK_N, BLOCK_D, PARTIAL)
+    v_tile = load_tile(v_head, first, stride_vn, kv_len, DV, BLOCK_N, BLOCK_DV, PARTIAL)
+    kv = positions(columns, kv_len, kv_origin, KV_KIND)[None, :]
+    score = dot(q_tile, tl.trans(k_tile), PRECISION, UPCAST)
+    weight, live, raw = weights_of_tile(
+        score,
+        rows_ok[:, None],
+        (columns < kv_len)[None, :],
+        lse2[:, None],
+        q, kv, scale, b, h, hkv, batch, heads, kv_heads, q_len, kv_len,
+        #: arguments
+        PARTIAL,
+    )
+    dweight = dot(dout_tile, tl.trans(v_tile), PRECISION, UPCAST)
+    dscore = weight * (dweight - delta[:, None])
+    if HAS_CAPTURE_GRADIENTS:
+        live = live & rows_ok[:, None] & (columns < kv_len)[None, :]
+        dscore = tl.where(live, dscore, 0.0)
+        add_capture_gradients(
+            dscore, raw, live, b, h, hkv, q, kv, batch, heads, kv_heads, q_len, kv_len,
+            #: arguments
+            #: gradient_arguments
+        )
+    draw = gradient_of_raw_score(
+        dscore, raw, live, q, kv, b, h, hkv, batch, heads, kv_heads, q_len, kv_len,
+        #: arguments
+        PARTIAL,
+    )
+    return dot_add(draw.to(k_tile.dtype), k_tile, dq, PRECISION, UPCAST)
+
+
+@triton.jit
+def attention_backward_q(
+    Q, K, V, DOUT, DQ, LSE2, DELTA,
+    stride_qb, stride_qh, stride_qm, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh,
+    stride_vn, stride_gb, stride_gh, stride_gm,
+    scale, batch, heads, kv_heads, q_len, kv_len, q_origin, kv_origin,
+    #: parameters
+    #: gradient_parameters
+    D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, Q_KIND: tl.constexpr, KV_KIND: tl.constexpr,
+    PRECISION: tl.constexpr, UPCAST: tl.constexpr,
+):
+    """One program: dQ of one query tile of one head. DQ (batch, heads, q_len, D) is contiguous."""
+    q_tiles = tl.cdiv(q_len, BLOCK_M)
+    tile = tl.program_id(0) % q_tiles
+    head_of_batch = tl.program_id(0) // q_tiles
+    b = head_of_batch // heads
+    h = head_of_batch % heads
+    hkv = h // (heads // kv_heads)
+    first = tile * BLOCK_M
+    rows = first + tl.arange(0, BLOCK_M)
+    q = positions(rows, q_len, q_origin, Q_KIND)[:, None]
+    k_head = K + b * stride_kb + hkv * stride_kh
+    v_head = V + b * stride_vb + hkv * stride_vh
+    q_tile = load_tile(Q + b * stride_qb + h * stride_qh, first, stride_qm, q_len, D, BLOCK_M, BLOCK_D, True)
+    dout_tile = load_tile(DOUT + b * stride_gb + h * stride_gh, first, stride_gm, q_len, DV, BLOCK_M, BLOCK_DV, True)
+    row = head_of_batch.to(tl.int64) * q_len + rows
+    lse2 = tl.load(LSE2 + row, mask=rows < q_len, other=float("inf"))
+    delta = tl.load(DELTA + row, mask=rows < q_len, other=0.0)
+    dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    if HAS_FULL_KV:
+        full_tiles = full_kv_tiles(
+            tile, q_len, kv_len, BLOCK_M, BLOCK_N,
+            #: arguments
+        )
+        for step in tl.range(0, full_tiles):
+            kv_tile = full_kv_tile(
+                step, tile, q_len, kv_len, BLOCK_M, BLOCK_N,
+                #: arguments
+            )
+            dq = add_key_tile(
+                dq, q_tile, dout_tile, lse2, delta, q,
+                rows < q_len,
+                kv_tile, k_head, v_head,
+                stride_kn, stride_vn,
+                scale, b, h, hkv, batch, heads, kv_heads, q_len, kv_len, kv_origin,
+                #: arguments
+                #: gradient_arguments
+                D, DV, BLOCK_N, BLOCK_D, BLOCK_DV, KV_KIND, PRECISION, UPCAST, PARTIAL=False,
+            )
+    partial_tiles = partial_kv_tiles(
+        tile, q_len, kv_len, BLOCK_M, BLOCK_N,
+        #: arguments
+    )
+    for step in tl.range(0, partial_tiles):
+        kv_tile = partial_kv_tile(
+            step, tile, q_len, kv_len, BLOCK_M, BLOCK_N,
+            #: arguments
+        )
+        dq = add_key_tile(
+            dq, q_tile, dout_tile, lse2, delta, q,
+            rows < q_len,
+            kv_tile, k_head, v_head,
+            stride_kn, stride_vn,
+            scale, b, h, hkv, batch, heads, kv_heads, q_len, kv_len, kv_origin,
+            #: arguments
+            #: gradient_arguments
+            D, DV, BLOCK_N, BLOCK_D, BLOCK_DV, KV_KIND, PRECISION, UPCAST, PARTIAL=True,
+        )
+    dq_head = DQ + head_of_batch.to(tl.int64) * q_len * D
+    store_tile(dq_head, first, D, q_len, dq * scale, D, BLOCK_M, BLOCK_D)

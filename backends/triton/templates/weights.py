@@ -1,0 +1,73 @@
+"""Backward kernels: row statistics, then dK and dV by key-value tile, then dQ by query tile.
+
+Two passes recompute the weights from the log-sum-exp, so that every gradient of q, k and v is a sum
+in a fixed order, without atomics (T. Dao, FlashAttention-2, arXiv 2307.08691, algorithm 2, split in
+two). With P the weights, dP = dO V^T and delta = rowsum(dO * O) - dlse, the gradient of the final
+score is dS = P * (dP - delta).
+"""
+# ruff: noqa: F821
+
+import triton
+import triton.language as tl
+
+from attndsl.backends.triton.library import dot, dot_add, load_tile, positions, store_tile
+
+#: imports
+
+#: flags
+
+LOG2E = tl.constexpr(1.4426950408889634)
+
+#: functions
+
+
+@triton.jit
+def weights_of_tile(
+    score, rows_ok, columns_ok, lse2, q, kv, scale, b, h, hkv, batch, heads, kv_heads, q_len,
+    kv_len,
+    #: parameters
+    PARTIAL: tl.constexpr,
+):
+    """From the tile's q . k: the softmax weights, which pairs are live, and the scaled score.
+
+    ``rows_ok`` and ``columns_ok`` say which queries and keys exist; ``lse2`` broadcasts along keys.
+    """
+    raw = score * scale
+    live = tl.full([], 1, tl.int1)
+    if PARTIAL:
+        live = rows_ok & columns_ok
+        if MASKED:
+            live = live & mask_of_pair(
+                raw, live, b, h, hkv, q, kv, batch, heads, kv_heads, q_len, kv_len,
+                #: arguments
+            )
+    if MODIFIED:
+        final = score_of_pair(
+            raw, live, b, h, hkv, q, kv, batch, heads, kv_heads, q_len, kv_len,
+            #: arguments
+        )
+        weight = tl.exp2(final * LOG2E - lse2)
+    else:
+        weight = tl.exp2(score * (scale * LOG2E) - lse2)
+    if PARTIAL:
+        weight = tl.where(live, weight, 0.0)
+    return weight, live, raw
+
+
+@triton.jit
+def gradient_of_raw_score(
+    dscore, raw, live, q, kv, b, h, hkv, batch, heads, kv_heads, q_len, kv_len,
+    #: parameters
+    PARTIAL: tl.constexpr,
+):
+    """Take the gradient of the final score through the program, to that of scale * (q . k)."""
+    if PARTIAL:
+        dscore = tl.where(live, dscore, 0.0)
+    if MODIFIED:
+        dscore = dscore * derivative_of_pair(
+            raw, live, b, h, hkv, q, kv, batch, heads, kv_heads, q_len, kv_len,
+            #: arguments
+        )
+        if PARTIAL:
+            dscore = tl.where(live, dscore, 0.0)
+    return dscore

@@ -1,0 +1,104 @@
+"""Tile sizes: candidates in order of preference, fastest first, smallest last.
+
+Preferences come from ``benchmarks/results`` (one H200) and from the peers' published defaults; a
+candidate whose estimated shared memory exceeds the device's is left out, and the caller goes on to
+the next one where a compiled candidate still needs more than there is.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+SHARED_MEMORY = {
+    "cuda:80": 166912,
+    "cuda:86": 101376,
+    "cuda:87": 166912,
+    "cuda:89": 101376,
+    "cuda:90": 232448,
+    "cuda:100": 232448,
+    "cuda:103": 232448,
+    "cuda:120": 101376,
+    "hip:gfx942": 65536,
+    "hip:gfx950": 163840,
+}
+"""Bytes of shared memory that one program may use, by target."""
+
+_SMALLEST_SHARED = 65536
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """Tile sizes and launch options of one kernel."""
+
+    block_m: int
+    """Query rows of a tile."""
+    block_n: int
+    """Key rows of a tile."""
+    warps: int
+    stages: int
+    """Depth of the software pipeline."""
+
+
+_FORWARD = {
+    64: (Config(128, 128, 8, 3), Config(128, 64, 4, 3), Config(64, 64, 4, 2)),
+    128: (Config(128, 128, 8, 2), Config(128, 64, 8, 3), Config(64, 64, 4, 2)),
+    256: (Config(128, 64, 8, 2), Config(64, 64, 8, 2), Config(64, 32, 4, 2)),
+    512: (Config(64, 32, 8, 2), Config(32, 32, 8, 1)),
+}
+_BACKWARD_KV = {
+    64: (Config(128, 128, 8, 2), Config(64, 128, 8, 2), Config(64, 64, 4, 2)),
+    128: (Config(64, 128, 8, 2), Config(64, 64, 8, 2), Config(64, 64, 4, 1)),
+    256: (Config(32, 64, 8, 2), Config(32, 64, 8, 1), Config(32, 32, 4, 1)),
+    512: (Config(32, 32, 8, 1),),
+}
+_BACKWARD_Q = {
+    64: (Config(128, 128, 8, 2), Config(128, 64, 8, 2), Config(64, 64, 4, 2)),
+    128: (Config(128, 64, 8, 3), Config(128, 64, 8, 2), Config(64, 64, 4, 2)),
+    256: (Config(64, 32, 8, 2), Config(64, 32, 8, 1), Config(32, 32, 4, 1)),
+    512: (Config(32, 32, 8, 1),),
+}
+_TABLES = {"forward": _FORWARD, "backward_kv": _BACKWARD_KV, "backward_q": _BACKWARD_Q}
+_FALL_BACK = (Config(32, 32, 4, 1), Config(32, 16, 4, 1), Config(16, 32, 4, 1), Config(16, 16, 4, 1))
+INTERPRETED = (Config(32, 32, 4, 1),)
+
+
+def candidates(
+    kernel: str, block_d: int, block_dv: int, element_bytes: int, shared_memory: int
+) -> tuple[Config, ...]:
+    """Configs worth compiling, in order.
+
+    Args:
+        kernel: ``forward``, ``backward_kv`` or ``backward_q``.
+        block_d: Head dim, rounded up to a power of two.
+        block_dv: The value's head dim, likewise.
+        element_bytes: Bytes of an element of q, k and v.
+        shared_memory: Bytes that one program may use.
+    """
+    width = max(64, block_d, block_dv)
+    # An fp32 element takes the room of two: the table's row for twice the width fits.
+    row = min(512, width * (2 if element_bytes > 2 else 1))
+    preferred = (*_TABLES[kernel][row], *_FALL_BACK)
+    fitting = tuple(
+        config
+        for config in preferred
+        if shared_bytes(kernel, config, block_d, block_dv, element_bytes) <= shared_memory
+    )
+    return fitting or (preferred[-1],)
+
+
+def shared_bytes(kernel: str, config: Config, block_d: int, block_dv: int, element_bytes: int) -> int:
+    """Estimated shared memory: pipelined tiles per stage, resident ones once."""
+    width = block_d + block_dv
+    if kernel == "forward":
+        elements = config.block_m * block_d + config.stages * config.block_n * width
+    elif kernel == "backward_kv":
+        elements = config.block_n * width + config.stages * config.block_m * width
+        elements += config.block_m * config.block_n
+    else:
+        elements = config.block_m * width + config.stages * config.block_n * width
+    return elements * element_bytes
+
+
+def shared_memory_of(target: str) -> int:
+    """Bytes of shared memory of a target such as ``cuda:90``; a cautious figure for unknown ones."""
+    return SHARED_MEMORY.get(target, _SMALLEST_SHARED)
