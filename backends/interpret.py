@@ -1,0 +1,343 @@
+"""Dense interpretation of the IR with torch: each node becomes one tensor over all pairs.
+
+A node's tensor has four dims (batch, query head, query row, key row), each of full size or 1: what
+does not depend on ``kv`` is never computed along it. Bools are ``torch.bool``, ints
+``torch.int64``, floats the scope's dtype.
+
+Gradients are torch's own, with one rule more: *a zero gradient stays zero*. IEEE gives 0 * inf =
+NaN, so a plain chain of torch operations turns the zero gradient of a pair that is masked out, or
+of the branch that ``where`` did not take, into NaN as soon as it meets ``log`` at 0 or ``sqrt`` of
+a negative. Every operation with a singular or unbounded derivative is therefore wrapped in
+:class:`_ZeroStaysZero`, elementwise and before any sum over a broadcast dim. What is guaranteed:
+where the gradient that reaches an operation's result is 0 at a pair, its operands get exactly 0
+from that pair, whatever the operands are there. A NaN or inf gradient at a live pair, through the
+branch that was taken, is not hidden.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from attndsl.errors import ArgumentError
+from attndsl.ir import FLOAT_UNARY, DType, Op, toposort
+
+if TYPE_CHECKING:
+    from attndsl.ir import Node
+
+    from .base import Call
+
+Rule = Callable[["Node", tuple[torch.Tensor, ...], "Scope"], torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Scope:
+    """Values of the IR's leaves, each a tensor of four dims but for captured tensors."""
+
+    variables: Mapping[str, torch.Tensor]
+    sizes: Mapping[str, int]
+    params: Mapping[str, torch.Tensor]
+    tensors: Mapping[str, torch.Tensor]
+    score: torch.Tensor
+    """What ``SCORE`` is: the raw score, or the final one for a program's weights."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of floats."""
+        return self.score.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Where everything is computed."""
+        return self.score.device
+
+
+def scope_of(call: Call, score: torch.Tensor) -> Scope:
+    """The scope of ``call``; floats get the dtype of ``score`` (batch, heads, q_len, kv_len)."""
+    batch, heads, q_len, _ = call.q.shape
+    kv_heads, kv_len = call.k.shape[1:3]
+    device = call.q.device
+
+    def steps(count: int) -> torch.Tensor:
+        return torch.arange(count, dtype=torch.int64, device=device)
+
+    def positions(
+        count: int, offset: int | torch.Tensor, index: torch.Tensor | None
+    ) -> torch.Tensor:
+        return steps(count) + offset if index is None else index.to(torch.int64)
+
+    h = steps(heads).reshape(1, heads, 1, 1)
+    q = positions(q_len, call.q_offset, call.q_index)
+    kv = positions(kv_len, call.kv_offset, call.kv_index)
+    return Scope(
+        variables={
+            "b": steps(batch).reshape(batch, 1, 1, 1),
+            "h": h,
+            "hkv": h // max(1, heads // max(1, kv_heads)),
+            "q": q.reshape(1, 1, q_len, 1),
+            "kv": kv.reshape(1, 1, 1, kv_len),
+        },
+        sizes=call.sizes,
+        params={
+            name: value.reshape(1, 1, 1, 1)
+            if isinstance(value, torch.Tensor)
+            else torch.tensor(value, device=device, dtype=_param_dtype(value)).reshape(1, 1, 1, 1)
+            for name, value in call.params.items()
+        },
+        tensors=call.tensors,
+        score=score,
+    )
+
+
+def evaluate(roots: tuple[Node, ...], scope: Scope) -> tuple[torch.Tensor, ...]:
+    """The values of ``roots``; nodes that they share are computed once.
+
+    Raises:
+        NotImplementedError: An operation has no rule here (a defect of this module).
+    """
+    values: dict[Node, torch.Tensor] = {}
+    for item in toposort(*roots):
+        rule = RULES.get(item.op)
+        if rule is None:
+            raise NotImplementedError(f"no dense rule for {item.op.name}")
+        values[item] = rule(item, tuple(values[arg] for arg in item.args), scope)
+    return tuple(values[root] for root in roots)
+
+
+def clamped_indices(
+    indices: tuple[torch.Tensor, ...], tensor: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
+    """``indices``, one a dim, moved into ``tensor``, which has no dim of size 0."""
+    return tuple(
+        index.clamp(0, size - 1) for index, size in zip(indices, tensor.shape, strict=True)
+    )
+
+
+def check_lookups(roots: tuple[Node, ...], scope: Scope, live: torch.Tensor) -> None:
+    """Refuse lookups that leave their tensor at a pair that takes part.
+
+    Args:
+        roots: Expressions whose lookups are checked. A lookup inside the branch of a ``where``
+            that is not taken counts too.
+        scope: Values of the leaves.
+        live: Bool, of all pairs: which take part.
+
+    Raises:
+        ArgumentError: Names the tensor, the dim, the first offending index, and the size.
+    """
+    loads = [item for item in toposort(*roots) if item.op is Op.LOAD and item.args]
+    for load in loads:
+        tensor = scope.tensors[str(load.value)]
+        for dim, index in enumerate(evaluate(load.args, scope)):
+            size = tensor.shape[dim]
+            outside = ((index < 0) | (index >= size)) & live
+            if not bool(outside.any()):
+                continue
+            place = tuple(int(i) for i in outside.nonzero()[0])
+            found = int(index.expand(live.shape)[place])
+            b, h, q, kv = place
+            raise ArgumentError(
+                f"tensor {load.value!r} is looked up at {found} in dim {dim}, of size {size} "
+                f"(batch {b}, head {h}, query row {q}, key row {kv})",
+                load.span,
+                f"mask such pairs out, or write clamp(index, 0, {max(0, size - 1)})",
+            )
+
+
+class _ZeroStaysZero(torch.autograd.Function):
+    """``function(*args)`` with torch's derivative, except that 0 times any derivative is 0."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, function: Callable[..., torch.Tensor], *args: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.function = function
+        ctx.save_for_backward(*args)
+        return function(*args)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        args = ctx.saved_tensors
+        needed = [i for i, wanted in enumerate(ctx.needs_input_grad[1:]) if wanted]
+        # Expanded first: a sum over a broadcast dim would mix one pair's NaN into all the others.
+        inputs = [
+            arg.detach().expand(grad.shape).requires_grad_(i in needed)
+            for i, arg in enumerate(args)
+        ]
+        with torch.enable_grad():
+            result = ctx.function(*inputs)
+        parts = torch.autograd.grad(result, [inputs[i] for i in needed], grad)
+        grads: list[torch.Tensor | None] = [None] * len(args)
+        for i, part in zip(needed, parts, strict=True):
+            grads[i] = gated(grad, part).sum_to_size(args[i].shape)
+        return (None, *grads)
+
+
+def gated(seed: torch.Tensor, product: torch.Tensor) -> torch.Tensor:
+    """``product`` of a gradient with a derivative, but 0 where the gradient ``seed`` is 0."""
+    return torch.where(seed == 0, torch.zeros_like(product), product)
+
+
+def _guarded(function: Callable[..., torch.Tensor]) -> Rule:
+    def rule(item: Node, args: tuple[torch.Tensor, ...], scope: Scope) -> torch.Tensor:
+        if torch.is_grad_enabled() and any(arg.requires_grad for arg in args):
+            result: torch.Tensor = _ZeroStaysZero.apply(function, *args)  # type: ignore[no-untyped-call]
+            return result
+        return function(*args)
+
+    return rule
+
+
+def _plain(function: Callable[..., torch.Tensor]) -> Rule:
+    return lambda item, args, scope: function(*args)
+
+
+def _by_type(integer: Callable[..., torch.Tensor], floating: Rule) -> Rule:
+    def rule(item: Node, args: tuple[torch.Tensor, ...], scope: Scope) -> torch.Tensor:
+        if item.dtype is DType.INT:
+            return integer(*args)
+        return floating(item, args, scope)
+
+    return rule
+
+
+def _full(value: bool | int | float, dtype: torch.dtype, scope: Scope) -> torch.Tensor:
+    return torch.full((1, 1, 1, 1), value, dtype=dtype, device=scope.device)
+
+
+def _torch_dtype(dtype: DType, scope: Scope) -> torch.dtype:
+    return {DType.BOOL: torch.bool, DType.INT: torch.int64, DType.FLOAT: scope.dtype}[dtype]
+
+
+def _param_dtype(value: bool | int | float) -> torch.dtype:
+    return {bool: torch.bool, int: torch.int64}.get(type(value), torch.float64)
+
+
+def _const(item: Node, args: tuple[torch.Tensor, ...], scope: Scope) -> torch.Tensor:
+    assert isinstance(item.value, bool | int | float)
+    return _full(item.value, _torch_dtype(item.dtype, scope), scope)
+
+
+def _size(item: Node, args: tuple[torch.Tensor, ...], scope: Scope) -> torch.Tensor:
+    return _full(scope.sizes[str(item.value)], torch.int64, scope)
+
+
+def _param(item: Node, args: tuple[torch.Tensor, ...], scope: Scope) -> torch.Tensor:
+    return scope.params[str(item.value)].to(_torch_dtype(item.dtype, scope))
+
+
+def _load(item: Node, args: tuple[torch.Tensor, ...], scope: Scope) -> torch.Tensor:
+    tensor = scope.tensors[str(item.value)]
+    dtype = _torch_dtype(item.dtype, scope)
+    if not args:
+        return tensor.reshape(1, 1, 1, 1).to(dtype)
+    if tensor.numel() == 0:
+        shape = torch.broadcast_tensors(*args)[0].shape  # type: ignore[no-untyped-call]
+        return torch.zeros(shape, dtype=dtype, device=scope.device)
+    return tensor[clamped_indices(args, tensor)].to(dtype)
+
+
+def _cast(item: Node, args: tuple[torch.Tensor, ...], scope: Scope) -> torch.Tensor:
+    (arg,) = args
+    return arg != 0 if item.dtype is DType.BOOL else arg.to(_torch_dtype(item.dtype, scope))
+
+
+def _floor_divide(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    # -1 apart: the machine's own division of the least int by -1 traps.
+    safe = torch.where((b == 0) | (b == -1), torch.ones_like(b), b)
+    quotient = torch.div(a, safe, rounding_mode="floor")
+    return torch.where(b == 0, torch.zeros_like(a), torch.where(b == -1, -a, quotient))
+
+
+def _remainder(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    safe = torch.where((b == 0) | (b == -1), torch.ones_like(b), b)
+    return torch.where(b == 0, torch.zeros_like(a), torch.remainder(a, safe))
+
+
+def _float_floor_divide(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    return torch.div(a.detach(), b.detach(), rounding_mode="floor")
+
+
+def _float_remainder(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    return torch.remainder(a.detach(), b.detach())
+
+
+def _integer_power(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    return torch.pow(a, b)
+
+
+def _shift(
+    function: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+    return lambda a, b: function(a, b.clamp(0, 63))
+
+
+def _softplus(x: torch.Tensor) -> torch.Tensor:
+    # torch's own softplus turns linear at 20, which is visible in fp64.
+    return torch.logaddexp(x, torch.zeros_like(x))
+
+
+_UNARY: dict[Op, Callable[..., torch.Tensor]] = {
+    Op.FLOOR: torch.floor,
+    Op.CEIL: torch.ceil,
+    Op.ROUND: torch.round,
+    Op.SQRT: torch.sqrt,
+    Op.RSQRT: torch.rsqrt,
+    Op.EXP: torch.exp,
+    Op.EXP2: torch.exp2,
+    Op.LOG: torch.log,
+    Op.LOG2: torch.log2,
+    Op.LOG1P: torch.log1p,
+    Op.EXPM1: torch.expm1,
+    Op.SIN: torch.sin,
+    Op.COS: torch.cos,
+    Op.TAN: torch.tan,
+    Op.TANH: torch.tanh,
+    Op.SIGMOID: torch.sigmoid,
+    Op.SILU: torch.nn.functional.silu,
+    Op.RELU: torch.relu,
+    Op.GELU: torch.nn.functional.gelu,
+    Op.ERF: torch.erf,
+    Op.SOFTPLUS: _softplus,
+}
+
+RULES: dict[Op, Rule] = {
+    Op.CONST: _const,
+    Op.VAR: lambda item, args, scope: scope.variables[str(item.value)],
+    Op.SIZE: _size,
+    Op.PARAM: _param,
+    Op.SCORE: lambda item, args, scope: scope.score,
+    Op.LOAD: _load,
+    Op.ADD: _plain(torch.add),
+    Op.SUB: _plain(torch.sub),
+    Op.MUL: _by_type(torch.mul, _guarded(torch.mul)),
+    Op.NEG: _plain(torch.neg),
+    Op.DIV: _guarded(torch.div),
+    Op.FLOORDIV: _by_type(_floor_divide, _plain(_float_floor_divide)),
+    Op.MOD: _by_type(_remainder, _plain(_float_remainder)),
+    Op.POW: _by_type(_integer_power, _guarded(torch.pow)),
+    Op.MIN: _by_type(torch.minimum, _guarded(torch.minimum)),
+    Op.MAX: _by_type(torch.maximum, _guarded(torch.maximum)),
+    Op.ABS: _by_type(torch.abs, _guarded(torch.abs)),
+    Op.SIGN: _plain(torch.sign),
+    Op.BITAND: _plain(torch.bitwise_and),
+    Op.BITOR: _plain(torch.bitwise_or),
+    Op.BITXOR: _plain(torch.bitwise_xor),
+    Op.BITNOT: _plain(torch.bitwise_not),
+    Op.SHL: _plain(_shift(torch.bitwise_left_shift)),
+    Op.SHR: _plain(_shift(torch.bitwise_right_shift)),
+    Op.LT: _plain(torch.lt),
+    Op.LE: _plain(torch.le),
+    Op.EQ: _plain(torch.eq),
+    Op.NE: _plain(torch.ne),
+    Op.AND: _plain(torch.logical_and),
+    Op.OR: _plain(torch.logical_or),
+    Op.NOT: _plain(torch.logical_not),
+    Op.WHERE: _plain(torch.where),
+    Op.CAST: _cast,
+} | {op: _guarded(_UNARY[op]) for op in _UNARY.keys() & FLOAT_UNARY}
+"""How each operation is computed; tests hold that no :class:`~attndsl.ir.Op` is missing."""
