@@ -20,7 +20,7 @@ from ..key import KernelKey, source_fingerprint, version_of
 from .arguments import Layout, arguments_of, capture_arguments, origin
 from .compile import Executable, build, is_interpreted, load_module
 from .generate import generate_backward, generate_forward
-from .library import row_statistics
+from .library import STATISTICS_PADDING, row_statistics
 from .specialise import Specialisation, specialise, strides
 from .tiles import INTERPRETED, candidates, shared_memory_of
 
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
 MAX_HEAD_DIM = 512
 _STATISTICS_ROWS = 64
+PADDING = STATISTICS_PADDING.value
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
@@ -169,7 +170,8 @@ class TritonBackend:
             layout = self._layout(
                 lowered, call, "backward", grad_out, wants, grad_lse is not None
             )
-            lse2, delta = torch.empty_like(lse), torch.empty_like(lse)
+            padded = -(-q_len // PADDING) * PADDING
+            lse2, delta = lse.new_empty((2, batch, heads, padded))
             stream = _stream(q.device)
             grad_strides = strides(grad_out)[:3]
             rows = layout.executables["row_statistics"]
@@ -178,7 +180,7 @@ class TritonBackend:
                       *capture_arguments(layout.special, call)]  # fmt: skip
             with _on(q.device):
                 rows.launch(
-                    -(-q_len // _STATISTICS_ROWS) * batch * heads, stream,
+                    padded // _STATISTICS_ROWS * batch * heads, stream,
                     [out, grad_out, lse, lse if grad_lse is None else grad_lse.contiguous(), lse2, delta,
                      *strides(out)[:3], *grad_strides, heads, q_len],
                 )  # fmt: skip
@@ -360,6 +362,7 @@ def _signature(
         kind,
         q.dtype,
         q.device,
+        call.scale < 0,
         torch.get_float32_matmul_precision(),
         tuple((t.shape, t.stride(), t.data_ptr() % 16) for t in tensors),
         tuple((t.dtype, t.shape, t.stride(), t.data_ptr() % 16) for t in call.tensors.values()),

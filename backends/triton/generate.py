@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from attndsl.ir import DType, Op, dependencies
 
 from .expression import Printer, Printed, element_offset, print_expressions
-from .loops import print_loops
+from .loops import print_loop
 
 if TYPE_CHECKING:
     from attndsl.ir import Node, Program
@@ -66,15 +66,23 @@ def _render(templates: tuple[str, ...], lowered: Lowered, special: Specialisatio
     program, plan = lowered.program, lowered.plan
     names = parameters(special)
     functions, helpers = _functions(lowered, special)
-    loops = print_loops(plan, names)
+    passes = {"forward": plan.forward, "kv_pass": plan.backward_kv, "q_pass": plan.backward_q}
+    if "forward" in templates:
+        passes = {"forward": passes["forward"]}
+    else:
+        del passes["forward"]
+    loops = [text for name, loop in passes.items() for text in print_loop(name, loop, names)]
     modified = program.score.op is not Op.SCORE
     flags = {
         "MASKED": program.mask is not None,
         "MODIFIED": modified,
-        "HAS_FULL_KV": bool(plan.kv_loop.full),
-        "HAS_FULL_Q": bool(plan.q_loop.full),
+        "SCALED_FIRST": modified or program.mask is not None and "score" in dependencies(program.mask)[program.mask] or special.negative_scale,
+        "RAGGED_FULL": plan.ragged_full,
         "HAS_CAPTURE_GRADIENTS": bool(special.tensor_gradients or special.param_gradients),
     }
+    for name, loop in passes.items():
+        flags[f"{name.upper()}_HAS_FULL"] = bool(loop.full)
+        flags[f"{name.upper()}_HAS_PARTIAL"] = bool(loop.partial)
     imports = sorted(helpers)
     fills = {
         "imports": [f"from attndsl.backends.triton.library import {', '.join(imports)}"] if imports else [],

@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 LOG2E = tl.constexpr(1.4426950408889634)
+STATISTICS_PADDING = tl.constexpr(128)
 
 
 @triton.jit
@@ -205,6 +206,16 @@ def power(base, exponent):
 
 
 @triton.jit
+def statistics_rows(head_of_batch, q_len):
+    """Index of a head's first row in LSE2 and DELTA.
+
+    Heads are padded to whole tiles there, so that tiles load them without a mask: a masked load
+    with a value other than zero cannot be asynchronous.
+    """
+    return head_of_batch.to(tl.int64) * (tl.cdiv(q_len, STATISTICS_PADDING) * STATISTICS_PADDING)
+
+
+@triton.jit
 def row_statistics(
     OUT, DOUT, LSE, DLSE, LSE2, DELTA,
     stride_ob, stride_oh, stride_om, stride_gb, stride_gh, stride_gm,
@@ -213,9 +224,10 @@ def row_statistics(
 ):
     """Per query row: LSE2, the log-sum-exp in base 2 (+inf for rows with no live pair), and DELTA.
 
-    LSE, DLSE, LSE2 and DELTA are (batch, heads, q_len), contiguous, fp32.
+    LSE and DLSE are (batch, heads, q_len), contiguous, fp32; LSE2 and DELTA likewise, but with the
+    rows of a head padded (:func:`statistics_rows`) by rows with no live pair.
     """
-    q_tiles = tl.cdiv(q_len, ROWS)
+    q_tiles = tl.cdiv(q_len, STATISTICS_PADDING) * (STATISTICS_PADDING // ROWS)
     first = (tl.program_id(0) % q_tiles) * ROWS
     head_of_batch = tl.program_id(0) // q_tiles
     b = head_of_batch // heads
@@ -231,5 +243,6 @@ def row_statistics(
     if HAS_DLSE:
         delta -= tl.load(DLSE + row, mask=rows < q_len, other=0.0)
     empty = lse == float("-inf")
-    tl.store(LSE2 + row, tl.where(empty, float("inf"), lse * LOG2E), mask=rows < q_len)
-    tl.store(DELTA + row, tl.where(empty, 0.0, delta), mask=rows < q_len)
+    padded_row = statistics_rows(head_of_batch, q_len) + rows
+    tl.store(LSE2 + padded_row, tl.where(empty, float("inf"), lse * LOG2E))
+    tl.store(DELTA + padded_row, tl.where(empty, 0.0, delta))

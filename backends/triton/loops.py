@@ -10,55 +10,45 @@ import textwrap
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from attndsl.passes.tiles.plan import Segment, TilePlan
+    from attndsl.passes.tiles.plan import LoopPlan, Segment
 
 _INDENT = "    "
 
 
-def print_loops(plan: TilePlan, parameters: list[str]) -> list[str]:
-    """``full_kv_tiles``, ``full_kv_tile`` and so on, for both directions and both kinds."""
+def print_loop(name: str, loop: LoopPlan, parameters: list[str]) -> list[str]:
+    """``NAME_full_count``, ``NAME_full_tile``, ``NAME_partial_count`` and ``NAME_partial_tile``."""
     texts = []
-    for axis, loop in (("kv", plan.kv_loop), ("q", plan.q_loop)):
-        for kind, segments in (("full", loop.full), ("partial", loop.partial)):
-            texts.append(_count(f"{kind}_{axis}_tiles", kind.upper(), segments, parameters))
-            texts.append(_nth(f"{kind}_{axis}_tile", kind.upper(), segments, parameters))
+    for kind, segments in (("full", loop.full), ("partial", loop.partial)):
+        if segments:
+            texts.append(_count(f"{name}_{kind}_count", kind.upper(), segments, parameters))
+            texts.append(_nth(f"{name}_{kind}_tile", kind.upper(), segments, parameters))
     return texts
 
 
 def _count(name: str, kind: str, segments: tuple[Segment, ...], parameters: list[str]) -> str:
     counts = [_length(segment) for segment in segments]
     return _function(
-        name, "tile", parameters, f"Number of {kind} tiles.", [f"return {' + '.join(counts) or '0'}"]
+        name, "tile", parameters, f"Number of {kind} tiles.", [f"return {' + '.join(counts)}"]
     )
 
 
 def _nth(name: str, kind: str, segments: tuple[Segment, ...], parameters: list[str]) -> str:
-    if not segments:
-        body = ["return step"]
-    else:
-        *before, last = segments
-        body = []
-        for segment in before:
-            body += [f"found = {_element(segment)}", f"count = {_length(segment)}"]
-            # Later segments see the steps that are left; a step within this one is decided here.
-            body += ["chosen = step < count" if segment is before[0] else "here = (step < count) & ~chosen"]
-            body += (
-                ["result = tl.where(chosen, found, 0)"]
-                if segment is before[0]
-                else ["result = tl.where(here, found, result)", "chosen = chosen | here"]
-            )
-            body += ["step = step - count"]
-        body += (
-            [f"return tl.where(chosen, result, {_element(last)})"]
-            if before
-            else [f"return {_element(last)}"]
-        )
+    *before, last = segments
+    body = []
+    for number, segment in enumerate(before):
+        # Later segments see the steps that are left; the first segment with room is the one.
+        body += [f"count = {_length(segment)}", f"here = (step >= 0) & (step < count)"]
+        found = "step" if number == 0 else "found"
+        body += [f"found = tl.where(here, {_element(segment)}, {found})", "step = step - count"]
+    body.append(
+        f"return tl.where(step >= 0, {_element(last)}, found)" if before else f"return {_element(last)}"
+    )
     return _function(name, "step, tile", parameters, f"Index of {kind} tile number ``step``.", body)
 
 
 def _length(segment: Segment) -> str:
     if segment.start == "0" and segment.step == 1:
-        return f"tl.maximum({segment.stop}, 0)"
+        return f"{segment.stop}"
     span = f"({segment.stop}) - ({segment.start})"
     return f"tl.maximum({span if segment.step == 1 else f'tl.cdiv({span}, {segment.step})'}, 0)"
 

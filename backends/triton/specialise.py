@@ -76,6 +76,7 @@ class Specialisation:
     """Whether addresses and strides of q, k, v (and of the gradient of the output) are multiples of 16."""
     wide_rows: bool
     """Whether offsets within one tile of rows need 64 bits."""
+    negative_scale: bool = False
     tensor_gradients: tuple[str, ...] = ()
     param_gradients: tuple[str, ...] = ()
 
@@ -108,6 +109,7 @@ def specialise(program: Program, call: Call, *grads: torch.Tensor) -> Specialisa
         kv_kind=position_kind(call.kv_offset, call.kv_index),
         kv_origin_type=_origin_type(call.kv_offset, call.kv_index),
         aligned=all(_aligned(t, strides(t)) for t in operands),
+        negative_scale=call.scale < 0,
         wide_rows=any(strides(t)[2] * _MAX_ROWS >= 1 << 31 for t in operands),
     )
 

@@ -14,6 +14,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from attndsl.ir import Op
+
 if TYPE_CHECKING:
     from attndsl.ir import Program
 
@@ -43,18 +45,27 @@ class LoopPlan:
 class TilePlan:
     """Loops of a program's kernels."""
 
-    kv_loop: LoopPlan
-    """Key-value tiles for a query tile (forward, dQ)."""
-    q_loop: LoopPlan
-    """Query tiles for a key-value tile (dK, dV)."""
+    forward: LoopPlan
+    """Key-value tiles for a query tile, forward."""
+    backward_q: LoopPlan
+    """Key-value tiles for a query tile, in the pass that makes dQ."""
+    backward_kv: LoopPlan
+    """Query tiles for a key-value tile, in the pass that makes dK and dV."""
+    ragged_full: bool
+    """Whether the last FULL query tile of ``backward_kv`` may reach beyond ``q_len``."""
 
 
 def plan_tiles(program: Program) -> TilePlan:
     """The plan of ``program``. Sound for every length: no live pair is left out."""
-    return TilePlan(
-        kv_loop=_loop("kv_len", "BLOCK_N", masked=program.mask is not None),
-        q_loop=_loop("q_len", "BLOCK_M", masked=program.mask is not None),
-    )
+    masked = program.mask is not None
+    by_query = _loop("kv_len", "BLOCK_N", masked)
+    by_key = _loop("q_len", "BLOCK_M", masked)
+    # Rows beyond the length are read as zeros with a log-sum-exp of +inf: their weights are 0
+    # without a mask, unless a score expression makes NaN of the zeros.
+    ragged_full = not masked and program.score.op is Op.SCORE
+    if ragged_full:
+        by_key = LoopPlan(full=(Segment("0", "tl.cdiv(q_len, BLOCK_M)"),), partial=())
+    return TilePlan(by_query, by_query, by_key, ragged_full)
 
 
 def _loop(length: str, block: str, masked: bool) -> LoopPlan:

@@ -4,7 +4,9 @@
 import triton
 import triton.language as tl
 
-from attndsl.backends.triton.library import dot, dot_add, load_tile, positions, store_tile
+from attndsl.backends.triton.library import (
+    dot, dot_add, load_tile, positions, statistics_rows, store_tile,
+)
 
 #: begin
 
@@ -22,12 +24,9 @@ def add_query_tile(
     """Add one query tile's part to dK (before the scale) and dV. Tiles are (keys, queries) here."""
     first = q_tile_index * BLOCK_M
     rows = first + tl.arange(0, BLOCK_M)
-    q_tile = load_tile(q_head, first, stride_qm, q_len, D, BLOCK_M, BLOCK_D, PARTIAL)
-    row = (b * heads + h).to(tl.int64) * q_len + rows
-    if PARTIAL:
-        lse2 = tl.load(LSE2 + row, mask=rows < q_len, other=float("inf"))
-    else:
-        lse2 = tl.load(LSE2 + row)
+    q_tile = load_tile(q_head, first, stride_qm, q_len, D, BLOCK_M, BLOCK_D, PARTIAL or RAGGED_FULL)
+    statistics = statistics_rows(b * heads + h, q_len)
+    lse2 = tl.load(LSE2 + statistics + rows)
     q = positions(rows, q_len, q_origin, Q_KIND)[None, :]
     score = dot(k_tile, tl.trans(q_tile), PRECISION, UPCAST)
     weight, live, raw = weights_of_tile(
@@ -39,19 +38,17 @@ def add_query_tile(
         #: arguments
         PARTIAL,
     )
-    dout_tile = load_tile(dout_head, first, stride_gm, q_len, DV, BLOCK_M, BLOCK_DV, PARTIAL)
-    dv = dot_add(weight.to(dout_tile.dtype), dout_tile, dv, PRECISION, UPCAST)
+    dout_tile = load_tile(dout_head, first, stride_gm, q_len, DV, BLOCK_M, BLOCK_DV, PARTIAL or RAGGED_FULL)
     dweight = dot(v_tile, tl.trans(dout_tile), PRECISION, UPCAST)
-    if PARTIAL:
-        delta = tl.load(DELTA + row, mask=rows < q_len, other=0.0)
-    else:
-        delta = tl.load(DELTA + row)
+    delta = tl.load(DELTA + statistics + rows)
     draw = gradient_of_raw_score(
         weight * (dweight - delta[None, :]),
         raw, live, q, kv, b, h, hkv, batch, heads, kv_heads, q_len, kv_len,
         #: arguments
         PARTIAL,
     )
+    # dV comes after dS: its operand is ready, and issuing it earlier spills registers.
+    dv = dot_add(weight.to(dout_tile.dtype), dout_tile, dv, PRECISION, UPCAST)
     dk = dot_add(draw.to(q_tile.dtype), q_tile, dk, PRECISION, UPCAST)
     return dk, dv
 
@@ -88,13 +85,13 @@ def attention_backward_kv(
         h = hkv * group + member
         q_head = Q + b * stride_qb + h * stride_qh
         dout_head = DOUT + b * stride_gb + h * stride_gh
-        if HAS_FULL_Q:
-            full_tiles = full_q_tiles(
+        if KV_PASS_HAS_FULL:
+            full_tiles = kv_pass_full_count(
                 tile, q_len, kv_len, BLOCK_M, BLOCK_N,
                 #: arguments
             )
             for step in tl.range(0, full_tiles):
-                q_tile_index = full_q_tile(
+                q_tile_index = kv_pass_full_tile(
                     step, tile, q_len, kv_len, BLOCK_M, BLOCK_N,
                     #: arguments
                 )
@@ -108,24 +105,25 @@ def attention_backward_kv(
                     D, DV, BLOCK_M, BLOCK_D, BLOCK_DV, Q_KIND, PRECISION, UPCAST,
                     PARTIAL=False,
                 )
-        partial_tiles = partial_q_tiles(
-            tile, q_len, kv_len, BLOCK_M, BLOCK_N,
-            #: arguments
-        )
-        for step in tl.range(0, partial_tiles):
-            q_tile_index = partial_q_tile(
-                step, tile, q_len, kv_len, BLOCK_M, BLOCK_N,
+        if KV_PASS_HAS_PARTIAL:
+            partial_tiles = kv_pass_partial_count(
+                tile, q_len, kv_len, BLOCK_M, BLOCK_N,
                 #: arguments
             )
-            dk, dv = add_query_tile(
-                dk, dv, k_tile, v_tile, kv,
-                columns < kv_len,
-                q_tile_index, q_head, dout_head, LSE2, DELTA,
-                stride_qm, stride_gm,
-                scale, b, h, hkv, batch, heads, kv_heads, q_len, kv_len, q_origin,
-                #: arguments
-                D, DV, BLOCK_M, BLOCK_D, BLOCK_DV, Q_KIND, PRECISION, UPCAST, PARTIAL=True,
-            )
+            for step in tl.range(0, partial_tiles):
+                q_tile_index = kv_pass_partial_tile(
+                    step, tile, q_len, kv_len, BLOCK_M, BLOCK_N,
+                    #: arguments
+                )
+                dk, dv = add_query_tile(
+                    dk, dv, k_tile, v_tile, kv,
+                    columns < kv_len,
+                    q_tile_index, q_head, dout_head, LSE2, DELTA,
+                    stride_qm, stride_gm,
+                    scale, b, h, hkv, batch, heads, kv_heads, q_len, kv_len, q_origin,
+                    #: arguments
+                    D, DV, BLOCK_M, BLOCK_D, BLOCK_DV, Q_KIND, PRECISION, UPCAST, PARTIAL=True,
+                )
     dk_head = DK + head_of_batch.to(tl.int64) * kv_len * D
     dv_head = DV_OUT + head_of_batch.to(tl.int64) * kv_len * DV
     store_tile(dk_head, first, D, kv_len, dk * scale, D, BLOCK_N, BLOCK_D)

@@ -4,7 +4,9 @@
 import triton
 import triton.language as tl
 
-from attndsl.backends.triton.library import dot, dot_add, load_tile, positions, store_tile
+from attndsl.backends.triton.library import (
+    dot, dot_add, load_tile, positions, statistics_rows, store_tile,
+)
 
 #: begin
 
@@ -80,17 +82,17 @@ def attention_backward_q(
     v_head = V + b * stride_vb + hkv * stride_vh
     q_tile = load_tile(Q + b * stride_qb + h * stride_qh, first, stride_qm, q_len, D, BLOCK_M, BLOCK_D, True)
     dout_tile = load_tile(DOUT + b * stride_gb + h * stride_gh, first, stride_gm, q_len, DV, BLOCK_M, BLOCK_DV, True)
-    row = head_of_batch.to(tl.int64) * q_len + rows
-    lse2 = tl.load(LSE2 + row, mask=rows < q_len, other=float("inf"))
-    delta = tl.load(DELTA + row, mask=rows < q_len, other=0.0)
+    statistics = statistics_rows(head_of_batch, q_len)
+    lse2 = tl.load(LSE2 + statistics + rows, mask=rows < q_len, other=float("inf"))
+    delta = tl.load(DELTA + statistics + rows, mask=rows < q_len, other=0.0)
     dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    if HAS_FULL_KV:
-        full_tiles = full_kv_tiles(
+    if Q_PASS_HAS_FULL:
+        full_tiles = q_pass_full_count(
             tile, q_len, kv_len, BLOCK_M, BLOCK_N,
             #: arguments
         )
         for step in tl.range(0, full_tiles):
-            kv_tile = full_kv_tile(
+            kv_tile = q_pass_full_tile(
                 step, tile, q_len, kv_len, BLOCK_M, BLOCK_N,
                 #: arguments
             )
@@ -104,24 +106,25 @@ def attention_backward_q(
                 #: gradient_arguments
                 D, DV, BLOCK_N, BLOCK_D, BLOCK_DV, KV_KIND, PRECISION, UPCAST, PARTIAL=False,
             )
-    partial_tiles = partial_kv_tiles(
-        tile, q_len, kv_len, BLOCK_M, BLOCK_N,
-        #: arguments
-    )
-    for step in tl.range(0, partial_tiles):
-        kv_tile = partial_kv_tile(
-            step, tile, q_len, kv_len, BLOCK_M, BLOCK_N,
+    if Q_PASS_HAS_PARTIAL:
+        partial_tiles = q_pass_partial_count(
+            tile, q_len, kv_len, BLOCK_M, BLOCK_N,
             #: arguments
         )
-        dq = add_key_tile(
-            dq, q_tile, dout_tile, lse2, delta, q,
-            rows < q_len,
-            kv_tile, k_head, v_head,
-            stride_kn, stride_vn,
-            scale, b, h, hkv, batch, heads, kv_heads, q_len, kv_len, kv_origin,
-            #: arguments
-            #: gradient_arguments
-            D, DV, BLOCK_N, BLOCK_D, BLOCK_DV, KV_KIND, PRECISION, UPCAST, PARTIAL=True,
-        )
+        for step in tl.range(0, partial_tiles):
+            kv_tile = q_pass_partial_tile(
+                step, tile, q_len, kv_len, BLOCK_M, BLOCK_N,
+                #: arguments
+            )
+            dq = add_key_tile(
+                dq, q_tile, dout_tile, lse2, delta, q,
+                rows < q_len,
+                kv_tile, k_head, v_head,
+                stride_kn, stride_vn,
+                scale, b, h, hkv, batch, heads, kv_heads, q_len, kv_len, kv_origin,
+                #: arguments
+                #: gradient_arguments
+                D, DV, BLOCK_N, BLOCK_D, BLOCK_DV, KV_KIND, PRECISION, UPCAST, PARTIAL=True,
+            )
     dq_head = DQ + head_of_batch.to(tl.int64) * q_len * D
     store_tile(dq_head, first, D, q_len, dq * scale, D, BLOCK_M, BLOCK_D)

@@ -36,10 +36,10 @@ def attend(
     k_tile = load_tile(k_head, first, stride_kn, kv_len, D, BLOCK_N, BLOCK_D, PARTIAL)
     score = dot(q_tile, tl.trans(k_tile), PRECISION, UPCAST)
     live = tl.full([], 1, tl.int1)
+    if SCALED_FIRST:
+        score = score * scale
     if PARTIAL or MODIFIED:
         kv = positions(columns, kv_len, kv_origin, KV_KIND)[None, :]
-        if MODIFIED:
-            score = score * scale
         if PARTIAL:
             live = (columns < kv_len)[None, :]
             if MASKED:
@@ -94,23 +94,22 @@ def attention_forward(
     k_head = K + b * stride_kb + hkv * stride_kh
     v_head = V + b * stride_vb + hkv * stride_vh
     q_tile = load_tile(q_head, first, stride_qm, q_len, D, BLOCK_M, BLOCK_D, True)
-    if MODIFIED:
+    # The running maximum needs a positive factor, so a negative scale is applied to the scores.
+    if SCALED_FIRST:
         factor = LOG2E
     else:
-        # The running maximum needs a positive factor: the sign of the scale goes into q.
-        factor = tl.abs(scale) * LOG2E
-        q_tile = tl.where(scale < 0.0, -q_tile, q_tile)
+        factor = scale * LOG2E
 
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
     denominator = tl.zeros([BLOCK_M], tl.float32)
     peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    if HAS_FULL_KV:
-        full_tiles = full_kv_tiles(
+    if FORWARD_HAS_FULL:
+        full_tiles = forward_full_count(
             tile, q_len, kv_len, BLOCK_M, BLOCK_N,
             #: arguments
         )
         for step in tl.range(0, full_tiles):
-            kv_tile = full_kv_tile(
+            kv_tile = forward_full_tile(
                 step, tile, q_len, kv_len, BLOCK_M, BLOCK_N,
                 #: arguments
             )
@@ -121,22 +120,23 @@ def attention_forward(
                 #: arguments
                 D, DV, BLOCK_N, BLOCK_D, BLOCK_DV, KV_KIND, PRECISION, UPCAST, PARTIAL=False,
             )
-    partial_tiles = partial_kv_tiles(
-        tile, q_len, kv_len, BLOCK_M, BLOCK_N,
-        #: arguments
-    )
-    for step in tl.range(0, partial_tiles):
-        kv_tile = partial_kv_tile(
-            step, tile, q_len, kv_len, BLOCK_M, BLOCK_N,
+    if FORWARD_HAS_PARTIAL:
+        partial_tiles = forward_partial_count(
+            tile, q_len, kv_len, BLOCK_M, BLOCK_N,
             #: arguments
         )
-        acc, denominator, peak = attend(
-            acc, denominator, peak, q_tile, q, kv_tile, k_head, v_head,
-            stride_kn, stride_vn,
-            factor, scale, b, h, hkv, batch, heads, kv_heads, q_len, kv_len, kv_origin,
-            #: arguments
-            D, DV, BLOCK_N, BLOCK_D, BLOCK_DV, KV_KIND, PRECISION, UPCAST, PARTIAL=True,
-        )
+        for step in tl.range(0, partial_tiles):
+            kv_tile = forward_partial_tile(
+                step, tile, q_len, kv_len, BLOCK_M, BLOCK_N,
+                #: arguments
+            )
+            acc, denominator, peak = attend(
+                acc, denominator, peak, q_tile, q, kv_tile, k_head, v_head,
+                stride_kn, stride_vn,
+                factor, scale, b, h, hkv, batch, heads, kv_heads, q_len, kv_len, kv_origin,
+                #: arguments
+                D, DV, BLOCK_N, BLOCK_D, BLOCK_DV, KV_KIND, PRECISION, UPCAST, PARTIAL=True,
+            )
 
     # A row with no live pair gives zeros and a log-sum-exp of -inf.
     empty = denominator == 0.0

@@ -10,7 +10,9 @@ score is dS = P * (dP - delta).
 import triton
 import triton.language as tl
 
-from attndsl.backends.triton.library import dot, dot_add, load_tile, positions, store_tile
+from attndsl.backends.triton.library import (
+    dot, dot_add, load_tile, positions, statistics_rows, store_tile,
+)
 
 #: imports
 
