@@ -130,7 +130,9 @@ def render(error: AttnDSLError) -> str:
     rows = [
         f"{where}: {error.message}",
         f"    {shown}",
-        "    " + " " * _columns(shown[: start - first]) + "^" * max(1, _columns(shown[start - first :][:width])),
+        "    "
+        + " " * _columns(shown[: start - first])
+        + "^" * max(1, _columns(shown[start - first :][:width])),
     ]
     if error.hint:
         rows.append(f"  hint: {error.hint}")
@@ -139,9 +141,14 @@ def render(error: AttnDSLError) -> str:
 
 def _printable(text: str) -> str:
     """Control characters as a visible stand-in of the same width, so that carets stay in place."""
-    return "".join(c if c.isprintable() else ("\t" == c and " ") or "\N{REPLACEMENT CHARACTER}" for c in text)
+    return "".join(
+        c if c.isprintable() else ("\t" == c and " ") or "\N{REPLACEMENT CHARACTER}" for c in text
+    )
 
 
 def _columns(text: str) -> int:
     """Terminal columns that ``text`` takes."""
-    return sum(0 if unicodedata.combining(c) else 2 if unicodedata.east_asian_width(c) in "WF" else 1 for c in text)
+    return sum(
+        0 if unicodedata.combining(c) else 2 if unicodedata.east_asian_width(c) in "WF" else 1
+        for c in text
+    )

@@ -105,8 +105,12 @@ COMPARISONS = frozenset({Op.LT, Op.LE, Op.EQ, Op.NE})
 LOGICAL = frozenset({Op.AND, Op.OR, Op.NOT})
 BITWISE = frozenset({Op.BITAND, Op.BITOR, Op.BITXOR, Op.BITNOT, Op.SHL, Op.SHR})
 FLOAT_UNARY = frozenset(list(Op)[list(Op).index(Op.FLOOR) :])
-NUMERIC = frozenset({Op.ADD, Op.SUB, Op.MUL, Op.NEG, Op.FLOORDIV, Op.MOD, Op.MIN, Op.MAX, Op.ABS, Op.SIGN})
-ARITY = {op: 1 for op in FLOAT_UNARY | {Op.NEG, Op.ABS, Op.SIGN, Op.BITNOT, Op.NOT, Op.CAST}} | {Op.WHERE: 3}
+NUMERIC = frozenset(
+    {Op.ADD, Op.SUB, Op.MUL, Op.NEG, Op.FLOORDIV, Op.MOD, Op.MIN, Op.MAX, Op.ABS, Op.SIGN}
+)
+ARITY = {op: 1 for op in FLOAT_UNARY | {Op.NEG, Op.ABS, Op.SIGN, Op.BITNOT, Op.NOT, Op.CAST}} | {
+    Op.WHERE: 3
+}
 
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
@@ -185,10 +189,12 @@ def cast(operand: Node, dtype: DType, span: Span | None = None) -> Node:
     return operand if operand.dtype is dtype else node(Op.CAST, operand, dtype=dtype, span=span)
 
 
-def _result_type(op: Op, args: tuple[Node, ...], value: Literal | None, dtype: DType | None) -> DType:
+def _result_type(
+    op: Op, args: tuple[Node, ...], value: Literal | None, dtype: DType | None
+) -> DType:
     types = tuple(arg.dtype for arg in args)
     if op is Op.CONST:
-        return {bool: DType.BOOL, int: DType.INT, float: DType.FLOAT}[type(value)]  # type: ignore[index]
+        return {bool: DType.BOOL, int: DType.INT, float: DType.FLOAT}[type(value)]
     if op in (Op.VAR, Op.SIZE):
         return DType.INT
     if op is Op.SCORE:

@@ -58,7 +58,9 @@ def _range(item: Node, found: Mapping[Node, Range], bits: Mapping[str, int]) -> 
         value = int(item.value)  # type: ignore[arg-type]
         return value, value
     if item.op is Op.VAR:
-        return (-POSITION_LIMIT, POSITION_LIMIT) if item.value in ("q", "kv") else (0, POSITION_LIMIT)
+        return (
+            (-POSITION_LIMIT, POSITION_LIMIT) if item.value in ("q", "kv") else (0, POSITION_LIMIT)
+        )
     if item.op is Op.SIZE:
         return (1 if item.value in ("heads", "kv_heads", "head_dim") else 0), POSITION_LIMIT
     if item.op in (Op.PARAM, Op.LOAD):

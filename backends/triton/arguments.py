@@ -34,6 +34,11 @@ class Layout:
     """batch, heads, kv_heads, q_len, kv_len."""
 
 
+def block_width(head_dim: int) -> int:
+    """Columns of a tile that holds rows of ``head_dim`` elements."""
+    return max(16, int(triton.next_power_of_2(head_dim)))
+
+
 def arguments_of(
     function: Any,
     special: Specialisation,
@@ -53,8 +58,8 @@ def arguments_of(
     constants: dict[str, int | str | bool | None] = {
         "D": special.head_dim,
         "DV": special.value_dim,
-        "BLOCK_D": max(16, triton.next_power_of_2(special.head_dim)),
-        "BLOCK_DV": max(16, triton.next_power_of_2(special.value_dim)),
+        "BLOCK_D": block_width(special.head_dim),
+        "BLOCK_DV": block_width(special.value_dim),
         "Q_KIND": special.q_kind,
         "KV_KIND": special.kv_kind,
         "PRECISION": precision,

@@ -17,7 +17,7 @@ from attndsl.passes.widths import POSITION_LIMIT
 
 from ..base import Gradients
 from ..key import KernelKey, source_fingerprint, version_of
-from .arguments import Layout, arguments_of, capture_arguments, origin
+from .arguments import Layout, arguments_of, block_width, capture_arguments, origin
 from .compile import Executable, build, is_interpreted, load_module
 from .generate import generate_backward, generate_forward
 from .library import STATISTICS_PADDING, row_statistics
@@ -161,15 +161,20 @@ class TritonBackend:
         buffers = {
             name: torch.zeros(call.tensors[name].shape, dtype=torch.float32, device=q.device)
             for name in sorted(wants.tensors)
-        } | {name: torch.zeros((), dtype=torch.float32, device=q.device) for name in sorted(wants.params)}
-        dq = torch.zeros_like(q, memory_format=torch.contiguous_format) if lse.numel() == 0 else q.new_empty(q.shape)
+        } | {
+            name: torch.zeros((), dtype=torch.float32, device=q.device)
+            for name in sorted(wants.params)
+        }
+        dq = (
+            torch.zeros_like(q, memory_format=torch.contiguous_format)
+            if lse.numel() == 0
+            else q.new_empty(q.shape)
+        )
         dk, dv = k.new_empty(k.shape), v.new_empty(v.shape)
         if lse.numel() == 0:
             dk.zero_(), dv.zero_()
         else:
-            layout = self._layout(
-                lowered, call, "backward", grad_out, wants, grad_lse is not None
-            )
+            layout = self._layout(lowered, call, "backward", grad_out, wants, grad_lse is not None)
             padded = -(-q_len // PADDING) * PADDING
             lse2, delta = lse.new_empty((2, batch, heads, padded))
             stream = _stream(q.device)
@@ -206,7 +211,9 @@ class TritonBackend:
             params={name: buffers[name].to(_dtype(call.params[name])) for name in wants.params},
         )
 
-    def source(self, lowered: Lowered, call: Call, direction: str, wants: Wants | None = None) -> str:
+    def source(
+        self, lowered: Lowered, call: Call, direction: str, wants: Wants | None = None
+    ) -> str:
         """Text of the module that a call would use; ``direction`` is ``forward`` or ``backward``."""
         if direction == "forward":
             return generate_forward(lowered, specialise(lowered.program, call))
@@ -250,13 +257,22 @@ class TritonBackend:
             }
         )
         executables = {
-            name: self._executable(module, name, function, special, target, precision, call.q.device, {})
+            name: self._executable(
+                module, name, function, special, target, precision, call.q.device, {}
+            )
             for name, function in functions.items()
         }
         if kind == "backward":
             more = {"ROWS": _STATISTICS_ROWS, "HAS_DLSE": has_dlse}
             executables["row_statistics"] = self._executable(
-                module, "row_statistics", row_statistics, special, target, precision, call.q.device, more
+                module,
+                "row_statistics",
+                row_statistics,
+                special,
+                target,
+                precision,
+                call.q.device,
+                more,
             )
         steps = tuple(s for t in (call.q, call.k, call.v) for s in strides(t)[:3])
         batch, heads, q_len, _ = call.q.shape
@@ -264,7 +280,12 @@ class TritonBackend:
         return Layout(special, executables, steps, sizes)
 
     def _module(
-        self, lowered: Lowered, kind: str, special: Specialisation, target: GPUTarget | None, precision: str
+        self,
+        lowered: Lowered,
+        kind: str,
+        special: Specialisation,
+        target: GPUTarget | None,
+        precision: str,
     ) -> _Module:
         key = KernelKey(
             program=lowered.digest,
@@ -331,8 +352,8 @@ class TritonBackend:
         kernel = "backward_q" if name == "row_statistics" else name
         return candidates(
             kernel,
-            max(16, triton.next_power_of_2(special.head_dim)),
-            max(16, triton.next_power_of_2(special.value_dim)),
+            block_width(special.head_dim),
+            block_width(special.value_dim),
             size,
             _shared_memory(target, device),
         )

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from triton.backends.compiler import GPUTarget
 
-from .arguments import arguments_of
+from .arguments import arguments_of, block_width
 from .compile import build, load_module
 from .generate import generate_backward, generate_forward
 from .library import row_statistics
@@ -77,12 +77,10 @@ def cross_compile(
         for name, function in functions.items():
             more = {"ROWS": 64, "HAS_DLSE": True} if name == "row_statistics" else {}
             arguments = arguments_of(function, special, "ieee", upcast=False, more=more)
-            constants = {a.name: a.constant for a in arguments}
-            table = "backward_q" if name == "row_statistics" else name
             chosen = (configs or {}).get(name) or candidates(
-                table,
-                int(constants["BLOCK_DV"] if name == "row_statistics" else constants["BLOCK_D"] or 0),
-                int(constants["BLOCK_DV"] or 0),
+                "backward_q" if name == "row_statistics" else name,
+                block_width(special.head_dim),
+                block_width(special.value_dim),
                 4 if special.dtype == "fp32" else 2,
                 shared,
             )

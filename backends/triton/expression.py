@@ -115,7 +115,9 @@ def element_offset(load: Node, indices: list[str], prefix: str, capture: Capture
         if capture.wide:
             index = f"({index}).to(tl.int64)"
         terms.append(
-            f"({index})" if dim in capture.unit_dims and prefix.startswith("t_") else f"({index}) * {prefix}_stride{dim}"
+            f"({index})"
+            if dim in capture.unit_dims and prefix.startswith("t_")
+            else f"({index}) * {prefix}_stride{dim}"
         )
     return " + ".join(terms) if terms else "0"
 
@@ -140,7 +142,9 @@ class Printer:
         for item in order:
             text, level = self._text(item)
             depth = 1 + max((self.depths[arg] for arg in item.args), default=0)
-            needs_local = item.op is Op.LOAD or (item.args and (uses.get(item, 0) > 1 or depth > _MAX_INLINE))
+            needs_local = item.op is Op.LOAD or (
+                item.args and (uses.get(item, 0) > 1 or depth > _MAX_INLINE)
+            )
             if needs_local:
                 name = f"{item.value}_{count}" if item.op is Op.LOAD else f"x{count}"
                 name = name if item.op is not Op.LOAD else f"at_{name}"
@@ -167,7 +171,10 @@ class Printer:
     def _value(self, item: Node) -> str:
         """Text of an operand that must be a Triton value rather than a Python number."""
         if item.op is Op.CONST:
-            kind = {DType.FLOAT: "float32", DType.INT: "int32" if fits(self.ranges.get(item, (0, 0))) else "int64"}
+            kind = {
+                DType.FLOAT: "float32",
+                DType.INT: "int32" if fits(self.ranges.get(item, (0, 0))) else "int64",
+            }
             return f"tl.full([], {self.texts[item][0]}, tl.{kind.get(item.dtype, 'int1')})"
         return self.texts[item][0]
 
@@ -203,7 +210,9 @@ class Printer:
             return self._call("sign", self._value(args[0]))
         if op in (Op.MIN, Op.MAX):
             name = "tl.minimum" if op is Op.MIN else "tl.maximum"
-            return self._call(name, *(self._value(a) for a in args), "propagate_nan=tl.PropagateNan.ALL")
+            return self._call(
+                name, *(self._value(a) for a in args), "propagate_nan=tl.PropagateNan.ALL"
+            )
         if op is Op.POW and (chain := self._small_power(item)) is not None:
             return chain
         if op in _FLOAT_TWO:
@@ -318,7 +327,11 @@ class Printer:
         if amount[0] < 0 or amount[1] > top:
             b = f"tl.minimum(tl.maximum({b}, 0), {top})"
         if wide:
-            b = f"({b}).to(tl.int64)" if item.args[1].op is not Op.CONST else f"tl.full([], {b}, tl.int64)"
+            b = (
+                f"({b}).to(tl.int64)"
+                if item.args[1].op is not Op.CONST
+                else f"tl.full([], {b}, tl.int64)"
+            )
         return f"({a}) {symbol} ({b})", _SHIFT
 
     def _small_power(self, item: Node) -> tuple[str, int] | None:
@@ -331,7 +344,7 @@ class Printer:
         if value in (1.0, 2.0, 3.0):
             self._share(base)
             text = self.at(base, _PRODUCT + 1)
-            return " * ".join([text] * int(value)), _PRODUCT  # type: ignore[arg-type]
+            return " * ".join([text] * int(value)), _PRODUCT
         if value == 0.5:
             return self._call("tl.sqrt", self._value(base))
         if value == -1.0:

@@ -76,7 +76,10 @@ def _render(templates: tuple[str, ...], lowered: Lowered, special: Specialisatio
     flags = {
         "MASKED": program.mask is not None,
         "MODIFIED": modified,
-        "SCALED_FIRST": modified or program.mask is not None and "score" in dependencies(program.mask)[program.mask] or special.negative_scale,
+        "SCALED_FIRST": modified
+        or program.mask is not None
+        and "score" in dependencies(program.mask)[program.mask]
+        or special.negative_scale,
         "RAGGED_FULL": plan.ragged_full,
         "HAS_CAPTURE_GRADIENTS": bool(special.tensor_gradients or special.param_gradients),
     }
@@ -85,7 +88,9 @@ def _render(templates: tuple[str, ...], lowered: Lowered, special: Specialisatio
         flags[f"{name.upper()}_HAS_PARTIAL"] = bool(loop.partial)
     imports = sorted(helpers)
     fills = {
-        "imports": [f"from attndsl.backends.triton.library import {', '.join(imports)}"] if imports else [],
+        "imports": [f"from attndsl.backends.triton.library import {', '.join(imports)}"]
+        if imports
+        else [],
         "flags": [f"{name} = tl.constexpr({value})" for name, value in flags.items()],
         "functions": "\n\n\n".join([*functions, *loops]).split("\n"),
         "parameters": _wrapped(names),
@@ -131,7 +136,11 @@ def _functions(lowered: Lowered, special: Specialisation) -> tuple[list[str], se
     specs: tuple[tuple[str, Node | None, str], ...] = (
         ("mask_of_pair", program.mask, "Whether each pair takes part."),
         ("score_of_pair", program.score, "The program's score from scale * (q . k)."),
-        ("derivative_of_pair", derivative.score, "Derivative of the program's score by scale * (q . k)."),
+        (
+            "derivative_of_pair",
+            derivative.score,
+            "Derivative of the program's score by scale * (q . k).",
+        ),
     )
     for name, root, doc in specs:
         body, used = (["return live"], set()) if root is None else _pair_body(root, special)
@@ -229,5 +238,7 @@ def _gradient_body(lowered: Lowered, special: Specialisation) -> tuple[list[str]
         else:
             lines.append(f"tl.atomic_add(g_{name} + {offset}, tl.sum({part}))")
     for item in params:
-        lines.append(f"tl.atomic_add(g_{item.name}, tl.sum(dscore * {printer.operand(item.factor)}))")
+        lines.append(
+            f"tl.atomic_add(g_{item.name}, tl.sum(dscore * {printer.operand(item.factor)}))"
+        )
     return [*printer.lines, *lines], set(printer.helpers)

@@ -41,7 +41,9 @@ def _nth(name: str, kind: str, segments: tuple[Segment, ...], parameters: list[s
         found = "step" if number == 0 else "found"
         body += [f"found = tl.where(here, {_element(segment)}, {found})", "step = step - count"]
     body.append(
-        f"return tl.where(step >= 0, {_element(last)}, found)" if before else f"return {_element(last)}"
+        f"return tl.where(step >= 0, {_element(last)}, found)"
+        if before
+        else f"return {_element(last)}"
     )
     return _function(name, "step, tile", parameters, f"Index of {kind} tile number ``step``.", body)
 

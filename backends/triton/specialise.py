@@ -101,7 +101,9 @@ def specialise(program: Program, call: Call, *grads: torch.Tensor) -> Specialisa
         dtype=TRITON_TYPES[call.q.dtype],
         captures=tuple(captures),
         capture_types=tuple(TRITON_TYPES[call.tensors[d.name].dtype] for d in program.tensors),
-        capture_aligned=tuple(_aligned(call.tensors[d.name], strides(call.tensors[d.name])) for d in program.tensors),
+        capture_aligned=tuple(
+            _aligned(call.tensors[d.name], strides(call.tensors[d.name])) for d in program.tensors
+        ),
         params=tuple(_param(decl, call.params[decl.name]) for decl in program.params),
         dim_names=program.dim_names(),
         q_kind=position_kind(call.q_offset, call.q_index),

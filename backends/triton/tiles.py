@@ -40,25 +40,25 @@ class Config:
 
 
 _FORWARD = {
-    64: (Config(128, 128, 8, 3), Config(128, 64, 4, 3), Config(64, 64, 4, 2)),
-    128: (Config(128, 128, 8, 2), Config(128, 64, 8, 3), Config(64, 64, 4, 2)),
+    64: (Config(128, 64, 4, 3), Config(64, 64, 4, 3), Config(64, 64, 4, 2)),
+    128: (Config(128, 128, 8, 3), Config(128, 64, 8, 3), Config(64, 64, 4, 2)),
     256: (Config(128, 64, 8, 2), Config(64, 64, 8, 2), Config(64, 32, 4, 2)),
     512: (Config(64, 32, 8, 2), Config(32, 32, 8, 1)),
 }
 _BACKWARD_KV = {
-    64: (Config(128, 128, 8, 2), Config(64, 128, 8, 2), Config(64, 64, 4, 2)),
-    128: (Config(64, 128, 8, 2), Config(64, 64, 8, 2), Config(64, 64, 4, 1)),
+    64: (Config(128, 64, 4, 2), Config(64, 64, 4, 3), Config(64, 64, 4, 2)),
+    128: (Config(64, 128, 8, 3), Config(64, 64, 4, 2), Config(64, 64, 4, 1)),
     256: (Config(32, 64, 8, 2), Config(32, 64, 8, 1), Config(32, 32, 4, 1)),
     512: (Config(32, 32, 8, 1),),
 }
 _BACKWARD_Q = {
-    64: (Config(128, 128, 8, 2), Config(128, 64, 8, 2), Config(64, 64, 4, 2)),
+    64: (Config(128, 64, 8, 2), Config(64, 64, 4, 2)),
     128: (Config(128, 64, 8, 3), Config(128, 64, 8, 2), Config(64, 64, 4, 2)),
     256: (Config(64, 32, 8, 2), Config(64, 32, 8, 1), Config(32, 32, 4, 1)),
     512: (Config(32, 32, 8, 1),),
 }
 _TABLES = {"forward": _FORWARD, "backward_kv": _BACKWARD_KV, "backward_q": _BACKWARD_Q}
-_FALL_BACK = (Config(32, 32, 4, 1), Config(32, 16, 4, 1), Config(16, 32, 4, 1), Config(16, 16, 4, 1))
+_FALL_BACK = (Config(32, 32, 4, 1), Config(32, 16, 4, 1), Config(16, 16, 4, 1))
 INTERPRETED = (Config(32, 32, 4, 1),)
 
 
@@ -86,7 +86,9 @@ def candidates(
     return fitting or (preferred[-1],)
 
 
-def shared_bytes(kernel: str, config: Config, block_d: int, block_dv: int, element_bytes: int) -> int:
+def shared_bytes(
+    kernel: str, config: Config, block_d: int, block_dv: int, element_bytes: int
+) -> int:
     """Estimated shared memory: pipelined tiles per stage, resident ones once."""
     width = block_d + block_dv
     if kernel == "forward":

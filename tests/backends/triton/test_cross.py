@@ -1,0 +1,94 @@
+"""Every kernel compiles for every supported architecture, without one being present."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+SCRIPT = textwrap.dedent(
+    """
+    import sys
+    from attndsl.backends.triton.cross import cross_compile
+    from attndsl.backends.triton.expression import Capture
+    from attndsl.backends.triton.specialise import ParamKind, Specialisation
+    from attndsl.ir import DType
+    from attndsl.pipeline import lower
+    from attndsl.source import Source
+
+    TEXTS = {
+        "plain": "score",
+        "rich": '''
+    tensor doc[batch, kv_len]: int
+    tensor gain[heads]: float
+    tensor bias[q_len, kv_len]: float
+    param cap: float
+    mask = q >= kv and doc[b, q] == doc[b, kv]
+    score = cap * tanh(gain[h] * score / cap) + bias[q, kv]
+    ''',
+    }
+    target, case, dtype, head_dim = sys.argv[1], sys.argv[2], sys.argv[3], int(sys.argv[4])
+    lowered = lower(Source(TEXTS[case]), {})
+    captures = (
+        Capture("doc", DType.INT, 2, 32, False, frozenset({1}), frozenset({0})),
+        Capture("gain", DType.FLOAT, 1, 32, False, frozenset({0}), frozenset({0})),
+        Capture("bias", DType.FLOAT, 2, 16, False, frozenset({1})),
+    )
+    rich = case == "rich"
+    special = Specialisation(
+        head_dim=head_dim,
+        value_dim=head_dim,
+        dtype=dtype,
+        captures=captures if rich else (),
+        capture_types=("i32", "fp32", "bf16") if rich else (),
+        capture_aligned=(True, True, True) if rich else (),
+        params=(ParamKind("cap", DType.FLOAT, "*fp32"),) if rich else (),
+        dim_names=(),
+        q_kind="offset",
+        q_origin_type="i32",
+        kv_kind="offset",
+        kv_origin_type="i32",
+        aligned=True,
+        wide_rows=False,
+        tensor_gradients=("bias", "gain") if rich else (),
+        param_gradients=("cap",) if rich else (),
+    )
+    for kernel in cross_compile(lowered, special, target):
+        print(kernel.name, kernel.config.block_m, kernel.config.block_n, kernel.shared)
+    """
+)
+
+
+def _compile(target: str, case: str, dtype: str, head_dim: int) -> list[list[str]]:
+    # Where the interpreter is chosen for this process's kernels, nothing could be compiled.
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", SCRIPT, target, case, dtype, str(head_dim)],
+        env=environment, capture_output=True, text=True, timeout=600, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    return [line.split() for line in done.stdout.splitlines()]
+
+
+@pytest.mark.parametrize("target", ["cuda:80", "cuda:90", "cuda:100", "hip:gfx942"])
+def test_compiles_for(target: str) -> None:
+    rows = _compile(target, "rich", "bf16", 64)
+    assert [row[0] for row in rows] == ["forward", "row_statistics", "backward_kv", "backward_q"]
+
+
+@pytest.mark.parametrize(("dtype", "head_dim"), [("fp32", 512), ("fp16", 512), ("bf16", 1), ("fp16", 203)])
+def test_any_head_dim_fits_a_small_gpu(dtype: str, head_dim: int) -> None:
+    rows = _compile("cuda:86", "plain", dtype, head_dim)
+    assert max(int(row[3]) for row in rows) <= 101376
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", ["cuda:80", "cuda:90", "cuda:100", "hip:gfx942"])
+@pytest.mark.parametrize("case", ["plain", "rich"])
+@pytest.mark.parametrize("dtype", ["fp16", "bf16", "fp32"])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_grid_compiles(target: str, case: str, dtype: str, head_dim: int) -> None:
+    assert len(_compile(target, case, dtype, head_dim)) == 4

@@ -1,0 +1,205 @@
+"""Every op as Triton source, against the reference backend; the text itself; widths of integers."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from attndsl import ir
+from attndsl.backends.base import Call, Wants
+from attndsl.backends.reference import ReferenceBackend
+from attndsl.backends.triton import TritonBackend
+from attndsl.backends.triton.expression import Capture, Names, print_expressions
+from attndsl.ir import DType, Node, Op, Program, TensorDecl, const, load, node, size, var
+from attndsl.pipeline import lower_program
+from attndsl.runtime.cache import KernelCache
+
+Q, KV, B, H = var("q"), var("kv"), var("b"), var("h")
+SCORE = ir.SCORE
+NO_CAPTURES = Names({}, {}, 16)
+
+
+def _int(a: Node) -> Node:
+    """Positive and negative ints of both ranks."""
+    return node(Op.SUB, node(Op.MUL, a, const(3)), const(20))
+
+
+def _flag(a: Node) -> Node:
+    return node(Op.LT, node(Op.MOD, a, const(3)), const(1))
+
+
+def _as_float(a: Node) -> Node:
+    return ir.cast(a, DType.FLOAT)
+
+
+def _positive(a: Node) -> Node:
+    return node(Op.ADD, node(Op.MUL, a, a), const(0.25))
+
+
+def _programs() -> dict[str, Node]:
+    """A score for each op that depends on the score, on q and on kv."""
+    found: dict[str, Node] = {}
+    ints = {
+        Op.ADD, Op.SUB, Op.MUL, Op.FLOORDIV, Op.MOD, Op.MIN, Op.MAX, Op.BITAND, Op.BITOR, Op.BITXOR,
+    }  # fmt: skip
+    for op in ints:
+        found[f"int {op.name}"] = _as_float(node(op, _int(Q), _int(KV)))
+    for op in (Op.NEG, Op.ABS, Op.SIGN, Op.BITNOT):
+        found[f"int {op.name}"] = _as_float(node(op, node(Op.SUB, _int(Q), KV)))
+    for op in (Op.SHL, Op.SHR):
+        found[f"int {op.name}"] = _as_float(node(op, _int(Q), node(Op.MOD, KV, const(9))))
+    found["int POW"] = _as_float(node(Op.POW, _int(Q), const(3)))
+    for op in (Op.LT, Op.LE, Op.EQ, Op.NE):
+        found[f"int {op.name}"] = _as_float(node(op, _int(Q), _int(KV)))
+        found[f"float {op.name}"] = _as_float(node(op, SCORE, const(0.5)))
+    for op in (Op.AND, Op.OR, Op.EQ, Op.NE):
+        found[f"bool {op.name}"] = _as_float(node(op, _flag(Q), _flag(KV)))
+    found["bool NOT"] = _as_float(node(Op.NOT, _flag(Q)))
+    for op in (Op.ADD, Op.SUB, Op.MUL, Op.DIV, Op.FLOORDIV, Op.MOD, Op.MIN, Op.MAX):
+        found[f"float {op.name}"] = node(op, SCORE, const(0.75))
+        found[f"float {op.name} reversed"] = node(op, _as_float(KV), _positive(SCORE))
+    found["float POW"] = node(Op.POW, _positive(SCORE), const(1.5))
+    for exponent in (-1.0, 0.5, 1.0, 2.0, 3.0):
+        found[f"float POW {exponent}"] = node(Op.POW, _positive(SCORE), const(exponent))
+    found["float POW whole"] = node(Op.POW, SCORE, node(Op.ADD, _as_float(H), const(3.0)))
+    for op in (Op.NEG, Op.ABS, Op.SIGN):
+        found[f"float {op.name}"] = node(op, SCORE)
+    for op in ir.FLOAT_UNARY:
+        safe = _positive(SCORE) if op in (Op.SQRT, Op.RSQRT, Op.LOG, Op.LOG2, Op.LOG1P) else SCORE
+        found[f"float {op.name}"] = node(op, safe)
+    found["WHERE"] = node(Op.WHERE, _flag(Q), SCORE, _as_float(KV))
+    found["CAST"] = _as_float(ir.cast(node(Op.MUL, SCORE, const(9.0)), DType.INT))
+    found["CAST to bool"] = _as_float(ir.cast(SCORE, DType.BOOL))
+    found["CONST"] = const(2.5)
+    found["SIZE"] = node(Op.MUL, SCORE, _as_float(size("head_dim")))
+    found["VAR"] = node(Op.ADD, SCORE, _as_float(node(Op.ADD, B, node(Op.MUL, H, var("hkv")))))
+    found["large ints"] = _as_float(
+        node(Op.MOD, node(Op.MUL, node(Op.MUL, Q, const(1 << 20)), KV), const(1009))
+    )
+    found["division by zero"] = _as_float(
+        node(Op.ADD, node(Op.FLOORDIV, Q, node(Op.SUB, KV, const(3))),
+             node(Op.MOD, Q, node(Op.SUB, KV, const(3))))
+    )  # fmt: skip
+    return found
+
+
+PROGRAMS = _programs()
+UNPRINTED = {Op.PARAM, Op.LOAD, Op.SCORE}
+"""Leaves that tests of captures and params cover."""
+
+
+def test_every_op_is_covered() -> None:
+    used = {item.op for root in PROGRAMS.values() for item in ir.toposort(root)}
+    assert used == set(Op) - (UNPRINTED - {Op.SCORE})
+
+
+@pytest.fixture(scope="module")
+def backend(tmp_path_factory: pytest.TempPathFactory) -> TritonBackend:
+    return TritonBackend(KernelCache(tmp_path_factory.mktemp("kernels")))
+
+
+def _call(lengths: tuple[int, int] = (17, 33)) -> Call:
+    q, k, v = (torch.randn(2, 2, n, 16) for n in (lengths[0], lengths[1], lengths[1]))
+    sizes = {
+        "batch": 2, "heads": 2, "kv_heads": 2, "q_len": lengths[0], "kv_len": lengths[1], "head_dim": 16,
+    }  # fmt: skip
+    return Call(q, k, v, 0.25, sizes)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels are compiled, not interpreted, here")
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_op_matches_reference(name: str, backend: TritonBackend) -> None:
+    # Bounded, so that the softmax neither saturates nor hides differences.
+    bounded = node(Op.MUL, const(3.0), node(Op.SIN, PROGRAMS[name]))
+    lowered = lower_program(Program(bounded))
+    call = _call()
+    out, lse = backend.forward(lowered, call)
+    expected, expected_lse = ReferenceBackend().forward(lowered, call)
+    # Fast hardware sines of large arguments differ in the last bits of the argument.
+    torch.testing.assert_close(lse, expected_lse, atol=2e-4, rtol=2e-4)
+    torch.testing.assert_close(out, expected, atol=2e-4, rtol=2e-4)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels are compiled, not interpreted, here")
+@pytest.mark.parametrize("op", sorted(ir.FLOAT_UNARY - {Op.FLOOR, Op.CEIL, Op.ROUND}, key=str))
+def test_gradient_of_op_matches_reference(op: Op, backend: TritonBackend) -> None:
+    root = node(op, _positive(SCORE))
+    lowered = lower_program(Program(root))
+    call = _call()
+    out, lse = backend.forward(lowered, call)
+    grad_out, grad_lse = torch.randn_like(out), torch.randn_like(lse)
+    found = backend.backward(lowered, call, out, lse, grad_out, grad_lse, Wants())
+    expected = ReferenceBackend().backward(lowered, call, out, lse, grad_out, grad_lse, Wants())
+    for name in ("q", "k", "v"):
+        torch.testing.assert_close(getattr(found, name), getattr(expected, name), atol=1e-4, rtol=1e-3)
+
+
+def _text(*roots: Node, names: Names = NO_CAPTURES) -> str:
+    printed = print_expressions(roots, names)
+    return "\n".join([*printed.lines, *printed.results])
+
+
+def test_parentheses_only_where_needed() -> None:
+    a, b = SCORE, _as_float(Q)
+    assert _text(node(Op.MUL, node(Op.ADD, a, b), b)).splitlines()[-1] == "(score + x0) * x0"
+    assert _text(node(Op.SUB, a, node(Op.SUB, a, const(1.0)))) == "score - (score - 1.0)"
+    assert _text(node(Op.ADD, node(Op.ADD, a, const(1.0)), const(2.0))) == "score + 1.0 + 2.0"
+    assert _text(node(Op.MUL, a, const(-2.0))) == "score * (-2.0)"
+    assert _text(node(Op.NOT, node(Op.LT, Q, KV))) == "~(q < kv)"
+
+
+def test_positions_stay_in_32_bits_and_products_do_not() -> None:
+    assert "int64" not in _text(node(Op.LT, node(Op.SUB, Q, KV), const(1024)))
+    assert "int64" in _text(node(Op.ADD, node(Op.MUL, Q, size("kv_len")), KV))
+
+
+def test_division_is_plain_only_where_signs_are_known() -> None:
+    assert _text(node(Op.FLOORDIV, H, size("kv_heads"))) == "(h) // (kv_heads)"
+    assert _text(node(Op.FLOORDIV, node(Op.SUB, Q, KV), const(4))) == "int_floordiv(q - kv, tl.full([], 4, tl.int32))"
+
+
+def test_lookups_are_clamped_and_dead_pairs_masked() -> None:
+    bias = Capture("bias", DType.FLOAT, 2, 16, wide=False, unit_dims=frozenset({1}))
+    names = Names({"bias": bias}, {}, 16)
+    pair = _text(load("bias", DType.FLOAT, Q, KV), names=names)
+    assert pair.count("tl.maximum") == 2
+    assert "mask=live" in pair
+    assert "t_bias_stride1" not in pair
+    gain = Capture("gain", DType.FLOAT, 1, 32, wide=False, in_range=frozenset({0}))
+    row = _text(load("gain", DType.FLOAT, H), names=Names({"gain": gain}, {}, 16))
+    assert "tl.maximum" not in row
+
+
+def test_wide_tensors_are_addressed_in_64_bits() -> None:
+    table = Capture("table", DType.FLOAT, 2, 32, wide=True)
+    text = _text(load("table", DType.FLOAT, Q, KV), names=Names({"table": table}, {}, 16))
+    assert text.count("to(tl.int64)") == 2
+
+
+def test_deep_expressions_become_locals() -> None:
+    root = SCORE
+    for _ in range(50):
+        root = node(Op.SIN, node(Op.ADD, root, const(1.0)))
+    lines = _text(root).splitlines()
+    assert len(lines) > 10
+    assert max(map(len, lines)) < 120
+
+
+def test_text_is_the_same_every_time() -> None:
+    roots = tuple(PROGRAMS.values())
+    assert _text(*roots) == _text(*roots)
+
+
+def test_lookup_in_an_empty_tensor_reads_zero(backend: TritonBackend) -> None:
+    decl = TensorDecl("table", DType.FLOAT, (size("n"),))
+    root = node(Op.ADD, SCORE, load("table", DType.FLOAT, Q))
+    lowered = lower_program(Program(root, tensors=(decl,)))
+    call = _call()
+    empty = Call(call.q, call.k, call.v, 0.25, {**call.sizes, "n": 0}, {"table": torch.empty(0)})
+    if not torch.cuda.is_available():
+        out, _ = backend.forward(lowered, empty)
+        plain, _ = backend.forward(lower_program(Program(SCORE)), call)
+        torch.testing.assert_close(out, plain)
+    assert math.prod(empty.tensors["table"].shape) == 0
