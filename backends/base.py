@@ -59,7 +59,7 @@ class Wants:
 
 @dataclass(frozen=True, slots=True)
 class Gradients:
-    """Gradients, each of the shape and dtype of what it is the gradient of; None where not wanted."""
+    """Gradients, of the shape and dtype of what they are gradients of; None where not wanted."""
 
     q: torch.Tensor | None
     k: torch.Tensor | None
@@ -79,10 +79,15 @@ class Backend(Protocol):
         """Why this backend cannot run on ``device`` here, or None where it can."""
 
     def check(self, lowered: Lowered, call: Call) -> None:
-        """Raise :class:`~attndsl.errors.UnsupportedError` naming what this backend cannot do of the call."""
+        """Raise :class:`~attndsl.errors.UnsupportedError` naming what this backend cannot do."""
 
     def forward(self, lowered: Lowered, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
-        """``out`` (B, Hq, Lq, Dv) in q's dtype, and ``lse`` (B, Hq, Lq): natural log, fp32 (fp64 for fp64)."""
+        """Output and log-sum-exp.
+
+        Returns:
+            ``out`` (B, Hq, Lq, Dv) in q's dtype, and ``lse`` (B, Hq, Lq), natural log, in fp32
+            (fp64 for fp64 inputs), -inf for rows with no live pair.
+        """
 
     def backward(
         self,
@@ -109,10 +114,10 @@ class Entry:
 
 
 class Store(Protocol):
-    """Where generated kernels are kept; implemented by the runtime, passed to backends that compile."""
+    """Where generated kernels are kept; the runtime implements it and passes it to backends."""
 
     def load(self, key: str) -> Entry | None:
         """The entry of ``key`` (a hex digest), or None."""
 
     def save(self, key: str, source: str, meta: Mapping[str, object]) -> Entry:
-        """Publish an entry atomically; where the directory cannot be written, an entry of this process only."""
+        """Publish an entry atomically; this process's own where the directory cannot be written."""

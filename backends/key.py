@@ -22,7 +22,7 @@ class KernelKey:
     kind: str
     """``forward`` or ``backward``."""
     special: str
-    """Canonical text of dtypes, head dims and shape classes (:class:`triton.specialise.Specialisation`)."""
+    """Canonical text of dtypes, head dims and shape classes (``triton.specialise``)."""
     options: str
     """Canonical text of the options that change code: dot precision, interpreter."""
     target: str

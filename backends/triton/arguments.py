@@ -108,18 +108,18 @@ def _capture_types(special: Specialisation) -> dict[str, Argument]:
     for capture, kind, aligned in zip(
         special.captures, special.capture_types, special.capture_aligned, strict=True
     ):
-        prefix = f"t_{capture.name}"
-        add(prefix, f"*{kind}", aligned)
+        name = capture.name
+        add(f"t_{name}", f"*{kind}", aligned)
         for dim in range(capture.rank):
-            add(f"{prefix}_size{dim}", "i32")
-            add(f"{prefix}_stride{dim}", "i64" if capture.wide else "i32", aligned)
-            add(f"g_{capture.name}_stride{dim}", "i64")
-        add(f"g_{capture.name}", "*fp32", aligned=True)
+            add(f"size{dim}_{name}", "i32")
+            add(f"stride{dim}_{name}", "i64" if capture.wide else "i32", aligned)
+            add(f"gstride{dim}_{name}", "i64")
+        add(f"g_{name}", "*fp32", aligned=True)
     for param in special.params:
         add(param.argument, param.type)
         add(f"g_{param.name}", "*fp32", aligned=True)
-    for name in special.dim_names:
-        add(f"n_{name}", "i32")
+    for dim_name in special.dim_names:
+        add(f"n_{dim_name}", "i32")
     return found
 
 

@@ -9,16 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import triton
-from triton.backends.compiler import GPUTarget
 
 from attndsl.errors import UnsupportedError
-from attndsl.ir import DType
 from attndsl.passes.widths import POSITION_LIMIT
 
 from ..base import Gradients
 from ..key import KernelKey, source_fingerprint, version_of
 from .arguments import Layout, arguments_of, block_width, capture_arguments, origin
-from .compile import Executable, build, is_interpreted, load_module
+from .compile import Executable, build, is_interpreted, load_module, record, restore
 from .generate import generate_backward, generate_forward
 from .library import STATISTICS_PADDING, row_statistics
 from .specialise import Specialisation, specialise, strides
@@ -28,9 +26,11 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from types import ModuleType
 
+    from triton.backends.compiler import GPUTarget
+
     from attndsl.pipeline import Lowered
 
-    from ..base import Call, Store, Wants
+    from ..base import Call, Scalar, Store, Wants
     from .tiles import Config
 
 MAX_HEAD_DIM = 512
@@ -46,12 +46,12 @@ class _Module:
     key: str
     source: str
     module: ModuleType
-    refused: Mapping[str, int]
-    """Per kernel, how many of the first candidates did not fit the device when it was first built."""
+    compiled: dict[str, Any]
+    """Per kernel, where its compiled code lies (``compile.record``)."""
 
 
 class TritonBackend:
-    """Generates, compiles and launches kernels; keeps them in memory, and their text in ``store``."""
+    """Generates, compiles and launches kernels; keeps them in memory and in ``store``."""
 
     name = "triton"
     differentiable = False
@@ -70,7 +70,10 @@ class TritonBackend:
         if device.type == "cpu":
             if triton.knobs.runtime.interpret:
                 return None
-            return "Triton compiles for GPUs only (on CPU tensors, set TRITON_INTERPRET=1 before importing attndsl)"
+            return (
+                "Triton compiles for GPUs only "
+                "(on CPU tensors, set TRITON_INTERPRET=1 before importing attndsl)"
+            )
         if device.type != "cuda":
             return f"Triton has no target for device type {device.type!r}"
         if torch.version.hip is None and torch.cuda.get_device_capability(device)[0] < 8:
@@ -99,7 +102,8 @@ class TritonBackend:
         for name, width in (("q", call.q.shape[-1]), ("v", call.v.shape[-1])):
             if not 1 <= width <= MAX_HEAD_DIM:
                 raise UnsupportedError(
-                    f"the triton backend takes head dims from 1 to {MAX_HEAD_DIM}; {name} has {width}",
+                    f"the triton backend takes head dims from 1 to {MAX_HEAD_DIM}, "
+                    f"and {name} has {width}",
                     hint="use backend='reference'",
                 )
         for name, offset, length in (
@@ -186,7 +190,8 @@ class TritonBackend:
             with _on(q.device):
                 rows.launch(
                     padded // _STATISTICS_ROWS * batch * heads, stream,
-                    [out, grad_out, lse, lse if grad_lse is None else grad_lse.contiguous(), lse2, delta,
+                    [out, grad_out, lse, lse if grad_lse is None else grad_lse.contiguous(),
+                     lse2, delta,
                      *strides(out)[:3], *grad_strides, heads, q_len],
                 )  # fmt: skip
                 if (wants.k or wants.v) and k.shape[2]:
@@ -201,7 +206,8 @@ class TritonBackend:
                     tiles = -(-q_len // kernel.config.block_m)
                     kernel.launch(
                         tiles * batch * heads, stream,
-                        [q, k, v, grad_out, dq, lse2, delta, *shared, *_gradient_arguments(buffers)],
+                        [q, k, v, grad_out, dq, lse2, delta, *shared,
+                         *_gradient_arguments(buffers)],
                     )  # fmt: skip
         return Gradients(
             q=dq if wants.q else None,
@@ -214,7 +220,7 @@ class TritonBackend:
     def source(
         self, lowered: Lowered, call: Call, direction: str, wants: Wants | None = None
     ) -> str:
-        """Text of the module that a call would use; ``direction`` is ``forward`` or ``backward``."""
+        """Text of the module that a call would use, ``forward`` or ``backward``."""
         if direction == "forward":
             return generate_forward(lowered, specialise(lowered.program, call))
         return generate_backward(lowered, _special(lowered, call, (), wants))
@@ -244,7 +250,7 @@ class TritonBackend:
     def _new_layout(
         self, lowered: Lowered, call: Call, kind: str, special: Specialisation, has_dlse: bool
     ) -> Layout:
-        interpreted = call.q.device.type == "cpu"
+        interpreted = is_interpreted(row_statistics)
         target = None if interpreted else triton.runtime.driver.active.get_current_target()
         precision = _precision(call.q.dtype, target)
         module = self._module(lowered, kind, special, target, precision)
@@ -303,10 +309,11 @@ class TritonBackend:
             entry = self._store.load(key)
             if entry is None:
                 generate = generate_forward if kind == "forward" else generate_backward
-                entry = self._store.save(key, generate(lowered, special), {"refused": {}})
-            refused = entry.meta.get("refused", {})
-            assert isinstance(refused, dict)
-            module = _Module(key, entry.source, load_module(entry.path, key), refused)
+                entry = self._store.save(key, generate(lowered, special), {"compiled": {}})
+            compiled = entry.meta.get("compiled", {})
+            if not isinstance(compiled, dict):
+                compiled = {}
+            module = _Module(key, entry.source, load_module(entry.path, key), dict(compiled))
             self._modules[key] = module
         return module
 
@@ -325,22 +332,25 @@ class TritonBackend:
         executable = self._executables.get(key)
         if executable is None:
             arguments = arguments_of(function, special, precision, target is None, more)
-            configs = self._configs(name, special, target, device)
-            refused = module.refused.get(name, 0)
-            executable = build(
-                function,
-                arguments,
-                configs[refused:] or configs,
-                target,
-                _shared_memory(target, device),
-                load=True,
-            )
-            self.kernels_built += 1
+            slot = "_".join([name, *map(str, more.values())])
+            recorded = module.compiled.get(slot)
+            if recorded is not None and target is not None:
+                executable = restore(function, arguments, recorded)
+            if executable is None:
+                executable = build(
+                    function,
+                    arguments,
+                    self._configs(name, special, target, device),
+                    target,
+                    _shared_memory(target, device),
+                    load=True,
+                )
+                self.kernels_built += 1
+                if target is not None:
+                    module.compiled[slot] = record(executable)
+                    meta = {"compiled": module.compiled}
+                    self._store.save(module.key, module.source, meta)
             self._executables[key] = executable
-            skipped = configs.index(executable.config)
-            if skipped != refused:
-                meta = {"refused": {**module.refused, name: skipped}}
-                self._store.save(module.key, module.source, meta)
         return executable
 
     def _configs(
@@ -387,13 +397,18 @@ def _signature(
         torch.get_float32_matmul_precision(),
         tuple((t.shape, t.stride(), t.data_ptr() % 16) for t in tensors),
         tuple((t.dtype, t.shape, t.stride(), t.data_ptr() % 16) for t in call.tensors.values()),
-        tuple(p.dtype if isinstance(p, torch.Tensor) else p.bit_length() > 31 if isinstance(p, int) else 0
-              for p in call.params.values()),
+        tuple(map(_param_class, call.params.values())),
         None if call.q_index is None else call.q_index.dtype,
         None if call.kv_index is None else call.kv_index.dtype,
         None if isinstance(call.q_offset, int) else call.q_offset.dtype,
         None if isinstance(call.kv_offset, int) else call.kv_offset.dtype,
     )  # fmt: skip
+
+
+def _param_class(value: Scalar | torch.Tensor) -> object:
+    if isinstance(value, torch.Tensor):
+        return value.dtype
+    return isinstance(value, int) and value.bit_length() > 31
 
 
 def _gradient_arguments(buffers: Mapping[str, torch.Tensor]) -> list[Any]:

@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import importlib.util
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+from triton.compiler import ASTSource, CompiledKernel
 from triton.runtime.errors import OutOfResources, PTXASError
 
 from attndsl.errors import BackendError
+
+from .tiles import Config
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
     from types import ModuleType
 
-    from .tiles import Config
+    from triton.backends.compiler import GPUTarget
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,14 +91,7 @@ def compile_kernel(
     Raises:
         OutOfResources: The compiled kernel needs more shared memory than that.
     """
-    constants = {a.name: a.constant for a in arguments if a.type == "constexpr"} | dict(blocks)
-    signature = {a.name: a.type for a in arguments}
-    attributes = {
-        (position,): [["tt.divisibility", 16]]
-        for position, argument in enumerate(arguments)
-        if argument.aligned
-    }
-    source = ASTSource(function, signature, constexprs=constants, attrs=attributes)
+    source = _source(function, arguments, blocks)
     options = {"num_warps": config.warps, "num_stages": config.stages, "enable_fp_fusion": True}
     kernel = triton.compile(source, target=target, options=options)
     if kernel.metadata.shared > shared_memory:
@@ -126,15 +120,12 @@ def build(
     Raises:
         BackendError: None fits; says what each lacked.
     """
+    if target is None:
+        config = configs[0]
+        return Executable(function, config, True, _constants(arguments, config))
     refusals = []
     for config in configs:
-        blocks = {"BLOCK_M": config.block_m, "BLOCK_N": config.block_n}
-        blocks = {a.name: blocks[a.name] for a in arguments if a.name in blocks}
-        constants = tuple(
-            blocks.get(a.name, a.constant) for a in arguments if a.type == "constexpr"
-        )
-        if target is None:
-            return Executable(function, config, interpreted=True, constants=constants)
+        blocks = _blocks(arguments, config)
         try:
             kernel = compile_kernel(function, arguments, blocks, config, target, shared_memory)
             if load:
@@ -142,8 +133,60 @@ def build(
         except (OutOfResources, PTXASError) as refusal:
             refusals.append(f"{config}: {refusal}")
             continue
-        return Executable(kernel, config, interpreted=False, constants=constants)
+        return Executable(kernel, config, False, _constants(arguments, config))
     raise BackendError(
         "no tile size of this kernel fits the device: " + "; ".join(refusals),
         hint="report the program and head dims; backend='reference' computes it meanwhile",
     )
+
+
+def record(executable: Executable) -> dict[str, object]:
+    """What :func:`restore` needs to find the compiled code again, as JSON values."""
+    kernel = executable.kernel
+    files = {
+        name: str(path)
+        for name, path in kernel.metadata_group.items()
+        if name.endswith((".json", ".cubin", ".hsaco")) and not name.startswith("__grp__")
+    }
+    return {"config": asdict(executable.config), "hash": kernel.hash, "files": files}
+
+
+def restore(
+    function: object, arguments: Sequence[Argument], recorded: Mapping[str, Any]
+) -> Executable | None:
+    """The executable of an earlier process, or None where its compiled code is gone.
+
+    Triton would find the code in its own cache too, but hashes its whole installation first, which
+    takes longer than all else of a warm start.
+    """
+    try:
+        config = Config(**recorded["config"])
+        source = _source(function, arguments, _blocks(arguments, config))
+        kernel = CompiledKernel(source, recorded["files"], recorded["hash"])
+        kernel._init_handles()
+    except (OSError, KeyError, TypeError, ValueError, StopIteration, RuntimeError):
+        return None
+    return Executable(kernel, config, False, _constants(arguments, config))
+
+
+def _blocks(arguments: Sequence[Argument], config: Config) -> dict[str, int]:
+    blocks = {"BLOCK_M": config.block_m, "BLOCK_N": config.block_n}
+    return {a.name: blocks[a.name] for a in arguments if a.name in blocks}
+
+
+def _constants(arguments: Sequence[Argument], config: Config) -> tuple[object, ...]:
+    blocks = _blocks(arguments, config)
+    return tuple(blocks.get(a.name, a.constant) for a in arguments if a.type == "constexpr")
+
+
+def _source(
+    function: object, arguments: Sequence[Argument], blocks: Mapping[str, int]
+) -> ASTSource:
+    constants = {a.name: a.constant for a in arguments if a.type == "constexpr"} | dict(blocks)
+    signature = {a.name: a.type for a in arguments}
+    attributes = {
+        (position,): [["tt.divisibility", 16]]
+        for position, argument in enumerate(arguments)
+        if argument.aligned
+    }
+    return ASTSource(function, signature, constexprs=constants, attrs=attributes)

@@ -1,4 +1,4 @@
-"""Compile a program's kernels for a GPU that is not there: for checks, and to read their resources."""
+"""Compile kernels for a GPU that is not there: for checks, and to read their resources."""
 
 from __future__ import annotations
 

@@ -108,17 +108,14 @@ def print_expressions(roots: tuple[Node, ...], names: Names) -> Printed:
     return Printed(tuple(printer.lines), results, frozenset(printer.helpers))
 
 
-def element_offset(load: Node, indices: list[str], prefix: str, capture: Capture) -> str:
-    """Offset of the element that ``load`` reads, given its index texts, in strides ``{prefix}_stride{n}``."""
+def element_offset(
+    indices: list[str], stride: str, name: str, wide: bool, unit_dims: frozenset[int]
+) -> str:
+    """Offset of an element of ``name``, given its index texts, in ``{stride}{n}_{name}``."""
     terms = []
     for dim, index in enumerate(indices):
-        if capture.wide:
-            index = f"({index}).to(tl.int64)"
-        terms.append(
-            f"({index})"
-            if dim in capture.unit_dims and prefix.startswith("t_")
-            else f"({index}) * {prefix}_stride{dim}"
-        )
+        factor = f"{index}.to(tl.int64)" if wide else index
+        terms.append(factor if dim in unit_dims else f"{factor} * {stride}{dim}_{name}")
     return " + ".join(terms) if terms else "0"
 
 
@@ -138,19 +135,13 @@ class Printer:
         for item in order:
             for arg in item.args:
                 uses[arg] = uses.get(arg, 0) + 1
-        count = 0
         for item in order:
             text, level = self._text(item)
             depth = 1 + max((self.depths[arg] for arg in item.args), default=0)
-            needs_local = item.op is Op.LOAD or (
-                item.args and (uses.get(item, 0) > 1 or depth > _MAX_INLINE)
-            )
-            if needs_local:
-                name = f"{item.value}_{count}" if item.op is Op.LOAD else f"x{count}"
-                name = name if item.op is not Op.LOAD else f"at_{name}"
-                count += 1
-                self.lines.append(f"{name} = {text}")
-                text, level, depth = name, _ATOM, 0
+            if item.op is Op.LOAD:
+                text, level, depth = self._local(f"{item.value}_", text), _ATOM, 0
+            elif item.args and (uses.get(item, 0) > 1 or depth > _MAX_INLINE):
+                text, level, depth = self._local("x", text), _ATOM, 0
             self.texts[item] = text, level
             self.depths[item] = depth
 
@@ -258,26 +249,34 @@ class Printer:
         text = self._value(operand) if operand.op is Op.CONST else self.at(operand, _ATOM)
         return f"{text}.to(tl.{target})", _ATOM
 
-    def indices(self, load: Node, capture: Capture) -> list[str]:
-        """Index texts of ``load``, clamped into the tensor where they might leave it."""
+    def indices(self, load: Node) -> list[str]:
+        """Index texts of ``load``: locals, clamped into the tensor where they might leave it."""
+        capture = self.names.captures[str(load.value)]
         texts = []
         for dim, arg in enumerate(load.args):
             if dim in capture.in_range and arg.op is Op.VAR and arg.value in ("b", "h", "hkv"):
                 texts.append(self.texts[arg][0])
                 continue
-            text = f"tl.minimum(tl.maximum({self._value(arg)}, 0), t_{capture.name}_size{dim} - 1)"
-            narrow = not capture.wide and not fits(self.ranges[arg])
-            texts.append(f"{text}.to(tl.int32)" if narrow else text)
+            text = f"tl.minimum(tl.maximum({self._value(arg)}, 0), size{dim}_{capture.name} - 1)"
+            if not capture.wide and not fits(self.ranges[arg]):
+                text += ".to(tl.int32)"
+            texts.append(self._local("i", text))
         return texts
+
+    def _local(self, stem: str, text: str) -> str:
+        name = f"{stem}{len(self.lines)}"
+        self.lines.append(f"{name} = {text}")
+        return name
 
     def _load(self, item: Node) -> tuple[str, int]:
         capture = self.names.captures[str(item.value)]
-        prefix = f"t_{capture.name}"
-        offset = element_offset(item, self.indices(item, capture), prefix, capture)
+        offset = element_offset(
+            self.indices(item), "stride", capture.name, capture.wide, capture.unit_dims
+        )
         pair = {"q", "kv"} <= self.deps[item] or "score" in self.deps[item]
         # Dead pairs read nothing; clamped indices keep all others inside the tensor.
         guard = ", mask=live, other=0" if pair else ""
-        text = f"tl.load({prefix} + {offset}{guard})"
+        text = f"tl.load(t_{capture.name} + {offset}{guard})"
         if capture.dtype is DType.FLOAT:
             return f"{text}.to(tl.float32)", _ATOM
         if capture.dtype is DType.BOOL:
@@ -353,9 +352,7 @@ class Printer:
 
     def _share(self, item: Node) -> None:
         """Give ``item`` a local, since its text is about to be repeated."""
-        text, level = self.texts[item]
+        text, _ = self.texts[item]
         if item.args and not text.isidentifier():
-            name = f"y{len(self.lines)}"
-            self.lines.append(f"{name} = {text}")
-            self.texts[item] = name, _ATOM
+            self.texts[item] = self._local("x", text), _ATOM
             self.depths[item] = 0

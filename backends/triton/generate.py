@@ -6,17 +6,16 @@ Non-goals: compiling the text, and choosing tile sizes.
 from __future__ import annotations
 
 import textwrap
-from dataclasses import replace
 from importlib import resources
 from typing import TYPE_CHECKING
 
 from attndsl.ir import DType, Op, dependencies
 
-from .expression import Printer, Printed, element_offset, print_expressions
+from .expression import Printed, Printer, element_offset, print_expressions
 from .loops import print_loop
 
 if TYPE_CHECKING:
-    from attndsl.ir import Node, Program
+    from attndsl.ir import Node
     from attndsl.pipeline import Lowered
 
     from .specialise import Specialisation
@@ -31,18 +30,18 @@ def generate_forward(lowered: Lowered, special: Specialisation) -> str:
 
 
 def generate_backward(lowered: Lowered, special: Specialisation) -> str:
-    """The module of the backward kernels, which also add up the gradients that ``special`` names."""
+    """The module of the backward kernels, which add up the gradients that ``special`` names."""
     return _render(("weights", "backward_kv", "backward_q"), lowered, special)
 
 
 def parameters(special: Specialisation) -> list[str]:
-    """Kernel arguments that the program adds: per capture its address, sizes and strides; params; dims."""
+    """Kernel arguments that the program adds: captures, each with sizes and strides; params; dims."""
     names = []
     for capture in special.captures:
         names.append(f"t_{capture.name}")
-        names += [f"t_{capture.name}_size{dim}" for dim in range(capture.rank)]
+        names += [f"size{dim}_{capture.name}" for dim in range(capture.rank)]
         names += [
-            f"t_{capture.name}_stride{dim}"
+            f"stride{dim}_{capture.name}"
             for dim in range(capture.rank)
             if dim not in capture.unit_dims
         ]
@@ -57,7 +56,7 @@ def gradient_parameters(special: Specialisation) -> list[str]:
     ranks = {capture.name: capture.rank for capture in special.captures}
     for name in special.tensor_gradients:
         names.append(f"g_{name}")
-        names += [f"g_{name}_stride{dim}" for dim in range(ranks[name])]
+        names += [f"gstride{dim}_{name}" for dim in range(ranks[name])]
     names += [f"g_{name}" for name in special.param_gradients]
     return names
 
@@ -77,8 +76,7 @@ def _render(templates: tuple[str, ...], lowered: Lowered, special: Specialisatio
         "MASKED": program.mask is not None,
         "MODIFIED": modified,
         "SCALED_FIRST": modified
-        or program.mask is not None
-        and "score" in dependencies(program.mask)[program.mask]
+        or (program.mask is not None and "score" in dependencies(program.mask)[program.mask])
         or special.negative_scale,
         "RAGGED_FULL": plan.ragged_full,
         "HAS_CAPTURE_GRADIENTS": bool(special.tensor_gradients or special.param_gradients),
@@ -224,9 +222,8 @@ def _gradient_body(lowered: Lowered, special: Specialisation) -> tuple[list[str]
     for gradient in tensors:
         name = str(gradient.load.value)
         # Strides of the buffer are its own, so no dim of it counts as having stride 1.
-        capture = replace(captures[name], unit_dims=frozenset())
-        indices = printer.indices(gradient.load, capture)
-        offset = element_offset(gradient.load, indices, f"g_{name}", capture)
+        indices = printer.indices(gradient.load)
+        offset = element_offset(indices, "gstride", name, captures[name].wide, frozenset())
         found = frozenset[str]().union(*(printer.deps[index] for index in gradient.load.args))
         part = f"dscore * {printer.operand(gradient.factor)}"
         if {"q", "kv"} <= found or "score" in found:

@@ -13,8 +13,14 @@ STATISTICS_PADDING = tl.constexpr(128)
 
 @triton.jit
 def load_tile(
-    base, first, stride, length, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
-    BLOCK_WIDTH: tl.constexpr, CHECKED: tl.constexpr,
+    base,
+    first,
+    stride,
+    length,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_WIDTH: tl.constexpr,
+    CHECKED: tl.constexpr,
 ):
     """Rows ``first ... first + BLOCK`` of a (length, WIDTH) matrix with row stride ``stride``.
 
@@ -38,7 +44,13 @@ def load_tile(
 
 @triton.jit
 def store_tile(
-    base, first, stride, length, tile, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+    base,
+    first,
+    stride,
+    length,
+    tile,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
     BLOCK_WIDTH: tl.constexpr,
 ):
     """Store ``tile`` into rows ``first ... first + BLOCK`` of a (length, WIDTH) matrix."""
@@ -51,7 +63,7 @@ def store_tile(
 
 @triton.jit
 def positions(index, length, origin, KIND: tl.constexpr):
-    """Logical positions (int32) of the rows ``index``, by an offset, a 0-d tensor of one, or a map."""
+    """Logical positions (int32) of rows ``index``: by an offset, a 0-d tensor of one, or a map."""
     if KIND == "index":
         found = tl.load(origin + index, mask=index < length, other=0).to(tl.int32)
     elif KIND == "tensor":
@@ -63,7 +75,7 @@ def positions(index, length, origin, KIND: tl.constexpr):
 
 @triton.jit
 def dot(a, b, PRECISION: tl.constexpr, UPCAST: tl.constexpr):
-    """``a @ b`` with an fp32 result; UPCAST where the interpreter's half-precision product is wrong."""
+    """``a @ b`` in fp32; UPCAST where the interpreter's half-precision product is wrong."""
     if UPCAST:
         a = a.to(tl.float32)
         b = b.to(tl.float32)
@@ -217,9 +229,23 @@ def statistics_rows(head_of_batch, q_len):
 
 @triton.jit
 def row_statistics(
-    OUT, DOUT, LSE, DLSE, LSE2, DELTA,
-    stride_ob, stride_oh, stride_om, stride_gb, stride_gh, stride_gm,
-    heads, q_len, DV: tl.constexpr, ROWS: tl.constexpr, BLOCK_DV: tl.constexpr,
+    OUT,
+    DOUT,
+    LSE,
+    DLSE,
+    LSE2,
+    DELTA,
+    stride_ob,
+    stride_oh,
+    stride_om,
+    stride_gb,
+    stride_gh,
+    stride_gm,
+    heads,
+    q_len,
+    DV: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
     HAS_DLSE: tl.constexpr,
 ):
     """Per query row: LSE2, the log-sum-exp in base 2 (+inf for rows with no live pair), and DELTA.

@@ -37,7 +37,7 @@ def _nth(name: str, kind: str, segments: tuple[Segment, ...], parameters: list[s
     body = []
     for number, segment in enumerate(before):
         # Later segments see the steps that are left; the first segment with room is the one.
-        body += [f"count = {_length(segment)}", f"here = (step >= 0) & (step < count)"]
+        body += [f"count = {_length(segment)}", "here = (step >= 0) & (step < count)"]
         found = "step" if number == 0 else "found"
         body += [f"found = tl.where(here, {_element(segment)}, {found})", "step = step - count"]
     body.append(

@@ -41,14 +41,14 @@ class ParamKind:
     name: str
     dtype: DType
     type: str
-    """Triton's name of the argument type: a scalar's, or a pointer's to a 0-d tensor (``*fp32``)."""
+    """Triton's name of the argument type: a scalar's, or a pointer's (``*fp32``)."""
 
     @property
     def argument(self) -> str:
         """Name of the kernel argument."""
         if self.type.startswith("*"):
-            return f"p_{self.name}_at"
-        return f"p_{self.name}_flag" if self.dtype is DType.BOOL else f"p_{self.name}"
+            return f"at_{self.name}"
+        return f"flag_{self.name}" if self.dtype is DType.BOOL else f"p_{self.name}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +73,7 @@ class Specialisation:
     kv_kind: str
     kv_origin_type: str
     aligned: bool
-    """Whether addresses and strides of q, k, v (and of the gradient of the output) are multiples of 16."""
+    """Whether addresses and strides of q, k, v and dO are multiples of 16."""
     wide_rows: bool
     """Whether offsets within one tile of rows need 64 bits."""
     negative_scale: bool = False

@@ -102,5 +102,5 @@ def shared_bytes(
 
 
 def shared_memory_of(target: str) -> int:
-    """Bytes of shared memory of a target such as ``cuda:90``; a cautious figure for unknown ones."""
+    """Bytes of shared memory of a target such as ``cuda:90``; a cautious figure if unknown."""
     return SHARED_MEMORY.get(target, _SMALLEST_SHARED)

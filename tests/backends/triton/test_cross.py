@@ -79,7 +79,9 @@ def test_compiles_for(target: str) -> None:
     assert [row[0] for row in rows] == ["forward", "row_statistics", "backward_kv", "backward_q"]
 
 
-@pytest.mark.parametrize(("dtype", "head_dim"), [("fp32", 512), ("fp16", 512), ("bf16", 1), ("fp16", 203)])
+@pytest.mark.parametrize(
+    ("dtype", "head_dim"), [("fp32", 512), ("fp16", 512), ("bf16", 1), ("fp16", 203)]
+)
 def test_any_head_dim_fits_a_small_gpu(dtype: str, head_dim: int) -> None:
     rows = _compile("cuda:86", "plain", dtype, head_dim)
     assert max(int(row[3]) for row in rows) <= 101376

@@ -12,9 +12,13 @@ from attndsl.passes.tiles.plan import LoopPlan, Segment, plan_tiles
 
 def _run(loop: LoopPlan, kind: str, tile: int) -> list[int]:
     """The tiles that the printed functions visit, read as plain Python."""
-    texts = "\n".join(print_loop("p", loop, [])).replace("@triton.jit\n", "").replace(": tl.constexpr", "")
+    texts = (
+        "\n".join(print_loop("p", loop, []))
+        .replace("@triton.jit\n", "")
+        .replace(": tl.constexpr", "")
+    )
 
-    class tl:  # noqa: N801
+    class tl:
         @staticmethod
         def maximum(a: int, b: int) -> int:
             return max(a, b)
@@ -46,9 +50,13 @@ def _run(loop: LoopPlan, kind: str, tile: int) -> list[int]:
     ],
 )
 @pytest.mark.parametrize("tile", [0, 1, 6])
-def test_flattened_loop_visits_each_segment_in_order(segments: tuple[Segment, ...], tile: int) -> None:
+def test_flattened_loop_visits_each_segment_in_order(
+    segments: tuple[Segment, ...], tile: int
+) -> None:
     expected = [
-        t for s in segments for t in range(eval(s.start, {"tile": tile}), eval(s.stop, {"tile": tile}), s.step)
+        t
+        for s in segments
+        for t in range(eval(s.start, {"tile": tile}), eval(s.stop, {"tile": tile}), s.step)
     ]
     assert _run(LoopPlan(full=segments, partial=segments), "full", tile) == expected
     assert _run(LoopPlan(full=segments, partial=segments), "partial", tile) == expected
