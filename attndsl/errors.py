@@ -142,7 +142,7 @@ def render(error: AttnDSLError) -> str:
 def _printable(text: str) -> str:
     """Control characters as a visible stand-in of the same width, so that carets stay in place."""
     return "".join(
-        c if c.isprintable() else ("\t" == c and " ") or "\N{REPLACEMENT CHARACTER}" for c in text
+        c if c.isprintable() else (c == "\t" and " ") or "\N{REPLACEMENT CHARACTER}" for c in text
     )
 
 

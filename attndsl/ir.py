@@ -108,7 +108,7 @@ FLOAT_UNARY = frozenset(list(Op)[list(Op).index(Op.FLOOR) :])
 NUMERIC = frozenset(
     {Op.ADD, Op.SUB, Op.MUL, Op.NEG, Op.FLOORDIV, Op.MOD, Op.MIN, Op.MAX, Op.ABS, Op.SIGN}
 )
-ARITY = {op: 1 for op in FLOAT_UNARY | {Op.NEG, Op.ABS, Op.SIGN, Op.BITNOT, Op.NOT, Op.CAST}} | {
+ARITY = dict.fromkeys(FLOAT_UNARY | {Op.NEG, Op.ABS, Op.SIGN, Op.BITNOT, Op.NOT, Op.CAST}, 1) | {
     Op.WHERE: 3
 }
 

@@ -5,10 +5,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from attndsl.frontend import read
+from attndsl.passes.differentiate import Derivative, differentiate
+from attndsl.passes.simplify import simplify, simplify_derivative
+from attndsl.passes.split_mask import split_mask
+from attndsl.passes.tiles.plan import TilePlan, plan_tiles
+from attndsl.serialise import digest
+
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from attndsl.frontend import Declared
     from attndsl.ir import Program
-    from attndsl.passes.differentiate import Derivative
-    from attndsl.passes.tiles.plan import TilePlan
+    from attndsl.source import Source
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,3 +29,25 @@ class Lowered:
     plan: TilePlan
     digest: str
     """Hex digest of the program's meaning: the same after renaming a local or reformatting."""
+
+
+def lower(source: Source, declared: Mapping[str, Declared]) -> Lowered:
+    """Text to what backends get.
+
+    Raises:
+        AttnDSLError: All that is wrong with the program.
+    """
+    # Text -> surface tree -> typed IR, with functions inlined and bound params folded in.
+    return lower_program(read(source, declared))
+
+
+def lower_program(program: Program) -> Lowered:
+    """A checked program to what backends get."""
+    # Constants of bound params meet here, so that `where(true, ...)` does not hide a mask.
+    program = simplify(program)
+    # Before differentiation, which must not see -inf; it may leave `true` or `x and x` behind.
+    program = simplify(split_mask(program))
+    # Of the simplified score, so that the derivative shares its nodes.
+    derivative = simplify_derivative(differentiate(program))
+    # Last, since it looks at the mask that the passes above have completed.
+    return Lowered(program, derivative, plan_tiles(program), digest(program))

@@ -1,0 +1,390 @@
+"""Surface tree to checked program: declarations, statements in order, and what each may be.
+
+Non-goals: simplification; a program's IR is what was written, with functions inlined.
+"""
+
+from __future__ import annotations
+
+import difflib
+from typing import TYPE_CHECKING
+
+from attndsl import ir
+from attndsl.errors import (
+    AttnDSLError,
+    LimitError,
+    NameResolutionError,
+    TypeMismatchError,
+    raise_all,
+)
+from attndsl.ir import DType, Node, Op, ParamDecl, Program, TensorDecl
+
+from . import promote
+from . import surface as s
+from .declare import Bound, ParamSpec
+from .expressions import ALWAYS, Inliner, Scope
+from .limits import MAX_ERRORS
+from .parse import parse
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from attndsl.source import Span
+
+    from .declare import Declared
+
+_TARGETS = frozenset({"mask", "score", "sink", "weights"})
+_TYPES = {t.value: t for t in DType}
+
+
+def check(tree: s.Tree, declared: Mapping[str, Declared]) -> Program:
+    """The program that ``tree`` and the caller's declarations make.
+
+    Args:
+        tree: The surface tree.
+        declared: Names that the caller gave: numbers to fold in, params and tensors.
+
+    Raises:
+        AttnDSLError: What is wrong (:class:`~attndsl.errors.ProgramErrors` where there is more).
+    """
+    checker = _Checker(tree, declared)
+    try:
+        checker.run()
+    except LimitError as error:
+        checker.errors.append(error)
+    raise_all(checker.errors[:MAX_ERRORS])
+    return checker.program()
+
+
+class _Checker:
+    def __init__(self, tree: s.Tree, declared: Mapping[str, Declared]) -> None:
+        self.tree = tree
+        self.declared = declared
+        self.errors: list[AttnDSLError] = []
+        self.params: dict[str, ParamDecl] = {}
+        self.tensors: dict[str, TensorDecl] = {}
+        self.bound_at: dict[str, Span] = {}
+        self.parts: dict[str, Node | None] = {}
+        self.dropout: Node | None = None
+        self.in_text = {x.name.name for x in tree.statements if isinstance(x, s.Param | s.Tensor)}
+        definitions = {x.name.name: x for x in tree.statements if isinstance(x, s.Define)}
+        self.scope = Scope({}, definitions)
+        self.inliner = Inliner(self.scope, self.errors)
+
+    def program(self) -> Program:
+        score = self.scope.score
+        assert score is not None
+        return Program(
+            score=score,
+            mask=self.parts.get("mask"),
+            sink=self.parts.get("sink"),
+            weights=self.parts.get("weights"),
+            dropout=self.dropout,
+            params=tuple(self.params.values()),
+            tensors=tuple(self.tensors.values()),
+        )
+
+    def run(self) -> None:
+        for name, given in self.declared.items():
+            if name not in self.in_text:
+                self._declare(name, given)
+        # Declarations come first, so that their order in the text does not matter.
+        for statement in self.tree.statements:
+            if isinstance(statement, s.Param):
+                self._guard(self._param, statement)
+        for statement in self.tree.statements:
+            if isinstance(statement, s.Tensor):
+                self._guard(self._tensor, statement)
+            elif isinstance(statement, s.Define):
+                self._guard(self._define, statement)
+        for statement in self.tree.statements:
+            if isinstance(statement, s.Assign):
+                self._guard(self._assign, statement)
+            elif isinstance(statement, s.Bare):
+                self._guard(self._bare, statement)
+        self._check_unused()
+
+    def _guard(self, step: object, statement: s.Statement) -> None:
+        assert callable(step)
+        try:
+            step(statement)
+        except LimitError:
+            raise
+        except AttnDSLError as error:
+            self.errors.append(error)
+
+    def _bind(self, name: s.Name, what: str) -> None:
+        """Refuse a name that already means something."""
+        if name.name in ALWAYS or name.name in _TARGETS:
+            raise NameResolutionError(
+                f"'{name.name}' always has its own meaning and cannot be {what}",
+                name.span,
+                "choose another name",
+            )
+        if name.name in self.bound_at:
+            raise NameResolutionError(
+                f"'{name.name}' is already bound in line {self.bound_at[name.name].line}",
+                name.span,
+                "names are bound once: choose another (only 'score' lines replace one another)",
+            )
+        if name.name in self.declared and what not in ("a param", "a tensor"):
+            raise NameResolutionError(
+                f"'{name.name}' was given to compile() and cannot be {what} too",
+                name.span,
+                "choose another name",
+            )
+        self.bound_at[name.name] = name.span
+
+    def _declare(self, name: str, given: Declared) -> None:
+        """A name that the caller declares and the text does not."""
+        if name in ALWAYS or name in _TARGETS or not name.isidentifier():
+            self.errors.append(
+                NameResolutionError(
+                    f"'{name[:40]}' cannot be declared: it always has its own meaning or is no name",
+                    hint="choose another name",
+                )
+            )
+        elif isinstance(given, Bound):
+            self.scope.values[name] = ir.const(given.value)
+        elif isinstance(given, ParamSpec):
+            self.params[name] = ParamDecl(name, _TYPES[given.dtype])
+            self.scope.values[name] = ir.param(name, _TYPES[given.dtype])
+        else:
+            dims = tuple(self._declared_dim(name, dim) for dim in given.dims)
+            self.tensors[name] = TensorDecl(name, _TYPES[given.dtype], dims)
+            self.scope.values[name] = self.tensors[name]
+
+    def _declared_dim(self, name: str, dim: str | int) -> Node:
+        if isinstance(dim, int):
+            return ir.const(dim)
+        from attndsl.source import Source
+
+        tree = parse(Source(dim, f"<dim of {name}>"))
+        if len(tree.statements) != 1 or not isinstance(tree.statements[0], s.Bare):
+            raise TypeMismatchError(
+                f"'{dim}' is no dim of {name}", hint="write a size or an expression"
+            )
+        found = self._dim(tree.statements[0].value)
+        return found if found is not None else ir.const(0)
+
+    def _type(self, written: s.Name) -> DType:
+        found = _TYPES.get(written.name)
+        if found is None:
+            close = difflib.get_close_matches(written.name[:40], list(_TYPES), n=1)
+            raise TypeMismatchError(
+                f"'{written.name}' is no type",
+                written.span,
+                f"did you mean '{close[0]}'?" if close else "write int, float or bool",
+            )
+        return found
+
+    def _param(self, statement: s.Param) -> None:
+        self._bind(statement.name, "a param")
+        name = statement.name.name
+        self.scope.values[name] = None
+        dtype = self._type(statement.dtype)
+        default = None
+        if statement.default is not None:
+            default = self._literal(statement.default, dtype)
+        given = self.declared.get(name)
+        if isinstance(given, Bound):
+            self.scope.values[name] = self._bound(name, given, dtype, statement.span)
+            return
+        if given is not None and not (isinstance(given, ParamSpec) and given.dtype == dtype.value):
+            raise TypeMismatchError(
+                f"'{name}' is declared as a {dtype.value} param, and compile() got another kind",
+                statement.span,
+                f"pass a {dtype.value}",
+            )
+        self.params[name] = ParamDecl(name, dtype, default, statement.name.span)
+        self.scope.values[name] = ir.param(name, dtype, statement.name.span)
+
+    def _literal(self, written: s.Expr, dtype: DType) -> bool | int | float:
+        node = self.inliner.node(written)
+        if node is not None and node.op is Op.CONST and isinstance(node.value, bool | int | float):
+            return self._bound("the default", Bound(node.value), dtype, written.span).value  # type: ignore[return-value]
+        raise TypeMismatchError(
+            "a default is a literal", written.span, "write a number, true or false"
+        )
+
+    def _bound(self, name: str, given: Bound, dtype: DType, span: Span) -> Node:
+        node = ir.const(given.value, span)
+        if dtype is DType.FLOAT and node.dtype is DType.INT:
+            return promote.as_float(node)
+        if node.dtype is not dtype:
+            raise TypeMismatchError(
+                f"'{name}' is of type {dtype.value}, and {given.value!r} is not", span,
+                f"pass a {dtype.value}",
+            )  # fmt: skip
+        return node
+
+    def _tensor(self, statement: s.Tensor) -> None:
+        self._bind(statement.name, "a tensor")
+        name = statement.name.name
+        self.scope.values[name] = None
+        dtype = self._type(statement.dtype)
+        given = self.declared.get(name)
+        if isinstance(given, Bound | ParamSpec) or (
+            given is not None
+            and (len(given.dims), given.dtype) != (len(statement.dims), dtype.value)
+        ):
+            raise TypeMismatchError(
+                f"'{name}' is declared as a {dtype.value} tensor with {len(statement.dims)} dim(s), "
+                "and compile() got another kind",
+                statement.span,
+            )
+        if not statement.dims:
+            raise TypeMismatchError(
+                f"'{name}' has no dims", statement.span, f"write 'param {name}: {dtype.value}'"
+            )
+        dims = [self._dim(dim) for dim in statement.dims]
+        if any(dim is None for dim in dims):
+            return
+        found = TensorDecl(
+            name, dtype, tuple(d for d in dims if d is not None), statement.name.span
+        )
+        self.tensors[name] = self.scope.values[name] = found
+
+    def _dim(self, written: s.Expr) -> Node | None:
+        """An int of sizes and params; a new name stands for a size of its own."""
+        if isinstance(written, s.Name):
+            name = written.name
+            if name not in ALWAYS and name not in self.scope.values:
+                self.scope.values[name] = ir.size(name, written.span)
+        dim = self.inliner.node(written)
+        if dim is None:
+            return None
+        allowed = all(x.op not in (Op.VAR, Op.SCORE, Op.LOAD) for x in ir.toposort(dim))
+        if dim.dtype is not DType.INT or not allowed:
+            raise TypeMismatchError(
+                "a dim is an int made of sizes, params and numbers",
+                written.span,
+                f"sizes are {', '.join(ir.SIZES)}",
+            )
+        return dim
+
+    def _define(self, statement: s.Define) -> None:
+        self._bind(statement.name, "a function")
+        seen: set[str] = set()
+        for parameter in statement.parameters:
+            if parameter.name in seen:
+                raise NameResolutionError(
+                    f"'{parameter.name}' is a parameter twice", parameter.span, "rename one"
+                )
+            seen.add(parameter.name)
+
+    def _bare(self, statement: s.Bare) -> None:
+        others = [x for x in self.tree.statements if isinstance(x, s.Bare | s.Assign)]
+        named = {x.name.name for x in others if isinstance(x, s.Assign)}
+        bare = [x for x in others if isinstance(x, s.Bare)]
+        if len(bare) > 1 or named & _TARGETS:
+            raise TypeMismatchError(
+                "an expression without a name is allowed only where it is the whole program",
+                statement.span,
+                "write 'mask = ...' or 'score = ...' before it",
+            )
+        value = self.inliner.node(statement.value)
+        if value is None:
+            self.scope.score = None
+        elif value.dtype is DType.BOOL:
+            self.parts["mask"] = value
+        else:
+            self.scope.score = promote.as_float(value)
+
+    def _assign(self, statement: s.Assign) -> None:
+        name = statement.name.name
+        if name == "score":
+            value = self.inliner.node(statement.value)
+            if value is not None:
+                value = promote.as_float(
+                    promote.need_number(value, statement.value.span, "the score")
+                )
+            self.scope.score = value
+            return
+        if name not in _TARGETS:
+            self._bind(statement.name, "a local name")
+            self.scope.values[name] = None
+            self.scope.values[name] = self.inliner.node(statement.value)
+            return
+        if name in self.parts:
+            raise NameResolutionError(
+                f"'{name}' is already given",
+                statement.name.span,
+                "join the conditions with 'and'" if name == "mask" else "write one expression",
+            )
+        self.parts[name] = None
+        if name == "weights":
+            self._weights(statement)
+            return
+        value = self.inliner.node(statement.value)
+        if value is None:
+            return
+        at = statement.value.span
+        if name == "mask":
+            self.parts[name] = promote.need_bool(value, at, "the mask")
+            return
+        self._needs_only(value, {"b", "h"}, "a sink is one logit a row: it", at)
+        self.parts[name] = promote.as_float(promote.need_number(value, at, "the sink"))
+
+    def _needs_only(self, value: Node, allowed: set[str], what: str, at: Span) -> None:
+        found = ir.dependencies(value)[value] - allowed
+        if found:
+            names = " and ".join(sorted(allowed)) if allowed else "nothing but params and sizes"
+            raise TypeMismatchError(
+                f"{what} depends on {' and '.join(sorted(found))}", at, f"use {names} only"
+            )
+
+    def _weights(self, statement: s.Assign) -> None:
+        """``softmax(score)``, another expression of the final score, or dropout of either."""
+        written = statement.value
+        if isinstance(written, s.FunctionCall) and written.name == "dropout":
+            if len(written.args) != 2:
+                raise TypeMismatchError(
+                    "dropout takes the weights and a probability",
+                    written.span,
+                    "write dropout(softmax(score), 0.1)",
+                )
+            written, probability = written.args
+            self.dropout = self._probability(probability)
+        if isinstance(written, s.FunctionCall) and written.name == "softmax":
+            if len(written.args) != 1 or written.args[0] != s.Name("score", written.args[0].span):
+                raise TypeMismatchError(
+                    "softmax is taken of the score",
+                    written.span,
+                    "write softmax(score), and change the score in lines before",
+                )
+            return
+        # Within weights, `score` is the final score, wherever the line stands.
+        before, self.scope.score = self.scope.score, ir.SCORE
+        value = self.inliner.node(written)
+        self.scope.score = before
+        if value is not None:
+            at = written.span
+            self.parts["weights"] = promote.as_float(promote.need_number(value, at, "weights"))
+
+    def _probability(self, written: s.Expr) -> Node | None:
+        value = self.inliner.node(written)
+        if value is None:
+            return None
+        value = promote.as_float(promote.need_number(value, written.span, "a probability"))
+        self._needs_only(value, set(), "the dropout probability", written.span)
+        if value.op is Op.CONST and not 0.0 <= float(value.value or 0.0) < 1.0:
+            raise TypeMismatchError(
+                f"a dropout probability lies in [0, 1), and this is {value.value}",
+                written.span,
+                "write 0.1 to drop one weight in ten",
+            )
+        return value
+
+    def _check_unused(self) -> None:
+        """A name given to ``compile()`` that nothing reads is a mistake."""
+        for name in self.declared:
+            if name in self.in_text or name in self.scope.used:
+                continue
+            names = [n for n in self.scope.used if n not in self.declared]
+            close = difflib.get_close_matches(name, names, n=1)
+            self.errors.append(
+                NameResolutionError(
+                    f"'{name[:40]}' was given to compile(), but the program never uses it",
+                    hint=f"did you mean '{close[0]}'?" if close else "remove it, or use it",
+                )
+            )

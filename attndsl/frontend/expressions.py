@@ -1,0 +1,309 @@
+"""Surface expressions to IR: names resolved, functions inlined, types checked.
+
+An expression with an error has the value None, which silences what is built from it, so that each
+error is reported once. Errors inside a prelude function are reported where the program calls it.
+"""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from attndsl import ir
+from attndsl.errors import (
+    AttnDSLError,
+    LimitError,
+    NameResolutionError,
+    RankError,
+    TypeMismatchError,
+)
+from attndsl.ir import DType, Node, TensorDecl
+
+from . import functions, promote
+from . import surface as s
+from .limits import MAX_EXPANSIONS, MAX_NESTING
+from .prelude import prelude_function, prelude_names
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from attndsl.source import Span
+
+Value = Node | TensorDecl
+"""What a name stands for; a tensor may only be indexed or handed to a function."""
+
+CONSTANTS: dict[str, Node] = {
+    "inf": ir.const(float("inf")),
+    "pi": ir.const(3.141592653589793),
+    "e": ir.const(2.718281828459045),
+    "true": ir.const(True),
+    "false": ir.const(False),
+}
+ALWAYS = frozenset({*ir.VARS, *ir.SIZES, *CONSTANTS, "score"})
+"""Names that a program cannot bind."""
+
+
+@dataclass(slots=True)
+class Scope:
+    """Names of a program while it is checked."""
+
+    values: dict[str, Value | None]
+    """Params, tensors, sizes and locals; None for a name whose definition has an error."""
+    definitions: Mapping[str, s.Define]
+    score: Node | None = ir.SCORE
+    """The score so far."""
+    used: set[str] = field(default_factory=set)
+    """Names that were looked up."""
+
+
+class Inliner:
+    """Builds the IR of expressions, and collects their errors."""
+
+    def __init__(self, scope: Scope, errors: list[AttnDSLError]) -> None:
+        self.scope = scope
+        self.errors = errors
+        self._expansions = 0
+        self._depth = 0
+        self._calls: list[str] = []
+        self._blame: Span | None = None
+        self._frames: list[dict[str, Value | None]] = []
+
+    def node(self, expr: s.Expr) -> Node | None:
+        """The IR of ``expr``, or None where it has errors."""
+        value = self.value(expr)
+        if isinstance(value, TensorDecl):
+            rank = len(value.dims)
+            self._error(
+                RankError(
+                    f"'{value.name}' is a tensor with {rank} dim(s); a pair needs one element",
+                    expr.span,
+                    f"write {value.name}[{', '.join(['...'] * rank)}]",
+                )
+            )
+            return None
+        return value
+
+    def value(self, expr: s.Expr) -> Value | None:
+        """Like :meth:`node`, but a tensor's name is allowed too."""
+        self._expansions += 1
+        self._depth += 1
+        if self._expansions > MAX_EXPANSIONS:
+            raise LimitError(
+                f"the program has more than {MAX_EXPANSIONS} operators once functions are inlined",
+                self._place(expr.span),
+                "bind a value that is used several times to a name: locals are shared, not copied",
+            )
+        if self._depth > 2 * MAX_NESTING:
+            raise LimitError(
+                f"functions and expressions nest deeper than {2 * MAX_NESTING}",
+                self._place(expr.span),
+                "bind inner parts to names",
+            )
+        try:
+            return self._build(expr)
+        except LimitError:
+            raise
+        except AttnDSLError as error:
+            self._error(error)
+            return None
+        finally:
+            self._depth -= 1
+
+    def _place(self, span: Span) -> Span:
+        return self._blame or span
+
+    def _error(self, error: AttnDSLError) -> None:
+        if self._blame is not None and error.span is not None:
+            error = type(error)(f"in {self._calls[0]}: {error.message}", self._blame, error.hint)
+        self.errors.append(error)
+
+    def _build(self, expr: s.Expr) -> Value | None:
+        if isinstance(expr, s.Group):
+            return self.value(expr.inner)
+        if isinstance(expr, s.Number):
+            return promote.literal(expr.text, expr.span)
+        if isinstance(expr, s.Name):
+            return self._name(expr)
+        if isinstance(expr, s.Binary):
+            return self._binary(expr)
+        if isinstance(expr, s.Unary):
+            operand = self.node(expr.operand)
+            if operand is None:
+                return None
+            return promote.unary(expr.op, operand, expr.operand.span, expr.span)
+        if isinstance(expr, s.Compare):
+            return self._compare(expr)
+        if isinstance(expr, s.Ternary):
+            parts = [self.node(p) for p in (expr.condition, expr.yes, expr.no)]
+            if parts[0] is None or parts[1] is None or parts[2] is None:
+                return None
+            condition = promote.need_bool(parts[0], expr.condition.span, "the condition of if")
+            return promote.where(condition, parts[1], parts[2], expr.span)
+        if isinstance(expr, s.Index):
+            return self._index(expr)
+        return self._call(expr)
+
+    def _name(self, expr: s.Name) -> Value | None:
+        name = expr.name
+        for frame in self._frames[-1:]:
+            if name in frame:
+                return frame[name]
+        self.scope.used.add(name)
+        if name in self.scope.values:
+            return self.scope.values[name]
+        if name == "score":
+            return self.scope.score
+        if name in ir.VARS:
+            return ir.var(name, expr.span)
+        if name in ir.SIZES:
+            return ir.size(name, expr.span)
+        if name in CONSTANTS:
+            return CONSTANTS[name]
+        if name in self.scope.definitions or name in functions.NAMES or name in prelude_names():
+            raise NameResolutionError(f"'{name}' is a function", expr.span, f"call it: {name}(...)")
+        raise NameResolutionError(
+            f"'{name}' is not declared", expr.span, self._nearest(name, self._value_names())
+        )
+
+    def _value_names(self) -> list[str]:
+        frame = self._frames[-1] if self._frames else {}
+        return [*frame, *self.scope.values, *sorted(ALWAYS)]
+
+    def _nearest(self, name: str, names: list[str]) -> str:
+        lowered = {n.lower(): n for n in reversed(names)}
+        close = difflib.get_close_matches(name[:100].lower(), list(lowered), n=1)
+        if close:
+            return f"did you mean '{lowered[close[0]]}'?"
+        return f"declare it: 'param {name[:40]}: float', 'tensor {name[:40]}[...]: float', or give it to compile()"
+
+    def _binary(self, expr: s.Binary) -> Node | None:
+        # Chains lean left: walk them down, so that a long sum does not nest.
+        chain = [expr]
+        while isinstance(chain[-1].left, s.Binary):
+            chain.append(chain[-1].left)
+        total = self.node(chain[-1].left)
+        for link in reversed(chain):
+            right = self.node(link.right)
+            self._expansions += 1
+            if total is not None and right is not None:
+                spans = (link.left.span, link.right.span)
+                total = promote.binary(link.op, total, right, spans, link.span)
+            else:
+                total = None
+        return total
+
+    def _compare(self, expr: s.Compare) -> Node | None:
+        for operand in expr.operands:
+            if isinstance(operand, s.Binary) and operand.op in ("&", "|", "^"):
+                raise TypeMismatchError(
+                    f"'{operand.op}' beside a comparison binds tighter than it looks",
+                    operand.span,
+                    {"&": "write 'and', or parentheses where bits are meant",
+                     "|": "write 'or', or parentheses where bits are meant",
+                     "^": "write parentheses where bits are meant"}[operand.op],
+                )  # fmt: skip
+        nodes = [self.node(operand) for operand in expr.operands]
+        result: Node | None = None
+        for op, a, b, x, y in zip(
+            expr.ops, nodes, nodes[1:], expr.operands, expr.operands[1:], strict=False
+        ):
+            if a is None or b is None:
+                return None
+            link = promote.compare(op, a, b, (x.span, y.span), expr.span)
+            result = link if result is None else ir.node(ir.Op.AND, result, link, span=expr.span)
+        return result
+
+    def _index(self, expr: s.Index) -> Node | None:
+        indices = [self.node(index) for index in expr.indices]
+        tensor = self._name(s.Name(expr.name, expr.span))
+        if tensor is None:
+            return None
+        if not isinstance(tensor, TensorDecl):
+            raise RankError(f"'{expr.name}' is a single value and has no elements", expr.span)
+        if len(indices) != len(tensor.dims):
+            raise RankError(
+                f"'{expr.name}' has {len(tensor.dims)} dim(s), and {len(indices)} index(es) here",
+                expr.span,
+                f"write {expr.name}[{', '.join(['...'] * len(tensor.dims))}]",
+            )
+        found = []
+        for index, written in zip(indices, expr.indices, strict=True):
+            if index is None:
+                return None
+            if index.dtype is not DType.INT:
+                raise TypeMismatchError(
+                    f"an index is an int, and this is of type {index.dtype.value}",
+                    written.span,
+                    "write int(...) around it",
+                )
+            found.append(index)
+        return ir.load(tensor.name, tensor.dtype, *found, span=expr.span)
+
+    def _call(self, expr: s.FunctionCall) -> Node | None:
+        name = expr.name
+        args = [self.value(arg) for arg in expr.args]
+        own = self.scope.definitions.get(name)
+        if own is None and name in functions.NAMES:
+            nodes = [self._argument(a, written) for a, written in zip(args, expr.args, strict=True)]
+            found = [n for n in nodes if n is not None]
+            if len(found) < len(nodes):
+                return None
+            return functions.apply(name, found, [a.span for a in expr.args], expr.span)
+        definition = own or prelude_function(name)
+        if definition is None:
+            raise self._unknown_function(expr)
+        if len(args) != len(definition.parameters):
+            wanted = ", ".join(p.name for p in definition.parameters)
+            raise RankError(
+                f"{name} takes {len(definition.parameters)} argument(s), and has {len(args)}",
+                expr.span,
+                f"write {name}({wanted})",
+            )
+        if name in self._calls:
+            raise NameResolutionError(
+                f"'{name}' calls itself", expr.span, "functions are inlined: write out the steps"
+            )
+        outer = self._blame
+        if own is None and outer is None:
+            self._blame = expr.span
+        self._calls.append(name)
+        self._frames.append(dict(zip((p.name for p in definition.parameters), args, strict=True)))
+        try:
+            return self.node(definition.body)
+        finally:
+            self._frames.pop()
+            self._calls.pop()
+            self._blame = outer
+
+    def _argument(self, value: Value | None, written: s.Expr) -> Node | None:
+        if isinstance(value, TensorDecl):
+            raise RankError(
+                f"'{value.name}' is a tensor; a program speaks of one pair and takes its elements",
+                written.span,
+                f"index it, or reduce it before the call: {value.name}[...]",
+            )
+        return value
+
+    def _unknown_function(self, expr: s.FunctionCall) -> AttnDSLError:
+        name = expr.name
+        if name in functions.REDUCTIONS:
+            return NameResolutionError(
+                f"'{name}' would reduce over a tensor, but a program speaks of one pair",
+                expr.span,
+                "reduce the tensor before the call and pass the result as a tensor",
+            )
+        if name in ("softmax", "dropout"):
+            return NameResolutionError(
+                f"'{name}' stands only in 'weights'",
+                expr.span,
+                "write 'weights = dropout(softmax(score), p)'",
+            )
+        if name in self.scope.values or name in ALWAYS:
+            return NameResolutionError(f"'{name}' is no function", expr.span, "remove the call")
+        names = [*self.scope.definitions, *sorted(functions.NAMES), *prelude_names()]
+        close = difflib.get_close_matches(name[:100].lower(), names, n=1)
+        hint = (
+            f"did you mean '{close[0]}'?" if close else f"define it: 'def {name[:40]}(...) = ...'"
+        )
+        return NameResolutionError(f"there is no function '{name}'", expr.span, hint)

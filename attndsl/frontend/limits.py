@@ -1,0 +1,12 @@
+"""How large a program may be: every limit of the frontend, so that no input hangs or overflows it."""
+
+MAX_SOURCE = 1 << 15
+"""Characters of a program."""
+MAX_STATEMENTS = 2000
+"""Statements of a program."""
+MAX_NESTING = 64
+"""Depth of brackets and of operators that nest to the right; also of function calls."""
+MAX_EXPANSIONS = 20_000
+"""Operators and names of a program once all its functions are inlined."""
+MAX_ERRORS = 20
+"""Errors reported at once."""

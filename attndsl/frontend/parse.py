@@ -1,0 +1,229 @@
+"""Text to surface tree. All syntax errors of a program come at once, one a statement.
+
+Non-goals: names and types.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib import resources
+from typing import TYPE_CHECKING, Any
+
+from attndsl.errors import AttnDSLError, LexError, LimitError, ParseError, raise_all
+from attndsl.source import Span
+
+from . import surface as s
+from .limits import MAX_ERRORS, MAX_NESTING
+from .statements import split_statements
+
+if TYPE_CHECKING:
+    from attndsl.source import Source
+
+_ELSEWHERE = {
+    "&&": "write 'and'",
+    "||": "write 'or'",
+    "!": "write 'not'",
+    "?": "write 'x if condition else y'",
+    "===": "write '=='",
+    "^^": "write 'not ==' of two bools, or '^'",
+    "->": "write '=' between a function's head and its body",
+    '"': "text has no meaning in a program; names are written without quotes",
+    "'": "text has no meaning in a program; names are written without quotes",
+    "{": "only ( ) and [ ] are brackets here",
+    "@": "the product q . k is the score itself; there are no other matrix products",
+    ".": "names have no parts: write 'exp(x)', not 'math.exp(x)'",
+    ":": "types are declared in 'param' and 'tensor' lines only",
+    "\\": "break lines inside brackets instead",
+}
+_KEYWORDS = {"lambda": "write 'def NAME(x) = ...'", "import": "nothing can be imported"}
+
+
+def parse(source: Source) -> s.Tree:
+    """The surface tree of ``source``.
+
+    Raises:
+        LexError, ParseError, LimitError: What is wrong, where there is one error.
+        ProgramErrors: All that is wrong, where there are several.
+    """
+    spans, errors = split_statements(source)
+    statements = []
+    for span in spans:
+        try:
+            statements.append(parse_statement(span))
+        except AttnDSLError as error:
+            errors.append(error)
+            if len(errors) > MAX_ERRORS:
+                break
+    raise_all(errors)
+    return s.Tree(source, tuple(statements))
+
+
+def parse_statement(span: Span) -> s.Statement:
+    """The statement that ``span`` covers."""
+    import lark
+
+    try:
+        tree = _parser().parse(span.text)
+    except lark.exceptions.UnexpectedCharacters as error:
+        raise _bad_character(span, error.pos_in_stream) from None
+    except lark.exceptions.UnexpectedToken as error:
+        raise _bad_token(span, error) from None
+    return _Builder(span.source, span.start).statement(tree)
+
+
+@cache
+def _parser() -> Any:
+    import lark
+
+    grammar = resources.files("attndsl.grammar").joinpath("attndsl.lark").read_text("utf-8")
+    return lark.Lark(grammar, parser="lalr", lexer="basic", maybe_placeholders=False)
+
+
+def _bad_character(span: Span, offset: int) -> LexError:
+    rest = span.text[offset:]
+    found = next((k for k in sorted(_ELSEWHERE, key=len, reverse=True) if rest.startswith(k)), None)
+    shown = found or rest[0]
+    at = Span(span.source, span.start + offset, span.start + offset + len(shown))
+    return LexError(f"'{shown}' is not part of the language", at, _ELSEWHERE.get(shown))
+
+
+def _bad_token(span: Span, error: Any) -> ParseError:
+    token = error.token
+    text = span.text
+    if token.type == "$END":
+        end = span.start + len(_without_comments(text).rstrip())
+        at = Span(span.source, max(span.start, end - 1), end)
+        return ParseError(
+            "the statement ends too early", at, "complete the expression, or put it in brackets "
+            "to go on in the next line"
+        )  # fmt: skip
+    start, end = token.start_pos, token.end_pos
+    for two in ("&&", "||", "===", "->"):
+        at = max(0, start - 1)
+        if text.startswith(two, at) or text.startswith(two, start):
+            place = at if text.startswith(two, at) else start
+            where = Span(span.source, span.start + place, span.start + place + len(two))
+            return ParseError(f"'{two}' is not part of the language", where, _ELSEWHERE[two])
+    hint = _KEYWORDS.get(str(token)) or _hint(text, start, str(token))
+    where = Span(span.source, span.start + start, span.start + end)
+    return ParseError(f"'{str(token)[:40]}' cannot stand here", where, hint)
+
+
+def _hint(text: str, start: int, token: str) -> str:
+    before = text[:start].split()
+    if before and before[-1] in _KEYWORDS:
+        return _KEYWORDS[before[-1]]
+    if token == "=":
+        return "write '==' to compare; '=' gives a name to a whole expression"
+    if token == ":":
+        return _ELSEWHERE[":"]
+    if token in ("if", "else"):
+        return "write 'x if condition else y'"
+    if token and (token[0].isalnum() or token[0] == "_" or token == "("):
+        return "write an operator between two values, or end the statement with a newline or ';'"
+    return "write a value (a name, a number or an expression in brackets) here"
+
+
+def _without_comments(text: str) -> str:
+    return "\n".join(line.partition("#")[0] for line in text.split("\n"))
+
+
+class _Builder:
+    """lark's tree as surface nodes; iterative, since operators may nest as deep as the text is long."""
+
+    def __init__(self, source: Source, base: int) -> None:
+        self.source = source
+        self.base = base
+
+    def span(self, token: Any, last: Any = None) -> Span:
+        end = (last or token).end_pos
+        return Span(self.source, self.base + token.start_pos, self.base + end)
+
+    def name(self, token: Any) -> s.Name:
+        return s.Name(str(token), self.span(token))
+
+    def statement(self, tree: Any) -> s.Statement:
+        parts = tree.children
+        first = parts[0] if hasattr(parts[0], "start_pos") else None
+        whole = Span(self.source, self.base, self.base)
+        if tree.data == "param":
+            default = self.expr(parts[2]) if len(parts) > 2 else None
+            name, dtype = self.name(parts[0]), self.name(parts[1])
+            return s.Param(
+                name, dtype, default, name.span.to(default.span if default else dtype.span)
+            )
+        if tree.data == "tensor":
+            dims = tuple(map(self.expr, parts[1].children)) if len(parts) > 2 else ()
+            name, dtype = self.name(parts[0]), self.name(parts[-1])
+            return s.Tensor(name, dims, dtype, name.span.to(dtype.span))
+        if tree.data == "define":
+            names = tuple(map(self.name, parts[1].children)) if len(parts) > 2 else ()
+            body = self.expr(parts[-1])
+            return s.Define(self.name(parts[0]), names, body, self.span(first).to(body.span))
+        value = self.expr(parts[-1])
+        if tree.data == "assign":
+            return s.Assign(self.name(parts[0]), value, self.span(first).to(value.span))
+        del whole
+        return s.Bare(value, value.span)
+
+    def expr(self, root: Any) -> s.Expr:
+        built: dict[int, tuple[s.Expr, int]] = {}
+        stack = [(root, False)]
+        while stack:
+            tree, ready = stack.pop()
+            subtrees = [t for c in tree.children for t in _subtrees(c)]
+            if not ready:
+                stack.append((tree, True))
+                stack += [(t, False) for t in subtrees]
+                continue
+            made = self._node(tree, [built[id(t)][0] for t in subtrees])
+            depths = [built[id(t)][1] for t in subtrees]
+            # The left operand of an operator does not nest: long sums are flat.
+            if isinstance(made, s.Binary):
+                depth = max(depths[0], depths[1] + 1)
+            else:
+                depth = 1 + max(depths, default=0)
+            if depth > MAX_NESTING:
+                raise LimitError(
+                    f"the expression nests deeper than {MAX_NESTING}",
+                    made.span,
+                    "give an inner part a name in a line of its own",
+                )
+            built[id(tree)] = made, depth
+        return built[id(root)][0]
+
+    def _node(self, tree: Any, parts: list[s.Expr]) -> s.Expr:
+        kind, children = tree.data, tree.children
+        if kind == "number":
+            return s.Number(str(children[0]).replace("_", ""), self.span(children[0]))
+        if kind == "name":
+            return self.name(children[0])
+        if kind == "unary":
+            return s.Unary(str(children[0]), parts[0], self.span(children[0]).to(parts[0].span))
+        if kind == "binary":
+            span = parts[0].span.to(parts[1].span)
+            return s.Binary(str(children[1]), parts[0], parts[1], span)
+        if kind == "compare":
+            ops = tuple(str(c) for c in children if hasattr(c, "start_pos"))
+            return s.Compare(ops, tuple(parts), parts[0].span.to(parts[-1].span))
+        if kind == "ternary":
+            return s.Ternary(parts[1], parts[0], parts[2], parts[0].span.to(parts[2].span))
+        if kind == "group":
+            return s.Group(parts[0], self._closed(parts[0].span, ")", back="("))
+        closing = ")" if kind == "call" else "]"
+        start = self.span(children[0])
+        end = self._closed(parts[-1].span if parts else start, closing)
+        build = s.FunctionCall if kind == "call" else s.Index
+        return build(str(children[0]), tuple(parts), start.to(end))
+
+    def _closed(self, inner: Span, bracket: str, back: str = "") -> Span:
+        """``inner`` widened to the bracket that closes it (and to the one that opens it)."""
+        end = self.source.text.find(bracket, inner.end)
+        start = self.source.text.rfind(back, 0, inner.start) if back else inner.start
+        return Span(self.source, start, end + 1)
+
+
+def _subtrees(child: Any) -> list[Any]:
+    if hasattr(child, "start_pos"):
+        return []
+    return list(child.children) if child.data == "arguments" else [child]

@@ -1,0 +1,236 @@
+"""Simplification by a table of rules, applied to operands first, once a node.
+
+Every rule keeps the value bit for bit, NaN and signed zeros included, on all inputs: float
+arithmetic is never reassociated, and ``x + 0.0`` stays (it turns -0.0 into 0.0). Integer sums are
+brought to a normal form by :mod:`attndsl.passes.sympy_bridge` where terms cancel, which is exact
+modulo 2**64.
+
+Non-goals: common subexpressions (nodes are hash-consed), and choosing where to compute what.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+
+from attndsl.ir import (
+    COMPARISONS,
+    DType,
+    Node,
+    Op,
+    Program,
+    TensorDecl,
+    const,
+    node,
+    rebuild,
+    toposort,
+)
+
+from .differentiate import Derivative, ParamGradient, TensorGradient
+from .evaluate import apply
+
+TRUE, FALSE = const(True), const(False)
+Rule = Callable[[Node], Node | None]
+"""The node that may stand in place of the one given, or None."""
+
+
+def simplify(program: Program) -> Program:
+    """``program`` with all its expressions simplified; a mask that is ``true`` is dropped."""
+    memo: dict[Node, Node] = {}
+    parts = {
+        name: None if (part := getattr(program, name)) is None else simplify_node(part, memo)
+        for name in ("score", "mask", "sink", "weights", "dropout")
+    }
+    if parts["mask"] is TRUE:
+        parts["mask"] = None
+    tensors = tuple(
+        TensorDecl(t.name, t.dtype, tuple(simplify_node(d, memo) for d in t.dims), t.span)
+        for t in program.tensors
+    )
+    score = parts.pop("score")
+    assert score is not None
+    return replace(program, score=score, tensors=tensors, **parts)
+
+
+def simplify_derivative(derivative: Derivative) -> Derivative:
+    """``derivative`` with all factors simplified; factors that are 0 are dropped."""
+    memo: dict[Node, Node] = {}
+    tensors = [
+        TensorGradient(simplify_node(g.load, memo), simplify_node(g.factor, memo))
+        for g in derivative.tensors
+    ]
+    params = [ParamGradient(g.name, simplify_node(g.factor, memo)) for g in derivative.params]
+    zero = const(0.0)
+    return Derivative(
+        simplify_node(derivative.score, memo),
+        tuple(g for g in tensors if g.factor is not zero),
+        tuple(g for g in params if g.factor is not zero),
+    )
+
+
+def simplify_node(root: Node, memo: dict[Node, Node] | None = None) -> Node:
+    """The simplest form of ``root`` that the rules reach; ``memo`` is shared between roots."""
+    done = {} if memo is None else memo
+    for item in toposort(root):
+        if item in done:
+            continue
+        args = tuple(done[arg] for arg in item.args)
+        current = item if args == item.args else rebuild(item, args)
+        # A rule's result is made of simplified parts, so few steps settle it; the bound makes
+        # a pair of rules that undo each other harmless.
+        for _ in range(8):
+            better = _step(current)
+            if better is None:
+                break
+            current = better
+        done[item] = current
+    return done[root]
+
+
+def _step(item: Node) -> Node | None:
+    for rule in RULES.get(item.op, ()):
+        if (found := rule(item)) is not None:
+            return found
+    return _fold(item)
+
+
+def _fold(item: Node) -> Node | None:
+    """Constants by evaluation."""
+    if not item.args or item.op is Op.LOAD or any(a.op is not Op.CONST for a in item.args):
+        return None
+    values = [a.value for a in item.args]
+    result = apply(item, [v for v in values if isinstance(v, bool | int | float)])
+    made = {DType.BOOL: bool, DType.INT: int, DType.FLOAT: float}[item.dtype](result)
+    return const(made, item.span)
+
+
+def _is(item: Node, value: bool | int | float) -> bool:
+    """Whether ``item`` is this constant, of this type, sign of zero included."""
+    if item.op is not Op.CONST or type(item.value) is not type(value):
+        return False
+    if isinstance(value, float):
+        assert isinstance(item.value, float)
+        same_sign = math.copysign(1.0, value) == math.copysign(1.0, item.value)
+        return item.value == value and same_sign
+    return item.value == value
+
+
+def _identity(neutral: int | float, left: bool = True) -> Rule:
+    """``x op neutral`` is x, and with ``left`` also ``neutral op x``."""
+
+    def rule(item: Node) -> Node | None:
+        a, b = item.args
+        if _is(b, neutral):
+            return a
+        return b if left and _is(a, neutral) else None
+
+    return rule
+
+
+def _absorb(value: bool | int, result: bool | int | None = None) -> Rule:
+    """``x op value`` (either way round) is ``result``; by default ``value`` itself."""
+
+    def rule(item: Node) -> Node | None:
+        if any(_is(a, value) for a in item.args):
+            return const(value if result is None else result)
+        return None
+
+    return rule
+
+
+def _same(result: Callable[[Node], Node], only: DType | None = None) -> Rule:
+    """``x op x``."""
+
+    def rule(item: Node) -> Node | None:
+        a, b = item.args[-2:]
+        return result(a) if a is b and only in (None, a.dtype) else None
+
+    return rule
+
+
+def _not(item: Node) -> Node | None:
+    (a,) = item.args
+    if a.op is Op.NOT:
+        return a.args[0]
+    # Of ints only: a comparison with NaN is false both ways.
+    if a.op in (Op.LT, Op.LE) and a.args[0].dtype is DType.INT:
+        return node(Op.LE if a.op is Op.LT else Op.LT, a.args[1], a.args[0], span=item.span)
+    if a.op in (Op.EQ, Op.NE):
+        return node(Op.NE if a.op is Op.EQ else Op.EQ, *a.args, span=item.span)
+    return None
+
+
+def _where(item: Node) -> Node | None:
+    condition, yes, no = item.args
+    if condition.op is Op.CONST:
+        return yes if condition.value else no
+    if yes is no:
+        return yes
+    if condition.op is Op.NOT:
+        return node(Op.WHERE, condition.args[0], no, yes, span=item.span)
+    if yes is TRUE and no is FALSE:
+        return condition
+    return None
+
+
+def _negation(item: Node) -> Node | None:
+    (a,) = item.args
+    return a.args[0] if a.op is Op.NEG else None
+
+
+def _cast(item: Node) -> Node | None:
+    (a,) = item.args
+    return a if a.dtype is item.dtype else None
+
+
+def _compare_same(item: Node) -> Node | None:
+    a, b = item.args
+    if a is b and a.dtype is not DType.FLOAT:
+        return const(item.op in (Op.LE, Op.EQ))
+    return None
+
+
+def _cancel(item: Node) -> Node | None:
+    """Integer sums in which a term may cancel, by their normal form."""
+    if item.dtype is not DType.INT:
+        return None
+    terms: list[Node] = []
+    stack = [item]
+    while stack:
+        current = stack.pop()
+        if current.op in (Op.ADD, Op.SUB, Op.NEG):
+            stack += current.args
+        else:
+            terms.append(current)
+    named = [t for t in terms if t.op is not Op.CONST]
+    if len(set(named)) == len(named) and len(terms) - len(named) < 2:
+        return None
+    from .sympy_bridge import normalise
+
+    found = normalise(item)
+    return None if found is item else found
+
+
+RULES: dict[Op, tuple[Rule, ...]] = {
+    Op.ADD: (_identity(0), _identity(-0.0), _cancel),
+    Op.SUB: (_identity(0, left=False), _identity(0.0, left=False), _cancel),
+    Op.MUL: (_identity(1), _identity(1.0), _absorb(0)),
+    Op.DIV: (_identity(1.0, left=False),),
+    Op.FLOORDIV: (_identity(1, left=False),),
+    Op.MOD: (lambda item: const(0) if _is(item.args[1], 1) else None,),
+    Op.POW: (_identity(1, left=False), _identity(1.0, left=False)),
+    Op.NEG: (_negation,),
+    Op.MIN: (_same(lambda a: a),),
+    Op.MAX: (_same(lambda a: a),),
+    Op.AND: (_identity(True), _absorb(False), _same(lambda a: a)),
+    Op.OR: (_identity(False), _absorb(True), _same(lambda a: a)),
+    Op.NOT: (_not,),
+    Op.WHERE: (_where,),
+    Op.CAST: (_cast,),
+    Op.BITAND: (_absorb(0), _same(lambda a: a)),
+    Op.BITOR: (_identity(0), _same(lambda a: a)),
+    Op.BITXOR: (_identity(0), _same(lambda a: const(0))),
+    Op.SHL: (_identity(0, left=False),),
+    Op.SHR: (_identity(0, left=False),),
+} | dict.fromkeys(COMPARISONS, (_compare_same,))

@@ -1,0 +1,144 @@
+"""Programs as JSON values: for the disk cache, and for digests that name a program's meaning.
+
+Nodes are listed in topological order and refer to operands by index; floats are written by
+``float.hex``, so that every value comes back exactly.
+
+Non-goals: source spans and names of locals, which mean nothing once a program is checked.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import TYPE_CHECKING, Any
+
+from attndsl.ir import DType, Node, Op, ParamDecl, Program, TensorDecl, node, toposort
+from attndsl.passes.differentiate import Derivative, ParamGradient, TensorGradient
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+FORMAT = 1
+_PARTS = ("score", "mask", "sink", "weights", "dropout")
+
+
+class SerialiseError(ValueError):
+    """A value that is not a serialised program of this format."""
+
+
+def program_to_json(program: Program) -> dict[str, Any]:
+    """``program`` as JSON values."""
+    dims = [dim for tensor in program.tensors for dim in tensor.dims]
+    table, numbers = _table([*program.roots(), *dims])
+    return {
+        "format": FORMAT,
+        "nodes": table,
+        "parts": {
+            name: None if (part := getattr(program, name)) is None else numbers[part]
+            for name in _PARTS
+        },
+        "params": [[p.name, p.dtype.value, _literal(p.default)] for p in program.params],
+        "tensors": [[t.name, t.dtype.value, [numbers[d] for d in t.dims]] for t in program.tensors],
+    }
+
+
+def program_from_json(data: dict[str, Any]) -> Program:
+    """The program that :func:`program_to_json` wrote.
+
+    Raises:
+        SerialiseError: ``data`` is damaged or of another format.
+    """
+    try:
+        if data["format"] != FORMAT:
+            raise SerialiseError(f"format {data['format']!r}, not {FORMAT}")
+        nodes = _nodes(data["nodes"])
+        parts = {name: None if (i := data["parts"][name]) is None else nodes[i] for name in _PARTS}
+        params = tuple(ParamDecl(n, DType(t), _unliteral(d)) for n, t, d in data["params"])
+        tensors = tuple(
+            TensorDecl(n, DType(t), tuple(nodes[i] for i in dims)) for n, t, dims in data["tensors"]
+        )
+        return Program(
+            _present(parts["score"]),
+            parts["mask"],
+            parts["sink"],
+            parts["weights"],
+            parts["dropout"],
+            params,
+            tensors,
+        )
+    except SerialiseError:
+        raise
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+        raise SerialiseError(f"not a serialised program: {error!r}") from error
+
+
+def derivative_to_json(derivative: Derivative) -> dict[str, Any]:
+    """``derivative`` as JSON values."""
+    loads = [g.load for g in derivative.tensors]
+    factors = [g.factor for g in (*derivative.tensors, *derivative.params)]
+    table, numbers = _table([derivative.score, *loads, *factors])
+    return {
+        "nodes": table,
+        "score": numbers[derivative.score],
+        "tensors": [[numbers[g.load], numbers[g.factor]] for g in derivative.tensors],
+        "params": [[g.name, numbers[g.factor]] for g in derivative.params],
+    }
+
+
+def derivative_from_json(data: dict[str, Any]) -> Derivative:
+    """The derivative that :func:`derivative_to_json` wrote.
+
+    Raises:
+        SerialiseError: ``data`` is damaged.
+    """
+    try:
+        nodes = _nodes(data["nodes"])
+        return Derivative(
+            nodes[data["score"]],
+            tuple(TensorGradient(nodes[i], nodes[j]) for i, j in data["tensors"]),
+            tuple(ParamGradient(name, nodes[i]) for name, i in data["params"]),
+        )
+    except (KeyError, TypeError, ValueError, IndexError) as error:
+        raise SerialiseError(f"not a serialised derivative: {error!r}") from error
+
+
+def digest(program: Program) -> str:
+    """64 hex digits that name the program's meaning.
+
+    Renaming a local or reformatting the text keeps it; any change of what is computed, or of the
+    name or declaration of a param or tensor, changes it.
+    """
+    text = json.dumps(program_to_json(program), sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _table(roots: Sequence[Node]) -> tuple[list[list[Any]], dict[Node, int]]:
+    order = toposort(*roots)
+    numbers = {item: number for number, item in enumerate(order)}
+    rows = [
+        [item.op.name, item.dtype.value, [numbers[arg] for arg in item.args], _literal(item.value)]
+        for item in order
+    ]
+    return rows, numbers
+
+
+def _nodes(rows: list[list[Any]]) -> list[Node]:
+    nodes: list[Node] = []
+    for name, dtype, args, value in rows:
+        operands = tuple(nodes[i] for i in args)
+        nodes.append(node(Op[name], *operands, value=_unliteral(value), dtype=DType(dtype)))
+    return nodes
+
+
+def _literal(value: bool | int | float | str | None) -> Any:
+    return {"float": value.hex()} if isinstance(value, float) else value
+
+
+def _unliteral(value: Any) -> Any:
+    return float.fromhex(value["float"]) if isinstance(value, dict) else value
+
+
+def _present(part: Node | None) -> Node:
+    if part is None:
+        raise SerialiseError("a program needs a score")
+    return part
