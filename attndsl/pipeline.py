@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from attndsl.frontend import read
-from attndsl.passes.differentiate import Derivative, differentiate
+from attndsl.passes.differentiate import differentiate
+from attndsl.passes.lowered import Lowered
 from attndsl.passes.simplify import simplify, simplify_derivative
 from attndsl.passes.split_mask import split_mask
-from attndsl.passes.tiles.plan import TilePlan, plan_tiles
+from attndsl.passes.tiles.plan import plan_tiles
 from attndsl.serialise import digest
 
 if TYPE_CHECKING:
@@ -20,15 +20,7 @@ if TYPE_CHECKING:
     from attndsl.source import Source
 
 
-@dataclass(frozen=True, slots=True)
-class Lowered:
-    """What backends get."""
-
-    program: Program
-    derivative: Derivative
-    plan: TilePlan
-    digest: str
-    """Hex digest of the program's meaning: the same after renaming a local or reformatting."""
+__all__ = ["Lowered", "lower", "lower_program"]
 
 
 def lower(source: Source, declared: Mapping[str, Declared]) -> Lowered:

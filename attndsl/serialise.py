@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from attndsl.ir import DType, Node, Op, ParamDecl, Program, TensorDecl, node, toposort
 from attndsl.passes.differentiate import Derivative, ParamGradient, TensorGradient
+from attndsl.passes.lowered import Lowered
+from attndsl.passes.tiles.plan import plan_tiles
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -100,6 +102,27 @@ def derivative_from_json(data: dict[str, Any]) -> Derivative:
         )
     except (KeyError, TypeError, ValueError, IndexError) as error:
         raise SerialiseError(f"not a serialised derivative: {error!r}") from error
+
+
+def lowered_to_json(lowered: Lowered) -> dict[str, Any]:
+    """``lowered`` as JSON values; the tile plan is made again from the program."""
+    return {
+        "program": program_to_json(lowered.program),
+        "derivative": derivative_to_json(lowered.derivative),
+    }
+
+
+def lowered_from_json(data: Any) -> Lowered:
+    """What :func:`lowered_to_json` wrote.
+
+    Raises:
+        SerialiseError: ``data`` is damaged or of another format.
+    """
+    if not isinstance(data, dict) or not {"program", "derivative"} <= set(data):
+        raise SerialiseError("not a serialised lowered program")
+    program = program_from_json(data["program"])
+    derivative = derivative_from_json(data["derivative"])
+    return Lowered(program, derivative, plan_tiles(program), digest(program))
 
 
 def digest(program: Program) -> str:

@@ -188,7 +188,7 @@ def _extremum(item: Node, g: Node) -> tuple[Node, Node]:
     wins = node(Op.LT, first, second)
     to_first = node(Op.WHERE, tie, half, node(Op.WHERE, wins, g, ZERO))
     to_second = node(Op.WHERE, tie, half, node(Op.WHERE, wins, ZERO, g))
-    return (to_first, to_second) if item.op is Op.MIN else (to_second, to_first)
+    return to_first, to_second
 
 
 def _gelu(item: Node, g: Node) -> tuple[Node]:

@@ -217,14 +217,6 @@ class TritonBackend:
             params={name: buffers[name].to(_dtype(call.params[name])) for name in wants.params},
         )
 
-    def source(
-        self, lowered: Lowered, call: Call, direction: str, wants: Wants | None = None
-    ) -> str:
-        """Text of the module that a call would use, ``forward`` or ``backward``."""
-        if direction == "forward":
-            return generate_forward(lowered, specialise(lowered.program, call))
-        return generate_backward(lowered, _special(lowered, call, (), wants))
-
     def _layout(
         self,
         lowered: Lowered,

@@ -3,21 +3,29 @@
 from __future__ import annotations
 
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from triton.backends.compiler import GPUTarget
 
+from attndsl.ir import SIZES, DType
+
+from ..base import Call
 from .arguments import arguments_of, block_width
 from .compile import build, load_module
 from .generate import generate_backward, generate_forward
 from .library import row_statistics
+from .specialise import specialise
 from .tiles import candidates, shared_memory_of
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from attndsl.pipeline import Lowered
 
+    from ..base import Wants
     from .specialise import Specialisation
     from .tiles import Config
 
@@ -38,6 +46,52 @@ def parse_target(text: str) -> GPUTarget:
     """``cuda:90`` or ``hip:gfx942`` as Triton's target."""
     backend, _, arch = text.partition(":")
     return GPUTarget(backend, int(arch), 32) if backend == "cuda" else GPUTarget(backend, arch, 64)
+
+
+def example_call(
+    lowered: Lowered,
+    head_dim: int,
+    value_dim: int,
+    dtype: torch.dtype,
+    captures: Mapping[str, Any],
+) -> Call:
+    """A small call on the CPU with the program's captures, for looking at its kernels.
+
+    Args:
+        lowered: The program.
+        head_dim: Head dim of q and k.
+        value_dim: Head dim of v.
+        dtype: dtype of q, k and v.
+        captures: Values of tensors and params; others are made up.
+    """
+    sizes = dict.fromkeys((*SIZES, *lowered.program.dim_names()), 2) | {"head_dim": head_dim}
+    q, k = (torch.empty(2, 2, 2, head_dim, dtype=dtype) for _ in range(2))
+    v = torch.empty(2, 2, 2, value_dim, dtype=dtype)
+    kinds = {DType.FLOAT: torch.float32, DType.INT: torch.int32, DType.BOOL: torch.bool}
+    numbers = {DType.FLOAT: 1.0, DType.INT: 1, DType.BOOL: True}
+    tensors = {
+        decl.name: captures.get(
+            decl.name, torch.zeros((2,) * len(decl.dims), dtype=kinds[decl.dtype])
+        )
+        for decl in lowered.program.tensors
+    }
+    params = {
+        decl.name: captures.get(decl.name, numbers[decl.dtype]) for decl in lowered.program.params
+    }
+    return Call(q, k, v, head_dim**-0.5, sizes, tensors, params)
+
+
+def kernel_source(lowered: Lowered, call: Call, direction: str, wants: Wants) -> str:
+    """Text of the module that ``call`` would use, ``forward`` or ``backward``."""
+    special = specialise(lowered.program, call)
+    if direction == "forward":
+        return generate_forward(lowered, special)
+    special = replace(
+        special,
+        tensor_gradients=tuple(sorted(wants.tensors)),
+        param_gradients=tuple(sorted(wants.params)),
+    )
+    return generate_backward(lowered, special)
 
 
 def cross_compile(

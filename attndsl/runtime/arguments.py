@@ -1,0 +1,264 @@
+"""A call's arguments: checked against the program's declarations, completed, and put in order."""
+
+from __future__ import annotations
+
+import difflib
+from typing import TYPE_CHECKING
+
+import torch
+
+from attndsl.backends.base import Call
+from attndsl.errors import ArgumentError, DeviceError, DTypeError, ShapeError
+from attndsl.ir import DType, Op
+from attndsl.passes.evaluate import Environment, evaluate
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from attndsl.backends.base import Scalar
+    from attndsl.ir import Node, ParamDecl, Program, TensorDecl
+
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+INTS = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)
+_DTYPES = {DType.FLOAT: FLOATS, DType.INT: INTS, DType.BOOL: (torch.bool,)}
+_PYTHON = {DType.FLOAT: (int, float), DType.INT: (int,), DType.BOOL: (bool,)}
+
+
+def bind(
+    program: Program,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scale: float | None,
+    captures: Mapping[str, torch.Tensor | Scalar],
+    q_offset: int | torch.Tensor,
+    kv_offset: int | torch.Tensor,
+    q_index: torch.Tensor | None,
+    kv_index: torch.Tensor | None,
+    seed: int,
+    deterministic: bool,
+) -> Call:
+    """The checked call; see :meth:`attndsl.api.Attention.__call__` for what each argument is.
+
+    Raises:
+        ShapeError, DTypeError, DeviceError, ArgumentError: What does not fit, and what would.
+    """
+    check_operands(q, k, v)
+    check_names(program, captures)
+    params = {decl.name: _param(decl, captures, q.device) for decl in program.params}
+    sizes: dict[str, int] = {
+        "batch": q.shape[0],
+        "heads": q.shape[1],
+        "kv_heads": k.shape[1],
+        "q_len": q.shape[2],
+        "kv_len": k.shape[2],
+        "head_dim": q.shape[3],
+    }
+    tensors = {decl.name: _tensor(decl, captures[decl.name], q.device) for decl in program.tensors}
+    bind_dims(program, tensors, params, sizes)
+    for name, offset in (("q_offset", q_offset), ("kv_offset", kv_offset)):
+        _check_offset(name, offset, q.device)
+    _check_index("q_index", q_index, q.shape[2], q.device)
+    _check_index("kv_index", kv_index, k.shape[2], q.device)
+    return Call(
+        q=rows_contiguous(q),
+        k=rows_contiguous(k),
+        v=rows_contiguous(v),
+        scale=q.shape[3] ** -0.5 if scale is None else float(scale),
+        sizes=sizes,
+        tensors=tensors,
+        params=params,
+        q_offset=q_offset,
+        kv_offset=kv_offset,
+        q_index=q_index,
+        kv_index=kv_index,
+        seed=seed,
+        deterministic=deterministic,
+    )
+
+
+def rows_contiguous(tensor: torch.Tensor) -> torch.Tensor:
+    """``tensor`` with last stride 1, copied where it has another."""
+    return tensor if tensor.stride(-1) == 1 or tensor.shape[-1] <= 1 else tensor.contiguous()
+
+
+def check_operands(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    """Refuse q, k and v that do not go together."""
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(x, torch.Tensor):
+            raise ArgumentError(
+                f"{name} is a {type(x).__name__}", hint="pass a tensor (batch, heads, length, dim)"
+            )
+        if x.dim() != 4:
+            raise ShapeError(
+                f"{name} has {x.dim()} dims {tuple(x.shape)}",
+                hint="pass (batch, heads, length, dim); unsqueeze(0) adds a batch",
+            )
+        if x.dtype not in FLOATS:
+            raise DTypeError(
+                f"{name} is of dtype {x.dtype}", hint="use float16, bfloat16, float32 or float64"
+            )
+    for name, x in (("k", k), ("v", v)):
+        if x.dtype is not q.dtype:
+            raise DTypeError(
+                f"{name} is {x.dtype} and q is {q.dtype}", hint=f"convert: {name}.to(q.dtype)"
+            )
+        if x.device != q.device:
+            raise DeviceError(
+                f"{name} is on {x.device} and q is on {q.device}", hint=f"{name}.to(q.device)"
+            )
+        if x.shape[0] != q.shape[0]:
+            raise ShapeError(
+                f"{name} has batch {x.shape[0]} and q has batch {q.shape[0]}",
+                hint=f"expand {name}: {name}.expand({q.shape[0]}, -1, -1, -1)",
+            )
+    if k.shape[1:3] != v.shape[1:3]:
+        raise ShapeError(
+            f"k is {tuple(k.shape)} and v is {tuple(v.shape)}",
+            hint="k and v have the same heads and length",
+        )
+    if q.shape[3] != k.shape[3]:
+        raise ShapeError(
+            f"q has head dim {q.shape[3]} and k has head dim {k.shape[3]}",
+            hint="q and k are multiplied along it: make them equal (v may differ)",
+        )
+    if q.shape[1] == 0 or k.shape[1] == 0 or q.shape[1] % k.shape[1]:
+        raise ShapeError(
+            f"q has {q.shape[1]} heads and k has {k.shape[1]}",
+            hint="the number of q heads is a multiple of that of k and v, and neither is 0",
+        )
+    if q.shape[3] == 0:
+        raise ShapeError("q and k have head dim 0", hint="give them at least one element a row")
+
+
+def check_names(program: Program, captures: Mapping[str, object]) -> None:
+    """Refuse missing and unknown captures."""
+    needed = [d.name for d in program.tensors] + [d.name for d in program.params]
+    for name in captures:
+        if name not in needed:
+            close = difflib.get_close_matches(name, needed, n=1)
+            raise ArgumentError(
+                f"the program has no tensor or run-time param '{name}'",
+                hint=f"did you mean '{close[0]}'?"
+                if close
+                else f"it takes {', '.join(needed) or 'none'}",
+            )
+    missing = [d.name for d in program.tensors if d.name not in captures]
+    missing += [p.name for p in program.params if p.name not in captures and p.default is None]
+    if missing:
+        given = ", ".join(f"{name}=..." for name in missing)
+        raise ArgumentError(
+            f"the call lacks {', '.join(missing)}", hint=f"add {given} to the call or to compile()"
+        )
+
+
+def bind_dims(
+    program: Program,
+    tensors: Mapping[str, torch.Tensor],
+    params: Mapping[str, Scalar | torch.Tensor],
+    sizes: dict[str, int],
+) -> None:
+    """Give dim names of the program's own their sizes, and check every declared dim."""
+    own = set(program.dim_names())
+    for decl in program.tensors:
+        shape = tensors[decl.name].shape
+        for dim, size in zip(decl.dims, shape, strict=True):
+            if dim.op is Op.SIZE and dim.value in own and dim.value not in sizes:
+                sizes[str(dim.value)] = size
+    numbers = {n: p for n, p in params.items() if not isinstance(p, torch.Tensor)}
+    known = Environment({**numbers, **sizes})
+    for decl in program.tensors:
+        shape = tensors[decl.name].shape
+        for number, (dim, size) in enumerate(zip(decl.dims, shape, strict=True)):
+            try:
+                wanted = evaluate(dim, known)
+            except KeyError as missing:
+                raise ArgumentError(
+                    f"dim {number} of {decl.name} depends on {missing}, which has no value here",
+                    hint="give that param as a Python number",
+                ) from None
+            if wanted != size:
+                raise ShapeError(
+                    f"{decl.name} has shape {tuple(shape)}, and its dim {number} is declared as "
+                    f"{_dim_text(dim)}, which is {wanted} in this call",
+                    hint=f"pass {decl.name} with {wanted} elements along dim {number}",
+                )
+
+
+def _dim_text(dim: Node) -> str:
+    return str(dim.value) if not dim.args else "an expression of sizes"
+
+
+def _tensor(decl: TensorDecl, value: object, device: torch.device) -> torch.Tensor:
+    if not isinstance(value, torch.Tensor):
+        raise ArgumentError(
+            f"{decl.name} is a {type(value).__name__}", hint="the program declares it as a tensor"
+        )
+    if value.dim() != len(decl.dims):
+        raise ShapeError(
+            f"{decl.name} has shape {tuple(value.shape)}",
+            hint=f"the program declares it with {len(decl.dims)} dim(s)",
+        )
+    _check_dtype(decl.name, decl.dtype, value, device)
+    return value
+
+
+def _check_dtype(name: str, dtype: DType, value: torch.Tensor, device: torch.device) -> None:
+    if value.dtype not in _DTYPES[dtype]:
+        raise DTypeError(
+            f"{name} is of dtype {value.dtype}",
+            hint=f"the program declares it as {dtype.value}: convert it, or change the declaration",
+        )
+    if value.device != device:
+        raise DeviceError(
+            f"{name} is on {value.device} and q is on {device}", hint=f"{name}.to(q.device)"
+        )
+
+
+def _param(
+    decl: ParamDecl, captures: Mapping[str, object], device: torch.device
+) -> Scalar | torch.Tensor:
+    value = captures.get(decl.name, decl.default)
+    if isinstance(value, torch.Tensor):
+        if value.dim() != 0:
+            raise ShapeError(
+                f"{decl.name} has shape {tuple(value.shape)}",
+                hint="a param is one number: pass a 0-d tensor, or declare a tensor",
+            )
+        _check_dtype(decl.name, decl.dtype, value, device)
+        return value
+    fits = isinstance(value, _PYTHON[decl.dtype])
+    if not fits or (isinstance(value, bool) and decl.dtype is not DType.BOOL):
+        raise ArgumentError(
+            f"{decl.name} is {value!r}", hint=f"the program declares it as {decl.dtype.value}"
+        )
+    if decl.dtype is DType.FLOAT:
+        return float(value)  # type: ignore[arg-type]
+    return value  # type: ignore[return-value]
+
+
+def _check_offset(name: str, offset: object, device: torch.device) -> None:
+    if isinstance(offset, torch.Tensor):
+        if offset.dim() != 0 or offset.dtype not in INTS:
+            raise ArgumentError(
+                f"{name} is a tensor of shape {tuple(offset.shape)} and dtype {offset.dtype}",
+                hint="pass an int or a 0-d int tensor",
+            )
+        if offset.device != device:
+            raise DeviceError(f"{name} is on {offset.device}", hint=f"{name}.to(q.device)")
+    elif not isinstance(offset, int | torch.SymInt) or isinstance(offset, bool):
+        raise ArgumentError(f"{name} is {offset!r}", hint="pass an int or a 0-d int tensor")
+
+
+def _check_index(name: str, index: torch.Tensor | None, length: int, device: torch.device) -> None:
+    if index is None:
+        return
+    if not isinstance(index, torch.Tensor) or index.dtype not in INTS:
+        raise DTypeError(f"{name} is no int tensor", hint=f"pass ({length},) ints")
+    if tuple(index.shape) != (length,):
+        raise ShapeError(
+            f"{name} has shape {tuple(index.shape)}",
+            hint=f"it has one position a row: ({length},)",
+        )
+    if index.device != device:
+        raise DeviceError(f"{name} is on {index.device}", hint=f"{name}.to(q.device)")

@@ -1,0 +1,80 @@
+"""Which backend runs a call."""
+
+from __future__ import annotations
+
+import difflib
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+from attndsl.backends.reference import ReferenceBackend
+from attndsl.errors import BackendError
+
+from .programs import default_cache
+
+if TYPE_CHECKING:
+    import torch
+
+    from attndsl.backends.base import Backend
+
+BACKENDS = ("reference", "triton")
+"""Names of the backends of this version."""
+_PLANNED = ("cpu", "hopper")
+
+
+def check_backend_name(name: str) -> None:
+    """Refuse a name that is no backend.
+
+    Raises:
+        BackendError: ``name`` is unknown, or a backend that this version does not have.
+    """
+    if name == "auto" or name in BACKENDS:
+        return
+    if name in _PLANNED:
+        raise BackendError(
+            f"this version has no backend '{name}'", hint="use 'auto', 'reference' or 'triton'"
+        )
+    close = difflib.get_close_matches(str(name), ["auto", *BACKENDS], n=1)
+    hint = f"did you mean '{close[0]}'?" if close else f"use auto, {', '.join(BACKENDS)}"
+    raise BackendError(f"there is no backend {name!r}", hint=hint)
+
+
+def choose_backend(name: str, device: torch.device, checked: bool) -> tuple[Backend, str]:
+    """The backend for tensors on ``device``, and the reason in words.
+
+    ``auto`` takes Triton on GPUs and the reference on CPUs; it never takes another one because that
+    one fails.
+
+    Raises:
+        BackendError: The backend does not work here; says why.
+    """
+    reason = "asked for by name"
+    if name == "auto":
+        name = "reference" if device.type == "cpu" else "triton"
+        reason = f"the default for {device.type} tensors"
+    if checked and name != "reference":
+        raise BackendError(
+            "checked mode runs on the reference backend", hint="use backend='reference' with it"
+        )
+    backend = get_backend(name, checked)
+    refusal = backend.why_not(device)
+    if refusal is not None:
+        raise BackendError(
+            f"the {name} backend cannot run on {device}: {refusal}",
+            hint="backend='reference' runs everywhere",
+        )
+    return backend, reason
+
+
+@lru_cache(maxsize=8)
+def get_backend(name: str, checked: bool = False) -> Backend:
+    """The one object of a backend in this process; it holds the compiled kernels."""
+    if name == "reference":
+        return ReferenceBackend(checked=checked)
+    # Triton takes long to import, and CPU users never need it.
+    try:
+        from attndsl.backends.triton import TritonBackend
+    except ImportError as error:
+        raise BackendError(
+            f"Triton cannot be imported: {error}", hint="install triton, or use backend='reference'"
+        ) from error
+    return TritonBackend(default_cache())
