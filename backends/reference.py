@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from attndsl.errors import UnsupportedError
-from attndsl.ir import SCORE, DType, Op, const, dependencies, toposort
+from attndsl.ir import SCORE, Op, const, dependencies
 from attndsl.passes.differentiate import vjp
 
 from .base import Gradients
@@ -35,8 +35,6 @@ from .interpret import Scope, check_lookups, clamped_indices, evaluate, gated, s
 from .philox import uniform
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     from attndsl.ir import Node, Program
     from attndsl.pipeline import Lowered
 
@@ -165,7 +163,8 @@ class ReferenceBackend:
             weights = _own_weights(program.weights, dense)
             d_own = _where_live(dense.live, d_weights, 0.0)
             sums.add_root(program.weights, d_own, final)
-            (slope,) = evaluate(vjp(program.weights, const(1.0), (SCORE,)), final)
+            slopes = vjp(program.weights, const(1.0))
+            (slope,) = evaluate((slopes.get(SCORE, const(0.0)),), final)
             d_score = gated(d_own, d_own * slope)
         if dense.keep is not None and program.dropout is not None:
             (p,) = evaluate((program.dropout,), scope)
@@ -300,18 +299,11 @@ class _Sums:
 
     def add_root(self, root: Node, seed: torch.Tensor, scope: Scope) -> None:
         """Add ``seed`` times the derivatives of ``root`` by all that it mentions."""
-        leaves = tuple(self._wanted(toposort(root)))
-        for leaf, factor in zip(leaves, vjp(root, const(1.0), leaves), strict=True):
+        for leaf, factor in vjp(root, const(1.0)).items():
             if leaf.op is Op.LOAD:
                 self.add_tensor(leaf, factor, seed, scope)
-            else:
+            elif leaf.op is Op.PARAM:
                 self.add_param(str(leaf.value), factor, seed, scope)
-
-    def _wanted(self, items: Iterable[Node]) -> Iterable[Node]:
-        for item in items:
-            names = self.tensors if item.op is Op.LOAD else self.params
-            if item.op in (Op.LOAD, Op.PARAM) and item.dtype is DType.FLOAT and item.value in names:
-                yield item
 
     def add_tensor(self, load: Node, factor: Node, seed: torch.Tensor, scope: Scope) -> None:
         """Add ``seed * factor`` of each pair at the element that ``load`` looks up there."""

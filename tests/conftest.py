@@ -1,0 +1,324 @@
+"""Places to run on, and the tolerance method.
+
+A *place* is a backend on a device. On a machine without CUDA the Triton kernels run under Triton's
+interpreter, which must be chosen before the first kernel is decorated; so it is done here, first.
+"""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import attndsl
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
+FACTOR = {torch.float16: 1.1, torch.bfloat16: 1.1, torch.float32: 10.0}
+GRADIENT_FACTOR = {"out": 1.0, "lse": 1.0, "q": 2.5, "k": 4.0, "v": 4.0}
+RMSE_FACTOR = 1.35
+FLOOR = 16 * torch.finfo(torch.float32).eps
+"""Rounding of fp32 sums, which both may have where the other happens to be exact."""
+
+Dense = Callable[[torch.Tensor, SimpleNamespace], Any]
+
+
+@dataclass(frozen=True)
+class Place:
+    """A backend, a device, and the sizes that are affordable there."""
+
+    backend: str
+    device: str
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """Batch, heads, length, head dim."""
+        return (4, 8, 2048, 64) if self.device == "cuda" else (2, 2, 52, 16)
+
+
+def _places() -> list[Any]:
+    on_gpu = pytest.param(Place("triton", "cuda"), id="triton-cuda", marks=pytest.mark.gpu)
+    places = [pytest.param(Place("reference", "cpu"), id="reference"), on_gpu]
+    if INTERPRETED:
+        places.append(pytest.param(Place("triton", "cpu"), id="triton-interpreted"))
+    return places
+
+
+@pytest.fixture(params=_places())
+def place(request: pytest.FixtureRequest) -> Place:
+    """Every place."""
+    return request.param
+
+
+@pytest.fixture(params=[p for p in _places() if p.values[0].backend != "reference"])
+def kernels(request: pytest.FixtureRequest) -> Place:
+    """Every place but the reference."""
+    return request.param
+
+
+@pytest.fixture(params=list(DTYPES))
+def dtype(request: pytest.FixtureRequest) -> torch.dtype:
+    """fp16, bf16, fp32."""
+    return DTYPES[request.param]
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A kernel cache that starts empty and is no user's."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ATTNDSL_CACHE_DIR", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+@dataclass
+class Inputs:
+    """Leaves of a call, and the gradients that come back to it."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    grad_out: torch.Tensor
+    grad_lse: torch.Tensor | None = None
+    captures: Mapping[str, Any] = field(default_factory=dict)
+    """Tensors and numbers by name; those that require grad are compared."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Other arguments of the call."""
+
+    def learned(self) -> list[str]:
+        """Names of the captures whose gradients are compared."""
+        return [
+            name
+            for name, value in self.captures.items()
+            if isinstance(value, torch.Tensor) and value.requires_grad
+        ]
+
+    def to(self, dtype: torch.dtype) -> Inputs:
+        """Copies of the leaves: q, k, v and float captures in fp64 if that is asked for."""
+
+        def leaf(x: torch.Tensor) -> torch.Tensor:
+            # Keeps strides, which a clone of an expanded tensor would lose.
+            return x.detach().to(dtype).requires_grad_()
+
+        captures = {}
+        for name, value in self.captures.items():
+            if not isinstance(value, torch.Tensor):
+                captures[name] = value
+                continue
+            wide = value.is_floating_point() and dtype is torch.float64
+            copy = value.detach().to(torch.float64) if wide else value.detach().clone()
+            captures[name] = copy.requires_grad_(value.requires_grad)
+        return Inputs(
+            leaf(self.q),
+            leaf(self.k),
+            leaf(self.v),
+            self.grad_out.to(dtype),
+            None if self.grad_lse is None else self.grad_lse.to(dtype),
+            captures,
+            self.options,
+        )
+
+
+def make_inputs(
+    place: Place,
+    dtype: torch.dtype,
+    *,
+    batch: int | None = None,
+    heads: int | None = None,
+    kv_heads: int | None = None,
+    q_len: int | None = None,
+    kv_len: int | None = None,
+    dim: int | None = None,
+    value_dim: int | None = None,
+    with_lse: bool = False,
+    captures: Mapping[str, Any] | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> Inputs:
+    """Random inputs; sizes that are not given are the place's."""
+    default_batch, default_heads, length, default_dim = place.shape
+    batch, heads = batch or default_batch, heads or default_heads
+    q_len = length if q_len is None else q_len
+    kv_len = q_len if kv_len is None else kv_len
+    dim, kv_heads = dim or default_dim, kv_heads or heads
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, device=place.device).to(dtype)
+
+    return Inputs(
+        draw(batch, heads, q_len, dim),
+        draw(batch, kv_heads, kv_len, dim),
+        draw(batch, kv_heads, kv_len, value_dim or dim),
+        draw(batch, heads, q_len, value_dim or dim),
+        torch.randn((batch, heads, q_len), device=place.device) if with_lse else None,
+        captures or {},
+        options or {},
+    )
+
+
+def run(attention: Any, inputs: Inputs) -> dict[str, torch.Tensor]:
+    """Output, lse and gradients by name: ``out``, ``lse``, ``q``, ``k``, ``v``, captures."""
+    leaves = {"q": inputs.q, "k": inputs.k, "v": inputs.v}
+    leaves |= {name: inputs.captures[name] for name in inputs.learned()}
+    found = {}
+    if inputs.grad_lse is None:
+        found["out"] = attention(inputs.q, inputs.k, inputs.v, **inputs.captures, **inputs.options)
+        outputs, grads = [found["out"]], [inputs.grad_out]
+    else:
+        found["out"], found["lse"] = attention(
+            inputs.q, inputs.k, inputs.v, return_lse=True, **inputs.captures, **inputs.options
+        )
+        outputs, grads = [found["out"], found["lse"]], [inputs.grad_out, inputs.grad_lse]
+        grads[1] = grads[1].to(found["lse"].dtype)
+    gradients = torch.autograd.grad(outputs, list(leaves.values()), grads)
+    found |= dict(zip(leaves, gradients, strict=True))
+    return {name: value.detach() for name, value in found.items()}
+
+
+def plain(dense: Dense, inputs: Inputs, scale: float | None = None) -> dict[str, torch.Tensor]:
+    """What ``run`` should find, by a formula written with torch alone.
+
+    Args:
+        dense: Of the scaled scores and the pair's ``b``, ``h``, ``q``, ``kv`` and captures by
+            name: the final scores, or those and which pairs are live.
+        inputs: In fp64.
+        scale: Factor of q . k; None for 1 / sqrt(head_dim).
+    """
+    group = inputs.q.shape[1] // inputs.k.shape[1]
+    k, v = (x.repeat_interleave(group, 1) for x in (inputs.k, inputs.v))
+    raw = inputs.q @ k.mT * (inputs.q.shape[-1] ** -0.5 if scale is None else scale)
+    steps = [torch.arange(size, device=raw.device) for size in raw.shape]
+    b, h, q, kv = (
+        step.reshape([-1 if dim == place else 1 for dim in range(4)])
+        for place, step in enumerate(steps)
+    )
+    result = dense(raw, SimpleNamespace(b=b, h=h, q=q, kv=kv, **inputs.captures))
+    score, live = result if isinstance(result, tuple) else (result, torch.tensor(True))
+    live = live.to(raw.device).expand(raw.shape)
+    score = torch.where(live, score.expand(raw.shape), -torch.inf)
+    some = live.any(-1, keepdim=True)
+    weights = torch.where(some, torch.softmax(torch.where(some, score, 0.0), -1), 0.0)
+    lse = torch.where(some, torch.logsumexp(torch.where(some, score, 0.0), -1, True), -torch.inf)
+    return run(
+        lambda *_, return_lse=False, **__: (
+            (weights @ v, lse[..., 0]) if return_lse else weights @ v
+        ),
+        inputs,
+    )
+
+
+def close(
+    golden: Mapping[str, torch.Tensor],
+    ref: Mapping[str, torch.Tensor],
+    out: Mapping[str, torch.Tensor],
+    dtype: torch.dtype,
+) -> None:
+    """Fail unless ``out`` is about as near to ``golden`` as ``ref`` is."""
+    assert golden.keys() == ref.keys() == out.keys()
+    for name, exact in golden.items():
+        assert out[name].shape == exact.shape, name
+        assert out[name].dtype is ref[name].dtype, name
+        if exact.numel() == 0:
+            continue
+        kept = ~(exact.isinf() & (out[name] == exact))
+        assert not (out[name].isnan() & ~ref[name].isnan()).any(), f"{name} has NaN"
+        error, usual = (torch.where(kept, exact - x[name].to(exact.dtype), 0.0) for x in (out, ref))
+        if name in GRADIENT_FACTOR:
+            allowed = FACTOR[dtype] * GRADIENT_FACTOR[name] * usual.abs().mean() + FLOOR
+            found = error.abs().mean()
+        else:
+            # Sums over many pairs: both errors grow with the sums themselves.
+            floor = FLOOR * (1 + exact.square().mean().sqrt())
+            allowed = RMSE_FACTOR * usual.square().mean().sqrt() + floor
+            found = error.square().mean().sqrt()
+        assert found <= allowed, f"{name}: error {found:.3e}, allowed {allowed:.3e}"
+
+
+class Checker:
+    """Runs one program at a place and holds it to the tolerance method."""
+
+    inputs = staticmethod(make_inputs)
+    run = staticmethod(run)
+    plain = staticmethod(plain)
+    close = staticmethod(close)
+
+    def __call__(
+        self,
+        place: Place,
+        text: str,
+        inputs: Inputs,
+        dense: Dense | None = None,
+        attention: Any = None,
+        **declared: Any,
+    ) -> None:
+        """Compare ``text`` at ``place``.
+
+        The reference itself is held to ``dense`` in fp64 instead (1e-9), where that is given.
+
+        Args:
+            place: Where.
+            text: The program.
+            inputs: In the tested dtype.
+            dense: See :func:`plain`.
+            attention: The compiled program, if it is not to be compiled here.
+            **declared: Given to ``compile``.
+        """
+        dtype = inputs.q.dtype
+        oracle = attndsl.compile(text, backend="reference", **declared)
+        golden = run(oracle, inputs.to(torch.float64))
+        if place.backend == "reference":
+            if dense is not None:
+                expected = plain(dense, inputs.to(torch.float64), inputs.options.get("scale"))
+                for name, value in expected.items():
+                    torch.testing.assert_close(golden[name], value, atol=1e-9, rtol=1e-9)
+            found = run(oracle, inputs.to(dtype))
+            loose = 2e-5 if dtype is torch.float32 else 0.1
+            for name, value in golden.items():
+                scale = 1 + float(value[value.isfinite()].abs().max()) if value.numel() else 1.0
+                torch.testing.assert_close(
+                    found[name].to(value.dtype), value, atol=loose * scale, rtol=loose
+                )
+            return
+        ref = run(oracle, inputs.to(dtype))
+        if attention is None:
+            attention = attndsl.compile(text, backend=place.backend, **declared)
+        close(golden, ref, run(attention, inputs.to(dtype)), dtype)
+
+
+@pytest.fixture
+def check() -> Checker:
+    """``check(place, text, check.inputs(place, dtype), ...)``."""
+    return Checker()
+
+
+@pytest.fixture
+def counted(tmp_path: Any) -> Callable[[str], Any]:
+    """``counted(device)``: a Triton backend of its own, whose ``kernels_built`` starts at 0."""
+    from attndsl.backends.base import Entry
+    from attndsl.backends.triton import TritonBackend
+
+    class Folder:
+        """A store in a folder."""
+
+        def load(self, key: str) -> Entry | None:
+            return None
+
+        def save(self, key: str, source: str, meta: Mapping[str, object]) -> Entry:
+            path = tmp_path / f"{key}.py"
+            path.write_text(source, "utf-8")
+            return Entry(path, source, meta)
+
+    return lambda: TritonBackend(Folder())
