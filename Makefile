@@ -1,0 +1,42 @@
+# Every target sets up .venv by itself; no GPU is needed.
+PYTHON ?= python3
+JOBS ?= auto
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test lint bench clean
+
+help: ## Show this list
+	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
+
+setup: $(STAMP) ## Make the virtual environment and install the project into it
+
+demo: $(STAMP) ## Train a small character model whose attention is a text program (about 2 minutes)
+	$(BIN)/python examples/char_model/train.py $(DEMO)
+
+test: $(STAMP) ## Run the tests
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(TESTS)
+
+# mypy cannot follow the mapping of backends/ and grammar/ into the package, so it reads a copy
+# as it would be installed.
+lint: $(STAMP) ## Check style, formatting and types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	rm -rf build
+	$(BIN)/pip install --quiet --no-deps --no-build-isolation --no-compile --target build/typed .
+	cd build/typed && ../../$(BIN)/mypy --config-file ../../pyproject.toml --cache-dir ../../.mypy_cache
+
+bench: $(STAMP) ## Measure what this machine can run; results go to benchmarks/results/
+	$(BIN)/python benchmarks/run.py $(BENCH)
+
+clean: ## Remove build products and caches, not the virtual environment
+	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage
+
+$(STAMP): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
+	touch $@
