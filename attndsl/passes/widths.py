@@ -23,6 +23,7 @@ Range = tuple[int, int]
 
 POSITION_LIMIT = 1 << 30
 """Logical positions and sizes are below this in magnitude."""
+_HIGHEST = POSITION_LIMIT - 1
 INT32: Range = (-(1 << 31), (1 << 31) - 1)
 INT64: Range = (-(1 << 63), (1 << 63) - 1)
 
@@ -58,11 +59,9 @@ def _range(item: Node, found: Mapping[Node, Range], bits: Mapping[str, int]) -> 
         value = int(item.value)  # type: ignore[arg-type]
         return value, value
     if item.op is Op.VAR:
-        return (
-            (-POSITION_LIMIT, POSITION_LIMIT) if item.value in ("q", "kv") else (0, POSITION_LIMIT)
-        )
+        return (-_HIGHEST, _HIGHEST) if item.value in ("q", "kv") else (0, _HIGHEST)
     if item.op is Op.SIZE:
-        return (1 if item.value in ("heads", "kv_heads", "head_dim") else 0), POSITION_LIMIT
+        return (1 if item.value in ("heads", "kv_heads", "head_dim") else 0), _HIGHEST
     if item.op in (Op.PARAM, Op.LOAD):
         return range_of_bits(bits.get(str(item.value), 64))
     if item.op is Op.CAST:

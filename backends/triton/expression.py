@@ -13,7 +13,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from attndsl.ir import DType, Node, Op, dependencies, toposort
+from attndsl.ir import COMPARISONS, DType, Node, Op, dependencies, toposort
 from attndsl.passes.widths import INT32, fits, ranges
 
 if TYPE_CHECKING:
@@ -161,13 +161,21 @@ class Printer:
 
     def _value(self, item: Node) -> str:
         """Text of an operand that must be a Triton value rather than a Python number."""
+        if item.op is Op.SIZE and item.value == "head_dim":
+            return f"tl.full([1, 1], {self.names.head_dim}, tl.int32)"
         if item.op is Op.CONST:
             kind = {
                 DType.FLOAT: "float32",
                 DType.INT: "int32" if fits(self.ranges.get(item, (0, 0))) else "int64",
             }
-            return f"tl.full([], {self.texts[item][0]}, tl.{kind.get(item.dtype, 'int1')})"
+            return f"tl.full([1, 1], {self.texts[item][0]}, tl.{kind.get(item.dtype, 'int1')})"
         return self.texts[item][0]
+
+    def _block(self, item: Node) -> str:
+        """Text of an operand that must have the dims of a tile: a bool scalar cannot be spread."""
+        if item.op is Op.CONST or self.deps[item] & {"q", "kv", "score"}:
+            return self._value(item)
+        return self._call("as_block", self.texts[item][0])[0]
 
     def _text(self, item: Node) -> tuple[str, int]:
         op, args = item.op, item.args
@@ -207,7 +215,7 @@ class Printer:
         if op is Op.POW and (chain := self._small_power(item)) is not None:
             return chain
         if op in _FLOAT_TWO:
-            return self._call(_FLOAT_TWO[op], *(self._value(a) for a in args))
+            return self._call(_FLOAT_TWO[op], *(self._block(a) for a in args))
         return self._call(_CALLS[op], self._value(args[0]))
 
     def _infix(self, item: Node) -> tuple[str, int]:
@@ -215,12 +223,14 @@ class Printer:
         left, right = item.args
         # Comparisons do not chain here, and the others associate to the left.
         first = self.at(left, level + 1 if level == _COMPARE else level)
+        if item.op in COMPARISONS and not self.deps[item] & {"q", "kv", "score"}:
+            first = self._block(left)
         return f"{first} {symbol} {self.at(right, level + 1)}", level
 
     def _constant(self, item: Node) -> tuple[str, int]:
         value = item.value
         if isinstance(value, bool):
-            return f"tl.full([], {value}, tl.int1)", _ATOM
+            return f"tl.full([1, 1], {value}, tl.int1)", _ATOM
         if isinstance(value, int):
             if not fits((value, value)):
                 return f"tl.full([], {value}, tl.int64)", _ATOM
@@ -239,14 +249,15 @@ class Printer:
     def _cast(self, item: Node) -> tuple[str, int]:
         operand = item.args[0]
         if item.dtype is DType.BOOL:
-            return f"{self.at(operand, _COMPARE + 1)} != 0", _COMPARE
+            return f"{self._block(operand)} != 0", _COMPARE
         target = {
             (DType.FLOAT, DType.BOOL): "float32",
             (DType.FLOAT, DType.INT): "float32",
             (DType.INT, DType.BOOL): "int32",
             (DType.INT, DType.FLOAT): "int64",
         }[item.dtype, operand.dtype]
-        text = self._value(operand) if operand.op is Op.CONST else self.at(operand, _ATOM)
+        number = operand.op is Op.CONST or (operand.op is Op.SIZE and operand.value == "head_dim")
+        text = self._value(operand) if number else self.at(operand, _ATOM)
         return f"{text}.to(tl.{target})", _ATOM
 
     def indices(self, load: Node) -> list[str]:
@@ -280,7 +291,7 @@ class Printer:
         if capture.dtype is DType.FLOAT:
             return f"{text}.to(tl.float32)", _ATOM
         if capture.dtype is DType.BOOL:
-            return f"{text} != 0", _COMPARE
+            return f"{self._call('as_block', text)[0]} != 0", _COMPARE
         return f"{text}.to(tl.int32)" if capture.bits < 32 else text, _ATOM
 
     def _integer(self, item: Node) -> tuple[str, int]:
@@ -316,7 +327,14 @@ class Printer:
         if dividend[0] >= 0 and divisor[0] > 0:
             symbol = "//" if item.op is Op.FLOORDIV else "%"
             return f"({a}) {symbol} ({b})", _PRODUCT
-        return self._call("int_floordiv" if item.op is Op.FLOORDIV else "int_mod", a, b)
+        name = "int_floordiv" if item.op is Op.FLOORDIV else "int_mod"
+        varies = [bool(self.deps[arg] & {"q", "kv", "score"}) for arg in item.args]
+        if any(varies):
+            a, b = (
+                text if own or arg.op is Op.CONST else self._call("as_block", text)[0]
+                for text, own, arg in zip((a, b), varies, item.args, strict=True)
+            )
+        return self._call(name, a, b)
 
     def _shift(self, item: Node, a: str, b: str) -> tuple[str, int]:
         symbol = "<<" if item.op is Op.SHL else ">>"

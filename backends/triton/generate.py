@@ -190,7 +190,7 @@ def _param_values(special: Specialisation) -> list[str]:
         if kind.dtype is DType.FLOAT and kind.type != "fp32":
             lines.append(f"p_{kind.name} = {value}.to(tl.float32)")
         elif kind.dtype is DType.BOOL:
-            lines.append(f"p_{kind.name} = {value} != 0")
+            lines.append(f"p_{kind.name} = {value} + tl.zeros([1, 1], tl.int32) != 0")
         elif value != f"p_{kind.name}":
             small = kind.type in ("*i8", "*u8", "*i16")
             lines.append(f"p_{kind.name} = {value}" + (".to(tl.int32)" if small else ""))
@@ -201,8 +201,8 @@ def _pair_body(root: Node, special: Specialisation) -> tuple[list[str], set[str]
     printed: Printed = print_expressions((root,), special.names())
     result = printed.results[0]
     if root.dtype is DType.FLOAT and "score" not in dependencies(root)[root]:
-        value = f"tl.full([], {result}, tl.float32)" if root.op is Op.CONST else result
-        result = f"tl.broadcast_to({value}, score.shape)"
+        value = f"tl.full([1, 1], {result}, tl.float32)" if root.op is Op.CONST else result
+        result = f"{value} + tl.zeros(score.shape, tl.float32)"
     return [*printed.lines, f"return {result}"], set(printed.helpers)
 
 
@@ -233,7 +233,8 @@ def _gradient_body(lowered: Lowered, special: Specialisation) -> tuple[list[str]
         elif "kv" in found:
             lines.append(f"tl.atomic_add(g_{name} + {offset}, tl.sum({part}, 0, keep_dims=True))")
         else:
-            lines.append(f"tl.atomic_add(g_{name} + {offset}, tl.sum({part}))")
+            total = f"tl.sum(tl.sum({part}, 1, keep_dims=True), 0, keep_dims=True)"
+            lines.append(f"tl.atomic_add(g_{name} + ({offset} + tl.zeros([1, 1], tl.int32)), {total})")
     for item in params:
         lines.append(
             f"tl.atomic_add(g_{item.name}, tl.sum(dscore * {printer.operand(item.factor)}))"

@@ -92,6 +92,12 @@ def dot_add(a, b, total, PRECISION: tl.constexpr, UPCAST: tl.constexpr):
 
 
 @triton.jit
+def as_block(x):
+    """A scalar as a (1, 1) tile; a tile as it is."""
+    return x + tl.zeros([1, 1], tl.int32).to(x.dtype)
+
+
+@triton.jit
 def int_floordiv(a, b):
     """Quotient rounded down, as in Python; 0 where the divisor is 0."""
     divisor = tl.where(b == 0, 1, b)
