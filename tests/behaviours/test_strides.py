@@ -1,0 +1,104 @@
+"""Flexible attention 4: tensors that are no plain (B, H, S, D) block of memory."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+ALIBI = "mask = q >= kv; score = score + (kv - q) * exp2(-(h + 1) * 8 / heads)"
+
+
+def _permuted(x):
+    """(B, S, H, D) in memory."""
+    return x.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def _padded(x):
+    wide = x.new_full((*x.shape[:-1], x.shape[-1] + 8), torch.nan)
+    wide[..., : x.shape[-1]] = x
+    return wide[..., : x.shape[-1]]
+
+
+def _offset(x):
+    flat = x.new_full((x.numel() + 3,), torch.nan)
+    flat[3:] = x.flatten()
+    return flat[3:].view(x.shape)
+
+
+def _batch_expanded(x):
+    return x[:1].expand_as(x)
+
+
+def _head_expanded(x):
+    return x[:, :1].expand_as(x)
+
+
+def _transposed(x):
+    """Last stride not 1."""
+    return x.mT.contiguous().mT
+
+
+def _rows_reversed_blocks(x):
+    """A slice with steps."""
+    return x.repeat_interleave(2, dim=2)[:, :, ::2]
+
+
+LAYOUTS = {
+    f.__name__.strip("_"): f
+    for f in (
+        _permuted,
+        _padded,
+        _offset,
+        _batch_expanded,
+        _head_expanded,
+        _transposed,
+        _rows_reversed_blocks,
+    )
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_layouts_of_all_three(check, place, name):
+    dtype = torch.float32 if place.device == "cpu" else torch.float16
+    inputs = check.inputs(place, dtype)
+    lay = LAYOUTS[name]
+    inputs.q, inputs.k, inputs.v = lay(inputs.q), lay(inputs.k), lay(inputs.v)
+    check(place, ALIBI, inputs)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("which", ["q", "v", "grad_out"])
+def test_layouts_of_one(check, place, name, which):
+    inputs = check.inputs(place, torch.float32)
+    setattr(inputs, which, LAYOUTS[name](getattr(inputs, which)))
+    check(place, ALIBI, inputs)
+
+
+def test_k_and_v_share_memory(check, place):
+    """Overlapping rows: v starts one row after k in the same buffer."""
+    batch, heads, length, dim = place.shape
+    inputs = check.inputs(place, torch.float32)
+    buffer = torch.randn(batch, heads, length + 1, dim, device=place.device)
+    inputs.k, inputs.v = buffer[:, :, :-1], buffer[:, :, 1:]
+    check(place, ALIBI, inputs)
+
+
+def test_packed_projections(check, place):
+    """(B, S, 3 H D), split and viewed."""
+    batch, heads, length, dim = place.shape
+    inputs = check.inputs(place, torch.float32)
+    packed = torch.randn(batch, length, 3 * heads * dim, device=place.device)
+    inputs.q, inputs.k, inputs.v = (
+        part.view(batch, length, heads, dim).transpose(1, 2) for part in packed.chunk(3, -1)
+    )
+    check(place, ALIBI, inputs)
+
+
+@pytest.mark.parametrize("name", ["padded", "offset", "transposed", "expanded"])
+def test_layouts_of_a_capture(check, place, name):
+    length = place.shape[2]
+    bias = torch.randn(length, length, device=place.device)
+    bias = bias[:1].expand(length, length) if name == "expanded" else LAYOUTS[name](bias)
+    inputs = check.inputs(place, torch.float32, captures={"bias": bias.requires_grad_()})
+    text = "tensor bias[q_len, kv_len]: float; score = score + bias[q, kv]"
+    check(place, text, inputs)
