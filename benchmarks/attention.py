@@ -1,0 +1,371 @@
+"""Kernels side by side: attndsl, FlexAttention, and what SDPA and FlashAttention-4 can run.
+
+    python benchmarks/attention.py [--cases causal,alibi] [--shapes 1x16x16384x128] [--quick]
+
+Rows are measured in one worker process, one thing after the other; a worker that dies or hangs
+costs the cell that it was at, and another one goes on with the rest. Every figure is the median of
+CUDA events over at least 300 ms after at least 100 ms of warm-up. ``difference`` is the relative
+distance |a - b| / |b| of attndsl's output (its gradients) to FlexAttention's, so that no figure is
+that of a wrong result.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import queue
+import subprocess
+import sys
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import common
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+SHAPES = ((1, 16, 16384, 128), (1, 32, 16384, 64), (4, 16, 4096, 128))
+QUICK_SHAPES = ((1, 16, 4096, 128),)
+COLUMNS = ("attndsl", "cudnn", "fa2", "fa4", "flex")
+DIRECTIONS = ("forward", "backward")
+CELL_SECONDS = 150.0
+"""Longest a cell may take, compilation included."""
+REPLACE = 75
+"""Exit code of a worker that has said all, and can measure no more."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One program, and the same for FlexAttention and SDPA."""
+
+    program: str
+    flex: str
+    """Name of the function in ``flex_functions`` that gives its score and mask functions."""
+    is_causal: bool | None = None
+    """For SDPA and FlashAttention; None where they have no such mask or score."""
+
+
+CASES = {
+    "full": Case("score", "full", False),
+    "causal": Case("causal()", "causal", True),
+    "window1024": Case("sliding_window(1024)", "window"),
+    "prefix1024": Case("prefix_lm(1024)", "prefix"),
+    "documents1000": Case(
+        "tensor doc[q_len]: int\nmask = q >= kv and doc[q] == doc[kv]", "documents"
+    ),
+    "neighbourhood128x6": Case(
+        "abs(q // 128 - kv // 128) <= 6 and abs(q % 128 - kv % 128) <= 6", "neighbourhood"
+    ),
+    "alibi": Case("mask = causal()\nscore = alibi()", "alibi"),
+    "softcap": Case("mask = causal()\nscore = softcap(20.0)", "softcap"),
+    "head_gain": Case(
+        "tensor gain[heads]: float\nmask = causal()\nscore = gain[h] * score", "head_gain"
+    ),
+}
+
+
+def work(cells: list[dict[str, Any]], quick: bool) -> None:
+    """Measure ``cells`` in their order and say what was found."""
+    import torch
+
+    # Flex compiles once for each case and shape, more often than the limit expects.
+    torch._dynamo.config.cache_size_limit = 512
+    bench = Bench(quick)
+    for cell in cells:
+        say(start=cell)
+        try:
+            found = bench.measure(**cell)
+        except Exception as error:  # A cell that fails must not end the others.
+            found = {"why": f"{type(error).__name__}: {str(error)[:300]}"}
+        say(cell=cell, found=found)
+        if "why" in found:
+            try:
+                torch.cuda.synchronize()
+                torch.cuda.empty_cache()
+            except RuntimeError:  # A kernel's fault stays with the process until its end.
+                sys.exit(REPLACE)
+
+
+def say(**message: Any) -> None:
+    """One JSON line to the parent."""
+    print(json.dumps(message), flush=True)
+
+
+class Bench:
+    """Inputs of the current row, and how each column is run on them."""
+
+    def __init__(self, quick: bool) -> None:
+        """Nothing is made before the first cell."""
+        self._quick = quick
+        self._row: tuple[str, tuple[int, ...]] | None = None
+        self._results: dict[tuple[str, str], list[Any]] = {}
+
+    def measure(self, column: str, case: str, shape: list[int], direction: str) -> dict[str, Any]:
+        """One cell: ``ms``, or ``why`` there is none."""
+        import torch
+        from triton.testing import do_bench
+
+        row = (case, tuple(shape))
+        if row != self._row:
+            self._results.clear()
+            torch.cuda.empty_cache()
+            self._row = row
+            self._inputs(*shape)
+        refusal = self._why_not(column, case)
+        if refusal:
+            return {"why": refusal}
+        forward = getattr(self, f"_{column}")(case)
+        leaves = [*self._leaves]
+        if case == "head_gain":
+            leaves.append(self._gain)
+        if column == "fa4":
+            leaves = self._fa4_leaves
+        if direction == "forward":
+
+            def timed() -> Any:
+                with torch.no_grad():
+                    return forward()
+
+            result = [timed()]
+        else:
+            out = forward()
+            grad = self._grad.transpose(1, 2) if column == "fa4" else self._grad
+
+            def timed() -> Any:
+                return torch.autograd.grad(out, leaves, grad, retain_graph=True)
+
+            result = list(timed())
+        warmup, rep = (25, 50) if self._quick else (100, 300)
+        found = {"ms": do_bench(timed, warmup=warmup, rep=rep, return_mode="median")}
+        if column in ("attndsl", "flex"):
+            found.update(self._difference(column, direction, result))
+        if column == "attndsl":
+            found["backend"] = self._backend
+        return found
+
+    def _difference(self, column: str, direction: str, result: list[Any]) -> dict[str, float]:
+        self._results[column, direction] = result
+        other = self._results.get(("attndsl" if column == "flex" else "flex", direction))
+        if other is None:
+            return {}
+        ours, theirs = (result, other) if column == "attndsl" else (other, result)
+        worst = max(
+            float((a.float() - b.float()).norm() / b.float().norm())
+            for a, b in zip(ours, theirs, strict=True)
+        )
+        return {"difference": worst}
+
+    def _inputs(self, batch: int, heads: int, length: int, dim: int) -> None:
+        import torch
+
+        torch.manual_seed(0)
+        shape = (batch, heads, length, dim)
+        q, k, v, self._grad = (
+            torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(4)
+        )
+        self._leaves = [x.requires_grad_() for x in (q, k, v)]
+        self._fa4_leaves: list[Any] = []
+        self._doc = (torch.arange(length, device="cuda") // 1000).int()
+        self._gain = (1 + 0.1 * torch.randn(heads, device="cuda")).requires_grad_()
+
+    def _why_not(self, column: str, case: str) -> str | None:
+        if column in ("cudnn", "fa2", "fa4") and CASES[case].is_causal is None:
+            return "it has no such mask or score without a bias of length x length"
+        if column == "fa4":
+            try:
+                import flash_attn.cute  # noqa: F401
+            except ImportError:
+                return "flash_attn.cute is not installed"
+        return None
+
+    def _attndsl(self, case: str) -> Callable[[], Any]:
+        import torch
+
+        import attndsl
+        from attndsl.runtime.dispatch import choose_backend
+
+        self._backend = choose_backend("auto", torch.device("cuda"), False)[0].name
+        attention = attndsl.compile(CASES[case].program)
+        captures = {"documents1000": {"doc": self._doc}, "head_gain": {"gain": self._gain}}
+        given = captures.get(case, {})
+        return lambda: attention(*self._leaves, **given)
+
+    def _cudnn(self, case: str) -> Callable[[], Any]:
+        return self._sdpa("CUDNN_ATTENTION", case)
+
+    def _fa2(self, case: str) -> Callable[[], Any]:
+        return self._sdpa("FLASH_ATTENTION", case)
+
+    def _sdpa(self, kernel: str, case: str) -> Callable[[], Any]:
+        import torch.nn.functional as functional
+        from torch.nn.attention import SDPBackend, sdpa_kernel
+
+        causal = bool(CASES[case].is_causal)
+
+        def forward() -> Any:
+            with sdpa_kernel([getattr(SDPBackend, kernel)]):
+                return functional.scaled_dot_product_attention(*self._leaves, is_causal=causal)
+
+        return forward
+
+    def _fa4(self, case: str) -> Callable[[], Any]:
+        from flash_attn.cute import flash_attn_func
+
+        # It takes (batch, length, heads, dim).
+        self._fa4_leaves = [
+            x.detach().transpose(1, 2).contiguous().requires_grad_() for x in self._leaves
+        ]
+
+        def forward() -> Any:
+            out = flash_attn_func(*self._fa4_leaves, causal=bool(CASES[case].is_causal))
+            return out[0] if isinstance(out, tuple) else out
+
+        return forward
+
+    def _flex(self, case: str) -> Callable[[], Any]:
+        import torch
+        from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+        q = self._leaves[0]
+        score, mask = flex_functions(CASES[case].flex, q.shape[1], self._doc, self._gain)
+        blocks = mask and create_block_mask(
+            mask, None, None, q.shape[2], q.shape[2], device="cuda", _compile=True
+        )
+        compiled = torch.compile(flex_attention, dynamic=False)
+        return lambda: compiled(*self._leaves, score_mod=score, block_mask=blocks)
+
+
+def flex_functions(name: str, heads: int, doc: Any, gain: Any) -> tuple[Any, Any]:
+    """FlexAttention's score and mask functions of a case; None for neither."""
+    import torch
+
+    def causal(b: Any, h: Any, q: Any, kv: Any) -> Any:
+        return q >= kv
+
+    scores = {
+        "alibi": lambda s, b, h, q, kv: s - torch.exp2(-8.0 * (h + 1) / heads) * (q - kv),
+        "softcap": lambda s, b, h, q, kv: 20.0 * torch.tanh(s / 20.0),
+        "head_gain": lambda s, b, h, q, kv: s * gain[h],
+    }
+    masks = {
+        "full": None,
+        "window": lambda b, h, q, kv: (q >= kv) & (q - kv < 1024),
+        "prefix": lambda b, h, q, kv: (q >= kv) | (kv < 1024),
+        "documents": lambda b, h, q, kv: (q >= kv) & (doc[q] == doc[kv]),
+        "neighbourhood": lambda b, h, q, kv: (
+            (torch.abs(q // 128 - kv // 128) <= 6) & (torch.abs(q % 128 - kv % 128) <= 6)
+        ),
+    }
+    return scores.get(name), masks.get(name, causal)
+
+
+def main() -> int:
+    """Parse the command line, measure, print and write."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--cases", default=",".join(CASES), help="comma-separated")
+    parser.add_argument("--shapes", help="BxHxSxD, comma-separated")
+    parser.add_argument("--columns", default=",".join(COLUMNS), help="what to run side by side")
+    parser.add_argument("--quick", action="store_true", help="one shape, short timings")
+    parser.add_argument("--output", type=Path, help="result file")
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.worker:
+        work(json.loads(options.worker), options.quick)
+        return 0
+    cases, columns = options.cases.split(","), options.columns.split(",")
+    for kind, chosen, known in (("case", cases, CASES), ("column", columns, COLUMNS)):
+        unknown = [each for each in chosen if each not in known]
+        if unknown:
+            parser.error(f"there is no {kind} {unknown[0]}; there are: {', '.join(known)}")
+    import torch
+
+    if not torch.cuda.is_available():
+        parser.error("this benchmark needs a CUDA device")
+    shapes = QUICK_SHAPES if options.quick else SHAPES
+    if options.shapes:
+        shapes = tuple(tuple(map(int, text.split("x"))) for text in options.shapes.split(","))
+    rows = {
+        (case, shape, direction): _row(case, shape, direction, columns)
+        for shape in shapes
+        for case in cases
+        for direction in DIRECTIONS
+    }
+    cells = [
+        {"column": column, "case": case, "shape": list(shape), "direction": direction}
+        for case, shape, direction in rows
+        for column in columns
+    ]
+    output = options.output
+    for cell, found in _measure(cells, options.quick):
+        row = rows[cell["case"], tuple(cell["shape"]), cell["direction"]]
+        _enter(row, cell["column"], found)
+        label = f"{cell['case']} {'x'.join(map(str, cell['shape']))} {cell['direction']}"
+        print(f"{label:<48} {cell['column']:<8} {found.get('ms', found.get('why'))}", flush=True)
+        common.write("attention", "cuda", list(rows.values()), output)
+    names = ["case", "direction", "B", "H", "S", "D", *(f"{c}_ms" for c in columns), "difference"]
+    common.print_table(list(rows.values()), names)
+    return 0
+
+
+def _row(case: str, shape: tuple[int, ...], direction: str, columns: list[str]) -> dict[str, Any]:
+    batch, heads, length, dim = shape
+    row: dict[str, Any] = {"case": case, "direction": direction, "dtype": "bf16"}
+    row |= {"B": batch, "H": heads, "Hkv": heads, "S": length, "D": dim}
+    row |= {f"{column}_ms": None for column in columns}
+    return row | {"backend": None, "difference": None, "why": {}}
+
+
+def _enter(row: dict[str, Any], column: str, found: dict[str, Any]) -> None:
+    row[f"{column}_ms"] = found.get("ms")
+    if "why" in found:
+        row["why"][column] = found["why"]
+    for name in ("backend", "difference"):
+        if name in found:
+            row[name] = found[name]
+
+
+def _measure(
+    cells: list[dict[str, Any]], quick: bool
+) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+    """Each cell and what was found; workers are replaced until every cell has an answer."""
+    while cells:
+        command = [sys.executable, __file__, "--worker", json.dumps(cells)]
+        worker = subprocess.Popen(
+            command + ["--quick"] * quick, stdout=subprocess.PIPE, text=True, env=os.environ
+        )
+        lines: queue.Queue[str | None] = queue.Queue()
+        threading.Thread(target=_pump, args=(worker, lines), daemon=True).start()
+        why = None
+        while cells and why is None:
+            try:
+                line = lines.get(timeout=CELL_SECONDS)
+            except queue.Empty:
+                why = f"no answer within {CELL_SECONDS:.0f} s"
+                break
+            if line is None:
+                if worker.wait() == REPLACE:
+                    break
+                why = f"the process ended with code {worker.returncode}"
+            elif line.startswith('{"cell"'):
+                message = json.loads(line)
+                cells = cells[1:]
+                yield message["cell"], message["found"]
+        worker.kill()
+        worker.wait()
+        if cells and why is not None:
+            yield cells[0], {"why": why}
+            cells = cells[1:]
+
+
+def _pump(worker: subprocess.Popen[str], lines: queue.Queue[str | None]) -> None:
+    assert worker.stdout is not None
+    for line in worker.stdout:
+        lines.put(line)
+    lines.put(None)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,91 @@
+"""What the benchmarks share: facts of the machine, and result files."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import platform
+import subprocess
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def machine(device: str) -> str:
+    """Name of the GPU or CPU."""
+    if device.startswith("cuda"):
+        import torch
+
+        return str(torch.cuda.get_device_name(device))
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return f"{names[0]}, {len(names)} cores" if names else platform.processor() or "CPU"
+
+
+def versions() -> dict[str, Any]:
+    """Versions of all that has a part in the figures."""
+    import torch
+
+    try:
+        triton = metadata.version("triton")
+    except metadata.PackageNotFoundError:
+        triton = None
+    return {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "triton": triton,
+        "cudnn": torch.backends.cudnn.version(),
+        "attndsl": metadata.version("attndsl"),
+        "commit": commit(),
+    }
+
+
+def commit() -> str | None:
+    """The checkout's commit, with a + where files differ from it; None outside git."""
+    describe = ["git", "describe", "--always", "--dirty=+", "--exclude=*", "--abbrev=12"]
+    try:
+        done = subprocess.run(describe, cwd=RESULTS.parent, capture_output=True, text=True)
+    except OSError:
+        return None
+    return done.stdout.strip() or None
+
+
+def write(benchmark: str, device: str, rows: list[dict[str, Any]], path: Path | None) -> Path:
+    """Write a result file; called again after every row, so that nothing measured is lost.
+
+    Args:
+        benchmark: Name of the benchmark.
+        device: What it ran on.
+        rows: Its rows.
+        path: Where to; ``benchmarks/results/BENCHMARK.json`` if None.
+    """
+    path = path or RESULTS / f"{benchmark}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    head = {
+        "benchmark": benchmark,
+        "machine": machine(device),
+        "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"),
+        "versions": versions(),
+        "rows": rows,
+    }
+    part = path.with_name(path.name + ".part")
+    part.write_text(json.dumps(head, indent=1) + "\n", "utf-8")
+    part.replace(path)
+    return path
+
+
+def print_table(rows: list[dict[str, Any]], columns: list[str]) -> None:
+    """Print ``columns`` of ``rows``, aligned; a dash for what is null."""
+    texts = [[_text(row.get(column)) for column in columns] for row in rows]
+    widths = [max(map(len, each)) for each in zip(columns, *texts, strict=True)]
+    for cells in (columns, *texts):
+        print("  ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)))
+
+
+def _text(value: object) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

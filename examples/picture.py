@@ -1,0 +1,71 @@
+"""What the examples share: text pictures of attention weights, and attention by plain torch."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from attndsl import Attention
+
+SHADES = " .:-=+*#%@"
+
+
+def weights(attention: Attention, length: int, heads: int = 1, **captures: Any) -> torch.Tensor:
+    """Weights where all raw scores are equal, (heads, length, length).
+
+    Values are unit vectors, so that outputs are weights.
+    """
+    zeros = torch.zeros(1, heads, length, 4)
+    units = torch.eye(length).expand(1, heads, length, length)
+    return attention(zeros, zeros, units, **captures)[0]
+
+
+def draw(weights: torch.Tensor, title: str) -> None:
+    """Print a head's weights (of several heads, the first's), a row for each query.
+
+    The darkest of a row is its largest weight.
+    """
+    print(f"\n{title}")
+    for row in weights if weights.dim() == 2 else weights[0]:
+        top = float(row.max())
+        levels = [1 + round(w / top * (len(SHADES) - 2)) if w > 0 else 0 for w in row.tolist()]
+        print("  |" + "".join(2 * SHADES[level] for level in levels) + "|")
+
+
+def compare(
+    attention: Attention,
+    length: int,
+    score: Callable[..., Any] = lambda s, b, h, q, kv: s,
+    live: Callable[..., Any] = lambda b, h, q, kv: torch.tensor(True),
+    batch: int = 2,
+    heads: int = 4,
+    **captures: Any,
+) -> None:
+    """Print how far ``attention`` is from the same thing in plain torch, and fail if it is far.
+
+    Args:
+        attention: The compiled program.
+        length: Of queries and keys.
+        score: The score of a pair, from ``s = q . k / sqrt(dim)`` and the pair's place.
+        live: Whether a pair takes part.
+        batch: Batch size.
+        heads: Heads of q, k and v.
+        **captures: Given to ``attention``.
+    """
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(batch, heads, length, 32) for _ in range(3))
+    place = [
+        torch.arange(n).reshape([-1 if i == dim else 1 for i in range(4)])
+        for dim, n in enumerate((batch, heads, length, length))
+    ]
+    dense = score(q @ k.mT / 32**0.5, *place)
+    dense = torch.where(live(*place), dense, -torch.inf)
+    # A row without any live pair is NaN here; the language defines it as 0.
+    expected = torch.softmax(dense, -1).nan_to_num(0.0) @ v
+    difference = float((attention(q, k, v, **captures) - expected).abs().max())
+    print(f"\nlargest difference to plain torch, length {length}: {difference:.1e}")
+    assert difference < 1e-5
