@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from attndsl.source import Source
 
 
-__all__ = ["Lowered", "lower", "lower_program"]
+__all__ = ["Lowered", "lower", "lower_program", "stages"]
 
 
 def lower(source: Source, declared: Mapping[str, Declared]) -> Lowered:
@@ -43,3 +43,27 @@ def lower_program(program: Program) -> Lowered:
     derivative = simplify_derivative(differentiate(program))
     # Last, since it looks at the mask that the passes above have completed.
     return Lowered(program, derivative, plan_tiles(program), digest(program))
+
+
+def stages(source: Source, declared: Mapping[str, Declared]) -> dict[str, str]:
+    """Each stage of :func:`lower` as text, by name: ``tree``, ``ir``, ``simplified``, ``split``,
+    ``derivative`` and ``plan``.
+
+    Raises:
+        AttnDSLError: All that is wrong with the program.
+    """
+    from attndsl.frontend.parse import parse
+    from attndsl.passes.print_ir import print_derivative, print_program
+
+    program = read(source, declared)
+    lowered = lower_program(program)
+    plan = lowered.plan
+    loops = {"forward": plan.forward, "dQ": plan.backward_q, "dK, dV": plan.backward_kv}
+    return {
+        "tree": "\n".join(map(repr, parse(source).statements)),
+        "ir": print_program(program),
+        "simplified": print_program(simplify(program)),
+        "split": print_program(lowered.program),
+        "derivative": print_derivative(lowered.derivative),
+        "plan": "\n".join(f"{name}: {loop}" for name, loop in loops.items()),
+    }

@@ -79,6 +79,11 @@ def _parser() -> Any:
     return lark.Lark(grammar, parser="lalr", lexer="basic", maybe_placeholders=False)
 
 
+def lexer() -> Any:
+    """The language's tokens: ``lexer().lex(text)`` yields them, without spaces and comments."""
+    return _parser()
+
+
 def _bad_character(span: Span, offset: int) -> LexError:
     rest = span.text[offset:]
     found = next((k for k in sorted(_ELSEWHERE, key=len, reverse=True) if rest.startswith(k)), None)
@@ -145,7 +150,6 @@ class _Builder:
     def statement(self, tree: Any) -> s.Statement:
         parts = tree.children
         first = parts[0] if hasattr(parts[0], "start_pos") else None
-        whole = Span(self.source, self.base, self.base)
         if tree.data == "param":
             default = self.expr(parts[2]) if len(parts) > 2 else None
             name, dtype = self.name(parts[0]), self.name(parts[1])
@@ -163,7 +167,6 @@ class _Builder:
         value = self.expr(parts[-1])
         if tree.data == "assign":
             return s.Assign(self.name(parts[0]), value, self.span(first).to(value.span))
-        del whole
         return s.Bare(value, value.span)
 
     def expr(self, root: Any) -> s.Expr:

@@ -1,0 +1,167 @@
+"""IR as program text: parsing and checking the text gives back the same nodes.
+
+Shared nodes and deep ones become locals, so that the text is as long as the DAG, not as the tree.
+
+Non-goals: the text that the program was written as (see ``frontend/format.py`` for that).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from attndsl.ir import FLOAT_UNARY, DType, Node, Op, Program, toposort
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from .differentiate import Derivative
+
+(_OR, _AND, _NOT, _COMPARE, _BIT_OR, _BIT_XOR, _BIT_AND, _SHIFT, _SUM, _PRODUCT, _UNARY, _POWER,
+ _ATOM) = range(13)  # fmt: skip
+_MAX_DEPTH = 12
+_INFIX = {
+    Op.OR: ("or", _OR),
+    Op.AND: ("and", _AND),
+    Op.LT: ("<", _COMPARE),
+    Op.LE: ("<=", _COMPARE),
+    Op.EQ: ("==", _COMPARE),
+    Op.NE: ("!=", _COMPARE),
+    Op.BITOR: ("|", _BIT_OR),
+    Op.BITXOR: ("^", _BIT_XOR),
+    Op.BITAND: ("&", _BIT_AND),
+    Op.SHL: ("<<", _SHIFT),
+    Op.SHR: (">>", _SHIFT),
+    Op.ADD: ("+", _SUM),
+    Op.SUB: ("-", _SUM),
+    Op.MUL: ("*", _PRODUCT),
+    Op.DIV: ("/", _PRODUCT),
+    Op.FLOORDIV: ("//", _PRODUCT),
+    Op.MOD: ("%", _PRODUCT),
+}
+_PREFIX = {Op.NOT: ("not ", _NOT), Op.NEG: ("-", _UNARY), Op.BITNOT: ("~", _UNARY)}
+_CALLS = {op: op.value for op in FLOAT_UNARY} | {
+    op: op.value for op in (Op.MIN, Op.MAX, Op.ABS, Op.SIGN, Op.WHERE)
+}
+
+
+def print_program(program: Program) -> str:
+    """``program`` as text.
+
+    Raises:
+        ValueError: A constant that the language has no literal for (NaN, the lowest int).
+    """
+    taken = {d.name for d in (*program.params, *program.tensors)} | set(program.dim_names())
+    lines = [_param(p.name, p.dtype, p.default) for p in program.params]
+    dims = _Printer([d for t in program.tensors for d in t.dims], taken, share=False)
+    for tensor in program.tensors:
+        shape = ", ".join(dims.texts[dim][0] for dim in tensor.dims)
+        lines.append(f"tensor {tensor.name}[{shape}]: {tensor.dtype.value}")
+    parts = [p for p in (program.mask, program.sink, program.dropout, program.score) if p]
+    printer = _Printer(parts, taken, share=True)
+    lines += printer.lines
+    if program.mask is not None:
+        lines.append(f"mask = {printer.texts[program.mask][0]}")
+    if program.sink is not None:
+        lines.append(f"sink = {printer.texts[program.sink][0]}")
+    if program.score.op is not Op.SCORE or not (program.mask or program.weights or program.sink):
+        lines.append(f"score = {printer.texts[program.score][0]}")
+    if program.weights is not None or program.dropout is not None:
+        weights = "softmax(score)"
+        if program.weights is not None:
+            # `score` is the final one here, which no local can stand for.
+            weights = _Printer([program.weights], taken, share=False).texts[program.weights][0]
+        if program.dropout is not None:
+            weights = f"dropout({weights}, {printer.texts[program.dropout][0]})"
+        lines.append(f"weights = {weights}")
+    return "\n".join(lines) + "\n"
+
+
+def print_derivative(derivative: Derivative) -> str:
+    """``derivative`` as lines ``d score / d X = expression``."""
+    roots = [derivative.score]
+    roots += [root for g in derivative.tensors for root in (g.load, g.factor)]
+    roots += [g.factor for g in derivative.params]
+    printer = _Printer(roots, set(), share=True)
+    lines = [*printer.lines, f"d score / d score = {printer.texts[derivative.score][0]}"]
+    for gradient in derivative.tensors:
+        indices = ", ".join(printer.texts[index][0] for index in gradient.load.args)
+        name = f"{gradient.load.value}[{indices}]"
+        lines.append(f"d score / d {name} = {printer.texts[gradient.factor][0]}")
+    for item in derivative.params:
+        lines.append(f"d score / d {item.name} = {printer.texts[item.factor][0]}")
+    return "\n".join(lines) + "\n"
+
+
+def _param(name: str, dtype: DType, default: bool | int | float | None) -> str:
+    shown = "" if default is None else f" = {_number(default)}"
+    return f"param {name}: {dtype.value}{shown}"
+
+
+def _number(value: bool | int | float) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, float):
+        if math.isnan(value):
+            raise ValueError("NaN has no literal in the language")
+        return repr(value)
+    if value < -((1 << 63) - 1):
+        raise ValueError(f"{value} has no literal in the language")
+    return str(value)
+
+
+class _Printer:
+    """``texts`` has each node's text and how tightly it binds; ``lines`` defines the locals."""
+
+    def __init__(self, roots: Iterable[Node], taken: set[str], share: bool) -> None:
+        self.texts: dict[Node, tuple[str, int]] = {}
+        self.lines: list[str] = []
+        roots = list(roots)
+        uses: dict[Node, int] = {}
+        order = toposort(*roots)
+        for item in order:
+            for arg in item.args:
+                uses[arg] = uses.get(arg, 0) + 1
+        depths: dict[Node, int] = {}
+        for item in order:
+            text, level = self._text(item)
+            depth = 1 + max((depths[arg] for arg in item.args), default=0)
+            if share and item.args and (uses.get(item, 0) > 1 or depth > _MAX_DEPTH):
+                name = next(n for i in range(1 << 30) if (n := f"t{i}") not in taken)
+                taken.add(name)
+                self.lines.append(f"{name} = {text}")
+                text, level, depth = name, _ATOM, 0
+            self.texts[item] = text, level
+            depths[item] = depth
+
+    def _at(self, item: Node, level: int) -> str:
+        text, own = self.texts[item]
+        return text if own >= level else f"({text})"
+
+    def _text(self, item: Node) -> tuple[str, int]:
+        op, args = item.op, item.args
+        if op is Op.CONST:
+            assert isinstance(item.value, bool | int | float)
+            text = _number(item.value)
+            return text, _UNARY if text.startswith("-") else _ATOM
+        if op is Op.SCORE:
+            return "score", _ATOM
+        if op in (Op.VAR, Op.SIZE, Op.PARAM):
+            return str(item.value), _ATOM
+        if op is Op.LOAD:
+            return f"{item.value}[{', '.join(self.texts[a][0] for a in args)}]", _ATOM
+        if op is Op.CAST:
+            return f"{item.dtype.value}({self.texts[args[0]][0]})", _ATOM
+        if op in _CALLS:
+            return f"{_CALLS[op]}({', '.join(self.texts[a][0] for a in args)})", _ATOM
+        if op in _PREFIX:
+            symbol, level = _PREFIX[op]
+            # A minus before a literal would become part of it.
+            literal = args[0].op is Op.CONST
+            return f"{symbol}{self._at(args[0], _ATOM if literal else level)}", level
+        if op is Op.POW:
+            return f"{self._at(args[0], _ATOM)} ** {self._at(args[1], _UNARY)}", _POWER
+        symbol, level = _INFIX[op]
+        # The language wants bit operators beside a comparison in parentheses.
+        left, right = (_SHIFT, _SHIFT) if level == _COMPARE else (level, level + 1)
+        return f"{self._at(args[0], left)} {symbol} {self._at(args[1], right)}", level
