@@ -50,19 +50,32 @@ class Place:
         return (4, 8, 2048, 64) if self.device == "cuda" else (2, 2, self.length, 16)
 
 
-_HALVES = ("[triton-interpreted-fp16", "[triton-interpreted-bf16")
-_HALVES_HERE = ("causal", "softcap", "test_grouped_heads", "test_lse_equals_the_reference")
+_INTERPRETED = "triton-interpreted"
+_HALVES = (f"{_INTERPRETED}-fp16", f"{_INTERPRETED}-bf16")
+_HALVES_HERE = ("-causal]", "-softcap]", "test_grouped_heads", "test_lse_equals_the_reference")
+_MANY = ("test_layouts_of_one[", "test_odd_lengths[", "test_head_dims[", "test_masks_against")
+_MANY_HERE = (
+    "q-padded",
+    "out-transposed",
+    "-23]",
+    "-143]",
+    "-dims1]",
+    "-dims4]",
+    "-window]",
+    "-anti]",
+)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Leave most half-precision tests of interpreted kernels to ``-m slow``: dtypes differ little.
+    """Leave most of the larger grids of interpreted kernels, a second a test, to ``-m slow``.
 
-    They take a second each, and what differs by dtype is covered by those that stay.
+    What differs by dtype, length or layout is covered by those that stay, and by GPUs.
     """
     for item in items:
-        halves = any(part in item.name for part in _HALVES)
-        if halves and not any(part in item.name for part in _HALVES_HERE):
-            item.add_marker(pytest.mark.slow)
+        for some, here in ((_HALVES, _HALVES_HERE), (_MANY, _MANY_HERE)):
+            among = _INTERPRETED in item.name and any(part in item.name for part in some)
+            if among and not any(part in item.name for part in here):
+                item.add_marker(pytest.mark.slow)
 
 
 def _places() -> list[Any]:
