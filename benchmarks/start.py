@@ -62,7 +62,7 @@ def measure(body: str, device: str, folder: Path) -> dict[str, float]:
     env = os.environ | {name: str(folder / name.lower()) for name in caches}
     begin = time.time()
     done = subprocess.run(
-        [sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=300
+        [sys.executable, "-P", "-c", code], env=env, capture_output=True, text=True, timeout=300
     )
     if done.returncode:
         raise RuntimeError(done.stderr.strip().splitlines()[-1])

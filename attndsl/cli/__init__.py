@@ -1,0 +1,266 @@
+"""The command ``attndsl``. Each command imports what it needs when it runs: ``check`` stays quick.
+
+Exit codes: 0 fine, 1 something is wrong with a program (or a result), 2 wrong use of the command.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Annotated
+
+import typer
+
+from attndsl import __version__
+from attndsl.errors import AttnDSLError
+
+app = typer.Typer(
+    name="attndsl",
+    help="Attention variants as text: check, format, look into, time and verify programs.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+cache_app = typer.Typer(
+    help="The kernel cache on disk.", no_args_is_help=True, rich_markup_mode=None
+)
+app.add_typer(cache_app, name="cache")
+
+
+def _file(value: str) -> str:
+    if value != "-" and not os.path.isfile(value):
+        raise typer.BadParameter(f"there is no file '{value}'")
+    return value
+
+
+def _files(values: list[str]) -> list[str]:
+    return [_file(value) for value in values]
+
+
+def _version(value: bool) -> None:
+    if value:
+        print(f"attndsl {__version__}")
+        raise typer.Exit
+
+
+Files = Annotated[
+    list[str],
+    typer.Argument(
+        metavar="FILE...",
+        callback=_files,
+        help="Program files (*.attn), configurations (*.yaml, *.toml, *.json), or - for stdin.",
+    ),
+]
+File = Annotated[
+    str,
+    typer.Argument(
+        metavar="FILE", callback=_file, help="A program file, a configuration, or - for stdin."
+    ),
+]
+Name = Annotated[str | None, typer.Option("--name", help="Which program of a configuration.")]
+Params = Annotated[
+    list[str], typer.Option("-p", "--param", metavar="NAME=VALUE", help="Bind a param.")
+]
+Tensors = Annotated[
+    list[str],
+    typer.Option("-t", "--tensor", metavar="'NAME[DIM, ...]: TYPE'", help="Declare a tensor."),
+]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Attention variants as text: check, format, look into, time and verify programs."""
+
+
+@app.command()
+def check(files: Files, param: Params = [], tensor: Tensors = [], json: Json = False) -> None:  # noqa: B006
+    """Report all errors of programs."""
+    from .check import check as work
+    from .inputs import read_declarations
+
+    raise typer.Exit(work(files, read_declarations(param, tensor), json))
+
+
+@app.command()
+def fmt(
+    files: Files,
+    check: Annotated[bool, typer.Option("--check", help="Only say what would change.")] = False,
+    diff: Annotated[bool, typer.Option("--diff", help="Only show what would change.")] = False,
+) -> None:
+    """Format program files in place (stdin: to stdout)."""
+    from .fmt import format_files
+
+    raise typer.Exit(format_files(files, check, diff))
+
+
+@app.command()
+def explain(
+    file: File,
+    name: Name = None,
+    param: Params = [],  # noqa: B006
+    tensor: Tensors = [],  # noqa: B006
+    device: Annotated[str, typer.Option(help="Where it would run.")] = "cpu",
+    backend: Annotated[str, typer.Option(help="auto, reference or triton.")] = "auto",
+) -> None:
+    """Say what the compiler makes of a program."""
+    from .inputs import read_declarations, read_program
+    from .show import explain_program
+
+    program = read_program(file, name)
+    print(explain_program(program, read_declarations(param, tensor), device, backend))
+
+
+@app.command()
+def show(
+    file: File,
+    stage: Annotated[str, typer.Option(help="What to print; --stage list names them.")] = "split",
+    name: Name = None,
+    param: Params = [],  # noqa: B006
+    tensor: Tensors = [],  # noqa: B006
+    head_dim: Annotated[int, typer.Option(min=1, help="Of kernel sources.")] = 64,
+    dtype: Annotated[str, typer.Option(help="Of kernel sources: fp16, bf16, fp32.")] = "bf16",
+) -> None:
+    """Print a stage of compilation, from the surface tree to the kernels."""
+    from .inputs import read_declarations, read_program
+    from .show import list_stages, show_stage
+
+    if stage == "list":
+        print(list_stages())
+        return
+    program = read_program(file, name)
+    print(show_stage(program, read_declarations(param, tensor), stage, head_dim, dtype))
+
+
+@app.command()
+def run(
+    file: File,
+    name: Name = None,
+    param: Params = [],  # noqa: B006
+    tensor: Tensors = [],  # noqa: B006
+    batch: Annotated[int, typer.Option(min=1)] = 1,
+    heads: Annotated[int, typer.Option(min=1)] = 4,
+    kv_heads: Annotated[int | None, typer.Option(min=1, help="As --heads.")] = None,
+    q_len: Annotated[int, typer.Option(min=1)] = 256,
+    kv_len: Annotated[int | None, typer.Option(min=1, help="As --q-len.")] = None,
+    head_dim: Annotated[int, typer.Option(min=1)] = 64,
+    value_dim: Annotated[int | None, typer.Option(min=1, help="As --head-dim.")] = None,
+    dim: Annotated[
+        list[str],
+        typer.Option(metavar="NAME=SIZE", help="Size of a tensor's own dim; kv_len if not given."),
+    ] = [],  # noqa: B006
+    dtype: Annotated[str, typer.Option(help="fp16, bf16, fp32 or fp64.")] = "fp32",
+    device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...")] = "cpu",
+    backend: Annotated[str, typer.Option(help="auto, reference or triton.")] = "auto",
+    backward: Annotated[bool, typer.Option("--backward", help="Gradients too.")] = False,
+    check: Annotated[
+        bool, typer.Option("--check/--no-check", help="Compare with the reference.")
+    ] = True,
+    seed: Annotated[int, typer.Option(help="Of the random inputs.")] = 0,
+    json: Json = False,
+) -> None:
+    """Time a program on random inputs and hold it to the reference."""
+    from .inputs import read_assignment, read_declarations, read_program
+    from .run import Shapes
+    from .run import run as work
+
+    program = read_program(file, name)
+    shapes = Shapes(
+        batch, heads, kv_heads or heads, q_len, kv_len or q_len, head_dim, value_dim or head_dim,
+        dtype, device,
+    )  # fmt: skip
+    dims = {key: int(value) for key, value in (read_assignment(each, "--dim") for each in dim)}
+    raise typer.Exit(
+        work(
+            program,
+            read_declarations(param, tensor),
+            shapes,
+            dims,
+            backend=backend,
+            backward=backward,
+            check=check,
+            seed=seed,
+            as_json=json,
+        )
+    )
+
+
+@app.command()
+def schema() -> None:
+    """Print the JSON schema of configuration files."""
+    from importlib import resources
+
+    text = resources.files("attndsl.grammar").joinpath("config.schema.json").read_text("utf-8")
+    print(text.rstrip("\n"))
+
+
+@app.command()
+def doctor(json: Json = False) -> None:
+    """Say which backends work here, and why others do not."""
+    from .doctor import doctor as work
+
+    raise typer.Exit(work(json))
+
+
+@cache_app.command("list")
+def cache_list() -> None:
+    """One line an entry."""
+    from .cache import list_entries
+
+    list_entries()
+
+
+@cache_app.command("stats")
+def cache_stats() -> None:
+    """Entries and bytes by kind."""
+    from .cache import print_stats
+
+    print_stats()
+
+
+@cache_app.command("path")
+def cache_path() -> None:
+    """The folder."""
+    from attndsl.settings import read_settings
+
+    print(read_settings().cache_dir)
+
+
+@cache_app.command("clear")
+def cache_clear() -> None:
+    """Remove all entries."""
+    from .cache import clear
+
+    clear()
+
+
+@cache_app.command("prune")
+def cache_prune(
+    limit: Annotated[
+        int | None, typer.Option(min=0, metavar="MB", help="ATTNDSL_CACHE_MB if not given.")
+    ] = None,
+) -> None:
+    """Remove the least recently used entries beyond a size."""
+    from .cache import prune
+
+    prune(limit)
+
+
+def main() -> None:
+    """Entry point; exits with the command's code."""
+    try:
+        app()
+    except AttnDSLError as error:
+        print(error, file=sys.stderr)
+        # Read from the name: the class lies in a module that most commands need not import.
+        sys.exit(2 if type(error).__name__ == "UsageError" else 1)
+    except BrokenPipeError:
+        # The reader (head, a pager) has gone; nothing more may be written at exit either.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)

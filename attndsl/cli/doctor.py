@@ -1,0 +1,128 @@
+"""``attndsl doctor``: what works on this machine, and why not."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import sys
+import warnings
+from importlib import metadata
+from typing import Any
+
+import torch
+
+from attndsl import __version__
+from attndsl.errors import AttnDSLError
+from attndsl.runtime.dispatch import BACKENDS, get_backend
+from attndsl.settings import read_settings
+
+from .cache import open_cache
+
+_PACKAGES = ("torch", "triton", "lark", "sympy", "islpy", "numpy", "typer", "rich")
+
+
+def doctor(as_json: bool) -> int:
+    """Print what is found; 1 if no backend works on any device here, else 0."""
+    facts = gather()
+    if as_json:
+        print(json.dumps(facts, indent=1))
+    else:
+        _print(facts)
+    works = any(why is None for found in facts["backends"].values() for why in found.values())
+    return 0 if works else 1
+
+
+def gather() -> dict[str, Any]:
+    """Versions, devices, backends and cache as JSON values.
+
+    ``backends[name][device]`` is None where the backend works, else the reason why it does not.
+    """
+    devices = ["cpu"] + [f"cuda:{index}" for index in range(torch.cuda.device_count())]
+    return {
+        "versions": {
+            "attndsl": __version__,
+            "python": platform.python_version(),
+            **{name: _version(name) for name in _PACKAGES},
+        },
+        "machine": {
+            "system": f"{platform.system()} {platform.machine()}",
+            "cpus": os.cpu_count(),
+            "gpus": [_gpu(index) for index in range(torch.cuda.device_count())],
+        },
+        "backends": {
+            name: {device: _why_not(name, device) for device in devices} for name in BACKENDS
+        },
+        "cache": _cache(),
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _gpu(index: int) -> dict[str, Any]:
+    found = torch.cuda.get_device_properties(index)
+    return {
+        "name": found.name,
+        "capability": f"{found.major}.{found.minor}",
+        "memory_gib": round(found.total_memory / 2**30, 1),
+        "multiprocessors": found.multi_processor_count,
+        "shared_memory_per_block": getattr(found, "shared_memory_per_block_optin", None),
+        "cuda": torch.version.cuda,
+        "cudnn": torch.backends.cudnn.version(),
+    }
+
+
+def _why_not(name: str, device: str) -> str | None:
+    try:
+        return get_backend(name).why_not(torch.device(device))
+    except AttnDSLError as error:
+        return error.message
+
+
+def _cache() -> dict[str, Any]:
+    settings = read_settings()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        entries = open_cache().entries()
+    folder = settings.cache_dir
+    existing = next(path for path in (folder, *folder.parents) if path.exists())
+    return {
+        "folder": str(folder),
+        "enabled": settings.cache,
+        "exists": folder.is_dir(),
+        "writable": os.access(existing, os.W_OK),
+        "entries": len(entries),
+        "bytes": sum(entry.bytes for entry in entries),
+        "limit": settings.cache_bytes,
+        "warnings": [str(each.message) for each in caught],
+    }
+
+
+def _print(facts: dict[str, Any]) -> None:
+    for name, version in facts["versions"].items():
+        print(f"{name:<10} {version or 'not installed'}")
+    machine = facts["machine"]
+    print(f"\nmachine    {machine['system']}, {machine['cpus']} CPUs, {len(machine['gpus'])} GPUs")
+    for gpu in machine["gpus"]:
+        print(
+            f"  {gpu['name']}, compute capability {gpu['capability']}, {gpu['memory_gib']} GiB, "
+            f"{gpu['multiprocessors']} multiprocessors, "
+            f"{gpu['shared_memory_per_block']} bytes of shared memory a block"
+        )
+    print("\nbackends")
+    for name, devices in facts["backends"].items():
+        for device, why in devices.items():
+            print(f"  {name:<10} {device:<8} {'works' if why is None else f'no: {why}'}")
+    cache = facts["cache"]
+    print(f"\ncache      {cache['folder']}")
+    state = "enabled" if cache["enabled"] else "off (ATTNDSL_CACHE=0)"
+    if not cache["writable"]:
+        state += ", not writable"
+    print(f"  {state}, {cache['entries']} entries, {cache['bytes']} of {cache['limit']} bytes")
+    for warning in cache["warnings"]:
+        print(f"  warning: {warning}", file=sys.stderr)

@@ -1,0 +1,63 @@
+"""``attndsl fmt``: program files in the canonical layout. Never imports torch."""
+
+from __future__ import annotations
+
+import difflib
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from attndsl.frontend.format import format_source
+
+from .inputs import UsageError, is_config, read_text
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+def format_files(files: Sequence[str], check: bool, diff: bool) -> int:
+    """Format ``files`` in place, and standard input to standard output.
+
+    Args:
+        files: Program files; ``-`` is standard input.
+        check: Change nothing; name the files that would change.
+        diff: Change nothing; print what would change.
+
+    Returns:
+        1 if ``check`` or ``diff`` is set and a file would change, else 0.
+
+    Raises:
+        UsageError: A configuration file, whose own layout would be lost.
+        AttnDSLError: A program with errors; it and those after it are left alone.
+    """
+    for file in files:
+        if is_config(file):
+            raise UsageError(
+                f"{file} is a configuration file, whose own layout 'fmt' does not know",
+                hint="format program files (*.attn); 'attndsl check' reads configurations",
+            )
+    changed = 0
+    for file in files:
+        source = read_text(file)
+        formatted = format_source(source.text, source.name)
+        if file == "-" and not (check or diff):
+            sys.stdout.write(formatted)
+            continue
+        if formatted == source.text:
+            continue
+        changed += 1
+        if diff:
+            rows = difflib.unified_diff(
+                source.text.splitlines(keepends=True),
+                formatted.splitlines(keepends=True),
+                source.name,
+                f"{source.name} (formatted)",
+            )
+            sys.stdout.writelines(row if row.endswith("\n") else row + "\n" for row in rows)
+        elif check:
+            print(f"would reformat {source.name}")
+        else:
+            # Bytes, so that the file's line ends are what the formatter says they are.
+            Path(file).write_bytes(formatted.encode("utf-8"))
+            print(f"reformatted {source.name}")
+    return 1 if changed and (check or diff) else 0

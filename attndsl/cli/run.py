@@ -1,0 +1,318 @@
+"""``attndsl run``: time a program and hold it to the reference."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+import time
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from attndsl.runtime.dispatch import choose_backend
+
+from .captures import check_dim_names, make_captures
+from .inputs import UsageError
+from .show import compile_program
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from rich.progress import Progress
+
+    from attndsl.api import Attention
+    from attndsl.frontend.declare import Declared
+
+    from .inputs import NamedProgram
+
+DTYPES = {
+    "fp16": torch.float16,
+    "bf16": torch.bfloat16,
+    "fp32": torch.float32,
+    "fp64": torch.float64,
+}
+FACTORS = {"fp16": 1.1, "bf16": 1.1, "fp32": 10.0, "fp64": 10.0}
+"""How much further than the reference in the same dtype the output may be from exact."""
+GRADIENT_FACTORS = {"out": 1.0, "dq": 2.5, "dk": 4.0, "dv": 4.0}
+_FLOOR = 16 * torch.finfo(torch.float32).eps
+_CHECK_BYTES = 8 << 30
+_CPU_SECONDS = 1.0
+_CPU_RUNS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Shapes:
+    """What to run on."""
+
+    batch: int
+    heads: int
+    kv_heads: int
+    q_len: int
+    kv_len: int
+    head_dim: int
+    value_dim: int
+    dtype: str
+    device: str
+
+    def sizes(self) -> dict[str, int]:
+        """The sizes that programs know."""
+        names = ("batch", "heads", "kv_heads", "q_len", "kv_len", "head_dim")
+        return {name: getattr(self, name) for name in names}
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """One direction, over all pairs of positions whether or not they are masked out."""
+
+    direction: str
+    ms: float
+    """Median."""
+    tflops: float
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One result against the reference in fp64."""
+
+    name: str
+    max_error: float
+    mean_error: float
+    allowed: float
+    """Of ``mean_error``: a factor times the mean error of the reference in the tested dtype."""
+    ok: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """All that a run found."""
+
+    program: str
+    backend: str
+    shapes: Shapes
+    timings: tuple[Timing, ...]
+    checks: tuple[Check, ...]
+
+
+def run(
+    program: NamedProgram,
+    declared: Mapping[str, Declared],
+    shapes: Shapes,
+    dims: Mapping[str, int],
+    *,
+    backend: str,
+    backward: bool,
+    check: bool,
+    seed: int,
+    as_json: bool,
+) -> int:
+    """Time ``program``, check it, and print both; 1 if the check fails, else 0.
+
+    Raises:
+        AttnDSLError: The program has errors, or cannot run on these shapes.
+    """
+    _check_shapes(shapes, check)
+    attention = compile_program(program, declared, backend)
+    chosen, _ = choose_backend(backend, torch.device(shapes.device), False)
+    check_dim_names(attention.lowered.program, dims)
+    generator = torch.Generator().manual_seed(seed)
+    inputs = _inputs(shapes, generator)
+    sizes = {**shapes.sizes(), **dims}
+    captures = make_captures(attention.lowered.program, sizes, shapes.device, generator)
+    # Both must drop the same weights.
+    seeds = {} if attention.lowered.program.dropout is None else {"seed": seed}
+
+    def call(which: Attention, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+        return _call(which, inputs, {**captures, **seeds}, dtype, backward)
+
+    progress = _progress() if sys.stderr.isatty() else None
+    with progress or nullcontext():
+        step = _stepper(progress, 2 + 2 * check + backward)
+        step(f"first call on {chosen.name}")
+        found = call(attention, DTYPES[shapes.dtype])
+        checks: tuple[Check, ...] = ()
+        if check:
+            reference = compile_program(program, declared, "reference")
+            step("reference in fp64")
+            golden = call(reference, torch.float64)
+            step(f"reference in {shapes.dtype}")
+            checks = _compare(golden, call(reference, DTYPES[shapes.dtype]), found, shapes.dtype)
+        del found
+        timings = []
+        for direction in ("forward", "backward")[: 1 + backward]:
+            step(f"timing {direction}")
+            timed = _direction(attention, inputs, {**captures, **seeds}, direction)
+            ms = median_ms(timed, shapes.device)
+            timings.append(Timing(direction, ms, _flops(shapes, direction) / ms / 1e9))
+    report = Report(program.name, chosen.name, shapes, tuple(timings), checks)
+    failed = not all(each.ok for each in checks)
+    if as_json:
+        print(json.dumps({"ok": None if not check else not failed, **asdict(report)}, indent=1))
+    else:
+        _print(report)
+    return 1 if failed else 0
+
+
+def median_ms(function: Callable[[], object], device: str) -> float:
+    """Median milliseconds of ``function``, after a warm-up."""
+    if device.startswith("cuda"):
+        from triton.testing import do_bench
+
+        return float(do_bench(function, warmup=100, rep=300, return_mode="median"))
+    function()
+    times: list[float] = []
+    begin = time.perf_counter()
+    while len(times) < _CPU_RUNS or time.perf_counter() - begin < _CPU_SECONDS:
+        start = time.perf_counter()
+        function()
+        times.append((time.perf_counter() - start) * 1e3)
+    return statistics.median(times)
+
+
+def _check_shapes(shapes: Shapes, check: bool) -> None:
+    if shapes.dtype not in DTYPES:
+        raise UsageError(f"there is no dtype '{shapes.dtype}'", hint=f"use {', '.join(DTYPES)}")
+    for name in ("batch", "heads", "kv_heads", "q_len", "kv_len", "head_dim", "value_dim"):
+        if getattr(shapes, name) < 1:
+            raise UsageError(f"{name} is {getattr(shapes, name)}", hint="give at least 1")
+    try:
+        torch.empty(0, device=shapes.device)
+    except (RuntimeError, AssertionError) as error:
+        first = str(error).splitlines()[0]
+        raise UsageError(
+            f"device '{shapes.device}' cannot be used: {first}", hint="use --device cpu"
+        ) from error
+    needed = 8 * shapes.batch * shapes.heads * shapes.q_len * shapes.kv_len
+    if check and needed > _CHECK_BYTES:
+        raise UsageError(
+            f"the dense reference would take {needed / 2**30:.0f} GiB for each matrix of scores",
+            hint="time these shapes with --no-check, and check smaller ones",
+        )
+
+
+def _inputs(shapes: Shapes, generator: torch.Generator) -> list[torch.Tensor]:
+    """q, k, v and the gradient of the output."""
+    s = shapes
+    wanted = (
+        (s.heads, s.q_len, s.head_dim),
+        (s.kv_heads, s.kv_len, s.head_dim),
+        (s.kv_heads, s.kv_len, s.value_dim),
+        (s.heads, s.q_len, s.value_dim),
+    )
+    return [
+        torch.randn((s.batch, *shape), generator=generator).to(s.device, DTYPES[s.dtype])
+        for shape in wanted
+    ]
+
+
+def _call(
+    attention: Attention,
+    inputs: list[torch.Tensor],
+    captures: Mapping[str, Any],
+    dtype: torch.dtype,
+    backward: bool,
+) -> dict[str, torch.Tensor]:
+    q, k, v, grad = (x.to(dtype) for x in inputs)
+    if not backward:
+        with torch.no_grad():
+            return {"out": attention(q, k, v, **captures)}
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    out = attention(*leaves, **captures)
+    gradients = torch.autograd.grad(out, leaves, grad)
+    return {"out": out.detach(), **dict(zip(("dq", "dk", "dv"), gradients, strict=True))}
+
+
+def _direction(
+    attention: Attention,
+    inputs: list[torch.Tensor],
+    captures: Mapping[str, Any],
+    direction: str,
+) -> Callable[[], object]:
+    *operands, grad = inputs
+    if direction == "forward":
+
+        def forward() -> object:
+            with torch.no_grad():
+                return attention(*operands, **captures)
+
+        return forward
+    leaves = [x.detach().requires_grad_() for x in operands]
+    out = attention(*leaves, **captures)
+    return lambda: torch.autograd.grad(out, leaves, grad, retain_graph=True)
+
+
+def _compare(
+    golden: Mapping[str, torch.Tensor],
+    usual: Mapping[str, torch.Tensor],
+    found: Mapping[str, torch.Tensor],
+    dtype: str,
+) -> tuple[Check, ...]:
+    checks = []
+    for name, exact in golden.items():
+        error = (found[name].double() - exact).abs()
+        mean = float(error.mean())
+        factor = FACTORS[dtype] * GRADIENT_FACTORS[name]
+        allowed = factor * float((usual[name].double() - exact).abs().mean()) + _FLOOR
+        # A NaN is never below the limit; where the exact result has one, nothing can be compared.
+        checks.append(Check(name, float(error.max()), mean, allowed, mean <= allowed))
+    return tuple(checks)
+
+
+def _flops(shapes: Shapes, direction: str) -> int:
+    """Of the products alone: two in the forward pass, five in the backward one."""
+    s = shapes
+    pairs = s.batch * s.heads * s.q_len * s.kv_len
+    if direction == "forward":
+        return 2 * pairs * (s.head_dim + s.value_dim)
+    return 2 * pairs * (3 * s.head_dim + 2 * s.value_dim)
+
+
+def _progress() -> Progress:
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    return Progress(*columns, console=Console(stderr=True), transient=True)
+
+
+def _stepper(progress: Progress | None, total: int) -> Callable[[str], None]:
+    if progress is None:
+        return lambda label: None
+    task = progress.add_task("", total=total)
+    started = iter([0, *[1] * total])
+    return lambda label: progress.update(task, description=label, advance=next(started))
+
+
+def _print(report: Report) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    s = report.shapes
+    title = (
+        f"{report.program}: {report.backend} on {s.device}, {s.dtype}, B {s.batch}, "
+        f"H {s.heads}/{s.kv_heads}, L {s.q_len}x{s.kv_len}, D {s.head_dim}/{s.value_dim}"
+    )
+    console = Console(width=None if sys.stdout.isatty() else 100)
+    # Not Console.print's markup: a program's name may hold brackets.
+    console.print(title, markup=False, highlight=False)
+    table = Table("direction", "median ms", "TFLOP/s, all pairs", box=None)
+    for timing in report.timings:
+        table.add_row(timing.direction, f"{timing.ms:.4g}", f"{timing.tflops:.4g}")
+    console.print(table)
+    if not report.checks:
+        console.print("not checked")
+        return
+    table = Table("result", "max error", "mean error", "allowed", "verdict", box=None)
+    for each in report.checks:
+        verdict = "ok" if each.ok else "FAILED"
+        table.add_row(
+            each.name,
+            f"{each.max_error:.2e}",
+            f"{each.mean_error:.2e}",
+            f"{each.allowed:.2e}",
+            verdict,
+            style=None if each.ok else "bold red",
+        )
+    console.print(table)

@@ -1,0 +1,109 @@
+"""``attndsl show`` and ``attndsl explain``: what becomes of a program, stage by stage."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from typing import TYPE_CHECKING
+
+from attndsl.frontend.declare import Bound
+from attndsl.pipeline import lower, stages
+from attndsl.serialise import lowered_to_json
+
+from .inputs import UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from attndsl.api import Attention
+    from attndsl.frontend.declare import Declared
+
+    from .inputs import NamedProgram
+
+STAGES = {
+    "tree": "the statements as parsed, with the places of all parts",
+    "ir": "checked: functions inlined, bound params folded in",
+    "simplified": "after simplification",
+    "split": "after -inf branches of the score have moved into the mask: what backends get",
+    "derivative": "derivatives of the score by the raw score and by each capture",
+    "plan": "loops over tiles, in terms of lengths and block sizes",
+    "json": "all of that as the cache keeps it",
+    "source": "the generated forward kernel",
+    "source-backward": "the generated backward kernels",
+}
+_DTYPES = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
+
+
+def list_stages() -> str:
+    """A line for each stage."""
+    return "\n".join(f"{name:<16} {what}" for name, what in STAGES.items())
+
+
+def check_stage(stage: str) -> None:
+    """Refuse a name that is no stage.
+
+    Raises:
+        UsageError: Names the nearest.
+    """
+    if stage not in STAGES:
+        close = difflib.get_close_matches(stage, STAGES, n=1)
+        hint = f"did you mean '{close[0]}'?" if close else f"use {', '.join(STAGES)}"
+        raise UsageError(f"there is no stage '{stage}'", hint=hint)
+
+
+def show_stage(
+    program: NamedProgram,
+    declared: Mapping[str, Declared],
+    stage: str,
+    head_dim: int,
+    dtype: str,
+) -> str:
+    """The text of one stage; only kernel sources need torch.
+
+    Raises:
+        AttnDSLError: The program has errors, or ``stage`` or ``dtype`` is unknown.
+    """
+    check_stage(stage)
+    names = program.declared(declared)
+    if stage == "json":
+        return json.dumps(lowered_to_json(lower(program.source, names)), indent=1)
+    if not stage.startswith("source"):
+        return stages(program.source, names)[stage].rstrip("\n")
+    if dtype not in _DTYPES:
+        raise UsageError(f"kernels have no dtype '{dtype}'", hint=f"use {', '.join(_DTYPES)}")
+    import torch
+
+    direction = "backward" if stage == "source-backward" else "forward"
+    attention = compile_program(program, declared, "auto")
+    return attention.source(direction, head_dim=head_dim, dtype=getattr(torch, _DTYPES[dtype]))
+
+
+def explain_program(
+    program: NamedProgram, declared: Mapping[str, Declared], device: str, backend: str
+) -> str:
+    """What the compiler makes of ``program``, in words.
+
+    Raises:
+        AttnDSLError: The program has errors.
+    """
+    return compile_program(program, declared, backend).explain(device)
+
+
+def compile_program(
+    program: NamedProgram, declared: Mapping[str, Declared], backend: str
+) -> Attention:
+    """``program`` compiled, with what its configuration and the command line declare.
+
+    Raises:
+        AttnDSLError: The program has errors.
+    """
+    from attndsl.api import compile as compile_text
+
+    names = {
+        name: value.value if isinstance(value, Bound) else value
+        for name, value in program.declared(declared).items()
+    }
+    source = program.source
+    return compile_text(
+        source.text, backend=backend, name=source.name, first_line=source.first_line, **names
+    )  # type: ignore[arg-type]
