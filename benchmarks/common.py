@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import os
 import platform
 import subprocess
 from importlib import metadata
@@ -44,7 +45,12 @@ def versions() -> dict[str, Any]:
 
 
 def commit() -> str | None:
-    """The checkout's commit, with a + where files differ from it; None outside git."""
+    """The checkout's commit, with a + where files differ from it; None where that is not known.
+
+    ``ATTNDSL_COMMIT`` says it for a copy of the files that is no checkout.
+    """
+    if "ATTNDSL_COMMIT" in os.environ:
+        return os.environ["ATTNDSL_COMMIT"]
     describe = ["git", "describe", "--always", "--dirty=+", "--exclude=*", "--abbrev=12"]
     try:
         done = subprocess.run(describe, cwd=RESULTS.parent, capture_output=True, text=True)

@@ -172,7 +172,7 @@ def test_files_stay_short(module):
             {"lark"},
         ),
         (
-            "import sys; sys.argv = ['attndsl', 'check', 'examples/sliding_window.attn']\n"
+            "import sys; sys.argv = ['attndsl', 'check', 'examples/gemma2.attn']\n"
             "from attndsl.cli import main\n"
             "try: main()\n"
             "except SystemExit as end: assert end.code == 0",

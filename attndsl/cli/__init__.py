@@ -14,6 +14,8 @@ import typer
 from attndsl import __version__
 from attndsl.errors import AttnDSLError
 
+from .usage import UsageError
+
 app = typer.Typer(
     name="attndsl",
     help="Attention variants as text: check, format, look into, time and verify programs.",
@@ -82,7 +84,7 @@ def _root(
 @app.command()
 def check(files: Files, param: Params = [], tensor: Tensors = [], json: Json = False) -> None:  # noqa: B006
     """Report all errors of programs."""
-    from .check import check as work
+    from .checking import check as work
     from .inputs import read_declarations
 
     raise typer.Exit(work(files, read_declarations(param, tensor), json))
@@ -95,7 +97,7 @@ def fmt(
     diff: Annotated[bool, typer.Option("--diff", help="Only show what would change.")] = False,
 ) -> None:
     """Format program files in place (stdin: to stdout)."""
-    from .fmt import format_files
+    from .formatting import format_files
 
     raise typer.Exit(format_files(files, check, diff))
 
@@ -111,7 +113,7 @@ def explain(
 ) -> None:
     """Say what the compiler makes of a program."""
     from .inputs import read_declarations, read_program
-    from .show import explain_program
+    from .stages import explain_program
 
     program = read_program(file, name)
     print(explain_program(program, read_declarations(param, tensor), device, backend))
@@ -129,7 +131,7 @@ def show(
 ) -> None:
     """Print a stage of compilation, from the surface tree to the kernels."""
     from .inputs import read_declarations, read_program
-    from .show import list_stages, show_stage
+    from .stages import list_stages, show_stage
 
     if stage == "list":
         print(list_stages())
@@ -167,8 +169,8 @@ def run(
 ) -> None:
     """Time a program on random inputs and hold it to the reference."""
     from .inputs import read_assignment, read_declarations, read_program
-    from .run import Shapes
-    from .run import run as work
+    from .running import Shapes
+    from .running import run as work
 
     program = read_program(file, name)
     shapes = Shapes(
@@ -203,7 +205,7 @@ def schema() -> None:
 @app.command()
 def doctor(json: Json = False) -> None:
     """Say which backends work here, and why others do not."""
-    from .doctor import doctor as work
+    from .diagnosis import doctor as work
 
     raise typer.Exit(work(json))
 
@@ -211,7 +213,7 @@ def doctor(json: Json = False) -> None:
 @cache_app.command("list")
 def cache_list() -> None:
     """One line an entry."""
-    from .cache import list_entries
+    from .caching import list_entries
 
     list_entries()
 
@@ -219,7 +221,7 @@ def cache_list() -> None:
 @cache_app.command("stats")
 def cache_stats() -> None:
     """Entries and bytes by kind."""
-    from .cache import print_stats
+    from .caching import print_stats
 
     print_stats()
 
@@ -235,7 +237,7 @@ def cache_path() -> None:
 @cache_app.command("clear")
 def cache_clear() -> None:
     """Remove all entries."""
-    from .cache import clear
+    from .caching import clear
 
     clear()
 
@@ -247,7 +249,7 @@ def cache_prune(
     ] = None,
 ) -> None:
     """Remove the least recently used entries beyond a size."""
-    from .cache import prune
+    from .caching import prune
 
     prune(limit)
 
@@ -258,8 +260,7 @@ def main() -> None:
         app()
     except AttnDSLError as error:
         print(error, file=sys.stderr)
-        # Read from the name: the class lies in a module that most commands need not import.
-        sys.exit(2 if type(error).__name__ == "UsageError" else 1)
+        sys.exit(2 if isinstance(error, UsageError) else 1)
     except BrokenPipeError:
         # The reader (head, a pager) has gone; nothing more may be written at exit either.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

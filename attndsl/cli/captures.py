@@ -9,7 +9,7 @@ import torch
 from attndsl.ir import SIZES, DType, Op
 from attndsl.passes.evaluate import Environment, evaluate
 
-from .inputs import UsageError
+from .usage import UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

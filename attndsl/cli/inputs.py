@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from attndsl.config import MAX_FILE, read_config
-from attndsl.errors import ArgumentError, ConfigError
+from attndsl.errors import ConfigError
 from attndsl.frontend.declare import Bound, TensorSpec
 from attndsl.source import Source
+
+from .usage import UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -21,10 +23,6 @@ if TYPE_CHECKING:
 CONFIG_SUFFIXES = (".yaml", ".yml", ".toml", ".json")
 _TENSOR = re.compile(r"\s*([A-Za-z_]\w*)\s*\[([^\]]*)\]\s*(?::\s*(int|float|bool))?\s*")
 _NAME = re.compile(r"[A-Za-z_]\w*")
-
-
-class UsageError(ArgumentError):
-    """The command itself was used wrongly: exit code 2."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,6 @@
 """Train a small character model whose attention comes from a configuration file.
 
-    python examples/char_model/train.py [--steps 350] [--device cuda] [--backend triton]
+    python examples/char_model/train.py [--steps 500] [--device cuda] [--backend triton]
 
 A transformer in plain torch; model.yaml says what each layer attends to. It reads Python's own
 documentation, shows its loss fall, and writes a few lines of its own with a key-value cache.
@@ -185,7 +185,7 @@ def mean(values: list[float]) -> float:
 def main(arguments: list[str] | None = None) -> int:
     """Train and write; 1 if the loss did not fall as it should."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=350)
+    parser.add_argument("--steps", type=int, default=500)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--backend", default="auto", help="auto, reference or triton")
     parser.add_argument("--write", type=int, default=400, help="characters to write at the end")

@@ -10,7 +10,7 @@ from attndsl.frontend.declare import Bound
 from attndsl.pipeline import lower, stages
 from attndsl.serialise import lowered_to_json
 
-from .inputs import UsageError
+from .usage import UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -15,8 +15,8 @@ import torch
 from attndsl.runtime.dispatch import choose_backend
 
 from .captures import check_dim_names, make_captures
-from .inputs import UsageError
-from .show import compile_program
+from .stages import compile_program
+from .usage import UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

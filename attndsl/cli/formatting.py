@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 
 from attndsl.frontend.format import format_source
 
-from .inputs import UsageError, is_config, read_text
+from .inputs import is_config, read_text
+from .usage import UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

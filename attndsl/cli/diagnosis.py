@@ -17,7 +17,7 @@ from attndsl.errors import AttnDSLError
 from attndsl.runtime.dispatch import BACKENDS, get_backend
 from attndsl.settings import read_settings
 
-from .cache import open_cache
+from .caching import open_cache
 
 _PACKAGES = ("torch", "triton", "lark", "sympy", "islpy", "numpy", "typer", "rich")
 

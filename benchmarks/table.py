@@ -1,0 +1,110 @@
+"""The tables of measured figures in README.md and docs/benchmarks.md, from the result files.
+
+python benchmarks/table.py           # print them
+python benchmarks/table.py --write   # put them between the marks in both files
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+BEGIN, END = "<!-- figures: begin (benchmarks/table.py --write) -->", "<!-- figures: end -->"
+COLUMNS = {"attndsl": "attndsl", "flex": "FlexAttention", "cudnn": "cuDNN", "fa2": "FA-2"}
+DIRECTIONS = {"forward": "forward", "backward": "backward"}
+
+
+def shapes(results: dict[str, Any]) -> list[tuple[int, ...]]:
+    """The shapes measured, in the order of the file."""
+    found = [tuple(row[key] for key in ("B", "H", "S", "D")) for row in results["rows"]]
+    return list(dict.fromkeys(found))
+
+
+def table(results: dict[str, Any], shape: tuple[int, ...]) -> str:
+    """Median milliseconds at one shape, a row a case; a dash where a system cannot run it."""
+    columns = {key: name for key, name in COLUMNS.items() if f"{key}_ms" in results["rows"][0]}
+    rows = {
+        (row["case"], row["direction"]): row
+        for row in results["rows"]
+        if tuple(row[key] for key in ("B", "H", "S", "D")) == shape
+    }
+    directions = [key for key in DIRECTIONS if any(found == key for _, found in rows)]
+    head = ["ms", *(f"{DIRECTIONS[d]}: {name}" for d in directions for name in columns.values())]
+    lines = [head, ["---"] + ["---:"] * (len(head) - 1)]
+    for case in dict.fromkeys(case for case, _ in rows):
+        cells = [
+            _ms(rows.get((case, d), {}).get(f"{key}_ms")) for d in directions for key in columns
+        ]
+        lines.append([case, *cells])
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def caption(results: dict[str, Any], shape: tuple[int, ...]) -> str:
+    """What was measured, on what, with which versions."""
+    batch, heads, length, dim = shape
+    versions = results["versions"]
+    cudnn = versions["cudnn"]
+    return (
+        f"Batch {batch}, {heads} heads, length {length}, head dim {dim}, bf16, on one "
+        f"{results['machine']}; {results['date']}; torch {versions['torch']}, "
+        f"Triton {versions['triton']}, cuDNN {cudnn // 10000}.{cudnn // 100 % 100}."
+    )
+
+
+def figures(results: dict[str, Any] | None, most: int | None = None) -> str:
+    """Tables with captions, of the first ``most`` shapes."""
+    if results is None:
+        return "No results are committed: `make bench` on a machine with a GPU writes them."
+    parts = [f"{caption(results, s)}\n\n{table(results, s)}" for s in shapes(results)[:most]]
+    return "\n\n".join(parts)
+
+
+def load() -> dict[str, Any] | None:
+    """The committed results of benchmarks/attention.py, if any."""
+    path = RESULTS / "attention.json"
+    return json.loads(path.read_text("utf-8")) if path.exists() else None
+
+
+def replace(text: str, part: str) -> str:
+    """``text`` with ``part`` between the marks.
+
+    Raises:
+        ValueError: It has not both marks, once each and in order.
+    """
+    before, begin, rest = text.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not begin or not end:
+        raise ValueError(f"the marks {BEGIN!r} and {END!r} are missing")
+    return f"{before}{BEGIN}\n\n{part}\n\n{END}{after}"
+
+
+def targets(results: dict[str, Any] | None) -> dict[Path, str]:
+    """What stands between the marks of each file."""
+    return {
+        ROOT / "README.md": figures(results, most=1),
+        ROOT / "docs" / "benchmarks.md": figures(results),
+    }
+
+
+def main() -> None:
+    """Print the tables, or write them into the files."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--write", action="store_true", help="change README.md and docs")
+    options = parser.parse_args()
+    for path, part in targets(load()).items():
+        if options.write:
+            path.write_text(replace(path.read_text("utf-8"), part), "utf-8")
+        else:
+            print(f"{path.relative_to(ROOT)}:\n\n{part}\n")
+
+
+def _ms(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3g}" if value < 100 else f"{value:.0f}"
+
+
+if __name__ == "__main__":
+    main()

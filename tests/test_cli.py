@@ -1,0 +1,319 @@
+import json
+import os
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import jsonschema
+import pytest
+
+from attndsl import cli
+from attndsl.cli import running
+
+ROOT = Path(__file__).parents[1]
+GOOD = "mask = causal() and q - kv < 8\n"
+BAD = "mask = causl() and q - kv < 8\nscore = score + missing\n"
+
+
+@pytest.fixture
+def attndsl(monkeypatch, capsys, tmp_path):
+    """``attndsl(*arguments, stdin=...)``: exit code, stdout, stderr; run in an empty folder."""
+    monkeypatch.chdir(tmp_path)
+
+    def call(*arguments, stdin=None):
+        monkeypatch.setattr(sys, "argv", ["attndsl", *map(str, arguments)])
+        if stdin is not None:
+            (tmp_path / "stdin").write_text(stdin)
+            monkeypatch.setattr(sys, "stdin", (tmp_path / "stdin").open())
+        code = 0
+        try:
+            cli.main()
+        except SystemExit as end:
+            code = end.code
+        if stdin is not None:
+            sys.stdin.close()
+        return code or 0, *capsys.readouterr()
+
+    return call
+
+
+@pytest.fixture
+def write(tmp_path):
+    """``write(name, text)``: a file's name, in the folder that commands run in."""
+
+    def make(name, text):
+        (tmp_path / name).write_bytes(text.encode())
+        return name
+
+    return make
+
+
+def test_version_and_help(attndsl):
+    code, out, _ = attndsl("--version")
+    assert (code, out) == (0, "attndsl 0.1.0\n")
+    code, out, _ = attndsl("--help")
+    assert code == 0
+    for name in ("check", "fmt", "explain", "show", "run", "cache", "schema", "doctor"):
+        assert f"\n  {name} " in out
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("chek",),
+        ("check",),
+        ("check", "nowhere.attn"),
+        ("check", "--jsn", "-"),
+        ("run", "-", "--batch", "0"),
+        ("show", "-", "--stage", "sorce"),
+        ("check", "-", "-p", "window"),
+        ("check", "-", "-p", "7=7"),
+        ("check", "-", "-t", "gain(heads)"),
+        ("run", "-", "--dtype", "fp8"),
+        ("run", "-", "--device", "cuda:99"),
+        ("run", "-", "--dim", "n=3"),
+        ("run", "-", "--batch", "64", "--q-len", "100000"),
+        ("fmt", "model.yaml"),
+        ("explain", "two.yaml"),
+        ("explain", "two.yaml", "--name", "c"),
+    ],
+)
+def test_wrong_use_exits_with_2(attndsl, write, arguments):
+    write("model.yaml", "a: q >= kv\n")
+    write("two.yaml", "a: q >= kv\nb: q >= kv\n")
+    code, out, err = attndsl(*arguments, stdin="q >= kv")
+    assert code == 2
+    assert out == ""
+    assert err.strip()
+    assert "Traceback" not in err
+
+
+def test_check_passes_what_is_right(attndsl, write):
+    config = 'a: causal()\nb:\n  program: "q - kv < w"\n  params: {w: 3}\n'
+    code, out, _ = attndsl("check", write("a.attn", GOOD), write("b.yaml", config))
+    assert (code, out) == (0, "3 programs: no errors\n")
+    assert attndsl("check", "-", stdin="q >= kv")[:2] == (0, "1 program: no errors\n")
+
+
+def test_check_names_every_error_and_its_place(attndsl, write):
+    code, out, _ = attndsl("check", write("bad.attn", BAD), write("good.attn", GOOD))
+    assert code == 1
+    assert "bad.attn:1:8: there is no function 'causl'" in out
+    assert "did you mean 'causal'" in out
+    assert "bad.attn:2:17: 'missing'" in out
+    assert out.endswith("2 programs: 2 errors\n")
+
+
+def test_check_goes_on_after_a_damaged_configuration(attndsl, write):
+    code, out, _ = attndsl("check", write("a.yaml", "- 1\n"), write("b.attn", BAD))
+    assert code == 1
+    assert "a.yaml" in out
+    assert out.endswith("1 program: 3 errors\n")
+
+
+def test_check_as_json(attndsl, write):
+    code, out, _ = attndsl("check", "--json", write("bad.attn", BAD))
+    found = json.loads(out)
+    assert (code, found["ok"], found["programs"]) == (1, False, 1)
+    first = found["errors"][0]
+    assert {key: first[key] for key in ("file", "line", "column", "end_line", "end_column")} == {
+        "file": "bad.attn", "line": 1, "column": 8, "end_line": 1, "end_column": 15,
+    }  # fmt: skip
+    assert first["kind"] == "NameResolutionError"
+    assert "causal" in first["hint"]
+    code, out, _ = attndsl("check", "--json", write("good.attn", GOOD))
+    assert (code, json.loads(out)) == (0, {"ok": True, "programs": 1, "errors": []})
+
+
+def test_names_declared_on_the_command_line(attndsl, write):
+    file = write("a.attn", "mask = q - kv < window\nscore = gain[h] * score")
+    assert attndsl("check", file)[0] == 1
+    declared = ("-p", "window=8", "-t", "gain[heads]: float")
+    assert attndsl("check", file, *declared)[0] == 0
+    code, out, _ = attndsl("show", file, *declared)
+    assert code == 0
+    assert "q - kv < 8" in out
+    assert "tensor gain[heads]: float" in out
+
+
+def test_errors_of_a_configuration_name_its_lines(attndsl, write):
+    text = "good: causal()\nbad:\n  program: |\n    # a comment\n    mask = causl()\n"
+    code, out, _ = attndsl("check", write("a.yaml", text))
+    assert code == 1
+    assert "a.yaml:5:" in out
+
+
+def test_fmt_in_place_check_and_diff(attndsl, write, tmp_path):
+    file = write("a.attn", "mask=q>=kv  # causal\n")
+    code, out, _ = attndsl("fmt", "--check", file)
+    assert (code, out) == (1, "would reformat a.attn\n")
+    code, out, _ = attndsl("fmt", "--diff", file)
+    assert code == 1
+    assert "-mask=q>=kv  # causal\n" in out
+    assert (tmp_path / file).read_text() == "mask=q>=kv  # causal\n"
+    assert attndsl("fmt", file)[:2] == (0, "reformatted a.attn\n")
+    assert (tmp_path / file).read_text() == "mask = q >= kv  # causal\n"
+    assert attndsl("fmt", file)[:2] == (0, "")
+    assert attndsl("fmt", "--check", "--diff", file)[:2] == (0, "")
+    assert attndsl("fmt", "-", stdin="q>=kv")[:2] == (0, "q >= kv\n")
+
+
+def test_fmt_leaves_a_program_with_errors_alone(attndsl, write, tmp_path):
+    code, out, err = attndsl("fmt", write("a.attn", "mask = (q >= kv\n"))
+    assert (code, out) == (1, "")
+    assert "a.attn:1:" in err
+    assert (tmp_path / "a.attn").read_text() == "mask = (q >= kv\n"
+
+
+@pytest.mark.parametrize(
+    ("stage", "part"),
+    [
+        ("tree", "Assign("),
+        ("ir", "where("),
+        ("simplified", "where("),
+        ("split", "mask = kv <= q"),
+        ("derivative", "d score / d score"),
+        ("plan", "forward:"),
+        ("json", '"nodes"'),
+        ("source", "def attention_forward"),
+        ("source-backward", "def attention_backward_kv"),
+    ],
+)
+def test_show_prints_every_stage(attndsl, write, stage, part):
+    program = "score = where(q >= kv, 2 * score, -inf)"
+    code, out, _ = attndsl("show", write("a.attn", program), "--stage", stage)
+    assert code == 0
+    assert part in out
+    assert f"\n{stage} " in "\n" + attndsl("show", "a.attn", "--stage", "list")[1]
+
+
+def test_explain(attndsl, write):
+    code, out, _ = attndsl("explain", write("a.yaml", "a: q >= kv\nb: score\n"), "--name", "a")
+    assert code == 0
+    assert "reference on cpu" in out
+
+
+def test_run_times_and_checks(attndsl, write):
+    text = (
+        "param cap: float\ntensor doc[batch, kv_len]: int\ntensor lengths[batch]: int\n"
+        "tensor gain[heads]: float\ntensor seen[n]: bool\ntensor near[heads, 2 * kv_len]: float\n"
+        "mask = doc[b, q] == doc[b, kv] and kv < lengths[b] and (seen[kv % 4] or q == kv)\n"
+        "score = softcap(cap) * gain[h] + near[h, q - kv + kv_len]"
+    )
+    arguments = (
+        "run", write("a.attn", text), "-p", "cap=20.0", "--dim", "n=4", "--batch", 2, "--heads", 4,
+        "--kv-heads", 2, "--q-len", 24, "--head-dim", 16, "--value-dim", 8, "--backward",
+    )  # fmt: skip
+    code, out, _ = attndsl(*arguments)
+    assert code == 0, out
+    for part in ("reference on cpu", "forward", "backward", "out", "dq", "dk", "dv", "ok"):
+        assert part in out
+    assert "\x1b" not in out
+    code, out, _ = attndsl(*arguments, "--json")
+    found = json.loads(out)
+    assert (code, found["ok"], found["backend"]) == (0, True, "reference")
+    assert [each["direction"] for each in found["timings"]] == ["forward", "backward"]
+    assert all(each["ms"] > 0 and each["tflops"] > 0 for each in found["timings"])
+
+
+def test_run_can_leave_the_check_out(attndsl, write):
+    code, out, _ = attndsl("run", write("a.attn", GOOD), "--no-check", "--q-len", 16)
+    assert code == 0
+    assert "not checked" in out
+
+
+def test_run_fails_when_the_result_is_wrong(attndsl, write, monkeypatch):
+    right = running._call
+
+    def wrong(attention, *rest):
+        found = right(attention, *rest)
+        return found if attention.backend == "reference" else {"out": found["out"] * 1.01}
+
+    monkeypatch.setattr(running, "_call", wrong)
+    code, out, _ = attndsl("run", write("a.attn", GOOD), "--q-len", 16)
+    assert code == 1
+    assert "FAILED" in out
+
+
+def test_run_reports_the_programs_errors(attndsl, write):
+    code, out, err = attndsl("run", write("bad.attn", BAD))
+    assert (code, out) == (1, "")
+    assert "bad.attn:2:17" in err
+
+
+def test_cache_commands(attndsl, write, tmp_path, monkeypatch):
+    monkeypatch.setenv("ATTNDSL_CACHE_DIR", str(tmp_path / "cache"))
+    assert attndsl("cache", "path")[1] == f"{tmp_path / 'cache'}\n"
+    assert "entries  0" in attndsl("cache", "stats")[1]
+    attndsl("explain", write("a.attn", "q - kv < 1234"))
+    assert "program" in attndsl("cache", "list")[1]
+    assert "entries  1" in attndsl("cache", "stats")[1]
+    assert attndsl("cache", "prune", "--limit", "10")[1] == "removed 0 entries\n"
+    assert attndsl("cache", "prune", "--limit", "0")[1] == "removed 1 entries\n"
+    attndsl("explain", write("b.attn", "q - kv < 4321"))
+    assert attndsl("cache", "clear")[1].startswith("removed ")
+    assert attndsl("cache", "list")[1] == ""
+
+
+def test_schema_describes_the_examples(attndsl):
+    import yaml
+
+    code, out, _ = attndsl("schema")
+    assert code == 0
+    schema = json.loads(out)
+    jsonschema.Draft202012Validator.check_schema(schema)
+    for path in sorted(ROOT.glob("examples/**/*.yaml")):
+        jsonschema.validate(yaml.safe_load(path.read_text()), schema)
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate({"a": {"programm": "q >= kv"}}, schema)
+
+
+def test_doctor(attndsl):
+    code, out, _ = attndsl("doctor")
+    assert code == 0
+    assert "reference  cpu      works" in out
+    found = json.loads(attndsl("doctor", "--json")[1])
+    assert found["backends"]["reference"]["cpu"] is None
+    assert found["versions"]["attndsl"] == "0.1.0"
+    assert found["cache"]["writable"]
+
+
+def _process(*arguments, **options):
+    command = [sys.executable, "-c", "from attndsl.cli import main; main()", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, **options)
+
+
+def test_check_is_quick():
+    # It takes about 0.3 s. Processor seconds, with room to spare: other tests run beside this one.
+    file = str(ROOT / "examples" / "model.yaml")
+    spent = []
+    for _ in range(3):
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        assert _process("check", file).returncode == 0
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        spent.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+    assert min(spent) < 1.0
+
+
+def test_a_reader_that_leaves_early_is_no_error():
+    code = (
+        "import subprocess, sys\n"
+        "run = [sys.executable, '-c', 'from attndsl.cli import main; main()', 'show', '-',"
+        " '--stage', 'tree']\n"
+        "p = subprocess.Popen(run, stdin=subprocess.PIPE, stdout=subprocess.PIPE,"
+        " stderr=subprocess.PIPE, text=True)\n"
+        "p.stdout.close()\n"
+        "p.stdin.write('; '.join(f'a{i} = {i}' for i in range(400)) + '; q >= kv')\n"
+        "p.stdin.close()\n"
+        "print(p.wait(), p.stderr.read())"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert "Traceback" not in done.stdout
+    assert "Exception" not in done.stdout
+
+
+def test_the_command_is_installed():
+    command = Path(sys.executable).with_name("attndsl")
+    done = subprocess.run([command, "--version"], capture_output=True, text=True, env=os.environ)
+    assert done.stdout == "attndsl 0.1.0\n"
