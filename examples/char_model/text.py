@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import itertools
 import sysconfig
 import warnings
 from importlib import metadata
@@ -18,7 +19,7 @@ _SHORTEST = 80
 _SKIPPED = {"site-packages", "test", "tests", "idlelib", "lib2to3", "__pycache__"}
 
 
-def gather(most: int = 1_500_000) -> str:
+def gather(most: int = 800_000) -> str:
     """Up to ``most`` characters of :data:`ALPHABET`, the same each time on one machine.
 
     Standard library documentation in the order of its files, then licences of installed packages in
@@ -27,7 +28,7 @@ def gather(most: int = 1_500_000) -> str:
     seen: set[str] = set()
     pieces: list[str] = []
     size = 0
-    for piece in (*_documentation(), *_licences()):
+    for piece in itertools.chain(_documentation(), _licences()):
         kept = "".join(c for c in inspect.cleandoc(piece) if c in ALPHABET).strip()
         if len(kept) < _SHORTEST or kept in seen:
             continue

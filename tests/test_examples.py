@@ -1,0 +1,79 @@
+import re
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+SCRIPTS = sorted(path.stem for path in EXAMPLES.glob("*.py") if path.stem != "picture")
+
+
+def test_every_variant_has_an_example():
+    expected = (
+        "alibi block_diffusion causal dilated lengths neighbourhood_2d packed_documents prefix_lm "
+        "relative_bias sliding_window soft_cap"
+    )
+    assert expected.split() == SCRIPTS
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_examples_run_and_verify_themselves(name, monkeypatch, capsys):
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    monkeypatch.delitem(sys.modules, "picture", raising=False)
+    runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
+    out = capsys.readouterr().out
+    # Each compares itself with something written another way, and shows what it did.
+    assert re.search(r"difference.*: \d\.\de-\d\d", out)
+    assert len(out.splitlines()) > 15
+
+
+@pytest.fixture
+def train(monkeypatch):
+    """The character model's script, as names."""
+    folder = EXAMPLES / "char_model"
+    monkeypatch.syspath_prepend(str(folder))
+    monkeypatch.delitem(sys.modules, "text", raising=False)
+    return runpy.run_path(str(folder / "train.py"))
+
+
+def test_the_character_model_learns(train, capsys):
+    assert train["main"](["--steps", "12", "--write", "20", "--device", "cpu"]) == 0
+    out = capsys.readouterr().out
+    size = int(re.search(r"text: (\d+) characters", out)[1])
+    assert size >= 200_000
+    start, end = map(float, re.search(r"([\d.]+) at first, ([\d.]+) at the end", out).groups())
+    assert end < 0.95 * start
+    assert "\x1b" not in out
+    assert out.split("written by the model:\n")[1].startswith("Return the ")
+
+
+def test_the_character_model_says_when_it_does_not_learn(train, monkeypatch, capsys):
+    monkeypatch.setitem(train["main"].__globals__, "LEARNING_RATE", 0.0)
+    assert train["main"](["--steps", "10", "--write", "1", "--device", "cpu"]) == 1
+    assert "did not fall" in capsys.readouterr().err
+
+
+def test_the_text_is_the_same_every_time(train):
+    gather = sys.modules["text"].gather
+    short = gather(30_000)
+    assert short == gather(30_000)
+    assert len(short) == 30_000
+    assert len(set(short.split("\n\n"))) > 20
+
+
+def test_generation_with_a_cache_equals_generation_without(train):
+    import torch
+
+    model = train["Model"]("auto").eval()
+    text = torch.randint(0, 90, (1, 40))
+    caches = [[] for _ in model.layers]
+    with torch.no_grad():
+        whole = model(text)
+        parts = torch.cat([model(text[:, i : i + 10], caches) for i in range(0, 40, 10)], 1)
+    torch.testing.assert_close(parts, whole, atol=1e-4, rtol=1e-4)
+
+
+def test_the_curve_falls_with_the_losses(train):
+    assert train["curve"]([4.0, 3.0, 2.0, 1.0]) == "█▆▃▁"
+    assert len(train["curve"]([1.0] * 500)) == 60
