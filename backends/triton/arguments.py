@@ -34,9 +34,15 @@ class Layout:
     """batch, heads, kv_heads, q_len, kv_len."""
 
 
-def block_width(head_dim: int) -> int:
-    """Columns of a tile that holds rows of ``head_dim`` elements."""
-    return max(16, int(triton.next_power_of_2(head_dim)))
+def block_widths(special: Specialisation) -> tuple[int, int]:
+    """Columns of the tiles that hold rows of q and k, and of v."""
+    d = max(16, int(triton.next_power_of_2(special.head_dim)))
+    dv = max(16, int(triton.next_power_of_2(special.value_dim)))
+    if not special.aligned:
+        # Triton 3.6 multiplies by wrong elements of v where its tile is narrower than k's and its
+        # rows cannot be copied asynchronously; tiles of one width are right.
+        d = dv = max(d, dv)
+    return d, dv
 
 
 def arguments_of(
@@ -55,11 +61,12 @@ def arguments_of(
         upcast: Whether bf16 products run in fp32 (the interpreter's own are wrong).
         more: Constants of this kernel alone.
     """
+    block_d, block_dv = block_widths(special)
     constants: dict[str, int | str | bool | None] = {
         "D": special.head_dim,
         "DV": special.value_dim,
-        "BLOCK_D": block_width(special.head_dim),
-        "BLOCK_DV": block_width(special.value_dim),
+        "BLOCK_D": block_d,
+        "BLOCK_DV": block_dv,
         "Q_KIND": special.q_kind,
         "KV_KIND": special.kv_kind,
         "PRECISION": precision,
@@ -114,10 +121,11 @@ def _capture_types(special: Specialisation) -> dict[str, Argument]:
             add(f"size{dim}_{name}", "i32")
             add(f"stride{dim}_{name}", "i64" if capture.wide else "i32", aligned)
             add(f"gstride{dim}_{name}", "i64")
-        add(f"g_{name}", "*fp32", aligned=True)
+        large = name in special.large_gradients
+        add(f"g_{name}", "*fp32" if large else "*fp64", aligned=True)
     for param in special.params:
         add(param.argument, param.type)
-        add(f"g_{param.name}", "*fp32", aligned=True)
+        add(f"g_{param.name}", "*fp64", aligned=True)
     for dim_name in special.dim_names:
         add(f"n_{dim_name}", "i32")
     return found

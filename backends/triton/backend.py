@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,11 +15,11 @@ from attndsl.passes.widths import POSITION_LIMIT
 
 from ..base import Gradients
 from ..key import KernelKey, source_fingerprint, version_of
-from .arguments import Layout, arguments_of, block_width, capture_arguments, origin
+from .arguments import Layout, arguments_of, block_widths, capture_arguments, origin
 from .compile import Executable, build, is_interpreted, load_module, record, restore
 from .generate import generate_backward, generate_forward
 from .library import STATISTICS_PADDING, row_statistics
-from .specialise import Specialisation, specialise, strides
+from .specialise import LARGE_GRADIENT, Specialisation, specialise, strides, with_gradients
 from .tiles import INTERPRETED, candidates, shared_memory_of
 
 if TYPE_CHECKING:
@@ -162,11 +162,16 @@ class TritonBackend:
         batch, heads, q_len, _ = q.shape
         if grad_out.numel() and grad_out.stride(-1) != 1:
             grad_out = grad_out.contiguous()
+        large = {name for name in wants.tensors if call.tensors[name].numel() >= LARGE_GRADIENT}
         buffers = {
-            name: torch.zeros(call.tensors[name].shape, dtype=torch.float32, device=q.device)
+            name: torch.zeros(
+                call.tensors[name].shape,
+                dtype=torch.float32 if name in large else torch.float64,
+                device=q.device,
+            )
             for name in sorted(wants.tensors)
         } | {
-            name: torch.zeros((), dtype=torch.float32, device=q.device)
+            name: torch.zeros((), dtype=torch.float64, device=q.device)
             for name in sorted(wants.params)
         }
         dq = (
@@ -354,8 +359,7 @@ class TritonBackend:
         kernel = "backward_q" if name == "row_statistics" else name
         return candidates(
             kernel,
-            block_width(special.head_dim),
-            block_width(special.value_dim),
+            *block_widths(special),
             size,
             _shared_memory(target, device),
         )
@@ -365,13 +369,7 @@ def _special(
     lowered: Lowered, call: Call, grads: tuple[torch.Tensor, ...], wants: Wants | None
 ) -> Specialisation:
     special = specialise(lowered.program, call, *grads)
-    if wants is None:
-        return special
-    return replace(
-        special,
-        tensor_gradients=tuple(sorted(wants.tensors)),
-        param_gradients=tuple(sorted(wants.params)),
-    )
+    return special if wants is None else with_gradients(special, call, wants.tensors, wants.params)
 
 
 def _signature(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,11 +13,11 @@ from triton.backends.compiler import GPUTarget
 from attndsl.ir import SIZES, DType
 
 from ..base import Call
-from .arguments import arguments_of, block_width
+from .arguments import arguments_of, block_widths
 from .compile import build, load_module
 from .generate import generate_backward, generate_forward
 from .library import row_statistics
-from .specialise import specialise
+from .specialise import specialise, with_gradients
 from .tiles import candidates, shared_memory_of
 
 if TYPE_CHECKING:
@@ -86,11 +86,7 @@ def kernel_source(lowered: Lowered, call: Call, direction: str, wants: Wants) ->
     special = specialise(lowered.program, call)
     if direction == "forward":
         return generate_forward(lowered, special)
-    special = replace(
-        special,
-        tensor_gradients=tuple(sorted(wants.tensors)),
-        param_gradients=tuple(sorted(wants.params)),
-    )
+    special = with_gradients(special, call, wants.tensors, wants.params)
     return generate_backward(lowered, special)
 
 
@@ -133,8 +129,7 @@ def cross_compile(
             arguments = arguments_of(function, special, "ieee", upcast=False, more=more)
             chosen = (configs or {}).get(name) or candidates(
                 "backward_q" if name == "row_statistics" else name,
-                block_width(special.head_dim),
-                block_width(special.value_dim),
+                *block_widths(special),
                 4 if special.dtype == "fp32" else 2,
                 shared,
             )

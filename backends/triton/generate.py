@@ -234,7 +234,9 @@ def _gradient_body(lowered: Lowered, special: Specialisation) -> tuple[list[str]
             lines.append(f"tl.atomic_add(g_{name} + {offset}, tl.sum({part}, 0, keep_dims=True))")
         else:
             total = f"tl.sum(tl.sum({part}, 1, keep_dims=True), 0, keep_dims=True)"
-            lines.append(f"tl.atomic_add(g_{name} + ({offset} + tl.zeros([1, 1], tl.int32)), {total})")
+            lines.append(
+                f"tl.atomic_add(g_{name} + ({offset} + tl.zeros([1, 1], tl.int32)), {total})"
+            )
     for item in params:
         lines.append(
             f"tl.atomic_add(g_{item.name}, tl.sum(dscore * {printer.operand(item.factor)}))"

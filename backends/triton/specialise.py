@@ -6,7 +6,7 @@ that change the code: whether addresses are aligned, and whether offsets need 64
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -79,6 +79,8 @@ class Specialisation:
     negative_scale: bool = False
     tensor_gradients: tuple[str, ...] = ()
     param_gradients: tuple[str, ...] = ()
+    large_gradients: tuple[str, ...] = ()
+    """Tensor gradients that are added up in fp32: too large for fp64, and rarely hit twice."""
 
     def names(self) -> Names:
         """What the expression printer needs."""
@@ -113,6 +115,24 @@ def specialise(program: Program, call: Call, *grads: torch.Tensor) -> Specialisa
         aligned=all(_aligned(t, strides(t)) for t in operands),
         negative_scale=call.scale < 0,
         wide_rows=any(strides(t)[2] * _MAX_ROWS >= 1 << 31 for t in operands),
+    )
+
+
+LARGE_GRADIENT = 1 << 22
+"""Elements from which a gradient is added up in fp32; smaller ones are in fp64, since thousands of
+parts may meet in one element."""
+
+
+def with_gradients(
+    special: Specialisation, call: Call, tensors: frozenset[str], params: frozenset[str]
+) -> Specialisation:
+    """``special`` for a backward that adds up these gradients."""
+    large = {name for name in tensors if call.tensors[name].numel() >= LARGE_GRADIENT}
+    return replace(
+        special,
+        tensor_gradients=tuple(sorted(tensors)),
+        param_gradients=tuple(sorted(params)),
+        large_gradients=tuple(sorted(large)),
     )
 
 
