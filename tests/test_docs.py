@@ -1,0 +1,235 @@
+"""Every snippet of the documentation runs, and what it says of the project is so."""
+
+import contextlib
+import importlib.util
+import io
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from attndsl import errors
+from attndsl.config import read_config
+from attndsl.errors import AttnDSLError
+from attndsl.frontend import read
+from attndsl.frontend.format import format_source
+from attndsl.frontend.functions import FLOAT_FUNCTIONS, NAMES
+from attndsl.frontend.prelude import prelude_names
+from attndsl.source import Source
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+FENCE = re.compile(r"^```(\w*)([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+KINDS = {"attn", "python", "yaml", "console", "shell", "text"}
+
+
+def _snippets(kind):
+    """Snippets of one kind: page, rest of the info string, text."""
+    return [
+        pytest.param(page, info.strip(), text, id=f"{page.stem}-{number}")
+        for page in PAGES
+        for number, (found, info, text) in enumerate(FENCE.findall(page.read_text("utf-8")))
+        if found == kind
+    ]
+
+
+def _script(name):
+    """A script of benchmarks/ as a module."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / "benchmarks" / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_every_snippet_is_of_a_kind_that_is_run(page):
+    text = page.read_text("utf-8")
+    assert text.count("\n```") == 2 * len(FENCE.findall(text))
+    assert {kind for kind, _, _ in FENCE.findall(text)} <= KINDS
+
+
+@pytest.mark.parametrize(("page", "info", "text"), _snippets("attn"))
+def test_programs(page, info, text):
+    if info == "error":
+        with pytest.raises(AttnDSLError):
+            read(Source(text), {})
+        return
+    assert info == ""
+    read(Source(text), {})
+
+
+@pytest.mark.parametrize("path", sorted(ROOT.glob("examples/*.attn")), ids=lambda p: p.name)
+def test_example_programs(path):
+    read(Source(path.read_text("utf-8")), {})
+    assert format_source(path.read_text("utf-8")) == path.read_text("utf-8")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_python(page, tmp_path, monkeypatch):
+    # One after the other in one namespace, as they are read; yaml before them is their model.yaml.
+    monkeypatch.chdir(tmp_path)
+    names = {"__name__": "__main__"}
+    for kind, _, text in FENCE.findall(page.read_text("utf-8")):
+        if kind == "yaml":
+            (tmp_path / "model.yaml").write_text(text)
+        elif kind == "python":
+            with contextlib.redirect_stdout(io.StringIO()):
+                exec(compile(text, page.name, "exec"), names)
+
+
+@pytest.mark.parametrize(("page", "info", "text"), _snippets("yaml"))
+def test_configurations(page, info, text, tmp_path):
+    path = tmp_path / "model.yaml"
+    path.write_text(text)
+    entries = read_config(path)
+    assert entries
+    for entry in entries:
+        declared = {name: _bound(value) for name, value in entry.params.items()}
+        read(Source(entry.text), declared)
+
+
+def _bound(value):
+    from attndsl.frontend import Bound
+
+    return Bound(value)
+
+
+@pytest.mark.parametrize(("page", "info", "text"), _snippets("console"))
+def test_sessions(page, info, text, tmp_path):
+    shutil.copy(ROOT / "examples" / "gemma2.attn", tmp_path)
+    for kind, _, yaml in FENCE.findall(page.read_text("utf-8")):
+        if kind == "yaml":
+            (tmp_path / "model.yaml").write_text(yaml)
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    for part in re.split(r"^\$ ", text, flags=re.MULTILINE)[1:]:
+        command, _, expected = part.partition("\n")
+        done = subprocess.run(
+            ["bash", "-c", command], cwd=tmp_path, env={**os.environ, "PATH": path},
+            capture_output=True, text=True,
+        )  # fmt: skip
+        out = done.stdout + done.stderr
+        wanted = re.escape(expected.replace("[exit code 1]\n", "")).replace("\\.\\.\\.\\\n", ".*")
+        code = 1 if "[exit code 1]" in expected else 0
+        assert re.fullmatch(wanted, out, re.DOTALL), f"{command}\n{out}"
+        assert done.returncode == code, f"{command}\n{out}"
+        assert "Traceback" not in out
+
+
+@pytest.mark.parametrize(("page", "info", "text"), _snippets("shell"))
+def test_shell_commands_exist(page, info, text):
+    # They set up environments and take minutes: what they name must exist.
+    targets = re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    for line in text.splitlines():
+        words = line.split()
+        if words[0] == "make":
+            assert words[1] in targets
+        else:
+            assert words[0] == ".venv/bin/python", line
+            assert (ROOT / words[1]).exists(), line
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_links_lead_somewhere(page):
+    text = FENCE.sub("", page.read_text("utf-8"))
+    for target in re.findall(r"\]\(([^)]+)\)", text):
+        if target.startswith("https://"):
+            continue
+        name, _, anchor = target.partition("#")
+        path = page.parent / name if name else page
+        assert path.exists(), target
+        if anchor:
+            heads = re.findall(r"^#+ (.*)$", path.read_text("utf-8"), re.MULTILINE)
+            assert anchor in [head.lower().replace(" ", "-").replace("`", "") for head in heads]
+
+
+def test_the_language_reference_names_everything():
+    text = (ROOT / "docs" / "language.md").read_text("utf-8")
+    words = set(re.findall(r"\w+", text))
+    assert set(prelude_names()) <= words
+    assert set(NAMES) | set(FLOAT_FUNCTIONS) <= words
+    counts = re.search(r"(\d+) prelude functions", (ROOT / "README.md").read_text("utf-8"))
+    assert int(counts[1]) == len(prelude_names())
+
+
+def test_the_guide_names_every_error_class():
+    text = (ROOT / "docs" / "guide.md").read_text("utf-8")
+    for name, found in vars(errors).items():
+        if isinstance(found, type) and issubclass(found, AttnDSLError):
+            assert f"`{name}`" in text or f"attndsl.{name}" in text, name
+
+
+def test_the_limits_in_the_reference_are_those_of_the_code():
+    from attndsl.frontend import limits
+
+    text = (ROOT / "docs" / "language.md").read_text("utf-8").partition("## Limits")[2]
+    numbers = [int(number) for number in re.findall(r"\d+", text)]
+    assert numbers == [
+        limits.MAX_SOURCE, limits.MAX_STATEMENTS, limits.MAX_NESTING, limits.MAX_EXPANSIONS,
+        limits.MAX_ERRORS,
+    ]  # fmt: skip
+
+
+def test_the_figures_are_those_of_the_result_file(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    table = _script("table")
+    for path, part in table.targets(table.load()).items():
+        text = path.read_text("utf-8")
+        assert table.replace(text, part) == text, "run benchmarks/table.py --write"
+
+
+def test_the_table_shows_what_the_file_says(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    table = _script("table")
+    row = {"case": "full", "dtype": "bf16", "B": 1, "H": 2, "Hkv": 2, "S": 8, "D": 4}
+    row |= {"cudnn_ms": None, "fa2_ms": 9.0}
+    rows = [
+        row | {"direction": "forward", "attndsl_ms": 1.234, "flex_ms": 2.0},
+        row | {"direction": "backward", "attndsl_ms": 123.4, "flex_ms": 0.5},
+    ]
+    results = {"machine": "GPU", "date": "2000-01-01", "rows": rows}
+    results["versions"] = {"torch": "1", "triton": "2", "cudnn": 91900}
+    text = table.figures(results)
+    assert "| full | 1.23 | 2 | - | 9 | 123 | 0.5 | - | 9 |" in text
+    assert (
+        "length 8, head dim 4, bf16, on one GPU; 2000-01-01; torch 1, Triton 2, cuDNN 9.19" in text
+    )
+    assert table.figures(None).startswith("No results")
+    with pytest.raises(ValueError, match="missing"):
+        table.replace("no marks", "x")
+
+
+def test_the_picture_shows_every_panel(monkeypatch):
+    spec = importlib.util.spec_from_file_location("pictures", ROOT / "docs" / "pictures.py")
+    pictures = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "pictures", pictures)
+    spec.loader.exec_module(pictures)
+    now, then = pictures.picture(), (ROOT / "docs" / "pictures.svg").read_text("utf-8")
+    # Shades may round differently elsewhere; what is drawn may not.
+    strip = re.compile(r'<rect x="\d+"[^>]*>')
+    assert strip.sub("", now).split() == strip.sub("", then).split()
+    for panel in pictures.PANELS:
+        assert panel.title in then
+
+
+def test_every_prelude_function_is_measured(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    frontend = _script("frontend")
+    assert set(frontend.PROGRAMS) == set(prelude_names())
+    for name, text in frontend.PROGRAMS.items():
+        assert f"{name}(" in text
+    row = frontend.measure("causal", "causal()")
+    assert row["read_us"] > 0
+    assert row["lower_us"] > 0
+
+
+def test_result_files_have_the_documented_form():
+    for path in sorted((ROOT / "benchmarks" / "results").glob("*.json")):
+        found = json.loads(path.read_text("utf-8"))
+        assert set(found) == {"benchmark", "machine", "date", "versions", "rows"}, path
+        assert {"python", "torch", "triton", "cudnn", "attndsl", "commit"} <= set(found["versions"])
+        assert found["rows"], path

@@ -1,0 +1,149 @@
+"""What is installed is all that is needed, as a wheel and as an editable installation."""
+
+import os
+import shutil
+import subprocess
+import sys
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+SETTINGS = tomllib.loads((ROOT / "pyproject.toml").read_text())
+FOLDERS = {"attndsl": "attndsl", "backends": "attndsl.backends", "grammar": "attndsl.grammar"}
+DATA = {".lark", ".attn", ".json", ".typed"}
+USE = """
+import sys, torch, attndsl
+assert attndsl.__file__.startswith(sys.argv[1]), attndsl.__file__
+attn = attndsl.compile("causal() and q - kv < window", window=3)
+q = k = v = torch.randn(1, 1, 5, 4)
+assert attn(q, k, v).shape == q.shape
+assert "def attention_forward" in attn.source()
+"""
+
+
+def _packages():
+    """Every package by name, and its folder."""
+    found = {}
+    for folder, package in FOLDERS.items():
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            parts = path.parent.relative_to(ROOT / folder).parts
+            found[".".join([package, *parts])] = path.parent
+    return found
+
+
+def test_every_package_is_listed():
+    listed = SETTINGS["tool"]["setuptools"]["packages"]
+    assert sorted(listed) == sorted(_packages())
+
+
+def test_every_package_is_marked_as_one():
+    for name, folder in _packages().items():
+        assert (folder / "__init__.py").exists(), name
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory):
+    """The project's wheel, built from a copy of what git would hold."""
+    folder = tmp_path_factory.mktemp("wheel")
+    skipped = shutil.ignore_patterns("__pycache__")
+    for name in FOLDERS:
+        shutil.copytree(ROOT / name, folder / "source" / name, ignore=skipped)
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, folder / "source")
+    command = [
+        sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation",
+        "--wheel-dir", folder, folder / "source",
+    ]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    (found,) = folder.glob("*.whl")
+    return found
+
+
+@pytest.fixture(scope="module")
+def installed(wheel, tmp_path_factory):
+    """The folder that the wheel is installed into, alone."""
+    folder = tmp_path_factory.mktemp("site")
+    command = [
+        sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index",
+        "--target", folder, wheel,
+    ]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+def test_the_wheel_holds_every_module_and_data_file(wheel):
+    names = set(zipfile.ZipFile(wheel).namelist())
+    for folder, package in FOLDERS.items():
+        for path in (ROOT / folder).rglob("*"):
+            if path.suffix in DATA | {".py"}:
+                inside = "/".join([*package.split("."), *path.relative_to(ROOT / folder).parts])
+                assert inside in names, f"the wheel lacks {inside}"
+
+
+def test_the_wheel_holds_nothing_else(wheel):
+    for name in zipfile.ZipFile(wheel).namelist():
+        top = name.split("/")[0]
+        assert top == "attndsl" or top.endswith(".dist-info"), name
+
+
+def _run(arguments, folder, cwd):
+    # Without site's .pth files of this checkout's own installation coming first.
+    env = {**os.environ, "PYTHONPATH": str(folder), "ATTNDSL_CACHE_DIR": str(cwd / "cache")}
+    return subprocess.run(
+        [sys.executable, *arguments], cwd=cwd, env=env, capture_output=True, text=True
+    )
+
+
+def test_the_installed_wheel_works_from_an_empty_folder(installed, tmp_path):
+    done = _run(["-c", USE, str(installed)], installed, tmp_path)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("text", "code"), [("mask = natten2d(8, 8, 3, 3)\n", 0), ("mask = natten(8)\n", 1)]
+)
+def test_the_installed_command_works(installed, tmp_path, text, code):
+    (tmp_path / "a.attn").write_text(text)
+    done = _run([installed / "bin" / "attndsl", "check", "a.attn"], installed, tmp_path)
+    assert done.returncode == code, done.stderr
+    assert str(ROOT) not in done.stdout
+
+
+def test_the_editable_installation_is_this_checkout(tmp_path):
+    code = "import attndsl.backends.base, attndsl.grammar, attndsl as a; print(a.__file__)"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert Path(done.stdout.strip()).parent == ROOT / "attndsl"
+
+
+@pytest.mark.parametrize("folder", ["backends", "grammar"])
+def test_mapped_folders_refuse_their_bare_names(folder):
+    done = subprocess.run(
+        [sys.executable, "-c", f"import {folder}"], cwd=ROOT, capture_output=True, text=True
+    )
+    assert f"is the package attndsl.{folder}" in done.stderr
+
+
+def test_constraints_pin_what_the_project_asks_for():
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    pins = {line.split("==")[0].lower() for line in lines if not line.startswith("#")}
+    project = SETTINGS["project"]
+    asked = [*project["dependencies"], *project["optional-dependencies"]["dev"]]
+    names = {ask.split(";")[0].strip().lower() for ask in asked}
+    bare = {name.split(">")[0].split("=")[0].split("<")[0] for name in names}
+    # torch's build for CUDA asks for a version of triton of its own.
+    assert bare - pins == {"triton"}
+
+
+def test_the_version_is_one():
+    import attndsl
+
+    assert SETTINGS["project"]["version"] == attndsl.__version__
+    changes = (ROOT / "CHANGELOG.md").read_text()
+    assert f"## {attndsl.__version__}" in changes
