@@ -33,11 +33,11 @@ def check(files: Sequence[str], declared: Mapping[str, Declared], as_json: bool)
             except AttnDSLError as error:
                 found += [(file, each) for each in flatten(error)]
     if as_json:
-        errors = [describe(file, error) for file, error in found]
+        errors = [describe(file, each) for file, each in found]
         print(json.dumps({"ok": not found, "programs": count, "errors": errors}, indent=1))
     else:
-        for _, error in found:
-            print(render(error) + "\n")
+        for _, each in found:
+            print(render(each) + "\n")
         wrong = f"{len(found)} error{'s' * (len(found) != 1)}" if found else "no errors"
         print(f"{count} program{'s' * (count != 1)}: {wrong}")
     return 1 if found else 0

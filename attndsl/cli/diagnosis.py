@@ -73,7 +73,7 @@ def _gpu(index: int) -> dict[str, Any]:
         "multiprocessors": found.multi_processor_count,
         "shared_memory_per_block": getattr(found, "shared_memory_per_block_optin", None),
         "cuda": torch.version.cuda,
-        "cudnn": torch.backends.cudnn.version(),
+        "cudnn": torch.backends.cudnn.version(),  # type: ignore[no-untyped-call]
     }
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from attndsl.frontend.declare import Bound
 from attndsl.pipeline import lower, stages
@@ -99,11 +99,12 @@ def compile_program(
     """
     from attndsl.api import compile as compile_text
 
-    names = {
+    # What is declared on a command line is a number or a tensor's shape, as compile() takes them.
+    names: dict[str, Any] = {
         name: value.value if isinstance(value, Bound) else value
         for name, value in program.declared(declared).items()
     }
     source = program.source
     return compile_text(
         source.text, backend=backend, name=source.name, first_line=source.first_line, **names
-    )  # type: ignore[arg-type]
+    )
