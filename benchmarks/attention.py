@@ -337,7 +337,8 @@ def _measure(
             command + ["--quick"] * quick, stdout=subprocess.PIPE, text=True, env=os.environ
         )
         lines: queue.Queue[str | None] = queue.Queue()
-        threading.Thread(target=_pump, args=(worker, lines), daemon=True).start()
+        pump = threading.Thread(target=_pump, args=(worker, lines), daemon=True)
+        pump.start()
         why = None
         while cells and why is None:
             try:
@@ -355,6 +356,7 @@ def _measure(
                 yield message["cell"], message["found"]
         worker.kill()
         worker.wait()
+        pump.join()
         if cells and why is not None:
             yield cells[0], {"why": why}
             cells = cells[1:]
@@ -362,8 +364,9 @@ def _measure(
 
 def _pump(worker: subprocess.Popen[str], lines: queue.Queue[str | None]) -> None:
     assert worker.stdout is not None
-    for line in worker.stdout:
-        lines.put(line)
+    with worker.stdout:
+        for line in worker.stdout:
+            lines.put(line)
     lines.put(None)
 
 

@@ -10,8 +10,13 @@ import sys
 from pathlib import Path
 
 FOLDER = Path(__file__).parent
-EVERYWHERE = ("frontend", "call_overhead", "start")
+HELPERS = ("common", "run", "table")
 ON_GPUS = ("attention",)
+EVERYWHERE = tuple(
+    path.stem
+    for path in sorted(FOLDER.glob("*.py"))
+    if path.stem not in HELPERS and path.stem not in ON_GPUS
+)
 
 
 def main() -> int:
