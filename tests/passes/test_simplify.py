@@ -1,0 +1,163 @@
+"""Simplification keeps every value bit for bit, and gets where it should."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from attndsl import ir
+from attndsl.frontend import read
+from attndsl.ir import DType, Node, Op, Program, cast, const, node, var
+from attndsl.passes.evaluate import Environment, evaluate
+from attndsl.passes.print_ir import print_program
+from attndsl.passes.simplify import simplify, simplify_node
+from attndsl.passes.split_mask import split_mask
+from attndsl.serialise import digest, program_from_json, program_to_json
+from attndsl.source import Source
+
+INT_OPS = [
+    Op.ADD, Op.SUB, Op.MUL, Op.FLOORDIV, Op.MOD, Op.MIN, Op.MAX, Op.BITAND, Op.BITOR, Op.BITXOR,
+]  # fmt: skip
+FLOAT_OPS = [Op.ADD, Op.SUB, Op.MUL, Op.DIV, Op.MIN, Op.MAX, Op.FLOORDIV, Op.MOD]
+
+
+def expressions() -> st.SearchStrategy[Node]:
+    """Typed expressions of all three types."""
+    ints = st.sampled_from([var("q"), var("kv"), const(0), const(1), const(-1), const(7)])
+    floats = st.sampled_from([ir.SCORE, const(0.0), const(-0.0), const(1.0), const(-2.5)])
+    bools = st.sampled_from([const(True), const(False), node(Op.LT, var("q"), var("kv"))])
+
+    def extend(inner: st.SearchStrategy[Node]) -> st.SearchStrategy[Node]:
+        def build(kind: int, index: int, a: Node, b: Node, c: Node) -> Node:
+            x, y = cast(a, DType.INT), cast(b, DType.INT)
+            f, g = cast(a, DType.FLOAT), cast(b, DType.FLOAT)
+            p, r = cast(c, DType.BOOL), cast(b, DType.BOOL)
+            choices = [
+                lambda: node(INT_OPS[index % len(INT_OPS)], x, y),
+                lambda: node(FLOAT_OPS[index % len(FLOAT_OPS)], f, g),
+                lambda: node([Op.AND, Op.OR, Op.EQ, Op.NE][index % 4], p, r),
+                lambda: node([Op.LT, Op.LE, Op.EQ, Op.NE][index % 4], x, y),
+                lambda: node([Op.LT, Op.LE, Op.EQ, Op.NE][index % 4], f, g),
+                lambda: node(Op.NOT, p),
+                lambda: node(Op.WHERE, p, f, g),
+                lambda: node([Op.NEG, Op.ABS, Op.SIGN, Op.FLOOR, Op.TANH][index % 5], f),
+                lambda: node([Op.NEG, Op.ABS, Op.SIGN, Op.BITNOT][index % 4], x),
+            ]
+            return choices[kind]()
+
+        return st.builds(build, st.integers(0, 8), st.integers(0, 40), inner, inner, inner)
+
+    return st.recursive(ints | floats | bools, extend, max_leaves=14)
+
+
+def same(a: object, b: object) -> bool:
+    """Equal in type and bits; all NaNs are one."""
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, float) and isinstance(b, float):
+        if math.isnan(a) or math.isnan(b):
+            return math.isnan(a) and math.isnan(b)
+        return a == b and math.copysign(1.0, a) == math.copysign(1.0, b)
+    return a == b
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    expressions(), st.integers(-9, 9), st.integers(-9, 9), st.sampled_from([0.0, -0.0, 1.5, -3.0])
+)
+def test_values_stay_bit_for_bit(root: Node, q: int, kv: int, score: float) -> None:
+    environment = Environment({"q": q, "kv": kv, "score": score})
+    assert same(evaluate(simplify_node(root), environment), evaluate(root, environment))
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("(q - kv) + kv < 3", "q < 3"),
+        ("not not q < kv", "q < kv"),
+        ("q >= kv and true", "q >= kv"),
+        ("2 * q - q - q == 0", "true"),
+        ("q * 1 + 0 < kv", "q < kv"),
+        ("where(true, q < kv, q > kv)", "q < kv"),
+    ],
+)
+def test_reaches(text: str, expected: str) -> None:
+    found, wanted = (simplify(read(Source(t), {})) for t in (text, expected))
+    assert found == wanted
+
+
+def test_zero_is_not_dropped_from_float_sums() -> None:
+    root = node(Op.ADD, ir.SCORE, const(0.0))
+    assert simplify_node(root) is root
+
+
+def test_simple_programs_do_not_import_sympy() -> None:
+    script = (
+        "import sys\n"
+        "from attndsl.pipeline import lower\nfrom attndsl.source import Source\n"
+        "for t in ('causal() and q - kv < 9', 'alibi()', 'softcap(30)', 'natten2d(8, 8, 3, 3)',"
+        " 'tensor d[batch, kv_len]: int; d[b, q] == d[b, kv]'):\n"
+        "    lower(Source(t), {})\n"
+        "assert 'sympy' not in sys.modules\nassert 'torch' not in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-P", "-c", script], check=True, timeout=60)
+
+
+def _scored(text: str) -> Program:
+    return split_mask(simplify(read(Source(text), {})))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "where(q >= kv, score * 2, -inf)",
+        "where(q < kv, -inf, score * 2)",
+        "where(q >= kv, where(q - kv < 3, score * 2, -inf), -inf)",
+        "score * 2 if q >= kv and q - kv < 5 else -inf",
+    ],
+)
+def test_masked_scores_become_masks(text: str) -> None:
+    before, after = read(Source(text), {}), _scored(text)
+    assert after.mask is not None
+    for q in range(8):
+        for kv in range(8):
+            environment = Environment({"q": q, "kv": kv, "score": 1.5})
+            value = evaluate(before.score, environment)
+            assert evaluate(after.mask, environment) is (value != -math.inf)
+            if value != -math.inf:
+                assert evaluate(after.score, environment) == value
+
+
+def test_other_weights_keep_minus_infinity() -> None:
+    program = _scored("score = where(q >= kv, score, -inf); weights = sigmoid(score)")
+    assert program.mask is None
+
+
+@settings(max_examples=150, deadline=None)
+@given(expressions())
+def test_programs_round_trip_through_json_and_text(root: Node) -> None:
+    program = Program(simplify_node(cast(root, DType.FLOAT)))
+    assert program_from_json(program_to_json(program)) == program
+    constants = [x.value for x in ir.toposort(program.score) if x.op is Op.CONST]
+    if any(value != value or value == -(1 << 63) for value in constants):
+        with pytest.raises(ValueError, match="literal"):
+            print_program(program)
+        return
+    again = simplify(read(Source(print_program(program)), {}))
+    assert again.score is simplify(program).score
+
+
+def test_digests_name_the_meaning() -> None:
+    def named(text: str) -> str:
+        return digest(simplify(read(Source(text), {})))
+
+    base = named("param w: int; near = q - kv < w; mask = near and q >= kv")
+    assert named("param w: int\n\nx = (q-kv) < w # why\nmask = x and q >= kv") == base
+    assert named("param w: int; near = q - kv <= w; mask = near and q >= kv") != base
+    assert named("param v: int; near = q - kv < v; mask = near and q >= kv") != base
+    assert named("param w: int = 3; near = q - kv < w; mask = near and q >= kv") != base
