@@ -105,6 +105,8 @@ class _Checker:
 
     def _guard(self, step: object, statement: s.Statement) -> None:
         assert callable(step)
+        if len(self.errors) >= MAX_ERRORS:
+            return
         try:
             step(statement)
         except LimitError:

@@ -15,7 +15,19 @@ from attndsl.source import Source, Span
 from .parse import lexer, parse
 
 _BINARY = frozenset(
-    {"OR", "AND", "COMPARE", "SHIFT", "PIPE", "CARET", "AMPERSAND", "PRODUCT", "EQUAL", "IF", "ELSE"}
+    {
+        "OR",
+        "AND",
+        "COMPARE",
+        "SHIFT",
+        "PIPE",
+        "CARET",
+        "AMPERSAND",
+        "PRODUCT",
+        "EQUAL",
+        "IF",
+        "ELSE",
+    }
 )
 _NO_SPACE_BEFORE = frozenset({"COMMA", "RPAR", "RSQB", "COLON"})
 _OPENING = frozenset({"LPAR", "LSQB"})

@@ -54,7 +54,7 @@ def parse(source: Source) -> s.Tree:
             errors.append(error)
             if len(errors) > MAX_ERRORS:
                 break
-    raise_all(errors)
+    raise_all(errors[:MAX_ERRORS])
     return s.Tree(source, tuple(statements))
 
 

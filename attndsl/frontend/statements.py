@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from attndsl.errors import AttnDSLError, LexError, LimitError, ParseError
 from attndsl.source import Span
 
-from .limits import MAX_NESTING, MAX_SOURCE, MAX_STATEMENTS
+from .limits import MAX_ERRORS, MAX_NESTING, MAX_SOURCE, MAX_STATEMENTS
 
 if TYPE_CHECKING:
     from attndsl.source import Source
@@ -45,7 +45,7 @@ def split_statements(source: Source) -> tuple[list[Span], list[AttnDSLError]]:
     opened: list[tuple[str, int]] = []
     start, position, length = 0, 0, len(text)
     broken = False
-    while position < length:
+    while position < length and len(errors) < MAX_ERRORS:
         c = text[position]
         if c == "#":
             end = text.find("\n", position)

@@ -204,7 +204,7 @@ def _cancel(item: Node) -> Node | None:
         else:
             terms.append(current)
     named = [t for t in terms if t.op is not Op.CONST]
-    if not named or len(set(named)) == len(named) and len(terms) - len(named) < 2:
+    if not named or (len(set(named)) == len(named) and len(terms) - len(named) < 2):
         return None
     from .sympy_bridge import normalise
 

@@ -87,7 +87,9 @@ def test_a_branch_not_taken_never_reaches_a_gradient(function: Op, score: float)
 
 
 def test_nested_branches_not_taken() -> None:
-    inner = node(Op.WHERE, node(Op.LT, const(1.0), SCORE), node(Op.LOG, SCORE), node(Op.SQRT, SCORE))
+    inner = node(
+        Op.WHERE, node(Op.LT, const(1.0), SCORE), node(Op.LOG, SCORE), node(Op.SQRT, SCORE)
+    )
     root = node(Op.WHERE, node(Op.LT, const(0.0), SCORE), node(Op.MUL, inner, inner), const(3.0))
     for score in (-2.0, 0.0, 0.25, 4.0):
         slope = _slopes(root, score, 1.0)[0]

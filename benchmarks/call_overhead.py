@@ -1,0 +1,86 @@
+"""Python time of an eager call whose kernel is cached: everything but the launch itself.
+
+    python benchmarks/call_overhead.py [--output FILE]
+
+The Triton backend runs with kernels that do nothing, so that a machine without a GPU measures the
+same path: arguments, signature, output allocation, autograd. Microseconds a call, the median of
+several rounds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+os.environ["TRITON_INTERPRET"] = "1"
+
+import torch
+
+import attndsl
+from attndsl.backends.triton import backend as triton_backend
+from attndsl.backends.triton.compile import Executable
+
+import common
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+PROGRAMS: dict[str, tuple[str, dict[str, Any]]] = {
+    "plain": ("score", {}),
+    "causal window": ("causal() and q - kv < window", {"window": 1024}),
+    "run-time param": ("param cap: float\nscore = softcap(cap)", {}),
+    "captured tensor": ("tensor gain[heads]: float\nscore = gain[h] * score", {}),
+}
+CALLS, ROUNDS = 2000, 7
+
+
+def nothing(kernel: Executable, programs: int, stream: int, arguments: Sequence[object]) -> None:
+    """Stands in for a launch."""
+
+
+def microseconds(call: Callable[[], object]) -> float:
+    """Median time of one call."""
+    for _ in range(200):
+        call()
+    rounds = []
+    for _ in range(ROUNDS):
+        begin = time.perf_counter()
+        for _ in range(CALLS):
+            call()
+        rounds.append((time.perf_counter() - begin) / CALLS * 1e6)
+    return statistics.median(rounds)
+
+
+def rows() -> list[dict[str, Any]]:
+    """One row a program, without and with gradients."""
+    found = []
+    arguments = {"run-time param": {"cap": 30.0}, "captured tensor": {"gain": torch.ones(8)}}
+    for name, (text, bound) in PROGRAMS.items():
+        attention = attndsl.compile(text, backend="triton", **bound)
+        given = arguments.get(name, {})
+        q, k, v = (torch.randn(2, 8, 16, 64) for _ in range(3))
+        plain = microseconds(lambda: attention(q, k, v, **given))  # noqa: B023
+        learned = q.clone().requires_grad_()
+        grad = microseconds(lambda: attention(learned, k, v, **given))  # noqa: B023
+        found.append({"program": name, "call_us": plain, "with_grad_us": grad})
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--output", type=Path, help="result file")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    Executable.launch = nothing  # type: ignore[method-assign]
+    assert triton_backend.Executable is Executable
+    found = rows()
+    common.write("call_overhead", "cpu", found, options.output)
+    common.print_table(found, list(found[0]))
+
+
+if __name__ == "__main__":
+    main()
