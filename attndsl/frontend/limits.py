@@ -1,6 +1,6 @@
 """How large a program may be: every limit of the frontend, so that no input hangs or overflows it."""
 
-MAX_SOURCE = 1 << 15
+MAX_SOURCE = 1 << 14
 """Characters of a program."""
 MAX_STATEMENTS = 2000
 """Statements of a program."""

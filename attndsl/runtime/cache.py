@@ -13,9 +13,11 @@ import contextlib
 import hashlib
 import json
 import os
+import shutil
 import stat
 import tempfile
 import warnings
+import weakref
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -59,12 +61,12 @@ class KernelCache:
         self.folder = folder
         self.limit = limit
         self._enabled = enabled
-        self._private: tempfile.TemporaryDirectory[str] | None = None
+        self._private: Path | None = None
         self._warned: set[str] = set()
 
     def load(self, key: str) -> Entry | None:
         """The entry of ``key``, or None; a damaged one is reported and removed."""
-        private = self._read(Path(self._private.name), key) if self._private else None
+        private = self._read(self._private, key) if self._private else None
         if private is not None or not self._enabled or not self._trusted():
             return private
         try:
@@ -88,8 +90,9 @@ class KernelCache:
             except (OSError, filelock.Timeout) as error:
                 self._warn(f"cannot keep kernels in {self.folder}: {error}; they are made anew")
         if self._private is None:
-            self._private = tempfile.TemporaryDirectory(prefix="attndsl-")
-        return self._write(Path(self._private.name), key, source, meta)
+            self._private = Path(tempfile.mkdtemp(prefix="attndsl-"))
+            weakref.finalize(self, shutil.rmtree, self._private, ignore_errors=True)
+        return self._write(self._private, key, source, meta)
 
     def entries(self) -> list[EntryInfo]:
         """All entries, the most recently used first."""

@@ -1,0 +1,256 @@
+"""compile(), load() and Attention: what they take, refuse and promise."""
+
+from __future__ import annotations
+
+import copy
+import json
+import pickle
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+import attndsl
+from attndsl import errors
+from attndsl.config import read_config
+
+
+def inputs(**changes: object) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    return [torch.randn(2, 4, 9, 8, requires_grad=True) for _ in range(3)]
+
+
+def test_importing_is_light() -> None:
+    script = (
+        "import sys, attndsl\n"
+        "assert not {'torch', 'lark', 'sympy', 'islpy', 'triton'} & set(sys.modules)\n"
+        "attndsl.errors if hasattr(attndsl, 'errors') else None\n"
+        "assert 'compile' in dir(attndsl)\n"
+    )
+    subprocess.run([sys.executable, "-P", "-c", script], check=True, timeout=60)
+
+
+def test_names_are_numbers_tensors_or_declarations() -> None:
+    q, k, v = inputs()
+    gain = torch.rand(4, requires_grad=True)
+    temperature = torch.tensor(1.5, requires_grad=True)
+    text = "score = gain[h] * score / temperature; mask = q - kv < window"
+    bound = attndsl.compile(text, gain=gain, temperature=temperature, window=3)
+    declared = attndsl.compile(
+        "param temperature: float; param window: int\n" + text, gain=attndsl.tensor("heads")
+    )
+    other = declared(q, k, v, gain=gain, temperature=temperature, window=3)
+    torch.testing.assert_close(bound(q, k, v), other)
+    other.sum().backward()
+    assert gain.grad is not None
+    assert temperature.grad is not None
+    torch.testing.assert_close(
+        bound(q, k, v, gain=2 * gain),
+        declared(q, k, v, gain=2 * gain, temperature=temperature, window=3),
+    )
+
+
+def test_equal_hashed_pickled_and_copied() -> None:
+    first, second = (attndsl.compile("q - kv < w", w=w) for w in (3, 4))
+    assert first == attndsl.compile("q - kv < w", w=3)
+    assert first != second
+    assert len({first, attndsl.compile("q - kv < w", w=3)}) == 1
+    q, k, v = inputs()
+    for again in (pickle.loads(pickle.dumps(first)), copy.deepcopy(first)):
+        assert again == first
+        torch.testing.assert_close(again(q, k, v), first(q, k, v))
+    assert "q - kv < w" in repr(first)
+
+
+CALLS = [
+    ("q rank", lambda a, q, k, v: a(q[0], k, v), errors.ShapeError, "4|dims"),
+    ("batch", lambda a, q, k, v: a(q, k[:1], v), errors.ShapeError, "batch 1"),
+    ("head dim", lambda a, q, k, v: a(q, k[..., :4], v), errors.ShapeError, "head dim 4"),
+    ("heads", lambda a, q, k, v: a(q, k[:, :3], v[:, :3]), errors.ShapeError, "k has 3"),
+    ("no heads", lambda a, q, k, v: a(q[:, :0], k, v), errors.ShapeError, "0 heads"),
+    (
+        "lengths",
+        lambda a, q, k, v: a(q, k, v[:, :, :5]),
+        errors.ShapeError,
+        "same heads and length",
+    ),
+    ("dtype", lambda a, q, k, v: a(q, k.half(), v), errors.DTypeError, "float16"),
+    ("int q", lambda a, q, k, v: a(q.int(), k, v), errors.DTypeError, "int32"),
+    ("a list", lambda a, q, k, v: a([1], k, v), errors.ArgumentError, "list"),
+    ("meta", lambda a, q, k, v: a(q, k.to("meta"), v), errors.DeviceError, "meta"),
+    ("unknown", lambda a, q, k, v: a(q, k, v, gian=1), errors.ArgumentError, "gain"),
+    ("missing", lambda a, q, k, v: a(q, k, v, c=1.0), errors.ArgumentError, "gain"),
+    ("rank", lambda a, q, k, v: a(q, k, v, c=1.0, gain=q), errors.ShapeError, "gain"),
+    ("size", lambda a, q, k, v: a(q, k, v, c=1.0, gain=torch.ones(5)), errors.ShapeError, "heads"),
+    (
+        "kind",
+        lambda a, q, k, v: a(q, k, v, c=1.0, gain=torch.ones(4).int()),
+        errors.DTypeError,
+        "gain",
+    ),
+    (
+        "param",
+        lambda a, q, k, v: a(q, k, v, c="x", gain=torch.ones(4)),
+        errors.ArgumentError,
+        "'x'",
+    ),
+    (
+        "bool",
+        lambda a, q, k, v: a(q, k, v, c=True, gain=torch.ones(4)),
+        errors.ArgumentError,
+        "True",
+    ),
+    (
+        "0-d",
+        lambda a, q, k, v: a(q, k, v, c=torch.ones(1), gain=torch.ones(4)),
+        errors.ShapeError,
+        "c ",
+    ),
+    (
+        "offset",
+        lambda a, q, k, v: a(q, k, v, c=1.0, gain=torch.ones(4), q_offset=1.5),
+        errors.ArgumentError,
+        "q_offset",
+    ),
+    (
+        "index",
+        lambda a, q, k, v: a(q, k, v, c=1.0, gain=torch.ones(4), q_index=torch.arange(3)),
+        errors.ShapeError,
+        "q_index",
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "call", "kind", "match"), CALLS, ids=[c[0] for c in CALLS])
+def test_calls_that_do_not_fit(name: str, call, kind: type, match: str) -> None:
+    attention = attndsl.compile(
+        "tensor gain[heads]: float; param c: float; score = c * gain[h] * score"
+    )
+    q, k, v = inputs()
+    with pytest.raises(kind, match=match):
+        call(attention, q, k, v)
+
+
+def test_backends_by_name() -> None:
+    with pytest.raises(errors.BackendError, match="triton"):
+        attndsl.compile("q >= kv", backend="tritn")
+    with pytest.raises(errors.BackendError, match="hopper"):
+        attndsl.compile("q >= kv", backend="hopper")
+    checked = attndsl.compile("tensor t[4]: float; score + t[q]", checked=True)
+    with pytest.raises(errors.AttnDSLError, match="t"):
+        checked(*inputs(), t=torch.ones(4))
+
+
+def test_what_triton_refuses_it_names() -> None:
+    q, k, v = (x.detach() for x in inputs())
+    for text, what in (
+        ("sink = 1.0", "sink"),
+        ("weights = sigmoid(score)", "weights"),
+        ("weights = dropout(softmax(score), 0.5)", "dropout"),
+    ):
+        with pytest.raises(errors.UnsupportedError, match=what):
+            attndsl.compile(text, backend="triton")(q, k, v)
+
+
+def test_sources_and_explanations() -> None:
+    attention = attndsl.compile(
+        "tensor gain[heads]: float; score = gain[h] * score; mask = causal()"
+    )
+    text = attention.source("forward")
+    compile(text, "forward", "exec")
+    assert attention.source("forward") == text
+    assert "g_gain" in attention.source("backward", gain=torch.ones(2, requires_grad=True))
+    with pytest.raises(errors.ArgumentError, match="sideways"):
+        attention.source("sideways")
+    shown = attention.explain()
+    for part in ("score", "mask", "gain", "PARTIAL", "backend"):
+        assert part in shown
+
+
+CONFIG = {"causal": "causal()", "local": {"program": "q - kv < w", "params": {"w": 4}}}
+
+
+@pytest.mark.parametrize("suffix", ["yaml", "json", "toml"])
+def test_configs_of_each_kind(tmp_path: Path, suffix: str) -> None:
+    path = tmp_path / f"model.{suffix}"
+    if suffix == "toml":
+        path.write_text('causal = "causal()"\n[local]\nprogram = "q - kv < w"\nparams = {w = 4}\n')
+    else:
+        path.write_text(json.dumps(CONFIG))
+    found = attndsl.load(path)
+    assert list(found) == ["causal", "local"]
+    q, k, v = inputs()
+    direct = attndsl.compile("q - kv < 4")
+    torch.testing.assert_close(found["local"](q, k, v), direct(q, k, v))
+
+
+def test_errors_of_a_config_point_into_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "model.yaml"
+    path.write_text("first: causal()\nsecond: |\n  mask = q >= kv\n  score = scor\n")
+    with pytest.raises(errors.NameResolutionError) as caught:
+        attndsl.load(path)
+    assert caught.value.span is not None
+    assert caught.value.span.line == 4
+
+
+HOSTILE = {
+    "number": "a: 3",
+    "list": "a: [1, 2]",
+    "null": "a:",
+    "date": "a: 2001-01-01",
+    "object": "a: !!python/object/apply:os.system ['true']",
+    "aliases": "a: &a [x, x]\nb: &b [*a, *a]\nc: [*b, *b]",
+    "deep": "a: " + "[" * 5000,
+    "wide": "\n".join(f"k{i}: [x]" for i in range(20_000)),
+    "duplicate": "a: causal()\na: causal()",
+    "unknown key": "a: {progam: causal()}",
+    "bad params": "a: {program: causal(), params: {w: [1]}}",
+    "no mapping": "- causal()",
+    "not yaml": "a: 'x",
+    "control": "a: \x01",
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_hostile_configs_are_refused_quickly(tmp_path: Path, name: str) -> None:
+    path = tmp_path / "model.yaml"
+    path.write_text(HOSTILE[name])
+    begin = time.perf_counter()
+    with pytest.raises(errors.AttnDSLError) as caught:
+        read_config(path)
+    assert time.perf_counter() - begin < 1.0
+    assert len(str(caught.value)) < 20_000
+
+
+def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+    with pytest.raises(errors.ConfigError, match="cannot read"):
+        read_config(tmp_path / "none.yaml")
+    (tmp_path / "x.txt").write_text("a: causal()")
+    with pytest.raises(errors.ConfigError, match="YAML"):
+        read_config(tmp_path / "x.txt")
+    (tmp_path / "big.yaml").write_text("#" * (2 << 20))
+    with pytest.raises(errors.ConfigError, match="larger"):
+        read_config(tmp_path / "big.yaml")
+
+
+def test_the_schema_accepts_what_loads() -> None:
+    import jsonschema
+
+    schema = json.loads((Path(__file__).parent.parent / "grammar/config.schema.json").read_text())
+    jsonschema.validate(CONFIG, schema)
+    for bad in ({"a": 3}, {"a": {"params": {}}}, {"a": {"program": "x", "params": {"w": "y"}}}):
+        with pytest.raises(jsonschema.ValidationError):
+            jsonschema.validate(bad, schema)
+
+
+def test_a_second_derivative_is_refused_loudly() -> None:
+    attention = attndsl.compile("score", backend="triton")
+    if torch.cuda.is_available():
+        pytest.skip("CPU tensors are interpreted only without a GPU")
+    q, k, v = inputs()
+    (slope,) = torch.autograd.grad(attention(q, k, v).sum(), q, create_graph=True)
+    with pytest.raises(RuntimeError, match="does not require grad"):
+        slope.sum().backward()
