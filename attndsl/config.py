@@ -162,8 +162,8 @@ def _check_yaml_events(text: str, name: str) -> None:
 
     depth = 0
     for count, event in enumerate(yaml.parse(text, Loader=yaml.SafeLoader)):
-        mark = event.start_mark
-        at = Span(Source(text, name), mark.index, mark.index + 1)
+        start = 0 if event.start_mark is None else event.start_mark.index
+        at = Span(Source(text, name), start, start + 1)
         if isinstance(event, yaml.AliasEvent):
             raise ConfigError("aliases are not allowed here", at, "write the text out")
         if isinstance(event, yaml.CollectionStartEvent):

@@ -51,7 +51,7 @@ class TypeMismatchError(AttnDSLError):
 
 
 class RankError(AttnDSLError):
-    """A tensor indexed with the wrong number of indices, or a function called with the wrong number of arguments."""
+    """The wrong number of indices of a tensor, or of arguments of a function."""
 
 
 class LimitError(AttnDSLError):

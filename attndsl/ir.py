@@ -36,7 +36,7 @@ class DType(enum.Enum):
 
 
 class Op(enum.Enum):
-    """Operations; the comment gives operand types -> result type (N: int or float, the same for all)."""
+    """Operations; comments give operand types -> result type (N: all int or all float)."""
 
     CONST = "const"  # value: the constant
     VAR = "var"  # value in VARS -> INT
@@ -115,7 +115,7 @@ ARITY = dict.fromkeys(FLOAT_UNARY | {Op.NEG, Op.ABS, Op.SIGN, Op.BITNOT, Op.NOT,
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class Node:
-    """One operation. Made by :func:`node` and its shorthands only, so that equal nodes are identical."""
+    """One operation. Made by :func:`node` only, so that equal nodes are identical."""
 
     op: Op
     dtype: DType
@@ -125,7 +125,7 @@ class Node:
     """Where it was written; not part of a node's identity (the first place wins)."""
 
 
-# Interning is what makes `is` mean equality. The table holds nodes weakly and is invisible otherwise.
+# Interning makes `is` mean equality. The table holds nodes weakly and is invisible otherwise.
 _interned: weakref.WeakValueDictionary[tuple[object, ...], Node] = weakref.WeakValueDictionary()
 _intern_lock = threading.Lock()
 
@@ -234,7 +234,7 @@ SCORE = node(Op.SCORE)
 
 
 def toposort(*roots: Node) -> list[Node]:
-    """All nodes below ``roots``, operands before users, each once; iterative, so depth is no limit."""
+    """All nodes below ``roots``, each once, operands first; iterative, so depth is no limit."""
     order: list[Node] = []
     seen: set[Node] = set()
     stack: list[tuple[Node, Iterator[Node]]] = []
@@ -272,7 +272,7 @@ def rebuild(original: Node, args: tuple[Node, ...]) -> Node:
 
 
 def dependencies(*roots: Node) -> dict[Node, frozenset[str]]:
-    """For each node below ``roots``: which of ``b``, ``h``, ``q``, ``kv``, ``score`` it varies with."""
+    """Per node below ``roots``: which of ``b``, ``h``, ``q``, ``kv``, ``score`` it varies with."""
     found: dict[Node, frozenset[str]] = {}
     for item in toposort(*roots):
         if item.op is Op.SCORE:
@@ -327,7 +327,7 @@ class Program:
         return tuple(part for part in parts if part is not None)
 
     def dim_names(self) -> tuple[str, ...]:
-        """Names that tensor declarations introduce for sizes of their own, in order of declaration."""
+        """Names that tensors' declarations introduce for sizes of their own, in their order."""
         names: dict[str, None] = {}
         for tensor in self.tensors:
             for item in toposort(*tensor.dims):

@@ -46,8 +46,9 @@ def lower_program(program: Program) -> Lowered:
 
 
 def stages(source: Source, declared: Mapping[str, Declared]) -> dict[str, str]:
-    """Each stage of :func:`lower` as text, by name: ``tree``, ``ir``, ``simplified``, ``split``,
-    ``derivative`` and ``plan``.
+    """Each stage of :func:`lower` as text, by name.
+
+    The names are ``tree``, ``ir``, ``simplified``, ``split``, ``derivative`` and ``plan``.
 
     Raises:
         AttnDSLError: All that is wrong with the program.

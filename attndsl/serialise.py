@@ -77,7 +77,7 @@ def program_from_json(data: dict[str, Any]) -> Program:
 def derivative_to_json(derivative: Derivative) -> dict[str, Any]:
     """``derivative`` as JSON values."""
     loads = [g.load for g in derivative.tensors]
-    factors = [g.factor for g in (*derivative.tensors, *derivative.params)]
+    factors = [g.factor for g in derivative.tensors] + [g.factor for g in derivative.params]
     table, numbers = _table([derivative.score, *loads, *factors])
     return {
         "nodes": table,

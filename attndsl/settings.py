@@ -14,7 +14,7 @@ class Settings:
     """What environment variables say."""
 
     cache_dir: Path
-    """``ATTNDSL_CACHE_DIR``: where generated kernels are kept; by default the user's cache folder."""
+    """``ATTNDSL_CACHE_DIR``: where kernels are kept; by default the user's cache folder."""
     cache: bool
     """``ATTNDSL_CACHE=0`` keeps nothing on disk beyond the process."""
     cache_bytes: int

@@ -2,5 +2,6 @@
 
 if __name__ != "attndsl.backends":
     raise ImportError(
-        "backends/ is the package attndsl.backends; install the project (pip install -e .) and import that"
+        "backends/ is the package attndsl.backends; "
+        "install the project (pip install -e .) and import that"
     )

@@ -141,7 +141,7 @@ class _Checker:
         if name in ALWAYS or name in _TARGETS or not name.isidentifier():
             self.errors.append(
                 NameResolutionError(
-                    f"'{name[:40]}' cannot be declared: it always has its own meaning or is no name",
+                    f"'{name[:40]}' cannot be declared: it has its own meaning or is no name",
                     hint="choose another name",
                 )
             )
@@ -230,7 +230,7 @@ class _Checker:
             and (len(given.dims), given.dtype) != (len(statement.dims), dtype.value)
         ):
             raise TypeMismatchError(
-                f"'{name}' is declared as a {dtype.value} tensor with {len(statement.dims)} dim(s), "
+                f"'{name}' is a {dtype.value} tensor with {len(statement.dims)} dim(s) here, "
                 "and compile() got another kind",
                 statement.span,
             )

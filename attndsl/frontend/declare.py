@@ -21,7 +21,7 @@ class ParamSpec:
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """A captured tensor: dims are sizes' names, integers or expressions of them, as in ``tensor`` statements."""
+    """A captured tensor: dims are integers, sizes' names or expressions, as in ``tensor`` lines."""
 
     dims: tuple[str | int, ...]
     dtype: str = "float"

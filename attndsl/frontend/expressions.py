@@ -175,7 +175,9 @@ class Inliner:
         close = difflib.get_close_matches(name[:100].lower(), list(lowered), n=1)
         if close:
             return f"did you mean '{lowered[close[0]]}'?"
-        return f"declare it: 'param {name[:40]}: float', 'tensor {name[:40]}[...]: float', or give it to compile()"
+        name = name[:40]
+        forms = f"'param {name}: float', 'tensor {name}[...]: float'"
+        return f"declare it ({forms}), or give it to compile()"
 
     def _binary(self, expr: s.Binary) -> Node | None:
         # Chains lean left: walk them down, so that a long sum does not nest.

@@ -22,8 +22,8 @@ _COUNTS = {"where": 3, "clamp": 3, "abs": 1, "sign": 1, "int": 1, "float": 1, "b
 NAMES = frozenset({*FLOAT_FUNCTIONS, *_COUNTS, "min", "max"})
 REDUCTIONS = frozenset(
     {
-        "sum", "mean", "cumsum", "cumprod", "prod", "amax", "amin", "argmax", "argmin", "any", "all",
-        "norm", "std", "var", "logsumexp", "reduce", "sort", "median",
+        "sum", "mean", "cumsum", "cumprod", "prod", "amax", "amin", "argmax", "argmin", "any",
+        "all",         "norm", "std", "var", "logsumexp", "reduce", "sort", "median",
     }
 )  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""How large a program may be: every limit of the frontend, so that no input hangs or overflows it."""
+"""How large a program may be: limits that keep any input from hanging the frontend."""
 
 MAX_SOURCE = 1 << 14
 """Characters of a program."""

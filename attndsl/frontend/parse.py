@@ -65,7 +65,7 @@ def parse_statement(span: Span) -> s.Statement:
     try:
         tree = _parser().parse(span.text)
     except lark.exceptions.UnexpectedCharacters as error:
-        raise _bad_character(span, error.pos_in_stream) from None
+        raise _bad_character(span, error.pos_in_stream or 0) from None
     except lark.exceptions.UnexpectedToken as error:
         raise _bad_token(span, error) from None
     return _Builder(span.source, span.start).statement(tree)
@@ -134,7 +134,7 @@ def _without_comments(text: str) -> str:
 
 
 class _Builder:
-    """lark's tree as surface nodes; iterative, since operators may nest as deep as the text is long."""
+    """lark's tree as surface nodes; iterative, since operators nest as deep as the text is long."""
 
     def __init__(self, source: Source, base: int) -> None:
         self.source = source

@@ -41,7 +41,7 @@ def split_statements(source: Source) -> tuple[list[Span], list[AttnDSLError]]:
         LimitError: The program is too long, too deep or has too many statements.
     """
     check_text(source)
-    text, spans, errors = source.text, [], list[AttnDSLError]()
+    text, spans, errors = source.text, list[Span](), list[AttnDSLError]()
     opened: list[tuple[str, int]] = []
     start, position, length = 0, 0, len(text)
     broken = False

@@ -9,10 +9,13 @@ Non-goals: speed, arrays, captured tensors other than through a callable.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from attndsl.ir import DType, Node, Op, toposort
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
 
 Value = bool | int | float
 _WORD = 1 << 64
@@ -47,7 +50,7 @@ def apply(item: Node, args: list[Value]) -> Value:
     if item.op is Op.WHERE:
         return args[1] if args[0] else args[2]
     rule = RULES[item.op]
-    result = rule(*args)
+    result: Value = rule(*args)
     return wrap(result) if item.dtype is DType.INT and isinstance(result, int) else result
 
 

@@ -51,7 +51,8 @@ def print_program(program: Program) -> str:
     Raises:
         ValueError: A constant that the language has no literal for (NaN, the lowest int).
     """
-    taken = {d.name for d in (*program.params, *program.tensors)} | set(program.dim_names())
+    taken = {p.name for p in program.params} | {t.name for t in program.tensors}
+    taken |= set(program.dim_names())
     lines = [_param(p.name, p.dtype, p.default) for p in program.params]
     dims = _Printer([d for t in program.tensors for d in t.dims], taken, share=False)
     for tensor in program.tensors:

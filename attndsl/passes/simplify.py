@@ -38,19 +38,24 @@ Rule = Callable[[Node], Node | None]
 def simplify(program: Program) -> Program:
     """``program`` with all its expressions simplified; a mask that is ``true`` is dropped."""
     memo: dict[Node, Node] = {}
-    parts = {
-        name: None if (part := getattr(program, name)) is None else simplify_node(part, memo)
-        for name in ("score", "mask", "sink", "weights", "dropout")
-    }
-    if parts["mask"] is TRUE:
-        parts["mask"] = None
+
+    def part(root: Node | None) -> Node | None:
+        return None if root is None else simplify_node(root, memo)
+
+    mask = part(program.mask)
     tensors = tuple(
         TensorDecl(t.name, t.dtype, tuple(simplify_node(d, memo) for d in t.dims), t.span)
         for t in program.tensors
     )
-    score = parts.pop("score")
-    assert score is not None
-    return replace(program, score=score, tensors=tensors, **parts)
+    return replace(
+        program,
+        score=simplify_node(program.score, memo),
+        mask=None if mask is TRUE else mask,
+        sink=part(program.sink),
+        weights=part(program.weights),
+        dropout=part(program.dropout),
+        tensors=tensors,
+    )
 
 
 def simplify_derivative(derivative: Derivative) -> Derivative:

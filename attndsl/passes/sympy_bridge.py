@@ -76,10 +76,8 @@ def from_sympy(expression: Any, symbols: dict[Any, Node]) -> Node:
             product = const(size)
         elif size != 1:
             product = node(Op.MUL, product, const(size))
-        if total is None:
-            total = product
-        else:
-            total = node(Op.SUB if negative else Op.ADD, total, product)
+        sign = Op.SUB if negative else Op.ADD
+        total = product if total is None else node(sign, total, product)
     return const(0) if total is None else total
 
 

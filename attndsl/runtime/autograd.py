@@ -20,7 +20,7 @@ def attend(backend: Backend, lowered: Lowered, call: Call) -> tuple[torch.Tensor
         return backend.forward(lowered, call)
     if torch.is_grad_enabled() and _needs_grad(call):
         given = [p for p in call.params.values() if isinstance(p, torch.Tensor)]
-        found: tuple[torch.Tensor, torch.Tensor] = _Attend.apply(
+        found: tuple[torch.Tensor, torch.Tensor] = _Attend.apply(  # type: ignore[no-untyped-call]
             backend, lowered, call, call.q, call.k, call.v, *call.tensors.values(), *given
         )
         return found
@@ -52,7 +52,7 @@ class _Attend(torch.autograd.Function):
         return out, lse
 
     @staticmethod
-    @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
+    @torch.autograd.function.once_differentiable
     def backward(
         ctx: Any, grad_out: torch.Tensor | None, grad_lse: torch.Tensor | None
     ) -> tuple[torch.Tensor | None, ...]:
@@ -71,7 +71,9 @@ class _Attend(torch.autograd.Function):
             torch.zeros_like(out) if grad_out is None else grad_out,
             grad_lse,
             Wants(
-                *needs[:3],
+                q=needs[0],
+                k=needs[1],
+                v=needs[2],
                 tensors=frozenset(wanted & set(ctx.tensor_names)),
                 params=frozenset(wanted & set(ctx.param_names)),
             ),

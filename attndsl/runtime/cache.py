@@ -1,10 +1,10 @@
 """The disk cache of generated kernels and lowered programs, safe with many processes at once.
 
-An entry is ``KEY.py`` (readable, imported by backends; empty for lowered programs) and ``KEY.json``,
-which holds the digest of the ``.py`` and is published last, so that a writer killed half-way leaves
-nothing that would be read. Files are written under another name and renamed; a lock keeps two
-writers of one entry apart. What cannot be read is reported, removed and made again; what cannot be
-written is kept in a folder of this process alone. No call fails for the cache's sake.
+An entry is ``KEY.py`` (readable, imported by backends; empty for lowered programs) and
+``KEY.json``, which holds the digest of the ``.py`` and is published last, so that a writer killed
+half-way leaves nothing that would be read. Files are written under another name and renamed; a lock
+keeps two writers of one entry apart. What cannot be read is reported, removed and made again; what
+cannot be written is kept in a folder of this process alone. No call fails for the cache's sake.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ _COMMON = (
 """``given[i]`` is param i as a tensor, else ``numbers[i]`` is its value. An origin is an index
 vector or a 0-d offset; it replaces the offset."""
 
-_LIBRARY = torch.library.Library("attndsl", "DEF")
+_LIBRARY: Any = torch.library.Library("attndsl", "DEF")  # type: ignore[no-untyped-call]
 _LIBRARY.define(f"forward({_COMMON}) -> (Tensor, Tensor)")
 _LIBRARY.define(
     f"backward(Tensor out, Tensor lse, Tensor grad_out, Tensor? grad_lse, bool[] wants, {_COMMON})"
@@ -126,7 +126,9 @@ def _backward(
     names = [*call.tensors, *call.params]
     wanted = {name for name, want in zip(names, wants[3:], strict=True) if want}
     asked = Wants(
-        *wants[:3],
+        q=wants[0],
+        k=wants[1],
+        v=wants[2],
         tensors=frozenset(wanted & set(call.tensors)),
         params=frozenset(wanted & set(call.params)),
     )

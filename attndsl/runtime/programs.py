@@ -1,4 +1,4 @@
-"""From a spec (text and declarations as one string) to a lowered program, by memory, disk, compiler.
+"""From a spec (text and declarations in one string) to a lowered program, by memory or disk.
 
 A spec determines a program completely, so that it can stand in graphs and in other processes.
 """

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import torch
 import triton
 
 from .compile import Argument
@@ -13,6 +12,8 @@ from .specialise import strides
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+    import torch
 
     from ..base import Call
     from .compile import Executable

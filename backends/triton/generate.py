@@ -35,7 +35,7 @@ def generate_backward(lowered: Lowered, special: Specialisation) -> str:
 
 
 def parameters(special: Specialisation) -> list[str]:
-    """Kernel arguments that the program adds: captures, each with sizes and strides; params; dims."""
+    """Kernel arguments that the program adds: captures with sizes and strides, params, dims."""
     names = []
     for capture in special.captures:
         names.append(f"t_{capture.name}")
@@ -213,7 +213,7 @@ def _gradient_body(lowered: Lowered, special: Specialisation) -> tuple[list[str]
     params = [g for g in derivative.params if g.name in special.param_gradients]
     if not tensors and not params:
         return ["pass"], set()
-    factors = tuple(g.factor for g in (*tensors, *params))
+    factors = tuple(g.factor for g in tensors) + tuple(g.factor for g in params)
     roots = factors + tuple(index for g in tensors for index in g.load.args)
     names = special.names()
     printer = Printer(roots, names)

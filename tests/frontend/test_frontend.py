@@ -1,4 +1,4 @@
-"""Reading programs: forms, errors with their places, hostile text, the prelude against brute force."""
+"""Reading programs: forms, errors and their places, hostile text, the prelude by brute force."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import textwrap
 import time
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -19,6 +19,9 @@ import attndsl
 from attndsl.errors import CacheWarning
 from attndsl.runtime import cache as cache_module
 from attndsl.runtime.cache import KernelCache
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 KEY = "a" * 64
 
@@ -244,10 +247,7 @@ def test_other_lengths_and_param_values_make_no_new_kernel(tmp_path: Path) -> No
     from attndsl.pipeline import lower
     from attndsl.source import Source
 
-    if torch.cuda.is_available():
-        device = "cuda"
-    else:
-        device = "cpu"
+    device = "cuda" if torch.cuda.is_available() else "cpu"
     backend = TritonBackend(KernelCache(tmp_path / "kernels"))
     lowered = lower(
         Source("param w: int\nparam c: float\nscore = softcap(c)\nmask = q - kv < w"), {}
