@@ -120,7 +120,7 @@ def _mod(a: Value, b: Value) -> Value:
 
 def _power(a: Value, b: Value) -> Value:
     if isinstance(a, int) and isinstance(b, int):
-        return a**b
+        return int(a**b) if b >= 0 else float(a**b)
     if a == 0.0 and b < 0.0:
         odd = float(b).is_integer() and b % 2 == 1
         return math.copysign(math.inf, a) if odd else math.inf

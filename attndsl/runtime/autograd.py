@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from attndsl.backends.base import Wants
+from attndsl.backends.base import Call, Wants
 
 if TYPE_CHECKING:
-    from attndsl.backends.base import Backend, Call
+    from attndsl.backends.base import Backend, Scalar
     from attndsl.pipeline import Lowered
 
 
@@ -44,11 +43,12 @@ class _Attend(torch.autograd.Function):
         ctx.save_for_backward(*inputs, out, lse)
         ctx.backend, ctx.lowered = backend, lowered
         # Tensors are kept by save_for_backward alone, which hooks and checkpointing look into.
-        ctx.param_names = [n for n, p in call.params.items() if isinstance(p, torch.Tensor)]
-        numbers = {n: p for n, p in call.params.items() if not isinstance(p, torch.Tensor)}
-        empty = call.q.new_empty(0)
-        ctx.call = replace(call, q=empty, k=empty, v=empty, tensors={}, params=numbers)
-        ctx.tensor_names = list(call.tensors)
+        ctx.plain = (
+            call.scale, call.sizes, call.q_offset, call.kv_offset, call.q_index, call.kv_index,
+            call.seed, call.deterministic,
+        )  # fmt: skip
+        ctx.tensor_names = tuple(call.tensors)
+        ctx.params = {n: None if isinstance(p, torch.Tensor) else p for n, p in call.params.items()}
         return out, lse
 
     @staticmethod
@@ -57,10 +57,10 @@ class _Attend(torch.autograd.Function):
         ctx: Any, grad_out: torch.Tensor | None, grad_lse: torch.Tensor | None
     ) -> tuple[torch.Tensor | None, ...]:
         *inputs, out, lse = ctx.saved_tensors
-        names = [*ctx.tensor_names, *ctx.param_names]
+        names = [*ctx.tensor_names, *(n for n, p in ctx.params.items() if p is None)]
         if grad_out is None and grad_lse is None:
             return (None,) * (6 + len(names))
-        call = restore(ctx.lowered, ctx.call, inputs, ctx.tensor_names, ctx.param_names)
+        call = _restore(ctx.plain, ctx.tensor_names, ctx.params, inputs)
         needs = ctx.needs_input_grad[3:]
         wanted = {name for name, need in zip(names, needs[3:], strict=True) if need}
         gradients = ctx.backend.backward(
@@ -75,7 +75,7 @@ class _Attend(torch.autograd.Function):
                 k=needs[1],
                 v=needs[2],
                 tensors=frozenset(wanted & set(ctx.tensor_names)),
-                params=frozenset(wanted & set(ctx.param_names)),
+                params=frozenset(wanted & set(ctx.params)),
             ),
         )
         found = {**gradients.tensors, **gradients.params}
@@ -90,17 +90,23 @@ class _Attend(torch.autograd.Function):
         )
 
 
-def restore(
-    lowered: Lowered,
-    call: Call,
+def _restore(
+    plain: tuple[Any, ...],
+    tensor_names: tuple[str, ...],
+    params: dict[str, Scalar | None],
     inputs: list[torch.Tensor],
-    tensor_names: list[str],
-    param_names: list[str],
 ) -> Call:
-    """``call`` with its tensors: q, k, v, captures, then 0-d params."""
+    """The call again: ``inputs`` are q, k, v, captures, then the params that are None."""
     q, k, v, *rest = inputs
-    tensors = dict(zip(tensor_names, rest, strict=False))
-    given = dict(zip(param_names, rest[len(tensor_names) :], strict=True))
-    values = {**call.params, **given}
-    params = {decl.name: values[decl.name] for decl in lowered.program.params}
-    return replace(call, q=q, k=k, v=v, tensors=tensors, params=params)
+    given = iter(rest[len(tensor_names) :])
+    scale, sizes, *others = plain
+    return Call(
+        q,
+        k,
+        v,
+        scale,
+        sizes,
+        dict(zip(tensor_names, rest, strict=False)),
+        {name: next(given) if value is None else value for name, value in params.items()},
+        *others,
+    )
