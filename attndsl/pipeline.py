@@ -9,7 +9,7 @@ from attndsl.passes.differentiate import differentiate
 from attndsl.passes.lowered import Lowered
 from attndsl.passes.simplify import simplify, simplify_derivative
 from attndsl.passes.split_mask import split_mask
-from attndsl.passes.tiles.plan import plan_tiles
+from attndsl.passes.tiles.sparsity import analyse
 from attndsl.serialise import digest
 
 if TYPE_CHECKING:
@@ -41,30 +41,30 @@ def lower_program(program: Program) -> Lowered:
     program = simplify(split_mask(program))
     # Of the simplified score, so that the derivative shares its nodes.
     derivative = simplify_derivative(differentiate(program))
-    # Last, since it looks at the mask that the passes above have completed.
-    return Lowered(program, derivative, plan_tiles(program), digest(program))
+    # Last, since it looks at the mask that the passes above have completed. Loops over tiles are
+    # planned by backends, which know tile sizes: `sparsity.loop`.
+    return Lowered(program, derivative, analyse(program), digest(program))
 
 
 def stages(source: Source, declared: Mapping[str, Declared]) -> dict[str, str]:
     """Each stage of :func:`lower` as text, by name.
 
-    The names are ``tree``, ``ir``, ``simplified``, ``split``, ``derivative`` and ``plan``.
+    The names are ``tree``, ``ir``, ``simplified``, ``split``, ``derivative`` and ``tiles``.
 
     Raises:
         AttnDSLError: All that is wrong with the program.
     """
     from attndsl.frontend.parse import parse
     from attndsl.passes.print_ir import print_derivative, print_program
+    from attndsl.passes.tiles.describe import print_tiles
 
     program = read(source, declared)
     lowered = lower_program(program)
-    plan = lowered.plan
-    loops = {"forward": plan.forward, "dQ": plan.backward_q, "dK, dV": plan.backward_kv}
     return {
         "tree": "\n".join(map(repr, parse(source).statements)),
         "ir": print_program(program),
         "simplified": print_program(simplify(program)),
         "split": print_program(lowered.program),
         "derivative": print_derivative(lowered.derivative),
-        "plan": "\n".join(f"{name}: {loop}" for name, loop in loops.items()),
+        "tiles": print_tiles(lowered.sparsity, 128, 64),
     }

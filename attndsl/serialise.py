@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from attndsl.ir import DType, Node, Op, ParamDecl, Program, TensorDecl, node, toposort
 from attndsl.passes.differentiate import Derivative, ParamGradient, TensorGradient
 from attndsl.passes.lowered import Lowered
-from attndsl.passes.tiles.plan import plan_tiles
+from attndsl.passes.tiles.sparsity import analyse
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -105,7 +105,7 @@ def derivative_from_json(data: dict[str, Any]) -> Derivative:
 
 
 def lowered_to_json(lowered: Lowered) -> dict[str, Any]:
-    """``lowered`` as JSON values; the tile plan is made again from the program."""
+    """``lowered`` as JSON values; what finds the tiles is made again from the program."""
     return {
         "program": program_to_json(lowered.program),
         "derivative": derivative_to_json(lowered.derivative),
@@ -122,7 +122,7 @@ def lowered_from_json(data: Any) -> Lowered:
         raise SerialiseError("not a serialised lowered program")
     program = program_from_json(data["program"])
     derivative = derivative_from_json(data["derivative"])
-    return Lowered(program, derivative, plan_tiles(program), digest(program))
+    return Lowered(program, derivative, analyse(program), digest(program))
 
 
 def digest(program: Program) -> str:

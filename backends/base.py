@@ -17,6 +17,16 @@ Scalar = bool | int | float
 
 
 @dataclass(frozen=True, slots=True)
+class TileKinds:
+    """Kinds of tiles that the caller has found before."""
+
+    kinds: torch.Tensor
+    """int8 (batch or 1, heads or 1, q tiles, kv tiles): 0 EMPTY, 1 PARTIAL, 2 FULL."""
+    block_m: int
+    block_n: int
+
+
+@dataclass(frozen=True, slots=True)
 class Call:
     """One call's arguments, checked and complete.
 
@@ -44,6 +54,8 @@ class Call:
     seed: int = 0
     """Seed of dropout."""
     deterministic: bool = False
+    tiles: TileKinds | None = None
+    """Used in place of finding the tiles of this call anew, where they have no closed form."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from attndsl.ir import Program
 
     from .differentiate import Derivative
-    from .tiles.plan import TilePlan
+    from .tiles.sparsity import Sparsity
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,6 +18,7 @@ class Lowered:
 
     program: Program
     derivative: Derivative
-    plan: TilePlan
+    sparsity: Sparsity
+    """What finds the tiles; ``sparsity.loop`` plans one loop once tile sizes are known."""
     digest: str
     """Hex digest of the program's meaning: the same after renaming a local or reformatting."""

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from attndsl.ir import FLOAT_UNARY, DType, Node, Op, Program, toposort
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
 
     from .differentiate import Derivative
 
@@ -78,6 +78,11 @@ def print_program(program: Program) -> str:
     return "\n".join(lines) + "\n"
 
 
+def print_expression(root: Node, names: Mapping[str, str] | None = None) -> str:
+    """``root`` as one expression; ``names`` says what some leaves are to be called."""
+    return _Printer([root], set(), share=False, names=names).texts[root][0]
+
+
 def print_derivative(derivative: Derivative) -> str:
     """``derivative`` as lines ``d score / d X = expression``."""
     roots = [derivative.score]
@@ -114,7 +119,14 @@ def _number(value: bool | int | float) -> str:
 class _Printer:
     """``texts`` has each node's text and how tightly it binds; ``lines`` defines the locals."""
 
-    def __init__(self, roots: Iterable[Node], taken: set[str], share: bool) -> None:
+    def __init__(
+        self,
+        roots: Iterable[Node],
+        taken: set[str],
+        share: bool,
+        names: Mapping[str, str] | None = None,
+    ) -> None:
+        self.names = names or {}
         self.texts: dict[Node, tuple[str, int]] = {}
         self.lines: list[str] = []
         roots = list(roots)
@@ -148,7 +160,7 @@ class _Printer:
         if op is Op.SCORE:
             return "score", _ATOM
         if op in (Op.VAR, Op.SIZE, Op.PARAM):
-            return str(item.value), _ATOM
+            return self.names.get(str(item.value), str(item.value)), _ATOM
         if op is Op.LOAD:
             return f"{item.value}[{', '.join(self.texts[a][0] for a in args)}]", _ATOM
         if op is Op.CAST:

@@ -24,6 +24,17 @@ Range = tuple[int, int]
 POSITION_LIMIT = 1 << 30
 """Logical positions and sizes are below this in magnitude."""
 _HIGHEST = POSITION_LIMIT - 1
+_KERNEL_RANGES: dict[str, Range] = {
+    "$tile": (0, POSITION_LIMIT // 16),
+    "$tiles": (0, POSITION_LIMIT // 16),
+    "$whole": (0, POSITION_LIMIT // 16),
+    **{
+        f"${name}_{end}": (-_HIGHEST, _HIGHEST)
+        for name in ("q", "kv")
+        for end in ("low", "high", "offset")
+    },
+}
+"""Params of the tile plan (:mod:`attndsl.passes.tiles.plan`, ``sets``, ``intervals``)."""
 INT32: Range = (-(1 << 31), (1 << 31) - 1)
 INT64: Range = (-(1 << 63), (1 << 63) - 1)
 
@@ -38,17 +49,22 @@ def fits(found: Range, limits: Range = INT32) -> bool:
     return limits[0] <= found[0] and found[1] <= limits[1]
 
 
-def ranges(roots: tuple[Node, ...], bits: Mapping[str, int]) -> dict[Node, Range]:
+def ranges(
+    roots: tuple[Node, ...], bits: Mapping[str, int], from_zero: bool = False
+) -> dict[Node, Range]:
     """The range of every INT node below ``roots``.
 
     Args:
         roots: Expressions.
         bits: Width of each int tensor and int param by name; 64 where missing.
+        from_zero: Whether logical positions are row numbers, which are not negative.
     """
     found: dict[Node, Range] = {}
     for item in toposort(*roots):
         if item.dtype is DType.INT:
             exact = _range(item, found, bits)
+            if from_zero and item.op is Op.VAR:
+                exact = 0, _HIGHEST
             # 64-bit arithmetic wraps: beyond it nothing is known.
             found[item] = exact if fits(exact, INT64) else INT64
     return found
@@ -62,6 +78,8 @@ def _range(item: Node, found: Mapping[Node, Range], bits: Mapping[str, int]) -> 
         return (-_HIGHEST, _HIGHEST) if item.value in ("q", "kv") else (0, _HIGHEST)
     if item.op is Op.SIZE:
         return (1 if item.value in ("heads", "kv_heads", "head_dim") else 0), _HIGHEST
+    if item.value in _KERNEL_RANGES and item.op is Op.PARAM:
+        return _KERNEL_RANGES[str(item.value)]
     if item.op in (Op.PARAM, Op.LOAD):
         return range_of_bits(bits.get(str(item.value), 64))
     if item.op is Op.CAST:

@@ -20,6 +20,15 @@ if TYPE_CHECKING:
     from .specialise import Specialisation
 
 _STATISTICS = ("LSE", "DLSE", "LSE2", "DELTA")
+_LISTS = {
+    "kinds": "*i8",
+    "tile_rows": "*i32",
+    "tile_list": "*i32",
+    "row_ints": "*i64",
+    "row_floats": "*fp32",
+    "column_ints": "*i64",
+    "column_floats": "*fp32",
+}
 _OPERANDS = ("Q", "K", "V", "OUT", "DOUT", "DQ", "DK", "DV_OUT")
 
 
@@ -33,6 +42,8 @@ class Layout:
     """Batch, head and row strides of q, k and v."""
     sizes: tuple[int, ...]
     """batch, heads, kv_heads, q_len, kv_len."""
+    listed: frozenset[str] = frozenset()
+    """Directions whose tiles come from lists."""
 
 
 def block_widths(special: Specialisation) -> tuple[int, int]:
@@ -74,8 +85,8 @@ def arguments_of(
         "UPCAST": upcast and special.dtype == "bf16",
         "BLOCK_M": None,
         "BLOCK_N": None,
-        **more,
     }
+    constants |= more
     captures = _capture_types(special)
     found = []
     for name in function.arg_names:
@@ -92,6 +103,8 @@ def _template_argument(name: str, special: Specialisation) -> Argument:
     if name in _OPERANDS:
         own = name in ("OUT", "DQ", "DK", "DV_OUT")
         return Argument(name, f"*{special.dtype}", aligned=own or special.aligned)
+    if name in _LISTS:
+        return Argument(name, _LISTS[name], aligned=True)
     if name in _STATISTICS:
         return Argument(name, "*fp32", aligned=True)
     if name.startswith("stride_"):
@@ -104,7 +117,7 @@ def _template_argument(name: str, special: Specialisation) -> Argument:
     if name in ("q_origin", "kv_origin"):
         kind = special.q_origin_type if name == "q_origin" else special.kv_origin_type
         return Argument(name, kind)
-    return Argument(name, "i32")
+    return Argument(name, "i64" if name == "map_step" else "i32")
 
 
 def _capture_types(special: Specialisation) -> dict[str, Argument]:

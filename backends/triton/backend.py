@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import threading
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,40 +13,23 @@ from attndsl.errors import UnsupportedError
 from attndsl.passes.widths import POSITION_LIMIT
 
 from ..base import Gradients
-from ..key import KernelKey, source_fingerprint, version_of
-from .arguments import Layout, arguments_of, block_widths, capture_arguments, origin
-from .compile import Executable, build, is_interpreted, load_module, record, restore
-from .generate import generate_backward, generate_forward
-from .library import STATISTICS_PADDING, row_statistics
+from .arguments import Layout, capture_arguments, origin
+from .kernels import STATISTICS_ROWS, Kernels
+from .library import STATISTICS_PADDING
 from .specialise import LARGE_GRADIENT, Specialisation, specialise, strides, with_gradients
-from .tiles import INTERPRETED, candidates, shared_memory_of
+from .tile_lists import list_arguments
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-    from types import ModuleType
-
-    from triton.backends.compiler import GPUTarget
 
     from attndsl.pipeline import Lowered
 
     from ..base import Call, Scalar, Store, Wants
-    from .tiles import Config
 
 MAX_HEAD_DIM = 512
-_STATISTICS_ROWS = 64
+_MAX_LAYOUTS = 4096
 PADDING = STATISTICS_PADDING.value
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-
-
-@dataclass(frozen=True, slots=True)
-class _Module:
-    """A generated module, imported."""
-
-    key: str
-    source: str
-    module: ModuleType
-    compiled: dict[str, Any]
-    """Per kernel, where its compiled code lies (``compile.record``)."""
 
 
 class TritonBackend:
@@ -57,13 +39,13 @@ class TritonBackend:
     differentiable = False
 
     def __init__(self, store: Store) -> None:
-        self._store = store
-        self._lock = threading.RLock()
-        self._modules: dict[str, _Module] = {}
-        self._executables: dict[tuple[object, ...], Executable] = {}
+        self._kernels = Kernels(store)
         self._layouts: dict[tuple[object, ...], Layout] = {}
-        self.kernels_built = 0
+
+    @property
+    def kernels_built(self) -> int:
         """Kernels compiled (or taken into the interpreter) by this object so far."""
+        return self._kernels.built
 
     def why_not(self, device: torch.device) -> str | None:
         """Why it cannot run on ``device``, or None."""
@@ -128,14 +110,17 @@ class TritonBackend:
         layout = self._layout(lowered, call, "forward")
         kernel = layout.executables["forward"]
         tiles = -(-q_len // kernel.config.block_m)
+        stream = _stream(q.device)
         with _on(q.device):
+            lists = self._lists(layout, lowered, call, "forward", stream) if layout.listed else []
             kernel.launch(
                 tiles * batch * heads,
-                _stream(q.device),
+                stream,
                 [
                     q, call.k, call.v, out, lse, *layout.strides, *strides(out)[:3], call.scale,
                     *layout.sizes, origin(call.q_offset, call.q_index),
                     origin(call.kv_offset, call.kv_index), *capture_arguments(layout.special, call),
+                    *lists,
                 ],
             )  # fmt: skip
         return out, lse
@@ -194,7 +179,7 @@ class TritonBackend:
                       *capture_arguments(layout.special, call)]  # fmt: skip
             with _on(q.device):
                 rows.launch(
-                    padded // _STATISTICS_ROWS * batch * heads, stream,
+                    padded // STATISTICS_ROWS * batch * heads, stream,
                     [out, grad_out, lse, lse if grad_lse is None else grad_lse.contiguous(),
                      lse2, delta,
                      *strides(out)[:3], *grad_strides, heads, q_len],
@@ -204,7 +189,8 @@ class TritonBackend:
                     tiles = -(-k.shape[2] // kernel.config.block_n)
                     kernel.launch(
                         tiles * batch * k.shape[1], stream,
-                        [q, k, v, grad_out, dk, dv, lse2, delta, *shared],
+                        [q, k, v, grad_out, dk, dv, lse2, delta, *shared,
+                         *self._lists(layout, lowered, call, "backward_kv", stream)],
                     )  # fmt: skip
                 if wants.q or captures:
                     kernel = layout.executables["backward_q"]
@@ -212,6 +198,7 @@ class TritonBackend:
                     kernel.launch(
                         tiles * batch * heads, stream,
                         [q, k, v, grad_out, dq, lse2, delta, *shared,
+                         *self._lists(layout, lowered, call, "backward_q", stream),
                          *_gradient_arguments(buffers)],
                     )  # fmt: skip
         return Gradients(
@@ -235,134 +222,33 @@ class TritonBackend:
         key = (*_signature(lowered, call, kind, grad_out), wants, has_dlse)
         layout = self._layouts.get(key)
         if layout is None:
-            with self._lock:
-                grads = () if grad_out is None else (grad_out,)
-                special = _special(lowered, call, grads, wants)
-                layout = self._new_layout(lowered, call, kind, special, has_dlse)
-                if len(self._layouts) >= 4096:
-                    self._layouts.clear()
-                self._layouts[key] = layout
+            grads = () if grad_out is None else (grad_out,)
+            special = _special(lowered, call, grads, wants)
+            device = call.q.device
+            prepared = self._kernels.attention(lowered, kind, special, device, has_dlse)
+            steps = tuple(s for t in (call.q, call.k, call.v) for s in strides(t)[:3])
+            batch, heads, q_len, _ = call.q.shape
+            sizes = (batch, heads, call.k.shape[1], q_len, call.k.shape[2])
+            layout = Layout(special, prepared.executables, steps, sizes, prepared.listed)
+            if len(self._layouts) >= _MAX_LAYOUTS:
+                self._layouts.clear()
+            self._layouts[key] = layout
         return layout
 
-    def _new_layout(
-        self, lowered: Lowered, call: Call, kind: str, special: Specialisation, has_dlse: bool
-    ) -> Layout:
-        interpreted = is_interpreted(row_statistics)
-        target = None if interpreted else triton.runtime.driver.active.get_current_target()
-        precision = _precision(call.q.dtype, target)
-        module = self._module(lowered, kind, special, target, precision)
-        functions = (
-            {"forward": module.module.attention_forward}
-            if kind == "forward"
-            else {
-                "backward_kv": module.module.attention_backward_kv,
-                "backward_q": module.module.attention_backward_q,
-            }
+    def _lists(
+        self, layout: Layout, lowered: Lowered, call: Call, direction: str, stream: int
+    ) -> list[Any]:
+        """The arguments that a kernel gets whose tiles are listed."""
+        if direction not in layout.listed:
+            return []
+        config = layout.executables[direction].config
+        special = replace(
+            layout.special, tensor_gradients=(), param_gradients=(), large_gradients=()
         )
-        executables = {
-            name: self._executable(
-                module, name, function, special, target, precision, call.q.device, {}
-            )
-            for name, function in functions.items()
-        }
-        if kind == "backward":
-            more = {"ROWS": _STATISTICS_ROWS, "HAS_DLSE": has_dlse}
-            executables["row_statistics"] = self._executable(
-                module,
-                "row_statistics",
-                row_statistics,
-                special,
-                target,
-                precision,
-                call.q.device,
-                more,
-            )
-        steps = tuple(s for t in (call.q, call.k, call.v) for s in strides(t)[:3])
-        batch, heads, q_len, _ = call.q.shape
-        sizes = (batch, heads, call.k.shape[1], q_len, call.k.shape[2])
-        return Layout(special, executables, steps, sizes)
-
-    def _module(
-        self,
-        lowered: Lowered,
-        kind: str,
-        special: Specialisation,
-        target: GPUTarget | None,
-        precision: str,
-    ) -> _Module:
-        key = KernelKey(
-            program=lowered.digest,
-            kind=kind,
-            special=repr(special),
-            options=f"precision={precision}",
-            target="interpreter" if target is None else f"{target.backend}:{target.arch}",
-            torch=torch.__version__,
-            triton=triton.__version__,
-            attndsl=version_of("attndsl"),
-            fingerprint=source_fingerprint(),
-        ).digest()
-        module = self._modules.get(key)
-        if module is None:
-            entry = self._store.load(key)
-            if entry is None:
-                generate = generate_forward if kind == "forward" else generate_backward
-                entry = self._store.save(key, generate(lowered, special), {"compiled": {}})
-            compiled = entry.meta.get("compiled", {})
-            if not isinstance(compiled, dict):
-                compiled = {}
-            module = _Module(key, entry.source, load_module(entry.path, key), dict(compiled))
-            self._modules[key] = module
-        return module
-
-    def _executable(
-        self,
-        module: _Module,
-        name: str,
-        function: object,
-        special: Specialisation,
-        target: GPUTarget | None,
-        precision: str,
-        device: torch.device,
-        more: Mapping[str, int | bool],
-    ) -> Executable:
-        key = (module.key, name, device, tuple(more.values()))
-        executable = self._executables.get(key)
-        if executable is None:
-            arguments = arguments_of(function, special, precision, target is None, more)
-            slot = "_".join([name, *map(str, more.values())])
-            recorded = module.compiled.get(slot)
-            if recorded is not None and target is not None:
-                executable = restore(function, arguments, recorded)
-            if executable is None:
-                executable = build(
-                    function,
-                    arguments,
-                    self._configs(name, special, target, device),
-                    target,
-                    _shared_memory(target, device),
-                    load=True,
-                )
-                self.kernels_built += 1
-                if target is not None:
-                    module.compiled[slot] = record(executable)
-                    meta = {"compiled": module.compiled}
-                    self._store.save(module.key, module.source, meta)
-            self._executables[key] = executable
-        return executable
-
-    def _configs(
-        self, name: str, special: Specialisation, target: GPUTarget | None, device: torch.device
-    ) -> tuple[Config, ...]:
-        if target is None:
-            return INTERPRETED
-        size = 4 if special.dtype == "fp32" else 2
-        kernel = "backward_q" if name == "row_statistics" else name
-        return candidates(
-            kernel,
-            *block_widths(special),
-            size,
-            _shared_memory(target, device),
+        kernels = self._kernels.tile_lists(
+            lowered, special, call.q.device, config.block_m, config.block_n
         )
+        return list_arguments(kernels, lowered.sparsity, special, call, direction, stream)
 
 
 def _special(
@@ -390,8 +276,8 @@ def _signature(
         tuple(map(_param_class, call.params.values())),
         None if call.q_index is None else call.q_index.dtype,
         None if call.kv_index is None else call.kv_index.dtype,
-        None if isinstance(call.q_offset, int) else call.q_offset.dtype,
-        None if isinstance(call.kv_offset, int) else call.kv_offset.dtype,
+        call.q_offset != 0 if isinstance(call.q_offset, int) else call.q_offset.dtype,
+        call.kv_offset != 0 if isinstance(call.kv_offset, int) else call.kv_offset.dtype,
     )  # fmt: skip
 
 
@@ -412,20 +298,6 @@ def _gradient_arguments(buffers: Mapping[str, torch.Tensor]) -> list[Any]:
 def _dtype(value: object) -> torch.dtype:
     assert isinstance(value, torch.Tensor)
     return value.dtype
-
-
-def _precision(dtype: torch.dtype, target: GPUTarget | None) -> str:
-    """Input precision of fp32 products: as torch's own matrix products are set."""
-    if dtype is not torch.float32 or target is None or target.backend != "cuda":
-        return "ieee"
-    return "tf32x3" if torch.get_float32_matmul_precision() == "highest" else "tf32"
-
-
-def _shared_memory(target: GPUTarget | None, device: torch.device) -> int:
-    if target is None:
-        return shared_memory_of("")
-    properties = triton.runtime.driver.active.utils.get_device_properties(device.index or 0)
-    return int(properties["max_shared_mem"])
 
 
 def _stream(device: torch.device) -> int:

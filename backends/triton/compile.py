@@ -43,6 +43,11 @@ class Executable:
     constants: tuple[object, ...] = field(default=())
     """Values of the trailing constant arguments."""
 
+    @property
+    def spills(self) -> int:
+        """Registers a thread that are kept in memory; 0 for the interpreter."""
+        return 0 if self.interpreted else int(self.kernel.n_spills or 0)
+
     def launch(self, programs: int, stream: int, arguments: Sequence[object]) -> None:
         """Run ``programs`` programs on ``stream`` with the run-time arguments, in order."""
         if self.interpreted:

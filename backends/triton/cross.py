@@ -10,15 +10,19 @@ from typing import TYPE_CHECKING, Any
 import torch
 from triton.backends.compiler import GPUTarget
 
+from attndsl.errors import BackendError
 from attndsl.ir import SIZES, DType
+from attndsl.passes.tiles.plan import DIRECTIONS
 
 from ..base import Call
 from .arguments import arguments_of, block_widths
 from .compile import build, load_module
-from .generate import generate_backward, generate_forward
+from .generate import generate_attention
+from .generate_lists import generate_lists
+from .kernels import DIRECTIONS_OF, LIST_CHUNK, STATISTICS_ROWS, plan_loop
 from .library import row_statistics
 from .specialise import specialise, with_gradients
-from .tiles import candidates, shared_memory_of
+from .tiles import Config, candidates, shared_memory_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -27,7 +31,6 @@ if TYPE_CHECKING:
 
     from ..base import Wants
     from .specialise import Specialisation
-    from .tiles import Config
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,12 +85,24 @@ def example_call(
 
 
 def kernel_source(lowered: Lowered, call: Call, direction: str, wants: Wants) -> str:
-    """Text of the module that ``call`` would use, ``forward`` or ``backward``."""
+    """Text of the modules that ``call`` would use, ``forward`` or ``backward``."""
+    masked, shared = lowered.program.mask is not None, shared_memory_of("cuda:90")
     special = specialise(lowered.program, call)
-    if direction == "forward":
-        return generate_forward(lowered, special)
-    special = with_gradients(special, call, wants.tensors, wants.params)
-    return generate_backward(lowered, special)
+    if direction == "backward":
+        special = with_gradients(special, call, wants.tensors, wants.params)
+    texts = []
+    for name in DIRECTIONS_OF[direction]:
+        config = _candidates(name, masked, special, shared)[0]
+        loop = plan_loop(lowered, special, name, config)
+        texts.append(generate_attention(lowered, special, name, loop))
+    return "\n\n".join(texts)
+
+
+def _candidates(
+    name: str, masked: bool, special: Specialisation, shared: int
+) -> tuple[Config, ...]:
+    size = 4 if special.dtype == "fp32" else 2
+    return candidates(name, *block_widths(special), size, shared, masked)
 
 
 def cross_compile(
@@ -107,33 +122,54 @@ def cross_compile(
     Raises:
         BackendError: No config of a kernel fits.
     """
-    shared = shared_memory_of(target)
+    shared, masked = shared_memory_of(target), lowered.program.mask is not None
+    compiler = _Compiler(parse_target(target), shared)
     found = []
     with tempfile.TemporaryDirectory() as folder:
-        modules = {}
-        for kind, text in (
-            ("forward", generate_forward(lowered, special)),
-            ("backward", generate_backward(lowered, special)),
-        ):
-            path = Path(folder) / f"{kind}.py"
-            path.write_text(text, "utf-8")
-            modules[kind] = load_module(path, kind)
-        functions = {
-            "forward": modules["forward"].attention_forward,
-            "row_statistics": row_statistics,
-            "backward_kv": modules["backward"].attention_backward_kv,
-            "backward_q": modules["backward"].attention_backward_q,
-        }
-        for name, function in functions.items():
-            more = {"ROWS": 64, "HAS_DLSE": True} if name == "row_statistics" else {}
-            arguments = arguments_of(function, special, "ieee", upcast=False, more=more)
-            chosen = (configs or {}).get(name) or candidates(
-                "backward_q" if name == "row_statistics" else name,
-                *block_widths(special),
-                4 if special.dtype == "fp32" else 2,
-                shared,
-            )
-            built = build(function, arguments, chosen, parse_target(target), shared, load=False)
-            kernel = built.kernel
-            found.append(CrossCompiled(name, built.config, kernel.metadata.shared, kernel))
+        for name in DIRECTIONS:
+            for config in (configs or {}).get(name) or _candidates(name, masked, special, shared):
+                loop = plan_loop(lowered, special, name, config)
+                text = generate_attention(lowered, special, name, loop)
+                path = Path(folder) / f"{name}_{len(list(Path(folder).iterdir()))}.py"
+                path.write_text(text, "utf-8")
+                function = getattr(load_module(path, path.stem), f"attention_{name}")
+                try:
+                    found.append(compiler.compile(name, function, special, (config,), {}))
+                except BackendError as error:
+                    refusal = error
+                    continue
+                break
+            else:
+                raise refusal
+        statistics = _candidates("backward_q", False, special, shared)
+        more: dict[str, int | bool] = {"ROWS": STATISTICS_ROWS, "HAS_DLSE": True}
+        found.append(compiler.compile("row_statistics", row_statistics, special, statistics, more))
+        if lowered.sparsity.bounds is not None:
+            path = Path(folder) / "tile_lists.py"
+            path.write_text(generate_lists(lowered, special), "utf-8")
+            module = load_module(path, path.stem)
+            config = Config(found[0].config.block_m, found[0].config.block_n, 4, 1)
+            sizes = {"BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "CHUNK": LIST_CHUNK}
+            for name in ("summarise", "classify", "refine", "list_tiles"):
+                found.append(
+                    compiler.compile(name, getattr(module, name), special, (config,), sizes)
+                )
     return found
+
+
+@dataclass(frozen=True, slots=True)
+class _Compiler:
+    target: GPUTarget
+    shared: int
+
+    def compile(
+        self,
+        name: str,
+        function: object,
+        special: Specialisation,
+        configs: tuple[Config, ...],
+        more: Mapping[str, int | bool],
+    ) -> CrossCompiled:
+        arguments = arguments_of(function, special, "ieee", upcast=False, more=more)
+        built = build(function, arguments, configs, self.target, self.shared, load=False)
+        return CrossCompiled(name, built.config, built.kernel.metadata.shared, built.kernel)

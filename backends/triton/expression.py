@@ -89,6 +89,10 @@ class Names:
     int_bits: Mapping[str, int]
     """Bits of int params and int tensors."""
     head_dim: int
+    from_zero: bool = False
+    """Whether logical positions are row numbers."""
+    scalar: bool = False
+    """Whether values are scalars, as in loop bounds, rather than parts of a tile."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +131,9 @@ class Printer:
         self.lines: list[str] = []
         self.helpers: set[str] = set()
         self.deps = dependencies(*roots)
-        self.ranges = ranges(roots, names.int_bits)
+        self.ranges = ranges(roots, names.int_bits, names.from_zero)
+        if not names.scalar:
+            self._spread_tile_params(roots)
         self.texts: dict[Node, tuple[str, int]] = {}
         self.depths: dict[Node, int] = {}
         order = toposort(*roots)
@@ -145,6 +151,15 @@ class Printer:
             self.texts[item] = text, level
             self.depths[item] = depth
 
+    def _spread_tile_params(self, roots: tuple[Node, ...]) -> None:
+        """Bounds of many tiles at once are tiles themselves, though they vary with no position."""
+        spread: set[Node] = set()
+        for item in toposort(*roots):
+            own = item.op is Op.PARAM and str(item.value).startswith("$")
+            if own or not spread.isdisjoint(item.args):
+                spread.add(item)
+                self.deps[item] |= {"q"}
+
     def operand(self, item: Node) -> str:
         """Text of ``item`` as a factor of a product."""
         return self.at(item, _PRODUCT + 1)
@@ -161,19 +176,21 @@ class Printer:
 
     def _value(self, item: Node) -> str:
         """Text of an operand that must be a Triton value rather than a Python number."""
+        shape = "[]" if self.names.scalar else "[1, 1]"
         if item.op is Op.SIZE and item.value == "head_dim":
-            return f"tl.full([1, 1], {self.names.head_dim}, tl.int32)"
+            return f"tl.full({shape}, {self.names.head_dim}, tl.int32)"
         if item.op is Op.CONST:
             kind = {
                 DType.FLOAT: "float32",
                 DType.INT: "int32" if fits(self.ranges.get(item, (0, 0))) else "int64",
             }
-            return f"tl.full([1, 1], {self.texts[item][0]}, tl.{kind.get(item.dtype, 'int1')})"
+            return f"tl.full({shape}, {self.texts[item][0]}, tl.{kind.get(item.dtype, 'int1')})"
         return self.texts[item][0]
 
     def _block(self, item: Node) -> str:
         """Text of an operand that must have the dims of a tile: a bool scalar cannot be spread."""
-        if item.op is Op.CONST or self.deps[item] & {"q", "kv", "score"}:
+        varies = self.deps[item] & {"q", "kv", "score"}
+        if self.names.scalar or item.op is Op.CONST or varies:
             return self._value(item)
         return self._call("as_block", self.texts[item][0])[0]
 
@@ -186,7 +203,8 @@ class Printer:
         if op is Op.SIZE:
             return self._size(str(item.value))
         if op is Op.PARAM:
-            return f"p_{item.value}", _ATOM
+            name = str(item.value)
+            return (name[1:] if name.startswith("$") else f"p_{name}"), _ATOM
         if op is Op.SCORE:
             return "score", _ATOM
         if op is Op.LOAD:
@@ -230,7 +248,8 @@ class Printer:
     def _constant(self, item: Node) -> tuple[str, int]:
         value = item.value
         if isinstance(value, bool):
-            return f"tl.full([1, 1], {value}, tl.int1)", _ATOM
+            shape = "[]" if self.names.scalar else "[1, 1]"
+            return f"tl.full({shape}, {value}, tl.int1)", _ATOM
         if isinstance(value, int):
             if not fits((value, value)):
                 return f"tl.full([], {value}, tl.int64)", _ATOM
@@ -291,7 +310,8 @@ class Printer:
         if capture.dtype is DType.FLOAT:
             return f"{text}.to(tl.float32)", _ATOM
         if capture.dtype is DType.BOOL:
-            return f"{self._call('as_block', text)[0]} != 0", _COMPARE
+            block = text if self.names.scalar else self._call("as_block", text)[0]
+            return f"{block} != 0", _COMPARE
         return f"{text}.to(tl.int32)" if capture.bits < 32 else text, _ATOM
 
     def _integer(self, item: Node) -> tuple[str, int]:
@@ -324,6 +344,12 @@ class Printer:
 
     def _divide(self, item: Node, a: str, b: str) -> tuple[str, int]:
         dividend, divisor = (self.ranges[arg] for arg in item.args)
+        number = item.args[1].value if item.args[1].op is Op.CONST else 0
+        if isinstance(number, int) and number > 0 and number & (number - 1) == 0:
+            # Rounded down and with the divisor's sign, for negative numbers too.
+            if item.op is Op.MOD:
+                return f"({a}) & {number - 1}", _AND
+            return f"({a}) >> {number.bit_length() - 1}", _SHIFT
         if dividend[0] >= 0 and divisor[0] > 0:
             symbol = "//" if item.op is Op.FLOORDIV else "%"
             return f"({a}) {symbol} ({b})", _PRODUCT

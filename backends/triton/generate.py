@@ -5,17 +5,29 @@ Non-goals: compiling the text, and choosing tile sizes.
 
 from __future__ import annotations
 
-import textwrap
+from dataclasses import replace
 from importlib import resources
 from typing import TYPE_CHECKING
 
-from attndsl.ir import DType, Op, dependencies
+from attndsl.ir import DType, Op, dependencies, substitute
+from attndsl.passes.tiles.plan import DIRECTIONS
 
+from .device_functions import (
+    gradient_parameters,
+    param_values,
+    parameters,
+    program_function,
+    wrapped,
+)
 from .expression import Printed, Printer, element_offset, print_expressions
-from .loops import print_loop
+from .hoist import Hoisted, hoist
+from .loops import LIST_PARAMETERS, print_loop
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from attndsl.ir import Node
+    from attndsl.passes.tiles.plan import LoopPlan
     from attndsl.pipeline import Lowered
 
     from .specialise import Specialisation
@@ -24,77 +36,83 @@ _INDENT = "    "
 _PAIR = "b, h, hkv, q, kv, batch, heads, kv_heads, q_len, kv_len"
 
 
-def generate_forward(lowered: Lowered, special: Specialisation) -> str:
-    """The module of the forward kernel."""
-    return _render(("forward",), lowered, special)
+_PASSES = {"forward": "forward", "backward_kv": "kv_pass", "backward_q": "q_pass"}
+"""What templates call the loop of each direction."""
 
 
-def generate_backward(lowered: Lowered, special: Specialisation) -> str:
-    """The module of the backward kernels, which add up the gradients that ``special`` names."""
-    return _render(("weights", "backward_kv", "backward_q"), lowered, special)
+def generate_attention(
+    lowered: Lowered, special: Specialisation, direction: str, loop: LoopPlan
+) -> str:
+    """The module of one kernel, ``attention_{direction}``, with the plan of its loop.
 
-
-def parameters(special: Specialisation) -> list[str]:
-    """Kernel arguments that the program adds: captures with sizes and strides, params, dims."""
-    names = []
-    for capture in special.captures:
-        names.append(f"t_{capture.name}")
-        names += [f"size{dim}_{capture.name}" for dim in range(capture.rank)]
-        names += [
-            f"stride{dim}_{capture.name}"
-            for dim in range(capture.rank)
-            if dim not in capture.unit_dims
-        ]
-    names += [kind.argument for kind in special.params]
-    names += [f"n_{name}" for name in special.dim_names]
-    return names
-
-
-def gradient_parameters(special: Specialisation) -> list[str]:
-    """Kernel arguments of the gradient buffers, fp32: address, and strides of a tensor's."""
-    names = []
-    ranks = {capture.name: capture.rank for capture in special.captures}
-    for name in special.tensor_gradients:
-        names.append(f"g_{name}")
-        names += [f"gstride{dim}_{name}" for dim in range(ranks[name])]
-    names += [f"g_{name}" for name in special.param_gradients]
-    return names
-
-
-def _render(templates: tuple[str, ...], lowered: Lowered, special: Specialisation) -> str:
-    program, plan = lowered.program, lowered.plan
+    The backward kernels add up the gradients that ``special`` names.
+    """
+    program, sparsity = lowered.program, lowered.sparsity
     names = parameters(special)
-    functions, helpers = _functions(lowered, special)
-    passes = {"forward": plan.forward, "kv_pass": plan.backward_kv, "q_pass": plan.backward_q}
-    if "forward" in templates:
-        passes = {"forward": passes["forward"]}
-    else:
-        del passes["forward"]
-    loops = [text for name, loop in passes.items() for text in print_loop(name, loop, names)]
+    own = hoist(lowered, special, DIRECTIONS[direction].own)
+    functions, helpers = _functions(lowered, special, own)
+    name = _PASSES[direction]
+    texts, used = print_loop(
+        name,
+        DIRECTIONS[direction].along,
+        loop,
+        names,
+        param_values(special, scalar=True),
+        special.names(),
+    )
     modified = program.score.op is not Op.SCORE
+    listed = loop.listed is not None
     flags = {
         "MASKED": program.mask is not None,
         "MODIFIED": modified,
         "SCALED_FIRST": modified
         or (program.mask is not None and "score" in dependencies(program.mask)[program.mask])
         or special.negative_scale,
-        "RAGGED_FULL": plan.ragged_full,
+        "RAGGED_FULL": sparsity.plain,
         "HAS_CAPTURE_GRADIENTS": bool(special.tensor_gradients or special.param_gradients),
+        f"{name.upper()}_HAS_FULL": listed or bool(loop.full),
+        f"{name.upper()}_HAS_PARTIAL": listed or bool(loop.partial),
+        f"{name.upper()}_DESCENDING": loop.descending,
     }
-    for name, loop in passes.items():
-        flags[f"{name.upper()}_HAS_FULL"] = bool(loop.full)
-        flags[f"{name.upper()}_HAS_PARTIAL"] = bool(loop.partial)
-    imports = sorted(helpers)
+    more = {
+        "gradient_parameters": wrapped(gradient_parameters(special)),
+        "gradient_arguments": wrapped(gradient_parameters(special)),
+        f"{name}_lists": wrapped(LIST_PARAMETERS) if listed else [],
+        "own": wrapped(own.names),
+        "own_values": own.call,
+    }
+    templates = ("forward",) if direction == "forward" else ("weights", direction)
+    functions = [*own.functions, *functions, *texts]
+    return fill_template(templates, functions, helpers | used | own.helpers, flags, names, more)
+
+
+def fill_template(
+    templates: tuple[str, ...],
+    functions: list[str],
+    helpers: set[str],
+    flags: Mapping[str, bool],
+    names: list[str],
+    more: Mapping[str, list[str]],
+) -> str:
+    """A module's text: the templates one after the other, their hooks filled.
+
+    Args:
+        templates: Files of ``templates/``, by their stems.
+        functions: Texts of the program's own device functions.
+        helpers: Library functions that these use.
+        flags: Constants of the module.
+        names: Kernel arguments that the program adds.
+        more: Lines for further hooks.
+    """
     fills = {
-        "imports": [f"from attndsl.backends.triton.library import {', '.join(imports)}"]
-        if imports
+        "imports": [f"from attndsl.backends.triton.library import {', '.join(sorted(helpers))}"]
+        if helpers
         else [],
         "flags": [f"{name} = tl.constexpr({value})" for name, value in flags.items()],
-        "functions": "\n\n\n".join([*functions, *loops]).split("\n"),
-        "parameters": _wrapped(names),
-        "arguments": _wrapped(names),
-        "gradient_parameters": _wrapped(gradient_parameters(special)),
-        "gradient_arguments": _wrapped(gradient_parameters(special)),
+        "functions": "\n\n\n".join(functions).split("\n"),
+        "parameters": wrapped(names),
+        "arguments": wrapped(names),
+        **more,
     }
     lines = []
     for template in templates:
@@ -122,11 +140,9 @@ def _fill(template: list[str], fills: dict[str, list[str]]) -> list[str]:
     return lines
 
 
-def _wrapped(names: list[str]) -> list[str]:
-    return textwrap.wrap(", ".join(names) + ",", 88) if names else []
-
-
-def _functions(lowered: Lowered, special: Specialisation) -> tuple[list[str], set[str]]:
+def _functions(
+    lowered: Lowered, special: Specialisation, own: Hoisted
+) -> tuple[list[str], set[str]]:
     """The program's own device functions, and the library functions that they use."""
     program, derivative = lowered.program, lowered.derivative
     helpers: set[str] = set()
@@ -141,15 +157,15 @@ def _functions(lowered: Lowered, special: Specialisation) -> tuple[list[str], se
         ),
     )
     for name, root, doc in specs:
-        body, used = (["return live"], set()) if root is None else _pair_body(root, special)
+        text, used = pair_function(name, root, special, doc, own)
         helpers |= used
-        texts.append(_function(name, "score, live", special, doc, body, root is not None))
+        texts.append(text)
     body, used = _gradient_body(lowered, special)
     helpers |= used
     texts.append(
-        _function(
+        program_function(
             "add_capture_gradients",
-            "dscore, score, live",
+            f"dscore, score, live, {_PAIR}",
             special,
             "Add each pair's part to the gradients of captured tensors and params.",
             body,
@@ -160,45 +176,20 @@ def _functions(lowered: Lowered, special: Specialisation) -> tuple[list[str], se
     return texts, helpers
 
 
-def _function(
-    name: str,
-    first: str,
-    special: Specialisation,
-    doc: str,
-    body: list[str],
-    reads_params: bool,
-    more: list[str] | None = None,
-) -> str:
-    arguments = [f"{first}, {_PAIR},", *_wrapped(parameters(special)), *_wrapped(more or [])]
-    prologue = _param_values(special) if reads_params else []
-    return "\n".join(
-        [
-            "@triton.jit",
-            f"def {name}(",
-            *(_INDENT + line for line in arguments),
-            "):",
-            f'{_INDENT}"""{doc}"""',
-            *(_INDENT + line for line in [*prologue, *body]),
-        ]
-    )
+def pair_function(
+    name: str, root: Node | None, special: Specialisation, doc: str, own: Hoisted
+) -> tuple[str, set[str]]:
+    """``root`` as a function of a tile of pairs, and the library functions that it uses."""
+    body, used = (["return live"], set()) if root is None else _pair_body(root, special, own)
+    first = f"score, live, {_PAIR}"
+    return program_function(name, first, special, doc, body, root is not None, own.names), used
 
 
-def _param_values(special: Specialisation) -> list[str]:
-    lines = []
-    for kind in special.params:
-        value = f"tl.load({kind.argument})" if kind.type.startswith("*") else kind.argument
-        if kind.dtype is DType.FLOAT and kind.type != "fp32":
-            lines.append(f"p_{kind.name} = {value}.to(tl.float32)")
-        elif kind.dtype is DType.BOOL:
-            lines.append(f"p_{kind.name} = {value} + tl.zeros([1, 1], tl.int32) != 0")
-        elif value != f"p_{kind.name}":
-            small = kind.type in ("*i8", "*u8", "*i16")
-            lines.append(f"p_{kind.name} = {value}" + (".to(tl.int32)" if small else ""))
-    return lines
-
-
-def _pair_body(root: Node, special: Specialisation) -> tuple[list[str], set[str]]:
-    printed: Printed = print_expressions((root,), special.names())
+def _pair_body(root: Node, special: Specialisation, own: Hoisted) -> tuple[list[str], set[str]]:
+    inner = substitute(root, own.replacements)
+    names = special.names()
+    names = replace(names, int_bits={**names.int_bits, **own.int_bits})
+    printed: Printed = print_expressions((inner,), names)
     result = printed.results[0]
     if root.dtype is DType.FLOAT and "score" not in dependencies(root)[root]:
         value = f"tl.full([1, 1], {result}, tl.float32)" if root.op is Op.CONST else result

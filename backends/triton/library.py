@@ -74,6 +74,18 @@ def positions(index, length, origin, KIND: tl.constexpr):
 
 
 @triton.jit
+def shift_of_positions(origin, KIND: tl.constexpr):
+    """Logical position of row 0 where positions are rows plus an offset; 0 for a map."""
+    if KIND == "index":
+        shift = 0
+    elif KIND == "tensor":
+        shift = tl.load(origin).to(tl.int32)
+    else:
+        shift = origin
+    return shift
+
+
+@triton.jit
 def dot(a, b, PRECISION: tl.constexpr, UPCAST: tl.constexpr):
     """``a @ b`` in fp32; UPCAST where the interpreter's half-precision product is wrong."""
     if UPCAST:

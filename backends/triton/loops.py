@@ -1,67 +1,171 @@
-"""A tile plan as device functions: how many tiles a program visits, and which the n-th is.
+"""A loop plan as device functions: how many tiles a program visits, and which the n-th is.
 
 A kernel runs one flattened loop over all FULL segments and one over all PARTIAL ones, whatever
-their number, so that the loop's body is printed once for each kind.
+their number, so that the loop's body is printed once for each kind. Where the plan is a list, the
+same functions read it.
 """
 
 from __future__ import annotations
 
 import textwrap
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from attndsl.ir import Op, const, node
+from attndsl.passes.widths import fits, ranges
+
+from .expression import Names, print_expressions
+
 if TYPE_CHECKING:
+    from attndsl.ir import Node
     from attndsl.passes.tiles.plan import LoopPlan, Segment
 
+LIST_PARAMETERS = ["tile_rows", "tile_list", "list_step_b", "list_step_h"]
+"""Kernel arguments of a loop whose tiles are listed. ``tile_rows``: int32 (own tiles, 4) a map:
+numbers of FULL and of PARTIAL tiles, the first live tile, the first FULL tile; the first live tile
+is -1 where the live tiles or the FULL ones have gaps. ``tile_list``: int32 (own tiles, tiles along)
+a map: FULL tiles from the front, PARTIAL ones from the back. The steps are the own tiles between
+the maps of two batch entries, and of two heads."""
 _INDENT = "    "
+_CALL = "b, h, hkv, batch, heads, kv_heads, q_len, kv_len, q_offset, kv_offset"
+_FOUND = "full_tiles, first_live, first_full"
+_ROW = "row = (b * list_step_b + h * list_step_h + tile).to(tl.int64)"
 
 
-def print_loop(name: str, loop: LoopPlan, parameters: list[str]) -> list[str]:
-    """``NAME_full_count``, ``NAME_full_tile``, ``NAME_partial_count`` and ``NAME_partial_tile``."""
-    texts = []
+def print_loop(
+    name: str,
+    along: str,
+    loop: LoopPlan,
+    parameters: list[str],
+    param_values: list[str],
+    names: Names,
+) -> tuple[list[str], set[str]]:
+    """``NAME_tiles`` (how many), ``NAME_full_tile`` and ``NAME_partial_tile`` (the n-th).
+
+    Args:
+        name: The loop.
+        along: ``q`` or ``kv``: what the loop counts.
+        loop: Its plan.
+        parameters: Kernel arguments that the program adds.
+        param_values: Lines that define the values of the program's params.
+        names: What leaves are called.
+
+    Returns:
+        The functions, and the library functions that they use.
+    """
+    if loop.listed is not None:
+        return _listed(name, along, [*parameters, *LIST_PARAMETERS]), set()
+    names = replace(names, scalar=True)
+    prologue = [*_lengths(along), *param_values]
+    counts = (_total(loop.full), _total(loop.partial))
+    printed = print_expressions(counts, names)
+    found = ", ".join(
+        _narrow(text, (root,), names) for text, root in zip(printed.results, counts, strict=True)
+    )
+    body = [*prologue, *printed.lines, f"return {found}, 0, 0"]
+    doc = "Numbers of FULL and PARTIAL tiles; what follows is for lists."
+    texts = [_function(f"{name}_tiles", "tile", parameters, doc, body)]
+    helpers = set(printed.helpers)
     for kind, segments in (("full", loop.full), ("partial", loop.partial)):
         if segments:
-            texts.append(_count(f"{name}_{kind}_count", kind.upper(), segments, parameters))
-            texts.append(_nth(f"{name}_{kind}_tile", kind.upper(), segments, parameters))
-    return texts
+            nth, used = _nth(segments, names)
+            doc = f"Index of {kind.upper()} tile number ``step``."
+            first = f"step, {_FOUND}, tile"
+            texts.append(
+                _function(f"{name}_{kind}_tile", first, parameters, doc, [*prologue, *nth])
+            )
+            helpers |= used
+    return texts, helpers
 
 
-def _count(name: str, kind: str, segments: tuple[Segment, ...], parameters: list[str]) -> str:
-    counts = [_length(segment) for segment in segments]
-    return _function(
-        name, "tile", parameters, f"Number of {kind} tiles.", [f"return {' + '.join(counts)}"]
-    )
+def _lengths(along: str) -> list[str]:
+    length, block = f"{along}_len", "BLOCK_M" if along == "q" else "BLOCK_N"
+    return [f"tiles = tl.cdiv({length}, {block})", f"whole = {length} // {block}"]
 
 
-def _nth(name: str, kind: str, segments: tuple[Segment, ...], parameters: list[str]) -> str:
-    *before, last = segments
-    body = []
-    for number, segment in enumerate(before):
+def _listed(name: str, along: str, parameters: list[str]) -> list[str]:
+    tiles = _lengths(along)[0]
+    first = f"step, {_FOUND}, tile"
+    # A list is read only where it has gaps: a load that depends on a load waits for memory twice.
+    read = "mask=(first_live < 0) & (step < tiles), other=0)"
+    return [
+        _function(
+            f"{name}_tiles", "tile", parameters,
+            "Numbers of FULL and PARTIAL tiles, the first live tile (or -1), the first FULL one.",
+            [_ROW, "found = tile_rows + row * 4",
+             "return tl.load(found), tl.load(found + 1), tl.load(found + 2), tl.load(found + 3)"],
+        ),
+        _function(
+            f"{name}_full_tile", first, parameters, "Index of FULL tile number ``step``.",
+            [_ROW, tiles, f"listed = tl.load(tile_list + row * tiles + step, {read}",
+             "return tl.where(first_live < 0, listed, first_full + step)"],
+        ),
+        _function(
+            f"{name}_partial_tile", first, parameters, "Index of PARTIAL tile number ``step``.",
+            [_ROW, tiles, f"listed = tl.load(tile_list + row * tiles + (tiles - 1 - step), {read}",
+             "before = first_full - first_live",
+             "banded = first_live + step + tl.where(step < before, 0, full_tiles)",
+             "return tl.where(first_live < 0, listed, banded)"],
+        ),
+    ]  # fmt: skip
+
+
+def _total(segments: tuple[Segment, ...]) -> Node:
+    total = const(0)
+    for segment in segments:
+        length = _length(segment)
+        total = length if total is const(0) else node(Op.ADD, total, length)
+    return total
+
+
+def _nth(segments: tuple[Segment, ...], names: Names) -> tuple[list[str], set[str]]:
+    lengths = tuple(_length(segment) for segment in segments[:-1])
+    starts = tuple(segment.start for segment in segments)
+    printed = print_expressions((*starts, *lengths), names)
+    body = list(printed.lines)
+    first, last = printed.results[: len(starts)], segments[-1]
+    for number, segment in enumerate(segments[:-1]):
         # Later segments see the steps that are left; the first segment with room is the one.
-        body += [f"count = {_length(segment)}", "here = (step >= 0) & (step < count)"]
-        found = "step" if number == 0 else "found"
-        body += [f"found = tl.where(here, {_element(segment)}, {found})", "step = step - count"]
-    body.append(
-        f"return tl.where(step >= 0, {_element(last)}, found)"
-        if before
-        else f"return {_element(last)}"
-    )
-    return _function(name, "step, tile", parameters, f"Index of {kind} tile number ``step``.", body)
+        element = _element(first[number], segment.step)
+        body.append(f"count = {printed.results[len(starts) + number]}")
+        if number == 0:
+            body.append(f"found = {element}")
+        else:
+            body.append(f"found = tl.where((step >= 0) & (step < count), {element}, found)")
+        body.append("step = step - count")
+    element = _element(first[-1], last.step)
+    result = element if len(segments) == 1 else f"tl.where(step >= 0, {element}, found)"
+    return [*body, f"return {_narrow(result, starts, names)}"], set(printed.helpers)
 
 
-def _length(segment: Segment) -> str:
-    if segment.start == "0" and segment.step == 1:
-        return f"{segment.stop}"
-    span = f"({segment.stop}) - ({segment.start})"
-    return f"tl.maximum({span if segment.step == 1 else f'tl.cdiv({span}, {segment.step})'}, 0)"
+def _narrow(text: str, roots: tuple[Node, ...], names: Names) -> str:
+    """``text`` in 32 bits: tiles are few, but bounds may have been computed in 64."""
+    found = ranges(roots, names.int_bits)
+    return text if all(fits(found[root]) for root in roots) else f"({text}).to(tl.int32)"
 
 
-def _element(segment: Segment) -> str:
-    step = "step" if segment.step == 1 else f"step * {segment.step}"
-    return step if segment.start == "0" else f"{segment.start} + {step}"
+def _length(segment: Segment) -> Node:
+    """Number of tiles of a segment."""
+    span = node(Op.SUB, segment.stop, segment.start)
+    if segment.start is const(0):
+        span = segment.stop
+    if segment.step != 1:
+        rounded = node(Op.ADD, span, const(segment.step - 1))
+        span = node(Op.FLOORDIV, rounded, const(segment.step))
+    if segment.stop is node(Op.ADD, segment.start, const(1)):
+        span = const(1)
+    else:
+        span = node(Op.MAX, span, const(0))
+    return span if segment.guard is None else node(Op.WHERE, segment.guard, span, const(0))
+
+
+def _element(start: str, step: int) -> str:
+    offset = "step" if step == 1 else f"step * {step}"
+    return offset if start == "0" else f"{start} + {offset}"
 
 
 def _function(name: str, first: str, parameters: list[str], doc: str, body: list[str]) -> str:
-    arguments = [f"{first}, q_len, kv_len, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,"]
+    arguments = [f"{first}, {_CALL},", "BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,"]
     arguments += textwrap.wrap(", ".join(parameters) + ",", 88) if parameters else []
     return "\n".join(
         [

@@ -76,6 +76,8 @@ class Specialisation:
     """Whether addresses and strides of q, k, v and dO are multiples of 16."""
     wide_rows: bool
     """Whether offsets within one tile of rows need 64 bits."""
+    shifted: bool = False
+    """Whether the call gives offsets other than the number 0."""
     negative_scale: bool = False
     tensor_gradients: tuple[str, ...] = ()
     param_gradients: tuple[str, ...] = ()
@@ -86,7 +88,8 @@ class Specialisation:
         """What the expression printer needs."""
         bits = {c.name: c.bits for c in self.captures if c.dtype is DType.INT}
         bits |= {p.name: 64 if "64" in p.type else 32 for p in self.params if p.dtype is DType.INT}
-        return Names({c.name: c for c in self.captures}, bits, self.head_dim)
+        from_zero = not self.shifted and "index" not in (self.q_kind, self.kv_kind)
+        return Names({c.name: c for c in self.captures}, bits, self.head_dim, from_zero)
 
 
 _MAX_ROWS = 512
@@ -113,9 +116,15 @@ def specialise(program: Program, call: Call, *grads: torch.Tensor) -> Specialisa
         kv_kind=position_kind(call.kv_offset, call.kv_index),
         kv_origin_type=_origin_type(call.kv_offset, call.kv_index),
         aligned=all(_aligned(t, strides(t)) for t in operands),
+        shifted=is_shifted(call.q_offset) or is_shifted(call.kv_offset),
         negative_scale=call.scale < 0,
         wide_rows=any(strides(t)[2] * _MAX_ROWS >= 1 << 31 for t in operands),
     )
+
+
+def is_shifted(offset: int | torch.Tensor) -> bool:
+    """Whether rows and logical positions may differ."""
+    return not isinstance(offset, int) or offset != 0
 
 
 LARGE_GRADIENT = 1 << 22

@@ -58,12 +58,30 @@ _BACKWARD_Q = {
     512: (Config(32, 32, 8, 1),),
 }
 _TABLES = {"forward": _FORWARD, "backward_kv": _BACKWARD_KV, "backward_q": _BACKWARD_Q}
+# A masked program has two loops, FULL and PARTIAL, and needs more registers.
+_MASKED = {
+    ("backward_kv", 64): (Config(64, 128, 8, 3), Config(64, 64, 4, 3), Config(64, 64, 4, 2)),
+    ("backward_kv", 128): (
+        Config(64, 128, 8, 3),
+        Config(64, 128, 8, 2),
+        Config(64, 64, 4, 2),
+        Config(64, 64, 4, 1),
+    ),
+    ("backward_q", 64): (Config(128, 64, 4, 2), Config(128, 64, 8, 3), Config(64, 64, 4, 2)),
+}
+MAX_SPILLS = 32
+"""Spilled registers a thread from which the next candidate is tried."""
 _FALL_BACK = (Config(32, 32, 4, 1), Config(32, 16, 4, 1), Config(16, 16, 4, 1))
 INTERPRETED = (Config(32, 32, 4, 1),)
 
 
 def candidates(
-    kernel: str, block_d: int, block_dv: int, element_bytes: int, shared_memory: int
+    kernel: str,
+    block_d: int,
+    block_dv: int,
+    element_bytes: int,
+    shared_memory: int,
+    masked: bool = False,
 ) -> tuple[Config, ...]:
     """Configs worth compiling, in order.
 
@@ -73,11 +91,13 @@ def candidates(
         block_dv: The value's head dim, likewise.
         element_bytes: Bytes of an element of q, k and v.
         shared_memory: Bytes that one program may use.
+        masked: Whether the program has a mask.
     """
     width = max(64, block_d, block_dv)
     # An fp32 element takes the room of two: the table's row for twice the width fits.
     row = min(512, width * (2 if element_bytes > 2 else 1))
-    preferred = (*_TABLES[kernel][row], *_FALL_BACK)
+    table = _TABLES[kernel][row]
+    preferred = (*(_MASKED.get((kernel, row), table) if masked else table), *_FALL_BACK)
     fitting = tuple(
         config
         for config in preferred

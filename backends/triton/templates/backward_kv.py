@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 
 from attndsl.backends.triton.library import (
-    dot, dot_add, load_tile, positions, statistics_rows, store_tile,
+    dot, dot_add, load_tile, positions, shift_of_positions, statistics_rows, store_tile,
 )
 
 #: begin
@@ -17,6 +17,7 @@ def add_query_tile(
     stride_qm, stride_gm,
     scale, b, h, hkv, batch, heads, kv_heads, q_len, kv_len, q_origin,
     #: parameters
+    #: own
     D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr, Q_KIND: tl.constexpr, PRECISION: tl.constexpr,
     UPCAST: tl.constexpr, PARTIAL: tl.constexpr,
@@ -36,6 +37,7 @@ def add_query_tile(
         lse2[None, :],
         q, kv, scale, b, h, hkv, batch, heads, kv_heads, q_len, kv_len,
         #: arguments
+        #: own
         PARTIAL,
     )
     dout_tile = load_tile(dout_head, first, stride_gm, q_len, DV, BLOCK_M, BLOCK_DV, PARTIAL or RAGGED_FULL)
@@ -45,6 +47,7 @@ def add_query_tile(
         weight * (dweight - delta[None, :]),
         raw, live, q, kv, b, h, hkv, batch, heads, kv_heads, q_len, kv_len,
         #: arguments
+        #: own
         PARTIAL,
     )
     # dV comes after dS: its operand is ready, and issuing it earlier spills registers.
@@ -60,6 +63,7 @@ def attention_backward_kv(
     stride_vn, stride_gb, stride_gh, stride_gm,
     scale, batch, heads, kv_heads, q_len, kv_len, q_origin, kv_origin,
     #: parameters
+    #: kv_pass_lists
     D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, Q_KIND: tl.constexpr, KV_KIND: tl.constexpr,
     PRECISION: tl.constexpr, UPCAST: tl.constexpr,
@@ -70,10 +74,14 @@ def attention_backward_kv(
     """
     kv_tiles = tl.cdiv(kv_len, BLOCK_N)
     tile = tl.program_id(0) % kv_tiles
+    if KV_PASS_DESCENDING:
+        tile = kv_tiles - 1 - tile
     head_of_batch = tl.program_id(0) // kv_tiles
     b = head_of_batch // kv_heads
     hkv = head_of_batch % kv_heads
     group = heads // kv_heads
+    q_offset = shift_of_positions(q_origin, Q_KIND)
+    kv_offset = shift_of_positions(kv_origin, KV_KIND)
     first = tile * BLOCK_N
     columns = first + tl.arange(0, BLOCK_N)
     kv = positions(columns, kv_len, kv_origin, KV_KIND)[:, None]
@@ -83,18 +91,24 @@ def attention_backward_kv(
     dv = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
     for member in tl.range(0, group):
         h = hkv * group + member
+        #: own_values
         q_head = Q + b * stride_qb + h * stride_qh
         dout_head = DOUT + b * stride_gb + h * stride_gh
+        full_tiles, partial_tiles, first_live, first_full = kv_pass_tiles(
+            tile, b, h, hkv, batch, heads, kv_heads, q_len, kv_len, q_offset, kv_offset,
+            BLOCK_M, BLOCK_N,
+            #: arguments
+            #: kv_pass_lists
+        )
         if KV_PASS_HAS_FULL:
-            full_tiles = kv_pass_full_count(
-                tile, q_len, kv_len, BLOCK_M, BLOCK_N,
+            q_tile_index = kv_pass_full_tile(
+                0, full_tiles, first_live, first_full, tile,
+                b, h, hkv, batch, heads, kv_heads, q_len, kv_len, q_offset, kv_offset,
+                BLOCK_M, BLOCK_N,
                 #: arguments
+                #: kv_pass_lists
             )
             for step in tl.range(0, full_tiles):
-                q_tile_index = kv_pass_full_tile(
-                    step, tile, q_len, kv_len, BLOCK_M, BLOCK_N,
-                    #: arguments
-                )
                 dk, dv = add_query_tile(
                     dk, dv, k_tile, v_tile, kv,
                     columns < kv_len,
@@ -102,19 +116,26 @@ def attention_backward_kv(
                     stride_qm, stride_gm,
                     scale, b, h, hkv, batch, heads, kv_heads, q_len, kv_len, q_origin,
                     #: arguments
+                    #: own
                     D, DV, BLOCK_M, BLOCK_D, BLOCK_DV, Q_KIND, PRECISION, UPCAST,
                     PARTIAL=False,
                 )
+                q_tile_index = kv_pass_full_tile(
+                    step + 1, full_tiles, first_live, first_full, tile,
+                    b, h, hkv, batch, heads, kv_heads, q_len, kv_len, q_offset, kv_offset,
+                    BLOCK_M, BLOCK_N,
+                    #: arguments
+                    #: kv_pass_lists
+                )
         if KV_PASS_HAS_PARTIAL:
-            partial_tiles = kv_pass_partial_count(
-                tile, q_len, kv_len, BLOCK_M, BLOCK_N,
+            q_tile_index = kv_pass_partial_tile(
+                0, full_tiles, first_live, first_full, tile,
+                b, h, hkv, batch, heads, kv_heads, q_len, kv_len, q_offset, kv_offset,
+                BLOCK_M, BLOCK_N,
                 #: arguments
+                #: kv_pass_lists
             )
             for step in tl.range(0, partial_tiles):
-                q_tile_index = kv_pass_partial_tile(
-                    step, tile, q_len, kv_len, BLOCK_M, BLOCK_N,
-                    #: arguments
-                )
                 dk, dv = add_query_tile(
                     dk, dv, k_tile, v_tile, kv,
                     columns < kv_len,
@@ -122,7 +143,15 @@ def attention_backward_kv(
                     stride_qm, stride_gm,
                     scale, b, h, hkv, batch, heads, kv_heads, q_len, kv_len, q_origin,
                     #: arguments
+                    #: own
                     D, DV, BLOCK_M, BLOCK_D, BLOCK_DV, Q_KIND, PRECISION, UPCAST, PARTIAL=True,
+                )
+                q_tile_index = kv_pass_partial_tile(
+                    step + 1, full_tiles, first_live, first_full, tile,
+                    b, h, hkv, batch, heads, kv_heads, q_len, kv_len, q_offset, kv_offset,
+                    BLOCK_M, BLOCK_N,
+                    #: arguments
+                    #: kv_pass_lists
                 )
     dk_head = DK + head_of_batch.to(tl.int64) * kv_len * D
     dv_head = DV_OUT + head_of_batch.to(tl.int64) * kv_len * DV

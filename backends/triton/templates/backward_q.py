@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 
 from attndsl.backends.triton.library import (
-    dot, dot_add, load_tile, positions, statistics_rows, store_tile,
+    dot, dot_add, load_tile, positions, shift_of_positions, statistics_rows, store_tile,
 )
 
 #: begin
@@ -17,6 +17,7 @@ def add_key_tile(
     stride_kn, stride_vn,
     scale, b, h, hkv, batch, heads, kv_heads, q_len, kv_len, kv_origin,
     #: parameters
+    #: own
     #: gradient_parameters
     D: tl.constexpr, DV: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr, KV_KIND: tl.constexpr, PRECISION: tl.constexpr,
@@ -36,6 +37,7 @@ def add_key_tile(
         lse2[:, None],
         q, kv, scale, b, h, hkv, batch, heads, kv_heads, q_len, kv_len,
         #: arguments
+        #: own
         PARTIAL,
     )
     dweight = dot(dout_tile, tl.trans(v_tile), PRECISION, UPCAST)
@@ -51,6 +53,7 @@ def add_key_tile(
     draw = gradient_of_raw_score(
         dscore, raw, live, q, kv, b, h, hkv, batch, heads, kv_heads, q_len, kv_len,
         #: arguments
+        #: own
         PARTIAL,
     )
     return dot_add(draw.to(k_tile.dtype), k_tile, dq, PRECISION, UPCAST)
@@ -63,6 +66,7 @@ def attention_backward_q(
     stride_vn, stride_gb, stride_gh, stride_gm,
     scale, batch, heads, kv_heads, q_len, kv_len, q_origin, kv_origin,
     #: parameters
+    #: q_pass_lists
     #: gradient_parameters
     D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, Q_KIND: tl.constexpr, KV_KIND: tl.constexpr,
@@ -71,13 +75,18 @@ def attention_backward_q(
     """One program: dQ of one query tile of one head. DQ (batch, heads, q_len, D) is contiguous."""
     q_tiles = tl.cdiv(q_len, BLOCK_M)
     tile = tl.program_id(0) % q_tiles
+    if Q_PASS_DESCENDING:
+        tile = q_tiles - 1 - tile
     head_of_batch = tl.program_id(0) // q_tiles
     b = head_of_batch // heads
     h = head_of_batch % heads
     hkv = h // (heads // kv_heads)
+    q_offset = shift_of_positions(q_origin, Q_KIND)
+    kv_offset = shift_of_positions(kv_origin, KV_KIND)
     first = tile * BLOCK_M
     rows = first + tl.arange(0, BLOCK_M)
     q = positions(rows, q_len, q_origin, Q_KIND)[:, None]
+    #: own_values
     k_head = K + b * stride_kb + hkv * stride_kh
     v_head = V + b * stride_vb + hkv * stride_vh
     q_tile = load_tile(Q + b * stride_qb + h * stride_qh, first, stride_qm, q_len, D, BLOCK_M, BLOCK_D, True)
@@ -86,16 +95,21 @@ def attention_backward_q(
     lse2 = tl.load(LSE2 + statistics + rows, mask=rows < q_len, other=float("inf"))
     delta = tl.load(DELTA + statistics + rows, mask=rows < q_len, other=0.0)
     dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    full_tiles, partial_tiles, first_live, first_full = q_pass_tiles(
+        tile, b, h, hkv, batch, heads, kv_heads, q_len, kv_len, q_offset, kv_offset,
+        BLOCK_M, BLOCK_N,
+        #: arguments
+        #: q_pass_lists
+    )
     if Q_PASS_HAS_FULL:
-        full_tiles = q_pass_full_count(
-            tile, q_len, kv_len, BLOCK_M, BLOCK_N,
+        kv_tile = q_pass_full_tile(
+            0, full_tiles, first_live, first_full, tile,
+            b, h, hkv, batch, heads, kv_heads, q_len, kv_len, q_offset, kv_offset,
+            BLOCK_M, BLOCK_N,
             #: arguments
+            #: q_pass_lists
         )
         for step in tl.range(0, full_tiles):
-            kv_tile = q_pass_full_tile(
-                step, tile, q_len, kv_len, BLOCK_M, BLOCK_N,
-                #: arguments
-            )
             dq = add_key_tile(
                 dq, q_tile, dout_tile, lse2, delta, q,
                 rows < q_len,
@@ -103,19 +117,26 @@ def attention_backward_q(
                 stride_kn, stride_vn,
                 scale, b, h, hkv, batch, heads, kv_heads, q_len, kv_len, kv_origin,
                 #: arguments
+                #: own
                 #: gradient_arguments
                 D, DV, BLOCK_N, BLOCK_D, BLOCK_DV, KV_KIND, PRECISION, UPCAST, PARTIAL=False,
             )
+            kv_tile = q_pass_full_tile(
+                step + 1, full_tiles, first_live, first_full, tile,
+                b, h, hkv, batch, heads, kv_heads, q_len, kv_len, q_offset, kv_offset,
+                BLOCK_M, BLOCK_N,
+                #: arguments
+                #: q_pass_lists
+            )
     if Q_PASS_HAS_PARTIAL:
-        partial_tiles = q_pass_partial_count(
-            tile, q_len, kv_len, BLOCK_M, BLOCK_N,
+        kv_tile = q_pass_partial_tile(
+            0, full_tiles, first_live, first_full, tile,
+            b, h, hkv, batch, heads, kv_heads, q_len, kv_len, q_offset, kv_offset,
+            BLOCK_M, BLOCK_N,
             #: arguments
+            #: q_pass_lists
         )
         for step in tl.range(0, partial_tiles):
-            kv_tile = q_pass_partial_tile(
-                step, tile, q_len, kv_len, BLOCK_M, BLOCK_N,
-                #: arguments
-            )
             dq = add_key_tile(
                 dq, q_tile, dout_tile, lse2, delta, q,
                 rows < q_len,
@@ -123,8 +144,16 @@ def attention_backward_q(
                 stride_kn, stride_vn,
                 scale, b, h, hkv, batch, heads, kv_heads, q_len, kv_len, kv_origin,
                 #: arguments
+                #: own
                 #: gradient_arguments
                 D, DV, BLOCK_N, BLOCK_D, BLOCK_DV, KV_KIND, PRECISION, UPCAST, PARTIAL=True,
+            )
+            kv_tile = q_pass_partial_tile(
+                step + 1, full_tiles, first_live, first_full, tile,
+                b, h, hkv, batch, heads, kv_heads, q_len, kv_len, q_offset, kv_offset,
+                BLOCK_M, BLOCK_N,
+                #: arguments
+                #: q_pass_lists
             )
     dq_head = DQ + head_of_batch.to(tl.int64) * q_len * D
     store_tile(dq_head, first, D, q_len, dq * scale, D, BLOCK_M, BLOCK_D)

@@ -8,7 +8,9 @@ N. Gimelshein (arXiv 1805.02867). Exponentials are base 2.
 import triton
 import triton.language as tl
 
-from attndsl.backends.triton.library import dot, dot_add, load_tile, positions, store_tile
+from attndsl.backends.triton.library import (
+    dot, dot_add, load_tile, positions, shift_of_positions, store_tile,
+)
 
 #: imports
 
@@ -26,6 +28,7 @@ def attend(
     stride_kn, stride_vn,
     factor, scale, b, h, hkv, batch, heads, kv_heads, q_len, kv_len, kv_origin,
     #: parameters
+    #: own
     D: tl.constexpr, DV: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr, KV_KIND: tl.constexpr, PRECISION: tl.constexpr,
     UPCAST: tl.constexpr, PARTIAL: tl.constexpr,
@@ -46,18 +49,20 @@ def attend(
                 live = live & mask_of_pair(
                     score, live, b, h, hkv, q, kv, batch, heads, kv_heads, q_len, kv_len,
                     #: arguments
+                    #: own
                 )
         if MODIFIED:
             score = score_of_pair(
                 score, live, b, h, hkv, q, kv, batch, heads, kv_heads, q_len, kv_len,
                 #: arguments
+                #: own
             )
         if PARTIAL:
             score = tl.where(live, score, float("-inf"))
 
     new_peak = tl.maximum(peak, tl.max(score, 1) * factor)
     shift = new_peak
-    if MASKED or MODIFIED:
+    if (PARTIAL and MASKED) or MODIFIED:
         shift = tl.where(new_peak == float("-inf"), 0.0, new_peak)
     weight = tl.exp2(score * factor - shift[:, None])
     decay = tl.exp2(peak - shift)
@@ -75,6 +80,7 @@ def attention_forward(
     stride_vn, stride_ob, stride_oh, stride_om,
     scale, batch, heads, kv_heads, q_len, kv_len, q_origin, kv_origin,
     #: parameters
+    #: forward_lists
     D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, Q_KIND: tl.constexpr, KV_KIND: tl.constexpr,
     PRECISION: tl.constexpr, UPCAST: tl.constexpr,
@@ -82,13 +88,18 @@ def attention_forward(
     """One program: one query tile of one head. LSE (batch, heads, q_len) is contiguous fp32."""
     q_tiles = tl.cdiv(q_len, BLOCK_M)
     tile = tl.program_id(0) % q_tiles
+    if FORWARD_DESCENDING:
+        tile = q_tiles - 1 - tile
     head_of_batch = tl.program_id(0) // q_tiles
     b = head_of_batch // heads
     h = head_of_batch % heads
     hkv = h // (heads // kv_heads)
+    q_offset = shift_of_positions(q_origin, Q_KIND)
+    kv_offset = shift_of_positions(kv_origin, KV_KIND)
     first = tile * BLOCK_M
     rows = first + tl.arange(0, BLOCK_M)
     q = positions(rows, q_len, q_origin, Q_KIND)[:, None]
+    #: own_values
 
     q_head = Q + b * stride_qb + h * stride_qh
     k_head = K + b * stride_kb + hkv * stride_kh
@@ -103,39 +114,59 @@ def attention_forward(
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
     denominator = tl.zeros([BLOCK_M], tl.float32)
     peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    full_tiles, partial_tiles, first_live, first_full = forward_tiles(
+        tile, b, h, hkv, batch, heads, kv_heads, q_len, kv_len, q_offset, kv_offset,
+        BLOCK_M, BLOCK_N,
+        #: arguments
+        #: forward_lists
+    )
     if FORWARD_HAS_FULL:
-        full_tiles = forward_full_count(
-            tile, q_len, kv_len, BLOCK_M, BLOCK_N,
+        kv_tile = forward_full_tile(
+            0, full_tiles, first_live, first_full, tile,
+            b, h, hkv, batch, heads, kv_heads, q_len, kv_len, q_offset, kv_offset,
+            BLOCK_M, BLOCK_N,
             #: arguments
+            #: forward_lists
         )
         for step in tl.range(0, full_tiles):
-            kv_tile = forward_full_tile(
-                step, tile, q_len, kv_len, BLOCK_M, BLOCK_N,
-                #: arguments
-            )
             acc, denominator, peak = attend(
                 acc, denominator, peak, q_tile, q, kv_tile, k_head, v_head,
                 stride_kn, stride_vn,
                 factor, scale, b, h, hkv, batch, heads, kv_heads, q_len, kv_len, kv_origin,
                 #: arguments
+                #: own
                 D, DV, BLOCK_N, BLOCK_D, BLOCK_DV, KV_KIND, PRECISION, UPCAST, PARTIAL=False,
             )
+            kv_tile = forward_full_tile(
+                step + 1, full_tiles, first_live, first_full, tile,
+                b, h, hkv, batch, heads, kv_heads, q_len, kv_len, q_offset, kv_offset,
+                BLOCK_M, BLOCK_N,
+                #: arguments
+                #: forward_lists
+            )
     if FORWARD_HAS_PARTIAL:
-        partial_tiles = forward_partial_count(
-            tile, q_len, kv_len, BLOCK_M, BLOCK_N,
+        kv_tile = forward_partial_tile(
+            0, full_tiles, first_live, first_full, tile,
+            b, h, hkv, batch, heads, kv_heads, q_len, kv_len, q_offset, kv_offset,
+            BLOCK_M, BLOCK_N,
             #: arguments
+            #: forward_lists
         )
         for step in tl.range(0, partial_tiles):
-            kv_tile = forward_partial_tile(
-                step, tile, q_len, kv_len, BLOCK_M, BLOCK_N,
-                #: arguments
-            )
             acc, denominator, peak = attend(
                 acc, denominator, peak, q_tile, q, kv_tile, k_head, v_head,
                 stride_kn, stride_vn,
                 factor, scale, b, h, hkv, batch, heads, kv_heads, q_len, kv_len, kv_origin,
                 #: arguments
+                #: own
                 D, DV, BLOCK_N, BLOCK_D, BLOCK_DV, KV_KIND, PRECISION, UPCAST, PARTIAL=True,
+            )
+            kv_tile = forward_partial_tile(
+                step + 1, full_tiles, first_live, first_full, tile,
+                b, h, hkv, batch, heads, kv_heads, q_len, kv_len, q_offset, kv_offset,
+                BLOCK_M, BLOCK_N,
+                #: arguments
+                #: forward_lists
             )
 
     # A row with no live pair gives zeros and a log-sum-exp of -inf.

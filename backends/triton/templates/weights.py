@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from attndsl.backends.triton.library import (
-    dot, dot_add, load_tile, positions, statistics_rows, store_tile,
+    dot, dot_add, load_tile, positions, shift_of_positions, statistics_rows, store_tile,
 )
 
 #: imports
@@ -28,6 +28,7 @@ def weights_of_tile(
     score, rows_ok, columns_ok, lse2, q, kv, scale, b, h, hkv, batch, heads, kv_heads, q_len,
     kv_len,
     #: parameters
+    #: own
     PARTIAL: tl.constexpr,
 ):
     """From the tile's q . k: the softmax weights, which pairs are live, and the scaled score.
@@ -42,11 +43,13 @@ def weights_of_tile(
             live = live & mask_of_pair(
                 raw, live, b, h, hkv, q, kv, batch, heads, kv_heads, q_len, kv_len,
                 #: arguments
+                #: own
             )
     if MODIFIED:
         final = score_of_pair(
             raw, live, b, h, hkv, q, kv, batch, heads, kv_heads, q_len, kv_len,
             #: arguments
+            #: own
         )
         weight = tl.exp2(final * LOG2E - lse2)
     else:
@@ -60,6 +63,7 @@ def weights_of_tile(
 def gradient_of_raw_score(
     dscore, raw, live, q, kv, b, h, hkv, batch, heads, kv_heads, q_len, kv_len,
     #: parameters
+    #: own
     PARTIAL: tl.constexpr,
 ):
     """Take the gradient of the final score through the program, to that of scale * (q . k)."""
@@ -69,6 +73,7 @@ def gradient_of_raw_score(
         dscore = dscore * derivative_of_pair(
             raw, live, b, h, hkv, q, kv, batch, heads, kv_heads, q_len, kv_len,
             #: arguments
+            #: own
         )
         if PARTIAL:
             dscore = tl.where(live, dscore, 0.0)

@@ -1,0 +1,59 @@
+"""Tile plans as formulas to read: ``kv tiles from max(0, i - 8) to i``.
+
+Non-goals: text that a machine reads back.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from attndsl.passes.print_ir import print_expression
+
+from .plan import DIRECTIONS, LoopPlan, Segment
+
+if TYPE_CHECKING:
+    from attndsl.ir import Node
+
+    from .plan import Direction
+    from .sparsity import Sparsity
+
+_NAMES = {
+    "$tile": "i",
+    "$tiles": "tiles",
+    "$whole": "whole",
+    "$q_offset": "q_offset",
+    "$kv_offset": "kv_offset",
+}
+
+
+def print_tiles(sparsity: Sparsity, block_m: int, block_n: int) -> str:
+    """Lines that tell each loop's tiles, for tiles of ``block_m`` x ``block_n`` pairs."""
+    lines = [f"tiles of {block_m} queries x {block_n} keys; i is the tile that owns the loop,"]
+    lines.append("tiles the number of tiles along it, whole the number of those without a rest")
+    for direction in DIRECTIONS.values():
+        loop = sparsity.loop(direction, block_m, block_n, shifted=False, indexed=False)
+        lines += print_loop(loop, direction)
+    return "\n".join(lines)
+
+
+def print_loop(loop: LoopPlan, direction: Direction) -> list[str]:
+    """One loop's tiles, a segment a line."""
+    lines = [f"{direction.name}: for {direction.own} tile i"]
+    if loop.listed is not None:
+        return [*lines, f"  tiles from lists written at run time: {loop.listed}"]
+    for kind, segments in (("FULL", loop.full), ("PARTIAL", loop.partial)):
+        lines += [f"  {kind:<8} {direction.along} tiles {_segment(s)}" for s in segments]
+    if not loop.full and not loop.partial:
+        lines.append("  none: no pair is live")
+    return lines
+
+
+def _segment(segment: Segment) -> str:
+    text = f"from {_text(segment.start)} to before {_text(segment.stop)}"
+    if segment.step != 1:
+        text += f" in steps of {segment.step}"
+    return text if segment.guard is None else f"{text} if {_text(segment.guard)}"
+
+
+def _text(item: Node) -> str:
+    return print_expression(item, _NAMES)

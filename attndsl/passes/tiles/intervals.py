@@ -1,0 +1,326 @@
+"""A mask over a box of pairs, in three-valued logic: may it hold somewhere, must it everywhere.
+
+Interval arithmetic turns the mask into two BOOL expressions over the bounds of ``q`` and ``kv`` in
+a tile, and over the least and the greatest value that an expression of ``q`` alone (or of ``kv``
+alone) takes in the tile's rows (or columns). ``doc[b, q] == doc[b, kv]``, ``offsets[seg[q]]`` or
+``q % 128`` are such: one value a row, computed as it stands, so nothing need be known about it.
+
+Sound always: a live pair makes ``may`` true, a dead one makes ``must`` false. Comparisons are
+written so that a NaN bound decides nothing. Float bounds are widened by more than the difference
+between two roundings of one expression.
+
+Non-goals: exactness where one name occurs in several atoms (see ``segments.py``).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from attndsl.ir import DType, Op, cast, const, dependencies, node, param, toposort
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from attndsl.ir import Node
+
+_WIDENING = 2.0**-18
+SCORE_DEPENDENT = "it depends on the score"
+_POSITIONS = {"q": "row", "kv": "column"}
+_INCREASING = frozenset(
+    {
+        Op.EXP, Op.EXP2, Op.EXPM1, Op.TANH, Op.SIGMOID, Op.SOFTPLUS, Op.ERF, Op.RELU, Op.FLOOR,
+        Op.CEIL, Op.ROUND,
+    }
+)  # fmt: skip
+_EXACT_FLOAT = frozenset({Op.NEG, Op.MIN, Op.MAX, Op.ABS, Op.RELU, Op.FLOOR, Op.CEIL, Op.ROUND})
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """What intervals say of a mask."""
+
+    may: Node
+    """BOOL: false only where no pair of the tile is live."""
+    must: Node
+    """BOOL: true only where every pair of the tile is live."""
+    rows: tuple[Node, ...]
+    """INT or FLOAT expressions of ``q`` (and ``b``, ``h``); the n-th one's least and greatest value
+    in a tile are the params ``$row{n}_low`` and ``$row{n}_high``."""
+    columns: tuple[Node, ...]
+    """The same of ``kv``, ``$column{n}_low`` and ``$column{n}_high``."""
+    opaque: tuple[str, ...]
+    """Why parts of the mask are undecided wherever they are looked at."""
+
+
+def bound_mask(mask: Node) -> Bounds:
+    """Bounds of a BOOL expression; see :class:`Bounds` for the names that they use."""
+    return _Bounder(mask).bounds()
+
+
+def position_bounds(name: str) -> tuple[Node, Node]:
+    """The params that hold the least and the greatest ``q`` or ``kv`` of a tile."""
+    return param(f"${name}_low", DType.INT), param(f"${name}_high", DType.INT)
+
+
+Pair = tuple["Node", "Node"]
+"""(low, high) of a number, (must, may) of a BOOL: BOOLs are numbers 0 and 1 here."""
+
+
+class _Bounder:
+    def __init__(self, mask: Node) -> None:
+        self.mask = mask
+        self.deps: Mapping[Node, frozenset[str]] = dependencies(mask)
+        self.values: dict[str, list[Node]] = {"q": [], "kv": []}
+        self.opaque: dict[str, None] = {}
+        self.found: dict[Node, Pair] = {}
+        self.unknown: set[Node] = set()
+        """Numbers without bounds."""
+
+    def bounds(self) -> Bounds:
+        needed = self._needed()
+        for item in toposort(self.mask):
+            if item in needed:
+                self.found[item] = self._bound(item)
+        must, may = self.found[self.mask]
+        rows, columns = (tuple(self.values[position]) for position in ("q", "kv"))
+        return Bounds(may, must, rows, columns, tuple(self.opaque))
+
+    def _needed(self) -> set[Node]:
+        """Nodes whose bounds come into it: nothing below a summarised value does."""
+        needed: set[Node] = set()
+        stack = [self.mask]
+        while stack:
+            item = stack.pop()
+            if item not in needed:
+                needed.add(item)
+                if len(self._positions(item)) == 2 or self._linear(item):
+                    stack += item.args
+        return needed
+
+    def _positions(self, item: Node) -> frozenset[str]:
+        """``q`` and ``kv`` as far as ``item`` varies with them; both where it needs the score."""
+        found = self.deps[item] & {"q", "kv", "score"}
+        return frozenset(("q", "kv")) if "score" in found else found
+
+    def _bound(self, item: Node) -> Pair:
+        positions = self._positions(item)
+        if not positions:
+            return item, item
+        if len(positions) == 1:
+            (position,) = positions
+            if item.op is Op.VAR:
+                return position_bounds(position)
+            if not self._linear(item):
+                return self._summary(item, position)
+        args = [self.found[arg] for arg in item.args]
+        rule = _RULES.get(item.op)
+        if rule is not None and not self.unknown.intersection(item.args):
+            result = rule(item, *args)
+            if result is not None:
+                widen = item.dtype is DType.FLOAT and item.op not in _EXACT_FLOAT
+                return _widened(result) if widen else result
+        return self._unknown(item)
+
+    def _linear(self, item: Node) -> bool:
+        """Whether interval arithmetic on ``item`` loses nothing: sums of one position."""
+        if item.dtype is not DType.INT:
+            return False
+        if item.op in (Op.ADD, Op.SUB, Op.MUL):
+            varying = [arg for arg in item.args if self.deps[arg] & {"q", "kv"}]
+            return len(varying) == 1 and (varying[0].op is Op.VAR or self._linear(varying[0]))
+        return item.op is Op.NEG and (item.args[0].op is Op.VAR or self._linear(item.args[0]))
+
+    def _summary(self, item: Node, position: str) -> Pair:
+        number = cast(item, DType.INT) if item.dtype is DType.BOOL else item
+        values = self.values[position]
+        if number not in values:
+            values.append(number)
+        stem = f"${_POSITIONS[position]}{values.index(number)}"
+        low, high = (param(f"{stem}_{end}", number.dtype) for end in ("low", "high"))
+        if item.dtype is DType.BOOL:
+            return cast(low, DType.BOOL), cast(high, DType.BOOL)
+        # A looked-up float is the same wherever it is loaded; a computed one may be rounded apart.
+        exact = item.dtype is DType.INT or item.op is Op.LOAD
+        return (low, high) if exact else _widened((low, high))
+
+    def _unknown(self, item: Node) -> Pair:
+        if not self.unknown.intersection(item.args):
+            self.opaque[_why(item, self.deps[item])] = None
+        if item.dtype is DType.BOOL:
+            return const(False), const(True)
+        self.unknown.add(item)
+        return item, item
+
+
+def _why(item: Node, deps: frozenset[str]) -> str:
+    if "score" in deps:
+        return SCORE_DEPENDENT
+    if item.op is Op.LOAD:
+        return f"{item.value}[...] is looked up by both positions"
+    return f"'{item.op.value}' of both positions"
+
+
+def _not(a: Node) -> Node:
+    return node(Op.NOT, a)
+
+
+def _and(a: Node, b: Node) -> Node:
+    return node(Op.AND, a, b)
+
+
+def _or(a: Node, b: Node) -> Node:
+    return node(Op.OR, a, b)
+
+
+def _least(*items: Node) -> Node:
+    result = items[0]
+    for item in items[1:]:
+        result = node(Op.MIN, result, item)
+    return result
+
+
+def _greatest(*items: Node) -> Node:
+    result = items[0]
+    for item in items[1:]:
+        result = node(Op.MAX, result, item)
+    return result
+
+
+def _widened(pair: Pair) -> Pair:
+    low, high = pair
+    slack = [
+        node(Op.ADD, node(Op.MUL, node(Op.ABS, end), const(_WIDENING)), const(1e-30))
+        for end in pair
+    ]
+    return node(Op.SUB, low, slack[0]), node(Op.ADD, high, slack[1])
+
+
+def _less(item: Node, a: Pair, b: Pair) -> Pair:
+    return node(Op.LT, a[1], b[0]), _not(node(Op.LE, b[1], a[0]))
+
+
+def _less_equal(item: Node, a: Pair, b: Pair) -> Pair:
+    return node(Op.LE, a[1], b[0]), _not(node(Op.LT, b[1], a[0]))
+
+
+def _equal(item: Node, a: Pair, b: Pair) -> Pair:
+    if item.args[0].dtype is DType.BOOL:
+        both = _and(a[0], b[0]), _and(a[1], b[1])
+        neither = _and(_not(a[1]), _not(b[1])), _and(_not(a[0]), _not(b[0]))
+        return _or(both[0], neither[0]), _or(both[1], neither[1])
+    single = _and(node(Op.EQ, a[0], a[1]), node(Op.EQ, b[0], b[1]))
+    apart = _or(node(Op.LT, a[1], b[0]), node(Op.LT, b[1], a[0]))
+    return _and(single, node(Op.EQ, a[0], b[0])), _not(apart)
+
+
+def _not_equal(item: Node, a: Pair, b: Pair) -> Pair:
+    must, may = _equal(item, a, b)
+    return _not(may), _not(must)
+
+
+def _multiply(item: Node, a: Pair, b: Pair) -> Pair:
+    if a[0] is a[1] or b[0] is b[1]:
+        (low, high), factor = (b, a[0]) if a[0] is a[1] else (a, b[0])
+        ends = [node(Op.MUL, low, factor), node(Op.MUL, high, factor)]
+    else:
+        ends = [node(Op.MUL, x, y) for x in a for y in b]
+    return _least(*ends), _greatest(*ends)
+
+
+def _by_fixed(item: Node, a: Pair, b: Pair) -> Pair | None:
+    """``//``, ``/``, ``<<`` and ``>>``: monotone in the first operand where the second is fixed."""
+    if b[0] is not b[1]:
+        return None
+    ends = [node(item.op, end, b[0]) for end in a]
+    return _least(*ends), _greatest(*ends)
+
+
+def _modulo(item: Node, a: Pair, b: Pair) -> Pair | None:
+    if b[0] is not b[1] or item.dtype is not DType.INT:
+        return None
+    divisor = b[0]
+    quotients = [node(Op.FLOORDIV, end, divisor) for end in a]
+    same = node(Op.EQ, *quotients)
+    zero, one = const(0), const(1)
+    lowest = _least(node(Op.ADD, divisor, one), zero)
+    highest = _greatest(node(Op.SUB, divisor, one), zero)
+    return (
+        node(Op.WHERE, same, node(Op.MOD, a[0], divisor), lowest),
+        node(Op.WHERE, same, node(Op.MOD, a[1], divisor), highest),
+    )
+
+
+def _absolute(item: Node, a: Pair) -> Pair:
+    zero = const(0) if item.dtype is DType.INT else const(0.0)
+    negated = [node(Op.NEG, end) for end in a]
+    return _greatest(a[0], negated[1], zero), _greatest(negated[0], a[1])
+
+
+def _where(item: Node, condition: Pair, yes: Pair, no: Pair) -> Pair:
+    must, may = condition
+    if item.dtype is DType.BOOL:
+        return (
+            _or(_and(must, yes[0]), _or(_and(_not(may), no[0]), _and(yes[0], no[0]))),
+            _or(_and(may, yes[1]), _and(_not(must), no[1])),
+        )
+    either = _least(yes[0], no[0]), _greatest(yes[1], no[1])
+    low, high = (
+        node(Op.WHERE, must, yes[end], node(Op.WHERE, may, either[end], no[end])) for end in (0, 1)
+    )
+    return low, high
+
+
+def _cast(item: Node, a: Pair) -> Pair:
+    source = item.args[0].dtype
+    if item.dtype is not DType.BOOL:
+        # Rounding and truncation are monotone; BOOLs are ordered (must, may).
+        return cast(a[0], item.dtype), cast(a[1], item.dtype)
+    zero = const(0) if source is DType.INT else const(0.0)
+    return _not_equal(node(Op.NE, item.args[0], zero), a, (zero, zero))
+
+
+def _increasing(item: Node, a: Pair) -> Pair:
+    return node(item.op, a[0]), node(item.op, a[1])
+
+
+def _bit_and(item: Node, a: Pair, b: Pair) -> Pair | None:
+    """With 2**k - 1 it is ``% 2**k``."""
+    for value, mask in ((a, item.args[1]), (b, item.args[0])):
+        if (
+            mask.op is Op.CONST
+            and int(mask.value) > 0
+            and int(mask.value) & int(mask.value) + 1 == 0
+        ):  # type: ignore[arg-type]
+            size = const(int(mask.value) + 1)  # type: ignore[arg-type]
+            return _modulo(item, value, (size, size))
+    return None
+
+
+_RULES: dict[Op, Callable[..., Pair | None]] = {
+    Op.ADD: lambda i, a, b: (node(Op.ADD, a[0], b[0]), node(Op.ADD, a[1], b[1])),
+    Op.SUB: lambda i, a, b: (node(Op.SUB, a[0], b[1]), node(Op.SUB, a[1], b[0])),
+    Op.NEG: lambda i, a: (node(Op.NEG, a[1]), node(Op.NEG, a[0])),
+    Op.BITNOT: lambda i, a: (node(Op.BITNOT, a[1]), node(Op.BITNOT, a[0])),
+    Op.MUL: _multiply,
+    Op.FLOORDIV: lambda i, a, b: _by_fixed(i, a, b) if i.dtype is DType.INT else None,
+    Op.DIV: _by_fixed,
+    Op.SHL: _by_fixed,
+    Op.SHR: _by_fixed,
+    Op.MOD: _modulo,
+    Op.BITAND: _bit_and,
+    Op.MIN: lambda i, a, b: (_least(a[0], b[0]), _least(a[1], b[1])),
+    Op.MAX: lambda i, a, b: (_greatest(a[0], b[0]), _greatest(a[1], b[1])),
+    Op.ABS: _absolute,
+    Op.SIGN: _increasing,
+    Op.LT: _less,
+    Op.LE: _less_equal,
+    Op.EQ: _equal,
+    Op.NE: _not_equal,
+    Op.AND: lambda i, a, b: (_and(a[0], b[0]), _and(a[1], b[1])),
+    Op.OR: lambda i, a, b: (_or(a[0], b[0]), _or(a[1], b[1])),
+    Op.NOT: lambda i, a: (_not(a[1]), _not(a[0])),
+    Op.WHERE: _where,
+    Op.CAST: _cast,
+} | dict.fromkeys(_INCREASING, _increasing)
+"""Bounds of an operation from those of its operands; None where they say nothing."""

@@ -1,0 +1,301 @@
+"""Closed-form loops of a quasi-affine mask: segments of tiles, exact for every length.
+
+With live = {[q, kv]} and dead its complement, both mapped to tiles, FULL = live tiles - dead tiles
+and PARTIAL = live tiles & dead tiles. isl's code generator (S. Verdoolaege et al., Polyhedral AST
+generation is more than scanning polyhedra, TOPLAS 2015) writes the loop over the tiles of one owner
+tile; each loop or statement of that code is a segment, and what guards it is the segment's guard.
+Where the code tests a tile inside a loop, each convex piece of the set is tried as one strided
+range and the range is compared with the piece, so that no segment is more or less than its set.
+
+Non-goals: which way is cheaper, and printing.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from attndsl.ir import Node, Op, const, node
+
+from .plan import TILE, TILES, WHOLE, Segment
+from .sets import SetBuilder
+
+if TYPE_CHECKING:
+    from .plan import Direction
+
+MAX_SEGMENTS = 12
+"""Segments of one kind that a kernel still computes faster than it reads a list."""
+MAX_PIECES = 12
+"""Convex pieces that are tried as ranges."""
+MAX_OPERATIONS = 200_000
+"""isl's own count of operations; a few tenths of a second."""
+_STRIDES = (2, 4, 8, 16, 32, 64)
+
+
+class NoClosedForm(Exception):
+    """A mask that has none, with the reason in words."""
+
+
+def closed_segments(
+    mask: Node, direction: Direction, block_m: int, block_n: int, shifted: bool, ragged_full: bool
+) -> tuple[tuple[Segment, ...], tuple[Segment, ...]]:
+    """The FULL and the PARTIAL segments of ``mask``.
+
+    Args:
+        mask: Quasi-affine.
+        direction: Which loop.
+        block_m: Rows of a tile.
+        block_n: Columns of a tile.
+        shifted: Whether logical positions are rows plus run-time offsets.
+        ragged_full: Whether FULL may name the ragged last tile of the loop.
+
+    Raises:
+        NoClosedForm: There is none that is worth it.
+    """
+    import islpy
+
+    # A context of its own, since isl counts and limits operations by context.
+    context = islpy.Context()
+    context.set_max_operations(MAX_OPERATIONS)
+    try:
+        return _Derivation(context, shifted).segments(
+            mask, direction, block_m, block_n, ragged_full
+        )
+    except islpy.Error as error:
+        raise NoClosedForm("the integer sets of its tiles are too complicated") from error
+
+
+class _Derivation:
+    def __init__(self, context: Any, shifted: bool) -> None:
+        self.context = context
+        self.builder = SetBuilder(context, shifted)
+        self.slopes = [0]
+        """Tiles along the loop that the diagonal moves for one owner tile, and none."""
+
+    def segments(
+        self, mask: Node, direction: Direction, block_m: int, block_n: int, ragged_full: bool
+    ) -> tuple[tuple[Segment, ...], tuple[Segment, ...]]:
+        live = self.builder.live(mask).intersect(self._set("{ [q, kv] : q >= 0 and kv >= 0 }"))
+        dead = self._set("{ [q, kv] : q >= 0 and kv >= 0 }").subtract(live)
+        blocks = {"q": block_m, "kv": block_n}
+        self.slopes = sorted({blocks[direction.own] // blocks[direction.along], 0}, reverse=True)
+        own, along = blocks[direction.own], blocks[direction.along]
+        tiling = self._map(
+            f"[tile] -> {{ [q, kv] -> [j] : {own} * tile <= {direction.own} < {own} * tile + {own}"
+            f" and {along} * j <= {direction.along} < {along} * j + {along} }}"
+        )
+        some = live.apply(tiling).coalesce()
+        spoiled = dead.apply(tiling).coalesce()
+        full = some.subtract(spoiled).coalesce()
+        partial = some.intersect(spoiled)
+        everywhere = self._set("[tiles] -> { [j] : 0 <= j < tiles }")
+        if not ragged_full:
+            whole = self._set("[whole] -> { [j] : 0 <= j < whole }")
+            ragged = self._set("[whole, tiles] -> { [j] : whole <= j < tiles }")
+            partial = partial.union(full.intersect(ragged))
+            full = full.intersect(whole)
+        return (
+            self._segments(full.intersect(everywhere).coalesce()),
+            self._segments(partial.intersect(everywhere).coalesce()),
+        )
+
+    def _set(self, text: str) -> Any:
+        import islpy
+
+        return islpy.Set.read_from_str(self.context, text)
+
+    def _map(self, text: str) -> Any:
+        import islpy
+
+        return islpy.Map.read_from_str(self.context, text)
+
+    def _known(self) -> Any:
+        """What holds of the parameters in every call."""
+        facts = ["tile >= 0", "tiles >= 0", "0 <= whole <= tiles", "tiles <= whole + 1"]
+        names = ["tile", "tiles", "whole"]
+        for name, item in self.builder.parameters.items():
+            if item.op is Op.SIZE or (item.op is Op.VAR and item.value in ("b", "h", "hkv")):
+                names.append(name)
+                facts.append(f"{name} >= 0")
+        return self._set(f"[{', '.join(names)}] -> {{ : {' and '.join(facts)} }}")
+
+    def _segments(self, found: Any) -> tuple[Segment, ...]:
+        import islpy
+
+        found = found.gist_params(self._known()).coalesce()
+        if found.is_empty():
+            return ()
+        build = islpy.AstBuild.from_context(self._known())
+        schedule = islpy.UnionMap.from_map(self._map("{ [j] -> [j] }").intersect_domain(found))
+        code = build.node_from_schedule_map(schedule)
+        reader = _Reader(self.builder.parameters)
+        try:
+            segments = reader.read(code)
+        except NoClosedForm:
+            segments = self._by_pieces(found, build)
+        if len(segments) > MAX_SEGMENTS:
+            raise NoClosedForm(f"{len(segments)} segments of tiles for each tile are too many")
+        return tuple(segments)
+
+    def _by_pieces(self, found: Any, build: Any) -> list[Segment]:
+        """One strided range a piece, where each piece is one."""
+        segments = []
+        pieces = found.make_disjoint().get_basic_sets()
+        if len(pieces) > MAX_PIECES:
+            raise NoClosedForm(f"its tiles fall into {len(pieces)} pieces")
+        import islpy
+
+        for piece in pieces:
+            segments += self._as_ranges(islpy.Set.from_basic_set(piece), build)
+        return segments
+
+    def _as_ranges(self, piece: Any, build: Any) -> list[Segment]:
+        segment = self._as_range(piece, build, 1)
+        if segment is not None:
+            return [segment]
+        # The same class of j relative to the owner's diagonal or to 0, for a power of two.
+        for stride in _STRIDES:
+            for slope in self.slopes:
+                parts = []
+                for residue in range(stride):
+                    kept = piece.intersect(
+                        self._set(
+                            f"[tile] -> {{ [j] : (j - {slope} * tile) mod {stride} = {residue} }}"
+                        )
+                    )
+                    if kept.is_empty():
+                        continue
+                    segment = self._as_range(kept, build, stride)
+                    if segment is None or len(parts) == MAX_SEGMENTS:
+                        break
+                    parts.append(segment)
+                else:
+                    return parts
+        raise NoClosedForm("its tiles lie in no pattern of strided ranges")
+
+    def _as_range(self, piece: Any, build: Any, step: int) -> Segment | None:
+        """``piece`` as ``range(first, last + 1, step)``, or None where it is another set."""
+        import islpy
+
+        first, last = piece.dim_min(0), piece.dim_max(0)
+        j = islpy.PwAff.read_from_str(self.context, "{ [j] -> [(j)] }")
+        low, high = (end.add_dims(islpy.dim_type.in_, 1) for end in (first, last))
+        hull = j.ge_set(low).intersect(j.le_set(high))
+        if step > 1:
+            # Congruent to the first element: (j - first) mod step = 0.
+            size = islpy.Val.int_from_si(self.context, step)
+            hull = hull.intersect(j.sub(low).mod_val(size).zero_set())
+        if not hull.is_equal(piece):
+            return None
+        reader = _Reader(self.builder.parameters)
+        guard = piece.params().gist(self._known())
+        return Segment(
+            reader.expression(build.expr_from_pw_aff(first)),
+            node(Op.ADD, reader.expression(build.expr_from_pw_aff(last)), const(1)),
+            step,
+            None if guard.plain_is_universe() else reader.expression(build.expr_from_set(guard)),
+        )
+
+
+class _Reader:
+    """isl's syntax tree as segments and IR."""
+
+    def __init__(self, parameters: dict[str, Node]) -> None:
+        self.names = {**parameters, "tile": TILE, "tiles": TILES, "whole": WHOLE}
+
+    def read(self, code: Any) -> list[Segment]:
+        segments: list[Segment] = []
+        self._walk(code, None, segments)
+        return segments
+
+    def _walk(self, code: Any, guard: Node | None, segments: list[Segment]) -> None:
+        import islpy
+
+        kinds = islpy.ast_node_type
+        kind = code.get_type()
+        if kind == kinds.block:
+            children = code.block_get_children()
+            for number in range(children.n_ast_node()):
+                self._walk(children.get_at(number), guard, segments)
+        elif kind == kinds.if_:
+            condition = self.expression(code.if_get_cond())
+            self._walk(code.if_get_then_node(), _both(guard, condition), segments)
+            if code.if_has_else_node():
+                other = _both(guard, node(Op.NOT, condition))
+                self._walk(code.if_get_else_node(), other, segments)
+        elif kind == kinds.user:
+            only = self.expression(code.user_get_expr().get_op_arg(1))
+            segments.append(Segment(only, node(Op.ADD, only, const(1)), 1, guard))
+        elif kind == kinds.for_:
+            segments.append(self._loop(code, guard))
+        else:
+            raise NoClosedForm(f"isl wrote a node of kind {kind}")
+
+    def _loop(self, code: Any, guard: Node | None) -> Segment:
+        import islpy
+
+        start = self.expression(code.for_get_init())
+        if code.for_is_degenerate():
+            stop, step = node(Op.ADD, start, const(1)), 1
+        else:
+            condition = code.for_get_cond()
+            stop = self.expression(condition.get_op_arg(1))
+            if condition.get_op_type() == islpy.ast_expr_op_type.le:
+                stop = node(Op.ADD, stop, const(1))
+            step = code.for_get_inc().get_val().to_python()
+        body = code.for_get_body()
+        iterator = code.for_get_iterator().get_id().get_name()
+        if body.get_type() != islpy.ast_node_type.user:
+            raise NoClosedForm("its tiles are no ranges")
+        argument = body.user_get_expr().get_op_arg(1)
+        if argument.to_C_str() != iterator:
+            raise NoClosedForm("its tiles are no ranges")
+        return Segment(start, stop, step, guard)
+
+    def expression(self, item: Any) -> Node:
+        """An isl expression as IR: INT, or BOOL for conditions."""
+        import islpy
+
+        kind = item.get_type()
+        if kind == islpy.ast_expr_type.int:
+            return const(int(item.get_val().to_python()))
+        if kind == islpy.ast_expr_type.id:
+            return self.names[item.get_id().get_name()]
+        name = item.get_op_type().name
+        args = [self.expression(item.get_op_arg(n)) for n in range(item.get_op_n_arg())]
+        if name in _INFIX:
+            result = args[0]
+            for arg in args[1:]:
+                result = node(_INFIX[name], result, arg)
+            return result
+        if name == "minus":
+            return node(Op.NEG, args[0])
+        if name in ("ge", "gt"):
+            return node(Op.LE if name == "ge" else Op.LT, args[1], args[0])
+        if name in ("cond", "select"):
+            return node(Op.WHERE, *args)
+        raise NoClosedForm(f"isl wrote an operation {name}")
+
+
+_INFIX = {
+    "add": Op.ADD,
+    "sub": Op.SUB,
+    "mul": Op.MUL,
+    "div": Op.FLOORDIV,
+    "fdiv_q": Op.FLOORDIV,
+    "pdiv_q": Op.FLOORDIV,
+    "pdiv_r": Op.MOD,
+    "zdiv_r": Op.MOD,
+    "min": Op.MIN,
+    "max": Op.MAX,
+    "and_": Op.AND,
+    "and_then": Op.AND,
+    "or_": Op.OR,
+    "or_else": Op.OR,
+    "eq": Op.EQ,
+    "le": Op.LE,
+    "lt": Op.LT,
+}
+
+
+def _both(a: Node | None, b: Node) -> Node:
+    return b if a is None else node(Op.AND, a, b)

@@ -1,0 +1,154 @@
+"""What the compiler knows of a mask before it knows tile sizes: which way each atom takes.
+
+Three ways, in order of preference. Integer sets: the whole mask is quasi-affine, and its tiles have
+a closed form. Summaries: an atom is decided from least and greatest values in a tile. Evaluation:
+what neither decides is evaluated, pair by pair, in the tiles that stay undecided. An atom that
+depends on the score cannot be decided before the score is there: its tiles stay PARTIAL.
+
+Needs no isl, so that a start from the cache does not import it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from attndsl.ir import Op, const, dependencies
+from attndsl.passes.evaluate import Environment, evaluate
+
+from .intervals import SCORE_DEPENDENT, Bounds, bound_mask
+from .plan import LoopPlan
+from .segments import NoClosedForm, closed_segments
+from .sets import why_not_affine
+
+if TYPE_CHECKING:
+    from attndsl.ir import Node, Program
+
+    from .plan import Direction, Segment
+
+SETS, SUMMARIES, EVALUATION, SCORES = "integer sets", "summaries", "evaluation", "the score"
+
+
+@dataclass(frozen=True, slots=True)
+class Atom:
+    """A part of the mask without ``and``, ``or``, ``not``."""
+
+    condition: Node
+    way: str
+    """``integer sets``, ``summaries``, ``evaluation`` or ``the score``."""
+    reason: str
+    """Why no earlier way, empty for integer sets."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sparsity:
+    """How the tiles of a program are found."""
+
+    mask: Node | None
+    plain: bool
+    """Whether the score is ``scale * (q . k)`` itself."""
+    not_affine: str | None
+    """Why the mask is no quasi-affine one; None where it is one (or there is none)."""
+    bounds: Bounds | None
+    evaluate: bool
+    """Whether tiles that bounds leave undecided are evaluated."""
+    by_batch: bool
+    by_head: bool
+    atoms: tuple[Atom, ...] = ()
+
+    def loop(
+        self, direction: Direction, block_m: int, block_n: int, shifted: bool, indexed: bool
+    ) -> LoopPlan:
+        """The plan of one loop at one tile size.
+
+        Args:
+            direction: Which loop.
+            block_m: Query rows of a tile.
+            block_n: Key rows of a tile.
+            shifted: Whether the call gives offsets.
+            indexed: Whether the call gives ``q_index`` or ``kv_index``.
+        """
+        if self.mask is not None and self.not_affine is not None:
+            return LoopPlan(listed=self.not_affine)
+        if self.mask is not None and indexed:
+            return LoopPlan(listed="positions are looked up in q_index or kv_index")
+        mask = const(True) if self.mask is None else self.mask
+        # Rows beyond the length have weights of 0, unless a score expression makes NaN of zeros.
+        ragged_full = direction.along == "q" and self.plain
+        try:
+            full, partial = closed_segments(mask, direction, block_m, block_n, shifted, ragged_full)
+        except NoClosedForm as reason:
+            return LoopPlan(listed=str(reason))
+        blocks = {"q": block_m, "kv": block_n}
+        own, along = blocks[direction.own], blocks[direction.along]
+        return LoopPlan(full, partial, descending=_grows((*full, *partial), own, along))
+
+
+def _grows(segments: tuple[Segment, ...], own: int, along: int) -> bool:
+    """Whether the last of many owning tiles has more tiles to visit than the first."""
+    length = 64 * own * along
+    visited = []
+    for tile in (0, length // own - 1):
+        names = _Guess({"$tile": tile, "$tiles": length // along, "$whole": length // along})
+        names |= {"q_len": length, "kv_len": length, "$q_offset": 0, "$kv_offset": 0}
+        known = Environment(_Guess(names), lambda name, index: length)
+        total = 0
+        for segment in segments:
+            if segment.guard is None or evaluate(segment.guard, known):
+                span = evaluate(segment.stop, known) - evaluate(segment.start, known)
+                total += max(0, int(span)) // segment.step
+        visited.append(total)
+    return visited[1] > visited[0]
+
+
+class _Guess(dict[str, bool | int | float]):
+    """Values of names; what only calls know is taken to be some middling number."""
+
+    def __missing__(self, name: str) -> int:
+        return 1024
+
+
+def analyse(program: Program) -> Sparsity:
+    """What is known of the mask of ``program``, for every length and tile size."""
+    mask, plain = program.mask, program.score.op is Op.SCORE
+    if mask is None:
+        return Sparsity(None, plain, None, None, False, False, False)
+    deps = dependencies(mask)[mask]
+    not_affine = why_not_affine(mask)
+    bounds = bound_mask(mask)
+    score = SCORE_DEPENDENT in bounds.opaque
+    return Sparsity(
+        mask,
+        plain,
+        not_affine,
+        bounds,
+        # A quasi-affine mask without a closed form is to be as exact as one with it.
+        evaluate=not score and (bool(bounds.opaque) or not_affine is None),
+        by_batch="b" in deps,
+        by_head="h" in deps,
+        atoms=tuple(_atom(item) for item in _conditions(mask)),
+    )
+
+
+def _conditions(mask: Node) -> list[Node]:
+    found: dict[Node, None] = {}
+    stack = [mask]
+    while stack:
+        item = stack.pop()
+        if item.op in (Op.AND, Op.OR, Op.NOT):
+            stack += reversed(item.args)
+        else:
+            found[item] = None
+    return list(found)
+
+
+def _atom(condition: Node) -> Atom:
+    reason = why_not_affine(condition)
+    if reason is None:
+        return Atom(condition, SETS, "")
+    opaque = bound_mask(condition).opaque
+    if SCORE_DEPENDENT in opaque:
+        return Atom(condition, SCORES, SCORE_DEPENDENT)
+    if opaque:
+        return Atom(condition, EVALUATION, opaque[0])
+    return Atom(condition, SUMMARIES, reason)

@@ -1,0 +1,287 @@
+"""The CPU backend's backward: scores made again span by span, gradients by the formulas of kernels.
+
+FlashAttention-2 (arXiv 2307.08691), section 3.1: with P the softmax weights, D dropout's factors,
+dW = dO V^T and delta = rowsum(dO * O) - dlse, the final score's gradient is dS = P * (D * dW -
+delta). Everything the program mentions gets its gradient from dS by the symbolic derivative.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from attndsl.ir import SCORE, DType, Op, const, param
+from attndsl.passes.differentiate import vjp
+
+from .base import Gradients
+from .cpu_tiles import (
+    Buffers,
+    Place,
+    Scored,
+    Scorer,
+    Span,
+    Step,
+    Tile,
+    fill,
+    keep_factor,
+    keys_of,
+    matrices,
+    place_of,
+    work_dtype,
+)
+from .interpret import clamped_indices, gated
+
+if TYPE_CHECKING:
+    from attndsl.ir import Node
+    from attndsl.passes.differentiate import Derivative
+    from attndsl.pipeline import Lowered
+
+    from .base import Call, Wants
+
+    # Leaves (LOAD, PARAM) of an expression, and its derivatives by them.
+    Terms = tuple[tuple[Node, Node], ...]
+
+_ONE = const(1.0)
+_LARGE = 1 << 20
+"""Elements from which a captured tensor's gradient is added up in the dtype of the work: few pairs
+then meet in one element, and fp64 would cost memory that matters."""
+_FINAL, _RAW, _SLOPES = range(3)
+"""Buffers."""
+
+
+def backward(
+    lowered: Lowered,
+    call: Call,
+    steps: list[Step],
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    grad_out: torch.Tensor,
+    grad_lse: torch.Tensor | None,
+    wants: Wants,
+) -> Gradients:
+    """See :class:`~attndsl.backends.base.Backend`; ``steps`` are those of the forward."""
+    run = _Run(lowered, call, out, lse, grad_out, grad_lse, wants, steps)
+    for step in steps:
+        run.add(step)
+    return run.gradients()
+
+
+class _Run:
+    """One call's gradients, while its steps are done one after the other."""
+
+    def __init__(
+        self,
+        lowered: Lowered,
+        call: Call,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        grad_out: torch.Tensor,
+        grad_lse: torch.Tensor | None,
+        wants: Wants,
+        steps: list[Step],
+    ) -> None:
+        self._program = program = lowered.program
+        self._call = call
+        self._wants = wants
+        self._slope = lowered.derivative.score
+        self._q = matrices(call.q, call)
+        self._k, self._v = keys_of(call.k, call), keys_of(call.v, call)
+        self._grad_out = matrices(grad_out, call)
+        self._out = matrices(out, call)
+        self._lse = matrices(lse.unsqueeze(-1), call)
+        self._grad_lse = None if grad_lse is None else matrices(grad_lse.unsqueeze(-1), call)
+        self._dq = torch.zeros_like(self._q) if wants.q else None
+        self._dk = torch.zeros_like(self._k) if wants.k else None
+        self._dv = torch.zeros_like(self._v) if wants.v else None
+        self._buffers = Buffers(steps, 3, self._q)
+        self._scorer = Scorer(program, call, self._buffers, keep_raw=True)
+        self._sums = _Sums(call, wants)
+        self._score_terms = self._sums.of_score(lowered.derivative)
+        self._sink_terms = self._sums.of(program.sink)
+        self._dropout_terms = self._sums.of(program.dropout)
+        self._weight_terms = self._sums.of(program.weights)
+        self._weight_slope = const(0.0)
+        if program.weights is not None:
+            self._weight_slope = vjp(program.weights, _ONE).get(SCORE, const(0.0))
+        self._scores_matter = bool(wants.q or wants.k or self._score_terms)
+
+    def add(self, step: Step) -> None:
+        """Add what the rows of ``step`` contribute."""
+        place = place_of(step, self._call)
+        queries, grad_out = place.queries(self._q), place.queries(self._grad_out)
+        lse = place.queries(self._lse)
+        dead = lse == -torch.inf
+        delta = (grad_out * place.queries(self._out)).sum(-1, keepdim=True)
+        if self._grad_lse is not None:
+            delta = delta - place.queries(self._grad_lse)
+        delta = torch.where(dead, 0.0, delta)
+        # exp(score - inf) is 0: rows with no live pair have no weights.
+        lse = torch.where(dead, torch.inf, lse)
+        dq = queries.new_zeros(queries.shape) if self._dq is not None else None
+        for span in step.spans:
+            columns = slice(*span.columns)
+            keys, values = self._k[place.matrices, columns], self._v[place.matrices, columns]
+            scored = self._scorer.span(step, place, span, queries, keys)
+            d_score = self._weights(step, place, span, scored, lse, delta, grad_out, values)
+            if not self._scores_matter:
+                continue
+            pairs = place.pairs(d_score)
+            self._sums.add(self._score_terms, pairs, scored.tile)
+            scale = self._call.scale
+            if self._slope.op is Op.CONST:
+                scale *= float(self._slope.value or 0.0)
+            else:
+                (slope,) = scored.tile.evaluate(self._slope)
+                pairs.copy_(gated(pairs, pairs * slope))
+            if dq is not None:
+                dq.baddbmm_(d_score, keys, alpha=scale)
+            if self._dk is not None:
+                target = self._dk[place.matrices, columns]
+                target.baddbmm_(d_score.mT, queries, alpha=scale)
+        if dq is not None and self._dq is not None:
+            place.store(self._dq, dq)
+        if self._sink_terms and self._program.sink is not None:
+            tile = self._scorer.expressions.tile(step, (0, 1), place.pairs(lse))
+            (sink,) = tile.evaluate(self._program.sink)
+            d_sink = -torch.exp(sink - place.pairs(lse)) * place.pairs(delta)
+            self._sums.add(self._sink_terms, d_sink, tile)
+
+    def _weights(
+        self,
+        step: Step,
+        place: Place,
+        span: Span,
+        scored: Scored,
+        lse: torch.Tensor,
+        delta: torch.Tensor,
+        grad_out: torch.Tensor,
+        values: torch.Tensor,
+    ) -> torch.Tensor:
+        """The final score's gradient, after adding dV; overwrites the final scores."""
+        program = self._program
+        final = place.pairs(scored.final)
+        own = self._scorer.expressions.tile(step, span.columns, final)
+        if program.weights is None:
+            weights = scored.final.sub_(lse).exp_()
+        else:
+            (found,) = own.evaluate(program.weights)
+            weights = torch.empty_like(scored.final)
+            fill(place.pairs(weights).copy_(found), scored, 0.0)
+        keep, kept = None, weights
+        if program.dropout is not None:
+            (p,) = scored.tile.evaluate(program.dropout)
+            keep = keep_factor(p, step, span.columns, self._call)
+            kept = (place.pairs(weights) * keep).view_as(weights)
+        if self._dv is not None:
+            self._dv[place.matrices, slice(*span.columns)].baddbmm_(kept.mT, grad_out)
+        slopes = self._buffers.take(_SLOPES, place, span.width)
+        torch.bmm(grad_out, values.mT, out=slopes)
+        pairs = place.pairs(slopes)
+        if keep is not None and program.dropout is not None:
+            if self._dropout_terms:
+                # keep = 1 / (1 - p), so its derivative by p is keep ** 2; clamped p has none.
+                d_p = torch.where((p >= 0) & (p < 1), pairs * place.pairs(kept) * keep, 0.0)
+                self._sums.add(self._dropout_terms, d_p, scored.tile)
+            pairs.mul_(keep)
+        if program.weights is None:
+            slopes.sub_(delta).mul_(weights)
+            fill(pairs, scored, 0.0)
+            return slopes
+        fill(pairs, scored, 0.0)
+        self._sums.add(self._weight_terms, pairs, own)
+        (slope,) = own.evaluate(self._weight_slope)
+        pairs.copy_(gated(pairs, pairs * slope))
+        return slopes
+
+    def gradients(self) -> Gradients:
+        """All that was added, in the dtypes of what it is the gradient of."""
+        call = self._call
+
+        def like(found: torch.Tensor | None, given: torch.Tensor) -> torch.Tensor | None:
+            return None if found is None else found.view(given.shape).to(given.dtype)
+
+        return Gradients(
+            q=like(self._dq, call.q),
+            k=like(self._dk, call.k),
+            v=like(self._dv, call.v),
+            tensors=self._sums.tensors(),
+            params=self._sums.params(),
+        )
+
+
+class _Sums:
+    """Gradients of captured tensors and params, added up tile by tile in a fixed order."""
+
+    def __init__(self, call: Call, wants: Wants) -> None:
+        self._call = call
+        self._work = work_dtype(call)
+        self._tensors = {}
+        for name in sorted(wants.tensors):
+            like = call.tensors[name]
+            dtype = self._work if like.numel() >= _LARGE else torch.float64
+            self._tensors[name] = torch.zeros(like.shape, dtype=dtype, device=call.q.device)
+        self._params = {
+            name: torch.zeros((), dtype=torch.float64, device=call.q.device)
+            for name in sorted(wants.params)
+        }
+
+    def of_score(self, derivative: Derivative) -> Terms:
+        """The wanted derivatives of the final score."""
+        loads = [(item.load, item.factor) for item in derivative.tensors]
+        params = [(param(item.name, DType.FLOAT), item.factor) for item in derivative.params]
+        return tuple(term for term in (*loads, *params) if self._is_wanted(term[0]))
+
+    def of(self, root: Node | None) -> Terms:
+        """The wanted derivatives of ``root``."""
+        found = {} if root is None else vjp(root, _ONE)
+        return tuple(term for term in found.items() if self._is_wanted(term[0]))
+
+    def _is_wanted(self, leaf: Node) -> bool:
+        if leaf.op is Op.PARAM:
+            return str(leaf.value) in self._params
+        if leaf.op is not Op.LOAD or str(leaf.value) not in self._tensors:
+            return False
+        return self._tensors[str(leaf.value)].numel() > 0
+
+    def add(self, terms: Terms, seed: torch.Tensor, tile: Tile) -> None:
+        """Add ``seed`` (batch, heads, rows, width or 1) times each derivative at its leaf."""
+        for leaf, factor in terms:
+            part = seed
+            if factor is not _ONE:
+                (value,) = tile.evaluate(factor)
+                part = gated(seed, seed * value)
+            if leaf.op is Op.PARAM:
+                self._params[str(leaf.value)] += part.sum()
+            else:
+                self._add_at(leaf, part, tile)
+
+    def _add_at(self, load: Node, part: torch.Tensor, tile: Tile) -> None:
+        total = self._tensors[str(load.value)]
+        if not load.args:
+            total += part.sum()
+            return
+        view = tile.view(load, total)
+        if view is not None:
+            view += part.sum_to_size(view.shape)
+            return
+        indices = tile.evaluate(*load.args)
+        shape = torch.broadcast_tensors(*indices)[0].shape  # type: ignore[no-untyped-call]
+        flat = torch.zeros((), dtype=torch.int64, device=total.device)
+        for index, size in zip(clamped_indices(indices, total), total.shape, strict=True):
+            flat = flat * size + index
+        # One dim: scatter_add_ then adds one after the other, and index_put_ would not.
+        flat = flat.expand(shape).reshape(-1)
+        total.view(-1).scatter_add_(0, flat, part.sum_to_size(shape).reshape(-1).to(total.dtype))
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """By name, in their dtypes."""
+        return {n: x.to(self._call.tensors[n].dtype) for n, x in self._tensors.items()}
+
+    def params(self) -> dict[str, torch.Tensor]:
+        """By name, in the dtypes of those that came as tensors."""
+        found = {}
+        for name, total in self._params.items():
+            value = self._call.params[name]
+            found[name] = total.to(value.dtype if isinstance(value, torch.Tensor) else self._work)
+        return found

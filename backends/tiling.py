@@ -1,0 +1,244 @@
+"""Kinds of tiles by plain torch, on any device: 0 EMPTY, 1 PARTIAL, 2 FULL.
+
+The same three ways as the kernels' (see :mod:`attndsl.passes.tiles`): closed-form segments written
+out, least and greatest values per tile in three-valued logic, and evaluation of the tiles that stay
+undecided. Memory is that of the tiles, never of the pairs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from attndsl.passes.tiles.plan import EMPTY, FULL, PARTIAL
+
+from .interpret import Scope, evaluate, scope_of
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from attndsl.ir import Node
+    from attndsl.passes.tiles.plan import Direction, LoopPlan
+    from attndsl.passes.tiles.sparsity import Sparsity
+    from attndsl.pipeline import Lowered
+
+    from .base import Call
+
+_CHUNK = 1 << 22
+"""Pairs that are evaluated at a time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """The tiles of one call."""
+
+    scope: Scope
+    """Leaves of the mask; ``q`` is (1, 1, q_len, 1), ``kv`` is (1, 1, 1, kv_len)."""
+    block_m: int
+    block_n: int
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Query tiles and key-value tiles."""
+        q, kv = self.scope.variables["q"], self.scope.variables["kv"]
+        return -(-q.shape[2] // self.block_m), -(-kv.shape[3] // self.block_n)
+
+
+def grid_of(call: Call, block_m: int, block_n: int) -> Grid:
+    """The tiles of ``call``."""
+    # The mask's leaves have no use for the score but its dtype and device.
+    precision = torch.float64 if call.q.dtype is torch.float64 else torch.float32
+    score = torch.zeros((1, 1, 1, 1), dtype=precision, device=call.q.device)
+    return Grid(scope_of(call, score), block_m, block_n)
+
+
+def tile_kinds(lowered: Lowered, call: Call, block_m: int, block_n: int) -> torch.Tensor:
+    """Kinds of the tiles of ``call``, sound for every mask.
+
+    Returns:
+        int8 (batch or 1, heads or 1, q tiles, kv tiles), on the device of ``call.q``.
+    """
+    with torch.no_grad():
+        return kinds_by_bounds(lowered.sparsity, grid_of(call, block_m, block_n))
+
+
+def kinds_by_bounds(sparsity: Sparsity, grid: Grid) -> torch.Tensor:
+    """Kinds by least and greatest values, then by evaluation where the mask asks for it."""
+    shape = _outer(sparsity, grid)
+    if sparsity.bounds is None or 0 in shape:
+        return torch.full(shape, FULL, dtype=torch.int8, device=grid.scope.device)
+    scope, bounds = grid.scope, sparsity.bounds
+    params = dict(scope.params)
+    for name, dim, size, values, stem in (
+        ("q", 2, grid.block_m, bounds.rows, "row"),
+        ("kv", 3, grid.block_n, bounds.columns, "column"),
+    ):
+        ends = _extremes(scope.variables[name], dim, size)
+        params[f"${name}_low"], params[f"${name}_high"] = ends
+        for number, value in enumerate(evaluate(values, scope)):
+            along = scope.variables[name].shape[dim]
+            full = value.expand(*value.shape[:dim], along, *value.shape[dim + 1 :])
+            ends = _extremes(full, dim, size)
+            params[f"${stem}{number}_low"], params[f"${stem}{number}_high"] = ends
+    may, must = evaluate((bounds.may, bounds.must), replace(scope, params=params))
+    kinds = may.to(torch.int8) * PARTIAL
+    kinds = torch.where(must, FULL, kinds).to(torch.int8).expand(shape).contiguous()
+    if sparsity.evaluate:
+        assert sparsity.mask is not None
+        evaluate_tiles(sparsity.mask, grid, kinds, kinds == PARTIAL)
+    return kinds
+
+
+def kinds_by_segments(
+    loop: LoopPlan, direction: Direction, sparsity: Sparsity, grid: Grid
+) -> torch.Tensor:
+    """Kinds as the kernels' closed forms have them, the ragged last tiles made exact."""
+    shape = _outer(sparsity, grid)
+    kinds = torch.full(shape, EMPTY, dtype=torch.int8, device=grid.scope.device)
+    if kinds.numel() == 0:
+        return kinds
+    tiles = segment_kinds(loop, direction, grid, shape[:2])
+    view = kinds if direction.along == "kv" else kinds.transpose(2, 3)
+    view.copy_(tiles)
+    if sparsity.mask is None:
+        return kinds.fill_(FULL)
+    q_len, kv_len = grid.scope.variables["q"].shape[2], grid.scope.variables["kv"].shape[3]
+    edge = torch.zeros_like(kinds, dtype=torch.bool)
+    # The closed forms take the owning tiles as whole, and name no ragged tile FULL.
+    edge[:, :, -1, :] |= bool(q_len % grid.block_m)
+    edge[:, :, :, -1] |= bool(kv_len % grid.block_n)
+    evaluate_tiles(sparsity.mask, grid, kinds, edge & (kinds != EMPTY))
+    return kinds
+
+
+def segment_kinds(
+    loop: LoopPlan, direction: Direction, grid: Grid, outer: tuple[int, int]
+) -> torch.Tensor:
+    """Kinds that the segments of ``loop`` give, (batch or 1, heads or 1, own tiles, tiles along).
+
+    Raises:
+        RuntimeError: A tile is in two segments (a defect of the plan).
+    """
+    rows, columns = grid.shape if direction.own == "q" else grid.shape[::-1]
+    block = grid.block_n if direction.along == "kv" else grid.block_m
+    dim = 3 if direction.along == "kv" else 2
+    length = grid.scope.variables[direction.along].shape[dim]
+    device = grid.scope.device
+    scope = replace(
+        grid.scope,
+        params={
+            **grid.scope.params,
+            "$tile": torch.arange(rows, device=device).reshape(1, 1, rows, 1),
+            "$tiles": torch.full((1, 1, 1, 1), columns, device=device),
+            "$whole": torch.full((1, 1, 1, 1), length // block, device=device),
+            "$q_offset": grid.scope.variables["q"][:, :, :1],
+            "$kv_offset": grid.scope.variables["kv"][..., :1],
+        },
+    )
+    kinds = torch.zeros((*outer, rows, columns), dtype=torch.int8, device=device)
+    steps = torch.arange(columns, device=device)
+    for kind, segments in ((FULL, loop.full), (PARTIAL, loop.partial)):
+        for segment in segments:
+            roots = (segment.start, segment.stop)
+            start, stop = evaluate(roots, scope)
+            inside = (steps >= start) & (steps < stop) & ((steps - start) % segment.step == 0)
+            if segment.guard is not None:
+                inside = inside & evaluate((segment.guard,), scope)[0]
+            inside = inside.expand(kinds.shape)
+            if bool((kinds[inside] != EMPTY).any()):
+                raise RuntimeError("a tile is in two segments of its plan")
+            kinds[inside] = kind
+    return kinds
+
+
+def resample(
+    kinds: torch.Tensor, old: tuple[int, int], new: tuple[int, int], lengths: tuple[int, int]
+) -> torch.Tensor:
+    """``kinds`` for tiles of another size: a tile takes from all the old ones that it meets.
+
+    Sound for any sizes, and exact where the new ones are multiples of the old.
+
+    Args:
+        kinds: int8 (batch or 1, heads or 1, q tiles, kv tiles).
+        old: Rows and columns of its tiles.
+        new: Those wanted.
+        lengths: q_len and kv_len.
+    """
+    for dim, before, after, length in zip((2, 3), old, new, lengths, strict=True):
+        if before == after:
+            continue
+        tiles = -(-length // after)
+        first = torch.arange(tiles, device=kinds.device) * after
+        last = (first + after).clamp(max=length) - 1
+        least = most = None
+        for step in range((after - 2) // before + 2):
+            place = (first // before + step).minimum(last // before)
+            part = kinds.index_select(dim, place)
+            least = part if least is None else torch.minimum(least, part)
+            most = part if most is None else torch.maximum(most, part)
+        assert least is not None
+        assert most is not None
+        # Equal kinds stay; FULL beside anything else, and PARTIAL beside anything, are PARTIAL.
+        kinds = torch.where(least == most, least, PARTIAL).to(torch.int8)
+    return kinds.contiguous()
+
+
+def evaluate_tiles(mask: Node, grid: Grid, kinds: torch.Tensor, chosen: torch.Tensor) -> None:
+    """Write the exact kinds of the ``chosen`` tiles into ``kinds``.
+
+    Args:
+        mask: BOOL, independent of the score.
+        grid: The tiles.
+        kinds: (batch or 1, heads or 1, q tiles, kv tiles), written to.
+        chosen: Bool, of the same shape.
+    """
+    where = chosen.nonzero()
+    per_tile = grid.block_m * grid.block_n
+    for part in where.split(max(1, _CHUNK // per_tile)):
+        live, there = _tile_masks(mask, grid, part)
+        some = (live & there).flatten(1).any(1)
+        every = (live | ~there).flatten(1).all(1)
+        kinds[tuple(part.T)] = (some.to(torch.int8) + (some & every).to(torch.int8)) * PARTIAL
+
+
+def _tile_masks(mask: Node, grid: Grid, tiles: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The mask of ``tiles`` (n, 4), and which pairs exist: bool (n, block_m, block_n) each."""
+    scope = grid.scope
+    b, h, i, j = (column.reshape(-1, 1, 1, 1) for column in tiles.T)
+    rows = i * grid.block_m + torch.arange(grid.block_m, device=scope.device).reshape(1, 1, -1, 1)
+    columns = j * grid.block_n + torch.arange(grid.block_n, device=scope.device)
+    q, kv = scope.variables["q"].flatten(), scope.variables["kv"].flatten()
+    there = (rows < q.numel()) & (columns < kv.numel())
+    group = max(1, scope.sizes["heads"] // max(1, scope.sizes["kv_heads"]))
+    variables: Mapping[str, torch.Tensor] = {
+        "b": b,
+        "h": h,
+        "hkv": h // group,
+        "q": q[rows.clamp(max=q.numel() - 1)],
+        "kv": kv[columns.clamp(max=kv.numel() - 1)],
+    }
+    (live,) = evaluate((mask,), replace(scope, variables=variables))
+    return live.expand(there.shape)[:, 0], there[:, 0]
+
+
+def _extremes(values: torch.Tensor, dim: int, block: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Least and greatest of each ``block`` along ``dim``; everything where a NaN is among them."""
+    length = values.shape[dim]
+    tiles = -(-length // block)
+    index = torch.arange(tiles * block, device=values.device).clamp(max=length - 1)
+    blocks = values.index_select(dim, index).unflatten(dim, (tiles, block))
+    low, high = blocks.amin(dim + 1), blocks.amax(dim + 1)
+    if values.is_floating_point():
+        strange = blocks.isnan().any(dim + 1)
+        low = low.masked_fill(strange, -torch.inf)
+        high = high.masked_fill(strange, torch.inf)
+    return low, high
+
+
+def _outer(sparsity: Sparsity, grid: Grid) -> tuple[int, int, int, int]:
+    sizes = grid.scope.sizes
+    batch = sizes["batch"] if sparsity.by_batch else 1
+    heads = sizes["heads"] if sparsity.by_head else 1
+    return (batch, heads, *grid.shape)

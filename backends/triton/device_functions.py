@@ -1,0 +1,89 @@
+"""Texts of generated device functions: arguments that a program adds, bodies, docstrings.
+
+Non-goals: expressions (``expression.py``), whole modules (``generate.py``).
+"""
+
+from __future__ import annotations
+
+import textwrap
+from typing import TYPE_CHECKING
+
+from attndsl.ir import DType
+
+if TYPE_CHECKING:
+    from .specialise import Specialisation
+
+_INDENT = "    "
+
+
+def parameters(special: Specialisation) -> list[str]:
+    """Kernel arguments that the program adds: captures with sizes and strides, params, dims."""
+    names = []
+    for capture in special.captures:
+        names.append(f"t_{capture.name}")
+        names += [f"size{dim}_{capture.name}" for dim in range(capture.rank)]
+        names += [
+            f"stride{dim}_{capture.name}"
+            for dim in range(capture.rank)
+            if dim not in capture.unit_dims
+        ]
+    names += [kind.argument for kind in special.params]
+    names += [f"n_{name}" for name in special.dim_names]
+    return names
+
+
+def gradient_parameters(special: Specialisation) -> list[str]:
+    """Kernel arguments of the gradient buffers, fp32: address, and strides of a tensor's."""
+    names = []
+    ranks = {capture.name: capture.rank for capture in special.captures}
+    for name in special.tensor_gradients:
+        names.append(f"g_{name}")
+        names += [f"gstride{dim}_{name}" for dim in range(ranks[name])]
+    names += [f"g_{name}" for name in special.param_gradients]
+    return names
+
+
+def program_function(
+    name: str,
+    first: str,
+    special: Specialisation,
+    doc: str,
+    body: list[str],
+    reads_params: bool,
+    more: list[str] | None = None,
+) -> str:
+    """A device function that takes ``first``, then what the program adds, then ``more``."""
+    arguments = [*textwrap.wrap(f"{first},", 88), *wrapped(parameters(special))]
+    arguments += wrapped(more or [])
+    prologue = param_values(special) if reads_params else []
+    return "\n".join(
+        [
+            "@triton.jit",
+            f"def {name}(",
+            *(_INDENT + line for line in arguments),
+            "):",
+            f'{_INDENT}"""{doc}"""',
+            *(_INDENT + line for line in [*prologue, *body]),
+        ]
+    )
+
+
+def param_values(special: Specialisation, scalar: bool = False) -> list[str]:
+    """Lines that give each param's value its name; ``scalar``: where no tile is near."""
+    lines = []
+    for kind in special.params:
+        value = f"tl.load({kind.argument})" if kind.type.startswith("*") else kind.argument
+        if kind.dtype is DType.FLOAT and kind.type != "fp32":
+            lines.append(f"p_{kind.name} = {value}.to(tl.float32)")
+        elif kind.dtype is DType.BOOL:
+            block = value if scalar else f"{value} + tl.zeros([1, 1], tl.int32)"
+            lines.append(f"p_{kind.name} = {block} != 0")
+        elif value != f"p_{kind.name}":
+            small = kind.type in ("*i8", "*u8", "*i16")
+            lines.append(f"p_{kind.name} = {value}" + (".to(tl.int32)" if small else ""))
+    return lines
+
+
+def wrapped(names: list[str]) -> list[str]:
+    """``names`` as lines of arguments."""
+    return textwrap.wrap(", ".join(names) + ",", 88) if names else []

@@ -1,0 +1,119 @@
+"""A program's tile-list kernels as the text of a Python module.
+
+Non-goals: the attention kernels that read the lists.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from attndsl.ir import DType
+
+from .device_functions import parameters, program_function
+from .expression import print_expressions
+from .generate import fill_template, pair_function
+from .hoist import Hoisted
+
+if TYPE_CHECKING:
+    from attndsl.ir import Node
+    from attndsl.passes.tiles.intervals import Bounds
+    from attndsl.pipeline import Lowered
+
+    from .specialise import Specialisation
+
+_SIZES = "batch, heads, kv_heads, q_len, kv_len"
+
+
+def generate_lists(lowered: Lowered, special: Specialisation) -> str:
+    """The module of the kernels that find the tiles of a masked program."""
+    bounds = lowered.sparsity.bounds
+    assert bounds is not None
+    texts, helpers = [], set()
+    for text, used in (
+        pair_function(
+            "mask_of_pair", lowered.program.mask, special, "Whether each pair takes part.", Hoisted()
+        ),
+        _store_values("row", "q", bounds.rows, special),
+        _store_values("column", "kv", bounds.columns, special),
+        _bounds(bounds, special),
+    ):
+        texts.append(text)
+        helpers |= used
+    return fill_template(("tile_lists",), texts, helpers, {}, parameters(special), {})
+
+
+def value_counts(bounds: Bounds) -> dict[str, int]:
+    """How many values each summary array holds; the positions themselves are the first ints."""
+    return {
+        f"{stem}_{kind}": sum(value.dtype is dtype for value in values) + (dtype is DType.INT)
+        for stem, values in (("row", bounds.rows), ("column", bounds.columns))
+        for kind, dtype in (("ints", DType.INT), ("floats", DType.FLOAT))
+    }
+
+
+def _store_values(
+    stem: str, position: str, values: tuple[Node, ...], special: Specialisation
+) -> tuple[str, set[str]]:
+    printed = print_expressions(values, special.names())
+    counts = {kind: sum(v.dtype is kind for v in values) for kind in (DType.INT, DType.FLOAT)}
+    counts[DType.INT] += 1
+    body = [
+        *printed.lines,
+        f"ints += number * {2 * counts[DType.INT]} * tiles + place",
+        f"floats += number * {2 * counts[DType.FLOAT]} * tiles + place",
+        f"store_extremes({position}, inside, ints, ints + tiles)",
+    ]
+    places = {DType.INT: 1, DType.FLOAT: 0}
+    for value, text in zip(values, printed.results, strict=True):
+        array = "ints" if value.dtype is DType.INT else "floats"
+        low, high = (f"{array} + {2 * places[value.dtype] + end} * tiles" for end in (0, 1))
+        places[value.dtype] += 1
+        body.append(f"store_extremes({text}, inside, {low}, {high})")
+    text = program_function(
+        f"store_{stem}_values",
+        f"ints, floats, number, place, tiles, inside, b, h, hkv, {position}, {_SIZES}",
+        special,
+        f"Store the bounds of what the mask needs to know of a {stem} tile.",
+        body,
+        bool(values),
+    )
+    return text, set(printed.helpers)
+
+
+def _bounds(bounds: Bounds, special: Specialisation) -> tuple[str, set[str]]:
+    loads = []
+    for stem, position, values, place, tiles in (
+        ("row", "q", bounds.rows, "row + zeros", "q_tiles"),
+        ("column", "kv", bounds.columns, "tile", "kv_tiles"),
+    ):
+        named = [(f"{position}_", DType.INT)]
+        named += [(f"{stem}{number}_", value.dtype) for number, value in enumerate(values)]
+        guard = "" if stem == "row" else ", mask=inside, other=0"
+        counts = {kind: sum(k is kind for _, k in named) for kind in (DType.INT, DType.FLOAT)}
+        slots = {DType.INT: 0, DType.FLOAT: 0}
+        for name, kind in named:
+            array = f"{stem}_{'ints' if kind is DType.INT else 'floats'}"
+            base = f"{array} + number * {2 * counts[kind]} * {tiles}"
+            for end in ("low", "high"):
+                slot = slots[kind]
+                slots[kind] += 1
+                narrow = ".to(tl.int32)" if name in ("q_", "kv_") else ""
+                loads.append(
+                    f"{name}{end} = tl.load({base} + {slot} * {tiles} + {place}{guard}){narrow}"
+                )
+    printed = print_expressions((bounds.may, bounds.must), special.names())
+    text = program_function(
+        "bounds_of_tile",
+        "row_ints, row_floats, column_ints, column_floats, number, row, q_tiles, tile, kv_tiles, "
+        f"inside, b, h, hkv, {_SIZES}",
+        special,
+        "Whether pairs of the tiles may be live, and whether all must be.",
+        [
+            "zeros = tl.zeros([1, 1], tl.int32)",
+            *loads,
+            *printed.lines,
+            f"return {printed.results[0]}, {printed.results[1]}",
+        ],
+        True,
+    )
+    return text, set(printed.helpers)

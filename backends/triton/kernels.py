@@ -1,0 +1,287 @@
+"""Generated modules and their executables: from memory, from the disk cache, or made anew."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import triton
+
+from attndsl.errors import BackendError
+from attndsl.passes.tiles.plan import DIRECTIONS
+
+from ..key import KernelKey, source_fingerprint, version_of
+from .arguments import arguments_of, block_widths
+from .compile import Executable, build, is_interpreted, load_module, record, restore
+from .generate import generate_attention
+from .generate_lists import generate_lists
+from .library import row_statistics
+from .tiles import INTERPRETED, MAX_SPILLS, Config, candidates, shared_memory_of
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from types import ModuleType
+
+    from triton.backends.compiler import GPUTarget
+
+    from attndsl.passes.tiles.plan import LoopPlan
+    from attndsl.pipeline import Lowered
+
+    from ..base import Entry, Store
+    from .specialise import Specialisation
+
+STATISTICS_ROWS = 64
+DIRECTIONS_OF = {"forward": ("forward",), "backward": ("backward_kv", "backward_q")}
+_LIST_CONFIG = (4, 1)
+"""Warps and stages of the kernels that find tiles."""
+_ATTEMPTS = 3
+"""Candidates that are compiled in search of one that does not spill."""
+LIST_CHUNK = 256
+"""Tiles that one program of theirs looks at together."""
+
+
+@dataclass(slots=True)
+class _Module:
+    """A generated module, imported."""
+
+    key: str
+    source: str
+    module: ModuleType
+    meta: dict[str, Any]
+    """JSON values. Of an attention kernel: ``config``, and ``listed``: whether its tiles are. Of
+    all: ``compiled``, where compiled code lies."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """The kernels of one specialisation and direction."""
+
+    executables: Mapping[str, Executable]
+    listed: frozenset[str]
+    """Directions whose tiles come from lists."""
+
+
+class Kernels:
+    """Generates, compiles and keeps kernels, in memory and in ``store``."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._lock = threading.RLock()
+        self._modules: dict[str, _Module] = {}
+        self._executables: dict[tuple[object, ...], Executable] = {}
+        self.built = 0
+        """Kernels compiled (or taken into the interpreter) by this object so far."""
+
+    def attention(
+        self, lowered: Lowered, kind: str, special: Specialisation, device: torch.device,
+        has_dlse: bool,
+    ) -> Prepared:  # fmt: skip
+        """The kernels of ``forward`` or ``backward``.
+
+        Raises:
+            BackendError: No tile size fits the device.
+        """
+        with self._lock:
+            target = current_target()
+            precision = _precision(special.dtype, target)
+            executables, listed = {}, set()
+            for direction in DIRECTIONS_OF[kind]:
+                key = _key(lowered, direction, special, precision, target)
+                module = self._modules.get(key) or self._stored(key)
+                if module is None:
+                    module = self._generate(
+                        lowered, direction, special, precision, target, device, key
+                    )
+                executables[direction] = self._executable(
+                    module, direction, special, precision, target, device,
+                    (Config(**module.meta["config"]),), {},
+                )  # fmt: skip
+                if module.meta["listed"]:
+                    listed.add(direction)
+            if kind == "backward":
+                configs = _candidates("backward_q", False, special, target, device)
+                more = {"ROWS": STATISTICS_ROWS, "HAS_DLSE": has_dlse}
+                executables["row_statistics"] = self._executable(
+                    module, "row_statistics", special, precision, target, device, configs, more
+                )
+            return Prepared(executables, frozenset(listed))
+
+    def tile_lists(
+        self, lowered: Lowered, special: Specialisation, device: torch.device,
+        block_m: int, block_n: int,
+    ) -> Mapping[str, Executable]:  # fmt: skip
+        """The kernels that find the tiles of a mask, for one tile size."""
+        with self._lock:
+            target = current_target()
+            key = _key(lowered, "tiles", special, "ieee", target)
+            module = self._modules.get(key)
+            if module is None:
+                entry = self._store.load(key)
+                if entry is None:
+                    entry = self._store.save(key, generate_lists(lowered, special), {})
+                module = self._keep(key, entry, {"compiled": {}} | dict(entry.meta))
+            config = Config(block_m, block_n, *_LIST_CONFIG)
+            sizes = {"BLOCK_M": block_m, "BLOCK_N": block_n, "CHUNK": LIST_CHUNK}
+            return {
+                name: self._executable(
+                    module, name, special, "ieee", target, device, (config,), sizes
+                )
+                for name in ("summarise", "classify", "refine", "list_tiles")
+            }
+
+    def _stored(self, key: str) -> _Module | None:
+        entry = self._store.load(key)
+        if entry is None or not {"config", "listed", "compiled"} <= set(entry.meta):
+            return None
+        return self._keep(key, entry, dict(entry.meta))
+
+    def _keep(self, key: str, entry: Entry, meta: dict[str, Any]) -> _Module:
+        module = _Module(key, entry.source, load_module(entry.path, key), meta)
+        self._modules[key] = module
+        return module
+
+    def _generate(
+        self, lowered: Lowered, direction: str, special: Specialisation, precision: str,
+        target: GPUTarget | None, device: torch.device, key: str,
+    ) -> _Module:  # fmt: skip
+        """The module for the first tile size that the device has the resources for.
+
+        The loops of a text are those of one tile size, so that each attempt is a text of its own.
+        A kernel that spills many registers is kept only if the next candidates are no better.
+        """
+        masked = lowered.program.mask is not None
+        configs = _candidates(direction, masked, special, target, device)
+        best: tuple[int, _Module, Executable] | None = None
+        refusals = []
+        for number, config in enumerate(configs):
+            loop = plan_loop(lowered, special, direction, config)
+            meta: dict[str, Any] = {
+                "config": asdict(config),
+                "listed": loop.listed is not None,
+                "compiled": {},
+            }
+            text = generate_attention(lowered, special, direction, loop)
+            module = self._keep(key, self._store.save(key, text, meta), meta)
+            try:
+                executable = self._executable(
+                    module, direction, special, precision, target, device, (config,), {}
+                )
+            except BackendError as refusal:
+                refusals.append(refusal.message)
+                continue
+            finally:
+                self._forget(key)
+            if best is None or executable.spills < best[0]:
+                best = executable.spills, module, executable
+            if best[0] <= MAX_SPILLS or number + 1 >= _ATTEMPTS:
+                break
+        if best is None:
+            raise BackendError(
+                "no tile size of this kernel fits the device: " + "; ".join(refusals),
+                hint="report the program and head dims; backend='reference' computes it meanwhile",
+            )
+        _, module, executable = best
+        # Published again, since a later attempt may have been the worse one.
+        entry = self._store.save(key, module.source, module.meta)
+        self._executables[key, direction, device, ()] = executable
+        return self._keep(key, entry, module.meta)
+
+    def _forget(self, key: str) -> None:
+        self._modules.pop(key, None)
+        for place in [place for place in self._executables if place[0] == key]:
+            del self._executables[place]
+
+    def _executable(
+        self, module: _Module, name: str, special: Specialisation, precision: str,
+        target: GPUTarget | None, device: torch.device, configs: tuple[Config, ...],
+        more: Mapping[str, int | bool],
+    ) -> Executable:  # fmt: skip
+        place = (module.key, name, device, tuple(more.values()))
+        executable = self._executables.get(place)
+        if executable is None:
+            function = _function(module, name)
+            arguments = arguments_of(function, special, precision, target is None, more)
+            slot = "_".join([name, *map(str, more.values())])
+            recorded = module.meta["compiled"].get(slot)
+            if recorded is not None and target is not None:
+                executable = restore(function, arguments, recorded)
+            if executable is None:
+                executable = build(
+                    function, arguments, configs, target, _shared_memory(target, device), load=True
+                )
+                self.built += 1
+                if target is not None:
+                    module.meta["compiled"][slot] = record(executable)
+                    self._store.save(module.key, module.source, module.meta)
+            self._executables[place] = executable
+        return executable
+
+
+def _function(module: _Module, name: str) -> object:
+    if name == "row_statistics":
+        return row_statistics
+    return getattr(module.module, f"attention_{name}" if name in DIRECTIONS else name)
+
+
+def plan_loop(
+    lowered: Lowered, special: Specialisation, direction: str, config: Config
+) -> LoopPlan:
+    """The plan of one loop of a kernel with the tile sizes of ``config``."""
+    indexed = "index" in (special.q_kind, special.kv_kind)
+    return lowered.sparsity.loop(
+        DIRECTIONS[direction], config.block_m, config.block_n, special.shifted, indexed
+    )
+
+
+def current_target() -> GPUTarget | None:
+    """The GPU that kernels are compiled for; None for the interpreter."""
+    if is_interpreted(row_statistics):
+        return None
+    target: GPUTarget = triton.runtime.driver.active.get_current_target()
+    return target
+
+
+def _key(
+    lowered: Lowered, kind: str, special: Specialisation, precision: str, target: GPUTarget | None
+) -> str:
+    return KernelKey(
+        program=lowered.digest,
+        kind=kind,
+        special=repr(special),
+        options=f"precision={precision}",
+        target="interpreter" if target is None else f"{target.backend}:{target.arch}",
+        torch=torch.__version__,
+        triton=triton.__version__,
+        attndsl=version_of("attndsl"),
+        fingerprint=source_fingerprint(),
+    ).digest()
+
+
+def _candidates(
+    direction: str,
+    masked: bool,
+    special: Specialisation,
+    target: GPUTarget | None,
+    device: torch.device,
+) -> tuple[Config, ...]:
+    if target is None:
+        return INTERPRETED
+    size = 4 if special.dtype == "fp32" else 2
+    shared = _shared_memory(target, device)
+    return candidates(direction, *block_widths(special), size, shared, masked)
+
+
+def _precision(dtype: str, target: GPUTarget | None) -> str:
+    """Input precision of fp32 products: as torch's own matrix products are set."""
+    if dtype != "fp32" or target is None or target.backend != "cuda":
+        return "ieee"
+    return "tf32x3" if torch.get_float32_matmul_precision() == "highest" else "tf32"
+
+
+def _shared_memory(target: GPUTarget | None, device: torch.device) -> int:
+    if target is None:
+        return shared_memory_of("")
+    properties = triton.runtime.driver.active.utils.get_device_properties(device.index or 0)
+    return int(properties["max_shared_mem"])

@@ -1,0 +1,182 @@
+"""Kinds of tiles (0 EMPTY, 1 PARTIAL, 2 FULL) and the lists that attention kernels loop over.
+
+1. Least and greatest values of the program's row and column expressions, a tile of positions each.
+2. Kinds by three-valued logic over these bounds.
+3. Kinds by evaluation of all pairs, in tiles that bounds leave undecided.
+4. Lists: the FULL tiles of each owning tile from the front, the PARTIAL ones from the back.
+
+A map is one (own tiles, tiles along) matrix; there is one a batch entry and head where the mask
+depends on them.
+"""
+# ruff: noqa: F821
+
+import triton
+import triton.language as tl
+
+from attndsl.backends.triton.library import positions
+
+#: imports
+
+@triton.jit
+def store_extremes(values, inside, LOW, HIGH):
+    """Store the least and the greatest of ``values`` (a column); everything if a NaN is there."""
+    values = values + tl.zeros(inside.shape, tl.int32).to(values.dtype)
+    if values.dtype.is_floating():
+        low = tl.min(tl.where(inside, tl.where(values != values, float("-inf"), values), float("inf")))
+        high = tl.max(tl.where(inside, tl.where(values != values, float("inf"), values), float("-inf")))
+        tl.store(LOW, low)
+        tl.store(HIGH, high)
+    else:
+        wide = values.to(tl.int64)
+        tl.store(LOW, tl.min(tl.where(inside, wide, 9223372036854775807)))
+        tl.store(HIGH, tl.max(tl.where(inside, wide, -9223372036854775807)))
+
+
+#: functions
+
+
+@triton.jit
+def summarise(
+    row_ints, row_floats, column_ints, column_floats,
+    batch, heads, kv_heads, q_len, kv_len, q_origin, kv_origin, map_batch, map_heads,
+    #: parameters
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, Q_KIND: tl.constexpr, KV_KIND: tl.constexpr,
+):
+    """One program: one tile of rows, or of columns, of one map.
+
+    ``row_ints`` is int64 (maps, row values, 2, q tiles): least and greatest; the others likewise.
+    """
+    q_tiles = tl.cdiv(q_len, BLOCK_M)
+    kv_tiles = tl.cdiv(kv_len, BLOCK_N)
+    place = tl.program_id(0) % (q_tiles + kv_tiles)
+    number = tl.program_id(0) // (q_tiles + kv_tiles)
+    b = number // map_heads
+    h = number % map_heads
+    hkv = h // (heads // kv_heads)
+    if place < q_tiles:
+        rows = place * BLOCK_M + tl.arange(0, BLOCK_M)
+        q = positions(tl.minimum(rows, q_len - 1), q_len, q_origin, Q_KIND)[:, None]
+        rows_inside = (rows < q_len)[:, None]
+        store_row_values(
+            row_ints, row_floats, number, place, q_tiles, rows_inside,
+            b, h, hkv, q, batch, heads, kv_heads, q_len, kv_len,
+            #: arguments
+        )
+    else:
+        tile = place - q_tiles
+        columns = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+        kv = positions(tl.minimum(columns, kv_len - 1), kv_len, kv_origin, KV_KIND)[:, None]
+        columns_inside = (columns < kv_len)[:, None]
+        store_column_values(
+            column_ints, column_floats, number, tile, kv_tiles, columns_inside,
+            b, h, hkv, kv, batch, heads, kv_heads, q_len, kv_len,
+            #: arguments
+        )
+
+
+@triton.jit
+def classify(
+    kinds, row_ints, row_floats, column_ints, column_floats,
+    batch, heads, kv_heads, q_len, kv_len, map_batch, map_heads,
+    #: parameters
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CHUNK: tl.constexpr,
+):
+    """One program: CHUNK tiles of one row of tiles. ``kinds`` is int8 (maps, q tiles, kv tiles)."""
+    q_tiles = tl.cdiv(q_len, BLOCK_M)
+    kv_tiles = tl.cdiv(kv_len, BLOCK_N)
+    chunks = tl.cdiv(kv_tiles, CHUNK)
+    chunk = tl.program_id(0) % chunks
+    row = (tl.program_id(0) // chunks) % q_tiles
+    number = tl.program_id(0) // chunks // q_tiles
+    b = number // map_heads
+    h = number % map_heads
+    hkv = h // (heads // kv_heads)
+    tile = chunk * CHUNK + tl.arange(0, CHUNK)[None, :]
+    inside = tile < kv_tiles
+    may, must = bounds_of_tile(
+        row_ints, row_floats, column_ints, column_floats, number, row, q_tiles, tile, kv_tiles,
+        inside, b, h, hkv, batch, heads, kv_heads, q_len, kv_len,
+        #: arguments
+    )
+    kind = tl.where(must, 2, tl.where(may, 1, 0)) + tl.zeros([1, CHUNK], tl.int32)
+    place = (number * q_tiles + row).to(tl.int64) * kv_tiles + tile
+    tl.store(kinds + place, kind.to(tl.int8), mask=inside)
+
+
+@triton.jit
+def refine(
+    kinds,
+    batch, heads, kv_heads, q_len, kv_len, q_origin, kv_origin, map_batch, map_heads,
+    #: parameters
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, Q_KIND: tl.constexpr, KV_KIND: tl.constexpr,
+):
+    """One program: evaluate one tile if it is PARTIAL so far."""
+    kv_tiles = tl.cdiv(kv_len, BLOCK_N)
+    q_tiles = tl.cdiv(q_len, BLOCK_M)
+    place = tl.program_id(0).to(tl.int64)
+    if tl.load(kinds + place) == 1:
+        tile = tl.program_id(0) % kv_tiles
+        row = (tl.program_id(0) // kv_tiles) % q_tiles
+        number = tl.program_id(0) // kv_tiles // q_tiles
+        b = number // map_heads
+        h = number % map_heads
+        hkv = h // (heads // kv_heads)
+        rows = row * BLOCK_M + tl.arange(0, BLOCK_M)
+        columns = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+        q = positions(rows, q_len, q_origin, Q_KIND)[:, None]
+        kv = positions(columns, kv_len, kv_origin, KV_KIND)[None, :]
+        there = (rows < q_len)[:, None] & (columns < kv_len)[None, :]
+        zeros = tl.zeros([BLOCK_M, BLOCK_N], tl.int32)
+        mask = mask_of_pair(
+            zeros, there, b, h, hkv, q, kv, batch, heads, kv_heads, q_len, kv_len,
+            #: arguments
+        )
+        live = tl.where(mask, 1, 0) + zeros
+        some = tl.max(tl.where(there, live, 0))
+        every = tl.min(tl.where(there, live, 1))
+        tl.store(kinds + place, (some + some * every).to(tl.int8))
+
+
+@triton.jit
+def list_tiles(
+    kinds, tile_rows, tile_list, own_tiles, along_tiles, own_step, along_step, map_step, whole,
+    CHUNK: tl.constexpr,
+):
+    """One program: the list of one owning tile. FULL tiles from ``whole`` on count as PARTIAL.
+
+    ``kinds`` is read with the given steps, so that one map serves both directions. ``tile_rows``
+    and ``tile_list`` are what attention kernels take (``loops.py``).
+    """
+    own = tl.program_id(0) % own_tiles
+    number = tl.program_id(0) // own_tiles
+    row = kinds + number.to(tl.int64) * map_step + own.to(tl.int64) * own_step
+    place = tl.program_id(0).to(tl.int64)
+    found = tile_list + place * along_tiles
+    full_tiles = tl.full([], 0, tl.int32)
+    partial_tiles = tl.full([], 0, tl.int32)
+    first_live = along_tiles + tl.full([], 0, tl.int32)
+    first_full = along_tiles + tl.full([], 0, tl.int32)
+    last_live = tl.full([], -1, tl.int32)
+    last_full = tl.full([], -1, tl.int32)
+    for first in tl.range(0, along_tiles, CHUNK):
+        tile = first + tl.arange(0, CHUNK)
+        kind = tl.load(row + tile.to(tl.int64) * along_step, mask=tile < along_tiles, other=0).to(tl.int32)
+        kind = tl.where((kind == 2) & (tile >= whole), 1, kind)
+        full = (kind == 2).to(tl.int32)
+        partial = (kind == 1).to(tl.int32)
+        tl.store(found + full_tiles + tl.cumsum(full, 0) - 1, tile, mask=full != 0)
+        back = along_tiles - partial_tiles - tl.cumsum(partial, 0)
+        tl.store(found + back, tile, mask=partial != 0)
+        full_tiles += tl.sum(full, 0)
+        partial_tiles += tl.sum(partial, 0)
+        first_live = tl.minimum(first_live, tl.min(tl.where(kind != 0, tile, along_tiles), 0))
+        first_full = tl.minimum(first_full, tl.min(tl.where(kind == 2, tile, along_tiles), 0))
+        last_live = tl.maximum(last_live, tl.max(tl.where(kind != 0, tile, -1), 0))
+        last_full = tl.maximum(last_full, tl.max(tl.where(kind == 2, tile, -1), 0))
+    first_full = tl.where(full_tiles == 0, first_live, first_full)
+    gaps = last_live - first_live + 1 != full_tiles + partial_tiles
+    gaps = gaps | ((full_tiles != 0) & (last_full - first_full + 1 != full_tiles))
+    tl.store(tile_rows + place * 4, full_tiles)
+    tl.store(tile_rows + place * 4 + 1, partial_tiles)
+    tl.store(tile_rows + place * 4 + 2, tl.where(gaps, -1, first_live))
+    tl.store(tile_rows + place * 4 + 3, first_full)

@@ -1,0 +1,112 @@
+"""The tiles of one call where they have no closed form: found on the device, without waiting.
+
+Sizes of all buffers follow from the lengths alone, so that a CUDA graph can hold the calls.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from attndsl.passes.tiles.plan import DIRECTIONS
+
+from ..tiling import resample
+from .arguments import capture_arguments, origin
+from .generate_lists import value_counts
+from .kernels import LIST_CHUNK
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from attndsl.passes.tiles.sparsity import Sparsity
+
+    from ..base import Call
+    from .compile import Executable
+    from .specialise import Specialisation
+
+
+def find_kinds(
+    kernels: Mapping[str, Executable],
+    sparsity: Sparsity,
+    special: Specialisation,
+    call: Call,
+    stream: int,
+) -> torch.Tensor:
+    """Kinds of all tiles, int8 (batch or 1, heads or 1, q tiles, kv tiles), on the device."""
+    config = kernels["classify"].config
+    q_len, kv_len = call.q.shape[2], call.k.shape[2]
+    q_tiles, kv_tiles = -(-q_len // config.block_m), -(-kv_len // config.block_n)
+    batch = call.q.shape[0] if sparsity.by_batch else 1
+    heads = call.q.shape[1] if sparsity.by_head else 1
+    maps = batch * heads
+    device = call.q.device
+    kinds = torch.empty((batch, heads, q_tiles, kv_tiles), dtype=torch.int8, device=device)
+    if kinds.numel() == 0:
+        return kinds
+    assert sparsity.bounds is not None
+    arrays = [
+        torch.empty(
+            (maps, max(1, count), 2, q_tiles if name.startswith("row") else kv_tiles),
+            dtype=torch.int64 if name.endswith("ints") else torch.float32,
+            device=device,
+        )
+        for name, count in value_counts(sparsity.bounds).items()
+    ]
+    sizes = [call.q.shape[0], call.q.shape[1], call.k.shape[1], q_len, kv_len]
+    origins = [origin(call.q_offset, call.q_index), origin(call.kv_offset, call.kv_index)]
+    captures = capture_arguments(special, call)
+    kernels["summarise"].launch(
+        maps * (q_tiles + kv_tiles), stream, [*arrays, *sizes, *origins, batch, heads, *captures]
+    )
+    kernels["classify"].launch(
+        maps * q_tiles * -(-kv_tiles // LIST_CHUNK),
+        stream,
+        [kinds, *arrays, *sizes, batch, heads, *captures],
+    )
+    if sparsity.evaluate:
+        kernels["refine"].launch(
+            kinds.numel(), stream, [kinds, *sizes, *origins, batch, heads, *captures]
+        )
+    return kinds
+
+
+def list_arguments(
+    kernels: Mapping[str, Executable],
+    sparsity: Sparsity,
+    special: Specialisation,
+    call: Call,
+    direction: str,
+    stream: int,
+) -> list[Any]:
+    """The arguments ``LIST_PARAMETERS`` of an attention kernel (see ``loops.py``)."""
+    config = kernels["classify"].config
+    if call.tiles is None:
+        kinds = find_kinds(kernels, sparsity, special, call, stream)
+    else:
+        kinds = resample(
+            call.tiles.kinds, (call.tiles.block_m, call.tiles.block_n),
+            (config.block_m, config.block_n), (call.q.shape[2], call.k.shape[2]),
+        )  # fmt: skip
+    batch, heads, q_tiles, kv_tiles = kinds.shape
+    along_is_kv = DIRECTIONS[direction].along == "kv"
+    own, along = (q_tiles, kv_tiles) if along_is_kv else (kv_tiles, q_tiles)
+    own_step, along_step = (kv_tiles, 1) if along_is_kv else (1, kv_tiles)
+    length, block = (
+        (call.k.shape[2], config.block_n) if along_is_kv else (call.q.shape[2], config.block_m)
+    )
+    ragged_full = not along_is_kv and sparsity.plain
+    rows = torch.empty((batch, heads, own, 4), dtype=torch.int32, device=kinds.device)
+    tiles = torch.empty((batch, heads, own, along), dtype=torch.int32, device=kinds.device)
+    if own:
+        kernels["list_tiles"].launch(
+            batch * heads * own, stream,
+            [kinds, rows, tiles, own, along, own_step, along_step, q_tiles * kv_tiles,
+             along if ragged_full else length // block],
+        )  # fmt: skip
+    return [
+        rows,
+        tiles,
+        heads * own if batch > 1 else 0,
+        own if heads > 1 else 0,
+    ]

@@ -1,0 +1,502 @@
+"""The CPU backend against the reference: values, every gradient, skipped tiles, memory."""
+
+from __future__ import annotations
+
+import random
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import attndsl
+from attndsl.backends import cpu
+from attndsl.backends.base import Wants
+from attndsl.backends.cpu import CPUBackend
+from attndsl.backends.reference import ReferenceBackend
+from attndsl.errors import UnsupportedError
+from attndsl.ir import SCORE, Op, Program, const, node
+from attndsl.pipeline import lower_program
+from attndsl.runtime.arguments import bind
+from attndsl.runtime.autograd import attend
+
+BACKEND = CPUBackend()
+PLACE = SimpleNamespace(device="cpu", shape=(2, 4, 37, 8))
+ALL = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+class Bound:
+    """A program on a backend, called as :class:`attndsl.Attention` is."""
+
+    def __init__(self, text, backend=BACKEND, **declared):
+        self.lowered = attndsl.compile(text, backend="reference", **declared).lowered
+        self.backend = backend
+
+    def call(
+        self, q, k, v, *, scale=None, q_offset=0, kv_offset=0, q_index=None, kv_index=None, seed=0,
+        **captures,
+    ):  # fmt: skip
+        return bind(
+            self.lowered.program, q, k, v, scale, captures, q_offset, kv_offset, q_index, kv_index,
+            seed, False,
+        )  # fmt: skip
+
+    def __call__(self, q, k, v, *, return_lse=False, **arguments):
+        call = self.call(q, k, v, **arguments)
+        self.backend.check(self.lowered, call)
+        out, lse = attend(self.backend, self.lowered, call)
+        return (out, lse) if return_lse else out
+
+
+@pytest.fixture
+def small_tiles(monkeypatch):
+    """Many tiles, spans and steps at lengths that the reference does in no time."""
+    for name, value in {"BLOCK_M": 8, "BLOCK_N": 4, "SPAN": 12, "PAIRS": 256, "_SPARE": 0}.items():
+        monkeypatch.setattr(cpu, name, value)
+
+
+def compare(check, text, inputs, **declared):
+    """Hold one program to the tolerance method; exactly, in fp64."""
+    oracle = Bound(text, ReferenceBackend(), **declared)
+    golden = check.run(oracle, inputs.to(torch.float64))
+    dtype = inputs.q.dtype
+    found = check.run(Bound(text, **declared), inputs.to(dtype))
+    if dtype is torch.float64:
+        for name, exact in golden.items():
+            torch.testing.assert_close(found[name], exact, atol=1e-10, rtol=1e-10, msg=name)
+        return
+    check.close(golden, check.run(oracle, inputs.to(dtype)), found, dtype)
+
+
+def leaf(*shape, dtype=torch.float64):
+    return torch.randn(shape, dtype=dtype, requires_grad=True)
+
+
+def documents(*shape):
+    return torch.randint(0, 3, shape).sort(-1).values
+
+
+# Text, captures, options of the call, and sizes where they are not PLACE's.
+PROGRAMS = {
+    "identity": ("score", {}, {}, {}),
+    "causal": ("causal()", {}, {}, {}),
+    "inverse causal": ("where(q <= kv, score, -inf)", {}, {}, {}),
+    "window": ("causal() and q - kv < 9", {}, {}, {}),
+    "dilated": ("dilated(20, 3)", {}, {}, {}),
+    "prefix": ("prefix_lm(11)", {}, {}, {}),
+    "neighbourhood": ("natten2d(6, 6, 3, 3)", {}, {}, {"q_len": 36}),
+    "dead rows": ("kv < q - 3", {}, {}, {}),
+    "no live pair": ("q < 0", {}, {}, {}),
+    "holes": ("mask = kv % 13 == 0 or abs(q - kv) < 2", {}, {}, {}),
+    "mask by raw score": ("mask = score > 0.1; score = 3 * score", {}, {}, {}),
+    "mask by batch and head": ("mask = q - kv < 5 * (h + 1) and kv < 11 + 9 * b", {}, {}, {}),
+    "mask by head": ("mask = 0 <= q - kv < 3 + 7 * h", {}, {}, {"heads": 6, "kv_heads": 2}),
+    "relative": ("score + (q - kv)", {}, {}, {}),
+    "alibi": ("mask = causal(); score = alibi()", {}, {}, {}),
+    "softcap": ("mask = causal(); score = softcap(2.0)", {}, {}, {}),
+    "square": ("score * score", {}, {}, {}),
+    "trigonometry": ("sin(cos(score)) + tan(b)", {}, {}, {}),
+    "silu": ("silu(score) + gelu(score) - erf(score)", {}, {}, {}),
+    "score of positions": ("mask = causal(); score = 0.3 * (q - kv)", {}, {}, {}),
+    "constant": ("score = 1.0", {}, {}, {}),
+    "bias": (
+        "tensor t[q_len, kv_len]: float; mask = causal(); score = score + t[q, kv]",
+        {"t": (37, 37)}, {}, {},
+    ),
+    "bias of all": (
+        "tensor t[batch, heads, q_len, kv_len]: float; score = score * t[b, h, q, kv]",
+        {"t": (2, 4, 37, 37)}, {}, {},
+    ),
+    "transposed bias": (
+        "tensor t[kv_len, heads, q_len]: float; score = score + t[kv, h, q]",
+        {"t": (37, 4, 37)}, {}, {},
+    ),
+    "bias of kv heads": (
+        "tensor t[kv_heads, kv_len]: float; score = score + t[hkv, kv]",
+        {"t": (2, 37)}, {}, {"kv_heads": 2},
+    ),
+    "bias by offset": (
+        "tensor t[q_len, kv_len]: float; score = score + t[q, kv]",
+        {"t": (37, 37)}, {"q_offset": -4, "kv_offset": 3}, {},
+    ),
+    "diagonal": (
+        "tensor t[q_len + kv_len]: float; mask = causal(); score = score + t[q - kv] * t[kv]",
+        {"t": (74,)}, {}, {},
+    ),
+    "twice the diagonal": (
+        "tensor t[kv_len, kv_len]: float; score = score + t[kv, kv] + t[q, 2]",
+        {"t": (37, 37)}, {}, {},
+    ),
+    "heads": (
+        "tensor g[heads]: float; tensor s[batch]: float; score = tanh(score * g[h]) + s[b]",
+        {"g": (4,), "s": (2,)}, {}, {},
+    ),
+    "params": (
+        "param a: float; param c: float; mask = causal(); score = c * tanh(score / c) * a",
+        {"a": (), "c": ()}, {}, {},
+    ),
+    "sink": (
+        "tensor s[heads]: float; param a: float; mask = kv < q; score = score * a; "
+        "sink = s[h] * s[h] + a",
+        {"s": (4,), "a": ()}, {}, {},
+    ),
+    "a far larger sink": ("sink = 5000.0", {}, {}, {}),
+    "dropout": (
+        "tensor t[heads]: float; mask = kv < q; score = score * t[h]; "
+        "weights = dropout(softmax(score), 0.4)",
+        {"t": (4,)}, {"seed": 77}, {},
+    ),
+    "learned dropout": (
+        "param p: float; weights = dropout(softmax(score), 0.5 + 0.1 * sin(p))",
+        {"p": ()}, {"seed": (1 << 40) + 5}, {},
+    ),
+    "dropout of everything": (
+        "param p: float; weights = dropout(softmax(score), p)", {}, {"p": 1.0}, {},
+    ),
+    "sink and dropout": (
+        "tensor s[heads]: float; sink = s[h]; weights = dropout(softmax(score), 0.25)",
+        {"s": (4,)}, {}, {},
+    ),
+    "grouped": ("causal()", {}, {}, {"heads": 6, "kv_heads": 2}),
+    "one kv head": ("mask = causal(); score = score - q + kv", {}, {}, {"kv_heads": 1}),
+    "more queries": ("causal_lower_right()", {}, {}, {"q_len": 45, "kv_len": 19}),
+    "more keys": ("causal_lower_right()", {}, {}, {"q_len": 19, "kv_len": 45}),
+    "one query": ("causal()", {}, {"q_offset": 40}, {"q_len": 1, "kv_len": 61}),
+    "one key": ("causal()", {}, {}, {"q_len": 23, "kv_len": 1}),
+    "value dim": ("causal()", {}, {}, {"dim": 5, "value_dim": 11}),
+    "offsets": ("mask = causal(); score = alibi()", {}, {"q_offset": 20, "kv_offset": 5}, {}),
+    "scale": ("causal()", {}, {"scale": -0.7}, {}),
+}  # fmt: skip
+
+OWN_WEIGHTS = {
+    "sigmoid": (
+        "tensor t[heads]: float; param a: float; mask = kv < q - 2; score = a * score; "
+        "weights = sigmoid(score - t[h]) ** 2 * a",
+        {"t": (4,), "a": ()}, {}, {},
+    ),
+    "relu": ("mask = causal(); weights = relu(score) ** 2 / kv_len", {}, {}, {}),
+    "linear": ("weights = score", {}, {}, {}),
+    "sigmoid and dropout": (
+        "param a: float; mask = kv < q; weights = dropout(sigmoid(score * a), 0.25)",
+        {"a": ()}, {}, {},
+    ),
+}  # fmt: skip
+
+
+def inputs_of(check, case, dtype):
+    text, shapes, options, sizes = case
+    captures = {name: leaf(*shape, dtype=torch.float32) for name, shape in shapes.items()}
+    with_lse = "weights" not in text or "softmax" in text
+    return check.inputs(
+        PLACE, dtype, captures=captures, options=options, with_lse=with_lse, **sizes
+    )
+
+
+@pytest.mark.parametrize("name", [*PROGRAMS, *OWN_WEIGHTS])
+def test_programs_in_many_small_tiles(check, small_tiles, name):
+    case = (PROGRAMS | OWN_WEIGHTS)[name]
+    inputs = inputs_of(check, case, torch.float64)
+    compare(check, case[0], inputs)
+
+
+@pytest.mark.parametrize("dtype", ALL, ids=str)
+@pytest.mark.parametrize(
+    "name", ["causal", "softcap", "bias", "diagonal", "sink", "dropout", "grouped", "sigmoid"]
+)
+def test_dtypes(check, name, dtype):
+    case = (PROGRAMS | OWN_WEIGHTS)[name]
+    inputs = inputs_of(check, case, dtype)
+    compare(check, case[0], inputs)
+
+
+@pytest.mark.parametrize("spare", [0, 8, 10**9])
+@pytest.mark.parametrize("kv_heads", [1, 2, 6])
+def test_documents_that_differ_by_batch_and_head(check, small_tiles, monkeypatch, spare, kv_heads):
+    monkeypatch.setattr(cpu, "_SPARE", spare)
+    text = "mask = causal() and doc[b, h, q] == doc[b, h, kv]; score = score * g[h] + b"
+    captures = {"doc": documents(3, 6, 37), "g": leaf(6, dtype=torch.float32)}
+    captures["doc"][1] = captures["doc"][1, :1]
+    inputs = check.inputs(
+        PLACE, torch.float32, batch=3, heads=6, kv_heads=kv_heads, captures=captures, with_lse=True
+    )
+    declared = {"doc": attndsl.tensor("batch", "heads", "q_len", dtype="int")}
+    compare(check, text, inputs, g=attndsl.tensor("heads"), **declared)
+
+
+def test_lengths_of_a_batch(check, small_tiles):
+    captures = {"length": torch.tensor([0, 37, 5, 1, 20])}
+    text = "tensor length[batch]: int; mask = kv < length[b] and q < length[b]"
+    inputs = check.inputs(PLACE, torch.float64, batch=5, captures=captures, with_lse=True)
+    compare(check, text, inputs)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"q_offset": torch.tensor(7), "kv_offset": torch.tensor(3, dtype=torch.int32)},
+        {"q_index": torch.randint(0, 60, (37,)), "kv_index": torch.randperm(60)[:37].int()},
+        {"q_index": torch.arange(37).flip(0), "kv_offset": 4},
+    ],
+    ids=["tensors", "random", "reversed"],
+)
+def test_positions_of_the_call(check, small_tiles, options):
+    text = "mask = q >= kv; score = score + t[h, q] * t[h, kv]"
+    captures = {"t": leaf(4, 60, dtype=torch.float64)}
+    inputs = check.inputs(PLACE, torch.float64, captures=captures, options=options, with_lse=True)
+    compare(check, text, inputs, t=attndsl.tensor("heads", "n"))
+
+
+@pytest.mark.parametrize("length", [1, 3, 8, 143, 277, 312])
+def test_odd_lengths_in_tiles_of_the_real_size(check, length):
+    for text in ("causal() and q - kv < 100", "score + 0.01 * (kv - q)"):
+        inputs = check.inputs(
+            PLACE, torch.float32, q_len=length, kv_len=length + length % 5, with_lse=True
+        )
+        compare(check, text, inputs)
+
+
+def test_several_spans_of_the_real_size(check):
+    inputs = check.inputs(
+        PLACE, torch.float32, batch=1, heads=2, q_len=150, kv_len=4500, with_lse=True,
+        options={"q_offset": 4350},
+    )  # fmt: skip
+    compare(check, "mask = causal() and (q - kv < 90 or kv < 2100)", inputs)
+
+
+@pytest.mark.parametrize("sizes", [(0, 2, 3, 4), (2, 2, 0, 4), (2, 2, 3, 0)])
+def test_empty_calls(sizes):
+    batch, heads, q_len, kv_len = sizes
+    q, k, v = (leaf(batch, heads, *x) for x in ((q_len, 4), (kv_len, 4), (kv_len, 5)))
+    leaves = (q, k, v, leaf(3), leaf())
+    program = Bound(
+        "tensor t[3]: float; param a: float; mask = q >= kv; score = score * a + t[kv]; sink = t[0]"
+    )
+    out, lse = program(q, k, v, t=leaves[3], a=leaves[4], return_lse=True)
+    assert out.shape == (batch, heads, q_len, 5)
+    assert (out == 0).all()
+    assert lse.shape == (batch, heads, q_len)
+    assert (lse == -torch.inf).all()
+    grads = torch.autograd.grad(out.sum(), leaves)
+    for grad, given in zip(grads, leaves, strict=True):
+        assert grad.shape == given.shape
+        assert (grad == 0).all()
+
+
+def test_empty_captures_read_zero():
+    q, t = leaf(1, 2, 5, 4), leaf(0)
+    program = Bound("tensor t[pages]: float; score = score + t[kv]")
+    out = program(q, q, q, t=t)
+    torch.testing.assert_close(out, Bound("score")(q, q, q))
+    assert torch.autograd.grad(out.sum(), t)[0].shape == (0,)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
+        lambda x: torch.cat([x, x], -1)[..., : x.shape[-1]],
+        lambda x: x[:1, :1].expand(x.shape),
+        lambda x: torch.cat([x, x], 2)[:, :, ::2],
+    ],
+    ids=["transposed", "padded", "expanded", "every other row"],
+)
+def test_strides(check, small_tiles, layout):
+    inputs = check.inputs(PLACE, torch.float64, kv_heads=2)
+    q, k, v = (layout(x).detach().requires_grad_() for x in (inputs.q, inputs.k, inputs.v))
+    grad = layout(inputs.grad_out)
+    for backend in (BACKEND, ReferenceBackend()):
+        out = Bound("mask = causal(); score = alibi()", backend)(q, k, v)
+        found = (out, *torch.autograd.grad(out, (q, k, v), grad))
+        if backend is BACKEND:
+            mine = found
+    for one, other in zip(mine, found, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-10, rtol=1e-10)
+
+
+GRADCHECKED = {
+    "relative": ("mask = q >= kv; score = sin(score) * score + (q - kv)", ""),
+    "captures": ("score = tanh(score * g[h]) + t[q - kv + 8] + t[kv]; mask = q >= kv", "gt"),
+    "params": ("score = a * softcap(2.0)", "a"),
+    "sink": ("mask = kv < q; score = score * a; sink = g[h] * g[h] + a", "ga"),
+    "sigmoid": ("mask = kv < q; score = a * score; weights = sigmoid(score - g[h]) ** 2 * a", "ga"),
+    "dropout": ("score = score * g[h]; weights = dropout(softmax(score), 0.4)", "g"),
+}
+
+
+@pytest.mark.parametrize("name", GRADCHECKED)
+def test_gradcheck(small_tiles, name):
+    text, names = GRADCHECKED[name]
+    known = {"g": leaf(2), "t": leaf(16), "a": leaf()}
+    values = {key: known[key] for key in names}
+    program = Bound(text, **values)
+    own = program.lowered.program.weights is not None
+
+    def function(q, k, v, *rest):
+        captures = dict(zip(values, rest, strict=True))
+        out, lse = program(q, k, v, return_lse=True, seed=3, **captures)
+        return out if own else (out, torch.where(lse.isinf(), 0.0, lse))
+
+    leaves = [leaf(2, 2, 8, 4) for _ in range(3)]
+    assert torch.autograd.gradcheck(function, [*leaves, *values.values()])
+
+
+def test_only_wanted_gradients_are_given():
+    program = Bound("tensor t[heads]: float; score = score * t[h]")
+    q, t = leaf(1, 2, 9, 4), leaf(2)
+    call = program.call(q, q, q, t=t)
+    out, lse = BACKEND.forward(program.lowered, call)
+    arguments = (program.lowered, call, out, lse, torch.ones_like(out), None)
+    found = BACKEND.backward(*arguments, Wants(False, True, False))
+    assert found.q is None
+    assert found.v is None
+    assert found.k.shape == q.shape
+    assert dict(found.tensors) == {}
+    found = BACKEND.backward(*arguments, Wants(False, False, False, frozenset("t")))
+    assert found.tensors["t"].abs().min() > 0
+
+
+def test_programs_without_the_score_give_zero_gradients(small_tiles):
+    q, k, v = (leaf(1, 2, 9, 4) for _ in range(3))
+    grads = torch.autograd.grad(Bound("score = 0.1 * kv")(q, k, v).sum(), (q, k))
+    assert all((grad == 0).all() for grad in grads)
+
+
+POISONED = [
+    "mask = score > 0.1; score = log(score - 0.05)",
+    "where(score > 0.5, log(score - 0.25), 2 * score)",
+    "where(score > 0.5, 1 / max(score - 0.3, 0.0), score)",
+]
+
+
+@pytest.mark.parametrize("text", POISONED, ids=range(3))
+def test_what_is_not_used_never_poisons_gradients(check, small_tiles, text):
+    inputs = check.inputs(PLACE, torch.float64)
+    compare(check, text, inputs)
+    assert all(
+        x.isfinite().all() for x in check.run(Bound(text), inputs.to(torch.float64)).values()
+    )
+
+
+def test_nan_at_masked_out_pairs_stays_there(small_tiles):
+    q, k, v = (leaf(2, 2, 21, 4) for _ in range(3))
+    bias = torch.randn(21, 21, dtype=torch.float64)
+    dead = torch.ones_like(bias, dtype=torch.bool).triu(1)
+    poisoned = torch.where(dead, torch.nan, bias).requires_grad_()
+    program = Bound("mask = causal(); score = score + t[q, kv]", t=poisoned)
+    found = torch.autograd.grad(program(q, k, v, t=poisoned).sum(), (q, k, v, poisoned))
+    clean = bias.requires_grad_()
+    expected = torch.autograd.grad(program(q, k, v, t=clean).sum(), (q, k, v, clean))
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other)
+    padded = k.detach().clone()
+    padded[:, :, 13:] = torch.nan
+    short = Bound("kv < 13")
+    torch.testing.assert_close(short(q, padded, v), short(q, k, v))
+
+
+def test_dead_pairs_of_an_infinite_gradient_give_nothing(small_tiles):
+    q, k, v = (leaf(1, 1, 20, 4) for _ in range(3))
+    seed = torch.ones(1, 1, 20, 4, dtype=torch.float64)
+    seed[:, :, 4] = torch.inf
+    (dk,) = torch.autograd.grad(Bound("causal()")(q, k, v), k, seed)
+    assert dk[:, :, 5:].isfinite().all()
+
+
+@pytest.mark.parametrize("kinds", [0, 1])
+def test_tile_kinds_decide_what_is_visited(check, small_tiles, monkeypatch, kinds):
+    """All PARTIAL: the same result. All EMPTY: nothing is looked at."""
+    inputs = check.inputs(PLACE, torch.float64)
+    program = Bound("causal() and q - kv < 9")
+    expected = check.run(program, inputs.to(torch.float64))
+
+    def constant(lowered, call, block_m, block_n):
+        tiles = (-(-call.q.shape[2] // block_m), -(-call.k.shape[2] // block_n))
+        return torch.full((1, 1, *tiles), kinds, dtype=torch.int8)
+
+    monkeypatch.setattr(cpu, "tile_kinds", constant)
+    for name, value in check.run(program, inputs.to(torch.float64)).items():
+        torch.testing.assert_close(value, expected[name] * kinds, atol=1e-12, rtol=1e-12)
+
+
+@pytest.mark.parametrize("spare", [0, 5, 10**9])
+def test_boxes_cover_every_head_once(monkeypatch, spare):
+    monkeypatch.setattr(cpu, "_SPARE", spare)
+    draw = random.Random(5)
+    for _ in range(200):
+        batch, group, kv_heads = (draw.choice(some) for some in ([1, 2, 5], [1, 2, 3], [1, 2, 4]))
+        heads = group * kv_heads
+        entry = [
+            bytes(draw.choice([0, 1, 2]) for _ in range(2)) for _ in range(draw.choice([1, heads]))
+        ]
+        rows = [draw.choice([entry, entry[::-1]]) for _ in range(draw.choice([1, batch]))]
+        seen = {}
+        for box, row in cpu._boxes(rows, batch, heads, group):
+            (b0, b1), (h0, h1) = box.batches, box.heads
+            assert b1 - b0 == 1 or (h0, h1) == (0, heads)
+            whole = h0 % group == 0 and h1 % group == 0
+            assert whole or h0 // group == (h1 - 1) // group
+            for b in range(b0, b1):
+                for h in range(h0, h1):
+                    assert (b, h) not in seen
+                    seen[b, h] = row
+        assert len(seen) == batch * heads
+        for (b, h), row in seen.items():
+            own = rows[b % len(rows)][h % len(entry)]
+            assert all(x == y or x == 1 for x, y in zip(row, own, strict=True))
+
+
+def test_repeats_are_bitwise_equal():
+    text = "mask = causal(); score = score + t[q - kv] * g[h]"
+    q, k, v = (leaf(2, 4, 400, 16, dtype=torch.float32) for _ in range(3))
+    t, g = leaf(500, dtype=torch.float32), leaf(4, dtype=torch.float32)
+    program = Bound(text, t=t, g=g)
+    first, *others = (
+        torch.autograd.grad(program(q, k, v, t=t, g=g).square().sum(), (q, k, v, t, g))
+        for _ in range(4)
+    )
+    for other in others:
+        assert all(torch.equal(a, b) for a, b in zip(first, other, strict=True))
+
+
+def test_autocast_leaves_the_arithmetic_alone():
+    q = torch.randn(1, 2, 40, 16)
+    program = Bound("causal()")
+    with torch.autocast("cpu", torch.bfloat16):
+        found = program(q, q, q)
+    assert torch.equal(found, program(q, q, q))
+
+
+class Largest(TorchDispatchMode):
+    """Bytes of the largest tensor that any operation gave."""
+
+    bytes = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor):
+            self.bytes = max(self.bytes, result.untyped_storage().nbytes())
+        return result
+
+
+@pytest.mark.parametrize("text", ["causal()", "mask = q - kv < 4000; score = alibi()"])
+def test_memory_is_linear_in_the_length(text):
+    """16k x 16k pairs are 1 GiB in fp32; the largest tensor stays with the largest step's."""
+    q, k, v = (torch.randn(1, 1, 16384, 8) for _ in range(3))
+    program = Bound(text)
+    call = program.call(q, k, v)
+    with Largest() as largest:
+        out, lse = BACKEND.forward(program.lowered, call)
+        BACKEND.backward(program.lowered, call, out, lse, out, None, Wants())
+    assert largest.bytes <= 32 << 20
+
+
+def test_refusals():
+    q = torch.randn(1, 1, 2, 4)
+    call = Bound("score").call(q, q, q)
+    for program, words in (
+        (Program(score=SCORE, sink=const(1.0), weights=node(Op.SIGMOID, SCORE)), "sink"),
+        (Program(score=SCORE, dropout=node(Op.SIGMOID, SCORE)), "dropout"),
+    ):
+        with pytest.raises(UnsupportedError, match=words):
+            BACKEND.check(lower_program(program), call)
+    assert BACKEND.why_not(torch.device("cpu")) is None
