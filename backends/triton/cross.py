@@ -19,7 +19,7 @@ from .arguments import arguments_of, block_widths
 from .compile import build, load_module
 from .generate import generate_attention
 from .generate_lists import generate_lists
-from .kernels import DIRECTIONS_OF, LIST_CHUNK, STATISTICS_ROWS, plan_loop
+from .kernels import DIRECTIONS_OF, LIST_CHUNK, STATISTICS_ROWS, plan_loop, work_of
 from .library import row_statistics
 from .specialise import specialise, with_gradients
 from .tiles import Config, candidates, shared_memory_of
@@ -86,23 +86,21 @@ def example_call(
 
 def kernel_source(lowered: Lowered, call: Call, direction: str, wants: Wants) -> str:
     """Text of the modules that ``call`` would use, ``forward`` or ``backward``."""
-    masked, shared = lowered.program.mask is not None, shared_memory_of("cuda:90")
+    shared = shared_memory_of("cuda:90")
     special = specialise(lowered.program, call)
     if direction == "backward":
         special = with_gradients(special, call, wants.tensors, wants.params)
     texts = []
     for name in DIRECTIONS_OF[direction]:
-        config = _candidates(name, masked, special, shared)[0]
+        config = _candidates(name, work_of(lowered, special, name), special, shared)[0]
         loop = plan_loop(lowered, special, name, config)
         texts.append(generate_attention(lowered, special, name, loop))
     return "\n\n".join(texts)
 
 
-def _candidates(
-    name: str, masked: bool, special: Specialisation, shared: int
-) -> tuple[Config, ...]:
+def _candidates(name: str, work: str, special: Specialisation, shared: int) -> tuple[Config, ...]:
     size = 4 if special.dtype == "fp32" else 2
-    return candidates(name, *block_widths(special), size, shared, masked)
+    return candidates(name, *block_widths(special), size, shared, work)
 
 
 def cross_compile(
@@ -122,12 +120,14 @@ def cross_compile(
     Raises:
         BackendError: No config of a kernel fits.
     """
-    shared, masked = shared_memory_of(target), lowered.program.mask is not None
+    shared = shared_memory_of(target)
     compiler = _Compiler(parse_target(target), shared)
     found = []
     with tempfile.TemporaryDirectory() as folder:
         for name in DIRECTIONS:
-            for config in (configs or {}).get(name) or _candidates(name, masked, special, shared):
+            for config in (configs or {}).get(name) or _candidates(
+                name, work_of(lowered, special, name), special, shared
+            ):
                 loop = plan_loop(lowered, special, name, config)
                 text = generate_attention(lowered, special, name, loop)
                 path = Path(folder) / f"{name}_{len(list(Path(folder).iterdir()))}.py"
@@ -141,7 +141,7 @@ def cross_compile(
                 break
             else:
                 raise refusal
-        statistics = _candidates("backward_q", False, special, shared)
+        statistics = _candidates("backward_q", "dense", special, shared)
         more: dict[str, int | bool] = {"ROWS": STATISTICS_ROWS, "HAS_DLSE": True}
         found.append(compiler.compile("row_statistics", row_statistics, special, statistics, more))
         if lowered.sparsity.bounds is not None:

@@ -5,11 +5,10 @@ Non-goals: compiling the text, and choosing tile sizes.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from importlib import resources
 from typing import TYPE_CHECKING
 
-from attndsl.ir import DType, Op, dependencies, substitute
+from attndsl.ir import DType, Op, dependencies
 from attndsl.passes.tiles.plan import DIRECTIONS
 
 from .device_functions import (
@@ -20,7 +19,6 @@ from .device_functions import (
     wrapped,
 )
 from .expression import Printed, Printer, element_offset, print_expressions
-from .hoist import Hoisted, hoist
 from .loops import LIST_PARAMETERS, print_loop
 
 if TYPE_CHECKING:
@@ -49,8 +47,7 @@ def generate_attention(
     """
     program, sparsity = lowered.program, lowered.sparsity
     names = parameters(special)
-    own = hoist(lowered, special, DIRECTIONS[direction].own)
-    functions, helpers = _functions(lowered, special, own)
+    functions, helpers = _functions(lowered, special)
     name = _PASSES[direction]
     texts, used = print_loop(
         name,
@@ -78,12 +75,9 @@ def generate_attention(
         "gradient_parameters": wrapped(gradient_parameters(special)),
         "gradient_arguments": wrapped(gradient_parameters(special)),
         f"{name}_lists": wrapped(LIST_PARAMETERS) if listed else [],
-        "own": wrapped(own.names),
-        "own_values": own.call,
     }
     templates = ("forward",) if direction == "forward" else ("weights", direction)
-    functions = [*own.functions, *functions, *texts]
-    return fill_template(templates, functions, helpers | used | own.helpers, flags, names, more)
+    return fill_template(templates, [*functions, *texts], helpers | used, flags, names, more)
 
 
 def fill_template(
@@ -140,9 +134,7 @@ def _fill(template: list[str], fills: dict[str, list[str]]) -> list[str]:
     return lines
 
 
-def _functions(
-    lowered: Lowered, special: Specialisation, own: Hoisted
-) -> tuple[list[str], set[str]]:
+def _functions(lowered: Lowered, special: Specialisation) -> tuple[list[str], set[str]]:
     """The program's own device functions, and the library functions that they use."""
     program, derivative = lowered.program, lowered.derivative
     helpers: set[str] = set()
@@ -157,7 +149,7 @@ def _functions(
         ),
     )
     for name, root, doc in specs:
-        text, used = pair_function(name, root, special, doc, own)
+        text, used = pair_function(name, root, special, doc)
         helpers |= used
         texts.append(text)
     body, used = _gradient_body(lowered, special)
@@ -177,19 +169,16 @@ def _functions(
 
 
 def pair_function(
-    name: str, root: Node | None, special: Specialisation, doc: str, own: Hoisted
+    name: str, root: Node | None, special: Specialisation, doc: str
 ) -> tuple[str, set[str]]:
     """``root`` as a function of a tile of pairs, and the library functions that it uses."""
-    body, used = (["return live"], set()) if root is None else _pair_body(root, special, own)
+    body, used = (["return live"], set()) if root is None else _pair_body(root, special)
     first = f"score, live, {_PAIR}"
-    return program_function(name, first, special, doc, body, root is not None, own.names), used
+    return program_function(name, first, special, doc, body, root is not None), used
 
 
-def _pair_body(root: Node, special: Specialisation, own: Hoisted) -> tuple[list[str], set[str]]:
-    inner = substitute(root, own.replacements)
-    names = special.names()
-    names = replace(names, int_bits={**names.int_bits, **own.int_bits})
-    printed: Printed = print_expressions((inner,), names)
+def _pair_body(root: Node, special: Specialisation) -> tuple[list[str], set[str]]:
+    printed: Printed = print_expressions((root,), special.names())
     result = printed.results[0]
     if root.dtype is DType.FLOAT and "score" not in dependencies(root)[root]:
         value = f"tl.full([1, 1], {result}, tl.float32)" if root.op is Op.CONST else result

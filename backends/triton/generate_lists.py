@@ -12,7 +12,6 @@ from attndsl.ir import DType
 from .device_functions import parameters, program_function
 from .expression import print_expressions
 from .generate import fill_template, pair_function
-from .hoist import Hoisted
 
 if TYPE_CHECKING:
     from attndsl.ir import Node
@@ -31,7 +30,7 @@ def generate_lists(lowered: Lowered, special: Specialisation) -> str:
     texts, helpers = [], set()
     for text, used in (
         pair_function(
-            "mask_of_pair", lowered.program.mask, special, "Whether each pair takes part.", Hoisted()
+            "mask_of_pair", lowered.program.mask, special, "Whether each pair takes part."
         ),
         _store_values("row", "q", bounds.rows, special),
         _store_values("column", "kv", bounds.columns, special),

@@ -101,7 +101,7 @@ class Kernels:
                 if module.meta["listed"]:
                     listed.add(direction)
             if kind == "backward":
-                configs = _candidates("backward_q", False, special, target, device)
+                configs = _candidates("backward_q", "dense", special, target, device)
                 more = {"ROWS": STATISTICS_ROWS, "HAS_DLSE": has_dlse}
                 executables["row_statistics"] = self._executable(
                     module, "row_statistics", special, precision, target, device, configs, more
@@ -151,8 +151,9 @@ class Kernels:
         The loops of a text are those of one tile size, so that each attempt is a text of its own.
         A kernel that spills many registers is kept only if the next candidates are no better.
         """
-        masked = lowered.program.mask is not None
-        configs = _candidates(direction, masked, special, target, device)
+        configs = _candidates(
+            direction, work_of(lowered, special, direction), special, target, device
+        )
         best: tuple[int, _Module, Executable] | None = None
         refusals = []
         for number, config in enumerate(configs):
@@ -235,6 +236,12 @@ def plan_loop(
     )
 
 
+def work_of(lowered: Lowered, special: Specialisation, direction: str) -> str:
+    """What the loop of a kernel is like (see ``tiles.candidates``)."""
+    indexed = "index" in (special.q_kind, special.kv_kind)
+    return lowered.sparsity.work(DIRECTIONS[direction], special.shifted, indexed)
+
+
 def current_target() -> GPUTarget | None:
     """The GPU that kernels are compiled for; None for the interpreter."""
     if is_interpreted(row_statistics):
@@ -261,7 +268,7 @@ def _key(
 
 def _candidates(
     direction: str,
-    masked: bool,
+    work: str,
     special: Specialisation,
     target: GPUTarget | None,
     device: torch.device,
@@ -270,7 +277,7 @@ def _candidates(
         return INTERPRETED
     size = 4 if special.dtype == "fp32" else 2
     shared = _shared_memory(target, device)
-    return candidates(direction, *block_widths(special), size, shared, masked)
+    return candidates(direction, *block_widths(special), size, shared, work)
 
 
 def _precision(dtype: str, target: GPUTarget | None) -> str:

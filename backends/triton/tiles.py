@@ -69,6 +69,28 @@ _MASKED = {
     ),
     ("backward_q", 64): (Config(128, 64, 4, 2), Config(128, 64, 8, 3), Config(64, 64, 4, 2)),
 }
+# Short loops are mostly beginnings and ends: two small programs on one processor hide each other's.
+_SHORT = {
+    ("forward", 64): (Config(64, 64, 4, 3), Config(64, 64, 4, 2)),
+    ("forward", 128): (Config(64, 64, 4, 3), Config(64, 64, 4, 2)),
+    ("backward_kv", 64): (Config(32, 64, 4, 3), Config(64, 64, 4, 2)),
+    ("backward_kv", 128): (Config(32, 64, 4, 3), Config(64, 64, 4, 2), Config(64, 64, 4, 1)),
+    ("backward_q", 64): (Config(64, 64, 4, 3), Config(64, 64, 4, 2)),
+    ("backward_q", 128): (Config(64, 64, 4, 2), Config(64, 32, 4, 3), Config(64, 64, 4, 1)),
+}
+# Without FULL tiles, the mask is the larger part of the work.
+_SHORT_PARTIAL = {
+    ("forward", 64): (Config(64, 32, 4, 3), Config(64, 64, 4, 2)),
+    ("forward", 128): (Config(64, 32, 4, 3), Config(64, 64, 4, 2)),
+    ("backward_q", 64): (Config(64, 32, 4, 3), Config(64, 64, 4, 2)),
+    ("backward_q", 128): (Config(64, 32, 4, 3), Config(64, 64, 4, 2), Config(64, 64, 4, 1)),
+}
+_BY_WORK: dict[str, dict[tuple[str, int], tuple[Config, ...]]] = {
+    "dense": {},
+    "masked": _MASKED,
+    "short": _MASKED | _SHORT,
+    "short partial": _MASKED | _SHORT | _SHORT_PARTIAL,
+}
 MAX_SPILLS = 32
 """Spilled registers a thread from which the next candidate is tried."""
 _FALL_BACK = (Config(32, 32, 4, 1), Config(32, 16, 4, 1), Config(16, 16, 4, 1))
@@ -81,7 +103,7 @@ def candidates(
     block_dv: int,
     element_bytes: int,
     shared_memory: int,
-    masked: bool = False,
+    work: str = "dense",
 ) -> tuple[Config, ...]:
     """Configs worth compiling, in order.
 
@@ -91,13 +113,13 @@ def candidates(
         block_dv: The value's head dim, likewise.
         element_bytes: Bytes of an element of q, k and v.
         shared_memory: Bytes that one program may use.
-        masked: Whether the program has a mask.
+        work: What a program's loop is like: ``dense``, ``masked``, ``short`` (the tiles do not grow
+            with the length), or ``short partial`` (and few of them are FULL).
     """
     width = max(64, block_d, block_dv)
     # An fp32 element takes the room of two: the table's row for twice the width fits.
     row = min(512, width * (2 if element_bytes > 2 else 1))
-    table = _TABLES[kernel][row]
-    preferred = (*(_MASKED.get((kernel, row), table) if masked else table), *_FALL_BACK)
+    preferred = (*_BY_WORK[work].get((kernel, row), _TABLES[kernel][row]), *_FALL_BACK)
     fitting = tuple(
         config
         for config in preferred

@@ -52,6 +52,8 @@ class LoopPlan:
     """Why the tiles come from lists written at run time rather than from the segments."""
     descending: bool = False
     """Whether later tiles have more work, and so begin first."""
+    short: bool = False
+    """Whether the number of tiles does not grow with the length."""
 
 
 @dataclass(frozen=True, slots=True)

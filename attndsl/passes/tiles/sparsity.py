@@ -81,24 +81,37 @@ class Sparsity:
             return LoopPlan(listed=str(reason))
         blocks = {"q": block_m, "kv": block_n}
         own, along = blocks[direction.own], blocks[direction.along]
-        return LoopPlan(full, partial, descending=_grows((*full, *partial), own, along))
+        segments = (*full, *partial)
+        first, last = (_visited(segments, own, along, 64, end) for end in (0.0, 1.0))
+        longer = _visited(segments, own, along, 128, 1.0)
+        bounded = last == longer == _visited(segments, own, along, 128, 0.5)
+        return LoopPlan(full, partial, descending=last > first, short=bounded)
+
+    def work(self, direction: Direction, shifted: bool, indexed: bool) -> str:
+        """What the loop is like, for the choice of tile sizes (see the backends' tables)."""
+        if self.mask is None:
+            return "dense"
+        loop = self.loop(direction, 128, 128, shifted, indexed)
+        if loop.listed is not None:
+            return "short partial"
+        if not loop.short:
+            return "masked"
+        return "short" if loop.full else "short partial"
 
 
-def _grows(segments: tuple[Segment, ...], own: int, along: int) -> bool:
-    """Whether the last of many owning tiles has more tiles to visit than the first."""
-    length = 64 * own * along
-    visited = []
-    for tile in (0, length // own - 1):
-        names = _Guess({"$tile": tile, "$tiles": length // along, "$whole": length // along})
-        names |= {"q_len": length, "kv_len": length, "$q_offset": 0, "$kv_offset": 0}
-        known = Environment(_Guess(names), lambda name, index: length)
-        total = 0
-        for segment in segments:
-            if segment.guard is None or evaluate(segment.guard, known):
-                span = evaluate(segment.stop, known) - evaluate(segment.start, known)
-                total += max(0, int(span)) // segment.step
-        visited.append(total)
-    return visited[1] > visited[0]
+def _visited(segments: tuple[Segment, ...], own: int, along: int, scale: int, place: float) -> int:
+    """Tiles that one of many owning tiles visits, the first (0.0), the last (1.0), or between."""
+    length = scale * own * along
+    tile = int((length // own - 1) * place)
+    tiles = length // along
+    names = {"$tile": tile, "$tiles": tiles, "$whole": tiles, "q_len": length, "kv_len": length}
+    known = Environment(_Guess(names | {"$q_offset": 0, "$kv_offset": 0}), lambda name, at: 1024)
+    total = 0
+    for segment in segments:
+        if segment.guard is None or evaluate(segment.guard, known):
+            span = evaluate(segment.stop, known) - evaluate(segment.start, known)
+            total += -(-max(0, int(span)) // segment.step)
+    return total
 
 
 class _Guess(dict[str, bool | int | float]):

@@ -17,7 +17,6 @@ def add_query_tile(
     stride_qm, stride_gm,
     scale, b, h, hkv, batch, heads, kv_heads, q_len, kv_len, q_origin,
     #: parameters
-    #: own
     D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr, Q_KIND: tl.constexpr, PRECISION: tl.constexpr,
     UPCAST: tl.constexpr, PARTIAL: tl.constexpr,
@@ -37,7 +36,6 @@ def add_query_tile(
         lse2[None, :],
         q, kv, scale, b, h, hkv, batch, heads, kv_heads, q_len, kv_len,
         #: arguments
-        #: own
         PARTIAL,
     )
     dout_tile = load_tile(dout_head, first, stride_gm, q_len, DV, BLOCK_M, BLOCK_DV, PARTIAL or RAGGED_FULL)
@@ -47,7 +45,6 @@ def add_query_tile(
         weight * (dweight - delta[None, :]),
         raw, live, q, kv, b, h, hkv, batch, heads, kv_heads, q_len, kv_len,
         #: arguments
-        #: own
         PARTIAL,
     )
     # dV comes after dS: its operand is ready, and issuing it earlier spills registers.
@@ -91,7 +88,6 @@ def attention_backward_kv(
     dv = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
     for member in tl.range(0, group):
         h = hkv * group + member
-        #: own_values
         q_head = Q + b * stride_qb + h * stride_qh
         dout_head = DOUT + b * stride_gb + h * stride_gh
         full_tiles, partial_tiles, first_live, first_full = kv_pass_tiles(
@@ -116,7 +112,6 @@ def attention_backward_kv(
                     stride_qm, stride_gm,
                     scale, b, h, hkv, batch, heads, kv_heads, q_len, kv_len, q_origin,
                     #: arguments
-                    #: own
                     D, DV, BLOCK_M, BLOCK_D, BLOCK_DV, Q_KIND, PRECISION, UPCAST,
                     PARTIAL=False,
                 )
@@ -143,7 +138,6 @@ def attention_backward_kv(
                     stride_qm, stride_gm,
                     scale, b, h, hkv, batch, heads, kv_heads, q_len, kv_len, q_origin,
                     #: arguments
-                    #: own
                     D, DV, BLOCK_M, BLOCK_D, BLOCK_DV, Q_KIND, PRECISION, UPCAST, PARTIAL=True,
                 )
                 q_tile_index = kv_pass_partial_tile(

@@ -17,7 +17,6 @@ def add_key_tile(
     stride_kn, stride_vn,
     scale, b, h, hkv, batch, heads, kv_heads, q_len, kv_len, kv_origin,
     #: parameters
-    #: own
     #: gradient_parameters
     D: tl.constexpr, DV: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr, KV_KIND: tl.constexpr, PRECISION: tl.constexpr,
@@ -37,7 +36,6 @@ def add_key_tile(
         lse2[:, None],
         q, kv, scale, b, h, hkv, batch, heads, kv_heads, q_len, kv_len,
         #: arguments
-        #: own
         PARTIAL,
     )
     dweight = dot(dout_tile, tl.trans(v_tile), PRECISION, UPCAST)
@@ -53,7 +51,6 @@ def add_key_tile(
     draw = gradient_of_raw_score(
         dscore, raw, live, q, kv, b, h, hkv, batch, heads, kv_heads, q_len, kv_len,
         #: arguments
-        #: own
         PARTIAL,
     )
     return dot_add(draw.to(k_tile.dtype), k_tile, dq, PRECISION, UPCAST)
@@ -86,7 +83,6 @@ def attention_backward_q(
     first = tile * BLOCK_M
     rows = first + tl.arange(0, BLOCK_M)
     q = positions(rows, q_len, q_origin, Q_KIND)[:, None]
-    #: own_values
     k_head = K + b * stride_kb + hkv * stride_kh
     v_head = V + b * stride_vb + hkv * stride_vh
     q_tile = load_tile(Q + b * stride_qb + h * stride_qh, first, stride_qm, q_len, D, BLOCK_M, BLOCK_D, True)
@@ -117,7 +113,6 @@ def attention_backward_q(
                 stride_kn, stride_vn,
                 scale, b, h, hkv, batch, heads, kv_heads, q_len, kv_len, kv_origin,
                 #: arguments
-                #: own
                 #: gradient_arguments
                 D, DV, BLOCK_N, BLOCK_D, BLOCK_DV, KV_KIND, PRECISION, UPCAST, PARTIAL=False,
             )
@@ -144,7 +139,6 @@ def attention_backward_q(
                 stride_kn, stride_vn,
                 scale, b, h, hkv, batch, heads, kv_heads, q_len, kv_len, kv_origin,
                 #: arguments
-                #: own
                 #: gradient_arguments
                 D, DV, BLOCK_N, BLOCK_D, BLOCK_DV, KV_KIND, PRECISION, UPCAST, PARTIAL=True,
             )

@@ -28,7 +28,6 @@ def attend(
     stride_kn, stride_vn,
     factor, scale, b, h, hkv, batch, heads, kv_heads, q_len, kv_len, kv_origin,
     #: parameters
-    #: own
     D: tl.constexpr, DV: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr, KV_KIND: tl.constexpr, PRECISION: tl.constexpr,
     UPCAST: tl.constexpr, PARTIAL: tl.constexpr,
@@ -49,13 +48,11 @@ def attend(
                 live = live & mask_of_pair(
                     score, live, b, h, hkv, q, kv, batch, heads, kv_heads, q_len, kv_len,
                     #: arguments
-                    #: own
                 )
         if MODIFIED:
             score = score_of_pair(
                 score, live, b, h, hkv, q, kv, batch, heads, kv_heads, q_len, kv_len,
                 #: arguments
-                #: own
             )
         if PARTIAL:
             score = tl.where(live, score, float("-inf"))
@@ -99,7 +96,6 @@ def attention_forward(
     first = tile * BLOCK_M
     rows = first + tl.arange(0, BLOCK_M)
     q = positions(rows, q_len, q_origin, Q_KIND)[:, None]
-    #: own_values
 
     q_head = Q + b * stride_qb + h * stride_qh
     k_head = K + b * stride_kb + hkv * stride_kh
@@ -134,7 +130,6 @@ def attention_forward(
                 stride_kn, stride_vn,
                 factor, scale, b, h, hkv, batch, heads, kv_heads, q_len, kv_len, kv_origin,
                 #: arguments
-                #: own
                 D, DV, BLOCK_N, BLOCK_D, BLOCK_DV, KV_KIND, PRECISION, UPCAST, PARTIAL=False,
             )
             kv_tile = forward_full_tile(
@@ -158,7 +153,6 @@ def attention_forward(
                 stride_kn, stride_vn,
                 factor, scale, b, h, hkv, batch, heads, kv_heads, q_len, kv_len, kv_origin,
                 #: arguments
-                #: own
                 D, DV, BLOCK_N, BLOCK_D, BLOCK_DV, KV_KIND, PRECISION, UPCAST, PARTIAL=True,
             )
             kv_tile = forward_partial_tile(

@@ -28,7 +28,6 @@ def weights_of_tile(
     score, rows_ok, columns_ok, lse2, q, kv, scale, b, h, hkv, batch, heads, kv_heads, q_len,
     kv_len,
     #: parameters
-    #: own
     PARTIAL: tl.constexpr,
 ):
     """From the tile's q . k: the softmax weights, which pairs are live, and the scaled score.
@@ -43,13 +42,11 @@ def weights_of_tile(
             live = live & mask_of_pair(
                 raw, live, b, h, hkv, q, kv, batch, heads, kv_heads, q_len, kv_len,
                 #: arguments
-                #: own
             )
     if MODIFIED:
         final = score_of_pair(
             raw, live, b, h, hkv, q, kv, batch, heads, kv_heads, q_len, kv_len,
             #: arguments
-            #: own
         )
         weight = tl.exp2(final * LOG2E - lse2)
     else:
@@ -63,7 +60,6 @@ def weights_of_tile(
 def gradient_of_raw_score(
     dscore, raw, live, q, kv, b, h, hkv, batch, heads, kv_heads, q_len, kv_len,
     #: parameters
-    #: own
     PARTIAL: tl.constexpr,
 ):
     """Take the gradient of the final score through the program, to that of scale * (q . k)."""
@@ -73,7 +69,6 @@ def gradient_of_raw_score(
         dscore = dscore * derivative_of_pair(
             raw, live, b, h, hkv, q, kv, batch, heads, kv_heads, q_len, kv_len,
             #: arguments
-            #: own
         )
         if PARTIAL:
             dscore = tl.where(live, dscore, 0.0)
