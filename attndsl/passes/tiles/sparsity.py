@@ -83,9 +83,8 @@ class Sparsity:
         own, along = blocks[direction.own], blocks[direction.along]
         segments = (*full, *partial)
         first, last = (_visited(segments, own, along, 64, end) for end in (0.0, 1.0))
-        longer = _visited(segments, own, along, 128, 1.0)
-        bounded = last == longer == _visited(segments, own, along, 128, 0.5)
-        return LoopPlan(full, partial, descending=last > first, short=bounded)
+        middle, twice = (_visited(segments, own, along, scale, 0.5) for scale in (64, 128))
+        return LoopPlan(full, partial, descending=last > first, short=middle == twice)
 
     def work(self, direction: Direction, shifted: bool, indexed: bool) -> str:
         """What the loop is like, for the choice of tile sizes (see the backends' tables)."""
