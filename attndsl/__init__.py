@@ -9,19 +9,22 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from attndsl.api import Attention, compile, load  # noqa: A004
+    from attndsl.api import Attention, compile, load, verify  # noqa: A004
     from attndsl.errors import AttnDSLError
     from attndsl.frontend.declare import tensor
+    from attndsl.tilemap import TileMap
 
 __version__ = "0.1.0"
-__all__ = ["Attention", "AttnDSLError", "compile", "load", "tensor"]
+__all__ = ["Attention", "AttnDSLError", "TileMap", "compile", "load", "tensor", "verify"]
 
 _HOMES = {
     "Attention": "attndsl.api",
     "AttnDSLError": "attndsl.errors",
     "compile": "attndsl.api",
     "load": "attndsl.api",
+    "TileMap": "attndsl.tilemap",
     "tensor": "attndsl.frontend.declare",
+    "verify": "attndsl.api",
 }
 
 

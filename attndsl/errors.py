@@ -82,6 +82,10 @@ class BackendError(AttnDSLError):
     """A backend that does not exist or does not work on this machine."""
 
 
+class PlanError(AttnDSLError):
+    """A tile plan that contradicts the mask it was derived from: a defect of the compiler."""
+
+
 class ConfigError(AttnDSLError):
     """A configuration file that does not hold programs in the documented form."""
 

@@ -6,18 +6,24 @@ from typing import TYPE_CHECKING
 
 from attndsl.errors import BackendError
 from attndsl.ir import Op, dependencies, toposort
+from attndsl.passes.print_ir import print_expression
+from attndsl.passes.tiles.describe import print_tiles
+from attndsl.passes.tiles.plan import FULL, PARTIAL
+from attndsl.passes.tiles.sparsity import EVALUATION, SCORES
 from attndsl.runtime.dispatch import choose_backend
 
 if TYPE_CHECKING:
     import torch
 
     from attndsl.ir import Node
-    from attndsl.passes.tiles.plan import LoopPlan
     from attndsl.pipeline import Lowered
+    from attndsl.tilemap import TileMap
 
 
-def explain(lowered: Lowered, backend: str, checked: bool, device: torch.device) -> str:
-    """Lines of plain text: parts, captures, gradients, loops, and the backend for ``device``."""
+def explain(
+    lowered: Lowered, backend: str, checked: bool, device: torch.device, block_m: int, block_n: int
+) -> str:
+    """Lines of plain text: parts, captures, gradients, tiles, and the backend for ``device``."""
     program, derivative = lowered.program, lowered.derivative
     rows = ["program"]
     rows.append(f"  score      {_describe(program.score)}")
@@ -35,11 +41,8 @@ def explain(lowered: Lowered, backend: str, checked: bool, device: torch.device)
     learned = sorted({str(g.load.value) for g in derivative.tensors})
     learned += [g.name for g in derivative.params]
     rows.append(f"gradients    q, k, v{''.join(', ' + name for name in learned)}")
-    rows.append("tiles")
-    plan = lowered.plan
-    rows.append(f"  forward    {_loop(plan.forward)}")
-    rows.append(f"  dQ         {_loop(plan.backward_q)}")
-    rows.append(f"  dK, dV     {_loop(plan.backward_kv)}")
+    rows += _atoms(lowered)
+    rows += [f"  {line}" for line in print_tiles(lowered.sparsity, block_m, block_n).split("\n")]
     try:
         chosen, reason = choose_backend(backend, device, checked)
         rows.append(f"backend      {chosen.name} on {device.type}: {reason}")
@@ -57,12 +60,58 @@ def _describe(root: Node) -> str:
     return f"{count} operation(s) on {', '.join(order) or 'constants'}"
 
 
-def _loop(loop: LoopPlan) -> str:
-    def spans(kind: str) -> str:
-        segments = loop.full if kind == "FULL" else loop.partial
-        listed = ", ".join(
-            f"[{s.start}, {s.stop})" + (f" step {s.step}" if s.step != 1 else "") for s in segments
-        )
-        return f"{kind} {listed}" if listed else f"no {kind}"
+def explain_tiles(lowered: Lowered, tiles: TileMap, batch: int, heads: int, head_dim: int) -> str:
+    """Lines of plain text: how many tiles are live at these lengths, and what they cost.
 
-    return f"{spans('FULL')}; {spans('PARTIAL')}"
+    Work counts two matrix products a visited tile forward, five backward in one pass and seven in
+    two, of 2 * block_m * block_n * head_dim operations each.
+    """
+    kinds = tiles.kinds
+    total = max(1, kinds.numel())
+    counts = {kind: int((kinds == kind).sum()) for kind in (FULL, PARTIAL)}
+    visited = sum(counts.values()) / total
+    product = 2.0 * tiles.q_len * tiles.kv_len * head_dim * batch * heads
+    rows = [
+        f"at {tiles.q_len} queries x {tiles.kv_len} keys, {batch} x {heads} heads of {head_dim}",
+        f"  live       {visited:.2%} of {kinds.shape[2]} x {kinds.shape[3]} tiles: "
+        f"{counts[FULL] / total:.2%} FULL, {counts[PARTIAL] / total:.2%} PARTIAL",
+        f"  work       {2 * product * visited / 1e12:.4g} TFLOP forward, "
+        f"{7 * product * visited / 1e12:.4g} backward (two passes); "
+        f"dense: {2 * product / 1e12:.4g} and {7 * product / 1e12:.4g}",
+    ]
+    advice = _advice(lowered, counts, tiles)
+    return "\n".join(rows + [f"  cheaper    {line}" for line in advice])
+
+
+def _atoms(lowered: Lowered) -> list[str]:
+    sparsity = lowered.sparsity
+    if sparsity.mask is None:
+        return ["tiles        all: there is no mask"]
+    rows = ["tiles        the mask's parts, and what decides their tiles"]
+    for atom in sparsity.atoms:
+        reason = f" ({atom.reason})" if atom.reason else ""
+        rows.append(f"  {print_expression(atom.condition)}: {atom.way}{reason}")
+    return rows
+
+
+def _advice(lowered: Lowered, counts: dict[int, int], tiles: TileMap) -> list[str]:
+    """What would make the program cheaper; empty where nothing is known to."""
+    sparsity, lines = lowered.sparsity, []
+    if sparsity.mask is None:
+        return lines
+    for atom in sparsity.atoms:
+        params = [item for item in toposort(atom.condition) if item.op is Op.PARAM]
+        if "not constant" in atom.reason and params:
+            names = ", ".join(sorted({str(item.value) for item in params}))
+            lines.append(f"bind {names} at compile time: closed forms divide by constants only")
+        elif atom.way == EVALUATION:
+            lines.append(
+                f"'{print_expression(atom.condition)}' is evaluated in all undecided tiles: "
+                "comparisons of q and kv, or of one lookup each, are decided without"
+            )
+        elif atom.way == SCORES:
+            lines.append("a mask of positions alone would skip tiles; this one needs the scores")
+    partial, full = counts[PARTIAL], counts[FULL]
+    if partial > 4 * max(1, full) and min(tiles.block_m, tiles.block_n) > 32:
+        lines.append("most live tiles are PARTIAL: smaller tiles would leave more of them out")
+    return lines

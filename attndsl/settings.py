@@ -21,6 +21,8 @@ class Settings:
     """``ATTNDSL_CACHE_MB``: size beyond which the least recently used entries are removed."""
     checked: bool
     """``ATTNDSL_CHECKED=1``: out-of-range lookups of live pairs are errors (reference backend)."""
+    verify: bool
+    """``ATTNDSL_VERIFY=1``: the first call of each kind checks its tile plan pair by pair."""
 
 
 def read_settings() -> Settings:
@@ -34,6 +36,7 @@ def read_settings() -> Settings:
         cache=os.environ.get("ATTNDSL_CACHE", "1").lower() not in _FALSE,
         cache_bytes=_megabytes(os.environ.get("ATTNDSL_CACHE_MB", "256")),
         checked=os.environ.get("ATTNDSL_CHECKED", "0").lower() not in _FALSE,
+        verify=os.environ.get("ATTNDSL_VERIFY", "0").lower() not in _FALSE,
     )
 
 

@@ -55,11 +55,15 @@ def grid_of(call: Call, block_m: int, block_n: int) -> Grid:
 
 
 def tile_kinds(lowered: Lowered, call: Call, block_m: int, block_n: int) -> torch.Tensor:
-    """Kinds of the tiles of ``call``, sound for every mask.
+    """Kinds of the tiles of ``call``, sound for every mask; from ``call.tiles`` where it is given.
 
     Returns:
         int8 (batch or 1, heads or 1, q tiles, kv tiles), on the device of ``call.q``.
     """
+    if call.tiles is not None:
+        lengths = (call.q.shape[2], call.k.shape[2])
+        old = (call.tiles.block_m, call.tiles.block_n)
+        return resample(call.tiles.kinds, old, (block_m, block_n), lengths)
     with torch.no_grad():
         return kinds_by_bounds(lowered.sparsity, grid_of(call, block_m, block_n))
 

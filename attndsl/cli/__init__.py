@@ -109,14 +109,18 @@ def explain(
     param: Params = [],  # noqa: B006
     tensor: Tensors = [],  # noqa: B006
     device: Annotated[str, typer.Option(help="Where it would run.")] = "cpu",
-    backend: Annotated[str, typer.Option(help="auto, reference or triton.")] = "auto",
+    backend: Annotated[str, typer.Option(help="auto, reference, cpu or triton.")] = "auto",
+    q_len: Annotated[int | None, typer.Option(min=0, help="What this many queries cost.")] = None,
+    kv_len: Annotated[int | None, typer.Option(min=0, help="Keys; --q-len by default.")] = None,
 ) -> None:
-    """Say what the compiler makes of a program."""
+    """Say what the compiler makes of a program, and what it costs at given lengths."""
     from .inputs import read_declarations, read_program
     from .stages import explain_program
 
     program = read_program(file, name)
-    print(explain_program(program, read_declarations(param, tensor), device, backend))
+    length = kv_len if q_len is None else q_len
+    lengths = None if length is None else (length, length if kv_len is None else kv_len)
+    print(explain_program(program, read_declarations(param, tensor), device, backend, lengths))
 
 
 @app.command()

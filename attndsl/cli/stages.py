@@ -26,7 +26,7 @@ STAGES = {
     "simplified": "after simplification",
     "split": "after -inf branches of the score have moved into the mask: what backends get",
     "derivative": "derivatives of the score by the raw score and by each capture",
-    "plan": "loops over tiles, in terms of lengths and block sizes",
+    "tiles": "loops over tiles, as formulas of the tile that owns the loop",
     "json": "all of that as the cache keeps it",
     "source": "the generated forward kernel",
     "source-backward": "the generated backward kernels",
@@ -79,14 +79,34 @@ def show_stage(
 
 
 def explain_program(
-    program: NamedProgram, declared: Mapping[str, Declared], device: str, backend: str
+    program: NamedProgram,
+    declared: Mapping[str, Declared],
+    device: str,
+    backend: str,
+    lengths: tuple[int, int] | None,
 ) -> str:
-    """What the compiler makes of ``program``, in words.
+    """What the compiler makes of ``program``, in words; with lengths also what it costs.
 
     Raises:
         AttnDSLError: The program has errors.
     """
-    return compile_program(program, declared, backend).explain(device)
+    attention = compile_program(program, declared, backend)
+    if lengths is None:
+        return attention.explain(device)
+    q_len, kv_len = lengths
+    import torch
+
+    from .captures import make_captures
+
+    sizes = {"batch": 1, "heads": 1, "kv_heads": 1, "head_dim": 64}
+    sizes |= {"q_len": q_len, "kv_len": kv_len}
+    generator = torch.Generator().manual_seed(0)
+    captures = make_captures(attention.lowered.program, sizes, "cpu", generator)
+    text = attention.explain(device, q_len=q_len, kv_len=kv_len, **captures)
+    if captures:
+        made_up = ", ".join(captures)
+        text += f"\n  made up    {made_up}: random, documents of about 100 positions"
+    return text
 
 
 def compile_program(

@@ -6,6 +6,7 @@ import difflib
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
+from attndsl.backends.cpu import CPUBackend
 from attndsl.backends.reference import ReferenceBackend
 from attndsl.errors import BackendError
 
@@ -16,9 +17,9 @@ if TYPE_CHECKING:
 
     from attndsl.backends.base import Backend
 
-BACKENDS = ("reference", "triton")
+BACKENDS = ("reference", "cpu", "triton")
 """Names of the backends of this version."""
-_PLANNED = ("cpu", "hopper")
+_PLANNED = ("hopper",)
 
 
 def check_backend_name(name: str) -> None:
@@ -31,7 +32,8 @@ def check_backend_name(name: str) -> None:
         return
     if name in _PLANNED:
         raise BackendError(
-            f"this version has no backend '{name}'", hint="use 'auto', 'reference' or 'triton'"
+            f"this version has no backend '{name}'",
+            hint="use 'auto', 'reference', 'cpu' or 'triton'",
         )
     close = difflib.get_close_matches(str(name), ["auto", *BACKENDS], n=1)
     hint = f"did you mean '{close[0]}'?" if close else f"use auto, {', '.join(BACKENDS)}"
@@ -41,7 +43,8 @@ def check_backend_name(name: str) -> None:
 def choose_backend(name: str, device: torch.device, checked: bool) -> tuple[Backend, str]:
     """The backend for tensors on ``device``, and the reason in words.
 
-    ``auto`` takes Triton on GPUs and the reference on CPUs; it never takes another one because that
+    ``auto`` takes Triton on GPUs, and the tiled CPU backend on CPUs, or the reference
+    in checked mode, which nothing else has; it never takes another one because that
     one fails.
 
     Raises:
@@ -49,8 +52,10 @@ def choose_backend(name: str, device: torch.device, checked: bool) -> tuple[Back
     """
     reason = "asked for by name"
     if name == "auto":
-        name = "reference" if device.type == "cpu" else "triton"
+        name = "cpu" if device.type == "cpu" else "triton"
         reason = f"the default for {device.type} tensors"
+        if checked and name == "cpu":
+            name, reason = "reference", "checked mode runs there"
     if checked and name != "reference":
         raise BackendError(
             "checked mode runs on the reference backend", hint="use backend='reference' with it"
@@ -70,6 +75,8 @@ def get_backend(name: str, checked: bool = False) -> Backend:
     """The one object of a backend in this process; it holds the compiled kernels."""
     if name == "reference":
         return ReferenceBackend(checked=checked)
+    if name == "cpu":
+        return CPUBackend()
     # Triton takes long to import, and CPU users never need it.
     try:
         from attndsl.backends.triton import TritonBackend

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from attndsl.ir import Op, const
 from attndsl.passes.print_ir import print_expression
 
 from .plan import DIRECTIONS, LoopPlan, Segment
@@ -42,17 +43,27 @@ def print_loop(loop: LoopPlan, direction: Direction) -> list[str]:
     if loop.listed is not None:
         return [*lines, f"  tiles from lists written at run time: {loop.listed}"]
     for kind, segments in (("FULL", loop.full), ("PARTIAL", loop.partial)):
-        lines += [f"  {kind:<8} {direction.along} tiles {_segment(s)}" for s in segments]
+        lines += [f"  {kind:<8} {direction.along} {_segment(s)}" for s in segments]
     if not loop.full and not loop.partial:
         lines.append("  none: no pair is live")
     return lines
 
 
 def _segment(segment: Segment) -> str:
-    text = f"from {_text(segment.start)} to before {_text(segment.stop)}"
+    last = _last(segment.stop)
+    if last is segment.start:
+        text = f"tile  {_text(segment.start)}"
+    else:
+        end = f"before {_text(segment.stop)}" if last is None else _text(last)
+        text = f"tiles from {_text(segment.start)} to {end}"
     if segment.step != 1:
         text += f" in steps of {segment.step}"
     return text if segment.guard is None else f"{text} if {_text(segment.guard)}"
+
+
+def _last(stop: Node) -> Node | None:
+    """``x`` where ``stop`` is ``x + 1``."""
+    return stop.args[0] if stop.op is Op.ADD and stop.args[1] is const(1) else None
 
 
 def _text(item: Node) -> str:

@@ -1,0 +1,459 @@
+"""A compiled program: what users call, look at and keep."""
+
+from __future__ import annotations
+
+import html
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from attndsl.backends.base import Call, Wants
+from attndsl.errors import ArgumentError, UnsupportedError
+from attndsl.runtime.arguments import bind, rows_contiguous
+from attndsl.runtime.autograd import attend
+from attndsl.runtime.dispatch import choose_backend
+from attndsl.runtime.operator import attend_in_graph
+from attndsl.runtime.programs import lowered_program
+from attndsl.runtime.tiles import (
+    call_of_lengths,
+    find_tiles,
+    given_tiles,
+    needs_score,
+    verify_call,
+)
+from attndsl.settings import read_settings
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from os import PathLike
+
+    from attndsl.backends.base import Backend, Scalar
+    from attndsl.pipeline import Lowered
+    from attndsl.tilemap import TileMap
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+_MAX_SIGNATURES = 4096
+
+
+class Attention:
+    """A compiled program: call it with q, k and v. Immutable; made by :func:`compile`.
+
+    Attributes:
+        text: The program's text.
+        backend: The backend asked for.
+    """
+
+    __slots__ = ("_backend", "_checked", "_defaults", "_lowered", "_prepared", "_spec", "_text")
+
+    def __init__(
+        self,
+        spec: str,
+        text: str,
+        backend: str,
+        checked: bool,
+        defaults: Mapping[str, torch.Tensor],
+    ) -> None:
+        """Use :func:`compile`."""
+        self._spec = spec
+        self._text = text
+        self._backend = backend
+        self._checked = checked
+        self._defaults = dict(defaults)
+        self._lowered = lowered_program(spec)
+        # What validation found, by the call's shapes, strides and dtypes.
+        self._prepared: dict[Any, tuple[Backend, Call]] = {}
+
+    @property
+    def text(self) -> str:
+        """The program's text."""
+        return self._text
+
+    @property
+    def backend(self) -> str:
+        """The backend asked for."""
+        return self._backend
+
+    @property
+    def lowered(self) -> Lowered:
+        """The program as backends get it."""
+        return self._lowered
+
+    def __call__(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        *,
+        scale: float | None = None,
+        return_lse: bool = False,
+        q_offset: int | torch.Tensor = 0,
+        kv_offset: int | torch.Tensor = 0,
+        q_index: torch.Tensor | None = None,
+        kv_index: torch.Tensor | None = None,
+        deterministic: bool | None = None,
+        seed: int | None = None,
+        tiles: TileMap | None = None,
+        **captures: torch.Tensor | Scalar,
+    ) -> Any:
+        """Attention of ``q`` over ``k`` and ``v``.
+
+        Args:
+            q: (B, Hq, Lq, D), fp16, bf16, fp32, or fp64 where the backend has it.
+            k: (B, Hkv, Lk, D); Hq is a multiple of Hkv. Any strides; a last stride other than 1
+                is copied.
+            v: (B, Hkv, Lk, Dv).
+            scale: Factor of ``q . k`` in the raw score; 1 / sqrt(D) by default.
+            return_lse: Whether to return the log-sum-exp of each row too.
+            q_offset: Logical position of the first query: an int or a 0-d int tensor.
+            kv_offset: The same of the first key.
+            q_index: (Lq,) ints, the logical position of each query; replaces the offset.
+            kv_index: (Lk,) ints, the same of each key.
+            deterministic: Whether gradients must be equal bit for bit from run to run; by default
+                what ``torch.use_deterministic_algorithms`` says.
+            seed: Seed of dropout; drawn from torch's generator where the program has dropout and
+                none is given.
+            tiles: What :meth:`tiles` found for this program and these captures: where the tiles
+                have no closed form, they are not looked for again. A map of another mask would
+                leave out live pairs. In graphs of ``torch.compile`` it is not used.
+            **captures: The program's tensors, and its run-time params as numbers or 0-d tensors.
+
+        Returns:
+            out (B, Hq, Lq, Dv) in q's dtype; with ``return_lse`` also lse (B, Hq, Lq), natural
+            logarithm, fp32 (fp64 for fp64), differentiable. A row with no live pair has out 0 and
+            lse -inf.
+
+        Raises:
+            ShapeError: Sizes that do not go together.
+            DTypeError: dtypes that do not, or that cannot be used.
+            DeviceError: Tensors on several devices.
+            ArgumentError: Missing, unknown or unusable arguments.
+            UnsupportedError: The backend cannot do what the program says.
+            BackendError: The backend does not work here.
+        """
+        if self._defaults:
+            captures = {**self._defaults, **captures}
+        if deterministic is None:
+            deterministic = torch.are_deterministic_algorithms_enabled()
+        if seed is None:
+            seed = self._draw_seed()
+        if return_lse and self._lowered.program.weights is not None:
+            raise UnsupportedError(
+                "return_lse asks for a softmax's log-sum-exp, and the program has other weights",
+                hint="drop return_lse",
+            )
+        if torch.compiler.is_compiling() or type(q) not in _PLAIN:
+            call = bind(
+                self._lowered.program, q, k, v, scale, captures, q_offset, kv_offset, q_index,
+                kv_index, seed, deterministic,
+            )  # fmt: skip
+            out, lse = attend_in_graph(
+                self._spec, self._lowered, self._backend, self._checked, call
+            )
+            return (out, lse) if return_lse else out
+        key = (
+            q.shape, q.stride(), q.dtype, q.device, k.shape, k.stride(), k.dtype, k.device,
+            v.shape, v.stride(), v.dtype, v.device, _kind(q_offset), _kind(kv_offset),
+            _kind(q_index), _kind(kv_index), deterministic, tiles is None or tiles.kinds.shape,
+            *[(n, _kind(c)) for n, c in captures.items()],
+        )  # fmt: skip
+        prepared = self._prepared.get(key)
+        if prepared is None:
+            call = bind(
+                self._lowered.program, q, k, v, scale, captures, q_offset, kv_offset, q_index,
+                kv_index, seed, deterministic,
+            )  # fmt: skip
+            backend, _ = choose_backend(self._backend, q.device, self._checked)
+            backend.check(self._lowered, call)
+            call = replace(call, tiles=given_tiles(self._lowered, call, tiles))
+            if read_settings().verify and not needs_score(self._lowered):
+                for direction in ("forward", "backward_q", "backward_kv"):
+                    verify_call(self._lowered, call, *self._tile_size(direction), direction)
+            if len(self._prepared) >= _MAX_SIGNATURES:
+                self._prepared.clear()
+            template = replace(
+                call, q=q.new_empty(0), k=q.new_empty(0), v=q.new_empty(0), tensors={}, params={},
+                tiles=None,
+            )  # fmt: skip
+            self._prepared[key] = backend, template
+        else:
+            backend, template = prepared
+            program = self._lowered.program
+            call = Call(
+                rows_contiguous(q),
+                rows_contiguous(k),
+                rows_contiguous(v),
+                template.scale if scale is None else scale,
+                template.sizes,
+                {decl.name: captures[decl.name] for decl in program.tensors},  # type: ignore[misc]
+                {decl.name: captures.get(decl.name, decl.default) for decl in program.params},  # type: ignore[misc]
+                q_offset,
+                kv_offset,
+                q_index,
+                kv_index,
+                seed,
+                deterministic,
+                None if tiles is None else given_tiles(self._lowered, template, tiles, q.device),
+            )
+        out, lse = attend(backend, self._lowered, call)
+        return (out, lse) if return_lse else out
+
+    def source(
+        self,
+        direction: str = "forward",
+        *,
+        head_dim: int = 64,
+        value_dim: int | None = None,
+        dtype: torch.dtype = torch.bfloat16,
+        **captures: torch.Tensor | Scalar,
+    ) -> str:
+        """Text of the generated kernels for calls of this kind; needs no GPU.
+
+        Args:
+            direction: ``forward`` or ``backward``.
+            head_dim: Head dim of q and k.
+            value_dim: Head dim of v; ``head_dim`` by default.
+            dtype: dtype of q, k and v.
+            **captures: Values of the program's tensors and params, where the defaults (fp32, int32
+                and bool tensors; numbers) do not stand for what calls will pass.
+
+        Raises:
+            ArgumentError: ``direction`` is neither.
+        """
+        if direction not in ("forward", "backward"):
+            raise ArgumentError(
+                f"there is no direction {direction!r}", hint="use 'forward' or 'backward'"
+            )
+        from attndsl.backends.triton.cross import example_call, kernel_source
+
+        call = example_call(
+            self._lowered, head_dim, value_dim or head_dim, dtype, {**self._defaults, **captures}
+        )
+        learned = frozenset(n for n, t in call.tensors.items() if t.requires_grad)
+        params = frozenset(
+            n for n, p in call.params.items() if isinstance(p, torch.Tensor) and p.requires_grad
+        )
+        return kernel_source(self._lowered, call, direction, Wants(tensors=learned, params=params))
+
+    def warmup(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        **arguments: Any,
+    ) -> None:
+        """Generate and compile the kernels that a call with these arguments needs, by making it.
+
+        With an input that requires grad, the backward's kernels too. Arguments are those of a call.
+        """
+        out = self(q, k, v, **arguments)
+        out = out[0] if isinstance(out, tuple) else out
+        if out.requires_grad:
+            inputs = [
+                x
+                for x in (q, k, v, *self._defaults.values(), *arguments.values())
+                if isinstance(x, torch.Tensor) and x.requires_grad
+            ]
+            torch.autograd.grad(out, inputs, torch.zeros_like(out), allow_unused=True)
+
+    def tiles(
+        self,
+        q_len: int,
+        kv_len: int,
+        block_m: int = 128,
+        block_n: int = 128,
+        batch: int = 1,
+        heads: int = 1,
+        direction: str = "forward",
+        *,
+        kv_heads: int | None = None,
+        head_dim: int = 64,
+        device: str | torch.device | None = None,
+        q_offset: int | torch.Tensor = 0,
+        kv_offset: int | torch.Tensor = 0,
+        q_index: torch.Tensor | None = None,
+        kv_index: torch.Tensor | None = None,
+        **captures: torch.Tensor | Scalar,
+    ) -> TileMap:
+        """Which tiles of the score matrix are EMPTY, PARTIAL and FULL.
+
+        Never makes a length x length array. Exact where the mask is quasi-affine or evaluated,
+        sound otherwise: a live pair is never in an EMPTY tile, a dead one never in a FULL one.
+
+        Args:
+            q_len: Number of queries.
+            kv_len: Number of keys.
+            block_m: Query rows of a tile, 1 or more.
+            block_n: Key rows of a tile.
+            batch: Batch entries; the map has one only, where the mask does not depend on them.
+            heads: Query heads, likewise.
+            direction: The loop whose plan is used: ``forward``, ``backward_q`` (dQ) or
+                ``backward_kv`` (dK and dV; also ``backward``).
+            kv_heads: Key-value heads; ``heads`` by default.
+            head_dim: For masks that mention it.
+            device: Where to find them; that of the captured tensors, else the CPU.
+            q_offset: As for a call, like the three that follow.
+            kv_offset: Logical position of the first key.
+            q_index: (q_len,) logical positions of the queries.
+            kv_index: (kv_len,) logical positions of the keys.
+            **captures: The program's tensors and run-time params.
+
+        Raises:
+            ArgumentError: A size or a direction that cannot be; a missing capture.
+        """
+        call = self.call_of_lengths(
+            q_len, kv_len, batch, heads, kv_heads, head_dim, device, q_offset, kv_offset, q_index,
+            kv_index, captures,
+        )  # fmt: skip
+        return find_tiles(self._lowered, call, block_m, block_n, direction)
+
+    def explain(
+        self,
+        device: str | torch.device = "cpu",
+        *,
+        q_len: int | None = None,
+        kv_len: int | None = None,
+        batch: int = 1,
+        heads: int = 1,
+        head_dim: int = 64,
+        block_m: int = 128,
+        block_n: int = 64,
+        **captures: torch.Tensor | Scalar,
+    ) -> str:
+        """What the program is to the compiler, as text to read.
+
+        Its parts; which way each part of the mask takes to its tiles, and why; the loops as
+        formulas of the tile's index; what would run it. With lengths also how many tiles are live,
+        the work that this makes, and what would make it less.
+
+        Args:
+            device: Where calls would run.
+            q_len: Number of queries; given together with ``kv_len``.
+            kv_len: Number of keys.
+            batch: Batch entries.
+            heads: Query heads.
+            head_dim: Head dim of q, k and v.
+            block_m: Query rows of a tile.
+            block_n: Key rows of a tile.
+            **captures: The program's tensors and params, where lengths are given.
+        """
+        from attndsl.explain import explain, explain_tiles
+
+        text = explain(
+            self._lowered, self._backend, self._checked, torch.device(device), block_m, block_n
+        )
+        if q_len is None and kv_len is None:
+            return text
+        if q_len is None or kv_len is None:
+            raise ArgumentError("one length is missing", hint="pass both q_len and kv_len")
+        found = self.tiles(
+            q_len, kv_len, block_m, block_n, batch, heads, head_dim=head_dim, **captures
+        )
+        return f"{text}\n{explain_tiles(self._lowered, found, batch, heads, head_dim)}"
+
+    def plot(
+        self,
+        path: str | PathLike[str] | None = None,
+        *,
+        q_len: int = 64,
+        kv_len: int = 64,
+        block_m: int = 16,
+        block_n: int = 16,
+        batch: int = 1,
+        heads: int = 1,
+        b: int = 0,
+        h: int = 0,
+        **captures: torch.Tensor | Scalar,
+    ) -> str:
+        """A picture of the mask, its tiles and the score at a small length.
+
+        Args:
+            path: File to write, ``.svg``, ``.png``, ``.html`` or ``.txt``.
+            q_len: Number of queries.
+            kv_len: Number of keys.
+            block_m: Query rows of a tile.
+            block_n: Key rows of a tile.
+            batch: Batch entries.
+            heads: Query heads.
+            b: The batch entry shown.
+            h: The head shown.
+            **captures: The program's tensors and run-time params.
+
+        Returns:
+            The picture as SVG.
+        """
+        from attndsl import picture
+
+        given, program = {**self._defaults, **captures}, self._lowered.program
+        data = picture.picture_data(
+            self._lowered, q_len=q_len, kv_len=kv_len, block_m=block_m, block_n=block_n,
+            batch=batch, heads=heads, b=b, h=h,
+            tensors={t.name: given[t.name] for t in program.tensors if t.name in given},
+            params={p.name: given[p.name] for p in program.params if p.name in given},
+        )  # fmt: skip
+        if path is not None:
+            picture.write(data, path)
+        return picture.svg(data)
+
+    def _repr_html_(self) -> str:
+        """The picture, where the program can be drawn without captures; else its text."""
+        try:
+            return self.plot()
+        except ArgumentError as missing:
+            return f"<pre>{html.escape(repr(self))}\n{html.escape(missing.message)}</pre>"
+
+    def call_of_lengths(
+        self, q_len: int, kv_len: int, batch: int, heads: int, kv_heads: int | None,
+        head_dim: int, device: str | torch.device | None, q_offset: int | torch.Tensor,
+        kv_offset: int | torch.Tensor, q_index: torch.Tensor | None,
+        kv_index: torch.Tensor | None, captures: Mapping[str, torch.Tensor | Scalar],
+    ) -> Call:  # fmt: skip
+        """The checked call of these sizes, whose q, k and v take no memory."""
+        captures = {**self._defaults, **captures}
+        positions = {
+            "q_offset": q_offset, "kv_offset": kv_offset, "q_index": q_index, "kv_index": kv_index,
+        }  # fmt: skip
+        if device is None:
+            given = [*captures.values(), *positions.values()]
+            tensors = [value for value in given if isinstance(value, torch.Tensor)]
+            device = tensors[0].device if tensors else "cpu"
+        return call_of_lengths(
+            self._lowered, q_len, kv_len, batch, heads, kv_heads, head_dim, torch.device(device),
+            positions, captures,
+        )  # fmt: skip
+
+    def _tile_size(self, direction: str) -> tuple[int, int]:
+        """Tiles to check a plan with: of the shape that kernels of this direction use."""
+        return (64, 128) if direction == "backward_kv" else (128, 64)
+
+    def _draw_seed(self) -> int:
+        if self._lowered.program.dropout is None:
+            return 0
+        return int(torch.randint(0, 1 << 62, ()).item())
+
+    def __repr__(self) -> str:
+        line = " ".join(self._text.split())
+        shown = line if len(line) <= 60 else line[:57] + "..."
+        return f"Attention({shown!r}, backend={self._backend!r})"
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Attention):
+            return NotImplemented
+        mine = (self._spec, self._backend, self._checked)
+        return mine == (other._spec, other._backend, other._checked) and (
+            self._defaults.keys() == other._defaults.keys()
+            and all(t is other._defaults[n] for n, t in self._defaults.items())
+        )
+
+    def __hash__(self) -> int:
+        return hash((self._spec, self._backend, self._checked))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Attention, (self._spec, self._text, self._backend, self._checked, self._defaults)
+
+
+def _kind(value: object) -> object:
+    """What validation looks at in a capture or an offset."""
+    if isinstance(value, torch.Tensor):
+        return value.shape, value.stride(), value.dtype, value.device
+    return type(value)

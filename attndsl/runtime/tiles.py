@@ -1,0 +1,277 @@
+"""Tiles of a program at given lengths: found, and checked against the mask itself."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from attndsl.backends.base import TileKinds
+from attndsl.backends.interpret import Scope, evaluate, scope_of
+from attndsl.backends.tiling import grid_of, kinds_by_bounds, kinds_by_segments, segment_kinds
+from attndsl.errors import ArgumentError, PlanError, UnsupportedError
+from attndsl.ir import dependencies
+from attndsl.passes.tiles.plan import (
+    BACKWARD_KV,
+    BACKWARD_Q,
+    EMPTY,
+    FORWARD,
+    FULL,
+    PARTIAL,
+)
+from attndsl.tilemap import TileMap
+
+from .arguments import bind
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from attndsl.backends.base import Call, Scalar
+    from attndsl.backends.tiling import Grid
+    from attndsl.passes.tiles.plan import Direction
+    from attndsl.pipeline import Lowered
+
+_DIRECTIONS = {
+    "forward": FORWARD,
+    "backward": BACKWARD_KV,
+    "backward_kv": BACKWARD_KV,
+    "backward_q": BACKWARD_Q,
+}
+_ROWS_AT_ONCE = 1 << 24
+"""Pairs whose mask is computed together while a plan is checked."""
+
+
+def call_of_lengths(
+    lowered: Lowered, q_len: int, kv_len: int, batch: int, heads: int, kv_heads: int | None,
+    head_dim: int, device: torch.device, positions: Mapping[str, Any],
+    captures: Mapping[str, torch.Tensor | Scalar],
+) -> Call:  # fmt: skip
+    """A call with these sizes and captures whose q, k and v take no memory."""
+    for name, size in (("q_len", q_len), ("kv_len", kv_len), ("batch", batch)):
+        if not isinstance(size, int) or size < 0:
+            raise ArgumentError(f"{name} is {size!r}", hint="pass a whole number, 0 or more")
+    one = torch.empty((), device=device)
+    kv_heads = heads if kv_heads is None else kv_heads
+    q = one.expand(batch, heads, q_len, 1)
+    k = one.expand(batch, kv_heads, kv_len, 1)
+    call = bind(
+        lowered.program, q, k, k, 1.0, captures, positions.get("q_offset", 0),
+        positions.get("kv_offset", 0), positions.get("q_index"), positions.get("kv_index"), 0,
+        False,
+    )  # fmt: skip
+    return replace(call, sizes={**call.sizes, "head_dim": head_dim})
+
+
+def find_tiles(lowered: Lowered, call: Call, block_m: int, block_n: int, direction: str) -> TileMap:
+    """The tiles of ``call``, by closed form where there is one.
+
+    Raises:
+        ArgumentError: A tile size below 1, or an unknown direction.
+    """
+    which = direction_named(direction)
+    for name, size in (("block_m", block_m), ("block_n", block_n)):
+        if not isinstance(size, int) or size < 1:
+            raise ArgumentError(f"{name} is {size!r}", hint="pass a whole number, 1 or more")
+    sparsity, grid = lowered.sparsity, grid_of(call, block_m, block_n)
+    with torch.no_grad():
+        loop = sparsity.loop(which, block_m, block_n, *_positions(call))
+        if loop.listed is None:
+            kinds = kinds_by_segments(loop, which, sparsity, grid)
+            reason = "in closed form"
+        else:
+            kinds = kinds_by_bounds(sparsity, grid)
+            ways = "least and greatest values" + (" and evaluation" if sparsity.evaluate else "")
+            reason = f"by {ways}: {loop.listed}"
+    return TileMap(
+        kinds, call.q.shape[2], call.k.shape[2], block_m, block_n, reason, _mask_mod(lowered, call)
+    )
+
+
+def given_tiles(
+    lowered: Lowered, call: Call, tiles: TileMap | None, device: torch.device | None = None
+) -> TileKinds | None:
+    """A caller's map for ``call``, on its device.
+
+    Raises:
+        ArgumentError: It is no map, or one of other sizes.
+    """
+    if tiles is None:
+        return None
+    if not isinstance(tiles, TileMap):
+        raise ArgumentError(
+            f"tiles is a {type(tiles).__name__}", hint="pass what Attention.tiles(...) gives"
+        )
+    sizes = call.sizes
+    wanted = (
+        sizes["batch"] if lowered.sparsity.by_batch else 1,
+        sizes["heads"] if lowered.sparsity.by_head else 1,
+    )
+    lengths = sizes["q_len"], sizes["kv_len"]
+    if tiles.kinds.shape[:2] != wanted or (tiles.q_len, tiles.kv_len) != lengths:
+        raise ArgumentError(
+            f"tiles is a map of {tiles.q_len} x {tiles.kv_len} pairs for "
+            f"{tuple(tiles.kinds.shape[:2])} batch entries and heads, and the call has "
+            f"{lengths[0]} x {lengths[1]} for {wanted}",
+            hint="make it with the call's own sizes",
+        )
+    kinds = tiles.kinds.to(call.q.device if device is None else device)
+    return TileKinds(kinds, tiles.block_m, tiles.block_n)
+
+
+def direction_named(name: str) -> Direction:
+    """One of the loops, by its name.
+
+    Raises:
+        ArgumentError: There is none of that name.
+    """
+    if name not in _DIRECTIONS:
+        raise ArgumentError(f"there is no direction {name!r}", hint=f"use {', '.join(_DIRECTIONS)}")
+    return _DIRECTIONS[name]
+
+
+@dataclass(frozen=True, slots=True)
+class Verification:
+    """What a check of a program's tiles found right."""
+
+    tiles: int
+    """Tiles compared with the mask itself."""
+    live: int
+    """Of these, how many have a live pair."""
+    surplus: int
+    """Tiles that would be visited though no pair is live, or masked though all are: sound."""
+
+    def __str__(self) -> str:
+        return (
+            f"{self.tiles} tiles checked against the mask, {self.live} of them live; "
+            f"{self.surplus} treated with more care than needed"
+        )
+
+
+def verify_call(
+    lowered: Lowered, call: Call, block_m: int, block_n: int, direction: str
+) -> Verification:
+    """Compare the plan of one loop with the mask, pair by pair.
+
+    Raises:
+        PlanError: A live pair is left out, a FULL tile has a dead one, or a plan that is to be
+            exact is not.
+    """
+    sparsity, which = lowered.sparsity, direction_named(direction)
+    if needs_score(lowered):
+        raise UnsupportedError(
+            "the mask depends on the score, so that its tiles cannot be checked without q and k",
+            None if sparsity.mask is None else sparsity.mask.span,
+            "compare outputs with backend='reference' instead",
+        )
+    grid = grid_of(call, block_m, block_n)
+    with torch.no_grad():
+        true = _true_kinds(lowered, call, grid)
+        loop = sparsity.loop(which, block_m, block_n, *_positions(call))
+        found = find_tiles(lowered, call, block_m, block_n, direction).kinds
+        exact = loop.listed is None or sparsity.evaluate
+        _compare(found, true, exact, lowered, f"tile map of {direction}")
+        used = found
+        if loop.listed is None and used.numel():
+            used = segment_kinds(loop, which, grid, (used.shape[0], used.shape[1]))
+            used = used if which.along == "kv" else used.transpose(2, 3)
+            _compare(used, true, False, lowered, f"loops of {direction}")
+    return Verification(true.numel(), int((true != EMPTY).sum()), int((used != true).sum()))
+
+
+def _positions(call: Call) -> tuple[bool, bool]:
+    """Whether the call gives offsets, and whether it gives index vectors."""
+    offsets = (call.q_offset, call.kv_offset)
+    shifted = any(not isinstance(offset, int) or offset != 0 for offset in offsets)
+    return shifted, call.q_index is not None or call.kv_index is not None
+
+
+def _true_kinds(lowered: Lowered, call: Call, grid: Grid) -> torch.Tensor:
+    """Kinds by the mask of all pairs, some rows of tiles at a time."""
+    sparsity, (rows, columns) = lowered.sparsity, grid.shape
+    batch = call.q.shape[0] if sparsity.by_batch else 1
+    heads = call.q.shape[1] if sparsity.by_head else 1
+    kinds = torch.full((batch, heads, rows, columns), FULL, dtype=torch.int8, device=call.q.device)
+    mask, kv_len = sparsity.mask, call.k.shape[2]
+    if mask is None or kinds.numel() == 0:
+        return kinds
+    together = max(1, _ROWS_AT_ONCE // (max(1, batch * heads * kv_len) * grid.block_m))
+    q = grid.scope.variables["q"]
+    for first in range(0, rows, together):
+        part = q[:, :, first * grid.block_m : (first + together) * grid.block_m]
+        scope = replace(grid.scope, variables={**grid.scope.variables, "q": part})
+        (live,) = evaluate((mask,), scope)
+        live = live.expand(batch, heads, part.shape[2], kv_len)
+        some = _pool(live, grid)
+        every = ~_pool(~live, grid)
+        kinds[:, :, first : first + together] = (some.to(torch.int8) + (some & every)) * PARTIAL
+    return kinds
+
+
+def _pool(pairs: torch.Tensor, grid: Grid) -> torch.Tensor:
+    """Whether any pair of each tile holds."""
+    for dim, block in ((3, grid.block_n), (2, grid.block_m)):
+        rest = -pairs.shape[dim] % block
+        if rest:
+            shape = [*pairs.shape]
+            shape[dim] = rest
+            pairs = torch.cat([pairs, pairs.new_zeros(shape)], dim)
+        pairs = pairs.unflatten(dim, (-1, block)).any(dim + 1)
+    return pairs
+
+
+def _compare(
+    found: torch.Tensor, true: torch.Tensor, exact: bool, lowered: Lowered, what: str
+) -> None:
+    wrong = (
+        found != true
+        if exact
+        else ((found == EMPTY) & (true != EMPTY)) | ((found == FULL) & (true != FULL))
+    )
+    if not bool(wrong.any()):
+        return
+    b, h, row, column = (int(n) for n in wrong.nonzero()[0])
+    names = {EMPTY: "EMPTY", PARTIAL: "PARTIAL", FULL: "FULL"}
+    place = (b, h, row, column)
+    raise PlanError(
+        f"the {what} calls tile ({row}, {column}) of batch entry {b}, head {h} "
+        f"{names[int(found[place])]}, and by the mask it is {names[int(true[place])]}",
+        lowered.sparsity.mask.span if lowered.sparsity.mask is not None else None,
+        "this is a defect of attndsl: report the program, the lengths and the tile sizes; "
+        "backend='reference' looks at every pair",
+    )
+
+
+def needs_score(lowered: Lowered) -> bool:
+    """Whether the mask depends on the score."""
+    mask = lowered.sparsity.mask
+    return mask is not None and "score" in dependencies(mask)[mask]
+
+
+def _mask_mod(lowered: Lowered, call: Call) -> Callable[..., torch.Tensor] | None:
+    """The mask as a function of 0-d int tensors b, h, q and kv, physical rows."""
+    mask = lowered.sparsity.mask
+    if needs_score(lowered):
+        return None
+    scope = scope_of(call, torch.zeros((1, 1, 1, 1), device=call.q.device))
+    group = max(1, call.q.shape[1] // max(1, call.k.shape[1]))
+
+    def logical(
+        row: torch.Tensor, offset: int | torch.Tensor, index: torch.Tensor | None
+    ) -> torch.Tensor:
+        return row + offset if index is None else index[row]
+
+    def mask_mod(
+        b: torch.Tensor, h: torch.Tensor, q_idx: torch.Tensor, kv_idx: torch.Tensor
+    ) -> torch.Tensor:
+        if mask is None:
+            return q_idx >= 0
+        variables = {"b": b, "h": h, "hkv": h // group}
+        variables["q"] = logical(q_idx, call.q_offset, call.q_index)
+        variables["kv"] = logical(kv_idx, call.kv_offset, call.kv_index)
+        shaped = {name: value.reshape(1, 1, 1, 1) for name, value in variables.items()}
+        inner = Scope(shaped, scope.sizes, scope.params, scope.tensors, scope.score)
+        (live,) = evaluate((mask,), inner)
+        return live.reshape(())
+
+    return mask_mod
