@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from attndsl.backends.base import Call, Wants
-from attndsl.errors import ArgumentError, UnsupportedError
+from attndsl.errors import ArgumentError, AttnDSLError, UnsupportedError
 from attndsl.runtime.arguments import bind, rows_contiguous
 from attndsl.runtime.autograd import attend
 from attndsl.runtime.dispatch import choose_backend
@@ -384,12 +384,13 @@ class Attention:
         """
         from attndsl import picture
 
-        given, program = {**self._defaults, **captures}, self._lowered.program
+        given = {**self._defaults, **captures}
+        params = {decl.name for decl in self._lowered.program.params}
         data = picture.picture_data(
             self._lowered, q_len=q_len, kv_len=kv_len, block_m=block_m, block_n=block_n,
-            batch=batch, heads=heads, b=b, h=h,
-            tensors={t.name: given[t.name] for t in program.tensors if t.name in given},
-            params={p.name: given[p.name] for p in program.params if p.name in given},
+            batch=batch, heads=heads, b=b, h=h, title=self._text,
+            tensors={n: x for n, x in given.items() if n not in params},
+            params={n: x for n, x in given.items() if n in params},
         )  # fmt: skip
         if path is not None:
             picture.write(data, path)
@@ -399,8 +400,8 @@ class Attention:
         """The picture, where the program can be drawn without captures; else its text."""
         try:
             return self.plot()
-        except ArgumentError as missing:
-            return f"<pre>{html.escape(repr(self))}\n{html.escape(missing.message)}</pre>"
+        except AttnDSLError as refusal:
+            return f"<pre>{html.escape(repr(self))}\n{html.escape(refusal.message)}</pre>"
 
     def call_of_lengths(
         self, q_len: int, kv_len: int, batch: int, heads: int, kv_heads: int | None,

@@ -174,7 +174,7 @@ def test_fmt_leaves_a_program_with_errors_alone(attndsl, write, tmp_path):
         ("simplified", "where("),
         ("split", "mask = kv <= q"),
         ("derivative", "d score / d score"),
-        ("plan", "forward:"),
+        ("tiles", "forward:"),
         ("json", '"nodes"'),
         ("source", "def attention_forward"),
         ("source-backward", "def attention_backward_kv"),
@@ -191,7 +191,7 @@ def test_show_prints_every_stage(attndsl, write, stage, part):
 def test_explain(attndsl, write):
     code, out, _ = attndsl("explain", write("a.yaml", "a: q >= kv\nb: score\n"), "--name", "a")
     assert code == 0
-    assert "reference on cpu" in out
+    assert "cpu on cpu" in out
 
 
 def test_run_times_and_checks(attndsl, write):
@@ -207,12 +207,12 @@ def test_run_times_and_checks(attndsl, write):
     )  # fmt: skip
     code, out, _ = attndsl(*arguments)
     assert code == 0, out
-    for part in ("reference on cpu", "forward", "backward", "out", "dq", "dk", "dv", "ok"):
+    for part in ("cpu on cpu", "forward", "backward", "out", "dq", "dk", "dv", "ok"):
         assert part in out
     assert "\x1b" not in out
     code, out, _ = attndsl(*arguments, "--json")
     found = json.loads(out)
-    assert (code, found["ok"], found["backend"]) == (0, True, "reference")
+    assert (code, found["ok"], found["backend"]) == (0, True, "cpu")
     assert [each["direction"] for each in found["timings"]] == ["forward", "backward"]
     assert all(each["ms"] > 0 and each["tflops"] > 0 for each in found["timings"])
 

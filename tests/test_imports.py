@@ -14,8 +14,11 @@ LAYERS = [
     {"frontend", "passes", "serialise", "grammar"},
     {"pipeline"},
     {"backends"},
+    {"tilemap"},
     {"runtime", "config"},
-    {"api", "explain"},
+    {"explain", "picture"},
+    {"attention"},
+    {"api"},
     {"cli"},
 ]
 """From the lowest to the highest; a module imports from its own layer and those below."""

@@ -198,6 +198,62 @@ def run(
 
 
 @app.command()
+def plot(
+    file: File,
+    name: Name = None,
+    param: Params = [],  # noqa: B006
+    tensor: Tensors = [],  # noqa: B006
+    q_len: Annotated[int, typer.Option(min=1, max=4096)] = 64,
+    kv_len: Annotated[int | None, typer.Option(min=1, max=4096, help="As --q-len.")] = None,
+    block_m: Annotated[int, typer.Option(min=1, help="Queries of a tile.")] = 16,
+    block_n: Annotated[int, typer.Option(min=1, help="Keys of a tile.")] = 16,
+    batch: Annotated[int | None, typer.Option(min=1, help="--batch-entry + 1.")] = None,
+    heads: Annotated[int, typer.Option(min=1)] = 4,
+    kv_heads: Annotated[int | None, typer.Option(min=1, help="As --heads.")] = None,
+    head_dim: Annotated[int, typer.Option(min=1)] = 64,
+    dim: Annotated[
+        list[str],
+        typer.Option(metavar="NAME=SIZE", help="Size of a tensor's own dim; kv_len if not given."),
+    ] = [],  # noqa: B006
+    batch_entry: Annotated[int, typer.Option(min=0, help="Which to show.")] = 0,
+    head: Annotated[int, typer.Option(min=0, help="Which to show.")] = 0,
+    q_offset: Annotated[int, typer.Option(help="Position of the first query.")] = 0,
+    kv_offset: Annotated[int, typer.Option(help="Position of the first key.")] = 0,
+    raw_score: Annotated[float, typer.Option(help="What scale * (q . k) is taken to be.")] = 0.0,
+    seed: Annotated[int, typer.Option(help="Of made-up tensors.")] = 0,
+    output: Annotated[
+        str | None,
+        typer.Option("-o", "--output", metavar="FILE", help=".svg, .png, .html or .txt."),
+    ] = None,
+) -> None:
+    """Show which pairs and tiles a program keeps, and its scores."""
+    from .inputs import read_assignment, read_declarations, read_program
+    from .plotting import plot as work
+
+    program = read_program(file, name)
+    dims = {key: int(value) for key, value in (read_assignment(each, "--dim") for each in dim)}
+    work(
+        program,
+        read_declarations(param, tensor),
+        dims,
+        sizes={
+            "batch": batch or batch_entry + 1,
+            "heads": heads,
+            "kv_heads": kv_heads or heads,
+            "q_len": q_len,
+            "kv_len": kv_len or q_len,
+            "head_dim": head_dim,
+        },
+        blocks=(block_m, block_n),
+        place=(batch_entry, head),
+        offsets=(q_offset, kv_offset),
+        raw_score=raw_score,
+        seed=seed,
+        output=output,
+    )
+
+
+@app.command()
 def schema() -> None:
     """Print the JSON schema of configuration files."""
     from importlib import resources

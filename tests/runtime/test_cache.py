@@ -238,7 +238,7 @@ def test_a_warm_start_imports_no_compiler(tmp_path: Path) -> None:
         ).stdout.splitlines()[-1]
         for _ in range(2)
     ]  # fmt: skip
-    assert runs == ["['lark']", "[]"]
+    assert runs == ["['lark', 'islpy']", "[]"]
 
 
 def test_other_lengths_and_param_values_make_no_new_kernel(tmp_path: Path) -> None:

@@ -33,6 +33,8 @@ _INCREASING = frozenset(
         Op.CEIL, Op.ROUND,
     }
 )  # fmt: skip
+_LOSSY = frozenset({Op.MUL, Op.FLOORDIV, Op.MOD, Op.SHR, Op.BITAND})
+"""Operations whose bounds, of both positions together, are far from what they take."""
 _EXACT_FLOAT = frozenset({Op.NEG, Op.MIN, Op.MAX, Op.ABS, Op.RELU, Op.FLOOR, Op.CEIL, Op.ROUND})
 
 
@@ -114,10 +116,13 @@ class _Bounder:
             if not self._linear(item):
                 return self._summary(item, position)
         args = [self.found[arg] for arg in item.args]
+        varying = [arg for arg in item.args if self.deps[arg] & {"q", "kv"}]
         rule = _RULES.get(item.op)
         if rule is not None and not self.unknown.intersection(item.args):
             result = rule(item, *args)
             if result is not None:
+                if item.op in _LOSSY and len(varying) > (item.op is Op.MUL):
+                    self.opaque[_why(item, self.deps[item])] = None
                 widen = item.dtype is DType.FLOAT and item.op not in _EXACT_FLOAT
                 return _widened(result) if widen else result
         return self._unknown(item)

@@ -12,15 +12,13 @@ Non-goals: which way is cheaper, and printing.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from functools import lru_cache
+from typing import Any
 
-from attndsl.ir import Node, Op, const, node
+from attndsl.ir import Node, Op, const, node, toposort
 
 from .plan import TILE, TILES, WHOLE, Segment
 from .sets import SetBuilder
-
-if TYPE_CHECKING:
-    from .plan import Direction
 
 MAX_SEGMENTS = 12
 """Segments of one kind that a kernel still computes faster than it reads a list."""
@@ -28,6 +26,9 @@ MAX_PIECES = 12
 """Convex pieces that are tried as ranges."""
 MAX_OPERATIONS = 200_000
 """isl's own count of operations; a few tenths of a second."""
+MAX_PRODUCT = 128
+"""Convex pieces of what is live times those of what is dead: beyond it their difference may take
+minutes, which isl's count of operations does not show."""
 _STRIDES = (2, 4, 8, 16, 32, 64)
 
 
@@ -35,16 +36,20 @@ class NoClosedForm(Exception):
     """A mask that has none, with the reason in words."""
 
 
+@lru_cache(maxsize=1024)
 def closed_segments(
-    mask: Node, direction: Direction, block_m: int, block_n: int, shifted: bool, ragged_full: bool
+    mask: Node,
+    own: tuple[str, int],
+    along: tuple[str, int],
+    shifted: bool,
+    ragged_full: bool,
 ) -> tuple[tuple[Segment, ...], tuple[Segment, ...]]:
     """The FULL and the PARTIAL segments of ``mask``.
 
     Args:
         mask: Quasi-affine.
-        direction: Which loop.
-        block_m: Rows of a tile.
-        block_n: Columns of a tile.
+        own: What the owning tile counts, ``q`` or ``kv``, and the size of its tiles.
+        along: What the loop counts, and the size of its tiles.
         shifted: Whether logical positions are rows plus run-time offsets.
         ragged_full: Whether FULL may name the ragged last tile of the loop.
 
@@ -57,9 +62,7 @@ def closed_segments(
     context = islpy.Context()
     context.set_max_operations(MAX_OPERATIONS)
     try:
-        return _Derivation(context, shifted).segments(
-            mask, direction, block_m, block_n, ragged_full
-        )
+        return _Derivation(context, shifted).segments(mask, own, along, ragged_full)
     except islpy.Error as error:
         raise NoClosedForm("the integer sets of its tiles are too complicated") from error
 
@@ -70,21 +73,25 @@ class _Derivation:
         self.builder = SetBuilder(context, shifted)
         self.slopes = [0]
         """Tiles along the loop that the diagonal moves for one owner tile, and none."""
+        self.strides: tuple[int, ...] = _STRIDES
 
     def segments(
-        self, mask: Node, direction: Direction, block_m: int, block_n: int, ragged_full: bool
+        self, mask: Node, owner: tuple[str, int], loop: tuple[str, int], ragged_full: bool
     ) -> tuple[tuple[Segment, ...], tuple[Segment, ...]]:
         live = self.builder.live(mask).intersect(self._set("{ [q, kv] : q >= 0 and kv >= 0 }"))
         dead = self._set("{ [q, kv] : q >= 0 and kv >= 0 }").subtract(live)
-        blocks = {"q": block_m, "kv": block_n}
-        self.slopes = sorted({blocks[direction.own] // blocks[direction.along], 0}, reverse=True)
-        own, along = blocks[direction.own], blocks[direction.along]
+        (owner_name, own), (loop_name, along) = owner, loop
+        self.strides = (*_periods(mask, along), *_STRIDES)
+        self.slopes = sorted({own // along, 0}, reverse=True)
         tiling = self._map(
-            f"[tile] -> {{ [q, kv] -> [j] : {own} * tile <= {direction.own} < {own} * tile + {own}"
-            f" and {along} * j <= {direction.along} < {along} * j + {along} }}"
+            f"[tile] -> {{ [q, kv] -> [j] : {own} * tile <= {owner_name} < {own} * tile + {own}"
+            f" and {along} * j <= {loop_name} < {along} * j + {along} }}"
         )
         some = live.apply(tiling).coalesce()
         spoiled = dead.apply(tiling).coalesce()
+        pieces = some.n_basic_set() * spoiled.n_basic_set()
+        if pieces > MAX_PRODUCT:
+            raise NoClosedForm("its tiles fall into too many pieces")
         full = some.subtract(spoiled).coalesce()
         partial = some.intersect(spoiled)
         everywhere = self._set("[tiles] -> { [j] : 0 <= j < tiles }")
@@ -153,7 +160,7 @@ class _Derivation:
         if segment is not None:
             return [segment]
         # The same class of j relative to the owner's diagonal or to 0, for a power of two.
-        for stride in _STRIDES:
+        for stride in self.strides:
             for slope in self.slopes:
                 parts = []
                 for residue in range(stride):
@@ -194,6 +201,16 @@ class _Derivation:
             step,
             None if guard.plain_is_universe() else reader.expression(build.expr_from_set(guard)),
         )
+
+
+def _periods(mask: Node, along: int) -> list[int]:
+    """Tiles after which a constant divisor of the mask repeats, where that is a few tiles."""
+    found = {
+        int(item.args[1].value or 0) // along
+        for item in toposort(mask)
+        if item.op in (Op.MOD, Op.FLOORDIV) and item.args[1].op is Op.CONST
+    }
+    return sorted(period for period in found if 1 < period <= _STRIDES[-1])
 
 
 class _Reader:
@@ -241,7 +258,7 @@ class _Reader:
             stop = self.expression(condition.get_op_arg(1))
             if condition.get_op_type() == islpy.ast_expr_op_type.le:
                 stop = node(Op.ADD, stop, const(1))
-            step = code.for_get_inc().get_val().to_python()
+            step = _integer(code.for_get_inc().get_val())
         body = code.for_get_body()
         iterator = code.for_get_iterator().get_id().get_name()
         if body.get_type() != islpy.ast_node_type.user:
@@ -257,7 +274,7 @@ class _Reader:
 
         kind = item.get_type()
         if kind == islpy.ast_expr_type.int:
-            return const(int(item.get_val().to_python()))
+            return const(_integer(item.get_val()))
         if kind == islpy.ast_expr_type.id:
             return self.names[item.get_id().get_name()]
         name = item.get_op_type().name
@@ -295,6 +312,14 @@ _INFIX = {
     "le": Op.LE,
     "lt": Op.LT,
 }
+
+
+def _integer(value: Any) -> int:
+    text = value.to_str()
+    if text is None:
+        # The limit on operations ended the conversion, which raises nothing.
+        raise NoClosedForm("the integer sets of its tiles are too complicated")
+    return int(text)
 
 
 def _both(a: Node | None, b: Node) -> Node:

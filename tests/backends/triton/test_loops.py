@@ -1,27 +1,31 @@
-"""Tile plans as device functions: the n-th tile of many segments, and the structure of modules."""
+"""Loop plans as device functions: the n-th tile of many segments, read as plain Python."""
 
 from __future__ import annotations
 
 import pytest
 
-from attndsl import ir
+from attndsl.backends.triton.expression import Names
 from attndsl.backends.triton.loops import print_loop
-from attndsl.ir import Program, node, var
-from attndsl.passes.tiles.plan import LoopPlan, Segment, plan_tiles
+from attndsl.ir import Node, Op, const, node
+from attndsl.passes.evaluate import Environment, evaluate
+from attndsl.passes.tiles.plan import TILE, LoopPlan, Segment
 
 
 def _run(loop: LoopPlan, kind: str, tile: int) -> list[int]:
-    """The tiles that the printed functions visit, read as plain Python."""
-    texts = (
-        "\n".join(print_loop("p", loop, []))
-        .replace("@triton.jit\n", "")
-        .replace(": tl.constexpr", "")
-    )
+    """The tiles that the printed functions visit."""
+    texts, helpers = print_loop("p", "kv", loop, [], [], Names({}, {}, 64))
+    text = "\n".join(texts).replace("@triton.jit\n", "").replace(": tl.constexpr", "")
 
     class tl:
+        int32 = None
+
         @staticmethod
         def maximum(a: int, b: int) -> int:
             return max(a, b)
+
+        @staticmethod
+        def minimum(a: int, b: int) -> int:
+            return min(a, b)
 
         @staticmethod
         def cdiv(a: int, b: int) -> int:
@@ -31,46 +35,55 @@ def _run(loop: LoopPlan, kind: str, tile: int) -> list[int]:
         def where(c: bool, a: int, b: int) -> int:
             return a if c else b
 
-    scope: dict[str, object] = {"tl": tl}
-    exec(texts, scope)
-    count, nth = scope[f"p_{kind}_count"], scope[f"p_{kind}_tile"]
+        @staticmethod
+        def full(shape: list[int], value: int, dtype: None) -> int:
+            return value
+
+    floordiv = {"int_floordiv": lambda a, b: a // b}
+    assert helpers <= floordiv.keys()
+    scope: dict[str, object] = {"tl": tl, **floordiv}
+    exec(text, scope)
+    count = scope["p_tiles"]
     assert callable(count)
+    common = (0, 0, 0, 1, 1, 1, 1000, 1000, 0, 0, 128, 128)
+    counts = count(tile, *common)
+    nth = scope.get(f"p_{kind}_tile")
+    steps = range(counts[0 if kind == "full" else 1])
     assert callable(nth)
-    arguments = (tile, 1000, 1000, 128, 128)
-    return [nth(step, *arguments) for step in range(count(*arguments))]
+    return [nth(step, *counts[:1], *counts[2:], tile, *common) for step in steps]
+
+
+def _add(item: Node, number: int) -> Node:
+    return node(Op.ADD, item, const(number))
 
 
 @pytest.mark.parametrize(
     "segments",
     [
-        (Segment("0", "4"),),
-        (Segment("tile", "tile + 3"),),
-        (Segment("0", "2"), Segment("tile", "9", 3)),
-        (Segment("5", "5"), Segment("7", "3"), Segment("1", "4"), Segment("10", "21", 5)),
+        (Segment(const(0), const(4)),),
+        (Segment(TILE, _add(TILE, 3)),),
+        (Segment(TILE, _add(TILE, 1)),),
+        (Segment(const(0), const(2)), Segment(TILE, const(9), 3)),
+        (
+            Segment(const(5), const(5)), Segment(const(7), const(3)),
+            Segment(const(1), const(4)), Segment(const(10), const(21), 5),
+        ),
+        (
+            Segment(const(0), const(3), 1, node(Op.LT, TILE, const(1))),
+            Segment(const(4), const(9), 2, node(Op.LE, const(1), TILE)),
+        ),
     ],
-)
+)  # fmt: skip
 @pytest.mark.parametrize("tile", [0, 1, 6])
 def test_flattened_loop_visits_each_segment_in_order(
     segments: tuple[Segment, ...], tile: int
 ) -> None:
+    known = Environment({"$tile": tile})
     expected = [
         t
         for s in segments
-        for t in range(eval(s.start, {"tile": tile}), eval(s.stop, {"tile": tile}), s.step)
+        if s.guard is None or evaluate(s.guard, known)
+        for t in range(int(evaluate(s.start, known)), int(evaluate(s.stop, known)), s.step)
     ]
     assert _run(LoopPlan(full=segments, partial=segments), "full", tile) == expected
     assert _run(LoopPlan(full=segments, partial=segments), "partial", tile) == expected
-
-
-def test_masked_programs_have_partial_tiles_only() -> None:
-    plan = plan_tiles(Program(ir.SCORE, node(ir.Op.LE, var("kv"), var("q"))))
-    for loop in (plan.forward, plan.backward_q, plan.backward_kv):
-        assert not loop.full
-        assert _run(loop, "partial", 0) == list(range(8))
-
-
-def test_unmasked_programs_have_one_ragged_partial_tile() -> None:
-    plan = plan_tiles(Program(ir.SCORE))
-    assert _run(plan.forward, "full", 0) == list(range(7))
-    assert _run(plan.forward, "partial", 0) == [7]
-    assert _run(plan.backward_kv, "full", 0) == list(range(8))

@@ -1,0 +1,309 @@
+"""What pictures show: pairs, tiles and scores of one head, found on the CPU.
+
+What is shown is what kernels go by: kinds of tiles are those that the compiler finds, which are
+sound but, for masks that are decided by least and greatest values, not always the best ones. How
+many PARTIAL tiles could have been something else is counted.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from attndsl.backends.interpret import Scope, evaluate
+from attndsl.backends.tiling import Grid, grid_of, kinds_by_bounds
+from attndsl.errors import ArgumentError
+from attndsl.ir import dependencies
+from attndsl.passes.print_ir import print_program
+from attndsl.passes.tiles.plan import EMPTY, FULL, PARTIAL
+from attndsl.runtime.arguments import bind
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from attndsl.backends.base import Call, Scalar
+    from attndsl.pipeline import Lowered
+
+MAX_LENGTH = 4096
+MAX_COUNT = 1 << 16
+"""Of batch entries, heads and head dims."""
+MAX_TILES = 256
+"""Along either side: more are too small to see, in pixels as well as in characters."""
+_CHUNK = 1 << 20
+"""Pairs that are evaluated at a time; programs have tens of values for each."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PictureData:
+    """One head of one batch entry. Tensors are on the CPU."""
+
+    title: str
+    """The program's text."""
+    mask: torch.Tensor
+    """Bool (q_len, kv_len): which pairs are live."""
+    kinds: torch.Tensor
+    """int8 (q tiles, kv tiles): 0 EMPTY, 1 PARTIAL, 2 FULL, as the compiler finds them."""
+    score: torch.Tensor
+    """float64 (q_len, kv_len): what becomes of ``raw_score``; NaN where the pair is dead."""
+    raw_score: float
+    changes_score: bool
+    """Whether the score is anything but the raw one."""
+    mask_reads_score: bool
+    """Whether ``mask`` is that of ``raw_score`` only; tiles are those of all scores."""
+    block_m: int
+    block_n: int
+    batch: int
+    b: int
+    heads: int
+    h: int
+    q_offset: int
+    """Logical position of the first row."""
+    kv_offset: int
+    could_be_empty: int = 0
+    """PARTIAL tiles without a live pair."""
+    could_be_full: int = 0
+    """PARTIAL tiles with live pairs only."""
+
+    @property
+    def q_len(self) -> int:
+        """Rows."""
+        return self.mask.shape[0]
+
+    @property
+    def kv_len(self) -> int:
+        """Columns."""
+        return self.mask.shape[1]
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Tiles by kind: ``FULL``, ``PARTIAL`` and ``EMPTY``."""
+        kinds = (("FULL", FULL), ("PARTIAL", PARTIAL), ("EMPTY", EMPTY))
+        return {name: int((self.kinds == kind).sum()) for name, kind in kinds}
+
+    @property
+    def live(self) -> str:
+        """How many pairs are live, in words."""
+        live, pairs = int(self.mask.sum()), self.mask.numel()
+        percent = 100 * live / pairs
+        # A mask of a few pairs is not one of none.
+        shown = f"{percent:.2g}" if 0 < percent < 1 else f"{percent:.0f}"
+        return f"live pairs {shown} % ({live} of {pairs})"
+
+    @property
+    def summary(self) -> str:
+        """Counts of tiles and of live pairs, in one line."""
+        tiles = ", ".join(f"{count} {name}" for name, count in self.counts.items())
+        return f"{tiles}; {self.live}"
+
+    @property
+    def place(self) -> str:
+        """Which part of a call it is, and at which tile size."""
+        return (
+            f"batch entry {self.b} of {self.batch}, head {self.h} of {self.heads}, "
+            f"tiles of {self.block_m} x {self.block_n} (queries x keys)"
+        )
+
+    @property
+    def score_range(self) -> tuple[float, float] | None:
+        """Least and greatest finite score of the live pairs; None where there is none."""
+        finite = self.score[self.score.isfinite()]
+        return (float(finite.min()), float(finite.max())) if finite.numel() else None
+
+    @property
+    def remarks(self) -> tuple[str, ...]:
+        """What the reader of a picture has to know beside it."""
+        found = []
+        if self.could_be_empty:
+            found.append(f"{self.could_be_empty} of the PARTIAL tiles have no live pair")
+        if self.could_be_full:
+            found.append(f"{self.could_be_full} of the PARTIAL tiles have live pairs only")
+        if self.mask_reads_score:
+            found.append(f"the mask depends on the score: pairs are those of {self.raw_score:g}")
+        return tuple(found)
+
+
+def picture_data(
+    lowered: Lowered,
+    *,
+    q_len: int,
+    kv_len: int,
+    block_m: int,
+    block_n: int,
+    batch: int = 1,
+    heads: int = 1,
+    kv_heads: int | None = None,
+    head_dim: int = 64,
+    b: int = 0,
+    h: int = 0,
+    q_offset: int | torch.Tensor = 0,
+    kv_offset: int | torch.Tensor = 0,
+    tensors: Mapping[str, torch.Tensor] = {},
+    params: Mapping[str, Scalar | torch.Tensor] = {},
+    raw_score: float = 0.0,
+    title: str | None = None,
+) -> PictureData:
+    """What a picture of ``lowered`` shows. Works on the CPU, in fp64.
+
+    Args:
+        lowered: The program.
+        q_len: Queries, at most 4096.
+        kv_len: Keys, at most 4096.
+        block_m: Queries of a tile; at most 256 tiles along either side.
+        block_n: Keys of a tile.
+        batch: Batch size, which programs may depend on.
+        heads: Query heads.
+        kv_heads: Key heads; ``heads`` by default.
+        head_dim: Head dim of q and k.
+        b: Which batch entry.
+        h: Which query head.
+        q_offset: Logical position of the first query: an int or a 0-d int tensor.
+        kv_offset: The same of the first key.
+        tensors: The program's tensors by name, of shapes that fit these sizes, on any device.
+        params: Its run-time params by name; those left out have their defaults.
+        raw_score: What ``scale * (q . k)`` is taken to be for all pairs.
+        title: Heading, such as the program's text; the lowered program as text by default.
+
+    Raises:
+        ArgumentError: A size or index out of range, or a capture that is missing or unknown.
+        ShapeError: A tensor that does not fit the sizes.
+        DTypeError: A tensor that does not have the type that the program declares.
+    """
+    kv_heads = heads if kv_heads is None else kv_heads
+    for name, value, most in (
+        ("q_len", q_len, MAX_LENGTH), ("kv_len", kv_len, MAX_LENGTH),
+        ("block_m", block_m, MAX_LENGTH), ("block_n", block_n, MAX_LENGTH),
+        ("batch", batch, MAX_COUNT), ("heads", heads, MAX_COUNT),
+        ("kv_heads", kv_heads, MAX_COUNT), ("head_dim", head_dim, MAX_COUNT),
+    ):  # fmt: skip
+        if type(value) is not int or not 1 <= value <= most:
+            raise ArgumentError(f"{name} is {value!r}", hint=f"give an int from 1 to {most}")
+    for name, length, block in (("block_m", q_len, block_m), ("block_n", kv_len, block_n)):
+        if -(-length // block) > MAX_TILES:
+            raise ArgumentError(
+                f"{name} is {block}, which makes {-(-length // block)} tiles of {length} positions",
+                hint=f"give at least {-(-length // MAX_TILES)}: "
+                f"a picture has at most {MAX_TILES} tiles a side",
+            )
+    for name, index, size, what in (("b", b, batch, "batch"), ("h", h, heads, "heads")):
+        if type(index) is not int or not 0 <= index < size:
+            raise ArgumentError(
+                f"{name} is {index!r}, and {what} is {size}",
+                hint=f"give 0 to {size - 1}, or a larger {what}",
+            )
+    if not math.isfinite(raw_score):
+        raise ArgumentError(f"raw_score is {raw_score}", hint="give a finite number")
+    # Operands have their shapes, which are checked, and no values, which are not looked at.
+    element = torch.zeros(head_dim, dtype=torch.float64)
+    q = element.expand(batch, heads, q_len, head_dim)
+    k = element.expand(batch, kv_heads, kv_len, head_dim)
+    captures = {name: _on_cpu(value) for name, value in {**tensors, **params}.items()}
+    call = bind(
+        lowered.program, q, k, k, None, captures, _on_cpu(q_offset), _on_cpu(kv_offset), None, None,
+        0, False,
+    )  # fmt: skip
+    with torch.no_grad():
+        return _look(lowered, call, (block_m, block_n), (b, h), float(raw_score), title)
+
+
+def _look(
+    lowered: Lowered,
+    call: Call,
+    blocks: tuple[int, int],
+    place: tuple[int, int],
+    raw_score: float,
+    title: str | None,
+) -> PictureData:
+    sparsity, program = lowered.sparsity, lowered.program
+    grid = grid_of(call, *blocks)
+    scope = _only(grid.scope, *place)
+    mask, score = _pairs(lowered, scope, raw_score)
+    # One head of one batch entry: what others have is neither found nor kept.
+    alone = replace(sparsity, by_batch=False, by_head=False, evaluate=False)
+    kinds = kinds_by_bounds(alone, Grid(scope, *blocks))[0, 0]
+    exact = _exact_kinds(mask, *blocks)
+    reads_score = program.mask is not None and "score" in dependencies(program.mask)[program.mask]
+    loose = kinds == PARTIAL
+    if sparsity.evaluate:
+        # The compiler evaluates the tiles that bounds leave open; here that has been done already.
+        kinds = torch.where(loose, exact, kinds)
+        loose = torch.zeros_like(loose)
+    if reads_score:
+        # Another score may well fill a tile that this one leaves empty.
+        loose = torch.zeros_like(loose)
+    return PictureData(
+        title=_title(lowered) if title is None else title,
+        mask=mask,
+        kinds=kinds,
+        score=score,
+        raw_score=raw_score,
+        changes_score=not sparsity.plain,
+        mask_reads_score=reads_score,
+        block_m=blocks[0],
+        block_n=blocks[1],
+        batch=call.q.shape[0],
+        b=place[0],
+        heads=call.q.shape[1],
+        h=place[1],
+        q_offset=int(call.q_offset),
+        kv_offset=int(call.kv_offset),
+        could_be_empty=int((loose & (exact == EMPTY)).sum()),
+        could_be_full=int((loose & (exact == FULL)).sum()),
+    )
+
+
+def _only(scope: Scope, b: int, h: int) -> Scope:
+    """``scope`` for one head of one batch entry."""
+    found = dict(scope.variables)
+    for name, dim, index in (("b", 0, b), ("h", 1, h), ("hkv", 1, h)):
+        found[name] = found[name].narrow(dim, index, 1)
+    return replace(scope, variables=found)
+
+
+def _pairs(lowered: Lowered, scope: Scope, raw_score: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Which pairs are live, and their scores: (q_len, kv_len) each."""
+    program = lowered.program
+    q, kv = scope.variables["q"], scope.variables["kv"]
+    shape = (q.shape[2], kv.shape[3])
+    mask = torch.ones(shape, dtype=torch.bool)
+    score = torch.empty(shape, dtype=torch.float64)
+    raw = torch.full((1, 1, 1, 1), raw_score, dtype=torch.float64)
+    roots = (program.score,) if program.mask is None else (program.score, program.mask)
+    rows = max(1, _CHUNK // shape[1])
+    for first in range(0, shape[0], rows):
+        part = slice(first, first + rows)
+        variables = {**scope.variables, "q": q[:, :, part]}
+        found, *live = evaluate(roots, replace(scope, variables=variables, score=raw))
+        score[part] = found[0, 0]
+        if live:
+            mask[part] = live[0][0, 0]
+    return mask, torch.where(mask, score, torch.nan)
+
+
+def _exact_kinds(mask: torch.Tensor, block_m: int, block_n: int) -> torch.Tensor:
+    """int8 (q tiles, kv tiles): what the tiles of ``mask`` are."""
+
+    def totals(pairs: torch.Tensor) -> torch.Tensor:
+        for dim, block in ((0, block_m), (1, block_n)):
+            tiles = torch.arange(pairs.shape[dim]) // block
+            shape = list(pairs.shape)
+            shape[dim] = int(tiles[-1]) + 1
+            pairs = torch.zeros(shape, dtype=torch.int64).index_add_(dim, tiles, pairs)
+        return pairs
+
+    live, there = totals(mask.to(torch.int64)), totals(torch.ones(mask.shape, dtype=torch.int64))
+    return (live > 0).to(torch.int8) * PARTIAL + (live == there).to(torch.int8) * (FULL - PARTIAL)
+
+
+def _title(lowered: Lowered) -> str:
+    try:
+        return print_program(lowered.program)
+    except ValueError:
+        # A constant without a literal, such as the NaN of 0 * inf.
+        return f"program {lowered.digest[:12]}"
+
+
+def _on_cpu(value: Any) -> Any:
+    return value.detach().cpu() if isinstance(value, torch.Tensor) else value

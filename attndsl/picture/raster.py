@@ -1,0 +1,85 @@
+"""PNG pictures, by matplotlib, which is imported when the first one is drawn."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from attndsl.errors import ArgumentError, UnsupportedError
+
+from .plain import ascii_only, shorten
+from .vector import DEAD, INK, KIND_COLOURS, ODD, PAPER, SCALE
+
+if TYPE_CHECKING:
+    from os import PathLike
+
+    from .data import PictureData
+
+_SIDE = 3.6
+"""Inches of a panel."""
+
+
+def png(data: PictureData, path: str | PathLike[str]) -> None:
+    """Write ``data`` as a PNG file.
+
+    Raises:
+        UnsupportedError: matplotlib is not installed.
+        ArgumentError: The file cannot be written.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise UnsupportedError(
+            f"PNG pictures need matplotlib, which cannot be imported: {error}",
+            hint="pip install 'attndsl[plot]', or write .svg, .html or .txt, which need nothing",
+        ) from error
+    count = 3 if data.changes_score else 2
+    # A figure of its own, not pyplot's: nothing of the program's state is touched.
+    figure = Figure(figsize=(count * (_SIDE + 0.9), _SIDE + 1.4), dpi=150, layout="constrained")
+    _draw(data, figure, count)
+    try:
+        figure.savefig(path, format="png")
+    except OSError as error:
+        raise ArgumentError(
+            f"cannot write {path}: {error.strerror or error}",
+            hint="give a file in a folder that exists and may be written to",
+        ) from error
+
+
+def _draw(data: PictureData, figure: Any, count: int) -> None:
+    from matplotlib.colors import ListedColormap
+
+    figure.set_facecolor(PAPER)
+    # Not mathematics, whatever signs the program's text has.
+    title = ascii_only(shorten(data.title, 35 * count))
+    figure.suptitle(title, parse_math=False, fontsize=10)
+    axes = figure.subplots(1, count)
+    right, bottom = data.kv_offset + data.kv_len, data.q_offset + data.q_len
+    how: dict[str, Any] = {
+        "extent": (data.kv_offset, right, bottom, data.q_offset),
+        "interpolation": "nearest",
+        "aspect": "auto",
+    }
+    tiles = data.kinds.repeat_interleave(data.block_m, 0)[: data.q_len]
+    tiles = tiles.repeat_interleave(data.block_n, 1)[:, : data.kv_len]
+    kinds: dict[str, Any] = {"cmap": ListedColormap(KIND_COLOURS), "vmin": 0, "vmax": 2, **how}
+    axes[0].set_title("pairs kept", fontsize=9)
+    pairs = ListedColormap([PAPER, INK])
+    axes[0].imshow(data.mask.numpy(), cmap=pairs, vmin=0, vmax=1, **how)
+    axes[0].imshow(tiles.numpy(), alpha=0.4, **kinds)
+    axes[1].set_title("tiles", fontsize=9)
+    axes[1].imshow(tiles.numpy(), **kinds)
+    if data.changes_score:
+        low, high = data.score_range or (0.0, 0.0)
+        odd = data.mask & ~data.score.isfinite()
+        finite = data.score.where(data.score.isfinite(), float("nan"))
+        axes[2].set_title(f"score of a raw score of {data.raw_score:g}", fontsize=9)
+        # Scores that are not finite are left out of the second image, and show the first.
+        axes[2].imshow(odd.numpy(), cmap=ListedColormap([DEAD, ODD]), vmin=0, vmax=1, **how)
+        image = axes[2].imshow(
+            finite.numpy(), cmap=ListedColormap(SCALE), vmin=low, vmax=high, **how
+        )
+        figure.colorbar(image, ax=axes[2])
+    for panel in axes:
+        panel.set_xlabel("key position")
+        panel.set_ylabel("query position")
+    figure.supxlabel("\n".join((data.summary, data.place, *data.remarks)), fontsize=8)

@@ -1,0 +1,99 @@
+"""Kinds of tiles by looking at every pair, and programs to compare them on."""
+
+from __future__ import annotations
+
+import random
+from typing import TYPE_CHECKING
+
+import torch
+
+from attndsl.backends.base import Call
+from attndsl.backends.interpret import evaluate
+from attndsl.backends.tiling import Grid, grid_of
+from attndsl.pipeline import lower
+from attndsl.source import Source
+
+if TYPE_CHECKING:
+    from attndsl.passes.lowered import Lowered
+
+
+def lowered_of(text: str) -> Lowered:
+    return lower(Source(text), {})
+
+
+def call_of(
+    lowered: Lowered,
+    q_len: int,
+    kv_len: int,
+    *,
+    batch: int = 1,
+    heads: int = 1,
+    offsets: tuple[int, int] = (0, 0),
+    **captures: torch.Tensor | int,
+) -> Call:
+    """A call without q, k and v to speak of."""
+    q, k = torch.empty(batch, heads, q_len, 1), torch.empty(batch, heads, kv_len, 1)
+    sizes = {"batch": batch, "heads": heads, "kv_heads": heads, "head_dim": 1}
+    sizes |= {"q_len": q_len, "kv_len": kv_len}
+    program = lowered.program
+    tensors = {t.name: captures[t.name] for t in program.tensors}
+    params = {p.name: captures[p.name] for p in program.params}
+    return Call(q, k, k, 1.0, sizes, tensors, params, *offsets)  # type: ignore[arg-type]
+
+
+def true_kinds(lowered: Lowered, call: Call, block_m: int, block_n: int) -> torch.Tensor:
+    """0 where no pair of a tile is live, 2 where all are, 1 otherwise."""
+    grid: Grid = grid_of(call, block_m, block_n)
+    sparsity, (rows, columns) = lowered.sparsity, grid.shape
+    batch = call.q.shape[0] if sparsity.by_batch else 1
+    heads = call.q.shape[1] if sparsity.by_head else 1
+    q_len, kv_len = call.q.shape[2], call.k.shape[2]
+    kinds = torch.full((batch, heads, rows, columns), 2, dtype=torch.int8)
+    if sparsity.mask is None:
+        return kinds
+    (live,) = evaluate((sparsity.mask,), grid.scope)
+    live = live.expand(batch, heads, q_len, kv_len)
+    for i in range(rows):
+        for j in range(columns):
+            tile = live[:, :, i * block_m : (i + 1) * block_m, j * block_n : (j + 1) * block_n]
+            tile = tile.flatten(2)
+            kinds[:, :, i, j] = tile.any(2).to(torch.int8) + tile.all(2).to(torch.int8)
+    return kinds
+
+
+class Masks:
+    """Random quasi-affine masks as text; one seed, one mask."""
+
+    def __init__(self, seed: int) -> None:
+        self.random = random.Random(seed)
+
+    def mask(self) -> str:
+        return f"param n: int\nmask = {self._condition(2)}"
+
+    def _pick(self, *options: str) -> str:
+        return self.random.choice(options)
+
+    def _leaf(self) -> str:
+        number = str(self.random.randint(-40, 200))
+        return self._pick("q", "kv", "q", "kv", "q - kv", "kv - q", "n", "kv_len", "q_len", number)
+
+    def _term(self, depth: int) -> str:
+        if depth == 0 or self.random.random() < 0.25:
+            return self._leaf()
+        a, b = self._term(depth - 1), self._term(depth - 1)
+        c = self._pick("2", "3", "5", "7", "8", "16", "32", "64", "100", "128", "-4")
+        return self._pick(
+            f"({a} + {b})", f"({a} - {b})", f"({a}) // {c}", f"({a}) % {c}", f"abs({a})",
+            f"min({a}, {b})", f"max({a}, {b})", f"{self._pick('2', '3', '-1')} * ({a})",
+            f"where({self._leaf()} < {self._leaf()}, {a}, {b})",
+            f"(({a}) & {self._pick('1', '3', '7', '8', '12', '16')})",
+            f"(({a}) >> {self._pick('1', '3', '5')})",
+        )  # fmt: skip
+
+    def _condition(self, depth: int) -> str:
+        if depth == 0 or self.random.random() < 0.3:
+            operator = self._pick("<", "<=", ">", ">=", "==", "!=")
+            size = self.random.choice([1, 1, 2])
+            return f"{self._term(size)} {operator} {self._term(size)}"
+        a, b = self._condition(depth - 1), self._condition(depth - 1)
+        return self._pick(f"({a} and {b})", f"({a} or {b})", f"(not ({a}))")
