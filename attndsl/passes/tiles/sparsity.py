@@ -73,14 +73,16 @@ class Sparsity:
         if self.mask is not None and indexed:
             return LoopPlan(listed="positions are looked up in q_index or kv_index")
         mask = const(True) if self.mask is None else self.mask
+        blocks = {"q": block_m, "kv": block_n}
+        own, along = blocks[direction.own], blocks[direction.along]
         # Rows beyond the length have weights of 0, unless a score expression makes NaN of zeros.
         ragged_full = direction.along == "q" and self.plain
         try:
-            full, partial = closed_segments(mask, direction, block_m, block_n, shifted, ragged_full)
+            full, partial = closed_segments(
+                mask, (direction.own, own), (direction.along, along), shifted, ragged_full
+            )
         except NoClosedForm as reason:
             return LoopPlan(listed=str(reason))
-        blocks = {"q": block_m, "kv": block_n}
-        own, along = blocks[direction.own], blocks[direction.along]
         segments = (*full, *partial)
         first, last = (_visited(segments, own, along, 64, end) for end in (0.0, 1.0))
         middle, twice = (_visited(segments, own, along, scale, 0.5) for scale in (64, 128))
