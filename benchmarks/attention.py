@@ -51,6 +51,7 @@ class Case:
 CASES = {
     "full": Case("score", "full", False),
     "causal": Case("causal()", "causal", True),
+    "causal_where": Case("score = where(q >= kv, score, -inf)", "causal", True),
     "window1024": Case("sliding_window(1024)", "window"),
     "prefix1024": Case("prefix_lm(1024)", "prefix"),
     "documents1000": Case(

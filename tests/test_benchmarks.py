@@ -30,7 +30,7 @@ def script(monkeypatch):
 
 
 CASES = [
-    "full", "causal", "window1024", "prefix1024", "documents1000", "neighbourhood128x6", "alibi",
+    "full", "causal", "causal_where", "window1024", "prefix1024", "documents1000", "neighbourhood128x6", "alibi",
     "softcap", "head_gain",
 ]  # fmt: skip
 
