@@ -20,6 +20,7 @@ from attndsl.runtime.tiles import (
     find_tiles,
     given_tiles,
     needs_score,
+    tiles_key,
     verify_call,
 )
 from attndsl.settings import read_settings
@@ -154,7 +155,7 @@ class Attention:
         key = (
             q.shape, q.stride(), q.dtype, q.device, k.shape, k.stride(), k.dtype, k.device,
             v.shape, v.stride(), v.dtype, v.device, _kind(q_offset), _kind(kv_offset),
-            _kind(q_index), _kind(kv_index), deterministic, tiles is None or tiles.kinds.shape,
+            _kind(q_index), _kind(kv_index), deterministic, tiles_key(tiles),
             *[(n, _kind(c)) for n, c in captures.items()],
         )  # fmt: skip
         prepared = self._prepared.get(key)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zipfile
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -76,10 +77,11 @@ class TileMap:
             ArgumentError: The file is none of these.
         """
         try:
-            with np.load(path, allow_pickle=False) as data:
+            # Opened here, since numpy leaves files open that are no archives.
+            with open(path, "rb") as file, np.load(file, allow_pickle=False) as data:
                 form, q_len, kv_len, block_m, block_n = (int(n) for n in data["sizes"])
                 kinds, reason = data["kind"], str(data["reason"])
-        except (OSError, KeyError, ValueError, EOFError) as error:
+        except (OSError, KeyError, ValueError, EOFError, zipfile.BadZipFile) as error:
             raise ArgumentError(
                 f"{path} holds no tile map: {error}", hint="write it with TileMap.save"
             ) from error

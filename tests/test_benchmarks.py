@@ -30,8 +30,8 @@ def script(monkeypatch):
 
 
 CASES = [
-    "full", "causal", "causal_where", "window1024", "prefix1024", "documents1000", "neighbourhood128x6", "alibi",
-    "softcap", "head_gain",
+    "full", "causal", "causal_where", "window1024", "prefix1024", "documents1000",
+    "neighbourhood128x6", "alibi", "softcap", "head_gain",
 ]  # fmt: skip
 
 
@@ -60,7 +60,7 @@ def test_flex_attention_gets_the_same_program(script, case):
 def test_sdpa_runs_only_what_it_can(script):
     attention = script("attention")
     able = {name for name, case in attention.CASES.items() if case.is_causal is not None}
-    assert able == {"full", "causal"}
+    assert able == {"full", "causal", "causal_where"}
     bench = attention.Bench(quick=True)
     assert bench._why_not("cudnn", "alibi")
     assert bench._why_not("cudnn", "causal") is None

@@ -94,14 +94,10 @@ def given_tiles(
     """A caller's map for ``call``, on its device.
 
     Raises:
-        ArgumentError: It is no map, or one of other sizes.
+        ArgumentError: It is of other sizes.
     """
     if tiles is None:
         return None
-    if not isinstance(tiles, TileMap):
-        raise ArgumentError(
-            f"tiles is a {type(tiles).__name__}", hint="pass what Attention.tiles(...) gives"
-        )
     sizes = call.sizes
     wanted = (
         sizes["batch"] if lowered.sparsity.by_batch else 1,
@@ -117,6 +113,21 @@ def given_tiles(
         )
     kinds = tiles.kinds.to(call.q.device if device is None else device)
     return TileKinds(kinds, tiles.block_m, tiles.block_n)
+
+
+def tiles_key(tiles: TileMap | None) -> object:
+    """What validation looks at in a caller's map.
+
+    Raises:
+        ArgumentError: It is no map.
+    """
+    if tiles is None:
+        return None
+    if not isinstance(tiles, TileMap):
+        raise ArgumentError(
+            f"tiles is a {type(tiles).__name__}", hint="pass what Attention.tiles(...) gives"
+        )
+    return tiles.kinds.shape, tiles.q_len, tiles.kv_len
 
 
 def direction_named(name: str) -> Direction:

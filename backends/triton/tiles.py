@@ -91,7 +91,7 @@ _BY_WORK: dict[str, dict[tuple[str, int], tuple[Config, ...]]] = {
     "short": _MASKED | _SHORT,
     "short partial": _MASKED | _SHORT | _SHORT_PARTIAL,
 }
-MAX_SPILLS = 32
+MAX_SPILLS = 48
 """Spilled registers a thread from which the next candidate is tried."""
 _FALL_BACK = (Config(32, 32, 4, 1), Config(32, 16, 4, 1), Config(16, 16, 4, 1))
 INTERPRETED = (Config(32, 32, 4, 1),)
