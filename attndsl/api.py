@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -151,7 +151,8 @@ def verify(
         PlanError: A tile is not what the mask makes it.
         UnsupportedError: The mask depends on the score.
     """
-    attention = program if isinstance(program, Attention) else compile(program, **names)
+    named: dict[str, Any] = dict(names)
+    attention = program if isinstance(program, Attention) else compile(program, **named)
     captures = names if isinstance(program, Attention) else {}
     call = attention.call_of_lengths(
         q_len, kv_len, batch, heads, kv_heads, head_dim, None, q_offset, kv_offset, q_index,

@@ -347,8 +347,9 @@ class Attention:
             return text
         if q_len is None or kv_len is None:
             raise ArgumentError("one length is missing", hint="pass both q_len and kv_len")
+        named: dict[str, Any] = dict(captures)
         found = self.tiles(
-            q_len, kv_len, block_m, block_n, batch, heads, head_dim=head_dim, **captures
+            q_len, kv_len, block_m, block_n, batch, heads, head_dim=head_dim, **named
         )
         return f"{text}\n{explain_tiles(self._lowered, found, batch, heads, head_dim)}"
 
@@ -390,7 +391,7 @@ class Attention:
         data = picture.picture_data(
             self._lowered, q_len=q_len, kv_len=kv_len, block_m=block_m, block_n=block_n,
             batch=batch, heads=heads, b=b, h=h, title=self._text,
-            tensors={n: x for n, x in given.items() if n not in params},
+            tensors={n: torch.as_tensor(x) for n, x in given.items() if n not in params},
             params={n: x for n, x in given.items() if n in params},
         )  # fmt: skip
         if path is not None:

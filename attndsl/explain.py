@@ -96,7 +96,8 @@ def _atoms(lowered: Lowered) -> list[str]:
 
 def _advice(lowered: Lowered, counts: dict[int, int], tiles: TileMap) -> list[str]:
     """What would make the program cheaper; empty where nothing is known to."""
-    sparsity, lines = lowered.sparsity, []
+    sparsity = lowered.sparsity
+    lines: list[str] = []
     if sparsity.mask is None:
         return lines
     for atom in sparsity.atoms:

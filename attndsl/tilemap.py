@@ -112,7 +112,7 @@ class TileMap:
         numbers, indices = zip(
             *(_as_list(self.kinds == kind) for kind in (PARTIAL, FULL)), strict=True
         )
-        return BlockMask.from_kv_blocks(  # type: ignore[no-untyped-call]
+        return BlockMask.from_kv_blocks(
             numbers[0],
             indices[0],
             numbers[1],

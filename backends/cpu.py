@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from attndsl.errors import UnsupportedError
-from attndsl.ir import dependencies
+from attndsl.ir import SCORE, dependencies
 
 from .cpu_backward import backward
 from .cpu_tiles import (
@@ -306,7 +306,8 @@ class _Rows:
         torch.softmax(score, -1, out=weights)
         # The greatest weight is exp(0) / total.
         lse = peak - weights.amax(-1, keepdim=True).log_()
-        if scored.partial:
+        # A row is dead if the mask leaves nothing, or if the program's own scores are all -inf.
+        if scored.partial or self._program.score is not SCORE:
             dead = peak == -torch.inf
             if bool(dead.any()):
                 weights.masked_fill_(dead, 0.0)

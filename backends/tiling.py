@@ -26,8 +26,10 @@ if TYPE_CHECKING:
 
     from .base import Call
 
+_CHUNKS = {"cpu": 1 << 17}
+"""Pairs that are evaluated at a time: on CPUs what fits into a cache."""
 _CHUNK = 1 << 22
-"""Pairs that are evaluated at a time."""
+"""The same on other devices, which want much work at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,8 +201,8 @@ def evaluate_tiles(mask: Node, grid: Grid, kinds: torch.Tensor, chosen: torch.Te
         chosen: Bool, of the same shape.
     """
     where = chosen.nonzero()
-    per_tile = grid.block_m * grid.block_n
-    for part in where.split(max(1, _CHUNK // per_tile)):
+    chunk = _CHUNKS.get(where.device.type, _CHUNK)
+    for part in torch.split(where, max(1, chunk // (grid.block_m * grid.block_n))):
         live, there = _tile_masks(mask, grid, part)
         some = (live & there).flatten(1).any(1)
         every = (live | ~there).flatten(1).all(1)
@@ -232,7 +234,7 @@ def _extremes(values: torch.Tensor, dim: int, block: int) -> tuple[torch.Tensor,
     length = values.shape[dim]
     tiles = -(-length // block)
     index = torch.arange(tiles * block, device=values.device).clamp(max=length - 1)
-    blocks = values.index_select(dim, index).unflatten(dim, (tiles, block))
+    blocks = torch.unflatten(values.index_select(dim, index), dim, (tiles, block))
     low, high = blocks.amin(dim + 1), blocks.amax(dim + 1)
     if values.is_floating_point():
         strange = blocks.isnan().any(dim + 1)

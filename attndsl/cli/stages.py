@@ -101,7 +101,7 @@ def explain_program(
     sizes = {"batch": 1, "heads": 1, "kv_heads": 1, "head_dim": 64}
     sizes |= {"q_len": q_len, "kv_len": kv_len}
     generator = torch.Generator().manual_seed(0)
-    captures = make_captures(attention.lowered.program, sizes, "cpu", generator)
+    captures: dict[str, Any] = make_captures(attention.lowered.program, sizes, "cpu", generator)
     text = attention.explain(device, q_len=q_len, kv_len=kv_len, **captures)
     if captures:
         made_up = ", ".join(captures)

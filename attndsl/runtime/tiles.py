@@ -227,7 +227,7 @@ def _pool(pairs: torch.Tensor, grid: Grid) -> torch.Tensor:
             shape = [*pairs.shape]
             shape[dim] = rest
             pairs = torch.cat([pairs, pairs.new_zeros(shape)], dim)
-        pairs = pairs.unflatten(dim, (-1, block)).any(dim + 1)
+        pairs = torch.unflatten(pairs, dim, (-1, block)).any(dim + 1)
     return pairs
 
 

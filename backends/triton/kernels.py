@@ -89,11 +89,11 @@ class Kernels:
             executables, listed = {}, set()
             for direction in DIRECTIONS_OF[kind]:
                 key = _key(lowered, direction, special, precision, target)
-                module = self._modules.get(key) or self._stored(key)
-                if module is None:
-                    module = self._generate(
-                        lowered, direction, special, precision, target, device, key
-                    )
+                module = (
+                    self._modules.get(key)
+                    or self._stored(key)
+                    or self._generate(lowered, direction, special, precision, target, device, key)
+                )
                 executables[direction] = self._executable(
                     module, direction, special, precision, target, device,
                     (Config(**module.meta["config"]),), {},

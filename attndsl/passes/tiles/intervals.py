@@ -292,12 +292,9 @@ def _increasing(item: Node, a: Pair) -> Pair:
 def _bit_and(item: Node, a: Pair, b: Pair) -> Pair | None:
     """With 2**k - 1 it is ``% 2**k``."""
     for value, mask in ((a, item.args[1]), (b, item.args[0])):
-        if (
-            mask.op is Op.CONST
-            and int(mask.value) > 0
-            and int(mask.value) & int(mask.value) + 1 == 0
-        ):  # type: ignore[arg-type]
-            size = const(int(mask.value) + 1)  # type: ignore[arg-type]
+        bits = mask.value if mask.op is Op.CONST else None
+        if isinstance(bits, int) and bits > 0 and bits & bits + 1 == 0:
+            size = const(bits + 1)
             return _modulo(item, value, (size, size))
     return None
 
@@ -327,5 +324,6 @@ _RULES: dict[Op, Callable[..., Pair | None]] = {
     Op.NOT: lambda i, a: (_not(a[1]), _not(a[0])),
     Op.WHERE: _where,
     Op.CAST: _cast,
-} | dict.fromkeys(_INCREASING, _increasing)
+    **dict.fromkeys(_INCREASING, _increasing),
+}
 """Bounds of an operation from those of its operands; None where they say nothing."""

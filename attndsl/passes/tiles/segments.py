@@ -162,7 +162,7 @@ class _Derivation:
         # The same class of j relative to the owner's diagonal or to 0, for a power of two.
         for stride in self.strides:
             for slope in self.slopes:
-                parts = []
+                parts: list[Segment] = []
                 for residue in range(stride):
                     kept = piece.intersect(
                         self._set(
@@ -227,7 +227,7 @@ class _Reader:
     def _walk(self, code: Any, guard: Node | None, segments: list[Segment]) -> None:
         import islpy
 
-        kinds = islpy.ast_node_type
+        kinds: Any = islpy.ast_node_type
         kind = code.get_type()
         if kind == kinds.block:
             children = code.block_get_children()

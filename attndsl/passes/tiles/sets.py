@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from attndsl.ir import COMPARISONS, LEAVES, DType, Op, cast, dependencies, param, toposort
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from attndsl.ir import Node
 
@@ -259,7 +259,7 @@ def _runs(number: int) -> list[tuple[int, int | None]]:
     return runs
 
 
-_SIMPLE = {
+_SIMPLE: dict[Op, Callable[..., Any]] = {
     Op.ADD: lambda a, b: a.add(b),
     Op.SUB: lambda a, b: a.sub(b),
     Op.NEG: lambda a: a.neg(),
