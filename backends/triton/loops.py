@@ -139,9 +139,9 @@ def _nth(segments: tuple[Segment, ...], names: Names) -> tuple[list[str], set[st
 
 
 def _narrow(text: str, roots: tuple[Node, ...], names: Names) -> str:
-    """``text`` in 32 bits: tiles are few, but bounds may have been computed in 64."""
-    found = ranges(roots, names.int_bits)
-    return text if all(fits(found[root]) for root in roots) else f"({text}).to(tl.int32)"
+    """``text`` in 32 bits: tiles are few, but what is loaded makes bounds that have 64."""
+    parts = ranges(roots, names.int_bits, names.from_zero).values()
+    return text if all(fits(part) for part in parts) else f"({text}).to(tl.int32)"
 
 
 def _length(segment: Segment) -> Node:

@@ -251,10 +251,14 @@ def test_what_compiles_anew(counted, device):
         return counted.kernels_built
 
     text = "tensor gain[heads]: float; score = score * gain[h]"
-    assert call(text, torch.ones(2, device=device)) == 1
-    assert call(text, torch.zeros(2, device=device)) == 1
-    assert call(text.replace("gain[h]", "(gain[h])  # the same"), torch.ones(2, device=device)) == 1
-    assert call(text + " + 1", torch.ones(2, device=device)) == 2
+    # GPUs may have several tile sizes compiled in search of one that does not spill.
+    built = call(text, torch.ones(2, device=device))
+    assert built > 0
+    assert call(text, torch.zeros(2, device=device)) == built
+    assert call(text.replace("gain[h]", "(gain[h])  # the same"), torch.ones(2, device=device)) == (
+        built
+    )
+    assert call(text + " + 1", torch.ones(2, device=device)) > built
 
 
 @pytest.mark.parametrize("function", ["sum", "mean", "cumsum", "amax"])

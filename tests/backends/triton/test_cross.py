@@ -62,15 +62,49 @@ SCRIPT = textwrap.dedent(
 )
 
 
-def _compile(target: str, case: str, dtype: str, head_dim: int) -> list[list[str]]:
+WIDE_BOUNDS = textwrap.dedent(
+    """
+    import sys
+    from dataclasses import replace
+    import torch
+    from attndsl.backends.triton.cross import cross_compile, example_call
+    from attndsl.backends.triton.specialise import specialise
+    from attndsl.backends.triton.tiles import Config
+    from attndsl.passes.tiles.plan import DIRECTIONS
+    from attndsl.pipeline import lower
+    from attndsl.source import Source
+
+    TEXTS = {
+        "offset": "q >= kv and q - kv < 100",
+        "lengths": "tensor n[batch]: int; mask = q >= kv and kv < n[b]",
+        "param": "param n: int; mask = q >= kv and q - kv < n",
+    }
+    case, size = sys.argv[1], int(sys.argv[2])
+    lowered = lower(Source(TEXTS[case]), {})
+    captures = {"n": torch.zeros(2, dtype=torch.int64) if case == "lengths" else 1 << 40}
+    call = example_call(lowered, 64, 64, torch.float32, captures)
+    if case == "offset":
+        call = replace(call, q_offset=torch.tensor(200), kv_offset=3)
+    configs = dict.fromkeys(DIRECTIONS, (Config(size, size, 4, 1),))
+    for kernel in cross_compile(lowered, specialise(lowered.program, call), "cuda:90", configs):
+        print(kernel.name, kernel.config.block_m)
+    """
+)
+
+
+def _run(script: str, *arguments: object) -> list[list[str]]:
     # Where the interpreter is chosen for this process's kernels, nothing could be compiled.
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     done = subprocess.run(
-        [sys.executable, "-P", "-c", SCRIPT, target, case, dtype, str(head_dim)],
+        [sys.executable, "-P", "-c", script, *map(str, arguments)],
         env=environment, capture_output=True, text=True, timeout=600, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     return [line.split() for line in done.stdout.splitlines()]
+
+
+def _compile(target: str, case: str, dtype: str, head_dim: int) -> list[list[str]]:
+    return _run(SCRIPT, target, case, dtype, head_dim)
 
 
 @pytest.mark.parametrize("target", ["cuda:80", "cuda:90", "cuda:100", "hip:gfx942"])
@@ -88,6 +122,13 @@ def test_compiles_for(target: str) -> None:
 def test_any_head_dim_fits_a_small_gpu(dtype: str, head_dim: int) -> None:
     rows = _compile("cuda:86", "plain", dtype, head_dim)
     assert max(int(row[3]) for row in rows) <= 101376
+
+
+@pytest.mark.parametrize(("case", "size"), [("offset", 32), ("lengths", 32), ("param", 16)])
+def test_bounds_of_64_bits_make_loops_of_32(case: str, size: int) -> None:
+    """Triton wants one type of a variable that a loop carries; the interpreter does not mind."""
+    rows = _run(WIDE_BOUNDS, case, size)
+    assert [row[1] for row in rows[:3]] == [str(size)] * 3
 
 
 @pytest.mark.slow
