@@ -11,8 +11,6 @@ Non-goals: checked mode, second derivatives.
 
 from __future__ import annotations
 
-import re
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -21,6 +19,7 @@ from attndsl.errors import UnsupportedError
 from attndsl.ir import SCORE, dependencies
 
 from .cpu_backward import backward
+from .cpu_plan import Plans
 from .cpu_tiles import (
     Buffers,
     Place,
@@ -34,31 +33,15 @@ from .cpu_tiles import (
     matrices,
     place_of,
 )
-from .tiling import tile_kinds
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from attndsl.ir import Program
     from attndsl.pipeline import Lowered
 
     from .base import Call, Gradients, Wants
-    from .cpu_tiles import Range
 
-BLOCK_M = 128
-"""Query rows of a tile."""
-BLOCK_N = 64
-"""Keys of a tile; small, since it is by tiles that dead pairs are left out."""
-SPAN = 1024
-"""Longest span; a multiple of BLOCK_N."""
-PAIRS = 1 << 19
-"""Most pairs of a step's span, of all its heads (as far as one kv head's queries allow)."""
-_SPARE = 32
-"""Tiles (of one head each) whose work costs about what one more step costs."""
 _WEIGHTS = 1
 """Buffer."""
-_LIVE = re.compile(rb"[\x01\x02]+")
-_PARTIAL = re.compile(rb"\x01+")
 
 
 class CPUBackend:
@@ -66,6 +49,9 @@ class CPUBackend:
 
     name = "cpu"
     differentiable = False
+
+    def __init__(self) -> None:
+        self._plans = Plans()
 
     def why_not(self, device: torch.device) -> str | None:
         """None: it is made of torch operations, and runs wherever they do."""
@@ -92,7 +78,7 @@ class CPUBackend:
         """See :class:`~attndsl.backends.base.Backend`."""
         # Autocast would round the products' operands, which are of the dtype to compute in.
         with torch.no_grad(), torch.autocast(call.q.device.type, enabled=False):
-            return _forward(lowered, call)
+            return _forward(lowered, call, self._plans.of(lowered, call))
 
     def backward(
         self,
@@ -106,148 +92,15 @@ class CPUBackend:
     ) -> Gradients:
         """See :class:`~attndsl.backends.base.Backend`."""
         with torch.no_grad(), torch.autocast(call.q.device.type, enabled=False):
-            return backward(
-                lowered, call, _plan(lowered, call), out, lse, grad_out, grad_lse, wants
-            )
+            steps = self._plans.of(lowered, call)
+            return backward(lowered, call, steps, out, lse, grad_out, grad_lse, wants)
 
 
-def _plan(lowered: Lowered, call: Call) -> list[Step]:
-    """The steps that cover all live pairs of ``call``; rows without any may be in none."""
-    batch, heads, q_len, _ = call.q.shape
-    kv_heads, kv_len = call.k.shape[1:3]
-    if 0 in (batch, heads, q_len, kv_len):
-        return []
-    group = heads // kv_heads
-    tiles = -(-q_len // BLOCK_M)
-    if lowered.program.mask is None:
-        table = [[[b"\x02" * -(-kv_len // BLOCK_N)]]] * tiles
-    else:
-        kinds = tile_kinds(lowered, call, BLOCK_M, BLOCK_N).to("cpu")
-        table = [
-            [[bytes(row) for row in each] for each in kinds[:, :, number].tolist()]
-            for number in range(tiles)
-        ]
-    return [
-        step
-        for number, rows in enumerate(table)
-        for box, row in _boxes(rows, batch, heads, group)
-        for step in _split(box, number, _spans(row, kv_len), call)
-    ]
-
-
-@dataclass(frozen=True, slots=True)
-class _Box:
-    batches: Range
-    heads: Range
-
-
-def _spans(row: bytes, kv_len: int) -> tuple[Span, ...]:
-    """The spans of a row of tile kinds."""
-    tiles = SPAN // BLOCK_N
-    found = []
-    for live in _LIVE.finditer(row):
-        for first in range(live.start(), live.end(), tiles):
-            last = min(first + tiles, live.end())
-            partial = tuple(
-                (part.start() * BLOCK_N, min(part.end() * BLOCK_N, kv_len))
-                for part in _PARTIAL.finditer(row, first, last)
-            )
-            found.append(Span((first * BLOCK_N, min(last * BLOCK_N, kv_len)), partial))
-    return tuple(found)
-
-
-def _boxes(
-    rows: list[list[bytes]], batch: int, heads: int, group: int
-) -> Iterator[tuple[_Box, bytes]]:
-    """Heads that share a row of kinds, or that are so cheap that they may.
-
-    Args:
-        rows: One row of kinds per batch entry and head, or one for all where that is the length.
-        batch: Number of batch entries.
-        heads: Number of query heads.
-        group: Query heads of a kv head.
-    """
-    if len(rows) == 1 and len(rows[0]) == 1:
-        yield _Box((0, batch), (0, heads)), rows[0][0]
-        return
-    whole: list[bytes] = []
-    entries = rows * batch if len(rows) == 1 else rows
-    for b, entry in enumerate(entries):
-        runs = list(_merged(entry, 1 if len(entry) == heads else heads))
-        if len(runs) == 1:
-            whole.append(runs[0][1])
-            continue
-        yield from _whole(whole, b, heads)
-        whole = []
-        for run, row in runs:
-            for part in _aligned(run[0], run[1], group):
-                yield _Box((b, b + 1), part), row
-    yield from _whole(whole, len(entries), heads)
-
-
-def _whole(rows: list[bytes], stop: int, heads: int) -> Iterator[tuple[_Box, bytes]]:
-    """Boxes of the batch entries before ``stop``, each of one row for all heads."""
-    first = stop - len(rows)
-    for (start, end), row in _merged(rows, heads):
-        yield _Box((first + start, first + end), (0, heads)), row
-
-
-def _merged(rows: list[bytes], heads: int) -> Iterator[tuple[Range, bytes]]:
-    """Runs of neighbouring rows, of ``heads`` heads each, whose union wastes less than a step."""
-    start, union, live = 0, b"", 0
-    for place, row in enumerate(rows):
-        own = len(row) - row.count(0)
-        if place == start:
-            union, live = row, own
-            continue
-        if row == union:
-            live += own
-            continue
-        both = bytes(a if a == b else 1 for a, b in zip(union, row, strict=True))
-        wide = (len(both) - both.count(0)) * (place + 1 - start)
-        if (wide - live - own) * heads <= _SPARE:
-            union, live = both, live + own
-        else:
-            yield (start, place), union
-            start, union, live = place, row, own
-    if rows:
-        yield (start, len(rows)), union
-
-
-def _aligned(start: int, stop: int, group: int) -> Iterator[Range]:
-    """``start .. stop`` cut so that each part is whole groups or lies in one."""
-    while start < stop:
-        end = min(stop, (start // group + 1) * group)
-        if start % group == 0 and stop - start >= group:
-            end = stop // group * group
-        yield start, end
-        start = end
-
-
-def _split(box: _Box, number: int, spans: tuple[Span, ...], call: Call) -> Iterator[Step]:
-    """Steps of ``box`` with at most PAIRS pairs a span, as far as groups of heads allow."""
-    if not spans:
-        return
-    heads, q_len, group = call.q.shape[1], call.q.shape[2], call.q.shape[1] // call.k.shape[1]
-    rows = (number * BLOCK_M, min((number + 1) * BLOCK_M, q_len))
-    room = PAIRS // ((rows[1] - rows[0]) * max(span.width for span in spans))
-    (first, last), (low, high) = box.batches, box.heads
-    if room >= heads and last - first > 1:
-        for b in range(first, last, room // heads):
-            yield Step((b, min(b + room // heads, last)), box.heads, rows, spans)
-        return
-    several = high - low if high - low < group else max(group, room // group * group)
-    for b in range(first, last):
-        for h in range(low, high, several):
-            yield Step((b, b + 1), (h, min(h + several, high)), rows, spans)
-
-
-def _forward(lowered: Lowered, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
+def _forward(lowered: Lowered, call: Call, steps: list[Step]) -> tuple[torch.Tensor, torch.Tensor]:
     program = lowered.program
     batch, heads, q_len, _ = call.q.shape
     q = matrices(call.q, call)
     k, v = keys_of(call.k, call), keys_of(call.v, call)
-    steps = _plan(lowered, call)
     out = q.new_zeros((*q.shape[:-1], v.shape[-1]))
     lse = q.new_full((*q.shape[:-1], 1), -torch.inf)
     buffers = Buffers(steps, 2, q)
