@@ -63,9 +63,9 @@ def figures(results: dict[str, Any] | None, most: int | None = None) -> str:
     return "\n\n".join(parts)
 
 
-def load() -> dict[str, Any] | None:
-    """The committed results of benchmarks/attention.py, if any."""
-    path = RESULTS / "attention.json"
+def load(name: str) -> dict[str, Any] | None:
+    """Committed results of benchmarks/attention.py, if any: ``attention``, ``sparse_attention``."""
+    path = RESULTS / f"{name}.json"
     return json.loads(path.read_text("utf-8")) if path.exists() else None
 
 
@@ -82,11 +82,12 @@ def replace(text: str, part: str) -> str:
     return f"{before}{BEGIN}\n\n{part}\n\n{END}{after}"
 
 
-def targets(results: dict[str, Any] | None) -> dict[Path, str]:
+def targets() -> dict[Path, str]:
     """What stands between the marks of each file."""
+    results = load("attention"), load("sparse_attention")
     return {
-        ROOT / "README.md": figures(results, most=1),
-        ROOT / "docs" / "benchmarks.md": figures(results),
+        ROOT / "README.md": figures(results[0], most=1),
+        ROOT / "docs" / "benchmarks.md": "\n\n".join(figures(each) for each in results),
     }
 
 
@@ -95,7 +96,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--write", action="store_true", help="change README.md and docs")
     options = parser.parse_args()
-    for path, part in targets(load()).items():
+    for path, part in targets().items():
         if options.write:
             path.write_text(replace(path.read_text("utf-8"), part), "utf-8")
         else:

@@ -177,7 +177,7 @@ def test_the_limits_in_the_reference_are_those_of_the_code():
 def test_the_figures_are_those_of_the_result_file(monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     table = _script("table")
-    for path, part in table.targets(table.load()).items():
+    for path, part in table.targets().items():
         text = path.read_text("utf-8")
         assert table.replace(text, part) == text, "run benchmarks/table.py --write"
 
