@@ -20,6 +20,7 @@ from attndsl.passes.tiles.plan import (
     FULL,
     PARTIAL,
 )
+from attndsl.passes.widths import POSITION_LIMIT
 from attndsl.tilemap import TileMap
 
 from .arguments import bind
@@ -38,6 +39,7 @@ _DIRECTIONS = {
     "backward_kv": BACKWARD_KV,
     "backward_q": BACKWARD_Q,
 }
+_MOST_TILES = 1 << 31
 _ROWS_AT_ONCE = 1 << 24
 """Pairs whose mask is computed together while a plan is checked."""
 
@@ -67,12 +69,18 @@ def find_tiles(lowered: Lowered, call: Call, block_m: int, block_n: int, directi
     """The tiles of ``call``, by closed form where there is one.
 
     Raises:
-        ArgumentError: A tile size below 1, or an unknown direction.
+        ArgumentError: A tile size below 1, an unknown direction, or more tiles than a map may have.
     """
     which = direction_named(direction)
     for name, size in (("block_m", block_m), ("block_n", block_n)):
         if not isinstance(size, int) or size < 1:
             raise ArgumentError(f"{name} is {size!r}", hint="pass a whole number, 1 or more")
+    number = -(-call.q.shape[2] // block_m) * -(-call.k.shape[2] // block_n)
+    if number > _MOST_TILES or max(call.q.shape[2], call.k.shape[2]) >= POSITION_LIMIT:
+        raise ArgumentError(
+            f"the map would have {number} tiles",
+            hint="use larger block_m and block_n, or shorter lengths: calls need no map",
+        )
     sparsity, grid = lowered.sparsity, grid_of(call, block_m, block_n)
     with torch.no_grad():
         loop = sparsity.loop(which, block_m, block_n, *_positions(call))
