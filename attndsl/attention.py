@@ -166,7 +166,7 @@ class Attention:
             )  # fmt: skip
             backend, _ = choose_backend(self._backend, q.device, self._checked)
             backend.check(self._lowered, call)
-            call = replace(call, tiles=given_tiles(self._lowered, call, tiles))
+            call = replace(call, tiles=given_tiles(self._lowered, call, tiles), signature=object())
             if read_settings().verify and not needs_score(self._lowered):
                 for direction in ("forward", "backward_q", "backward_kv"):
                     verify_call(self._lowered, call, *self._tile_size(direction), direction)
@@ -195,6 +195,7 @@ class Attention:
                 seed,
                 deterministic,
                 None if tiles is None else given_tiles(self._lowered, template, tiles, q.device),
+                template.signature,
             )
         out, lse = attend(backend, self._lowered, call)
         return (out, lse) if return_lse else out

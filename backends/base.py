@@ -56,6 +56,9 @@ class Call:
     deterministic: bool = False
     tiles: TileKinds | None = None
     """Used in place of finding the tiles of this call anew, where they have no closed form."""
+    signature: object | None = None
+    """One object for all calls of one program whose tensors agree in shape, strides, dtype and
+    device, and whose other arguments agree in type; None where nobody compared them."""
 
 
 @dataclass(frozen=True, slots=True)

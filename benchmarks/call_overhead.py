@@ -1,6 +1,6 @@
 """Python time of an eager call whose kernel is cached: everything but the launch itself.
 
-    python benchmarks/call_overhead.py [--output FILE]
+    python benchmarks/call_overhead.py [--quick] [--output FILE]
 
 The Triton backend runs with kernels that do nothing, so that a machine without a GPU measures the
 same path: arguments, signature, output allocation, autograd. Microseconds a call, the median of
@@ -21,7 +21,6 @@ os.environ["TRITON_INTERPRET"] = "1"
 import torch
 
 import attndsl
-from attndsl.backends.triton import backend as triton_backend
 from attndsl.backends.triton.compile import Executable
 
 import common
@@ -38,24 +37,32 @@ PROGRAMS: dict[str, tuple[str, dict[str, Any]]] = {
 CALLS, ROUNDS = 2000, 7
 
 
-def nothing(kernel: Executable, programs: int, stream: int, arguments: Sequence[object]) -> None:
-    """Stands in for a launch."""
+class Launches:
+    """Stands in for launches, and counts them."""
+
+    def __init__(self) -> None:
+        self.number = 0
+
+    def __call__(self, programs: int, stream: int, arguments: Sequence[object]) -> None:
+        """Launch nothing."""
+        self.number += 1
 
 
-def microseconds(call: Callable[[], object]) -> float:
-    """Median time of one call."""
+def microseconds(call: Callable[[], object], calls: int, launches: Launches) -> float:
+    """Median time of one call; each has to launch one kernel."""
     for _ in range(200):
         call()
     rounds = []
     for _ in range(ROUNDS):
-        begin = time.perf_counter()
-        for _ in range(CALLS):
+        before, begin = launches.number, time.perf_counter()
+        for _ in range(calls):
             call()
-        rounds.append((time.perf_counter() - begin) / CALLS * 1e6)
+        rounds.append((time.perf_counter() - begin) / calls * 1e6)
+        assert launches.number - before == calls
     return statistics.median(rounds)
 
 
-def rows() -> list[dict[str, Any]]:
+def rows(calls: int, launches: Launches) -> list[dict[str, Any]]:
     """One row a program, without and with gradients."""
     found = []
     arguments = {"run-time param": {"cap": 30.0}, "captured tensor": {"gain": torch.ones(8)}}
@@ -63,9 +70,9 @@ def rows() -> list[dict[str, Any]]:
         attention = attndsl.compile(text, backend="triton", **bound)
         given = arguments.get(name, {})
         q, k, v = (torch.randn(2, 8, 16, 64) for _ in range(3))
-        plain = microseconds(lambda: attention(q, k, v, **given))  # noqa: B023
+        plain = microseconds(lambda: attention(q, k, v, **given), calls, launches)  # noqa: B023
         learned = q.clone().requires_grad_()
-        grad = microseconds(lambda: attention(learned, k, v, **given))  # noqa: B023
+        grad = microseconds(lambda: attention(learned, k, v, **given), calls, launches)  # noqa: B023
         found.append({"program": name, "call_us": plain, "with_grad_us": grad})
     return found
 
@@ -73,11 +80,12 @@ def rows() -> list[dict[str, Any]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--output", type=Path, help="result file")
+    parser.add_argument("--quick", action="store_true", help="few calls")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    Executable.launch = nothing  # type: ignore[method-assign]
-    assert triton_backend.Executable is Executable
-    found = rows()
+    launches = Launches()
+    Executable.launch = launches  # type: ignore[method-assign,assignment]
+    found = rows(20 if options.quick else CALLS, launches)
     common.write("call_overhead", "cpu", found, options.output)
     common.print_table(found, list(found[0]))
 

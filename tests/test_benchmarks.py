@@ -129,3 +129,15 @@ def test_start_is_measured_in_processes_of_its_own(script, tmp_path):
     rows = start.row("attndsl", "cpu", 1)
     assert [row["cache"] for row in rows] == ["cold", "warm"]
     assert all(row["first_output_ms"] > 0 for row in rows)
+
+
+def test_the_overhead_of_calls_is_measured(tmp_path):
+    output = tmp_path / "found.json"
+    command = [sys.executable, FOLDER / "call_overhead.py", "--quick", "--output", output]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(output.read_text())["rows"]
+    assert len(done.stdout.splitlines()) == len(rows) + 1
+    assert all(
+        value > 0 for row in rows for key, value in row.items() if key.endswith(("us", "ms"))
+    )

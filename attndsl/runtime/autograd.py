@@ -29,6 +29,8 @@ def attend(backend: Backend, lowered: Lowered, call: Call) -> tuple[torch.Tensor
 def _needs_grad(call: Call) -> bool:
     if call.q.requires_grad or call.k.requires_grad or call.v.requires_grad:
         return True
+    if not call.tensors and not call.params:
+        return False
     values = (*call.tensors.values(), *call.params.values())
     return any(isinstance(x, torch.Tensor) and x.requires_grad for x in values)
 
@@ -45,7 +47,7 @@ class _Attend(torch.autograd.Function):
         # Tensors are kept by save_for_backward alone, which hooks and checkpointing look into.
         ctx.plain = (
             call.scale, call.sizes, call.q_offset, call.kv_offset, call.q_index, call.kv_index,
-            call.seed, call.deterministic,
+            call.seed, call.deterministic, call.tiles, call.signature,
         )  # fmt: skip
         ctx.tensor_names = tuple(call.tensors)
         ctx.params = {n: None if isinstance(p, torch.Tensor) else p for n, p in call.params.items()}

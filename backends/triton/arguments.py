@@ -40,6 +40,8 @@ class Layout:
     executables: Mapping[str, Executable]
     strides: tuple[int, ...]
     """Batch, head and row strides of q, k and v."""
+    out_strides: tuple[int, ...]
+    """The same of a contiguous output."""
     sizes: tuple[int, ...]
     """batch, heads, kv_heads, q_len, kv_len."""
     listed: frozenset[str] = frozenset()

@@ -117,7 +117,7 @@ class TritonBackend:
                 tiles * batch * heads,
                 stream,
                 [
-                    q, call.k, call.v, out, lse, *layout.strides, *strides(out)[:3], call.scale,
+                    q, call.k, call.v, out, lse, *layout.strides, *layout.out_strides, call.scale,
                     *layout.sizes, origin(call.q_offset, call.q_index),
                     origin(call.kv_offset, call.kv_index), *capture_arguments(layout.special, call),
                     *lists,
@@ -229,7 +229,10 @@ class TritonBackend:
             steps = tuple(s for t in (call.q, call.k, call.v) for s in strides(t)[:3])
             batch, heads, q_len, _ = call.q.shape
             sizes = (batch, heads, call.k.shape[1], q_len, call.k.shape[2])
-            layout = Layout(special, prepared.executables, steps, sizes, prepared.listed)
+            out = torch.empty((batch, heads, q_len, call.v.shape[-1]), device="meta")
+            layout = Layout(
+                special, prepared.executables, steps, strides(out)[:3], sizes, prepared.listed
+            )
             if len(self._layouts) >= _MAX_LAYOUTS:
                 self._layouts.clear()
             self._layouts[key] = layout
@@ -263,22 +266,33 @@ def _signature(
 ) -> tuple[object, ...]:
     """What a :class:`Layout` depends on; cheap, since every call makes one."""
     q, k, v = call.q, call.k, call.v
-    tensors = (q, k, v) if grad_out is None else (q, k, v, grad_out)
-    return (
-        lowered.digest,
+    bits = q.data_ptr() | k.data_ptr() | v.data_ptr()
+    if grad_out is not None:
+        bits |= grad_out.data_ptr()
+    found: tuple[object, ...] = (
         kind,
-        q.dtype,
-        q.device,
         call.scale < 0,
         torch.get_float32_matmul_precision(),
-        tuple((t.shape, t.stride(), t.data_ptr() % 16) for t in tensors),
-        tuple((t.dtype, t.shape, t.stride(), t.data_ptr() % 16) for t in call.tensors.values()),
-        tuple(map(_param_class, call.params.values())),
-        None if call.q_index is None else call.q_index.dtype,
-        None if call.kv_index is None else call.kv_index.dtype,
+        bits % 16 == 0,
+        None if grad_out is None else grad_out.stride(),
         call.q_offset != 0 if isinstance(call.q_offset, int) else call.q_offset.dtype,
         call.kv_offset != 0 if isinstance(call.kv_offset, int) else call.kv_offset.dtype,
-    )  # fmt: skip
+    )
+    if call.tensors or call.params:
+        aligned = tuple(t.data_ptr() % 16 == 0 for t in call.tensors.values())
+        found = (*found, aligned, *map(_param_class, call.params.values()))
+    if call.signature is not None:
+        return (call.signature, *found)
+    return (
+        lowered.digest,
+        *found,
+        q.dtype,
+        q.device,
+        tuple((t.shape, t.stride()) for t in (q, k, v)),
+        tuple((t.dtype, t.shape, t.stride()) for t in call.tensors.values()),
+        None if call.q_index is None else call.q_index.dtype,
+        None if call.kv_index is None else call.kv_index.dtype,
+    )
 
 
 def _param_class(value: Scalar | torch.Tensor) -> object:
