@@ -17,24 +17,18 @@ if TYPE_CHECKING:
 
     from attndsl.backends.base import Backend
 
-BACKENDS = ("reference", "cpu", "triton")
+BACKENDS = ("reference", "cpu", "triton", "hopper")
 """Names of the backends of this version."""
-_PLANNED = ("hopper",)
 
 
 def check_backend_name(name: str) -> None:
     """Refuse a name that is no backend.
 
     Raises:
-        BackendError: ``name`` is unknown, or a backend that this version does not have.
+        BackendError: ``name`` is unknown.
     """
     if name == "auto" or name in BACKENDS:
         return
-    if name in _PLANNED:
-        raise BackendError(
-            f"this version has no backend '{name}'",
-            hint="use 'auto', 'reference', 'cpu' or 'triton'",
-        )
     close = difflib.get_close_matches(str(name), ["auto", *BACKENDS], n=1)
     hint = f"did you mean '{close[0]}'?" if close else f"use auto, {', '.join(BACKENDS)}"
     raise BackendError(f"there is no backend {name!r}", hint=hint)
@@ -79,6 +73,10 @@ def get_backend(name: str, checked: bool = False) -> Backend:
         return CPUBackend()
     # Triton takes long to import, and CPU users never need it.
     try:
+        if name == "hopper":
+            from attndsl.backends.hopper.backend import HopperBackend
+
+            return HopperBackend(default_cache())
         from attndsl.backends.triton import TritonBackend
     except ImportError as error:
         raise BackendError(

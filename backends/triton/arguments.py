@@ -89,7 +89,7 @@ def arguments_of(
         "BLOCK_N": None,
     }
     constants |= more
-    captures = _capture_types(special)
+    captures = capture_types(special)
     found = []
     for name in function.arg_names:
         if name in constants:
@@ -97,11 +97,11 @@ def arguments_of(
         elif name in captures:
             found.append(captures[name])
         else:
-            found.append(_template_argument(name, special))
+            found.append(template_argument(name, special))
     return found
 
 
-def _template_argument(name: str, special: Specialisation) -> Argument:
+def template_argument(name: str, special: Specialisation) -> Argument:
     if name in _OPERANDS:
         own = name in ("OUT", "DQ", "DK", "DV_OUT")
         return Argument(name, f"*{special.dtype}", aligned=own or special.aligned)
@@ -122,7 +122,7 @@ def _template_argument(name: str, special: Specialisation) -> Argument:
     return Argument(name, "i64" if name == "map_step" else "i32")
 
 
-def _capture_types(special: Specialisation) -> dict[str, Argument]:
+def capture_types(special: Specialisation) -> dict[str, Argument]:
     found: dict[str, Argument] = {}
 
     def add(name: str, kind: str, aligned: bool = False) -> None:

@@ -110,8 +110,8 @@ class TritonBackend:
         layout = self._layout(lowered, call, "forward")
         kernel = layout.executables["forward"]
         tiles = -(-q_len // kernel.config.block_m)
-        stream = _stream(q.device)
-        with _on(q.device):
+        stream = stream_of(q.device)
+        with on_device(q.device):
             lists = self._lists(layout, lowered, call, "forward", stream) if layout.listed else []
             kernel.launch(
                 tiles * batch * heads,
@@ -171,13 +171,13 @@ class TritonBackend:
             layout = self._layout(lowered, call, "backward", grad_out, wants, grad_lse is not None)
             padded = -(-q_len // PADDING) * PADDING
             lse2, delta = lse.new_empty((2, batch, heads, padded))
-            stream = _stream(q.device)
+            stream = stream_of(q.device)
             grad_strides = strides(grad_out)[:3]
             rows = layout.executables["row_statistics"]
             shared = [*layout.strides, *grad_strides, call.scale, *layout.sizes,
                       origin(call.q_offset, call.q_index), origin(call.kv_offset, call.kv_index),
                       *capture_arguments(layout.special, call)]  # fmt: skip
-            with _on(q.device):
+            with on_device(q.device):
                 rows.launch(
                     padded // STATISTICS_ROWS * batch * heads, stream,
                     [out, grad_out, lse, lse if grad_lse is None else grad_lse.contiguous(),
@@ -314,11 +314,11 @@ def _dtype(value: object) -> torch.dtype:
     return value.dtype
 
 
-def _stream(device: torch.device) -> int:
+def stream_of(device: torch.device) -> int:
     return int(torch._C._cuda_getCurrentRawStream(device.index)) if device.type == "cuda" else 0
 
 
-def _on(device: torch.device) -> contextlib.AbstractContextManager[object]:
+def on_device(device: torch.device) -> contextlib.AbstractContextManager[object]:
     if device.type == "cuda" and torch.cuda.current_device() != device.index:
         return torch.cuda.device(device)
     return contextlib.nullcontext()

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import triton
 from triton.compiler import ASTSource, CompiledKernel
+from triton.experimental.gluon._runtime import GluonASTSource
 from triton.runtime.errors import OutOfResources, PTXASError
 
 from attndsl.errors import BackendError
@@ -175,7 +176,13 @@ def restore(
 
 
 def _blocks(arguments: Sequence[Argument], config: Config) -> dict[str, int]:
-    blocks = {"BLOCK_M": config.block_m, "BLOCK_N": config.block_n}
+    blocks = {
+        "BLOCK_M": config.block_m,
+        "BLOCK_N": config.block_n,
+        "STAGES": config.stages,
+        "CONSUMERS": config.consumers,
+        "REGISTERS": config.registers,
+    }
     return {a.name: blocks[a.name] for a in arguments if a.name in blocks}
 
 
@@ -185,7 +192,7 @@ def _constants(arguments: Sequence[Argument], config: Config) -> tuple[object, .
 
 
 def _source(
-    function: object, arguments: Sequence[Argument], blocks: Mapping[str, int]
+    function: Any, arguments: Sequence[Argument], blocks: Mapping[str, int]
 ) -> ASTSource:
     constants = {a.name: a.constant for a in arguments if a.type == "constexpr"} | dict(blocks)
     signature = {a.name: a.type for a in arguments}
@@ -194,4 +201,5 @@ def _source(
         for position, argument in enumerate(arguments)
         if argument.aligned
     }
-    return ASTSource(function, signature, constexprs=constants, attrs=attributes)
+    kind = GluonASTSource if function.is_gluon() else ASTSource
+    return kind(function, signature, constexprs=constants, attrs=attributes)

@@ -77,10 +77,13 @@ def generate_attention(
         f"{name}_lists": wrapped(LIST_PARAMETERS) if listed else [],
     }
     templates = ("forward",) if direction == "forward" else ("weights", direction)
-    return fill_template(templates, [*functions, *texts], helpers | used, flags, names, more)
+    return fill_template(
+        __package__, templates, [*functions, *texts], helpers | used, flags, names, more
+    )
 
 
 def fill_template(
+    package: str,
     templates: tuple[str, ...],
     functions: list[str],
     helpers: set[str],
@@ -91,7 +94,8 @@ def fill_template(
     """A module's text: the templates one after the other, their hooks filled.
 
     Args:
-        templates: Files of ``templates/``, by their stems.
+        package: Where ``templates/`` lies.
+        templates: Its files, by their stems.
         functions: Texts of the program's own device functions.
         helpers: Library functions that these use.
         flags: Constants of the module.
@@ -110,14 +114,14 @@ def fill_template(
     }
     lines = []
     for template in templates:
-        lines += _fill(_template(template), fills)
+        lines += _fill(_template(package, template), fills)
     while "\n\n\n\n" in (text := "\n".join(lines)):
         lines = text.replace("\n\n\n\n", "\n\n\n").split("\n")
     return text.rstrip() + "\n"
 
 
-def _template(name: str) -> list[str]:
-    text = (resources.files(__package__) / "templates" / f"{name}.py").read_text("utf-8")
+def _template(package: str, name: str) -> list[str]:
+    text = (resources.files(package) / "templates" / f"{name}.py").read_text("utf-8")
     _, marker, rest = text.partition("#: begin\n")
     return (rest if marker else text).replace("# ruff: noqa: F821\n", "").split("\n")
 

@@ -38,7 +38,8 @@ def generate_lists(lowered: Lowered, special: Specialisation) -> str:
     ):
         texts.append(text)
         helpers |= used
-    return fill_template(("tile_lists",), texts, helpers, {}, parameters(special), {})
+    names = parameters(special)
+    return fill_template(__package__, ("tile_lists",), texts, helpers, {}, names, {})
 
 
 def value_counts(bounds: Bounds) -> dict[str, int]:

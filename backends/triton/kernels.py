@@ -14,7 +14,7 @@ from attndsl.passes.tiles.plan import DIRECTIONS
 
 from ..key import KernelKey, source_fingerprint, version_of
 from .arguments import arguments_of, block_widths
-from .compile import Executable, build, is_interpreted, load_module, record, restore
+from .compile import Argument, Executable, build, is_interpreted, load_module, record, restore
 from .generate import generate_attention
 from .generate_lists import generate_lists
 from .library import row_statistics
@@ -88,7 +88,7 @@ class Kernels:
             precision = _precision(special.dtype, target)
             executables, listed = {}, set()
             for direction in DIRECTIONS_OF[kind]:
-                key = _key(lowered, direction, special, precision, target)
+                key = self._key(lowered, direction, special, precision, target)
                 module = (
                     self._modules.get(key)
                     or self._stored(key)
@@ -115,7 +115,7 @@ class Kernels:
         """The kernels that find the tiles of a mask, for one tile size."""
         with self._lock:
             target = current_target()
-            key = _key(lowered, "tiles", special, "ieee", target)
+            key = self._key(lowered, "tiles", special, "ieee", target)
             module = self._modules.get(key)
             if module is None:
                 entry = self._store.load(key)
@@ -151,9 +151,7 @@ class Kernels:
         The loops of a text are those of one tile size, so that each attempt is a text of its own.
         A kernel that spills many registers is kept only if the next candidates are no better.
         """
-        configs = _candidates(
-            direction, work_of(lowered, special, direction), special, target, device
-        )
+        configs = self._configs(lowered, direction, special, target, device)
         best: tuple[int, _Module, Executable] | None = None
         refusals = []
         for number, config in enumerate(configs):
@@ -163,7 +161,7 @@ class Kernels:
                 "listed": loop.listed is not None,
                 "compiled": {},
             }
-            text = generate_attention(lowered, special, direction, loop)
+            text = self._text(lowered, special, direction, loop, config)
             module = self._keep(key, self._store.save(key, text, meta), meta)
             try:
                 executable = self._executable(
@@ -203,7 +201,7 @@ class Kernels:
         executable = self._executables.get(place)
         if executable is None:
             function = _function(module, name)
-            arguments = arguments_of(function, special, precision, target is None, more)
+            arguments = self._arguments(function, special, precision, target, more, configs[0])
             slot = "_".join([name, *map(str, more.values())])
             recorded = module.meta["compiled"].get(slot)
             if recorded is not None and target is not None:
@@ -218,6 +216,46 @@ class Kernels:
                     self._store.save(module.key, module.source, module.meta)
             self._executables[place] = executable
         return executable
+
+
+    def _configs(
+        self, lowered: Lowered, direction: str, special: Specialisation,
+        target: GPUTarget | None, device: torch.device,
+    ) -> tuple[Config, ...]:  # fmt: skip
+        """Tile sizes to try for a kernel, in order."""
+        work = work_of(lowered, special, direction)
+        return _candidates(direction, work, special, target, device)
+
+    def _text(
+        self, lowered: Lowered, special: Specialisation, direction: str, loop: LoopPlan,
+        config: Config,
+    ) -> str:  # fmt: skip
+        """The module of a kernel with these tile sizes."""
+        return generate_attention(lowered, special, direction, loop)
+
+    def _arguments(
+        self, function: object, special: Specialisation, precision: str,
+        target: GPUTarget | None, more: Mapping[str, int | bool], config: Config,
+    ) -> list[Argument]:  # fmt: skip
+        """Types of a kernel's arguments."""
+        return arguments_of(function, special, precision, target is None, more)
+
+    def _key(
+        self, lowered: Lowered, kind: str, special: Specialisation, precision: str,
+        target: GPUTarget | None,
+    ) -> str:  # fmt: skip
+        """Digest of what a module depends on."""
+        return KernelKey(
+            program=lowered.digest,
+            kind=kind,
+            special=repr(special),
+            options=f"precision={precision}",
+            target="interpreter" if target is None else f"{target.backend}:{target.arch}",
+            torch=torch.__version__,
+            triton=triton.__version__,
+            attndsl=version_of("attndsl"),
+            fingerprint=source_fingerprint(),
+        ).digest()
 
 
 def _function(module: _Module, name: str) -> object:
@@ -248,22 +286,6 @@ def current_target() -> GPUTarget | None:
         return None
     target: GPUTarget = triton.runtime.driver.active.get_current_target()
     return target
-
-
-def _key(
-    lowered: Lowered, kind: str, special: Specialisation, precision: str, target: GPUTarget | None
-) -> str:
-    return KernelKey(
-        program=lowered.digest,
-        kind=kind,
-        special=repr(special),
-        options=f"precision={precision}",
-        target="interpreter" if target is None else f"{target.backend}:{target.arch}",
-        torch=torch.__version__,
-        triton=triton.__version__,
-        attndsl=version_of("attndsl"),
-        fingerprint=source_fingerprint(),
-    ).digest()
 
 
 def _candidates(

@@ -37,6 +37,10 @@ class Config:
     warps: int
     stages: int
     """Depth of the software pipeline."""
+    consumers: int = 0
+    """Warpgroups that compute, where others only load; 0 where all warps do the same."""
+    registers: int = 0
+    """Registers of each thread of such a warpgroup."""
 
 
 _FORWARD = {

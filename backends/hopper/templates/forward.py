@@ -1,0 +1,414 @@
+"""Forward kernel for Hopper: a producer warpgroup and two or three consumer warpgroups.
+
+The producer loads q, k and v tiles with the tensor memory accelerator; each consumer computes the
+online softmax for its own rows of the query tile. While the softmax of one tile runs, the matrix
+product of the tile before it does.
+
+Algorithm: J. Shah et al., FlashAttention-3 (arXiv 2407.08608), sections 3.1 and 3.2. Exponentials
+are base 2.
+"""
+# ruff: noqa: F821
+
+#: begin
+"""Forward kernel: softmax(score) @ v by a producer and consumer warpgroups (arXiv 2407.08608).
+
+Exponentials are base 2.
+"""
+
+import triton
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared, mbarrier, warpgroup_mma, warpgroup_mma_wait,
+)
+
+from attndsl.backends.hopper import dialect as tl
+from attndsl.backends.hopper.shim import tma_load, tma_store, tma_wait
+from attndsl.backends.triton.library import positions, shift_of_positions
+#: imports
+
+#: flags
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
+
+
+#: functions
+
+
+@gluon.jit
+def place_of_program(batch, heads, kv_heads, q_len, together, BLOCK_M: gl.constexpr):
+    """Query tile, batch entry, head and kv head: ``together`` heads, tile by tile, longest first."""
+    q_tiles = tl.cdiv(q_len, BLOCK_M)
+    group = gl.program_id(0) // (q_tiles * together)
+    within = gl.program_id(0) - group * (q_tiles * together)
+    size = gl.minimum(together, batch * heads - group * together)
+    tile = within // size
+    if FORWARD_DESCENDING:
+        tile = q_tiles - 1 - tile
+    head_of_batch = group * together + within % size
+    b = head_of_batch // heads
+    h = head_of_batch % heads
+    return tile, b, h, h // (heads // kv_heads)
+
+
+@gluon.jit
+def count_tiles(
+    tile, b, h, hkv, batch, heads, kv_heads, q_len, kv_len, q_offset, kv_offset,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
+    #: parameters
+    #: forward_lists
+):
+    """As ``forward_tiles``; where there are none, one PARTIAL tile beyond all keys."""
+    full_tiles, partial_tiles, first_live, first_full = forward_tiles(
+        tile, b, h, hkv, batch, heads, kv_heads, q_len, kv_len, q_offset, kv_offset,
+        BLOCK_M, BLOCK_N,
+        #: arguments
+        #: forward_lists
+    )
+    nothing = full_tiles + partial_tiles == 0
+    partial_tiles = gl.where(nothing, 1, partial_tiles)
+    return full_tiles, partial_tiles, first_live, first_full, nothing
+
+
+@gluon.jit
+def partial_tile(
+    step, nothing, full_tiles, first_live, first_full, tile,
+    b, h, hkv, batch, heads, kv_heads, q_len, kv_len, q_offset, kv_offset,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
+    #: parameters
+    #: forward_lists
+):
+    """Index of PARTIAL tile number ``step``."""
+    beyond = tl.cdiv(kv_len, BLOCK_N)
+    found = beyond
+    if FORWARD_HAS_PARTIAL:
+        found = forward_partial_tile(
+            step, full_tiles, first_live, first_full, tile,
+            b, h, hkv, batch, heads, kv_heads, q_len, kv_len, q_offset, kv_offset,
+            BLOCK_M, BLOCK_N,
+            #: arguments
+            #: forward_lists
+        )
+    return gl.where(nothing, beyond, found)
+
+
+@gluon.jit
+def load_pair(
+    k_desc, v_desc, k_s, v_s, k_full, k_empty, v_full, v_empty, count, kv_tile, b, hkv,
+    BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+):
+    """Load one tile of k and one of v, as soon as the consumers have left their places."""
+    stage = count % STAGES
+    phase = (count // STAGES) & 1
+    mbarrier.wait(k_empty.index(stage), phase ^ 1)
+    mbarrier.expect(k_full.index(stage), k_desc.block_type.nbytes)
+    tma_load(k_desc, [b, hkv, kv_tile * BLOCK_N, 0], k_full.index(stage), k_s.index(stage))
+    mbarrier.wait(v_empty.index(stage), phase ^ 1)
+    mbarrier.expect(v_full.index(stage), v_desc.block_type.nbytes)
+    tma_load(v_desc, [b, hkv, kv_tile * BLOCK_N, 0], v_full.index(stage), v_s.index(stage))
+
+
+@gluon.jit
+def produce(
+    q_desc, k_desc, v_desc, q_s, k_s, v_s, q_full, k_full, k_empty, v_full, v_empty,
+    batch, heads, kv_heads, q_len, kv_len, q_origin, kv_origin, together,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr,
+    Q_KIND: gl.constexpr, KV_KIND: gl.constexpr,
+    #: parameters
+    #: forward_lists
+):
+    """Load the query tile, then every key-value tile: PARTIAL ones, then FULL ones."""
+    ROWS: gl.constexpr = BLOCK_M // CONSUMERS
+    tile, b, h, hkv = place_of_program(batch, heads, kv_heads, q_len, together, BLOCK_M)
+    q_offset = shift_of_positions(q_origin, Q_KIND)
+    kv_offset = shift_of_positions(kv_origin, KV_KIND)
+    full_tiles, partial_tiles, first_live, first_full, nothing = count_tiles(
+        tile, b, h, hkv, batch, heads, kv_heads, q_len, kv_len, q_offset, kv_offset,
+        BLOCK_M, BLOCK_N,
+        #: arguments
+        #: forward_lists
+    )
+    for part in gl.static_range(CONSUMERS):
+        mbarrier.expect(q_full.index(part), q_desc.block_type.nbytes)
+        tma_load(
+            q_desc, [b, h, tile * BLOCK_M + part * ROWS, 0], q_full.index(part), q_s.index(part)
+        )
+    for step in range(0, partial_tiles):
+        kv_tile = partial_tile(
+            step, nothing, full_tiles, first_live, first_full, tile,
+            b, h, hkv, batch, heads, kv_heads, q_len, kv_len, q_offset, kv_offset,
+            BLOCK_M, BLOCK_N,
+            #: arguments
+            #: forward_lists
+        )
+        load_pair(
+            k_desc, v_desc, k_s, v_s, k_full, k_empty, v_full, v_empty, step, kv_tile, b, hkv,
+            BLOCK_N, STAGES,
+        )
+    if FORWARD_HAS_FULL:
+        for step in range(0, full_tiles):
+            kv_tile = forward_full_tile(
+                step, full_tiles, first_live, first_full, tile,
+                b, h, hkv, batch, heads, kv_heads, q_len, kv_len, q_offset, kv_offset,
+                BLOCK_M, BLOCK_N,
+                #: arguments
+                #: forward_lists
+            )
+            load_pair(
+                k_desc, v_desc, k_s, v_s, k_full, k_empty, v_full, v_empty,
+                partial_tiles + step, kv_tile, b, hkv, BLOCK_N, STAGES,
+            )
+
+
+@gluon.jit
+def final_scores(
+    score, q, kv_tile, scale, b, h, hkv, batch, heads, kv_heads, q_len, kv_len, kv_origin,
+    BLOCK_N: gl.constexpr, KV_KIND: gl.constexpr, PARTIAL: gl.constexpr, SCORES: gl.constexpr,
+    #: parameters
+):
+    """The program's scores of one tile; -inf for pairs that take no part."""
+    if SCALED_FIRST:
+        score = score * scale
+    if PARTIAL or MODIFIED:
+        columns = kv_tile * BLOCK_N + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, SCORES))
+        kv = positions(columns, kv_len, kv_origin, KV_KIND)[None, :]
+        live = (columns < kv_len)[None, :]
+        if PARTIAL and MASKED:
+            live = live & mask_of_pair(
+                score, live, b, h, hkv, q, kv, batch, heads, kv_heads, q_len, kv_len,
+                #: arguments
+            )
+        if MODIFIED:
+            score, _ = gl.broadcast(
+                score_of_pair(
+                    score, live, b, h, hkv, q, kv, batch, heads, kv_heads, q_len, kv_len,
+                    #: arguments
+                ),
+                score,
+            )
+        if PARTIAL:
+            score = gl.where(live, score, float("-inf"))
+    return score
+
+
+@gluon.jit
+def soften(score, peak, factor, WEIGHTS: gl.constexpr, GUARDED: gl.constexpr, HALF: gl.constexpr):
+    """Weights of one tile: as an operand of the next product, their sums, decay, new maximum."""
+    new_peak = gl.maximum(peak, gl.max(score, 1) * factor)
+    shift = new_peak
+    if GUARDED:
+        shift = gl.where(new_peak == float("-inf"), 0.0, new_peak)
+    weight = gl.exp2(score * factor - shift[:, None])
+    decay = gl.exp2(peak - shift)
+    # Eight sums a row, of which each thread has its own, need no exchange until the end.
+    sums = gl.sum(gl.reshape(weight, [weight.shape[0], weight.shape[1] // 8, 8]), 1)
+    return gl.convert_layout(weight.to(HALF), WEIGHTS), sums, decay, new_peak
+
+
+@gluon.jit
+def attend(
+    count, kv_tile, acc, weight, sums, peak, q, q_part, zeros, k_s, v_s,
+    k_full, k_empty, v_full, v_empty,
+    factor, scale, b, h, hkv, batch, heads, kv_heads, q_len, kv_len, kv_origin,
+    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, KV_KIND: gl.constexpr, PARTIAL: gl.constexpr,
+    SCORES: gl.constexpr, OUTPUT: gl.constexpr, WEIGHTS: gl.constexpr, HALF: gl.constexpr,
+    D: gl.constexpr, DV: gl.constexpr,
+    #: parameters
+):
+    """Scores and weights of tile number ``count``, while those of the one before weigh v."""
+    stage = count % STAGES
+    before = (count - 1) % STAGES
+    mbarrier.wait(k_full.index(stage), (count // STAGES) & 1)
+    k = k_s.index(stage).reshape([BLOCK_N, D])
+    scoring = warpgroup_mma(q_part, k.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    mbarrier.wait(v_full.index(before), ((count - 1) // STAGES) & 1)
+    v = v_s.index(before).reshape([BLOCK_N, DV])
+    adding = warpgroup_mma(weight, v, acc, is_async=True)
+    score = warpgroup_mma_wait(1, deps=[scoring])
+    mbarrier.arrive(k_empty.index(stage), count=1)
+    score = final_scores(
+        score, q, kv_tile, scale, b, h, hkv, batch, heads, kv_heads, q_len, kv_len, kv_origin,
+        BLOCK_N, KV_KIND, PARTIAL, SCORES,
+        #: arguments
+    )
+    weight, own, decay, peak = soften(
+        score, peak, factor, WEIGHTS, (PARTIAL and MASKED) or MODIFIED, HALF
+    )
+    sums = sums * gl.convert_layout(decay, gl.SliceLayout(1, own.type.layout))[:, None] + own
+    acc = warpgroup_mma_wait(0, deps=[adding])
+    mbarrier.arrive(v_empty.index(before), count=1)
+    acc = acc * gl.convert_layout(decay, gl.SliceLayout(1, OUTPUT))[:, None]
+    return acc, weight, sums, peak
+
+
+@gluon.jit
+def consume(
+    PART: gl.constexpr, o_desc, LSE, q_s, k_s, v_s, q_full, k_full, k_empty, v_full, v_empty,
+    scale, batch, heads, kv_heads, q_len, kv_len, q_origin, kv_origin, together,
+    D: gl.constexpr, DV: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
+    STAGES: gl.constexpr, CONSUMERS: gl.constexpr, Q_KIND: gl.constexpr, KV_KIND: gl.constexpr,
+    #: parameters
+    #: forward_lists
+):
+    """Attention of the query tile's rows number ``PART``."""
+    ROWS: gl.constexpr = BLOCK_M // CONSUMERS
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
+    OUTPUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DV, 16])
+    WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, OUTPUT, 2)
+    HALF: gl.constexpr = o_desc.dtype
+    tile, b, h, hkv = place_of_program(batch, heads, kv_heads, q_len, together, BLOCK_M)
+    q_offset = shift_of_positions(q_origin, Q_KIND)
+    kv_offset = shift_of_positions(kv_origin, KV_KIND)
+    full_tiles, partial_tiles, first_live, first_full, nothing = count_tiles(
+        tile, b, h, hkv, batch, heads, kv_heads, q_len, kv_len, q_offset, kv_offset,
+        BLOCK_M, BLOCK_N,
+        #: arguments
+        #: forward_lists
+    )
+    first = tile * BLOCK_M + PART * ROWS
+    rows = first + gl.arange(0, ROWS, layout=gl.SliceLayout(1, SCORES))
+    q = positions(rows, q_len, q_origin, Q_KIND)[:, None]
+    # The running maximum needs a positive factor, so a negative scale is applied to the scores.
+    if SCALED_FIRST:
+        factor = LOG2E
+    else:
+        factor = scale * LOG2E
+    acc = gl.zeros([ROWS, DV], gl.float32, layout=OUTPUT)
+    zeros = gl.zeros([ROWS, BLOCK_N], gl.float32, layout=SCORES)
+    peak = gl.full([ROWS], float("-inf"), gl.float32, layout=gl.SliceLayout(1, SCORES))
+    q_part = q_s.index(PART).reshape([ROWS, D])
+
+    # The first tile has no weights before it. A FULL one may take the mask's code as well.
+    first_tile = partial_tile(
+        0, nothing, full_tiles, first_live, first_full, tile,
+        b, h, hkv, batch, heads, kv_heads, q_len, kv_len, q_offset, kv_offset,
+        BLOCK_M, BLOCK_N,
+        #: arguments
+        #: forward_lists
+    )
+    if FORWARD_HAS_FULL:
+        full_tile = forward_full_tile(
+            0, full_tiles, first_live, first_full, tile,
+            b, h, hkv, batch, heads, kv_heads, q_len, kv_len, q_offset, kv_offset,
+            BLOCK_M, BLOCK_N,
+            #: arguments
+            #: forward_lists
+        )
+        first_tile = gl.where(partial_tiles > 0, first_tile, full_tile)
+    mbarrier.wait(q_full.index(PART), 0)
+    mbarrier.wait(k_full.index(0), 0)
+    k = k_s.index(0).reshape([BLOCK_N, D])
+    score = warpgroup_mma(q_part, k.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    score = warpgroup_mma_wait(0, deps=[score])
+    mbarrier.arrive(k_empty.index(0), count=1)
+    score = final_scores(
+        score, q, first_tile, scale, b, h, hkv, batch, heads, kv_heads, q_len, kv_len, kv_origin,
+        BLOCK_N, KV_KIND, True, SCORES,
+        #: arguments
+    )
+    weight, sums, decay, peak = soften(score, peak, factor, WEIGHTS, MASKED or MODIFIED, HALF)
+
+    if FORWARD_HAS_PARTIAL:
+        kv_tile = partial_tile(
+            1, nothing, full_tiles, first_live, first_full, tile,
+            b, h, hkv, batch, heads, kv_heads, q_len, kv_len, q_offset, kv_offset,
+            BLOCK_M, BLOCK_N,
+            #: arguments
+            #: forward_lists
+        )
+        for step in range(1, partial_tiles):
+            acc, weight, sums, peak = attend(
+                step, kv_tile, acc, weight, sums, peak, q, q_part, zeros, k_s, v_s,
+                k_full, k_empty, v_full, v_empty,
+                factor, scale, b, h, hkv, batch, heads, kv_heads, q_len, kv_len, kv_origin,
+                BLOCK_N, STAGES, KV_KIND, True, SCORES, OUTPUT, WEIGHTS, HALF, D, DV,
+                #: arguments
+            )
+            kv_tile = partial_tile(
+                step + 1, nothing, full_tiles, first_live, first_full, tile,
+                b, h, hkv, batch, heads, kv_heads, q_len, kv_len, q_offset, kv_offset,
+                BLOCK_M, BLOCK_N,
+                #: arguments
+                #: forward_lists
+            )
+    if FORWARD_HAS_FULL:
+        skipped = gl.where(partial_tiles > 0, 0, 1)
+        kv_tile = forward_full_tile(
+            skipped, full_tiles, first_live, first_full, tile,
+            b, h, hkv, batch, heads, kv_heads, q_len, kv_len, q_offset, kv_offset,
+            BLOCK_M, BLOCK_N,
+            #: arguments
+            #: forward_lists
+        )
+        for step in range(skipped, full_tiles):
+            acc, weight, sums, peak = attend(
+                partial_tiles + step, kv_tile, acc, weight, sums, peak, q, q_part, zeros, k_s, v_s,
+                k_full, k_empty, v_full, v_empty,
+                factor, scale, b, h, hkv, batch, heads, kv_heads, q_len, kv_len, kv_origin,
+                BLOCK_N, STAGES, KV_KIND, False, SCORES, OUTPUT, WEIGHTS, HALF, D, DV,
+                #: arguments
+            )
+            kv_tile = forward_full_tile(
+                step + 1, full_tiles, first_live, first_full, tile,
+                b, h, hkv, batch, heads, kv_heads, q_len, kv_len, q_offset, kv_offset,
+                BLOCK_M, BLOCK_N,
+                #: arguments
+                #: forward_lists
+            )
+
+    last = partial_tiles + full_tiles - 1
+    mbarrier.wait(v_full.index(last % STAGES), (last // STAGES) & 1)
+    v = v_s.index(last % STAGES).reshape([BLOCK_N, DV])
+    adding = warpgroup_mma(weight, v, acc, is_async=True)
+    total = gl.convert_layout(gl.sum(sums, 1), gl.SliceLayout(1, SCORES))
+    # A row with no live pair gives zeros and a log-sum-exp of -inf.
+    empty = total == 0.0
+    lse = peak * LN2 + gl.log(gl.where(empty, 1.0, total))
+    row = (b * heads + h).to(gl.int64) * q_len
+    gl.store(LSE + row + rows, lse, mask=rows < q_len)
+    acc = warpgroup_mma_wait(0, deps=[adding])
+    inverse = 1.0 / gl.where(empty, 1.0, total)
+    acc = acc * gl.convert_layout(inverse, gl.SliceLayout(1, OUTPUT))[:, None]
+    # The rows of q have been read for the last time, and make room for those of the output.
+    if D == DV:
+        o_s = q_s.index(PART)
+    else:
+        o_s = gl.allocate_shared_memory(HALF, [1, 1, ROWS, DV], o_desc.layout)
+    o_s.reshape([ROWS, DV]).store(acc.to(HALF))
+    fence_async_shared()
+    tma_store(o_desc, [b, h, first, 0], o_s)
+    tma_wait(0)
+
+
+@gluon.jit
+def attention_forward(
+    q_desc, k_desc, v_desc, o_desc, LSE,
+    scale, batch, heads, kv_heads, q_len, kv_len, q_origin, kv_origin, together,
+    #: parameters
+    #: forward_lists
+    D: gl.constexpr, DV: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
+    STAGES: gl.constexpr, CONSUMERS: gl.constexpr, REGISTERS: gl.constexpr,
+    Q_KIND: gl.constexpr, KV_KIND: gl.constexpr,
+):
+    """One program: one query tile of one head. LSE (batch, heads, q_len) is contiguous fp32.
+
+    Descriptors are of (batch, heads, length, head dim): blocks of one head's rows.
+    """
+    ROWS: gl.constexpr = BLOCK_M // CONSUMERS
+    q_s = gl.allocate_shared_memory(q_desc.dtype, [CONSUMERS, 1, 1, ROWS, D], q_desc.layout)
+    k_s = gl.allocate_shared_memory(k_desc.dtype, [STAGES, 1, 1, BLOCK_N, D], k_desc.layout)
+    v_s = gl.allocate_shared_memory(v_desc.dtype, [STAGES, 1, 1, BLOCK_N, DV], v_desc.layout)
+    BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
+    q_full = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], BARRIER)
+    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    for part in gl.static_range(CONSUMERS):
+        mbarrier.init(q_full.index(part), count=1)
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(k_full.index(stage), count=1)
+        mbarrier.init(k_empty.index(stage), count=CONSUMERS)
+        mbarrier.init(v_full.index(stage), count=1)
+        mbarrier.init(v_empty.index(stage), count=CONSUMERS)
+    #: partitions

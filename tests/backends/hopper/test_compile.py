@@ -1,0 +1,82 @@
+"""Hopper kernels compile for sm_90 without one being present, and keep their values in registers."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+SCRIPT = textwrap.dedent(
+    """
+    import sys, tempfile
+    from dataclasses import replace
+    from pathlib import Path
+    import torch
+    from attndsl.backends.hopper.arguments import forward_arguments
+    from attndsl.backends.hopper.generate import generate_forward
+    from attndsl.backends.hopper.tiles import forward_candidates
+    from attndsl.backends.triton.compile import build, load_module
+    from attndsl.backends.triton.cross import example_call, parse_target
+    from attndsl.backends.triton.kernels import plan_loop
+    from attndsl.backends.triton.specialise import specialise
+    from attndsl.pipeline import lower
+    from attndsl.source import Source
+
+    TEXTS = {
+        "plain": "score",
+        "causal": "causal()",
+        "rich": '''
+    tensor doc[batch, kv_len]: int
+    tensor gain[heads]: float
+    tensor bias[q_len, kv_len]: float
+    param cap: float
+    mask = q >= kv and doc[b, q] == doc[b, kv]
+    score = cap * tanh(gain[h] * score / cap) + bias[q, kv]
+    ''',
+        "nothing": "q < 0",
+        "constant": "mask = causal()\\nscore = -2.0 * (h + 1)",
+        "logic": "param all: bool = false\\nmask = q >= kv or all\\nscore = where(q < 5, 1, score)",
+    }
+    case, head_dim, number = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+    lowered = lower(Source(TEXTS[case]), {})
+    call = example_call(lowered, head_dim, head_dim, torch.bfloat16, {})
+    if len(sys.argv) > 4:
+        call = replace(call, q_index=torch.arange(2), kv_offset=torch.tensor(3))
+    special = specialise(lowered.program, call)
+    config = forward_candidates(head_dim)[number]
+    loop = plan_loop(lowered, special, "forward", config)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "hopper.py"
+        path.write_text(generate_forward(lowered, special, loop, config.consumers), "utf-8")
+        function = load_module(path, "hopper").attention_forward
+        arguments = forward_arguments(function, special, config)
+        target = parse_target("cuda:90")
+        built = build(function, arguments, (config,), target, 232448, load=False)
+    print("wgmma" in built.kernel.asm["ptx"], built.kernel.metadata.shared)
+    """
+)
+
+
+def _compile(*arguments: object) -> str:
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", SCRIPT, *map(str, arguments)],
+        env=environment, capture_output=True, text=True, timeout=600, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout.splitlines()[0]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("causal", 128, 0), ("rich", 64, 0), ("plain", 256, 0), ("nothing", 128, 1),
+        ("constant", 64, 1), ("logic", 64, 1), ("rich", 128, 0, "index"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_compiles_for_hopper(arguments):
+    assert _compile(*arguments).startswith("True ")
