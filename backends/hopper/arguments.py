@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from triton.experimental.gluon.language import NVMMASharedLayout
@@ -18,8 +19,24 @@ if TYPE_CHECKING:
 
 _BYTES = 16
 """Addresses and strides that the tensor memory accelerator takes are multiples of this."""
-ROWS_LAYOUT = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
-"""Of rows of q, k, v and the output in shared memory."""
+_ROWS = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
+_SUMS = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=4)
+_STATISTICS = NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """What a descriptor moves at once, and how it lies in shared memory."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    """Triton's name."""
+    layout: NVMMASharedLayout
+
+    @property
+    def type(self) -> str:
+        """Triton's name of the descriptor's type."""
+        return f"tensordesc<{self.dtype}[{', '.join(map(str, self.shape))}],{self.layout!r}>"
 
 
 def block_width(head_dim: int) -> int:
@@ -27,22 +44,39 @@ def block_width(head_dim: int) -> int:
     return max(64, 1 << (head_dim - 1).bit_length())
 
 
-def forward_blocks(special: Specialisation, config: Config) -> dict[str, tuple[int, int]]:
-    """Rows and columns of the block of each descriptor."""
+def blocks_of(direction: str, special: Specialisation, config: Config) -> dict[str, Block]:
+    """Blocks of the descriptors that a kernel takes."""
     d, dv = block_width(special.head_dim), block_width(special.value_dim)
-    rows = config.block_m // config.consumers
+    m, n = config.block_m, config.block_n
+
+    def rows(number: int, width: int) -> Block:
+        return Block((1, 1, number, width), special.dtype, _ROWS)
+
+    if direction == "forward":
+        m = m // config.consumers
+        return {
+            "q_desc": rows(m, d), "k_desc": rows(n, d), "v_desc": rows(n, dv), "o_desc": rows(m, dv)
+        }  # fmt: skip
+    statistics = Block((m,), "fp32", _STATISTICS)
     return {
-        "q_desc": (rows, d),
-        "k_desc": (config.block_n, d),
-        "v_desc": (config.block_n, dv),
-        "o_desc": (rows, dv),
+        "q_desc": rows(m, d),
+        "k_desc": rows(n, d),
+        "v_desc": rows(n, dv),
+        "do_desc": rows(m, dv),
+        "dq_desc": Block((1, 1, m, d // config.consumers), "fp32", _SUMS),
+        "lse_desc": statistics,
+        "delta_desc": statistics,
     }
 
 
-def forward_arguments(function: Any, special: Specialisation, config: Config) -> list[Argument]:
-    """Types of all arguments of ``attention_forward``, by their names."""
-    blocks = forward_blocks(special, config)
+def arguments_of(
+    direction: str, function: Any, special: Specialisation, config: Config
+) -> list[Argument]:
+    """Types of all arguments of ``attention_{direction}``, by their names."""
+    blocks = blocks_of(direction, special, config)
     constants: dict[str, int | str | None] = {
+        "HEAD_DIM": special.head_dim,
+        "VALUE_DIM": special.value_dim,
         "D": block_width(special.head_dim),
         "DV": block_width(special.value_dim),
         "Q_KIND": special.q_kind,
@@ -54,25 +88,23 @@ def forward_arguments(function: Any, special: Specialisation, config: Config) ->
         if name in constants:
             found.append(Argument(name, "constexpr", constants[name]))
         elif name in blocks:
-            rows, columns = blocks[name]
-            kind = f"tensordesc<{special.dtype}[1, 1, {rows}, {columns}],{ROWS_LAYOUT!r}>"
-            found.append(Argument(name, kind))
+            found.append(Argument(name, blocks[name].type))
         else:
             found.append(captures.get(name) or template_argument(name, special))
     return found
 
 
-def descriptor(
-    tensor: torch.Tensor, steps: tuple[int, ...], block: tuple[int, int]
-) -> TensorDescriptor:
-    """Of ``tensor`` (batch, heads, length, head dim), for blocks of one head's rows.
+def descriptor(tensor: torch.Tensor, steps: tuple[int, ...], block: Block) -> TensorDescriptor:
+    """Of ``tensor``, for blocks of it.
 
     Args:
         tensor: What to describe.
-        steps: Its strides, from :func:`descriptor_strides`.
-        block: Rows and columns.
+        steps: Its strides, for (batch, heads, length, head dim) from :func:`descriptor_strides`.
+        block: What to move at once.
     """
-    return TensorDescriptor(tensor, list(tensor.shape), list(steps), [1, 1, *block], ROWS_LAYOUT)
+    return TensorDescriptor(
+        tensor, list(tensor.shape), list(steps), list(block.shape), block.layout
+    )
 
 
 def descriptor_strides(tensor: torch.Tensor) -> tuple[int, ...] | None:

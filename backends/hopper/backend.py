@@ -6,18 +6,21 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from ..base import Gradients
 from ..triton.arguments import capture_arguments, origin
-from ..triton.backend import TritonBackend, on_device, stream_of
-from .arguments import descriptor, descriptor_strides, forward_blocks
+from ..triton.backend import PADDING, TritonBackend, on_device, stream_of
+from ..triton.kernels import STATISTICS_ROWS
+from ..triton.specialise import strides
+from .arguments import block_width, blocks_of, descriptor, descriptor_strides
 from .kernels import HopperKernels
+from .tiles import CANDIDATES
 
 if TYPE_CHECKING:
     from attndsl.pipeline import Lowered
 
-    from ..base import Call, Store
+    from ..base import Call, Store, Wants
 
 _DTYPES = (torch.float16, torch.bfloat16)
-_MAX_HEAD_DIM = 256
 _TOGETHER_BYTES = 24 << 20
 """Keys and values of the heads that run side by side: about half of the L2 cache."""
 
@@ -45,7 +48,7 @@ class HopperBackend(TritonBackend):
         """See :class:`~attndsl.backends.base.Backend`."""
         q, k, v = call.q, call.k, call.v
         steps = tuple(map(descriptor_strides, (q, k, v)))
-        if None in steps or why_portable(call) is not None:
+        if None in steps or why_portable(call, "forward") is not None:
             return self._portable.forward(lowered, call)
         batch, heads, q_len, _ = q.shape
         out = q.new_empty((batch, heads, q_len, v.shape[-1]))
@@ -55,7 +58,7 @@ class HopperBackend(TritonBackend):
         lse = q.new_empty((batch, heads, q_len), dtype=torch.float32)
         layout = self._layout(lowered, call, "forward")
         kernel = layout.executables["forward"]
-        blocks = forward_blocks(layout.special, kernel.config)
+        blocks = blocks_of("forward", layout.special, kernel.config)
         stream = stream_of(q.device)
         with on_device(q.device):
             lists = self._lists(layout, lowered, call, "forward", stream) if layout.listed else []
@@ -74,13 +77,76 @@ class HopperBackend(TritonBackend):
             )  # fmt: skip
         return out, lse
 
+    def backward(
+        self,
+        lowered: Lowered,
+        call: Call,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        grad_out: torch.Tensor,
+        grad_lse: torch.Tensor | None,
+        wants: Wants,
+    ) -> Gradients:
+        """See :class:`~attndsl.backends.base.Backend`."""
+        q, k, v = call.q, call.k, call.v
+        if grad_out.numel() and descriptor_strides(grad_out) is None:
+            grad_out = grad_out.contiguous()
+        steps = tuple(map(descriptor_strides, (q, k, v, grad_out)))
+        reason = why_portable(call, "backward_kv")
+        if None in steps or reason is not None or wants.tensors or wants.params:
+            return self._portable.backward(lowered, call, out, lse, grad_out, grad_lse, wants)
+        batch, heads, q_len, head_dim = q.shape
+        layout = self._layout(lowered, call, "backward", grad_out, wants, grad_lse is not None)
+        padded = -(-q_len // PADDING) * PADDING
+        lse2, delta = lse.new_empty((2, batch, heads, padded))
+        # TMA wants row strides that are multiples of 16 bytes.
+        width = -(-head_dim // 4) * 4
+        sums = torch.zeros((batch, heads, q_len, width), dtype=torch.float32, device=q.device)
+        sums = sums[..., :head_dim]
+        dk, dv = k.new_empty(k.shape), v.new_empty(v.shape)
+        kernel = layout.executables["backward_kv"]
+        blocks = blocks_of("backward_kv", layout.special, kernel.config)
+        stream = stream_of(q.device)
+        sums_steps = descriptor_strides(sums)
+        assert sums_steps is not None
+        with on_device(q.device):
+            layout.executables["row_statistics"].launch(
+                padded // STATISTICS_ROWS * batch * heads, stream,
+                [out, grad_out, lse, lse if grad_lse is None else grad_lse.contiguous(),
+                 lse2, delta, *strides(out)[:3], *strides(grad_out)[:3], heads, q_len],
+            )  # fmt: skip
+            kernel.launch(
+                -(-k.shape[2] // kernel.config.block_n) * batch * k.shape[1], stream,
+                [
+                    descriptor(q, steps[0], blocks["q_desc"]),
+                    descriptor(k, steps[1], blocks["k_desc"]),
+                    descriptor(v, steps[2], blocks["v_desc"]),
+                    descriptor(grad_out, steps[3], blocks["do_desc"]),
+                    descriptor(sums, sums_steps, blocks["dq_desc"]),
+                    descriptor(lse2.flatten(), (1,), blocks["lse_desc"]),
+                    descriptor(delta.flatten(), (1,), blocks["delta_desc"]),
+                    dk, dv, call.scale, *layout.sizes, origin(call.q_offset, call.q_index),
+                    origin(call.kv_offset, call.kv_index), padded,
+                    *capture_arguments(layout.special, call),
+                    *self._lists(layout, lowered, call, "backward_kv", stream),
+                ],
+            )  # fmt: skip
+        dq = torch.mul(sums, call.scale, out=q.new_empty(q.shape)) if wants.q else None
+        return Gradients(
+            q=dq, k=dk if wants.k else None, v=dv if wants.v else None, tensors={}, params={}
+        )
 
-def why_portable(call: Call) -> str | None:
-    """Why the portable kernels run a call, or None."""
+
+def why_portable(call: Call, direction: str) -> str | None:
+    """Why the portable kernels run this part of a call, or None."""
     if call.q.dtype not in _DTYPES:
         return f"the Hopper kernels compute in fp16 and bf16, not {call.q.dtype}"
-    if max(call.q.shape[3], call.v.shape[3]) > _MAX_HEAD_DIM:
-        return f"the Hopper kernels take head dims up to {_MAX_HEAD_DIM}"
+    width = max(block_width(call.q.shape[3]), block_width(call.v.shape[3]))
+    if width not in CANDIDATES[direction]:
+        most = max(CANDIDATES[direction])
+        return f"the Hopper kernels of this direction take head dims up to {most}"
+    if direction != "forward" and call.deterministic:
+        return "the Hopper backward adds up dQ in no fixed order"
     if 0 in call.q.shape or 0 in call.k.shape or 0 in call.v.shape:
         return "nothing is to be computed"
     return None

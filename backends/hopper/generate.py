@@ -22,44 +22,69 @@ if TYPE_CHECKING:
     from attndsl.pipeline import Lowered
 
     from ..triton.specialise import Specialisation
+    from ..triton.tiles import Config
 
-_SHARED = (
+_FORWARD_PRODUCER = (
     "q_desc, k_desc, v_desc, q_s, k_s, v_s, q_full, k_full, k_empty, v_full, v_empty,",
     "batch, heads, kv_heads, q_len, kv_len, q_origin, kv_origin, together,",
     "BLOCK_M, BLOCK_N, STAGES, CONSUMERS, Q_KIND, KV_KIND,",
 )
-_CONSUMER = (
+_FORWARD_CONSUMER = (
     "o_desc, LSE, q_s, k_s, v_s, q_full, k_full, k_empty, v_full, v_empty,",
     "scale, batch, heads, kv_heads, q_len, kv_len, q_origin, kv_origin, together,",
     "D, DV, BLOCK_M, BLOCK_N, STAGES, CONSUMERS, Q_KIND, KV_KIND,",
 )
+_BACKWARD_PRODUCER = (
+    "q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc,",
+    "q_s, k_s, v_s, do_s, lse_s, delta_s, k_full, v_full, q_full, do_full, q_empty, do_empty,",
+    "tile, b, hkv, batch, heads, kv_heads, q_len, kv_len, q_origin, kv_origin, padded,",
+    "BLOCK_M, BLOCK_N, STAGES, Q_KIND, KV_KIND,",
+)
+_BACKWARD_CONSUMER = (
+    "dq_desc, DK, DV_OUT,",
+    "q_s, k_s, v_s, do_s, lse_s, delta_s, ds_s, dq_s,",
+    "k_full, v_full, q_full, do_full, q_empty, do_empty,",
+    "tile, b, hkv, scale, batch, heads, kv_heads, q_len, kv_len, q_origin, kv_origin,",
+    "HEAD_DIM, VALUE_DIM, D, DV, BLOCK_M, BLOCK_N, STAGES, Q_KIND, KV_KIND, HALF,",
+)
+_FAMILIES = {
+    "forward": ("forward", "forward", _FORWARD_PRODUCER, _FORWARD_CONSUMER),
+    "backward_kv": ("backward", "kv_pass", _BACKWARD_PRODUCER, _BACKWARD_CONSUMER),
+}
+"""By direction: template, what it calls its loop, what it hands to its warpgroups."""
 _INDENT = "    "
 
 
-def generate_forward(
-    lowered: Lowered, special: Specialisation, loop: LoopPlan, consumers: int
+def generate(
+    lowered: Lowered, special: Specialisation, direction: str, loop: LoopPlan, config: Config
 ) -> str:
-    """The module of ``attention_forward``.
+    """The module of ``attention_{direction}``.
 
     Args:
         lowered: The program.
         special: What the call is like.
-        loop: The plan of the loop over key-value tiles.
-        consumers: Warpgroups that share a query tile.
+        direction: ``forward`` or ``backward_kv``, which makes all three gradients.
+        loop: The plan of its loop.
+        config: How many warpgroups share a tile, and whether loops are peeled.
     """
     program = lowered.program
+    template, name, producer, consumer = _FAMILIES[direction]
     names = parameters(special)
-    functions, helpers = [], set[str]()
-    for name, root, doc in (
+    roots = [
         ("mask_of_pair", program.mask, "Whether each pair takes part."),
         ("score_of_pair", program.score, "The program's score from scale * (q . k)."),
-    ):
-        text, used = pair_function(name, root, special, doc)
+    ]
+    if direction != "forward":
+        doc = "Derivative of the program's score by scale * (q . k)."
+        roots.append(("derivative_of_pair", lowered.derivative.score, doc))
+    functions, helpers = [], set[str]()
+    for function, root, doc in roots:
+        text, used = pair_function(function, root, special, doc)
         functions.append(text)
         helpers |= used
     texts, used = print_loop(
-        "forward",
-        DIRECTIONS["forward"].along,
+        name,
+        DIRECTIONS[direction].along,
         loop,
         names,
         param_values(special, scalar=True),
@@ -73,25 +98,28 @@ def generate_forward(
         "SCALED_FIRST": modified
         or (program.mask is not None and "score" in dependencies(program.mask)[program.mask])
         or special.negative_scale,
-        "FORWARD_HAS_FULL": listed or bool(loop.full),
-        "FORWARD_HAS_PARTIAL": listed or bool(loop.partial),
-        "FORWARD_DESCENDING": loop.descending,
+        f"{name.upper()}_HAS_FULL": listed or bool(loop.full),
+        f"{name.upper()}_HAS_PARTIAL": listed or bool(loop.partial),
+        f"{name.upper()}_DESCENDING": loop.descending,
+        "PEELED": config.peeled,
     }
     lists = wrapped(LIST_PARAMETERS) if listed else []
     more = {
-        "forward_lists": lists,
-        "partitions": _partitions(consumers, [*wrapped(names), *lists]),
+        f"{name}_lists": lists,
+        "partitions": _partitions(producer, consumer, config.consumers, [*wrapped(names), *lists]),
     }
     return fill_template(
-        __package__, ("forward",), [*functions, *texts], helpers | used, flags, names, more
+        __package__, (template,), [*functions, *texts], helpers | used, flags, names, more
     )
 
 
-def _partitions(consumers: int, arguments: list[str]) -> list[str]:
+def _partitions(
+    producer: tuple[str, ...], consumer: tuple[str, ...], consumers: int, arguments: list[str]
+) -> list[str]:
     """The statement that sets the warpgroups to work."""
-    lines = ["gl.warp_specialize(", _INDENT + "[", *_call("produce", _SHARED, arguments)]
+    lines = ["gl.warp_specialize(", _INDENT + "[", *_call("produce", producer, arguments)]
     for part in range(consumers):
-        lines += _call("consume", (f"{part},", *_CONSUMER), arguments)
+        lines += _call("consume", (f"{part},", *consumer), arguments)
     warps = ", ".join(["4"] * consumers)
     registers = ", ".join(["REGISTERS"] * consumers)
     return [*lines, _INDENT + "],", f"{_INDENT}[{warps}],", f"{_INDENT}[{registers}],", ")"]

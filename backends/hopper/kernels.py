@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from ..triton.kernels import Kernels
-from .arguments import block_width, forward_arguments
-from .generate import generate_forward
-from .tiles import forward_candidates
+from .arguments import arguments_of, block_width
+from .generate import generate
+from .tiles import CANDIDATES
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -24,35 +24,42 @@ if TYPE_CHECKING:
 
 
 class HopperKernels(Kernels):
-    """The forward for Hopper; all else as the portable family has it."""
+    """The forward and the single-pass backward; all else as the portable family has it."""
+
+    directions: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        "forward": ("forward",),
+        "backward": ("backward_kv",),
+    }
 
     def _configs(
         self, lowered: Lowered, direction: str, special: Specialisation,
         target: GPUTarget | None, device: torch.device,
     ) -> tuple[Config, ...]:  # fmt: skip
-        if direction != "forward":
+        if direction not in CANDIDATES:
             return super()._configs(lowered, direction, special, target, device)
-        return forward_candidates(max(map(block_width, (special.head_dim, special.value_dim))))
+        width = max(map(block_width, (special.head_dim, special.value_dim)))
+        return CANDIDATES[direction][width]
 
     def _text(
         self, lowered: Lowered, special: Specialisation, direction: str, loop: LoopPlan,
         config: Config,
     ) -> str:  # fmt: skip
-        if direction != "forward":
+        if direction not in CANDIDATES:
             return super()._text(lowered, special, direction, loop, config)
-        return generate_forward(lowered, special, loop, config.consumers)
+        return generate(lowered, special, direction, loop, config)
 
     def _arguments(
-        self, function: object, special: Specialisation, precision: str,
+        self, function: Any, special: Specialisation, precision: str,
         target: GPUTarget | None, more: Mapping[str, int | bool], config: Config,
     ) -> list[Argument]:  # fmt: skip
         if not config.consumers:
             return super()._arguments(function, special, precision, target, more, config)
-        return forward_arguments(function, special, config)
+        direction = "forward" if "o_desc" in function.arg_names else "backward_kv"
+        return arguments_of(direction, function, special, config)
 
     def _key(
         self, lowered: Lowered, kind: str, special: Specialisation, precision: str,
         target: GPUTarget | None,
     ) -> str:  # fmt: skip
-        family = "hopper" if kind == "forward" else kind
+        family = f"hopper {kind}" if kind in CANDIDATES else kind
         return super()._key(lowered, family, special, precision, target)

@@ -12,8 +12,13 @@ _FORWARD = {
     128: (Config(128, 128, 4, 2, 2, 240), Config(128, 64, 4, 3, 2, 240)),
     256: (Config(128, 64, 4, 2, 2, 240),),
 }
-
-
-def forward_candidates(block_d: int) -> tuple[Config, ...]:
-    """Configs worth compiling for a head dim that is a power of two from 64 to 256."""
-    return _FORWARD[block_d]
+_BACKWARD = {
+    64: (
+        Config(128, 128, 4, 2, 2, 240),
+        Config(128, 128, 4, 2, 2, 240, peeled=False),
+        Config(64, 128, 4, 2, 2, 240),
+    ),
+    128: (Config(64, 128, 4, 2, 2, 240), Config(64, 128, 4, 2, 2, 240, peeled=False)),
+}
+CANDIDATES = {"forward": _FORWARD, "backward_kv": _BACKWARD}
+"""Configs worth compiling, by direction and head dim, a power of two."""

@@ -191,9 +191,7 @@ def _constants(arguments: Sequence[Argument], config: Config) -> tuple[object, .
     return tuple(blocks.get(a.name, a.constant) for a in arguments if a.type == "constexpr")
 
 
-def _source(
-    function: Any, arguments: Sequence[Argument], blocks: Mapping[str, int]
-) -> ASTSource:
+def _source(function: Any, arguments: Sequence[Argument], blocks: Mapping[str, int]) -> ASTSource:
     constants = {a.name: a.constant for a in arguments if a.type == "constexpr"} | dict(blocks)
     signature = {a.name: a.type for a in arguments}
     attributes = {

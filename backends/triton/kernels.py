@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import triton
@@ -66,6 +66,9 @@ class Prepared:
 class Kernels:
     """Generates, compiles and keeps kernels, in memory and in ``store``."""
 
+    directions: ClassVar[Mapping[str, tuple[str, ...]]] = DIRECTIONS_OF
+    """The kernels that make a forward, and a backward."""
+
     def __init__(self, store: Store) -> None:
         self._store = store
         self._lock = threading.RLock()
@@ -87,7 +90,7 @@ class Kernels:
             target = current_target()
             precision = _precision(special.dtype, target)
             executables, listed = {}, set()
-            for direction in DIRECTIONS_OF[kind]:
+            for direction in self.directions[kind]:
                 key = self._key(lowered, direction, special, precision, target)
                 module = (
                     self._modules.get(key)
@@ -216,7 +219,6 @@ class Kernels:
                     self._store.save(module.key, module.source, module.meta)
             self._executables[place] = executable
         return executable
-
 
     def _configs(
         self, lowered: Lowered, direction: str, special: Specialisation,

@@ -41,6 +41,9 @@ class Config:
     """Warpgroups that compute, where others only load; 0 where all warps do the same."""
     registers: int = 0
     """Registers of each thread of such a warpgroup."""
+    peeled: bool = True
+    """Whether FULL tiles have a loop of their own, without the mask's code: it may take registers
+    that are worth more."""
 
 
 _FORWARD = {

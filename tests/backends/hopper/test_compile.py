@@ -15,9 +15,9 @@ SCRIPT = textwrap.dedent(
     from dataclasses import replace
     from pathlib import Path
     import torch
-    from attndsl.backends.hopper.arguments import forward_arguments
-    from attndsl.backends.hopper.generate import generate_forward
-    from attndsl.backends.hopper.tiles import forward_candidates
+    from attndsl.backends.hopper.arguments import arguments_of
+    from attndsl.backends.hopper.generate import generate
+    from attndsl.backends.hopper.tiles import CANDIDATES
     from attndsl.backends.triton.compile import build, load_module
     from attndsl.backends.triton.cross import example_call, parse_target
     from attndsl.backends.triton.kernels import plan_loop
@@ -40,19 +40,19 @@ SCRIPT = textwrap.dedent(
         "constant": "mask = causal()\\nscore = -2.0 * (h + 1)",
         "logic": "param all: bool = false\\nmask = q >= kv or all\\nscore = where(q < 5, 1, score)",
     }
-    case, head_dim, number = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+    direction, case, head_dim, number = *sys.argv[1:3], int(sys.argv[3]), int(sys.argv[4])
     lowered = lower(Source(TEXTS[case]), {})
     call = example_call(lowered, head_dim, head_dim, torch.bfloat16, {})
-    if len(sys.argv) > 4:
+    if len(sys.argv) > 5:
         call = replace(call, q_index=torch.arange(2), kv_offset=torch.tensor(3))
     special = specialise(lowered.program, call)
-    config = forward_candidates(head_dim)[number]
-    loop = plan_loop(lowered, special, "forward", config)
+    config = CANDIDATES[direction][head_dim][number]
+    loop = plan_loop(lowered, special, direction, config)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "hopper.py"
-        path.write_text(generate_forward(lowered, special, loop, config.consumers), "utf-8")
-        function = load_module(path, "hopper").attention_forward
-        arguments = forward_arguments(function, special, config)
+        path.write_text(generate(lowered, special, direction, loop, config), "utf-8")
+        function = getattr(load_module(path, "hopper"), f"attention_{direction}")
+        arguments = arguments_of(direction, function, special, config)
         target = parse_target("cuda:90")
         built = build(function, arguments, (config,), target, 232448, load=False)
     print("wgmma" in built.kernel.asm["ptx"], built.kernel.metadata.shared)
@@ -73,8 +73,19 @@ def _compile(*arguments: object) -> str:
 @pytest.mark.parametrize(
     "arguments",
     [
-        ("causal", 128, 0), ("rich", 64, 0), ("plain", 256, 0), ("nothing", 128, 1),
-        ("constant", 64, 1), ("logic", 64, 1), ("rich", 128, 0, "index"),
+        ("forward", "causal", 128, 0),
+        ("forward", "rich", 64, 0),
+        ("forward", "plain", 256, 0),
+        ("forward", "nothing", 128, 1),
+        ("forward", "constant", 64, 1),
+        ("forward", "logic", 64, 1),
+        ("forward", "rich", 128, 0, "index"),
+        ("backward_kv", "causal", 128, 0),
+        ("backward_kv", "rich", 64, 0),
+        ("backward_kv", "nothing", 64, 1),
+        ("backward_kv", "constant", 64, 1),
+        ("backward_kv", "logic", 64, 1),
+        ("backward_kv", "rich", 128, 0, "index"),
     ],
     ids=str,
 )  # fmt: skip

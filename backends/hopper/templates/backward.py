@@ -1,0 +1,394 @@
+"""Backward kernel for Hopper: dQ, dK and dV in one pass over key-value tiles.
+
+A producer warpgroup loads; two consumer warpgroups own half of the keys each. They share dS through
+shared memory, so that each of them makes half of the columns of dQ, which is added to global memory
+in fp32 by the tensor memory accelerator.
+
+Algorithm: T. Dao, FlashAttention-2 (arXiv 2307.08691), algorithm 2; J. Shah et al., FlashAttention-3
+(arXiv 2407.08608), section 3 for the roles of warps. With P the weights, dP = dO V^T and delta =
+rowsum(dO * O) - dlse, the gradient of the final score is dS = P * (dP - delta).
+"""
+# ruff: noqa: F821
+
+#: begin
+"""Backward kernel: dQ, dK and dV by key-value tile, by a producer and two consumer warpgroups.
+
+With P the weights, dP = dO V^T and delta = rowsum(dO * O) - dlse, the gradient of the final score
+is dS = P * (dP - delta) (FlashAttention-2, arXiv 2307.08691, algorithm 2).
+"""
+
+import triton
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared, mbarrier, warpgroup_mma, warpgroup_mma_wait,
+)
+
+from attndsl.backends.hopper import dialect as tl
+from attndsl.backends.hopper.library import meet
+from attndsl.backends.hopper.shim import tma_add, tma_load, tma_wait
+from attndsl.backends.triton.library import positions, shift_of_positions
+#: imports
+
+#: flags
+LOG2E = tl.constexpr(1.4426950408889634)
+
+
+#: functions
+
+
+@gluon.jit
+def count_tiles(
+    tile, b, h, hkv, batch, heads, kv_heads, q_len, kv_len, q_offset, kv_offset,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
+    #: parameters
+    #: kv_pass_lists
+):
+    """As ``kv_pass_tiles``, and how many tiles need the mask's code: all, beside missing keys."""
+    full_tiles, partial_tiles, first_live, first_full = kv_pass_tiles(
+        tile, b, h, hkv, batch, heads, kv_heads, q_len, kv_len, q_offset, kv_offset,
+        BLOCK_M, BLOCK_N,
+        #: arguments
+        #: kv_pass_lists
+    )
+    # Missing keys are zeros, whose weights may be infinite: infinity times zero would spoil dQ.
+    ragged = (tile + 1) * BLOCK_N > kv_len
+    masked = partial_tiles + full_tiles
+    if PEELED:
+        masked = gl.where(ragged, masked, partial_tiles)
+    return full_tiles, partial_tiles, first_live, first_full, masked
+
+
+@gluon.jit
+def q_tile_of(
+    step, partial_tiles, full_tiles, first_live, first_full, tile,
+    b, h, hkv, batch, heads, kv_heads, q_len, kv_len, q_offset, kv_offset,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, PARTIAL: gl.constexpr,
+    #: parameters
+    #: kv_pass_lists
+):
+    """Index of query tile number ``step``: PARTIAL ones, then FULL ones."""
+    found = 0
+    if KV_PASS_HAS_FULL:
+        found = kv_pass_full_tile(
+            step - partial_tiles, full_tiles, first_live, first_full, tile,
+            b, h, hkv, batch, heads, kv_heads, q_len, kv_len, q_offset, kv_offset,
+            BLOCK_M, BLOCK_N,
+            #: arguments
+            #: kv_pass_lists
+        )
+    if PARTIAL and KV_PASS_HAS_PARTIAL:
+        partial = kv_pass_partial_tile(
+            step, full_tiles, first_live, first_full, tile,
+            b, h, hkv, batch, heads, kv_heads, q_len, kv_len, q_offset, kv_offset,
+            BLOCK_M, BLOCK_N,
+            #: arguments
+            #: kv_pass_lists
+        )
+        found = gl.where(step < partial_tiles, partial, found)
+    return found
+
+
+@gluon.jit
+def produce(
+    q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc,
+    q_s, k_s, v_s, do_s, lse_s, delta_s, k_full, v_full, q_full, do_full, q_empty, do_empty,
+    tile, b, hkv, batch, heads, kv_heads, q_len, kv_len, q_origin, kv_origin, padded,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, Q_KIND: gl.constexpr,
+    KV_KIND: gl.constexpr,
+    #: parameters
+    #: kv_pass_lists
+):
+    """Load k and v once, then every query tile's q, dO and row statistics."""
+    q_offset = shift_of_positions(q_origin, Q_KIND)
+    kv_offset = shift_of_positions(kv_origin, KV_KIND)
+    mbarrier.expect(k_full, k_desc.block_type.nbytes)
+    tma_load(k_desc, [b, hkv, tile * BLOCK_N, 0], k_full, k_s)
+    mbarrier.expect(v_full, v_desc.block_type.nbytes)
+    tma_load(v_desc, [b, hkv, tile * BLOCK_N, 0], v_full, v_s)
+    group = heads // kv_heads
+    count = 0
+    for member in range(0, group):
+        h = hkv * group + member
+        full_tiles, partial_tiles, first_live, first_full, masked = count_tiles(
+            tile, b, h, hkv, batch, heads, kv_heads, q_len, kv_len, q_offset, kv_offset,
+            BLOCK_M, BLOCK_N,
+            #: arguments
+            #: kv_pass_lists
+        )
+        row = (b * heads + h) * padded
+        for step in range(0, partial_tiles + full_tiles):
+            first = BLOCK_M * q_tile_of(
+                step, partial_tiles, full_tiles, first_live, first_full, tile,
+                b, h, hkv, batch, heads, kv_heads, q_len, kv_len, q_offset, kv_offset,
+                BLOCK_M, BLOCK_N, True,
+                #: arguments
+                #: kv_pass_lists
+            )
+            stage = count % STAGES
+            phase = (count // STAGES) & 1
+            mbarrier.wait(q_empty.index(stage), phase ^ 1)
+            q_ready = q_full.index(stage)
+            mbarrier.expect(q_ready, q_desc.block_type.nbytes + lse_desc.block_type.nbytes)
+            tma_load(lse_desc, [row + first], q_ready, lse_s.index(stage))
+            tma_load(q_desc, [b, h, first, 0], q_ready, q_s.index(stage))
+            mbarrier.wait(do_empty.index(stage), phase ^ 1)
+            do_ready = do_full.index(stage)
+            mbarrier.expect(do_ready, do_desc.block_type.nbytes + delta_desc.block_type.nbytes)
+            tma_load(delta_desc, [row + first], do_ready, delta_s.index(stage))
+            tma_load(do_desc, [b, h, first, 0], do_ready, do_s.index(stage))
+            count += 1
+
+
+@gluon.jit
+def weights_of_tile(
+    score, lse2, columns, first, kv, scale, b, h, hkv, batch, heads, kv_heads, q_len, kv_len,
+    q_origin,
+    BLOCK_M: gl.constexpr, Q_KIND: gl.constexpr, PARTIAL: gl.constexpr, SCORES: gl.constexpr,
+    #: parameters
+):
+    """From the tile's k . q: the softmax weights, and the derivative of the score by its raw one."""
+    rows = first + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(0, SCORES))
+    derivative = 1.0
+    if PARTIAL or MODIFIED:
+        q = positions(rows, q_len, q_origin, Q_KIND)[None, :]
+        live = (rows < q_len)[None, :] & (columns < kv_len)[:, None]
+        raw = score * scale
+        if PARTIAL and MASKED:
+            live = live & mask_of_pair(
+                raw, live, b, h, hkv, q, kv, batch, heads, kv_heads, q_len, kv_len,
+                #: arguments
+            )
+    if MODIFIED:
+        final, _ = gl.broadcast(
+            score_of_pair(
+                raw, live, b, h, hkv, q, kv, batch, heads, kv_heads, q_len, kv_len,
+                #: arguments
+            ),
+            score,
+        )
+        derivative, _ = gl.broadcast(
+            derivative_of_pair(
+                raw, live, b, h, hkv, q, kv, batch, heads, kv_heads, q_len, kv_len,
+                #: arguments
+            ),
+            score,
+        )
+        exponent = final * LOG2E - lse2[None, :]
+        if PARTIAL:
+            derivative = gl.where(live, derivative, 0.0)
+    else:
+        exponent = score * (scale * LOG2E) - lse2[None, :]
+    if PARTIAL:
+        exponent = gl.where(live, exponent, float("-inf"))
+    return gl.exp2(exponent), derivative
+
+
+@gluon.jit
+def add_query_tile(
+    PART: gl.constexpr, count, q_tile_index, dk, dv, zeros, no_dq, columns, kv,
+    dq_desc, q_s, k_s, v_s, do_s, lse_s, delta_s, ds_s, dq_s, q_full, do_full, q_empty, do_empty,
+    scale, b, h, hkv, batch, heads, kv_heads, q_len, kv_len, q_origin,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
+    STAGES: gl.constexpr, Q_KIND: gl.constexpr, PARTIAL: gl.constexpr, SCORES: gl.constexpr,
+    WEIGHTS: gl.constexpr, SLOPES: gl.constexpr, HALF: gl.constexpr,
+    #: parameters
+):
+    """Add one query tile's part to dK (before the scale), dV and dQ. Tiles are (keys, queries)."""
+    KEYS: gl.constexpr = BLOCK_N // 2
+    WIDTH: gl.constexpr = D // 2
+    stage = count % STAGES
+    phase = (count // STAGES) & 1
+    first = q_tile_index * BLOCK_M
+    k_tile = k_s.reshape([BLOCK_N, D])
+    q = q_s.index(stage).reshape([BLOCK_M, D])
+    do = do_s.index(stage).reshape([BLOCK_M, DV])
+    mbarrier.wait(q_full.index(stage), phase)
+    scoring = warpgroup_mma(
+        k_tile.slice(PART * KEYS, KEYS, dim=0), q.permute((1, 0)), zeros, use_acc=False,
+        is_async=True,
+    )
+    mbarrier.wait(do_full.index(stage), phase)
+    v_part = v_s.reshape([BLOCK_N, DV]).slice(PART * KEYS, KEYS, dim=0)
+    weighing = warpgroup_mma(v_part, do.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    score = warpgroup_mma_wait(1, deps=[scoring])
+    lse2 = lse_s.index(stage).load(gl.SliceLayout(0, SCORES))
+    weight, derivative = weights_of_tile(
+        score, lse2, columns, first, kv, scale,
+        b, h, hkv, batch, heads, kv_heads, q_len, kv_len, q_origin,
+        BLOCK_M, Q_KIND, PARTIAL, SCORES,
+        #: arguments
+    )
+    delta = delta_s.index(stage).load(gl.SliceLayout(0, SCORES))
+    weight_half = gl.convert_layout(weight.to(HALF), WEIGHTS)
+    dweight = warpgroup_mma_wait(0, deps=[weighing])
+    slope = weight * (dweight - delta[None, :])
+    if MODIFIED:
+        slope = slope * derivative
+        if PARTIAL:
+            # A dead pair's derivative may be infinite.
+            slope = gl.where(weight == 0.0, 0.0, slope)
+    slope_half = slope.to(HALF)
+    shared = ds_s.index(count % 2)
+    shared.slice(PART * KEYS, KEYS, dim=0).store(slope_half)
+    slope_operand = gl.convert_layout(slope_half, SLOPES)
+    # dV comes after dS: issuing it earlier spills registers.
+    adding_v = warpgroup_mma(weight_half, do, dv, is_async=True)
+    fence_async_shared()
+    meet()
+    # dQ comes before dK, so that it is stored while dK is computed.
+    making_q = warpgroup_mma(
+        shared.permute((1, 0)), k_tile.slice(PART * WIDTH, WIDTH, dim=1), no_dq, use_acc=False,
+        is_async=True,
+    )
+    dv = warpgroup_mma_wait(1, deps=[adding_v])
+    mbarrier.arrive(do_empty.index(stage), count=1)
+    adding_k = warpgroup_mma(slope_operand, q, dk, is_async=True)
+    dq = warpgroup_mma_wait(1, deps=[making_q])
+    tma_wait(0)
+    dq_s.index(PART).reshape([BLOCK_M, WIDTH]).store(dq)
+    fence_async_shared()
+    tma_add(dq_desc, [b, h, first, PART * WIDTH], dq_s.index(PART))
+    dk = warpgroup_mma_wait(0, deps=[adding_k])
+    mbarrier.arrive(q_empty.index(stage), count=1)
+    return dk, dv
+
+
+@gluon.jit
+def consume(
+    PART: gl.constexpr, dq_desc, DK, DV_OUT,
+    q_s, k_s, v_s, do_s, lse_s, delta_s, ds_s, dq_s,
+    k_full, v_full, q_full, do_full, q_empty, do_empty,
+    tile, b, hkv, scale, batch, heads, kv_heads, q_len, kv_len, q_origin, kv_origin,
+    HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, Q_KIND: gl.constexpr,
+    KV_KIND: gl.constexpr, HALF: gl.constexpr,
+    #: parameters
+    #: kv_pass_lists
+):
+    """dK and dV of the tile's keys number ``PART``, and half the columns of dQ."""
+    KEYS: gl.constexpr = BLOCK_N // 2
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
+    DK_ROWS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    DV_ROWS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DV, 16])
+    DQ_ROWS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D // 2, 16])
+    SLOPES: gl.constexpr = gl.DotOperandLayout(0, DK_ROWS, 2)
+    WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, DV_ROWS, 2)
+    q_offset = shift_of_positions(q_origin, Q_KIND)
+    kv_offset = shift_of_positions(kv_origin, KV_KIND)
+    own = tile * BLOCK_N + PART * KEYS
+    columns = own + gl.arange(0, KEYS, layout=gl.SliceLayout(1, SCORES))
+    kv = positions(columns, kv_len, kv_origin, KV_KIND)[:, None]
+    dk = gl.zeros([KEYS, D], gl.float32, layout=DK_ROWS)
+    dv = gl.zeros([KEYS, DV], gl.float32, layout=DV_ROWS)
+    zeros = gl.zeros([KEYS, BLOCK_M], gl.float32, layout=SCORES)
+    no_dq = gl.zeros([BLOCK_M, D // 2], gl.float32, layout=DQ_ROWS)
+    mbarrier.wait(k_full, 0)
+    mbarrier.wait(v_full, 0)
+    group = heads // kv_heads
+    count = 0
+    for member in range(0, group):
+        h = hkv * group + member
+        full_tiles, partial_tiles, first_live, first_full, masked = count_tiles(
+            tile, b, h, hkv, batch, heads, kv_heads, q_len, kv_len, q_offset, kv_offset,
+            BLOCK_M, BLOCK_N,
+            #: arguments
+            #: kv_pass_lists
+        )
+        for step in range(0, masked):
+            q_tile_index = q_tile_of(
+                step, partial_tiles, full_tiles, first_live, first_full, tile,
+                b, h, hkv, batch, heads, kv_heads, q_len, kv_len, q_offset, kv_offset,
+                BLOCK_M, BLOCK_N, True,
+                #: arguments
+                #: kv_pass_lists
+            )
+            dk, dv = add_query_tile(
+                PART, count, q_tile_index, dk, dv, zeros, no_dq, columns, kv, dq_desc,
+                q_s, k_s, v_s, do_s, lse_s, delta_s, ds_s, dq_s, q_full, do_full, q_empty, do_empty,
+                scale, b, h, hkv, batch, heads, kv_heads, q_len, kv_len, q_origin,
+                BLOCK_M, BLOCK_N, D, DV, STAGES, Q_KIND, True, SCORES, WEIGHTS, SLOPES, HALF,
+                #: arguments
+            )
+            count += 1
+        if KV_PASS_HAS_FULL and PEELED:
+            for step in range(masked, partial_tiles + full_tiles):
+                q_tile_index = q_tile_of(
+                    step, partial_tiles, full_tiles, first_live, first_full, tile,
+                    b, h, hkv, batch, heads, kv_heads, q_len, kv_len, q_offset, kv_offset,
+                    BLOCK_M, BLOCK_N, False,
+                    #: arguments
+                    #: kv_pass_lists
+                )
+                dk, dv = add_query_tile(
+                    PART, count, q_tile_index, dk, dv, zeros, no_dq, columns, kv, dq_desc,
+                    q_s, k_s, v_s, do_s, lse_s, delta_s, ds_s, dq_s,
+                    q_full, do_full, q_empty, do_empty,
+                    scale, b, h, hkv, batch, heads, kv_heads, q_len, kv_len, q_origin,
+                    BLOCK_M, BLOCK_N, D, DV, STAGES, Q_KIND, False, SCORES, WEIGHTS, SLOPES, HALF,
+                    #: arguments
+                )
+                count += 1
+    tma_wait(0)
+    keys = own + gl.arange(0, KEYS, layout=gl.SliceLayout(1, DK_ROWS))
+    places = gl.arange(0, D, layout=gl.SliceLayout(0, DK_ROWS))
+    dk_head = DK + (b * kv_heads + hkv).to(gl.int64) * kv_len * HEAD_DIM
+    inside = (keys < kv_len)[:, None] & (places < HEAD_DIM)[None, :]
+    offsets = keys.to(gl.int64)[:, None] * HEAD_DIM + places[None, :]
+    gl.store(dk_head + offsets, (dk * scale).to(HALF), mask=inside)
+    keys = own + gl.arange(0, KEYS, layout=gl.SliceLayout(1, DV_ROWS))
+    places = gl.arange(0, DV, layout=gl.SliceLayout(0, DV_ROWS))
+    dv_head = DV_OUT + (b * kv_heads + hkv).to(gl.int64) * kv_len * VALUE_DIM
+    inside = (keys < kv_len)[:, None] & (places < VALUE_DIM)[None, :]
+    offsets = keys.to(gl.int64)[:, None] * VALUE_DIM + places[None, :]
+    gl.store(dv_head + offsets, dv.to(HALF), mask=inside)
+
+
+@gluon.jit
+def attention_backward_kv(
+    q_desc, k_desc, v_desc, do_desc, dq_desc, lse_desc, delta_desc, DK, DV_OUT,
+    scale, batch, heads, kv_heads, q_len, kv_len, q_origin, kv_origin, padded,
+    #: parameters
+    #: kv_pass_lists
+    HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr,
+    Q_KIND: gl.constexpr, KV_KIND: gl.constexpr,
+):
+    """One program: one key-value tile of one kv head, summed over its group of query heads.
+
+    Descriptors are of (batch, heads, length, head dim), dQ in fp32 and before the scale; those of
+    the row statistics are of (batch * heads * padded,), see ``statistics_rows``. DK (batch,
+    kv_heads, kv_len, HEAD_DIM) and DV_OUT are contiguous.
+    """
+    HALF: gl.constexpr = q_desc.dtype
+    kv_tiles = tl.cdiv(kv_len, BLOCK_N)
+    tile = gl.program_id(0) % kv_tiles
+    if KV_PASS_DESCENDING:
+        tile = kv_tiles - 1 - tile
+    head_of_batch = gl.program_id(0) // kv_tiles
+    b = head_of_batch // kv_heads
+    hkv = head_of_batch % kv_heads
+    q_s = gl.allocate_shared_memory(HALF, [STAGES, 1, 1, BLOCK_M, D], q_desc.layout)
+    do_s = gl.allocate_shared_memory(HALF, [STAGES, 1, 1, BLOCK_M, DV], do_desc.layout)
+    k_s = gl.allocate_shared_memory(HALF, [1, 1, BLOCK_N, D], k_desc.layout)
+    v_s = gl.allocate_shared_memory(HALF, [1, 1, BLOCK_N, DV], v_desc.layout)
+    SHARED: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    ds_s = gl.allocate_shared_memory(HALF, [2, BLOCK_N, BLOCK_M], SHARED)
+    dq_s = gl.allocate_shared_memory(gl.float32, [2, 1, 1, BLOCK_M, D // 2], dq_desc.layout)
+    lse_s = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], lse_desc.layout)
+    delta_s = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], delta_desc.layout)
+    BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
+    k_full = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
+    v_full = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
+    q_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    do_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    q_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    do_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    mbarrier.init(k_full, count=1)
+    mbarrier.init(v_full, count=1)
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(q_full.index(stage), count=1)
+        mbarrier.init(do_full.index(stage), count=1)
+        mbarrier.init(q_empty.index(stage), count=2)
+        mbarrier.init(do_empty.index(stage), count=2)
+    #: partitions
