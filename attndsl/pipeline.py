@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from attndsl.frontend import read
 from attndsl.passes.differentiate import differentiate
 from attndsl.passes.lowered import Lowered
+from attndsl.passes.place import place_score
 from attndsl.passes.simplify import simplify, simplify_derivative
 from attndsl.passes.split_mask import split_mask
 from attndsl.passes.tiles.sparsity import analyse
@@ -41,9 +42,11 @@ def lower_program(program: Program) -> Lowered:
     program = simplify(split_mask(program))
     # Of the simplified score, so that the derivative shares its nodes.
     derivative = simplify_derivative(differentiate(program))
+    # Of the simplified score too, beside its derivative, which is that of the pairs' part.
+    placed = place_score(program.score)
     # Last, since it looks at the mask that the passes above have completed. Loops over tiles are
     # planned by backends, which know tile sizes: `sparsity.loop`.
-    return Lowered(program, derivative, analyse(program), digest(program))
+    return Lowered(program, derivative, placed, analyse(program), digest(program))
 
 
 def stages(source: Source, declared: Mapping[str, Declared]) -> dict[str, str]:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from attndsl.ir import DType, Node, Op, ParamDecl, Program, TensorDecl, node, toposort
 from attndsl.passes.differentiate import Derivative, ParamGradient, TensorGradient
 from attndsl.passes.lowered import Lowered
+from attndsl.passes.place import place_score
 from attndsl.passes.tiles.sparsity import analyse
 
 if TYPE_CHECKING:
@@ -122,7 +123,8 @@ def lowered_from_json(data: Any) -> Lowered:
         raise SerialiseError("not a serialised lowered program")
     program = program_from_json(data["program"])
     derivative = derivative_from_json(data["derivative"])
-    return Lowered(program, derivative, analyse(program), digest(program))
+    placed = place_score(program.score)
+    return Lowered(program, derivative, placed, analyse(program), digest(program))
 
 
 def digest(program: Program) -> str:

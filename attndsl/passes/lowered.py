@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from attndsl.ir import Program
 
     from .differentiate import Derivative
+    from .place import Placed
     from .tiles.sparsity import Sparsity
 
 
@@ -18,6 +19,8 @@ class Lowered:
 
     program: Program
     derivative: Derivative
+    placed: Placed
+    """The score as a sum of parts of pairs, rows and columns."""
     sparsity: Sparsity
     """What finds the tiles; ``sparsity.loop`` plans one loop once tile sizes are known."""
     digest: str

@@ -28,6 +28,7 @@ _KERNEL_RANGES: dict[str, Range] = {
     "$tile": (0, POSITION_LIMIT // 16),
     "$tiles": (0, POSITION_LIMIT // 16),
     "$whole": (0, POSITION_LIMIT // 16),
+    "$origin": (-_HIGHEST, _HIGHEST),
     **{
         f"${name}_{end}": (-_HIGHEST, _HIGHEST)
         for name in ("q", "kv")

@@ -13,11 +13,13 @@ from typing import TYPE_CHECKING
 from attndsl.ir import Op, dependencies
 from attndsl.passes.tiles.plan import DIRECTIONS
 
-from ..triton.device_functions import param_values, parameters, wrapped
+from ..triton.device_functions import param_values, parameters, program_function, wrapped
+from ..triton.expression import print_expressions
 from ..triton.generate import fill_template, pair_function
 from ..triton.loops import LIST_PARAMETERS, print_loop
 
 if TYPE_CHECKING:
+    from attndsl.ir import Node
     from attndsl.passes.tiles.plan import LoopPlan
     from attndsl.pipeline import Lowered
 
@@ -67,12 +69,12 @@ def generate(
         loop: The plan of its loop.
         config: How many warpgroups share a tile, and whether loops are peeled.
     """
-    program = lowered.program
+    program, placed = lowered.program, lowered.placed
     template, name, producer, consumer = _FAMILIES[direction]
     names = parameters(special)
     roots = [
         ("mask_of_pair", program.mask, "Whether each pair takes part."),
-        ("score_of_pair", program.score, "The program's score from scale * (q . k)."),
+        ("score_of_pair", placed.pair, "The score from scale * (q . k), without other parts."),
     ]
     if direction != "forward":
         doc = "Derivative of the program's score by scale * (q . k)."
@@ -80,6 +82,13 @@ def generate(
     functions, helpers = [], set[str]()
     for function, root, doc in roots:
         text, used = pair_function(function, root, special, doc)
+        functions.append(text)
+        helpers |= used
+    for function, root, position, doc in (
+        ("row_of_score", placed.row, "q", "What the score has of the row alone."),
+        ("column_of_score", placed.column, "kv", "What the score has of the column alone."),
+    ):
+        text, used = _part_function(function, root, special, position, doc)
         functions.append(text)
         helpers |= used
     texts, used = print_loop(
@@ -90,11 +99,13 @@ def generate(
         param_values(special, scalar=True),
         special.names(),
     )
-    modified = program.score.op is not Op.SCORE
+    modified = placed.pair.op is not Op.SCORE
     listed = loop.listed is not None
     flags = {
         "MASKED": program.mask is not None,
         "MODIFIED": modified,
+        "HAS_ROW": placed.row is not None,
+        "HAS_COLUMN": placed.column is not None,
         "SCALED_FIRST": modified
         or (program.mask is not None and "score" in dependencies(program.mask)[program.mask])
         or special.negative_scale,
@@ -111,6 +122,21 @@ def generate(
     return fill_template(
         __package__, (template,), [*functions, *texts], helpers | used, flags, names, more
     )
+
+
+def _part_function(
+    name: str, root: Node | None, special: Specialisation, position: str, doc: str
+) -> tuple[str, set[str]]:
+    """A part of the score as a function of a vector of positions, and what it uses."""
+    body, helpers = ["return 0.0"], set[str]()
+    if root is not None:
+        printed = print_expressions((root,), special.names())
+        result = printed.results[0]
+        if root.op is Op.CONST:
+            result = f"tl.full([], {result}, tl.float32)"
+        body, helpers = [*printed.lines, f"return {result}"], set(printed.helpers)
+    first = f"b, h, hkv, {position}, origin, batch, heads, kv_heads, q_len, kv_len"
+    return program_function(name, first, special, doc, body, root is not None), helpers
 
 
 def _partitions(

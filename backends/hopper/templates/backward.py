@@ -142,14 +142,24 @@ def produce(
 
 @gluon.jit
 def weights_of_tile(
-    score, lse2, columns, first, kv, scale, b, h, hkv, batch, heads, kv_heads, q_len, kv_len,
-    q_origin,
+    score, lse2, columns, column2, first, kv, scale, origin,
+    b, h, hkv, batch, heads, kv_heads, q_len, kv_len, q_origin,
     BLOCK_M: gl.constexpr, Q_KIND: gl.constexpr, PARTIAL: gl.constexpr, SCORES: gl.constexpr,
     #: parameters
 ):
-    """From the tile's k . q: the softmax weights, and the derivative of the score by its raw one."""
+    """From the tile's k . q: the softmax weights, and the derivative of the score by its raw one.
+
+    ``column2`` is what the score has of each key alone, in base 2.
+    """
     rows = first + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(0, SCORES))
     derivative = 1.0
+    if HAS_ROW:
+        part = row_of_score(
+            b, h, hkv, positions(rows, q_len, q_origin, Q_KIND), origin,
+            batch, heads, kv_heads, q_len, kv_len,
+            #: arguments
+        )
+        lse2 = lse2 - part * LOG2E
     if PARTIAL or MODIFIED:
         q = positions(rows, q_len, q_origin, Q_KIND)[None, :]
         live = (rows < q_len)[None, :] & (columns < kv_len)[:, None]
@@ -174,11 +184,14 @@ def weights_of_tile(
             ),
             score,
         )
-        exponent = final * LOG2E - lse2[None, :]
+        exponent = final * LOG2E
         if PARTIAL:
             derivative = gl.where(live, derivative, 0.0)
     else:
-        exponent = score * (scale * LOG2E) - lse2[None, :]
+        exponent = score * (scale * LOG2E)
+    if HAS_COLUMN:
+        exponent = exponent + column2[:, None]
+    exponent = exponent - lse2[None, :]
     if PARTIAL:
         exponent = gl.where(live, exponent, float("-inf"))
     return gl.exp2(exponent), derivative
@@ -186,7 +199,7 @@ def weights_of_tile(
 
 @gluon.jit
 def add_query_tile(
-    PART: gl.constexpr, count, q_tile_index, dk, dv, zeros, no_dq, columns, kv,
+    PART: gl.constexpr, count, q_tile_index, dk, dv, zeros, no_dq, columns, column2, kv, origin,
     dq_desc, q_s, k_s, v_s, do_s, lse_s, delta_s, ds_s, dq_s, q_full, do_full, q_empty, do_empty,
     scale, b, h, hkv, batch, heads, kv_heads, q_len, kv_len, q_origin,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
@@ -214,7 +227,7 @@ def add_query_tile(
     score = warpgroup_mma_wait(1, deps=[scoring])
     lse2 = lse_s.index(stage).load(gl.SliceLayout(0, SCORES))
     weight, derivative = weights_of_tile(
-        score, lse2, columns, first, kv, scale,
+        score, lse2, columns, column2, first, kv, scale, origin,
         b, h, hkv, batch, heads, kv_heads, q_len, kv_len, q_origin,
         BLOCK_M, Q_KIND, PARTIAL, SCORES,
         #: arguments
@@ -278,7 +291,9 @@ def consume(
     kv_offset = shift_of_positions(kv_origin, KV_KIND)
     own = tile * BLOCK_N + PART * KEYS
     columns = own + gl.arange(0, KEYS, layout=gl.SliceLayout(1, SCORES))
-    kv = positions(columns, kv_len, kv_origin, KV_KIND)[:, None]
+    places = positions(columns, kv_len, kv_origin, KV_KIND)
+    kv = places[:, None]
+    origin = tile * BLOCK_N + kv_offset
     dk = gl.zeros([KEYS, D], gl.float32, layout=DK_ROWS)
     dv = gl.zeros([KEYS, DV], gl.float32, layout=DV_ROWS)
     zeros = gl.zeros([KEYS, BLOCK_M], gl.float32, layout=SCORES)
@@ -295,6 +310,10 @@ def consume(
             #: arguments
             #: kv_pass_lists
         )
+        column2 = LOG2E * column_of_score(
+            b, h, hkv, places, origin, batch, heads, kv_heads, q_len, kv_len,
+            #: arguments
+        )
         for step in range(0, masked):
             q_tile_index = q_tile_of(
                 step, partial_tiles, full_tiles, first_live, first_full, tile,
@@ -304,7 +323,7 @@ def consume(
                 #: kv_pass_lists
             )
             dk, dv = add_query_tile(
-                PART, count, q_tile_index, dk, dv, zeros, no_dq, columns, kv, dq_desc,
+                PART, count, q_tile_index, dk, dv, zeros, no_dq, columns, column2, kv, origin, dq_desc,
                 q_s, k_s, v_s, do_s, lse_s, delta_s, ds_s, dq_s, q_full, do_full, q_empty, do_empty,
                 scale, b, h, hkv, batch, heads, kv_heads, q_len, kv_len, q_origin,
                 BLOCK_M, BLOCK_N, D, DV, STAGES, Q_KIND, True, SCORES, WEIGHTS, SLOPES, HALF,
@@ -321,7 +340,7 @@ def consume(
                     #: kv_pass_lists
                 )
                 dk, dv = add_query_tile(
-                    PART, count, q_tile_index, dk, dv, zeros, no_dq, columns, kv, dq_desc,
+                    PART, count, q_tile_index, dk, dv, zeros, no_dq, columns, column2, kv, origin, dq_desc,
                     q_s, k_s, v_s, do_s, lse_s, delta_s, ds_s, dq_s,
                     q_full, do_full, q_empty, do_empty,
                     scale, b, h, hkv, batch, heads, kv_heads, q_len, kv_len, q_origin,
@@ -331,16 +350,16 @@ def consume(
                 count += 1
     tma_wait(0)
     keys = own + gl.arange(0, KEYS, layout=gl.SliceLayout(1, DK_ROWS))
-    places = gl.arange(0, D, layout=gl.SliceLayout(0, DK_ROWS))
+    fields = gl.arange(0, D, layout=gl.SliceLayout(0, DK_ROWS))
     dk_head = DK + (b * kv_heads + hkv).to(gl.int64) * kv_len * HEAD_DIM
-    inside = (keys < kv_len)[:, None] & (places < HEAD_DIM)[None, :]
-    offsets = keys.to(gl.int64)[:, None] * HEAD_DIM + places[None, :]
+    inside = (keys < kv_len)[:, None] & (fields < HEAD_DIM)[None, :]
+    offsets = keys.to(gl.int64)[:, None] * HEAD_DIM + fields[None, :]
     gl.store(dk_head + offsets, (dk * scale).to(HALF), mask=inside)
     keys = own + gl.arange(0, KEYS, layout=gl.SliceLayout(1, DV_ROWS))
-    places = gl.arange(0, DV, layout=gl.SliceLayout(0, DV_ROWS))
+    fields = gl.arange(0, DV, layout=gl.SliceLayout(0, DV_ROWS))
     dv_head = DV_OUT + (b * kv_heads + hkv).to(gl.int64) * kv_len * VALUE_DIM
-    inside = (keys < kv_len)[:, None] & (places < VALUE_DIM)[None, :]
-    offsets = keys.to(gl.int64)[:, None] * VALUE_DIM + places[None, :]
+    inside = (keys < kv_len)[:, None] & (fields < VALUE_DIM)[None, :]
+    offsets = keys.to(gl.int64)[:, None] * VALUE_DIM + fields[None, :]
     gl.store(dv_head + offsets, dv.to(HALF), mask=inside)
 
 

@@ -162,16 +162,21 @@ def produce(
 
 @gluon.jit
 def final_scores(
-    score, q, kv_tile, scale, b, h, hkv, batch, heads, kv_heads, q_len, kv_len, kv_origin,
+    score, q, kv_tile, factor, scale, origin,
+    b, h, hkv, batch, heads, kv_heads, q_len, kv_len, kv_origin,
     BLOCK_N: gl.constexpr, KV_KIND: gl.constexpr, PARTIAL: gl.constexpr, SCORES: gl.constexpr,
     #: parameters
 ):
-    """The program's scores of one tile; -inf for pairs that take no part."""
+    """Scores of one tile without what varies with the row alone; -inf for pairs that take no part.
+
+    In base 2 where a column's part has been added, else yet to be multiplied by ``factor``.
+    """
     if SCALED_FIRST:
         score = score * scale
-    if PARTIAL or MODIFIED:
+    if PARTIAL or MODIFIED or HAS_COLUMN:
         columns = kv_tile * BLOCK_N + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, SCORES))
-        kv = positions(columns, kv_len, kv_origin, KV_KIND)[None, :]
+        places = positions(columns, kv_len, kv_origin, KV_KIND)
+        kv = places[None, :]
         live = (columns < kv_len)[None, :]
         if PARTIAL and MASKED:
             live = live & mask_of_pair(
@@ -186,6 +191,12 @@ def final_scores(
                 ),
                 score,
             )
+        if HAS_COLUMN:
+            column = column_of_score(
+                b, h, hkv, places, origin, batch, heads, kv_heads, q_len, kv_len,
+                #: arguments
+            )
+            score = score * factor + (column * LOG2E)[None, :]
         if PARTIAL:
             score = gl.where(live, score, float("-inf"))
     return score
@@ -194,11 +205,17 @@ def final_scores(
 @gluon.jit
 def soften(score, peak, factor, WEIGHTS: gl.constexpr, GUARDED: gl.constexpr, HALF: gl.constexpr):
     """Weights of one tile: as an operand of the next product, their sums, decay, new maximum."""
-    new_peak = gl.maximum(peak, gl.max(score, 1) * factor)
+    highest = gl.max(score, 1)
+    if not HAS_COLUMN:
+        highest = highest * factor
+    new_peak = gl.maximum(peak, highest)
     shift = new_peak
     if GUARDED:
         shift = gl.where(new_peak == float("-inf"), 0.0, new_peak)
-    weight = gl.exp2(score * factor - shift[:, None])
+    if HAS_COLUMN:
+        weight = gl.exp2(score - shift[:, None])
+    else:
+        weight = gl.exp2(score * factor - shift[:, None])
     decay = gl.exp2(peak - shift)
     # Eight sums a row, of which each thread has its own, need no exchange until the end.
     sums = gl.sum(gl.reshape(weight, [weight.shape[0], weight.shape[1] // 8, 8]), 1)
@@ -209,7 +226,7 @@ def soften(score, peak, factor, WEIGHTS: gl.constexpr, GUARDED: gl.constexpr, HA
 def attend(
     count, kv_tile, acc, weight, sums, peak, q, q_part, zeros, k_s, v_s,
     k_full, k_empty, v_full, v_empty,
-    factor, scale, b, h, hkv, batch, heads, kv_heads, q_len, kv_len, kv_origin,
+    factor, scale, origin, b, h, hkv, batch, heads, kv_heads, q_len, kv_len, kv_origin,
     BLOCK_N: gl.constexpr, STAGES: gl.constexpr, KV_KIND: gl.constexpr, PARTIAL: gl.constexpr,
     SCORES: gl.constexpr, OUTPUT: gl.constexpr, WEIGHTS: gl.constexpr, HALF: gl.constexpr,
     D: gl.constexpr, DV: gl.constexpr,
@@ -227,12 +244,13 @@ def attend(
     score = warpgroup_mma_wait(1, deps=[scoring])
     mbarrier.arrive(k_empty.index(stage), count=1)
     score = final_scores(
-        score, q, kv_tile, scale, b, h, hkv, batch, heads, kv_heads, q_len, kv_len, kv_origin,
+        score, q, kv_tile, factor, scale, origin,
+        b, h, hkv, batch, heads, kv_heads, q_len, kv_len, kv_origin,
         BLOCK_N, KV_KIND, PARTIAL, SCORES,
         #: arguments
     )
     weight, own, decay, peak = soften(
-        score, peak, factor, WEIGHTS, (PARTIAL and MASKED) or MODIFIED, HALF
+        score, peak, factor, WEIGHTS, (PARTIAL and MASKED) or MODIFIED or HAS_COLUMN, HALF
     )
     sums = sums * gl.convert_layout(decay, gl.SliceLayout(1, own.type.layout))[:, None] + own
     acc = warpgroup_mma_wait(0, deps=[adding])
@@ -267,7 +285,9 @@ def consume(
     )
     first = tile * BLOCK_M + PART * ROWS
     rows = first + gl.arange(0, ROWS, layout=gl.SliceLayout(1, SCORES))
-    q = positions(rows, q_len, q_origin, Q_KIND)[:, None]
+    row_places = positions(rows, q_len, q_origin, Q_KIND)
+    q = row_places[:, None]
+    origin = tile * BLOCK_M + q_offset
     # The running maximum needs a positive factor, so a negative scale is applied to the scores.
     if SCALED_FIRST:
         factor = LOG2E
@@ -302,11 +322,14 @@ def consume(
     score = warpgroup_mma_wait(0, deps=[score])
     mbarrier.arrive(k_empty.index(0), count=1)
     score = final_scores(
-        score, q, first_tile, scale, b, h, hkv, batch, heads, kv_heads, q_len, kv_len, kv_origin,
+        score, q, first_tile, factor, scale, origin,
+        b, h, hkv, batch, heads, kv_heads, q_len, kv_len, kv_origin,
         BLOCK_N, KV_KIND, True, SCORES,
         #: arguments
     )
-    weight, sums, decay, peak = soften(score, peak, factor, WEIGHTS, MASKED or MODIFIED, HALF)
+    weight, sums, decay, peak = soften(
+        score, peak, factor, WEIGHTS, MASKED or MODIFIED or HAS_COLUMN, HALF
+    )
 
     if FORWARD_HAS_PARTIAL:
         kv_tile = partial_tile(
@@ -320,7 +343,7 @@ def consume(
             acc, weight, sums, peak = attend(
                 step, kv_tile, acc, weight, sums, peak, q, q_part, zeros, k_s, v_s,
                 k_full, k_empty, v_full, v_empty,
-                factor, scale, b, h, hkv, batch, heads, kv_heads, q_len, kv_len, kv_origin,
+                factor, scale, origin, b, h, hkv, batch, heads, kv_heads, q_len, kv_len, kv_origin,
                 BLOCK_N, STAGES, KV_KIND, True, SCORES, OUTPUT, WEIGHTS, HALF, D, DV,
                 #: arguments
             )
@@ -344,7 +367,7 @@ def consume(
             acc, weight, sums, peak = attend(
                 partial_tiles + step, kv_tile, acc, weight, sums, peak, q, q_part, zeros, k_s, v_s,
                 k_full, k_empty, v_full, v_empty,
-                factor, scale, b, h, hkv, batch, heads, kv_heads, q_len, kv_len, kv_origin,
+                factor, scale, origin, b, h, hkv, batch, heads, kv_heads, q_len, kv_len, kv_origin,
                 BLOCK_N, STAGES, KV_KIND, False, SCORES, OUTPUT, WEIGHTS, HALF, D, DV,
                 #: arguments
             )
@@ -364,10 +387,20 @@ def consume(
     # A row with no live pair gives zeros and a log-sum-exp of -inf.
     empty = total == 0.0
     lse = peak * LN2 + gl.log(gl.where(empty, 1.0, total))
+    inverse = 1.0 / gl.where(empty, 1.0, total)
+    if HAS_ROW:
+        part = row_of_score(
+            b, h, hkv, row_places, origin, batch, heads, kv_heads, q_len, kv_len,
+            #: arguments
+        )
+        lse = lse + part
+        # Infinite and NaN parts do to their rows what they would do to all their pairs.
+        inverse = gl.where(gl.abs(part) < float("inf"), inverse, float("nan"))
+        inverse = gl.where(empty | (part == float("-inf")), 0.0, inverse)
+        lse = gl.where(empty, float("-inf"), lse)
     row = (b * heads + h).to(gl.int64) * q_len
     gl.store(LSE + row + rows, lse, mask=rows < q_len)
     acc = warpgroup_mma_wait(0, deps=[adding])
-    inverse = 1.0 / gl.where(empty, 1.0, total)
     acc = acc * gl.convert_layout(inverse, gl.SliceLayout(1, OUTPUT))[:, None]
     # The rows of q have been read for the last time, and make room for those of the output.
     if D == DV:

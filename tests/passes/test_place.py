@@ -1,0 +1,113 @@
+"""Parts of a score add up to it, and vary with no more than they say."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from attndsl.ir import SCORE, DType, Node, Op, cast, const, dependencies, load, node, size, var
+from attndsl.passes.evaluate import Environment, evaluate
+from attndsl.passes.place import place_score
+from attndsl.passes.print_ir import print_expression
+from attndsl.pipeline import lower
+from attndsl.source import Source
+
+Q, KV, B, H = (var(name) for name in ("q", "kv", "b", "h"))
+GAIN = load("gain", DType.FLOAT, H)
+BIAS = load("bias", DType.FLOAT, H, KV)
+
+
+def sums() -> st.SearchStrategy[Node]:
+    """FLOAT sums of products."""
+    ints = st.sampled_from([Q, KV, H, const(3), const(-2), size("q_len")])
+
+    def int_sum(op: Op, a: Node, b: Node) -> Node:
+        return node(op, a, b)
+
+    positions = st.recursive(
+        ints,
+        lambda inner: st.builds(
+            int_sum, st.sampled_from([Op.ADD, Op.SUB, Op.MUL, Op.FLOORDIV]), inner, inner
+        ),
+        max_leaves=5,
+    )
+    leaves = st.sampled_from([SCORE, GAIN, BIAS, const(0.5), cast(H, DType.FLOAT)]) | positions.map(
+        lambda item: cast(item, DType.FLOAT)
+    )
+    return st.recursive(
+        leaves,
+        lambda inner: st.builds(
+            lambda op, a, b: node(Op.NEG, a) if op is Op.NEG else node(op, a, b),
+            st.sampled_from([Op.ADD, Op.SUB, Op.MUL, Op.DIV, Op.NEG]),
+            inner,
+            inner,
+        ),
+        max_leaves=8,
+    )
+
+
+def value(item: Node | None, q: int, kv: int, origin: int) -> float:
+    if item is None:
+        return 0.0
+    names = {"q": q, "kv": kv, "b": 1, "h": 2, "score": 0.375, "q_len": 40, "$origin": origin}
+    tables = {"gain": 1.25, "bias": 0.5}
+    found = evaluate(item, Environment(names, lambda name, at: tables[name] + at[-1] / 8))
+    assert isinstance(found, float)
+    return found
+
+
+@given(sums(), st.integers(0, 40), st.integers(0, 40), st.integers(-50, 50))
+@settings(max_examples=400, deadline=None)
+def test_parts_add_up(score, q, kv, origin):
+    placed = place_score(score)
+    parts = [value(part, q, kv, origin) for part in (placed.pair, placed.row, placed.column)]
+    whole = value(score, q, kv, origin)
+    if math.isfinite(whole) and all(map(math.isfinite, parts)):
+        assert math.isclose(sum(parts), whole, rel_tol=1e-9, abs_tol=1e-6)
+    for part, own in ((placed.row, {"b", "h", "q"}), (placed.column, {"b", "h", "kv"})):
+        assert part is None or dependencies(part)[part] <= own
+    if placed.row is None and placed.column is None:
+        assert placed.pair is score
+
+
+SLOPE = "exp2(-8.0 * float(h + 1) / float(heads))"
+CASES = {
+    "mask = causal(); score = alibi()": (
+        "score", f"-({SLOPE} * float(q - $origin))", f"-({SLOPE} * float(-(kv - $origin)))",
+    ),
+    "tensor bias[heads, kv_len]: float; score = score + bias[h, kv]": (
+        "score", None, "bias[h, kv]",
+    ),
+    "tensor off[heads]: float; score = 2 * score - off[h]": ("2.0 * score", "-off[h]", None),
+    "score = softcap(50.0)": ("50.0 * tanh(score / 50.0)", None, None),
+    "score = score - 0.1 * abs(q - kv)": ("score - 0.1 * float(abs(q - kv))", None, None),
+    "score = score + 0.5 * (q // 2 - kv // 2)": (
+        "score + 0.5 * float(q // 2 - kv // 2)", None, None,
+    ),
+    "score = score + 0.25 * (q + kv)": (
+        "score", "0.25 * float($origin + q)", "0.25 * float(kv - $origin)",
+    ),
+    "score = 7.0": ("0.0", "7.0", None),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("text", CASES)
+def test_what_comes_apart(text):
+    placed = lower(Source(text), {}).placed
+    parts = (placed.pair, placed.row, placed.column)
+    assert tuple(part and print_expression(part) for part in parts) == CASES[text]
+
+
+@pytest.mark.parametrize("length", [1 << 20, 1 << 23])
+def test_parts_are_small_where_the_score_is(length):
+    """Near the diagonal a distance is exact however long the sequence: both parts are small."""
+    text = "score = score - 0.5 * (q - kv)"
+    placed = lower(Source(text), {}).placed
+    for away in (0, 1, 100):
+        row = value(placed.row, length, length - away, length - 64)
+        column = value(placed.column, length, length - away, length - 64)
+        assert row + column == -0.5 * away
+        assert max(abs(row), abs(column)) <= 64
