@@ -31,6 +31,7 @@ def compile(  # noqa: A001
     backend: str = "auto",
     name: str = "<program>",
     checked: bool | None = None,
+    exact: bool = False,
     first_line: int = 1,
     **names: Scalar | torch.Tensor | TensorSpec,
 ) -> Attention:
@@ -42,6 +43,8 @@ def compile(  # noqa: A001
         name: What errors call the text, such as a file's name.
         checked: Whether out-of-range lookups of live pairs are errors (reference backend only);
             by default what ``ATTNDSL_CHECKED`` says.
+        exact: Whether functions such as tanh keep their exact forms in half precision on NVIDIA
+            GPUs, where hardware has faster ones; ``explain`` says which, and what they err by.
         first_line: Line number of the text's first line within ``name``.
         **names: Names that count as declared: a number is a param bound to that value; a tensor is
             a captured tensor (0-d: a param), and its value unless a call gives another;
@@ -72,13 +75,17 @@ def compile(  # noqa: A001
         declared[key] = _declared(key, value)
         if isinstance(value, torch.Tensor):
             defaults[key] = value
-    spec = make_spec(text, name, first_line, declared)
+    spec = make_spec(text, name, first_line, declared, bool(exact))
     checked = read_settings().checked if checked is None else checked
     return Attention(spec, text, backend, checked, defaults)
 
 
 def load(
-    path: str | PathLike[str], *, backend: str = "auto", checked: bool | None = None
+    path: str | PathLike[str],
+    *,
+    backend: str = "auto",
+    checked: bool | None = None,
+    exact: bool = False,
 ) -> dict[str, Attention]:
     """Compile all programs of a YAML, TOML or JSON file.
 
@@ -86,6 +93,7 @@ def load(
         path: The file: a mapping from names to programs, or to ``{program: ..., params: {...}}``.
         backend: As for :func:`compile`.
         checked: As for :func:`compile`.
+        exact: As for :func:`compile`.
 
     Returns:
         The compiled programs by name, in the order of the file.
@@ -100,6 +108,7 @@ def load(
             backend=backend,
             name=entry.source_name,
             checked=checked,
+            exact=exact,
             first_line=entry.first_line,
             **entry.params,
         )

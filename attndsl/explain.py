@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from attndsl.backends.forms import describe_forms
 from attndsl.errors import BackendError
 from attndsl.ir import Op, dependencies, toposort
 from attndsl.passes.print_ir import print_expression
@@ -41,6 +42,7 @@ def explain(
     learned = sorted({str(g.load.value) for g in derivative.tensors})
     learned += [g.name for g in derivative.params]
     rows.append(f"gradients    q, k, v{''.join(', ' + name for name in learned)}")
+    rows += _forms(lowered)
     rows += _atoms(lowered)
     rows += [f"  {line}" for line in print_tiles(lowered.sparsity, block_m, block_n).split("\n")]
     try:
@@ -49,6 +51,19 @@ def explain(
     except BackendError as error:
         rows.append(f"backend      none on {device.type}: {error.message}")
     return "\n".join(rows)
+
+
+def _forms(lowered: Lowered) -> list[str]:
+    """Which functions may take fast forms; nothing for programs that have none of these."""
+    derivative = lowered.derivative
+    factors = [g.factor for g in derivative.tensors] + [g.factor for g in derivative.params]
+    lines = describe_forms([lowered.program.score, derivative.score, *factors])
+    if not lines:
+        return []
+    if lowered.program.exact:
+        return ["functions    exact forms everywhere, as asked for"]
+    rows = ["functions    fast forms on NVIDIA GPUs, exact ones elsewhere or with exact=True"]
+    return rows + [f"  {line}" for line in lines]
 
 
 def _describe(root: Node) -> str:

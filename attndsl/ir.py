@@ -320,6 +320,8 @@ class Program:
     """FLOAT: probability that a weight is dropped (kept ones are divided by 1 - p)."""
     params: tuple[ParamDecl, ...] = ()
     tensors: tuple[TensorDecl, ...] = ()
+    exact: bool = False
+    """Whether functions keep their exact forms where hardware has faster ones."""
 
     def roots(self) -> tuple[Node, ...]:
         """The expressions present, in a fixed order."""

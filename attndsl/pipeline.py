@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from attndsl.frontend import read
@@ -24,14 +25,14 @@ if TYPE_CHECKING:
 __all__ = ["Lowered", "lower", "lower_program", "stages"]
 
 
-def lower(source: Source, declared: Mapping[str, Declared]) -> Lowered:
-    """Text to what backends get.
+def lower(source: Source, declared: Mapping[str, Declared], exact: bool = False) -> Lowered:
+    """Text to what backends get; ``exact``: see :class:`~attndsl.ir.Program`.
 
     Raises:
         AttnDSLError: All that is wrong with the program.
     """
     # Text -> surface tree -> typed IR, with functions inlined and bound params folded in.
-    return lower_program(read(source, declared))
+    return lower_program(replace(read(source, declared), exact=exact))
 
 
 def lower_program(program: Program) -> Lowered:

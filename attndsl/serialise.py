@@ -21,7 +21,7 @@ from attndsl.passes.tiles.sparsity import analyse
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-FORMAT = 1
+FORMAT = 2
 _PARTS = ("score", "mask", "sink", "weights", "dropout")
 
 
@@ -42,6 +42,7 @@ def program_to_json(program: Program) -> dict[str, Any]:
         },
         "params": [[p.name, p.dtype.value, _literal(p.default)] for p in program.params],
         "tensors": [[t.name, t.dtype.value, [numbers[d] for d in t.dims]] for t in program.tensors],
+        "exact": program.exact,
     }
 
 
@@ -68,6 +69,7 @@ def program_from_json(data: dict[str, Any]) -> Program:
             parts["dropout"],
             params,
             tensors,
+            bool(data["exact"]),
         )
     except SerialiseError:
         raise

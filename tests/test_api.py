@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ import torch
 import attndsl
 from attndsl import errors
 from attndsl.config import read_config
+from attndsl.runtime.programs import lowered_program
 
 
 def inputs(**changes: object) -> list[torch.Tensor]:
@@ -51,6 +53,38 @@ def test_names_are_numbers_tensors_or_declarations() -> None:
         bound(q, k, v, gain=2 * gain),
         declared(q, k, v, gain=2 * gain, temperature=temperature, window=3),
     )
+
+
+def test_exact_is_part_of_a_program() -> None:
+    text = "score = 5 * tanh(score / 5)"
+    fast, exact = attndsl.compile(text), attndsl.compile(text, exact=True)
+    assert fast != exact
+    assert len({fast, exact, attndsl.compile(text, exact=True)}) == 2
+    assert pickle.loads(pickle.dumps(exact)) == exact
+    assert pickle.loads(pickle.dumps(exact)).lowered.program.exact
+    assert fast.lowered.digest != exact.lowered.digest
+    assert "tanh_approx(" in fast.source()
+    assert "tanh_ex2(" in fast.source(dtype=torch.float16)
+    assert "tanh(" in fast.source(dtype=torch.float32)
+    assert "tanh(" in exact.source()
+    assert "tanh       bf16: tanh.approx, relative error 2^-11" in fast.explain()
+    assert "exact forms everywhere" in exact.explain()
+    assert "functions" not in attndsl.compile("causal()").explain()
+
+
+def test_exact_travels_through_graphs() -> None:
+    text = "score = 5 * tanh(score / 5)"
+    fast, exact = attndsl.compile(text), attndsl.compile(text, exact=True)
+    specs = []
+
+    def look(graph: Any, _inputs: Any) -> Any:
+        calls = [n for n in graph.graph.nodes if "attndsl" in str(n.target)]
+        specs.extend(n.args[0] for n in calls)
+        return graph.forward
+
+    q, k, v = (torch.randn(1, 1, 8, 8) for _ in range(3))
+    torch.compile(lambda q, k, v: fast(q, k, v) + exact(q, k, v), backend=look)(q, k, v)
+    assert [lowered_program(spec).program.exact for spec in specs] == [False, True]
 
 
 def test_equal_hashed_pickled_and_copied() -> None:

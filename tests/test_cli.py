@@ -188,6 +188,15 @@ def test_show_prints_every_stage(attndsl, write, stage, part):
     assert f"\n{stage} " in "\n" + attndsl("show", "a.attn", "--stage", "list")[1]
 
 
+def test_exact_forms_on_request(attndsl, write):
+    file = write("cap.attn", "score = 5 * tanh(score / 5)\n")
+    assert "tanh_approx(" in attndsl("show", file, "--stage", "source")[1]
+    assert "tanh_approx(" not in attndsl("show", file, "--stage", "source", "--exact")[1]
+    assert "tanh.approx" in attndsl("explain", file)[1]
+    assert "exact forms everywhere" in attndsl("explain", file, "--exact")[1]
+    assert attndsl("run", file, "--exact", "--q-len", "8", "--head-dim", "8")[0] == 0
+
+
 def test_explain(attndsl, write):
     code, out, _ = attndsl("explain", write("a.yaml", "a: q >= kv\nb: score\n"), "--name", "a")
     assert code == 0

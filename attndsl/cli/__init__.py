@@ -69,6 +69,9 @@ Tensors = Annotated[
     list[str],
     typer.Option("-t", "--tensor", metavar="'NAME[DIM, ...]: TYPE'", help="Declare a tensor."),
 ]
+Exact = Annotated[
+    bool, typer.Option("--exact", help="No fast forms of functions; explain says which there are.")
+]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
@@ -110,6 +113,7 @@ def explain(
     tensor: Tensors = [],  # noqa: B006
     device: Annotated[str, typer.Option(help="Where it would run.")] = "cpu",
     backend: Annotated[str, typer.Option(help="auto, reference, cpu or triton.")] = "auto",
+    exact: Exact = False,
     q_len: Annotated[int | None, typer.Option(min=0, help="What this many queries cost.")] = None,
     kv_len: Annotated[int | None, typer.Option(min=0, help="Keys; --q-len by default.")] = None,
 ) -> None:
@@ -120,7 +124,8 @@ def explain(
     program = read_program(file, name)
     length = kv_len if q_len is None else q_len
     lengths = None if length is None else (length, length if kv_len is None else kv_len)
-    print(explain_program(program, read_declarations(param, tensor), device, backend, lengths))
+    declared = read_declarations(param, tensor)
+    print(explain_program(program, declared, device, backend, lengths, exact))
 
 
 @app.command()
@@ -132,6 +137,7 @@ def show(
     tensor: Tensors = [],  # noqa: B006
     head_dim: Annotated[int, typer.Option(min=1, help="Of kernel sources.")] = 64,
     dtype: Annotated[str, typer.Option(help="Of kernel sources: fp16, bf16, fp32.")] = "bf16",
+    exact: Exact = False,
 ) -> None:
     """Print a stage of compilation, from the surface tree to the kernels."""
     from .inputs import read_declarations, read_program
@@ -141,7 +147,7 @@ def show(
         print(list_stages())
         return
     program = read_program(file, name)
-    print(show_stage(program, read_declarations(param, tensor), stage, head_dim, dtype))
+    print(show_stage(program, read_declarations(param, tensor), stage, head_dim, dtype, exact))
 
 
 @app.command()
@@ -164,6 +170,7 @@ def run(
     dtype: Annotated[str, typer.Option(help="fp16, bf16, fp32 or fp64.")] = "fp32",
     device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...")] = "cpu",
     backend: Annotated[str, typer.Option(help="auto, reference or triton.")] = "auto",
+    exact: Exact = False,
     backward: Annotated[bool, typer.Option("--backward", help="Gradients too.")] = False,
     check: Annotated[
         bool, typer.Option("--check/--no-check", help="Compare with the reference.")
@@ -189,6 +196,7 @@ def run(
             shapes,
             dims,
             backend=backend,
+            exact=exact,
             backward=backward,
             check=check,
             seed=seed,

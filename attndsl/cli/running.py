@@ -103,6 +103,7 @@ def run(
     dims: Mapping[str, int],
     *,
     backend: str,
+    exact: bool,
     backward: bool,
     check: bool,
     seed: int,
@@ -114,7 +115,7 @@ def run(
         AttnDSLError: The program has errors, or cannot run on these shapes.
     """
     _check_shapes(shapes, check)
-    attention = compile_program(program, declared, backend)
+    attention = compile_program(program, declared, backend, exact)
     chosen, _ = choose_backend(backend, torch.device(shapes.device), False)
     check_dim_names(attention.lowered.program, dims)
     generator = torch.Generator().manual_seed(seed)

@@ -57,6 +57,7 @@ def show_stage(
     stage: str,
     head_dim: int,
     dtype: str,
+    exact: bool = False,
 ) -> str:
     """The text of one stage; only kernel sources need torch.
 
@@ -74,7 +75,7 @@ def show_stage(
     import torch
 
     direction = "backward" if stage == "source-backward" else "forward"
-    attention = compile_program(program, declared, "auto")
+    attention = compile_program(program, declared, "auto", exact)
     return attention.source(direction, head_dim=head_dim, dtype=getattr(torch, _DTYPES[dtype]))
 
 
@@ -84,13 +85,14 @@ def explain_program(
     device: str,
     backend: str,
     lengths: tuple[int, int] | None,
+    exact: bool = False,
 ) -> str:
     """What the compiler makes of ``program``, in words; with lengths also what it costs.
 
     Raises:
         AttnDSLError: The program has errors.
     """
-    attention = compile_program(program, declared, backend)
+    attention = compile_program(program, declared, backend, exact)
     if lengths is None:
         return attention.explain(device)
     q_len, kv_len = lengths
@@ -110,7 +112,7 @@ def explain_program(
 
 
 def compile_program(
-    program: NamedProgram, declared: Mapping[str, Declared], backend: str
+    program: NamedProgram, declared: Mapping[str, Declared], backend: str, exact: bool = False
 ) -> Attention:
     """``program`` compiled, with what its configuration and the command line declare.
 
@@ -126,5 +128,10 @@ def compile_program(
     }
     source = program.source
     return compile_text(
-        source.text, backend=backend, name=source.name, first_line=source.first_line, **names
+        source.text,
+        backend=backend,
+        name=source.name,
+        first_line=source.first_line,
+        exact=exact,
+        **names,
     )

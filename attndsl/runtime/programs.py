@@ -26,7 +26,9 @@ if TYPE_CHECKING:
     from attndsl.frontend.declare import Declared
 
 
-def make_spec(text: str, name: str, first_line: int, declared: Mapping[str, Declared]) -> str:
+def make_spec(
+    text: str, name: str, first_line: int, declared: Mapping[str, Declared], exact: bool = False
+) -> str:
     """The canonical string of a program's text and the caller's declarations."""
     return json.dumps(
         {
@@ -34,6 +36,7 @@ def make_spec(text: str, name: str, first_line: int, declared: Mapping[str, Decl
             "name": name,
             "line": first_line,
             "declared": {key: _declared_to_json(value) for key, value in sorted(declared.items())},
+            "exact": exact,
         },
         sort_keys=True,
     )
@@ -56,7 +59,8 @@ def lowered_program(spec: str) -> Lowered:
             pass  # Of another version of this package, or damaged: it is written again below.
     parts = json.loads(spec)
     declared = {key: _declared_from_json(value) for key, value in parts["declared"].items()}
-    lowered = lower(Source(parts["text"], parts["name"], parts["line"]), declared)
+    source = Source(parts["text"], parts["name"], parts["line"])
+    lowered = lower(source, declared, parts["exact"])
     cache.save(key, "", {"kind": "program", "lowered": lowered_to_json(lowered)})
     return lowered
 

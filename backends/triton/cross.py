@@ -21,7 +21,7 @@ from .generate import generate_attention
 from .generate_lists import generate_lists
 from .kernels import DIRECTIONS_OF, LIST_CHUNK, STATISTICS_ROWS, plan_loop, work_of
 from .library import row_statistics
-from .specialise import specialise, with_gradients
+from .specialise import specialise, with_forms, with_gradients
 from .tiles import Config, candidates, shared_memory_of
 
 if TYPE_CHECKING:
@@ -88,6 +88,7 @@ def kernel_source(lowered: Lowered, call: Call, direction: str, wants: Wants) ->
     """Text of the modules that ``call`` would use, ``forward`` or ``backward``."""
     shared = shared_memory_of("cuda:90")
     special = specialise(lowered.program, call)
+    special = with_forms(special, lowered.program, parse_target("cuda:90"))
     if direction == "backward":
         special = with_gradients(special, call, wants.tensors, wants.params)
     texts = []
@@ -122,6 +123,7 @@ def cross_compile(
     """
     shared = shared_memory_of(target)
     compiler = _Compiler(parse_target(target), shared)
+    attention = with_forms(special, lowered.program, compiler.target)
     found = []
     with tempfile.TemporaryDirectory() as folder:
         for name in DIRECTIONS:
@@ -129,7 +131,7 @@ def cross_compile(
                 name, work_of(lowered, special, name), special, shared
             ):
                 loop = plan_loop(lowered, special, name, config)
-                text = generate_attention(lowered, special, name, loop)
+                text = generate_attention(lowered, attention, name, loop)
                 path = Path(folder) / f"{name}_{len(list(Path(folder).iterdir()))}.py"
                 path.write_text(text, "utf-8")
                 function = getattr(load_module(path, path.stem), f"attention_{name}")

@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING
 from attndsl.ir import COMPARISONS, DType, Node, Op, dependencies, toposort
 from attndsl.passes.widths import INT32, fits, ranges
 
+from ..forms import EXACT, FORMS, fast_nodes
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
@@ -93,6 +95,8 @@ class Names:
     """Whether logical positions are row numbers."""
     scalar: bool = False
     """Whether values are scalars, as in loop bounds, rather than parts of a tile."""
+    forms: str = EXACT
+    """Which set of fast forms functions may take (``..forms``)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +136,8 @@ class Printer:
         self.helpers: set[str] = set()
         self.deps = dependencies(*roots)
         self.ranges = ranges(roots, names.int_bits, names.from_zero)
+        self.forms = FORMS[names.forms]
+        self.fast = fast_nodes(roots) if self.forms else frozenset()
         if not names.scalar:
             self._spread_tile_params(roots)
         self.texts: dict[Node, tuple[str, int]] = {}
@@ -234,7 +240,8 @@ class Printer:
             return chain
         if op in _FLOAT_TWO:
             return self._call(_FLOAT_TWO[op], *(self._block(a) for a in args))
-        return self._call(_CALLS[op], self._value(args[0]))
+        name = self.forms[op].function if item in self.fast else _CALLS[op]
+        return self._call(name, self._value(args[0]))
 
     def _infix(self, item: Node) -> tuple[str, int]:
         symbol, level = _INFIX[item.op]

@@ -18,6 +18,7 @@ from .compile import Argument, Executable, build, is_interpreted, load_module, r
 from .generate import generate_attention
 from .generate_lists import generate_lists
 from .library import row_statistics
+from .specialise import with_forms
 from .tiles import INTERPRETED, MAX_SPILLS, Config, candidates, shared_memory_of
 
 if TYPE_CHECKING:
@@ -89,6 +90,7 @@ class Kernels:
         with self._lock:
             target = current_target()
             precision = _precision(special.dtype, target)
+            special = with_forms(special, lowered.program, target)
             executables, listed = {}, set()
             for direction in self.directions[kind]:
                 key = self._key(lowered, direction, special, precision, target)

@@ -13,9 +13,12 @@ import torch
 
 from attndsl.ir import DType, Op
 
+from ..forms import EXACT, forms_for
 from .expression import Capture, Names
 
 if TYPE_CHECKING:
+    from triton.backends.compiler import GPUTarget
+
     from attndsl.ir import ParamDecl, Program, TensorDecl
 
     from ..base import Call, Scalar
@@ -83,13 +86,16 @@ class Specialisation:
     param_gradients: tuple[str, ...] = ()
     large_gradients: tuple[str, ...] = ()
     """Tensor gradients that are added up in fp32: too large for fp64, and rarely hit twice."""
+    forms: str = EXACT
+    """Which set of fast forms the score and its derivatives may take (``..forms``)."""
 
     def names(self) -> Names:
         """What the expression printer needs."""
         bits = {c.name: c.bits for c in self.captures if c.dtype is DType.INT}
         bits |= {p.name: 64 if "64" in p.type else 32 for p in self.params if p.dtype is DType.INT}
         from_zero = not self.shifted and "index" not in (self.q_kind, self.kv_kind)
-        return Names({c.name: c for c in self.captures}, bits, self.head_dim, from_zero)
+        captures = {c.name: c for c in self.captures}
+        return Names(captures, bits, self.head_dim, from_zero, forms=self.forms)
 
 
 _MAX_ROWS = 512
@@ -143,6 +149,17 @@ def with_gradients(
         param_gradients=tuple(sorted(params)),
         large_gradients=tuple(sorted(large)),
     )
+
+
+def with_forms(
+    special: Specialisation, program: Program, target: GPUTarget | None
+) -> Specialisation:
+    """``special`` for attention kernels on ``target``; None for the interpreter.
+
+    Kernels that find tiles take no part: what they evaluate must be exactly the mask.
+    """
+    kind = None if target is None else target.backend
+    return replace(special, forms=forms_for(special.dtype, kind, program.exact))
 
 
 def strides(tensor: torch.Tensor) -> tuple[int, ...]:

@@ -92,6 +92,31 @@ WIDE_BOUNDS = textwrap.dedent(
 )
 
 
+SOFTCAP = textwrap.dedent(
+    """
+    import sys
+    from dataclasses import replace
+    import torch
+    from attndsl.backends.triton.cross import cross_compile, example_call
+    from attndsl.backends.triton.specialise import specialise
+    from attndsl.backends.triton.tiles import Config
+    from attndsl.passes.tiles.plan import DIRECTIONS
+    from attndsl.pipeline import lower
+    from attndsl.source import Source
+
+    target, dtype, exact = sys.argv[1], sys.argv[2], sys.argv[3] == "True"
+    lowered = lower(Source("score = 50.0 * tanh(score / 50.0)"), {}, exact)
+    call = example_call(lowered, 64, 64, getattr(torch, dtype), {})
+    special = replace(specialise(lowered.program, call), aligned=True)
+    configs = dict.fromkeys(DIRECTIONS, (Config(64, 64, 4, 1),))
+    for kernel in cross_compile(lowered, special, target, configs):
+        text = kernel.kernel.asm.get("ptx") or kernel.kernel.asm["amdgcn"]
+        names = ("tanh.approx.f32", "rcp.approx.ftz.f32", "ex2.approx.ftz.f32")
+        print(kernel.name, *map(text.count, names))
+    """
+)
+
+
 def _run(script: str, *arguments: object) -> list[list[str]]:
     # Where the interpreter is chosen for this process's kernels, nothing could be compiled.
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
@@ -129,6 +154,45 @@ def test_bounds_of_64_bits_make_loops_of_32(case: str, size: int) -> None:
     """Triton wants one type of a variable that a loop carries; the interpreter does not mind."""
     rows = _run(WIDE_BOUNDS, case, size)
     assert [row[1] for row in rows[:3]] == [str(size)] * 3
+
+
+def test_softcap_in_bf16_is_one_instruction_a_pair() -> None:
+    rows = {
+        name: list(map(int, counts))
+        for name, *counts in _run(SOFTCAP, "cuda:90", "bfloat16", False)
+    }
+    assert rows["forward"][0] > 0
+    # One exponential a pair is the softmax; the derivative shares the score's tanh.
+    for name in ("backward_q", "backward_kv"):
+        tanhs, reciprocals, exponentials = rows[name]
+        assert 0 < tanhs == exponentials
+        assert reciprocals == 0
+
+
+def test_softcap_in_fp16_is_an_exponential_and_a_reciprocal() -> None:
+    rows = {
+        name: list(map(int, counts)) for name, *counts in _run(SOFTCAP, "cuda:90", "float16", False)
+    }
+    assert rows["forward"][:1] == [0]
+    for name in ("backward_q", "backward_kv"):
+        tanhs, reciprocals, exponentials = rows[name]
+        assert tanhs == 0
+        assert 0 < 2 * reciprocals == exponentials
+
+
+@pytest.mark.parametrize(
+    ("target", "dtype", "exact"),
+    [
+        ("cuda:90", "bfloat16", True),
+        ("cuda:90", "float32", False),
+        ("hip:gfx942", "bfloat16", False),
+    ],
+)
+def test_softcap_is_exact_where_asked_for_and_elsewhere(
+    target: str, dtype: str, exact: bool
+) -> None:
+    rows = _run(SOFTCAP, target, dtype, exact)
+    assert [row[1:3] for row in rows] == [["0", "0"]] * 4
 
 
 @pytest.mark.slow
