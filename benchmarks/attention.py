@@ -29,7 +29,8 @@ if TYPE_CHECKING:
 
 SHAPES = ((1, 16, 16384, 128), (1, 32, 16384, 64), (4, 16, 4096, 128))
 QUICK_SHAPES = ((1, 16, 4096, 128),)
-COLUMNS = ("attndsl", "cudnn", "fa2", "fa4", "flex")
+COLUMNS = ("attndsl", "portable", "cudnn", "fa2", "fa4", "flex")
+"""``portable``: attndsl's kernels for every GPU, where it has others for this one."""
 DIRECTIONS = ("forward", "backward")
 CELL_SECONDS = 150.0
 """Longest a cell may take, compilation included."""
@@ -185,11 +186,18 @@ class Bench:
     def _attndsl(self, case: str) -> Callable[[], Any]:
         import torch
 
-        import attndsl
         from attndsl.runtime.dispatch import choose_backend
 
         self._backend = choose_backend("auto", torch.device("cuda"), False)[0].name
-        attention = attndsl.compile(CASES[case].program)
+        return self._program(case, "auto")
+
+    def _portable(self, case: str) -> Callable[[], Any]:
+        return self._program(case, "triton")
+
+    def _program(self, case: str, backend: str) -> Callable[[], Any]:
+        import attndsl
+
+        attention = attndsl.compile(CASES[case].program, backend=backend)
         captures = {"documents1000": {"doc": self._doc}, "head_gain": {"gain": self._gain}}
         given = captures.get(case, {})
         return lambda: attention(*self._leaves, **given)

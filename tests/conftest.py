@@ -80,7 +80,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def _places() -> list[Any]:
     on_gpu = pytest.param(Place("triton", "cuda"), id="triton-cuda", marks=pytest.mark.gpu)
-    places = [pytest.param(Place("reference", "cpu"), id="reference"), on_gpu]
+    hopper = pytest.param(Place("hopper", "cuda"), id="hopper-cuda", marks=pytest.mark.gpu)
+    places = [pytest.param(Place("reference", "cpu"), id="reference"), on_gpu, hopper]
     places.append(pytest.param(Place("cpu", "cpu"), id="cpu"))
     if INTERPRETED:
         places.append(pytest.param(Place("triton", "cpu"), id="triton-interpreted"))

@@ -8,8 +8,8 @@ each pair, and what varies with the column alone is computed once for a tile's c
 small: rows get ``slope * (q - $origin)``, columns ``-slope * (kv - $origin)``, and the kernel puts
 the origin within its tile.
 
-Non-goals: products of a row's and a column's factor, functions of sums, integers that are not sums of
-multiples of positions (they may be large, and cancel).
+Non-goals: products of a row's and a column's factor, functions of sums, integers that are not sums
+of multiples of positions (they may be large, and cancel).
 """
 
 from __future__ import annotations

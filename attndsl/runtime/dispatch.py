@@ -37,17 +37,16 @@ def check_backend_name(name: str) -> None:
 def choose_backend(name: str, device: torch.device, checked: bool) -> tuple[Backend, str]:
     """The backend for tensors on ``device``, and the reason in words.
 
-    ``auto`` takes Triton on GPUs, and the tiled CPU backend on CPUs, or the reference
-    in checked mode, which nothing else has; it never takes another one because that
-    one fails.
+    ``auto`` takes Triton on GPUs, in its own kernels for Hopper there, and the tiled CPU backend on
+    CPUs, or the reference in checked mode, which nothing else has; it never takes another one
+    because that one fails.
 
     Raises:
         BackendError: The backend does not work here; says why.
     """
     reason = "asked for by name"
     if name == "auto":
-        name = "cpu" if device.type == "cpu" else "triton"
-        reason = f"the default for {device.type} tensors"
+        name, reason = _default(device)
         if checked and name == "cpu":
             name, reason = "reference", "checked mode runs there"
     if checked and name != "reference":
@@ -62,6 +61,24 @@ def choose_backend(name: str, device: torch.device, checked: bool) -> tuple[Back
             hint="backend='reference' runs everywhere",
         )
     return backend, reason
+
+
+def _default(device: torch.device) -> tuple[str, str]:
+    """The backend for tensors on ``device``, and the reason."""
+    if device.type == "cpu":
+        return "cpu", "the default for cpu tensors"
+    if device.type == "cuda" and _is_hopper(device.index):
+        return "hopper", "the default for Hopper GPUs; what it cannot run, the triton kernels do"
+    return "triton", f"the default for {device.type} tensors"
+
+
+@lru_cache(maxsize=64)
+def _is_hopper(index: int | None) -> bool:
+    import torch
+
+    if torch.version.hip is not None or not torch.cuda.is_available():
+        return False
+    return torch.cuda.get_device_capability(index) == (9, 0)
 
 
 @lru_cache(maxsize=8)

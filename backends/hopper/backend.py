@@ -1,4 +1,4 @@
-"""The Hopper backend: warp-specialised kernels where they can run a call, portable ones elsewhere."""
+"""Warp-specialised kernels for what they can run, portable ones for all else."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ class HopperBackend(TritonBackend):
     def forward(self, lowered: Lowered, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
         """See :class:`~attndsl.backends.base.Backend`."""
         q, k, v = call.q, call.k, call.v
-        steps = tuple(map(descriptor_strides, (q, k, v)))
-        if None in steps or why_portable(call, "forward") is not None:
+        steps = all_strides(q, k, v)
+        if steps is None or why_portable(call, "forward") is not None:
             return self._portable.forward(lowered, call)
         batch, heads, q_len, _ = q.shape
         out = q.new_empty((batch, heads, q_len, v.shape[-1]))
@@ -91,9 +91,9 @@ class HopperBackend(TritonBackend):
         q, k, v = call.q, call.k, call.v
         if grad_out.numel() and descriptor_strides(grad_out) is None:
             grad_out = grad_out.contiguous()
-        steps = tuple(map(descriptor_strides, (q, k, v, grad_out)))
+        steps = all_strides(q, k, v, grad_out)
         reason = why_portable(call, "backward_kv")
-        if None in steps or reason is not None or wants.tensors or wants.params:
+        if steps is None or reason is not None or wants.tensors or wants.params:
             return self._portable.backward(lowered, call, out, lse, grad_out, grad_lse, wants)
         batch, heads, q_len, head_dim = q.shape
         layout = self._layout(lowered, call, "backward", grad_out, wants, grad_lse is not None)
@@ -150,6 +150,12 @@ def why_portable(call: Call, direction: str) -> str | None:
     if 0 in call.q.shape or 0 in call.k.shape or 0 in call.v.shape:
         return "nothing is to be computed"
     return None
+
+
+def all_strides(*tensors: torch.Tensor) -> tuple[tuple[int, ...], ...] | None:
+    """Descriptor strides of each; None if the hardware cannot read one of them."""
+    found = tuple(map(descriptor_strides, tensors))
+    return None if None in found else found  # type: ignore[return-value]
 
 
 def _together(call: Call) -> int:

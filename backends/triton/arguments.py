@@ -102,6 +102,7 @@ def arguments_of(
 
 
 def template_argument(name: str, special: Specialisation) -> Argument:
+    """Type of an argument that templates name."""
     if name in _OPERANDS:
         own = name in ("OUT", "DQ", "DK", "DV_OUT")
         return Argument(name, f"*{special.dtype}", aligned=own or special.aligned)
@@ -123,6 +124,7 @@ def template_argument(name: str, special: Specialisation) -> Argument:
 
 
 def capture_types(special: Specialisation) -> dict[str, Argument]:
+    """Types of the arguments that the program adds, by name."""
     found: dict[str, Argument] = {}
 
     def add(name: str, kind: str, aligned: bool = False) -> None:
