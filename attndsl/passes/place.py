@@ -1,8 +1,8 @@
 """A score as a sum of what varies with pairs, with rows alone, and with columns alone.
 
 A softmax does not see what is added to a whole row: softmax(s + r) = softmax(s), and the
-log-sum-exp of s + r is that of s, plus r. So what varies with the row alone need not be computed for
-each pair, and what varies with the column alone is computed once for a tile's columns.
+log-sum-exp of s + r is that of s, plus r. So what varies with the row alone need not be computed
+for each pair, and what varies with the column alone is computed once for a tile's columns.
 
 ``slope * (q - kv)`` comes apart only near an origin, for both parts may be large where their sum is
 small: rows get ``slope * (q - $origin)``, columns ``-slope * (kv - $origin)``, and the kernel puts
