@@ -44,7 +44,7 @@ def lower_program(program: Program) -> Lowered:
     # Of the simplified score, so that the derivative shares its nodes.
     derivative = simplify_derivative(differentiate(program))
     # Of the simplified score too, beside its derivative, which is that of the pairs' part.
-    placed = place_score(program.score)
+    placed = place_score(program.score, derivative.score, program.mask)
     # Last, since it looks at the mask that the passes above have completed. Loops over tiles are
     # planned by backends, which know tile sizes: `sparsity.loop`.
     return Lowered(program, derivative, placed, analyse(program), digest(program))

@@ -125,7 +125,7 @@ def lowered_from_json(data: Any) -> Lowered:
         raise SerialiseError("not a serialised lowered program")
     program = program_from_json(data["program"])
     derivative = derivative_from_json(data["derivative"])
-    placed = place_score(program.score)
+    placed = place_score(program.score, derivative.score, program.mask)
     return Lowered(program, derivative, placed, analyse(program), digest(program))
 
 

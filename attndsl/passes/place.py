@@ -5,8 +5,11 @@ log-sum-exp of s + r is that of s, plus r. So what varies with the row alone nee
 for each pair, and what varies with the column alone is computed once for a tile's columns.
 
 ``slope * (q - kv)`` comes apart only near an origin, for both parts may be large where their sum is
-small: rows get ``slope * (q - $origin)``, columns ``-slope * (kv - $origin)``, and the kernel puts
-the origin within its tile.
+small: rows get ``slope * (q - $origin)``, columns ``-slope * $away``, with ``$away`` the distance
+of ``kv`` from the origin, which the kernel puts within its tile.
+
+Factors move out of what is left for pairs: ``c * tanh(score / c)`` becomes ``tanh(score)`` with a
+factor on either side, and both meet factors that are there anyway: those of q . k and of base 2.
 
 Non-goals: products of a row's and a column's factor, functions of sums, integers that are not sums
 of multiples of positions (they may be large, and cancel).
@@ -17,7 +20,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from attndsl.ir import DType, Op, cast, const, dependencies, node, param, var
+from attndsl.ir import (
+    SCORE,
+    DType,
+    Op,
+    cast,
+    const,
+    dependencies,
+    node,
+    param,
+    substitute,
+    toposort,
+    var,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -26,7 +41,11 @@ if TYPE_CHECKING:
 
 ORIGIN = param("$origin", DType.INT)
 """Any logical position; one near the tile's keeps the parts small."""
+AWAY = param("$away", DType.FLOAT)
+"""``kv - $origin``: kernels have a cheaper way to it than converting each."""
 _ALL_ROW = frozenset({"b", "h"})
+_LARGE = 1e30
+"""Factors from which infinities might come of finite scores, or the other way around."""
 _KINDS = (("row", _ALL_ROW | {"q"}), ("column", _ALL_ROW | {"kv"}))
 
 # Operations around a term, outermost first, their operands of batch entry and head alone, and
@@ -36,28 +55,93 @@ _Wraps = tuple[tuple[Op, "Node", bool], ...]
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """``pair + row + column`` is the score, but for rounding, whatever ``$origin`` is."""
+    """``outer * pair + row + column`` is the score, but for rounding, whatever ``$origin`` is."""
 
     pair: Node
-    """The score itself where nothing comes apart."""
+    """``SCORE`` in it is ``inner`` times the incoming score."""
+    slope: Node
+    """Derivative of the score by the incoming one; its ``SCORE`` is that of ``pair``."""
+    inner: Node | None
+    """FLOAT expression of ``b`` and ``h``; None for 1."""
+    outer: float
+    """Greater than 0."""
     row: Node | None
     """FLOAT expression of ``b``, ``h``, ``q`` and ``$origin``."""
     column: Node | None
-    """FLOAT expression of ``b``, ``h``, ``kv`` and ``$origin``."""
+    """FLOAT expression of ``b``, ``h``, ``kv`` and ``$away``."""
 
 
-def place_score(score: Node) -> Placed:
-    """Take apart a FLOAT expression."""
+def place_score(score: Node, slope: Node, mask: Node | None) -> Placed:
+    """Take apart a FLOAT expression.
+
+    Args:
+        score: The score.
+        slope: Its derivative by the incoming score.
+        mask: Factors stay where they are if this depends on the incoming score.
+    """
     deps = dependencies(score)
     parts: dict[str, list[Node]] = {"pair": [], "row": [], "column": []}
     for sign, wraps, term in _terms(score, deps):
         whole = _wrapped(term, wraps)
         found = deps.get(term) or dependencies(term)[term]
+        if AWAY in toposort(term):
+            found = frozenset({"kv"})
         kind = next((name for name, allowed in _KINDS if found <= allowed), "pair")
         parts[kind].append(node(Op.NEG, whole) if sign < 0 else whole)
-    if not parts["row"] and not parts["column"]:
-        return Placed(score, None, None)
-    return Placed(_sum(parts["pair"]) or const(0.0), _sum(parts["row"]), _sum(parts["column"]))
+    pair, row, column = score, _sum(parts["row"]), _sum(parts["column"])
+    if row is not None or column is not None:
+        pair = _sum(parts["pair"]) or const(0.0)
+    if mask is not None and SCORE in toposort(mask):
+        return Placed(pair, slope, None, 1.0, row, column)
+    outer, pair = _outer(pair)
+    factor = _inner(pair, slope)
+    if factor is None:
+        return Placed(pair, slope, None, outer, row, column)
+    inner = factor.args[0] if factor.args[1] is SCORE else factor.args[1]
+    if factor.op is Op.DIV:
+        inner = node(Op.DIV, const(1.0), inner)
+    pair, slope = (substitute(root, {factor: SCORE}) for root in (pair, slope))
+    slope = _with_one_constant(slope)
+    return Placed(pair, slope, inner, outer, row, column)
+
+
+def _outer(pair: Node) -> tuple[float, Node]:
+    """A positive constant factor of ``pair``, and the rest."""
+    if pair.op is Op.MUL:
+        for number, rest in (pair.args, pair.args[::-1]):
+            value = number.value
+            if number.op is Op.CONST and isinstance(value, float) and 0 < value < _LARGE:
+                return value, rest
+    return 1.0, pair
+
+
+def _with_one_constant(product: Node) -> Node:
+    """``50 * x / 50`` as ``x``: a product and quotient with constants, with one at most."""
+    total, rest = 1.0, product
+    while rest.op in (Op.MUL, Op.DIV):
+        numbers = [arg for arg in rest.args if arg.op is Op.CONST]
+        if len(numbers) != 1 or (rest.op is Op.DIV and numbers[0] is rest.args[0]):
+            break
+        value = numbers[0].value
+        if not isinstance(value, float) or not 1 / _LARGE < abs(value) < _LARGE:
+            break
+        total = total * value if rest.op is Op.MUL else total / value
+        (rest,) = (arg for arg in rest.args if arg.op is not Op.CONST)
+    return rest if total == 1.0 else node(Op.MUL, const(total), rest)
+
+
+def _inner(pair: Node, slope: Node) -> Node | None:
+    """The product or quotient of SCORE that is all that uses it, if there is one."""
+    order = toposort(pair, slope)
+    users = {item for item in order if SCORE in item.args}
+    if len(users) != 1 or SCORE in (pair, slope):
+        return None
+    (user,) = users
+    others = [arg for arg in user.args if arg is not SCORE]
+    fits = user.op is Op.MUL or (user.op is Op.DIV and user.args[0] is SCORE)
+    if not fits or len(others) != 1 or not dependencies(others[0])[others[0]] <= _ALL_ROW:
+        return None
+    return user
 
 
 def _terms(score: Node, deps: dict[Node, frozenset[str]]) -> Iterator[tuple[int, _Wraps, Node]]:
@@ -76,14 +160,16 @@ def _terms(score: Node, deps: dict[Node, frozenset[str]]) -> Iterator[tuple[int,
         elif op is Op.MUL and deps[item.args[0]] <= _ALL_ROW:
             stack.append((sign, (*wraps, (op, item.args[0], True)), item.args[1]))
         elif op is Op.CAST and (parts := _split_positions(item.args[0], deps)):
-            for part in parts:
-                yield sign, wraps, cast(part, DType.FLOAT)
+            row, multiple = parts
+            yield sign, wraps, cast(row, DType.FLOAT)
+            away = AWAY if abs(multiple) == 1 else node(Op.MUL, const(float(abs(multiple))), AWAY)
+            yield (sign if multiple > 0 else -sign), wraps, away
         else:
             yield sign, wraps, item
 
 
-def _split_positions(item: Node, deps: dict[Node, frozenset[str]]) -> tuple[Node, ...]:
-    """An INT sum of multiples of ``q`` and ``kv`` as a row's part and a column's; or nothing."""
+def _split_positions(item: Node, deps: dict[Node, frozenset[str]]) -> tuple[Node, int] | None:
+    """An INT sum of multiples of ``q`` and ``kv`` as a row's part and a multiple of ``$away``."""
     rest: list[Node] = []
     multiples = {"q": 0, "kv": 0}
     stack = [(1, item)]
@@ -103,12 +189,10 @@ def _split_positions(item: Node, deps: dict[Node, frozenset[str]]) -> tuple[Node
         elif deps[part] <= _ALL_ROW:
             rest.append(_times(part, factor))
         else:
-            return ()
-    q, kv = var("q"), var("kv")
+            return None
+    q = var("q")
     if not multiples["kv"] or max(map(abs, multiples.values())) > 1 << 16:
-        return ()
-    # kv - origin and q + (origin's share) stay small where q and kv cancel.
-    column = _times(node(Op.SUB, kv, ORIGIN), multiples["kv"])
+        return None
     if multiples["q"] == -multiples["kv"]:
         row = _times(node(Op.SUB, q, ORIGIN), multiples["q"])
     else:
@@ -117,7 +201,7 @@ def _split_positions(item: Node, deps: dict[Node, frozenset[str]]) -> tuple[Node
             row = node(Op.ADD, row, _times(q, multiples["q"]))
     for part in rest:
         row = node(Op.ADD, row, part)
-    return row, column
+    return row, multiples["kv"]
 
 
 def _times(item: Node, factor: int) -> Node:

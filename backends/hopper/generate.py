@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from attndsl.ir import Op, dependencies
+from attndsl.ir import Op, const, dependencies
 from attndsl.passes.tiles.plan import DIRECTIONS
 
 from ..triton.device_functions import param_values, parameters, program_function, wrapped
@@ -78,17 +78,18 @@ def generate(
     ]
     if direction != "forward":
         doc = "Derivative of the program's score by scale * (q . k)."
-        roots.append(("derivative_of_pair", lowered.derivative.score, doc))
+        roots.append(("derivative_of_pair", placed.slope, doc))
     functions, helpers = [], set[str]()
     for function, root, doc in roots:
         text, used = pair_function(function, root, special, doc)
         functions.append(text)
         helpers |= used
-    for function, root, position, doc in (
-        ("row_of_score", placed.row, "q", "What the score has of the row alone."),
-        ("column_of_score", placed.column, "kv", "What the score has of the column alone."),
+    for function, root, positions, doc in (
+        ("factor_of_score", placed.inner, "", "A factor of scale * (q . k)."),
+        ("row_of_score", placed.row, "q, origin, ", "What the score has of the row alone."),
+        ("column_of_score", placed.column, "kv, away, ", "What it has of the column alone."),
     ):
-        text, used = _part_function(function, root, special, position, doc)
+        text, used = _part_function(function, root, special, positions, doc)
         functions.append(text)
         helpers |= used
     texts, used = print_loop(
@@ -108,7 +109,11 @@ def generate(
         "HAS_COLUMN": placed.column is not None,
         "SCALED_FIRST": modified
         or (program.mask is not None and "score" in dependencies(program.mask)[program.mask])
-        or special.negative_scale,
+        or special.negative_scale
+        or placed.inner is not None,
+        "HAS_FACTOR": placed.inner is not None,
+        "HAS_DERIVATIVE": placed.slope is not const(1.0),
+        "OUTER": placed.outer,
         f"{name.upper()}_HAS_FULL": listed or bool(loop.full),
         f"{name.upper()}_HAS_PARTIAL": listed or bool(loop.partial),
         f"{name.upper()}_DESCENDING": loop.descending,
@@ -125,7 +130,7 @@ def generate(
 
 
 def _part_function(
-    name: str, root: Node | None, special: Specialisation, position: str, doc: str
+    name: str, root: Node | None, special: Specialisation, positions: str, doc: str
 ) -> tuple[str, set[str]]:
     """A part of the score as a function of a vector of positions, and what it uses."""
     body, helpers = ["return 0.0"], set[str]()
@@ -135,7 +140,7 @@ def _part_function(
         if root.op is Op.CONST:
             result = f"tl.full([], {result}, tl.float32)"
         body, helpers = [*printed.lines, f"return {result}"], set(printed.helpers)
-    first = f"b, h, hkv, {position}, origin, batch, heads, kv_heads, q_len, kv_len"
+    first = f"b, h, hkv, {positions}batch, heads, kv_heads, q_len, kv_len"
     return program_function(name, first, special, doc, body, root is not None), helpers
 
 

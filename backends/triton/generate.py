@@ -87,7 +87,7 @@ def fill_template(
     templates: tuple[str, ...],
     functions: list[str],
     helpers: set[str],
-    flags: Mapping[str, bool],
+    flags: Mapping[str, bool | float],
     names: list[str],
     more: Mapping[str, list[str]],
 ) -> str:

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attndsl.ir import SCORE, DType, Node, Op, cast, const, dependencies, load, node, size, var
+from attndsl.passes.differentiate import vjp
 from attndsl.passes.evaluate import Environment, evaluate
 from attndsl.passes.place import place_score
 from attndsl.passes.print_ir import print_expression
@@ -49,10 +50,13 @@ def sums() -> st.SearchStrategy[Node]:
     )
 
 
-def value(item: Node | None, q: int, kv: int, origin: int) -> float:
+def value(
+    item: Node | None, q: int, kv: int, origin: int, score: float = 0.375, missing: float = 0.0
+) -> float:
     if item is None:
-        return 0.0
-    names = {"q": q, "kv": kv, "b": 1, "h": 2, "score": 0.375, "q_len": 40, "$origin": origin}
+        return missing
+    names = {"q": q, "kv": kv, "b": 1, "h": 2, "score": score, "q_len": 40, "$origin": origin}
+    names["$away"] = float(kv - origin)
     tables = {"gain": 1.25, "bias": 0.5}
     found = evaluate(item, Environment(names, lambda name, at: tables[name] + at[-1] / 8))
     assert isinstance(found, float)
@@ -62,33 +66,40 @@ def value(item: Node | None, q: int, kv: int, origin: int) -> float:
 @given(sums(), st.integers(0, 40), st.integers(0, 40), st.integers(-50, 50))
 @settings(max_examples=400, deadline=None)
 def test_parts_add_up(score, q, kv, origin):
-    placed = place_score(score)
-    parts = [value(part, q, kv, origin) for part in (placed.pair, placed.row, placed.column)]
+    slope = vjp(score, const(1.0)).get(SCORE, const(0.0))
+    placed = place_score(score, slope, None)
+    inner = 0.375 * value(placed.inner, q, kv, origin, missing=1.0)
+    parts = [
+        placed.outer * value(placed.pair, q, kv, origin, inner),
+        value(placed.row, q, kv, origin),
+        value(placed.column, q, kv, origin),
+    ]
     whole = value(score, q, kv, origin)
+    found, exact = value(placed.slope, q, kv, origin, inner), value(slope, q, kv, origin)
+    if math.isfinite(found) and math.isfinite(exact) and math.isfinite(inner):
+        assert math.isclose(found, exact, rel_tol=1e-9, abs_tol=1e-9)
     if math.isfinite(whole) and all(map(math.isfinite, parts)):
         assert math.isclose(sum(parts), whole, rel_tol=1e-9, abs_tol=1e-6)
     for part, own in ((placed.row, {"b", "h", "q"}), (placed.column, {"b", "h", "kv"})):
         assert part is None or dependencies(part)[part] <= own
-    if placed.row is None and placed.column is None:
-        assert placed.pair is score
 
 
 SLOPE = "exp2(-8.0 * float(h + 1) / float(heads))"
 CASES = {
     "mask = causal(); score = alibi()": (
-        "score", f"-({SLOPE} * float(q - $origin))", f"-({SLOPE} * float(-(kv - $origin)))",
+        "score", f"-({SLOPE} * float(q - $origin))", f"{SLOPE} * $away",
     ),
     "tensor bias[heads, kv_len]: float; score = score + bias[h, kv]": (
         "score", None, "bias[h, kv]",
     ),
-    "tensor off[heads]: float; score = 2 * score - off[h]": ("2.0 * score", "-off[h]", None),
-    "score = softcap(50.0)": ("50.0 * tanh(score / 50.0)", None, None),
+    "tensor off[heads]: float; score = 2 * score - off[h]": ("score", "-off[h]", None),
+    "score = softcap(50.0)": ("tanh(score)", None, None),
     "score = score - 0.1 * abs(q - kv)": ("score - 0.1 * float(abs(q - kv))", None, None),
     "score = score + 0.5 * (q // 2 - kv // 2)": (
         "score + 0.5 * float(q // 2 - kv // 2)", None, None,
     ),
     "score = score + 0.25 * (q + kv)": (
-        "score", "0.25 * float($origin + q)", "0.25 * float(kv - $origin)",
+        "score", "0.25 * float($origin + q)", "0.25 * $away",
     ),
     "score = 7.0": ("0.0", "7.0", None),
 }  # fmt: skip
@@ -101,13 +112,34 @@ def test_what_comes_apart(text):
     assert tuple(part and print_expression(part) for part in parts) == CASES[text]
 
 
+FACTORS = {
+    "score = softcap(50.0)": ("tanh(score)", "1.0 / 50.0", 50.0, "1.0 - tanh(score) * tanh(score)"),
+    "tensor gain[heads]: float; score = gain[h] * score": ("score", "gain[h]", 1.0, "gain[h]"),
+    "score = 3 * score": ("score", None, 3.0, "3.0"),
+    "score = -3 * score": ("score", "-3.0", 1.0, "-3.0"),
+    "mask = score > 0.5; score = 30 * tanh(score / 30)": (
+        "30.0 * tanh(score / 30.0)", None, 1.0, None,
+    ),
+    "score = score * score": ("score * score", None, 1.0, "score + score"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("text", FACTORS)
+def test_factors(text):
+    placed = lower(Source(text), {}).placed
+    inner = placed.inner and print_expression(placed.inner)
+    pair, factor, outer, slope = FACTORS[text]
+    assert (print_expression(placed.pair), inner, placed.outer) == (pair, factor, outer)
+    assert slope in (None, print_expression(placed.slope))
+
+
 @pytest.mark.parametrize("length", [1 << 20, 1 << 23])
 def test_parts_are_small_where_the_score_is(length):
     """Near the diagonal a distance is exact however long the sequence: both parts are small."""
     text = "score = score - 0.5 * (q - kv)"
     placed = lower(Source(text), {}).placed
-    for away in (0, 1, 100):
-        row = value(placed.row, length, length - away, length - 64)
-        column = value(placed.column, length, length - away, length - 64)
-        assert row + column == -0.5 * away
+    for distance in (0, 1, 100):
+        row = value(placed.row, length, length - distance, length - 64)
+        column = value(placed.column, length, length - distance, length - 64)
+        assert row + column == -0.5 * distance
         assert max(abs(row), abs(column)) <= 64

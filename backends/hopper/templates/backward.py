@@ -160,7 +160,7 @@ def weights_of_tile(
             #: arguments
         )
         lse2 = lse2 - part * LOG2E
-    if PARTIAL or MODIFIED:
+    if PARTIAL or MODIFIED or HAS_DERIVATIVE:
         q = positions(rows, q_len, q_origin, Q_KIND)[None, :]
         live = (rows < q_len)[None, :] & (columns < kv_len)[:, None]
         raw = score * scale
@@ -169,6 +169,16 @@ def weights_of_tile(
                 raw, live, b, h, hkv, q, kv, batch, heads, kv_heads, q_len, kv_len,
                 #: arguments
             )
+    if HAS_DERIVATIVE:
+        derivative, _ = gl.broadcast(
+            derivative_of_pair(
+                raw, live, b, h, hkv, q, kv, batch, heads, kv_heads, q_len, kv_len,
+                #: arguments
+            ),
+            score,
+        )
+        if PARTIAL:
+            derivative = gl.where(live, derivative, 0.0)
     if MODIFIED:
         final, _ = gl.broadcast(
             score_of_pair(
@@ -177,18 +187,9 @@ def weights_of_tile(
             ),
             score,
         )
-        derivative, _ = gl.broadcast(
-            derivative_of_pair(
-                raw, live, b, h, hkv, q, kv, batch, heads, kv_heads, q_len, kv_len,
-                #: arguments
-            ),
-            score,
-        )
-        exponent = final * LOG2E
-        if PARTIAL:
-            derivative = gl.where(live, derivative, 0.0)
+        exponent = final * (OUTER * LOG2E)
     else:
-        exponent = score * (scale * LOG2E)
+        exponent = score * (scale * (OUTER * LOG2E))
     if HAS_COLUMN:
         exponent = exponent + column2[:, None]
     exponent = exponent - lse2[None, :]
@@ -236,7 +237,7 @@ def add_query_tile(
     weight_half = gl.convert_layout(weight.to(HALF), WEIGHTS)
     dweight = warpgroup_mma_wait(0, deps=[weighing])
     slope = weight * (dweight - delta[None, :])
-    if MODIFIED:
+    if HAS_DERIVATIVE:
         slope = slope * derivative
         if PARTIAL:
             # A dead pair's derivative may be infinite.
@@ -311,9 +312,16 @@ def consume(
             #: kv_pass_lists
         )
         column2 = LOG2E * column_of_score(
-            b, h, hkv, places, origin, batch, heads, kv_heads, q_len, kv_len,
+            b, h, hkv, places, (places - origin).to(gl.float32),
+            batch, heads, kv_heads, q_len, kv_len,
             #: arguments
         )
+        factored = scale
+        if HAS_FACTOR:
+            factored = scale * factor_of_score(
+                b, h, hkv, batch, heads, kv_heads, q_len, kv_len,
+                #: arguments
+            )
         for step in range(0, masked):
             q_tile_index = q_tile_of(
                 step, partial_tiles, full_tiles, first_live, first_full, tile,
@@ -325,7 +333,7 @@ def consume(
             dk, dv = add_query_tile(
                 PART, count, q_tile_index, dk, dv, zeros, no_dq, columns, column2, kv, origin, dq_desc,
                 q_s, k_s, v_s, do_s, lse_s, delta_s, ds_s, dq_s, q_full, do_full, q_empty, do_empty,
-                scale, b, h, hkv, batch, heads, kv_heads, q_len, kv_len, q_origin,
+                factored, b, h, hkv, batch, heads, kv_heads, q_len, kv_len, q_origin,
                 BLOCK_M, BLOCK_N, D, DV, STAGES, Q_KIND, True, SCORES, WEIGHTS, SLOPES, HALF,
                 #: arguments
             )
@@ -343,7 +351,7 @@ def consume(
                     PART, count, q_tile_index, dk, dv, zeros, no_dq, columns, column2, kv, origin, dq_desc,
                     q_s, k_s, v_s, do_s, lse_s, delta_s, ds_s, dq_s,
                     q_full, do_full, q_empty, do_empty,
-                    scale, b, h, hkv, batch, heads, kv_heads, q_len, kv_len, q_origin,
+                    factored, b, h, hkv, batch, heads, kv_heads, q_len, kv_len, q_origin,
                     BLOCK_M, BLOCK_N, D, DV, STAGES, Q_KIND, False, SCORES, WEIGHTS, SLOPES, HALF,
                     #: arguments
                 )

@@ -23,6 +23,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from attndsl.backends.hopper import dialect as tl
+from attndsl.backends.hopper.library import counted
 from attndsl.backends.hopper.shim import tma_load, tma_store, tma_wait
 from attndsl.backends.triton.library import positions, shift_of_positions
 #: imports
@@ -192,8 +193,13 @@ def final_scores(
                 score,
             )
         if HAS_COLUMN:
+            away = (places - origin).to(gl.float32)
+            if KV_KIND != "index":
+                # Positions are rows plus an offset.
+                begin = positions(kv_tile * BLOCK_N, kv_len, kv_origin, KV_KIND) - origin
+                away = begin.to(gl.float32) + counted(BLOCK_N, gl.SliceLayout(0, SCORES))
             column = column_of_score(
-                b, h, hkv, places, origin, batch, heads, kv_heads, q_len, kv_len,
+                b, h, hkv, places, away, batch, heads, kv_heads, q_len, kv_len,
                 #: arguments
             )
             score = score * factor + (column * LOG2E)[None, :]
@@ -289,10 +295,15 @@ def consume(
     q = row_places[:, None]
     origin = tile * BLOCK_M + q_offset
     # The running maximum needs a positive factor, so a negative scale is applied to the scores.
+    if HAS_FACTOR:
+        scale = scale * factor_of_score(
+            b, h, hkv, batch, heads, kv_heads, q_len, kv_len,
+            #: arguments
+        )
     if SCALED_FIRST:
-        factor = LOG2E
+        factor = OUTER * LOG2E
     else:
-        factor = scale * LOG2E
+        factor = scale * (OUTER * LOG2E)
     acc = gl.zeros([ROWS, DV], gl.float32, layout=OUTPUT)
     zeros = gl.zeros([ROWS, BLOCK_N], gl.float32, layout=SCORES)
     peak = gl.full([ROWS], float("-inf"), gl.float32, layout=gl.SliceLayout(1, SCORES))
