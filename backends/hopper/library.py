@@ -3,6 +3,8 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from .shim import COPIES_OPERANDS
+
 
 @gluon.jit
 def counted(NUMBER: gl.constexpr, LAYOUT: gl.constexpr):
@@ -16,6 +18,52 @@ def counted(NUMBER: gl.constexpr, LAYOUT: gl.constexpr):
     places = gl.arange(0, 8, layout=gl.SliceLayout(0, EIGHTS)).to(gl.float32)
     both = eighths[:, None] + places[None, :]
     return gl.convert_layout(gl.reshape(both, [NUMBER]), LAYOUT)
+
+
+@gluon.jit
+def pack(tile, HALF: gl.constexpr):
+    """A tile of fp32 in ``HALF``, two neighbours of a row in each 32-bit word.
+
+    Loops carry words without a cost: of 16-bit values each takes a register, and two instructions
+    a pair to get there and back.
+    """
+    ROWS: gl.constexpr = tile.shape[0]
+    COLUMNS: gl.constexpr = tile.shape[1]
+    left, right = gl.split(gl.reshape(tile, [ROWS, COLUMNS // 2, 2]))
+    if HALF == gl.bfloat16:
+        words = gl.inline_asm_elementwise(
+            "cvt.rn.bf16x2.f32 $0, $2, $1;",
+            "=r,r,r",
+            [left, right],
+            dtype=gl.int32,
+            is_pure=True,
+            pack=1,
+        )
+    else:
+        words = gl.inline_asm_elementwise(
+            "cvt.rn.f16x2.f32 $0, $2, $1;",
+            "=r,r,r",
+            [left, right],
+            dtype=gl.int32,
+            is_pure=True,
+            pack=1,
+        )
+    return words
+
+
+@gluon.jit
+def unpack(words, zero, HALF: gl.constexpr, LAYOUT: gl.constexpr):
+    """What :func:`pack` packed, in ``LAYOUT``; ``zero`` is one that no compiler knows to be."""
+    ROWS: gl.constexpr = words.shape[0]
+    COLUMNS: gl.constexpr = 2 * words.shape[1]
+    if COPIES_OPERANDS:
+        # Words of the product's own: of those that a loop carries, the next turn's are written
+        # while the product reads them, and ptxas would wait for it (C7513). A plain copy, or a
+        # zero that it can see, would be removed.
+        words = words ^ zero
+    both = gl.join(words.to(gl.int16), (words >> 16).to(gl.int16))
+    tile = gl.reshape(both, [ROWS, COLUMNS]).to(HALF, bitcast=True)
+    return gl.convert_layout(tile, LAYOUT)
 
 
 @gluon.jit

@@ -4,6 +4,8 @@ Every use of Gluon's Hopper operations goes through this module, so that a new v
 breaks one file.
 """
 
+import triton
+import triton.language as tl
 from triton.experimental.gluon.language import _core
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
@@ -29,3 +31,6 @@ else:
 
 
 tma_wait = tma.store_wait
+
+COPIES_OPERANDS = tl.constexpr(tuple(map(int, triton.__version__.split(".")[:2])) < (3, 9))
+"""Whether ptxas (12.8 and 12.9) serialises products whose operands a loop carries; 13.4 does not."""

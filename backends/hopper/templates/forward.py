@@ -23,7 +23,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from attndsl.backends.hopper import dialect as tl
-from attndsl.backends.hopper.library import counted
+from attndsl.backends.hopper.library import counted, pack, unpack
 from attndsl.backends.hopper.shim import tma_load, tma_store, tma_wait
 from attndsl.backends.triton.library import positions, shift_of_positions
 #: imports
@@ -209,8 +209,8 @@ def final_scores(
 
 
 @gluon.jit
-def soften(score, peak, factor, WEIGHTS: gl.constexpr, GUARDED: gl.constexpr, HALF: gl.constexpr):
-    """Weights of one tile: as an operand of the next product, their sums, decay, new maximum."""
+def soften(score, peak, factor, GUARDED: gl.constexpr, HALF: gl.constexpr):
+    """Weights of one tile, two in each word; their sums, decay, new maximum."""
     highest = gl.max(score, 1)
     if not HAS_COLUMN:
         highest = highest * factor
@@ -225,7 +225,7 @@ def soften(score, peak, factor, WEIGHTS: gl.constexpr, GUARDED: gl.constexpr, HA
     decay = gl.exp2(peak - shift)
     # Eight sums a row, of which each thread has its own, need no exchange until the end.
     sums = gl.sum(gl.reshape(weight, [weight.shape[0], weight.shape[1] // 8, 8]), 1)
-    return gl.convert_layout(weight.to(HALF), WEIGHTS), sums, decay, new_peak
+    return pack(weight, HALF), sums, decay, new_peak
 
 
 @gluon.jit
@@ -241,12 +241,14 @@ def attend(
     """Scores and weights of tile number ``count``, while those of the one before weigh v."""
     stage = count % STAGES
     before = (count - 1) % STAGES
+    # Before the first product starts: what defines registers between two serialises them.
+    operand = unpack(weight, q_len >> 31, HALF, WEIGHTS)
     mbarrier.wait(k_full.index(stage), (count // STAGES) & 1)
     k = k_s.index(stage).reshape([BLOCK_N, D])
     scoring = warpgroup_mma(q_part, k.permute((1, 0)), zeros, use_acc=False, is_async=True)
     mbarrier.wait(v_full.index(before), ((count - 1) // STAGES) & 1)
     v = v_s.index(before).reshape([BLOCK_N, DV])
-    adding = warpgroup_mma(weight, v, acc, is_async=True)
+    adding = warpgroup_mma(operand, v, acc, is_async=True)
     score = warpgroup_mma_wait(1, deps=[scoring])
     mbarrier.arrive(k_empty.index(stage), count=1)
     score = final_scores(
@@ -256,7 +258,7 @@ def attend(
         #: arguments
     )
     weight, own, decay, peak = soften(
-        score, peak, factor, WEIGHTS, (PARTIAL and MASKED) or MODIFIED or HAS_COLUMN, HALF
+        score, peak, factor, (PARTIAL and MASKED) or MODIFIED or HAS_COLUMN, HALF
     )
     sums = sums * gl.convert_layout(decay, gl.SliceLayout(1, own.type.layout))[:, None] + own
     acc = warpgroup_mma_wait(0, deps=[adding])
@@ -339,7 +341,7 @@ def consume(
         #: arguments
     )
     weight, sums, decay, peak = soften(
-        score, peak, factor, WEIGHTS, MASKED or MODIFIED or HAS_COLUMN, HALF
+        score, peak, factor, MASKED or MODIFIED or HAS_COLUMN, HALF
     )
 
     if FORWARD_HAS_PARTIAL:
@@ -393,7 +395,7 @@ def consume(
     last = partial_tiles + full_tiles - 1
     mbarrier.wait(v_full.index(last % STAGES), (last // STAGES) & 1)
     v = v_s.index(last % STAGES).reshape([BLOCK_N, DV])
-    adding = warpgroup_mma(weight, v, acc, is_async=True)
+    adding = warpgroup_mma(unpack(weight, q_len >> 31, HALF, WEIGHTS), v, acc, is_async=True)
     total = gl.convert_layout(gl.sum(sums, 1), gl.SliceLayout(1, SCORES))
     # A row with no live pair gives zeros and a log-sum-exp of -inf.
     empty = total == 0.0
