@@ -5,12 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
+from attndsl.errors import UnsupportedError
+from attndsl.ir import dependencies
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
     import torch
 
+    from attndsl.ir import Program
     from attndsl.pipeline import Lowered
 
 Scalar = bool | int | float
@@ -59,6 +63,39 @@ class Call:
     signature: object | None = None
     """One object for all calls of one program whose tensors agree in shape, strides, dtype and
     device, and whose other arguments agree in type; None where nobody compared them."""
+
+    @property
+    def shifted(self) -> bool:
+        """Whether rows and logical positions may differ by an offset."""
+        return any(
+            not isinstance(offset, int) or offset != 0 for offset in (self.q_offset, self.kv_offset)
+        )
+
+    @property
+    def indexed(self) -> bool:
+        """Whether logical positions are looked up."""
+        return self.q_index is not None or self.kv_index is not None
+
+
+def check_meaning(program: Program) -> None:
+    """Refuse a sink beside ``weights``, and a dropout probability that scores decide.
+
+    Raises:
+        UnsupportedError: No backend could say what these mean.
+    """
+    p = program.dropout
+    if p is not None and "score" in dependencies(p)[p]:
+        raise UnsupportedError(
+            "the probability of 'dropout' depends on the score",
+            p.span,
+            "write it in terms of b, h, q, kv, params and tensors",
+        )
+    if program.sink is not None and program.weights is not None:
+        raise UnsupportedError(
+            "'sink' adds to the softmax denominator, and these 'weights' have none",
+            program.sink.span,
+            "drop the sink, or write weights = softmax(score)",
+        )
 
 
 @dataclass(frozen=True, slots=True)

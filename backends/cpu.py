@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from attndsl.errors import UnsupportedError
-from attndsl.ir import SCORE, dependencies
+from attndsl.ir import SCORE
 
+from .base import check_meaning
 from .cpu_backward import backward
 from .cpu_plan import Plans
 from .cpu_tiles import (
@@ -58,21 +58,8 @@ class CPUBackend:
         return None
 
     def check(self, lowered: Lowered, call: Call) -> None:
-        """Refuse a sink beside ``weights``, and a dropout probability that scores decide."""
-        program = lowered.program
-        p = program.dropout
-        if p is not None and "score" in dependencies(p)[p]:
-            raise UnsupportedError(
-                "the probability of 'dropout' depends on the score",
-                p.span,
-                "write it in terms of b, h, q, kv, params and tensors",
-            )
-        if program.sink is not None and program.weights is not None:
-            raise UnsupportedError(
-                "'sink' adds to the softmax denominator, and these 'weights' have none",
-                program.sink.span,
-                "drop the sink, or write weights = softmax(score)",
-            )
+        """Refuse what has no meaning; see :func:`~.base.check_meaning`."""
+        check_meaning(lowered.program)
 
     def forward(self, lowered: Lowered, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
         """See :class:`~attndsl.backends.base.Backend`."""

@@ -26,11 +26,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from attndsl.errors import UnsupportedError
-from attndsl.ir import SCORE, Op, const, dependencies
+from attndsl.ir import SCORE, Op, const
 from attndsl.passes.differentiate import vjp
 
-from .base import Gradients
+from .base import Gradients, check_meaning
 from .interpret import Scope, check_lookups, clamped_indices, evaluate, gated, scope_of
 from .philox import uniform
 
@@ -73,21 +72,8 @@ class ReferenceBackend:
         return None
 
     def check(self, lowered: Lowered, call: Call) -> None:
-        """Refuse a sink beside ``weights``, and a dropout probability that scores decide."""
-        program = lowered.program
-        p = program.dropout
-        if p is not None and "score" in dependencies(p)[p]:
-            raise UnsupportedError(
-                "the probability of 'dropout' depends on the score",
-                p.span,
-                "write it in terms of b, h, q, kv, params and tensors",
-            )
-        if program.sink is not None and program.weights is not None:
-            raise UnsupportedError(
-                "'sink' adds to the softmax denominator, and these 'weights' have none",
-                program.sink.span,
-                "drop the sink, or write weights = softmax(score)",
-            )
+        """Refuse what has no meaning; see :func:`~.base.check_meaning`."""
+        check_meaning(lowered.program)
 
     def forward(self, lowered: Lowered, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
         """See :class:`~attndsl.backends.base.Backend`; torch differentiates it, once.

@@ -245,6 +245,4 @@ def _extremes(values: torch.Tensor, dim: int, block: int) -> tuple[torch.Tensor,
 
 def _outer(sparsity: Sparsity, grid: Grid) -> tuple[int, int, int, int]:
     sizes = grid.scope.sizes
-    batch = sizes["batch"] if sparsity.by_batch else 1
-    heads = sizes["heads"] if sparsity.by_head else 1
-    return (batch, heads, *grid.shape)
+    return (*sparsity.maps(sizes["batch"], sizes["heads"]), *grid.shape)

@@ -40,6 +40,7 @@ _DIRECTIONS = {
     "backward_q": BACKWARD_Q,
 }
 _MOST_TILES = 1 << 31
+"""Of a map: a byte each."""
 _ROWS_AT_ONCE = 1 << 24
 """Pairs whose mask is computed together while a plan is checked."""
 
@@ -83,7 +84,7 @@ def find_tiles(lowered: Lowered, call: Call, block_m: int, block_n: int, directi
         )
     sparsity, grid = lowered.sparsity, grid_of(call, block_m, block_n)
     with torch.no_grad():
-        loop = sparsity.loop(which, block_m, block_n, *_positions(call))
+        loop = sparsity.loop(which, block_m, block_n, call.shifted, call.indexed)
         if loop.listed is None:
             kinds = kinds_by_segments(loop, which, sparsity, grid)
             reason = "in closed form"
@@ -107,10 +108,7 @@ def given_tiles(
     if tiles is None:
         return None
     sizes = call.sizes
-    wanted = (
-        sizes["batch"] if lowered.sparsity.by_batch else 1,
-        sizes["heads"] if lowered.sparsity.by_head else 1,
-    )
+    wanted = lowered.sparsity.maps(sizes["batch"], sizes["heads"])
     lengths = sizes["q_len"], sizes["kv_len"]
     if tiles.kinds.shape[:2] != wanted or (tiles.q_len, tiles.kv_len) != lengths:
         raise ArgumentError(
@@ -186,7 +184,7 @@ def verify_call(
     grid = grid_of(call, block_m, block_n)
     with torch.no_grad():
         true = _true_kinds(lowered, call, grid)
-        loop = sparsity.loop(which, block_m, block_n, *_positions(call))
+        loop = sparsity.loop(which, block_m, block_n, call.shifted, call.indexed)
         found = find_tiles(lowered, call, block_m, block_n, direction).kinds
         exact = loop.listed is None or sparsity.evaluate
         _compare(found, true, exact, lowered, f"tile map of {direction}")
@@ -198,18 +196,10 @@ def verify_call(
     return Verification(true.numel(), int((true != EMPTY).sum()), int((used != true).sum()))
 
 
-def _positions(call: Call) -> tuple[bool, bool]:
-    """Whether the call gives offsets, and whether it gives index vectors."""
-    offsets = (call.q_offset, call.kv_offset)
-    shifted = any(not isinstance(offset, int) or offset != 0 for offset in offsets)
-    return shifted, call.q_index is not None or call.kv_index is not None
-
-
 def _true_kinds(lowered: Lowered, call: Call, grid: Grid) -> torch.Tensor:
     """Kinds by the mask of all pairs, some rows of tiles at a time."""
     sparsity, (rows, columns) = lowered.sparsity, grid.shape
-    batch = call.q.shape[0] if sparsity.by_batch else 1
-    heads = call.q.shape[1] if sparsity.by_head else 1
+    batch, heads = sparsity.maps(call.q.shape[0], call.q.shape[1])
     kinds = torch.full((batch, heads, rows, columns), FULL, dtype=torch.int8, device=call.q.device)
     mask, kv_len = sparsity.mask, call.k.shape[2]
     if mask is None or kinds.numel() == 0:

@@ -8,7 +8,7 @@ import torch
 
 from ..base import Gradients
 from ..triton.arguments import capture_arguments, origin
-from ..triton.backend import PADDING, TritonBackend, on_device, stream_of
+from ..triton.backend import PADDING, TritonBackend, lists_of, on_device, stream_of
 from ..triton.kernels import STATISTICS_ROWS
 from ..triton.specialise import strides
 from .arguments import block_width, blocks_of, descriptor, descriptor_strides
@@ -61,7 +61,7 @@ class HopperBackend(TritonBackend):
         blocks = blocks_of("forward", layout.special, kernel.config)
         stream = stream_of(q.device)
         with on_device(q.device):
-            lists = self._lists(layout, lowered, call, "forward", stream) if layout.listed else []
+            lists = lists_of(layout, lowered, call, "forward", stream)
             kernel.launch(
                 -(-q_len // kernel.config.block_m) * batch * heads,
                 stream,
@@ -128,7 +128,7 @@ class HopperBackend(TritonBackend):
                     dk, dv, call.scale, *layout.sizes, origin(call.q_offset, call.q_index),
                     origin(call.kv_offset, call.kv_index), padded,
                     *capture_arguments(layout.special, call),
-                    *self._lists(layout, lowered, call, "backward_kv", stream),
+                    *lists_of(layout, lowered, call, "backward_kv", stream),
                 ],
             )  # fmt: skip
         dq = torch.mul(sums, call.scale, out=q.new_empty(q.shape)) if wants.q else None

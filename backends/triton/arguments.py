@@ -44,8 +44,8 @@ class Layout:
     """The same of a contiguous output."""
     sizes: tuple[int, ...]
     """batch, heads, kv_heads, q_len, kv_len."""
-    listed: frozenset[str] = frozenset()
-    """Directions whose tiles come from lists."""
+    lists: Mapping[str, Mapping[str, Executable]]
+    """The kernels that list the tiles, for each direction whose tiles are listed."""
 
 
 def block_widths(special: Specialisation) -> tuple[int, int]:

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from attndsl.pipeline import Lowered
 
     from ..base import Call, Scalar, Store, Wants
+    from .compile import Executable
+    from .kernels import Prepared
 
 MAX_HEAD_DIM = 512
 _MAX_LAYOUTS = 4096
@@ -112,7 +114,7 @@ class TritonBackend:
         tiles = -(-q_len // kernel.config.block_m)
         stream = stream_of(q.device)
         with on_device(q.device):
-            lists = self._lists(layout, lowered, call, "forward", stream) if layout.listed else []
+            lists = lists_of(layout, lowered, call, "forward", stream)
             kernel.launch(
                 tiles * batch * heads,
                 stream,
@@ -190,7 +192,7 @@ class TritonBackend:
                     kernel.launch(
                         tiles * batch * k.shape[1], stream,
                         [q, k, v, grad_out, dk, dv, lse2, delta, *shared,
-                         *self._lists(layout, lowered, call, "backward_kv", stream)],
+                         *lists_of(layout, lowered, call, "backward_kv", stream)],
                     )  # fmt: skip
                 if wants.q or captures:
                     kernel = layout.executables["backward_q"]
@@ -198,7 +200,7 @@ class TritonBackend:
                     kernel.launch(
                         tiles * batch * heads, stream,
                         [q, k, v, grad_out, dq, lse2, delta, *shared,
-                         *self._lists(layout, lowered, call, "backward_q", stream),
+                         *lists_of(layout, lowered, call, "backward_q", stream),
                          *_gradient_arguments(buffers)],
                     )  # fmt: skip
         return Gradients(
@@ -230,28 +232,36 @@ class TritonBackend:
             batch, heads, q_len, _ = call.q.shape
             sizes = (batch, heads, call.k.shape[1], q_len, call.k.shape[2])
             out = torch.empty((batch, heads, q_len, call.v.shape[-1]), device="meta")
-            layout = Layout(
-                special, prepared.executables, steps, strides(out)[:3], sizes, prepared.listed
-            )
+            lists = {
+                direction: self._list_kernels(lowered, special, prepared, direction, device)
+                for direction in prepared.listed
+            }
+            layout = Layout(special, prepared.executables, steps, strides(out)[:3], sizes, lists)
             if len(self._layouts) >= _MAX_LAYOUTS:
                 self._layouts.clear()
             self._layouts[key] = layout
         return layout
 
-    def _lists(
-        self, layout: Layout, lowered: Lowered, call: Call, direction: str, stream: int
-    ) -> list[Any]:
-        """The arguments that a kernel gets whose tiles are listed."""
-        if direction not in layout.listed:
-            return []
-        config = layout.executables[direction].config
-        special = replace(
-            layout.special, tensor_gradients=(), param_gradients=(), large_gradients=()
-        )
-        kernels = self._kernels.tile_lists(
-            lowered, special, call.q.device, config.block_m, config.block_n
-        )
-        return list_arguments(kernels, lowered.sparsity, special, call, direction, stream)
+    def _list_kernels(
+        self,
+        lowered: Lowered,
+        special: Specialisation,
+        prepared: Prepared,
+        direction: str,
+        device: torch.device,
+    ) -> Mapping[str, Executable]:
+        config = prepared.executables[direction].config
+        # They add up no gradients, so that one module serves all directions.
+        special = replace(special, tensor_gradients=(), param_gradients=(), large_gradients=())
+        return self._kernels.tile_lists(lowered, special, device, config.block_m, config.block_n)
+
+
+def lists_of(layout: Layout, lowered: Lowered, call: Call, direction: str, stream: int) -> list[Any]:
+    """The arguments that a kernel gets whose tiles are listed."""
+    kernels = layout.lists.get(direction)
+    if kernels is None:
+        return []
+    return list_arguments(kernels, lowered.sparsity, layout.special, call, direction, stream)
 
 
 def _special(

@@ -272,16 +272,14 @@ def plan_loop(
     lowered: Lowered, special: Specialisation, direction: str, config: Config
 ) -> LoopPlan:
     """The plan of one loop of a kernel with the tile sizes of ``config``."""
-    indexed = "index" in (special.q_kind, special.kv_kind)
     return lowered.sparsity.loop(
-        DIRECTIONS[direction], config.block_m, config.block_n, special.shifted, indexed
+        DIRECTIONS[direction], config.block_m, config.block_n, special.shifted, special.indexed
     )
 
 
 def work_of(lowered: Lowered, special: Specialisation, direction: str) -> str:
     """What the loop of a kernel is like (see ``tiles.candidates``)."""
-    indexed = "index" in (special.q_kind, special.kv_kind)
-    return lowered.sparsity.work(DIRECTIONS[direction], special.shifted, indexed)
+    return lowered.sparsity.work(DIRECTIONS[direction], special.shifted, special.indexed)
 
 
 def current_target() -> GPUTarget | None:

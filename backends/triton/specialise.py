@@ -89,11 +89,16 @@ class Specialisation:
     forms: str = EXACT
     """Which set of fast forms the score and its derivatives may take (``..forms``)."""
 
+    @property
+    def indexed(self) -> bool:
+        """Whether logical positions are looked up."""
+        return "index" in (self.q_kind, self.kv_kind)
+
     def names(self) -> Names:
         """What the expression printer needs."""
         bits = {c.name: c.bits for c in self.captures if c.dtype is DType.INT}
         bits |= {p.name: 64 if "64" in p.type else 32 for p in self.params if p.dtype is DType.INT}
-        from_zero = not self.shifted and "index" not in (self.q_kind, self.kv_kind)
+        from_zero = not self.shifted and not self.indexed
         captures = {c.name: c for c in self.captures}
         return Names(captures, bits, self.head_dim, from_zero, forms=self.forms)
 
@@ -122,15 +127,10 @@ def specialise(program: Program, call: Call, *grads: torch.Tensor) -> Specialisa
         kv_kind=position_kind(call.kv_offset, call.kv_index),
         kv_origin_type=_origin_type(call.kv_offset, call.kv_index),
         aligned=all(_aligned(t, strides(t)) for t in operands),
-        shifted=is_shifted(call.q_offset) or is_shifted(call.kv_offset),
+        shifted=call.shifted,
         negative_scale=call.scale < 0,
         wide_rows=any(strides(t)[2] * _MAX_ROWS >= 1 << 31 for t in operands),
     )
-
-
-def is_shifted(offset: int | torch.Tensor) -> bool:
-    """Whether rows and logical positions may differ."""
-    return not isinstance(offset, int) or offset != 0
 
 
 LARGE_GRADIENT = 1 << 22

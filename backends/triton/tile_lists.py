@@ -37,8 +37,7 @@ def find_kinds(
     config = kernels["classify"].config
     q_len, kv_len = call.q.shape[2], call.k.shape[2]
     q_tiles, kv_tiles = -(-q_len // config.block_m), -(-kv_len // config.block_n)
-    batch = call.q.shape[0] if sparsity.by_batch else 1
-    heads = call.q.shape[1] if sparsity.by_head else 1
+    batch, heads = sparsity.maps(call.q.shape[0], call.q.shape[1])
     maps = batch * heads
     device = call.q.device
     kinds = torch.empty((batch, heads, q_tiles, kv_tiles), dtype=torch.int8, device=device)

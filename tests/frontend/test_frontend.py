@@ -144,13 +144,13 @@ HOSTILE = {
 
 @pytest.mark.parametrize("name", HOSTILE)
 def test_hostile_text_is_read_or_refused_quickly(name: str) -> None:
-    begin = time.perf_counter()
+    begin = time.process_time()
     if name in ("statements", "sum"):
         assert program(HOSTILE[name]).mask is None
     else:
         found = failure(HOSTILE[name])
         assert len(str(found)) < 20_000
-    assert time.perf_counter() - begin < 1.0
+    assert time.process_time() - begin < 1.0
 
 
 def _ints() -> st.SearchStrategy[str]:

@@ -56,6 +56,10 @@ class Sparsity:
     by_head: bool
     atoms: tuple[Atom, ...] = ()
 
+    def maps(self, batch: int, heads: int) -> tuple[int, int]:
+        """Of how many batch entries and heads the tiles may differ: all, or 1."""
+        return (batch if self.by_batch else 1), (heads if self.by_head else 1)
+
     def loop(
         self, direction: Direction, block_m: int, block_n: int, shifted: bool, indexed: bool
     ) -> LoopPlan:
