@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 _BYTES = 16
 """Addresses and strides that the tensor memory accelerator takes are multiples of this."""
 _ROWS = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
-_SUMS = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=4)
 _STATISTICS = NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
 
 
@@ -63,7 +62,6 @@ def blocks_of(direction: str, special: Specialisation, config: Config) -> dict[s
         "k_desc": rows(n, d),
         "v_desc": rows(n, dv),
         "do_desc": rows(m, dv),
-        "dq_desc": Block((1, 1, m, d // config.consumers), "fp32", _SUMS),
         "lse_desc": statistics,
         "delta_desc": statistics,
     }

@@ -99,21 +99,16 @@ class HopperBackend(TritonBackend):
         layout = self._layout(lowered, call, "backward", grad_out, wants, grad_lse is not None)
         padded = -(-q_len // PADDING) * PADDING
         lse2, delta = lse.new_empty((2, batch, heads, padded))
-        # TMA wants row strides that are multiples of 16 bytes.
-        width = -(-head_dim // 4) * 4
-        sums = torch.zeros((batch, heads, q_len, width), dtype=torch.float32, device=q.device)
-        sums = sums[..., :head_dim]
+        sums = lse.new_empty((batch, heads, padded, block_width(head_dim)))
         dk, dv = k.new_empty(k.shape), v.new_empty(v.shape)
         kernel = layout.executables["backward_kv"]
         blocks = blocks_of("backward_kv", layout.special, kernel.config)
         stream = stream_of(q.device)
-        sums_steps = descriptor_strides(sums)
-        assert sums_steps is not None
         with on_device(q.device):
-            layout.executables["row_statistics"].launch(
+            layout.executables["prepare_backward"].launch(
                 padded // STATISTICS_ROWS * batch * heads, stream,
                 [out, grad_out, lse, lse if grad_lse is None else grad_lse.contiguous(),
-                 lse2, delta, *strides(out)[:3], *strides(grad_out)[:3], heads, q_len],
+                 lse2, delta, sums, *strides(out)[:3], *strides(grad_out)[:3], heads, q_len],
             )  # fmt: skip
             kernel.launch(
                 -(-k.shape[2] // kernel.config.block_n) * batch * k.shape[1], stream,
@@ -122,16 +117,20 @@ class HopperBackend(TritonBackend):
                     descriptor(k, steps[1], blocks["k_desc"]),
                     descriptor(v, steps[2], blocks["v_desc"]),
                     descriptor(grad_out, steps[3], blocks["do_desc"]),
-                    descriptor(sums, sums_steps, blocks["dq_desc"]),
                     descriptor(lse2.flatten(), (1,), blocks["lse_desc"]),
                     descriptor(delta.flatten(), (1,), blocks["delta_desc"]),
-                    dk, dv, call.scale, *layout.sizes, origin(call.q_offset, call.q_index),
+                    sums, dk, dv, call.scale, *layout.sizes, origin(call.q_offset, call.q_index),
                     origin(call.kv_offset, call.kv_index), padded,
                     *capture_arguments(layout.special, call),
                     *lists_of(layout, lowered, call, "backward_kv", stream),
                 ],
             )  # fmt: skip
-        dq = torch.mul(sums, call.scale, out=q.new_empty(q.shape)) if wants.q else None
+            dq = None
+            if wants.q:
+                dq = q.new_empty(q.shape)
+                layout.executables["dq_from_sums"].launch(
+                    padded // 32 * batch * heads, stream, [sums, dq, call.scale, q_len]
+                )
         return Gradients(
             q=dq, k=dk if wants.k else None, v=dv if wants.v else None, tensors={}, params={}
         )

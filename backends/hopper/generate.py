@@ -43,10 +43,10 @@ _BACKWARD_PRODUCER = (
     "BLOCK_M, BLOCK_N, STAGES, Q_KIND, KV_KIND,",
 )
 _BACKWARD_CONSUMER = (
-    "dq_desc, DK, DV_OUT,",
-    "q_s, k_s, v_s, do_s, lse_s, delta_s, ds_s, dq_s,",
+    "SUMS, DK, DV_OUT,",
+    "q_s, k_s, v_s, do_s, lse_s, delta_s, ds_s,",
     "k_full, v_full, q_full, do_full, q_empty, do_empty,",
-    "tile, b, hkv, scale, batch, heads, kv_heads, q_len, kv_len, q_origin, kv_origin,",
+    "tile, b, hkv, scale, batch, heads, kv_heads, q_len, kv_len, q_origin, kv_origin, padded,",
     "HEAD_DIM, VALUE_DIM, D, DV, BLOCK_M, BLOCK_N, STAGES, Q_KIND, KV_KIND, HALF,",
 )
 _FAMILIES = {

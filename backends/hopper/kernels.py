@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from ..triton.kernels import Kernels
 from .arguments import arguments_of, block_width
 from .generate import generate
+from .sums import dq_from_sums, prepare_backward
 from .tiles import CANDIDATES
 
 if TYPE_CHECKING:
@@ -30,6 +31,13 @@ class HopperKernels(Kernels):
         "forward": ("forward",),
         "backward": ("backward_kv",),
     }
+    fixed: ClassVar[Mapping[str, Any]] = {
+        "prepare_backward": prepare_backward,
+        "dq_from_sums": dq_from_sums,
+    }
+
+    def _fixed_constants(self, special: Specialisation) -> dict[str, int | bool]:
+        return super()._fixed_constants(special) | {"WIDTH": block_width(special.head_dim)}
 
     def _configs(
         self, lowered: Lowered, direction: str, special: Specialisation,

@@ -78,3 +78,33 @@ def meet():
         "{ bar.sync 9, 256; mov.b32 $0, $1; }", "=r,r", [nothing], dtype=gl.int32, is_pure=False,
         pack=1,
     )  # fmt: skip
+
+
+@gluon.jit
+def add_to_sums(base, tile):
+    """Add a product's tile (rows, columns) of fp32 to sums in global memory, each sum once.
+
+    Sums lie in the order in which the threads of a warpgroup hold them, so that each thread adds 16
+    bytes at a time and a warp 512 in a row: a block of 64 rows by 8 columns is (4 warps, 8 rows of
+    a warp's 16, 4 pairs of columns, 2 halves of its rows, 2 columns of a pair), and blocks of the
+    same rows follow each other. ``dq_from_sums`` reads them.
+    """
+    LAYOUT: gl.constexpr = tile.type.layout
+    COLUMNS: gl.constexpr = tile.shape[1]
+    row = gl.arange(0, tile.shape[0], layout=gl.SliceLayout(1, LAYOUT))
+    column = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, LAYOUT))
+    of_row = (row // 64) * (64 * 2 * COLUMNS) + (row % 64 // 16) * 128
+    of_row = of_row + (row % 8) * 16 + (row % 16 // 8) * 2
+    of_column = (column // 8) * 512 + (column % 8 // 2) * 4 + column % 2
+    pointers = (base + of_row[:, None]) + of_column[None, :]
+    gl.inline_asm_elementwise(
+        """
+        red.relaxed.gpu.global.add.v4.f32 [$4], {$8, $9, $10, $11};
+        mov.b32 $0, 0; mov.b32 $1, 0; mov.b32 $2, 0; mov.b32 $3, 0;
+        """,
+        "=r,=r,=r,=r,l,l,l,l,f,f,f,f",
+        [pointers.to(gl.int64), tile],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=4,
+    )

@@ -69,6 +69,8 @@ class Kernels:
 
     directions: ClassVar[Mapping[str, tuple[str, ...]]] = DIRECTIONS_OF
     """The kernels that make a forward, and a backward."""
+    fixed: ClassVar[Mapping[str, Any]] = {"row_statistics": row_statistics}
+    """Kernels of a backward whose text is the same for all programs."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -107,10 +109,11 @@ class Kernels:
                     listed.add(direction)
             if kind == "backward":
                 configs = _candidates("backward_q", "dense", special, target, device)
-                more = {"ROWS": STATISTICS_ROWS, "HAS_DLSE": has_dlse}
-                executables["row_statistics"] = self._executable(
-                    module, "row_statistics", special, precision, target, device, configs, more
-                )
+                more = self._fixed_constants(special) | {"HAS_DLSE": has_dlse}
+                for name in self.fixed:
+                    executables[name] = self._executable(
+                        module, name, special, precision, target, device, configs, more
+                    )
             return Prepared(executables, frozenset(listed))
 
     def tile_lists(
@@ -205,7 +208,7 @@ class Kernels:
         place = (module.key, name, device, tuple(more.values()))
         executable = self._executables.get(place)
         if executable is None:
-            function = _function(module, name)
+            function = self._function(module, name)
             arguments = self._arguments(function, special, precision, target, more, configs[0])
             slot = "_".join([name, *map(str, more.values())])
             recorded = module.meta["compiled"].get(slot)
@@ -221,6 +224,15 @@ class Kernels:
                     self._store.save(module.key, module.source, module.meta)
             self._executables[place] = executable
         return executable
+
+    def _function(self, module: _Module, name: str) -> Any:
+        if name in self.fixed:
+            return self.fixed[name]
+        return getattr(module.module, f"attention_{name}" if name in DIRECTIONS else name)
+
+    def _fixed_constants(self, special: Specialisation) -> dict[str, int | bool]:
+        """Constants of the kernels in ``fixed``."""
+        return {"ROWS": STATISTICS_ROWS}
 
     def _configs(
         self, lowered: Lowered, direction: str, special: Specialisation,
@@ -260,12 +272,6 @@ class Kernels:
             attndsl=version_of("attndsl"),
             fingerprint=source_fingerprint(),
         ).digest()
-
-
-def _function(module: _Module, name: str) -> object:
-    if name == "row_statistics":
-        return row_statistics
-    return getattr(module.module, f"attention_{name}" if name in DIRECTIONS else name)
 
 
 def plan_loop(

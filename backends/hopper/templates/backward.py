@@ -25,8 +25,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from attndsl.backends.hopper import dialect as tl
-from attndsl.backends.hopper.library import meet
-from attndsl.backends.hopper.shim import tma_add, tma_load, tma_wait
+from attndsl.backends.hopper.library import add_to_sums, meet
+from attndsl.backends.hopper.shim import tma_load
 from attndsl.backends.triton.library import positions, shift_of_positions
 #: imports
 
@@ -201,8 +201,8 @@ def weights_of_tile(
 @gluon.jit
 def add_query_tile(
     PART: gl.constexpr, count, q_tile_index, dk, dv, zeros, no_dq, columns, column2, kv, origin,
-    dq_desc, q_s, k_s, v_s, do_s, lse_s, delta_s, ds_s, dq_s, q_full, do_full, q_empty, do_empty,
-    scale, b, h, hkv, batch, heads, kv_heads, q_len, kv_len, q_origin,
+    SUMS, q_s, k_s, v_s, do_s, lse_s, delta_s, ds_s, q_full, do_full, q_empty, do_empty,
+    scale, b, h, hkv, batch, heads, kv_heads, q_len, kv_len, q_origin, padded,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
     STAGES: gl.constexpr, Q_KIND: gl.constexpr, PARTIAL: gl.constexpr, SCORES: gl.constexpr,
     WEIGHTS: gl.constexpr, SLOPES: gl.constexpr, HALF: gl.constexpr,
@@ -259,10 +259,8 @@ def add_query_tile(
     mbarrier.arrive(do_empty.index(stage), count=1)
     adding_k = warpgroup_mma(slope_operand, q, dk, is_async=True)
     dq = warpgroup_mma_wait(1, deps=[making_q])
-    tma_wait(0)
-    dq_s.index(PART).reshape([BLOCK_M, WIDTH]).store(dq)
-    fence_async_shared()
-    tma_add(dq_desc, [b, h, first, PART * WIDTH], dq_s.index(PART))
+    row = (b * heads + h).to(gl.int64) * padded + first
+    add_to_sums(SUMS + row * D + PART * (64 * WIDTH), dq)
     dk = warpgroup_mma_wait(0, deps=[adding_k])
     mbarrier.arrive(q_empty.index(stage), count=1)
     return dk, dv
@@ -270,10 +268,10 @@ def add_query_tile(
 
 @gluon.jit
 def consume(
-    PART: gl.constexpr, dq_desc, DK, DV_OUT,
-    q_s, k_s, v_s, do_s, lse_s, delta_s, ds_s, dq_s,
+    PART: gl.constexpr, SUMS, DK, DV_OUT,
+    q_s, k_s, v_s, do_s, lse_s, delta_s, ds_s,
     k_full, v_full, q_full, do_full, q_empty, do_empty,
-    tile, b, hkv, scale, batch, heads, kv_heads, q_len, kv_len, q_origin, kv_origin,
+    tile, b, hkv, scale, batch, heads, kv_heads, q_len, kv_len, q_origin, kv_origin, padded,
     HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, Q_KIND: gl.constexpr,
     KV_KIND: gl.constexpr, HALF: gl.constexpr,
@@ -331,9 +329,9 @@ def consume(
                 #: kv_pass_lists
             )
             dk, dv = add_query_tile(
-                PART, count, q_tile_index, dk, dv, zeros, no_dq, columns, column2, kv, origin, dq_desc,
-                q_s, k_s, v_s, do_s, lse_s, delta_s, ds_s, dq_s, q_full, do_full, q_empty, do_empty,
-                factored, b, h, hkv, batch, heads, kv_heads, q_len, kv_len, q_origin,
+                PART, count, q_tile_index, dk, dv, zeros, no_dq, columns, column2, kv, origin, SUMS,
+                q_s, k_s, v_s, do_s, lse_s, delta_s, ds_s, q_full, do_full, q_empty, do_empty,
+                factored, b, h, hkv, batch, heads, kv_heads, q_len, kv_len, q_origin, padded,
                 BLOCK_M, BLOCK_N, D, DV, STAGES, Q_KIND, True, SCORES, WEIGHTS, SLOPES, HALF,
                 #: arguments
             )
@@ -348,15 +346,14 @@ def consume(
                     #: kv_pass_lists
                 )
                 dk, dv = add_query_tile(
-                    PART, count, q_tile_index, dk, dv, zeros, no_dq, columns, column2, kv, origin, dq_desc,
-                    q_s, k_s, v_s, do_s, lse_s, delta_s, ds_s, dq_s,
+                    PART, count, q_tile_index, dk, dv, zeros, no_dq, columns, column2, kv, origin, SUMS,
+                    q_s, k_s, v_s, do_s, lse_s, delta_s, ds_s,
                     q_full, do_full, q_empty, do_empty,
-                    factored, b, h, hkv, batch, heads, kv_heads, q_len, kv_len, q_origin,
+                    factored, b, h, hkv, batch, heads, kv_heads, q_len, kv_len, q_origin, padded,
                     BLOCK_M, BLOCK_N, D, DV, STAGES, Q_KIND, False, SCORES, WEIGHTS, SLOPES, HALF,
                     #: arguments
                 )
                 count += 1
-    tma_wait(0)
     keys = own + gl.arange(0, KEYS, layout=gl.SliceLayout(1, DK_ROWS))
     fields = gl.arange(0, D, layout=gl.SliceLayout(0, DK_ROWS))
     dk_head = DK + (b * kv_heads + hkv).to(gl.int64) * kv_len * HEAD_DIM
@@ -373,7 +370,7 @@ def consume(
 
 @gluon.jit
 def attention_backward_kv(
-    q_desc, k_desc, v_desc, do_desc, dq_desc, lse_desc, delta_desc, DK, DV_OUT,
+    q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, SUMS, DK, DV_OUT,
     scale, batch, heads, kv_heads, q_len, kv_len, q_origin, kv_origin, padded,
     #: parameters
     #: kv_pass_lists
@@ -401,7 +398,6 @@ def attention_backward_kv(
     v_s = gl.allocate_shared_memory(HALF, [1, 1, BLOCK_N, DV], v_desc.layout)
     SHARED: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     ds_s = gl.allocate_shared_memory(HALF, [2, BLOCK_N, BLOCK_M], SHARED)
-    dq_s = gl.allocate_shared_memory(gl.float32, [2, 1, 1, BLOCK_M, D // 2], dq_desc.layout)
     lse_s = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], lse_desc.layout)
     delta_s = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], delta_desc.layout)
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()

@@ -1,0 +1,58 @@
+"""What surrounds the backward kernel: its row statistics and empty sums before, dQ after.
+
+Kernels of plain Triton, bound by memory. The sums of dQ are (batch * heads, padded query rows, D)
+in fp32, within 64 rows in the order of ``library.add_to_sums``.
+"""
+
+import triton
+import triton.language as tl
+
+from ..triton.library import STATISTICS_PADDING, row_statistics
+
+_ROWS_OF_BLOCK = tl.constexpr(64)
+
+
+@triton.jit
+def prepare_backward(
+    OUT, DOUT, LSE, DLSE, LSE2, DELTA, SUMS,
+    stride_ob, stride_oh, stride_om, stride_gb, stride_gh, stride_gm, heads, q_len,
+    DV: tl.constexpr, ROWS: tl.constexpr, BLOCK_DV: tl.constexpr, HAS_DLSE: tl.constexpr,
+    WIDTH: tl.constexpr,
+):  # fmt: skip
+    """Row statistics (see ``row_statistics``), and zeros in the rows' sums of dQ.
+
+    One program: ROWS rows of one head, of the padded length; WIDTH columns of sums.
+    """
+    first = tl.program_id(0).to(tl.int64) * (ROWS * WIDTH)
+    for part in tl.static_range(0, WIDTH // 64):
+        places = part * (ROWS * 64) + tl.arange(0, ROWS * 64)
+        tl.store(SUMS + first + places, tl.zeros([ROWS * 64], tl.float32))
+    row_statistics(
+        OUT, DOUT, LSE, DLSE, LSE2, DELTA,
+        stride_ob, stride_oh, stride_om, stride_gb, stride_gh, stride_gm, heads, q_len,
+        DV, ROWS, BLOCK_DV, HAS_DLSE,
+    )  # fmt: skip
+
+
+@triton.jit
+def dq_from_sums(SUMS, DQ, scale, q_len, D: tl.constexpr, WIDTH: tl.constexpr):
+    """DQ (batch * heads, q_len, D), contiguous: the sums times ``scale``.
+
+    One program: 64 rows of one head, half of the WIDTH columns of sums.
+    """
+    q_blocks = tl.cdiv(q_len, STATISTICS_PADDING) * (STATISTICS_PADDING // _ROWS_OF_BLOCK)
+    HALF: tl.constexpr = WIDTH // 2
+    part = tl.program_id(0) % 2
+    block = tl.program_id(0) // 2
+    head = block // q_blocks
+    first = (block % q_blocks) * _ROWS_OF_BLOCK
+    sums = SUMS + tl.program_id(0).to(tl.int64) * (_ROWS_OF_BLOCK * HALF)
+    held = tl.load(sums + tl.arange(0, _ROWS_OF_BLOCK * HALF))
+    # Columns by eight, warp, row of its eight, pair of columns, half of its rows, column of the pair.
+    parts = tl.permute(tl.reshape(held, [HALF // 8, 4, 8, 4, 2, 2]), [1, 4, 2, 0, 3, 5])
+    tile = tl.reshape(parts, [_ROWS_OF_BLOCK, HALF]) * scale
+    rows = first + tl.arange(0, _ROWS_OF_BLOCK)
+    columns = part * HALF + tl.arange(0, HALF)
+    inside = (rows < q_len)[:, None] & (columns < D)[None, :]
+    places = (head.to(tl.int64) * q_len + rows)[:, None] * D + columns[None, :]
+    tl.store(DQ + places, tile.to(DQ.dtype.element_ty), mask=inside)
