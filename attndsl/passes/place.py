@@ -70,6 +70,14 @@ class Placed:
     column: Node | None
     """FLOAT expression of ``b``, ``h``, ``kv`` and ``$away``."""
 
+    @property
+    def steepness(self) -> Node | None:
+        """FLOAT expression of ``b`` and ``h`` that is ``column / $away``, where there is one."""
+        if self.column is None or "kv" in dependencies(self.column)[self.column]:
+            return None
+        # What does not depend on ``kv`` otherwise is a sum of multiples of ``$away``.
+        return substitute(self.column, {AWAY: const(1.0)})
+
 
 def place_score(score: Node, slope: Node, mask: Node | None) -> Placed:
     """Take apart a FLOAT expression.

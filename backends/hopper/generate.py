@@ -15,7 +15,7 @@ from attndsl.passes.tiles.plan import DIRECTIONS
 
 from ..triton.device_functions import param_values, parameters, program_function, wrapped
 from ..triton.expression import print_expressions
-from ..triton.generate import fill_template, pair_function
+from ..triton.generate import fill_template, import_lines, pair_function
 from ..triton.loops import LIST_PARAMETERS, print_loop
 
 if TYPE_CHECKING:
@@ -54,6 +54,8 @@ _FAMILIES = {
     "backward_kv": ("backward", "kv_pass", _BACKWARD_PRODUCER, _BACKWARD_CONSUMER),
 }
 """By direction: template, what it calls its loop, what it hands to its warpgroups."""
+_OWN_HELPERS = {"as_block"}
+"""Library functions that are others here."""
 _INDENT = "    "
 
 
@@ -88,6 +90,7 @@ def generate(
         ("factor_of_score", placed.inner, "", "A factor of scale * (q . k)."),
         ("row_of_score", placed.row, "q, origin, ", "What the score has of the row alone."),
         ("column_of_score", placed.column, "kv, away, ", "What it has of the column alone."),
+        ("steepness_of_column", placed.steepness, "", "The column's part by its distance."),
     ):
         text, used = _part_function(function, root, special, positions, doc)
         functions.append(text)
@@ -107,25 +110,33 @@ def generate(
         "MODIFIED": modified,
         "HAS_ROW": placed.row is not None,
         "HAS_COLUMN": placed.column is not None,
+        "HAS_STEEPNESS": placed.steepness is not None,
         "SCALED_FIRST": modified
         or (program.mask is not None and "score" in dependencies(program.mask)[program.mask])
         or special.negative_scale
         or placed.inner is not None,
         "HAS_FACTOR": placed.inner is not None,
         "HAS_DERIVATIVE": placed.slope is not const(1.0),
+        "PAIRWISE_DERIVATIVE": not dependencies(placed.slope)[placed.slope] <= {"b", "h"},
         "OUTER": placed.outer,
         f"{name.upper()}_HAS_FULL": listed or bool(loop.full),
         f"{name.upper()}_HAS_PARTIAL": listed or bool(loop.partial),
         f"{name.upper()}_DESCENDING": loop.descending,
         "PEELED": config.peeled,
+        "EARLY": config.early,
     }
     lists = wrapped(LIST_PARAMETERS) if listed else []
+    helpers |= used
     more = {
+        "imports": [
+            *import_lines("triton", helpers - _OWN_HELPERS),
+            *import_lines("hopper", helpers & _OWN_HELPERS),
+        ],
         f"{name}_lists": lists,
         "partitions": _partitions(producer, consumer, config.consumers, [*wrapped(names), *lists]),
     }
     return fill_template(
-        __package__, (template,), [*functions, *texts], helpers | used, flags, names, more
+        __package__, (template,), [*functions, *texts], helpers, flags, names, more
     )
 
 

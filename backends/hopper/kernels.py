@@ -8,7 +8,7 @@ from ..triton.kernels import Kernels
 from .arguments import arguments_of, block_width
 from .generate import generate
 from .sums import dq_from_sums, prepare_backward
-from .tiles import CANDIDATES
+from .tiles import CANDIDATES, candidates
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -46,7 +46,7 @@ class HopperKernels(Kernels):
         if direction not in CANDIDATES:
             return super()._configs(lowered, direction, special, target, device)
         width = max(map(block_width, (special.head_dim, special.value_dim)))
-        return CANDIDATES[direction][width]
+        return candidates(direction, width, lowered.program.mask is not None)
 
     def _text(
         self, lowered: Lowered, special: Specialisation, direction: str, loop: LoopPlan,

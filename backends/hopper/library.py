@@ -1,5 +1,6 @@
 """Device functions that generated Hopper kernels call."""
 
+import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
@@ -7,16 +8,22 @@ from .shim import COPIES_OPERANDS
 
 
 @gluon.jit
-def counted(NUMBER: gl.constexpr, LAYOUT: gl.constexpr):
-    """0.0, 1.0 ... ``NUMBER - 1`` in ``LAYOUT``, that of the columns of a product.
+def as_block(x):
+    """What it is given: Gluon spreads a scalar to the tile that it meets."""
+    return x
+
+
+@gluon.jit
+def line(begin, steepness, NUMBER: gl.constexpr, LAYOUT: gl.constexpr):
+    """``begin + steepness * (0 ... NUMBER - 1)`` in ``LAYOUT``, that of the columns of a product.
 
     A thread has two neighbours of each eight columns: as a sum of multiples of eight, which are
-    constants, and of its place among eight, only the latter has to be converted.
+    constants, and of its place among eight, a column takes one instruction.
     """
     EIGHTS: gl.constexpr = gl.BlockedLayout([NUMBER // 8, 2], [8, 4], [4, 1], [1, 0])
     eighths = gl.arange(0, NUMBER // 8, layout=gl.SliceLayout(1, EIGHTS)).to(gl.float32) * 8.0
     places = gl.arange(0, 8, layout=gl.SliceLayout(0, EIGHTS)).to(gl.float32)
-    both = eighths[:, None] + places[None, :]
+    both = eighths[:, None] * steepness + (places * steepness + begin)[None, :]
     return gl.convert_layout(gl.reshape(both, [NUMBER]), LAYOUT)
 
 
@@ -30,7 +37,7 @@ def pack(tile, HALF: gl.constexpr):
     ROWS: gl.constexpr = tile.shape[0]
     COLUMNS: gl.constexpr = tile.shape[1]
     left, right = gl.split(gl.reshape(tile, [ROWS, COLUMNS // 2, 2]))
-    if HALF == gl.bfloat16:
+    if gl.bfloat16 == HALF:
         words = gl.inline_asm_elementwise(
             "cvt.rn.bf16x2.f32 $0, $2, $1;",
             "=r,r,r",
@@ -54,16 +61,55 @@ def pack(tile, HALF: gl.constexpr):
 @gluon.jit
 def unpack(words, zero, HALF: gl.constexpr, LAYOUT: gl.constexpr):
     """What :func:`pack` packed, in ``LAYOUT``; ``zero`` is one that no compiler knows to be."""
-    ROWS: gl.constexpr = words.shape[0]
-    COLUMNS: gl.constexpr = 2 * words.shape[1]
     if COPIES_OPERANDS:
         # Words of the product's own: of those that a loop carries, the next turn's are written
         # while the product reads them, and ptxas would wait for it (C7513). A plain copy, or a
         # zero that it can see, would be removed.
         words = words ^ zero
+    return halves(words, HALF, LAYOUT)
+
+
+@gluon.jit
+def halves(words, HALF: gl.constexpr, LAYOUT: gl.constexpr):
+    """What :func:`pack` packed, in ``LAYOUT``, and in the same registers."""
     both = gl.join(words.to(gl.int16), (words >> 16).to(gl.int16))
-    tile = gl.reshape(both, [ROWS, COLUMNS]).to(HALF, bitcast=True)
-    return gl.convert_layout(tile, LAYOUT)
+    tile = gl.reshape(both, [words.shape[0], 2 * words.shape[1]])
+    return gl.convert_layout(tile.to(HALF, bitcast=True), LAYOUT)
+
+
+@triton.constexpr_function
+def never_stored(number):
+    """PTX that stores an OR of ``number`` 32-bit operands where the next is not zero."""
+    lines = [f"or.b32 any, any, ${number + place};" for place in range(1, number)]
+    lines = [f"mov.b32 any, ${number};", *lines, f"and.b32 any, any, ${2 * number};"]
+    lines += ["setp.ne.b32 never, any, 0;", "@never st.shared.b32 [any], any;"]
+    lines += [f"mov.b32 ${place}, 0;" for place in range(number)]
+    return "{ .reg .pred never; .reg .b32 any; " + " ".join(lines) + " }"
+
+
+@triton.constexpr_function
+def registers(number):
+    """Constraints of :func:`never_stored`."""
+    return ",".join(["=r"] * number + ["r"] * (2 * number))
+
+
+@gluon.jit
+def finish(values, zero):
+    """Compute ``values``, words or fp32, before whatever comes next is waited for.
+
+    ptxas moves waits for products up, over arithmetic that was meant to run during the product. A
+    store that depends on the arithmetic stays where it is; since ``zero`` is one that no compiler
+    knows to be, it never happens.
+    """
+    EACH: gl.constexpr = values.shape[0] * values.shape[1] // 128
+    gl.inline_asm_elementwise(
+        never_stored(EACH),
+        registers(EACH),
+        [values, zero],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=EACH,
+    )
 
 
 @gluon.jit
@@ -82,19 +128,17 @@ def meet():
 
 @gluon.jit
 def add_to_sums(base, tile):
-    """Add a product's tile (rows, columns) of fp32 to sums in global memory, each sum once.
+    """Add a product's tile (64 rows, columns) of fp32 to sums in global memory.
 
     Sums lie in the order in which the threads of a warpgroup hold them, so that each thread adds 16
-    bytes at a time and a warp 512 in a row: a block of 64 rows by 8 columns is (4 warps, 8 rows of
-    a warp's 16, 4 pairs of columns, 2 halves of its rows, 2 columns of a pair), and blocks of the
-    same rows follow each other. ``dq_from_sums`` reads them.
+    bytes at a time and a warp 512 in a row: blocks of 64 rows and 8 columns, side by side, of which
+    each is (4 warps, 8 rows of a warp's 16, 4 pairs of columns, 2 halves of its rows, 2 columns of
+    a pair). ``sums.dq_from_sums`` reads them.
     """
     LAYOUT: gl.constexpr = tile.type.layout
-    COLUMNS: gl.constexpr = tile.shape[1]
-    row = gl.arange(0, tile.shape[0], layout=gl.SliceLayout(1, LAYOUT))
-    column = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, LAYOUT))
-    of_row = (row // 64) * (64 * 2 * COLUMNS) + (row % 64 // 16) * 128
-    of_row = of_row + (row % 8) * 16 + (row % 16 // 8) * 2
+    row = gl.arange(0, 64, layout=gl.SliceLayout(1, LAYOUT))
+    column = gl.arange(0, tile.shape[1], layout=gl.SliceLayout(0, LAYOUT))
+    of_row = (row // 16) * 128 + (row % 8) * 16 + (row % 16 // 8) * 2
     of_column = (column // 8) * 512 + (column % 8 // 2) * 4 + column % 2
     pointers = (base + of_row[:, None]) + of_column[None, :]
     gl.inline_asm_elementwise(

@@ -33,4 +33,4 @@ else:
 tma_wait = tma.store_wait
 
 COPIES_OPERANDS = tl.constexpr(tuple(map(int, triton.__version__.split(".")[:2])) < (3, 9))
-"""Whether ptxas (12.8 and 12.9) serialises products whose operands a loop carries; 13.4 does not."""
+"""Whether ptxas (12.8, 12.9) serialises products whose operands a loop carries; 13.4 does not."""

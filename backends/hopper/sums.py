@@ -48,7 +48,7 @@ def dq_from_sums(SUMS, DQ, scale, q_len, D: tl.constexpr, WIDTH: tl.constexpr):
     first = (block % q_blocks) * _ROWS_OF_BLOCK
     sums = SUMS + tl.program_id(0).to(tl.int64) * (_ROWS_OF_BLOCK * HALF)
     held = tl.load(sums + tl.arange(0, _ROWS_OF_BLOCK * HALF))
-    # Columns by eight, warp, row of its eight, pair of columns, half of its rows, column of the pair.
+    # Eight columns, warp, row of eight, pair of columns, half of the warp's rows, column of a pair.
     parts = tl.permute(tl.reshape(held, [HALF // 8, 4, 8, 4, 2, 2]), [1, 4, 2, 0, 3, 5])
     tile = tl.reshape(parts, [_ROWS_OF_BLOCK, HALF]) * scale
     rows = first + tl.arange(0, _ROWS_OF_BLOCK)

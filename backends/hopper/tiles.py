@@ -9,7 +9,11 @@ from ..triton.tiles import Config
 
 _FORWARD = {
     64: (Config(192, 128, 4, 2, 3, 160), Config(128, 128, 4, 2, 2, 240)),
-    128: (Config(128, 128, 4, 2, 2, 240), Config(128, 64, 4, 3, 2, 240)),
+    128: (
+        Config(128, 128, 4, 2, 2, 240),
+        Config(128, 128, 4, 2, 2, 240, early=True),
+        Config(128, 64, 4, 3, 2, 240),
+    ),
     256: (Config(128, 64, 4, 2, 2, 240),),
 }
 _BACKWARD = {
@@ -22,3 +26,11 @@ _BACKWARD = {
 }
 CANDIDATES = {"forward": _FORWARD, "backward_kv": _BACKWARD}
 """Configs worth compiling, by direction and head dim, a power of two."""
+
+
+def candidates(direction: str, width: int, masked: bool) -> tuple[Config, ...]:
+    """Configs for a program, best first: a mask's code leaves fewer registers for larger tiles."""
+    found = CANDIDATES[direction][width]
+    if masked and direction == "backward_kv":
+        return tuple(sorted(found, key=lambda config: config.block_m))
+    return found

@@ -256,7 +256,9 @@ class TritonBackend:
         return self._kernels.tile_lists(lowered, special, device, config.block_m, config.block_n)
 
 
-def lists_of(layout: Layout, lowered: Lowered, call: Call, direction: str, stream: int) -> list[Any]:
+def lists_of(
+    layout: Layout, lowered: Lowered, call: Call, direction: str, stream: int
+) -> list[Any]:
     """The arguments that a kernel gets whose tiles are listed."""
     kernels = layout.lists.get(direction)
     if kernels is None:

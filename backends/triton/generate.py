@@ -103,9 +103,7 @@ def fill_template(
         more: Lines for further hooks.
     """
     fills = {
-        "imports": [f"from attndsl.backends.triton.library import {', '.join(sorted(helpers))}"]
-        if helpers
-        else [],
+        "imports": import_lines("triton", helpers),
         "flags": [f"{name} = tl.constexpr({value})" for name, value in flags.items()],
         "functions": "\n\n\n".join(functions).split("\n"),
         "parameters": wrapped(names),
@@ -118,6 +116,13 @@ def fill_template(
     while "\n\n\n\n" in (text := "\n".join(lines)):
         lines = text.replace("\n\n\n\n", "\n\n\n").split("\n")
     return text.rstrip() + "\n"
+
+
+def import_lines(backend: str, names: set[str]) -> list[str]:
+    """The statement that imports library functions of a backend, if there are any."""
+    return [f"from attndsl.backends.{backend}.library import {', '.join(sorted(names))}"] * bool(
+        names
+    )
 
 
 def _template(package: str, name: str) -> list[str]:

@@ -44,6 +44,9 @@ class Config:
     peeled: bool = True
     """Whether FULL tiles have a loop of their own, without the mask's code: it may take registers
     that are worth more."""
+    early: bool = False
+    """Whether weights are rounded before the product of those before them has ended: needs fewer
+    registers, and takes more instructions."""
 
 
 _FORWARD = {

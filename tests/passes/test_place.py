@@ -82,6 +82,11 @@ def test_parts_add_up(score, q, kv, origin):
         assert math.isclose(sum(parts), whole, rel_tol=1e-9, abs_tol=1e-6)
     for part, own in ((placed.row, {"b", "h", "q"}), (placed.column, {"b", "h", "kv"})):
         assert part is None or dependencies(part)[part] <= own
+    if placed.steepness is not None:
+        assert dependencies(placed.steepness)[placed.steepness] <= {"b", "h"}
+        line = value(placed.steepness, q, kv, origin) * (kv - origin)
+        column = value(placed.column, q, kv, origin)
+        assert not math.isfinite(column) or math.isclose(line, column, rel_tol=1e-9, abs_tol=1e-9)
 
 
 SLOPE = "exp2(-8.0 * float(h + 1) / float(heads))"
@@ -110,6 +115,21 @@ def test_what_comes_apart(text):
     placed = lower(Source(text), {}).placed
     parts = (placed.pair, placed.row, placed.column)
     assert tuple(part and print_expression(part) for part in parts) == CASES[text]
+
+
+@pytest.mark.parametrize(
+    ("text", "steepness"),
+    [
+        ("mask = causal(); score = alibi()", f"{SLOPE} * 1.0"),
+        ("score = score + 0.25 * (q + kv)", "0.25 * 1.0"),
+        ("tensor bias[kv_len]: float; score = score + bias[kv]", None),
+        ("tensor bias[kv_len]: float; score = score + bias[kv] - 0.5 * (q - kv)", None),
+        ("score", None),
+    ],
+)
+def test_steepness_of_columns(text, steepness):
+    found = lower(Source(text), {}).placed.steepness
+    assert (found and print_expression(found)) == steepness
 
 
 FACTORS = {

@@ -25,7 +25,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from attndsl.backends.hopper import dialect as tl
-from attndsl.backends.hopper.library import add_to_sums, meet
+from attndsl.backends.hopper.library import add_to_sums, finish, meet
 from attndsl.backends.hopper.shim import tma_load
 from attndsl.backends.triton.library import positions, shift_of_positions
 #: imports
@@ -142,7 +142,7 @@ def produce(
 
 @gluon.jit
 def weights_of_tile(
-    score, lse2, columns, column2, first, kv, scale, origin,
+    score, lse2, columns, column2, first, kv, scale, origin, ragged,
     b, h, hkv, batch, heads, kv_heads, q_len, kv_len, q_origin,
     BLOCK_M: gl.constexpr, Q_KIND: gl.constexpr, PARTIAL: gl.constexpr, SCORES: gl.constexpr,
     #: parameters
@@ -164,11 +164,6 @@ def weights_of_tile(
         q = positions(rows, q_len, q_origin, Q_KIND)[None, :]
         live = (rows < q_len)[None, :] & (columns < kv_len)[:, None]
         raw = score * scale
-        if PARTIAL and MASKED:
-            live = live & mask_of_pair(
-                raw, live, b, h, hkv, q, kv, batch, heads, kv_heads, q_len, kv_len,
-                #: arguments
-            )
     if HAS_DERIVATIVE:
         derivative, _ = gl.broadcast(
             derivative_of_pair(
@@ -177,8 +172,6 @@ def weights_of_tile(
             ),
             score,
         )
-        if PARTIAL:
-            derivative = gl.where(live, derivative, 0.0)
     if MODIFIED:
         final, _ = gl.broadcast(
             score_of_pair(
@@ -193,15 +186,22 @@ def weights_of_tile(
     if HAS_COLUMN:
         exponent = exponent + column2[:, None]
     exponent = exponent - lse2[None, :]
+    if PARTIAL and MASKED:
+        allowed = mask_of_pair(
+            raw, live, b, h, hkv, q, kv, batch, heads, kv_heads, q_len, kv_len,
+            #: arguments
+        )
+        exponent = gl.where(allowed, exponent, float("-inf"))
     if PARTIAL:
-        exponent = gl.where(live, exponent, float("-inf"))
+        if ragged | (first + BLOCK_M > q_len):
+            exponent = gl.where(live, exponent, float("-inf"))
     return gl.exp2(exponent), derivative
 
 
 @gluon.jit
 def add_query_tile(
     PART: gl.constexpr, count, q_tile_index, dk, dv, zeros, no_dq, columns, column2, kv, origin,
-    SUMS, q_s, k_s, v_s, do_s, lse_s, delta_s, ds_s, q_full, do_full, q_empty, do_empty,
+    ragged, SUMS, q_s, k_s, v_s, do_s, lse_s, delta_s, ds_s, q_full, do_full, q_empty, do_empty,
     scale, b, h, hkv, batch, heads, kv_heads, q_len, kv_len, q_origin, padded,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
     STAGES: gl.constexpr, Q_KIND: gl.constexpr, PARTIAL: gl.constexpr, SCORES: gl.constexpr,
@@ -210,6 +210,7 @@ def add_query_tile(
 ):
     """Add one query tile's part to dK (before the scale), dV and dQ. Tiles are (keys, queries)."""
     KEYS: gl.constexpr = BLOCK_N // 2
+    # Each warpgroup makes half of dQ: half of its columns, or of more than 64 rows half of these.
     WIDTH: gl.constexpr = D // 2
     stage = count % STAGES
     phase = (count // STAGES) & 1
@@ -228,20 +229,24 @@ def add_query_tile(
     score = warpgroup_mma_wait(1, deps=[scoring])
     lse2 = lse_s.index(stage).load(gl.SliceLayout(0, SCORES))
     weight, derivative = weights_of_tile(
-        score, lse2, columns, column2, first, kv, scale, origin,
+        score, lse2, columns, column2, first, kv, scale, origin, ragged,
         b, h, hkv, batch, heads, kv_heads, q_len, kv_len, q_origin,
         BLOCK_M, Q_KIND, PARTIAL, SCORES,
         #: arguments
     )
     delta = delta_s.index(stage).load(gl.SliceLayout(0, SCORES))
     weight_half = gl.convert_layout(weight.to(HALF), WEIGHTS)
-    dweight = warpgroup_mma_wait(0, deps=[weighing])
-    slope = weight * (dweight - delta[None, :])
+    steep = weight
     if HAS_DERIVATIVE:
-        slope = slope * derivative
+        steep = weight * derivative
         if PARTIAL:
             # A dead pair's derivative may be infinite.
-            slope = gl.where(weight == 0.0, 0.0, slope)
+            steep = gl.where(weight == 0.0, 0.0, steep)
+    if PAIRWISE_DERIVATIVE:
+        # One value instead of two, while dP is computed.
+        finish(steep, q_len >> 31)
+    dweight = warpgroup_mma_wait(0, deps=[weighing])
+    slope = steep * (dweight - delta[None, :])
     slope_half = slope.to(HALF)
     shared = ds_s.index(count % 2)
     shared.slice(PART * KEYS, KEYS, dim=0).store(slope_half)
@@ -250,17 +255,18 @@ def add_query_tile(
     adding_v = warpgroup_mma(weight_half, do, dv, is_async=True)
     fence_async_shared()
     meet()
-    # dQ comes before dK, so that it is stored while dK is computed.
-    making_q = warpgroup_mma(
-        shared.permute((1, 0)), k_tile.slice(PART * WIDTH, WIDTH, dim=1), no_dq, use_acc=False,
-        is_async=True,
-    )
+    # dQ comes before dK, so that it is added up while dK is computed.
+    if BLOCK_M == 64:
+        slopes, keys = shared, k_tile.slice(PART * WIDTH, WIDTH, dim=1)
+    else:
+        slopes, keys = shared.slice(PART * 64, 64, dim=1), k_tile
+    making_q = warpgroup_mma(slopes.permute((1, 0)), keys, no_dq, use_acc=False, is_async=True)
     dv = warpgroup_mma_wait(1, deps=[adding_v])
     mbarrier.arrive(do_empty.index(stage), count=1)
     adding_k = warpgroup_mma(slope_operand, q, dk, is_async=True)
     dq = warpgroup_mma_wait(1, deps=[making_q])
     row = (b * heads + h).to(gl.int64) * padded + first
-    add_to_sums(SUMS + row * D + PART * (64 * WIDTH), dq)
+    add_to_sums(SUMS + row * D + PART * (BLOCK_M * D // 2), dq)
     dk = warpgroup_mma_wait(0, deps=[adding_k])
     mbarrier.arrive(q_empty.index(stage), count=1)
     return dk, dv
@@ -283,7 +289,8 @@ def consume(
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
     DK_ROWS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     DV_ROWS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DV, 16])
-    DQ_ROWS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D // 2, 16])
+    DQ_WIDTH: gl.constexpr = D // 2 if BLOCK_M == 64 else D
+    DQ_ROWS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DQ_WIDTH, 16])
     SLOPES: gl.constexpr = gl.DotOperandLayout(0, DK_ROWS, 2)
     WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, DV_ROWS, 2)
     q_offset = shift_of_positions(q_origin, Q_KIND)
@@ -293,10 +300,11 @@ def consume(
     places = positions(columns, kv_len, kv_origin, KV_KIND)
     kv = places[:, None]
     origin = tile * BLOCK_N + kv_offset
+    ragged = (tile + 1) * BLOCK_N > kv_len
     dk = gl.zeros([KEYS, D], gl.float32, layout=DK_ROWS)
     dv = gl.zeros([KEYS, DV], gl.float32, layout=DV_ROWS)
     zeros = gl.zeros([KEYS, BLOCK_M], gl.float32, layout=SCORES)
-    no_dq = gl.zeros([BLOCK_M, D // 2], gl.float32, layout=DQ_ROWS)
+    no_dq = gl.zeros([64, DQ_WIDTH], gl.float32, layout=DQ_ROWS)
     mbarrier.wait(k_full, 0)
     mbarrier.wait(v_full, 0)
     group = heads // kv_heads
@@ -329,8 +337,8 @@ def consume(
                 #: kv_pass_lists
             )
             dk, dv = add_query_tile(
-                PART, count, q_tile_index, dk, dv, zeros, no_dq, columns, column2, kv, origin, SUMS,
-                q_s, k_s, v_s, do_s, lse_s, delta_s, ds_s, q_full, do_full, q_empty, do_empty,
+                PART, count, q_tile_index, dk, dv, zeros, no_dq, columns, column2, kv, origin,
+                ragged, SUMS, q_s, k_s, v_s, do_s, lse_s, delta_s, ds_s, q_full, do_full, q_empty, do_empty,
                 factored, b, h, hkv, batch, heads, kv_heads, q_len, kv_len, q_origin, padded,
                 BLOCK_M, BLOCK_N, D, DV, STAGES, Q_KIND, True, SCORES, WEIGHTS, SLOPES, HALF,
                 #: arguments
@@ -346,26 +354,27 @@ def consume(
                     #: kv_pass_lists
                 )
                 dk, dv = add_query_tile(
-                    PART, count, q_tile_index, dk, dv, zeros, no_dq, columns, column2, kv, origin, SUMS,
-                    q_s, k_s, v_s, do_s, lse_s, delta_s, ds_s,
+                    PART, count, q_tile_index, dk, dv, zeros, no_dq, columns, column2, kv, origin,
+                    ragged, SUMS, q_s, k_s, v_s, do_s, lse_s, delta_s, ds_s,
                     q_full, do_full, q_empty, do_empty,
                     factored, b, h, hkv, batch, heads, kv_heads, q_len, kv_len, q_origin, padded,
                     BLOCK_M, BLOCK_N, D, DV, STAGES, Q_KIND, False, SCORES, WEIGHTS, SLOPES, HALF,
                     #: arguments
                 )
                 count += 1
-    keys = own + gl.arange(0, KEYS, layout=gl.SliceLayout(1, DK_ROWS))
-    fields = gl.arange(0, D, layout=gl.SliceLayout(0, DK_ROWS))
+    # Through shared memory, so that each thread stores 16 bytes.
+    STORED: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    keys = own + gl.arange(0, KEYS, layout=gl.SliceLayout(1, STORED))
+    fields = gl.arange(0, D, layout=gl.SliceLayout(0, STORED))
     dk_head = DK + (b * kv_heads + hkv).to(gl.int64) * kv_len * HEAD_DIM
     inside = (keys < kv_len)[:, None] & (fields < HEAD_DIM)[None, :]
     offsets = keys.to(gl.int64)[:, None] * HEAD_DIM + fields[None, :]
-    gl.store(dk_head + offsets, (dk * scale).to(HALF), mask=inside)
-    keys = own + gl.arange(0, KEYS, layout=gl.SliceLayout(1, DV_ROWS))
-    fields = gl.arange(0, DV, layout=gl.SliceLayout(0, DV_ROWS))
+    gl.store(dk_head + offsets, gl.convert_layout((dk * scale).to(HALF), STORED), mask=inside)
+    fields = gl.arange(0, DV, layout=gl.SliceLayout(0, STORED))
     dv_head = DV_OUT + (b * kv_heads + hkv).to(gl.int64) * kv_len * VALUE_DIM
     inside = (keys < kv_len)[:, None] & (fields < VALUE_DIM)[None, :]
     offsets = keys.to(gl.int64)[:, None] * VALUE_DIM + fields[None, :]
-    gl.store(dv_head + offsets, dv.to(HALF), mask=inside)
+    gl.store(dv_head + offsets, gl.convert_layout(dv.to(HALF), STORED), mask=inside)
 
 
 @gluon.jit

@@ -23,7 +23,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from attndsl.backends.hopper import dialect as tl
-from attndsl.backends.hopper.library import counted, pack, unpack
+from attndsl.backends.hopper.library import finish, halves, line, pack, unpack
 from attndsl.backends.hopper.shim import tma_load, tma_store, tma_wait
 from attndsl.backends.triton.library import positions, shift_of_positions
 #: imports
@@ -163,7 +163,7 @@ def produce(
 
 @gluon.jit
 def final_scores(
-    score, q, kv_tile, factor, scale, origin,
+    score, q, kv_tile, factor, steepness, scale, origin,
     b, h, hkv, batch, heads, kv_heads, q_len, kv_len, kv_origin,
     BLOCK_N: gl.constexpr, KV_KIND: gl.constexpr, PARTIAL: gl.constexpr, SCORES: gl.constexpr,
     #: parameters
@@ -180,7 +180,7 @@ def final_scores(
         kv = places[None, :]
         live = (columns < kv_len)[None, :]
         if PARTIAL and MASKED:
-            live = live & mask_of_pair(
+            allowed = mask_of_pair(
                 score, live, b, h, hkv, q, kv, batch, heads, kv_heads, q_len, kv_len,
                 #: arguments
             )
@@ -193,24 +193,32 @@ def final_scores(
                 score,
             )
         if HAS_COLUMN:
-            away = (places - origin).to(gl.float32)
-            if KV_KIND != "index":
+            if KV_KIND == "index":
+                away = (places - origin).to(gl.float32)
+            else:
                 # Positions are rows plus an offset.
                 begin = positions(kv_tile * BLOCK_N, kv_len, kv_origin, KV_KIND) - origin
-                away = begin.to(gl.float32) + counted(BLOCK_N, gl.SliceLayout(0, SCORES))
-            column = column_of_score(
-                b, h, hkv, places, away, batch, heads, kv_heads, q_len, kv_len,
-                #: arguments
-            )
-            score = score * factor + (column * LOG2E)[None, :]
+                begin = begin.to(gl.float32)
+                away = line(begin, 1.0, BLOCK_N, gl.SliceLayout(0, SCORES))
+            if HAS_STEEPNESS and KV_KIND != "index":
+                column = line(begin * steepness, steepness, BLOCK_N, gl.SliceLayout(0, SCORES))
+            else:
+                column = LOG2E * column_of_score(
+                    b, h, hkv, places, away, batch, heads, kv_heads, q_len, kv_len,
+                    #: arguments
+                )
+            score = score * factor + column[None, :]
+        if PARTIAL and MASKED:
+            score = gl.where(allowed, score, float("-inf"))
         if PARTIAL:
-            score = gl.where(live, score, float("-inf"))
+            if (kv_tile + 1) * BLOCK_N > kv_len:
+                score = gl.where(live, score, float("-inf"))
     return score
 
 
 @gluon.jit
-def soften(score, peak, factor, GUARDED: gl.constexpr, HALF: gl.constexpr):
-    """Weights of one tile, two in each word; their sums, decay, new maximum."""
+def soften(score, peak, factor, GUARDED: gl.constexpr):
+    """Weights of one tile; their sums, decay, new maximum."""
     highest = gl.max(score, 1)
     if not HAS_COLUMN:
         highest = highest * factor
@@ -225,14 +233,14 @@ def soften(score, peak, factor, GUARDED: gl.constexpr, HALF: gl.constexpr):
     decay = gl.exp2(peak - shift)
     # Eight sums a row, of which each thread has its own, need no exchange until the end.
     sums = gl.sum(gl.reshape(weight, [weight.shape[0], weight.shape[1] // 8, 8]), 1)
-    return pack(weight, HALF), sums, decay, new_peak
+    return weight, sums, decay, new_peak
 
 
 @gluon.jit
 def attend(
     count, kv_tile, acc, weight, sums, peak, q, q_part, zeros, k_s, v_s,
     k_full, k_empty, v_full, v_empty,
-    factor, scale, origin, b, h, hkv, batch, heads, kv_heads, q_len, kv_len, kv_origin,
+    factor, steepness, scale, origin, b, h, hkv, batch, heads, kv_heads, q_len, kv_len, kv_origin,
     BLOCK_N: gl.constexpr, STAGES: gl.constexpr, KV_KIND: gl.constexpr, PARTIAL: gl.constexpr,
     SCORES: gl.constexpr, OUTPUT: gl.constexpr, WEIGHTS: gl.constexpr, HALF: gl.constexpr,
     D: gl.constexpr, DV: gl.constexpr,
@@ -241,8 +249,11 @@ def attend(
     """Scores and weights of tile number ``count``, while those of the one before weigh v."""
     stage = count % STAGES
     before = (count - 1) % STAGES
-    # Before the first product starts: what defines registers between two serialises them.
-    operand = unpack(weight, q_len >> 31, HALF, WEIGHTS)
+    if EARLY:
+        # Before the first product starts: what defines registers between two serialises them.
+        operand = unpack(weight, q_len >> 31, HALF, WEIGHTS)
+    else:
+        operand = halves(weight, HALF, WEIGHTS)
     mbarrier.wait(k_full.index(stage), (count // STAGES) & 1)
     k = k_s.index(stage).reshape([BLOCK_N, D])
     scoring = warpgroup_mma(q_part, k.permute((1, 0)), zeros, use_acc=False, is_async=True)
@@ -252,17 +263,22 @@ def attend(
     score = warpgroup_mma_wait(1, deps=[scoring])
     mbarrier.arrive(k_empty.index(stage), count=1)
     score = final_scores(
-        score, q, kv_tile, factor, scale, origin,
+        score, q, kv_tile, factor, steepness, scale, origin,
         b, h, hkv, batch, heads, kv_heads, q_len, kv_len, kv_origin,
         BLOCK_N, KV_KIND, PARTIAL, SCORES,
         #: arguments
     )
-    weight, own, decay, peak = soften(
-        score, peak, factor, (PARTIAL and MASKED) or MODIFIED or HAS_COLUMN, HALF
+    exact, own, decay, peak = soften(
+        score, peak, factor, (PARTIAL and MASKED) or MODIFIED or HAS_COLUMN
     )
+    if EARLY:
+        weight = pack(exact, HALF)
     sums = sums * gl.convert_layout(decay, gl.SliceLayout(1, own.type.layout))[:, None] + own
+    finish(sums, q_len >> 31)
     acc = warpgroup_mma_wait(0, deps=[adding])
     mbarrier.arrive(v_empty.index(before), count=1)
+    if not EARLY:
+        weight = pack(exact, HALF)
     acc = acc * gl.convert_layout(decay, gl.SliceLayout(1, OUTPUT))[:, None]
     return acc, weight, sums, peak
 
@@ -306,6 +322,12 @@ def consume(
         factor = OUTER * LOG2E
     else:
         factor = scale * (OUTER * LOG2E)
+    steepness = 0.0
+    if HAS_STEEPNESS:
+        steepness = LOG2E * steepness_of_column(
+            b, h, hkv, batch, heads, kv_heads, q_len, kv_len,
+            #: arguments
+        )
     acc = gl.zeros([ROWS, DV], gl.float32, layout=OUTPUT)
     zeros = gl.zeros([ROWS, BLOCK_N], gl.float32, layout=SCORES)
     peak = gl.full([ROWS], float("-inf"), gl.float32, layout=gl.SliceLayout(1, SCORES))
@@ -335,14 +357,13 @@ def consume(
     score = warpgroup_mma_wait(0, deps=[score])
     mbarrier.arrive(k_empty.index(0), count=1)
     score = final_scores(
-        score, q, first_tile, factor, scale, origin,
+        score, q, first_tile, factor, steepness, scale, origin,
         b, h, hkv, batch, heads, kv_heads, q_len, kv_len, kv_origin,
         BLOCK_N, KV_KIND, True, SCORES,
         #: arguments
     )
-    weight, sums, decay, peak = soften(
-        score, peak, factor, MASKED or MODIFIED or HAS_COLUMN, HALF
-    )
+    exact, sums, decay, peak = soften(score, peak, factor, MASKED or MODIFIED or HAS_COLUMN)
+    weight = pack(exact, HALF)
 
     if FORWARD_HAS_PARTIAL:
         kv_tile = partial_tile(
@@ -356,7 +377,7 @@ def consume(
             acc, weight, sums, peak = attend(
                 step, kv_tile, acc, weight, sums, peak, q, q_part, zeros, k_s, v_s,
                 k_full, k_empty, v_full, v_empty,
-                factor, scale, origin, b, h, hkv, batch, heads, kv_heads, q_len, kv_len, kv_origin,
+                factor, steepness, scale, origin, b, h, hkv, batch, heads, kv_heads, q_len, kv_len, kv_origin,
                 BLOCK_N, STAGES, KV_KIND, True, SCORES, OUTPUT, WEIGHTS, HALF, D, DV,
                 #: arguments
             )
@@ -380,7 +401,7 @@ def consume(
             acc, weight, sums, peak = attend(
                 partial_tiles + step, kv_tile, acc, weight, sums, peak, q, q_part, zeros, k_s, v_s,
                 k_full, k_empty, v_full, v_empty,
-                factor, scale, origin, b, h, hkv, batch, heads, kv_heads, q_len, kv_len, kv_origin,
+                factor, steepness, scale, origin, b, h, hkv, batch, heads, kv_heads, q_len, kv_len, kv_origin,
                 BLOCK_N, STAGES, KV_KIND, False, SCORES, OUTPUT, WEIGHTS, HALF, D, DV,
                 #: arguments
             )

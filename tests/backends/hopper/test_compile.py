@@ -37,6 +37,8 @@ SCRIPT = textwrap.dedent(
     score = cap * tanh(gain[h] * score / cap) + bias[q, kv]
     ''',
         "nothing": "q < 0",
+        "bool": "tensor seg[kv_len]: bool; mask = seg[q] == seg[kv]",
+        "softcap": "mask = causal()\\nscore = softcap(20.0)",
         "alibi": "mask = causal()\\nscore = alibi()",
         "constant": "mask = causal()\\nscore = -2.0 * (h + 1)",
         "logic": "param all: bool = false\\nmask = q >= kv or all\\nscore = where(q < 5, 1, score)",
@@ -82,6 +84,9 @@ def _compile(*arguments: object) -> str:
         ("forward", "constant", 64, 1),
         ("forward", "logic", 64, 1),
         ("forward", "rich", 128, 0, "index"),
+        ("forward", "bool", 64, 0),
+        ("backward_kv", "bool", 128, 0),
+        ("backward_kv", "softcap", 128, 0),
         ("backward_kv", "causal", 128, 0),
         ("backward_kv", "rich", 64, 0),
         ("backward_kv", "nothing", 64, 1),

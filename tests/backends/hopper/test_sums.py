@@ -1,0 +1,35 @@
+"""dQ comes back from the order in which warpgroups add it up."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from attndsl.backends.hopper.sums import dq_from_sums
+
+
+def place(head: int, row: int, column: int, padded: int, width: int) -> int:
+    """Where ``library.add_to_sums`` adds: thread by thread, each four values of its fragment."""
+    warp, lane_row, half = row % 64 // 16, row % 8, row % 16 // 8
+    thread = warp * 32 + lane_row * 4 + column % 8 // 2
+    block = (head * padded + row // 64 * 64) * width
+    return block + column // 8 * 512 + thread * 4 + half * 2 + column % 2
+
+
+@pytest.mark.parametrize(("width", "head_dim"), [(64, 40), (128, 128)])
+@pytest.mark.parametrize("q_len", [100, 129])
+def test_dq_from_sums(device, width, head_dim, q_len):
+    heads, padded = 2, -(-q_len // 128) * 128
+    wanted = torch.randn(heads, padded, width)
+    order = [
+        place(head, row, column, padded, width)
+        for head in range(heads)
+        for row in range(padded)
+        for column in range(width)
+    ]
+    assert sorted(order) == list(range(wanted.numel()))
+    sums = torch.empty(wanted.numel())
+    sums[torch.tensor(order)] = wanted.flatten()
+    dq = torch.full((heads, q_len, head_dim), float("nan"), device=device)
+    dq_from_sums[(padded // 32 * heads,)](sums.to(device), dq, 2.0, q_len, head_dim, width)
+    assert torch.equal(dq.cpu(), 2.0 * wanted[:, :q_len, :head_dim])
