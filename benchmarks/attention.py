@@ -47,6 +47,8 @@ class Case:
     """Name of the function in ``flex_functions`` that gives its score and mask functions."""
     is_causal: bool | None = None
     """For SDPA and FlashAttention; None where they have no such mask or score."""
+    softcap: float = 0.0
+    """With a causal mask, which FlashAttention-4 has."""
 
 
 CASES = {
@@ -62,7 +64,7 @@ CASES = {
         "abs(q // 128 - kv // 128) <= 6 and abs(q % 128 - kv % 128) <= 6", "neighbourhood"
     ),
     "alibi": Case("mask = causal()\nscore = alibi()", "alibi"),
-    "softcap": Case("mask = causal()\nscore = softcap(20.0)", "softcap"),
+    "softcap": Case("mask = causal()\nscore = softcap(20.0)", "softcap", softcap=20.0),
     "head_gain": Case(
         "tensor gain[heads]: float\nmask = causal()\nscore = gain[h] * score", "head_gain"
     ),
@@ -174,7 +176,8 @@ class Bench:
         self._gain = (1 + 0.1 * torch.randn(heads, device="cuda")).requires_grad_()
 
     def _why_not(self, column: str, case: str) -> str | None:
-        if column in ("cudnn", "fa2", "fa4") and CASES[case].is_causal is None:
+        capped = column == "fa4" and CASES[case].softcap
+        if column in ("cudnn", "fa2", "fa4") and CASES[case].is_causal is None and not capped:
             return "it has no such mask or score without a bias of length x length"
         if column == "fa4":
             try:
@@ -229,7 +232,9 @@ class Bench:
         ]
 
         def forward() -> Any:
-            out = flash_attn_func(*self._fa4_leaves, causal=bool(CASES[case].is_causal))
+            cap = CASES[case].softcap
+            causal = bool(cap or CASES[case].is_causal)
+            out = flash_attn_func(*self._fa4_leaves, causal=causal, softcap=cap)
             return out[0] if isinstance(out, tuple) else out
 
         return forward

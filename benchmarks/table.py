@@ -14,7 +14,13 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 BEGIN, END = "<!-- figures: begin (benchmarks/table.py --write) -->", "<!-- figures: end -->"
-COLUMNS = {"attndsl": "attndsl", "flex": "FlexAttention", "cudnn": "cuDNN", "fa2": "FA-2"}
+COLUMNS = {
+    "attndsl": "attndsl",
+    "flex": "FlexAttention",
+    "cudnn": "cuDNN",
+    "fa2": "FA-2",
+    "fa4": "FA-4",
+}
 DIRECTIONS = {"forward": "forward", "backward": "backward"}
 
 

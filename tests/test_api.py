@@ -17,6 +17,7 @@ import torch
 import attndsl
 from attndsl import errors
 from attndsl.config import read_config
+from attndsl.runtime import dispatch
 from attndsl.runtime.programs import lowered_program
 
 
@@ -166,6 +167,20 @@ def test_calls_that_do_not_fit(name: str, call, kind: type, match: str) -> None:
     q, k, v = inputs()
     with pytest.raises(kind, match=match):
         call(attention, q, k, v)
+
+
+def test_without_gluon_hopper_gpus_get_the_portable_kernels(monkeypatch) -> None:
+    device = torch.device("cuda", 0)
+    monkeypatch.setattr(dispatch, "_is_hopper", lambda index: True)
+    assert dispatch._default(device)[0] == "hopper"
+    monkeypatch.setitem(sys.modules, "attndsl.backends.hopper.backend", None)
+    dispatch._why_no_hopper_kernels.cache_clear()
+    try:
+        name, reason = dispatch._default(device)
+    finally:
+        dispatch._why_no_hopper_kernels.cache_clear()
+    assert name == "triton"
+    assert "cannot be loaded" in reason
 
 
 def test_backends_by_name() -> None:

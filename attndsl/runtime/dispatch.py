@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 from functools import lru_cache
+from importlib import import_module
 from typing import TYPE_CHECKING
 
 from attndsl.backends.cpu import CPUBackend
@@ -68,6 +69,9 @@ def _default(device: torch.device) -> tuple[str, str]:
     if device.type == "cpu":
         return "cpu", "the default for cpu tensors"
     if device.type == "cuda" and _is_hopper(device.index):
+        missing = _why_no_hopper_kernels()
+        if missing is not None:
+            return "triton", f"the default where Hopper's own kernels cannot be loaded: {missing}"
         return "hopper", "the default for Hopper GPUs; what it cannot run, the triton kernels do"
     return "triton", f"the default for {device.type} tensors"
 
@@ -79,6 +83,16 @@ def _is_hopper(index: int | None) -> bool:
     if torch.version.hip is not None or not torch.cuda.is_available():
         return False
     return torch.cuda.get_device_capability(index) == (9, 0)
+
+
+@lru_cache(maxsize=1)
+def _why_no_hopper_kernels() -> str | None:
+    """Why this Triton has no Gluon as the kernels know it, which is experimental; or None."""
+    try:
+        import_module("attndsl.backends.hopper.backend")
+    except (ImportError, AttributeError) as error:
+        return f"{type(error).__name__}: {error}"
+    return None
 
 
 @lru_cache(maxsize=8)
