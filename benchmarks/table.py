@@ -21,6 +21,7 @@ COLUMNS = {
     "fa2": "FA-2",
     "fa4": "FA-4",
 }
+_PORTABLE = "The portable Triton kernels on the same kind of machine (`backend='triton'`):"
 DIRECTIONS = {"forward": "forward", "backward": "backward"}
 
 
@@ -70,7 +71,7 @@ def figures(results: dict[str, Any] | None, most: int | None = None) -> str:
 
 
 def load(name: str) -> dict[str, Any] | None:
-    """Committed results of benchmarks/attention.py, if any: ``attention``, ``sparse_attention``."""
+    """Committed results of benchmarks/attention.py, if any."""
     path = RESULTS / f"{name}.json"
     return json.loads(path.read_text("utf-8")) if path.exists() else None
 
@@ -90,10 +91,13 @@ def replace(text: str, part: str) -> str:
 
 def targets() -> dict[Path, str]:
     """What stands between the marks of each file."""
-    results = load("attention"), load("sparse_attention")
+    hopper = [load("sparse_attention"), load("attention")]
+    portable = [load("portable"), load("portable_sparse")]
     return {
-        ROOT / "README.md": figures(results[0], most=1),
-        ROOT / "docs" / "benchmarks.md": "\n\n".join(figures(each) for each in results),
+        ROOT / "README.md": figures(hopper[0], most=1),
+        ROOT / "docs" / "benchmarks.md": "\n\n".join(
+            [*map(figures, hopper), _PORTABLE, *map(figures, portable)]
+        ),
     }
 
 

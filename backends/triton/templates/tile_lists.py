@@ -36,6 +36,12 @@ def store_extremes(values, inside, LOW, HIGH):
 
 
 @triton.jit
+def rows_of_tile(tile, BLOCK: tl.constexpr):
+    """Row numbers; where BLOCK is no power of two, the last one more than once."""
+    return tile * BLOCK + tl.minimum(tl.arange(0, triton.next_power_of_2(BLOCK)), BLOCK - 1)
+
+
+@triton.jit
 def summarise(
     row_ints, row_floats, column_ints, column_floats,
     batch, heads, kv_heads, q_len, kv_len, q_origin, kv_origin, map_batch, map_heads,
@@ -54,7 +60,7 @@ def summarise(
     h = number % map_heads
     hkv = h // (heads // kv_heads)
     if place < q_tiles:
-        rows = place * BLOCK_M + tl.arange(0, BLOCK_M)
+        rows = rows_of_tile(place, BLOCK_M)
         q = positions(tl.minimum(rows, q_len - 1), q_len, q_origin, Q_KIND)[:, None]
         rows_inside = (rows < q_len)[:, None]
         store_row_values(
@@ -64,7 +70,7 @@ def summarise(
         )
     else:
         tile = place - q_tiles
-        columns = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+        columns = rows_of_tile(tile, BLOCK_N)
         kv = positions(tl.minimum(columns, kv_len - 1), kv_len, kv_origin, KV_KIND)[:, None]
         columns_inside = (columns < kv_len)[:, None]
         store_column_values(
@@ -121,12 +127,12 @@ def refine(
         b = number // map_heads
         h = number % map_heads
         hkv = h // (heads // kv_heads)
-        rows = row * BLOCK_M + tl.arange(0, BLOCK_M)
-        columns = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+        rows = rows_of_tile(row, BLOCK_M)
+        columns = rows_of_tile(tile, BLOCK_N)
         q = positions(rows, q_len, q_origin, Q_KIND)[:, None]
         kv = positions(columns, kv_len, kv_origin, KV_KIND)[None, :]
         there = (rows < q_len)[:, None] & (columns < kv_len)[None, :]
-        zeros = tl.zeros([BLOCK_M, BLOCK_N], tl.int32)
+        zeros = (rows[:, None] + columns[None, :]) * 0
         mask = mask_of_pair(
             zeros, there, b, h, hkv, q, kv, batch, heads, kv_heads, q_len, kv_len,
             #: arguments

@@ -19,9 +19,11 @@ SCRIPT = textwrap.dedent(
     from attndsl.backends.hopper.arguments import arguments_of
     from attndsl.backends.hopper.generate import generate
     from attndsl.backends.hopper.tiles import CANDIDATES
+    from attndsl.backends.triton.arguments import arguments_of as portable_arguments
     from attndsl.backends.triton.compile import build, load_module
     from attndsl.backends.triton.cross import example_call, parse_target
-    from attndsl.backends.triton.kernels import plan_loop
+    from attndsl.backends.triton.generate_lists import generate_lists
+    from attndsl.backends.triton.kernels import LIST_CHUNK, plan_loop
     from attndsl.backends.triton.specialise import specialise, with_forms
     from attndsl.pipeline import lower
     from attndsl.source import Source
@@ -58,7 +60,19 @@ SCRIPT = textwrap.dedent(
             path.write_text(generate(lowered, special, direction, loop, config), "utf-8")
             function = getattr(load_module(path, "hopper"), f"attention_{direction}")
             arguments = arguments_of(direction, function, special, config)
+            if loop.listed is not None:
+                compile_lists(lowered, special, config, Path(folder), target)
             return build(function, arguments, (config,), target, 232448, load=False)
+
+    def compile_lists(lowered, special, config, folder, target):
+        path = folder / "lists.py"
+        path.write_text(generate_lists(lowered, special), "utf-8")
+        module = load_module(path, "lists")
+        sizes = {"BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "CHUNK": LIST_CHUNK}
+        for name in ("summarise", "classify", "refine", "list_tiles"):
+            function = getattr(module, name)
+            arguments = portable_arguments(function, special, "ieee", False, sizes)
+            build(function, arguments, (config,), target, 232448, load=False)
 
     for direction, case, head_dim, number, *indexed in json.loads(sys.argv[1]):
         built = compiled(direction, case, head_dim, number, bool(indexed))
