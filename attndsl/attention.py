@@ -23,10 +23,11 @@ from attndsl.runtime.tiles import (
     tiles_key,
     verify_call,
 )
+from attndsl.runtime.tuning import Tuning, tune
 from attndsl.settings import read_settings
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
     from os import PathLike
 
     from attndsl.backends.base import Backend, Scalar
@@ -35,6 +36,10 @@ if TYPE_CHECKING:
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _MAX_SIGNATURES = 4096
+_CALL_OPTIONS: dict[str, Any] = {
+    "scale": None, "q_offset": 0, "kv_offset": 0, "q_index": None, "kv_index": None, "seed": 0,
+    "deterministic": False,
+}  # fmt: skip
 
 
 class Attention:
@@ -257,6 +262,38 @@ class Attention:
                 if isinstance(x, torch.Tensor) and x.requires_grad
             ]
             torch.autograd.grad(out, inputs, torch.zeros_like(out), allow_unused=True)
+
+    def tune(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        *,
+        progress: Callable[[str], None] | None = None,
+        **arguments: Any,
+    ) -> Tuning:
+        """Measure the tile sizes that this call's kernels may have, and keep the fastest.
+
+        Takes seconds to minutes, since each has to be compiled. What is found serves all calls of
+        the program with these dtypes and head dims, in other processes too (it is in the cache).
+
+        Args:
+            q: As of a call. The backward is tuned too if an input requires grad.
+            k: The same.
+            v: The same.
+            progress: Called with a line for each measurement, as soon as there is one.
+            **arguments: The same, but for ``return_lse`` and ``tiles``.
+
+        Raises:
+            UnsupportedError: The backend has one way to run the call.
+            AttnDSLError: Whatever a call raises.
+        """
+        options = {name: arguments.pop(name, given) for name, given in _CALL_OPTIONS.items()}
+        captures = {**self._defaults, **arguments}
+        call = bind(self._lowered.program, q, k, v, captures=captures, **options)
+        backend, _ = choose_backend(self._backend, q.device, self._checked)
+        backend.check(self._lowered, call)
+        return tune(backend, self._lowered, call, progress)
 
     def tiles(
         self,

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from triton.experimental.gluon.language import NVMMASharedLayout
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from ..triton.arguments import capture_types, template_argument
+from ..triton.arguments import Layout, capture_types, template_argument
 from ..triton.compile import Argument
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     import torch
 
     from ..triton.specialise import Specialisation
@@ -98,17 +100,44 @@ def arguments_of(
     return found
 
 
-def descriptor(tensor: torch.Tensor, steps: tuple[int, ...], block: Block) -> TensorDescriptor:
-    """Of ``tensor``, for blocks of it.
+@dataclass(frozen=True, slots=True)
+class View:
+    """How kernels see a tensor, and all others of its dtype, shape, strides and alignment."""
+
+    attributes: dict[str, Any]
+    """Of a descriptor, but for the tensor."""
+
+    def of(self, tensor: torch.Tensor) -> TensorDescriptor:
+        """The descriptor of ``tensor``; what has been checked of the first one is not again."""
+        found = object.__new__(TensorDescriptor)
+        found.__dict__.update(self.attributes, base=tensor)
+        return found
+
+
+def view(tensor: torch.Tensor, steps: tuple[int, ...], block: Block) -> View:
+    """The view of ``tensor`` by blocks.
 
     Args:
         tensor: What to describe.
         steps: Its strides, for (batch, heads, length, head dim) from :func:`descriptor_strides`.
         block: What to move at once.
     """
-    return TensorDescriptor(
+    found = TensorDescriptor(
         tensor, list(tensor.shape), list(steps), list(block.shape), block.layout
     )
+    return View({name: value for name, value in vars(found).items() if name != "base"})
+
+
+@dataclass(frozen=True, slots=True)
+class HopperLayout(Layout):
+    """What all calls of one signature share."""
+
+    views: Mapping[str, View] = field(default_factory=dict)
+    """By kernel argument."""
+    together: int = 1
+    """Query heads whose tiles run side by side."""
+    why_portable: str | None = None
+    """Why the portable kernels run these calls; there are no executables then."""
 
 
 def descriptor_strides(tensor: torch.Tensor) -> tuple[int, ...] | None:

@@ -10,15 +10,18 @@ from ..base import Gradients
 from ..triton.arguments import capture_arguments, origin
 from ..triton.backend import PADDING, TritonBackend, lists_of, on_device, stream_of
 from ..triton.kernels import STATISTICS_ROWS
-from ..triton.specialise import strides
-from .arguments import block_width, blocks_of, descriptor, descriptor_strides
+from ..triton.specialise import specialise, strides
+from .arguments import HopperLayout, block_width, blocks_of, descriptor_strides, view
 from .kernels import HopperKernels
 from .tiles import CANDIDATES
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from attndsl.pipeline import Lowered
 
     from ..base import Call, Store, Wants
+    from ..triton.tiles import Config
 
 _DTYPES = (torch.float16, torch.bfloat16)
 _TOGETHER_BYTES = 16 << 20
@@ -46,19 +49,14 @@ class HopperBackend(TritonBackend):
 
     def forward(self, lowered: Lowered, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
         """See :class:`~attndsl.backends.base.Backend`."""
-        q, k, v = call.q, call.k, call.v
-        steps = all_strides(q, k, v)
-        if steps is None or why_portable(call, "forward") is not None:
+        layout = self._hopper_layout(lowered, call, "forward")
+        if layout.why_portable is not None:
             return self._portable.forward(lowered, call)
+        q, views = call.q, layout.views
         batch, heads, q_len, _ = q.shape
-        out = q.new_empty((batch, heads, q_len, v.shape[-1]))
-        out_steps = descriptor_strides(out)
-        if out_steps is None:
-            return self._portable.forward(lowered, call)
+        out = q.new_empty((batch, heads, q_len, call.v.shape[-1]))
         lse = q.new_empty((batch, heads, q_len), dtype=torch.float32)
-        layout = self._layout(lowered, call, "forward")
         kernel = layout.executables["forward"]
-        blocks = blocks_of("forward", layout.special, kernel.config)
         stream = stream_of(q.device)
         with on_device(q.device):
             lists = lists_of(layout, lowered, call, "forward", stream)
@@ -66,14 +64,10 @@ class HopperBackend(TritonBackend):
                 -(-q_len // kernel.config.block_m) * batch * heads,
                 stream,
                 [
-                    descriptor(q, steps[0], blocks["q_desc"]),
-                    descriptor(k, steps[1], blocks["k_desc"]),
-                    descriptor(v, steps[2], blocks["v_desc"]),
-                    descriptor(out, out_steps, blocks["o_desc"]),
-                    lse, call.scale, *layout.sizes, origin(call.q_offset, call.q_index),
-                    origin(call.kv_offset, call.kv_index),
-                    _together(call, lowered.program.mask is not None),
-                    *capture_arguments(layout.special, call), *lists,
+                    views["q_desc"].of(q), views["k_desc"].of(call.k), views["v_desc"].of(call.v),
+                    views["o_desc"].of(out), lse, call.scale, *layout.sizes,
+                    origin(call.q_offset, call.q_index), origin(call.kv_offset, call.kv_index),
+                    layout.together, *capture_arguments(layout.special, call), *lists,
                 ],
             )  # fmt: skip
         return out, lse
@@ -89,21 +83,20 @@ class HopperBackend(TritonBackend):
         wants: Wants,
     ) -> Gradients:
         """See :class:`~attndsl.backends.base.Backend`."""
-        q, k, v = call.q, call.k, call.v
+        given = grad_out
         if grad_out.numel() and descriptor_strides(grad_out) is None:
             grad_out = grad_out.contiguous()
-        steps = all_strides(q, k, v, grad_out)
-        reason = why_portable(call, "backward_kv")
-        if steps is None or reason is not None or wants.tensors or wants.params:
-            return self._portable.backward(lowered, call, out, lse, grad_out, grad_lse, wants)
+        has_dlse = grad_lse is not None
+        layout = self._hopper_layout(lowered, call, "backward", grad_out, wants, has_dlse)
+        if layout.why_portable is not None:
+            return self._portable.backward(lowered, call, out, lse, given, grad_lse, wants)
+        q, k, v, views = call.q, call.k, call.v, layout.views
         batch, heads, q_len, head_dim = q.shape
-        layout = self._layout(lowered, call, "backward", grad_out, wants, grad_lse is not None)
         padded = -(-q_len // PADDING) * PADDING
-        lse2, delta = lse.new_empty((2, batch, heads, padded))
+        lse2, delta = lse.new_empty((2, batch * heads * padded))
         sums = lse.new_empty((batch, heads, padded, block_width(head_dim)))
         dk, dv = k.new_empty(k.shape), v.new_empty(v.shape)
         kernel = layout.executables["backward_kv"]
-        blocks = blocks_of("backward_kv", layout.special, kernel.config)
         stream = stream_of(q.device)
         with on_device(q.device):
             layout.executables["prepare_backward"].launch(
@@ -114,15 +107,11 @@ class HopperBackend(TritonBackend):
             kernel.launch(
                 -(-k.shape[2] // kernel.config.block_n) * batch * k.shape[1], stream,
                 [
-                    descriptor(q, steps[0], blocks["q_desc"]),
-                    descriptor(k, steps[1], blocks["k_desc"]),
-                    descriptor(v, steps[2], blocks["v_desc"]),
-                    descriptor(grad_out, steps[3], blocks["do_desc"]),
-                    descriptor(lse2.flatten(), (1,), blocks["lse_desc"]),
-                    descriptor(delta.flatten(), (1,), blocks["delta_desc"]),
-                    sums, dk, dv, call.scale, *layout.sizes, origin(call.q_offset, call.q_index),
-                    origin(call.kv_offset, call.kv_index), padded,
-                    *capture_arguments(layout.special, call),
+                    views["q_desc"].of(q), views["k_desc"].of(k), views["v_desc"].of(v),
+                    views["do_desc"].of(grad_out), views["lse_desc"].of(lse2),
+                    views["delta_desc"].of(delta), sums, dk, dv, call.scale, *layout.sizes,
+                    origin(call.q_offset, call.q_index), origin(call.kv_offset, call.kv_index),
+                    padded, *capture_arguments(layout.special, call),
                     *lists_of(layout, lowered, call, "backward_kv", stream),
                 ],
             )  # fmt: skip
@@ -136,26 +125,96 @@ class HopperBackend(TritonBackend):
             q=dq, k=dk if wants.k else None, v=dv if wants.v else None, tensors={}, params={}
         )
 
+    def choices(
+        self, lowered: Lowered, call: Call, kind: str, grad_out: torch.Tensor | None,
+        wants: Wants | None,
+    ) -> Mapping[str, tuple[Config, ...]]:  # fmt: skip
+        """See :class:`~attndsl.runtime.tuning.Tunable`."""
+        if why_portable(call, kind, grad_out, wants) is not None:
+            return self._portable.choices(lowered, call, kind, grad_out, wants)
+        return super().choices(lowered, call, kind, grad_out, wants)
 
-def why_portable(call: Call, direction: str) -> str | None:
-    """Why the portable kernels run this part of a call, or None."""
+    def choose(
+        self, lowered: Lowered, call: Call, kind: str, grad_out: torch.Tensor | None,
+        wants: Wants | None, kernel: str, config: Config,
+    ) -> None:  # fmt: skip
+        """See :class:`~attndsl.runtime.tuning.Tunable`."""
+        if why_portable(call, kind, grad_out, wants) is not None:
+            self._portable.choose(lowered, call, kind, grad_out, wants, kernel, config)
+        else:
+            super().choose(lowered, call, kind, grad_out, wants, kernel, config)
+
+    def _hopper_layout(
+        self,
+        lowered: Lowered,
+        call: Call,
+        kind: str,
+        grad_out: torch.Tensor | None = None,
+        wants: Wants | None = None,
+        has_dlse: bool = False,
+    ) -> HopperLayout:
+        layout = self._layout(lowered, call, kind, grad_out, wants, has_dlse)
+        assert isinstance(layout, HopperLayout)
+        return layout
+
+    def _make_layout(
+        self,
+        lowered: Lowered,
+        call: Call,
+        kind: str,
+        grad_out: torch.Tensor | None,
+        wants: Wants | None,
+        has_dlse: bool,
+    ) -> HopperLayout:
+        special = specialise(lowered.program, call)
+        refused = why_portable(call, kind, grad_out, wants)
+        if refused is not None:
+            return HopperLayout(special, {}, (), (), (), {}, why_portable=refused)
+        layout = super()._make_layout(lowered, call, kind, grad_out, wants, has_dlse)
+        direction = self._kernels.directions[kind][0]
+        blocks = blocks_of(direction, layout.special, layout.executables[direction].config)
+        batch, heads, q_len, _ = call.q.shape
+        tensors = {"q_desc": call.q, "k_desc": call.k, "v_desc": call.v}
+        if grad_out is None:
+            tensors["o_desc"] = call.q.new_empty((batch, heads, q_len, call.v.shape[-1]))
+        else:
+            tensors["do_desc"] = grad_out
+        views = {}
+        for name, tensor in tensors.items():
+            steps = descriptor_strides(tensor)
+            assert steps is not None
+            views[name] = view(tensor, steps, blocks[name])
+        if grad_out is not None:
+            padded = -(-q_len // PADDING) * PADDING
+            rows = torch.empty(batch * heads * padded, device=call.q.device)
+            views |= {name: view(rows, (1,), blocks[name]) for name in ("lse_desc", "delta_desc")}
+        return HopperLayout(
+            layout.special, layout.executables, layout.strides, layout.out_strides, layout.sizes,
+            layout.lists, views, _together(call, lowered.program.mask is not None),
+        )  # fmt: skip
+
+
+def why_portable(
+    call: Call, kind: str, grad_out: torch.Tensor | None = None, wants: Wants | None = None
+) -> str | None:
+    """Why the portable kernels run this forward or backward, or None."""
     if call.q.dtype not in _DTYPES:
         return f"the Hopper kernels compute in fp16 and bf16, not {call.q.dtype}"
+    configs = CANDIDATES["forward" if kind == "forward" else "backward_kv"]
     width = max(block_width(call.q.shape[3]), block_width(call.v.shape[3]))
-    if width not in CANDIDATES[direction]:
-        most = max(CANDIDATES[direction])
-        return f"the Hopper kernels of this direction take head dims up to {most}"
-    if direction != "forward" and call.deterministic:
+    if width not in configs:
+        return f"the Hopper {kind} takes head dims up to {max(configs)}"
+    if kind == "backward" and call.deterministic:
         return "the Hopper backward adds up dQ in no fixed order"
+    if wants is not None and (wants.tensors or wants.params):
+        return "the Hopper backward makes no gradients of captured tensors"
     if 0 in call.q.shape or 0 in call.k.shape or 0 in call.v.shape:
         return "nothing is to be computed"
+    rows = call.q.new_empty((1, 1, 2, call.v.shape[3]))
+    for tensor in (call.q, call.k, call.v, rows if grad_out is None else grad_out):
+        if descriptor_strides(tensor) is None:
+            return "the tensor memory accelerator takes rows of multiples of 16 bytes"
     return None
-
-
-def all_strides(*tensors: torch.Tensor) -> tuple[tuple[int, ...], ...] | None:
-    """Descriptor strides of each; None if the hardware cannot read one of them."""
-    found = tuple(map(descriptor_strides, tensors))
-    return None if None in found else found  # type: ignore[return-value]
 
 
 def _together(call: Call, masked: bool) -> int:

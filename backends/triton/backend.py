@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from ..base import Call, Scalar, Store, Wants
     from .compile import Executable
     from .kernels import Prepared
+    from .tiles import Config
 
 MAX_HEAD_DIM = 512
 _MAX_LAYOUTS = 4096
@@ -211,6 +212,26 @@ class TritonBackend:
             params={name: buffers[name].to(_dtype(call.params[name])) for name in wants.params},
         )
 
+    def choices(
+        self, lowered: Lowered, call: Call, kind: str, grad_out: torch.Tensor | None,
+        wants: Wants | None,
+    ) -> Mapping[str, tuple[Config, ...]]:  # fmt: skip
+        """See :class:`~attndsl.runtime.tuning.Tunable`."""
+        special = _special(lowered, call, () if grad_out is None else (grad_out,), wants)
+        return {
+            direction: self._kernels.configs(lowered, direction, special, call.q.device)
+            for direction in self._kernels.directions[kind]
+        }
+
+    def choose(
+        self, lowered: Lowered, call: Call, kind: str, grad_out: torch.Tensor | None,
+        wants: Wants | None, kernel: str, config: Config,
+    ) -> None:  # fmt: skip
+        """See :class:`~attndsl.runtime.tuning.Tunable`."""
+        special = _special(lowered, call, () if grad_out is None else (grad_out,), wants)
+        self._kernels.choose(lowered, kernel, special, call.q.device, config)
+        self._layouts.clear()
+
     def _layout(
         self,
         lowered: Lowered,
@@ -224,23 +245,34 @@ class TritonBackend:
         key = (*_signature(lowered, call, kind, grad_out), wants, has_dlse)
         layout = self._layouts.get(key)
         if layout is None:
-            grads = () if grad_out is None else (grad_out,)
-            special = _special(lowered, call, grads, wants)
-            device = call.q.device
-            prepared = self._kernels.attention(lowered, kind, special, device, has_dlse)
-            steps = tuple(s for t in (call.q, call.k, call.v) for s in strides(t)[:3])
-            batch, heads, q_len, _ = call.q.shape
-            sizes = (batch, heads, call.k.shape[1], q_len, call.k.shape[2])
-            out = torch.empty((batch, heads, q_len, call.v.shape[-1]), device="meta")
-            lists = {
-                direction: self._list_kernels(lowered, special, prepared, direction, device)
-                for direction in prepared.listed
-            }
-            layout = Layout(special, prepared.executables, steps, strides(out)[:3], sizes, lists)
+            layout = self._make_layout(lowered, call, kind, grad_out, wants, has_dlse)
             if len(self._layouts) >= _MAX_LAYOUTS:
                 self._layouts.clear()
             self._layouts[key] = layout
         return layout
+
+    def _make_layout(
+        self,
+        lowered: Lowered,
+        call: Call,
+        kind: str,
+        grad_out: torch.Tensor | None,
+        wants: Wants | None,
+        has_dlse: bool,
+    ) -> Layout:
+        grads = () if grad_out is None else (grad_out,)
+        special = _special(lowered, call, grads, wants)
+        device = call.q.device
+        prepared = self._kernels.attention(lowered, kind, special, device, has_dlse)
+        steps = tuple(s for t in (call.q, call.k, call.v) for s in strides(t)[:3])
+        batch, heads, q_len, _ = call.q.shape
+        sizes = (batch, heads, call.k.shape[1], q_len, call.k.shape[2])
+        out = torch.empty((batch, heads, q_len, call.v.shape[-1]), device="meta")
+        lists = {
+            direction: self._list_kernels(lowered, special, prepared, direction, device)
+            for direction in prepared.listed
+        }
+        return Layout(special, prepared.executables, steps, strides(out)[:3], sizes, lists)
 
     def _list_kernels(
         self,
@@ -284,6 +316,7 @@ def _signature(
     found: tuple[object, ...] = (
         kind,
         call.scale < 0,
+        call.deterministic,
         torch.get_float32_matmul_precision(),
         bits % 16 == 0,
         None if grad_out is None else grad_out.stride(),

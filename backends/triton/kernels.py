@@ -163,23 +163,13 @@ class Kernels:
         best: tuple[int, _Module, Executable] | None = None
         refusals = []
         for number, config in enumerate(configs):
-            loop = plan_loop(lowered, special, direction, config)
-            meta: dict[str, Any] = {
-                "config": asdict(config),
-                "listed": loop.listed is not None,
-                "compiled": {},
-            }
-            text = self._text(lowered, special, direction, loop, config)
-            module = self._keep(key, self._store.save(key, text, meta), meta)
             try:
-                executable = self._executable(
-                    module, direction, special, precision, target, device, (config,), {}
+                module, executable = self._attempt(
+                    lowered, direction, special, precision, target, device, key, config
                 )
             except BackendError as refusal:
                 refusals.append(refusal.message)
                 continue
-            finally:
-                self._forget(key)
             if best is None or executable.spills < best[0]:
                 best = executable.spills, module, executable
             if best[0] <= MAX_SPILLS or number + 1 >= _ATTEMPTS:
@@ -194,6 +184,60 @@ class Kernels:
         entry = self._store.save(key, module.source, module.meta)
         self._executables[key, direction, device, ()] = executable
         return self._keep(key, entry, module.meta)
+
+    def _attempt(
+        self, lowered: Lowered, direction: str, special: Specialisation, precision: str,
+        target: GPUTarget | None, device: torch.device, key: str, config: Config,
+    ) -> tuple[_Module, Executable]:  # fmt: skip
+        """The module with one tile size, stored but not kept; BackendError if it does not fit."""
+        loop = plan_loop(lowered, special, direction, config)
+        meta: dict[str, Any] = {
+            "config": asdict(config),
+            "listed": loop.listed is not None,
+            "compiled": {},
+        }
+        text = self._text(lowered, special, direction, loop, config)
+        self._forget(key)
+        try:
+            module = self._keep(key, self._store.save(key, text, meta), meta)
+            return module, self._executable(
+                module, direction, special, precision, target, device, (config,), {}
+            )
+        finally:
+            self._forget(key)
+
+    def configs(
+        self, lowered: Lowered, direction: str, special: Specialisation, device: torch.device
+    ) -> tuple[Config, ...]:
+        """Tile sizes that a kernel may have, in order of preference."""
+        return self._configs(lowered, direction, special, current_target(), device)
+
+    def choose(
+        self, lowered: Lowered, direction: str, special: Specialisation, device: torch.device,
+        config: Config,
+    ) -> None:  # fmt: skip
+        """Have a kernel with the tile sizes of ``config`` from now on, here and on disk.
+
+        Raises:
+            BackendError: They do not fit the device; all is as before.
+        """
+        with self._lock:
+            target = current_target()
+            precision = _precision(special.dtype, target)
+            special = with_forms(special, lowered.program, target)
+            key = self._key(lowered, direction, special, precision, target)
+            before = self._modules.get(key) or self._stored(key)
+            try:
+                module, executable = self._attempt(
+                    lowered, direction, special, precision, target, device, key, config
+                )
+            except BackendError:
+                if before is not None:
+                    entry = self._store.save(key, before.source, before.meta)
+                    self._keep(key, entry, before.meta)
+                raise
+            self._modules[key] = module
+            self._executables[key, direction, device, ()] = executable
 
     def _forget(self, key: str) -> None:
         self._modules.pop(key, None)

@@ -1,0 +1,175 @@
+"""Tile sizes measured on a call's own tensors.
+
+The choice is kept beside the kernels, in memory and on disk: by program, dtypes and head dims, not
+by lengths, so that the call that matters most is the one to tune on.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
+
+import torch
+
+from attndsl.backends.base import Wants
+from attndsl.errors import BackendError, UnsupportedError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from attndsl.backends.base import Backend, Call
+    from attndsl.pipeline import Lowered
+
+_WARM_UP, _MEASURED = 3, 0.1
+"""Runs, and the seconds that are measured after them."""
+
+
+@runtime_checkable
+class Tunable(Protocol):
+    """A backend with several kernels for one call; ``kind`` is ``forward`` or ``backward``."""
+
+    def choices(
+        self, lowered: Lowered, call: Call, kind: str, grad_out: torch.Tensor | None,
+        wants: Wants | None,
+    ) -> Mapping[str, tuple[object, ...]]:  # fmt: skip
+        """Configs by kernel, each printable."""
+
+    def choose(
+        self, lowered: Lowered, call: Call, kind: str, grad_out: torch.Tensor | None,
+        wants: Wants | None, kernel: str, config: object,
+    ) -> None:  # fmt: skip
+        """Use ``config`` for calls like this one from now on; BackendError if it does not fit."""
+
+
+@dataclass(frozen=True, slots=True)
+class Measurement:
+    """One config of one kernel."""
+
+    kernel: str
+    config: str
+    milliseconds: float | None
+    """Of the whole forward or backward call; None where the config does not fit the device."""
+    why: str = ""
+    """Why there is no time."""
+    chosen: bool = False
+
+    def __str__(self) -> str:
+        """One line of the table."""
+        time = "-" if self.milliseconds is None else f"{self.milliseconds:.4f} ms"
+        note = " <- chosen" if self.chosen else f" ({self.why})" if self.why else ""
+        return f"{self.kernel:<12} {time:>14}  {self.config}{note}"
+
+
+@dataclass(frozen=True, slots=True)
+class Tuning:
+    """All measurements of :meth:`attndsl.Attention.tune`; printed, a table."""
+
+    measurements: tuple[Measurement, ...]
+
+    def __str__(self) -> str:
+        """A line a measurement."""
+        return "\n".join(map(str, self.measurements))
+
+
+def tune(
+    backend: Backend,
+    lowered: Lowered,
+    call: Call,
+    progress: Callable[[str], None] | None = None,
+) -> Tuning:
+    """Measure every config of every kernel that ``call`` needs, and choose the fastest.
+
+    Kernels are tuned one after the other, the earlier ones as chosen.
+
+    Args:
+        backend: What runs the call.
+        lowered: The program.
+        call: With gradients of what requires grad.
+        progress: Gets a line as soon as it is known.
+
+    Raises:
+        UnsupportedError: ``backend`` has nothing to choose from.
+        BackendError: No config of a kernel fits.
+    """
+    if not isinstance(backend, Tunable):
+        raise UnsupportedError(
+            f"the {backend.name} backend has one way to run a call, and nothing to tune",
+            hint="tune on a GPU, where auto takes generated kernels",
+        )
+    out, lse = backend.forward(lowered, call)
+    wants, grad_out = _wants(call), torch.randn_like(out)
+    jobs: list[tuple[str, torch.Tensor | None, Wants | None, Callable[[], object]]] = [
+        ("forward", None, None, lambda: backend.forward(lowered, call))
+    ]
+    if wants is not None:
+        jobs.append((
+            "backward", grad_out, wants,
+            lambda: backend.backward(lowered, call, out, lse, grad_out, None, wants),
+        ))  # fmt: skip
+    found: list[Measurement] = []
+    for kind, grad, wanted, run in jobs:
+        for kernel, configs in backend.choices(lowered, call, kind, grad, wanted).items():
+            times: dict[int, float] = {}
+            own = []
+            for number, config in enumerate(configs):
+                try:
+                    backend.choose(lowered, call, kind, grad, wanted, kernel, config)
+                    times[number] = milliseconds(run, call.q.device)
+                    own.append(Measurement(kernel, str(config), times[number]))
+                except BackendError as refusal:
+                    own.append(Measurement(kernel, str(config), None, refusal.message))
+                if progress is not None:
+                    progress(str(own[-1]))
+            if not times:
+                raise BackendError(f"no config of {kernel} fits: {own[-1].why}")
+            best = min(times, key=times.__getitem__)
+            backend.choose(lowered, call, kind, grad, wanted, kernel, configs[best])
+            own[best] = Measurement(kernel, str(configs[best]), times[best], chosen=True)
+            found += own
+    return Tuning(tuple(found))
+
+
+def milliseconds(run: Callable[[], object], device: torch.device) -> float:
+    """Median time of ``run``, by CUDA events where it runs on a GPU."""
+    timed = _gpu_time if device.type == "cuda" else _cpu_time
+    for _ in range(_WARM_UP):
+        timed(run)
+    begin = time.perf_counter()
+    times: list[float] = []
+    while len(times) < 3 or time.perf_counter() - begin < _MEASURED:
+        times.append(timed(run))
+    return statistics.median(times)
+
+
+def _gpu_time(run: Callable[[], object]) -> float:
+    start = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    start.record()
+    run()
+    end.record()
+    end.synchronize()
+    return float(start.elapsed_time(end))
+
+
+def _cpu_time(run: Callable[[], object]) -> float:
+    begin = time.perf_counter()
+    run()
+    return (time.perf_counter() - begin) * 1e3
+
+
+def _wants(call: Call) -> Wants | None:
+    """The gradients that a backward of ``call`` would make; None for none."""
+
+    def learned(values: Mapping[str, object]) -> frozenset[str]:
+        return frozenset(
+            n for n, x in values.items() if isinstance(x, torch.Tensor) and x.requires_grad
+        )
+
+    wants = Wants(
+        call.q.requires_grad, call.k.requires_grad, call.v.requires_grad,
+        learned(call.tensors), learned(call.params),
+    )  # fmt: skip
+    some = wants.q or wants.k or wants.v or wants.tensors or wants.params
+    return wants if some else None

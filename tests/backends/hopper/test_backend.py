@@ -1,0 +1,107 @@
+"""What the Hopper backend decides before a kernel runs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from attndsl.backends.base import Call, Wants
+from attndsl.backends.hopper.arguments import blocks_of, descriptor_strides, view
+from attndsl.backends.hopper.backend import HopperBackend, why_portable
+from attndsl.backends.hopper.tiles import candidates
+from attndsl.backends.triton.specialise import specialise
+from attndsl.pipeline import lower
+from attndsl.runtime.programs import default_cache
+from attndsl.source import Source
+
+ALL = Wants(True, True, True, frozenset(), frozenset())
+
+
+def call_of(dtype=torch.bfloat16, head_dim=64, value_dim=64, q_len=40, **more) -> Call:
+    q = torch.empty(2, 4, q_len, head_dim, dtype=dtype)
+    k = torch.empty(2, 2, 50, head_dim, dtype=dtype)
+    v = torch.empty(2, 2, 50, value_dim, dtype=dtype)
+    sizes = {"batch": 2, "heads": 4, "kv_heads": 2, "q_len": q_len, "kv_len": 50}
+    sizes["head_dim"] = head_dim
+    return Call(q, k, v, 0.125, sizes, {}, {}, **more)
+
+
+REFUSED = {
+    "fp32": (call_of(torch.float32), "forward", None, "fp16 and bf16"),
+    "wide": (call_of(head_dim=264), "forward", None, "head dims up to 256"),
+    "wide backward": (call_of(value_dim=136), "backward", ALL, "head dims up to 128"),
+    "deterministic": (call_of(deterministic=True), "backward", ALL, "no fixed order"),
+    "captures": (
+        call_of(), "backward", Wants(True, True, True, frozenset({"t"}), frozenset()), "captured",
+    ),
+    "empty": (call_of(q_len=0), "forward", None, "nothing"),
+    "odd rows": (call_of(head_dim=36), "forward", None, "16 bytes"),
+    "odd values": (call_of(value_dim=36), "forward", None, "16 bytes"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_the_portable_kernels_run(name):
+    call, kind, wants, reason = REFUSED[name]
+    grad = None if kind == "forward" else torch.empty(2, 4, call.q.shape[2], call.v.shape[3])
+    assert reason in why_portable(call, kind, grad, wants)
+    lowered = lower(Source("score"), {})
+    layout = HopperBackend(default_cache())._hopper_layout(lowered, call, kind, grad, wants)
+    assert reason in layout.why_portable
+    assert not layout.executables
+
+
+def test_what_hopper_kernels_run():
+    for call in (call_of(), call_of(torch.float16, 96), call_of(head_dim=192, value_dim=128)):
+        assert why_portable(call, "forward") is None
+    grad = torch.empty(2, 4, 40, 64, dtype=torch.bfloat16)
+    assert why_portable(call_of(), "backward", grad, ALL) is None
+    assert why_portable(call_of(deterministic=True), "forward") is None
+
+
+def test_a_deterministic_call_has_a_layout_of_its_own():
+    backend, lowered = HopperBackend(default_cache()), lower(Source("score"), {})
+    grad = torch.empty(2, 4, 40, 64, dtype=torch.float32)
+    calls = [call_of(torch.float32), call_of(torch.float32, deterministic=True)]
+    layouts = [backend._hopper_layout(lowered, call, "backward", grad, ALL) for call in calls]
+    assert layouts[0] is not layouts[1]
+    assert backend._hopper_layout(lowered, calls[0], "backward", grad, ALL) is layouts[0]
+
+
+def test_views_make_the_descriptors_that_the_constructor_makes():
+    call = call_of()
+    special = specialise(lower(Source("score"), {}).program, call)
+    (config, *_) = candidates("forward", 64, masked=False)
+    for name, block in blocks_of("forward", special, config).items():
+        first, second = torch.empty_like(call.q), torch.empty_like(call.q)
+        steps = descriptor_strides(first)
+        assert steps is not None
+        shape, block_shape = list(first.shape), list(block.shape)
+        expected = TensorDescriptor(second, shape, list(steps), block_shape, block.layout)
+        found = view(first, steps, block).of(second)
+        assert type(found) is TensorDescriptor, name
+        assert found.base is second
+        assert {**vars(found), "base": 0} == {**vars(expected), "base": 0}
+
+
+@pytest.mark.parametrize(
+    ("shape", "strides", "wanted"),
+    [
+        ((2, 3, 5, 64), (960, 320, 64, 1), (960, 320, 64, 1)),
+        # A stride that is never used may be anything.
+        ((1, 3, 1, 64), (7, 64, 3, 1), (8, 64, 8, 1)),
+        ((2, 3, 5, 64), (0, 320, 64, 1), None),
+        ((2, 3, 5, 4), (60, 20, 4, 1), None),
+        ((2, 3, 5, 8), (480, 160, 32, 4), None),
+    ],
+)
+def test_strides_that_the_hardware_takes(shape, strides, wanted):
+    tensor = torch.empty(2000, dtype=torch.bfloat16).as_strided(shape, strides)
+    assert descriptor_strides(tensor) == wanted
+
+
+def test_masked_programs_prefer_smaller_tiles_backward():
+    assert candidates("backward_kv", 64, masked=True)[0].block_m == 64
+    assert candidates("backward_kv", 64, masked=False)[0].block_m == 128
+    assert candidates("forward", 128, masked=True) == candidates("forward", 128, masked=False)

@@ -1,0 +1,117 @@
+"""Tile sizes are measured, chosen, and remembered."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import attndsl
+from attndsl.backends.triton import kernels
+from attndsl.backends.triton.tiles import Config
+from attndsl.errors import ArgumentError, UnsupportedError
+from attndsl.runtime import tuning
+from attndsl.runtime.dispatch import get_backend
+
+CONFIGS = (Config(32, 32, 4, 1), Config(16, 16, 4, 1), Config(16, 32, 4, 1))
+PROGRAM = "tensor gain[heads]: float\nmask = q >= kv\nscore = gain[h] * score"
+
+
+@pytest.fixture
+def own_cache(tmp_path, monkeypatch):
+    """A cache folder and backends of this test's own."""
+    monkeypatch.setenv("ATTNDSL_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(kernels, "INTERPRETED", CONFIGS)
+    get_backend.cache_clear()
+    yield tmp_path
+    get_backend.cache_clear()
+
+
+def inputs(requires_grad=True):
+    torch.manual_seed(0)
+    tensors = [torch.randn(1, 2, 24, 16) for _ in range(3)]
+    return [x.requires_grad_(requires_grad) for x in tensors], torch.ones(2)
+
+
+def config_of(name):
+    """The config that a call's kernel was built with last."""
+    found = [
+        executable.config
+        for place, executable in get_backend("triton", False)._kernels._executables.items()
+        if place[1] == name
+    ]
+    assert len(found) == 1
+    return found[0]
+
+
+def test_the_fastest_is_chosen_and_remembered(own_cache, monkeypatch):
+    times = iter([3.0, 1.0, 2.0, 1.0, 2.0, 3.0, 2.0, 2.0, 0.5])
+    monkeypatch.setattr(tuning, "milliseconds", lambda run, device: run() and next(times))
+    attention, lines = attndsl.compile(PROGRAM, backend="triton"), []
+    qkv, gain = inputs()
+    expected = attndsl.compile(PROGRAM, backend="reference")(*qkv, gain=gain)
+    found = attention.tune(*qkv, gain=gain, progress=lines.append)
+    assert [m.kernel for m in found.measurements] == (
+        ["forward"] * 3 + ["backward_kv"] * 3 + ["backward_q"] * 3
+    )
+    assert [m.chosen for m in found.measurements] == [
+        False, True, False, True, False, False, False, False, True,
+    ]  # fmt: skip
+    assert len(lines) == 9
+    assert str(found).count("<- chosen") == 3
+    names = ("forward", "backward_kv", "backward_q")
+    chosen = dict(zip(names, (CONFIGS[1], CONFIGS[0], CONFIGS[2]), strict=True))
+    for _ in range(2):
+        out = attention(*qkv, gain=gain)
+        out.sum().backward()
+        torch.testing.assert_close(out, expected, atol=2e-3, rtol=2e-3)
+        assert {name: config_of(name) for name in names} == chosen
+        # Another process finds the choice on disk.
+        get_backend.cache_clear()
+        attention = attndsl.compile(PROGRAM, backend="triton")
+
+
+def test_without_gradients_the_forward_alone_is_tuned(own_cache):
+    qkv, gain = inputs(requires_grad=False)
+    found = attndsl.compile(PROGRAM, backend="triton").tune(*qkv, gain=gain)
+    assert {m.kernel for m in found.measurements} == {"forward"}
+    assert sum(m.chosen for m in found.measurements) == 1
+    assert all(m.milliseconds > 0 for m in found.measurements)
+
+
+def test_what_does_not_fit_is_said_and_loses_nothing(own_cache, monkeypatch):
+    attention = attndsl.compile(PROGRAM, backend="triton")
+    qkv, gain = inputs(requires_grad=False)
+    before = attention(*qkv, gain=gain)
+    build = kernels.build
+
+    def refuse(function, arguments, configs, *rest, **options):
+        if configs[0] != CONFIGS[2]:
+            raise kernels.BackendError("too large")
+        return build(function, arguments, configs, *rest, **options)
+
+    monkeypatch.setattr(kernels, "build", refuse)
+    found = attention.tune(*qkv, gain=gain)
+    assert [m.why for m in found.measurements] == ["too large", "too large", ""]
+    assert "too large" in str(found)
+    monkeypatch.setattr(kernels, "build", lambda *rest, **options: refuse(None, None, CONFIGS))
+    with pytest.raises(kernels.BackendError, match="no config of forward fits: too large"):
+        attention.tune(*qkv, gain=gain)
+    monkeypatch.setattr(kernels, "build", build)
+    torch.testing.assert_close(attention(*qkv, gain=gain), before, atol=2e-3, rtol=2e-3)
+    assert config_of("forward") == CONFIGS[2]
+
+
+def test_other_backends_have_nothing_to_tune():
+    qkv, gain = inputs()
+    for backend in ("reference", "cpu"):
+        with pytest.raises(UnsupportedError, match=f"the {backend} backend has one way"):
+            attndsl.compile(PROGRAM, backend=backend).tune(*qkv, gain=gain)
+    with pytest.raises(ArgumentError, match="gain"):
+        attndsl.compile(PROGRAM).tune(*qkv)
+
+
+def test_times_are_medians():
+    calls = []
+    found = tuning.milliseconds(lambda: calls.append(None), torch.device("cpu"))
+    assert 0 <= found < 10
+    assert len(calls) >= 6
