@@ -1,6 +1,9 @@
 """Kernels side by side: attndsl, FlexAttention, and what SDPA and FlashAttention-4 can run.
 
     python benchmarks/attention.py [--cases causal,alibi] [--shapes 1x16x16384x128] [--quick]
+    python benchmarks/attention.py --grid     # every case at every length, head dim and grouping
+
+A shape is batch x heads x length x head dim; 32/8 heads are 32 query heads on 8 kv heads.
 
 Rows are measured in one worker process, one thing after the other; a worker that dies or hangs
 costs the cell that it was at, and another one goes on with the rest. Every figure is the median of
@@ -27,10 +30,18 @@ import common
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-SHAPES = ((1, 16, 16384, 128), (1, 32, 16384, 64), (4, 16, 4096, 128))
-QUICK_SHAPES = ((1, 16, 4096, 128),)
-COLUMNS = ("attndsl", "portable", "cudnn", "fa2", "fa4", "flex")
-"""``portable``: attndsl's kernels for every GPU, where it has others for this one."""
+Shape = tuple[int, int, int, int, int]
+"""Batch, heads, kv heads, length, head dim."""
+SHAPES: tuple[Shape, ...] = (
+    (1, 16, 16, 16384, 128), (1, 32, 32, 16384, 64), (4, 16, 16, 4096, 128),
+)  # fmt: skip
+QUICK_SHAPES: tuple[Shape, ...] = ((1, 16, 16, 4096, 128),)
+GRID_TOKENS, GRID_WIDTH = 16384, 2048
+"""Batch times length, and heads times head dim, of every shape of the grid (a length above the
+tokens has batch 1)."""
+COLUMNS = ("attndsl", "deterministic", "portable", "cudnn", "fa2", "fa4", "flex")
+"""``deterministic``: attndsl with gradients equal bit for bit; ``portable``: its kernels for every
+GPU, where it has others for this one."""
 DIRECTIONS = ("forward", "backward")
 CELL_SECONDS = 150.0
 """Longest a cell may take, compilation included."""
@@ -118,7 +129,7 @@ class Bench:
             torch.cuda.empty_cache()
             self._row = row
             self._inputs(*shape)
-        refusal = self._why_not(column, case)
+        refusal = self._why_not(column, case, direction)
         if refusal:
             return {"why": refusal}
         forward = getattr(self, f"_{column}")(case)
@@ -162,23 +173,26 @@ class Bench:
         )
         return {"difference": worst}
 
-    def _inputs(self, batch: int, heads: int, length: int, dim: int) -> None:
+    def _inputs(self, batch: int, heads: int, kv_heads: int, length: int, dim: int) -> None:
         import torch
 
         torch.manual_seed(0)
-        shape = (batch, heads, length, dim)
         q, k, v, self._grad = (
-            torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(4)
+            torch.randn((batch, each, length, dim), device="cuda", dtype=torch.bfloat16)
+            for each in (heads, kv_heads, kv_heads, heads)
         )
+        self._grouped = heads != kv_heads
         self._leaves = [x.requires_grad_() for x in (q, k, v)]
         self._fa4_leaves: list[Any] = []
         self._doc = (torch.arange(length, device="cuda") // 1000).int()
         self._gain = (1 + 0.1 * torch.randn(heads, device="cuda")).requires_grad_()
 
-    def _why_not(self, column: str, case: str) -> str | None:
+    def _why_not(self, column: str, case: str, direction: str = "backward") -> str | None:
         capped = column == "fa4" and CASES[case].softcap
         if column in ("cudnn", "fa2", "fa4") and CASES[case].is_causal is None and not capped:
             return "it has no such mask or score without a bias of length x length"
+        if column == "deterministic" and direction == "forward":
+            return "every forward is deterministic"
         if column == "fa4":
             try:
                 import flash_attn.cute  # noqa: F401
@@ -197,13 +211,16 @@ class Bench:
     def _portable(self, case: str) -> Callable[[], Any]:
         return self._program(case, "triton")
 
-    def _program(self, case: str, backend: str) -> Callable[[], Any]:
+    def _deterministic(self, case: str) -> Callable[[], Any]:
+        return self._program(case, "auto", deterministic=True)
+
+    def _program(self, case: str, backend: str, deterministic: bool = False) -> Callable[[], Any]:
         import attndsl
 
         attention = attndsl.compile(CASES[case].program, backend=backend)
         captures = {"documents1000": {"doc": self._doc}, "head_gain": {"gain": self._gain}}
         given = captures.get(case, {})
-        return lambda: attention(*self._leaves, **given)
+        return lambda: attention(*self._leaves, deterministic=deterministic, **given)
 
     def _cudnn(self, case: str) -> Callable[[], Any]:
         return self._sdpa("CUDNN_ATTENTION", case)
@@ -219,7 +236,9 @@ class Bench:
 
         def forward() -> Any:
             with sdpa_kernel([getattr(SDPBackend, kernel)]):
-                return functional.scaled_dot_product_attention(*self._leaves, is_causal=causal)
+                return functional.scaled_dot_product_attention(
+                    *self._leaves, is_causal=causal, enable_gqa=self._grouped
+                )
 
         return forward
 
@@ -249,7 +268,9 @@ class Bench:
             mask, None, None, q.shape[2], q.shape[2], device="cuda", _compile=True
         )
         compiled = torch.compile(flex_attention, dynamic=False)
-        return lambda: compiled(*self._leaves, score_mod=score, block_mask=blocks)
+        return lambda: compiled(
+            *self._leaves, score_mod=score, block_mask=blocks, enable_gqa=self._grouped
+        )
 
 
 def flex_functions(name: str, heads: int, doc: Any, gain: Any) -> tuple[Any, Any]:
@@ -282,6 +303,7 @@ def main() -> int:
     parser.add_argument("--cases", default=",".join(CASES), help="comma-separated")
     parser.add_argument("--shapes", help="BxHxSxD, comma-separated")
     parser.add_argument("--columns", default=",".join(COLUMNS), help="what to run side by side")
+    parser.add_argument("--grid", action="store_true", help="the whole table: hours")
     parser.add_argument("--quick", action="store_true", help="one shape, short timings")
     parser.add_argument("--output", type=Path, help="result file")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
@@ -298,9 +320,12 @@ def main() -> int:
 
     if not torch.cuda.is_available():
         parser.error("this benchmark needs a CUDA device")
-    shapes = QUICK_SHAPES if options.quick else SHAPES
+    shapes = grid() if options.grid else QUICK_SHAPES if options.quick else SHAPES
     if options.shapes:
-        shapes = tuple(tuple(map(int, text.split("x"))) for text in options.shapes.split(","))
+        try:
+            shapes = tuple(map(parse_shape, options.shapes.split(",")))
+        except ValueError as error:
+            parser.error(str(error))
     rows = {
         (case, shape, direction): _row(case, shape, direction, columns)
         for shape in shapes
@@ -313,21 +338,65 @@ def main() -> int:
         for column in columns
     ]
     output = options.output
-    for cell, found in _measure(cells, options.quick):
+    for number, (cell, found) in enumerate(_measure(cells, options.quick), 1):
         row = rows[cell["case"], tuple(cell["shape"]), cell["direction"]]
         _enter(row, cell["column"], found)
-        label = f"{cell['case']} {'x'.join(map(str, cell['shape']))} {cell['direction']}"
-        print(f"{label:<48} {cell['column']:<8} {found.get('ms', found.get('why'))}", flush=True)
+        batch, heads, kv_heads, length, dim = cell["shape"]
+        grouping = f"{heads}/{kv_heads}" if heads != kv_heads else f"{heads}"
+        label = f"{cell['case']} {batch}x{grouping}x{length}x{dim} {cell['direction']}"
+        print(
+            f"[{number}/{len(cells)}] {label:<48} {cell['column']:<13} "
+            f"{found.get('ms', found.get('why'))}",
+            flush=True,
+        )
         common.write("attention", "cuda", list(rows.values()), output)
-    names = ["case", "direction", "B", "H", "S", "D", *(f"{c}_ms" for c in columns), "difference"]
+    names = [
+        "case",
+        "direction",
+        "B",
+        "H",
+        "Hkv",
+        "S",
+        "D",
+        *(f"{c}_ms" for c in columns),
+        "difference",
+    ]
     common.print_table(list(rows.values()), names)
     return 0
 
 
-def _row(case: str, shape: tuple[int, ...], direction: str, columns: list[str]) -> dict[str, Any]:
-    batch, heads, length, dim = shape
+def parse_shape(text: str) -> Shape:
+    """``BxHxSxD`` or ``BxH/HKVxSxD``.
+
+    Raises:
+        ValueError: It is neither.
+    """
+    try:
+        batch, heads, length, dim = text.split("x")
+        query, _, kv = heads.partition("/")
+        found = (int(batch), int(query), int(kv or query), int(length), int(dim))
+    except ValueError:
+        raise ValueError(f"{text!r} is no shape; write 1x16x4096x128 or 2x32/8x8192x128") from None
+    if min(found) < 1 or found[1] % found[2]:
+        raise ValueError(f"{text!r}: sizes are 1 or more, and kv heads divide heads")
+    return found
+
+
+def grid() -> tuple[Shape, ...]:
+    """Lengths 1k to 32k, head dims 64, 128 and 256, one and four query heads on a kv head."""
+    return tuple(
+        (max(1, GRID_TOKENS // length), heads, heads // group, length, dim)
+        for dim in (64, 128, 256)
+        for group in (1, 4)
+        for length in (1024, 2048, 4096, 8192, 16384, 32768)
+        for heads in (GRID_WIDTH // dim,)
+    )
+
+
+def _row(case: str, shape: Shape, direction: str, columns: list[str]) -> dict[str, Any]:
+    batch, heads, kv_heads, length, dim = shape
     row: dict[str, Any] = {"case": case, "direction": direction, "dtype": "bf16"}
-    row |= {"B": batch, "H": heads, "Hkv": heads, "S": length, "D": dim}
+    row |= {"B": batch, "H": heads, "Hkv": kv_heads, "S": length, "D": dim}
     row |= {f"{column}_ms": None for column in columns}
     return row | {"backend": None, "difference": None, "why": {}}
 

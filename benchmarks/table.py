@@ -16,18 +16,20 @@ RESULTS = ROOT / "benchmarks" / "results"
 BEGIN, END = "<!-- figures: begin (benchmarks/table.py --write) -->", "<!-- figures: end -->"
 COLUMNS = {
     "attndsl": "attndsl",
+    "deterministic": "deterministic",
     "flex": "FlexAttention",
     "cudnn": "cuDNN",
     "fa2": "FA-2",
     "fa4": "FA-4",
 }
 _PORTABLE = "The portable Triton kernels on the same kind of machine (`backend='triton'`):"
+SHAPE = ("B", "H", "Hkv", "S", "D")
 DIRECTIONS = {"forward": "forward", "backward": "backward"}
 
 
 def shapes(results: dict[str, Any]) -> list[tuple[int, ...]]:
     """The shapes measured, in the order of the file."""
-    found = [tuple(row[key] for key in ("B", "H", "S", "D")) for row in results["rows"]]
+    found = [tuple(row[key] for key in SHAPE) for row in results["rows"]]
     return list(dict.fromkeys(found))
 
 
@@ -37,7 +39,7 @@ def table(results: dict[str, Any], shape: tuple[int, ...]) -> str:
     rows = {
         (row["case"], row["direction"]): row
         for row in results["rows"]
-        if tuple(row[key] for key in ("B", "H", "S", "D")) == shape
+        if tuple(row[key] for key in SHAPE) == shape
     }
     directions = [key for key in DIRECTIONS if any(found == key for _, found in rows)]
     head = ["ms", *(f"{DIRECTIONS[d]}: {name}" for d in directions for name in columns.values())]
@@ -52,11 +54,12 @@ def table(results: dict[str, Any], shape: tuple[int, ...]) -> str:
 
 def caption(results: dict[str, Any], shape: tuple[int, ...]) -> str:
     """What was measured, on what, with which versions."""
-    batch, heads, length, dim = shape
+    batch, heads, kv_heads, length, dim = shape
+    grouped = f" on {kv_heads} kv heads" if kv_heads != heads else ""
     versions = results["versions"]
     cudnn = versions["cudnn"]
     return (
-        f"Batch {batch}, {heads} heads, length {length}, head dim {dim}, bf16, on one "
+        f"Batch {batch}, {heads} heads{grouped}, length {length}, head dim {dim}, bf16, on one "
         f"{results['machine']}; {results['date']}; torch {versions['torch']}, "
         f"Triton {versions['triton']}, cuDNN {cudnn // 10000}.{cudnn // 100 % 100}."
     )

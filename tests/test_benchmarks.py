@@ -67,6 +67,24 @@ def test_sdpa_runs_only_what_it_can(script):
     assert bench._why_not("attndsl", "alibi") is None
 
 
+def test_shapes_of_the_command_line_and_of_the_grid(script):
+    attention = script("attention")
+    assert attention.parse_shape("1x16x4096x128") == (1, 16, 16, 4096, 128)
+    assert attention.parse_shape("2x32/8x8192x64") == (2, 32, 8, 8192, 64)
+    for text in ("1x16x4096", "1xax4096x64", "1x32/5x4096x64", "0x1x1x1"):
+        with pytest.raises(ValueError, match=text):
+            attention.parse_shape(text)
+    shapes = attention.grid()
+    assert len(set(shapes)) == 36
+    assert {(heads // kv_heads, dim) for _, heads, kv_heads, _, dim in shapes} == {
+        (group, dim) for group in (1, 4) for dim in (64, 128, 256)
+    }
+    assert all(heads * dim == 2048 for _, heads, _, _, dim in shapes)
+    bench = attention.Bench(quick=True)
+    assert bench._why_not("deterministic", "causal", "forward")
+    assert bench._why_not("deterministic", "causal", "backward") is None
+
+
 WORKER = """
 import json, os, sys, time
 cells = json.loads(sys.argv[sys.argv.index("--worker") + 1])
