@@ -286,7 +286,6 @@ class Attention:
 
         Raises:
             UnsupportedError: The backend has one way to run the call.
-            AttnDSLError: Whatever a call raises.
         """
         options = {name: arguments.pop(name, given) for name, given in _CALL_OPTIONS.items()}
         captures = {**self._defaults, **arguments}
