@@ -48,6 +48,15 @@ class Config:
     """Whether weights are rounded before the product of those before them has ended: needs fewer
     registers, and takes more instructions."""
 
+    def __str__(self) -> str:
+        """For people."""
+        text = f"{self.block_m} x {self.block_n} tiles, {self.stages} stages, "
+        if self.consumers:
+            text += f"{self.consumers} warpgroups of {self.registers} registers"
+        else:
+            text += f"{self.warps} warps"
+        return text + ", one loop" * (not self.peeled) + ", rounded early" * self.early
+
 
 _FORWARD = {
     64: (Config(128, 64, 4, 3), Config(64, 64, 4, 3), Config(64, 64, 4, 2)),

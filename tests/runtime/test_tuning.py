@@ -58,6 +58,7 @@ def test_the_fastest_is_chosen_and_remembered(own_cache, monkeypatch):
     ]  # fmt: skip
     assert len(lines) == 9
     assert str(found).count("<- chosen") == 3
+    assert "16 x 16 tiles, 1 stages, 4 warps" in lines[1]
     names = ("forward", "backward_kv", "backward_q")
     chosen = dict(zip(names, (CONFIGS[1], CONFIGS[0], CONFIGS[2]), strict=True))
     for _ in range(2):
