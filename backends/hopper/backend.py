@@ -166,9 +166,9 @@ class HopperBackend(TritonBackend):
         wants: Wants | None,
         has_dlse: bool,
     ) -> HopperLayout:
-        special = specialise(lowered.program, call)
         refused = why_portable(call, kind, grad_out, wants)
         if refused is not None:
+            special = specialise(lowered.program, call)
             return HopperLayout(special, {}, (), (), (), {}, why_portable=refused)
         layout = super()._make_layout(lowered, call, kind, grad_out, wants, has_dlse)
         direction = self._kernels.directions[kind][0]

@@ -37,25 +37,12 @@ def pack(tile, HALF: gl.constexpr):
     ROWS: gl.constexpr = tile.shape[0]
     COLUMNS: gl.constexpr = tile.shape[1]
     left, right = gl.split(gl.reshape(tile, [ROWS, COLUMNS // 2, 2]))
-    if gl.bfloat16 == HALF:
-        words = gl.inline_asm_elementwise(
-            "cvt.rn.bf16x2.f32 $0, $2, $1;",
-            "=r,r,r",
-            [left, right],
-            dtype=gl.int32,
-            is_pure=True,
-            pack=1,
-        )
-    else:
-        words = gl.inline_asm_elementwise(
-            "cvt.rn.f16x2.f32 $0, $2, $1;",
-            "=r,r,r",
-            [left, right],
-            dtype=gl.int32,
-            is_pure=True,
-            pack=1,
-        )
-    return words
+    CONVERT: gl.constexpr = (
+        "cvt.rn.bf16x2.f32 $0, $2, $1;" if gl.bfloat16 == HALF else "cvt.rn.f16x2.f32 $0, $2, $1;"
+    )
+    return gl.inline_asm_elementwise(
+        CONVERT, "=r,r,r", [left, right], dtype=gl.int32, is_pure=True, pack=1
+    )
 
 
 @gluon.jit

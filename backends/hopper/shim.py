@@ -6,7 +6,6 @@ breaks one file.
 
 import triton
 import triton.language as tl
-from triton.experimental.gluon.language import _core
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
 if hasattr(tma, "async_load"):
@@ -15,21 +14,6 @@ if hasattr(tma, "async_load"):
 else:
     tma_load = tma.async_copy_global_to_shared
     tma_store = tma.async_copy_shared_to_global
-
-if hasattr(tma, "async_atomic_add"):
-    tma_add = tma.async_atomic_add
-else:
-
-    @_core.builtin
-    def tma_add(descriptor, coordinates, source, _semantic=None):
-        """Add a tile in shared memory to one in global memory, element by element."""
-        coordinates = _semantic._convert_to_ir_values(coordinates, require_i64=False)
-        kind = _core.ir.DESCRIPTOR_REDUCE_KIND.ADD
-        _semantic.builder.create_async_tma_reduce(
-            kind, descriptor.handle, coordinates, source.handle
-        )
-
-
 tma_wait = tma.store_wait
 
 COPIES_OPERANDS = tl.constexpr(tuple(map(int, triton.__version__.split(".")[:2])) < (3, 9))

@@ -1,8 +1,8 @@
 """Backward kernel for Hopper: dQ, dK and dV in one pass over key-value tiles.
 
 A producer warpgroup loads; two consumer warpgroups own half of the keys each. They share dS through
-shared memory, so that each of them makes half of the columns of dQ, which is added to global memory
-in fp32 by the tensor memory accelerator.
+shared memory, so that each of them makes half of dQ, which it adds to fp32 sums in global memory,
+straight from registers (``library.add_to_sums``).
 
 Algorithm: T. Dao, FlashAttention-2 (arXiv 2307.08691), algorithm 2; J. Shah et al., FlashAttention-3
 (arXiv 2407.08608), section 3 for the roles of warps. With P the weights, dP = dO V^T and delta =
