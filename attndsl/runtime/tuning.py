@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import statistics
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import torch
@@ -111,24 +112,41 @@ def tune(
     found: list[Measurement] = []
     for kind, grad, wanted, run in jobs:
         for kernel, configs in backend.choices(lowered, call, kind, grad, wanted).items():
-            times: dict[int, float] = {}
-            own = []
-            for number, config in enumerate(configs):
-                try:
-                    backend.choose(lowered, call, kind, grad, wanted, kernel, config)
-                    times[number] = milliseconds(run, call.q.device)
-                    own.append(Measurement(kernel, str(config), times[number]))
-                except BackendError as refusal:
-                    own.append(Measurement(kernel, str(config), None, refusal.message))
-                if progress is not None:
-                    progress(str(own[-1]))
-            if not times:
-                raise BackendError(f"no config of {kernel} fits: {own[-1].why}")
-            best = min(times, key=times.__getitem__)
-            backend.choose(lowered, call, kind, grad, wanted, kernel, configs[best])
-            own[best] = Measurement(kernel, str(configs[best]), times[best], chosen=True)
-            found += own
+            choose = partial(backend.choose, lowered, call, kind, grad, wanted, kernel)
+            timed = partial(milliseconds, run, call.q.device)
+            found += _tune_kernel(kernel, configs, choose, timed, progress)
     return Tuning(tuple(found))
+
+
+def _tune_kernel(
+    kernel: str,
+    configs: tuple[object, ...],
+    choose: Callable[[object], None],
+    timed: Callable[[], float],
+    progress: Callable[[str], None] | None,
+) -> list[Measurement]:
+    """Measure each of ``configs``, and choose the fastest; BackendError where none fits."""
+    times: dict[int, float] = {}
+    found = []
+    try:
+        for number, config in enumerate(configs):
+            try:
+                choose(config)
+                times[number] = timed()
+                found.append(Measurement(kernel, str(config), times[number]))
+            except BackendError as refusal:
+                found.append(Measurement(kernel, str(config), None, refusal.message))
+            if progress is not None:
+                progress(str(found[-1]))
+    finally:
+        # An interrupted run keeps the best so far, not what it was at.
+        best = min(times, key=times.__getitem__, default=None)
+        if best is not None:
+            choose(configs[best])
+    if best is None:
+        raise BackendError(f"no config of {kernel} fits: {found[-1].why}")
+    found[best] = replace(found[best], chosen=True)
+    return found
 
 
 def milliseconds(run: Callable[[], object], device: torch.device) -> float:

@@ -219,7 +219,7 @@ class Kernels:
         """Have a kernel with the tile sizes of ``config`` from now on, here and on disk.
 
         Raises:
-            BackendError: They do not fit the device; all is as before.
+            BackendError: They do not fit the device. Whatever is raised, all is as before.
         """
         with self._lock:
             target = current_target()
@@ -231,7 +231,8 @@ class Kernels:
                 module, executable = self._attempt(
                     lowered, direction, special, precision, target, device, key, config
                 )
-            except BackendError:
+            except BaseException:
+                # An interruption too must not leave a kernel that may not fit.
                 if before is not None:
                     entry = self._store.save(key, before.source, before.meta)
                     self._keep(key, entry, before.meta)

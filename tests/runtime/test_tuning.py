@@ -102,6 +102,33 @@ def test_what_does_not_fit_is_said_and_loses_nothing(own_cache, monkeypatch):
     assert config_of("forward") == CONFIGS[2]
 
 
+def test_an_interrupted_run_keeps_the_best_so_far(own_cache, monkeypatch):
+    def times():
+        yield from (1.0, 2.0)
+        raise KeyboardInterrupt
+
+    timer = times()
+    monkeypatch.setattr(tuning, "milliseconds", lambda run, device: next(timer))
+    attention = attndsl.compile(PROGRAM, backend="triton")
+    qkv, gain = inputs(requires_grad=False)
+    with pytest.raises(KeyboardInterrupt):
+        attention.tune(*qkv, gain=gain)
+    attention(*qkv, gain=gain)
+    assert config_of("forward") == CONFIGS[0]
+
+    def interrupted(*rest, **options):
+        raise KeyboardInterrupt
+
+    build = kernels.build
+    monkeypatch.setattr(kernels, "build", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        attention.tune(*qkv, gain=gain)
+    monkeypatch.setattr(kernels, "build", build)
+    get_backend.cache_clear()
+    attndsl.compile(PROGRAM, backend="triton")(*qkv, gain=gain)
+    assert config_of("forward") == CONFIGS[0]
+
+
 def test_other_backends_have_nothing_to_tune():
     qkv, gain = inputs()
     for backend in ("reference", "cpu"):
