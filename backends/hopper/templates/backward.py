@@ -103,9 +103,9 @@ def produce(
     q_offset = shift_of_positions(q_origin, Q_KIND)
     kv_offset = shift_of_positions(kv_origin, KV_KIND)
     mbarrier.expect(k_full, k_desc.block_type.nbytes)
-    tma_load(k_desc, [b, hkv, tile * BLOCK_N, 0], k_full, k_s)
+    tma_load(k_desc, [b, hkv, tile * BLOCK_N, 0], k_full, k_s.index(0))
     mbarrier.expect(v_full, v_desc.block_type.nbytes)
-    tma_load(v_desc, [b, hkv, tile * BLOCK_N, 0], v_full, v_s)
+    tma_load(v_desc, [b, hkv, tile * BLOCK_N, 0], v_full, v_s.index(0))
     group = heads // kv_heads
     count = 0
     for member in range(0, group):
@@ -215,7 +215,11 @@ def add_query_tile(
     stage = count % STAGES
     phase = (count // STAGES) & 1
     first = q_tile_index * BLOCK_M
-    k_tile = k_s.reshape([BLOCK_N, D])
+    # An index that no compiler knows to be zero. It would compute the products' descriptors before the
+    # loop, 64 bits for every 16 columns of k and of v, and spill them; then each step waits for
+    # their reload behind the sums of dQ.
+    only = count >> 31
+    k_tile = k_s.index(only).reshape([BLOCK_N, D])
     q = q_s.index(stage).reshape([BLOCK_M, D])
     do = do_s.index(stage).reshape([BLOCK_M, DV])
     mbarrier.wait(q_full.index(stage), phase)
@@ -224,7 +228,7 @@ def add_query_tile(
         is_async=True,
     )
     mbarrier.wait(do_full.index(stage), phase)
-    v_part = v_s.reshape([BLOCK_N, DV]).slice(PART * KEYS, KEYS, dim=0)
+    v_part = v_s.index(only).reshape([BLOCK_N, DV]).slice(PART * KEYS, KEYS, dim=0)
     weighing = warpgroup_mma(v_part, do.permute((1, 0)), zeros, use_acc=False, is_async=True)
     score = warpgroup_mma_wait(1, deps=[scoring])
     lse2 = lse_s.index(stage).load(gl.SliceLayout(0, SCORES))
@@ -403,8 +407,8 @@ def attention_backward_kv(
     hkv = head_of_batch % kv_heads
     q_s = gl.allocate_shared_memory(HALF, [STAGES, 1, 1, BLOCK_M, D], q_desc.layout)
     do_s = gl.allocate_shared_memory(HALF, [STAGES, 1, 1, BLOCK_M, DV], do_desc.layout)
-    k_s = gl.allocate_shared_memory(HALF, [1, 1, BLOCK_N, D], k_desc.layout)
-    v_s = gl.allocate_shared_memory(HALF, [1, 1, BLOCK_N, DV], v_desc.layout)
+    k_s = gl.allocate_shared_memory(HALF, [1, 1, 1, BLOCK_N, D], k_desc.layout)
+    v_s = gl.allocate_shared_memory(HALF, [1, 1, 1, BLOCK_N, DV], v_desc.layout)
     SHARED: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     ds_s = gl.allocate_shared_memory(HALF, [2, BLOCK_N, BLOCK_M], SHARED)
     lse_s = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], lse_desc.layout)
