@@ -124,6 +124,9 @@ def generate(
         f"{name.upper()}_DESCENDING": loop.descending,
         "PEELED": config.peeled,
         "EARLY": config.early,
+        # Measured: where exponents take more than a multiplication, a branch in their way costs
+        # more than the multiplications that it saves.
+        "LAZY": not modified and placed.column is None,
     }
     lists = wrapped(LIST_PARAMETERS) if listed else []
     helpers |= used

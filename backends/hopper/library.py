@@ -100,6 +100,72 @@ def finish(values, zero):
 
 
 @gluon.jit
+def raised(peak, highest):
+    """Maxima to subtract from now on: ``peak`` unless a row of the warp is past it by more than 8.
+
+    Weights of at most 2^8 are as exact as those of at most 1, and sums of a row need not be scaled
+    down for each small step of its maximum: conditional rescaling, as in FlashAttention-4 (arXiv
+    2603.05451). Both are vectors of a product's rows, of which a thread has two.
+    """
+    return gl.inline_asm_elementwise(
+        """
+        {
+            .reg .pred past; .reg .f32 bound, upper, lower;
+            add.f32 bound, $2, 0f41000000;
+            setp.gt.f32 past, $4, bound;
+            add.f32 bound, $3, 0f41000000;
+            setp.gt.or.f32 past, $5, bound, past;
+            vote.sync.any.pred past, past, 0xffffffff;
+            max.f32 upper, $2, $4;
+            max.f32 lower, $3, $5;
+            selp.f32 $0, upper, $2, past;
+            selp.f32 $1, lower, $3, past;
+        }
+        """,
+        "=&f,=&f,f,f,f,f",
+        [peak, highest],
+        dtype=gl.float32,
+        is_pure=True,
+        pack=2,
+    )
+
+
+@triton.constexpr_function
+def scaling(number):
+    """PTX that multiplies ``number`` sums by as many factors, unless all of the warp are 1."""
+    first, next_row = 2 * number, 2 * number + 2
+    lines = [
+        ".reg .pred scales;",
+        f"setp.ne.f32 scales, ${first}, 0f3F800000;",
+        f"setp.ne.or.f32 scales, ${next_row}, 0f3F800000, scales;",
+        "vote.sync.any.pred scales, scales, 0xffffffff;",
+        "@!scales bra scaled;",
+    ]
+    lines += [f"mul.f32 ${place}, ${place}, ${first + place};" for place in range(number)]
+    return "{ " + " ".join(lines) + " scaled: }"
+
+
+@triton.constexpr_function
+def scaling_operands(number):
+    """Constraints of :func:`scaling`."""
+    return ",".join(["=f"] * number + [str(place) for place in range(number)] + ["f"] * number)
+
+
+@gluon.jit
+def scaled(sums, factors):
+    """A product's tile times a factor for each row; warps whose factors are 1 skip it."""
+    EACH: gl.constexpr = sums.shape[0] * sums.shape[1] // 128
+    return gl.inline_asm_elementwise(
+        scaling(EACH),
+        scaling_operands(EACH),
+        [sums, gl.broadcast(sums, factors[:, None])[1]],
+        dtype=gl.float32,
+        is_pure=True,
+        pack=EACH,
+    )
+
+
+@gluon.jit
 def meet():
     """Wait until both consumer warpgroups are here (named barrier 9, 256 threads).
 

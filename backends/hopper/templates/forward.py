@@ -23,7 +23,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from attndsl.backends.hopper import dialect as tl
-from attndsl.backends.hopper.library import finish, halves, line, pack, unpack
+from attndsl.backends.hopper.library import finish, halves, line, pack, raised, scaled, unpack
 from attndsl.backends.hopper.shim import tma_load, tma_store, tma_wait
 from attndsl.backends.triton.library import positions, shift_of_positions
 #: imports
@@ -222,7 +222,10 @@ def soften(score, peak, factor, GUARDED: gl.constexpr):
     highest = gl.max(score, 1)
     if not HAS_COLUMN:
         highest = highest * factor
-    new_peak = gl.maximum(peak, highest)
+    if LAZY:
+        new_peak = raised(peak, highest)
+    else:
+        new_peak = gl.maximum(peak, highest)
     shift = new_peak
     if GUARDED:
         shift = gl.where(new_peak == float("-inf"), 0.0, new_peak)
@@ -279,7 +282,11 @@ def attend(
     mbarrier.arrive(v_empty.index(before), count=1)
     if not EARLY:
         weight = pack(exact, HALF)
-    acc = acc * gl.convert_layout(decay, gl.SliceLayout(1, OUTPUT))[:, None]
+    factors = gl.convert_layout(decay, gl.SliceLayout(1, OUTPUT))
+    if LAZY:
+        acc = scaled(acc, factors)
+    else:
+        acc = acc * factors[:, None]
     return acc, weight, sums, peak
 
 
