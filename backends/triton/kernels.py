@@ -199,10 +199,13 @@ class Kernels:
         text = self._text(lowered, special, direction, loop, config)
         self._forget(key)
         try:
-            module = self._keep(key, self._store.save(key, text, meta), meta)
-            return module, self._executable(
+            # Described once it has compiled: whoever interrupts that leaves nothing to be found.
+            module = self._keep(key, self._store.save(key, text, {}), meta)
+            executable = self._executable(
                 module, direction, special, precision, target, device, (config,), {}
             )
+            self._store.save(key, text, meta)
+            return module, executable
         finally:
             self._forget(key)
 
