@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 FOLDER = Path(__file__).parent
-HELPERS = ("common", "run", "table")
+HELPERS = ("chart", "common", "comparison", "run", "table")
 ON_GPUS = ("attention",)
 EVERYWHERE = tuple(
     path.stem

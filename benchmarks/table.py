@@ -52,17 +52,26 @@ def table(results: dict[str, Any], shape: tuple[int, ...]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def caption(results: dict[str, Any], shape: tuple[int, ...]) -> str:
-    """What was measured, on what, with which versions."""
+def size(shape: tuple[int, ...]) -> str:
+    """A shape in words."""
     batch, heads, kv_heads, length, dim = shape
     grouped = f" on {kv_heads} kv heads" if kv_heads != heads else ""
+    return f"Batch {batch}, {heads} heads{grouped}, length {length}, head dim {dim}, bf16"
+
+
+def conditions(results: dict[str, Any]) -> str:
+    """Machine, date and versions of a result file."""
     versions = results["versions"]
     cudnn = versions["cudnn"]
     return (
-        f"Batch {batch}, {heads} heads{grouped}, length {length}, head dim {dim}, bf16, on one "
         f"{results['machine']}; {results['date']}; torch {versions['torch']}, "
         f"Triton {versions['triton']}, cuDNN {cudnn // 10000}.{cudnn // 100 % 100}."
     )
+
+
+def caption(results: dict[str, Any], shape: tuple[int, ...]) -> str:
+    """What was measured, on what, with which versions."""
+    return f"{size(shape)}, on one {conditions(results)}"
 
 
 def figures(results: dict[str, Any] | None, most: int | None = None) -> str:

@@ -1,9 +1,13 @@
 """What benchmarks compare is the same thing, and a row that fails costs itself alone."""
 
 import importlib.util
+import itertools
 import json
+import re
+import shutil
 import subprocess
 import sys
+import xml.etree.ElementTree as ET
 from pathlib import Path
 
 import pytest
@@ -159,3 +163,219 @@ def test_the_overhead_of_calls_is_measured(tmp_path):
     assert all(
         value > 0 for row in rows for key, value in row.items() if key.endswith(("us", "ms"))
     )
+
+
+SVG = "{http://www.w3.org/2000/svg}"
+FILES = ("attention", "sparse_attention")
+
+
+def _result(rows, machine="GPU"):
+    """A result file of ``rows``: case, direction, columns."""
+    shape = {"dtype": "bf16", "B": 2, "H": 32, "Hkv": 8, "S": 16384, "D": 128}
+    versions = {"torch": "1", "triton": "2", "cudnn": 91900}
+    return {
+        "machine": machine,
+        "date": "2000-01-01",
+        "versions": versions,
+        "rows": [shape | {"case": c, "direction": d} | columns for c, d, columns in rows],
+    }
+
+
+def _times(**columns):
+    return {f"{name}_ms": value for name, value in columns.items()}
+
+
+KNOWN = [
+    ("neighbourhood128x6", "forward", _times(attndsl=2.0, flex=4.0, cudnn=1.0)),
+    ("neighbourhood128x6", "backward", _times(attndsl=2.0, flex=2.0, cudnn=3.0)),
+    ("softcap", "forward", _times(attndsl=4.0, flex=3.0, cudnn=None)),
+    ("softcap", "backward", _times(attndsl=None, flex=3.0, cudnn=None)),
+]
+
+
+def _section(comparison, path, rows, machine="GPU"):
+    path.write_text(json.dumps(_result(rows, machine)))
+    return comparison.read(path, ("flex", "cudnn"))
+
+
+def test_the_chart_is_that_of_the_result_files(script):
+    chart = script("chart")
+    now = chart.svg(chart.sections(chart.RESULTS))
+    assert chart.OUTPUT.read_text("utf-8") == now, "run benchmarks/chart.py --write"
+    assert "](benchmarks.svg)" in chart.OUTPUT.with_suffix(".md").read_text("utf-8")
+
+
+def test_bars_are_as_long_as_their_ratios_say(script, tmp_path):
+    chart, comparison = script("chart"), script("comparison")
+    section = _section(comparison, tmp_path / "known.json", KNOWN)
+    assert [(row.case, row.column, row.ratios) for row in section.groups[0].rows] == [
+        ("neighbourhood128x6", "flex", (2.0, 1.0)),
+        ("neighbourhood128x6", "cudnn", (0.5, 1.5)),
+        ("softcap", "flex", (0.75, None)),
+    ]
+    # From half to twice, so that 1 is in the middle of each panel.
+    half = (chart.PANEL - 2 * chart.ROOM) / 2
+    lines = [chart.FIRST_X + chart.PANEL / 2, chart.WIDTH - chart.MARGIN - chart.PANEL / 2]
+    root = ET.fromstring(chart.svg([section]))
+    bars = [each.attrib for each in root.iter(f"{SVG}rect") if each.get("class") != "back"]
+    found = [(bar["class"], float(bar["x"]), float(bar["width"])) for bar in bars]
+    part, slack = {0.75: 0.41504, 1.5: 0.58496}, 0.11
+    expected = [
+        ("flex", lines[0], half),
+        ("cudnn", lines[0] - half, half),
+        ("flex", lines[0] - part[0.75] * half, part[0.75] * half),
+        ("flex", lines[1], 0.0),
+        ("cudnn", lines[1], part[1.5] * half),
+    ]
+    assert [name for name, _, _ in found] == [name for name, _, _ in expected]
+    for (_, *numbers), (_, *wanted) in zip(found, expected, strict=True):
+        assert numbers == pytest.approx(wanted, abs=slack)
+    figures = [
+        each.text for each in root.iter(f"{SVG}text") if "v" in each.get("class", "").split()
+    ]
+    assert figures == ["2.00", "0.50", "0.75", "1.00", "1.50", "-"]
+
+
+def test_the_chart_as_text(script, tmp_path):
+    chart, comparison = script("chart"), script("comparison")
+    section = _section(comparison, tmp_path / "known.json", KNOWN)
+    lines = chart.text([section]).splitlines()
+    rows = [line.split() for line in lines if "|" in line]
+    assert [row[:3] for row in rows] == [
+        ["neighbourhood128x6", "FlexAttention", "2.00"],
+        ["neighbourhood128x6", "cuDNN", "0.50"],
+        ["softcap", "FlexAttention", "0.75"],
+    ]
+    assert [row[3:] for row in rows] == [
+        ["|" + "#" * 12, "1.00", "|"],
+        ["#" * 12 + "|", "1.50", "|" + "#" * 7],
+        ["#" * 5 + "|", "-", "|"],
+    ]
+    assert lines[-1] == "GPU; 2000-01-01; torch 1, Triton 2, cuDNN 9.19."
+    whole = chart.text(chart.sections(chart.RESULTS))
+    assert whole.isascii()
+    assert max(map(len, [*lines, *whole.splitlines()])) <= 100
+
+
+@pytest.mark.parametrize("ratio", [0.003, 0.74, 1.0, 1.01, 3.1, 400.0])
+def test_the_scale_holds_every_ratio_and_numbers_1(script, ratio):
+    chart = script("chart")
+    scale = chart.Scale.over([ratio])
+    assert 0 <= scale.place(ratio) <= 1
+    assert scale.place(0.75) >= 0
+    assert scale.place(1.5) <= 1
+    labels = scale.labelled()
+    assert 1 in labels
+    assert 2 <= len(labels) <= 10
+
+
+def _boxes(root):
+    """What each text covers, with letters as wide as those of a wide font: words, box."""
+    style = root.find(f"{SVG}style").text
+    sizes = {"t": 16, "h": 14, "s": 11.5}
+    assert all(f".{name}{{font:600 {size}px" in style for name, size in sizes.items())
+    for group in (root, *root.iter(f"{SVG}g")):
+        down = float(re.search(r",(\d+)", group.get("transform", ",0"))[1])
+        for text in group.findall(f"{SVG}text"):
+            kinds = text.get("class", "").split()
+            size = next((sizes[kind] for kind in kinds if kind in sizes), 11)
+            width = len(text.text) * size * 0.6
+            x, y = float(text.get("x")), float(text.get("y")) + down
+            x -= width if "e" in kinds else width / 2 if "m" in kinds else 0
+            yield text.text, (x, y - 0.75 * size, x + width, y + 0.2 * size)
+
+
+@pytest.mark.parametrize("committed", [True, False])
+def test_the_chart_is_well_formed_and_no_text_covers_another(script, tmp_path, committed):
+    chart, comparison = script("chart"), script("comparison")
+    name = "A & B <GPU>"
+    known = [_section(comparison, tmp_path / "known.json", KNOWN, name)] * 2
+    root = ET.fromstring(chart.svg(chart.sections(chart.RESULTS) if committed else known))
+    assert root.get("role") == "img"
+    labels = [root.find(f"{SVG}*[@id='{each}']") for each in root.get("aria-labelledby").split()]
+    assert [label.tag for label in labels] == [f"{SVG}title", f"{SVG}desc"]
+    assert "FlexAttention, forward: " in labels[1].text
+    if not committed:
+        assert "FlexAttention, forward: 0.75 to 2.00." in labels[1].text
+        assert f"{name}; 2000-01-01; torch 1, Triton 2, cuDNN 9.19." in labels[1].text
+    boxes = list(_boxes(root))
+    assert len(boxes) > 30
+    width, height = map(float, root.get("viewBox").split()[2:])
+    for words, (left, top, right, bottom) in boxes:
+        assert 0 <= left <= right <= width, words
+        assert 0 <= top <= bottom <= height, words
+    for (one, a), (other, b) in itertools.combinations(boxes, 2):
+        apart = a[2] <= b[0] or b[2] <= a[0] or a[3] <= b[1] or b[3] <= a[1]
+        assert apart, (one, other)
+
+
+def _luminance(colour):
+    parts = [int(colour[place : place + 2], 16) / 255 for place in (1, 3, 5)]
+    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in parts]
+    return sum(w * c for w, c in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
+
+
+@pytest.mark.parametrize("theme", ["LIGHT", "DARK"])
+def test_the_chart_is_readable_on_both_backgrounds(script, theme):
+    # WCAG 2.2: 4.5 for text (1.4.3), 3 for graphics (1.4.11).
+    chart, comparison = script("chart"), script("comparison")
+    colours = getattr(chart, theme)
+    least = {colours["ink"]: 4.5, colours["faint"]: 4.5} | dict.fromkeys(chart.COLOURS.values(), 3)
+    for colour, contrast in least.items():
+        low, high = sorted((_luminance(colour), _luminance(colours["back"])))
+        assert (high + 0.05) / (low + 0.05) >= contrast, colour
+    assert set(chart.COLOURS) == {name for each in comparison.SOURCES.values() for name in each}
+
+
+def _with(key, value):
+    """A change of the file's last row: ``key`` becomes ``value``, or goes where that is ``...``."""
+
+    def change(path):
+        results = json.loads(path.read_text("utf-8"))
+        last = results["rows"][-1]
+        results["rows"][-1] = {k: v for k, v in {**last, key: value}.items() if v is not ...}
+        path.write_text(json.dumps(results))
+
+    return change
+
+
+def _nothing_in_common(path):
+    path.write_text(
+        json.dumps(_result([("full", "forward", _times(attndsl=1, fa4=None, cudnn=None))]))
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (Path.unlink, "there is no benchmarks/results/attention.json"),
+        (_with("fa4_ms", ...), "attention.json: no column 'fa4_ms' at "),
+        (_with("attndsl_ms", ...), "attention.json: no column 'attndsl_ms' at "),
+        (_with("case", ...), "attention.json is no result file of benchmarks/attention.py"),
+        (_with("fa4_ms", "fast"), "attention.json is no result file of benchmarks/attention.py"),
+        (_with("fa4_ms", -3.5), "attention.json: 'fa4_ms' is -3.5, which is no time"),
+        (_with("cudnn_ms", float("nan")), "attention.json: 'cudnn_ms' is nan, which is no time"),
+        (lambda path: path.write_text("{"), "attention.json is no JSON"),
+        (lambda path: path.write_text("[]"), "attention.json is no result file"),
+        (_nothing_in_common, "attndsl and another system have no case in common"),
+    ],
+)
+def test_results_that_cannot_be_drawn_are_named(tmp_path, change, message):
+    folder = tmp_path / "benchmarks"
+    (folder / "results").mkdir(parents=True)
+    (tmp_path / "docs").mkdir()
+    for name in ("chart.py", "comparison.py", "table.py", *(f"results/{n}.json" for n in FILES)):
+        shutil.copy(FOLDER / name, folder / name)
+    command, drawn = [sys.executable, folder / "chart.py"], tmp_path / "docs" / "benchmarks.svg"
+    done = subprocess.run([*command, "--write"], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    before = drawn.read_bytes()
+    assert before == (FOLDER.parent / "docs" / "benchmarks.svg").read_bytes()
+    change(folder / "results" / "attention.json")
+    for options in ([], ["--write"]):
+        done = subprocess.run([*command, *options], capture_output=True, text=True)
+        assert done.returncode == 1
+        assert done.stdout == ""
+        assert message in done.stderr
+        assert len(done.stderr.splitlines()) == 1
+    assert drawn.read_bytes() == before
