@@ -376,8 +376,9 @@ class Attention:
         from attndsl.explain import explain, explain_tiles
 
         text = explain(
-            self._lowered, self._backend, self._checked, torch.device(device), block_m, block_n
-        )
+            self._lowered, self._backend, self._checked, torch.device(device), block_m, block_n,
+            head_dim,
+        )  # fmt: skip
         if q_len is None and kv_len is None:
             return text
         if q_len is None or kv_len is None:
