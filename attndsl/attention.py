@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from attndsl.backends.base import Call, Wants
+from attndsl.backends.base import Call
 from attndsl.errors import ArgumentError, AttnDSLError, UnsupportedError
 from attndsl.runtime.arguments import bind, rows_contiguous
 from attndsl.runtime.autograd import attend
 from attndsl.runtime.dispatch import choose_backend
 from attndsl.runtime.operator import attend_in_graph
 from attndsl.runtime.programs import lowered_program
+from attndsl.runtime.sources import source_of
 from attndsl.runtime.tiles import (
     call_of_lengths,
     find_tiles,
@@ -212,6 +213,7 @@ class Attention:
         head_dim: int = 64,
         value_dim: int | None = None,
         dtype: torch.dtype = torch.bfloat16,
+        backend: str | None = None,
         **captures: torch.Tensor | Scalar,
     ) -> str:
         """Text of the generated kernels for calls of this kind; needs no GPU.
@@ -221,26 +223,22 @@ class Attention:
             head_dim: Head dim of q and k.
             value_dim: Head dim of v; ``head_dim`` by default.
             dtype: dtype of q, k and v.
+            backend: ``triton`` or ``hopper``; by default ``hopper`` where the program was compiled
+                for it by name, else ``triton``.
             **captures: Values of the program's tensors and params, where the defaults (fp32, int32
                 and bool tensors; numbers) do not stand for what calls will pass.
 
         Raises:
-            ArgumentError: ``direction`` is neither.
+            ArgumentError: There is no such direction, or no generated kernels of ``backend``.
+            UnsupportedError: The Hopper kernels do not run such calls.
+            BackendError: This Triton cannot load them.
         """
-        if direction not in ("forward", "backward"):
-            raise ArgumentError(
-                f"there is no direction {direction!r}", hint="use 'forward' or 'backward'"
-            )
-        from attndsl.backends.triton.cross import example_call, kernel_source
-
-        call = example_call(
-            self._lowered, head_dim, value_dim or head_dim, dtype, {**self._defaults, **captures}
-        )
-        learned = frozenset(n for n, t in call.tensors.items() if t.requires_grad)
-        params = frozenset(
-            n for n, p in call.params.items() if isinstance(p, torch.Tensor) and p.requires_grad
-        )
-        return kernel_source(self._lowered, call, direction, Wants(tensors=learned, params=params))
+        if backend is None:
+            backend = "hopper" if self._backend == "hopper" else "triton"
+        return source_of(
+            self._lowered, backend, direction, head_dim, value_dim or head_dim, dtype,
+            {**self._defaults, **captures},
+        )  # fmt: skip
 
     def warmup(
         self,
@@ -378,8 +376,9 @@ class Attention:
         from attndsl.explain import explain, explain_tiles
 
         text = explain(
-            self._lowered, self._backend, self._checked, torch.device(device), block_m, block_n
-        )
+            self._lowered, self._backend, self._checked, torch.device(device), block_m, block_n,
+            head_dim,
+        )  # fmt: skip
         if q_len is None and kv_len is None:
             return text
         if q_len is None or kv_len is None:

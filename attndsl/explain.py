@@ -16,14 +16,16 @@ from attndsl.runtime.dispatch import choose_backend
 if TYPE_CHECKING:
     import torch
 
+    from attndsl.backends.base import Backend
     from attndsl.ir import Node
     from attndsl.pipeline import Lowered
     from attndsl.tilemap import TileMap
 
 
 def explain(
-    lowered: Lowered, backend: str, checked: bool, device: torch.device, block_m: int, block_n: int
-) -> str:
+    lowered: Lowered, backend: str, checked: bool, device: torch.device, block_m: int, block_n: int,
+    head_dim: int,
+) -> str:  # fmt: skip
     """Lines of plain text: parts, captures, gradients, tiles, and the backend for ``device``."""
     program, derivative = lowered.program, lowered.derivative
     rows = ["program"]
@@ -48,9 +50,26 @@ def explain(
     try:
         chosen, reason = choose_backend(backend, device, checked)
         rows.append(f"backend      {chosen.name} on {device.type}: {reason}")
+        rows += explain_kernels(chosen, lowered, head_dim)
     except BackendError as error:
         rows.append(f"backend      none on {device.type}: {error.message}")
     return "\n".join(rows)
+
+
+def explain_kernels(backend: Backend, lowered: Lowered, head_dim: int) -> list[str]:
+    """Lines of plain text: which kernels run each direction, where a backend has several families.
+
+    Args:
+        backend: What runs the calls; its device need not be there.
+        lowered: The program.
+        head_dim: Head dim of q, k and v.
+    """
+    if backend.name != "hopper":
+        return []
+    # Where it cannot be imported there is no such backend; CPU users never wait for it.
+    from attndsl.backends.hopper.describe import describe_kernels
+
+    return describe_kernels(backend, lowered, head_dim)
 
 
 def _forms(lowered: Lowered) -> list[str]:

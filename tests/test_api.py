@@ -174,11 +174,11 @@ def test_without_gluon_hopper_gpus_get_the_portable_kernels(monkeypatch) -> None
     monkeypatch.setattr(dispatch, "_is_hopper", lambda index: True)
     assert dispatch._default(device)[0] == "hopper"
     monkeypatch.setitem(sys.modules, "attndsl.backends.hopper.backend", None)
-    dispatch._why_no_hopper_kernels.cache_clear()
+    dispatch.why_no_hopper_kernels.cache_clear()
     try:
         name, reason = dispatch._default(device)
     finally:
-        dispatch._why_no_hopper_kernels.cache_clear()
+        dispatch.why_no_hopper_kernels.cache_clear()
     assert name == "triton"
     assert "cannot be loaded" in reason
 
@@ -217,6 +217,24 @@ def test_sources_and_explanations() -> None:
     shown = attention.explain()
     for part in ("score", "mask", "gain", "PARTIAL", "backend"):
         assert part in shown
+    assert shown.endswith("\nbackend      cpu on cpu: the default for cpu tensors")
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("hoper", "did you mean 'hopper'?"),
+        ("Triton", "did you mean 'triton'?"),
+        ("auto", "use 'triton' or 'hopper'"),
+        ("cpu", "use 'triton' or 'hopper'"),
+        ("reference", "use 'triton' or 'hopper'"),
+        ("", "use 'triton' or 'hopper'"),
+    ],
+)
+def test_sources_of_backends_that_generate_none(name: str, hint: str) -> None:
+    with pytest.raises(errors.ArgumentError, match=f"backend '{name}'") as caught:
+        attndsl.compile("causal()").source(backend=name)
+    assert caught.value.hint == hint
 
 
 CONFIG = {"causal": "causal()", "local": {"program": "q - kv < w", "params": {"w": 4}}}

@@ -67,6 +67,7 @@ def test_version_and_help(attndsl):
         ("check", "--jsn", "-"),
         ("run", "-", "--batch", "0"),
         ("show", "-", "--stage", "sorce"),
+        ("show", "-", "--stage", "source", "--backend", "cpu"),
         ("check", "-", "-p", "window"),
         ("check", "-", "-p", "7=7"),
         ("check", "-", "-t", "gain(heads)"),
@@ -197,10 +198,25 @@ def test_exact_forms_on_request(attndsl, write):
     assert attndsl("run", file, "--exact", "--q-len", "8", "--head-dim", "8")[0] == 0
 
 
+def test_kernels_of_a_backend(attndsl, write):
+    show = ("show", write("a.attn", GOOD), "--stage", "source-backward", "--backend", "hopper")
+    code, out, _ = attndsl(*show, "--head-dim", "128")
+    assert code == 0
+    assert "warp_specialize" in out
+    assert "warp_specialize" not in attndsl(*show[:-2])[1]
+    code, out, err = attndsl(*show, "--head-dim", "256")
+    assert (code, out) == (1, "")
+    assert "head dims up to 128" in err
+    assert "backend='triton'" in err
+
+
 def test_explain(attndsl, write):
     code, out, _ = attndsl("explain", write("a.yaml", "a: q >= kv\nb: score\n"), "--name", "a")
     assert code == 0
     assert "cpu on cpu" in out
+    code, out, _ = attndsl("explain", "a.yaml", "--name", "a", "--q-len", "9", "--head-dim", "32")
+    assert code == 0
+    assert "1 x 1 heads of 32" in out
 
 
 def test_run_times_and_checks(attndsl, write):

@@ -112,10 +112,11 @@ def explain(
     param: Params = [],  # noqa: B006
     tensor: Tensors = [],  # noqa: B006
     device: Annotated[str, typer.Option(help="Where it would run.")] = "cpu",
-    backend: Annotated[str, typer.Option(help="auto, reference, cpu or triton.")] = "auto",
+    backend: Annotated[str, typer.Option(help="auto, reference, cpu, triton or hopper.")] = "auto",
     exact: Exact = False,
     q_len: Annotated[int | None, typer.Option(min=0, help="What this many queries cost.")] = None,
     kv_len: Annotated[int | None, typer.Option(min=0, help="Keys; --q-len by default.")] = None,
+    head_dim: Annotated[int, typer.Option(min=1, help="Of q, k and v.")] = 64,
 ) -> None:
     """Say what the compiler makes of a program, and what it costs at given lengths."""
     from .inputs import read_declarations, read_program
@@ -125,7 +126,7 @@ def explain(
     length = kv_len if q_len is None else q_len
     lengths = None if length is None else (length, length if kv_len is None else kv_len)
     declared = read_declarations(param, tensor)
-    print(explain_program(program, declared, device, backend, lengths, exact))
+    print(explain_program(program, declared, device, backend, lengths, exact, head_dim))
 
 
 @app.command()
@@ -137,6 +138,7 @@ def show(
     tensor: Tensors = [],  # noqa: B006
     head_dim: Annotated[int, typer.Option(min=1, help="Of kernel sources.")] = 64,
     dtype: Annotated[str, typer.Option(help="Of kernel sources: fp16, bf16, fp32.")] = "bf16",
+    backend: Annotated[str, typer.Option(help="Of kernel sources: triton, hopper.")] = "triton",
     exact: Exact = False,
 ) -> None:
     """Print a stage of compilation, from the surface tree to the kernels."""
@@ -147,7 +149,8 @@ def show(
         print(list_stages())
         return
     program = read_program(file, name)
-    print(show_stage(program, read_declarations(param, tensor), stage, head_dim, dtype, exact))
+    declared = read_declarations(param, tensor)
+    print(show_stage(program, declared, stage, head_dim, dtype, exact, backend))
 
 
 @app.command()

@@ -58,11 +58,13 @@ def show_stage(
     head_dim: int,
     dtype: str,
     exact: bool = False,
+    backend: str = "triton",
 ) -> str:
     """The text of one stage; only kernel sources need torch.
 
     Raises:
-        AttnDSLError: The program has errors, or ``stage`` or ``dtype`` is unknown.
+        AttnDSLError: The program has errors, ``stage``, ``dtype`` or ``backend`` is unknown, or the
+            backend has no kernels for such calls.
     """
     check_stage(stage)
     names = program.declared(declared)
@@ -74,9 +76,17 @@ def show_stage(
         raise UsageError(f"kernels have no dtype '{dtype}'", hint=f"use {', '.join(_DTYPES)}")
     import torch
 
+    from attndsl.runtime.sources import GENERATED
+
+    if backend not in GENERATED:
+        raise UsageError(
+            f"no kernels are generated for backend '{backend}'", hint=f"use {', '.join(GENERATED)}"
+        )
     direction = "backward" if stage == "source-backward" else "forward"
     attention = compile_program(program, declared, "auto", exact)
-    return attention.source(direction, head_dim=head_dim, dtype=getattr(torch, _DTYPES[dtype]))
+    return attention.source(
+        direction, head_dim=head_dim, dtype=getattr(torch, _DTYPES[dtype]), backend=backend
+    )
 
 
 def explain_program(
@@ -86,6 +96,7 @@ def explain_program(
     backend: str,
     lengths: tuple[int, int] | None,
     exact: bool = False,
+    head_dim: int = 64,
 ) -> str:
     """What the compiler makes of ``program``, in words; with lengths also what it costs.
 
@@ -94,17 +105,17 @@ def explain_program(
     """
     attention = compile_program(program, declared, backend, exact)
     if lengths is None:
-        return attention.explain(device)
+        return attention.explain(device, head_dim=head_dim)
     q_len, kv_len = lengths
     import torch
 
     from .captures import make_captures
 
-    sizes = {"batch": 1, "heads": 1, "kv_heads": 1, "head_dim": 64}
+    sizes = {"batch": 1, "heads": 1, "kv_heads": 1, "head_dim": head_dim}
     sizes |= {"q_len": q_len, "kv_len": kv_len}
     generator = torch.Generator().manual_seed(0)
     captures: dict[str, Any] = make_captures(attention.lowered.program, sizes, "cpu", generator)
-    text = attention.explain(device, q_len=q_len, kv_len=kv_len, **captures)
+    text = attention.explain(device, q_len=q_len, kv_len=kv_len, head_dim=head_dim, **captures)
     if captures:
         made_up = ", ".join(captures)
         text += f"\n  made up    {made_up}: random, documents of about 100 positions"

@@ -152,6 +152,13 @@ def check_names(program: Program, captures: Mapping[str, object]) -> None:
         )
 
 
+def learned(captures: Mapping[str, object]) -> frozenset[str]:
+    """Names of the captures that require a gradient."""
+    return frozenset(
+        n for n, x in captures.items() if isinstance(x, torch.Tensor) and x.requires_grad
+    )
+
+
 def bind_dims(
     program: Program,
     tensors: Mapping[str, torch.Tensor],

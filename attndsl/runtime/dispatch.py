@@ -69,7 +69,7 @@ def _default(device: torch.device) -> tuple[str, str]:
     if device.type == "cpu":
         return "cpu", "the default for cpu tensors"
     if device.type == "cuda" and _is_hopper(device.index):
-        missing = _why_no_hopper_kernels()
+        missing = why_no_hopper_kernels()
         if missing is not None:
             return "triton", f"the default where Hopper's own kernels cannot be loaded: {missing}"
         return "hopper", "the default for Hopper GPUs; what it cannot run, the triton kernels do"
@@ -86,7 +86,7 @@ def _is_hopper(index: int | None) -> bool:
 
 
 @lru_cache(maxsize=1)
-def _why_no_hopper_kernels() -> str | None:
+def why_no_hopper_kernels() -> str | None:
     """Why this Triton has no Gluon as the kernels know it, which is experimental; or None."""
     try:
         import_module("attndsl.backends.hopper.backend")

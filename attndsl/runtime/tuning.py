@@ -17,6 +17,8 @@ import torch
 from attndsl.backends.base import Wants
 from attndsl.errors import BackendError, UnsupportedError
 
+from .arguments import learned
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
@@ -179,12 +181,6 @@ def _cpu_time(run: Callable[[], object]) -> float:
 
 def _wants(call: Call) -> Wants | None:
     """The gradients that a backward of ``call`` would make; None for none."""
-
-    def learned(values: Mapping[str, object]) -> frozenset[str]:
-        return frozenset(
-            n for n, x in values.items() if isinstance(x, torch.Tensor) and x.requires_grad
-        )
-
     wants = Wants(
         call.q.requires_grad, call.k.requires_grad, call.v.requires_grad,
         learned(call.tensors), learned(call.params),

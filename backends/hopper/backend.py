@@ -200,14 +200,14 @@ def why_portable(
     """Why the portable kernels run this forward or backward, or None."""
     if call.q.dtype not in _DTYPES:
         return f"the Hopper kernels compute in fp16 and bf16, not {call.q.dtype}"
-    configs = CANDIDATES["forward" if kind == "forward" else "backward_kv"]
     width = max(block_width(call.q.shape[3]), block_width(call.v.shape[3]))
-    if width not in configs:
-        return f"the Hopper {kind} takes head dims up to {max(configs)}"
-    if kind == "backward" and call.deterministic:
-        return "the Hopper backward adds up dQ in no fixed order"
-    if wants is not None and (wants.tensors or wants.params):
-        return "the Hopper backward makes no gradients of captured tensors"
+    if width > max_head_dim(kind):
+        return f"the Hopper {kind} takes head dims up to {max_head_dim(kind)}"
+    if kind == "backward":
+        if call.deterministic:
+            return "the Hopper backward adds up dQ in no fixed order"
+        if wants is not None and (wants.tensors or wants.params):
+            return "the Hopper backward makes no gradients of captured tensors"
     if 0 in call.q.shape or 0 in call.k.shape or 0 in call.v.shape:
         return "nothing is to be computed"
     rows = call.q.new_empty((1, 1, 2, call.v.shape[3]))
@@ -215,6 +215,11 @@ def why_portable(
         if descriptor_strides(tensor) is None:
             return "the tensor memory accelerator takes rows of multiples of 16 bytes"
     return None
+
+
+def max_head_dim(kind: str) -> int:
+    """The largest head dim that all Hopper kernels of a forward or backward have configs for."""
+    return min(max(CANDIDATES[direction]) for direction in HopperKernels.directions[kind])
 
 
 def _together(call: Call, masked: bool) -> int:

@@ -45,8 +45,7 @@ class HopperKernels(Kernels):
     ) -> tuple[Config, ...]:  # fmt: skip
         if direction not in CANDIDATES:
             return super()._configs(lowered, direction, special, target, device)
-        width = max(map(block_width, (special.head_dim, special.value_dim)))
-        return candidates(direction, width, lowered.program.mask is not None)
+        return configs_of(lowered, special, direction)
 
     def _text(
         self, lowered: Lowered, special: Specialisation, direction: str, loop: LoopPlan,
@@ -71,3 +70,9 @@ class HopperKernels(Kernels):
     ) -> str:  # fmt: skip
         family = f"hopper {kind}" if kind in CANDIDATES else kind
         return super()._key(lowered, family, special, precision, target)
+
+
+def configs_of(lowered: Lowered, special: Specialisation, direction: str) -> tuple[Config, ...]:
+    """Tile sizes to try for a Hopper kernel, in order of preference."""
+    width = max(map(block_width, (special.head_dim, special.value_dim)))
+    return candidates(direction, width, lowered.program.mask is not None)

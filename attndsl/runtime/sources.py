@@ -1,0 +1,75 @@
+"""The text of generated kernels, for people to read."""
+
+from __future__ import annotations
+
+import difflib
+from typing import TYPE_CHECKING
+
+from attndsl.backends.base import Wants
+from attndsl.errors import ArgumentError, BackendError
+
+from .arguments import learned
+from .dispatch import get_backend, why_no_hopper_kernels
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    import torch
+
+    from attndsl.backends.base import Scalar
+    from attndsl.pipeline import Lowered
+
+GENERATED = ("triton", "hopper")
+"""Backends whose kernels are generated text."""
+_DIRECTIONS = ("forward", "backward")
+
+
+def source_of(
+    lowered: Lowered,
+    backend: str,
+    direction: str,
+    head_dim: int,
+    value_dim: int,
+    dtype: torch.dtype,
+    captures: Mapping[str, torch.Tensor | Scalar],
+) -> str:
+    """Text of the kernels that ``backend`` has for calls of this kind; needs no GPU.
+
+    Args:
+        lowered: The program.
+        backend: One of ``GENERATED``.
+        direction: ``forward`` or ``backward``.
+        head_dim: Head dim of q and k.
+        value_dim: Head dim of v.
+        dtype: dtype of q, k and v.
+        captures: Values of tensors and params; others are made up.
+
+    Raises:
+        ArgumentError: There is no such direction, or ``backend`` has no generated kernels.
+        UnsupportedError: The Hopper kernels cannot run such calls.
+        BackendError: They cannot be loaded here.
+    """
+    if direction not in _DIRECTIONS:
+        raise ArgumentError(
+            f"there is no direction {direction!r}", hint="use 'forward' or 'backward'"
+        )
+    if backend not in GENERATED:
+        close = difflib.get_close_matches(str(backend), GENERATED, n=1)
+        hint = f"did you mean '{close[0]}'?" if close else "use 'triton' or 'hopper'"
+        raise ArgumentError(f"no kernels are generated for backend {backend!r}", hint=hint)
+    from attndsl.backends.triton.cross import example_call, kernel_source
+
+    call = example_call(lowered, head_dim, value_dim, dtype, captures)
+    wants = Wants(tensors=learned(call.tensors), params=learned(call.params))
+    if backend == "triton":
+        return kernel_source(lowered, call, direction, wants)
+    missing = why_no_hopper_kernels()
+    if missing is not None:
+        raise BackendError(
+            f"the Hopper kernels cannot be loaded: {missing}",
+            hint="use backend='triton' for the text of the portable kernels",
+        )
+    from attndsl.backends.hopper.source import hopper_source
+
+    get_backend(backend).check(lowered, call)
+    return hopper_source(lowered, call, direction, wants)

@@ -1,0 +1,67 @@
+"""Which kernels run a program's calls on a Hopper GPU, in words."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from attndsl.errors import UnsupportedError
+
+from ..base import Wants
+from ..triton.cross import example_call
+from .backend import max_head_dim, why_portable
+from .kernels import HopperKernels
+
+if TYPE_CHECKING:
+    from attndsl.pipeline import Lowered
+
+    from ..base import Backend, Call
+
+
+def describe_kernels(backend: Backend, lowered: Lowered, head_dim: int) -> list[str]:
+    """A line for each direction in bf16, then one for each kind of call that runs otherwise.
+
+    They say what ``why_portable`` answers for such calls, as it does when they are made, and call
+    both families of kernels by the names of their backends.
+
+    Args:
+        backend: The Hopper backend; needs no GPU.
+        lowered: The program.
+        head_dim: Head dim of q, k and v.
+    """
+    call = example_call(lowered, head_dim, head_dim, torch.bfloat16, {})
+    try:
+        backend.check(lowered, call)
+    except UnsupportedError as refusal:
+        return [f"  refused    {refusal.message}"]
+    rows = []
+    for kind in HopperKernels.directions:
+        refused = why_portable(call, kind)
+        if refused is not None:
+            rows.append(f"  {kind:<10} triton kernels at head dim {head_dim}: {refused}")
+            continue
+        rows.append(f"  {kind:<10} hopper kernels, head dims up to {max_head_dim(kind)}")
+        for condition, other, wants in _other_calls(lowered, call):
+            refused = why_portable(other, kind, wants=wants)
+            if refused is not None:
+                rows.append(f"    {condition}: triton kernels ({refused})")
+    return rows
+
+
+def _other_calls(lowered: Lowered, call: Call) -> list[tuple[str, Call, Wants]]:
+    """Calls that users may make instead of ``call``, and what is different."""
+    single = {name: getattr(call, name).float() for name in ("q", "k", "v")}
+    half = {name: getattr(call, name).half() for name in ("q", "k", "v")}
+    found = [
+        ("in fp16", replace(call, **half), Wants()),
+        ("in fp32", replace(call, **single), Wants()),
+    ]
+    tensors = frozenset(str(gradient.load.value) for gradient in lowered.derivative.tensors)
+    params = frozenset(gradient.name for gradient in lowered.derivative.params)
+    if tensors or params:
+        names = ", ".join([*sorted(tensors), *sorted(params)])
+        found.append((f"with gradients of {names}", call, Wants(tensors=tensors, params=params)))
+    found.append(("with deterministic=True", replace(call, deterministic=True), Wants()))
+    return found

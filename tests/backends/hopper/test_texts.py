@@ -1,0 +1,224 @@
+"""What users read of the Hopper kernels: their text, and which calls they run."""
+
+from __future__ import annotations
+
+import ast
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+import attndsl
+from attndsl import errors
+from attndsl.backends.base import Wants
+from attndsl.backends.hopper import backend as hopper
+from attndsl.backends.hopper.backend import HopperBackend, why_portable
+from attndsl.backends.hopper.kernels import HopperKernels
+from attndsl.backends.hopper.tiles import CANDIDATES, candidates
+from attndsl.backends.triton.cross import example_call, parse_target
+from attndsl.backends.triton.kernels import plan_loop
+from attndsl.backends.triton.specialise import specialise, with_forms, with_gradients
+from attndsl.explain import explain_kernels
+from attndsl.runtime import dispatch, sources
+from attndsl.runtime.programs import default_cache
+
+GAIN = "tensor gain[heads]: float; score = 3.5 * tanh(gain[h] * score); mask = causal()"
+KERNELS = {"forward": "forward", "backward": "backward_kv"}
+DIMS = (8, 36, 64, 72, 128, 136, 192, 256, 264, 512)
+
+
+def lines_of(text: str, head_dim: int) -> list[str]:
+    return explain_kernels(HopperBackend(default_cache()), attndsl.compile(text).lowered, head_dim)
+
+
+@pytest.mark.parametrize("direction", KERNELS)
+def test_a_text_is_python_with_the_programs_score(direction):
+    attention = attndsl.compile(GAIN)
+    text = attention.source(direction, head_dim=128, backend="hopper")
+    module = {item.name: item for item in ast.parse(text).body if isinstance(item, ast.FunctionDef)}
+    assert f"attention_{KERNELS[direction]}" in module
+    assert "warp_specialize" in ast.unparse(module[f"attention_{KERNELS[direction]}"])
+    # What comes after the last nonlinear function is a factor of the whole row's score.
+    assert "OUTER = tl.constexpr(3.5)" in text
+    assert "tanh_approx(" in ast.unparse(module["score_of_pair"])
+    assert "t_gain" in ast.unparse(module["factor_of_score"])
+    assert attention.source(direction, head_dim=128, backend="hopper") == text
+    assert attention.source(direction, head_dim=128, backend="triton") != text
+    assert attention.source(direction, head_dim=128) != text
+
+
+@pytest.mark.parametrize("direction", KERNELS)
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("program", [GAIN, "score"])
+def test_a_text_is_what_calls_run(direction, head_dim, program):
+    lowered = attndsl.compile(program).lowered
+    call = example_call(lowered, head_dim, head_dim, torch.bfloat16, {})
+    grads = [torch.empty_like(call.q)] * (direction == "backward")
+    special = with_gradients(
+        specialise(lowered.program, call, *grads), call, frozenset(), frozenset()
+    )
+    target = parse_target("cuda:90")
+    special = with_forms(special, lowered.program, target)
+    kernels, name = HopperKernels(default_cache()), KERNELS[direction]
+    config, *_ = kernels._configs(lowered, name, special, target, torch.device("cuda"))
+    loop = plan_loop(lowered, special, name, config)
+    expected = kernels._text(lowered, special, name, loop, config)
+    found = attndsl.compile(program).source(direction, head_dim=head_dim, backend="hopper")
+    assert found == expected
+
+
+@pytest.mark.parametrize("direction", KERNELS)
+def test_every_width_has_a_text(direction):
+    for width in CANDIDATES[KERNELS[direction]]:
+        text = attndsl.compile("causal()").source(direction, head_dim=width, backend="hopper")
+        (config, *_) = candidates(KERNELS[direction], width, masked=True)
+        assert text.count("(consume, (") == config.consumers
+
+
+def test_what_was_compiled_for_hopper_shows_its_kernels():
+    text = attndsl.compile(GAIN, backend="hopper").source()
+    assert text == attndsl.compile(GAIN).source(backend="hopper")
+    portable = attndsl.compile(GAIN).source()
+    assert attndsl.compile(GAIN, backend="hopper").source(backend="triton") == portable
+    assert attndsl.compile(GAIN, backend="cpu").source() == portable
+
+
+REFUSED = {
+    "fp32": ("forward", {"dtype": torch.float32}, "fp16 and bf16, not torch.float32"),
+    "wide": ("forward", {"head_dim": 264}, "the Hopper forward takes head dims up to 256"),
+    "wide values": ("forward", {"value_dim": 512}, "the Hopper forward takes head dims up to 256"),
+    "wide backward": ("backward", {"head_dim": 192}, "the Hopper backward takes head dims up to 1"),
+    "odd rows": ("backward", {"head_dim": 36}, "multiples of 16 bytes"),
+    "captures": (
+        "backward", {"gain": torch.ones(2, requires_grad=True)}, "no gradients of captured tensors",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_calls_without_a_hopper_kernel_have_no_text(name):
+    direction, arguments, reason = REFUSED[name]
+    attention = attndsl.compile(GAIN)
+    with pytest.raises(errors.UnsupportedError) as caught:
+        attention.source(direction, backend="hopper", **arguments)
+    assert reason in caught.value.message
+    assert "backend='triton'" in caught.value.hint
+    assert "def attention_" in attention.source(direction, backend="triton", **arguments)
+
+
+def test_a_forward_has_a_text_whatever_its_gradients():
+    gain = torch.ones(2, requires_grad=True)
+    text = attndsl.compile(GAIN).source(backend="hopper")
+    assert attndsl.compile(GAIN, gain=gain).source("forward", backend="hopper")
+    assert attndsl.compile(GAIN).source(backend="hopper", gain=gain) == text
+    with pytest.raises(errors.UnsupportedError, match="captured"):
+        attndsl.compile(GAIN, gain=gain).source("backward", backend="hopper")
+
+
+def test_programs_without_a_kernel_have_no_text():
+    with pytest.raises(errors.UnsupportedError, match="sink") as caught:
+        attndsl.compile("sink = 1.0").source(backend="hopper")
+    assert "reference" in caught.value.hint
+
+
+def test_without_gluon_there_is_no_text(monkeypatch):
+    monkeypatch.setattr(sources, "why_no_hopper_kernels", lambda: "ImportError: no gluon")
+    with pytest.raises(errors.BackendError, match="no gluon") as caught:
+        attndsl.compile(GAIN).source(backend="hopper")
+    assert "backend='triton'" in caught.value.hint
+    assert "def attention_forward" in attndsl.compile(GAIN).source()
+
+
+FP32 = (
+    "    in fp32: triton kernels (the Hopper kernels compute in fp16 and bf16, not torch.float32)"
+)
+DETERMINISTIC = (
+    "    with deterministic=True: triton kernels (the Hopper backward adds up dQ in no fixed order)"
+)
+
+
+def test_explanation_of_a_plain_program():
+    assert lines_of("causal()", 64) == [
+        "  forward    hopper kernels, head dims up to 256",
+        FP32,
+        "  backward   hopper kernels, head dims up to 128",
+        FP32,
+        DETERMINISTIC,
+    ]
+
+
+def test_explanation_of_captures():
+    learned = "param c: float; param n: int; tensor t[kv_len]: float; mask = q - kv < n\n"
+    for text, names in ((GAIN, "gain"), (learned + "score = c * score + t[kv]", "t, c")):
+        lines = lines_of(text, 128)
+        reason = "the Hopper backward makes no gradients of captured tensors"
+        assert lines[-2:] == [
+            f"    with gradients of {names}: triton kernels ({reason})",
+            DETERMINISTIC,
+        ]
+        assert sum("gradients of" in line for line in lines) == 1
+
+
+@pytest.mark.parametrize("head_dim", [192, 256])
+def test_explanation_of_wide_heads(head_dim):
+    assert lines_of(GAIN, head_dim) == [
+        "  forward    hopper kernels, head dims up to 256",
+        FP32,
+        f"  backward   triton kernels at head dim {head_dim}: "
+        "the Hopper backward takes head dims up to 128",
+    ]
+
+
+def test_explanation_of_what_no_kernel_runs():
+    assert lines_of("weights = sigmoid(score)", 64) == [
+        "  refused    the triton backend has no kernels for 'weights' yet"
+    ]
+
+
+@pytest.mark.parametrize("head_dim", DIMS)
+def test_explanations_say_what_calls_do(head_dim):
+    lowered = attndsl.compile("score").lowered
+    call = example_call(lowered, head_dim, head_dim, torch.bfloat16, {})
+    lines = lines_of("score", head_dim)
+    for kind in KERNELS:
+        (line,) = [line for line in lines if line.startswith(f"  {kind} ")]
+        refused = why_portable(call, kind, torch.empty_like(call.q), Wants())
+        assert ("hopper kernels" in line) == (refused is None)
+        assert refused is None or line.endswith(f": {refused}")
+    usual = why_portable(call, "backward") is None
+    again = why_portable(replace(call, deterministic=True), "backward") is None
+    assert (DETERMINISTIC in lines) == (usual and not again)
+
+
+def test_explanations_follow_the_table_of_configs(monkeypatch):
+    fewer = {width: CANDIDATES["forward"][width] for width in (64, 128)}
+    monkeypatch.setattr(hopper, "CANDIDATES", {**CANDIDATES, "forward": fewer})
+    assert "  forward    hopper kernels, head dims up to 128" in lines_of("score", 128)
+    assert lines_of("score", 256)[0].endswith("the Hopper forward takes head dims up to 128")
+
+
+def test_the_guide_shows_an_explanation():
+    guide = Path(__file__).parents[3] / "docs" / "guide.md"
+    assert "\n" + "\n".join(lines_of(GAIN, 64)) + "\n```" in guide.read_text("utf-8")
+
+
+def test_explain_on_a_hopper_gpu(monkeypatch):
+    monkeypatch.setattr(dispatch, "_is_hopper", lambda index: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    attention = attndsl.compile(GAIN)
+    for head_dim in (64, 256):
+        shown = attention.explain("cuda", head_dim=head_dim)
+        expected = "\n".join(lines_of(GAIN, head_dim))
+        assert "\nbackend      hopper on cuda: the default" in shown
+        assert shown.endswith("\n" + expected)
+    assert "triton kernels" not in attndsl.compile(GAIN, backend="triton").explain("cuda")
+
+
+def test_explain_without_gluon(monkeypatch):
+    monkeypatch.setattr(dispatch, "_is_hopper", lambda index: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    monkeypatch.setattr(dispatch, "why_no_hopper_kernels", lambda: "ImportError: no gluon")
+    (last,) = attndsl.compile(GAIN).explain("cuda").split("\n")[-1:]
+    assert last.startswith("backend      triton on cuda")
+    assert last.endswith("cannot be loaded: ImportError: no gluon")
