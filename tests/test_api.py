@@ -196,7 +196,6 @@ def test_backends_by_name() -> None:
 def test_what_triton_refuses_it_names() -> None:
     q, k, v = (x.detach() for x in inputs())
     for text, what in (
-        ("sink = 1.0", "sink"),
         ("weights = sigmoid(score)", "weights"),
         ("weights = dropout(softmax(score), 0.5)", "dropout"),
     ):

@@ -10,6 +10,7 @@ from ..base import Gradients
 from ..triton.arguments import capture_arguments, origin
 from ..triton.backend import PADDING, TritonBackend, lists_of, on_device, stream_of
 from ..triton.kernels import STATISTICS_ROWS
+from ..triton.sinks import without_sinks
 from ..triton.specialise import specialise, strides
 from .arguments import HopperLayout, block_width, blocks_of, descriptor_strides, view
 from .kernels import HopperKernels
@@ -72,7 +73,7 @@ class HopperBackend(TritonBackend):
             )  # fmt: skip
         return out, lse
 
-    def backward(
+    def _gradients(
         self,
         lowered: Lowered,
         call: Call,
@@ -81,15 +82,14 @@ class HopperBackend(TritonBackend):
         grad_out: torch.Tensor,
         grad_lse: torch.Tensor | None,
         wants: Wants,
-    ) -> Gradients:
-        """See :class:`~attndsl.backends.base.Backend`."""
+    ) -> tuple[Gradients, torch.Tensor]:
         given = grad_out
         if grad_out.numel() and descriptor_strides(grad_out) is None:
             grad_out = grad_out.contiguous()
         has_dlse = grad_lse is not None
         layout = self._hopper_layout(lowered, call, "backward", grad_out, wants, has_dlse)
         if layout.why_portable is not None:
-            return self._portable.backward(lowered, call, out, lse, given, grad_lse, wants)
+            return self._portable._gradients(lowered, call, out, lse, given, grad_lse, wants)
         q, k, v, views = call.q, call.k, call.v, layout.views
         batch, heads, q_len, head_dim = q.shape
         padded = -(-q_len // PADDING) * PADDING
@@ -121,15 +121,17 @@ class HopperBackend(TritonBackend):
                 layout.executables["dq_from_sums"].launch(
                     padded // 32 * batch * heads, stream, [sums, dq, call.scale, q_len]
                 )
-        return Gradients(
+        gradients = Gradients(
             q=dq, k=dk if wants.k else None, v=dv if wants.v else None, tensors={}, params={}
         )
+        return gradients, delta.view(batch, heads, padded)
 
     def choices(
         self, lowered: Lowered, call: Call, kind: str, grad_out: torch.Tensor | None,
         wants: Wants | None,
     ) -> Mapping[str, tuple[Config, ...]]:  # fmt: skip
         """See :class:`~attndsl.runtime.tuning.Tunable`."""
+        wants = wants and without_sinks(lowered, wants)
         if why_portable(call, kind, grad_out, wants) is not None:
             return self._portable.choices(lowered, call, kind, grad_out, wants)
         return super().choices(lowered, call, kind, grad_out, wants)
@@ -139,6 +141,7 @@ class HopperBackend(TritonBackend):
         wants: Wants | None, kernel: str, config: Config,
     ) -> None:  # fmt: skip
         """See :class:`~attndsl.runtime.tuning.Tunable`."""
+        wants = wants and without_sinks(lowered, wants)
         if why_portable(call, kind, grad_out, wants) is not None:
             self._portable.choose(lowered, call, kind, grad_out, wants, kernel, config)
         else:

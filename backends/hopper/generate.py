@@ -91,6 +91,7 @@ def generate(
         ("row_of_score", placed.row, "q, origin, ", "What the score has of the row alone."),
         ("column_of_score", placed.column, "kv, away, ", "What it has of the column alone."),
         ("steepness_of_column", placed.steepness, "", "The column's part by its distance."),
+        ("sink_of_head", program.sink, "", "The logit that is in the denominator of each row."),
     ):
         text, used = _part_function(function, root, special, positions, doc)
         functions.append(text)
@@ -115,6 +116,7 @@ def generate(
         or (program.mask is not None and "score" in dependencies(program.mask)[program.mask])
         or special.negative_scale
         or placed.inner is not None,
+        "HAS_SINK": program.sink is not None,
         "HAS_FACTOR": placed.inner is not None,
         "HAS_DERIVATIVE": placed.slope is not const(1.0),
         "PAIRWISE_DERIVATIVE": not dependencies(placed.slope)[placed.slope] <= {"b", "h"},

@@ -16,6 +16,7 @@ from ..base import Gradients
 from .arguments import Layout, capture_arguments, origin
 from .kernels import STATISTICS_ROWS, Kernels
 from .library import STATISTICS_PADDING
+from .sinks import add_sink_gradients, without_sinks
 from .specialise import LARGE_GRADIENT, Specialisation, specialise, strides, with_gradients
 from .tile_lists import list_arguments
 
@@ -69,7 +70,6 @@ class TritonBackend:
         """Refuse by name what these kernels cannot do."""
         program = lowered.program
         for what, present in (
-            ("sink", program.sink),
             ("weights", program.weights),
             ("dropout", program.dropout),
         ):
@@ -139,6 +139,23 @@ class TritonBackend:
         wants: Wants,
     ) -> Gradients:
         """See :class:`~attndsl.backends.base.Backend`."""
+        if lowered.program.sink is None:
+            return self._gradients(lowered, call, out, lse, grad_out, grad_lse, wants)[0]
+        scored = without_sinks(lowered, wants)
+        found, delta = self._gradients(lowered, call, out, lse, grad_out, grad_lse, scored)
+        return add_sink_gradients(lowered, call, lse, delta, wants, found)
+
+    def _gradients(
+        self,
+        lowered: Lowered,
+        call: Call,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        grad_out: torch.Tensor,
+        grad_lse: torch.Tensor | None,
+        wants: Wants,
+    ) -> tuple[Gradients, torch.Tensor]:
+        """What kernels make of the gradients, and delta (batch, heads, padded rows)."""
         captures = wants.tensors or wants.params
         if captures and call.deterministic:
             raise UnsupportedError(
@@ -170,6 +187,7 @@ class TritonBackend:
         dk, dv = k.new_empty(k.shape), v.new_empty(v.shape)
         if lse.numel() == 0:
             dk.zero_(), dv.zero_()
+            delta = lse
         else:
             layout = self._layout(lowered, call, "backward", grad_out, wants, grad_lse is not None)
             padded = -(-q_len // PADDING) * PADDING
@@ -204,19 +222,21 @@ class TritonBackend:
                          *lists_of(layout, lowered, call, "backward_q", stream),
                          *_gradient_arguments(buffers)],
                     )  # fmt: skip
-        return Gradients(
+        gradients = Gradients(
             q=dq if wants.q else None,
             k=dk if wants.k else None,
             v=dv if wants.v else None,
             tensors={name: buffers[name].to(call.tensors[name].dtype) for name in wants.tensors},
             params={name: buffers[name].to(_dtype(call.params[name])) for name in wants.params},
         )
+        return gradients, delta
 
     def choices(
         self, lowered: Lowered, call: Call, kind: str, grad_out: torch.Tensor | None,
         wants: Wants | None,
     ) -> Mapping[str, tuple[Config, ...]]:  # fmt: skip
         """See :class:`~attndsl.runtime.tuning.Tunable`."""
+        wants = wants and without_sinks(lowered, wants)
         special = _special(lowered, call, () if grad_out is None else (grad_out,), wants)
         return {
             direction: self._kernels.configs(lowered, direction, special, call.q.device)
@@ -228,6 +248,7 @@ class TritonBackend:
         wants: Wants | None, kernel: str, config: Config,
     ) -> None:  # fmt: skip
         """See :class:`~attndsl.runtime.tuning.Tunable`."""
+        wants = wants and without_sinks(lowered, wants)
         special = _special(lowered, call, () if grad_out is None else (grad_out,), wants)
         self._kernels.choose(lowered, kernel, special, call.q.device, config)
         self._layouts.clear()

@@ -48,6 +48,10 @@ def generate_attention(
     program, sparsity = lowered.program, lowered.sparsity
     names = parameters(special)
     functions, helpers = _functions(lowered, special)
+    if direction == "forward":
+        text, used = _sink_function(program.sink, special)
+        functions.append(text)
+        helpers |= used
     name = _PASSES[direction]
     texts, used = print_loop(
         name,
@@ -66,6 +70,7 @@ def generate_attention(
         or (program.mask is not None and "score" in dependencies(program.mask)[program.mask])
         or special.negative_scale,
         "RAGGED_FULL": sparsity.plain,
+        "HAS_SINK": program.sink is not None,
         "HAS_CAPTURE_GRADIENTS": bool(special.tensor_gradients or special.param_gradients),
         f"{name.upper()}_HAS_FULL": listed or bool(loop.full),
         f"{name.upper()}_HAS_PARTIAL": listed or bool(loop.partial),
@@ -193,6 +198,19 @@ def _pair_body(root: Node, special: Specialisation) -> tuple[list[str], set[str]
         value = f"tl.full([1, 1], {result}, tl.float32)" if root.op is Op.CONST else result
         result = f"{value} + tl.zeros(score.shape, tl.float32)"
     return [*printed.lines, f"return {result}"], set(printed.helpers)
+
+
+def _sink_function(root: Node | None, special: Specialisation) -> tuple[str, set[str]]:
+    """The sink as a scalar, and the library functions that it uses."""
+    body, helpers = ["return 0.0"], set[str]()
+    if root is not None:
+        printed = print_expressions((root,), special.names())
+        # A tile of one element, or a number.
+        result = f"return tl.sum({printed.results[0]} + tl.zeros([1, 1], tl.float32))"
+        body, helpers = [*printed.lines, result], set(printed.helpers)
+    first = "b, h, hkv, batch, heads, kv_heads, q_len, kv_len"
+    doc = "The logit that is in the denominator of each row of a head."
+    return program_function("sink_of_head", first, special, doc, body, root is not None), helpers
 
 
 def _gradient_body(lowered: Lowered, special: Specialisation) -> tuple[list[str], set[str]]:

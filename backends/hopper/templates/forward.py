@@ -427,17 +427,33 @@ def consume(
     total = gl.convert_layout(gl.sum(sums, 1), gl.SliceLayout(1, SCORES))
     # A row with no live pair gives zeros and a log-sum-exp of -inf.
     empty = total == 0.0
-    lse = peak * LN2 + gl.log(gl.where(empty, 1.0, total))
-    inverse = 1.0 / gl.where(empty, 1.0, total)
     if HAS_ROW:
         part = row_of_score(
             b, h, hkv, row_places, origin, batch, heads, kv_heads, q_len, kv_len,
             #: arguments
         )
+        empty = empty | (part == float("-inf"))
+    kept = 1.0
+    if HAS_SINK:
+        sink = LOG2E * sink_of_head(
+            b, h, hkv, batch, heads, kv_heads, q_len, kv_len,
+            #: arguments
+        )
+        if HAS_ROW:
+            # Weights are without the row's part, so that their sums are.
+            sink = sink - LOG2E * part
+        top = gl.where(empty, 0.0, gl.maximum(peak, sink))
+        kept = gl.exp2(peak - top)
+        total = total * kept + gl.exp2(sink - top)
+        peak = gl.where(empty, peak, top)
+    total = gl.where(empty, 1.0, total)
+    lse = peak * LN2 + gl.log(total)
+    inverse = kept / total
+    if HAS_ROW:
         lse = lse + part
         # Infinite and NaN parts do to their rows what they would do to all their pairs.
         inverse = gl.where(gl.abs(part) < float("inf"), inverse, float("nan"))
-        inverse = gl.where(empty | (part == float("-inf")), 0.0, inverse)
+        inverse = gl.where(empty, 0.0, inverse)
         lse = gl.where(empty, float("-inf"), lse)
     row = (b * heads + h).to(gl.int64) * q_len
     gl.store(LSE + row + rows, lse, mask=rows < q_len)

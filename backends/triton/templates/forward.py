@@ -165,6 +165,16 @@ def attention_forward(
 
     # A row with no live pair gives zeros and a log-sum-exp of -inf.
     empty = denominator == 0.0
+    if HAS_SINK:
+        sink = LOG2E * sink_of_head(
+            b, h, hkv, batch, heads, kv_heads, q_len, kv_len,
+            #: arguments
+        )
+        top = tl.where(empty, 0.0, tl.maximum(peak, sink))
+        kept = tl.exp2(peak - top)
+        denominator = denominator * kept + tl.exp2(sink - top)
+        acc = acc * kept[:, None]
+        peak = tl.where(empty, peak, top)
     acc = acc / tl.where(empty, 1.0, denominator)[:, None]
     lse = peak * LN2 + tl.log(tl.where(empty, 1.0, denominator))
     out_head = OUT + b * stride_ob + h * stride_oh

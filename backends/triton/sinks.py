@@ -1,0 +1,90 @@
+"""Gradients of what a sink mentions, from each row's statistics.
+
+With s the sink's logit and lse the row's log-sum-exp, s included, its weight is exp(s - lse), and
+it weighs a value of zero: the gradient of s is -exp(s - lse) * delta (the softmax's derivative,
+with delta = rowsum(dO * O) - dlse), summed over the rows of its head. Sinks: G. Xiao et al.,
+Efficient Streaming Language Models with Attention Sinks (arXiv 2309.17453), section 3.
+
+Rows are few beside pairs, so that torch adds them up, in fp64 and in a fixed order.
+
+Non-goals: the sink's part in output and lse, which the forward kernels have.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from attndsl.ir import Op, toposort
+
+from ..base import Gradients
+from ..capture_sums import CaptureSums
+from ..cpu_tiles import Expressions, Step
+
+if TYPE_CHECKING:
+    from attndsl.pipeline import Lowered
+
+    from ..base import Call, Wants
+
+
+def without_sinks(lowered: Lowered, wants: Wants) -> Wants:
+    """``wants`` but for the tensors and params that the sink alone has gradients for."""
+    if lowered.program.sink is None:
+        return wants
+    derivative = lowered.derivative
+    scored = {str(item.load.value) for item in derivative.tensors}
+    scored |= {item.name for item in derivative.params}
+    alone = _mentioned(lowered) - scored
+    return replace(wants, tensors=wants.tensors - alone, params=wants.params - alone)
+
+
+def add_sink_gradients(
+    lowered: Lowered,
+    call: Call,
+    lse: torch.Tensor,
+    delta: torch.Tensor,
+    wants: Wants,
+    found: Gradients,
+) -> Gradients:
+    """``found`` with the sink's part of the gradients that ``wants`` names.
+
+    Args:
+        lowered: The program, which has a sink.
+        call: As of the backward.
+        lse: (batch, heads, q_len) fp32, natural logarithm; -inf in rows with no live pair.
+        delta: (batch, heads, q_len or more) fp32; what is beyond q_len is not read.
+        wants: All gradients that are asked for.
+        found: Those that the kernels made, of :func:`without_sinks`.
+    """
+    sink = lowered.program.sink
+    assert sink is not None
+    names = _mentioned(lowered)
+    asked = replace(wants, tensors=wants.tensors & names, params=wants.params & names)
+    if not asked.tensors and not asked.params:
+        return found
+    sums = CaptureSums(call, asked)
+    if lse.numel():
+        batch, heads, q_len = lse.shape
+        head = Step((0, batch), (0, heads), (0, 1), ())
+        tile = Expressions(call).tile(head, (0, min(1, call.k.shape[2])), lse[:, :, :1, None])
+        (logit,) = tile.evaluate(sink)
+        weight = torch.exp(logit[..., 0] - lse)
+        rows = torch.where(lse == -torch.inf, 0.0, weight * delta[..., :q_len])
+        total = -rows.sum(2, dtype=torch.float64)[:, :, None, None]
+        sums.add(sums.of(sink), total, tile)
+    tensors = dict(found.tensors)
+    for name, part in sums.tensors().items():
+        tensors[name] = tensors[name] + part if name in tensors else part
+    params = dict(found.params)
+    for name, part in sums.params().items():
+        params[name] = params[name] + part if name in params else part
+    return Gradients(q=found.q, k=found.k, v=found.v, tensors=tensors, params=params)
+
+
+def _mentioned(lowered: Lowered) -> frozenset[str]:
+    """Names of the tensors and params in the sink."""
+    assert lowered.program.sink is not None
+    leaves = toposort(lowered.program.sink)
+    return frozenset(str(item.value) for item in leaves if item.op in (Op.LOAD, Op.PARAM))
