@@ -46,7 +46,7 @@ def source_of(
 
     Raises:
         ArgumentError: There is no such direction, or ``backend`` has no generated kernels.
-        UnsupportedError: The Hopper kernels cannot run such calls.
+        UnsupportedError: Its kernels cannot run such calls.
         BackendError: They cannot be loaded here.
     """
     if direction not in _DIRECTIONS:
@@ -62,6 +62,7 @@ def source_of(
     call = example_call(lowered, head_dim, value_dim, dtype, captures)
     wants = Wants(tensors=learned(call.tensors), params=learned(call.params))
     if backend == "triton":
+        get_backend(backend).check(lowered, call)
         return kernel_source(lowered, call, direction, wants)
     missing = why_no_hopper_kernels()
     if missing is not None:

@@ -8,6 +8,7 @@ from attndsl.errors import UnsupportedError
 
 from ..triton.cross import parse_target
 from ..triton.kernels import plan_loop
+from ..triton.sinks import without_sinks
 from ..triton.specialise import specialise, with_forms
 from .backend import why_portable
 from .generate import generate
@@ -25,7 +26,7 @@ def hopper_source(lowered: Lowered, call: Call, direction: str, wants: Wants) ->
     Raises:
         UnsupportedError: Portable kernels run ``call``; says why.
     """
-    refused = why_portable(call, direction, wants=wants)
+    refused = why_portable(call, direction, wants=without_sinks(lowered, wants))
     if refused is not None:
         raise UnsupportedError(
             refused, hint="the triton kernels run such calls: use backend='triton'"

@@ -21,6 +21,7 @@ from .generate import generate_attention
 from .generate_lists import generate_lists
 from .kernels import DIRECTIONS_OF, LIST_CHUNK, STATISTICS_ROWS, plan_loop, work_of
 from .library import row_statistics
+from .sinks import without_sinks
 from .specialise import specialise, with_forms, with_gradients
 from .tiles import Config, candidates, shared_memory_of
 
@@ -90,7 +91,8 @@ def kernel_source(lowered: Lowered, call: Call, direction: str, wants: Wants) ->
     special = specialise(lowered.program, call)
     special = with_forms(special, lowered.program, parse_target("cuda:90"))
     if direction == "backward":
-        special = with_gradients(special, call, wants.tensors, wants.params)
+        scored = without_sinks(lowered, wants)
+        special = with_gradients(special, call, scored.tensors, scored.params)
     texts = []
     for name in DIRECTIONS_OF[direction]:
         config = _candidates(name, work_of(lowered, special, name), special, shared)[0]

@@ -222,10 +222,7 @@ def soften(score, peak, factor, GUARDED: gl.constexpr):
     highest = gl.max(score, 1)
     if not HAS_COLUMN:
         highest = highest * factor
-    if LAZY:
-        new_peak = raised(peak, highest)
-    else:
-        new_peak = gl.maximum(peak, highest)
+    new_peak = raised(peak, highest) if LAZY else gl.maximum(peak, highest)
     shift = new_peak
     if GUARDED:
         shift = gl.where(new_peak == float("-inf"), 0.0, new_peak)
@@ -283,10 +280,7 @@ def attend(
     if not EARLY:
         weight = pack(exact, HALF)
     factors = gl.convert_layout(decay, gl.SliceLayout(1, OUTPUT))
-    if LAZY:
-        acc = scaled(acc, factors)
-    else:
-        acc = acc * factors[:, None]
+    acc = scaled(acc, factors) if LAZY else acc * factors[:, None]
     return acc, weight, sums, peak
 
 

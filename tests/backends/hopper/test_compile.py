@@ -44,6 +44,7 @@ SCRIPT = textwrap.dedent(
         "softcap": "mask = causal()\\nscore = softcap(20.0)",
         "alibi": "mask = causal()\\nscore = alibi()",
         "constant": "mask = causal()\\nscore = -2.0 * (h + 1)",
+        "sink": "tensor s[heads]: float\\nmask = causal()\\nscore = alibi()\\nsink = s[h] * s[h]",
         "logic": "param all: bool = false\\nmask = q >= kv or all\\nscore = where(q < 5, 1, score)",
     }
     def compiled(direction, case, head_dim, number, indexed):
@@ -92,6 +93,7 @@ CASES = {
         ("forward", "constant", 64, 1),
         ("forward", "logic", 64, 1),
         ("forward", "bool", 64, 0),
+        ("forward", "sink", 64, 0),
         ("forward", "rich", 128, 0, "index"),
     ],
     "backward": [

@@ -116,9 +116,10 @@ def test_a_forward_has_a_text_whatever_its_gradients():
         attndsl.compile(GAIN, gain=gain).source("backward", backend="hopper")
 
 
-def test_programs_without_a_kernel_have_no_text():
-    with pytest.raises(errors.UnsupportedError, match="sink") as caught:
-        attndsl.compile("sink = 1.0").source(backend="hopper")
+@pytest.mark.parametrize("backend", ["triton", "hopper"])
+def test_programs_without_a_kernel_have_no_text(backend):
+    with pytest.raises(errors.UnsupportedError, match="weights") as caught:
+        attndsl.compile("weights = sigmoid(score)").source(backend=backend)
     assert "reference" in caught.value.hint
 
 
