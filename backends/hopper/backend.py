@@ -132,7 +132,7 @@ class HopperBackend(TritonBackend):
     ) -> Mapping[str, tuple[Config, ...]]:  # fmt: skip
         """See :class:`~attndsl.runtime.tuning.Tunable`."""
         wants = wants and without_sinks(lowered, wants)
-        if why_portable(call, kind, grad_out, wants) is not None:
+        if why_portable(lowered, call, kind, grad_out, wants) is not None:
             return self._portable.choices(lowered, call, kind, grad_out, wants)
         return super().choices(lowered, call, kind, grad_out, wants)
 
@@ -142,7 +142,7 @@ class HopperBackend(TritonBackend):
     ) -> None:  # fmt: skip
         """See :class:`~attndsl.runtime.tuning.Tunable`."""
         wants = wants and without_sinks(lowered, wants)
-        if why_portable(call, kind, grad_out, wants) is not None:
+        if why_portable(lowered, call, kind, grad_out, wants) is not None:
             self._portable.choose(lowered, call, kind, grad_out, wants, kernel, config)
         else:
             super().choose(lowered, call, kind, grad_out, wants, kernel, config)
@@ -169,7 +169,7 @@ class HopperBackend(TritonBackend):
         wants: Wants | None,
         has_dlse: bool,
     ) -> HopperLayout:
-        refused = why_portable(call, kind, grad_out, wants)
+        refused = why_portable(lowered, call, kind, grad_out, wants)
         if refused is not None:
             special = specialise(lowered.program, call)
             return HopperLayout(special, {}, (), (), (), {}, why_portable=refused)
@@ -198,9 +198,15 @@ class HopperBackend(TritonBackend):
 
 
 def why_portable(
-    call: Call, kind: str, grad_out: torch.Tensor | None = None, wants: Wants | None = None
+    lowered: Lowered,
+    call: Call,
+    kind: str,
+    grad_out: torch.Tensor | None = None,
+    wants: Wants | None = None,
 ) -> str | None:
     """Why the portable kernels run this forward or backward, or None."""
+    if lowered.program.dropout is not None:
+        return "the Hopper kernels have no dropout"
     if call.q.dtype not in _DTYPES:
         return f"the Hopper kernels compute in fp16 and bf16, not {call.q.dtype}"
     width = max(block_width(call.q.shape[3]), block_width(call.v.shape[3]))

@@ -38,13 +38,13 @@ def describe_kernels(backend: Backend, lowered: Lowered, head_dim: int) -> list[
         return [f"  refused    {refusal.message}"]
     rows = []
     for kind in HopperKernels.directions:
-        refused = why_portable(call, kind)
+        refused = why_portable(lowered, call, kind)
         if refused is not None:
             rows.append(f"  {kind:<10} triton kernels at head dim {head_dim}: {refused}")
             continue
         rows.append(f"  {kind:<10} hopper kernels, head dims up to {max_head_dim(kind)}")
         for condition, other, wants in _other_calls(lowered, call):
-            refused = why_portable(other, kind, wants=wants)
+            refused = why_portable(lowered, other, kind, wants=wants)
             if refused is not None:
                 rows.append(f"    {condition}: triton kernels ({refused})")
     return rows

@@ -26,7 +26,7 @@ def hopper_source(lowered: Lowered, call: Call, direction: str, wants: Wants) ->
     Raises:
         UnsupportedError: Portable kernels run ``call``; says why.
     """
-    refused = why_portable(call, direction, wants=without_sinks(lowered, wants))
+    refused = why_portable(lowered, call, direction, wants=without_sinks(lowered, wants))
     if refused is not None:
         raise UnsupportedError(
             refused, hint="the triton kernels run such calls: use backend='triton'"

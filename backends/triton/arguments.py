@@ -146,6 +146,8 @@ def capture_types(special: Specialisation) -> dict[str, Argument]:
         add(f"g_{param.name}", "*fp64", aligned=True)
     for dim_name in special.dim_names:
         add(f"n_{dim_name}", "i32")
+    if special.dropout:
+        add("seed", "i64")
     return found
 
 
@@ -170,4 +172,5 @@ def capture_arguments(special: Specialisation, call: Call) -> list[Any]:
         value = call.params[param.name]
         values.append(int(value) if isinstance(value, bool) else value)
     values += [call.sizes[name] for name in special.dim_names]
+    values += [call.seed] * special.dropout
     return values

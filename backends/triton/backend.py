@@ -10,6 +10,7 @@ import torch
 import triton
 
 from attndsl.errors import UnsupportedError
+from attndsl.ir import toposort
 from attndsl.passes.widths import POSITION_LIMIT
 
 from ..base import Gradients
@@ -69,16 +70,12 @@ class TritonBackend:
     def check(self, lowered: Lowered, call: Call) -> None:
         """Refuse by name what these kernels cannot do."""
         program = lowered.program
-        for what, present in (
-            ("weights", program.weights),
-            ("dropout", program.dropout),
-        ):
-            if present is not None:
-                raise UnsupportedError(
-                    f"the triton backend has no kernels for '{what}' yet",
-                    present.span,
-                    "use backend='reference' for this program",
-                )
+        if program.weights is not None:
+            raise UnsupportedError(
+                "the triton backend has no kernels for 'weights' yet",
+                program.weights.span,
+                "use backend='reference' for this program",
+            )
         if call.q.dtype not in _DTYPES:
             raise UnsupportedError(
                 f"the triton backend computes in fp16, bf16 and fp32, not {call.q.dtype}",
@@ -139,6 +136,13 @@ class TritonBackend:
         wants: Wants,
     ) -> Gradients:
         """See :class:`~attndsl.backends.base.Backend`."""
+        dropout = lowered.program.dropout
+        if dropout is not None and wants.params & {str(item.value) for item in toposort(dropout)}:
+            raise UnsupportedError(
+                "the triton backend makes no gradient of a dropout probability",
+                dropout.span,
+                "pass it as a number or detached, or use backend='reference'",
+            )
         if lowered.program.sink is None:
             return self._gradients(lowered, call, out, lse, grad_out, grad_lse, wants)[0]
         scored = without_sinks(lowered, wants)

@@ -17,7 +17,7 @@ _INDENT = "    "
 
 
 def parameters(special: Specialisation) -> list[str]:
-    """Kernel arguments that the program adds: captures with sizes and strides, params, dims."""
+    """Kernel arguments that the program adds: captures and their layouts, params, dims, a seed."""
     names = []
     for capture in special.captures:
         names.append(f"t_{capture.name}")
@@ -29,6 +29,7 @@ def parameters(special: Specialisation) -> list[str]:
         ]
     names += [kind.argument for kind in special.params]
     names += [f"n_{name}" for name in special.dim_names]
+    names += ["seed"] * special.dropout
     return names
 
 

@@ -71,6 +71,7 @@ def generate_attention(
         or special.negative_scale,
         "RAGGED_FULL": sparsity.plain,
         "HAS_SINK": program.sink is not None,
+        "HAS_DROPOUT": program.dropout is not None,
         "HAS_CAPTURE_GRADIENTS": bool(special.tensor_gradients or special.param_gradients),
         f"{name.upper()}_HAS_FULL": listed or bool(loop.full),
         f"{name.upper()}_HAS_PARTIAL": listed or bool(loop.partial),
@@ -161,6 +162,7 @@ def _functions(lowered: Lowered, special: Specialisation) -> tuple[list[str], se
             derivative.score,
             "Derivative of the program's score by scale * (q . k).",
         ),
+        ("drop_probability", program.dropout, "With what probability each pair is dropped."),
     )
     for name, root, doc in specs:
         text, used = pair_function(name, root, special, doc)

@@ -110,6 +110,30 @@ def as_block(x):
 
 
 @triton.jit
+def uniforms(
+    first_row, first_column, head_of_batch, seed, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+):
+    """fp32 (ROWS, COLUMNS) in [0, 1), the ones that ``backends.philox`` lays out.
+
+    ``first_column`` is a multiple of 4: four neighbours of a row come of one counter.
+    """
+    rows = (first_row + tl.arange(0, ROWS))[:, None]
+    fours = (first_column // 4 + tl.arange(0, COLUMNS // 4))[None, :]
+    first, second, third, fourth = tl.philox(seed, fours, rows, head_of_batch, 0)
+    pairs = tl.join(tl.join(first, third), tl.join(second, fourth))
+    words = tl.reshape(pairs, [ROWS, COLUMNS])
+    return (words >> 8).to(tl.float32) * 5.9604644775390625e-08
+
+
+@triton.jit
+def keep_factor(drawn, p):
+    """Factor of each weight that dropout with probability ``p`` gives."""
+    p = tl.minimum(tl.maximum(p, 0.0), 1.0)
+    kept = (drawn >= p) & (p < 1.0)
+    return tl.where(kept, 1.0 / tl.where(kept, 1.0 - p, 1.0), 0.0)
+
+
+@triton.jit
 def int_floordiv(a, b):
     """Quotient rounded down, as in Python; 0 where the divisor is 0."""
     divisor = tl.where(b == 0, 1, b)

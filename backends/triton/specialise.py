@@ -86,6 +86,8 @@ class Specialisation:
     param_gradients: tuple[str, ...] = ()
     large_gradients: tuple[str, ...] = ()
     """Tensor gradients that are added up in fp32: too large for fp64, and rarely hit twice."""
+    dropout: bool = False
+    """Whether kernels draw numbers, from a seed."""
     forms: str = EXACT
     """Which set of fast forms the score and its derivatives may take (``..forms``)."""
 
@@ -129,6 +131,7 @@ def specialise(program: Program, call: Call, *grads: torch.Tensor) -> Specialisa
         aligned=all(_aligned(t, strides(t)) for t in operands),
         shifted=call.shifted,
         negative_scale=call.scale < 0,
+        dropout=program.dropout is not None,
         wide_rows=any(strides(t)[2] * _MAX_ROWS >= 1 << 31 for t in operands),
     )
 

@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 
 from attndsl.backends.triton.library import (
-    dot, dot_add, load_tile, positions, shift_of_positions, statistics_rows, store_tile,
+    dot, dot_add, keep_factor, load_tile, positions, shift_of_positions, statistics_rows, store_tile, uniforms,
 )
 
 #: begin
@@ -13,7 +13,7 @@ from attndsl.backends.triton.library import (
 
 @triton.jit
 def add_query_tile(
-    dk, dv, k_tile, v_tile, kv, columns_ok, q_tile_index, q_head, dout_head, LSE2, DELTA,
+    dk, dv, k_tile, v_tile, first_column, kv, columns_ok, q_tile_index, q_head, dout_head, LSE2, DELTA,
     stride_qm, stride_gm,
     scale, b, h, hkv, batch, heads, kv_heads, q_len, kv_len, q_origin,
     #: parameters
@@ -41,6 +41,16 @@ def add_query_tile(
     dout_tile = load_tile(dout_head, first, stride_gm, q_len, DV, BLOCK_M, BLOCK_DV, PARTIAL or RAGGED_FULL)
     dweight = dot(v_tile, tl.trans(dout_tile), PRECISION, UPCAST)
     delta = tl.load(DELTA + statistics + rows)
+    kept = weight
+    if HAS_DROPOUT:
+        drawn = uniforms(first, first_column, b * heads + h, seed, BLOCK_M, k_tile.shape[0])
+        p = drop_probability(
+            raw, live, b, h, hkv, q, kv, batch, heads, kv_heads, q_len, kv_len,
+            #: arguments
+        )
+        keep = keep_factor(tl.trans(drawn), p)
+        dweight = dweight * keep
+        kept = weight * keep
     draw = gradient_of_raw_score(
         weight * (dweight - delta[None, :]),
         raw, live, q, kv, b, h, hkv, batch, heads, kv_heads, q_len, kv_len,
@@ -48,7 +58,7 @@ def add_query_tile(
         PARTIAL,
     )
     # dV comes after dS: its operand is ready, and issuing it earlier spills registers.
-    dv = dot_add(weight.to(dout_tile.dtype), dout_tile, dv, PRECISION, UPCAST)
+    dv = dot_add(kept.to(dout_tile.dtype), dout_tile, dv, PRECISION, UPCAST)
     dk = dot_add(draw.to(q_tile.dtype), q_tile, dk, PRECISION, UPCAST)
     return dk, dv
 
@@ -106,7 +116,7 @@ def attention_backward_kv(
             )
             for step in tl.range(0, full_tiles):
                 dk, dv = add_query_tile(
-                    dk, dv, k_tile, v_tile, kv,
+                    dk, dv, k_tile, v_tile, first, kv,
                     columns < kv_len,
                     q_tile_index, q_head, dout_head, LSE2, DELTA,
                     stride_qm, stride_gm,
@@ -132,7 +142,7 @@ def attention_backward_kv(
             )
             for step in tl.range(0, partial_tiles):
                 dk, dv = add_query_tile(
-                    dk, dv, k_tile, v_tile, kv,
+                    dk, dv, k_tile, v_tile, first, kv,
                     columns < kv_len,
                     q_tile_index, q_head, dout_head, LSE2, DELTA,
                     stride_qm, stride_gm,

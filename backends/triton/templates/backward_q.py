@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 
 from attndsl.backends.triton.library import (
-    dot, dot_add, load_tile, positions, shift_of_positions, statistics_rows, store_tile,
+    dot, dot_add, keep_factor, load_tile, positions, shift_of_positions, statistics_rows, store_tile, uniforms,
 )
 
 #: begin
@@ -13,7 +13,7 @@ from attndsl.backends.triton.library import (
 
 @triton.jit
 def add_key_tile(
-    dq, q_tile, dout_tile, lse2, delta, q, rows_ok, kv_tile, k_head, v_head,
+    dq, q_tile, dout_tile, lse2, delta, first_row, q, rows_ok, kv_tile, k_head, v_head,
     stride_kn, stride_vn,
     scale, b, h, hkv, batch, heads, kv_heads, q_len, kv_len, kv_origin,
     #: parameters
@@ -39,6 +39,13 @@ def add_key_tile(
         PARTIAL,
     )
     dweight = dot(dout_tile, tl.trans(v_tile), PRECISION, UPCAST)
+    if HAS_DROPOUT:
+        drawn = uniforms(first_row, first, b * heads + h, seed, q_tile.shape[0], BLOCK_N)
+        p = drop_probability(
+            raw, live, b, h, hkv, q, kv, batch, heads, kv_heads, q_len, kv_len,
+            #: arguments
+        )
+        dweight = dweight * keep_factor(drawn, p)
     dscore = weight * (dweight - delta[:, None])
     if HAS_CAPTURE_GRADIENTS:
         live = live & rows_ok[:, None] & (columns < kv_len)[None, :]
@@ -107,7 +114,7 @@ def attention_backward_q(
         )
         for step in tl.range(0, full_tiles):
             dq = add_key_tile(
-                dq, q_tile, dout_tile, lse2, delta, q,
+                dq, q_tile, dout_tile, lse2, delta, first, q,
                 rows < q_len,
                 kv_tile, k_head, v_head,
                 stride_kn, stride_vn,
@@ -133,7 +140,7 @@ def attention_backward_q(
         )
         for step in tl.range(0, partial_tiles):
             dq = add_key_tile(
-                dq, q_tile, dout_tile, lse2, delta, q,
+                dq, q_tile, dout_tile, lse2, delta, first, q,
                 rows < q_len,
                 kv_tile, k_head, v_head,
                 stride_kn, stride_vn,

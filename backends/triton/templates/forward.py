@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from attndsl.backends.triton.library import (
-    dot, dot_add, load_tile, positions, shift_of_positions, store_tile,
+    dot, dot_add, keep_factor, load_tile, positions, shift_of_positions, store_tile, uniforms,
 )
 
 #: imports
@@ -24,7 +24,7 @@ LN2 = tl.constexpr(0.6931471805599453)
 
 @triton.jit
 def attend(
-    acc, denominator, peak, q_tile, q, kv_tile, k_head, v_head,
+    acc, denominator, peak, q_tile, first_row, q, kv_tile, k_head, v_head,
     stride_kn, stride_vn,
     factor, scale, b, h, hkv, batch, heads, kv_heads, q_len, kv_len, kv_origin,
     #: parameters
@@ -40,7 +40,7 @@ def attend(
     live = tl.full([], 1, tl.int1)
     if SCALED_FIRST:
         score = score * scale
-    if PARTIAL or MODIFIED:
+    if PARTIAL or MODIFIED or HAS_DROPOUT:
         kv = positions(columns, kv_len, kv_origin, KV_KIND)[None, :]
         if PARTIAL:
             live = (columns < kv_len)[None, :]
@@ -65,6 +65,13 @@ def attend(
     decay = tl.exp2(peak - shift)
     denominator = denominator * decay + tl.sum(weight, 1)
     acc = acc * decay[:, None]
+    if HAS_DROPOUT:
+        drawn = uniforms(first_row, first, b * heads + h, seed, q_tile.shape[0], BLOCK_N)
+        p = drop_probability(
+            score, live, b, h, hkv, q, kv, batch, heads, kv_heads, q_len, kv_len,
+            #: arguments
+        )
+        weight = weight * keep_factor(drawn, p)
     v_tile = load_tile(v_head, first, stride_vn, kv_len, DV, BLOCK_N, BLOCK_DV, PARTIAL)
     acc = dot_add(weight.to(v_tile.dtype), v_tile, acc, PRECISION, UPCAST)
     return acc, denominator, new_peak
@@ -126,7 +133,7 @@ def attention_forward(
         )
         for step in tl.range(0, full_tiles):
             acc, denominator, peak = attend(
-                acc, denominator, peak, q_tile, q, kv_tile, k_head, v_head,
+                acc, denominator, peak, q_tile, first, q, kv_tile, k_head, v_head,
                 stride_kn, stride_vn,
                 factor, scale, b, h, hkv, batch, heads, kv_heads, q_len, kv_len, kv_origin,
                 #: arguments
@@ -149,7 +156,7 @@ def attention_forward(
         )
         for step in tl.range(0, partial_tiles):
             acc, denominator, peak = attend(
-                acc, denominator, peak, q_tile, q, kv_tile, k_head, v_head,
+                acc, denominator, peak, q_tile, first, q, kv_tile, k_head, v_head,
                 stride_kn, stride_vn,
                 factor, scale, b, h, hkv, batch, heads, kv_heads, q_len, kv_len, kv_origin,
                 #: arguments

@@ -15,6 +15,8 @@ from attndsl.pipeline import lower
 from attndsl.runtime.programs import default_cache
 from attndsl.source import Source
 
+LOWERED = lower(Source("score"), {})
+DROPOUT = lower(Source("weights = dropout(softmax(score), 0.1)"), {})
 ALL = Wants(True, True, True, frozenset(), frozenset())
 
 
@@ -45,19 +47,22 @@ REFUSED = {
 def test_what_the_portable_kernels_run(name):
     call, kind, wants, reason = REFUSED[name]
     grad = None if kind == "forward" else torch.empty(2, 4, call.q.shape[2], call.v.shape[3])
-    assert reason in why_portable(call, kind, grad, wants)
-    lowered = lower(Source("score"), {})
-    layout = HopperBackend(default_cache())._hopper_layout(lowered, call, kind, grad, wants)
+    assert reason in why_portable(LOWERED, call, kind, grad, wants)
+    layout = HopperBackend(default_cache())._hopper_layout(LOWERED, call, kind, grad, wants)
     assert reason in layout.why_portable
     assert not layout.executables
 
 
 def test_what_hopper_kernels_run():
     for call in (call_of(), call_of(torch.float16, 96), call_of(head_dim=192, value_dim=128)):
-        assert why_portable(call, "forward") is None
+        assert why_portable(LOWERED, call, "forward") is None
     grad = torch.empty(2, 4, 40, 64, dtype=torch.bfloat16)
-    assert why_portable(call_of(), "backward", grad, ALL) is None
-    assert why_portable(call_of(deterministic=True), "forward") is None
+    assert why_portable(LOWERED, call_of(), "backward", grad, ALL) is None
+    assert why_portable(LOWERED, call_of(deterministic=True), "forward") is None
+
+
+def test_dropout_runs_in_the_portable_kernels():
+    assert "dropout" in why_portable(DROPOUT, call_of(), "forward")
 
 
 def test_a_deterministic_call_has_a_layout_of_its_own():

@@ -184,11 +184,11 @@ def test_explanations_say_what_calls_do(head_dim):
     lines = lines_of("score", head_dim)
     for kind in KERNELS:
         (line,) = [line for line in lines if line.startswith(f"  {kind} ")]
-        refused = why_portable(call, kind, torch.empty_like(call.q), Wants())
+        refused = why_portable(lowered, call, kind, torch.empty_like(call.q), Wants())
         assert ("hopper kernels" in line) == (refused is None)
         assert refused is None or line.endswith(f": {refused}")
-    usual = why_portable(call, "backward") is None
-    again = why_portable(replace(call, deterministic=True), "backward") is None
+    usual = why_portable(lowered, call, "backward") is None
+    again = why_portable(lowered, replace(call, deterministic=True), "backward") is None
     assert (DETERMINISTIC in lines) == (usual and not again)
 
 

@@ -1,0 +1,104 @@
+"""Dropout of the weights: the same pairs everywhere, forward and backward."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import attndsl
+from attndsl.backends.triton import kernels as triton_kernels
+from attndsl.backends.triton.tiles import Config
+from attndsl.errors import UnsupportedError
+from attndsl.runtime.dispatch import get_backend
+
+SEED = 0x1234_5678_9ABC_DEF
+PROGRAMS = {
+    "plain": "weights = dropout(softmax(score), 0.25)",
+    "causal": "mask = q >= kv; weights = dropout(softmax(score), 0.1)",
+    "at run time": "param p: float; mask = q >= kv; weights = dropout(softmax(score), p * 2)",
+    "score and sink": (
+        "tensor s[heads]: float; score = softcap(5.0); sink = s[h];"
+        "weights = dropout(softmax(score), 0.5)"
+    ),
+}
+
+
+def _kept(place, seed, q_len=40, kv_len=24, batch=2, heads=2, p=0.5):
+    """Which pairs are kept: all weights are equal, and the values name the keys."""
+    q = torch.zeros(batch, heads, q_len, 32, device=place.device)
+    k = torch.zeros(batch, heads, kv_len, 32, device=place.device)
+    v = torch.eye(kv_len, 32, device=place.device).expand(batch, heads, kv_len, 32)
+    attention = attndsl.compile(
+        "param p: float; weights = dropout(softmax(score), p)", backend=place.backend
+    )
+    return attention(q, k, v, p=p, seed=seed)[..., :kv_len] > 0
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_outputs_and_gradients(check, kernels, name):
+    text = PROGRAMS[name]
+    captures = {"p": 0.15} if "param p" in text else {}
+    if "tensor s" in text:
+        captures["s"] = torch.randn(kernels.shape[1], device=kernels.device).requires_grad_()
+    inputs = check.inputs(
+        kernels, torch.float32, with_lse=True, captures=captures, options={"seed": SEED}
+    )
+    check(kernels, text, inputs)
+
+
+@pytest.mark.parametrize(("q_len", "kv_len", "kv_heads"), [(23, 41, None), (40, 7, 1)])
+def test_ragged_lengths_and_groups(check, kernels, q_len, kv_len, kv_heads):
+    inputs = check.inputs(
+        kernels, torch.float32, q_len=q_len, kv_len=kv_len, kv_heads=kv_heads,
+        options={"seed": SEED},
+    )  # fmt: skip
+    check(kernels, PROGRAMS["causal"], inputs)
+
+
+@pytest.mark.parametrize("seed", [0, 7, SEED, (1 << 62) - 1])
+def test_the_pairs_are_those_of_the_reference(kernels, seed):
+    expected = _kept(SimpleNamespace(backend="reference", device=kernels.device), seed)
+    found = _kept(kernels, seed)
+    assert torch.equal(found, expected)
+    assert 0.4 < float(found.float().mean()) < 0.6
+
+
+def test_seeds_decide(kernels):
+    assert torch.equal(_kept(kernels, 5), _kept(kernels, 5))
+    assert not torch.equal(_kept(kernels, 5), _kept(kernels, 6))
+    assert not torch.equal(_kept(kernels, 5), _kept(kernels, 5 + (1 << 32)))
+    assert _kept(kernels, 5, p=0.0).all()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter's tile sizes can be chosen")
+def test_tile_sizes_do_not(monkeypatch, tmp_path):
+    found = []
+    for number, config in enumerate((Config(16, 16, 4, 1), Config(32, 64, 4, 1))):
+        monkeypatch.setenv("ATTNDSL_CACHE_DIR", str(tmp_path / str(number)))
+        monkeypatch.setattr(triton_kernels, "INTERPRETED", (config,))
+        get_backend.cache_clear()
+        found.append(_kept(SimpleNamespace(backend="triton", device="cpu"), SEED))
+    get_backend.cache_clear()
+    assert torch.equal(*found)
+
+
+def test_torch_seeds_what_has_no_seed(kernels):
+    q, k, v = (torch.randn(1, 2, 24, 16, device=kernels.device) for _ in range(3))
+    attention = attndsl.compile(PROGRAMS["plain"], backend=kernels.backend)
+    torch.manual_seed(3)
+    first, second = attention(q, k, v), attention(q, k, v)
+    torch.manual_seed(3)
+    assert torch.equal(attention(q, k, v), first)
+    assert not torch.equal(first, second)
+
+
+def test_a_learned_probability_is_refused(kernels):
+    if kernels.backend == "cpu":
+        pytest.skip("the CPU backend has its gradient")
+    p = torch.tensor(0.1, device=kernels.device, requires_grad=True)
+    q, k, v = (torch.randn(1, 2, 24, 16, device=kernels.device) for _ in range(3))
+    attention = attndsl.compile(PROGRAMS["at run time"], backend=kernels.backend)
+    with pytest.raises(UnsupportedError, match="dropout probability"):
+        attention(q, k, v, p=p).sum().backward()
