@@ -10,7 +10,7 @@ import torch
 import triton
 
 from attndsl.errors import UnsupportedError
-from attndsl.ir import toposort
+from attndsl.ir import Op, toposort
 from attndsl.passes.widths import POSITION_LIMIT
 
 from ..base import Gradients
@@ -69,13 +69,6 @@ class TritonBackend:
 
     def check(self, lowered: Lowered, call: Call) -> None:
         """Refuse by name what these kernels cannot do."""
-        program = lowered.program
-        if program.weights is not None:
-            raise UnsupportedError(
-                "the triton backend has no kernels for 'weights' yet",
-                program.weights.span,
-                "use backend='reference' for this program",
-            )
         if call.q.dtype not in _DTYPES:
             raise UnsupportedError(
                 f"the triton backend computes in fp16, bf16 and fp32, not {call.q.dtype}",
@@ -136,13 +129,7 @@ class TritonBackend:
         wants: Wants,
     ) -> Gradients:
         """See :class:`~attndsl.backends.base.Backend`."""
-        dropout = lowered.program.dropout
-        if dropout is not None and wants.params & {str(item.value) for item in toposort(dropout)}:
-            raise UnsupportedError(
-                "the triton backend makes no gradient of a dropout probability",
-                dropout.span,
-                "pass it as a number or detached, or use backend='reference'",
-            )
+        _refuse_gradients(lowered, wants)
         if lowered.program.sink is None:
             return self._gradients(lowered, call, out, lse, grad_out, grad_lse, wants)[0]
         scored = without_sinks(lowered, wants)
@@ -321,6 +308,21 @@ def lists_of(
     if kernels is None:
         return []
     return list_arguments(kernels, lowered.sparsity, layout.special, call, direction, stream)
+
+
+def _refuse_gradients(lowered: Lowered, wants: Wants) -> None:
+    """Refuse gradients of what stands around the softmax, a sink aside."""
+    program = lowered.program
+    for what, root in (("weights", program.weights), ("a dropout probability", program.dropout)):
+        leaves = toposort(root) if root is not None else ()
+        names = {str(item.value) for item in leaves if item.op in (Op.LOAD, Op.PARAM)}
+        learned = sorted(names & (wants.tensors | wants.params))
+        if learned:
+            raise UnsupportedError(
+                f"the triton backend makes no gradient of {learned[0]!r}, which is in {what}",
+                root.span if root is not None else None,
+                "pass it detached or as a number, or use backend='reference'",
+            )
 
 
 def _special(

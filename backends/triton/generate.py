@@ -8,7 +8,8 @@ from __future__ import annotations
 from importlib import resources
 from typing import TYPE_CHECKING
 
-from attndsl.ir import DType, Op, dependencies
+from attndsl.ir import SCORE, DType, Op, const, dependencies
+from attndsl.passes.differentiate import vjp
 from attndsl.passes.tiles.plan import DIRECTIONS
 
 from .device_functions import (
@@ -68,8 +69,10 @@ def generate_attention(
         "MODIFIED": modified,
         "SCALED_FIRST": modified
         or (program.mask is not None and "score" in dependencies(program.mask)[program.mask])
+        or program.weights is not None
         or special.negative_scale,
         "RAGGED_FULL": sparsity.plain,
+        "OWN_WEIGHTS": program.weights is not None,
         "HAS_SINK": program.sink is not None,
         "HAS_DROPOUT": program.dropout is not None,
         "HAS_CAPTURE_GRADIENTS": bool(special.tensor_gradients or special.param_gradients),
@@ -152,6 +155,9 @@ def _fill(template: list[str], fills: dict[str, list[str]]) -> list[str]:
 def _functions(lowered: Lowered, special: Specialisation) -> tuple[list[str], set[str]]:
     """The program's own device functions, and the library functions that they use."""
     program, derivative = lowered.program, lowered.derivative
+    slope = None
+    if program.weights is not None:
+        slope = vjp(program.weights, const(1.0)).get(SCORE, const(0.0))
     helpers: set[str] = set()
     texts = []
     specs: tuple[tuple[str, Node | None, str], ...] = (
@@ -162,6 +168,8 @@ def _functions(lowered: Lowered, special: Specialisation) -> tuple[list[str], se
             derivative.score,
             "Derivative of the program's score by scale * (q . k).",
         ),
+        ("weight_of_pair", program.weights, "The weight that the program gives to its score."),
+        ("slope_of_weight", slope, "The weight's derivative by the score."),
         ("drop_probability", program.dropout, "With what probability each pair is dropped."),
     )
     for name, root, doc in specs:

@@ -29,7 +29,7 @@ def add_query_tile(
     lse2 = tl.load(LSE2 + statistics + rows)
     q = positions(rows, q_len, q_origin, Q_KIND)[None, :]
     score = dot(k_tile, tl.trans(q_tile), PRECISION, UPCAST)
-    weight, live, raw = weights_of_tile(
+    weight, slope, live, raw = weights_of_tile(
         score,
         (rows < q_len)[None, :],
         columns_ok[:, None],
@@ -51,8 +51,10 @@ def add_query_tile(
         keep = keep_factor(tl.trans(drawn), p)
         dweight = dweight * keep
         kept = weight * keep
+    if not OWN_WEIGHTS:
+        dweight = dweight - delta[None, :]
     draw = gradient_of_raw_score(
-        weight * (dweight - delta[None, :]),
+        slope * dweight,
         raw, live, q, kv, b, h, hkv, batch, heads, kv_heads, q_len, kv_len,
         #: arguments
         PARTIAL,

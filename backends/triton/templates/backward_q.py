@@ -29,7 +29,7 @@ def add_key_tile(
     v_tile = load_tile(v_head, first, stride_vn, kv_len, DV, BLOCK_N, BLOCK_DV, PARTIAL)
     kv = positions(columns, kv_len, kv_origin, KV_KIND)[None, :]
     score = dot(q_tile, tl.trans(k_tile), PRECISION, UPCAST)
-    weight, live, raw = weights_of_tile(
+    weight, slope, live, raw = weights_of_tile(
         score,
         rows_ok[:, None],
         (columns < kv_len)[None, :],
@@ -46,7 +46,9 @@ def add_key_tile(
             #: arguments
         )
         dweight = dweight * keep_factor(drawn, p)
-    dscore = weight * (dweight - delta[:, None])
+    if not OWN_WEIGHTS:
+        dweight = dweight - delta[:, None]
+    dscore = slope * dweight
     if HAS_CAPTURE_GRADIENTS:
         live = live & rows_ok[:, None] & (columns < kv_len)[None, :]
         dscore = tl.where(live, dscore, 0.0)

@@ -23,6 +23,19 @@ LN2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
+def soften(score, acc, denominator, peak, factor, PARTIAL: tl.constexpr):
+    """A tile's weights before the division, and the running sums scaled down to its maximum."""
+    new_peak = tl.maximum(peak, tl.max(score, 1) * factor)
+    shift = new_peak
+    if (PARTIAL and MASKED) or MODIFIED:
+        shift = tl.where(new_peak == float("-inf"), 0.0, new_peak)
+    weight = tl.exp2(score * factor - shift[:, None])
+    decay = tl.exp2(peak - shift)
+    denominator = denominator * decay + tl.sum(weight, 1)
+    return weight, acc * decay[:, None], denominator, new_peak
+
+
+@triton.jit
 def attend(
     acc, denominator, peak, q_tile, first_row, q, kv_tile, k_head, v_head,
     stride_kn, stride_vn,
@@ -40,7 +53,7 @@ def attend(
     live = tl.full([], 1, tl.int1)
     if SCALED_FIRST:
         score = score * scale
-    if PARTIAL or MODIFIED or HAS_DROPOUT:
+    if PARTIAL or MODIFIED or HAS_DROPOUT or OWN_WEIGHTS:
         kv = positions(columns, kv_len, kv_origin, KV_KIND)[None, :]
         if PARTIAL:
             live = (columns < kv_len)[None, :]
@@ -54,17 +67,18 @@ def attend(
                 score, live, b, h, hkv, q, kv, batch, heads, kv_heads, q_len, kv_len,
                 #: arguments
             )
-        if PARTIAL:
+        if PARTIAL and not OWN_WEIGHTS:
             score = tl.where(live, score, float("-inf"))
 
-    new_peak = tl.maximum(peak, tl.max(score, 1) * factor)
-    shift = new_peak
-    if (PARTIAL and MASKED) or MODIFIED:
-        shift = tl.where(new_peak == float("-inf"), 0.0, new_peak)
-    weight = tl.exp2(score * factor - shift[:, None])
-    decay = tl.exp2(peak - shift)
-    denominator = denominator * decay + tl.sum(weight, 1)
-    acc = acc * decay[:, None]
+    if OWN_WEIGHTS:
+        weight = weight_of_pair(
+            score, live, b, h, hkv, q, kv, batch, heads, kv_heads, q_len, kv_len,
+            #: arguments
+        )
+        if PARTIAL:
+            weight = tl.where(live, weight, 0.0)
+    else:
+        weight, acc, denominator, peak = soften(score, acc, denominator, peak, factor, PARTIAL)
     if HAS_DROPOUT:
         drawn = uniforms(first_row, first, b * heads + h, seed, q_tile.shape[0], BLOCK_N)
         p = drop_probability(
@@ -74,7 +88,7 @@ def attend(
         weight = weight * keep_factor(drawn, p)
     v_tile = load_tile(v_head, first, stride_vn, kv_len, DV, BLOCK_N, BLOCK_DV, PARTIAL)
     acc = dot_add(weight.to(v_tile.dtype), v_tile, acc, PRECISION, UPCAST)
-    return acc, denominator, new_peak
+    return acc, denominator, peak
 
 
 @triton.jit
@@ -170,7 +184,8 @@ def attention_forward(
                 #: forward_lists
             )
 
-    # A row with no live pair gives zeros and a log-sum-exp of -inf.
+    # A row with no live pair gives zeros and a log-sum-exp of -inf; weights of the program's own are
+    # not divided by anything.
     empty = denominator == 0.0
     if HAS_SINK:
         sink = LOG2E * sink_of_head(

@@ -30,8 +30,9 @@ def weights_of_tile(
     #: parameters
     PARTIAL: tl.constexpr,
 ):
-    """From the tile's q . k: the softmax weights, which pairs are live, and the scaled score.
+    """From the tile's q . k: weights and their slopes, which pairs are live, and the scaled score.
 
+    A softmax weight's slope is the weight itself, once delta is taken off the gradient of the weight.
     ``rows_ok`` and ``columns_ok`` say which queries and keys exist; ``lse2`` broadcasts along keys.
     """
     raw = score * scale
@@ -48,12 +49,28 @@ def weights_of_tile(
             raw, live, b, h, hkv, q, kv, batch, heads, kv_heads, q_len, kv_len,
             #: arguments
         )
+    else:
+        final = raw
+    if OWN_WEIGHTS:
+        weight = weight_of_pair(
+            final, live, b, h, hkv, q, kv, batch, heads, kv_heads, q_len, kv_len,
+            #: arguments
+        )
+        slope = slope_of_weight(
+            final, live, b, h, hkv, q, kv, batch, heads, kv_heads, q_len, kv_len,
+            #: arguments
+        )
+        if PARTIAL:
+            slope = tl.where(live, slope, 0.0)
+    elif MODIFIED:
         weight = tl.exp2(final * LOG2E - lse2)
     else:
         weight = tl.exp2(score * (scale * LOG2E) - lse2)
     if PARTIAL:
         weight = tl.where(live, weight, 0.0)
-    return weight, live, raw
+    if not OWN_WEIGHTS:
+        slope = weight
+    return weight, slope, live, raw
 
 
 @triton.jit

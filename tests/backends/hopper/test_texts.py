@@ -117,9 +117,9 @@ def test_a_forward_has_a_text_whatever_its_gradients():
 
 
 @pytest.mark.parametrize("backend", ["triton", "hopper"])
-def test_programs_without_a_kernel_have_no_text(backend):
-    with pytest.raises(errors.UnsupportedError, match="weights") as caught:
-        attndsl.compile("weights = sigmoid(score)").source(backend=backend)
+def test_calls_without_a_kernel_have_no_text(backend):
+    with pytest.raises(errors.UnsupportedError, match="head dims from 1") as caught:
+        attndsl.compile("score").source(backend=backend, head_dim=1024)
     assert "reference" in caught.value.hint
 
 
@@ -172,9 +172,11 @@ def test_explanation_of_wide_heads(head_dim):
 
 
 def test_explanation_of_what_no_kernel_runs():
-    assert lines_of("weights = sigmoid(score)", 64) == [
-        "  refused    the triton backend has no kernels for 'weights' yet"
-    ]
+    (line,) = lines_of("score", 1024)
+    assert line.startswith("  refused    the triton backend takes head dims from 1 to 512")
+    for line in lines_of("weights = sigmoid(score)", 64):
+        assert "triton kernels" in line
+        assert line.endswith("the Hopper kernels have softmax weights only")
 
 
 @pytest.mark.parametrize("head_dim", DIMS)
