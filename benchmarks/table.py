@@ -103,7 +103,7 @@ def replace(text: str, part: str) -> str:
 
 def targets() -> dict[Path, str]:
     """What stands between the marks of each file."""
-    hopper = [load("sparse_attention"), load("attention")]
+    hopper = [load("sparse_attention"), load("attention"), load("other_shapes")]
     portable = [load("portable"), load("portable_sparse")]
     return {
         ROOT / "README.md": figures(hopper[0], most=1),
