@@ -12,7 +12,7 @@ SCRIPTS = sorted(path.stem for path in EXAMPLES.glob("*.py") if path.stem != "pi
 def test_every_variant_has_an_example():
     expected = (
         "alibi block_diffusion causal dilated lengths neighbourhood_2d packed_documents prefix_lm "
-        "relative_bias sliding_window soft_cap"
+        "relative_bias sigmoid sinks sliding_window soft_cap"
     )
     assert expected.split() == SCRIPTS
 
