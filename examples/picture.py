@@ -1,4 +1,4 @@
-"""What the examples share: text pictures of attention weights, and attention by plain torch."""
+"""What the examples share: text pictures of weights, attention by plain torch, a training."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from attndsl import Attention
 
@@ -69,3 +69,18 @@ def compare(
     difference = float((attention(q, k, v, **captures) - expected).abs().max())
     print(f"\nlargest difference to plain torch, length {length}: {difference:.1e}")
     assert difference < 1e-5
+
+
+def fit(
+    learned: Mapping[str, torch.Tensor], loss: Callable[[], torch.Tensor], steps: int = 80
+) -> float:
+    """Change what is ``learned`` so that ``loss()`` falls; the mean of the last 20 losses."""
+    optimizer = torch.optim.Adam(learned.values(), lr=0.2)
+    losses = []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        found = loss()
+        found.backward()
+        optimizer.step()
+        losses.append(found.item())
+    return sum(losses[-20:]) / 20

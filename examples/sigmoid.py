@@ -7,7 +7,7 @@ import torch
 
 import attndsl
 
-from picture import draw
+from picture import draw, fit
 
 PROGRAM = """
 tensor bias[heads]: float
@@ -17,7 +17,7 @@ score   = heat * score + bias[h]
 weights = sigmoid(score)
 """
 SOFTMAX = "param heat: float; mask = kv < q; score = heat * score"
-KINDS, LENGTH, HEADS, STEPS = 6, 20, 2, 80
+KINDS, LENGTH, HEADS = 6, 20, 2
 
 
 def tokens():
@@ -33,16 +33,14 @@ def train(text, backend):
     learned = {"heat": torch.tensor(1.0, requires_grad=True)}
     if "bias" in text:
         learned["bias"] = torch.full((HEADS,), -3.0, requires_grad=True)
-    optimizer = torch.optim.Adam(learned.values(), lr=0.2)
-    ones, losses = torch.ones(8, HEADS, LENGTH, 1), []
-    for _ in range(STEPS):
+
+    def loss():
         kinds, counts = tokens()
-        loss = (attention(kinds, kinds, ones, scale=1.0, **learned) - counts).square().mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return {n: x.detach() for n, x in learned.items()}, sum(losses[-20:]) / 20
+        ones = torch.ones(*counts.shape)
+        return (attention(kinds, kinds, ones, scale=1.0, **learned) - counts).square().mean()
+
+    found = fit(learned, loss)
+    return {n: x.detach() for n, x in learned.items()}, found
 
 
 def main():

@@ -9,7 +9,7 @@ import torch
 
 import attndsl
 
-from picture import draw
+from picture import draw, fit
 
 SINKS = """
 tensor logit[heads]: float
@@ -19,7 +19,7 @@ score = heat * score
 sink  = logit[h]
 """
 SOFTMAX = "param heat: float; mask = kv < q; score = heat * score"
-KINDS, LENGTH, HEADS, STEPS = 12, 20, 2, 60
+KINDS, LENGTH, HEADS = 12, 20, 2
 
 
 def tokens():
@@ -31,22 +31,19 @@ def tokens():
 
 
 def train(text, backend):
-    """What was learned, and the loss of the last steps."""
+    """What was learned, and the mean loss of the last steps."""
     torch.manual_seed(0)
     attention = attndsl.compile(text, backend=backend)
     learned = {"heat": torch.tensor(1.0, requires_grad=True)}
     if "logit" in text:
         learned["logit"] = torch.zeros(HEADS, requires_grad=True)
-    optimizer = torch.optim.Adam(learned.values(), lr=0.2)
-    losses = []
-    for _ in range(STEPS):
+
+    def loss():
         kinds, values, expected = tokens()
-        loss = (attention(kinds, kinds, values, scale=1.0, **learned) - expected).square().mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return {n: x.detach() for n, x in learned.items()}, sum(losses[-20:]) / 20
+        return (attention(kinds, kinds, values, scale=1.0, **learned) - expected).square().mean()
+
+    found = fit(learned, loss)
+    return {n: x.detach() for n, x in learned.items()}, found
 
 
 def main():

@@ -21,6 +21,7 @@ from typing import Any
 import pytest
 
 import attndsl
+from attndsl.runtime.dispatch import get_backend
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
@@ -370,3 +371,15 @@ def counted(tmp_path: Any) -> Any:
             return Entry(path, source, meta)
 
     return TritonBackend(Folder())
+
+
+@pytest.fixture
+def own_cache(request: Any, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A cache folder and backends of the test's own; the module's CONFIGS for the interpreter."""
+    from attndsl.backends.triton import kernels
+
+    monkeypatch.setenv("ATTNDSL_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(kernels, "INTERPRETED", request.module.CONFIGS)
+    get_backend.cache_clear()
+    yield tmp_path
+    get_backend.cache_clear()

@@ -14,16 +14,6 @@ from attndsl.runtime.dispatch import get_backend
 CONFIGS = (Config(32, 32, 4, 1), Config(16, 16, 4, 1))
 
 
-@pytest.fixture
-def own_cache(tmp_path, monkeypatch):
-    """A cache folder and backends of this test's own."""
-    monkeypatch.setenv("ATTNDSL_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(kernels, "INTERPRETED", CONFIGS)
-    get_backend.cache_clear()
-    yield tmp_path
-    get_backend.cache_clear()
-
-
 def attend():
     torch.manual_seed(0)
     q, k, v = (torch.randn(1, 2, 24, 16) for _ in range(3))
