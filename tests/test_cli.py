@@ -49,6 +49,15 @@ def write(tmp_path):
     return make
 
 
+def test_the_package_runs_as_a_module():
+    done = subprocess.run(
+        [sys.executable, "-P", "-m", "attndsl", "--version"],
+        capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("attndsl ")
+
+
 def test_version_and_help(attndsl):
     code, out, _ = attndsl("--version")
     assert (code, out) == (0, "attndsl 0.1.0\n")

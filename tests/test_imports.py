@@ -19,7 +19,7 @@ LAYERS = [
     {"explain", "picture"},
     {"attention"},
     {"api"},
-    {"cli"},
+    {"cli", "__main__"},
 ]
 """From the lowest to the highest; a module imports from its own layer and those below."""
 WITHOUT_TORCH = {
