@@ -311,18 +311,17 @@ def lists_of(
 
 
 def _refuse_gradients(lowered: Lowered, wants: Wants) -> None:
-    """Refuse gradients of what stands around the softmax, a sink aside."""
-    program = lowered.program
-    for what, root in (("weights", program.weights), ("a dropout probability", program.dropout)):
-        leaves = toposort(root) if root is not None else ()
-        names = {str(item.value) for item in leaves if item.op in (Op.LOAD, Op.PARAM)}
-        learned = sorted(names & (wants.tensors | wants.params))
-        if learned:
-            raise UnsupportedError(
-                f"the triton backend makes no gradient of {learned[0]!r}, which is in {what}",
-                root.span if root is not None else None,
-                "pass it detached or as a number, or use backend='reference'",
-            )
+    """Refuse the gradient of a dropout probability."""
+    dropout = lowered.program.dropout
+    leaves = toposort(dropout) if dropout is not None else ()
+    names = {str(item.value) for item in leaves if item.op in (Op.LOAD, Op.PARAM)}
+    learned = sorted(names & (wants.tensors | wants.params))
+    if dropout is not None and learned:
+        raise UnsupportedError(
+            f"the triton backend makes no gradient of {learned[0]!r}, a dropout probability",
+            dropout.span,
+            "pass it detached or as a number, or use backend='reference'",
+        )
 
 
 def _special(

@@ -8,8 +8,8 @@ from __future__ import annotations
 from importlib import resources
 from typing import TYPE_CHECKING
 
-from attndsl.ir import SCORE, DType, Op, const, dependencies
-from attndsl.passes.differentiate import vjp
+from attndsl.ir import DType, Op, Program, const, dependencies
+from attndsl.passes.differentiate import differentiate
 from attndsl.passes.tiles.plan import DIRECTIONS
 
 from .device_functions import (
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from attndsl.ir import Node
+    from attndsl.passes.differentiate import Derivative
     from attndsl.passes.tiles.plan import LoopPlan
     from attndsl.pipeline import Lowered
 
@@ -155,9 +156,7 @@ def _fill(template: list[str], fills: dict[str, list[str]]) -> list[str]:
 def _functions(lowered: Lowered, special: Specialisation) -> tuple[list[str], set[str]]:
     """The program's own device functions, and the library functions that they use."""
     program, derivative = lowered.program, lowered.derivative
-    slope = None
-    if program.weights is not None:
-        slope = vjp(program.weights, const(1.0)).get(SCORE, const(0.0))
+    slope = None if program.weights is None else _derivative(program.weights).score
     helpers: set[str] = set()
     texts = []
     specs: tuple[tuple[str, Node | None, str], ...] = (
@@ -176,19 +175,24 @@ def _functions(lowered: Lowered, special: Specialisation) -> tuple[list[str], se
         text, used = pair_function(name, root, special, doc)
         helpers |= used
         texts.append(text)
-    body, used = _gradient_body(lowered, special)
-    helpers |= used
-    texts.append(
-        program_function(
-            "add_capture_gradients",
-            f"dscore, score, live, {_PAIR}",
-            special,
-            "Add each pair's part to the gradients of captured tensors and params.",
-            body,
-            bool(special.tensor_gradients or special.param_gradients),
-            gradient_parameters(special),
+    learns = bool(special.tensor_gradients or special.param_gradients)
+    for name, found, doc in (
+        ("add_capture_gradients", derivative, "score"),
+        ("add_weight_gradients", _derivative(program.weights), "weight"),
+    ):
+        body, used = _gradient_body(found, special)
+        helpers |= used
+        texts.append(
+            program_function(
+                name,
+                f"dscore, score, live, {_PAIR}",
+                special,
+                f"Add each pair's part, by its {doc}, to the gradients of captures and params.",
+                body,
+                learns,
+                gradient_parameters(special),
+            )
         )
-    )
     return texts, helpers
 
 
@@ -223,9 +227,13 @@ def _sink_function(root: Node | None, special: Specialisation) -> tuple[str, set
     return program_function("sink_of_head", first, special, doc, body, root is not None), helpers
 
 
-def _gradient_body(lowered: Lowered, special: Specialisation) -> tuple[list[str], set[str]]:
+def _derivative(weights: Node | None) -> Derivative:
+    """Derivatives of a program's own weights; of a softmax's there are none."""
+    return differentiate(Program(score=const(0.0) if weights is None else weights))
+
+
+def _gradient_body(derivative: Derivative, special: Specialisation) -> tuple[list[str], set[str]]:
     """One atomic addition a gradient: of the tile, or of its sums over the axes the index lacks."""
-    derivative = lowered.derivative
     tensors = [g for g in derivative.tensors if g.load.value in special.tensor_gradients]
     params = [g for g in derivative.params if g.name in special.param_gradients]
     if not tensors and not params:

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 import attndsl
-from attndsl.errors import UnsupportedError
 
 PROGRAMS = {
     "sigmoid": "weights = sigmoid(score - 2)",
@@ -17,6 +16,11 @@ PROGRAMS = {
         "tensor s[heads]: float; param a: float; mask = kv < q - 5; score = s[h] * score + a;"
         "weights = sigmoid(score)"
     ),
+    "learned beside the score": (
+        "tensor s[heads]: float; param a: float; mask = q >= kv; score = s[h] * score;"
+        "weights = sigmoid(score + s[h]) * a"
+    ),
+    "learned by position": "tensor t[kv_len]: float; weights = sigmoid(score) * t[kv]",
     "dropped": "mask = q >= kv; weights = dropout(sigmoid(score), 0.25)",
 }
 
@@ -25,6 +29,8 @@ def _captures(place, text):
     captures = {}
     if "tensor s" in text:
         captures["s"] = torch.randn(place.shape[1], device=place.device).requires_grad_()
+    if "tensor t" in text:
+        captures["t"] = torch.randn(place.shape[2], device=place.device).requires_grad_()
     if "param a" in text:
         captures["a"] = torch.tensor(0.5, device=place.device, requires_grad=True)
     return captures
@@ -58,17 +64,3 @@ def test_rows_without_a_live_pair_are_zero(kernels):
     gradients = torch.autograd.grad(out.sum(), (q, k, v))
     assert (out[:, :, :6] == 0).all()
     assert all(x.isfinite().all() for x in (out, *gradients))
-
-
-def test_gradients_of_what_weights_mention(kernels):
-    if kernels.backend == "cpu":
-        pytest.skip("the CPU backend has them")
-    bias = torch.zeros(2, device=kernels.device, requires_grad=True)
-    q, k, v = (torch.randn(1, 2, 24, 16, device=kernels.device) for _ in range(3))
-    attention = attndsl.compile(
-        "tensor bias[heads]: float; weights = sigmoid(score + bias[h])", backend=kernels.backend
-    )
-    assert attention(q, k, v, bias=bias).isfinite().all()
-    with pytest.raises(UnsupportedError, match="'bias', which is in weights") as caught:
-        attention(q, k, v, bias=bias).sum().backward()
-    assert "detached" in caught.value.hint

@@ -29,7 +29,7 @@ def add_query_tile(
     lse2 = tl.load(LSE2 + statistics + rows)
     q = positions(rows, q_len, q_origin, Q_KIND)[None, :]
     score = dot(k_tile, tl.trans(q_tile), PRECISION, UPCAST)
-    weight, slope, live, raw = weights_of_tile(
+    weight, slope, live, raw, final = weights_of_tile(
         score,
         (rows < q_len)[None, :],
         columns_ok[:, None],

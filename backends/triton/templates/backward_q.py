@@ -29,7 +29,7 @@ def add_key_tile(
     v_tile = load_tile(v_head, first, stride_vn, kv_len, DV, BLOCK_N, BLOCK_DV, PARTIAL)
     kv = positions(columns, kv_len, kv_origin, KV_KIND)[None, :]
     score = dot(q_tile, tl.trans(k_tile), PRECISION, UPCAST)
-    weight, slope, live, raw = weights_of_tile(
+    weight, slope, live, raw, final = weights_of_tile(
         score,
         rows_ok[:, None],
         (columns < kv_len)[None, :],
@@ -51,6 +51,13 @@ def add_key_tile(
     dscore = slope * dweight
     if HAS_CAPTURE_GRADIENTS:
         live = live & rows_ok[:, None] & (columns < kv_len)[None, :]
+        if OWN_WEIGHTS:
+            add_weight_gradients(
+                tl.where(live, dweight, 0.0), final, live, b, h, hkv, q, kv, batch, heads, kv_heads,
+                q_len, kv_len,
+                #: arguments
+                #: gradient_arguments
+            )
         dscore = tl.where(live, dscore, 0.0)
         add_capture_gradients(
             dscore, raw, live, b, h, hkv, q, kv, batch, heads, kv_heads, q_len, kv_len,

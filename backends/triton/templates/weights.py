@@ -30,7 +30,7 @@ def weights_of_tile(
     #: parameters
     PARTIAL: tl.constexpr,
 ):
-    """From the tile's q . k: weights and their slopes, which pairs are live, and the scaled score.
+    """From the tile's q . k: weights, their slopes, live pairs, the scaled and the final score.
 
     A softmax weight's slope is the weight itself, once delta is taken off the gradient of the weight.
     ``rows_ok`` and ``columns_ok`` say which queries and keys exist; ``lse2`` broadcasts along keys.
@@ -70,7 +70,7 @@ def weights_of_tile(
         weight = tl.where(live, weight, 0.0)
     if not OWN_WEIGHTS:
         slope = weight
-    return weight, slope, live, raw
+    return weight, slope, live, raw, final
 
 
 @triton.jit
