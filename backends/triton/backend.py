@@ -10,7 +10,6 @@ import torch
 import triton
 
 from attndsl.errors import UnsupportedError
-from attndsl.ir import Op, toposort
 from attndsl.passes.widths import POSITION_LIMIT
 
 from ..base import Gradients
@@ -129,7 +128,6 @@ class TritonBackend:
         wants: Wants,
     ) -> Gradients:
         """See :class:`~attndsl.backends.base.Backend`."""
-        _refuse_gradients(lowered, wants)
         if lowered.program.sink is None:
             return self._gradients(lowered, call, out, lse, grad_out, grad_lse, wants)[0]
         scored = without_sinks(lowered, wants)
@@ -308,20 +306,6 @@ def lists_of(
     if kernels is None:
         return []
     return list_arguments(kernels, lowered.sparsity, layout.special, call, direction, stream)
-
-
-def _refuse_gradients(lowered: Lowered, wants: Wants) -> None:
-    """Refuse the gradient of a dropout probability."""
-    dropout = lowered.program.dropout
-    leaves = toposort(dropout) if dropout is not None else ()
-    names = {str(item.value) for item in leaves if item.op in (Op.LOAD, Op.PARAM)}
-    learned = sorted(names & (wants.tensors | wants.params))
-    if dropout is not None and learned:
-        raise UnsupportedError(
-            f"the triton backend makes no gradient of {learned[0]!r}, a dropout probability",
-            dropout.span,
-            "pass it detached or as a number, or use backend='reference'",
-        )
 
 
 def _special(

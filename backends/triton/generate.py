@@ -179,6 +179,7 @@ def _functions(lowered: Lowered, special: Specialisation) -> tuple[list[str], se
     for name, found, doc in (
         ("add_capture_gradients", derivative, "score"),
         ("add_weight_gradients", _derivative(program.weights), "weight"),
+        ("add_dropout_gradients", _derivative(program.dropout), "chance to be dropped"),
     ):
         body, used = _gradient_body(found, special)
         helpers |= used
@@ -227,9 +228,9 @@ def _sink_function(root: Node | None, special: Specialisation) -> tuple[str, set
     return program_function("sink_of_head", first, special, doc, body, root is not None), helpers
 
 
-def _derivative(weights: Node | None) -> Derivative:
-    """Derivatives of a program's own weights; of a softmax's there are none."""
-    return differentiate(Program(score=const(0.0) if weights is None else weights))
+def _derivative(root: Node | None) -> Derivative:
+    """Derivatives of what stands around the score; a plain softmax has none."""
+    return differentiate(Program(score=const(0.0) if root is None else root))
 
 
 def _gradient_body(derivative: Derivative, special: Specialisation) -> tuple[list[str], set[str]]:

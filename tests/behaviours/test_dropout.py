@@ -10,7 +10,6 @@ import torch
 import attndsl
 from attndsl.backends.triton import kernels as triton_kernels
 from attndsl.backends.triton.tiles import Config
-from attndsl.errors import UnsupportedError
 from attndsl.runtime.dispatch import get_backend
 
 SEED = 0x1234_5678_9ABC_DEF
@@ -94,11 +93,9 @@ def test_torch_seeds_what_has_no_seed(kernels):
     assert not torch.equal(first, second)
 
 
-def test_a_learned_probability_is_refused(kernels):
-    if kernels.backend == "cpu":
-        pytest.skip("the CPU backend has its gradient")
-    p = torch.tensor(0.1, device=kernels.device, requires_grad=True)
-    q, k, v = (torch.randn(1, 2, 24, 16, device=kernels.device) for _ in range(3))
-    attention = attndsl.compile(PROGRAMS["at run time"], backend=kernels.backend)
-    with pytest.raises(UnsupportedError, match="dropout probability"):
-        attention(q, k, v, p=p).sum().backward()
+@pytest.mark.parametrize("value", [0.15, 0.0, 0.6])
+def test_a_learned_probability(check, kernels, value):
+    """At 0.6 the program asks for 1.2: everything is dropped, and the gradient is 0."""
+    p = torch.tensor(value, device=kernels.device, requires_grad=True)
+    inputs = check.inputs(kernels, torch.float32, captures={"p": p}, options={"seed": SEED})
+    check(kernels, PROGRAMS["at run time"], inputs)

@@ -39,18 +39,29 @@ def add_key_tile(
         PARTIAL,
     )
     dweight = dot(dout_tile, tl.trans(v_tile), PRECISION, UPCAST)
+    exists = live & rows_ok[:, None] & (columns < kv_len)[None, :]
     if HAS_DROPOUT:
         drawn = uniforms(first_row, first, b * heads + h, seed, q_tile.shape[0], BLOCK_N)
         p = drop_probability(
             raw, live, b, h, hkv, q, kv, batch, heads, kv_heads, q_len, kv_len,
             #: arguments
         )
-        dweight = dweight * keep_factor(drawn, p)
+        keep = keep_factor(drawn, p)
+        dweight = dweight * keep
+        if HAS_CAPTURE_GRADIENTS:
+            # keep is 1 / (1 - p), whose derivative is its square; outside of [0, 1) it is constant.
+            varies = exists & (p >= 0.0) & (p < 1.0)
+            add_dropout_gradients(
+                tl.where(varies, dweight * weight * keep, 0.0), raw, exists, b, h, hkv, q, kv, batch,
+                heads, kv_heads, q_len, kv_len,
+                #: arguments
+                #: gradient_arguments
+            )
     if not OWN_WEIGHTS:
         dweight = dweight - delta[:, None]
     dscore = slope * dweight
     if HAS_CAPTURE_GRADIENTS:
-        live = live & rows_ok[:, None] & (columns < kv_len)[None, :]
+        live = exists
         if OWN_WEIGHTS:
             add_weight_gradients(
                 tl.where(live, dweight, 0.0), final, live, b, h, hkv, q, kv, batch, heads, kv_heads,
