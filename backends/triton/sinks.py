@@ -24,6 +24,7 @@ from ..capture_sums import CaptureSums
 from ..cpu_tiles import Expressions, Step
 
 if TYPE_CHECKING:
+    from attndsl.ir import Node
     from attndsl.pipeline import Lowered
 
     from ..base import Call, Wants
@@ -31,12 +32,14 @@ if TYPE_CHECKING:
 
 def without_sinks(lowered: Lowered, wants: Wants) -> Wants:
     """``wants`` but for the tensors and params that the sink alone has gradients for."""
-    if lowered.program.sink is None:
+    program, derivative = lowered.program, lowered.derivative
+    if program.sink is None:
         return wants
-    derivative = lowered.derivative
-    scored = {str(item.load.value) for item in derivative.tensors}
-    scored |= {item.name for item in derivative.params}
-    alone = _mentioned(lowered) - scored
+    others = {str(item.load.value) for item in derivative.tensors}
+    others |= {item.name for item in derivative.params}
+    if program.dropout is not None:
+        others |= _leaves(program.dropout)
+    alone = _leaves(program.sink) - others
     return replace(wants, tensors=wants.tensors - alone, params=wants.params - alone)
 
 
@@ -60,7 +63,7 @@ def add_sink_gradients(
     """
     sink = lowered.program.sink
     assert sink is not None
-    names = _mentioned(lowered)
+    names = _leaves(sink)
     asked = replace(wants, tensors=wants.tensors & names, params=wants.params & names)
     if not asked.tensors and not asked.params:
         return found
@@ -83,8 +86,7 @@ def add_sink_gradients(
     return Gradients(q=found.q, k=found.k, v=found.v, tensors=tensors, params=params)
 
 
-def _mentioned(lowered: Lowered) -> frozenset[str]:
-    """Names of the tensors and params in the sink."""
-    assert lowered.program.sink is not None
-    leaves = toposort(lowered.program.sink)
-    return frozenset(str(item.value) for item in leaves if item.op in (Op.LOAD, Op.PARAM))
+def _leaves(root: Node) -> frozenset[str]:
+    """Names of the tensors and params in an expression."""
+    found = toposort(root)
+    return frozenset(str(item.value) for item in found if item.op in (Op.LOAD, Op.PARAM))

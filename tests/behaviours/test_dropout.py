@@ -99,3 +99,10 @@ def test_a_learned_probability(check, kernels, value):
     p = torch.tensor(value, device=kernels.device, requires_grad=True)
     inputs = check.inputs(kernels, torch.float32, captures={"p": p}, options={"seed": SEED})
     check(kernels, PROGRAMS["at run time"], inputs)
+
+
+def test_a_probability_that_is_in_the_sink_too(check, kernels):
+    text = "param p: float; sink = 4 * p; weights = dropout(softmax(score), p)"
+    p = torch.tensor(0.3, device=kernels.device, requires_grad=True)
+    inputs = check.inputs(kernels, torch.float32, captures={"p": p}, options={"seed": SEED})
+    check(kernels, text, inputs)
