@@ -189,7 +189,11 @@ class Kernels:
         self, lowered: Lowered, direction: str, special: Specialisation, precision: str,
         target: GPUTarget | None, device: torch.device, key: str, config: Config,
     ) -> tuple[_Module, Executable]:  # fmt: skip
-        """The module with one tile size, stored but not kept; BackendError if it does not fit."""
+        """The module with one tile size, not kept, nor stored for others to find.
+
+        Raises:
+            BackendError: It does not fit.
+        """
         loop = plan_loop(lowered, special, direction, config)
         meta: dict[str, Any] = {
             "config": asdict(config),
@@ -201,11 +205,9 @@ class Kernels:
         try:
             # Described once it has compiled: whoever interrupts that leaves nothing to be found.
             module = self._keep(key, self._store.save(key, text, {}), meta)
-            executable = self._executable(
+            return module, self._executable(
                 module, direction, special, precision, target, device, (config,), {}
             )
-            self._store.save(key, text, meta)
-            return module, executable
         finally:
             self._forget(key)
 
@@ -240,7 +242,7 @@ class Kernels:
                     entry = self._store.save(key, before.source, before.meta)
                     self._keep(key, entry, before.meta)
                 raise
-            self._modules[key] = module
+            self._keep(key, self._store.save(key, module.source, module.meta), module.meta)
             self._executables[key, direction, device, ()] = executable
 
     def _forget(self, key: str) -> None:
