@@ -1,7 +1,7 @@
 """A program's Hopper kernels as the text of a Python module.
 
-Functions of pairs and of loops are those of the portable kernels, letter by letter; the name ``tl``
-in the module is :mod:`.dialect`.
+Functions of loops are those of the portable kernels, letter by letter, those of pairs nearly
+(:mod:`.functions`); the name ``tl`` in the module is :mod:`.dialect`.
 
 Non-goals: compiling the text, and choosing tile sizes.
 """
@@ -13,13 +13,12 @@ from typing import TYPE_CHECKING
 from attndsl.ir import Op, const, dependencies
 from attndsl.passes.tiles.plan import DIRECTIONS
 
-from ..triton.device_functions import param_values, parameters, program_function, wrapped
-from ..triton.expression import print_expressions
-from ..triton.generate import fill_template, import_lines, pair_function
+from ..triton.device_functions import param_values, parameters, wrapped
+from ..triton.generate import fill_template, import_lines
 from ..triton.loops import LIST_PARAMETERS, print_loop
+from .functions import print_functions
 
 if TYPE_CHECKING:
-    from attndsl.ir import Node
     from attndsl.passes.tiles.plan import LoopPlan
     from attndsl.pipeline import Lowered
 
@@ -50,11 +49,11 @@ _BACKWARD_CONSUMER = (
     "HEAD_DIM, VALUE_DIM, D, DV, BLOCK_M, BLOCK_N, STAGES, Q_KIND, KV_KIND, HALF,",
 )
 _FAMILIES = {
-    "forward": ("forward", "forward", _FORWARD_PRODUCER, _FORWARD_CONSUMER),
-    "backward_kv": ("backward", "kv_pass", _BACKWARD_PRODUCER, _BACKWARD_CONSUMER),
+    "forward": (("forward_produce", "forward"), "forward", _FORWARD_PRODUCER, _FORWARD_CONSUMER),
+    "backward_kv": (("backward",), "kv_pass", _BACKWARD_PRODUCER, _BACKWARD_CONSUMER),
 }
-"""By direction: template, what it calls its loop, what it hands to its warpgroups."""
-_OWN_HELPERS = {"as_block"}
+"""By direction: templates, what they call their loop, what they hand to their warpgroups."""
+_OWN_HELPERS = {"as_block", "spread"}
 """Library functions that are others here."""
 _INDENT = "    "
 
@@ -72,30 +71,9 @@ def generate(
         config: How many warpgroups share a tile, and whether loops are peeled.
     """
     program, placed = lowered.program, lowered.placed
-    template, name, producer, consumer = _FAMILIES[direction]
+    templates, name, producer, consumer = _FAMILIES[direction]
     names = parameters(special)
-    roots = [
-        ("mask_of_pair", program.mask, "Whether each pair takes part."),
-        ("score_of_pair", placed.pair, "The score from scale * (q . k), without other parts."),
-    ]
-    if direction != "forward":
-        doc = "Derivative of the program's score by scale * (q . k)."
-        roots.append(("derivative_of_pair", placed.slope, doc))
-    functions, helpers = [], set[str]()
-    for function, root, doc in roots:
-        text, used = pair_function(function, root, special, doc)
-        functions.append(text)
-        helpers |= used
-    for function, root, positions, doc in (
-        ("factor_of_score", placed.inner, "", "A factor of scale * (q . k)."),
-        ("row_of_score", placed.row, "q, origin, ", "What the score has of the row alone."),
-        ("column_of_score", placed.column, "kv, away, ", "What it has of the column alone."),
-        ("steepness_of_column", placed.steepness, "", "The column's part by its distance."),
-        ("sink_of_head", program.sink, "", "The logit that is in the denominator of each row."),
-    ):
-        text, used = _part_function(function, root, special, positions, doc)
-        functions.append(text)
-        helpers |= used
+    functions, helpers = print_functions(lowered, special, direction)
     texts, used = print_loop(
         name,
         DIRECTIONS[direction].along,
@@ -140,24 +118,7 @@ def generate(
         f"{name}_lists": lists,
         "partitions": _partitions(producer, consumer, config.consumers, [*wrapped(names), *lists]),
     }
-    return fill_template(
-        __package__, (template,), [*functions, *texts], helpers, flags, names, more
-    )
-
-
-def _part_function(
-    name: str, root: Node | None, special: Specialisation, positions: str, doc: str
-) -> tuple[str, set[str]]:
-    """A part of the score as a function of a vector of positions, and what it uses."""
-    body, helpers = ["return 0.0"], set[str]()
-    if root is not None:
-        printed = print_expressions((root,), special.names())
-        result = printed.results[0]
-        if root.op is Op.CONST:
-            result = f"tl.full([], {result}, tl.float32)"
-        body, helpers = [*printed.lines, f"return {result}"], set(printed.helpers)
-    first = f"b, h, hkv, {positions}batch, heads, kv_heads, q_len, kv_len"
-    return program_function(name, first, special, doc, body, root is not None), helpers
+    return fill_template(__package__, templates, [*functions, *texts], helpers, flags, names, more)
 
 
 def _partitions(

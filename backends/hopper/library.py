@@ -4,6 +4,7 @@ import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from ..triton.library import positions
 from .shim import COPIES_OPERANDS
 
 
@@ -11,6 +12,31 @@ from .shim import COPIES_OPERANDS
 def as_block(x):
     """What it is given: Gluon spreads a scalar to the tile that it meets."""
     return x
+
+
+@gluon.jit
+def spread(values, places):
+    """What is known of each of ``places``, a vector's or a tile's row or column, like these."""
+    if len(places.shape) == 1:
+        found = gl.convert_layout(values, places.type.layout)
+    elif places.shape[0] == 1:
+        found = gl.convert_layout(values, gl.SliceLayout(0, places.type.layout))[None, :]
+    else:
+        found = gl.convert_layout(values, gl.SliceLayout(1, places.type.layout))[:, None]
+    return found
+
+
+@gluon.jit
+def places_of(
+    first, length, origin, KIND: gl.constexpr, NUMBER: gl.constexpr, LAYOUT: gl.constexpr
+):
+    """Logical positions of ``NUMBER`` rows from ``first``; each is looked up once, if at all."""
+    if KIND == "index":
+        rows = first + gl.arange(0, NUMBER, layout=gl.BlockedLayout([1], [32], [4], [0]))
+        found = gl.convert_layout(positions(rows, length, origin, KIND), LAYOUT)
+    else:
+        found = positions(first + gl.arange(0, NUMBER, layout=LAYOUT), length, origin, KIND)
+    return found
 
 
 @gluon.jit

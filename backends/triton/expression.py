@@ -158,13 +158,18 @@ class Printer:
             self.depths[item] = depth
 
     def _spread_tile_params(self, roots: tuple[Node, ...]) -> None:
-        """Bounds of many tiles at once are tiles themselves, though they vary with no position."""
-        spread: set[Node] = set()
+        """Params of tiles are tiles themselves, though they mention no position.
+
+        Bounds of many tiles at once, and what has been looked up (:mod:`attndsl.passes.gather`).
+        """
+        spread: dict[Node, frozenset[str]] = {}
         for item in toposort(*roots):
-            own = item.op is Op.PARAM and str(item.value).startswith("$")
-            if own or not spread.isdisjoint(item.args):
-                spread.add(item)
-                self.deps[item] |= {"q"}
+            found = frozenset[str]().union(*(spread.get(arg, frozenset()) for arg in item.args))
+            if item.op is Op.PARAM and str(item.value).startswith("$"):
+                found = frozenset({"kv" if str(item.value).startswith("$kv_part") else "q"})
+            if found:
+                spread[item] = found
+                self.deps[item] |= found
 
     def operand(self, item: Node) -> str:
         """Text of ``item`` as a factor of a product."""

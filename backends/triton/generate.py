@@ -30,10 +30,12 @@ if TYPE_CHECKING:
     from attndsl.passes.tiles.plan import LoopPlan
     from attndsl.pipeline import Lowered
 
+    from .expression import Names
     from .specialise import Specialisation
 
 _INDENT = "    "
-_PAIR = "b, h, hkv, q, kv, batch, heads, kv_heads, q_len, kv_len"
+PAIR = "b, h, hkv, q, kv, batch, heads, kv_heads, q_len, kv_len"
+"""What functions of pairs take beside the score and what the program adds."""
 
 
 _PASSES = {"forward": "forward", "backward_kv": "kv_pass", "backward_q": "q_pass"}
@@ -186,7 +188,7 @@ def _functions(lowered: Lowered, special: Specialisation) -> tuple[list[str], se
         texts.append(
             program_function(
                 name,
-                f"dscore, score, live, {_PAIR}",
+                f"dscore, score, live, {PAIR}",
                 special,
                 f"Add each pair's part, by its {doc}, to the gradients of captures and params.",
                 body,
@@ -201,13 +203,14 @@ def pair_function(
     name: str, root: Node | None, special: Specialisation, doc: str
 ) -> tuple[str, set[str]]:
     """``root`` as a function of a tile of pairs, and the library functions that it uses."""
-    body, used = (["return live"], set()) if root is None else _pair_body(root, special)
-    first = f"score, live, {_PAIR}"
+    body, used = (["return live"], set()) if root is None else pair_body(root, special.names())
+    first = f"score, live, {PAIR}"
     return program_function(name, first, special, doc, body, root is not None), used
 
 
-def _pair_body(root: Node, special: Specialisation) -> tuple[list[str], set[str]]:
-    printed: Printed = print_expressions((root,), special.names())
+def pair_body(root: Node, names: Names) -> tuple[list[str], set[str]]:
+    """Lines that return ``root`` for a tile of pairs, and the library functions that they use."""
+    printed: Printed = print_expressions((root,), names)
     result = printed.results[0]
     if root.dtype is DType.FLOAT and "score" not in dependencies(root)[root]:
         value = f"tl.full([1, 1], {result}, tl.float32)" if root.op is Op.CONST else result

@@ -25,7 +25,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from attndsl.backends.hopper import dialect as tl
-from attndsl.backends.hopper.library import add_to_sums, finish, meet
+from attndsl.backends.hopper.library import add_to_sums, finish, meet, places_of
 from attndsl.backends.hopper.shim import tma_load
 from attndsl.backends.triton.library import positions, shift_of_positions
 #: imports
@@ -141,8 +141,23 @@ def produce(
 
 
 @gluon.jit
+def parts_of_queries(
+    first, b, h, hkv, batch, heads, kv_heads, q_len, kv_len, q_origin,
+    BLOCK_M: gl.constexpr, Q_KIND: gl.constexpr,
+    #: parameters
+):
+    """What is looked up by the tile's queries: by neighbouring threads, once."""
+    rows = first + gl.arange(0, BLOCK_M, layout=gl.BlockedLayout([1], [32], [4], [0]))
+    return q_parts_of_pairs(
+        b, h, hkv, positions(rows, q_len, q_origin, Q_KIND),
+        batch, heads, kv_heads, q_len, kv_len,
+        #: arguments
+    )
+
+
+@gluon.jit
 def weights_of_tile(
-    score, lse2, columns, column2, first, kv, scale, origin, ragged,
+    score, q_parts, kv_parts, lse2, columns, column2, first, kv, scale, origin, ragged,
     b, h, hkv, batch, heads, kv_heads, q_len, kv_len, q_origin,
     BLOCK_M: gl.constexpr, Q_KIND: gl.constexpr, PARTIAL: gl.constexpr, SCORES: gl.constexpr,
     #: parameters
@@ -151,23 +166,25 @@ def weights_of_tile(
 
     ``column2`` is what the score has of each key alone, in base 2.
     """
-    rows = first + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(0, SCORES))
+    QUERIES: gl.constexpr = gl.SliceLayout(0, SCORES)
+    rows = first + gl.arange(0, BLOCK_M, layout=QUERIES)
+    places = places_of(first, q_len, q_origin, Q_KIND, BLOCK_M, QUERIES)
     derivative = 1.0
     if HAS_ROW:
         part = row_of_score(
-            b, h, hkv, positions(rows, q_len, q_origin, Q_KIND), origin,
+            b, h, hkv, places, origin, q_parts,
             batch, heads, kv_heads, q_len, kv_len,
             #: arguments
         )
         lse2 = lse2 - part * LOG2E
     if PARTIAL or MODIFIED or HAS_DERIVATIVE:
-        q = positions(rows, q_len, q_origin, Q_KIND)[None, :]
+        q = places[None, :]
         live = (rows < q_len)[None, :] & (columns < kv_len)[:, None]
         raw = score * scale
     if HAS_DERIVATIVE:
         derivative, _ = gl.broadcast(
             derivative_of_pair(
-                raw, live, b, h, hkv, q, kv, batch, heads, kv_heads, q_len, kv_len,
+                raw, live, q_parts, kv_parts, b, h, hkv, q, kv, batch, heads, kv_heads, q_len, kv_len,
                 #: arguments
             ),
             score,
@@ -175,7 +192,7 @@ def weights_of_tile(
     if MODIFIED:
         final, _ = gl.broadcast(
             score_of_pair(
-                raw, live, b, h, hkv, q, kv, batch, heads, kv_heads, q_len, kv_len,
+                raw, live, q_parts, kv_parts, b, h, hkv, q, kv, batch, heads, kv_heads, q_len, kv_len,
                 #: arguments
             ),
             score,
@@ -188,7 +205,7 @@ def weights_of_tile(
     exponent = exponent - lse2[None, :]
     if PARTIAL and MASKED:
         allowed = mask_of_pair(
-            raw, live, b, h, hkv, q, kv, batch, heads, kv_heads, q_len, kv_len,
+            raw, live, q_parts, kv_parts, b, h, hkv, q, kv, batch, heads, kv_heads, q_len, kv_len,
             #: arguments
         )
         exponent = gl.where(allowed, exponent, float("-inf"))
@@ -200,7 +217,7 @@ def weights_of_tile(
 
 @gluon.jit
 def add_query_tile(
-    PART: gl.constexpr, count, q_tile_index, dk, dv, zeros, no_dq, columns, column2, kv, origin,
+    PART: gl.constexpr, count, q_tile_index, dk, dv, zeros, no_dq, kv_parts, columns, column2, kv, origin,
     ragged, SUMS, q_s, k_s, v_s, do_s, lse_s, delta_s, ds_s, q_full, do_full, q_empty, do_empty,
     scale, b, h, hkv, batch, heads, kv_heads, q_len, kv_len, q_origin, padded,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
@@ -230,10 +247,14 @@ def add_query_tile(
     mbarrier.wait(do_full.index(stage), phase)
     v_part = v_s.index(only).reshape([BLOCK_N, DV]).slice(PART * KEYS, KEYS, dim=0)
     weighing = warpgroup_mma(v_part, do.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    q_parts = parts_of_queries(
+        first, b, h, hkv, batch, heads, kv_heads, q_len, kv_len, q_origin, BLOCK_M, Q_KIND,
+        #: arguments
+    )
     score = warpgroup_mma_wait(1, deps=[scoring])
     lse2 = lse_s.index(stage).load(gl.SliceLayout(0, SCORES))
     weight, derivative = weights_of_tile(
-        score, lse2, columns, column2, first, kv, scale, origin, ragged,
+        score, q_parts, kv_parts, lse2, columns, column2, first, kv, scale, origin, ragged,
         b, h, hkv, batch, heads, kv_heads, q_len, kv_len, q_origin,
         BLOCK_M, Q_KIND, PARTIAL, SCORES,
         #: arguments
@@ -321,8 +342,12 @@ def consume(
             #: arguments
             #: kv_pass_lists
         )
+        kv_parts = kv_parts_of_pairs(
+            b, h, hkv, places, batch, heads, kv_heads, q_len, kv_len,
+            #: arguments
+        )
         column2 = LOG2E * column_of_score(
-            b, h, hkv, places, (places - origin).to(gl.float32),
+            b, h, hkv, places, (places - origin).to(gl.float32), kv_parts,
             batch, heads, kv_heads, q_len, kv_len,
             #: arguments
         )
@@ -341,7 +366,7 @@ def consume(
                 #: kv_pass_lists
             )
             dk, dv = add_query_tile(
-                PART, count, q_tile_index, dk, dv, zeros, no_dq, columns, column2, kv, origin,
+                PART, count, q_tile_index, dk, dv, zeros, no_dq, kv_parts, columns, column2, kv, origin,
                 ragged, SUMS, q_s, k_s, v_s, do_s, lse_s, delta_s, ds_s, q_full, do_full, q_empty, do_empty,
                 factored, b, h, hkv, batch, heads, kv_heads, q_len, kv_len, q_origin, padded,
                 BLOCK_M, BLOCK_N, D, DV, STAGES, Q_KIND, True, SCORES, WEIGHTS, SLOPES, HALF,
@@ -358,7 +383,7 @@ def consume(
                     #: kv_pass_lists
                 )
                 dk, dv = add_query_tile(
-                    PART, count, q_tile_index, dk, dv, zeros, no_dq, columns, column2, kv, origin,
+                    PART, count, q_tile_index, dk, dv, zeros, no_dq, kv_parts, columns, column2, kv, origin,
                     ragged, SUMS, q_s, k_s, v_s, do_s, lse_s, delta_s, ds_s,
                     q_full, do_full, q_empty, do_empty,
                     factored, b, h, hkv, batch, heads, kv_heads, q_len, kv_len, q_origin, padded,

@@ -1,8 +1,8 @@
 """Forward kernel for Hopper: a producer warpgroup and two or three consumer warpgroups.
 
-The producer loads q, k and v tiles with the tensor memory accelerator; each consumer computes the
-online softmax for its own rows of the query tile. While the softmax of one tile runs, the matrix
-product of the tile before it does.
+The producer loads q, k and v tiles with the tensor memory accelerator (``forward_produce.py``); each
+consumer computes the online softmax for its own rows of the query tile. While the softmax of one
+tile runs, the matrix product of the tile before it does.
 
 Algorithm: J. Shah et al., FlashAttention-3 (arXiv 2407.08608), sections 3.1 and 3.2. Exponentials
 are base 2.
@@ -10,160 +10,24 @@ are base 2.
 # ruff: noqa: F821
 
 #: begin
-"""Forward kernel: softmax(score) @ v by a producer and consumer warpgroups (arXiv 2407.08608).
-
-Exponentials are base 2.
-"""
-
-import triton
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared, mbarrier, warpgroup_mma, warpgroup_mma_wait,
-)
-
-from attndsl.backends.hopper import dialect as tl
-from attndsl.backends.hopper.library import finish, halves, line, pack, raised, scaled, unpack
-from attndsl.backends.hopper.shim import tma_load, tma_store, tma_wait
-from attndsl.backends.triton.library import positions, shift_of_positions
-#: imports
-
-#: flags
-LOG2E = tl.constexpr(1.4426950408889634)
-LN2 = tl.constexpr(0.6931471805599453)
-
-
-#: functions
-
-
 @gluon.jit
-def place_of_program(batch, heads, kv_heads, q_len, together, BLOCK_M: gl.constexpr):
-    """Query tile, batch entry, head and kv head: ``together`` heads, tile by tile, longest first."""
-    q_tiles = tl.cdiv(q_len, BLOCK_M)
-    group = gl.program_id(0) // (q_tiles * together)
-    within = gl.program_id(0) - group * (q_tiles * together)
-    size = gl.minimum(together, batch * heads - group * together)
-    tile = within // size
-    if FORWARD_DESCENDING:
-        tile = q_tiles - 1 - tile
-    head_of_batch = group * together + within % size
-    b = head_of_batch // heads
-    h = head_of_batch % heads
-    return tile, b, h, h // (heads // kv_heads)
-
-
-@gluon.jit
-def count_tiles(
-    tile, b, h, hkv, batch, heads, kv_heads, q_len, kv_len, q_offset, kv_offset,
-    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
+def parts_of_keys(
+    kv_tile, b, h, hkv, batch, heads, kv_heads, q_len, kv_len, kv_origin,
+    BLOCK_N: gl.constexpr, KV_KIND: gl.constexpr,
     #: parameters
-    #: forward_lists
 ):
-    """As ``forward_tiles``; where there are none, one PARTIAL tile beyond all keys."""
-    full_tiles, partial_tiles, first_live, first_full = forward_tiles(
-        tile, b, h, hkv, batch, heads, kv_heads, q_len, kv_len, q_offset, kv_offset,
-        BLOCK_M, BLOCK_N,
+    """What is looked up by the tile's keys: by neighbouring threads, once."""
+    columns = kv_tile * BLOCK_N + gl.arange(0, BLOCK_N, layout=gl.BlockedLayout([1], [32], [4], [0]))
+    return kv_parts_of_pairs(
+        b, h, hkv, positions(columns, kv_len, kv_origin, KV_KIND),
+        batch, heads, kv_heads, q_len, kv_len,
         #: arguments
-        #: forward_lists
     )
-    nothing = full_tiles + partial_tiles == 0
-    partial_tiles = gl.where(nothing, 1, partial_tiles)
-    return full_tiles, partial_tiles, first_live, first_full, nothing
-
-
-@gluon.jit
-def partial_tile(
-    step, nothing, full_tiles, first_live, first_full, tile,
-    b, h, hkv, batch, heads, kv_heads, q_len, kv_len, q_offset, kv_offset,
-    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
-    #: parameters
-    #: forward_lists
-):
-    """Index of PARTIAL tile number ``step``."""
-    beyond = tl.cdiv(kv_len, BLOCK_N)
-    found = beyond
-    if FORWARD_HAS_PARTIAL:
-        found = forward_partial_tile(
-            step, full_tiles, first_live, first_full, tile,
-            b, h, hkv, batch, heads, kv_heads, q_len, kv_len, q_offset, kv_offset,
-            BLOCK_M, BLOCK_N,
-            #: arguments
-            #: forward_lists
-        )
-    return gl.where(nothing, beyond, found)
-
-
-@gluon.jit
-def load_pair(
-    k_desc, v_desc, k_s, v_s, k_full, k_empty, v_full, v_empty, count, kv_tile, b, hkv,
-    BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
-):
-    """Load one tile of k and one of v, as soon as the consumers have left their places."""
-    stage = count % STAGES
-    phase = (count // STAGES) & 1
-    mbarrier.wait(k_empty.index(stage), phase ^ 1)
-    mbarrier.expect(k_full.index(stage), k_desc.block_type.nbytes)
-    tma_load(k_desc, [b, hkv, kv_tile * BLOCK_N, 0], k_full.index(stage), k_s.index(stage))
-    mbarrier.wait(v_empty.index(stage), phase ^ 1)
-    mbarrier.expect(v_full.index(stage), v_desc.block_type.nbytes)
-    tma_load(v_desc, [b, hkv, kv_tile * BLOCK_N, 0], v_full.index(stage), v_s.index(stage))
-
-
-@gluon.jit
-def produce(
-    q_desc, k_desc, v_desc, q_s, k_s, v_s, q_full, k_full, k_empty, v_full, v_empty,
-    batch, heads, kv_heads, q_len, kv_len, q_origin, kv_origin, together,
-    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr,
-    Q_KIND: gl.constexpr, KV_KIND: gl.constexpr,
-    #: parameters
-    #: forward_lists
-):
-    """Load the query tile, then every key-value tile: PARTIAL ones, then FULL ones."""
-    ROWS: gl.constexpr = BLOCK_M // CONSUMERS
-    tile, b, h, hkv = place_of_program(batch, heads, kv_heads, q_len, together, BLOCK_M)
-    q_offset = shift_of_positions(q_origin, Q_KIND)
-    kv_offset = shift_of_positions(kv_origin, KV_KIND)
-    full_tiles, partial_tiles, first_live, first_full, nothing = count_tiles(
-        tile, b, h, hkv, batch, heads, kv_heads, q_len, kv_len, q_offset, kv_offset,
-        BLOCK_M, BLOCK_N,
-        #: arguments
-        #: forward_lists
-    )
-    for part in gl.static_range(CONSUMERS):
-        mbarrier.expect(q_full.index(part), q_desc.block_type.nbytes)
-        tma_load(
-            q_desc, [b, h, tile * BLOCK_M + part * ROWS, 0], q_full.index(part), q_s.index(part)
-        )
-    for step in range(0, partial_tiles):
-        kv_tile = partial_tile(
-            step, nothing, full_tiles, first_live, first_full, tile,
-            b, h, hkv, batch, heads, kv_heads, q_len, kv_len, q_offset, kv_offset,
-            BLOCK_M, BLOCK_N,
-            #: arguments
-            #: forward_lists
-        )
-        load_pair(
-            k_desc, v_desc, k_s, v_s, k_full, k_empty, v_full, v_empty, step, kv_tile, b, hkv,
-            BLOCK_N, STAGES,
-        )
-    if FORWARD_HAS_FULL:
-        for step in range(0, full_tiles):
-            kv_tile = forward_full_tile(
-                step, full_tiles, first_live, first_full, tile,
-                b, h, hkv, batch, heads, kv_heads, q_len, kv_len, q_offset, kv_offset,
-                BLOCK_M, BLOCK_N,
-                #: arguments
-                #: forward_lists
-            )
-            load_pair(
-                k_desc, v_desc, k_s, v_s, k_full, k_empty, v_full, v_empty,
-                partial_tiles + step, kv_tile, b, hkv, BLOCK_N, STAGES,
-            )
 
 
 @gluon.jit
 def final_scores(
-    score, q, kv_tile, factor, steepness, scale, origin,
+    score, q, q_parts, kv_parts, kv_tile, factor, steepness, scale, origin,
     b, h, hkv, batch, heads, kv_heads, q_len, kv_len, kv_origin,
     BLOCK_N: gl.constexpr, KV_KIND: gl.constexpr, PARTIAL: gl.constexpr, SCORES: gl.constexpr,
     #: parameters
@@ -175,19 +39,20 @@ def final_scores(
     if SCALED_FIRST:
         score = score * scale
     if PARTIAL or MODIFIED or HAS_COLUMN:
-        columns = kv_tile * BLOCK_N + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, SCORES))
-        places = positions(columns, kv_len, kv_origin, KV_KIND)
+        KEYS: gl.constexpr = gl.SliceLayout(0, SCORES)
+        columns = kv_tile * BLOCK_N + gl.arange(0, BLOCK_N, layout=KEYS)
+        places = places_of(kv_tile * BLOCK_N, kv_len, kv_origin, KV_KIND, BLOCK_N, KEYS)
         kv = places[None, :]
         live = (columns < kv_len)[None, :]
         if PARTIAL and MASKED:
             allowed = mask_of_pair(
-                score, live, b, h, hkv, q, kv, batch, heads, kv_heads, q_len, kv_len,
+                score, live, q_parts, kv_parts, b, h, hkv, q, kv, batch, heads, kv_heads, q_len, kv_len,
                 #: arguments
             )
         if MODIFIED:
             score, _ = gl.broadcast(
                 score_of_pair(
-                    score, live, b, h, hkv, q, kv, batch, heads, kv_heads, q_len, kv_len,
+                    score, live, q_parts, kv_parts, b, h, hkv, q, kv, batch, heads, kv_heads, q_len, kv_len,
                     #: arguments
                 ),
                 score,
@@ -204,7 +69,7 @@ def final_scores(
                 column = line(begin * steepness, steepness, BLOCK_N, gl.SliceLayout(0, SCORES))
             else:
                 column = LOG2E * column_of_score(
-                    b, h, hkv, places, away, batch, heads, kv_heads, q_len, kv_len,
+                    b, h, hkv, places, away, kv_parts, batch, heads, kv_heads, q_len, kv_len,
                     #: arguments
                 )
             score = score * factor + column[None, :]
@@ -238,7 +103,7 @@ def soften(score, peak, factor, GUARDED: gl.constexpr):
 
 @gluon.jit
 def attend(
-    count, kv_tile, acc, weight, sums, peak, q, q_part, zeros, k_s, v_s,
+    count, kv_tile, acc, weight, sums, peak, q, q_parts, q_part, zeros, k_s, v_s,
     k_full, k_empty, v_full, v_empty,
     factor, steepness, scale, origin, b, h, hkv, batch, heads, kv_heads, q_len, kv_len, kv_origin,
     BLOCK_N: gl.constexpr, STAGES: gl.constexpr, KV_KIND: gl.constexpr, PARTIAL: gl.constexpr,
@@ -260,10 +125,14 @@ def attend(
     mbarrier.wait(v_full.index(before), ((count - 1) // STAGES) & 1)
     v = v_s.index(before).reshape([BLOCK_N, DV])
     adding = warpgroup_mma(operand, v, acc, is_async=True)
+    kv_parts = parts_of_keys(
+        kv_tile, b, h, hkv, batch, heads, kv_heads, q_len, kv_len, kv_origin, BLOCK_N, KV_KIND,
+        #: arguments
+    )
     score = warpgroup_mma_wait(1, deps=[scoring])
     mbarrier.arrive(k_empty.index(stage), count=1)
     score = final_scores(
-        score, q, kv_tile, factor, steepness, scale, origin,
+        score, q, q_parts, kv_parts, kv_tile, factor, steepness, scale, origin,
         b, h, hkv, batch, heads, kv_heads, q_len, kv_len, kv_origin,
         BLOCK_N, KV_KIND, PARTIAL, SCORES,
         #: arguments
@@ -312,6 +181,10 @@ def consume(
     rows = first + gl.arange(0, ROWS, layout=gl.SliceLayout(1, SCORES))
     row_places = positions(rows, q_len, q_origin, Q_KIND)
     q = row_places[:, None]
+    q_parts = q_parts_of_pairs(
+        b, h, hkv, row_places, batch, heads, kv_heads, q_len, kv_len,
+        #: arguments
+    )
     origin = tile * BLOCK_M + q_offset
     # The running maximum needs a positive factor, so a negative scale is applied to the scores.
     if HAS_FACTOR:
@@ -355,10 +228,14 @@ def consume(
     mbarrier.wait(k_full.index(0), 0)
     k = k_s.index(0).reshape([BLOCK_N, D])
     score = warpgroup_mma(q_part, k.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    kv_parts = parts_of_keys(
+        first_tile, b, h, hkv, batch, heads, kv_heads, q_len, kv_len, kv_origin, BLOCK_N, KV_KIND,
+        #: arguments
+    )
     score = warpgroup_mma_wait(0, deps=[score])
     mbarrier.arrive(k_empty.index(0), count=1)
     score = final_scores(
-        score, q, first_tile, factor, steepness, scale, origin,
+        score, q, q_parts, kv_parts, first_tile, factor, steepness, scale, origin,
         b, h, hkv, batch, heads, kv_heads, q_len, kv_len, kv_origin,
         BLOCK_N, KV_KIND, True, SCORES,
         #: arguments
@@ -376,7 +253,7 @@ def consume(
         )
         for step in range(1, partial_tiles):
             acc, weight, sums, peak = attend(
-                step, kv_tile, acc, weight, sums, peak, q, q_part, zeros, k_s, v_s,
+                step, kv_tile, acc, weight, sums, peak, q, q_parts, q_part, zeros, k_s, v_s,
                 k_full, k_empty, v_full, v_empty,
                 factor, steepness, scale, origin, b, h, hkv, batch, heads, kv_heads, q_len, kv_len, kv_origin,
                 BLOCK_N, STAGES, KV_KIND, True, SCORES, OUTPUT, WEIGHTS, HALF, D, DV,
@@ -400,7 +277,7 @@ def consume(
         )
         for step in range(skipped, full_tiles):
             acc, weight, sums, peak = attend(
-                partial_tiles + step, kv_tile, acc, weight, sums, peak, q, q_part, zeros, k_s, v_s,
+                partial_tiles + step, kv_tile, acc, weight, sums, peak, q, q_parts, q_part, zeros, k_s, v_s,
                 k_full, k_empty, v_full, v_empty,
                 factor, steepness, scale, origin, b, h, hkv, batch, heads, kv_heads, q_len, kv_len, kv_origin,
                 BLOCK_N, STAGES, KV_KIND, False, SCORES, OUTPUT, WEIGHTS, HALF, D, DV,
@@ -423,7 +300,7 @@ def consume(
     empty = total == 0.0
     if HAS_ROW:
         part = row_of_score(
-            b, h, hkv, row_places, origin, batch, heads, kv_heads, q_len, kv_len,
+            b, h, hkv, row_places, origin, q_parts, batch, heads, kv_heads, q_len, kv_len,
             #: arguments
         )
         empty = empty | (part == float("-inf"))

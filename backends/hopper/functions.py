@@ -1,0 +1,149 @@
+"""A program's own device functions, as the Hopper kernels call them.
+
+Those of pairs are the portable kernels' but for lookups by one position alone: these are made once
+for each row of a tile before the loop, and once for its columns at each step, by neighbouring
+threads, while the products run.
+
+Non-goals: functions of loops (:mod:`..triton.loops`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from attndsl.ir import DType, Op, substitute, toposort
+from attndsl.passes.gather import lookups
+from attndsl.passes.widths import fits, ranges
+
+from ..triton.device_functions import program_function
+from ..triton.expression import print_expressions
+from ..triton.generate import PAIR, pair_body
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from attndsl.ir import Node
+    from attndsl.pipeline import Lowered
+
+    from ..triton.expression import Names
+    from ..triton.specialise import Specialisation
+
+_SIZES = "batch, heads, kv_heads, q_len, kv_len"
+
+
+def print_functions(
+    lowered: Lowered, special: Specialisation, direction: str
+) -> tuple[list[str], set[str]]:
+    """Device functions of ``attention_{direction}``, and the names of the library's they call."""
+    program, placed = lowered.program, lowered.placed
+    forward = direction == "forward"
+    pairs = (program.mask, placed.pair, None if forward else placed.slope)
+    # Parts of rows are added after the forward's loop, those of columns before the backward's.
+    of_q = lookups((*pairs, None if forward else placed.row), "q")
+    of_kv = lookups((*pairs, placed.column if forward else None), "kv")
+    names = special.names()
+    names = replace(names, int_bits={**names.int_bits, **_bits(of_q, names), **_bits(of_kv, names)})
+
+    def without(root: Node | None) -> Node | None:
+        return None if root is None else substitute(root, {**of_q, **of_kv})
+
+    mask, pair, slope = map(without, pairs)
+    row = placed.row if forward else without(placed.row)
+    column = without(placed.column) if forward else placed.column
+    of_pairs = [
+        ("mask_of_pair", mask, "Whether each pair takes part."),
+        ("score_of_pair", pair, "The score from scale * (q . k), without other parts."),
+    ]
+    if not forward:
+        doc = "Derivative of the program's score by scale * (q . k)."
+        of_pairs.append(("derivative_of_pair", slope, doc))
+    of_parts = (
+        ("factor_of_score", placed.inner, "", "A factor of scale * (q . k)."),
+        ("row_of_score", row, "q, origin, q_parts, ", "What the score has of the row alone."),
+        ("column_of_score", column, "kv, away, kv_parts, ", "What it has of the column alone."),
+        ("steepness_of_column", placed.steepness, "", "The column's part by its distance."),
+        ("sink_of_head", program.sink, "", "The logit that is in the denominator of each row."),
+    )
+    printed = [
+        *(_pair_function(name, root, special, names, doc) for name, root, doc in of_pairs),
+        *(_part_function(*part, special, names) for part in of_parts),
+        _parts_function("q", of_q, special),
+        _parts_function("kv", of_kv, special),
+    ]
+    return [text for text, _ in printed], set[str]().union(*(used for _, used in printed))
+
+
+def _pair_function(
+    name: str, root: Node | None, special: Specialisation, names: Names, doc: str
+) -> tuple[str, set[str]]:
+    body, used = ["return live"], set[str]()
+    if root is not None:
+        body, used = pair_body(root, names)
+        lines, more = _spread_parts(root)
+        body, used = lines + body, used | more
+    first = f"score, live, q_parts, kv_parts, {PAIR}"
+    return program_function(name, first, special, doc, body, root is not None), used
+
+
+def _part_function(
+    name: str, root: Node | None, positions: str, doc: str, special: Specialisation, names: Names
+) -> tuple[str, set[str]]:
+    """A part of the score as a function of a vector of positions."""
+    body, used = ["return 0.0"], set[str]()
+    if root is not None:
+        printed = print_expressions((root,), names)
+        result = printed.results[0]
+        if root.op is Op.CONST:
+            result = f"tl.full([], {result}, tl.float32)"
+        lines, used = _spread_parts(root)
+        body, used = [*lines, *printed.lines, f"return {result}"], used | printed.helpers
+    first = f"b, h, hkv, {positions}{_SIZES}"
+    return program_function(name, first, special, doc, body, root is not None), used
+
+
+def _parts_function(
+    variable: str, parts: Mapping[Node, Node], special: Specialisation
+) -> tuple[str, set[str]]:
+    """All that is looked up by one position, as a function of a vector of positions."""
+    body, used = ["return (0,)"], set[str]()
+    if parts:
+        names = special.names()
+        printed, bits = print_expressions(tuple(parts), names), _bits(parts, names)
+        results = []
+        for part, text in zip(parts.values(), printed.results, strict=True):
+            kind = {DType.FLOAT: "float32", DType.BOOL: "int8"}.get(part.dtype)
+            results.append(f"({text}).to(tl.{kind or f'int{bits[str(part.value)]}'}),")
+        body = [*printed.lines, f"return ({' '.join(results)})"]
+        used = set(printed.helpers)
+    return program_function(
+        f"{variable}_parts_of_pairs",
+        f"b, h, hkv, {variable}, {_SIZES}",
+        special,
+        f"What masks and scores look up by ``{variable}`` alone.",
+        body,
+        bool(parts),
+    ), used
+
+
+def _spread_parts(root: Node) -> tuple[list[str], set[str]]:
+    """Lines that give the parts that ``root`` mentions the shape of its positions."""
+    lines = []
+    for item in toposort(root):
+        name = str(item.value)[1:]
+        variable, marker, place = name.partition("_part")
+        if item.op is not Op.PARAM or not marker or not str(item.value).startswith("$"):
+            continue
+        known = "" if item.dtype is not DType.BOOL else " != 0"
+        lines.append(f"{name} = spread({variable}_parts[{place}], {variable}){known}")
+    return sorted(lines), {"spread"} if lines else set()
+
+
+def _bits(parts: Mapping[Node, Node], names: Names) -> dict[str, int]:
+    """Bits of the parts that are integers, by the names of their params."""
+    found = ranges(tuple(parts), names.int_bits, names.from_zero)
+    return {
+        str(own.value): 32 if fits(found[part]) else 64
+        for part, own in parts.items()
+        if part.dtype is DType.INT
+    }

@@ -1,0 +1,155 @@
+"""The first half of the forward kernel for Hopper: its head, its order of tiles, its producer."""
+# ruff: noqa: F821
+
+#: begin
+"""Forward kernel: softmax(score) @ v by a producer and consumer warpgroups (arXiv 2407.08608).
+
+Exponentials are base 2.
+"""
+
+import triton
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared, mbarrier, warpgroup_mma, warpgroup_mma_wait,
+)
+
+from attndsl.backends.hopper import dialect as tl
+from attndsl.backends.hopper.library import (
+    finish, halves, line, pack, places_of, raised, scaled, unpack,
+)
+from attndsl.backends.hopper.shim import tma_load, tma_store, tma_wait
+from attndsl.backends.triton.library import positions, shift_of_positions
+#: imports
+
+#: flags
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
+
+
+#: functions
+
+
+@gluon.jit
+def place_of_program(batch, heads, kv_heads, q_len, together, BLOCK_M: gl.constexpr):
+    """Query tile, batch entry, head and kv head: ``together`` heads, tile by tile, longest first."""
+    q_tiles = tl.cdiv(q_len, BLOCK_M)
+    group = gl.program_id(0) // (q_tiles * together)
+    within = gl.program_id(0) - group * (q_tiles * together)
+    size = gl.minimum(together, batch * heads - group * together)
+    tile = within // size
+    if FORWARD_DESCENDING:
+        tile = q_tiles - 1 - tile
+    head_of_batch = group * together + within % size
+    b = head_of_batch // heads
+    h = head_of_batch % heads
+    return tile, b, h, h // (heads // kv_heads)
+
+
+@gluon.jit
+def count_tiles(
+    tile, b, h, hkv, batch, heads, kv_heads, q_len, kv_len, q_offset, kv_offset,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
+    #: parameters
+    #: forward_lists
+):
+    """As ``forward_tiles``; where there are none, one PARTIAL tile beyond all keys."""
+    full_tiles, partial_tiles, first_live, first_full = forward_tiles(
+        tile, b, h, hkv, batch, heads, kv_heads, q_len, kv_len, q_offset, kv_offset,
+        BLOCK_M, BLOCK_N,
+        #: arguments
+        #: forward_lists
+    )
+    nothing = full_tiles + partial_tiles == 0
+    partial_tiles = gl.where(nothing, 1, partial_tiles)
+    return full_tiles, partial_tiles, first_live, first_full, nothing
+
+
+@gluon.jit
+def partial_tile(
+    step, nothing, full_tiles, first_live, first_full, tile,
+    b, h, hkv, batch, heads, kv_heads, q_len, kv_len, q_offset, kv_offset,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
+    #: parameters
+    #: forward_lists
+):
+    """Index of PARTIAL tile number ``step``."""
+    beyond = tl.cdiv(kv_len, BLOCK_N)
+    found = beyond
+    if FORWARD_HAS_PARTIAL:
+        found = forward_partial_tile(
+            step, full_tiles, first_live, first_full, tile,
+            b, h, hkv, batch, heads, kv_heads, q_len, kv_len, q_offset, kv_offset,
+            BLOCK_M, BLOCK_N,
+            #: arguments
+            #: forward_lists
+        )
+    return gl.where(nothing, beyond, found)
+
+
+@gluon.jit
+def load_pair(
+    k_desc, v_desc, k_s, v_s, k_full, k_empty, v_full, v_empty, count, kv_tile, b, hkv,
+    BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+):
+    """Load one tile of k and one of v, as soon as the consumers have left their places."""
+    stage = count % STAGES
+    phase = (count // STAGES) & 1
+    mbarrier.wait(k_empty.index(stage), phase ^ 1)
+    mbarrier.expect(k_full.index(stage), k_desc.block_type.nbytes)
+    tma_load(k_desc, [b, hkv, kv_tile * BLOCK_N, 0], k_full.index(stage), k_s.index(stage))
+    mbarrier.wait(v_empty.index(stage), phase ^ 1)
+    mbarrier.expect(v_full.index(stage), v_desc.block_type.nbytes)
+    tma_load(v_desc, [b, hkv, kv_tile * BLOCK_N, 0], v_full.index(stage), v_s.index(stage))
+
+
+@gluon.jit
+def produce(
+    q_desc, k_desc, v_desc, q_s, k_s, v_s, q_full, k_full, k_empty, v_full, v_empty,
+    batch, heads, kv_heads, q_len, kv_len, q_origin, kv_origin, together,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr,
+    Q_KIND: gl.constexpr, KV_KIND: gl.constexpr,
+    #: parameters
+    #: forward_lists
+):
+    """Load the query tile, then every key-value tile: PARTIAL ones, then FULL ones."""
+    ROWS: gl.constexpr = BLOCK_M // CONSUMERS
+    tile, b, h, hkv = place_of_program(batch, heads, kv_heads, q_len, together, BLOCK_M)
+    q_offset = shift_of_positions(q_origin, Q_KIND)
+    kv_offset = shift_of_positions(kv_origin, KV_KIND)
+    full_tiles, partial_tiles, first_live, first_full, nothing = count_tiles(
+        tile, b, h, hkv, batch, heads, kv_heads, q_len, kv_len, q_offset, kv_offset,
+        BLOCK_M, BLOCK_N,
+        #: arguments
+        #: forward_lists
+    )
+    for part in gl.static_range(CONSUMERS):
+        mbarrier.expect(q_full.index(part), q_desc.block_type.nbytes)
+        tma_load(
+            q_desc, [b, h, tile * BLOCK_M + part * ROWS, 0], q_full.index(part), q_s.index(part)
+        )
+    for step in range(0, partial_tiles):
+        kv_tile = partial_tile(
+            step, nothing, full_tiles, first_live, first_full, tile,
+            b, h, hkv, batch, heads, kv_heads, q_len, kv_len, q_offset, kv_offset,
+            BLOCK_M, BLOCK_N,
+            #: arguments
+            #: forward_lists
+        )
+        load_pair(
+            k_desc, v_desc, k_s, v_s, k_full, k_empty, v_full, v_empty, step, kv_tile, b, hkv,
+            BLOCK_N, STAGES,
+        )
+    if FORWARD_HAS_FULL:
+        for step in range(0, full_tiles):
+            kv_tile = forward_full_tile(
+                step, full_tiles, first_live, first_full, tile,
+                b, h, hkv, batch, heads, kv_heads, q_len, kv_len, q_offset, kv_offset,
+                BLOCK_M, BLOCK_N,
+                #: arguments
+                #: forward_lists
+            )
+            load_pair(
+                k_desc, v_desc, k_s, v_s, k_full, k_empty, v_full, v_empty,
+                partial_tiles + step, kv_tile, b, hkv, BLOCK_N, STAGES,
+            )
