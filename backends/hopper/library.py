@@ -35,8 +35,22 @@ def places_of(
         rows = first + gl.arange(0, NUMBER, layout=gl.BlockedLayout([1], [32], [4], [0]))
         found = gl.convert_layout(positions(rows, length, origin, KIND), LAYOUT)
     else:
-        found = positions(first + gl.arange(0, NUMBER, layout=LAYOUT), length, origin, KIND)
+        found = count_up(positions(first, length, origin, KIND), NUMBER, LAYOUT)
     return found
+
+
+@gluon.jit
+def count_up(begin, NUMBER: gl.constexpr, LAYOUT: gl.constexpr):
+    """``begin + (0 ... NUMBER - 1)`` in ``LAYOUT``, that of the columns of a product.
+
+    One instruction a column, as in :func:`line`; of a plain range the places within the tile would
+    be kept through the loop, in a register each.
+    """
+    EIGHTHS: gl.constexpr = gl.BlockedLayout([NUMBER // 8, 2], [8, 4], [4, 1], [1, 0])
+    eighths = gl.arange(0, NUMBER // 8, layout=gl.SliceLayout(1, EIGHTHS)) * 8
+    places = gl.arange(0, 8, layout=gl.SliceLayout(0, EIGHTHS))
+    both = eighths[:, None] + (places + begin)[None, :]
+    return gl.convert_layout(gl.reshape(both, [NUMBER]), LAYOUT)
 
 
 @gluon.jit

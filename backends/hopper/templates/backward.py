@@ -25,7 +25,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from attndsl.backends.hopper import dialect as tl
-from attndsl.backends.hopper.library import add_to_sums, finish, meet, places_of
+from attndsl.backends.hopper.library import add_to_sums, count_up, finish, meet, places_of
 from attndsl.backends.hopper.shim import tma_load
 from attndsl.backends.triton.library import positions, shift_of_positions
 #: imports
@@ -167,7 +167,7 @@ def weights_of_tile(
     ``column2`` is what the score has of each key alone, in base 2.
     """
     QUERIES: gl.constexpr = gl.SliceLayout(0, SCORES)
-    rows = first + gl.arange(0, BLOCK_M, layout=QUERIES)
+    rows = count_up(first, BLOCK_M, QUERIES)
     places = places_of(first, q_len, q_origin, Q_KIND, BLOCK_M, QUERIES)
     derivative = 1.0
     if HAS_ROW:

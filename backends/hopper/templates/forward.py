@@ -40,7 +40,7 @@ def final_scores(
         score = score * scale
     if PARTIAL or MODIFIED or HAS_COLUMN:
         KEYS: gl.constexpr = gl.SliceLayout(0, SCORES)
-        columns = kv_tile * BLOCK_N + gl.arange(0, BLOCK_N, layout=KEYS)
+        columns = count_up(kv_tile * BLOCK_N, BLOCK_N, KEYS)
         places = places_of(kv_tile * BLOCK_N, kv_len, kv_origin, KV_KIND, BLOCK_N, KEYS)
         kv = places[None, :]
         live = (columns < kv_len)[None, :]
@@ -171,12 +171,6 @@ def consume(
     tile, b, h, hkv = place_of_program(batch, heads, kv_heads, q_len, together, BLOCK_M)
     q_offset = shift_of_positions(q_origin, Q_KIND)
     kv_offset = shift_of_positions(kv_origin, KV_KIND)
-    full_tiles, partial_tiles, first_live, first_full, nothing = count_tiles(
-        tile, b, h, hkv, batch, heads, kv_heads, q_len, kv_len, q_offset, kv_offset,
-        BLOCK_M, BLOCK_N,
-        #: arguments
-        #: forward_lists
-    )
     first = tile * BLOCK_M + PART * ROWS
     rows = first + gl.arange(0, ROWS, layout=gl.SliceLayout(1, SCORES))
     row_places = positions(rows, q_len, q_origin, Q_KIND)
@@ -184,6 +178,12 @@ def consume(
     q_parts = q_parts_of_pairs(
         b, h, hkv, row_places, batch, heads, kv_heads, q_len, kv_len,
         #: arguments
+    )
+    full_tiles, partial_tiles, first_live, first_full, nothing = count_tiles(
+        tile, b, h, hkv, batch, heads, kv_heads, q_len, kv_len, q_offset, kv_offset,
+        BLOCK_M, BLOCK_N,
+        #: arguments
+        #: forward_lists
     )
     origin = tile * BLOCK_M + q_offset
     # The running maximum needs a positive factor, so a negative scale is applied to the scores.

@@ -16,7 +16,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from attndsl.backends.hopper import dialect as tl
 from attndsl.backends.hopper.library import (
-    finish, halves, line, pack, places_of, raised, scaled, unpack,
+    count_up, finish, halves, line, pack, places_of, raised, scaled, unpack,
 )
 from attndsl.backends.hopper.shim import tma_load, tma_store, tma_wait
 from attndsl.backends.triton.library import positions, shift_of_positions
@@ -115,6 +115,11 @@ def produce(
     """Load the query tile, then every key-value tile: PARTIAL ones, then FULL ones."""
     ROWS: gl.constexpr = BLOCK_M // CONSUMERS
     tile, b, h, hkv = place_of_program(batch, heads, kv_heads, q_len, together, BLOCK_M)
+    for part in gl.static_range(CONSUMERS):
+        mbarrier.expect(q_full.index(part), q_desc.block_type.nbytes)
+        tma_load(
+            q_desc, [b, h, tile * BLOCK_M + part * ROWS, 0], q_full.index(part), q_s.index(part)
+        )
     q_offset = shift_of_positions(q_origin, Q_KIND)
     kv_offset = shift_of_positions(kv_origin, KV_KIND)
     full_tiles, partial_tiles, first_live, first_full, nothing = count_tiles(
@@ -123,11 +128,6 @@ def produce(
         #: arguments
         #: forward_lists
     )
-    for part in gl.static_range(CONSUMERS):
-        mbarrier.expect(q_full.index(part), q_desc.block_type.nbytes)
-        tma_load(
-            q_desc, [b, h, tile * BLOCK_M + part * ROWS, 0], q_full.index(part), q_s.index(part)
-        )
     for step in range(0, partial_tiles):
         kv_tile = partial_tile(
             step, nothing, full_tiles, first_live, first_full, tile,

@@ -77,7 +77,7 @@ def test_a_deterministic_call_has_a_layout_of_its_own():
 def test_views_make_the_descriptors_that_the_constructor_makes():
     call = call_of()
     special = specialise(lower(Source("score"), {}).program, call)
-    (config, *_) = candidates("forward", 64, masked=False)
+    (config, *_) = candidates("forward", 64, masked=False, work="dense")
     for name, block in blocks_of("forward", special, config).items():
         first, second = torch.empty_like(call.q), torch.empty_like(call.q)
         steps = descriptor_strides(first)
@@ -106,7 +106,11 @@ def test_strides_that_the_hardware_takes(shape, strides, wanted):
     assert descriptor_strides(tensor) == wanted
 
 
-def test_masked_programs_prefer_smaller_tiles_backward():
-    assert candidates("backward_kv", 64, masked=True)[0].block_m == 64
-    assert candidates("backward_kv", 64, masked=False)[0].block_m == 128
-    assert candidates("forward", 128, masked=True) == candidates("forward", 128, masked=False)
+def test_masked_programs_prefer_smaller_tiles():
+    assert candidates("backward_kv", 64, masked=True, work="masked")[0].block_m == 64
+    assert candidates("backward_kv", 64, masked=False, work="dense")[0].block_m == 128
+    dense = candidates("forward", 64, masked=False, work="dense")
+    assert candidates("forward", 64, masked=True, work="masked") == dense
+    few = candidates("forward", 64, masked=True, work="short partial")
+    assert few[0].block_m < dense[0].block_m
+    assert set(few) == set(dense)
