@@ -69,7 +69,7 @@ class Attention:
         self._defaults = dict(defaults)
         self._lowered = lowered_program(spec)
         # What validation found, by the call's shapes, strides and dtypes.
-        self._prepared: dict[Any, tuple[Backend, Call]] = {}
+        self._prepared: dict[Any, tuple[Backend, Call, bool]] = {}
 
     @property
     def text(self) -> str:
@@ -182,14 +182,14 @@ class Attention:
                 call, q=q.new_empty(0), k=q.new_empty(0), v=q.new_empty(0), tensors={}, params={},
                 tiles=None,
             )  # fmt: skip
-            self._prepared[key] = backend, template
+            self._prepared[key] = backend, template, call.q is q and call.k is k and call.v is v
         else:
-            backend, template = prepared
+            backend, template, as_given = prepared
             program = self._lowered.program
             call = Call(
-                rows_contiguous(q),
-                rows_contiguous(k),
-                rows_contiguous(v),
+                q if as_given else rows_contiguous(q),
+                k if as_given else rows_contiguous(k),
+                v if as_given else rows_contiguous(v),
                 template.scale if scale is None else scale,
                 template.sizes,
                 {decl.name: captures[decl.name] for decl in program.tensors},  # type: ignore[misc]

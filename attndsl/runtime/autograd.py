@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -43,14 +44,14 @@ class _Attend(torch.autograd.Function):
         out, lse = backend.forward(lowered, call)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*inputs, out, lse)
-        ctx.backend, ctx.lowered = backend, lowered
         # Tensors are kept by save_for_backward alone, which hooks and checkpointing look into.
-        ctx.plain = (
+        plain = (
             call.scale, call.sizes, call.q_offset, call.kv_offset, call.q_index, call.kv_index,
             call.seed, call.deterministic, call.tiles, call.signature,
         )  # fmt: skip
-        ctx.tensor_names = tuple(call.tensors)
-        ctx.params = {n: None if isinstance(p, torch.Tensor) else p for n, p in call.params.items()}
+        params = {n: None if isinstance(p, torch.Tensor) else p for n, p in call.params.items()}
+        # One attribute, since each takes torch a microsecond.
+        ctx.kept = backend, lowered, plain, tuple(call.tensors), params
         return out, lse
 
     @staticmethod
@@ -59,26 +60,19 @@ class _Attend(torch.autograd.Function):
         ctx: Any, grad_out: torch.Tensor | None, grad_lse: torch.Tensor | None
     ) -> tuple[torch.Tensor | None, ...]:
         *inputs, out, lse = ctx.saved_tensors
-        names = [*ctx.tensor_names, *(n for n, p in ctx.params.items() if p is None)]
+        backend, lowered, plain, tensor_names, params = ctx.kept
+        given_names = tuple(n for n, p in params.items() if p is None) if params else ()
         if grad_out is None and grad_lse is None:
-            return (None,) * (6 + len(names))
-        call = _restore(ctx.plain, ctx.tensor_names, ctx.params, inputs)
-        needs = ctx.needs_input_grad[3:]
-        wanted = {name for name, need in zip(names, needs[3:], strict=True) if need}
-        gradients = ctx.backend.backward(
-            ctx.lowered,
+            return (None,) * (6 + len(tensor_names) + len(given_names))
+        call = _restore(plain, tensor_names, params, inputs)
+        gradients = backend.backward(
+            lowered,
             call,
             out,
             lse,
             torch.zeros_like(out) if grad_out is None else grad_out,
             grad_lse,
-            Wants(
-                q=needs[0],
-                k=needs[1],
-                v=needs[2],
-                tensors=frozenset(wanted & set(ctx.tensor_names)),
-                params=frozenset(wanted & set(ctx.params)),
-            ),
+            _wants(ctx.needs_input_grad[3:], tensor_names, given_names),
         )
         found = {**gradients.tensors, **gradients.params}
         return (
@@ -88,8 +82,16 @@ class _Attend(torch.autograd.Function):
             gradients.q,
             gradients.k,
             gradients.v,
-            *(found.get(name) for name in names),
+            *(found.get(name) for name in (*tensor_names, *given_names)),
         )
+
+
+@lru_cache(maxsize=256)
+def _wants(needs: tuple[bool, ...], tensors: tuple[str, ...], params: tuple[str, ...]) -> Wants:
+    """What to compute; ``needs`` is in the order q, k, v, tensors, params."""
+    q, k, v, *rest = needs
+    captures = {name for name, need in zip((*tensors, *params), rest, strict=True) if need}
+    return Wants(q, k, v, frozenset(captures & {*tensors}), frozenset(captures & {*params}))
 
 
 def _restore(
