@@ -203,8 +203,7 @@ class Attention:
                 None if tiles is None else given_tiles(self._lowered, template, tiles, q.device),
                 template.signature,
             )
-        out, lse = attend(backend, self._lowered, call)
-        return (out, lse) if return_lse else out
+        return attend(backend, self._lowered, call, return_lse)
 
     def source(
         self,

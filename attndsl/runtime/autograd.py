@@ -14,17 +14,22 @@ if TYPE_CHECKING:
     from attndsl.pipeline import Lowered
 
 
-def attend(backend: Backend, lowered: Lowered, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
-    """``(out, lse)`` of ``call``, differentiable in q, k, v, float captures and float params."""
-    if backend.differentiable:
-        return backend.forward(lowered, call)
-    if torch.is_grad_enabled() and _needs_grad(call):
+def attend(
+    backend: Backend, lowered: Lowered, call: Call, return_lse: bool
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """``out`` or ``(out, lse)`` of ``call``.
+
+    Both are differentiable in q, k, v, float captures and float params.
+    """
+    if not backend.differentiable and torch.is_grad_enabled() and _needs_grad(call):
         given = [p for p in call.params.values() if isinstance(p, torch.Tensor)]
-        found: tuple[torch.Tensor, torch.Tensor] = _Attend.apply(  # type: ignore[no-untyped-call]
-            backend, lowered, call, call.q, call.k, call.v, *call.tensors.values(), *given
-        )
+        found: torch.Tensor | tuple[torch.Tensor, torch.Tensor] = _Attend.apply(  # type: ignore[no-untyped-call]
+            backend, lowered, call, return_lse, call.q, call.k, call.v, *call.tensors.values(),
+            *given,
+        )  # fmt: skip
         return found
-    return backend.forward(lowered, call)
+    out, lse = backend.forward(lowered, call)
+    return (out, lse) if return_lse else out
 
 
 def _needs_grad(call: Call) -> bool:
@@ -39,8 +44,13 @@ def _needs_grad(call: Call) -> bool:
 class _Attend(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, backend: Backend, lowered: Lowered, call: Call, *inputs: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        ctx: Any,
+        backend: Backend,
+        lowered: Lowered,
+        call: Call,
+        return_lse: bool,
+        *inputs: torch.Tensor,
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         out, lse = backend.forward(lowered, call)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*inputs, out, lse)
@@ -52,18 +62,19 @@ class _Attend(torch.autograd.Function):
         params = {n: None if isinstance(p, torch.Tensor) else p for n, p in call.params.items()}
         # One attribute, since each takes torch a microsecond.
         ctx.kept = backend, lowered, plain, tuple(call.tensors), params
-        return out, lse
+        # An output that nobody sees takes torch as long as an allocation.
+        return (out, lse) if return_lse else out
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(
-        ctx: Any, grad_out: torch.Tensor | None, grad_lse: torch.Tensor | None
+        ctx: Any, grad_out: torch.Tensor | None, grad_lse: torch.Tensor | None = None
     ) -> tuple[torch.Tensor | None, ...]:
         *inputs, out, lse = ctx.saved_tensors
         backend, lowered, plain, tensor_names, params = ctx.kept
         given_names = tuple(n for n, p in params.items() if p is None) if params else ()
         if grad_out is None and grad_lse is None:
-            return (None,) * (6 + len(tensor_names) + len(given_names))
+            return (None,) * (7 + len(tensor_names) + len(given_names))
         call = _restore(plain, tensor_names, params, inputs)
         gradients = backend.backward(
             lowered,
@@ -72,10 +83,11 @@ class _Attend(torch.autograd.Function):
             lse,
             torch.zeros_like(out) if grad_out is None else grad_out,
             grad_lse,
-            _wants(ctx.needs_input_grad[3:], tensor_names, given_names),
+            _wants(ctx.needs_input_grad[4:], tensor_names, given_names),
         )
         found = {**gradients.tensors, **gradients.params}
         return (
+            None,
             None,
             None,
             None,
