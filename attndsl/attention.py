@@ -68,7 +68,8 @@ class Attention:
         self._checked = checked
         self._defaults = dict(defaults)
         self._lowered = lowered_program(spec)
-        # What validation found, by the call's shapes, strides and dtypes.
+        # What validation found, by the call's shapes, strides and dtypes, and whether q, k and v
+        # are taken as they are.
         self._prepared: dict[Any, tuple[Backend, Call, bool]] = {}
 
     @property

@@ -180,7 +180,8 @@ class TritonBackend:
         else:
             layout = self._layout(lowered, call, "backward", grad_out, wants, grad_lse is not None)
             padded = -(-q_len // PADDING) * PADDING
-            lse2, delta = lse.new_empty((2, batch, heads, padded))
+            lse2 = lse.new_empty((batch, heads, padded))
+            delta = torch.empty_like(lse2)
             stream = stream_of(q.device)
             grad_strides = strides(grad_out)[:3]
             rows = layout.executables["row_statistics"]
