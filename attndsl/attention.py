@@ -68,8 +68,9 @@ class Attention:
         self._checked = checked
         self._defaults = dict(defaults)
         self._lowered = lowered_program(spec)
-        # What validation found, by the call's shapes, strides and dtypes.
-        self._prepared: dict[Any, tuple[Backend, Call]] = {}
+        # What validation found, by the call's shapes, strides and dtypes, and whether q, k and v
+        # are taken as they are.
+        self._prepared: dict[Any, tuple[Backend, Call, bool]] = {}
 
     @property
     def text(self) -> str:
@@ -182,14 +183,14 @@ class Attention:
                 call, q=q.new_empty(0), k=q.new_empty(0), v=q.new_empty(0), tensors={}, params={},
                 tiles=None,
             )  # fmt: skip
-            self._prepared[key] = backend, template
+            self._prepared[key] = backend, template, call.q is q and call.k is k and call.v is v
         else:
-            backend, template = prepared
+            backend, template, as_given = prepared
             program = self._lowered.program
             call = Call(
-                rows_contiguous(q),
-                rows_contiguous(k),
-                rows_contiguous(v),
+                q if as_given else rows_contiguous(q),
+                k if as_given else rows_contiguous(k),
+                v if as_given else rows_contiguous(v),
                 template.scale if scale is None else scale,
                 template.sizes,
                 {decl.name: captures[decl.name] for decl in program.tensors},  # type: ignore[misc]
@@ -203,8 +204,7 @@ class Attention:
                 None if tiles is None else given_tiles(self._lowered, template, tiles, q.device),
                 template.signature,
             )
-        out, lse = attend(backend, self._lowered, call)
-        return (out, lse) if return_lse else out
+        return attend(backend, self._lowered, call, return_lse)
 
     def source(
         self,

@@ -90,6 +90,10 @@ class ConfigError(AttnDSLError):
     """A configuration file that does not hold programs in the documented form."""
 
 
+class LaunchWarning(UserWarning):
+    """Kernels are launched in a slower way than usual, since this Triton is not as expected."""
+
+
 class CacheWarning(UserWarning):
     """A kernel cache entry or directory that could not be used; the call goes on without it."""
 

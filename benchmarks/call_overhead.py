@@ -47,8 +47,10 @@ class Launches:
         self.number += 1
 
 
-def microseconds(call: Callable[[], object], calls: int, launches: Launches) -> float:
-    """Time of one call; each has to launch one kernel."""
+def microseconds(
+    call: Callable[[], object], calls: int, launches: Launches, kernels: int = 1
+) -> float:
+    """Time of one call; each has to launch so many kernels."""
     for _ in range(200):
         call()
     rounds = []
@@ -57,12 +59,12 @@ def microseconds(call: Callable[[], object], calls: int, launches: Launches) -> 
         for _ in range(calls):
             call()
         rounds.append((time.perf_counter() - begin) / calls * 1e6)
-        assert launches.number - before == calls
+        assert launches.number - before == calls * kernels
     return min(rounds)
 
 
 def rows(calls: int, launches: Launches) -> list[dict[str, Any]]:
-    """One row a program, without and with gradients."""
+    """One row a program: without gradients, with them to come, and with the backward."""
     found = []
     arguments = {"run-time param": {"cap": 30.0}, "captured tensor": {"gain": torch.ones(8)}}
     for name, (text, bound) in PROGRAMS.items():
@@ -72,8 +74,19 @@ def rows(calls: int, launches: Launches) -> list[dict[str, Any]]:
         plain = microseconds(lambda: attention(q, k, v, **given), calls, launches)  # noqa: B023
         learned = q.clone().requires_grad_()
         grad = microseconds(lambda: attention(learned, k, v, **given), calls, launches)  # noqa: B023
-        found.append({"program": name, "call_us": plain, "with_grad_us": grad})
+        inputs = [x.clone().requires_grad_() for x in (q, k, v)]
+        step = microseconds(lambda: _step(attention, inputs, given, q), calls, launches, 4)  # noqa: B023
+        found.append(
+            {"program": name, "call_us": plain, "with_grad_us": grad, "with_backward_us": step}
+        )
     return found
+
+
+def _step(
+    attention: attndsl.Attention, inputs: list[torch.Tensor], given: dict[str, Any],
+    grad_out: torch.Tensor,
+) -> None:  # fmt: skip
+    torch.autograd.grad(attention(*inputs, **given), inputs, grad_out)
 
 
 def main() -> None:

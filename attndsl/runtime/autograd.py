@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,17 +14,22 @@ if TYPE_CHECKING:
     from attndsl.pipeline import Lowered
 
 
-def attend(backend: Backend, lowered: Lowered, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
-    """``(out, lse)`` of ``call``, differentiable in q, k, v, float captures and float params."""
-    if backend.differentiable:
-        return backend.forward(lowered, call)
-    if torch.is_grad_enabled() and _needs_grad(call):
+def attend(
+    backend: Backend, lowered: Lowered, call: Call, return_lse: bool
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """``out`` or ``(out, lse)`` of ``call``.
+
+    Both are differentiable in q, k, v, float captures and float params.
+    """
+    if not backend.differentiable and torch.is_grad_enabled() and _needs_grad(call):
         given = [p for p in call.params.values() if isinstance(p, torch.Tensor)]
-        found: tuple[torch.Tensor, torch.Tensor] = _Attend.apply(  # type: ignore[no-untyped-call]
-            backend, lowered, call, call.q, call.k, call.v, *call.tensors.values(), *given
-        )
+        found: torch.Tensor | tuple[torch.Tensor, torch.Tensor] = _Attend.apply(  # type: ignore[no-untyped-call]
+            backend, lowered, call, return_lse, call.q, call.k, call.v, *call.tensors.values(),
+            *given,
+        )  # fmt: skip
         return found
-    return backend.forward(lowered, call)
+    out, lse = backend.forward(lowered, call)
+    return (out, lse) if return_lse else out
 
 
 def _needs_grad(call: Call) -> bool:
@@ -38,58 +44,66 @@ def _needs_grad(call: Call) -> bool:
 class _Attend(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, backend: Backend, lowered: Lowered, call: Call, *inputs: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        ctx: Any,
+        backend: Backend,
+        lowered: Lowered,
+        call: Call,
+        return_lse: bool,
+        *inputs: torch.Tensor,
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         out, lse = backend.forward(lowered, call)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*inputs, out, lse)
-        ctx.backend, ctx.lowered = backend, lowered
         # Tensors are kept by save_for_backward alone, which hooks and checkpointing look into.
-        ctx.plain = (
+        plain = (
             call.scale, call.sizes, call.q_offset, call.kv_offset, call.q_index, call.kv_index,
             call.seed, call.deterministic, call.tiles, call.signature,
         )  # fmt: skip
-        ctx.tensor_names = tuple(call.tensors)
-        ctx.params = {n: None if isinstance(p, torch.Tensor) else p for n, p in call.params.items()}
-        return out, lse
+        params = {n: None if isinstance(p, torch.Tensor) else p for n, p in call.params.items()}
+        # One attribute, since each takes torch a microsecond.
+        ctx.kept = backend, lowered, plain, tuple(call.tensors), params
+        # An output that nobody sees takes torch as long as an allocation.
+        return (out, lse) if return_lse else out
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(
-        ctx: Any, grad_out: torch.Tensor | None, grad_lse: torch.Tensor | None
+        ctx: Any, grad_out: torch.Tensor | None, grad_lse: torch.Tensor | None = None
     ) -> tuple[torch.Tensor | None, ...]:
         *inputs, out, lse = ctx.saved_tensors
-        names = [*ctx.tensor_names, *(n for n, p in ctx.params.items() if p is None)]
+        backend, lowered, plain, tensor_names, params = ctx.kept
+        given_names = tuple(n for n, p in params.items() if p is None) if params else ()
         if grad_out is None and grad_lse is None:
-            return (None,) * (6 + len(names))
-        call = _restore(ctx.plain, ctx.tensor_names, ctx.params, inputs)
-        needs = ctx.needs_input_grad[3:]
-        wanted = {name for name, need in zip(names, needs[3:], strict=True) if need}
-        gradients = ctx.backend.backward(
-            ctx.lowered,
+            return (None,) * (7 + len(tensor_names) + len(given_names))
+        call = _restore(plain, tensor_names, params, inputs)
+        gradients = backend.backward(
+            lowered,
             call,
             out,
             lse,
             torch.zeros_like(out) if grad_out is None else grad_out,
             grad_lse,
-            Wants(
-                q=needs[0],
-                k=needs[1],
-                v=needs[2],
-                tensors=frozenset(wanted & set(ctx.tensor_names)),
-                params=frozenset(wanted & set(ctx.params)),
-            ),
+            _wants(ctx.needs_input_grad[4:], tensor_names, given_names),
         )
         found = {**gradients.tensors, **gradients.params}
         return (
             None,
             None,
             None,
+            None,
             gradients.q,
             gradients.k,
             gradients.v,
-            *(found.get(name) for name in names),
+            *(found.get(name) for name in (*tensor_names, *given_names)),
         )
+
+
+@lru_cache(maxsize=256)
+def _wants(needs: tuple[bool, ...], tensors: tuple[str, ...], params: tuple[str, ...]) -> Wants:
+    """What to compute; ``needs`` is in the order q, k, v, tensors, params."""
+    q, k, v, *rest = needs
+    captures = {name for name, need in zip((*tensors, *params), rest, strict=True) if need}
+    return Wants(q, k, v, frozenset(captures & {*tensors}), frozenset(captures & {*params}))
 
 
 def _restore(

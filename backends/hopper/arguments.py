@@ -1,4 +1,4 @@
-"""Arguments of Hopper kernels: their types for the compiler, and descriptors for a launch."""
+"""Arguments of Hopper kernels: their types for the compiler, and what all of one layout share."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from triton.experimental.gluon.language import NVMMASharedLayout
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ..triton.arguments import Layout, capture_types, template_argument
 from ..triton.compile import Argument
@@ -18,6 +17,7 @@ if TYPE_CHECKING:
 
     from ..triton.specialise import Specialisation
     from ..triton.tiles import Config
+    from .launch import Launch, View
 
 _BYTES = 16
 """Addresses and strides that the tensor memory accelerator takes are multiples of this."""
@@ -101,39 +101,15 @@ def arguments_of(
 
 
 @dataclass(frozen=True, slots=True)
-class View:
-    """How kernels see a tensor, and all others of its dtype, shape, strides and alignment."""
-
-    attributes: dict[str, Any]
-    """Of a descriptor, but for the tensor."""
-
-    def of(self, tensor: torch.Tensor) -> TensorDescriptor:
-        """The descriptor of ``tensor``; what has been checked of the first one is not again."""
-        found = object.__new__(TensorDescriptor)
-        found.__dict__.update(self.attributes, base=tensor)
-        return found
-
-
-def view(tensor: torch.Tensor, steps: tuple[int, ...], block: Block) -> View:
-    """The view of ``tensor`` by blocks.
-
-    Args:
-        tensor: What to describe.
-        steps: Its strides, for (batch, heads, length, head dim) from :func:`descriptor_strides`.
-        block: What to move at once.
-    """
-    found = TensorDescriptor(
-        tensor, list(tensor.shape), list(steps), list(block.shape), block.layout
-    )
-    return View({name: value for name, value in vars(found).items() if name != "base"})
-
-
-@dataclass(frozen=True, slots=True)
 class HopperLayout(Layout):
     """What all calls of one signature share."""
 
+    launches: Mapping[str, Launch] = field(default_factory=dict)
+    """By name of the executable."""
     views: Mapping[str, View] = field(default_factory=dict)
     """By kernel argument."""
+    grad_strides: tuple[int, ...] = ()
+    """Of a backward: batch, head and row strides of the output's gradient."""
     together: int = 1
     """Query heads whose tiles run side by side."""
     why_portable: str | None = None
@@ -153,3 +129,8 @@ def descriptor_strides(tensor: torch.Tensor) -> tuple[int, ...] | None:
             return None
         steps.append(step)
     return (*steps, 1)
+
+
+def addresses(*tensors: torch.Tensor) -> list[int]:
+    """Pointers as numbers, of which the launcher does not ask the driver what they point to."""
+    return [tensor.data_ptr() for tensor in tensors]

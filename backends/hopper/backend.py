@@ -12,8 +12,9 @@ from ..triton.backend import PADDING, TritonBackend, lists_of, on_device, stream
 from ..triton.kernels import STATISTICS_ROWS
 from ..triton.sinks import without_sinks
 from ..triton.specialise import specialise, strides
-from .arguments import HopperLayout, block_width, blocks_of, descriptor_strides, view
+from .arguments import HopperLayout, addresses, block_width, blocks_of, descriptor_strides
 from .kernels import HopperKernels
+from .launch import TensorMaps, launch_of, view
 from .tiles import CANDIDATES
 
 if TYPE_CHECKING:
@@ -38,6 +39,7 @@ class HopperBackend(TritonBackend):
         super().__init__(store)
         self._portable = TritonBackend(store)
         self._kernels = HopperKernels(store)
+        self._maps = TensorMaps()
 
     def why_not(self, device: torch.device) -> str | None:
         """Why it cannot run on ``device``, or None."""
@@ -53,22 +55,23 @@ class HopperBackend(TritonBackend):
         layout = self._hopper_layout(lowered, call, "forward")
         if layout.why_portable is not None:
             return self._portable.forward(lowered, call)
-        q, views = call.q, layout.views
+        q, views, of = call.q, layout.views, self._maps.of
         batch, heads, q_len, _ = q.shape
         out = q.new_empty((batch, heads, q_len, call.v.shape[-1]))
         lse = q.new_empty((batch, heads, q_len), dtype=torch.float32)
-        kernel = layout.executables["forward"]
+        launch = layout.launches["forward"]
         stream = stream_of(q.device)
         with on_device(q.device):
             lists = lists_of(layout, lowered, call, "forward", stream)
-            kernel.launch(
-                -(-q_len // kernel.config.block_m) * batch * heads,
+            launch.run(
+                -(-q_len // launch.executable.config.block_m) * batch * heads,
                 stream,
                 [
-                    views["q_desc"].of(q), views["k_desc"].of(call.k), views["v_desc"].of(call.v),
-                    views["o_desc"].of(out), lse, call.scale, *layout.sizes,
-                    origin(call.q_offset, call.q_index), origin(call.kv_offset, call.kv_index),
-                    layout.together, *capture_arguments(layout.special, call), *lists,
+                    *of(views["q_desc"], q), *of(views["k_desc"], call.k),
+                    *of(views["v_desc"], call.v), *of(views["o_desc"], out), lse.data_ptr(),
+                    call.scale, *layout.sizes, origin(call.q_offset, call.q_index),
+                    origin(call.kv_offset, call.kv_index), layout.together,
+                    *capture_arguments(layout.special, call), *lists,
                 ],
             )  # fmt: skip
         return out, lse
@@ -84,47 +87,54 @@ class HopperBackend(TritonBackend):
         wants: Wants,
     ) -> tuple[Gradients, torch.Tensor]:
         given = grad_out
-        if grad_out.numel() and descriptor_strides(grad_out) is None:
+        if not grad_out.is_contiguous() and descriptor_strides(grad_out) is None:
             grad_out = grad_out.contiguous()
         has_dlse = grad_lse is not None
         layout = self._hopper_layout(lowered, call, "backward", grad_out, wants, has_dlse)
         if layout.why_portable is not None:
             return self._portable._gradients(lowered, call, out, lse, given, grad_lse, wants)
-        q, k, v, views = call.q, call.k, call.v, layout.views
+        q, k, v, views, of = call.q, call.k, call.v, layout.views, self._maps.of
         batch, heads, q_len, head_dim = q.shape
         padded = -(-q_len // PADDING) * PADDING
-        lse2, delta = lse.new_empty((2, batch * heads * padded))
-        sums = lse.new_empty((batch, heads, padded, block_width(head_dim)))
-        dk, dv = k.new_empty(k.shape), v.new_empty(v.shape)
-        kernel = layout.executables["backward_kv"]
+        rows = (batch, heads, padded)
+        lse2 = lse.new_empty(rows)
+        delta = torch.empty_like(lse2)
+        sums = lse.new_empty((*rows, block_width(head_dim)))
+        dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (k, v))
+        dlse = lse if grad_lse is None else grad_lse.contiguous()
+        out_strides = layout.out_strides if out.is_contiguous() else strides(out)[:3]
+        launches = layout.launches
         stream = stream_of(q.device)
         with on_device(q.device):
-            layout.executables["prepare_backward"].launch(
+            launches["prepare_backward"].run(
                 padded // STATISTICS_ROWS * batch * heads, stream,
-                [out, grad_out, lse, lse if grad_lse is None else grad_lse.contiguous(),
-                 lse2, delta, sums, *strides(out)[:3], *strides(grad_out)[:3], heads, q_len],
+                [*addresses(out, grad_out, lse, dlse, lse2, delta, sums), *out_strides,
+                 *layout.grad_strides, heads, q_len],
             )  # fmt: skip
-            kernel.launch(
-                -(-k.shape[2] // kernel.config.block_n) * batch * k.shape[1], stream,
+            launch = launches["backward_kv"]
+            launch.run(
+                -(-k.shape[2] // launch.executable.config.block_n) * batch * k.shape[1], stream,
                 [
-                    views["q_desc"].of(q), views["k_desc"].of(k), views["v_desc"].of(v),
-                    views["do_desc"].of(grad_out), views["lse_desc"].of(lse2),
-                    views["delta_desc"].of(delta), sums, dk, dv, call.scale, *layout.sizes,
-                    origin(call.q_offset, call.q_index), origin(call.kv_offset, call.kv_index),
-                    padded, *capture_arguments(layout.special, call),
+                    *of(views["q_desc"], q), *of(views["k_desc"], k), *of(views["v_desc"], v),
+                    *of(views["do_desc"], grad_out), *of(views["lse_desc"], lse2),
+                    *of(views["delta_desc"], delta), *addresses(sums, dk, dv), call.scale,
+                    *layout.sizes, origin(call.q_offset, call.q_index),
+                    origin(call.kv_offset, call.kv_index), padded,
+                    *capture_arguments(layout.special, call),
                     *lists_of(layout, lowered, call, "backward_kv", stream),
                 ],
             )  # fmt: skip
             dq = None
             if wants.q:
-                dq = q.new_empty(q.shape)
-                layout.executables["dq_from_sums"].launch(
-                    padded // 32 * batch * heads, stream, [sums, dq, call.scale, q_len]
-                )
+                dq = torch.empty_like(q, memory_format=torch.contiguous_format)
+                launches["dq_from_sums"].run(
+                    padded // 32 * batch * heads, stream,
+                    [*addresses(sums, dq), call.scale, q_len],
+                )  # fmt: skip
         gradients = Gradients(
             q=dq, k=dk if wants.k else None, v=dv if wants.v else None, tensors={}, params={}
         )
-        return gradients, delta.view(batch, heads, padded)
+        return gradients, delta
 
     def choices(
         self, lowered: Lowered, call: Call, kind: str, grad_out: torch.Tensor | None,
@@ -176,6 +186,8 @@ class HopperBackend(TritonBackend):
         layout = super()._make_layout(lowered, call, kind, grad_out, wants, has_dlse)
         direction = self._kernels.directions[kind][0]
         blocks = blocks_of(direction, layout.special, layout.executables[direction].config)
+        launches = {name: launch_of(kernel) for name, kernel in layout.executables.items()}
+        encoders = launches[direction].encoders
         batch, heads, q_len, _ = call.q.shape
         tensors = {"q_desc": call.q, "k_desc": call.k, "v_desc": call.v}
         if grad_out is None:
@@ -186,14 +198,16 @@ class HopperBackend(TritonBackend):
         for name, tensor in tensors.items():
             steps = descriptor_strides(tensor)
             assert steps is not None
-            views[name] = view(tensor, steps, blocks[name])
+            views[name] = view(tensor, steps, blocks[name], encoders.get(name))
         if grad_out is not None:
             padded = -(-q_len // PADDING) * PADDING
             rows = torch.empty(batch * heads * padded, device=call.q.device)
-            views |= {name: view(rows, (1,), blocks[name]) for name in ("lse_desc", "delta_desc")}
+            for name in ("lse_desc", "delta_desc"):
+                views[name] = view(rows, (1,), blocks[name], encoders.get(name))
         return HopperLayout(
             layout.special, layout.executables, layout.strides, layout.out_strides, layout.sizes,
-            layout.lists, views, _together(call, lowered.program.mask is not None),
+            layout.lists, launches, views, () if grad_out is None else strides(grad_out)[:3],
+            _together(call, lowered.program.mask is not None),
         )  # fmt: skip
 
 

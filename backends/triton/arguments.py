@@ -172,6 +172,7 @@ def capture_arguments(special: Specialisation, call: Call) -> list[Any]:
         value = call.params[param.name]
         values.append(int(value) if isinstance(value, bool) else value)
     values += [call.sizes[name] for name in special.dim_names]
-    # The seed's low 64 bits, as a signed number.
-    values += [((call.seed + (1 << 63)) % (1 << 64)) - (1 << 63)] * special.dropout
+    if special.dropout:
+        # The seed's low 64 bits, as a signed number.
+        values.append(((call.seed + (1 << 63)) % (1 << 64)) - (1 << 63))
     return values

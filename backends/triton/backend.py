@@ -180,7 +180,8 @@ class TritonBackend:
         else:
             layout = self._layout(lowered, call, "backward", grad_out, wants, grad_lse is not None)
             padded = -(-q_len // PADDING) * PADDING
-            lse2, delta = lse.new_empty((2, batch, heads, padded))
+            lse2 = lse.new_empty((batch, heads, padded))
+            delta = torch.empty_like(lse2)
             stream = stream_of(q.device)
             grad_strides = strides(grad_out)[:3]
             rows = layout.executables["row_statistics"]
@@ -327,7 +328,7 @@ def _signature(
         kind,
         call.scale < 0,
         call.deterministic,
-        torch.get_float32_matmul_precision(),
+        torch.get_float32_matmul_precision() if q.dtype is torch.float32 else None,
         bits % 16 == 0,
         None if grad_out is None else grad_out.stride(),
         call.q_offset != 0 if isinstance(call.q_offset, int) else call.q_offset.dtype,
@@ -369,6 +370,9 @@ def _dtype(value: object) -> torch.dtype:
     return value.dtype
 
 
+_UNCHANGED = contextlib.nullcontext()
+
+
 def stream_of(device: torch.device) -> int:
     """Handle of the current stream."""
     return int(torch._C._cuda_getCurrentRawStream(device.index)) if device.type == "cuda" else 0
@@ -378,4 +382,4 @@ def on_device(device: torch.device) -> contextlib.AbstractContextManager[object]
     """Makes ``device`` the current one meanwhile, where it is not."""
     if device.type == "cuda" and torch.cuda.current_device() != device.index:
         return torch.cuda.device(device)
-    return contextlib.nullcontext()
+    return _UNCHANGED

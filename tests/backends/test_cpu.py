@@ -45,7 +45,7 @@ class Bound:
     def __call__(self, q, k, v, *, return_lse=False, **arguments):
         call = self.call(q, k, v, **arguments)
         self.backend.check(self.lowered, call)
-        out, lse = attend(self.backend, self.lowered, call)
+        out, lse = attend(self.backend, self.lowered, call, True)
         return (out, lse) if return_lse else out
 
 

@@ -7,8 +7,9 @@ import torch
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from attndsl.backends.base import Call, Wants
-from attndsl.backends.hopper.arguments import blocks_of, descriptor_strides, view
+from attndsl.backends.hopper.arguments import blocks_of, descriptor_strides
 from attndsl.backends.hopper.backend import HopperBackend, why_portable
+from attndsl.backends.hopper.launch import view
 from attndsl.backends.hopper.tiles import candidates
 from attndsl.backends.triton.specialise import specialise
 from attndsl.pipeline import lower
@@ -84,7 +85,7 @@ def test_views_make_the_descriptors_that_the_constructor_makes():
         assert steps is not None
         shape, block_shape = list(first.shape), list(block.shape)
         expected = TensorDescriptor(second, shape, list(steps), block_shape, block.layout)
-        found = view(first, steps, block).of(second)
+        found = view(first, steps, block, None).descriptor(second)
         assert type(found) is TensorDescriptor, name
         assert found.base is second
         assert {**vars(found), "base": 0} == {**vars(expected), "base": 0}

@@ -1,0 +1,123 @@
+"""Launching a kernel without Triton's Python around it, and its descriptors encoded once.
+
+Triton encodes the tensor map of each descriptor at each launch (2 to 3 us a descriptor). Here they
+are kept by address, and the C function beneath is called with exactly what Triton would pass to it.
+"""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from attndsl.errors import LaunchWarning
+
+from .shim import direct_launch, tensor_map_encoders, why_wrapped
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    import torch
+
+    from ..triton.compile import Executable
+    from .arguments import Block
+
+_MAX_MAPS = 4096
+"""Some 600 bytes each. A training step has four a layer in its forward, six in its backward."""
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """How a kernel is launched."""
+
+    executable: Executable
+    """Kept, since the code is unloaded with it."""
+    run: Callable[[int, int, Sequence[object]], None]
+    """Takes the number of programs, the stream, and the arguments but for trailing constants."""
+    encoders: Mapping[str, Callable[[TensorDescriptor], Sequence[object]]]
+    """By argument: what the kernel gets in place of a descriptor. Empty where it gets these."""
+
+
+def launch_of(executable: Executable) -> Launch:
+    """The quickest way to launch ``executable`` that this Triton has.
+
+    Warns:
+        LaunchWarning: It is Triton's own; says why.
+    """
+    why = why_wrapped(executable.kernel)
+    if why is None:
+        run = direct_launch(executable.kernel, executable.constants)
+        return Launch(executable, run, tensor_map_encoders(executable.kernel))
+    warnings.warn(
+        f"kernel {executable.kernel.name} is launched by Triton's own Python, which takes some "
+        f"10 us longer a call: {why}",
+        LaunchWarning,
+        stacklevel=2,
+    )
+    return Launch(executable, executable.launch, {})
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class View:
+    """How a kernel sees a tensor, and all others of its dtype, shape, strides and alignment."""
+
+    attributes: dict[str, Any]
+    """Of a descriptor, but for the tensor."""
+    encode: Callable[[TensorDescriptor], Sequence[object]] | None
+    """See :attr:`Launch.encoders`."""
+
+    def descriptor(self, tensor: torch.Tensor) -> TensorDescriptor:
+        """The descriptor of ``tensor``; what has been checked of the first one is not again."""
+        found = object.__new__(TensorDescriptor)
+        found.__dict__.update(self.attributes, base=tensor)
+        return found
+
+
+def view(
+    tensor: torch.Tensor,
+    steps: tuple[int, ...],
+    block: Block,
+    encode: Callable[[TensorDescriptor], Sequence[object]] | None,
+) -> View:
+    """The view of ``tensor`` by blocks.
+
+    Args:
+        tensor: What to describe.
+        steps: Its strides, for (batch, heads, length, head dim) from ``descriptor_strides``.
+        block: What to move at once.
+        encode: What the kernel gets in place of a descriptor; None where it gets that.
+    """
+    found = TensorDescriptor(
+        tensor, list(tensor.shape), list(steps), list(block.shape), block.layout
+    )
+    return View({name: value for name, value in vars(found).items() if name != "base"}, encode)
+
+
+@dataclass(frozen=True, slots=True)
+class TensorMaps:
+    """What kernels get in place of descriptors, by view and address.
+
+    A tensor map is a function of address, shape, strides, dtype and block alone, and a view is all
+    of these but the address; whether the memory was freed and used again meanwhile is no matter.
+    """
+
+    _found: dict[tuple[View, int], tuple[object, ...]] = field(default_factory=dict)
+
+    def of(self, view: View, tensor: torch.Tensor) -> Sequence[object]:
+        """The arguments by which a kernel sees ``tensor``."""
+        key = view, tensor.data_ptr()
+        found = self._found.get(key)
+        if found is None:
+            if view.encode is None:
+                return (view.descriptor(tensor),)
+            found = tuple(view.encode(view.descriptor(tensor)))
+            if len(self._found) >= _MAX_MAPS:
+                self._found.clear()
+            self._found[key] = found
+        return found
+
+    def __len__(self) -> int:
+        """How many are kept."""
+        return len(self._found)

@@ -1,0 +1,247 @@
+"""Launches past Triton's Python: exactly what the C function gets from that, and maps made once."""
+
+from __future__ import annotations
+
+import warnings
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import triton
+from triton.backends.nvidia import driver as nvidia
+from triton.experimental.gluon.language import NVMMASharedLayout
+
+import attndsl.backends.hopper.launch as launch_module
+import attndsl.backends.hopper.shim as shim
+from attndsl.backends.base import Call, Wants
+from attndsl.backends.hopper.arguments import Block, blocks_of
+from attndsl.backends.hopper.backend import HopperBackend
+from attndsl.backends.hopper.kernels import HopperKernels, configs_of
+from attndsl.backends.hopper.launch import TensorMaps, launch_of, view
+from attndsl.backends.triton.compile import Executable
+from attndsl.backends.triton.kernels import Prepared
+from attndsl.errors import LaunchWarning
+from attndsl.pipeline import lower
+from attndsl.runtime.programs import default_cache
+from attndsl.source import Source
+
+LOWERED = lower(Source("score"), {})
+WANTS = Wants()
+OTHERS = {"forward": 10, "backward_kv": 12, "prepare_backward": 15, "dq_from_sums": 4}
+"""How many run-time arguments kernels have besides descriptors."""
+SCRATCH = dict.fromkeys(
+    ("global_scratch_size", "global_scratch_align", "profile_scratch_size",
+     "profile_scratch_align"), 0,
+)  # fmt: skip
+
+
+class CFunctions:
+    """Stand in for Triton's C module: remember launches and what tensor maps are made of."""
+
+    def __init__(self) -> None:
+        self.launched: list[tuple[Any, ...]] = []
+        self.encoded: list[tuple[Any, ...]] = []
+
+    def launch(self, *arguments: Any) -> None:
+        self.launched.append(arguments)
+
+    def fill_tma_descriptor(self, *arguments: Any) -> object:
+        self.encoded.append(_plain(arguments))
+        return ("map", *self.encoded[-1])
+
+    fill_tma_descriptor_tiled = fill_tma_descriptor
+
+    def build_signature_metadata(self, types: list[str]) -> tuple[str, ...]:
+        return tuple(types)
+
+
+def _plain(value: Any) -> Any:
+    """Lists and tuples alike, which C functions take as one."""
+    return tuple(map(_plain, value)) if isinstance(value, list | tuple) else value
+
+
+@pytest.fixture
+def functions(monkeypatch: pytest.MonkeyPatch) -> CFunctions:
+    """The installed Triton's launcher, on top of C functions that only remember."""
+    found = CFunctions()
+    monkeypatch.setattr(triton.runtime.driver, "_active", SimpleNamespace(utils=found))
+    if hasattr(nvidia, "make_launcher"):
+        monkeypatch.setattr(nvidia, "library_dirs", list)
+        monkeypatch.setattr(nvidia, "compile_module_from_src", lambda **_: found)
+    else:
+        monkeypatch.setattr(nvidia, "PyKernelArg", lambda **fields: tuple(fields.items()))
+    return found
+
+
+def kernel_of(name: str, blocks: dict[str, Block], **metadata: Any) -> SimpleNamespace:
+    """As Triton compiles one with these descriptors, whose launcher is the installed Triton's."""
+    signature = {name: block.type for name, block in blocks.items()}
+    signature |= {f"number{place}": "i32" for place in range(OTHERS[name])}
+    signature["BLOCK_M"] = "constexpr"
+    metas = [
+        {"swizzle": 3, "elem_size": 2, "elem_type": 10, "block_size": list(block.shape),
+         "fp4_padded": False}
+        for block in blocks.values()
+    ]  # fmt: skip
+    fields = {"tensordesc_meta": metas, "num_ctas": 1, "instrumentation_mode": ""} | SCRATCH
+    fields |= {"launch_cooperative_grid": False, "launch_pdl": False} | metadata
+    source = SimpleNamespace(
+        signature=signature, constants={}, fn=SimpleNamespace(arg_names=list(signature))
+    )
+    run = nvidia.CudaLauncher(source, SimpleNamespace(**fields))
+    return SimpleNamespace(
+        name=name, run=run, src=source, metadata=SimpleNamespace(**fields), function=77,
+        packed_metadata=(8, 1, 4096),
+    )  # fmt: skip
+
+
+def backend_of(monkeypatch: pytest.MonkeyPatch, built: list[str] | None = None) -> HopperBackend:
+    """A backend whose kernels are never compiled, but launched as if they were."""
+
+    def attention(self, lowered, kind, special, device, has_dlse):
+        if built is not None:
+            built.append(kind)
+        executables = {}
+        for name in (*self.directions[kind], *(self.fixed if kind == "backward" else ())):
+            blocks, config = {}, None
+            if name in self.directions[kind]:
+                config = configs_of(lowered, special, name)[0]
+                blocks = blocks_of(name, special, config)
+            executables[name] = Executable(kernel_of(name, blocks), config, False, (64,))
+        return Prepared(executables, frozenset())
+
+    monkeypatch.setattr(HopperKernels, "attention", attention)
+    return HopperBackend(default_cache())
+
+
+def call_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Call:
+    names = ("batch", "heads", "q_len", "head_dim")
+    sizes = dict(zip(names, q.shape, strict=True)) | {"kv_heads": k.shape[1], "kv_len": k.shape[2]}
+    return Call(q, k, v, 0.125, sizes)
+
+
+def tensors() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    k = torch.randn(2, 50, 2, 64, dtype=torch.bfloat16).transpose(1, 2)
+    return torch.randn(2, 4, 40, 64, dtype=torch.bfloat16), k, torch.randn_like(k)
+
+
+def both_directions(backend: HopperBackend, call: Call, grad_out: torch.Tensor) -> None:
+    out, lse = backend.forward(LOWERED, call)
+    backend.backward(LOWERED, call, out, lse, grad_out, None, WANTS)
+
+
+def _without_addresses(launches: list[tuple[Any, ...]], known: set[int]) -> list[Any]:
+    """Numbers as large as addresses are left out, but for ``known`` ones."""
+
+    def strip(value: Any) -> Any:
+        if isinstance(value, tuple):
+            return tuple(map(strip, value))
+        address = isinstance(value, int) and value > 1 << 32 and value not in known
+        return "address" if address else value
+
+    return [strip(_plain(launch)) for launch in launches]
+
+
+def test_launches_are_those_of_tritons_wrapper(functions, monkeypatch):
+    q, k, v = tensors()
+    grad_out = torch.randn(2, 4, 40, 64, dtype=torch.bfloat16)
+    both_directions(backend_of(monkeypatch), call_of(q, k, v), grad_out)
+    direct, functions.launched = functions.launched, []
+    monkeypatch.setattr(launch_module, "why_wrapped", lambda kernel: "this test says so")
+    with pytest.warns(LaunchWarning, match="Triton's own Python.*: this test says so"):
+        both_directions(backend_of(monkeypatch), call_of(q, k, v), grad_out)
+    assert len(direct) == len(functions.launched) == 4
+    known = {x.data_ptr() for x in (q, k, v, grad_out)}
+    found, wanted = (_without_addresses(each, known) for each in (direct, functions.launched))
+    assert found == wanted
+    for address in known:
+        assert str(address) in str(found)
+
+
+def test_maps_are_made_once(functions, monkeypatch):
+    built: list[str] = []
+    backend, (q, k, v) = backend_of(monkeypatch, built), tensors()
+    grad_out = torch.randn(2, 4, 40, 64, dtype=torch.bfloat16)
+    other = torch.randn_like(k)
+    inputs = {x.data_ptr() for x in (q, k, v, grad_out)}
+    for _ in range(3):
+        both_directions(backend, call_of(q, k, v), grad_out)
+    assert built == ["forward", "backward"]
+    # Three by the forward's blocks, four by the backward's; outputs lie where they may.
+    assert [each[0] in inputs for each in functions.encoded].count(True) == 3 + 4
+    backend.forward(LOWERED, call_of(q, other, v))
+    assert [each[0] for each in functions.encoded].count(other.data_ptr()) == 1
+
+
+def test_memory_used_again_in_another_shape_gets_a_map_of_its_own(functions, monkeypatch):
+    backend = backend_of(monkeypatch)
+    memory = torch.zeros(2 * 4 * 40 * 64, dtype=torch.bfloat16)
+    # The last has the shape of the first.
+    lies = [memory.view(2, 4, 40, 64), memory.view(2, 2, 80, 64), memory.view(2, 4, 20, 128),
+            memory.view(2, 40, 4, 64).transpose(1, 2)]  # fmt: skip
+    for q in (*lies, *lies):
+        k, v = (torch.zeros(2, 2, 50, q.shape[3], dtype=torch.bfloat16) for _ in range(2))
+        backend.forward(LOWERED, call_of(q, k, v))
+        # Address, swizzle, size and type of elements, block, shape, strides, padding.
+        (found,) = [each for each in _maps(functions.launched[-1]) if each[1] == memory.data_ptr()]
+        assert found[6:8] == (q.shape, q.stride())
+    assert [each[0] for each in functions.encoded].count(memory.data_ptr()) == len(lies)
+
+
+def _maps(value: Any) -> list[Any]:
+    if not isinstance(value, list | tuple):
+        return []
+    if value[:1] == ("map",):
+        return [value]
+    return [found for each in value for found in _maps(each)]
+
+
+def test_few_maps_are_kept(monkeypatch):
+    monkeypatch.setattr(launch_module, "_MAX_MAPS", 5)
+    memory = torch.zeros(1, 1, 100, 64, dtype=torch.bfloat16)
+    made: list[int] = []
+
+    def encode(descriptor: Any) -> list[int]:
+        made.append(descriptor.base.data_ptr())
+        return [made[-1], *descriptor.shape]
+
+    maps = TensorMaps()
+    seen = view(memory[:, :, :50], (6400, 6400, 64, 1), BLOCK["q_desc"], encode)
+    for row in range(12):
+        tensor = memory[:, :, row : row + 50]
+        assert maps.of(seen, tensor) == (tensor.data_ptr(), 1, 1, 50, 64)
+        assert maps.of(seen, tensor) is maps.of(seen, tensor)
+        assert len(maps) <= 5
+    assert len(made) == 12
+
+
+BLOCK = {"q_desc": Block((1, 1, 64, 64), "bf16", NVMMASharedLayout(128, 16, rank=4))}
+UNEXPECTED = {
+    "scratch": ({"global_scratch_size": 128}, None, "buffers"),
+    "profile": ({"profile_scratch_size": 128}, None, "buffers"),
+    "no maps": ({"tensordesc_meta": None}, None, "takes descriptors apart"),
+    "version": ({}, lambda patch, kernel: patch.setattr(shim, "_VERSION", (3, 99)), "not one of"),
+    "field": ({}, lambda patch, kernel: delattr(kernel.run, "launch_pdl"), "has no launch_pdl"),
+    "wrapper": ({}, lambda patch, kernel: setattr(kernel.run, "launch", print), "no C function"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", UNEXPECTED)
+def test_an_unexpected_launcher_is_left_to_do_its_work(functions, monkeypatch, name):
+    metadata, change, reason = UNEXPECTED[name]
+    kernel = kernel_of("dq_from_sums", BLOCK, **metadata)
+    if change is not None:
+        change(monkeypatch, kernel)
+    executable = Executable(kernel, None, False, (64,))
+    with pytest.warns(LaunchWarning, match=f"kernel dq_from_sums .*{reason}"):
+        found = launch_of(executable)
+    assert found.run == executable.launch
+    assert not found.encoders
+
+
+def test_this_triton_is_expected(functions):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = launch_of(Executable(kernel_of("dq_from_sums", BLOCK), None, False, (64,)))
+    assert list(found.encoders) == ["q_desc"]
