@@ -17,6 +17,7 @@ from ..triton.device_functions import param_values, parameters, program_function
 from ..triton.expression import print_expressions
 from ..triton.generate import fill_template, import_lines, pair_function
 from ..triton.loops import LIST_PARAMETERS, print_loop
+from .arguments import widest
 
 if TYPE_CHECKING:
     from attndsl.ir import Node
@@ -49,11 +50,21 @@ _BACKWARD_CONSUMER = (
     "tile, b, hkv, scale, batch, heads, kv_heads, q_len, kv_len, q_origin, kv_origin, padded,",
     "HEAD_DIM, VALUE_DIM, D, DV, BLOCK_M, BLOCK_N, STAGES, Q_KIND, KV_KIND, HALF,",
 )
-_FAMILIES = {
-    "forward": ("forward", "forward", _FORWARD_PRODUCER, _FORWARD_CONSUMER),
-    "backward_kv": ("backward", "kv_pass", _BACKWARD_PRODUCER, _BACKWARD_CONSUMER),
-}
-"""By direction: template, what it calls its loop, what it hands to its warpgroups."""
+_WIDE_CONSUMER = tuple(line.replace(" ds_s,", " ds_s, steep_s,") for line in _BACKWARD_CONSUMER)
+_FORWARD = (("forward",), "forward", _FORWARD_PRODUCER, _FORWARD_CONSUMER)
+_BACKWARD = (
+    ("backward_shared", "backward", "backward_kernel"),
+    "kv_pass",
+    _BACKWARD_PRODUCER,
+    _BACKWARD_CONSUMER,
+)
+_WIDE = (
+    ("backward_shared", "backward_wide", "backward_kernel"),
+    "kv_pass",
+    _BACKWARD_PRODUCER,
+    _WIDE_CONSUMER,
+)
+"""Of each kernel: templates, what they call their loop, what they hand to their warpgroups."""
 _OWN_HELPERS = {"as_block"}
 """Library functions that are others here."""
 _INDENT = "    "
@@ -72,7 +83,9 @@ def generate(
         config: How many warpgroups share a tile, and whether loops are peeled.
     """
     program, placed = lowered.program, lowered.placed
-    template, name, producer, consumer = _FAMILIES[direction]
+    wide = direction != "forward" and widest(special) > 128
+    family = _FORWARD if direction == "forward" else _WIDE if wide else _BACKWARD
+    templates, name, producer, consumer = family
     names = parameters(special)
     roots = [
         ("mask_of_pair", program.mask, "Whether each pair takes part."),
@@ -125,6 +138,7 @@ def generate(
         f"{name.upper()}_HAS_PARTIAL": listed or bool(loop.partial),
         f"{name.upper()}_DESCENDING": loop.descending,
         "PEELED": config.peeled,
+        "WIDE": wide,
         "EARLY": config.early,
         # Measured: where exponents take more than a multiplication, a branch in their way costs
         # more than the multiplications that it saves.
@@ -141,7 +155,7 @@ def generate(
         "partitions": _partitions(producer, consumer, config.consumers, [*wrapped(names), *lists]),
     }
     return fill_template(
-        __package__, (template,), [*functions, *texts], helpers, flags, names, more
+        __package__, templates, [*functions, *texts], helpers, flags, names, more
     )
 
 
