@@ -154,9 +154,7 @@ def generate(
         f"{name}_lists": lists,
         "partitions": _partitions(producer, consumer, config.consumers, [*wrapped(names), *lists]),
     }
-    return fill_template(
-        __package__, templates, [*functions, *texts], helpers, flags, names, more
-    )
+    return fill_template(__package__, templates, [*functions, *texts], helpers, flags, names, more)
 
 
 def _part_function(
