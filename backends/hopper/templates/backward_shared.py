@@ -3,9 +3,9 @@
 ``backward`` or ``backward_wide``, which say what the consumers do, follows, then
 ``backward_kernel``.
 
-Algorithm: T. Dao, FlashAttention-2 (arXiv 2307.08691), algorithm 2; J. Shah et al., FlashAttention-3
-(arXiv 2407.08608), section 3 for the roles of warps. With P the weights, dP = dO V^T and delta =
-rowsum(dO * O) - dlse, the gradient of the final score is dS = P * (dP - delta).
+Algorithm: T. Dao, FlashAttention-2 (arXiv 2307.08691), algorithm 2; J. Shah et al.,
+FlashAttention-3 (arXiv 2407.08608), section 3 for the roles of warps. With P the weights, dP =
+dO V^T and delta = rowsum(dO * O) - dlse, the gradient of the final score is dS = P * (dP - delta).
 """
 # ruff: noqa: F821
 

@@ -1,26 +1,43 @@
 """Backward kernel for Hopper, for head dims above 128: dQ, dK and dV in one pass.
 
-A program has 64 keys, since the sums of dK and of dV each take all columns of one consumer
-warpgroup's registers: the first makes the weights and dV, the second dP, dS and dK, and each half of
-the columns of dQ. Follows ``backward_shared`` in one module.
+A program has 64 keys: dV takes half the registers of one consumer warpgroup, and dK of the other.
+The first makes the weights and dV, the second dP, dS and dK, and each half of the columns of dQ.
+Follows ``backward_shared`` in one module.
 
-For each query tile both consumers do this, in this order; who reads shared memory that the other
-wrote waits at a named barrier that both pass as often, whatever the number of tiles:
+Whatever one consumer wrote, the other reads after a named barrier, which both pass once for each
+query tile. For a tile,
 
-1. The first stores P times the score's derivative in ``steep_s`` and announces it, without waiting;
-   the second waits for that, and stores dS in ``ds_s``.
-2. Both meet, and make dQ from ``ds_s``.
+1. the first stores P times the score's derivative in ``steep_s`` and announces it, without waiting;
+   the second waits for that, and stores dS in ``ds_s``;
+2. both meet, and make dQ from ``ds_s``.
 
-So one buffer of each is enough. The first writes ``steep_s`` for the next tile after they met, and
-the second had read it before. The second writes ``ds_s`` for the next tile after the first announced
-that tile's weights, for which it had waited until its half of this tile's dQ was there.
+So one buffer of each is enough. The first writes ``steep_s`` for the next tile after they met, when
+the second has read it. The second writes ``ds_s`` for the next tile once the first has announced
+that tile's weights, before which it waited for its half of this tile's dQ.
 
-After the last tile both meet once more: k and v are no longer read then, and their place is where
-dK and dV are turned into rows.
+After the last tile, or without any, both meet once more: nobody reads k and v any longer, and dK
+and dV take their places on the way out.
 """
 # ruff: noqa: F821
 
 #: begin
+
+
+@gluon.jit
+def multiply(left, right, zeros, WIDTH: gl.constexpr):
+    """Begin the product of two tiles' rows, of which all columns from ``WIDTH`` on are zeros."""
+    if left.shape[1] == 256 and WIDTH <= 192:
+        product = warpgroup_mma(
+            left.slice(0, 128, dim=1), right.slice(0, 128, dim=1).permute((1, 0)), zeros,
+            use_acc=False, is_async=True,
+        )
+        product = warpgroup_mma(
+            left.slice(128, 64, dim=1), right.slice(128, 64, dim=1).permute((1, 0)), product,
+            is_async=True,
+        )
+    else:
+        product = warpgroup_mma(left, right.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    return product
 
 
 @gluon.jit
@@ -29,9 +46,9 @@ def add_query_tile(
     ragged, SUMS, q_s, k_s, v_s, do_s, lse_s, delta_s, ds_s, steep_s,
     q_full, do_full, q_empty, do_empty,
     scale, b, h, hkv, batch, heads, kv_heads, q_len, kv_len, q_origin, padded,
-    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
-    STAGES: gl.constexpr, Q_KIND: gl.constexpr, PARTIAL: gl.constexpr, SCORES: gl.constexpr,
-    OPERAND: gl.constexpr, HALF: gl.constexpr,
+    HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, Q_KIND: gl.constexpr,
+    PARTIAL: gl.constexpr, SCORES: gl.constexpr, OPERAND: gl.constexpr, HALF: gl.constexpr,
     #: parameters
 ):
     """Add one query tile's part to dQ, and to ``total``: dV, or dK before the scale.
@@ -49,7 +66,7 @@ def add_query_tile(
     slopes = ds_s.index(only)
     if PART == 0:
         mbarrier.wait(q_full.index(stage), phase)
-        scoring = warpgroup_mma(k_tile, q.permute((1, 0)), zeros, use_acc=False, is_async=True)
+        scoring = multiply(k_tile, q, zeros, HEAD_DIM)
         lse2 = lse_s.index(stage).load(gl.SliceLayout(0, SCORES))
         score = warpgroup_mma_wait(0, deps=[scoring])
         mbarrier.arrive(q_empty.index(stage), count=1)
@@ -74,7 +91,7 @@ def add_query_tile(
     else:
         mbarrier.wait(do_full.index(stage), phase)
         v_tile = v_s.index(only).reshape([BLOCK_N, DV])
-        weighing = warpgroup_mma(v_tile, do.permute((1, 0)), zeros, use_acc=False, is_async=True)
+        weighing = multiply(v_tile, do, zeros, VALUE_DIM)
         delta = delta_s.index(stage).load(gl.SliceLayout(0, SCORES))
         dweight = warpgroup_mma_wait(0, deps=[weighing])
         mbarrier.arrive(do_empty.index(stage), count=1)
@@ -173,7 +190,8 @@ def consume(
                 ragged, SUMS, q_s, k_s, v_s, do_s, lse_s, delta_s, ds_s, steep_s,
                 q_full, do_full, q_empty, do_empty,
                 factored, b, h, hkv, batch, heads, kv_heads, q_len, kv_len, q_origin, padded,
-                BLOCK_M, BLOCK_N, D, DV, STAGES, Q_KIND, True, SCORES, OPERAND, HALF,
+                HEAD_DIM, VALUE_DIM, D, DV, BLOCK_M, BLOCK_N, STAGES, Q_KIND,
+                True, SCORES, OPERAND, HALF,
                 #: arguments
             )
             count += 1
@@ -191,7 +209,8 @@ def consume(
                     ragged, SUMS, q_s, k_s, v_s, do_s, lse_s, delta_s, ds_s, steep_s,
                     q_full, do_full, q_empty, do_empty,
                     factored, b, h, hkv, batch, heads, kv_heads, q_len, kv_len, q_origin, padded,
-                    BLOCK_M, BLOCK_N, D, DV, STAGES, Q_KIND, False, SCORES, OPERAND, HALF,
+                    HEAD_DIM, VALUE_DIM, D, DV, BLOCK_M, BLOCK_N, STAGES, Q_KIND,
+                    False, SCORES, OPERAND, HALF,
                     #: arguments
                 )
                 count += 1

@@ -39,7 +39,6 @@ SCRIPT = textwrap.dedent(
     mask = q >= kv and doc[b, q] == doc[b, kv]
     score = cap * tanh(gain[h] * score / cap) + bias[q, kv]
     ''',
-        "gain": "tensor gain[heads]: float; score = gain[h] * score",
         "nothing": "q < 0",
         "bool": "tensor seg[kv_len]: bool; mask = seg[q] == seg[kv]",
         "softcap": "mask = causal()\\nscore = softcap(20.0)",
@@ -112,13 +111,10 @@ CASES = {
     ],
     "wide backward": [
         ("backward_kv", "plain", 256, 0),
-        ("backward_kv", "rich", 256, 0),
-        ("backward_kv", "rich", 256, 1, {"indexed": True}),
-        ("backward_kv", "softcap", 256, 0, {"dtype": "float16"}),
+        ("backward_kv", "rich", 256, 0, {"dtype": "float16"}),
         ("backward_kv", "nothing", 256, 0),
         ("backward_kv", "alibi", 192, 1, {"value_dim": 128}),
         ("backward_kv", "causal", 64, 0, {"value_dim": 256}),
-        ("backward_kv", "gain", 136, 0, {"value_dim": 200}),
     ],
 }
 
