@@ -50,21 +50,28 @@ _BACKWARD_CONSUMER = (
     "tile, b, hkv, scale, batch, heads, kv_heads, q_len, kv_len, q_origin, kv_origin, padded,",
     "HEAD_DIM, VALUE_DIM, D, DV, BLOCK_M, BLOCK_N, STAGES, Q_KIND, KV_KIND, HALF,",
 )
-_WIDE_CONSUMER = tuple(line.replace(" ds_s,", " ds_s, steep_s,") for line in _BACKWARD_CONSUMER)
-_FORWARD = (("forward",), "forward", _FORWARD_PRODUCER, _FORWARD_CONSUMER)
-_BACKWARD = (
-    ("backward_shared", "backward", "backward_kernel"),
-    "kv_pass",
-    _BACKWARD_PRODUCER,
-    _BACKWARD_CONSUMER,
+_WIDE_CONSUMER = (
+    "SUMS, DK, DV_OUT,",
+    "q_s, k_s, v_s, do_s, lse_s, delta_s, ds_s, steep_s,",
+    *_BACKWARD_CONSUMER[2:],
 )
-_WIDE = (
-    ("backward_shared", "backward_wide", "backward_kernel"),
-    "kv_pass",
-    _BACKWARD_PRODUCER,
-    _WIDE_CONSUMER,
-)
-"""Of each kernel: templates, what they call their loop, what they hand to their warpgroups."""
+_FAMILIES = {
+    "forward": (("forward",), "forward", _FORWARD_PRODUCER, _FORWARD_CONSUMER),
+    "backward_kv": (
+        ("backward_shared", "backward", "backward_kernel"),
+        "kv_pass",
+        _BACKWARD_PRODUCER,
+        _BACKWARD_CONSUMER,
+    ),
+    "wide backward_kv": (
+        ("backward_shared", "backward_wide", "backward_kernel"),
+        "kv_pass",
+        _BACKWARD_PRODUCER,
+        _WIDE_CONSUMER,
+    ),
+}
+"""Templates, what they call their loop, what they hand to their warpgroups. By direction, and above
+head dim 128 the backward's are others."""
 _OWN_HELPERS = {"as_block"}
 """Library functions that are others here."""
 _INDENT = "    "
@@ -83,9 +90,8 @@ def generate(
         config: How many warpgroups share a tile, and whether loops are peeled.
     """
     program, placed = lowered.program, lowered.placed
-    wide = direction != "forward" and widest(special) > 128
-    family = _FORWARD if direction == "forward" else _WIDE if wide else _BACKWARD
-    templates, name, producer, consumer = family
+    wide = direction == "backward_kv" and widest(special) > 128
+    templates, name, producer, consumer = _FAMILIES["wide " * wide + direction]
     names = parameters(special)
     roots = [
         ("mask_of_pair", program.mask, "Whether each pair takes part."),
