@@ -213,9 +213,9 @@ def test_kernels_of_a_backend(attndsl, write):
     assert code == 0
     assert "warp_specialize" in out
     assert "warp_specialize" not in attndsl(*show[:-2])[1]
-    code, out, err = attndsl(*show, "--head-dim", "256")
+    code, out, err = attndsl(*show, "--head-dim", "264")
     assert (code, out) == (1, "")
-    assert "head dims up to 128" in err
+    assert "head dims up to 256" in err
     assert "backend='triton'" in err
 
 

@@ -45,6 +45,11 @@ def block_width(head_dim: int) -> int:
     return max(64, 1 << (head_dim - 1).bit_length())
 
 
+def widest(special: Specialisation) -> int:
+    """Columns of the wider ones of a kernel's tiles."""
+    return max(map(block_width, (special.head_dim, special.value_dim)))
+
+
 def blocks_of(direction: str, special: Specialisation, config: Config) -> dict[str, Block]:
     """Blocks of the descriptors that a kernel takes."""
     d, dv = block_width(special.head_dim), block_width(special.value_dim)

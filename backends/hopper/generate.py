@@ -16,6 +16,7 @@ from attndsl.passes.tiles.plan import DIRECTIONS
 from ..triton.device_functions import param_values, parameters, wrapped
 from ..triton.generate import fill_template, import_lines
 from ..triton.loops import LIST_PARAMETERS, print_loop
+from .arguments import widest
 from .functions import print_functions
 
 if TYPE_CHECKING:
@@ -48,11 +49,28 @@ _BACKWARD_CONSUMER = (
     "tile, b, hkv, scale, batch, heads, kv_heads, q_len, kv_len, q_origin, kv_origin, padded,",
     "HEAD_DIM, VALUE_DIM, D, DV, BLOCK_M, BLOCK_N, STAGES, Q_KIND, KV_KIND, HALF,",
 )
+_WIDE_CONSUMER = (
+    "SUMS, DK, DV_OUT,",
+    "q_s, k_s, v_s, do_s, lse_s, delta_s, ds_s, steep_s,",
+    *_BACKWARD_CONSUMER[2:],
+)
 _FAMILIES = {
     "forward": (("forward_produce", "forward"), "forward", _FORWARD_PRODUCER, _FORWARD_CONSUMER),
-    "backward_kv": (("backward",), "kv_pass", _BACKWARD_PRODUCER, _BACKWARD_CONSUMER),
+    "backward_kv": (
+        ("backward_shared", "backward", "backward_kernel"),
+        "kv_pass",
+        _BACKWARD_PRODUCER,
+        _BACKWARD_CONSUMER,
+    ),
+    "wide backward_kv": (
+        ("backward_shared", "backward_wide", "backward_kernel"),
+        "kv_pass",
+        _BACKWARD_PRODUCER,
+        _WIDE_CONSUMER,
+    ),
 }
-"""By direction: templates, what they call their loop, what they hand to their warpgroups."""
+"""Templates, what they call their loop, what they hand to their warpgroups. By direction, and above
+head dim 128 the backward's are others."""
 _OWN_HELPERS = {"as_block", "spread"}
 """Library functions that are others here."""
 _INDENT = "    "
@@ -71,7 +89,8 @@ def generate(
         config: How many warpgroups share a tile, and whether loops are peeled.
     """
     program, placed = lowered.program, lowered.placed
-    templates, name, producer, consumer = _FAMILIES[direction]
+    wide = direction == "backward_kv" and widest(special) > 128
+    templates, name, producer, consumer = _FAMILIES["wide " * wide + direction]
     names = parameters(special)
     functions, helpers = print_functions(lowered, special, direction)
     texts, used = print_loop(
@@ -103,6 +122,7 @@ def generate(
         f"{name.upper()}_HAS_PARTIAL": listed or bool(loop.partial),
         f"{name.upper()}_DESCENDING": loop.descending,
         "PEELED": config.peeled,
+        "WIDE": wide,
         "EARLY": config.early,
         # Measured: where exponents take more than a multiplication, a branch in their way costs
         # more than the multiplications that it saves.

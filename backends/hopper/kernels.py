@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from ..triton.kernels import Kernels, work_of
-from .arguments import arguments_of, block_width
+from .arguments import arguments_of, block_width, widest
 from .generate import generate
 from .sums import dq_from_sums, prepare_backward
 from .tiles import CANDIDATES, candidates
@@ -74,6 +74,5 @@ class HopperKernels(Kernels):
 
 def configs_of(lowered: Lowered, special: Specialisation, direction: str) -> tuple[Config, ...]:
     """Tile sizes to try for a Hopper kernel, in order of preference."""
-    width = max(map(block_width, (special.head_dim, special.value_dim)))
-    masked = lowered.program.mask is not None
-    return candidates(direction, width, masked, work_of(lowered, special, direction))
+    masked, work = lowered.program.mask is not None, work_of(lowered, special, direction)
+    return candidates(direction, widest(special), masked, work)

@@ -23,6 +23,7 @@ _BACKWARD = {
         Config(64, 128, 4, 2, 2, 240),
     ),
     128: (Config(64, 128, 4, 2, 2, 240), Config(64, 128, 4, 2, 2, 240, peeled=False)),
+    256: (Config(64, 64, 4, 2, 2, 240), Config(64, 64, 4, 2, 2, 240, peeled=False)),
 }
 CANDIDATES = {"forward": _FORWARD, "backward_kv": _BACKWARD}
 """Configs worth compiling, by direction and head dim, a power of two."""

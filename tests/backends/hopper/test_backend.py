@@ -33,7 +33,7 @@ def call_of(dtype=torch.bfloat16, head_dim=64, value_dim=64, q_len=40, **more) -
 REFUSED = {
     "fp32": (call_of(torch.float32), "forward", None, "fp16 and bf16"),
     "wide": (call_of(head_dim=264), "forward", None, "head dims up to 256"),
-    "wide backward": (call_of(value_dim=136), "backward", ALL, "head dims up to 128"),
+    "wide backward": (call_of(value_dim=264), "backward", ALL, "head dims up to 256"),
     "deterministic": (call_of(deterministic=True), "backward", ALL, "no fixed order"),
     "captures": (
         call_of(), "backward", Wants(True, True, True, frozenset({"t"}), frozenset()), "captured",
@@ -59,6 +59,9 @@ def test_what_hopper_kernels_run():
         assert why_portable(LOWERED, call, "forward") is None
     grad = torch.empty(2, 4, 40, 64, dtype=torch.bfloat16)
     assert why_portable(LOWERED, call_of(), "backward", grad, ALL) is None
+    assert why_portable(LOWERED, call_of(head_dim=192), "backward", grad, ALL) is None
+    grad = torch.empty(2, 4, 40, 256, dtype=torch.bfloat16)
+    assert why_portable(LOWERED, call_of(value_dim=256), "backward", grad, ALL) is None
     assert why_portable(LOWERED, call_of(deterministic=True), "forward") is None
 
 

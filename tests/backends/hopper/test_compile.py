@@ -16,7 +16,7 @@ SCRIPT = textwrap.dedent(
     from dataclasses import replace
     from pathlib import Path
     import torch
-    from attndsl.backends.hopper.arguments import arguments_of
+    from attndsl.backends.hopper.arguments import arguments_of, widest
     from attndsl.backends.hopper.generate import generate
     from attndsl.backends.hopper.tiles import CANDIDATES
     from attndsl.backends.triton.arguments import arguments_of as portable_arguments
@@ -47,14 +47,16 @@ SCRIPT = textwrap.dedent(
         "sink": "tensor s[heads]: float\\nmask = causal()\\nscore = alibi()\\nsink = s[h] * s[h]",
         "logic": "param all: bool = false\\nmask = q >= kv or all\\nscore = where(q < 5, 1, score)",
     }
-    def compiled(direction, case, head_dim, number, indexed):
+    def compiled(
+        direction, case, head_dim, number, indexed=False, value_dim=None, dtype="bfloat16"
+    ):
         lowered = lower(Source(TEXTS[case]), {})
-        call = example_call(lowered, head_dim, head_dim, torch.bfloat16, {})
+        call = example_call(lowered, head_dim, value_dim or head_dim, getattr(torch, dtype), {})
         if indexed:
             call = replace(call, q_index=torch.arange(2), kv_offset=torch.tensor(3))
         target = parse_target("cuda:90")
         special = with_forms(specialise(lowered.program, call), lowered.program, target)
-        config = CANDIDATES[direction][head_dim][number]
+        config = CANDIDATES[direction][widest(special)][number]
         loop = plan_loop(lowered, special, direction, config)
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "hopper.py"
@@ -75,8 +77,8 @@ SCRIPT = textwrap.dedent(
             arguments = portable_arguments(function, special, "ieee", False, sizes)
             build(function, arguments, (config,), target, 232448, load=False)
 
-    for direction, case, head_dim, number, *indexed in json.loads(sys.argv[1]):
-        built = compiled(direction, case, head_dim, number, bool(indexed))
+    for direction, case, head_dim, number, *more in json.loads(sys.argv[1]):
+        built = compiled(direction, case, head_dim, number, **dict(*more))
         multiplies = "wgmma" in built.kernel.asm["ptx"]
         print(direction, case, head_dim, multiplies, built.kernel.metadata.shared)
     """
@@ -94,7 +96,7 @@ CASES = {
         ("forward", "logic", 64, 1),
         ("forward", "bool", 64, 0),
         ("forward", "sink", 64, 0),
-        ("forward", "rich", 128, 0, "index"),
+        ("forward", "rich", 128, 0, {"indexed": True}),
     ],
     "backward": [
         ("backward_kv", "causal", 128, 0),
@@ -105,7 +107,14 @@ CASES = {
         ("backward_kv", "logic", 64, 1),
         ("backward_kv", "bool", 128, 0),
         ("backward_kv", "softcap", 128, 0),
-        ("backward_kv", "rich", 128, 0, "index"),
+        ("backward_kv", "rich", 128, 0, {"indexed": True}),
+    ],
+    "wide backward": [
+        ("backward_kv", "plain", 256, 0),
+        ("backward_kv", "rich", 256, 0, {"dtype": "float16"}),
+        ("backward_kv", "nothing", 256, 0),
+        ("backward_kv", "alibi", 192, 1, {"value_dim": 128}),
+        ("backward_kv", "causal", 64, 0, {"value_dim": 256}),
     ],
 }
 

@@ -16,7 +16,7 @@ def place(head: int, row: int, column: int, padded: int, width: int) -> int:
     return block + column // 8 * 512 + thread * 4 + half * 2 + column % 2
 
 
-@pytest.mark.parametrize(("width", "head_dim"), [(64, 40), (128, 128)])
+@pytest.mark.parametrize(("width", "head_dim"), [(64, 40), (128, 128), (256, 192)])
 @pytest.mark.parametrize("q_len", [100, 129])
 def test_dq_from_sums(device, width, head_dim, q_len):
     heads, padded = 2, -(-q_len // 128) * 128

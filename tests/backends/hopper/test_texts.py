@@ -49,7 +49,7 @@ def test_a_text_is_python_with_the_programs_score(direction):
 
 
 @pytest.mark.parametrize("direction", KERNELS)
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("program", [GAIN, "score"])
 def test_a_text_is_what_calls_run(direction, head_dim, program):
     lowered = attndsl.compile(program).lowered
@@ -88,7 +88,7 @@ REFUSED = {
     "fp32": ("forward", {"dtype": torch.float32}, "fp16 and bf16, not torch.float32"),
     "wide": ("forward", {"head_dim": 264}, "the Hopper forward takes head dims up to 256"),
     "wide values": ("forward", {"value_dim": 512}, "the Hopper forward takes head dims up to 256"),
-    "wide backward": ("backward", {"head_dim": 192}, "the Hopper backward takes head dims up to 1"),
+    "wide backward": ("backward", {"head_dim": 264}, "the Hopper backward takes head dims up to 2"),
     "odd rows": ("backward", {"head_dim": 36}, "multiples of 16 bytes"),
     "captures": (
         "backward", {"gain": torch.ones(2, requires_grad=True)}, "no gradients of captured tensors",
@@ -143,7 +143,7 @@ def test_explanation_of_a_plain_program():
     assert lines_of("causal()", 64) == [
         "  forward    hopper kernels, head dims up to 256",
         FP32,
-        "  backward   hopper kernels, head dims up to 128",
+        "  backward   hopper kernels, head dims up to 256",
         FP32,
         DETERMINISTIC,
     ]
@@ -161,13 +161,12 @@ def test_explanation_of_captures():
         assert sum("gradients of" in line for line in lines) == 1
 
 
-@pytest.mark.parametrize("head_dim", [192, 256])
+@pytest.mark.parametrize("head_dim", [264, 512])
 def test_explanation_of_wide_heads(head_dim):
     assert lines_of(GAIN, head_dim) == [
-        "  forward    hopper kernels, head dims up to 256",
-        FP32,
-        f"  backward   triton kernels at head dim {head_dim}: "
-        "the Hopper backward takes head dims up to 128",
+        f"  {kind:<10} triton kernels at head dim {head_dim}: "
+        f"the Hopper {kind} takes head dims up to 256"
+        for kind in KERNELS
     ]
 
 
@@ -210,7 +209,7 @@ def test_explain_on_a_hopper_gpu(monkeypatch):
     monkeypatch.setattr(dispatch, "_is_hopper", lambda index: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     attention = attndsl.compile(GAIN)
-    for head_dim in (64, 256):
+    for head_dim in (64, 256, 264):
         shown = attention.explain("cuda", head_dim=head_dim)
         expected = "\n".join(lines_of(GAIN, head_dim))
         assert "\nbackend      hopper on cuda: the default" in shown

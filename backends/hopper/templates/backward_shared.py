@@ -1,0 +1,227 @@
+"""What the backward kernels for Hopper share: their producer, and weights from a tile of k . q.
+
+``backward`` or ``backward_wide``, which say what the consumers do, follows, then
+``backward_kernel``.
+
+Algorithm: T. Dao, FlashAttention-2 (arXiv 2307.08691), algorithm 2; J. Shah et al.,
+FlashAttention-3 (arXiv 2407.08608), section 3 for the roles of warps. With P the weights, dP =
+dO V^T and delta = rowsum(dO * O) - dlse, the gradient of the final score is dS = P * (dP - delta).
+"""
+# ruff: noqa: F821
+
+#: begin
+"""Backward kernel: dQ, dK and dV by key-value tile, by a producer and two consumer warpgroups.
+
+With P the weights, dP = dO V^T and delta = rowsum(dO * O) - dlse, the gradient of the final score
+is dS = P * (dP - delta) (FlashAttention-2, arXiv 2307.08691, algorithm 2).
+"""
+
+import triton
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared, mbarrier, warpgroup_mma, warpgroup_mma_wait,
+)
+
+from attndsl.backends.hopper import dialect as tl
+from attndsl.backends.hopper.library import (
+    add_to_sums, announce, await_announced, count_up, finish, meet, places_of,
+)
+from attndsl.backends.hopper.shim import tma_load
+from attndsl.backends.triton.library import positions, shift_of_positions
+#: imports
+
+#: flags
+LOG2E = tl.constexpr(1.4426950408889634)
+
+
+#: functions
+
+
+@gluon.jit
+def count_tiles(
+    tile, b, h, hkv, batch, heads, kv_heads, q_len, kv_len, q_offset, kv_offset,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
+    #: parameters
+    #: kv_pass_lists
+):
+    """As ``kv_pass_tiles``, and how many tiles need the mask's code: all, beside missing keys."""
+    full_tiles, partial_tiles, first_live, first_full = kv_pass_tiles(
+        tile, b, h, hkv, batch, heads, kv_heads, q_len, kv_len, q_offset, kv_offset,
+        BLOCK_M, BLOCK_N,
+        #: arguments
+        #: kv_pass_lists
+    )
+    # Missing keys are zeros, whose weights may be infinite: infinity times zero would spoil dQ.
+    ragged = (tile + 1) * BLOCK_N > kv_len
+    masked = partial_tiles + full_tiles
+    if PEELED:
+        masked = gl.where(ragged, masked, partial_tiles)
+    return full_tiles, partial_tiles, first_live, first_full, masked
+
+
+@gluon.jit
+def q_tile_of(
+    step, partial_tiles, full_tiles, first_live, first_full, tile,
+    b, h, hkv, batch, heads, kv_heads, q_len, kv_len, q_offset, kv_offset,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, PARTIAL: gl.constexpr,
+    #: parameters
+    #: kv_pass_lists
+):
+    """Index of query tile number ``step``: PARTIAL ones, then FULL ones."""
+    found = 0
+    if KV_PASS_HAS_FULL:
+        found = kv_pass_full_tile(
+            step - partial_tiles, full_tiles, first_live, first_full, tile,
+            b, h, hkv, batch, heads, kv_heads, q_len, kv_len, q_offset, kv_offset,
+            BLOCK_M, BLOCK_N,
+            #: arguments
+            #: kv_pass_lists
+        )
+    if PARTIAL and KV_PASS_HAS_PARTIAL:
+        partial = kv_pass_partial_tile(
+            step, full_tiles, first_live, first_full, tile,
+            b, h, hkv, batch, heads, kv_heads, q_len, kv_len, q_offset, kv_offset,
+            BLOCK_M, BLOCK_N,
+            #: arguments
+            #: kv_pass_lists
+        )
+        found = gl.where(step < partial_tiles, partial, found)
+    return found
+
+
+@gluon.jit
+def produce(
+    q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc,
+    q_s, k_s, v_s, do_s, lse_s, delta_s, k_full, v_full, q_full, do_full, q_empty, do_empty,
+    tile, b, hkv, batch, heads, kv_heads, q_len, kv_len, q_origin, kv_origin, padded,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, Q_KIND: gl.constexpr,
+    KV_KIND: gl.constexpr,
+    #: parameters
+    #: kv_pass_lists
+):
+    """Load k and v once, then every query tile's q, dO and row statistics."""
+    q_offset = shift_of_positions(q_origin, Q_KIND)
+    kv_offset = shift_of_positions(kv_origin, KV_KIND)
+    mbarrier.expect(k_full, k_desc.block_type.nbytes)
+    tma_load(k_desc, [b, hkv, tile * BLOCK_N, 0], k_full, k_s.index(0))
+    mbarrier.expect(v_full, v_desc.block_type.nbytes)
+    tma_load(v_desc, [b, hkv, tile * BLOCK_N, 0], v_full, v_s.index(0))
+    group = heads // kv_heads
+    count = 0
+    for member in range(0, group):
+        h = hkv * group + member
+        full_tiles, partial_tiles, first_live, first_full, masked = count_tiles(
+            tile, b, h, hkv, batch, heads, kv_heads, q_len, kv_len, q_offset, kv_offset,
+            BLOCK_M, BLOCK_N,
+            #: arguments
+            #: kv_pass_lists
+        )
+        row = (b * heads + h) * padded
+        for step in range(0, partial_tiles + full_tiles):
+            first = BLOCK_M * q_tile_of(
+                step, partial_tiles, full_tiles, first_live, first_full, tile,
+                b, h, hkv, batch, heads, kv_heads, q_len, kv_len, q_offset, kv_offset,
+                BLOCK_M, BLOCK_N, True,
+                #: arguments
+                #: kv_pass_lists
+            )
+            stage = count % STAGES
+            phase = (count // STAGES) & 1
+            mbarrier.wait(q_empty.index(stage), phase ^ 1)
+            q_ready = q_full.index(stage)
+            mbarrier.expect(q_ready, q_desc.block_type.nbytes + lse_desc.block_type.nbytes)
+            tma_load(lse_desc, [row + first], q_ready, lse_s.index(stage))
+            tma_load(q_desc, [b, h, first, 0], q_ready, q_s.index(stage))
+            mbarrier.wait(do_empty.index(stage), phase ^ 1)
+            do_ready = do_full.index(stage)
+            mbarrier.expect(do_ready, do_desc.block_type.nbytes + delta_desc.block_type.nbytes)
+            tma_load(delta_desc, [row + first], do_ready, delta_s.index(stage))
+            tma_load(do_desc, [b, h, first, 0], do_ready, do_s.index(stage))
+            count += 1
+
+
+@gluon.jit
+def parts_of_queries(
+    first, b, h, hkv, batch, heads, kv_heads, q_len, kv_len, q_origin,
+    BLOCK_M: gl.constexpr, Q_KIND: gl.constexpr,
+    #: parameters
+):
+    """What is looked up by the tile's queries: by neighbouring threads, once."""
+    rows = first + gl.arange(0, BLOCK_M, layout=gl.BlockedLayout([1], [32], [4], [0]))
+    return q_parts_of_pairs(
+        b, h, hkv, positions(rows, q_len, q_origin, Q_KIND),
+        batch, heads, kv_heads, q_len, kv_len,
+        #: arguments
+    )
+
+
+@gluon.jit
+def weights_of_tile(
+    score, q_parts, kv_parts, lse2, columns, column2, first, kv, scale, origin, ragged,
+    b, h, hkv, batch, heads, kv_heads, q_len, kv_len, q_origin,
+    BLOCK_M: gl.constexpr, Q_KIND: gl.constexpr, PARTIAL: gl.constexpr, SCORES: gl.constexpr,
+    #: parameters
+):
+    """From the tile's k . q: the softmax weights, and the derivative of the score by its raw one.
+
+    ``column2`` is what the score has of each key alone, in base 2.
+    """
+    QUERIES: gl.constexpr = gl.SliceLayout(0, SCORES)
+    rows = count_up(first, BLOCK_M, QUERIES)
+    places = places_of(first, q_len, q_origin, Q_KIND, BLOCK_M, QUERIES)
+    derivative = 1.0
+    if HAS_ROW:
+        part = row_of_score(
+            b, h, hkv, places, origin, q_parts,
+            batch, heads, kv_heads, q_len, kv_len,
+            #: arguments
+        )
+        lse2 = lse2 - part * LOG2E
+    if PARTIAL or MODIFIED or HAS_DERIVATIVE:
+        q = places[None, :]
+        live = (rows < q_len)[None, :] & (columns < kv_len)[:, None]
+        raw = score * scale
+    if HAS_DERIVATIVE:
+        derivative, _ = gl.broadcast(
+            derivative_of_pair(
+                raw, live, q_parts, kv_parts, b, h, hkv, q, kv, batch, heads, kv_heads, q_len, kv_len,
+                #: arguments
+            ),
+            score,
+        )
+    if MODIFIED:
+        final, _ = gl.broadcast(
+            score_of_pair(
+                raw, live, q_parts, kv_parts, b, h, hkv, q, kv, batch, heads, kv_heads, q_len, kv_len,
+                #: arguments
+            ),
+            score,
+        )
+        exponent = final * (OUTER * LOG2E)
+    else:
+        exponent = score * (scale * (OUTER * LOG2E))
+    if HAS_COLUMN:
+        exponent = exponent + column2[:, None]
+    exponent = exponent - lse2[None, :]
+    if PARTIAL and MASKED:
+        allowed = mask_of_pair(
+            raw, live, q_parts, kv_parts, b, h, hkv, q, kv, batch, heads, kv_heads, q_len, kv_len,
+            #: arguments
+        )
+        exponent = gl.where(allowed, exponent, float("-inf"))
+    if PARTIAL:
+        if ragged | (first + BLOCK_M > q_len):
+            exponent = gl.where(live, exponent, float("-inf"))
+    return gl.exp2(exponent), derivative
+
+
+@gluon.jit
+def store_rows(OUT, rows, own, b, hkv, kv_heads, kv_len, WIDTH: gl.constexpr):
+    """Store gradients of the keys from ``own`` on, of which OUT has ``WIDTH`` columns."""
+    LAYOUT: gl.constexpr = rows.type.layout
+    keys = own + gl.arange(0, rows.shape[0], layout=gl.SliceLayout(1, LAYOUT))
+    fields = gl.arange(0, rows.shape[1], layout=gl.SliceLayout(0, LAYOUT))
+    head = OUT + (b * kv_heads + hkv).to(gl.int64) * kv_len * WIDTH
+    inside = (keys < kv_len)[:, None] & (fields < WIDTH)[None, :]
+    gl.store(head + (keys.to(gl.int64)[:, None] * WIDTH + fields[None, :]), rows, mask=inside)
