@@ -92,9 +92,14 @@ class CaptureSums:
         flat = torch.zeros((), dtype=torch.int64, device=total.device)
         for index, size in zip(clamped_indices(indices, total), total.shape, strict=True):
             flat = flat * size + index
-        # One dim: scatter_add_ then adds one after the other, and index_put_ would not.
         flat = flat.expand(shape).reshape(-1)
-        total.view(-1).scatter_add_(0, flat, part.sum_to_size(shape).reshape(-1).to(total.dtype))
+        values = part.sum_to_size(shape).reshape(-1).to(total.dtype)
+        # In a fixed order, for which CPUs and GPUs have different functions: with one dim
+        # scatter_add_ adds one after the other there, and index_put_ sorts here.
+        if total.device.type == "cuda":
+            total.view(-1).index_put_((flat,), values, accumulate=True)
+        else:
+            total.view(-1).scatter_add_(0, flat, values)
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """By name, in their dtypes."""

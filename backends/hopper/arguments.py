@@ -9,6 +9,7 @@ from triton.experimental.gluon.language import NVMMASharedLayout
 
 from ..triton.arguments import Layout, capture_types, template_argument
 from ..triton.compile import Argument
+from .learned import Learned
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -100,6 +101,8 @@ def arguments_of(
             found.append(Argument(name, "constexpr", constants[name]))
         elif name in blocks:
             found.append(Argument(name, blocks[name].type))
+        elif name in ("COLUMN_SUMS", "FACTOR_SUMS"):
+            found.append(Argument(name, "*fp32", aligned=True))
         else:
             found.append(captures.get(name) or template_argument(name, special))
     return found
@@ -115,6 +118,8 @@ class HopperLayout(Layout):
     """By kernel argument."""
     grad_strides: tuple[int, ...] = ()
     """Of a backward: batch, head and row strides of the output's gradient."""
+    learned: Learned = field(default_factory=Learned)
+    """Parts of the score of which gradients are wanted."""
     together: int = 1
     """Query heads whose tiles run side by side."""
     why_portable: str | None = None

@@ -15,6 +15,7 @@ from ..triton.specialise import specialise, strides
 from .arguments import HopperLayout, addresses, block_width, blocks_of, descriptor_strides
 from .kernels import HopperKernels
 from .launch import TensorMaps, launch_of, view
+from .learned import gradients_of_parts, learned_in_kernel, learned_parts
 from .tiles import CANDIDATES
 
 if TYPE_CHECKING:
@@ -102,8 +103,12 @@ class HopperBackend(TritonBackend):
         sums = lse.new_empty((*rows, block_width(head_dim)))
         dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (k, v))
         dlse = lse if grad_lse is None else grad_lse.contiguous()
+        launches, learned = layout.launches, layout.learned
+        launch = launches["backward_kv"]
+        kv_tiles = -(-k.shape[2] // launch.executable.config.block_n)
+        columns = lse.new_empty((batch, heads, k.shape[2])) if learned.column else None
+        factors = lse.new_empty((batch, heads, 2 * kv_tiles)) if learned.factor else None
         out_strides = layout.out_strides if out.is_contiguous() else strides(out)[:3]
-        launches = layout.launches
         stream = stream_of(q.device)
         with on_device(q.device):
             launches["prepare_backward"].run(
@@ -111,15 +116,15 @@ class HopperBackend(TritonBackend):
                 [*addresses(out, grad_out, lse, dlse, lse2, delta, sums), *out_strides,
                  *layout.grad_strides, heads, q_len],
             )  # fmt: skip
-            launch = launches["backward_kv"]
             launch.run(
-                -(-k.shape[2] // launch.executable.config.block_n) * batch * k.shape[1], stream,
+                kv_tiles * batch * k.shape[1], stream,
                 [
                     *of(views["q_desc"], q), *of(views["k_desc"], k), *of(views["v_desc"], v),
                     *of(views["do_desc"], grad_out), *of(views["lse_desc"], lse2),
                     *of(views["delta_desc"], delta), *addresses(sums, dk, dv), call.scale,
                     *layout.sizes, origin(call.q_offset, call.q_index),
                     origin(call.kv_offset, call.kv_index), padded,
+                    *(sums for sums in (columns, factors) if sums is not None),
                     *capture_arguments(layout.special, call),
                     *lists_of(layout, lowered, call, "backward_kv", stream),
                 ],
@@ -131,9 +136,15 @@ class HopperBackend(TritonBackend):
                     padded // 32 * batch * heads, stream,
                     [*addresses(sums, dq), call.scale, q_len],
                 )  # fmt: skip
+        tensors, params = {}, {}
+        if wants.tensors or wants.params:
+            tensors, params = gradients_of_parts(
+                lowered, call, learned, wants, lse, delta, grad_lse, factors, columns
+            )
         gradients = Gradients(
-            q=dq, k=dk if wants.k else None, v=dv if wants.v else None, tensors={}, params={}
-        )
+            q=dq, k=dk if wants.k else None, v=dv if wants.v else None,
+            tensors=tensors, params=params,
+        )  # fmt: skip
         return gradients, delta
 
     def choices(
@@ -207,6 +218,7 @@ class HopperBackend(TritonBackend):
         return HopperLayout(
             layout.special, layout.executables, layout.strides, layout.out_strides, layout.sizes,
             layout.lists, launches, views, () if grad_out is None else strides(grad_out)[:3],
+            learned_in_kernel(lowered, layout.special),
             _together(call, lowered.program.mask is not None),
         )  # fmt: skip
 
@@ -232,7 +244,13 @@ def why_portable(
         if call.deterministic:
             return "the Hopper backward adds up dQ in no fixed order"
         if wants is not None and (wants.tensors or wants.params):
-            return "the Hopper backward makes no gradients of captured tensors"
+            learned = learned_parts(lowered, wants.tensors | wants.params)
+            if isinstance(learned, str):
+                return learned
+            if width > 128:
+                return "gradients of captured tensors are added up at head dims up to 128"
+            if learned.factor and call.q.dtype is torch.float16:
+                return "gradients of a factor need slopes of a wider range than fp16 has"
     if 0 in call.q.shape or 0 in call.k.shape or 0 in call.v.shape:
         return "nothing is to be computed"
     rows = call.q.new_empty((1, 1, 2, call.v.shape[3]))

@@ -18,6 +18,7 @@ from ..triton.generate import fill_template, import_lines
 from ..triton.loops import LIST_PARAMETERS, print_loop
 from .arguments import widest
 from .functions import print_functions
+from .learned import learned_in_kernel
 
 if TYPE_CHECKING:
     from attndsl.passes.tiles.plan import LoopPlan
@@ -92,6 +93,7 @@ def generate(
     wide = direction == "backward_kv" and widest(special) > 128
     templates, name, producer, consumer = _FAMILIES["wide " * wide + direction]
     names = parameters(special)
+    learned = learned_in_kernel(lowered, special)
     functions, helpers = print_functions(lowered, special, direction)
     texts, used = print_loop(
         name,
@@ -121,6 +123,8 @@ def generate(
         f"{name.upper()}_HAS_FULL": listed or bool(loop.full),
         f"{name.upper()}_HAS_PARTIAL": listed or bool(loop.partial),
         f"{name.upper()}_DESCENDING": loop.descending,
+        "LEARNS_COLUMN": learned.column,
+        "LEARNS_FACTOR": learned.factor,
         "PEELED": config.peeled,
         "WIDE": wide,
         "EARLY": config.early,
@@ -129,6 +133,7 @@ def generate(
         "LAZY": not modified and placed.column is None,
     }
     lists = wrapped(LIST_PARAMETERS) if listed else []
+    sums = ["COLUMN_SUMS,"] * learned.column + ["FACTOR_SUMS,"] * learned.factor
     helpers |= used
     more = {
         "imports": [
@@ -136,7 +141,10 @@ def generate(
             *import_lines("hopper", helpers & _OWN_HELPERS),
         ],
         f"{name}_lists": lists,
-        "partitions": _partitions(producer, consumer, config.consumers, [*wrapped(names), *lists]),
+        "learned": sums,
+        "partitions": _partitions(
+            producer, (*consumer, *sums), config.consumers, [*wrapped(names), *lists]
+        ),
     }
     return fill_template(__package__, templates, [*functions, *texts], helpers, flags, names, more)
 

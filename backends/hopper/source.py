@@ -9,7 +9,7 @@ from attndsl.errors import UnsupportedError
 from ..triton.cross import parse_target
 from ..triton.kernels import plan_loop
 from ..triton.sinks import without_sinks
-from ..triton.specialise import specialise, with_forms
+from ..triton.specialise import specialise, with_forms, with_gradients
 from .backend import why_portable
 from .generate import generate
 from .kernels import HopperKernels, configs_of
@@ -26,12 +26,15 @@ def hopper_source(lowered: Lowered, call: Call, direction: str, wants: Wants) ->
     Raises:
         UnsupportedError: Portable kernels run ``call``; says why.
     """
-    refused = why_portable(lowered, call, direction, wants=without_sinks(lowered, wants))
+    wants = without_sinks(lowered, wants)
+    refused = why_portable(lowered, call, direction, wants=wants)
     if refused is not None:
         raise UnsupportedError(
             refused, hint="the triton kernels run such calls: use backend='triton'"
         )
     special = specialise(lowered.program, call)
+    if direction == "backward":
+        special = with_gradients(special, call, wants.tensors, wants.params)
     special = with_forms(special, lowered.program, parse_target("cuda:90"))
     texts = []
     for name in HopperKernels.directions[direction]:

@@ -11,7 +11,7 @@ straight from registers (``library.add_to_sums``). Follows ``backward_shared`` i
 
 @gluon.jit
 def add_query_tile(
-    PART: gl.constexpr, count, q_tile_index, dk, dv, zeros, no_dq, kv_parts, columns, column2, kv, origin,
+    PART: gl.constexpr, count, q_tile_index, dk, dv, column_sums, zeros, no_dq, kv_parts, columns, column2, kv, origin,
     ragged, SUMS, q_s, k_s, v_s, do_s, lse_s, delta_s, ds_s, q_full, do_full, q_empty, do_empty,
     scale, b, h, hkv, batch, heads, kv_heads, q_len, kv_len, q_origin, padded,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
@@ -19,7 +19,10 @@ def add_query_tile(
     WEIGHTS: gl.constexpr, SLOPES: gl.constexpr, HALF: gl.constexpr,
     #: parameters
 ):
-    """Add one query tile's part to dK (before the scale), dV and dQ. Tiles are (keys, queries)."""
+    """Add one query tile's part to dK (before the scale), dV and dQ, and to the keys' sums of dS.
+
+    Tiles are (keys, queries).
+    """
     KEYS: gl.constexpr = BLOCK_N // 2
     # Each warpgroup makes half of dQ: half of its columns, or of more than 64 rows half of these.
     WIDTH: gl.constexpr = D // 2
@@ -65,7 +68,13 @@ def add_query_tile(
         # One value instead of two, while dP is computed.
         finish(steep, q_len >> 31)
     dweight = warpgroup_mma_wait(0, deps=[weighing])
-    slope = steep * (dweight - delta[None, :])
+    if LEARNS_COLUMN:
+        # The derivative does not vary within a head.
+        dscore = weight * (dweight - delta[None, :])
+        slope = dscore * derivative
+        column_sums += eighths_of_sums(dscore)
+    else:
+        slope = steep * (dweight - delta[None, :])
     slope_half = slope.to(HALF)
     shared = ds_s.index(count % 2)
     shared.slice(PART * KEYS, KEYS, dim=0).store(slope_half)
@@ -88,7 +97,7 @@ def add_query_tile(
     add_to_sums(SUMS + row * D + PART * (BLOCK_M * D // 2), dq)
     dk = warpgroup_mma_wait(0, deps=[adding_k])
     mbarrier.arrive(q_empty.index(stage), count=1)
-    return dk, dv
+    return dk, dv, column_sums
 
 
 @gluon.jit
@@ -100,6 +109,7 @@ def consume(
     HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, Q_KIND: gl.constexpr,
     KV_KIND: gl.constexpr, HALF: gl.constexpr,
+    #: learned
     #: parameters
     #: kv_pass_lists
 ):
@@ -128,6 +138,7 @@ def consume(
     mbarrier.wait(v_full, 0)
     group = heads // kv_heads
     count = 0
+    before = 0.0
     for member in range(0, group):
         h = hkv * group + member
         full_tiles, partial_tiles, first_live, first_full, masked = count_tiles(
@@ -151,6 +162,7 @@ def consume(
                 b, h, hkv, batch, heads, kv_heads, q_len, kv_len,
                 #: arguments
             )
+        column_sums = eighths_of_sums(zeros)
         for step in range(0, masked):
             q_tile_index = q_tile_of(
                 step, partial_tiles, full_tiles, first_live, first_full, tile,
@@ -159,8 +171,8 @@ def consume(
                 #: arguments
                 #: kv_pass_lists
             )
-            dk, dv = add_query_tile(
-                PART, count, q_tile_index, dk, dv, zeros, no_dq, kv_parts, columns, column2, kv, origin,
+            dk, dv, column_sums = add_query_tile(
+                PART, count, q_tile_index, dk, dv, column_sums, zeros, no_dq, kv_parts, columns, column2, kv, origin,
                 ragged, SUMS, q_s, k_s, v_s, do_s, lse_s, delta_s, ds_s, q_full, do_full, q_empty, do_empty,
                 factored, b, h, hkv, batch, heads, kv_heads, q_len, kv_len, q_origin, padded,
                 BLOCK_M, BLOCK_N, D, DV, STAGES, Q_KIND, True, SCORES, WEIGHTS, SLOPES, HALF,
@@ -176,8 +188,8 @@ def consume(
                     #: arguments
                     #: kv_pass_lists
                 )
-                dk, dv = add_query_tile(
-                    PART, count, q_tile_index, dk, dv, zeros, no_dq, kv_parts, columns, column2, kv, origin,
+                dk, dv, column_sums = add_query_tile(
+                    PART, count, q_tile_index, dk, dv, column_sums, zeros, no_dq, kv_parts, columns, column2, kv, origin,
                     ragged, SUMS, q_s, k_s, v_s, do_s, lse_s, delta_s, ds_s,
                     q_full, do_full, q_empty, do_empty,
                     factored, b, h, hkv, batch, heads, kv_heads, q_len, kv_len, q_origin, padded,
@@ -185,6 +197,17 @@ def consume(
                     #: arguments
                 )
                 count += 1
+        head = (b * heads + h).to(gl.int64)
+        if LEARNS_COLUMN:
+            whole = gl.convert_layout(gl.sum(column_sums, 1), gl.SliceLayout(1, SCORES))
+            gl.store(COLUMN_SUMS + head * kv_len + columns, whole, mask=columns < kv_len)
+        if LEARNS_FACTOR:
+            keys = k_s.index(0).reshape([BLOCK_N, D]).slice(PART * KEYS, KEYS, dim=0).load(DK_ROWS)
+            product = gl.sum(gl.sum(keys.to(gl.float32) * dk, 1), 0)
+            place = head * tl.cdiv(kv_len, BLOCK_N) + tile
+            # dK is a sum over the heads so far.
+            gl.store(FACTOR_SUMS + place * 2 + PART, product - before)
+            before = product
     # Through shared memory, so that each thread stores 16 bytes.
     STORED: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     dk_rows = gl.convert_layout((dk * scale).to(HALF), STORED)

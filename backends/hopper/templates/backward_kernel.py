@@ -11,6 +11,7 @@ Follows ``backward_shared``, then ``backward`` or ``backward_wide``, in one modu
 def attention_backward_kv(
     q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, SUMS, DK, DV_OUT,
     scale, batch, heads, kv_heads, q_len, kv_len, q_origin, kv_origin, padded,
+    #: learned
     #: parameters
     #: kv_pass_lists
     HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
@@ -21,7 +22,8 @@ def attention_backward_kv(
 
     Descriptors are of (batch, heads, length, head dim), dQ in fp32 and before the scale; those of
     the row statistics are of (batch * heads * padded,), see ``statistics_rows``. DK (batch,
-    kv_heads, kv_len, HEAD_DIM) and DV_OUT are contiguous.
+    kv_heads, kv_len, HEAD_DIM) and DV_OUT are contiguous. Where a factor or columns of the score
+    learn: FACTOR_SUMS (batch, heads, tiles, 2) and COLUMN_SUMS (batch, heads, kv_len), fp32.
     """
     HALF: gl.constexpr = q_desc.dtype
     kv_tiles = tl.cdiv(kv_len, BLOCK_N)

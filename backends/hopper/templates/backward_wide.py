@@ -136,6 +136,7 @@ def consume(
     HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, Q_KIND: gl.constexpr,
     KV_KIND: gl.constexpr, HALF: gl.constexpr,
+    #: learned
     #: parameters
     #: kv_pass_lists
 ):

@@ -96,9 +96,7 @@ def soften(score, peak, factor, GUARDED: gl.constexpr):
     else:
         weight = gl.exp2(score * factor - shift[:, None])
     decay = gl.exp2(peak - shift)
-    # Eight sums a row, of which each thread has its own, need no exchange until the end.
-    sums = gl.sum(gl.reshape(weight, [weight.shape[0], weight.shape[1] // 8, 8]), 1)
-    return weight, sums, decay, new_peak
+    return weight, eighths_of_sums(weight), decay, new_peak
 
 
 @gluon.jit

@@ -1,0 +1,146 @@
+"""Gradients of what a score's parts mention, from sums over whole heads, rows and columns.
+
+Of ``inner * (scale * q . k)`` a kernel need not add up the derivative by ``inner`` pair by pair:
+sum(slope * scale * q . k) is scale * sum(K * dK), with dK before the scale, which it has anyway.
+What is added to a column gets the column's sum of the score's gradient. What is added to a row gets
+none but from the log-sum-exp and the sink, since a softmax does not change with it. All sums are in
+a fixed order.
+
+Non-goals: what stands inside a function of the score, or varies with the distance from the query;
+the portable kernels add that up pair by pair.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from attndsl.ir import Op, const, dependencies, node, substitute, toposort
+from attndsl.passes.differentiate import vjp
+from attndsl.passes.place import AWAY
+
+from ..capture_sums import CaptureSums
+from ..cpu_tiles import Expressions, Step
+
+if TYPE_CHECKING:
+    from attndsl.ir import Node
+    from attndsl.passes.place import Placed
+    from attndsl.pipeline import Lowered
+
+    from ..base import Call, Wants
+    from ..triton.specialise import Specialisation
+
+_TINY = 2.0**-64
+"""What a factor of 0 counts as in slopes, so that its own derivative does not vanish with them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Learned:
+    """The parts of a score that mention something whose gradient is wanted."""
+
+    factor: bool = False
+    column: bool = False
+    row: bool = False
+
+
+def learned_parts(lowered: Lowered, names: frozenset[str]) -> Learned | str:
+    """Where the score mentions ``names``, or why their gradients do not come from sums.
+
+    Args:
+        lowered: The program.
+        names: Tensors and params.
+    """
+    placed = lowered.placed
+    if names & _leaves(placed.pair):
+        return "gradients inside a function of the score are added up pair by pair"
+    found = Learned(
+        *(bool(names & _leaves(part)) for part in (placed.inner, placed.column, placed.row))
+    )
+    if found.factor and slope_for_factor(placed) is None:
+        return "the derivative of the score does not contain its factor as a whole"
+    if found.column:
+        assert placed.column is not None
+        if not dependencies(placed.slope)[placed.slope] <= {"b", "h"}:
+            return "a column's gradients beside a function of the score are added up pair by pair"
+        factors = vjp(placed.column, const(1.0))
+        wanted = [factor for leaf, factor in factors.items() if str(leaf.value) in names]
+        if AWAY in toposort(*wanted):
+            return "gradients that vary with the distance are added up pair by pair"
+    return found
+
+
+def learned_in_kernel(lowered: Lowered, special: Specialisation) -> Learned:
+    """The parts that a backward kernel makes sums for; none in other kernels."""
+    found = learned_parts(lowered, frozenset((*special.tensor_gradients, *special.param_gradients)))
+    assert isinstance(found, Learned)
+    return found
+
+
+def slope_for_factor(placed: Placed) -> Node | None:
+    """The score's derivative with a factor of 0 as one that is tiny; None where it has none."""
+    inner = placed.inner
+    assert inner is not None
+    if inner.op is Op.DIV and inner.args[0] is const(1.0):
+        return placed.slope
+    if inner not in toposort(placed.slope):
+        return None
+    is_zero = node(Op.EQ, inner, const(0.0))
+    return substitute(placed.slope, {inner: node(Op.WHERE, is_zero, const(_TINY), inner)})
+
+
+def gradients_of_parts(
+    lowered: Lowered,
+    call: Call,
+    learned: Learned,
+    wants: Wants,
+    lse: torch.Tensor,
+    delta: torch.Tensor,
+    dlse: torch.Tensor | None,
+    factors: torch.Tensor | None,
+    columns: torch.Tensor | None,
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Gradients of tensors and of params, by name.
+
+    Args:
+        lowered: The program.
+        call: As of the backward.
+        learned: Of ``wants``.
+        wants: Tensors and params that :func:`learned_parts` has no objection to.
+        lse: (batch, heads, q_len) fp32; -inf in rows with no live pair.
+        delta: (batch, heads, q_len or more) fp32, rowsum(dO * O) - dlse.
+        dlse: (batch, heads, q_len), the gradient of lse, if there is one.
+        factors: (batch, heads, parts) fp32, sums of K * dK before the scale, if factors learn.
+        columns: (batch, heads, kv_len) fp32, columns' sums of dS, if columns learn.
+    """
+    sums, expressions, placed = CaptureSums(call, wants), Expressions(call), lowered.placed
+    batch, heads, q_len = lse.shape
+    nothing = lse[:, :, :1, None]
+    head = Step((0, batch), (0, heads), (0, 1), ())
+    if factors is not None:
+        assert placed.inner is not None
+        tile = expressions.tile(head, (0, 1), nothing)
+        (inner,) = tile.evaluate(placed.inner)
+        inner = torch.where(inner == 0, _TINY, inner.double())
+        total = factors.sum(2, dtype=torch.float64)[:, :, None, None]
+        sums.add(sums.of(placed.inner), total * call.scale / inner, tile)
+    if columns is not None:
+        tile = expressions.tile(head, (0, call.k.shape[2]), nothing)
+        sums.add(sums.of(placed.column), columns[:, :, None, :], tile)
+    sink = lowered.program.sink
+    if learned.row and (dlse is not None or sink is not None):
+        tile = expressions.tile(Step((0, batch), (0, heads), (0, q_len), ()), (0, 1), nothing)
+        rows = torch.zeros_like(lse) if dlse is None else dlse.to(lse.dtype)
+        if sink is not None:
+            (logit,) = tile.evaluate(sink)
+            rows = rows + torch.exp(logit[..., 0] - lse) * delta[..., :q_len]
+        rows = torch.where(lse == -torch.inf, 0.0, rows)
+        sums.add(sums.of(placed.row), rows[..., None], tile)
+    return sums.tensors(), sums.params()
+
+
+def _leaves(root: Node | None) -> frozenset[str]:
+    """Names of the tensors and params in an expression."""
+    found = () if root is None else toposort(root)
+    return frozenset(str(item.value) for item in found if item.op in (Op.LOAD, Op.PARAM))

@@ -1,0 +1,186 @@
+"""Gradients of what a score's parts mention, from sums that the one-pass backward has anyway."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import attndsl
+from attndsl.backends.base import Wants
+from attndsl.backends.hopper.backend import why_portable
+from attndsl.backends.hopper.learned import Learned, gradients_of_parts, learned_parts
+from attndsl.backends.triton.cross import example_call
+
+GAIN = "tensor gain[heads]: float; mask = causal(); score = gain[h] * score"
+TEXTS = {
+    "gain": GAIN,
+    "temperature": "tensor t[batch, heads]: float; score = score / t[b, h]",
+    "gain in a cap": "tensor gain[heads]: float; score = 3 * tanh(gain[h] * score / 3)",
+    "twice": "tensor gain[kinds]: float; score = gain[h % 2] * gain[1] * score",
+    "param": "param gain: float; score = score * exp(gain)",
+    "key bias": "tensor bias[heads, kv_len]: float; mask = causal(); score = score + bias[h, kv]",
+    "by type": """
+        tensor bias[kinds]: float
+        tensor kind[kv_len]: int
+        score = score + bias[kind[kv]]
+    """,
+    "query bias": "tensor bias[q_len]: float; mask = q >= 3; score = score + bias[q]",
+    "all": """
+        tensor gain[heads]: float
+        tensor rows[batch, q_len]: float
+        tensor columns[kv_len]: float
+        mask = q >= kv and q != 5
+        score = gain[h] * score + rows[b, q] - 2 * columns[kv]
+    """,
+    "rows and a sink": """
+        tensor bias[q_len]: float
+        tensor s[heads]: float
+        score = score + 0.5 * bias[q]
+        sink = s[h]
+    """,
+}
+PAIRWISE = {
+    "tensor cap[heads]: float; score = cap[h] * tanh(score / cap[h])": "pair by pair",
+    "tensor s[heads]: float; score = score + s[h] * (kv - q)": "distance",
+    "tensor bias[q_len, kv_len]: float; score = score + bias[q, kv]": "pair by pair",
+    "tensor bias[kv_len]: float; score = tanh(score) + bias[kv]": "pair by pair",
+}
+
+
+def captures_of(name, heads, length, device, batch=2):
+    """Learned and other captures, by their names in the texts."""
+
+    def learned(*shape):
+        return (0.3 * torch.randn(shape, device=device) + 1).requires_grad_()
+
+    found = {
+        "gain": {"gain": learned(heads)},
+        "temperature": {"t": learned(batch, heads)},
+        "gain in a cap": {"gain": learned(heads)},
+        "twice": {"gain": learned(3)},
+        "param": {"gain": learned()},
+        "key bias": {"bias": learned(heads, length)},
+        "by type": {
+            "bias": learned(5), "kind": torch.randint(0, 5, (length,), device=device).int(),
+        },
+        "query bias": {"bias": learned(length)},
+        "all": {"gain": learned(heads), "rows": learned(batch, length), "columns": learned(length)},
+        "rows and a sink": {"bias": learned(length), "s": learned(heads)},
+    }  # fmt: skip
+    return found[name]
+
+
+@pytest.mark.parametrize("text", PAIRWISE)
+def test_what_is_added_up_pair_by_pair_says_so(text):
+    lowered = attndsl.compile(text).lowered
+    names = frozenset(decl.name for decl in lowered.program.tensors)
+    found = learned_parts(lowered, names)
+    assert isinstance(found, str)
+    assert PAIRWISE[text] in found
+    call = example_call(lowered, 64, 64, torch.bfloat16, {})
+    assert why_portable(lowered, call, "backward", wants=Wants(tensors=names)) == found
+    assert learned_parts(lowered, frozenset()) == Learned()
+
+
+def test_which_parts_learn():
+    lowered = attndsl.compile(TEXTS["all"]).lowered
+    for name, part in (("gain", "factor"), ("rows", "row"), ("columns", "column")):
+        assert learned_parts(lowered, frozenset({name})) == Learned(**{part: True})
+    wants = Wants(tensors=frozenset({"gain"}))
+    for dtype, dim, refused in (
+        (torch.bfloat16, 64, None),
+        (torch.float16, 64, "fp16"),
+        (torch.bfloat16, 192, "head dims up to 128"),
+    ):
+        found = why_portable(
+            lowered, example_call(lowered, dim, dim, dtype, {}), "backward", wants=wants
+        )
+        assert (found is None) == (refused is None)
+        assert refused is None or refused in found
+
+
+def sums_of(text, q, k, v, do, dlse, captures):
+    """What the kernel would sum up, by the reference: of K * dK, and of dS by column."""
+    scale = q.shape[-1] ** -0.5
+    head = "tensor zero[batch, heads, kv_len]: float;"
+    marked = f"{head}{text}".replace("score = ", "score = zero[b, h, kv] + ", 1)
+    zero = torch.zeros(*q.shape[:2], k.shape[2], dtype=q.dtype, requires_grad=True)
+    k = k.detach().requires_grad_()
+    out, lse = attndsl.compile(marked, backend="reference")(
+        q, k, v, zero=zero, **captures, return_lse=True
+    )
+    dk, columns = torch.autograd.grad((out, lse), (k, zero), (do, dlse))
+    rows = torch.where(lse == -torch.inf, 0.0, (do * out).sum(-1) - dlse)
+    return lse.detach(), rows.detach(), (k * dk).sum((2, 3))[..., None].detach() / scale, columns
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_gradients_from_sums_are_those_of_the_reference(name):
+    length, heads = 9, 4
+    q, k, v, do = torch.randn(4, 2, heads, length, 8, dtype=torch.float64)
+    dlse = torch.randn(2, heads, length, dtype=torch.float64)
+    captures = captures_of(name, heads, length, "cpu")
+    captures = {n: x.detach().double() if x.is_floating_point() else x for n, x in captures.items()}
+    lowered = attndsl.compile(TEXTS[name]).lowered
+    names = {n for n, x in captures.items() if x.is_floating_point() and n != "s"}
+    leaves = {n: captures[n].requires_grad_() for n in sorted(names)}
+    outputs = attndsl.compile(TEXTS[name], backend="reference")(
+        q, k, v, **captures, return_lse=True
+    )
+    expected = torch.autograd.grad(outputs, list(leaves.values()), (do, dlse))
+    lse, delta, factors, columns = sums_of(TEXTS[name], q, k, v, do, dlse, captures)
+    call = SimpleNamespace(
+        q=q, k=k, v=v, scale=8**-0.5, q_offset=0, kv_offset=0, q_index=None, kv_index=None,
+        tensors={n: x.detach() for n, x in captures.items() if lowered_has(lowered, n)},
+        params={n: x.detach() for n, x in captures.items() if not lowered_has(lowered, n)},
+        sizes={"kinds": captures["gain" if name == "twice" else "bias"].shape[0]}
+        if name in ("twice", "by type") else {},
+    )  # fmt: skip
+    tensors = frozenset(n for n in names if lowered_has(lowered, n))
+    wants = Wants(tensors=tensors, params=frozenset(names - tensors))
+    learned = learned_parts(lowered, frozenset(names))
+    assert isinstance(learned, Learned)
+    found, of_params = gradients_of_parts(
+        lowered, call, learned, wants, lse, delta, dlse,
+        factors if learned.factor else None, columns if learned.column else None,
+    )  # fmt: skip
+    for leaf, gradient in zip(leaves, expected, strict=True):
+        torch.testing.assert_close((found | of_params)[leaf], gradient, atol=1e-9, rtol=1e-9)
+
+
+def lowered_has(lowered, name):
+    return any(decl.name == name for decl in lowered.program.tensors)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", TEXTS)
+@pytest.mark.parametrize("dim", [64, 128])
+def test_kernels(check, name, dim):
+    place = SimpleNamespace(backend="hopper", device="cuda", shape=(2, 4, 300, dim))
+    captures = captures_of(name, 4, 300, "cuda")
+    inputs = check.inputs(place, torch.bfloat16, kv_heads=2, captures=captures, with_lse=True)
+    check(place, TEXTS[name], inputs)
+
+
+@pytest.mark.gpu
+def test_a_gain_of_zero_learns(check):
+    place = SimpleNamespace(backend="hopper", device="cuda", shape=(2, 4, 300, 64))
+    gain = torch.zeros(4, device="cuda", requires_grad=True)
+    check(place, GAIN, check.inputs(place, torch.bfloat16, captures={"gain": gain}))
+
+
+@pytest.mark.gpu
+def test_gradients_come_out_alike_again():
+    q, k, v, do = torch.randn(4, 2, 4, 600, 64, device="cuda", dtype=torch.bfloat16)
+    captures = captures_of("all", 4, 600, "cuda")
+    attention = attndsl.compile(TEXTS["all"], backend="hopper")
+
+    def step():
+        return torch.autograd.grad(attention(q, k, v, **captures), list(captures.values()), do)
+
+    first = step()
+    for _ in range(20):
+        for one, other in zip(first, step(), strict=True):
+            assert torch.equal(one, other)
