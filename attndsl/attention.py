@@ -15,6 +15,7 @@ from attndsl.runtime.autograd import attend
 from attndsl.runtime.dispatch import choose_backend
 from attndsl.runtime.operator import attend_in_graph
 from attndsl.runtime.programs import lowered_program
+from attndsl.runtime.seed import draw_seed
 from attndsl.runtime.sources import source_of
 from attndsl.runtime.tiles import (
     call_of_lengths,
@@ -142,21 +143,22 @@ class Attention:
             captures = {**self._defaults, **captures}
         if deterministic is None:
             deterministic = torch.are_deterministic_algorithms_enabled()
+        in_graph = torch.compiler.is_compiling() or type(q) not in _PLAIN
+        drawn = None
         if seed is None:
-            seed = self._draw_seed()
+            drawn = None if self._lowered.program.dropout is None else draw_seed()
+            seed = 0 if drawn is None or in_graph else int(drawn.item())
         if return_lse and self._lowered.program.weights is not None:
             raise UnsupportedError(
                 "return_lse asks for a softmax's log-sum-exp, and the program has other weights",
                 hint="drop return_lse",
             )
-        if torch.compiler.is_compiling() or type(q) not in _PLAIN:
+        if in_graph:
             call = bind(
                 self._lowered.program, q, k, v, scale, captures, q_offset, kv_offset, q_index,
                 kv_index, seed, deterministic,
             )  # fmt: skip
-            out, lse = attend_in_graph(
-                self._spec, self._lowered, self._backend, self._checked, call
-            )
+            out, lse = attend_in_graph(self._spec, self._backend, self._checked, call, drawn)
             return (out, lse) if return_lse else out
         key = (
             q.shape, q.stride(), q.dtype, q.device, k.shape, k.stride(), k.dtype, k.device,
@@ -464,11 +466,6 @@ class Attention:
     def _tile_size(self, direction: str) -> tuple[int, int]:
         """Tiles to check a plan with: of the shape that kernels of this direction use."""
         return (64, 128) if direction == "backward_kv" else (128, 64)
-
-    def _draw_seed(self) -> int:
-        if self._lowered.program.dropout is None:
-            return 0
-        return int(torch.randint(0, 1 << 62, ()).item())
 
     def __repr__(self) -> str:
         line = " ".join(self._text.split())
