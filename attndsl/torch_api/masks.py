@@ -45,19 +45,16 @@ def capture_mask(
         ArgumentError, DTypeError, DeviceError, ShapeError: What does not fit, and what would.
     """
     _check(name, mask, full, device)
-    mask = mask[(None,) * (max(len(full), len(_DIMS)) - mask.dim())]
-    extra = mask.dim() - len(_DIMS)
-    if extra:
-        if any(size != 1 for size in mask.shape[: extra + 1]):
-            mask = mask.expand(*full[: extra + 1], *mask.shape[extra + 1 :])
-        mask = mask.flatten(0, extra)
-    dims: list[str] = []
-    for dim_name in _DIMS:
-        size, step = mask.shape[len(dims)], mask.stride(len(dims))
-        if size == 1 or (step == 0 and size and not mask.requires_grad):
-            mask = mask.select(len(dims), 0)
-        else:
-            dims.append(dim_name)
+    if len(full) > len(_DIMS) <= mask.dim():
+        mask = _one_batch(mask, full)
+    names = _DIMS[len(_DIMS) - mask.dim() :]
+    varies = [
+        size != 1 and (step != 0 or size == 0 or mask.requires_grad)
+        for size, step in zip(mask.shape, mask.stride(), strict=True)
+    ]
+    if not all(varies):
+        mask = mask[tuple([slice(None) if vary else 0 for vary in varies])]
+    dims = [name for name, vary in zip(names, varies, strict=True) if vary]
     if not dims:
         dims, mask = ["kv_len"], mask.expand(full[-1])
     if mask.dtype is torch.bool:
@@ -65,6 +62,15 @@ def capture_mask(
     else:
         kind = "bias" if set(dims) >= _PER_HEAD else "sparse bias"
     return Capture(Form(name, kind, tuple(dims)), mask)
+
+
+def _one_batch(mask: torch.Tensor, full: Sequence[int]) -> torch.Tensor:
+    """``mask`` with all dims before the heads as one, expanded where it varies along any."""
+    last = len(full) - len(_DIMS)
+    mask = mask[(None,) * (len(full) - mask.dim())]
+    if any(size != 1 for size in mask.shape[: last + 1]):
+        mask = mask.expand(*full[: last + 1], *mask.shape[last + 1 :])
+    return mask.flatten(0, last)
 
 
 def _check(name: str, mask: object, full: Sequence[int], device: torch.device) -> None:
