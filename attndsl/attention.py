@@ -15,7 +15,7 @@ from attndsl.runtime.autograd import attend
 from attndsl.runtime.dispatch import choose_backend
 from attndsl.runtime.operator import attend_in_graph
 from attndsl.runtime.programs import lowered_program
-from attndsl.runtime.seed import draw_seed
+from attndsl.runtime.seed import draw_seed, seed_argument
 from attndsl.runtime.sources import source_of
 from attndsl.runtime.tiles import (
     call_of_lengths,
@@ -100,7 +100,7 @@ class Attention:
         q_index: torch.Tensor | None = None,
         kv_index: torch.Tensor | None = None,
         deterministic: bool | None = None,
-        seed: int | None = None,
+        seed: int | torch.Tensor | None = None,
         tiles: TileMap | None = None,
         **captures: torch.Tensor | Scalar,
     ) -> Any:
@@ -119,8 +119,8 @@ class Attention:
             kv_index: (Lk,) ints, the same of each key.
             deterministic: Whether gradients must be equal bit for bit from run to run; by default
                 what ``torch.use_deterministic_algorithms`` says.
-            seed: Seed of dropout; drawn from torch's generator where the program has dropout and
-                none is given.
+            seed: Seed of dropout, an int or a 0-d int64 tensor on q's device; drawn from torch's
+                generator where the program has dropout and none is given.
             tiles: What :meth:`tiles` found for this program and these captures: where the tiles
                 have no closed form, they are not looked for again. A map of another mask would
                 leave out live pairs. In graphs of ``torch.compile`` it is not used.
@@ -145,9 +145,11 @@ class Attention:
             deterministic = torch.are_deterministic_algorithms_enabled()
         in_graph = torch.compiler.is_compiling() or type(q) not in _PLAIN
         drawn = None
-        if seed is None:
-            drawn = None if self._lowered.program.dropout is None else draw_seed()
-            seed = 0 if drawn is None or in_graph else int(drawn.item())
+        if isinstance(seed, torch.Tensor):
+            seed = drawn = seed.clone()  # The backward reads it again.
+        elif seed is None:
+            drawn = None if self._lowered.program.dropout is None else draw_seed(q.device)
+            seed = 0 if drawn is None or in_graph else seed_argument(drawn)
         if return_lse and self._lowered.program.weights is not None:
             raise UnsupportedError(
                 "return_lse asks for a softmax's log-sum-exp, and the program has other weights",
@@ -163,7 +165,7 @@ class Attention:
         key = (
             q.shape, q.stride(), q.dtype, q.device, k.shape, k.stride(), k.dtype, k.device,
             v.shape, v.stride(), v.dtype, v.device, _kind(q_offset), _kind(kv_offset),
-            _kind(q_index), _kind(kv_index), deterministic, tiles_key(tiles),
+            _kind(q_index), _kind(kv_index), _kind(seed), deterministic, tiles_key(tiles),
             *[(n, _kind(c)) for n, c in captures.items()],
         )  # fmt: skip
         prepared = self._prepared.get(key)

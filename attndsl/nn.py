@@ -145,7 +145,7 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
             captures.append(capture_mask("key_padding_mask", mask, full, q.device, "dead"))
         reach = "causal" if hinted else "all"
         dropout_p = self.dropout if self.training else 0.0
-        drawn = draw_seed() if dropout_p else None
+        drawn = draw_seed(q.device) if dropout_p else None
         out = attend(q, k, v, reach, captures, dropout_p, drawn=drawn)
         out = self.out_proj(out.transpose(1, 2).flatten(-2))
         weights = None

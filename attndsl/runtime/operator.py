@@ -17,6 +17,7 @@ from attndsl.ir import DType
 from .arguments import bind_dims
 from .dispatch import choose_backend
 from .programs import lowered_program
+from .seed import seed_argument
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -30,8 +31,8 @@ _COMMON = (
     "Tensor? drawn"
 )
 """``given`` are the params that are tensors, as ``is_given`` says of each; ``numbers`` the others.
-An origin is an index vector or a 0-d offset; it replaces the offset. ``drawn`` is a 0-d seed on the
-CPU; it replaces ``seed``, which would be one number for all runs of a graph."""
+An origin is an index vector or a 0-d offset; it replaces the offset. ``drawn`` is a 0-d seed; it
+replaces ``seed``, which would be one number for all runs of a graph."""
 
 _LIBRARY: Any = torch.library.Library("attndsl", "DEF")  # type: ignore[no-untyped-call]
 _LIBRARY.define(f"forward({_COMMON}) -> (Tensor, Tensor)")
@@ -65,7 +66,7 @@ def attend_in_graph(
         0 if kv_is_tensor else call.kv_offset,
         call.q_offset if call.q_index is None and q_is_tensor else call.q_index,
         call.kv_offset if call.kv_index is None and kv_is_tensor else call.kv_index,
-        call.seed,
+        0 if drawn is not None else call.seed,
         call.deterministic,
         drawn,
     )
@@ -104,7 +105,7 @@ def _call(args: Sequence[Any]) -> tuple[Lowered, Call, Any]:
         kv_offset=kv_origin if kv_origin is not None and kv_origin.dim() == 0 else kv_offset,
         q_index=q_origin if q_origin is not None and q_origin.dim() == 1 else None,
         kv_index=kv_origin if kv_origin is not None and kv_origin.dim() == 1 else None,
-        seed=seed if drawn is None else int(drawn),
+        seed=seed if drawn is None else seed_argument(drawn),
         deterministic=deterministic,
     )
     chosen, _ = choose_backend(backend, q.device, checked)

@@ -1,13 +1,25 @@
-"""Seeds of dropout, from torch's generator."""
+"""Seeds of dropout, from torch's generators."""
 
 from __future__ import annotations
 
 import torch
 
 
-def draw_seed() -> torch.Tensor:
-    """A 0-d int64 seed from torch's default CPU generator, which ``torch.manual_seed`` sets.
+def draw_seed(device: torch.device) -> torch.Tensor:
+    """A 0-d int64 seed for a call on ``device``, from a generator that ``torch.manual_seed`` sets.
 
-    In a graph it is drawn anew whenever the graph runs; its value may be had elsewhere only.
+    It lies on the CPU, where its value may be had without waiting; but while a CUDA graph is
+    captured on the device, whose generator advances at each replay. In a graph of ``torch.compile``
+    it is drawn anew whenever the graph runs.
     """
-    return torch.randint(0, 1 << 62, ())
+    captured = (
+        device.type == "cuda"
+        and not torch.compiler.is_compiling()
+        and torch.cuda.is_current_stream_capturing()
+    )
+    return torch.randint(0, 1 << 62, (), device=device if captured else "cpu")
+
+
+def seed_argument(drawn: torch.Tensor) -> int | torch.Tensor:
+    """``drawn`` as backends take it: a number where that needs no waiting."""
+    return int(drawn.item()) if drawn.device.type == "cpu" else drawn

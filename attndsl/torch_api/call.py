@@ -10,7 +10,7 @@ import torch
 from attndsl.backends.base import Call
 from attndsl.runtime.arguments import rows_contiguous
 from attndsl.runtime.operator import attend_in_graph
-from attndsl.runtime.seed import draw_seed
+from attndsl.runtime.seed import draw_seed, seed_argument
 
 from .programs import program, program_spec
 
@@ -60,7 +60,7 @@ def attend(
     if not dropout:
         drawn = None
     elif drawn is None:
-        drawn = draw_seed()
+        drawn = draw_seed(q.device)
     tensors = {capture.form.name: capture.tensor for capture in captures}
     if torch.compiler.is_compiling() or type(q) not in _PLAIN:
         scale = q.shape[3] ** -0.5 if scale is None else scale
@@ -73,6 +73,6 @@ def attend(
     attention = program(reach, key, dropout)
     arguments: dict[str, Any] = dict(tensors)
     if drawn is not None:
-        arguments |= {"seed": int(drawn.item()), "dropout_p": dropout_p}
+        arguments |= {"seed": seed_argument(drawn), "dropout_p": dropout_p}
     out: torch.Tensor = attention(q, k, v, scale=scale, **arguments)
     return out

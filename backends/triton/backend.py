@@ -329,6 +329,7 @@ def _signature(
         kind,
         call.scale < 0,
         call.deterministic,
+        isinstance(call.seed, torch.Tensor),
         torch.get_float32_matmul_precision(),
         bits % 16 == 0,
         None if grad_out is None else grad_out.stride(),

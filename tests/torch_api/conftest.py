@@ -39,7 +39,7 @@ def _dropped(query, key, value, dropout_p, is_causal=False, scale=None, **argume
     eye = torch.eye(key.shape[2], dtype=key.dtype, device=key.device)
     eye = eye.expand(*value.shape[:2], -1, -1)
     weights = _math(query, key, eye, is_causal=is_causal, scale=scale, **arguments)
-    kept = uniform(int(draw_seed()), *shape, query.device) >= dropout_p
+    kept = uniform(int(draw_seed(query.device)), *shape, query.device) >= dropout_p
     return torch.where(kept, weights / (1 - dropout_p), 0.0) @ value
 
 
