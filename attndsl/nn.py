@@ -9,7 +9,7 @@ from torch.nn import functional
 
 from attndsl.errors import ArgumentError, ShapeError, UnsupportedError
 from attndsl.runtime.seed import draw_seed
-from attndsl.torch_api.call import attend
+from attndsl.torch_api.call import Capture, attend
 from attndsl.torch_api.masks import capture_mask
 from attndsl.torch_api.sdpa import scaled_dot_product_attention
 from attndsl.torch_api.weights import dense_weights
@@ -115,34 +115,10 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         k, v = self._extended(k, v)
         extra = k.shape[1] - key.shape[int(batched and self.batch_first)]
         q, k, v = (self._split(x) for x in (q, k, v))
-        batch, heads, q_len, _ = q.shape
-        kv_len = k.shape[2]
-        captures = []
-        hinted = is_causal and not extra
-        if attn_mask is not None and not hinted:
-            mask = attn_mask
-            full: tuple[int, ...] = (q_len, kv_len)
-            if mask.dim() == _BATCHED:
-                if mask.shape[0] != batch * heads:
-                    raise ShapeError(
-                        f"attn_mask has shape {tuple(mask.shape)}",
-                        hint=f"its first dim is N * num_heads = {batch * heads}; (L, S) serves all",
-                    )
-                full = (batch, heads, q_len, kv_len)
-                mask = mask.reshape(batch, heads, *mask.shape[1:])
-            mask = functional.pad(mask, (0, extra)) if extra else mask
-            captures.append(capture_mask("attn_mask", mask, full, q.device, "dead"))
-        if key_padding_mask is not None:
-            mask = key_padding_mask
-            mask = functional.pad(mask, (0, extra)) if extra else mask
-            if tuple(mask.shape) != (batch, kv_len):
-                raise ShapeError(
-                    f"key_padding_mask has shape {tuple(key_padding_mask.shape)}",
-                    hint=f"it is (N, S) = ({batch}, {kv_len - extra})",
-                )
-            mask = mask[:, None, None]
-            full = (batch, 1, 1, kv_len)
-            captures.append(capture_mask("key_padding_mask", mask, full, q.device, "dead"))
+        # A mask that is learned is read, hint or not: its gradient must not get lost.
+        hinted = is_causal and not extra and attn_mask is not None and not attn_mask.requires_grad
+        mask = None if hinted else attn_mask
+        captures = _captures(mask, key_padding_mask, (*q.shape[:3], k.shape[2]), extra, q.device)
         reach = "causal" if hinted else "all"
         dropout_p = self.dropout if self.training else 0.0
         drawn = draw_seed(q.device) if dropout_p else None
@@ -237,6 +213,64 @@ def _check_inputs(
                 f"{name} is {'' if x.is_nested else 'not '}nested, unlike query",
                 hint="pass all three nested, or none",
             )
+    if query.is_nested:
+        return
+    if query.dim() == _BATCHED:
+        place = 0 if module.batch_first else 1
+        for name, x in (("key", key), ("value", value)):
+            if x.shape[place] != query.shape[place]:
+                raise ShapeError(
+                    f"{name} has batch {x.shape[place]} and query has batch {query.shape[place]}",
+                    hint="make them equal; batch_first says which dim it is",
+                )
+    length = 1 if query.dim() == _BATCHED and module.batch_first else 0
+    if key.shape[length] != value.shape[length]:
+        raise ShapeError(
+            f"key has length {key.shape[length]} and value has length {value.shape[length]}",
+            hint="each key has one value: make them equal",
+        )
+
+
+def _captures(
+    attn_mask: torch.Tensor | None,
+    key_padding_mask: torch.Tensor | None,
+    full: tuple[int, int, int, int],
+    extra: int,
+    device: torch.device,
+) -> list[Capture]:
+    """The masks there are, each by itself.
+
+    Args:
+        attn_mask: (L, S) or (N * heads, L, S).
+        key_padding_mask: (N, S).
+        full: N, heads, L, and S with the extra keys.
+        extra: Keys at the end that every query sees.
+        device: That of the query.
+    """
+    batch, heads, q_len, kv_len = full
+    found = []
+    if attn_mask is not None:
+        mask = functional.pad(attn_mask, (0, extra)) if extra else attn_mask
+        if mask.dim() != _BATCHED:
+            found.append(capture_mask("attn_mask", mask, (q_len, kv_len), device, "dead"))
+        elif mask.shape[0] == batch * heads:
+            mask = mask.reshape(batch, heads, *mask.shape[1:])
+            found.append(capture_mask("attn_mask", mask, full, device, "dead"))
+        else:
+            raise ShapeError(
+                f"attn_mask has shape {tuple(attn_mask.shape)}",
+                hint=f"its first dim is N * num_heads = {batch * heads}; (L, S) serves all",
+            )
+    if key_padding_mask is not None:
+        if tuple(key_padding_mask.shape) != (batch, kv_len - extra):
+            raise ShapeError(
+                f"key_padding_mask has shape {tuple(key_padding_mask.shape)}",
+                hint=f"it is (N, S) = ({batch}, {kv_len - extra})",
+            )
+        mask = functional.pad(key_padding_mask, (0, extra)) if extra else key_padding_mask
+        mask = mask[:, None, None]
+        found.append(capture_mask("key_padding_mask", mask, full, device, "dead"))
+    return found
 
 
 def _jagged(nested: torch.Tensor) -> torch.Tensor:

@@ -127,6 +127,19 @@ def test_is_causal_is_a_hint(need_weights, padded):
     torch.testing.assert_close(found, torchs(x, x, x, attn_mask=mask, **options))
 
 
+def test_a_learned_mask_is_read_whatever_the_hint():
+    torchs, mine = _pair(batch_first=True)
+    x = torch.randn(BATCH, KV_LEN, WIDTH, dtype=DOUBLE)
+    mask = nn.Transformer.generate_square_subsequent_mask(KV_LEN, dtype=DOUBLE).requires_grad_()
+    found, expected = (
+        torch.autograd.grad(
+            module(x, x, x, attn_mask=mask, need_weights=False, is_causal=hint)[0].sum(), mask
+        )
+        for module, hint in ((mine, True), (torchs, False))
+    )
+    torch.testing.assert_close(found, expected)
+
+
 def test_rows_that_see_nothing_have_weights_of_zero():
     _, mine = _pair(batch_first=True)
     mask = torch.zeros(Q_LEN, KV_LEN, dtype=torch.bool)
@@ -246,6 +259,33 @@ def test_decoders(norm_first):
     assert len(counts) == 2 * 2 * len(runs)
 
 
+@pytest.mark.parametrize("vocabulary", [30522, 30523])
+def test_training_with_an_odd_vocabulary_and_length(vocabulary):
+    """The same loss curve as with torch's attention."""
+    curves = []
+    for kind in (nn.MultiheadAttention, attndsl.nn.MultiheadAttention):
+        torch.manual_seed(0)
+        embedding, head = nn.Embedding(vocabulary, WIDTH), nn.Linear(WIDTH, vocabulary)
+        layer = nn.TransformerEncoderLayer(WIDTH, 2, 24, dropout=0.0, batch_first=True)
+        module = kind(WIDTH, 2, batch_first=True)
+        module.load_state_dict(layer.self_attn.state_dict())
+        layer.self_attn = module
+        model = nn.Sequential(embedding, layer, head)
+        optimizer = torch.optim.SGD(model.parameters(), 0.5)
+        tokens = torch.randint(vocabulary, (2, 14))
+        losses = []
+        for _ in range(6):
+            logits = model(tokens[:, :-1])
+            loss = nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        curves.append(losses)
+    assert curves[0][-1] < curves[0][0] - 1
+    torch.testing.assert_close(*map(torch.tensor, curves), atol=1e-4, rtol=1e-4)
+
+
 @pytest.mark.parametrize("training", [False, True])
 def test_jagged_inputs(training):
     torchs, mine = _pair(batch_first=True)
@@ -289,6 +329,14 @@ REFUSALS = {
     "features": ({"key": X[..., :5]}, ShapeError, "key has 5 features", "12"),
     "dims": ({"value": X[0]}, ShapeError, "value has 2 dims (5, 12)", "all batched"),
     "no tensor": ({"query": None}, ArgumentError, "query is a NoneType", "pass a tensor"),
+    "batch": (
+        {"key": X[:1], "value": X[:1]}, ShapeError, "key has batch 1 and query has batch 2",
+        "batch_first",
+    ),
+    "lengths": (
+        {"value": X[:, :3]}, ShapeError, "key has length 5 and value has length 3",
+        "make them equal",
+    ),
     "hint": ({"is_causal": True}, ArgumentError, "is_causal is True and attn_mask is None", "hint"),
     "mask": (
         {"attn_mask": torch.ones(3, 3) > 0}, ShapeError,

@@ -12,7 +12,7 @@ from attndsl.runtime.arguments import rows_contiguous
 from attndsl.runtime.operator import attend_in_graph
 from attndsl.runtime.seed import draw_seed, seed_argument
 
-from .programs import program, program_spec
+from .programs import program
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -63,6 +63,8 @@ def attend(
         drawn = draw_seed(q.device)
     tensors = {capture.form.name: capture.tensor for capture in captures}
     if torch.compiler.is_compiling() or type(q) not in _PLAIN:
+        from .graph import program_spec  # Imports torch.compile, which eager calls never need.
+
         scale = q.shape[3] ** -0.5 if scale is None else scale
         call = Call(
             rows_contiguous(q), rows_contiguous(k), rows_contiguous(v), scale, {}, tensors,

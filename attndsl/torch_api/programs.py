@@ -6,10 +6,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-import torch
-
 from attndsl.api import compile as compile_program
-from attndsl.runtime.programs import make_spec
 
 if TYPE_CHECKING:
     from attndsl.attention import Attention
@@ -78,9 +75,3 @@ def program_text(reach: str, captures: Key, dropout: bool) -> str:
 def program(reach: str, captures: Key, dropout: bool) -> Attention:
     """The compiled program; see :func:`program_text`."""
     return compile_program(program_text(reach, captures, dropout))
-
-
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def program_spec(reach: str, captures: Key, dropout: bool) -> str:
-    """What stands for the program in a graph; see :mod:`attndsl.runtime.operator`."""
-    return make_spec(program_text(reach, captures, dropout), "<program>", 1, {})

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from math import prod
+from typing import TYPE_CHECKING
 
 import torch
-from torch.nn.attention.bias import CausalBias, CausalVariant
 
 from attndsl.errors import ArgumentError, ShapeError, UnsupportedError
 
@@ -21,6 +21,10 @@ from .checks import (
 from .jagged import attend_jagged
 from .masks import capture_mask
 
+if TYPE_CHECKING:
+    from torch.nn.attention.bias import CausalBias
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
 _BATCHED = 4
 """Dims of (batch, heads, length, dim)."""
 
@@ -83,13 +87,16 @@ def scaled_dot_product_attention(
             )
         return attend_jagged(query, key, value, is_causal, dropout_p, scale, enable_gqa)
     check_key_lengths(key, value)
-    if isinstance(attn_mask, CausalBias):
-        reach = _reach_of_bias(attn_mask, query.shape[-2], key.shape[-2], is_causal)
-        attn_mask = None
+    if attn_mask is not None and type(attn_mask) not in _PLAIN:
+        from torch.nn.attention.bias import CausalBias  # Imports torch.compile, which takes long.
+
+        if isinstance(attn_mask, CausalBias):
+            reach = _reach_of_bias(attn_mask, query.shape[-2], key.shape[-2], is_causal)
+            attn_mask = None
     shape = query.shape
     if (
         query.dim() == key.dim() == value.dim() == _BATCHED
-        and shape[:2] == key.shape[:2] == (value.shape[:2])
+        and shape[:2] == key.shape[:2] == value.shape[:2]
         and shape[1]
     ):
         full = (*shape[:3], key.shape[2])
@@ -116,7 +123,7 @@ def autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 def _reach_of_bias(bias: CausalBias, q_len: int, kv_len: int, is_causal: bool) -> str:
-    name = "causal_" + CausalVariant(bias.variant).name.lower()
+    name = f"causal_{bias.variant.name.lower()}"
     if is_causal:
         raise ArgumentError(
             f"attn_mask is {name} and is_causal is True",
@@ -128,7 +135,7 @@ def _reach_of_bias(bias: CausalBias, q_len: int, kv_len: int, is_causal: bool) -
             f"lengths {q_len} and {kv_len}",
             hint=f"pass {name}({q_len}, {kv_len})",
         )
-    return "causal" if bias.variant == CausalVariant.UPPER_LEFT else "causal_lower_right"
+    return "causal" if bias.variant.name == "UPPER_LEFT" else "causal_lower_right"
 
 
 def _four_dims(

@@ -67,6 +67,29 @@ def test_a_bias_as_an_argument():
     )
 
 
+def test_other_lengths_do_not_break_a_compiled_function():
+    def function(q, k, v, mask):
+        return scaled_dot_product_attention(q, k, v, mask, is_causal=True)
+
+    compiled = torch.compile(function, backend="aot_eager", fullgraph=True)
+    for q_len, kv_len in ((5, 7), (6, 9), (8, 4)):
+        q, k = torch.randn(2, 3, q_len, 8), torch.randn(2, 3, kv_len, 8)
+        mask = torch.randn(q_len, kv_len, requires_grad=True)
+        outs = [call(q, k, k, mask) for call in (compiled, function)]
+        torch.testing.assert_close(*outs)
+        torch.testing.assert_close(*(torch.autograd.grad(out.sum(), mask) for out in outs))
+
+
+def test_export():
+    class Layer(torch.nn.Module):
+        def forward(self, q, k, v, mask):
+            return scaled_dot_product_attention(q, k, v, mask)
+
+    leaves = [x.detach() for x in _leaves()] + [torch.randn(5, 7) > 0]
+    exported = torch.export.export(Layer(), tuple(leaves))
+    torch.testing.assert_close(exported.module()(*leaves), Layer()(*leaves))
+
+
 def test_autocast():
     def function(q, k, v):
         with torch.autocast("cpu", torch.bfloat16):

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from attndsl.torch_api.programs import POSITION, program_spec, program_text
+from attndsl.torch_api.graph import program_spec
+from attndsl.torch_api.programs import POSITION, program_text
 
 FULL = tuple(POSITION)
 FORMS = {

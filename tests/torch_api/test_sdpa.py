@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import warnings
 
 import pytest
@@ -332,6 +334,18 @@ def test_gradients_by_finite_differences():
     assert torch.autograd.gradcheck(
         lambda *x: scaled_dot_product_attention(*x, is_causal=True), (query, key, value, mask)
     )
+
+
+def test_an_eager_call_does_not_import_what_compiles_graphs():
+    code = """
+import sys, torch, attndsl
+x = torch.randn(1, 2, 4, 8)
+attndsl.scaled_dot_product_attention(x, x, x, torch.ones(4, 4) > 0, dropout_p=0.5)
+attndsl.nn.MultiheadAttention(8, 2)(x[0], x[0], x[0])
+print("torch._dynamo" in sys.modules)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout == "False\n", done.stderr
 
 
 def test_what_attndsl_exports():
