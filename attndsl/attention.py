@@ -194,7 +194,7 @@ class Attention:
                 rows_contiguous(q),
                 rows_contiguous(k),
                 rows_contiguous(v),
-                template.scale if scale is None else scale,
+                q.shape[3] ** -0.5 if scale is None else scale,
                 template.sizes,
                 {decl.name: captures[decl.name] for decl in program.tensors},  # type: ignore[misc]
                 {decl.name: captures.get(decl.name, decl.default) for decl in program.params},  # type: ignore[misc]

@@ -247,20 +247,18 @@ def _captures(
         extra: Keys at the end that every query sees.
         device: That of the query.
     """
-    batch, heads, q_len, kv_len = full
+    batch, heads, _, kv_len = full
     found = []
     if attn_mask is not None:
         mask = functional.pad(attn_mask, (0, extra)) if extra else attn_mask
-        if mask.dim() != _BATCHED:
-            found.append(capture_mask("attn_mask", mask, (q_len, kv_len), device, "dead"))
-        elif mask.shape[0] == batch * heads:
+        if mask.dim() == _BATCHED:
+            if mask.shape[0] != batch * heads:
+                raise ShapeError(
+                    f"attn_mask has shape {tuple(attn_mask.shape)}",
+                    hint=f"its first dim is N * num_heads = {batch * heads}; (L, S) serves all",
+                )
             mask = mask.reshape(batch, heads, *mask.shape[1:])
-            found.append(capture_mask("attn_mask", mask, full, device, "dead"))
-        else:
-            raise ShapeError(
-                f"attn_mask has shape {tuple(attn_mask.shape)}",
-                hint=f"its first dim is N * num_heads = {batch * heads}; (L, S) serves all",
-            )
+        found.append(capture_mask("attn_mask", mask, full, device, "dead"))
     if key_padding_mask is not None:
         if tuple(key_padding_mask.shape) != (batch, kv_len - extra):
             raise ShapeError(

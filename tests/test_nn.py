@@ -340,7 +340,7 @@ REFUSALS = {
     "hint": ({"is_causal": True}, ArgumentError, "is_causal is True and attn_mask is None", "hint"),
     "mask": (
         {"attn_mask": torch.ones(3, 3) > 0}, ShapeError,
-        "attn_mask has shape (3, 3), and the scores have shape (5, 5)", "give it that shape",
+        "attn_mask has shape (3, 3), and the scores have shape (2, 3, 5, 5)", "give it that shape",
     ),
     "heads": (
         {"attn_mask": torch.ones(5, 5, 5) > 0}, ShapeError, "attn_mask has shape (5, 5, 5)",
