@@ -65,7 +65,7 @@ def _is_channels_last(strides: Sequence[int], sizes: Sequence[int]) -> bool:
         return False
     dense = 1
     for dim in (1, *range(len(sizes) - 1, 1, -1), 0):
-        if strides[dim] != dense:
+        if sizes[dim] != 1 and strides[dim] != dense:
             return False
         dense *= sizes[dim]
     return True

@@ -36,6 +36,8 @@ def test_channels_last_stays():
     assert pad_strides(image.stride(), image.shape, image.dtype) == image.stride()
     volume = torch.empty(2, 3, 7, 37, 41).to(memory_format=torch.channels_last_3d)
     assert pad_strides(volume.stride(), volume.shape, volume.dtype) == volume.stride()
+    assert pad_strides((4551, 1, 123, 3), (1, 3, 37, 41), torch.float32) == (4551, 1, 123, 3)
+    assert pad_strides((9999, 1, 123, 3), (1, 3, 37, 41), torch.float32) == (9999, 1, 123, 3)
     plain = torch.empty(2, 3, 37, 41)
     assert pad_strides(plain.stride(), plain.shape, plain.dtype) == (4608, 1536, 41, 1)
 

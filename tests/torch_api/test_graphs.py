@@ -124,20 +124,28 @@ def test_jagged_tensors():
     torch.testing.assert_close(*grads)
 
 
-@pytest.mark.parametrize("need_weights", [False, True])
-def test_modules(need_weights):
+def test_modules():
     module = attndsl.nn.MultiheadAttention(16, 2, batch_first=True)
     mask = torch.nn.Transformer.generate_square_subsequent_mask(6)
     padding = torch.zeros(2, 6, dtype=torch.bool)
     padding[1, 4:] = True
 
     def function(x):
-        out, weights = module(
-            x, x, x, attn_mask=mask, key_padding_mask=padding, need_weights=need_weights
-        )
-        return out if weights is None else out + weights.sum(-1, keepdim=True)
+        out, weights = module(x, x, x, attn_mask=mask, key_padding_mask=padding, is_causal=True)
+        return out + weights.sum(-1, keepdim=True)
 
     _one_graph(function, torch.randn(2, 6, 16, requires_grad=True))
+
+
+def test_weights_of_modules_that_drop_some():
+    module = attndsl.nn.MultiheadAttention(16, 1, dropout=0.4, batch_first=True)
+    torch.nn.init.normal_(module.in_proj_bias)
+    compiled = torch.compile(module, backend="aot_eager", fullgraph=True)
+    x = torch.randn(2, 6, 16)
+    for _ in range(2):
+        out, weights = compiled(x, x, x)
+        value = module._project(x, x, x)[2]
+        torch.testing.assert_close(out, module.out_proj(weights @ value))
 
 
 def test_fake_tensors_run_no_kernel():
