@@ -9,13 +9,18 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from attndsl import layout, nn
     from attndsl.api import Attention, compile, load, verify  # noqa: A004
     from attndsl.errors import AttnDSLError
     from attndsl.frontend.declare import tensor
     from attndsl.tilemap import TileMap
+    from attndsl.torch_api.sdpa import scaled_dot_product_attention
 
 __version__ = "0.1.0"
-__all__ = ["Attention", "AttnDSLError", "TileMap", "compile", "load", "tensor", "verify"]
+__all__ = [
+    "Attention", "AttnDSLError", "TileMap", "compile", "layout", "load", "nn",
+    "scaled_dot_product_attention", "tensor", "verify",
+]  # fmt: skip
 
 _HOMES = {
     "Attention": "attndsl.api",
@@ -23,16 +28,20 @@ _HOMES = {
     "compile": "attndsl.api",
     "load": "attndsl.api",
     "TileMap": "attndsl.tilemap",
+    "scaled_dot_product_attention": "attndsl.torch_api.sdpa",
     "tensor": "attndsl.frontend.declare",
     "verify": "attndsl.api",
 }
+_MODULES = ("layout", "nn")
 
 
 def __getattr__(name: str) -> Any:
     if name in _HOMES:
         return getattr(import_module(_HOMES[name]), name)
+    if name in _MODULES:
+        return import_module(f"attndsl.{name}")
     raise AttributeError(f"module 'attndsl' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *_HOMES])
+    return sorted([*globals(), *_HOMES, *_MODULES])

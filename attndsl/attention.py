@@ -15,6 +15,7 @@ from attndsl.runtime.autograd import attend
 from attndsl.runtime.dispatch import choose_backend
 from attndsl.runtime.operator import attend_in_graph
 from attndsl.runtime.programs import lowered_program
+from attndsl.runtime.seed import draw_seed, seed_argument
 from attndsl.runtime.sources import source_of
 from attndsl.runtime.tiles import (
     call_of_lengths,
@@ -100,7 +101,7 @@ class Attention:
         q_index: torch.Tensor | None = None,
         kv_index: torch.Tensor | None = None,
         deterministic: bool | None = None,
-        seed: int | None = None,
+        seed: int | torch.Tensor | None = None,
         tiles: TileMap | None = None,
         **captures: torch.Tensor | Scalar,
     ) -> Any:
@@ -119,8 +120,8 @@ class Attention:
             kv_index: (Lk,) ints, the same of each key.
             deterministic: Whether gradients must be equal bit for bit from run to run; by default
                 what ``torch.use_deterministic_algorithms`` says.
-            seed: Seed of dropout; drawn from torch's generator where the program has dropout and
-                none is given.
+            seed: Seed of dropout, an int or a 0-d int64 tensor on q's device; drawn from torch's
+                generator where the program has dropout and none is given.
             tiles: What :meth:`tiles` found for this program and these captures: where the tiles
                 have no closed form, they are not looked for again. A map of another mask would
                 leave out live pairs. In graphs of ``torch.compile`` it is not used.
@@ -143,26 +144,29 @@ class Attention:
             captures = {**self._defaults, **captures}
         if deterministic is None:
             deterministic = torch.are_deterministic_algorithms_enabled()
-        if seed is None:
-            seed = self._draw_seed()
+        in_graph = torch.compiler.is_compiling() or type(q) not in _PLAIN
+        drawn = None
+        if isinstance(seed, torch.Tensor):
+            seed = drawn = seed.clone()  # The backward reads it again.
+        elif seed is None:
+            drawn = None if self._lowered.program.dropout is None else draw_seed(q.device)
+            seed = 0 if drawn is None or in_graph else seed_argument(drawn)
         if return_lse and self._lowered.program.weights is not None:
             raise UnsupportedError(
                 "return_lse asks for a softmax's log-sum-exp, and the program has other weights",
                 hint="drop return_lse",
             )
-        if torch.compiler.is_compiling() or type(q) not in _PLAIN:
+        if in_graph:
             call = bind(
                 self._lowered.program, q, k, v, scale, captures, q_offset, kv_offset, q_index,
                 kv_index, seed, deterministic,
             )  # fmt: skip
-            out, lse = attend_in_graph(
-                self._spec, self._lowered, self._backend, self._checked, call
-            )
+            out, lse = attend_in_graph(self._spec, self._backend, self._checked, call, drawn)
             return (out, lse) if return_lse else out
         key = (
             q.shape, q.stride(), q.dtype, q.device, k.shape, k.stride(), k.dtype, k.device,
             v.shape, v.stride(), v.dtype, v.device, _kind(q_offset), _kind(kv_offset),
-            _kind(q_index), _kind(kv_index), deterministic, tiles_key(tiles),
+            _kind(q_index), _kind(kv_index), _kind(seed), deterministic, tiles_key(tiles),
             *[(n, _kind(c)) for n, c in captures.items()],
         )  # fmt: skip
         prepared = self._prepared.get(key)
@@ -191,7 +195,7 @@ class Attention:
                 q if as_given else rows_contiguous(q),
                 k if as_given else rows_contiguous(k),
                 v if as_given else rows_contiguous(v),
-                template.scale if scale is None else scale,
+                q.shape[3] ** -0.5 if scale is None else scale,
                 template.sizes,
                 {decl.name: captures[decl.name] for decl in program.tensors},  # type: ignore[misc]
                 {decl.name: captures.get(decl.name, decl.default) for decl in program.params},  # type: ignore[misc]
@@ -464,11 +468,6 @@ class Attention:
     def _tile_size(self, direction: str) -> tuple[int, int]:
         """Tiles to check a plan with: of the shape that kernels of this direction use."""
         return (64, 128) if direction == "backward_kv" else (128, 64)
-
-    def _draw_seed(self) -> int:
-        if self._lowered.program.dropout is None:
-            return 0
-        return int(torch.randint(0, 1 << 62, ()).item())
 
     def __repr__(self) -> str:
         line = " ".join(self._text.split())

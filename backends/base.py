@@ -55,8 +55,8 @@ class Call:
     q_index: torch.Tensor | None = None
     """(Lq,) int: logical position of each query row; replaces the offset."""
     kv_index: torch.Tensor | None = None
-    seed: int = 0
-    """Seed of dropout."""
+    seed: int | torch.Tensor = 0
+    """Seed of dropout; a tensor is 0-d, int64 and on ``q``'s device, and read by the kernels."""
     deterministic: bool = False
     tiles: TileKinds | None = None
     """Used in place of finding the tiles of this call anew, where they have no closed form."""

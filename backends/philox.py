@@ -31,13 +31,13 @@ _LOW = 0xFFFFFFFF
 
 
 def philox4x32(
-    counter: Sequence[torch.Tensor], key: tuple[int, int]
+    counter: Sequence[torch.Tensor], key: tuple[int | torch.Tensor, int | torch.Tensor]
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Four random words from four counter words.
 
     Args:
         counter: Four int64 tensors in 0..2^32-1 that broadcast.
-        key: Two numbers in 0..2^32-1.
+        key: Two numbers in 0..2^32-1, or 0-d int64 tensors of such.
 
     Returns:
         Four int64 tensors in 0..2^32-1.
@@ -53,7 +53,7 @@ def philox4x32(
 
 
 def uniform(
-    seed: int, batch: int, heads: int, q_len: int, kv_len: int, device: torch.device
+    seed: int | torch.Tensor, batch: int, heads: int, q_len: int, kv_len: int, device: torch.device
 ) -> torch.Tensor:
     """``u`` of every pair: fp32 (batch, heads, q_len, kv_len) in [0, 1), multiples of 2^-24."""
 

@@ -54,7 +54,13 @@ class Place:
 _INTERPRETED = "triton-interpreted"
 _HALVES = (f"{_INTERPRETED}-fp16", f"{_INTERPRETED}-bf16")
 _HALVES_HERE = ("-causal]", "-softcap]", "test_grouped_heads", "test_lse_equals_the_reference")
-_MANY = ("test_layouts_of_one[", "test_odd_lengths[", "test_head_dims[", "test_masks_against")
+_MANY = (
+    "test_layouts_of_one[",
+    "test_odd_lengths[",
+    "test_head_dims[",
+    "test_masks_against",
+    "test_every_form[",
+)
 _MANY_HERE = (
     "q-padded",
     "out-transposed",
@@ -64,6 +70,8 @@ _MANY_HERE = (
     "-dims4]",
     "-window]",
     "-anti]",
+    "-sparse bias]",
+    "-range]",
 )
 
 

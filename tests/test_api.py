@@ -26,6 +26,14 @@ def inputs(**changes: object) -> list[torch.Tensor]:
     return [torch.randn(2, 4, 9, 8, requires_grad=True) for _ in range(3)]
 
 
+def test_no_call_decides_the_scale_of_another():
+    q, k, v = (torch.randn(1, 2, 8, 16) for _ in range(3))
+    attention = attndsl.compile("causal()")
+    first = [attention(q, k, v, scale=scale) for scale in (0.5, None)]
+    for scale, found in zip((0.5, None), first, strict=True):
+        torch.testing.assert_close(found, attndsl.compile("causal()")(q, k, v, scale=scale))
+
+
 def test_importing_is_light() -> None:
     script = (
         "import sys, attndsl\n"

@@ -19,6 +19,8 @@ LAYERS = [
     {"explain", "picture"},
     {"attention"},
     {"api"},
+    {"layout", "torch_api"},
+    {"nn"},
     {"cli", "__main__"},
 ]
 """From the lowest to the highest; a module imports from its own layer and those below."""

@@ -35,7 +35,7 @@ def bind(
     kv_offset: int | torch.Tensor,
     q_index: torch.Tensor | None,
     kv_index: torch.Tensor | None,
-    seed: int,
+    seed: int | torch.Tensor,
     deterministic: bool,
 ) -> Call:
     """The checked call; see :meth:`attndsl.api.Attention.__call__` for what each argument is.
@@ -58,6 +58,7 @@ def bind(
     bind_dims(program, tensors, params, sizes)
     for name, offset in (("q_offset", q_offset), ("kv_offset", kv_offset)):
         _check_offset(name, offset, q.device)
+    _check_seed(seed, q.device)
     _check_index("q_index", q_index, q.shape[2], q.device)
     _check_index("kv_index", kv_index, k.shape[2], q.device)
     return Call(
@@ -255,6 +256,19 @@ def _check_offset(name: str, offset: object, device: torch.device) -> None:
             raise DeviceError(f"{name} is on {offset.device}", hint=f"{name}.to(q.device)")
     elif not isinstance(offset, int | torch.SymInt) or isinstance(offset, bool):
         raise ArgumentError(f"{name} is {offset!r}", hint="pass an int or a 0-d int tensor")
+
+
+def _check_seed(seed: object, device: torch.device) -> None:
+    if isinstance(seed, torch.Tensor):
+        if seed.dim() != 0 or seed.dtype is not torch.int64:
+            raise ArgumentError(
+                f"seed is a tensor of shape {tuple(seed.shape)} and dtype {seed.dtype}",
+                hint="pass an int or a 0-d int64 tensor",
+            )
+        if seed.device != device:
+            raise DeviceError(f"seed is on {seed.device}", hint="seed.to(q.device)")
+    elif not isinstance(seed, int | torch.SymInt) or isinstance(seed, bool):
+        raise ArgumentError(f"seed is {seed!r}", hint="pass an int or a 0-d int64 tensor")
 
 
 def _check_index(name: str, index: torch.Tensor | None, length: int, device: torch.device) -> None:

@@ -17,6 +17,7 @@ from attndsl.ir import DType
 from .arguments import bind_dims
 from .dispatch import choose_backend
 from .programs import lowered_program
+from .seed import seed_argument
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -25,11 +26,13 @@ if TYPE_CHECKING:
 
 _COMMON = (
     "str spec, str backend, bool checked, Tensor q, Tensor k, Tensor v, Tensor[] tensors, "
-    "Tensor?[] given, Scalar[] numbers, float scale, SymInt q_offset, SymInt kv_offset, "
-    "Tensor? q_origin, Tensor? kv_origin, int seed, bool deterministic"
+    "Tensor[] given, bool[] is_given, Scalar[] numbers, float scale, SymInt q_offset, "
+    "SymInt kv_offset, Tensor? q_origin, Tensor? kv_origin, int seed, bool deterministic, "
+    "Tensor? drawn"
 )
-"""``given[i]`` is param i as a tensor, else ``numbers[i]`` is its value. An origin is an index
-vector or a 0-d offset; it replaces the offset."""
+"""``given`` are the params that are tensors, as ``is_given`` says of each; ``numbers`` the others.
+An origin is an index vector or a 0-d offset; it replaces the offset. ``drawn`` is a 0-d seed; it
+replaces ``seed``, which would be one number for all runs of a graph."""
 
 _LIBRARY: Any = torch.library.Library("attndsl", "DEF")  # type: ignore[no-untyped-call]
 _LIBRARY.define(f"forward({_COMMON}) -> (Tensor, Tensor)")
@@ -40,11 +43,11 @@ _LIBRARY.define(
 
 
 def attend_in_graph(
-    spec: str, lowered: Lowered, backend: str, checked: bool, call: Call
+    spec: str, backend: str, checked: bool, call: Call, drawn: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``(out, lse)`` through the operator."""
-    given = [p if isinstance(p, torch.Tensor) else None for p in call.params.values()]
-    numbers = [0 if isinstance(p, torch.Tensor) else p for p in call.params.values()]
+    """``(out, lse)`` through the operator; ``drawn`` is a seed that replaces the call's."""
+    params = list(call.params.values())
+    is_given = [isinstance(p, torch.Tensor) for p in params]
     q_is_tensor = isinstance(call.q_offset, torch.Tensor)
     kv_is_tensor = isinstance(call.kv_offset, torch.Tensor)
     found: tuple[torch.Tensor, torch.Tensor] = torch.ops.attndsl.forward(
@@ -55,28 +58,31 @@ def attend_in_graph(
         call.k,
         call.v,
         list(call.tensors.values()),
-        given,
-        numbers,
+        [p for p in params if isinstance(p, torch.Tensor)],
+        is_given,
+        [p for p in params if not isinstance(p, torch.Tensor)],
         call.scale,
         0 if q_is_tensor else call.q_offset,
         0 if kv_is_tensor else call.kv_offset,
         call.q_offset if call.q_index is None and q_is_tensor else call.q_index,
         call.kv_offset if call.kv_index is None and kv_is_tensor else call.kv_index,
-        call.seed,
+        0 if drawn is not None else call.seed,
         call.deterministic,
+        drawn,
     )
     return found
 
 
 def _call(args: Sequence[Any]) -> tuple[Lowered, Call, Any]:
-    (spec, backend, checked, q, k, v, tensors, given, numbers, scale, q_offset, kv_offset,
-     q_origin, kv_origin, seed, deterministic) = args  # fmt: skip
+    (spec, backend, checked, q, k, v, tensors, given, is_given, numbers, scale, q_offset,
+     kv_offset, q_origin, kv_origin, seed, deterministic, drawn) = args  # fmt: skip
     lowered = lowered_program(spec)
     program = lowered.program
     params: dict[str, Any] = {}
-    for decl, tensor, number in zip(program.params, given, numbers, strict=True):
+    given, numbers = iter(given), iter(numbers)
+    for decl, is_tensor in zip(program.params, is_given, strict=True):
         cast = {DType.FLOAT: float, DType.INT: int, DType.BOOL: bool}[decl.dtype]
-        params[decl.name] = cast(number) if tensor is None else tensor
+        params[decl.name] = next(given) if is_tensor else cast(next(numbers))
     sizes = {
         "batch": q.shape[0],
         "heads": q.shape[1],
@@ -99,7 +105,7 @@ def _call(args: Sequence[Any]) -> tuple[Lowered, Call, Any]:
         kv_offset=kv_origin if kv_origin is not None and kv_origin.dim() == 0 else kv_offset,
         q_index=q_origin if q_origin is not None and q_origin.dim() == 1 else None,
         kv_index=kv_origin if kv_origin is not None and kv_origin.dim() == 1 else None,
-        seed=seed,
+        seed=seed if drawn is None else seed_argument(drawn),
         deterministic=deterministic,
     )
     chosen, _ = choose_backend(backend, q.device, checked)
@@ -123,7 +129,8 @@ def _backward(
     *args: Any,
 ) -> list[torch.Tensor]:
     lowered, call, backend = _call(args)
-    names = [*call.tensors, *call.params]
+    given = [name for name, value in call.params.items() if isinstance(value, torch.Tensor)]
+    names = [*call.tensors, *given]
     wanted = {name for name, want in zip(names, wants[3:], strict=True) if want}
     asked = Wants(
         q=wants[0],
@@ -158,7 +165,7 @@ def _fake_backward(
     inputs = [args[3], args[4], args[5], *args[6], *args[7]]
     empty = args[3].new_empty
     return [
-        empty(x.shape, dtype=x.dtype) if want and x is not None else empty(0, dtype=torch.float32)
+        empty(x.shape, dtype=x.dtype) if want else empty(0, dtype=torch.float32)
         for x, want in zip(inputs, wants, strict=True)
     ]
 
@@ -166,23 +173,22 @@ def _fake_backward(
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
     q, k, v, tensors, given = inputs[3:8]
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(q, k, v, *tensors, *given, inputs[12], inputs[13], *output)
+    ctx.save_for_backward(q, k, v, *tensors, *given, inputs[13], inputs[14], inputs[17], *output)
     ctx.counts = len(tensors), len(given)
-    ctx.plain = (inputs[:3], inputs[8:12], inputs[14:])
-    learned = [x is not None and x.is_floating_point() for x in (*tensors, *given)]
-    needs = [x is not None and x.requires_grad for x in (*tensors, *given)]
-    ctx.capture_wants = [a and b for a, b in zip(learned, needs, strict=True)]
+    ctx.plain = (inputs[:3], inputs[8:13], inputs[15:17])
+    ctx.capture_wants = [x.is_floating_point() and x.requires_grad for x in (*tensors, *given)]
 
 
 def _autograd(ctx: Any, grad_out: Any, grad_lse: Any) -> tuple[Any, ...]:
     q, k, v, *rest = ctx.saved_tensors
     tensor_count, given_count = ctx.counts
     tensors, given = rest[:tensor_count], rest[tensor_count : tensor_count + given_count]
-    q_origin, kv_origin, out, lse = rest[tensor_count + given_count :]
+    q_origin, kv_origin, drawn, out, lse = rest[tensor_count + given_count :]
     head, middle, tail = ctx.plain
-    numbers = [None] * given_count
+    # Lists of other things than tensors have one None for a gradient, unless they are empty.
+    others: list[Any] = [None if plain else [] for plain in middle[:2]]
     if grad_out is None and grad_lse is None:
-        return (*[None] * 6, [None] * tensor_count, [None] * given_count, numbers, *[None] * 7)
+        return (*[None] * 6, [None] * tensor_count, [None] * given_count, *others, *[None] * 8)
     wants = [*ctx.needs_input_grad[3:6], *ctx.capture_wants]
     found = torch.ops.attndsl.backward(
         out,
@@ -200,6 +206,7 @@ def _autograd(ctx: Any, grad_out: Any, grad_lse: Any) -> tuple[Any, ...]:
         q_origin,
         kv_origin,
         *tail,
+        drawn,
     )
     kept = [g if want else None for g, want in zip(found, wants, strict=True)]
     captures = kept[3:]
@@ -208,8 +215,8 @@ def _autograd(ctx: Any, grad_out: Any, grad_lse: Any) -> tuple[Any, ...]:
         *kept[:3],
         captures[:tensor_count],
         captures[tensor_count:],
-        numbers,
-        *[None] * 7,
+        *others,
+        *[None] * 8,
     )
 
 

@@ -147,7 +147,7 @@ def capture_types(special: Specialisation) -> dict[str, Argument]:
     for dim_name in special.dim_names:
         add(f"n_{dim_name}", "i32")
     if special.dropout:
-        add("seed", "i64")
+        add("seed", special.seed_type)
     return found
 
 
@@ -173,6 +173,8 @@ def capture_arguments(special: Specialisation, call: Call) -> list[Any]:
         values.append(int(value) if isinstance(value, bool) else value)
     values += [call.sizes[name] for name in special.dim_names]
     if special.dropout:
-        # The seed's low 64 bits, as a signed number.
-        values.append(((call.seed + (1 << 63)) % (1 << 64)) - (1 << 63))
+        seed = call.seed
+        if isinstance(seed, int):
+            seed = (seed + (1 << 63)) % (1 << 64) - (1 << 63)  # The low 64 bits, signed.
+        values.append(seed)
     return values

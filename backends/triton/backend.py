@@ -16,6 +16,7 @@ from ..base import Gradients
 from .arguments import Layout, capture_arguments, origin
 from .kernels import STATISTICS_ROWS, Kernels
 from .library import STATISTICS_PADDING
+from .order import of_pairs
 from .sinks import add_sink_gradients, without_sinks
 from .specialise import LARGE_GRADIENT, Specialisation, specialise, strides, with_gradients
 from .tile_lists import list_arguments
@@ -146,11 +147,12 @@ class TritonBackend:
     ) -> tuple[Gradients, torch.Tensor]:
         """What kernels make of the gradients, and delta (batch, heads, padded rows)."""
         captures = wants.tensors or wants.params
-        if captures and call.deterministic:
+        if call.deterministic and (wants.params or wants.tensors - of_pairs(lowered.program, call)):
             raise UnsupportedError(
                 "the triton backend adds up gradients of captured tensors and params with atomics, "
                 "whose order varies from run to run",
-                hint="drop deterministic=True, or use backend='reference'",
+                hint="drop deterministic=True, use backend='reference', or look up a tensor of "
+                "[batch, heads, q_len, kv_len] by [b, h, q, kv]",
             )
         q, k, v = call.q, call.k, call.v
         batch, heads, q_len, _ = q.shape
@@ -329,6 +331,7 @@ def _signature(
         call.scale < 0,
         call.deterministic,
         torch.get_float32_matmul_precision() if q.dtype is torch.float32 else None,
+        isinstance(call.seed, torch.Tensor),
         bits % 16 == 0,
         None if grad_out is None else grad_out.stride(),
         call.q_offset != 0 if isinstance(call.q_offset, int) else call.q_offset.dtype,

@@ -115,8 +115,11 @@ def uniforms(
 ):
     """fp32 (ROWS, COLUMNS) in [0, 1), the ones that ``backends.philox`` lays out.
 
-    ``first_column`` is a multiple of 4: four neighbours of a row come of one counter.
+    ``first_column`` is a multiple of 4: four neighbours of a row come of one counter. ``seed`` is a
+    number, or where one lies.
     """
+    if seed.dtype.is_ptr():
+        seed = tl.load(seed)
     rows = (first_row + tl.arange(0, ROWS))[:, None]
     fours = (first_column // 4 + tl.arange(0, COLUMNS // 4))[None, :]
     first, second, third, fourth = tl.philox(seed, fours, rows, head_of_batch, 0)

@@ -88,6 +88,8 @@ class Specialisation:
     """Tensor gradients that are added up in fp32: too large for fp64, and rarely hit twice."""
     dropout: bool = False
     """Whether kernels draw numbers, from a seed."""
+    seed_type: str = "i64"
+    """How that arrives: a number, or ``*i64`` where the kernel reads it."""
     forms: str = EXACT
     """Which set of fast forms the score and its derivatives may take (``..forms``)."""
 
@@ -132,6 +134,7 @@ def specialise(program: Program, call: Call, *grads: torch.Tensor) -> Specialisa
         shifted=call.shifted,
         negative_scale=call.scale < 0,
         dropout=program.dropout is not None,
+        seed_type="*i64" if isinstance(call.seed, torch.Tensor) else "i64",
         wide_rows=any(strides(t)[2] * _MAX_ROWS >= 1 << 31 for t in operands),
     )
 

@@ -106,6 +106,30 @@ def test_captures_and_lse_compile_to_one_graph(place):
     _one_graph(function, [*_leaves(place), gain])
 
 
+def test_params_of_both_kinds_compile_to_one_graph(place):
+    text = "param near: int; param gain: float; mask = abs(q - kv) < near; score = score * gain"
+    (attention,) = _compiled(place, text)
+
+    def function(q, k, v, gain):
+        return attention(q, k, v, near=5, gain=gain)
+
+    gain = torch.tensor(0.7, device=place.device, requires_grad=True)
+    _one_graph(function, [*_leaves(place), gain])
+
+
+def test_dropout_in_a_graph_is_drawn_at_each_run(place):
+    (attention,) = _compiled(place, "weights = dropout(softmax(score), 0.5)")
+    q, k, _ = _leaves(place)
+    v = torch.eye(q.shape[2], device=place.device).expand(*q.shape[:2], -1, -1).requires_grad_()
+    compiled = torch.compile(attention, backend="aot_eager", fullgraph=True)
+    first, second = compiled(q, k, v), compiled(q, k, v)
+    assert not torch.equal(first == 0, second == 0)
+    assert 0.4 < float((first == 0).float().mean()) < 0.6
+    # dV are the weights, transposed, summed over the rows that come back.
+    (grad,) = torch.autograd.grad(first, v, torch.eye(q.shape[2], device=v.device).expand_as(first))
+    torch.testing.assert_close(grad, first.mT, atol=1e-2, rtol=1e-2)
+
+
 def test_other_lengths_do_not_break_a_compiled_function(place):
     (attention,) = _compiled(place, CAUSAL)
     compiled = torch.compile(attention, backend="aot_eager", fullgraph=True)

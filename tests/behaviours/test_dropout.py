@@ -106,3 +106,64 @@ def test_a_probability_that_is_in_the_sink_too(check, kernels):
     p = torch.tensor(0.3, device=kernels.device, requires_grad=True)
     inputs = check.inputs(kernels, torch.float32, captures={"p": p}, options={"seed": SEED})
     check(kernels, text, inputs)
+
+
+def test_a_seed_may_be_a_tensor(place):
+    """As int and as tensor, forward and backward; changed afterwards, it changes nothing."""
+    q, k, v = (torch.randn(1, 2, 24, 16, device=place.device) for _ in range(3))
+    q.requires_grad_()
+    attention = attndsl.compile(PROGRAMS["causal"], backend=place.backend)
+    found = []
+    for seed in (SEED, torch.tensor(SEED, device=place.device)):
+        out = attention(q, k, v, seed=seed)
+        if isinstance(seed, torch.Tensor):
+            seed.add_(1)
+        found.append((out, *torch.autograd.grad(out.square().sum(), q)))
+    assert torch.equal(found[0][0], found[1][0])
+    assert torch.equal(found[0][1], found[1][1])
+    assert not torch.equal(attention(q, k, v, seed=seed), found[0][0])
+
+
+@pytest.mark.parametrize(
+    ("seed", "message"),
+    [
+        (torch.zeros(2).long(), "seed is a tensor of shape"),
+        (torch.zeros(()), "dtype torch.float32"),
+        (torch.zeros((), device="meta").long(), "seed is on meta"),
+        (0.5, "seed is 0.5"),
+    ],
+)
+def test_other_seeds_are_refused(seed, message):
+    q = torch.randn(1, 2, 8, 16)
+    with pytest.raises(attndsl.AttnDSLError, match=message):
+        attndsl.compile(PROGRAMS["plain"])(q, q, q, seed=seed)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", ["triton", "hopper"])
+def test_a_captured_graph_draws_anew_at_each_replay(backend):
+    q, k, v = (torch.randn(2, 4, 256, 64, device="cuda") for _ in range(3))
+    q.requires_grad_()
+    dropping = attndsl.compile(PROGRAMS["causal"], backend=backend)
+    plain = attndsl.compile("causal()", backend=backend)
+
+    def step():
+        outs = dropping(q, k, v), plain(q, k, v)
+        return outs, torch.autograd.grad(outs[0].sum() + outs[1].sum(), q)[0]
+
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        (dropped, kept), grad = step()
+    runs = []
+    for _ in range(2):
+        graph.replay()
+        runs.append([x.clone() for x in (dropped, kept, grad)])
+    assert torch.equal(runs[0][1], runs[1][1])
+    assert torch.equal(runs[0][1], plain(q, k, v))
+    assert not torch.equal(runs[0][0], runs[1][0])
+    assert not torch.equal(runs[0][2], runs[1][2])
+    assert (runs[0][0] != 0).any()

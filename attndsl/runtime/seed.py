@@ -1,0 +1,25 @@
+"""Seeds of dropout, from torch's generators."""
+
+from __future__ import annotations
+
+import torch
+
+
+def draw_seed(device: torch.device) -> torch.Tensor:
+    """A 0-d int64 seed for a call on ``device``, from a generator that ``torch.manual_seed`` sets.
+
+    It lies on the CPU, where its value may be had without waiting; but while a CUDA graph is
+    captured on the device, whose generator advances at each replay. In a graph of ``torch.compile``
+    it is drawn anew whenever the graph runs.
+    """
+    captured = (
+        device.type == "cuda"
+        and not torch.compiler.is_compiling()
+        and torch.cuda.is_current_stream_capturing()
+    )
+    return torch.randint(0, 1 << 62, (), device=device if captured else "cpu")
+
+
+def seed_argument(drawn: torch.Tensor) -> int | torch.Tensor:
+    """``drawn`` as backends take it: a number where that needs no waiting."""
+    return int(drawn.item()) if drawn.device.type == "cpu" else drawn

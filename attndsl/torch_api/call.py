@@ -1,0 +1,80 @@
+"""One call of a program of :mod:`.programs`, eager or in a graph."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from attndsl.backends.base import Call
+from attndsl.runtime.arguments import rows_contiguous
+from attndsl.runtime.operator import attend_in_graph
+from attndsl.runtime.seed import draw_seed, seed_argument
+
+from .programs import program
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from .programs import Form
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+@dataclass(frozen=True, slots=True)
+class Capture:
+    """A captured tensor, and what it is to the program."""
+
+    form: Form
+    tensor: torch.Tensor
+
+
+def attend(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    reach: str,
+    captures: Sequence[Capture] = (),
+    dropout_p: float = 0.0,
+    scale: float | None = None,
+    drawn: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Attention of checked operands.
+
+    Args:
+        q: (B, Hq, Lq, D).
+        k: (B, Hkv, Lk, D); Hq is a multiple of Hkv.
+        v: (B, Hkv, Lk, Dv).
+        reach: Which keys a query may see; a key of :data:`.programs.REACH`.
+        captures: Masks and biases.
+        dropout_p: Probability with which a weight is dropped.
+        scale: Factor of q . k; 1 / sqrt(D) by default.
+        drawn: Seed of dropout, of :func:`~attndsl.runtime.seed.draw_seed`; drawn here by default.
+
+    Returns:
+        (B, Hq, Lq, Dv) in q's dtype.
+    """
+    key = tuple([capture.form.key for capture in captures])
+    dropout = dropout_p > 0
+    if not dropout:
+        drawn = None
+    elif drawn is None:
+        drawn = draw_seed(q.device)
+    tensors = {capture.form.name: capture.tensor for capture in captures}
+    if torch.compiler.is_compiling() or type(q) not in _PLAIN:
+        from .graph import program_spec  # Imports torch.compile, which eager calls never need.
+
+        scale = q.shape[3] ** -0.5 if scale is None else scale
+        call = Call(
+            rows_contiguous(q), rows_contiguous(k), rows_contiguous(v), scale, {}, tensors,
+            {"dropout_p": dropout_p} if dropout else {},
+            deterministic=torch.are_deterministic_algorithms_enabled(),
+        )  # fmt: skip
+        return attend_in_graph(program_spec(reach, key, dropout), "auto", False, call, drawn)[0]
+    attention = program(reach, key, dropout)
+    arguments: dict[str, Any] = dict(tensors)
+    if drawn is not None:
+        arguments |= {"seed": seed_argument(drawn), "dropout_p": dropout_p}
+    out: torch.Tensor = attention(q, k, v, scale=scale, **arguments)
+    return out

@@ -1,0 +1,93 @@
+"""attndsl's call beside torch's own math in fp64, by the tolerance method."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import attndsl
+from attndsl.backends.philox import uniform
+from attndsl.runtime.seed import draw_seed
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+EXACT = {"atol": 1e-5, "rtol": 5e-6}
+SEED = 7
+
+
+def _math(query, key, value, attn_mask=None, is_causal=False, **arguments):
+    if is_causal and attn_mask is not None:
+        causal = torch.ones(query.shape[-2], key.shape[-2], device=query.device).tril().bool()
+        if attn_mask.dtype is torch.bool:
+            attn_mask, is_causal = attn_mask & causal, False
+        else:
+            attn_mask, is_causal = torch.where(causal, attn_mask, -torch.inf), False
+    with sdpa_kernel(SDPBackend.MATH):
+        return torch.nn.functional.scaled_dot_product_attention(
+            query, key, value, attn_mask, is_causal=is_causal, **arguments
+        )
+
+
+def _dropped(query, key, value, dropout_p, is_causal=False, scale=None, **arguments):
+    """torch's formula with the pairs that attndsl drops."""
+    torch.manual_seed(SEED)
+    shape = (*query.shape[:3], key.shape[2])
+    eye = torch.eye(key.shape[2], dtype=key.dtype, device=key.device)
+    eye = eye.expand(*value.shape[:2], -1, -1)
+    weights = _math(query, key, eye, is_causal=is_causal, scale=scale, **arguments)
+    kept = uniform(int(draw_seed(query.device)), *shape, query.device) >= dropout_p
+    return torch.where(kept, weights / (1 - dropout_p), 0.0) @ value
+
+
+def _run(function: Callable[..., Any], tensors: dict[str, Any], **options: Any) -> dict[str, Any]:
+    torch.manual_seed(SEED)
+    out = function(**tensors, **options)
+    learned = {
+        name: x for name, x in tensors.items() if isinstance(x, torch.Tensor) and x.requires_grad
+    }
+    grad = torch.randn(out.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    grads = torch.autograd.grad(out, list(learned.values()), grad.to(out))
+    return {"out": out.detach(), **dict(zip(learned, grads, strict=True))}
+
+
+def _leaves(tensors: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
+    return {
+        name: x.detach().to(dtype).requires_grad_(x.requires_grad)
+        if isinstance(x, torch.Tensor) and x.is_floating_point()
+        else x
+        for name, x in tensors.items()
+    }
+
+
+@pytest.fixture
+def against_torch(check: Any) -> Callable[..., None]:
+    """``against_torch(dtype, query=..., key=..., value=..., attn_mask=..., is_causal=...)``.
+
+    Outputs and the gradients of everything, q, k and v always included; in fp64 to (1e-5, 5e-6).
+    """
+    named = {"query": "q", "key": "k", "value": "v"}
+
+    def compare(dtype: torch.dtype, **arguments: Any) -> None:
+        tensors = {n: x for n, x in arguments.items() if isinstance(x, torch.Tensor)}
+        options = {n: x for n, x in arguments.items() if n not in tensors}
+        for name in named:
+            tensors[name].requires_grad_()
+        oracle = _dropped if options.get("dropout_p") else _math
+        if not options.get("dropout_p", 1):
+            options.pop("dropout_p")
+        golden = _run(oracle, _leaves(tensors, torch.float64), **options)
+        mine = _run(attndsl.scaled_dot_product_attention, _leaves(tensors, dtype), **options)
+        assert mine["out"].shape == golden["out"].shape
+        if dtype is torch.float64:
+            for name, value in golden.items():
+                torch.testing.assert_close(mine[name], value, **EXACT, msg=lambda m, n=name: n + m)
+            return
+        ref = _run(oracle, _leaves(tensors, dtype), **options)
+        found = [{named.get(n, n): x for n, x in part.items()} for part in (golden, ref, mine)]
+        check.close(*found, dtype)
+
+    return compare
