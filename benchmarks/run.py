@@ -11,7 +11,7 @@ from pathlib import Path
 
 FOLDER = Path(__file__).parent
 HELPERS = ("chart", "common", "comparison", "run", "table")
-ON_GPUS = ("attention",)
+ON_GPUS = ("attention", "gradients")
 EVERYWHERE = tuple(
     path.stem
     for path in sorted(FOLDER.glob("*.py"))

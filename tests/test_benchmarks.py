@@ -165,6 +165,24 @@ def test_the_overhead_of_calls_is_measured(tmp_path):
     )
 
 
+def test_gradients_are_measured_for_programs_that_have_them(script):
+    gradients = script("gradients")
+    for name, case in gradients.CASES.items():
+        attention = attndsl.compile(case.program)
+        learned = {str(item.load.value) for item in attention.lowered.derivative.tensors}
+        learned |= {"s"} if name == "sinks" else set()
+        assert learned == set(case.sizes(4, 16)), name
+
+
+def test_a_case_of_gradients_that_is_not_there_is_named():
+    done = subprocess.run(
+        [sys.executable, FOLDER / "gradients.py", "--cases", "gian"],
+        capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert "there is no case gian; there are: gain" in done.stderr
+
+
 SVG = "{http://www.w3.org/2000/svg}"
 FILES = ("attention", "sparse_attention")
 

@@ -35,9 +35,6 @@ REFUSED = {
     "wide": (call_of(head_dim=264), "forward", None, "head dims up to 256"),
     "wide backward": (call_of(value_dim=264), "backward", ALL, "head dims up to 256"),
     "deterministic": (call_of(deterministic=True), "backward", ALL, "no fixed order"),
-    "captures": (
-        call_of(), "backward", Wants(True, True, True, frozenset({"t"}), frozenset()), "captured",
-    ),
     "empty": (call_of(q_len=0), "forward", None, "nothing"),
     "odd rows": (call_of(head_dim=36), "forward", None, "16 bytes"),
     "odd values": (call_of(value_dim=36), "forward", None, "16 bytes"),
