@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from attndsl.api import Attention, compile, load, verify  # noqa: A004
     from attndsl.errors import AttnDSLError
+    from attndsl.flex.tracing import trace
     from attndsl.frontend.declare import tensor
     from attndsl.tilemap import TileMap
 
 __version__ = "0.1.0"
-__all__ = ["Attention", "AttnDSLError", "TileMap", "compile", "load", "tensor", "verify"]
+__all__ = ["Attention", "AttnDSLError", "TileMap", "compile", "load", "tensor", "trace", "verify"]
 
 _HOMES = {
     "Attention": "attndsl.api",
@@ -24,6 +25,7 @@ _HOMES = {
     "load": "attndsl.api",
     "TileMap": "attndsl.tilemap",
     "tensor": "attndsl.frontend.declare",
+    "trace": "attndsl.flex.tracing",
     "verify": "attndsl.api",
 }
 

@@ -19,6 +19,7 @@ LAYERS = [
     {"explain", "picture"},
     {"attention"},
     {"api"},
+    {"flex"},
     {"cli", "__main__"},
 ]
 """From the lowest to the highest; a module imports from its own layer and those below."""
