@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch.nn.attention.flex_attention import BlockMask as TorchBlockMask
 
-from attndsl.errors import ArgumentError, DeviceError, ShapeError
+from attndsl.errors import ArgumentError, DeviceError, ShapeError, UnsupportedError
 from attndsl.passes.tiles.plan import FULL, PARTIAL
 from attndsl.runtime.arguments import check_operands
 from attndsl.tilemap import TileMap
@@ -17,6 +17,7 @@ from attndsl.tilemap import TileMap
 from .block_mask import BlockMask, listed_blocks
 from .cache import default_traces
 from .compiled import compiled, position_ranges
+from .graphs import attend_in_graph
 from .maxima import row_maxima
 
 if TYPE_CHECKING:
@@ -115,8 +116,20 @@ def flex_attention(
     _check_heads(query, key, enable_gqa)
     if block_mask is not None:
         _check_block_mask(query, key, block_mask)
-    prepared = prepare(query, key, score_mod, block_mask, _backend(kernel_options))
+    backend = _backend(kernel_options)
     asked = return_aux or AuxRequest(lse=return_lse)
+    if torch.compiler.is_dynamo_compiling():
+        if asked.max_scores:
+            raise UnsupportedError(
+                "max_scores is asked for in a graph of torch.compile",
+                hint="ask for it in a call outside of the graph",
+            )
+        mask_mod = None if block_mask is None else _mask_of(query, key, block_mask)[0]
+        out, lse = attend_in_graph(query, key, value, score_mod, mask_mod, scale, backend)
+        if return_aux is not None:
+            return out, AuxOutput(lse if asked.lse else None)
+        return (out, lse) if return_lse else out
+    prepared = prepare(query, key, score_mod, block_mask, backend)
     found = prepared.attention(
         query, key, value, scale=scale, return_lse=asked.lse, tiles=prepared.tiles,
         **prepared.captures,
@@ -148,10 +161,7 @@ def prepare(
     dtype = torch.float64 if query.dtype is torch.float64 else torch.float32
     mask_mod, tiles = None, None
     if block_mask is not None:
-        if isinstance(block_mask, BlockMask) and block_mask.derived(batch, heads):
-            mask_mod, tiles = block_mask.mask_mod, block_mask.tiles
-        else:
-            mask_mod, tiles = _by_blocks(block_mask, q_len, key.shape[2])
+        mask_mod, tiles = _mask_of(query, key, block_mask)
     traces = default_traces()
     traced = traces.trace(score_mod, mask_mod, dtype, query.device, lengths)
     attention = compiled(traced.text, backend)
@@ -166,6 +176,16 @@ def prepare(
         wanted = attention.lowered.sparsity.maps(batch, heads)
         tiles = _expanded(tiles, wanted)
     return Prepared(attention, captures, tiles)
+
+
+def _mask_of(
+    query: torch.Tensor, key: torch.Tensor, block_mask: TorchBlockMask
+) -> tuple[Mod, TileMap | None]:
+    """All that a block mask says, as one ``mask_mod``, and its tiles where they are of use."""
+    batch, heads, q_len, _ = query.shape
+    if isinstance(block_mask, BlockMask) and block_mask.derived(batch, heads):
+        return block_mask.mask_mod, block_mask.tiles
+    return _by_blocks(block_mask, q_len, key.shape[2])
 
 
 def _by_blocks(block_mask: TorchBlockMask, q_len: int, kv_len: int) -> tuple[Mod, TileMap | None]:

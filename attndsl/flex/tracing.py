@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import keyword
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -146,18 +146,58 @@ def trace_mods(
         )
     score, mask = SCORE, None
     if mods[1] is not None:
-        mask = _result(tracer, mods[1], _PAIR, "mask_mod")
-        if mask.dtype is not DType.BOOL:
-            raise _wrong(mods[1], f"the mask_mod gives a {mask.dtype.value}", "compare it: x != 0")
+        mask = _mask(_result(tracer, mods[1], _PAIR, "mask_mod"), mods[1])
     if mods[0] is not None:
-        score = _result(tracer, mods[0], (SCORE, *_PAIR), "score_mod")
-        if score.dtype is DType.BOOL:
-            raise _wrong(
-                mods[0],
-                "the score_mod gives a bool",
-                "write torch.where(condition, score, -float('inf')), or pass it as a mask_mod",
-            )
-    return _program(tracer, ar.floating(score), mask, params, found)
+        score = _score(_result(tracer, mods[0], (SCORE, *_PAIR), "score_mod"), mods[0])
+    return _program(tracer, score, mask, params, found)
+
+
+def trace_graph(
+    mods: Mod,
+    pair: Sequence[Node],
+    parts: Sequence[str],
+    dtype: torch.dtype,
+    device: torch.device,
+    lengths: Mapping[str, Range],
+    names: Mapping[int, str],
+) -> Trace:
+    """Trace a function that gives several parts of a program at once.
+
+    Args:
+        mods: Takes ``pair``, gives ``parts``.
+        pair: What it is called with.
+        parts: ``score``, ``mask`` or both, in this order.
+        dtype: Of scores.
+        device: Of the call.
+        lengths: Ranges of the positions, as far as they are known.
+        names: What captured tensors are to be called, by id.
+
+    Raises:
+        TraceError: The function cannot be traced.
+    """
+    found = Reach(names=dict(names))
+    tracer = Tracer(dtype, device, lengths, _Names(found).of_tensor)
+    results = tracer.run(mods, pair)
+    given = {part: tracer.node(x) for part, x in zip(parts, results, strict=True)}
+    score = _score(given["score"], mods) if "score" in given else SCORE
+    mask = _mask(given["mask"], mods) if "mask" in given else None
+    return _program(tracer, score, mask, {}, found)
+
+
+def _score(node: Node, mod: Mod) -> Node:
+    if node.dtype is DType.BOOL:
+        raise _wrong(
+            mod,
+            "the score_mod gives a bool",
+            "write torch.where(condition, score, -float('inf')), or pass it as a mask_mod",
+        )
+    return ar.floating(node)
+
+
+def _mask(node: Node, mod: Mod) -> Node:
+    if node.dtype is not DType.BOOL:
+        raise _wrong(mod, f"the mask_mod gives a {node.dtype.value}", "compare it: x != 0")
+    return node
 
 
 def _program(
