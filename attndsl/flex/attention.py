@@ -125,10 +125,10 @@ def flex_attention(
                 hint="ask for it in a call outside of the graph",
             )
         mask_mod = None if block_mask is None else _mask_of(query, key, block_mask)[0]
-        out, lse = attend_in_graph(query, key, value, score_mod, mask_mod, scale, backend)
+        graph = attend_in_graph(query, key, value, score_mod, mask_mod, scale, backend)
         if return_aux is not None:
-            return out, AuxOutput(lse if asked.lse else None)
-        return (out, lse) if return_lse else out
+            return graph[0], AuxOutput(graph[1] if asked.lse else None)
+        return graph if return_lse else graph[0]
     prepared = prepare(query, key, score_mod, block_mask, backend)
     found = prepared.attention(
         query, key, value, scale=scale, return_lse=asked.lse, tiles=prepared.tiles,

@@ -1,8 +1,8 @@
 """Calls within graphs of ``torch.compile``.
 
-Dynamo follows a ``score_mod`` and a ``mask_mod`` like any other code of the user's, guards what they
-read, and hands what they come to over as one FX graph, with the tensors that it captures. Where the
-operator below is dispatched, that graph is traced into a program, and the program's call is what
+Dynamo follows a ``score_mod`` and a ``mask_mod`` like any other code of the user's, guards what
+they read, and hands what they come to over as one FX graph, with the tensors that it captures.
+Where the operator below is run, that graph is traced into a program, and the program's call is what
 remains: ``attndsl::forward``, which compilers see.
 
 Positions are of shape (1,) while Dynamo follows the functions, since an index of no dims would be
@@ -27,20 +27,16 @@ from .tracing import trace_graph
 if TYPE_CHECKING:
     from .tracing import Mod
 
-try:
-    from torch._higher_order_ops.base_hop import BaseHOP
-except ImportError:  # Before torch 2.7.
-    BaseHOP = None
-
 _PAIR = (SCORE, *(var(name) for name in ("b", "h", "q", "kv")))
 _FIRST = 3 + len(_PAIR)
 """Operands before the captured ones: query, key, value, and the pair."""
 
 
-def _decompose(graph: Any, *operands: Any, **options: Any) -> tuple[Any, ...]:
+def _decompose(
+    graph: Any, *operands: Any, backend: str, scale: float | None, parts: tuple[str, ...]
+) -> tuple[Any, ...]:
     """The call that a graph of both functions comes to, and stand-ins for the graph's results."""
     query, key, value = operands[:3]
-    backend, scale, parts = options["backend"], options["scale"], options["parts"]
     results = graph.graph.output_node().args[0]
     pruned = copy.deepcopy(graph)
     output = pruned.graph.output_node()
@@ -72,18 +68,21 @@ def _own_name(holder: str) -> str:
 
 
 def _make_operator() -> Any:
-    if BaseHOP is None:
+    """The operator, or None where torch has no such operators (before 2.7)."""
+    try:
+        from torch._higher_order_ops.base_hop import BaseHOP
+    except ImportError:
         return None
 
-    class FlexInGraph(BaseHOP):  # type: ignore[misc, valid-type]
+    class FlexInGraph(BaseHOP):
         """Both functions on one pair, as a graph, with query, key and value."""
 
         def __init__(self) -> None:
             super().__init__("attndsl_flex")
 
-        def __call__(self, graph: Any, *operands: Any, **options: Any) -> Any:
+        def __call__(self, subgraph: Any, *operands: Any, **kwargs: Any) -> Any:
             # Nothing is dispatched: what the call comes to is made of operators that are.
-            return _decompose(graph, *operands, **options)
+            return _decompose(subgraph, *operands, **kwargs)
 
     return FlexInGraph()
 
