@@ -25,7 +25,11 @@ TRUE, FALSE = const(True), const(False)
 
 def lift(value: Value) -> Node:
     """``value`` as a node."""
-    return value if isinstance(value, Node) else const(value)
+    if isinstance(value, Node):
+        return value
+    # Enums and numpy's floats are numbers of other classes.
+    kind = bool if isinstance(value, bool) else int if isinstance(value, int) else float
+    return const(kind(value))
 
 
 def to(value: Value, dtype: DType) -> Node:

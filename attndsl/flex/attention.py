@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 _LARGEST_TILE = 1 << 12
 """Blocks beyond this are no tiles of kernels; torch's block mask that masks nothing has one."""
+_CAST = (torch.float16, torch.bfloat16, torch.float32)
 _TORCH_OPTIONS = frozenset(
     {
         "num_warps", "num_stages", "BLOCK_M", "BLOCK_N", "BLOCK_M1", "BLOCK_N1", "BLOCK_M2",
@@ -111,6 +112,7 @@ def flex_attention(
             "both return_lse and return_aux are given",
             hint="write return_aux=AuxRequest(lse=True) alone",
         )
+    query, key, value = (_autocast(x) for x in (query, key, value))
     key, value = _same_batch(query, key, value, block_mask)
     check_operands(query, key, value)
     _check_heads(query, key, enable_gqa)
@@ -231,6 +233,16 @@ def _near(value: Any, device: torch.device) -> Any:
     if isinstance(value, torch.Tensor) and value.dim() == 0 and value.device.type == "cpu":
         return value.to(device)
     return value
+
+
+def _autocast(tensor: torch.Tensor) -> torch.Tensor:
+    """``tensor`` in the dtype that autocast asks for."""
+    if not isinstance(tensor, torch.Tensor):
+        return tensor
+    kind = tensor.device.type
+    if not torch.is_autocast_enabled(kind) or tensor.dtype not in _CAST:
+        return tensor
+    return tensor.to(torch.get_autocast_dtype(kind))
 
 
 def _same_batch(

@@ -60,6 +60,10 @@ class BlockMask(TorchBlockMask):
         return made
 
 
+@torch.compiler.disable(
+    reason="attndsl.flex.create_block_mask reads the function's Python: call it before the graph "
+    "and pass the block mask in"
+)
 def create_block_mask(
     mask_mod: Mod,
     B: int | None,
@@ -109,6 +113,10 @@ def create_block_mask(
     device = torch.device(device)
     rows, columns = (BLOCK_SIZE, BLOCK_SIZE) if isinstance(BLOCK_SIZE, int) else BLOCK_SIZE
     batch, heads = B or 1, H or 1
+    if not all(isinstance(size, int) and size > 0 for size in (rows, columns)):
+        raise ArgumentError(
+            f"BLOCK_SIZE is {BLOCK_SIZE!r}", hint="pass a whole number, 1 or more, or two of them"
+        )
     for name, size in (("Q_LEN", Q_LEN), ("KV_LEN", KV_LEN)):
         if not isinstance(size, int) or size < 0:
             raise ArgumentError(f"{name} is {size!r}", hint="pass a whole number, 0 or more")

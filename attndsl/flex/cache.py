@@ -121,6 +121,8 @@ class TraceCache:
             try:
                 made = fresh(family.varying)
             except TraceError:
+                if not family.varying:
+                    raise
                 # With these constants the function decides on a number that is a param elsewhere.
                 return fresh(set())
             if made.stable:

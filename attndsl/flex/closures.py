@@ -22,6 +22,11 @@ _MOST = 2000
 _LIBRARIES = ("torch", "math", "operator", "functools", "builtins", "numpy", "typing")
 """Packages whose functions and modules do not change."""
 _PLAIN = (bool, str, bytes, complex, type(None), type(...), torch.dtype, torch.device, torch.Size)
+_FIXED = (
+    type, types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType,
+    torch._ops.OpOverload, torch._ops.OpOverloadPacket,
+)  # fmt: skip
+"""Of a library, these hold nothing of the user's."""
 
 
 @dataclass(slots=True)
@@ -173,18 +178,16 @@ class _Walk:
     def _other(self, value: Any) -> None:
         """Something that is not taken apart: stable by its identity, or opaque."""
         found = self.found
+        home = ""
         if isinstance(value, types.ModuleType):
             home = value.__name__
-        elif isinstance(value, type | types.BuiltinFunctionType):
+        elif isinstance(value, _FIXED):
             home = getattr(value, "__module__", None) or "builtins"
-        else:
-            home = getattr(type(value), "__module__", "") if callable(value) else ""
         owner = getattr(value, "__self__", None)
         bound = owner is not None and not isinstance(owner, types.ModuleType | type)
         if home.partition(".")[0].lstrip("_") in _LIBRARIES and not bound:
             found.structure.append(("library", id(value)))
-            if not isinstance(value, torch.nn.Module):
-                return
+            return
         found.opaque = True
         for holder in (value, owner):
             attributes = dict(getattr(holder, "__dict__", {}))

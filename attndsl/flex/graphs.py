@@ -28,30 +28,33 @@ if TYPE_CHECKING:
     from .tracing import Mod
 
 _PAIR = (SCORE, *(var(name) for name in ("b", "h", "q", "kv")))
-_FIRST = 3 + len(_PAIR)
-"""Operands before the captured ones: query, key, value, and the pair."""
+_MARKS = 2 + 2 + len(_PAIR)
+"""Results that are there for their operands: the output, the log-sum-exp, key, value, the pair."""
 
 
 def _decompose(
     graph: Any, *operands: Any, backend: str, scale: float | None, parts: tuple[str, ...]
 ) -> tuple[Any, ...]:
     """The call that a graph of both functions comes to, and stand-ins for the graph's results."""
-    query, key, value = operands[:3]
+    holders = [item for item in graph.graph.nodes if item.op == "placeholder"]
     results = graph.graph.output_node().args[0]
+    # Dynamo orders inputs as it likes, and adds sizes to them: results say which is which.
+    query_at, _, key_at, value_at, *pair_at = (holders.index(x.args[0]) for x in results[:_MARKS])
+    query, key, value = (operands[place] for place in (query_at, key_at, value_at))
     pruned = copy.deepcopy(graph)
     output = pruned.graph.output_node()
-    output.args = (tuple(output.args[0][-len(parts) :]),)
+    output.args = (tuple(output.args[0][_MARKS:]),)
     pruned.graph.eliminate_dead_code()
     pruned.recompile()
-    holders = [node.name for node in graph.graph.nodes if node.op == "placeholder"]
-    lifted = [int(x) if isinstance(x, torch.SymInt) else x for x in operands[_FIRST:]]
-    names = {id(x): _own_name(name) for x, name in zip(lifted, holders[_FIRST:], strict=True)}
+    given = [int(x) if isinstance(x, torch.SymInt) else x for x in operands]
+    names = {id(x): _own_name(item.name) for x, item in zip(given, holders, strict=True)}
     sizes = (query.shape[0], query.shape[1], query.shape[2], key.shape[2])
     lengths = position_ranges(*sizes) if all(type(size) is int for size in sizes) else {}
     dtype = torch.float64 if query.dtype is torch.float64 else torch.float32
 
     def mods(*pair: Any) -> Any:
-        return pruned(None, None, None, *pair, *lifted)
+        symbols = dict(zip(pair_at, pair, strict=True))
+        return pruned(*(symbols.get(place, x) for place, x in enumerate(given)))
 
     traced = trace_graph(mods, _PAIR, parts, dtype, query.device, lengths, names)
     named: dict[str, Any] = dict(traced.captures)
@@ -119,7 +122,7 @@ def attend_in_graph(
     ) -> tuple[Any, ...]:  # fmt: skip
         shape = (query.shape[0], query.shape[1], query.shape[2])
         results = [query.new_empty((*shape, value.shape[3])), query.new_empty(shape, dtype=work)]
-        # Dynamo drops inputs that nothing uses, and orders them by their first use.
+        # Dynamo drops inputs that nothing uses.
         results += [x.new_empty(()) for x in (key, value, score, b, h, q_idx, kv_idx)]
         if score_mod is not None:
             results.append(score_mod(score, b, h, q_idx, kv_idx))

@@ -101,7 +101,7 @@ class Tracer:
         if isinstance(value, Symbol):
             return value.node
         if isinstance(value, bool | int | float):
-            return const(value)
+            return self._number(value)
         if isinstance(value, torch.Tensor):
             if value.dim() == 0:
                 return self.scalar(value)
@@ -120,11 +120,18 @@ class Tracer:
             f"a {type(value).__name__} joins a traced value", "use a number or a tensor here"
         )
 
+    def _number(self, value: bool | int | float) -> Node:
+        if value != value:
+            raise refusal("NaN has no literal in the language", "use -float('inf') for a mask")
+        if isinstance(value, int) and abs(value) >= 1 << 63:
+            raise refusal(f"{value} does not fit 64 bits", "write a float, such as 1e30")
+        return ar.lift(value)
+
     def scalar(self, tensor: torch.Tensor) -> Node:
         """A 0-d tensor: a constant where the function made it, else a param."""
         if id(tensor) in self.made:
             with torch._C.DisableTorchFunction():
-                return const(tensor.item())
+                return self._number(tensor.item())
         return param(self.capture(tensor).name, dtype_of(tensor.dtype))
 
     def capture(self, tensor: torch.Tensor) -> Capture:
@@ -178,8 +185,8 @@ class Tracer:
 
     def _call(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Symbol:
         function = functions.FUNCTIONS.get(name)
-        if function is None or any(isinstance(x, View) for x in args):
-            raise _unknown(name, function is not None)
+        if function is None:
+            raise _unknown(name)
         given = [self._operand(x) for x in args]
         named = {key: self._operand(x) for key, x in kwargs.items()}
         try:
@@ -193,9 +200,10 @@ class Tracer:
             ) from None
 
     def _operand(self, value: Any) -> Any:
-        if value is None or isinstance(value, bool | int | float | str):
+        if isinstance(value, bool | int | float):
+            self._number(value)
             return value
-        return self.node(value)
+        return value if value is None or isinstance(value, str) else self.node(value)
 
     def _assign(self, target: Any, found: Symbol | View, name: str) -> Symbol:
         if not isinstance(target, Symbol) or not isinstance(found, Symbol):
@@ -247,7 +255,7 @@ def _random(name: str) -> Exception:
     )
 
 
-def _unknown(name: str, partial: bool) -> Exception:
+def _unknown(name: str) -> Exception:
     if name in functions.REDUCTIONS:
         return _reduction(name)
     if name in functions.RANDOM:
@@ -256,10 +264,6 @@ def _unknown(name: str, partial: bool) -> Exception:
         return refusal(
             f"'{name}' asks for a number, and this value differs from pair to pair",
             "write torch.where(condition, a, b) where Python would decide on it",
-        )
-    if partial:
-        return refusal(
-            f"'{name}' of a tensor that is not fully indexed", "index all of its dims first"
         )
     close = difflib.get_close_matches(name, functions.FUNCTIONS, n=1)
     return refusal(

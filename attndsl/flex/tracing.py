@@ -254,11 +254,11 @@ class _Names:
         self.taken: set[str] = set()
 
     def of_tensor(self, tensor: torch.Tensor) -> str:
-        """A name for ``tensor``."""
-        return self.free(self.given.get(id(tensor), "capture"))
+        """A name for ``tensor``; its dims' names are taken too."""
+        return self.free(self.given.get(id(tensor), "capture"), tensor.dim())
 
-    def free(self, wanted: str) -> str:
-        """A name like ``wanted`` that nothing has."""
+    def free(self, wanted: str, dims: int = 0) -> str:
+        """A name like ``wanted`` that nothing has, nor what its ``dims`` are called."""
         stem = re.sub(r"\W", "_", wanted, flags=re.ASCII)
         if not stem or stem[0].isdigit():
             stem = f"capture{stem}"
@@ -266,8 +266,8 @@ class _Names:
         reserved = stem in _RESERVED or stem in prelude_names() or keyword.iskeyword(stem)
         name = stem = f"{stem}_" if reserved or re.fullmatch(r"t\d+", stem) else stem
         number = 1
-        while name in self.taken:
+        while not self.taken.isdisjoint(own := {name, *(dim_name(name, n) for n in range(dims))}):
             number += 1
             name = f"{stem}{number}"
-        self.taken.add(name)
+        self.taken |= own
         return name
