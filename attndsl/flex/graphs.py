@@ -46,7 +46,12 @@ def _decompose(
     output.args = (tuple(output.args[0][_MARKS:]),)
     pruned.graph.eliminate_dead_code()
     pruned.recompile()
-    given = [int(x) if isinstance(x, torch.SymInt) else x for x in operands]
+    used = [bool(item.users) for item in pruned.graph.nodes if item.op == "placeholder"]
+    # A number of the program is guarded; a size that only stood in for shapes is not.
+    given = [
+        int(x) if isinstance(x, torch.SymInt) and needed else x
+        for x, needed in zip(operands, used, strict=True)
+    ]
     names = {id(x): _own_name(item.name) for x, item in zip(given, holders, strict=True)}
     sizes = (query.shape[0], query.shape[1], query.shape[2], key.shape[2])
     lengths = position_ranges(*sizes) if all(type(size) is int for size in sizes) else {}

@@ -52,6 +52,8 @@ class Tracer:
     captures: dict[int, Capture] = field(default_factory=dict)
     lengths_used: bool = False
     """Whether the program would be another one at other lengths."""
+    in_graph: bool = False
+    """Whether the function is a graph of Dynamo's, in which a number may be a tensor's ``item``."""
     made: dict[int, torch.Tensor] = field(default_factory=dict)
     """Tensors that the function made of numbers, by id; kept, so that ids stay theirs."""
     derived: dict[int, torch.Tensor] = field(default_factory=dict)
@@ -168,6 +170,8 @@ class Tracer:
         bare = name.strip("_")
         if bare in functions.RANDOM and not name.startswith("__"):
             raise _random(bare)
+        if self.in_graph and name == "item" and args[0].dim() == 0:
+            return Symbol(self, self.scalar(args[0]))
         if captured and bare in functions.VALUES:
             raise refusal(
                 f"'{bare}' of a captured tensor: its value now would be that of all calls",

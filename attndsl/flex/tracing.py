@@ -176,7 +176,7 @@ def trace_graph(
         TraceError: The function cannot be traced.
     """
     found = Reach(names=dict(names))
-    tracer = Tracer(dtype, device, lengths, _Names(found).of_tensor)
+    tracer = Tracer(dtype, device, lengths, _Names(found).of_tensor, in_graph=True)
     results = tracer.run(mods, pair)
     given = {part: tracer.node(x) for part, x in zip(parts, results, strict=True)}
     score = _score(given["score"], mods) if "score" in given else SCORE

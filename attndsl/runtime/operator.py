@@ -25,11 +25,12 @@ if TYPE_CHECKING:
 
 _COMMON = (
     "str spec, str backend, bool checked, Tensor q, Tensor k, Tensor v, Tensor[] tensors, "
-    "Tensor?[] given, Scalar[] numbers, float scale, SymInt q_offset, SymInt kv_offset, "
-    "Tensor? q_origin, Tensor? kv_origin, int seed, bool deterministic"
+    "Tensor[] given, bool[] is_given, Scalar[] numbers, float scale, SymInt q_offset, "
+    "SymInt kv_offset, Tensor? q_origin, Tensor? kv_origin, int seed, bool deterministic"
 )
-"""``given[i]`` is param i as a tensor, else ``numbers[i]`` is its value. An origin is an index
-vector or a 0-d offset; it replaces the offset."""
+"""Params that are tensors are in ``given``, in their order; ``is_given`` says which these are, and
+``numbers[i]`` is the value of another. (Autograd takes lists of tensors, but none with holes.) An
+origin is an index vector or a 0-d offset; it replaces the offset."""
 
 _LIBRARY: Any = torch.library.Library("attndsl", "DEF")  # type: ignore[no-untyped-call]
 _LIBRARY.define(f"forward({_COMMON}) -> (Tensor, Tensor)")
@@ -43,7 +44,8 @@ def attend_in_graph(
     spec: str, lowered: Lowered, backend: str, checked: bool, call: Call
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``(out, lse)`` through the operator."""
-    given = [p if isinstance(p, torch.Tensor) else None for p in call.params.values()]
+    given = [p for p in call.params.values() if isinstance(p, torch.Tensor)]
+    is_given = [isinstance(p, torch.Tensor) for p in call.params.values()]
     numbers = [0 if isinstance(p, torch.Tensor) else p for p in call.params.values()]
     q_is_tensor = isinstance(call.q_offset, torch.Tensor)
     kv_is_tensor = isinstance(call.kv_offset, torch.Tensor)
@@ -56,6 +58,7 @@ def attend_in_graph(
         call.v,
         list(call.tensors.values()),
         given,
+        is_given,
         numbers,
         call.scale,
         0 if q_is_tensor else call.q_offset,
@@ -69,14 +72,15 @@ def attend_in_graph(
 
 
 def _call(args: Sequence[Any]) -> tuple[Lowered, Call, Any]:
-    (spec, backend, checked, q, k, v, tensors, given, numbers, scale, q_offset, kv_offset,
+    (spec, backend, checked, q, k, v, tensors, given, is_given, numbers, scale, q_offset, kv_offset,
      q_origin, kv_origin, seed, deterministic) = args  # fmt: skip
     lowered = lowered_program(spec)
     program = lowered.program
     params: dict[str, Any] = {}
-    for decl, tensor, number in zip(program.params, given, numbers, strict=True):
+    own = iter(given)
+    for decl, is_tensor, number in zip(program.params, is_given, numbers, strict=True):
         cast = {DType.FLOAT: float, DType.INT: int, DType.BOOL: bool}[decl.dtype]
-        params[decl.name] = cast(number) if tensor is None else tensor
+        params[decl.name] = next(own) if is_tensor else cast(number)
     sizes = {
         "batch": q.shape[0],
         "heads": q.shape[1],
@@ -155,7 +159,7 @@ def _fake_backward(
     wants: list[bool],
     *args: Any,
 ) -> list[torch.Tensor]:
-    inputs = [args[3], args[4], args[5], *args[6], *args[7]]
+    inputs = [args[3], args[4], args[5], *args[6], *_by_param(args[7], args[8])]
     empty = args[3].new_empty
     return [
         empty(x.shape, dtype=x.dtype) if want and x is not None else empty(0, dtype=torch.float32)
@@ -163,26 +167,36 @@ def _fake_backward(
     ]
 
 
+def _by_param(given: Sequence[Any], is_given: Sequence[bool]) -> list[Any]:
+    """One entry a param: what ``given`` has of it, or None."""
+    own = iter(given)
+    return [next(own) if is_tensor else None for is_tensor in is_given]
+
+
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
-    q, k, v, tensors, given = inputs[3:8]
+    q, k, v, tensors, given, is_given = inputs[3:9]
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(q, k, v, *tensors, *given, inputs[12], inputs[13], *output)
+    ctx.save_for_backward(q, k, v, *tensors, *given, inputs[13], inputs[14], *output)
     ctx.counts = len(tensors), len(given)
-    ctx.plain = (inputs[:3], inputs[8:12], inputs[14:])
-    learned = [x is not None and x.is_floating_point() for x in (*tensors, *given)]
-    needs = [x is not None and x.requires_grad for x in (*tensors, *given)]
+    ctx.is_given = is_given
+    ctx.plain = (inputs[:3], inputs[8:13], inputs[15:])
+    captures = (*tensors, *_by_param(given, is_given))
+    learned = [x is not None and x.is_floating_point() for x in captures]
+    needs = [x is not None and x.requires_grad for x in captures]
     ctx.capture_wants = [a and b for a, b in zip(learned, needs, strict=True)]
 
 
 def _autograd(ctx: Any, grad_out: Any, grad_lse: Any) -> tuple[Any, ...]:
-    q, k, v, *rest = ctx.saved_tensors
+    q, k, v, *saved = ctx.saved_tensors
     tensor_count, given_count = ctx.counts
-    tensors, given = rest[:tensor_count], rest[tensor_count : tensor_count + given_count]
-    q_origin, kv_origin, out, lse = rest[tensor_count + given_count :]
+    tensors, given = saved[:tensor_count], saved[tensor_count : tensor_count + given_count]
+    q_origin, kv_origin, out, lse = saved[tensor_count + given_count :]
     head, middle, tail = ctx.plain
-    numbers = [None] * given_count
+    # Autograd takes an empty list for a list of tensors, whatever it is of.
+    plain = None if ctx.is_given else []
+    rest = (plain, plain, *[None] * 7)
     if grad_out is None and grad_lse is None:
-        return (*[None] * 6, [None] * tensor_count, [None] * given_count, numbers, *[None] * 7)
+        return (*[None] * 6, [None] * tensor_count, [None] * given_count, *rest)
     wants = [*ctx.needs_input_grad[3:6], *ctx.capture_wants]
     found = torch.ops.attndsl.backward(
         out,
@@ -202,14 +216,13 @@ def _autograd(ctx: Any, grad_out: Any, grad_lse: Any) -> tuple[Any, ...]:
         *tail,
     )
     kept = [g if want else None for g, want in zip(found, wants, strict=True)]
-    captures = kept[3:]
+    params = zip(kept[3 + tensor_count :], ctx.is_given, strict=True)
     return (
         *[None] * 3,
         *kept[:3],
-        captures[:tensor_count],
-        captures[tensor_count:],
-        numbers,
-        *[None] * 7,
+        kept[3 : 3 + tensor_count],
+        [gradient for gradient, is_tensor in params if is_tensor],
+        *rest,
     )
 
 

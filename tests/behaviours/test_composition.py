@@ -106,6 +106,25 @@ def test_captures_and_lse_compile_to_one_graph(place):
     _one_graph(function, [*_leaves(place), gain])
 
 
+def test_learned_params_beside_numbers_compile_to_one_graph():
+    torch._dynamo.reset()
+    attention = attndsl.compile(
+        "param gain: float\nparam n: int\ntensor bias[heads]: float\n"
+        "score = gain * score + bias[h] * n",
+        backend="reference",
+    )
+
+    def function(q, gain, bias):
+        return attention(q, q, q, gain=gain, n=3, bias=bias).sin().sum()
+
+    compiled = torch.compile(function, backend="aot_eager", fullgraph=True)
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((1, 2, 6, 4), (), (2,))
+    leaves = [torch.randn(shape, generator=generator).requires_grad_() for shape in shapes]
+    wanted, found = (torch.autograd.grad(f(*leaves), leaves) for f in (function, compiled))
+    torch.testing.assert_close(found, wanted)
+
+
 def test_other_lengths_do_not_break_a_compiled_function(place):
     (attention,) = _compiled(place, CAUSAL)
     compiled = torch.compile(attention, backend="aot_eager", fullgraph=True)
