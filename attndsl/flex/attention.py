@@ -16,7 +16,7 @@ from attndsl.tilemap import TileMap
 
 from .block_mask import BlockMask, listed_blocks
 from .cache import default_traces
-from .compiled import compiled, position_ranges
+from .compiled import compiled, near, position_ranges
 from .graphs import attend_in_graph
 from .maxima import row_maxima
 
@@ -167,7 +167,7 @@ def prepare(
     traces = default_traces()
     traced = traces.trace(score_mod, mask_mod, dtype, query.device, lengths)
     attention = compiled(traced.text, backend)
-    captures = {name: _near(value, query.device) for name, value in traced.captures.items()}
+    captures = near(traced.captures, query.device)
     if tiles is not None and score_mod is not None:
         # A score_mod may mask pairs too, and then the blocks are not those of the whole mask.
         alone = traces.trace(None, mask_mod, dtype, query.device, lengths)
@@ -226,13 +226,6 @@ def _expanded(tiles: TileMap, wanted: tuple[int, int]) -> TileMap | None:
     return TileMap(
         kinds, tiles.q_len, tiles.kv_len, tiles.block_m, tiles.block_n, tiles.reason, tiles.mask_mod
     )
-
-
-def _near(value: Any, device: torch.device) -> Any:
-    """A 0-d tensor of the CPU beside tensors of a GPU, as torch takes it; else as it is."""
-    if isinstance(value, torch.Tensor) and value.dim() == 0 and value.device.type == "cpu":
-        return value.to(device)
-    return value
 
 
 def _autocast(tensor: torch.Tensor) -> torch.Tensor:

@@ -11,7 +11,7 @@ from attndsl.errors import ArgumentError, UnsupportedError
 from attndsl.passes.tiles.plan import EMPTY, FORWARD, FULL, PARTIAL
 
 from .cache import default_traces
-from .compiled import compiled, position_ranges
+from .compiled import compiled, near, position_ranges
 from .places import refusal_at
 from .tracing import arguments_of
 
@@ -60,10 +60,6 @@ class BlockMask(TorchBlockMask):
         return made
 
 
-@torch.compiler.disable(
-    reason="attndsl.flex.create_block_mask reads the function's Python: call it before the graph "
-    "and pass the block mask in"
-)
 def create_block_mask(
     mask_mod: Mod,
     B: int | None,
@@ -97,9 +93,22 @@ def create_block_mask(
         ArgumentError: A size that cannot be.
         UnsupportedError: ``compute_dq_write_order`` is asked for.
     """
-    if compute_dq_write_order:
+    made: BlockMask = _CREATE(
+        mask_mod, B or 1, H or 1, Q_LEN, KV_LEN, device, BLOCK_SIZE, separate_full_blocks,
+        dq_kv_order if compute_dq_write_order else None,
+    )  # fmt: skip
+    return made
+
+
+def _create(
+    mask_mod: Mod, batch: int, heads: int, q_len: int, kv_len: int,
+    device: torch.device | str | None, block_size: int | tuple[int, int],
+    separate_full_blocks: bool, write_order: bool | None,
+) -> BlockMask:  # fmt: skip
+    """See :func:`create_block_mask`."""
+    if write_order is not None:
         raise UnsupportedError(
-            f"compute_dq_write_order with dq_kv_order={dq_kv_order} is of torch's FLASH backend",
+            f"compute_dq_write_order, with dq_kv_order={write_order}, is of torch's FLASH backend",
             hint="drop it: torch.use_deterministic_algorithms(True) makes gradients deterministic",
         )
     if arguments_of(mask_mod) == 5:
@@ -111,23 +120,22 @@ def create_block_mask(
     if device is None:
         device = torch.accelerator.current_accelerator() or "cpu"
     device = torch.device(device)
-    rows, columns = (BLOCK_SIZE, BLOCK_SIZE) if isinstance(BLOCK_SIZE, int) else BLOCK_SIZE
-    batch, heads = B or 1, H or 1
+    rows, columns = (block_size, block_size) if isinstance(block_size, int) else block_size
     if not all(isinstance(size, int) and size > 0 for size in (rows, columns)):
         raise ArgumentError(
-            f"BLOCK_SIZE is {BLOCK_SIZE!r}", hint="pass a whole number, 1 or more, or two of them"
+            f"BLOCK_SIZE is {block_size!r}", hint="pass a whole number, 1 or more, or two of them"
         )
-    for name, size in (("Q_LEN", Q_LEN), ("KV_LEN", KV_LEN)):
+    for name, size in (("Q_LEN", q_len), ("KV_LEN", kv_len)):
         if not isinstance(size, int) or size < 0:
             raise ArgumentError(f"{name} is {size!r}", hint="pass a whole number, 0 or more")
-    lengths = position_ranges(batch, heads, Q_LEN, KV_LEN)
+    lengths = position_ranges(batch, heads, q_len, kv_len)
     traced = default_traces().trace(None, mask_mod, torch.float32, device, lengths)
     attention = compiled(traced.text, "auto")
-    named: dict[str, Any] = dict(traced.captures)
-    tiles = attention.tiles(Q_LEN, KV_LEN, rows, columns, batch, heads, device=device, **named)
+    named = near(traced.captures, device)
+    tiles = attention.tiles(q_len, kv_len, rows, columns, batch, heads, device=device, **named)
     kinds = tiles.kinds.expand(batch, heads, -1, -1).clone()
     # torch counts a ragged block as partial: its pairs beyond the lengths are dead there.
-    for ragged in (kinds[:, :, Q_LEN // rows :], kinds[..., KV_LEN // columns :]):
+    for ragged in (kinds[:, :, q_len // rows :], kinds[..., kv_len // columns :]):
         ragged[ragged == FULL] = PARTIAL
     listed = (kinds == PARTIAL) if separate_full_blocks else (kinds != EMPTY)
     numbers, indices = _ordered(listed)
@@ -136,7 +144,7 @@ def create_block_mask(
         full = _ordered(kinds == FULL)
     made = BlockMask.from_kv_blocks(
         numbers, indices, *full, BLOCK_SIZE=(rows, columns), mask_mod=mask_mod,
-        seq_lengths=(Q_LEN, KV_LEN),
+        seq_lengths=(q_len, kv_len),
     )  # fmt: skip
     made.derived_from = mask_mod
     maps = attention.lowered.sparsity.maps(2, 2)
@@ -145,6 +153,13 @@ def create_block_mask(
     # Kernels compute closed forms faster than they read them.
     made.tiles = None if loop.listed is None else tiles
     return made
+
+
+_CREATE: Any = torch.compiler.disable(  # type: ignore[no-untyped-call]
+    _create,
+    reason="attndsl.flex.create_block_mask reads the function's Python: call it before the graph "
+    "and pass the block mask in",
+)
 
 
 def listed_blocks(numbers: torch.Tensor, indices: torch.Tensor, columns: int) -> torch.Tensor:

@@ -21,7 +21,7 @@ import torch
 from attndsl.errors import UnsupportedError
 from attndsl.ir import SCORE, var
 
-from .compiled import compiled, position_ranges
+from .compiled import compiled, near, position_ranges
 from .tracing import trace_graph
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ def _decompose(
         return pruned(*(symbols.get(place, x) for place, x in enumerate(given)))
 
     traced = trace_graph(mods, _PAIR, parts, dtype, query.device, lengths, names)
-    named: dict[str, Any] = dict(traced.captures)
+    named = near(traced.captures, query.device)
     out, lse = compiled(traced.text, backend)(
         query, key, value, scale=scale, return_lse=True, **named
     )

@@ -193,7 +193,7 @@ def _autograd(ctx: Any, grad_out: Any, grad_lse: Any) -> tuple[Any, ...]:
     q_origin, kv_origin, out, lse = saved[tensor_count + given_count :]
     head, middle, tail = ctx.plain
     # Autograd takes an empty list for a list of tensors, whatever it is of.
-    plain = None if ctx.is_given else []
+    plain: list[Any] | None = None if ctx.is_given else []
     rest = (plain, plain, *[None] * 7)
     if grad_out is None and grad_lse is None:
         return (*[None] * 6, [None] * tensor_count, [None] * given_count, *rest)

@@ -31,7 +31,7 @@ PROGRAMS = [
     "score = where(q >= kv, min(score, 1.0) + max(0.5, score) + silu(score) * n, -inf)",
     "score = score + t5_bucket(q - kv, 8, 20) * 0.1 + softplus(score) + gelu(score) ** 2",
     "score = gain * score + order[order[kv] // 2] % 5 + order[q + 1000] // n - sign(score) * h",
-    "mask = ((q ^ kv) & 3) != 1 or not (kv >> (h % n) > 2); score = score + (1 << h) + ~q % (1 + kv)",
+    "mask = ((q ^ kv) & 3) != 1 or not (kv >> (h % n) > 2); score = (1 << h) + ~q % (kv + 1)",
     "mask = score > 0 or q == kv",
     "mask = hkv == 0 or q >= kv + n",
     "mask = kv < kv_len - q_len + 30 and true; score = score + (q // (kv % 3)) + float(q > kv)",
