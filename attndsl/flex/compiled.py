@@ -29,7 +29,7 @@ def position_ranges(batch: int, heads: int, q_len: int, kv_len: int) -> dict[str
 
 
 def near(captures: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
-    """``captures``, with 0-d tensors of the CPU moved to ``device``, beside which torch takes them."""
+    """``captures``, 0-d tensors of the CPU moved to ``device``: torch takes them beside any."""
 
     def moved(value: Any) -> Any:
         scalar = isinstance(value, torch.Tensor) and value.dim() == 0
