@@ -29,6 +29,10 @@ if TYPE_CHECKING:
     from attndsl.passes.widths import Range
 
 
+_OPERANDS = ("condition", "input", "self", "other", "exponent")
+"""Keywords of torch's for operands, in their order."""
+
+
 @dataclass(frozen=True, slots=True)
 class Capture:
     """A tensor that a trace mentions."""
@@ -76,6 +80,7 @@ class Tracer:
             raise refusal(f"out= of {name} writes to a tensor", "use the function's result")
         kwargs = {k: v for k, v in kwargs.items() if k not in ("out", "inplace") or v is True}
         in_place = in_place or bool(kwargs.pop("inplace", False))
+        args = (*args, *(kwargs.pop(key) for key in _OPERANDS if key in kwargs))
         if name.endswith("_") and not name.endswith("__"):
             name, in_place = name[:-1], True
         name = functions.ALIASES.get(name, name)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from attndsl.attention import Attention
 from attndsl.frontend.expressions import ALWAYS
 from attndsl.frontend.functions import NAMES
 from attndsl.frontend.prelude import prelude_names
@@ -29,7 +30,15 @@ if TYPE_CHECKING:
     from attndsl.passes.widths import Range
 
 Mod = Callable[..., Any]
-_RESERVED = ALWAYS | NAMES | {"mask", "sink", "weights", "softmax", "dropout", "param", "tensor"}
+_KEYWORDS = {
+    name
+    for method in (Attention.__call__, Attention.tiles, Attention.explain, Attention.plot,
+                   Attention.source, Attention.warmup, Attention.to_flex)
+    for name in inspect.signature(method).parameters
+}  # fmt: skip
+"""What captures, which are keywords too, cannot be called."""
+_WORDS = {"mask", "sink", "weights", "softmax", "dropout", "param", "tensor"}
+_RESERVED = ALWAYS | NAMES | _WORDS | _KEYWORDS
 _PAIR = tuple(var(name) for name in ("b", "h", "q", "kv"))
 
 

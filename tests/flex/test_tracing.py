@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 import attndsl
 from attndsl.errors import AttnDSLError, TraceError
-from attndsl.flex import and_masks, noop_mask
+from attndsl.flex import and_masks, flex_attention, noop_mask
 from attndsl.frontend import read
 from attndsl.frontend.format import format_source
 from attndsl.source import Source
@@ -106,6 +106,25 @@ def test_captures_are_named_as_the_user_names_them():
     # Names that the language has, or that locals of printed programs have, get an underscore.
     assert list(found.captures) == ["b_", "score_", "t1_", "capture"]
     read(Source(str(found)), {})
+
+
+def test_captures_named_like_arguments_of_a_call():
+    scale, tiles, k = torch.tensor(0.5), torch.ones(2), torch.tensor(2)
+    mod = lambda s, b, h, q, kv: s * scale + tiles[h] * k  # noqa: E731
+    q = torch.randn(1, 2, 4, 4)
+    assert list(attndsl.trace(mod).captures) == ["scale_", "tiles_", "k_"]
+    wanted = attndsl.compile("score * 0.5 + 2.0")(q, q, q, scale=0.25)
+    torch.testing.assert_close(flex_attention(q, q, q, mod, scale=0.25), wanted)
+
+
+def test_operands_by_keyword():
+    found = attndsl.trace(
+        lambda s, b, h, q, kv: torch.where(
+            q > kv, input=torch.add(input=s, other=1.0), other=torch.clamp(s, min=0.5, max=2)
+        )
+    )
+    text = "score = where(kv < q, score + 1.0, min(max(score, 0.5), 2.0))"
+    assert str(found).strip() == text
 
 
 def test_a_trace_runs_as_a_program():
