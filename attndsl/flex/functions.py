@@ -288,13 +288,13 @@ ALIASES = {
 }  # fmt: skip
 """Other names of functions."""
 TURNED_ROUND = {
-    "radd": "add", "rsub": "sub", "rmul": "mul", "rpow": "pow", "rdiv": "div", "rtruediv": "div",
+    "radd": "add", "rsub": "sub", "rmul": "mul", "rpow": "pow", "rtruediv": "div",
     "rfloordiv": "floordiv", "rmod": "mod", "rand": "and", "ror": "or", "rxor": "xor",
     "rlshift": "lshift", "rrshift": "rshift",
 }  # fmt: skip
 """Operators whose operands come in the other order, without underscores."""
 IN_PLACE = {
-    "iadd": "add", "isub": "sub", "imul": "mul", "itruediv": "div", "idiv": "div",
+    "iadd": "add", "isub": "sub", "imul": "mul", "itruediv": "div",
     "ifloordiv": "floordiv", "imod": "mod", "ipow": "pow", "iand": "and", "ior": "or",
     "ixor": "xor", "ilshift": "lshift", "irshift": "rshift",
 }  # fmt: skip

@@ -225,6 +225,9 @@ class _Method:
         self._name = name
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._name == "where" and args:
+            # As a method it takes the condition second.
+            return self._owner.recorder.apply("where", (args[0], self._owner, *args[1:]), kwargs)
         return self._owner.recorder.apply(self._name, (self._owner, *args), kwargs)
 
 

@@ -74,8 +74,8 @@ class Tracer:
         """The result of torch's function ``name`` for operands of which some are traced."""
         if name.startswith("__") and name.endswith("__"):
             return self.operator(name[2:-2], args)
-        if name.startswith("special_"):
-            name = name.removeprefix("special_")
+        # torch.special.expit is special_expit, torch.nn.functional.threshold is _threshold.
+        name = name.removeprefix("special_").removeprefix("_")
         if kwargs.get("out") is not None:
             raise refusal(f"out= of {name} writes to a tensor", "use the function's result")
         kwargs = {k: v for k, v in kwargs.items() if k not in ("out", "inplace") or v is True}
@@ -246,6 +246,8 @@ class _Mode(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         if any(isinstance(x, Traced) for x in flat((*args, *kwargs.values()))):
+            if func is torch.Tensor.where:
+                args = (args[1], args[0], *args[2:])
             return self.tracer.apply(func.__name__, args, kwargs)
         return self.tracer.plain(func, args, kwargs)
 
