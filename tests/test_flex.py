@@ -487,3 +487,22 @@ def test_mods_of_the_documentation(name):
     ]
     for mine, other in zip(*gradients, strict=True):
         torch.testing.assert_close(mine, other, atol=2e-6, rtol=2e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are not interpreted there")
+@pytest.mark.parametrize("name", MODS)
+def test_mods_in_interpreted_kernels(name):
+    case = MODS[name]()
+    blocks = None
+    if case.mask is not None:
+        blocks = create_block_mask(case.mask, B, H, Q, KV, device="cpu", BLOCK_SIZE=8)
+    results = []
+    for backend in ("reference", "triton"):
+        shapes = [(B, H, Q, D), (B, H, KV, D), (B, H, KV, D)]
+        inputs = [random(*shape, seed=seed).float() for seed, shape in enumerate(shapes)]
+        leaves = [x.requires_grad_() for x in inputs] + list(case.learns.values())
+        out = flex_attention(*inputs, case.score, blocks, kernel_options={"backend": backend})
+        results.append([out, *torch.autograd.grad(out.sin().sum(), leaves)])
+    for found, wanted in zip(*results, strict=True):
+        torch.testing.assert_close(found, wanted, atol=5e-3, rtol=5e-3)

@@ -32,10 +32,11 @@ REDUCTIONS = frozenset(
     }
 )  # fmt: skip
 VALUES = frozenset(
-    {"item", "tolist", "bool", "int", "float", "index", "complex", "numpy", "array", "iter",
-     "contains", "repr", "format", "str", "equal", "allclose", "is_nonzero"}
+    {"item", "tolist", "numpy", "equal", "allclose", "is_nonzero", "__bool__", "__int__",
+     "__float__", "__index__", "__complex__", "__array__", "__contains__", "__repr__", "__format__",
+     "__str__"}
 )  # fmt: skip
-"""Names that give Python something to decide on or to show."""
+"""Names, with their underscores, that give Python something to decide on or to show."""
 RANDOM = frozenset(
     {"rand", "randn", "randint", "rand_like", "randn_like", "randint_like", "bernoulli", "normal",
      "dropout", "uniform", "multinomial", "randperm", "poisson", "exponential"}

@@ -177,7 +177,7 @@ class Tracer:
             raise _random(bare)
         if self.in_graph and name == "item" and args[0].dim() == 0:
             return Symbol(self, self.scalar(args[0]))
-        if captured and bare in functions.VALUES:
+        if captured and name in functions.VALUES:
             raise refusal(
                 f"'{bare}' of a captured tensor: its value now would be that of all calls",
                 "use the 0-d tensor itself in the expression, or pass a Python number",

@@ -117,6 +117,19 @@ def test_captures_named_like_arguments_of_a_call():
     torch.testing.assert_close(flex_attention(q, q, q, mod, scale=0.25), wanted)
 
 
+def test_captured_tensors_may_be_converted_and_walked_through():
+    def mod(s, b, h, q, kv):
+        for row in TABLE.float()[:2].to(torch.float64):
+            s = s + row[kv] * len(TABLE) / TABLE.shape[1]
+        return s + TABLE.T[kv, h]
+
+    found = attndsl.trace(mod)
+    assert not found.stable
+    values = list(found.captures.values())
+    assert [tuple(value.shape) for value in values] == [(4,), (4,), (4, 3)]
+    torch.testing.assert_close(values[1], TABLE[1].double())
+
+
 def test_operands_by_keyword():
     found = attndsl.trace(
         lambda s, b, h, q, kv: torch.where(
