@@ -506,3 +506,25 @@ def test_mods_in_interpreted_kernels(name):
         results.append([out, *torch.autograd.grad(out.sin().sum(), leaves)])
     for found, wanted in zip(*results, strict=True):
         torch.testing.assert_close(found, wanted, atol=5e-3, rtol=5e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODS)
+def test_mods_in_graphs(name):
+    torch._dynamo.reset()
+    case = MODS[name]()
+    blocks = None
+    if case.mask is not None:
+        blocks = create_block_mask(case.mask, B, H, Q, KV, device="cpu", BLOCK_SIZE=8)
+
+    def attention(*inputs):
+        return flex_attention(*inputs, case.score, blocks)
+
+    results = []
+    for function in (attention, torch.compile(attention, fullgraph=True, backend="aot_eager")):
+        shapes = [(B, H, Q, D), (B, H, KV, D), (B, H, KV, D)]
+        inputs = [random(*shape, seed=seed).requires_grad_() for seed, shape in enumerate(shapes)]
+        out = function(*inputs)
+        leaves = inputs + list(case.learns.values())
+        results.append([out, *torch.autograd.grad(out.sin().sum(), leaves)])
+    torch.testing.assert_close(*results)

@@ -43,8 +43,11 @@ def _decompose(
     query, key, value = (operands[place] for place in (query_at, key_at, value_at))
     pruned = copy.deepcopy(graph)
     output = pruned.graph.output_node()
+    marks = output.args[0][:_MARKS]
     output.args = (tuple(output.args[0][_MARKS:]),)
-    pruned.graph.eliminate_dead_code()
+    # Not all that has no users: what changes a value in place may have none.
+    for mark in reversed(marks):
+        pruned.graph.erase_node(mark)
     pruned.recompile()
     used = [bool(item.users) for item in pruned.graph.nodes if item.op == "placeholder"]
     # A number of the program is guarded; a size that only stood in for shapes is not.
@@ -129,10 +132,11 @@ def attend_in_graph(
         results = [query.new_empty((*shape, value.shape[3])), query.new_empty(shape, dtype=work)]
         # Dynamo drops inputs that nothing uses.
         results += [x.new_empty(()) for x in (key, value, score, b, h, q_idx, kv_idx)]
+        # Functions may change their arguments in place, which inputs of a graph may not be.
         if score_mod is not None:
-            results.append(score_mod(score, b, h, q_idx, kv_idx))
+            results.append(score_mod(*(x.clone() for x in (score, b, h, q_idx, kv_idx))))
         if mask_mod is not None:
-            results.append(mask_mod(b, h, q_idx, kv_idx))
+            results.append(mask_mod(*(x.clone() for x in (b, h, q_idx, kv_idx))))
         return tuple(results)
 
     parts = ("score",) * (score_mod is not None) + ("mask",) * (mask_mod is not None)

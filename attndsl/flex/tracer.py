@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from attndsl.passes.widths import Range
 
 
+_SHORTEST = dict.fromkeys(("b", "h", "hkv", "q", "kv"), (0, 0))
+"""Ranges of positions at length 1."""
 _OPERANDS = ("condition", "input", "self", "other", "exponent")
 """Keywords of torch's for operands, in their order."""
 
@@ -136,7 +138,8 @@ class Tracer:
 
     def scalar(self, tensor: torch.Tensor) -> Node:
         """A 0-d tensor: a constant where the function made it, else a param."""
-        if id(tensor) in self.made:
+        # Within a graph it may have no value yet.
+        if id(tensor) in self.made and not self.in_graph:
             with torch._C.DisableTorchFunction():
                 return self._number(tensor.item())
         return param(self.capture(tensor).name, dtype_of(tensor.dtype))
@@ -161,9 +164,11 @@ class Tracer:
             return const(place % length)
         if ranges((index,), {}, from_zero=True)[index][0] >= 0:
             return index
-        self.lengths_used = True
-        if ranges((index,), {}, known=self.lengths)[index][0] >= 0:
-            return index
+        # Where it may be negative at length 1, it may be so at every length.
+        if ranges((index,), {}, known=_SHORTEST)[index][0] >= 0:
+            self.lengths_used = True
+            if ranges((index,), {}, known=self.lengths)[index][0] >= 0:
+                return index
         end = size(dim_name(self.capture(tensor).name, dim))
         return ar.where(ar.compare("<", index, 0), ar.add(index, end), index)
 

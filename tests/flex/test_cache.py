@@ -179,6 +179,11 @@ def test_lengths_matter_only_where_an_index_may_be_negative(traces):
     for length in (8, 12):
         traces.trace(plain, length=length)
     assert traces.count == 1
+    ids = torch.arange(30)
+    looked_up = lambda s, b, h, q, kv: s + table[ids[q] - 1]  # noqa: E731
+    for length in (8, 12):
+        assert "where" in str(traces.trace(looked_up, length=length))
+    assert traces.count == 2
     assert "where" not in str(traces.trace(moved, length=16))
     assert "where" in str(traces.trace(moved, length=17))
 

@@ -80,6 +80,21 @@ def test_captures_that_change_are_seen(compiled):
             torch.testing.assert_close(function(q, other), attention(q, other))
 
 
+def test_changes_in_place_and_constants_made_inside(compiled):
+    def attention(q):
+        def score_mod(score, b, h, q_idx, kv_idx):
+            alias = score
+            score += 1
+            alias.mul_(2.0).sub_(kv_idx)
+            steps = torch.tensor([0.5, 2.0])
+            return score * steps[h] + torch.tensor(0.25) * q_idx
+
+        return flex_attention(q, q, q, score_mod)
+
+    q = random(B, H, L, D)
+    torch.testing.assert_close(compiled(attention)(q), attention(q))
+
+
 def test_modules_and_parameters(compiled):
     class Layer(torch.nn.Module):
         def __init__(self):
