@@ -1,8 +1,9 @@
 """Traces by what their functions reach, so that a call with other tensors traces nothing.
 
-A number in a closure is a constant of the program at first. Once it changes between calls it
-becomes a run-time param, if the function can be traced that way: a function that counts a loop by
-it, or decides on it, keeps it as a constant, and makes one program a value.
+A number in a closure is a constant of the program at first, which is what masks are analysed best
+with. Once it has had more than a few values it becomes a run-time param, if the function can be
+traced that way: a function that counts a loop by it, or decides on it, keeps it as a constant, and
+makes one program a value.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
 
 _FAMILIES = 256
 _TRACES = 64
+_CONSTANTS = 4
+"""Values of a number that are worth a program each: layers of two or three kinds, say."""
 Source = tuple[str, str, object]
 """Name of a capture; ``tensor`` or ``number`` with its place in the reach, or ``made`` itself."""
 
@@ -57,8 +60,8 @@ class _Stored:
 class _Family:
     """Closures that differ by their numbers and tensors only."""
 
-    numbers: tuple[str, ...]
-    """As they were first."""
+    values: tuple[set[str], ...]
+    """What each number has been, up to one more than ``_CONSTANTS``."""
     varying: set[int] = field(default_factory=set)
     """Places of numbers that are params."""
     fixed: set[int] = field(default_factory=set)
@@ -99,12 +102,14 @@ class TraceCache:
         with self._lock:
             family = self._families.get(key)
             if family is None:
-                family = self._families[key] = _Family(numbers)
+                family = self._families[key] = _Family(tuple(set() for _ in numbers))
                 if len(self._families) > _FAMILIES:
                     self._families.popitem(last=False)
             self._families.move_to_end(key)
-            for place, (now, first) in enumerate(zip(numbers, family.numbers, strict=True)):
-                if now != first and place not in family.varying | family.fixed:
+            for place, (now, values) in enumerate(zip(numbers, family.values, strict=True)):
+                if len(values) <= _CONSTANTS:
+                    values.add(now)
+                if len(values) > _CONSTANTS and place not in family.varying | family.fixed:
                     try:
                         fresh({*family.varying, place})
                         family.varying.add(place)
