@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from attndsl import layout, nn
     from attndsl.api import Attention, compile, load, verify  # noqa: A004
     from attndsl.errors import AttnDSLError
+    from attndsl.flex.tracing import trace
     from attndsl.frontend.declare import tensor
     from attndsl.tilemap import TileMap
     from attndsl.torch_api.sdpa import scaled_dot_product_attention
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = [
     "Attention", "AttnDSLError", "TileMap", "compile", "layout", "load", "nn",
-    "scaled_dot_product_attention", "tensor", "verify",
+    "scaled_dot_product_attention", "tensor", "trace", "verify",
 ]  # fmt: skip
 
 _HOMES = {
@@ -30,6 +31,7 @@ _HOMES = {
     "TileMap": "attndsl.tilemap",
     "scaled_dot_product_attention": "attndsl.torch_api.sdpa",
     "tensor": "attndsl.frontend.declare",
+    "trace": "attndsl.flex.tracing",
     "verify": "attndsl.api",
 }
 _MODULES = ("layout", "nn")

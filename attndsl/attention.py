@@ -10,7 +10,7 @@ import torch
 
 from attndsl.backends.base import Call
 from attndsl.errors import ArgumentError, AttnDSLError, UnsupportedError
-from attndsl.runtime.arguments import bind, rows_contiguous
+from attndsl.runtime.arguments import bind, kind_of, rows_contiguous
 from attndsl.runtime.autograd import attend
 from attndsl.runtime.dispatch import choose_backend
 from attndsl.runtime.operator import attend_in_graph
@@ -25,6 +25,7 @@ from attndsl.runtime.tiles import (
     tiles_key,
     verify_call,
 )
+from attndsl.runtime.to_flex import flex_functions
 from attndsl.runtime.tuning import Tuning, tune
 from attndsl.settings import read_settings
 
@@ -42,6 +43,8 @@ _CALL_OPTIONS: dict[str, Any] = {
     "scale": None, "q_offset": 0, "kv_offset": 0, "q_index": None, "kv_index": None, "seed": 0,
     "deterministic": False,
 }  # fmt: skip
+_CHECKED_TILES = {"forward": (128, 64), "backward_q": (128, 64), "backward_kv": (64, 128)}
+"""Tiles to check a plan with: of the shape that kernels of the direction use."""
 
 
 class Attention:
@@ -165,9 +168,9 @@ class Attention:
             return (out, lse) if return_lse else out
         key = (
             q.shape, q.stride(), q.dtype, q.device, k.shape, k.stride(), k.dtype, k.device,
-            v.shape, v.stride(), v.dtype, v.device, _kind(q_offset), _kind(kv_offset),
-            _kind(q_index), _kind(kv_index), _kind(seed), deterministic, tiles_key(tiles),
-            *[(n, _kind(c)) for n, c in captures.items()],
+            v.shape, v.stride(), v.dtype, v.device, kind_of(q_offset), kind_of(kv_offset),
+            kind_of(q_index), kind_of(kv_index), kind_of(seed), deterministic, tiles_key(tiles),
+            *[(n, kind_of(c)) for n, c in captures.items()],
         )  # fmt: skip
         prepared = self._prepared.get(key)
         if prepared is None:
@@ -179,8 +182,8 @@ class Attention:
             backend.check(self._lowered, call)
             call = replace(call, tiles=given_tiles(self._lowered, call, tiles), signature=object())
             if read_settings().verify and not needs_score(self._lowered):
-                for direction in ("forward", "backward_q", "backward_kv"):
-                    verify_call(self._lowered, call, *self._tile_size(direction), direction)
+                for direction, size in _CHECKED_TILES.items():
+                    verify_call(self._lowered, call, *size, direction)
             if len(self._prepared) >= _MAX_SIGNATURES:
                 self._prepared.clear()
             template = replace(
@@ -258,11 +261,8 @@ class Attention:
         out = self(q, k, v, **arguments)
         out = out[0] if isinstance(out, tuple) else out
         if out.requires_grad:
-            inputs = [
-                x
-                for x in (q, k, v, *self._defaults.values(), *arguments.values())
-                if isinstance(x, torch.Tensor) and x.requires_grad
-            ]
+            given = (q, k, v, *self._defaults.values(), *arguments.values())
+            inputs = [x for x in given if isinstance(x, torch.Tensor) and x.requires_grad]
             torch.autograd.grad(out, inputs, torch.zeros_like(out), allow_unused=True)
 
     def tune(
@@ -346,6 +346,20 @@ class Attention:
             kv_index, captures,
         )  # fmt: skip
         return find_tiles(self._lowered, call, block_m, block_n, direction)
+
+    def to_flex(
+        self, q_len: int, kv_len: int, batch: int = 1, heads: int = 1, block_size: int = 128,
+        **arguments: Any,
+    ) -> tuple[Any, Any]:  # fmt: skip
+        """``(score_mod, block_mask)`` for torch's ``flex_attention``; None for what is not there.
+
+        ``block_size`` is that of the block mask; other arguments are those of :meth:`tiles`.
+
+        Raises:
+            UnsupportedError: The program has a sink, other weights or dropout.
+        """
+        sizes = (q_len, kv_len, batch, heads)
+        return flex_functions(self._lowered, sizes, block_size, {**self._defaults, **arguments})
 
     def explain(
         self,
@@ -452,22 +466,14 @@ class Attention:
         kv_index: torch.Tensor | None, captures: Mapping[str, torch.Tensor | Scalar],
     ) -> Call:  # fmt: skip
         """The checked call of these sizes, whose q, k and v take no memory."""
-        captures = {**self._defaults, **captures}
         positions = {
             "q_offset": q_offset, "kv_offset": kv_offset, "q_index": q_index, "kv_index": kv_index,
         }  # fmt: skip
-        if device is None:
-            given = [*captures.values(), *positions.values()]
-            tensors = [value for value in given if isinstance(value, torch.Tensor)]
-            device = tensors[0].device if tensors else "cpu"
         return call_of_lengths(
-            self._lowered, q_len, kv_len, batch, heads, kv_heads, head_dim, torch.device(device),
-            positions, captures,
+            self._lowered, q_len, kv_len, batch, heads, kv_heads, head_dim, device, positions,
+            {**self._defaults, **captures},
         )  # fmt: skip
 
-    def _tile_size(self, direction: str) -> tuple[int, int]:
-        """Tiles to check a plan with: of the shape that kernels of this direction use."""
-        return (64, 128) if direction == "backward_kv" else (128, 64)
 
     def __repr__(self) -> str:
         line = " ".join(self._text.split())
@@ -488,10 +494,3 @@ class Attention:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Attention, (self._spec, self._text, self._backend, self._checked, self._defaults)
-
-
-def _kind(value: object) -> object:
-    """What validation looks at in a capture or an offset."""
-    if isinstance(value, torch.Tensor):
-        return value.shape, value.stride(), value.dtype, value.device
-    return type(value)

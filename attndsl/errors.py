@@ -86,6 +86,10 @@ class PlanError(AttnDSLError):
     """A tile plan that contradicts the mask it was derived from: a defect of the compiler."""
 
 
+class TraceError(AttnDSLError):
+    """A Python function that cannot be read as a program; the span is in the function itself."""
+
+
 class ConfigError(AttnDSLError):
     """A configuration file that does not hold programs in the documented form."""
 

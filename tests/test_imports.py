@@ -21,6 +21,7 @@ LAYERS = [
     {"api"},
     {"layout", "torch_api"},
     {"nn"},
+    {"flex"},
     {"cli", "__main__"},
 ]
 """From the lowest to the highest; a module imports from its own layer and those below."""

@@ -51,7 +51,10 @@ def fits(found: Range, limits: Range = INT32) -> bool:
 
 
 def ranges(
-    roots: tuple[Node, ...], bits: Mapping[str, int], from_zero: bool = False
+    roots: tuple[Node, ...],
+    bits: Mapping[str, int],
+    from_zero: bool = False,
+    known: Mapping[str, Range] | None = None,
 ) -> dict[Node, Range]:
     """The range of every INT node below ``roots``.
 
@@ -59,6 +62,7 @@ def ranges(
         roots: Expressions.
         bits: Width of each int tensor and int param by name; 64 where missing.
         from_zero: Whether logical positions are row numbers, which are not negative.
+        known: Ranges of variables that are known better.
     """
     found: dict[Node, Range] = {}
     for item in toposort(*roots):
@@ -66,6 +70,8 @@ def ranges(
             exact = _range(item, found, bits)
             if from_zero and item.op is Op.VAR:
                 exact = 0, _HIGHEST
+            if known and item.op is Op.VAR:
+                exact = known.get(str(item.value), exact)
             # 64-bit arithmetic wraps: beyond it nothing is known.
             found[item] = exact if fits(exact, INT64) else INT64
     return found

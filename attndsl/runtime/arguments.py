@@ -153,6 +153,13 @@ def check_names(program: Program, captures: Mapping[str, object]) -> None:
         )
 
 
+def kind_of(value: object) -> object:
+    """What validation looks at in a capture or an offset."""
+    if isinstance(value, torch.Tensor):
+        return value.shape, value.stride(), value.dtype, value.device
+    return type(value)
+
+
 def learned(captures: Mapping[str, object]) -> frozenset[str]:
     """Names of the captures that require a gradient."""
     return frozenset(

@@ -47,10 +47,16 @@ _ROWS_AT_ONCE = 1 << 24
 
 def call_of_lengths(
     lowered: Lowered, q_len: int, kv_len: int, batch: int, heads: int, kv_heads: int | None,
-    head_dim: int, device: torch.device, positions: Mapping[str, Any],
+    head_dim: int, device: str | torch.device | None, positions: Mapping[str, Any],
     captures: Mapping[str, torch.Tensor | Scalar],
 ) -> Call:  # fmt: skip
-    """A call with these sizes and captures whose q, k and v take no memory."""
+    """A call with these sizes and captures whose q, k and v take no memory.
+
+    It is on ``device``, or else where the tensors are that are given.
+    """
+    if device is None:
+        given = [*captures.values(), *positions.values()]
+        device = next((x.device for x in given if isinstance(x, torch.Tensor)), "cpu")
     for name, size in (("q_len", q_len), ("kv_len", kv_len), ("batch", batch)):
         if not isinstance(size, int) or size < 0:
             raise ArgumentError(f"{name} is {size!r}", hint="pass a whole number, 0 or more")

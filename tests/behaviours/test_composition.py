@@ -128,6 +128,23 @@ def test_dropout_in_a_graph_is_drawn_at_each_run(place):
     # dV are the weights, transposed, summed over the rows that come back.
     (grad,) = torch.autograd.grad(first, v, torch.eye(q.shape[2], device=v.device).expand_as(first))
     torch.testing.assert_close(grad, first.mT, atol=1e-2, rtol=1e-2)
+def test_learned_params_beside_numbers_compile_to_one_graph():
+    torch._dynamo.reset()
+    attention = attndsl.compile(
+        "param gain: float\nparam n: int\ntensor bias[heads]: float\n"
+        "score = gain * score + bias[h] * n",
+        backend="reference",
+    )
+
+    def function(q, gain, bias):
+        return attention(q, q, q, gain=gain, n=3, bias=bias).sin().sum()
+
+    compiled = torch.compile(function, backend="aot_eager", fullgraph=True)
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((1, 2, 6, 4), (), (2,))
+    leaves = [torch.randn(shape, generator=generator).requires_grad_() for shape in shapes]
+    wanted, found = (torch.autograd.grad(f(*leaves), leaves) for f in (function, compiled))
+    torch.testing.assert_close(found, wanted)
 
 
 def test_other_lengths_do_not_break_a_compiled_function(place):

@@ -1,0 +1,22 @@
+"""A drop-in for ``torch.nn.attention.flex_attention``, traced into attndsl programs."""
+
+from __future__ import annotations
+
+from torch.nn.attention.flex_attention import and_masks, noop_mask, or_masks
+
+from .attention import AuxOutput, AuxRequest, flex_attention
+from .block_mask import BlockMask, create_block_mask
+from .tracing import Trace, trace
+
+__all__ = [
+    "AuxOutput",
+    "AuxRequest",
+    "BlockMask",
+    "Trace",
+    "and_masks",
+    "create_block_mask",
+    "flex_attention",
+    "noop_mask",
+    "or_masks",
+    "trace",
+]

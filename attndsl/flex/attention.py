@@ -1,0 +1,168 @@
+"""``flex_attention`` with torch's signature, run by attndsl's kernels."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from attndsl.errors import ArgumentError, UnsupportedError
+from attndsl.runtime.arguments import check_operands
+
+from .blocks import expanded, mask_of
+from .cache import default_traces
+from .checks import autocast, backend_of, check_block_mask, check_heads, same_batch
+from .compiled import compiled, near, position_ranges
+from .graphs import attend_in_graph
+from .maxima import row_maxima
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from torch.nn.attention.flex_attention import BlockMask as TorchBlockMask
+
+    from attndsl.attention import Attention
+    from attndsl.tilemap import TileMap
+
+    from .tracing import Mod
+
+
+class AuxRequest(NamedTuple):
+    """Which auxiliary results to return; torch's own is taken too."""
+
+    lse: bool = False
+    max_scores: bool = False
+
+
+class AuxOutput(NamedTuple):
+    """Auxiliary results, None where not asked for; (B, Hq, Lq), fp32 (fp64 for fp64)."""
+
+    lse: torch.Tensor | None = None
+    """Log-sum-exp of each row, natural logarithm; differentiable."""
+    max_scores: torch.Tensor | None = None
+    """Largest live score of each row, -inf where there is none; not differentiable."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """What a call comes to: a compiled program and its captures."""
+
+    attention: Attention
+    captures: Mapping[str, Any]
+    tiles: TileMap | None = None
+
+
+def flex_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    score_mod: Mod | None = None,
+    block_mask: TorchBlockMask | None = None,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    return_lse: bool = False,
+    kernel_options: Mapping[str, Any] | None = None,
+    *,
+    return_aux: AuxRequest | None = None,
+) -> Any:
+    """Attention with a score and a mask written in Python: torch's ``flex_attention``.
+
+    The functions are traced into a program of the language, which :func:`attndsl.trace` shows.
+    Eager calls run fused kernels, and CPUs have gradients.
+
+    Args:
+        query: (B, Hq, Lq, D).
+        key: (B, Hkv, Lk, D).
+        value: (B, Hkv, Lk, Dv).
+        score_mod: A function of ``(score, b, h, q_idx, kv_idx)``.
+        block_mask: Of :func:`create_block_mask` or of torch's. A pair is live where its block is
+            listed and, in blocks that are not full, the ``mask_mod`` holds.
+        scale: Factor of the raw score; 1 / sqrt(D) by default.
+        enable_gqa: Whether there may be more query heads than key heads.
+        return_lse: Whether to return the log-sum-exp too, natural logarithm.
+        kernel_options: ``{"backend": name}`` chooses a backend of attndsl's. Options of torch's
+            kernels are taken and have no meaning here: attndsl chooses its own tiles.
+        return_aux: Which auxiliary results to return, in place of ``return_lse``.
+
+    Returns:
+        The output (B, Hq, Lq, Dv); with ``return_lse`` ``(output, lse)``; with ``return_aux``
+        ``(output, AuxOutput)``.
+
+    Raises:
+        TraceError: A function cannot be traced; names its file and line.
+        ShapeError: Sizes that do not go together, or not with the block mask.
+        ArgumentError: Options that there are not, or that exclude each other.
+        AttnDSLError: What a call of :class:`attndsl.Attention` raises.
+    """
+    if return_lse and return_aux is not None:
+        raise ArgumentError(
+            "both return_lse and return_aux are given",
+            hint="write return_aux=AuxRequest(lse=True) alone",
+        )
+    query, key, value = (autocast(x) for x in (query, key, value))
+    key, value = same_batch(query, key, value, block_mask)
+    check_operands(query, key, value)
+    check_heads(query, key, enable_gqa)
+    if block_mask is not None:
+        check_block_mask(query, key, block_mask)
+    backend = backend_of(kernel_options)
+    asked = return_aux or AuxRequest(lse=return_lse)
+    if torch.compiler.is_dynamo_compiling():
+        if asked.max_scores:
+            raise UnsupportedError(
+                "max_scores is asked for in a graph of torch.compile",
+                hint="ask for it in a call outside of the graph",
+            )
+        mask_mod = None if block_mask is None else mask_of(query, key, block_mask)[0]
+        graph = attend_in_graph(query, key, value, score_mod, mask_mod, scale, backend)
+        if return_aux is not None:
+            return graph[0], AuxOutput(graph[1] if asked.lse else None)
+        return graph if return_lse else graph[0]
+    prepared = prepare(query, key, score_mod, block_mask, backend)
+    found = prepared.attention(
+        query, key, value, scale=scale, return_lse=asked.lse, tiles=prepared.tiles,
+        **prepared.captures,
+    )  # fmt: skip
+    out, lse = found if asked.lse else (found, None)
+    if return_aux is None:
+        return (out, lse) if return_lse else out
+    maxima = None
+    if asked.max_scores:
+        lowered = prepared.attention.lowered
+        maxima = row_maxima(lowered, query, key, scale, prepared.captures)
+    return out, AuxOutput(lse, maxima)
+
+
+def prepare(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    score_mod: Mod | None,
+    block_mask: TorchBlockMask | None,
+    backend: str,
+) -> Prepared:
+    """The program of a call, and what it captures.
+
+    Raises:
+        TraceError: A function cannot be traced.
+    """
+    batch, heads, q_len, _ = query.shape
+    lengths = position_ranges(batch, heads, q_len, key.shape[2])
+    dtype = torch.float64 if query.dtype is torch.float64 else torch.float32
+    mask_mod, tiles = None, None
+    if block_mask is not None:
+        mask_mod, tiles = mask_of(query, key, block_mask)
+    traces = default_traces()
+    traced = traces.trace(score_mod, mask_mod, dtype, query.device, lengths)
+    attention = compiled(traced.text, backend)
+    captures = near(traced.captures, query.device)
+    if tiles is not None and score_mod is not None:
+        # A score_mod may mask pairs too, and then the blocks are not those of the whole mask.
+        alone = traces.trace(None, mask_mod, dtype, query.device, lengths)
+        mask = compiled(alone.text, backend).lowered.program.mask
+        if attention.lowered.program.mask is not mask:
+            tiles = None
+    if tiles is not None:
+        wanted = attention.lowered.sparsity.maps(batch, heads)
+        tiles = expanded(tiles, wanted)
+    return Prepared(attention, captures, tiles)

@@ -1,0 +1,198 @@
+"""``create_block_mask``, from the expression of the mask rather than from all its pairs."""
+
+from __future__ import annotations
+
+import inspect
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.nn.attention.flex_attention import BlockMask as TorchBlockMask
+
+from attndsl.errors import ArgumentError, UnsupportedError
+from attndsl.passes.tiles.plan import EMPTY, FORWARD, FULL, PARTIAL
+
+from .cache import default_traces
+from .compiled import compiled, near, position_ranges
+from .places import refusal_at
+from .tracing import arguments_of
+
+if TYPE_CHECKING:
+    from attndsl.tilemap import TileMap
+
+    from .tracing import Mod
+
+
+class BlockMask(TorchBlockMask):
+    """A ``BlockMask`` of torch, which torch's own ``flex_attention`` takes too.
+
+    One that :func:`create_block_mask` made remembers that its blocks say what its ``mask_mod``
+    says: calls then derive the work from the mask, and the blocks are for looking at. Once
+    ``mask_mod`` is replaced or the mask is sliced, calls go by the blocks, as torch does.
+    """
+
+    derived_from: Mod | None = None
+    """The function that the blocks were derived from."""
+    varies: tuple[bool, bool] = (True, True)
+    """Whether the mask varies with the batch entry, and with the head."""
+    tiles: TileMap | None = None
+    """The blocks as calls of :class:`attndsl.Attention` take them, where they have use for them."""
+
+    def derived(self, batch: int, heads: int) -> bool:
+        """Whether the blocks say nothing more than the mask for a call of these sizes."""
+        own = self.kv_num_blocks.shape[:2]
+        covered = all(
+            not varies or size == wanted
+            for varies, size, wanted in zip(self.varies, own, (batch, heads), strict=False)
+        )
+        return self.derived_from is not None and self.mask_mod is self.derived_from and covered
+
+    def to(self, device: torch.device | str) -> BlockMask:
+        """The same on ``device``."""
+        tiles = None if self.tiles is None else self.tiles.to(device)
+        return self._like(super().to(device), tiles)
+
+    def __getitem__(self, index: Any) -> BlockMask:
+        """Blocks of some batch entries, heads and rows; its ``mask_mod`` has to be set anew."""
+        return _adopt(super().__getitem__(index))
+
+    def _like(self, other: TorchBlockMask, tiles: TileMap | None) -> BlockMask:
+        made = _adopt(other)
+        made.derived_from, made.varies, made.tiles = self.derived_from, self.varies, tiles
+        return made
+
+
+def create_block_mask(
+    mask_mod: Mod,
+    B: int | None,
+    H: int | None,
+    Q_LEN: int,
+    KV_LEN: int,
+    device: torch.device | str | None = None,
+    BLOCK_SIZE: int | tuple[int, int] = 128,
+    _compile: bool = False,
+    separate_full_blocks: bool = True,
+    compute_dq_write_order: bool = False,
+    dq_kv_order: bool = True,
+) -> BlockMask:
+    """The blocks of a mask; like torch's function, but no pair is looked at where none need be.
+
+    Args:
+        mask_mod: A function of ``(b, h, q_idx, kv_idx)``.
+        B: Batch entries that the mask tells apart; None where it does not.
+        H: The same of query heads.
+        Q_LEN: Number of queries.
+        KV_LEN: Number of keys.
+        device: Where the captured tensors are; by default the accelerator, else the CPU.
+        BLOCK_SIZE: Rows and columns of a block, or one number for both.
+        _compile: Has no effect: nothing is gained by it here.
+        separate_full_blocks: Whether blocks without a dead pair are listed apart.
+        compute_dq_write_order: For torch's FLASH backend only, and refused.
+        dq_kv_order: The order of that.
+
+    Raises:
+        TraceError: The function cannot be traced.
+        ArgumentError: A size that cannot be.
+        UnsupportedError: ``compute_dq_write_order`` is asked for.
+    """
+    made: BlockMask = _CREATE(
+        mask_mod, B or 1, H or 1, Q_LEN, KV_LEN, device, BLOCK_SIZE, separate_full_blocks,
+        dq_kv_order if compute_dq_write_order else None,
+    )  # fmt: skip
+    return made
+
+
+def _create(
+    mask_mod: Mod, batch: int, heads: int, q_len: int, kv_len: int,
+    device: torch.device | str | None, block_size: int | tuple[int, int],
+    separate_full_blocks: bool, write_order: bool | None,
+) -> BlockMask:  # fmt: skip
+    """See :func:`create_block_mask`."""
+    if write_order is not None:
+        raise UnsupportedError(
+            f"compute_dq_write_order, with dq_kv_order={write_order}, is of torch's FLASH backend",
+            hint="drop it: torch.use_deterministic_algorithms(True) makes gradients deterministic",
+        )
+    if arguments_of(mask_mod) == 5:
+        raise refusal_at(
+            getattr(mask_mod, "__code__", None),
+            "create_block_mask got a function of 5 arguments",
+            "pass a mask_mod, a function of (b, h, q_idx, kv_idx)",
+        )
+    if device is None:
+        device = torch.accelerator.current_accelerator() or "cpu"
+    device = torch.device(device)
+    rows, columns = (block_size, block_size) if isinstance(block_size, int) else block_size
+    if not all(isinstance(size, int) and size > 0 for size in (rows, columns)):
+        raise ArgumentError(
+            f"BLOCK_SIZE is {block_size!r}", hint="pass a whole number, 1 or more, or two of them"
+        )
+    for name, size in (("Q_LEN", q_len), ("KV_LEN", kv_len)):
+        if not isinstance(size, int) or size < 0:
+            raise ArgumentError(f"{name} is {size!r}", hint="pass a whole number, 0 or more")
+    lengths = position_ranges(batch, heads, q_len, kv_len)
+    traced = default_traces().trace(None, mask_mod, torch.float32, device, lengths)
+    attention = compiled(traced.text, "auto")
+    named = near(traced.captures, device)
+    tiles = attention.tiles(q_len, kv_len, rows, columns, batch, heads, device=device, **named)
+    kinds = tiles.kinds.expand(batch, heads, -1, -1).clone()
+    # torch counts a ragged block as partial: its pairs beyond the lengths are dead there.
+    for ragged in (kinds[:, :, q_len // rows :], kinds[..., kv_len // columns :]):
+        ragged[ragged == FULL] = PARTIAL
+    listed = (kinds == PARTIAL) if separate_full_blocks else (kinds != EMPTY)
+    numbers, indices = _ordered(listed)
+    full: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
+    if separate_full_blocks:
+        full = _ordered(kinds == FULL)
+    made = BlockMask.from_kv_blocks(
+        numbers, indices, *full, BLOCK_SIZE=(rows, columns), mask_mod=mask_mod,
+        seq_lengths=(q_len, kv_len),
+    )  # fmt: skip
+    made.derived_from = mask_mod
+    maps = attention.lowered.sparsity.maps(2, 2)
+    made.varies = (maps[0] == 2, maps[1] == 2)
+    loop = attention.lowered.sparsity.loop(FORWARD, rows, columns, False, False)
+    # Kernels compute closed forms faster than they read them.
+    made.tiles = None if loop.listed is None else tiles
+    return made
+
+
+_REASON = (
+    "attndsl.flex.create_block_mask reads the function's Python: call it before the graph and pass "
+    "the block mask in"
+)
+# Before torch 2.7 it takes no reason.
+_TAKEN = inspect.signature(torch.compiler.disable).parameters
+_OPTIONS = {"reason": _REASON} if "reason" in _TAKEN else {}
+_CREATE: Any = torch.compiler.disable(_create, **_OPTIONS)  # type: ignore[no-untyped-call]
+
+
+def listed_blocks(numbers: torch.Tensor, indices: torch.Tensor, columns: int) -> torch.Tensor:
+    """Which of ``columns`` blocks each row lists: bool, of four dims.
+
+    Args:
+        numbers: (..., rows), how many blocks each row lists.
+        indices: (..., rows, most), the blocks, the listed ones first.
+        columns: Number of blocks in a row.
+    """
+    most = indices.shape[-1]
+    listed = torch.arange(most, device=indices.device) < numbers.unsqueeze(-1)
+    # What is not listed goes to one column more, which is then dropped.
+    places = torch.where(listed, indices, columns).long()
+    table = torch.zeros((*indices.shape[:-1], columns + 1), dtype=torch.bool, device=indices.device)
+    table = table.scatter(-1, places, listed)[..., :columns]
+    return table.reshape((1,) * (4 - table.dim()) + tuple(table.shape))
+
+
+def _ordered(chosen: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Numbers and indices of the chosen blocks of each row, the chosen ones first."""
+    indices = torch.argsort(chosen.to(torch.int8), dim=-1, descending=True, stable=True)
+    return chosen.sum(-1).to(torch.int32), indices.to(torch.int32)
+
+
+def _adopt(other: TorchBlockMask) -> BlockMask:
+    """A mask of torch's as one of ours, whose blocks count."""
+    if isinstance(other, BlockMask):
+        return other
+    made = BlockMask.__new__(BlockMask)
+    made.__dict__.update(other.__dict__)
+    return made

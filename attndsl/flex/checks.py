@@ -1,0 +1,114 @@
+"""What a call of ``flex_attention`` may be given, beyond what every call of a program checks."""
+
+from __future__ import annotations
+
+import difflib
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.nn.attention.flex_attention import BlockMask as TorchBlockMask
+
+from attndsl.errors import ArgumentError, DeviceError, ShapeError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+_CAST = (torch.float16, torch.bfloat16, torch.float32)
+_TORCH_OPTIONS = frozenset(
+    {
+        "num_warps", "num_stages", "BLOCK_M", "BLOCK_N", "BLOCK_M1", "BLOCK_N1", "BLOCK_M2",
+        "BLOCK_N2", "PRESCALE_QK", "ROWS_GUARANTEED_SAFE", "BLOCKS_ARE_CONTIGUOUS", "WRITE_DQ",
+        "FORCE_USE_FLEX_ATTENTION", "USE_TMA", "kpack", "matrix_instr_nonkdim", "waves_per_eu",
+        "BACKEND",
+    }
+)  # fmt: skip
+
+
+def autocast(tensor: torch.Tensor) -> torch.Tensor:
+    """``tensor`` in the dtype that autocast asks for."""
+    if not isinstance(tensor, torch.Tensor):
+        return tensor
+    kind = tensor.device.type
+    if not torch.is_autocast_enabled(kind) or tensor.dtype not in _CAST:
+        return tensor
+    return tensor.to(torch.get_autocast_dtype(kind))
+
+
+def same_batch(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    block_mask: TorchBlockMask | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Key and value of one batch entry for a batch of queries, as torch has it."""
+    tensors = (query, key, value)
+    if not all(isinstance(x, torch.Tensor) and x.dim() == 4 for x in tensors):
+        return key, value
+    batch = query.shape[0]
+    if block_mask is None or batch == 1 or key.shape[0] != 1 or value.shape[0] != 1:
+        return key, value
+    return key.expand(batch, -1, -1, -1), value.expand(batch, -1, -1, -1)
+
+
+def check_heads(query: torch.Tensor, key: torch.Tensor, enable_gqa: bool) -> None:
+    """Refuse grouped heads that are not asked for."""
+    if not enable_gqa and query.shape[1] != key.shape[1]:
+        raise ShapeError(
+            f"query has {query.shape[1]} heads and key has {key.shape[1]}",
+            hint="pass enable_gqa=True for grouped heads",
+        )
+
+
+def check_block_mask(query: torch.Tensor, key: torch.Tensor, block_mask: TorchBlockMask) -> None:
+    """Refuse a block mask of other lengths, sizes or devices than those of the call."""
+    if not isinstance(block_mask, TorchBlockMask):
+        raise ArgumentError(
+            f"block_mask is a {type(block_mask).__name__}",
+            hint="make it with attndsl.flex.create_block_mask(mask_mod, B, H, Q_LEN, KV_LEN)",
+        )
+    if getattr(block_mask.mask_mod, "__name__", "") == "_sliced_mask_mod_error":
+        raise ArgumentError(
+            "the block_mask was sliced, and has no mask_mod since",
+            hint="set its mask_mod, from that of the whole mask",
+        )
+    if block_mask.kv_num_blocks.device != query.device:
+        raise DeviceError(
+            f"block_mask is on {block_mask.kv_num_blocks.device} and query is on {query.device}",
+            hint="block_mask.to(query.device)",
+        )
+    if min(block_mask.BLOCK_SIZE) >= 1 << 30:
+        return
+    lengths = tuple(block_mask.shape[-2:])
+    if lengths != (query.shape[2], key.shape[2]):
+        raise ShapeError(
+            f"block_mask is of {lengths[0]} queries x {lengths[1]} keys, and the call has "
+            f"{query.shape[2]} x {key.shape[2]}",
+            hint="make a block mask of the call's lengths",
+        )
+    sizes = block_mask.kv_num_blocks.shape[:-1]
+    for name, size, wanted in zip(
+        ("heads", "batch entries"), reversed(sizes), (query.shape[1], query.shape[0]), strict=False
+    ):
+        if size not in (1, wanted):
+            raise ShapeError(
+                f"block_mask is of {size} {name}, and query has {wanted}",
+                hint="make it with the call's own sizes, or with None for all alike",
+            )
+
+
+def backend_of(options: Mapping[str, Any] | None) -> str:
+    """The backend that ``kernel_options`` asks for.
+
+    Raises:
+        ArgumentError: An option that neither torch nor attndsl has.
+    """
+    for name in options or {}:
+        if name != "backend" and name.removeprefix("fwd_").removeprefix("bwd_") not in (
+            _TORCH_OPTIONS
+        ):
+            close = difflib.get_close_matches(name, ["backend", *_TORCH_OPTIONS], n=1)
+            raise ArgumentError(
+                f"there is no kernel option {name!r}",
+                hint=f"did you mean '{close[0]}'?" if close else "attndsl's own is 'backend'",
+            )
+    return str((options or {}).get("backend", "auto"))

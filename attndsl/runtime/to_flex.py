@@ -1,0 +1,102 @@
+"""Programs as functions for torch's own ``flex_attention``."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from attndsl.errors import UnsupportedError
+from attndsl.ir import Op, const, dependencies, node, toposort
+
+from .tiles import call_of_lengths, find_tiles, needs_score
+from .torch_source import torch_function
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from attndsl.backends.base import Call, Scalar
+    from attndsl.ir import Node
+    from attndsl.pipeline import Lowered
+
+_POSITIONS = ("q_offset", "kv_offset", "q_index", "kv_index")
+_PAIR = ("b", "h", "q_idx", "kv_idx")
+
+
+def flex_functions(
+    lowered: Lowered,
+    sizes: tuple[int, int, int, int],
+    block_size: int,
+    arguments: Mapping[str, Any],
+) -> tuple[Any, Any]:
+    """``(score_mod, block_mask)`` of a call; either is None where it has nothing to say.
+
+    Args:
+        lowered: The program.
+        sizes: Numbers of queries, keys, batch entries and heads.
+        block_size: Rows and columns of the block mask's blocks.
+        arguments: ``device``, ``kv_heads``, ``head_dim``, offsets and indices, as far as given, and
+            captures.
+
+    Raises:
+        UnsupportedError: The program has parts that FlexAttention has not.
+    """
+    positions = {name: arguments[name] for name in _POSITIONS if name in arguments}
+    own = (*_POSITIONS, "device", "kv_heads", "head_dim")
+    call = call_of_lengths(
+        lowered, *sizes, arguments.get("kv_heads"), arguments.get("head_dim", 64),
+        arguments.get("device"), positions, {k: x for k, x in arguments.items() if k not in own},
+    )  # fmt: skip
+    program = lowered.program
+    for what, part in (("sink", program.sink), ("weights", program.weights),
+                       ("dropout", program.dropout)):  # fmt: skip
+        if part is not None:
+            raise UnsupportedError(
+                f"FlexAttention has no {what}", part.span, "run the program with attndsl"
+            )
+    score, mask = program.score, program.mask
+    if mask is not None and needs_score(lowered):
+        # A mask_mod does not get the score.
+        score, mask = node(Op.WHERE, mask, score, const(float("-inf"))), None
+    score_mod = None
+    if score.op is not Op.SCORE:
+        score_mod = _function("score_mod", ("score", *_PAIR), score, call)
+    if mask is None:
+        return score_mod, None
+    tiles = find_tiles(lowered, call, block_size, block_size, "forward")
+    whole = tiles.kinds.expand(*sizes[2:], -1, -1).contiguous()
+    mask_mod = _function("mask_mod", _PAIR, mask, call)
+    return score_mod, replace(tiles, kinds=whole).to_flex(mask_mod)
+
+
+def _function(name: str, arguments: tuple[str, ...], root: Node, call: Call) -> Any:
+    tensors = {k: x for k, x in call.tensors.items() if _mentions(root, k)}
+    numbers: dict[str, Scalar] = dict(call.sizes)
+    for key, value in call.params.items():
+        if isinstance(value, torch.Tensor):
+            tensors |= {key: value} if _mentions(root, key) else {}
+        else:
+            numbers[key] = value
+    group = max(1, call.sizes["heads"] // max(1, call.sizes["kv_heads"]))
+    leaves = {"b": "b", "h": "h", "hkv": f"(h // {group})"}
+    needed = dependencies(root)[root]
+    origins = (("q", call.q_offset, call.q_index), ("kv", call.kv_offset, call.kv_index))
+    for position, offset, index in origins:
+        own = f"{position}_idx"
+        leaves[position] = own
+        if position not in needed:
+            continue
+        if index is not None:
+            tensors[f"{position}_index"] = index
+            leaves[position] = f"{position}_index[{own}]"
+        elif isinstance(offset, torch.Tensor):
+            tensors[f"{position}_offset"] = offset
+            leaves[position] = f"({own} + {position}_offset)"
+        elif offset:
+            leaves[position] = f"({own} + {offset})"
+    return torch_function(name, arguments, root, leaves, numbers, tensors)
+
+
+def _mentions(root: Node, name: str) -> bool:
+    return any(x.op in (Op.LOAD, Op.PARAM) and x.value == name for x in toposort(root))

@@ -1,0 +1,236 @@
+"""Block masks: ours against torch's, and torch's taken for what they say."""
+
+import math
+
+import pytest
+import torch
+from torch.nn.attention import flex_attention as torch_flex
+
+import attndsl
+from attndsl.errors import ArgumentError, DeviceError, ShapeError, TraceError, UnsupportedError
+from attndsl.flex import AuxRequest, BlockMask, create_block_mask, flex_attention, noop_mask
+
+B, H, Q, KV, D = 2, 2, 20, 36, 8
+DOC = torch.arange(KV).repeat(B, 1) // torch.tensor([[7], [12]])
+SIZES = torch.tensor([3, 12])
+
+
+def random(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def causal(b, h, q_idx, kv_idx):
+    return q_idx >= kv_idx
+
+
+MASKS = {
+    "causal": causal,
+    "window": lambda b, h, q, kv: (q - kv).abs() < SIZES[h],
+    "documents": lambda b, h, q, kv: DOC[b, q] == DOC[b, kv],
+    "grid": lambda b, h, q, kv: (q % 6 - kv % 6).abs() + (q // 6 - kv // 6).abs() < 2,
+    "all": noop_mask,
+    "none": lambda b, h, q, kv: kv < 0,
+    "one value a pair": lambda b, h, q, kv: (q * 7 + kv * 3) % 11 < 4,
+}
+
+
+@pytest.mark.parametrize("separate", [True, False])
+@pytest.mark.parametrize("name", MASKS)
+def test_blocks_are_those_of_torch(name, separate):
+    arguments = (MASKS[name], B, H, Q, KV, "cpu", (8, 4))
+    mine = create_block_mask(*arguments, separate_full_blocks=separate)
+    other = torch_flex.create_block_mask(*arguments, separate_full_blocks=separate)
+    assert isinstance(mine, torch_flex.BlockMask)
+    for attribute in torch_flex.BlockMask._TENSOR_ATTRS:
+        found, wanted = getattr(mine, attribute), getattr(other, attribute)
+        assert (found is None) == (wanted is None), attribute
+        assert found is None or torch.equal(found, wanted), attribute
+    assert (mine.shape, mine.BLOCK_SIZE) == (other.shape, other.BLOCK_SIZE)
+    assert (str(mine), mine.sparsity(), mine.numel()) == (
+        str(other), other.sparsity(), other.numel(),
+    )  # fmt: skip
+    assert torch.equal(mine.to_dense(), other.to_dense())
+
+
+def test_public_methods_keep_the_class():
+    mask = create_block_mask(causal, None, None, 32, 32, device="cpu", BLOCK_SIZE=8)
+    assert mask.to("cpu").derived(B, H)
+    part = mask[:, :, 1:3]
+    assert isinstance(part, BlockMask)
+    assert part.kv_num_blocks.tolist() == [[[1, 1]]]
+    with pytest.raises(ArgumentError, match="was sliced"):
+        flex_attention(*[random(1, 1, 32, D)] * 3, block_mask=part)
+    assert mask._adjust(16, 16).shape == (1, 1, 16, 16)
+    assert mask.as_tuple()[-1] is causal
+
+
+def dense(q, k, v, live):
+    """Attention over the live pairs, 0 where there is none."""
+    scores = (q @ k.mT) / math.sqrt(D)
+    weights = torch.softmax(scores.masked_fill(~live, -math.inf), -1)
+    return torch.where(live.any(-1, keepdim=True), weights, 0.0).nan_to_num() @ v
+
+
+def arbitrary(batch, heads, seed):
+    """A block mask whose blocks say other things than its ``mask_mod``, and its live pairs."""
+    rows, columns, size = 5, 9, 4
+    kinds = torch.randint(0, 3, (batch, heads, rows, columns),
+                          generator=torch.Generator().manual_seed(seed))  # fmt: skip
+    lists = []
+    for kind in (1, 2):
+        chosen = (kinds == kind).int()
+        order = torch.argsort(chosen, dim=-1, descending=True, stable=True)
+        lists += [chosen.sum(-1).int(), order.int()]
+    mask = torch_flex.BlockMask.from_kv_blocks(
+        *lists, BLOCK_SIZE=size, mask_mod=causal, seq_lengths=(Q, KV)
+    )
+    pairs = kinds.repeat_interleave(size, 2).repeat_interleave(size, 3)[:, :, :Q, :KV]
+    above = torch.arange(Q)[:, None] >= torch.arange(KV)
+    return mask, (pairs == 2) | ((pairs == 1) & above)
+
+
+@pytest.mark.parametrize(("batch", "heads"), [(1, 1), (B, 1), (1, H), (B, H)])
+def test_blocks_count_where_torch_made_them(batch, heads):
+    mask, live = arbitrary(batch, heads, seed=batch * 2 + heads)
+    q, k, v = random(B, H, Q, D), random(B, H, KV, D, seed=1), random(B, H, KV, D, seed=2)
+    live = live.expand(B, H, Q, KV)
+    torch.testing.assert_close(flex_attention(q, k, v, block_mask=mask), dense(q, k, v, live))
+
+    # A score_mod that masks more: FULL blocks are not full of live pairs then.
+    odd = flex_attention(q, k, v, lambda s, b, h, i, j: torch.where(j % 2 == 1, s, -math.inf), mask)
+    odd_live = live & (torch.arange(KV) % 2 == 1)
+    torch.testing.assert_close(odd, dense(q, k, v, odd_live))
+    shifted = flex_attention(q, k, v, lambda s, b, h, i, j: s + 1.0, mask)
+    torch.testing.assert_close(shifted, dense(q, k, v, live))
+
+
+@pytest.mark.parametrize("place", ["reference", "triton"])
+def test_blocks_on_other_backends(place):
+    mask, live = arbitrary(1, 1, seed=3)
+    q, k, v = random(1, 1, Q, D), random(1, 1, KV, D, seed=1), random(1, 1, KV, D, seed=2)
+    device = "cuda" if torch.cuda.is_available() and place == "triton" else "cpu"
+    out = flex_attention(
+        *(x.to(device) for x in (q, k, v)),
+        block_mask=mask.to(device),
+        kernel_options={"backend": place, "BLOCK_M": 64},
+    )
+    torch.testing.assert_close(out.cpu(), dense(q, k, v, live), atol=1e-2, rtol=1e-2)
+
+
+def test_a_mask_mod_that_is_replaced_counts_with_the_blocks():
+    q = k = v = random(1, 1, 16, D)
+    mask = create_block_mask(causal, None, None, 16, 16, device="cpu", BLOCK_SIZE=8)
+    mask.mask_mod = noop_mask
+    live = torch.ones(16, 16, dtype=torch.bool)
+    live[:8, 8:] = False
+    out = flex_attention(q, k, v, block_mask=mask)
+    torch.testing.assert_close(out, dense(q, k, v, live))
+
+
+def test_one_batch_entry_s_blocks_for_a_mask_that_varies():
+    # torch goes by the blocks of entry 0, and by the mask of each entry within them.
+    rows = torch.tensor([4, 16])
+    q = k = v = random(2, 1, 16, D)
+    mask_mod = lambda b, h, i, j: j < rows[b]  # noqa: E731
+    mine = create_block_mask(mask_mod, None, None, 16, 16, device="cpu", BLOCK_SIZE=8)
+    other = torch_flex.create_block_mask(mask_mod, None, None, 16, 16, "cpu", 8)
+    first, second = (flex_attention(q, k, v, block_mask=mask) for mask in (mine, other))
+    torch.testing.assert_close(first, second)
+    live = torch.arange(16).expand(2, 1, 16, 16) < torch.tensor([4, 8]).reshape(2, 1, 1, 1)
+    torch.testing.assert_close(first, dense(q, k, v, live))
+
+
+def test_tiles_found_once_are_used():
+    mask = create_block_mask(MASKS["documents"], B, None, Q, KV, device="cpu", BLOCK_SIZE=4)
+    assert mask.tiles is not None
+    q, k, v = random(B, H, Q, D), random(B, H, KV, D, seed=1), random(B, H, KV, D, seed=2)
+    live = (DOC[:, :Q, None] == DOC[:, None]).unsqueeze(1)
+    torch.testing.assert_close(
+        flex_attention(q, k, v, block_mask=mask), dense(q, k, v, live.expand(B, H, Q, KV))
+    )
+    assert create_block_mask(causal, None, None, Q, KV, device="cpu").tiles is None
+
+
+def test_a_batch_of_queries_over_one_of_keys():
+    q, k, v = random(B, H, Q, D), random(1, H, KV, D, seed=1), random(1, H, KV, D, seed=2)
+    mask = create_block_mask(MASKS["documents"], B, None, Q, KV, device="cpu", BLOCK_SIZE=8)
+    live = (DOC[:, :Q, None] == DOC[:, None]).unsqueeze(1).expand(B, H, Q, KV)
+    torch.testing.assert_close(flex_attention(q, k, v, block_mask=mask), dense(q, k, v, live))
+    with pytest.raises(ShapeError, match="batch"):
+        flex_attention(q, k, v)
+
+
+def test_grouped_heads_have_to_be_asked_for():
+    q, k = random(1, 4, 8, D), random(1, 2, 8, D, seed=1)
+    with pytest.raises(ShapeError, match="enable_gqa=True"):
+        flex_attention(q, k, k)
+    wanted = flex_attention(q, k.repeat_interleave(2, 1), k.repeat_interleave(2, 1))
+    torch.testing.assert_close(flex_attention(q, k, k, enable_gqa=True), wanted)
+
+
+def test_results_beside_the_output():
+    q, k, v = random(1, 2, 6, D), random(1, 2, 4, D, seed=1), random(1, 2, 4, D, seed=2)
+    mask = create_block_mask(lambda b, h, i, j: i > j, None, None, 6, 4, device="cpu")
+    scores = (q @ k.mT / math.sqrt(D)).masked_fill(
+        torch.arange(6)[:, None] <= torch.arange(4), -math.inf
+    )
+    out, lse = flex_attention(q, k, v, block_mask=mask, return_lse=True)
+    torch.testing.assert_close(lse, scores.logsumexp(-1))
+    assert lse[0, 0, 0] == -math.inf
+    assert not out[:, :, 0].any()
+    for request in (AuxRequest(max_scores=True), AuxRequest(lse=True), AuxRequest()):
+        again, aux = flex_attention(q, k, v, block_mask=mask, return_aux=request)
+        assert torch.equal(again, out)
+        assert (aux.lse is None) == (not request.lse)
+        assert (aux.max_scores is None) == (not request.max_scores)
+        if request.max_scores:
+            torch.testing.assert_close(aux.max_scores, scores.amax(-1))
+    with pytest.raises(ArgumentError, match="return_lse and return_aux"):
+        flex_attention(q, k, v, return_lse=True, return_aux=AuxRequest(lse=True))
+
+
+def test_autocast_and_scale():
+    q = k = v = random(1, 1, 8, D)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert flex_attention(q, k, v).dtype is torch.bfloat16
+    wanted = attndsl.compile("score")(q, k, v, scale=0.5)
+    torch.testing.assert_close(flex_attention(q, k, v, scale=0.5), wanted)
+
+
+BLOCKS = create_block_mask(causal, None, None, 8, 8, device="cpu")
+TENSORS = (torch.zeros(1, 1, 8, D),) * 3
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "match"),
+    [
+        (lambda: flex_attention(*TENSORS, block_mask=causal), ArgumentError, "is a function"),
+        (lambda: flex_attention(*(x[:, :, :4] for x in TENSORS), block_mask=BLOCKS), ShapeError,
+         "8 queries x 8 keys, and the call has 4 x 4"),
+        (lambda: flex_attention(*TENSORS, block_mask=create_block_mask(causal, 3, 1, 8, 8, "cpu")),
+         ShapeError, "3 batch entries"),
+        (lambda: flex_attention(*TENSORS, block_mask=BLOCKS.to("meta")), DeviceError, "on meta"),
+        (lambda: flex_attention(*TENSORS, kernel_options={"BLOK_M": 3}), ArgumentError, "BLOK_M"),
+        (lambda: flex_attention(*TENSORS, causal), TraceError, "takes other arguments"),
+        (lambda: flex_attention(TENSORS[0][0], *TENSORS[1:]), ShapeError, "3 dims"),
+        (lambda: create_block_mask(lambda s, b, h, q, kv: s, 1, 1, 8, 8), TraceError, "of 5"),
+        (lambda: create_block_mask(causal, 1, 1, -8, 8), ArgumentError, "Q_LEN is -8"),
+        (lambda: create_block_mask(causal, 1, 1, 8, 8, "cpu", 0), ArgumentError, "BLOCK_SIZE"),
+        (lambda: create_block_mask(causal, 1, 1, 8, 8, compute_dq_write_order=True),
+         UnsupportedError, "FLASH"),
+    ],
+)  # fmt: skip
+def test_what_does_not_fit_is_refused(call, error, match):
+    with pytest.raises(error, match=match) as caught:
+        call()
+    assert caught.value.hint
+
+
+def test_empty_lengths():
+    q, k = torch.zeros(1, 1, 0, D), torch.zeros(1, 1, 0, D)
+    keys = torch.zeros(1, 1, 4, D)
+    assert flex_attention(q, keys, keys).shape == (1, 1, 0, D)
+    out, aux = flex_attention(keys, k, k, return_aux=AuxRequest(True, True))
+    assert not out.any()
+    assert (aux.lse == -math.inf).all()
+    assert (aux.max_scores == -math.inf).all()
