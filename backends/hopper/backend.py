@@ -8,9 +8,15 @@ import torch
 
 from ..base import Gradients
 from ..triton.arguments import capture_arguments, origin
-from ..triton.backend import PADDING, TritonBackend, lists_of, on_device, stream_of
+from ..triton.backend import (
+    PADDING,
+    TritonBackend,
+    lists_of,
+    on_device,
+    stream_of,
+    wants_of_kernels,
+)
 from ..triton.kernels import STATISTICS_ROWS
-from ..triton.sinks import without_sinks
 from ..triton.specialise import specialise, strides
 from .arguments import HopperLayout, addresses, block_width, blocks_of, descriptor_strides
 from .kernels import HopperKernels
@@ -147,12 +153,22 @@ class HopperBackend(TritonBackend):
         )  # fmt: skip
         return gradients, delta
 
+    def _distance_sums(
+        self,
+        lowered: Lowered,
+        call: Call,
+        lse: torch.Tensor,
+        delta: torch.Tensor,
+        grad_out: torch.Tensor,
+    ) -> torch.Tensor:
+        return self._portable._distance_sums(lowered, call, lse, delta, grad_out)
+
     def choices(
         self, lowered: Lowered, call: Call, kind: str, grad_out: torch.Tensor | None,
         wants: Wants | None,
     ) -> Mapping[str, tuple[Config, ...]]:  # fmt: skip
         """See :class:`~attndsl.runtime.tuning.Tunable`."""
-        wants = wants and without_sinks(lowered, wants)
+        wants = wants and wants_of_kernels(lowered, call, wants)
         if why_portable(lowered, call, kind, grad_out, wants) is not None:
             return self._portable.choices(lowered, call, kind, grad_out, wants)
         return super().choices(lowered, call, kind, grad_out, wants)
@@ -162,7 +178,7 @@ class HopperBackend(TritonBackend):
         wants: Wants | None, kernel: str, config: Config,
     ) -> None:  # fmt: skip
         """See :class:`~attndsl.runtime.tuning.Tunable`."""
-        wants = wants and without_sinks(lowered, wants)
+        wants = wants and wants_of_kernels(lowered, call, wants)
         if why_portable(lowered, call, kind, grad_out, wants) is not None:
             self._portable.choose(lowered, call, kind, grad_out, wants, kernel, config)
         else:

@@ -11,6 +11,7 @@ from attndsl.errors import UnsupportedError
 
 from ..base import Wants
 from ..triton.cross import example_call
+from ..triton.distances import wants_of_kernels
 from .backend import max_head_dim, why_portable
 from .kernels import HopperKernels
 
@@ -44,7 +45,8 @@ def describe_kernels(backend: Backend, lowered: Lowered, head_dim: int) -> list[
             continue
         rows.append(f"  {kind:<10} hopper kernels, head dims up to {max_head_dim(kind)}")
         for condition, other, wants in _other_calls(lowered, call):
-            refused = why_portable(lowered, other, kind, wants=wants)
+            own = wants_of_kernels(lowered, other, wants)
+            refused = why_portable(lowered, other, kind, wants=own)
             if refused is not None:
                 rows.append(f"    {condition}: triton kernels ({refused})")
     return rows

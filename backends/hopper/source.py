@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 from attndsl.errors import UnsupportedError
 
 from ..triton.cross import parse_target
+from ..triton.distances import wants_of_kernels
 from ..triton.kernels import plan_loop
-from ..triton.sinks import without_sinks
 from ..triton.specialise import specialise, with_forms, with_gradients
 from .backend import why_portable
 from .generate import generate
@@ -26,7 +26,7 @@ def hopper_source(lowered: Lowered, call: Call, direction: str, wants: Wants) ->
     Raises:
         UnsupportedError: Portable kernels run ``call``; says why.
     """
-    wants = without_sinks(lowered, wants)
+    wants = wants_of_kernels(lowered, call, wants)
     refused = why_portable(lowered, call, direction, wants=wants)
     if refused is not None:
         raise UnsupportedError(

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from .compile import Executable
     from .specialise import Specialisation
 
-_STATISTICS = ("LSE", "DLSE", "LSE2", "DELTA", "SUMS")
+_STATISTICS = ("LSE", "DLSE", "LSE2", "DELTA", "SUMS", "DISTANCE_SUMS")
 _LISTS = {
     "kinds": "*i8",
     "tile_rows": "*i32",

@@ -14,6 +14,7 @@ from attndsl.passes.widths import POSITION_LIMIT
 
 from ..base import Gradients
 from .arguments import Layout, capture_arguments, origin
+from .distances import add_distance_gradients, by_distance, wants_of_kernels
 from .kernels import STATISTICS_ROWS, Kernels
 from .library import STATISTICS_PADDING
 from .order import of_pairs
@@ -45,7 +46,9 @@ class TritonBackend:
 
     def __init__(self, store: Store) -> None:
         self._kernels = Kernels(store)
+        self._shares: dict[tuple[object, ...], tuple[Wants, Wants]] = {}
         self._layouts: dict[tuple[object, ...], Layout] = {}
+        self._shares: dict[tuple[object, ...], tuple[Wants, Wants]] = {}
 
     @property
     def kernels_built(self) -> int:
@@ -129,11 +132,60 @@ class TritonBackend:
         wants: Wants,
     ) -> Gradients:
         """See :class:`~attndsl.backends.base.Backend`."""
-        if lowered.program.sink is None:
+        if not wants.tensors and not wants.params:
             return self._gradients(lowered, call, out, lse, grad_out, grad_lse, wants)[0]
-        scored = without_sinks(lowered, wants)
+        apart, scored = self._shared_out(lowered, call, wants)
         found, delta = self._gradients(lowered, call, out, lse, grad_out, grad_lse, scored)
+        if apart.tensors or apart.params:
+            sums = self._distance_sums(lowered, call, lse, delta, grad_out)
+            found = add_distance_gradients(lowered, call, sums, apart, found)
+        if lowered.program.sink is None:
+            return found
         return add_sink_gradients(lowered, call, lse, delta, wants, found)
+
+    def _shared_out(self, lowered: Lowered, call: Call, wants: Wants) -> tuple[Wants, Wants]:
+        """What is summed along diagonals, and what the attention kernels add up."""
+        key = lowered.digest, call.indexed, wants
+        found = self._shares.get(key)
+        if found is None:
+            apart = by_distance(lowered, call, without_sinks(lowered, wants))
+            found = apart, wants_of_kernels(lowered, call, wants)
+            if len(self._shares) >= _MAX_LAYOUTS:
+                self._shares.clear()
+            self._shares[key] = found
+        return found
+
+    def _distance_sums(
+        self,
+        lowered: Lowered,
+        call: Call,
+        lse: torch.Tensor,
+        delta: torch.Tensor,
+        grad_out: torch.Tensor,
+    ) -> torch.Tensor:
+        """Sums of dS, see :func:`.distances.add_distance_gradients`."""
+        batch, heads, q_len = lse.shape
+        kv_len = call.k.shape[2]
+        if not lse.numel() or not kv_len:
+            return lse.new_zeros((batch, heads, 1, 2, 1))
+        if grad_out.stride(-1) != 1:
+            grad_out = grad_out.contiguous()
+        layout = self._layout(lowered, call, "distances", grad_out)
+        kernel = layout.executables["distances"]
+        block = kernel.config.block_m
+        diagonals = -(-q_len // block) + -(-kv_len // block) - 1
+        sums = lse.new_empty((batch, heads, diagonals, 2, block))
+        with on_device(lse.device):
+            kernel.launch(
+                batch * heads * diagonals, stream_of(lse.device),
+                [
+                    call.q, call.k, call.v, grad_out, lse, delta, sums, *layout.strides,
+                    *strides(grad_out)[:3], call.scale, *layout.sizes,
+                    origin(call.q_offset, call.q_index), origin(call.kv_offset, call.kv_index),
+                    *capture_arguments(layout.special, call),
+                ],
+            )  # fmt: skip
+        return sums
 
     def _gradients(
         self,
@@ -228,7 +280,7 @@ class TritonBackend:
         wants: Wants | None,
     ) -> Mapping[str, tuple[Config, ...]]:  # fmt: skip
         """See :class:`~attndsl.runtime.tuning.Tunable`."""
-        wants = wants and without_sinks(lowered, wants)
+        wants = wants and wants_of_kernels(lowered, call, wants)
         special = _special(lowered, call, () if grad_out is None else (grad_out,), wants)
         return {
             direction: self._kernels.configs(lowered, direction, special, call.q.device)
@@ -240,7 +292,7 @@ class TritonBackend:
         wants: Wants | None, kernel: str, config: Config,
     ) -> None:  # fmt: skip
         """See :class:`~attndsl.runtime.tuning.Tunable`."""
-        wants = wants and without_sinks(lowered, wants)
+        wants = wants and wants_of_kernels(lowered, call, wants)
         special = _special(lowered, call, () if grad_out is None else (grad_out,), wants)
         self._kernels.choose(lowered, kernel, special, call.q.device, config)
         self._layouts.clear()

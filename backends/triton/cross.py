@@ -17,11 +17,11 @@ from attndsl.passes.tiles.plan import DIRECTIONS
 from ..base import Call
 from .arguments import arguments_of, block_widths
 from .compile import build, load_module
+from .distances import wants_of_kernels
 from .generate import generate_attention
 from .generate_lists import generate_lists
 from .kernels import DIRECTIONS_OF, LIST_CHUNK, STATISTICS_ROWS, plan_loop, work_of
 from .library import row_statistics
-from .sinks import without_sinks
 from .specialise import specialise, with_forms, with_gradients
 from .tiles import Config, candidates, shared_memory_of
 
@@ -91,7 +91,7 @@ def kernel_source(lowered: Lowered, call: Call, direction: str, wants: Wants) ->
     special = specialise(lowered.program, call)
     special = with_forms(special, lowered.program, parse_target("cuda:90"))
     if direction == "backward":
-        scored = without_sinks(lowered, wants)
+        scored = wants_of_kernels(lowered, call, wants)
         special = with_gradients(special, call, scored.tensors, scored.params)
     texts = []
     for name in DIRECTIONS_OF[direction]:
@@ -128,7 +128,8 @@ def cross_compile(
     attention = with_forms(special, lowered.program, compiler.target)
     found = []
     with tempfile.TemporaryDirectory() as folder:
-        for name in DIRECTIONS:
+        softmax = lowered.program.weights is None and lowered.program.dropout is None
+        for name in (*DIRECTIONS, *["distances"] * softmax):
             for config in (configs or {}).get(name) or _candidates(
                 name, work_of(lowered, special, name), special, shared
             ):
@@ -136,7 +137,8 @@ def cross_compile(
                 text = generate_attention(lowered, attention, name, loop)
                 path = Path(folder) / f"{name}_{len(list(Path(folder).iterdir()))}.py"
                 path.write_text(text, "utf-8")
-                function = getattr(load_module(path, path.stem), f"attention_{name}")
+                entry = f"attention_{name}" if name in DIRECTIONS else name
+                function = getattr(load_module(path, path.stem), entry)
                 try:
                     found.append(compiler.compile(name, function, special, (config,), {}))
                 except BackendError as error:

@@ -45,10 +45,12 @@ _PASSES = {"forward": "forward", "backward_kv": "kv_pass", "backward_q": "q_pass
 def generate_attention(
     lowered: Lowered, special: Specialisation, direction: str, loop: LoopPlan
 ) -> str:
-    """The module of one kernel, ``attention_{direction}``, with the plan of its loop.
+    """The module of one kernel, ``attention_{direction}`` or ``distances``, with its loop's plan.
 
     The backward kernels add up the gradients that ``special`` names.
     """
+    if direction == "distances":
+        return _generate_distances(lowered, special)
     program, sparsity = lowered.program, lowered.sparsity
     names = parameters(special)
     functions, helpers = _functions(lowered, special)
@@ -65,17 +67,13 @@ def generate_attention(
         param_values(special, scalar=True),
         special.names(),
     )
-    modified = program.score.op is not Op.SCORE
     listed = loop.listed is not None
-    flags = {
-        "MASKED": program.mask is not None,
-        "MODIFIED": modified,
-        "SCALED_FIRST": modified
-        or (program.mask is not None and "score" in dependencies(program.mask)[program.mask])
+    flags = _flags(program) | {
+        "SCALED_FIRST": program.score.op is not Op.SCORE
+        or _reads_score(program.mask)
         or program.weights is not None
         or special.negative_scale,
         "RAGGED_FULL": sparsity.plain,
-        "OWN_WEIGHTS": program.weights is not None,
         "HAS_SINK": program.sink is not None,
         "HAS_DROPOUT": program.dropout is not None,
         "HAS_CAPTURE_GRADIENTS": bool(special.tensor_gradients or special.param_gradients),
@@ -92,6 +90,29 @@ def generate_attention(
     return fill_template(
         __package__, templates, [*functions, *texts], helpers | used, flags, names, more
     )
+
+
+def _generate_distances(lowered: Lowered, special: Specialisation) -> str:
+    """The module of the kernel that adds up dS along diagonals."""
+    functions, helpers = _functions(lowered, special)
+    flags = _flags(lowered.program) | {"MASK_READS_SCORE": _reads_score(lowered.program.mask)}
+    return fill_template(
+        __package__, ("weights", "distances"), functions, helpers, flags, parameters(special),
+        {"gradient_parameters": [], "gradient_arguments": []},
+    )  # fmt: skip
+
+
+def _flags(program: Program) -> dict[str, bool | float]:
+    """Constants of every module."""
+    return {
+        "MASKED": program.mask is not None,
+        "MODIFIED": program.score.op is not Op.SCORE,
+        "OWN_WEIGHTS": program.weights is not None,
+    }
+
+
+def _reads_score(mask: Node | None) -> bool:
+    return mask is not None and "score" in dependencies(mask)[mask]
 
 
 def fill_template(

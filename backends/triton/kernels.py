@@ -10,7 +10,7 @@ import torch
 import triton
 
 from attndsl.errors import BackendError
-from attndsl.passes.tiles.plan import DIRECTIONS
+from attndsl.passes.tiles.plan import DIRECTIONS, LoopPlan
 
 from ..key import KernelKey, source_fingerprint, version_of
 from .arguments import arguments_of, block_widths
@@ -27,14 +27,17 @@ if TYPE_CHECKING:
 
     from triton.backends.compiler import GPUTarget
 
-    from attndsl.passes.tiles.plan import LoopPlan
     from attndsl.pipeline import Lowered
 
     from ..base import Entry, Store
     from .specialise import Specialisation
 
 STATISTICS_ROWS = 64
-DIRECTIONS_OF = {"forward": ("forward",), "backward": ("backward_kv", "backward_q")}
+DIRECTIONS_OF = {
+    "forward": ("forward",),
+    "backward": ("backward_kv", "backward_q"),
+    "distances": ("distances",),
+}
 _LIST_CONFIG = (4, 1)
 """Warps and stages of the kernels that find tiles."""
 _ATTEMPTS = 3
@@ -68,7 +71,7 @@ class Kernels:
     """Generates, compiles and keeps kernels, in memory and in ``store``."""
 
     directions: ClassVar[Mapping[str, tuple[str, ...]]] = DIRECTIONS_OF
-    """The kernels that make a forward, and a backward."""
+    """The kernels that make a forward, a backward, and sums of a backward by distance."""
     fixed: ClassVar[Mapping[str, Any]] = {"row_statistics": row_statistics}
     """Kernels of a backward whose text is the same for all programs."""
 
@@ -327,7 +330,9 @@ class Kernels:
 def plan_loop(
     lowered: Lowered, special: Specialisation, direction: str, config: Config
 ) -> LoopPlan:
-    """The plan of one loop of a kernel with the tile sizes of ``config``."""
+    """The plan of one loop of a kernel with the tile sizes of ``config``; of some it is empty."""
+    if direction not in DIRECTIONS:
+        return LoopPlan()
     return lowered.sparsity.loop(
         DIRECTIONS[direction], config.block_m, config.block_n, special.shifted, special.indexed
     )
@@ -335,6 +340,8 @@ def plan_loop(
 
 def work_of(lowered: Lowered, special: Specialisation, direction: str) -> str:
     """What the loop of a kernel is like (see ``tiles.candidates``)."""
+    if direction not in DIRECTIONS:
+        return "dense"
     return lowered.sparsity.work(DIRECTIONS[direction], special.shifted, special.indexed)
 
 

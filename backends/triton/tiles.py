@@ -76,7 +76,19 @@ _BACKWARD_Q = {
     256: (Config(64, 32, 8, 2), Config(64, 32, 8, 1), Config(32, 32, 4, 1)),
     512: (Config(32, 32, 8, 1),),
 }
-_TABLES = {"forward": _FORWARD, "backward_kv": _BACKWARD_KV, "backward_q": _BACKWARD_Q}
+# Square, see templates/distances.py.
+_DISTANCES = {
+    64: (Config(64, 64, 4, 2), Config(32, 32, 4, 1)),
+    128: (Config(64, 64, 4, 2), Config(32, 32, 4, 1)),
+    256: (Config(64, 64, 8, 1), Config(32, 32, 4, 1)),
+    512: (Config(32, 32, 4, 1),),
+}
+_TABLES = {
+    "forward": _FORWARD,
+    "backward_kv": _BACKWARD_KV,
+    "backward_q": _BACKWARD_Q,
+    "distances": _DISTANCES,
+}
 # A masked program has two loops, FULL and PARTIAL, and needs more registers.
 _MASKED = {
     ("backward_kv", 64): (Config(64, 128, 8, 3), Config(64, 64, 4, 3), Config(64, 64, 4, 2)),
@@ -127,7 +139,7 @@ def candidates(
     """Configs worth compiling, in order.
 
     Args:
-        kernel: ``forward``, ``backward_kv`` or ``backward_q``.
+        kernel: ``forward``, ``backward_kv``, ``backward_q`` or ``distances``.
         block_d: Head dim, rounded up to a power of two.
         block_dv: The value's head dim, likewise.
         element_bytes: Bytes of an element of q, k and v.
@@ -139,6 +151,8 @@ def candidates(
     # An fp32 element takes the room of two: the table's row for twice the width fits.
     row = min(512, width * (2 if element_bytes > 2 else 1))
     preferred = (*_BY_WORK[work].get((kernel, row), _TABLES[kernel][row]), *_FALL_BACK)
+    if kernel == "distances":
+        preferred = tuple(config for config in preferred if config.block_m == config.block_n)
     fitting = tuple(
         config
         for config in preferred

@@ -91,7 +91,8 @@ REFUSED = {
     "wide backward": ("backward", {"head_dim": 264}, "the Hopper backward takes head dims up to 2"),
     "odd rows": ("backward", {"head_dim": 36}, "multiples of 16 bytes"),
     "captures": (
-        "backward", {"gain": torch.ones(2, requires_grad=True)}, "no gradients of captured tensors",
+        "backward", {"gain": torch.ones(2, requires_grad=True), "head_dim": 192},
+        "gradients of captured tensors are added up at head dims up to 128",
     ),
 }  # fmt: skip
 
@@ -107,13 +108,20 @@ def test_calls_without_a_hopper_kernel_have_no_text(name):
     assert "def attention_" in attention.source(direction, backend="triton", **arguments)
 
 
-def test_a_forward_has_a_text_whatever_its_gradients():
+def test_a_backward_has_the_sums_of_its_gradients():
     gain = torch.ones(2, requires_grad=True)
-    text = attndsl.compile(GAIN).source(backend="hopper")
-    assert attndsl.compile(GAIN, gain=gain).source("forward", backend="hopper")
-    assert attndsl.compile(GAIN).source(backend="hopper", gain=gain) == text
-    with pytest.raises(errors.UnsupportedError, match="captured"):
-        attndsl.compile(GAIN, gain=gain).source("backward", backend="hopper")
+    attention = attndsl.compile(GAIN, gain=gain)
+    assert attention.source("forward", backend="hopper", gain=gain.detach()) == (
+        attention.source("forward", backend="hopper")
+    )
+    learned = attention.source("backward", backend="hopper")
+    still = attention.source("backward", backend="hopper", gain=gain.detach())
+    assert "FACTOR_SUMS + place" in learned
+    assert "LEARNS_FACTOR = tl.constexpr(True)" in learned
+    assert "LEARNS_FACTOR = tl.constexpr(False)" in still
+    cap = "tensor cap[heads]: float; score = cap[h] * tanh(score / cap[h])"
+    with pytest.raises(errors.UnsupportedError, match="pair by pair"):
+        attndsl.compile(cap, cap=gain).source("backward", backend="hopper")
 
 
 @pytest.mark.parametrize("backend", ["triton", "hopper"])
@@ -151,14 +159,16 @@ def test_explanation_of_a_plain_program():
 
 def test_explanation_of_captures():
     learned = "param c: float; param n: int; tensor t[kv_len]: float; mask = q - kv < n\n"
-    for text, names in ((GAIN, "gain"), (learned + "score = c * score + t[kv]", "t, c")):
+    for text in (learned + "score = c * score + t[kv]", GAIN):
         lines = lines_of(text, 128)
-        reason = "the Hopper backward makes no gradients of captured tensors"
-        assert lines[-2:] == [
-            f"    with gradients of {names}: triton kernels ({reason})",
-            DETERMINISTIC,
-        ]
-        assert sum("gradients of" in line for line in lines) == 1
+        assert lines[-1] == DETERMINISTIC
+        assert not any("with gradients" in line for line in lines)
+    cap = "tensor cap[heads]: float; score = cap[h] * tanh(score / cap[h])"
+    reason = "gradients inside a function of the score are added up pair by pair"
+    assert lines_of(cap, 128)[-2:] == [
+        f"    with gradients of cap: triton kernels ({reason})",
+        DETERMINISTIC,
+    ]
 
 
 @pytest.mark.parametrize("head_dim", [264, 512])

@@ -1,0 +1,56 @@
+"""Which expressions vary with the distance ``q - kv`` alone.
+
+A kernel can add up what belongs to such a value along the diagonals of the score matrix.
+
+Non-goals: distances that hide in products, quotients of positions, or lookups of them.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from attndsl.ir import DType, Op, dependencies, toposort
+
+if TYPE_CHECKING:
+    from attndsl.ir import Node
+
+_Multiples = tuple[int, int]
+"""Of ``q`` and of ``kv`` in a sum of multiples of them and of what varies with neither."""
+
+
+def varies_with_distance_alone(*roots: Node) -> bool:
+    """Whether ``roots`` depend on ``q`` and ``kv``, but on these through ``q - kv`` only."""
+    varies = dependencies(*roots)
+    multiples: dict[Node, _Multiples] = {}
+    alone: dict[Node, bool] = {}
+    for item in toposort(*roots):
+        found = _multiples(item, multiples) if varies[item] & {"q", "kv"} else (0, 0)
+        if found is not None and item.dtype is DType.INT:
+            multiples[item] = found
+        if not varies[item] & {"q", "kv", "score"}:
+            alone[item] = True
+        elif item in multiples:
+            alone[item] = multiples[item][0] == -multiples[item][1]
+        else:
+            alone[item] = bool(item.args) and all(alone[arg] for arg in item.args)
+    return all(alone[root] for root in roots) and any({"q", "kv"} <= varies[root] for root in roots)
+
+
+def _multiples(item: Node, known: dict[Node, _Multiples]) -> _Multiples | None:
+    """Multiples of ``q`` and ``kv`` in an INT sum, given those of its operands."""
+    if item.op is Op.VAR:
+        return (int(item.value == "q"), int(item.value == "kv"))
+    if any(arg not in known for arg in item.args):
+        return None
+    parts = [known[arg] for arg in item.args]
+    if item.op is Op.NEG:
+        return -parts[0][0], -parts[0][1]
+    if item.op in (Op.ADD, Op.SUB):
+        sign = 1 if item.op is Op.ADD else -1
+        return parts[0][0] + sign * parts[1][0], parts[0][1] + sign * parts[1][1]
+    if item.op is Op.MUL:
+        for number, other in (item.args, item.args[::-1]):
+            if number.op is Op.CONST:
+                value = int(number.value)  # type: ignore[arg-type]
+                return value * known[other][0], value * known[other][1]
+    return None
