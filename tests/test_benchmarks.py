@@ -174,13 +174,20 @@ def test_gradients_are_measured_for_programs_that_have_them(script):
         assert learned == set(case.sizes(4, 16)), name
 
 
-def test_a_case_of_gradients_that_is_not_there_is_named():
+@pytest.mark.parametrize(("name", "first"), [("gradients", "gain"), ("odd_shapes", "full")])
+def test_a_case_that_is_not_there_is_named(name, first):
     done = subprocess.run(
-        [sys.executable, FOLDER / "gradients.py", "--cases", "gian"],
+        [sys.executable, FOLDER / f"{name}.py", "--cases", "gian"],
         capture_output=True, text=True, timeout=300,
     )  # fmt: skip
     assert done.returncode == 2
-    assert "there is no case gian; there are: gain" in done.stderr
+    assert f"there is no case gian; there are: {first}" in done.stderr
+
+
+def test_odd_shapes_differ_from_even_ones_in_what_they_say(script):
+    for what, (odd, even) in script("odd_shapes").PAIRS.items():
+        assert str(next(a for a, b in zip(odd, even, strict=True) if a != b)) in what
+        assert all(a <= b for a, b in zip(odd, even, strict=True))
 
 
 SVG = "{http://www.w3.org/2000/svg}"
