@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 
 from ..base import Gradients
 from ..triton.arguments import capture_arguments, origin
-from ..triton.backend import (
-    PADDING,
-    TritonBackend,
-    lists_of,
-    on_device,
-    stream_of,
-    wants_of_kernels,
-)
+from ..triton.backend import PADDING, TritonBackend, lists_of, on_device, stream_of
+from ..triton.distances import wants_of_kernels
 from ..triton.kernels import STATISTICS_ROWS
 from ..triton.specialise import specialise, strides
 from .arguments import HopperLayout, addresses, block_width, blocks_of, descriptor_strides
@@ -96,6 +91,17 @@ class HopperBackend(TritonBackend):
         given = grad_out
         if not grad_out.is_contiguous() and descriptor_strides(grad_out) is None:
             grad_out = grad_out.contiguous()
+        if call.deterministic and (wants.tensors or wants.params):
+            loose = replace(call, deterministic=False)
+            alone = replace(wants, q=False, k=False, v=False)
+            if why_portable(lowered, loose, "backward", grad_out, alone) is None:
+                # All but dQ comes in a fixed order here, and all but captures there.
+                rest = replace(wants, tensors=frozenset(), params=frozenset())
+                found, _ = self._gradients(lowered, loose, out, lse, given, grad_lse, alone)
+                others, delta = self._portable._gradients(
+                    lowered, call, out, lse, given, grad_lse, rest
+                )
+                return replace(others, tensors=found.tensors, params=found.params), delta
         has_dlse = grad_lse is not None
         layout = self._hopper_layout(lowered, call, "backward", grad_out, wants, has_dlse)
         if layout.why_portable is not None:
@@ -142,7 +148,8 @@ class HopperBackend(TritonBackend):
                     padded // 32 * batch * heads, stream,
                     [*addresses(sums, dq), call.scale, q_len],
                 )  # fmt: skip
-        tensors, params = {}, {}
+        tensors: dict[str, torch.Tensor] = {}
+        params: dict[str, torch.Tensor] = {}
         if wants.tensors or wants.params:
             tensors, params = gradients_of_parts(
                 lowered, call, learned, wants, lse, delta, grad_lse, factors, columns

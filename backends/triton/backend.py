@@ -48,7 +48,6 @@ class TritonBackend:
         self._kernels = Kernels(store)
         self._shares: dict[tuple[object, ...], tuple[Wants, Wants]] = {}
         self._layouts: dict[tuple[object, ...], Layout] = {}
-        self._shares: dict[tuple[object, ...], tuple[Wants, Wants]] = {}
 
     @property
     def kernels_built(self) -> int:

@@ -186,15 +186,19 @@ def test_a_gain_of_zero_learns(check):
 
 
 @pytest.mark.gpu
-def test_gradients_come_out_alike_again():
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_gradients_come_out_alike_again(deterministic):
     q, k, v, do = torch.randn(4, 2, 4, 600, 64, device="cuda", dtype=torch.bfloat16)
+    q.requires_grad_()
     captures = captures_of("all", 4, 600, "cuda")
     attention = attndsl.compile(TEXTS["all"], backend="hopper")
 
     def step():
-        return torch.autograd.grad(attention(q, k, v, **captures), list(captures.values()), do)
+        out = attention(q, k, v, deterministic=deterministic, **captures)
+        return torch.autograd.grad(out, [*captures.values(), *[q] * deterministic], do)
 
     first = step()
+    assert len(first) == 3 + deterministic
     for _ in range(20):
         for one, other in zip(first, step(), strict=True):
             assert torch.equal(one, other)

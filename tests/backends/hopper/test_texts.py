@@ -212,7 +212,8 @@ def test_explanations_follow_the_table_of_configs(monkeypatch):
 
 def test_the_guide_shows_an_explanation():
     guide = Path(__file__).parents[3] / "docs" / "guide.md"
-    assert "\n" + "\n".join(lines_of(GAIN, 64)) + "\n```" in guide.read_text("utf-8")
+    lines = lines_of("tensor cap[heads]: float; score = cap[h] * tanh(score / cap[h])", 64)
+    assert "\n" + "\n".join(lines) + "\n```" in guide.read_text("utf-8")
 
 
 def test_explain_on_a_hopper_gpu(monkeypatch):
