@@ -40,12 +40,12 @@ TEXTS = {
     "with a sink": """
         tensor r[n]: float
         tensor z[heads]: float
-        score = score + r[clamp(q - kv, -3, 3) + 3]
+        score = score + r[clamp(q - kv, -30, 30) + 30]
         sink = z[h]
     """,
     "in a cap": """
         tensor r[n]: float
-        score = 2 * tanh(score) + r[clamp(q - kv, 0, 6)]
+        score = 2 * tanh(score) + r[clamp(q - kv, 0, 60)]
         mask = q != 3 and score < 2
     """,
 }
@@ -62,8 +62,8 @@ def captures_of(name, heads, length, device):
         "gain too": {"s": learned(heads), "gain": learned(heads)},
         "param": {"a": learned()},
         "twice": {"r": learned(7)},
-        "with a sink": {"r": learned(7), "z": learned(heads)},
-        "in a cap": {"r": learned(7)},
+        "with a sink": {"r": learned(61), "z": learned(heads)},
+        "in a cap": {"r": learned(61)},
     }[name]
 
 
