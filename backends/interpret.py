@@ -4,7 +4,7 @@ A node's tensor has four dims (batch, query head, query row, key row), each of f
 does not depend on ``kv`` is never computed along it. Bools are ``torch.bool``, ints
 ``torch.int64``, floats the scope's dtype.
 
-Gradients are torch's own, with one rule more: *a zero gradient stays zero*. IEEE gives 0 * inf =
+Derivatives, of any order, are torch's own, with one rule more: *a zero gradient stays zero*. IEEE gives 0 * inf =
 NaN, so a plain chain of torch operations turns the zero gradient of a pair that is masked out, or
 of the branch that ``where`` did not take, into NaN as soon as it meets ``log`` at 0 or ``sqrt`` of
 a negative. Every operation with a singular or unbounded derivative is therefore wrapped in
@@ -163,6 +163,20 @@ class _ZeroStaysZero(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
         ctx.function, *args = inputs
         ctx.save_for_backward(*args)
+        ctx.save_for_forward(*args)
+
+    @staticmethod
+    def jvp(ctx: Any, _: None, *tangents: torch.Tensor | None) -> torch.Tensor:
+        inputs = torch.broadcast_tensors(*ctx.saved_tensors)  # type: ignore[no-untyped-call]
+        parts = [
+            _ZeroStaysZero.apply(  # type: ignore[no-untyped-call]
+                _Slope(ctx.function, place), tangent.expand(inputs[0].shape), *inputs
+            )
+            for place, tangent in enumerate(tangents)
+            if tangent is not None
+        ]
+        # Elementwise, so that the derivative is its own transpose.
+        return torch.stack(parts).sum(0)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:

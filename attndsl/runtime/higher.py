@@ -28,15 +28,17 @@ if TYPE_CHECKING:
 
     from .recompute import Tensors
 
-PAIRS = 1 << 20
+PAIRS = {"cpu": 1 << 20}
 """Most pairs of a chunk, of all heads and batch entries (as far as one row of queries allows)."""
+_PAIRS = 1 << 23
+"""The same on other devices, which take longer to start an operation than to do it."""
+_is_within_transform = torch._C._are_functorch_transforms_active
 _POSITIONS = ("q_offset", "kv_offset", "q_index", "kv_index", "seed")
 
 
 def is_transformed() -> bool:
     """Whether tangents or a ``torch.func`` transform may be about, which kernels cannot see."""
-    active: bool = torch._C._are_functorch_transforms_active()
-    return active or forward_ad._current_level >= 0
+    return _is_within_transform() or forward_ad._current_level >= 0
 
 
 def attend_in_chunks(lowered: Lowered, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
@@ -172,5 +174,6 @@ def _rows(packed: _Packed, tensors: Tensors, first: int, last: int) -> Tensors:
 def _chunks(call: Call) -> list[tuple[int, int]]:
     """First and last row of each chunk; one of no rows where there are none."""
     batch, heads, q_len, _ = call.q.shape
-    step = max(1, PAIRS // max(1, batch * heads * call.k.shape[2]))
+    pairs = PAIRS.get(call.q.device.type, _PAIRS)
+    step = max(1, pairs // max(1, batch * heads * call.k.shape[2]))
     return [(first, min(first + step, q_len)) for first in range(0, max(1, q_len), step)]

@@ -13,7 +13,9 @@ from attndsl.backends.base import Wants
 from .higher import is_transformed, pull_in_chunks
 
 if TYPE_CHECKING:
-    from attndsl.backends.base import Backend, Call, Gradients
+    from collections.abc import Mapping
+
+    from attndsl.backends.base import Backend, Call, Gradients, Scalar
     from attndsl.pipeline import Lowered
 
     from .recompute import Tensors
@@ -98,14 +100,16 @@ class _Gradients(torch.autograd.Function):
         )
         grad_lse = torch.zeros_like(lse) if grad_lse is None else grad_lse
         ctx.save_for_backward(*inputs, grad_out, grad_lse)
-        # Without q, k, v and captures, which save_for_backward alone may keep.
+        # Tensors are kept by save_for_backward alone, which hooks and checkpointing look into.
         empty = call.q.new_empty(0)
-        ctx.kept = lowered, replace(call, q=empty, k=empty, v=empty, tensors={}), wanted, tensors
+        numbers = {n: None if isinstance(x, torch.Tensor) else x for n, x in call.params.items()}
+        template = replace(call, q=empty, k=empty, v=empty, tensors={}, params={})
+        ctx.kept = lowered, template, numbers, wanted, tensors
         return tuple(x for place in wanted if (x := found[place]) is not None)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        lowered, template, wanted, tensors = ctx.kept
+        lowered, template, numbers, wanted, tensors = ctx.kept
         saved = ctx.saved_tensors
         grad_out_need, grad_lse_need, *input_needs = ctx.needs_input_grad[6:]
         needs = (*input_needs, grad_out_need, grad_lse_need)
@@ -116,9 +120,8 @@ class _Gradients(torch.autograd.Function):
             for place, each in zip(places, some, strict=True):
                 given[place] = each
             *inputs, grad_out, grad_lse = given
-            return pull_in_chunks(
-                lowered, _call(template, tensors, inputs), wanted, grad_out, grad_lse
-            )
+            call = _call(template, tensors, numbers, inputs)
+            return pull_in_chunks(lowered, call, wanted, grad_out, grad_lse)
 
         _, pull = torch.func.vjp(gradients, *(saved[place] for place in places))
         found = dict(zip(places, pull(grads), strict=True))
@@ -128,11 +131,15 @@ class _Gradients(torch.autograd.Function):
         )  # fmt: skip
 
 
-def _call(template: Call, tensors: tuple[str, ...], inputs: list[torch.Tensor]) -> Call:
+def _call(
+    template: Call,
+    tensors: tuple[str, ...],
+    numbers: Mapping[str, Scalar | None],
+    inputs: list[torch.Tensor],
+) -> Call:
+    """``template`` with ``inputs``: q, k, v, captures, then the params whose number is None."""
     q, k, v, *rest = inputs
     each = iter(rest)
     found = {name: next(each) for name in tensors}
-    params = {
-        n: next(each) if isinstance(x, torch.Tensor) else x for n, x in template.params.items()
-    }
+    params = {name: next(each) if number is None else number for name, number in numbers.items()}
     return replace(template, q=q, k=k, v=v, tensors=found, params=params)
