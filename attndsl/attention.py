@@ -474,7 +474,6 @@ class Attention:
             {**self._defaults, **captures},
         )  # fmt: skip
 
-
     def __repr__(self) -> str:
         line = " ".join(self._text.split())
         shown = line if len(line) <= 60 else line[:57] + "..."

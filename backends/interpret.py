@@ -4,14 +4,14 @@ A node's tensor has four dims (batch, query head, query row, key row), each of f
 does not depend on ``kv`` is never computed along it. Bools are ``torch.bool``, ints
 ``torch.int64``, floats the scope's dtype.
 
-Derivatives, of any order, are torch's own, with one rule more: *a zero gradient stays zero*. IEEE gives 0 * inf =
-NaN, so a plain chain of torch operations turns the zero gradient of a pair that is masked out, or
-of the branch that ``where`` did not take, into NaN as soon as it meets ``log`` at 0 or ``sqrt`` of
-a negative. Every operation with a singular or unbounded derivative is therefore wrapped in
-:class:`_ZeroStaysZero`, elementwise and before any sum over a broadcast dim. What is guaranteed:
-where the gradient that reaches an operation's result is 0 at a pair, its operands get exactly 0
-from that pair, whatever the operands are there. A NaN or inf gradient at a live pair, through the
-branch that was taken, is not hidden.
+Derivatives of any order are torch's own, with one rule more: *a zero gradient stays zero*. IEEE
+gives 0 * inf = NaN, so a plain chain of torch operations turns the zero gradient of a pair that is
+masked out, or of the branch that ``where`` did not take, into NaN as soon as it meets ``log`` at 0
+or ``sqrt`` of a negative. Every operation with a singular or unbounded derivative is therefore
+wrapped in :class:`_ZeroStaysZero`, elementwise and before any sum over a broadcast dim. What is
+guaranteed: where the gradient that reaches an operation's result is 0 at a pair, its operands get
+exactly 0 from that pair, whatever the operands are there. A NaN or inf gradient at a live pair,
+through the branch that was taken, is not hidden.
 """
 
 from __future__ import annotations
@@ -213,7 +213,7 @@ class _Slope:
         def of_one(arg: torch.Tensor) -> torch.Tensor:
             return self.function(*args[: self.place], arg, *args[self.place + 1 :])
 
-        _, pull = torch.func.vjp(of_one, args[self.place])
+        pull = torch.func.vjp(of_one, args[self.place])[1]
         (product,) = pull(grad)
         zero = grad == 0
         for number, seed in enumerate(args[: self.seeds - 1]):

@@ -68,9 +68,9 @@ def pull_in_chunks(
     sums: list[torch.Tensor] | None = None
     for first, last in _chunks(call):
         given = _rows(packed, tensors, first, last)
-        pulled = Pulled(_Chunk(lowered, packed, first), wanted, len(given))
+        pull = Pulled(_Chunk(lowered, packed, first), wanted, len(given))
         grads = grad_out[:, :, first:last], grad_lse[:, :, first:last]
-        found = list(recomputed(pulled, *given, *grads))
+        found = list(recomputed(pull, *given, *grads))
         if 0 in wanted:
             rows.append(found.pop(0))
         sums = found if sums is None else [a + b for a, b in zip(sums, found, strict=True)]

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
+from torch.autograd import forward_ad
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -38,11 +39,25 @@ def recomputed(function: Function, *inputs: torch.Tensor) -> Tensors:
     return found
 
 
+def pulled(function: Callable[..., Tensors], inputs: Tensors, grads: Tensors) -> Tensors:
+    """Gradients of ``inputs`` from those of ``function(*inputs)``."""
+    # Two results, as there are no auxiliary ones.
+    pull = torch.func.vjp(function, *inputs)[1]
+    found: Tensors = pull(grads)
+    return found
+
+
 class _Recomputed(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
     def forward(function: Function, *inputs: torch.Tensor) -> Tensors:
+        if forward_ad._current_level >= 0 and not torch._C._are_functorch_transforms_active():
+            # What is inside would carry tangents along, for nothing: they are those of jvp.
+            inputs = tuple(
+                forward_ad.unpack_dual(x).primal if x.is_floating_point() else x  # type: ignore[no-untyped-call]
+                for x in inputs
+            )
         # Autocast would round operands, which are of the dtype to compute in.
         with torch.autocast(inputs[0].device.type, enabled=False):
             return function(*inputs)
@@ -77,20 +92,19 @@ class _Recomputed(torch.autograd.Function):
 
 @dataclass(frozen=True, slots=True)
 class Pulled:
-    """Gradients of the inputs ``wanted`` from ``count`` inputs of ``function`` and its gradients."""
+    """Gradients of some inputs of ``function``, from all inputs and the gradients of results."""
 
     function: Function
     wanted: tuple[int, ...]
+    """Places of those inputs."""
     count: int
+    """How many inputs there are."""
 
     def __call__(self, *args: torch.Tensor) -> Tensors:
         """One gradient for each input that is wanted."""
         inputs, grads = args[: self.count], args[self.count :]
-        _, pull = torch.func.vjp(
-            _of(self.function, self.wanted, inputs), *(inputs[place] for place in self.wanted)
-        )
-        found: Tensors = pull(grads)
-        return found
+        function = _of(self.function, self.wanted, inputs)
+        return pulled(function, tuple(inputs[place] for place in self.wanted), grads)
 
     def pushed(self, moved: tuple[int, ...]) -> Function:
         """See :class:`Function`."""
@@ -114,21 +128,17 @@ class Pushed:
         function = _of(self.function, self.moved, inputs)
 
         def pull(*grads: torch.Tensor) -> Tensors:
-            found: Tensors = torch.func.vjp(function, *(inputs[i] for i in self.moved))[1](grads)
-            return found
+            return pulled(function, tuple(inputs[place] for place in self.moved), grads)
 
-        zeros = (torch.zeros_like(each) for each in self.function(*inputs))
-        found: Tensors = torch.func.vjp(pull, *zeros)[1](tangents)
-        return found
+        zeros = tuple(torch.zeros_like(each) for each in self.function(*inputs))
+        return pulled(pull, zeros, tangents)
 
     def pushed(self, moved: tuple[int, ...]) -> Function:
         """See :class:`Function`."""
         return Pushed(self, moved)
 
 
-def _of(
-    function: Function, places: tuple[int, ...], inputs: Tensors
-) -> Callable[..., Tensors]:
+def _of(function: Function, places: tuple[int, ...], inputs: Tensors) -> Callable[..., Tensors]:
     """``function`` of the inputs at ``places`` alone."""
 
     def of_some(*some: torch.Tensor) -> Tensors:

@@ -11,6 +11,7 @@ import torch
 from attndsl.backends.base import Wants
 
 from .higher import is_transformed, pull_in_chunks
+from .recompute import pulled
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -123,8 +124,8 @@ class _Gradients(torch.autograd.Function):
             call = _call(template, tensors, numbers, inputs)
             return pull_in_chunks(lowered, call, wanted, grad_out, grad_lse)
 
-        _, pull = torch.func.vjp(gradients, *(saved[place] for place in places))
-        found = dict(zip(places, pull(grads), strict=True))
+        parts = pulled(gradients, tuple(saved[place] for place in places), grads)
+        found = dict(zip(places, parts, strict=True))
         count = len(input_needs)
         return (
             *[None] * 6, found.get(count), found.get(count + 1), *map(found.get, range(count)),
