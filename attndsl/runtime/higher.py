@@ -28,12 +28,13 @@ if TYPE_CHECKING:
 
     from .recompute import Tensors
 
-PAIRS = {"cpu": 1 << 20}
-"""Most pairs of a chunk, of all heads and batch entries (as far as one row of queries allows)."""
-_PAIRS = 1 << 23
+CPU_PAIRS = 1 << 19
+"""Most pairs of a chunk, of all heads and batch entries (as far as one row of queries allows); a
+second derivative holds some 80 tensors of that size."""
+_DEVICE_PAIRS = 1 << 22
 """The same on other devices, which take longer to start an operation than to do it."""
-_is_within_transform = torch._C._are_functorch_transforms_active
 _POSITIONS = ("q_offset", "kv_offset", "q_index", "kv_index", "seed")
+_is_within_transform = torch._C._are_functorch_transforms_active
 
 
 def is_transformed() -> bool:
@@ -174,6 +175,6 @@ def _rows(packed: _Packed, tensors: Tensors, first: int, last: int) -> Tensors:
 def _chunks(call: Call) -> list[tuple[int, int]]:
     """First and last row of each chunk; one of no rows where there are none."""
     batch, heads, q_len, _ = call.q.shape
-    pairs = PAIRS.get(call.q.device.type, _PAIRS)
+    pairs = CPU_PAIRS if call.q.device.type == "cpu" else _DEVICE_PAIRS
     step = max(1, pairs // max(1, batch * heads * call.k.shape[2]))
     return [(first, min(first + step, q_len)) for first in range(0, max(1, q_len), step)]

@@ -41,10 +41,8 @@ def recomputed(function: Function, *inputs: torch.Tensor) -> Tensors:
 
 def pulled(function: Callable[..., Tensors], inputs: Tensors, grads: Tensors) -> Tensors:
     """Gradients of ``inputs`` from those of ``function(*inputs)``."""
-    # Two results, as there are no auxiliary ones.
-    pull = torch.func.vjp(function, *inputs)[1]
-    found: Tensors = pull(grads)
-    return found
+    pull: Callable[..., Tensors] = torch.func.vjp(function, *inputs)[1]
+    return pull(grads)
 
 
 class _Recomputed(torch.autograd.Function):

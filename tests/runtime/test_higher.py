@@ -287,7 +287,7 @@ def test_dual_tensors_of_half_types(place):
 
 def test_positions_and_seeds_may_be_tensors(monkeypatch):
     """In several chunks, each with its own rows of an index and of dropout."""
-    monkeypatch.setitem(higher.PAIRS, "cpu", 1)
+    monkeypatch.setattr(higher, "CPU_PAIRS", 1)
     index = torch.tensor([3, 0, 2, 1])
     text = "mask = causal(); weights = dropout(softmax(score), 0.3)"
     attention = attndsl.compile(text, backend="cpu")
@@ -343,7 +343,7 @@ class _Sizes(TorchDispatchMode):
 @pytest.mark.parametrize("way", ["second", "tangent", "func"])
 def test_memory_is_that_of_a_chunk(way, monkeypatch):
     pairs = 1 << 16
-    monkeypatch.setitem(higher.PAIRS, "cpu", pairs)
+    monkeypatch.setattr(higher, "CPU_PAIRS", pairs)
     attention = attndsl.compile(
         "param cap: float; mask = causal(); score = cap * tanh(score / cap)", backend="cpu"
     )
@@ -368,8 +368,8 @@ def test_memory_is_that_of_a_chunk(way, monkeypatch):
         peaks.append(sizes.most)
         # A kernel's spans are of a size of their own; both are far below the matrix.
         assert sizes.largest <= 1 << 19 < 2048 * 2048 // 4
+    # Twice the length: at most twice the memory, which would be four times for matrices.
     assert peaks[1] <= 2.2 * peaks[0]
-    assert peaks[1] < 2048 * 2048 // 2
 
 
 def test_checked_mode_says_that_it_cannot():
