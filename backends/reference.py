@@ -63,7 +63,7 @@ class ReferenceBackend:
         check_meaning(lowered.program)
 
     def forward(self, lowered: Lowered, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
-        """See :class:`~attndsl.backends.base.Backend`; torch differentiates it, once.
+        """See :class:`~attndsl.backends.base.Backend`; torch differentiates it.
 
         Raises:
             ArgumentError: In checked mode, for a lookup out of range at a live pair.

@@ -98,8 +98,12 @@ class _Packed:
         return (*self.tensors, *(n for n, value in self.numbers.items() if value is None))
 
     def call(self, inputs: Tensors, first: int) -> Call:
-        """The call of the rows from ``first``; ``inputs`` are q, k, v, captures, positions."""
-        q, k, v, *rest = inputs
+        """The call of the rows from ``first``, in fp32 for half types, as in kernels.
+
+        ``inputs`` are q, k, v, captures, positions.
+        """
+        q, k, v = map(_wide, inputs[:3])
+        rest = inputs[3:]
         found = dict(zip(self.captures, rest, strict=False))
         fields = dict(self.plain)
         fields |= zip(self.positions, rest[len(found) :], strict=True)
@@ -125,7 +129,8 @@ class _Chunk:
 
     def __call__(self, *inputs: torch.Tensor) -> Tensors:
         program, call = self.lowered.program, self.packed.call(inputs, self.first)
-        return attend_pairs(program, call, dense_pairs(program, call, self.first))
+        out, lse = attend_pairs(program, call, dense_pairs(program, call, self.first))
+        return out.to(inputs[0].dtype), lse
 
     def pushed(self, moved: tuple[int, ...]) -> Function:
         return _ChunkTangent(self, moved)
@@ -144,11 +149,16 @@ class _ChunkTangent:
         call = chunk.packed.call(args[:count], chunk.first)
         names = ("q", "k", "v", *chunk.packed.captures)
         found = {names[i]: each for i, each in zip(self.moved, args[count:], strict=True)}
-        q, k, v = (found.pop(name, None) for name in names[:3])
-        return tangent(chunk.lowered, call, Tangents(q, k, v, found), chunk.first)
+        q, k, v = (_wide(found.pop(name)) if name in found else None for name in names[:3])
+        out, lse = tangent(chunk.lowered, call, Tangents(q, k, v, found), chunk.first)
+        return out.to(args[0].dtype), lse
 
     def pushed(self, moved: tuple[int, ...]) -> Function:
         return Pushed(self, moved)
+
+
+def _wide(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor if tensor.dtype is torch.float64 else tensor.to(torch.float32)
 
 
 def _pack(call: Call) -> tuple[_Packed, Tensors]:
