@@ -49,9 +49,9 @@ def explain(
     rows += [f"  {line}" for line in print_tiles(lowered.sparsity, block_m, block_n).split("\n")]
     try:
         chosen, reason = choose_backend(backend, device, checked)
+        rows.append(f"higher       {_higher(chosen, checked)}")
         rows.append(f"backend      {chosen.name} on {device.type}: {reason}")
         rows += explain_kernels(chosen, lowered, head_dim)
-        rows.append(f"higher       {_higher(chosen, checked)}")
     except BackendError as error:
         rows.append(f"backend      none on {device.type}: {error.message}")
     return "\n".join(rows)
