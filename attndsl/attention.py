@@ -186,10 +186,9 @@ class Attention:
                     verify_call(self._lowered, call, *size, direction)
             if len(self._prepared) >= _MAX_SIGNATURES:
                 self._prepared.clear()
-            template = replace(
-                call, q=q.new_empty(0), k=q.new_empty(0), v=q.new_empty(0), tensors={}, params={},
-                tiles=None,
-            )  # fmt: skip
+            # No q.new_empty(0), which a transform of torch.func would make a tensor of its own.
+            empty = torch.empty(0, dtype=q.dtype, device=q.device)
+            template = replace(call, q=empty, k=empty, v=empty, tensors={}, params={}, tiles=None)
             self._prepared[key] = backend, template, call.q is q and call.k is k and call.v is v
         else:
             backend, template, as_given = prepared

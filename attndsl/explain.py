@@ -49,11 +49,22 @@ def explain(
     rows += [f"  {line}" for line in print_tiles(lowered.sparsity, block_m, block_n).split("\n")]
     try:
         chosen, reason = choose_backend(backend, device, checked)
+        rows.append(f"higher       {_higher(chosen, checked)}")
         rows.append(f"backend      {chosen.name} on {device.type}: {reason}")
         rows += explain_kernels(chosen, lowered, head_dim)
     except BackendError as error:
         rows.append(f"backend      none on {device.type}: {error.message}")
     return "\n".join(rows)
+
+
+def _higher(backend: Backend, checked: bool) -> str:
+    """What runs what kernels do not."""
+    chunks = "torch operations, some rows of queries at a time"
+    if not backend.differentiable:
+        return f"tangents, second derivatives, torch.func: {chunks}"
+    if checked:
+        return "second derivatives: torch's own; no tangents and no torch.func in checked mode"
+    return f"second derivatives: torch's own, dense; tangents, torch.func: {chunks}"
 
 
 def explain_kernels(backend: Backend, lowered: Lowered, head_dim: int) -> list[str]:

@@ -6,7 +6,7 @@ Milakov, N. Gimelshein, arXiv 1805.02867); the backward makes them again from ``
 
 Determinism: every sum is made in one order that depends on shapes and tile kinds alone.
 
-Non-goals: checked mode, second derivatives.
+Non-goals: checked mode, second derivatives (:mod:`attndsl.runtime.higher` has those).
 """
 
 from __future__ import annotations

@@ -4,14 +4,14 @@ A node's tensor has four dims (batch, query head, query row, key row), each of f
 does not depend on ``kv`` is never computed along it. Bools are ``torch.bool``, ints
 ``torch.int64``, floats the scope's dtype.
 
-Gradients are torch's own, with one rule more: *a zero gradient stays zero*. IEEE gives 0 * inf =
-NaN, so a plain chain of torch operations turns the zero gradient of a pair that is masked out, or
-of the branch that ``where`` did not take, into NaN as soon as it meets ``log`` at 0 or ``sqrt`` of
-a negative. Every operation with a singular or unbounded derivative is therefore wrapped in
-:class:`_ZeroStaysZero`, elementwise and before any sum over a broadcast dim. What is guaranteed:
-where the gradient that reaches an operation's result is 0 at a pair, its operands get exactly 0
-from that pair, whatever the operands are there. A NaN or inf gradient at a live pair, through the
-branch that was taken, is not hidden.
+Derivatives of any order are torch's own, with one rule more: *a zero gradient stays zero*. IEEE
+gives 0 * inf = NaN, so a plain chain of torch operations turns the zero gradient of a pair that is
+masked out, or of the branch that ``where`` did not take, into NaN as soon as it meets ``log`` at 0
+or ``sqrt`` of a negative. Every operation with a singular or unbounded derivative is therefore
+wrapped in :class:`_ZeroStaysZero`, elementwise and before any sum over a broadcast dim. What is
+guaranteed: where the gradient that reaches an operation's result is 0 at a pair, its operands get
+exactly 0 from that pair, whatever the operands are there. A NaN or inf gradient at a live pair,
+through the branch that was taken, is not hidden.
 """
 
 from __future__ import annotations
@@ -148,33 +148,90 @@ def check_lookups(roots: tuple[Node, ...], scope: Scope, live: torch.Tensor) -> 
 
 
 class _ZeroStaysZero(torch.autograd.Function):
-    """``function(*args)`` with torch's derivative, except that 0 times any derivative is 0."""
+    """``function(*args)`` with torch's derivative, except that 0 times any derivative is 0.
+
+    Its derivative is made of the same kind again, so the rule holds for those of any order.
+    """
+
+    generate_vmap_rule = True
 
     @staticmethod
-    def forward(
-        ctx: Any, function: Callable[..., torch.Tensor], *args: torch.Tensor
-    ) -> torch.Tensor:
-        ctx.function = function
-        ctx.save_for_backward(*args)
+    def forward(function: Callable[..., torch.Tensor], *args: torch.Tensor) -> torch.Tensor:
         return function(*args)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+        ctx.function, *args = inputs
+        ctx.save_for_backward(*args)
+        ctx.save_for_forward(*args)
+
+    @staticmethod
+    def jvp(ctx: Any, _: None, *tangents: torch.Tensor | None) -> torch.Tensor:
+        inputs = torch.broadcast_tensors(*ctx.saved_tensors)  # type: ignore[no-untyped-call]
+        parts = [
+            _ZeroStaysZero.apply(  # type: ignore[no-untyped-call]
+                _Slope(ctx.function, place), tangent.expand(inputs[0].shape), *inputs
+            )
+            for place, tangent in enumerate(tangents)
+            if tangent is not None
+        ]
+        # Elementwise, so that the derivative is its own transpose.
+        return torch.stack(parts).sum(0)
+
+    @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         args = ctx.saved_tensors
-        needed = [i for i, wanted in enumerate(ctx.needs_input_grad[1:]) if wanted]
-        # Expanded first: a sum over a broadcast dim would mix one pair's NaN into all the others.
-        inputs = [
-            arg.detach().expand(grad.shape).requires_grad_(i in needed)
-            for i, arg in enumerate(args)
-        ]
-        with torch.enable_grad():
-            result = ctx.function(*inputs)
-        parts = torch.autograd.grad(result, [inputs[i] for i in needed], grad)
         grads: list[torch.Tensor | None] = [None] * len(args)
-        for i, part in zip(needed, parts, strict=True):
-            grads[i] = gated(grad, part).sum_to_size(args[i].shape)
+        # Expanded first: a sum over a broadcast dim would mix one pair's NaN into all the others.
+        inputs = [arg.expand(grad.shape) for arg in args]
+        for place, wanted in enumerate(ctx.needs_input_grad[1:]):
+            if wanted:
+                part: torch.Tensor = _ZeroStaysZero.apply(  # type: ignore[no-untyped-call]
+                    _Slope(ctx.function, place), grad, *inputs
+                )
+                grads[place] = part.sum_to_size(args[place].shape)
         return (None, *grads)
+
+
+@dataclass(frozen=True, slots=True)
+class _Slope:
+    """From (gradient, operands of ``function``) to the gradient of operand ``place``; elementwise.
+
+    ``function`` may be a slope itself. The result is linear in the gradient, and in each gradient
+    among the operands but for that at ``place``: 0 where one of them is 0.
+    """
+
+    function: Callable[..., torch.Tensor]
+    place: int
+
+    @property
+    def seeds(self) -> int:
+        """How many of the leading operands are gradients."""
+        return 1 + (self.function.seeds if isinstance(self.function, _Slope) else 0)
+
+    def __call__(self, grad: torch.Tensor, *args: torch.Tensor) -> torch.Tensor:
+        def of_one(arg: torch.Tensor) -> torch.Tensor:
+            return self.function(*args[: self.place], arg, *args[self.place + 1 :])
+
+        pull = torch.func.vjp(of_one, args[self.place])[1]
+        (product,) = pull(grad)
+        zero = grad == 0
+        for number, seed in enumerate(args[: self.seeds - 1]):
+            if number != self.place:
+                zero = zero | (seed == 0)
+        # Not all zeros: the derivative by a gradient that happens to be 0 is none of these.
+        return torch.where(zero & ~product.isfinite(), torch.zeros_like(product), product)
+
+
+def times(seed: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+    """``seed * factor`` where 0 times anything is 0, in derivatives by ``seed`` too, of any order.
+
+    Differentiable, unlike :func:`gated`.
+    """
+    seed, factor = torch.broadcast_tensors(seed, factor)  # type: ignore[no-untyped-call]
+    # The slope of x * factor by x, which does not depend on x.
+    product: torch.Tensor = _ZeroStaysZero.apply(_Slope(torch.mul, 0), seed, factor, factor)  # type: ignore[no-untyped-call]
+    return product
 
 
 def gated(seed: torch.Tensor, product: torch.Tensor) -> torch.Tensor:

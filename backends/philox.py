@@ -53,9 +53,18 @@ def philox4x32(
 
 
 def uniform(
-    seed: int | torch.Tensor, batch: int, heads: int, q_len: int, kv_len: int, device: torch.device
+    seed: int | torch.Tensor,
+    batch: int,
+    heads: int,
+    q_len: int,
+    kv_len: int,
+    device: torch.device,
+    first_row: int = 0,
 ) -> torch.Tensor:
-    """``u`` of every pair: fp32 (batch, heads, q_len, kv_len) in [0, 1), multiples of 2^-24."""
+    """``u`` of every pair: fp32 (batch, heads, q_len, kv_len) in [0, 1), multiples of 2^-24.
+
+    The rows are ``first_row`` and those that follow.
+    """
 
     def steps(count: int, *shape: int) -> torch.Tensor:
         return torch.arange(count, dtype=torch.int64, device=device).reshape(shape) & _LOW
@@ -63,7 +72,7 @@ def uniform(
     fours = -(-kv_len // 4)
     counter = (
         steps(fours, 1, 1, fours),
-        steps(q_len, 1, q_len, 1),
+        steps(q_len, 1, q_len, 1) + first_row,
         steps(batch * heads, batch * heads, 1, 1),
         torch.zeros((1, 1, 1), dtype=torch.int64, device=device),
     )

@@ -21,7 +21,7 @@ What is defined here for all backends:
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,27 +30,14 @@ from attndsl.ir import SCORE, Op, const
 from attndsl.passes.differentiate import vjp
 
 from .base import Gradients, check_meaning
-from .interpret import Scope, check_lookups, clamped_indices, evaluate, gated, scope_of
-from .philox import uniform
+from .dense import Dense, attend_pairs, dense_pairs, group, own_weights, ungroup, where_live
+from .interpret import Scope, check_lookups, clamped_indices, evaluate, gated
 
 if TYPE_CHECKING:
     from attndsl.ir import Node, Program
     from attndsl.pipeline import Lowered
 
     from .base import Call, Wants
-
-
-@dataclass(frozen=True, slots=True)
-class _Dense:
-    """All pairs of a call, up to the final score. Tensors are (batch, heads, q_len, kv_len)."""
-
-    scope: Scope
-    """Leaves, with the raw score."""
-    live: torch.Tensor | None
-    score: torch.Tensor
-    """Final, and -inf at dead pairs."""
-    keep: torch.Tensor | None
-    """Factor of each weight that dropout gives; broadcasts."""
 
 
 class ReferenceBackend:
@@ -76,21 +63,13 @@ class ReferenceBackend:
         check_meaning(lowered.program)
 
     def forward(self, lowered: Lowered, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
-        """See :class:`~attndsl.backends.base.Backend`; torch differentiates it, once.
+        """See :class:`~attndsl.backends.base.Backend`; torch differentiates it.
 
         Raises:
             ArgumentError: In checked mode, for a lookup out of range at a live pair.
         """
         program = lowered.program
-        dense = self._dense(program, call)
-        if program.weights is None:
-            weights, lse = _softmax(program, dense)
-        else:
-            weights = _own_weights(program.weights, dense)
-            lse = _liveness(dense).to(dense.score.dtype).log()
-        if dense.keep is not None:
-            weights = weights * dense.keep
-        out = _ungroup(_group(weights.to(call.v.dtype), call) @ call.v, call)
+        out, lse = attend_pairs(program, call, self._dense(program, call))
         inputs = (call.q, call.k, call.v, *call.tensors.values(), *call.params.values())
         anchors = [x for x in inputs if isinstance(x, torch.Tensor) and x.requires_grad]
         if anchors and torch.is_grad_enabled():
@@ -132,7 +111,7 @@ class ReferenceBackend:
         scope, work = dense.scope, dense.score.dtype
         final = replace(scope, score=dense.score)
         sums = _Sums(call, wants, work)
-        d_kept = _ungroup(_group(grad_out, call) @ call.v.mT, call).to(work)
+        d_kept = ungroup(group(grad_out, call) @ call.v.mT, call).to(work)
         d_weights = d_kept if dense.keep is None else d_kept * dense.keep
         if program.weights is None:
             denominator = torch.where(lse == -torch.inf, torch.inf, lse).unsqueeze(-1)
@@ -146,8 +125,8 @@ class ReferenceBackend:
                 d_sink = -torch.exp(sink - denominator) * delta.unsqueeze(-1)
                 sums.add_root(program.sink, d_sink, scope)
         else:
-            weights = _own_weights(program.weights, dense)
-            d_own = _where_live(dense.live, d_weights, 0.0)
+            weights = own_weights(program.weights, dense)
+            d_own = where_live(dense.live, d_weights, 0.0)
             sums.add_root(program.weights, d_own, final)
             slopes = vjp(program.weights, const(1.0))
             (slope,) = evaluate((slopes.get(SCORE, const(0.0)),), final)
@@ -158,96 +137,31 @@ class ReferenceBackend:
             inside = (p >= 0) & (p < 1)
             d_p = torch.where(inside, d_kept * weights * dense.keep**2, 0.0)
             sums.add_root(program.dropout, d_p, scope)
-        d_score = _where_live(dense.live, d_score, 0.0)
+        d_score = where_live(dense.live, d_score, 0.0)
         for item in derivative.tensors:
             sums.add_tensor(item.load, item.factor, d_score, scope)
         for part in derivative.params:
             sums.add_param(part.name, part.factor, d_score, scope)
         (slope,) = evaluate((derivative.score,), scope)
-        d_raw = _group((gated(d_score, d_score * slope) * call.scale).to(call.q.dtype), call)
+        d_raw = group((gated(d_score, d_score * slope) * call.scale).to(call.q.dtype), call)
         kept = weights if dense.keep is None else weights * dense.keep
         return Gradients(
-            q=_ungroup(d_raw @ call.k, call) if wants.q else None,
-            k=d_raw.mT @ _group(call.q, call) if wants.k else None,
-            v=_group(kept.to(call.v.dtype), call).mT @ _group(grad_out, call) if wants.v else None,
+            q=ungroup(d_raw @ call.k, call) if wants.q else None,
+            k=d_raw.mT @ group(call.q, call) if wants.k else None,
+            v=group(kept.to(call.v.dtype), call).mT @ group(grad_out, call) if wants.v else None,
             tensors={
                 name: sums.tensors[name].to(call.tensors[name].dtype) for name in wants.tensors
             },
             params={name: sums.param(name) for name in wants.params},
         )
 
-    def _dense(self, program: Program, call: Call) -> _Dense:
-        work = torch.float64 if call.q.dtype is torch.float64 else torch.float32
-        raw = _ungroup(_group(call.q, call) @ call.k.mT, call).to(work) * call.scale
-        scope = scope_of(call, raw)
-        live = None
-        if program.mask is not None:
-            with torch.no_grad():
-                (live,) = evaluate((program.mask,), scope)
+    def _dense(self, program: Program, call: Call) -> Dense:
+        dense = dense_pairs(program, call)
         if self.checked:
-            everywhere = torch.ones_like(raw, dtype=torch.bool)
-            check_lookups(program.roots(), scope, everywhere if live is None else everywhere & live)
-        (score,) = evaluate((program.score,), scope)
-        keep = None
-        if program.dropout is not None:
-            batch, heads, q_len, kv_len = raw.shape
-            (p,) = evaluate((program.dropout,), scope)
-            drawn = uniform(call.seed, batch, heads, q_len, kv_len, raw.device)
-            p = p.clamp(0.0, 1.0)
-            kept = (drawn >= p.to(torch.float32)) & (p < 1)
-            keep = torch.where(kept, 1 / torch.where(kept, 1 - p, 1.0), 0.0)
-        return _Dense(scope, live, _where_live(live, score, -torch.inf).expand(raw.shape), keep)
-
-
-def _group(rows: torch.Tensor, call: Call) -> torch.Tensor:
-    """(batch, heads, q_len, n) as (batch, kv_heads, group * q_len, n): a matrix for each of k's."""
-    batch, heads, q_len, width = rows.shape
-    kv_heads = call.k.shape[1]
-    group = heads // max(1, kv_heads)
-    return rows if group == 1 else rows.reshape(batch, kv_heads, group * q_len, width)
-
-
-def _ungroup(rows: torch.Tensor, call: Call) -> torch.Tensor:
-    batch, heads, q_len, _ = call.q.shape
-    return rows.reshape(batch, heads, q_len, rows.shape[-1])
-
-
-def _where_live(live: torch.Tensor | None, value: torch.Tensor, other: float) -> torch.Tensor:
-    return value if live is None else torch.where(live, value, other)
-
-
-def _liveness(dense: _Dense) -> torch.Tensor:
-    """Bool (batch, heads, q_len): rows with a live pair."""
-    shape = dense.score.shape
-    if dense.live is None:
-        return torch.full(shape[:-1], shape[-1] > 0, dtype=torch.bool, device=dense.score.device)
-    return dense.live.expand(shape).any(-1)
-
-
-def _softmax(program: Program, dense: _Dense) -> tuple[torch.Tensor, torch.Tensor]:
-    """Weights and lse, with finite gradients for rows with no live pair."""
-    score = dense.score
-    rows = (*score.shape[:-1], 1)
-    floor = score.new_full(rows, -torch.inf)
-    peak = score.detach().amax(-1, keepdim=True) if score.shape[-1] else floor
-    dead = peak == -torch.inf
-    sink = None
-    if program.sink is not None:
-        (sink,) = evaluate((program.sink,), dense.scope)
-        peak = torch.maximum(peak, sink.detach())
-    shift = torch.where(dead, 0.0, peak)
-    powers = torch.exp(score - shift)
-    total = powers.sum(-1, keepdim=True)
-    if sink is not None:
-        total = total + torch.exp(torch.where(dead, -torch.inf, sink - shift))
-    total = torch.where(dead, 1.0, total)
-    lse = torch.where(dead, -torch.inf, shift + torch.log(total))
-    return powers / total, lse.squeeze(-1)
-
-
-def _own_weights(root: Node, dense: _Dense) -> torch.Tensor:
-    (weights,) = evaluate((root,), replace(dense.scope, score=dense.score))
-    return _where_live(dense.live, weights, 0.0).expand(dense.score.shape)
+            everywhere = torch.ones_like(dense.score, dtype=torch.bool)
+            live = everywhere if dense.live is None else everywhere & dense.live
+            check_lookups(program.roots(), dense.scope, live)
+        return dense
 
 
 class _Anchor(torch.autograd.Function):

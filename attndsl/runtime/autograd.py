@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from attndsl.backends.base import Call, Wants
+from attndsl.backends.base import Call
+from attndsl.backends.reference import ReferenceBackend
+from attndsl.errors import UnsupportedError
+
+from .higher import attend_in_chunks, is_transformed
+from .second import differentiable_gradients, in_order, wants_of
 
 if TYPE_CHECKING:
     from attndsl.backends.base import Backend, Scalar
@@ -19,8 +23,19 @@ def attend(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """``out`` or ``(out, lse)`` of ``call``.
 
-    Both are differentiable in q, k, v, float captures and float params.
+    Both are differentiable in q, k, v, float captures and float params, any number of times.
+
+    Raises:
+        UnsupportedError: Checked mode, with tangents or within a transform of ``torch.func``.
     """
+    if is_transformed():
+        if isinstance(backend, ReferenceBackend) and backend.checked:
+            raise UnsupportedError(
+                "checked mode looks at values, which forward mode and torch.func do not show",
+                hint="compile the program with checked=False",
+            )
+        both = attend_in_chunks(lowered, call)
+        return both if return_lse else both[0]
     if not backend.differentiable and torch.is_grad_enabled() and _needs_grad(call):
         given = [p for p in call.params.values() if isinstance(p, torch.Tensor)]
         found: torch.Tensor | tuple[torch.Tensor, torch.Tensor] = _Attend.apply(  # type: ignore[no-untyped-call]
@@ -66,7 +81,6 @@ class _Attend(torch.autograd.Function):
         return (out, lse) if return_lse else out
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(
         ctx: Any, grad_out: torch.Tensor | None, grad_lse: torch.Tensor | None = None
     ) -> tuple[torch.Tensor | None, ...]:
@@ -76,34 +90,16 @@ class _Attend(torch.autograd.Function):
         if grad_out is None and grad_lse is None:
             return (None,) * (7 + len(tensor_names) + len(given_names))
         call = _restore(plain, tensor_names, params, inputs)
-        gradients = backend.backward(
-            lowered,
-            call,
-            out,
-            lse,
-            torch.zeros_like(out) if grad_out is None else grad_out,
-            grad_lse,
-            _wants(ctx.needs_input_grad[4:], tensor_names, given_names),
-        )
-        found = {**gradients.tensors, **gradients.params}
-        return (
-            None,
-            None,
-            None,
-            None,
-            gradients.q,
-            gradients.k,
-            gradients.v,
-            *(found.get(name) for name in (*tensor_names, *given_names)),
-        )
-
-
-@lru_cache(maxsize=256)
-def _wants(needs: tuple[bool, ...], tensors: tuple[str, ...], params: tuple[str, ...]) -> Wants:
-    """What to compute; ``needs`` is in the order q, k, v, tensors, params."""
-    q, k, v, *rest = needs
-    captures = {name for name, need in zip((*tensors, *params), rest, strict=True) if need}
-    return Wants(q, k, v, frozenset(captures & {*tensors}), frozenset(captures & {*params}))
+        if grad_out is None:
+            grad_out = torch.zeros_like(out)
+        needs = ctx.needs_input_grad[4:]
+        if torch.is_grad_enabled() or is_transformed():
+            return (None,) * 4 + differentiable_gradients(
+                backend, lowered, call, needs, out, lse, grad_out, grad_lse
+            )
+        wants = wants_of(needs, tensor_names, given_names)
+        found = backend.backward(lowered, call, out, lse, grad_out, grad_lse, wants)
+        return (None,) * 4 + in_order(found, tensor_names, given_names)
 
 
 def _restore(

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from attndsl.backends.base import Call, Wants
+from attndsl.errors import UnsupportedError
 from attndsl.ir import DType
 
 from .arguments import bind_dims
@@ -220,6 +221,13 @@ def _autograd(ctx: Any, grad_out: Any, grad_lse: Any) -> tuple[Any, ...]:
     )
 
 
+def _no_second(ctx: Any, *grads: Any) -> tuple[Any, ...]:
+    raise UnsupportedError(
+        "graphs of torch.compile have no second derivatives of a call",
+        hint="call the program outside of torch.compile where create_graph=True is used",
+    )
+
+
 for _name, _kernel, _fake in (
     ("forward", _forward, _fake_forward),
     ("backward", _backward, _fake_backward),
@@ -227,3 +235,5 @@ for _name, _kernel, _fake in (
     _LIBRARY.impl(_name, _kernel, "CompositeExplicitAutograd")
     torch.library.register_fake(f"attndsl::{_name}", _fake, lib=_LIBRARY)
 torch.library.register_autograd("attndsl::forward", _autograd, setup_context=_setup, lib=_LIBRARY)
+# Without it torch would take second derivatives to be zero.
+torch.library.register_autograd("attndsl::backward", _no_second, lib=_LIBRARY)

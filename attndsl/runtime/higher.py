@@ -1,0 +1,190 @@
+"""Tangents, second derivatives and ``torch.func`` transforms of calls, on every backend.
+
+Calls that need these are made of torch operations on some rows of queries at a time, all made again
+for each derivative (:mod:`.recompute`): memory is proportional to the lengths.
+
+Non-goals: skipping dead tiles; speed beside the kernels.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.autograd import forward_ad
+
+from attndsl.backends.base import Call
+from attndsl.backends.dense import attend_pairs, dense_pairs
+from attndsl.backends.tangent import Tangents, tangent
+
+from .recompute import Function, Pulled, Pushed, recomputed
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from attndsl.backends.base import Scalar
+    from attndsl.pipeline import Lowered
+
+    from .recompute import Tensors
+
+CPU_PAIRS = 1 << 19
+"""Most pairs of a chunk, of all heads and batch entries (as far as one row of queries allows); a
+second derivative holds some 80 tensors of that size."""
+_DEVICE_PAIRS = 1 << 22
+"""The same on other devices, which take longer to start an operation than to do it."""
+_POSITIONS = ("q_offset", "kv_offset", "q_index", "kv_index", "seed")
+_is_within_transform = torch._C._are_functorch_transforms_active
+
+
+def is_transformed() -> bool:
+    """Whether tangents or a ``torch.func`` transform may be about, which kernels cannot see."""
+    return _is_within_transform() or forward_ad._current_level >= 0
+
+
+def attend_in_chunks(lowered: Lowered, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
+    """``(out, lse)``, differentiable in every mode and any number of times."""
+    packed, tensors = _pack(call)
+    parts = [
+        recomputed(_Chunk(lowered, packed, first), *_rows(packed, tensors, first, last))
+        for first, last in _chunks(call)
+    ]
+    out, lse = (torch.cat(each, 2) for each in zip(*parts, strict=True))
+    return out, lse
+
+
+def pull_in_chunks(
+    lowered: Lowered,
+    call: Call,
+    wanted: tuple[int, ...],
+    grad_out: torch.Tensor,
+    grad_lse: torch.Tensor,
+) -> Tensors:
+    """Gradients of the inputs at ``wanted``, differentiable like :func:`attend_in_chunks`.
+
+    Inputs are counted in the order q, k, v, tensors, params that are tensors.
+    """
+    packed, tensors = _pack(call)
+    rows: list[torch.Tensor] = []
+    sums: list[torch.Tensor] | None = None
+    for first, last in _chunks(call):
+        given = _rows(packed, tensors, first, last)
+        pull = Pulled(_Chunk(lowered, packed, first), wanted, len(given))
+        grads = grad_out[:, :, first:last], grad_lse[:, :, first:last]
+        found = list(recomputed(pull, *given, *grads))
+        if 0 in wanted:
+            rows.append(found.pop(0))
+        sums = found if sums is None else [a + b for a, b in zip(sums, found, strict=True)]
+    assert sums is not None, "a call has at least one chunk"
+    return (*([torch.cat(rows, 2)] if rows else []), *sums)
+
+
+@dataclass(frozen=True, slots=True)
+class _Packed:
+    """A call without tensors, and where they go."""
+
+    plain: Mapping[str, Any]
+    """Fields of the call that hold no tensors."""
+    numbers: Mapping[str, Scalar | None]
+    """Params; None for those that are tensors."""
+    tensors: tuple[str, ...]
+    """Names of the captured tensors."""
+    positions: tuple[str, ...]
+    """Fields of the call that are tensors, beside q, k and v."""
+
+    @property
+    def captures(self) -> tuple[str, ...]:
+        """Names of the tensors and of the params that are tensors, as they stand behind v."""
+        return (*self.tensors, *(n for n, value in self.numbers.items() if value is None))
+
+    def call(self, inputs: Tensors, first: int) -> Call:
+        """The call of the rows from ``first``, in fp32 for half types, as in kernels.
+
+        ``inputs`` are q, k, v, captures, positions.
+        """
+        q, k, v = map(_wide, inputs[:3])
+        rest = inputs[3:]
+        found = dict(zip(self.captures, rest, strict=False))
+        fields = dict(self.plain)
+        fields |= zip(self.positions, rest[len(found) :], strict=True)
+        if "q_index" not in self.positions:
+            fields["q_offset"] = fields["q_offset"] + first
+        return Call(
+            q,
+            k,
+            v,
+            tensors={name: found[name] for name in self.tensors},
+            params={n: found[n] if x is None else x for n, x in self.numbers.items()},
+            **fields,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Chunk:
+    """``out`` and ``lse`` of the rows from ``first``."""
+
+    lowered: Lowered
+    packed: _Packed
+    first: int
+
+    def __call__(self, *inputs: torch.Tensor) -> Tensors:
+        program, call = self.lowered.program, self.packed.call(inputs, self.first)
+        out, lse = attend_pairs(program, call, dense_pairs(program, call, self.first))
+        return out.to(inputs[0].dtype), lse
+
+    def pushed(self, moved: tuple[int, ...]) -> Function:
+        return _ChunkTangent(self, moved)
+
+
+@dataclass(frozen=True, slots=True)
+class _ChunkTangent:
+    """Tangents of a chunk's results, by the program's symbolic derivative."""
+
+    chunk: _Chunk
+    moved: tuple[int, ...]
+
+    def __call__(self, *args: torch.Tensor) -> Tensors:
+        chunk = self.chunk
+        count = len(args) - len(self.moved)
+        call = chunk.packed.call(args[:count], chunk.first)
+        names = ("q", "k", "v", *chunk.packed.captures)
+        found = {names[i]: each for i, each in zip(self.moved, args[count:], strict=True)}
+        q, k, v = (_wide(found.pop(name)) if name in found else None for name in names[:3])
+        out, lse = tangent(chunk.lowered, call, Tangents(q, k, v, found), chunk.first)
+        return out.to(args[0].dtype), lse
+
+    def pushed(self, moved: tuple[int, ...]) -> Function:
+        return Pushed(self, moved)
+
+
+def _wide(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor if tensor.dtype is torch.float64 else tensor.to(torch.float32)
+
+
+def _pack(call: Call) -> tuple[_Packed, Tensors]:
+    """``call`` in two parts: what is no tensor, and the tensors."""
+    numbers = {n: None if isinstance(x, torch.Tensor) else x for n, x in call.params.items()}
+    given = [x for x in call.params.values() if isinstance(x, torch.Tensor)]
+    plain = {"scale": call.scale, "sizes": call.sizes}
+    placed = {name: getattr(call, name) for name in _POSITIONS}
+    moved = {name: x for name, x in placed.items() if isinstance(x, torch.Tensor)}
+    plain |= {name: x for name, x in placed.items() if name not in moved}
+    packed = _Packed(plain, numbers, tuple(call.tensors), tuple(moved))
+    return packed, (call.q, call.k, call.v, *call.tensors.values(), *given, *moved.values())
+
+
+def _rows(packed: _Packed, tensors: Tensors, first: int, last: int) -> Tensors:
+    """``tensors`` for the queries from ``first`` to ``last``."""
+    q, *rest = tensors
+    if "q_index" in packed.positions:
+        place = len(rest) - len(packed.positions) + packed.positions.index("q_index")
+        rest[place] = rest[place][first:last]
+    return (q[:, :, first:last], *rest)
+
+
+def _chunks(call: Call) -> list[tuple[int, int]]:
+    """First and last row of each chunk; one of no rows where there are none."""
+    batch, heads, q_len, _ = call.q.shape
+    pairs = CPU_PAIRS if call.q.device.type == "cpu" else _DEVICE_PAIRS
+    step = max(1, pairs // max(1, batch * heads * call.k.shape[2]))
+    return [(first, min(first + step, q_len)) for first in range(0, max(1, q_len), step)]
