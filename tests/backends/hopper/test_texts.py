@@ -90,8 +90,9 @@ REFUSED = {
     "wide values": ("forward", {"value_dim": 512}, "the Hopper forward takes head dims up to 256"),
     "wide backward": ("backward", {"head_dim": 264}, "the Hopper backward takes head dims up to 2"),
     "odd rows": ("backward", {"head_dim": 36}, "multiples of 16 bytes"),
-    "captures": (
-        "backward", {"gain": torch.ones(2, requires_grad=True)}, "no gradients of captured tensors",
+    "wide captures": (
+        "backward", {"gain": torch.ones(2, requires_grad=True), "head_dim": 136},
+        "gradients of captured tensors are added up at head dims up to 128",
     ),
 }  # fmt: skip
 
@@ -112,8 +113,11 @@ def test_a_forward_has_a_text_whatever_its_gradients():
     text = attndsl.compile(GAIN).source(backend="hopper")
     assert attndsl.compile(GAIN, gain=gain).source("forward", backend="hopper")
     assert attndsl.compile(GAIN).source(backend="hopper", gain=gain) == text
+    learning = attndsl.compile(GAIN, gain=gain)
     with pytest.raises(errors.UnsupportedError, match="captured"):
-        attndsl.compile(GAIN, gain=gain).source("backward", backend="hopper")
+        learning.source("backward", backend="hopper", head_dim=256)
+    backward = attndsl.compile(GAIN).source("backward", backend="hopper")
+    assert learning.source("backward", backend="hopper") != backward
 
 
 @pytest.mark.parametrize("backend", ["triton", "hopper"])
@@ -150,15 +154,32 @@ def test_explanation_of_a_plain_program():
 
 
 def test_explanation_of_captures():
-    learned = "param c: float; param n: int; tensor t[kv_len]: float; mask = q - kv < n\n"
-    for text, names in ((GAIN, "gain"), (learned + "score = c * score + t[kv]", "t, c")):
+    parts = "param c: float; param n: int; tensor t[kv_len]: float; mask = q - kv < n\n"
+    reason = "gradients inside a function of the score are added up pair by pair"
+    for text, names in (
+        ("tensor gain[kv_len]: float; score = tanh(gain[kv] * score)", "gain"),
+        (parts + "score = tanh(c * score + t[kv])", "t, c"),
+    ):
         lines = lines_of(text, 128)
-        reason = "the Hopper backward makes no gradients of captured tensors"
         assert lines[-2:] == [
             f"    with gradients of {names}: triton kernels ({reason})",
             DETERMINISTIC,
         ]
         assert sum("gradients of" in line for line in lines) == 1
+
+
+def test_explanation_of_captures_that_hopper_kernels_add_up():
+    factor = "gradients of a factor need slopes of a wider range than fp16 has"
+    assert lines_of(GAIN, 128)[-2:] == [
+        f"    with gradients of gain in fp16: triton kernels ({factor})",
+        DETERMINISTIC,
+    ]
+    column = "tensor t[kv_len]: float; score = score + t[kv]"
+    assert lines_of(column, 128)[-2:] == [FP32, DETERMINISTIC]
+    wide = "gradients of captured tensors are added up at head dims up to 128"
+    for text, name in ((GAIN, "gain"), (column, "t")):
+        found = [line for line in lines_of(text, 192) if "gradients of" in line]
+        assert found == [f"    with gradients of {name}: triton kernels ({wide})"]
 
 
 @pytest.mark.parametrize("head_dim", [264, 512])
