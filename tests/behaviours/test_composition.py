@@ -128,6 +128,8 @@ def test_dropout_in_a_graph_is_drawn_at_each_run(place):
     # dV are the weights, transposed, summed over the rows that come back.
     (grad,) = torch.autograd.grad(first, v, torch.eye(q.shape[2], device=v.device).expand_as(first))
     torch.testing.assert_close(grad, first.mT, atol=1e-2, rtol=1e-2)
+
+
 def test_learned_params_beside_numbers_compile_to_one_graph():
     torch._dynamo.reset()
     attention = attndsl.compile(
