@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from attndsl.backends.base import Scalar
     from attndsl.frontend.declare import Declared
+    from attndsl.ir import ParamDecl, TensorDecl
 
 __all__ = ["Attention", "compile", "load", "verify"]
 
@@ -83,7 +84,8 @@ def compile(  # noqa: A001
     checked = read_settings().checked if checked is None else checked
     attention = Attention(spec, text, backend, checked, defaults)
     program = attention.lowered.program
-    for decl in (*program.tensors, *program.params):
+    declared_here: list[TensorDecl | ParamDecl] = [*program.tensors, *program.params]
+    for decl in declared_here:
         if decl.name in _CALL_KEYWORDS and decl.name not in defaults:
             raise NameResolutionError(
                 f"'{decl.name}' is an argument of every call and cannot be given as a capture",

@@ -136,7 +136,8 @@ class HopperBackend(TritonBackend):
                     padded // 32 * batch * heads, stream,
                     [*addresses(sums, dq), call.scale, q_len],
                 )  # fmt: skip
-        tensors, params = {}, {}
+        tensors: dict[str, torch.Tensor] = {}
+        params: dict[str, torch.Tensor] = {}
         if wants.tensors or wants.params:
             tensors, params = gradients_of_parts(
                 lowered, call, learned, wants, lse, delta, grad_lse, factors, columns
