@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from attndsl.attention import Attention
 from attndsl.config import read_config
-from attndsl.errors import ArgumentError
+from attndsl.errors import ArgumentError, NameResolutionError
 from attndsl.frontend.declare import Bound, ParamSpec, TensorSpec
 from attndsl.runtime.dispatch import check_backend_name
 from attndsl.runtime.programs import make_spec
@@ -21,8 +22,11 @@ if TYPE_CHECKING:
 
     from attndsl.backends.base import Scalar
     from attndsl.frontend.declare import Declared
+    from attndsl.ir import ParamDecl, TensorDecl
 
 __all__ = ["Attention", "compile", "load", "verify"]
+
+_CALL_KEYWORDS = frozenset(inspect.signature(Attention.__call__).parameters)
 
 
 def compile(  # noqa: A001
@@ -39,7 +43,8 @@ def compile(  # noqa: A001
 
     Args:
         text: The program, in the language of ``docs/language.md``.
-        backend: ``auto`` (Triton on GPUs, the reference on CPUs), ``reference`` or ``triton``.
+        backend: ``auto`` (``hopper`` or ``triton`` on GPUs, ``cpu`` on CPUs), one of these, or
+            ``reference``.
         name: What errors call the text, such as a file's name.
         checked: Whether out-of-range lookups of live pairs are errors (reference backend only);
             by default what ``ATTNDSL_CHECKED`` says.
@@ -77,7 +82,17 @@ def compile(  # noqa: A001
             defaults[key] = value
     spec = make_spec(text, name, first_line, declared, bool(exact))
     checked = read_settings().checked if checked is None else checked
-    return Attention(spec, text, backend, checked, defaults)
+    attention = Attention(spec, text, backend, checked, defaults)
+    program = attention.lowered.program
+    declared_here: list[TensorDecl | ParamDecl] = [*program.tensors, *program.params]
+    for decl in declared_here:
+        if decl.name in _CALL_KEYWORDS and decl.name not in defaults:
+            raise NameResolutionError(
+                f"'{decl.name}' is an argument of every call and cannot be given as a capture",
+                decl.span,
+                "choose another name",
+            )
+    return attention
 
 
 def load(

@@ -170,6 +170,7 @@ class Attention:
             q.shape, q.stride(), q.dtype, q.device, k.shape, k.stride(), k.dtype, k.device,
             v.shape, v.stride(), v.dtype, v.device, kind_of(q_offset), kind_of(kv_offset),
             kind_of(q_index), kind_of(kv_index), kind_of(seed), deterministic, tiles_key(tiles),
+            type(scale),
             *[(n, kind_of(c)) for n, c in captures.items()],
         )  # fmt: skip
         prepared = self._prepared.get(key)
@@ -197,7 +198,7 @@ class Attention:
                 q if as_given else rows_contiguous(q),
                 k if as_given else rows_contiguous(k),
                 v if as_given else rows_contiguous(v),
-                q.shape[3] ** -0.5 if scale is None else scale,
+                q.shape[3] ** -0.5 if scale is None else float(scale),
                 template.sizes,
                 {decl.name: captures[decl.name] for decl in program.tensors},  # type: ignore[misc]
                 {decl.name: captures.get(decl.name, decl.default) for decl in program.params},  # type: ignore[misc]

@@ -91,7 +91,7 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
             ArgumentError: ``is_causal`` without ``attn_mask``.
             UnsupportedError: Nested inputs with masks or ``need_weights``.
         """
-        _check_inputs(self, query, key, value)
+        _check_inputs(self, query, key, value, attn_mask, key_padding_mask)
         if is_causal and attn_mask is None:
             raise ArgumentError(
                 "is_causal is True and attn_mask is None",
@@ -189,9 +189,14 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
 
 
 def _check_inputs(
-    module: MultiheadAttention, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    module: MultiheadAttention,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None,
+    key_padding_mask: torch.Tensor | None,
 ) -> None:
-    """Refuse inputs that are not of one rank and batch, or not of the module's widths."""
+    """Refuse inputs not of one rank and batch or the module's widths, and masks of other types."""
     for name, x, width in (
         ("query", query, module.embed_dim),
         ("key", key, module.kdim),
@@ -212,6 +217,11 @@ def _check_inputs(
             raise ArgumentError(
                 f"{name} is {'' if x.is_nested else 'not '}nested, unlike query",
                 hint="pass all three nested, or none",
+            )
+    for name, mask in (("attn_mask", attn_mask), ("key_padding_mask", key_padding_mask)):
+        if mask is not None and not isinstance(mask, torch.Tensor):
+            raise ArgumentError(
+                f"{name} is a {type(mask).__name__}", hint="pass a bool or float tensor, or None"
             )
     if query.is_nested:
         return
@@ -247,16 +257,18 @@ def _captures(
         extra: Keys at the end that every query sees.
         device: That of the query.
     """
-    batch, heads, _, kv_len = full
+    batch, heads, q_len, kv_len = full
     found = []
     if attn_mask is not None:
+        pairs = (q_len, kv_len - extra)
+        if tuple(attn_mask.shape) not in (pairs, (batch * heads, *pairs)):
+            raise ShapeError(
+                f"attn_mask has shape {tuple(attn_mask.shape)}",
+                hint=f"it is (L, S) = {pairs}, or (N * num_heads, L, S) = "
+                f"{(batch * heads, *pairs)}",
+            )
         mask = functional.pad(attn_mask, (0, extra)) if extra else attn_mask
         if mask.dim() == _BATCHED:
-            if mask.shape[0] != batch * heads:
-                raise ShapeError(
-                    f"attn_mask has shape {tuple(attn_mask.shape)}",
-                    hint=f"its first dim is N * num_heads = {batch * heads}; (L, S) serves all",
-                )
             mask = mask.reshape(batch, heads, *mask.shape[1:])
         found.append(capture_mask("attn_mask", mask, full, device, "dead"))
     if key_padding_mask is not None:

@@ -60,6 +60,12 @@ _MANY = (
     "test_head_dims[",
     "test_masks_against",
     "test_every_form[",
+    "test_skipped_tiles_change_nothing[",
+    "test_offsets[",
+    "test_documents[",
+    "test_captured_masks[",
+    "test_learned_biases[",
+    "test_compiles_to_one_graph[",
 )
 _MANY_HERE = (
     "q-padded",
@@ -72,13 +78,34 @@ _MANY_HERE = (
     "-anti]",
     "-sparse bias]",
     "-range]",
+    "-neighbourhood]",
+    "-block diagonal]",
+    "-nothing]",
+    "-some rows]",
+    "-bits]",
+    "-scores]",
+    "-param]",
+    "-flag]",
+    "-offsets1]",
+    "-offsets2]",
+    "-True]",
+    "-nested]",
+    "-thresholds]",
+    "-flags]",
+    "-table]",
+    "-b_h_q_kv]",
+    "-relative]",
+    "-rows]",
+    "-columns]",
+    "-twice]",
+    "-aot_eager]",
 )
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Leave most of the larger grids of interpreted kernels, a second a test, to ``-m slow``.
 
-    What differs by dtype, length or layout is covered by those that stay, and by GPUs.
+    What differs by dtype, length, layout or mask is covered by those that stay, and by GPUs.
     """
     for item in items:
         for some, here in ((_HALVES, _HALVES_HERE), (_MANY, _MANY_HERE)):

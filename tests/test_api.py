@@ -34,6 +34,28 @@ def test_no_call_decides_the_scale_of_another():
         torch.testing.assert_close(found, attndsl.compile("causal()")(q, k, v, scale=scale))
 
 
+@pytest.mark.parametrize("scale", ["0.5", torch.tensor(0.5)])
+def test_a_scale_is_a_number_in_every_call(scale):
+    q, k, v = (torch.randn(1, 2, 8, 16) for _ in range(3))
+    attention = attndsl.compile("causal()")
+    attention(q, k, v, scale=0.25)
+    with pytest.raises(errors.ArgumentError, match=f"scale is a {type(scale).__name__}") as caught:
+        attention(q, k, v, scale=scale)
+    assert "pass a number" in caught.value.hint
+
+
+@pytest.mark.parametrize("name", ["self", "k", "scale", "seed", "tiles"])
+def test_captures_are_not_called_like_arguments_of_calls(name):
+    program = f"score = score * 2; tensor {name}[heads]: float; mask = {name}[h] > 0"
+    with pytest.raises(errors.NameResolutionError, match=f"'{name}' is an argument") as caught:
+        attndsl.compile(program)
+    assert caught.value.span is not None
+    # By compile() its value can be given.
+    q = torch.randn(1, 2, 4, 8)
+    if name != "self":
+        assert attndsl.compile(program, **{name: torch.ones(2)})(q, q, q).shape == q.shape
+
+
 def test_importing_is_light() -> None:
     script = (
         "import sys, attndsl\n"

@@ -340,11 +340,25 @@ REFUSALS = {
     "hint": ({"is_causal": True}, ArgumentError, "is_causal is True and attn_mask is None", "hint"),
     "mask": (
         {"attn_mask": torch.ones(3, 3) > 0}, ShapeError,
-        "attn_mask has shape (3, 3), and the scores have shape (2, 3, 5, 5)", "give it that shape",
+        "attn_mask has shape (3, 3)", "(L, S) = (5, 5)",
+    ),
+    "mask of one dim": (
+        {"attn_mask": torch.ones(5) > 0}, ShapeError, "attn_mask has shape (5,)", "(6, 5, 5)",
+    ),
+    "mask of four dims": (
+        {"attn_mask": torch.ones(2, 3, 5, 5) > 0}, ShapeError,
+        "attn_mask has shape (2, 3, 5, 5)", "(6, 5, 5)",
+    ),
+    "mask that broadcasts": (
+        {"attn_mask": torch.ones(5, 1)}, ShapeError, "attn_mask has shape (5, 1)", "(5, 5)",
+    ),
+    "no mask": ({"attn_mask": "causal"}, ArgumentError, "attn_mask is a str", "bool or float"),
+    "no padding mask": (
+        {"key_padding_mask": [5, 3]}, ArgumentError, "key_padding_mask is a list", "bool or float",
     ),
     "heads": (
         {"attn_mask": torch.ones(5, 5, 5) > 0}, ShapeError, "attn_mask has shape (5, 5, 5)",
-        "N * num_heads = 6",
+        "(N * num_heads, L, S) = (6, 5, 5)",
     ),
     "padding": (
         {"key_padding_mask": torch.ones(5, 2) > 0}, ShapeError,

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from attndsl.errors import ArgumentError, UnsupportedError
-from attndsl.runtime.arguments import check_operands
+from attndsl.runtime.arguments import autocast, check_operands, check_scale
 
 from .blocks import expanded, mask_of
 from .cache import default_traces
-from .checks import autocast, backend_of, check_block_mask, check_heads, same_batch
+from .checks import backend_of, check_block_mask, check_heads, same_batch
 from .compiled import compiled, near, position_ranges
 from .graphs import attend_in_graph
 from .maxima import row_maxima
@@ -100,9 +100,15 @@ def flex_attention(
             "both return_lse and return_aux are given",
             hint="write return_aux=AuxRequest(lse=True) alone",
         )
-    query, key, value = (autocast(x) for x in (query, key, value))
+    if return_aux is not None and not hasattr(return_aux, "max_scores"):
+        raise ArgumentError(
+            f"return_aux is {return_aux!r}",
+            hint="write return_aux=AuxRequest(lse=True, max_scores=True)",
+        )
+    query, key, value = autocast(query), autocast(key), autocast(value)
     key, value = same_batch(query, key, value, block_mask)
     check_operands(query, key, value)
+    check_scale(scale)
     check_heads(query, key, enable_gqa)
     if block_mask is not None:
         check_block_mask(query, key, block_mask)

@@ -95,8 +95,8 @@ def create_block_mask(
         UnsupportedError: ``compute_dq_write_order`` is asked for.
     """
     made: BlockMask = _CREATE(
-        mask_mod, B or 1, H or 1, Q_LEN, KV_LEN, device, BLOCK_SIZE, separate_full_blocks,
-        dq_kv_order if compute_dq_write_order else None,
+        mask_mod, 1 if B is None else B, 1 if H is None else H, Q_LEN, KV_LEN, device, BLOCK_SIZE,
+        separate_full_blocks, dq_kv_order if compute_dq_write_order else None,
     )  # fmt: skip
     return made
 
@@ -121,12 +121,13 @@ def _create(
     if device is None:
         device = torch.accelerator.current_accelerator() or "cpu"
     device = torch.device(device)
-    rows, columns = (block_size, block_size) if isinstance(block_size, int) else block_size
-    if not all(isinstance(size, int) and size > 0 for size in (rows, columns)):
+    sizes = tuple(block_size) if isinstance(block_size, tuple | list) else (block_size,) * 2
+    if len(sizes) != 2 or not all(isinstance(size, int) and size > 0 for size in sizes):
         raise ArgumentError(
             f"BLOCK_SIZE is {block_size!r}", hint="pass a whole number, 1 or more, or two of them"
         )
-    for name, size in (("Q_LEN", q_len), ("KV_LEN", kv_len)):
+    rows, columns = sizes
+    for name, size in (("B", batch), ("H", heads), ("Q_LEN", q_len), ("KV_LEN", kv_len)):
         if not isinstance(size, int) or size < 0:
             raise ArgumentError(f"{name} is {size!r}", hint="pass a whole number, 0 or more")
     lengths = position_ranges(batch, heads, q_len, kv_len)

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import difflib
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch.nn.attention.flex_attention import BlockMask as TorchBlockMask
 
 from attndsl.errors import ArgumentError, DeviceError, ShapeError
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-_CAST = (torch.float16, torch.bfloat16, torch.float32)
 _TORCH_OPTIONS = frozenset(
     {
         "num_warps", "num_stages", "BLOCK_M", "BLOCK_N", "BLOCK_M1", "BLOCK_N1", "BLOCK_M2",
@@ -22,16 +19,6 @@ _TORCH_OPTIONS = frozenset(
         "BACKEND",
     }
 )  # fmt: skip
-
-
-def autocast(tensor: torch.Tensor) -> torch.Tensor:
-    """``tensor`` in the dtype that autocast asks for."""
-    if not isinstance(tensor, torch.Tensor):
-        return tensor
-    kind = tensor.device.type
-    if not torch.is_autocast_enabled(kind) or tensor.dtype not in _CAST:
-        return tensor
-    return tensor.to(torch.get_autocast_dtype(kind))
 
 
 def same_batch(
@@ -102,7 +89,12 @@ def backend_of(options: Mapping[str, Any] | None) -> str:
     Raises:
         ArgumentError: An option that neither torch nor attndsl has.
     """
-    for name in options or {}:
+    if options is not None and not isinstance(options, Mapping):
+        raise ArgumentError(
+            f"kernel_options is a {type(options).__name__}",
+            hint="pass a dict, such as {'backend': 'triton'}",
+        )
+    for name in map(str, options or {}):
         if name != "backend" and name.removeprefix("fwd_").removeprefix("bwd_") not in (
             _TORCH_OPTIONS
         ):

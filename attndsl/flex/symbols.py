@@ -167,7 +167,8 @@ class Symbol(Traced):
         return self.node.dtype is DType.FLOAT
 
     def __getitem__(self, index: object) -> Symbol:
-        if index in ((), ...):
+        # Not by ==, which traces where the index is a symbol.
+        if index is ... or (isinstance(index, tuple) and not index):
             return self
         raise refusal("a value of one pair has no elements", "index a captured tensor instead")
 

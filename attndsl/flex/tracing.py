@@ -103,7 +103,12 @@ def arguments_of(function: Mod) -> int:
         raise refusal_at(
             None, f"{function!r} is no function", "pass a function of (score, b, h, q_idx, kv_idx)"
         )
-    parameters = inspect.signature(function).parameters.values()
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except ValueError:
+        raise refusal_at(
+            None, f"{function!r} does not say what it takes", "wrap it: lambda b, h, q, kv: ..."
+        ) from None
     given = [
         p for p in parameters
         if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)

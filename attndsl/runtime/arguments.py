@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import difflib
-from typing import TYPE_CHECKING
+from numbers import Real
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 INTS = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)
+_CAST = FLOATS[:-1]
+"""What autocast converts."""
 _DTYPES = {DType.FLOAT: FLOATS, DType.INT: INTS, DType.BOOL: (torch.bool,)}
 _PYTHON = {DType.FLOAT: (int, float), DType.INT: (int,), DType.BOOL: (bool,)}
 
@@ -44,6 +47,7 @@ def bind(
         ShapeError, DTypeError, DeviceError, ArgumentError: What does not fit, and what would.
     """
     check_operands(q, k, v)
+    check_scale(scale)
     check_names(program, captures)
     params = {decl.name: _param(decl, captures, q.device) for decl in program.params}
     sizes: dict[str, int] = {
@@ -81,6 +85,25 @@ def bind(
 def rows_contiguous(tensor: torch.Tensor) -> torch.Tensor:
     """``tensor`` with last stride 1, copied where it has another."""
     return tensor if tensor.stride(-1) == 1 or tensor.shape[-1] <= 1 else tensor.contiguous()
+
+
+def autocast(value: Any) -> Any:
+    """``value``, in the dtype that autocast asks for where it is a tensor that this is about."""
+    if not isinstance(value, torch.Tensor) or value.dtype not in _CAST:
+        return value
+    kind = value.device.type
+    if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
+        return value
+    return value.to(torch.get_autocast_dtype(kind))
+
+
+def check_scale(scale: object) -> None:
+    """Refuse what is no factor."""
+    if scale is not None and not isinstance(scale, Real | torch.SymInt | torch.SymFloat):
+        raise ArgumentError(
+            f"scale is a {type(scale).__name__}",
+            hint="pass a number, or None for 1 / sqrt(head dim)",
+        )
 
 
 def check_operands(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:

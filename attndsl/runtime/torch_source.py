@@ -7,8 +7,10 @@ Non-goals: text for people (see ``passes/print_ir.py`` for that).
 
 from __future__ import annotations
 
+import keyword
 import linecache
 import math
+import re
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -49,9 +51,11 @@ def torch_function(
         numbers: Values of sizes and params.
         tensors: Captured tensors, and params that are tensors, by name.
     """
-    writer = _Writer(leaves, numbers, tensors)
+    taken = {name, "torch", *arguments}
+    own = {key: _free(key, taken) for key in tensors}
+    writer = _Writer(leaves, numbers, tensors, own)
     result = writer.write(root)
-    captured = ["torch", *tensors]
+    captured = ["torch", *own.values()]
     lines = [
         f"def make({', '.join(captured)}):",
         f"    def {name}({', '.join(arguments)}):",
@@ -79,11 +83,13 @@ class _Writer:
         leaves: Mapping[str, str],
         numbers: Mapping[str, Scalar],
         tensors: Mapping[str, torch.Tensor],
+        own: Mapping[str, str],
     ) -> None:
         self.leaves = leaves
         self.known = Environment(numbers)
         self.numbers = numbers
         self.tensors = tensors
+        self.own = own
         self.lines: list[str] = []
 
     def write(self, root: Node) -> str:
@@ -115,17 +121,19 @@ class _Writer:
     def _leaf(self, item: Node) -> str:
         if item.op is Op.SCORE:
             return "score"
-        return str(item.value) if item.op is Op.PARAM else self.leaves[str(item.value)]
+        return (self.own if item.op is Op.PARAM else self.leaves)[str(item.value)]
 
     def _text(self, item: Node, args: list[str], fixed: set[Node]) -> str:
         op = item.op
         if op is Op.LOAD:
             tensor = self.tensors[str(item.value)]
             places = [
-                text if arg in fixed else f"torch.clamp({text}, 0, {size - 1})"
+                str(min(max(int(text), 0), size - 1))
+                if arg in fixed
+                else f"torch.clamp({text}, 0, {size - 1})"
                 for text, arg, size in zip(args, item.args, tensor.shape, strict=True)
             ]
-            return f"{item.value}[{', '.join(places)}]"
+            return f"{self.own[str(item.value)]}[{', '.join(places)}]"
         if op is Op.CAST:
             return (
                 f"{args[0]} != 0" if item.dtype is DType.BOOL else f"{args[0]}.to({_dtype(item)})"
@@ -162,6 +170,14 @@ class _Writer:
             return f"({args[0]}) * 0"
         safe = f"torch.where({args[1]} == 0, 1, {args[1]})"
         return f"torch.where({args[1]} == 0, 0, ({args[0]}) {symbol} {safe})"
+
+
+def _free(name: str, taken: set[str]) -> str:
+    """A Python name like ``name`` that is none of ``taken``, nor that of a local."""
+    while name in taken or keyword.iskeyword(name) or re.fullmatch(r"t\d+_", name):
+        name += "_capture"
+    taken.add(name)
+    return name
 
 
 def _dtype(item: Node) -> str:

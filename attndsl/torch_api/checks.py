@@ -33,6 +33,10 @@ def check_operands(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) 
                 f"{name} is a nested tensor of layout {x.layout}",
                 hint="make it with torch.nested.nested_tensor(..., layout=torch.jagged)",
             )
+        if not x.is_nested and x.layout is not torch.strided:
+            raise ArgumentError(
+                f"{name} is of layout {x.layout}", hint=f"make it dense: {name}.to_dense()"
+            )
         if x.dim() < _MIN_DIMS:
             raise ShapeError(
                 f"{name} has {x.dim()} dims {tuple(x.shape)}",
@@ -68,15 +72,6 @@ def check_dropout(dropout_p: float) -> None:
     """Refuse what is no probability."""
     if not isinstance(dropout_p, int | float) or not 0 <= dropout_p <= 1:
         raise ArgumentError(f"dropout_p is {dropout_p!r}", hint="pass a number from 0 to 1")
-
-
-def check_scale(scale: float | None) -> None:
-    """Refuse what is no factor."""
-    if scale is not None and not isinstance(scale, int | float | torch.SymInt | torch.SymFloat):
-        raise ArgumentError(
-            f"scale is a {type(scale).__name__}",
-            hint="pass a number, or None for 1 / sqrt(head dim)",
-        )
 
 
 def check_key_lengths(key: torch.Tensor, value: torch.Tensor) -> None:

@@ -61,6 +61,11 @@ def attend_jagged(
             )
     if not query.is_nested:
         query = query.expand(batch, *query.shape[1:])
+    # What has no batch of its own goes with its partner: a key and its value lie side by side.
+    if not key.is_nested and key.shape[0] != value.shape[0]:
+        key = key.expand(max(key.shape[0], value.shape[0]), *key.shape[1:])
+    if not value.is_nested and value.shape[0] != key.shape[0]:
+        value = value.expand(key.shape[0], *value.shape[1:])
     q, k, v = _pack(query), _pack(key), _pack(value)
     _check_same_lengths(k, v, key, value)
     shared = kv_heads(q.rows.shape[0], k.rows.shape[0], v.rows.shape[0], enable_gqa)

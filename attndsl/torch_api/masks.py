@@ -85,6 +85,10 @@ def _check(name: str, mask: object, full: Sequence[int], device: torch.device) -
         raise ArgumentError(
             f"{name} is a {type(mask).__name__}", hint="pass a bool or float tensor, or None"
         )
+    if mask.layout is not torch.strided:
+        raise ArgumentError(
+            f"{name} is of layout {mask.layout}", hint=f"make it dense: {name}.to_dense()"
+        )
     if mask.dtype is not torch.bool and mask.dtype not in FLOATS:
         raise DTypeError(
             f"{name} is of dtype {mask.dtype}",

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from attndsl.errors import ArgumentError, ShapeError, UnsupportedError
+from attndsl.runtime.arguments import autocast, check_scale
 
 from .call import Capture, attend
 from .checks import (
@@ -15,7 +16,6 @@ from .checks import (
     check_dropout,
     check_key_lengths,
     check_operands,
-    check_scale,
     kv_heads,
 )
 from .jagged import attend_jagged
@@ -74,10 +74,10 @@ def scaled_dot_product_attention(
         >>> attndsl.scaled_dot_product_attention(q, k, v, is_causal=True).shape
         torch.Size([1, 2, 16, 8])
     """
+    query, key, value = autocast(query), autocast(key), autocast(value)
     check_operands(query, key, value)
     check_dropout(dropout_p)
     check_scale(scale)
-    query, key, value = autocast(query, key, value)
     reach = "causal" if is_causal else "all"
     if query.is_nested or key.is_nested or value.is_nested:
         if attn_mask is not None:
@@ -111,15 +111,6 @@ def scaled_dot_product_attention(
         captures = (capture_mask("attn_mask", attn_mask, full, query.device),)
     out = attend(q, k, v, reach, captures, dropout_p, scale)
     return out if leading is None else out.reshape(*full[:-1], out.shape[-1])
-
-
-def autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """``tensors`` as autocast wants operands of products: in its dtype, but for fp64."""
-    device = tensors[0].device.type
-    if not torch.is_autocast_enabled(device):
-        return tensors
-    dtype = torch.get_autocast_dtype(device)
-    return tuple(x if x.dtype is torch.float64 else x.to(dtype) for x in tensors)
 
 
 def _reach_of_bias(bias: CausalBias, q_len: int, kv_len: int, is_causal: bool) -> str:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def describe_kernels(backend: Backend, lowered: Lowered, head_dim: int) -> list[str]:
-    """A line for each direction in bf16, then one for each kind of call that runs otherwise.
+    """A line for each direction in bf16, then one for each reason why a call runs otherwise.
 
     They say what ``why_portable`` answers for such calls, as it does when they are made, and call
     both families of kernels by the names of their backends.
@@ -44,10 +44,12 @@ def describe_kernels(backend: Backend, lowered: Lowered, head_dim: int) -> list[
             rows.append(f"  {kind:<10} triton kernels at head dim {head_dim}: {refused}")
             continue
         rows.append(f"  {kind:<10} hopper kernels, head dims up to {max_head_dim(kind)}")
+        said: set[str | None] = {None}
         for condition, other, wants in _other_calls(lowered, call):
             own = wants_of_kernels(lowered, other, wants)
             refused = why_portable(lowered, other, kind, wants=own)
-            if refused is not None:
+            if refused not in said:
+                said.add(refused)
                 rows.append(f"    {condition}: triton kernels ({refused})")
     return rows
 
@@ -64,6 +66,8 @@ def _other_calls(lowered: Lowered, call: Call) -> list[tuple[str, Call, Wants]]:
     params = frozenset(gradient.name for gradient in lowered.derivative.params)
     if tensors or params:
         names = ", ".join([*sorted(tensors), *sorted(params)])
-        found.append((f"with gradients of {names}", call, Wants(tensors=tensors, params=params)))
+        learned = Wants(tensors=tensors, params=params)
+        found.append((f"with gradients of {names}", call, learned))
+        found.append((f"with gradients of {names} in fp16", replace(call, **half), learned))
     found.append(("with deterministic=True", replace(call, deterministic=True), Wants()))
     return found

@@ -33,8 +33,10 @@ def _length(place) -> int:
 @pytest.mark.parametrize("name", MASKS)
 def test_skipped_tiles_change_nothing(check, place, name):
     length = _length(place)
+    # Interpreted kernels take seconds a head; heads that share keys are in one of these.
+    heads = 1 if (place.backend, place.device) == ("triton", "cpu") and name != "window" else 2
     inputs = check.inputs(
-        place, torch.float32, batch=1, heads=2, kv_heads=1, q_len=length, kv_len=length + 13,
+        place, torch.float32, batch=1, heads=heads, kv_heads=1, q_len=length, kv_len=length + 13,
         with_lse=True,
     )  # fmt: skip
     check(place, MASKS[name], inputs)

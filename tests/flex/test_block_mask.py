@@ -151,6 +151,11 @@ def test_tiles_found_once_are_used():
     assert create_block_mask(causal, None, None, Q, KV, device="cpu").tiles is None
 
 
+def test_no_batch_entries_are_not_one():
+    mask = create_block_mask(causal, 0, None, Q, KV, device="cpu")
+    assert mask.shape == (0, 1, Q, KV)
+
+
 def test_a_batch_of_queries_over_one_of_keys():
     q, k, v = random(B, H, Q, D), random(1, H, KV, D, seed=1), random(1, H, KV, D, seed=2)
     mask = create_block_mask(MASKS["documents"], B, None, Q, KV, device="cpu", BLOCK_SIZE=8)
@@ -214,7 +219,16 @@ TENSORS = (torch.zeros(1, 1, 8, D),) * 3
         (lambda: flex_attention(*TENSORS, causal), TraceError, "takes other arguments"),
         (lambda: flex_attention(TENSORS[0][0], *TENSORS[1:]), ShapeError, "3 dims"),
         (lambda: create_block_mask(lambda s, b, h, q, kv: s, 1, 1, 8, 8), TraceError, "of 5"),
+        (lambda: flex_attention(*TENSORS, kernel_options=["triton"]), ArgumentError, "is a list"),
+        (lambda: flex_attention(*TENSORS, return_aux=True), ArgumentError, "return_aux is True"),
+        (lambda: flex_attention(*TENSORS, scale="1"), ArgumentError, "scale is a str"),
+        (lambda: flex_attention(*TENSORS, lambda s, b, h, q, kv: s[q]), TraceError, "no elements"),
+        (lambda: flex_attention(*TENSORS, max), TraceError, "does not say what it takes"),
         (lambda: create_block_mask(causal, 1, 1, -8, 8), ArgumentError, "Q_LEN is -8"),
+        (lambda: create_block_mask(causal, "2", 1, 8, 8), ArgumentError, "B is '2'"),
+        (lambda: create_block_mask(causal, 1, -1, 8, 8), ArgumentError, "H is -1"),
+        (lambda: create_block_mask(causal, 1, 1, 8, 8, "cpu", 8.0), ArgumentError, "BLOCK_SIZE"),
+        (lambda: create_block_mask(causal, 1, 1, 8, 8, "cpu", (8,)), ArgumentError, "BLOCK_SIZE"),
         (lambda: create_block_mask(causal, 1, 1, 8, 8, "cpu", 0), ArgumentError, "BLOCK_SIZE"),
         (lambda: create_block_mask(causal, 1, 1, 8, 8, compute_dq_write_order=True),
          UnsupportedError, "FLASH"),

@@ -111,3 +111,22 @@ def test_a_round_trip():
     again = attndsl.compile(str(attndsl.trace(score_mod, block_mask.mask_mod)))
     q = random(B, H, L, D)
     torch.testing.assert_close(again(q, q, q), attention(q, q, q))
+
+
+@pytest.mark.parametrize("name", ["torch", "lambda", "q_idx", "t0_", "score_mod"])
+def test_captures_by_names_that_the_functions_have_use_for(name):
+    attention = attndsl.compile(f"tensor {name}[heads]: float; score = score * 2 + {name}[h] * kv")
+    q, k, v = random(B, H, L, D), random(B, H, L, D, seed=1), random(B, H, L, D, seed=2)
+    captures = {name: CAPTURES["slopes"]}
+    found = torch_flex.flex_attention(q, k, v, *attention.to_flex(L, L, B, H, **captures))
+    torch.testing.assert_close(found, attention(q, k, v, **captures))
+
+
+@pytest.mark.parametrize("index", ["9", "0 - 1", "n"])
+def test_indices_that_are_numbers_out_of_range_are_clamped(index):
+    text = f"param n: int = 7; tensor gain[heads]: float; score = score * gain[{index}]"
+    attention = attndsl.compile(text)
+    q, k, v = random(B, H, L, D), random(B, H, L, D, seed=1), random(B, H, L, D, seed=2)
+    captures = {"gain": torch.arange(1.0, H + 1)}
+    found = torch_flex.flex_attention(q, k, v, *attention.to_flex(L, L, B, H, **captures))
+    torch.testing.assert_close(found, attention(q, k, v, **captures))

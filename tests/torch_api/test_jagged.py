@@ -87,6 +87,24 @@ def test_dense_keys_shared_by_the_batch_and_the_heads(batch, heads):
     _same(_split(x), key, value, [x, key, value], is_causal=True)
 
 
+@pytest.mark.parametrize("batches", [(1, 6), (6, 1)])
+def test_a_dense_key_or_value_shared_by_the_batch(batches):
+    x = _nested([3, 0, 1, 31, 17, 4])
+    key, value = (
+        torch.randn(batch, HEADS, 9, DIM, dtype=torch.float64, requires_grad=True)
+        for batch in batches
+    )
+    _same(_split(x), key, value, [x, key, value], is_causal=True)
+
+
+def test_a_dense_value_shared_by_nested_keys_of_one_length():
+    x, y = _nested([3, 0, 1]), _nested([5, 5, 5])
+    value = torch.randn(1, HEADS, 5, DIM, dtype=torch.float64)
+    found = scaled_dot_product_attention(_split(x), _split(y), value)
+    expected = scaled_dot_product_attention(_split(x), torch.stack(_split(y).unbind()), value)
+    torch.testing.assert_close(found.values(), expected.values())
+
+
 def test_nested_keys_of_one_entry_or_one_head():
     x, y = _nested([3, 0, 4]), _nested([5])
     found = scaled_dot_product_attention(_split(x), _split(y), _split(y))

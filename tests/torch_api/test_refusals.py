@@ -119,6 +119,14 @@ REFUSALS = {
     "no mask": (
         lambda: _operands(attn_mask="causal"), ArgumentError, "attn_mask is a str", "bool or float",
     ),
+    "a sparse operand": (
+        lambda: _operands(key=torch.randn(2, 4, 7, 8).to_sparse()), ArgumentError,
+        "key is of layout torch.sparse_coo", "key.to_dense()",
+    ),
+    "a sparse mask": (
+        lambda: _operands(attn_mask=torch.ones(5, 7).to_sparse()), ArgumentError,
+        "attn_mask is of layout torch.sparse_coo", "attn_mask.to_dense()",
+    ),
     "dropout": (
         lambda: _operands(dropout_p=1.5), ArgumentError, "dropout_p is 1.5", "from 0 to 1",
     ),
@@ -180,6 +188,12 @@ def test_refusals(name):
     assert isinstance(caught.value, ValueError)
     assert message in caught.value.message
     assert hint in caught.value.hint
+
+
+def test_devices_that_autocast_does_not_know():
+    x = torch.randn(1, 1, 4, 8, device=META)
+    with pytest.raises(AttnDSLError, match="cannot run on meta"):
+        scaled_dot_product_attention(x, x, x)
 
 
 def test_nested_tensors_of_the_other_layout():

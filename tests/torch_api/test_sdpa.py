@@ -282,6 +282,15 @@ def test_autocast(dtype):
     assert not torch.equal(found, scaled_dot_product_attention(**low, attn_mask=mask.to(dtype)))
 
 
+def test_autocast_makes_operands_of_several_dtypes_one():
+    query, key, value = _operands().values()
+    with torch.autocast("cpu", torch.bfloat16):
+        found = scaled_dot_product_attention(query, key.half(), value.bfloat16())
+        expected = scaled_dot_product_attention(query, key.half().bfloat16(), value)
+    assert found.dtype is torch.bfloat16
+    assert torch.equal(found, expected)
+
+
 def test_gradients_are_the_same_bits_each_time():
     operands = _operands(q_len=33, kv_len=70)
     leaves = [x.requires_grad_() for x in operands.values()]

@@ -158,17 +158,32 @@ def test_explanation_of_a_plain_program():
 
 
 def test_explanation_of_captures():
-    learned = "param c: float; param n: int; tensor t[kv_len]: float; mask = q - kv < n\n"
-    for text in (learned + "score = c * score + t[kv]", GAIN):
-        lines = lines_of(text, 128)
-        assert lines[-1] == DETERMINISTIC
-        assert not any("with gradients" in line for line in lines)
-    cap = "tensor cap[heads]: float; score = cap[h] * tanh(score / cap[h])"
+    parts = "param c: float; param n: int; tensor t[kv_len]: float; mask = q - kv < n\n"
     reason = "gradients inside a function of the score are added up pair by pair"
-    assert lines_of(cap, 128)[-2:] == [
-        f"    with gradients of cap: triton kernels ({reason})",
+    for text, names in (
+        ("tensor gain[kv_len]: float; score = tanh(gain[kv] * score)", "gain"),
+        (parts + "score = tanh(c * score + t[kv])", "t, c"),
+    ):
+        lines = lines_of(text, 128)
+        assert lines[-2:] == [
+            f"    with gradients of {names}: triton kernels ({reason})",
+            DETERMINISTIC,
+        ]
+        assert sum("gradients of" in line for line in lines) == 1
+
+
+def test_explanation_of_captures_that_hopper_kernels_add_up():
+    factor = "gradients of a factor need slopes of a wider range than fp16 has"
+    assert lines_of(GAIN, 128)[-2:] == [
+        f"    with gradients of gain in fp16: triton kernels ({factor})",
         DETERMINISTIC,
     ]
+    column = "tensor t[kv_len]: float; score = score + t[kv]"
+    assert lines_of(column, 128)[-2:] == [FP32, DETERMINISTIC]
+    wide = "gradients of captured tensors are added up at head dims up to 128"
+    for text, name in ((GAIN, "gain"), (column, "t")):
+        found = [line for line in lines_of(text, 192) if "gradients of" in line]
+        assert found == [f"    with gradients of {name}: triton kernels ({wide})"]
 
 
 @pytest.mark.parametrize("head_dim", [264, 512])
