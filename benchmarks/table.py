@@ -23,6 +23,11 @@ COLUMNS = {
     "fa4": "FA-4",
 }
 _PORTABLE = "The portable Triton kernels on the same kind of machine (`backend='triton'`):"
+_GRADIENTS = {"case": "learned", "without_ms": "without", "with_ms": "with", "cost": "quotient"}
+_ODD = {
+    "what": "odd", "case": "mask", "direction": "", "odd_ms": "odd", "even_ms": "even",
+    "cost": "quotient",
+}  # fmt: skip
 SHAPE = ("B", "H", "Hkv", "S", "D")
 DIRECTIONS = {"forward": "forward", "backward": "backward"}
 
@@ -82,6 +87,18 @@ def figures(results: dict[str, Any] | None, most: int | None = None) -> str:
     return "\n\n".join(parts)
 
 
+def costs(name: str, title: str, columns: dict[str, str]) -> str:
+    """A result file whose rows are a case and the times of two ways, and their quotient."""
+    results = load(name)
+    if results is None:
+        return ""
+    lines = [list(columns.values()), ["---"] * len(columns)]
+    for row in results["rows"]:
+        lines.append([x if isinstance(x := row[key], str) else _ms(x) for key in columns])
+    head = f"{title}, in ms, bf16, on one {results['machine']}; {results['date']}:"
+    return f"{head}\n\n" + "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
 def load(name: str) -> dict[str, Any] | None:
     """Committed results of benchmarks/attention.py, if any."""
     path = RESULTS / f"{name}.json"
@@ -103,12 +120,19 @@ def replace(text: str, part: str) -> str:
 
 def targets() -> dict[Path, str]:
     """What stands between the marks of each file."""
-    hopper = [load("sparse_attention"), load("attention"), load("other_shapes")]
+    names = ("sparse_attention", "attention", "other_shapes", "wide_heads")
+    hopper = [load(name) for name in names]
     portable = [load("portable"), load("portable_sparse")]
     return {
         ROOT / "README.md": figures(hopper[0], most=1),
         ROOT / "docs" / "benchmarks.md": "\n\n".join(
-            [*map(figures, hopper), _PORTABLE, *map(figures, portable)]
+            [
+                *map(figures, hopper),
+                costs("gradients", "Backward with the gradients of what is captured", _GRADIENTS),
+                costs("odd_shapes", "Odd shapes beside the next larger multiple", _ODD),
+                _PORTABLE,
+                *map(figures, portable),
+            ]
         ),
     }
 

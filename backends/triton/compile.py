@@ -23,6 +23,10 @@ if TYPE_CHECKING:
     from triton.backends.compiler import GPUTarget
 
 
+_FAILED_PASS = "PassManager::run failed"
+"""What Triton says where a pass of its compiler fails."""
+
+
 @dataclass(frozen=True, slots=True)
 class Argument:
     """One kernel argument: Triton's type (``constexpr`` for constants), and what is known of it."""
@@ -138,6 +142,13 @@ def build(
                 kernel._init_handles()
         except (OutOfResources, PTXASError) as refusal:
             refusals.append(f"{config}: {refusal}")
+            continue
+        except RuntimeError as failure:
+            # A pass of the compiler itself: Triton 3.6 to pipeline some lookups that a mask guards
+            # which reads the score; with fewer stages it succeeds.
+            if _FAILED_PASS not in str(failure):
+                raise
+            refusals.append(f"{config}: {failure}")
             continue
         return Executable(kernel, config, False, _constants(arguments, config))
     raise BackendError(

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 import attndsl
+from attndsl.backends.triton import compile as compiling
 from attndsl.backends.triton import kernels
+from attndsl.backends.triton.cross import parse_target
 from attndsl.backends.triton.tiles import Config
 from attndsl.errors import BackendError
 from attndsl.runtime.dispatch import get_backend
@@ -42,3 +46,24 @@ def test_an_interrupted_compilation_leaves_no_kernel(own_cache, monkeypatch):
     monkeypatch.setattr(kernels, "build", build)
     get_backend.cache_clear()
     assert torch.equal(attend(), small)
+
+
+@pytest.mark.parametrize("message", ["PassManager::run failed", "device lost"])
+def test_a_pass_that_fails_costs_a_tile_size(monkeypatch, message):
+    configs = (Config(128, 64, 4, 3), Config(32, 32, 4, 1))
+    kernel = SimpleNamespace(metadata=SimpleNamespace(shared=0))
+
+    def compiled(function, arguments, blocks, config, target, shared_memory):
+        if config.stages > 1:
+            raise RuntimeError(message)
+        return kernel
+
+    monkeypatch.setattr(compiling, "compile_kernel", compiled)
+    target = parse_target("cuda:90")
+    if message == "device lost":
+        with pytest.raises(RuntimeError, match="device lost"):
+            compiling.build(None, [], configs, target, 1, load=False)
+        return
+    assert compiling.build(None, [], configs, target, 1, load=False).config is configs[1]
+    with pytest.raises(BackendError, match=r"128 x 64 tiles.*PassManager"):
+        compiling.build(None, [], configs[:1], target, 1, load=False)
