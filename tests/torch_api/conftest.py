@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -26,10 +27,24 @@ def _math(query, key, value, attn_mask=None, is_causal=False, **arguments):
             attn_mask, is_causal = attn_mask & causal, False
         else:
             attn_mask, is_causal = torch.where(causal, attn_mask, -torch.inf), False
-    with sdpa_kernel(SDPBackend.MATH):
+    with sdpa_kernel(SDPBackend.MATH), _in_own_dtype(query.is_cuda):
         return torch.nn.functional.scaled_dot_product_attention(
             query, key, value, attn_mask, is_causal=is_causal, **arguments
         )
+
+
+@contextlib.contextmanager
+def _in_own_dtype(wanted):
+    """Have torch's math compute in the operands' dtype, as the tolerance method's reference does.
+
+    Without this it computes in fp32, as the CPU backend does but no kernel on matrix units.
+    """
+    before = torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed()
+    torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(wanted)
+    try:
+        yield
+    finally:
+        torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(before)
 
 
 def _dropped(query, key, value, dropout_p, is_causal=False, scale=None, **arguments):
