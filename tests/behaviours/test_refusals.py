@@ -59,14 +59,6 @@ def test_int_params_refuse_learned_scalars(check, place):
         attention(inputs.q, inputs.k, inputs.v, n=learned)
 
 
-def test_a_second_derivative_is_refused(check, kernels):
-    inputs = check.inputs(kernels, torch.float32).to(torch.float32)
-    out = attndsl.compile("score * score", backend=kernels.backend)(inputs.q, inputs.k, inputs.v)
-    (grad,) = torch.autograd.grad(out.sum(), inputs.q, create_graph=True)
-    with pytest.raises(RuntimeError):
-        torch.autograd.grad(grad.sum(), inputs.q)
-
-
 def test_triton_refuses_fp64_by_name(device):
     q = torch.zeros(1, 1, 8, 16, dtype=torch.float64, device=device)
     attention = attndsl.compile("score", backend="triton")
