@@ -284,6 +284,17 @@ def dependencies(*roots: Node) -> dict[Node, frozenset[str]]:
     return found
 
 
+def reads_score(root: Node | None) -> bool:
+    """Whether an expression, if there is one, varies with the incoming score."""
+    return root is not None and "score" in dependencies(root)[root]
+
+
+def leaf_names(root: Node | None) -> frozenset[str]:
+    """Names of the tensors and params that an expression mentions; none where there is none."""
+    found = () if root is None else toposort(root)
+    return frozenset(str(item.value) for item in found if item.op in (Op.LOAD, Op.PARAM))
+
+
 @dataclass(frozen=True, slots=True)
 class ParamDecl:
     """A run-time scalar. ``default`` is None where each call must give a value."""

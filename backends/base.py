@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 from attndsl.errors import UnsupportedError
-from attndsl.ir import dependencies
+from attndsl.ir import reads_score
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -84,7 +84,7 @@ def check_meaning(program: Program) -> None:
         UnsupportedError: No backend could say what these mean.
     """
     p = program.dropout
-    if p is not None and "score" in dependencies(p)[p]:
+    if p is not None and reads_score(p):
         raise UnsupportedError(
             "the probability of 'dropout' depends on the score",
             p.span,

@@ -16,7 +16,7 @@ import torch
 from attndsl.backends.interpret import Scope, evaluate
 from attndsl.backends.tiling import Grid, grid_of, kinds_by_bounds
 from attndsl.errors import ArgumentError
-from attndsl.ir import dependencies
+from attndsl.ir import reads_score
 from attndsl.passes.print_ir import print_program
 from attndsl.passes.tiles.plan import EMPTY, FULL, PARTIAL
 from attndsl.runtime.arguments import bind
@@ -224,13 +224,13 @@ def _look(
     alone = replace(sparsity, by_batch=False, by_head=False, evaluate=False)
     kinds = kinds_by_bounds(alone, Grid(scope, *blocks))[0, 0]
     exact = _exact_kinds(mask, *blocks)
-    reads_score = program.mask is not None and "score" in dependencies(program.mask)[program.mask]
+    mask_reads_score = reads_score(program.mask)
     loose = kinds == PARTIAL
     if sparsity.evaluate:
         # The compiler evaluates the tiles that bounds leave open; here that has been done already.
         kinds = torch.where(loose, exact, kinds)
         loose = torch.zeros_like(loose)
-    if reads_score:
+    if mask_reads_score:
         # Another score may well fill a tile that this one leaves empty.
         loose = torch.zeros_like(loose)
     return PictureData(
@@ -240,7 +240,7 @@ def _look(
         score=score,
         raw_score=raw_score,
         changes_score=not sparsity.plain,
-        mask_reads_score=reads_score,
+        mask_reads_score=mask_reads_score,
         block_m=blocks[0],
         block_n=blocks[1],
         batch=call.q.shape[0],

@@ -11,7 +11,7 @@ from attndsl.backends.base import TileKinds
 from attndsl.backends.interpret import Scope, evaluate, scope_of
 from attndsl.backends.tiling import grid_of, kinds_by_bounds, kinds_by_segments, segment_kinds
 from attndsl.errors import ArgumentError, PlanError, UnsupportedError
-from attndsl.ir import dependencies
+from attndsl.ir import reads_score
 from attndsl.passes.tiles.plan import (
     BACKWARD_KV,
     BACKWARD_Q,
@@ -259,8 +259,7 @@ def _compare(
 
 def needs_score(lowered: Lowered) -> bool:
     """Whether the mask depends on the score."""
-    mask = lowered.sparsity.mask
-    return mask is not None and "score" in dependencies(mask)[mask]
+    return reads_score(lowered.sparsity.mask)
 
 
 def _mask_mod(lowered: Lowered, call: Call) -> Callable[..., torch.Tensor] | None:

@@ -136,7 +136,7 @@ class HopperBackend(TritonBackend):
                     *of(views["delta_desc"], delta), *addresses(sums, dk, dv), call.scale,
                     *layout.sizes, origin(call.q_offset, call.q_index),
                     origin(call.kv_offset, call.kv_index), padded,
-                    *(sums for sums in (columns, factors) if sums is not None),
+                    *(part for part in (columns, factors) if part is not None),
                     *capture_arguments(layout.special, call),
                     *lists_of(layout, lowered, call, "backward_kv", stream),
                 ],

@@ -19,7 +19,7 @@ from attndsl.passes.widths import fits, ranges
 from ..triton.device_functions import program_function
 from ..triton.expression import print_expressions
 from ..triton.generate import PAIR, pair_body
-from .learned import learned_in_kernel, slope_for_factor
+from .learned import slope_for_factor
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -29,17 +29,18 @@ if TYPE_CHECKING:
 
     from ..triton.expression import Names
     from ..triton.specialise import Specialisation
+    from .learned import Learned
 
 _SIZES = "batch, heads, kv_heads, q_len, kv_len"
 
 
 def print_functions(
-    lowered: Lowered, special: Specialisation, direction: str
+    lowered: Lowered, special: Specialisation, direction: str, learned: Learned
 ) -> tuple[list[str], set[str]]:
     """Device functions of ``attention_{direction}``, and the names of the library's they call."""
     program, placed = lowered.program, lowered.placed
     forward = direction == "forward"
-    slope = slope_for_factor(placed) if learned_in_kernel(lowered, special).factor else placed.slope
+    slope = slope_for_factor(placed) if learned.factor else placed.slope
     pairs = (program.mask, placed.pair, None if forward else slope)
     # Parts of rows are added after the forward's loop, those of columns before the backward's.
     of_q = lookups((*pairs, None if forward else placed.row), "q")

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from attndsl.ir import Op, const, dependencies
+from attndsl.ir import Op, const, dependencies, reads_score
 from attndsl.passes.tiles.plan import DIRECTIONS
 
 from ..triton.device_functions import param_values, parameters, wrapped
@@ -94,7 +94,7 @@ def generate(
     templates, name, producer, consumer = _FAMILIES["wide " * wide + direction]
     names = parameters(special)
     learned = learned_in_kernel(lowered, special)
-    functions, helpers = print_functions(lowered, special, direction)
+    functions, helpers = print_functions(lowered, special, direction, learned)
     texts, used = print_loop(
         name,
         DIRECTIONS[direction].along,
@@ -112,7 +112,7 @@ def generate(
         "HAS_COLUMN": placed.column is not None,
         "HAS_STEEPNESS": placed.steepness is not None,
         "SCALED_FIRST": modified
-        or (program.mask is not None and "score" in dependencies(program.mask)[program.mask])
+        or reads_score(program.mask)
         or special.negative_scale
         or placed.inner is not None,
         "HAS_SINK": program.sink is not None,

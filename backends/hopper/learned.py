@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from attndsl.ir import Op, const, dependencies, node, substitute, toposort
+from attndsl.ir import Op, const, dependencies, leaf_names, node, substitute, toposort
 from attndsl.passes.differentiate import vjp
 from attndsl.passes.place import AWAY
 
@@ -53,10 +53,10 @@ def learned_parts(lowered: Lowered, names: frozenset[str]) -> Learned | str:
         names: Tensors and params.
     """
     placed = lowered.placed
-    if names & _leaves(placed.pair):
+    if names & leaf_names(placed.pair):
         return "gradients inside a function of the score are added up pair by pair"
     found = Learned(
-        *(bool(names & _leaves(part)) for part in (placed.inner, placed.column, placed.row))
+        *(bool(names & leaf_names(part)) for part in (placed.inner, placed.column, placed.row))
     )
     if found.factor and slope_for_factor(placed) is None:
         return "the derivative of the score does not contain its factor as a whole"
@@ -138,9 +138,3 @@ def gradients_of_parts(
         rows = torch.where(lse == -torch.inf, 0.0, rows)
         sums.add(sums.of(placed.row), rows[..., None], tile)
     return sums.tensors(), sums.params()
-
-
-def _leaves(root: Node | None) -> frozenset[str]:
-    """Names of the tensors and params in an expression."""
-    found = () if root is None else toposort(root)
-    return frozenset(str(item.value) for item in found if item.op in (Op.LOAD, Op.PARAM))

@@ -14,11 +14,11 @@ from attndsl.passes.widths import POSITION_LIMIT
 
 from ..base import Gradients
 from .arguments import Layout, capture_arguments, origin
-from .distances import add_distance_gradients, by_distance, wants_of_kernels
+from .distances import add_distance_gradients, share_out, wants_of_kernels
 from .kernels import STATISTICS_ROWS, Kernels
 from .library import STATISTICS_PADDING
 from .order import of_pairs
-from .sinks import add_sink_gradients, without_sinks
+from .sinks import add_sink_gradients
 from .specialise import LARGE_GRADIENT, Specialisation, specialise, strides, with_gradients
 from .tile_lists import list_arguments
 
@@ -143,12 +143,11 @@ class TritonBackend:
         return add_sink_gradients(lowered, call, lse, delta, wants, found)
 
     def _shared_out(self, lowered: Lowered, call: Call, wants: Wants) -> tuple[Wants, Wants]:
-        """What is summed along diagonals, and what the attention kernels add up."""
+        """As :func:`.distances.share_out`, kept."""
         key = lowered.digest, call.indexed, wants
         found = self._shares.get(key)
         if found is None:
-            apart = by_distance(lowered, call, without_sinks(lowered, wants))
-            found = apart, wants_of_kernels(lowered, call, wants)
+            found = share_out(lowered, call, wants)
             if len(self._shares) >= _MAX_LAYOUTS:
                 self._shares.clear()
             self._shares[key] = found

@@ -42,13 +42,17 @@ def by_distance(lowered: Lowered, call: Call, wants: Wants) -> Wants:
     return replace(wants, tensors=wants.tensors & found, params=wants.params & found)
 
 
-def wants_of_kernels(lowered: Lowered, call: Call, wants: Wants) -> Wants:
-    """What the attention kernels themselves add up: without these, and without a sink's own."""
+def share_out(lowered: Lowered, call: Call, wants: Wants) -> tuple[Wants, Wants]:
+    """What is summed along diagonals, and what attention kernels add up; neither a sink's own."""
     scored = without_sinks(lowered, wants)
     apart = by_distance(lowered, call, scored)
-    return replace(
-        scored, tensors=scored.tensors - apart.tensors, params=scored.params - apart.params
-    )
+    tensors, params = scored.tensors - apart.tensors, scored.params - apart.params
+    return apart, replace(scored, tensors=tensors, params=params)
+
+
+def wants_of_kernels(lowered: Lowered, call: Call, wants: Wants) -> Wants:
+    """What the attention kernels themselves add up."""
+    return share_out(lowered, call, wants)[1]
 
 
 def add_distance_gradients(

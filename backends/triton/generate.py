@@ -8,7 +8,7 @@ from __future__ import annotations
 from importlib import resources
 from typing import TYPE_CHECKING
 
-from attndsl.ir import DType, Op, Program, const, dependencies
+from attndsl.ir import DType, Op, Program, const, reads_score
 from attndsl.passes.differentiate import differentiate
 from attndsl.passes.tiles.plan import DIRECTIONS
 
@@ -70,7 +70,7 @@ def generate_attention(
     listed = loop.listed is not None
     flags = _flags(program) | {
         "SCALED_FIRST": program.score.op is not Op.SCORE
-        or _reads_score(program.mask)
+        or reads_score(program.mask)
         or program.weights is not None
         or special.negative_scale,
         "RAGGED_FULL": sparsity.plain,
@@ -95,7 +95,7 @@ def generate_attention(
 def _generate_distances(lowered: Lowered, special: Specialisation) -> str:
     """The module of the kernel that adds up dS along diagonals."""
     functions, helpers = _functions(lowered, special)
-    flags = _flags(lowered.program) | {"MASK_READS_SCORE": _reads_score(lowered.program.mask)}
+    flags = _flags(lowered.program) | {"MASK_READS_SCORE": reads_score(lowered.program.mask)}
     return fill_template(
         __package__, ("weights", "distances"), functions, helpers, flags, parameters(special),
         {"gradient_parameters": [], "gradient_arguments": []},
@@ -109,10 +109,6 @@ def _flags(program: Program) -> dict[str, bool | float]:
         "MODIFIED": program.score.op is not Op.SCORE,
         "OWN_WEIGHTS": program.weights is not None,
     }
-
-
-def _reads_score(mask: Node | None) -> bool:
-    return mask is not None and "score" in dependencies(mask)[mask]
 
 
 def fill_template(
@@ -233,7 +229,7 @@ def pair_body(root: Node, names: Names) -> tuple[list[str], set[str]]:
     """Lines that return ``root`` for a tile of pairs, and the library functions that they use."""
     printed: Printed = print_expressions((root,), names)
     result = printed.results[0]
-    if root.dtype is DType.FLOAT and "score" not in dependencies(root)[root]:
+    if root.dtype is DType.FLOAT and not reads_score(root):
         value = f"tl.full([1, 1], {result}, tl.float32)" if root.op is Op.CONST else result
         result = f"{value} + tl.zeros(score.shape, tl.float32)"
     return [*printed.lines, f"return {result}"], set(printed.helpers)

@@ -17,14 +17,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from attndsl.ir import Op, toposort
+from attndsl.ir import leaf_names
 
 from ..base import Gradients
 from ..capture_sums import CaptureSums
 from ..cpu_tiles import Expressions, Step
 
 if TYPE_CHECKING:
-    from attndsl.ir import Node
     from attndsl.pipeline import Lowered
 
     from ..base import Call, Wants
@@ -38,8 +37,8 @@ def without_sinks(lowered: Lowered, wants: Wants) -> Wants:
     others = {str(item.load.value) for item in derivative.tensors}
     others |= {item.name for item in derivative.params}
     if program.dropout is not None:
-        others |= _leaves(program.dropout)
-    alone = _leaves(program.sink) - others
+        others |= leaf_names(program.dropout)
+    alone = leaf_names(program.sink) - others
     return replace(wants, tensors=wants.tensors - alone, params=wants.params - alone)
 
 
@@ -63,7 +62,7 @@ def add_sink_gradients(
     """
     sink = lowered.program.sink
     assert sink is not None
-    names = _leaves(sink)
+    names = leaf_names(sink)
     asked = replace(wants, tensors=wants.tensors & names, params=wants.params & names)
     if not asked.tensors and not asked.params:
         return found
@@ -84,9 +83,3 @@ def add_sink_gradients(
     for name, part in sums.params().items():
         params[name] = params[name] + part if name in params else part
     return Gradients(q=found.q, k=found.k, v=found.v, tensors=tensors, params=params)
-
-
-def _leaves(root: Node) -> frozenset[str]:
-    """Names of the tensors and params in an expression."""
-    found = toposort(root)
-    return frozenset(str(item.value) for item in found if item.op in (Op.LOAD, Op.PARAM))
