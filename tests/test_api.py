@@ -7,9 +7,8 @@ import json
 import pickle
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -19,6 +18,9 @@ from attndsl import errors
 from attndsl.config import read_config
 from attndsl.runtime import dispatch
 from attndsl.runtime.programs import lowered_program
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 
 def inputs(**changes: object) -> list[torch.Tensor]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import given, settings
@@ -14,6 +14,9 @@ from attndsl.frontend.format import format_source
 from attndsl.ir import DType, Program
 from attndsl.passes.evaluate import Environment, evaluate
 from attndsl.source import Source
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 
 def program(text: str, **declared: object) -> Program:
