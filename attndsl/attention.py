@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from attndsl.backends.base import Call
+from attndsl.backends.widened import kernels_of
 from attndsl.errors import ArgumentError, AttnDSLError, UnsupportedError
 from attndsl.runtime.arguments import bind, kind_of, rows_contiguous
 from attndsl.runtime.autograd import attend
-from attndsl.runtime.dispatch import choose_backend
+from attndsl.runtime.dispatch import backend_of
 from attndsl.runtime.operator import attend_in_graph
 from attndsl.runtime.programs import lowered_program
 from attndsl.runtime.seed import draw_seed, seed_argument
@@ -179,7 +180,7 @@ class Attention:
                 self._lowered.program, q, k, v, scale, captures, q_offset, kv_offset, q_index,
                 kv_index, seed, deterministic,
             )  # fmt: skip
-            backend, _ = choose_backend(self._backend, q.device, self._checked)
+            backend, _ = backend_of(self._lowered, self._backend, q.device, self._checked)
             backend.check(self._lowered, call)
             call = replace(call, tiles=given_tiles(self._lowered, call, tiles), signature=object())
             if read_settings().verify and not needs_score(self._lowered):
@@ -292,9 +293,9 @@ class Attention:
         options = {name: arguments.pop(name, given) for name, given in _CALL_OPTIONS.items()}
         captures = {**self._defaults, **arguments}
         call = bind(self._lowered.program, q, k, v, captures=captures, **options)
-        backend, _ = choose_backend(self._backend, q.device, self._checked)
+        backend, _ = backend_of(self._lowered, self._backend, q.device, self._checked)
         backend.check(self._lowered, call)
-        return tune(backend, self._lowered, call, progress)
+        return tune(*kernels_of(backend, self._lowered, call), progress)
 
     def tiles(
         self,

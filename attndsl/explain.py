@@ -5,13 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from attndsl.backends.forms import describe_forms
+from attndsl.backends.widened import MAX_WIDTH, WidenedBackend
 from attndsl.errors import BackendError
-from attndsl.ir import Op, dependencies, toposort
+from attndsl.ir import Op, dependencies, sides, toposort
 from attndsl.passes.print_ir import print_expression
 from attndsl.passes.tiles.describe import print_tiles
 from attndsl.passes.tiles.plan import FULL, PARTIAL
 from attndsl.passes.tiles.sparsity import EVALUATION, SCORES
-from attndsl.runtime.dispatch import choose_backend
+from attndsl.runtime.dispatch import backend_of
 
 if TYPE_CHECKING:
     import torch
@@ -41,14 +42,15 @@ def explain(
     for param in program.params:
         default = "no default" if param.default is None else f"default {param.default}"
         rows.append(f"  param      {param.name}: {param.dtype.value}, at run time, {default}")
-    learned = sorted({str(g.load.value) for g in derivative.tensors})
+    names = {str(g.load.value) for g in derivative.tensors}
+    learned = sorted(names.union(s.name for g in derivative.products for s in sides(g.product)))
     learned += [g.name for g in derivative.params]
     rows.append(f"gradients    q, k, v{''.join(', ' + name for name in learned)}")
     rows += _forms(lowered)
     rows += _atoms(lowered)
     rows += [f"  {line}" for line in print_tiles(lowered.sparsity, block_m, block_n).split("\n")]
     try:
-        chosen, reason = choose_backend(backend, device, checked)
+        chosen, reason = backend_of(lowered, backend, device, checked)
         rows.append(f"higher       {_higher(chosen, checked)}")
         rows.append(f"backend      {chosen.name} on {device.type}: {reason}")
         rows += explain_kernels(chosen, lowered, head_dim)
@@ -75,18 +77,28 @@ def explain_kernels(backend: Backend, lowered: Lowered, head_dim: int) -> list[s
         lowered: The program.
         head_dim: Head dim of q, k and v.
     """
+    rows = []
+    if isinstance(backend, WidenedBackend) and (found := lowered.contractions) is not None:
+        if found.wide is None:
+            return [f"  dot        torch operations, tile by tile: {found.why_not}"]
+        rows.append("  dot        in one product with q and k, whose rows the others stand behind,")
+        rows.append(
+            f"             up to {MAX_WIDTH} elements; torch operations, tile by tile, beyond"
+        )
+        backend, lowered = backend.kernels, found.wide
     if backend.name != "hopper":
-        return []
+        return rows
     # Where it cannot be imported there is no such backend; CPU users never wait for it.
     from attndsl.backends.hopper.describe import describe_kernels
 
-    return describe_kernels(backend, lowered, head_dim)
+    return rows + describe_kernels(backend, lowered, head_dim)
 
 
 def _forms(lowered: Lowered) -> list[str]:
     """Which functions may take fast forms; nothing for programs that have none of these."""
     derivative = lowered.derivative
     factors = [g.factor for g in derivative.tensors] + [g.factor for g in derivative.params]
+    factors += [g.factor for g in derivative.products]
     lines = describe_forms([lowered.program.score, derivative.score, *factors])
     if not lines:
         return []

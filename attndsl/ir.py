@@ -44,6 +44,7 @@ class Op(enum.Enum):
     PARAM = "param"  # value: a name in Program.params -> its dtype
     SCORE = "score"  # the incoming score -> FLOAT
     LOAD = "load"  # value: a name in Program.tensors; args: one INT index a dim -> its dtype
+    DOT = "dot"  # value and args: see :func:`contraction` -> FLOAT
     ADD = "+"  # N, N -> N
     SUB = "-"  # N, N -> N
     MUL = "*"  # N, N -> N
@@ -125,6 +126,15 @@ class Node:
     """Where it was written; not part of a node's identity (the first place wins)."""
 
 
+@dataclass(frozen=True, slots=True)
+class Side:
+    """A row of a captured FLOAT tensor: all elements along its last dim."""
+
+    name: str
+    indices: tuple[Node, ...]
+    """INT, one for each other dim."""
+
+
 # Interning makes `is` mean equality. The table holds nodes weakly and is invisible otherwise.
 _interned: weakref.WeakValueDictionary[tuple[object, ...], Node] = weakref.WeakValueDictionary()
 _intern_lock = threading.Lock()
@@ -142,7 +152,7 @@ def node(
     Args:
         op: The operation.
         *args: Operands, of the types that :class:`Op` states.
-        value: Payload of ``CONST``, ``VAR``, ``SIZE``, ``PARAM`` and ``LOAD``.
+        value: Payload of ``CONST``, ``VAR``, ``SIZE``, ``PARAM``, ``LOAD`` and ``DOT``.
         dtype: Result type; needed for ``PARAM``, ``LOAD`` and ``CAST``, derived for the others.
         span: Where it was written.
 
@@ -184,6 +194,25 @@ def load(name: str, dtype: DType, *indices: Node, span: Span | None = None) -> N
     return node(Op.LOAD, *indices, value=name, dtype=dtype, span=span)
 
 
+def contraction(left: Side, right: Side, span: Span | None = None) -> Node:
+    """The product of two rows of captured tensors, summed over their last dim.
+
+    Args:
+        left: Its indices do not vary with ``kv``.
+        right: Its indices do not vary with ``q``.
+        span: Where it was written.
+    """
+    value = ", ".join(f"{side.name}/{len(side.indices)}" for side in (left, right))
+    return node(Op.DOT, *left.indices, *right.indices, value=value, span=span)
+
+
+def sides(item: Node) -> tuple[Side, Side]:
+    """The two rows of a DOT."""
+    (left, count), (right, _) = (part.split("/") for part in str(item.value).split(", "))
+    first = int(count)
+    return Side(left, item.args[:first]), Side(right, item.args[first:])
+
+
 def cast(operand: Node, dtype: DType, span: Span | None = None) -> Node:
     """``operand`` as ``dtype``; itself where it has that type."""
     return operand if operand.dtype is dtype else node(Op.CAST, operand, dtype=dtype, span=span)
@@ -198,6 +227,10 @@ def _result_type(
     if op in (Op.VAR, Op.SIZE):
         return DType.INT
     if op is Op.SCORE:
+        return DType.FLOAT
+    if op is Op.DOT:
+        if any(t is not DType.INT for t in types):
+            raise TypeError(f"DOT {value!r} needs int indices, has {types}")
         return DType.FLOAT
     if op in (Op.PARAM, Op.LOAD):
         if dtype is None or any(t is not DType.INT for t in types):
@@ -272,7 +305,10 @@ def rebuild(original: Node, args: tuple[Node, ...]) -> Node:
 
 
 def dependencies(*roots: Node) -> dict[Node, frozenset[str]]:
-    """Per node below ``roots``: which of ``b``, ``h``, ``q``, ``kv``, ``score`` it varies with."""
+    """Per node below ``roots``: which of ``b``, ``h``, ``q``, ``kv``, ``score`` it varies with.
+
+    A DOT counts as one with the score: like it, it is made pair by pair, of products of rows.
+    """
     found: dict[Node, frozenset[str]] = {}
     for item in toposort(*roots):
         if item.op is Op.SCORE:
@@ -280,7 +316,8 @@ def dependencies(*roots: Node) -> dict[Node, frozenset[str]]:
         elif item.op is Op.VAR:
             found[item] = frozenset({"h" if item.value == "hkv" else str(item.value)})
         else:
-            found[item] = frozenset().union(*(found[arg] for arg in item.args))
+            own = {"score"} if item.op is Op.DOT else ()
+            found[item] = frozenset(own).union(*(found[arg] for arg in item.args))
     return found
 
 
@@ -292,7 +329,10 @@ def reads_score(root: Node | None) -> bool:
 def leaf_names(root: Node | None) -> frozenset[str]:
     """Names of the tensors and params that an expression mentions; none where there is none."""
     found = () if root is None else toposort(root)
-    return frozenset(str(item.value) for item in found if item.op in (Op.LOAD, Op.PARAM))
+    names = {str(item.value) for item in found if item.op in (Op.LOAD, Op.PARAM)}
+    return frozenset(names).union(
+        side.name for item in found if item.op is Op.DOT for side in sides(item)
+    )
 
 
 @dataclass(frozen=True, slots=True)

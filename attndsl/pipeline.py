@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING
 
 from attndsl.frontend import read
 from attndsl.passes.differentiate import differentiate
-from attndsl.passes.lowered import Lowered
+from attndsl.passes.lowered import Contractions, Lowered
 from attndsl.passes.place import place_score
 from attndsl.passes.simplify import simplify, simplify_derivative
 from attndsl.passes.split_mask import split_mask
 from attndsl.passes.tiles.sparsity import analyse
+from attndsl.passes.widen import Widened, widen
 from attndsl.serialise import digest
 
 if TYPE_CHECKING:
@@ -45,9 +46,16 @@ def lower_program(program: Program) -> Lowered:
     derivative = simplify_derivative(differentiate(program))
     # Of the simplified score too, beside its derivative, which is that of the pairs' part.
     placed = place_score(program.score, derivative.score, program.mask)
+    # Kernels make sums of rows as part of the product that they make anyway, where that is all.
+    found = widen(program)
+    contractions = None
+    if isinstance(found, Widened):
+        contractions = Contractions(lower_program(found.program), found.terms)
+    elif found is not None:
+        contractions = Contractions(None, why_not=found)
     # Last, since it looks at the mask that the passes above have completed. Loops over tiles are
     # planned by backends, which know tile sizes: `sparsity.loop`.
-    return Lowered(program, derivative, placed, analyse(program), digest(program))
+    return Lowered(program, derivative, placed, analyse(program), digest(program), contractions)
 
 
 def stages(source: Source, declared: Mapping[str, Declared]) -> dict[str, str]:

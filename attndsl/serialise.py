@@ -13,10 +13,11 @@ import json
 from typing import TYPE_CHECKING, Any
 
 from attndsl.ir import DType, Node, Op, ParamDecl, Program, TensorDecl, node, toposort
-from attndsl.passes.differentiate import Derivative, ParamGradient, TensorGradient
-from attndsl.passes.lowered import Lowered
+from attndsl.passes.differentiate import Derivative, ParamGradient, ProductGradient, TensorGradient
+from attndsl.passes.lowered import Contractions, Lowered
 from attndsl.passes.place import place_score
 from attndsl.passes.tiles.sparsity import analyse
+from attndsl.passes.widen import Widened, widen
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -81,12 +82,14 @@ def derivative_to_json(derivative: Derivative) -> dict[str, Any]:
     """``derivative`` as JSON values."""
     loads = [g.load for g in derivative.tensors]
     factors = [g.factor for g in derivative.tensors] + [g.factor for g in derivative.params]
-    table, numbers = _table([derivative.score, *loads, *factors])
+    products = [root for g in derivative.products for root in (g.product, g.factor)]
+    table, numbers = _table([derivative.score, *loads, *factors, *products])
     return {
         "nodes": table,
         "score": numbers[derivative.score],
         "tensors": [[numbers[g.load], numbers[g.factor]] for g in derivative.tensors],
         "params": [[g.name, numbers[g.factor]] for g in derivative.params],
+        "products": [[numbers[g.product], numbers[g.factor]] for g in derivative.products],
     }
 
 
@@ -102,6 +105,7 @@ def derivative_from_json(data: dict[str, Any]) -> Derivative:
             nodes[data["score"]],
             tuple(TensorGradient(nodes[i], nodes[j]) for i, j in data["tensors"]),
             tuple(ParamGradient(name, nodes[i]) for name, i in data["params"]),
+            tuple(ProductGradient(nodes[i], nodes[j]) for i, j in data["products"]),
         )
     except (KeyError, TypeError, ValueError, IndexError) as error:
         raise SerialiseError(f"not a serialised derivative: {error!r}") from error
@@ -109,9 +113,11 @@ def derivative_from_json(data: dict[str, Any]) -> Derivative:
 
 def lowered_to_json(lowered: Lowered) -> dict[str, Any]:
     """``lowered`` as JSON values; what finds the tiles is made again from the program."""
+    found = lowered.contractions
     return {
         "program": program_to_json(lowered.program),
         "derivative": derivative_to_json(lowered.derivative),
+        "wide": None if found is None or found.wide is None else lowered_to_json(found.wide),
     }
 
 
@@ -121,12 +127,17 @@ def lowered_from_json(data: Any) -> Lowered:
     Raises:
         SerialiseError: ``data`` is damaged or of another format.
     """
-    if not isinstance(data, dict) or not {"program", "derivative"} <= set(data):
+    if not isinstance(data, dict) or not {"program", "derivative", "wide"} <= set(data):
         raise SerialiseError("not a serialised lowered program")
     program = program_from_json(data["program"])
     derivative = derivative_from_json(data["derivative"])
     placed = place_score(program.score, derivative.score, program.mask)
-    return Lowered(program, derivative, placed, analyse(program), digest(program))
+    widened, contractions = widen(program), None
+    if isinstance(widened, Widened):
+        contractions = Contractions(lowered_from_json(data["wide"]), widened.terms)
+    elif widened is not None:
+        contractions = Contractions(None, why_not=widened)
+    return Lowered(program, derivative, placed, analyse(program), digest(program), contractions)
 
 
 def digest(program: Program) -> str:

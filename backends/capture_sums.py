@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from attndsl.ir import DType, Op, const, param
+from attndsl.ir import DType, Op, const, param, sides
 from attndsl.passes.differentiate import vjp
 
 from .cpu_tiles import work_dtype
-from .interpret import clamped_indices, gated
+from .interpret import gated, sides_of
+from .rows import clamped_indices, gradients_of_rows, rows_at
 
 if TYPE_CHECKING:
     from attndsl.ir import Node
@@ -51,8 +52,9 @@ class CaptureSums:
     def of_score(self, derivative: Derivative) -> Terms:
         """The wanted derivatives of the final score."""
         loads = [(item.load, item.factor) for item in derivative.tensors]
+        products = [(item.product, item.factor) for item in derivative.products]
         params = [(param(item.name, DType.FLOAT), item.factor) for item in derivative.params]
-        return tuple(term for term in (*loads, *params) if self._is_wanted(term[0]))
+        return tuple(term for term in (*loads, *products, *params) if self._is_wanted(term[0]))
 
     def of(self, root: Node | None) -> Terms:
         """The wanted derivatives of ``root``."""
@@ -62,9 +64,10 @@ class CaptureSums:
     def _is_wanted(self, leaf: Node) -> bool:
         if leaf.op is Op.PARAM:
             return str(leaf.value) in self._params
-        if leaf.op is not Op.LOAD or str(leaf.value) not in self._tensors:
+        names = [side.name for side in sides(leaf)] if leaf.op is Op.DOT else [str(leaf.value)]
+        if leaf.op not in (Op.LOAD, Op.DOT):
             return False
-        return self._tensors[str(leaf.value)].numel() > 0
+        return any(name in self._tensors and self._tensors[name].numel() > 0 for name in names)
 
     def add(self, terms: Terms, seed: torch.Tensor, tile: Tile) -> None:
         """Add ``seed`` (batch, heads, rows, width or 1) times each derivative at its leaf."""
@@ -75,6 +78,8 @@ class CaptureSums:
                 part = gated(seed, seed * value)
             if leaf.op is Op.PARAM:
                 self._params[str(leaf.value)] += part.sum()
+            elif leaf.op is Op.DOT:
+                self._add_product(leaf, part, tile)
             else:
                 self._add_at(leaf, part, tile)
 
@@ -89,10 +94,7 @@ class CaptureSums:
             return
         indices = tile.evaluate(*load.args)
         shape = torch.broadcast_tensors(*indices)[0].shape  # type: ignore[no-untyped-call]
-        flat = torch.zeros((), dtype=torch.int64, device=total.device)
-        for index, size in zip(clamped_indices(indices, total), total.shape, strict=True):
-            flat = flat * size + index
-        flat = flat.expand(shape).reshape(-1)
+        flat = _flat_places(indices, total)
         values = part.sum_to_size(shape).reshape(-1).to(total.dtype)
         # In a fixed order, for which CPUs and GPUs have different functions: with one dim
         # scatter_add_ adds one after the other there, and index_put_ sorts here.
@@ -100,6 +102,28 @@ class CaptureSums:
             total.view(-1).index_put_((flat,), values, accumulate=True)
         else:
             total.view(-1).scatter_add_(0, flat, values)
+
+    def _add_product(self, item: Node, part: torch.Tensor, tile: Tile) -> None:
+        both = sides_of(item, tile.scope)
+        rows = [rows_at(tile.scope.tensors[name].to(part.dtype), indices) for name, indices in both]
+        for (name, indices), found in zip(both, gradients_of_rows(part, *rows), strict=True):
+            self.add_rows(name, indices, found)
+
+    def add_rows(self, name: str, indices: tuple[torch.Tensor, ...], rows: torch.Tensor) -> None:
+        """Add ``rows`` (four dims, and that of a row) to those at ``indices``, if they matter."""
+        total = self._tensors.get(name)
+        if total is None or total.numel() == 0:
+            return
+        width = total.shape[-1]
+        values = rows.reshape(-1, width).to(total.dtype)
+        if not indices:
+            total += values.sum(0)
+            return
+        flat = _flat_places(indices, total[..., 0])
+        if total.device.type == "cuda":
+            total.view(-1, width).index_put_((flat,), values, accumulate=True)
+        else:
+            total.view(-1, width).index_add_(0, flat, values)
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """By name, in their dtypes."""
@@ -112,3 +136,12 @@ class CaptureSums:
             value = self._call.params[name]
             found[name] = total.to(value.dtype if isinstance(value, torch.Tensor) else self._work)
         return found
+
+
+def _flat_places(indices: tuple[torch.Tensor, ...], total: torch.Tensor) -> torch.Tensor:
+    """Where in contiguous memory of the shape of ``total`` each element of ``indices`` lies."""
+    shape = torch.broadcast_tensors(*indices)[0].shape  # type: ignore[no-untyped-call]
+    flat = torch.zeros((), dtype=torch.int64, device=total.device)
+    for index, size in zip(clamped_indices(indices, total), total.shape, strict=True):
+        flat = flat * size + index
+    return flat.expand(shape).reshape(-1)

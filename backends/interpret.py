@@ -23,7 +23,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from attndsl.errors import ArgumentError
-from attndsl.ir import FLOAT_UNARY, DType, Op, toposort
+from attndsl.ir import FLOAT_UNARY, DType, Op, sides, toposort
+
+from .rows import clamped_indices, product_of_rows, rows_at
 
 if TYPE_CHECKING:
     from attndsl.ir import Node
@@ -107,13 +109,14 @@ def evaluate(roots: tuple[Node, ...], scope: Scope) -> tuple[torch.Tensor, ...]:
     return tuple(values[root] for root in roots)
 
 
-def clamped_indices(
-    indices: tuple[torch.Tensor, ...], tensor: torch.Tensor
-) -> tuple[torch.Tensor, ...]:
-    """``indices``, one a dim, moved into ``tensor``, which has no dim of size 0."""
-    return tuple(
-        index.clamp(0, size - 1) for index, size in zip(indices, tensor.shape, strict=True)
-    )
+def sides_of(
+    product: Node, scope: Scope
+) -> tuple[tuple[str, tuple[torch.Tensor, ...]], tuple[str, tuple[torch.Tensor, ...]]]:
+    """The tensor's name and the indices of each side of a DOT."""
+    left, right = sides(product)
+    found = evaluate((*left.indices, *right.indices), scope)
+    first = len(left.indices)
+    return (left.name, found[:first]), (right.name, found[first:])
 
 
 def check_lookups(roots: tuple[Node, ...], scope: Scope, live: torch.Tensor) -> None:
@@ -128,23 +131,32 @@ def check_lookups(roots: tuple[Node, ...], scope: Scope, live: torch.Tensor) -> 
     Raises:
         ArgumentError: Names the tensor, the dim, the first offending index, and the size.
     """
-    loads = [item for item in toposort(*roots) if item.op is Op.LOAD and item.args]
-    for load in loads:
-        tensor = scope.tensors[str(load.value)]
-        for dim, index in enumerate(evaluate(load.args, scope)):
-            size = tensor.shape[dim]
-            outside = ((index < 0) | (index >= size)) & live
-            if not bool(outside.any()):
-                continue
-            place = tuple(int(i) for i in outside.nonzero()[0])
-            found = int(index.expand(live.shape)[place])
-            b, h, q, kv = place
-            raise ArgumentError(
-                f"tensor {load.value!r} is looked up at {found} in dim {dim}, of size {size} "
-                f"(batch {b}, head {h}, query row {q}, key row {kv})",
-                load.span,
-                f"mask such pairs out, or write clamp(index, 0, {max(0, size - 1)})",
-            )
+    for item in toposort(*roots):
+        if item.op is Op.LOAD and item.args:
+            _check_places(item, str(item.value), evaluate(item.args, scope), scope, live)
+        elif item.op is Op.DOT:
+            for name, indices in sides_of(item, scope):
+                _check_places(item, name, indices, scope, live)
+
+
+def _check_places(
+    item: Node, name: str, indices: tuple[torch.Tensor, ...], scope: Scope, live: torch.Tensor
+) -> None:
+    tensor = scope.tensors[name]
+    for dim, index in enumerate(indices):
+        size = tensor.shape[dim]
+        outside = ((index < 0) | (index >= size)) & live
+        if not bool(outside.any()):
+            continue
+        place = tuple(int(i) for i in outside.nonzero()[0])
+        found = int(index.expand(live.shape)[place])
+        b, h, q, kv = place
+        raise ArgumentError(
+            f"tensor {name!r} is looked up at {found} in dim {dim}, of size {size} "
+            f"(batch {b}, head {h}, query row {q}, key row {kv})",
+            item.span,
+            f"mask such pairs out, or write clamp(index, 0, {max(0, size - 1)})",
+        )
 
 
 class _ZeroStaysZero(torch.autograd.Function):
@@ -298,6 +310,15 @@ def _load(item: Node, args: tuple[torch.Tensor, ...], scope: Scope) -> torch.Ten
     return tensor[clamped_indices(args, tensor)].to(dtype)
 
 
+def _dot(item: Node, args: tuple[torch.Tensor, ...], scope: Scope) -> torch.Tensor:
+    left, right = sides(item)
+    first = len(left.indices)
+    return product_of_rows(
+        rows_at(scope.tensors[left.name].to(scope.dtype), args[:first]),
+        rows_at(scope.tensors[right.name].to(scope.dtype), args[first:]),
+    )
+
+
 def _cast(item: Node, args: tuple[torch.Tensor, ...], scope: Scope) -> torch.Tensor:
     (arg,) = args
     return arg != 0 if item.dtype is DType.BOOL else arg.to(_torch_dtype(item.dtype, scope))
@@ -369,6 +390,7 @@ RULES: dict[Op, Rule] = {
     Op.PARAM: _param,
     Op.SCORE: lambda item, args, scope: scope.score,
     Op.LOAD: _load,
+    Op.DOT: _dot,
     Op.ADD: _plain(torch.add),
     Op.SUB: _plain(torch.sub),
     Op.MUL: _by_type(torch.mul, _guarded(torch.mul)),

@@ -31,7 +31,8 @@ from attndsl.passes.differentiate import vjp
 
 from .base import Gradients, check_meaning
 from .dense import Dense, attend_pairs, dense_pairs, group, own_weights, ungroup, where_live
-from .interpret import Scope, check_lookups, clamped_indices, evaluate, gated
+from .interpret import Scope, check_lookups, evaluate, gated, sides_of
+from .rows import clamped_indices, gradients_of_rows, rows_at
 
 if TYPE_CHECKING:
     from attndsl.ir import Node, Program
@@ -140,6 +141,8 @@ class ReferenceBackend:
         d_score = where_live(dense.live, d_score, 0.0)
         for item in derivative.tensors:
             sums.add_tensor(item.load, item.factor, d_score, scope)
+        for product in derivative.products:
+            sums.add_product(product.product, product.factor, d_score, scope)
         for part in derivative.params:
             sums.add_param(part.name, part.factor, d_score, scope)
         (slope,) = evaluate((derivative.score,), scope)
@@ -204,6 +207,8 @@ class _Sums:
                 self.add_tensor(leaf, factor, seed, scope)
             elif leaf.op is Op.PARAM:
                 self.add_param(str(leaf.value), factor, seed, scope)
+            elif leaf.op is Op.DOT:
+                self.add_product(leaf, factor, seed, scope)
 
     def add_tensor(self, load: Node, factor: Node, seed: torch.Tensor, scope: Scope) -> None:
         """Add ``seed * factor`` of each pair at the element that ``load`` looks up there."""
@@ -219,6 +224,24 @@ class _Sums:
         shape = torch.broadcast_tensors(*indices)[0].shape  # type: ignore[no-untyped-call]
         places = clamped_indices(tuple(indices), total)
         self.tensors[name] = total.index_put(places, part.sum_to_size(shape), accumulate=True)
+
+    def add_product(self, item: Node, factor: Node, seed: torch.Tensor, scope: Scope) -> None:
+        """Add ``seed * factor`` of each pair, times each row of a DOT, to the other row."""
+        both = sides_of(item, scope)
+        if not any(name in self.tensors for name, _ in both):
+            return
+        (value,) = evaluate((factor,), scope)
+        rows = [rows_at(scope.tensors[name].to(scope.dtype), places) for name, places in both]
+        parts = gradients_of_rows(gated(seed, seed * value), *rows)
+        for (name, indices), part in zip(both, parts, strict=True):
+            total = self.tensors.get(name)
+            if total is None or total.numel() == 0:
+                continue
+            if not indices:
+                self.tensors[name] = total + part.reshape(-1)
+                continue
+            places = clamped_indices(indices, total[..., 0])
+            self.tensors[name] = total.index_put(places, part, accumulate=True)
 
     def add_param(self, name: str, factor: Node, seed: torch.Tensor, scope: Scope) -> None:
         """Add the sum of ``seed * factor`` over all pairs."""

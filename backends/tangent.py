@@ -16,7 +16,8 @@ from attndsl.ir import SCORE, Op, const
 from attndsl.passes.differentiate import vjp
 
 from .dense import attend_pairs, dense_pairs, group, own_weights, ungroup, where_live
-from .interpret import clamped_indices, evaluate, times
+from .interpret import evaluate, sides_of, times
+from .rows import clamped_indices, product_of_rows, rows_at
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -62,6 +63,7 @@ def tangent(
         raw = raw + ungroup(group(call.q, call) @ moved.k.mT, call).to(work)
     # Of the score as written, whose factors are those of the derivative that kernels use.
     factors = {item.load: item.factor for item in lowered.derivative.tensors}
+    factors |= {item.product: item.factor for item in lowered.derivative.products}
     terms = [(SCORE, lowered.derivative.score), *factors.items()]
     terms += [(leaf, f) for leaf, f in _leaves(program.score).items() if leaf.op is Op.PARAM]
     d_score = where_live(
@@ -112,14 +114,38 @@ def _along(
     """The sum of each factor times its leaf's tangent: four dims, of full size or 1."""
     total = torch.zeros((1, 1, 1, 1), dtype=scope.dtype, device=scope.device)
     for leaf, factor in terms:
-        moved = score if leaf.op is Op.SCORE else captures.get(str(leaf.value))
+        if leaf.op is Op.DOT:
+            moved = _moved_product(leaf, scope, captures)
+        else:
+            moved = score if leaf.op is Op.SCORE else captures.get(str(leaf.value))
         if moved is None or moved.numel() == 0:
             continue
         moved = moved.to(scope.dtype)
         if leaf.op is Op.LOAD and leaf.args:
             moved = moved[clamped_indices(evaluate(leaf.args, scope), moved)]
-        elif leaf.op is not Op.SCORE:
+        elif leaf.op not in (Op.SCORE, Op.DOT):
             moved = moved.reshape(1, 1, 1, 1)
         (value,) = evaluate((factor,), scope)
         total = total + times(moved, value)
+    return total
+
+
+def _moved_product(
+    item: Node, scope: Scope, captures: Mapping[str, torch.Tensor]
+) -> torch.Tensor | None:
+    """The tangent of a DOT: each side's with the other side."""
+    both = sides_of(item, scope)
+    total = None
+    for moving in (0, 1):
+        tangent_of_side = captures.get(both[moving][0])
+        if tangent_of_side is None:
+            continue
+        tensors = [scope.tensors[name] for name, _ in both]
+        tensors[moving] = tangent_of_side
+        rows = [
+            rows_at(tensor.to(scope.dtype), indices)
+            for tensor, (_, indices) in zip(tensors, both, strict=True)
+        ]
+        part = product_of_rows(*rows)
+        total = part if total is None else total + part
     return total

@@ -68,6 +68,7 @@ _MANY = (
     "test_captured_masks[",
     "test_learned_biases[",
     "test_compiles_to_one_graph[",
+    "test_contractions[",
 )
 _MANY_HERE = (
     "q-padded",
@@ -101,6 +102,9 @@ _MANY_HERE = (
     "-columns]",
     "-twice]",
     "-aot_eager]",
+    "-capped]",
+    "-by head]",
+    "-gate]",
 )
 
 

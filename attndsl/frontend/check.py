@@ -101,6 +101,7 @@ class _Checker:
                 self._guard(self._assign, statement)
             elif isinstance(statement, s.Bare):
                 self._guard(self._bare, statement)
+        self._check_early()
         self._check_unused()
 
     def _guard(self, step: object, statement: s.Statement) -> None:
@@ -255,7 +256,7 @@ class _Checker:
         dim = self.inliner.node(written)
         if dim is None:
             return None
-        allowed = all(x.op not in (Op.VAR, Op.SCORE, Op.LOAD) for x in ir.toposort(dim))
+        allowed = all(x.op not in (Op.VAR, Op.SCORE, Op.LOAD, Op.DOT) for x in ir.toposort(dim))
         if dim.dtype is not DType.INT or not allowed:
             raise TypeMismatchError(
                 "a dim is an int made of sizes, params and numbers",
@@ -357,8 +358,9 @@ class _Checker:
             return
         # Within weights, `score` is the final score, wherever the line stands.
         before, self.scope.score = self.scope.score, ir.SCORE
+        self.scope.in_weights = True
         value = self.inliner.node(written)
-        self.scope.score = before
+        self.scope.score, self.scope.in_weights = before, False
         if value is not None:
             at = written.span
             self.parts["weights"] = promote.as_float(promote.need_number(value, at, "weights"))
@@ -376,6 +378,20 @@ class _Checker:
                 "write 0.1 to drop one weight in ten",
             )
         return value
+
+    def _check_early(self) -> None:
+        """In weights the score is the final one; a name that read another would be read wrongly."""
+        if self.scope.score is ir.SCORE:
+            return
+        for name, span in self.scope.early:
+            self.errors.append(
+                TypeMismatchError(
+                    f"'{name}' reads the score as it was in its line, and in 'weights' the score "
+                    "is the final one",
+                    span,
+                    f"write a function, 'def {name}(s) = ...', and {name}(score) in 'weights'",
+                )
+            )
 
     def _check_unused(self) -> None:
         """A name given to ``compile()`` that nothing reads is a mistake."""

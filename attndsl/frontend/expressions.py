@@ -20,7 +20,7 @@ from attndsl.errors import (
 )
 from attndsl.ir import DType, Node, TensorDecl
 
-from . import functions, promote
+from . import contraction, functions, promote
 from . import surface as s
 from .limits import MAX_EXPANSIONS, MAX_NESTING
 from .prelude import prelude_function, prelude_names
@@ -44,6 +44,9 @@ ALWAYS = frozenset({*ir.VARS, *ir.SIZES, *CONSTANTS, "score"})
 """Names that a program cannot bind."""
 
 
+_WHOLE = f"write an index; whole rows stand in dot only: {contraction.FORM.removeprefix('write ')}"
+
+
 @dataclass(slots=True)
 class Scope:
     """Names of a program while it is checked."""
@@ -55,6 +58,10 @@ class Scope:
     """The score so far."""
     used: set[str] = field(default_factory=set)
     """Names that were looked up."""
+    in_weights: bool = False
+    """Whether ``score`` is the final one here, which no name before can have read."""
+    early: list[tuple[str, Span]] = field(default_factory=list)
+    """Names that weights mention, and that read the score as it was before."""
 
 
 class Inliner:
@@ -142,6 +149,8 @@ class Inliner:
             return promote.where(condition, parts[1], parts[2], expr.span)
         if isinstance(expr, s.Index):
             return self._index(expr)
+        if isinstance(expr, s.Whole):
+            raise RankError("':' is no index of a pair's element", expr.span, _WHOLE)
         return self._call(expr)
 
     def _name(self, expr: s.Name) -> Value | None:
@@ -151,7 +160,10 @@ class Inliner:
                 return frame[name]
         self.scope.used.add(name)
         if name in self.scope.values:
-            return self.scope.values[name]
+            value = self.scope.values[name]
+            if self.scope.in_weights and isinstance(value, Node) and ir.reads_score(value):
+                self.scope.early.append((name, self._place(expr.span)))
+            return value
         if name == "score":
             return self.scope.score
         if name in ir.VARS:
@@ -160,7 +172,8 @@ class Inliner:
             return ir.size(name, expr.span)
         if name in CONSTANTS:
             return CONSTANTS[name]
-        if name in self.scope.definitions or name in functions.NAMES or name in prelude_names():
+        builtin = name in functions.NAMES or name == contraction.NAME
+        if name in self.scope.definitions or builtin or name in prelude_names():
             raise NameResolutionError(f"'{name}' is a function", expr.span, f"call it: {name}(...)")
         raise NameResolutionError(
             f"'{name}' is not declared", expr.span, self._nearest(name, self._value_names())
@@ -217,20 +230,31 @@ class Inliner:
         return result
 
     def _index(self, expr: s.Index) -> Node | None:
-        indices = [self.node(index) for index in expr.indices]
+        found = self._lookup(expr, expr.indices)
+        if found is None:
+            return None
+        tensor, indices = found
+        return ir.load(tensor.name, tensor.dtype, *indices, span=expr.span)
+
+    def _lookup(
+        self, expr: s.Index, places: tuple[s.Expr, ...]
+    ) -> tuple[TensorDecl, tuple[Node, ...]] | None:
+        """What ``expr`` looks up in, and where: ``places`` are those of its indices that count."""
+        indices = [self.node(index) for index in places]
         tensor = self._name(s.Name(expr.name, expr.span))
         if tensor is None:
             return None
         if not isinstance(tensor, TensorDecl):
             raise RankError(f"'{expr.name}' is a single value and has no elements", expr.span)
-        if len(indices) != len(tensor.dims):
+        if len(expr.indices) != len(tensor.dims):
+            count = len(expr.indices)
             raise RankError(
-                f"'{expr.name}' has {len(tensor.dims)} dim(s), and {len(indices)} index(es) here",
+                f"'{expr.name}' has {len(tensor.dims)} dim(s), and {count} index(es) here",
                 expr.span,
                 f"write {expr.name}[{', '.join(['...'] * len(tensor.dims))}]",
             )
         found = []
-        for index, written in zip(indices, expr.indices, strict=True):
+        for index, written in zip(indices, places, strict=True):
             if index is None:
                 return None
             if index.dtype is not DType.INT:
@@ -240,12 +264,39 @@ class Inliner:
                     "write int(...) around it",
                 )
             found.append(index)
-        return ir.load(tensor.name, tensor.dtype, *found, span=expr.span)
+        return tensor, tuple(found)
+
+    def _dot(self, expr: s.FunctionCall) -> Node | None:
+        if len(expr.args) != 2:
+            raise RankError(
+                f"dot takes 2 rows, and has {len(expr.args)}", expr.span, contraction.FORM
+            )
+        rows = []
+        for written in expr.args:
+            row = written
+            while isinstance(row, s.Group):
+                row = row.inner
+            if not isinstance(row, s.Index):
+                raise RankError("dot multiplies rows of tensors", row.span, contraction.FORM)
+            if not row.indices or not isinstance(row.indices[-1], s.Whole):
+                raise RankError(
+                    f"dot multiplies rows, and this is one element of '{row.name}'",
+                    row.span,
+                    f"write ':' for the last index, along which dot adds up: {row.name}[..., :]",
+                )
+            rows.append((self._lookup(row, row.indices[:-1]), row.span))
+        found = [(*row, span) for row, span in rows if row is not None]
+        if len(found) < 2:
+            return None
+        tensors, indices, spans = zip(*found, strict=True)
+        return contraction.contract(tensors, indices, spans, expr.span)
 
     def _call(self, expr: s.FunctionCall) -> Node | None:
         name = expr.name
-        args = [self.value(arg) for arg in expr.args]
         own = self.scope.definitions.get(name)
+        if own is None and name == contraction.NAME:
+            return self._dot(expr)
+        args = [self.value(arg) for arg in expr.args]
         if own is None and name in functions.NAMES:
             nodes = [self._argument(a, written) for a, written in zip(args, expr.args, strict=True)]
             found = [n for n in nodes if n is not None]
@@ -303,7 +354,9 @@ class Inliner:
             )
         if name in self.scope.values or name in ALWAYS:
             return NameResolutionError(f"'{name}' is no function", expr.span, "remove the call")
-        names = [*self.scope.definitions, *sorted(functions.NAMES), *prelude_names()]
+        names = [
+            *self.scope.definitions, *sorted(functions.NAMES), contraction.NAME, *prelude_names(),
+        ]  # fmt: skip
         close = difflib.get_close_matches(name[:100].lower(), names, n=1)
         hint = (
             f"did you mean '{close[0]}'?" if close else f"define it: 'def {name[:40]}(...) = ...'"

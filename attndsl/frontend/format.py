@@ -29,7 +29,7 @@ _BINARY = frozenset(
         "ELSE",
     }
 )
-_NO_SPACE_BEFORE = frozenset({"COMMA", "RPAR", "RSQB", "COLON"})
+_NO_SPACE_BEFORE = frozenset({"COMMA", "RPAR", "RSQB"})
 _OPENING = frozenset({"LPAR", "LSQB"})
 _OPERANDS = frozenset({"NAME", "NUMBER", "RPAR", "RSQB"})
 
@@ -106,6 +106,8 @@ def _space(before: _Seen, kind: str, out: str) -> bool:
     """Whether a space stands between two tokens."""
     if kind in _NO_SPACE_BEFORE or before.kind in _OPENING:
         return False
+    if kind == "COLON":
+        return bool(before.kind == "COMMA")
     if kind in _OPENING:
         # A call or an index is written without a space, a group after an operator with one.
         return before.kind not in ("NAME",) and not before.unary

@@ -32,7 +32,7 @@ _ELSEWHERE = {
     "{": "only ( ) and [ ] are brackets here",
     "@": "the product q . k is the score itself; there are no other matrix products",
     ".": "names have no parts: write 'exp(x)', not 'math.exp(x)'",
-    ":": "types are declared in 'param' and 'tensor' lines only",
+    ":": "it gives types in 'param' and 'tensor' lines, and whole rows in dot(u[q, :], w[kv, :])",
     "\\": "break lines inside brackets instead",
 }
 _KEYWORDS = {"lambda": "write 'def NAME(x) = ...'", "import": "nothing can be imported"}
@@ -201,6 +201,8 @@ class _Builder:
             return s.Number(str(children[0]).replace("_", ""), self.span(children[0]))
         if kind == "name":
             return self.name(children[0])
+        if kind == "whole":
+            return s.Whole(self.span(children[0]))
         if kind == "unary":
             return s.Unary(str(children[0]), parts[0], self.span(children[0]).to(parts[0].span))
         if kind == "binary":

@@ -74,10 +74,17 @@ class FunctionCall:
 
 @dataclass(frozen=True, slots=True)
 class Index:
-    """An element of a captured tensor."""
+    """An element of a captured tensor, or a row of it where the last index is :class:`Whole`."""
 
     name: str
     indices: tuple[Expr, ...]
+    span: Span
+
+
+@dataclass(frozen=True, slots=True)
+class Whole:
+    """``:`` in place of an index: all elements along the dim."""
+
     span: Span
 
 
@@ -89,7 +96,7 @@ class Group:
     span: Span
 
 
-Expr = Number | Name | Unary | Binary | Compare | Ternary | FunctionCall | Index | Group
+Expr = Number | Name | Unary | Binary | Compare | Ternary | FunctionCall | Index | Whole | Group
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,6 +36,14 @@ class TensorGradient:
 
 
 @dataclass(frozen=True, slots=True)
+class ProductGradient:
+    """``factor`` is the derivative of the final score by the DOT ``product``."""
+
+    product: Node
+    factor: Node
+
+
+@dataclass(frozen=True, slots=True)
 class ParamGradient:
     """``factor`` is the derivative of the final score by the param ``name``."""
 
@@ -53,6 +61,8 @@ class Derivative:
     """By each lookup of a float tensor; a tensor looked up twice stands here twice."""
     params: tuple[ParamGradient, ...]
     """By each float param that occurs."""
+    products: tuple[ProductGradient, ...] = ()
+    """By each contraction."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,11 +79,14 @@ def differentiate(program: Program) -> Derivative:
     tensors = [TensorGradient(n, g) for n, g in found.items() if n.op is Op.LOAD]
     params = [ParamGradient(str(n.value), g) for n, g in found.items() if n.op is Op.PARAM]
     score = next((g for n, g in found.items() if n.op is Op.SCORE), ZERO)
-    return Derivative(score, tuple(tensors), tuple(params))
+    products = [ProductGradient(n, g) for n, g in found.items() if n.op is Op.DOT]
+    return Derivative(score, tuple(tensors), tuple(params), tuple(products))
 
 
 def vjp(root: Node, seed: Node) -> dict[Node, Node]:
-    """``seed`` times the derivative of ``root`` by each float leaf (SCORE, PARAM, LOAD) below it.
+    """``seed`` times the derivative of ``root`` by each float leaf below it.
+
+    Those are SCORE, PARAM, LOAD and DOT, whose own derivatives are rows, which are no nodes.
 
     Leaves come in topological order, so that the result is the same every time.
     """
@@ -84,7 +97,7 @@ def vjp(root: Node, seed: Node) -> dict[Node, Node]:
         if item not in parts or item.dtype is not DType.FLOAT:
             continue
         adjoint = _merge(parts.pop(item))
-        if item.op in (Op.SCORE, Op.PARAM, Op.LOAD):
+        if item.op in (Op.SCORE, Op.PARAM, Op.LOAD, Op.DOT):
             found[item] = _guarded(adjoint)
             continue
         for arg, part in _contributions(item, adjoint):

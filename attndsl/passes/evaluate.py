@@ -12,10 +12,10 @@ import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from attndsl.ir import DType, Node, Op, toposort
+from attndsl.ir import DType, Node, Op, sides, toposort
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
 Value = bool | int | float
 _WORD = 1 << 64
@@ -29,6 +29,8 @@ class Environment:
     """By the name of a variable, size or param; the raw score is ``score``."""
     load: Callable[[str, tuple[int, ...]], Value] | None = None
     """Element of a captured tensor."""
+    row: Callable[[str, tuple[int, ...]], Sequence[float]] | None = None
+    """Row of one, along its last dim."""
 
 
 def evaluate(root: Node, environment: Environment = Environment()) -> Value:
@@ -71,6 +73,17 @@ def _value(item: Node, args: list[Value], environment: Environment) -> Value:
         if environment.load is None:
             raise KeyError(item.value)
         return environment.load(str(item.value), tuple(int(a) for a in args))
+    if item.op is Op.DOT:
+        if environment.row is None:
+            raise KeyError(item.value)
+        places = tuple(int(a) for a in args)
+        left, right = sides(item)
+        first = len(left.indices)
+        rows = (
+            environment.row(left.name, places[:first]),
+            environment.row(right.name, places[first:]),
+        )
+        return math.fsum(a * b for a, b in zip(*rows, strict=True))
     return apply(item, args)
 
 

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from .differentiate import Derivative
     from .place import Placed
     from .tiles.sparsity import Sparsity
+    from .widen import Term
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,3 +26,17 @@ class Lowered:
     """What finds the tiles; ``sparsity.loop`` plans one loop once tile sizes are known."""
     digest: str
     """Hex digest of the program's meaning: the same after renaming a local or reformatting."""
+    contractions: Contractions | None = None
+    """None where the program has none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Contractions:
+    """What becomes of a program's contractions."""
+
+    wide: Lowered | None
+    """The same program without them: its raw score is the other's plus ``terms``. None where they
+    do not only add to it."""
+    terms: tuple[Term, ...] = ()
+    why_not: str = ""
+    """Why there is no such program."""

@@ -18,6 +18,7 @@ of multiples of positions (they may be large, and cancel).
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import islice
 from typing import TYPE_CHECKING
 
 from attndsl.ir import (
@@ -43,6 +44,8 @@ ORIGIN = param("$origin", DType.INT)
 """Any logical position; one near the tile's keeps the parts small."""
 AWAY = param("$away", DType.FLOAT)
 """``kv - $origin``: kernels have a cheaper way to it than converting each."""
+MAX_TERMS = 1 << 12
+"""Terms of a score that are looked at; in scores of more all is left for pairs."""
 _ALL_ROW = frozenset({"b", "h"})
 _LARGE = 1e30
 """Factors from which infinities might come of finite scores, or the other way around."""
@@ -89,7 +92,11 @@ def place_score(score: Node, slope: Node, mask: Node | None) -> Placed:
     """
     deps = dependencies(score)
     parts: dict[str, list[Node]] = {"pair": [], "row": [], "column": []}
-    for sign, wraps, term in _terms(score, deps):
+    terms = list(islice(_terms(score, deps), MAX_TERMS + 1))
+    if len(terms) > MAX_TERMS:
+        # Shared sums of shared sums may have more than anybody could write down.
+        terms = [(1, (), score)]
+    for sign, wraps, term in terms:
         whole = _wrapped(term, wraps)
         found = deps.get(term) or dependencies(term)[term]
         if AWAY in toposort(term):

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from attndsl.ir import FLOAT_UNARY, DType, Node, Op, Program, toposort
+from attndsl.ir import FLOAT_UNARY, SCORE, DType, Node, Op, Program, sides, toposort
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 (_OR, _AND, _NOT, _COMPARE, _BIT_OR, _BIT_XOR, _BIT_AND, _SHIFT, _SUM, _PRODUCT, _UNARY, _POWER,
  _ATOM) = range(13)  # fmt: skip
 _MAX_DEPTH = 12
+_MOST = 2000
+"""Characters of a part."""
 _INFIX = {
     Op.OR: ("or", _OR),
     Op.AND: ("and", _AND),
@@ -59,6 +61,10 @@ def print_program(program: Program) -> str:
         shape = ", ".join(dims.texts[dim][0] for dim in tensor.dims)
         lines.append(f"tensor {tensor.name}[{shape}]: {tensor.dtype.value}")
     parts = [p for p in (program.mask, program.sink, program.dropout, program.score) if p]
+    own = program.weights
+    if own is not None and program.score is SCORE:
+        # Locals read the incoming score, which is the final one only where no line changes it.
+        parts, own = [*parts, own], None
     printer = _Printer(parts, taken, share=True)
     lines += printer.lines
     if program.mask is not None:
@@ -69,9 +75,10 @@ def print_program(program: Program) -> str:
         lines.append(f"score = {printer.texts[program.score][0]}")
     if program.weights is not None or program.dropout is not None:
         weights = "softmax(score)"
-        if program.weights is not None:
-            # `score` is the final one here, which no local can stand for.
-            weights = _Printer([program.weights], taken, share=False).texts[program.weights][0]
+        if own is not None:
+            weights = _Printer([own], taken, share=False).texts[own][0]
+        elif program.weights is not None:
+            weights = printer.texts[program.weights][0]
         if program.dropout is not None:
             weights = f"dropout({weights}, {printer.texts[program.dropout][0]})"
         lines.append(f"weights = {weights}")
@@ -79,14 +86,20 @@ def print_program(program: Program) -> str:
 
 
 def print_expression(root: Node, names: Mapping[str, str] | None = None) -> str:
-    """``root`` as one expression; ``names`` says what some leaves are to be called."""
-    return _Printer([root], set(), share=False, names=names).texts[root][0]
+    """``root`` as one expression for people to read, with ``...`` for what would fill pages.
+
+    Args:
+        root: The expression.
+        names: What some leaves are to be called.
+    """
+    return _Printer([root], set(), share=False, names=names, most=_MOST).texts[root][0]
 
 
 def print_derivative(derivative: Derivative) -> str:
     """``derivative`` as lines ``d score / d X = expression``."""
     roots = [derivative.score]
     roots += [root for g in derivative.tensors for root in (g.load, g.factor)]
+    roots += [root for p in derivative.products for root in (p.product, p.factor)]
     roots += [g.factor for g in derivative.params]
     printer = _Printer(roots, set(), share=True)
     lines = [*printer.lines, f"d score / d score = {printer.texts[derivative.score][0]}"]
@@ -94,6 +107,9 @@ def print_derivative(derivative: Derivative) -> str:
         indices = ", ".join(printer.texts[index][0] for index in gradient.load.args)
         name = f"{gradient.load.value}[{indices}]"
         lines.append(f"d score / d {name} = {printer.texts[gradient.factor][0]}")
+    for each in derivative.products:
+        shown = printer.texts[each.product][0]
+        lines.append(f"d score / d {shown} = {printer.texts[each.factor][0]}")
     for item in derivative.params:
         lines.append(f"d score / d {item.name} = {printer.texts[item.factor][0]}")
     return "\n".join(lines) + "\n"
@@ -125,6 +141,7 @@ class _Printer:
         taken: set[str],
         share: bool,
         names: Mapping[str, str] | None = None,
+        most: int | None = None,
     ) -> None:
         self.names = names or {}
         self.texts: dict[Node, tuple[str, int]] = {}
@@ -144,6 +161,8 @@ class _Printer:
                 taken.add(name)
                 self.lines.append(f"{name} = {text}")
                 text, level, depth = name, _ATOM, 0
+            elif most is not None and len(text) > most:
+                text, level = "...", _ATOM
             self.texts[item] = text, level
             depths[item] = depth
 
@@ -163,6 +182,12 @@ class _Printer:
             return self.names.get(str(item.value), str(item.value)), _ATOM
         if op is Op.LOAD:
             return f"{item.value}[{', '.join(self.texts[a][0] for a in args)}]", _ATOM
+        if op is Op.DOT:
+            rows = [
+                f"{side.name}[{', '.join([*(self.texts[a][0] for a in side.indices), ':'])}]"
+                for side in sides(item)
+            ]
+            return f"dot({', '.join(rows)})", _ATOM
         if op is Op.CAST:
             return f"{item.dtype.value}({self.texts[args[0]][0]})", _ATOM
         if op in _CALLS:

@@ -27,7 +27,7 @@ from attndsl.ir import (
     toposort,
 )
 
-from .differentiate import Derivative, ParamGradient, TensorGradient
+from .differentiate import Derivative, ParamGradient, ProductGradient, TensorGradient
 from .evaluate import apply
 
 TRUE, FALSE = const(True), const(False)
@@ -66,11 +66,16 @@ def simplify_derivative(derivative: Derivative) -> Derivative:
         for g in derivative.tensors
     ]
     params = [ParamGradient(g.name, simplify_node(g.factor, memo)) for g in derivative.params]
+    products = [
+        ProductGradient(simplify_node(g.product, memo), simplify_node(g.factor, memo))
+        for g in derivative.products
+    ]
     zero = const(0.0)
     return Derivative(
         simplify_node(derivative.score, memo),
         tuple(g for g in tensors if g.factor is not zero),
         tuple(g for g in params if g.factor is not zero),
+        tuple(g for g in products if g.factor is not zero),
     )
 
 
@@ -102,7 +107,11 @@ def _step(item: Node) -> Node | None:
 
 def _fold(item: Node) -> Node | None:
     """Constants by evaluation."""
-    if not item.args or item.op is Op.LOAD or any(a.op is not Op.CONST for a in item.args):
+    if (
+        not item.args
+        or item.op in (Op.LOAD, Op.DOT)
+        or any(a.op is not Op.CONST for a in item.args)
+    ):
         return None
     values = [a.value for a in item.args]
     result = apply(item, [v for v in values if isinstance(v, bool | int | float)])

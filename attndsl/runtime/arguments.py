@@ -10,7 +10,7 @@ import torch
 
 from attndsl.backends.base import Call
 from attndsl.errors import ArgumentError, DeviceError, DTypeError, ShapeError
-from attndsl.ir import DType, Op
+from attndsl.ir import DType, Op, sides, toposort
 from attndsl.passes.evaluate import Environment, evaluate
 
 if TYPE_CHECKING:
@@ -60,6 +60,7 @@ def bind(
     }
     tensors = {decl.name: _tensor(decl, captures[decl.name], q.device) for decl in program.tensors}
     bind_dims(program, tensors, params, sizes)
+    check_rows(program, tensors)
     for name, offset in (("q_offset", q_offset), ("kv_offset", kv_offset)):
         _check_offset(name, offset, q.device)
     _check_seed(seed, q.device)
@@ -221,6 +222,22 @@ def bind_dims(
                     f"{_dim_text(dim)}, which is {wanted} in this call",
                     hint=f"pass {decl.name} with {wanted} elements along dim {number}",
                 )
+
+
+def check_rows(program: Program, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Refuse contractions of rows of different lengths."""
+    for item in toposort(*program.roots()):
+        if item.op is not Op.DOT:
+            continue
+        left, right = sides(item)
+        widths = tensors[left.name].shape[-1], tensors[right.name].shape[-1]
+        if widths[0] != widths[1]:
+            raise ShapeError(
+                f"dot multiplies rows of {left.name} and {right.name}, which have {widths[0]} and "
+                f"{widths[1]} elements here",
+                item.span,
+                hint=f"pass {left.name} and {right.name} with last dims of one size",
+            )
 
 
 def _dim_text(dim: Node) -> str:

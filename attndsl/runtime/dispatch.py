@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from attndsl.backends.cpu import CPUBackend
 from attndsl.backends.reference import ReferenceBackend
+from attndsl.backends.widened import WidenedBackend
 from attndsl.errors import BackendError
 
 from .programs import default_cache
@@ -17,9 +18,11 @@ if TYPE_CHECKING:
     import torch
 
     from attndsl.backends.base import Backend
+    from attndsl.pipeline import Lowered
 
 BACKENDS = ("reference", "cpu", "triton", "hopper")
 """Names of the backends of this version."""
+_KERNELS = ("triton", "hopper")
 
 
 def check_backend_name(name: str) -> None:
@@ -62,6 +65,20 @@ def choose_backend(name: str, device: torch.device, checked: bool) -> tuple[Back
             hint="backend='reference' runs everywhere",
         )
     return backend, reason
+
+
+def backend_of(
+    lowered: Lowered, name: str, device: torch.device, checked: bool
+) -> tuple[Backend, str]:
+    """As :func:`choose_backend`, for one program: kernels get a helper for what they do not have.
+
+    Raises:
+        BackendError: The backend does not work here; says why.
+    """
+    chosen, reason = choose_backend(name, device, checked)
+    if lowered.contractions is not None and chosen.name in _KERNELS:
+        return WidenedBackend(chosen, get_backend("cpu")), reason
+    return chosen, reason
 
 
 def _default(device: torch.device) -> tuple[str, str]:

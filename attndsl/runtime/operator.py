@@ -16,7 +16,7 @@ from attndsl.errors import UnsupportedError
 from attndsl.ir import DType
 
 from .arguments import bind_dims
-from .dispatch import choose_backend
+from .dispatch import backend_of
 from .programs import lowered_program
 from .seed import seed_argument
 
@@ -109,7 +109,7 @@ def _call(args: Sequence[Any]) -> tuple[Lowered, Call, Any]:
         seed=seed if drawn is None else seed_argument(drawn),
         deterministic=deterministic,
     )
-    chosen, _ = choose_backend(backend, q.device, checked)
+    chosen, _ = backend_of(lowered, backend, q.device, checked)
     chosen.check(lowered, call)
     return lowered, call, chosen
 

@@ -6,7 +6,8 @@ import difflib
 from typing import TYPE_CHECKING
 
 from attndsl.backends.base import Wants
-from attndsl.errors import ArgumentError, BackendError
+from attndsl.backends.widened import Wide, why_tiles
+from attndsl.errors import ArgumentError, BackendError, UnsupportedError
 
 from .arguments import learned
 from .dispatch import get_backend, why_no_hopper_kernels
@@ -60,6 +61,14 @@ def source_of(
     from attndsl.backends.triton.cross import example_call, kernel_source
 
     call = example_call(lowered, head_dim, value_dim, dtype, captures)
+    if lowered.contractions is not None:
+        refused = why_tiles(lowered, call)
+        if refused is not None:
+            raise UnsupportedError(
+                f"no kernels are generated for this program: {refused}",
+                hint="calls of it run as torch operations, tile by tile",
+            )
+        lowered, call = (wide := Wide(lowered, call)).lowered, wide.call
     wants = Wants(tensors=learned(call.tensors), params=learned(call.params))
     if backend == "triton":
         get_backend(backend).check(lowered, call)

@@ -55,6 +55,11 @@ def flex_functions(
             raise UnsupportedError(
                 f"FlexAttention has no {what}", part.span, "run the program with attndsl"
             )
+    for item in toposort(*program.roots()):
+        if item.op is Op.DOT:
+            raise UnsupportedError(
+                "FlexAttention has no products of rows", item.span, "run the program with attndsl"
+            )
     score, mask = program.score, program.mask
     if mask is not None and needs_score(lowered):
         # A mask_mod does not get the score.

@@ -125,6 +125,52 @@ def test_all_errors_come_at_once() -> None:
     assert str(found).endswith("3 errors")
 
 
+DOT = "tensor u[q_len, 4]: float; tensor w[kv_len, 4]: float; tensor z[kv_len, 5]: float\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "kind", "column", "said"),
+    [
+        ("dot(u[q, :])", errors.RankError, 17, "dot takes 2 rows, and has 1"),
+        ("dot(u, w)", errors.RankError, 21, "dot multiplies rows"),
+        ("dot(u[q, 0], w[kv, :])", errors.RankError, 21, "this is one element of 'u'"),
+        ("dot(u[q, :], 2 * w[kv, :])", errors.RankError, 30, "dot multiplies rows"),
+        ("dot(u[q, :], z[kv, :])", errors.RankError, 17, "4 and 5 elements"),
+        ("dot(u[q - kv, :], w[kv, :])", errors.TypeMismatchError, 21, "as many rows as pairs"),
+        ("dot(u[q, :], w[q, :])", errors.TypeMismatchError, 17, "both rows are chosen by q"),
+        ("dot(u[int(score), :], w[0, :])", errors.TypeMismatchError, 21, "the score chooses"),
+        ("u[q, :]", errors.RankError, 22, "':' is no index"),
+        ("dto(u[q, 0], w[0, 0])", errors.NameResolutionError, 17, "no function 'dto'"),
+    ],
+)
+def test_contractions_that_make_no_sense(text: str, kind: type, column: int, said: str) -> None:
+    found = failure(f"{DOT}score = score + {text}")
+    assert type(found) is kind
+    assert found.span is not None
+    assert (found.span.line, found.span.column) == (2, column)
+    assert said in found.message
+    assert found.hint
+
+
+def test_rows_of_a_contraction_stand_in_either_order() -> None:
+    texts = ("dot(u[q, :], w[kv, :])", "dot((w[kv, :]), u[q, :])", "f(u, w, q)")
+    programs = [
+        program(f"{DOT}def f(a, b, i) = dot(a[i, :], b[kv, :])\nscore = score + {text}")
+        for text in texts
+    ]
+    assert programs[0] == programs[1] == programs[2]
+    laid = format_source("score=dot( u[q,:],w[ kv , : ])")
+    assert laid == "score = dot(u[q, :], w[kv, :])\n"
+
+
+def test_weights_read_the_final_score_alone() -> None:
+    found = failure("x = sigmoid(score)\nscore = 2 * score\nweights = x * kv")
+    assert "in 'weights' the score is the final one" in found.message
+    assert found.span is not None
+    assert (found.span.line, found.span.column) == (3, 11)
+    assert program("x = sigmoid(score)\nweights = x") == program("weights = sigmoid(score)")
+
+
 HOSTILE = {
     "parentheses": "(" * 1_000_000,
     "functions": "\n".join(f"def f{i}(x) = f{i + 1}(x)" for i in range(100_000)),

@@ -21,7 +21,15 @@ BINARY = (Op.ADD, Op.SUB, Op.MUL, Op.DIV, Op.MIN, Op.MAX, Op.POW, Op.FLOORDIV, O
 
 
 def _yields_floats(op: Op) -> bool:
-    return op not in (*ir.COMPARISONS, *ir.LOGICAL, *ir.BITWISE, *ir.LEAVES, Op.LOAD, Op.WHERE)
+    return op not in (
+        *ir.COMPARISONS,
+        *ir.LOGICAL,
+        *ir.BITWISE,
+        *ir.LEAVES,
+        Op.LOAD,
+        Op.DOT,
+        Op.WHERE,
+    )
 
 
 def _value(root: Node, score: float, gain: float) -> float:

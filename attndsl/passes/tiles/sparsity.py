@@ -150,13 +150,15 @@ def analyse(program: Program) -> Sparsity:
 
 def _conditions(mask: Node) -> list[Node]:
     found: dict[Node, None] = {}
+    joined: set[Node] = set()
     stack = [mask]
     while stack:
         item = stack.pop()
-        if item.op in (Op.AND, Op.OR, Op.NOT):
-            stack += reversed(item.args)
-        else:
+        if item.op not in (Op.AND, Op.OR, Op.NOT):
             found[item] = None
+        elif item not in joined:
+            joined.add(item)
+            stack += reversed(item.args)
     return list(found)
 
 

@@ -1,0 +1,163 @@
+"""Contractions that only add to the raw score, as more of the product that the score is.
+
+With u' = c u / scale, ``scale * (q . k) + c * (u . w)`` is ``scale * ([q, u'] . [k, w])``: one
+product of longer rows, which kernels make without knowing of contractions. Multi-head latent
+attention has its rotary keys beside the others so (DeepSeek-V2, arXiv 2405.04434, section 2.1.3).
+
+Non-goals: contractions that something else than this sum reads.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from attndsl.ir import (
+    SCORE,
+    Node,
+    Op,
+    const,
+    dependencies,
+    leaf_names,
+    node,
+    size,
+    substitute,
+    toposort,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from attndsl.ir import Program
+
+MAX_TERMS = 64
+_ONE = const(1.0)
+_ROW, _COLUMN = frozenset({"b", "h", "q"}), frozenset({"b", "h", "kv"})
+
+
+@dataclass(frozen=True, slots=True)
+class Term:
+    """``factor * product``, added to the raw score."""
+
+    product: Node
+    """DOT."""
+    factor: Node
+    """FLOAT; varies with one of ``q`` and ``kv`` at most."""
+
+
+@dataclass(frozen=True, slots=True)
+class Widened:
+    """``program`` has no contractions; its raw score is the given one's plus ``terms``."""
+
+    program: Program
+    terms: tuple[Term, ...]
+
+
+def widen(program: Program) -> Widened | str | None:
+    """``program`` with its contractions taken into the raw score.
+
+    Returns:
+        None where there are none; a reason where they do not only add to the raw score.
+    """
+    if not _products(*program.roots()):
+        return None
+    for name in ("mask", "weights", "dropout"):
+        root = getattr(program, name)
+        if root is not None and _products(root):
+            return f"'{name}' reads a contraction"
+    if program.mask is not None and SCORE in toposort(program.mask):
+        return "'mask' reads the score without its contractions"
+    if size("head_dim") in toposort(*program.roots()):
+        return "the program speaks of head_dim, which would be another"
+    users: dict[Node, list[Node]] = {}
+    for item in toposort(program.score):
+        for arg in item.args:
+            users.setdefault(arg, []).append(item)
+    total = _total(users)
+    terms: list[Term] = []
+    rest = SCORE
+    for product, factor in _addends(total):
+        if len(terms) > MAX_TERMS:
+            return f"there are more than {MAX_TERMS} of them"
+        if product is None:
+            rest = node(Op.ADD, rest, factor)
+            continue
+        found = dependencies(factor)[factor]
+        if not (found <= _ROW or found <= _COLUMN):
+            return "a factor of a contraction varies from pair to pair"
+        terms.append(Term(product, factor))
+    score = substitute(program.score, {total: rest})
+    if _products(score):
+        return "a contraction does more than add to the raw score"
+    return Widened(_with_score(program, score), tuple(terms))
+
+
+def _products(*roots: Node) -> list[Node]:
+    return [item for item in toposort(*roots) if item.op is Op.DOT]
+
+
+def _total(users: dict[Node, list[Node]]) -> Node:
+    """The largest sum of which the raw score is a term, and through which alone it is read."""
+    total = SCORE
+    while len(users.get(total, ())) == 1:
+        (user,) = users[total]
+        if user.op not in (Op.ADD, Op.SUB) or (user.op is Op.SUB and user.args[1] is total):
+            break
+        total = user
+    return total
+
+
+def _addends(total: Node) -> Iterator[tuple[Node | None, Node]]:
+    """The terms of ``total`` but for the raw score: contractions, and their factors.
+
+    What has no contraction, or cannot be taken apart, is a factor of None.
+    """
+    order = toposort(total)
+    holding: set[Node] = set()
+    for item in order:
+        if item.op is Op.DOT or item is SCORE or not holding.isdisjoint(item.args):
+            holding.add(item)
+    stack = [(total, _ONE)]
+    while stack:
+        item, factor = stack.pop()
+        parts = _taken_apart(item, factor, holding)
+        if item.op is Op.DOT:
+            yield item, factor
+        elif parts:
+            stack += parts
+        elif item is not SCORE:
+            yield None, _scaled(Op.MUL, factor, item)
+
+
+def _taken_apart(item: Node, factor: Node, holding: set[Node]) -> list[tuple[Node, Node]]:
+    """``factor * item`` as a sum of such, last first; nothing where it is none."""
+    if item not in holding:
+        return []
+    if item.op is Op.NEG:
+        return [(item.args[0], node(Op.NEG, factor))]
+    if item.op in (Op.ADD, Op.SUB):
+        first, second = item.args
+        return [(second, node(Op.NEG, factor) if item.op is Op.SUB else factor), (first, factor)]
+    if item.op in (Op.MUL, Op.DIV):
+        first, second = item.args
+        if item.op is Op.MUL and first not in holding:
+            first, second = second, first
+        if second not in holding:
+            return [(first, _scaled(item.op, factor, second))]
+    return []
+
+
+def _scaled(op: Op, factor: Node, other: Node) -> Node:
+    return other if op is Op.MUL and factor is _ONE else node(op, factor, other)
+
+
+def _with_score(program: Program, score: Node) -> Program:
+    """``program`` with another score, and without the captures that nothing reads then."""
+    changed = replace(program, score=score)
+    dims = [dim for tensor in program.tensors for dim in tensor.dims]
+    names = frozenset().union(*(leaf_names(root) for root in (*changed.roots(), *dims)))
+    return replace(
+        changed,
+        tensors=tuple(t for t in program.tensors if t.name in names),
+        params=tuple(p for p in program.params if p.name in names),
+    )

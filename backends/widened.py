@@ -1,0 +1,352 @@
+"""Calls of programs with contractions, made of calls of kernels that know of none.
+
+Where contractions only add to the raw score, the kernels get longer rows of queries and keys (see
+:mod:`attndsl.passes.widen`); else the call is made of torch operations tile by tile.
+
+Rows of captured tensors are taken in the dtype of q, like those of k.
+
+Non-goals: contractions within kernels.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from attndsl.ir import Op, dependencies, sides, toposort, var
+
+from .base import Gradients
+from .capture_sums import CaptureSums
+from .cpu_tiles import Expressions, Step
+from .rows import rows_at
+
+if TYPE_CHECKING:
+    from attndsl.ir import Node, Side
+    from attndsl.passes.widen import Term
+    from attndsl.pipeline import Lowered
+
+    from .base import Backend, Call, Wants
+    from .cpu_tiles import Tile
+
+MAX_WIDTH = 256
+"""Head dim that kernels take at most."""
+_STEP = 8
+"""Rows are padded to multiples of as many elements: 16 bytes of half types."""
+
+
+class WidenedBackend:
+    """Runs programs with contractions by kernels of another backend.
+
+    Args:
+        kernels: Runs what it can be widened to.
+        tiles: Runs the rest, on any device.
+    """
+
+    differentiable = False
+
+    def __init__(self, kernels: Backend, tiles: Backend) -> None:
+        self.kernels = kernels
+        self.name = kernels.name
+        self._tiles = tiles
+
+    def why_not(self, device: torch.device) -> str | None:
+        """What the kernels' backend answers."""
+        return self.kernels.why_not(device)
+
+    def check(self, lowered: Lowered, call: Call) -> None:
+        """Refuse what neither the kernels nor torch operations do."""
+        if why_tiles(lowered, call) is not None:
+            self._tiles.check(lowered, call)
+            return
+        wide = Wide(lowered, call)
+        self.kernels.check(wide.lowered, wide.call)
+
+    def forward(self, lowered: Lowered, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
+        """See :class:`~attndsl.backends.base.Backend`."""
+        if why_tiles(lowered, call) is not None:
+            return self._tiles.forward(lowered, call)
+        with torch.no_grad():
+            wide = Wide(lowered, call)
+        return self.kernels.forward(wide.lowered, wide.call)
+
+    def backward(
+        self,
+        lowered: Lowered,
+        call: Call,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        grad_out: torch.Tensor,
+        grad_lse: torch.Tensor | None,
+        wants: Wants,
+    ) -> Gradients:
+        """See :class:`~attndsl.backends.base.Backend`."""
+        if why_tiles(lowered, call) is not None:
+            return self._tiles.backward(lowered, call, out, lse, grad_out, grad_lse, wants)
+        with torch.no_grad():
+            wide = Wide(lowered, call)
+            found = self.kernels.backward(
+                wide.lowered, wide.call, out, lse, grad_out, grad_lse, wide.wants(wants)
+            )
+            return wide.gradients(found, wants)
+
+
+def why_tiles(lowered: Lowered, call: Call) -> str | None:
+    """Why torch operations run the call, or None where kernels do."""
+    contractions = lowered.contractions
+    assert contractions is not None, "other programs have backends of their own"
+    if contractions.wide is None:
+        return contractions.why_not
+    width = call.q.shape[3] + sum(_width(term, call) for term in contractions.terms)
+    if width > MAX_WIDTH:
+        return f"the rows of q and of the contractions have {width} elements, over {MAX_WIDTH}"
+    if call.scale == 0.0:
+        return "with scale=0 the raw score has no room for contractions"
+    return None
+
+
+def _width(term: Term, call: Call) -> int:
+    left, _ = sides(term.product)
+    return int(call.tensors[left.name].shape[-1])
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """One side of a term, for all its rows."""
+
+    side: Side
+    factor: Node | None
+    """FLOAT; None for 1."""
+    call: Call
+    """Whose heads are those of the rows."""
+    tile: Tile
+    """All rows of the side, and one of the other."""
+
+    def plain(self) -> torch.Tensor:
+        """(batch or 1, heads or 1, length or 1, width); a view where indices count rows up."""
+        view = self._view()
+        if view is not None:
+            return view
+        indices = self.tile.evaluate(*self.side.indices)
+        found = rows_at(self.call.tensors[self.side.name], indices)
+        # One of the dims of queries and keys is 1.
+        return found.reshape(*found.shape[:2], -1, found.shape[-1])
+
+    def _view(self) -> torch.Tensor | None:
+        """What the indices look up, where each is a name that counts from 0 to the dim's size."""
+        tensor = self.call.tensors[self.side.name]
+        names = [str(arg.value) if arg.op is Op.VAR else "" for arg in self.side.indices]
+        dims = [{"b": 0, "h": 1, "hkv": 1, "q": 2, "kv": 2}.get(name) for name in names]
+        if len(set(dims)) < len(dims) or None in dims:
+            return None
+        for name, size in zip(names, tensor.shape, strict=False):
+            if self.tile.ranges.get(name) != (0, size):
+                return None
+        order = sorted(range(len(names)), key=lambda dim: dims[dim] or 0)
+        tensor = tensor.permute(*order, tensor.dim() - 1)
+        for dim in range(3):
+            if dim not in dims:
+                tensor = tensor.unsqueeze(dim)
+        return tensor
+
+    def scaled(self, factor: float) -> torch.Tensor:
+        """As :meth:`plain`, times the side's factor and another one, in the dtype of q."""
+        rows, dtype = self.plain(), self.call.q.dtype
+        if self.factor is None and factor == 1.0:
+            return rows.to(dtype)
+        return (rows.to(self._work()) * self._factors(factor)).to(dtype)
+
+    def add_gradient(self, sums: CaptureSums, grad: torch.Tensor, factor: float) -> None:
+        """Add what ``grad``, of :meth:`scaled`, means for the tensor and the factor's leaves.
+
+        Args:
+            sums: Takes it.
+            grad: (batch, heads, length, width).
+            factor: As it was given to :meth:`scaled`.
+        """
+        grad = grad.to(self._work())
+        rows = self.plain()
+        part = (grad * self._factors(factor)).sum_to_size(rows.shape)
+        indices = self.tile.evaluate(*self.side.indices) if self.side.indices else ()
+        sums.add_rows(self.side.name, indices, part)
+        if self.factor is not None and (terms := sums.of(self.factor)):
+            seed = (grad * rows.to(grad.dtype)).sum(-1, keepdim=True) * factor
+            columns = self.tile.scope.variables["kv"].shape[3]
+            sums.add(terms, seed.mT if columns > 1 else seed, self.tile)
+
+    def _work(self) -> torch.dtype:
+        return self.tile.scope.dtype
+
+    def _factors(self, factor: float) -> torch.Tensor:
+        """What rows are multiplied by: (batch or 1, heads or 1, length or 1, 1)."""
+        if self.factor is None:
+            return torch.full((), factor, dtype=self._work(), device=self.call.q.device)
+        (found,) = self.tile.evaluate(self.factor)
+        return found.reshape(*found.shape[:2], -1, 1) * factor
+
+
+class Wide:
+    """A call without contractions that stands for one with them.
+
+    Args:
+        lowered: The program, whose contractions only add to the raw score.
+        call: The call.
+
+    Attributes:
+        lowered: The program without them.
+        call: The call of it. q and k have what the contractions multiply behind their own rows.
+    """
+
+    def __init__(self, lowered: Lowered, call: Call) -> None:
+        contractions = lowered.contractions
+        assert contractions is not None
+        assert contractions.wide is not None
+        self.lowered = contractions.wide
+        self._given = call
+        self._factor = 1.0 / call.scale
+        terms = contractions.terms
+        # Keys that differ between the query heads of a group need heads of their own.
+        self._apart = call.q.shape[1] != call.k.shape[1] and any(map(_is_by_head, terms))
+        keys = call if self._apart else _with_heads_of_keys(call)
+        self._queries = [_queries(term, call) for term in terms]
+        self._keys = [_keys(term, keys) for term in terms]
+        k, v = call.k, call.v
+        if self._apart:
+            group = call.q.shape[1] // k.shape[1]
+            k, v = (x.repeat_interleave(group, 1) for x in (k, v))
+        q = _joined(call.q, [rows.scaled(self._factor) for rows in self._queries])
+        k = _joined(k, [rows.scaled(1.0) for rows in self._keys])
+        program = self.lowered.program
+        self.call = replace(
+            call, q=q, k=k, v=v,
+            sizes={**call.sizes, "kv_heads": k.shape[1]},
+            tensors={decl.name: call.tensors[decl.name] for decl in program.tensors},
+            params={decl.name: call.params[decl.name] for decl in program.params},
+        )  # fmt: skip
+
+    def wants(self, wants: Wants) -> Wants:
+        """What to ask the kernels for."""
+        rows = [*self._queries, *self._keys]
+        names = wants.tensors | wants.params
+        learned = any(
+            rows.side.name in names or (rows.factor is not None and names & _leaves(rows.factor))
+            for rows in rows
+        )
+        return replace(
+            wants,
+            q=wants.q or learned,
+            k=wants.k or learned,
+            tensors=wants.tensors.intersection(self.call.tensors),
+            params=wants.params.intersection(self.call.params),
+        )
+
+    def gradients(self, found: Gradients, wants: Wants) -> Gradients:
+        """The gradients of the call that was given, from those of :attr:`call`."""
+        given = self._given
+        sums = CaptureSums(given, wants)
+        q, k, v = found.q, found.k, found.v
+        if q is not None and k is not None:
+            for rows, part in zip(self._queries, _parts(q, given, self._queries), strict=True):
+                rows.add_gradient(sums, part, self._factor)
+            for rows, part in zip(self._keys, _parts(k, given, self._keys), strict=True):
+                rows.add_gradient(sums, part, 1.0)
+        tensors, params = sums.tensors(), sums.params()
+        for name, more in found.tensors.items():
+            tensors[name] = tensors[name] + more
+        for name, more in found.params.items():
+            params[name] = params[name] + more
+        width = given.q.shape[3]
+        return Gradients(
+            q=q[..., :width] if wants.q and q is not None else None,
+            k=self._of_group(k[..., :width]) if wants.k and k is not None else None,
+            v=self._of_group(v) if v is not None else None,
+            tensors=tensors,
+            params=params,
+        )
+
+    def _of_group(self, grad: torch.Tensor) -> torch.Tensor:
+        """Sums over the query heads that share a key head, where each has had its own copy."""
+        if not self._apart:
+            return grad
+        batch, heads, length, width = grad.shape
+        kv_heads = self._given.k.shape[1]
+        parts = grad.reshape(batch, kv_heads, heads // kv_heads, length, width)
+        work = torch.float64 if grad.dtype is torch.float64 else torch.float32
+        return parts.sum(2, dtype=work).to(grad.dtype)
+
+
+def _queries(term: Term, call: Call) -> _Rows:
+    left, _ = sides(term.product)
+    step = Step((0, call.q.shape[0]), (0, call.q.shape[1]), (0, call.q.shape[2]), ())
+    tile = Expressions(call).tile(step, (0, min(1, call.k.shape[2])), _nothing(call))
+    return _Rows(left, None if _is_of_keys(term) else _or_none(term.factor), call, tile)
+
+
+def _keys(term: Term, call: Call) -> _Rows:
+    _, right = sides(term.product)
+    step = Step((0, call.q.shape[0]), (0, call.q.shape[1]), (0, min(1, call.q.shape[2])), ())
+    tile = Expressions(call).tile(step, (0, call.k.shape[2]), _nothing(call))
+    return _Rows(right, term.factor if _is_of_keys(term) else None, call, tile)
+
+
+def _nothing(call: Call) -> torch.Tensor:
+    """A score that nothing reads, of the dtype to compute in."""
+    work = torch.float64 if call.q.dtype is torch.float64 else torch.float32
+    return torch.empty((1, 1, 1, 1), dtype=work, device=call.q.device)
+
+
+def _or_none(factor: Node) -> Node | None:
+    return None if factor.op is Op.CONST and factor.value == 1.0 else factor
+
+
+def _is_of_keys(term: Term) -> bool:
+    return "kv" in dependencies(term.factor)[term.factor]
+
+
+def _is_by_head(term: Term) -> bool:
+    """Whether a term's keys differ between the query heads of a group."""
+    _, right = sides(term.product)
+    roots = [*right.indices, *([term.factor] if _is_of_keys(term) else [])]
+    return var("h") in toposort(*roots)
+
+
+def _with_heads_of_keys(call: Call) -> Call:
+    """``call`` as if each key head had one query head."""
+    batch, _, q_len, width = call.q.shape
+    return replace(
+        call, q=call.q.new_empty((1, 1, 1, width)).expand(batch, call.k.shape[1], q_len, width)
+    )
+
+
+def _leaves(root: Node) -> frozenset[str]:
+    return frozenset(str(x.value) for x in toposort(root) if x.op in (Op.LOAD, Op.PARAM))
+
+
+def _joined(own: torch.Tensor, others: list[torch.Tensor]) -> torch.Tensor:
+    """Rows behind one another, and zeros behind them up to a multiple of ``_STEP``."""
+    shape = own.shape[:3]
+    parts = [own, *(rows.expand(*shape, rows.shape[-1]) for rows in others)]
+    rest = -sum(part.shape[-1] for part in parts) % _STEP
+    if rest:
+        parts.append(own.new_zeros((1, 1, 1, 1)).expand(*shape, rest))
+    return torch.cat(parts, -1)
+
+
+def _parts(grad: torch.Tensor, call: Call, sides_of_terms: list[_Rows]) -> list[torch.Tensor]:
+    """The parts of a gradient that belong to each of the contractions' rows."""
+    widths = [rows.call.tensors[rows.side.name].shape[-1] for rows in sides_of_terms]
+    begin = call.q.shape[3]
+    found = []
+    for width in widths:
+        found.append(grad[..., begin : begin + width])
+        begin += width
+    return found
+
+
+def kernels_of(backend: Backend, lowered: Lowered, call: Call) -> tuple[Backend, Lowered, Call]:
+    """What runs ``call`` in the end: a backend, and the program and call that it gets."""
+    if not isinstance(backend, WidenedBackend) or why_tiles(lowered, call) is not None:
+        return backend, lowered, call
+    wide = Wide(lowered, call)
+    return backend.kernels, wide.lowered, wide.call

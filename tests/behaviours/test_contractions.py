@@ -1,0 +1,271 @@
+"""``dot(u[..., :], w[..., :])`` in a program: values, gradients of both sides, shapes, layouts."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import attndsl
+from attndsl import errors
+from attndsl.backends.widened import Wide, why_tiles
+from attndsl.runtime.arguments import bind
+
+DECLARED = {
+    "own": "tensor own[batch, heads, q_len, r]: float",
+    "shared": "tensor shared[batch, kv_len, r]: float",
+    "keys": "tensor keys[batch, kv_heads, kv_len, r]: float",
+    "by_head": "tensor by_head[heads, kv_len, r]: float",
+    "table": "tensor table[5, r]: float",
+    "kind": "tensor kind[kv_len]: int",
+    "gain": "tensor gain[heads]: float",
+    "rows": "tensor rows[q_len]: float",
+    "columns": "tensor columns[kv_len]: float",
+    "c": "param c: float",
+}
+WIDENED = {
+    "rotary": "mask = q >= kv; score = score + dot(own[b, h, q, :], shared[b, kv, :])",
+    "capped": (
+        "mask = kv - q < 4; score = score + c * dot(keys[b, hkv, kv, :], own[b, h, q, :]);"
+        "score = 5 * tanh(score / 5) - 0.1 * (q - kv)"
+    ),
+    "by head": "score = score - dot(own[b, h, q, :], by_head[h, kv, :]) * gain[h] * columns[kv]",
+    "looked up": "score = score + rows[q] * dot(own[b, h, q, :], table[kind[kv], :]) + columns[kv]",
+    "one table twice": (
+        "score = (score + dot(table[q % 5, :], keys[b, hkv, kv, :])"
+        " + dot(own[b, h, 0, :], table[kv % 5, :])) * gain[h]"
+    ),
+}
+IN_TILES = {
+    "gate": "mask = q >= kv; score = score * sigmoid(dot(own[b, h, q, :], shared[b, kv, :]))",
+    "mask": "mask = dot(table[q % 5, :], keys[b, hkv, kv, :]) > 0; score = score + columns[kv]",
+    "weights": "weights = sigmoid(score) * exp(-dot(own[b, h, q, :], shared[b, kv, :]) ** 2)",
+    "a factor of pairs": "score = score + dot(own[b, h, q, :], shared[b, kv, :]) * cos(0.1*(q-kv))",
+}
+PROGRAMS = WIDENED | IN_TILES
+
+
+def _text(body):
+    return "\n".join([line for name, line in DECLARED.items() if _mentions(body, name)] + [body])
+
+
+def _mentions(body, name):
+    return f"{name}[" in body or (name == "c" and "c * dot" in body)
+
+
+def _captures(body, place, dtype, batch, heads, kv_heads, q_len, kv_len, width=6):
+    def draw(*shape):
+        return torch.randn(shape, device=place.device).to(dtype).requires_grad_()
+
+    every = {
+        "own": draw(batch, heads, q_len, width),
+        "shared": draw(batch, kv_len, width),
+        "keys": draw(batch, kv_heads, kv_len, width),
+        "by_head": draw(heads, kv_len, width),
+        "table": draw(5, width),
+        "kind": torch.randint(0, 5, (kv_len,), device=place.device),
+        "gain": draw(heads),
+        "rows": draw(q_len),
+        "columns": draw(kv_len),
+        "c": torch.tensor(0.5, device=place.device, requires_grad=True),
+    }
+    return {name: value for name, value in every.items() if _mentions(body, name)}
+
+
+def _inputs(check, place, body, dtype=torch.float32, **sizes):
+    batch, heads, length, _ = place.shape
+    heads = sizes.get("heads", heads)
+    q_len = sizes.get("q_len", length)
+    captures = _captures(
+        body, place, dtype, batch, heads, sizes.get("kv_heads", heads), q_len,
+        sizes.get("kv_len", q_len),
+    )  # fmt: skip
+    with_lse = "weights" not in body
+    return check.inputs(place, dtype, with_lse=with_lse, captures=captures, **sizes)
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_contractions(check, kernels, name):
+    body = PROGRAMS[name]
+    inputs = _inputs(check, kernels, body, heads=4, kv_heads=2)
+    check(kernels, _text(body), inputs)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
+def test_half_types(check, kernels, dtype):
+    body = WIDENED["capped"]
+    check(kernels, _text(body), _inputs(check, kernels, body, dtype))
+
+
+@pytest.mark.parametrize(("q_len", "kv_len"), [(3, 37), (40, 0)])
+def test_ragged_lengths(check, kernels, q_len, kv_len):
+    body = WIDENED["looked up"]
+    check(kernels, _text(body), _inputs(check, kernels, body, q_len=q_len, kv_len=kv_len))
+
+
+def test_positions_choose_rows(check, kernels):
+    """Rows are looked up by logical positions, and the rows of a chunk are those of the whole."""
+    body = WIDENED["rotary"]
+    inputs = _inputs(check, kernels, body, q_len=12)
+    attention = attndsl.compile(
+        _text(body).replace("q_len, r", "n, r").replace("kv_len, r", "m, r"),
+        backend=kernels.backend,
+    )
+    q, k, v = inputs.q, inputs.k, inputs.v
+    whole = attention(q, k, v, **inputs.captures)
+    chunk = attention(q[:, :, 7:], k, v, **inputs.captures, q_offset=7)
+    torch.testing.assert_close(chunk, whole[:, :, 7:], atol=1e-5, rtol=1e-5)
+    order = torch.randperm(12, device=kernels.device)
+    mixed = attention(q[:, :, order], k, v, **inputs.captures, q_index=order)
+    torch.testing.assert_close(mixed, whole[:, :, order], atol=1e-5, rtol=1e-5)
+
+
+def test_strides_of_captures(check, kernels):
+    body = WIDENED["rotary"]
+    inputs = _inputs(check, kernels, body).to(torch.float32)
+    attention = attndsl.compile(_text(body), backend=kernels.backend)
+    usual = check.run(attention, inputs)
+    swapped = inputs.captures["own"].detach().permute(2, 3, 0, 1).contiguous().permute(2, 3, 0, 1)
+    padded = torch.zeros(*inputs.captures["shared"].shape[:2], 9, device=kernels.device)[..., 2:8]
+    padded.copy_(inputs.captures["shared"].detach())
+    captures = {"own": swapped.requires_grad_(), "shared": padded.requires_grad_()}
+    found = attention(inputs.q, inputs.k, inputs.v, **captures)
+    torch.testing.assert_close(found.detach(), usual["out"], atol=1e-6, rtol=1e-6)
+
+
+def test_gradients_are_equal_bit_for_bit(check, kernels):
+    body = WIDENED["rotary"]
+    inputs = _inputs(check, kernels, body, q_len=40)
+    inputs.options["deterministic"] = True
+    inputs = inputs.to(torch.float32)
+    attention = attndsl.compile(_text(body), backend=kernels.backend)
+    first = check.run(attention, inputs)
+    for _ in range(2):
+        for name, value in check.run(attention, inputs).items():
+            assert torch.equal(value, first[name]), name
+
+
+def test_the_formula():
+    """The reference backend against the products written out."""
+    q, k, v = (torch.randn(2, 2, 9, 4, dtype=torch.float64, requires_grad=True) for _ in range(3))
+    u, w = (torch.randn(2, 9, 3, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    attention = attndsl.compile(
+        "tensor u[batch, q_len, 3]: float; tensor w[batch, kv_len, 3]: float;"
+        "score = score * dot(u[b, q, :], w[b, kv, :])",
+        backend="reference",
+    )
+    given = (q, k, v, u, w)
+    scores = (q @ k.mT / 2) * (u @ w.mT).unsqueeze(1)
+    expected = torch.softmax(scores, -1) @ v
+    found = attention(q, k, v, u=u, w=w)
+    torch.testing.assert_close(found, expected)
+    grad = torch.randn_like(found)
+    torch.testing.assert_close(
+        torch.autograd.grad(found, given, grad), torch.autograd.grad(expected, given, grad)
+    )
+
+
+@pytest.mark.parametrize(("backend", "name"), [("cpu", "capped"), ("reference", "gate")])
+def test_gradcheck(check, place_on_cpu, backend, name):
+    body = PROGRAMS[name]
+    inputs = _inputs(check, place_on_cpu, body, torch.float64, q_len=5).to(torch.float64)
+    attention = attndsl.compile(_text(body), backend=backend)
+    names = list(inputs.captures)
+
+    def call(q, k, v, *captures):
+        return attention(q, k, v, return_lse=True, **dict(zip(names, captures, strict=True)))
+
+    given = (inputs.q, inputs.k, inputs.v, *inputs.captures.values())
+    assert torch.autograd.gradcheck(call, given, fast_mode=True, check_forward_ad=True)
+    assert torch.autograd.gradgradcheck(call, given, fast_mode=True)
+
+
+@pytest.fixture
+def place_on_cpu(device):
+    if device != "cpu":
+        pytest.skip("fp64 is for CPUs")
+    return SimpleNamespace(device="cpu", shape=(1, 2, 5, 4))
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_what_only_adds_to_the_score_is_part_of_its_product(name):
+    body = PROGRAMS[name]
+    lowered = attndsl.compile(_text(body)).lowered
+    q, k, v = (torch.randn(2, 4, 9, 16) for _ in range(3))
+    captures = _captures(body, SimpleNamespace(device="cpu"), torch.float32, 2, 4, 4, 9, 9)
+    call = bind(lowered.program, q, k, v, None, captures, 0, 0, None, None, 0, False)
+    if name in IN_TILES:
+        assert why_tiles(lowered, call)
+        return
+    assert why_tiles(lowered, call) is None
+    with torch.no_grad():
+        wide = Wide(lowered, call)
+    widths = {"one table twice": 16 + 6 + 6}
+    expected = widths.get(name, 16 + 6)
+    assert wide.call.q.shape == wide.call.k.shape == (2, 4, 9, -(-expected // 8) * 8)
+    wide_rows = call.q.new_zeros(2, 4, 9, 240)
+    narrow = bind(
+        lowered.program, wide_rows, wide_rows, v, None, captures, 0, 0, None, None, 0, False
+    )
+    refused = why_tiles(lowered, narrow)
+    assert (refused is None) == (240 + expected - 16 <= 256)
+
+
+def test_in_graphs(check, kernels):
+    body = WIDENED["capped"]
+    inputs = _inputs(check, kernels, body).to(torch.float32)
+    attention = attndsl.compile(_text(body), backend=kernels.backend)
+
+    def call(*args, **options):
+        return attention(*args, **options)
+
+    compiled = torch.compile(call, backend="aot_eager", fullgraph=True)
+    expected, found = check.run(attention, inputs), check.run(compiled, inputs)
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, atol=1e-6, rtol=1e-6)
+
+
+def test_rows_of_two_lengths_are_refused():
+    attention = attndsl.compile(
+        "tensor u[q_len, m]: float; tensor w[kv_len, n]: float;"
+        "score = score + dot(u[q, :], w[kv, :])"
+    )
+    x = torch.randn(1, 1, 4, 8)
+    with pytest.raises(errors.ShapeError, match="which have 3 and 5 elements"):
+        attention(x, x, x, u=torch.randn(4, 3), w=torch.randn(4, 5))
+
+
+def test_a_row_out_of_range_is_found_in_checked_mode():
+    attention = attndsl.compile(
+        "tensor u[n, 3]: float; tensor w[kv_len, 3]: float;"
+        "score = score + dot(u[q + 1, :], w[kv, :])",
+        backend="reference", checked=True,
+    )  # fmt: skip
+    x = torch.randn(1, 1, 4, 8)
+    attention(x, x, x, u=torch.randn(5, 3), w=torch.randn(4, 3))
+    with pytest.raises(errors.ArgumentError, match="'u' is looked up at 4 in dim 0, of size 4"):
+        attention(x, x, x, u=torch.randn(4, 3), w=torch.randn(4, 3))
+
+
+def test_flex_attention_has_none():
+    attention = attndsl.compile(
+        "tensor u[q_len, 3]: float; tensor w[kv_len, 3]: float;"
+        "score = score + dot(u[q, :], w[kv, :])"
+    )
+    with pytest.raises(errors.UnsupportedError, match="no products of rows"):
+        attention.to_flex(4, 4, u=torch.randn(4, 3), w=torch.randn(4, 3))
+
+
+def test_source_of_what_kernels_run():
+    attention = attndsl.compile(
+        "tensor u[q_len, 3]: float; tensor w[kv_len, 3]: float;"
+        "score = score + dot(u[q, :], w[kv, :])"
+    )
+    assert "def attention_forward" in attention.source(backend="triton")
+    gate = attndsl.compile(
+        "tensor u[q_len, 3]: float; tensor w[kv_len, 3]: float;"
+        "score = score * dot(u[q, :], w[kv, :])"
+    )
+    with pytest.raises(errors.UnsupportedError, match="does more than add to the raw score"):
+        gate.source(backend="triton")
