@@ -177,8 +177,16 @@ def check_names(program: Program, captures: Mapping[str, object]) -> None:
         )
 
 
-def kind_of(value: object) -> object:
-    """What validation looks at in a capture or an offset."""
+def kinds_of(
+    q_offset: object, kv_offset: object, q_index: object, kv_index: object, seed: object,
+    tiles: object, captures: Mapping[str, object],
+) -> tuple[object, ...]:  # fmt: skip
+    """What validation looks at in a call's options and captures; ``tiles`` stands for itself."""
+    options = (_kind_of(value) for value in (q_offset, kv_offset, q_index, kv_index, seed))
+    return (tiles, *options, *[(name, _kind_of(value)) for name, value in captures.items()])
+
+
+def _kind_of(value: object) -> object:
     if isinstance(value, torch.Tensor):
         return value.shape, value.stride(), value.dtype, value.device
     return type(value)
