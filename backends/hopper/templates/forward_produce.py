@@ -31,11 +31,11 @@ LN2 = tl.constexpr(0.6931471805599453)
 
 
 @gluon.jit
-def place_of_program(batch, heads, kv_heads, q_len, together, BLOCK_M: gl.constexpr):
+def place_of_item(item, batch, heads, kv_heads, q_len, together, BLOCK_M: gl.constexpr):
     """Query tile, batch entry, head and kv head: ``together`` heads, tile by tile, longest first."""
     q_tiles = tl.cdiv(q_len, BLOCK_M)
-    group = gl.program_id(0) // (q_tiles * together)
-    within = gl.program_id(0) - group * (q_tiles * together)
+    group = item // (q_tiles * together)
+    within = item - group * (q_tiles * together)
     size = gl.minimum(together, batch * heads - group * together)
     tile = within // size
     if FORWARD_DESCENDING:
@@ -104,18 +104,24 @@ def load_pair(
 
 
 @gluon.jit
-def produce(
-    q_desc, k_desc, v_desc, q_s, k_s, v_s, q_full, k_full, k_empty, v_full, v_empty,
+def load_item(
+    item, turn, done, q_desc, k_desc, v_desc, q_s, k_s, v_s, q_full, k_full, k_empty, v_full, v_empty,
     batch, heads, kv_heads, q_len, kv_len, q_origin, kv_origin, together,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr,
     Q_KIND: gl.constexpr, KV_KIND: gl.constexpr,
+    #: again
     #: parameters
     #: forward_lists
 ):
-    """Load the query tile, then every key-value tile: PARTIAL ones, then FULL ones."""
+    """Load the query tile, then every key-value tile: PARTIAL ones, then FULL ones.
+
+    Returns the program's number of key-value tiles so far, ``done`` of which were before this item.
+    """
     ROWS: gl.constexpr = BLOCK_M // CONSUMERS
-    tile, b, h, hkv = place_of_program(batch, heads, kv_heads, q_len, together, BLOCK_M)
+    tile, b, h, hkv = place_of_item(item, batch, heads, kv_heads, q_len, together, BLOCK_M)
     for part in gl.static_range(CONSUMERS):
+        if PERSISTENT:
+            mbarrier.wait(q_empty.index(part), (turn & 1) ^ 1)
         mbarrier.expect(q_full.index(part), q_desc.block_type.nbytes)
         tma_load(
             q_desc, [b, h, tile * BLOCK_M + part * ROWS, 0], q_full.index(part), q_s.index(part)
@@ -137,7 +143,7 @@ def produce(
             #: forward_lists
         )
         load_pair(
-            k_desc, v_desc, k_s, v_s, k_full, k_empty, v_full, v_empty, step, kv_tile, b, hkv,
+            k_desc, v_desc, k_s, v_s, k_full, k_empty, v_full, v_empty, done + step, kv_tile, b, hkv,
             BLOCK_N, STAGES,
         )
     if FORWARD_HAS_FULL:
@@ -151,5 +157,6 @@ def produce(
             )
             load_pair(
                 k_desc, v_desc, k_s, v_s, k_full, k_empty, v_full, v_empty,
-                partial_tiles + step, kv_tile, b, hkv, BLOCK_N, STAGES,
+                done + partial_tiles + step, kv_tile, b, hkv, BLOCK_N, STAGES,
             )
+    return done + partial_tiles + full_tiles
