@@ -143,7 +143,7 @@ def generate(
     }
     lists = wrapped(LIST_PARAMETERS) if listed else []
     sums = ["COLUMN_SUMS,"] * learned.column + ["FACTOR_SUMS,"] * learned.factor
-    again = ["q_empty,"] * config.persistent + ["item_s, item_full, item_empty,"] * drawn
+    again = ["q_empty, item_s, item_full, item_empty,"] * config.persistent
     counter = ["COUNTER,"] * drawn
     output = ["o_s,"] * bool(flags["OWN_OUTPUT"])
     helpers |= used

@@ -68,6 +68,19 @@ def line(begin, steepness, NUMBER: gl.constexpr, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
+def put(place, value):
+    """Store an integer, known to all threads, in one word of shared memory."""
+    EACH: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    place.store(gl.full([1], value, gl.int32, layout=EACH))
+
+
+@gluon.jit
+def look(place):
+    """What :func:`put` has stored, known to all threads."""
+    return gl.sum(place.load(gl.BlockedLayout([1], [32], [4], [0])), 0)
+
+
+@gluon.jit
 def pack(tile, HALF: gl.constexpr):
     """A tile of fp32 in ``HALF``, two neighbours of a row in each 32-bit word.
 

@@ -169,7 +169,16 @@ def consume_item(
     OUTPUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DV, 16])
     WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, OUTPUT, 2)
     HALF: gl.constexpr = o_desc.dtype
-    tile, b, h, hkv = place_of_item(item, batch, heads, kv_heads, q_len, together, BLOCK_M)
+    if PERSISTENT:
+        tile, b, h, hkv = (
+            look(item_s.index(1)), look(item_s.index(2)), look(item_s.index(3)), look(item_s.index(4))
+        )
+        full_tiles, partial_tiles = look(item_s.index(5)), look(item_s.index(6))
+        first_live, first_full = look(item_s.index(7)), look(item_s.index(8))
+        nothing = look(item_s.index(9)) != 0
+        mbarrier.arrive(item_empty, count=1)
+    else:
+        tile, b, h, hkv = place_of_item(item, batch, heads, kv_heads, q_len, together, BLOCK_M)
     q_offset = shift_of_positions(q_origin, Q_KIND)
     kv_offset = shift_of_positions(kv_origin, KV_KIND)
     first = tile * BLOCK_M + PART * ROWS
@@ -180,12 +189,13 @@ def consume_item(
         b, h, hkv, row_places, batch, heads, kv_heads, q_len, kv_len,
         #: arguments
     )
-    full_tiles, partial_tiles, first_live, first_full, nothing = count_tiles(
-        tile, b, h, hkv, batch, heads, kv_heads, q_len, kv_len, q_offset, kv_offset,
-        BLOCK_M, BLOCK_N,
-        #: arguments
-        #: forward_lists
-    )
+    if not PERSISTENT:
+        full_tiles, partial_tiles, first_live, first_full, nothing = count_tiles(
+            tile, b, h, hkv, batch, heads, kv_heads, q_len, kv_len, q_offset, kv_offset,
+            BLOCK_M, BLOCK_N,
+            #: arguments
+            #: forward_lists
+        )
     origin = tile * BLOCK_M + q_offset
     # The running maximum needs a positive factor, so a negative scale is applied to the scores.
     if HAS_FACTOR:

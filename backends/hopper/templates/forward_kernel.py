@@ -1,38 +1,12 @@
 """The last part of the forward kernel for Hopper: which items a program takes, and its barriers.
 
 A program that has several takes them while the grid lasts: the producer loads the next item's tiles
-while the consumers finish the one before. Where a mask makes items differ in length, whoever is
-free draws the next number, as hardware hands out programs; numbers are drawn by the producer, which
-hands them to the consumers.
+while the consumers finish the one before, and tells them what the item is. Where a mask makes items
+differ in length, whoever is free draws the next number, as hardware hands out programs.
 """
 # ruff: noqa: F821
 
 #: begin
-@gluon.jit
-def draw_item(
-    turn, items, COUNTER, item_s, item_full, item_empty,
-):
-    """The next item's number, for the producer and the consumers; at least ``items`` at the end."""
-    drawn = gl.atomic_add(COUNTER, 1, sem="relaxed")
-    if drawn == items - 1:
-        # Programs draw until there is nothing left, so that together they draw ``items`` times.
-        gl.store(COUNTER, 0)
-    item = gl.num_programs(0) + drawn
-    mbarrier.wait(item_empty, (turn & 1) ^ 1)
-    item_s.store(gl.full([1], item, gl.int32, layout=gl.BlockedLayout([1], [32], [4], [0])))
-    mbarrier.arrive(item_full, count=1)
-    return item
-
-
-@gluon.jit
-def take_item(turn, item_s, item_full, item_empty):
-    """The number that :func:`draw_item` has drawn at the same turn."""
-    mbarrier.wait(item_full, turn & 1)
-    item = gl.sum(item_s.load(gl.BlockedLayout([1], [32], [4], [0])), 0)
-    mbarrier.arrive(item_empty, count=1)
-    return item
-
-
 @gluon.jit
 def produce(
     q_desc, k_desc, v_desc, q_s, k_s, v_s, q_full, k_full, k_empty, v_full, v_empty,
@@ -60,10 +34,15 @@ def produce(
                 #: forward_lists
             )
             if DRAWN:
-                item = draw_item(turn, items, COUNTER, item_s, item_full, item_empty)
+                drawn = gl.atomic_add(COUNTER, 1, sem="relaxed")
+                item = gl.num_programs(0) + drawn
+                if drawn == items - 1:
+                    # Each program draws until nothing is left: together, ``items`` times.
+                    gl.store(COUNTER, 0)
             else:
                 item += gl.num_programs(0)
             turn += 1
+        announce_item(turn, item, 0, 0, 0, 0, 0, 0, 0, 0, 0, item_s, item_full, item_empty)
     else:
         load_item(
             item, 0, 0, q_desc, k_desc, v_desc, q_s, k_s, v_s,
@@ -88,10 +67,11 @@ def consume(
     #: forward_lists
 ):
     """Attention of rows number ``PART`` of the query tiles of all items of the program."""
-    item = gl.program_id(0)
     if PERSISTENT:
         items = tl.cdiv(q_len, BLOCK_M) * batch * heads
         turn, done = 0, 0
+        mbarrier.wait(item_full, 0)
+        item = look(item_s.index(0))
         while item < items:
             done = consume_item(
                 item, turn, done, PART,
@@ -103,16 +83,14 @@ def consume(
                 #: arguments
                 #: forward_lists
             )
-            if DRAWN:
-                item = take_item(turn, item_s, item_full, item_empty)
-            else:
-                item += gl.num_programs(0)
             turn += 1
+            mbarrier.wait(item_full, turn & 1)
+            item = look(item_s.index(0))
         # Shared memory is the program's until the last rows have been read from there.
         tma_wait(0)
     else:
         consume_item(
-            item, 0, 0, PART,
+            gl.program_id(0), 0, 0, PART,
             o_desc, LSE, q_s, k_s, v_s, q_full, k_full, k_empty, v_full, v_empty,
             scale, batch, heads, kv_heads, q_len, kv_len, q_origin, kv_origin, together,
             D, DV, BLOCK_M, BLOCK_N, STAGES, CONSUMERS, Q_KIND, KV_KIND,
@@ -164,8 +142,7 @@ def attention_forward(
         q_empty = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], BARRIER)
         for part in gl.static_range(CONSUMERS):
             mbarrier.init(q_empty.index(part), count=1)
-    if DRAWN:
-        item_s = gl.allocate_shared_memory(gl.int32, [1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+        item_s = gl.allocate_shared_memory(gl.int32, [10, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
         item_full = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
         item_empty = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
         mbarrier.init(item_full, count=1)

@@ -16,7 +16,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from attndsl.backends.hopper import dialect as tl
 from attndsl.backends.hopper.library import (
-    count_up, eighths_of_sums, finish, halves, line, pack, places_of, raised, scaled, unpack,
+    count_up, eighths_of_sums, finish, halves, line, look, pack, places_of, put, raised, scaled,
+    unpack,
 )
 from attndsl.backends.hopper.shim import tma_load, tma_store, tma_wait
 from attndsl.backends.triton.library import positions, shift_of_positions
@@ -104,6 +105,43 @@ def load_pair(
 
 
 @gluon.jit
+def announce_item(
+    turn, item, tile, b, h, hkv, full_tiles, partial_tiles, first_live, first_full, nothing,
+    item_s, item_full, item_empty,
+):
+    """Tell the consumers what the item is, as soon as they know what the one before was."""
+    mbarrier.wait(item_empty, (turn & 1) ^ 1)
+    put(item_s.index(0), item)
+    put(item_s.index(1), tile)
+    put(item_s.index(2), b)
+    put(item_s.index(3), h)
+    put(item_s.index(4), hkv)
+    put(item_s.index(5), full_tiles)
+    put(item_s.index(6), partial_tiles)
+    put(item_s.index(7), first_live)
+    put(item_s.index(8), first_full)
+    put(item_s.index(9), nothing)
+    mbarrier.arrive(item_full, count=1)
+
+
+@gluon.jit
+def load_query(
+    turn, tile, b, h, q_desc, q_s, q_full,
+    BLOCK_M: gl.constexpr, CONSUMERS: gl.constexpr,
+    #: again
+):
+    """Load the query tile; where PERSISTENT, as soon as the consumers have left its place."""
+    ROWS: gl.constexpr = BLOCK_M // CONSUMERS
+    for part in gl.static_range(CONSUMERS):
+        if PERSISTENT:
+            mbarrier.wait(q_empty.index(part), (turn & 1) ^ 1)
+        mbarrier.expect(q_full.index(part), q_desc.block_type.nbytes)
+        tma_load(
+            q_desc, [b, h, tile * BLOCK_M + part * ROWS, 0], q_full.index(part), q_s.index(part)
+        )
+
+
+@gluon.jit
 def load_item(
     item, turn, done, q_desc, k_desc, v_desc, q_s, k_s, v_s, q_full, k_full, k_empty, v_full, v_empty,
     batch, heads, kv_heads, q_len, kv_len, q_origin, kv_origin, together,
@@ -117,14 +155,11 @@ def load_item(
 
     Returns the program's number of key-value tiles so far, ``done`` of which were before this item.
     """
-    ROWS: gl.constexpr = BLOCK_M // CONSUMERS
     tile, b, h, hkv = place_of_item(item, batch, heads, kv_heads, q_len, together, BLOCK_M)
-    for part in gl.static_range(CONSUMERS):
-        if PERSISTENT:
-            mbarrier.wait(q_empty.index(part), (turn & 1) ^ 1)
-        mbarrier.expect(q_full.index(part), q_desc.block_type.nbytes)
-        tma_load(
-            q_desc, [b, h, tile * BLOCK_M + part * ROWS, 0], q_full.index(part), q_s.index(part)
+    if not PERSISTENT:
+        load_query(
+            turn, tile, b, h, q_desc, q_s, q_full, BLOCK_M, CONSUMERS,
+            #: again
         )
     q_offset = shift_of_positions(q_origin, Q_KIND)
     kv_offset = shift_of_positions(kv_origin, KV_KIND)
@@ -134,6 +169,16 @@ def load_item(
         #: arguments
         #: forward_lists
     )
+    if PERSISTENT:
+        # The consumers may be busy with the item before, and q with them.
+        announce_item(
+            turn, item, tile, b, h, hkv, full_tiles, partial_tiles, first_live, first_full, nothing,
+            item_s, item_full, item_empty,
+        )
+        load_query(
+            turn, tile, b, h, q_desc, q_s, q_full, BLOCK_M, CONSUMERS,
+            #: again
+        )
     for step in range(0, partial_tiles):
         kv_tile = partial_tile(
             step, nothing, full_tiles, first_live, first_full, tile,
