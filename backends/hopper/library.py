@@ -68,16 +68,19 @@ def line(begin, steepness, NUMBER: gl.constexpr, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def put(place, value):
-    """Store an integer, known to all threads, in one word of shared memory."""
-    EACH: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    place.store(gl.full([1], value, gl.int32, layout=EACH))
+def words(values):
+    """Up to 16 integers, each known to all threads, as a vector."""
+    places = gl.arange(0, 16, layout=gl.BlockedLayout([1], [32], [4], [0]))
+    found = places * 0
+    for number in gl.static_range(len(values)):
+        found = gl.where(places == number, values[number], found)
+    return found
 
 
 @gluon.jit
-def look(place):
-    """What :func:`put` has stored, known to all threads."""
-    return gl.sum(place.load(gl.BlockedLayout([1], [32], [4], [0])), 0)
+def word(memory, NUMBER: gl.constexpr):
+    """Number ``NUMBER`` of :func:`words` in shared memory, known to all threads."""
+    return gl.sum(memory.slice(NUMBER, 1).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
 
 
 @gluon.jit

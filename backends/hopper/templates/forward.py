@@ -170,12 +170,10 @@ def consume_item(
     WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, OUTPUT, 2)
     HALF: gl.constexpr = o_desc.dtype
     if PERSISTENT:
-        tile, b, h, hkv = (
-            look(item_s.index(1)), look(item_s.index(2)), look(item_s.index(3)), look(item_s.index(4))
-        )
-        full_tiles, partial_tiles = look(item_s.index(5)), look(item_s.index(6))
-        first_live, first_full = look(item_s.index(7)), look(item_s.index(8))
-        nothing = look(item_s.index(9)) != 0
+        tile, b, h, hkv = word(item_s, 1), word(item_s, 2), word(item_s, 3), word(item_s, 4)
+        full_tiles, partial_tiles = word(item_s, 5), word(item_s, 6)
+        first_live, first_full = word(item_s, 7), word(item_s, 8)
+        nothing = word(item_s, 9) != 0
         mbarrier.arrive(item_empty, count=1)
     else:
         tile, b, h, hkv = place_of_item(item, batch, heads, kv_heads, q_len, together, BLOCK_M)

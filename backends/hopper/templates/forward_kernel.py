@@ -71,7 +71,7 @@ def consume(
         items = tl.cdiv(q_len, BLOCK_M) * batch * heads
         turn, done = 0, 0
         mbarrier.wait(item_full, 0)
-        item = look(item_s.index(0))
+        item = word(item_s, 0)
         while item < items:
             done = consume_item(
                 item, turn, done, PART,
@@ -85,7 +85,7 @@ def consume(
             )
             turn += 1
             mbarrier.wait(item_full, turn & 1)
-            item = look(item_s.index(0))
+            item = word(item_s, 0)
         # Shared memory is the program's until the last rows have been read from there.
         tma_wait(0)
     else:
@@ -142,7 +142,7 @@ def attention_forward(
         q_empty = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], BARRIER)
         for part in gl.static_range(CONSUMERS):
             mbarrier.init(q_empty.index(part), count=1)
-        item_s = gl.allocate_shared_memory(gl.int32, [10, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+        item_s = gl.allocate_shared_memory(gl.int32, [16], gl.SwizzledSharedLayout(1, 1, 1, [0]))
         item_full = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
         item_empty = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
         mbarrier.init(item_full, count=1)

@@ -16,8 +16,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from attndsl.backends.hopper import dialect as tl
 from attndsl.backends.hopper.library import (
-    count_up, eighths_of_sums, finish, halves, line, look, pack, places_of, put, raised, scaled,
-    unpack,
+    count_up, eighths_of_sums, finish, halves, line, pack, places_of, raised, scaled, unpack,
+    word, words,
 )
 from attndsl.backends.hopper.shim import tma_load, tma_store, tma_wait
 from attndsl.backends.triton.library import positions, shift_of_positions
@@ -111,16 +111,9 @@ def announce_item(
 ):
     """Tell the consumers what the item is, as soon as they know what the one before was."""
     mbarrier.wait(item_empty, (turn & 1) ^ 1)
-    put(item_s.index(0), item)
-    put(item_s.index(1), tile)
-    put(item_s.index(2), b)
-    put(item_s.index(3), h)
-    put(item_s.index(4), hkv)
-    put(item_s.index(5), full_tiles)
-    put(item_s.index(6), partial_tiles)
-    put(item_s.index(7), first_live)
-    put(item_s.index(8), first_full)
-    put(item_s.index(9), nothing)
+    item_s.store(
+        words((item, tile, b, h, hkv, full_tiles, partial_tiles, first_live, first_full, nothing))
+    )
     mbarrier.arrive(item_full, count=1)
 
 

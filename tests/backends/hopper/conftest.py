@@ -249,19 +249,19 @@ class Operations:
                 eighths_of_sums=lambda tile: tile.reshape(tile.shape[0], -1, 8).sum(1),
                 finish=lambda values, zero: None,
                 halves=lambda words, half, layout: words,
-                look=lambda place: place.load(None).sum(0, dtype=torch.int32),
                 line=lambda begin, slope, size, layout: begin + slope * language.arange(0, size),
                 pack=lambda tile, half: tile.to(half),
                 places_of=lambda first, length, origin, kind, size, layout: (
                     first + origin + language.arange(0, size)
                 ),
-                put=lambda place, value: place.store(torch.as_tensor(value)),
                 raised=torch.maximum,
                 scaled=lambda tile, factors: tile * factors[:, None],
                 spread=lambda values, places: (
                     values[None, :] if places.shape[0] == 1 else values[:, None]
                 ),
                 unpack=lambda words, zero, half, layout: words,
+                word=lambda memory, number: memory.load(None)[number],
+                words=lambda values: torch.tensor([*map(int, values), *[-1] * (16 - len(values))]),
             ),
             "attndsl.backends.hopper.shim": SimpleNamespace(
                 tma_load=self.load_tile, tma_store=self.store_tile, tma_wait=self.wait_stores
