@@ -26,8 +26,6 @@ if TYPE_CHECKING:
 _BYTES = 16
 """Addresses and strides that the tensor memory accelerator takes are multiples of this."""
 _ROWS = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
-_BARRIERS = 256
-"""Bytes, at most."""
 _STATISTICS = NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
 
 
@@ -89,7 +87,7 @@ def has_own_output(special: Specialisation, config: Config) -> bool:
     if d != dv or not config.persistent:
         return d != dv
     elements = (config.block_m + config.stages * config.block_n) * (d + dv)
-    return 2 * elements + _BARRIERS <= shared_memory_of("cuda:90")
+    return 2 * elements < shared_memory_of("cuda:90")
 
 
 def is_drawn(lowered: Lowered, config: Config) -> bool:
