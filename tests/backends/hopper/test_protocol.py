@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from attndsl.backends.hopper.arguments import has_own_output
 from attndsl.backends.hopper.generate import generate
 from attndsl.backends.triton.cross import example_call, parse_target
 from attndsl.backends.triton.kernels import plan_loop
@@ -122,14 +121,16 @@ def run_text(
     special = specialise(lowered.program, example_call(lowered, 64, 64, torch.float16, {}))
     special = with_forms(special, lowered.program, parse_target("cuda:90"))
     loop = plan_loop(lowered, special, "forward", config)
-    if v.shape[3] != WIDTH:
+    width = v.shape[3]
+    if width != WIDTH:
         special = replace(special, value_dim=128)
     shown = config
     if wide:
         special = replace(special, head_dim=256, value_dim=256)
         shown = replace(config, block_m=128, block_n=64)
     text = change(generate(lowered, special, "forward", loop, shown))
-    assert f"OWN_OUTPUT = tl.constexpr({has_own_output(special, shown)})" in text
+    own = width != WIDTH or (config.persistent and not wide)
+    assert f"OWN_OUTPUT = tl.constexpr({own})" in text
     text = text.replace("own.type.layout", "None")
     items = -(-q_len // config.block_m) * batch * heads
     machine = gluon.Machine(seed, min(programs or items, items) if config.persistent else items)
@@ -139,7 +140,7 @@ def run_text(
     kernel = module_of(text, modules)["attention_forward"]
     out = torch.full((batch, heads, q_len, v.shape[3]), float("nan"), dtype=torch.float16)
     lse = torch.full((batch * heads * q_len,), float("nan"))
-    rows, width = config.block_m // config.consumers, v.shape[3]
+    rows = config.block_m // config.consumers
     counter = torch.zeros((), dtype=torch.int32)
     sizes = {"batch": batch, "heads": heads, "kv_heads": k.shape[1], "q_len": q_len}
     sizes["kv_len"] = k.shape[2]
