@@ -9,12 +9,15 @@ from triton.experimental.gluon.language import NVMMASharedLayout
 
 from ..triton.arguments import Layout, capture_types, template_argument
 from ..triton.compile import Argument
+from ..triton.tiles import shared_memory_of
 from .learned import Learned
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     import torch
+
+    from attndsl.pipeline import Lowered
 
     from ..triton.specialise import Specialisation
     from ..triton.tiles import Config
@@ -75,6 +78,23 @@ def blocks_of(direction: str, special: Specialisation, config: Config) -> dict[s
     }
 
 
+def has_own_output(special: Specialisation, config: Config) -> bool:
+    """Whether a forward's output lies beside q in shared memory, not in its place.
+
+    The next item's rows of q may then come before those of the output have gone.
+    """
+    d, dv = block_width(special.head_dim), block_width(special.value_dim)
+    if d != dv or not config.persistent:
+        return d != dv
+    elements = (config.block_m + config.stages * config.block_n) * (d + dv)
+    return 2 * elements < shared_memory_of("cuda:90")
+
+
+def is_drawn(lowered: Lowered, config: Config) -> bool:
+    """Whether programs draw their items by a counter: those of a mask differ in length."""
+    return config.persistent and lowered.program.mask is not None
+
+
 def arguments_of(
     direction: str, function: Any, special: Specialisation, config: Config
 ) -> list[Argument]:
@@ -103,6 +123,8 @@ def arguments_of(
             found.append(Argument(name, blocks[name].type))
         elif name in ("COLUMN_SUMS", "FACTOR_SUMS"):
             found.append(Argument(name, "*fp32", aligned=True))
+        elif name == "COUNTER":
+            found.append(Argument(name, "*i32", aligned=True))
         else:
             found.append(captures.get(name) or template_argument(name, special))
     return found
@@ -122,6 +144,10 @@ class HopperLayout(Layout):
     """Parts of the score of which gradients are wanted."""
     together: int = 1
     """Query heads whose tiles run side by side."""
+    programs: int = 0
+    """Of a forward: how many are launched."""
+    drawn: bool = False
+    """Whether these draw their query tiles by a counter."""
     why_portable: str | None = None
     """Why the portable kernels run these calls; there are no executables then."""
 

@@ -13,7 +13,15 @@ from ..triton.backend import PADDING, TritonBackend, lists_of, on_device, stream
 from ..triton.distances import wants_of_kernels
 from ..triton.kernels import STATISTICS_ROWS
 from ..triton.specialise import specialise, strides
-from .arguments import HopperLayout, addresses, block_width, blocks_of, descriptor_strides
+from .arguments import (
+    HopperLayout,
+    addresses,
+    block_width,
+    blocks_of,
+    descriptor_strides,
+    is_drawn,
+)
+from .counters import Counters
 from .kernels import HopperKernels
 from .launch import TensorMaps, launch_of, view
 from .learned import gradients_of_parts, learned_in_kernel, learned_parts
@@ -42,6 +50,7 @@ class HopperBackend(TritonBackend):
         self._portable = TritonBackend(store)
         self._kernels = HopperKernels(store)
         self._maps = TensorMaps()
+        self._counters = Counters()
 
     def why_not(self, device: torch.device) -> str | None:
         """Why it cannot run on ``device``, or None."""
@@ -65,13 +74,14 @@ class HopperBackend(TritonBackend):
         stream = stream_of(q.device)
         with on_device(q.device):
             lists = lists_of(layout, lowered, call, "forward", stream)
+            counter = [self._counters.of(q.device, stream).data_ptr()] if layout.drawn else []
             launch.run(
-                -(-q_len // launch.executable.config.block_m) * batch * heads,
+                layout.programs,
                 stream,
                 [
                     *of(views["q_desc"], q), *of(views["k_desc"], call.k),
                     *of(views["v_desc"], call.v), *of(views["o_desc"], out), lse.data_ptr(),
-                    call.scale, *layout.sizes, origin(call.q_offset, call.q_index),
+                    *counter, call.scale, *layout.sizes, origin(call.q_offset, call.q_index),
                     origin(call.kv_offset, call.kv_index), layout.together,
                     *capture_arguments(layout.special, call), *lists,
                 ],
@@ -219,7 +229,8 @@ class HopperBackend(TritonBackend):
             return HopperLayout(special, {}, (), (), (), {}, why_portable=refused)
         layout = super()._make_layout(lowered, call, kind, grad_out, wants, has_dlse)
         direction = self._kernels.directions[kind][0]
-        blocks = blocks_of(direction, layout.special, layout.executables[direction].config)
+        config = layout.executables[direction].config
+        blocks = blocks_of(direction, layout.special, config)
         launches = {name: launch_of(kernel) for name, kernel in layout.executables.items()}
         encoders = launches[direction].encoders
         batch, heads, q_len, _ = call.q.shape
@@ -243,6 +254,7 @@ class HopperBackend(TritonBackend):
             layout.lists, launches, views, () if grad_out is None else strides(grad_out)[:3],
             learned_in_kernel(lowered, layout.special),
             _together(call, lowered.program.mask is not None),
+            0 if grad_out is not None else _programs(call, config), is_drawn(lowered, config),
         )  # fmt: skip
 
 
@@ -286,6 +298,19 @@ def why_portable(
 def max_head_dim(kind: str) -> int:
     """The largest head dim that all Hopper kernels of a forward or backward have configs for."""
     return min(max(CANDIDATES[direction]) for direction in HopperKernels.directions[kind])
+
+
+def _programs(call: Call, config: Config) -> int:
+    """Programs of a forward: one for each query tile, or as many as run at a time.
+
+    The registers of one program are all that a processor has.
+    """
+    batch, heads, q_len, _ = call.q.shape
+    tiles = -(-q_len // config.block_m) * batch * heads
+    if not config.persistent:
+        return tiles
+    properties = torch.cuda.get_device_properties(call.q.device)
+    return min(tiles, int(properties.multi_processor_count))
 
 
 def _together(call: Call, masked: bool) -> int:

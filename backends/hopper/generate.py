@@ -16,7 +16,7 @@ from attndsl.passes.tiles.plan import DIRECTIONS
 from ..triton.device_functions import param_values, parameters, wrapped
 from ..triton.generate import fill_template, import_lines
 from ..triton.loops import LIST_PARAMETERS, print_loop
-from .arguments import widest
+from .arguments import has_own_output, is_drawn, widest
 from .functions import print_functions
 from .learned import learned_in_kernel
 
@@ -56,7 +56,12 @@ _WIDE_CONSUMER = (
     *_BACKWARD_CONSUMER[2:],
 )
 _FAMILIES = {
-    "forward": (("forward_produce", "forward"), "forward", _FORWARD_PRODUCER, _FORWARD_CONSUMER),
+    "forward": (
+        ("forward_produce", "forward", "forward_kernel"),
+        "forward",
+        _FORWARD_PRODUCER,
+        _FORWARD_CONSUMER,
+    ),
     "backward_kv": (
         ("backward_shared", "backward", "backward_kernel"),
         "kv_pass",
@@ -105,6 +110,7 @@ def generate(
     )
     modified = placed.pair.op is not Op.SCORE
     listed = loop.listed is not None
+    drawn = is_drawn(lowered, config)
     flags = {
         "MASKED": program.mask is not None,
         "MODIFIED": modified,
@@ -131,9 +137,15 @@ def generate(
         # Measured: where exponents take more than a multiplication, a branch in their way costs
         # more than the multiplications that it saves.
         "LAZY": not modified and placed.column is None,
+        "PERSISTENT": config.persistent,
+        "DRAWN": drawn,
+        "OWN_OUTPUT": direction == "forward" and has_own_output(special, config),
     }
     lists = wrapped(LIST_PARAMETERS) if listed else []
     sums = ["COLUMN_SUMS,"] * learned.column + ["FACTOR_SUMS,"] * learned.factor
+    again = ["q_empty, item_s, item_full, item_empty,"] * config.persistent
+    counter = ["COUNTER,"] * drawn
+    output = ["o_s,"] * bool(flags["OWN_OUTPUT"])
     helpers |= used
     more = {
         "imports": [
@@ -142,8 +154,14 @@ def generate(
         ],
         f"{name}_lists": lists,
         "learned": sums,
+        "counter": counter,
+        "again": again,
+        "output": output,
         "partitions": _partitions(
-            producer, (*consumer, *sums), config.consumers, [*wrapped(names), *lists]
+            (*producer, *counter, *again),
+            (*consumer, *sums, *output, *again),
+            config.consumers,
+            [*wrapped(names), *lists],
         ),
     }
     return fill_template(__package__, templates, [*functions, *texts], helpers, flags, names, more)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from ..triton.kernels import Kernels, work_of
@@ -38,6 +39,15 @@ class HopperKernels(Kernels):
 
     def _fixed_constants(self, special: Specialisation) -> dict[str, int | bool]:
         return super()._fixed_constants(special) | {"WIDTH": block_width(special.head_dim)}
+
+    def configs(
+        self, lowered: Lowered, direction: str, special: Specialisation, device: torch.device
+    ) -> tuple[Config, ...]:
+        """See :meth:`Kernels.configs`; after these, forwards whose programs are persistent."""
+        found = super().configs(lowered, direction, special, device)
+        if direction != "forward":
+            return found
+        return (*found, *(replace(config, persistent=True) for config in found))
 
     def _configs(
         self, lowered: Lowered, direction: str, special: Specialisation,

@@ -68,6 +68,22 @@ def line(begin, steepness, NUMBER: gl.constexpr, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
+def words(values):
+    """Up to 16 integers, each known to all threads, as a vector."""
+    places = gl.arange(0, 16, layout=gl.BlockedLayout([1], [32], [4], [0]))
+    found = places * 0
+    for number in gl.static_range(len(values)):
+        found = gl.where(places == number, values[number], found)
+    return found
+
+
+@gluon.jit
+def word(memory, NUMBER: gl.constexpr):
+    """Number ``NUMBER`` of :func:`words` in shared memory, known to all threads."""
+    return gl.sum(memory.slice(NUMBER, 1).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
+
+
+@gluon.jit
 def pack(tile, HALF: gl.constexpr):
     """A tile of fp32 in ``HALF``, two neighbours of a row in each 32-bit word.
 

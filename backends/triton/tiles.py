@@ -47,6 +47,9 @@ class Config:
     early: bool = False
     """Whether weights are rounded before the product of those before them has ended: needs fewer
     registers, and takes more instructions."""
+    persistent: bool = False
+    """Whether there are as many programs as run at a time, each with one query tile after the
+    other: the next one's loads run while one ends."""
 
     def __str__(self) -> str:
         """For people."""
@@ -55,7 +58,8 @@ class Config:
             text += f"{self.consumers} warpgroups of {self.registers} registers"
         else:
             text += f"{self.warps} warps"
-        return text + ", one loop" * (not self.peeled) + ", rounded early" * self.early
+        text += ", one loop" * (not self.peeled) + ", rounded early" * self.early
+        return text + ", persistent" * self.persistent
 
 
 _FORWARD = {

@@ -152,21 +152,31 @@ def attend(
 
 
 @gluon.jit
-def consume(
-    PART: gl.constexpr, o_desc, LSE, q_s, k_s, v_s, q_full, k_full, k_empty, v_full, v_empty,
+def consume_item(
+    item, turn, done, PART: gl.constexpr,
+    o_desc, LSE, q_s, k_s, v_s, q_full, k_full, k_empty, v_full, v_empty,
     scale, batch, heads, kv_heads, q_len, kv_len, q_origin, kv_origin, together,
     D: gl.constexpr, DV: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
     STAGES: gl.constexpr, CONSUMERS: gl.constexpr, Q_KIND: gl.constexpr, KV_KIND: gl.constexpr,
+    #: output
+    #: again
     #: parameters
     #: forward_lists
 ):
-    """Attention of the query tile's rows number ``PART``."""
+    """Attention of the query tile's rows number ``PART``; returns as :func:`load_item`."""
     ROWS: gl.constexpr = BLOCK_M // CONSUMERS
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     OUTPUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DV, 16])
     WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, OUTPUT, 2)
     HALF: gl.constexpr = o_desc.dtype
-    tile, b, h, hkv = place_of_program(batch, heads, kv_heads, q_len, together, BLOCK_M)
+    if PERSISTENT:
+        tile, b, h, hkv = word(item_s, 1), word(item_s, 2), word(item_s, 3), word(item_s, 4)
+        full_tiles, partial_tiles = word(item_s, 5), word(item_s, 6)
+        first_live, first_full = word(item_s, 7), word(item_s, 8)
+        nothing = word(item_s, 9) != 0
+        mbarrier.arrive(item_empty, count=1)
+    else:
+        tile, b, h, hkv = place_of_item(item, batch, heads, kv_heads, q_len, together, BLOCK_M)
     q_offset = shift_of_positions(q_origin, Q_KIND)
     kv_offset = shift_of_positions(kv_origin, KV_KIND)
     first = tile * BLOCK_M + PART * ROWS
@@ -177,12 +187,13 @@ def consume(
         b, h, hkv, row_places, batch, heads, kv_heads, q_len, kv_len,
         #: arguments
     )
-    full_tiles, partial_tiles, first_live, first_full, nothing = count_tiles(
-        tile, b, h, hkv, batch, heads, kv_heads, q_len, kv_len, q_offset, kv_offset,
-        BLOCK_M, BLOCK_N,
-        #: arguments
-        #: forward_lists
-    )
+    if not PERSISTENT:
+        full_tiles, partial_tiles, first_live, first_full, nothing = count_tiles(
+            tile, b, h, hkv, batch, heads, kv_heads, q_len, kv_len, q_offset, kv_offset,
+            BLOCK_M, BLOCK_N,
+            #: arguments
+            #: forward_lists
+        )
     origin = tile * BLOCK_M + q_offset
     # The running maximum needs a positive factor, so a negative scale is applied to the scores.
     if HAS_FACTOR:
@@ -222,16 +233,17 @@ def consume(
             #: forward_lists
         )
         first_tile = gl.where(partial_tiles > 0, first_tile, full_tile)
-    mbarrier.wait(q_full.index(PART), 0)
-    mbarrier.wait(k_full.index(0), 0)
-    k = k_s.index(0).reshape([BLOCK_N, D])
+    stage = done % STAGES
+    mbarrier.wait(q_full.index(PART), turn & 1)
+    mbarrier.wait(k_full.index(stage), (done // STAGES) & 1)
+    k = k_s.index(stage).reshape([BLOCK_N, D])
     score = warpgroup_mma(q_part, k.permute((1, 0)), zeros, use_acc=False, is_async=True)
     kv_parts = parts_of_keys(
         first_tile, b, h, hkv, batch, heads, kv_heads, q_len, kv_len, kv_origin, BLOCK_N, KV_KIND,
         #: arguments
     )
     score = warpgroup_mma_wait(0, deps=[score])
-    mbarrier.arrive(k_empty.index(0), count=1)
+    mbarrier.arrive(k_empty.index(stage), count=1)
     score = final_scores(
         score, q, q_parts, kv_parts, first_tile, factor, steepness, scale, origin,
         b, h, hkv, batch, heads, kv_heads, q_len, kv_len, kv_origin,
@@ -251,7 +263,7 @@ def consume(
         )
         for step in range(1, partial_tiles):
             acc, weight, sums, peak = attend(
-                step, kv_tile, acc, weight, sums, peak, q, q_parts, q_part, zeros, k_s, v_s,
+                done + step, kv_tile, acc, weight, sums, peak, q, q_parts, q_part, zeros, k_s, v_s,
                 k_full, k_empty, v_full, v_empty,
                 factor, steepness, scale, origin, b, h, hkv, batch, heads, kv_heads, q_len, kv_len, kv_origin,
                 BLOCK_N, STAGES, KV_KIND, True, SCORES, OUTPUT, WEIGHTS, HALF, D, DV,
@@ -275,7 +287,7 @@ def consume(
         )
         for step in range(skipped, full_tiles):
             acc, weight, sums, peak = attend(
-                partial_tiles + step, kv_tile, acc, weight, sums, peak, q, q_parts, q_part, zeros, k_s, v_s,
+                done + partial_tiles + step, kv_tile, acc, weight, sums, peak, q, q_parts, q_part, zeros, k_s, v_s,
                 k_full, k_empty, v_full, v_empty,
                 factor, steepness, scale, origin, b, h, hkv, batch, heads, kv_heads, q_len, kv_len, kv_origin,
                 BLOCK_N, STAGES, KV_KIND, False, SCORES, OUTPUT, WEIGHTS, HALF, D, DV,
@@ -289,7 +301,10 @@ def consume(
                 #: forward_lists
             )
 
-    last = partial_tiles + full_tiles - 1
+    if PERSISTENT and OWN_OUTPUT:
+        # The next item's rows of q may come.
+        mbarrier.arrive(q_empty.index(PART), count=1)
+    last = done + partial_tiles + full_tiles - 1
     mbarrier.wait(v_full.index(last % STAGES), (last // STAGES) & 1)
     v = v_s.index(last % STAGES).reshape([BLOCK_N, DV])
     adding = warpgroup_mma(unpack(weight, q_len >> 31, HALF, WEIGHTS), v, acc, is_async=True)
@@ -327,47 +342,22 @@ def consume(
     row = (b * heads + h).to(gl.int64) * q_len
     gl.store(LSE + row + rows, lse, mask=rows < q_len)
     acc = warpgroup_mma_wait(0, deps=[adding])
+    if PERSISTENT:
+        mbarrier.arrive(v_empty.index(last % STAGES), count=1)
     acc = acc * gl.convert_layout(inverse, gl.SliceLayout(1, OUTPUT))[:, None]
-    # The rows of q have been read for the last time, and make room for those of the output.
-    if D == DV:
-        o_s = q_s.index(PART)
+    if OWN_OUTPUT:
+        part_s = o_s.index(PART)
+        if PERSISTENT:
+            # The item before has been read from there.
+            tma_wait(0)
     else:
-        o_s = gl.allocate_shared_memory(HALF, [1, 1, ROWS, DV], o_desc.layout)
-    o_s.reshape([ROWS, DV]).store(acc.to(HALF))
+        # The rows of q have been read for the last time, and make room for those of the output.
+        part_s = q_s.index(PART)
+    part_s.reshape([ROWS, DV]).store(acc.to(HALF))
     fence_async_shared()
-    tma_store(o_desc, [b, h, first, 0], o_s)
-    tma_wait(0)
-
-
-@gluon.jit
-def attention_forward(
-    q_desc, k_desc, v_desc, o_desc, LSE,
-    scale, batch, heads, kv_heads, q_len, kv_len, q_origin, kv_origin, together,
-    #: parameters
-    #: forward_lists
-    D: gl.constexpr, DV: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
-    STAGES: gl.constexpr, CONSUMERS: gl.constexpr, REGISTERS: gl.constexpr,
-    Q_KIND: gl.constexpr, KV_KIND: gl.constexpr,
-):
-    """One program: one query tile of one head. LSE (batch, heads, q_len) is contiguous fp32.
-
-    Descriptors are of (batch, heads, length, head dim): blocks of one head's rows.
-    """
-    ROWS: gl.constexpr = BLOCK_M // CONSUMERS
-    q_s = gl.allocate_shared_memory(q_desc.dtype, [CONSUMERS, 1, 1, ROWS, D], q_desc.layout)
-    k_s = gl.allocate_shared_memory(k_desc.dtype, [STAGES, 1, 1, BLOCK_N, D], k_desc.layout)
-    v_s = gl.allocate_shared_memory(v_desc.dtype, [STAGES, 1, 1, BLOCK_N, DV], v_desc.layout)
-    BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
-    q_full = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], BARRIER)
-    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-    k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-    v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-    for part in gl.static_range(CONSUMERS):
-        mbarrier.init(q_full.index(part), count=1)
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(k_full.index(stage), count=1)
-        mbarrier.init(k_empty.index(stage), count=CONSUMERS)
-        mbarrier.init(v_full.index(stage), count=1)
-        mbarrier.init(v_empty.index(stage), count=CONSUMERS)
-    #: partitions
+    tma_store(o_desc, [b, h, first, 0], part_s)
+    if not (PERSISTENT and OWN_OUTPUT):
+        tma_wait(0)
+    if PERSISTENT and not OWN_OUTPUT:
+        mbarrier.arrive(q_empty.index(PART), count=1)
+    return last + 1

@@ -17,6 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from attndsl.backends.hopper import dialect as tl
 from attndsl.backends.hopper.library import (
     count_up, eighths_of_sums, finish, halves, line, pack, places_of, raised, scaled, unpack,
+    word, words,
 )
 from attndsl.backends.hopper.shim import tma_load, tma_store, tma_wait
 from attndsl.backends.triton.library import positions, shift_of_positions
@@ -31,11 +32,11 @@ LN2 = tl.constexpr(0.6931471805599453)
 
 
 @gluon.jit
-def place_of_program(batch, heads, kv_heads, q_len, together, BLOCK_M: gl.constexpr):
+def place_of_item(item, batch, heads, kv_heads, q_len, together, BLOCK_M: gl.constexpr):
     """Query tile, batch entry, head and kv head: ``together`` heads, tile by tile, longest first."""
     q_tiles = tl.cdiv(q_len, BLOCK_M)
-    group = gl.program_id(0) // (q_tiles * together)
-    within = gl.program_id(0) - group * (q_tiles * together)
+    group = item // (q_tiles * together)
+    within = item - group * (q_tiles * together)
     size = gl.minimum(together, batch * heads - group * together)
     tile = within // size
     if FORWARD_DESCENDING:
@@ -104,21 +105,54 @@ def load_pair(
 
 
 @gluon.jit
-def produce(
-    q_desc, k_desc, v_desc, q_s, k_s, v_s, q_full, k_full, k_empty, v_full, v_empty,
-    batch, heads, kv_heads, q_len, kv_len, q_origin, kv_origin, together,
-    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr,
-    Q_KIND: gl.constexpr, KV_KIND: gl.constexpr,
-    #: parameters
-    #: forward_lists
+def announce_item(
+    turn, item, tile, b, h, hkv, full_tiles, partial_tiles, first_live, first_full, nothing,
+    item_s, item_full, item_empty,
 ):
-    """Load the query tile, then every key-value tile: PARTIAL ones, then FULL ones."""
+    """Tell the consumers what the item is, as soon as they know what the one before was."""
+    mbarrier.wait(item_empty, (turn & 1) ^ 1)
+    item_s.store(
+        words((item, tile, b, h, hkv, full_tiles, partial_tiles, first_live, first_full, nothing))
+    )
+    mbarrier.arrive(item_full, count=1)
+
+
+@gluon.jit
+def load_query(
+    turn, tile, b, h, q_desc, q_s, q_full,
+    BLOCK_M: gl.constexpr, CONSUMERS: gl.constexpr,
+    #: again
+):
+    """Load the query tile; where PERSISTENT, as soon as the consumers have left its place."""
     ROWS: gl.constexpr = BLOCK_M // CONSUMERS
-    tile, b, h, hkv = place_of_program(batch, heads, kv_heads, q_len, together, BLOCK_M)
     for part in gl.static_range(CONSUMERS):
+        if PERSISTENT:
+            mbarrier.wait(q_empty.index(part), (turn & 1) ^ 1)
         mbarrier.expect(q_full.index(part), q_desc.block_type.nbytes)
         tma_load(
             q_desc, [b, h, tile * BLOCK_M + part * ROWS, 0], q_full.index(part), q_s.index(part)
+        )
+
+
+@gluon.jit
+def load_item(
+    item, turn, done, q_desc, k_desc, v_desc, q_s, k_s, v_s, q_full, k_full, k_empty, v_full, v_empty,
+    batch, heads, kv_heads, q_len, kv_len, q_origin, kv_origin, together,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr,
+    Q_KIND: gl.constexpr, KV_KIND: gl.constexpr,
+    #: again
+    #: parameters
+    #: forward_lists
+):
+    """Load the query tile, then every key-value tile: PARTIAL ones, then FULL ones.
+
+    Returns the program's number of key-value tiles so far, ``done`` of which were before this item.
+    """
+    tile, b, h, hkv = place_of_item(item, batch, heads, kv_heads, q_len, together, BLOCK_M)
+    if not PERSISTENT:
+        load_query(
+            turn, tile, b, h, q_desc, q_s, q_full, BLOCK_M, CONSUMERS,
+            #: again
         )
     q_offset = shift_of_positions(q_origin, Q_KIND)
     kv_offset = shift_of_positions(kv_origin, KV_KIND)
@@ -128,6 +162,16 @@ def produce(
         #: arguments
         #: forward_lists
     )
+    if PERSISTENT:
+        # The consumers may be busy with the item before, and q with them.
+        announce_item(
+            turn, item, tile, b, h, hkv, full_tiles, partial_tiles, first_live, first_full, nothing,
+            item_s, item_full, item_empty,
+        )
+        load_query(
+            turn, tile, b, h, q_desc, q_s, q_full, BLOCK_M, CONSUMERS,
+            #: again
+        )
     for step in range(0, partial_tiles):
         kv_tile = partial_tile(
             step, nothing, full_tiles, first_live, first_full, tile,
@@ -137,7 +181,7 @@ def produce(
             #: forward_lists
         )
         load_pair(
-            k_desc, v_desc, k_s, v_s, k_full, k_empty, v_full, v_empty, step, kv_tile, b, hkv,
+            k_desc, v_desc, k_s, v_s, k_full, k_empty, v_full, v_empty, done + step, kv_tile, b, hkv,
             BLOCK_N, STAGES,
         )
     if FORWARD_HAS_FULL:
@@ -151,5 +195,6 @@ def produce(
             )
             load_pair(
                 k_desc, v_desc, k_s, v_s, k_full, k_empty, v_full, v_empty,
-                partial_tiles + step, kv_tile, b, hkv, BLOCK_N, STAGES,
+                done + partial_tiles + step, kv_tile, b, hkv, BLOCK_N, STAGES,
             )
+    return done + partial_tiles + full_tiles

@@ -48,7 +48,8 @@ SCRIPT = textwrap.dedent(
         "logic": "param all: bool = false\\nmask = q >= kv or all\\nscore = where(q < 5, 1, score)",
     }
     def compiled(
-        direction, case, head_dim, number, indexed=False, value_dim=None, dtype="bfloat16"
+        direction, case, head_dim, number, indexed=False, value_dim=None, dtype="bfloat16",
+        persistent=False,
     ):
         lowered = lower(Source(TEXTS[case]), {})
         call = example_call(lowered, head_dim, value_dim or head_dim, getattr(torch, dtype), {})
@@ -57,6 +58,7 @@ SCRIPT = textwrap.dedent(
         target = parse_target("cuda:90")
         special = with_forms(specialise(lowered.program, call), lowered.program, target)
         config = CANDIDATES[direction][widest(special)][number]
+        config = replace(config, persistent=persistent)
         loop = plan_loop(lowered, special, direction, config)
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "hopper.py"
@@ -98,6 +100,18 @@ CASES = {
         ("forward", "sink", 64, 0),
         ("forward", "rich", 128, 0, {"indexed": True}),
     ],
+    "persistent forward": [
+        ("forward", "plain", 128, 0, {"persistent": True}),
+        ("forward", "causal", 64, 0, {"persistent": True, "value_dim": 128}),
+    ],
+    "persistent forwards of more programs": [
+        ("forward", "rich", 64, 0, {"persistent": True}),
+        ("forward", "rich", 128, 0, {"persistent": True, "indexed": True}),
+        ("forward", "nothing", 128, 1, {"persistent": True}),
+        ("forward", "logic", 64, 1, {"persistent": True}),
+        ("forward", "alibi", 256, 0, {"persistent": True}),
+        ("forward", "sink", 128, 2, {"persistent": True}),
+    ],
     "backward": [
         ("backward_kv", "causal", 128, 0),
         ("backward_kv", "rich", 64, 0),
@@ -119,7 +133,10 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("cases", CASES)
+@pytest.mark.parametrize(
+    "cases",
+    [pytest.param(name, marks=[pytest.mark.slow] * ("more" in name)) for name in CASES],
+)
 def test_compiles_for_hopper(cases):
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     done = subprocess.run(

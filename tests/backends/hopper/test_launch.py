@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -96,7 +97,9 @@ def kernel_of(name: str, blocks: dict[str, Block], **metadata: Any) -> SimpleNam
     )  # fmt: skip
 
 
-def backend_of(monkeypatch: pytest.MonkeyPatch, built: list[str] | None = None) -> HopperBackend:
+def backend_of(
+    monkeypatch: pytest.MonkeyPatch, built: list[str] | None = None, persistent: bool = False
+) -> HopperBackend:
     """A backend whose kernels are never compiled, but launched as if they were."""
 
     def attention(self, lowered, kind, special, device, has_dlse):
@@ -106,7 +109,7 @@ def backend_of(monkeypatch: pytest.MonkeyPatch, built: list[str] | None = None) 
         for name in (*self.directions[kind], *(self.fixed if kind == "backward" else ())):
             blocks, config = {}, None
             if name in self.directions[kind]:
-                config = configs_of(lowered, special, name)[0]
+                config = replace(configs_of(lowered, special, name)[0], persistent=persistent)
                 blocks = blocks_of(name, special, config)
             executables[name] = Executable(kernel_of(name, blocks), config, False, (64,))
         return Prepared(executables, frozenset())
@@ -217,6 +220,27 @@ def test_few_maps_are_kept(monkeypatch):
 
 
 BLOCK = {"q_desc": Block((1, 1, 64, 64), "bf16", NVMMASharedLayout(128, 16, rank=4))}
+
+
+@pytest.mark.parametrize("processors", [5, 100])
+@pytest.mark.parametrize("text", ["score", "causal()"])
+def test_persistent_programs_are_as_many_as_run(functions, monkeypatch, text, processors):
+    properties = SimpleNamespace(multi_processor_count=processors)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    backend, lowered = backend_of(monkeypatch, persistent=True), lower(Source(text), {})
+    call = call_of(*tensors())
+    for _ in range(2):
+        backend.forward(lowered, call)
+    # One tile of each of 4 heads of 2 batch entries.
+    assert [launch[0] for launch in functions.launched] == [min(processors, 8)] * 2
+    counters = list(backend._counters._found.values())
+    # Without a mask each program knows which items are its own.
+    assert len(counters) == (text != "score")
+    for counter in counters:
+        assert counter.tolist() == [0]
+        assert all(str(counter.data_ptr()) in str(_plain(x)) for x in functions.launched)
+
+
 UNEXPECTED = {
     "scratch": ({"global_scratch_size": 128}, None, "buffers"),
     "profile": ({"profile_scratch_size": 128}, None, "buffers"),

@@ -1,0 +1,150 @@
+"""The last part of the forward kernel for Hopper: which items a program takes, and its barriers.
+
+A program that has several takes them while the grid lasts: the producer loads the next item's tiles
+while the consumers finish the one before, and tells them what the item is. Where a mask makes items
+differ in length, whoever is free draws the next number, as hardware hands out programs.
+"""
+# ruff: noqa: F821
+
+#: begin
+@gluon.jit
+def produce(
+    q_desc, k_desc, v_desc, q_s, k_s, v_s, q_full, k_full, k_empty, v_full, v_empty,
+    batch, heads, kv_heads, q_len, kv_len, q_origin, kv_origin, together,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr,
+    Q_KIND: gl.constexpr, KV_KIND: gl.constexpr,
+    #: counter
+    #: again
+    #: parameters
+    #: forward_lists
+):
+    """Load the tiles of all items of the program."""
+    item = gl.program_id(0)
+    if PERSISTENT:
+        items = tl.cdiv(q_len, BLOCK_M) * batch * heads
+        turn, done = 0, 0
+        while item < items:
+            done = load_item(
+                item, turn, done, q_desc, k_desc, v_desc, q_s, k_s, v_s,
+                q_full, k_full, k_empty, v_full, v_empty,
+                batch, heads, kv_heads, q_len, kv_len, q_origin, kv_origin, together,
+                BLOCK_M, BLOCK_N, STAGES, CONSUMERS, Q_KIND, KV_KIND,
+                #: again
+                #: arguments
+                #: forward_lists
+            )
+            if DRAWN:
+                drawn = gl.atomic_add(COUNTER, 1, sem="relaxed")
+                item = gl.num_programs(0) + drawn
+                if drawn == items - 1:
+                    # Each program draws until nothing is left: together, ``items`` times.
+                    gl.store(COUNTER, 0)
+            else:
+                item += gl.num_programs(0)
+            turn += 1
+        announce_item(turn, item, 0, 0, 0, 0, 0, 0, 0, 0, 0, item_s, item_full, item_empty)
+    else:
+        load_item(
+            item, 0, 0, q_desc, k_desc, v_desc, q_s, k_s, v_s,
+            q_full, k_full, k_empty, v_full, v_empty,
+            batch, heads, kv_heads, q_len, kv_len, q_origin, kv_origin, together,
+            BLOCK_M, BLOCK_N, STAGES, CONSUMERS, Q_KIND, KV_KIND,
+            #: again
+            #: arguments
+            #: forward_lists
+        )
+
+
+@gluon.jit
+def consume(
+    PART: gl.constexpr, o_desc, LSE, q_s, k_s, v_s, q_full, k_full, k_empty, v_full, v_empty,
+    scale, batch, heads, kv_heads, q_len, kv_len, q_origin, kv_origin, together,
+    D: gl.constexpr, DV: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
+    STAGES: gl.constexpr, CONSUMERS: gl.constexpr, Q_KIND: gl.constexpr, KV_KIND: gl.constexpr,
+    #: output
+    #: again
+    #: parameters
+    #: forward_lists
+):
+    """Attention of rows number ``PART`` of the query tiles of all items of the program."""
+    if PERSISTENT:
+        items = tl.cdiv(q_len, BLOCK_M) * batch * heads
+        turn, done = 0, 0
+        mbarrier.wait(item_full, 0)
+        item = word(item_s, 0)
+        while item < items:
+            done = consume_item(
+                item, turn, done, PART,
+                o_desc, LSE, q_s, k_s, v_s, q_full, k_full, k_empty, v_full, v_empty,
+                scale, batch, heads, kv_heads, q_len, kv_len, q_origin, kv_origin, together,
+                D, DV, BLOCK_M, BLOCK_N, STAGES, CONSUMERS, Q_KIND, KV_KIND,
+                #: output
+                #: again
+                #: arguments
+                #: forward_lists
+            )
+            turn += 1
+            mbarrier.wait(item_full, turn & 1)
+            item = word(item_s, 0)
+        # Shared memory is the program's until the last rows have been read from there.
+        tma_wait(0)
+    else:
+        consume_item(
+            gl.program_id(0), 0, 0, PART,
+            o_desc, LSE, q_s, k_s, v_s, q_full, k_full, k_empty, v_full, v_empty,
+            scale, batch, heads, kv_heads, q_len, kv_len, q_origin, kv_origin, together,
+            D, DV, BLOCK_M, BLOCK_N, STAGES, CONSUMERS, Q_KIND, KV_KIND,
+            #: output
+            #: again
+            #: arguments
+            #: forward_lists
+        )
+
+
+@gluon.jit
+def attention_forward(
+    q_desc, k_desc, v_desc, o_desc, LSE,
+    #: counter
+    scale, batch, heads, kv_heads, q_len, kv_len, q_origin, kv_origin, together,
+    #: parameters
+    #: forward_lists
+    D: gl.constexpr, DV: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
+    STAGES: gl.constexpr, CONSUMERS: gl.constexpr, REGISTERS: gl.constexpr,
+    Q_KIND: gl.constexpr, KV_KIND: gl.constexpr,
+):
+    """LSE (batch, heads, q_len) is contiguous fp32.
+
+    An item is one query tile of one head. A program has one, or where PERSISTENT one after the
+    other, until all are taken. COUNTER (1) is int32: items taken after each program's first; 0
+    before a launch, and after.
+    Descriptors are of (batch, heads, length, head dim): blocks of one head's rows.
+    """
+    ROWS: gl.constexpr = BLOCK_M // CONSUMERS
+    q_s = gl.allocate_shared_memory(q_desc.dtype, [CONSUMERS, 1, 1, ROWS, D], q_desc.layout)
+    k_s = gl.allocate_shared_memory(k_desc.dtype, [STAGES, 1, 1, BLOCK_N, D], k_desc.layout)
+    v_s = gl.allocate_shared_memory(v_desc.dtype, [STAGES, 1, 1, BLOCK_N, DV], v_desc.layout)
+    if OWN_OUTPUT:
+        o_s = gl.allocate_shared_memory(o_desc.dtype, [CONSUMERS, 1, 1, ROWS, DV], o_desc.layout)
+    BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
+    q_full = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], BARRIER)
+    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    for part in gl.static_range(CONSUMERS):
+        mbarrier.init(q_full.index(part), count=1)
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(k_full.index(stage), count=1)
+        mbarrier.init(k_empty.index(stage), count=CONSUMERS)
+        mbarrier.init(v_full.index(stage), count=1)
+        mbarrier.init(v_empty.index(stage), count=CONSUMERS)
+    if PERSISTENT:
+        q_empty = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], BARRIER)
+        for part in gl.static_range(CONSUMERS):
+            mbarrier.init(q_empty.index(part), count=1)
+        item_s = gl.allocate_shared_memory(gl.int32, [16], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+        item_full = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
+        item_empty = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
+        mbarrier.init(item_full, count=1)
+        mbarrier.init(item_empty, count=CONSUMERS)
+    #: partitions

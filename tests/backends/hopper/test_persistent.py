@@ -1,0 +1,144 @@
+"""Programs of many query tiles compute what those of one each do, bit by bit."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import attndsl
+from attndsl.backends.base import Call
+from attndsl.backends.hopper.backend import HopperBackend
+from attndsl.backends.hopper.kernels import HopperKernels, configs_of
+from attndsl.backends.hopper.tiles import CANDIDATES
+from attndsl.backends.triton.cross import example_call
+from attndsl.backends.triton.specialise import specialise
+from attndsl.pipeline import lower
+from attndsl.runtime.programs import default_cache
+from attndsl.source import Source
+
+TEXTS = {
+    "full": "score",
+    "causal": "causal()",
+    "window": "sliding_window(200)",
+    "prefix": "prefix_lm(150)",
+    "documents": "tensor doc[q_len]: int\nmask = q >= kv and doc[q] == doc[kv]",
+    "alibi": "mask = causal()\nscore = alibi()",
+    "cap": "mask = causal()\nscore = softcap(2.0)",
+    "gain": "tensor gain[heads]: float\nmask = causal()\nscore = gain[h] * score",
+    "sink": "mask = causal()\nsink = 0.5",
+    "nothing": "q < 0",
+    "some rows": "q < 300 and q >= 100 and kv >= q",
+}
+SIZES = (
+    (1, 1, 1, 1, 1),
+    (1, 4, 4, 129, 127),
+    (2, 8, 2, 1000, 1000),
+    (2, 6, 3, 300, 700),
+    (1, 8, 8, 2048, 2048),
+    (3, 20, 1, 1500, 1500),
+)
+"""Batch, heads, kv heads, q_len, kv_len: fewer query tiles than processors, and many more."""
+
+
+def test_the_next_candidates_are_persistent(monkeypatch):
+    """They are measured by ``tune``; by themselves calls take none of them."""
+    lowered = lower(Source("causal()"), {})
+    special = specialise(lowered.program, example_call(lowered, 64, 64, torch.bfloat16, {}))
+    usual = configs_of(lowered, special, "forward")
+    assert not any(config.persistent for config in usual)
+    monkeypatch.setattr("attndsl.backends.triton.kernels.current_target", lambda: None)
+    kernels = HopperKernels(default_cache())
+    found = kernels.configs(lowered, "forward", special, torch.device("cpu"))
+    assert found == (*usual, *(replace(config, persistent=True) for config in usual))
+    assert len(set(map(str, found))) == len(found)
+    backward = kernels.configs(lowered, "backward_kv", special, torch.device("cpu"))
+    assert not any(config.persistent for config in backward)
+
+
+def forwards(name: str, call: Call, number: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Output and log-sum-exp with a program a query tile, then thrice with persistent ones."""
+    lowered = attndsl.compile(TEXTS[name]).lowered
+    backend = HopperBackend(default_cache())
+    widest = max(call.q.shape[3], call.v.shape[3])
+    config = CANDIDATES["forward"][max(64, 1 << (widest - 1).bit_length())][number]
+    found = []
+    for persistent in (False, True):
+        chosen = replace(config, persistent=persistent)
+        backend.choose(lowered, call, "forward", None, None, "forward", chosen)
+        found += [backend.forward(lowered, call) for _ in range(1 + 2 * persistent)]
+    return found
+
+
+def call_of(
+    name: str, sizes: tuple[int, ...], dim: int, value_dim: int, dtype: torch.dtype
+) -> Call:
+    batch, heads, kv_heads, q_len, kv_len = sizes
+
+    def random(heads: int, length: int, width: int) -> torch.Tensor:
+        return torch.randn(batch, heads, length, width, device="cuda", dtype=dtype)
+
+    captures = {
+        "documents": {"doc": (torch.arange(q_len, device="cuda") // 90).int()},
+        "gain": {"gain": torch.rand(heads, device="cuda") + 0.5},
+    }.get(name, {})
+    numbers = (batch, heads, kv_heads, q_len, kv_len, dim)
+    names = ("batch", "heads", "kv_heads", "q_len", "kv_len", "head_dim")
+    q, k = random(heads, q_len, dim), random(kv_heads, kv_len, dim)
+    v = random(kv_heads, kv_len, value_dim)
+    return Call(q, k, v, dim**-0.5, dict(zip(names, numbers, strict=True)), captures)
+
+
+def same(found: list[tuple[torch.Tensor, torch.Tensor]]) -> bool:
+    first = found[0]
+    return all(torch.equal(x, y) for each in found for x, y in zip(first, each, strict=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("name", TEXTS)
+def test_programs(name, dim, sizes):
+    assert same(forwards(name, call_of(name, sizes, dim, dim, torch.bfloat16), 0))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dims", [(64, 128), (128, 64), (72, 40), (256, 128), (192, 128)])
+@pytest.mark.parametrize("name", ["full", "causal", "documents"])
+def test_head_dims(name, dims):
+    assert same(forwards(name, call_of(name, SIZES[2], *dims, torch.float16), 0))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("dim", "number"),
+    [(dim, n) for dim, found in CANDIDATES["forward"].items() for n in range(len(found))],
+)
+@pytest.mark.parametrize("name", ["full", "causal", "documents", "cap"])
+def test_configs(name, dim, number):
+    assert same(forwards(name, call_of(name, SIZES[5], dim, dim, torch.bfloat16), number))
+
+
+@pytest.mark.gpu
+def test_graphs_and_streams():
+    """Launches of graphs and of other streams count for themselves."""
+    lowered, backend = attndsl.compile("causal()").lowered, HopperBackend(default_cache())
+    call = call_of("causal", SIZES[4], 128, 128, torch.bfloat16)
+    config = replace(CANDIDATES["forward"][128][0], persistent=True)
+    backend.choose(lowered, call, "forward", None, None, "forward", config)
+    expected, _ = backend.forward(lowered, call)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        kept, _ = backend.forward(lowered, call)
+        twice, _ = backend.forward(lowered, call)
+    streams = [torch.cuda.Stream() for _ in range(3)]
+    torch.cuda.synchronize()
+    for _ in range(20):
+        found = []
+        graph.replay()
+        for stream in streams:
+            with torch.cuda.stream(stream):
+                found.append(backend.forward(lowered, call)[0])
+        torch.cuda.synchronize()
+        assert all(torch.equal(each, expected) for each in (kept, twice, *found))

@@ -1,0 +1,256 @@
+"""The forward kernel's text, run as Python: its barriers, by the rules of those of the hardware.
+
+Gluon has no interpreter; ``conftest.py`` has what takes its place.
+"""
+
+from __future__ import annotations
+
+import builtins
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from attndsl.backends.hopper.generate import generate
+from attndsl.backends.triton.cross import example_call, parse_target
+from attndsl.backends.triton.kernels import plan_loop
+from attndsl.backends.triton.specialise import specialise, with_forms
+from attndsl.backends.triton.tiles import Config
+from attndsl.pipeline import lower
+from attndsl.source import Source
+
+if TYPE_CHECKING:
+    from types import SimpleNamespace
+
+TEXTS = {
+    "full": "score",
+    "causal": "causal()",
+    "window": "sliding_window(20)",
+    "some rows": "q < 30 and kv >= q",
+    "nothing": "q < 0",
+    "alibi": "mask = causal()\nscore = alibi()",
+    "cap": "mask = causal()\nscore = softcap(2.0)",
+    "sink": "mask = causal()\nsink = 0.5",
+    "documents": "tensor doc[q_len]: int\nmask = q >= kv and doc[q] == doc[kv]",
+}
+WIDTH = 8
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """One call: (batch, heads, length, width), in halves; ``allowed`` is (q_len, kv_len)."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    allowed: torch.Tensor
+    doc: torch.Tensor
+
+
+def inputs_of(name: str, q_len: int, kv_len: int, kv_heads: int, value_width: int) -> Inputs:
+    generator = torch.Generator().manual_seed(q_len + kv_len)
+
+    def halves(heads: int, length: int, width: int) -> torch.Tensor:
+        return torch.randn(2, heads, length, width, generator=generator).half()
+
+    q, kv = torch.arange(q_len)[:, None], torch.arange(kv_len)[None, :]
+    doc = torch.arange(max(q_len, kv_len), dtype=torch.int32) // 13
+    allowed = {
+        "full": kv >= 0,
+        "window": (q >= kv) & (q - kv < 20),
+        "some rows": (q < 30) & (kv >= q),
+        "nothing": q < 0,
+        "documents": (q >= kv) & (doc[:q_len, None] == doc[None, :kv_len]),
+    }.get(name, q >= kv)
+    k, v = halves(kv_heads, kv_len, WIDTH), halves(kv_heads, kv_len, value_width)
+    return Inputs(halves(4, q_len, WIDTH), k, v, allowed.expand(q_len, kv_len), doc[:q_len])
+
+
+def lists_of(gluon: SimpleNamespace, allowed: torch.Tensor, config: Config) -> dict[str, Any]:
+    """What the kernels that find tiles say of a mask, one map for all heads."""
+    q_tiles, kv_tiles = (
+        -(-size // block)
+        for size, block in zip(allowed.shape, (config.block_m, config.block_n), strict=True)
+    )
+    rows = torch.zeros(q_tiles, 4, dtype=torch.int32)
+    tiles = torch.zeros(q_tiles, kv_tiles, dtype=torch.int32)
+    for row in range(q_tiles):
+        for column in range(kv_tiles):
+            part = allowed[row * config.block_m :, column * config.block_n :]
+            part = part[: config.block_m, : config.block_n]
+            whole = bool(part.all()) and part.shape[1] == config.block_n
+            if whole:
+                tiles[row, rows[row, 0]] = column
+                rows[row, 0] += 1
+            elif part.any():
+                tiles[row, kv_tiles - 1 - rows[row, 1]] = column
+                rows[row, 1] += 1
+        rows[row, 2] = -1
+    return {
+        "tile_rows": gluon.Pointer(rows.flatten()), "tile_list": gluon.Pointer(tiles.flatten()),
+        "list_step_b": 0, "list_step_h": 0,
+    }  # fmt: skip
+
+
+def module_of(text: str, modules: dict[str, Any]) -> dict[str, Any]:
+    """The names of a kernel's text, whose imports are ``modules``."""
+
+    def find(name: str, *arguments: Any) -> Any:
+        return modules[name]
+
+    module = {"__builtins__": {**vars(builtins), "__import__": find}, "__name__": "kernel"}
+    exec(text, module)
+    return module
+
+
+def run_text(
+    gluon: SimpleNamespace, name: str, inputs: Inputs, config: Config, seed: int = 0,
+    programs: int | None = None, together: int = 3, wide: bool = False,
+    change: Any = lambda text: text,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """Output and log-sum-exp of the generated kernel.
+
+    Where it is ``wide``, shared memory has no room for an output beside q. ``change`` alters the
+    text.
+    """
+    q, k, v = inputs.q, inputs.k, inputs.v
+    batch, heads, q_len, _ = q.shape
+    lowered = lower(Source(TEXTS[name]), {})
+    special = specialise(lowered.program, example_call(lowered, 64, 64, torch.float16, {}))
+    special = with_forms(special, lowered.program, parse_target("cuda:90"))
+    loop = plan_loop(lowered, special, "forward", config)
+    width = v.shape[3]
+    if width != WIDTH:
+        special = replace(special, value_dim=128)
+    shown = config
+    if wide:
+        special = replace(special, head_dim=256, value_dim=256)
+        shown = replace(config, block_m=128, block_n=64)
+    text = change(generate(lowered, special, "forward", loop, shown))
+    own = width != WIDTH or (config.persistent and not wide)
+    assert f"OWN_OUTPUT = tl.constexpr({own})" in text
+    text = text.replace("own.type.layout", "None")
+    items = -(-q_len // config.block_m) * batch * heads
+    machine = gluon.Machine(seed, min(programs or items, items) if config.persistent else items)
+    operations = gluon.Operations(machine)
+    modules = operations.modules()
+    modules["attndsl.backends.hopper.dialect"] = modules["attndsl.backends.hopper"].dialect
+    kernel = module_of(text, modules)["attention_forward"]
+    out = torch.full((batch, heads, q_len, v.shape[3]), float("nan"), dtype=torch.float16)
+    lse = torch.full((batch * heads * q_len,), float("nan"))
+    rows = config.block_m // config.consumers
+    counter = torch.zeros((), dtype=torch.int32)
+    sizes = {"batch": batch, "heads": heads, "kv_heads": k.shape[1], "q_len": q_len}
+    sizes["kv_len"] = k.shape[2]
+    arguments = {
+        "q_desc": gluon.Descriptor(q, rows), "k_desc": gluon.Descriptor(k, config.block_n),
+        "v_desc": gluon.Descriptor(v, config.block_n), "o_desc": gluon.Descriptor(out, rows),
+        "LSE": gluon.Pointer(lse), "COUNTER": gluon.Pointer(counter), "scale": WIDTH**-0.5,
+        **{size: gluon.number(value) for size, value in sizes.items()},
+        "q_origin": 0, "kv_origin": 0, "together": gluon.number(together), "D": WIDTH,
+        "DV": width, "BLOCK_M": config.block_m, "BLOCK_N": config.block_n,
+        "STAGES": config.stages, "CONSUMERS": config.consumers,
+        "REGISTERS": config.registers, "Q_KIND": "offset", "KV_KIND": "offset",
+        "t_doc": gluon.Pointer(inputs.doc), "size0_doc": gluon.number(len(inputs.doc)),
+        **lists_of(gluon, inputs.allowed, config),
+    }  # fmt: skip
+    taken = kernel.__code__.co_varnames[: kernel.__code__.co_argcount]
+    for program in range(machine.programs):
+        machine.start(program, kernel, *(arguments[name] for name in taken))
+    machine.run()
+    assert not counter
+    return out, lse.view(batch, heads, q_len)
+
+
+@pytest.fixture
+def run(gluon: SimpleNamespace) -> Any:
+    """Runs the forward kernel of a program, see :func:`run_text`."""
+    return partial(run_text, gluon)
+
+
+SMALL = Config(16, 8, 4, 2, 2, 240)
+PERSISTENT = replace(SMALL, persistent=True)
+SHAPES = ((40, 40, 2, 8), (33, 50, 4, 8), (20, 7, 1, 8), (40, 24, 2, 16))
+
+
+def expected(inputs: Inputs) -> torch.Tensor:
+    group = inputs.q.shape[1] // inputs.k.shape[1]
+    k, v = (x.float().repeat_interleave(group, 1) for x in (inputs.k, inputs.v))
+    score = inputs.q.float() @ k.mT * WIDTH**-0.5
+    score = score.masked_fill(~inputs.allowed, float("-inf"))
+    return score.softmax(-1).nan_to_num() @ v
+
+
+def slow(*values: Any) -> Any:
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
+CASES = [
+    (name, shape) if place % len(SHAPES) == shape else slow(name, shape)
+    for place, name in enumerate(TEXTS)
+    for shape in range(len(SHAPES))
+]
+
+
+@pytest.mark.parametrize(("name", "shape"), CASES)
+def test_persistent_programs_compute_the_same(run, name, shape):
+    inputs = inputs_of(name, *SHAPES[shape])
+    out, lse = run(name, inputs, SMALL)
+    if name not in ("alibi", "cap", "sink"):
+        assert torch.allclose(out.float(), expected(inputs), atol=4e-3)
+    for programs, wide in ((3, False), (7, SHAPES[shape][3] == WIDTH)):
+        again, again_lse = run(name, inputs, PERSISTENT, programs, programs, wide=wide)
+        assert torch.equal(again, out)
+        assert torch.equal(again_lse, lse)
+
+
+FORMS = {
+    "three stages": replace(PERSISTENT, stages=3),
+    "three consumers": replace(PERSISTENT, block_m=24, consumers=3),
+    "one stage": replace(PERSISTENT, stages=1),
+    "early": replace(PERSISTENT, early=True),
+}
+
+
+@pytest.mark.parametrize("programs", [2, *(slow(number) for number in (1, 5, 100))])
+@pytest.mark.parametrize("form", FORMS)
+def test_forms(run, form, programs):
+    inputs = inputs_of("documents", *SHAPES[0])
+    out, _ = run("documents", inputs, FORMS[form], programs, programs, together=8)
+    assert torch.allclose(out.float(), expected(inputs), atol=4e-3)
+
+
+# What it must not do without: taken out of the text, the machine notices.
+NEEDED = {
+    "room for v": ("mbarrier.arrive(v_empty.index(last % STAGES), count=1)", "pass"),
+    "room for q": ("mbarrier.arrive(q_empty.index(PART), count=1)", "pass"),
+    "q has been read": ("mbarrier.wait(q_empty.index(part), (turn & 1) ^ 1)", "pass"),
+    "phases of q": ("mbarrier.wait(q_full.index(PART), turn & 1)", "pass"),
+    "phases of k": ("stage = done % STAGES", "stage = 0"),
+    "the output is read": ("            tma_wait(0)\n    else", "            pass\n    else"),
+    "items are read": ("mbarrier.wait(item_empty, (turn & 1) ^ 1)", "pass"),
+    "items are written": ("            mbarrier.wait(item_full, turn & 1)", ""),
+    "zero at the end": ("gl.store(COUNTER, 0)", "pass"),
+}
+
+
+@pytest.mark.parametrize("name", NEEDED)
+def test_the_machine_notices(run, name):
+    inputs = inputs_of("causal", *SHAPES[0])
+    out, lse = run("causal", inputs, SMALL)
+    old, new = NEEDED[name]
+
+    def change(text: str) -> str:
+        assert old in text
+        return text.replace(old, new)
+
+    def noticed(seed: int) -> bool:
+        try:
+            found = run("causal", inputs, PERSISTENT, seed, 2, change=change)
+        except AssertionError:
+            return True
+        return not torch.equal(found[0], out) or not torch.equal(found[1], lse)
+
+    assert any(map(noticed, range(1, 7)))
