@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from attndsl.frontend import read
 from attndsl.passes.differentiate import differentiate
 from attndsl.passes.lowered import Contractions, Lowered
-from attndsl.passes.place import place_score
+from attndsl.passes.place import place
 from attndsl.passes.simplify import simplify, simplify_derivative
 from attndsl.passes.split_mask import split_mask
 from attndsl.passes.tiles.sparsity import analyse
@@ -45,7 +45,7 @@ def lower_program(program: Program) -> Lowered:
     # Of the simplified score, so that the derivative shares its nodes.
     derivative = simplify_derivative(differentiate(program))
     # Of the simplified score too, beside its derivative, which is that of the pairs' part.
-    placed = place_score(program.score, derivative.score, program.mask)
+    placed = place(program, derivative)
     # Kernels make sums of rows as part of the product that they make anyway, where that is all.
     found = widen(program)
     contractions = None

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from attndsl.ir import DType, Node, Op, ParamDecl, Program, TensorDecl, node, toposort
 from attndsl.passes.differentiate import Derivative, ParamGradient, ProductGradient, TensorGradient
 from attndsl.passes.lowered import Contractions, Lowered
-from attndsl.passes.place import place_score
+from attndsl.passes.place import place
 from attndsl.passes.tiles.sparsity import analyse
 from attndsl.passes.widen import Widened, widen
 
@@ -131,7 +131,7 @@ def lowered_from_json(data: Any) -> Lowered:
         raise SerialiseError("not a serialised lowered program")
     program = program_from_json(data["program"])
     derivative = derivative_from_json(data["derivative"])
-    placed = place_score(program.score, derivative.score, program.mask)
+    placed = place(program, derivative)
     widened, contractions = widen(program), None
     if isinstance(widened, Widened):
         contractions = Contractions(lowered_from_json(data["wide"]), widened.terms)

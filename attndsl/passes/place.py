@@ -38,7 +38,9 @@ from attndsl.ir import (
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from attndsl.ir import Node
+    from attndsl.ir import Node, Program
+
+    from .differentiate import Derivative
 
 ORIGIN = param("$origin", DType.INT)
 """Any logical position; one near the tile's keeps the parts small."""
@@ -80,6 +82,13 @@ class Placed:
             return None
         # What does not depend on ``kv`` otherwise is a sum of multiples of ``$away``.
         return substitute(self.column, {AWAY: const(1.0)})
+
+
+def place(program: Program, derivative: Derivative) -> Placed:
+    """The parts of a program's score; of weights other than the softmax all is left for pairs."""
+    if program.weights is None:
+        return place_score(program.score, derivative.score, program.mask)
+    return Placed(program.score, derivative.score, None, 1.0, None, None)
 
 
 def place_score(score: Node, slope: Node, mask: Node | None) -> Placed:

@@ -268,8 +268,6 @@ def why_portable(
     """Why the portable kernels run this forward or backward, or None."""
     if lowered.program.dropout is not None:
         return "the Hopper kernels have no dropout"
-    if lowered.program.weights is not None:
-        return "the Hopper kernels have softmax weights only"
     if call.q.dtype not in _DTYPES:
         return f"the Hopper kernels compute in fp16 and bf16, not {call.q.dtype}"
     width = max(block_width(call.q.shape[3]), block_width(call.v.shape[3]))
@@ -279,6 +277,8 @@ def why_portable(
         if call.deterministic:
             return "the Hopper backward adds up dQ in no fixed order"
         if wants is not None and (wants.tensors or wants.params):
+            if lowered.program.weights is not None:
+                return "gradients of captures in weights are added up pair by pair"
             learned = learned_parts(lowered, wants.tensors | wants.params)
             if isinstance(learned, str):
                 return learned

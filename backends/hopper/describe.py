@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from attndsl.errors import UnsupportedError
+from attndsl.ir import Op, const
+from attndsl.passes.differentiate import vjp
 
 from ..base import Wants
 from ..triton.cross import example_call
@@ -64,6 +66,10 @@ def _other_calls(lowered: Lowered, call: Call) -> list[tuple[str, Call, Wants]]:
     ]
     tensors = frozenset(str(gradient.load.value) for gradient in lowered.derivative.tensors)
     params = frozenset(gradient.name for gradient in lowered.derivative.params)
+    if lowered.program.weights is not None:
+        leaves = vjp(lowered.program.weights, const(1.0))
+        tensors |= {str(leaf.value) for leaf in leaves if leaf.op is Op.LOAD}
+        params |= {str(leaf.value) for leaf in leaves if leaf.op is Op.PARAM}
     if tensors or params:
         names = ", ".join([*sorted(tensors), *sorted(params)])
         learned = Wants(tensors=tensors, params=params)

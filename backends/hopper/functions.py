@@ -12,8 +12,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from attndsl.ir import DType, Op, substitute, toposort
+from attndsl.ir import SCORE, DType, Op, const, substitute, toposort
+from attndsl.passes.differentiate import vjp
 from attndsl.passes.gather import lookups
+from attndsl.passes.simplify import simplify_node
 from attndsl.passes.widths import fits, ranges
 
 from ..triton.device_functions import program_function
@@ -41,7 +43,11 @@ def print_functions(
     program, placed = lowered.program, lowered.placed
     forward = direction == "forward"
     slope = slope_for_factor(placed) if learned.factor else placed.slope
-    pairs = (program.mask, placed.pair, None if forward else slope)
+    weights = program.weights
+    by_score = None
+    if weights is not None and not forward:
+        by_score = simplify_node(vjp(weights, const(1.0)).get(SCORE, const(0.0)))
+    pairs = (program.mask, placed.pair, None if forward else slope, weights, by_score)
     # Parts of rows are added after the forward's loop, those of columns before the backward's.
     of_q = lookups((*pairs, None if forward else placed.row), "q")
     of_kv = lookups((*pairs, placed.column if forward else None), "kv")
@@ -51,16 +57,18 @@ def print_functions(
     def without(root: Node | None) -> Node | None:
         return None if root is None else substitute(root, {**of_q, **of_kv})
 
-    mask, pair, slope = map(without, pairs)
+    mask, pair, slope, weights, by_score = map(without, pairs)
     row = placed.row if forward else without(placed.row)
     column = without(placed.column) if forward else placed.column
     of_pairs = [
         ("mask_of_pair", mask, "Whether each pair takes part."),
         ("score_of_pair", pair, "The score from scale * (q . k), without other parts."),
+        ("weight_of_pair", weights, "The weight that the program gives to its score."),
     ]
     if not forward:
         doc = "Derivative of the program's score by scale * (q . k)."
         of_pairs.append(("derivative_of_pair", slope, doc))
+        of_pairs.append(("slope_of_weight", by_score, "The weight's derivative by the score."))
     of_parts = (
         ("factor_of_score", placed.inner, "", "A factor of scale * (q . k)."),
         ("row_of_score", row, "q, origin, q_parts, ", "What the score has of the row alone."),

@@ -108,16 +108,18 @@ def generate(
         param_values(special, scalar=True),
         special.names(),
     )
-    modified = placed.pair.op is not Op.SCORE
+    modified, own = placed.pair.op is not Op.SCORE, program.weights is not None
     listed = loop.listed is not None
     drawn = is_drawn(lowered, config)
     flags = {
         "MASKED": program.mask is not None,
         "MODIFIED": modified,
+        "OWN_WEIGHTS": own,
         "HAS_ROW": placed.row is not None,
         "HAS_COLUMN": placed.column is not None,
         "HAS_STEEPNESS": placed.steepness is not None,
         "SCALED_FIRST": modified
+        or own
         or reads_score(program.mask)
         or special.negative_scale
         or placed.inner is not None,
@@ -136,7 +138,7 @@ def generate(
         "EARLY": config.early,
         # Measured: where exponents take more than a multiplication, a branch in their way costs
         # more than the multiplications that it saves.
-        "LAZY": not modified and placed.column is None,
+        "LAZY": not own and not modified and placed.column is None,
         "PERSISTENT": config.persistent,
         "DRAWN": drawn,
         "OWN_OUTPUT": direction == "forward" and has_own_output(special, config),

@@ -50,7 +50,7 @@ def add_query_tile(
     )
     score = warpgroup_mma_wait(1, deps=[scoring])
     lse2 = lse_s.index(stage).load(gl.SliceLayout(0, SCORES))
-    weight, derivative = weights_of_tile(
+    weight, steep, derivative = weights_of_tile(
         score, q_parts, kv_parts, lse2, columns, column2, first, kv, scale, origin, ragged,
         b, h, hkv, batch, heads, kv_heads, q_len, kv_len, q_origin,
         BLOCK_M, Q_KIND, PARTIAL, SCORES,
@@ -58,12 +58,12 @@ def add_query_tile(
     )
     delta = delta_s.index(stage).load(gl.SliceLayout(0, SCORES))
     weight_half = gl.convert_layout(weight.to(HALF), WEIGHTS)
-    steep = weight
     if HAS_DERIVATIVE:
-        steep = weight * derivative
+        slope = steep
+        steep = slope * derivative
         if PARTIAL:
             # A dead pair's derivative may be infinite.
-            steep = gl.where(weight == 0.0, 0.0, steep)
+            steep = gl.where(slope == 0.0, 0.0, steep)
     if PAIRWISE_DERIVATIVE:
         # One value instead of two, while dP is computed.
         finish(steep, q_len >> 31)
@@ -74,7 +74,7 @@ def add_query_tile(
         slope = dscore * derivative
         column_sums += eighths_of_sums(dscore)
     else:
-        slope = steep * (dweight - delta[None, :])
+        slope = gradient_of_score(steep, dweight, delta)
     slope_half = slope.to(HALF)
     shared = ds_s.index(count % 2)
     shared.slice(PART * KEYS, KEYS, dim=0).store(slope_half)

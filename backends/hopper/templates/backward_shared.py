@@ -163,8 +163,9 @@ def weights_of_tile(
     BLOCK_M: gl.constexpr, Q_KIND: gl.constexpr, PARTIAL: gl.constexpr, SCORES: gl.constexpr,
     #: parameters
 ):
-    """From the tile's k . q: the softmax weights, and the derivative of the score by its raw one.
+    """From the tile's k . q: weights, their slopes, and the derivative of the score by its raw one.
 
+    A softmax weight's slope is the weight itself, once delta is taken off the weight's gradient.
     ``column2`` is what the score has of each key alone, in base 2.
     """
     QUERIES: gl.constexpr = gl.SliceLayout(0, SCORES)
@@ -178,7 +179,7 @@ def weights_of_tile(
             #: arguments
         )
         lse2 = lse2 - part * LOG2E
-    if PARTIAL or MODIFIED or HAS_DERIVATIVE:
+    if PARTIAL or MODIFIED or HAS_DERIVATIVE or OWN_WEIGHTS:
         q = places[None, :]
         live = (rows < q_len)[None, :] & (columns < kv_len)[:, None]
         raw = score * scale
@@ -198,22 +199,57 @@ def weights_of_tile(
             ),
             score,
         )
-        exponent = final * (OUTER * LOG2E)
-    else:
-        exponent = score * (scale * (OUTER * LOG2E))
-    if HAS_COLUMN:
-        exponent = exponent + column2[:, None]
-    exponent = exponent - lse2[None, :]
     if PARTIAL and MASKED:
         allowed = mask_of_pair(
             raw, live, q_parts, kv_parts, b, h, hkv, q, kv, batch, heads, kv_heads, q_len, kv_len,
             #: arguments
         )
-        exponent = gl.where(allowed, exponent, float("-inf"))
-    if PARTIAL:
-        if ragged | (first + BLOCK_M > q_len):
-            exponent = gl.where(live, exponent, float("-inf"))
-    return gl.exp2(exponent), derivative
+    if OWN_WEIGHTS:
+        if not MODIFIED:
+            final = raw
+        weight, _ = gl.broadcast(
+            weight_of_pair(
+                final, live, q_parts, kv_parts, b, h, hkv, q, kv, batch, heads, kv_heads, q_len, kv_len,
+                #: arguments
+            ),
+            score,
+        )
+        slope, _ = gl.broadcast(
+            slope_of_weight(
+                final, live, q_parts, kv_parts, b, h, hkv, q, kv, batch, heads, kv_heads, q_len, kv_len,
+                #: arguments
+            ),
+            score,
+        )
+        if PARTIAL:
+            if MASKED:
+                live = live & allowed
+            weight = gl.where(live, weight, 0.0)
+            slope = gl.where(live, slope, 0.0)
+    else:
+        if MODIFIED:
+            exponent = final * (OUTER * LOG2E)
+        else:
+            exponent = score * (scale * (OUTER * LOG2E))
+        if HAS_COLUMN:
+            exponent = exponent + column2[:, None]
+        exponent = exponent - lse2[None, :]
+        if PARTIAL and MASKED:
+            exponent = gl.where(allowed, exponent, float("-inf"))
+        if PARTIAL:
+            if ragged | (first + BLOCK_M > q_len):
+                exponent = gl.where(live, exponent, float("-inf"))
+        weight = gl.exp2(exponent)
+        slope = weight
+    return weight, slope, derivative
+
+
+@gluon.jit
+def gradient_of_score(steep, dweight, delta):
+    """From the gradient of the weights: that of the score, ``steep`` slopes of the weights by it."""
+    if not OWN_WEIGHTS:
+        dweight = dweight - delta[None, :]
+    return steep * dweight
 
 
 @gluon.jit

@@ -74,19 +74,19 @@ def add_query_tile(
         )
         score = warpgroup_mma_wait(0, deps=[scoring])
         mbarrier.arrive(q_empty.index(stage), count=1)
-        weight, derivative = weights_of_tile(
+        weight, steep, derivative = weights_of_tile(
             score, q_parts, kv_parts, lse2, columns, column2, first, kv, scale, origin, ragged,
             b, h, hkv, batch, heads, kv_heads, q_len, kv_len, q_origin,
             BLOCK_M, Q_KIND, PARTIAL, SCORES,
             #: arguments
         )
         operand = gl.convert_layout(weight.to(HALF), OPERAND)
-        steep = weight
         if HAS_DERIVATIVE:
-            steep = weight * derivative
+            slope = steep
+            steep = slope * derivative
             if PARTIAL:
                 # A dead pair's derivative may be infinite.
-                steep = gl.where(weight == 0.0, 0.0, steep)
+                steep = gl.where(slope == 0.0, 0.0, steep)
         steep_s.store(steep)
         announce()
         # dV runs while the other warpgroup computes dS.
@@ -100,7 +100,7 @@ def add_query_tile(
         dweight = warpgroup_mma_wait(0, deps=[weighing])
         mbarrier.arrive(do_empty.index(stage), count=1)
         await_announced()
-        slope = steep_s.load(SCORES) * (dweight - delta[None, :])
+        slope = gradient_of_score(steep_s.load(SCORES), dweight, delta)
         slope_half = slope.to(HALF)
         slopes.store(slope_half)
         operand = gl.convert_layout(slope_half, OPERAND)

@@ -35,10 +35,12 @@ def final_scores(
     """Scores of one tile without what varies with the row alone; -inf for pairs that take no part.
 
     In base 2 where a column's part has been added, else yet to be multiplied by ``factor``.
+    Of programs with weights of their own, these, 0 for such pairs; and 0 for rows with others.
     """
+    reached = 0.0
     if SCALED_FIRST:
         score = score * scale
-    if PARTIAL or MODIFIED or HAS_COLUMN:
+    if PARTIAL or MODIFIED or HAS_COLUMN or OWN_WEIGHTS:
         KEYS: gl.constexpr = gl.SliceLayout(0, SCORES)
         columns = count_up(kv_tile * BLOCK_N, BLOCK_N, KEYS)
         places = places_of(kv_tile * BLOCK_N, kv_len, kv_origin, KV_KIND, BLOCK_N, KEYS)
@@ -73,29 +75,48 @@ def final_scores(
                     #: arguments
                 )
             score = score * factor + column[None, :]
-        if PARTIAL and MASKED:
-            score = gl.where(allowed, score, float("-inf"))
-        if PARTIAL:
+        if OWN_WEIGHTS:
+            score, _ = gl.broadcast(
+                weight_of_pair(
+                    score, live, q_parts, kv_parts, b, h, hkv, q, kv, batch, heads, kv_heads, q_len, kv_len,
+                    #: arguments
+                ),
+                score,
+            )
+            if PARTIAL:
+                if MASKED:
+                    live = live & allowed
+                live, _ = gl.broadcast(live, score)
+                score = gl.where(live, score, 0.0)
+                reached = gl.max(gl.where(live, 0.0, float("-inf")), 1)
+        elif PARTIAL:
+            if MASKED:
+                score = gl.where(allowed, score, float("-inf"))
             if (kv_tile + 1) * BLOCK_N > kv_len:
                 score = gl.where(live, score, float("-inf"))
-    return score
+    return score, reached
 
 
 @gluon.jit
-def soften(score, peak, factor, GUARDED: gl.constexpr):
+def soften(score, reached, peak, factor, GUARDED: gl.constexpr):
     """Weights of one tile; their sums, decay, new maximum."""
-    highest = gl.max(score, 1)
-    if not HAS_COLUMN:
-        highest = highest * factor
-    new_peak = raised(peak, highest) if LAZY else gl.maximum(peak, highest)
-    shift = new_peak
-    if GUARDED:
-        shift = gl.where(new_peak == float("-inf"), 0.0, new_peak)
-    if HAS_COLUMN:
-        weight = gl.exp2(score - shift[:, None])
+    if OWN_WEIGHTS:
+        weight = score
+        decay = 1.0
+        new_peak = gl.maximum(peak, reached)
     else:
-        weight = gl.exp2(score * factor - shift[:, None])
-    decay = gl.exp2(peak - shift)
+        highest = gl.max(score, 1)
+        if not HAS_COLUMN:
+            highest = highest * factor
+        new_peak = raised(peak, highest) if LAZY else gl.maximum(peak, highest)
+        shift = new_peak
+        if GUARDED:
+            shift = gl.where(new_peak == float("-inf"), 0.0, new_peak)
+        if HAS_COLUMN:
+            weight = gl.exp2(score - shift[:, None])
+        else:
+            weight = gl.exp2(score * factor - shift[:, None])
+        decay = gl.exp2(peak - shift)
     return weight, eighths_of_sums(weight), decay, new_peak
 
 
@@ -129,25 +150,29 @@ def attend(
     )
     score = warpgroup_mma_wait(1, deps=[scoring])
     mbarrier.arrive(k_empty.index(stage), count=1)
-    score = final_scores(
+    score, reached = final_scores(
         score, q, q_parts, kv_parts, kv_tile, factor, steepness, scale, origin,
         b, h, hkv, batch, heads, kv_heads, q_len, kv_len, kv_origin,
         BLOCK_N, KV_KIND, PARTIAL, SCORES,
         #: arguments
     )
     exact, own, decay, peak = soften(
-        score, peak, factor, (PARTIAL and MASKED) or MODIFIED or HAS_COLUMN
+        score, reached, peak, factor, (PARTIAL and MASKED) or MODIFIED or HAS_COLUMN
     )
     if EARLY:
         weight = pack(exact, HALF)
-    sums = sums * gl.convert_layout(decay, gl.SliceLayout(1, own.type.layout))[:, None] + own
+    if OWN_WEIGHTS:
+        sums = own
+    else:
+        sums = sums * gl.convert_layout(decay, gl.SliceLayout(1, own.type.layout))[:, None] + own
     finish(sums, q_len >> 31)
     acc = warpgroup_mma_wait(0, deps=[adding])
     mbarrier.arrive(v_empty.index(before), count=1)
     if not EARLY:
         weight = pack(exact, HALF)
-    factors = gl.convert_layout(decay, gl.SliceLayout(1, OUTPUT))
-    acc = scaled(acc, factors) if LAZY else acc * factors[:, None]
+    if not OWN_WEIGHTS:
+        factors = gl.convert_layout(decay, gl.SliceLayout(1, OUTPUT))
+        acc = scaled(acc, factors) if LAZY else acc * factors[:, None]
     return acc, weight, sums, peak
 
 
@@ -244,13 +269,13 @@ def consume_item(
     )
     score = warpgroup_mma_wait(0, deps=[score])
     mbarrier.arrive(k_empty.index(stage), count=1)
-    score = final_scores(
+    score, reached = final_scores(
         score, q, q_parts, kv_parts, first_tile, factor, steepness, scale, origin,
         b, h, hkv, batch, heads, kv_heads, q_len, kv_len, kv_origin,
         BLOCK_N, KV_KIND, True, SCORES,
         #: arguments
     )
-    exact, sums, decay, peak = soften(score, peak, factor, MASKED or MODIFIED or HAS_COLUMN)
+    exact, sums, decay, peak = soften(score, reached, peak, factor, MASKED or MODIFIED or HAS_COLUMN)
     weight = pack(exact, HALF)
 
     if FORWARD_HAS_PARTIAL:
@@ -308,43 +333,46 @@ def consume_item(
     mbarrier.wait(v_full.index(last % STAGES), (last // STAGES) & 1)
     v = v_s.index(last % STAGES).reshape([BLOCK_N, DV])
     adding = warpgroup_mma(unpack(weight, q_len >> 31, HALF, WEIGHTS), v, acc, is_async=True)
-    total = gl.convert_layout(gl.sum(sums, 1), gl.SliceLayout(1, SCORES))
-    # A row with no live pair gives zeros and a log-sum-exp of -inf.
-    empty = total == 0.0
-    if HAS_ROW:
-        part = row_of_score(
-            b, h, hkv, row_places, origin, q_parts, batch, heads, kv_heads, q_len, kv_len,
-            #: arguments
-        )
-        empty = empty | (part == float("-inf"))
-    kept = 1.0
-    if HAS_SINK:
-        sink = LOG2E * sink_of_head(
-            b, h, hkv, batch, heads, kv_heads, q_len, kv_len,
-            #: arguments
-        )
+    lse = peak
+    if not OWN_WEIGHTS:
+        total = gl.convert_layout(gl.sum(sums, 1), gl.SliceLayout(1, SCORES))
+        # A row with no live pair gives zeros and a log-sum-exp of -inf.
+        empty = total == 0.0
         if HAS_ROW:
-            # Weights are without the row's part, so that their sums are.
-            sink = sink - LOG2E * part
-        top = gl.where(empty, 0.0, gl.maximum(peak, sink))
-        kept = gl.exp2(peak - top)
-        total = total * kept + gl.exp2(sink - top)
-        peak = gl.where(empty, peak, top)
-    total = gl.where(empty, 1.0, total)
-    lse = peak * LN2 + gl.log(total)
-    inverse = kept / total
-    if HAS_ROW:
-        lse = lse + part
-        # Infinite and NaN parts do to their rows what they would do to all their pairs.
-        inverse = gl.where(gl.abs(part) < float("inf"), inverse, float("nan"))
-        inverse = gl.where(empty, 0.0, inverse)
-        lse = gl.where(empty, float("-inf"), lse)
+            part = row_of_score(
+                b, h, hkv, row_places, origin, q_parts, batch, heads, kv_heads, q_len, kv_len,
+                #: arguments
+            )
+            empty = empty | (part == float("-inf"))
+        kept = 1.0
+        if HAS_SINK:
+            sink = LOG2E * sink_of_head(
+                b, h, hkv, batch, heads, kv_heads, q_len, kv_len,
+                #: arguments
+            )
+            if HAS_ROW:
+                # Weights are without the row's part, so that their sums are.
+                sink = sink - LOG2E * part
+            top = gl.where(empty, 0.0, gl.maximum(peak, sink))
+            kept = gl.exp2(peak - top)
+            total = total * kept + gl.exp2(sink - top)
+            peak = gl.where(empty, peak, top)
+        total = gl.where(empty, 1.0, total)
+        lse = peak * LN2 + gl.log(total)
+        inverse = kept / total
+        if HAS_ROW:
+            lse = lse + part
+            # Infinite and NaN parts do to their rows what they would do to all their pairs.
+            inverse = gl.where(gl.abs(part) < float("inf"), inverse, float("nan"))
+            inverse = gl.where(empty, 0.0, inverse)
+            lse = gl.where(empty, float("-inf"), lse)
     row = (b * heads + h).to(gl.int64) * q_len
     gl.store(LSE + row + rows, lse, mask=rows < q_len)
     acc = warpgroup_mma_wait(0, deps=[adding])
     if PERSISTENT:
         mbarrier.arrive(v_empty.index(last % STAGES), count=1)
-    acc = acc * gl.convert_layout(inverse, gl.SliceLayout(1, OUTPUT))[:, None]
+    if not OWN_WEIGHTS:
+        acc = acc * gl.convert_layout(inverse, gl.SliceLayout(1, OUTPUT))[:, None]
     if OWN_OUTPUT:
         part_s = o_s.index(PART)
         if PERSISTENT:

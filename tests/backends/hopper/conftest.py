@@ -269,7 +269,7 @@ class Operations:
             "attndsl.backends.triton.library": SimpleNamespace(
                 positions=lambda index, length, origin, kind: index + origin,
                 shift_of_positions=lambda origin, kind: origin,
-                tanh_ex2=torch.tanh,
+                relu=torch.relu, sigmoid_ex2=torch.sigmoid, tanh_ex2=torch.tanh,
             ),
         }  # fmt: skip
 

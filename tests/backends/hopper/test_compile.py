@@ -40,6 +40,13 @@ SCRIPT = textwrap.dedent(
     score = cap * tanh(gain[h] * score / cap) + bias[q, kv]
     ''',
         "nothing": "q < 0",
+        "weights": '''
+    tensor doc[q_len]: int
+    tensor gain[heads]: float
+    mask = doc[q] == doc[kv]
+    score = gain[h] * tanh(score) - 0.1 * (q - kv)
+    weights = relu(score) ** 2 / kv_len + gain[h] * doc[kv]
+    ''',
         "bool": "tensor seg[kv_len]: bool; mask = seg[q] == seg[kv]",
         "softcap": "mask = causal()\\nscore = softcap(20.0)",
         "alibi": "mask = causal()\\nscore = alibi()",
@@ -98,6 +105,7 @@ CASES = {
         ("forward", "logic", 64, 1),
         ("forward", "bool", 64, 0),
         ("forward", "sink", 64, 0),
+        ("forward", "weights", 64, 1),
         ("forward", "rich", 128, 0, {"indexed": True}),
     ],
     "persistent forward": [
@@ -121,11 +129,13 @@ CASES = {
         ("backward_kv", "logic", 64, 1),
         ("backward_kv", "bool", 128, 0),
         ("backward_kv", "softcap", 128, 0),
+        ("backward_kv", "weights", 128, 0),
         ("backward_kv", "rich", 128, 0, {"indexed": True}),
     ],
     "wide backward": [
         ("backward_kv", "plain", 256, 0),
         ("backward_kv", "rich", 256, 0, {"dtype": "float16"}),
+        ("backward_kv", "weights", 256, 0),
         ("backward_kv", "nothing", 256, 0),
         ("backward_kv", "alibi", 192, 1, {"value_dim": 128}),
         ("backward_kv", "causal", 64, 0, {"value_dim": 256}),

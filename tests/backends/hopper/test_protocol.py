@@ -34,6 +34,8 @@ TEXTS = {
     "cap": "mask = causal()\nscore = softcap(2.0)",
     "sink": "mask = causal()\nsink = 0.5",
     "documents": "tensor doc[q_len]: int\nmask = q >= kv and doc[q] == doc[kv]",
+    "sigmoid": "mask = causal()\nweights = sigmoid(score)",
+    "own weights": "mask = q < 30 and kv >= q\nscore = 2 * score\nweights = relu(score) / 9 + 0.02",
 }
 WIDTH = 8
 
@@ -61,6 +63,7 @@ def inputs_of(name: str, q_len: int, kv_len: int, kv_heads: int, value_width: in
         "full": kv >= 0,
         "window": (q >= kv) & (q - kv < 20),
         "some rows": (q < 30) & (kv >= q),
+        "own weights": (q < 30) & (kv >= q),
         "nothing": q < 0,
         "documents": (q >= kv) & (doc[:q_len, None] == doc[None, :kv_len]),
     }.get(name, q >= kv)
@@ -175,10 +178,18 @@ PERSISTENT = replace(SMALL, persistent=True)
 SHAPES = ((40, 40, 2, 8), (33, 50, 4, 8), (20, 7, 1, 8), (40, 24, 2, 16))
 
 
-def expected(inputs: Inputs) -> torch.Tensor:
+WEIGHTS = {
+    "sigmoid": torch.sigmoid,
+    "own weights": lambda score: torch.relu(2 * score) / 9 + 0.02,
+}
+
+
+def expected(inputs: Inputs, name: str = "") -> torch.Tensor:
     group = inputs.q.shape[1] // inputs.k.shape[1]
     k, v = (x.float().repeat_interleave(group, 1) for x in (inputs.k, inputs.v))
     score = inputs.q.float() @ k.mT * WIDTH**-0.5
+    if name in WEIGHTS:
+        return WEIGHTS[name](score).masked_fill(~inputs.allowed, 0.0) @ v
     score = score.masked_fill(~inputs.allowed, float("-inf"))
     return score.softmax(-1).nan_to_num() @ v
 
@@ -199,7 +210,10 @@ def test_persistent_programs_compute_the_same(run, name, shape):
     inputs = inputs_of(name, *SHAPES[shape])
     out, lse = run(name, inputs, SMALL)
     if name not in ("alibi", "cap", "sink"):
-        assert torch.allclose(out.float(), expected(inputs), atol=4e-3)
+        assert torch.allclose(out.float(), expected(inputs, name), atol=4e-3, rtol=2e-3)
+    if name in WEIGHTS:
+        alive = inputs.allowed.any(-1).expand(lse.shape)
+        assert torch.equal(lse, torch.where(alive, 0.0, float("-inf")))
     for programs, wide in ((3, False), (7, SHAPES[shape][3] == WIDTH)):
         again, again_lse = run(name, inputs, PERSISTENT, programs, programs, wide=wide)
         assert torch.equal(again, out)

@@ -198,9 +198,18 @@ def test_explanation_of_wide_heads(head_dim):
 def test_explanation_of_what_no_kernel_runs():
     (line,) = lines_of("score", 1024)
     assert line.startswith("  refused    the triton backend takes head dims from 1 to 512")
-    for line in lines_of("weights = sigmoid(score)", 64):
+    for line in lines_of("weights = dropout(softmax(score), 0.1)", 64):
         assert "triton kernels" in line
-        assert line.endswith("the Hopper kernels have softmax weights only")
+        assert line.endswith("the Hopper kernels have no dropout")
+
+
+def test_explanation_of_weights_of_ones_own():
+    lines = lines_of("tensor s[heads]: float; weights = sigmoid(score + s[h])", 64)
+    assert [line.split()[1:3] for line in lines if not line.startswith("    ")] == [
+        ["hopper", "kernels,"], ["hopper", "kernels,"],
+    ]  # fmt: skip
+    (line,) = [line for line in lines if "gradients of s:" in line]
+    assert line.endswith("gradients of captures in weights are added up pair by pair)")
 
 
 @pytest.mark.parametrize("head_dim", DIMS)
