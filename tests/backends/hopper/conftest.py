@@ -7,8 +7,10 @@ and so do warpgroups that wait for each other for ever.
 
 from __future__ import annotations
 
+import builtins
 import random
 import threading
+from collections import Counter
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -169,6 +171,13 @@ class Shared:
     def reshape(self, shape: Any) -> Shared:
         return Shared(self.machine, self.data.view(*shape))
 
+    @property
+    def shape(self) -> torch.Size:
+        return self.data.shape
+
+    def slice(self, first: int, size: int, dim: int) -> Shared:
+        return Shared(self.machine, self.data.narrow(dim, first, size))
+
     def permute(self, order: Any) -> Shared:
         return Shared(self.machine, self.data.permute(*order))
 
@@ -180,7 +189,7 @@ class Shared:
         self.machine.current.dirty = True
 
 
-@dataclass
+@dataclass(eq=False)
 class Product:
     """A product that runs: what it reads must stay as it is until the end."""
 
@@ -214,6 +223,24 @@ class Descriptor:
 
 
 @dataclass
+class Vector:
+    """A tensor (length,) of fp32, by blocks."""
+
+    tensor: torch.Tensor
+    rows: int
+
+    layout = None
+
+    @property
+    def block_type(self) -> SimpleNamespace:
+        return SimpleNamespace(nbytes=self.rows * 4)
+
+    def block(self, place: list[Any]) -> torch.Tensor:
+        first = int(place[0])
+        return self.tensor[first : first + self.rows, None]
+
+
+@dataclass
 class Pointer:
     data: torch.Tensor
     offset: Any = 0
@@ -227,6 +254,9 @@ class Operations:
 
     def __init__(self, machine: Machine) -> None:
         self.machine = machine
+        self.meetings: Counter[int] = Counter()
+        self.announced: Counter[int] = Counter()
+        self.heard: Counter[int] = Counter()
 
     def modules(self) -> dict[str, Any]:
         language = self.language()
@@ -245,6 +275,8 @@ class Operations:
             ),
             "attndsl.backends.hopper": SimpleNamespace(dialect=language),
             "attndsl.backends.hopper.library": SimpleNamespace(
+                add_to_sums=self.add_tile, announce=self.announce,
+                await_announced=self.await_announced, meet=self.meet,
                 count_up=lambda begin, size, layout: begin + language.arange(0, size),
                 eighths_of_sums=lambda tile: tile.reshape(tile.shape[0], -1, 8).sum(1),
                 finish=lambda values, zero: None,
@@ -287,7 +319,7 @@ class Operations:
 
         named = {name: getattr(torch, name) for name in ("float32", "float16", "int32", "int64")}
         layouts = ("NVMMADistributedLayout", "DotOperandLayout", "SliceLayout", "BlockedLayout",
-                   "SwizzledSharedLayout")  # fmt: skip
+                   "SwizzledSharedLayout", "NVMMASharedLayout")  # fmt: skip
         return SimpleNamespace(
             **named, **{name: lambda *_: None for name in layouts},
             abs=torch.abs, exp2=lambda x: torch.exp2(torch.as_tensor(x)), log=torch.log,
@@ -367,6 +399,29 @@ class Operations:
         self.machine.events.append(complete)
         self.machine.pause()
 
+    def meet(self) -> None:
+        """Both consumers of a program pass, or none."""
+        program = self.machine.current.program
+        self.meetings[program] += 1
+        last = -(-self.meetings[program] // 2) * 2
+        self.machine.pause(lambda: self.meetings[program] >= last)
+
+    def announce(self) -> None:
+        program = self.machine.current.program
+        assert self.announced[program] == self.heard[program], "announced before it was heard"
+        self.announced[program] += 1
+        self.machine.pause()
+
+    def await_announced(self) -> None:
+        program = self.machine.current.program
+        self.machine.pause(lambda: self.announced[program] > self.heard[program])
+        self.heard[program] += 1
+
+    def add_tile(self, pointer: Pointer, tile: torch.Tensor) -> None:
+        first = int(pointer.offset)
+        pointer.data[first : first + tile.numel()] += tile.reshape(-1)
+        self.machine.pause()
+
     def wait_stores(self, pending: int) -> None:
         task = self.machine.current
         self.machine.pause(lambda: task.stores <= pending)
@@ -410,10 +465,21 @@ class Operations:
             pointer.data[pointer.offset[mask].long()] = value[mask].to(pointer.data.dtype)
 
 
+def module_of(text: str, modules: dict[str, Any]) -> dict[str, Any]:
+    """The names of a kernel's text, whose imports are ``modules``."""
+
+    def find(name: str, *arguments: Any) -> Any:
+        return modules[name]
+
+    module = {"__builtins__": {**vars(builtins), "__import__": find}, "__name__": "kernel"}
+    exec(text, module)
+    return module
+
+
 @pytest.fixture
 def gluon() -> SimpleNamespace:
     """What a kernel's text and its arguments are made of."""
     return SimpleNamespace(
-        Machine=Machine, Operations=Operations, Descriptor=Descriptor, Pointer=Pointer,
-        number=number,
+        Machine=Machine, Operations=Operations, Descriptor=Descriptor, Vector=Vector,
+        Pointer=Pointer, number=number, module_of=module_of,
     )  # fmt: skip

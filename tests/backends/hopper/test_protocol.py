@@ -5,7 +5,6 @@ Gluon has no interpreter; ``conftest.py`` has what takes its place.
 
 from __future__ import annotations
 
-import builtins
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -97,17 +96,6 @@ def lists_of(gluon: SimpleNamespace, allowed: torch.Tensor, config: Config) -> d
     }  # fmt: skip
 
 
-def module_of(text: str, modules: dict[str, Any]) -> dict[str, Any]:
-    """The names of a kernel's text, whose imports are ``modules``."""
-
-    def find(name: str, *arguments: Any) -> Any:
-        return modules[name]
-
-    module = {"__builtins__": {**vars(builtins), "__import__": find}, "__name__": "kernel"}
-    exec(text, module)
-    return module
-
-
 def run_text(
     gluon: SimpleNamespace, name: str, inputs: Inputs, config: Config, seed: int = 0,
     programs: int | None = None, together: int = 3, wide: bool = False,
@@ -140,7 +128,7 @@ def run_text(
     operations = gluon.Operations(machine)
     modules = operations.modules()
     modules["attndsl.backends.hopper.dialect"] = modules["attndsl.backends.hopper"].dialect
-    kernel = module_of(text, modules)["attention_forward"]
+    kernel = gluon.module_of(text, modules)["attention_forward"]
     out = torch.full((batch, heads, q_len, v.shape[3]), float("nan"), dtype=torch.float16)
     lse = torch.full((batch * heads * q_len,), float("nan"))
     rows = config.block_m // config.consumers

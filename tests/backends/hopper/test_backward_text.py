@@ -1,0 +1,205 @@
+"""The backward kernels' text, run as Python: gradients, and what warpgroups owe one another."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from attndsl.backends.hopper.generate import generate
+from attndsl.backends.triton.cross import example_call, parse_target
+from attndsl.backends.triton.kernels import plan_loop
+from attndsl.backends.triton.library import STATISTICS_PADDING
+from attndsl.backends.triton.specialise import specialise, with_forms
+from attndsl.backends.triton.tiles import Config
+from attndsl.pipeline import lower
+from attndsl.source import Source
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from types import SimpleNamespace
+
+ROWS, WIDTH = 64, 16
+"""Queries of a tile, fixed by how sums of dQ lie; head dim."""
+LOG2E = 1.4426950408889634
+MASKS: dict[str, Callable[..., torch.Tensor]] = {
+    "causal()": lambda q, kv: q >= kv,
+    "sliding_window(20)": lambda q, kv: (q >= kv) & (q - kv < 20),
+    "q < 30 and kv >= q": lambda q, kv: (q < 30) & (kv >= q),
+    "q < 0": lambda q, kv: q < 0,
+}
+TEXTS = {
+    "full": ("score", None),
+    "causal": ("causal()", None),
+    "window": ("sliding_window(20)", None),
+    "some rows": ("q < 30 and kv >= q", None),
+    "nothing": ("q < 0", None),
+    "cap": ("mask = causal()\nscore = softcap(2.0)", lambda s, q, kv: 2 * torch.tanh(s / 2)),
+    "alibi": (
+        "mask = causal()\nscore = score - 0.1 * (q - kv)",
+        lambda s, q, kv: s - 0.1 * (q - kv),
+    ),
+    "sigmoid": ("mask = causal()\nweights = sigmoid(score)", None),
+    "own weights": (
+        "mask = q < 30 and kv >= q\nscore = 3 * tanh(score / 3)\nweights = relu(score) / 9 + 0.02",
+        lambda s, q, kv: 3 * torch.tanh(s / 3),
+    ),
+}
+WEIGHTS = {"sigmoid": torch.sigmoid, "own weights": lambda s: torch.relu(s) / 9 + 0.02}
+
+
+def attention_of(
+    name: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output and log-sum-exp by torch, in fp32."""
+    text, change = TEXTS[name]
+    mask = text.removeprefix("mask = ").split("\n")[0]
+    group = q.shape[1] // k.shape[1]
+    k, v = (x.repeat_interleave(group, 1) for x in (k, v))
+    score = q @ k.mT * WIDTH**-0.5
+    rows, columns = torch.arange(q.shape[2])[:, None], torch.arange(k.shape[2])[None, :]
+    allowed = MASKS.get(mask, lambda q, kv: kv >= 0)(rows, columns).expand(score.shape)
+    if change is not None:
+        score = change(score, rows, columns)
+    if name in WEIGHTS:
+        weights = torch.where(allowed, WEIGHTS[name](score), 0.0)
+        return weights @ v, torch.zeros(score.shape[:-1])
+    some = allowed.any(-1, keepdim=True)
+    score = torch.where(allowed | ~some, score, -torch.inf)
+    weights = torch.where(some, score.softmax(-1), 0.0)
+    return weights @ v, torch.where(some[..., 0], score.logsumexp(-1), -torch.inf)
+
+
+def run_text(
+    gluon: SimpleNamespace, name: str, tensors: list[torch.Tensor], config: Config, seed: int = 0,
+    wide: bool = False, change: Any = lambda text: text,
+) -> list[torch.Tensor]:  # fmt: skip
+    """dQ, dK and dV of (q, k, v, dO), halves; ``change`` alters the text."""
+    q, k, v, do = tensors
+    batch, heads, q_len, _ = q.shape
+    kv_heads, kv_len = k.shape[1:3]
+    out, lse = attention_of(name, q.float(), k.float(), v.float())
+    step = STATISTICS_PADDING.value
+    padded = -(-q_len // step) * step
+    lse2, delta = torch.full((batch * heads, padded), torch.inf), torch.zeros(batch * heads, padded)
+    rows = torch.where(lse == -torch.inf, torch.inf, lse * LOG2E)
+    lse2[:, :q_len] = rows.flatten(0, 1)
+    delta[:, :q_len] = (out.half().float() * do.float()).sum(-1).flatten(0, 1)
+    lowered = lower(Source(TEXTS[name][0]), {})
+    special = specialise(lowered.program, example_call(lowered, 64, 64, torch.float16, {}))
+    special = with_forms(special, lowered.program, parse_target("cuda:90"))
+    loop = plan_loop(lowered, special, "backward_kv", config)
+    if wide:
+        special = replace(special, head_dim=256, value_dim=256)
+    text = change(generate(lowered, special, "backward_kv", loop, config))
+    for layout in ("rows.type.layout", "own.type.layout"):
+        text = text.replace(layout, "None")
+    programs = -(-kv_len // config.block_n) * batch * kv_heads
+    machine = gluon.Machine(seed, programs)
+    modules = gluon.Operations(machine).modules()
+    modules["attndsl.backends.hopper.dialect"] = modules["attndsl.backends.hopper"].dialect
+    kernel = gluon.module_of(text, modules)["attention_backward_kv"]
+    sums = torch.zeros(batch * heads * padded * WIDTH)
+    dk, dv = (torch.full((x.numel(),), float("nan"), dtype=torch.float16) for x in (k, v))
+    sizes = {"batch": batch, "heads": heads, "kv_heads": kv_heads, "q_len": q_len}
+    sizes |= {"kv_len": kv_len, "padded": padded}
+    arguments = {
+        "q_desc": gluon.Descriptor(q, ROWS), "do_desc": gluon.Descriptor(do, ROWS),
+        "k_desc": gluon.Descriptor(k, config.block_n),
+        "v_desc": gluon.Descriptor(v, config.block_n),
+        "lse_desc": gluon.Vector(lse2.flatten(), ROWS),
+        "delta_desc": gluon.Vector(delta.flatten(), ROWS),
+        "SUMS": gluon.Pointer(sums), "DK": gluon.Pointer(dk), "DV_OUT": gluon.Pointer(dv),
+        "scale": WIDTH**-0.5, **{size: gluon.number(value) for size, value in sizes.items()},
+        "q_origin": 0, "kv_origin": 0, "HEAD_DIM": WIDTH, "VALUE_DIM": WIDTH, "D": WIDTH,
+        "DV": WIDTH, "BLOCK_M": ROWS, "BLOCK_N": config.block_n, "STAGES": config.stages,
+        "REGISTERS": config.registers, "Q_KIND": "offset", "KV_KIND": "offset",
+    }  # fmt: skip
+    taken = kernel.__code__.co_varnames[: kernel.__code__.co_argcount]
+    for program in range(programs):
+        machine.start(program, kernel, *(arguments[name] for name in taken))
+    machine.run()
+    # Blocks of 64 rows: the half of each warpgroup behind the other.
+    dq = sums.view(batch, heads, padded // ROWS, 2, ROWS, WIDTH // 2).transpose(3, 4)
+    dq = dq.reshape(batch, heads, padded, WIDTH)[:, :, :q_len] * WIDTH**-0.5
+    return [dq, dk.view(k.shape).float(), dv.view(v.shape).float()]
+
+
+@pytest.fixture
+def run(gluon: SimpleNamespace) -> Any:
+    """Runs the backward kernel of a program, see :func:`run_text`."""
+    return partial(run_text, gluon)
+
+
+def inputs_of(q_len: int, kv_len: int, kv_heads: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(q_len + kv_len)
+
+    def halves(heads: int, length: int) -> torch.Tensor:
+        return torch.randn(1, heads, length, WIDTH, generator=generator).half()
+
+    q, k, v, do = (
+        halves(*x) for x in ((2, q_len), (kv_heads, kv_len), (kv_heads, kv_len), (2, q_len))
+    )
+    return [q, k, v, do]
+
+
+CONFIG = Config(ROWS, 16, 4, 2, 2, 240)
+SHAPES = ((100, 40, 2), (70, 37, 1), (30, 16, 1))
+
+
+def slow(*values: Any) -> Any:
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
+CASES = [
+    (name, shape) if place % len(SHAPES) == shape else slow(name, shape)
+    for place, name in enumerate(TEXTS)
+    for shape in range(len(SHAPES))
+]
+
+
+@pytest.mark.parametrize(("name", "shape"), CASES)
+@pytest.mark.parametrize("wide", [False, True], ids=["narrow", "wide"])
+def test_gradients(run, name, shape, wide):
+    tensors = inputs_of(*SHAPES[shape])
+    leaves = [x.float().requires_grad_() for x in tensors[:3]]
+    out, _ = attention_of(name, *leaves)
+    expected = torch.autograd.grad(out, leaves, tensors[3].float(), allow_unused=True)
+    for peeled, seed in ((True, 1), (False, 2)):
+        found = run(name, tensors, replace(CONFIG, peeled=peeled), seed, wide)
+        for value, wanted in zip(found, expected, strict=True):
+            scale = 1 + float(wanted.abs().max())
+            torch.testing.assert_close(value, wanted, atol=4e-3 * scale, rtol=0)
+
+
+NEEDED = {
+    "room for q": (False, "mbarrier.arrive(q_empty.index(stage), count=1)", "pass"),
+    "room for dO": (False, "mbarrier.arrive(do_empty.index(stage), count=1)", "pass"),
+    "phases of q": (False, "mbarrier.wait(q_full.index(stage), phase)", "pass"),
+    "both halves of dS": (False, "    meet()\n", "    pass\n"),
+    "both halves of dS, wide": (True, "    meet()\n    making_q", "    pass\n    making_q"),
+    "the slopes are there": (True, "        await_announced()\n", "        pass\n"),
+}
+
+
+@pytest.mark.parametrize("name", NEEDED)
+def test_the_machine_notices(run, name):
+    wide, old, new = NEEDED[name]
+    tensors = inputs_of(140, 40, 1)
+    usual = run("full", tensors, CONFIG, 1, wide)
+
+    def change(text: str) -> str:
+        assert old in text
+        return text.replace(old, new)
+
+    def noticed(seed: int) -> bool:
+        try:
+            found = run("full", tensors, CONFIG, seed, wide, change)
+        except AssertionError:
+            return True
+        return any(not torch.allclose(a, b, atol=1e-3) for a, b in zip(found, usual, strict=True))
+
+    assert any(map(noticed, range(1, 7)))
