@@ -10,9 +10,10 @@ import torch
 
 from attndsl.backends.base import Call
 from attndsl.errors import ArgumentError, AttnDSLError, UnsupportedError
-from attndsl.runtime.arguments import bind, kind_of, rows_contiguous
+from attndsl.runtime.arguments import autocast, bind, kind_of, rows_contiguous
 from attndsl.runtime.autograd import attend
 from attndsl.runtime.dispatch import choose_backend
+from attndsl.runtime.modes import seen_by_modes
 from attndsl.runtime.operator import attend_in_graph
 from attndsl.runtime.programs import lowered_program
 from attndsl.runtime.seed import draw_seed, seed_argument
@@ -131,9 +132,9 @@ class Attention:
             **captures: The program's tensors, and its run-time params as numbers or 0-d tensors.
 
         Returns:
-            out (B, Hq, Lq, Dv) in q's dtype; with ``return_lse`` also lse (B, Hq, Lq), natural
-            logarithm, fp32 (fp64 for fp64), differentiable. A row with no live pair has out 0 and
-            lse -inf.
+            out (B, Hq, Lq, Dv) in q's dtype, or in autocast's, which q, k and v take; with
+            ``return_lse`` also lse (B, Hq, Lq), natural logarithm, fp32 (fp64 for fp64),
+            differentiable. A row with no live pair has out 0 and lse -inf.
 
         Raises:
             ShapeError: Sizes that do not go together.
@@ -148,6 +149,8 @@ class Attention:
         if deterministic is None:
             deterministic = torch.are_deterministic_algorithms_enabled()
         in_graph = torch.compiler.is_compiling() or type(q) not in _PLAIN
+        if in_graph or torch._C._is_any_autocast_enabled():
+            q, k, v = autocast(q), autocast(k), autocast(v)
         drawn = None
         if isinstance(seed, torch.Tensor):
             seed = drawn = seed.clone()  # The backward reads it again.
@@ -164,7 +167,7 @@ class Attention:
                 self._lowered.program, q, k, v, scale, captures, q_offset, kv_offset, q_index,
                 kv_index, seed, deterministic,
             )  # fmt: skip
-            out, lse = attend_in_graph(self._spec, self._backend, self._checked, call, drawn)
+            out, lse = attend_in_graph(self._spec, self._backend, self._checked, call, scale, drawn)
             return (out, lse) if return_lse else out
         key = (
             q.shape, q.stride(), q.dtype, q.device, k.shape, k.stride(), k.dtype, k.device,
@@ -211,6 +214,7 @@ class Attention:
                 None if tiles is None else given_tiles(self._lowered, template, tiles, q.device),
                 template.signature,
             )
+        backend = seen_by_modes(backend, self._spec, self._backend, self._checked)
         return attend(backend, self._lowered, call, return_lse)
 
     def source(
