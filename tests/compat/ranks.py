@@ -58,10 +58,8 @@ def gradients(model, inputs, whole=lambda grad: grad):
     }
 
 
-def main(folder, rank, ranks):
-    state, batch = torch.load(folder / "inputs")
-    part = batch.chunk(ranks)[rank]
-    distributed.init_process_group("gloo", f"file://{folder}/store", rank=rank, world_size=ranks)
+def parallel(state, part, ranks):
+    """Gradients of the model replicated and sharded, in a process group that there is already."""
     found = {}
     model = Model()
     model.load_state_dict(state)
@@ -71,9 +69,17 @@ def main(folder, rank, ranks):
     model.load_state_dict(state)
     for module in (model.first, model.second, model):
         fully_shard(module, mesh=mesh)
-    assert all(p.to_local().numel() < p.numel() for p in model.parameters())
+    sharded = [p.to_local().numel() < p.numel() for p in model.parameters()]
+    assert all(sharded) or ranks == 1
     found["fsdp"] = gradients(model, part, lambda grad: grad.full_tensor())
-    torch.save(found, folder / f"rank{rank}")
+    return found
+
+
+def main(folder, rank, ranks):
+    state, batch = torch.load(folder / "inputs")
+    store = f"file://{folder}/store"
+    distributed.init_process_group("gloo", store, rank=rank, world_size=ranks)
+    torch.save(parallel(state, batch.chunk(ranks)[rank], ranks), folder / f"rank{rank}")
     distributed.destroy_process_group()
 
 

@@ -106,7 +106,9 @@ def test_gradients_are_the_same_bits(forwards, name, way):
     assert len(forwards) == wanted_forwards
 
 
-@pytest.mark.parametrize("way", ["not reentrant", "attention saved"])
+@pytest.mark.parametrize(
+    "way", [pytest.param("not reentrant", marks=pytest.mark.slow), "attention saved"]
+)
 def test_in_a_graph(graphs, way):
     """torch.compile partitions by the same policy."""
     _, options = WAYS[way]

@@ -123,21 +123,19 @@ def _export(folder, name, strict):
     torch.save(runs, folder / f"{name}.runs")
 
 
-def _load(folder, names):
-    subprocess.run([sys.executable, "-P", "-c", LOAD, str(folder), *names], check=True, timeout=300)
-
-
-def test_saved_programs_run_in_another_process(tmp_path):
-    for name in MODELS:
-        _export(tmp_path, name, strict=False)
-    _load(tmp_path, MODELS)
-
-
-@pytest.mark.slow
-def test_saved_programs_of_dynamo_run_in_another_process(tmp_path):
-    for name in MODELS:
-        _export(tmp_path, name, strict=True)
-    _load(tmp_path, MODELS)
+@pytest.mark.parametrize(
+    ("names", "strict"),
+    [
+        (("alibi", "flex"), False),
+        pytest.param(("masked", "encoder"), False, marks=pytest.mark.slow),
+        pytest.param(tuple(MODELS), True, marks=pytest.mark.slow, id="by dynamo"),
+    ],
+)
+def test_saved_programs_run_in_another_process(tmp_path, names, strict):
+    for name in names:
+        _export(tmp_path, name, strict)
+    code = [sys.executable, "-P", "-c", LOAD, str(tmp_path), *names]
+    subprocess.run(code, check=True, timeout=300)
 
 
 def test_dropout_of_an_exported_program_is_drawn_at_each_run():

@@ -45,9 +45,17 @@ def _last(batch, heads, length, dim):
 
 
 LAYOUTS = {
-    "contiguous": _contiguous, "permuted": _permuted, "expanded": _expanded, "offset": _offset,
-    "last stride": _last,
-}  # fmt: skip
+    "mixed": (_permuted, _expanded, _offset),
+    "contiguous": (_contiguous,) * 3,
+    "permuted": (_permuted,) * 3,
+    "expanded": (_expanded,) * 3,
+    "offset": (_offset,) * 3,
+    "last stride": (_last,) * 3,
+}
+"""Of q, k and v; those of one layout are slow tests."""
+EACH_LAYOUT = [
+    pytest.param(name, marks=[pytest.mark.slow] if name != "mixed" else []) for name in LAYOUTS
+]
 
 
 def _leaves(args, learned):
@@ -62,8 +70,10 @@ def _leaves(args, learned):
 def _call(layout, kv_heads=2, **options):
     """A call of everything, and its leaves."""
     attention = attndsl.compile(TEXT)
-    q = LAYOUTS[layout](2, 4, 7, 8).requires_grad_()
-    k, v = (LAYOUTS[layout](2, kv_heads, 9, dim).requires_grad_() for dim in (8, 6))
+    shapes = ((2, 4, 7, 8), (2, kv_heads, 9, 8), (2, kv_heads, 9, 6))
+    q, k, v = (
+        make(*shape).requires_grad_() for make, shape in zip(LAYOUTS[layout], shapes, strict=True)
+    )
     captures = {
         "gain": torch.rand(4).requires_grad_(),
         "bias": torch.randn(4, 7, 1).expand(-1, -1, 9).requires_grad_(),
@@ -76,7 +86,7 @@ def _call(layout, kv_heads=2, **options):
     return attention(q, k, v, return_lse=True, **captures, **options), leaves
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", EACH_LAYOUT)
 def test_forward_and_backward(recorder, layout):
     with recorder:
         (out, lse), leaves = _call(layout)
@@ -93,7 +103,7 @@ def test_forward_and_backward(recorder, layout):
 @pytest.mark.parametrize(
     "options",
     [
-        {"q_offset": 3, "scale": 0.2},
+        pytest.param({"q_offset": 3, "scale": 0.2}, marks=pytest.mark.slow),
         {"q_offset": torch.tensor(2), "kv_index": torch.arange(9) * 2, "deterministic": True},
     ],
 )

@@ -89,7 +89,16 @@ CASES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", CASES)
+HERE = (
+    "both lengths and the batch", "int, float and bool params", "a param of the lengths",
+    "captures", "seeds and probabilities", "sdpa",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[] if name in HERE else [pytest.mark.slow]) for name in CASES],
+)
 def test_other_values_compile_nothing(graphs, name):
     function, calls = CASES[name]
     compiled = graphs(function, dynamic=True)
@@ -105,7 +114,14 @@ def test_other_values_compile_nothing(graphs, name):
     assert graphs.counter.frame_count == first
 
 
-@pytest.mark.parametrize("name", ["lengths", "int, float and bool params", "offset"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "int, float and bool params",
+        pytest.param("lengths", marks=pytest.mark.slow),
+        pytest.param("offset", marks=pytest.mark.slow),
+    ],
+)
 def test_values_seen_to_vary_compile_once_more(graphs, name):
     """Without ``dynamic=True``, as most have it."""
     function, calls = CASES[name]
