@@ -14,7 +14,6 @@ from attndsl.runtime.arguments import autocast, bind, kind_of, rows_contiguous
 from attndsl.runtime.autograd import attend
 from attndsl.runtime.dispatch import choose_backend
 from attndsl.runtime.modes import seen_by_modes
-from attndsl.runtime.operator import attend_in_graph
 from attndsl.runtime.programs import lowered_program
 from attndsl.runtime.seed import draw_seed, seed_argument
 from attndsl.runtime.sources import source_of
@@ -113,8 +112,7 @@ class Attention:
 
         Args:
             q: (B, Hq, Lq, D), fp16, bf16, fp32, or fp64 where the backend has it.
-            k: (B, Hkv, Lk, D); Hq is a multiple of Hkv. Any strides; a last stride other than 1
-                is copied.
+            k: (B, Hkv, Lk, D); Hq is a multiple of Hkv. A last stride other than 1 is copied.
             v: (B, Hkv, Lk, Dv).
             scale: Factor of ``q . k`` in the raw score; 1 / sqrt(D) by default.
             return_lse: Whether to return the log-sum-exp of each row too.
@@ -167,8 +165,10 @@ class Attention:
                 self._lowered.program, q, k, v, scale, captures, q_offset, kv_offset, q_index,
                 kv_index, seed, deterministic,
             )  # fmt: skip
-            out, lse = attend_in_graph(self._spec, self._backend, self._checked, call, scale, drawn)
-            return (out, lse) if return_lse else out
+            from attndsl.runtime.graph import attend_in_graph  # Imports torch.compile.
+
+            found = attend_in_graph(self._spec, self._backend, self._checked, call, scale, drawn)
+            return found if return_lse else found[0]
         key = (
             q.shape, q.stride(), q.dtype, q.device, k.shape, k.stride(), k.dtype, k.device,
             v.shape, v.stride(), v.dtype, v.device, kind_of(q_offset), kind_of(kv_offset),

@@ -1,7 +1,4 @@
-"""Calls through the operators of :mod:`attndsl.operators`, for graphs; and what runs them.
-
-Eager calls do not come this way.
-"""
+"""What runs the operators of :mod:`attndsl.operators`, and calls as their arguments."""
 
 from __future__ import annotations
 
@@ -26,32 +23,6 @@ if TYPE_CHECKING:
 _FLOAT = (float, torch.SymFloat)
 
 
-def attend_in_graph(
-    spec: str,
-    backend: str,
-    checked: bool,
-    call: Call,
-    scale: float | None,
-    drawn: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """``(out, lse)`` through the operator.
-
-    Args:
-        spec: The program.
-        backend: The backend asked for.
-        checked: Whether to run in checked mode.
-        call: The checked call; its own scale is not used.
-        scale: Factor of q . k, or None for the default.
-        drawn: A seed that replaces the call's.
-    """
-    from .varying import varying_numbers  # Imports what makes graphs, which eager calls never need.
-
-    found: tuple[torch.Tensor, torch.Tensor] = torch.ops.attndsl.forward(
-        *operands(spec, backend, checked, call, scale, drawn, varying_numbers)
-    )
-    return found
-
-
 def operands(
     spec: str,
     backend: str,
@@ -61,9 +32,16 @@ def operands(
     drawn: torch.Tensor | None,
     varying: Callable[[list[float]], torch.Tensor | None] | None = None,
 ) -> tuple[Any, ...]:
-    """What stands for a call in the operators' arguments; see :func:`attend_in_graph`.
+    """What stands for a call in the operators' arguments.
 
-    ``varying`` says which numbers are no constants, as tensors; None where all are.
+    Args:
+        spec: The program.
+        backend: The backend asked for.
+        checked: Whether to run in checked mode.
+        call: The checked call; its own scale is not used.
+        scale: Factor of q . k, or None for the default.
+        drawn: A seed that replaces the call's.
+        varying: Gives those numbers that are no constants as tensors; None where all are.
     """
     params = list(call.params.values())
     floats: list[Any] = [p for p in params if isinstance(p, _FLOAT)]

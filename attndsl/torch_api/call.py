@@ -9,7 +9,6 @@ import torch
 
 from attndsl.backends.base import Call
 from attndsl.runtime.arguments import rows_contiguous
-from attndsl.runtime.operator import attend_in_graph
 from attndsl.runtime.seed import draw_seed, seed_argument
 
 from .programs import program
@@ -64,7 +63,10 @@ def attend(
         drawn = draw_seed(q.device)
     tensors = {capture.form.name: capture.tensor for capture in captures}
     if torch.compiler.is_compiling() or type(q) not in _PLAIN:
-        from .graph import program_spec  # Imports torch.compile, which eager calls never need.
+        # They import torch.compile, which eager calls never need.
+        from attndsl.runtime.graph import attend_in_graph
+
+        from .graph import program_spec
 
         call = Call(
             rows_contiguous(q), rows_contiguous(k), rows_contiguous(v), 0.0, {}, tensors,
