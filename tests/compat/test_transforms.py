@@ -50,14 +50,8 @@ def test_transforms_in_a_whole_graph_are_refused(graphs, name):
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`:UserWarning")
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
-@pytest.mark.parametrize(
-    "function",
-    [
-        TRANSFORMS["vmap"],
-        pytest.param(_jvp, marks=pytest.mark.slow),
-        pytest.param(_dual, marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize("function", [TRANSFORMS["vmap"], _jvp, _dual], ids=["vmap", "jvp", "dual"])
+@pytest.mark.slow
 def test_tangents_and_batches_without_a_whole_graph(function):
     inputs = _inputs()
     torch._dynamo.reset()
