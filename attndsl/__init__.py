@@ -1,12 +1,15 @@
 """attndsl: attention variants as text, compiled to fused GPU kernels, forward and backward.
 
-``import attndsl`` is light: torch, and all that compiles, is imported when first used.
+``import attndsl`` is light: torch, and all that compiles, is imported when first used. Operators of
+saved graphs are known from then on, whether torch is imported before or after.
 """
 
 from __future__ import annotations
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
+
+from attndsl.after_torch import register_operators
 
 if TYPE_CHECKING:
     from attndsl import layout, nn
@@ -47,3 +50,6 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted([*globals(), *_HOMES, *_MODULES])
+
+
+register_operators()

@@ -11,10 +11,10 @@ import torch
 from attndsl.backends.base import Call
 from attndsl.backends.widened import kernels_of
 from attndsl.errors import ArgumentError, AttnDSLError, UnsupportedError
-from attndsl.runtime.arguments import bind, kinds_of, rows_contiguous
+from attndsl.runtime.arguments import autocast, bind, kinds_of, rows_contiguous
 from attndsl.runtime.autograd import attend
 from attndsl.runtime.dispatch import backend_of
-from attndsl.runtime.operator import attend_in_graph
+from attndsl.runtime.modes import seen_by_modes
 from attndsl.runtime.programs import lowered_program
 from attndsl.runtime.seed import draw_seed, seed_argument
 from attndsl.runtime.sources import source_of
@@ -113,8 +113,7 @@ class Attention:
 
         Args:
             q: (B, Hq, Lq, D), fp16, bf16, fp32, or fp64 where the backend has it.
-            k: (B, Hkv, Lk, D); Hq is a multiple of Hkv. Any strides; a last stride other than 1
-                is copied.
+            k: (B, Hkv, Lk, D); Hq is a multiple of Hkv. A last stride other than 1 is copied.
             v: (B, Hkv, Lk, Dv).
             scale: Factor of ``q . k`` in the raw score; 1 / sqrt(D) by default.
             return_lse: Whether to return the log-sum-exp of each row too.
@@ -132,9 +131,9 @@ class Attention:
             **captures: The program's tensors, and its run-time params as numbers or 0-d tensors.
 
         Returns:
-            out (B, Hq, Lq, Dv) in q's dtype; with ``return_lse`` also lse (B, Hq, Lq), natural
-            logarithm, fp32 (fp64 for fp64), differentiable. A row with no live pair has out 0 and
-            lse -inf.
+            out (B, Hq, Lq, Dv) in q's dtype, or in autocast's, which q, k and v take; with
+            ``return_lse`` also lse (B, Hq, Lq), natural logarithm, fp32 (fp64 for fp64),
+            differentiable. A row with no live pair has out 0 and lse -inf.
 
         Raises:
             ShapeError: Sizes that do not go together.
@@ -149,6 +148,8 @@ class Attention:
         if deterministic is None:
             deterministic = torch.are_deterministic_algorithms_enabled()
         in_graph = torch.compiler.is_compiling() or type(q) not in _PLAIN
+        if in_graph or torch._C._is_any_autocast_enabled():
+            q, k, v = autocast(q), autocast(k), autocast(v)
         drawn = None
         if isinstance(seed, torch.Tensor):
             seed = drawn = seed.clone()  # The backward reads it again.
@@ -165,8 +166,10 @@ class Attention:
                 self._lowered.program, q, k, v, scale, captures, q_offset, kv_offset, q_index,
                 kv_index, seed, deterministic,
             )  # fmt: skip
-            out, lse = attend_in_graph(self._spec, self._backend, self._checked, call, drawn)
-            return (out, lse) if return_lse else out
+            from attndsl.runtime.graph import attend_in_graph  # Imports torch.compile.
+
+            found = attend_in_graph(self._spec, self._backend, self._checked, call, scale, drawn)
+            return found if return_lse else found[0]
         key = (
             q.shape, q.stride(), q.dtype, q.device, k.shape, k.stride(), k.dtype, k.device,
             v.shape, v.stride(), v.dtype, v.device, deterministic, type(scale),
@@ -205,15 +208,11 @@ class Attention:
                 template.sizes,
                 {decl.name: captures[decl.name] for decl in program.tensors},  # type: ignore[misc]
                 {decl.name: captures.get(decl.name, decl.default) for decl in program.params},  # type: ignore[misc]
-                q_offset,
-                kv_offset,
-                q_index,
-                kv_index,
-                seed,
-                deterministic,
+                q_offset, kv_offset, q_index, kv_index, seed, deterministic,
                 None if tiles is None else given_tiles(self._lowered, template, tiles, q.device),
                 template.signature,
-            )
+            )  # fmt: skip
+        backend = seen_by_modes(backend, self._spec, self._backend, self._checked)
         return attend(backend, self._lowered, call, return_lse)
 
     def source(

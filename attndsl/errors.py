@@ -22,10 +22,11 @@ class AttnDSLError(ValueError):
     """Base of all errors: ``message``, ``span`` (or None) and ``hint`` (or None)."""
 
     def __init__(self, message: str, span: Span | None = None, hint: str | None = None) -> None:
+        # No super().__init__(), which Dynamo cannot follow: of a call that does not fit in a graph
+        # it would say that instead of the message. BaseException.__new__ keeps what is given.
         self.message = message
         self.span = span
         self.hint = hint
-        super().__init__(message)
 
     def __str__(self) -> str:
         return render(self)

@@ -188,6 +188,47 @@ CALLS = [
         errors.ShapeError,
         "q_index",
     ),
+    ("no head dim", lambda a, q, k, v: a(q[..., :0], k[..., :0], v), errors.ShapeError, "dim 0"),
+    (
+        "index of floats",
+        lambda a, q, k, v: a(q, k, v, c=1.0, gain=torch.ones(4), kv_index=torch.ones(6)),
+        errors.DTypeError,
+        "kv_index is no int tensor",
+    ),
+    (
+        "index elsewhere",
+        lambda a, q, k, v: a(
+            q, k, v, c=1.0, gain=torch.ones(4), q_index=torch.arange(q.shape[2], device="meta")
+        ),
+        errors.DeviceError,
+        "q_index is on meta",
+    ),
+    (
+        "offset of two",
+        lambda a, q, k, v: a(q, k, v, c=1.0, gain=torch.ones(4), kv_offset=torch.arange(2)),
+        errors.ArgumentError,
+        "kv_offset is a tensor of shape",
+    ),
+    (
+        "offset elsewhere",
+        lambda a, q, k, v: a(
+            q, k, v, c=1.0, gain=torch.ones(4), q_offset=torch.tensor(1, device="meta")
+        ),
+        errors.DeviceError,
+        "q_offset is on meta",
+    ),
+    (
+        "capture elsewhere",
+        lambda a, q, k, v: a(q, k, v, c=1.0, gain=torch.ones(4, device="meta")),
+        errors.DeviceError,
+        "gain is on meta",
+    ),
+    (
+        "capture of no tensor",
+        lambda a, q, k, v: a(q, k, v, c=1.0, gain=2.0),
+        errors.ArgumentError,
+        "gain is a float",
+    ),
 ]
 
 

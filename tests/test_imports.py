@@ -9,7 +9,8 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 LAYERS = [
-    {"errors", "source", "settings"},
+    {"errors", "source", "settings", "after_torch"},
+    {"operators"},
     {"ir"},
     {"frontend", "passes", "serialise", "grammar"},
     {"pipeline"},
@@ -29,6 +30,7 @@ WITHOUT_TORCH = {
     "errors",
     "source",
     "settings",
+    "after_torch",
     "ir",
     "frontend",
     "passes",

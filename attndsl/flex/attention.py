@@ -16,6 +16,7 @@ from .checks import backend_of, check_block_mask, check_heads, same_batch
 from .compiled import compiled, near, position_ranges
 from .graphs import attend_in_graph
 from .maxima import row_maxima
+from .tracing import trace_mods
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -25,7 +26,9 @@ if TYPE_CHECKING:
     from attndsl.attention import Attention
     from attndsl.tilemap import TileMap
 
-    from .tracing import Mod
+    from .tracing import Mod, Trace
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 class AuxRequest(NamedTuple):
@@ -152,23 +155,33 @@ def prepare(
     Raises:
         TraceError: A function cannot be traced.
     """
-    batch, heads, q_len, _ = query.shape
-    lengths = position_ranges(batch, heads, q_len, key.shape[2])
-    dtype = torch.float64 if query.dtype is torch.float64 else torch.float32
     mask_mod, tiles = None, None
     if block_mask is not None:
         mask_mod, tiles = mask_of(query, key, block_mask)
-    traces = default_traces()
-    traced = traces.trace(score_mod, mask_mod, dtype, query.device, lengths)
+    traced = _trace(score_mod, mask_mod, query, key)
     attention = compiled(traced.text, backend)
     captures = near(traced.captures, query.device)
     if tiles is not None and score_mod is not None:
         # A score_mod may mask pairs too, and then the blocks are not those of the whole mask.
-        alone = traces.trace(None, mask_mod, dtype, query.device, lengths)
+        alone = _trace(None, mask_mod, query, key)
         mask = compiled(alone.text, backend).lowered.program.mask
         if attention.lowered.program.mask is not mask:
             tiles = None
     if tiles is not None:
-        wanted = attention.lowered.sparsity.maps(batch, heads)
-        tiles = expanded(tiles, wanted)
+        tiles = expanded(tiles, attention.lowered.sparsity.maps(query.shape[0], query.shape[1]))
     return Prepared(attention, captures, tiles)
+
+
+def _trace(
+    score_mod: Mod | None, mask_mod: Mod | None, query: torch.Tensor, key: torch.Tensor
+) -> Trace:
+    """The trace for a call, kept for later ones where its tensors have data.
+
+    ``torch.export`` and fake tensors have none, and sizes that are no numbers.
+    """
+    sizes = (query.shape[0], query.shape[1], query.shape[2], key.shape[2])
+    lengths = position_ranges(*sizes) if all(type(size) is int for size in sizes) else {}
+    dtype = torch.float64 if query.dtype is torch.float64 else torch.float32
+    if torch.compiler.is_compiling() or type(query) not in _PLAIN:
+        return trace_mods(score_mod, mask_mod, dtype, query.device, lengths, (), None)
+    return default_traces().trace(score_mod, mask_mod, dtype, query.device, lengths)

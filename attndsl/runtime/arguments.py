@@ -24,7 +24,12 @@ INTS = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)
 _CAST = FLOATS[:-1]
 """What autocast converts."""
 _DTYPES = {DType.FLOAT: FLOATS, DType.INT: INTS, DType.BOOL: (torch.bool,)}
-_PYTHON = {DType.FLOAT: (int, float), DType.INT: (int,), DType.BOOL: (bool,)}
+_PYTHON: dict[DType, tuple[type, ...]] = {
+    DType.FLOAT: (int, float, torch.SymInt, torch.SymFloat),
+    DType.INT: (int, torch.SymInt),
+    DType.BOOL: (bool, torch.SymBool),
+}
+"""What a param given as a number may be; those of torch stand for sizes in graphs."""
 
 
 def bind(
@@ -70,7 +75,7 @@ def bind(
         q=rows_contiguous(q),
         k=rows_contiguous(k),
         v=rows_contiguous(v),
-        scale=q.shape[3] ** -0.5 if scale is None else float(scale),
+        scale=q.shape[3] ** -0.5 if scale is None else _float(scale),
         sizes=sizes,
         tensors=tensors,
         params=params,
@@ -86,6 +91,12 @@ def bind(
 def rows_contiguous(tensor: torch.Tensor) -> torch.Tensor:
     """``tensor`` with last stride 1, copied where it has another."""
     return tensor if tensor.stride(-1) == 1 or tensor.shape[-1] <= 1 else tensor.contiguous()
+
+
+def _float(number: Any) -> float:
+    """``number`` as a float; one that a graph leaves open stays open."""
+    found: float = torch.sym_float(number)  # type: ignore[no-untyped-call]
+    return found
 
 
 def autocast(value: Any) -> Any:
@@ -296,7 +307,7 @@ def _param(
             f"{decl.name} is {value!r}", hint=f"the program declares it as {decl.dtype.value}"
         )
     if decl.dtype is DType.FLOAT:
-        return float(value)  # type: ignore[arg-type]
+        return _float(value)
     return value  # type: ignore[return-value]
 
 

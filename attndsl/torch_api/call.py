@@ -9,7 +9,6 @@ import torch
 
 from attndsl.backends.base import Call
 from attndsl.runtime.arguments import rows_contiguous
-from attndsl.runtime.operator import attend_in_graph
 from attndsl.runtime.seed import draw_seed, seed_argument
 
 from .programs import program
@@ -56,22 +55,26 @@ def attend(
         (B, Hq, Lq, Dv) in q's dtype.
     """
     key = tuple([capture.form.key for capture in captures])
-    dropout = dropout_p > 0
+    # A number that a graph leaves open makes an open condition, which chooses no program.
+    dropout = True if dropout_p > 0 else False  # noqa: SIM210
     if not dropout:
         drawn = None
     elif drawn is None:
         drawn = draw_seed(q.device)
     tensors = {capture.form.name: capture.tensor for capture in captures}
     if torch.compiler.is_compiling() or type(q) not in _PLAIN:
-        from .graph import program_spec  # Imports torch.compile, which eager calls never need.
+        # They import torch.compile, which eager calls never need.
+        from attndsl.runtime.graph import attend_in_graph
 
-        scale = q.shape[3] ** -0.5 if scale is None else scale
+        from .graph import program_spec
+
         call = Call(
-            rows_contiguous(q), rows_contiguous(k), rows_contiguous(v), scale, {}, tensors,
-            {"dropout_p": dropout_p} if dropout else {},
+            rows_contiguous(q), rows_contiguous(k), rows_contiguous(v), 0.0, {}, tensors,
+            {"dropout_p": float(dropout_p)} if dropout else {},
             deterministic=torch.are_deterministic_algorithms_enabled(),
         )  # fmt: skip
-        return attend_in_graph(program_spec(reach, key, dropout), "auto", False, call, drawn)[0]
+        spec = program_spec(reach, key, dropout)
+        return attend_in_graph(spec, "auto", False, call, scale, drawn)[0]
     attention = program(reach, key, dropout)
     arguments: dict[str, Any] = dict(tensors)
     if drawn is not None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+import attndsl
+
 ALIBI = "mask = q >= kv; score = score + (kv - q) * exp2(-(h + 1) * 8 / heads)"
 
 
@@ -102,3 +104,16 @@ def test_layouts_of_a_capture(check, place, name):
     inputs = check.inputs(place, torch.float32, captures={"bias": bias.requires_grad_()})
     text = "tensor bias[q_len, kv_len]: float; score = score + bias[q, kv]"
     check(place, text, inputs)
+
+
+def test_what_users_see_is_never_padded(place):
+    """Rows of workspaces may be; of results none, whose next operation would read the gaps."""
+    attention = attndsl.compile(
+        "tensor bias[q_len, kv_len]: float; score = score + bias[q, kv]", backend=place.backend
+    )
+    q, k, v = (torch.randn(1, 3, 17, 67, device=place.device, requires_grad=True) for _ in range(3))
+    bias = torch.randn(17, 17, device=place.device, requires_grad=True)
+    out, lse = attention(q, k, v, bias=bias, return_lse=True)
+    grads = torch.autograd.grad(out.sum() + lse.sum(), (q, k, v, bias))
+    for x in (out, lse, *grads):
+        assert x.untyped_storage().nbytes() == x.numel() * x.element_size()

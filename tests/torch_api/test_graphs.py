@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.nn.attention.bias import causal_lower_right
+from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 
 import attndsl
 from attndsl import scaled_dot_product_attention
@@ -35,11 +35,13 @@ def _leaves():
 
 
 BIAS = causal_lower_right(5, 7)
+UPPER_LEFT = causal_upper_left(5, 7)
 CALLS = {
     "causal": lambda q, k, v: scaled_dot_product_attention(q, k, v, is_causal=True),
     "five dims": lambda q, k, v: scaled_dot_product_attention(q[:, None], k[:, None], v[:, None]),
     "broadcast": lambda q, k, v: scaled_dot_product_attention(q, k[:1], v[:, :1], scale=0.3),
     "a bias": lambda q, k, v: scaled_dot_product_attention(q, k, v, BIAS),
+    "an upper left bias": lambda q, k, v: scaled_dot_product_attention(q, k, v, UPPER_LEFT),
 }
 
 

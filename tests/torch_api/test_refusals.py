@@ -54,9 +54,17 @@ REFUSALS = {
         lambda: _operands(key=torch.randn(2, 0, 7, 8), value=torch.randn(2, 0, 7, 8)), ShapeError,
         "key has 0 heads", "at least one",
     ),
+    "zero heads of value": (
+        lambda: _operands(value=torch.randn(2, 0, 7, 8)), ShapeError, "value has 0 heads",
+        "at least one",
+    ),
     "dtypes": (
         lambda: _operands(key=torch.randn(2, 4, 7, 8).half()), DTypeError,
         "key is torch.float16 and query is torch.float32", "key.to(query.dtype)",
+    ),
+    "dtype of value": (
+        lambda: _operands(value=torch.randn(2, 4, 7, 8).double()), DTypeError,
+        "value is torch.float64 and query is torch.float32", "value.to(query.dtype)",
     ),
     "no float": (
         lambda: _operands(query=torch.ones(2, 4, 5, 8, dtype=torch.int32)), DTypeError,
@@ -65,6 +73,10 @@ REFUSALS = {
     "devices": (
         lambda: _operands(value=torch.randn(2, 4, 7, 8, device=META)), DeviceError,
         "value is on meta and query is on cpu", "value.to(query.device)",
+    ),
+    "device of key": (
+        lambda: _operands(key=torch.randn(2, 4, 7, 8, device=META)), DeviceError,
+        "key is on meta and query is on cpu", "key.to(query.device)",
     ),
     "batch": (
         lambda: _operands(key=torch.randn(3, 4, 7, 8)), ShapeError,

@@ -139,9 +139,11 @@ def test_a_mask_and_causality_go_together(against_torch):
     [(16, 16, 128, 128, 16), (16, 16, 128, 256, 32), (16, 16, 256, 128, 32), (1, 1, 23, 56, 15)],
 )
 @pytest.mark.parametrize("bias", [causal_upper_left, causal_lower_right])
-def test_causal_biases(batch, heads, q_len, kv_len, dim, bias):
-    small = min(batch, 2)
-    operands = _operands(q_len, kv_len, min(heads, 2), dim, batch=small)
+@pytest.mark.parametrize("whole", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_causal_biases(batch, heads, q_len, kv_len, dim, bias, whole):
+    """With all batch entries and heads among the slow tests."""
+    batch, heads = (batch, heads) if whole else (min(batch, 2), min(heads, 2))
+    operands = _operands(q_len, kv_len, heads, dim, batch=batch)
     with warnings.catch_warnings():  # Of NaN in rows that see nothing, which are 0 here.
         warnings.simplefilter("ignore", UserWarning)
         mask = bias(q_len, kv_len)

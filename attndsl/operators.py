@@ -1,0 +1,121 @@
+"""The calls as torch operators: ``attndsl::forward`` and ``attndsl::backward``.
+
+What torch knows of them: arguments, shapes, derivatives. ``torch.compile`` and ``torch.export`` see
+one operator whose program is a string argument (a spec, see :mod:`attndsl.runtime.programs`), so
+that a graph can be saved and run in another process. What runs them is imported at the first run
+(:mod:`attndsl.runtime.operator`); this module comes with torch (:mod:`attndsl.after_torch`).
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+import torch
+
+from attndsl.errors import UnsupportedError
+
+_COMMON = (
+    "str spec, str backend, bool checked, Tensor q, Tensor k, Tensor v, Tensor[] tensors, "
+    "Tensor[] given, bool[] is_given, SymInt[] ints, float[] floats, Tensor? varying, "
+    "SymInt q_offset, SymInt kv_offset, Tensor? q_origin, Tensor? kv_origin, SymInt seed, "
+    "bool deterministic, Tensor? drawn"
+)
+"""``given`` are the params that are tensors, as ``is_given`` says of each; ``ints`` are the others
+that are ints or bools, ``floats`` the scale and the others. ``varying`` replaces ``floats`` where
+one of them is another number in each run of a graph: (n,), fp64, on the CPU. An origin is an index
+vector or a 0-d offset; it replaces the offset. ``drawn`` is a 0-d seed; it replaces ``seed``, which
+would be one number for all runs of a graph. (Saved graphs hold lists of one type only.)"""
+
+_TENSORS = (3, 4, 5, 11, 14, 15, 18)
+"""Places of single tensors among the arguments; 6 and 7 are lists of them."""
+_RUNS = "attndsl.runtime.operator"
+_LIBRARY: Any = torch.library.Library("attndsl", "DEF")  # type: ignore[no-untyped-call]
+_LIBRARY.define(f"forward({_COMMON}) -> (Tensor, Tensor)")
+_LIBRARY.define(
+    f"backward(Tensor out, Tensor lse, Tensor grad_out, Tensor? grad_lse, bool[] wants, {_COMMON})"
+    " -> Tensor[]"
+)
+
+
+def _forward(*args: Any) -> Any:
+    return import_module(_RUNS).run_forward(*args)
+
+
+def _backward(*args: Any) -> Any:
+    return import_module(_RUNS).run_backward(*args)
+
+
+def _fake_forward(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    q, v = args[3], args[5]
+    shape = (q.shape[0], q.shape[1], q.shape[2])
+    kind = torch.float64 if q.dtype is torch.float64 else torch.float32
+    return q.new_empty((*shape, v.shape[3])), q.new_empty(shape, dtype=kind)
+
+
+def _fake_backward(
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    grad_out: torch.Tensor,
+    grad_lse: torch.Tensor | None,
+    wants: list[bool],
+    *args: Any,
+) -> list[torch.Tensor]:
+    inputs = [args[3], args[4], args[5], *args[6], *args[7]]
+    empty = args[3].new_empty
+    return [
+        empty(x.shape, dtype=x.dtype) if want else empty(0, dtype=torch.float32)
+        for x, want in zip(inputs, wants, strict=True)
+    ]
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
+    tensors, given = inputs[6:8]
+    ctx.set_materialize_grads(False)
+    # Tensors are kept by save_for_backward alone, which hooks and checkpointing look into.
+    single = [inputs[place] for place in _TENSORS]
+    ctx.save_for_backward(*single, *tensors, *given, *output)
+    ctx.plain = [None if place in (*_TENSORS, 6, 7) else x for place, x in enumerate(inputs)]
+    ctx.counts = len(tensors), len(given)
+    ctx.capture_wants = [x.is_floating_point() and x.requires_grad for x in (*tensors, *given)]
+
+
+def _autograd(ctx: Any, grad_out: Any, grad_lse: Any) -> tuple[Any, ...]:
+    tensor_count, given_count = ctx.counts
+    # Lists of other things than tensors have one None for a gradient, unless they are empty.
+    grads: list[Any] = [[] if isinstance(x, list) and not x else None for x in ctx.plain]
+    grads[6], grads[7] = [None] * tensor_count, [None] * given_count
+    if grad_out is None and grad_lse is None:
+        return tuple(grads)
+    saved = ctx.saved_tensors
+    *captures, out, lse = saved[len(_TENSORS) :]
+    args = list(ctx.plain)
+    for place, tensor in zip(_TENSORS, saved, strict=False):
+        args[place] = tensor
+    args[6], args[7] = captures[:tensor_count], captures[tensor_count:]
+    wants = [*ctx.needs_input_grad[3:6], *ctx.capture_wants]
+    found = torch.ops.attndsl.backward(
+        out, lse, torch.zeros_like(out) if grad_out is None else grad_out, grad_lse, wants, *args
+    )
+    kept = [g if want else None for g, want in zip(found, wants, strict=True)]
+    grads[3:6] = kept[:3]
+    grads[6], grads[7] = kept[3 : 3 + tensor_count], kept[3 + tensor_count :]
+    return tuple(grads)
+
+
+def _no_second(ctx: Any, *grads: Any) -> tuple[Any, ...]:
+    raise UnsupportedError(
+        "graphs of torch.compile have no second derivatives of a call",
+        hint="call the program outside of torch.compile where create_graph=True is used",
+    )
+
+
+for _name, _kernel, _fake in (
+    ("forward", _forward, _fake_forward),
+    ("backward", _backward, _fake_backward),
+):
+    _LIBRARY.impl(_name, _kernel, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"attndsl::{_name}", _fake, lib=_LIBRARY)
+torch.library.register_autograd("attndsl::forward", _autograd, setup_context=_setup, lib=_LIBRARY)
+# Without it torch would take second derivatives to be zero.
+torch.library.register_autograd("attndsl::backward", _no_second, lib=_LIBRARY)

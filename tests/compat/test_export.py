@@ -1,0 +1,181 @@
+"""Exported programs: saved here, loaded and run by a process that only imports attndsl."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import nn
+from torch.export import Dim
+
+import attndsl
+from attndsl import scaled_dot_product_attention
+from attndsl.flex import create_block_mask, flex_attention
+
+ALIBI = attndsl.compile(
+    "tensor slope[heads]: float; param near: int; param gain: float\n"
+    "mask = causal() and q - kv < near; score = gain * score - slope[h] * (q - kv)"
+)
+DROPPED = attndsl.compile("mask = causal(); weights = dropout(softmax(score), 0.5)")
+Q, KV = Dim("q", min=1, max=1 << 20), Dim("kv", min=1, max=1 << 20)
+
+
+def _heads(length, heads=4):
+    return torch.randn(2, heads, length, 8)
+
+
+class Alibi(nn.Module):
+    """A learned capture, grouped heads, params and an offset that depend on the lengths."""
+
+    shapes = ({2: Q}, {2: KV}, {2: KV})
+
+    def __init__(self):
+        super().__init__()
+        self.slope = nn.Parameter(torch.rand(4))
+
+    def inputs(self, q_len, kv_len):
+        return _heads(q_len), _heads(kv_len, 2), _heads(kv_len, 2)
+
+    def forward(self, q, k, v):
+        offset = k.shape[2] - q.shape[2]
+        out, lse = ALIBI(
+            q, k, v, slope=self.slope, near=k.shape[2] // 2 + 1, gain=k.shape[2] ** -0.5,
+            q_offset=offset, return_lse=True,
+        )  # fmt: skip
+        return out * lse[..., None]
+
+
+class Masked(nn.Module):
+    """torch's signature, with padding."""
+
+    shapes = ({2: Q}, {2: KV}, {2: KV}, {1: KV})
+
+    def inputs(self, q_len, kv_len):
+        real = torch.arange(kv_len) < torch.tensor([kv_len, kv_len - 1])[:, None]
+        return _heads(q_len), _heads(kv_len), _heads(kv_len), real
+
+    def forward(self, q, k, v, real):
+        return scaled_dot_product_attention(q, k, v, real[:, None, None], is_causal=True)
+
+
+class Flex(nn.Module):
+    """A Python score with a parameter."""
+
+    shapes = ({2: Q}, {2: KV}, {2: KV})
+
+    def __init__(self):
+        super().__init__()
+        self.slope = nn.Parameter(torch.rand(4))
+
+    def inputs(self, q_len, kv_len):
+        return _heads(q_len), _heads(kv_len), _heads(kv_len)
+
+    def forward(self, q, k, v):
+        steps = torch.tensor([1.0, 0.5, 0.25, 0.0])
+        return flex_attention(q, k, v, lambda s, b, h, i, j: s + self.slope[h] * steps[h] * (i - j))
+
+
+class Encoder(nn.Module):
+    """Modules of torch."""
+
+    shapes = ({1: Q}, {1: Q})
+
+    def __init__(self):
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(16, 2, 24, dropout=0.0, batch_first=True)
+        layer.self_attn = attndsl.nn.MultiheadAttention(16, 2, batch_first=True)
+        self.layers = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+
+    def inputs(self, q_len, kv_len):
+        return torch.randn(2, q_len, 16), torch.arange(q_len).expand(2, -1) > 2
+
+    def forward(self, x, padded):
+        return self.layers(x, src_key_padding_mask=padded)
+
+
+MODELS = {"alibi": Alibi, "masked": Masked, "flex": Flex, "encoder": Encoder}
+LENGTHS = ((5, 9), (7, 12), (1, 1))
+LOAD = """
+import attndsl, sys, torch
+for name in sys.argv[2:]:
+    program = torch.export.load(f"{sys.argv[1]}/{name}.pt2").module()
+    for inputs, expected in torch.load(f"{sys.argv[1]}/{name}.runs"):
+        torch.testing.assert_close(program(*inputs), expected)
+"""
+
+
+def _export(folder, name, strict):
+    model = MODELS[name]().eval()
+    with torch.no_grad():
+        runs = []
+        for lengths in LENGTHS:
+            inputs = model.inputs(*lengths)
+            runs.append((inputs, model(*inputs)))
+    exported = torch.export.export(
+        model,
+        runs[0][0],
+        dynamic_shapes=model.shapes,
+        strict=strict,
+    )
+    torch.export.save(exported, folder / f"{name}.pt2")
+    torch.save(runs, folder / f"{name}.runs")
+
+
+@pytest.mark.parametrize(
+    ("names", "strict"),
+    [
+        (("alibi", "flex"), False),
+        pytest.param(("masked", "encoder"), False, marks=pytest.mark.slow),
+        pytest.param(tuple(MODELS), True, marks=pytest.mark.slow, id="by dynamo"),
+    ],
+)
+def test_saved_programs_run_in_another_process(tmp_path, names, strict):
+    for name in names:
+        _export(tmp_path, name, strict)
+    code = [sys.executable, "-P", "-c", LOAD, str(tmp_path), *names]
+    subprocess.run(code, check=True, timeout=300)
+
+
+def test_dropout_of_an_exported_program_is_drawn_at_each_run():
+    class Layer(nn.Module):
+        def forward(self, x):
+            return DROPPED(x, x, x)
+
+    x = _heads(8)
+    program = torch.export.export(Layer(), (x,)).module()
+    torch.manual_seed(5)
+    first, second = program(x), program(x)
+    torch.manual_seed(5)
+    assert torch.equal(DROPPED(x, x, x), first)
+    assert not torch.equal(first, second)
+
+
+def test_block_masks_are_exported():
+    blocks = create_block_mask(lambda b, h, i, j: i - j <= 3, 1, 1, 9, 9, "cpu", BLOCK_SIZE=4)
+
+    class Layer(nn.Module):
+        def forward(self, x):
+            return flex_attention(x, x, x, block_mask=blocks)
+
+    x = _heads(9)
+    program = torch.export.export(Layer(), (x,)).module()
+    torch.testing.assert_close(program(x), flex_attention(x, x, x, block_mask=blocks))
+
+
+def test_a_trace_of_tensors_without_data_serves_no_other_call():
+    """Constants that a function makes are its trace's; those of an export have no values."""
+
+    def twice(score, b, h, q_idx, kv_idx):
+        return score * torch.tensor([0.5, 2.0, 1.0, 0.0])[h]
+
+    class Layer(nn.Module):
+        def forward(self, x):
+            return flex_attention(x, x, x, twice)
+
+    x = _heads(6)
+    with torch._subclasses.FakeTensorMode():
+        assert flex_attention(*[torch.empty(2, 4, 6, 8)] * 3, twice).shape == x.shape
+    program = torch.export.export(Layer(), (x,)).module()
+    torch.testing.assert_close(program(x), flex_attention(x, x, x, twice))

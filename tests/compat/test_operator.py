@@ -1,0 +1,179 @@
+"""The operators keep what they promise to torch, whatever the layout of their inputs."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch.library import opcheck
+from torch.utils.flop_counter import FlopCounterMode
+
+import attndsl
+
+TEXT = """
+tensor gain[heads]: float
+tensor bias[heads, q_len, kv_len]: float
+tensor doc[batch, kv_len]: int
+param shift: float
+param near: int
+param on: bool
+mask = doc[b, kv] < 3 and abs(q - kv) < near
+score = score * gain[h] + bias[h, q, kv] + where(on, shift, 0)
+"""
+
+
+def _contiguous(*shape):
+    return torch.randn(shape)
+
+
+def _permuted(batch, heads, length, dim):
+    return torch.randn(batch, length, heads, dim).transpose(1, 2)
+
+
+def _expanded(batch, heads, length, dim):
+    return torch.randn(1, 1, length, dim).expand(batch, heads, -1, -1)
+
+
+def _offset(batch, heads, length, dim):
+    return torch.randn(batch, heads, length + 2, dim + 3)[:, :, 1:-1, 2 : dim + 2]
+
+
+def _last(batch, heads, length, dim):
+    return torch.randn(batch, heads, dim, length).mT
+
+
+LAYOUTS = {
+    "mixed": (_permuted, _expanded, _offset),
+    "contiguous": (_contiguous,) * 3,
+    "permuted": (_permuted,) * 3,
+    "expanded": (_expanded,) * 3,
+    "offset": (_offset,) * 3,
+    "last stride": (_last,) * 3,
+}
+"""Of q, k and v; those of one layout are slow tests."""
+EACH_LAYOUT = [
+    pytest.param(name, marks=[pytest.mark.slow] if name != "mixed" else []) for name in LAYOUTS
+]
+
+
+def _leaves(args, learned):
+    """``args`` with leaves for tensors: what was copied is none."""
+
+    def leaf(x):
+        return x.detach().requires_grad_(learned and x.requires_grad)
+
+    return torch.utils._pytree.tree_map_only(torch.Tensor, leaf, args)
+
+
+def _call(layout, kv_heads=2, **options):
+    """A call of everything, and its leaves."""
+    attention = attndsl.compile(TEXT)
+    shapes = ((2, 4, 7, 8), (2, kv_heads, 9, 8), (2, kv_heads, 9, 6))
+    q, k, v = (
+        make(*shape).requires_grad_() for make, shape in zip(LAYOUTS[layout], shapes, strict=True)
+    )
+    captures = {
+        "gain": torch.rand(4).requires_grad_(),
+        "bias": torch.randn(4, 7, 1).expand(-1, -1, 9).requires_grad_(),
+        "doc": torch.randint(4, (2, 9)),
+        "shift": torch.tensor(0.5, requires_grad=True),
+        "near": 5,
+        "on": True,
+    }
+    leaves = [q, k, v, *(captures[name] for name in ("gain", "bias", "shift"))]
+    return attention(q, k, v, return_lse=True, **captures, **options), leaves
+
+
+@pytest.mark.parametrize("layout", EACH_LAYOUT)
+def test_forward_and_backward(recorder, layout):
+    with recorder:
+        (out, lse), leaves = _call(layout)
+        torch.autograd.grad((out, lse), leaves, (torch.ones_like(out), torch.ones_like(lse)))
+    forward, backward = recorder.calls
+    assert forward[0] is torch.ops.attndsl.forward.default
+    assert backward[0] is torch.ops.attndsl.backward.default
+    assert any(x.requires_grad for x in forward[1][3:6])
+    opcheck(forward[0], _leaves(forward[1], learned=True))
+    # Operators have no second derivatives.
+    opcheck(backward[0], _leaves(backward[1], learned=False))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({"q_offset": 3, "scale": 0.2}, marks=pytest.mark.slow),
+        {"q_offset": torch.tensor(2), "kv_index": torch.arange(9) * 2, "deterministic": True},
+    ],
+)
+def test_positions_and_options(recorder, options):
+    with recorder:
+        _call("permuted", kv_heads=4, **options)
+    opcheck(*recorder.calls[0])
+
+
+@pytest.mark.parametrize("seed", [7, torch.tensor(7)])
+def test_dropout(recorder, seed):
+    attention = attndsl.compile("param p: float; weights = dropout(softmax(score), p)")
+    q = torch.randn(1, 2, 5, 8, requires_grad=True)
+    with recorder:
+        out = attention(q, q, q, p=0.4, seed=seed)
+    opcheck(*recorder.calls[0])
+    assert torch.equal(out, attention(q, q, q, p=0.4, seed=seed))
+
+
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+def test_a_mode_sees_one_operator_and_changes_nothing(recorder, backend):
+    """Nor are other derivatives lost: those of second order are as without."""
+    attention = attndsl.compile("tensor g[heads]: float; mask = causal(); score = score * g[h]")
+    attention = attndsl.compile(attention.text, backend=backend)
+    leaves = [torch.randn(1, 2, 6, 4, dtype=torch.float64) for _ in range(3)]
+    leaves = [x.requires_grad_() for x in (*leaves, torch.rand(2, dtype=torch.float64))]
+
+    def run():
+        out, lse = attention(*leaves[:3], g=leaves[3], return_lse=True)
+        first = torch.autograd.grad(out.sin().sum() + lse.sum(), leaves, create_graph=True)
+        second = torch.autograd.grad(sum(x.sin().sum() for x in first), leaves)
+        return out, lse, *first, *second
+
+    expected = run()
+    with recorder:
+        found = run()
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-12, rtol=1e-12)
+    names = {function.__name__ for function, _ in recorder.calls}
+    assert names == {"forward.default", "backward.default"}
+
+
+def test_transforms_go_on_under_a_mode():
+    attention = attndsl.compile("causal()")
+    q = torch.randn(3, 1, 2, 4, 4, dtype=torch.float64)
+
+    def loss(q):
+        return attention(q, q, q).sin().sum()
+
+    expected = torch.vmap(torch.func.grad(loss))(q)
+    with FlopCounterMode(display=False):
+        found = torch.vmap(torch.func.grad(loss))(q)
+    torch.testing.assert_close(found, expected)
+
+
+def test_importing_attndsl_makes_the_operators_known():
+    """After torch here, as everywhere; before it in a process that did not import torch yet.
+
+    Nothing is left of the way that it comes about, and looking for torch does not import it.
+    """
+    script = (
+        "import attndsl, sys, importlib.util\n"
+        "assert importlib.util.find_spec('torch').origin.endswith('__init__.py')\n"
+        "assert importlib.util.find_spec('no_such_module') is None\n"
+        "assert 'torch' not in sys.modules\n"
+        "import torch, importlib.machinery\n"
+        "assert torch.ops.attndsl.forward.default and torch.ops.attndsl.backward.default\n"
+        "assert 'attndsl.attention' not in sys.modules\n"
+        "assert not any('attndsl' in type(f).__module__ for f in sys.meta_path)\n"
+        "assert type(torch.__loader__) is importlib.machinery.SourceFileLoader\n"
+        "assert torch.__spec__.loader is torch.__loader__\n"
+    )
+    subprocess.run([sys.executable, "-P", "-c", script], check=True, timeout=120)
