@@ -11,7 +11,7 @@ from attndsl.errors import UnsupportedError
 
 from ..base import Wants
 from ..triton.cross import example_call
-from ..triton.distances import wants_of_kernels
+from ..triton.shares import wants_of_kernels
 from .backend import max_head_dim, why_portable
 from .kernels import HopperKernels
 
