@@ -72,7 +72,7 @@ def generate_attention(
         f"{name.upper()}_HAS_PARTIAL": listed or bool(loop.partial),
         f"{name.upper()}_DESCENDING": loop.descending,
     }
-    flags |= learned.flags
+    flags |= dict(learned.flags)
     more = {**learned.hooks, f"{name}_lists": wrapped(LIST_PARAMETERS) if listed else []}
     templates = ("forward",) if direction == "forward" else ("weights", direction)
     return fill_template(
@@ -84,13 +84,16 @@ def _generate_apart(lowered: Lowered, special: Specialisation, direction: str) -
     """The module of a kernel that makes gradients of captured tensors and params alone."""
     functions, helpers = _functions(lowered, special)
     learned = gradient_texts(lowered, special, direction)
-    flags = _flags(lowered.program) | learned.flags
     return fill_template(
         __package__,
         ("weights", "tile_gradients", entry_of(direction)),
         [*functions, *learned.functions],
         helpers | learned.helpers,
-        flags | {"MASK_READS_SCORE": reads_score(lowered.program.mask)},
+        {
+            **_flags(lowered.program),
+            **learned.flags,
+            "MASK_READS_SCORE": reads_score(lowered.program.mask),
+        },
         parameters(special),
         learned.hooks,
     )

@@ -36,7 +36,7 @@ class GradientTexts:
     functions: tuple[str, ...] = ()
     helpers: frozenset[str] = frozenset()
     """Library functions that they use."""
-    flags: Mapping[str, bool] = field(default_factory=dict)
+    flags: Mapping[str, bool | float] = field(default_factory=dict)
     hooks: Mapping[str, list[str]] = field(default_factory=dict)
 
 
@@ -53,7 +53,8 @@ def gradient_texts(lowered: Lowered, special: Specialisation, direction: str) ->
     numbers = _numbers(terms, special, direction)
     count = 1 if direction == "distances" else len(set(numbers.values()))
     sums = [f"sum{number}" for number in range(count)]
-    functions, flags = [], {}
+    functions: list[str] = []
+    flags: dict[str, bool | float] = {}
     helpers = {"raise_bound"} if direction == "scatter_bounds" else set[str]()
     for source in SOURCES:
         own = tuple(term for term in terms if source in term.factors)
@@ -142,16 +143,16 @@ def _end(sums: list[str], direction: str) -> list[str]:
         return [f"raise_bound(BOUNDS + {number}, {name})" for number, name in enumerate(sums)]
     if direction != "pairs":
         return []
-    lines = []
+    calls = []
     for number, name in enumerate(sums):
         steps = [f"pair_step{number}_{step}" for step in ("part", "b", "h", "q", "kv")]
-        lines += [
+        calls += [
             "store_pairs(",
             f"    PAIR_SUMS{number}, {', '.join(steps)},",
             f"    {name}, part, own_b, own_h, first, kv_first, q_len, kv_len,",
             ")",
         ]
-    return lines
+    return calls
 
 
 def _body(
