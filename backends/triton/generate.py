@@ -8,7 +8,7 @@ from __future__ import annotations
 from importlib import resources
 from typing import TYPE_CHECKING
 
-from attndsl.ir import DType, Op, reads_score
+from attndsl.ir import DType, Op, dependencies, reads_score
 from attndsl.passes.tiles.plan import DIRECTIONS
 
 from .device_functions import PAIR, param_values, parameters, program_function, wrapped
@@ -84,6 +84,8 @@ def _generate_apart(lowered: Lowered, special: Specialisation, direction: str) -
     """The module of a kernel that makes gradients of captured tensors and params alone."""
     functions, helpers = _functions(lowered, special)
     learned = gradient_texts(lowered, special, direction)
+    mask = lowered.program.mask
+    varies = frozenset[str]() if mask is None else dependencies(mask)[mask]
     return fill_template(
         __package__,
         ("weights", "tile_gradients", entry_of(direction)),
@@ -92,7 +94,8 @@ def _generate_apart(lowered: Lowered, special: Specialisation, direction: str) -
         {
             **_flags(lowered.program),
             **learned.flags,
-            "MASK_READS_SCORE": reads_score(lowered.program.mask),
+            "MASK_READS_SCORE": reads_score(mask),
+            "MASK_IS_SHARED": not varies & {"b", "h", "score"},
         },
         parameters(special),
         learned.hooks,

@@ -44,15 +44,21 @@ def distances(
     delta_head = DELTA + statistics_rows(head_of_batch, q_len)
     sum0 = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for tile in range(tl.maximum(ahead, 0), tl.minimum(q_tiles, kv_tiles + ahead)):
-        (sum0,) = add_tile(
-            sum0,
-            tile * BLOCK_M, (tile - ahead) * BLOCK_N,
-            q_head, k_head, v_head, dout_head, lse_head, delta_head,
-            stride_qm, stride_kn, stride_vn, stride_gm,
-            scale, b, h, hkv, batch, heads, kv_heads, q_len, kv_len, q_origin, kv_origin,
+        first = tile * BLOCK_M
+        kv_first = (tile - ahead) * BLOCK_N
+        if tile_lives(
+            first, kv_first, b, h, hkv, batch, heads, kv_heads, q_len, kv_len, q_origin, kv_origin,
             #: arguments
-            D, DV, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, Q_KIND, KV_KIND, PRECISION, UPCAST,
-        )
+            BLOCK_M, BLOCK_N, Q_KIND, KV_KIND,
+        ):
+            (sum0,) = add_tile(
+                sum0,
+                first, kv_first, q_head, k_head, v_head, dout_head, lse_head, delta_head,
+                stride_qm, stride_kn, stride_vn, stride_gm,
+                scale, b, h, hkv, batch, heads, kv_heads, q_len, kv_len, q_origin, kv_origin,
+                #: arguments
+                D, DV, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, Q_KIND, KV_KIND, PRECISION, UPCAST,
+            )
     row = tl.arange(0, BLOCK_M)[:, None]
     place = tl.arange(0, 2 * BLOCK_M)[None, :]
     column = row - place + (BLOCK_N - 1)

@@ -55,26 +55,58 @@ def pairs(
     own_b = found % own_batches
     part = found // own_batches
     rest = rest_batches * rest_heads
+    begin = rest * part // parts
+    end = rest * (part + 1) // parts
+    if MASK_IS_SHARED:
+        # A loop without a branch; of dead tiles it has no turn.
+        lives = tile_lives(
+            first, kv_first, own_b, own_h, own_h, batch, heads, kv_heads, q_len, kv_len,
+            q_origin, kv_origin,
+            #: arguments
+            BLOCK_M, BLOCK_N, Q_KIND, KV_KIND,
+        )
+        end = tl.where(lives, end, begin)
     #: begin_sums
-    for member in range(rest * part // parts, rest * (part + 1) // parts):
+    for member in range(begin, end):
         b = own_b + member // rest_heads
         h = own_h * rest_heads + member % rest_heads
         hkv = h // (heads // kv_heads)
-        head_of_batch = b * heads + h
-        (
-            #: sums
-        ) = add_tile(
-            #: sums
-            first, kv_first,
-            Q + b * stride_qb + h * stride_qh,
-            K + b * stride_kb + hkv * stride_kh,
-            V + b * stride_vb + hkv * stride_vh,
-            DOUT + b * stride_gb + h * stride_gh,
-            LSE + head_of_batch.to(tl.int64) * q_len,
-            DELTA + statistics_rows(head_of_batch, q_len),
-            stride_qm, stride_kn, stride_vn, stride_gm,
-            scale, b, h, hkv, batch, heads, kv_heads, q_len, kv_len, q_origin, kv_origin,
+        if MASK_IS_SHARED:
+            (
+                #: sums
+            ) = add_tile(
+                #: sums
+                first, kv_first,
+                Q + b * stride_qb + h * stride_qh,
+                K + b * stride_kb + hkv * stride_kh,
+                V + b * stride_vb + hkv * stride_vh,
+                DOUT + b * stride_gb + h * stride_gh,
+                LSE + (b * heads + h).to(tl.int64) * q_len,
+                DELTA + statistics_rows(b * heads + h, q_len),
+                stride_qm, stride_kn, stride_vn, stride_gm,
+                scale, b, h, hkv, batch, heads, kv_heads, q_len, kv_len, q_origin, kv_origin,
+                #: arguments
+                D, DV, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, Q_KIND, KV_KIND, PRECISION, UPCAST,
+            )
+        elif tile_lives(
+            first, kv_first, b, h, hkv, batch, heads, kv_heads, q_len, kv_len, q_origin, kv_origin,
             #: arguments
-            D, DV, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, Q_KIND, KV_KIND, PRECISION, UPCAST,
-        )
+            BLOCK_M, BLOCK_N, Q_KIND, KV_KIND,
+        ):
+            (
+                #: sums
+            ) = add_tile(
+                #: sums
+                first, kv_first,
+                Q + b * stride_qb + h * stride_qh,
+                K + b * stride_kb + hkv * stride_kh,
+                V + b * stride_vb + hkv * stride_vh,
+                DOUT + b * stride_gb + h * stride_gh,
+                LSE + (b * heads + h).to(tl.int64) * q_len,
+                DELTA + statistics_rows(b * heads + h, q_len),
+                stride_qm, stride_kn, stride_vn, stride_gm,
+                scale, b, h, hkv, batch, heads, kv_heads, q_len, kv_len, q_origin, kv_origin,
+                #: arguments
+                D, DV, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, Q_KIND, KV_KIND, PRECISION, UPCAST,
+            )
     #: end_sums

@@ -41,16 +41,21 @@ def scattered(
     delta_head = DELTA + statistics_rows(head_of_batch, q_len)
     #: begin_sums
     for tile in range(0, tl.cdiv(kv_len, BLOCK_N)):
-        (
-            #: sums
-        ) = add_tile(
-            #: sums
-            first, tile * BLOCK_N,
-            q_head, k_head, v_head, dout_head, lse_head, delta_head,
-            stride_qm, stride_kn, stride_vn, stride_gm,
-            scale, b, h, hkv, batch, heads, kv_heads, q_len, kv_len, q_origin, kv_origin,
+        kv_first = tile * BLOCK_N
+        if tile_lives(
+            first, kv_first, b, h, hkv, batch, heads, kv_heads, q_len, kv_len, q_origin, kv_origin,
             #: arguments
-            #: sum_parameters
-            D, DV, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, Q_KIND, KV_KIND, PRECISION, UPCAST,
-        )
+            BLOCK_M, BLOCK_N, Q_KIND, KV_KIND,
+        ):
+            (
+                #: sums
+            ) = add_tile(
+                #: sums
+                first, kv_first, q_head, k_head, v_head, dout_head, lse_head, delta_head,
+                stride_qm, stride_kn, stride_vn, stride_gm,
+                scale, b, h, hkv, batch, heads, kv_heads, q_len, kv_len, q_origin, kv_origin,
+                #: arguments
+                #: sum_parameters
+                D, DV, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, Q_KIND, KV_KIND, PRECISION, UPCAST,
+            )
     #: end_sums

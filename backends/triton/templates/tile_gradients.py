@@ -12,7 +12,7 @@ from attndsl.backends.triton.library import (
 
 
 @triton.jit
-def add_live_tile(
+def add_pairs(
     #: sums
     q_tile, k_tile, dout_tile, v_tile, lse2, delta, first, kv_first, rows_ok, columns_ok, q, kv,
     scale, b, h, hkv, batch, heads, kv_heads, q_len, kv_len,
@@ -65,6 +65,28 @@ def add_live_tile(
 
 
 @triton.jit
+def tile_lives(
+    first, kv_first,
+    b, h, hkv, batch, heads, kv_heads, q_len, kv_len, q_origin, kv_origin,
+    #: parameters
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, Q_KIND: tl.constexpr, KV_KIND: tl.constexpr,
+):
+    """Whether any pair takes part, of those from query ``first`` and key ``kv_first`` on."""
+    rows = first + tl.arange(0, BLOCK_M)
+    columns = kv_first + tl.arange(0, BLOCK_N)
+    some = (rows < q_len)[:, None] & (columns < kv_len)[None, :]
+    if MASKED and not MASK_READS_SCORE:
+        q = positions(rows, q_len, q_origin, Q_KIND)[:, None]
+        kv = positions(columns, kv_len, kv_origin, KV_KIND)[None, :]
+        some = some & mask_of_pair(
+            tl.zeros([BLOCK_M, BLOCK_N], tl.float32), some,
+            b, h, hkv, q, kv, batch, heads, kv_heads, q_len, kv_len,
+            #: arguments
+        )
+    return tl.max(tl.max(some.to(tl.int32), 1), 0) > 0
+
+
+@triton.jit
 def add_tile(
     #: sums
     first, kv_first, q_head, k_head, v_head, dout_head, lse_head, delta_head,
@@ -76,7 +98,7 @@ def add_tile(
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, Q_KIND: tl.constexpr, KV_KIND: tl.constexpr,
     PRECISION: tl.constexpr, UPCAST: tl.constexpr,
 ):
-    """The sums with what the tile from query ``first`` and key ``kv_first`` on adds, if any pair lives.
+    """The sums with what the tile from query ``first`` and key ``kv_first`` on adds.
 
     ``lse_head`` is in base e.
     """
@@ -85,36 +107,27 @@ def add_tile(
     kv_first = kv_first + tl.full([], 0, tl.int32)
     rows = first + tl.arange(0, BLOCK_M)
     columns = kv_first + tl.arange(0, BLOCK_N)
-    rows_ok = (rows < q_len)[:, None]
-    columns_ok = (columns < kv_len)[None, :]
     q = positions(rows, q_len, q_origin, Q_KIND)[:, None]
     kv = positions(columns, kv_len, kv_origin, KV_KIND)[None, :]
-    some = rows_ok & columns_ok
-    if MASKED and not MASK_READS_SCORE:
-        some = some & mask_of_pair(
-            tl.zeros([BLOCK_M, BLOCK_N], tl.float32), some,
-            b, h, hkv, q, kv, batch, heads, kv_heads, q_len, kv_len,
-            #: arguments
-        )
-    if tl.max(tl.max(some.to(tl.int32), 1), 0) > 0:
-        q_tile = load_tile(q_head, first, stride_qm, q_len, D, BLOCK_M, BLOCK_D, True)
-        k_tile = load_tile(k_head, kv_first, stride_kn, kv_len, D, BLOCK_N, BLOCK_D, True)
-        v_tile = load_tile(v_head, kv_first, stride_vn, kv_len, DV, BLOCK_N, BLOCK_DV, True)
-        dout_tile = load_tile(dout_head, first, stride_gm, q_len, DV, BLOCK_M, BLOCK_DV, True)
-        lse = tl.load(lse_head + rows, mask=rows < q_len, other=float("-inf"))
-        # Rows with no live pair have weights of 0.
-        lse2 = tl.where(lse == float("-inf"), float("inf"), lse * LOG2E)
-        delta = tl.load(delta_head + rows, mask=rows < q_len, other=0.0)
-        (
-            #: sums
-        ) = add_live_tile(
-            #: sums
-            q_tile, k_tile, dout_tile, v_tile, lse2, delta, first, kv_first, rows_ok, columns_ok,
-            q, kv, scale, b, h, hkv, batch, heads, kv_heads, q_len, kv_len,
-            #: arguments
-            #: sum_parameters
-            PRECISION, UPCAST,
-        )
+    q_tile = load_tile(q_head, first, stride_qm, q_len, D, BLOCK_M, BLOCK_D, True)
+    k_tile = load_tile(k_head, kv_first, stride_kn, kv_len, D, BLOCK_N, BLOCK_D, True)
+    v_tile = load_tile(v_head, kv_first, stride_vn, kv_len, DV, BLOCK_N, BLOCK_DV, True)
+    dout_tile = load_tile(dout_head, first, stride_gm, q_len, DV, BLOCK_M, BLOCK_DV, True)
+    lse = tl.load(lse_head + rows, mask=rows < q_len, other=float("-inf"))
+    # Rows with no live pair have weights of 0.
+    lse2 = tl.where(lse == float("-inf"), float("inf"), lse * LOG2E)
+    delta = tl.load(delta_head + rows, mask=rows < q_len, other=0.0)
+    (
+        #: sums
+    ) = add_pairs(
+        #: sums
+        q_tile, k_tile, dout_tile, v_tile, lse2, delta, first, kv_first,
+        (rows < q_len)[:, None], (columns < kv_len)[None, :],
+        q, kv, scale, b, h, hkv, batch, heads, kv_heads, q_len, kv_len,
+        #: arguments
+        #: sum_parameters
+        PRECISION, UPCAST,
+    )
     return (
         #: sums
     )
