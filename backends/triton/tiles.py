@@ -90,6 +90,13 @@ _PAIRS = {
     256: (Config(64, 64, 8, 1), Config(32, 32, 4, 1)),
     512: (Config(32, 32, 4, 1),),
 }
+# Integers of 64 bits take registers: more threads, or smaller tiles.
+_SCATTER_SUMS = {
+    64: (Config(64, 64, 8, 1), Config(64, 32, 4, 1), Config(32, 32, 4, 1)),
+    128: (Config(64, 64, 8, 1), Config(64, 32, 4, 1), Config(32, 32, 4, 1)),
+    256: (Config(64, 64, 8, 1), Config(32, 32, 4, 1)),
+    512: (Config(32, 32, 4, 1),),
+}
 _TABLES = {
     "forward": _FORWARD,
     "backward_kv": _BACKWARD_KV,
@@ -97,7 +104,7 @@ _TABLES = {
     "distances": _DISTANCES,
     "pairs": _PAIRS,
     "scatter_bounds": _PAIRS,
-    "scatter_sums": _PAIRS,
+    "scatter_sums": _SCATTER_SUMS,
 }
 # A masked program has two loops, FULL and PARTIAL, and needs more registers.
 _MASKED = {

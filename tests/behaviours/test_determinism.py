@@ -276,6 +276,23 @@ def test_shifted_and_mapped_positions(check):
 
 
 @interpreted
+@pytest.mark.parametrize("mask", ["none", "documents"])
+def test_one_program_goes_through_all_batch_entries_and_heads(check, monkeypatch, mask):
+    """As on GPUs where tiles are many; the documents differ from batch entry to batch entry."""
+    from attndsl.backends.triton import pairs
+
+    monkeypatch.setattr(pairs, "PROGRAMS", 1)
+    place = SimpleNamespace(device="cpu", backend="triton", shape=(2, 2, 9, 16))
+    captures = {"t": torch.randn(9, 35).half().requires_grad_()}
+    text = "tensor t[q_len, kv_len]: float; score = score + 1.5 * t[q, kv]"
+    if mask == "documents":
+        text += "; tensor doc[batch, kv_len]: int; mask = doc[b, q] == doc[b, kv]"
+        captures["doc"] = torch.stack([torch.arange(35) // 40, torch.arange(35) // 8])
+    inputs = check.inputs(place, torch.float32, kv_heads=1, kv_len=35, captures=captures)
+    check(place, text, inputs)
+
+
+@interpreted
 @pytest.mark.parametrize(("q_len", "kv_len"), [(0, 5), (5, 0), (1, 1)])
 @pytest.mark.parametrize("name", ["q_kv", "hashed", "columns", "rows"])
 def test_lengths_of_nothing(name, q_len, kv_len):
