@@ -200,8 +200,9 @@ class TritonBackend:
             lse2 = lse.new_empty((batch, heads, padded))
             delta = torch.empty_like(lse2)
             lines = layout.lines
-            if k.shape[2]:
+            if lines.rows:
                 row_sums = lse.new_empty((len(lines.rows), batch, heads, q_len))
+            if lines.columns:
                 column_sums = lse.new_empty((len(lines.columns), batch, heads, k.shape[2]))
             stream = stream_of(q.device)
             grad_strides = strides(grad_out)[:3]
@@ -216,28 +217,29 @@ class TritonBackend:
                      lse2, delta,
                      *strides(out)[:3], *grad_strides, heads, q_len],
                 )  # fmt: skip
-                if (wants.k or wants.v or lines.columns) and k.shape[2]:
+                if (wants.k or wants.v or column_sums is not None) and k.shape[2]:
                     kernel = layout.executables["backward_kv"]
                     tiles = -(-k.shape[2] // kernel.config.block_n)
                     kernel.launch(
                         tiles * batch * k.shape[1], stream,
                         [q, k, v, grad_out, dk, dv, lse2, delta, *shared,
                          *lists_of(layout, lowered, call, "backward_kv", stream),
-                         *[column_sums] * bool(lines.columns)],
+                         *([] if column_sums is None else [column_sums])],
                     )  # fmt: skip
-                if wants.q or (lines.rows and k.shape[2]):
+                if wants.q or (row_sums is not None and k.shape[2]):
                     kernel = layout.executables["backward_q"]
                     tiles = -(-q_len // kernel.config.block_m)
                     kernel.launch(
                         tiles * batch * heads, stream,
                         [q, k, v, grad_out, dq, lse2, delta, *shared,
                          *lists_of(layout, lowered, call, "backward_q", stream),
-                         *[row_sums] * bool(lines.rows)],
+                         *([] if row_sums is None else [row_sums])],
                     )  # fmt: skip
         tensors: dict[str, torch.Tensor] = {}
         params: dict[str, torch.Tensor] = {}
         if wants.tensors or wants.params:
-            tensors, params = line_gradients(call, wants, lines, row_sums, column_sums)
+            some = (row_sums, column_sums) if k.shape[2] else (None, None)
+            tensors, params = line_gradients(call, wants, lines, *some)
         gradients = Gradients(
             q=dq if wants.q else None,
             k=dk if wants.k else None,

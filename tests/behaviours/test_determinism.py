@@ -299,8 +299,8 @@ def test_lengths_of_nothing(name, q_len, kv_len):
     sizes = Sizes(1, 1, 1, q_len, kv_len)
     table = torch.randn(PATTERNS[name].shape(sizes), requires_grad=True)
     attention = attndsl.compile(program_of(name, "none"), backend="triton")
-    q, k, v = (torch.randn(1, 1, n, 8) for n in (q_len, kv_len, kv_len))
-    (found,) = torch.autograd.grad(attention(q, k, v, t=table).sum(), table)
+    leaves = [torch.randn(1, 1, n, 8, requires_grad=True) for n in (q_len, kv_len, kv_len)]
+    found, *_ = torch.autograd.grad(attention(*leaves, t=table).sum(), [table, *leaves])
     # One key has all the weight, whatever its score.
     torch.testing.assert_close(found, torch.zeros_like(found), atol=1e-6, rtol=0)
     assert found.shape == table.shape
