@@ -19,7 +19,7 @@ from .library import STATISTICS_PADDING
 from .lines import line_gradients, lines_among
 from .shares import key_of, share_out, wants_of_kernels
 from .sinks import add_sink_gradients
-from .specialise import Specialisation, specialise, strides, with_gradients, with_pair_types
+from .specialise import Specialisation, specialise, strides, with_gradients, with_pair_sums
 from .streams import on_device, stream_of
 from .tile_lists import list_arguments
 
@@ -302,7 +302,7 @@ class TritonBackend:
         grads = () if grad_out is None else (grad_out,)
         special = _special(lowered, call, grads, wants)
         if kind == "pairs":
-            special = with_pair_types(special, lowered, call)
+            special = with_pair_sums(special, lowered, call)
         device = call.q.device
         prepared = self._kernels.attention(lowered, kind, special, device, has_dlse)
         steps = tuple(s for t in (call.q, call.k, call.v) for s in strides(t)[:3])
@@ -327,7 +327,7 @@ class TritonBackend:
     ) -> Mapping[str, Executable]:
         config = prepared.executables[direction].config
         # They add up no gradients, so that one module serves all directions.
-        special = replace(special, tensor_gradients=(), param_gradients=(), pair_types=())
+        special = replace(special, tensor_gradients=(), param_gradients=())
         return self._kernels.tile_lists(lowered, special, device, config.block_m, config.block_n)
 
 

@@ -178,7 +178,13 @@ def _kernels(lowered: Lowered, special: Specialisation) -> list[tuple[str, Speci
         names = tuple(sorted({term.name for term in plain}))
         own = [term for term in terms if term.name in names]
         kinds = tuple(types[term.name] for term in own)
-        apart = replace(special, tensor_gradients=names, param_gradients=(), pair_types=kinds)
+        apart = replace(
+            special,
+            tensor_gradients=names,
+            param_gradients=(),
+            pair_types=kinds,
+            pair_units=("kv",) * len(kinds),
+        )
         found.append(("pairs", apart))
     return found
 

@@ -77,9 +77,9 @@ def gradient_texts(lowered: Lowered, special: Specialisation, direction: str) ->
     hooks = {
         "sums": wrapped(sums),
         "sum_parameters": wrapped(parameters),
-        "outputs": wrapped(_outputs(terms, direction)),
+        "outputs": wrapped(_outputs(terms, special, direction)),
         "begin_sums": [f"{name} = tl.zeros({_SHAPES[direction]}, tl.float32)" for name in sums],
-        "end_sums": _end(sums, direction),
+        "end_sums": _end(sums, special, direction),
     }
     return GradientTexts(tuple(functions), frozenset(helpers), flags, hooks)
 
@@ -117,21 +117,29 @@ def _numbers(terms: tuple[Term, ...], special: Specialisation, direction: str) -
     return {term.leaf: number for number, term in enumerate(terms)}
 
 
-def _outputs(terms: tuple[Term, ...], direction: str) -> list[str]:
+def _outputs(terms: tuple[Term, ...], special: Specialisation, direction: str) -> list[str]:
     """Kernel arguments that are used at the end alone."""
     if direction in LINES:
         return ["LINE_SUMS"] * bool(terms)
     if direction != "pairs":
         return []
-    steps = ("part", "b", "h", "q", "kv")
+    found = []
+    for number in range(len(terms)):
+        found.append(f"PAIR_SUMS{number}")
+        found += [step for step in _pair_steps(number, special) if step != "1"]
+    return found
+
+
+def _pair_steps(number: int, special: Specialisation) -> list[str]:
+    """Steps between parts, batch entries, heads, queries and keys; one that is known is a 1."""
+    unit = special.pair_units[number]
     return [
-        name
-        for number in range(len(terms))
-        for name in (f"PAIR_SUMS{number}", *(f"pair_step{number}_{step}" for step in steps))
+        "1" if name == unit else f"pair_step{number}_{name}"
+        for name in ("part", "b", "h", "q", "kv")
     ]
 
 
-def _end(sums: list[str], direction: str) -> list[str]:
+def _end(sums: list[str], special: Specialisation, direction: str) -> list[str]:
     if direction in LINES:
         length, lines = ("q_len", "rows") if direction == "backward_q" else ("kv_len", "columns")
         return [
@@ -145,10 +153,9 @@ def _end(sums: list[str], direction: str) -> list[str]:
         return []
     calls = []
     for number, name in enumerate(sums):
-        steps = [f"pair_step{number}_{step}" for step in ("part", "b", "h", "q", "kv")]
         calls += [
             "store_pairs(",
-            f"    PAIR_SUMS{number}, {', '.join(steps)},",
+            f"    PAIR_SUMS{number}, {', '.join(_pair_steps(number, special))},",
             f"    {name}, part, own_b, own_h, first, kv_first, q_len, kv_len,",
             ")",
         ]

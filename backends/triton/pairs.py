@@ -100,15 +100,17 @@ class Sums:
     """(parts, *shape of the tensor) fp32, or where a part is all, in the tensor's dtype."""
     own: torch.Tensor
     """The part of ``total`` that pairs of the call look up."""
+    unit: str
+    """``q`` or ``kv`` where neighbours along that lie side by side, else empty."""
 
     def arguments(self) -> list[object]:
-        """The buffer, and its steps by part, batch entry, head, query and key."""
+        """The buffer, and its steps by part, batch entry, head, query and key, but for ``unit``."""
         steps = dict(
             zip((i.value for i in self.term.leaf.args), self.own.stride()[1:], strict=True)
         )
         head = steps.get("h", steps.get("hkv", 0))
-        part = self.own.stride(0)
-        return [self.own, part, steps.get("b", 0), head, steps["q"], steps["kv"]]
+        pair = [steps[name] for name in ("q", "kv") if name != self.unit]
+        return [self.own, self.own.stride(0), steps.get("b", 0), head, *pair]
 
 
 def parts_of(rest: Rest, call: Call) -> int:
@@ -130,24 +132,43 @@ def dtypes_of(terms: tuple[Term, ...], call: Call) -> tuple[torch.dtype, ...]:
     )
 
 
+def units_of(terms: tuple[Term, ...], call: Call) -> tuple[str, ...]:
+    """``Sums.unit`` of each term."""
+    found = []
+    for term, empty in zip(terms, _buffers(terms, call, torch.device("meta")), strict=True):
+        steps = zip(term.leaf.args, empty.stride()[1:], strict=True)
+        side_by_side = {str(index.value) for index, step in steps if step == 1} & {"q", "kv"}
+        found.append(max(side_by_side, default="", key=len))
+    return tuple(found)
+
+
+def _buffers(terms: tuple[Term, ...], call: Call, device: torch.device) -> list[torch.Tensor]:
+    """``Sums.total`` of each term, not yet written."""
+    parts = parts_of(rest_of(terms[0], call), call)
+    found = []
+    for term, dtype in zip(terms, dtypes_of(terms, call), strict=True):
+        like = call.tensors[term.name]
+        if parts == 1:
+            # Elements lie as in the tensor, by whose strides the kernel reads tiles too.
+            found.append(torch.empty_like(like, dtype=dtype, device=device)[None])
+        else:
+            found.append(torch.empty((parts, *like.shape), dtype=dtype, device=device))
+    return found
+
+
 def sums_of(terms: tuple[Term, ...], call: Call) -> list[Sums]:
     """Buffers for the kernel, with zeros where it stores nothing."""
     found = []
-    parts = parts_of(rest_of(terms[0], call), call)
-    for term, dtype in zip(terms, dtypes_of(terms, call), strict=True):
-        like = call.tensors[term.name]
+    totals, units = _buffers(terms, call, call.q.device), units_of(terms, call)
+    for term, total, unit in zip(terms, totals, units, strict=True):
         places = _places(term, call)
         assert places is not None
-        whole = all(place == (0, n) for place, n in zip(places, like.shape, strict=True))
-        # Where one part is all, elements lie as in the tensor, by whose strides tiles are read.
-        one = torch.empty_like(like, dtype=dtype)[None] if parts == 1 else None
-        total = one if one is not None else like.new_empty((parts, *like.shape), dtype=dtype)
-        if not whole:
+        if any(place != (0, n) for place, n in zip(places, total.shape[1:], strict=True)):
             total.zero_()
         own = total
         for dim, (first, count) in enumerate(places):
             own = own.narrow(dim + 1, first, count)
-        found.append(Sums(term, total, own))
+        found.append(Sums(term, total, own, unit))
     return found
 
 

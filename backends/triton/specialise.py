@@ -15,7 +15,7 @@ from attndsl.ir import DType, Op
 
 from ..forms import EXACT, forms_for
 from .expression import Capture, Names
-from .pairs import dtypes_of
+from .pairs import dtypes_of, units_of
 from .terms import terms_of
 
 if TYPE_CHECKING:
@@ -89,6 +89,8 @@ class Specialisation:
     param_gradients: tuple[str, ...] = ()
     pair_types: tuple[str, ...] = ()
     """Triton's names of the types of sums of pairs (``pairs.py``), in the order of their terms."""
+    pair_units: tuple[str, ...] = ()
+    """``q`` or ``kv`` where neighbours along that lie side by side in them, else empty."""
     dropout: bool = False
     """Whether kernels draw numbers, from a seed."""
     seed_type: str = "i64"
@@ -151,10 +153,14 @@ def with_gradients(special: Specialisation, wants: Wants) -> Specialisation:
     )
 
 
-def with_pair_types(special: Specialisation, lowered: Lowered, call: Call) -> Specialisation:
+def with_pair_sums(special: Specialisation, lowered: Lowered, call: Call) -> Specialisation:
     """``special`` for the kernel that adds up pairs of its tensors' gradients."""
     terms = terms_of(lowered, special.tensor_gradients)
-    return replace(special, pair_types=tuple(TRITON_TYPES[d] for d in dtypes_of(terms, call)))
+    return replace(
+        special,
+        pair_types=tuple(TRITON_TYPES[dtype] for dtype in dtypes_of(terms, call)),
+        pair_units=units_of(terms, call),
+    )
 
 
 def with_forms(

@@ -134,6 +134,9 @@ def test_what_is_not_told_apart(index, dims, rest):
     assert sums.total.dtype is (torch.float16 if parts == 1 else torch.float32)
     if parts == 1:
         assert sums.total[0].stride() == table.stride()
+    # Its first dim is the one with stride 1.
+    assert sums.unit == ("kv" if parts > 1 else "q" if index.startswith("q") else "")
+    assert len(sums.arguments()) == (5 if sums.unit else 6)
 
 
 def test_long_sequences_have_one_part():
