@@ -22,8 +22,8 @@ from .generate_gradients import SCATTERED
 from .generate_lists import generate_lists
 from .kernels import DIRECTIONS_OF, LIST_CHUNK, STATISTICS_ROWS, plan_loop, work_of
 from .library import row_statistics
-from .shares import wants_of_kernels
-from .specialise import specialise, with_forms, with_gradients
+from .shares import share_out
+from .specialise import specialise, with_forms, with_gradients, with_pair_sums
 from .terms import is_plain, terms_of
 from .tiles import Config, candidates, shared_memory_of
 
@@ -92,15 +92,31 @@ def kernel_source(lowered: Lowered, call: Call, direction: str, wants: Wants) ->
     shared = shared_memory_of("cuda:90")
     special = specialise(lowered.program, call)
     special = with_forms(special, lowered.program, parse_target("cuda:90"))
+    kernels = [(name, special) for name in DIRECTIONS_OF[direction]]
     if direction == "backward":
-        scored = wants_of_kernels(lowered, call, wants)
-        special = with_gradients(special, scored)
+        kernels = _backward_kernels(lowered, call, special, wants)
     texts = []
-    for name in DIRECTIONS_OF[direction]:
-        config = _candidates(name, work_of(lowered, special, name), special, shared)[0]
-        loop = plan_loop(lowered, special, name, config)
-        texts.append(generate_attention(lowered, special, name, loop))
+    for name, own in kernels:
+        config = _candidates(name, work_of(lowered, own, name), own, shared)[0]
+        texts.append(generate_attention(lowered, own, name, plan_loop(lowered, own, name, config)))
     return "\n\n".join(texts)
+
+
+def _backward_kernels(
+    lowered: Lowered, call: Call, special: Specialisation, wants: Wants
+) -> list[tuple[str, Specialisation]]:
+    """The kernels that a backward of ``call`` runs, and what each is generated for."""
+    shares = share_out(lowered, call, wants)
+    lines = with_gradients(special, shares.lines)
+    found = [(name, lines) for name in DIRECTIONS_OF["backward"]]
+    if shares.distances.tensors or shares.distances.params:
+        found.append(("distances", special))
+    for group in shares.pairs:
+        found.append(("pairs", with_pair_sums(with_gradients(special, group), lowered, call)))
+    if shares.others.tensors:
+        others = with_gradients(special, shares.others)
+        found += [(name, others) for name in SCATTERED]
+    return found
 
 
 def _candidates(name: str, work: str, special: Specialisation, shared: int) -> tuple[Config, ...]:

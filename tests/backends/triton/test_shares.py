@@ -9,7 +9,7 @@ import torch
 
 import attndsl
 from attndsl.backends.base import Wants
-from attndsl.backends.triton.cross import example_call
+from attndsl.backends.triton.cross import example_call, kernel_source
 from attndsl.backends.triton.pairs import PROGRAMS, Rest, parts_of, rest_of, sums_of
 from attndsl.backends.triton.shares import key_of, share_out
 from attndsl.backends.triton.terms import terms_of
@@ -144,3 +144,23 @@ def test_long_sequences_have_one_part():
     _, call = call_of(CASES["pairs"][0], q=q, k=q, v=q)
     assert PROGRAMS < 32 * 32 * 3
     assert parts_of(Rest(2, 1), call) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "kernels"),
+    [
+        ("heads", []),
+        ("distance", ["distances"]),
+        ("pairs", ["pairs"]),
+        ("pairs of types", ["scattered", "scattered"]),
+    ],
+)
+def test_the_text_of_a_backward_has_all_its_kernels(name, kernels):
+    lowered, call = call_of(CASES[name][0])
+    text = kernel_source(lowered, call, "backward", Wants(tensors=frozenset({"t"})))
+    apart = [
+        line[4:-1] for line in text.split("\n")
+        if line in ("def distances(", "def pairs(", "def scattered(")
+    ]  # fmt: skip
+    assert apart == kernels
+    assert "tl.atomic" not in text
