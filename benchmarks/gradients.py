@@ -3,9 +3,12 @@
     python benchmarks/gradients.py [--shape 2x16x8192x128] [--cases gain,key_bias] [--flex]
 
 Every row is one program on a causal mask, bf16. ``without_ms`` is its backward where nothing
-captured requires grad, ``with_ms`` where all of it does, and ``cost`` their quotient. With --flex
-compiled FlexAttention does the same beside it, where it runs at all; it adds one atomic a pair and
-captured element, so that this takes seconds a call. Every figure is the median of CUDA events.
+captured requires grad, ``with_ms`` where all of it does, and ``cost`` their quotient. Programs that
+capture nothing are beside the plain causal one: with dropout, and with weights that are a sigmoid.
+The row of jvp has the forward, and the tangents of out and lse along q, k and v. ``copy_ms`` is how
+long it takes to read and write a bias of all pairs once. With --flex compiled FlexAttention does
+the same beside it, where it runs at all; it adds one atomic a pair and captured element, so that
+this takes seconds a call. Every figure is the median of CUDA events.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,8 +34,8 @@ class Case:
     program: str
     sizes: Callable[[int, int], dict[str, tuple[int, ...]]]
     """By name: the shape of each float capture, from the numbers of heads and of rows."""
-    flex: Callable[..., Any]
-    """Of the score, b, h, q, kv, and the captures by their names."""
+    flex: Callable[..., Any] | None
+    """Of the score, b, h, q, kv, and the captures by their names; None for what it has not."""
 
 
 CASES = {
@@ -53,7 +57,7 @@ CASES = {
     "sinks": Case(
         "tensor s[heads]: float; mask = causal(); sink = s[h]",
         lambda heads, rows: {"s": (heads,)},
-        lambda s, b, h, q, kv, **_: None,
+        None,
     ),
     "relative": Case(
         "tensor rel[heads, n]: float; mask = causal(); score = score + rel[h, q - kv + kv_len]",
@@ -65,39 +69,82 @@ CASES = {
         lambda heads, rows: {"bias": (heads, rows, rows)},
         lambda s, b, h, q, kv, bias: s + bias[h, q, kv],
     ),
+    "buckets": Case(
+        "tensor t[32, heads]: float; mask = causal(); "
+        "score = score + t[t5_bucket(q - kv, 32, 128), h]",
+        lambda heads, rows: {"t": (32, heads)},
+        None,
+    ),
+    "nested": Case(
+        "tensor t[heads, n, n]: float; mask = causal(); score = score + t[h, q % n, kv % n]",
+        lambda heads, rows: {"t": (heads, 64, 64)},
+        lambda s, b, h, q, kv, t: s + t[h, q % t.shape[1], kv % t.shape[1]],
+    ),
+    "dropout": Case(
+        "mask = causal(); weights = dropout(softmax(score), 0.1)", lambda heads, rows: {}, None
+    ),
+    "sigmoid": Case(
+        "mask = causal(); weights = sigmoid(score) / kv_len", lambda heads, rows: {}, None
+    ),
 }
-COLUMNS = ["case", "without_ms", "with_ms", "cost", "flex_without_ms", "flex_ms", "why"]
+JVP = "jvp"
+NAMES = (*CASES, JVP)
+COLUMNS = [
+    "case", "without_ms", "with_ms", "cost", "copy_ms", "flex_without_ms", "flex_ms", "why",
+]  # fmt: skip
 
 
-def measure(name: str, shape: tuple[int, int, int, int], with_flex: bool) -> dict[str, Any]:
+def measure(
+    name: str, shape: tuple[int, int, int, int], with_flex: bool, device: str = "cuda"
+) -> dict[str, Any]:
     """One row."""
     import torch
 
     import attndsl
 
-    case = CASES[name]
     batch, heads, rows, dim = shape
     torch.manual_seed(0)
     q, k, v, grad = (
-        torch.randn(batch, heads, rows, dim, device="cuda", dtype=torch.bfloat16) for _ in range(4)
+        torch.randn(batch, heads, rows, dim, device=device, dtype=torch.bfloat16) for _ in range(4)
     )
+    found: dict[str, Any] = {"case": name, "shape": list(shape)}
+    plain = attndsl.compile("causal()")
+    if name == JVP:
+        found["without_ms"] = median(lambda: plain(q, k, v, return_lse=True), device)
+        found["with_ms"] = median(lambda: tangents(plain, (q, k, v), grad), device)
+        return found | {"cost": found["with_ms"] / found["without_ms"]}
+    case = CASES[name]
     leaves = [x.requires_grad_() for x in (q, k, v)]
     captures = {
-        key: (1 + 0.1 * torch.randn(size, device="cuda")).requires_grad_()
+        key: (1 + 0.1 * torch.randn(size, device=device)).requires_grad_()
         for key, size in case.sizes(heads, rows).items()
     }
     still = {key: x.detach() for key, x in captures.items()}
     attention = attndsl.compile(case.program)
-    found: dict[str, Any] = {"case": name, "shape": list(shape)}
-    found["without_ms"] = backward(attention(q, k, v, **still), leaves, grad)
-    found["with_ms"] = backward(attention(q, k, v, **captures), [*leaves, *captures.values()], grad)
+    without = attention if captures else plain
+    found["without_ms"] = backward(without(q, k, v, **still), leaves, grad, device)
+    learned = [*leaves, *captures.values()]
+    found["with_ms"] = backward(attention(q, k, v, **captures), learned, grad, device)
     found["cost"] = found["with_ms"] / found["without_ms"]
-    if with_flex and name != "sinks":
+    if name == "full_bias":
+        other = torch.empty_like(still["bias"])
+        found["copy_ms"] = median(lambda: other.copy_(still["bias"]), device)
+    if with_flex and case.flex is not None:
         try:
             found |= flex(case, (q, k, v), captures, still, leaves, grad)
         except Exception as error:  # What it does not run is a finding, not the end of the table.
             found["why"] = f"{type(error).__name__}: {str(error)[:200]}"
     return found
+
+
+def tangents(attention: Any, operands: tuple[Any, Any, Any], along: Any) -> Any:
+    """The tangents of out and lse, where all operands move along ``along``."""
+    import torch
+
+    def call(q: Any, k: Any, v: Any) -> Any:
+        return attention(q, k, v, return_lse=True)
+
+    return torch.func.jvp(call, operands, (along, along, along))[1]
 
 
 def flex(
@@ -128,29 +175,36 @@ def flex(
     }
 
 
-def backward(out: Any, leaves: list[Any], grad: Any) -> float:
+def backward(out: Any, leaves: list[Any], grad: Any, device: str = "cuda") -> float:
     """Median milliseconds of the backward of ``out``."""
     import torch
+
+    return median(lambda: torch.autograd.grad(out, leaves, grad, retain_graph=True), device)
+
+
+def median(call: Callable[[], object], device: str) -> float:
+    """Median milliseconds of ``call``; on CPUs, where only tests measure, those of one."""
+    if device == "cpu":
+        begin = time.perf_counter()
+        call()
+        return (time.perf_counter() - begin) * 1e3
     from triton.testing import do_bench
 
-    def run() -> None:
-        torch.autograd.grad(out, leaves, grad, retain_graph=True)
-
-    return float(do_bench(run, warmup=100, rep=300, return_mode="median"))
+    return float(do_bench(call, warmup=100, rep=300, return_mode="median"))
 
 
 def main() -> int:
     """Parse the command line, measure, print and write."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--cases", default=",".join(CASES), help="comma-separated")
+    parser.add_argument("--cases", default=",".join(NAMES), help="comma-separated")
     parser.add_argument("--shape", default="2x16x8192x128", help="BxHxSxD")
     parser.add_argument("--flex", action="store_true", help="FlexAttention beside it: minutes")
     parser.add_argument("--output", type=Path, help="result file")
     options = parser.parse_args()
     names = options.cases.split(",")
-    unknown = [name for name in names if name not in CASES]
+    unknown = [name for name in names if name not in NAMES]
     if unknown:
-        parser.error(f"there is no case {unknown[0]}; there are: {', '.join(CASES)}")
+        parser.error(f"there is no case {unknown[0]}; there are: {', '.join(NAMES)}")
     try:
         batch, heads, length, dim = map(int, options.shape.split("x"))
     except ValueError:

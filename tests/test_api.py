@@ -279,7 +279,7 @@ def test_sources_and_explanations() -> None:
     text = attention.source("forward")
     compile(text, "forward", "exec")
     assert attention.source("forward") == text
-    assert "g_gain" in attention.source("backward", gain=torch.ones(2, requires_grad=True))
+    assert "LINE_SUMS" in attention.source("backward", gain=torch.ones(2, requires_grad=True))
     with pytest.raises(errors.ArgumentError, match="sideways"):
         attention.source("sideways")
     shown = attention.explain()

@@ -174,6 +174,15 @@ def test_gradients_are_measured_for_programs_that_have_them(script):
         assert learned == set(case.sizes(4, 16)), name
 
 
+def test_every_row_of_gradients_is_measured(script):
+    gradients = script("gradients")
+    for name in gradients.NAMES:
+        row = gradients.measure(name, (1, 2, 16, 8), with_flex=False, device="cpu")
+        assert row["case"] == name
+        assert row["cost"] == row["with_ms"] / row["without_ms"]
+        assert ("copy_ms" in row) == (name == "full_bias")
+
+
 @pytest.mark.parametrize(("name", "first"), [("gradients", "gain"), ("odd_shapes", "full")])
 def test_a_case_that_is_not_there_is_named(name, first):
     done = subprocess.run(

@@ -45,18 +45,11 @@ def capture_mask(
         ArgumentError, DTypeError, DeviceError, ShapeError: What does not fit, and what would.
     """
     _check(name, mask, full, device)
-    # With an element for each pair, kernels need not add a gradient up; torch does, in order.
-    whole = (
-        mask.requires_grad and device.type != "cpu" and torch.are_deterministic_algorithms_enabled()
-    )
-    if whole:
-        mask = mask.expand(*full)
-        mask = mask[(None,) * (len(_DIMS) - mask.dim())]
     if len(full) > len(_DIMS) <= mask.dim():
         mask = _one_batch(mask, full)
     names = _DIMS[len(_DIMS) - mask.dim() :]
     varies = [
-        whole or (size != 1 and (step != 0 or size == 0 or mask.requires_grad))
+        size != 1 and (step != 0 or size == 0 or mask.requires_grad)
         for size, step in zip(mask.shape, mask.stride(), strict=True)
     ]
     if not all(varies):

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 
 from ..base import Gradients
 from ..triton.arguments import capture_arguments, origin
-from ..triton.backend import PADDING, TritonBackend, lists_of, on_device, stream_of
-from ..triton.distances import wants_of_kernels
+from ..triton.backend import PADDING, TritonBackend, lists_of
 from ..triton.kernels import STATISTICS_ROWS
+from ..triton.shares import Shares, wants_of_kernels
 from ..triton.specialise import specialise, strides
+from ..triton.streams import on_device, stream_of
 from .arguments import (
     HopperLayout,
     addresses,
@@ -101,17 +101,6 @@ class HopperBackend(TritonBackend):
         given = grad_out
         if not grad_out.is_contiguous() and descriptor_strides(grad_out) is None:
             grad_out = grad_out.contiguous()
-        if call.deterministic and (wants.tensors or wants.params):
-            loose = replace(call, deterministic=False)
-            alone = replace(wants, q=False, k=False, v=False)
-            if why_portable(lowered, loose, "backward", grad_out, alone) is None:
-                # All but dQ comes in a fixed order here, and all but captures there.
-                rest = replace(wants, tensors=frozenset(), params=frozenset())
-                found, _ = self._gradients(lowered, loose, out, lse, given, grad_lse, alone)
-                others, delta = self._portable._gradients(
-                    lowered, call, out, lse, given, grad_lse, rest
-                )
-                return replace(others, tensors=found.tensors, params=found.params), delta
         has_dlse = grad_lse is not None
         layout = self._hopper_layout(lowered, call, "backward", grad_out, wants, has_dlse)
         if layout.why_portable is not None:
@@ -170,15 +159,17 @@ class HopperBackend(TritonBackend):
         )  # fmt: skip
         return gradients, delta
 
-    def _distance_sums(
+    def _add_apart(
         self,
         lowered: Lowered,
         call: Call,
         lse: torch.Tensor,
         delta: torch.Tensor,
         grad_out: torch.Tensor,
-    ) -> torch.Tensor:
-        return self._portable._distance_sums(lowered, call, lse, delta, grad_out)
+        shares: Shares,
+        found: Gradients,
+    ) -> Gradients:
+        return self._portable._add_apart(lowered, call, lse, delta, grad_out, shares, found)
 
     def choices(
         self, lowered: Lowered, call: Call, kind: str, grad_out: torch.Tensor | None,
@@ -251,7 +242,8 @@ class HopperBackend(TritonBackend):
                 views[name] = view(rows, (1,), blocks[name], encoders.get(name))
         return HopperLayout(
             layout.special, layout.executables, layout.strides, layout.out_strides, layout.sizes,
-            layout.lists, launches, views, () if grad_out is None else strides(grad_out)[:3],
+            layout.lists, layout.lines, launches, views,
+            () if grad_out is None else strides(grad_out)[:3],
             learned_in_kernel(lowered, layout.special),
             _together(call, lowered.program.mask is not None),
             0 if grad_out is not None else _programs(call, config), is_drawn(lowered, config),

@@ -13,7 +13,7 @@ from attndsl.passes.differentiate import vjp
 
 from ..base import Wants
 from ..triton.cross import example_call
-from ..triton.distances import wants_of_kernels
+from ..triton.shares import wants_of_kernels
 from .backend import max_head_dim, why_portable
 from .kernels import HopperKernels
 

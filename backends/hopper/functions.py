@@ -18,9 +18,9 @@ from attndsl.passes.gather import lookups
 from attndsl.passes.simplify import simplify_node
 from attndsl.passes.widths import fits, ranges
 
-from ..triton.device_functions import program_function
+from ..triton.device_functions import PAIR, program_function
 from ..triton.expression import print_expressions
-from ..triton.generate import PAIR, pair_body
+from ..triton.generate import pair_body
 from .learned import slope_for_factor
 
 if TYPE_CHECKING:

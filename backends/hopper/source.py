@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 from attndsl.errors import UnsupportedError
 
 from ..triton.cross import parse_target
-from ..triton.distances import wants_of_kernels
 from ..triton.kernels import plan_loop
+from ..triton.shares import wants_of_kernels
 from ..triton.specialise import specialise, with_forms, with_gradients
 from .backend import why_portable
 from .generate import generate
@@ -34,7 +34,7 @@ def hopper_source(lowered: Lowered, call: Call, direction: str, wants: Wants) ->
         )
     special = specialise(lowered.program, call)
     if direction == "backward":
-        special = with_gradients(special, call, wants.tensors, wants.params)
+        special = with_gradients(special, wants)
     special = with_forms(special, lowered.program, parse_target("cuda:90"))
     texts = []
     for name in HopperKernels.directions[direction]:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import triton
 
 from .compile import Argument
+from .lines import Lines
 from .specialise import strides
 
 if TYPE_CHECKING:
@@ -19,7 +20,8 @@ if TYPE_CHECKING:
     from .compile import Executable
     from .specialise import Specialisation
 
-_STATISTICS = ("LSE", "DLSE", "LSE2", "DELTA", "SUMS", "DISTANCE_SUMS")
+NO_LINES = Lines()
+_STATISTICS = ("LSE", "DLSE", "LSE2", "DELTA", "SUMS", "DISTANCE_SUMS", "LINE_SUMS")
 _LISTS = {
     "kinds": "*i8",
     "tile_rows": "*i32",
@@ -29,6 +31,7 @@ _LISTS = {
     "column_ints": "*i64",
     "column_floats": "*fp32",
 }
+_EXACT = {"BOUNDS": "*i32", "SCALES": "*fp64"}
 _OPERANDS = ("Q", "K", "V", "OUT", "DOUT", "DQ", "DK", "DV_OUT")
 
 
@@ -46,6 +49,8 @@ class Layout:
     """batch, heads, kv_heads, q_len, kv_len."""
     lists: Mapping[str, Mapping[str, Executable]]
     """The kernels that list the tiles, for each direction whose tiles are listed."""
+    lines: Lines = NO_LINES
+    """What the kernels of a backward add up along rows and columns."""
 
 
 def block_widths(special: Specialisation) -> tuple[int, int]:
@@ -110,6 +115,12 @@ def template_argument(name: str, special: Specialisation) -> Argument:
         return Argument(name, _LISTS[name], aligned=True)
     if name in _STATISTICS:
         return Argument(name, "*fp32", aligned=True)
+    if name in _EXACT:
+        return Argument(name, _EXACT[name], aligned=True)
+    if name.startswith("PAIR_SUMS"):
+        return Argument(name, f"*{special.pair_types[int(name[9:])]}")
+    if name.startswith("pair_step"):
+        return Argument(name, "i64")
     if name.startswith("stride_"):
         # Batches and heads are far apart; rows of a tile rarely are.
         wide = name[-1] in "bh" or special.wide_rows
@@ -139,11 +150,12 @@ def capture_types(special: Specialisation) -> dict[str, Argument]:
             add(f"size{dim}_{name}", "i32")
             add(f"stride{dim}_{name}", "i64" if capture.wide else "i32", aligned)
             add(f"gstride{dim}_{name}", "i64")
-        large = name in special.large_gradients
-        add(f"g_{name}", "*fp32" if large else "*fp64", aligned=True)
+        add(f"exact_{name}", "*i64", aligned=True)
+        add(f"notes_{name}", "*i32", aligned=True)
+        add(f"copies_{name}", "i32")
+        add(f"step_{name}", "i64")
     for param in special.params:
         add(param.argument, param.type)
-        add(f"g_{param.name}", "*fp64", aligned=True)
     for dim_name in special.dim_names:
         add(f"n_{dim_name}", "i32")
     if special.dropout:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -13,23 +12,26 @@ from attndsl.errors import UnsupportedError
 from attndsl.passes.widths import POSITION_LIMIT
 
 from ..base import Gradients
-from .arguments import Layout, capture_arguments, origin
-from .distances import add_distance_gradients, share_out, wants_of_kernels
+from .apart import Again, add_apart
+from .arguments import NO_LINES, Layout, capture_arguments, origin
 from .kernels import STATISTICS_ROWS, Kernels
 from .library import STATISTICS_PADDING
-from .order import of_pairs
+from .lines import line_gradients, lines_among
+from .shares import key_of, share_out, wants_of_kernels
 from .sinks import add_sink_gradients
-from .specialise import LARGE_GRADIENT, Specialisation, specialise, strides, with_gradients
+from .specialise import Specialisation, specialise, strides, with_gradients, with_pair_sums
+from .streams import on_device, stream_of
 from .tile_lists import list_arguments
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Hashable, Mapping
 
     from attndsl.pipeline import Lowered
 
     from ..base import Call, Scalar, Store, Wants
     from .compile import Executable
     from .kernels import Prepared
+    from .shares import Shares
     from .tiles import Config
 
 MAX_HEAD_DIM = 512
@@ -46,7 +48,7 @@ class TritonBackend:
 
     def __init__(self, store: Store) -> None:
         self._kernels = Kernels(store)
-        self._shares: dict[tuple[object, ...], tuple[Wants, Wants]] = {}
+        self._shares: dict[Hashable, Shares] = {}
         self._layouts: dict[tuple[object, ...], Layout] = {}
 
     @property
@@ -133,18 +135,16 @@ class TritonBackend:
         """See :class:`~attndsl.backends.base.Backend`."""
         if not wants.tensors and not wants.params:
             return self._gradients(lowered, call, out, lse, grad_out, grad_lse, wants)[0]
-        apart, scored = self._shared_out(lowered, call, wants)
-        found, delta = self._gradients(lowered, call, out, lse, grad_out, grad_lse, scored)
-        if apart.tensors or apart.params:
-            sums = self._distance_sums(lowered, call, lse, delta, grad_out)
-            found = add_distance_gradients(lowered, call, sums, apart, found)
+        shares = self._shared_out(lowered, call, wants)
+        found, delta = self._gradients(lowered, call, out, lse, grad_out, grad_lse, shares.lines)
+        found = self._add_apart(lowered, call, lse, delta, grad_out, shares, found)
         if lowered.program.sink is None:
             return found
         return add_sink_gradients(lowered, call, lse, delta, wants, found)
 
-    def _shared_out(self, lowered: Lowered, call: Call, wants: Wants) -> tuple[Wants, Wants]:
-        """As :func:`.distances.share_out`, kept."""
-        key = lowered.digest, call.indexed, wants
+    def _shared_out(self, lowered: Lowered, call: Call, wants: Wants) -> Shares:
+        """As :func:`.shares.share_out`, kept."""
+        key = key_of(lowered, call, wants)
         found = self._shares.get(key)
         if found is None:
             found = share_out(lowered, call, wants)
@@ -153,37 +153,21 @@ class TritonBackend:
             self._shares[key] = found
         return found
 
-    def _distance_sums(
+    def _add_apart(
         self,
         lowered: Lowered,
         call: Call,
         lse: torch.Tensor,
         delta: torch.Tensor,
         grad_out: torch.Tensor,
-    ) -> torch.Tensor:
-        """Sums of dS, see :func:`.distances.add_distance_gradients`."""
-        batch, heads, q_len = lse.shape
-        kv_len = call.k.shape[2]
-        if not lse.numel() or not kv_len:
-            return lse.new_zeros((batch, heads, 1, 2, 1))
-        if grad_out.stride(-1) != 1:
+        shares: Shares,
+        found: Gradients,
+    ) -> Gradients:
+        """``found`` with the gradients that have kernels of their own."""
+        if grad_out.numel() and grad_out.stride(-1) != 1:
             grad_out = grad_out.contiguous()
-        layout = self._layout(lowered, call, "distances", grad_out)
-        kernel = layout.executables["distances"]
-        block = kernel.config.block_m
-        diagonals = -(-q_len // block) + -(-kv_len // block) - 1
-        sums = lse.new_empty((batch, heads, diagonals, 2, block))
-        with on_device(lse.device):
-            kernel.launch(
-                batch * heads * diagonals, stream_of(lse.device),
-                [
-                    call.q, call.k, call.v, grad_out, lse, delta, sums, *layout.strides,
-                    *strides(grad_out)[:3], call.scale, *layout.sizes,
-                    origin(call.q_offset, call.q_index), origin(call.kv_offset, call.kv_index),
-                    *capture_arguments(layout.special, call),
-                ],
-            )  # fmt: skip
-        return sums
+        again = Again(lowered, call, lse, delta, grad_out, self._layout)
+        return add_apart(again, shares, found)
 
     def _gradients(
         self,
@@ -196,36 +180,17 @@ class TritonBackend:
         wants: Wants,
     ) -> tuple[Gradients, torch.Tensor]:
         """What kernels make of the gradients, and delta (batch, heads, padded rows)."""
-        captures = wants.tensors or wants.params
-        if call.deterministic and (wants.params or wants.tensors - of_pairs(lowered.program, call)):
-            raise UnsupportedError(
-                "the triton backend adds up gradients of captured tensors and params with atomics, "
-                "whose order varies from run to run",
-                hint="drop deterministic=True, use backend='reference', or look up a tensor of "
-                "[batch, heads, q_len, kv_len] by [b, h, q, kv]",
-            )
         q, k, v = call.q, call.k, call.v
         batch, heads, q_len, _ = q.shape
         if grad_out.numel() and grad_out.stride(-1) != 1:
             grad_out = grad_out.contiguous()
-        large = {name for name in wants.tensors if call.tensors[name].numel() >= LARGE_GRADIENT}
-        buffers = {
-            name: torch.zeros(
-                call.tensors[name].shape,
-                dtype=torch.float32 if name in large else torch.float64,
-                device=q.device,
-            )
-            for name in sorted(wants.tensors)
-        } | {
-            name: torch.zeros((), dtype=torch.float64, device=q.device)
-            for name in sorted(wants.params)
-        }
         dq = (
             torch.zeros_like(q, memory_format=torch.contiguous_format)
             if lse.numel() == 0
             else q.new_empty(q.shape)
         )
         dk, dv = k.new_empty(k.shape), v.new_empty(v.shape)
+        lines, row_sums, column_sums = NO_LINES, None, None
         if lse.numel() == 0:
             dk.zero_(), dv.zero_()
             delta = lse
@@ -234,6 +199,11 @@ class TritonBackend:
             padded = -(-q_len // PADDING) * PADDING
             lse2 = lse.new_empty((batch, heads, padded))
             delta = torch.empty_like(lse2)
+            lines = layout.lines
+            if lines.rows:
+                row_sums = lse.new_empty((len(lines.rows), batch, heads, q_len))
+            if lines.columns:
+                column_sums = lse.new_empty((len(lines.columns), batch, heads, k.shape[2]))
             stream = stream_of(q.device)
             grad_strides = strides(grad_out)[:3]
             rows = layout.executables["row_statistics"]
@@ -247,29 +217,35 @@ class TritonBackend:
                      lse2, delta,
                      *strides(out)[:3], *grad_strides, heads, q_len],
                 )  # fmt: skip
-                if (wants.k or wants.v) and k.shape[2]:
+                if (wants.k or wants.v or column_sums is not None) and k.shape[2]:
                     kernel = layout.executables["backward_kv"]
                     tiles = -(-k.shape[2] // kernel.config.block_n)
                     kernel.launch(
                         tiles * batch * k.shape[1], stream,
                         [q, k, v, grad_out, dk, dv, lse2, delta, *shared,
-                         *lists_of(layout, lowered, call, "backward_kv", stream)],
+                         *lists_of(layout, lowered, call, "backward_kv", stream),
+                         *([] if column_sums is None else [column_sums])],
                     )  # fmt: skip
-                if wants.q or captures:
+                if wants.q or (row_sums is not None and k.shape[2]):
                     kernel = layout.executables["backward_q"]
                     tiles = -(-q_len // kernel.config.block_m)
                     kernel.launch(
                         tiles * batch * heads, stream,
                         [q, k, v, grad_out, dq, lse2, delta, *shared,
                          *lists_of(layout, lowered, call, "backward_q", stream),
-                         *_gradient_arguments(buffers)],
+                         *([] if row_sums is None else [row_sums])],
                     )  # fmt: skip
+        tensors: dict[str, torch.Tensor] = {}
+        params: dict[str, torch.Tensor] = {}
+        if wants.tensors or wants.params:
+            some = (row_sums, column_sums) if k.shape[2] else (None, None)
+            tensors, params = line_gradients(call, wants, lines, *some)
         gradients = Gradients(
             q=dq if wants.q else None,
             k=dk if wants.k else None,
             v=dv if wants.v else None,
-            tensors={name: buffers[name].to(call.tensors[name].dtype) for name in wants.tensors},
-            params={name: buffers[name].to(_dtype(call.params[name])) for name in wants.params},
+            tensors=tensors,
+            params=params,
         )
         return gradients, delta
 
@@ -325,6 +301,8 @@ class TritonBackend:
     ) -> Layout:
         grads = () if grad_out is None else (grad_out,)
         special = _special(lowered, call, grads, wants)
+        if kind == "pairs":
+            special = with_pair_sums(special, lowered, call)
         device = call.q.device
         prepared = self._kernels.attention(lowered, kind, special, device, has_dlse)
         steps = tuple(s for t in (call.q, call.k, call.v) for s in strides(t)[:3])
@@ -335,7 +313,9 @@ class TritonBackend:
             direction: self._list_kernels(lowered, special, prepared, direction, device)
             for direction in prepared.listed
         }
-        return Layout(special, prepared.executables, steps, strides(out)[:3], sizes, lists)
+        names = {*special.tensor_gradients, *special.param_gradients}
+        learned = lines_among(lowered, names) if kind == "backward" else NO_LINES
+        return Layout(special, prepared.executables, steps, strides(out)[:3], sizes, lists, learned)
 
     def _list_kernels(
         self,
@@ -347,7 +327,7 @@ class TritonBackend:
     ) -> Mapping[str, Executable]:
         config = prepared.executables[direction].config
         # They add up no gradients, so that one module serves all directions.
-        special = replace(special, tensor_gradients=(), param_gradients=(), large_gradients=())
+        special = replace(special, tensor_gradients=(), param_gradients=())
         return self._kernels.tile_lists(lowered, special, device, config.block_m, config.block_n)
 
 
@@ -365,7 +345,7 @@ def _special(
     lowered: Lowered, call: Call, grads: tuple[torch.Tensor, ...], wants: Wants | None
 ) -> Specialisation:
     special = specialise(lowered.program, call, *grads)
-    return special if wants is None else with_gradients(special, call, wants.tensors, wants.params)
+    return special if wants is None else with_gradients(special, wants)
 
 
 def _signature(
@@ -408,31 +388,3 @@ def _param_class(value: Scalar | torch.Tensor) -> object:
     if isinstance(value, torch.Tensor):
         return value.dtype
     return isinstance(value, int) and value.bit_length() > 31
-
-
-def _gradient_arguments(buffers: Mapping[str, torch.Tensor]) -> list[Any]:
-    arguments: list[Any] = []
-    for buffer in buffers.values():
-        arguments.append(buffer)
-        arguments += buffer.stride()
-    return arguments
-
-
-def _dtype(value: object) -> torch.dtype:
-    assert isinstance(value, torch.Tensor)
-    return value.dtype
-
-
-_UNCHANGED = contextlib.nullcontext()
-
-
-def stream_of(device: torch.device) -> int:
-    """Handle of the current stream."""
-    return int(torch._C._cuda_getCurrentRawStream(device.index)) if device.type == "cuda" else 0
-
-
-def on_device(device: torch.device) -> contextlib.AbstractContextManager[object]:
-    """Makes ``device`` the current one meanwhile, where it is not."""
-    if device.type == "cuda" and torch.cuda.current_device() != device.index:
-        return torch.cuda.device(device)
-    return _UNCHANGED

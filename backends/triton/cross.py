@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,12 +17,14 @@ from attndsl.passes.tiles.plan import DIRECTIONS
 from ..base import Call
 from .arguments import arguments_of, block_widths
 from .compile import build, load_module
-from .distances import wants_of_kernels
-from .generate import generate_attention
+from .generate import entry_of, generate_attention
+from .generate_gradients import SCATTERED
 from .generate_lists import generate_lists
 from .kernels import DIRECTIONS_OF, LIST_CHUNK, STATISTICS_ROWS, plan_loop, work_of
 from .library import row_statistics
-from .specialise import specialise, with_forms, with_gradients
+from .shares import share_out
+from .specialise import specialise, with_forms, with_gradients, with_pair_sums
+from .terms import is_plain, terms_of
 from .tiles import Config, candidates, shared_memory_of
 
 if TYPE_CHECKING:
@@ -90,15 +92,31 @@ def kernel_source(lowered: Lowered, call: Call, direction: str, wants: Wants) ->
     shared = shared_memory_of("cuda:90")
     special = specialise(lowered.program, call)
     special = with_forms(special, lowered.program, parse_target("cuda:90"))
+    kernels = [(name, special) for name in DIRECTIONS_OF[direction]]
     if direction == "backward":
-        scored = wants_of_kernels(lowered, call, wants)
-        special = with_gradients(special, call, scored.tensors, scored.params)
+        kernels = _backward_kernels(lowered, call, special, wants)
     texts = []
-    for name in DIRECTIONS_OF[direction]:
-        config = _candidates(name, work_of(lowered, special, name), special, shared)[0]
-        loop = plan_loop(lowered, special, name, config)
-        texts.append(generate_attention(lowered, special, name, loop))
+    for name, own in kernels:
+        config = _candidates(name, work_of(lowered, own, name), own, shared)[0]
+        texts.append(generate_attention(lowered, own, name, plan_loop(lowered, own, name, config)))
     return "\n\n".join(texts)
+
+
+def _backward_kernels(
+    lowered: Lowered, call: Call, special: Specialisation, wants: Wants
+) -> list[tuple[str, Specialisation]]:
+    """The kernels that a backward of ``call`` runs, and what each is generated for."""
+    shares = share_out(lowered, call, wants)
+    lines = with_gradients(special, shares.lines)
+    found = [(name, lines) for name in DIRECTIONS_OF["backward"]]
+    if shares.distances.tensors or shares.distances.params:
+        found.append(("distances", special))
+    for group in shares.pairs:
+        found.append(("pairs", with_pair_sums(with_gradients(special, group), lowered, call)))
+    if shares.others.tensors:
+        others = with_gradients(special, shares.others)
+        found += [(name, others) for name in SCATTERED]
+    return found
 
 
 def _candidates(name: str, work: str, special: Specialisation, shared: int) -> tuple[Config, ...]:
@@ -128,19 +146,17 @@ def cross_compile(
     attention = with_forms(special, lowered.program, compiler.target)
     found = []
     with tempfile.TemporaryDirectory() as folder:
-        softmax = lowered.program.weights is None and lowered.program.dropout is None
-        for name in (*DIRECTIONS, *["distances"] * softmax):
+        for name, own in _kernels(lowered, attention):
             for config in (configs or {}).get(name) or _candidates(
-                name, work_of(lowered, special, name), special, shared
+                name, work_of(lowered, own, name), own, shared
             ):
-                loop = plan_loop(lowered, special, name, config)
-                text = generate_attention(lowered, attention, name, loop)
+                loop = plan_loop(lowered, own, name, config)
+                text = generate_attention(lowered, own, name, loop)
                 path = Path(folder) / f"{name}_{len(list(Path(folder).iterdir()))}.py"
                 path.write_text(text, "utf-8")
-                entry = f"attention_{name}" if name in DIRECTIONS else name
-                function = getattr(load_module(path, path.stem), entry)
+                function = getattr(load_module(path, path.stem), entry_of(name))
                 try:
-                    found.append(compiler.compile(name, function, special, (config,), {}))
+                    found.append(compiler.compile(name, function, own, (config,), {}))
                 except BackendError as error:
                     refusal = error
                     continue
@@ -160,6 +176,32 @@ def cross_compile(
                 found.append(
                     compiler.compile(name, getattr(module, name), special, (config,), sizes)
                 )
+    return found
+
+
+def _kernels(lowered: Lowered, special: Specialisation) -> list[tuple[str, Specialisation]]:
+    """The kernels that make the gradients in ``special``, and those of all calls."""
+    found = [(name, special) for name in (*DIRECTIONS, "distances")]
+    terms = terms_of(lowered, special.tensor_gradients)
+    types = dict(zip((c.name for c in special.captures), special.capture_types, strict=True))
+    pairs = [term for term in terms if term.along == "pair"]
+    if pairs:
+        names = tuple(sorted({term.name for term in pairs}))
+        apart = replace(special, tensor_gradients=names, param_gradients=())
+        found += [(name, apart) for name in SCATTERED]
+    plain = [term for term in pairs if is_plain(term)]
+    if plain:
+        names = tuple(sorted({term.name for term in plain}))
+        own = [term for term in terms if term.name in names]
+        kinds = tuple(types[term.name] for term in own)
+        apart = replace(
+            special,
+            tensor_gradients=names,
+            param_gradients=(),
+            pair_types=kinds,
+            pair_units=("kv",) * len(kinds),
+        )
+        found.append(("pairs", apart))
     return found
 
 

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from .specialise import Specialisation
 
 _INDENT = "    "
+PAIR = "b, h, hkv, q, kv, batch, heads, kv_heads, q_len, kv_len"
+"""What functions of pairs take beside the score and what the program adds."""
 
 
 def parameters(special: Specialisation) -> list[str]:
@@ -30,17 +32,6 @@ def parameters(special: Specialisation) -> list[str]:
     names += [kind.argument for kind in special.params]
     names += [f"n_{name}" for name in special.dim_names]
     names += ["seed"] * special.dropout
-    return names
-
-
-def gradient_parameters(special: Specialisation) -> list[str]:
-    """Kernel arguments of the gradient buffers, fp32: address, and strides of a tensor's."""
-    names = []
-    ranks = {capture.name: capture.rank for capture in special.captures}
-    for name in special.tensor_gradients:
-        names.append(f"g_{name}")
-        names += [f"gstride{dim}_{name}" for dim in range(ranks[name])]
-    names += [f"g_{name}" for name in special.param_gradients]
     return names
 
 

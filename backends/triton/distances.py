@@ -4,7 +4,7 @@ With dS the gradient of the final score and f(q - kv) a term of it, the gradient
 is the sum of dS along a diagonal. A kernel adds up whole tiles along the diagonals of tiles, in a
 fixed order; torch does the rest on one value a distance (batch, heads, distances).
 
-Non-goals: calls whose positions are looked up, programs with weights of their own or dropout.
+Non-goals: calls whose positions are looked up, what the program's weights or dropout mention.
 """
 
 from __future__ import annotations
@@ -18,41 +18,32 @@ from attndsl.passes.distance import varies_with_distance_alone
 
 from ..capture_sums import CaptureSums
 from ..cpu_tiles import Expressions, Step
-from .sinks import without_sinks
+from .terms import terms_of
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
+
     from attndsl.ir import Node
     from attndsl.pipeline import Lowered
 
     from ..base import Call, Gradients, Wants
 
 
-def by_distance(lowered: Lowered, call: Call, wants: Wants) -> Wants:
-    """Those of the tensors and params in ``wants`` whose gradients are sums along diagonals."""
-    program, derivative = lowered.program, lowered.derivative
-    names = wants.tensors | wants.params
-    if not names or program.weights is not None or program.dropout is not None or call.indexed:
-        return replace(wants, tensors=frozenset(), params=frozenset())
+def by_distance(lowered: Lowered, call: Call, names: Collection[str]) -> frozenset[str]:
+    """Those of the tensors and params ``names`` whose gradients are sums along diagonals."""
+    if not names or call.indexed:
+        return frozenset()
     roots: dict[str, list[Node]] = {}
-    for tensor in derivative.tensors:
-        roots.setdefault(str(tensor.load.value), []).extend((tensor.factor, *tensor.load.args))
-    for scalar in derivative.params:
-        roots.setdefault(scalar.name, []).append(scalar.factor)
-    found = {name for name in names & roots.keys() if varies_with_distance_alone(*roots[name])}
-    return replace(wants, tensors=wants.tensors & found, params=wants.params & found)
-
-
-def share_out(lowered: Lowered, call: Call, wants: Wants) -> tuple[Wants, Wants]:
-    """What is summed along diagonals, and what attention kernels add up; neither a sink's own."""
-    scored = without_sinks(lowered, wants)
-    apart = by_distance(lowered, call, scored)
-    tensors, params = scored.tensors - apart.tensors, scored.params - apart.params
-    return apart, replace(scored, tensors=tensors, params=params)
-
-
-def wants_of_kernels(lowered: Lowered, call: Call, wants: Wants) -> Wants:
-    """What the attention kernels themselves add up."""
-    return share_out(lowered, call, wants)[1]
+    others = set()
+    for term in terms_of(lowered, names):
+        roots.setdefault(term.name, []).extend((*term.factors.values(), *term.leaf.args))
+        if term.factors.keys() != {"score"}:
+            others.add(term.name)
+    return frozenset(
+        name
+        for name, found in roots.items()
+        if name not in others and varies_with_distance_alone(*found)
+    )
 
 
 def add_distance_gradients(

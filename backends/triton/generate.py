@@ -8,25 +8,19 @@ from __future__ import annotations
 from importlib import resources
 from typing import TYPE_CHECKING
 
-from attndsl.ir import DType, Op, Program, const, reads_score
-from attndsl.passes.differentiate import differentiate
+from attndsl.ir import DType, Op, dependencies, reads_score
 from attndsl.passes.tiles.plan import DIRECTIONS
 
-from .device_functions import (
-    gradient_parameters,
-    param_values,
-    parameters,
-    program_function,
-    wrapped,
-)
-from .expression import Printed, Printer, element_offset, print_expressions
+from .device_functions import PAIR, param_values, parameters, program_function, wrapped
+from .expression import Printed, print_expressions
+from .generate_gradients import SCATTERED, gradient_texts
 from .loops import LIST_PARAMETERS, print_loop
+from .terms import derivatives
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from attndsl.ir import Node
-    from attndsl.passes.differentiate import Derivative
+    from attndsl.ir import Node, Program
     from attndsl.passes.tiles.plan import LoopPlan
     from attndsl.pipeline import Lowered
 
@@ -34,10 +28,6 @@ if TYPE_CHECKING:
     from .specialise import Specialisation
 
 _INDENT = "    "
-PAIR = "b, h, hkv, q, kv, batch, heads, kv_heads, q_len, kv_len"
-"""What functions of pairs take beside the score and what the program adds."""
-
-
 _PASSES = {"forward": "forward", "backward_kv": "kv_pass", "backward_q": "q_pass"}
 """What templates call the loop of each direction."""
 
@@ -45,15 +35,18 @@ _PASSES = {"forward": "forward", "backward_kv": "kv_pass", "backward_q": "q_pass
 def generate_attention(
     lowered: Lowered, special: Specialisation, direction: str, loop: LoopPlan
 ) -> str:
-    """The module of one kernel, ``attention_{direction}`` or ``distances``, with its loop's plan.
+    """The module of one kernel, :func:`entry_of` ``direction``, with its loop's plan.
 
     The backward kernels add up the gradients that ``special`` names.
     """
-    if direction == "distances":
-        return _generate_distances(lowered, special)
+    if direction not in DIRECTIONS:
+        return _generate_apart(lowered, special, direction)
     program, sparsity = lowered.program, lowered.sparsity
     names = parameters(special)
     functions, helpers = _functions(lowered, special)
+    learned = gradient_texts(lowered, special, direction)
+    functions += learned.functions
+    helpers |= learned.helpers
     if direction == "forward":
         text, used = _sink_function(program.sink, special)
         functions.append(text)
@@ -75,31 +68,45 @@ def generate_attention(
         or special.negative_scale,
         "RAGGED_FULL": sparsity.plain,
         "HAS_SINK": program.sink is not None,
-        "HAS_DROPOUT": program.dropout is not None,
-        "HAS_CAPTURE_GRADIENTS": bool(special.tensor_gradients or special.param_gradients),
         f"{name.upper()}_HAS_FULL": listed or bool(loop.full),
         f"{name.upper()}_HAS_PARTIAL": listed or bool(loop.partial),
         f"{name.upper()}_DESCENDING": loop.descending,
     }
-    more = {
-        "gradient_parameters": wrapped(gradient_parameters(special)),
-        "gradient_arguments": wrapped(gradient_parameters(special)),
-        f"{name}_lists": wrapped(LIST_PARAMETERS) if listed else [],
-    }
+    flags |= dict(learned.flags)
+    more = {**learned.hooks, f"{name}_lists": wrapped(LIST_PARAMETERS) if listed else []}
     templates = ("forward",) if direction == "forward" else ("weights", direction)
     return fill_template(
         __package__, templates, [*functions, *texts], helpers | used, flags, names, more
     )
 
 
-def _generate_distances(lowered: Lowered, special: Specialisation) -> str:
-    """The module of the kernel that adds up dS along diagonals."""
+def _generate_apart(lowered: Lowered, special: Specialisation, direction: str) -> str:
+    """The module of a kernel that makes gradients of captured tensors and params alone."""
     functions, helpers = _functions(lowered, special)
-    flags = _flags(lowered.program) | {"MASK_READS_SCORE": reads_score(lowered.program.mask)}
+    learned = gradient_texts(lowered, special, direction)
+    mask = lowered.program.mask
+    varies = frozenset[str]() if mask is None else dependencies(mask)[mask]
     return fill_template(
-        __package__, ("weights", "distances"), functions, helpers, flags, parameters(special),
-        {"gradient_parameters": [], "gradient_arguments": []},
-    )  # fmt: skip
+        __package__,
+        ("weights", "tile_gradients", entry_of(direction)),
+        [*functions, *learned.functions],
+        helpers | learned.helpers,
+        {
+            **_flags(lowered.program),
+            **learned.flags,
+            "MASK_READS_SCORE": reads_score(mask),
+            "MASK_IS_SHARED": not varies & {"b", "h", "score"},
+        },
+        parameters(special),
+        learned.hooks,
+    )
+
+
+def entry_of(direction: str) -> str:
+    """The kernel's name in its module."""
+    if direction in DIRECTIONS:
+        return f"attention_{direction}"
+    return "scattered" if direction in SCATTERED else direction
 
 
 def _flags(program: Program) -> dict[str, bool | float]:
@@ -108,6 +115,7 @@ def _flags(program: Program) -> dict[str, bool | float]:
         "MASKED": program.mask is not None,
         "MODIFIED": program.score.op is not Op.SCORE,
         "OWN_WEIGHTS": program.weights is not None,
+        "HAS_DROPOUT": program.dropout is not None,
     }
 
 
@@ -175,7 +183,8 @@ def _fill(template: list[str], fills: dict[str, list[str]]) -> list[str]:
 def _functions(lowered: Lowered, special: Specialisation) -> tuple[list[str], set[str]]:
     """The program's own device functions, and the library functions that they use."""
     program, derivative = lowered.program, lowered.derivative
-    slope = None if program.weights is None else _derivative(program.weights).score
+    found = derivatives(lowered)
+    slope = found["weight"].score if "weight" in found else None
     helpers: set[str] = set()
     texts = []
     specs: tuple[tuple[str, Node | None, str], ...] = (
@@ -194,25 +203,6 @@ def _functions(lowered: Lowered, special: Specialisation) -> tuple[list[str], se
         text, used = pair_function(name, root, special, doc)
         helpers |= used
         texts.append(text)
-    learns = bool(special.tensor_gradients or special.param_gradients)
-    for name, found, doc in (
-        ("add_capture_gradients", derivative, "score"),
-        ("add_weight_gradients", _derivative(program.weights), "weight"),
-        ("add_dropout_gradients", _derivative(program.dropout), "chance to be dropped"),
-    ):
-        body, used = _gradient_body(found, special)
-        helpers |= used
-        texts.append(
-            program_function(
-                name,
-                f"dscore, score, live, {PAIR}",
-                special,
-                f"Add each pair's part, by its {doc}, to the gradients of captures and params.",
-                body,
-                learns,
-                gradient_parameters(special),
-            )
-        )
     return texts, helpers
 
 
@@ -246,45 +236,3 @@ def _sink_function(root: Node | None, special: Specialisation) -> tuple[str, set
     first = "b, h, hkv, batch, heads, kv_heads, q_len, kv_len"
     doc = "The logit that is in the denominator of each row of a head."
     return program_function("sink_of_head", first, special, doc, body, root is not None), helpers
-
-
-def _derivative(root: Node | None) -> Derivative:
-    """Derivatives of what stands around the score; a plain softmax has none."""
-    return differentiate(Program(score=const(0.0) if root is None else root))
-
-
-def _gradient_body(derivative: Derivative, special: Specialisation) -> tuple[list[str], set[str]]:
-    """One atomic addition a gradient: of the tile, or of its sums over the axes the index lacks."""
-    tensors = [g for g in derivative.tensors if g.load.value in special.tensor_gradients]
-    params = [g for g in derivative.params if g.name in special.param_gradients]
-    if not tensors and not params:
-        return ["pass"], set()
-    factors = tuple(g.factor for g in tensors) + tuple(g.factor for g in params)
-    roots = factors + tuple(index for g in tensors for index in g.load.args)
-    names = special.names()
-    printer = Printer(roots, names)
-    captures = {c.name: c for c in special.captures}
-    lines = []
-    for gradient in tensors:
-        name = str(gradient.load.value)
-        # Strides of the buffer are its own, so no dim of it counts as having stride 1.
-        indices = printer.indices(gradient.load)
-        offset = element_offset(indices, "gstride", name, captures[name].wide, frozenset())
-        found = frozenset[str]().union(*(printer.deps[index] for index in gradient.load.args))
-        part = f"dscore * {printer.operand(gradient.factor)}"
-        if {"q", "kv"} <= found or "score" in found:
-            lines.append(f"tl.atomic_add(g_{name} + {offset}, {part}, mask=live)")
-        elif "q" in found:
-            lines.append(f"tl.atomic_add(g_{name} + {offset}, tl.sum({part}, 1, keep_dims=True))")
-        elif "kv" in found:
-            lines.append(f"tl.atomic_add(g_{name} + {offset}, tl.sum({part}, 0, keep_dims=True))")
-        else:
-            total = f"tl.sum(tl.sum({part}, 1, keep_dims=True), 0, keep_dims=True)"
-            lines.append(
-                f"tl.atomic_add(g_{name} + ({offset} + tl.zeros([1, 1], tl.int32)), {total})"
-            )
-    for item in params:
-        lines.append(
-            f"tl.atomic_add(g_{item.name}, tl.sum(dscore * {printer.operand(item.factor)}))"
-        )
-    return [*printer.lines, *lines], set(printer.helpers)

@@ -15,7 +15,8 @@ from attndsl.passes.tiles.plan import DIRECTIONS, LoopPlan
 from ..key import KernelKey, source_fingerprint, version_of
 from .arguments import arguments_of, block_widths
 from .compile import Argument, Executable, build, is_interpreted, load_module, record, restore
-from .generate import generate_attention
+from .generate import entry_of, generate_attention
+from .generate_gradients import SCATTERED
 from .generate_lists import generate_lists
 from .library import row_statistics
 from .specialise import with_forms
@@ -37,7 +38,10 @@ DIRECTIONS_OF = {
     "forward": ("forward",),
     "backward": ("backward_kv", "backward_q"),
     "distances": ("distances",),
+    "pairs": ("pairs",),
+    "scattered": SCATTERED,
 }
+_KERNELS = frozenset(name for names in DIRECTIONS_OF.values() for name in names)
 _LIST_CONFIG = (4, 1)
 """Warps and stages of the kernels that find tiles."""
 _ATTEMPTS = 3
@@ -71,7 +75,7 @@ class Kernels:
     """Generates, compiles and keeps kernels, in memory and in ``store``."""
 
     directions: ClassVar[Mapping[str, tuple[str, ...]]] = DIRECTIONS_OF
-    """The kernels that make a forward, a backward, and sums of a backward by distance."""
+    """The kernels that make a forward, a backward, and gradients of captures that it does not."""
     fixed: ClassVar[Mapping[str, Any]] = {"row_statistics": row_statistics}
     """Kernels of a backward whose text is the same for all programs."""
 
@@ -281,7 +285,7 @@ class Kernels:
     def _function(self, module: _Module, name: str) -> Any:
         if name in self.fixed:
             return self.fixed[name]
-        return getattr(module.module, f"attention_{name}" if name in DIRECTIONS else name)
+        return getattr(module.module, entry_of(name) if name in _KERNELS else name)
 
     def _fixed_constants(self, special: Specialisation) -> dict[str, int | bool]:
         """Constants of the kernels in ``fixed``."""

@@ -331,6 +331,46 @@ def power(base, exponent):
 
 
 @triton.jit
+def finite_size(x):
+    """``abs(x)``, 0 where that is not finite."""
+    size = tl.abs(x)
+    return tl.where(size < float("inf"), size, 0.0)
+
+
+@triton.jit
+def raise_bound(BOUND, sizes):
+    """Make the fp32 number whose bits are at BOUND the greatest of itself and ``sizes``, none < 0.
+
+    Bits of such numbers are ordered as they are, and a maximum is the same in any order.
+    """
+    bits = sizes.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    tl.atomic_max(BOUND, tl.max(bits, 0), sem="relaxed")
+
+
+@triton.jit
+def exact_parts(part, SCALE):
+    """Finite parts times the fp64 power of two at SCALE, rounded to int64; 0 for others."""
+    kept = tl.where(tl.abs(part) < float("inf"), part, 0.0)
+    return tl.floor(kept.to(tl.float64) * tl.load(SCALE) + 0.5).to(tl.int64)
+
+
+@triton.jit
+def add_exactly(SUMS, place, exact):
+    """Add integers at the places: the sum is the same in any order."""
+    places = place + tl.zeros(exact.shape, tl.int32)
+    tl.atomic_add(SUMS + places, exact, mask=exact != 0, sem="relaxed")
+
+
+@triton.jit
+def note_infinities(NOTES, place, part):
+    """Note at the places which parts are inf (1), -inf (2) or NaN (4)."""
+    note = tl.where(part == float("inf"), 1, tl.where(part == float("-inf"), 2, 0))
+    note = tl.where(part != part, 4, note)
+    places = place + tl.zeros(part.shape, tl.int32)
+    tl.atomic_or(NOTES + places, note, mask=note != 0, sem="relaxed")
+
+
+@triton.jit
 def statistics_rows(head_of_batch, q_len):
     """Index of a head's first row in LSE2 and DELTA.
 

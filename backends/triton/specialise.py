@@ -15,13 +15,16 @@ from attndsl.ir import DType, Op
 
 from ..forms import EXACT, forms_for
 from .expression import Capture, Names
+from .pairs import dtypes_of, units_of
+from .terms import terms_of
 
 if TYPE_CHECKING:
     from triton.backends.compiler import GPUTarget
 
     from attndsl.ir import ParamDecl, Program, TensorDecl
+    from attndsl.pipeline import Lowered
 
-    from ..base import Call, Scalar
+    from ..base import Call, Scalar, Wants
 
 TRITON_TYPES = {
     torch.float16: "fp16",
@@ -84,8 +87,10 @@ class Specialisation:
     negative_scale: bool = False
     tensor_gradients: tuple[str, ...] = ()
     param_gradients: tuple[str, ...] = ()
-    large_gradients: tuple[str, ...] = ()
-    """Tensor gradients that are added up in fp32: too large for fp64, and rarely hit twice."""
+    pair_types: tuple[str, ...] = ()
+    """Triton's names of the types of sums of pairs (``pairs.py``), in the order of their terms."""
+    pair_units: tuple[str, ...] = ()
+    """``q`` or ``kv`` where neighbours along that lie side by side in them, else empty."""
     dropout: bool = False
     """Whether kernels draw numbers, from a seed."""
     seed_type: str = "i64"
@@ -139,21 +144,22 @@ def specialise(program: Program, call: Call, *grads: torch.Tensor) -> Specialisa
     )
 
 
-LARGE_GRADIENT = 1 << 22
-"""Elements from which a gradient is added up in fp32; smaller ones are in fp64, since thousands of
-parts may meet in one element."""
-
-
-def with_gradients(
-    special: Specialisation, call: Call, tensors: frozenset[str], params: frozenset[str]
-) -> Specialisation:
-    """``special`` for a backward that adds up these gradients."""
-    large = {name for name in tensors if call.tensors[name].numel() >= LARGE_GRADIENT}
+def with_gradients(special: Specialisation, wants: Wants) -> Specialisation:
+    """``special`` for kernels that add up the gradients of captures in ``wants``."""
     return replace(
         special,
-        tensor_gradients=tuple(sorted(tensors)),
-        param_gradients=tuple(sorted(params)),
-        large_gradients=tuple(sorted(large)),
+        tensor_gradients=tuple(sorted(wants.tensors)),
+        param_gradients=tuple(sorted(wants.params)),
+    )
+
+
+def with_pair_sums(special: Specialisation, lowered: Lowered, call: Call) -> Specialisation:
+    """``special`` for the kernel that adds up pairs of its tensors' gradients."""
+    terms = terms_of(lowered, special.tensor_gradients)
+    return replace(
+        special,
+        pair_types=tuple(TRITON_TYPES[dtype] for dtype in dtypes_of(terms, call)),
+        pair_units=units_of(terms, call),
     )
 
 

@@ -87,11 +87,28 @@ _DISTANCES = {
     256: (Config(64, 64, 8, 1), Config(32, 32, 4, 1)),
     512: (Config(32, 32, 4, 1),),
 }
+# In one stage, as the above. A thread holds three tiles: scores, gradients of weights, sums.
+_PAIRS = {
+    64: (Config(128, 64, 8, 1), Config(64, 64, 4, 1), Config(32, 32, 4, 1)),
+    128: (Config(128, 64, 8, 1), Config(64, 64, 4, 1), Config(32, 32, 4, 1)),
+    256: (Config(64, 64, 8, 1), Config(32, 32, 4, 1)),
+    512: (Config(32, 32, 4, 1),),
+}
+# Integers of 64 bits take registers: more threads, or smaller tiles.
+_SCATTER_SUMS = {
+    64: (Config(64, 64, 8, 1), Config(64, 32, 4, 1), Config(32, 32, 4, 1)),
+    128: (Config(64, 64, 8, 1), Config(64, 32, 4, 1), Config(32, 32, 4, 1)),
+    256: (Config(64, 64, 8, 1), Config(32, 32, 4, 1)),
+    512: (Config(32, 32, 4, 1),),
+}
 _TABLES = {
     "forward": _FORWARD,
     "backward_kv": _BACKWARD_KV,
     "backward_q": _BACKWARD_Q,
     "distances": _DISTANCES,
+    "pairs": _PAIRS,
+    "scatter_bounds": _PAIRS,
+    "scatter_sums": _SCATTER_SUMS,
 }
 # A masked program has two loops, FULL and PARTIAL, and needs more registers.
 _MASKED = {
@@ -143,7 +160,8 @@ def candidates(
     """Configs worth compiling, in order.
 
     Args:
-        kernel: ``forward``, ``backward_kv``, ``backward_q`` or ``distances``.
+        kernel: ``forward``, ``backward_kv``, ``backward_q``, or one of those that make gradients
+            of captures alone.
         block_d: Head dim, rounded up to a power of two.
         block_dv: The value's head dim, likewise.
         element_bytes: Bytes of an element of q, k and v.

@@ -81,3 +81,31 @@ def test_results_do_not_depend_on_what_is_kept(backend):
             torch.testing.assert_close(out.float(), wanted, atol=2e-2, rtol=2e-2)
             fresh = attention(q.clone(), k.clone(), v.clone())
             torch.testing.assert_close(out, fresh, atol=0.0, rtol=0.0)
+
+
+LEARNED = {
+    "gain": ("tensor t[heads]: float; score = tanh(score * t[h])", (4,)),
+    "bias": ("tensor t[q_len, kv_len]: float; score = score + t[q, kv]", (300, 300)),
+    "distances": ("tensor t[n]: float; score = score + t[q - kv + 300]", (600,)),
+    "buckets of two": ("tensor t[n]: float; score = score + t[(q * kv) % n]", (37,)),
+}
+
+
+@pytest.mark.parametrize("backend", ["triton", "hopper"])
+@pytest.mark.parametrize("name", LEARNED)
+def test_gradients_of_captures_are_replayed(backend, name):
+    text, shape = LEARNED[name]
+    attention, inputs = attndsl.compile(text, backend=backend), _inputs(requires_grad=True)
+    table = torch.randn(shape, device="cuda", requires_grad=True)
+    grad_out = torch.randn_like(inputs[0])
+
+    def gradients():
+        return torch.autograd.grad(attention(*inputs, t=table), table, grad_out)
+
+    found, graph = _captured(gradients)
+    for _ in range(3):
+        with torch.no_grad():
+            for x in (*inputs, table, grad_out):
+                x.copy_(torch.randn_like(x))
+        graph.replay()
+        assert torch.equal(found[0], gradients()[0])

@@ -83,39 +83,3 @@ def test_lookups_out_of_range(check, checked):
         bias = bias.masked_fill(steps[:, None] < steps, -torch.inf)
         expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, bias)
         torch.testing.assert_close(attention(q, k, v, near=near), expected)
-
-
-PAIRS = "tensor t[batch, heads, q_len, kv_len]: float; score = score + t[b, h, q, kv]"
-SUMS = {
-    "shared by the batch": (3, PAIRS.replace("batch, ", "").replace("b, h", "h")),
-    "two lookups": (4, PAIRS + " * t[b, h, q, 0]"),
-    "other dims": (4, PAIRS.replace("batch, heads", "m, n")),
-    "other indices": (4, PAIRS.replace("q, kv]", "kv, q]")),
-}
-
-
-def _deterministic(backend, device, dims, text, **options):
-    t = torch.randn((2, 2, 24, 24)[-dims:], device=device, requires_grad=True)
-    q, k, v = (torch.randn(2, 2, 24, 16, device=device) for _ in range(3))
-    attention = attndsl.compile(text, backend=backend)
-    return torch.autograd.grad(attention(q, k, v, t=t, deterministic=True, **options).sum(), t)
-
-
-def test_gradients_of_pairs_are_deterministic_everywhere(place):
-    found = []
-    for backend in (place.backend, "reference"):
-        torch.manual_seed(1)
-        found.append(_deterministic(backend, place.device, 4, PAIRS))
-    torch.testing.assert_close(*found, atol=1e-3, rtol=1e-3)
-
-
-@pytest.mark.parametrize("name", SUMS)
-def test_sums_of_no_fixed_order_are_refused_where_asked_to_be_deterministic(device, name):
-    with pytest.raises(attndsl.AttnDSLError, match="atomics"):
-        _deterministic("triton", device, *SUMS[name])
-
-
-def test_pairs_that_meet_in_one_element_are_sums(device):
-    for options in ({"q_offset": 3}, {"kv_index": torch.zeros(24, device=device).int()}):
-        with pytest.raises(attndsl.AttnDSLError, match="atomics"):
-            _deterministic("triton", device, 4, PAIRS, **options)

@@ -13,6 +13,7 @@ from attndsl.backends.triton.library import (
 
 @triton.jit
 def add_query_tile(
+    #: sums
     dk, dv, k_tile, v_tile, first_column, kv, columns_ok, q_tile_index, q_head, dout_head, LSE2, DELTA,
     stride_qm, stride_gm,
     scale, b, h, hkv, batch, heads, kv_heads, q_len, kv_len, q_origin,
@@ -21,7 +22,10 @@ def add_query_tile(
     BLOCK_DV: tl.constexpr, Q_KIND: tl.constexpr, PRECISION: tl.constexpr,
     UPCAST: tl.constexpr, PARTIAL: tl.constexpr,
 ):
-    """Add one query tile's part to dK (before the scale) and dV. Tiles are (keys, queries) here."""
+    """Add one query tile's part to dK (before the scale), to dV, and to columns' sums.
+
+    Tiles are (keys, queries) here.
+    """
     first = q_tile_index * BLOCK_M
     rows = first + tl.arange(0, BLOCK_M)
     q_tile = load_tile(q_head, first, stride_qm, q_len, D, BLOCK_M, BLOCK_D, PARTIAL or RAGGED_FULL)
@@ -42,6 +46,7 @@ def add_query_tile(
     dweight = dot(v_tile, tl.trans(dout_tile), PRECISION, UPCAST)
     delta = tl.load(DELTA + statistics + rows)
     kept = weight
+    exists = live & (rows < q_len)[None, :] & columns_ok[:, None]
     if HAS_DROPOUT:
         drawn = uniforms(first, first_column, b * heads + h, seed, BLOCK_M, k_tile.shape[0])
         p = drop_probability(
@@ -51,10 +56,29 @@ def add_query_tile(
         keep = keep_factor(tl.trans(drawn), p)
         dweight = dweight * keep
         kept = weight * keep
+    if LEARNS_WEIGHT:
+        (
+            #: sums
+        ) = add_weight_gradients(
+            #: sums
+            tl.where(exists, dweight, 0.0), final, exists, b, h, hkv, q, kv, batch, heads, kv_heads,
+            q_len, kv_len,
+            #: arguments
+        )
     if not OWN_WEIGHTS:
         dweight = dweight - delta[None, :]
+    dscore = slope * dweight
+    if LEARNS_SCORE:
+        (
+            #: sums
+        ) = add_score_gradients(
+            #: sums
+            tl.where(exists, dscore, 0.0), raw, exists, b, h, hkv, q, kv, batch, heads, kv_heads,
+            q_len, kv_len,
+            #: arguments
+        )
     draw = gradient_of_raw_score(
-        slope * dweight,
+        dscore,
         raw, live, q, kv, b, h, hkv, batch, heads, kv_heads, q_len, kv_len,
         #: arguments
         PARTIAL,
@@ -62,7 +86,11 @@ def add_query_tile(
     # dV comes after dS: its operand is ready, and issuing it earlier spills registers.
     dv = dot_add(kept.to(dout_tile.dtype), dout_tile, dv, PRECISION, UPCAST)
     dk = dot_add(draw.to(q_tile.dtype), q_tile, dk, PRECISION, UPCAST)
-    return dk, dv
+    return (
+        #: sums
+        dk,
+        dv,
+    )
 
 
 @triton.jit
@@ -73,13 +101,15 @@ def attention_backward_kv(
     scale, batch, heads, kv_heads, q_len, kv_len, q_origin, kv_origin,
     #: parameters
     #: kv_pass_lists
+    #: outputs
     D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, Q_KIND: tl.constexpr, KV_KIND: tl.constexpr,
     PRECISION: tl.constexpr, UPCAST: tl.constexpr,
 ):
     """One program: dK and dV of one key-value tile, summed over the head's group of query heads.
 
-    DK (batch, kv_heads, kv_len, D) and DV_OUT (batch, kv_heads, kv_len, DV) are contiguous.
+    DK (batch, kv_heads, kv_len, D), DV_OUT (batch, kv_heads, kv_len, DV) and LINE_SUMS (sums, batch,
+    heads, kv_len) are contiguous; the sums are each head's own columns'.
     """
     kv_tiles = tl.cdiv(kv_len, BLOCK_N)
     tile = tl.program_id(0) % kv_tiles
@@ -102,6 +132,7 @@ def attention_backward_kv(
         h = hkv * group + member
         q_head = Q + b * stride_qb + h * stride_qh
         dout_head = DOUT + b * stride_gb + h * stride_gh
+        #: begin_sums
         full_tiles, partial_tiles, first_live, first_full = kv_pass_tiles(
             tile, b, h, hkv, batch, heads, kv_heads, q_len, kv_len, q_offset, kv_offset,
             BLOCK_M, BLOCK_N,
@@ -117,7 +148,12 @@ def attention_backward_kv(
                 #: kv_pass_lists
             )
             for step in tl.range(0, full_tiles):
-                dk, dv = add_query_tile(
+                (
+                    #: sums
+                    dk,
+                    dv,
+                ) = add_query_tile(
+                    #: sums
                     dk, dv, k_tile, v_tile, first, kv,
                     columns < kv_len,
                     q_tile_index, q_head, dout_head, LSE2, DELTA,
@@ -143,7 +179,12 @@ def attention_backward_kv(
                 #: kv_pass_lists
             )
             for step in tl.range(0, partial_tiles):
-                dk, dv = add_query_tile(
+                (
+                    #: sums
+                    dk,
+                    dv,
+                ) = add_query_tile(
+                    #: sums
                     dk, dv, k_tile, v_tile, first, kv,
                     columns < kv_len,
                     q_tile_index, q_head, dout_head, LSE2, DELTA,
@@ -159,6 +200,7 @@ def attention_backward_kv(
                     #: arguments
                     #: kv_pass_lists
                 )
+        #: end_sums
     dk_head = DK + head_of_batch.to(tl.int64) * kv_len * D
     dv_head = DV_OUT + head_of_batch.to(tl.int64) * kv_len * DV
     store_tile(dk_head, first, D, kv_len, dk * scale, D, BLOCK_N, BLOCK_D)

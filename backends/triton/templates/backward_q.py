@@ -13,16 +13,16 @@ from attndsl.backends.triton.library import (
 
 @triton.jit
 def add_key_tile(
+    #: sums
     dq, q_tile, dout_tile, lse2, delta, first_row, q, rows_ok, kv_tile, k_head, v_head,
     stride_kn, stride_vn,
     scale, b, h, hkv, batch, heads, kv_heads, q_len, kv_len, kv_origin,
     #: parameters
-    #: gradient_parameters
     D: tl.constexpr, DV: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr, KV_KIND: tl.constexpr, PRECISION: tl.constexpr,
     UPCAST: tl.constexpr, PARTIAL: tl.constexpr,
 ):
-    """Add one key-value tile's part to dQ (before the scale), and to the captures' gradients."""
+    """Add one key-value tile's part to dQ (before the scale), and to rows' sums."""
     first = kv_tile * BLOCK_N
     columns = first + tl.arange(0, BLOCK_N)
     k_tile = load_tile(k_head, first, stride_kn, kv_len, D, BLOCK_N, BLOCK_D, PARTIAL)
@@ -48,39 +48,48 @@ def add_key_tile(
         )
         keep = keep_factor(drawn, p)
         dweight = dweight * keep
-        if HAS_CAPTURE_GRADIENTS:
+        if LEARNS_DROPOUT:
             # keep is 1 / (1 - p), whose derivative is its square; outside of [0, 1) it is constant.
             varies = exists & (p >= 0.0) & (p < 1.0)
-            add_dropout_gradients(
+            (
+                #: sums
+            ) = add_dropout_gradients(
+                #: sums
                 tl.where(varies, dweight * weight * keep, 0.0), raw, exists, b, h, hkv, q, kv, batch,
                 heads, kv_heads, q_len, kv_len,
                 #: arguments
-                #: gradient_arguments
             )
+    if LEARNS_WEIGHT:
+        (
+            #: sums
+        ) = add_weight_gradients(
+            #: sums
+            tl.where(exists, dweight, 0.0), final, exists, b, h, hkv, q, kv, batch, heads, kv_heads,
+            q_len, kv_len,
+            #: arguments
+        )
     if not OWN_WEIGHTS:
         dweight = dweight - delta[:, None]
     dscore = slope * dweight
-    if HAS_CAPTURE_GRADIENTS:
-        live = exists
-        if OWN_WEIGHTS:
-            add_weight_gradients(
-                tl.where(live, dweight, 0.0), final, live, b, h, hkv, q, kv, batch, heads, kv_heads,
-                q_len, kv_len,
-                #: arguments
-                #: gradient_arguments
-            )
-        dscore = tl.where(live, dscore, 0.0)
-        add_capture_gradients(
-            dscore, raw, live, b, h, hkv, q, kv, batch, heads, kv_heads, q_len, kv_len,
+    if LEARNS_SCORE:
+        (
+            #: sums
+        ) = add_score_gradients(
+            #: sums
+            tl.where(exists, dscore, 0.0), raw, exists, b, h, hkv, q, kv, batch, heads, kv_heads,
+            q_len, kv_len,
             #: arguments
-            #: gradient_arguments
         )
     draw = gradient_of_raw_score(
         dscore, raw, live, q, kv, b, h, hkv, batch, heads, kv_heads, q_len, kv_len,
         #: arguments
         PARTIAL,
     )
-    return dot_add(draw.to(k_tile.dtype), k_tile, dq, PRECISION, UPCAST)
+    dq = dot_add(draw.to(k_tile.dtype), k_tile, dq, PRECISION, UPCAST)
+    return (
+        #: sums
+        dq,
+    )
 
 
 @triton.jit
@@ -91,12 +100,15 @@ def attention_backward_q(
     scale, batch, heads, kv_heads, q_len, kv_len, q_origin, kv_origin,
     #: parameters
     #: q_pass_lists
-    #: gradient_parameters
+    #: outputs
     D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, Q_KIND: tl.constexpr, KV_KIND: tl.constexpr,
     PRECISION: tl.constexpr, UPCAST: tl.constexpr,
 ):
-    """One program: dQ of one query tile of one head. DQ (batch, heads, q_len, D) is contiguous."""
+    """One program: dQ of one query tile of one head, and its rows' sums for other gradients.
+
+    DQ (batch, heads, q_len, D) and LINE_SUMS (sums, batch, heads, q_len) are contiguous.
+    """
     q_tiles = tl.cdiv(q_len, BLOCK_M)
     tile = tl.program_id(0) % q_tiles
     if Q_PASS_DESCENDING:
@@ -118,6 +130,7 @@ def attention_backward_q(
     lse2 = tl.load(LSE2 + statistics + rows, mask=rows < q_len, other=float("inf"))
     delta = tl.load(DELTA + statistics + rows, mask=rows < q_len, other=0.0)
     dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    #: begin_sums
     full_tiles, partial_tiles, first_live, first_full = q_pass_tiles(
         tile, b, h, hkv, batch, heads, kv_heads, q_len, kv_len, q_offset, kv_offset,
         BLOCK_M, BLOCK_N,
@@ -133,14 +146,17 @@ def attention_backward_q(
             #: q_pass_lists
         )
         for step in tl.range(0, full_tiles):
-            dq = add_key_tile(
+            (
+                #: sums
+                dq,
+            ) = add_key_tile(
+                #: sums
                 dq, q_tile, dout_tile, lse2, delta, first, q,
                 rows < q_len,
                 kv_tile, k_head, v_head,
                 stride_kn, stride_vn,
                 scale, b, h, hkv, batch, heads, kv_heads, q_len, kv_len, kv_origin,
                 #: arguments
-                #: gradient_arguments
                 D, DV, BLOCK_N, BLOCK_D, BLOCK_DV, KV_KIND, PRECISION, UPCAST, PARTIAL=False,
             )
             kv_tile = q_pass_full_tile(
@@ -159,14 +175,17 @@ def attention_backward_q(
             #: q_pass_lists
         )
         for step in tl.range(0, partial_tiles):
-            dq = add_key_tile(
+            (
+                #: sums
+                dq,
+            ) = add_key_tile(
+                #: sums
                 dq, q_tile, dout_tile, lse2, delta, first, q,
                 rows < q_len,
                 kv_tile, k_head, v_head,
                 stride_kn, stride_vn,
                 scale, b, h, hkv, batch, heads, kv_heads, q_len, kv_len, kv_origin,
                 #: arguments
-                #: gradient_arguments
                 D, DV, BLOCK_N, BLOCK_D, BLOCK_DV, KV_KIND, PRECISION, UPCAST, PARTIAL=True,
             )
             kv_tile = q_pass_partial_tile(
@@ -178,3 +197,4 @@ def attention_backward_q(
             )
     dq_head = DQ + head_of_batch.to(tl.int64) * q_len * D
     store_tile(dq_head, first, D, q_len, dq * scale, D, BLOCK_M, BLOCK_D)
+    #: end_sums

@@ -55,9 +55,7 @@ def test_a_text_is_what_calls_run(direction, head_dim, program):
     lowered = attndsl.compile(program).lowered
     call = example_call(lowered, head_dim, head_dim, torch.bfloat16, {})
     grads = [torch.empty_like(call.q)] * (direction == "backward")
-    special = with_gradients(
-        specialise(lowered.program, call, *grads), call, frozenset(), frozenset()
-    )
+    special = with_gradients(specialise(lowered.program, call, *grads), Wants())
     target = parse_target("cuda:90")
     special = with_forms(special, lowered.program, target)
     kernels, name = HopperKernels(default_cache()), KERNELS[direction]

@@ -1,0 +1,159 @@
+"""Launches of the kernels that make gradients of captured tensors and params alone.
+
+They make the gradient of the score again, from the operands and the rows' statistics.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from .arguments import capture_arguments, origin
+from .distances import add_distance_gradients
+from .pairs import gradients_of, parts_of, rest_of, sums_of
+from .scattered import buffers, gradient_of, scales_of
+from .specialise import strides
+from .streams import on_device, stream_of
+from .terms import terms_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from attndsl.pipeline import Lowered
+
+    from ..base import Call, Gradients, Wants
+    from .arguments import Layout
+    from .compile import Executable
+    from .shares import Shares
+
+
+@dataclass(frozen=True, slots=True)
+class Again:
+    """A backward call, whose attention kernels have run."""
+
+    lowered: Lowered
+    call: Call
+    lse: torch.Tensor
+    """(batch, heads, q_len) fp32, natural logarithm; -inf in rows with no live pair."""
+    delta: torch.Tensor
+    """(batch, heads, padded rows) fp32, see ``library.statistics_rows``."""
+    grad_out: torch.Tensor
+    """With last stride 1."""
+    layout: Callable[..., Layout]
+    """Of (lowered, call, kind, grad_out, wants): the kernels of that kind."""
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there are no pairs."""
+        return not self.lse.numel() or not self.call.k.shape[2]
+
+    def layout_of(self, kind: str, wants: Wants | None = None) -> Layout:
+        """The kernels of ``kind``."""
+        return self.layout(self.lowered, self.call, kind, self.grad_out, wants)
+
+    def launch(
+        self, kernel: Executable, programs: int, layout: Layout, own: list[Any], last: list[Any]
+    ) -> None:
+        """Launch ``kernel``.
+
+        Args:
+            kernel: One of ``layout``.
+            programs: How many run.
+            layout: Of the call.
+            own: Arguments between the positions' origins and what the program adds.
+            last: Arguments after what the program adds.
+        """
+        call = self.call
+        device = self.lse.device
+        with on_device(device):
+            kernel.launch(
+                programs, stream_of(device),
+                [
+                    call.q, call.k, call.v, self.grad_out, self.lse, self.delta, *layout.strides,
+                    *strides(self.grad_out)[:3], call.scale, *layout.sizes,
+                    origin(call.q_offset, call.q_index), origin(call.kv_offset, call.kv_index),
+                    *own, *capture_arguments(layout.special, call), *last,
+                ],
+            )  # fmt: skip
+
+
+def add_apart(again: Again, shares: Shares, found: Gradients) -> Gradients:
+    """``found`` with the gradients that ``shares`` has kernels of their own for."""
+    tensors: dict[str, torch.Tensor] = {}
+    for wants in shares.pairs:
+        tensors |= _pairs(again, wants)
+    if shares.others.tensors:
+        tensors |= _scattered(again, shares.others)
+    found = replace(found, tensors={**found.tensors, **tensors})
+    if shares.distances.tensors or shares.distances.params:
+        sums = _distances(again)
+        found = add_distance_gradients(again.lowered, again.call, sums, shares.distances, found)
+    return found
+
+
+def _distances(again: Again) -> torch.Tensor:
+    """Sums of dS, see :func:`.distances.add_distance_gradients`."""
+    batch, heads, q_len = again.lse.shape
+    kv_len = again.call.k.shape[2]
+    if again.is_empty:
+        return again.lse.new_zeros((batch, heads, 1, 2, 1))
+    layout = again.layout_of("distances")
+    kernel = layout.executables["distances"]
+    block = kernel.config.block_m
+    diagonals = -(-q_len // block) + -(-kv_len // block) - 1
+    sums = again.lse.new_empty((batch, heads, diagonals, 2, block))
+    again.launch(kernel, batch * heads * diagonals, layout, [], [sums])
+    return sums
+
+
+def _zeros(again: Again, wants: Wants) -> dict[str, torch.Tensor]:
+    return {name: torch.zeros_like(again.call.tensors[name]) for name in wants.tensors}
+
+
+def _pairs(again: Again, wants: Wants) -> dict[str, torch.Tensor]:
+    """Gradients of tensors of which pairs look up an element each, see ``pairs.py``."""
+    if again.is_empty:
+        return _zeros(again, wants)
+    call = again.call
+    terms = terms_of(again.lowered, wants.tensors)
+    rest = rest_of(terms[0], call)
+    layout = again.layout_of("pairs", wants)
+    kernel = layout.executables["pairs"]
+    batch, heads, q_len = again.lse.shape
+    tiles = -(-q_len // kernel.config.block_m) * -(-call.k.shape[2] // kernel.config.block_n)
+    parts = parts_of(rest, call)
+    sums = sums_of(terms, call)
+    again.launch(
+        kernel,
+        parts * tiles * (batch * heads // (rest.batches * rest.heads)),
+        layout,
+        [rest.batches, rest.heads, parts],
+        [argument for item in sums for argument in item.arguments()],
+    )
+    return gradients_of(sums, call)
+
+
+def _scattered(again: Again, wants: Wants) -> dict[str, torch.Tensor]:
+    """Gradients of tensors that any pairs may meet in, see ``scattered.py``."""
+    if again.is_empty:
+        return _zeros(again, wants)
+    call = again.call
+    batch, heads, q_len = again.lse.shape
+    layout = again.layout_of("scattered", wants)
+    found = buffers(wants.tensors, call)
+    bounds = torch.zeros(len(found), dtype=torch.int32, device=call.q.device)
+
+    def run(name: str, last: list[Any]) -> None:
+        kernel = layout.executables[name]
+        tiles = -(-q_len // kernel.config.block_m)
+        again.launch(kernel, tiles * batch * heads, layout, [], last)
+
+    run("scatter_bounds", [bounds])
+    scales, inverses = scales_of(bounds, batch * heads * q_len)
+    run("scatter_sums", [scales, *(value for item in found for value in item.arguments())])
+    return {
+        item.name: gradient_of(item, inverse, call)
+        for item, inverse in zip(found, inverses, strict=True)
+    }

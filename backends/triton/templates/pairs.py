@@ -1,0 +1,112 @@
+"""Sums over batch entries and heads, of every pair. Follows ``tile_gradients.py`` in one module."""
+# ruff: noqa: F821
+
+import triton
+import triton.language as tl
+
+from attndsl.backends.triton.library import statistics_rows
+
+#: begin
+
+
+@triton.jit
+def store_pairs(
+    SUMS, step_part, step_b, step_h, step_q, step_kv, total, part, b, head, first, kv_first,
+    q_len, kv_len,
+):
+    """Store ``total`` at the places of a tile's pairs."""
+    rows = first + tl.arange(0, total.shape[0])
+    columns = kv_first + tl.arange(0, total.shape[1])
+    matrix = SUMS + (part.to(tl.int64) * step_part + b.to(tl.int64) * step_b + head.to(tl.int64) * step_h)
+    places = rows.to(tl.int64)[:, None] * step_q + columns.to(tl.int64)[None, :] * step_kv
+    inside = (rows < q_len)[:, None] & (columns < kv_len)[None, :]
+    tl.store(matrix + places, total.to(SUMS.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def pairs(
+    Q, K, V, DOUT, LSE, DELTA,
+    stride_qb, stride_qh, stride_qm, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh,
+    stride_vn, stride_gb, stride_gh, stride_gm,
+    scale, batch, heads, kv_heads, q_len, kv_len, q_origin, kv_origin,
+    rest_batches, rest_heads, parts,
+    #: parameters
+    #: outputs
+    D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, Q_KIND: tl.constexpr, KV_KIND: tl.constexpr,
+    PRECISION: tl.constexpr, UPCAST: tl.constexpr,
+):
+    """One program: one tile of what is told apart, over a part of what is not.
+
+    Told apart are ``batch / rest_batches`` batch entries and ``heads / rest_heads`` heads; what is
+    not told apart is gone through in order, a ``parts``-th of it here. LSE (batch * heads, q_len)
+    is in base e, DELTA padded as ``statistics_rows`` says.
+    """
+    q_tiles = tl.cdiv(q_len, BLOCK_M)
+    kv_tiles = tl.cdiv(kv_len, BLOCK_N)
+    kv_first = (tl.program_id(0) % kv_tiles) * BLOCK_N
+    found = tl.program_id(0) // kv_tiles
+    first = (found % q_tiles) * BLOCK_M
+    found = found // q_tiles
+    own_heads = heads // rest_heads
+    own_h = found % own_heads
+    found = found // own_heads
+    own_batches = batch // rest_batches
+    own_b = found % own_batches
+    part = found // own_batches
+    rest = rest_batches * rest_heads
+    begin = rest * part // parts
+    end = rest * (part + 1) // parts
+    if MASK_IS_SHARED:
+        # A loop without a branch; of dead tiles it has no turn.
+        lives = tile_lives(
+            first, kv_first, own_b, own_h, own_h, batch, heads, kv_heads, q_len, kv_len,
+            q_origin, kv_origin,
+            #: arguments
+            BLOCK_M, BLOCK_N, Q_KIND, KV_KIND,
+        )
+        end = tl.where(lives, end, begin)
+    #: begin_sums
+    for member in range(begin, end):
+        b = own_b + member // rest_heads
+        h = own_h * rest_heads + member % rest_heads
+        hkv = h // (heads // kv_heads)
+        if MASK_IS_SHARED:
+            (
+                #: sums
+            ) = add_tile(
+                #: sums
+                first, kv_first,
+                Q + b * stride_qb + h * stride_qh,
+                K + b * stride_kb + hkv * stride_kh,
+                V + b * stride_vb + hkv * stride_vh,
+                DOUT + b * stride_gb + h * stride_gh,
+                LSE + (b * heads + h).to(tl.int64) * q_len,
+                DELTA + statistics_rows(b * heads + h, q_len),
+                stride_qm, stride_kn, stride_vn, stride_gm,
+                scale, b, h, hkv, batch, heads, kv_heads, q_len, kv_len, q_origin, kv_origin,
+                #: arguments
+                D, DV, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, Q_KIND, KV_KIND, PRECISION, UPCAST,
+            )
+        elif tile_lives(
+            first, kv_first, b, h, hkv, batch, heads, kv_heads, q_len, kv_len, q_origin, kv_origin,
+            #: arguments
+            BLOCK_M, BLOCK_N, Q_KIND, KV_KIND,
+        ):
+            (
+                #: sums
+            ) = add_tile(
+                #: sums
+                first, kv_first,
+                Q + b * stride_qb + h * stride_qh,
+                K + b * stride_kb + hkv * stride_kh,
+                V + b * stride_vb + hkv * stride_vh,
+                DOUT + b * stride_gb + h * stride_gh,
+                LSE + (b * heads + h).to(tl.int64) * q_len,
+                DELTA + statistics_rows(b * heads + h, q_len),
+                stride_qm, stride_kn, stride_vn, stride_gm,
+                scale, b, h, hkv, batch, heads, kv_heads, q_len, kv_len, q_origin, kv_origin,
+                #: arguments
+                D, DV, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, Q_KIND, KV_KIND, PRECISION, UPCAST,
+            )
+    #: end_sums

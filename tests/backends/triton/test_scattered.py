@@ -1,0 +1,76 @@
+"""Exact sums: units from bounds, and the same integers in any order."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from attndsl.backends.triton.scattered import Exact, buffers, gradient_of, scales_of
+
+FLOATS = st.floats(width=32, allow_nan=False, allow_infinity=False, allow_subnormal=False)
+
+
+def bits(value):
+    return torch.tensor([value], dtype=torch.float32).view(torch.int32)
+
+
+def call_of(shape, dtype=torch.float32):
+    return SimpleNamespace(tensors={"t": torch.empty(shape, dtype=dtype)}, q=torch.empty(1))
+
+
+def exact_parts(terms, scale):
+    """As ``library.exact_parts``."""
+    return torch.floor(terms.double() * scale + 0.5).long()
+
+
+@settings(deadline=None)
+@given(st.lists(FLOATS, min_size=1, max_size=40), st.randoms(use_true_random=False))
+def test_sums_keep_their_bound_and_have_no_order(values, random):
+    """One row a term, so that the bound of a row is the greatest size."""
+    terms = torch.tensor(values, dtype=torch.float32)
+    bound = float(terms.abs().max())
+    scale, inverse = scales_of(bits(bound), len(values))
+    whole = [int(part) for part in exact_parts(terms, scale)]
+    assert abs(sum(whole)) < 1 << 62
+    random.shuffle(whole)
+    call = call_of(())
+    found = Exact("t", torch.tensor([[sum(whole)]]), torch.zeros(1, dtype=torch.int32), ())
+    total = gradient_of(found, inverse[0], call)
+    expected = np.sum(np.array(values, dtype=np.longdouble))
+    # Half a unit a term, and the rounding of the result.
+    allowed = len(values) * (len(values) * bound * 2.0**-60) + abs(float(expected)) * 2.0**-24
+    if np.isfinite(np.float32(expected)):
+        assert abs(float(total) - float(expected)) <= allowed * 1.01 + 1e-44
+
+
+@pytest.mark.parametrize("bound", [0.0, 1e-45, 1e-38, 1.0, 3.4e38, float("inf")])
+@pytest.mark.parametrize("rows", [1, 2, 3, 1 << 20, (1 << 31) - 1])
+def test_units_are_powers_of_two_that_undo_each_other(bound, rows):
+    scale, inverse = scales_of(bits(bound), rows)
+    assert scale.isfinite().all()
+    assert (scale > 0).all()
+    assert float(scale * inverse) == 1.0
+    # The greatest sum that there may be, twice: bounds are rounded.
+    largest = bound if bound < float("inf") else 2.0**159
+    assert 2 * largest * rows * float(scale) <= 2.0**62
+
+
+@pytest.mark.parametrize(("count", "copies"), [(1, 64), (4096, 64), (1 << 17, 2), (1 << 20, 1)])
+def test_small_tables_are_added_up_in_copies(count, copies):
+    (found,) = buffers(["t"], call_of((count,)))
+    assert found.sums.shape == (copies, count)
+    assert found.notes.shape == (count,)
+
+
+def test_what_is_noted_replaces_the_sum():
+    notes = torch.arange(8, dtype=torch.int32)
+    found = Exact("t", torch.full((2, 8), 3), notes, (1,))
+    total = gradient_of(found, torch.tensor(0.5), call_of((8,), torch.float16))
+    inf, nan = float("inf"), float("nan")
+    expected = torch.tensor([3.0, inf, -inf, nan, nan, nan, nan, nan], dtype=torch.float16)
+    torch.testing.assert_close(total, expected, equal_nan=True, rtol=0, atol=0)
