@@ -105,6 +105,8 @@ class Printed:
 
     lines: tuple[str, ...]
     results: tuple[str, ...]
+    terms: tuple[str, ...]
+    """The results as terms of a sum."""
     helpers: frozenset[str]
     """Library functions used."""
 
@@ -113,7 +115,8 @@ def print_expressions(roots: tuple[Node, ...], names: Names) -> Printed:
     """``roots`` as Triton source over the names of the kernel templates."""
     printer = Printer(roots, names)
     results = tuple(printer.texts[root][0] for root in roots)
-    return Printed(tuple(printer.lines), results, frozenset(printer.helpers))
+    terms = tuple(printer.at(root, _SUM) for root in roots)
+    return Printed(tuple(printer.lines), results, terms, frozenset(printer.helpers))
 
 
 def element_offset(

@@ -231,7 +231,7 @@ def _sink_function(root: Node | None, special: Specialisation) -> tuple[str, set
     if root is not None:
         printed = print_expressions((root,), special.names())
         # A tile of one element, or a number.
-        result = f"return tl.sum({printed.results[0]} + tl.zeros([1, 1], tl.float32))"
+        result = f"return tl.sum({printed.terms[0]} + tl.zeros([1, 1], tl.float32))"
         body, helpers = [*printed.lines, result], set(printed.helpers)
     first = "b, h, hkv, batch, heads, kv_heads, q_len, kv_len"
     doc = "The logit that is in the denominator of each row of a head."

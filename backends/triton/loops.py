@@ -123,7 +123,7 @@ def _nth(segments: tuple[Segment, ...], names: Names) -> tuple[list[str], set[st
     starts = tuple(segment.start for segment in segments)
     printed = print_expressions((*starts, *lengths), names)
     body = list(printed.lines)
-    first, last = printed.results[: len(starts)], segments[-1]
+    first, last = printed.terms[: len(starts)], segments[-1]
     for number, segment in enumerate(segments[:-1]):
         # Later segments see the steps that are left; the first segment with room is the one.
         element = _element(first[number], segment.step)

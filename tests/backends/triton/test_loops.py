@@ -8,12 +8,18 @@ from attndsl.backends.triton.expression import Names
 from attndsl.backends.triton.loops import print_loop
 from attndsl.ir import Node, Op, const, node
 from attndsl.passes.evaluate import Environment, evaluate
-from attndsl.passes.tiles.plan import TILE, LoopPlan, Segment
+from attndsl.passes.tiles.plan import DIRECTIONS, TILE, LoopPlan, Segment
+from attndsl.pipeline import lower
+from attndsl.source import Source
+
+LENGTH = 1000
 
 
-def _run(loop: LoopPlan, kind: str, tile: int) -> list[int]:
+def _run(
+    loop: LoopPlan, kind: str, tile: int, along: str = "kv", sizes: tuple[int, int] = (128, 128)
+) -> list[int]:
     """The tiles that the printed functions visit."""
-    texts, helpers = print_loop("p", "kv", loop, [], [], Names({}, {}, 64))
+    texts, helpers = print_loop("p", along, loop, [], [], Names({}, {}, 64))
     text = "\n".join(texts).replace("@triton.jit\n", "").replace(": tl.constexpr", "")
 
     class tl:
@@ -45,16 +51,32 @@ def _run(loop: LoopPlan, kind: str, tile: int) -> list[int]:
     exec(text, scope)
     count = scope["p_tiles"]
     assert callable(count)
-    common = (0, 0, 0, 1, 1, 1, 1000, 1000, 0, 0, 128, 128)
+    common = (0, 0, 0, 1, 1, 1, LENGTH, LENGTH, 0, 0, *sizes)
     counts = count(tile, *common)
     nth = scope.get(f"p_{kind}_tile")
     steps = range(counts[0 if kind == "full" else 1])
+    if nth is None:
+        assert not steps
+        return []
     assert callable(nth)
     return [nth(step, *counts[:1], *counts[2:], tile, *common) for step in steps]
 
 
 def _add(item: Node, number: int) -> Node:
     return node(Op.ADD, item, const(number))
+
+
+def _quarter(item: Node) -> Node:
+    return node(Op.FLOORDIV, item, const(4))
+
+
+def _visited(segments: tuple[Segment, ...], known: Environment) -> list[int]:
+    return [
+        t
+        for s in segments
+        if s.guard is None or evaluate(s.guard, known)
+        for t in range(int(evaluate(s.start, known)), int(evaluate(s.stop, known)), s.step)
+    ]
 
 
 @pytest.mark.parametrize(
@@ -64,6 +86,8 @@ def _add(item: Node, number: int) -> Node:
         (Segment(TILE, _add(TILE, 3)),),
         (Segment(TILE, _add(TILE, 1)),),
         (Segment(const(0), const(2)), Segment(TILE, const(9), 3)),
+        (Segment(_quarter(TILE), _add(TILE, 1)),),
+        (Segment(_quarter(TILE), const(3), 2), Segment(_quarter(_add(TILE, 9)), _add(TILE, 4))),
         (
             Segment(const(5), const(5)), Segment(const(7), const(3)),
             Segment(const(1), const(4)), Segment(const(10), const(21), 5),
@@ -79,11 +103,29 @@ def test_flattened_loop_visits_each_segment_in_order(
     segments: tuple[Segment, ...], tile: int
 ) -> None:
     known = Environment({"$tile": tile})
-    expected = [
-        t
-        for s in segments
-        if s.guard is None or evaluate(s.guard, known)
-        for t in range(int(evaluate(s.start, known)), int(evaluate(s.stop, known)), s.step)
-    ]
+    expected = _visited(segments, known)
     assert _run(LoopPlan(full=segments, partial=segments), "full", tile) == expected
     assert _run(LoopPlan(full=segments, partial=segments), "partial", tile) == expected
+
+
+@pytest.mark.parametrize(
+    "text", ["sliding_window(50)", "abs(q - kv) < 70 and kv < 900", "dilated(90, 2)"]
+)
+@pytest.mark.parametrize("sizes", [(16, 64), (64, 16), (32, 128), (128, 32), (48, 16)])
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_loops_of_masks_visit_what_is_planned(
+    text: str, sizes: tuple[int, int], direction: str
+) -> None:
+    """At tiles of other shapes too than those that are squares, whose bounds are divisions."""
+    found = DIRECTIONS[direction]
+    loop = lower(Source(text), {}).sparsity.loop(found, *sizes, False, False)
+    assert loop.listed is None
+    own, along = sizes if found.along == "kv" else sizes[::-1]
+    for tile in range(-(-LENGTH // own)):
+        known = Environment(
+            {"$tile": tile, "$tiles": -(-LENGTH // along), "$whole": LENGTH // along,
+             "q_len": LENGTH, "kv_len": LENGTH}
+        )  # fmt: skip
+        for kind, segments in (("full", loop.full), ("partial", loop.partial)):
+            visited = _run(loop, kind, tile, found.along, sizes)
+            assert visited == _visited(segments, known)
