@@ -142,14 +142,27 @@ def test_compiles_for(target: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "head_dim"), [("fp32", 256), ("fp16", 512), ("bf16", 1), ("fp16", 203)]
+    ("dtype", "head_dim"),
+    [
+        ("fp32", 256),
+        pytest.param("fp16", 512, marks=pytest.mark.slow),
+        ("bf16", 1),
+        pytest.param("fp16", 203, marks=pytest.mark.slow),
+    ],
 )
 def test_any_head_dim_fits_a_small_gpu(dtype: str, head_dim: int) -> None:
     rows = _compile("cuda:86", "plain", dtype, head_dim)
     assert max(int(row[3]) for row in rows) <= 101376
 
 
-@pytest.mark.parametrize(("case", "size"), [("offset", 32), ("lengths", 32), ("param", 16)])
+@pytest.mark.parametrize(
+    ("case", "size"),
+    [
+        ("offset", 32),
+        pytest.param("lengths", 32, marks=pytest.mark.slow),
+        pytest.param("param", 16, marks=pytest.mark.slow),
+    ],
+)
 def test_bounds_of_64_bits_make_loops_of_32(case: str, size: int) -> None:
     """Triton wants one type of a variable that a loop carries; the interpreter does not mind."""
     rows = _run(WIDE_BOUNDS, case, size)
