@@ -7,6 +7,7 @@ from pathlib import Path
 
 import jsonschema
 import pytest
+import torch
 
 from attndsl import cli
 from attndsl.cli import running
@@ -351,3 +352,15 @@ def test_the_command_is_installed():
     command = Path(sys.executable).with_name("attndsl")
     done = subprocess.run([command, "--version"], capture_output=True, text=True, env=os.environ)
     assert done.stdout == "attndsl 0.1.0\n"
+
+
+@pytest.mark.parametrize("backend", ["auto", "triton", "hopper"])
+def test_explain_of_a_gpu_that_is_not_there(attndsl, write, backend):
+    count = torch.cuda.device_count()
+    code, out, _ = attndsl(
+        "explain", write("a.attn", "causal()"), "--backend", backend, "--device", f"cuda:{count}"
+    )
+    assert code == 0
+    asked = "triton" if backend == "auto" else backend
+    assert f"backend      none on cuda: the {asked} backend cannot run on cuda:{count}" in out
+    assert f"torch sees {count} GPU(s) here" in out

@@ -97,7 +97,7 @@ def _default(device: torch.device) -> tuple[str, str]:
 def _is_hopper(index: int | None) -> bool:
     import torch
 
-    if torch.version.hip is not None or not torch.cuda.is_available():
+    if torch.version.hip is not None or (index or 0) >= torch.cuda.device_count():
         return False
     return torch.cuda.get_device_capability(index) == (9, 0)
 

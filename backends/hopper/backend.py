@@ -56,10 +56,13 @@ class HopperBackend(TritonBackend):
         """Why it cannot run on ``device``, or None."""
         if device.type != "cuda" or torch.version.hip is not None:
             return "its kernels are for NVIDIA's Hopper GPUs"
+        refusal = super().why_not(device)
+        if refusal is not None:
+            return refusal
         capability = torch.cuda.get_device_capability(device)
         if capability != (9, 0):
             return f"its kernels need compute capability 9.0, and this is {capability}"
-        return super().why_not(device)
+        return None
 
     def forward(self, lowered: Lowered, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
         """See :class:`~attndsl.backends.base.Backend`."""

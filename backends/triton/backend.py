@@ -67,6 +67,8 @@ class TritonBackend:
             )
         if device.type != "cuda":
             return f"Triton has no target for device type {device.type!r}"
+        if (device.index or 0) >= (found := torch.cuda.device_count()):
+            return f"torch sees {found} GPU(s) here"
         if torch.version.hip is None and torch.cuda.get_device_capability(device)[0] < 8:
             return "the kernels need compute capability 8.0 or higher"
         return None
