@@ -238,9 +238,16 @@ def test_the_guide_shows_an_explanation():
     assert "\n" + "\n".join(lines) + "\n```" in guide.read_text("utf-8")
 
 
-def test_explain_on_a_hopper_gpu(monkeypatch):
+@pytest.fixture
+def one_hopper_gpu(monkeypatch):
+    """As if there were one."""
     monkeypatch.setattr(dispatch, "_is_hopper", lambda index: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+
+
+@pytest.mark.usefixtures("one_hopper_gpu")
+def test_explain_on_a_hopper_gpu():
     attention = attndsl.compile(GAIN)
     for head_dim in (64, 256, 264):
         shown = attention.explain("cuda", head_dim=head_dim)
@@ -250,9 +257,8 @@ def test_explain_on_a_hopper_gpu(monkeypatch):
     assert "triton kernels" not in attndsl.compile(GAIN, backend="triton").explain("cuda")
 
 
+@pytest.mark.usefixtures("one_hopper_gpu")
 def test_explain_without_gluon(monkeypatch):
-    monkeypatch.setattr(dispatch, "_is_hopper", lambda index: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     monkeypatch.setattr(dispatch, "why_no_hopper_kernels", lambda: "ImportError: no gluon")
     (last,) = attndsl.compile(GAIN).explain("cuda").split("\n")[-1:]
     assert last.startswith("backend      triton on cuda")
