@@ -14,7 +14,7 @@ from attndsl.passes.differentiate import vjp
 
 from .cpu_tiles import work_dtype
 from .interpret import gated, sides_of
-from .rows import clamped_indices, gradients_of_rows, rows_at
+from .rows import add_elements, add_rows, gradients_of_rows, rows_at
 
 if TYPE_CHECKING:
     from attndsl.ir import Node
@@ -93,15 +93,7 @@ class CaptureSums:
             view += part.sum_to_size(view.shape)
             return
         indices = tile.evaluate(*load.args)
-        shape = torch.broadcast_tensors(*indices)[0].shape  # type: ignore[no-untyped-call]
-        flat = _flat_places(indices, total)
-        values = part.sum_to_size(shape).reshape(-1).to(total.dtype)
-        # In a fixed order, for which CPUs and GPUs have different functions: with one dim
-        # scatter_add_ adds one after the other there, and index_put_ sorts here.
-        if total.device.type == "cuda":
-            total.view(-1).index_put_((flat,), values, accumulate=True)
-        else:
-            total.view(-1).scatter_add_(0, flat, values)
+        add_elements(total, indices, part)
 
     def _add_product(self, item: Node, part: torch.Tensor, tile: Tile) -> None:
         both = sides_of(item, tile.scope)
@@ -112,18 +104,8 @@ class CaptureSums:
     def add_rows(self, name: str, indices: tuple[torch.Tensor, ...], rows: torch.Tensor) -> None:
         """Add ``rows`` (four dims, and that of a row) to those at ``indices``, if they matter."""
         total = self._tensors.get(name)
-        if total is None or total.numel() == 0:
-            return
-        width = total.shape[-1]
-        values = rows.reshape(-1, width).to(total.dtype)
-        if not indices:
-            total += values.sum(0)
-            return
-        flat = _flat_places(indices, total[..., 0])
-        if total.device.type == "cuda":
-            total.view(-1, width).index_put_((flat,), values, accumulate=True)
-        else:
-            total.view(-1, width).index_add_(0, flat, values)
+        if total is not None and total.numel():
+            add_rows(total, indices, rows)
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """By name, in their dtypes."""
@@ -136,12 +118,3 @@ class CaptureSums:
             value = self._call.params[name]
             found[name] = total.to(value.dtype if isinstance(value, torch.Tensor) else self._work)
         return found
-
-
-def _flat_places(indices: tuple[torch.Tensor, ...], total: torch.Tensor) -> torch.Tensor:
-    """Where in contiguous memory of the shape of ``total`` each element of ``indices`` lies."""
-    shape = torch.broadcast_tensors(*indices)[0].shape  # type: ignore[no-untyped-call]
-    flat = torch.zeros((), dtype=torch.int64, device=total.device)
-    for index, size in zip(clamped_indices(indices, total), total.shape, strict=True):
-        flat = flat * size + index
-    return flat.expand(shape).reshape(-1)

@@ -25,7 +25,7 @@ import torch
 from attndsl.errors import ArgumentError
 from attndsl.ir import FLOAT_UNARY, DType, Op, sides, toposort
 
-from .rows import clamped_indices, product_of_rows, rows_at
+from .rows import elements_at, product_of_rows, rows_at
 
 if TYPE_CHECKING:
     from attndsl.ir import Node
@@ -307,15 +307,7 @@ def _load(item: Node, args: tuple[torch.Tensor, ...], scope: Scope) -> torch.Ten
     if tensor.numel() == 0:
         shape = torch.broadcast_tensors(*args)[0].shape  # type: ignore[no-untyped-call]
         return torch.zeros(shape, dtype=dtype, device=scope.device)
-    indices = clamped_indices(args, tensor)
-    if tensor.device.type != "cpu" or not tensor.is_floating_point():
-        return tensor[indices].to(dtype)
-    # With one dim, CPUs add up what comes back one after the other; with several, their threads
-    # add atomically, in no fixed order. GPUs sort.
-    flat = torch.zeros((), dtype=torch.int64)
-    for index, size in zip(indices, tensor.shape, strict=True):
-        flat = flat * size + index
-    return tensor.reshape(-1).gather(0, flat.reshape(-1)).view(flat.shape).to(dtype)
+    return elements_at(tensor, args).to(dtype)
 
 
 def _dot(item: Node, args: tuple[torch.Tensor, ...], scope: Scope) -> torch.Tensor:

@@ -32,7 +32,7 @@ from attndsl.passes.differentiate import vjp
 from .base import Gradients, check_meaning
 from .dense import Dense, attend_pairs, dense_pairs, group, own_weights, ungroup, where_live
 from .interpret import Scope, check_lookups, evaluate, gated, sides_of
-from .rows import clamped_indices, gradients_of_rows, rows_at
+from .rows import add_elements, add_rows, gradients_of_rows, rows_at
 
 if TYPE_CHECKING:
     from attndsl.ir import Node, Program
@@ -218,12 +218,7 @@ class _Sums:
         total = self.tensors[name]
         value, *indices = evaluate((factor, *load.args), scope)
         part = gated(seed, seed * value)
-        if not indices:
-            self.tensors[name] = total + part.sum()
-            return
-        shape = torch.broadcast_tensors(*indices)[0].shape  # type: ignore[no-untyped-call]
-        places = clamped_indices(tuple(indices), total)
-        self.tensors[name] = total.index_put(places, part.sum_to_size(shape), accumulate=True)
+        add_elements(total, tuple(indices), part)
 
     def add_product(self, item: Node, factor: Node, seed: torch.Tensor, scope: Scope) -> None:
         """Add ``seed * factor`` of each pair, times each row of a DOT, to the other row."""
@@ -235,13 +230,8 @@ class _Sums:
         parts = gradients_of_rows(gated(seed, seed * value), *rows)
         for (name, indices), part in zip(both, parts, strict=True):
             total = self.tensors.get(name)
-            if total is None or total.numel() == 0:
-                continue
-            if not indices:
-                self.tensors[name] = total + part.reshape(-1)
-                continue
-            places = clamped_indices(indices, total[..., 0])
-            self.tensors[name] = total.index_put(places, part, accumulate=True)
+            if total is not None and total.numel():
+                add_rows(total, indices, part)
 
     def add_param(self, name: str, factor: Node, seed: torch.Tensor, scope: Scope) -> None:
         """Add the sum of ``seed * factor`` over all pairs."""

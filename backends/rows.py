@@ -17,14 +17,76 @@ def clamped_indices(
     )
 
 
+def flat_places(indices: tuple[torch.Tensor, ...], shape: torch.Size) -> torch.Tensor:
+    """Where in contiguous memory of ``shape`` the elements at ``indices``, one a dim, lie."""
+    flat = torch.zeros((), dtype=torch.int64, device=indices[0].device)
+    for index, size in zip(indices, shape, strict=True):
+        flat = flat * size + index.clamp(0, size - 1)
+    return flat
+
+
+def elements_at(tensor: torch.Tensor, indices: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    """Elements of ``tensor``, which has some, at ``indices`` of four dims each."""
+    if tensor.device.type != "cpu" or not tensor.is_floating_point():
+        return tensor[clamped_indices(indices, tensor)]
+    # With one dim, CPUs add up what comes back one after the other; with several, their threads
+    # add atomically, in no fixed order. GPUs sort.
+    flat = flat_places(indices, tensor.shape)
+    return tensor.reshape(-1).gather(0, flat.reshape(-1)).view(flat.shape)
+
+
 def rows_at(tensor: torch.Tensor, indices: tuple[torch.Tensor, ...]) -> torch.Tensor:
     """Rows of ``tensor`` along its last dim: five dims, those of ``indices`` (four each) and it."""
+    width = tensor.shape[-1]
     if not indices:
-        return tensor.reshape(1, 1, 1, 1, -1)
+        return tensor.reshape(1, 1, 1, 1, width)
     if tensor.numel() == 0:
         shape = torch.broadcast_tensors(*indices)[0].shape  # type: ignore[no-untyped-call]
-        return tensor.new_zeros((*shape, tensor.shape[-1]))
-    return tensor[clamped_indices(indices, tensor[..., 0])]
+        return tensor.new_zeros((*shape, width))
+    if tensor.device.type != "cpu":
+        return tensor[clamped_indices(indices, tensor[..., 0])]
+    # As in :func:`elements_at`.
+    flat = flat_places(indices, tensor.shape[:-1])
+    found = tensor.reshape(-1, width).index_select(0, flat.reshape(-1))
+    return found.view(*flat.shape, width)
+
+
+def add_elements(
+    total: torch.Tensor, indices: tuple[torch.Tensor, ...], values: torch.Tensor
+) -> None:
+    """Add ``values`` (four dims) to the elements at ``indices``, in a fixed order.
+
+    Args:
+        total: Contiguous.
+        indices: One a dim; where they do not vary along a dim of ``values``, its sums are added.
+        values: Of the dims of all pairs, or 1.
+    """
+    if not indices:
+        total += values.sum()
+        return
+    flat = flat_places(indices, total.shape)
+    values = values.sum_to_size(flat.shape).reshape(-1).to(total.dtype)
+    flat = flat.reshape(-1)
+    # CPUs and GPUs have different functions for that: with one dim scatter_add_ adds one after the
+    # other there, and index_put_ sorts here.
+    if total.device.type == "cuda":
+        total.view(-1).index_put_((flat,), values, accumulate=True)
+    else:
+        total.view(-1).scatter_add_(0, flat, values)
+
+
+def add_rows(total: torch.Tensor, indices: tuple[torch.Tensor, ...], rows: torch.Tensor) -> None:
+    """Add ``rows``, as :func:`rows_at` gives them, to those of ``total``, in a fixed order."""
+    width = total.shape[-1]
+    values = rows.reshape(-1, width).to(total.dtype)
+    if not indices:
+        total += values.sum(0)
+        return
+    flat = flat_places(indices, total.shape[:-1]).reshape(-1)
+    if total.device.type == "cuda":
+        total.view(-1, width).index_put_((flat,), values, accumulate=True)
+    else:
+        total.view(-1, width).index_add_(0, flat, values)
 
 
 def product_of_rows(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
