@@ -7,12 +7,11 @@ from typing import TYPE_CHECKING
 
 from attndsl.frontend import read
 from attndsl.passes.differentiate import differentiate
-from attndsl.passes.lowered import Contractions, Lowered
+from attndsl.passes.lowered import Lowered, contractions_of
 from attndsl.passes.place import place
 from attndsl.passes.simplify import simplify, simplify_derivative
 from attndsl.passes.split_mask import split_mask
 from attndsl.passes.tiles.sparsity import analyse
-from attndsl.passes.widen import Widened, widen
 from attndsl.serialise import digest
 
 if TYPE_CHECKING:
@@ -47,12 +46,7 @@ def lower_program(program: Program) -> Lowered:
     # Of the simplified score too, beside its derivative, which is that of the pairs' part.
     placed = place(program, derivative)
     # Kernels make sums of rows as part of the product that they make anyway, where that is all.
-    found = widen(program)
-    contractions = None
-    if isinstance(found, Widened):
-        contractions = Contractions(lower_program(found.program), found.terms)
-    elif found is not None:
-        contractions = Contractions(None, why_not=found)
+    contractions = contractions_of(program, lower_program)
     # Last, since it looks at the mask that the passes above have completed. Loops over tiles are
     # planned by backends, which know tile sizes: `sparsity.loop`.
     return Lowered(program, derivative, placed, analyse(program), digest(program), contractions)

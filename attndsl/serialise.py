@@ -14,10 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 from attndsl.ir import DType, Node, Op, ParamDecl, Program, TensorDecl, node, toposort
 from attndsl.passes.differentiate import Derivative, ParamGradient, ProductGradient, TensorGradient
-from attndsl.passes.lowered import Contractions, Lowered
+from attndsl.passes.lowered import Lowered, contractions_of
 from attndsl.passes.place import place
 from attndsl.passes.tiles.sparsity import analyse
-from attndsl.passes.widen import Widened, widen
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -132,11 +131,7 @@ def lowered_from_json(data: Any) -> Lowered:
     program = program_from_json(data["program"])
     derivative = derivative_from_json(data["derivative"])
     placed = place(program, derivative)
-    widened, contractions = widen(program), None
-    if isinstance(widened, Widened):
-        contractions = Contractions(lowered_from_json(data["wide"]), widened.terms)
-    elif widened is not None:
-        contractions = Contractions(None, why_not=widened)
+    contractions = contractions_of(program, lambda _: lowered_from_json(data["wide"]))
     return Lowered(program, derivative, placed, analyse(program), digest(program), contractions)
 
 

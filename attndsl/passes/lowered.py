@@ -5,7 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from .widen import Widened, widen
+
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from attndsl.ir import Program
 
     from .differentiate import Derivative
@@ -28,6 +32,14 @@ class Lowered:
     """Hex digest of the program's meaning: the same after renaming a local or reformatting."""
     contractions: Contractions | None = None
     """None where the program has none."""
+
+
+def contractions_of(program: Program, lower: Callable[[Program], Lowered]) -> Contractions | None:
+    """What becomes of the contractions of ``program``; ``lower`` lowers the one without them."""
+    found = widen(program)
+    if isinstance(found, Widened):
+        return Contractions(lower(found.program), found.terms)
+    return None if found is None else Contractions(None, why_not=found)
 
 
 @dataclass(frozen=True, slots=True)
