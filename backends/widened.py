@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from attndsl.ir import Op, dependencies, sides, toposort, var
+from attndsl.ir import Op, dependencies, leaf_names, sides, toposort, var
 
 from .base import Gradients
 from .capture_sums import CaptureSums
-from .cpu_tiles import Expressions, Step
+from .cpu_tiles import Expressions, Step, work_dtype
 from .rows import rows_at
 
 if TYPE_CHECKING:
@@ -60,8 +60,15 @@ class WidenedBackend:
         if why_tiles(lowered, call) is not None:
             self._tiles.check(lowered, call)
             return
-        wide = Wide(lowered, call)
-        self.kernels.check(wide.lowered, wide.call)
+        assert lowered.contractions is not None
+        assert lowered.contractions.wide is not None
+        width = _width_of(lowered, call)
+        # Shapes say all; rows are put together when the call is made.
+        q, k = (
+            x.new_empty((1, 1, 1, 1)).expand(*x.shape[:3], -(-width // _STEP) * _STEP)
+            for x in (call.q, call.k)
+        )
+        self.kernels.check(lowered.contractions.wide, replace(call, q=q, k=k))
 
     def forward(self, lowered: Lowered, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
         """See :class:`~attndsl.backends.base.Backend`."""
@@ -98,7 +105,7 @@ def why_tiles(lowered: Lowered, call: Call) -> str | None:
     assert contractions is not None, "other programs have backends of their own"
     if contractions.wide is None:
         return contractions.why_not
-    width = call.q.shape[3] + sum(_width(term, call) for term in contractions.terms)
+    width = _width_of(lowered, call)
     if width > MAX_WIDTH:
         return f"the rows of q and of the contractions have {width} elements, over {MAX_WIDTH}"
     if call.scale == 0.0:
@@ -106,9 +113,11 @@ def why_tiles(lowered: Lowered, call: Call) -> str | None:
     return None
 
 
-def _width(term: Term, call: Call) -> int:
-    left, _ = sides(term.product)
-    return int(call.tensors[left.name].shape[-1])
+def _width_of(lowered: Lowered, call: Call) -> int:
+    """Elements of a row of q and of all contractions."""
+    assert lowered.contractions is not None
+    left = (sides(term.product)[0] for term in lowered.contractions.terms)
+    return int(call.q.shape[3]) + sum(call.tensors[side.name].shape[-1] for side in left)
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,8 +218,9 @@ class Wide:
         # Keys that differ between the query heads of a group need heads of their own.
         self._apart = call.q.shape[1] != call.k.shape[1] and any(map(_is_by_head, terms))
         keys = call if self._apart else _with_heads_of_keys(call)
-        self._queries = [_queries(term, call) for term in terms]
-        self._keys = [_keys(term, keys) for term in terms]
+        of_queries, of_keys = _tile(call, "q"), _tile(keys, "kv")
+        self._queries = [_queries(term, call, of_queries) for term in terms]
+        self._keys = [_keys(term, keys, of_keys) for term in terms]
         k, v = call.k, call.v
         if self._apart:
             group = call.q.shape[1] // k.shape[1]
@@ -229,10 +239,7 @@ class Wide:
         """What to ask the kernels for."""
         rows = [*self._queries, *self._keys]
         names = wants.tensors | wants.params
-        learned = any(
-            rows.side.name in names or (rows.factor is not None and names & _leaves(rows.factor))
-            for rows in rows
-        )
+        learned = any(rows.side.name in names or names & leaf_names(rows.factor) for rows in rows)
         return replace(
             wants,
             q=wants.q or learned,
@@ -272,28 +279,30 @@ class Wide:
         batch, heads, length, width = grad.shape
         kv_heads = self._given.k.shape[1]
         parts = grad.reshape(batch, kv_heads, heads // kv_heads, length, width)
-        work = torch.float64 if grad.dtype is torch.float64 else torch.float32
-        return parts.sum(2, dtype=work).to(grad.dtype)
+        return parts.sum(2, dtype=work_dtype(self._given)).to(grad.dtype)
 
 
-def _queries(term: Term, call: Call) -> _Rows:
+def _tile(call: Call, along: str) -> Tile:
+    """All rows of queries (``q``) or of keys (``kv``), and one of the others, if there is one."""
+    rows, columns = (0, call.q.shape[2]), (0, call.k.shape[2])
+    if along == "q":
+        columns = (0, min(1, columns[1]))
+    else:
+        rows = (0, min(1, rows[1]))
+    step = Step((0, call.q.shape[0]), (0, call.q.shape[1]), rows, ())
+    # Nothing reads the score.
+    score = torch.empty((1, 1, 1, 1), dtype=work_dtype(call), device=call.q.device)
+    return Expressions(call).tile(step, columns, score)
+
+
+def _queries(term: Term, call: Call, tile: Tile) -> _Rows:
     left, _ = sides(term.product)
-    step = Step((0, call.q.shape[0]), (0, call.q.shape[1]), (0, call.q.shape[2]), ())
-    tile = Expressions(call).tile(step, (0, min(1, call.k.shape[2])), _nothing(call))
     return _Rows(left, None if _is_of_keys(term) else _or_none(term.factor), call, tile)
 
 
-def _keys(term: Term, call: Call) -> _Rows:
+def _keys(term: Term, call: Call, tile: Tile) -> _Rows:
     _, right = sides(term.product)
-    step = Step((0, call.q.shape[0]), (0, call.q.shape[1]), (0, min(1, call.q.shape[2])), ())
-    tile = Expressions(call).tile(step, (0, call.k.shape[2]), _nothing(call))
     return _Rows(right, term.factor if _is_of_keys(term) else None, call, tile)
-
-
-def _nothing(call: Call) -> torch.Tensor:
-    """A score that nothing reads, of the dtype to compute in."""
-    work = torch.float64 if call.q.dtype is torch.float64 else torch.float32
-    return torch.empty((1, 1, 1, 1), dtype=work, device=call.q.device)
 
 
 def _or_none(factor: Node) -> Node | None:
@@ -317,10 +326,6 @@ def _with_heads_of_keys(call: Call) -> Call:
     return replace(
         call, q=call.q.new_empty((1, 1, 1, width)).expand(batch, call.k.shape[1], q_len, width)
     )
-
-
-def _leaves(root: Node) -> frozenset[str]:
-    return frozenset(str(x.value) for x in toposort(root) if x.op in (Op.LOAD, Op.PARAM))
 
 
 def _joined(own: torch.Tensor, others: list[torch.Tensor]) -> torch.Tensor:
