@@ -167,9 +167,9 @@ def test_the_formula():
 
 
 @pytest.mark.parametrize(("backend", "name"), [("cpu", "capped"), ("reference", "gate")])
-def test_gradcheck(check, place_on_cpu, backend, name):
-    body = PROGRAMS[name]
-    inputs = _inputs(check, place_on_cpu, body, torch.float64, q_len=5).to(torch.float64)
+def test_gradcheck(check, backend, name):
+    body, place = PROGRAMS[name], SimpleNamespace(device="cpu", shape=(1, 2, 5, 4))
+    inputs = _inputs(check, place, body, torch.float64, q_len=5).to(torch.float64)
     attention = attndsl.compile(_text(body), backend=backend)
     names = list(inputs.captures)
 
@@ -179,13 +179,6 @@ def test_gradcheck(check, place_on_cpu, backend, name):
     given = (inputs.q, inputs.k, inputs.v, *inputs.captures.values())
     assert torch.autograd.gradcheck(call, given, fast_mode=True, check_forward_ad=True)
     assert torch.autograd.gradgradcheck(call, given, fast_mode=True)
-
-
-@pytest.fixture
-def place_on_cpu(device):
-    if device != "cpu":
-        pytest.skip("fp64 is for CPUs")
-    return SimpleNamespace(device="cpu", shape=(1, 2, 5, 4))
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
