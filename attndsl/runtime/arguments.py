@@ -22,6 +22,10 @@ if TYPE_CHECKING:
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 INTS = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)
 _CAST = FLOATS[:-1]
+# Asked once, since graphs of torch 2.11 do not know the question.
+_AUTOCASTS = frozenset(
+    kind for kind in ("cpu", "cuda", "xpu", "mps") if torch.amp.is_autocast_available(kind)
+)
 """What autocast converts."""
 _DTYPES = {DType.FLOAT: FLOATS, DType.INT: INTS, DType.BOOL: (torch.bool,)}
 _PYTHON: dict[DType, tuple[type, ...]] = {
@@ -104,7 +108,7 @@ def autocast(value: Any) -> Any:
     if not isinstance(value, torch.Tensor) or value.dtype not in _CAST:
         return value
     kind = value.device.type
-    if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
+    if kind not in _AUTOCASTS or not torch.is_autocast_enabled(kind):
         return value
     return value.to(torch.get_autocast_dtype(kind))
 

@@ -95,7 +95,9 @@ def test_contractions(check, kernels, name):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
 def test_half_types(check, kernels, dtype):
     body = WIDENED["capped"]
-    check(kernels, _text(body), _inputs(check, kernels, body, dtype))
+    # One of its gradients is a single number.
+    several = [_inputs(check, kernels, body, dtype) for _ in range(16)]
+    check.draws(kernels, _text(body), several)
 
 
 @pytest.mark.parametrize(("q_len", "kv_len"), [(3, 37), (40, 0)])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -167,26 +168,42 @@ def gradients(attention, inputs, leaves, runs, **options):
 def hold(check, backend, case, runs, device="cpu", q_dtype=torch.float32, sizes=None):
     """Gradients are right by the tolerance method, and the same bits each time."""
     name, mask, size, dtype, layout = case
-    inputs = inputs_of(
-        check, name, mask, sizes or SIZES[size], DTYPES[dtype], layout, device, q_dtype
-    )
     text = program_of(name, mask)
     oracle = attndsl.compile(text, backend="reference")
-    golden = check.run(oracle, inputs.to(torch.float64))
-    ref = check.run(oracle, inputs)
     attention = attndsl.compile(text, backend=backend)
-    leaves = [inputs.captures["t"], inputs.q, inputs.k, inputs.v]
-    found = gradients(attention, inputs, leaves, runs)
-    others = gradients(attention, inputs, leaves[:1], 1, deterministic=True)
     names = ["t", "q", "k", "v"]
-    wanted = dict(zip(names, found[0], strict=True))
-    check.close(
-        {name: golden[name] for name in names}, {name: ref[name] for name in names}, wanted, q_dtype
+    results = []
+    for _ in range(_draws(name, sizes) if device == "cuda" else 1):
+        inputs = inputs_of(
+            check, name, mask, sizes or SIZES[size], DTYPES[dtype], layout, device, q_dtype
+        )
+        golden = check.run(oracle, inputs.to(torch.float64))
+        ref = check.run(oracle, inputs)
+        leaves = [inputs.captures["t"], inputs.q, inputs.k, inputs.v]
+        found = gradients(attention, inputs, leaves, runs)
+        for run in found[1:]:
+            # The Hopper kernels add up dQ in no fixed order unless they are told not to.
+            count = 1 if backend == "hopper" else len(names)
+            assert all(map(torch.equal, run[:count], found[0])), case
+        fixed = gradients(attention, inputs, leaves[:1], 2, deterministic=True)
+        assert torch.equal(*fixed[0], *fixed[1]), case
+        # Other kernels make it then, where the program has Hopper ones.
+        if backend != "hopper":
+            assert torch.equal(*fixed[0], found[0][0]), case
+        results.append((golden, ref, dict(zip(names, found[0], strict=True))))
+    golden, ref, wanted = (
+        check.pooled([{name: one[name] for name in names} for one in each])
+        for each in zip(*results, strict=True)
     )
-    for run in [*found[1:], *others]:
-        # The Hopper kernels add up dQ in no fixed order unless they are told not to.
-        count = 1 if backend == "hopper" else len(names)
-        assert all(map(torch.equal, run[:count], found[0])), case
+    # Backwards take rowsum(dO * O) of an output that is rounded, one error for all pairs of a row,
+    # which shows where these are few: 1.6 times the usual error of a bias in documents of 6 tokens.
+    slack = 1.25 if q_dtype is torch.bfloat16 else 1.0
+    check.close(golden, ref, wanted, q_dtype, slack)
+
+
+def _draws(name, sizes):
+    """Inputs that have enough numbers together to tell what errors are usual."""
+    return -(-16 // min(16, math.prod(PATTERNS[name].shape(sizes))))
 
 
 @interpreted
