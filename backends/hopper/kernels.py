@@ -43,11 +43,11 @@ class HopperKernels(Kernels):
     def configs(
         self, lowered: Lowered, direction: str, special: Specialisation, device: torch.device
     ) -> tuple[Config, ...]:
-        """See :meth:`Kernels.configs`; after these, forwards whose programs are persistent."""
+        """See :meth:`Kernels.configs`; after these, forwards that are persistent or not instead."""
         found = super().configs(lowered, direction, special, device)
         if direction != "forward":
             return found
-        return (*found, *(replace(config, persistent=True) for config in found))
+        return (*found, *(replace(config, persistent=not config.persistent) for config in found))
 
     def _configs(
         self, lowered: Lowered, direction: str, special: Specialisation,
@@ -85,4 +85,5 @@ class HopperKernels(Kernels):
 def configs_of(lowered: Lowered, special: Specialisation, direction: str) -> tuple[Config, ...]:
     """Tile sizes to try for a Hopper kernel, in order of preference."""
     masked, work = lowered.program.mask is not None, work_of(lowered, special, direction)
-    return candidates(direction, widest(special), masked, work)
+    column = lowered.placed.column is not None
+    return candidates(direction, widest(special), masked, work, column)

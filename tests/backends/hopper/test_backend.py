@@ -78,7 +78,7 @@ def test_a_deterministic_call_has_a_layout_of_its_own():
 def test_views_make_the_descriptors_that_the_constructor_makes():
     call = call_of()
     special = specialise(lower(Source("score"), {}).program, call)
-    (config, *_) = candidates("forward", 64, masked=False, work="dense")
+    (config, *_) = candidates("forward", 64, masked=False, work="dense", column=False)
     for name, block in blocks_of("forward", special, config).items():
         first, second = torch.empty_like(call.q), torch.empty_like(call.q)
         steps = descriptor_strides(first)
@@ -108,10 +108,15 @@ def test_strides_that_the_hardware_takes(shape, strides, wanted):
 
 
 def test_masked_programs_prefer_smaller_tiles():
-    assert candidates("backward_kv", 64, masked=True, work="masked")[0].block_m == 64
-    assert candidates("backward_kv", 64, masked=False, work="dense")[0].block_m == 128
-    dense = candidates("forward", 64, masked=False, work="dense")
-    assert candidates("forward", 64, masked=True, work="masked") == dense
-    few = candidates("forward", 64, masked=True, work="short partial")
-    assert few[0].block_m < dense[0].block_m
-    assert set(few) == set(dense)
+    def blocks(direction, width, masked, work):
+        found = candidates(direction, width, masked, work, column=False)
+        return [(config.block_m, config.block_n) for config in found]
+
+    assert blocks("backward_kv", 64, True, "masked")[0][0] == 64
+    assert blocks("backward_kv", 64, False, "dense")[0][0] == 128
+    for width in (64, 128):
+        dense = blocks("forward", width, False, "dense")
+        assert blocks("forward", width, True, "masked") == dense
+        few = blocks("forward", width, True, "short partial")
+        assert few[0] < dense[0]
+        assert set(few) == set(dense)

@@ -42,16 +42,27 @@ SIZES = (
 """Batch, heads, kv heads, q_len, kv_len: fewer query tiles than processors, and many more."""
 
 
-def test_the_next_candidates_are_persistent(monkeypatch):
-    """They are measured by ``tune``; by themselves calls take none of them."""
-    lowered = lower(Source("causal()"), {})
-    special = specialise(lowered.program, example_call(lowered, 64, 64, torch.bfloat16, {}))
+@pytest.mark.parametrize(
+    ("text", "dim", "persistent"),
+    [
+        ("causal()", 64, True),
+        ("sliding_window(9)", 128, True),
+        ("score", 128, False),
+        ("causal()", 256, False),
+        ("mask = causal()\nscore = alibi()", 128, False),
+    ],
+)
+def test_which_are_persistent(monkeypatch, text, dim, persistent):
+    """``tune`` measures the others too."""
+    lowered = lower(Source(text), {})
+    special = specialise(lowered.program, example_call(lowered, dim, dim, torch.bfloat16, {}))
     usual = configs_of(lowered, special, "forward")
-    assert not any(config.persistent for config in usual)
+    assert {config.persistent for config in usual} == {persistent}
     monkeypatch.setattr("attndsl.backends.triton.kernels.current_target", lambda: None)
     kernels = HopperKernels(default_cache())
     found = kernels.configs(lowered, "forward", special, torch.device("cpu"))
-    assert found == (*usual, *(replace(config, persistent=True) for config in usual))
+    others = tuple(replace(config, persistent=not persistent) for config in usual)
+    assert found == (*usual, *others)
     assert len(set(map(str, found))) == len(found)
     backward = kernels.configs(lowered, "backward_kv", special, torch.device("cpu"))
     assert not any(config.persistent for config in backward)

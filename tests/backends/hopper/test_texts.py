@@ -70,7 +70,7 @@ def test_a_text_is_what_calls_run(direction, head_dim, program):
 def test_every_width_has_a_text(direction):
     for width in CANDIDATES[KERNELS[direction]]:
         text = attndsl.compile("causal()").source(direction, head_dim=width, backend="hopper")
-        (config, *_) = candidates(KERNELS[direction], width, masked=True, work="masked")
+        (config, *_) = candidates(KERNELS[direction], width, True, "masked", column=False)
         assert text.count("(consume, (") == config.consumers
 
 
