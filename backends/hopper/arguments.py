@@ -145,9 +145,9 @@ class HopperLayout(Layout):
     together: int = 1
     """Query heads whose tiles run side by side."""
     programs: int = 0
-    """Of a forward: how many are launched."""
+    """Of the attention kernel: how many are launched."""
     drawn: bool = False
-    """Whether these draw their query tiles by a counter."""
+    """Whether these draw their tiles by a counter."""
     why_portable: str | None = None
     """Why the portable kernels run these calls; there are no executables then."""
 

@@ -77,15 +77,15 @@ class HopperBackend(TritonBackend):
         stream = stream_of(q.device)
         with on_device(q.device):
             lists = lists_of(layout, lowered, call, "forward", stream)
-            counter = [self._counters.of(q.device, stream).data_ptr()] if layout.drawn else []
             launch.run(
                 layout.programs,
                 stream,
                 [
                     *of(views["q_desc"], q), *of(views["k_desc"], call.k),
                     *of(views["v_desc"], call.v), *of(views["o_desc"], out), lse.data_ptr(),
-                    *counter, call.scale, *layout.sizes, origin(call.q_offset, call.q_index),
-                    origin(call.kv_offset, call.kv_index), layout.together,
+                    *self._counter(layout, q.device, stream), call.scale, *layout.sizes,
+                    origin(call.q_offset, call.q_index), origin(call.kv_offset, call.kv_index),
+                    layout.together,
                     *capture_arguments(layout.special, call), *lists,
                 ],
             )  # fmt: skip
@@ -131,11 +131,12 @@ class HopperBackend(TritonBackend):
                  *layout.grad_strides, heads, q_len],
             )  # fmt: skip
             launch.run(
-                kv_tiles * batch * k.shape[1], stream,
+                layout.programs, stream,
                 [
                     *of(views["q_desc"], q), *of(views["k_desc"], k), *of(views["v_desc"], v),
                     *of(views["do_desc"], grad_out), *of(views["lse_desc"], lse2),
-                    *of(views["delta_desc"], delta), *addresses(sums, dk, dv), call.scale,
+                    *of(views["delta_desc"], delta), *addresses(sums, dk, dv),
+                    *self._counter(layout, q.device, stream), call.scale,
                     *layout.sizes, origin(call.q_offset, call.q_index),
                     origin(call.kv_offset, call.kv_index), padded,
                     *(part for part in (columns, factors) if part is not None),
@@ -161,6 +162,9 @@ class HopperBackend(TritonBackend):
             tensors=tensors, params=params,
         )  # fmt: skip
         return gradients, delta
+
+    def _counter(self, layout: HopperLayout, device: torch.device, stream: int) -> list[int]:
+        return [self._counters.of(device, stream).data_ptr()] if layout.drawn else []
 
     def _add_apart(
         self,
@@ -249,7 +253,7 @@ class HopperBackend(TritonBackend):
             () if grad_out is None else strides(grad_out)[:3],
             learned_in_kernel(lowered, layout.special),
             _together(call, lowered.program.mask is not None),
-            0 if grad_out is not None else _programs(call, config), is_drawn(lowered, config),
+            _programs(call, kind, config), is_drawn(lowered, config),
         )  # fmt: skip
 
 
@@ -295,13 +299,18 @@ def max_head_dim(kind: str) -> int:
     return min(max(CANDIDATES[direction]) for direction in HopperKernels.directions[kind])
 
 
-def _programs(call: Call, config: Config) -> int:
-    """Programs of a forward: one for each query tile, or as many as run at a time.
+def _programs(call: Call, kind: str, config: Config) -> int:
+    """Programs of a kernel: one for each of its tiles, or as many as run at a time.
 
     The registers of one program are all that a processor has.
     """
-    batch, heads, q_len, _ = call.q.shape
-    tiles = -(-q_len // config.block_m) * batch * heads
+    if kind == "forward":
+        batch, heads, length, _ = call.q.shape
+        block = config.block_m
+    else:
+        batch, heads, length, _ = call.k.shape
+        block = config.block_n
+    tiles = -(-length // block) * batch * heads
     if not config.persistent:
         return tiles
     properties = torch.cuda.get_device_properties(call.q.device)

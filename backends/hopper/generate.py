@@ -40,14 +40,14 @@ _FORWARD_CONSUMER = (
 _BACKWARD_PRODUCER = (
     "q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc,",
     "q_s, k_s, v_s, do_s, lse_s, delta_s, k_full, v_full, q_full, do_full, q_empty, do_empty,",
-    "tile, b, hkv, batch, heads, kv_heads, q_len, kv_len, q_origin, kv_origin, padded,",
+    "batch, heads, kv_heads, q_len, kv_len, q_origin, kv_origin, padded,",
     "BLOCK_M, BLOCK_N, STAGES, Q_KIND, KV_KIND,",
 )
 _BACKWARD_CONSUMER = (
     "SUMS, DK, DV_OUT,",
     "q_s, k_s, v_s, do_s, lse_s, delta_s, ds_s,",
     "k_full, v_full, q_full, do_full, q_empty, do_empty,",
-    "tile, b, hkv, scale, batch, heads, kv_heads, q_len, kv_len, q_origin, kv_origin, padded,",
+    "scale, batch, heads, kv_heads, q_len, kv_len, q_origin, kv_origin, padded,",
     "HEAD_DIM, VALUE_DIM, D, DV, BLOCK_M, BLOCK_N, STAGES, Q_KIND, KV_KIND, HALF,",
 )
 _WIDE_CONSUMER = (
@@ -111,6 +111,7 @@ def generate(
     modified, own = placed.pair.op is not Op.SCORE, program.weights is not None
     listed = loop.listed is not None
     drawn = is_drawn(lowered, config)
+    scaled_first = modified or own or reads_score(program.mask) or special.negative_scale
     flags = {
         "MASKED": program.mask is not None,
         "MODIFIED": modified,
@@ -118,11 +119,8 @@ def generate(
         "HAS_ROW": placed.row is not None,
         "HAS_COLUMN": placed.column is not None,
         "HAS_STEEPNESS": placed.steepness is not None,
-        "SCALED_FIRST": modified
-        or own
-        or reads_score(program.mask)
-        or special.negative_scale
-        or placed.inner is not None,
+        "SCALED_FIRST": scaled_first,
+        "SIGNED": placed.inner is not None and placed.column is None and not scaled_first,
         "HAS_SINK": program.sink is not None,
         "HAS_FACTOR": placed.inner is not None,
         "HAS_DERIVATIVE": placed.slope is not const(1.0),
@@ -145,7 +143,8 @@ def generate(
     }
     lists = wrapped(LIST_PARAMETERS) if listed else []
     sums = ["COLUMN_SUMS,"] * learned.column + ["FACTOR_SUMS,"] * learned.factor
-    again = ["q_empty, item_s, item_full, item_empty,"] * config.persistent
+    left = "q_empty" if direction == "forward" else "kv_empty"
+    again = [f"{left}, item_s, item_full, item_empty,"] * config.persistent
     counter = ["COUNTER,"] * drawn
     output = ["o_s,"] * bool(flags["OWN_OUTPUT"])
     helpers |= used
@@ -159,6 +158,7 @@ def generate(
         "counter": counter,
         "again": again,
         "output": output,
+        "steep": ["steep_s,"] * wide,
         "partitions": _partitions(
             (*producer, *counter, *again),
             (*consumer, *sums, *output, *again),

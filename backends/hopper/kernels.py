@@ -43,11 +43,12 @@ class HopperKernels(Kernels):
     def configs(
         self, lowered: Lowered, direction: str, special: Specialisation, device: torch.device
     ) -> tuple[Config, ...]:
-        """See :meth:`Kernels.configs`; after these, forwards that are persistent or not instead."""
+        """See :meth:`Kernels.configs`; after these, those that are persistent or not instead."""
         found = super().configs(lowered, direction, special, device)
-        if direction != "forward":
-            return found
-        return (*found, *(replace(config, persistent=not config.persistent) for config in found))
+        others = tuple(replace(config, persistent=not config.persistent) for config in found)
+        if direction == "forward" or (direction in CANDIDATES and widest(special) <= 128):
+            return (*found, *others)
+        return found
 
     def _configs(
         self, lowered: Lowered, direction: str, special: Specialisation,

@@ -38,9 +38,12 @@ def candidates(
 
     A mask's code leaves fewer registers for larger tiles backward; forward, larger ones pay but for
     masks that leave few tiles, of which many are PARTIAL (documents, D 64: 0.41 against 0.48 ms, D
-    128: 0.22 against 0.23). Persistent forwards gain where a mask makes query tiles differ (causal,
-    D 128, 4096 rows: 0.46 against 0.49 ms; a window of 1024: 0.27 against 0.29), and lose with what
-    is added to columns (ALiBi: 0.94 against 0.89) and at head dim 256 (0.79 against 0.76).
+    128: 0.22 against 0.23).
+
+    Persistent programs hide how others begin and end (causal, 4096 rows, D 128: forward 0.46
+    against 0.49 ms, backward 1.37 against 1.41; D 64 backward 1.60 against 1.64; without a mask 0
+    to 2%), but for forwards that add something to columns (ALiBi: 0.94 against 0.89 ms) and those
+    of head dim 256 (0.79 against 0.76).
 
     Args:
         direction: ``forward`` or ``backward_kv``.
@@ -52,5 +55,5 @@ def candidates(
     found = CANDIDATES[direction][width]
     if (masked and direction == "backward_kv") or work == "short partial":
         found = tuple(sorted(found, key=lambda config: (config.block_m, config.block_n)))
-    persistent = direction == "forward" and masked and width <= 128 and not column
+    persistent = width <= 128 and not (direction == "forward" and column)
     return tuple(replace(config, persistent=persistent) for config in found)

@@ -101,19 +101,23 @@ def add_query_tile(
 
 
 @gluon.jit
-def consume(
-    PART: gl.constexpr, SUMS, DK, DV_OUT,
+def consume_item(
+    item, turn, done, PART: gl.constexpr, SUMS, DK, DV_OUT,
     q_s, k_s, v_s, do_s, lse_s, delta_s, ds_s,
     k_full, v_full, q_full, do_full, q_empty, do_empty,
-    tile, b, hkv, scale, batch, heads, kv_heads, q_len, kv_len, q_origin, kv_origin, padded,
+    scale, batch, heads, kv_heads, q_len, kv_len, q_origin, kv_origin, padded,
     HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, Q_KIND: gl.constexpr,
     KV_KIND: gl.constexpr, HALF: gl.constexpr,
     #: learned
+    #: again
     #: parameters
     #: kv_pass_lists
 ):
-    """dK and dV of the tile's keys number ``PART``, and half the columns of dQ."""
+    """dK and dV of the tile's keys number ``PART``, and half the columns of dQ.
+
+    Returns the program's number of query tiles so far, ``done`` of which were before this item.
+    """
     KEYS: gl.constexpr = BLOCK_N // 2
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
     DK_ROWS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
@@ -122,6 +126,11 @@ def consume(
     DQ_ROWS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DQ_WIDTH, 16])
     SLOPES: gl.constexpr = gl.DotOperandLayout(0, DK_ROWS, 2)
     WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, DV_ROWS, 2)
+    if PERSISTENT:
+        tile, b, hkv = word(item_s, 1), word(item_s, 2), word(item_s, 3)
+        mbarrier.arrive(item_empty, count=1)
+    else:
+        tile, b, hkv = place_of_item(item, kv_heads, kv_len, BLOCK_N)
     q_offset = shift_of_positions(q_origin, Q_KIND)
     kv_offset = shift_of_positions(kv_origin, KV_KIND)
     own = tile * BLOCK_N + PART * KEYS
@@ -134,10 +143,10 @@ def consume(
     dv = gl.zeros([KEYS, DV], gl.float32, layout=DV_ROWS)
     zeros = gl.zeros([KEYS, BLOCK_M], gl.float32, layout=SCORES)
     no_dq = gl.zeros([64, DQ_WIDTH], gl.float32, layout=DQ_ROWS)
-    mbarrier.wait(k_full, 0)
-    mbarrier.wait(v_full, 0)
+    mbarrier.wait(k_full, turn & 1)
+    mbarrier.wait(v_full, turn & 1)
     group = heads // kv_heads
-    count = 0
+    count = done
     before = 0.0
     for member in range(0, group):
         h = hkv * group + member
@@ -208,9 +217,13 @@ def consume(
             # dK is a sum over the heads so far.
             gl.store(FACTOR_SUMS + place * 2 + PART, product - before)
             before = product
+    if PERSISTENT:
+        # The next item's keys may come.
+        mbarrier.arrive(kv_empty, count=1)
     # Through shared memory, so that each thread stores 16 bytes.
     STORED: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     dk_rows = gl.convert_layout((dk * scale).to(HALF), STORED)
     store_rows(DK, dk_rows, own, b, hkv, kv_heads, kv_len, HEAD_DIM)
     dv_rows = gl.convert_layout(dv.to(HALF), STORED)
     store_rows(DV_OUT, dv_rows, own, b, hkv, kv_heads, kv_len, VALUE_DIM)
+    return count

@@ -1,4 +1,8 @@
-"""A backward kernel itself: which tile a program has, and what its warpgroups share.
+"""The last part of a backward kernel: which items a program takes, and what its warpgroups share.
+
+A program that has several takes them while the grid lasts: the producer loads the next item's tiles
+while the consumers store the gradients of the one before. Where a mask makes items differ in
+length, whoever is free draws the next number, as hardware hands out programs.
 
 Follows ``backward_shared``, then ``backward`` or ``backward_wide``, in one module.
 """
@@ -8,8 +12,112 @@ Follows ``backward_shared``, then ``backward`` or ``backward_wide``, in one modu
 
 
 @gluon.jit
+def produce(
+    q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc,
+    q_s, k_s, v_s, do_s, lse_s, delta_s, k_full, v_full, q_full, do_full, q_empty, do_empty,
+    batch, heads, kv_heads, q_len, kv_len, q_origin, kv_origin, padded,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, Q_KIND: gl.constexpr,
+    KV_KIND: gl.constexpr,
+    #: counter
+    #: again
+    #: parameters
+    #: kv_pass_lists
+):
+    """Load the tiles of all items of the program."""
+    item = gl.program_id(0)
+    if PERSISTENT:
+        items = tl.cdiv(kv_len, BLOCK_N) * batch * kv_heads
+        turn, done = 0, 0
+        while item < items:
+            done = load_item(
+                item, turn, done, q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc,
+                q_s, k_s, v_s, do_s, lse_s, delta_s,
+                k_full, v_full, q_full, do_full, q_empty, do_empty,
+                batch, heads, kv_heads, q_len, kv_len, q_origin, kv_origin, padded,
+                BLOCK_M, BLOCK_N, STAGES, Q_KIND, KV_KIND,
+                #: again
+                #: arguments
+                #: kv_pass_lists
+            )
+            if DRAWN:
+                drawn = gl.atomic_add(COUNTER, 1, sem="relaxed")
+                item = gl.num_programs(0) + drawn
+                if drawn == items - 1:
+                    # Each program draws until nothing is left: together, ``items`` times.
+                    gl.store(COUNTER, 0)
+            else:
+                item += gl.num_programs(0)
+            turn += 1
+        announce_item(turn, item, 0, 0, 0, item_s, item_full, item_empty)
+    else:
+        load_item(
+            item, 0, 0, q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc,
+            q_s, k_s, v_s, do_s, lse_s, delta_s,
+            k_full, v_full, q_full, do_full, q_empty, do_empty,
+            batch, heads, kv_heads, q_len, kv_len, q_origin, kv_origin, padded,
+            BLOCK_M, BLOCK_N, STAGES, Q_KIND, KV_KIND,
+            #: again
+            #: arguments
+            #: kv_pass_lists
+        )
+
+
+@gluon.jit
+def consume(
+    PART: gl.constexpr, SUMS, DK, DV_OUT,
+    q_s, k_s, v_s, do_s, lse_s, delta_s, ds_s,
+    #: steep
+    k_full, v_full, q_full, do_full, q_empty, do_empty,
+    scale, batch, heads, kv_heads, q_len, kv_len, q_origin, kv_origin, padded,
+    HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, Q_KIND: gl.constexpr,
+    KV_KIND: gl.constexpr, HALF: gl.constexpr,
+    #: learned
+    #: again
+    #: parameters
+    #: kv_pass_lists
+):
+    """Part ``PART`` of the gradients of all items of the program."""
+    if PERSISTENT:
+        items = tl.cdiv(kv_len, BLOCK_N) * batch * kv_heads
+        turn, done = 0, 0
+        mbarrier.wait(item_full, 0)
+        item = word(item_s, 0)
+        while item < items:
+            done = consume_item(
+                item, turn, done, PART, SUMS, DK, DV_OUT,
+                q_s, k_s, v_s, do_s, lse_s, delta_s, ds_s,
+                #: steep
+                k_full, v_full, q_full, do_full, q_empty, do_empty,
+                scale, batch, heads, kv_heads, q_len, kv_len, q_origin, kv_origin, padded,
+                HEAD_DIM, VALUE_DIM, D, DV, BLOCK_M, BLOCK_N, STAGES, Q_KIND, KV_KIND, HALF,
+                #: learned
+                #: again
+                #: arguments
+                #: kv_pass_lists
+            )
+            turn += 1
+            mbarrier.wait(item_full, turn & 1)
+            item = word(item_s, 0)
+    else:
+        consume_item(
+            gl.program_id(0), 0, 0, PART, SUMS, DK, DV_OUT,
+            q_s, k_s, v_s, do_s, lse_s, delta_s, ds_s,
+            #: steep
+            k_full, v_full, q_full, do_full, q_empty, do_empty,
+            scale, batch, heads, kv_heads, q_len, kv_len, q_origin, kv_origin, padded,
+            HEAD_DIM, VALUE_DIM, D, DV, BLOCK_M, BLOCK_N, STAGES, Q_KIND, KV_KIND, HALF,
+            #: learned
+            #: again
+            #: arguments
+            #: kv_pass_lists
+        )
+
+
+@gluon.jit
 def attention_backward_kv(
     q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, SUMS, DK, DV_OUT,
+    #: counter
     scale, batch, heads, kv_heads, q_len, kv_len, q_origin, kv_origin, padded,
     #: learned
     #: parameters
@@ -18,21 +126,16 @@ def attention_backward_kv(
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr,
     Q_KIND: gl.constexpr, KV_KIND: gl.constexpr,
 ):
-    """One program: one key-value tile of one kv head, summed over its group of query heads.
+    """An item is one key-value tile of one kv head, summed over its group of query heads.
 
+    A program has one, or where PERSISTENT one after the other, until all are taken. COUNTER (1) is
+    int32: items taken after each program's first; 0 before a launch, and after.
     Descriptors are of (batch, heads, length, head dim), dQ in fp32 and before the scale; those of
     the row statistics are of (batch * heads * padded,), see ``statistics_rows``. DK (batch,
     kv_heads, kv_len, HEAD_DIM) and DV_OUT are contiguous. Where a factor or columns of the score
     learn: FACTOR_SUMS (batch, heads, tiles, 2) and COLUMN_SUMS (batch, heads, kv_len), fp32.
     """
     HALF: gl.constexpr = q_desc.dtype
-    kv_tiles = tl.cdiv(kv_len, BLOCK_N)
-    tile = gl.program_id(0) % kv_tiles
-    if KV_PASS_DESCENDING:
-        tile = kv_tiles - 1 - tile
-    head_of_batch = gl.program_id(0) // kv_tiles
-    b = head_of_batch // kv_heads
-    hkv = head_of_batch % kv_heads
     q_s = gl.allocate_shared_memory(HALF, [STAGES, 1, 1, BLOCK_M, D], q_desc.layout)
     do_s = gl.allocate_shared_memory(HALF, [STAGES, 1, 1, BLOCK_M, DV], do_desc.layout)
     k_s = gl.allocate_shared_memory(HALF, [1, 1, 1, BLOCK_N, D], k_desc.layout)
@@ -59,4 +162,12 @@ def attention_backward_kv(
         mbarrier.init(do_full.index(stage), count=1)
         mbarrier.init(q_empty.index(stage), count=2)
         mbarrier.init(do_empty.index(stage), count=2)
+    if PERSISTENT:
+        item_s = gl.allocate_shared_memory(gl.int32, [16], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+        kv_empty = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
+        item_full = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
+        item_empty = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
+        mbarrier.init(kv_empty, count=2)
+        mbarrier.init(item_full, count=1)
+        mbarrier.init(item_empty, count=2)
     #: partitions

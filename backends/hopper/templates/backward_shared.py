@@ -1,4 +1,4 @@
-"""What the backward kernels for Hopper share: their producer, and weights from a tile of k . q.
+"""What the backward kernels for Hopper share: their loads, and weights from a tile of k . q.
 
 ``backward`` or ``backward_wide``, which say what the consumers do, follows, then
 ``backward_kernel``.
@@ -26,6 +26,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from attndsl.backends.hopper import dialect as tl
 from attndsl.backends.hopper.library import (
     add_to_sums, announce, await_announced, count_up, eighths_of_sums, finish, meet, places_of,
+    word, words,
 )
 from attndsl.backends.hopper.shim import tma_load
 from attndsl.backends.triton.library import positions, shift_of_positions
@@ -36,6 +37,17 @@ LOG2E = tl.constexpr(1.4426950408889634)
 
 
 #: functions
+
+
+@gluon.jit
+def place_of_item(item, kv_heads, kv_len, BLOCK_N: gl.constexpr):
+    """Key-value tile, batch entry and kv head: tile by tile of each head, longest first."""
+    kv_tiles = tl.cdiv(kv_len, BLOCK_N)
+    tile = item % kv_tiles
+    if KV_PASS_DESCENDING:
+        tile = kv_tiles - 1 - tile
+    head_of_batch = item // kv_tiles
+    return tile, head_of_batch // kv_heads, head_of_batch % kv_heads
 
 
 @gluon.jit
@@ -91,24 +103,55 @@ def q_tile_of(
 
 
 @gluon.jit
-def produce(
-    q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc,
-    q_s, k_s, v_s, do_s, lse_s, delta_s, k_full, v_full, q_full, do_full, q_empty, do_empty,
-    tile, b, hkv, batch, heads, kv_heads, q_len, kv_len, q_origin, kv_origin, padded,
-    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, Q_KIND: gl.constexpr,
-    KV_KIND: gl.constexpr,
-    #: parameters
-    #: kv_pass_lists
+def announce_item(turn, item, tile, b, hkv, item_s, item_full, item_empty):
+    """Tell the consumers what the item is, as soon as they know what the one before was."""
+    mbarrier.wait(item_empty, (turn & 1) ^ 1)
+    item_s.store(words((item, tile, b, hkv)))
+    mbarrier.arrive(item_full, count=1)
+
+
+@gluon.jit
+def load_keys(
+    turn, tile, b, hkv, k_desc, v_desc, k_s, v_s, k_full, v_full,
+    BLOCK_N: gl.constexpr,
+    #: again
 ):
-    """Load k and v once, then every query tile's q, dO and row statistics."""
-    q_offset = shift_of_positions(q_origin, Q_KIND)
-    kv_offset = shift_of_positions(kv_origin, KV_KIND)
+    """Load the tile of k and of v; where PERSISTENT, as soon as the consumers have left them."""
+    if PERSISTENT:
+        mbarrier.wait(kv_empty, (turn & 1) ^ 1)
     mbarrier.expect(k_full, k_desc.block_type.nbytes)
     tma_load(k_desc, [b, hkv, tile * BLOCK_N, 0], k_full, k_s.index(0))
     mbarrier.expect(v_full, v_desc.block_type.nbytes)
     tma_load(v_desc, [b, hkv, tile * BLOCK_N, 0], v_full, v_s.index(0))
+
+
+@gluon.jit
+def load_item(
+    item, turn, done, q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc,
+    q_s, k_s, v_s, do_s, lse_s, delta_s, k_full, v_full, q_full, do_full, q_empty, do_empty,
+    batch, heads, kv_heads, q_len, kv_len, q_origin, kv_origin, padded,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, Q_KIND: gl.constexpr,
+    KV_KIND: gl.constexpr,
+    #: again
+    #: parameters
+    #: kv_pass_lists
+):
+    """Load k and v once, and every query tile's q, dO and row statistics.
+
+    Returns the program's number of query tiles so far, ``done`` of which were before this item.
+    """
+    tile, b, hkv = place_of_item(item, kv_heads, kv_len, BLOCK_N)
+    q_offset = shift_of_positions(q_origin, Q_KIND)
+    kv_offset = shift_of_positions(kv_origin, KV_KIND)
+    if PERSISTENT:
+        announce_item(turn, item, tile, b, hkv, item_s, item_full, item_empty)
+    else:
+        load_keys(
+            turn, tile, b, hkv, k_desc, v_desc, k_s, v_s, k_full, v_full, BLOCK_N,
+            #: again
+        )
     group = heads // kv_heads
-    count = 0
+    count = done
     for member in range(0, group):
         h = hkv * group + member
         full_tiles, partial_tiles, first_live, first_full, masked = count_tiles(
@@ -138,7 +181,21 @@ def produce(
             mbarrier.expect(do_ready, do_desc.block_type.nbytes + delta_desc.block_type.nbytes)
             tma_load(delta_desc, [row + first], do_ready, delta_s.index(stage))
             tma_load(do_desc, [b, h, first, 0], do_ready, do_s.index(stage))
+            if PERSISTENT:
+                # The consumers may be busy with the item before, and its keys with them.
+                if count == done:
+                    load_keys(
+                        turn, tile, b, hkv, k_desc, v_desc, k_s, v_s, k_full, v_full, BLOCK_N,
+                        #: again
+                    )
             count += 1
+    if PERSISTENT:
+        if count == done:
+            load_keys(
+                turn, tile, b, hkv, k_desc, v_desc, k_s, v_s, k_full, v_full, BLOCK_N,
+                #: again
+            )
+    return count
 
 
 @gluon.jit

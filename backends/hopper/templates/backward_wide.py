@@ -128,19 +128,24 @@ def add_query_tile(
 
 
 @gluon.jit
-def consume(
-    PART: gl.constexpr, SUMS, DK, DV_OUT,
+def consume_item(
+    item, turn, done, PART: gl.constexpr, SUMS, DK, DV_OUT,
     q_s, k_s, v_s, do_s, lse_s, delta_s, ds_s, steep_s,
     k_full, v_full, q_full, do_full, q_empty, do_empty,
-    tile, b, hkv, scale, batch, heads, kv_heads, q_len, kv_len, q_origin, kv_origin, padded,
+    scale, batch, heads, kv_heads, q_len, kv_len, q_origin, kv_origin, padded,
     HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, Q_KIND: gl.constexpr,
     KV_KIND: gl.constexpr, HALF: gl.constexpr,
     #: learned
+    #: again
     #: parameters
     #: kv_pass_lists
 ):
-    """The tile's dV (part 0) or dK (part 1), and half the columns of dQ."""
+    """The tile's dV (part 0) or dK (part 1), and half the columns of dQ.
+
+    Returns the number of query tiles. Its programs have one item each, since the way out takes the
+    place of k and v: ``turn`` and ``done`` are 0.
+    """
     OWN_WIDTH: gl.constexpr = DV if PART == 0 else D
     # Of the last columns of keys, those that are all zeros make none of dQ.
     DQ_WIDTH: gl.constexpr = 64 if PART == 1 and D == 256 and HEAD_DIM <= 192 else D // 2
@@ -148,6 +153,7 @@ def consume(
     OWN_ROWS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, OWN_WIDTH, 16])
     DQ_ROWS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DQ_WIDTH, 16])
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, OWN_ROWS, 2)
+    tile, b, hkv = place_of_item(item, kv_heads, kv_len, BLOCK_N)
     q_offset = shift_of_positions(q_origin, Q_KIND)
     kv_offset = shift_of_positions(kv_origin, KV_KIND)
     own = tile * BLOCK_N
@@ -159,10 +165,10 @@ def consume(
     total = gl.zeros([BLOCK_N, OWN_WIDTH], gl.float32, layout=OWN_ROWS)
     zeros = gl.zeros([BLOCK_N, BLOCK_M], gl.float32, layout=SCORES)
     no_dq = gl.zeros([64, DQ_WIDTH], gl.float32, layout=DQ_ROWS)
-    mbarrier.wait(k_full, 0)
-    mbarrier.wait(v_full, 0)
+    mbarrier.wait(k_full, turn)
+    mbarrier.wait(v_full, turn)
     group = heads // kv_heads
-    count = 0
+    count = done
     for member in range(0, group):
         h = hkv * group + member
         full_tiles, partial_tiles, first_live, first_full, masked = count_tiles(
@@ -234,3 +240,4 @@ def consume(
         k_tile = k_s.index(0).reshape([BLOCK_N, D])
         k_tile.store((total * scale).to(HALF))
         store_rows(DK, k_tile.load(STORED), own, b, hkv, kv_heads, kv_len, HEAD_DIM)
+    return count

@@ -220,7 +220,8 @@ def consume_item(
             #: forward_lists
         )
     origin = tile * BLOCK_M + q_offset
-    # The running maximum needs a positive factor, so a negative scale is applied to the scores.
+    # The running maximum needs a positive factor, so a negative scale is applied to the scores, and
+    # the sign of a factor that programs know to the queries.
     if HAS_FACTOR:
         scale = scale * factor_of_score(
             b, h, hkv, batch, heads, kv_heads, q_len, kv_len,
@@ -260,6 +261,14 @@ def consume_item(
         first_tile = gl.where(partial_tiles > 0, first_tile, full_tile)
     stage = done % STAGES
     mbarrier.wait(q_full.index(PART), turn & 1)
+    if SIGNED:
+        if factor < 0.0:
+            ELEMENTS: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+            q_part.store(-q_part.load(ELEMENTS))
+            fence_async_shared()
+        # Dead pairs' scores are infinite, and stay so; what is NaN stays too.
+        size = gl.abs(factor)
+        factor = gl.where(size < TINY, TINY, size)
     mbarrier.wait(k_full.index(stage), (done // STAGES) & 1)
     k = k_s.index(stage).reshape([BLOCK_N, D])
     score = warpgroup_mma(q_part, k.permute((1, 0)), zeros, use_acc=False, is_async=True)

@@ -26,6 +26,7 @@ from attndsl.backends.triton.library import positions, shift_of_positions
 #: flags
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
+TINY = tl.constexpr(2.0**-100)
 
 
 #: functions

@@ -75,9 +75,12 @@ def attention_of(
 
 def run_text(
     gluon: SimpleNamespace, name: str, tensors: list[torch.Tensor], config: Config, seed: int = 0,
-    wide: bool = False, change: Any = lambda text: text,
+    wide: bool = False, change: Any = lambda text: text, programs: int = 1,
 ) -> list[torch.Tensor]:  # fmt: skip
-    """dQ, dK and dV of (q, k, v, dO), halves; ``change`` alters the text."""
+    """dQ, dK and dV of (q, k, v, dO), halves; ``change`` alters the text.
+
+    ``programs`` are those of a persistent config.
+    """
     q, k, v, do = tensors
     batch, heads, q_len, _ = q.shape
     kv_heads, kv_len = k.shape[1:3]
@@ -97,13 +100,14 @@ def run_text(
     text = change(generate(lowered, special, "backward_kv", loop, config))
     for layout in ("rows.type.layout", "own.type.layout"):
         text = text.replace(layout, "None")
-    programs = -(-kv_len // config.block_n) * batch * kv_heads
-    machine = gluon.Machine(seed, programs)
+    items = -(-kv_len // config.block_n) * batch * kv_heads
+    machine = gluon.Machine(seed, min(programs, items) if config.persistent else items)
     modules = gluon.Operations(machine).modules()
     modules["attndsl.backends.hopper.dialect"] = modules["attndsl.backends.hopper"].dialect
     kernel = gluon.module_of(text, modules)["attention_backward_kv"]
     sums = torch.zeros(batch * heads * padded * WIDTH)
     dk, dv = (torch.full((x.numel(),), float("nan"), dtype=torch.float16) for x in (k, v))
+    counter = torch.zeros((), dtype=torch.int32)
     sizes = {"batch": batch, "heads": heads, "kv_heads": kv_heads, "q_len": q_len}
     sizes |= {"kv_len": kv_len, "padded": padded}
     arguments = {
@@ -113,15 +117,17 @@ def run_text(
         "lse_desc": gluon.Vector(lse2.flatten(), ROWS),
         "delta_desc": gluon.Vector(delta.flatten(), ROWS),
         "SUMS": gluon.Pointer(sums), "DK": gluon.Pointer(dk), "DV_OUT": gluon.Pointer(dv),
-        "scale": WIDTH**-0.5, **{size: gluon.number(value) for size, value in sizes.items()},
+        "COUNTER": gluon.Pointer(counter), "scale": WIDTH**-0.5,
+        **{size: gluon.number(value) for size, value in sizes.items()},
         "q_origin": 0, "kv_origin": 0, "HEAD_DIM": WIDTH, "VALUE_DIM": WIDTH, "D": WIDTH,
         "DV": WIDTH, "BLOCK_M": ROWS, "BLOCK_N": config.block_n, "STAGES": config.stages,
         "REGISTERS": config.registers, "Q_KIND": "offset", "KV_KIND": "offset",
     }  # fmt: skip
     taken = kernel.__code__.co_varnames[: kernel.__code__.co_argcount]
-    for program in range(programs):
+    for program in range(machine.programs):
         machine.start(program, kernel, *(arguments[name] for name in taken))
     machine.run()
+    assert not counter
     # Blocks of 64 rows: the half of each warpgroup behind the other.
     dq = sums.view(batch, heads, padded // ROWS, 2, ROWS, WIDTH // 2).transpose(3, 4)
     dq = dq.reshape(batch, heads, padded, WIDTH)[:, :, :q_len] * WIDTH**-0.5
@@ -147,6 +153,7 @@ def inputs_of(q_len: int, kv_len: int, kv_heads: int) -> list[torch.Tensor]:
 
 
 CONFIG = Config(ROWS, 16, 4, 2, 2, 240)
+PERSISTENT = replace(CONFIG, persistent=True)
 SHAPES = ((100, 40, 2), (70, 37, 1), (30, 16, 1))
 
 
@@ -175,6 +182,17 @@ def test_gradients(run, name, shape, wide):
             torch.testing.assert_close(value, wanted, atol=4e-3 * scale, rtol=0)
 
 
+@pytest.mark.parametrize(("name", "shape"), CASES)
+def test_persistent_programs_compute_the_same(run, name, shape):
+    tensors = inputs_of(*SHAPES[shape])
+    usual = run(name, tensors, CONFIG)
+    for programs in (1, 2):
+        found = run(name, tensors, PERSISTENT, programs, programs=programs)
+        torch.testing.assert_close(found[0], usual[0], atol=1e-4, rtol=1e-4)
+        # Sums of dQ are in no fixed order.
+        assert all(map(torch.equal, found[1:], usual[1:]))
+
+
 NEEDED = {
     "room for q": (False, "mbarrier.arrive(q_empty.index(stage), count=1)", "pass"),
     "room for dO": (False, "mbarrier.arrive(do_empty.index(stage), count=1)", "pass"),
@@ -201,5 +219,45 @@ def test_the_machine_notices(run, name):
         except AssertionError:
             return True
         return any(not torch.allclose(a, b, atol=1e-3) for a, b in zip(found, usual, strict=True))
+
+    assert any(map(noticed, range(1, 7)))
+
+
+NEEDED_AGAIN = {
+    "room for keys": ("        mbarrier.arrive(kv_empty, count=1)\n", "        pass\n"),
+    "keys have been read": ("mbarrier.wait(kv_empty, (turn & 1) ^ 1)", "pass"),
+    "phases of k": ("mbarrier.wait(k_full, turn & 1)", "pass"),
+    "phases of v": ("mbarrier.wait(v_full, turn & 1)", "pass"),
+    "items are read": ("mbarrier.wait(item_empty, (turn & 1) ^ 1)", "pass"),
+    "items are written": ("            mbarrier.wait(item_full, turn & 1)", ""),
+    "query tiles go on": ("    count = done\n    before", "    count = 0\n    before"),
+    "zero at the end": ("gl.store(COUNTER, 0)", "pass"),
+}
+
+
+@pytest.mark.parametrize("name", NEEDED_AGAIN)
+def test_the_machine_notices_in_persistent_programs(run, name):
+    old, new = NEEDED_AGAIN[name]
+    # Many query tiles, and items so short that the producer is ahead by whole items.
+    several = [inputs_of(140, 90, 1), inputs_of(30, 90, 2)]
+    usual = [run("causal", tensors, CONFIG, 1) for tensors in several]
+
+    def change(text: str) -> str:
+        assert old in text
+        return text.replace(old, new)
+
+    def noticed(seed: int) -> bool:
+        try:
+            found = [
+                run("causal", tensors, PERSISTENT, seed, change=change, programs=2)
+                for tensors in several
+            ]
+        except AssertionError:
+            return True
+        return any(
+            not torch.allclose(a, b, atol=1e-3)
+            for some, others in zip(found, usual, strict=True)
+            for a, b in zip(some, others, strict=True)
+        )
 
     assert any(map(noticed, range(1, 7)))

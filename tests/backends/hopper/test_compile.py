@@ -18,6 +18,7 @@ SCRIPT = textwrap.dedent(
     import torch
     from attndsl.backends.hopper.arguments import arguments_of, widest
     from attndsl.backends.hopper.generate import generate
+    from attndsl.backends.hopper.kernels import configs_of
     from attndsl.backends.hopper.tiles import CANDIDATES
     from attndsl.backends.triton.arguments import arguments_of as portable_arguments
     from attndsl.backends.triton.compile import build, load_module
@@ -56,7 +57,7 @@ SCRIPT = textwrap.dedent(
     }
     def compiled(
         direction, case, head_dim, number, indexed=False, value_dim=None, dtype="bfloat16",
-        persistent=False,
+        persistent=None,
     ):
         lowered = lower(Source(TEXTS[case]), {})
         call = example_call(lowered, head_dim, value_dim or head_dim, getattr(torch, dtype), {})
@@ -65,6 +66,8 @@ SCRIPT = textwrap.dedent(
         target = parse_target("cuda:90")
         special = with_forms(specialise(lowered.program, call), lowered.program, target)
         config = CANDIDATES[direction][widest(special)][number]
+        if persistent is None:
+            persistent = configs_of(lowered, special, direction)[0].persistent
         config = replace(config, persistent=persistent)
         loop = plan_loop(lowered, special, direction, config)
         with tempfile.TemporaryDirectory() as folder:
@@ -108,17 +111,17 @@ CASES = {
         ("forward", "weights", 64, 1),
         ("forward", "rich", 128, 0, {"indexed": True}),
     ],
-    "persistent forward": [
-        ("forward", "plain", 128, 0, {"persistent": True}),
-        ("forward", "causal", 64, 0, {"persistent": True, "value_dim": 128}),
+    "a program a tile": [
+        ("forward", "plain", 128, 0, {"persistent": False}),
+        ("backward_kv", "causal", 64, 2, {"persistent": False}),
     ],
-    "persistent forwards of more programs": [
-        ("forward", "rich", 64, 0, {"persistent": True}),
-        ("forward", "rich", 128, 0, {"persistent": True, "indexed": True}),
-        ("forward", "nothing", 128, 1, {"persistent": True}),
-        ("forward", "logic", 64, 1, {"persistent": True}),
+    "more of a program a tile": [
+        ("forward", "causal", 64, 0, {"persistent": False, "value_dim": 128}),
+        ("forward", "rich", 128, 0, {"persistent": False, "indexed": True}),
+        ("forward", "sink", 128, 2, {"persistent": False}),
         ("forward", "alibi", 256, 0, {"persistent": True}),
-        ("forward", "sink", 128, 2, {"persistent": True}),
+        ("backward_kv", "rich", 128, 0, {"persistent": False, "indexed": True}),
+        ("backward_kv", "weights", 64, 0, {"persistent": False}),
     ],
     "backward": [
         ("backward_kv", "causal", 128, 0),
@@ -127,10 +130,12 @@ CASES = {
         ("backward_kv", "alibi", 128, 0),
         ("backward_kv", "constant", 64, 1),
         ("backward_kv", "logic", 64, 1),
+        ("backward_kv", "rich", 128, 0, {"indexed": True}),
+    ],
+    "more backward": [
         ("backward_kv", "bool", 128, 0),
         ("backward_kv", "softcap", 128, 0),
         ("backward_kv", "weights", 128, 0),
-        ("backward_kv", "rich", 128, 0, {"indexed": True}),
     ],
     "wide backward": [
         ("backward_kv", "plain", 256, 0),

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import attndsl
-from attndsl.backends.base import Call
+from attndsl.backends.base import Call, Wants
 from attndsl.backends.hopper.backend import HopperBackend
 from attndsl.backends.hopper.kernels import HopperKernels, configs_of
 from attndsl.backends.hopper.tiles import CANDIDATES
@@ -27,6 +27,7 @@ TEXTS = {
     "alibi": "mask = causal()\nscore = alibi()",
     "cap": "mask = causal()\nscore = softcap(2.0)",
     "gain": "tensor gain[heads]: float\nmask = causal()\nscore = gain[h] * score",
+    "signs": "mask = causal()\nscore = (1 - h) * score",
     "sink": "mask = causal()\nsink = 0.5",
     "nothing": "q < 0",
     "some rows": "q < 300 and q >= 100 and kv >= q",
@@ -47,7 +48,7 @@ SIZES = (
     [
         ("causal()", 64, True),
         ("sliding_window(9)", 128, True),
-        ("score", 128, False),
+        ("score", 128, True),
         ("causal()", 256, False),
         ("mask = causal()\nscore = alibi()", 128, False),
     ],
@@ -65,7 +66,8 @@ def test_which_are_persistent(monkeypatch, text, dim, persistent):
     assert found == (*usual, *others)
     assert len(set(map(str, found))) == len(found)
     backward = kernels.configs(lowered, "backward_kv", special, torch.device("cpu"))
-    assert not any(config.persistent for config in backward)
+    assert backward[0].persistent == (dim <= 128)
+    assert {config.persistent for config in backward} == {dim <= 128, False}
 
 
 def forwards(name: str, call: Call, number: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -129,6 +131,41 @@ def test_head_dims(name, dims):
 @pytest.mark.parametrize("name", ["full", "causal", "documents", "cap"])
 def test_configs(name, dim, number):
     assert same(forwards(name, call_of(name, SIZES[5], dim, dim, torch.bfloat16), number))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize(
+    ("dim", "number"),
+    [(dim, n) for dim in (64, 128) for n in range(len(CANDIDATES["backward_kv"][dim]))],
+)
+@pytest.mark.parametrize("name", ["full", "causal", "window", "documents", "gain", "nothing"])
+def test_backwards(name, dim, number, sizes):
+    call, lowered = (
+        call_of(name, sizes, dim, dim, torch.bfloat16),
+        attndsl.compile(TEXTS[name]).lowered,
+    )
+    backend, config = HopperBackend(default_cache()), CANDIDATES["backward_kv"][dim][number]
+    out, lse = backend.forward(lowered, call)
+    grad_out, wants = (
+        torch.randn_like(out),
+        Wants(tensors=frozenset({"gain"} & call.tensors.keys())),
+    )
+    found = []
+    for persistent in (False, True):
+        chosen = replace(config, persistent=persistent)
+        backend.choose(lowered, call, "backward", grad_out, wants, "backward_kv", chosen)
+        found += [
+            backend.backward(lowered, call, out, lse, grad_out, None, wants)
+            for _ in range(1 + 2 * persistent)
+        ]
+    for each in found[1:]:
+        assert torch.equal(each.k, found[0].k)
+        assert torch.equal(each.v, found[0].v)
+        assert each.tensors.keys() == found[0].tensors.keys()
+        assert all(torch.equal(each.tensors[x], found[0].tensors[x]) for x in each.tensors)
+        # Sums of dQ are in no fixed order.
+        torch.testing.assert_close(each.q, found[0].q, atol=2e-2, rtol=2e-2)
 
 
 @pytest.mark.gpu

@@ -33,6 +33,7 @@ TEXTS = {
     "cap": "mask = causal()\nscore = softcap(2.0)",
     "sink": "mask = causal()\nsink = 0.5",
     "documents": "tensor doc[q_len]: int\nmask = q >= kv and doc[q] == doc[kv]",
+    "signs": "mask = causal()\nscore = (1 - h) * score",
     "sigmoid": "mask = causal()\nweights = sigmoid(score)",
     "own weights": "mask = q < 30 and kv >= q\nscore = 2 * score\nweights = relu(score) / 9 + 0.02",
 }
@@ -178,6 +179,8 @@ def expected(inputs: Inputs, name: str = "") -> torch.Tensor:
     score = inputs.q.float() @ k.mT * WIDTH**-0.5
     if name in WEIGHTS:
         return WEIGHTS[name](score).masked_fill(~inputs.allowed, 0.0) @ v
+    if name == "signs":
+        score = score * (1 - torch.arange(score.shape[1]))[:, None, None]
     score = score.masked_fill(~inputs.allowed, float("-inf"))
     return score.softmax(-1).nan_to_num() @ v
 
