@@ -6,9 +6,10 @@ Every row is one program on a causal mask, bf16. ``without_ms`` is its backward 
 captured requires grad, ``with_ms`` where all of it does, and ``cost`` their quotient. Programs that
 capture nothing are beside the plain causal one: with dropout, and with weights that are a sigmoid.
 The row of jvp has the forward, and the tangents of out and lse along q, k and v. ``copy_ms`` is how
-long it takes to read and write a bias of all pairs once. With --flex compiled FlexAttention does
-the same beside it, where it runs at all; it adds one atomic a pair and captured element, so that
-this takes seconds a call. Every figure is the median of CUDA events.
+long it takes to read and write a bias of all pairs once; the forwards of what surrounds a softmax
+(sinks, dropout, sigmoid weights) are beside the plain one's. With --flex compiled FlexAttention
+does the same beside it, where it runs at all; it adds one atomic a pair and captured element, so
+that this takes seconds a call. Every figure is the median of CUDA events.
 """
 
 from __future__ import annotations
@@ -87,10 +88,13 @@ CASES = {
         "mask = causal(); weights = sigmoid(score) / kv_len", lambda heads, rows: {}, None
     ),
 }
+SURROUNDS = ("sinks", "dropout", "sigmoid")
+"""Cases whose forward is measured too, beside that of the plain causal program."""
 JVP = "jvp"
 NAMES = (*CASES, JVP)
 COLUMNS = [
-    "case", "without_ms", "with_ms", "cost", "copy_ms", "flex_without_ms", "flex_ms", "why",
+    "case", "without_ms", "with_ms", "cost", "copy_ms", "plain_forward_ms", "forward_ms",
+    "flex_without_ms", "flex_ms", "why",
 ]  # fmt: skip
 
 
@@ -126,6 +130,10 @@ def measure(
     learned = [*leaves, *captures.values()]
     found["with_ms"] = backward(attention(q, k, v, **captures), learned, grad, device)
     found["cost"] = found["with_ms"] / found["without_ms"]
+    if name in SURROUNDS:
+        with torch.no_grad():
+            found["plain_forward_ms"] = median(lambda: plain(q, k, v), device)
+            found["forward_ms"] = median(lambda: attention(q, k, v, **still), device)
     if name == "full_bias":
         other = torch.empty_like(still["bias"])
         found["copy_ms"] = median(lambda: other.copy_(still["bias"]), device)
