@@ -77,13 +77,13 @@ class _Recomputed(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         inputs = ctx.saved_tensors
-        grads = tuple(
+        given = tuple(
             torch.zeros(shape, dtype=dtype, device=device) if each is None else each
             for each, (shape, dtype, device) in zip(grads, ctx.like, strict=True)
         )
         needs = ctx.needs_input_grad[1:]
         wanted = tuple(place for place, need in enumerate(needs) if need)
-        parts = recomputed(Pulled(ctx.function, wanted, len(inputs)), *inputs, *grads)
+        parts = recomputed(Pulled(ctx.function, wanted, len(inputs)), *inputs, *given)
         found: list[torch.Tensor | None] = [None] * len(inputs)
         for place, part in zip(wanted, parts, strict=True):
             found[place] = part

@@ -34,7 +34,7 @@ _HEAD = "b, h, hkv, batch, heads, kv_heads, q_len, kv_len"
 
 def moved_name(program: Program, name: str) -> str:
     """What the tangent of the tensor or param ``name`` is called; no other has that name."""
-    taken = {decl.name for decl in (*program.tensors, *program.params)}
+    taken = {decl.name for decl in program.tensors} | {decl.name for decl in program.params}
     found = f"moved_{name}"
     while found in taken:
         found += "_"

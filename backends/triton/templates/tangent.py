@@ -114,7 +114,7 @@ def add_key_tile(
     if MOVES_WEIGHTS:
         v_tile = load_tile(v_head, first, stride_vn, kv_len, DV, BLOCK_N, BLOCK_DV, PARTIAL)
         moved = moved.to(v_tile.dtype)
-        if not OWN_WEIGHTS:
+        if not OWN_WEIGHTS and not HAS_DROPOUT:
             rounded += tl.sum(moved.to(tl.float32), 1)
         acc = dot_add(moved, v_tile, acc, PRECISION, UPCAST)
     if MOVES_V:
@@ -243,7 +243,9 @@ def attention_tangent(
     if not OWN_WEIGHTS:
         out_head = OUT + head_of_batch.to(tl.int64) * q_len * DV
         out = load_tile(out_head, first, DV, q_len, DV, BLOCK_M, BLOCK_DV, True)
-        acc -= rounded[:, None] * out.to(tl.float32)
+        # What the product's operand was rounded to cancels better; a dropped weight is not in it.
+        common = dlse if HAS_DROPOUT else rounded
+        acc -= common[:, None] * out.to(tl.float32)
     moved_head = OUT_MOVED + head_of_batch.to(tl.int64) * q_len * DV
     store_tile(moved_head, first, DV, q_len, acc, DV, BLOCK_M, BLOCK_DV)
     tl.store(LSE_MOVED + head_of_batch.to(tl.int64) * q_len + rows, dlse, mask=rows < q_len)
