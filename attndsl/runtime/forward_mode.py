@@ -1,8 +1,8 @@
 """Tangents of calls by kernels, where a backend has one for them.
 
 A call and its tangents are functions like any other of :mod:`.recompute`: kernels on plain tensors,
-torch operations (:mod:`.higher`) wherever a transform wants to look into them, as further
-derivatives and ``vmap`` do.
+and torch operations (:mod:`.higher`) wherever somebody looks into them, as further derivatives,
+``vmap`` and tracers do.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from .recompute import Function, Tensors
 
 _is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
+_modes = torch._C._len_torch_dispatch_stack
 
 
 def has_tangents() -> bool:
@@ -55,7 +56,7 @@ class _Whole:
 
     def __call__(self, *inputs: torch.Tensor) -> Tensors:
         call = self.packed.call(*inputs)
-        if any(map(_is_wrapped, inputs)):
+        if _is_seen(inputs):
             return attend_in_chunks(self.lowered, call)
         return self.backend.forward(self.lowered, call)
 
@@ -75,7 +76,7 @@ class _WholeTangent:
         whole, count = self.whole, len(args) - len(self.moved)
         *inputs, out, lse = args[:count]
         tangents = args[count:]
-        if any(map(_is_wrapped, args)):
+        if _is_seen(args):
             # In terms of the inputs alone: further derivatives by the results are 0.
             return tangent_in_chunks(
                 whole.lowered, whole.packed, tuple(inputs), self.moved, tangents
@@ -87,3 +88,8 @@ class _WholeTangent:
 
     def pushed(self, moved: tuple[int, ...]) -> Function:
         return Pushed(self, moved)
+
+
+def _is_seen(inputs: Tensors) -> bool:
+    """Whether a transform or a mode looks into what is done with ``inputs``."""
+    return _modes() > 0 or any(map(_is_wrapped, inputs))

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch.autograd import forward_ad
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import attndsl
 from attndsl.backends.triton import TritonBackend
@@ -366,3 +367,32 @@ def test_explain_names_the_kernel():
     assert "a triton kernel" not in line("causal()", "cpu")
     dots = "tensor u[kv_len, 4]: float; score = score + dot(u[q, :], u[kv, :])"
     assert "a triton kernel" not in line(dots, "triton")
+
+
+class _Operations(TorchDispatchMode):
+    """Counts operations."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.seen += 1
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.filterwarnings("ignore:Attempted to insert a get_attr Node:UserWarning")
+def test_modes_and_tracers_see_torch_operations(there):
+    """A kernel launched past torch would be nothing to them, and wrong in what is traced."""
+    q, k, v = (torch.randn(1, 2, 9, 16, device=there.device) for _ in ALL)
+    attention = attndsl.compile("causal()", backend=there.backend)
+    wanted = torch.func.jvp(lambda q: attention(q, k, v), (q,), (k,))[1]
+    assert len(there.ran) == 1
+    with _Operations() as operations:
+        found = torch.func.jvp(lambda q: attention(q, k, v), (q,), (k,))[1]
+    assert operations.seen > 5
+    torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)
+    push = torch.func.linearize(lambda q: attention(q, k, v), q)[1]
+    torch.testing.assert_close(push(k), wanted, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(push(2 * k), 2 * wanted, atol=1e-4, rtol=1e-4)
+    assert len(there.ran) == 1
