@@ -88,6 +88,8 @@ CASES = {
     "no queries": ("causal()", {}, {"lengths": (0, 5)}),
     "offset": ("causal()", {}, {"options": {"q_offset": 7}}),
 }
+SLOW = ("alibi", "of k", "sink and score", "offset")
+"""Little of them is not in others."""
 
 
 @pytest.fixture(params=["triton-interpreted", pytest.param("triton", marks=pytest.mark.gpu),
@@ -159,7 +161,9 @@ def _check(there, text, inputs, tangents, options=None):
 
 
 @pytest.mark.filterwarnings("ignore:.*encountered in.*:RuntimeWarning")
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.slow] * (n in SLOW)) for n in CASES]
+)
 def test_tangents_equal_those_of_the_reference(name, there):
     text, captures, how = CASES[name]
     heads, kv_heads = how.get("heads", (2, 2))
