@@ -279,7 +279,7 @@ def test_dual_tensors_of_half_types(place):
     )
     assert [x.dtype for x in found] == [torch.bfloat16, torch.float32]
     if place.backend in ("triton", "hopper"):
-        # Kernels round the operands of products too; Triton's interpreter to the nearest of fewer.
+        # Kernels round the operands of products too.
         error = (found[0].double() - wanted[0]).square().mean().sqrt()
         assert error <= 2**-7 * wanted[0].square().mean().sqrt()
     else:
