@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from attndsl.errors import UnsupportedError
 from attndsl.ir import reads_score
@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
     from attndsl.ir import Program
     from attndsl.pipeline import Lowered
+
+    from .tangent import Tangents
 
 Scalar = bool | int | float
 
@@ -152,6 +154,24 @@ class Backend(Protocol):
         wants: Wants,
     ) -> Gradients:
         """Gradients of ``(out * grad_out).sum() + (lse * grad_lse).sum()``."""
+
+
+@runtime_checkable
+class ForwardMode(Protocol):
+    """A backend that has a kernel for tangents; others leave them to torch operations."""
+
+    def tangent(
+        self, lowered: Lowered, call: Call, moved: Tangents, out: torch.Tensor, lse: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Derivatives of ``out`` and ``lse`` along ``moved``, which may have any strides.
+
+        Args:
+            lowered: The program.
+            call: Its arguments.
+            moved: The direction.
+            out: What ``forward`` returns for the call.
+            lse: The same.
+        """
 
 
 @dataclass(frozen=True, slots=True)

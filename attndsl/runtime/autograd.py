@@ -10,6 +10,7 @@ from attndsl.backends.base import Call
 from attndsl.backends.reference import ReferenceBackend
 from attndsl.errors import UnsupportedError
 
+from .forward_mode import attend_with_tangents, has_tangents
 from .higher import attend_in_chunks, is_transformed
 from .second import differentiable_gradients, in_order, wants_of
 
@@ -34,7 +35,10 @@ def attend(
                 "checked mode looks at values, which forward mode and torch.func do not show",
                 hint="compile the program with checked=False",
             )
-        both = attend_in_chunks(lowered, call)
+        if has_tangents():
+            both = attend_with_tangents(backend, lowered, call)
+        else:
+            both = attend_in_chunks(lowered, call)
         return both if return_lse else both[0]
     if not backend.differentiable and torch.is_grad_enabled() and _needs_grad(call):
         given = [p for p in call.params.values() if isinstance(p, torch.Tensor)]

@@ -1,15 +1,16 @@
 """Tangents, second derivatives and ``torch.func`` transforms of calls, on every backend.
 
 Calls that need these are made of torch operations on some rows of queries at a time, all made again
-for each derivative (:mod:`.recompute`): memory is proportional to the lengths.
+for each derivative (:mod:`.recompute`): memory is proportional to the lengths. Some backends have a
+kernel for tangents (:mod:`.forward_mode`), whose own derivatives are made here.
 
 Non-goals: skipping dead tiles; speed beside the kernels.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch.autograd import forward_ad
@@ -44,11 +45,35 @@ def is_transformed() -> bool:
 
 def attend_in_chunks(lowered: Lowered, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
     """``(out, lse)``, differentiable in every mode and any number of times."""
-    packed, tensors = _pack(call)
+    packed, tensors = pack(call)
     parts = [
         recomputed(_Chunk(lowered, packed, first), *_rows(packed, tensors, first, last))
         for first, last in _chunks(call)
     ]
+    out, lse = (torch.cat(each, 2) for each in zip(*parts, strict=True))
+    return out, lse
+
+
+def tangent_in_chunks(
+    lowered: Lowered, packed: Packed, inputs: Tensors, moved: tuple[int, ...], tangents: Tensors
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tangents of ``out`` and ``lse``, differentiable like :func:`attend_in_chunks`.
+
+    Args:
+        lowered: The program.
+        packed: The call.
+        inputs: What :func:`pack` took out of it.
+        moved: Places of those that move.
+        tangents: One for each.
+    """
+    parts = []
+    for first, last in _chunks(packed.call(*inputs)):
+        push = _Chunk(lowered, packed, first).pushed(moved)
+        own = tuple(
+            x[:, :, first:last] if place == 0 else x
+            for place, x in zip(moved, tangents, strict=True)
+        )
+        parts.append(recomputed(push, *_rows(packed, inputs, first, last), *own))
     out, lse = (torch.cat(each, 2) for each in zip(*parts, strict=True))
     return out, lse
 
@@ -64,7 +89,7 @@ def pull_in_chunks(
 
     Inputs are counted in the order q, k, v, tensors, params that are tensors.
     """
-    packed, tensors = _pack(call)
+    packed, tensors = pack(call)
     rows: list[torch.Tensor] = []
     sums: list[torch.Tensor] | None = None
     for first, last in _chunks(call):
@@ -80,7 +105,7 @@ def pull_in_chunks(
 
 
 @dataclass(frozen=True, slots=True)
-class _Packed:
+class Packed:
     """A call without tensors, and where they go."""
 
     plain: Mapping[str, Any]
@@ -97,18 +122,19 @@ class _Packed:
         """Names of the tensors and of the params that are tensors, as they stand behind v."""
         return (*self.tensors, *(n for n, value in self.numbers.items() if value is None))
 
-    def call(self, inputs: Tensors, first: int) -> Call:
-        """The call of the rows from ``first``, in fp32 for half types, as in kernels.
+    def rows(self, inputs: Tensors, first: int) -> Call:
+        """As :meth:`call`, of the rows from ``first``, in fp32 for half types, as in kernels."""
+        call = self.call(*map(_wide, inputs[:3]), *inputs[3:])
+        if "q_index" in self.positions:
+            return call
+        return replace(call, q_offset=call.q_offset + first)
 
-        ``inputs`` are q, k, v, captures, positions.
-        """
-        q, k, v = map(_wide, inputs[:3])
-        rest = inputs[3:]
+    def call(self, *inputs: torch.Tensor) -> Call:
+        """The call again; ``inputs`` are q, k, v, captures, positions."""
+        q, k, v, *rest = inputs
         found = dict(zip(self.captures, rest, strict=False))
         fields = dict(self.plain)
         fields |= zip(self.positions, rest[len(found) :], strict=True)
-        if "q_index" not in self.positions:
-            fields["q_offset"] = fields["q_offset"] + first
         return Call(
             q,
             k,
@@ -118,17 +144,25 @@ class _Packed:
             **fields,
         )
 
+    def tangents(self, places: tuple[int, ...], given: Tensors) -> Tangents:
+        """Those ``given`` of the inputs at ``places``."""
+        names = ("q", "k", "v", *self.captures)
+        found = {names[place]: each for place, each in zip(places, given, strict=True)}
+        q, k, v = (found.pop(name, None) for name in names[:3])
+        return Tangents(q, k, v, found)
+
 
 @dataclass(frozen=True, slots=True)
 class _Chunk:
     """``out`` and ``lse`` of the rows from ``first``."""
 
+    pushes_results: ClassVar[bool] = False
     lowered: Lowered
-    packed: _Packed
+    packed: Packed
     first: int
 
     def __call__(self, *inputs: torch.Tensor) -> Tensors:
-        program, call = self.lowered.program, self.packed.call(inputs, self.first)
+        program, call = self.lowered.program, self.packed.rows(inputs, self.first)
         out, lse = attend_pairs(program, call, dense_pairs(program, call, self.first))
         return out.to(inputs[0].dtype), lse
 
@@ -140,17 +174,17 @@ class _Chunk:
 class _ChunkTangent:
     """Tangents of a chunk's results, by the program's symbolic derivative."""
 
+    pushes_results: ClassVar[bool] = False
     chunk: _Chunk
     moved: tuple[int, ...]
 
     def __call__(self, *args: torch.Tensor) -> Tensors:
         chunk = self.chunk
         count = len(args) - len(self.moved)
-        call = chunk.packed.call(args[:count], chunk.first)
-        names = ("q", "k", "v", *chunk.packed.captures)
-        found = {names[i]: each for i, each in zip(self.moved, args[count:], strict=True)}
-        q, k, v = (_wide(found.pop(name)) if name in found else None for name in names[:3])
-        out, lse = tangent(chunk.lowered, call, Tangents(q, k, v, found), chunk.first)
+        call = chunk.packed.rows(args[:count], chunk.first)
+        moved = chunk.packed.tangents(self.moved, args[count:])
+        q, k, v = (x if x is None else _wide(x) for x in (moved.q, moved.k, moved.v))
+        out, lse = tangent(chunk.lowered, call, Tangents(q, k, v, moved.captures), chunk.first)
         return out.to(args[0].dtype), lse
 
     def pushed(self, moved: tuple[int, ...]) -> Function:
@@ -161,7 +195,7 @@ def _wide(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor.dtype is torch.float64 else tensor.to(torch.float32)
 
 
-def _pack(call: Call) -> tuple[_Packed, Tensors]:
+def pack(call: Call) -> tuple[Packed, Tensors]:
     """``call`` in two parts: what is no tensor, and the tensors."""
     numbers = {n: None if isinstance(x, torch.Tensor) else x for n, x in call.params.items()}
     given = [x for x in call.params.values() if isinstance(x, torch.Tensor)]
@@ -169,11 +203,11 @@ def _pack(call: Call) -> tuple[_Packed, Tensors]:
     placed = {name: getattr(call, name) for name in _POSITIONS}
     moved = {name: x for name, x in placed.items() if isinstance(x, torch.Tensor)}
     plain |= {name: x for name, x in placed.items() if name not in moved}
-    packed = _Packed(plain, numbers, tuple(call.tensors), tuple(moved))
+    packed = Packed(plain, numbers, tuple(call.tensors), tuple(moved))
     return packed, (call.q, call.k, call.v, *call.tensors.values(), *given, *moved.values())
 
 
-def _rows(packed: _Packed, tensors: Tensors, first: int, last: int) -> Tensors:
+def _rows(packed: Packed, tensors: Tensors, first: int, last: int) -> Tensors:
     """``tensors`` for the queries from ``first`` to ``last``."""
     q, *rest = tensors
     if "q_index" in packed.positions:

@@ -8,7 +8,7 @@ takes the memory of one for derivatives of any order and mode, and under ``torch
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import torch
 from torch.autograd import forward_ad
@@ -17,10 +17,14 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 Tensors = tuple[torch.Tensor, ...]
+_is_batched = torch._C._functorch.is_batchedtensor
 
 
 class Function(Protocol):
     """Differentiable torch operations on its arguments; it holds no tensors of its own."""
+
+    pushes_results: ClassVar[bool]
+    """Whether ``pushed`` takes the results too, behind the inputs."""
 
     def __call__(self, *inputs: torch.Tensor) -> Tensors:
         """One tensor or more; ``inputs`` that are not floats are constants."""
@@ -29,7 +33,8 @@ class Function(Protocol):
         """The derivative of the results along tangents.
 
         Args:
-            moved: Which inputs have one. The function takes all inputs, then these tangents.
+            moved: Which inputs have one. The function takes all inputs, the results where
+                ``pushes_results``, then these tangents.
         """
 
 
@@ -64,14 +69,21 @@ class _Recomputed(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensors) -> None:
         ctx.function, *tensors = inputs
         ctx.save_for_backward(*tensors)
-        ctx.save_for_forward(*tensors)
+        ctx.save_for_forward(*tensors, *(output if ctx.function.pushes_results else ()))
+        # What does not move, or has no gradient, makes no work; vmap's rule takes no None.
+        ctx.set_materialize_grads(any(map(_is_batched, tensors)))
+        ctx.like = tuple((x.shape, x.dtype, x.device) for x in output)
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         inputs = ctx.saved_tensors
+        given = tuple(
+            torch.zeros(shape, dtype=dtype, device=device) if each is None else each
+            for each, (shape, dtype, device) in zip(grads, ctx.like, strict=True)
+        )
         needs = ctx.needs_input_grad[1:]
         wanted = tuple(place for place, need in enumerate(needs) if need)
-        parts = recomputed(Pulled(ctx.function, wanted, len(inputs)), *inputs, *grads)
+        parts = recomputed(Pulled(ctx.function, wanted, len(inputs)), *inputs, *given)
         found: list[torch.Tensor | None] = [None] * len(inputs)
         for place, part in zip(wanted, parts, strict=True):
             found[place] = part
@@ -79,19 +91,20 @@ class _Recomputed(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx: Any, _: None, *tangents: torch.Tensor | None) -> Tensors:
-        inputs = ctx.saved_tensors
+        saved = ctx.saved_tensors
         given = {
             place: each
-            for place, (each, like) in enumerate(zip(tangents, inputs, strict=True))
+            for place, (each, like) in enumerate(zip(tangents, saved, strict=False))
             if each is not None and like.is_floating_point()
         }
-        return recomputed(ctx.function.pushed(tuple(given)), *inputs, *given.values())
+        return recomputed(ctx.function.pushed(tuple(given)), *saved, *given.values())
 
 
 @dataclass(frozen=True, slots=True)
 class Pulled:
     """Gradients of some inputs of ``function``, from all inputs and the gradients of results."""
 
+    pushes_results: ClassVar[bool] = False
     function: Function
     wanted: tuple[int, ...]
     """Places of those inputs."""
@@ -116,6 +129,7 @@ class Pushed:
     (J. Townsend, A new trick for calculating Jacobian vector products, 2017.)
     """
 
+    pushes_results: ClassVar[bool] = False
     function: Function
     moved: tuple[int, ...]
 

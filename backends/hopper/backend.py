@@ -8,11 +8,12 @@ import torch
 
 from ..base import Gradients
 from ..triton.arguments import capture_arguments, origin
-from ..triton.backend import PADDING, TritonBackend, lists_of
+from ..triton.backend import PADDING, TritonBackend
 from ..triton.kernels import STATISTICS_ROWS
 from ..triton.shares import Shares, wants_of_kernels
 from ..triton.specialise import specialise, strides
 from ..triton.streams import on_device, stream_of
+from ..triton.tile_lists import lists_of
 from .arguments import (
     HopperLayout,
     addresses,
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from attndsl.pipeline import Lowered
 
     from ..base import Call, Store, Wants
+    from ..tangent import Tangents
     from ..triton.tiles import Config
 
 _DTYPES = (torch.float16, torch.bfloat16)
@@ -177,6 +179,12 @@ class HopperBackend(TritonBackend):
         found: Gradients,
     ) -> Gradients:
         return self._portable._add_apart(lowered, call, lse, delta, grad_out, shares, found)
+
+    def tangent(
+        self, lowered: Lowered, call: Call, moved: Tangents, out: torch.Tensor, lse: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See :class:`~attndsl.backends.base.ForwardMode`; there is no kernel for Hopper alone."""
+        return self._portable.tangent(lowered, call, moved, out, lse)
 
     def choices(
         self, lowered: Lowered, call: Call, kind: str, grad_out: torch.Tensor | None,

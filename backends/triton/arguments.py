@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from .specialise import Specialisation
 
 NO_LINES = Lines()
-_STATISTICS = ("LSE", "DLSE", "LSE2", "DELTA", "SUMS", "DISTANCE_SUMS", "LINE_SUMS")
+_STATISTICS = ("LSE", "LSE_MOVED", "DLSE", "LSE2", "DELTA", "SUMS", "DISTANCE_SUMS", "LINE_SUMS")
 _LISTS = {
     "kinds": "*i8",
     "tile_rows": "*i32",
@@ -32,7 +32,8 @@ _LISTS = {
     "column_floats": "*fp32",
 }
 _EXACT = {"BOUNDS": "*i32", "SCALES": "*fp64"}
-_OPERANDS = ("Q", "K", "V", "OUT", "DOUT", "DQ", "DK", "DV_OUT")
+_OWN = ("OUT", "OUT_MOVED", "DQ", "DK", "DV_OUT")
+_OPERANDS = ("Q", "K", "V", "Q_MOVED", "K_MOVED", "V_MOVED", "DOUT", *_OWN)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,8 +110,7 @@ def arguments_of(
 def template_argument(name: str, special: Specialisation) -> Argument:
     """Type of an argument that templates name."""
     if name in _OPERANDS:
-        own = name in ("OUT", "DQ", "DK", "DV_OUT")
-        return Argument(name, f"*{special.dtype}", aligned=own or special.aligned)
+        return Argument(name, f"*{special.dtype}", aligned=name in _OWN or special.aligned)
     if name in _LISTS:
         return Argument(name, _LISTS[name], aligned=True)
     if name in _STATISTICS:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import triton
@@ -21,7 +21,8 @@ from .shares import key_of, share_out, wants_of_kernels
 from .sinks import add_sink_gradients
 from .specialise import Specialisation, specialise, strides, with_gradients, with_pair_sums
 from .streams import on_device, stream_of
-from .tile_lists import list_arguments
+from .tangents import launch_tangent, moving_of
+from .tile_lists import lists_of
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Mapping
@@ -29,9 +30,11 @@ if TYPE_CHECKING:
     from attndsl.pipeline import Lowered
 
     from ..base import Call, Scalar, Store, Wants
+    from ..tangent import Tangents
     from .compile import Executable
     from .kernels import Prepared
     from .shares import Shares
+    from .tangents import Moving
     from .tiles import Config
 
 MAX_HEAD_DIM = 512
@@ -251,6 +254,25 @@ class TritonBackend:
         )
         return gradients, delta
 
+    def tangent(
+        self, lowered: Lowered, call: Call, moved: Tangents, out: torch.Tensor, lse: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See :class:`~attndsl.backends.base.ForwardMode`."""
+        if lse.numel() == 0:
+            return torch.zeros_like(out), torch.zeros_like(lse)
+        moving = moving_of(lowered, call, moved)
+        return launch_tangent(moving, self._tangent_layout(moving), out, lse)
+
+    def _tangent_layout(self, moving: Moving) -> Layout:
+        """As :meth:`_layout`, for the kernel of tangents."""
+        lowered, call = moving.lowered, moving.call
+        key = (*_signature(lowered, call, "tangent", None), *moving.signature())
+        layout = self._layouts.get(key)
+        if layout is None:
+            layout = self._layout_for(lowered, call, "tangent", moving.special(), False)
+            self._keep(key, layout)
+        return layout
+
     def choices(
         self, lowered: Lowered, call: Call, kind: str, grad_out: torch.Tensor | None,
         wants: Wants | None,
@@ -287,10 +309,13 @@ class TritonBackend:
         layout = self._layouts.get(key)
         if layout is None:
             layout = self._make_layout(lowered, call, kind, grad_out, wants, has_dlse)
-            if len(self._layouts) >= _MAX_LAYOUTS:
-                self._layouts.clear()
-            self._layouts[key] = layout
+            self._keep(key, layout)
         return layout
+
+    def _keep(self, key: tuple[object, ...], layout: Layout) -> None:
+        if len(self._layouts) >= _MAX_LAYOUTS:
+            self._layouts.clear()
+        self._layouts[key] = layout
 
     def _make_layout(
         self,
@@ -305,6 +330,11 @@ class TritonBackend:
         special = _special(lowered, call, grads, wants)
         if kind == "pairs":
             special = with_pair_sums(special, lowered, call)
+        return self._layout_for(lowered, call, kind, special, has_dlse)
+
+    def _layout_for(
+        self, lowered: Lowered, call: Call, kind: str, special: Specialisation, has_dlse: bool
+    ) -> Layout:
         device = call.q.device
         prepared = self._kernels.attention(lowered, kind, special, device, has_dlse)
         steps = tuple(s for t in (call.q, call.k, call.v) for s in strides(t)[:3])
@@ -329,18 +359,10 @@ class TritonBackend:
     ) -> Mapping[str, Executable]:
         config = prepared.executables[direction].config
         # They add up no gradients, so that one module serves all directions.
-        special = replace(special, tensor_gradients=(), param_gradients=())
+        special = replace(
+            special, tensor_gradients=(), param_gradients=(), moving_operands="", moving_captures=()
+        )
         return self._kernels.tile_lists(lowered, special, device, config.block_m, config.block_n)
-
-
-def lists_of(
-    layout: Layout, lowered: Lowered, call: Call, direction: str, stream: int
-) -> list[Any]:
-    """The arguments that a kernel gets whose tiles are listed."""
-    kernels = layout.lists.get(direction)
-    if kernels is None:
-        return []
-    return list_arguments(kernels, lowered.sparsity, layout.special, call, direction, stream)
 
 
 def _special(

@@ -17,9 +17,11 @@ from attndsl.passes.tiles.plan import DIRECTIONS
 from ..base import Call
 from .arguments import arguments_of, block_widths
 from .compile import build, load_module
+from .expression import Capture
 from .generate import entry_of, generate_attention
 from .generate_gradients import SCATTERED
 from .generate_lists import generate_lists
+from .generate_tangent import moved_name
 from .kernels import DIRECTIONS_OF, LIST_CHUNK, STATISTICS_ROWS, plan_loop, work_of
 from .library import row_statistics
 from .shares import share_out
@@ -134,7 +136,8 @@ def cross_compile(
 
     Args:
         lowered: The program.
-        special: Dtypes, head dims, kinds; its gradients say what the backward adds up.
+        special: Dtypes, head dims, kinds; its gradients say what the backward adds up, and which
+            captures have a tangent beside q, k and v.
         target: ``cuda:80``, ``cuda:90``, ``cuda:100``, ``hip:gfx942`` ...
         configs: Candidates by kernel, in place of the table's.
 
@@ -180,8 +183,9 @@ def cross_compile(
 
 
 def _kernels(lowered: Lowered, special: Specialisation) -> list[tuple[str, Specialisation]]:
-    """The kernels that make the gradients in ``special``, and those of all calls."""
+    """The kernels that make the gradients in ``special``, tangents, and those of all calls."""
     found = [(name, special) for name in (*DIRECTIONS, "distances")]
+    found.append(("tangent", _with_tangents(lowered, special)))
     terms = terms_of(lowered, special.tensor_gradients)
     types = dict(zip((c.name for c in special.captures), special.capture_types, strict=True))
     pairs = [term for term in terms if term.along == "pair"]
@@ -203,6 +207,32 @@ def _kernels(lowered: Lowered, special: Specialisation) -> list[tuple[str, Speci
         )
         found.append(("pairs", apart))
     return found
+
+
+def _with_tangents(lowered: Lowered, special: Specialisation) -> Specialisation:
+    """``special`` for tangents along q, k, v and all whose gradients are in it."""
+    program = lowered.program
+    kinds = zip(special.captures, special.capture_types, special.capture_aligned, strict=True)
+    found = [
+        (replace(capture, name=moved_name(program, capture.name)), kind, aligned)
+        for capture, kind, aligned in kinds
+        if capture.name in special.tensor_gradients
+    ]
+    found += [
+        (Capture(moved_name(program, name), DType.FLOAT, 0, 32, False), "fp32", False)
+        for name in special.param_gradients
+    ]
+    captures, types, aligned_ones = zip(*found, strict=True) if found else ((), (), ())
+    return replace(
+        special,
+        tensor_gradients=(),
+        param_gradients=(),
+        captures=(*special.captures, *captures),
+        capture_types=(*special.capture_types, *types),
+        capture_aligned=(*special.capture_aligned, *aligned_ones),
+        moving_operands="qkv",
+        moving_captures=(*special.tensor_gradients, *special.param_gradients),
+    )
 
 
 @dataclass(frozen=True, slots=True)

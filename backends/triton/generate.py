@@ -9,12 +9,12 @@ from importlib import resources
 from typing import TYPE_CHECKING
 
 from attndsl.ir import DType, Op, dependencies, reads_score
-from attndsl.passes.tiles.plan import DIRECTIONS
 
 from .device_functions import PAIR, param_values, parameters, program_function, wrapped
 from .expression import Printed, print_expressions
 from .generate_gradients import SCATTERED, gradient_texts
-from .loops import LIST_PARAMETERS, print_loop
+from .generate_tangent import tangent_texts
+from .loops import LIST_PARAMETERS, LOOPS, print_loop
 from .terms import derivatives
 
 if TYPE_CHECKING:
@@ -28,7 +28,12 @@ if TYPE_CHECKING:
     from .specialise import Specialisation
 
 _INDENT = "    "
-_PASSES = {"forward": "forward", "backward_kv": "kv_pass", "backward_q": "q_pass"}
+_PASSES = {
+    "forward": "forward",
+    "backward_kv": "kv_pass",
+    "backward_q": "q_pass",
+    "tangent": "q_pass",
+}
 """What templates call the loop of each direction."""
 
 
@@ -37,24 +42,28 @@ def generate_attention(
 ) -> str:
     """The module of one kernel, :func:`entry_of` ``direction``, with its loop's plan.
 
-    The backward kernels add up the gradients that ``special`` names.
+    The backward kernels add up the gradients that ``special`` names; that of tangents has those of
+    what ``special`` says moves.
     """
-    if direction not in DIRECTIONS:
+    if direction not in LOOPS:
         return _generate_apart(lowered, special, direction)
     program, sparsity = lowered.program, lowered.sparsity
     names = parameters(special)
     functions, helpers = _functions(lowered, special)
-    learned = gradient_texts(lowered, special, direction)
+    if direction == "tangent":
+        learned = tangent_texts(lowered, special)
+    else:
+        learned = gradient_texts(lowered, special, direction)
     functions += learned.functions
     helpers |= learned.helpers
-    if direction == "forward":
+    if direction in ("forward", "tangent"):
         text, used = _sink_function(program.sink, special)
         functions.append(text)
         helpers |= used
     name = _PASSES[direction]
     texts, used = print_loop(
         name,
-        DIRECTIONS[direction].along,
+        LOOPS[direction].along,
         loop,
         names,
         param_values(special, scalar=True),
@@ -104,7 +113,7 @@ def _generate_apart(lowered: Lowered, special: Specialisation, direction: str) -
 
 def entry_of(direction: str) -> str:
     """The kernel's name in its module."""
-    if direction in DIRECTIONS:
+    if direction in LOOPS:
         return f"attention_{direction}"
     return "scattered" if direction in SCATTERED else direction
 

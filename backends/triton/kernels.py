@@ -10,7 +10,7 @@ import torch
 import triton
 
 from attndsl.errors import BackendError
-from attndsl.passes.tiles.plan import DIRECTIONS, LoopPlan
+from attndsl.passes.tiles.plan import LoopPlan
 
 from ..key import KernelKey, source_fingerprint, version_of
 from .arguments import arguments_of, block_widths
@@ -19,6 +19,7 @@ from .generate import entry_of, generate_attention
 from .generate_gradients import SCATTERED
 from .generate_lists import generate_lists
 from .library import row_statistics
+from .loops import LOOPS
 from .specialise import with_forms
 from .tiles import INTERPRETED, MAX_SPILLS, Config, candidates, shared_memory_of
 
@@ -40,6 +41,7 @@ DIRECTIONS_OF = {
     "distances": ("distances",),
     "pairs": ("pairs",),
     "scattered": SCATTERED,
+    "tangent": ("tangent",),
 }
 _KERNELS = frozenset(name for names in DIRECTIONS_OF.values() for name in names)
 _LIST_CONFIG = (4, 1)
@@ -75,7 +77,8 @@ class Kernels:
     """Generates, compiles and keeps kernels, in memory and in ``store``."""
 
     directions: ClassVar[Mapping[str, tuple[str, ...]]] = DIRECTIONS_OF
-    """The kernels that make a forward, a backward, and gradients of captures that it does not."""
+    """The kernels that make a forward, a backward, gradients of captures that it does not, and
+    tangents."""
     fixed: ClassVar[Mapping[str, Any]] = {"row_statistics": row_statistics}
     """Kernels of a backward whose text is the same for all programs."""
 
@@ -335,18 +338,18 @@ def plan_loop(
     lowered: Lowered, special: Specialisation, direction: str, config: Config
 ) -> LoopPlan:
     """The plan of one loop of a kernel with the tile sizes of ``config``; of some it is empty."""
-    if direction not in DIRECTIONS:
+    if direction not in LOOPS:
         return LoopPlan()
     return lowered.sparsity.loop(
-        DIRECTIONS[direction], config.block_m, config.block_n, special.shifted, special.indexed
+        LOOPS[direction], config.block_m, config.block_n, special.shifted, special.indexed
     )
 
 
 def work_of(lowered: Lowered, special: Specialisation, direction: str) -> str:
     """What the loop of a kernel is like (see ``tiles.candidates``)."""
-    if direction not in DIRECTIONS:
+    if direction not in LOOPS:
         return "dense"
-    return lowered.sparsity.work(DIRECTIONS[direction], special.shifted, special.indexed)
+    return lowered.sparsity.work(LOOPS[direction], special.shifted, special.indexed)
 
 
 def current_target() -> GPUTarget | None:

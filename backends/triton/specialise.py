@@ -91,6 +91,10 @@ class Specialisation:
     """Triton's names of the types of sums of pairs (``pairs.py``), in the order of their terms."""
     pair_units: tuple[str, ...] = ()
     """``q`` or ``kv`` where neighbours along that lie side by side in them, else empty."""
+    moving_operands: str = ""
+    """Which of ``q``, ``k`` and ``v`` have a tangent."""
+    moving_captures: tuple[str, ...] = ()
+    """Which tensors and params have one, which is among ``captures`` (``generate_tangent.py``)."""
     dropout: bool = False
     """Whether kernels draw numbers, from a seed."""
     seed_type: str = "i64"

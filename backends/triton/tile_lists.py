@@ -9,19 +9,20 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from attndsl.passes.tiles.plan import DIRECTIONS
-
 from ..tiling import resample
 from .arguments import capture_arguments, origin
 from .generate_lists import value_counts
 from .kernels import LIST_CHUNK
+from .loops import LOOPS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from attndsl.passes.tiles.sparsity import Sparsity
+    from attndsl.pipeline import Lowered
 
     from ..base import Call
+    from .arguments import Layout
     from .compile import Executable
     from .specialise import Specialisation
 
@@ -70,6 +71,16 @@ def find_kinds(
     return kinds
 
 
+def lists_of(
+    layout: Layout, lowered: Lowered, call: Call, direction: str, stream: int
+) -> list[Any]:
+    """The arguments ``LIST_PARAMETERS`` of a kernel; none where its tiles are not listed."""
+    kernels = layout.lists.get(direction)
+    if kernels is None:
+        return []
+    return list_arguments(kernels, lowered.sparsity, layout.special, call, direction, stream)
+
+
 def list_arguments(
     kernels: Mapping[str, Executable],
     sparsity: Sparsity,
@@ -88,7 +99,7 @@ def list_arguments(
             (config.block_m, config.block_n), (call.q.shape[2], call.k.shape[2]),
         )  # fmt: skip
     batch, heads, q_tiles, kv_tiles = kinds.shape
-    along_is_kv = DIRECTIONS[direction].along == "kv"
+    along_is_kv = LOOPS[direction].along == "kv"
     own, along = (q_tiles, kv_tiles) if along_is_kv else (kv_tiles, q_tiles)
     own_step, along_step = (kv_tiles, 1) if along_is_kv else (1, kv_tiles)
     length, block = (

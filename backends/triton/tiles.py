@@ -101,6 +101,13 @@ _SCATTER_SUMS = {
     256: (Config(64, 64, 8, 1), Config(32, 32, 4, 1)),
     512: (Config(32, 32, 4, 1),),
 }
+# Of each of q, k and v there are two tiles, and of the scores. Not measured: these hardly spill.
+_TANGENT = {
+    64: (Config(128, 64, 8, 3), Config(128, 128, 8, 2), Config(64, 64, 4, 3), Config(64, 64, 4, 2)),
+    128: (Config(128, 64, 8, 2), Config(128, 32, 8, 3), Config(64, 32, 4, 3), Config(64, 32, 4, 2)),
+    256: (Config(128, 32, 8, 1), Config(64, 16, 4, 2), Config(32, 32, 4, 1)),
+    512: (Config(32, 32, 8, 1),),
+}
 _TABLES = {
     "forward": _FORWARD,
     "backward_kv": _BACKWARD_KV,
@@ -109,6 +116,7 @@ _TABLES = {
     "pairs": _PAIRS,
     "scatter_bounds": _PAIRS,
     "scatter_sums": _SCATTER_SUMS,
+    "tangent": _TANGENT,
 }
 # A masked program has two loops, FULL and PARTIAL, and needs more registers.
 _MASKED = {
@@ -129,6 +137,8 @@ _SHORT = {
     ("backward_kv", 128): (Config(32, 64, 4, 3), Config(64, 64, 4, 2), Config(64, 64, 4, 1)),
     ("backward_q", 64): (Config(64, 64, 4, 3), Config(64, 64, 4, 2)),
     ("backward_q", 128): (Config(64, 64, 4, 2), Config(64, 32, 4, 3), Config(64, 64, 4, 1)),
+    ("tangent", 64): (Config(64, 64, 4, 3), Config(64, 64, 4, 2)),
+    ("tangent", 128): (Config(64, 32, 4, 3), Config(64, 32, 4, 2)),
 }
 # Without FULL tiles, the mask is the larger part of the work.
 _SHORT_PARTIAL = {
@@ -160,8 +170,8 @@ def candidates(
     """Configs worth compiling, in order.
 
     Args:
-        kernel: ``forward``, ``backward_kv``, ``backward_q``, or one of those that make gradients
-            of captures alone.
+        kernel: ``forward``, ``backward_kv``, ``backward_q``, ``tangent``, or one of those that make
+            gradients of captures alone.
         block_d: Head dim, rounded up to a power of two.
         block_dv: The value's head dim, likewise.
         element_bytes: Bytes of an element of q, k and v.
@@ -193,6 +203,8 @@ def shared_bytes(
     elif kernel == "backward_kv":
         elements = config.block_n * width + config.stages * config.block_m * width
         elements += config.block_m * config.block_n
+    elif kernel == "tangent":
+        elements = 2 * (config.block_m * block_d + config.stages * config.block_n * width)
     else:
         elements = config.block_m * width + config.stages * config.block_n * width
     return elements * element_bytes

@@ -278,8 +278,13 @@ def test_dual_tensors_of_half_types(place):
         lambda q: oracle(q, *wide[1:3], return_lse=True), (wide[0],), (wide[3],)
     )
     assert [x.dtype for x in found] == [torch.bfloat16, torch.float32]
-    # Rounded once, at the end.
-    torch.testing.assert_close(found[0].double(), wanted[0], atol=1e-5, rtol=2**-8)
+    if place.backend in ("triton", "hopper"):
+        # Kernels round the operands of products too.
+        error = (found[0].double() - wanted[0]).square().mean().sqrt()
+        assert error <= 2**-7 * wanted[0].square().mean().sqrt()
+    else:
+        # Rounded once, at the end.
+        torch.testing.assert_close(found[0].double(), wanted[0], atol=1e-5, rtol=2**-8)
     torch.testing.assert_close(found[1].double(), wanted[1], atol=1e-4, rtol=1e-4)
 
 

@@ -136,9 +136,10 @@ def _compile(target: str, case: str, dtype: str, head_dim: int) -> list[list[str
 def test_compiles_for(target: str) -> None:
     rows = _compile(target, "rich", "bf16", 64)
     attention = ["forward", "backward_q", "backward_kv"]
-    gradients = ["distances", "scatter_bounds", "scatter_sums", "pairs", "row_statistics"]
+    tangents = ["distances", "tangent"]
+    gradients = ["scatter_bounds", "scatter_sums", "pairs", "row_statistics"]
     lists = ["summarise", "classify", "refine", "list_tiles"]
-    assert [row[0] for row in rows] == attention + gradients + lists
+    assert [row[0] for row in rows] == attention + tangents + gradients + lists
 
 
 @pytest.mark.parametrize(
@@ -205,7 +206,7 @@ def test_softcap_is_exact_where_asked_for_and_elsewhere(
     target: str, dtype: str, exact: bool
 ) -> None:
     rows = _run(SOFTCAP, target, dtype, exact)
-    assert [row[1:3] for row in rows] == [["0", "0"]] * 5
+    assert [row[1:3] for row in rows] == [["0", "0"]] * 6
 
 
 @pytest.mark.slow
@@ -214,4 +215,4 @@ def test_softcap_is_exact_where_asked_for_and_elsewhere(
 @pytest.mark.parametrize("dtype", ["fp16", "bf16", "fp32"])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_grid_compiles(target: str, case: str, dtype: str, head_dim: int) -> None:
-    assert len(_compile(target, case, dtype, head_dim)) == (12 if case == "rich" else 5)
+    assert len(_compile(target, case, dtype, head_dim)) == (13 if case == "rich" else 6)

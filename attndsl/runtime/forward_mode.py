@@ -1,0 +1,95 @@
+"""Tangents of calls by kernels, where a backend has one for them.
+
+A call and its tangents are functions like any other of :mod:`.recompute`: kernels on plain tensors,
+and torch operations (:mod:`.higher`) wherever somebody looks into them, as further derivatives,
+``vmap`` and tracers do.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+from torch.autograd import forward_ad
+
+from attndsl.backends.base import ForwardMode
+
+from .higher import attend_in_chunks, pack, tangent_in_chunks
+from .recompute import Pushed, recomputed
+
+if TYPE_CHECKING:
+    from attndsl.backends.base import Backend, Call
+    from attndsl.pipeline import Lowered
+
+    from .higher import Packed
+    from .recompute import Function, Tensors
+
+_is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
+_modes = torch._C._len_torch_dispatch_stack
+
+
+def has_tangents() -> bool:
+    """Whether forward mode is on, by dual tensors or ``torch.func.jvp``."""
+    return forward_ad._current_level >= 0
+
+
+def attend_with_tangents(
+    backend: Backend, lowered: Lowered, call: Call
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As :func:`.higher.attend_in_chunks`, with the kernels that ``backend`` has."""
+    if not isinstance(backend, ForwardMode):
+        return attend_in_chunks(lowered, call)
+    packed, tensors = pack(call)
+    out, lse = recomputed(_Whole(backend, lowered, packed), *tensors)
+    return out, lse
+
+
+@dataclass(frozen=True, slots=True)
+class _Whole:
+    """``out`` and ``lse`` of a call."""
+
+    pushes_results: ClassVar[bool] = True
+    backend: Backend
+    lowered: Lowered
+    packed: Packed
+
+    def __call__(self, *inputs: torch.Tensor) -> Tensors:
+        call = self.packed.call(*inputs)
+        if _is_seen(inputs):
+            return attend_in_chunks(self.lowered, call)
+        return self.backend.forward(self.lowered, call)
+
+    def pushed(self, moved: tuple[int, ...]) -> Function:
+        return _WholeTangent(self, moved)
+
+
+@dataclass(frozen=True, slots=True)
+class _WholeTangent:
+    """Tangents of a call's results, from its inputs and results."""
+
+    pushes_results: ClassVar[bool] = False
+    whole: _Whole
+    moved: tuple[int, ...]
+
+    def __call__(self, *args: torch.Tensor) -> Tensors:
+        whole, count = self.whole, len(args) - len(self.moved)
+        *inputs, out, lse = args[:count]
+        tangents = args[count:]
+        if _is_seen(args):
+            # In terms of the inputs alone: further derivatives by the results are 0.
+            return tangent_in_chunks(
+                whole.lowered, whole.packed, tuple(inputs), self.moved, tangents
+            )
+        moved = whole.packed.tangents(self.moved, tangents)
+        call = whole.packed.call(*inputs)
+        assert isinstance(whole.backend, ForwardMode)
+        return whole.backend.tangent(whole.lowered, call, moved, out, lse)
+
+    def pushed(self, moved: tuple[int, ...]) -> Function:
+        return Pushed(self, moved)
+
+
+def _is_seen(inputs: Tensors) -> bool:
+    """Whether a transform or a mode looks into what is done with ``inputs``."""
+    return _modes() > 0 or any(map(_is_wrapped, inputs))

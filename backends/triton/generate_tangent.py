@@ -1,0 +1,116 @@
+"""Texts of what moves scores, weights, dropout and sinks where captured tensors and params move.
+
+A tangent of a captured tensor is a captured tensor too: the kernel's program has one more for each
+that moves, and looks both up at the same places.
+
+Non-goals: all other texts (``generate.py``).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import reduce
+from typing import TYPE_CHECKING
+
+from attndsl.ir import DType, Node, Op, Program, TensorDecl, const, load, node, param, reads_score
+from attndsl.passes.differentiate import differentiate
+
+from .device_functions import PAIR, program_function
+from .expression import print_expressions
+from .generate_gradients import GradientTexts
+from .terms import ONE, derivatives
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
+
+    from attndsl.passes.differentiate import Derivative
+    from attndsl.pipeline import Lowered
+
+    from .specialise import Specialisation
+
+_ZERO = const(0.0)
+_HEAD = "b, h, hkv, batch, heads, kv_heads, q_len, kv_len"
+
+
+def moved_name(program: Program, name: str) -> str:
+    """What the tangent of the tensor or param ``name`` is called; no other has that name."""
+    taken = {decl.name for decl in program.tensors} | {decl.name for decl in program.params}
+    found = f"moved_{name}"
+    while found in taken:
+        found += "_"
+    return found
+
+
+def with_tangents(program: Program, names: Collection[str]) -> Program:
+    """``program`` with a tensor for the tangent of each of the tensors and params ``names``."""
+    found = [
+        TensorDecl(moved_name(program, decl.name), DType.FLOAT, decl.dims)
+        for decl in program.tensors
+        if decl.name in names
+    ]
+    found += [
+        TensorDecl(moved_name(program, decl.name), DType.FLOAT, ())
+        for decl in program.params
+        if decl.name in names
+    ]
+    return replace(program, tensors=(*program.tensors, *found))
+
+
+def tangent_texts(lowered: Lowered, special: Specialisation) -> GradientTexts:
+    """What the kernel of tangents has for what ``special`` says moves."""
+    program = lowered.program
+    sources = derivatives(lowered)
+    if program.sink is not None:
+        sources["sink"] = differentiate(Program(score=program.sink))
+    functions: list[str] = []
+    helpers: set[str] = set()
+    flags: dict[str, bool | float] = {
+        f"MOVES_{name.upper()}": name in special.moving_operands for name in ("q", "k", "v")
+    }
+    moves = {}
+    for source in ("score", "weight", "dropout", "sink"):
+        root = None
+        if source in sources:
+            root = _moved(program, sources[source], special.moving_captures)
+        moves[source] = root is not None
+        flags[f"MOVES_{source.upper()}"] = root is not None
+        if root is not None:
+            text, used = _function(source, root, special)
+            functions.append(text)
+            helpers |= used
+    pairs = moves["score"] or moves["weight"] or moves["dropout"]
+    flags["MOVES_WEIGHTS"] = pairs or bool(flags["MOVES_Q"] or flags["MOVES_K"])
+    return GradientTexts(tuple(functions), frozenset(helpers), flags, {})
+
+
+def _moved(program: Program, derivative: Derivative, names: Collection[str]) -> Node | None:
+    """The sum of each lookup's tangent times its factor, of what is in ``names``; None for none."""
+    leaves = [(item.load, item.factor) for item in derivative.tensors]
+    leaves += [(param(item.name, DType.FLOAT), item.factor) for item in derivative.params]
+    parts = []
+    for leaf, factor in leaves:
+        if leaf.value not in names:
+            continue
+        moved = load(moved_name(program, str(leaf.value)), DType.FLOAT, *leaf.args)
+        if factor is not ONE:
+            # What does not move adds nothing, be its derivative infinite.
+            still = node(Op.EQ, moved, _ZERO)
+            moved = node(Op.WHERE, still, _ZERO, node(Op.MUL, moved, factor))
+        parts.append(moved)
+    return reduce(lambda a, b: node(Op.ADD, a, b), parts) if parts else None
+
+
+def _function(source: str, root: Node, special: Specialisation) -> tuple[str, set[str]]:
+    """``root`` as a device function, and the library functions that it uses."""
+    printed = print_expressions((root,), special.names())
+    doc = f"How what the {source} looks up moves it."
+    if source == "sink":
+        # A tile of one element, or a number.
+        result = f"return tl.sum({printed.terms[0]} + tl.zeros([1, 1], tl.float32))"
+        name, first = "moved_sink_of_head", _HEAD
+    else:
+        spread = "" if reads_score(root) else " + tl.zeros(score.shape, tl.float32)"
+        result = f"return {printed.terms[0]}{spread}"
+        name, first = f"moved_{source}_of_pair", f"score, live, {PAIR}"
+    body = [*printed.lines, result]
+    return program_function(name, first, special, doc, body, True), set(printed.helpers)
