@@ -101,9 +101,10 @@ def _distances(again: Again) -> torch.Tensor:
         return again.lse.new_zeros((batch, heads, 1, 2, 1))
     layout = again.layout_of("distances")
     kernel = layout.executables["distances"]
-    block = kernel.config.block_m
-    diagonals = -(-q_len // block) + -(-kv_len // block) - 1
-    sums = again.lse.new_empty((batch, heads, diagonals, 2, block))
+    block_m, block_n = kernel.config.block_m, kernel.config.block_n
+    ratio = block_m // block_n
+    diagonals = ratio * (-(-q_len // block_m) - 1) + -(-kv_len // block_n)
+    sums = again.lse.new_empty((batch, heads, diagonals, ratio + 1, block_n))
     again.launch(kernel, batch * heads * diagonals, layout, [], [sums])
     return sums
 

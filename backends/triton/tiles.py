@@ -50,6 +50,9 @@ class Config:
     persistent: bool = False
     """Whether there are as many programs as run at a time, each with one query tile after the
     other: the next one's loads run while one ends."""
+    most_registers: int = 0
+    """Registers that a thread may have, where more would leave room for fewer programs at a time;
+    0 for as many as there are."""
 
     def __str__(self) -> str:
         """For people."""
@@ -58,6 +61,7 @@ class Config:
             text += f"{self.consumers} warpgroups of {self.registers} registers"
         else:
             text += f"{self.warps} warps"
+            text += f" of {self.most_registers} registers" * bool(self.most_registers)
         text += ", one loop" * (not self.peeled) + ", rounded early" * self.early
         return text + ", persistent" * self.persistent
 
@@ -80,14 +84,16 @@ _BACKWARD_Q = {
     256: (Config(64, 32, 8, 2), Config(64, 32, 8, 1), Config(32, 32, 4, 1)),
     512: (Config(32, 32, 8, 1),),
 }
-# Square, see templates/distances.py. In one stage: Triton 3.6 cannot pipeline products in a branch.
+# See templates/distances.py. Of two stages the second would be loaded after all of the first has
+# been computed with; a mask that looks things up leaves one, since Triton 3.6 cannot pipeline
+# products in a branch.
 _DISTANCES = {
-    64: (Config(64, 64, 4, 1), Config(32, 32, 4, 1)),
-    128: (Config(64, 64, 4, 1), Config(32, 32, 4, 1)),
+    64: (Config(128, 64, 8, 3), Config(64, 64, 8, 3), Config(64, 64, 4, 1), Config(32, 32, 4, 1)),
+    128: (Config(64, 64, 8, 3), Config(128, 64, 8, 2), Config(64, 64, 8, 2), Config(32, 32, 4, 1)),
     256: (Config(64, 64, 8, 1), Config(32, 32, 4, 1)),
     512: (Config(32, 32, 4, 1),),
 }
-# In one stage, as the above. A thread holds three tiles: scores, gradients of weights, sums.
+# A thread holds three tiles: scores, gradients of weights, sums.
 _PAIRS = {
     64: (Config(128, 64, 8, 1), Config(64, 64, 4, 1), Config(32, 32, 4, 1)),
     128: (Config(128, 64, 8, 1), Config(64, 64, 4, 1), Config(32, 32, 4, 1)),
@@ -174,7 +180,7 @@ def candidates(
     row = min(512, width * (2 if element_bytes > 2 else 1))
     preferred = (*_BY_WORK[work].get((kernel, row), _TABLES[kernel][row]), *_FALL_BACK)
     if kernel == "distances":
-        preferred = tuple(config for config in preferred if config.block_m == config.block_n)
+        preferred = tuple(config for config in preferred if config.block_m % config.block_n == 0)
     fitting = tuple(
         config
         for config in preferred
@@ -193,6 +199,8 @@ def shared_bytes(
     elif kernel == "backward_kv":
         elements = config.block_n * width + config.stages * config.block_m * width
         elements += config.block_m * config.block_n
+    elif kernel == "distances":
+        elements = config.stages * (config.block_m + config.block_n) * width
     else:
         elements = config.block_m * width + config.stages * config.block_n * width
     return elements * element_bytes
