@@ -23,7 +23,7 @@ from .generate_lists import generate_lists
 from .kernels import DIRECTIONS_OF, LIST_CHUNK, STATISTICS_ROWS, plan_loop, work_of
 from .library import row_statistics
 from .shares import share_out
-from .specialise import specialise, with_forms, with_gradients, with_pair_sums
+from .specialise import exact_captures, specialise, with_forms, with_gradients, with_pair_sums
 from .terms import is_plain, terms_of
 from .tiles import Config, candidates, shared_memory_of
 
@@ -198,8 +198,10 @@ def _kernels(lowered: Lowered, special: Specialisation) -> list[tuple[str, Speci
             special,
             tensor_gradients=names,
             param_gradients=(),
+            captures=exact_captures(special, tuple(own)),
             pair_types=kinds,
             pair_units=("kv",) * len(kinds),
+            pair_aligned=(True,) * len(kinds),
         )
         found.append(("pairs", apart))
     return found

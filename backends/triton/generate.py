@@ -16,7 +16,7 @@ from .device_functions import PAIR, param_values, parameters, program_function, 
 from .expression import Printed, print_expressions
 from .generate_gradients import SCATTERED, gradient_texts
 from .loops import LIST_PARAMETERS, print_loop
-from .terms import derivatives
+from .terms import derivatives, terms_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -97,6 +97,10 @@ def _generate_apart(lowered: Lowered, special: Specialisation, direction: str) -
         {
             **_flags(program),
             **learned.flags,
+            "HEADS_APART": all(
+                "h" in {index.value for index in term.leaf.args}
+                for term in terms_of(lowered, special.tensor_gradients)
+            ),
             "MASK_READS_SCORE": reads_score(mask),
             "MASK_MEETS_DISTANCES": mask is None
             or ("score" not in varies and meets_distances_alone(mask)),

@@ -23,8 +23,8 @@ def diagonal_lives(
             b, h, hkv, q, kv, batch, heads, kv_heads, q_len, kv_len,
             #: arguments
         )
-    counted = live.to(tl.int32)
-    return tl.max(tl.max(counted, 1), 0) > 0, tl.min(tl.min(counted, 1), 0) > 0
+    counted = tl.sum(tl.sum(live.to(tl.int32), 1), 0)
+    return counted > 0, counted == BLOCK_M * BLOCK_N
 
 
 @triton.jit

@@ -12,15 +12,31 @@ from attndsl.backends.triton.library import positions, statistics_rows
 @triton.jit
 def store_pairs(
     SUMS, step_part, step_b, step_h, step_q, step_kv, total, part, b, head, first, kv_first,
-    q_len, kv_len,
+    q_len, kv_len, inside,
 ):
-    """Store ``total`` at the places of a tile's pairs."""
+    """Store ``total`` at the places of a tile's pairs; ``inside``: all of them are."""
     rows = first + tl.arange(0, total.shape[0])
     columns = kv_first + tl.arange(0, total.shape[1])
     matrix = SUMS + (part.to(tl.int64) * step_part + b.to(tl.int64) * step_b + head.to(tl.int64) * step_h)
     places = rows.to(tl.int64)[:, None] * step_q + columns.to(tl.int64)[None, :] * step_kv
-    inside = (rows < q_len)[:, None] & (columns < kv_len)[None, :]
-    tl.store(matrix + places, total.to(SUMS.dtype.element_ty), mask=inside)
+    total = total.to(SUMS.dtype.element_ty)
+    if inside:
+        # Without a mask, which would be a word each time.
+        tl.store(matrix + places, total)
+    else:
+        tl.store(matrix + places, total, mask=(rows < q_len)[:, None] & (columns < kv_len)[None, :])
+
+
+@triton.jit
+def place_of_member(member, own_b, own_h, rest_heads):
+    """Batch entry and head of one of those that are not told apart."""
+    if HEADS_APART:
+        b = own_b + member
+        h = own_h
+    else:
+        b = own_b + member // rest_heads
+        h = own_h * rest_heads + member % rest_heads
+    return b, h
 
 
 @triton.jit
@@ -36,8 +52,7 @@ def add_member(
     UPCAST: tl.constexpr, PARTIAL: tl.constexpr,
 ):
     """The sums with what one batch entry and head adds."""
-    b = own_b + member // rest_heads
-    h = own_h * rest_heads + member % rest_heads
+    b, h = place_of_member(member, own_b, own_h, rest_heads)
     hkv = h // (heads // kv_heads)
     return add_tile(
         #: sums
@@ -128,8 +143,7 @@ def pairs(
             )
     else:
         for member in tl.range(begin, end):
-            b = own_b + member // rest_heads
-            h = own_h * rest_heads + member % rest_heads
+            b, h = place_of_member(member, own_b, own_h, rest_heads)
             some, every = lives_of_tile(
                 first, kv_first, b, h, h // (heads // kv_heads), batch, heads, kv_heads, q_len, kv_len,
                 q_origin, kv_origin,
@@ -148,4 +162,5 @@ def pairs(
                     #: arguments
                     D, DV, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, PRECISION, UPCAST, True,
                 )
+    inside = (first + BLOCK_M <= q_len) & (kv_first + BLOCK_N <= kv_len)
     #: end_sums

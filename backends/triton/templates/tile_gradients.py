@@ -84,11 +84,11 @@ def lives_of_tile(
             b, h, hkv, q, kv, batch, heads, kv_heads, q_len, kv_len,
             #: arguments
         )
-    counted = live.to(tl.int32)
-    every = tl.min(tl.min(counted, 1), 0) > 0
+    counted = tl.sum(tl.sum(live.to(tl.int32), 1), 0)
+    every = counted == BLOCK_M * BLOCK_N
     if MASK_READS_SCORE:
         every = every & False
-    return tl.max(tl.max(counted, 1), 0) > 0, every
+    return counted > 0, every
 
 
 @triton.jit
