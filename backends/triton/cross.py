@@ -22,6 +22,7 @@ from .generate_gradients import SCATTERED
 from .generate_lists import generate_lists
 from .kernels import DIRECTIONS_OF, LIST_CHUNK, STATISTICS_ROWS, plan_loop, work_of
 from .library import row_statistics
+from .scattered import constant_factors
 from .shares import share_out
 from .specialise import exact_captures, specialise, with_forms, with_gradients, with_pair_sums
 from .terms import is_plain, terms_of
@@ -115,7 +116,8 @@ def _backward_kernels(
         found.append(("pairs", with_pair_sums(with_gradients(special, group), lowered, call)))
     if shares.others.tensors:
         others = with_gradients(special, shares.others)
-        found += [(name, others) for name in SCATTERED]
+        bounded = constant_factors(lowered, shares.others.tensors) is not None
+        found += [(name, others) for name in DIRECTIONS_OF["bounded" if bounded else "scattered"]]
     return found
 
 

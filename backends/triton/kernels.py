@@ -20,7 +20,7 @@ from .generate_gradients import SCATTERED
 from .generate_lists import generate_lists
 from .library import row_statistics
 from .specialise import with_forms
-from .tiles import INTERPRETED, MAX_SPILLS, Config, candidates, shared_memory_of
+from .tiles import INTERPRETED, MAX_SPILLS, MAX_SPILLS_OF_HALF, Config, candidates, shared_memory_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -40,6 +40,7 @@ DIRECTIONS_OF = {
     "distances": ("distances",),
     "pairs": ("pairs",),
     "scattered": SCATTERED,
+    "bounded": ("scatter_sums",),
 }
 _KERNELS = frozenset(name for names in DIRECTIONS_OF.values() for name in names)
 _LIST_CONFIG = (4, 1)
@@ -179,7 +180,8 @@ class Kernels:
                 continue
             if best is None or executable.spills < best[0]:
                 best = executable.spills, module, executable
-            if best[0] <= MAX_SPILLS or number + 1 >= _ATTEMPTS:
+            most = MAX_SPILLS_OF_HALF if config.most_registers else MAX_SPILLS
+            if best[0] <= most or number + 1 >= _ATTEMPTS:
                 break
         if best is None:
             raise BackendError(

@@ -93,8 +93,28 @@ _DISTANCES = {
     256: (Config(64, 64, 8, 1), Config(32, 32, 4, 1)),
     512: (Config(32, 32, 4, 1),),
 }
-# A thread holds three tiles: scores, gradients of weights, sums.
+# Loops are short: what hides loads is a second program, for which half of the registers are left,
+# or loading all ahead.
 _PAIRS = {
+    64: (
+        Config(64, 64, 8, 1, most_registers=128),
+        Config(64, 64, 8, 2),
+        Config(128, 64, 8, 2),
+        Config(32, 32, 4, 1),
+    ),
+    128: (
+        Config(64, 64, 8, 1, most_registers=128),
+        Config(64, 64, 8, 3),
+        Config(64, 64, 8, 2),
+        Config(64, 64, 8, 1),
+        Config(128, 64, 8, 1),
+        Config(32, 32, 4, 1),
+    ),
+    256: (Config(64, 64, 8, 1), Config(32, 32, 4, 1)),
+    512: (Config(32, 32, 4, 1),),
+}
+# They hold no tile of sums. In one stage, since Triton 3.6 cannot pipeline products in a branch.
+_SCATTER_BOUNDS = {
     64: (Config(128, 64, 8, 1), Config(64, 64, 4, 1), Config(32, 32, 4, 1)),
     128: (Config(128, 64, 8, 1), Config(64, 64, 4, 1), Config(32, 32, 4, 1)),
     256: (Config(64, 64, 8, 1), Config(32, 32, 4, 1)),
@@ -113,7 +133,7 @@ _TABLES = {
     "backward_q": _BACKWARD_Q,
     "distances": _DISTANCES,
     "pairs": _PAIRS,
-    "scatter_bounds": _PAIRS,
+    "scatter_bounds": _SCATTER_BOUNDS,
     "scatter_sums": _SCATTER_SUMS,
 }
 # A masked program has two loops, FULL and PARTIAL, and needs more registers.
@@ -151,6 +171,8 @@ _BY_WORK: dict[str, dict[tuple[str, int], tuple[Config, ...]]] = {
 }
 MAX_SPILLS = 48
 """Spilled registers a thread from which the next candidate is tried."""
+MAX_SPILLS_OF_HALF = 96
+"""The same where a config says how many registers there are: what spills is mostly not in loops."""
 _FALL_BACK = (Config(32, 32, 4, 1), Config(32, 16, 4, 1), Config(16, 16, 4, 1))
 INTERPRETED = (Config(32, 32, 4, 1),)
 
@@ -199,7 +221,7 @@ def shared_bytes(
     elif kernel == "backward_kv":
         elements = config.block_n * width + config.stages * config.block_m * width
         elements += config.block_m * config.block_n
-    elif kernel == "distances":
+    elif kernel in ("distances", "pairs"):
         elements = config.stages * (config.block_m + config.block_n) * width
     else:
         elements = config.block_m * width + config.stages * config.block_n * width
