@@ -104,6 +104,8 @@ def distances(
         last = (end - 1) * BLOCK_M
         inside = (last + BLOCK_M <= q_len) & (last - (ahead - 1) * BLOCK_N <= kv_len)
         end = tl.where(some, end, begin)
+        # Where tiles are oblong some diagonals have none; the one before begins before all keys, and
+        # so counts as inside.
         middle = tl.where(every, tl.where(inside, end, end - 1), begin)
         for tile in tl.range(begin, middle):
             (sum0,) = add_at(
