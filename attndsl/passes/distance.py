@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from attndsl.ir import DType, Op, dependencies, toposort
+from attndsl.ir import COMPARISONS, DType, Op, dependencies, toposort
 
 if TYPE_CHECKING:
     from attndsl.ir import Node
@@ -21,19 +21,34 @@ _Multiples = tuple[int, int]
 def varies_with_distance_alone(*roots: Node) -> bool:
     """Whether ``roots`` depend on ``q`` and ``kv``, but on these through ``q - kv`` only."""
     varies = dependencies(*roots)
+    if any("score" in varies[root] for root in roots):
+        return False
+    return any({"q", "kv"} <= varies[root] for root in roots) and meets_distances_alone(*roots)
+
+
+def meets_distances_alone(*roots: Node) -> bool:
+    """Whether positions are in ``roots`` as ``q - kv`` only, if at all.
+
+    Where that is so, pairs with one distance and one score have one value.
+    """
+    varies = dependencies(*roots)
     multiples: dict[Node, _Multiples] = {}
     alone: dict[Node, bool] = {}
     for item in toposort(*roots):
         found = _multiples(item, multiples) if varies[item] & {"q", "kv"} else (0, 0)
         if found is not None and item.dtype is DType.INT:
             multiples[item] = found
-        if not varies[item] & {"q", "kv", "score"}:
+        if not varies[item] & {"q", "kv"}:
             alone[item] = True
         elif item in multiples:
             alone[item] = multiples[item][0] == -multiples[item][1]
+        elif item.op in COMPARISONS and all(arg in multiples for arg in item.args):
+            # As if their difference were compared with 0.
+            left, right = (multiples[arg] for arg in item.args)
+            alone[item] = left[0] - right[0] == right[1] - left[1]
         else:
             alone[item] = bool(item.args) and all(alone[arg] for arg in item.args)
-    return all(alone[root] for root in roots) and any({"q", "kv"} <= varies[root] for root in roots)
+    return all(alone[root] for root in roots)
 
 
 def _multiples(item: Node, known: dict[Node, _Multiples]) -> _Multiples | None:

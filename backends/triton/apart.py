@@ -13,7 +13,13 @@ import torch
 from .arguments import capture_arguments, origin
 from .distances import add_distance_gradients
 from .pairs import gradients_of, parts_of, rest_of, sums_of
-from .scattered import buffers, gradient_of, scales_of
+from .scattered import (
+    bounds_from_operands,
+    buffers,
+    constant_factors,
+    gradient_of,
+    scales_of,
+)
 from .specialise import strides
 from .streams import on_device, stream_of
 from .terms import terms_of
@@ -101,9 +107,10 @@ def _distances(again: Again) -> torch.Tensor:
         return again.lse.new_zeros((batch, heads, 1, 2, 1))
     layout = again.layout_of("distances")
     kernel = layout.executables["distances"]
-    block = kernel.config.block_m
-    diagonals = -(-q_len // block) + -(-kv_len // block) - 1
-    sums = again.lse.new_empty((batch, heads, diagonals, 2, block))
+    block_m, block_n = kernel.config.block_m, kernel.config.block_n
+    ratio = block_m // block_n
+    diagonals = ratio * (-(-q_len // block_m) - 1) + -(-kv_len // block_n)
+    sums = again.lse.new_empty((batch, heads, diagonals, ratio + 1, block_n))
     again.launch(kernel, batch * heads * diagonals, layout, [], [sums])
     return sums
 
@@ -141,16 +148,20 @@ def _scattered(again: Again, wants: Wants) -> dict[str, torch.Tensor]:
         return _zeros(again, wants)
     call = again.call
     batch, heads, q_len = again.lse.shape
-    layout = again.layout_of("scattered", wants)
+    factors = constant_factors(again.lowered, wants.tensors)
+    layout = again.layout_of("scattered" if factors is None else "bounded", wants)
     found = buffers(wants.tensors, call)
-    bounds = torch.zeros(len(found), dtype=torch.int32, device=call.q.device)
 
     def run(name: str, last: list[Any]) -> None:
         kernel = layout.executables[name]
         tiles = -(-q_len // kernel.config.block_m)
         again.launch(kernel, tiles * batch * heads, layout, [], last)
 
-    run("scatter_bounds", [bounds])
+    if factors is None:
+        bounds = torch.zeros(len(found), dtype=torch.int32, device=call.q.device)
+        run("scatter_bounds", [bounds])
+    else:
+        bounds = bounds_from_operands(factors, call, again.grad_out, again.delta)
     scales, inverses = scales_of(bounds, batch * heads * q_len)
     run("scatter_sums", [scales, *(value for item in found for value in item.arguments())])
     return {

@@ -118,9 +118,13 @@ def template_argument(name: str, special: Specialisation) -> Argument:
     if name in _EXACT:
         return Argument(name, _EXACT[name], aligned=True)
     if name.startswith("PAIR_SUMS"):
-        return Argument(name, f"*{special.pair_types[int(name[9:])]}")
+        number = int(name[9:])
+        return Argument(
+            name, f"*{special.pair_types[number]}", aligned=special.pair_aligned[number]
+        )
     if name.startswith("pair_step"):
-        return Argument(name, "i64")
+        aligned = special.pair_aligned[int(name[9:].partition("_")[0])]
+        return Argument(name, "i64", aligned=aligned)
     if name.startswith("stride_"):
         # Batches and heads are far apart; rows of a tile rarely are.
         wide = name[-1] in "bh" or special.wide_rows
@@ -130,7 +134,9 @@ def template_argument(name: str, special: Specialisation) -> Argument:
         return Argument(name, "fp32")
     if name in ("q_origin", "kv_origin"):
         kind = special.q_origin_type if name == "q_origin" else special.kv_origin_type
-        return Argument(name, kind)
+        # Tiles of what pairs look up an element each are read as they lie.
+        from_zero = bool(special.pair_types) and kind == "i32" and not special.shifted
+        return Argument(name, kind, aligned=from_zero)
     return Argument(name, "i64" if name == "map_step" else "i32")
 
 

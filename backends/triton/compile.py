@@ -103,6 +103,8 @@ def compile_kernel(
     """
     source = _source(function, arguments, blocks)
     options = {"num_warps": config.warps, "num_stages": config.stages, "enable_fp_fusion": True}
+    if config.most_registers and target.backend == "cuda":
+        options["maxnreg"] = config.most_registers
     kernel = triton.compile(source, target=target, options=options)
     if kernel.metadata.shared > shared_memory:
         raise OutOfResources(kernel.metadata.shared, shared_memory, "shared memory")

@@ -24,8 +24,9 @@ from .generate_lists import generate_lists
 from .generate_tangent import moved_name
 from .kernels import DIRECTIONS_OF, LIST_CHUNK, STATISTICS_ROWS, plan_loop, work_of
 from .library import row_statistics
+from .scattered import constant_factors
 from .shares import share_out
-from .specialise import specialise, with_forms, with_gradients, with_pair_sums
+from .specialise import exact_captures, specialise, with_forms, with_gradients, with_pair_sums
 from .terms import is_plain, terms_of
 from .tiles import Config, candidates, shared_memory_of
 
@@ -117,7 +118,8 @@ def _backward_kernels(
         found.append(("pairs", with_pair_sums(with_gradients(special, group), lowered, call)))
     if shares.others.tensors:
         others = with_gradients(special, shares.others)
-        found += [(name, others) for name in SCATTERED]
+        bounded = constant_factors(lowered, shares.others.tensors) is not None
+        found += [(name, others) for name in DIRECTIONS_OF["bounded" if bounded else "scattered"]]
     return found
 
 
@@ -202,8 +204,10 @@ def _kernels(lowered: Lowered, special: Specialisation) -> list[tuple[str, Speci
             special,
             tensor_gradients=names,
             param_gradients=(),
+            captures=exact_captures(special, tuple(own)),
             pair_types=kinds,
             pair_units=("kv",) * len(kinds),
+            pair_aligned=(True,) * len(kinds),
         )
         found.append(("pairs", apart))
     return found

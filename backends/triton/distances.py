@@ -54,15 +54,15 @@ def add_distance_gradients(
     Args:
         lowered: The program.
         call: As of the backward.
-        sums: (batch, heads, diagonals of tiles, 2, rows of a tile) fp32, see ``distances``.
+        sums: (batch, heads, diagonals of tiles, parts, keys of a tile) fp32, see ``distances``.
         apart: Of :func:`by_distance`.
         found: The gradients of all else.
     """
-    batch, heads, diagonals, _, block = sums.shape
-    whole = sums.new_zeros((batch, heads, diagonals + 1, block))
+    batch, heads, diagonals, parts, block = sums.shape
+    whole = sums.new_zeros((batch, heads, diagonals + parts - 1, block))
     # Neighbouring diagonals of tiles share distances.
-    whole[:, :, :-1] += sums[..., 0, :]
-    whole[:, :, 1:] += sums[..., 1, :]
+    for part in range(parts):
+        whole[:, :, part : part + diagonals] += sums[..., part, :]
     kv_tiles = -(-call.k.shape[2] // block)
     distances = torch.arange(whole[0, 0].numel(), device=sums.device) + (1 - block * kv_tiles)
     # As if each distance were a query, and its key the position 0.

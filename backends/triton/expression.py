@@ -81,6 +81,8 @@ class Capture:
     """Dims whose stride is 1."""
     in_range: frozenset[int] = frozenset()
     """Dims whose size is that of the variable ``b``, ``h`` or ``hkv`` itself."""
+    exact: tuple[str, ...] = ()
+    """The variable of each dim, where all its values are known to be in range."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -301,6 +303,9 @@ class Printer:
         for dim, arg in enumerate(load.args):
             if dim in capture.in_range and arg.op is Op.VAR and arg.value in ("b", "h", "hkv"):
                 texts.append(self.texts[arg][0])
+                continue
+            if capture.exact and arg.op is Op.VAR and arg.value == capture.exact[dim]:
+                texts.append(self._value(arg))
                 continue
             text = f"tl.minimum(tl.maximum({self._value(arg)}, 0), size{dim}_{capture.name} - 1)"
             if not capture.wide and not fits(self.ranges[arg]):

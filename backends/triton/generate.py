@@ -9,13 +9,14 @@ from importlib import resources
 from typing import TYPE_CHECKING
 
 from attndsl.ir import DType, Op, dependencies, reads_score
+from attndsl.passes.distance import meets_distances_alone
 
 from .device_functions import PAIR, param_values, parameters, program_function, wrapped
 from .expression import Printed, print_expressions
 from .generate_gradients import SCATTERED, gradient_texts
 from .generate_tangent import tangent_texts
 from .loops import LIST_PARAMETERS, LOOPS, print_loop
-from .terms import derivatives
+from .terms import derivatives, terms_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -93,17 +94,26 @@ def _generate_apart(lowered: Lowered, special: Specialisation, direction: str) -
     """The module of a kernel that makes gradients of captured tensors and params alone."""
     functions, helpers = _functions(lowered, special)
     learned = gradient_texts(lowered, special, direction)
-    mask = lowered.program.mask
+    program = lowered.program
+    mask = program.mask
     varies = frozenset[str]() if mask is None else dependencies(mask)[mask]
+    roots = (mask, program.score, program.weights, program.dropout)
     return fill_template(
         __package__,
         ("weights", "tile_gradients", entry_of(direction)),
         [*functions, *learned.functions],
         helpers | learned.helpers,
         {
-            **_flags(lowered.program),
+            **_flags(program),
             **learned.flags,
+            "HEADS_APART": all(
+                "h" in {index.value for index in term.leaf.args}
+                for term in terms_of(lowered, special.tensor_gradients)
+            ),
             "MASK_READS_SCORE": reads_score(mask),
+            "MASK_MEETS_DISTANCES": mask is None
+            or ("score" not in varies and meets_distances_alone(mask)),
+            "ALL_MEETS_DISTANCES": meets_distances_alone(*(root for root in roots if root)),
             "MASK_IS_SHARED": not varies & {"b", "h", "score"},
         },
         parameters(special),

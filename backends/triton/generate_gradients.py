@@ -156,7 +156,7 @@ def _end(sums: list[str], special: Specialisation, direction: str) -> list[str]:
         calls += [
             "store_pairs(",
             f"    PAIR_SUMS{number}, {', '.join(_pair_steps(number, special))},",
-            f"    {name}, part, own_b, own_h, first, kv_first, q_len, kv_len,",
+            f"    {name}, part, own_b, own_h, first, kv_first, q_len, kv_len, inside,",
             ")",
         ]
     return calls

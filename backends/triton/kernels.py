@@ -21,7 +21,7 @@ from .generate_lists import generate_lists
 from .library import row_statistics
 from .loops import LOOPS
 from .specialise import with_forms
-from .tiles import INTERPRETED, MAX_SPILLS, Config, candidates, shared_memory_of
+from .tiles import INTERPRETED, MAX_SPILLS, MAX_SPILLS_OF_HALF, Config, candidates, shared_memory_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -42,6 +42,7 @@ DIRECTIONS_OF = {
     "pairs": ("pairs",),
     "scattered": SCATTERED,
     "tangent": ("tangent",),
+    "bounded": ("scatter_sums",),
 }
 _KERNELS = frozenset(name for names in DIRECTIONS_OF.values() for name in names)
 _LIST_CONFIG = (4, 1)
@@ -182,7 +183,8 @@ class Kernels:
                 continue
             if best is None or executable.spills < best[0]:
                 best = executable.spills, module, executable
-            if best[0] <= MAX_SPILLS or number + 1 >= _ATTEMPTS:
+            most = MAX_SPILLS_OF_HALF if config.most_registers else MAX_SPILLS
+            if best[0] <= most or number + 1 >= _ATTEMPTS:
                 break
         if best is None:
             raise BackendError(

@@ -142,6 +142,16 @@ def units_of(terms: tuple[Term, ...], call: Call) -> tuple[str, ...]:
     return tuple(found)
 
 
+def aligned_of(terms: tuple[Term, ...], call: Call) -> tuple[bool, ...]:
+    """Whether addresses and steps of the sums of each term are multiples of 16, but steps of 1."""
+    found = []
+    for term, empty in zip(terms, _buffers(terms, call, torch.device("meta")), strict=True):
+        places = _places(term, call)
+        steps = all(step % 16 == 0 or step == 1 for step in empty.stride())
+        found.append(steps and places is not None and not any(first for first, _ in places))
+    return tuple(found)
+
+
 def _buffers(terms: tuple[Term, ...], call: Call, device: torch.device) -> list[torch.Tensor]:
     """``Sums.total`` of each term, not yet written."""
     parts = parts_of(rest_of(terms[0], call), call)

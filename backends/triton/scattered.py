@@ -3,13 +3,16 @@
 Numbers are rounded to multiples of a power of two and added as integers, which gives the same sum
 in any order; so GPUs may add with atomics and yet find the same bits each time (the idea of J.
 Demmel and H. D. Nguyen, Fast reproducible floating-point summation, ARITH 2013: one unit in the
-last place for all terms, chosen from a bound). Two kernels make the terms: the first finds R, the
-greatest sum of sizes of the terms of a row (of one query of one head, added up in a fixed order);
-the second adds.
+last place for all terms, chosen from a bound). The bound is R, of the sum of sizes of the terms of
+a row (of one query of one head). Where a softmax makes the weights and all else is constant, R
+comes from the operands. Otherwise two kernels make the terms: the first finds the greatest such
+sum, added up in a fixed order; the second adds.
 
 With N rows in the call, no element's sum exceeds N * R. The unit is the power of two that makes
 this less than 2^62, with a factor of 2 for the rounding of R; each term errs by at most half of it,
-less than N * R * 2^-60. At 2^20 rows that is 2^-40 R, and terms come as fp32 numbers. Infinities
+less than N * R * 2^-60. At 2^20 rows that is 2^-40 R, and terms come as fp32 numbers. An R from
+operands is some hundreds of times the greatest sum, for random ones of 128 columns 2^9 times: the
+error is then 2^-31 of that sum at 2^20 rows, in a term that is mostly one of thousands. Infinities
 and NaN are not part of the sums: what they are at each element is noted, in any order too.
 """
 
@@ -20,8 +23,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from attndsl.ir import Op
+
+from .terms import terms_of
+
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Collection, Iterable, Mapping
+
+    from attndsl.pipeline import Lowered
 
     from ..base import Call
 
@@ -63,6 +72,49 @@ def buffers(names: Iterable[str], call: Call) -> list[Exact]:
         notes = torch.zeros(count, dtype=torch.int32, device=call.q.device)
         found.append(Exact(name, sums, notes, notes.view(shape).stride()))
     return found
+
+
+def constant_factors(lowered: Lowered, names: Collection[str]) -> Mapping[str, float] | None:
+    """What each of the tensors ``names`` has the score's gradient multiplied by, as sizes added up.
+
+    None where that varies, or where weights are not those of a softmax alone, which add up to 1.
+    """
+    program = lowered.program
+    if program.weights is not None or program.dropout is not None:
+        return None
+    found = dict.fromkeys(sorted(names), 0.0)
+    for term in terms_of(lowered, names):
+        for factor in term.factors.values():
+            if factor.op is not Op.CONST:
+                return None
+            found[term.name] += abs(float(factor.value))  # type: ignore[arg-type]
+    return found
+
+
+def bounds_from_operands(
+    factors: Mapping[str, float], call: Call, grad_out: torch.Tensor, delta: torch.Tensor
+) -> torch.Tensor:
+    """R of each tensor of :func:`constant_factors`, in that order; int32, the bits of fp32 numbers.
+
+    With P the weights of a row, the sizes of dS = P * (dO V^T - delta) add up to no more than the
+    greatest |dO V^T| and |delta|, and the former is at most the sum of sizes of the row of dO times
+    the greatest size in V. Rows with an infinity or NaN make no finite terms, and do not count.
+
+    Args:
+        factors: Of the gradient of the score.
+        call: As of the backward.
+        grad_out: (batch, heads, q_len, value_dim).
+        delta: fp32, any shape.
+    """
+    norm, fp32 = torch.linalg.vector_norm, torch.float32
+    sizes = norm(grad_out, 1, dim=-1, dtype=fp32)
+    # Finite numbers may add up to infinity, which is a bound of those.
+    sizes = torch.where(norm(grad_out, torch.inf, dim=-1, dtype=fp32).isfinite(), sizes, 0.0)
+    values = norm(call.v, torch.inf, dim=-1, dtype=fp32)
+    row = sizes.amax() * torch.where(values.isfinite(), values, 0.0).amax()
+    row = row + torch.where(delta.isfinite(), delta.abs(), 0.0).amax()
+    # Twice, since weights and products are rounded.
+    return torch.stack([2.0 * factor * row for factor in factors.values()]).view(torch.int32)
 
 
 def scales_of(bounds: torch.Tensor, rows: int) -> tuple[torch.Tensor, torch.Tensor]:

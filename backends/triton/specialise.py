@@ -15,7 +15,7 @@ from attndsl.ir import DType, Op
 
 from ..forms import EXACT, forms_for
 from .expression import Capture, Names
-from .pairs import dtypes_of, units_of
+from .pairs import aligned_of, dtypes_of, units_of
 from .terms import terms_of
 
 if TYPE_CHECKING:
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from attndsl.pipeline import Lowered
 
     from ..base import Call, Scalar, Wants
+    from .terms import Term
 
 TRITON_TYPES = {
     torch.float16: "fp16",
@@ -95,6 +96,8 @@ class Specialisation:
     """Which of ``q``, ``k`` and ``v`` have a tangent."""
     moving_captures: tuple[str, ...] = ()
     """Which tensors and params have one, which is among ``captures`` (``generate_tangent.py``)."""
+    pair_aligned: tuple[bool, ...] = ()
+    """Whether their addresses and steps but for that are multiples of 16."""
     dropout: bool = False
     """Whether kernels draw numbers, from a seed."""
     seed_type: str = "i64"
@@ -162,9 +165,20 @@ def with_pair_sums(special: Specialisation, lowered: Lowered, call: Call) -> Spe
     terms = terms_of(lowered, special.tensor_gradients)
     return replace(
         special,
+        captures=exact_captures(special, terms),
         pair_types=tuple(TRITON_TYPES[dtype] for dtype in dtypes_of(terms, call)),
         pair_units=units_of(terms, call),
+        pair_aligned=aligned_of(terms, call),
     )
+
+
+def exact_captures(special: Specialisation, terms: tuple[Term, ...]) -> tuple[Capture, ...]:
+    """The captures, told which lookups of those in ``terms`` (of ``pairs.by_pairs``) are in range.
+
+    Where two terms look one tensor up otherwise, the last's say.
+    """
+    found = {term.name: tuple(str(index.value) for index in term.leaf.args) for term in terms}
+    return tuple(replace(c, exact=found.get(c.name, ())) for c in special.captures)
 
 
 def with_forms(

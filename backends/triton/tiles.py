@@ -50,6 +50,9 @@ class Config:
     persistent: bool = False
     """Whether there are as many programs as run at a time, each with one query tile after the
     other: the next one's loads run while one ends."""
+    most_registers: int = 0
+    """Registers that a thread may have, where more would leave room for fewer programs at a time;
+    0 for as many as there are."""
 
     def __str__(self) -> str:
         """For people."""
@@ -58,6 +61,7 @@ class Config:
             text += f"{self.consumers} warpgroups of {self.registers} registers"
         else:
             text += f"{self.warps} warps"
+            text += f" of {self.most_registers} registers" * bool(self.most_registers)
         text += ", one loop" * (not self.peeled) + ", rounded early" * self.early
         return text + ", persistent" * self.persistent
 
@@ -80,15 +84,37 @@ _BACKWARD_Q = {
     256: (Config(64, 32, 8, 2), Config(64, 32, 8, 1), Config(32, 32, 4, 1)),
     512: (Config(32, 32, 8, 1),),
 }
-# Square, see templates/distances.py. In one stage: Triton 3.6 cannot pipeline products in a branch.
+# See templates/distances.py. Of two stages the second would be loaded after all of the first has
+# been computed with; a mask that looks things up leaves one, since Triton 3.6 cannot pipeline
+# products in a branch.
 _DISTANCES = {
-    64: (Config(64, 64, 4, 1), Config(32, 32, 4, 1)),
-    128: (Config(64, 64, 4, 1), Config(32, 32, 4, 1)),
+    64: (Config(128, 64, 8, 3), Config(64, 64, 8, 3), Config(64, 64, 4, 1), Config(32, 32, 4, 1)),
+    128: (Config(64, 64, 8, 3), Config(128, 64, 8, 2), Config(64, 64, 8, 2), Config(32, 32, 4, 1)),
     256: (Config(64, 64, 8, 1), Config(32, 32, 4, 1)),
     512: (Config(32, 32, 4, 1),),
 }
-# In one stage, as the above. A thread holds three tiles: scores, gradients of weights, sums.
+# Loops are short: what hides loads is a second program, for which half of the registers are left,
+# or loading all ahead.
 _PAIRS = {
+    64: (
+        Config(64, 64, 8, 1, most_registers=128),
+        Config(64, 64, 8, 2),
+        Config(128, 64, 8, 2),
+        Config(32, 32, 4, 1),
+    ),
+    128: (
+        Config(64, 64, 8, 1, most_registers=128),
+        Config(64, 64, 8, 3),
+        Config(64, 64, 8, 2),
+        Config(64, 64, 8, 1),
+        Config(128, 64, 8, 1),
+        Config(32, 32, 4, 1),
+    ),
+    256: (Config(64, 64, 8, 1), Config(32, 32, 4, 1)),
+    512: (Config(32, 32, 4, 1),),
+}
+# They hold no tile of sums. In one stage, since Triton 3.6 cannot pipeline products in a branch.
+_SCATTER_BOUNDS = {
     64: (Config(128, 64, 8, 1), Config(64, 64, 4, 1), Config(32, 32, 4, 1)),
     128: (Config(128, 64, 8, 1), Config(64, 64, 4, 1), Config(32, 32, 4, 1)),
     256: (Config(64, 64, 8, 1), Config(32, 32, 4, 1)),
@@ -114,7 +140,7 @@ _TABLES = {
     "backward_q": _BACKWARD_Q,
     "distances": _DISTANCES,
     "pairs": _PAIRS,
-    "scatter_bounds": _PAIRS,
+    "scatter_bounds": _SCATTER_BOUNDS,
     "scatter_sums": _SCATTER_SUMS,
     "tangent": _TANGENT,
 }
@@ -155,6 +181,8 @@ _BY_WORK: dict[str, dict[tuple[str, int], tuple[Config, ...]]] = {
 }
 MAX_SPILLS = 48
 """Spilled registers a thread from which the next candidate is tried."""
+MAX_SPILLS_OF_HALF = 96
+"""The same where a config says how many registers there are: what spills is mostly not in loops."""
 _FALL_BACK = (Config(32, 32, 4, 1), Config(32, 16, 4, 1), Config(16, 16, 4, 1))
 INTERPRETED = (Config(32, 32, 4, 1),)
 
@@ -184,7 +212,7 @@ def candidates(
     row = min(512, width * (2 if element_bytes > 2 else 1))
     preferred = (*_BY_WORK[work].get((kernel, row), _TABLES[kernel][row]), *_FALL_BACK)
     if kernel == "distances":
-        preferred = tuple(config for config in preferred if config.block_m == config.block_n)
+        preferred = tuple(config for config in preferred if config.block_m % config.block_n == 0)
     fitting = tuple(
         config
         for config in preferred
@@ -205,6 +233,8 @@ def shared_bytes(
         elements += config.block_m * config.block_n
     elif kernel == "tangent":
         elements = 2 * (config.block_m * block_d + config.stages * config.block_n * width)
+    elif kernel in ("distances", "pairs"):
+        elements = config.stages * (config.block_m + config.block_n) * width
     else:
         elements = config.block_m * width + config.stages * config.block_n * width
     return elements * element_bytes

@@ -5,16 +5,19 @@ from __future__ import annotations
 import pytest
 
 from attndsl.ir import Op, toposort
-from attndsl.passes.distance import varies_with_distance_alone
+from attndsl.passes.distance import meets_distances_alone, varies_with_distance_alone
 from attndsl.pipeline import lower
 from attndsl.source import Source
 
 DISTANCES = (
     "q - kv", "kv - q", "q - kv + kv_len", "2 * (q - kv) + h", "q + 3 - (kv - b)", "abs(kv - q)",
     "min(q - kv, 5)", "where(q - kv < 3, 1, q - kv)", "(q - kv) * (q - kv)", "(q - kv) // 4",
-    "-(kv - q)", "q - 2 * kv + kv",
+    "-(kv - q)", "q - 2 * kv + kv", "int(q >= kv)", "int(kv + 3 < q - h)", "int(2 * q != 2 * kv)",
 )  # fmt: skip
-OTHERS = ("q", "kv", "q + kv", "q - 2 * kv", "q // 4 - kv // 4", "q * kv", "h", "abs(q) - kv")
+OTHERS = (
+    "q", "kv", "q + kv", "q - 2 * kv", "q // 4 - kv // 4", "q * kv", "h", "abs(q) - kv",
+    "int(q > 2 * kv)", "int(q + kv == 4)",
+)  # fmt: skip
 
 
 def index_of(text):
@@ -33,3 +36,21 @@ def test_distances(text):
 @pytest.mark.parametrize("text", OTHERS)
 def test_others(text):
     assert not varies_with_distance_alone(index_of(text)[0])
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("score = score * (q - kv) + h", True),
+        ("score = tanh(score)", True),
+        ("tensor t[n]: float; score = score + t[q - kv]", True),
+        ("score = score + (q - kv)", True),
+        ("score = score + q", False),
+        ("score = score * q - kv", False),
+        ("tensor t[n, n]: float; score = score + t[q - kv, kv]", False),
+    ],
+)
+def test_what_has_the_score_too(text, found):
+    root = lower(Source(text), {}).program.score
+    assert meets_distances_alone(root) == found
+    assert not varies_with_distance_alone(root)

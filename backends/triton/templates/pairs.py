@@ -4,7 +4,7 @@
 import triton
 import triton.language as tl
 
-from attndsl.backends.triton.library import statistics_rows
+from attndsl.backends.triton.library import positions, statistics_rows
 
 #: begin
 
@@ -12,15 +12,62 @@ from attndsl.backends.triton.library import statistics_rows
 @triton.jit
 def store_pairs(
     SUMS, step_part, step_b, step_h, step_q, step_kv, total, part, b, head, first, kv_first,
-    q_len, kv_len,
+    q_len, kv_len, inside,
 ):
-    """Store ``total`` at the places of a tile's pairs."""
+    """Store ``total`` at the places of a tile's pairs; ``inside``: all of them are."""
     rows = first + tl.arange(0, total.shape[0])
     columns = kv_first + tl.arange(0, total.shape[1])
     matrix = SUMS + (part.to(tl.int64) * step_part + b.to(tl.int64) * step_b + head.to(tl.int64) * step_h)
     places = rows.to(tl.int64)[:, None] * step_q + columns.to(tl.int64)[None, :] * step_kv
-    inside = (rows < q_len)[:, None] & (columns < kv_len)[None, :]
-    tl.store(matrix + places, total.to(SUMS.dtype.element_ty), mask=inside)
+    total = total.to(SUMS.dtype.element_ty)
+    if inside:
+        # Without a mask, which would be a word each time.
+        tl.store(matrix + places, total)
+    else:
+        tl.store(matrix + places, total, mask=(rows < q_len)[:, None] & (columns < kv_len)[None, :])
+
+
+@triton.jit
+def place_of_member(member, own_b, own_h, rest_heads):
+    """Batch entry and head of one of those that are not told apart."""
+    if HEADS_APART:
+        b = own_b + member
+        h = own_h
+    else:
+        b = own_b + member // rest_heads
+        h = own_h * rest_heads + member % rest_heads
+    return b, h
+
+
+@triton.jit
+def add_member(
+    #: sums
+    member, first, kv_first, q, kv, own_b, own_h, Q, K, V, DOUT, LSE, DELTA,
+    stride_qb, stride_qh, stride_qm, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh,
+    stride_vn, stride_gb, stride_gh, stride_gm,
+    scale, batch, heads, kv_heads, q_len, kv_len, rest_heads,
+    #: parameters
+    D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr,
+    UPCAST: tl.constexpr, PARTIAL: tl.constexpr,
+):
+    """The sums with what one batch entry and head adds."""
+    b, h = place_of_member(member, own_b, own_h, rest_heads)
+    hkv = h // (heads // kv_heads)
+    return add_tile(
+        #: sums
+        first, kv_first, q, kv,
+        Q + b * stride_qb + h * stride_qh,
+        K + b * stride_kb + hkv * stride_kh,
+        V + b * stride_vb + hkv * stride_vh,
+        DOUT + b * stride_gb + h * stride_gh,
+        LSE + (b * heads + h).to(tl.int64) * q_len,
+        DELTA + statistics_rows(b * heads + h, q_len),
+        stride_qm, stride_kn, stride_vn, stride_gm,
+        scale, b, h, hkv, batch, heads, kv_heads, q_len, kv_len,
+        #: arguments
+        D, DV, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, PRECISION, UPCAST, PARTIAL,
+    )
 
 
 @triton.jit
@@ -57,56 +104,63 @@ def pairs(
     rest = rest_batches * rest_heads
     begin = rest * part // parts
     end = rest * (part + 1) // parts
+    q = positions(first + tl.arange(0, BLOCK_M), q_len, q_origin, Q_KIND)[:, None]
+    kv = positions(kv_first + tl.arange(0, BLOCK_N), kv_len, kv_origin, KV_KIND)[None, :]
+    #: begin_sums
     if MASK_IS_SHARED:
-        # A loop without a branch; of dead tiles it has no turn.
-        lives = tile_lives(
+        # Loops without branches, whose loads Triton can have run ahead; dead tiles have no turn.
+        some, every = lives_of_tile(
             first, kv_first, own_b, own_h, own_h, batch, heads, kv_heads, q_len, kv_len,
             q_origin, kv_origin,
             #: arguments
             BLOCK_M, BLOCK_N, Q_KIND, KV_KIND,
         )
-        end = tl.where(lives, end, begin)
-    #: begin_sums
-    for member in range(begin, end):
-        b = own_b + member // rest_heads
-        h = own_h * rest_heads + member % rest_heads
-        hkv = h // (heads // kv_heads)
-        if MASK_IS_SHARED:
+        end = tl.where(some, end, begin)
+        middle = tl.where(every, end, begin)
+        for member in tl.range(begin, middle):
             (
                 #: sums
-            ) = add_tile(
+            ) = add_member(
                 #: sums
-                first, kv_first,
-                Q + b * stride_qb + h * stride_qh,
-                K + b * stride_kb + hkv * stride_kh,
-                V + b * stride_vb + hkv * stride_vh,
-                DOUT + b * stride_gb + h * stride_gh,
-                LSE + (b * heads + h).to(tl.int64) * q_len,
-                DELTA + statistics_rows(b * heads + h, q_len),
-                stride_qm, stride_kn, stride_vn, stride_gm,
-                scale, b, h, hkv, batch, heads, kv_heads, q_len, kv_len, q_origin, kv_origin,
+                member, first, kv_first, q, kv, own_b, own_h, Q, K, V, DOUT, LSE, DELTA,
+                stride_qb, stride_qh, stride_qm, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh,
+                stride_vn, stride_gb, stride_gh, stride_gm,
+                scale, batch, heads, kv_heads, q_len, kv_len, rest_heads,
                 #: arguments
-                D, DV, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, Q_KIND, KV_KIND, PRECISION, UPCAST,
+                D, DV, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, PRECISION, UPCAST, False,
             )
-        elif tile_lives(
-            first, kv_first, b, h, hkv, batch, heads, kv_heads, q_len, kv_len, q_origin, kv_origin,
-            #: arguments
-            BLOCK_M, BLOCK_N, Q_KIND, KV_KIND,
-        ):
+        for member in tl.range(middle, end):
             (
                 #: sums
-            ) = add_tile(
+            ) = add_member(
                 #: sums
-                first, kv_first,
-                Q + b * stride_qb + h * stride_qh,
-                K + b * stride_kb + hkv * stride_kh,
-                V + b * stride_vb + hkv * stride_vh,
-                DOUT + b * stride_gb + h * stride_gh,
-                LSE + (b * heads + h).to(tl.int64) * q_len,
-                DELTA + statistics_rows(b * heads + h, q_len),
-                stride_qm, stride_kn, stride_vn, stride_gm,
-                scale, b, h, hkv, batch, heads, kv_heads, q_len, kv_len, q_origin, kv_origin,
+                member, first, kv_first, q, kv, own_b, own_h, Q, K, V, DOUT, LSE, DELTA,
+                stride_qb, stride_qh, stride_qm, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh,
+                stride_vn, stride_gb, stride_gh, stride_gm,
+                scale, batch, heads, kv_heads, q_len, kv_len, rest_heads,
                 #: arguments
-                D, DV, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, Q_KIND, KV_KIND, PRECISION, UPCAST,
+                D, DV, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, PRECISION, UPCAST, True,
             )
+    else:
+        for member in tl.range(begin, end):
+            b, h = place_of_member(member, own_b, own_h, rest_heads)
+            some, every = lives_of_tile(
+                first, kv_first, b, h, h // (heads // kv_heads), batch, heads, kv_heads, q_len, kv_len,
+                q_origin, kv_origin,
+                #: arguments
+                BLOCK_M, BLOCK_N, Q_KIND, KV_KIND,
+            )
+            if some:
+                (
+                    #: sums
+                ) = add_member(
+                    #: sums
+                    member, first, kv_first, q, kv, own_b, own_h, Q, K, V, DOUT, LSE, DELTA,
+                    stride_qb, stride_qh, stride_qm, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh,
+                    stride_vn, stride_gb, stride_gh, stride_gm,
+                    scale, batch, heads, kv_heads, q_len, kv_len, rest_heads,
+                    #: arguments
+                    D, DV, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, PRECISION, UPCAST, True,
+                )
+    inside = (first + BLOCK_M <= q_len) & (kv_first + BLOCK_N <= kv_len)
     #: end_sums

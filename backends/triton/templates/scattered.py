@@ -4,7 +4,7 @@
 import triton
 import triton.language as tl
 
-from attndsl.backends.triton.library import raise_bound, statistics_rows
+from attndsl.backends.triton.library import positions, raise_bound, statistics_rows
 
 #: begin
 
@@ -39,23 +39,26 @@ def scattered(
     dout_head = DOUT + b * stride_gb + h * stride_gh
     lse_head = LSE + head_of_batch.to(tl.int64) * q_len
     delta_head = DELTA + statistics_rows(head_of_batch, q_len)
+    q = positions(first + tl.arange(0, BLOCK_M), q_len, q_origin, Q_KIND)[:, None]
     #: begin_sums
     for tile in range(0, tl.cdiv(kv_len, BLOCK_N)):
         kv_first = tile * BLOCK_N
-        if tile_lives(
+        some, every = lives_of_tile(
             first, kv_first, b, h, hkv, batch, heads, kv_heads, q_len, kv_len, q_origin, kv_origin,
             #: arguments
             BLOCK_M, BLOCK_N, Q_KIND, KV_KIND,
-        ):
+        )
+        if some:
+            kv = positions(kv_first + tl.arange(0, BLOCK_N), kv_len, kv_origin, KV_KIND)[None, :]
             (
                 #: sums
             ) = add_tile(
                 #: sums
-                first, kv_first, q_head, k_head, v_head, dout_head, lse_head, delta_head,
+                first, kv_first, q, kv, q_head, k_head, v_head, dout_head, lse_head, delta_head,
                 stride_qm, stride_kn, stride_vn, stride_gm,
-                scale, b, h, hkv, batch, heads, kv_heads, q_len, kv_len, q_origin, kv_origin,
+                scale, b, h, hkv, batch, heads, kv_heads, q_len, kv_len,
                 #: arguments
                 #: sum_parameters
-                D, DV, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, Q_KIND, KV_KIND, PRECISION, UPCAST,
+                D, DV, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, PRECISION, UPCAST, True,
             )
     #: end_sums

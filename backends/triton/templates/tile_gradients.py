@@ -18,17 +18,18 @@ def add_pairs(
     scale, b, h, hkv, batch, heads, kv_heads, q_len, kv_len,
     #: parameters
     #: sum_parameters
-    PRECISION: tl.constexpr, UPCAST: tl.constexpr,
+    PRECISION: tl.constexpr, UPCAST: tl.constexpr, PARTIAL: tl.constexpr,
 ):
     """The sums with what these pairs add."""
+    # Both before what takes either, so that the second runs meanwhile.
     score = dot(q_tile, tl.trans(k_tile), PRECISION, UPCAST)
+    dweight = dot(dout_tile, tl.trans(v_tile), PRECISION, UPCAST)
     weight, slope, live, raw, final = weights_of_tile(
         score, rows_ok, columns_ok, lse2[:, None],
         q, kv, scale, b, h, hkv, batch, heads, kv_heads, q_len, kv_len,
         #: arguments
-        True,
+        PARTIAL,
     )
-    dweight = dot(dout_tile, tl.trans(v_tile), PRECISION, UPCAST)
     if HAS_DROPOUT:
         drawn = uniforms(first, kv_first, b * heads + h, seed, q_tile.shape[0], k_tile.shape[0])
         p = drop_probability(
@@ -65,55 +66,59 @@ def add_pairs(
 
 
 @triton.jit
-def tile_lives(
+def lives_of_tile(
     first, kv_first,
     b, h, hkv, batch, heads, kv_heads, q_len, kv_len, q_origin, kv_origin,
     #: parameters
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, Q_KIND: tl.constexpr, KV_KIND: tl.constexpr,
 ):
-    """Whether any pair takes part, of those from query ``first`` and key ``kv_first`` on."""
+    """Whether some and whether all pairs take part, from query ``first`` and key ``kv_first`` on."""
     rows = first + tl.arange(0, BLOCK_M)
     columns = kv_first + tl.arange(0, BLOCK_N)
-    some = (rows < q_len)[:, None] & (columns < kv_len)[None, :]
+    live = (rows < q_len)[:, None] & (columns < kv_len)[None, :]
     if MASKED and not MASK_READS_SCORE:
         q = positions(rows, q_len, q_origin, Q_KIND)[:, None]
         kv = positions(columns, kv_len, kv_origin, KV_KIND)[None, :]
-        some = some & mask_of_pair(
-            tl.zeros([BLOCK_M, BLOCK_N], tl.float32), some,
+        live = live & mask_of_pair(
+            tl.zeros([BLOCK_M, BLOCK_N], tl.float32), live,
             b, h, hkv, q, kv, batch, heads, kv_heads, q_len, kv_len,
             #: arguments
         )
-    return tl.max(tl.max(some.to(tl.int32), 1), 0) > 0
+    counted = tl.sum(tl.sum(live.to(tl.int32), 1), 0)
+    every = counted == BLOCK_M * BLOCK_N
+    if MASK_READS_SCORE:
+        every = every & False
+    return counted > 0, every
 
 
 @triton.jit
 def add_tile(
     #: sums
-    first, kv_first, q_head, k_head, v_head, dout_head, lse_head, delta_head,
+    first, kv_first, q, kv, q_head, k_head, v_head, dout_head, lse_head, delta_head,
     stride_qm, stride_kn, stride_vn, stride_gm,
-    scale, b, h, hkv, batch, heads, kv_heads, q_len, kv_len, q_origin, kv_origin,
+    scale, b, h, hkv, batch, heads, kv_heads, q_len, kv_len,
     #: parameters
     #: sum_parameters
     D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, Q_KIND: tl.constexpr, KV_KIND: tl.constexpr,
-    PRECISION: tl.constexpr, UPCAST: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr,
+    UPCAST: tl.constexpr, PARTIAL: tl.constexpr,
 ):
     """The sums with what the tile from query ``first`` and key ``kv_first`` on adds.
 
-    ``lse_head`` is in base e.
+    ``q`` and ``kv`` are logical positions. ``lse_head`` is in base e. PARTIAL: the tile reaches
+    beyond the lengths, or has dead pairs.
     """
     # Triton's interpreter counts loops in numbers of Python.
     first = first + tl.full([], 0, tl.int32)
     kv_first = kv_first + tl.full([], 0, tl.int32)
     rows = first + tl.arange(0, BLOCK_M)
     columns = kv_first + tl.arange(0, BLOCK_N)
-    q = positions(rows, q_len, q_origin, Q_KIND)[:, None]
-    kv = positions(columns, kv_len, kv_origin, KV_KIND)[None, :]
-    q_tile = load_tile(q_head, first, stride_qm, q_len, D, BLOCK_M, BLOCK_D, True)
-    k_tile = load_tile(k_head, kv_first, stride_kn, kv_len, D, BLOCK_N, BLOCK_D, True)
-    v_tile = load_tile(v_head, kv_first, stride_vn, kv_len, DV, BLOCK_N, BLOCK_DV, True)
-    dout_tile = load_tile(dout_head, first, stride_gm, q_len, DV, BLOCK_M, BLOCK_DV, True)
-    lse = tl.load(lse_head + rows, mask=rows < q_len, other=float("-inf"))
+    q_tile = load_tile(q_head, first, stride_qm, q_len, D, BLOCK_M, BLOCK_D, PARTIAL)
+    k_tile = load_tile(k_head, kv_first, stride_kn, kv_len, D, BLOCK_N, BLOCK_D, PARTIAL)
+    v_tile = load_tile(v_head, kv_first, stride_vn, kv_len, DV, BLOCK_N, BLOCK_DV, PARTIAL)
+    dout_tile = load_tile(dout_head, first, stride_gm, q_len, DV, BLOCK_M, BLOCK_DV, PARTIAL)
+    # A masked load with another value than zero cannot be asynchronous.
+    lse = tl.load(lse_head + rows, mask=rows < q_len, other=0.0)
     # Rows with no live pair have weights of 0.
     lse2 = tl.where(lse == float("-inf"), float("inf"), lse * LOG2E)
     delta = tl.load(delta_head + rows, mask=rows < q_len, other=0.0)
@@ -126,7 +131,7 @@ def add_tile(
         q, kv, scale, b, h, hkv, batch, heads, kv_heads, q_len, kv_len,
         #: arguments
         #: sum_parameters
-        PRECISION, UPCAST,
+        PRECISION, UPCAST, PARTIAL,
     )
     return (
         #: sums

@@ -12,6 +12,7 @@ from attndsl.backends.base import Wants
 from attndsl.backends.triton.cross import example_call
 from attndsl.backends.triton.distances import by_distance
 from attndsl.backends.triton.shares import wants_of_kernels
+from attndsl.backends.triton.tiles import Config
 
 interpreted = pytest.mark.skipif(
     torch.cuda.is_available(), reason="the kernels are compiled, not interpreted, here"
@@ -131,6 +132,30 @@ def test_gradients(check, name, heads, kv_heads, q_len, kv_len, offset):
         options=options,
     )  # fmt: skip
     check(place, TEXTS[name], inputs)
+
+
+@interpreted
+@pytest.mark.parametrize(
+    ("mask", "q_len", "kv_len", "offset"),
+    # Of one key tile, some diagonals have no tile.
+    [
+        ("q - kv < 99", 70, 9, 0),
+        ("causal()", 70, 70, 0),
+        ("q - kv < 9", 33, 90, 5),
+        ("q != 40", 64, 33, -4),
+    ],
+)
+def test_oblong_tiles(check, monkeypatch, mask, q_len, kv_len, offset):
+    # No other test has this program, so that no kernel of it is known.
+    text = f"tensor r[n]: float; mask = {mask}; score = score + r[q - kv + 101]"
+    monkeypatch.setattr("attndsl.backends.triton.kernels.INTERPRETED", (Config(32, 16, 4, 1),))
+    place = SimpleNamespace(backend="triton", device="cpu", shape=(1, 2, q_len, 16))
+    captures = {"r": (0.3 * torch.rand(202)).requires_grad_()}
+    inputs = check.inputs(
+        place, torch.float32, q_len=q_len, kv_len=kv_len, captures=captures,
+        options={"q_offset": offset},
+    )  # fmt: skip
+    check(place, text, inputs)
 
 
 @interpreted

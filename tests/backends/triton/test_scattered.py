@@ -10,7 +10,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attndsl.backends.triton.scattered import Exact, buffers, gradient_of, scales_of
+import attndsl
+from attndsl.backends.triton.scattered import (
+    Exact,
+    bounds_from_operands,
+    buffers,
+    constant_factors,
+    gradient_of,
+    scales_of,
+)  # fmt: skip
 
 FLOATS = st.floats(width=32, allow_nan=False, allow_infinity=False, allow_subnormal=False)
 
@@ -74,3 +82,50 @@ def test_what_is_noted_replaces_the_sum():
     inf, nan = float("inf"), float("nan")
     expected = torch.tensor([3.0, inf, -inf, nan, nan, nan, nan, nan], dtype=torch.float16)
     torch.testing.assert_close(total, expected, equal_nan=True, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("score = score + t[q % n]", {"t": 1.0}),
+        ("score = 3 * score - 2 * t[q % n] + t[kv % n]", {"t": 3.0}),
+        ("score = score * t[q % n]", None),
+        ("score = score + t[q % n] ** 2", None),
+        ("score = score + t[q % n]; weights = sigmoid(score)", None),
+        ("score = score + t[q % n]; weights = dropout(softmax(score), 0.1)", None),
+    ],
+)
+def test_what_operands_can_bound(text, expected):
+    lowered = attndsl.compile(f"tensor t[n]: float; {text}").lowered
+    assert constant_factors(lowered, {"t"}) == expected
+
+
+def gradient_of_score(q, grad, v, shift):
+    """dS of one head, with delta, which ``shift`` is taken from."""
+    weights = torch.softmax(8 * (q @ q.mT), -1)
+    delta = ((weights @ v) * grad).sum(-1) - shift
+    return weights * (grad @ v.mT - delta[..., None]), delta
+
+
+@pytest.mark.parametrize("size", [1e-30, 1.0, 1e30])
+def test_bounds_from_operands_hold(size):
+    torch.manual_seed(0)
+    q, grad, v = torch.randn(3, 1, 2, 20, 4, dtype=torch.float64)
+    dscore, delta = gradient_of_score(q, size * grad, v, 3 * size)
+    call = SimpleNamespace(v=v.float())
+    factors = {"a": 0.5, "b": 2.0}
+    found = bounds_from_operands(factors, call, (size * grad).float(), delta.float())
+    bounds = found.view(torch.float32)
+    row = float(dscore.abs().sum(-1).max())
+    for bound, factor in zip(bounds, factors.values(), strict=True):
+        assert factor * row <= float(bound) < 100 * factor * row
+
+
+def test_rows_that_are_not_finite_bound_nothing():
+    grad, v, delta = torch.ones(1, 1, 3, 2), torch.ones(1, 1, 3, 2), torch.zeros(1, 1, 3)
+    grad[0, 0, 0, 1], v[0, 0, 1, 0], delta[0, 0, 2] = float("nan"), float("inf"), float("-inf")
+    found = bounds_from_operands({"t": 1.0}, SimpleNamespace(v=v), grad, delta)
+    assert float(found.view(torch.float32)) == 4.0
+    # Finite numbers whose sum is not do count.
+    found = bounds_from_operands({"t": 1.0}, SimpleNamespace(v=v), 3e38 * grad, delta)
+    assert float(found.view(torch.float32)) == float("inf")

@@ -38,6 +38,11 @@ CASES = {
         "score = score + t[ty[b, q], ty[b, kv]]",
         "others",
     ),
+    "pairs of types, by score": (
+        "tensor t[n, n]: float; tensor ty[batch, kv_len]: int; "
+        "score = score * t[ty[b, q], ty[b, kv]]",
+        "others",
+    ),
     "one query for all": (
         "tensor t[q_len, kv_len]: float; score = score + t[0, kv] + t[q, kv]", "others",
     ),
@@ -152,7 +157,8 @@ def test_long_sequences_have_one_part():
         ("heads", []),
         ("distance", ["distances"]),
         ("pairs", ["pairs"]),
-        ("pairs of types", ["scattered", "scattered"]),
+        ("pairs of types", ["scattered"]),
+        ("pairs of types, by score", ["scattered", "scattered"]),
     ],
 )
 def test_the_text_of_a_backward_has_all_its_kernels(name, kernels):
