@@ -123,7 +123,7 @@ _SCATTER_BOUNDS = {
 # Integers of 64 bits take registers: more threads, or smaller tiles.
 _SCATTER_SUMS = {
     64: (Config(64, 64, 8, 1), Config(64, 32, 4, 1), Config(32, 32, 4, 1)),
-    128: (Config(64, 64, 8, 1), Config(64, 32, 4, 1), Config(32, 32, 4, 1)),
+    128: (Config(64, 32, 4, 1), Config(64, 64, 8, 1), Config(32, 32, 4, 1)),
     256: (Config(64, 64, 8, 1), Config(32, 32, 4, 1)),
     512: (Config(32, 32, 4, 1),),
 }

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -172,8 +171,9 @@ def hold(check, backend, case, runs, device="cpu", q_dtype=torch.float32, sizes=
     oracle = attndsl.compile(text, backend="reference")
     attention = attndsl.compile(text, backend=backend)
     names = ["t", "q", "k", "v"]
-    results = []
-    for _ in range(_draws(name, sizes) if device == "cuda" else 1):
+    results, numbers = [], 0
+    # Few numbers do not tell what errors are usual: on GPUs there is time for more inputs.
+    while not results or (device == "cuda" and numbers < 64 and len(results) < 16):
         inputs = inputs_of(
             check, name, mask, sizes or SIZES[size], DTYPES[dtype], layout, device, q_dtype
         )
@@ -191,6 +191,7 @@ def hold(check, backend, case, runs, device="cpu", q_dtype=torch.float32, sizes=
         if backend != "hopper":
             assert torch.equal(*fixed[0], found[0][0]), case
         results.append((golden, ref, dict(zip(names, found[0], strict=True))))
+        numbers += int((golden["t"] != ref["t"]).sum())
     golden, ref, wanted = (
         check.pooled([{name: one[name] for name in names} for one in each])
         for each in zip(*results, strict=True)
@@ -199,11 +200,6 @@ def hold(check, backend, case, runs, device="cpu", q_dtype=torch.float32, sizes=
     # which shows where these are few: 1.6 times the usual error of a bias in documents of 6 tokens.
     slack = 1.25 if q_dtype is torch.bfloat16 else 1.0
     check.close(golden, ref, wanted, q_dtype, slack)
-
-
-def _draws(name, sizes):
-    """Inputs that have enough numbers together to tell what errors are usual."""
-    return -(-16 // min(16, math.prod(PATTERNS[name].shape(sizes))))
 
 
 @interpreted
