@@ -23,6 +23,10 @@ COLUMNS = {
     "fa4": "FA-4",
 }
 _PORTABLE = "The portable Triton kernels on the same kind of machine (`backend='triton'`):"
+_OF_GRADIENTS = (
+    "Backward without and with the gradients of what is captured (dropout, sigmoid: of the plain "
+    "program and of these; jvp: the forward, and with tangents of out and lse along q, k and v)"
+)
 _GRADIENTS = {"case": "learned", "without_ms": "without", "with_ms": "with", "cost": "quotient"}
 _ODD = {
     "what": "odd", "case": "mask", "direction": "", "odd_ms": "odd", "even_ms": "even",
@@ -128,7 +132,7 @@ def targets() -> dict[Path, str]:
         ROOT / "docs" / "benchmarks.md": "\n\n".join(
             [
                 *map(figures, hopper),
-                costs("gradients", "Backward with the gradients of what is captured", _GRADIENTS),
+                costs("gradients", _OF_GRADIENTS, _GRADIENTS),
                 costs("odd_shapes", "Odd shapes beside the next larger multiple", _ODD),
                 _PORTABLE,
                 *map(figures, portable),
