@@ -35,7 +35,7 @@ _FORWARD_PRODUCER = (
 _FORWARD_CONSUMER = (
     "o_desc, LSE, q_s, k_s, v_s, q_full, k_full, k_empty, v_full, v_empty,",
     "scale, batch, heads, kv_heads, q_len, kv_len, q_origin, kv_origin, together,",
-    "D, DV, BLOCK_M, BLOCK_N, STAGES, CONSUMERS, Q_KIND, KV_KIND,",
+    "HEAD_DIM, D, DV, BLOCK_M, BLOCK_N, STAGES, CONSUMERS, Q_KIND, KV_KIND,",
 )
 _BACKWARD_PRODUCER = (
     "q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc,",

@@ -3,6 +3,7 @@
 import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma
 
 from ..triton.library import positions
 from .shim import COPIES_OPERANDS
@@ -81,6 +82,28 @@ def words(values):
 def word(memory, NUMBER: gl.constexpr):
     """Number ``NUMBER`` of :func:`words` in shared memory, known to all threads."""
     return gl.sum(memory.slice(NUMBER, 1).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
+
+
+@gluon.jit
+def multiply(left, right, zeros, WIDTH: gl.constexpr):
+    """Begin the product of two tiles' rows, of which all columns from ``WIDTH`` on are zeros."""
+    if left.shape[1] == 256 and WIDTH <= 192:
+        product = warpgroup_mma(
+            left.slice(0, 128, dim=1),
+            right.slice(0, 128, dim=1).permute((1, 0)),
+            zeros,
+            use_acc=False,
+            is_async=True,
+        )
+        product = warpgroup_mma(
+            left.slice(128, 64, dim=1),
+            right.slice(128, 64, dim=1).permute((1, 0)),
+            product,
+            is_async=True,
+        )
+    else:
+        product = warpgroup_mma(left, right.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    return product
 
 
 @gluon.jit

@@ -25,8 +25,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from attndsl.backends.hopper import dialect as tl
 from attndsl.backends.hopper.library import (
-    add_to_sums, announce, await_announced, count_up, eighths_of_sums, finish, meet, places_of,
-    word, words,
+    add_to_sums, announce, await_announced, count_up, eighths_of_sums, finish, meet, multiply,
+    places_of, word, words,
 )
 from attndsl.backends.hopper.shim import tma_load
 from attndsl.backends.triton.library import positions, shift_of_positions

@@ -24,23 +24,6 @@ and dV take their places on the way out.
 
 
 @gluon.jit
-def multiply(left, right, zeros, WIDTH: gl.constexpr):
-    """Begin the product of two tiles' rows, of which all columns from ``WIDTH`` on are zeros."""
-    if left.shape[1] == 256 and WIDTH <= 192:
-        product = warpgroup_mma(
-            left.slice(0, 128, dim=1), right.slice(0, 128, dim=1).permute((1, 0)), zeros,
-            use_acc=False, is_async=True,
-        )
-        product = warpgroup_mma(
-            left.slice(128, 64, dim=1), right.slice(128, 64, dim=1).permute((1, 0)), product,
-            is_async=True,
-        )
-    else:
-        product = warpgroup_mma(left, right.permute((1, 0)), zeros, use_acc=False, is_async=True)
-    return product
-
-
-@gluon.jit
 def add_query_tile(
     PART: gl.constexpr, count, q_tile_index, total, zeros, no_dq, kv_parts, columns, column2, kv, origin,
     ragged, SUMS, q_s, k_s, v_s, do_s, lse_s, delta_s, ds_s, steep_s,

@@ -127,7 +127,7 @@ def attend(
     factor, steepness, scale, origin, b, h, hkv, batch, heads, kv_heads, q_len, kv_len, kv_origin,
     BLOCK_N: gl.constexpr, STAGES: gl.constexpr, KV_KIND: gl.constexpr, PARTIAL: gl.constexpr,
     SCORES: gl.constexpr, OUTPUT: gl.constexpr, WEIGHTS: gl.constexpr, HALF: gl.constexpr,
-    D: gl.constexpr, DV: gl.constexpr,
+    HEAD_DIM: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
     #: parameters
 ):
     """Scores and weights of tile number ``count``, while those of the one before weigh v."""
@@ -140,7 +140,7 @@ def attend(
         operand = halves(weight, HALF, WEIGHTS)
     mbarrier.wait(k_full.index(stage), (count // STAGES) & 1)
     k = k_s.index(stage).reshape([BLOCK_N, D])
-    scoring = warpgroup_mma(q_part, k.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    scoring = multiply(q_part, k, zeros, HEAD_DIM)
     mbarrier.wait(v_full.index(before), ((count - 1) // STAGES) & 1)
     v = v_s.index(before).reshape([BLOCK_N, DV])
     adding = warpgroup_mma(operand, v, acc, is_async=True)
@@ -181,7 +181,8 @@ def consume_item(
     item, turn, done, PART: gl.constexpr,
     o_desc, LSE, q_s, k_s, v_s, q_full, k_full, k_empty, v_full, v_empty,
     scale, batch, heads, kv_heads, q_len, kv_len, q_origin, kv_origin, together,
-    D: gl.constexpr, DV: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
+    HEAD_DIM: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
     STAGES: gl.constexpr, CONSUMERS: gl.constexpr, Q_KIND: gl.constexpr, KV_KIND: gl.constexpr,
     #: output
     #: again
@@ -271,7 +272,7 @@ def consume_item(
         factor = gl.where(size < TINY, TINY, size)
     mbarrier.wait(k_full.index(stage), (done // STAGES) & 1)
     k = k_s.index(stage).reshape([BLOCK_N, D])
-    score = warpgroup_mma(q_part, k.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    score = multiply(q_part, k, zeros, HEAD_DIM)
     kv_parts = parts_of_keys(
         first_tile, b, h, hkv, batch, heads, kv_heads, q_len, kv_len, kv_origin, BLOCK_N, KV_KIND,
         #: arguments
@@ -300,7 +301,7 @@ def consume_item(
                 done + step, kv_tile, acc, weight, sums, peak, q, q_parts, q_part, zeros, k_s, v_s,
                 k_full, k_empty, v_full, v_empty,
                 factor, steepness, scale, origin, b, h, hkv, batch, heads, kv_heads, q_len, kv_len, kv_origin,
-                BLOCK_N, STAGES, KV_KIND, True, SCORES, OUTPUT, WEIGHTS, HALF, D, DV,
+                BLOCK_N, STAGES, KV_KIND, True, SCORES, OUTPUT, WEIGHTS, HALF, HEAD_DIM, D, DV,
                 #: arguments
             )
             kv_tile = partial_tile(
@@ -324,7 +325,7 @@ def consume_item(
                 done + partial_tiles + step, kv_tile, acc, weight, sums, peak, q, q_parts, q_part, zeros, k_s, v_s,
                 k_full, k_empty, v_full, v_empty,
                 factor, steepness, scale, origin, b, h, hkv, batch, heads, kv_heads, q_len, kv_len, kv_origin,
-                BLOCK_N, STAGES, KV_KIND, False, SCORES, OUTPUT, WEIGHTS, HALF, D, DV,
+                BLOCK_N, STAGES, KV_KIND, False, SCORES, OUTPUT, WEIGHTS, HALF, HEAD_DIM, D, DV,
                 #: arguments
             )
             kv_tile = forward_full_tile(

@@ -59,7 +59,8 @@ def produce(
 def consume(
     PART: gl.constexpr, o_desc, LSE, q_s, k_s, v_s, q_full, k_full, k_empty, v_full, v_empty,
     scale, batch, heads, kv_heads, q_len, kv_len, q_origin, kv_origin, together,
-    D: gl.constexpr, DV: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
+    HEAD_DIM: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
     STAGES: gl.constexpr, CONSUMERS: gl.constexpr, Q_KIND: gl.constexpr, KV_KIND: gl.constexpr,
     #: output
     #: again
@@ -77,7 +78,7 @@ def consume(
                 item, turn, done, PART,
                 o_desc, LSE, q_s, k_s, v_s, q_full, k_full, k_empty, v_full, v_empty,
                 scale, batch, heads, kv_heads, q_len, kv_len, q_origin, kv_origin, together,
-                D, DV, BLOCK_M, BLOCK_N, STAGES, CONSUMERS, Q_KIND, KV_KIND,
+                HEAD_DIM, D, DV, BLOCK_M, BLOCK_N, STAGES, CONSUMERS, Q_KIND, KV_KIND,
                 #: output
                 #: again
                 #: arguments
@@ -93,7 +94,7 @@ def consume(
             gl.program_id(0), 0, 0, PART,
             o_desc, LSE, q_s, k_s, v_s, q_full, k_full, k_empty, v_full, v_empty,
             scale, batch, heads, kv_heads, q_len, kv_len, q_origin, kv_origin, together,
-            D, DV, BLOCK_M, BLOCK_N, STAGES, CONSUMERS, Q_KIND, KV_KIND,
+            HEAD_DIM, D, DV, BLOCK_M, BLOCK_N, STAGES, CONSUMERS, Q_KIND, KV_KIND,
             #: output
             #: again
             #: arguments
@@ -108,7 +109,8 @@ def attention_forward(
     scale, batch, heads, kv_heads, q_len, kv_len, q_origin, kv_origin, together,
     #: parameters
     #: forward_lists
-    D: gl.constexpr, DV: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
+    HEAD_DIM: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
     STAGES: gl.constexpr, CONSUMERS: gl.constexpr, REGISTERS: gl.constexpr,
     Q_KIND: gl.constexpr, KV_KIND: gl.constexpr,
 ):

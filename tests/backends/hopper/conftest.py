@@ -281,6 +281,7 @@ class Operations:
                 eighths_of_sums=lambda tile: tile.reshape(tile.shape[0], -1, 8).sum(1),
                 finish=lambda values, zero: None,
                 halves=lambda words, half, layout: words,
+                multiply=self.multiply_rows,
                 line=lambda begin, slope, size, layout: begin + slope * language.arange(0, size),
                 pack=lambda tile, half: tile.to(half),
                 places_of=lambda first, length, origin, kind, size, layout: (
@@ -436,6 +437,9 @@ class Operations:
         self.machine.current.products.append(product)
         self.machine.pause()
         return product
+
+    def multiply_rows(self, left: Shared, right: Shared, zeros: Any, width: int) -> Product:
+        return self.multiply(left, right.permute((1, 0)), zeros, use_acc=False, is_async=True)
 
     def products(self, pending: int, deps: list[Product]) -> torch.Tensor:
         self.machine.pause()

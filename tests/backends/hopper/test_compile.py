@@ -102,13 +102,16 @@ CASES = {
         ("forward", "causal", 128, 0),
         ("forward", "rich", 64, 0),
         ("forward", "plain", 256, 0),
+        ("forward", "causal", 192, 0, {"value_dim": 128}),
         ("forward", "nothing", 128, 1),
         ("forward", "alibi", 64, 0),
+        ("forward", "sink", 64, 0),
+        ("forward", "weights", 64, 1),
+    ],
+    "more forward": [
         ("forward", "constant", 64, 1),
         ("forward", "logic", 64, 1),
         ("forward", "bool", 64, 0),
-        ("forward", "sink", 64, 0),
-        ("forward", "weights", 64, 1),
         ("forward", "rich", 128, 0, {"indexed": True}),
     ],
     "a program a tile": [
@@ -137,10 +140,12 @@ CASES = {
         ("backward_kv", "softcap", 128, 0),
         ("backward_kv", "weights", 128, 0),
     ],
-    "wide backward": [
+    "more wide backward": [
         ("backward_kv", "plain", 256, 0),
-        ("backward_kv", "rich", 256, 0, {"dtype": "float16"}),
         ("backward_kv", "weights", 256, 0),
+    ],
+    "wide backward": [
+        ("backward_kv", "rich", 256, 0, {"dtype": "float16"}),
         ("backward_kv", "nothing", 256, 0),
         ("backward_kv", "alibi", 192, 1, {"value_dim": 128}),
         ("backward_kv", "causal", 64, 0, {"value_dim": 256}),
