@@ -31,7 +31,7 @@ from .terms import is_plain, terms_of
 from .tiles import Config, candidates, shared_memory_of
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Collection, Mapping
 
     from attndsl.pipeline import Lowered
 
@@ -133,8 +133,9 @@ def cross_compile(
     special: Specialisation,
     target: str,
     configs: dict[str, tuple[Config, ...]] | None = None,
+    kernels: Collection[str] | None = None,
 ) -> list[CrossCompiled]:
-    """All kernels of one specialisation, each with the first config that fits ``target``.
+    """Kernels of one specialisation, each with the first config that fits ``target``.
 
     Args:
         lowered: The program.
@@ -142,6 +143,7 @@ def cross_compile(
             captures have a tangent beside q, k and v.
         target: ``cuda:80``, ``cuda:90``, ``cuda:100``, ``hip:gfx942`` ...
         configs: Candidates by kernel, in place of the table's.
+        kernels: Names of those to compile alone; all if it is None.
 
     Raises:
         BackendError: No config of a kernel fits.
@@ -152,6 +154,8 @@ def cross_compile(
     found = []
     with tempfile.TemporaryDirectory() as folder:
         for name, own in _kernels(lowered, attention):
+            if kernels is not None and name not in kernels:
+                continue
             for config in (configs or {}).get(name) or _candidates(
                 name, work_of(lowered, own, name), own, shared
             ):
@@ -168,6 +172,8 @@ def cross_compile(
                 break
             else:
                 raise refusal
+        if kernels is not None:
+            return found
         statistics = _candidates("backward_q", "dense", special, shared)
         more: dict[str, int | bool] = {"ROWS": STATISTICS_ROWS, "HAS_DLSE": True}
         found.append(compiler.compile("row_statistics", row_statistics, special, statistics, more))
