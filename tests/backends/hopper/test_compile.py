@@ -129,11 +129,11 @@ CASES = {
     "backward": [
         ("backward_kv", "causal", 128, 0),
         ("backward_kv", "rich", 64, 0),
-        ("backward_kv", "nothing", 64, 1),
-        ("backward_kv", "alibi", 128, 0),
         ("backward_kv", "rich", 128, 0, {"indexed": True}),
     ],
     "more backward": [
+        ("backward_kv", "nothing", 64, 1),
+        ("backward_kv", "alibi", 128, 0),
         ("backward_kv", "constant", 64, 1),
         ("backward_kv", "logic", 64, 1),
         ("backward_kv", "bool", 128, 0),
