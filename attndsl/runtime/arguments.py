@@ -22,11 +22,10 @@ if TYPE_CHECKING:
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 INTS = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)
 _CAST = FLOATS[:-1]
-# Asked once, since graphs of torch 2.11 do not know the question.
-_AUTOCASTS = frozenset(
-    kind for kind in ("cpu", "cuda", "xpu", "mps") if torch.amp.is_autocast_available(kind)
-)
 """What autocast converts."""
+_KINDS = ("cpu", "cuda", "xpu", "mps", "hpu", "mtia", "maia", "xla", "ipu", "privateuseone")
+_AUTOCASTS = frozenset(kind for kind in _KINDS if torch.amp.is_autocast_available(kind))
+"""Kinds of devices that have it; asked once, since graphs of torch 2.11 cannot trace that."""
 _DTYPES = {DType.FLOAT: FLOATS, DType.INT: INTS, DType.BOOL: (torch.bool,)}
 _PYTHON: dict[DType, tuple[type, ...]] = {
     DType.FLOAT: (int, float, torch.SymInt, torch.SymFloat),

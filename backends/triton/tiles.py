@@ -48,8 +48,8 @@ class Config:
     """Whether weights are rounded before the product of those before them has ended: needs fewer
     registers, and takes more instructions."""
     persistent: bool = False
-    """Whether there are as many programs as run at a time, each with one query tile after the
-    other: the next one's loads run while one ends."""
+    """Whether there are as many programs as run at a time, each with one tile after the other: the
+    next one's loads run while one ends."""
     most_registers: int = 0
     """Registers that a thread may have, where more would leave room for fewer programs at a time;
     0 for as many as there are."""
@@ -127,7 +127,8 @@ _SCATTER_SUMS = {
     256: (Config(64, 64, 8, 1), Config(32, 32, 4, 1)),
     512: (Config(32, 32, 4, 1),),
 }
-# Of each of q, k and v there are two tiles, and of the scores. Not measured: these hardly spill.
+# Of each of q, k and v there are two tiles, and of the scores. Measured at D 128 alone (causal,
+# H200: 2.75, 3.09, 3.89, 3.25 ms); the others hardly spill.
 _TANGENT = {
     64: (Config(128, 64, 8, 3), Config(128, 128, 8, 2), Config(64, 64, 4, 3), Config(64, 64, 4, 2)),
     128: (Config(128, 64, 8, 2), Config(128, 32, 8, 3), Config(64, 32, 4, 3), Config(64, 32, 4, 2)),
