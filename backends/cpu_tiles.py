@@ -16,7 +16,7 @@ import torch
 from attndsl.ir import SCORE, Op, toposort
 
 from .interpret import RULES, Scope, scope_of
-from .philox import philox4x32
+from .philox import uniform_at
 
 if TYPE_CHECKING:
     from attndsl.ir import Node, Program
@@ -317,30 +317,13 @@ class Tile:
         return found.to(kinds[load.dtype.value])
 
 
-def uniform_at(step: Step, columns: Range, call: Call) -> torch.Tensor:
-    """``u`` of :mod:`.philox` for a step's pairs: fp32 (batch, heads, rows, columns)."""
-    device, heads = call.q.device, call.q.shape[1]
-
-    def steps(start: int, stop: int) -> torch.Tensor:
-        return torch.arange(start, stop, dtype=torch.int64, device=device)
-
-    start, stop = columns
-    fours = steps(start // 4, -(-stop // 4))
-    number = steps(*step.batches)[:, None] * heads + steps(*step.heads)
-    counter = (
-        fours & _LOW,
-        (steps(*step.rows) & _LOW)[:, None],
-        (number & _LOW)[..., None, None],
-        torch.zeros((1, 1, 1, 1), dtype=torch.int64, device=device),
-    )
-    words = torch.stack(philox4x32(counter, (call.seed & _LOW, (call.seed >> 32) & _LOW)), dim=-1)
-    flat = words.flatten(-2)[..., start % 4 : start % 4 + stop - start]
-    return (flat >> 8).to(torch.float32) * 2.0**-24
-
-
 def keep_factor(p: torch.Tensor, step: Step, columns: Range, call: Call) -> torch.Tensor:
     """Factor of each weight that dropout with probability ``p`` gives."""
-    drawn = uniform_at(step, columns, call)
+    batches, heads = (
+        torch.arange(*range_, device=call.q.device) for range_ in (step.batches, step.heads)
+    )
+    numbers = batches[:, None] * call.q.shape[1] + heads
+    drawn = uniform_at(call.seed, numbers, step.rows, columns)
     p = p.clamp(0.0, 1.0)
     kept = (drawn >= p.to(torch.float32)) & (p < 1)
     return torch.where(kept, 1 / torch.where(kept, 1 - p, 1.0), 0.0)

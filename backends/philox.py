@@ -1,18 +1,25 @@
-"""Dropout's generator, Philox-4x32-10 in torch integers: every backend drops the same pairs.
+"""Dropout's generator, Philox in torch integers: every backend drops the same pairs.
 
 Algorithm: J. Salmon, M. Moraes, R. Dror, D. Shaw, Parallel Random Numbers: As Easy as 1, 2, 3
-(SC 2011), figure 4 and section 3; constants from the authors' Random123 library.
+(SC 2011), figure 4, section 3 and table 2, by which 2x32 of 7 rounds passes BigCrush; constants from
+the authors' Random123 library.
 
-Layout, which every backend reproduces. For the pair at *row* ``i`` of q, *row* ``j`` of k, batch
-``b``, query head ``h`` (rows of the tensors, not logical positions, which ``q_index`` may repeat):
+Layout, which every backend reproduces. Let ``i`` be the pair's *row* of q, ``j`` its *row* of k,
+``b`` and ``h`` its batch entry and query head (rows of the tensors, not logical positions, which
+``q_index`` may repeat). Words are modulo 2^32.
 
-- counter ``(j // 4, i, b * heads + h, 0)``, each word modulo 2^32;
-- key ``(seed mod 2^32, (seed // 2^32) mod 2^32)``;
-- the word used is number ``j % 4`` of the four that come out;
-- ``u = (word >> 8) * 2^-24``, exact in fp32, in [0, 1);
+- Of each head: words ``w0, w1, w2`` are the first of Philox-4x32-10 with counter
+  ``(b * heads + h, 0, 0, 0)`` and key ``(seed mod 2^32, (seed // 2^32) mod 2^32)``.
+- Four pairs share a counter, those of rows 8 apart and of keys 8 apart: with ``place(i) =
+  i // 16 * 8 + i % 8``, Philox-2x32-7 has counter ``(w0 + place(i), w1 + place(j))``, key ``w2``.
+- Of its two words the pair has number ``i // 8 % 2``, and of this the lower half where
+  ``j // 8 % 2`` is 0, else the upper one: ``draw``, of 16 bits.
+- ``u = (draw + 1/2) * 2^-16``, exact in fp32, in (0, 1);
 - the pair is kept where ``u >= p``, with ``p`` rounded to fp32 first.
 
-Nothing depends on tile sizes, on the number of keys or on the dtype of q.
+Nothing depends on tile sizes, on the number of keys or on the dtype of q. Rows and keys 8 apart are
+what one thread holds of a tile of a matrix product of Nvidia's tensor cores, of the tile's transpose
+too, which the backward has.
 """
 
 from __future__ import annotations
@@ -25,15 +32,22 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+_MULTIPLIER_OF_TWO = 0xD256D193
 _WEYL = (0x9E3779B9, 0xBB67AE85)
 _ROUNDS = 10
+_ROUNDS_OF_TWO = 7
 _LOW = 0xFFFFFFFF
+_BLOCK = 16
+"""Rows and keys after which the places in a block start again."""
+
+Word = int | torch.Tensor
+"""0..2^32-1; tensors are int64 and broadcast."""
 
 
 def philox4x32(
-    counter: Sequence[torch.Tensor], key: tuple[int | torch.Tensor, int | torch.Tensor]
+    counter: Sequence[torch.Tensor], key: tuple[Word, Word]
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Four random words from four counter words.
+    """Four random words from four counter words, in 10 rounds.
 
     Args:
         counter: Four int64 tensors in 0..2^32-1 that broadcast.
@@ -52,6 +66,18 @@ def philox4x32(
     return c0, c1, c2, c3
 
 
+def philox2x32(
+    counter: tuple[torch.Tensor, torch.Tensor], key: Word
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Two random words from two counter words, in 7 rounds; arguments as of :func:`philox4x32`."""
+    c0, c1 = counter
+    for _ in range(_ROUNDS_OF_TWO):
+        high, low = _multiply(_MULTIPLIER_OF_TWO, c0)
+        c0, c1 = high ^ key ^ c1, low
+        key = (key + _WEYL[0]) & _LOW
+    return c0, c1
+
+
 def uniform(
     seed: int | torch.Tensor,
     batch: int,
@@ -61,24 +87,54 @@ def uniform(
     device: torch.device,
     first_row: int = 0,
 ) -> torch.Tensor:
-    """``u`` of every pair: fp32 (batch, heads, q_len, kv_len) in [0, 1), multiples of 2^-24.
+    """``u`` of every pair: fp32 (batch, heads, q_len, kv_len) in (0, 1), of 16 bits.
 
     The rows are ``first_row`` and those that follow.
     """
+    numbers = torch.arange(batch * heads, device=device).reshape(batch, heads)
+    return uniform_at(seed, numbers, (first_row, first_row + q_len), (0, kv_len))
 
-    def steps(count: int, *shape: int) -> torch.Tensor:
-        return torch.arange(count, dtype=torch.int64, device=device).reshape(shape) & _LOW
 
-    fours = -(-kv_len // 4)
-    counter = (
-        steps(fours, 1, 1, fours),
-        steps(q_len, 1, q_len, 1) + first_row,
-        steps(batch * heads, batch * heads, 1, 1),
-        torch.zeros((1, 1, 1), dtype=torch.int64, device=device),
+def uniform_at(
+    seed: int | torch.Tensor,
+    numbers: torch.Tensor,
+    rows: tuple[int, int],
+    columns: tuple[int, int],
+) -> torch.Tensor:
+    """``u`` of the pairs of some rows and keys.
+
+    Args:
+        seed: A number, or a 0-d int64 tensor.
+        numbers: ``b * heads + h``, int64 (batch, heads).
+        rows: The first row of q, and the one after the last.
+        columns: The first row of k, and the one after the last.
+
+    Returns:
+        fp32 (batch, heads, rows, columns).
+    """
+    zero = torch.zeros_like(numbers)
+    w0, w1, w2, _ = (
+        word[..., None, None]
+        for word in philox4x32(
+            (numbers & _LOW, zero, zero, zero), (seed & _LOW, (seed >> 32) & _LOW)
+        )
     )
-    words = torch.stack(philox4x32(counter, (seed & _LOW, (seed >> 32) & _LOW)), dim=-1)
-    rows = words.reshape(batch, heads, q_len, fours * 4)[..., :kv_len]
-    return (rows >> 8).to(torch.float32) * 2.0**-24
+    row_places, rows_before = _places(*rows, numbers.device)
+    column_places, columns_before = _places(*columns, numbers.device)
+    counter = (w0 + row_places[:, None]) & _LOW, (w1 + column_places) & _LOW
+    words = torch.stack(torch.broadcast_tensors(*philox2x32(counter, w2)), dim=-1)
+    draws = torch.stack((words & 0xFFFF, words >> 16), dim=-1)
+    blocks = draws.unflatten(3, (-1, 8)).unflatten(2, (-1, 8))
+    whole = blocks.permute(0, 1, 2, 6, 3, 4, 7, 5).flatten(5, 7).flatten(2, 4)
+    whole = whole.narrow(2, rows_before, rows[1] - rows[0])
+    whole = whole.narrow(3, columns_before, columns[1] - columns[0])
+    return (whole.to(torch.float32) + 0.5) * 2.0**-16
+
+
+def _places(start: int, stop: int, device: torch.device) -> tuple[torch.Tensor, int]:
+    """Places of whole blocks that reach from ``start`` to ``stop``, and by how much too early."""
+    first, last = start // _BLOCK, max(-(-stop // _BLOCK), start // _BLOCK)
+    return torch.arange(first * 8, last * 8, device=device), start - first * _BLOCK
 
 
 def _multiply(factor: int, words: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -110,22 +110,50 @@ def as_block(x):
 
 
 @triton.jit
-def uniforms(
-    first_row, first_column, head_of_batch, seed, ROWS: tl.constexpr, COLUMNS: tl.constexpr
-):
-    """fp32 (ROWS, COLUMNS) in [0, 1), the ones that ``backends.philox`` lays out.
+def words_of_head(head_of_batch, seed):
+    """The three words of a head that ``backends.philox`` lays out.
 
-    ``first_column`` is a multiple of 4: four neighbours of a row come of one counter. ``seed`` is a
-    number, or where one lies.
+    ``seed`` is a number, or where one lies.
     """
     if seed.dtype.is_ptr():
         seed = tl.load(seed)
-    rows = (first_row + tl.arange(0, ROWS))[:, None]
-    fours = (first_column // 4 + tl.arange(0, COLUMNS // 4))[None, :]
-    first, second, third, fourth = tl.philox(seed, fours, rows, head_of_batch, 0)
-    pairs = tl.join(tl.join(first, third), tl.join(second, fourth))
-    words = tl.reshape(pairs, [ROWS, COLUMNS])
-    return (words >> 8).to(tl.float32) * 5.9604644775390625e-08
+    first, second, third, fourth = tl.philox(seed, head_of_batch, 0, 0, 0)
+    return first, second, third
+
+
+@triton.jit
+def philox2x32(first, second, key):
+    """Two tiles of random words (uint32) from two of counters, in 7 rounds.
+
+    Algorithm and its source: ``backends.philox``.
+    """
+    for _ in tl.static_range(7):
+        product = first.to(tl.uint64) * 0xD256D193
+        first = (product >> 32).to(tl.uint32) ^ key ^ second
+        second = product.to(tl.uint32)
+        key = key + 0x9E3779B9
+    return first, second
+
+
+@triton.jit
+def uniforms(
+    first_row, first_column, head_of_batch, seed, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+):
+    """fp32 (ROWS, COLUMNS) in (0, 1), the ones that ``backends.philox`` lays out.
+
+    ``first_row`` and ``first_column`` are multiples of 16, and so are ROWS and COLUMNS.
+    """
+    row_word, column_word, key = words_of_head(head_of_batch, seed)
+    rows = (first_row // 2 + tl.arange(0, ROWS // 2)).to(tl.uint32) + row_word.to(tl.uint32)
+    columns = first_column // 2 + tl.arange(0, COLUMNS // 2)
+    columns = columns.to(tl.uint32) + column_word.to(tl.uint32)
+    zeros = tl.zeros([ROWS // 2, COLUMNS // 2], tl.uint32)
+    upper, lower = philox2x32(rows[:, None] + zeros, columns[None, :] + zeros, key.to(tl.uint32))
+    near = tl.join(upper & 0xFFFF, lower & 0xFFFF)
+    draws = tl.join(near, tl.join(upper >> 16, lower >> 16))
+    blocks = tl.reshape(draws, [ROWS // 16, 8, COLUMNS // 16, 8, 2, 2])
+    draws = tl.reshape(tl.permute(blocks, (0, 4, 1, 2, 5, 3)), [ROWS, COLUMNS])
+    return (draws.to(tl.float32) + 0.5) * 1.52587890625e-05
 
 
 @triton.jit

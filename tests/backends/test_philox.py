@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from attndsl.backends.philox import philox4x32, uniform
+from attndsl.backends.philox import philox2x32, philox4x32, uniform, uniform_at
 
 CPU = torch.device("cpu")
 
@@ -39,20 +39,40 @@ def test_known_answers_of_random123(counter, key, expected):
     assert found == expected.split()
 
 
+@pytest.mark.parametrize(
+    ("counter", "key", "expected"),
+    [
+        ("00000000 00000000", "00000000", "257a3673 cd26be2a"),
+        ("ffffffff ffffffff", "ffffffff", "ab302c4d 3dc9d239"),
+        ("243f6a88 85a308d3", "13198a2e", "bedbbe6b e4c770b3"),
+    ],
+)
+def test_known_answers_of_random123_for_two_words(counter, key, expected):
+    first, second = (torch.tensor(int(word, 16)) for word in counter.split())
+    found = [f"{int(word):08x}" for word in philox2x32((first, second), int(key, 16))]
+    assert found == expected.split()
+
+
 def test_layout_of_counter_and_key():
-    """The layout is a promise to every backend: words are picked here one pair at a time."""
+    """The layout is a promise to every backend: draws are picked here one pair at a time."""
     seed = 0x0123456789ABCDEF
-    found = uniform(seed, 2, 3, 5, 7, CPU)
-    assert (found.shape, found.dtype) == ((2, 3, 5, 7), torch.float32)
-    for b, h, i, j in ((0, 0, 0, 0), (1, 2, 4, 6), (1, 0, 3, 2), (0, 2, 1, 5)):
-        counter = [torch.tensor(word) for word in (j // 4, i, b * 3 + h, 0)]
-        words = philox4x32(counter, (0x89ABCDEF, 0x01234567))
-        assert found[b, h, i, j].item() == (int(words[j % 4]) >> 8) / 2**24
+    found = uniform(seed, 2, 3, 37, 45, CPU)
+    assert (found.shape, found.dtype) == ((2, 3, 37, 45), torch.float32)
+    for b, h, i, j in ((0, 0, 0, 0), (1, 2, 4, 9), (1, 0, 13, 2), (0, 2, 31, 44), (1, 1, 36, 16)):
+        of_head = [torch.tensor(word) for word in (b * 3 + h, 0, 0, 0)]
+        w0, w1, w2, _ = map(int, philox4x32(of_head, (0x89ABCDEF, 0x01234567)))
+        places = i // 16 * 8 + i % 8, j // 16 * 8 + j % 8
+        counter = tuple(torch.tensor((w + p) % 2**32) for w, p in zip((w0, w1), places, strict=True))
+        word = int(philox2x32(counter, w2)[i // 8 % 2])
+        draw = word // 2**16 if j // 8 % 2 else word % 2**16
+        assert found[b, h, i, j].item() == (draw + 0.5) / 2**16
 
 
 def test_pairs_do_not_depend_on_the_size_of_the_call():
     whole = uniform(7, 2, 2, 33, 41, CPU)
     assert torch.equal(uniform(7, 1, 2, 20, 13, CPU), whole[:1, :, :20, :13])
+    part = uniform_at(7, torch.tensor([[3]]), (9, 31), (17, 40))
+    assert torch.equal(part, whole[1:, 1:, 9:31, 17:40])
 
 
 def test_seeds_differ_and_repeat():
@@ -71,7 +91,10 @@ def test_uniform_is_uniform():
     counts = torch.histc(drawn, bins=16, min=0, max=1)
     chi_squared = ((counts - n / 16) ** 2 / (n / 16)).sum()
     assert chi_squared < 45
-    for a, b in ((drawn[..., 1:], drawn[..., :-1]), (drawn[..., 1:, :], drawn[..., :-1, :])):
+    pairs = [(drawn[..., n:], drawn[..., :-n]) for n in (1, 8, 16)]
+    pairs += [(drawn[..., n:, :], drawn[..., :-n, :]) for n in (1, 8, 16)]
+    pairs += [(drawn[1:], drawn[:-1]), (drawn[:, 1:], drawn[:, :-1])]
+    for a, b in pairs:
         correlation = torch.corrcoef(torch.stack((a.flatten(), b.flatten())))[0, 1]
         assert abs(correlation) < 5 / math.sqrt(n)
 
