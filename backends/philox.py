@@ -1,25 +1,26 @@
 """Dropout's generator, Philox in torch integers: every backend drops the same pairs.
 
 Algorithm: J. Salmon, M. Moraes, R. Dror, D. Shaw, Parallel Random Numbers: As Easy as 1, 2, 3
-(SC 2011), figure 4, section 3 and table 2, by which 2x32 of 7 rounds passes BigCrush; constants from
-the authors' Random123 library.
+(SC 2011), figure 4, section 3 and table 2, by which 2x32 of 7 rounds passes BigCrush; constants
+from the authors' Random123 library.
 
 Layout, which every backend reproduces. Let ``i`` be the pair's *row* of q, ``j`` its *row* of k,
 ``b`` and ``h`` its batch entry and query head (rows of the tensors, not logical positions, which
 ``q_index`` may repeat). Words are modulo 2^32.
 
-- Of each head: words ``w0, w1, w2`` are the first of Philox-4x32-10 with counter
+- Of each head: words ``w0, w1`` are the first of Philox-4x32-10 with counter
   ``(b * heads + h, 0, 0, 0)`` and key ``(seed mod 2^32, (seed // 2^32) mod 2^32)``.
 - Four pairs share a counter, those of rows 8 apart and of keys 8 apart: with ``place(i) =
-  i // 16 * 8 + i % 8``, Philox-2x32-7 has counter ``(w0 + place(i), w1 + place(j))``, key ``w2``.
+  i // 16 * 8 + i % 8``, Philox-2x32-7 has counter ``(w0 + place(i), w1 + place(j))`` and key
+  ``seed mod 2^32``.
 - Of its two words the pair has number ``i // 8 % 2``, and of this the lower half where
   ``j // 8 % 2`` is 0, else the upper one: ``draw``, of 16 bits.
 - ``u = (draw + 1/2) * 2^-16``, exact in fp32, in (0, 1);
 - the pair is kept where ``u >= p``, with ``p`` rounded to fp32 first.
 
 Nothing depends on tile sizes, on the number of keys or on the dtype of q. Rows and keys 8 apart are
-what one thread holds of a tile of a matrix product of Nvidia's tensor cores, of the tile's transpose
-too, which the backward has.
+what one thread holds of a product's tile on Nvidia's tensor cores, and of the tile's transpose,
+which the backward has.
 """
 
 from __future__ import annotations
@@ -113,19 +114,17 @@ def uniform_at(
         fp32 (batch, heads, rows, columns).
     """
     zero = torch.zeros_like(numbers)
-    w0, w1, w2, _ = (
-        word[..., None, None]
-        for word in philox4x32(
-            (numbers & _LOW, zero, zero, zero), (seed & _LOW, (seed >> 32) & _LOW)
-        )
+    key = seed & _LOW, (seed >> 32) & _LOW
+    w0, w1, *_ = (
+        word[..., None, None] for word in philox4x32((numbers & _LOW, zero, zero, zero), key)
     )
     row_places, rows_before = _places(*rows, numbers.device)
     column_places, columns_before = _places(*columns, numbers.device)
     counter = (w0 + row_places[:, None]) & _LOW, (w1 + column_places) & _LOW
-    words = torch.stack(torch.broadcast_tensors(*philox2x32(counter, w2)), dim=-1)
+    words = torch.stack(philox2x32(counter, key[0]), dim=-1)
     draws = torch.stack((words & 0xFFFF, words >> 16), dim=-1)
-    blocks = draws.unflatten(3, (-1, 8)).unflatten(2, (-1, 8))
-    whole = blocks.permute(0, 1, 2, 6, 3, 4, 7, 5).flatten(5, 7).flatten(2, 4)
+    shape = *numbers.shape, len(row_places) // 8, 8, len(column_places) // 8, 8, 2, 2
+    whole = draws.reshape(shape).permute(0, 1, 2, 6, 3, 4, 7, 5).flatten(5, 7).flatten(2, 4)
     whole = whole.narrow(2, rows_before, rows[1] - rows[0])
     whole = whole.narrow(3, columns_before, columns[1] - columns[0])
     return (whole.to(torch.float32) + 0.5) * 2.0**-16

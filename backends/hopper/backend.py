@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from attndsl.ir import leaf_names
+
 from ..base import Gradients
 from ..triton.arguments import capture_arguments, origin
 from ..triton.backend import PADDING, TritonBackend
@@ -273,20 +275,24 @@ def why_portable(
     wants: Wants | None = None,
 ) -> str | None:
     """Why the portable kernels run this forward or backward, or None."""
-    if lowered.program.dropout is not None:
-        return "the Hopper kernels have no dropout"
+    dropout = lowered.program.dropout
     if call.q.dtype not in _DTYPES:
         return f"the Hopper kernels compute in fp16 and bf16, not {call.q.dtype}"
     width = max(block_width(call.q.shape[3]), block_width(call.v.shape[3]))
     if width > max_head_dim(kind):
         return f"the Hopper {kind} takes head dims up to {max_head_dim(kind)}"
     if kind == "backward":
+        if dropout is not None and width > 128:
+            return "the Hopper backward has dropout at head dims up to 128"
         if call.deterministic:
             return "the Hopper backward adds up dQ in no fixed order"
         if wants is not None and (wants.tensors or wants.params):
             if lowered.program.weights is not None:
                 return "gradients of captures in weights are added up pair by pair"
-            learned = learned_parts(lowered, wants.tensors | wants.params)
+            names = wants.tensors | wants.params
+            if dropout is not None and names & leaf_names(dropout):
+                return "gradients of what decides on dropout are added up pair by pair"
+            learned = learned_parts(lowered, names)
             if isinstance(learned, str):
                 return learned
             if width > 128:

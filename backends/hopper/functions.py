@@ -75,6 +75,7 @@ def print_functions(
         ("column_of_score", column, "kv, away, kv_parts, ", "What it has of the column alone."),
         ("steepness_of_column", placed.steepness, "", "The column's part by its distance."),
         ("sink_of_head", program.sink, "", "The logit that is in the denominator of each row."),
+        ("drop_probability", program.dropout, "", "With what probability each pair is dropped."),
     )
     printed = [
         *(_pair_function(name, root, special, names, doc) for name, root, doc in of_pairs),

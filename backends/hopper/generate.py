@@ -79,6 +79,8 @@ _FAMILIES = {
 head dim 128 the backward's are others."""
 _OWN_HELPERS = {"as_block", "spread"}
 """Library functions that are others here."""
+_FROM = "from attndsl.backends.hopper.dropout import draws_of_pairs, drop_of_head, keep"
+_DROPOUT = {"forward": _FROM, "backward_kv": f"{_FROM}, halves_of_kept, negate_dropped"}
 _INDENT = "    "
 
 
@@ -95,7 +97,8 @@ def generate(
         config: How many warpgroups share a tile, and whether loops are peeled.
     """
     program, placed = lowered.program, lowered.placed
-    wide = direction == "backward_kv" and widest(special) > 128
+    forward = direction == "forward"
+    wide = not forward and widest(special) > 128
     templates, name, producer, consumer = _FAMILIES["wide " * wide + direction]
     names = parameters(special)
     learned = learned_in_kernel(lowered, special)
@@ -109,6 +112,8 @@ def generate(
         special.names(),
     )
     modified, own = placed.pair.op is not Op.SCORE, program.weights is not None
+    dropped = program.dropout is not None
+    assert not (wide and dropped)
     listed = loop.listed is not None
     drawn = is_drawn(lowered, config)
     scaled_first = modified or own or reads_score(program.mask) or special.negative_scale
@@ -139,11 +144,13 @@ def generate(
         "LAZY": not own and not modified and placed.column is None,
         "PERSISTENT": config.persistent,
         "DRAWN": drawn,
-        "OWN_OUTPUT": direction == "forward" and has_own_output(special, config),
+        "HAS_DROPOUT": dropped,
+        "SIGNED_WEIGHTS": dropped and not own,
+        "OWN_OUTPUT": forward and has_own_output(special, config),
     }
     lists = wrapped(LIST_PARAMETERS) if listed else []
     sums = ["COLUMN_SUMS,"] * learned.column + ["FACTOR_SUMS,"] * learned.factor
-    left = "q_empty" if direction == "forward" else "kv_empty"
+    left = "q_empty" if forward else "kv_empty"
     again = [f"{left}, item_s, item_full, item_empty,"] * config.persistent
     counter = ["COUNTER,"] * drawn
     output = ["o_s,"] * bool(flags["OWN_OUTPUT"])
@@ -152,12 +159,14 @@ def generate(
         "imports": [
             *import_lines("triton", helpers - _OWN_HELPERS),
             *import_lines("hopper", helpers & _OWN_HELPERS),
+            *[_DROPOUT[direction]] * dropped,
         ],
         f"{name}_lists": lists,
         "learned": sums,
         "counter": counter,
         "again": again,
         "output": output,
+        "drop": ["drop," if forward else "drop, keep_factor, factor2, inverse,"] * dropped,
         "steep": ["steep_s,"] * wide,
         "partitions": _partitions(
             (*producer, *counter, *again),

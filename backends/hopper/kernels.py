@@ -87,4 +87,5 @@ def configs_of(lowered: Lowered, special: Specialisation, direction: str) -> tup
     """Tile sizes to try for a Hopper kernel, in order of preference."""
     masked, work = lowered.program.mask is not None, work_of(lowered, special, direction)
     column = lowered.placed.column is not None
-    return candidates(direction, widest(special), masked, work, column)
+    dropped = lowered.program.dropout is not None
+    return candidates(direction, widest(special), masked, work, column, dropped)

@@ -111,14 +111,14 @@ def as_block(x):
 
 @triton.jit
 def words_of_head(head_of_batch, seed):
-    """The three words of a head that ``backends.philox`` lays out.
+    """The words of a head, and the key of its draws, that ``backends.philox`` lays out: uint32.
 
     ``seed`` is a number, or where one lies.
     """
     if seed.dtype.is_ptr():
         seed = tl.load(seed)
-    first, second, third, fourth = tl.philox(seed, head_of_batch, 0, 0, 0)
-    return first, second, third
+    first, second, _, _ = tl.philox(seed, head_of_batch, 0, 0, 0)
+    return first.to(tl.uint32), second.to(tl.uint32), seed.to(tl.uint32)
 
 
 @triton.jit
@@ -144,11 +144,11 @@ def uniforms(
     ``first_row`` and ``first_column`` are multiples of 16, and so are ROWS and COLUMNS.
     """
     row_word, column_word, key = words_of_head(head_of_batch, seed)
-    rows = (first_row // 2 + tl.arange(0, ROWS // 2)).to(tl.uint32) + row_word.to(tl.uint32)
+    rows = (first_row // 2 + tl.arange(0, ROWS // 2)).to(tl.uint32) + row_word
     columns = first_column // 2 + tl.arange(0, COLUMNS // 2)
-    columns = columns.to(tl.uint32) + column_word.to(tl.uint32)
+    columns = columns.to(tl.uint32) + column_word
     zeros = tl.zeros([ROWS // 2, COLUMNS // 2], tl.uint32)
-    upper, lower = philox2x32(rows[:, None] + zeros, columns[None, :] + zeros, key.to(tl.uint32))
+    upper, lower = philox2x32(rows[:, None] + zeros, columns[None, :] + zeros, key)
     near = tl.join(upper & 0xFFFF, lower & 0xFFFF)
     draws = tl.join(near, tl.join(upper >> 16, lower >> 16))
     blocks = tl.reshape(draws, [ROWS // 16, 8, COLUMNS // 16, 8, 2, 2])

@@ -60,10 +60,12 @@ def test_layout_of_counter_and_key():
     assert (found.shape, found.dtype) == ((2, 3, 37, 45), torch.float32)
     for b, h, i, j in ((0, 0, 0, 0), (1, 2, 4, 9), (1, 0, 13, 2), (0, 2, 31, 44), (1, 1, 36, 16)):
         of_head = [torch.tensor(word) for word in (b * 3 + h, 0, 0, 0)]
-        w0, w1, w2, _ = map(int, philox4x32(of_head, (0x89ABCDEF, 0x01234567)))
+        w0, w1, *_ = map(int, philox4x32(of_head, (0x89ABCDEF, 0x01234567)))
         places = i // 16 * 8 + i % 8, j // 16 * 8 + j % 8
-        counter = tuple(torch.tensor((w + p) % 2**32) for w, p in zip((w0, w1), places, strict=True))
-        word = int(philox2x32(counter, w2)[i // 8 % 2])
+        counter = tuple(
+            torch.tensor((w + p) % 2**32) for w, p in zip((w0, w1), places, strict=True)
+        )
+        word = int(philox2x32(counter, 0x89ABCDEF)[i // 8 % 2])
         draw = word // 2**16 if j // 8 % 2 else word % 2**16
         assert found[b, h, i, j].item() == (draw + 0.5) / 2**16
 

@@ -17,6 +17,7 @@ def add_query_tile(
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
     STAGES: gl.constexpr, Q_KIND: gl.constexpr, PARTIAL: gl.constexpr, SCORES: gl.constexpr,
     WEIGHTS: gl.constexpr, SLOPES: gl.constexpr, HALF: gl.constexpr,
+    #: drop
     #: parameters
 ):
     """Add one query tile's part to dK (before the scale), dV and dQ, and to the keys' sums of dS.
@@ -48,8 +49,13 @@ def add_query_tile(
         first, b, h, hkv, batch, heads, kv_heads, q_len, kv_len, q_origin, BLOCK_M, Q_KIND,
         #: arguments
     )
+    if HAS_DROPOUT:
+        draws = draws_of_pairs(drop, first, q_len >> 31, BLOCK_M, SCORES, True)
     score = warpgroup_mma_wait(1, deps=[scoring])
     lse2 = lse_s.index(stage).load(gl.SliceLayout(0, SCORES))
+    if SIGNED_WEIGHTS:
+        # Weights times the factor of those that are kept, f; then dS = f P * (dP - delta / f).
+        lse2 = lse2 - factor2
     weight, steep, derivative = weights_of_tile(
         score, q_parts, kv_parts, lse2, columns, column2, first, kv, scale, origin, ragged,
         b, h, hkv, batch, heads, kv_heads, q_len, kv_len, q_origin,
@@ -57,8 +63,21 @@ def add_query_tile(
         #: arguments
     )
     delta = delta_s.index(stage).load(gl.SliceLayout(0, SCORES))
-    weight_half = gl.convert_layout(weight.to(HALF), WEIGHTS)
-    if HAS_DERIVATIVE:
+    if SIGNED_WEIGHTS:
+        delta = delta * inverse
+    if HAS_DROPOUT and OWN_WEIGHTS:
+        weight = keep(weight * keep_factor, draws, drop)
+        steep = keep(steep * keep_factor, draws, drop)
+    if SIGNED_WEIGHTS:
+        # Signs say what is dropped: answers in registers of their own would not fit.
+        weight = negate_dropped(weight, draws, drop)
+        weight_half = halves_of_kept(weight, HALF, WEIGHTS)
+        if PARTIAL and HAS_DERIVATIVE:
+            # A dead pair's derivative may be infinite.
+            derivative = gl.where(weight == 0.0, 0.0, derivative)
+    else:
+        weight_half = gl.convert_layout(weight.to(HALF), WEIGHTS)
+    if HAS_DERIVATIVE and not SIGNED_WEIGHTS:
         slope = steep
         steep = slope * derivative
         if PARTIAL:
@@ -66,9 +85,15 @@ def add_query_tile(
             steep = gl.where(slope == 0.0, 0.0, steep)
     if PAIRWISE_DERIVATIVE:
         # One value instead of two, while dP is computed.
-        finish(steep, q_len >> 31)
+        finish(derivative if SIGNED_WEIGHTS else steep, q_len >> 31)
     dweight = warpgroup_mma_wait(0, deps=[weighing])
-    if LEARNS_COLUMN:
+    if SIGNED_WEIGHTS:
+        slope = gl.maximum(weight, 0.0) * dweight - gl.abs(weight) * delta[None, :]
+        if LEARNS_COLUMN:
+            column_sums += eighths_of_sums(slope)
+        if HAS_DERIVATIVE:
+            slope = slope * derivative
+    elif LEARNS_COLUMN:
         # The derivative does not vary within a head.
         dscore = weight * (dweight - delta[None, :])
         slope = dscore * derivative
@@ -171,6 +196,13 @@ def consume_item(
                 b, h, hkv, batch, heads, kv_heads, q_len, kv_len,
                 #: arguments
             )
+        if HAS_DROPOUT:
+            chance = drop_probability(
+                b, h, hkv, batch, heads, kv_heads, q_len, kv_len,
+                #: arguments
+            )
+            drop, keep_factor = drop_of_head(chance, b * heads + h, seed, own, True)
+            factor2, inverse = gl.log2(keep_factor), 1.0 / keep_factor
         column_sums = eighths_of_sums(zeros)
         for step in range(0, masked):
             q_tile_index = q_tile_of(
@@ -185,6 +217,7 @@ def consume_item(
                 ragged, SUMS, q_s, k_s, v_s, do_s, lse_s, delta_s, ds_s, q_full, do_full, q_empty, do_empty,
                 factored, b, h, hkv, batch, heads, kv_heads, q_len, kv_len, q_origin, padded,
                 BLOCK_M, BLOCK_N, D, DV, STAGES, Q_KIND, True, SCORES, WEIGHTS, SLOPES, HALF,
+                #: drop
                 #: arguments
             )
             count += 1
@@ -203,6 +236,7 @@ def consume_item(
                     q_full, do_full, q_empty, do_empty,
                     factored, b, h, hkv, batch, heads, kv_heads, q_len, kv_len, q_origin, padded,
                     BLOCK_M, BLOCK_N, D, DV, STAGES, Q_KIND, False, SCORES, WEIGHTS, SLOPES, HALF,
+                    #: drop
                     #: arguments
                 )
                 count += 1

@@ -128,6 +128,7 @@ def attend(
     BLOCK_N: gl.constexpr, STAGES: gl.constexpr, KV_KIND: gl.constexpr, PARTIAL: gl.constexpr,
     SCORES: gl.constexpr, OUTPUT: gl.constexpr, WEIGHTS: gl.constexpr, HALF: gl.constexpr,
     HEAD_DIM: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
+    #: drop
     #: parameters
 ):
     """Scores and weights of tile number ``count``, while those of the one before weigh v."""
@@ -148,6 +149,8 @@ def attend(
         kv_tile, b, h, hkv, batch, heads, kv_heads, q_len, kv_len, kv_origin, BLOCK_N, KV_KIND,
         #: arguments
     )
+    if HAS_DROPOUT:
+        draws = draws_of_pairs(drop, kv_tile * BLOCK_N, q_len >> 31, BLOCK_N, SCORES, False)
     score = warpgroup_mma_wait(1, deps=[scoring])
     mbarrier.arrive(k_empty.index(stage), count=1)
     score, reached = final_scores(
@@ -159,6 +162,8 @@ def attend(
     exact, own, decay, peak = soften(
         score, reached, peak, factor, (PARTIAL and MASKED) or MODIFIED or HAS_COLUMN
     )
+    if HAS_DROPOUT:
+        exact = keep(exact, draws, drop)
     if EARLY:
         weight = pack(exact, HALF)
     if OWN_WEIGHTS:
@@ -238,6 +243,12 @@ def consume_item(
             b, h, hkv, batch, heads, kv_heads, q_len, kv_len,
             #: arguments
         )
+    if HAS_DROPOUT:
+        chance = drop_probability(
+            b, h, hkv, batch, heads, kv_heads, q_len, kv_len,
+            #: arguments
+        )
+        drop, keep_factor = drop_of_head(chance, b * heads + h, seed, first, False)
     acc = gl.zeros([ROWS, DV], gl.float32, layout=OUTPUT)
     zeros = gl.zeros([ROWS, BLOCK_N], gl.float32, layout=SCORES)
     peak = gl.full([ROWS], float("-inf"), gl.float32, layout=gl.SliceLayout(1, SCORES))
@@ -286,6 +297,9 @@ def consume_item(
         #: arguments
     )
     exact, sums, decay, peak = soften(score, reached, peak, factor, MASKED or MODIFIED or HAS_COLUMN)
+    if HAS_DROPOUT:
+        draws = draws_of_pairs(drop, first_tile * BLOCK_N, q_len >> 31, BLOCK_N, SCORES, False)
+        exact = keep(exact, draws, drop)
     weight = pack(exact, HALF)
 
     if FORWARD_HAS_PARTIAL:
@@ -302,6 +316,7 @@ def consume_item(
                 k_full, k_empty, v_full, v_empty,
                 factor, steepness, scale, origin, b, h, hkv, batch, heads, kv_heads, q_len, kv_len, kv_origin,
                 BLOCK_N, STAGES, KV_KIND, True, SCORES, OUTPUT, WEIGHTS, HALF, HEAD_DIM, D, DV,
+                #: drop
                 #: arguments
             )
             kv_tile = partial_tile(
@@ -326,6 +341,7 @@ def consume_item(
                 k_full, k_empty, v_full, v_empty,
                 factor, steepness, scale, origin, b, h, hkv, batch, heads, kv_heads, q_len, kv_len, kv_origin,
                 BLOCK_N, STAGES, KV_KIND, False, SCORES, OUTPUT, WEIGHTS, HALF, HEAD_DIM, D, DV,
+                #: drop
                 #: arguments
             )
             kv_tile = forward_full_tile(
@@ -382,7 +398,11 @@ def consume_item(
     if PERSISTENT:
         mbarrier.arrive(v_empty.index(last % STAGES), count=1)
     if not OWN_WEIGHTS:
+        if HAS_DROPOUT:
+            inverse = inverse * keep_factor
         acc = acc * gl.convert_layout(inverse, gl.SliceLayout(1, OUTPUT))[:, None]
+    elif HAS_DROPOUT:
+        acc = acc * keep_factor
     if OWN_OUTPUT:
         part_s = o_s.index(PART)
         if PERSISTENT:

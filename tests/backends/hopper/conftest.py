@@ -18,6 +18,8 @@ from typing import Any
 import pytest
 import torch
 
+from attndsl.backends.philox import uniform_at
+
 
 def number(value: int) -> torch.Tensor:
     return torch.tensor(value, dtype=torch.int32)
@@ -249,6 +251,28 @@ class Pointer:
         return Pointer(self.data, self.offset + step)
 
 
+def drop_of_head(p: Any, head_of_batch: Any, seed: int, first: Any, keys_first: bool) -> Any:
+    p = float(p)
+    return (p, int(head_of_batch), seed, int(first)), number(1) / (1 - p)
+
+
+def draws_of_pairs(
+    drop: Any, first: Any, zero: Any, size: int, layout: Any, keys_first: bool
+) -> Any:
+    """What :func:`keep` needs to draw for a tile, whose number of rows it knows."""
+    assert not zero
+    return int(first), size, keys_first
+
+
+def keep(values: torch.Tensor, draws: Any, drop: Any) -> torch.Tensor:
+    p, head_of_batch, seed, own = drop
+    first, size, keys_first = draws
+    ranges = (own, own + len(values)), (first, first + size)
+    q, kv = reversed(ranges) if keys_first else ranges
+    drawn = uniform_at(seed, torch.tensor([[head_of_batch]]), q, kv)[0, 0]
+    return torch.where((drawn.mT if keys_first else drawn) >= p, values, 0.0)
+
+
 class Operations:
     """Stand-ins for the modules that a kernel's text imports."""
 
@@ -296,6 +320,11 @@ class Operations:
                 word=lambda memory, number: memory.load(None)[number],
                 words=lambda values: torch.tensor([*map(int, values), *[-1] * (16 - len(values))]),
             ),
+            "attndsl.backends.hopper.dropout": SimpleNamespace(
+                drop_of_head=drop_of_head, draws_of_pairs=draws_of_pairs, keep=keep,
+                negate_dropped=lambda w, draws, drop: 2 * keep(w, draws, drop) - w,
+                halves_of_kept=lambda weights, half, layout: torch.relu(weights).to(half),
+            ),
             "attndsl.backends.hopper.shim": SimpleNamespace(
                 tma_load=self.load_tile, tma_store=self.store_tile, tma_wait=self.wait_stores
             ),
@@ -324,6 +353,7 @@ class Operations:
         return SimpleNamespace(
             **named, **{name: lambda *_: None for name in layouts},
             abs=torch.abs, exp2=lambda x: torch.exp2(torch.as_tensor(x)), log=torch.log,
+            log2=torch.log2,
             allocate_shared_memory=self.allocate, constexpr=lambda value: value,
             arange=lambda begin, end, layout=None: (
                 torch.arange(begin, end, dtype=torch.int32)

@@ -17,7 +17,6 @@ from attndsl.runtime.programs import default_cache
 from attndsl.source import Source
 
 LOWERED = lower(Source("score"), {})
-DROPOUT = lower(Source("weights = dropout(softmax(score), 0.1)"), {})
 ALL = Wants(True, True, True, frozenset(), frozenset())
 
 
@@ -62,10 +61,6 @@ def test_what_hopper_kernels_run():
     assert why_portable(LOWERED, call_of(deterministic=True), "forward") is None
 
 
-def test_dropout_runs_in_the_portable_kernels():
-    assert "dropout" in why_portable(DROPOUT, call_of(), "forward")
-
-
 def test_a_deterministic_call_has_a_layout_of_its_own():
     backend, lowered = HopperBackend(default_cache()), lower(Source("score"), {})
     grad = torch.empty(2, 4, 40, 64, dtype=torch.float32)
@@ -78,7 +73,9 @@ def test_a_deterministic_call_has_a_layout_of_its_own():
 def test_views_make_the_descriptors_that_the_constructor_makes():
     call = call_of()
     special = specialise(lower(Source("score"), {}).program, call)
-    (config, *_) = candidates("forward", 64, masked=False, work="dense", column=False)
+    (config, *_) = candidates(
+        "forward", 64, masked=False, work="dense", column=False, dropped=False
+    )
     for name, block in blocks_of("forward", special, config).items():
         first, second = torch.empty_like(call.q), torch.empty_like(call.q)
         steps = descriptor_strides(first)
@@ -108,12 +105,14 @@ def test_strides_that_the_hardware_takes(shape, strides, wanted):
 
 
 def test_masked_programs_prefer_smaller_tiles():
-    def blocks(direction, width, masked, work):
-        found = candidates(direction, width, masked, work, column=False)
+    def blocks(direction, width, masked, work, dropped=False):
+        found = candidates(direction, width, masked, work, column=False, dropped=dropped)
         return [(config.block_m, config.block_n) for config in found]
 
     assert blocks("backward_kv", 64, True, "masked")[0][0] == 64
     assert blocks("backward_kv", 64, False, "dense")[0][0] == 128
+    assert blocks("backward_kv", 64, False, "dense", dropped=True)[0][0] == 64
+    assert blocks("forward", 64, False, "dense", dropped=True)[0] == (128, 128)
     for width in (64, 128):
         dense = blocks("forward", width, False, "dense")
         assert blocks("forward", width, True, "masked") == dense

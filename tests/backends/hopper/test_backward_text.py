@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from attndsl.backends.hopper.generate import generate
+from attndsl.backends.philox import uniform
 from attndsl.backends.triton.cross import example_call, parse_target
 from attndsl.backends.triton.kernels import plan_loop
 from attndsl.backends.triton.library import STATISTICS_PADDING
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
 ROWS, WIDTH = 64, 16
 """Queries of a tile, fixed by how sums of dQ lie; head dim."""
+SEED = 0x123456789ABCDEF
 LOG2E = 1.4426950408889634
 MASKS: dict[str, Callable[..., torch.Tensor]] = {
     "causal()": lambda q, kv: q >= kv,
@@ -48,7 +50,31 @@ TEXTS = {
         lambda s, q, kv: 3 * torch.tanh(s / 3),
     ),
 }
+DROPPING = {
+    "dropout": "mask = causal()\nweights = dropout(softmax(score), 0.4)",
+    "dropout of a cap": (
+        "mask = causal()\nscore = softcap(2.0)\nweights = dropout(softmax(score), 0.4)"
+    ),
+    "dropout beside columns": (
+        "score = score - 0.1 * (q - kv)\nweights = dropout(softmax(score), 0.4)"
+    ),
+    "own dropout": "mask = causal()\nweights = dropout(sigmoid(score), 0.4)",
+}
+TEXTS |= {
+    "dropout": (DROPPING["dropout"], None),
+    "dropout of a cap": (DROPPING["dropout of a cap"], TEXTS["cap"][1]),
+    "dropout beside columns": (DROPPING["dropout beside columns"], TEXTS["alibi"][1]),
+    "own dropout": (DROPPING["own dropout"], None),
+}
 WEIGHTS = {"sigmoid": torch.sigmoid, "own weights": lambda s: torch.relu(s) / 9 + 0.02}
+WEIGHTS["own dropout"] = torch.sigmoid
+
+
+def kept(name: str, shape: torch.Size) -> torch.Tensor | float:
+    """Factors of the weights."""
+    if name not in DROPPING:
+        return 1.0
+    return (uniform(SEED, *shape, torch.device("cpu")) >= 0.4) / 0.6
 
 
 def attention_of(
@@ -56,7 +82,7 @@ def attention_of(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Output and log-sum-exp by torch, in fp32."""
     text, change = TEXTS[name]
-    mask = text.removeprefix("mask = ").split("\n")[0]
+    mask = text.split("\n")[0].removeprefix("mask = ")
     group = q.shape[1] // k.shape[1]
     k, v = (x.repeat_interleave(group, 1) for x in (k, v))
     score = q @ k.mT * WIDTH**-0.5
@@ -66,10 +92,11 @@ def attention_of(
         score = change(score, rows, columns)
     if name in WEIGHTS:
         weights = torch.where(allowed, WEIGHTS[name](score), 0.0)
-        return weights @ v, torch.zeros(score.shape[:-1])
+        return weights * kept(name, score.shape) @ v, torch.zeros(score.shape[:-1])
     some = allowed.any(-1, keepdim=True)
     score = torch.where(allowed | ~some, score, -torch.inf)
     weights = torch.where(some, score.softmax(-1), 0.0)
+    weights = weights * kept(name, score.shape)
     return weights @ v, torch.where(some[..., 0], score.logsumexp(-1), -torch.inf)
 
 
@@ -122,6 +149,7 @@ def run_text(
         "q_origin": 0, "kv_origin": 0, "HEAD_DIM": WIDTH, "VALUE_DIM": WIDTH, "D": WIDTH,
         "DV": WIDTH, "BLOCK_M": ROWS, "BLOCK_N": config.block_n, "STAGES": config.stages,
         "REGISTERS": config.registers, "Q_KIND": "offset", "KV_KIND": "offset",
+        "seed": SEED,
     }  # fmt: skip
     taken = kernel.__code__.co_varnames[: kernel.__code__.co_argcount]
     for program in range(machine.programs):
@@ -162,14 +190,22 @@ def slow(*values: Any) -> Any:
 
 
 CASES = [
-    (name, shape) if place % len(SHAPES) == shape else slow(name, shape)
+    pytest.param(name, shape) if place % len(SHAPES) == shape else slow(name, shape)
     for place, name in enumerate(TEXTS)
     for shape in range(len(SHAPES))
 ]
 
 
-@pytest.mark.parametrize(("name", "shape"), CASES)
-@pytest.mark.parametrize("wide", [False, True], ids=["narrow", "wide"])
+@pytest.mark.parametrize(
+    ("name", "shape", "wide"),
+    [
+        pytest.param(*case.values, wide, marks=case.marks)
+        for case in CASES
+        for wide in (False, True)
+        # The wide backward has no dropout.
+        if not (wide and case.values[0] in DROPPING)
+    ],
+)
 def test_gradients(run, name, shape, wide):
     tensors = inputs_of(*SHAPES[shape])
     leaves = [x.float().requires_grad_() for x in tensors[:3]]

@@ -53,6 +53,7 @@ SCRIPT = textwrap.dedent(
         "alibi": "mask = causal()\\nscore = alibi()",
         "constant": "mask = causal()\\nscore = -2.0 * (h + 1)",
         "sink": "tensor s[heads]: float\\nmask = causal()\\nscore = alibi()\\nsink = s[h] * s[h]",
+        "dropout": "param p: float\nmask = causal()\nweights = dropout(softmax(score), p)",
         "logic": "param all: bool = false\\nmask = q >= kv or all\\nscore = where(q < 5, 1, score)",
     }
     def compiled(
@@ -105,12 +106,14 @@ CASES = {
         ("forward", "causal", 192, 0, {"value_dim": 128}),
         ("forward", "sink", 64, 0),
         ("forward", "weights", 64, 1),
+        ("forward", "dropout", 128, 0),
     ],
     "more forward": [
         ("forward", "nothing", 128, 1),
         ("forward", "alibi", 64, 0),
         ("forward", "constant", 64, 1),
         ("forward", "logic", 64, 1),
+        ("forward", "dropout", 256, 0),
         ("forward", "bool", 64, 0),
         ("forward", "rich", 128, 0, {"indexed": True}),
     ],
@@ -130,6 +133,7 @@ CASES = {
         ("backward_kv", "causal", 128, 0),
         ("backward_kv", "rich", 64, 0),
         ("backward_kv", "rich", 128, 0, {"indexed": True}),
+        ("backward_kv", "dropout", 64, 0),
     ],
     "more backward": [
         ("backward_kv", "nothing", 64, 1),
@@ -138,6 +142,7 @@ CASES = {
         ("backward_kv", "logic", 64, 1),
         ("backward_kv", "bool", 128, 0),
         ("backward_kv", "softcap", 128, 0),
+        ("backward_kv", "dropout", 128, 0),
         ("backward_kv", "weights", 128, 0),
     ],
     "more wide backward": [

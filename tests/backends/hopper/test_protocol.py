@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from attndsl.backends.hopper.generate import generate
+from attndsl.backends.philox import uniform
 from attndsl.backends.triton.cross import example_call, parse_target
 from attndsl.backends.triton.kernels import plan_loop
 from attndsl.backends.triton.specialise import specialise, with_forms
@@ -35,9 +36,12 @@ TEXTS = {
     "documents": "tensor doc[q_len]: int\nmask = q >= kv and doc[q] == doc[kv]",
     "signs": "mask = causal()\nscore = (1 - h) * score",
     "sigmoid": "mask = causal()\nweights = sigmoid(score)",
+    "dropout": "mask = causal()\nweights = dropout(softmax(score), 0.4)",
+    "own dropout": "mask = causal()\nweights = dropout(sigmoid(score), 0.1)",
     "own weights": "mask = q < 30 and kv >= q\nscore = 2 * score\nweights = relu(score) / 9 + 0.02",
 }
 WIDTH = 8
+SEED = 0x123456789ABCDEF
 
 
 @dataclass(frozen=True)
@@ -147,7 +151,7 @@ def run_text(
         "STAGES": config.stages, "CONSUMERS": config.consumers,
         "REGISTERS": config.registers, "Q_KIND": "offset", "KV_KIND": "offset",
         "t_doc": gluon.Pointer(inputs.doc), "size0_doc": gluon.number(len(inputs.doc)),
-        **lists_of(gluon, inputs.allowed, config),
+        "seed": SEED, **lists_of(gluon, inputs.allowed, config),
     }  # fmt: skip
     taken = kernel.__code__.co_varnames[: kernel.__code__.co_argcount]
     for program in range(machine.programs):
@@ -170,8 +174,19 @@ SHAPES = ((40, 40, 2, 8), (33, 50, 4, 8), (20, 7, 1, 8), (40, 24, 2, 16))
 
 WEIGHTS = {
     "sigmoid": torch.sigmoid,
+    "own dropout": torch.sigmoid,
     "own weights": lambda score: torch.relu(2 * score) / 9 + 0.02,
 }
+
+
+def kept(inputs: Inputs, name: str) -> torch.Tensor | float:
+    """Factors of the weights."""
+    if "dropout" not in name:
+        return 1.0
+    batch, heads, q_len, _ = inputs.q.shape
+    p = 0.1 if name == "own dropout" else 0.4
+    drawn = uniform(SEED, batch, heads, q_len, inputs.k.shape[2], inputs.q.device)
+    return (drawn >= p) / (1 - p)
 
 
 def expected(inputs: Inputs, name: str = "") -> torch.Tensor:
@@ -179,11 +194,11 @@ def expected(inputs: Inputs, name: str = "") -> torch.Tensor:
     k, v = (x.float().repeat_interleave(group, 1) for x in (inputs.k, inputs.v))
     score = inputs.q.float() @ k.mT * WIDTH**-0.5
     if name in WEIGHTS:
-        return WEIGHTS[name](score).masked_fill(~inputs.allowed, 0.0) @ v
+        return WEIGHTS[name](score).masked_fill(~inputs.allowed, 0.0) * kept(inputs, name) @ v
     if name == "signs":
         score = score * (1 - torch.arange(score.shape[1]))[:, None, None]
     score = score.masked_fill(~inputs.allowed, float("-inf"))
-    return score.softmax(-1).nan_to_num() @ v
+    return score.softmax(-1).nan_to_num() * kept(inputs, name) @ v
 
 
 def slow(*values: Any) -> Any:

@@ -70,7 +70,9 @@ def test_a_text_is_what_calls_run(direction, head_dim, program):
 def test_every_width_has_a_text(direction):
     for width in CANDIDATES[KERNELS[direction]]:
         text = attndsl.compile("causal()").source(direction, head_dim=width, backend="hopper")
-        (config, *_) = candidates(KERNELS[direction], width, True, "masked", column=False)
+        (config, *_) = candidates(
+            KERNELS[direction], width, True, "masked", column=False, dropped=False
+        )
         assert text.count("(consume, (") == config.consumers
 
 
@@ -196,9 +198,10 @@ def test_explanation_of_wide_heads(head_dim):
 def test_explanation_of_what_no_kernel_runs():
     (line,) = lines_of("score", 1024)
     assert line.startswith("  refused    the triton backend takes head dims from 1 to 512")
-    for line in lines_of("weights = dropout(softmax(score), 0.1)", 64):
-        assert "triton kernels" in line
-        assert line.endswith("the Hopper kernels have no dropout")
+    forward, *_, backward = lines_of("weights = dropout(softmax(score), 0.1)", 256)
+    assert "hopper kernels" in forward
+    assert "triton kernels" in backward
+    assert backward.endswith("the Hopper backward has dropout at head dims up to 128")
 
 
 def test_explanation_of_weights_of_ones_own():
