@@ -328,12 +328,19 @@ def close(
             # Sums over many pairs: both errors grow with the sums themselves.
             floor = FLOOR * (1 + exact.square().mean().sqrt())
             # The ratio of two RMSEs of n independent errors has a standard deviation of n ** -0.5.
-            # Elements that no pair looks up have none.
-            count = max(1, int((usual != 0).sum()))
-            chance = 1 + 3 * count**-0.5
+            chance = 1 + 3 * number_of(usual) ** -0.5
             allowed = slack * RMSE_FACTOR * chance * usual.square().mean().sqrt() + floor
             found = error.square().mean().sqrt()
         assert found <= allowed, f"{name}: error {found:.3e}, allowed {allowed:.3e}"
+
+
+def number_of(errors: torch.Tensor) -> float:
+    """How many normal errors of one size would add up to a mean square as uncertain, 1 or more.
+
+    Few large ones among many count as few, and those of elements that no pair looks up not at all.
+    """
+    squares = errors.double().square()
+    return max(1.0, float(3 * squares.sum() ** 2 / squares.square().sum().clamp(min=1e-300)))
 
 
 def pooled(draws: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
@@ -349,6 +356,7 @@ class Checker:
     plain = staticmethod(plain)
     close = staticmethod(close)
     pooled = staticmethod(pooled)
+    number_of = staticmethod(number_of)
 
     def __call__(
         self,

@@ -79,8 +79,19 @@ _FAMILIES = {
 head dim 128 the backward's are others."""
 _OWN_HELPERS = {"as_block", "spread"}
 """Library functions that are others here."""
-_FROM = "from attndsl.backends.hopper.dropout import draws_of_pairs, drop_of_head, keep"
-_DROPOUT = {"forward": _FROM, "backward_kv": f"{_FROM}, halves_of_kept, negate_dropped"}
+_FROM = "from attndsl.backends.hopper.dropout import"
+_DROPOUT = {
+    "forward": f"{_FROM} drop_of_head, factor_of_kept, keep, kept_bits, layout_of_bits",
+    "backward_kv": (
+        f"{_FROM} (\n    drop_of_head, factor_of_kept, halves_of_kept, keep, kept_bits,\n"
+        "    layout_of_bits,\n)"
+    ),
+}
+_TAKEN = {
+    "forward": "PART: gl.constexpr, CONSUMERS: gl.constexpr, kept_s, kept_full,",
+    "backward_kv": "keep_factor, factor2, inverse, kept_s, kept_full,",
+}
+"""What a consumer's loop needs to know which pairs are kept."""
 _INDENT = "    "
 
 
@@ -99,7 +110,7 @@ def generate(
     program, placed = lowered.program, lowered.placed
     forward = direction == "forward"
     wide = not forward and widest(special) > 128
-    templates, name, producer, consumer = _FAMILIES["wide " * wide + direction]
+    family, name, producer, consumer = _FAMILIES["wide " * wide + direction]
     names = parameters(special)
     learned = learned_in_kernel(lowered, special)
     functions, helpers = print_functions(lowered, special, direction, learned)
@@ -154,23 +165,27 @@ def generate(
     again = [f"{left}, item_s, item_full, item_empty,"] * config.persistent
     counter = ["COUNTER,"] * drawn
     output = ["o_s,"] * bool(flags["OWN_OUTPUT"])
+    kept = ["kept_s, kept_full,"] * dropped
+    templates = (family[0], *["draws"] * dropped, *family[1:])
     helpers |= used
     more = {
         "imports": [
             *import_lines("triton", helpers - _OWN_HELPERS),
             *import_lines("hopper", helpers & _OWN_HELPERS),
-            *[_DROPOUT[direction]] * dropped,
+            *_DROPOUT[direction].split("\n")[: None if dropped else 0],
         ],
         f"{name}_lists": lists,
         "learned": sums,
         "counter": counter,
         "again": again,
         "output": output,
-        "drop": ["drop," if forward else "drop, keep_factor, factor2, inverse,"] * dropped,
+        "kept": kept,
+        "taken": [_TAKEN[direction]] * dropped,
+        "taking": [_TAKEN[direction].replace(": gl.constexpr", "")] * dropped,
         "steep": ["steep_s,"] * wide,
         "partitions": _partitions(
-            (*producer, *counter, *again),
-            (*consumer, *sums, *output, *again),
+            (*producer, *counter, *kept, *again),
+            (*consumer, *sums, *output, *kept, *again),
             config.consumers,
             [*wrapped(names), *lists],
         ),

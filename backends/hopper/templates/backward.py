@@ -17,7 +17,7 @@ def add_query_tile(
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
     STAGES: gl.constexpr, Q_KIND: gl.constexpr, PARTIAL: gl.constexpr, SCORES: gl.constexpr,
     WEIGHTS: gl.constexpr, SLOPES: gl.constexpr, HALF: gl.constexpr,
-    #: drop
+    #: taken
     #: parameters
 ):
     """Add one query tile's part to dK (before the scale), dV and dQ, and to the keys' sums of dS.
@@ -49,8 +49,6 @@ def add_query_tile(
         first, b, h, hkv, batch, heads, kv_heads, q_len, kv_len, q_origin, BLOCK_M, Q_KIND,
         #: arguments
     )
-    if HAS_DROPOUT:
-        draws = draws_of_pairs(drop, first, q_len >> 31, BLOCK_M, SCORES, True)
     score = warpgroup_mma_wait(1, deps=[scoring])
     lse2 = lse_s.index(stage).load(gl.SliceLayout(0, SCORES))
     if SIGNED_WEIGHTS:
@@ -65,12 +63,14 @@ def add_query_tile(
     delta = delta_s.index(stage).load(gl.SliceLayout(0, SCORES))
     if SIGNED_WEIGHTS:
         delta = delta * inverse
+    if HAS_DROPOUT:
+        bits = take_bits(PART, count, kept_s, kept_full, STAGES, 2, BLOCK_M)
     if HAS_DROPOUT and OWN_WEIGHTS:
-        weight = keep(weight * keep_factor, draws, drop)
-        steep = keep(steep * keep_factor, draws, drop)
+        weight = keep(weight * keep_factor, bits)
+        steep = keep(steep * keep_factor, bits)
     if SIGNED_WEIGHTS:
         # Signs say what is dropped: answers in registers of their own would not fit.
-        weight = negate_dropped(weight, draws, drop)
+        weight = keep(weight, bits, True)
         weight_half = halves_of_kept(weight, HALF, WEIGHTS)
         if PARTIAL and HAS_DERIVATIVE:
             # A dead pair's derivative may be infinite.
@@ -135,6 +135,7 @@ def consume_item(
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, Q_KIND: gl.constexpr,
     KV_KIND: gl.constexpr, HALF: gl.constexpr,
     #: learned
+    #: kept
     #: again
     #: parameters
     #: kv_pass_lists
@@ -201,7 +202,7 @@ def consume_item(
                 b, h, hkv, batch, heads, kv_heads, q_len, kv_len,
                 #: arguments
             )
-            drop, keep_factor = drop_of_head(chance, b * heads + h, seed, own, True)
+            keep_factor = factor_of_kept(chance)
             factor2, inverse = gl.log2(keep_factor), 1.0 / keep_factor
         column_sums = eighths_of_sums(zeros)
         for step in range(0, masked):
@@ -217,7 +218,7 @@ def consume_item(
                 ragged, SUMS, q_s, k_s, v_s, do_s, lse_s, delta_s, ds_s, q_full, do_full, q_empty, do_empty,
                 factored, b, h, hkv, batch, heads, kv_heads, q_len, kv_len, q_origin, padded,
                 BLOCK_M, BLOCK_N, D, DV, STAGES, Q_KIND, True, SCORES, WEIGHTS, SLOPES, HALF,
-                #: drop
+                #: taking
                 #: arguments
             )
             count += 1
@@ -236,7 +237,7 @@ def consume_item(
                     q_full, do_full, q_empty, do_empty,
                     factored, b, h, hkv, batch, heads, kv_heads, q_len, kv_len, q_origin, padded,
                     BLOCK_M, BLOCK_N, D, DV, STAGES, Q_KIND, False, SCORES, WEIGHTS, SLOPES, HALF,
-                    #: drop
+                    #: taking
                     #: arguments
                 )
                 count += 1

@@ -19,6 +19,7 @@ def produce(
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, Q_KIND: gl.constexpr,
     KV_KIND: gl.constexpr,
     #: counter
+    #: kept
     #: again
     #: parameters
     #: kv_pass_lists
@@ -35,6 +36,7 @@ def produce(
                 k_full, v_full, q_full, do_full, q_empty, do_empty,
                 batch, heads, kv_heads, q_len, kv_len, q_origin, kv_origin, padded,
                 BLOCK_M, BLOCK_N, STAGES, Q_KIND, KV_KIND,
+                #: kept
                 #: again
                 #: arguments
                 #: kv_pass_lists
@@ -56,6 +58,7 @@ def produce(
             k_full, v_full, q_full, do_full, q_empty, do_empty,
             batch, heads, kv_heads, q_len, kv_len, q_origin, kv_origin, padded,
             BLOCK_M, BLOCK_N, STAGES, Q_KIND, KV_KIND,
+            #: kept
             #: again
             #: arguments
             #: kv_pass_lists
@@ -73,6 +76,7 @@ def consume(
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, Q_KIND: gl.constexpr,
     KV_KIND: gl.constexpr, HALF: gl.constexpr,
     #: learned
+    #: kept
     #: again
     #: parameters
     #: kv_pass_lists
@@ -92,6 +96,7 @@ def consume(
                 scale, batch, heads, kv_heads, q_len, kv_len, q_origin, kv_origin, padded,
                 HEAD_DIM, VALUE_DIM, D, DV, BLOCK_M, BLOCK_N, STAGES, Q_KIND, KV_KIND, HALF,
                 #: learned
+                #: kept
                 #: again
                 #: arguments
                 #: kv_pass_lists
@@ -108,6 +113,7 @@ def consume(
             scale, batch, heads, kv_heads, q_len, kv_len, q_origin, kv_origin, padded,
             HEAD_DIM, VALUE_DIM, D, DV, BLOCK_M, BLOCK_N, STAGES, Q_KIND, KV_KIND, HALF,
             #: learned
+            #: kept
             #: again
             #: arguments
             #: kv_pass_lists
@@ -162,6 +168,12 @@ def attention_backward_kv(
         mbarrier.init(do_full.index(stage), count=1)
         mbarrier.init(q_empty.index(stage), count=2)
         mbarrier.init(do_empty.index(stage), count=2)
+    if HAS_DROPOUT:
+        WORDS: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+        kept_s = gl.allocate_shared_memory(gl.int32, [STAGES * 2, 128, BLOCK_M // 64], WORDS)
+        kept_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+        for stage in gl.static_range(STAGES):
+            mbarrier.init(kept_full.index(stage), count=1)
     if PERSISTENT:
         item_s = gl.allocate_shared_memory(gl.int32, [16], gl.SwizzledSharedLayout(1, 1, 1, [0]))
         kv_empty = gl.allocate_shared_memory(gl.int64, [1], BARRIER)

@@ -132,6 +132,7 @@ def load_item(
     batch, heads, kv_heads, q_len, kv_len, q_origin, kv_origin, padded,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, Q_KIND: gl.constexpr,
     KV_KIND: gl.constexpr,
+    #: kept
     #: again
     #: parameters
     #: kv_pass_lists
@@ -161,6 +162,11 @@ def load_item(
             #: kv_pass_lists
         )
         row = (b * heads + h) * padded
+        if HAS_DROPOUT:
+            drop = drop_of_rows(
+                tile * BLOCK_N, b, h, hkv, batch, heads, kv_heads, q_len, kv_len, True,
+                #: arguments
+            )
         for step in range(0, partial_tiles + full_tiles):
             first = BLOCK_M * q_tile_of(
                 step, partial_tiles, full_tiles, first_live, first_full, tile,
@@ -188,6 +194,8 @@ def load_item(
                         turn, tile, b, hkv, k_desc, v_desc, k_s, v_s, k_full, v_full, BLOCK_N,
                         #: again
                     )
+            if HAS_DROPOUT:
+                draw_tile(drop, count, first, kept_s, kept_full, STAGES, 2, BLOCK_M, True)
             count += 1
     if PERSISTENT:
         if count == done:

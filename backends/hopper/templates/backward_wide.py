@@ -120,6 +120,7 @@ def consume_item(
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, Q_KIND: gl.constexpr,
     KV_KIND: gl.constexpr, HALF: gl.constexpr,
     #: learned
+    #: kept
     #: again
     #: parameters
     #: kv_pass_lists

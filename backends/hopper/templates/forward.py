@@ -128,7 +128,7 @@ def attend(
     BLOCK_N: gl.constexpr, STAGES: gl.constexpr, KV_KIND: gl.constexpr, PARTIAL: gl.constexpr,
     SCORES: gl.constexpr, OUTPUT: gl.constexpr, WEIGHTS: gl.constexpr, HALF: gl.constexpr,
     HEAD_DIM: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
-    #: drop
+    #: taken
     #: parameters
 ):
     """Scores and weights of tile number ``count``, while those of the one before weigh v."""
@@ -149,8 +149,6 @@ def attend(
         kv_tile, b, h, hkv, batch, heads, kv_heads, q_len, kv_len, kv_origin, BLOCK_N, KV_KIND,
         #: arguments
     )
-    if HAS_DROPOUT:
-        draws = draws_of_pairs(drop, kv_tile * BLOCK_N, q_len >> 31, BLOCK_N, SCORES, False)
     score = warpgroup_mma_wait(1, deps=[scoring])
     mbarrier.arrive(k_empty.index(stage), count=1)
     score, reached = final_scores(
@@ -163,7 +161,8 @@ def attend(
         score, reached, peak, factor, (PARTIAL and MASKED) or MODIFIED or HAS_COLUMN
     )
     if HAS_DROPOUT:
-        exact = keep(exact, draws, drop)
+        bits = take_bits(PART, count, kept_s, kept_full, STAGES, CONSUMERS, BLOCK_N)
+        exact = keep(exact, bits)
     if EARLY:
         weight = pack(exact, HALF)
     if OWN_WEIGHTS:
@@ -190,6 +189,7 @@ def consume_item(
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
     STAGES: gl.constexpr, CONSUMERS: gl.constexpr, Q_KIND: gl.constexpr, KV_KIND: gl.constexpr,
     #: output
+    #: kept
     #: again
     #: parameters
     #: forward_lists
@@ -248,7 +248,7 @@ def consume_item(
             b, h, hkv, batch, heads, kv_heads, q_len, kv_len,
             #: arguments
         )
-        drop, keep_factor = drop_of_head(chance, b * heads + h, seed, first, False)
+        keep_factor = factor_of_kept(chance)
     acc = gl.zeros([ROWS, DV], gl.float32, layout=OUTPUT)
     zeros = gl.zeros([ROWS, BLOCK_N], gl.float32, layout=SCORES)
     peak = gl.full([ROWS], float("-inf"), gl.float32, layout=gl.SliceLayout(1, SCORES))
@@ -298,8 +298,8 @@ def consume_item(
     )
     exact, sums, decay, peak = soften(score, reached, peak, factor, MASKED or MODIFIED or HAS_COLUMN)
     if HAS_DROPOUT:
-        draws = draws_of_pairs(drop, first_tile * BLOCK_N, q_len >> 31, BLOCK_N, SCORES, False)
-        exact = keep(exact, draws, drop)
+        bits = take_bits(PART, done, kept_s, kept_full, STAGES, CONSUMERS, BLOCK_N)
+        exact = keep(exact, bits)
     weight = pack(exact, HALF)
 
     if FORWARD_HAS_PARTIAL:
@@ -316,7 +316,7 @@ def consume_item(
                 k_full, k_empty, v_full, v_empty,
                 factor, steepness, scale, origin, b, h, hkv, batch, heads, kv_heads, q_len, kv_len, kv_origin,
                 BLOCK_N, STAGES, KV_KIND, True, SCORES, OUTPUT, WEIGHTS, HALF, HEAD_DIM, D, DV,
-                #: drop
+                #: taking
                 #: arguments
             )
             kv_tile = partial_tile(
@@ -341,7 +341,7 @@ def consume_item(
                 k_full, k_empty, v_full, v_empty,
                 factor, steepness, scale, origin, b, h, hkv, batch, heads, kv_heads, q_len, kv_len, kv_origin,
                 BLOCK_N, STAGES, KV_KIND, False, SCORES, OUTPUT, WEIGHTS, HALF, HEAD_DIM, D, DV,
-                #: drop
+                #: taking
                 #: arguments
             )
             kv_tile = forward_full_tile(

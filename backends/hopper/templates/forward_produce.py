@@ -141,6 +141,7 @@ def load_item(
     batch, heads, kv_heads, q_len, kv_len, q_origin, kv_origin, together,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr,
     Q_KIND: gl.constexpr, KV_KIND: gl.constexpr,
+    #: kept
     #: again
     #: parameters
     #: forward_lists
@@ -173,6 +174,11 @@ def load_item(
             turn, tile, b, h, q_desc, q_s, q_full, BLOCK_M, CONSUMERS,
             #: again
         )
+    if HAS_DROPOUT:
+        drop = drop_of_rows(
+            tile * BLOCK_M, b, h, hkv, batch, heads, kv_heads, q_len, kv_len, False,
+            #: arguments
+        )
     for step in range(0, partial_tiles):
         kv_tile = partial_tile(
             step, nothing, full_tiles, first_live, first_full, tile,
@@ -185,6 +191,11 @@ def load_item(
             k_desc, v_desc, k_s, v_s, k_full, k_empty, v_full, v_empty, done + step, kv_tile, b, hkv,
             BLOCK_N, STAGES,
         )
+        if HAS_DROPOUT:
+            draw_tile(
+                drop, done + step, kv_tile * BLOCK_N, kept_s, kept_full,
+                STAGES, CONSUMERS, BLOCK_N, False,
+            )
     if FORWARD_HAS_FULL:
         for step in range(0, full_tiles):
             kv_tile = forward_full_tile(
@@ -198,4 +209,9 @@ def load_item(
                 k_desc, v_desc, k_s, v_s, k_full, k_empty, v_full, v_empty,
                 done + partial_tiles + step, kv_tile, b, hkv, BLOCK_N, STAGES,
             )
+            if HAS_DROPOUT:
+                draw_tile(
+                    drop, done + partial_tiles + step, kv_tile * BLOCK_N,
+                    kept_s, kept_full, STAGES, CONSUMERS, BLOCK_N, False,
+                )
     return done + partial_tiles + full_tiles

@@ -251,26 +251,21 @@ class Pointer:
         return Pointer(self.data, self.offset + step)
 
 
-def drop_of_head(p: Any, head_of_batch: Any, seed: int, first: Any, keys_first: bool) -> Any:
-    p = float(p)
-    return (p, int(head_of_batch), seed, int(first)), number(1) / (1 - p)
-
-
-def draws_of_pairs(
-    drop: Any, first: Any, zero: Any, size: int, layout: Any, keys_first: bool
-) -> Any:
+def kept_bits(drop: Any, part: int, first: Any, size: int, keys_first: bool) -> torch.Tensor:
     """What :func:`keep` needs to draw for a tile, whose number of rows it knows."""
-    assert not zero
-    return int(first), size, keys_first
+    millionths, number, seed, own = drop
+    return torch.tensor([millionths, number, seed, own, part, first, size, keys_first]).int()
 
 
-def keep(values: torch.Tensor, draws: Any, drop: Any) -> torch.Tensor:
-    p, head_of_batch, seed, own = drop
-    first, size, keys_first = draws
+def keep(values: torch.Tensor, bits: torch.Tensor, negated: bool = False) -> torch.Tensor:
+    millionths, number, seed, own, part, first, size, keys_first = bits.tolist()
+    assert millionths >= 0, "read before it was drawn"
+    own += part * len(values)
     ranges = (own, own + len(values)), (first, first + size)
     q, kv = reversed(ranges) if keys_first else ranges
-    drawn = uniform_at(seed, torch.tensor([[head_of_batch]]), q, kv)[0, 0]
-    return torch.where((drawn.mT if keys_first else drawn) >= p, values, 0.0)
+    drawn = uniform_at(seed, torch.tensor([[number]]), q, kv)[0, 0]
+    kept = (drawn.mT if keys_first else drawn) >= millionths / 1e6
+    return torch.where(kept, values, -values if negated else 0.0)
 
 
 class Operations:
@@ -321,9 +316,12 @@ class Operations:
                 words=lambda values: torch.tensor([*map(int, values), *[-1] * (16 - len(values))]),
             ),
             "attndsl.backends.hopper.dropout": SimpleNamespace(
-                drop_of_head=drop_of_head, draws_of_pairs=draws_of_pairs, keep=keep,
-                negate_dropped=lambda w, draws, drop: 2 * keep(w, draws, drop) - w,
+                drop_of_head=lambda p, number, seed, first, keys_first: (
+                    round(1e6 * float(p)), int(number), seed, int(first)
+                ),
+                factor_of_kept=lambda p: 1 / (1 - torch.as_tensor(p)),
                 halves_of_kept=lambda weights, half, layout: torch.relu(weights).to(half),
+                keep=keep, kept_bits=self.draw, layout_of_bits=lambda words: None,
             ),
             "attndsl.backends.hopper.shim": SimpleNamespace(
                 tma_load=self.load_tile, tma_store=self.store_tile, tma_wait=self.wait_stores
@@ -368,6 +366,12 @@ class Operations:
             warp_specialize=self.specialise, where=where,
             zeros=lambda shape, dtype, layout=None: spread(shape, 0, dtype),
         )  # fmt: skip
+
+    def draw(self, *arguments: Any) -> torch.Tensor:
+        """Takes long: others go on meanwhile."""
+        for _ in range(8):
+            self.machine.pause()
+        return kept_bits(*arguments)
 
     def allocate(self, dtype: torch.dtype, shape: list[int], layout: Any) -> Any:
         if layout == "barrier":

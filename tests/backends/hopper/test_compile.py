@@ -53,7 +53,7 @@ SCRIPT = textwrap.dedent(
         "alibi": "mask = causal()\\nscore = alibi()",
         "constant": "mask = causal()\\nscore = -2.0 * (h + 1)",
         "sink": "tensor s[heads]: float\\nmask = causal()\\nscore = alibi()\\nsink = s[h] * s[h]",
-        "dropout": "param p: float\nmask = causal()\nweights = dropout(softmax(score), p)",
+        "dropout": "param p: float\\nmask = causal()\\nweights = dropout(softmax(score), p)",
         "logic": "param all: bool = false\\nmask = q >= kv or all\\nscore = where(q < 5, 1, score)",
     }
     def compiled(
