@@ -17,7 +17,6 @@ from ..triton.tile_lists import lists_of
 from .arguments import (
     HopperLayout,
     addresses,
-    block_width,
     blocks_of,
     descriptor_strides,
     is_drawn,
@@ -26,6 +25,8 @@ from .counters import Counters
 from .kernels import HopperKernels
 from .launch import TensorMaps, launch_of, view
 from .learned import gradients_of_parts, learned_in_kernel, learned_parts
+from .memory import block_width
+from .pair_tiles import described, with_pair_tiles
 from .tiles import CANDIDATES
 
 if TYPE_CHECKING:
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 
     from ..base import Call, Store, Wants
     from ..tangent import Tangents
+    from ..triton.specialise import Specialisation
     from ..triton.tiles import Config
 
 _DTYPES = (torch.float16, torch.bfloat16)
@@ -85,6 +87,7 @@ class HopperBackend(TritonBackend):
                 [
                     *of(views["q_desc"], q), *of(views["k_desc"], call.k),
                     *of(views["v_desc"], call.v), *of(views["o_desc"], out), lse.data_ptr(),
+                    *self._pair_maps(layout, call),
                     *self._counter(layout, q.device, stream), call.scale, *layout.sizes,
                     origin(call.q_offset, call.q_index), origin(call.kv_offset, call.kv_index),
                     layout.together,
@@ -138,6 +141,7 @@ class HopperBackend(TritonBackend):
                     *of(views["q_desc"], q), *of(views["k_desc"], k), *of(views["v_desc"], v),
                     *of(views["do_desc"], grad_out), *of(views["lse_desc"], lse2),
                     *of(views["delta_desc"], delta), *addresses(sums, dk, dv),
+                    *self._pair_maps(layout, call),
                     *self._counter(layout, q.device, stream), call.scale,
                     *layout.sizes, origin(call.q_offset, call.q_index),
                     origin(call.kv_offset, call.kv_index), padded,
@@ -164,6 +168,12 @@ class HopperBackend(TritonBackend):
             tensors=tensors, params=params,
         )  # fmt: skip
         return gradients, delta
+
+    def _pair_maps(self, layout: HopperLayout, call: Call) -> list[object]:
+        found: list[object] = []
+        for number, tile in enumerate(layout.special.pair_tiles):
+            found += self._maps.of(layout.views[f"pair{number}_desc"], call.tensors[tile.name])
+        return found
 
     def _counter(self, layout: HopperLayout, device: torch.device, stream: int) -> list[int]:
         return [self._counters.of(device, stream).data_ptr()] if layout.drawn else []
@@ -207,6 +217,19 @@ class HopperBackend(TritonBackend):
         else:
             super().choose(lowered, call, kind, grad_out, wants, kernel, config)
 
+    def _special(
+        self, lowered: Lowered, call: Call, grads: tuple[torch.Tensor, ...], wants: Wants | None
+    ) -> Specialisation:
+        special = super()._special(lowered, call, grads, wants)
+        direction = "backward_kv" if grads else "forward"
+        return with_pair_tiles(special, lowered, call, direction)
+
+    def _places(self, call: Call) -> tuple[object, ...]:
+        # Where views of what pairs look up end; a number on the device is none.
+        if not call.tensors or not call.shifted:
+            return ()
+        return tuple(x for x in (call.q_offset, call.kv_offset) if isinstance(x, int))
+
     def _hopper_layout(
         self,
         lowered: Lowered,
@@ -246,6 +269,9 @@ class HopperBackend(TritonBackend):
         else:
             tensors["do_desc"] = grad_out
         views = {}
+        for number, tile in enumerate(layout.special.pair_tiles):
+            name, own = f"pair{number}_desc", described(tile, call)
+            views[name] = view(own, own.stride(), blocks[name], encoders.get(name))
         for name, tensor in tensors.items():
             steps = descriptor_strides(tensor)
             assert steps is not None

@@ -16,9 +16,11 @@ from attndsl.passes.tiles.plan import DIRECTIONS
 from ..triton.device_functions import param_values, parameters, wrapped
 from ..triton.generate import fill_template, import_lines
 from ..triton.loops import LIST_PARAMETERS, print_loop
-from .arguments import has_own_output, is_drawn, widest
+from .arguments import is_drawn
 from .functions import print_functions
 from .learned import learned_in_kernel
+from .memory import has_own_output, widest
+from .pair_texts import pair_hooks, print_pair_functions
 
 if TYPE_CHECKING:
     from attndsl.passes.tiles.plan import LoopPlan
@@ -146,6 +148,7 @@ def generate(
     left = "q_empty" if direction == "forward" else "kv_empty"
     again = [f"{left}, item_s, item_full, item_empty,"] * config.persistent
     counter = ["COUNTER,"] * drawn
+    pairs = pair_hooks(lowered, special, direction, wide)
     output = ["o_s,"] * bool(flags["OWN_OUTPUT"])
     helpers |= used
     more = {
@@ -159,13 +162,15 @@ def generate(
         "again": again,
         "output": output,
         "steep": ["steep_s,"] * wide,
+        **pairs,
         "partitions": _partitions(
-            (*producer, *counter, *again),
-            (*consumer, *sums, *output, *again),
+            (*producer, *counter, *again, *pairs["pair_producer"]),
+            (*consumer, *sums, *output, *again, *pairs["pair_consumer"]),
             config.consumers,
             [*wrapped(names), *lists],
         ),
     }
+    texts += print_pair_functions(lowered, special, direction)
     return fill_template(__package__, templates, [*functions, *texts], helpers, flags, names, more)
 
 

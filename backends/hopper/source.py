@@ -13,6 +13,7 @@ from ..triton.specialise import specialise, with_forms, with_gradients
 from .backend import why_portable
 from .generate import generate
 from .kernels import HopperKernels, configs_of
+from .pair_tiles import with_pair_tiles
 
 if TYPE_CHECKING:
     from attndsl.pipeline import Lowered
@@ -38,7 +39,8 @@ def hopper_source(lowered: Lowered, call: Call, direction: str, wants: Wants) ->
     special = with_forms(special, lowered.program, parse_target("cuda:90"))
     texts = []
     for name in HopperKernels.directions[direction]:
-        config = configs_of(lowered, special, name)[0]
-        loop = plan_loop(lowered, special, name, config)
-        texts.append(generate(lowered, special, name, loop, config))
+        own = with_pair_tiles(special, lowered, call, name)
+        config = configs_of(lowered, own, name)[0]
+        loop = plan_loop(lowered, own, name, config)
+        texts.append(generate(lowered, own, name, loop, config))
     return "\n\n".join(texts)

@@ -18,6 +18,7 @@ def add_query_tile(
     STAGES: gl.constexpr, Q_KIND: gl.constexpr, PARTIAL: gl.constexpr, SCORES: gl.constexpr,
     WEIGHTS: gl.constexpr, SLOPES: gl.constexpr, HALF: gl.constexpr,
     #: parameters
+    #: pair_reader_parameters
 ):
     """Add one query tile's part to dK (before the scale), dV and dQ, and to the keys' sums of dS.
 
@@ -50,12 +51,15 @@ def add_query_tile(
     )
     score = warpgroup_mma_wait(1, deps=[scoring])
     lse2 = lse_s.index(stage).load(gl.SliceLayout(0, SCORES))
+    #: read_pairs
     weight, steep, derivative = weights_of_tile(
         score, q_parts, kv_parts, lse2, columns, column2, first, kv, scale, origin, ragged,
         b, h, hkv, batch, heads, kv_heads, q_len, kv_len, q_origin,
         BLOCK_M, Q_KIND, PARTIAL, SCORES,
         #: arguments
+        #: pair_parts
     )
+    #: leave_pairs
     delta = delta_s.index(stage).load(gl.SliceLayout(0, SCORES))
     weight_half = gl.convert_layout(weight.to(HALF), WEIGHTS)
     if HAS_DERIVATIVE:
@@ -111,6 +115,7 @@ def consume_item(
     KV_KIND: gl.constexpr, HALF: gl.constexpr,
     #: learned
     #: again
+    #: pair_consumer
     #: parameters
     #: kv_pass_lists
 ):
@@ -186,6 +191,7 @@ def consume_item(
                 factored, b, h, hkv, batch, heads, kv_heads, q_len, kv_len, q_origin, padded,
                 BLOCK_M, BLOCK_N, D, DV, STAGES, Q_KIND, True, SCORES, WEIGHTS, SLOPES, HALF,
                 #: arguments
+                #: pair_reader
             )
             count += 1
         if KV_PASS_HAS_FULL and PEELED:
@@ -204,6 +210,7 @@ def consume_item(
                     factored, b, h, hkv, batch, heads, kv_heads, q_len, kv_len, q_origin, padded,
                     BLOCK_M, BLOCK_N, D, DV, STAGES, Q_KIND, False, SCORES, WEIGHTS, SLOPES, HALF,
                     #: arguments
+                    #: pair_reader
                 )
                 count += 1
         head = (b * heads + h).to(gl.int64)

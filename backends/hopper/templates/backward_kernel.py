@@ -20,6 +20,7 @@ def produce(
     KV_KIND: gl.constexpr,
     #: counter
     #: again
+    #: pair_producer
     #: parameters
     #: kv_pass_lists
 ):
@@ -36,6 +37,7 @@ def produce(
                 batch, heads, kv_heads, q_len, kv_len, q_origin, kv_origin, padded,
                 BLOCK_M, BLOCK_N, STAGES, Q_KIND, KV_KIND,
                 #: again
+                #: pair_producer
                 #: arguments
                 #: kv_pass_lists
             )
@@ -57,6 +59,7 @@ def produce(
             batch, heads, kv_heads, q_len, kv_len, q_origin, kv_origin, padded,
             BLOCK_M, BLOCK_N, STAGES, Q_KIND, KV_KIND,
             #: again
+            #: pair_producer
             #: arguments
             #: kv_pass_lists
         )
@@ -74,6 +77,7 @@ def consume(
     KV_KIND: gl.constexpr, HALF: gl.constexpr,
     #: learned
     #: again
+    #: pair_consumer
     #: parameters
     #: kv_pass_lists
 ):
@@ -93,6 +97,7 @@ def consume(
                 HEAD_DIM, VALUE_DIM, D, DV, BLOCK_M, BLOCK_N, STAGES, Q_KIND, KV_KIND, HALF,
                 #: learned
                 #: again
+                #: pair_consumer
                 #: arguments
                 #: kv_pass_lists
             )
@@ -109,6 +114,7 @@ def consume(
             HEAD_DIM, VALUE_DIM, D, DV, BLOCK_M, BLOCK_N, STAGES, Q_KIND, KV_KIND, HALF,
             #: learned
             #: again
+            #: pair_consumer
             #: arguments
             #: kv_pass_lists
         )
@@ -117,6 +123,7 @@ def consume(
 @gluon.jit
 def attention_backward_kv(
     q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, SUMS, DK, DV_OUT,
+    #: pair_descs
     #: counter
     scale, batch, heads, kv_heads, q_len, kv_len, q_origin, kv_origin, padded,
     #: learned
@@ -170,4 +177,5 @@ def attention_backward_kv(
         mbarrier.init(kv_empty, count=2)
         mbarrier.init(item_full, count=1)
         mbarrier.init(item_empty, count=2)
+    #: pair_memory
     #: partitions

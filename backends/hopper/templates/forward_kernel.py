@@ -15,6 +15,7 @@ def produce(
     Q_KIND: gl.constexpr, KV_KIND: gl.constexpr,
     #: counter
     #: again
+    #: pair_producer
     #: parameters
     #: forward_lists
 ):
@@ -30,6 +31,7 @@ def produce(
                 batch, heads, kv_heads, q_len, kv_len, q_origin, kv_origin, together,
                 BLOCK_M, BLOCK_N, STAGES, CONSUMERS, Q_KIND, KV_KIND,
                 #: again
+                #: pair_producer
                 #: arguments
                 #: forward_lists
             )
@@ -50,6 +52,7 @@ def produce(
             batch, heads, kv_heads, q_len, kv_len, q_origin, kv_origin, together,
             BLOCK_M, BLOCK_N, STAGES, CONSUMERS, Q_KIND, KV_KIND,
             #: again
+            #: pair_producer
             #: arguments
             #: forward_lists
         )
@@ -64,6 +67,7 @@ def consume(
     STAGES: gl.constexpr, CONSUMERS: gl.constexpr, Q_KIND: gl.constexpr, KV_KIND: gl.constexpr,
     #: output
     #: again
+    #: pair_consumer
     #: parameters
     #: forward_lists
 ):
@@ -81,6 +85,7 @@ def consume(
                 HEAD_DIM, D, DV, BLOCK_M, BLOCK_N, STAGES, CONSUMERS, Q_KIND, KV_KIND,
                 #: output
                 #: again
+                #: pair_consumer
                 #: arguments
                 #: forward_lists
             )
@@ -97,6 +102,7 @@ def consume(
             HEAD_DIM, D, DV, BLOCK_M, BLOCK_N, STAGES, CONSUMERS, Q_KIND, KV_KIND,
             #: output
             #: again
+            #: pair_consumer
             #: arguments
             #: forward_lists
         )
@@ -105,6 +111,7 @@ def consume(
 @gluon.jit
 def attention_forward(
     q_desc, k_desc, v_desc, o_desc, LSE,
+    #: pair_descs
     #: counter
     scale, batch, heads, kv_heads, q_len, kv_len, q_origin, kv_origin, together,
     #: parameters
@@ -149,4 +156,5 @@ def attention_forward(
         item_empty = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
         mbarrier.init(item_full, count=1)
         mbarrier.init(item_empty, count=CONSUMERS)
+    #: pair_memory
     #: partitions
