@@ -21,6 +21,7 @@ from .functions import print_functions
 from .learned import learned_in_kernel
 from .memory import has_own_output, widest
 from .pair_texts import pair_hooks, print_pair_functions
+from .stored import slope_hooks
 
 if TYPE_CHECKING:
     from attndsl.passes.tiles.plan import LoopPlan
@@ -145,6 +146,7 @@ def generate(
     }
     lists = wrapped(LIST_PARAMETERS) if listed else []
     sums = ["COLUMN_SUMS,"] * learned.column + ["FACTOR_SUMS,"] * learned.factor
+    stored = ["slopes_desc,"] * special.stores_slopes
     left = "q_empty" if direction == "forward" else "kv_empty"
     again = [f"{left}, item_s, item_full, item_empty,"] * config.persistent
     counter = ["COUNTER,"] * drawn
@@ -162,10 +164,11 @@ def generate(
         "again": again,
         "output": output,
         "steep": ["steep_s,"] * wide,
+        **slope_hooks(special),
         **pairs,
         "partitions": _partitions(
             (*producer, *counter, *again, *pairs["pair_producer"]),
-            (*consumer, *sums, *output, *again, *pairs["pair_consumer"]),
+            (*consumer, *sums, *output, *again, *pairs["pair_consumer"], *stored),
             config.consumers,
             [*wrapped(names), *lists],
         ),

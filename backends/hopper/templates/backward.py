@@ -19,6 +19,7 @@ def add_query_tile(
     WEIGHTS: gl.constexpr, SLOPES: gl.constexpr, HALF: gl.constexpr,
     #: parameters
     #: pair_reader_parameters
+    #: stored
 ):
     """Add one query tile's part to dK (before the scale), dV and dQ, and to the keys' sums of dS.
 
@@ -86,7 +87,9 @@ def add_query_tile(
     # dV comes after dS: issuing it earlier spills registers.
     adding_v = warpgroup_mma(weight_half, do, dv, is_async=True)
     fence_async_shared()
+    #: slopes_are_stored
     meet()
+    #: store_slopes
     # dQ comes before dK, so that it is added up while dK is computed.
     if BLOCK_M == 64:
         slopes, keys = shared, k_tile.slice(PART * WIDTH, WIDTH, dim=1)
@@ -116,6 +119,7 @@ def consume_item(
     #: learned
     #: again
     #: pair_consumer
+    #: stored_desc
     #: parameters
     #: kv_pass_lists
 ):
@@ -192,6 +196,7 @@ def consume_item(
                 BLOCK_M, BLOCK_N, D, DV, STAGES, Q_KIND, True, SCORES, WEIGHTS, SLOPES, HALF,
                 #: arguments
                 #: pair_reader
+                #: stored
             )
             count += 1
         if KV_PASS_HAS_FULL and PEELED:
@@ -211,6 +216,7 @@ def consume_item(
                     BLOCK_M, BLOCK_N, D, DV, STAGES, Q_KIND, False, SCORES, WEIGHTS, SLOPES, HALF,
                     #: arguments
                     #: pair_reader
+                    #: stored
                 )
                 count += 1
         head = (b * heads + h).to(gl.int64)
@@ -227,6 +233,7 @@ def consume_item(
     if PERSISTENT:
         # The next item's keys may come.
         mbarrier.arrive(kv_empty, count=1)
+    #: slopes_are_stored
     # Through shared memory, so that each thread stores 16 bytes.
     STORED: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     dk_rows = gl.convert_layout((dk * scale).to(HALF), STORED)

@@ -78,6 +78,7 @@ def consume(
     #: learned
     #: again
     #: pair_consumer
+    #: stored_desc
     #: parameters
     #: kv_pass_lists
 ):
@@ -98,6 +99,7 @@ def consume(
                 #: learned
                 #: again
                 #: pair_consumer
+                #: stored_desc
                 #: arguments
                 #: kv_pass_lists
             )
@@ -115,6 +117,7 @@ def consume(
             #: learned
             #: again
             #: pair_consumer
+            #: stored_desc
             #: arguments
             #: kv_pass_lists
         )
@@ -124,6 +127,7 @@ def consume(
 def attention_backward_kv(
     q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, SUMS, DK, DV_OUT,
     #: pair_descs
+    #: stored_desc
     #: counter
     scale, batch, heads, kv_heads, q_len, kv_len, q_origin, kv_origin, padded,
     #: learned

@@ -126,6 +126,7 @@ def consume_item(
     #: learned
     #: again
     #: pair_consumer
+    #: stored_desc
     #: parameters
     #: kv_pass_lists
 ):
