@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import ast
+from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 import attndsl
 from attndsl.backends.base import Call, Wants
 from attndsl.backends.hopper import backend as hopper
 from attndsl.backends.hopper.arguments import blocks_of
 from attndsl.backends.hopper.backend import HopperBackend
-from attndsl.backends.hopper.kernels import configs_of
+from attndsl.backends.hopper.kernels import HopperKernels, configs_of
 from attndsl.backends.hopper.memory import has_own_output, shared_bytes
 from attndsl.backends.hopper.pair_tiles import described, pair_tiles, with_pair_tiles
 from attndsl.backends.hopper.source import hopper_source
@@ -341,3 +344,56 @@ def test_calls_of_one_program_are_told_apart(check):
             found = check.run(attention, own)
             for key, value in exact.items():
                 torch.testing.assert_close(found[key], value, atol=0.05, rtol=0.05)
+
+
+@pytest.mark.parametrize("learned", [False, True])
+def test_arguments_are_those_that_kernels_take(monkeypatch, learned):
+    backend, launched = HopperBackend(default_cache()), {}
+    bias = torch.zeros(HEADS, Q_LEN, KV_LEN, dtype=torch.bfloat16)
+    lowered, call = call_of(BIAS, {"bias": bias})
+    wants = Wants(tensors=frozenset({"bias"} if learned else ()))
+    configs = {}
+
+    def attention(lowered, kind, special, device, has_dlse):
+        for name in HopperKernels.directions[kind]:
+            configs[name] = replace(configs_of(lowered, special, name)[0], persistent=False)
+        fixed = HopperKernels.fixed if kind == "backward" else ()
+        executables = {name: SimpleNamespace(name=name, config=c) for name, c in configs.items()}
+        executables |= {name: SimpleNamespace(name=name, config=None) for name in fixed}
+        return SimpleNamespace(executables=executables, listed=())
+
+    def launch_of(executable):
+        def run(programs, stream, arguments):
+            launched[executable.name] = arguments
+
+        return SimpleNamespace(executable=executable, run=run, encoders={})
+
+    monkeypatch.setattr(backend._kernels, "attention", attention)
+    monkeypatch.setattr(hopper, "launch_of", launch_of)
+    monkeypatch.setattr(hopper, "stream_of", lambda device: 0)
+    monkeypatch.setattr(hopper, "on_device", lambda device: nullcontext())
+    out, lse = backend.forward(lowered, call)
+    found = backend.backward(lowered, call, out, lse, torch.zeros_like(out), None, wants)
+    assert (found.tensors.keys() == {"bias"}) == learned
+    for name, direction in (("forward", "forward"), ("backward_kv", "backward")):
+        text = hopper_source(lowered, call, direction, wants)
+        (function,) = [
+            item for item in ast.parse(text).body
+            if isinstance(item, ast.FunctionDef) and item.name == f"attention_{name}"
+        ]  # fmt: skip
+        names = [item.arg for item in function.args.args if item.annotation is None]
+        assert ("slopes_desc" in names) == (learned and name == "backward_kv")
+        given = dict(zip(names, launched[name], strict=True))
+        descriptors = {n for n, value in given.items() if isinstance(value, TensorDescriptor)}
+        assert descriptors == {n for n in names if n.endswith("_desc")}
+        assert given["pair0_desc"].base is call.tensors["bias"]
+        assert given["pair0_desc"].shape == [HEADS, Q_LEN, KV_LEN]
+        assert given["t_bias"] is call.tensors["bias"]
+        assert (given["heads"], given["kv_len"]) == (HEADS, KV_LEN)
+    if learned:
+        block_m, block_n = configs["backward_kv"].block_m, configs["backward_kv"].block_n
+        rows = BATCH * HEADS * -(-KV_LEN // block_n) * block_n
+        descriptor = given["slopes_desc"]
+        assert descriptor.shape == [rows, -(-Q_LEN // block_m) * block_m]
+        assert descriptor.base.numel() == rows * descriptor.shape[1]
+        assert found.tensors["bias"].shape == bias.shape
