@@ -9,8 +9,8 @@ from triton.experimental.gluon.language import NVMMASharedLayout
 
 from ..triton.arguments import Layout, capture_types, template_argument
 from ..triton.compile import Argument
-from ..triton.tiles import shared_memory_of
 from .learned import Learned
+from .memory import BYTES_OF_TYPES, block_width, pair_block
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -19,13 +19,14 @@ if TYPE_CHECKING:
 
     from attndsl.pipeline import Lowered
 
-    from ..triton.specialise import Specialisation
+    from ..triton.specialise import PairTile, Specialisation
     from ..triton.tiles import Config
     from .launch import Launch, View
 
 _BYTES = 16
 """Addresses and strides that the tensor memory accelerator takes are multiples of this."""
 _ROWS = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
+_SLOPES = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
 _STATISTICS = NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
 
 
@@ -44,16 +45,6 @@ class Block:
         return f"tensordesc<{self.dtype}[{', '.join(map(str, self.shape))}],{self.layout!r}>"
 
 
-def block_width(head_dim: int) -> int:
-    """Columns of a tile that holds rows of ``head_dim`` elements; the rest is zeros."""
-    return max(64, 1 << (head_dim - 1).bit_length())
-
-
-def widest(special: Specialisation) -> int:
-    """Columns of the wider ones of a kernel's tiles."""
-    return max(map(block_width, (special.head_dim, special.value_dim)))
-
-
 def blocks_of(direction: str, special: Specialisation, config: Config) -> dict[str, Block]:
     """Blocks of the descriptors that a kernel takes."""
     d, dv = block_width(special.head_dim), block_width(special.value_dim)
@@ -62,13 +53,19 @@ def blocks_of(direction: str, special: Specialisation, config: Config) -> dict[s
     def rows(number: int, width: int) -> Block:
         return Block((1, 1, number, width), special.dtype, _ROWS)
 
+    pairs = {
+        f"pair{number}_desc": _pair_block(tile, pair_block(direction, special, config))
+        for number, tile in enumerate(special.pair_tiles)
+    }
     if direction == "forward":
         m = m // config.consumers
-        return {
+        return pairs | {
             "q_desc": rows(m, d), "k_desc": rows(n, d), "v_desc": rows(n, dv), "o_desc": rows(m, dv)
         }  # fmt: skip
     statistics = Block((m,), "fp32", _STATISTICS)
-    return {
+    if special.stores_slopes:
+        pairs["slopes_desc"] = Block((n, m), special.dtype, _SLOPES)
+    return pairs | {
         "q_desc": rows(m, d),
         "k_desc": rows(n, d),
         "v_desc": rows(n, dv),
@@ -78,16 +75,14 @@ def blocks_of(direction: str, special: Specialisation, config: Config) -> dict[s
     }
 
 
-def has_own_output(special: Specialisation, config: Config) -> bool:
-    """Whether a forward's output lies beside q in shared memory, not in its place.
-
-    The next item's rows of q may then come before those of the output have gone.
-    """
-    d, dv = block_width(special.head_dim), block_width(special.value_dim)
-    if d != dv or not config.persistent:
-        return d != dv
-    elements = (config.block_m + config.stages * config.block_n) * (d + dv)
-    return 2 * elements < shared_memory_of("cuda:90")
+def _pair_block(tile: PairTile, shape: tuple[int, int, int]) -> Block:
+    """One consumer's tile of what pairs look up."""
+    _, queries, keys = shape
+    size, rank = BYTES_OF_TYPES[tile.dtype], len(tile.leading) + 2
+    layout = NVMMASharedLayout(
+        swizzle_byte_width=min(128, keys * size), element_bitwidth=8 * size, rank=rank
+    )
+    return Block((*(1,) * len(tile.leading), queries, keys), tile.dtype, layout)
 
 
 def is_drawn(lowered: Lowered, config: Config) -> bool:

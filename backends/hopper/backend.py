@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,14 +13,13 @@ from ..base import Gradients
 from ..triton.arguments import capture_arguments, origin
 from ..triton.backend import PADDING, TritonBackend
 from ..triton.kernels import STATISTICS_ROWS
-from ..triton.shares import Shares, wants_of_kernels
+from ..triton.shares import Shares, key_of, share_out
 from ..triton.specialise import specialise, strides
 from ..triton.streams import on_device, stream_of
 from ..triton.tile_lists import lists_of
 from .arguments import (
     HopperLayout,
     addresses,
-    block_width,
     blocks_of,
     descriptor_strides,
     is_drawn,
@@ -28,6 +28,9 @@ from .counters import Counters
 from .kernels import HopperKernels
 from .launch import TensorMaps, launch_of, view
 from .learned import gradients_of_parts, learned_in_kernel, learned_parts
+from .memory import block_width
+from .pair_tiles import described, with_pair_tiles
+from .stored import among, empty_slopes, gradients_from, shares_of, slopes_shape, with_stored
 from .tiles import CANDIDATES
 
 if TYPE_CHECKING:
@@ -37,9 +40,11 @@ if TYPE_CHECKING:
 
     from ..base import Call, Store, Wants
     from ..tangent import Tangents
+    from ..triton.specialise import Specialisation
     from ..triton.tiles import Config
 
 _DTYPES = (torch.float16, torch.bfloat16)
+_MAX_SHARES = 1024
 _TOGETHER_BYTES = 16 << 20
 """Keys and values of the heads that run side by side: a third of the L2 cache."""
 
@@ -87,6 +92,7 @@ class HopperBackend(TritonBackend):
                 [
                     *of(views["q_desc"], q), *of(views["k_desc"], call.k),
                     *of(views["v_desc"], call.v), *of(views["o_desc"], out), lse.data_ptr(),
+                    *self._pair_maps(layout, call),
                     *self._counter(layout, q.device, stream), call.scale, *layout.sizes,
                     origin(call.q_offset, call.q_index), origin(call.kv_offset, call.kv_index),
                     layout.together,
@@ -106,8 +112,9 @@ class HopperBackend(TritonBackend):
         wants: Wants,
     ) -> tuple[Gradients, torch.Tensor]:
         given = grad_out
-        if not grad_out.is_contiguous() and descriptor_strides(grad_out) is None:
-            grad_out = grad_out.contiguous()
+        if descriptor_strides(grad_out) is None and (wants.tensors or not grad_out.is_contiguous()):
+            # A copy, at an address that suits: no portable kernel stores dS.
+            grad_out = grad_out.clone(memory_format=torch.contiguous_format)
         has_dlse = grad_lse is not None
         layout = self._hopper_layout(lowered, call, "backward", grad_out, wants, has_dlse)
         if layout.why_portable is not None:
@@ -126,6 +133,9 @@ class HopperBackend(TritonBackend):
         kv_tiles = -(-k.shape[2] // launch.executable.config.block_n)
         columns = lse.new_empty((batch, heads, k.shape[2])) if learned.column else None
         factors = lse.new_empty((batch, heads, 2 * kv_tiles)) if learned.factor else None
+        stores = layout.special.stores_slopes
+        config = launch.executable.config
+        slopes = empty_slopes(lowered, call, config) if stores else None
         out_strides = layout.out_strides if out.is_contiguous() else strides(out)[:3]
         stream = stream_of(q.device)
         with on_device(q.device):
@@ -140,6 +150,8 @@ class HopperBackend(TritonBackend):
                     *of(views["q_desc"], q), *of(views["k_desc"], k), *of(views["v_desc"], v),
                     *of(views["do_desc"], grad_out), *of(views["lse_desc"], lse2),
                     *of(views["delta_desc"], delta), *addresses(sums, dk, dv),
+                    *self._pair_maps(layout, call),
+                    *([] if slopes is None else of(views["slopes_desc"], slopes)),
                     *self._counter(layout, q.device, stream), call.scale,
                     *layout.sizes, origin(call.q_offset, call.q_index),
                     origin(call.kv_offset, call.kv_index), padded,
@@ -157,15 +169,38 @@ class HopperBackend(TritonBackend):
                 )  # fmt: skip
         tensors: dict[str, torch.Tensor] = {}
         params: dict[str, torch.Tensor] = {}
-        if wants.tensors or wants.params:
+        stored = wants.tensors.difference(layout.special.tensor_gradients)
+        rest = replace(wants, tensors=wants.tensors - stored)
+        if rest.tensors or rest.params:
             tensors, params = gradients_of_parts(
-                lowered, call, learned, wants, lse, delta, grad_lse, factors, columns
+                lowered, call, learned, rest, lse, delta, grad_lse, factors, columns
             )
+        if slopes is not None:
+            tensors |= gradients_from(slopes, lowered, call, stored)
         gradients = Gradients(
             q=dq, k=dk if wants.k else None, v=dv if wants.v else None,
             tensors=tensors, params=params,
         )  # fmt: skip
         return gradients, delta
+
+    def _shared_out(self, lowered: Lowered, call: Call, wants: Wants) -> Shares:
+        readable = tuple(descriptor_strides(x) is not None for x in (call.q, call.k, call.v))
+        key = key_of(lowered, call, wants), call.deterministic, call.q.dtype, readable
+        found = self._shares.get(key)
+        if found is None:
+            found = shares_of(lowered, call, wants)
+            if why_portable(lowered, call, "backward", None, found.lines) is not None:
+                found = share_out(lowered, call, wants)
+            if len(self._shares) >= _MAX_SHARES:
+                self._shares.clear()
+            self._shares[key] = found
+        return found
+
+    def _pair_maps(self, layout: HopperLayout, call: Call) -> list[object]:
+        found: list[object] = []
+        for number, tile in enumerate(layout.special.pair_tiles):
+            found += self._maps.of(layout.views[f"pair{number}_desc"], call.tensors[tile.name])
+        return found
 
     def _counter(self, layout: HopperLayout, device: torch.device, stream: int) -> list[int]:
         return [self._counters.of(device, stream).data_ptr()] if layout.drawn else []
@@ -193,7 +228,7 @@ class HopperBackend(TritonBackend):
         wants: Wants | None,
     ) -> Mapping[str, tuple[Config, ...]]:  # fmt: skip
         """See :class:`~attndsl.runtime.tuning.Tunable`."""
-        wants = wants and wants_of_kernels(lowered, call, wants)
+        wants = wants and self._shared_out(lowered, call, wants).lines
         if why_portable(lowered, call, kind, grad_out, wants) is not None:
             return self._portable.choices(lowered, call, kind, grad_out, wants)
         return super().choices(lowered, call, kind, grad_out, wants)
@@ -203,11 +238,24 @@ class HopperBackend(TritonBackend):
         wants: Wants | None, kernel: str, config: Config,
     ) -> None:  # fmt: skip
         """See :class:`~attndsl.runtime.tuning.Tunable`."""
-        wants = wants and wants_of_kernels(lowered, call, wants)
+        wants = wants and self._shared_out(lowered, call, wants).lines
         if why_portable(lowered, call, kind, grad_out, wants) is not None:
             self._portable.choose(lowered, call, kind, grad_out, wants, kernel, config)
         else:
             super().choose(lowered, call, kind, grad_out, wants, kernel, config)
+
+    def _special(
+        self, lowered: Lowered, call: Call, grads: tuple[torch.Tensor, ...], wants: Wants | None
+    ) -> Specialisation:
+        special = super()._special(lowered, call, grads, wants)
+        direction = "backward_kv" if grads else "forward"
+        return with_pair_tiles(with_stored(special, lowered, call), lowered, call, direction)
+
+    def _places(self, call: Call) -> tuple[object, ...]:
+        # Where views of what pairs look up end; a number on the device is none.
+        if not call.tensors or not call.shifted:
+            return ()
+        return tuple(x for x in (call.q_offset, call.kv_offset) if isinstance(x, int))
 
     def _hopper_layout(
         self,
@@ -248,10 +296,18 @@ class HopperBackend(TritonBackend):
         else:
             tensors["do_desc"] = grad_out
         views = {}
+        for number, tile in enumerate(layout.special.pair_tiles):
+            name, own = f"pair{number}_desc", described(tile, call)
+            views[name] = view(own, own.stride(), blocks[name], encoders.get(name))
         for name, tensor in tensors.items():
             steps = descriptor_strides(tensor)
             assert steps is not None
             views[name] = view(tensor, steps, blocks[name], encoders.get(name))
+        if layout.special.stores_slopes:
+            shape = slopes_shape(call, config)
+            slopes = torch.empty(shape, dtype=call.q.dtype, device="meta").flatten(0, 2)
+            name, steps = "slopes_desc", slopes.stride()
+            views[name] = view(slopes, steps, blocks[name], encoders.get(name))
         if grad_out is not None:
             padded = -(-q_len // PADDING) * PADDING
             rows = torch.empty(batch * heads * padded, device=call.q.device)
@@ -292,7 +348,7 @@ def why_portable(
             names = wants.tensors | wants.params
             if dropout is not None and names & leaf_names(dropout):
                 return "gradients of what decides on dropout are added up pair by pair"
-            learned = learned_parts(lowered, names)
+            learned = learned_parts(lowered, names - among(lowered, call, wants.tensors))
             if isinstance(learned, str):
                 return learned
             if width > 128:

@@ -2,7 +2,8 @@
 
 Those of pairs are the portable kernels' but for lookups by one position alone: these are made once
 for each row of a tile before the loop, and once for its columns at each step, by neighbouring
-threads, while the products run.
+threads, while the products run. And but for lookups of pairs whose values come by tiles
+(:mod:`.pair_texts`).
 
 Non-goals: functions of loops (:mod:`..triton.loops`).
 """
@@ -22,6 +23,7 @@ from ..triton.device_functions import PAIR, program_function
 from ..triton.expression import print_expressions
 from ..triton.generate import pair_body
 from .learned import slope_for_factor
+from .pair_texts import pair_params
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -51,11 +53,12 @@ def print_functions(
     # Parts of rows are added after the forward's loop, those of columns before the backward's.
     of_q = lookups((*pairs, None if forward else placed.row), "q")
     of_kv = lookups((*pairs, placed.column if forward else None), "kv")
+    of_tiles = pair_params(lowered, special)
     names = special.names()
     names = replace(names, int_bits={**names.int_bits, **_bits(of_q, names), **_bits(of_kv, names)})
 
     def without(root: Node | None) -> Node | None:
-        return None if root is None else substitute(root, {**of_q, **of_kv})
+        return None if root is None else substitute(root, {**of_q, **of_kv, **of_tiles})
 
     mask, pair, slope, weights, by_score = map(without, pairs)
     row = placed.row if forward else without(placed.row)
@@ -95,7 +98,8 @@ def _pair_function(
         lines, more = _spread_parts(root)
         body, used = lines + body, used | more
     first = f"score, live, q_parts, kv_parts, {PAIR}"
-    return program_function(name, first, special, doc, body, root is not None), used
+    last = ["pair_parts"] * bool(special.pair_tiles)
+    return program_function(name, first, special, doc, body, root is not None, last), used
 
 
 def _part_function(
@@ -140,15 +144,19 @@ def _parts_function(
 
 def _spread_parts(root: Node) -> tuple[list[str], set[str]]:
     """Lines that give the parts that ``root`` mentions the shape of its positions."""
-    lines = []
+    lines, used = [], set[str]()
     for item in toposort(root):
         name = str(item.value)[1:]
         variable, marker, place = name.partition("_part")
         if item.op is not Op.PARAM or not marker or not str(item.value).startswith("$"):
             continue
         known = "" if item.dtype is not DType.BOOL else " != 0"
+        if variable == "pair":
+            lines.append(f"{name} = pair_parts[{place}]" + (known or ".to(tl.float32)"))
+            continue
+        used.add("spread")
         lines.append(f"{name} = spread({variable}_parts[{place}], {variable}){known}")
-    return sorted(lines), {"spread"} if lines else set()
+    return sorted(lines), used
 
 
 def _bits(parts: Mapping[Node, Node], names: Names) -> dict[str, int]:

@@ -16,9 +16,12 @@ from attndsl.passes.tiles.plan import DIRECTIONS
 from ..triton.device_functions import param_values, parameters, wrapped
 from ..triton.generate import fill_template, import_lines
 from ..triton.loops import LIST_PARAMETERS, print_loop
-from .arguments import has_own_output, is_drawn, widest
+from .arguments import is_drawn
 from .functions import print_functions
 from .learned import learned_in_kernel
+from .memory import has_own_output, widest
+from .pair_texts import pair_hooks, print_pair_functions
+from .stored import slope_hooks
 
 if TYPE_CHECKING:
     from attndsl.passes.tiles.plan import LoopPlan
@@ -161,9 +164,11 @@ def generate(
     }
     lists = wrapped(LIST_PARAMETERS) if listed else []
     sums = ["COLUMN_SUMS,"] * learned.column + ["FACTOR_SUMS,"] * learned.factor
+    stored = ["slopes_desc,"] * special.stores_slopes
     left = "q_empty" if forward else "kv_empty"
     again = [f"{left}, item_s, item_full, item_empty,"] * config.persistent
     counter = ["COUNTER,"] * drawn
+    pairs = pair_hooks(lowered, special, direction, wide)
     output = ["o_s,"] * bool(flags["OWN_OUTPUT"])
     kept = ["kept_s, kept_full,"] * dropped
     templates = (family[0], *["draws"] * dropped, *family[1:])
@@ -183,13 +188,16 @@ def generate(
         "taken": [_TAKEN[direction]] * dropped,
         "taking": [_TAKEN[direction].replace(": gl.constexpr", "")] * dropped,
         "steep": ["steep_s,"] * wide,
+        **slope_hooks(special),
+        **pairs,
         "partitions": _partitions(
-            (*producer, *counter, *kept, *again),
-            (*consumer, *sums, *output, *kept, *again),
+            (*producer, *counter, *kept, *again, *pairs["pair_producer"]),
+            (*consumer, *sums, *output, *kept, *again, *pairs["pair_consumer"], *stored),
             config.consumers,
             [*wrapped(names), *lists],
         ),
     }
+    texts += print_pair_functions(lowered, special, direction)
     return fill_template(__package__, templates, [*functions, *texts], helpers, flags, names, more)
 
 

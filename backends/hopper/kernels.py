@@ -6,8 +6,10 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from ..triton.kernels import Kernels, work_of
-from .arguments import arguments_of, block_width, widest
+from .arguments import arguments_of
 from .generate import generate
+from .memory import block_width, widest
+from .pair_tiles import fitting
 from .sums import dq_from_sums, prepare_backward
 from .tiles import CANDIDATES, candidates
 
@@ -88,4 +90,5 @@ def configs_of(lowered: Lowered, special: Specialisation, direction: str) -> tup
     masked, work = lowered.program.mask is not None, work_of(lowered, special, direction)
     column = lowered.placed.column is not None
     dropped = lowered.program.dropout is not None
-    return candidates(direction, widest(special), masked, work, column, dropped)
+    found = candidates(direction, widest(special), masked, work, column, dropped)
+    return fitting(direction, special, found) if special.pair_tiles else found

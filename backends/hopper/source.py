@@ -13,6 +13,8 @@ from ..triton.specialise import specialise, with_forms, with_gradients
 from .backend import why_portable
 from .generate import generate
 from .kernels import HopperKernels, configs_of
+from .pair_tiles import with_pair_tiles
+from .stored import shares_of, with_stored
 
 if TYPE_CHECKING:
     from attndsl.pipeline import Lowered
@@ -26,19 +28,21 @@ def hopper_source(lowered: Lowered, call: Call, direction: str, wants: Wants) ->
     Raises:
         UnsupportedError: Portable kernels run ``call``; says why.
     """
-    wants = wants_of_kernels(lowered, call, wants)
-    refused = why_portable(lowered, call, direction, wants=wants)
+    refused = why_portable(lowered, call, direction, wants=wants_of_kernels(lowered, call, wants))
     if refused is not None:
         raise UnsupportedError(
             refused, hint="the triton kernels run such calls: use backend='triton'"
         )
     special = specialise(lowered.program, call)
     if direction == "backward":
-        special = with_gradients(special, wants)
+        # As calls do, where nothing stands against the Hopper kernels.
+        special = with_gradients(special, shares_of(lowered, call, wants).lines)
+        special = with_stored(special, lowered, call)
     special = with_forms(special, lowered.program, parse_target("cuda:90"))
     texts = []
     for name in HopperKernels.directions[direction]:
-        config = configs_of(lowered, special, name)[0]
-        loop = plan_loop(lowered, special, name, config)
-        texts.append(generate(lowered, special, name, loop, config))
+        own = with_pair_tiles(special, lowered, call, name)
+        config = configs_of(lowered, own, name)[0]
+        loop = plan_loop(lowered, own, name, config)
+        texts.append(generate(lowered, own, name, loop, config))
     return "\n\n".join(texts)

@@ -279,7 +279,7 @@ class TritonBackend:
     ) -> Mapping[str, tuple[Config, ...]]:  # fmt: skip
         """See :class:`~attndsl.runtime.tuning.Tunable`."""
         wants = wants and wants_of_kernels(lowered, call, wants)
-        special = _special(lowered, call, () if grad_out is None else (grad_out,), wants)
+        special = self._special(lowered, call, () if grad_out is None else (grad_out,), wants)
         return {
             direction: self._kernels.configs(lowered, direction, special, call.q.device)
             for direction in self._kernels.directions[kind]
@@ -291,7 +291,7 @@ class TritonBackend:
     ) -> None:  # fmt: skip
         """See :class:`~attndsl.runtime.tuning.Tunable`."""
         wants = wants and wants_of_kernels(lowered, call, wants)
-        special = _special(lowered, call, () if grad_out is None else (grad_out,), wants)
+        special = self._special(lowered, call, () if grad_out is None else (grad_out,), wants)
         self._kernels.choose(lowered, kernel, special, call.q.device, config)
         self._layouts.clear()
 
@@ -305,7 +305,7 @@ class TritonBackend:
         has_dlse: bool = False,
     ) -> Layout:
         """What calls of this signature share: kernels, strides and sizes."""
-        key = (*_signature(lowered, call, kind, grad_out), wants, has_dlse)
+        key = (*_signature(lowered, call, kind, grad_out), *self._places(call), wants, has_dlse)
         layout = self._layouts.get(key)
         if layout is None:
             layout = self._make_layout(lowered, call, kind, grad_out, wants, has_dlse)
@@ -327,7 +327,7 @@ class TritonBackend:
         has_dlse: bool,
     ) -> Layout:
         grads = () if grad_out is None else (grad_out,)
-        special = _special(lowered, call, grads, wants)
+        special = self._special(lowered, call, grads, wants)
         if kind == "pairs":
             special = with_pair_sums(special, lowered, call)
         return self._layout_for(lowered, call, kind, special, has_dlse)
@@ -360,16 +360,20 @@ class TritonBackend:
         config = prepared.executables[direction].config
         # They add up no gradients, so that one module serves all directions.
         special = replace(
-            special, tensor_gradients=(), param_gradients=(), moving_operands="", moving_captures=()
-        )
+            special, tensor_gradients=(), param_gradients=(), moving_operands="",
+            moving_captures=(), pair_tiles=(), stores_slopes=False,
+        )  # fmt: skip
         return self._kernels.tile_lists(lowered, special, device, config.block_m, config.block_n)
 
+    def _special(
+        self, lowered: Lowered, call: Call, grads: tuple[torch.Tensor, ...], wants: Wants | None
+    ) -> Specialisation:
+        special = specialise(lowered.program, call, *grads)
+        return special if wants is None else with_gradients(special, wants)
 
-def _special(
-    lowered: Lowered, call: Call, grads: tuple[torch.Tensor, ...], wants: Wants | None
-) -> Specialisation:
-    special = specialise(lowered.program, call, *grads)
-    return special if wants is None else with_gradients(special, wants)
+    def _places(self, call: Call) -> tuple[object, ...]:
+        """What a :class:`Layout` depends on of the positions' values."""
+        return ()
 
 
 def _signature(

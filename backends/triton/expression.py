@@ -171,7 +171,10 @@ class Printer:
         for item in toposort(*roots):
             found = frozenset[str]().union(*(spread.get(arg, frozenset()) for arg in item.args))
             if item.op is Op.PARAM and str(item.value).startswith("$"):
-                found = frozenset({"kv" if str(item.value).startswith("$kv_part") else "q"})
+                if str(item.value).startswith("$pair_part"):
+                    found = frozenset({"q", "kv"})
+                else:
+                    found = frozenset({"kv" if str(item.value).startswith("$kv_part") else "q"})
             if found:
                 spread[item] = found
                 self.deps[item] |= found

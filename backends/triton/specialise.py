@@ -59,6 +59,19 @@ class ParamKind:
 
 
 @dataclass(frozen=True, slots=True)
+class PairTile:
+    """A captured tensor that pairs look up an element each of, and that kernels read by tiles."""
+
+    name: str
+    indices: tuple[str, ...]
+    """The variable of each dim; the last two are ``q`` and ``kv``."""
+    leading: tuple[str, ...]
+    """Those of the others that the tensor varies along."""
+    dtype: str
+    """Triton's name of an element as it is loaded: a bool is an ``i8``."""
+
+
+@dataclass(frozen=True, slots=True)
 class Specialisation:
     """Everything that selects one generated module."""
 
@@ -104,6 +117,10 @@ class Specialisation:
     """How that arrives: a number, or ``*i64`` where the kernel reads it."""
     forms: str = EXACT
     """Which set of fast forms the score and its derivatives may take (``..forms``)."""
+    pair_tiles: tuple[PairTile, ...] = ()
+    """Of the kernels that read such tiles."""
+    stores_slopes: bool = False
+    """Whether a Hopper backward stores the gradient of each score."""
 
     @property
     def indexed(self) -> bool:

@@ -19,6 +19,8 @@ def add_query_tile(
     WEIGHTS: gl.constexpr, SLOPES: gl.constexpr, HALF: gl.constexpr,
     #: taken
     #: parameters
+    #: pair_reader_parameters
+    #: stored
 ):
     """Add one query tile's part to dK (before the scale), dV and dQ, and to the keys' sums of dS.
 
@@ -54,12 +56,15 @@ def add_query_tile(
     if SIGNED_WEIGHTS:
         # Weights times the factor of those that are kept, f; then dS = f P * (dP - delta / f).
         lse2 = lse2 - factor2
+    #: read_pairs
     weight, steep, derivative = weights_of_tile(
         score, q_parts, kv_parts, lse2, columns, column2, first, kv, scale, origin, ragged,
         b, h, hkv, batch, heads, kv_heads, q_len, kv_len, q_origin,
         BLOCK_M, Q_KIND, PARTIAL, SCORES,
         #: arguments
+        #: pair_parts
     )
+    #: leave_pairs
     delta = delta_s.index(stage).load(gl.SliceLayout(0, SCORES))
     if SIGNED_WEIGHTS:
         delta = delta * inverse
@@ -107,7 +112,9 @@ def add_query_tile(
     # dV comes after dS: issuing it earlier spills registers.
     adding_v = warpgroup_mma(weight_half, do, dv, is_async=True)
     fence_async_shared()
+    #: slopes_are_stored
     meet()
+    #: store_slopes
     # dQ comes before dK, so that it is added up while dK is computed.
     if BLOCK_M == 64:
         slopes, keys = shared, k_tile.slice(PART * WIDTH, WIDTH, dim=1)
@@ -137,6 +144,8 @@ def consume_item(
     #: learned
     #: kept
     #: again
+    #: pair_consumer
+    #: stored_desc
     #: parameters
     #: kv_pass_lists
 ):
@@ -220,6 +229,8 @@ def consume_item(
                 BLOCK_M, BLOCK_N, D, DV, STAGES, Q_KIND, True, SCORES, WEIGHTS, SLOPES, HALF,
                 #: taking
                 #: arguments
+                #: pair_reader
+                #: stored
             )
             count += 1
         if KV_PASS_HAS_FULL and PEELED:
@@ -239,6 +250,8 @@ def consume_item(
                     BLOCK_M, BLOCK_N, D, DV, STAGES, Q_KIND, False, SCORES, WEIGHTS, SLOPES, HALF,
                     #: taking
                     #: arguments
+                    #: pair_reader
+                    #: stored
                 )
                 count += 1
         head = (b * heads + h).to(gl.int64)
@@ -255,6 +268,7 @@ def consume_item(
     if PERSISTENT:
         # The next item's keys may come.
         mbarrier.arrive(kv_empty, count=1)
+    #: slopes_are_stored
     # Through shared memory, so that each thread stores 16 bytes.
     STORED: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     dk_rows = gl.convert_layout((dk * scale).to(HALF), STORED)

@@ -21,6 +21,7 @@ def produce(
     #: counter
     #: kept
     #: again
+    #: pair_producer
     #: parameters
     #: kv_pass_lists
 ):
@@ -38,6 +39,7 @@ def produce(
                 BLOCK_M, BLOCK_N, STAGES, Q_KIND, KV_KIND,
                 #: kept
                 #: again
+                #: pair_producer
                 #: arguments
                 #: kv_pass_lists
             )
@@ -60,6 +62,7 @@ def produce(
             BLOCK_M, BLOCK_N, STAGES, Q_KIND, KV_KIND,
             #: kept
             #: again
+            #: pair_producer
             #: arguments
             #: kv_pass_lists
         )
@@ -78,6 +81,8 @@ def consume(
     #: learned
     #: kept
     #: again
+    #: pair_consumer
+    #: stored_desc
     #: parameters
     #: kv_pass_lists
 ):
@@ -98,6 +103,8 @@ def consume(
                 #: learned
                 #: kept
                 #: again
+                #: pair_consumer
+                #: stored_desc
                 #: arguments
                 #: kv_pass_lists
             )
@@ -115,6 +122,8 @@ def consume(
             #: learned
             #: kept
             #: again
+            #: pair_consumer
+            #: stored_desc
             #: arguments
             #: kv_pass_lists
         )
@@ -123,6 +132,8 @@ def consume(
 @gluon.jit
 def attention_backward_kv(
     q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, SUMS, DK, DV_OUT,
+    #: pair_descs
+    #: stored_desc
     #: counter
     scale, batch, heads, kv_heads, q_len, kv_len, q_origin, kv_origin, padded,
     #: learned
@@ -182,4 +193,5 @@ def attention_backward_kv(
         mbarrier.init(kv_empty, count=2)
         mbarrier.init(item_full, count=1)
         mbarrier.init(item_empty, count=2)
+    #: pair_memory
     #: partitions

@@ -29,6 +29,7 @@ from attndsl.backends.hopper.library import (
     places_of, word, words,
 )
 from attndsl.backends.hopper.shim import tma_load
+#: stored_imports
 from attndsl.backends.triton.library import positions, shift_of_positions
 #: imports
 
@@ -134,6 +135,7 @@ def load_item(
     KV_KIND: gl.constexpr,
     #: kept
     #: again
+    #: pair_producer
     #: parameters
     #: kv_pass_lists
 ):
@@ -187,6 +189,7 @@ def load_item(
             mbarrier.expect(do_ready, do_desc.block_type.nbytes + delta_desc.block_type.nbytes)
             tma_load(delta_desc, [row + first], do_ready, delta_s.index(stage))
             tma_load(do_desc, [b, h, first, 0], do_ready, do_s.index(stage))
+            #: load_pairs
             if PERSISTENT:
                 # The consumers may be busy with the item before, and its keys with them.
                 if count == done:
@@ -227,6 +230,7 @@ def weights_of_tile(
     b, h, hkv, batch, heads, kv_heads, q_len, kv_len, q_origin,
     BLOCK_M: gl.constexpr, Q_KIND: gl.constexpr, PARTIAL: gl.constexpr, SCORES: gl.constexpr,
     #: parameters
+    #: pair_parts
 ):
     """From the tile's k . q: weights, their slopes, and the derivative of the score by its raw one.
 
@@ -253,6 +257,7 @@ def weights_of_tile(
             derivative_of_pair(
                 raw, live, q_parts, kv_parts, b, h, hkv, q, kv, batch, heads, kv_heads, q_len, kv_len,
                 #: arguments
+                #: pair_parts
             ),
             score,
         )
@@ -261,6 +266,7 @@ def weights_of_tile(
             score_of_pair(
                 raw, live, q_parts, kv_parts, b, h, hkv, q, kv, batch, heads, kv_heads, q_len, kv_len,
                 #: arguments
+                #: pair_parts
             ),
             score,
         )
@@ -268,6 +274,7 @@ def weights_of_tile(
         allowed = mask_of_pair(
             raw, live, q_parts, kv_parts, b, h, hkv, q, kv, batch, heads, kv_heads, q_len, kv_len,
             #: arguments
+            #: pair_parts
         )
     if OWN_WEIGHTS:
         if not MODIFIED:
@@ -276,6 +283,7 @@ def weights_of_tile(
             weight_of_pair(
                 final, live, q_parts, kv_parts, b, h, hkv, q, kv, batch, heads, kv_heads, q_len, kv_len,
                 #: arguments
+                #: pair_parts
             ),
             score,
         )
@@ -283,6 +291,7 @@ def weights_of_tile(
             slope_of_weight(
                 final, live, q_parts, kv_parts, b, h, hkv, q, kv, batch, heads, kv_heads, q_len, kv_len,
                 #: arguments
+                #: pair_parts
             ),
             score,
         )

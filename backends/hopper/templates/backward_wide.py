@@ -33,6 +33,7 @@ def add_query_tile(
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, Q_KIND: gl.constexpr,
     PARTIAL: gl.constexpr, SCORES: gl.constexpr, OPERAND: gl.constexpr, HALF: gl.constexpr,
     #: parameters
+    #: pair_reader_parameters
 ):
     """Add one query tile's part to dQ, and to ``total``: dV, or dK before the scale.
 
@@ -57,12 +58,15 @@ def add_query_tile(
         )
         score = warpgroup_mma_wait(0, deps=[scoring])
         mbarrier.arrive(q_empty.index(stage), count=1)
+        #: read_pairs
         weight, steep, derivative = weights_of_tile(
             score, q_parts, kv_parts, lse2, columns, column2, first, kv, scale, origin, ragged,
             b, h, hkv, batch, heads, kv_heads, q_len, kv_len, q_origin,
             BLOCK_M, Q_KIND, PARTIAL, SCORES,
             #: arguments
+            #: pair_parts
         )
+        #: leave_pairs
         operand = gl.convert_layout(weight.to(HALF), OPERAND)
         if HAS_DERIVATIVE:
             slope = steep
@@ -122,6 +126,8 @@ def consume_item(
     #: learned
     #: kept
     #: again
+    #: pair_consumer
+    #: stored_desc
     #: parameters
     #: kv_pass_lists
 ):
@@ -192,6 +198,7 @@ def consume_item(
                 HEAD_DIM, VALUE_DIM, D, DV, BLOCK_M, BLOCK_N, STAGES, Q_KIND,
                 True, SCORES, OPERAND, HALF,
                 #: arguments
+                #: pair_reader
             )
             count += 1
         if KV_PASS_HAS_FULL and PEELED:
@@ -211,6 +218,7 @@ def consume_item(
                     HEAD_DIM, VALUE_DIM, D, DV, BLOCK_M, BLOCK_N, STAGES, Q_KIND,
                     False, SCORES, OPERAND, HALF,
                     #: arguments
+                    #: pair_reader
                 )
                 count += 1
     meet()

@@ -31,6 +31,7 @@ def final_scores(
     b, h, hkv, batch, heads, kv_heads, q_len, kv_len, kv_origin,
     BLOCK_N: gl.constexpr, KV_KIND: gl.constexpr, PARTIAL: gl.constexpr, SCORES: gl.constexpr,
     #: parameters
+    #: pair_parts
 ):
     """Scores of one tile without what varies with the row alone; -inf for pairs that take no part.
 
@@ -50,12 +51,14 @@ def final_scores(
             allowed = mask_of_pair(
                 score, live, q_parts, kv_parts, b, h, hkv, q, kv, batch, heads, kv_heads, q_len, kv_len,
                 #: arguments
+                #: pair_parts
             )
         if MODIFIED:
             score, _ = gl.broadcast(
                 score_of_pair(
                     score, live, q_parts, kv_parts, b, h, hkv, q, kv, batch, heads, kv_heads, q_len, kv_len,
                     #: arguments
+                    #: pair_parts
                 ),
                 score,
             )
@@ -80,6 +83,7 @@ def final_scores(
                 weight_of_pair(
                     score, live, q_parts, kv_parts, b, h, hkv, q, kv, batch, heads, kv_heads, q_len, kv_len,
                     #: arguments
+                    #: pair_parts
                 ),
                 score,
             )
@@ -130,6 +134,7 @@ def attend(
     HEAD_DIM: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
     #: taken
     #: parameters
+    #: pair_reader_parameters
 ):
     """Scores and weights of tile number ``count``, while those of the one before weigh v."""
     stage = count % STAGES
@@ -151,12 +156,15 @@ def attend(
     )
     score = warpgroup_mma_wait(1, deps=[scoring])
     mbarrier.arrive(k_empty.index(stage), count=1)
+    #: read_pairs
     score, reached = final_scores(
         score, q, q_parts, kv_parts, kv_tile, factor, steepness, scale, origin,
         b, h, hkv, batch, heads, kv_heads, q_len, kv_len, kv_origin,
         BLOCK_N, KV_KIND, PARTIAL, SCORES,
         #: arguments
+        #: pair_parts
     )
+    #: leave_pairs
     exact, own, decay, peak = soften(
         score, reached, peak, factor, (PARTIAL and MASKED) or MODIFIED or HAS_COLUMN
     )
@@ -191,6 +199,7 @@ def consume_item(
     #: output
     #: kept
     #: again
+    #: pair_consumer
     #: parameters
     #: forward_lists
 ):
@@ -290,12 +299,15 @@ def consume_item(
     )
     score = warpgroup_mma_wait(0, deps=[score])
     mbarrier.arrive(k_empty.index(stage), count=1)
+    #: read_first_pairs
     score, reached = final_scores(
         score, q, q_parts, kv_parts, first_tile, factor, steepness, scale, origin,
         b, h, hkv, batch, heads, kv_heads, q_len, kv_len, kv_origin,
         BLOCK_N, KV_KIND, True, SCORES,
         #: arguments
+        #: pair_parts
     )
+    #: leave_first_pairs
     exact, sums, decay, peak = soften(score, reached, peak, factor, MASKED or MODIFIED or HAS_COLUMN)
     if HAS_DROPOUT:
         bits = take_bits(PART, done, kept_s, kept_full, STAGES, CONSUMERS, BLOCK_N)
@@ -318,6 +330,7 @@ def consume_item(
                 BLOCK_N, STAGES, KV_KIND, True, SCORES, OUTPUT, WEIGHTS, HALF, HEAD_DIM, D, DV,
                 #: taking
                 #: arguments
+                #: pair_reader
             )
             kv_tile = partial_tile(
                 step + 1, nothing, full_tiles, first_live, first_full, tile,
@@ -343,6 +356,7 @@ def consume_item(
                 BLOCK_N, STAGES, KV_KIND, False, SCORES, OUTPUT, WEIGHTS, HALF, HEAD_DIM, D, DV,
                 #: taking
                 #: arguments
+                #: pair_reader
             )
             kv_tile = forward_full_tile(
                 step + 1, full_tiles, first_live, first_full, tile,

@@ -16,6 +16,7 @@ def produce(
     #: counter
     #: kept
     #: again
+    #: pair_producer
     #: parameters
     #: forward_lists
 ):
@@ -32,6 +33,7 @@ def produce(
                 BLOCK_M, BLOCK_N, STAGES, CONSUMERS, Q_KIND, KV_KIND,
                 #: kept
                 #: again
+                #: pair_producer
                 #: arguments
                 #: forward_lists
             )
@@ -53,6 +55,7 @@ def produce(
             BLOCK_M, BLOCK_N, STAGES, CONSUMERS, Q_KIND, KV_KIND,
             #: kept
             #: again
+            #: pair_producer
             #: arguments
             #: forward_lists
         )
@@ -68,6 +71,7 @@ def consume(
     #: output
     #: kept
     #: again
+    #: pair_consumer
     #: parameters
     #: forward_lists
 ):
@@ -86,6 +90,7 @@ def consume(
                 #: output
                 #: kept
                 #: again
+                #: pair_consumer
                 #: arguments
                 #: forward_lists
             )
@@ -103,6 +108,7 @@ def consume(
             #: output
             #: kept
             #: again
+            #: pair_consumer
             #: arguments
             #: forward_lists
         )
@@ -111,6 +117,7 @@ def consume(
 @gluon.jit
 def attention_forward(
     q_desc, k_desc, v_desc, o_desc, LSE,
+    #: pair_descs
     #: counter
     scale, batch, heads, kv_heads, q_len, kv_len, q_origin, kv_origin, together,
     #: parameters
@@ -161,4 +168,5 @@ def attention_forward(
         item_empty = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
         mbarrier.init(item_full, count=1)
         mbarrier.init(item_empty, count=CONSUMERS)
+    #: pair_memory
     #: partitions

@@ -93,6 +93,7 @@ def partial_tile(
 def load_pair(
     k_desc, v_desc, k_s, v_s, k_full, k_empty, v_full, v_empty, count, kv_tile, b, hkv,
     BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+    #: pair_load_parameters
 ):
     """Load one tile of k and one of v, as soon as the consumers have left their places."""
     stage = count % STAGES
@@ -100,6 +101,7 @@ def load_pair(
     mbarrier.wait(k_empty.index(stage), phase ^ 1)
     mbarrier.expect(k_full.index(stage), k_desc.block_type.nbytes)
     tma_load(k_desc, [b, hkv, kv_tile * BLOCK_N, 0], k_full.index(stage), k_s.index(stage))
+    #: load_pairs
     mbarrier.wait(v_empty.index(stage), phase ^ 1)
     mbarrier.expect(v_full.index(stage), v_desc.block_type.nbytes)
     tma_load(v_desc, [b, hkv, kv_tile * BLOCK_N, 0], v_full.index(stage), v_s.index(stage))
@@ -143,6 +145,7 @@ def load_item(
     Q_KIND: gl.constexpr, KV_KIND: gl.constexpr,
     #: kept
     #: again
+    #: pair_producer
     #: parameters
     #: forward_lists
 ):
@@ -190,6 +193,7 @@ def load_item(
         load_pair(
             k_desc, v_desc, k_s, v_s, k_full, k_empty, v_full, v_empty, done + step, kv_tile, b, hkv,
             BLOCK_N, STAGES,
+            #: load_partial_pairs
         )
         if HAS_DROPOUT:
             draw_tile(
@@ -208,6 +212,7 @@ def load_item(
             load_pair(
                 k_desc, v_desc, k_s, v_s, k_full, k_empty, v_full, v_empty,
                 done + partial_tiles + step, kv_tile, b, hkv, BLOCK_N, STAGES,
+                #: load_full_pairs
             )
             if HAS_DROPOUT:
                 draw_tile(

@@ -25,6 +25,13 @@ def number(value: int) -> torch.Tensor:
     return torch.tensor(value, dtype=torch.int32)
 
 
+def unwritten(dtype: torch.dtype) -> float:
+    """What memory holds before anything has come: no number, no position, a mask's false."""
+    if dtype.is_floating_point:
+        return float("nan")
+    return 0 if dtype is torch.int8 else -1
+
+
 def held() -> threading.Lock:
     lock = threading.Lock()
     lock.acquire()
@@ -243,6 +250,34 @@ class Vector:
 
 
 @dataclass
+class Tiles:
+    """A tensor (..., queries, keys), by tiles; beyond it are zeros."""
+
+    tensor: torch.Tensor
+    rows: int
+    columns: int
+
+    layout = None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.tensor.dtype
+
+    @property
+    def block_type(self) -> SimpleNamespace:
+        return SimpleNamespace(nbytes=self.rows * self.columns * self.tensor.element_size())
+
+    def block(self, place: list[Any]) -> torch.Tensor:
+        *leading, row, column = map(int, place)
+        own = self.tensor[tuple(leading)][row:, column:][: self.rows, : self.columns]
+        if own.shape == (self.rows, self.columns):
+            return own
+        found = own.new_zeros(self.rows, self.columns)
+        found[: own.shape[0], : own.shape[1]] = own
+        return found
+
+
+@dataclass
 class Pointer:
     data: torch.Tensor
     offset: Any = 0
@@ -376,8 +411,7 @@ class Operations:
     def allocate(self, dtype: torch.dtype, shape: list[int], layout: Any) -> Any:
         if layout == "barrier":
             return Barriers(shape[0])
-        value = float("nan") if dtype.is_floating_point else -1
-        return Shared(self.machine, torch.full(tuple(shape), value, dtype=dtype))
+        return Shared(self.machine, torch.full(tuple(shape), unwritten(dtype), dtype=dtype))
 
     def specialise(self, partitions: list[Any], warps: list[int], registers: list[int]) -> None:
         assert len(warps) == len(registers) == len(partitions) - 1
@@ -406,9 +440,9 @@ class Operations:
     def fence(self) -> None:
         self.machine.current.dirty = False
 
-    def load_tile(self, desc: Descriptor, place: list[Any], bar: Barriers, dest: Shared) -> None:
+    def load_tile(self, desc: Any, place: list[Any], bar: Barriers, dest: Shared) -> None:
         whole, barrier = dest.data.view(desc.rows, -1), bar.one
-        whole.fill_(float("nan"))
+        whole.fill_(unwritten(whole.dtype))
         source = desc.block(place)
 
         def complete() -> None:
@@ -519,5 +553,5 @@ def gluon() -> SimpleNamespace:
     """What a kernel's text and its arguments are made of."""
     return SimpleNamespace(
         Machine=Machine, Operations=Operations, Descriptor=Descriptor, Vector=Vector,
-        Pointer=Pointer, number=number, module_of=module_of,
+        Tiles=Tiles, Pointer=Pointer, number=number, module_of=module_of,
     )  # fmt: skip

@@ -14,7 +14,7 @@ from attndsl.backends.philox import uniform
 from attndsl.backends.triton.cross import example_call, parse_target
 from attndsl.backends.triton.kernels import plan_loop
 from attndsl.backends.triton.library import STATISTICS_PADDING
-from attndsl.backends.triton.specialise import specialise, with_forms
+from attndsl.backends.triton.specialise import PairTile, specialise, with_forms
 from attndsl.backends.triton.tiles import Config
 from attndsl.pipeline import lower
 from attndsl.source import Source
@@ -32,7 +32,21 @@ MASKS: dict[str, Callable[..., torch.Tensor]] = {
     "sliding_window(20)": lambda q, kv: (q >= kv) & (q - kv < 20),
     "q < 30 and kv >= q": lambda q, kv: (q < 30) & (kv >= q),
     "q < 0": lambda q, kv: q < 0,
+    "table[q, kv]": lambda q, kv: table_of(q, kv),
 }
+
+
+def bias_of(heads: int, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
+    """(heads, q_len, kv_len), halves."""
+    return torch.sin(1.0 + torch.arange(heads)[:, None, None] + q * 0.7 + kv * 1.3).half()
+
+
+def table_of(q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
+    """A mask of FULL, PARTIAL and EMPTY tiles."""
+    kind = (q // ROWS + kv // 16) % 3
+    return (kind == 2) | ((kind == 1) & ((q + kv) % 3 > 0))
+
+
 TEXTS = {
     "full": ("score", None),
     "causal": ("causal()", None),
@@ -49,6 +63,15 @@ TEXTS = {
         "mask = q < 30 and kv >= q\nscore = 3 * tanh(score / 3)\nweights = relu(score) / 9 + 0.02",
         lambda s, q, kv: 3 * torch.tanh(s / 3),
     ),
+    "bias": (
+        "mask = causal()\ntensor bias[heads, q_len, kv_len]: float\nscore = score + bias[h, q, kv]",
+        lambda s, q, kv: s + bias_of(s.shape[1], q, kv).float(),
+    ),
+    "steep bias": (
+        "tensor bias[heads, q_len, kv_len]: float\nscore = 2 * tanh(score + bias[h, q, kv])",
+        lambda s, q, kv: 2 * torch.tanh(s + bias_of(s.shape[1], q, kv).float()),
+    ),
+    "table": ("tensor table[q_len, kv_len]: bool\nmask = table[q, kv]", None),
 }
 DROPPING = {
     "dropout": "mask = causal()\nweights = dropout(softmax(score), 0.4)",
@@ -66,6 +89,11 @@ TEXTS |= {
     "dropout beside columns": (DROPPING["dropout beside columns"], TEXTS["alibi"][1]),
     "own dropout": (DROPPING["own dropout"], None),
 }
+PAIRS = {
+    "bias": PairTile("bias", ("h", "q", "kv"), ("h",), "fp16"),
+    "table": PairTile("table", ("q", "kv"), (), "i8"),
+}
+"""By tensor: how tiles of it are read."""
 WEIGHTS = {"sigmoid": torch.sigmoid, "own weights": lambda s: torch.relu(s) / 9 + 0.02}
 WEIGHTS["own dropout"] = torch.sigmoid
 
@@ -82,7 +110,7 @@ def attention_of(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Output and log-sum-exp by torch, in fp32."""
     text, change = TEXTS[name]
-    mask = text.split("\n")[0].removeprefix("mask = ")
+    mask = text.split("\n")[-1 if "table" in name else 0].removeprefix("mask = ")
     group = q.shape[1] // k.shape[1]
     k, v = (x.repeat_interleave(group, 1) for x in (k, v))
     score = q @ k.mT * WIDTH**-0.5
@@ -100,13 +128,57 @@ def attention_of(
     return weights @ v, torch.where(some[..., 0], score.logsumexp(-1), -torch.inf)
 
 
+def pairs_of(
+    gluon: SimpleNamespace, lowered: Any, tensors: list[torch.Tensor], config: Config, wide: bool
+) -> tuple[tuple[PairTile, ...], dict[str, Any]]:
+    """What is read by tiles in a program, and its arguments."""
+    tiles = tuple(PAIRS[decl.name] for decl in lowered.program.tensors)
+    q, k = tensors[:2]
+    places = torch.arange(q.shape[2])[:, None], torch.arange(k.shape[2])[None, :]
+    arguments: dict[str, Any] = {}
+    for number, tile in enumerate(tiles):
+        bias = tile.name == "bias"
+        data = bias_of(q.shape[1], *places) if bias else table_of(*places).to(torch.int8)
+        keys = config.block_n if wide else config.block_n // 2
+        arguments[f"pair{number}_desc"] = gluon.Tiles(data, ROWS, keys)
+        arguments |= {f"t_{tile.name}": None, f"size0_{tile.name}": 0}
+        arguments |= {f"{x}{n}_{tile.name}": 0 for x in ("size", "stride") for n in range(3)}
+        if not bias:
+            arguments |= lists_of(gluon, data != 0, config)
+    return tiles, arguments
+
+
+def lists_of(gluon: SimpleNamespace, allowed: torch.Tensor, config: Config) -> dict[str, Any]:
+    """What the kernels that find tiles say of a mask, by key-value tiles; one map for all heads."""
+    q_tiles, kv_tiles = (
+        -(-size // block) for size, block in zip(allowed.shape, (ROWS, config.block_n), strict=True)
+    )
+    rows = torch.zeros(kv_tiles, 4, dtype=torch.int32)
+    tiles = torch.zeros(kv_tiles, q_tiles, dtype=torch.int32)
+    for row in range(kv_tiles):
+        for column in range(q_tiles):
+            part = allowed[column * ROWS :, row * config.block_n :][:ROWS, : config.block_n]
+            if part.all():
+                tiles[row, rows[row, 0]] = column
+                rows[row, 0] += 1
+            elif part.any():
+                tiles[row, q_tiles - 1 - rows[row, 1]] = column
+                rows[row, 1] += 1
+        rows[row, 2] = -1
+    return {
+        "tile_rows": gluon.Pointer(rows.flatten()), "tile_list": gluon.Pointer(tiles.flatten()),
+        "list_step_b": 0, "list_step_h": 0,
+    }  # fmt: skip
+
+
 def run_text(
     gluon: SimpleNamespace, name: str, tensors: list[torch.Tensor], config: Config, seed: int = 0,
     wide: bool = False, change: Any = lambda text: text, programs: int = 1,
+    slopes: torch.Tensor | None = None,
 ) -> list[torch.Tensor]:  # fmt: skip
     """dQ, dK and dV of (q, k, v, dO), halves; ``change`` alters the text.
 
-    ``programs`` are those of a persistent config.
+    ``programs`` are those of a persistent config. ``slopes`` get dS, if given.
     """
     q, k, v, do = tensors
     batch, heads, q_len, _ = q.shape
@@ -121,6 +193,10 @@ def run_text(
     lowered = lower(Source(TEXTS[name][0]), {})
     special = specialise(lowered.program, example_call(lowered, 64, 64, torch.float16, {}))
     special = with_forms(special, lowered.program, parse_target("cuda:90"))
+    tiles, of_pairs = pairs_of(gluon, lowered, tensors, config, wide)
+    special = replace(special, pair_tiles=tiles, stores_slopes=slopes is not None)
+    if slopes is not None:
+        of_pairs["slopes_desc"] = gluon.Tiles(slopes.flatten(0, 2), config.block_n, ROWS)
     loop = plan_loop(lowered, special, "backward_kv", config)
     if wide:
         special = replace(special, head_dim=256, value_dim=256)
@@ -148,7 +224,7 @@ def run_text(
         **{size: gluon.number(value) for size, value in sizes.items()},
         "q_origin": 0, "kv_origin": 0, "HEAD_DIM": WIDTH, "VALUE_DIM": WIDTH, "D": WIDTH,
         "DV": WIDTH, "BLOCK_M": ROWS, "BLOCK_N": config.block_n, "STAGES": config.stages,
-        "REGISTERS": config.registers, "Q_KIND": "offset", "KV_KIND": "offset",
+        "REGISTERS": config.registers, "Q_KIND": "offset", "KV_KIND": "offset", **of_pairs,
         "seed": SEED,
     }  # fmt: skip
     taken = kernel.__code__.co_varnames[: kernel.__code__.co_argcount]
@@ -299,3 +375,98 @@ def test_the_machine_notices_in_persistent_programs(run, name):
         )
 
     assert any(map(noticed, range(1, 7)))
+
+
+LEAVE = "mbarrier.arrive(pairs_empty.index(PART), count=1)"
+WAIT = "mbarrier.wait(pairs_full.index(PART), count & 1)"
+NEEDED_FOR_PAIRS = {
+    "tiles have come": [(f"    {WAIT}", "    pass")],
+    "phases": [(WAIT, "mbarrier.wait(pairs_full.index(PART), 0)")],
+    "room for tiles": [(LEAVE, "pass")],
+    "tiles have been read": [("mbarrier.wait(pairs_empty.index(part), (count & 1) ^ 1)", "pass")],
+    "read before they go": [
+        (LEAVE, "pass"), ("    pair_parts = read_pairs(", f"    {LEAVE};pair_parts = read_pairs("),
+    ],
+    "heads": [("tma_load(pair0_desc, [h, ", "tma_load(pair0_desc, [0 * h, ")],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NEEDED_FOR_PAIRS)
+@pytest.mark.parametrize("form", ["usual", "wide", "persistent"])
+def test_the_machine_notices_tiles_of_pairs(run, name, form):
+    tensors, wide = inputs_of(140, 90, 2), form == "wide"
+    usual = run("bias", tensors, CONFIG, 1)
+
+    def change(text: str) -> str:
+        for old, new in NEEDED_FOR_PAIRS[name]:
+            assert old in text
+            text = text.replace(old, new)
+        return text
+
+    def noticed(seed: int) -> bool:
+        config = PERSISTENT if form == "persistent" else CONFIG
+        try:
+            found = run("bias", tensors, config, seed, wide, change, 2)
+        except AssertionError:
+            return True
+        # No number either where it has not come.
+        return not all(torch.allclose(a, b, atol=1e-2) for a, b in zip(found, usual, strict=True))
+
+    assert any(map(noticed, range(1, 7)))
+
+
+def slopes_of(tensors: list[torch.Tensor]) -> torch.Tensor:
+    """dS (batch, heads, q_len, kv_len) of the program ``bias``."""
+    q, k, v, do = (x.float() for x in tensors)
+    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
+    rows, columns = torch.arange(q.shape[2])[:, None], torch.arange(k.shape[2])[None, :]
+    score = q @ k.mT * WIDTH**-0.5 + bias_of(q.shape[1], rows, columns).float()
+    weights = score.masked_fill(rows < columns, -torch.inf).softmax(-1)
+    dweights = do @ v.mT
+    return weights * (dweights - (weights * dweights).sum(-1, keepdim=True))
+
+
+def run_with_slopes(
+    run: Any, tensors: list[torch.Tensor], config: Config, seed: int, **more: Any
+) -> torch.Tensor:
+    (batch, heads, q_len, _), kv_len = tensors[0].shape, tensors[1].shape[2]
+    keys, queries = (-(-n // size) * size for n, size in ((kv_len, config.block_n), (q_len, ROWS)))
+    slopes = torch.zeros(batch, heads, keys, queries, dtype=torch.float16)
+    run("bias", tensors, config, seed, slopes=slopes, **more)
+    return slopes[:, :, :kv_len, :q_len].mT.float()
+
+
+@pytest.mark.parametrize("config", [CONFIG, PERSISTENT], ids=["usual", "persistent"])
+@pytest.mark.parametrize("shape", range(len(SHAPES)))
+def test_gradients_of_scores_are_stored(run, config, shape):
+    tensors = inputs_of(*SHAPES[shape])
+    found = run_with_slopes(run, tensors, config, shape, programs=2)
+    torch.testing.assert_close(found, slopes_of(tensors), atol=4e-3, rtol=4e-3)
+
+
+NEEDED_TO_STORE = {
+    "they have been read": (
+        "    if PART == 0:\n        tma_wait(0)\n    meet()", "    meet()",
+    ),
+    "both have written": ("    meet()\n    if PART == 0:", "    if PART == 0:"),
+    "heads": ("[(b * heads + h) * keys_of", "[b * heads * keys_of"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NEEDED_TO_STORE)
+def test_the_machine_notices_what_is_stored(run, name):
+    tensors = inputs_of(240, 40, 2)
+    old, new = NEEDED_TO_STORE[name]
+
+    def change(text: str) -> str:
+        assert old in text
+        return text.replace(old, new)
+
+    def noticed(seed: int) -> bool:
+        try:
+            found = run_with_slopes(run, tensors, CONFIG, seed, change=change)
+        except AssertionError:
+            return True
+        return not torch.allclose(found, slopes_of(tensors), atol=1e-2)
+
+    assert any(map(noticed, range(1, 9)))

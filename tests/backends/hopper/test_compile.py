@@ -16,9 +16,11 @@ SCRIPT = textwrap.dedent(
     from dataclasses import replace
     from pathlib import Path
     import torch
-    from attndsl.backends.hopper.arguments import arguments_of, widest
+    from attndsl.backends.hopper.arguments import arguments_of
     from attndsl.backends.hopper.generate import generate
     from attndsl.backends.hopper.kernels import configs_of
+    from attndsl.backends.hopper.memory import shared_bytes, widest
+    from attndsl.backends.hopper.pair_tiles import with_pair_tiles
     from attndsl.backends.hopper.tiles import CANDIDATES
     from attndsl.backends.triton.arguments import arguments_of as portable_arguments
     from attndsl.backends.triton.compile import build, load_module
@@ -54,18 +56,41 @@ SCRIPT = textwrap.dedent(
         "constant": "mask = causal()\\nscore = -2.0 * (h + 1)",
         "sink": "tensor s[heads]: float\\nmask = causal()\\nscore = alibi()\\nsink = s[h] * s[h]",
         "dropout": "param p: float\\nmask = causal()\\nweights = dropout(softmax(score), p)",
+        "bias": '''
+    tensor bias[batch, kv_heads, q_len, kv_len]: float
+    mask = causal()
+    score = score + bias[b, hkv, q, kv]
+    ''',
+        "table": "tensor table[batch, q_len, kv_len]: bool; mask = table[b, q, kv]",
+        "both": '''
+    tensor bias[heads, q_len, kv_len]: float
+    tensor table[q_len, kv_len]: bool
+    mask = table[q, kv]
+    score = 9 * tanh(score + bias[h, q, kv])
+    ''',
         "logic": "param all: bool = false\\nmask = q >= kv or all\\nscore = where(q < 5, 1, score)",
     }
     def compiled(
         direction, case, head_dim, number, indexed=False, value_dim=None, dtype="bfloat16",
-        persistent=None,
+        persistent=None, tiles=None, stored=False,
     ):
         lowered = lower(Source(TEXTS[case]), {})
         call = example_call(lowered, head_dim, value_dim or head_dim, getattr(torch, dtype), {})
         if indexed:
             call = replace(call, q_index=torch.arange(2), kv_offset=torch.tensor(3))
         target = parse_target("cuda:90")
+        if tiles:
+            rows = [x.new_empty(2, 2, 64, x.shape[3]) for x in (call.q, call.k, call.v)]
+            tensors = {
+                name: torch.empty((2,) * (x.dim() - 2) + (64, 64)).to(
+                    torch.bool if x.dtype is torch.bool else getattr(torch, tiles)
+                )
+                for name, x in call.tensors.items()
+            }
+            call = replace(call, q=rows[0], k=rows[1], v=rows[2], tensors=tensors)
         special = with_forms(specialise(lowered.program, call), lowered.program, target)
+        special = with_pair_tiles(replace(special, stores_slopes=stored), lowered, call, direction)
+        assert len(special.pair_tiles) == len(tiles and call.tensors or ())
         config = CANDIDATES[direction][widest(special)][number]
         if persistent is None:
             persistent = configs_of(lowered, special, direction)[0].persistent
@@ -78,7 +103,11 @@ SCRIPT = textwrap.dedent(
             arguments = arguments_of(direction, function, special, config)
             if loop.listed is not None:
                 compile_lists(lowered, special, config, Path(folder), target)
-            return build(function, arguments, (config,), target, 232448, load=False)
+            built = build(function, arguments, (config,), target, 232448, load=False)
+            # A forward's output may have a place of its own.
+            if direction != "forward":
+                assert built.kernel.metadata.shared <= shared_bytes(direction, special, config)
+            return built
 
     def compile_lists(lowered, special, config, folder, target):
         path = folder / "lists.py"
@@ -154,6 +183,24 @@ CASES = {
         ("backward_kv", "nothing", 256, 0),
         ("backward_kv", "alibi", 192, 1, {"value_dim": 128}),
         ("backward_kv", "causal", 64, 0, {"value_dim": 256}),
+    ],
+    "tiles of pairs": [
+        ("forward", "bias", 128, 0, {"tiles": "bfloat16"}),
+        ("backward_kv", "both", 64, 2, {"tiles": "float32"}),
+    ],
+    "more tiles of pairs": [
+        ("forward", "bias", 128, 0, {"tiles": "float32"}),
+        ("forward", "bias", 64, 0, {"tiles": "float32"}),
+        ("forward", "table", 64, 0, {"tiles": "bfloat16", "persistent": False}),
+        ("forward", "both", 128, 2, {"tiles": "float32"}),
+        ("forward", "both", 256, 0, {"tiles": "bfloat16"}),
+        ("backward_kv", "bias", 128, 0, {"tiles": "float32"}),
+        ("backward_kv", "bias", 64, 0, {"tiles": "bfloat16", "persistent": False}),
+        ("backward_kv", "bias", 128, 0, {"tiles": "bfloat16", "stored": True}),
+        ("backward_kv", "bias", 64, 0, {"tiles": "bfloat16", "stored": True}),
+        ("backward_kv", "table", 128, 0, {"tiles": "bfloat16"}),
+        ("backward_kv", "bias", 256, 0, {"tiles": "float16", "dtype": "float16"}),
+        ("backward_kv", "table", 192, 1, {"tiles": "bfloat16", "value_dim": 128}),
     ],
 }
 

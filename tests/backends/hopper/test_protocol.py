@@ -16,7 +16,7 @@ from attndsl.backends.hopper.generate import generate
 from attndsl.backends.philox import uniform
 from attndsl.backends.triton.cross import example_call, parse_target
 from attndsl.backends.triton.kernels import plan_loop
-from attndsl.backends.triton.specialise import specialise, with_forms
+from attndsl.backends.triton.specialise import PairTile, specialise, with_forms
 from attndsl.backends.triton.tiles import Config
 from attndsl.pipeline import lower
 from attndsl.source import Source
@@ -39,9 +39,22 @@ TEXTS = {
     "dropout": "mask = causal()\nweights = dropout(softmax(score), 0.4)",
     "own dropout": "mask = causal()\nweights = dropout(sigmoid(score), 0.1)",
     "own weights": "mask = q < 30 and kv >= q\nscore = 2 * score\nweights = relu(score) / 9 + 0.02",
+    "bias": "tensor bias[heads, q_len, kv_len]: float\nscore = score + bias[h, q, kv]",
+    "table": "tensor table[q_len, kv_len]: bool\nmask = table[q, kv]",
+    "table and bias": """
+        tensor table[q_len, kv_len]: bool
+        tensor bias[heads, q_len, kv_len]: float
+        mask = table[q, kv]
+        score = score + bias[h, q, kv]
+    """,
 }
 BITS = "128, BLOCK_N // 64]", "8]"
 """What takes the place of a tile's bits is as long."""
+PAIRS = {
+    "bias": PairTile("bias", ("h", "q", "kv"), ("h",), "fp16"),
+    "table": PairTile("table", ("q", "kv"), (), "i8"),
+}
+"""By tensor: how tiles of it are read."""
 WIDTH = 8
 SEED = 0x1234567
 
@@ -55,6 +68,7 @@ class Inputs:
     v: torch.Tensor
     allowed: torch.Tensor
     doc: torch.Tensor
+    bias: torch.Tensor
 
 
 def inputs_of(name: str, q_len: int, kv_len: int, kv_heads: int, value_width: int) -> Inputs:
@@ -72,9 +86,36 @@ def inputs_of(name: str, q_len: int, kv_len: int, kv_heads: int, value_width: in
         "own weights": (q < 30) & (kv >= q),
         "nothing": q < 0,
         "documents": (q >= kv) & (doc[:q_len, None] == doc[None, :kv_len]),
+        "bias": kv >= 0,
+        "table": table_of(q, kv),
+        "table and bias": table_of(q, kv),
     }.get(name, q >= kv)
     k, v = halves(kv_heads, kv_len, WIDTH), halves(kv_heads, kv_len, value_width)
-    return Inputs(halves(4, q_len, WIDTH), k, v, allowed.expand(q_len, kv_len), doc[:q_len])
+    q_rows, bias = halves(4, q_len, WIDTH), 2 * halves(4, q_len, kv_len)[0]
+    return Inputs(q_rows, k, v, allowed.expand(q_len, kv_len), doc[:q_len], bias)
+
+
+def table_of(q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
+    """A mask of FULL, PARTIAL and EMPTY tiles in no order; some rows have FULL ones alone."""
+    kind = (q // 16 * 3 + kv // 8) % 4
+    return (kind > 1) | ((kind == 1) & ((q + kv) % 3 > 0) & (q // 16 > 0))
+
+
+def pairs_of(
+    gluon: SimpleNamespace, lowered: Any, inputs: Inputs, config: Config, origins: tuple[int, int]
+) -> tuple[tuple[PairTile, ...], dict[str, Any]]:
+    """What is read by tiles in a program, and its arguments."""
+    tiles = tuple(PAIRS[decl.name] for decl in lowered.program.tensors if decl.name in PAIRS)
+    arguments: dict[str, Any] = {}
+    for number, tile in enumerate(tiles):
+        data = inputs.bias if tile.name == "bias" else inputs.allowed.to(torch.int8)
+        # Rows and keys that positions do not reach are none of the call's.
+        before = torch.nn.functional.pad(data, (origins[1], 0, origins[0], 0), value=77)
+        rows = config.block_m // config.consumers
+        arguments[f"pair{number}_desc"] = gluon.Tiles(before, rows, config.block_n)
+        arguments |= {f"t_{tile.name}": None, f"size0_{tile.name}": 0}
+        arguments |= {f"{x}{n}_{tile.name}": 0 for x in ("size", "stride") for n in range(3)}
+    return tiles, arguments
 
 
 def lists_of(gluon: SimpleNamespace, allowed: torch.Tensor, config: Config) -> dict[str, Any]:
@@ -106,18 +147,20 @@ def lists_of(gluon: SimpleNamespace, allowed: torch.Tensor, config: Config) -> d
 def run_text(
     gluon: SimpleNamespace, name: str, inputs: Inputs, config: Config, seed: int = 0,
     programs: int | None = None, together: int = 3, wide: bool = False,
-    change: Any = lambda text: text,
+    change: Any = lambda text: text, origins: tuple[int, int] = (0, 0),
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Output and log-sum-exp of the generated kernel.
 
     Where it is ``wide``, shared memory has no room for an output beside q. ``change`` alters the
-    text.
+    text. ``origins`` are positions of the first query and key.
     """
     q, k, v = inputs.q, inputs.k, inputs.v
     batch, heads, q_len, _ = q.shape
     lowered = lower(Source(TEXTS[name]), {})
     special = specialise(lowered.program, example_call(lowered, 64, 64, torch.float16, {}))
     special = with_forms(special, lowered.program, parse_target("cuda:90"))
+    tiles, of_pairs = pairs_of(gluon, lowered, inputs, config, origins)
+    special = replace(special, pair_tiles=tiles)
     loop = plan_loop(lowered, special, "forward", config)
     width = v.shape[3]
     if width != WIDTH:
@@ -147,13 +190,13 @@ def run_text(
         "v_desc": gluon.Descriptor(v, config.block_n), "o_desc": gluon.Descriptor(out, rows),
         "LSE": gluon.Pointer(lse), "COUNTER": gluon.Pointer(counter), "scale": WIDTH**-0.5,
         **{size: gluon.number(value) for size, value in sizes.items()},
-        "q_origin": 0, "kv_origin": 0, "together": gluon.number(together),
+        "q_origin": origins[0], "kv_origin": origins[1], "together": gluon.number(together),
         "HEAD_DIM": WIDTH, "D": WIDTH,
         "DV": width, "BLOCK_M": config.block_m, "BLOCK_N": config.block_n,
         "STAGES": config.stages, "CONSUMERS": config.consumers,
         "REGISTERS": config.registers, "Q_KIND": "offset", "KV_KIND": "offset",
         "t_doc": gluon.Pointer(inputs.doc), "size0_doc": gluon.number(len(inputs.doc)),
-        "seed": SEED, **lists_of(gluon, inputs.allowed, config),
+        "seed": SEED, **lists_of(gluon, inputs.allowed, config), **of_pairs,
     }  # fmt: skip
     taken = kernel.__code__.co_varnames[: kernel.__code__.co_argcount]
     for program in range(machine.programs):
@@ -199,6 +242,8 @@ def expected(inputs: Inputs, name: str = "") -> torch.Tensor:
         return WEIGHTS[name](score).masked_fill(~inputs.allowed, 0.0) * kept(inputs, name) @ v
     if name == "signs":
         score = score * (1 - torch.arange(score.shape[1]))[:, None, None]
+    if "bias" in name:
+        score = score + inputs.bias.float()
     score = score.masked_fill(~inputs.allowed, float("-inf"))
     return score.softmax(-1).nan_to_num() * kept(inputs, name) @ v
 
@@ -279,3 +324,62 @@ def test_the_machine_notices(run, name):
         return not torch.equal(found[0], out) or not torch.equal(found[1], lse)
 
     assert any(map(noticed, range(1, 7)))
+
+
+@pytest.mark.parametrize("form", [SMALL, *FORMS.values()], ids=["usual", *FORMS])
+def test_tiles_of_pairs_from_any_position(run, form):
+    inputs = inputs_of("bias", *SHAPES[0])
+    out, _ = run("bias", inputs, form, 3, 3, origins=(3, 5))
+    assert torch.allclose(out.float(), expected(inputs, "bias"), atol=4e-3)
+
+
+LEAVE = "mbarrier.arrive(pairs_empty.index(PART), count=1)"
+NEEDED_FOR_PAIRS = {
+    "tiles have come": [("    mbarrier.wait(pairs_full.index(PART), count & 1)", "    pass")],
+    "phases": [("mbarrier.wait(pairs_full.index(PART), count & 1)",
+                "mbarrier.wait(pairs_full.index(PART), 0)")],
+    "room for tiles": [(LEAVE, "pass")],
+    "tiles have been read": [("mbarrier.wait(pairs_empty.index(part), (count & 1) ^ 1)", "pass")],
+    "read before they go": [
+        (LEAVE, "pass"), ("    pair_parts = read_pairs(", f"    {LEAVE};pair_parts = read_pairs("),
+    ],
+    "all bytes": [(" + pair1_desc.block_type.nbytes", "")],
+    "rows of each consumer": [("first_query + part * pair0_s.shape[1]", "first_query")],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NEEDED_FOR_PAIRS)
+def test_the_machine_notices_tiles_of_pairs(run, name):
+    inputs = inputs_of("table and bias", *SHAPES[0])
+    out, _ = run("table and bias", inputs, SMALL)
+
+    def change(text: str) -> str:
+        for old, new in NEEDED_FOR_PAIRS[name]:
+            assert old in text
+            text = text.replace(old, new)
+        return text
+
+    def noticed(seed: int) -> bool:
+        try:
+            found, _ = run("table and bias", inputs, PERSISTENT, seed, 2, change=change)
+        except AssertionError:
+            return True
+        return not torch.equal(found, out)
+
+    assert any(map(noticed, range(1, 7)))
+
+
+def test_full_tiles_load_no_mask(run):
+    inputs = inputs_of("table", *SHAPES[0])
+    texts = []
+
+    def change(text: str) -> str:
+        texts.append(text)
+        return text.replace("partial_tiles + step == 0", "False")
+
+    out, _ = run("table", inputs, SMALL)
+    found, _ = run("table", inputs, SMALL, change=change)
+    assert "if wanted:" in texts[0]
+    # A row of tiles that are all FULL reads the first one's mask.
+    assert not torch.equal(found, out)
+    assert "read_pairs(PART, count, PARTIAL, SCORES" in texts[0]

@@ -1,0 +1,157 @@
+"""Which captured tensors the tensor memory accelerator reads for pairs, a tile at a time.
+
+Of ``bias[h, q, kv]`` each pair looks up an element of its own. Read one by one in the order in
+which threads hold a tile's scores, they arrive in short pieces, and whoever computes waits for
+each.
+
+Non-goals: lookups by anything but a row and a column (``t[kv, q]``, ``t[q - kv]``), integers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from attndsl.ir import DType, Op, toposort
+
+from ..triton.specialise import TRITON_TYPES, PairTile, strides
+from ..triton.tiles import shared_memory_of
+from .memory import shared_bytes, widest
+from .tiles import CANDIDATES
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from attndsl.ir import Node
+    from attndsl.pipeline import Lowered
+
+    from ..base import Call
+    from ..triton.specialise import Specialisation
+    from ..triton.tiles import Config
+
+_BYTES = 16
+"""Addresses and strides that the tensor memory accelerator takes are multiples of this."""
+_MOST = 2
+"""Tensors of one kernel."""
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32)
+
+
+def with_pair_tiles(
+    special: Specialisation, lowered: Lowered, call: Call, direction: str
+) -> Specialisation:
+    """``special`` for a Hopper kernel, ``forward`` or ``backward_kv``, of calls like ``call``."""
+    chosen: tuple[PairTile, ...] = ()
+    for tile in pair_tiles(lowered, call):
+        more = replace(special, pair_tiles=(*chosen, tile))
+        if len(chosen) < _MOST and fitting(direction, more, CANDIDATES[direction][widest(more)]):
+            chosen = more.pair_tiles
+    return replace(special, pair_tiles=chosen)
+
+
+def fitting(
+    direction: str, special: Specialisation, configs: Sequence[Config]
+) -> tuple[Config, ...]:
+    """Those of ``configs`` whose tiles find room in shared memory."""
+    room = shared_memory_of("cuda:90")
+    return tuple(c for c in configs if shared_bytes(direction, special, c) <= room)
+
+
+def pair_tiles(lowered: Lowered, call: Call) -> tuple[PairTile, ...]:
+    """The lookups of a program that may be read by tiles, in the order of their first use.
+
+    The values must be those that the lookups have, for every pair that takes part: positions are
+    rows from a number on that the host knows, and all of them lie within the tensor, so that no
+    index is clamped. Batch entries and heads do too, or are all clamped to the only one. Beyond the
+    rows of the call, tiles are zeros, as the lookups of pairs that do not exist are.
+
+    The hardware asks for neighbours along ``kv`` side by side, and for addresses and other strides
+    of multiples of 16 bytes.
+    """
+    if call.indexed or not (isinstance(call.q_offset, int) and isinstance(call.kv_offset, int)):
+        return ()
+    found = []
+    for item in lookups_of_pairs(lowered):
+        name, indices = str(item.value), indices_of(item)
+        tensor = call.tensors[name]
+        if _reads_inside(tensor, indices, call) and _is_describable(tensor, item.dtype):
+            steps = strides(tensor)
+            leading = tuple(v for v, step in zip(indices[:-2], steps[:-2], strict=True) if step)
+            kind = "i8" if item.dtype is DType.BOOL else TRITON_TYPES[tensor.dtype]
+            found.append(PairTile(name, indices, leading, kind))
+    return tuple(found)
+
+
+def lookups_of_pairs(lowered: Lowered) -> list[Node]:
+    """LOADs by at most each of ``b``, ``h`` and ``hkv``, then by ``q``, then by ``kv``."""
+    program = lowered.program
+    roots = (program.mask, lowered.placed.pair, program.weights)
+    found = []
+    for item in toposort(*(root for root in roots if root is not None)):
+        if item.op is Op.LOAD and all(index.op is Op.VAR for index in item.args):
+            indices = indices_of(item)
+            others = indices[:-2]
+            if indices[-2:] == ("q", "kv") and len({*others} - {"q", "kv"}) == len(others):
+                found.append(item)
+    return found
+
+
+def indices_of(item: Node) -> tuple[str, ...]:
+    """The variables by which a LOAD looks up."""
+    return tuple(str(index.value) for index in item.args)
+
+
+def _reads_inside(tensor: torch.Tensor, indices: tuple[str, ...], call: Call) -> bool:
+    """Whether no index is clamped, or but to 0 along a dim of one element."""
+    assert isinstance(call.q_offset, int)
+    assert isinstance(call.kv_offset, int)
+    if tensor.numel() == 0 or min(call.q_offset, call.kv_offset) < 0:
+        return False
+    q_end, kv_end = ends_of(call)
+    if q_end > tensor.shape[-2] or kv_end > tensor.shape[-1]:
+        return False
+    numbers = {"b": call.q.shape[0], "h": call.q.shape[1], "hkv": call.k.shape[1]}
+    return all(
+        size == 1 or numbers[index] <= size
+        for index, size in zip(indices[:-2], tensor.shape[:-2], strict=True)
+    )
+
+
+def ends_of(call: Call) -> tuple[int, int]:
+    """The logical positions behind the last query and behind the last key."""
+    assert isinstance(call.q_offset, int)
+    assert isinstance(call.kv_offset, int)
+    return call.q_offset + call.q.shape[2], call.kv_offset + call.k.shape[2]
+
+
+def _is_describable(tensor: torch.Tensor, dtype: DType) -> bool:
+    if dtype is DType.BOOL:
+        if tensor.element_size() != 1:
+            return False
+    elif dtype is not DType.FLOAT or tensor.dtype not in _FLOATS:
+        return False
+    *leading, row, column = strides(tensor)
+    size = tensor.element_size()
+    if tensor.data_ptr() % _BYTES or (tensor.shape[-1] > 1 and column != 1):
+        return False
+    # Rows that all are the same one stay lookups: these are few, and in the caches.
+    if tensor.shape[-2] > 1 and row == 0:
+        return False
+    return all(
+        step >= 0 and step * size % _BYTES == 0 and step * size < 1 << 40
+        for step in (*leading, row)
+    )
+
+
+def described(tile: PairTile, call: Call) -> torch.Tensor:
+    """The tensor of ``tile`` as a descriptor sees it: (leading dims, queries, keys) of the call."""
+    tensor = call.tensors[tile.name]
+    steps = strides(tensor)
+    # The stride of a dim of size 1 is never used, but has to be a possible one.
+    row = steps[-2] or _BYTES
+    kept = [dim for dim, index in enumerate(tile.indices[:-2]) if index in tile.leading]
+    shape = (*(tensor.shape[dim] for dim in kept), *ends_of(call))
+    if tile.dtype == "i8":
+        tensor = tensor.view(torch.int8)
+    return tensor.as_strided(shape, (*(steps[dim] for dim in kept), row, 1))

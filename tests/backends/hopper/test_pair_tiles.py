@@ -1,0 +1,399 @@
+"""Captured tensors that Hopper kernels read by tiles: which, from where, what changes with them."""
+
+from __future__ import annotations
+
+import ast
+from contextlib import nullcontext
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+import attndsl
+from attndsl.backends.base import Call, Wants
+from attndsl.backends.hopper import backend as hopper
+from attndsl.backends.hopper.arguments import blocks_of
+from attndsl.backends.hopper.backend import HopperBackend
+from attndsl.backends.hopper.kernels import HopperKernels, configs_of
+from attndsl.backends.hopper.memory import has_own_output, shared_bytes
+from attndsl.backends.hopper.pair_tiles import described, pair_tiles, with_pair_tiles
+from attndsl.backends.hopper.source import hopper_source
+from attndsl.backends.triton.cross import example_call, parse_target
+from attndsl.backends.triton.specialise import PairTile, specialise, with_forms
+from attndsl.runtime.programs import default_cache
+
+BATCH, HEADS, KV_HEADS, Q_LEN, KV_LEN = 2, 4, 2, 48, 64
+BIAS = "tensor bias[heads, q_len, kv_len]: float; score = score + bias[h, q, kv]"
+
+
+def call_of(text, tensors, **changes):
+    """A call with ``tensors``, of the lengths above."""
+    lowered = attndsl.compile(text).lowered
+    call = example_call(lowered, 64, 64, torch.bfloat16, tensors)
+    q = torch.empty(BATCH, HEADS, Q_LEN, 64, dtype=torch.bfloat16)
+    k = torch.empty(BATCH, KV_HEADS, KV_LEN, 64, dtype=torch.bfloat16)
+    return lowered, replace(call, q=q, k=k, v=k, **changes)
+
+
+def padded(*shape, dtype=torch.bfloat16, by=8):
+    """A tensor whose rows are ``by`` elements apart more than they need."""
+    return torch.zeros(*shape[:-1], shape[-1] + by, dtype=dtype)[..., : shape[-1]]
+
+
+B, H, HKV, Q, KV = "batch", "heads", "kv_heads", "q_len", "kv_len"
+SIZES = {B: BATCH, H: HEADS, HKV: KV_HEADS, Q: Q_LEN, KV: KV_LEN}
+INDEX = {B: "b", H: "h", HKV: "hkv", Q: "q", KV: "kv"}
+
+
+def program_of(dims, kind="float"):
+    lookup = f"t[{', '.join(INDEX[dim] for dim in dims)}]"
+    use = f"score = score + {lookup}" if kind == "float" else f"mask = {lookup}"
+    return f"tensor t[{', '.join(dims)}]: {kind}; {use}"
+
+
+@pytest.mark.parametrize(
+    ("dims", "leading"),
+    [((Q, KV), ()), ((H, Q, KV), ("h",)), ((B, H, Q, KV), ("b", "h")), ((HKV, Q, KV), ("hkv",)),
+     ((H, B, Q, KV), ("h", "b"))],
+)  # fmt: skip
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.bool])
+def test_tensors_that_are_read_by_tiles(dims, leading, dtype):
+    kind = "bool" if dtype is torch.bool else "float"
+    tensor = torch.zeros([SIZES[dim] for dim in dims], dtype=dtype)
+    lowered, call = call_of(program_of(dims, kind), {"t": tensor})
+    (tile,) = pair_tiles(lowered, call)
+    name = {"torch.bool": "i8", "torch.float32": "fp32", "torch.float16": "fp16"}
+    assert tile == PairTile(
+        "t", tuple(INDEX[dim] for dim in dims), leading, name.get(str(dtype), "bf16")
+    )
+    own = described(tile, call)
+    assert own.shape == tensor.shape
+    assert own.stride() == tensor.stride()
+    assert own.data_ptr() == tensor.data_ptr()
+
+
+def test_dims_of_one_element_and_of_stride_zero_are_none():
+    dims = (B, H, Q, KV)
+    one = torch.zeros(1, 1, Q_LEN, KV_LEN, dtype=torch.bfloat16)
+    for tensor in (one, one.expand(BATCH, HEADS, -1, -1)):
+        lowered, call = call_of(program_of(dims), {"t": tensor})
+        (tile,) = pair_tiles(lowered, call)
+        assert (tile.indices, tile.leading) == (("b", "h", "q", "kv"), ())
+        assert described(tile, call).shape == (Q_LEN, KV_LEN)
+    some = torch.zeros(1, HEADS, Q_LEN, KV_LEN, dtype=torch.bfloat16).expand(BATCH, -1, -1, -1)
+    lowered, call = call_of(program_of(dims), {"t": some})
+    (tile,) = pair_tiles(lowered, call)
+    assert tile.leading == ("h",)
+
+
+def test_one_row_has_a_stride_that_is_possible():
+    lowered, call = call_of(BIAS, {"bias": torch.zeros(HEADS, 1, KV_LEN).bfloat16()})
+    call = replace(call, q=call.q[:, :, :1])
+    (tile,) = pair_tiles(lowered, call)
+    assert described(tile, call).stride() == (KV_LEN, 16, 1)
+
+
+def ragged(size):
+    return torch.zeros(HEADS, Q_LEN, KV_LEN + size, dtype=torch.bfloat16)[..., :KV_LEN]
+
+
+ODD = {
+    "rows of no multiple of 16 bytes": (BIAS, {"bias": ragged(4)}, {}),
+    "an address of no such multiple": (
+        BIAS, {"bias": torch.zeros(HEADS, Q_LEN, 2 * KV_LEN).bfloat16()[..., 1 : KV_LEN + 1]}, {},
+    ),
+    "keys that lie apart": (BIAS, {"bias": torch.zeros(HEADS, KV_LEN, Q_LEN).bfloat16().mT}, {}),
+    "one row for all": (
+        BIAS, {"bias": torch.zeros(HEADS, 1, KV_LEN).bfloat16().expand(-1, Q_LEN, -1)}, {},
+    ),
+    "rows that would be clamped": (BIAS, {"bias": padded(HEADS, Q_LEN - 1, KV_LEN)}, {}),
+    "keys that would be clamped": (BIAS, {"bias": padded(HEADS, Q_LEN, KV_LEN - 1)}, {}),
+    "heads that would be clamped": (BIAS, {"bias": padded(HEADS - 1, Q_LEN, KV_LEN)}, {}),
+    "a position beyond": (BIAS, {"bias": padded(HEADS, Q_LEN, KV_LEN)}, {"q_offset": 1}),
+    "a position before": (BIAS, {"bias": padded(HEADS, Q_LEN, KV_LEN)}, {"kv_offset": -1}),
+    "a position on the device": (
+        BIAS, {"bias": padded(HEADS, Q_LEN, KV_LEN)}, {"q_offset": torch.tensor(0)},
+    ),
+    "positions that are looked up": (
+        BIAS, {"bias": padded(HEADS, Q_LEN, KV_LEN)}, {"q_index": torch.arange(Q_LEN)},
+    ),
+    "wide numbers": (BIAS, {"bias": padded(HEADS, Q_LEN, KV_LEN).double()}, {}),
+    "nothing": (BIAS, {"bias": torch.zeros(0, Q_LEN, KV_LEN)}, {}),
+    "the other order": (
+        "tensor t[kv_len, q_len]: float; score = score + t[kv, q]",
+        {"t": padded(KV_LEN, Q_LEN)}, {},
+    ),
+    "expressions": (
+        "tensor t[q_len, kv_len]: float; score = score + t[q, kv // 2]",
+        {"t": padded(Q_LEN, KV_LEN)}, {},
+    ),
+    "integers": (
+        "tensor t[q_len, kv_len]: int; mask = t[q, kv] > 0",
+        {"t": padded(Q_LEN, KV_LEN, dtype=torch.int32)}, {},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_tensors_that_are_looked_up(name):
+    text, tensors, changes = ODD[name]
+    lowered, call = call_of(text, tensors, **changes)
+    assert pair_tiles(lowered, call) == ()
+
+
+def test_from_positions_within_the_tensor():
+    bias = padded(HEADS, 2 * Q_LEN, 2 * KV_LEN)
+    lowered, call = call_of(BIAS, {"bias": bias}, q_offset=7, kv_offset=KV_LEN)
+    (tile,) = pair_tiles(lowered, call)
+    # Rows and keys that are not the call's are zeros.
+    assert described(tile, call).shape == (HEADS, 7 + Q_LEN, 2 * KV_LEN)
+
+
+def chosen(text, tensors, direction, dim=128):
+    lowered, call = call_of(text, tensors)
+    call = replace(call, q=call.q.repeat(1, 1, 1, dim // 64), k=call.k.repeat(1, 1, 1, dim // 64))
+    call = replace(call, v=call.k)
+    special = specialise(lowered.program, call)
+    special = with_forms(special, lowered.program, parse_target("cuda:90"))
+    return lowered, with_pair_tiles(special, lowered, call, direction)
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward_kv"])
+@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_tiles_find_room(direction, dim, dtype):
+    bias = torch.zeros(HEADS, Q_LEN, KV_LEN, dtype=dtype)
+    lowered, special = chosen(BIAS, {"bias": bias}, direction, dim)
+    # At head dim 256 a backward has 8 KB left.
+    there = (direction, dim, dtype) != ("backward_kv", 256, torch.float32)
+    assert bool(special.pair_tiles) == there
+    configs = configs_of(lowered, special, direction)
+    assert configs
+    for config in configs:
+        if there:
+            assert shared_bytes(direction, special, config) <= 232448
+            block = blocks_of(direction, special, config)["pair0_desc"]
+            assert block.shape[0] == 1
+            assert block.shape[2] * block.layout.element_bitwidth // 8 % 16 == 0
+        else:
+            assert "pair0_desc" not in blocks_of(direction, special, config)
+
+
+def test_a_tile_takes_the_outputs_place():
+    for dtype, own in ((torch.bfloat16, True), (torch.float32, False)):
+        bias = torch.zeros(HEADS, Q_LEN, KV_LEN, dtype=dtype)
+        lowered, special = chosen(BIAS, {"bias": bias}, "forward")
+        config = configs_of(lowered, special, "forward")[0]
+        assert (config.block_n, config.persistent) == (128, True)
+        assert has_own_output(special, config) == own
+
+
+def test_two_tensors_at_most():
+    text = "; ".join(f"tensor t{n}[q_len, kv_len]: float" for n in range(3))
+    text += "; score = score + " + " * ".join(f"t{n}[q, kv]" for n in range(3))
+    tensors = {f"t{n}": padded(Q_LEN, KV_LEN) for n in range(3)}
+    lowered, special = chosen(text, tensors, "forward")
+    assert len(special.pair_tiles) == 2
+    assert configs_of(lowered, special, "forward")
+
+
+def test_texts_say_how_tensors_are_read():
+    bias = padded(HEADS, Q_LEN, KV_LEN)
+    for direction in ("forward", "backward"):
+        lowered, call = call_of(BIAS, {"bias": bias})
+        tiled = hopper_source(lowered, call, direction, Wants())
+        lowered, call = call_of(BIAS, {"bias": ragged(4)})
+        looked_up = hopper_source(lowered, call, direction, Wants())
+        assert "tma_load(pair0_desc, [h, query, key]" in tiled
+        assert "tl.load(t_bias" not in tiled
+        assert "pair0_desc" not in looked_up
+        assert "tl.load(t_bias" in looked_up
+
+
+def test_calls_of_other_strides_have_other_kernels():
+    backend = HopperBackend(default_cache())
+
+    def key(tensor, **changes):
+        lowered, call = call_of(BIAS, {"bias": tensor}, **changes)
+        special = backend._special(lowered, call, (), None)
+        return backend._kernels._key(lowered, "forward", special, "ieee", parse_target("cuda:90"))
+
+    tiled, looked_up = key(padded(HEADS, Q_LEN, KV_LEN)), key(ragged(4))
+    assert tiled != looked_up
+    assert key(padded(HEADS, Q_LEN, KV_LEN, by=16)) == key(padded(HEADS, Q_LEN, KV_LEN, by=32))
+    assert key(padded(HEADS, Q_LEN, KV_LEN), q_offset=1) != key(
+        padded(HEADS, Q_LEN + 1, KV_LEN), q_offset=1
+    )
+
+
+def test_calls_from_other_positions_have_other_views():
+    backend = HopperBackend(default_cache())
+    _, call = call_of(BIAS, {"bias": padded(HEADS, 2 * Q_LEN, KV_LEN)})
+    assert backend._places(call) == ()
+    places = {backend._places(replace(call, q_offset=n)) for n in (1, 2)}
+    assert len(places) == 2
+    assert backend._places(replace(call, q_offset=torch.tensor(1))) == (0,)
+    plain = Call(call.q, call.k, call.v, 1.0, {}, q_offset=3)
+    assert backend._places(plain) == ()
+
+
+def test_the_portable_backend_has_no_tiles():
+    backend = HopperBackend(default_cache())._portable
+    lowered, call = call_of(BIAS, {"bias": padded(HEADS, Q_LEN, KV_LEN)})
+    assert backend._special(lowered, call, (), None).pair_tiles == ()
+
+
+CAUSAL = "mask = causal(); "
+FLOATS = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp16": torch.float16}
+ON_GPU = {
+    "bias": (CAUSAL + BIAS, ("heads", "q", "kv"), {}),
+    "mask": ("tensor bias[q_len, kv_len]: bool; mask = bias[q, kv]", ("q", "kv"), {}),
+    "mask of each entry": (
+        "tensor bias[batch, q_len, kv_len]: bool; mask = bias[b, q, kv]", ("batch", "q", "kv"), {},
+    ),
+    "shared heads": (
+        "tensor bias[batch, kv_heads, q_len, kv_len]: float; score = score + bias[b, hkv, q, kv]",
+        ("batch", "kv_heads", "q", "kv"), {},
+    ),
+    "who sees whom": (
+        "tensor bias[q_len, kv_len]: float; mask = bias[q, kv] > -1; "
+        "score = 5 * tanh(score + bias[q, kv])",
+        ("q", "kv"), {},
+    ),
+    "weights": (
+        "tensor bias[heads, q_len, kv_len]: float; mask = causal(); "
+        "weights = sigmoid(score + bias[h, q, kv])",
+        ("heads", "q", "kv"), {},
+    ),
+    "from other positions": (
+        "tensor bias[heads, n, m]: float; score = score + bias[h, q, kv]",
+        ("heads", "q", "kv"), {"q_offset": 100, "kv_offset": 8},
+    ),
+}  # fmt: skip
+
+
+def on_gpu(dims, options, lengths, dtype, by):
+    """A capture on the GPU whose rows are ``by`` elements, and NaN where no pair looks."""
+    q_len, kv_len = lengths
+    sizes = {"batch": 2, "heads": 4, "kv_heads": 2}
+    q_end, kv_end = q_len + options.get("q_offset", 0), kv_len + options.get("kv_offset", 0)
+    more = 70 if options else 0
+    shape = (*(sizes[dim] for dim in dims[:-2]), q_end + more, by)
+    tensor = torch.randn(shape, device="cuda")
+    if dtype is torch.bool:
+        return (tensor > 0)[..., : kv_end + more]
+    tensor[..., q_end:, :] = tensor[..., kv_end:] = torch.nan
+    return tensor.to(dtype)[..., : kv_end + more]
+
+
+@pytest.fixture
+def choices(monkeypatch):
+    """How many tensors are read by tiles, for each layout that is made."""
+    found = []
+
+    def noted(*arguments):
+        special = with_pair_tiles(*arguments)
+        found.append(len(special.pair_tiles))
+        return special
+
+    monkeypatch.setattr(hopper, "with_pair_tiles", noted)
+    return found
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ON_GPU)
+@pytest.mark.parametrize("kind", ["bf16", "fp32"])
+@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("lengths", [(512, 640), (1000, 1333)], ids=["even", "ragged"])
+@pytest.mark.parametrize("tiled", [True, False], ids=["tiles", "lookups"])
+def test_kernels(check, choices, name, kind, dim, lengths, tiled):
+    text, dims, options = ON_GPU[name]
+    boolean = "mask" in name
+    by = 1536 if tiled else 1537
+    tensor = on_gpu(dims, options, lengths, torch.bool if boolean else FLOATS[kind], by)
+    place = SimpleNamespace(backend="hopper", device="cuda", shape=(2, 4, 0, dim))
+    inputs = check.inputs(
+        place, torch.bfloat16, kv_heads=2, q_len=lengths[0], kv_len=lengths[1], options=options,
+        captures={"bias": tensor},
+    )  # fmt: skip
+    golden, ref = (
+        check.run(attndsl.compile(text, backend="reference"), inputs.to(dtype))
+        for dtype in (torch.float64, torch.bfloat16)
+    )
+    # Copies would have no gaps between their rows.
+    own = replace(inputs.to(torch.bfloat16), captures={"bias": tensor})
+    found = check.run(attndsl.compile(text, backend="hopper"), own)
+    check.close(golden, ref, found, torch.bfloat16)
+    room = (dim, kind, boolean) != (256, "fp32", False)
+    assert choices == [int(tiled), int(tiled and room)]
+
+
+@pytest.mark.gpu
+def test_calls_of_one_program_are_told_apart(check):
+    place = SimpleNamespace(backend="hopper", device="cuda", shape=(2, 4, 256, 64))
+    attention = attndsl.compile(CAUSAL + BIAS, backend="hopper")
+    inputs = check.inputs(place, torch.bfloat16)
+    for by in (256, 264, 257, 256):
+        tensor = torch.randn(4, 256, by, device="cuda", dtype=torch.bfloat16)[..., :256]
+        for moved in (tensor, tensor.clone()):
+            own = replace(inputs.to(torch.bfloat16), captures={"bias": moved})
+            text = CAUSAL + BIAS
+            exact = check.run(attndsl.compile(text, backend="reference"), own)
+            found = check.run(attention, own)
+            for key, value in exact.items():
+                torch.testing.assert_close(found[key], value, atol=0.05, rtol=0.05)
+
+
+@pytest.mark.parametrize("learned", [False, True])
+def test_arguments_are_those_that_kernels_take(monkeypatch, learned):
+    backend, launched = HopperBackend(default_cache()), {}
+    bias = torch.zeros(HEADS, Q_LEN, KV_LEN, dtype=torch.bfloat16)
+    lowered, call = call_of(BIAS, {"bias": bias})
+    wants = Wants(tensors=frozenset({"bias"} if learned else ()))
+    configs = {}
+
+    def attention(lowered, kind, special, device, has_dlse):
+        for name in HopperKernels.directions[kind]:
+            configs[name] = replace(configs_of(lowered, special, name)[0], persistent=False)
+        fixed = HopperKernels.fixed if kind == "backward" else ()
+        executables = {name: SimpleNamespace(name=name, config=c) for name, c in configs.items()}
+        executables |= {name: SimpleNamespace(name=name, config=None) for name in fixed}
+        return SimpleNamespace(executables=executables, listed=())
+
+    def launch_of(executable):
+        def run(programs, stream, arguments):
+            launched[executable.name] = arguments
+
+        return SimpleNamespace(executable=executable, run=run, encoders={})
+
+    monkeypatch.setattr(backend._kernels, "attention", attention)
+    monkeypatch.setattr(hopper, "launch_of", launch_of)
+    monkeypatch.setattr(hopper, "stream_of", lambda device: 0)
+    monkeypatch.setattr(hopper, "on_device", lambda device: nullcontext())
+    out, lse = backend.forward(lowered, call)
+    found = backend.backward(lowered, call, out, lse, torch.zeros_like(out), None, wants)
+    assert (found.tensors.keys() == {"bias"}) == learned
+    for name, direction in (("forward", "forward"), ("backward_kv", "backward")):
+        text = hopper_source(lowered, call, direction, wants)
+        (function,) = [
+            item for item in ast.parse(text).body
+            if isinstance(item, ast.FunctionDef) and item.name == f"attention_{name}"
+        ]  # fmt: skip
+        names = [item.arg for item in function.args.args if item.annotation is None]
+        assert ("slopes_desc" in names) == (learned and name == "backward_kv")
+        given = dict(zip(names, launched[name], strict=True))
+        descriptors = {n for n, value in given.items() if isinstance(value, TensorDescriptor)}
+        assert descriptors == {n for n in names if n.endswith("_desc")}
+        assert given["pair0_desc"].base is call.tensors["bias"]
+        assert given["pair0_desc"].shape == [HEADS, Q_LEN, KV_LEN]
+        assert given["t_bias"] is call.tensors["bias"]
+        assert (given["heads"], given["kv_len"]) == (HEADS, KV_LEN)
+    if learned:
+        block_m, block_n = configs["backward_kv"].block_m, configs["backward_kv"].block_n
+        rows = BATCH * HEADS * -(-KV_LEN // block_n) * block_n
+        descriptor = given["slopes_desc"]
+        assert descriptor.shape == [rows, -(-Q_LEN // block_m) * block_m]
+        assert descriptor.base.numel() == rows * descriptor.shape[1]
+        assert found.tensors["bias"].shape == bias.shape
