@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -169,14 +168,12 @@ class HopperBackend(TritonBackend):
                 )  # fmt: skip
         tensors: dict[str, torch.Tensor] = {}
         params: dict[str, torch.Tensor] = {}
-        stored = wants.tensors.difference(layout.special.tensor_gradients)
-        rest = replace(wants, tensors=wants.tensors - stored)
-        if rest.tensors or rest.params:
+        if wants.tensors or wants.params:
             tensors, params = gradients_of_parts(
-                lowered, call, learned, rest, lse, delta, grad_lse, factors, columns
+                lowered, call, learned, wants, lse, delta, grad_lse, factors, columns
             )
         if slopes is not None:
-            tensors |= gradients_from(slopes, lowered, call, stored)
+            tensors |= gradients_from(slopes, lowered, call, among(lowered, call, wants.tensors))
         gradients = Gradients(
             q=dq, k=dk if wants.k else None, v=dv if wants.v else None,
             tensors=tensors, params=params,
