@@ -21,7 +21,6 @@ from .functions import print_functions
 from .learned import learned_in_kernel
 from .memory import has_own_output, widest
 from .pair_texts import pair_hooks, print_pair_functions
-from .stored import slope_hooks
 
 if TYPE_CHECKING:
     from attndsl.passes.tiles.plan import LoopPlan
@@ -84,17 +83,12 @@ _OWN_HELPERS = {"as_block", "spread"}
 """Library functions that are others here."""
 _FROM = "from attndsl.backends.hopper.dropout import"
 _DROPOUT = {
-    "forward": f"{_FROM} drop_of_head, factor_of_kept, keep, kept_bits, layout_of_bits",
+    "forward": f"{_FROM} draws_of_pairs, drop_of_head, factor_of_kept, keep_drawn",
     "backward_kv": (
         f"{_FROM} (\n    drop_of_head, factor_of_kept, halves_of_kept, keep, kept_bits,\n"
         "    layout_of_bits,\n)"
     ),
 }
-_TAKEN = {
-    "forward": "PART: gl.constexpr, CONSUMERS: gl.constexpr, kept_s, kept_full,",
-    "backward_kv": "keep_factor, factor2, inverse, kept_s, kept_full,",
-}
-"""What a consumer's loop needs to know which pairs are kept."""
 _INDENT = "    "
 
 
@@ -164,14 +158,13 @@ def generate(
     }
     lists = wrapped(LIST_PARAMETERS) if listed else []
     sums = ["COLUMN_SUMS,"] * learned.column + ["FACTOR_SUMS,"] * learned.factor
-    stored = ["slopes_desc,"] * special.stores_slopes
     left = "q_empty" if forward else "kv_empty"
     again = [f"{left}, item_s, item_full, item_empty,"] * config.persistent
     counter = ["COUNTER,"] * drawn
     pairs = pair_hooks(lowered, special, direction, wide)
     output = ["o_s,"] * bool(flags["OWN_OUTPUT"])
-    kept = ["kept_s, kept_full,"] * dropped
-    templates = (family[0], *["draws"] * dropped, *family[1:])
+    kept = ["kept_s, kept_full,"] * (dropped and not forward)
+    templates = (family[0], *["draws"] * bool(kept), *family[1:])
     helpers |= used
     more = {
         "imports": [
@@ -185,14 +178,13 @@ def generate(
         "again": again,
         "output": output,
         "kept": kept,
-        "taken": [_TAKEN[direction]] * dropped,
-        "taking": [_TAKEN[direction].replace(": gl.constexpr", "")] * dropped,
+        "drop": ["drop,"] * dropped,
+        "taking": ["keep_factor, factor2, inverse,", *kept] if kept else [],
         "steep": ["steep_s,"] * wide,
-        **slope_hooks(special),
         **pairs,
         "partitions": _partitions(
             (*producer, *counter, *kept, *again, *pairs["pair_producer"]),
-            (*consumer, *sums, *output, *kept, *again, *pairs["pair_consumer"], *stored),
+            (*consumer, *sums, *output, *kept, *again, *pairs["pair_consumer"]),
             config.consumers,
             [*wrapped(names), *lists],
         ),

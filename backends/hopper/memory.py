@@ -46,8 +46,8 @@ def has_own_output(special: Specialisation, config: Config) -> bool:
     if d != dv or not config.persistent:
         return d != dv
     elements = (config.block_m + config.stages * config.block_n) * (d + dv)
-    more = _pair_bytes("forward", special, config) + _bit_bytes(special, config)
-    return 2 * elements + more + _REST * bool(more) < shared_memory_of("cuda:90")
+    pairs = _pair_bytes("forward", special, config)
+    return 2 * elements + pairs + _REST * bool(pairs) < shared_memory_of("cuda:90")
 
 
 def shared_bytes(direction: str, special: Specialisation, config: Config) -> int:
@@ -61,17 +61,13 @@ def shared_bytes(direction: str, special: Specialisation, config: Config) -> int
         # dS; above head dim 128 once, and its slopes in fp32. Row statistics are two of fp32.
         elements += 3 * n * m if widest(special) > 128 else 2 * n * m
         elements += 4 * stages * m
+        # By which dropout keeps pairs: 16 bits to an element.
+        elements += special.dropout * stages * m * n // 16
     turned = _TURNED * (direction != "forward" and widest(special) <= 128)
-    more = _pair_bytes(direction, special, config) + _bit_bytes(special, config)
-    return 2 * elements + more + turned + _REST
+    return 2 * elements + _pair_bytes(direction, special, config) + turned + _REST
 
 
 def _pair_bytes(direction: str, special: Specialisation, config: Config) -> int:
     parts, queries, keys = pair_block(direction, special, config)
     sizes = sum(BYTES_OF_TYPES[tile.dtype] for tile in special.pair_tiles)
     return parts * queries * keys * sizes
-
-
-def _bit_bytes(special: Specialisation, config: Config) -> int:
-    """Of the bits by which dropout keeps pairs: of as many tiles as there are stages."""
-    return special.dropout * config.stages * config.block_m * config.block_n // 8

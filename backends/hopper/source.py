@@ -14,7 +14,6 @@ from .backend import why_portable
 from .generate import generate
 from .kernels import HopperKernels, configs_of
 from .pair_tiles import with_pair_tiles
-from .stored import shares_of, with_stored
 
 if TYPE_CHECKING:
     from attndsl.pipeline import Lowered
@@ -28,16 +27,15 @@ def hopper_source(lowered: Lowered, call: Call, direction: str, wants: Wants) ->
     Raises:
         UnsupportedError: Portable kernels run ``call``; says why.
     """
-    refused = why_portable(lowered, call, direction, wants=wants_of_kernels(lowered, call, wants))
+    wants = wants_of_kernels(lowered, call, wants)
+    refused = why_portable(lowered, call, direction, wants=wants)
     if refused is not None:
         raise UnsupportedError(
             refused, hint="the triton kernels run such calls: use backend='triton'"
         )
     special = specialise(lowered.program, call)
     if direction == "backward":
-        # As calls do, where nothing stands against the Hopper kernels.
-        special = with_gradients(special, shares_of(lowered, call, wants).lines)
-        special = with_stored(special, lowered, call)
+        special = with_gradients(special, wants)
     special = with_forms(special, lowered.program, parse_target("cuda:90"))
     texts = []
     for name in HopperKernels.directions[direction]:

@@ -119,8 +119,6 @@ class Specialisation:
     """Which set of fast forms the score and its derivatives may take (``..forms``)."""
     pair_tiles: tuple[PairTile, ...] = ()
     """Of the kernels that read such tiles."""
-    stores_slopes: bool = False
-    """Whether a Hopper backward stores the gradient of each score."""
 
     @property
     def indexed(self) -> bool:

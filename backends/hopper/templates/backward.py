@@ -17,10 +17,9 @@ def add_query_tile(
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
     STAGES: gl.constexpr, Q_KIND: gl.constexpr, PARTIAL: gl.constexpr, SCORES: gl.constexpr,
     WEIGHTS: gl.constexpr, SLOPES: gl.constexpr, HALF: gl.constexpr,
-    #: taken
+    #: taking
     #: parameters
     #: pair_reader_parameters
-    #: stored
 ):
     """Add one query tile's part to dK (before the scale), dV and dQ, and to the keys' sums of dS.
 
@@ -69,7 +68,7 @@ def add_query_tile(
     if SIGNED_WEIGHTS:
         delta = delta * inverse
     if HAS_DROPOUT:
-        bits = take_bits(PART, count, kept_s, kept_full, STAGES, 2, BLOCK_M)
+        bits = take_bits(PART, count, kept_s, kept_full, STAGES, BLOCK_M)
     if HAS_DROPOUT and OWN_WEIGHTS:
         weight = keep(weight * keep_factor, bits)
         steep = keep(steep * keep_factor, bits)
@@ -112,9 +111,7 @@ def add_query_tile(
     # dV comes after dS: issuing it earlier spills registers.
     adding_v = warpgroup_mma(weight_half, do, dv, is_async=True)
     fence_async_shared()
-    #: slopes_are_stored
     meet()
-    #: store_slopes
     # dQ comes before dK, so that it is added up while dK is computed.
     if BLOCK_M == 64:
         slopes, keys = shared, k_tile.slice(PART * WIDTH, WIDTH, dim=1)
@@ -145,7 +142,6 @@ def consume_item(
     #: kept
     #: again
     #: pair_consumer
-    #: stored_desc
     #: parameters
     #: kv_pass_lists
 ):
@@ -230,7 +226,6 @@ def consume_item(
                 #: taking
                 #: arguments
                 #: pair_reader
-                #: stored
             )
             count += 1
         if KV_PASS_HAS_FULL and PEELED:
@@ -251,7 +246,6 @@ def consume_item(
                     #: taking
                     #: arguments
                     #: pair_reader
-                    #: stored
                 )
                 count += 1
         head = (b * heads + h).to(gl.int64)
@@ -268,7 +262,6 @@ def consume_item(
     if PERSISTENT:
         # The next item's keys may come.
         mbarrier.arrive(kv_empty, count=1)
-    #: slopes_are_stored
     # Through shared memory, so that each thread stores 16 bytes.
     STORED: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     dk_rows = gl.convert_layout((dk * scale).to(HALF), STORED)

@@ -82,7 +82,6 @@ def consume(
     #: kept
     #: again
     #: pair_consumer
-    #: stored_desc
     #: parameters
     #: kv_pass_lists
 ):
@@ -104,7 +103,6 @@ def consume(
                 #: kept
                 #: again
                 #: pair_consumer
-                #: stored_desc
                 #: arguments
                 #: kv_pass_lists
             )
@@ -123,7 +121,6 @@ def consume(
             #: kept
             #: again
             #: pair_consumer
-            #: stored_desc
             #: arguments
             #: kv_pass_lists
         )
@@ -133,7 +130,6 @@ def consume(
 def attention_backward_kv(
     q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, SUMS, DK, DV_OUT,
     #: pair_descs
-    #: stored_desc
     #: counter
     scale, batch, heads, kv_heads, q_len, kv_len, q_origin, kv_origin, padded,
     #: learned

@@ -29,7 +29,6 @@ from attndsl.backends.hopper.library import (
     places_of, word, words,
 )
 from attndsl.backends.hopper.shim import tma_load
-#: stored_imports
 from attndsl.backends.triton.library import positions, shift_of_positions
 #: imports
 
@@ -166,7 +165,7 @@ def load_item(
         row = (b * heads + h) * padded
         if HAS_DROPOUT:
             drop = drop_of_rows(
-                tile * BLOCK_N, b, h, hkv, batch, heads, kv_heads, q_len, kv_len, True,
+                tile * BLOCK_N, b, h, hkv, batch, heads, kv_heads, q_len, kv_len,
                 #: arguments
             )
         for step in range(0, partial_tiles + full_tiles):
@@ -198,7 +197,7 @@ def load_item(
                         #: again
                     )
             if HAS_DROPOUT:
-                draw_tile(drop, count, first, kept_s, kept_full, STAGES, 2, BLOCK_M, True)
+                draw_tile(drop, count, first, kept_s, kept_full, STAGES, BLOCK_M)
             count += 1
     if PERSISTENT:
         if count == done:

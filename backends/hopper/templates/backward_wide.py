@@ -127,7 +127,6 @@ def consume_item(
     #: kept
     #: again
     #: pair_consumer
-    #: stored_desc
     #: parameters
     #: kv_pass_lists
 ):

@@ -132,7 +132,7 @@ def attend(
     BLOCK_N: gl.constexpr, STAGES: gl.constexpr, KV_KIND: gl.constexpr, PARTIAL: gl.constexpr,
     SCORES: gl.constexpr, OUTPUT: gl.constexpr, WEIGHTS: gl.constexpr, HALF: gl.constexpr,
     HEAD_DIM: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
-    #: taken
+    #: drop
     #: parameters
     #: pair_reader_parameters
 ):
@@ -154,6 +154,8 @@ def attend(
         kv_tile, b, h, hkv, batch, heads, kv_heads, q_len, kv_len, kv_origin, BLOCK_N, KV_KIND,
         #: arguments
     )
+    if HAS_DROPOUT:
+        draws = draws_of_pairs(drop, kv_tile * BLOCK_N, q_len >> 31, BLOCK_N, SCORES)
     score = warpgroup_mma_wait(1, deps=[scoring])
     mbarrier.arrive(k_empty.index(stage), count=1)
     #: read_pairs
@@ -169,8 +171,7 @@ def attend(
         score, reached, peak, factor, (PARTIAL and MASKED) or MODIFIED or HAS_COLUMN
     )
     if HAS_DROPOUT:
-        bits = take_bits(PART, count, kept_s, kept_full, STAGES, CONSUMERS, BLOCK_N)
-        exact = keep(exact, bits)
+        exact = keep_drawn(exact, draws, drop)
     if EARLY:
         weight = pack(exact, HALF)
     if OWN_WEIGHTS:
@@ -197,7 +198,6 @@ def consume_item(
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
     STAGES: gl.constexpr, CONSUMERS: gl.constexpr, Q_KIND: gl.constexpr, KV_KIND: gl.constexpr,
     #: output
-    #: kept
     #: again
     #: pair_consumer
     #: parameters
@@ -257,6 +257,7 @@ def consume_item(
             b, h, hkv, batch, heads, kv_heads, q_len, kv_len,
             #: arguments
         )
+        drop = drop_of_head(chance, b * heads + h, seed, first, False)
         keep_factor = factor_of_kept(chance)
     acc = gl.zeros([ROWS, DV], gl.float32, layout=OUTPUT)
     zeros = gl.zeros([ROWS, BLOCK_N], gl.float32, layout=SCORES)
@@ -310,8 +311,8 @@ def consume_item(
     #: leave_first_pairs
     exact, sums, decay, peak = soften(score, reached, peak, factor, MASKED or MODIFIED or HAS_COLUMN)
     if HAS_DROPOUT:
-        bits = take_bits(PART, done, kept_s, kept_full, STAGES, CONSUMERS, BLOCK_N)
-        exact = keep(exact, bits)
+        draws = draws_of_pairs(drop, first_tile * BLOCK_N, q_len >> 31, BLOCK_N, SCORES)
+        exact = keep_drawn(exact, draws, drop)
     weight = pack(exact, HALF)
 
     if FORWARD_HAS_PARTIAL:
@@ -328,7 +329,7 @@ def consume_item(
                 k_full, k_empty, v_full, v_empty,
                 factor, steepness, scale, origin, b, h, hkv, batch, heads, kv_heads, q_len, kv_len, kv_origin,
                 BLOCK_N, STAGES, KV_KIND, True, SCORES, OUTPUT, WEIGHTS, HALF, HEAD_DIM, D, DV,
-                #: taking
+                #: drop
                 #: arguments
                 #: pair_reader
             )
@@ -354,7 +355,7 @@ def consume_item(
                 k_full, k_empty, v_full, v_empty,
                 factor, steepness, scale, origin, b, h, hkv, batch, heads, kv_heads, q_len, kv_len, kv_origin,
                 BLOCK_N, STAGES, KV_KIND, False, SCORES, OUTPUT, WEIGHTS, HALF, HEAD_DIM, D, DV,
-                #: taking
+                #: drop
                 #: arguments
                 #: pair_reader
             )

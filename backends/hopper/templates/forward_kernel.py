@@ -14,7 +14,6 @@ def produce(
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr,
     Q_KIND: gl.constexpr, KV_KIND: gl.constexpr,
     #: counter
-    #: kept
     #: again
     #: pair_producer
     #: parameters
@@ -31,7 +30,6 @@ def produce(
                 q_full, k_full, k_empty, v_full, v_empty,
                 batch, heads, kv_heads, q_len, kv_len, q_origin, kv_origin, together,
                 BLOCK_M, BLOCK_N, STAGES, CONSUMERS, Q_KIND, KV_KIND,
-                #: kept
                 #: again
                 #: pair_producer
                 #: arguments
@@ -53,7 +51,6 @@ def produce(
             q_full, k_full, k_empty, v_full, v_empty,
             batch, heads, kv_heads, q_len, kv_len, q_origin, kv_origin, together,
             BLOCK_M, BLOCK_N, STAGES, CONSUMERS, Q_KIND, KV_KIND,
-            #: kept
             #: again
             #: pair_producer
             #: arguments
@@ -69,7 +66,6 @@ def consume(
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
     STAGES: gl.constexpr, CONSUMERS: gl.constexpr, Q_KIND: gl.constexpr, KV_KIND: gl.constexpr,
     #: output
-    #: kept
     #: again
     #: pair_consumer
     #: parameters
@@ -88,7 +84,6 @@ def consume(
                 scale, batch, heads, kv_heads, q_len, kv_len, q_origin, kv_origin, together,
                 HEAD_DIM, D, DV, BLOCK_M, BLOCK_N, STAGES, CONSUMERS, Q_KIND, KV_KIND,
                 #: output
-                #: kept
                 #: again
                 #: pair_consumer
                 #: arguments
@@ -106,7 +101,6 @@ def consume(
             scale, batch, heads, kv_heads, q_len, kv_len, q_origin, kv_origin, together,
             HEAD_DIM, D, DV, BLOCK_M, BLOCK_N, STAGES, CONSUMERS, Q_KIND, KV_KIND,
             #: output
-            #: kept
             #: again
             #: pair_consumer
             #: arguments
@@ -153,12 +147,6 @@ def attention_forward(
         mbarrier.init(k_empty.index(stage), count=CONSUMERS)
         mbarrier.init(v_full.index(stage), count=1)
         mbarrier.init(v_empty.index(stage), count=CONSUMERS)
-    if HAS_DROPOUT:
-        WORDS: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-        kept_s = gl.allocate_shared_memory(gl.int32, [STAGES * CONSUMERS, 128, BLOCK_N // 64], WORDS)
-        kept_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-        for stage in gl.static_range(STAGES):
-            mbarrier.init(kept_full.index(stage), count=1)
     if PERSISTENT:
         q_empty = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], BARRIER)
         for part in gl.static_range(CONSUMERS):

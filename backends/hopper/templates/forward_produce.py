@@ -143,7 +143,6 @@ def load_item(
     batch, heads, kv_heads, q_len, kv_len, q_origin, kv_origin, together,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr,
     Q_KIND: gl.constexpr, KV_KIND: gl.constexpr,
-    #: kept
     #: again
     #: pair_producer
     #: parameters
@@ -177,11 +176,6 @@ def load_item(
             turn, tile, b, h, q_desc, q_s, q_full, BLOCK_M, CONSUMERS,
             #: again
         )
-    if HAS_DROPOUT:
-        drop = drop_of_rows(
-            tile * BLOCK_M, b, h, hkv, batch, heads, kv_heads, q_len, kv_len, False,
-            #: arguments
-        )
     for step in range(0, partial_tiles):
         kv_tile = partial_tile(
             step, nothing, full_tiles, first_live, first_full, tile,
@@ -195,11 +189,6 @@ def load_item(
             BLOCK_N, STAGES,
             #: load_partial_pairs
         )
-        if HAS_DROPOUT:
-            draw_tile(
-                drop, done + step, kv_tile * BLOCK_N, kept_s, kept_full,
-                STAGES, CONSUMERS, BLOCK_N, False,
-            )
     if FORWARD_HAS_FULL:
         for step in range(0, full_tiles):
             kv_tile = forward_full_tile(
@@ -214,9 +203,4 @@ def load_item(
                 done + partial_tiles + step, kv_tile, b, hkv, BLOCK_N, STAGES,
                 #: load_full_pairs
             )
-            if HAS_DROPOUT:
-                draw_tile(
-                    drop, done + partial_tiles + step, kv_tile * BLOCK_N,
-                    kept_s, kept_full, STAGES, CONSUMERS, BLOCK_N, False,
-                )
     return done + partial_tiles + full_tiles

@@ -270,8 +270,6 @@ class Tiles:
     def block(self, place: list[Any]) -> torch.Tensor:
         *leading, row, column = map(int, place)
         own = self.tensor[tuple(leading)][row:, column:][: self.rows, : self.columns]
-        if own.shape == (self.rows, self.columns):
-            return own
         found = own.new_zeros(self.rows, self.columns)
         found[: own.shape[0], : own.shape[1]] = own
         return found
@@ -286,7 +284,7 @@ class Pointer:
         return Pointer(self.data, self.offset + step)
 
 
-def kept_bits(drop: Any, part: int, first: Any, size: int, keys_first: bool) -> torch.Tensor:
+def kept_bits(drop: Any, part: int, first: Any, size: int, keys_first: bool = True) -> torch.Tensor:
     """What :func:`keep` needs to draw for a tile, whose number of rows it knows."""
     millionths, number, seed, own = drop
     return torch.tensor([millionths, number, seed, own, part, first, size, keys_first]).int()
@@ -356,6 +354,10 @@ class Operations:
                 ),
                 factor_of_kept=lambda p: 1 / (1 - torch.as_tensor(p)),
                 halves_of_kept=lambda weights, half, layout: torch.relu(weights).to(half),
+                draws_of_pairs=lambda drop, first, zero, size, layout: (
+                    kept_bits(drop, 0, first, size, keys_first=False)
+                ),
+                keep_drawn=lambda values, draws, drop: keep(values, draws),
                 keep=keep, kept_bits=self.draw, layout_of_bits=lambda words: None,
             ),
             "attndsl.backends.hopper.shim": SimpleNamespace(
