@@ -340,7 +340,8 @@ def number_of(errors: torch.Tensor) -> float:
     Few large ones among many count as few, and those of elements that no pair looks up not at all.
     """
     squares = errors.double().square()
-    return max(1.0, float(3 * squares.sum() ** 2 / squares.square().sum().clamp(min=1e-300)))
+    number = 3 * squares.sum() ** 2 / squares.square().sum().clamp(min=1e-300)
+    return max(1.0, min(float(number), int((squares != 0).sum())))
 
 
 def pooled(draws: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:

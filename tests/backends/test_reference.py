@@ -7,6 +7,18 @@ from dataclasses import replace
 
 import pytest
 import torch
+from by_hand import (
+    BATCH,
+    DIM,
+    HEADS,
+    KV_HEADS,
+    KV_LEN,
+    Q_LEN,
+    by_hand,
+    draw,
+    exact,
+    make_call,
+)
 
 from attndsl.backends.base import Call, Wants
 from attndsl.backends.philox import uniform
@@ -16,54 +28,11 @@ from attndsl.ir import SCORE, Op, Program, const, node
 from attndsl.pipeline import lower, lower_program
 from attndsl.source import Source
 
-BATCH, HEADS, KV_HEADS, Q_LEN, KV_LEN, DIM, VALUE_DIM = 2, 4, 2, 9, 7, 5, 6
 BACKEND = ReferenceBackend()
 
 
 def lowered(text):
     return lower(Source(text), {})
-
-
-def draw(*shape, dtype=torch.float64):
-    return torch.randn(shape, dtype=dtype, requires_grad=True)
-
-
-def make_call(
-    tensors=None, params=None, dims=None, dtype=torch.float64, leaves=None, scale=0.4, **options
-):
-    if leaves is None:
-        leaves = (
-            draw(BATCH, HEADS, Q_LEN, DIM, dtype=dtype),
-            draw(BATCH, KV_HEADS, KV_LEN, DIM, dtype=dtype),
-            draw(BATCH, KV_HEADS, KV_LEN, VALUE_DIM, dtype=dtype),
-        )
-    q, k, v = leaves
-    sizes = {
-        "batch": q.shape[0],
-        "heads": q.shape[1],
-        "kv_heads": k.shape[1],
-        "q_len": q.shape[2],
-        "kv_len": k.shape[2],
-        "head_dim": q.shape[3],
-    }
-    return Call(q, k, v, scale, sizes | (dims or {}), tensors or {}, params or {}, **options)
-
-
-def by_hand(call, change=lambda s: s, live=None, sink=None):
-    """Softmax attention by torch; ``live`` without dead rows."""
-    group = call.q.shape[1] // call.k.shape[1]
-    k, v = (x.repeat_interleave(group, 1) for x in (call.k, call.v))
-    score = change(call.q @ k.mT * call.scale)
-    if live is not None:
-        score = score.masked_fill(~live, -torch.inf)
-    if sink is not None:
-        score = torch.cat([score, sink.expand(*score.shape[:-1], 1)], -1)
-    weights = score.softmax(-1)[..., : k.shape[2]]
-    return weights @ v, score.logsumexp(-1)
-
-
-def exact(found, expected, tolerance=1e-12):
-    torch.testing.assert_close(found, expected, atol=tolerance, rtol=tolerance)
 
 
 Q = torch.arange(Q_LEN)[:, None]

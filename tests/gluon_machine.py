@@ -1,0 +1,279 @@
+"""What a Hopper kernel's warpgroups share when its text runs as Python: a machine of tasks.
+
+Warpgroups are threads of which one runs at a time: which one, and when copies and products read and
+write, is drawn. What is read before it has come or after it has been overwritten makes an error,
+and so do warpgroups that wait for each other for ever.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+
+def number(value: int) -> torch.Tensor:
+    return torch.tensor(value, dtype=torch.int32)
+
+
+def unwritten(dtype: torch.dtype) -> float:
+    """What memory holds before anything has come: no number, no position, a mask's false."""
+    if dtype.is_floating_point:
+        return float("nan")
+    return 0 if dtype is torch.int8 else -1
+
+
+def held() -> threading.Lock:
+    lock = threading.Lock()
+    lock.acquire()
+    return lock
+
+
+class Stopped(BaseException):
+    """Ends the threads of a run that has failed."""
+
+
+@dataclass(eq=False)
+class Task:
+    """A warpgroup, or a program that waits for its warpgroups."""
+
+    program: int
+    turn: threading.Lock = field(default_factory=held)
+    ready: Any = None
+    """What it waits for: a function."""
+    done: bool = False
+    error: BaseException | None = None
+    products: list[Product] = field(default_factory=list)
+    stores: int = 0
+    dirty: bool = False
+    """Whether it has written to shared memory since its last fence."""
+
+
+class Machine:
+    """Runs tasks, one at a time, and whatever the hardware does beside them."""
+
+    def __init__(self, seed: int, programs: int) -> None:
+        self.random = random.Random(seed)
+        self.haste = (0.3, 0.01)[seed % 2]
+        """How often copies go on while tasks could."""
+        self.programs = programs
+        self.tasks: list[Task] = []
+        self.events: list[Any] = []
+        self.back = held()
+        self.current: Task | None = None
+        self.failed = False
+
+    def start(self, program: int, function: Any, *arguments: Any) -> Task:
+        task = Task(program)
+
+        def run() -> None:
+            try:
+                task.turn.acquire()
+                if not self.failed:
+                    function(*arguments)
+            except Stopped:
+                pass
+            except BaseException as error:  # Raised again by what runs the machine.
+                task.error = error
+            task.done = True
+            if not self.failed:
+                self.back.release()
+
+        threading.Thread(target=run, daemon=True).start()
+        self.tasks.append(task)
+        return task
+
+    def pause(self, ready: Any = None) -> None:
+        """Let others run, or not, and go on some time after ``ready()``."""
+        if (ready is None or ready()) and self.random.random() < 0.5:
+            return
+        task = self.current
+        task.ready = ready
+        self.back.release()
+        task.turn.acquire()
+        if self.failed:
+            raise Stopped
+
+    def run(self) -> None:
+        try:
+            while self.tasks:
+                task = self.able()
+                if self.events and (task is None or self.random.random() < self.haste):
+                    self.events.pop(self.random.randrange(len(self.events)))()
+                    continue
+                assert task is not None, f"{len(self.tasks)} tasks wait for ever"
+                self.current = task
+                task.turn.release()
+                self.back.acquire()
+                if task.error is not None:
+                    raise task.error
+                if task.done:
+                    self.tasks.remove(task)
+        finally:
+            self.failed = True
+            for task in self.tasks:
+                task.turn.release()
+
+    def able(self) -> Task | None:
+        """Any task that need not wait."""
+        start = self.random.randrange(len(self.tasks))
+        for task in (*self.tasks[start:], *self.tasks[:start]):
+            if task.ready is None or task.ready():
+                return task
+        return None
+
+
+class Barrier:
+    """Counts arrivals and bytes; ``phases`` have completed."""
+
+    def __init__(self) -> None:
+        self.count = self.pending = self.bytes = self.phases = 0
+
+    def arrive(self, count: int = 1) -> None:
+        assert self.count, "before its init"
+        assert count <= self.pending, "more arrivals than it counts"
+        self.pending -= count
+        self.settle()
+
+    def settle(self) -> None:
+        if not self.pending and not self.bytes:
+            self.phases += 1
+            self.pending = self.count
+
+
+class Barriers:
+    """Shared memory that holds barriers; where there is one, that one."""
+
+    def __init__(self, number: int) -> None:
+        self.all = [Barrier() for _ in range(number)]
+
+    def index(self, place: Any) -> Barriers:
+        found = Barriers(0)
+        found.all = [self.all[int(place)]]
+        return found
+
+    @property
+    def one(self) -> Barrier:
+        (found,) = self.all
+        return found
+
+
+@dataclass
+class Shared:
+    """Shared memory that holds tiles."""
+
+    machine: Machine
+    data: torch.Tensor
+
+    def index(self, place: Any) -> Shared:
+        return Shared(self.machine, self.data[int(place)])
+
+    def reshape(self, shape: Any) -> Shared:
+        return Shared(self.machine, self.data.view(*shape))
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.data.shape
+
+    def slice(self, first: int, size: int, dim: int) -> Shared:
+        return Shared(self.machine, self.data.narrow(dim, first, size))
+
+    def permute(self, order: Any) -> Shared:
+        return Shared(self.machine, self.data.permute(*order))
+
+    def load(self, layout: Any) -> torch.Tensor:
+        return self.data.clone()
+
+    def store(self, value: torch.Tensor) -> None:
+        self.data.copy_(value)
+        self.machine.current.dirty = True
+
+
+@dataclass(eq=False)
+class Product:
+    """A product that runs: what it reads must stay as it is until the end."""
+
+    left: Any
+    right: Shared
+    sums: torch.Tensor
+    value: torch.Tensor | None = None
+
+    def compute(self) -> torch.Tensor:
+        left = self.left.data if isinstance(self.left, Shared) else self.left
+        return left.float() @ self.right.data.float() + self.sums
+
+
+@dataclass
+class Descriptor:
+    """A tensor (batch, heads, length, width), by blocks of rows."""
+
+    tensor: torch.Tensor
+    rows: int
+
+    dtype = torch.float16
+    layout = None
+
+    @property
+    def block_type(self) -> SimpleNamespace:
+        return SimpleNamespace(nbytes=self.rows * self.tensor.shape[3] * 2)
+
+    def block(self, place: list[Any]) -> torch.Tensor:
+        b, h, first, _ = map(int, place)
+        return self.tensor[b, h, first : first + self.rows]
+
+
+@dataclass
+class Vector:
+    """A tensor (length,) of fp32, by blocks."""
+
+    tensor: torch.Tensor
+    rows: int
+
+    layout = None
+
+    @property
+    def block_type(self) -> SimpleNamespace:
+        return SimpleNamespace(nbytes=self.rows * 4)
+
+    def block(self, place: list[Any]) -> torch.Tensor:
+        first = int(place[0])
+        return self.tensor[first : first + self.rows, None]
+
+
+@dataclass
+class Tiles:
+    """A tensor (..., queries, keys), by tiles; beyond it are zeros."""
+
+    tensor: torch.Tensor
+    rows: int
+    columns: int
+
+    layout = None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.tensor.dtype
+
+    @property
+    def block_type(self) -> SimpleNamespace:
+        return SimpleNamespace(nbytes=self.rows * self.columns * self.tensor.element_size())
+
+    def block(self, place: list[Any]) -> torch.Tensor:
+        *leading, row, column = map(int, place)
+        own = self.tensor[tuple(leading)][row:, column:][: self.rows, : self.columns]
+        found = own.new_zeros(self.rows, self.columns)
+        found[: own.shape[0], : own.shape[1]] = own
+        return found
+
+
+@dataclass
+class Pointer:
+    data: torch.Tensor
+    offset: Any = 0
+
+    def __add__(self, step: Any) -> Pointer:
+        return Pointer(self.data, self.offset + step)
