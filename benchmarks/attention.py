@@ -79,6 +79,11 @@ CASES = {
     "head_gain": Case(
         "tensor gain[heads]: float\nmask = causal()\nscore = gain[h] * score", "head_gain"
     ),
+    "pair_bias": Case(
+        "tensor bias[heads, q_len, kv_len]: float\nmask = causal()\nscore = score + bias[h, q, kv]",
+        "pair_bias",
+    ),
+    "pair_mask": Case("tensor allowed[q_len, kv_len]: bool\nmask = allowed[q, kv]", "pair_mask"),
 }
 
 
@@ -129,6 +134,7 @@ class Bench:
             torch.cuda.empty_cache()
             self._row = row
             self._inputs(*shape)
+            self._of_pairs(case)
         refusal = self._why_not(column, case, direction)
         if refusal:
             return {"why": refusal}
@@ -184,8 +190,24 @@ class Bench:
         self._grouped = heads != kv_heads
         self._leaves = [x.requires_grad_() for x in (q, k, v)]
         self._fa4_leaves: list[Any] = []
-        self._doc = (torch.arange(length, device="cuda") // 1000).int()
+        doc = (torch.arange(length, device="cuda") // 1000).int()
         self._gain = (1 + 0.1 * torch.randn(heads, device="cuda")).requires_grad_()
+        self._captures: dict[str, dict[str, Any]] = {
+            "documents1000": {"doc": doc}, "head_gain": {"gain": self._gain}
+        }  # fmt: skip
+
+    def _of_pairs(self, case: str) -> None:
+        """What has an element a pair: bf16 (heads, length, length), and bool (length, length)."""
+        import torch
+
+        q = self._leaves[0]
+        _, heads, length, _ = q.shape
+        if case == "pair_bias":
+            bias = torch.randn((heads, length, length), device=q.device, dtype=q.dtype)
+            self._captures[case] = {"bias": bias}
+        if case == "pair_mask":
+            kept = torch.rand((length, length), device=q.device) < 0.9
+            self._captures[case] = {"allowed": kept.tril_()}
 
     def _why_not(self, column: str, case: str, direction: str = "backward") -> str | None:
         capped = column == "fa4" and CASES[case].softcap
@@ -218,8 +240,7 @@ class Bench:
         import attndsl
 
         attention = attndsl.compile(CASES[case].program, backend=backend)
-        captures = {"documents1000": {"doc": self._doc}, "head_gain": {"gain": self._gain}}
-        given = captures.get(case, {})
+        given = self._captures.get(case, {})
         return lambda: attention(*self._leaves, deterministic=deterministic, **given)
 
     def _cudnn(self, case: str) -> Callable[[], Any]:
@@ -263,7 +284,7 @@ class Bench:
         from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
         q = self._leaves[0]
-        score, mask = flex_functions(CASES[case].flex, q.shape[1], self._doc, self._gain)
+        score, mask = flex_functions(CASES[case].flex, q.shape[1], self._captures.get(case, {}))
         blocks = mask and create_block_mask(
             mask, None, None, q.shape[2], q.shape[2], device="cuda", _compile=True
         )
@@ -273,23 +294,26 @@ class Bench:
         )
 
 
-def flex_functions(name: str, heads: int, doc: Any, gain: Any) -> tuple[Any, Any]:
+def flex_functions(name: str, heads: int, captures: dict[str, Any]) -> tuple[Any, Any]:
     """FlexAttention's score and mask functions of a case; None for neither."""
     import torch
 
     def causal(b: Any, h: Any, q: Any, kv: Any) -> Any:
         return q >= kv
 
+    doc, gain, bias, allowed = (captures.get(each) for each in ("doc", "gain", "bias", "allowed"))
     scores = {
         "alibi": lambda s, b, h, q, kv: s - torch.exp2(-8.0 * (h + 1) / heads) * (q - kv),
         "softcap": lambda s, b, h, q, kv: 20.0 * torch.tanh(s / 20.0),
         "head_gain": lambda s, b, h, q, kv: s * gain[h],
+        "pair_bias": lambda s, b, h, q, kv: s + bias[h, q, kv],
     }
     masks = {
         "full": None,
         "window": lambda b, h, q, kv: (q >= kv) & (q - kv < 1024),
         "prefix": lambda b, h, q, kv: (q >= kv) | (kv < 1024),
         "documents": lambda b, h, q, kv: (q >= kv) & (doc[q] == doc[kv]),
+        "pair_mask": lambda b, h, q, kv: allowed[q, kv],
         "neighbourhood": lambda b, h, q, kv: (
             (torch.abs(q // 128 - kv // 128) <= 6) & (torch.abs(q % 128 - kv % 128) <= 6)
         ),

@@ -36,6 +36,7 @@ def script(monkeypatch):
 CASES = [
     "full", "causal", "causal_where", "window1024", "prefix1024", "documents1000",
     "neighbourhood128x6", "alibi", "softcap", "head_gain",
+    "pair_bias", "pair_mask",
 ]  # fmt: skip
 
 
@@ -45,8 +46,13 @@ def test_flex_attention_gets_the_same_program(script, case):
     assert list(attention.CASES) == CASES
     heads, length = 2, 2100
     q, k, v = (torch.randn(1, heads, length, 4) for _ in range(3))
-    doc, gain = torch.arange(length) // 1000, torch.randn(heads)
-    score, mask = attention.flex_functions(attention.CASES[case].flex, heads, doc, gain)
+    captures = {
+        "documents1000": {"doc": (torch.arange(length) // 1000).int()},
+        "head_gain": {"gain": torch.randn(heads)},
+        "pair_bias": {"bias": torch.randn(heads, length, length)},
+        "pair_mask": {"allowed": torch.rand(length, length) < torch.arange(1, 1 + length)[:, None]},
+    }.get(case, {})
+    score, mask = attention.flex_functions(attention.CASES[case].flex, heads, captures)
     b, h = torch.tensor(0), torch.arange(heads)[:, None, None]
     rows, columns = torch.arange(length)[:, None], torch.arange(length)[None]
     dense = q[0] @ k[0].mT / 2
@@ -55,9 +61,8 @@ def test_flex_attention_gets_the_same_program(script, case):
     if mask is not None:
         dense = torch.where(mask(b, h, rows, columns), dense, -torch.inf)
     expected = torch.softmax(dense, -1) @ v[0]
-    captures = {"documents1000": {"doc": doc.int()}, "head_gain": {"gain": gain}}
     compiled = attndsl.compile(attention.CASES[case].program, backend="reference")
-    found = compiled(q, k, v, **captures.get(case, {}))[0]
+    found = compiled(q, k, v, **captures)[0]
     torch.testing.assert_close(found, expected, atol=2e-5, rtol=2e-5)
 
 
