@@ -14,6 +14,8 @@ from ..triton.library import philox2x32, words_of_head
 from .library import count_up, finish, halves
 
 TINY = gl.constexpr(2.0**-100)
+MOST = gl.constexpr(1 - 2.0**-17)
+"""The largest probability by which draws of 16 bits keep anything."""
 
 
 @gluon.jit
@@ -45,8 +47,9 @@ def drop_of_head(p, head_of_batch, seed, first, KEYS_FIRST: gl.constexpr):
 
 @gluon.jit
 def factor_of_kept(p):
-    """The factor of pairs that are kept; tiny where none is: 16 bits keep one of 65536 still."""
-    return gl.where(p < 1.0, 1.0 / gl.where(p < 1.0, 1.0 - gl.maximum(p, 0.0), 1.0), TINY)
+    """The factor of pairs that are kept; tiny where none is: the largest draw is kept even then."""
+    some = p <= MOST
+    return gl.where(some, 1.0 / gl.where(some, 1.0 - gl.maximum(p, 0.0), 1.0), TINY)
 
 
 @triton.constexpr_function
