@@ -277,3 +277,32 @@ class Pointer:
 
     def __add__(self, step: Any) -> Pointer:
         return Pointer(self.data, self.offset + step)
+
+
+def lists_of(allowed: torch.Tensor, blocks: tuple[int, int], cut_is_full: bool) -> dict[str, Any]:
+    """What the kernels that find tiles say of a mask, one map for all heads.
+
+    Args:
+        allowed: (rows, columns); a list is of the tiles of one block of rows.
+        blocks: Rows and columns of a tile.
+        cut_is_full: Whether a tile is FULL that reaches beyond the last column.
+    """
+    row_tiles, column_tiles = (
+        -(-size // block) for size, block in zip(allowed.shape, blocks, strict=True)
+    )
+    rows = torch.zeros(row_tiles, 4, dtype=torch.int32)
+    tiles = torch.zeros(row_tiles, column_tiles, dtype=torch.int32)
+    for row in range(row_tiles):
+        for column in range(column_tiles):
+            part = allowed[row * blocks[0] :, column * blocks[1] :][: blocks[0], : blocks[1]]
+            if part.all() and (cut_is_full or part.shape[1] == blocks[1]):
+                tiles[row, rows[row, 0]] = column
+                rows[row, 0] += 1
+            elif part.any():
+                tiles[row, column_tiles - 1 - rows[row, 1]] = column
+                rows[row, 1] += 1
+        rows[row, 2] = -1
+    return {
+        "tile_rows": Pointer(rows.flatten()), "tile_list": Pointer(tiles.flatten()),
+        "list_step_b": 0, "list_step_h": 0,
+    }  # fmt: skip

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from gluon_machine import lists_of
 
 from attndsl.backends.hopper.generate import generate
 from attndsl.backends.philox import uniform
@@ -144,31 +145,8 @@ def pairs_of(
         arguments |= {f"t_{tile.name}": None, f"size0_{tile.name}": 0}
         arguments |= {f"{x}{n}_{tile.name}": 0 for x in ("size", "stride") for n in range(3)}
         if not bias:
-            arguments |= lists_of(gluon, data != 0, config)
+            arguments |= lists_of((data != 0).mT, (config.block_n, ROWS), cut_is_full=True)
     return tiles, arguments
-
-
-def lists_of(gluon: SimpleNamespace, allowed: torch.Tensor, config: Config) -> dict[str, Any]:
-    """What the kernels that find tiles say of a mask, by key-value tiles; one map for all heads."""
-    q_tiles, kv_tiles = (
-        -(-size // block) for size, block in zip(allowed.shape, (ROWS, config.block_n), strict=True)
-    )
-    rows = torch.zeros(kv_tiles, 4, dtype=torch.int32)
-    tiles = torch.zeros(kv_tiles, q_tiles, dtype=torch.int32)
-    for row in range(kv_tiles):
-        for column in range(q_tiles):
-            part = allowed[column * ROWS :, row * config.block_n :][:ROWS, : config.block_n]
-            if part.all():
-                tiles[row, rows[row, 0]] = column
-                rows[row, 0] += 1
-            elif part.any():
-                tiles[row, q_tiles - 1 - rows[row, 1]] = column
-                rows[row, 1] += 1
-        rows[row, 2] = -1
-    return {
-        "tile_rows": gluon.Pointer(rows.flatten()), "tile_list": gluon.Pointer(tiles.flatten()),
-        "list_step_b": 0, "list_step_h": 0,
-    }  # fmt: skip
 
 
 def run_text(

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from gluon_machine import lists_of
 
 from attndsl.backends.hopper.generate import generate
 from attndsl.backends.philox import uniform
@@ -116,32 +117,6 @@ def pairs_of(
     return tiles, arguments
 
 
-def lists_of(gluon: SimpleNamespace, allowed: torch.Tensor, config: Config) -> dict[str, Any]:
-    """What the kernels that find tiles say of a mask, one map for all heads."""
-    q_tiles, kv_tiles = (
-        -(-size // block)
-        for size, block in zip(allowed.shape, (config.block_m, config.block_n), strict=True)
-    )
-    rows = torch.zeros(q_tiles, 4, dtype=torch.int32)
-    tiles = torch.zeros(q_tiles, kv_tiles, dtype=torch.int32)
-    for row in range(q_tiles):
-        for column in range(kv_tiles):
-            part = allowed[row * config.block_m :, column * config.block_n :]
-            part = part[: config.block_m, : config.block_n]
-            whole = bool(part.all()) and part.shape[1] == config.block_n
-            if whole:
-                tiles[row, rows[row, 0]] = column
-                rows[row, 0] += 1
-            elif part.any():
-                tiles[row, kv_tiles - 1 - rows[row, 1]] = column
-                rows[row, 1] += 1
-        rows[row, 2] = -1
-    return {
-        "tile_rows": gluon.Pointer(rows.flatten()), "tile_list": gluon.Pointer(tiles.flatten()),
-        "list_step_b": 0, "list_step_h": 0,
-    }  # fmt: skip
-
-
 def run_text(
     gluon: SimpleNamespace, name: str, inputs: Inputs, config: Config, seed: int = 0,
     programs: int | None = None, together: int = 3, wide: bool = False,
@@ -194,7 +169,8 @@ def run_text(
         "STAGES": config.stages, "CONSUMERS": config.consumers,
         "REGISTERS": config.registers, "Q_KIND": "offset", "KV_KIND": "offset",
         "t_doc": gluon.Pointer(inputs.doc), "size0_doc": gluon.number(len(inputs.doc)),
-        "seed": SEED, **lists_of(gluon, inputs.allowed, config), **of_pairs,
+        **lists_of(inputs.allowed, (config.block_m, config.block_n), cut_is_full=False),
+        "seed": SEED, **of_pairs,
     }  # fmt: skip
     taken = kernel.__code__.co_varnames[: kernel.__code__.co_argcount]
     for program in range(machine.programs):
