@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from attndsl.backends.base import Call
+from attndsl.runtime.arguments import sizes_of
 
 BATCH, HEADS, KV_HEADS, Q_LEN, KV_LEN, DIM, VALUE_DIM = 2, 4, 2, 9, 7, 5, 6
 
@@ -23,15 +24,9 @@ def make_call(
             draw(BATCH, KV_HEADS, KV_LEN, VALUE_DIM, dtype=dtype),
         )
     q, k, v = leaves
-    sizes = {
-        "batch": q.shape[0],
-        "heads": q.shape[1],
-        "kv_heads": k.shape[1],
-        "q_len": q.shape[2],
-        "kv_len": k.shape[2],
-        "head_dim": q.shape[3],
-    }
-    return Call(q, k, v, scale, sizes | (dims or {}), tensors or {}, params or {}, **options)
+    return Call(
+        q, k, v, scale, sizes_of(q, k) | (dims or {}), tensors or {}, params or {}, **options
+    )
 
 
 def by_hand(call, change=lambda s: s, live=None, sink=None):

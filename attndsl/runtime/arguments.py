@@ -58,14 +58,7 @@ def bind(
     check_scale(scale)
     check_names(program, captures)
     params = {decl.name: _param(decl, captures, q.device) for decl in program.params}
-    sizes: dict[str, int] = {
-        "batch": q.shape[0],
-        "heads": q.shape[1],
-        "kv_heads": k.shape[1],
-        "q_len": q.shape[2],
-        "kv_len": k.shape[2],
-        "head_dim": q.shape[3],
-    }
+    sizes = sizes_of(q, k)
     tensors = {decl.name: _tensor(decl, captures[decl.name], q.device) for decl in program.tensors}
     bind_dims(program, tensors, params, sizes)
     check_rows(program, tensors)
@@ -211,6 +204,18 @@ def learned(captures: Mapping[str, object]) -> frozenset[str]:
     return frozenset(
         n for n, x in captures.items() if isinstance(x, torch.Tensor) and x.requires_grad
     )
+
+
+def sizes_of(q: torch.Tensor, k: torch.Tensor) -> dict[str, int]:
+    """The sizes that every call has, by their names in programs."""
+    return {
+        "batch": q.shape[0],
+        "heads": q.shape[1],
+        "kv_heads": k.shape[1],
+        "q_len": q.shape[2],
+        "kv_len": k.shape[2],
+        "head_dim": q.shape[3],
+    }
 
 
 def bind_dims(

@@ -10,7 +10,7 @@ import attndsl.operators  # noqa: F401  (defines torch.ops.attndsl)
 from attndsl.backends.base import Call, Wants
 from attndsl.ir import DType
 
-from .arguments import bind_dims
+from .arguments import bind_dims, sizes_of
 from .dispatch import backend_of
 from .programs import lowered_program
 from .seed import seed_argument
@@ -91,14 +91,7 @@ def _call(args: Sequence[Any]) -> tuple[Lowered, Call, Any]:
             params[decl.name] = next(floats)
         else:
             params[decl.name] = bool(next(ints)) if decl.dtype is DType.BOOL else next(ints)
-    sizes = {
-        "batch": q.shape[0],
-        "heads": q.shape[1],
-        "kv_heads": k.shape[1],
-        "q_len": q.shape[2],
-        "kv_len": k.shape[2],
-        "head_dim": q.shape[3],
-    }
+    sizes = sizes_of(q, k)
     captures = dict(zip((d.name for d in program.tensors), tensors, strict=True))
     bind_dims(program, captures, params, sizes)
     call = Call(
