@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
     from .base import Call
 
-_LOW = 0xFFFFFFFF
 
 Range = tuple[int, int]
 

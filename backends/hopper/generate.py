@@ -81,14 +81,13 @@ _FAMILIES = {
 head dim 128 the backward's are others."""
 _OWN_HELPERS = {"as_block", "spread"}
 """Library functions that are others here."""
-_FROM = "from attndsl.backends.hopper.dropout import"
 _DROPOUT = {
-    "forward": f"{_FROM} draws_of_pairs, drop_of_head, factor_of_kept, keep_drawn",
+    "forward": "draws_of_pairs, drop_of_head, factor_of_kept, keep_drawn,",
     "backward_kv": (
-        f"{_FROM} (\n    drop_of_head, factor_of_kept, halves_of_kept, keep, kept_bits,\n"
-        "    layout_of_bits,\n)"
+        "drop_of_head, factor_of_kept, halves_of_kept, keep, kept_bits, layout_of_bits,"
     ),
 }
+"""What kernels with dropout call of ``dropout``."""
 _INDENT = "    "
 
 
@@ -170,7 +169,7 @@ def generate(
         "imports": [
             *import_lines("triton", helpers - _OWN_HELPERS),
             *import_lines("hopper", helpers & _OWN_HELPERS),
-            *_DROPOUT[direction].split("\n")[: None if dropped else 0],
+            *(_imports_of_dropout(direction) if dropped else []),
         ],
         f"{name}_lists": lists,
         "learned": sums,
@@ -191,6 +190,11 @@ def generate(
     }
     texts += print_pair_functions(lowered, special, direction)
     return fill_template(__package__, templates, [*functions, *texts], helpers, flags, names, more)
+
+
+def _imports_of_dropout(direction: str) -> list[str]:
+    first = "from attndsl.backends.hopper.dropout import ("
+    return [first, _INDENT + _DROPOUT[direction], ")"]
 
 
 def _partitions(
