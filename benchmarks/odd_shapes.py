@@ -1,9 +1,10 @@
 """What a shape that is a multiple of nothing costs, beside the next larger multiple.
 
-    python benchmarks/odd_shapes.py [--cases full,causal]
+    python benchmarks/odd_shapes.py [--cases full,causal,bias,mask]
 
 Each row is an odd shape and an even one on the same program, bf16, forward and backward through
-``attndsl.scaled_dot_product_attention``; ``cost`` is the quotient of their times. Beside it is what
+``attndsl.scaled_dot_product_attention``; ``cost`` is the quotient of their times. The last cases
+give it an ``attn_mask`` (heads, queries, keys), a bf16 bias or random bools. Beside it is what
 torch's own does with both. Every figure is the median of CUDA events.
 """
 
@@ -25,8 +26,7 @@ PAIRS: dict[str, tuple[Shape, Shape]] = {
     "key length 4095": ((2, 16, 4096, 4095, 128), (2, 16, 4096, 4096, 128)),
 }
 """Odd and even shapes by what is odd."""
-CASES = {"full": False, "causal": True}
-"""Whether each is causal."""
+CASES = ("full", "causal", "bias", "mask")
 COLUMNS = [
     "case",
     "what",
@@ -52,7 +52,7 @@ def measure(case: str, what: str) -> list[dict[str, Any]]:
     rows = [{"case": case, "what": what, "direction": d} for d in ("forward", "backward")]
     for prefix, function in functions.items():
         for name, shape in zip(("odd", "even"), PAIRS[what], strict=True):
-            times = time_of(function, shape, CASES[case])
+            times = time_of(function, shape, case)
             for row, found in zip(rows, times, strict=True):
                 row[f"{prefix}{name}_ms"] = found
     for row in rows:
@@ -60,7 +60,7 @@ def measure(case: str, what: str) -> list[dict[str, Any]]:
     return rows
 
 
-def time_of(function: Any, shape: Shape, is_causal: bool) -> tuple[float, float]:
+def time_of(function: Any, shape: Shape, case: str) -> tuple[float, float]:
     """Milliseconds of the forward and of the backward."""
     import torch
     from triton.testing import do_bench
@@ -71,9 +71,13 @@ def time_of(function: Any, shape: Shape, is_causal: bool) -> tuple[float, float]
         for length in (q_len, kv_len, kv_len)
     )
     leaves = [x.requires_grad_() for x in (q, k, v)]
+    added = None
+    if case in ("bias", "mask"):
+        added = torch.randn(heads, q_len, kv_len, device="cuda", dtype=torch.bfloat16)
+        added = added > -1 if case == "mask" else added
 
     def forward() -> Any:
-        return function(q, k, v, is_causal=is_causal)
+        return function(q, k, v, attn_mask=added, is_causal=case == "causal")
 
     def without_gradients() -> None:
         with torch.no_grad():

@@ -140,6 +140,8 @@ class HopperLayout(Layout):
     """Of the attention kernel: how many are launched."""
     drawn: bool = False
     """Whether these draw their tiles by a counter."""
+    copied: tuple[int, ...] = ()
+    """Numbers of those of the ``pair_tiles`` that are copied first."""
     why_portable: str | None = None
     """Why the portable kernels run these calls; there are no executables then."""
 

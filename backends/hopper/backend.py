@@ -23,12 +23,13 @@ from .arguments import (
     descriptor_strides,
     is_drawn,
 )
+from .copies import room_for
 from .counters import Counters
 from .kernels import HopperKernels
 from .launch import TensorMaps, launch_of, view
 from .learned import gradients_of_parts, learned_in_kernel, learned_parts
 from .memory import block_width
-from .pair_tiles import described, with_pair_tiles
+from .pair_tiles import is_readable, window, with_pair_tiles
 from .tiles import CANDIDATES
 
 if TYPE_CHECKING:
@@ -82,6 +83,7 @@ class HopperBackend(TritonBackend):
         launch = layout.launches["forward"]
         stream = stream_of(q.device)
         with on_device(q.device):
+            of_pairs = _read_by_tiles(layout, call)
             lists = lists_of(layout, lowered, call, "forward", stream)
             launch.run(
                 layout.programs,
@@ -89,7 +91,7 @@ class HopperBackend(TritonBackend):
                 [
                     *of(views["q_desc"], q), *of(views["k_desc"], call.k),
                     *of(views["v_desc"], call.v), *of(views["o_desc"], out), lse.data_ptr(),
-                    *self._pair_maps(layout, call),
+                    *self._pair_maps(layout, of_pairs),
                     *self._counter(layout, q.device, stream), call.scale, *layout.sizes,
                     origin(call.q_offset, call.q_index), origin(call.kv_offset, call.kv_index),
                     layout.together,
@@ -132,6 +134,7 @@ class HopperBackend(TritonBackend):
         out_strides = layout.out_strides if out.is_contiguous() else strides(out)[:3]
         stream = stream_of(q.device)
         with on_device(q.device):
+            of_pairs = _read_by_tiles(layout, call)
             launches["prepare_backward"].run(
                 padded // STATISTICS_ROWS * batch * heads, stream,
                 [*addresses(out, grad_out, lse, dlse, lse2, delta, sums), *out_strides,
@@ -143,7 +146,7 @@ class HopperBackend(TritonBackend):
                     *of(views["q_desc"], q), *of(views["k_desc"], k), *of(views["v_desc"], v),
                     *of(views["do_desc"], grad_out), *of(views["lse_desc"], lse2),
                     *of(views["delta_desc"], delta), *addresses(sums, dk, dv),
-                    *self._pair_maps(layout, call),
+                    *self._pair_maps(layout, of_pairs),
                     *self._counter(layout, q.device, stream), call.scale,
                     *layout.sizes, origin(call.q_offset, call.q_index),
                     origin(call.kv_offset, call.kv_index), padded,
@@ -171,10 +174,10 @@ class HopperBackend(TritonBackend):
         )  # fmt: skip
         return gradients, delta
 
-    def _pair_maps(self, layout: HopperLayout, call: Call) -> list[object]:
+    def _pair_maps(self, layout: HopperLayout, tensors: list[torch.Tensor]) -> list[object]:
         found: list[object] = []
-        for number, tile in enumerate(layout.special.pair_tiles):
-            found += self._maps.of(layout.views[f"pair{number}_desc"], call.tensors[tile.name])
+        for number, tensor in enumerate(tensors):
+            found += self._maps.of(layout.views[f"pair{number}_desc"], tensor)
         return found
 
     def _counter(self, layout: HopperLayout, device: torch.device, stream: int) -> list[int]:
@@ -271,8 +274,12 @@ class HopperBackend(TritonBackend):
         else:
             tensors["do_desc"] = grad_out
         views = {}
+        copied = []
         for number, tile in enumerate(layout.special.pair_tiles):
-            name, own = f"pair{number}_desc", described(tile, call)
+            name, own = f"pair{number}_desc", window(tile, call)
+            if not is_readable(own):
+                own = room_for(own)
+                copied.append(number)
             views[name] = view(own, own.stride(), blocks[name], encoders.get(name))
         for name, tensor in tensors.items():
             steps = descriptor_strides(tensor)
@@ -289,8 +296,20 @@ class HopperBackend(TritonBackend):
             () if grad_out is None else strides(grad_out)[:3],
             learned_in_kernel(lowered, layout.special),
             _together(call, lowered.program.mask is not None),
-            _programs(call, kind, config), is_drawn(lowered, config),
+            _programs(call, kind, config), is_drawn(lowered, config), tuple(copied),
         )  # fmt: skip
+
+
+def _read_by_tiles(layout: HopperLayout, call: Call) -> list[torch.Tensor]:
+    """The tensors of ``Specialisation.pair_tiles``, or copies; kept until kernels are launched."""
+    found = []
+    for number, tile in enumerate(layout.special.pair_tiles):
+        if number in layout.copied:
+            own = window(tile, call)
+            found.append(room_for(own).copy_(own))
+        else:
+            found.append(call.tensors[tile.name])
+    return found
 
 
 def why_portable(

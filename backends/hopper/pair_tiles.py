@@ -4,6 +4,8 @@ Of ``bias[h, q, kv]`` each pair looks up an element of its own. Read one by one 
 which threads hold a tile's scores, they arrive in short pieces, and whoever computes waits for
 each.
 
+Where the hardware cannot read a tensor as it lies, a call may copy it first: see :mod:`.copies`.
+
 Non-goals: lookups by anything but a row and a column (``t[kv, q]``, ``t[q - kv]``), integers.
 """
 
@@ -18,6 +20,7 @@ from attndsl.ir import DType, Op, toposort
 
 from ..triton.specialise import TRITON_TYPES, PairTile, strides
 from ..triton.tiles import shared_memory_of
+from .copies import is_worth_a_copy
 from .memory import shared_bytes, widest
 from .tiles import CANDIDATES
 
@@ -43,7 +46,7 @@ def with_pair_tiles(
 ) -> Specialisation:
     """``special`` for a Hopper kernel, ``forward`` or ``backward_kv``, of calls like ``call``."""
     chosen: tuple[PairTile, ...] = ()
-    for tile in pair_tiles(lowered, call):
+    for tile in pair_tiles(lowered, call, direction):
         more = replace(special, pair_tiles=(*chosen, tile))
         if len(chosen) < _MOST and fitting(direction, more, CANDIDATES[direction][widest(more)]):
             chosen = more.pair_tiles
@@ -58,7 +61,7 @@ def fitting(
     return tuple(c for c in configs if shared_bytes(direction, special, c) <= room)
 
 
-def pair_tiles(lowered: Lowered, call: Call) -> tuple[PairTile, ...]:
+def pair_tiles(lowered: Lowered, call: Call, direction: str) -> tuple[PairTile, ...]:
     """The lookups of a program that may be read by tiles, in the order of their first use.
 
     The values must be those that the lookups have, for every pair that takes part: positions are
@@ -67,7 +70,7 @@ def pair_tiles(lowered: Lowered, call: Call) -> tuple[PairTile, ...]:
     rows of the call, tiles are zeros, as the lookups of pairs that do not exist are.
 
     The hardware asks for neighbours along ``kv`` side by side, and for addresses and other strides
-    of multiples of 16 bytes.
+    of multiples of 16 bytes. Tensors that lie otherwise are among them where a copy pays.
     """
     if call.indexed or not (isinstance(call.q_offset, int) and isinstance(call.kv_offset, int)):
         return ()
@@ -75,11 +78,14 @@ def pair_tiles(lowered: Lowered, call: Call) -> tuple[PairTile, ...]:
     for item in lookups_of_pairs(lowered):
         name, indices = str(item.value), indices_of(item)
         tensor = call.tensors[name]
-        if _reads_inside(tensor, indices, call) and _is_describable(tensor, item.dtype):
+        if _reads_inside(tensor, indices, call) and _has_elements(tensor, item.dtype):
             steps = strides(tensor)
             leading = tuple(v for v, step in zip(indices[:-2], steps[:-2], strict=True) if step)
             kind = "i8" if item.dtype is DType.BOOL else TRITON_TYPES[tensor.dtype]
-            found.append(PairTile(name, indices, leading, kind))
+            tile = PairTile(name, indices, leading, kind)
+            own = window(tile, call)
+            if is_readable(own) or is_worth_a_copy(own, name, lowered, call, direction):
+                found.append(tile)
     return tuple(found)
 
 
@@ -125,33 +131,35 @@ def ends_of(call: Call) -> tuple[int, int]:
     return call.q_offset + call.q.shape[2], call.kv_offset + call.k.shape[2]
 
 
-def _is_describable(tensor: torch.Tensor, dtype: DType) -> bool:
+def _has_elements(tensor: torch.Tensor, dtype: DType) -> bool:
+    """Whether elements are of a kind that is read by tiles, and no row or column is all of them."""
     if dtype is DType.BOOL:
         if tensor.element_size() != 1:
             return False
     elif dtype is not DType.FLOAT or tensor.dtype not in _FLOATS:
         return False
-    *leading, row, column = strides(tensor)
-    size = tensor.element_size()
-    if tensor.data_ptr() % _BYTES or (tensor.shape[-1] > 1 and column != 1):
-        return False
-    # Rows that all are the same one stay lookups: these are few, and in the caches.
-    if tensor.shape[-2] > 1 and row == 0:
-        return False
-    return all(
-        step >= 0 and step * size % _BYTES == 0 and step * size < 1 << 40
-        for step in (*leading, row)
-    )
+    # Where they are, lookups are few, and in the caches.
+    return all(tensor.shape[dim] == 1 or tensor.stride(dim) != 0 for dim in (-2, -1))
 
 
-def described(tile: PairTile, call: Call) -> torch.Tensor:
-    """The tensor of ``tile`` as a descriptor sees it: (leading dims, queries, keys) of the call."""
+def window(tile: PairTile, call: Call) -> torch.Tensor:
+    """What ``call`` reads of the tensor of ``tile``: (leading dims, queries, keys), as it lies."""
     tensor = call.tensors[tile.name]
-    steps = strides(tensor)
-    # The stride of a dim of size 1 is never used, but has to be a possible one.
-    row = steps[-2] or _BYTES
+    *leading, row, column = strides(tensor)
     kept = [dim for dim, index in enumerate(tile.indices[:-2]) if index in tile.leading]
     shape = (*(tensor.shape[dim] for dim in kept), *ends_of(call))
     if tile.dtype == "i8":
         tensor = tensor.view(torch.int8)
-    return tensor.as_strided(shape, (*(steps[dim] for dim in kept), row, 1))
+    # The stride of a dim of size 1 is never used, but has to be a possible one.
+    return tensor.as_strided(shape, (*(leading[dim] for dim in kept), row or _BYTES, column or 1))
+
+
+def is_readable(own: torch.Tensor) -> bool:
+    """Whether the tensor memory accelerator can read a :func:`window`."""
+    *others, column = own.stride()
+    size = own.element_size()
+    return (
+        own.data_ptr() % _BYTES == 0
+        and column == 1
+        and all(step > 0 and step * size % _BYTES == 0 and step * size < 1 << 40 for step in others)
+    )

@@ -14,11 +14,13 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 import attndsl
 from attndsl.backends.base import Call, Wants
 from attndsl.backends.hopper import backend as hopper
+from attndsl.backends.hopper import pair_tiles as pair_tiles_module
 from attndsl.backends.hopper.arguments import blocks_of
 from attndsl.backends.hopper.backend import HopperBackend
+from attndsl.backends.hopper.copies import room_for
 from attndsl.backends.hopper.kernels import HopperKernels, configs_of
 from attndsl.backends.hopper.memory import has_own_output, shared_bytes
-from attndsl.backends.hopper.pair_tiles import described, pair_tiles, with_pair_tiles
+from attndsl.backends.hopper.pair_tiles import is_readable, pair_tiles, window, with_pair_tiles
 from attndsl.backends.hopper.source import hopper_source
 from attndsl.backends.triton.cross import example_call, parse_target
 from attndsl.backends.triton.specialise import PairTile, specialise, with_forms
@@ -63,12 +65,12 @@ def test_tensors_that_are_read_by_tiles(dims, leading, dtype):
     kind = "bool" if dtype is torch.bool else "float"
     tensor = torch.zeros([SIZES[dim] for dim in dims], dtype=dtype)
     lowered, call = call_of(program_of(dims, kind), {"t": tensor})
-    (tile,) = pair_tiles(lowered, call)
+    (tile,) = pair_tiles(lowered, call, "forward")
     name = {"torch.bool": "i8", "torch.float32": "fp32", "torch.float16": "fp16"}
     assert tile == PairTile(
         "t", tuple(INDEX[dim] for dim in dims), leading, name.get(str(dtype), "bf16")
     )
-    own = described(tile, call)
+    own = window(tile, call)
     assert own.shape == tensor.shape
     assert own.stride() == tensor.stride()
     assert own.data_ptr() == tensor.data_ptr()
@@ -79,34 +81,106 @@ def test_dims_of_one_element_and_of_stride_zero_are_none():
     one = torch.zeros(1, 1, Q_LEN, KV_LEN, dtype=torch.bfloat16)
     for tensor in (one, one.expand(BATCH, HEADS, -1, -1)):
         lowered, call = call_of(program_of(dims), {"t": tensor})
-        (tile,) = pair_tiles(lowered, call)
+        (tile,) = pair_tiles(lowered, call, "forward")
         assert (tile.indices, tile.leading) == (("b", "h", "q", "kv"), ())
-        assert described(tile, call).shape == (Q_LEN, KV_LEN)
+        assert window(tile, call).shape == (Q_LEN, KV_LEN)
     some = torch.zeros(1, HEADS, Q_LEN, KV_LEN, dtype=torch.bfloat16).expand(BATCH, -1, -1, -1)
     lowered, call = call_of(program_of(dims), {"t": some})
-    (tile,) = pair_tiles(lowered, call)
+    (tile,) = pair_tiles(lowered, call, "forward")
     assert tile.leading == ("h",)
 
 
 def test_one_row_has_a_stride_that_is_possible():
     lowered, call = call_of(BIAS, {"bias": torch.zeros(HEADS, 1, KV_LEN).bfloat16()})
     call = replace(call, q=call.q[:, :, :1])
-    (tile,) = pair_tiles(lowered, call)
-    assert described(tile, call).stride() == (KV_LEN, 16, 1)
+    (tile,) = pair_tiles(lowered, call, "forward")
+    assert window(tile, call).stride() == (KV_LEN, 16, 1)
 
 
 def ragged(size):
     return torch.zeros(HEADS, Q_LEN, KV_LEN + size, dtype=torch.bfloat16)[..., :KV_LEN]
 
 
-ODD = {
-    "rows of no multiple of 16 bytes": (BIAS, {"bias": ragged(4)}, {}),
-    "an address of no such multiple": (
-        BIAS, {"bias": torch.zeros(HEADS, Q_LEN, 2 * KV_LEN).bfloat16()[..., 1 : KV_LEN + 1]}, {},
+COPIED = {
+    "rows of no multiple of 16 bytes": ragged(4),
+    "an address of no such multiple": torch.zeros(HEADS, Q_LEN, 2 * KV_LEN).bfloat16()[
+        ..., 1 : KV_LEN + 1
+    ],
+    "keys that lie apart": torch.zeros(HEADS, KV_LEN, Q_LEN).bfloat16().mT,
+    "heads that lie apart": torch.zeros(HEADS * Q_LEN * KV_LEN + HEADS, dtype=torch.bfloat16)
+    .as_strided((HEADS, Q_LEN, KV_LEN), (Q_LEN * KV_LEN + 1, KV_LEN, 1)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", COPIED)
+def test_tensors_that_are_copied_first(name):
+    tensor = COPIED[name]
+    lowered, call = call_of(BIAS, {"bias": tensor})
+    (tile,) = pair_tiles(lowered, call, "forward")
+    own = window(tile, call)
+    assert own.shape == tensor.shape
+    assert own.stride() == tensor.stride()
+    assert not is_readable(own)
+    room = room_for(own)
+    assert is_readable(room)
+    assert room.shape == own.shape
+    # Half of the elements are read by pairs: of two batch entries, as many as there are elements.
+    lowered, call = call_of("mask = causal(); " + BIAS, {"bias": tensor})
+    assert pair_tiles(lowered, call, "forward") == ()
+    assert pair_tiles(lowered, call, "backward_kv") == (tile,)
+
+
+def test_copies_have_but_what_calls_read():
+    bias = torch.zeros(HEADS, 3 * Q_LEN, 4 * KV_LEN + 1)
+    lowered, call = call_of(BIAS, {"bias": bias.bfloat16()}, q_offset=7, kv_offset=KV_LEN)
+    (tile,) = pair_tiles(lowered, call, "backward_kv")
+    assert window(tile, call).shape == (HEADS, 7 + Q_LEN, 2 * KV_LEN)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "dtype", "steps"),
+    [((3, 100, 1001), torch.float32, (100416, 1004, 1)),
+     ((3, 100, 1001), torch.bool, (100864, 1008, 1)),
+     ((2, 16, 2047), torch.float32, (32768, 2048, 1)),
+     ((2, 16, 2049), torch.bfloat16, (33792, 2112, 1)),
+     ((9, 7), torch.float32, (8, 1))],
+)  # fmt: skip
+def test_room_for_copies(sizes, dtype, steps):
+    room = room_for(torch.empty(sizes, dtype=dtype))
+    assert room.stride() == steps
+    assert is_readable(room)
+
+
+WORTH = {
+    "no mask": (BIAS, True),
+    "half of the pairs": ("mask = causal(); " + BIAS, True),
+    "few pairs": ("mask = sliding_window(8); " + BIAS, False),
+    "nobody knows how many": (
+        "tensor d[q_len]: int; mask = d[q] == d[kv]; " + BIAS, False,
     ),
-    "keys that lie apart": (BIAS, {"bias": torch.zeros(HEADS, KV_LEN, Q_LEN).bfloat16().mT}, {}),
+    "the mask itself": ("tensor bias[q_len, kv_len]: bool; mask = bias[q, kv]", True),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WORTH)
+def test_what_is_worth_a_copy(name):
+    text, worth = WORTH[name]
+    odd = torch.zeros(HEADS, Q_LEN, KV_LEN + 1)[..., :KV_LEN]
+    odd = odd[0].bool() if name == "the mask itself" else odd.bfloat16()
+    odd = odd.new_zeros(*odd.shape[:-1], KV_LEN + 1)[..., :KV_LEN]
+    tensors = {"bias": odd, "d": torch.zeros(Q_LEN, dtype=torch.int32)}
+    lowered, _ = call_of(text, {})
+    tensors = {tensor.name: tensors[tensor.name] for tensor in lowered.program.tensors}
+    lowered, call = call_of(text, tensors)
+    assert bool(pair_tiles(lowered, call, "backward_kv")) == worth
+
+
+ODD = {
     "one row for all": (
         BIAS, {"bias": torch.zeros(HEADS, 1, KV_LEN).bfloat16().expand(-1, Q_LEN, -1)}, {},
+    ),
+    "one key for all": (
+        BIAS, {"bias": torch.zeros(HEADS, Q_LEN, 1).bfloat16().expand(-1, -1, KV_LEN)}, {},
     ),
     "rows that would be clamped": (BIAS, {"bias": padded(HEADS, Q_LEN - 1, KV_LEN)}, {}),
     "keys that would be clamped": (BIAS, {"bias": padded(HEADS, Q_LEN, KV_LEN - 1)}, {}),
@@ -140,15 +214,15 @@ ODD = {
 def test_tensors_that_are_looked_up(name):
     text, tensors, changes = ODD[name]
     lowered, call = call_of(text, tensors, **changes)
-    assert pair_tiles(lowered, call) == ()
+    assert pair_tiles(lowered, call, "forward") == ()
 
 
 def test_from_positions_within_the_tensor():
     bias = padded(HEADS, 2 * Q_LEN, 2 * KV_LEN)
     lowered, call = call_of(BIAS, {"bias": bias}, q_offset=7, kv_offset=KV_LEN)
-    (tile,) = pair_tiles(lowered, call)
+    (tile,) = pair_tiles(lowered, call, "forward")
     # Rows and keys that are not the call's are zeros.
-    assert described(tile, call).shape == (HEADS, 7 + Q_LEN, 2 * KV_LEN)
+    assert window(tile, call).shape == (HEADS, 7 + Q_LEN, 2 * KV_LEN)
 
 
 def chosen(text, tensors, direction, dim=128):
@@ -204,7 +278,8 @@ def test_texts_say_how_tensors_are_read():
     for direction in ("forward", "backward"):
         lowered, call = call_of(BIAS, {"bias": bias})
         tiled = hopper_source(lowered, call, direction, Wants())
-        lowered, call = call_of(BIAS, {"bias": ragged(4)})
+        few = "mask = sliding_window(8); " + BIAS
+        lowered, call = call_of(few, {"bias": ragged(4)})
         looked_up = hopper_source(lowered, call, direction, Wants())
         assert "tma_load(pair0_desc, [h, query, key]" in tiled
         assert "tl.load(t_bias" not in tiled
@@ -220,8 +295,10 @@ def test_calls_of_other_strides_have_other_kernels():
         special = backend._special(lowered, call, (), None)
         return backend._kernels._key(lowered, "forward", special, "ieee", parse_target("cuda:90"))
 
-    tiled, looked_up = key(padded(HEADS, Q_LEN, KV_LEN)), key(ragged(4))
+    one_row = torch.zeros(HEADS, 1, KV_LEN, dtype=torch.bfloat16).expand(-1, Q_LEN, -1)
+    tiled, looked_up = key(padded(HEADS, Q_LEN, KV_LEN)), key(one_row)
     assert tiled != looked_up
+    assert tiled == key(ragged(4))
     assert key(padded(HEADS, Q_LEN, KV_LEN, by=16)) == key(padded(HEADS, Q_LEN, KV_LEN, by=32))
     assert key(padded(HEADS, Q_LEN, KV_LEN), q_offset=1) != key(
         padded(HEADS, Q_LEN + 1, KV_LEN), q_offset=1
@@ -307,11 +384,12 @@ def choices(monkeypatch):
 @pytest.mark.parametrize("kind", ["bf16", "fp32"])
 @pytest.mark.parametrize("dim", [64, 128, 256])
 @pytest.mark.parametrize("lengths", [(512, 640), (1000, 1333)], ids=["even", "ragged"])
-@pytest.mark.parametrize("tiled", [True, False], ids=["tiles", "lookups"])
-def test_kernels(check, choices, name, kind, dim, lengths, tiled):
+@pytest.mark.parametrize("way", ["tiles", "copies", "lookups"])
+def test_kernels(check, choices, monkeypatch, name, kind, dim, lengths, way):
     text, dims, options = ON_GPU[name]
     boolean = "mask" in name
-    by = 1536 if tiled else 1537
+    monkeypatch.setattr(pair_tiles_module, "is_worth_a_copy", lambda *_: way == "copies")
+    by = 1536 if way == "tiles" else 1537
     tensor = on_gpu(dims, options, lengths, torch.bool if boolean else FLOATS[kind], by)
     place = SimpleNamespace(backend="hopper", device="cuda", shape=(2, 4, 0, dim))
     inputs = check.inputs(
@@ -327,6 +405,7 @@ def test_kernels(check, choices, name, kind, dim, lengths, tiled):
     found = check.run(attndsl.compile(text, backend="hopper"), own)
     check.close(golden, ref, found, torch.bfloat16)
     room = (dim, kind, boolean) != (256, "fp32", False)
+    tiled = way != "lookups"
     assert choices == [int(tiled), int(tiled and room)]
 
 
@@ -346,9 +425,10 @@ def test_calls_of_one_program_are_told_apart(check):
                 torch.testing.assert_close(found[key], value, atol=0.05, rtol=0.05)
 
 
-def test_arguments_are_those_that_kernels_take(monkeypatch):
+@pytest.mark.parametrize("copied", [False, True])
+def test_arguments_are_those_that_kernels_take(monkeypatch, copied):
     backend, launched = HopperBackend(default_cache()), {}
-    bias = torch.zeros(HEADS, Q_LEN, KV_LEN, dtype=torch.bfloat16)
+    bias = torch.randn(HEADS, Q_LEN, KV_LEN + copied).bfloat16()[..., :KV_LEN]
     lowered, call = call_of(BIAS, {"bias": bias})
     wants = Wants()
     configs = {}
@@ -383,7 +463,9 @@ def test_arguments_are_those_that_kernels_take(monkeypatch):
         given = dict(zip(names, launched[name], strict=True))
         descriptors = {n for n, value in given.items() if isinstance(value, TensorDescriptor)}
         assert descriptors == {n for n in names if n.endswith("_desc")}
-        assert given["pair0_desc"].base is call.tensors["bias"]
+        assert (given["pair0_desc"].base is bias) == (not copied)
+        assert torch.equal(given["pair0_desc"].base, bias)
+        assert is_readable(given["pair0_desc"].base)
         assert given["pair0_desc"].shape == [HEADS, Q_LEN, KV_LEN]
         assert given["t_bias"] is call.tensors["bias"]
         assert (given["heads"], given["kv_len"]) == (HEADS, KV_LEN)
