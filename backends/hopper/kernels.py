@@ -89,6 +89,6 @@ def configs_of(lowered: Lowered, special: Specialisation, direction: str) -> tup
     """Tile sizes to try for a Hopper kernel, in order of preference."""
     masked, work = lowered.program.mask is not None, work_of(lowered, special, direction)
     column = lowered.placed.column is not None
-    dropped = lowered.program.dropout is not None
-    found = candidates(direction, widest(special), masked, work, column, dropped)
+    dropped, own = lowered.program.dropout is not None, lowered.program.weights is not None
+    found = candidates(direction, widest(special), masked, work, column, dropped, own)
     return fitting(direction, special, found) if special.pair_tiles else found

@@ -74,7 +74,7 @@ def test_views_make_the_descriptors_that_the_constructor_makes():
     call = call_of()
     special = specialise(lower(Source("score"), {}).program, call)
     (config, *_) = candidates(
-        "forward", 64, masked=False, work="dense", column=False, dropped=False
+        "forward", 64, masked=False, work="dense", column=False, dropped=False, own=False
     )
     for name, block in blocks_of("forward", special, config).items():
         first, second = torch.empty_like(call.q), torch.empty_like(call.q)
@@ -106,7 +106,7 @@ def test_strides_that_the_hardware_takes(shape, strides, wanted):
 
 def test_masked_programs_prefer_smaller_tiles():
     def blocks(direction, width, masked, work, dropped=False):
-        found = candidates(direction, width, masked, work, column=False, dropped=dropped)
+        found = candidates(direction, width, masked, work, column=False, dropped=dropped, own=False)
         return [(config.block_m, config.block_n) for config in found]
 
     assert blocks("backward_kv", 64, True, "masked")[0][0] == 64
@@ -119,3 +119,13 @@ def test_masked_programs_prefer_smaller_tiles():
         few = blocks("forward", width, True, "short partial")
         assert few[0] < dense[0]
         assert set(few) == set(dense)
+
+
+def test_weights_of_ones_own_are_rounded_early():
+    def early(dropped, own):
+        found = candidates("forward", 128, True, "masked", column=False, dropped=dropped, own=own)
+        return found[0].early
+
+    assert early(dropped=False, own=True)
+    assert not early(dropped=True, own=True)
+    assert not early(dropped=False, own=False)

@@ -71,7 +71,7 @@ def test_every_width_has_a_text(direction):
     for width in CANDIDATES[KERNELS[direction]]:
         text = attndsl.compile("causal()").source(direction, head_dim=width, backend="hopper")
         (config, *_) = candidates(
-            KERNELS[direction], width, True, "masked", column=False, dropped=False
+            KERNELS[direction], width, True, "masked", column=False, dropped=False, own=False
         )
         assert text.count("(consume, (") == config.consumers
 
