@@ -8,9 +8,11 @@ Non-goals: compiling the text, and choosing tile sizes.
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 from attndsl.ir import Op, const, dependencies, reads_score
+from attndsl.passes.magnitude import magnitude
 from attndsl.passes.tiles.plan import DIRECTIONS
 
 from ..triton.device_functions import param_values, parameters, wrapped
@@ -79,6 +81,8 @@ _FAMILIES = {
 }
 """Templates, what they call their loop, what they hand to their warpgroups. By direction, and above
 head dim 128 the backward's are others."""
+_MOST_EXPONENT = {"bf16": 80.0, "fp16": 10.0}
+"""In weights 2^x, and 2^-x, by dtype. Sums of 2^32 weights 2^80, of values up to 2^15, fit fp32."""
 _OWN_HELPERS = {"as_block", "spread"}
 """Library functions that are others here."""
 _DROPOUT = {
@@ -149,6 +153,7 @@ def generate(
         # Measured: where exponents take more than a multiplication, a branch in their way costs
         # more than the multiplications that it saves.
         "LAZY": not own and not modified and placed.column is None,
+        "BOUNDED": _is_bounded(lowered, special),
         "PERSISTENT": config.persistent,
         "DRAWN": drawn,
         "HAS_DROPOUT": dropped,
@@ -190,6 +195,15 @@ def generate(
     }
     texts += print_pair_functions(lowered, special, direction)
     return fill_template(__package__, templates, [*functions, *texts], helpers, flags, names, more)
+
+
+def _is_bounded(lowered: Lowered, special: Specialisation) -> bool:
+    """Whether weights of all scores fit as they are, in base 2, without a maximum taken off."""
+    placed = lowered.placed
+    if lowered.program.weights is not None or placed.column is not None:
+        return False
+    exponent = placed.outer * magnitude(placed.pair) * math.log2(math.e)
+    return exponent <= _MOST_EXPONENT[special.dtype]
 
 
 def _imports_of_dropout(direction: str) -> list[str]:

@@ -108,6 +108,10 @@ def soften(score, reached, peak, factor, GUARDED: gl.constexpr):
         weight = score
         decay = 1.0
         new_peak = gl.maximum(peak, reached)
+    elif BOUNDED:
+        # No score is so large that its weight would not fit, whatever the others of its row are.
+        weight = gl.exp2(score * factor)
+        decay, new_peak = 1.0, peak
     else:
         highest = gl.max(score, 1)
         if not HAS_COLUMN:
@@ -176,6 +180,8 @@ def attend(
         weight = pack(exact, HALF)
     if OWN_WEIGHTS:
         sums = own
+    elif BOUNDED:
+        sums = sums + own
     else:
         sums = sums * gl.convert_layout(decay, gl.SliceLayout(1, own.type.layout))[:, None] + own
     if EARLY and OWN_WEIGHTS:
@@ -187,7 +193,7 @@ def attend(
     mbarrier.arrive(v_empty.index(before), count=1)
     if not EARLY:
         weight = pack(exact, HALF)
-    if not OWN_WEIGHTS:
+    if not (OWN_WEIGHTS or BOUNDED):
         factors = gl.convert_layout(decay, gl.SliceLayout(1, OUTPUT))
         acc = scaled(acc, factors) if LAZY else acc * factors[:, None]
     return acc, weight, sums, peak
@@ -265,7 +271,8 @@ def consume_item(
         keep_factor = factor_of_kept(chance)
     acc = gl.zeros([ROWS, DV], gl.float32, layout=OUTPUT)
     zeros = gl.zeros([ROWS, BLOCK_N], gl.float32, layout=SCORES)
-    peak = gl.full([ROWS], float("-inf"), gl.float32, layout=gl.SliceLayout(1, SCORES))
+    lowest = 0.0 if BOUNDED else float("-inf")
+    peak = gl.full([ROWS], lowest, gl.float32, layout=gl.SliceLayout(1, SCORES))
     q_part = q_s.index(PART).reshape([ROWS, D])
 
     # The first tile has no weights before it. A FULL one may take the mask's code as well.
@@ -410,6 +417,7 @@ def consume_item(
             # Infinite and NaN parts do to their rows what they would do to all their pairs.
             inverse = gl.where(gl.abs(part) < float("inf"), inverse, float("nan"))
             inverse = gl.where(empty, 0.0, inverse)
+        if HAS_ROW or BOUNDED:
             lse = gl.where(empty, float("-inf"), lse)
     row = (b * heads + h).to(gl.int64) * q_len
     gl.store(LSE + row + rows, lse, mask=rows < q_len)

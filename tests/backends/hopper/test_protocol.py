@@ -34,6 +34,7 @@ TEXTS = {
     "alibi": "mask = causal()\nscore = alibi()",
     "cap": "mask = causal()\nscore = softcap(2.0)",
     "sink": "mask = causal()\nsink = 0.5",
+    "cap and sink": "mask = q < 30 and kv >= q\nscore = softcap(2.0)\nsink = 0.5 - h",
     "documents": "tensor doc[q_len]: int\nmask = q >= kv and doc[q] == doc[kv]",
     "signs": "mask = causal()\nscore = (1 - h) * score",
     "sigmoid": "mask = causal()\nweights = sigmoid(score)",
@@ -83,6 +84,7 @@ def inputs_of(name: str, q_len: int, kv_len: int, kv_heads: int, value_width: in
         "window": (q >= kv) & (q - kv < 20),
         "some rows": (q < 30) & (kv >= q),
         "own weights": (q < 30) & (kv >= q),
+        "cap and sink": (q < 30) & (kv >= q),
         "nothing": q < 0,
         "documents": (q >= kv) & (doc[:q_len, None] == doc[None, :kv_len]),
         "bias": kv >= 0,
@@ -218,6 +220,8 @@ def expected(inputs: Inputs, name: str = "") -> torch.Tensor:
         score = score * (1 - torch.arange(score.shape[1]))[:, None, None]
     if "bias" in name:
         score = score + inputs.bias.float()
+    if "cap" in name:
+        score = 2 * torch.tanh(score / 2)
     score = score.masked_fill(~inputs.allowed, float("-inf"))
     return score.softmax(-1).nan_to_num() * kept(inputs, name) @ v
 
@@ -237,7 +241,7 @@ CASES = [
 def test_persistent_programs_compute_the_same(run, name, shape):
     inputs = inputs_of(name, *SHAPES[shape])
     out, lse = run(name, inputs, SMALL)
-    if name not in ("alibi", "cap", "sink"):
+    if name not in ("alibi", "sink", "cap and sink"):
         assert torch.allclose(out.float(), expected(inputs, name), atol=4e-3, rtol=2e-3)
     if name in WEIGHTS:
         alive = inputs.allowed.any(-1).expand(lse.shape)
@@ -246,6 +250,48 @@ def test_persistent_programs_compute_the_same(run, name, shape):
         again, again_lse = run(name, inputs, PERSISTENT, programs, programs, wide=wide)
         assert torch.equal(again, out)
         assert torch.equal(again_lse, lse)
+
+
+def test_scores_that_are_bounded_need_no_maximum(run):
+    """And have the log-sum-exp that others have, beside a sink, and where no pair takes part."""
+    inputs = inputs_of("cap and sink", *SHAPES[0])
+    text = []
+
+    def noted(given: str) -> str:
+        text.append(given)
+        return given
+
+    out, lse = run("cap and sink", inputs, PERSISTENT, 1, 3, change=noted)
+    assert "BOUNDED = tl.constexpr(True)" in text[0]
+    k, v = (x.float().repeat_interleave(2, 1) for x in (inputs.k, inputs.v))
+    score = 2 * torch.tanh(inputs.q.float() @ k.mT * WIDTH**-0.5 / 2)
+    score = score.masked_fill(~inputs.allowed, float("-inf"))
+    sinks = (0.5 - torch.arange(score.shape[1]))[:, None, None].expand(*score.shape[:3], 1)
+    whole = torch.cat([score, sinks], -1)
+    alive = inputs.allowed.any(-1).expand(lse.shape)
+    assert not alive.all()
+    wanted = torch.where(alive, whole.logsumexp(-1), float("-inf"))
+    assert torch.allclose(lse, wanted, atol=1e-4)
+    weights = torch.where(alive[..., None], whole.softmax(-1)[..., :-1], 0.0)
+    assert torch.allclose(out.float(), weights @ v, atol=4e-3)
+
+
+@pytest.mark.parametrize(
+    ("text", "dtype", "bounded"),
+    [("softcap(20.0)", "bf16", True), ("softcap(50.0)", "bf16", True),
+     ("softcap(60.0)", "bf16", False), ("softcap(20.0)", "fp16", False),
+     ("softcap(6.0)", "fp16", True), ("score", "bf16", False),
+     ("softcap(20.0) + rel[q]", "bf16", True), ("softcap(20.0) + rel[kv]", "bf16", False)],
+)  # fmt: skip
+def test_which_scores_are_bounded(text, dtype, bounded):
+    text = f"tensor rel[n]: float; score = {text}" if "rel" in text else f"score = {text}"
+    lowered = lower(Source(text), {})
+    kind = {"bf16": torch.bfloat16, "fp16": torch.float16}[dtype]
+    special = specialise(lowered.program, example_call(lowered, 64, 64, kind, {}))
+    special = with_forms(special, lowered.program, parse_target("cuda:90"))
+    loop = plan_loop(lowered, special, "forward", SMALL)
+    text = generate(lowered, special, "forward", loop, SMALL)
+    assert f"BOUNDED = tl.constexpr({bounded})" in text
 
 
 FORMS = {

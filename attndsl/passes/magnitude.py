@@ -1,0 +1,82 @@
+"""How large the values of an expression can be, whatever goes into it.
+
+Of a soft cap the answer is known when a program is compiled: a softmax of such scores needs no
+maximum to be subtracted. NaN counts as no value; whoever computes with it gets it back.
+
+Non-goals: bounds of what is captured, looked up or counted, and of sums that cancel.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from attndsl.ir import DType, Op, toposort
+
+if TYPE_CHECKING:
+    from attndsl.ir import Node
+
+Interval = tuple[float, float]
+"""The least and the greatest value."""
+_ANY = (-math.inf, math.inf)
+_RANGES: dict[Op, Interval] = {
+    Op.TANH: (-1.0, 1.0),
+    Op.SIGMOID: (0.0, 1.0),
+    Op.ERF: (-1.0, 1.0),
+    Op.SIN: (-1.0, 1.0),
+    Op.COS: (-1.0, 1.0),
+    Op.SIGN: (-1.0, 1.0),
+}
+
+
+def magnitude(root: Node) -> float:
+    """A number that no absolute value of the FLOAT expression ``root`` exceeds; or infinity."""
+    found: dict[Node, Interval] = {}
+    for item in toposort(root):
+        found[item] = _interval(item, [found[arg] for arg in item.args])
+    return max(map(abs, found[root]))
+
+
+def _interval(item: Node, args: list[Interval]) -> Interval:
+    """From those of the operands."""
+    op = item.op
+    if item.dtype is not DType.FLOAT:
+        return _ANY
+    if op is Op.CONST:
+        value = float(item.value)  # type: ignore[arg-type]
+        return _ANY if math.isnan(value) else (value, value)
+    if op in _RANGES:
+        return _RANGES[op]
+    if op is Op.WHERE:
+        (_, (low, high), (other_low, other_high)) = args
+        return min(low, other_low), max(high, other_high)
+    if op in (Op.MIN, Op.MAX):
+        choose = min if op is Op.MIN else max
+        (low, high), (other_low, other_high) = args
+        return choose(low, other_low), choose(high, other_high)
+    if op is Op.NEG:
+        ((low, high),) = args
+        return -high, -low
+    if not all(map(math.isfinite, (end for pair in args for end in pair))):
+        return _ANY
+    return _of_finite(item, args)
+
+
+def _of_finite(item: Node, args: list[Interval]) -> Interval:
+    """The same for operations that make NaN or infinities of infinite operands."""
+    op = item.op
+    if op is Op.ADD:
+        (low, high), (other_low, other_high) = args
+        return low + other_low, high + other_high
+    if op is Op.SUB:
+        (low, high), (other_low, other_high) = args
+        return low - other_high, high - other_low
+    if op is Op.MUL:
+        ends = [a * b for a in args[0] for b in args[1]]
+        return min(ends), max(ends)
+    if op is Op.DIV and item.args[1].op is Op.CONST and args[1][0]:
+        ends = [end / args[1][0] for end in args[0]]
+        return min(ends), max(ends)
+    if op is Op.ABS:
+        return 0.0, max(map(abs, args[0]))
+    return _ANY
