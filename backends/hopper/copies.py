@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from ..base import Call
 
 _BYTES = 16
-_PAIRS_A_BYTE = {"forward": 1.0, "backward_kv": 0.15}
+_PAIRS_A_BYTE = {"forward": 1.5, "backward_kv": 0.15}
 """How many pairs read each byte of a tensor where a copy takes as long as it saves."""
 
 

@@ -128,6 +128,10 @@ def generate(
     listed = loop.listed is not None
     drawn = is_drawn(lowered, config)
     scaled_first = modified or own or reads_score(program.mask) or special.negative_scale
+    bounded = _is_bounded(lowered, special)
+    full = listed or bool(loop.full)
+    anchored = forward and config.persistent and full and not (own or bounded)
+    anchored = anchored and special.dtype == "bf16"
     flags = {
         "MASKED": program.mask is not None,
         "MODIFIED": modified,
@@ -142,7 +146,7 @@ def generate(
         "HAS_DERIVATIVE": placed.slope is not const(1.0),
         "PAIRWISE_DERIVATIVE": not dependencies(placed.slope)[placed.slope] <= {"b", "h"},
         "OUTER": placed.outer,
-        f"{name.upper()}_HAS_FULL": listed or bool(loop.full),
+        f"{name.upper()}_HAS_FULL": full,
         f"{name.upper()}_HAS_PARTIAL": listed or bool(loop.partial),
         f"{name.upper()}_DESCENDING": loop.descending,
         "LEARNS_COLUMN": learned.column,
@@ -153,7 +157,8 @@ def generate(
         # Measured: where exponents take more than a multiplication, a branch in their way costs
         # more than the multiplications that it saves.
         "LAZY": not own and not modified and placed.column is None,
-        "BOUNDED": _is_bounded(lowered, special),
+        "BOUNDED": bounded,
+        "ANCHORED": anchored,
         "PERSISTENT": config.persistent,
         "DRAWN": drawn,
         "HAS_DROPOUT": dropped,
@@ -164,6 +169,7 @@ def generate(
     sums = ["COLUMN_SUMS,"] * learned.column + ["FACTOR_SUMS,"] * learned.factor
     left = "q_empty" if forward else "kv_empty"
     again = [f"{left}, item_s, item_full, item_empty,"] * config.persistent
+    again += ["lost_s,"] * anchored
     counter = ["COUNTER,"] * drawn
     pairs = pair_hooks(lowered, special, direction, wide)
     output = ["o_s,"] * bool(flags["OWN_OUTPUT"])

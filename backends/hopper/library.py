@@ -253,31 +253,34 @@ def eighths_of_sums(tile):
 @gluon.jit
 def meet():
     """Wait until both consumer warpgroups are here (named barrier 9)."""
-    at_barrier("bar.sync 9")
+    in_each_thread("bar.sync 9, 256")
+
+
+@gluon.jit
+def await_written():
+    """Wait until what this warpgroup has stored from shared memory is there, not just read."""
+    in_each_thread("cp.async.bulk.wait_group 0")
 
 
 @gluon.jit
 def announce():
     """Say that what was stored before may be read (named barrier 10), and go on."""
-    at_barrier("bar.arrive 10")
+    in_each_thread("bar.arrive 10, 256")
 
 
 @gluon.jit
 def await_announced():
     """Wait until the other consumer warpgroup has called :func:`announce` as often."""
-    at_barrier("bar.sync 10")
+    in_each_thread("bar.sync 10, 256")
 
 
 @gluon.jit
-def at_barrier(INSTRUCTION: gl.constexpr):
-    """An instruction for a named barrier of both consumer warpgroups, 256 threads.
-
-    One element a thread: the instruction runs once in each of the 128 threads of a warpgroup.
-    """
+def in_each_thread(INSTRUCTION: gl.constexpr):
+    """An instruction, once in each of the 128 threads of a warpgroup: one element a thread."""
     THREADS: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     nothing = gl.full([128], 0, gl.int32, layout=THREADS)
     gl.inline_asm_elementwise(
-        "{ " + INSTRUCTION + ", 256; mov.b32 $0, $1; }", "=r,r", [nothing], dtype=gl.int32,
+        "{ " + INSTRUCTION + "; mov.b32 $0, $1; }", "=r,r", [nothing], dtype=gl.int32,
         is_pure=False, pack=1,
     )  # fmt: skip
 

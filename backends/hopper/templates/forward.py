@@ -102,8 +102,11 @@ def final_scores(
 
 
 @gluon.jit
-def soften(score, reached, peak, factor, GUARDED: gl.constexpr):
-    """Weights of one tile; their sums, decay, new maximum."""
+def soften(score, reached, peak, factor, GUARDED: gl.constexpr, FIXED: gl.constexpr):
+    """Weights of one tile; their sums, decay, new maximum.
+
+    FIXED: they are relative to the maximum so far, and may be larger than 1.
+    """
     if OWN_WEIGHTS:
         weight = score
         decay = 1.0
@@ -111,6 +114,11 @@ def soften(score, reached, peak, factor, GUARDED: gl.constexpr):
     elif BOUNDED:
         # No score is so large that its weight would not fit, whatever the others of its row are.
         weight = gl.exp2(score * factor)
+        decay, new_peak = 1.0, peak
+    elif FIXED:
+        if not HAS_COLUMN:
+            score = score * factor
+        weight = gl.exp2(score - peak[:, None])
         decay, new_peak = 1.0, peak
     else:
         highest = gl.max(score, 1)
@@ -134,7 +142,7 @@ def attend(
     k_full, k_empty, v_full, v_empty,
     factor, steepness, scale, origin, b, h, hkv, batch, heads, kv_heads, q_len, kv_len, kv_origin,
     BLOCK_N: gl.constexpr, STAGES: gl.constexpr, KV_KIND: gl.constexpr, PARTIAL: gl.constexpr,
-    SCORES: gl.constexpr, OUTPUT: gl.constexpr, WEIGHTS: gl.constexpr, HALF: gl.constexpr,
+    FIXED: gl.constexpr, SCORES: gl.constexpr, OUTPUT: gl.constexpr, WEIGHTS: gl.constexpr, HALF: gl.constexpr,
     HEAD_DIM: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
     #: drop
     #: parameters
@@ -172,7 +180,7 @@ def attend(
     )
     #: leave_pairs
     exact, own, decay, peak = soften(
-        score, reached, peak, factor, (PARTIAL and MASKED) or MODIFIED or HAS_COLUMN
+        score, reached, peak, factor, (PARTIAL and MASKED) or MODIFIED or HAS_COLUMN, FIXED
     )
     if HAS_DROPOUT:
         exact = keep_drawn(exact, draws, drop)
@@ -180,7 +188,7 @@ def attend(
         weight = pack(exact, HALF)
     if OWN_WEIGHTS:
         sums = own
-    elif BOUNDED:
+    elif BOUNDED or FIXED:
         sums = sums + own
     else:
         sums = sums * gl.convert_layout(decay, gl.SliceLayout(1, own.type.layout))[:, None] + own
@@ -193,7 +201,7 @@ def attend(
     mbarrier.arrive(v_empty.index(before), count=1)
     if not EARLY:
         weight = pack(exact, HALF)
-    if not (OWN_WEIGHTS or BOUNDED):
+    if not (OWN_WEIGHTS or BOUNDED or FIXED):
         factors = gl.convert_layout(decay, gl.SliceLayout(1, OUTPUT))
         acc = scaled(acc, factors) if LAZY else acc * factors[:, None]
     return acc, weight, sums, peak
@@ -224,6 +232,8 @@ def consume_item(
         full_tiles, partial_tiles = word(item_s, 5), word(item_s, 6)
         first_live, first_full = word(item_s, 7), word(item_s, 8)
         nothing = word(item_s, 9) != 0
+        if ANCHORED:
+            fast = word(item_s, 10) != 0
         mbarrier.arrive(item_empty, count=1)
     else:
         tile, b, h, hkv = place_of_item(item, batch, heads, kv_heads, q_len, together, BLOCK_M)
@@ -320,7 +330,7 @@ def consume_item(
         #: pair_parts
     )
     #: leave_first_pairs
-    exact, sums, decay, peak = soften(score, reached, peak, factor, MASKED or MODIFIED or HAS_COLUMN)
+    exact, sums, decay, peak = soften(score, reached, peak, factor, MASKED or MODIFIED or HAS_COLUMN, False)
     if HAS_DROPOUT:
         draws = draws_of_pairs(drop, first_tile * BLOCK_N, q_len >> 31, BLOCK_N, SCORES)
         exact = keep_drawn(exact, draws, drop)
@@ -339,7 +349,7 @@ def consume_item(
                 done + step, kv_tile, acc, weight, sums, peak, q, q_parts, q_part, zeros, k_s, v_s,
                 k_full, k_empty, v_full, v_empty,
                 factor, steepness, scale, origin, b, h, hkv, batch, heads, kv_heads, q_len, kv_len, kv_origin,
-                BLOCK_N, STAGES, KV_KIND, True, SCORES, OUTPUT, WEIGHTS, HALF, HEAD_DIM, D, DV,
+                BLOCK_N, STAGES, KV_KIND, True, False, SCORES, OUTPUT, WEIGHTS, HALF, HEAD_DIM, D, DV,
                 #: drop
                 #: arguments
                 #: pair_reader
@@ -352,31 +362,38 @@ def consume_item(
                 #: forward_lists
             )
     if FORWARD_HAS_FULL:
-        skipped = gl.where(partial_tiles > 0, 0, 1)
-        kv_tile = forward_full_tile(
-            skipped, full_tiles, first_live, first_full, tile,
-            b, h, hkv, batch, heads, kv_heads, q_len, kv_len, q_offset, kv_offset,
-            BLOCK_M, BLOCK_N,
-            #: arguments
-            #: forward_lists
-        )
-        for step in range(skipped, full_tiles):
-            acc, weight, sums, peak = attend(
-                done + partial_tiles + step, kv_tile, acc, weight, sums, peak, q, q_parts, q_part, zeros, k_s, v_s,
-                k_full, k_empty, v_full, v_empty,
-                factor, steepness, scale, origin, b, h, hkv, batch, heads, kv_heads, q_len, kv_len, kv_origin,
-                BLOCK_N, STAGES, KV_KIND, False, SCORES, OUTPUT, WEIGHTS, HALF, HEAD_DIM, D, DV,
-                #: drop
-                #: arguments
-                #: pair_reader
-            )
+        begin = gl.where(partial_tiles > 0, 0, 1)
+        end = full_tiles
+        if ANCHORED:
+            # The first keys of all often have the largest scores: their tile is one to follow.
+            end = gl.where(fast, gl.minimum(begin + 1, full_tiles), full_tiles)
+            anchored = end < full_tiles
+        for form in gl.static_range(2 if ANCHORED else 1):
             kv_tile = forward_full_tile(
-                step + 1, full_tiles, first_live, first_full, tile,
+                begin, full_tiles, first_live, first_full, tile,
                 b, h, hkv, batch, heads, kv_heads, q_len, kv_len, q_offset, kv_offset,
                 BLOCK_M, BLOCK_N,
                 #: arguments
                 #: forward_lists
             )
+            for step in range(begin, end):
+                acc, weight, sums, peak = attend(
+                    done + partial_tiles + step, kv_tile, acc, weight, sums, peak, q, q_parts, q_part, zeros, k_s, v_s,
+                    k_full, k_empty, v_full, v_empty,
+                    factor, steepness, scale, origin, b, h, hkv, batch, heads, kv_heads, q_len, kv_len, kv_origin,
+                    BLOCK_N, STAGES, KV_KIND, False, form == 1, SCORES, OUTPUT, WEIGHTS, HALF, HEAD_DIM, D, DV,
+                    #: drop
+                    #: arguments
+                    #: pair_reader
+                )
+                kv_tile = forward_full_tile(
+                    step + 1, full_tiles, first_live, first_full, tile,
+                    b, h, hkv, batch, heads, kv_heads, q_len, kv_len, q_offset, kv_offset,
+                    BLOCK_M, BLOCK_N,
+                    #: arguments
+                    #: forward_lists
+                )
+            begin, end = end, full_tiles
 
     if PERSISTENT and OWN_OUTPUT:
         # The next item's rows of q may come.
@@ -388,6 +405,11 @@ def consume_item(
     lse = peak
     if not OWN_WEIGHTS:
         total = gl.convert_layout(gl.sum(sums, 1), gl.SliceLayout(1, SCORES))
+        if ANCHORED:
+            # NaN does not fit either.
+            fits = (rows >= q_len) | (total <= MOST_TOTAL)
+            lost = anchored & (gl.min(fits.to(gl.int32), 0) == 0)
+            lost_s.index(turn % 2 * CONSUMERS + PART).store(words((lost.to(gl.int32),)))
         # A row with no live pair gives zeros and a log-sum-exp of -inf.
         empty = total == 0.0
         if HAS_ROW:
@@ -440,6 +462,10 @@ def consume_item(
         part_s = q_s.index(PART)
     part_s.reshape([ROWS, DV]).store(acc.to(HALF))
     fence_async_shared()
+    if ANCHORED:
+        if not fast:
+            # What was lost is not to be written after what takes its place.
+            await_written()
     tma_store(o_desc, [b, h, first, 0], part_s)
     if not (PERSISTENT and OWN_OUTPUT):
         tma_wait(0)

@@ -3,10 +3,87 @@
 A program that has several takes them while the grid lasts: the producer loads the next item's tiles
 while the consumers finish the one before, and tells them what the item is. Where a mask makes items
 differ in length, whoever is free draws the next number, as hardware hands out programs.
+
+ANCHORED items follow a row's maximum through PARTIAL tiles and one FULL one; weights of the others are
+relative to that. Where they turn out to be too large, an item has another turn, in which it follows the
+maximum to the end.
 """
 # ruff: noqa: F821
 
 #: begin
+@gluon.jit
+def next_item(
+    item, items,
+    #: counter
+):
+    """What the program is to do after ``item``."""
+    if DRAWN:
+        drawn = gl.atomic_add(COUNTER, 1, sem="relaxed")
+        item = gl.num_programs(0) + drawn
+        if drawn == items - 1:
+            # Each program draws until nothing is left: together, ``items`` times.
+            gl.store(COUNTER, 0)
+    else:
+        item = item + gl.num_programs(0)
+    return item
+
+
+@gluon.jit
+def load_in_turns(
+    item, items, q_desc, k_desc, v_desc, q_s, k_s, v_s, q_full, k_full, k_empty, v_full, v_empty,
+    batch, heads, kv_heads, q_len, kv_len, q_origin, kv_origin, together,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr,
+    Q_KIND: gl.constexpr, KV_KIND: gl.constexpr,
+    #: counter
+    #: again
+    #: pair_producer
+    #: parameters
+    #: forward_lists
+):
+    """Load the tiles of all items, and again of those that were lost; returns how many turns.
+
+    How an item went is known as soon as the consumers have begun with what comes after it. Behind
+    the last one that may be lost, that is nothing.
+    """
+    own, took, fast, older, last = item, 1, 1, -1, -1
+    turn, done = 0, 0
+    while own < items:
+        if own >= 0:
+            done = load_item(
+                own, fast, turn, done, q_desc, k_desc, v_desc, q_s, k_s, v_s,
+                q_full, k_full, k_empty, v_full, v_empty,
+                batch, heads, kv_heads, q_len, kv_len, q_origin, kv_origin, together,
+                BLOCK_M, BLOCK_N, STAGES, CONSUMERS, Q_KIND, KV_KIND,
+                #: again
+                #: pair_producer
+                #: arguments
+                #: forward_lists
+            )
+        else:
+            announce_item(turn, own, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, item_s, item_full, item_empty)
+            for part in gl.static_range(CONSUMERS):
+                mbarrier.wait(q_empty.index(part), (turn & 1) ^ 1)
+                mbarrier.arrive(q_full.index(part), count=1)
+        if took != 0:
+            item = next_item(
+                item, items,
+                #: counter
+            )
+        turn += 1
+        older = last
+        last = gl.where(fast != 0, own, -1)
+        mbarrier.wait(item_empty, (turn & 1) ^ 1)
+        lost = word(lost_s.index(turn % 2 * CONSUMERS), 0)
+        for part in gl.static_range(1, CONSUMERS):
+            lost = lost | word(lost_s.index(turn % 2 * CONSUMERS + part), 0)
+        lost = gl.where(older >= 0, lost, 0)
+        pause = (item >= items) & (last >= 0)
+        own = gl.where(lost != 0, older, gl.where(pause, -1, item))
+        took = gl.where(pause, 0, 1 - lost)
+        fast = 1 - lost
+    return turn
+
+
 @gluon.jit
 def produce(
     q_desc, k_desc, v_desc, q_s, k_s, v_s, q_full, k_full, k_empty, v_full, v_empty,
@@ -23,31 +100,40 @@ def produce(
     item = gl.program_id(0)
     if PERSISTENT:
         items = tl.cdiv(q_len, BLOCK_M) * batch * heads
-        turn, done = 0, 0
-        while item < items:
-            done = load_item(
-                item, turn, done, q_desc, k_desc, v_desc, q_s, k_s, v_s,
+        if ANCHORED:
+            turn = load_in_turns(
+                item, items, q_desc, k_desc, v_desc, q_s, k_s, v_s,
                 q_full, k_full, k_empty, v_full, v_empty,
                 batch, heads, kv_heads, q_len, kv_len, q_origin, kv_origin, together,
                 BLOCK_M, BLOCK_N, STAGES, CONSUMERS, Q_KIND, KV_KIND,
+                #: counter
                 #: again
                 #: pair_producer
                 #: arguments
                 #: forward_lists
             )
-            if DRAWN:
-                drawn = gl.atomic_add(COUNTER, 1, sem="relaxed")
-                item = gl.num_programs(0) + drawn
-                if drawn == items - 1:
-                    # Each program draws until nothing is left: together, ``items`` times.
-                    gl.store(COUNTER, 0)
-            else:
-                item += gl.num_programs(0)
-            turn += 1
-        announce_item(turn, item, 0, 0, 0, 0, 0, 0, 0, 0, 0, item_s, item_full, item_empty)
+        else:
+            turn, done = 0, 0
+            while item < items:
+                done = load_item(
+                    item, 0, turn, done, q_desc, k_desc, v_desc, q_s, k_s, v_s,
+                    q_full, k_full, k_empty, v_full, v_empty,
+                    batch, heads, kv_heads, q_len, kv_len, q_origin, kv_origin, together,
+                    BLOCK_M, BLOCK_N, STAGES, CONSUMERS, Q_KIND, KV_KIND,
+                    #: again
+                    #: pair_producer
+                    #: arguments
+                    #: forward_lists
+                )
+                item = next_item(
+                    item, items,
+                    #: counter
+                )
+                turn += 1
+        announce_item(turn, items, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, item_s, item_full, item_empty)
     else:
         load_item(
-            item, 0, 0, q_desc, k_desc, v_desc, q_s, k_s, v_s,
+            item, 0, 0, 0, q_desc, k_desc, v_desc, q_s, k_s, v_s,
             q_full, k_full, k_empty, v_full, v_empty,
             batch, heads, kv_heads, q_len, kv_len, q_origin, kv_origin, together,
             BLOCK_M, BLOCK_N, STAGES, CONSUMERS, Q_KIND, KV_KIND,
@@ -78,17 +164,22 @@ def consume(
         mbarrier.wait(item_full, 0)
         item = word(item_s, 0)
         while item < items:
-            done = consume_item(
-                item, turn, done, PART,
-                o_desc, LSE, q_s, k_s, v_s, q_full, k_full, k_empty, v_full, v_empty,
-                scale, batch, heads, kv_heads, q_len, kv_len, q_origin, kv_origin, together,
-                HEAD_DIM, D, DV, BLOCK_M, BLOCK_N, STAGES, CONSUMERS, Q_KIND, KV_KIND,
-                #: output
-                #: again
-                #: pair_consumer
-                #: arguments
-                #: forward_lists
-            )
+            if not ANCHORED or item >= 0:
+                done = consume_item(
+                    item, turn, done, PART,
+                    o_desc, LSE, q_s, k_s, v_s, q_full, k_full, k_empty, v_full, v_empty,
+                    scale, batch, heads, kv_heads, q_len, kv_len, q_origin, kv_origin, together,
+                    HEAD_DIM, D, DV, BLOCK_M, BLOCK_N, STAGES, CONSUMERS, Q_KIND, KV_KIND,
+                    #: output
+                    #: again
+                    #: pair_consumer
+                    #: arguments
+                    #: forward_lists
+                )
+            else:
+                mbarrier.wait(q_full.index(PART), turn & 1)
+                mbarrier.arrive(item_empty, count=1)
+                mbarrier.arrive(q_empty.index(PART), count=1)
             turn += 1
             mbarrier.wait(item_full, turn & 1)
             item = word(item_s, 0)
@@ -151,10 +242,13 @@ def attention_forward(
         q_empty = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], BARRIER)
         for part in gl.static_range(CONSUMERS):
             mbarrier.init(q_empty.index(part), count=1)
-        item_s = gl.allocate_shared_memory(gl.int32, [16], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+        WORDS: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+        item_s = gl.allocate_shared_memory(gl.int32, [16], WORDS)
         item_full = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
         item_empty = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
         mbarrier.init(item_full, count=1)
         mbarrier.init(item_empty, count=CONSUMERS)
+    if ANCHORED:
+        lost_s = gl.allocate_shared_memory(gl.int32, [2 * CONSUMERS, 16], WORDS)
     #: pair_memory
     #: partitions

@@ -16,8 +16,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from attndsl.backends.hopper import dialect as tl
 from attndsl.backends.hopper.library import (
-    count_up, eighths_of_sums, finish, halves, line, multiply, pack, places_of, raised, scaled,
-    unpack, word, words,
+    await_written, count_up, eighths_of_sums, finish, halves, line, multiply, pack, places_of, raised,
+    scaled, unpack, word, words,
 )
 from attndsl.backends.hopper.shim import tma_load, tma_store, tma_wait
 from attndsl.backends.triton.library import positions, shift_of_positions
@@ -27,6 +27,7 @@ from attndsl.backends.triton.library import positions, shift_of_positions
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 TINY = tl.constexpr(2.0**-100)
+MOST_TOTAL = tl.constexpr(2.0**48)
 
 
 #: functions
@@ -109,13 +110,15 @@ def load_pair(
 
 @gluon.jit
 def announce_item(
-    turn, item, tile, b, h, hkv, full_tiles, partial_tiles, first_live, first_full, nothing,
+    turn, item, tile, b, h, hkv, full_tiles, partial_tiles, first_live, first_full, nothing, fast,
     item_s, item_full, item_empty,
 ):
     """Tell the consumers what the item is, as soon as they know what the one before was."""
     mbarrier.wait(item_empty, (turn & 1) ^ 1)
     item_s.store(
-        words((item, tile, b, h, hkv, full_tiles, partial_tiles, first_live, first_full, nothing))
+        words(
+            (item, tile, b, h, hkv, full_tiles, partial_tiles, first_live, first_full, nothing, fast)
+        )
     )
     mbarrier.arrive(item_full, count=1)
 
@@ -139,7 +142,7 @@ def load_query(
 
 @gluon.jit
 def load_item(
-    item, turn, done, q_desc, k_desc, v_desc, q_s, k_s, v_s, q_full, k_full, k_empty, v_full, v_empty,
+    item, fast, turn, done, q_desc, k_desc, v_desc, q_s, k_s, v_s, q_full, k_full, k_empty, v_full, v_empty,
     batch, heads, kv_heads, q_len, kv_len, q_origin, kv_origin, together,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr,
     Q_KIND: gl.constexpr, KV_KIND: gl.constexpr,
@@ -170,7 +173,7 @@ def load_item(
         # The consumers may be busy with the item before, and q with them.
         announce_item(
             turn, item, tile, b, h, hkv, full_tiles, partial_tiles, first_live, first_full, nothing,
-            item_s, item_full, item_empty,
+            fast, item_s, item_full, item_empty,
         )
         load_query(
             turn, tile, b, h, q_desc, q_s, q_full, BLOCK_M, CONSUMERS,

@@ -69,14 +69,16 @@ class Operations:
             "attndsl.backends.hopper": SimpleNamespace(dialect=language),
             "attndsl.backends.hopper.library": SimpleNamespace(
                 add_to_sums=self.add_tile, announce=self.announce,
-                await_announced=self.await_announced, meet=self.meet,
+                await_announced=self.await_announced, await_written=lambda: self.wait_stores(0),
+                meet=self.meet,
                 count_up=lambda begin, size, layout: begin + language.arange(0, size),
                 eighths_of_sums=lambda tile: tile.reshape(tile.shape[0], -1, 8).sum(1),
                 finish=lambda values, zero: None,
                 halves=lambda words, half, layout: words,
                 multiply=self.multiply_rows,
                 line=lambda begin, slope, size, layout: begin + slope * language.arange(0, size),
-                pack=lambda tile, half: tile.to(half),
+                # Halves are fp16 here, and hold less than bf16.
+                pack=lambda tile, half: tile.clamp(-65504, 65504).to(half),
                 places_of=lambda first, length, origin, kind, size, layout: (
                     first + origin + language.arange(0, size)
                 ),
@@ -108,6 +110,7 @@ class Operations:
                 positions=lambda index, length, origin, kind: index + origin,
                 shift_of_positions=lambda origin, kind: origin,
                 relu=torch.relu, sigmoid_ex2=torch.sigmoid, tanh_ex2=torch.tanh,
+                sigmoid_approx=torch.sigmoid, tanh_approx=torch.tanh,
             ),
         }  # fmt: skip
 
@@ -138,7 +141,8 @@ class Operations:
             cdiv=lambda size, block: (size + block - 1) // block,
             convert_layout=lambda tile, layout: tile, full=spread,
             load=self.load, max=lambda tile, axis: tile.amax(axis), maximum=both(torch.maximum),
-            minimum=both(torch.minimum), num_programs=lambda axis: number(self.machine.programs),
+            min=lambda tile, axis: tile.amin(axis), minimum=both(torch.minimum),
+            num_programs=lambda axis: number(self.machine.programs),
             program_id=lambda axis: number(self.machine.current.program), static_range=range,
             store=self.store, sum=lambda tile, axis: tile.sum(axis, dtype=tile.dtype),
             warp_specialize=self.specialise, where=where,

@@ -104,8 +104,20 @@ def call_of(
 
 
 def same(found: list[tuple[torch.Tensor, torch.Tensor]]) -> bool:
-    first = found[0]
-    return all(torch.equal(x, y) for each in found for x, y in zip(first, each, strict=True))
+    """Persistent programs find the same each time; others too, but for bf16 weights.
+
+    These may be relative to another maximum, and so be rounded otherwise.
+    """
+    (out, lse), *persistent = found
+    again, again_lse = persistent[0]
+    if out.dtype is torch.bfloat16:
+        torch.testing.assert_close(again, out, atol=1e-2, rtol=1.6e-2, equal_nan=True)
+        torch.testing.assert_close(again_lse, lse, atol=1e-4, rtol=1e-5)
+    else:
+        persistent = found
+    return all(
+        torch.equal(x, y) for each in persistent for x, y in zip(persistent[0], each, strict=True)
+    )
 
 
 @pytest.mark.gpu

@@ -1,0 +1,130 @@
+"""Weights relative to a maximum that is not followed to the end, and what is computed again."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import attndsl
+from attndsl.backends.hopper.generate import generate
+from attndsl.backends.hopper.kernels import configs_of
+from attndsl.backends.triton.cross import example_call, parse_target
+from attndsl.backends.triton.kernels import plan_loop
+from attndsl.backends.triton.specialise import specialise, with_forms
+
+TEXTS = {
+    "full": "score",
+    "causal": "causal()",
+    "window": "sliding_window(300)",
+    "documents": "tensor doc[q_len]: int; mask = q >= kv and doc[q] == doc[kv]",
+    "sink": "mask = causal(); sink = 0.5",
+    "gain": "tensor gain[heads]: float; mask = causal(); score = gain[h] * score",
+    "relative": "tensor rel[heads, n]: float; score = score + rel[h, q - kv + kv_len]",
+    "bias": """
+        tensor bias[heads, q_len, kv_len]: float
+        mask = causal()
+        score = score + bias[h, q, kv]
+    """,
+    "dropout": "mask = causal(); weights = dropout(softmax(score), 0.1)",
+    "some rows": "q < 700 and kv >= 100",
+}
+
+
+@pytest.mark.parametrize(
+    ("text", "dtype", "persistent", "anchored"),
+    [("causal()", torch.bfloat16, True, True), ("score", torch.bfloat16, True, True),
+     ("causal()", torch.float16, True, False), ("causal()", torch.bfloat16, False, False),
+     ("score = softcap(9.0)", torch.bfloat16, True, False),
+     ("weights = sigmoid(score)", torch.bfloat16, True, False),
+     ("(q + kv) % 2 == 0", torch.bfloat16, True, False)],
+)  # fmt: skip
+def test_which_kernels_are_anchored(text, dtype, persistent, anchored):
+    """fp16 has no room for weights far above 1, and without FULL tiles nothing is saved."""
+    lowered = attndsl.compile(text).lowered
+    special = specialise(lowered.program, example_call(lowered, 128, 128, dtype, {}))
+    special = with_forms(special, lowered.program, parse_target("cuda:90"))
+    config = replace(configs_of(lowered, special, "forward")[0], persistent=persistent)
+    loop = plan_loop(lowered, special, "forward", config)
+    text = generate(lowered, special, "forward", loop, config)
+    assert f"ANCHORED = tl.constexpr({anchored})" in text
+
+
+def captures_of(name, lengths, heads=4):
+    q_len, kv_len = lengths
+    return {
+        "documents": {"doc": (torch.arange(q_len, device="cuda") // 401).int()},
+        "gain": {"gain": torch.rand(heads, device="cuda") + 0.5},
+        "relative": {"rel": 20 * torch.randn(heads, 2 * kv_len, device="cuda")},
+        "bias": {"bias": 20 * torch.randn(heads, q_len, kv_len, device="cuda")},
+    }.get(name, {})
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", TEXTS)
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("lengths", [(1024, 1024), (1000, 1333)], ids=["even", "ragged"])
+@pytest.mark.parametrize("size", [30.0, 300.0])
+def test_growing_scores(check, name, dim, lengths, size):
+    """Late keys of some heads have scores that no maximum of those before comes near."""
+    if name in ("documents", "window") and lengths[0] != lengths[1]:
+        lengths = (1000, 1000)
+    place = SimpleNamespace(backend="hopper", device="cuda", shape=(2, 4, 0, dim))
+    options = {"seed": 3} if name == "dropout" else {}
+    inputs = check.inputs(
+        place, torch.bfloat16, kv_heads=2, q_len=lengths[0], kv_len=lengths[1],
+        captures=captures_of(name, lengths), options=options,
+    )  # fmt: skip
+    late = torch.arange(lengths[1], device="cuda")[:, None] % 371 == 350
+    k = torch.where(late, size * inputs.k, inputs.k)
+    k[:, 1:] = inputs.k[:, 1:]
+    inputs = replace(inputs, k=k.detach().requires_grad_())
+    attention = attndsl.compile(TEXTS[name], backend="hopper")
+    golden, ref = (
+        check.run(attndsl.compile(TEXTS[name], backend="reference"), inputs.to(dtype))
+        for dtype in (torch.float64, torch.bfloat16)
+    )
+    own = inputs.to(torch.bfloat16)
+    found = check.run(attention, own)
+    check.close(golden, ref, found, torch.bfloat16)
+    with torch.no_grad():
+        runs = [
+            attention(own.q, own.k, own.v, return_lse=True, **own.captures, **own.options)
+            for _ in range(20)
+        ]
+    for run in runs[1:]:
+        assert torch.equal(run[0], runs[0][0])
+        assert torch.equal(run[1], runs[0][1])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dim", [64, 128])
+def test_what_is_no_number_stays_in_its_rows(dim):
+    q, k, v = torch.randn(3, 2, 4, 1024, dim, device="cuda", dtype=torch.bfloat16)
+    attention = attndsl.compile("causal()", backend="hopper")
+    out, lse = attention(q, k, v, return_lse=True)
+    bad = q.clone()
+    bad[1, 2, 700, 3] = torch.nan
+    again, again_lse = attention(bad, k, v, return_lse=True)
+    assert again[1, 2, 700].isnan().all()
+    again[1, 2, 700], again_lse[1, 2, 700] = out[1, 2, 700], lse[1, 2, 700]
+    # The rows beside it have been computed again, and their weights rounded otherwise.
+    torch.testing.assert_close(again, out, atol=1e-2, rtol=1.6e-2)
+    torch.testing.assert_close(again_lse, lse, atol=1e-4, rtol=1e-5)
+
+
+@pytest.mark.gpu
+def test_graphs():
+    q, k, v = torch.randn(3, 2, 4, 2048, 128, device="cuda", dtype=torch.bfloat16)
+    k[:, ::2, 1500] *= 400
+    attention = attndsl.compile("causal()", backend="hopper")
+    expected = attention(q, k, v)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        kept = attention(q, k, v)
+    for _ in range(5):
+        kept.zero_()
+        graph.replay()
+        assert torch.equal(kept, expected)
