@@ -100,7 +100,7 @@ def _generate_apart(lowered: Lowered, special: Specialisation, direction: str) -
     roots = (mask, program.score, program.weights, program.dropout)
     return fill_template(
         __package__,
-        ("weights", "tile_gradients", entry_of(direction)),
+        ("weights", "tile_gradients", *["pair_sums"] * (direction == "pairs"), entry_of(direction)),
         [*functions, *learned.functions],
         helpers | learned.helpers,
         {
