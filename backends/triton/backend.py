@@ -328,7 +328,7 @@ class TritonBackend:
     ) -> Layout:
         grads = () if grad_out is None else (grad_out,)
         special = self._special(lowered, call, grads, wants)
-        if kind == "pairs":
+        if kind in ("pairs", "stored"):
             special = with_pair_sums(special, lowered, call)
         return self._layout_for(lowered, call, kind, special, has_dlse)
 
@@ -361,7 +361,7 @@ class TritonBackend:
         # They add up no gradients, so that one module serves all directions.
         special = replace(
             special, tensor_gradients=(), param_gradients=(), moving_operands="",
-            moving_captures=(), pair_tiles=(),
+            moving_captures=(), pair_tiles=(), stores_slopes=False,
         )  # fmt: skip
         return self._kernels.tile_lists(lowered, special, device, config.block_m, config.block_n)
 
