@@ -13,7 +13,6 @@ from ..base import Gradients
 from ..triton.arguments import capture_arguments, origin
 from ..triton.backend import PADDING, TritonBackend
 from ..triton.kernels import STATISTICS_ROWS
-from ..triton.shares import Shares, key_of, share_out
 from ..triton.specialise import specialise, strides
 from ..triton.streams import on_device, stream_of
 from ..triton.tile_lists import lists_of
@@ -34,17 +33,17 @@ from .stored import empty_slopes, shares_of
 from .tiles import CANDIDATES
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Hashable, Mapping
 
     from attndsl.pipeline import Lowered
 
     from ..base import Call, Store, Wants
     from ..tangent import Tangents
+    from ..triton.shares import Shares
     from ..triton.specialise import Specialisation
     from ..triton.tiles import Config
 
 _DTYPES = (torch.float16, torch.bfloat16)
-_MAX_SHARES = 1024
 _TOGETHER_BYTES = 16 << 20
 """Keys and values of the heads that run side by side: a third of the L2 cache."""
 
@@ -178,19 +177,17 @@ class HopperBackend(TritonBackend):
         )  # fmt: skip
         return gradients, delta
 
-    def _shared_out(self, lowered: Lowered, call: Call, wants: Wants) -> Shares:
+    def _share_out(self, lowered: Lowered, call: Call, wants: Wants) -> Shares:
+        found = shares_of(lowered, call, wants)
+        if why_portable(lowered, call, "backward", None, found.lines) is None:
+            return found
+        return super()._share_out(lowered, call, wants)
+
+    def _key_of_shares(self, lowered: Lowered, call: Call, wants: Wants) -> Hashable:
         readable = tuple(descriptor_strides(x) is not None for x in (call.q, call.k, call.v))
         dtypes = (call.q.dtype, *(tensor.dtype for tensor in call.tensors.values()))
-        key = key_of(lowered, call, wants), call.deterministic, dtypes, call.v.shape, readable
-        found = self._shares.get(key)
-        if found is None:
-            found = shares_of(lowered, call, wants)
-            if why_portable(lowered, call, "backward", None, found.lines) is not None:
-                found = share_out(lowered, call, wants)
-            if len(self._shares) >= _MAX_SHARES:
-                self._shares.clear()
-            self._shares[key] = found
-        return found
+        usual = super()._key_of_shares(lowered, call, wants)
+        return usual, call.deterministic, dtypes, call.v.shape, readable
 
     def _pair_maps(self, layout: HopperLayout, call: Call) -> list[object]:
         found: list[object] = []
