@@ -99,8 +99,9 @@ def empty_slopes(call: Call, config: Config) -> Slopes:
 def slope_hooks(special: Specialisation) -> dict[str, list[str]]:
     """Lines of the backward's templates by which dS goes from shared to global memory.
 
-    One consumer stores the tile that both have written, and the other notes that. Before both meet
-    again, one tile later, it has been read; the tile after that takes its place.
+    One consumer stores the tile that both have written, and the other notes that in STORED_TILES
+    (batch, heads, tiles of keys, tiles of queries). Before both meet again, one tile later, it has
+    been read; the tile after that takes its place.
     """
     stores = special.stores_slopes
     wait = ["if PART == 0:", f"{_INDENT}tma_wait(0)"]
