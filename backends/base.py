@@ -109,6 +109,19 @@ class Wants:
     v: bool = True
     tensors: frozenset[str] = frozenset()
     params: frozenset[str] = frozenset()
+    slopes: bool = False
+    """Whether attention kernels store the gradient of each score, of which others are made."""
+
+
+@dataclass(frozen=True, slots=True)
+class Slopes:
+    """The gradient of each score, by tiles, as attention kernels store it."""
+
+    values: torch.Tensor
+    """(batch, heads, keys, queries), both rounded up to whole tiles."""
+    stored: torch.Tensor
+    """(batch, heads, tiles of keys, tiles of queries) int8: 1 for each that was stored; what others
+    have is nothing, and their gradients are zeros."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +133,7 @@ class Gradients:
     v: torch.Tensor | None
     tensors: Mapping[str, torch.Tensor] = field(default_factory=dict)
     params: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    slopes: Slopes | None = None
 
 
 class Backend(Protocol):

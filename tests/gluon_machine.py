@@ -265,6 +265,8 @@ class Tiles:
     def block(self, place: list[Any]) -> torch.Tensor:
         *leading, row, column = map(int, place)
         own = self.tensor[tuple(leading)][row:, column:][: self.rows, : self.columns]
+        if own.shape == (self.rows, self.columns):
+            return own
         found = own.new_zeros(self.rows, self.columns)
         found[: own.shape[0], : own.shape[1]] = own
         return found

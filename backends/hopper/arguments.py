@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 _BYTES = 16
 """Addresses and strides that the tensor memory accelerator takes are multiples of this."""
 _ROWS = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
+_SLOPES = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
 _STATISTICS = NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
 
 
@@ -62,6 +63,8 @@ def blocks_of(direction: str, special: Specialisation, config: Config) -> dict[s
             "q_desc": rows(m, d), "k_desc": rows(n, d), "v_desc": rows(n, dv), "o_desc": rows(m, dv)
         }  # fmt: skip
     statistics = Block((m,), "fp32", _STATISTICS)
+    if special.stores_slopes:
+        pairs["slopes_desc"] = Block((n, m), special.dtype, _SLOPES)
     return pairs | {
         "q_desc": rows(m, d),
         "k_desc": rows(n, d),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,7 +13,6 @@ from ..base import Gradients
 from ..triton.arguments import capture_arguments, origin
 from ..triton.backend import PADDING, TritonBackend
 from ..triton.kernels import STATISTICS_ROWS
-from ..triton.shares import Shares, wants_of_kernels
 from ..triton.specialise import specialise, strides
 from ..triton.streams import on_device, stream_of
 from ..triton.tile_lists import lists_of
@@ -30,15 +30,17 @@ from .launch import TensorMaps, launch_of, view
 from .learned import gradients_of_parts, learned_in_kernel, learned_parts
 from .memory import block_width
 from .pair_tiles import is_readable, window, with_pair_tiles
+from .stored import empty_slopes, shares_of
 from .tiles import CANDIDATES
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Hashable, Mapping
 
     from attndsl.pipeline import Lowered
 
     from ..base import Call, Store, Wants
     from ..tangent import Tangents
+    from ..triton.shares import Shares
     from ..triton.specialise import Specialisation
     from ..triton.tiles import Config
 
@@ -111,8 +113,9 @@ class HopperBackend(TritonBackend):
         wants: Wants,
     ) -> tuple[Gradients, torch.Tensor]:
         given = grad_out
-        if not grad_out.is_contiguous() and descriptor_strides(grad_out) is None:
-            grad_out = grad_out.contiguous()
+        if descriptor_strides(grad_out) is None and (wants.slopes or not grad_out.is_contiguous()):
+            # A copy, at an address that suits: no portable kernel stores dS.
+            grad_out = grad_out.clone(memory_format=torch.contiguous_format)
         has_dlse = grad_lse is not None
         layout = self._hopper_layout(lowered, call, "backward", grad_out, wants, has_dlse)
         if layout.why_portable is not None:
@@ -131,6 +134,7 @@ class HopperBackend(TritonBackend):
         kv_tiles = -(-k.shape[2] // launch.executable.config.block_n)
         columns = lse.new_empty((batch, heads, k.shape[2])) if learned.column else None
         factors = lse.new_empty((batch, heads, 2 * kv_tiles)) if learned.factor else None
+        slopes = empty_slopes(call, launch.executable.config) if wants.slopes else None
         out_strides = layout.out_strides if out.is_contiguous() else strides(out)[:3]
         stream = stream_of(q.device)
         with on_device(q.device):
@@ -147,6 +151,8 @@ class HopperBackend(TritonBackend):
                     *of(views["do_desc"], grad_out), *of(views["lse_desc"], lse2),
                     *of(views["delta_desc"], delta), *addresses(sums, dk, dv),
                     *self._pair_maps(layout, of_pairs),
+                    *(() if slopes is None else of(views["slopes_desc"], slopes.values)),
+                    *(() if slopes is None else addresses(slopes.stored)),
                     *self._counter(layout, q.device, stream), call.scale,
                     *layout.sizes, origin(call.q_offset, call.q_index),
                     origin(call.kv_offset, call.kv_index), padded,
@@ -170,9 +176,21 @@ class HopperBackend(TritonBackend):
             )
         gradients = Gradients(
             q=dq, k=dk if wants.k else None, v=dv if wants.v else None,
-            tensors=tensors, params=params,
+            tensors=tensors, params=params, slopes=slopes,
         )  # fmt: skip
         return gradients, delta
+
+    def _share_out(self, lowered: Lowered, call: Call, wants: Wants) -> Shares:
+        found = shares_of(lowered, call, wants)
+        if why_portable(lowered, call, "backward", None, found.lines) is None:
+            return found
+        return super()._share_out(lowered, call, wants)
+
+    def _key_of_shares(self, lowered: Lowered, call: Call, wants: Wants) -> Hashable:
+        readable = tuple(descriptor_strides(x) is not None for x in (call.q, call.k, call.v))
+        dtypes = (call.q.dtype, *(tensor.dtype for tensor in call.tensors.values()))
+        usual = super()._key_of_shares(lowered, call, wants)
+        return usual, call.deterministic, dtypes, call.v.shape, readable
 
     def _pair_maps(self, layout: HopperLayout, tensors: list[torch.Tensor]) -> list[object]:
         found: list[object] = []
@@ -206,7 +224,7 @@ class HopperBackend(TritonBackend):
         wants: Wants | None,
     ) -> Mapping[str, tuple[Config, ...]]:  # fmt: skip
         """See :class:`~attndsl.runtime.tuning.Tunable`."""
-        wants = wants and wants_of_kernels(lowered, call, wants)
+        wants = wants and self._shared_out(lowered, call, wants).lines
         if why_portable(lowered, call, kind, grad_out, wants) is not None:
             return self._portable.choices(lowered, call, kind, grad_out, wants)
         return super().choices(lowered, call, kind, grad_out, wants)
@@ -216,7 +234,7 @@ class HopperBackend(TritonBackend):
         wants: Wants | None, kernel: str, config: Config,
     ) -> None:  # fmt: skip
         """See :class:`~attndsl.runtime.tuning.Tunable`."""
-        wants = wants and wants_of_kernels(lowered, call, wants)
+        wants = wants and self._shared_out(lowered, call, wants).lines
         if why_portable(lowered, call, kind, grad_out, wants) is not None:
             self._portable.choose(lowered, call, kind, grad_out, wants, kernel, config)
         else:
@@ -285,6 +303,10 @@ class HopperBackend(TritonBackend):
             steps = descriptor_strides(tensor)
             assert steps is not None
             views[name] = view(tensor, steps, blocks[name], encoders.get(name))
+        if layout.special.stores_slopes:
+            slopes = empty_slopes(replace(call, q=call.q.to("meta")), config).values.flatten(0, 2)
+            name, steps = "slopes_desc", slopes.stride()
+            views[name] = view(slopes, steps, blocks[name], encoders.get(name))
         if grad_out is not None:
             padded = -(-q_len // PADDING) * PADDING
             rows = torch.empty(batch * heads * padded, device=call.q.device)

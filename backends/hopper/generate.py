@@ -23,6 +23,7 @@ from .functions import print_functions
 from .learned import learned_in_kernel
 from .memory import has_own_output, widest
 from .pair_texts import pair_hooks, print_pair_functions
+from .stored import slope_hooks
 
 if TYPE_CHECKING:
     from attndsl.passes.tiles.plan import LoopPlan
@@ -172,6 +173,8 @@ def generate(
     again += ["lost_s,"] * anchored
     counter = ["COUNTER,"] * drawn
     pairs = pair_hooks(lowered, special, direction, wide)
+    slopes = slope_hooks(special)
+    tiles = (*pairs["pair_consumer"], *slopes["slopes_desc"])
     output = ["o_s,"] * bool(flags["OWN_OUTPUT"])
     kept = ["kept_s, kept_full,"] * (dropped and not forward)
     templates = (family[0], *["draws"] * bool(kept), *family[1:])
@@ -191,10 +194,11 @@ def generate(
         "drop": ["drop,"] * dropped,
         "taking": ["keep_factor, factor2, inverse,", *kept] if kept else [],
         "steep": ["steep_s,"] * wide,
+        **slopes,
         **pairs,
         "partitions": _partitions(
             (*producer, *counter, *kept, *again, *pairs["pair_producer"]),
-            (*consumer, *sums, *output, *kept, *again, *pairs["pair_consumer"]),
+            (*consumer, *sums, *output, *kept, *again, *tiles),
             config.consumers,
             [*wrapped(names), *lists],
         ),

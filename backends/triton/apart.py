@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from attndsl.pipeline import Lowered
 
-    from ..base import Call, Gradients, Wants
+    from ..base import Call, Gradients, Slopes, Wants
     from .arguments import Layout
     from .compile import Executable
     from .shares import Shares
@@ -90,9 +90,12 @@ def add_apart(again: Again, shares: Shares, found: Gradients) -> Gradients:
     tensors: dict[str, torch.Tensor] = {}
     for wants in shares.pairs:
         tensors |= _pairs(again, wants)
+    for wants in shares.stored:
+        assert found.slopes is not None
+        tensors |= _stored(again, wants, found.slopes)
     if shares.others.tensors:
         tensors |= _scattered(again, shares.others)
-    found = replace(found, tensors={**found.tensors, **tensors})
+    found = replace(found, tensors={**found.tensors, **tensors}, slopes=None)
     if shares.distances.tensors or shares.distances.params:
         sums = _distances(again)
         found = add_distance_gradients(again.lowered, again.call, sums, shares.distances, found)
@@ -139,6 +142,32 @@ def _pairs(again: Again, wants: Wants) -> dict[str, torch.Tensor]:
         [rest.batches, rest.heads, parts],
         [argument for item in sums for argument in item.arguments()],
     )
+    return gradients_of(sums, call)
+
+
+def _stored(again: Again, wants: Wants, slopes: Slopes) -> dict[str, torch.Tensor]:
+    """Gradients of tensors, each a sum of dS, which the attention kernels have stored."""
+    call = again.call
+    terms = terms_of(again.lowered, wants.tensors)
+    rest = rest_of(terms[0], call)
+    layout = again.layout_of("stored", wants)
+    kernel = layout.executables["stored"]
+    batch, heads, q_len = again.lse.shape
+    tiles = -(-q_len // kernel.config.block_m) * -(-call.k.shape[2] // kernel.config.block_n)
+    parts = parts_of(rest, call)
+    sums = sums_of(terms, call)
+    members = rest.batches * rest.heads
+    device = slopes.values.device
+    with on_device(device):
+        kernel.launch(
+            parts * tiles * (batch * heads // members), stream_of(device),
+            [
+                slopes.values, slopes.stored, *slopes.values.shape[2:], *slopes.stored.shape[2:],
+                heads, heads // rest.heads, batch // rest.batches, rest.heads,
+                members, -(-members // parts), q_len, call.k.shape[2],
+                *(argument for item in sums for argument in item.arguments()),
+            ],
+        )  # fmt: skip
     return gradients_of(sums, call)
 
 

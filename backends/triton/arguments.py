@@ -32,7 +32,7 @@ _LISTS = {
     "column_floats": "*fp32",
 }
 _EXACT = {"BOUNDS": "*i32", "SCALES": "*fp64"}
-_OWN = ("OUT", "OUT_MOVED", "DQ", "DK", "DV_OUT")
+_OWN = ("OUT", "OUT_MOVED", "DQ", "DK", "DV_OUT", "SLOPES")
 _OPERANDS = ("Q", "K", "V", "Q_MOVED", "K_MOVED", "V_MOVED", "DOUT", *_OWN)
 
 
@@ -130,6 +130,10 @@ def template_argument(name: str, special: Specialisation) -> Argument:
         wide = name[-1] in "bh" or special.wide_rows
         aligned = special.aligned if name[7] != "o" else special.value_dim % 16 == 0
         return Argument(name, "i64" if wide else "i32", aligned=aligned)
+    if name == "STORED_TILES":
+        return Argument(name, "*i8", aligned=True)
+    if name in ("slope_keys", "slope_queries"):
+        return Argument(name, "i32", aligned=True)
     if name == "scale":
         return Argument(name, "fp32")
     if name in ("q_origin", "kv_origin"):

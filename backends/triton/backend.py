@@ -148,15 +148,23 @@ class TritonBackend:
         return add_sink_gradients(lowered, call, lse, delta, wants, found)
 
     def _shared_out(self, lowered: Lowered, call: Call, wants: Wants) -> Shares:
-        """As :func:`.shares.share_out`, kept."""
-        key = key_of(lowered, call, wants)
+        """As :meth:`_share_out`, kept."""
+        key = self._key_of_shares(lowered, call, wants)
         found = self._shares.get(key)
         if found is None:
-            found = share_out(lowered, call, wants)
+            found = self._share_out(lowered, call, wants)
             if len(self._shares) >= _MAX_LAYOUTS:
                 self._shares.clear()
             self._shares[key] = found
         return found
+
+    def _share_out(self, lowered: Lowered, call: Call, wants: Wants) -> Shares:
+        """Which kernels make which gradients."""
+        return share_out(lowered, call, wants)
+
+    def _key_of_shares(self, lowered: Lowered, call: Call, wants: Wants) -> Hashable:
+        """What that depends on."""
+        return key_of(lowered, call, wants)
 
     def _add_apart(
         self,
@@ -328,7 +336,7 @@ class TritonBackend:
     ) -> Layout:
         grads = () if grad_out is None else (grad_out,)
         special = self._special(lowered, call, grads, wants)
-        if kind == "pairs":
+        if kind in ("pairs", "stored"):
             special = with_pair_sums(special, lowered, call)
         return self._layout_for(lowered, call, kind, special, has_dlse)
 
@@ -361,7 +369,7 @@ class TritonBackend:
         # They add up no gradients, so that one module serves all directions.
         special = replace(
             special, tensor_gradients=(), param_gradients=(), moving_operands="",
-            moving_captures=(), pair_tiles=(),
+            moving_captures=(), pair_tiles=(), stores_slopes=False,
         )  # fmt: skip
         return self._kernels.tile_lists(lowered, special, device, config.block_m, config.block_n)
 

@@ -216,6 +216,7 @@ def _kernels(lowered: Lowered, special: Specialisation) -> list[tuple[str, Speci
             pair_aligned=(True,) * len(kinds),
         )
         found.append(("pairs", apart))
+        found.append(("stored", apart))
     return found
 
 

@@ -13,7 +13,7 @@ from attndsl.passes.distance import meets_distances_alone
 
 from .device_functions import PAIR, param_values, parameters, program_function, wrapped
 from .expression import Printed, print_expressions
-from .generate_gradients import SCATTERED, gradient_texts
+from .generate_gradients import SCATTERED, gradient_texts, stored_hooks
 from .generate_tangent import tangent_texts
 from .loops import LIST_PARAMETERS, LOOPS, print_loop
 from .terms import derivatives, terms_of
@@ -46,6 +46,8 @@ def generate_attention(
     The backward kernels add up the gradients that ``special`` names; that of tangents has those of
     what ``special`` says moves.
     """
+    if direction == "stored":
+        return _generate_stored(lowered, special)
     if direction not in LOOPS:
         return _generate_apart(lowered, special, direction)
     program, sparsity = lowered.program, lowered.sparsity
@@ -90,6 +92,21 @@ def generate_attention(
     )
 
 
+def _generate_stored(lowered: Lowered, special: Specialisation) -> str:
+    """The module of the kernel that adds up what attention kernels have stored."""
+    flags = {"HEADS_APART": _tells_heads_apart(lowered, special)}
+    hooks = stored_hooks(lowered, special)
+    return fill_template(__package__, ("stored", "pair_sums"), [], set(), flags, [], hooks)
+
+
+def _tells_heads_apart(lowered: Lowered, special: Specialisation) -> bool:
+    """Whether all tensors that get sums of pairs have elements of each query head."""
+    return all(
+        "h" in {index.value for index in term.leaf.args}
+        for term in terms_of(lowered, special.tensor_gradients)
+    )
+
+
 def _generate_apart(lowered: Lowered, special: Specialisation, direction: str) -> str:
     """The module of a kernel that makes gradients of captured tensors and params alone."""
     functions, helpers = _functions(lowered, special)
@@ -100,16 +117,13 @@ def _generate_apart(lowered: Lowered, special: Specialisation, direction: str) -
     roots = (mask, program.score, program.weights, program.dropout)
     return fill_template(
         __package__,
-        ("weights", "tile_gradients", entry_of(direction)),
+        ("weights", "tile_gradients", *["pair_sums"] * (direction == "pairs"), entry_of(direction)),
         [*functions, *learned.functions],
         helpers | learned.helpers,
         {
             **_flags(program),
             **learned.flags,
-            "HEADS_APART": all(
-                "h" in {index.value for index in term.leaf.args}
-                for term in terms_of(lowered, special.tensor_gradients)
-            ),
+            "HEADS_APART": _tells_heads_apart(lowered, special),
             "MASK_READS_SCORE": reads_score(mask),
             "MASK_MEETS_DISTANCES": mask is None
             or ("score" not in varies and meets_distances_alone(mask)),

@@ -84,6 +84,15 @@ def gradient_texts(lowered: Lowered, special: Specialisation, direction: str) ->
     return GradientTexts(tuple(functions), frozenset(helpers), flags, hooks)
 
 
+def stored_hooks(lowered: Lowered, special: Specialisation) -> dict[str, list[str]]:
+    """What the kernel that adds up stored dS does with a sum: each of its terms is that."""
+    terms = terms_of(lowered, special.tensor_gradients)
+    return {
+        "outputs": wrapped(_outputs(terms, special, "pairs")),
+        "end_sums": _end(["total"] * len(terms), special, "pairs"),
+    }
+
+
 _OF = {"score": "score", "weight": "weight", "dropout": "chance to be dropped"}
 _SHAPES = {
     "backward_q": "[BLOCK_M]",

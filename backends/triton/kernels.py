@@ -40,6 +40,7 @@ DIRECTIONS_OF = {
     "backward": ("backward_kv", "backward_q"),
     "distances": ("distances",),
     "pairs": ("pairs",),
+    "stored": ("stored",),
     "scattered": SCATTERED,
     "tangent": ("tangent",),
     "bounded": ("scatter_sums",),

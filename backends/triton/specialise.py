@@ -119,6 +119,8 @@ class Specialisation:
     """Which set of fast forms the score and its derivatives may take (``..forms``)."""
     pair_tiles: tuple[PairTile, ...] = ()
     """Of the kernels that read such tiles."""
+    stores_slopes: bool = False
+    """Whether the backward stores the gradient of each score (``Wants.slopes``)."""
 
     @property
     def indexed(self) -> bool:
@@ -172,6 +174,7 @@ def with_gradients(special: Specialisation, wants: Wants) -> Specialisation:
         special,
         tensor_gradients=tuple(sorted(wants.tensors)),
         param_gradients=tuple(sorted(wants.params)),
+        stores_slopes=wants.slopes,
     )
 
 

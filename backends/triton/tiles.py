@@ -113,6 +113,11 @@ _PAIRS = {
     256: (Config(64, 64, 8, 1), Config(32, 32, 4, 1)),
     512: (Config(32, 32, 4, 1),),
 }
+# Whole tiles of these make a backward's. Little else is done than to load and to store, of which
+# much is to be on its way: five programs of a processor, whose threads have 96 registers.
+_STORED: dict[int, tuple[Config, ...]] = dict.fromkeys(
+    (64, 128, 256, 512), (Config(64, 64, 4, 1), Config(32, 32, 4, 1))
+)
 # They hold no tile of sums. In one stage, since Triton 3.6 cannot pipeline products in a branch.
 _SCATTER_BOUNDS = {
     64: (Config(128, 64, 8, 1), Config(64, 64, 4, 1), Config(32, 32, 4, 1)),
@@ -141,6 +146,7 @@ _TABLES = {
     "backward_q": _BACKWARD_Q,
     "distances": _DISTANCES,
     "pairs": _PAIRS,
+    "stored": _STORED,
     "scatter_bounds": _SCATTER_BOUNDS,
     "scatter_sums": _SCATTER_SUMS,
     "tangent": _TANGENT,
@@ -227,6 +233,9 @@ def shared_bytes(
 ) -> int:
     """Estimated shared memory: pipelined tiles per stage, resident ones once."""
     width = block_d + block_dv
+    if kernel == "stored":
+        # The sums, while they are turned.
+        return 4 * config.block_m * config.block_n
     if kernel == "forward":
         elements = config.block_m * block_d + config.stages * config.block_n * width
     elif kernel == "backward_kv":

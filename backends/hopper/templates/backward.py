@@ -20,6 +20,7 @@ def add_query_tile(
     #: taking
     #: parameters
     #: pair_reader_parameters
+    #: storing
 ):
     """Add one query tile's part to dK (before the scale), dV and dQ, and to the keys' sums of dS.
 
@@ -111,7 +112,9 @@ def add_query_tile(
     # dV comes after dS: issuing it earlier spills registers.
     adding_v = warpgroup_mma(weight_half, do, dv, is_async=True)
     fence_async_shared()
+    #: slopes_are_stored
     meet()
+    #: store_slopes
     # dQ comes before dK, so that it is added up while dK is computed.
     if BLOCK_M == 64:
         slopes, keys = shared, k_tile.slice(PART * WIDTH, WIDTH, dim=1)
@@ -142,6 +145,7 @@ def consume_item(
     #: kept
     #: again
     #: pair_consumer
+    #: slopes_desc
     #: parameters
     #: kv_pass_lists
 ):
@@ -226,6 +230,7 @@ def consume_item(
                 #: taking
                 #: arguments
                 #: pair_reader
+                #: storing
             )
             count += 1
         if KV_PASS_HAS_FULL and PEELED:
@@ -246,6 +251,7 @@ def consume_item(
                     #: taking
                     #: arguments
                     #: pair_reader
+                    #: storing
                 )
                 count += 1
         head = (b * heads + h).to(gl.int64)
@@ -262,6 +268,7 @@ def consume_item(
     if PERSISTENT:
         # The next item's keys may come.
         mbarrier.arrive(kv_empty, count=1)
+    #: slopes_are_stored
     # Through shared memory, so that each thread stores 16 bytes.
     STORED: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     dk_rows = gl.convert_layout((dk * scale).to(HALF), STORED)

@@ -82,6 +82,7 @@ def consume(
     #: kept
     #: again
     #: pair_consumer
+    #: slopes_desc
     #: parameters
     #: kv_pass_lists
 ):
@@ -103,6 +104,7 @@ def consume(
                 #: kept
                 #: again
                 #: pair_consumer
+                #: slopes_desc
                 #: arguments
                 #: kv_pass_lists
             )
@@ -121,6 +123,7 @@ def consume(
             #: kept
             #: again
             #: pair_consumer
+            #: slopes_desc
             #: arguments
             #: kv_pass_lists
         )
@@ -130,6 +133,7 @@ def consume(
 def attention_backward_kv(
     q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, SUMS, DK, DV_OUT,
     #: pair_descs
+    #: slopes_desc
     #: counter
     scale, batch, heads, kv_heads, q_len, kv_len, q_origin, kv_origin, padded,
     #: learned

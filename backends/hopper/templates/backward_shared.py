@@ -29,6 +29,7 @@ from attndsl.backends.hopper.library import (
     places_of, word, words,
 )
 from attndsl.backends.hopper.shim import tma_load
+#: storing_imports
 from attndsl.backends.triton.library import positions, shift_of_positions
 #: imports
 

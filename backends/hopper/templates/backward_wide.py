@@ -127,6 +127,7 @@ def consume_item(
     #: kept
     #: again
     #: pair_consumer
+    #: slopes_desc
     #: parameters
     #: kv_pass_lists
 ):

@@ -1,4 +1,4 @@
-"""Sums over batch entries and heads, of every pair. Follows ``tile_gradients.py`` in one module."""
+"""Sums over batch entries and heads, of every pair. Follows ``pair_sums.py`` in one module."""
 # ruff: noqa: F821
 
 import triton
@@ -7,36 +7,6 @@ import triton.language as tl
 from attndsl.backends.triton.library import positions, statistics_rows
 
 #: begin
-
-
-@triton.jit
-def store_pairs(
-    SUMS, step_part, step_b, step_h, step_q, step_kv, total, part, b, head, first, kv_first,
-    q_len, kv_len, inside,
-):
-    """Store ``total`` at the places of a tile's pairs; ``inside``: all of them are."""
-    rows = first + tl.arange(0, total.shape[0])
-    columns = kv_first + tl.arange(0, total.shape[1])
-    matrix = SUMS + (part.to(tl.int64) * step_part + b.to(tl.int64) * step_b + head.to(tl.int64) * step_h)
-    places = rows.to(tl.int64)[:, None] * step_q + columns.to(tl.int64)[None, :] * step_kv
-    total = total.to(SUMS.dtype.element_ty)
-    if inside:
-        # Without a mask, which would be a word each time.
-        tl.store(matrix + places, total)
-    else:
-        tl.store(matrix + places, total, mask=(rows < q_len)[:, None] & (columns < kv_len)[None, :])
-
-
-@triton.jit
-def place_of_member(member, own_b, own_h, rest_heads):
-    """Batch entry and head of one of those that are not told apart."""
-    if HEADS_APART:
-        b = own_b + member
-        h = own_h
-    else:
-        b = own_b + member // rest_heads
-        h = own_h * rest_heads + member % rest_heads
-    return b, h
 
 
 @triton.jit

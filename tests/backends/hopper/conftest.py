@@ -279,7 +279,7 @@ class Operations:
 
     def store(self, pointer: Pointer, value: Any, mask: Any = None) -> None:
         if mask is None:
-            pointer.data.fill_(value)
+            pointer.data.view(-1)[int(pointer.offset)] = value
         else:
             pointer.data[pointer.offset[mask].long()] = value[mask].to(pointer.data.dtype)
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from gluon_machine import lists_of
 
+from attndsl.backends.base import Slopes
 from attndsl.backends.hopper.generate import generate
 from attndsl.backends.philox import uniform
 from attndsl.backends.triton.cross import example_call, parse_target
@@ -152,10 +153,11 @@ def pairs_of(
 def run_text(
     gluon: SimpleNamespace, name: str, tensors: list[torch.Tensor], config: Config, seed: int = 0,
     wide: bool = False, change: Any = lambda text: text, programs: int = 1,
+    slopes: Slopes | None = None,
 ) -> list[torch.Tensor]:  # fmt: skip
     """dQ, dK and dV of (q, k, v, dO), halves; ``change`` alters the text.
 
-    ``programs`` are those of a persistent config.
+    ``programs`` are those of a persistent config. ``slopes`` get dS, if given.
     """
     q, k, v, do = tensors
     batch, heads, q_len, _ = q.shape
@@ -171,7 +173,10 @@ def run_text(
     special = specialise(lowered.program, example_call(lowered, 64, 64, torch.float16, {}))
     special = with_forms(special, lowered.program, parse_target("cuda:90"))
     tiles, of_pairs = pairs_of(gluon, lowered, tensors, config, wide)
-    special = replace(special, pair_tiles=tiles)
+    special = replace(special, pair_tiles=tiles, stores_slopes=slopes is not None)
+    if slopes is not None:
+        of_pairs["slopes_desc"] = gluon.Tiles(slopes.values.flatten(0, 2), config.block_n, ROWS)
+        of_pairs["STORED_TILES"] = gluon.Pointer(slopes.stored.view(-1))
     loop = plan_loop(lowered, special, "backward_kv", config)
     if wide:
         special = replace(special, head_dim=256, value_dim=256)
@@ -388,3 +393,68 @@ def test_the_machine_notices_tiles_of_pairs(run, name, form):
         return not all(torch.allclose(a, b, atol=1e-2) for a, b in zip(found, usual, strict=True))
 
     assert any(map(noticed, range(1, 7)))
+
+
+def slopes_of(tensors: list[torch.Tensor]) -> torch.Tensor:
+    """dS (batch, heads, q_len, kv_len) of the program ``bias``."""
+    q, k, v, do = (x.float() for x in tensors)
+    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
+    rows, columns = torch.arange(q.shape[2])[:, None], torch.arange(k.shape[2])[None, :]
+    score = q @ k.mT * WIDTH**-0.5 + bias_of(q.shape[1], rows, columns).float()
+    weights = score.masked_fill(rows < columns, -torch.inf).softmax(-1)
+    dweights = do @ v.mT
+    return weights * (dweights - (weights * dweights).sum(-1, keepdim=True))
+
+
+def run_with_slopes(
+    run: Any, tensors: list[torch.Tensor], config: Config, seed: int, **more: Any
+) -> torch.Tensor:
+    """dS (batch, heads, q_len, kv_len) of the program ``bias``, zeros where none was stored."""
+    (batch, heads, q_len, _), kv_len = tensors[0].shape, tensors[1].shape[2]
+    counts = -(-kv_len // config.block_n), -(-q_len // ROWS)
+    shape = (batch, heads, counts[0] * config.block_n, counts[1] * ROWS)
+    slopes = Slopes(
+        torch.full(shape, torch.nan, dtype=torch.float16),
+        torch.zeros(batch, heads, *counts, dtype=torch.int8),
+    )
+    run("bias", tensors, config, seed, slopes=slopes, **more)
+    some = slopes.stored.repeat_interleave(config.block_n, 2).repeat_interleave(ROWS, 3)
+    found = slopes.values.masked_fill(some == 0, 0.0)
+    return found[:, :, :kv_len, :q_len].mT.float()
+
+
+@pytest.mark.parametrize("config", [CONFIG, PERSISTENT], ids=["usual", "persistent"])
+@pytest.mark.parametrize("shape", range(len(SHAPES)))
+def test_gradients_of_scores_are_stored(run, config, shape):
+    tensors = inputs_of(*SHAPES[shape])
+    found = run_with_slopes(run, tensors, config, shape, programs=2)
+    torch.testing.assert_close(found, slopes_of(tensors), atol=4e-3, rtol=4e-3)
+
+
+NEEDED_TO_STORE = {
+    "they have been read": (
+        "    if PART == 0:\n        tma_wait(0)\n    meet()", "    meet()",
+    ),
+    "both have written": ("    meet()\n    slope_row", "    slope_row"),
+    "heads": ("slope_row = (b * heads + h) *", "slope_row = b * heads *"),
+    "what is stored": ("slope_tile = slope_row //", "slope_tile = own //"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NEEDED_TO_STORE)
+def test_the_machine_notices_what_is_stored(run, name):
+    tensors = inputs_of(240, 40, 2)
+    old, new = NEEDED_TO_STORE[name]
+
+    def change(text: str) -> str:
+        assert old in text
+        return text.replace(old, new)
+
+    def noticed(seed: int) -> bool:
+        try:
+            found = run_with_slopes(run, tensors, CONFIG, seed, change=change)
+        except AssertionError:
+            return True
+        return not torch.allclose(found, slopes_of(tensors), atol=1e-2)
+
+    assert any(map(noticed, range(1, 9)))

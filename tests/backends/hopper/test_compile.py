@@ -72,7 +72,7 @@ SCRIPT = textwrap.dedent(
     }
     def compiled(
         direction, case, head_dim, number, indexed=False, value_dim=None, dtype="bfloat16",
-        persistent=None, tiles=None,
+        persistent=None, tiles=None, stored=False,
     ):
         lowered = lower(Source(TEXTS[case]), {})
         call = example_call(lowered, head_dim, value_dim or head_dim, getattr(torch, dtype), {})
@@ -89,7 +89,7 @@ SCRIPT = textwrap.dedent(
             }
             call = replace(call, q=rows[0], k=rows[1], v=rows[2], tensors=tensors)
         special = with_forms(specialise(lowered.program, call), lowered.program, target)
-        special = with_pair_tiles(special, lowered, call, direction)
+        special = with_pair_tiles(replace(special, stores_slopes=stored), lowered, call, direction)
         assert len(special.pair_tiles) == len(tiles and call.tensors or ())
         config = CANDIDATES[direction][widest(special)][number]
         if persistent is None:
@@ -196,6 +196,9 @@ CASES = {
         ("forward", "both", 256, 0, {"tiles": "bfloat16"}),
         ("backward_kv", "bias", 128, 0, {"tiles": "float32"}),
         ("backward_kv", "bias", 64, 0, {"tiles": "bfloat16", "persistent": False}),
+        ("backward_kv", "bias", 128, 0, {"tiles": "float32", "stored": True}),
+        ("backward_kv", "bias", 128, 1, {"stored": True, "persistent": False}),
+        ("backward_kv", "bias", 64, 0, {"tiles": "bfloat16", "stored": True}),
         ("backward_kv", "table", 128, 0, {"tiles": "bfloat16"}),
         ("backward_kv", "bias", 256, 0, {"tiles": "float16", "dtype": "float16"}),
         ("backward_kv", "table", 192, 1, {"tiles": "bfloat16", "value_dim": 128}),

@@ -1,0 +1,123 @@
+"""Gradients of biases from the scores' gradients, which the backward stores as it makes them.
+
+What is added to the score of each pair as it is has the score's gradient, dS, for its own. A kernel
+of its own (``triton.pairs``) would make that again, by three of the backward's five products; so
+dS of the tiles that a mask leaves goes to memory in 16 bits, as it goes into the products of dQ and
+dK, and a kernel adds it up (``triton/templates/stored.py``).
+
+Non-goals: tensors whose gradient is a multiple of dS, and those that so many pairs share that dS
+would take far more memory than their gradients.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from attndsl.ir import const
+
+from ..base import Slopes
+from ..triton.pairs import by_pairs, rest_of
+from ..triton.shares import share_out
+from ..triton.terms import ONE, is_plain, terms_of
+from .memory import block_width
+
+if TYPE_CHECKING:
+    from attndsl.pipeline import Lowered
+
+    from ..base import Call, Wants
+    from ..triton.shares import Shares
+    from ..triton.specialise import Specialisation
+    from ..triton.tiles import Config
+
+_MOST = 4
+"""Bytes that stored dS may take for each byte of the gradients that are made of it."""
+_INDENT = "    "
+
+
+def shares_of(lowered: Lowered, call: Call, wants: Wants) -> Shares:
+    """As ``share_out``, where the backward stores dS if that is worth its memory."""
+    found = share_out(lowered, call, wants)
+    names = frozenset[str]().union(*(own.tensors for own in found.pairs))
+    stored = among(lowered, call, names)
+    if not stored:
+        return found
+
+    def only(names: frozenset[str]) -> tuple[Wants, ...]:
+        parts = (replace(own, tensors=own.tensors & names) for own in found.pairs)
+        return tuple(own for own in parts if own.tensors)
+
+    return replace(
+        found,
+        lines=replace(found.lines, slopes=True),
+        pairs=only(names - stored),
+        stored=only(stored),
+    )
+
+
+def among(lowered: Lowered, call: Call, names: frozenset[str]) -> frozenset[str]:
+    """Those of the tensors ``names`` whose gradients are to be made of stored dS.
+
+    It takes 2 bytes a pair and has the bits of bf16, as what torch's own attention in bf16 gives a
+    bias. All of them share it, so that it may take four times as much as they do together: with
+    fp32 tensors, of eight pairs that share each element.
+    """
+    program = lowered.program
+    if program.weights is not None or program.dropout is not None or not names:
+        return frozenset()
+    # A derivative would be multiplied in before there is dS.
+    if lowered.placed.slope is not const(1.0):
+        return frozenset()
+    # Slopes need a wider range than fp16 has; all else is what keeps the Hopper backward away.
+    if call.q.dtype is not torch.bfloat16 or call.deterministic:
+        return frozenset()
+    if max(block_width(call.q.shape[3]), block_width(call.v.shape[3])) > 128:
+        return frozenset()
+    found, room = set(), 0.0
+    for name in names:
+        terms = terms_of(lowered, {name})
+        if len(terms) != 1 or dict(terms[0].factors) != {"score": ONE} or not is_plain(terms[0]):
+            continue
+        if by_pairs(lowered, call, {name}):
+            rest = rest_of(terms[0], call)
+            found.add(name)
+            room += call.tensors[name].element_size() / (rest.batches * rest.heads)
+    return frozenset(found) if call.q.element_size() <= _MOST * room else frozenset()
+
+
+def empty_slopes(call: Call, config: Config) -> Slopes:
+    """Room for dS, of which nothing is stored yet."""
+    batch, heads, q_len, _ = call.q.shape
+    counts = -(-call.k.shape[2] // config.block_n), -(-q_len // config.block_m)
+    lengths = counts[0] * config.block_n, counts[1] * config.block_m
+    stored = torch.zeros((batch, heads, *counts), dtype=torch.int8, device=call.q.device)
+    return Slopes(call.q.new_empty((batch, heads, *lengths)), stored)
+
+
+def slope_hooks(special: Specialisation) -> dict[str, list[str]]:
+    """Lines of the backward's templates by which dS goes from shared to global memory.
+
+    One consumer stores the tile that both have written, and the other notes that in STORED_TILES
+    (batch, heads, tiles of keys, tiles of queries). Before both meet again, one tile later, it has
+    been read; the tile after that takes its place.
+    """
+    stores = special.stores_slopes
+    wait = ["if PART == 0:", f"{_INDENT}tma_wait(0)"]
+    store = [
+        "slope_row = (b * heads + h) * tl.cdiv(kv_len, BLOCK_N) * BLOCK_N + own",
+        "if PART == 0:",
+        f"{_INDENT}tma_store(slopes_desc, [slope_row, first], shared)",
+        "else:",
+        f"{_INDENT}slope_tile = slope_row // BLOCK_N * tl.cdiv(q_len, BLOCK_M) + q_tile_index",
+        f"{_INDENT}gl.store(STORED_TILES + slope_tile, 1)",
+    ]
+    found = {
+        "slopes_desc": ["slopes_desc, STORED_TILES,"],
+        "storing": ["slopes_desc, STORED_TILES, own,"],
+        "storing_imports": ["from attndsl.backends.hopper.shim import tma_store, tma_wait"],
+        "slopes_are_stored": wait,
+        "store_slopes": store,
+    }
+    return {name: lines * stores for name, lines in found.items()}
