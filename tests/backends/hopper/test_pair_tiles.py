@@ -116,7 +116,7 @@ COPIED = {
 def test_tensors_that_are_copied_first(name):
     tensor = COPIED[name]
     lowered, call = call_of(BIAS, {"bias": tensor})
-    (tile,) = pair_tiles(lowered, call, "forward")
+    (tile,) = pair_tiles(lowered, call, "backward_kv")
     own = window(tile, call)
     assert own.shape == tensor.shape
     assert own.stride() == tensor.stride()
@@ -124,8 +124,11 @@ def test_tensors_that_are_copied_first(name):
     room = room_for(own)
     assert is_readable(room)
     assert room.shape == own.shape
-    # Half of the elements are read by pairs: of two batch entries, as many as there are elements.
-    lowered, call = call_of("mask = causal(); " + BIAS, {"bias": tensor})
+    # A forward saves less: two batch entries are too few, four are not, of half of the pairs are.
+    assert pair_tiles(lowered, call, "forward") == ()
+    call = replace(call, q=call.q.repeat(2, 1, 1, 1))
+    assert pair_tiles(lowered, call, "forward") == (tile,)
+    lowered = attndsl.compile("mask = causal(); " + BIAS).lowered
     assert pair_tiles(lowered, call, "forward") == ()
     assert pair_tiles(lowered, call, "backward_kv") == (tile,)
 
@@ -298,7 +301,6 @@ def test_calls_of_other_strides_have_other_kernels():
     one_row = torch.zeros(HEADS, 1, KV_LEN, dtype=torch.bfloat16).expand(-1, Q_LEN, -1)
     tiled, looked_up = key(padded(HEADS, Q_LEN, KV_LEN)), key(one_row)
     assert tiled != looked_up
-    assert tiled == key(ragged(4))
     assert key(padded(HEADS, Q_LEN, KV_LEN, by=16)) == key(padded(HEADS, Q_LEN, KV_LEN, by=32))
     assert key(padded(HEADS, Q_LEN, KV_LEN), q_offset=1) != key(
         padded(HEADS, Q_LEN + 1, KV_LEN), q_offset=1
@@ -428,6 +430,7 @@ def test_calls_of_one_program_are_told_apart(check):
 @pytest.mark.parametrize("copied", [False, True])
 def test_arguments_are_those_that_kernels_take(monkeypatch, copied):
     backend, launched = HopperBackend(default_cache()), {}
+    monkeypatch.setattr(pair_tiles_module, "is_worth_a_copy", lambda *_: True)
     bias = torch.randn(HEADS, Q_LEN, KV_LEN + copied).bfloat16()[..., :KV_LEN]
     lowered, call = call_of(BIAS, {"bias": bias})
     wants = Wants()
