@@ -8,11 +8,11 @@ import torch
 
 from attndsl.ir import leaf_names
 
-from ..base import Gradients
+from ..base import Gradients, Wants
 from ..triton.arguments import capture_arguments, origin
 from ..triton.backend import PADDING, TritonBackend
 from ..triton.kernels import STATISTICS_ROWS
-from ..triton.shares import Shares, wants_of_kernels
+from ..triton.shares import Shares, key_of, share_out
 from ..triton.specialise import specialise, strides
 from ..triton.streams import on_device, stream_of
 from ..triton.tile_lists import lists_of
@@ -24,6 +24,7 @@ from .arguments import (
     is_drawn,
 )
 from .counters import Counters
+from .distances import among, empty_sums, shares_of, split, with_diagonals, with_distances
 from .kernels import HopperKernels
 from .launch import TensorMaps, launch_of, view
 from .learned import gradients_of_parts, learned_in_kernel, learned_parts
@@ -36,12 +37,13 @@ if TYPE_CHECKING:
 
     from attndsl.pipeline import Lowered
 
-    from ..base import Call, Store, Wants
+    from ..base import Call, Store
     from ..tangent import Tangents
     from ..triton.specialise import Specialisation
     from ..triton.tiles import Config
 
 _DTYPES = (torch.float16, torch.bfloat16)
+_MAX_SHARES = 1024
 _TOGETHER_BYTES = 16 << 20
 """Keys and values of the heads that run side by side: a third of the L2 cache."""
 
@@ -109,8 +111,11 @@ class HopperBackend(TritonBackend):
         wants: Wants,
     ) -> tuple[Gradients, torch.Tensor]:
         given = grad_out
-        if not grad_out.is_contiguous() and descriptor_strides(grad_out) is None:
-            grad_out = grad_out.contiguous()
+        if descriptor_strides(grad_out) is None and (
+            wants.tensors or wants.params or not grad_out.is_contiguous()
+        ):
+            # A copy, at an address that suits: portable kernels have other shares of the gradients.
+            grad_out = grad_out.clone(memory_format=torch.contiguous_format)
         has_dlse = grad_lse is not None
         layout = self._hopper_layout(lowered, call, "backward", grad_out, wants, has_dlse)
         if layout.why_portable is not None:
@@ -126,9 +131,11 @@ class HopperBackend(TritonBackend):
         dlse = lse if grad_lse is None else grad_lse.contiguous()
         launches, learned = layout.launches, layout.learned
         launch = launches["backward_kv"]
-        kv_tiles = -(-k.shape[2] // launch.executable.config.block_n)
+        config = launch.executable.config
+        kv_tiles = -(-k.shape[2] // config.block_n)
         columns = lse.new_empty((batch, heads, k.shape[2])) if learned.column else None
         factors = lse.new_empty((batch, heads, 2 * kv_tiles)) if learned.factor else None
+        distances = empty_sums(call, config) if layout.special.adds_diagonals else None
         out_strides = layout.out_strides if out.is_contiguous() else strides(out)[:3]
         stream = stream_of(q.device)
         with on_device(q.device):
@@ -147,7 +154,7 @@ class HopperBackend(TritonBackend):
                     *self._counter(layout, q.device, stream), call.scale,
                     *layout.sizes, origin(call.q_offset, call.q_index),
                     origin(call.kv_offset, call.kv_index), padded,
-                    *(part for part in (columns, factors) if part is not None),
+                    *(part for part in (columns, factors, distances) if part is not None),
                     *capture_arguments(layout.special, call),
                     *lists_of(layout, lowered, call, "backward_kv", stream),
                 ],
@@ -161,15 +168,33 @@ class HopperBackend(TritonBackend):
                 )  # fmt: skip
         tensors: dict[str, torch.Tensor] = {}
         params: dict[str, torch.Tensor] = {}
-        if wants.tensors or wants.params:
+        if layout.others.tensors or layout.others.params:
             tensors, params = gradients_of_parts(
-                lowered, call, learned, wants, lse, delta, grad_lse, factors, columns
+                lowered, call, learned, layout.others, lse, delta, grad_lse, factors, columns
             )
         gradients = Gradients(
             q=dq, k=dk if wants.k else None, v=dv if wants.v else None,
             tensors=tensors, params=params,
         )  # fmt: skip
+        if distances is not None:
+            own = layout.distances
+            gradients = with_distances(lowered, call, distances, config, own, gradients)
         return gradients, delta
+
+    def _shared_out(self, lowered: Lowered, call: Call, wants: Wants) -> Shares:
+        readable = tuple(descriptor_strides(x) is not None for x in (call.q, call.k, call.v))
+        key = (
+            key_of(lowered, call, wants), call.deterministic, call.q.dtype, call.v.shape, readable
+        )  # fmt: skip
+        found = self._shares.get(key)
+        if found is None:
+            found = shares_of(lowered, call, wants)
+            if why_portable(lowered, call, "backward", None, found.lines) is not None:
+                found = share_out(lowered, call, wants)
+            if len(self._shares) >= _MAX_SHARES:
+                self._shares.clear()
+            self._shares[key] = found
+        return found
 
     def _pair_maps(self, layout: HopperLayout, call: Call) -> list[object]:
         found: list[object] = []
@@ -203,7 +228,7 @@ class HopperBackend(TritonBackend):
         wants: Wants | None,
     ) -> Mapping[str, tuple[Config, ...]]:  # fmt: skip
         """See :class:`~attndsl.runtime.tuning.Tunable`."""
-        wants = wants and wants_of_kernels(lowered, call, wants)
+        wants = wants and self._shared_out(lowered, call, wants).lines
         if why_portable(lowered, call, kind, grad_out, wants) is not None:
             return self._portable.choices(lowered, call, kind, grad_out, wants)
         return super().choices(lowered, call, kind, grad_out, wants)
@@ -213,7 +238,7 @@ class HopperBackend(TritonBackend):
         wants: Wants | None, kernel: str, config: Config,
     ) -> None:  # fmt: skip
         """See :class:`~attndsl.runtime.tuning.Tunable`."""
-        wants = wants and wants_of_kernels(lowered, call, wants)
+        wants = wants and self._shared_out(lowered, call, wants).lines
         if why_portable(lowered, call, kind, grad_out, wants) is not None:
             self._portable.choose(lowered, call, kind, grad_out, wants, kernel, config)
         else:
@@ -222,7 +247,7 @@ class HopperBackend(TritonBackend):
     def _special(
         self, lowered: Lowered, call: Call, grads: tuple[torch.Tensor, ...], wants: Wants | None
     ) -> Specialisation:
-        special = super()._special(lowered, call, grads, wants)
+        special = with_diagonals(super()._special(lowered, call, grads, wants), lowered, call)
         direction = "backward_kv" if grads else "forward"
         return with_pair_tiles(special, lowered, call, direction)
 
@@ -290,6 +315,7 @@ class HopperBackend(TritonBackend):
             learned_in_kernel(lowered, layout.special),
             _together(call, lowered.program.mask is not None),
             _programs(call, kind, config), is_drawn(lowered, config),
+            *split(lowered, call, wants or Wants()),
         )  # fmt: skip
 
 
@@ -318,7 +344,7 @@ def why_portable(
             names = wants.tensors | wants.params
             if dropout is not None and names & leaf_names(dropout):
                 return "gradients of what decides on dropout are added up pair by pair"
-            learned = learned_parts(lowered, names)
+            learned = learned_parts(lowered, names - among(lowered, call, names))
             if isinstance(learned, str):
                 return learned
             if width > 128:

@@ -8,9 +8,9 @@ from attndsl.errors import UnsupportedError
 
 from ..triton.cross import parse_target
 from ..triton.kernels import plan_loop
-from ..triton.shares import wants_of_kernels
 from ..triton.specialise import specialise, with_forms, with_gradients
 from .backend import why_portable
+from .distances import shares_of, with_diagonals
 from .generate import generate
 from .kernels import HopperKernels, configs_of
 from .pair_tiles import with_pair_tiles
@@ -27,7 +27,7 @@ def hopper_source(lowered: Lowered, call: Call, direction: str, wants: Wants) ->
     Raises:
         UnsupportedError: Portable kernels run ``call``; says why.
     """
-    wants = wants_of_kernels(lowered, call, wants)
+    wants = shares_of(lowered, call, wants).lines
     refused = why_portable(lowered, call, direction, wants=wants)
     if refused is not None:
         raise UnsupportedError(
@@ -35,7 +35,7 @@ def hopper_source(lowered: Lowered, call: Call, direction: str, wants: Wants) ->
         )
     special = specialise(lowered.program, call)
     if direction == "backward":
-        special = with_gradients(special, wants)
+        special = with_diagonals(with_gradients(special, wants), lowered, call)
     special = with_forms(special, lowered.program, parse_target("cuda:90"))
     texts = []
     for name in HopperKernels.directions[direction]:

@@ -119,6 +119,8 @@ class Specialisation:
     """Which set of fast forms the score and its derivatives may take (``..forms``)."""
     pair_tiles: tuple[PairTile, ...] = ()
     """Of the kernels that read such tiles."""
+    adds_diagonals: bool = False
+    """Whether a Hopper backward adds up the gradients of scores along diagonals."""
 
     @property
     def indexed(self) -> bool:

@@ -107,9 +107,9 @@ def kept(name: str, shape: torch.Size) -> torch.Tensor | float:
 
 
 def attention_of(
-    name: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    name: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, added: torch.Tensor | float = 0.0
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Output and log-sum-exp by torch, in fp32."""
+    """Output and log-sum-exp by torch, in fp32, of scores with ``added``."""
     text, change = TEXTS[name]
     mask = text.split("\n")[-1 if "table" in name else 0].removeprefix("mask = ")
     group = q.shape[1] // k.shape[1]
@@ -119,6 +119,7 @@ def attention_of(
     allowed = MASKS.get(mask, lambda q, kv: kv >= 0)(rows, columns).expand(score.shape)
     if change is not None:
         score = change(score, rows, columns)
+    score = score + added
     if name in WEIGHTS:
         weights = torch.where(allowed, WEIGHTS[name](score), 0.0)
         return weights * kept(name, score.shape) @ v, torch.zeros(score.shape[:-1])
@@ -152,10 +153,11 @@ def pairs_of(
 def run_text(
     gluon: SimpleNamespace, name: str, tensors: list[torch.Tensor], config: Config, seed: int = 0,
     wide: bool = False, change: Any = lambda text: text, programs: int = 1,
+    distances: torch.Tensor | None = None,
 ) -> list[torch.Tensor]:  # fmt: skip
     """dQ, dK and dV of (q, k, v, dO), halves; ``change`` alters the text.
 
-    ``programs`` are those of a persistent config.
+    ``programs`` are those of a persistent config. ``distances`` get sums of dS, if given.
     """
     q, k, v, do = tensors
     batch, heads, q_len, _ = q.shape
@@ -171,7 +173,7 @@ def run_text(
     special = specialise(lowered.program, example_call(lowered, 64, 64, torch.float16, {}))
     special = with_forms(special, lowered.program, parse_target("cuda:90"))
     tiles, of_pairs = pairs_of(gluon, lowered, tensors, config, wide)
-    special = replace(special, pair_tiles=tiles)
+    special = replace(special, pair_tiles=tiles, adds_diagonals=distances is not None)
     loop = plan_loop(lowered, special, "backward_kv", config)
     if wide:
         special = replace(special, head_dim=256, value_dim=256)
@@ -202,6 +204,8 @@ def run_text(
         "REGISTERS": config.registers, "Q_KIND": "offset", "KV_KIND": "offset", **of_pairs,
         "seed": SEED,
     }  # fmt: skip
+    if distances is not None:
+        arguments["DISTANCE_SUMS"] = gluon.Pointer(distances.view(-1))
     taken = kernel.__code__.co_varnames[: kernel.__code__.co_argcount]
     for program in range(machine.programs):
         machine.start(program, kernel, *(arguments[name] for name in taken))
@@ -388,3 +392,85 @@ def test_the_machine_notices_tiles_of_pairs(run, name, form):
         return not all(torch.allclose(a, b, atol=1e-2) for a, b in zip(found, usual, strict=True))
 
     assert any(map(noticed, range(1, 7)))
+
+
+def distances_by(
+    run: Any, name: str, tensors: list[torch.Tensor], *more: Any, **changes: Any
+) -> Any:
+    """Sums of dS by distance, (heads, from minus all keys of whole tiles on)."""
+    q_len, kv_tiles = tensors[0].shape[2], -(-tensors[1].shape[2] // CONFIG.block_n)
+    step = STATISTICS_PADDING.value
+    padded = -(-q_len // step) * step
+    sums = torch.zeros(1, 2, kv_tiles, padded + kv_tiles * CONFIG.block_n)
+    run(name, tensors, *more, distances=sums, **changes)
+    return sums[0].sum(1)
+
+
+def distances_of(name: str, tensors: list[torch.Tensor]) -> torch.Tensor:
+    """As :func:`distances_by`, by torch."""
+    q, k, v, do = (x.float() for x in tensors)
+    added = torch.zeros(1, 2, q.shape[2], k.shape[2], requires_grad=True)
+    out, _ = attention_of(name, q, k, v, added)
+    (slopes,) = torch.autograd.grad(out, added, do)
+    first = -(-k.shape[2] // CONFIG.block_n) * CONFIG.block_n
+    step = STATISTICS_PADDING.value
+    found = torch.zeros(2, -(-q.shape[2] // step) * step + first)
+    for distance in range(1 - k.shape[2], q.shape[2]):
+        lines = slopes[0].diagonal(-distance, 1, 2)
+        found[:, first + distance] = lines.sum(-1)
+    return found
+
+
+SUMMED = ("full", "causal", "window", "some rows", "nothing", "alibi", "bias", "table")
+
+
+@pytest.mark.parametrize(("name", "shape"), [case for case in CASES if case.values[0] in SUMMED])
+def test_sums_along_diagonals(run, name, shape):
+    tensors = inputs_of(*SHAPES[shape])
+    expected = distances_of(name, tensors)
+    one_stage = replace(CONFIG, stages=1)
+    for seed, config in enumerate((CONFIG, one_stage, PERSISTENT, PERSISTENT)):
+        found = distances_by(run, name, tensors, config, seed, programs=1 + seed % 2)
+        torch.testing.assert_close(found, expected, atol=0.02, rtol=4e-3)
+
+
+ANNOUNCE = "mbarrier.arrive(ds_full.index(count % 2), count=1)"
+NEEDED_TO_ADD = {
+    "dS is there": [("    mbarrier.wait(ds_full.index(place), (count // 2) & 1)\n", "")],
+    "phases of dS": [("ds_full.index(place), (count // 2) & 1", "ds_full.index(place), 0")],
+    "dS is announced": [(ANNOUNCE, "pass")],
+    "both have written": [
+        (ANNOUNCE, "pass"), ("    meet()\n", f"    if PART == 0: {ANNOUNCE}\n    meet()\n"),
+    ],
+    "dS has been read": [
+        ("            if count > done:\n                add_tile(count - 1, sums_before, ds_s",
+         "            if count > done + 1:\n                add_tile(count - 2, sums_before, ds_s"),
+    ],
+    "the last tile": [("\n    if count > done:\n", "\n    if False:\n")],
+    "heads": [("((b * heads + h) * kv_tiles + tile)", "(b * heads * kv_tiles + tile)")],
+    "places": [("            sums_before = line + first", "            sums_before = line")],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NEEDED_TO_ADD)
+def test_the_machine_notices_sums_along_diagonals(run, name):
+    several = [inputs_of(240, 40, 1), inputs_of(100, 90, 2)]
+    usual = [distances_of("full", tensors) for tensors in several]
+
+    def change(text: str) -> str:
+        for old, new in NEEDED_TO_ADD[name]:
+            assert old in text
+            text = text.replace(old, new)
+        return text
+
+    def noticed(seed: int) -> bool:
+        try:
+            found = [
+                distances_by(run, "full", tensors, PERSISTENT, seed, change=change, programs=2)
+                for tensors in several
+            ]
+        except AssertionError:
+            return True
+        return any(not torch.allclose(a, b, atol=0.05) for a, b in zip(found, usual, strict=True))
+
+    assert any(map(noticed, range(1, 9)))
