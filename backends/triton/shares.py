@@ -3,7 +3,7 @@
 Those that are sums along rows or columns come with dQ or dK and dV, nearly free. Others have a
 kernel of their own, which makes the gradient of the score again: along diagonals, for what varies
 with the distance; tile by tile, where pairs look up an element each; and by exact additions, where
-any pairs may meet in any element.
+any pairs may meet in any element. Backends may have the attention kernels make more of them.
 """
 
 from __future__ import annotations
