@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from triton.experimental.gluon.language import NVMMASharedLayout
 
+from ..base import Wants
 from ..triton.arguments import Layout, capture_types, template_argument
 from ..triton.compile import Argument
 from .learned import Learned
@@ -116,7 +117,7 @@ def arguments_of(
             found.append(Argument(name, "constexpr", constants[name]))
         elif name in blocks:
             found.append(Argument(name, blocks[name].type))
-        elif name in ("COLUMN_SUMS", "FACTOR_SUMS"):
+        elif name in ("COLUMN_SUMS", "FACTOR_SUMS", "DISTANCE_SUMS"):
             found.append(Argument(name, "*fp32", aligned=True))
         elif name == "COUNTER":
             found.append(Argument(name, "*i32", aligned=True))
@@ -145,6 +146,10 @@ class HopperLayout(Layout):
     """Whether these draw their tiles by a counter."""
     copied: tuple[int, ...] = ()
     """Numbers of those of the ``pair_tiles`` that are copied first."""
+    distances: Wants = field(default_factory=Wants)
+    """Gradients that come of sums along diagonals."""
+    others: Wants = field(default_factory=Wants)
+    """All others."""
     why_portable: str | None = None
     """Why the portable kernels run these calls; there are no executables then."""
 

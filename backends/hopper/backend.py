@@ -9,7 +9,7 @@ import torch
 
 from attndsl.ir import leaf_names
 
-from ..base import Gradients
+from ..base import Gradients, Wants
 from ..triton.arguments import capture_arguments, origin
 from ..triton.backend import PADDING, TritonBackend
 from ..triton.kernels import STATISTICS_ROWS
@@ -25,12 +25,14 @@ from .arguments import (
 )
 from .copies import room_for
 from .counters import Counters
+from .distances import among, empty_sums, split, with_diagonals, with_distances
 from .kernels import HopperKernels
 from .launch import TensorMaps, launch_of, view
 from .learned import gradients_of_parts, learned_in_kernel, learned_parts
 from .memory import block_width
 from .pair_tiles import is_readable, window, with_pair_tiles
-from .stored import empty_slopes, shares_of
+from .shares import shares_of
+from .stored import empty_slopes
 from .tiles import CANDIDATES
 
 if TYPE_CHECKING:
@@ -38,7 +40,7 @@ if TYPE_CHECKING:
 
     from attndsl.pipeline import Lowered
 
-    from ..base import Call, Store, Wants
+    from ..base import Call, Store
     from ..tangent import Tangents
     from ..triton.shares import Shares
     from ..triton.specialise import Specialisation
@@ -113,8 +115,10 @@ class HopperBackend(TritonBackend):
         wants: Wants,
     ) -> tuple[Gradients, torch.Tensor]:
         given = grad_out
-        if descriptor_strides(grad_out) is None and (wants.slopes or not grad_out.is_contiguous()):
-            # A copy, at an address that suits: no portable kernel stores dS.
+        if descriptor_strides(grad_out) is None and (
+            wants.tensors or wants.params or wants.slopes or not grad_out.is_contiguous()
+        ):
+            # A copy, at an address that suits: portable kernels have other shares of the gradients.
             grad_out = grad_out.clone(memory_format=torch.contiguous_format)
         has_dlse = grad_lse is not None
         layout = self._hopper_layout(lowered, call, "backward", grad_out, wants, has_dlse)
@@ -131,10 +135,12 @@ class HopperBackend(TritonBackend):
         dlse = lse if grad_lse is None else grad_lse.contiguous()
         launches, learned = layout.launches, layout.learned
         launch = launches["backward_kv"]
-        kv_tiles = -(-k.shape[2] // launch.executable.config.block_n)
+        config = launch.executable.config
+        kv_tiles = -(-k.shape[2] // config.block_n)
         columns = lse.new_empty((batch, heads, k.shape[2])) if learned.column else None
         factors = lse.new_empty((batch, heads, 2 * kv_tiles)) if learned.factor else None
-        slopes = empty_slopes(call, launch.executable.config) if wants.slopes else None
+        slopes = empty_slopes(call, config) if wants.slopes else None
+        distances = empty_sums(call, config) if layout.special.adds_diagonals else None
         out_strides = layout.out_strides if out.is_contiguous() else strides(out)[:3]
         stream = stream_of(q.device)
         with on_device(q.device):
@@ -156,7 +162,7 @@ class HopperBackend(TritonBackend):
                     *self._counter(layout, q.device, stream), call.scale,
                     *layout.sizes, origin(call.q_offset, call.q_index),
                     origin(call.kv_offset, call.kv_index), padded,
-                    *(part for part in (columns, factors) if part is not None),
+                    *(part for part in (columns, factors, distances) if part is not None),
                     *capture_arguments(layout.special, call),
                     *lists_of(layout, lowered, call, "backward_kv", stream),
                 ],
@@ -170,14 +176,17 @@ class HopperBackend(TritonBackend):
                 )  # fmt: skip
         tensors: dict[str, torch.Tensor] = {}
         params: dict[str, torch.Tensor] = {}
-        if wants.tensors or wants.params:
+        if layout.others.tensors or layout.others.params:
             tensors, params = gradients_of_parts(
-                lowered, call, learned, wants, lse, delta, grad_lse, factors, columns
+                lowered, call, learned, layout.others, lse, delta, grad_lse, factors, columns
             )
         gradients = Gradients(
             q=dq, k=dk if wants.k else None, v=dv if wants.v else None,
             tensors=tensors, params=params, slopes=slopes,
         )  # fmt: skip
+        if distances is not None:
+            own = layout.distances
+            gradients = with_distances(lowered, call, distances, config, own, gradients)
         return gradients, delta
 
     def _share_out(self, lowered: Lowered, call: Call, wants: Wants) -> Shares:
@@ -243,7 +252,7 @@ class HopperBackend(TritonBackend):
     def _special(
         self, lowered: Lowered, call: Call, grads: tuple[torch.Tensor, ...], wants: Wants | None
     ) -> Specialisation:
-        special = super()._special(lowered, call, grads, wants)
+        special = with_diagonals(super()._special(lowered, call, grads, wants), lowered, call)
         direction = "backward_kv" if grads else "forward"
         return with_pair_tiles(special, lowered, call, direction)
 
@@ -319,6 +328,7 @@ class HopperBackend(TritonBackend):
             learned_in_kernel(lowered, layout.special),
             _together(call, lowered.program.mask is not None),
             _programs(call, kind, config), is_drawn(lowered, config), tuple(copied),
+            *split(lowered, call, wants or Wants()),
         )  # fmt: skip
 
 
@@ -359,7 +369,7 @@ def why_portable(
             names = wants.tensors | wants.params
             if dropout is not None and names & leaf_names(dropout):
                 return "gradients of what decides on dropout are added up pair by pair"
-            learned = learned_parts(lowered, names)
+            learned = learned_parts(lowered, names - among(lowered, call, names))
             if isinstance(learned, str):
                 return learned
             if width > 128:

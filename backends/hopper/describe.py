@@ -13,9 +13,9 @@ from attndsl.passes.differentiate import vjp
 
 from ..base import Wants
 from ..triton.cross import example_call
-from ..triton.shares import wants_of_kernels
 from .backend import max_head_dim, why_portable
 from .kernels import HopperKernels
+from .shares import shares_of
 
 if TYPE_CHECKING:
     from attndsl.pipeline import Lowered
@@ -48,7 +48,7 @@ def describe_kernels(backend: Backend, lowered: Lowered, head_dim: int) -> list[
         rows.append(f"  {kind:<10} hopper kernels, head dims up to {max_head_dim(kind)}")
         said: set[str | None] = {None}
         for condition, other, wants in _other_calls(lowered, call):
-            own = wants_of_kernels(lowered, other, wants)
+            own = shares_of(lowered, other, wants).lines
             refused = why_portable(lowered, other, kind, wants=own)
             if refused not in said:
                 said.add(refused)

@@ -19,6 +19,7 @@ from ..triton.device_functions import param_values, parameters, wrapped
 from ..triton.generate import fill_template, import_lines
 from ..triton.loops import LIST_PARAMETERS, print_loop
 from .arguments import is_drawn
+from .distances import DIAGONAL_IMPORTS, diagonal_hooks
 from .functions import print_functions
 from .learned import learned_in_kernel
 from .memory import has_own_output, widest
@@ -177,13 +178,18 @@ def generate(
     tiles = (*pairs["pair_consumer"], *slopes["slopes_desc"])
     output = ["o_s,"] * bool(flags["OWN_OUTPUT"])
     kept = ["kept_s, kept_full,"] * (dropped and not forward)
-    templates = (family[0], *["draws"] * bool(kept), *family[1:])
+    summed = special.adds_diagonals
+    diagonals = diagonal_hooks(summed)
+    given = [*counter, *kept, *diagonals["diagonal_producer"], *again, *pairs["pair_producer"]]
+    taken = [*sums, *output, *kept, *diagonals["diagonal_consumer"], *again, *tiles]
+    templates = (family[0], *["draws"] * bool(kept), *["diagonals"] * summed, *family[1:])
     helpers |= used
     more = {
         "imports": [
             *import_lines("triton", helpers - _OWN_HELPERS),
             *import_lines("hopper", helpers & _OWN_HELPERS),
             *(_imports_of_dropout(direction) if dropped else []),
+            *DIAGONAL_IMPORTS * summed,
         ],
         f"{name}_lists": lists,
         "learned": sums,
@@ -195,10 +201,11 @@ def generate(
         "taking": ["keep_factor, factor2, inverse,", *kept] if kept else [],
         "steep": ["steep_s,"] * wide,
         **slopes,
+        **diagonals,
         **pairs,
         "partitions": _partitions(
-            (*producer, *counter, *kept, *again, *pairs["pair_producer"]),
-            (*consumer, *sums, *output, *kept, *again, *tiles),
+            (*producer, *given),
+            (*consumer, *taken),
             config.consumers,
             [*wrapped(names), *lists],
         ),

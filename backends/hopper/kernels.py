@@ -11,7 +11,7 @@ from .generate import generate
 from .memory import block_width, widest
 from .pair_tiles import fitting
 from .sums import dq_from_sums, prepare_backward
-from .tiles import CANDIDATES, candidates
+from .tiles import CANDIDATES, candidates, for_sums
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -91,4 +91,6 @@ def configs_of(lowered: Lowered, special: Specialisation, direction: str) -> tup
     column = lowered.placed.column is not None
     dropped, own = lowered.program.dropout is not None, lowered.program.weights is not None
     found = candidates(direction, widest(special), masked, work, column, dropped, own)
+    if special.adds_diagonals:
+        found = for_sums(found)
     return fitting(direction, special, found) if special.pair_tiles else found

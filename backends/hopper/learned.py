@@ -6,8 +6,8 @@ What is added to a column gets the column's sum of the score's gradient. What is
 none but from the log-sum-exp and the sink, since a softmax does not change with it. All sums are in
 a fixed order.
 
-Non-goals: what stands inside a function of the score, or varies with the distance from the query;
-the portable kernels add that up pair by pair.
+Non-goals: what stands inside a function of the score, or varies with the distance from the query
+(:mod:`.distances`); the portable kernels add that up pair by pair.
 """
 
 from __future__ import annotations

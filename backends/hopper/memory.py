@@ -16,6 +16,8 @@ _REST = 640
 _TURNED = 16384
 """Bytes in which a backward's rows of dK and dV get from who has computed to who stores them; above
 head dim 128 the places of k and v."""
+_LINES = 2048
+"""Bytes in which sums along a tile's diagonals get from warp to warp."""
 
 
 def block_width(head_dim: int) -> int:
@@ -64,6 +66,7 @@ def shared_bytes(direction: str, special: Specialisation, config: Config) -> int
         # By which dropout keeps pairs: 16 bits to an element.
         elements += special.dropout * stages * m * n // 16
     turned = _TURNED * (direction != "forward" and widest(special) <= 128)
+    turned += _LINES * special.adds_diagonals
     return 2 * elements + _pair_bytes(direction, special, config) + turned + _REST
 
 

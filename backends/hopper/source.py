@@ -10,13 +10,13 @@ from attndsl.passes.tiles.plan import LoopPlan
 from ..triton.cross import parse_target
 from ..triton.generate import generate_attention
 from ..triton.kernels import plan_loop
-from ..triton.shares import wants_of_kernels
 from ..triton.specialise import specialise, with_forms, with_gradients, with_pair_sums
 from .backend import why_portable
+from .distances import with_diagonals
 from .generate import generate
 from .kernels import HopperKernels, configs_of
 from .pair_tiles import with_pair_tiles
-from .stored import shares_of
+from .shares import shares_of
 
 if TYPE_CHECKING:
     from attndsl.pipeline import Lowered
@@ -30,7 +30,8 @@ def hopper_source(lowered: Lowered, call: Call, direction: str, wants: Wants) ->
     Raises:
         UnsupportedError: Portable kernels run ``call``; says why.
     """
-    refused = why_portable(lowered, call, direction, wants=wants_of_kernels(lowered, call, wants))
+    shares = shares_of(lowered, call, wants)
+    refused = why_portable(lowered, call, direction, wants=shares.lines)
     if refused is not None:
         raise UnsupportedError(
             refused, hint="the triton kernels run such calls: use backend='triton'"
@@ -39,11 +40,10 @@ def hopper_source(lowered: Lowered, call: Call, direction: str, wants: Wants) ->
     special = with_forms(special, lowered.program, parse_target("cuda:90"))
     sums = []
     if direction == "backward":
-        shares = shares_of(lowered, call, wants)
         for group in shares.stored:
             own = with_pair_sums(with_gradients(special, group), lowered, call)
             sums.append(generate_attention(lowered, own, "stored", LoopPlan()))
-        special = with_gradients(special, shares.lines)
+        special = with_diagonals(with_gradients(special, shares.lines), lowered, call)
     texts = []
     for name in HopperKernels.directions[direction]:
         own = with_pair_tiles(special, lowered, call, name)

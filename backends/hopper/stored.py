@@ -20,7 +20,6 @@ from attndsl.ir import const
 
 from ..base import Slopes
 from ..triton.pairs import by_pairs, rest_of
-from ..triton.shares import share_out
 from ..triton.terms import ONE, is_plain, terms_of
 from .memory import block_width
 
@@ -37,9 +36,8 @@ _MOST = 4
 _INDENT = "    "
 
 
-def shares_of(lowered: Lowered, call: Call, wants: Wants) -> Shares:
-    """As ``share_out``, where the backward stores dS if that is worth its memory."""
-    found = share_out(lowered, call, wants)
+def with_stored(found: Shares, lowered: Lowered, call: Call) -> Shares:
+    """``found``, where the backward stores dS if that is worth its memory."""
     names = frozenset[str]().union(*(own.tensors for own in found.pairs))
     stored = among(lowered, call, names)
     if not stored:

@@ -27,6 +27,8 @@ _BACKWARD = {
     128: (Config(64, 128, 4, 2, 2, 240), Config(64, 128, 4, 2, 2, 240, peeled=False)),
     256: (Config(64, 64, 4, 2, 2, 240), Config(64, 64, 4, 2, 2, 240, peeled=False)),
 }
+_SHARED = 232
+"""Registers of consumers that leave a producer 40 instead of 24."""
 CANDIDATES = {"forward": _FORWARD, "backward_kv": _BACKWARD}
 """Configs worth compiling, by direction and head dim, a power of two."""
 
@@ -65,3 +67,12 @@ def candidates(
         found = tuple(sorted(found, key=lambda config: (config.block_m, config.block_n)))
     persistent = width <= 128 and not (direction == "forward" and column)
     return tuple(replace(config, persistent=persistent) for config in found)
+
+
+def for_sums(configs: tuple[Config, ...]) -> tuple[Config, ...]:
+    """Configs for a backward whose producer adds up diagonals.
+
+    With 24 registers it would not compile, and ptxas then leaves all warpgroups as few as they
+    begin with; consumers spill little more without the 8 that it takes from each.
+    """
+    return tuple(replace(config, registers=_SHARED) for config in configs)

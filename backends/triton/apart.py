@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .arguments import capture_arguments, origin
-from .distances import add_distance_gradients
+from .distances import add_distance_gradients, sums_of_distances
 from .pairs import gradients_of, parts_of, rest_of, sums_of
 from .scattered import (
     bounds_from_operands,
@@ -98,12 +98,16 @@ def add_apart(again: Again, shares: Shares, found: Gradients) -> Gradients:
     found = replace(found, tensors={**found.tensors, **tensors}, slopes=None)
     if shares.distances.tensors or shares.distances.params:
         sums = _distances(again)
-        found = add_distance_gradients(again.lowered, again.call, sums, shares.distances, found)
+        block = sums.shape[-1]
+        first = 1 - block * -(-again.call.k.shape[2] // block)
+        found = add_distance_gradients(
+            again.lowered, again.call, sums_of_distances(sums), first, shares.distances, found
+        )
     return found
 
 
 def _distances(again: Again) -> torch.Tensor:
-    """Sums of dS, see :func:`.distances.add_distance_gradients`."""
+    """Sums of dS, see :func:`.distances.sums_of_distances`."""
     batch, heads, q_len = again.lse.shape
     kv_len = again.call.k.shape[2]
     if again.is_empty:

@@ -369,7 +369,7 @@ class TritonBackend:
         # They add up no gradients, so that one module serves all directions.
         special = replace(
             special, tensor_gradients=(), param_gradients=(), moving_operands="",
-            moving_captures=(), pair_tiles=(), stores_slopes=False,
+            moving_captures=(), pair_tiles=(), stores_slopes=False, adds_diagonals=False,
         )  # fmt: skip
         return self._kernels.tile_lists(lowered, special, device, config.block_m, config.block_n)
 

@@ -46,25 +46,35 @@ def by_distance(lowered: Lowered, call: Call, names: Collection[str]) -> frozens
     )
 
 
-def add_distance_gradients(
-    lowered: Lowered, call: Call, sums: torch.Tensor, apart: Wants, found: Gradients
-) -> Gradients:
-    """``found`` with the gradients of ``apart``.
+def sums_of_distances(sums: torch.Tensor) -> torch.Tensor:
+    """(batch, heads, distances), from 1 less the keys of all tiles on.
 
     Args:
-        lowered: The program.
-        call: As of the backward.
         sums: (batch, heads, diagonals of tiles, parts, keys of a tile) fp32, see ``distances``.
-        apart: Of :func:`by_distance`.
-        found: The gradients of all else.
     """
     batch, heads, diagonals, parts, block = sums.shape
     whole = sums.new_zeros((batch, heads, diagonals + parts - 1, block))
     # Neighbouring diagonals of tiles share distances.
     for part in range(parts):
         whole[:, :, part : part + diagonals] += sums[..., part, :]
-    kv_tiles = -(-call.k.shape[2] // block)
-    distances = torch.arange(whole[0, 0].numel(), device=sums.device) + (1 - block * kv_tiles)
+    return whole.flatten(2)
+
+
+def add_distance_gradients(
+    lowered: Lowered, call: Call, sums: torch.Tensor, first: int, apart: Wants, found: Gradients
+) -> Gradients:
+    """``found`` with the gradients of ``apart``.
+
+    Args:
+        lowered: The program.
+        call: As of the backward.
+        sums: (batch, heads, distances) fp32, sums of dS along diagonals.
+        first: The first distance, row of the query less row of the key; each next is one more.
+        apart: Of :func:`by_distance`.
+        found: The gradients of all else.
+    """
+    batch, heads, number = sums.shape
+    distances = torch.arange(first, first + number, device=sums.device)
     # As if each distance were a query, and its key the position 0.
     as_queries = replace(
         call,
@@ -74,8 +84,8 @@ def add_distance_gradients(
     )  # fmt: skip
     totals = CaptureSums(call, apart)
     step = Step((0, batch), (0, heads), (0, len(distances)), ())
-    tile = Expressions(as_queries).tile(step, (0, 1), whole.new_empty((batch, heads, 1, 1)))
-    totals.add(totals.of_score(lowered.derivative), whole.flatten(2)[..., None], tile)
+    tile = Expressions(as_queries).tile(step, (0, 1), sums.new_empty((batch, heads, 1, 1)))
+    totals.add(totals.of_score(lowered.derivative), sums[..., None], tile)
     return replace(
         found,
         tensors={**found.tensors, **totals.tensors()},

@@ -3,8 +3,8 @@
 Those that are sums along rows or columns come with dQ or dK and dV, nearly free. Others have a
 kernel of their own, which makes the gradient of the score again: along diagonals, for what varies
 with the distance; tile by tile, where pairs look up an element each; and by exact additions, where
-any pairs may meet in any element. Attention kernels that can store the score's gradient leave but
-sums of it to be made tile by tile.
+any pairs may meet in any element. Attention kernels may make more of them, or store the score's
+gradient and leave but sums of it to be made tile by tile.
 """
 
 from __future__ import annotations

@@ -121,6 +121,8 @@ class Specialisation:
     """Of the kernels that read such tiles."""
     stores_slopes: bool = False
     """Whether the backward stores the gradient of each score (``Wants.slopes``)."""
+    adds_diagonals: bool = False
+    """Whether a Hopper backward adds up the gradients of scores along diagonals."""
 
     @property
     def indexed(self) -> bool:

@@ -18,6 +18,7 @@ def add_query_tile(
     STAGES: gl.constexpr, Q_KIND: gl.constexpr, PARTIAL: gl.constexpr, SCORES: gl.constexpr,
     WEIGHTS: gl.constexpr, SLOPES: gl.constexpr, HALF: gl.constexpr,
     #: taking
+    #: diagonal_consumer
     #: parameters
     #: pair_reader_parameters
     #: storing
@@ -123,6 +124,7 @@ def add_query_tile(
     making_q = warpgroup_mma(slopes.permute((1, 0)), keys, no_dq, use_acc=False, is_async=True)
     dv = warpgroup_mma_wait(1, deps=[adding_v])
     mbarrier.arrive(do_empty.index(stage), count=1)
+    #: let_add
     adding_k = warpgroup_mma(slope_operand, q, dk, is_async=True)
     dq = warpgroup_mma_wait(1, deps=[making_q])
     row = (b * heads + h).to(gl.int64) * padded + first
@@ -143,6 +145,7 @@ def consume_item(
     KV_KIND: gl.constexpr, HALF: gl.constexpr,
     #: learned
     #: kept
+    #: diagonal_consumer
     #: again
     #: pair_consumer
     #: slopes_desc
@@ -228,6 +231,7 @@ def consume_item(
                 factored, b, h, hkv, batch, heads, kv_heads, q_len, kv_len, q_origin, padded,
                 BLOCK_M, BLOCK_N, D, DV, STAGES, Q_KIND, True, SCORES, WEIGHTS, SLOPES, HALF,
                 #: taking
+                #: diagonal_consumer
                 #: arguments
                 #: pair_reader
                 #: storing
@@ -249,6 +253,7 @@ def consume_item(
                     factored, b, h, hkv, batch, heads, kv_heads, q_len, kv_len, q_origin, padded,
                     BLOCK_M, BLOCK_N, D, DV, STAGES, Q_KIND, False, SCORES, WEIGHTS, SLOPES, HALF,
                     #: taking
+                    #: diagonal_consumer
                     #: arguments
                     #: pair_reader
                     #: storing

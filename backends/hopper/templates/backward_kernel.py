@@ -20,6 +20,7 @@ def produce(
     KV_KIND: gl.constexpr,
     #: counter
     #: kept
+    #: diagonal_producer
     #: again
     #: pair_producer
     #: parameters
@@ -38,6 +39,7 @@ def produce(
                 batch, heads, kv_heads, q_len, kv_len, q_origin, kv_origin, padded,
                 BLOCK_M, BLOCK_N, STAGES, Q_KIND, KV_KIND,
                 #: kept
+                #: diagonal_producer
                 #: again
                 #: pair_producer
                 #: arguments
@@ -61,6 +63,7 @@ def produce(
             batch, heads, kv_heads, q_len, kv_len, q_origin, kv_origin, padded,
             BLOCK_M, BLOCK_N, STAGES, Q_KIND, KV_KIND,
             #: kept
+            #: diagonal_producer
             #: again
             #: pair_producer
             #: arguments
@@ -80,6 +83,7 @@ def consume(
     KV_KIND: gl.constexpr, HALF: gl.constexpr,
     #: learned
     #: kept
+    #: diagonal_consumer
     #: again
     #: pair_consumer
     #: slopes_desc
@@ -102,6 +106,7 @@ def consume(
                 HEAD_DIM, VALUE_DIM, D, DV, BLOCK_M, BLOCK_N, STAGES, Q_KIND, KV_KIND, HALF,
                 #: learned
                 #: kept
+                #: diagonal_consumer
                 #: again
                 #: pair_consumer
                 #: slopes_desc
@@ -121,6 +126,7 @@ def consume(
             HEAD_DIM, VALUE_DIM, D, DV, BLOCK_M, BLOCK_N, STAGES, Q_KIND, KV_KIND, HALF,
             #: learned
             #: kept
+            #: diagonal_consumer
             #: again
             #: pair_consumer
             #: slopes_desc
@@ -137,6 +143,7 @@ def attention_backward_kv(
     #: counter
     scale, batch, heads, kv_heads, q_len, kv_len, q_origin, kv_origin, padded,
     #: learned
+    #: distance_sums
     #: parameters
     #: kv_pass_lists
     HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
@@ -193,5 +200,6 @@ def attention_backward_kv(
         mbarrier.init(kv_empty, count=2)
         mbarrier.init(item_full, count=1)
         mbarrier.init(item_empty, count=2)
+    #: diagonal_memory
     #: pair_memory
     #: partitions

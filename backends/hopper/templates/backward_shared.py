@@ -134,6 +134,7 @@ def load_item(
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, Q_KIND: gl.constexpr,
     KV_KIND: gl.constexpr,
     #: kept
+    #: diagonal_producer
     #: again
     #: pair_producer
     #: parameters
@@ -155,6 +156,7 @@ def load_item(
         )
     group = heads // kv_heads
     count = done
+    #: no_tile_before
     for member in range(0, group):
         h = hkv * group + member
         full_tiles, partial_tiles, first_live, first_full, masked = count_tiles(
@@ -164,6 +166,7 @@ def load_item(
             #: kv_pass_lists
         )
         row = (b * heads + h) * padded
+        #: line_of_sums
         if HAS_DROPOUT:
             drop = drop_of_rows(
                 tile * BLOCK_N, b, h, hkv, batch, heads, kv_heads, q_len, kv_len,
@@ -199,6 +202,7 @@ def load_item(
                     )
             if HAS_DROPOUT:
                 draw_tile(drop, count, first, kept_s, kept_full, STAGES, BLOCK_M)
+            #: add_tile_before
             count += 1
     if PERSISTENT:
         if count == done:
@@ -206,6 +210,7 @@ def load_item(
                 turn, tile, b, hkv, k_desc, v_desc, k_s, v_s, k_full, v_full, BLOCK_N,
                 #: again
             )
+    #: add_last_tile
     return count
 
 

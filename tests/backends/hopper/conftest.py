@@ -103,6 +103,7 @@ class Operations:
                 keep_drawn=lambda values, draws, drop: keep(values, draws),
                 keep=keep, kept_bits=self.draw, layout_of_bits=lambda words: None,
             ),
+            "attndsl.backends.hopper.diagonals": SimpleNamespace(add_diagonals=self.add_diagonals),
             "attndsl.backends.hopper.shim": SimpleNamespace(
                 tma_load=self.load_tile, tma_store=self.store_tile, tma_wait=self.wait_stores
             ),
@@ -237,6 +238,19 @@ class Operations:
         first = int(pointer.offset)
         pointer.data[first : first + tile.numel()] += tile.reshape(-1)
         self.machine.pause()
+
+    def add_diagonals(self, pointer: Pointer, tile: Shared, part: int, lines: Shared) -> None:
+        """Takes long: others go on meanwhile."""
+        tile = tile.slice(64 * part, 64, dim=1)
+        kept = tile.data.clone()
+        assert not kept.isnan().any(), "read before it had come"
+        for _ in range(8):
+            self.machine.pause()
+        assert torch.equal(tile.data, kept), "overwritten while it was read"
+        keys, queries = kept.shape
+        for distance in range(1 - keys, queries):
+            place = int(pointer.offset) + keys + distance
+            pointer.data[place] += kept.float().diagonal(distance).sum()
 
     def wait_stores(self, pending: int) -> None:
         task = self.machine.current

@@ -12,16 +12,16 @@ import pytest
 
 SCRIPT = textwrap.dedent(
     """
-    import json, sys, tempfile
+    import json, subprocess, sys, tempfile
     from dataclasses import replace
     from pathlib import Path
-    import torch
+    import torch, triton
     from attndsl.backends.hopper.arguments import arguments_of
     from attndsl.backends.hopper.generate import generate
     from attndsl.backends.hopper.kernels import configs_of
     from attndsl.backends.hopper.memory import shared_bytes, widest
     from attndsl.backends.hopper.pair_tiles import with_pair_tiles
-    from attndsl.backends.hopper.tiles import CANDIDATES
+    from attndsl.backends.hopper.tiles import CANDIDATES, for_sums
     from attndsl.backends.triton.arguments import arguments_of as portable_arguments
     from attndsl.backends.triton.compile import build, load_module
     from attndsl.backends.triton.cross import example_call, parse_target
@@ -68,11 +68,17 @@ SCRIPT = textwrap.dedent(
     mask = table[q, kv]
     score = 9 * tanh(score + bias[h, q, kv])
     ''',
+        "relative": '''
+    tensor rel[heads, n]: float
+    mask = causal()
+    score = score + rel[h, q - kv + kv_len]
+    ''',
+        "slopes": "tensor s[heads]: float; score = score - s[h] * (q - kv)",
         "logic": "param all: bool = false\\nmask = q >= kv or all\\nscore = where(q < 5, 1, score)",
     }
     def compiled(
         direction, case, head_dim, number, indexed=False, value_dim=None, dtype="bfloat16",
-        persistent=None, tiles=None, stored=False,
+        persistent=None, tiles=None, stored=False, summed=False,
     ):
         lowered = lower(Source(TEXTS[case]), {})
         call = example_call(lowered, head_dim, value_dim or head_dim, getattr(torch, dtype), {})
@@ -89,12 +95,15 @@ SCRIPT = textwrap.dedent(
             }
             call = replace(call, q=rows[0], k=rows[1], v=rows[2], tensors=tensors)
         special = with_forms(specialise(lowered.program, call), lowered.program, target)
-        special = with_pair_tiles(replace(special, stores_slopes=stored), lowered, call, direction)
+        special = replace(special, stores_slopes=stored, adds_diagonals=summed)
+        special = with_pair_tiles(special, lowered, call, direction)
         assert len(special.pair_tiles) == len(tiles and call.tensors or ())
         config = CANDIDATES[direction][widest(special)][number]
         if persistent is None:
             persistent = configs_of(lowered, special, direction)[0].persistent
         config = replace(config, persistent=persistent)
+        if summed:
+            (config,) = for_sums((config,))
         loop = plan_loop(lowered, special, direction, config)
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "hopper.py"
@@ -109,6 +118,14 @@ SCRIPT = textwrap.dedent(
                 assert built.kernel.metadata.shared <= shared_bytes(direction, special, config)
             return built
 
+    def has_registers(kernel):
+        # Where a warpgroup needs more than are set for it, ptxas sets none at all.
+        with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+            Path(file.name).write_bytes(kernel.asm["cubin"])
+            command = [triton.knobs.nvidia.cuobjdump.path, "-sass", file.name]
+            text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        return "USETMAXREG" in text
+
     def compile_lists(lowered, special, config, folder, target):
         path = folder / "lists.py"
         path.write_text(generate_lists(lowered, special), "utf-8")
@@ -122,6 +139,9 @@ SCRIPT = textwrap.dedent(
     for direction, case, head_dim, number, *more in json.loads(sys.argv[1]):
         built = compiled(direction, case, head_dim, number, **dict(*more))
         multiplies = "wgmma" in built.kernel.asm["ptx"]
+        if dict(*more).get("summed"):
+            assert "mma.sync" in built.kernel.asm["ptx"]
+            assert has_registers(built.kernel)
         print(direction, case, head_dim, multiplies, built.kernel.metadata.shared)
     """
 )
@@ -173,6 +193,16 @@ CASES = {
         ("backward_kv", "softcap", 128, 0),
         ("backward_kv", "dropout", 128, 0),
         ("backward_kv", "weights", 128, 0),
+    ],
+    "sums along diagonals": [
+        ("backward_kv", "relative", 128, 0, {"summed": True}),
+        ("backward_kv", "slopes", 64, 0, {"summed": True}),
+    ],
+    "more sums along diagonals": [
+        ("backward_kv", "relative", 64, 2, {"summed": True, "persistent": False}),
+        ("backward_kv", "slopes", 128, 1, {"summed": True, "indexed": True}),
+        ("backward_kv", "alibi", 128, 0, {"summed": True, "value_dim": 64}),
+        ("backward_kv", "bias", 128, 0, {"summed": True, "tiles": "bfloat16"}),
     ],
     "more wide backward": [
         ("backward_kv", "plain", 256, 0),

@@ -79,7 +79,8 @@ def test_what_is_added_up_pair_by_pair_says_so(text):
     found = learned_parts(lowered, names)
     assert isinstance(found, str)
     assert PAIRWISE[text] in found
-    call = example_call(lowered, 64, 64, torch.bfloat16, {})
+    # In bf16, what varies with the distance does not keep the Hopper kernels from the rest.
+    call = example_call(lowered, 64, 64, torch.float16, {})
     assert why_portable(lowered, call, "backward", wants=Wants(tensors=names)) == found
     assert learned_parts(lowered, frozenset()) == Learned()
 

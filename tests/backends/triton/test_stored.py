@@ -14,7 +14,7 @@ import torch
 
 import attndsl
 from attndsl.backends.base import Gradients, Slopes, Wants
-from attndsl.backends.hopper.stored import shares_of
+from attndsl.backends.hopper.shares import shares_of
 from attndsl.backends.triton import TritonBackend, pairs
 from attndsl.backends.triton.apart import Again, add_apart
 from attndsl.backends.triton.cross import example_call

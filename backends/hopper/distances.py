@@ -1,0 +1,154 @@
+"""Gradients by distance from the backward itself, whose producer adds up dS along diagonals.
+
+What is added to each score, and varies with its distance alone, has sums of dS for its gradient
+(``triton.distances``). A kernel of its own would make dS again, by two of the backward's five
+products; here it lies in shared memory, for dQ.
+
+Non-goals: programs in which that is not yet the gradient of the final score, and fp16, which would
+round it to 0.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from attndsl.ir import const
+
+from ..triton.backend import PADDING
+from ..triton.distances import add_distance_gradients, by_distance
+from .memory import block_width
+
+if TYPE_CHECKING:
+    from attndsl.pipeline import Lowered
+
+    from ..base import Call, Gradients, Wants
+    from ..triton.shares import Shares
+    from ..triton.specialise import Specialisation
+    from ..triton.tiles import Config
+
+_MOST_KEYS = 1 << 14
+"""Beyond, sums take more than twice the memory of dQ's at head dim 128."""
+_INDENT = "    "
+
+
+def with_summed(found: Shares, lowered: Lowered, call: Call) -> Shares:
+    """``found``, where the backward makes gradients by distance too."""
+    apart = found.distances
+    if not among(lowered, call, apart.tensors | apart.params):
+        return found
+    lines = replace(
+        found.lines,
+        tensors=found.lines.tensors | apart.tensors,
+        params=found.lines.params | apart.params,
+    )
+    nothing = replace(apart, tensors=frozenset(), params=frozenset())
+    return replace(found, lines=lines, distances=nothing)
+
+
+def among(lowered: Lowered, call: Call, names: frozenset[str]) -> frozenset[str]:
+    """Those of the tensors and params ``names`` whose gradients the backward makes by distance."""
+    program = lowered.program
+    if program.weights is not None or program.dropout is not None or not names:
+        return frozenset()
+    # A derivative would be multiplied in before there is dS.
+    if lowered.placed.slope is not const(1.0):
+        return frozenset()
+    if call.q.dtype is not torch.bfloat16 or call.deterministic:
+        return frozenset()
+    if max(block_width(call.q.shape[3]), block_width(call.v.shape[3])) > 128:
+        return frozenset()
+    if call.k.shape[2] > _MOST_KEYS:
+        return frozenset()
+    return by_distance(lowered, call, names)
+
+
+def with_diagonals(special: Specialisation, lowered: Lowered, call: Call) -> Specialisation:
+    """``special`` of a backward that adds up diagonals for the gradients that come of them."""
+    names = frozenset((*special.tensor_gradients, *special.param_gradients))
+    summed = among(lowered, call, names)
+    if not summed:
+        return special
+    return replace(
+        special,
+        tensor_gradients=tuple(n for n in special.tensor_gradients if n not in summed),
+        param_gradients=tuple(n for n in special.param_gradients if n not in summed),
+        adds_diagonals=True,
+    )
+
+
+def empty_sums(call: Call, config: Config) -> torch.Tensor:
+    """(batch, heads, key tiles, distances) fp32, zeros.
+
+    Each tile of keys has sums of its own, so that one program adds to each. Distances are query
+    less key, from minus the keys of all tiles on, up to the padded number of queries: for 8192 of
+    both 4 MiB a head, as much as dQ's sums at head dim 128. A tile meets half of them; what is left
+    empty makes distances lie at one place in all tiles.
+    """
+    batch, heads, q_len, _ = call.q.shape
+    kv_tiles = -(-call.k.shape[2] // config.block_n)
+    distances = -(-q_len // PADDING) * PADDING + kv_tiles * config.block_n
+    return torch.zeros(
+        (batch, heads, kv_tiles, distances), dtype=torch.float32, device=call.q.device
+    )
+
+
+def split(lowered: Lowered, call: Call, wants: Wants) -> tuple[Wants, Wants]:
+    """The gradients in ``wants`` that the backward makes by distance, and the others."""
+    names = among(lowered, call, wants.tensors | wants.params)
+    others = replace(wants, tensors=wants.tensors - names, params=wants.params - names)
+    own = replace(wants, tensors=wants.tensors & names, params=wants.params & names)
+    return own, others
+
+
+def with_distances(
+    lowered: Lowered, call: Call, sums: torch.Tensor, config: Config, own: Wants, found: Gradients
+) -> Gradients:
+    """``found`` with the gradients ``own``, by distance, of sums as :func:`empty_sums`."""
+    first = -sums.shape[2] * config.block_n
+    return add_distance_gradients(lowered, call, sums.sum(2), first, own, found)
+
+
+def diagonal_hooks(summed: bool) -> dict[str, list[str]]:
+    """Lines of the backward's templates by which the producer adds up dS, if it is ``summed``.
+
+    In its order, the producer loads tile t + 1 and then adds up dS of t, or at once where t is an
+    item's last. No warpgroup waits for itself: the load waits for consumers to leave a tile no
+    later than t, and dS of t needs the loads up to t alone. Nothing need say that dS has been read:
+    that of t + 2 takes its place, whose load comes after.
+    """
+    memory = "ds_s, lines_s, ds_full"
+    add = f"add_tile(count - 1, sums_before, {memory})"
+    found = {
+        "diagonal_producer": [f"DISTANCE_SUMS, {memory},"],
+        "diagonal_consumer": ["ds_full,"],
+        "distance_sums": ["DISTANCE_SUMS,"],
+        "no_tile_before": ["sums_before = DISTANCE_SUMS"],
+        "line_of_sums": [
+            "line = line_of_sums(DISTANCE_SUMS, tile, b, h, heads, kv_len, padded, BLOCK_N)"
+        ],
+        "add_tile_before": [
+            "if count > done:",
+            f"{_INDENT}{add}",
+            "sums_before = line + first",
+        ],
+        "add_last_tile": ["if count > done:", f"{_INDENT}{add}"],
+        "let_add": [
+            "if PART == 0:",
+            f"{_INDENT}mbarrier.arrive(ds_full.index(count % 2), count=1)",
+        ],
+        "diagonal_memory": [
+            "LINES: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])",
+            "lines_s = gl.allocate_shared_memory(gl.float32, [2, 2, 128], LINES)",
+            "ds_full = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)",
+            "for place in gl.static_range(2):",
+            f"{_INDENT}mbarrier.init(ds_full.index(place), count=1)",
+        ],
+    }
+    return {name: lines * summed for name, lines in found.items()}
+
+
+DIAGONAL_IMPORTS = ("from attndsl.backends.hopper.diagonals import add_diagonals",)
+"""Of kernels that add up diagonals."""
