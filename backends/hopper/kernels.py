@@ -87,10 +87,12 @@ class HopperKernels(Kernels):
 
 def configs_of(lowered: Lowered, special: Specialisation, direction: str) -> tuple[Config, ...]:
     """Tile sizes to try for a Hopper kernel, in order of preference."""
-    masked, work = lowered.program.mask is not None, work_of(lowered, special, direction)
-    column = lowered.placed.column is not None
+    work = work_of(lowered, special, direction)
+    # Relative to a maximum that is not followed, weights take fewer registers, columns or not.
+    column = lowered.placed.column is not None and special.dtype != "bf16"
     dropped, own = lowered.program.dropout is not None, lowered.program.weights is not None
-    found = candidates(direction, widest(special), masked, work, column, dropped, own)
+    plain = lowered.program.mask is None or (lowered.sparsity.plain and not own)
+    found = candidates(direction, widest(special), plain, work, column, dropped, own)
     if special.adds_diagonals:
         found = for_sums(found)
     return fitting(direction, special, found) if special.pair_tiles else found

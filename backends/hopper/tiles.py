@@ -21,8 +21,8 @@ _FORWARD = {
 _BACKWARD = {
     64: (
         Config(128, 128, 4, 2, 2, 240),
-        Config(128, 128, 4, 2, 2, 240, peeled=False),
         Config(64, 128, 4, 2, 2, 240),
+        Config(128, 128, 4, 2, 2, 240, peeled=False),
     ),
     128: (Config(64, 128, 4, 2, 2, 240), Config(64, 128, 4, 2, 2, 240, peeled=False)),
     256: (Config(64, 64, 4, 2, 2, 240), Config(64, 64, 4, 2, 2, 240, peeled=False)),
@@ -34,13 +34,14 @@ CANDIDATES = {"forward": _FORWARD, "backward_kv": _BACKWARD}
 
 
 def candidates(
-    direction: str, width: int, masked: bool, work: str, column: bool, dropped: bool, own: bool
+    direction: str, width: int, plain: bool, work: str, column: bool, dropped: bool, own: bool
 ) -> tuple[Config, ...]:
     """Configs for a program, best first.
 
-    A mask's code leaves fewer registers for larger tiles backward; forward, larger ones pay but for
-    masks that leave few tiles, of which many are PARTIAL (documents, D 64: 0.41 against 0.48 ms, D
-    128: 0.22 against 0.23). What dropout draws leaves fewer either way.
+    Larger tiles pay but for masks that leave few, of which many are PARTIAL (documents, D 64: 0.41
+    against 0.48 ms, D 128: 0.22 against 0.23). What scores are made of leaves fewer registers for
+    them backward (D 64, 8192 rows: causal 2.81 against 2.95 ms, with a soft cap 4.85 against 3.51),
+    and what dropout draws either way.
 
     Persistent programs hide how others begin and end (causal, 4096 rows, D 128: forward 0.46
     against 0.49 ms, backward 1.37 against 1.41; D 64 backward 1.60 against 1.64; without a mask 0
@@ -50,7 +51,7 @@ def candidates(
     Args:
         direction: ``forward`` or ``backward_kv``.
         width: Head dim, a power of two.
-        masked: Whether the program has a mask.
+        plain: Whether it has scores that are ``scale * (q . k)``, or no mask.
         work: What its loop is like, see ``Sparsity.work``.
         column: Whether its score has a part that varies with the key alone.
         dropped: Whether it has dropout.
@@ -60,7 +61,7 @@ def candidates(
     if own and not dropped:
         # Without a softmax their sums are no work to be done meanwhile (0.81 against 0.84 ms).
         found = tuple(sorted(found, key=lambda config: not config.early))
-    crowded = masked or dropped
+    crowded = dropped or not plain
     if dropped and direction == "forward":
         found = tuple(sorted(found, key=lambda config: config.consumers))
     if (crowded and direction == "backward_kv") or work == "short partial":

@@ -12,20 +12,31 @@ maximum to the end.
 
 #: begin
 @gluon.jit
-def next_item(
-    item, items,
+def draw(
+    took,
     #: counter
 ):
-    """What the program is to do after ``item``."""
+    """A number for the next item if ``took`` is 1. It comes while tiles are loaded."""
+    drawn = 0
     if DRAWN:
-        drawn = gl.atomic_add(COUNTER, 1, sem="relaxed")
-        item = gl.num_programs(0) + drawn
-        if drawn == items - 1:
+        drawn = gl.atomic_add(COUNTER, took, sem="relaxed")
+    return drawn
+
+
+@gluon.jit
+def next_item(
+    item, took, drawn, items,
+    #: counter
+):
+    """What the program is to do after ``item``, or that itself where ``took`` is 0."""
+    if DRAWN:
+        found = gl.where(took != 0, gl.num_programs(0) + drawn, item)
+        if (took != 0) & (drawn == items - 1):
             # Each program draws until nothing is left: together, ``items`` times.
             gl.store(COUNTER, 0)
     else:
-        item = item + gl.num_programs(0)
-    return item
+        found = item + took * gl.num_programs(0)
+    return found
 
 
 @gluon.jit
@@ -48,6 +59,10 @@ def load_in_turns(
     own, took, fast, older, last = item, 1, 1, -1, -1
     turn, done = 0, 0
     while own < items:
+        drawn = draw(
+            took,
+            #: counter
+        )
         if own >= 0:
             done = load_item(
                 own, fast, turn, done, q_desc, k_desc, v_desc, q_s, k_s, v_s,
@@ -64,11 +79,10 @@ def load_in_turns(
             for part in gl.static_range(CONSUMERS):
                 mbarrier.wait(q_empty.index(part), (turn & 1) ^ 1)
                 mbarrier.arrive(q_full.index(part), count=1)
-        if took != 0:
-            item = next_item(
-                item, items,
-                #: counter
-            )
+        item = next_item(
+            item, took, drawn, items,
+            #: counter
+        )
         turn += 1
         older = last
         last = gl.where(fast != 0, own, -1)
@@ -115,6 +129,10 @@ def produce(
         else:
             turn, done = 0, 0
             while item < items:
+                drawn = draw(
+                    1,
+                    #: counter
+                )
                 done = load_item(
                     item, 0, turn, done, q_desc, k_desc, v_desc, q_s, k_s, v_s,
                     q_full, k_full, k_empty, v_full, v_empty,
@@ -126,7 +144,7 @@ def produce(
                     #: forward_lists
                 )
                 item = next_item(
-                    item, items,
+                    item, 1, drawn, items,
                     #: counter
                 )
                 turn += 1

@@ -74,7 +74,7 @@ def test_views_make_the_descriptors_that_the_constructor_makes():
     call = call_of()
     special = specialise(lower(Source("score"), {}).program, call)
     (config, *_) = candidates(
-        "forward", 64, masked=False, work="dense", column=False, dropped=False, own=False
+        "forward", 64, plain=True, work="dense", column=False, dropped=False, own=False
     )
     for name, block in blocks_of("forward", special, config).items():
         first, second = torch.empty_like(call.q), torch.empty_like(call.q)
@@ -104,17 +104,19 @@ def test_strides_that_the_hardware_takes(shape, strides, wanted):
     assert descriptor_strides(tensor) == wanted
 
 
-def test_masked_programs_prefer_smaller_tiles():
-    def blocks(direction, width, masked, work, dropped=False):
-        found = candidates(direction, width, masked, work, column=False, dropped=dropped, own=False)
+def test_crowded_programs_prefer_smaller_tiles():
+    def blocks(direction, width, plain, work, dropped=False):
+        found = candidates(direction, width, plain, work, column=False, dropped=dropped, own=False)
         return [(config.block_m, config.block_n) for config in found]
 
-    assert blocks("backward_kv", 64, True, "masked")[0][0] == 64
-    assert blocks("backward_kv", 64, False, "dense")[0][0] == 128
-    assert blocks("backward_kv", 64, False, "dense", dropped=True)[0][0] == 64
-    assert blocks("forward", 64, False, "dense", dropped=True)[0] == (128, 128)
+    assert blocks("backward_kv", 64, False, "masked")[0][0] == 64
+    for work in ("dense", "masked", "short"):
+        assert blocks("backward_kv", 64, True, work)[0][0] == 128
+    assert blocks("backward_kv", 64, True, "short partial")[0][0] == 64
+    assert blocks("backward_kv", 64, True, "dense", dropped=True)[0][0] == 64
+    assert blocks("forward", 64, True, "dense", dropped=True)[0] == (128, 128)
     for width in (64, 128):
-        dense = blocks("forward", width, False, "dense")
+        dense = blocks("forward", width, True, "dense")
         assert blocks("forward", width, True, "masked") == dense
         few = blocks("forward", width, True, "short partial")
         assert few[0] < dense[0]

@@ -50,13 +50,15 @@ SIZES = (
         ("sliding_window(9)", 128, True),
         ("score", 128, True),
         ("causal()", 256, False),
-        ("mask = causal()\nscore = alibi()", 128, False),
+        ("mask = causal()\nscore = alibi()", 128, True),
+        ("mask = causal()\nscore = alibi()", 16, False),
     ],
 )
 def test_which_are_persistent(monkeypatch, text, dim, persistent):
-    """``tune`` measures the others too."""
+    """``tune`` measures the others too. Head dim 16 stands for fp16."""
     lowered = lower(Source(text), {})
-    special = specialise(lowered.program, example_call(lowered, dim, dim, torch.bfloat16, {}))
+    dtype = torch.float16 if dim == 16 else torch.bfloat16
+    special = specialise(lowered.program, example_call(lowered, dim, dim, dtype, {}))
     usual = configs_of(lowered, special, "forward")
     assert {config.persistent for config in usual} == {persistent}
     monkeypatch.setattr("attndsl.backends.triton.kernels.current_target", lambda: None)
