@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from attndsl.ir import SCORE, DType, Op, const, substitute, toposort
 from attndsl.passes.differentiate import vjp
+from attndsl.passes.factor import split_factor
 from attndsl.passes.gather import lookups
 from attndsl.passes.simplify import simplify_node
 from attndsl.passes.widths import fits, ranges
@@ -45,7 +46,7 @@ def print_functions(
     program, placed = lowered.program, lowered.placed
     forward = direction == "forward"
     slope = slope_for_factor(placed) if learned.factor else placed.slope
-    weights = program.weights
+    weights, common = weights_and_factor(lowered, special, direction)
     by_score = None
     if weights is not None and not forward:
         by_score = simplify_node(vjp(weights, const(1.0)).get(SCORE, const(0.0)))
@@ -77,6 +78,7 @@ def print_functions(
         ("row_of_score", row, "q, origin, q_parts, ", "What the score has of the row alone."),
         ("column_of_score", column, "kv, away, kv_parts, ", "What it has of the column alone."),
         ("steepness_of_column", placed.steepness, "", "The column's part by its distance."),
+        ("factor_of_weights", common, "", "A factor of all weights of a head."),
         ("sink_of_head", program.sink, "", "The logit that is in the denominator of each row."),
         ("drop_probability", program.dropout, "", "With what probability each pair is dropped."),
     )
@@ -87,6 +89,19 @@ def print_functions(
         _parts_function("kv", of_kv, special),
     ]
     return [text for text, _ in printed], set[str]().union(*(used for _, used in printed))
+
+
+def weights_and_factor(
+    lowered: Lowered, special: Specialisation, direction: str
+) -> tuple[Node | None, Node | None]:
+    """Weights of the program's own, and what is multiplied with their sums instead; None for none.
+
+    In the backward each weight has its gradient. fp16 may have no room for weights without it.
+    """
+    weights = lowered.program.weights
+    if weights is None or direction != "forward" or special.dtype != "bf16":
+        return weights, None
+    return split_factor(weights)
 
 
 def _pair_function(

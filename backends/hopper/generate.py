@@ -20,7 +20,7 @@ from ..triton.generate import fill_template, import_lines
 from ..triton.loops import LIST_PARAMETERS, print_loop
 from .arguments import is_drawn
 from .distances import DIAGONAL_IMPORTS, diagonal_hooks
-from .functions import print_functions
+from .functions import print_functions, weights_and_factor
 from .learned import learned_in_kernel
 from .memory import has_own_output, widest
 from .pair_texts import pair_hooks, print_pair_functions
@@ -159,6 +159,7 @@ def generate(
         # Measured: where exponents take more than a multiplication, a branch in their way costs
         # more than the multiplications that it saves.
         "LAZY": not own and not modified and placed.column is None,
+        "HAS_COMMON": weights_and_factor(lowered, special, direction)[1] is not None,
         "BOUNDED": bounded,
         "ANCHORED": anchored,
         "PERSISTENT": config.persistent,

@@ -452,6 +452,11 @@ def consume_item(
         acc = acc * gl.convert_layout(inverse, gl.SliceLayout(1, OUTPUT))[:, None]
     elif HAS_DROPOUT:
         acc = acc * keep_factor
+    if HAS_COMMON:
+        acc = acc * factor_of_weights(
+            b, h, hkv, batch, heads, kv_heads, q_len, kv_len,
+            #: arguments
+        )
     if OWN_OUTPUT:
         part_s = o_s.index(PART)
         if PERSISTENT:

@@ -37,7 +37,7 @@ TEXTS = {
     "cap and sink": "mask = q < 30 and kv >= q\nscore = softcap(2.0)\nsink = 0.5 - h",
     "documents": "tensor doc[q_len]: int\nmask = q >= kv and doc[q] == doc[kv]",
     "signs": "mask = causal()\nscore = (1 - h) * score",
-    "sigmoid": "mask = causal()\nweights = sigmoid(score)",
+    "sigmoid": "mask = causal()\nweights = sigmoid(score) / 4",
     "dropout": "mask = causal()\nweights = dropout(softmax(score), 0.4)",
     "own dropout": "mask = causal()\nweights = dropout(sigmoid(score), 0.1)",
     "own weights": "mask = q < 30 and kv >= q\nscore = 2 * score\nweights = relu(score) / 9 + 0.02",
@@ -207,7 +207,7 @@ FORMS = {
 
 
 WEIGHTS = {
-    "sigmoid": torch.sigmoid,
+    "sigmoid": lambda score: torch.sigmoid(score) / 4,
     "own dropout": torch.sigmoid,
     "own weights": lambda score: torch.relu(2 * score) / 9 + 0.02,
 }
