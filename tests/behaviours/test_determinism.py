@@ -197,8 +197,8 @@ def hold(check, backend, case, runs, device="cpu", q_dtype=torch.float32, sizes=
         for each in zip(*results, strict=True)
     )
     # Backwards take rowsum(dO * O) of an output that is rounded, one error for all pairs of a row,
-    # which shows where these are few: 1.6 times the usual error of a bias in documents of 6 tokens. A
-    # tensor by rows adds up just these (1.25 times the usual error, measured).
+    # which shows where these are few: 1.6 times the usual error of a bias in documents of 6 tokens.
+    # A tensor by rows adds up just these (1.25 times the usual error, measured).
     rows = case[0] == "twice"
     slack = (1.5 if rows else 1.25) if q_dtype is torch.bfloat16 else 1.0
     check.close(golden, ref, wanted, q_dtype, slack)

@@ -175,8 +175,15 @@ def inputs_on_gpu(check, name, lengths, dim, **options):
 @pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize("lengths", LENGTHS)
 def test_kernels(check, name, dim, lengths):
-    place, inputs = inputs_on_gpu(check, name, LENGTHS[lengths], dim, with_lse=True)
-    check(place, TEXTS[name], inputs)
+    _, inputs = inputs_on_gpu(check, name, LENGTHS[lengths], dim, with_lse=True)
+    golden, ref, found = (
+        check.run(attndsl.compile(TEXTS[name], backend=backend), inputs.to(dtype))
+        for backend, dtype in (("reference", torch.float64), ("reference", BF16), ("hopper", BF16))
+    )
+    # Where few elements add up all pairs of a row, the rounding of rowsum(dO * O) shows, as in the
+    # kernel of its own: of slopes 2.6 times what that of the operands makes.
+    slack = 2.0 if name in ("slopes", "param", "beside columns", "with a sink") else 1.0
+    check.close(golden, ref, found, BF16, slack)
 
 
 @pytest.mark.gpu
