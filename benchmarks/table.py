@@ -44,11 +44,16 @@ def shapes(results: dict[str, Any]) -> list[tuple[int, ...]]:
 
 def table(results: dict[str, Any], shape: tuple[int, ...]) -> str:
     """Median milliseconds at one shape, a row a case; a dash where a system cannot run it."""
-    columns = {key: name for key, name in COLUMNS.items() if f"{key}_ms" in results["rows"][0]}
     rows = {
         (row["case"], row["direction"]): row
         for row in results["rows"]
         if tuple(row[key] for key in SHAPE) == shape
+    }
+    # Columns that nothing was measured in at this shape are none.
+    columns = {
+        key: name
+        for key, name in COLUMNS.items()
+        if any(row.get(f"{key}_ms") is not None for row in rows.values())
     }
     directions = [key for key in DIRECTIONS if any(found == key for _, found in rows)]
     head = ["ms", *(f"{DIRECTIONS[d]}: {name}" for d in directions for name in columns.values())]
