@@ -102,8 +102,8 @@ def final_scores(
 
 
 @gluon.jit
-def soften(score, reached, peak, factor, GUARDED: gl.constexpr, FIXED: gl.constexpr):
-    """Weights of one tile; their sums, decay, new maximum.
+def soften(score, reached, peak, floor, factor, GUARDED: gl.constexpr, FIXED: gl.constexpr):
+    """Weights of one tile; their sums, decay, new maximum, which is at least ``floor``.
 
     FIXED: they are relative to the maximum so far, and may be larger than 1.
     """
@@ -124,6 +124,8 @@ def soften(score, reached, peak, factor, GUARDED: gl.constexpr, FIXED: gl.conste
         highest = gl.max(score, 1)
         if not HAS_COLUMN:
             highest = highest * factor
+        if ANCHORED:
+            highest = gl.maximum(highest, floor)
         new_peak = raised(peak, highest) if LAZY else gl.maximum(peak, highest)
         shift = new_peak
         if GUARDED:
@@ -138,7 +140,7 @@ def soften(score, reached, peak, factor, GUARDED: gl.constexpr, FIXED: gl.conste
 
 @gluon.jit
 def attend(
-    count, kv_tile, acc, weight, sums, peak, q, q_parts, q_part, zeros, k_s, v_s,
+    count, kv_tile, acc, weight, sums, peak, floor, q, q_parts, q_part, zeros, k_s, v_s,
     k_full, k_empty, v_full, v_empty,
     factor, steepness, scale, origin, b, h, hkv, batch, heads, kv_heads, q_len, kv_len, kv_origin,
     BLOCK_N: gl.constexpr, STAGES: gl.constexpr, KV_KIND: gl.constexpr, PARTIAL: gl.constexpr,
@@ -180,7 +182,7 @@ def attend(
     )
     #: leave_pairs
     exact, own, decay, peak = soften(
-        score, reached, peak, factor, (PARTIAL and MASKED) or MODIFIED or HAS_COLUMN, FIXED
+        score, reached, peak, floor, factor, (PARTIAL and MASKED) or MODIFIED or HAS_COLUMN, FIXED
     )
     if HAS_DROPOUT:
         exact = keep_drawn(exact, draws, drop)
@@ -330,7 +332,9 @@ def consume_item(
         #: pair_parts
     )
     #: leave_first_pairs
-    exact, sums, decay, peak = soften(score, reached, peak, factor, MASKED or MODIFIED or HAS_COLUMN, False)
+    exact, sums, decay, peak = soften(
+        score, reached, peak, float("-inf"), factor, MASKED or MODIFIED or HAS_COLUMN, False
+    )
     if HAS_DROPOUT:
         draws = draws_of_pairs(drop, first_tile * BLOCK_N, q_len >> 31, BLOCK_N, SCORES)
         exact = keep_drawn(exact, draws, drop)
@@ -346,7 +350,7 @@ def consume_item(
         )
         for step in range(1, partial_tiles):
             acc, weight, sums, peak = attend(
-                done + step, kv_tile, acc, weight, sums, peak, q, q_parts, q_part, zeros, k_s, v_s,
+                done + step, kv_tile, acc, weight, sums, peak, float("-inf"), q, q_parts, q_part, zeros, k_s, v_s,
                 k_full, k_empty, v_full, v_empty,
                 factor, steepness, scale, origin, b, h, hkv, batch, heads, kv_heads, q_len, kv_len, kv_origin,
                 BLOCK_N, STAGES, KV_KIND, True, False, SCORES, OUTPUT, WEIGHTS, HALF, HEAD_DIM, D, DV,
@@ -363,11 +367,13 @@ def consume_item(
             )
     if FORWARD_HAS_FULL:
         begin = gl.where(partial_tiles > 0, 0, 1)
-        end = full_tiles
+        end, floor = full_tiles, float("-inf")
         if ANCHORED:
-            # The first keys of all often have the largest scores: their tile is one to follow.
-            end = gl.where(fast, gl.minimum(begin + 1, full_tiles), full_tiles)
-            anchored = end < full_tiles
+            # The first keys of all often have the largest scores: their tile is one to follow. What is
+            # added to the scores of padding is as good as -inf, and nothing to be relative to.
+            anchored = fast & (begin + 1 < full_tiles)
+            end = gl.where(anchored, begin + 1, full_tiles)
+            floor = gl.where(anchored, 0.0, float("-inf"))
         for form in gl.static_range(2 if ANCHORED else 1):
             kv_tile = forward_full_tile(
                 begin, full_tiles, first_live, first_full, tile,
@@ -378,7 +384,7 @@ def consume_item(
             )
             for step in range(begin, end):
                 acc, weight, sums, peak = attend(
-                    done + partial_tiles + step, kv_tile, acc, weight, sums, peak, q, q_parts, q_part, zeros, k_s, v_s,
+                    done + partial_tiles + step, kv_tile, acc, weight, sums, peak, floor, q, q_parts, q_part, zeros, k_s, v_s,
                     k_full, k_empty, v_full, v_empty,
                     factor, steepness, scale, origin, b, h, hkv, batch, heads, kv_heads, q_len, kv_len, kv_origin,
                     BLOCK_N, STAGES, KV_KIND, False, form == 1, SCORES, OUTPUT, WEIGHTS, HALF, HEAD_DIM, D, DV,
@@ -407,7 +413,7 @@ def consume_item(
         total = gl.convert_layout(gl.sum(sums, 1), gl.SliceLayout(1, SCORES))
         if ANCHORED:
             # NaN does not fit either.
-            fits = (rows >= q_len) | (total <= MOST_TOTAL)
+            fits = (rows >= q_len) | ((total >= LEAST_TOTAL) & (total <= MOST_TOTAL))
             lost = anchored & (gl.min(fits.to(gl.int32), 0) == 0)
             lost_s.index(turn % 2 * CONSUMERS + PART).store(words((lost.to(gl.int32),)))
         # A row with no live pair gives zeros and a log-sum-exp of -inf.

@@ -5,8 +5,8 @@ while the consumers finish the one before, and tells them what the item is. Wher
 differ in length, whoever is free draws the next number, as hardware hands out programs.
 
 ANCHORED items follow a row's maximum through PARTIAL tiles and one FULL one; weights of the others are
-relative to that. Where they turn out to be too large, an item has another turn, in which it follows the
-maximum to the end.
+relative to that, or to 0 if it is less. Where they turn out to be too large or too small, an item has
+another turn, in which it follows the maximum to the end.
 """
 # ruff: noqa: F821
 

@@ -28,6 +28,7 @@ LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 TINY = tl.constexpr(2.0**-100)
 MOST_TOTAL = tl.constexpr(2.0**48)
+LEAST_TOTAL = tl.constexpr(2.0**-48)
 
 
 #: functions

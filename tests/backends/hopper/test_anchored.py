@@ -14,7 +14,9 @@ from attndsl.backends.hopper.kernels import configs_of
 from attndsl.backends.triton.cross import example_call, parse_target
 from attndsl.backends.triton.kernels import plan_loop
 from attndsl.backends.triton.specialise import specialise, with_forms
+from attndsl.backends.triton.tiles import Config
 
+CONFIG = Config(16, 8, 4, 2, 2, 240)
 TEXTS = {
     "full": "score",
     "causal": "causal()",
@@ -50,6 +52,24 @@ def test_which_kernels_are_anchored(text, dtype, persistent, anchored):
     loop = plan_loop(lowered, special, "forward", config)
     text = generate(lowered, special, "forward", loop, config)
     assert f"ANCHORED = tl.constexpr({anchored})" in text
+
+
+@pytest.mark.parametrize(
+    ("text", "dtype", "bounded"),
+    [("softcap(20.0)", "bf16", True), ("softcap(50.0)", "bf16", True),
+     ("softcap(60.0)", "bf16", False), ("softcap(20.0)", "fp16", False),
+     ("softcap(6.0)", "fp16", True), ("score", "bf16", False),
+     ("softcap(20.0) + rel[q]", "bf16", True), ("softcap(20.0) + rel[kv]", "bf16", False)],
+)  # fmt: skip
+def test_which_scores_are_bounded(text, dtype, bounded):
+    text = f"tensor rel[n]: float; score = {text}" if "rel" in text else f"score = {text}"
+    lowered = attndsl.compile(text).lowered
+    kind = {"bf16": torch.bfloat16, "fp16": torch.float16}[dtype]
+    special = specialise(lowered.program, example_call(lowered, 64, 64, kind, {}))
+    special = with_forms(special, lowered.program, parse_target("cuda:90"))
+    loop = plan_loop(lowered, special, "forward", CONFIG)
+    text = generate(lowered, special, "forward", loop, CONFIG)
+    assert f"BOUNDED = tl.constexpr({bounded})" in text
 
 
 def captures_of(name, lengths, heads=4):
