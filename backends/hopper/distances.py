@@ -15,11 +15,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from attndsl.ir import const
-
 from ..triton.backend import PADDING
 from ..triton.distances import add_distance_gradients, by_distance
-from .memory import block_width
+from .learned import holds_score_gradient
 
 if TYPE_CHECKING:
     from attndsl.pipeline import Lowered
@@ -50,15 +48,7 @@ def with_summed(found: Shares, lowered: Lowered, call: Call) -> Shares:
 
 def among(lowered: Lowered, call: Call, names: frozenset[str]) -> frozenset[str]:
     """Those of the tensors and params ``names`` whose gradients the backward makes by distance."""
-    program = lowered.program
-    if program.weights is not None or program.dropout is not None or not names:
-        return frozenset()
-    # A derivative would be multiplied in before there is dS.
-    if lowered.placed.slope is not const(1.0):
-        return frozenset()
-    if call.q.dtype is not torch.bfloat16 or call.deterministic:
-        return frozenset()
-    if max(block_width(call.q.shape[3]), block_width(call.v.shape[3])) > 128:
+    if not names or not holds_score_gradient(lowered, call):
         return frozenset()
     if call.k.shape[2] > _MOST_KEYS:
         return frozenset()

@@ -23,6 +23,7 @@ from attndsl.passes.place import AWAY
 
 from ..capture_sums import CaptureSums
 from ..cpu_tiles import Expressions, Step
+from .memory import block_width
 
 if TYPE_CHECKING:
     from attndsl.ir import Node
@@ -76,6 +77,22 @@ def learned_in_kernel(lowered: Lowered, special: Specialisation) -> Learned:
     found = learned_parts(lowered, frozenset((*special.tensor_gradients, *special.param_gradients)))
     assert isinstance(found, Learned)
     return found
+
+
+def holds_score_gradient(lowered: Lowered, call: Call) -> bool:
+    """Whether what the backward leaves in shared memory for dQ is the gradient of final scores.
+
+    A derivative would be multiplied in before. In fp16 small gradients are zeros; determinism and
+    wide heads keep that kernel away.
+    """
+    program = lowered.program
+    if program.weights is not None or program.dropout is not None:
+        return False
+    if lowered.placed.slope is not const(1.0):
+        return False
+    if call.q.dtype is not torch.bfloat16 or call.deterministic:
+        return False
+    return max(block_width(call.q.shape[3]), block_width(call.v.shape[3])) <= 128
 
 
 def slope_for_factor(placed: Placed) -> Node | None:

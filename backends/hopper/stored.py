@@ -16,12 +16,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from attndsl.ir import const
-
 from ..base import Slopes
 from ..triton.pairs import by_pairs, rest_of
 from ..triton.terms import ONE, is_plain, terms_of
-from .memory import block_width
+from .learned import holds_score_gradient
 
 if TYPE_CHECKING:
     from attndsl.pipeline import Lowered
@@ -62,16 +60,7 @@ def among(lowered: Lowered, call: Call, names: frozenset[str]) -> frozenset[str]
     bias. All of them share it, so that it may take four times as much as they do together: with
     fp32 tensors, of eight pairs that share each element.
     """
-    program = lowered.program
-    if program.weights is not None or program.dropout is not None or not names:
-        return frozenset()
-    # A derivative would be multiplied in before there is dS.
-    if lowered.placed.slope is not const(1.0):
-        return frozenset()
-    # Slopes need a wider range than fp16 has; all else is what keeps the Hopper backward away.
-    if call.q.dtype is not torch.bfloat16 or call.deterministic:
-        return frozenset()
-    if max(block_width(call.q.shape[3]), block_width(call.v.shape[3])) > 128:
+    if not names or not holds_score_gradient(lowered, call):
         return frozenset()
     found, room = set(), 0.0
     for name in names:
