@@ -168,7 +168,7 @@ CASES = {
     ],
     "a program a tile": [
         ("forward", "plain", 128, 0, {"persistent": False}),
-        ("backward_kv", "causal", 64, 2, {"persistent": False}),
+        ("backward_kv", "causal", 64, 1, {"persistent": False}),
     ],
     "more of a program a tile": [
         ("forward", "causal", 64, 0, {"persistent": False, "value_dim": 128}),
@@ -185,10 +185,10 @@ CASES = {
         ("backward_kv", "dropout", 64, 0),
     ],
     "more backward": [
-        ("backward_kv", "nothing", 64, 1),
+        ("backward_kv", "nothing", 64, 2),
         ("backward_kv", "alibi", 128, 0),
-        ("backward_kv", "constant", 64, 1),
-        ("backward_kv", "logic", 64, 1),
+        ("backward_kv", "constant", 64, 2),
+        ("backward_kv", "logic", 64, 2),
         ("backward_kv", "bool", 128, 0),
         ("backward_kv", "softcap", 128, 0),
         ("backward_kv", "dropout", 128, 0),
@@ -199,7 +199,7 @@ CASES = {
         ("backward_kv", "slopes", 64, 0, {"summed": True}),
     ],
     "more sums along diagonals": [
-        ("backward_kv", "relative", 64, 2, {"summed": True, "persistent": False}),
+        ("backward_kv", "relative", 64, 1, {"summed": True, "persistent": False}),
         ("backward_kv", "slopes", 128, 1, {"summed": True, "indexed": True}),
         ("backward_kv", "alibi", 128, 0, {"summed": True, "value_dim": 64}),
         ("backward_kv", "bias", 128, 0, {"summed": True, "tiles": "bfloat16"}),
@@ -216,7 +216,7 @@ CASES = {
     ],
     "tiles of pairs": [
         ("forward", "bias", 128, 0, {"tiles": "bfloat16"}),
-        ("backward_kv", "both", 64, 2, {"tiles": "float32"}),
+        ("backward_kv", "both", 64, 1, {"tiles": "float32"}),
     ],
     "more tiles of pairs": [
         ("forward", "bias", 128, 0, {"tiles": "float32"}),
