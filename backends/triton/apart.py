@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from ..base import Call, Gradients, Slopes, Wants
     from .arguments import Layout
     from .compile import Executable
+    from .pairs import Rest, Sums
     from .shares import Shares
 
 
@@ -126,53 +127,61 @@ def _zeros(again: Again, wants: Wants) -> dict[str, torch.Tensor]:
     return {name: torch.zeros_like(again.call.tensors[name]) for name in wants.tensors}
 
 
-def _pairs(again: Again, wants: Wants) -> dict[str, torch.Tensor]:
-    """Gradients of tensors of which pairs look up an element each, see ``pairs.py``."""
-    if again.is_empty:
-        return _zeros(again, wants)
+@dataclass(frozen=True, slots=True)
+class _OfPairs:
+    """A launch for tensors of which pairs look up an element each, see ``pairs.py``."""
+
+    layout: Layout
+    kernel: Executable
+    rest: Rest
+    parts: int
+    programs: int
+    sums: list[Sums]
+
+    def arguments(self) -> list[object]:
+        """Of the sums."""
+        return [argument for item in self.sums for argument in item.arguments()]
+
+
+def _of_pairs(again: Again, wants: Wants, kind: str) -> _OfPairs:
     call = again.call
     terms = terms_of(again.lowered, wants.tensors)
     rest = rest_of(terms[0], call)
-    layout = again.layout_of("pairs", wants)
-    kernel = layout.executables["pairs"]
+    layout = again.layout_of(kind, wants)
+    kernel = layout.executables[kind]
     batch, heads, q_len = again.lse.shape
     tiles = -(-q_len // kernel.config.block_m) * -(-call.k.shape[2] // kernel.config.block_n)
     parts = parts_of(rest, call)
-    sums = sums_of(terms, call)
-    again.launch(
-        kernel,
-        parts * tiles * (batch * heads // (rest.batches * rest.heads)),
-        layout,
-        [rest.batches, rest.heads, parts],
-        [argument for item in sums for argument in item.arguments()],
-    )
-    return gradients_of(sums, call)
+    programs = parts * tiles * (batch * heads // (rest.batches * rest.heads))
+    return _OfPairs(layout, kernel, rest, parts, programs, sums_of(terms, call))
+
+
+def _pairs(again: Again, wants: Wants) -> dict[str, torch.Tensor]:
+    """Gradients of such tensors, which make dS again."""
+    if again.is_empty:
+        return _zeros(again, wants)
+    own = _of_pairs(again, wants, "pairs")
+    first = [own.rest.batches, own.rest.heads, own.parts]
+    again.launch(own.kernel, own.programs, own.layout, first, own.arguments())
+    return gradients_of(own.sums, again.call)
 
 
 def _stored(again: Again, wants: Wants, slopes: Slopes) -> dict[str, torch.Tensor]:
-    """Gradients of tensors, each a sum of dS, which the attention kernels have stored."""
-    call = again.call
-    terms = terms_of(again.lowered, wants.tensors)
-    rest = rest_of(terms[0], call)
-    layout = again.layout_of("stored", wants)
-    kernel = layout.executables["stored"]
+    """Gradients of such tensors, each a sum of dS, which the attention kernels have stored."""
+    own = _of_pairs(again, wants, "stored")
     batch, heads, q_len = again.lse.shape
-    tiles = -(-q_len // kernel.config.block_m) * -(-call.k.shape[2] // kernel.config.block_n)
-    parts = parts_of(rest, call)
-    sums = sums_of(terms, call)
+    rest, device = own.rest, slopes.values.device
     members = rest.batches * rest.heads
-    device = slopes.values.device
     with on_device(device):
-        kernel.launch(
-            parts * tiles * (batch * heads // members), stream_of(device),
+        own.kernel.launch(
+            own.programs, stream_of(device),
             [
                 slopes.values, slopes.stored, *slopes.values.shape[2:], *slopes.stored.shape[2:],
                 heads, heads // rest.heads, batch // rest.batches, rest.heads,
-                members, -(-members // parts), q_len, call.k.shape[2],
-                *(argument for item in sums for argument in item.arguments()),
+                members, -(-members // own.parts), q_len, again.call.k.shape[2], *own.arguments(),
             ],
         )  # fmt: skip
-    return gradients_of(sums, call)
+    return gradients_of(own.sums, again.call)
 
 
 def _scattered(again: Again, wants: Wants) -> dict[str, torch.Tensor]:
