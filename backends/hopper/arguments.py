@@ -11,7 +11,7 @@ from ..base import Wants
 from ..triton.arguments import Layout, capture_types, template_argument
 from ..triton.compile import Argument
 from .learned import Learned
-from .memory import BYTES_OF_TYPES, block_width, pair_block
+from .memory import ADDRESS_BYTES, BYTES_OF_TYPES, block_width, pair_block
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from ..triton.tiles import Config
     from .launch import Launch, View
 
-_BYTES = 16
-"""Addresses and strides that the tensor memory accelerator takes are multiples of this."""
 _ROWS = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
 _SLOPES = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
 _STATISTICS = NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
@@ -156,8 +154,8 @@ class HopperLayout(Layout):
 
 def descriptor_strides(tensor: torch.Tensor) -> tuple[int, ...] | None:
     """Strides as the hardware wants them; None if it cannot read ``tensor``."""
-    unit = _BYTES // tensor.element_size()
-    if tensor.data_ptr() % _BYTES or (tensor.shape[3] > 1 and tensor.stride(3) != 1):
+    unit = ADDRESS_BYTES // tensor.element_size()
+    if tensor.data_ptr() % ADDRESS_BYTES or (tensor.shape[3] > 1 and tensor.stride(3) != 1):
         return None
     steps = []
     for dim in range(3):

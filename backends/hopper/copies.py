@@ -17,12 +17,13 @@ from attndsl.ir import leaf_names
 from attndsl.layout import pad_strides
 from attndsl.passes.tiles.plan import DIRECTIONS
 
+from .memory import ADDRESS_BYTES
+
 if TYPE_CHECKING:
     from attndsl.pipeline import Lowered
 
     from ..base import Call
 
-_BYTES = 16
 _PAIRS_A_BYTE = {"forward": 1.5, "backward_kv": 0.15}
 """How many pairs read each byte of a tensor where a copy takes as long as it saves."""
 
@@ -58,7 +59,7 @@ def _share(lowered: Lowered, call: Call, name: str, direction: str) -> float:
 
 def room_for(own: torch.Tensor) -> torch.Tensor:
     """An empty tensor like ``own``, whose rows begin at multiples of 16 bytes."""
-    unit = _BYTES // own.element_size()
+    unit = ADDRESS_BYTES // own.element_size()
     sizes = [*own.shape[:-1], -(-own.shape[-1] // unit) * unit]
     dense = torch.empty(sizes, dtype=own.dtype, device="meta").stride()
     return torch.empty_strided(

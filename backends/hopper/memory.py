@@ -16,6 +16,8 @@ _REST = 640
 _TURNED = 16384
 """Bytes in which a backward's rows of dK and dV get from who has computed to who stores them; above
 head dim 128 the places of k and v."""
+ADDRESS_BYTES = 16
+"""Addresses and strides that the tensor memory accelerator takes are multiples of this."""
 _LINES = 2048
 """Bytes in which sums along a tile's diagonals get from warp to warp."""
 

@@ -21,7 +21,7 @@ from attndsl.ir import DType, Op, toposort
 from ..triton.specialise import TRITON_TYPES, PairTile, strides
 from ..triton.tiles import shared_memory_of
 from .copies import is_worth_a_copy
-from .memory import shared_bytes, widest
+from .memory import ADDRESS_BYTES, shared_bytes, widest
 from .tiles import CANDIDATES
 
 if TYPE_CHECKING:
@@ -34,8 +34,6 @@ if TYPE_CHECKING:
     from ..triton.specialise import Specialisation
     from ..triton.tiles import Config
 
-_BYTES = 16
-"""Addresses and strides that the tensor memory accelerator takes are multiples of this."""
 _MOST = 2
 """Tensors of one kernel."""
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32)
@@ -151,7 +149,9 @@ def window(tile: PairTile, call: Call) -> torch.Tensor:
     if tile.dtype == "i8":
         tensor = tensor.view(torch.int8)
     # The stride of a dim of size 1 is never used, but has to be a possible one.
-    return tensor.as_strided(shape, (*(leading[dim] for dim in kept), row or _BYTES, column or 1))
+    return tensor.as_strided(
+        shape, (*(leading[dim] for dim in kept), row or ADDRESS_BYTES, column or 1)
+    )
 
 
 def is_readable(own: torch.Tensor) -> bool:
@@ -159,7 +159,10 @@ def is_readable(own: torch.Tensor) -> bool:
     *others, column = own.stride()
     size = own.element_size()
     return (
-        own.data_ptr() % _BYTES == 0
+        own.data_ptr() % ADDRESS_BYTES == 0
         and column == 1
-        and all(step > 0 and step * size % _BYTES == 0 and step * size < 1 << 40 for step in others)
+        and all(
+            step > 0 and step * size % ADDRESS_BYTES == 0 and step * size < 1 << 40
+            for step in others
+        )
     )
