@@ -53,7 +53,8 @@ def candidates(
         width: Head dim, a power of two.
         plain: Whether it has scores that are ``scale * (q . k)``, or no mask.
         work: What its loop is like, see ``Sparsity.work``.
-        column: Whether its score has a part that varies with the key alone.
+        column: Whether its score has a part that varies with the key alone, and weights follow the
+            maximum to the end, as in fp16.
         dropped: Whether it has dropout.
         own: Whether it says what weights are.
     """

@@ -384,8 +384,8 @@ def consume_item(
             )
             for step in range(begin, end):
                 acc, weight, sums, peak = attend(
-                    done + partial_tiles + step, kv_tile, acc, weight, sums, peak, floor, q, q_parts, q_part, zeros, k_s, v_s,
-                    k_full, k_empty, v_full, v_empty,
+                    done + partial_tiles + step, kv_tile, acc, weight, sums, peak, floor,
+                    q, q_parts, q_part, zeros, k_s, v_s, k_full, k_empty, v_full, v_empty,
                     factor, steepness, scale, origin, b, h, hkv, batch, heads, kv_heads, q_len, kv_len, kv_origin,
                     BLOCK_N, STAGES, KV_KIND, False, form == 1, SCORES, OUTPUT, WEIGHTS, HALF, HEAD_DIM, D, DV,
                     #: drop
