@@ -15,6 +15,7 @@ from attndsl.ir import Op, const, dependencies, reads_score
 from attndsl.passes.magnitude import magnitude
 from attndsl.passes.tiles.plan import DIRECTIONS
 
+from ..forms import APPROX
 from ..triton.device_functions import param_values, parameters, wrapped
 from ..triton.generate import fill_template, import_lines
 from ..triton.loops import LIST_PARAMETERS, print_loop
@@ -27,6 +28,7 @@ from .pair_texts import pair_hooks, print_pair_functions
 from .stored import slope_hooks
 
 if TYPE_CHECKING:
+    from attndsl.ir import Node
     from attndsl.passes.tiles.plan import LoopPlan
     from attndsl.pipeline import Lowered
 
@@ -146,7 +148,7 @@ def generate(
         "HAS_SINK": program.sink is not None,
         "HAS_FACTOR": placed.inner is not None,
         "HAS_DERIVATIVE": placed.slope is not const(1.0),
-        "PAIRWISE_DERIVATIVE": not dependencies(placed.slope)[placed.slope] <= {"b", "h"},
+        "PAIRWISE_DERIVATIVE": _is_pairwise(placed.slope),
         "OUTER": placed.outer,
         f"{name.upper()}_HAS_FULL": full,
         f"{name.upper()}_HAS_PARTIAL": listed or bool(loop.partial),
@@ -162,6 +164,9 @@ def generate(
         "HAS_COMMON": weights_and_factor(lowered, special, direction)[1] is not None,
         "BOUNDED": bounded,
         "ANCHORED": anchored,
+        "MIXED": bounded and special.forms == APPROX,
+        # Measured, B2 H16 S8192 D128 and D64: soft caps gain 2%, plain scores lose up to 1%.
+        "LEAVE_EACH": not forward and _is_pairwise(placed.slope),
         "PERSISTENT": config.persistent,
         "DRAWN": drawn,
         "HAS_DROPOUT": dropped,
@@ -213,6 +218,11 @@ def generate(
     }
     texts += print_pair_functions(lowered, special, direction)
     return fill_template(__package__, templates, [*functions, *texts], helpers, flags, names, more)
+
+
+def _is_pairwise(slope: Node) -> bool:
+    """Whether a score's derivative varies within a head."""
+    return not dependencies(slope)[slope] <= {"b", "h"}
 
 
 def _is_bounded(lowered: Lowered, special: Specialisation) -> bool:

@@ -123,14 +123,14 @@ def add_query_tile(
         slopes, keys = shared.slice(PART * 64, 64, dim=1), k_tile
     making_q = warpgroup_mma(slopes.permute((1, 0)), keys, no_dq, use_acc=False, is_async=True)
     dv = warpgroup_mma_wait(1, deps=[adding_v])
-    mbarrier.arrive(do_empty.index(stage), count=1)
+    leave(do_empty.index(stage), LEAVE_EACH)
     #: let_add
     adding_k = warpgroup_mma(slope_operand, q, dk, is_async=True)
     dq = warpgroup_mma_wait(1, deps=[making_q])
     row = (b * heads + h).to(gl.int64) * padded + first
     add_to_sums(SUMS + row * D + PART * (BLOCK_M * D // 2), dq)
     dk = warpgroup_mma_wait(0, deps=[adding_k])
-    mbarrier.arrive(q_empty.index(stage), count=1)
+    leave(q_empty.index(stage), LEAVE_EACH)
     return dk, dv, column_sums
 
 

@@ -184,8 +184,8 @@ def attention_backward_kv(
     for stage in gl.static_range(STAGES):
         mbarrier.init(q_full.index(stage), count=1)
         mbarrier.init(do_full.index(stage), count=1)
-        mbarrier.init(q_empty.index(stage), count=2)
-        mbarrier.init(do_empty.index(stage), count=2)
+        mbarrier.init(q_empty.index(stage), count=2 * (128 if LEAVE_EACH else 1))
+        mbarrier.init(do_empty.index(stage), count=2 * (128 if LEAVE_EACH else 1))
     if HAS_DROPOUT:
         WORDS: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
         kept_s = gl.allocate_shared_memory(gl.int32, [STAGES * 2, 128, BLOCK_M // 64], WORDS)

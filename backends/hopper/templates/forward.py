@@ -27,9 +27,10 @@ def parts_of_keys(
 
 @gluon.jit
 def final_scores(
-    score, q, q_parts, kv_parts, kv_tile, factor, steepness, scale, origin,
+    score, q, q_parts, kv_parts, kv_tile, peak, factor, steepness, scale, origin,
     b, h, hkv, batch, heads, kv_heads, q_len, kv_len, kv_origin,
-    BLOCK_N: gl.constexpr, KV_KIND: gl.constexpr, PARTIAL: gl.constexpr, SCORES: gl.constexpr,
+    BLOCK_N: gl.constexpr, KV_KIND: gl.constexpr, PARTIAL: gl.constexpr, FIXED: gl.constexpr,
+    SCORES: gl.constexpr,
     #: parameters
     #: pair_parts
 ):
@@ -71,13 +72,18 @@ def final_scores(
                 begin = begin.to(gl.float32)
                 away = line(begin, 1.0, BLOCK_N, gl.SliceLayout(0, SCORES))
             if HAS_STEEPNESS and KV_KIND != "index":
-                column = line(begin * steepness, steepness, BLOCK_N, gl.SliceLayout(0, SCORES))
+                if FIXED:
+                    column = lines(begin * steepness - joint(peak), steepness, BLOCK_N, SCORES)
+                else:
+                    column = line(begin * steepness, steepness, BLOCK_N, gl.SliceLayout(0, SCORES))[None, :]
             else:
                 column = LOG2E * column_of_score(
                     b, h, hkv, places, away, kv_parts, batch, heads, kv_heads, q_len, kv_len,
                     #: arguments
-                )
-            score = score * factor + column[None, :]
+                )[None, :]
+                if FIXED:
+                    column = column - joint(peak)[:, None]
+            score = score * factor + column
         if OWN_WEIGHTS:
             score, _ = gl.broadcast(
                 weight_of_pair(
@@ -102,10 +108,11 @@ def final_scores(
 
 
 @gluon.jit
-def soften(score, reached, peak, floor, factor, GUARDED: gl.constexpr, FIXED: gl.constexpr):
+def soften(score, reached, peak, floor, anchored, factor, PARTIAL: gl.constexpr, FIXED: gl.constexpr):
     """Weights of one tile; their sums, decay, new maximum, which is at least ``floor``.
 
-    FIXED: they are relative to the maximum so far, and may be larger than 1.
+    FIXED: they are relative to the maximum so far, and may be larger than 1. Where columns have a
+    part, it is without that maximum, which a thread's two rows share if ``anchored``.
     """
     if OWN_WEIGHTS:
         weight = score
@@ -113,12 +120,15 @@ def soften(score, reached, peak, floor, factor, GUARDED: gl.constexpr, FIXED: gl
         new_peak = gl.maximum(peak, reached)
     elif BOUNDED:
         # No score is so large that its weight would not fit, whatever the others of its row are.
-        weight = gl.exp2(score * factor)
+        if MIXED and not PARTIAL:
+            weight = mixed_exp2(score * factor)
+        else:
+            weight = gl.exp2(score * factor)
         decay, new_peak = 1.0, peak
     elif FIXED:
         if not HAS_COLUMN:
-            score = score * factor
-        weight = gl.exp2(score - peak[:, None])
+            score = score * factor - peak[:, None]
+        weight = gl.exp2(score)
         decay, new_peak = 1.0, peak
     else:
         highest = gl.max(score, 1)
@@ -126,9 +136,11 @@ def soften(score, reached, peak, floor, factor, GUARDED: gl.constexpr, FIXED: gl
             highest = highest * factor
         if ANCHORED:
             highest = gl.maximum(highest, floor)
+            if HAS_COLUMN:
+                highest = gl.where(anchored, joint(highest), highest)
         new_peak = raised(peak, highest) if LAZY else gl.maximum(peak, highest)
         shift = new_peak
-        if GUARDED:
+        if (PARTIAL and MASKED) or MODIFIED or HAS_COLUMN:
             shift = gl.where(new_peak == float("-inf"), 0.0, new_peak)
         if HAS_COLUMN:
             weight = gl.exp2(score - shift[:, None])
@@ -140,7 +152,7 @@ def soften(score, reached, peak, floor, factor, GUARDED: gl.constexpr, FIXED: gl
 
 @gluon.jit
 def attend(
-    count, kv_tile, acc, weight, sums, peak, floor, q, q_parts, q_part, zeros, k_s, v_s,
+    count, kv_tile, acc, weight, sums, peak, floor, anchored, q, q_parts, q_part, zeros, k_s, v_s,
     k_full, k_empty, v_full, v_empty,
     factor, steepness, scale, origin, b, h, hkv, batch, heads, kv_heads, q_len, kv_len, kv_origin,
     BLOCK_N: gl.constexpr, STAGES: gl.constexpr, KV_KIND: gl.constexpr, PARTIAL: gl.constexpr,
@@ -174,15 +186,15 @@ def attend(
     mbarrier.arrive(k_empty.index(stage), count=1)
     #: read_pairs
     score, reached = final_scores(
-        score, q, q_parts, kv_parts, kv_tile, factor, steepness, scale, origin,
+        score, q, q_parts, kv_parts, kv_tile, peak, factor, steepness, scale, origin,
         b, h, hkv, batch, heads, kv_heads, q_len, kv_len, kv_origin,
-        BLOCK_N, KV_KIND, PARTIAL, SCORES,
+        BLOCK_N, KV_KIND, PARTIAL, FIXED, SCORES,
         #: arguments
         #: pair_parts
     )
     #: leave_pairs
     exact, own, decay, peak = soften(
-        score, reached, peak, floor, factor, (PARTIAL and MASKED) or MODIFIED or HAS_COLUMN, FIXED
+        score, reached, peak, floor, anchored, factor, PARTIAL, FIXED
     )
     if HAS_DROPOUT:
         exact = keep_drawn(exact, draws, drop)
@@ -304,6 +316,14 @@ def consume_item(
             #: forward_lists
         )
         first_tile = gl.where(partial_tiles > 0, first_tile, full_tile)
+    anchored = False
+    begin = gl.where(partial_tiles > 0, 0, 1)
+    end = full_tiles
+    if ANCHORED:
+        # The first keys of all often have the largest scores: their tile is one to follow. What is
+        # added to the scores of padding is as good as -inf, and nothing to be relative to.
+        anchored = fast & (begin + 1 < full_tiles)
+        end = gl.where(anchored, begin + 1, full_tiles)
     stage = done % STAGES
     mbarrier.wait(q_full.index(PART), turn & 1)
     if SIGNED:
@@ -325,15 +345,15 @@ def consume_item(
     mbarrier.arrive(k_empty.index(stage), count=1)
     #: read_first_pairs
     score, reached = final_scores(
-        score, q, q_parts, kv_parts, first_tile, factor, steepness, scale, origin,
+        score, q, q_parts, kv_parts, first_tile, peak, factor, steepness, scale, origin,
         b, h, hkv, batch, heads, kv_heads, q_len, kv_len, kv_origin,
-        BLOCK_N, KV_KIND, True, SCORES,
+        BLOCK_N, KV_KIND, True, False, SCORES,
         #: arguments
         #: pair_parts
     )
     #: leave_first_pairs
     exact, sums, decay, peak = soften(
-        score, reached, peak, float("-inf"), factor, MASKED or MODIFIED or HAS_COLUMN, False
+        score, reached, peak, float("-inf"), anchored, factor, True, False
     )
     if HAS_DROPOUT:
         draws = draws_of_pairs(drop, first_tile * BLOCK_N, q_len >> 31, BLOCK_N, SCORES)
@@ -350,8 +370,8 @@ def consume_item(
         )
         for step in range(1, partial_tiles):
             acc, weight, sums, peak = attend(
-                done + step, kv_tile, acc, weight, sums, peak, float("-inf"), q, q_parts, q_part, zeros, k_s, v_s,
-                k_full, k_empty, v_full, v_empty,
+                done + step, kv_tile, acc, weight, sums, peak, float("-inf"), anchored,
+                q, q_parts, q_part, zeros, k_s, v_s, k_full, k_empty, v_full, v_empty,
                 factor, steepness, scale, origin, b, h, hkv, batch, heads, kv_heads, q_len, kv_len, kv_origin,
                 BLOCK_N, STAGES, KV_KIND, True, False, SCORES, OUTPUT, WEIGHTS, HALF, HEAD_DIM, D, DV,
                 #: drop
@@ -366,14 +386,7 @@ def consume_item(
                 #: forward_lists
             )
     if FORWARD_HAS_FULL:
-        begin = gl.where(partial_tiles > 0, 0, 1)
-        end, floor = full_tiles, float("-inf")
-        if ANCHORED:
-            # The first keys of all often have the largest scores: their tile is one to follow. What is
-            # added to the scores of padding is as good as -inf, and nothing to be relative to.
-            anchored = fast & (begin + 1 < full_tiles)
-            end = gl.where(anchored, begin + 1, full_tiles)
-            floor = gl.where(anchored, 0.0, float("-inf"))
+        floor = gl.where(anchored, 0.0, float("-inf"))
         for form in gl.static_range(2 if ANCHORED else 1):
             kv_tile = forward_full_tile(
                 begin, full_tiles, first_live, first_full, tile,
@@ -384,7 +397,7 @@ def consume_item(
             )
             for step in range(begin, end):
                 acc, weight, sums, peak = attend(
-                    done + partial_tiles + step, kv_tile, acc, weight, sums, peak, floor,
+                    done + partial_tiles + step, kv_tile, acc, weight, sums, peak, floor, anchored,
                     q, q_parts, q_part, zeros, k_s, v_s, k_full, k_empty, v_full, v_empty,
                     factor, steepness, scale, origin, b, h, hkv, batch, heads, kv_heads, q_len, kv_len, kv_origin,
                     BLOCK_N, STAGES, KV_KIND, False, form == 1, SCORES, OUTPUT, WEIGHTS, HALF, HEAD_DIM, D, DV,

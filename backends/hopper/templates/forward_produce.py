@@ -16,8 +16,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from attndsl.backends.hopper import dialect as tl
 from attndsl.backends.hopper.library import (
-    await_written, count_up, eighths_of_sums, finish, halves, line, multiply, pack, places_of, raised,
-    scaled, unpack, word, words,
+    await_written, count_up, eighths_of_sums, finish, halves, joint, line, lines, mixed_exp2, multiply,
+    pack, places_of, raised, scaled, unpack, word, words,
 )
 from attndsl.backends.hopper.shim import tma_load, tma_store, tma_wait
 from attndsl.backends.triton.library import positions, shift_of_positions

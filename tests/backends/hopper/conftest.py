@@ -76,6 +76,13 @@ class Operations:
                 finish=lambda values, zero: None,
                 halves=lambda words, half, layout: words,
                 multiply=self.multiply_rows,
+                # Rows side by side here, so that any number of them will do.
+                joint=lambda peak: peak.view(-1, 2).amax(1).repeat_interleave(2),
+                leave=lambda barrier, each: self.arrive(barrier, 128 if each else 1),
+                lines=lambda begins, slope, size, layout: (
+                    begins[:, None] + slope * language.arange(0, size)
+                ),
+                mixed_exp2=torch.exp2,
                 line=lambda begin, slope, size, layout: begin + slope * language.arange(0, size),
                 # Halves are fp16 here, and hold less than bf16.
                 pack=lambda tile, half: tile.clamp(-65504, 65504).to(half),

@@ -24,6 +24,8 @@ TEXTS = {
     "documents": "tensor doc[q_len]: int; mask = q >= kv and doc[q] == doc[kv]",
     "sink": "mask = causal(); sink = 0.5",
     "gain": "tensor gain[heads]: float; mask = causal(); score = gain[h] * score",
+    "alibi": "mask = causal(); score = alibi()",
+    "keys": "tensor keys[kv_len]: float; mask = causal(); score = score + keys[kv]",
     "relative": "tensor rel[heads, n]: float; score = score + rel[h, q - kv + kv_len]",
     "bias": """
         tensor bias[heads, q_len, kv_len]: float
@@ -70,6 +72,7 @@ def test_which_scores_are_bounded(text, dtype, bounded):
     loop = plan_loop(lowered, special, "forward", CONFIG)
     text = generate(lowered, special, "forward", loop, CONFIG)
     assert f"BOUNDED = tl.constexpr({bounded})" in text
+    assert f"MIXED = tl.constexpr({bounded and dtype == 'bf16'})" in text
 
 
 def captures_of(name, lengths, heads=4):
@@ -77,6 +80,7 @@ def captures_of(name, lengths, heads=4):
     return {
         "documents": {"doc": (torch.arange(q_len, device="cuda") // 401).int()},
         "gain": {"gain": torch.rand(heads, device="cuda") + 0.5},
+        "keys": {"keys": 20 * torch.randn(kv_len, device="cuda")},
         "relative": {"rel": 20 * torch.randn(heads, 2 * kv_len, device="cuda")},
         "bias": {"bias": 20 * torch.randn(heads, q_len, kv_len, device="cuda")},
     }.get(name, {})
@@ -120,6 +124,21 @@ def test_growing_scores(check, name, dim, lengths, size):
     for run in runs[1:]:
         assert torch.equal(run[0], runs[0][0])
         assert torch.equal(run[1], runs[0][1])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["alibi", "keys"])
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("size", [1.0, 9.0])
+def test_rows_that_share_a_maximum_may_be_far_apart(check, name, dim, size):
+    """Every other eight queries have scores as far below 0 as the others have above."""
+    place = SimpleNamespace(backend="hopper", device="cuda", shape=(2, 4, 1000, dim))
+    inputs = check.inputs(place, torch.bfloat16, captures=captures_of(name, (1000, 1000)))
+    k = inputs.k / 4 + size
+    signs = 1 - 2 * (torch.arange(1000, device="cuda")[:, None] // 8 % 2)
+    q = inputs.q / 4 + size * signs
+    inputs = replace(inputs, q=q.detach().requires_grad_(), k=k.detach().requires_grad_())
+    check(place, TEXTS[name], inputs)
 
 
 @pytest.mark.gpu

@@ -285,9 +285,16 @@ def growing(name: str, shape: tuple[int, int, int, int], size: float = 40.0) -> 
     return inputs
 
 
+def counted(text: str) -> str:
+    """Of an anchored kernel, whose programs tell how many turns they took."""
+    assert "ANCHORED = tl.constexpr(True)" in text
+    return text.replace("    return turn\n", "    noted(turn)\n    return turn\n")
+
+
 GROWING = [
     ("full", (40, 42, 2, 8)), ("causal", (50, 50, 4, 8)), ("sink", (50, 70, 1, 16)),
-    ("table", (40, 60, 2, 8)), ("dropout", (40, 60, 2, 8)), ("bias", (24, 42, 4, 8)),
+    ("alibi", (50, 50, 4, 8)), ("table", (40, 60, 2, 8)), ("dropout", (40, 60, 2, 8)),
+    ("bias", (24, 42, 4, 8)),
 ]  # fmt: skip
 
 
@@ -299,16 +306,11 @@ GROWING = [
 def test_items_whose_weights_grew_too_large_are_computed_again(run, name, shape, programs, form):
     inputs = growing(name, shape)
     config = PERSISTENT if form == "two consumers" else FORMS[form]
-    turns = []
-
-    def noted(text: str) -> str:
-        assert "ANCHORED = tl.constexpr(True)" in text
-        return text.replace("    return turn\n", "    noted(turn)\n    return turn\n")
-
+    turns: list[int] = []
     out, lse = run(name, inputs, SMALL)
     assert torch.isfinite(out).all()
     again, again_lse = run(
-        name, inputs, config, programs, programs, change=noted, noted=turns.append
+        name, inputs, config, programs, programs, change=counted, noted=turns.append
     )
     assert torch.allclose(again.float(), out.float(), atol=2e-3, rtol=2e-3)
     assert torch.allclose(again_lse, lse, atol=1e-3, rtol=1e-5)
@@ -320,10 +322,7 @@ def test_items_whose_weights_grew_too_large_are_computed_again(run, name, shape,
 def test_nothing_is_computed_again_where_weights_fit(run):
     inputs, turns = inputs_of("causal", 70, 70, 4, 8), []
 
-    def noted(text: str) -> str:
-        return text.replace("    return turn\n", "    noted(turn)\n    return turn\n")
-
-    run("causal", inputs, PERSISTENT, 1, 5, change=noted, noted=turns.append)
+    run("causal", inputs, PERSISTENT, 1, 5, change=counted, noted=turns.append)
     assert sum(turns) == 5 * 8 + 5
 
 
@@ -398,10 +397,7 @@ def test_padding_is_nothing_to_be_relative_to(run):
     inputs, turns = inputs_of("bias", 24, 70, 4, 8), []
     inputs.bias[:, :, :21] = -60000.0
 
-    def noted(text: str) -> str:
-        return text.replace("    return turn\n", "    noted(turn)\n    return turn\n")
-
-    out, _ = run("bias", inputs, PERSISTENT, 1, 2, change=noted, noted=turns.append)
+    out, _ = run("bias", inputs, PERSISTENT, 1, 2, change=counted, noted=turns.append)
     assert torch.allclose(out.float(), expected(inputs, "bias"), atol=4e-3, rtol=2e-3)
     assert sum(turns) == 2 * 8 + 2
 

@@ -48,6 +48,15 @@ def test_a_text_is_python_with_the_programs_score(direction):
     assert attention.source(direction, head_dim=128) != text
 
 
+@pytest.mark.parametrize(
+    ("program", "leaves"),
+    [("causal()", False), ("score = softcap(20.0)", True), ("score = 2 * score", False)],
+)
+def test_threads_leave_one_by_one_where_scores_have_slopes_of_their_own(program, leaves):
+    text = attndsl.compile(program).source("backward", head_dim=128, backend="hopper")
+    assert f"LEAVE_EACH = tl.constexpr({leaves})" in text
+
+
 @pytest.mark.parametrize("direction", KERNELS)
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("program", [GAIN, "score"])

@@ -1,0 +1,52 @@
+"""Device functions of the Hopper kernels whose instructions are written out."""
+
+from __future__ import annotations
+
+import re
+import struct
+
+import torch
+
+from attndsl.backends.hopper.library import mixture
+
+
+def run(ptx: str, place: int, x: torch.Tensor) -> torch.Tensor:
+    """Output number ``place`` of the 16 of ``ptx`` where all inputs are ``x``, in fp32."""
+    found: dict[str, torch.Tensor] = {f"${16 + number}": x for number in range(16)}
+
+    def value(name: str) -> torch.Tensor:
+        if name.startswith("0f"):
+            return torch.full_like(x, struct.unpack(">f", bytes.fromhex(name[2:]))[0])
+        return found[name] if name in found else torch.tensor(int(name))
+
+    for line in re.findall(r"([a-z0-9.]+ [^;{}]*);", ptx):
+        name, _, rest = line.partition(" ")
+        if name.startswith("."):
+            continue
+        target, *operands = rest.split(", ")
+        args = [value(operand) for operand in operands]
+        if name == "shl.b32":
+            found[target] = (args[0].view(torch.int32) << args[1]).view(torch.float32)
+            continue
+        found[target] = {
+            "add.f32": lambda a, b: a + b,
+            "sub.f32": lambda a, b: a - b,
+            "mul.f32": lambda a, b: a * b,
+            "fma.rn.f32": lambda a, b, c: (a.double() * b.double() + c.double()).float(),
+            "ex2.approx.ftz.f32": torch.exp2,
+        }[name](*args)
+    return found[f"${place}"]
+
+
+def test_powers_of_two_on_the_multipliers():
+    ptx = mixture()
+    x = torch.cat([torch.linspace(-125.9, 125.9, 100_001), torch.arange(-125.0, 126.0)])
+    exact = torch.exp2(x.double())
+    errors = [((run(ptx, place, x) - exact) / exact).abs().max() for place in range(16)]
+    assert sum(bool(error > 1e-6) for error in errors) == 3
+    assert max(errors) < 1.1e-4
+    whole = torch.arange(-125.0, 126.0)
+    odd = torch.tensor([torch.nan, 0.0])
+    for place in range(16):
+        assert torch.equal(run(ptx, place, whole), torch.exp2(whole))
+        assert torch.equal(run(ptx, place, odd).isnan(), odd.isnan())
