@@ -63,12 +63,14 @@ def blocks_of(direction: str, special: Specialisation, config: Config) -> dict[s
     }
     if direction != "backward_kv":
         m = m // config.consumers
-        found = {
-            "q_desc": rows(m, d), "k_desc": rows(n, d), "v_desc": rows(n, dv), "o_desc": rows(m, dv)
-        }  # fmt: skip
+        read = {"q_desc": rows(m, d), "k_desc": rows(n, d), "v_desc": rows(n, dv)}
+        written = {"o_desc": rows(m, dv)}
         if direction == "forward_tangent":
-            found |= {moved_argument(name): block for name, block in found.items()}
-        return pairs | found
+            read, written = (
+                own | {moved_argument(name): block for name, block in own.items()}
+                for own in (read, written)
+            )
+        return pairs | read | written
     statistics = Block((m,), "fp32", _STATISTICS)
     if special.stores_slopes:
         pairs["slopes_desc"] = Block((n, m), special.dtype, _SLOPES)

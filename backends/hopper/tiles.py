@@ -27,9 +27,17 @@ _BACKWARD = {
     128: (Config(64, 128, 4, 2, 2, 240), Config(64, 128, 4, 2, 2, 240, peeled=False)),
     256: (Config(64, 64, 4, 2, 2, 240), Config(64, 64, 4, 2, 2, 240, peeled=False)),
 }
+# Two sums of products take the registers of twice as many rows; below 64 keys a tile, products wait
+# for shared memory, but what a program does with scores may leave no room for more.
+_FORWARD_TANGENT: dict[int, tuple[Config, ...]] = {
+    64: (Config(128, 128, 4, 2, 2, 240), Config(128, 64, 4, 3, 2, 240)),
+    128: (Config(128, 64, 4, 2, 2, 240), Config(128, 32, 4, 4, 2, 240)),
+}
 _SHARED = 232
 """Registers of consumers that leave a producer 40 instead of 24."""
-CANDIDATES = {"forward": _FORWARD, "backward_kv": _BACKWARD}
+CANDIDATES: dict[str, dict[int, tuple[Config, ...]]] = {
+    "forward": _FORWARD, "forward_tangent": _FORWARD_TANGENT, "backward_kv": _BACKWARD
+}  # fmt: skip
 """Configs worth compiling, by direction and head dim, a power of two."""
 
 
