@@ -85,6 +85,7 @@ def generate_tangent(
         "FORWARD_HAS_PARTIAL": listed or bool(loop.partial),
         "FORWARD_DESCENDING": loop.descending,
         "LAZY": wide,
+        "EARLY": config.early,
         "BOUNDED": wide and is_bounded(lowered, special),
         "ANCHORED": False,
         "OWN_OUTPUT": block_width(special.head_dim) != block_width(special.value_dim),

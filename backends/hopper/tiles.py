@@ -27,11 +27,15 @@ _BACKWARD = {
     128: (Config(64, 128, 4, 2, 2, 240), Config(64, 128, 4, 2, 2, 240, peeled=False)),
     256: (Config(64, 64, 4, 2, 2, 240), Config(64, 64, 4, 2, 2, 240, peeled=False)),
 }
-# Two sums of products take the registers of twice as many rows; below 64 keys a tile, products wait
-# for shared memory, but what a program does with scores may leave no room for more.
+# Two sums of products take the registers of twice as many rows. Early ones add up tangents before
+# their products: of 128 keys, or of what programs do with scores, they take too many registers.
 _FORWARD_TANGENT: dict[int, tuple[Config, ...]] = {
-    64: (Config(128, 128, 4, 2, 2, 240), Config(128, 64, 4, 3, 2, 240)),
-    128: (Config(128, 64, 4, 2, 2, 240), Config(128, 32, 4, 4, 2, 240)),
+    64: (Config(128, 128, 4, 2, 2, 240, early=True), Config(128, 64, 4, 3, 2, 240)),
+    128: (
+        Config(128, 64, 4, 2, 2, 240),
+        Config(128, 64, 4, 2, 2, 240, early=True),
+        Config(128, 32, 4, 4, 2, 240),
+    ),
 }
 _SHARED = 232
 """Registers of consumers that leave a producer 40 instead of 24."""

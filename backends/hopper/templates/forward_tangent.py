@@ -5,8 +5,9 @@ a forward's has two: S = Q K^T, S' = Q' K^T + Q K'^T, then, with weights W relat
 far and M = W S', O += W V and O' += M V + W V'. At the end, with l the sums of W, lse' is the sum of
 M over l, and out' is O' / l - lse' out. (``backends/tangent.py`` has the formulas in torch.)
 
-Two sums of products fill the registers of a consumer, so that none of its products runs while it
-computes weights but those of S': the other consumer's do.
+Two sums of products fill the registers of a consumer, and leave none to carry weights to the next
+tile. Weights are computed while the products of S' run, sums of their tangents while the last three do,
+and else those of the other consumer.
 """
 # ruff: noqa: F821
 
@@ -116,9 +117,19 @@ def slopes_of_scores(
 
 
 @gluon.jit
+def add_to_moved_sums(
+    moved_sums, rounded, decays, moved, words, SCORES: gl.constexpr, HALF: gl.constexpr
+):
+    """Add the tangents of a tile's weights to their sums, and ``words``, which they are rounded to."""
+    moved_sums = moved_sums * decays + paired(eighths_of_sums(moved))
+    rounded = rounded * decays + paired(eighths_of_sums(widened(words, HALF, SCORES)))
+    return moved_sums, rounded
+
+
+@gluon.jit
 def attend(
-    count, kv_tile, acc, moved_acc, sums, moved_sums, rounded, peak, q, q_parts, q_part, q_moved, zeros,
-    k_s, v_s, k_moved_s, v_moved_s, k_full, k_empty, v_full, v_empty,
+    PART: gl.constexpr, count, kv_tile, acc, moved_acc, sums, moved_sums, rounded, peak, q, q_parts, zeros,
+    q_s, k_s, v_s, q_moved_s, k_moved_s, v_moved_s, k_full, k_empty, v_full, v_empty,
     factor, speed, steepness, scale, origin, b, h, hkv, batch, heads, kv_heads, q_len, kv_len, kv_origin,
     BLOCK_N: gl.constexpr, STAGES: gl.constexpr, KV_KIND: gl.constexpr, PARTIAL: gl.constexpr,
     SCORES: gl.constexpr, OUTPUT: gl.constexpr, WEIGHTS: gl.constexpr, HALF: gl.constexpr,
@@ -128,10 +139,15 @@ def attend(
     """Add what tile number ``count`` has to all sums."""
     stage = count % STAGES
     phase = (count // STAGES) & 1
+    # PART, since there are fewer tiles than keys, but no compiler knows: it would keep in registers
+    # where each part of q lies.
+    part = PART + 1 + ((count - kv_len) >> 31)
+    q_part = q_s.index(part).reshape([zeros.shape[0], D])
     mbarrier.wait(k_full.index(stage), phase)
     k = k_s.index(stage).reshape([BLOCK_N, D])
     scoring = multiply(q_part, k, zeros, HEAD_DIM)
     if MOVES_Q:
+        q_moved = q_moved_s.index(part).reshape([zeros.shape[0], D])
         moving = multiply(q_moved, k, zeros, HEAD_DIM)
     if MOVES_K:
         k_moved = k_moved_s.index(stage).reshape([BLOCK_N, D])
@@ -144,7 +160,7 @@ def attend(
         #: arguments
     )
     score = warpgroup_mma_wait(MOVES_Q + MOVES_K, deps=[scoring])
-    if PAIRWISE_DERIVATIVE:
+    if MOVES_WEIGHTS and PAIRWISE_DERIVATIVE:
         # Scores and slopes take registers, which S' leaves where it has been multiplied by these.
         moved = warpgroup_mma_wait(0, deps=[moving]) * speed
         slope = slopes_of_scores(
@@ -166,11 +182,15 @@ def attend(
     )
     words = pack(weight, HALF)
     own = paired(own)
+    decays = 1.0
     if BOUNDED:
         sums = sums + own
     else:
-        of_sums = gl.convert_layout(decay, gl.SliceLayout(1, own.type.layout))[:, None]
-        sums = sums * of_sums + own
+        decays = gl.convert_layout(decay, gl.SliceLayout(1, own.type.layout))[:, None]
+        sums = sums * decays + own
+        factors = gl.convert_layout(decay, gl.SliceLayout(1, OUTPUT))
+        acc = scaled(acc, factors) if LAZY else acc * factors[:, None]
+        moved_acc = scaled(moved_acc, factors) if LAZY else moved_acc * factors[:, None]
     if MOVES_WEIGHTS:
         if not PAIRWISE_DERIVATIVE:
             finish(sums, q_len >> 31)
@@ -181,19 +201,14 @@ def attend(
             # What takes no part may move by what is no number.
             moved = gl.where(weight == 0.0, 0.0, moved)
         moved_words = pack(moved, HALF)
-        if not BOUNDED:
-            moved_sums = moved_sums * of_sums
-            rounded = rounded * of_sums
-        moved_sums = moved_sums + paired(eighths_of_sums(moved))
-        rounded = rounded + paired(eighths_of_sums(widened(moved_words, HALF, SCORES)))
+        if EARLY:
+            moved_sums, rounded = add_to_moved_sums(
+                moved_sums, rounded, decays, moved, moved_words, SCORES, HALF
+            )
         moved_operand = halves(moved_words, HALF, WEIGHTS)
     else:
         mbarrier.arrive(k_empty.index(stage), count=1)
     operand = halves(words, HALF, WEIGHTS)
-    if not BOUNDED:
-        factors = gl.convert_layout(decay, gl.SliceLayout(1, OUTPUT))
-        acc = scaled(acc, factors) if LAZY else acc * factors[:, None]
-        moved_acc = scaled(moved_acc, factors) if LAZY else moved_acc * factors[:, None]
     mbarrier.wait(v_full.index(stage), phase)
     v = v_s.index(stage).reshape([BLOCK_N, DV])
     adding = warpgroup_mma(operand, v, acc, is_async=True)
@@ -202,6 +217,13 @@ def attend(
     if MOVES_V:
         v_moved = v_moved_s.index(stage).reshape([BLOCK_N, DV])
         moved_acc = warpgroup_mma(operand, v_moved, moved_acc, is_async=True)
+    if MOVES_WEIGHTS and not EARLY:
+        # While the products run.
+        moved_sums, rounded = add_to_moved_sums(
+            moved_sums, rounded, decays, moved, moved_words, SCORES, HALF
+        )
+        finish(moved_sums, q_len >> 31)
+        finish(rounded, q_len >> 31)
     acc, moved_acc = warpgroup_mma_wait(0, deps=[adding, moved_acc])
     mbarrier.arrive(v_empty.index(stage), count=1)
     return acc, moved_acc, sums, moved_sums, rounded, peak
@@ -273,8 +295,6 @@ def consume(
             b, h, hkv, batch, heads, kv_heads, q_len, kv_len,
             #: arguments
         )
-    q_part = q_s.index(PART).reshape([ROWS, D])
-    q_moved = q_moved_s.index(PART).reshape([ROWS, D])
     mbarrier.wait(q_full.index(PART), 0)
 
     if FORWARD_HAS_PARTIAL:
@@ -287,8 +307,8 @@ def consume(
         )
         for step in range(0, partial_tiles):
             acc, moved_acc, sums, moved_sums, rounded, peak = attend(
-                step, kv_tile, acc, moved_acc, sums, moved_sums, rounded, peak,
-                q, q_parts, q_part, q_moved, zeros, k_s, v_s, k_moved_s, v_moved_s,
+                PART, step, kv_tile, acc, moved_acc, sums, moved_sums, rounded, peak,
+                q, q_parts, zeros, q_s, k_s, v_s, q_moved_s, k_moved_s, v_moved_s,
                 k_full, k_empty, v_full, v_empty,
                 factor, speed, steepness, scale, origin,
                 b, h, hkv, batch, heads, kv_heads, q_len, kv_len, kv_origin,
@@ -312,8 +332,8 @@ def consume(
         )
         for step in range(0, full_tiles):
             acc, moved_acc, sums, moved_sums, rounded, peak = attend(
-                partial_tiles + step, kv_tile, acc, moved_acc, sums, moved_sums, rounded, peak,
-                q, q_parts, q_part, q_moved, zeros, k_s, v_s, k_moved_s, v_moved_s,
+                PART, partial_tiles + step, kv_tile, acc, moved_acc, sums, moved_sums, rounded, peak,
+                q, q_parts, zeros, q_s, k_s, v_s, q_moved_s, k_moved_s, v_moved_s,
                 k_full, k_empty, v_full, v_empty,
                 factor, speed, steepness, scale, origin,
                 b, h, hkv, batch, heads, kv_heads, q_len, kv_len, kv_origin,

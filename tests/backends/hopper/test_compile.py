@@ -242,10 +242,12 @@ CASES = {
         ("forward_tangent", "plain", 128, 0, {"moving": "qkv"}),
         ("forward_tangent", "causal", 64, 0, {"moving": "qkv"}),
         ("forward_tangent", "softcap", 128, 0, {"moving": "qkv"}),
-        ("forward_tangent", "rich", 128, 1, {"moving": "qkv"}),
+        ("forward_tangent", "rich", 128, 2, {"moving": "qkv"}),
+        ("forward_tangent", "plain", 128, 1, {"moving": "qkv"}),
         ("forward_tangent", "constant", 64, 0, {"moving": "q", "value_dim": 128}),
         ("forward_tangent", "alibi", 128, 0, {"moving": "k", "value_dim": 64}),
         ("forward_tangent", "nothing", 64, 0, {"moving": "qk"}),
+        ("forward_tangent", "softcap", 64, 0, {"moving": "v"}),
         ("forward_tangent", "bool", 128, 0, {"moving": "qkv", "dtype": "float16"}),
     ],
     "tiles of pairs": [
