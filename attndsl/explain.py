@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from attndsl.backends.base import ForwardMode
+from attndsl.backends.base import ForwardMode, FusedForwardMode
 from attndsl.backends.forms import describe_forms
 from attndsl.backends.widened import MAX_WIDTH, WidenedBackend
 from attndsl.errors import BackendError
@@ -64,7 +64,8 @@ def _higher(backend: Backend, checked: bool) -> str:
     """What runs what kernels do not."""
     chunks = "torch operations, some rows of queries at a time"
     if isinstance(backend, ForwardMode):
-        return f"tangents: a triton kernel; second derivatives, vmap, other torch.func: {chunks}"
+        kernel = "kernels" if isinstance(backend, FusedForwardMode) else "a triton kernel"
+        return f"tangents: {kernel}; second derivatives, vmap, other torch.func: {chunks}"
     if not backend.differentiable:
         return f"tangents, second derivatives, torch.func: {chunks}"
     if checked:

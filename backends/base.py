@@ -188,6 +188,22 @@ class ForwardMode(Protocol):
         """
 
 
+@runtime_checkable
+class FusedForwardMode(ForwardMode, Protocol):
+    """A backend that has a kernel for results and tangents together."""
+
+    def forward_with_tangents(
+        self, lowered: Lowered, call: Call, moved: Tangents
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor] | None:
+        """What ``forward`` and then ``tangent`` return; None for calls that have no such kernel.
+
+        Args:
+            lowered: The program.
+            call: Its arguments.
+            moved: The direction.
+        """
+
+
 @dataclass(frozen=True, slots=True)
 class Entry:
     """A cache entry: a real Python file and what is known of it."""

@@ -2,7 +2,8 @@
 
 A call and its tangents are functions like any other of :mod:`.recompute`: kernels on plain tensors,
 and torch operations (:mod:`.higher`) wherever somebody looks into them, as further derivatives,
-``vmap`` and tracers do.
+``vmap`` and tracers do. Where tangents are known before the results (:mod:`.ahead`), a backend may
+have one kernel for both.
 """
 
 from __future__ import annotations
@@ -13,8 +14,9 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 from torch.autograd import forward_ad
 
-from attndsl.backends.base import ForwardMode
+from attndsl.backends.base import ForwardMode, FusedForwardMode
 
+from .ahead import Ahead, tangents_of
 from .higher import attend_in_chunks, pack, tangent_in_chunks
 from .recompute import Pushed, recomputed
 
@@ -41,7 +43,10 @@ def attend_with_tangents(
     if not isinstance(backend, ForwardMode):
         return attend_in_chunks(lowered, call)
     packed, tensors = pack(call)
-    out, lse = recomputed(_Whole(backend, lowered, packed), *tensors)
+    ahead = None
+    if isinstance(backend, FusedForwardMode) and _modes() == 0:
+        ahead = Ahead(tangents_of(tensors))
+    out, lse = recomputed(_Whole(backend, lowered, packed, ahead), *tensors)
     return out, lse
 
 
@@ -53,11 +58,16 @@ class _Whole:
     backend: Backend
     lowered: Lowered
     packed: Packed
+    ahead: Ahead | None = None
 
     def __call__(self, *inputs: torch.Tensor) -> Tensors:
         call = self.packed.call(*inputs)
         if _is_seen(inputs):
             return attend_in_chunks(self.lowered, call)
+        if self.ahead is not None:
+            found = self.ahead.results(self.backend, self.lowered, self.packed, inputs)
+            if found is not None:
+                return found
         return self.backend.forward(self.lowered, call)
 
     def pushed(self, moved: tuple[int, ...]) -> Function:
@@ -81,6 +91,10 @@ class _WholeTangent:
             return tangent_in_chunks(
                 whole.lowered, whole.packed, tuple(inputs), self.moved, tangents
             )
+        if whole.ahead is not None:
+            found = whole.ahead.tangents(tuple(inputs), self.moved, tangents)
+            if found is not None:
+                return found
         moved = whole.packed.tangents(self.moved, tangents)
         call = whole.packed.call(*inputs)
         assert isinstance(whole.backend, ForwardMode)

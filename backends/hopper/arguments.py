@@ -44,6 +44,11 @@ class Block:
         return f"tensordesc<{self.dtype}[{', '.join(map(str, self.shape))}],{self.layout!r}>"
 
 
+def moved_argument(name: str) -> str:
+    """The argument that describes the tangent of what ``name`` describes: ``q_moved_desc``."""
+    return name.replace("_desc", "_moved_desc")
+
+
 def blocks_of(direction: str, special: Specialisation, config: Config) -> dict[str, Block]:
     """Blocks of the descriptors that a kernel takes."""
     d, dv = block_width(special.head_dim), block_width(special.value_dim)
@@ -56,11 +61,16 @@ def blocks_of(direction: str, special: Specialisation, config: Config) -> dict[s
         f"pair{number}_desc": _pair_block(tile, pair_block(direction, special, config))
         for number, tile in enumerate(special.pair_tiles)
     }
-    if direction == "forward":
+    if direction != "backward_kv":
         m = m // config.consumers
-        return pairs | {
-            "q_desc": rows(m, d), "k_desc": rows(n, d), "v_desc": rows(n, dv), "o_desc": rows(m, dv)
-        }  # fmt: skip
+        read = {"q_desc": rows(m, d), "k_desc": rows(n, d), "v_desc": rows(n, dv)}
+        written = {"o_desc": rows(m, dv)}
+        if direction == "forward_tangent":
+            read, written = (
+                own | {moved_argument(name): block for name, block in own.items()}
+                for own in (read, written)
+            )
+        return pairs | read | written
     statistics = Block((m,), "fp32", _STATISTICS)
     if special.stores_slopes:
         pairs["slopes_desc"] = Block((n, m), special.dtype, _SLOPES)

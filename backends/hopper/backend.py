@@ -11,10 +11,11 @@ from attndsl.ir import leaf_names
 
 from ..base import Gradients, Wants
 from ..triton.arguments import capture_arguments, origin
-from ..triton.backend import PADDING, TritonBackend
+from ..triton.backend import PADDING, TritonBackend, signature_of
 from ..triton.kernels import STATISTICS_ROWS
 from ..triton.specialise import specialise, strides
 from ..triton.streams import on_device, stream_of
+from ..triton.tangents import moving_of
 from ..triton.tile_lists import lists_of
 from .arguments import (
     HopperLayout,
@@ -33,6 +34,7 @@ from .memory import block_width
 from .pair_tiles import is_readable, window, with_pair_tiles
 from .shares import shares_of
 from .stored import empty_slopes
+from .tangents import launch_with_tangents, layout_of, readable
 from .tiles import CANDIDATES
 
 if TYPE_CHECKING:
@@ -225,8 +227,28 @@ class HopperBackend(TritonBackend):
     def tangent(
         self, lowered: Lowered, call: Call, moved: Tangents, out: torch.Tensor, lse: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See :class:`~attndsl.backends.base.ForwardMode`; there is no kernel for Hopper alone."""
+        """See :class:`~attndsl.backends.base.ForwardMode`.
+
+        There is no kernel for Hopper alone that makes tangents where the results are there already.
+        """
         return self._portable.tangent(lowered, call, moved, out, lse)
+
+    def forward_with_tangents(
+        self, lowered: Lowered, call: Call, moved: Tangents
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor] | None:
+        """See :class:`~attndsl.backends.base.FusedForwardMode`."""
+        wants = Wants(tensors=frozenset(moved.captures))
+        if why_portable(lowered, call, "tangent", wants=wants) is not None:
+            return None
+        moving = readable(moving_of(lowered, call, moved))
+        key = (*signature_of(lowered, call, "tangent", None), *moving.signature())
+        layout = self._layouts.get(key)
+        if layout is None:
+            found = self._layout_for(lowered, call, "tangent", moving.special(), False)
+            layout = layout_of(found, moving, _together(call, lowered.program.mask is not None))
+            self._keep(key, layout)
+        assert isinstance(layout, HopperLayout)
+        return launch_with_tangents(moving, layout, self._maps)
 
     def choices(
         self, lowered: Lowered, call: Call, kind: str, grad_out: torch.Tensor | None,
@@ -351,13 +373,21 @@ def why_portable(
     grad_out: torch.Tensor | None = None,
     wants: Wants | None = None,
 ) -> str | None:
-    """Why the portable kernels run this forward or backward, or None."""
+    """Why the portable kernels run this forward, tangent or backward, or None.
+
+    A tangent is along what ``wants`` names.
+    """
     dropout = lowered.program.dropout
     if call.q.dtype not in _DTYPES:
         return f"the Hopper kernels compute in fp16 and bf16, not {call.q.dtype}"
     width = max(block_width(call.q.shape[3]), block_width(call.v.shape[3]))
     if width > max_head_dim(kind):
         return f"the Hopper {kind} takes head dims up to {max_head_dim(kind)}"
+    if kind == "tangent":
+        if lowered.program.weights is not None or dropout is not None:
+            return "the Hopper tangent has the weights of a softmax, without dropout"
+        if wants is not None and (wants.tensors or wants.params):
+            return "tangents of captures are looked up pair by pair"
     if kind == "backward":
         if dropout is not None and width > 128:
             return "the Hopper backward has dropout at head dims up to 128"

@@ -48,7 +48,11 @@ def describe_kernels(backend: Backend, lowered: Lowered, head_dim: int) -> list[
         rows.append(f"  {kind:<10} hopper kernels, head dims up to {max_head_dim(kind)}")
         said: set[str | None] = {None}
         for condition, other, wants in _other_calls(lowered, call):
-            own = shares_of(lowered, other, wants).lines
+            own = wants
+            if kind == "tangent":
+                condition = condition.replace("gradients", "tangents")
+            else:
+                own = shares_of(lowered, other, wants).lines
             refused = why_portable(lowered, other, kind, wants=own)
             if refused not in said:
                 said.add(refused)

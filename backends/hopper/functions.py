@@ -44,13 +44,14 @@ def print_functions(
 ) -> tuple[list[str], set[str]]:
     """Device functions of ``attention_{direction}``, and the names of the library's they call."""
     program, placed = lowered.program, lowered.placed
-    forward = direction == "forward"
+    forward = direction != "backward_kv"
+    derived = direction != "forward"
     slope = slope_for_factor(placed) if learned.factor else placed.slope
     weights, common = weights_and_factor(lowered, special, direction)
     by_score = None
     if weights is not None and not forward:
         by_score = simplify_node(vjp(weights, const(1.0)).get(SCORE, const(0.0)))
-    pairs = (program.mask, placed.pair, None if forward else slope, weights, by_score)
+    pairs = (program.mask, placed.pair, slope if derived else None, weights, by_score)
     # Parts of rows are added after the forward's loop, those of columns before the backward's.
     of_q = lookups((*pairs, None if forward else placed.row), "q")
     of_kv = lookups((*pairs, placed.column if forward else None), "kv")
@@ -69,9 +70,10 @@ def print_functions(
         ("score_of_pair", pair, "The score from scale * (q . k), without other parts."),
         ("weight_of_pair", weights, "The weight that the program gives to its score."),
     ]
-    if not forward:
+    if derived:
         doc = "Derivative of the program's score by scale * (q . k)."
         of_pairs.append(("derivative_of_pair", slope, doc))
+    if not forward:
         of_pairs.append(("slope_of_weight", by_score, "The weight's derivative by the score."))
     of_parts = (
         ("factor_of_score", placed.inner, "", "A factor of scale * (q . k)."),

@@ -65,7 +65,7 @@ _WIDE_CONSUMER = (
 )
 _FAMILIES = {
     "forward": (
-        ("forward_produce", "forward", "forward_kernel"),
+        ("forward_shared", "forward_produce", "forward", "forward_kernel"),
         "forward",
         _FORWARD_PRODUCER,
         _FORWARD_CONSUMER,
@@ -87,7 +87,7 @@ _FAMILIES = {
 head dim 128 the backward's are others."""
 _MOST_EXPONENT = {"bf16": 80.0, "fp16": 10.0}
 """In weights 2^x, and 2^-x, by dtype. Sums of 2^32 weights 2^80, of values up to 2^15, fit fp32."""
-_OWN_HELPERS = {"as_block", "spread"}
+OWN_HELPERS = {"as_block", "spread"}
 """Library functions that are others here."""
 _DROPOUT = {
     "forward": "draws_of_pairs, drop_of_head, factor_of_kept, keep_drawn,",
@@ -132,7 +132,7 @@ def generate(
     listed = loop.listed is not None
     drawn = is_drawn(lowered, config)
     scaled_first = modified or own or reads_score(program.mask) or special.negative_scale
-    bounded = _is_bounded(lowered, special)
+    bounded = is_bounded(lowered, special)
     full = listed or bool(loop.full)
     anchored = forward and config.persistent and full and not (own or bounded)
     anchored = anchored and special.dtype == "bf16"
@@ -192,8 +192,8 @@ def generate(
     helpers |= used
     more = {
         "imports": [
-            *import_lines("triton", helpers - _OWN_HELPERS),
-            *import_lines("hopper", helpers & _OWN_HELPERS),
+            *import_lines("triton", helpers - OWN_HELPERS),
+            *import_lines("hopper", helpers & OWN_HELPERS),
             *(_imports_of_dropout(direction) if dropped else []),
             *DIAGONAL_IMPORTS * summed,
         ],
@@ -209,7 +209,7 @@ def generate(
         **slopes,
         **diagonals,
         **pairs,
-        "partitions": _partitions(
+        "partitions": partitions(
             (*producer, *given),
             (*consumer, *taken),
             config.consumers,
@@ -225,7 +225,7 @@ def _is_pairwise(slope: Node) -> bool:
     return not dependencies(slope)[slope] <= {"b", "h"}
 
 
-def _is_bounded(lowered: Lowered, special: Specialisation) -> bool:
+def is_bounded(lowered: Lowered, special: Specialisation) -> bool:
     """Whether weights of all scores fit as they are, in base 2, without a maximum taken off."""
     placed = lowered.placed
     if lowered.program.weights is not None or placed.column is not None:
@@ -239,7 +239,7 @@ def _imports_of_dropout(direction: str) -> list[str]:
     return [first, _INDENT + _DROPOUT[direction], ")"]
 
 
-def _partitions(
+def partitions(
     producer: tuple[str, ...], consumer: tuple[str, ...], consumers: int, arguments: list[str]
 ) -> list[str]:
     """The statement that sets the warpgroups to work."""

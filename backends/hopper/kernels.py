@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from ..triton.kernels import Kernels, work_of
 from .arguments import arguments_of
 from .generate import generate
+from .generate_tangent import generate_tangent
 from .memory import block_width, widest
 from .pair_tiles import fitting
 from .sums import dq_from_sums, prepare_backward
@@ -28,10 +29,14 @@ if TYPE_CHECKING:
 
 
 class HopperKernels(Kernels):
-    """The forward and the single-pass backward; all else as the portable family has it."""
+    """The forward, by itself and with tangents, and the single-pass backward.
+
+    All else is as the portable family has it.
+    """
 
     directions: ClassVar[Mapping[str, tuple[str, ...]]] = {
         "forward": ("forward",),
+        "tangent": ("forward_tangent",),
         "backward": ("backward_kv",),
     }
     fixed: ClassVar[Mapping[str, Any]] = {
@@ -48,7 +53,7 @@ class HopperKernels(Kernels):
         """See :meth:`Kernels.configs`; after these, those that are persistent or not instead."""
         found = super().configs(lowered, direction, special, device)
         others = tuple(replace(config, persistent=not config.persistent) for config in found)
-        if direction == "forward" or (direction in CANDIDATES and widest(special) <= 128):
+        if direction == "forward" or (direction == "backward_kv" and widest(special) <= 128):
             return (*found, *others)
         return found
 
@@ -66,6 +71,8 @@ class HopperKernels(Kernels):
     ) -> str:  # fmt: skip
         if direction not in CANDIDATES:
             return super()._text(lowered, special, direction, loop, config)
+        if direction == "forward_tangent":
+            return generate_tangent(lowered, special, loop, config)
         return generate(lowered, special, direction, loop, config)
 
     def _arguments(
@@ -74,7 +81,10 @@ class HopperKernels(Kernels):
     ) -> list[Argument]:  # fmt: skip
         if not config.consumers:
             return super()._arguments(function, special, precision, target, more, config)
-        direction = "forward" if "o_desc" in function.arg_names else "backward_kv"
+        direction = "backward_kv"
+        if "o_desc" in function.arg_names:
+            moves = "o_moved_desc" in function.arg_names
+            direction = "forward_tangent" if moves else "forward"
         return arguments_of(direction, function, special, config)
 
     def _key(
@@ -87,6 +97,8 @@ class HopperKernels(Kernels):
 
 def configs_of(lowered: Lowered, special: Specialisation, direction: str) -> tuple[Config, ...]:
     """Tile sizes to try for a Hopper kernel, in order of preference."""
+    if direction == "forward_tangent":
+        return CANDIDATES[direction][widest(special)]
     work = work_of(lowered, special, direction)
     # Relative to a maximum that is not followed, weights take fewer registers, columns or not.
     column = lowered.placed.column is not None and special.dtype != "bf16"

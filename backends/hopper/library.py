@@ -224,6 +224,19 @@ def halves(words, HALF: gl.constexpr, LAYOUT: gl.constexpr):
     return gl.convert_layout(tile.to(HALF, bitcast=True), LAYOUT)
 
 
+@gluon.jit
+def widened(words, HALF: gl.constexpr, LAYOUT: gl.constexpr):
+    """What :func:`pack` packed, in fp32 and in ``LAYOUT``."""
+    if gl.bfloat16 == HALF:
+        left = (words << 16).to(gl.float32, bitcast=True)
+        right = (words & -65536).to(gl.float32, bitcast=True)
+    else:
+        left = words.to(gl.int16).to(HALF, bitcast=True).to(gl.float32)
+        right = (words >> 16).to(gl.int16).to(HALF, bitcast=True).to(gl.float32)
+    tile = gl.reshape(gl.join(left, right), [words.shape[0], 2 * words.shape[1]])
+    return gl.convert_layout(tile, LAYOUT)
+
+
 @triton.constexpr_function
 def never_stored(number):
     """PTX that stores an OR of ``number`` 32-bit operands where the next is not zero."""
@@ -329,6 +342,12 @@ def scaled(sums, factors):
 def eighths_of_sums(tile):
     """Eight sums a row of a product's tile: each thread's own need no exchange."""
     return gl.sum(gl.reshape(tile, [tile.shape[0], tile.shape[1] // 8, 8]), 1)
+
+
+@gluon.jit
+def paired(eighths):
+    """Four sums a row from eight: each thread's two become one."""
+    return gl.sum(gl.reshape(eighths, [eighths.shape[0], 4, 2]), 2)
 
 
 @gluon.jit

@@ -27,9 +27,21 @@ _BACKWARD = {
     128: (Config(64, 128, 4, 2, 2, 240), Config(64, 128, 4, 2, 2, 240, peeled=False)),
     256: (Config(64, 64, 4, 2, 2, 240), Config(64, 64, 4, 2, 2, 240, peeled=False)),
 }
+# Two sums of products take the registers of twice as many rows. Early ones add up tangents before
+# their products: of 128 keys, or of what programs do with scores, they take too many registers.
+_FORWARD_TANGENT: dict[int, tuple[Config, ...]] = {
+    64: (Config(128, 128, 4, 2, 2, 240, early=True), Config(128, 64, 4, 3, 2, 240)),
+    128: (
+        Config(128, 64, 4, 2, 2, 240),
+        Config(128, 64, 4, 2, 2, 240, early=True),
+        Config(128, 32, 4, 4, 2, 240),
+    ),
+}
 _SHARED = 232
 """Registers of consumers that leave a producer 40 instead of 24."""
-CANDIDATES = {"forward": _FORWARD, "backward_kv": _BACKWARD}
+CANDIDATES: dict[str, dict[int, tuple[Config, ...]]] = {
+    "forward": _FORWARD, "forward_tangent": _FORWARD_TANGENT, "backward_kv": _BACKWARD
+}  # fmt: skip
 """Configs worth compiling, by direction and head dim, a power of two."""
 
 

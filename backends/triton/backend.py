@@ -274,7 +274,7 @@ class TritonBackend:
     def _tangent_layout(self, moving: Moving) -> Layout:
         """As :meth:`_layout`, for the kernel of tangents."""
         lowered, call = moving.lowered, moving.call
-        key = (*_signature(lowered, call, "tangent", None), *moving.signature())
+        key = (*signature_of(lowered, call, "tangent", None), *moving.signature())
         layout = self._layouts.get(key)
         if layout is None:
             layout = self._layout_for(lowered, call, "tangent", moving.special(), False)
@@ -313,7 +313,7 @@ class TritonBackend:
         has_dlse: bool = False,
     ) -> Layout:
         """What calls of this signature share: kernels, strides and sizes."""
-        key = (*_signature(lowered, call, kind, grad_out), *self._places(call), wants, has_dlse)
+        key = (*signature_of(lowered, call, kind, grad_out), *self._places(call), wants, has_dlse)
         layout = self._layouts.get(key)
         if layout is None:
             layout = self._make_layout(lowered, call, kind, grad_out, wants, has_dlse)
@@ -384,7 +384,7 @@ class TritonBackend:
         return ()
 
 
-def _signature(
+def signature_of(
     lowered: Lowered, call: Call, kind: str, grad_out: torch.Tensor | None
 ) -> tuple[object, ...]:
     """What a :class:`Layout` depends on; cheap, since every call makes one."""

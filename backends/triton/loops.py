@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from attndsl.ir import Op, const, node
-from attndsl.passes.tiles.plan import BACKWARD_Q, DIRECTIONS
+from attndsl.passes.tiles.plan import BACKWARD_Q, DIRECTIONS, FORWARD
 from attndsl.passes.widths import fits, ranges
 
 from .expression import Names, print_expressions
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from attndsl.ir import Node
     from attndsl.passes.tiles.plan import LoopPlan, Segment
 
-LOOPS = {**DIRECTIONS, "tangent": BACKWARD_Q}
+LOOPS = {**DIRECTIONS, "tangent": BACKWARD_Q, "forward_tangent": FORWARD}
 """The loop of each kernel that has one planned."""
 LIST_PARAMETERS = ["tile_rows", "tile_list", "list_step_b", "list_step_h"]
 """Kernel arguments of a loop whose tiles are listed. ``tile_rows``: int32 (own tiles, 4) a map:

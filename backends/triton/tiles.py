@@ -45,8 +45,8 @@ class Config:
     """Whether FULL tiles have a loop of their own, without the mask's code: it may take registers
     that are worth more."""
     early: bool = False
-    """Whether weights are rounded before the product of those before them has ended: needs fewer
-    registers, and takes more instructions."""
+    """Whether weights are rounded before the product of those before them has ended, or tangents
+    added up before theirs begins: needs fewer registers, and takes more instructions or time."""
     persistent: bool = False
     """Whether there are as many programs as run at a time, each with one tile after the other: the
     next one's loads run while one ends."""

@@ -1,55 +1,10 @@
-"""The first half of the forward kernel for Hopper: its head, its order of tiles, its producer."""
+"""The first half of the forward kernel for Hopper: its tiles and its producer.
+
+Follows ``forward_shared`` in one module.
+"""
 # ruff: noqa: F821
 
 #: begin
-"""Forward kernel: softmax(score) @ v by a producer and consumer warpgroups (arXiv 2407.08608).
-
-Exponentials are base 2.
-"""
-
-import triton
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared, mbarrier, warpgroup_mma, warpgroup_mma_wait,
-)
-
-from attndsl.backends.hopper import dialect as tl
-from attndsl.backends.hopper.library import (
-    await_written, count_up, eighths_of_sums, finish, halves, joint, line, lines, mixed_exp2, multiply,
-    pack, places_of, raised, scaled, unpack, word, words,
-)
-from attndsl.backends.hopper.shim import tma_load, tma_store, tma_wait
-from attndsl.backends.triton.library import positions, shift_of_positions
-#: imports
-
-#: flags
-LOG2E = tl.constexpr(1.4426950408889634)
-LN2 = tl.constexpr(0.6931471805599453)
-TINY = tl.constexpr(2.0**-100)
-MOST_TOTAL = tl.constexpr(2.0**48)
-LEAST_TOTAL = tl.constexpr(2.0**-48)
-
-
-#: functions
-
-
-@gluon.jit
-def place_of_item(item, batch, heads, kv_heads, q_len, together, BLOCK_M: gl.constexpr):
-    """Query tile, batch entry, head and kv head: ``together`` heads, tile by tile, longest first."""
-    q_tiles = tl.cdiv(q_len, BLOCK_M)
-    group = item // (q_tiles * together)
-    within = item - group * (q_tiles * together)
-    size = gl.minimum(together, batch * heads - group * together)
-    tile = within // size
-    if FORWARD_DESCENDING:
-        tile = q_tiles - 1 - tile
-    head_of_batch = group * together + within % size
-    b = head_of_batch // heads
-    h = head_of_batch % heads
-    return tile, b, h, h // (heads // kv_heads)
-
-
 @gluon.jit
 def count_tiles(
     tile, b, h, hkv, batch, heads, kv_heads, q_len, kv_len, q_offset, kv_offset,

@@ -89,12 +89,14 @@ class Operations:
                 places_of=lambda first, length, origin, kind, size, layout: (
                     first + origin + language.arange(0, size)
                 ),
+                paired=lambda eighths: eighths.reshape(len(eighths), 4, 2).sum(2),
                 raised=torch.maximum,
                 scaled=lambda tile, factors: tile * factors[:, None],
                 spread=lambda values, places: (
                     values[None, :] if places.shape[0] == 1 else values[:, None]
                 ),
                 unpack=lambda words, zero, half, layout: words,
+                widened=lambda words, half, layout: words.float(),
                 word=lambda memory, number: memory.load(None)[number],
                 words=lambda values: torch.tensor([*map(int, values), *[-1] * (16 - len(values))]),
             ),
@@ -267,6 +269,8 @@ class Operations:
         self, left: Any, right: Shared, sums: Any, use_acc: bool = True, is_async: bool = False
     ) -> Product:
         assert is_async
+        if isinstance(sums, Product):
+            sums = sums.value
         product = Product(left, right, sums.clone() if use_acc else torch.zeros(()))
         product.value = product.compute()
         assert not product.value.isnan().any(), "read before it had come"
@@ -277,15 +281,15 @@ class Operations:
     def multiply_rows(self, left: Shared, right: Shared, zeros: Any, width: int) -> Product:
         return self.multiply(left, right.permute((1, 0)), zeros, use_acc=False, is_async=True)
 
-    def products(self, pending: int, deps: list[Product]) -> torch.Tensor:
+    def products(self, pending: int, deps: list[Product]) -> Any:
         self.machine.pause()
         running = self.machine.current.products
         while len(running) > pending:
             product = running.pop(0)
             assert torch.equal(product.compute(), product.value), "overwritten while it was read"
-        (found,) = deps
-        assert found not in running
-        return found.value
+        assert not any(found in running for found in deps)
+        values = tuple(found.value for found in deps)
+        return values if len(values) > 1 else values[0]
 
     def add(self, pointer: Pointer, value: int, sem: str) -> torch.Tensor:
         found = number(int(pointer.data))

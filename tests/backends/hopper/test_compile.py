@@ -12,12 +12,13 @@ import pytest
 
 SCRIPT = textwrap.dedent(
     """
-    import json, subprocess, sys, tempfile
+    import json, re, subprocess, sys, tempfile
     from dataclasses import replace
     from pathlib import Path
     import torch, triton
     from attndsl.backends.hopper.arguments import arguments_of
     from attndsl.backends.hopper.generate import generate
+    from attndsl.backends.hopper.generate_tangent import generate_tangent
     from attndsl.backends.hopper.kernels import configs_of
     from attndsl.backends.hopper.memory import shared_bytes, widest
     from attndsl.backends.hopper.pair_tiles import with_pair_tiles
@@ -78,7 +79,7 @@ SCRIPT = textwrap.dedent(
     }
     def compiled(
         direction, case, head_dim, number, indexed=False, value_dim=None, dtype="bfloat16",
-        persistent=None, tiles=None, stored=False, summed=False,
+        persistent=None, tiles=None, stored=False, summed=False, moving="",
     ):
         lowered = lower(Source(TEXTS[case]), {})
         call = example_call(lowered, head_dim, value_dim or head_dim, getattr(torch, dtype), {})
@@ -95,8 +96,11 @@ SCRIPT = textwrap.dedent(
             }
             call = replace(call, q=rows[0], k=rows[1], v=rows[2], tensors=tensors)
         special = with_forms(specialise(lowered.program, call), lowered.program, target)
-        special = replace(special, stores_slopes=stored, adds_diagonals=summed)
-        special = with_pair_tiles(special, lowered, call, direction)
+        special = replace(
+            special, stores_slopes=stored, adds_diagonals=summed, moving_operands=moving
+        )
+        if not moving:
+            special = with_pair_tiles(special, lowered, call, direction)
         assert len(special.pair_tiles) == len(tiles and call.tensors or ())
         config = CANDIDATES[direction][widest(special)][number]
         if persistent is None:
@@ -107,14 +111,18 @@ SCRIPT = textwrap.dedent(
         loop = plan_loop(lowered, special, direction, config)
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "hopper.py"
-            path.write_text(generate(lowered, special, direction, loop, config), "utf-8")
+            if moving:
+                text = generate_tangent(lowered, special, loop, config)
+            else:
+                text = generate(lowered, special, direction, loop, config)
+            path.write_text(text, "utf-8")
             function = getattr(load_module(path, "hopper"), f"attention_{direction}")
             arguments = arguments_of(direction, function, special, config)
             if loop.listed is not None:
                 compile_lists(lowered, special, config, Path(folder), target)
             built = build(function, arguments, (config,), target, 232448, load=False)
             # A forward's output may have a place of its own.
-            if direction != "forward":
+            if direction == "backward_kv":
                 assert built.kernel.metadata.shared <= shared_bytes(direction, special, config)
             return built
 
@@ -125,6 +133,14 @@ SCRIPT = textwrap.dedent(
             command = [triton.knobs.nvidia.cuobjdump.path, "-sass", file.name]
             text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
         return "USETMAXREG" in text
+
+    def spills(kernel):
+        # Bytes that a thread keeps in memory.
+        with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+            Path(file.name).write_bytes(kernel.asm["cubin"])
+            command = [triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name]
+            text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        return int(re.search(r"STACK:(\\d+)", text)[1])
 
     def compile_lists(lowered, special, config, folder, target):
         path = folder / "lists.py"
@@ -142,6 +158,9 @@ SCRIPT = textwrap.dedent(
         if dict(*more).get("summed"):
             assert "mma.sync" in built.kernel.asm["ptx"]
             assert has_registers(built.kernel)
+        if dict(*more).get("moving"):
+            assert has_registers(built.kernel)
+            assert spills(built.kernel) <= 96
         print(direction, case, head_dim, multiplies, built.kernel.metadata.shared)
     """
 )
@@ -214,6 +233,23 @@ CASES = {
         ("backward_kv", "alibi", 192, 1, {"value_dim": 128}),
         ("backward_kv", "causal", 64, 0, {"value_dim": 256}),
     ],
+    "tangents": [
+        ("forward_tangent", "causal", 128, 0, {"moving": "qkv"}),
+        ("forward_tangent", "rich", 64, 1, {"moving": "qkv", "indexed": True}),
+        ("forward_tangent", "sink", 128, 0, {"moving": "v", "dtype": "float16"}),
+    ],
+    "more tangents": [
+        ("forward_tangent", "plain", 128, 0, {"moving": "qkv"}),
+        ("forward_tangent", "causal", 64, 0, {"moving": "qkv"}),
+        ("forward_tangent", "softcap", 128, 0, {"moving": "qkv"}),
+        ("forward_tangent", "rich", 128, 2, {"moving": "qkv"}),
+        ("forward_tangent", "plain", 128, 1, {"moving": "qkv"}),
+        ("forward_tangent", "constant", 64, 0, {"moving": "q", "value_dim": 128}),
+        ("forward_tangent", "alibi", 128, 0, {"moving": "k", "value_dim": 64}),
+        ("forward_tangent", "nothing", 64, 0, {"moving": "qk"}),
+        ("forward_tangent", "softcap", 64, 0, {"moving": "v"}),
+        ("forward_tangent", "bool", 128, 0, {"moving": "qkv", "dtype": "float16"}),
+    ],
     "tiles of pairs": [
         ("forward", "bias", 128, 0, {"tiles": "bfloat16"}),
         ("backward_kv", "both", 64, 1, {"tiles": "float32"}),
@@ -251,5 +287,6 @@ def test_compiles_for_hopper(cases):
         direction, name, head_dim, multiplies, shared = line.split()
         assert (direction, name, int(head_dim)) == case[:3]
         # Without a live tile there is nothing to multiply.
-        assert multiplies == str(case[:2] != ("backward_kv", "nothing"))
+        nothing = case[1] == "nothing" and direction != "forward"
+        assert multiplies == str(not nothing)
         assert int(shared) <= 232448

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import warnings
 from dataclasses import replace
 from types import SimpleNamespace
@@ -18,10 +19,13 @@ import attndsl.backends.hopper.shim as shim
 from attndsl.backends.base import Call, Wants
 from attndsl.backends.hopper.arguments import Block, blocks_of
 from attndsl.backends.hopper.backend import HopperBackend
+from attndsl.backends.hopper.generate_tangent import generate_tangent
 from attndsl.backends.hopper.kernels import HopperKernels, configs_of
 from attndsl.backends.hopper.launch import TensorMaps, launch_of, view
+from attndsl.backends.tangent import Tangents
 from attndsl.backends.triton.compile import Executable
-from attndsl.backends.triton.kernels import Prepared
+from attndsl.backends.triton.kernels import Prepared, plan_loop
+from attndsl.backends.triton.specialise import specialise
 from attndsl.errors import LaunchWarning
 from attndsl.pipeline import lower
 from attndsl.runtime.programs import default_cache
@@ -29,7 +33,10 @@ from attndsl.source import Source
 
 LOWERED = lower(Source("score"), {})
 WANTS = Wants()
-OTHERS = {"forward": 10, "backward_kv": 12, "prepare_backward": 15, "dq_from_sums": 4}
+OTHERS = {
+    "forward": 10, "forward_tangent": 11, "backward_kv": 12, "prepare_backward": 15,
+    "dq_from_sums": 4,
+}  # fmt: skip
 """How many run-time arguments kernels have besides descriptors."""
 SCRATCH = dict.fromkeys(
     ("global_scratch_size", "global_scratch_align", "profile_scratch_size",
@@ -269,3 +276,52 @@ def test_this_triton_is_expected(functions):
         warnings.simplefilter("error")
         found = launch_of(Executable(kernel_of("dq_from_sums", BLOCK), None, False, (64,)))
     assert list(found.encoders) == ["q_desc"]
+
+
+@pytest.mark.parametrize("moving", ["qkv", "q", "kv"])
+def test_tangents_are_launched_with_the_results(functions, monkeypatch, moving):
+    built: list[str] = []
+    backend, call = backend_of(monkeypatch, built), call_of(*tensors())
+    # One of any strides, and one that no map can be made of.
+    rows = {"q": torch.randn_like(call.q), "k": torch.randn(50, 2, 64, 2, dtype=torch.bfloat16)}
+    rows |= {
+        "k": rows["k"].permute(3, 1, 0, 2),
+        "v": torch.zeros_like(call.v)[..., :1].expand_as(call.v),
+    }
+    moved = Tangents(**{name: rows[name] for name in moving})
+    for _ in range(2):
+        found = backend.forward_with_tangents(LOWERED, call, moved)
+        assert found is not None
+        out, lse, out_moved, lse_moved = found
+        assert out.shape == out_moved.shape == call.q.shape
+        assert lse.shape == lse_moved.shape == call.q.shape[:3]
+        assert lse.dtype == lse_moved.dtype == torch.float32
+        launched = functions.launched[-1]
+        maps = _maps(launched)
+        assert [each[1] for each in maps[:3]] == [x.data_ptr() for x in (call.q, call.k, call.v)]
+        own = [each[1] for each in maps[3:6]]
+        for name, address, like in zip("qkv", own, (call.q, call.k, call.v), strict=True):
+            assert (address == like.data_ptr()) == (name not in moving)
+            assert (address == rows[name].data_ptr()) == (name == "q" and "q" in moving)
+        assert [each[1] for each in maps[6:]] == [out.data_ptr(), out_moved.data_ptr()]
+        numbers = (lse.data_ptr(), lse_moved.data_ptr(), 0.125, 2, 4, 2, 40, 50, 0, 0, 2)
+        assert str(numbers)[1:-1] in str(_plain(launched))
+    assert built == ["tangent"]
+    fields = {"gain": torch.ones(2)}
+    assert backend.forward_with_tangents(LOWERED, call, replace(moved, captures=fields)) is None
+
+
+def test_kernels_of_tangents_take_their_descriptors_in_order():
+    call = call_of(*tensors())
+    special = replace(specialise(LOWERED.program, call), moving_operands="qkv")
+    (config, *_) = configs_of(LOWERED, special, "forward_tangent")
+    loop = plan_loop(LOWERED, special, "forward_tangent", config)
+    (function,) = [
+        item
+        for item in ast.parse(generate_tangent(LOWERED, special, loop, config)).body
+        if getattr(item, "name", "") == "attention_forward_tangent"
+    ]
+    taken = [item.arg for item in function.args.args]
+    blocks = blocks_of("forward_tangent", special, config)
+    assert taken[: len(blocks)] == list(blocks)
+    assert taken[len(blocks) :][:3] == ["LSE", "LSE_MOVED", "scale"]

@@ -160,6 +160,8 @@ def test_explanation_of_a_plain_program():
     assert lines_of("causal()", 64) == [
         "  forward    hopper kernels, head dims up to 256",
         FP32,
+        "  tangent    hopper kernels, head dims up to 128",
+        FP32,
         "  backward   hopper kernels, head dims up to 256",
         FP32,
         DETERMINISTIC,
@@ -179,6 +181,8 @@ def test_explanation_of_captures():
             DETERMINISTIC,
         ]
         assert sum("gradients of" in line for line in lines) == 1
+        pairs = "tangents of captures are looked up pair by pair"
+        assert f"    with tangents of {names}: triton kernels ({pairs})" in lines
 
 
 def test_explanation_of_captures_that_hopper_kernels_add_up():
@@ -199,9 +203,20 @@ def test_explanation_of_captures_that_hopper_kernels_add_up():
 def test_explanation_of_wide_heads(head_dim):
     assert lines_of(GAIN, head_dim) == [
         f"  {kind:<10} triton kernels at head dim {head_dim}: "
-        f"the Hopper {kind} takes head dims up to 256"
-        for kind in KERNELS
+        f"the Hopper {kind} takes head dims up to {most}"
+        for kind, most in (("forward", 256), ("tangent", 128), ("backward", 256))
     ]
+
+
+@pytest.mark.parametrize(
+    "weights", ["sigmoid(score)", "dropout(softmax(score), 0.1)"], ids=["own", "dropout"]
+)
+def test_explanation_of_tangents_without_a_hopper_kernel(weights):
+    (line,) = [x for x in lines_of(f"weights = {weights}", 64) if x.startswith("  tangent")]
+    assert line == (
+        "  tangent    triton kernels at head dim 64: "
+        "the Hopper tangent has the weights of a softmax, without dropout"
+    )
 
 
 def test_explanation_of_what_no_kernel_runs():
@@ -216,7 +231,7 @@ def test_explanation_of_what_no_kernel_runs():
 def test_explanation_of_weights_of_ones_own():
     lines = lines_of("tensor s[heads]: float; weights = sigmoid(score + s[h])", 64)
     assert [line.split()[1:3] for line in lines if not line.startswith("    ")] == [
-        ["hopper", "kernels,"], ["hopper", "kernels,"],
+        ["hopper", "kernels,"], ["triton", "kernels"], ["hopper", "kernels,"],
     ]  # fmt: skip
     (line,) = [line for line in lines if "gradients of s:" in line]
     assert line.endswith("gradients of captures in weights are added up pair by pair)")

@@ -1,0 +1,428 @@
+"""Forward kernel for Hopper that makes tangents as well: one pass over the keys for all four results.
+
+Follows ``forward_shared`` in one module. With a prime for the tangents, a tile has six products where
+a forward's has two: S = Q K^T, S' = Q' K^T + Q K'^T, then, with weights W relative to the maximum so
+far and M = W S', O += W V and O' += M V + W V'. At the end, with l the sums of W, lse' is the sum of
+M over l, and out' is O' / l - lse' out. (``backends/tangent.py`` has the formulas in torch.)
+
+Two sums of products fill the registers of a consumer, and leave none to carry weights to the next
+tile. Weights are computed while the products of S' run, sums of their tangents while the last three do,
+and else those of the other consumer.
+"""
+# ruff: noqa: F821
+
+#: begin
+@gluon.jit
+def load_keys(
+    k_desc, v_desc, k_moved_desc, v_moved_desc, k_s, v_s, k_moved_s, v_moved_s,
+    k_full, k_empty, v_full, v_empty, count, kv_tile, b, hkv,
+    BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+):
+    """Load one tile of k and of v and those of their tangents, as their places become free."""
+    stage = count % STAGES
+    phase = (count // STAGES) & 1
+    place = [b, hkv, kv_tile * BLOCK_N, 0]
+    mbarrier.wait(k_empty.index(stage), phase ^ 1)
+    mbarrier.expect(k_full.index(stage), k_desc.block_type.nbytes * (2 if MOVES_K else 1))
+    tma_load(k_desc, place, k_full.index(stage), k_s.index(stage))
+    if MOVES_K:
+        tma_load(k_moved_desc, place, k_full.index(stage), k_moved_s.index(stage))
+    mbarrier.wait(v_empty.index(stage), phase ^ 1)
+    mbarrier.expect(v_full.index(stage), v_desc.block_type.nbytes * (2 if MOVES_V else 1))
+    tma_load(v_desc, place, v_full.index(stage), v_s.index(stage))
+    if MOVES_V:
+        tma_load(v_moved_desc, place, v_full.index(stage), v_moved_s.index(stage))
+
+
+@gluon.jit
+def produce(
+    q_desc, k_desc, v_desc, q_moved_desc, k_moved_desc, v_moved_desc,
+    q_s, k_s, v_s, q_moved_s, k_moved_s, v_moved_s, q_full, k_full, k_empty, v_full, v_empty,
+    batch, heads, kv_heads, q_len, kv_len, q_origin, kv_origin, together,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr,
+    Q_KIND: gl.constexpr, KV_KIND: gl.constexpr,
+    #: parameters
+    #: forward_lists
+):
+    """Load the query tile, then every key-value tile: PARTIAL ones, then FULL ones."""
+    ROWS: gl.constexpr = BLOCK_M // CONSUMERS
+    tile, b, h, hkv = place_of_item(
+        gl.program_id(0), batch, heads, kv_heads, q_len, together, BLOCK_M
+    )
+    for part in gl.static_range(CONSUMERS):
+        place = [b, h, tile * BLOCK_M + part * ROWS, 0]
+        mbarrier.expect(q_full.index(part), q_desc.block_type.nbytes * (2 if MOVES_Q else 1))
+        tma_load(q_desc, place, q_full.index(part), q_s.index(part))
+        if MOVES_Q:
+            tma_load(q_moved_desc, place, q_full.index(part), q_moved_s.index(part))
+    q_offset = shift_of_positions(q_origin, Q_KIND)
+    kv_offset = shift_of_positions(kv_origin, KV_KIND)
+    full_tiles, partial_tiles, first_live, first_full = forward_tiles(
+        tile, b, h, hkv, batch, heads, kv_heads, q_len, kv_len, q_offset, kv_offset,
+        BLOCK_M, BLOCK_N,
+        #: arguments
+        #: forward_lists
+    )
+    if FORWARD_HAS_PARTIAL:
+        for step in range(0, partial_tiles):
+            kv_tile = forward_partial_tile(
+                step, full_tiles, first_live, first_full, tile,
+                b, h, hkv, batch, heads, kv_heads, q_len, kv_len, q_offset, kv_offset,
+                BLOCK_M, BLOCK_N,
+                #: arguments
+                #: forward_lists
+            )
+            load_keys(
+                k_desc, v_desc, k_moved_desc, v_moved_desc, k_s, v_s, k_moved_s, v_moved_s,
+                k_full, k_empty, v_full, v_empty, step, kv_tile, b, hkv, BLOCK_N, STAGES,
+            )
+    if FORWARD_HAS_FULL:
+        for step in range(0, full_tiles):
+            kv_tile = forward_full_tile(
+                step, full_tiles, first_live, first_full, tile,
+                b, h, hkv, batch, heads, kv_heads, q_len, kv_len, q_offset, kv_offset,
+                BLOCK_M, BLOCK_N,
+                #: arguments
+                #: forward_lists
+            )
+            load_keys(
+                k_desc, v_desc, k_moved_desc, v_moved_desc, k_s, v_s, k_moved_s, v_moved_s,
+                k_full, k_empty, v_full, v_empty, partial_tiles + step, kv_tile, b, hkv,
+                BLOCK_N, STAGES,
+            )
+
+
+@gluon.jit
+def slopes_of_scores(
+    score, q, q_parts, kv_parts, kv_tile, b, h, hkv, batch, heads, kv_heads, q_len, kv_len, kv_origin,
+    BLOCK_N: gl.constexpr, KV_KIND: gl.constexpr, SCORES: gl.constexpr,
+    #: parameters
+):
+    """Derivatives of a tile's final scores by ``scale * (q . k)``.
+
+    ``score`` is that times the factor that :func:`factor_of_score` gives its head.
+    """
+    KEYS: gl.constexpr = gl.SliceLayout(0, SCORES)
+    columns = count_up(kv_tile * BLOCK_N, BLOCK_N, KEYS)
+    kv = places_of(kv_tile * BLOCK_N, kv_len, kv_origin, KV_KIND, BLOCK_N, KEYS)[None, :]
+    live = (columns < kv_len)[None, :]
+    slope, _ = gl.broadcast(
+        derivative_of_pair(
+            score, live, q_parts, kv_parts, b, h, hkv, q, kv, batch, heads, kv_heads, q_len, kv_len,
+            #: arguments
+        ),
+        score,
+    )
+    return slope
+
+
+@gluon.jit
+def add_to_moved_sums(
+    moved_sums, rounded, decays, moved, words, SCORES: gl.constexpr, HALF: gl.constexpr
+):
+    """Add the tangents of a tile's weights to their sums, and ``words``, which they are rounded to."""
+    moved_sums = moved_sums * decays + paired(eighths_of_sums(moved))
+    rounded = rounded * decays + paired(eighths_of_sums(widened(words, HALF, SCORES)))
+    return moved_sums, rounded
+
+
+@gluon.jit
+def attend(
+    PART: gl.constexpr, count, kv_tile, acc, moved_acc, sums, moved_sums, rounded, peak, q, q_parts, zeros,
+    q_s, k_s, v_s, q_moved_s, k_moved_s, v_moved_s, k_full, k_empty, v_full, v_empty,
+    factor, speed, steepness, scale, origin, b, h, hkv, batch, heads, kv_heads, q_len, kv_len, kv_origin,
+    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, KV_KIND: gl.constexpr, PARTIAL: gl.constexpr,
+    SCORES: gl.constexpr, OUTPUT: gl.constexpr, WEIGHTS: gl.constexpr, HALF: gl.constexpr,
+    HEAD_DIM: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
+    #: parameters
+):
+    """Add what tile number ``count`` has to all sums."""
+    stage = count % STAGES
+    phase = (count // STAGES) & 1
+    # PART, since there are fewer tiles than keys, but no compiler knows: it would keep in registers
+    # where each part of q lies.
+    part = PART + 1 + ((count - kv_len) >> 31)
+    q_part = q_s.index(part).reshape([zeros.shape[0], D])
+    mbarrier.wait(k_full.index(stage), phase)
+    k = k_s.index(stage).reshape([BLOCK_N, D])
+    scoring = multiply(q_part, k, zeros, HEAD_DIM)
+    if MOVES_Q:
+        q_moved = q_moved_s.index(part).reshape([zeros.shape[0], D])
+        moving = multiply(q_moved, k, zeros, HEAD_DIM)
+    if MOVES_K:
+        k_moved = k_moved_s.index(stage).reshape([BLOCK_N, D])
+        if MOVES_Q:
+            moving = warpgroup_mma(q_part, k_moved.permute((1, 0)), moving, is_async=True)
+        else:
+            moving = multiply(q_part, k_moved, zeros, HEAD_DIM)
+    kv_parts = parts_of_keys(
+        kv_tile, b, h, hkv, batch, heads, kv_heads, q_len, kv_len, kv_origin, BLOCK_N, KV_KIND,
+        #: arguments
+    )
+    score = warpgroup_mma_wait(MOVES_Q + MOVES_K, deps=[scoring])
+    if MOVES_WEIGHTS and PAIRWISE_DERIVATIVE:
+        # Scores and slopes take registers, which S' leaves where it has been multiplied by these.
+        moved = warpgroup_mma_wait(0, deps=[moving]) * speed
+        slope = slopes_of_scores(
+            score * scale, q, q_parts, kv_parts, kv_tile,
+            b, h, hkv, batch, heads, kv_heads, q_len, kv_len, kv_origin, BLOCK_N, KV_KIND, SCORES,
+            #: arguments
+        )
+        # Where the slope is infinite, a score that does not move still does not.
+        moved = gl.where(moved == 0.0, 0.0, moved * slope)
+    score, reached = final_scores(
+        score, q, q_parts, kv_parts, kv_tile, peak, factor, steepness, scale, origin,
+        b, h, hkv, batch, heads, kv_heads, q_len, kv_len, kv_origin,
+        BLOCK_N, KV_KIND, PARTIAL, False, SCORES,
+        #: arguments
+    )
+    weight, own, decay, peak = soften(
+        score, reached, peak, float("-inf"), False, factor, PARTIAL, False
+    )
+    words = pack(weight, HALF)
+    own = paired(own)
+    decays = 1.0
+    if BOUNDED:
+        sums = sums + own
+    else:
+        decays = gl.convert_layout(decay, gl.SliceLayout(1, own.type.layout))[:, None]
+        sums = sums * decays + own
+        factors = gl.convert_layout(decay, gl.SliceLayout(1, OUTPUT))
+        acc = scaled(acc, factors) if LAZY else acc * factors[:, None]
+        moved_acc = scaled(moved_acc, factors) if LAZY else moved_acc * factors[:, None]
+    if MOVES_WEIGHTS:
+        if not PAIRWISE_DERIVATIVE:
+            finish(sums, q_len >> 31)
+            moved = warpgroup_mma_wait(0, deps=[moving]) * speed
+        mbarrier.arrive(k_empty.index(stage), count=1)
+        moved = weight * moved
+        if PARTIAL or MODIFIED:
+            # What takes no part may move by what is no number.
+            moved = gl.where(weight == 0.0, 0.0, moved)
+        moved_words = pack(moved, HALF)
+        if EARLY:
+            moved_sums, rounded = add_to_moved_sums(
+                moved_sums, rounded, decays, moved, moved_words, SCORES, HALF
+            )
+        moved_operand = halves(moved_words, HALF, WEIGHTS)
+    else:
+        mbarrier.arrive(k_empty.index(stage), count=1)
+    operand = halves(words, HALF, WEIGHTS)
+    mbarrier.wait(v_full.index(stage), phase)
+    v = v_s.index(stage).reshape([BLOCK_N, DV])
+    adding = warpgroup_mma(operand, v, acc, is_async=True)
+    if MOVES_WEIGHTS:
+        moved_acc = warpgroup_mma(moved_operand, v, moved_acc, is_async=True)
+    if MOVES_V:
+        v_moved = v_moved_s.index(stage).reshape([BLOCK_N, DV])
+        moved_acc = warpgroup_mma(operand, v_moved, moved_acc, is_async=True)
+    if MOVES_WEIGHTS and not EARLY:
+        # While the products run.
+        moved_sums, rounded = add_to_moved_sums(
+            moved_sums, rounded, decays, moved, moved_words, SCORES, HALF
+        )
+        finish(moved_sums, q_len >> 31)
+        finish(rounded, q_len >> 31)
+    acc, moved_acc = warpgroup_mma_wait(0, deps=[adding, moved_acc])
+    mbarrier.arrive(v_empty.index(stage), count=1)
+    return acc, moved_acc, sums, moved_sums, rounded, peak
+
+
+@gluon.jit
+def consume(
+    PART: gl.constexpr, o_desc, o_moved_desc, LSE, LSE_MOVED,
+    q_s, k_s, v_s, q_moved_s, k_moved_s, v_moved_s, o_s, q_full, k_full, k_empty, v_full, v_empty,
+    scale, batch, heads, kv_heads, q_len, kv_len, q_origin, kv_origin, together,
+    HEAD_DIM: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
+    STAGES: gl.constexpr, CONSUMERS: gl.constexpr, Q_KIND: gl.constexpr, KV_KIND: gl.constexpr,
+    #: parameters
+    #: forward_lists
+):
+    """Results of the query tile's rows number ``PART``."""
+    ROWS: gl.constexpr = BLOCK_M // CONSUMERS
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
+    OUTPUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DV, 16])
+    WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, OUTPUT, 2)
+    HALF: gl.constexpr = o_desc.dtype
+    tile, b, h, hkv = place_of_item(
+        gl.program_id(0), batch, heads, kv_heads, q_len, together, BLOCK_M
+    )
+    q_offset = shift_of_positions(q_origin, Q_KIND)
+    kv_offset = shift_of_positions(kv_origin, KV_KIND)
+    first = tile * BLOCK_M + PART * ROWS
+    rows = first + gl.arange(0, ROWS, layout=gl.SliceLayout(1, SCORES))
+    row_places = positions(rows, q_len, q_origin, Q_KIND)
+    q = row_places[:, None]
+    q_parts = q_parts_of_pairs(
+        b, h, hkv, row_places, batch, heads, kv_heads, q_len, kv_len,
+        #: arguments
+    )
+    full_tiles, partial_tiles, first_live, first_full = forward_tiles(
+        tile, b, h, hkv, batch, heads, kv_heads, q_len, kv_len, q_offset, kv_offset,
+        BLOCK_M, BLOCK_N,
+        #: arguments
+        #: forward_lists
+    )
+    origin = tile * BLOCK_M + q_offset
+    acc = gl.zeros([ROWS, DV], gl.float32, layout=OUTPUT)
+    moved_acc = gl.zeros([ROWS, DV], gl.float32, layout=OUTPUT)
+    zeros = gl.zeros([ROWS, BLOCK_N], gl.float32, layout=SCORES)
+    lowest = 0.0 if BOUNDED else float("-inf")
+    peak = gl.full([ROWS], lowest, gl.float32, layout=gl.SliceLayout(1, SCORES))
+    sums = paired(eighths_of_sums(zeros))
+    moved_sums, rounded = sums, sums
+    # How fast final scores are where q . k has a speed of 1, but for what differs from pair to pair.
+    speed = scale
+    if HAS_DERIVATIVE and not PAIRWISE_DERIVATIVE:
+        speed = speed * derivative_of_pair(
+            zeros, q == q, q_parts, q_parts, b, h, hkv, q, q, batch, heads, kv_heads, q_len, kv_len,
+            #: arguments
+        )
+    if HAS_FACTOR:
+        scale = scale * factor_of_score(
+            b, h, hkv, batch, heads, kv_heads, q_len, kv_len,
+            #: arguments
+        )
+    if SCALED_FIRST:
+        factor = OUTER * LOG2E
+    else:
+        factor = scale * (OUTER * LOG2E)
+    steepness = 0.0
+    if HAS_STEEPNESS:
+        steepness = LOG2E * steepness_of_column(
+            b, h, hkv, batch, heads, kv_heads, q_len, kv_len,
+            #: arguments
+        )
+    mbarrier.wait(q_full.index(PART), 0)
+
+    if FORWARD_HAS_PARTIAL:
+        kv_tile = forward_partial_tile(
+            0, full_tiles, first_live, first_full, tile,
+            b, h, hkv, batch, heads, kv_heads, q_len, kv_len, q_offset, kv_offset,
+            BLOCK_M, BLOCK_N,
+            #: arguments
+            #: forward_lists
+        )
+        for step in range(0, partial_tiles):
+            acc, moved_acc, sums, moved_sums, rounded, peak = attend(
+                PART, step, kv_tile, acc, moved_acc, sums, moved_sums, rounded, peak,
+                q, q_parts, zeros, q_s, k_s, v_s, q_moved_s, k_moved_s, v_moved_s,
+                k_full, k_empty, v_full, v_empty,
+                factor, speed, steepness, scale, origin,
+                b, h, hkv, batch, heads, kv_heads, q_len, kv_len, kv_origin,
+                BLOCK_N, STAGES, KV_KIND, True, SCORES, OUTPUT, WEIGHTS, HALF, HEAD_DIM, D, DV,
+                #: arguments
+            )
+            kv_tile = forward_partial_tile(
+                step + 1, full_tiles, first_live, first_full, tile,
+                b, h, hkv, batch, heads, kv_heads, q_len, kv_len, q_offset, kv_offset,
+                BLOCK_M, BLOCK_N,
+                #: arguments
+                #: forward_lists
+            )
+    if FORWARD_HAS_FULL:
+        kv_tile = forward_full_tile(
+            0, full_tiles, first_live, first_full, tile,
+            b, h, hkv, batch, heads, kv_heads, q_len, kv_len, q_offset, kv_offset,
+            BLOCK_M, BLOCK_N,
+            #: arguments
+            #: forward_lists
+        )
+        for step in range(0, full_tiles):
+            acc, moved_acc, sums, moved_sums, rounded, peak = attend(
+                PART, partial_tiles + step, kv_tile, acc, moved_acc, sums, moved_sums, rounded, peak,
+                q, q_parts, zeros, q_s, k_s, v_s, q_moved_s, k_moved_s, v_moved_s,
+                k_full, k_empty, v_full, v_empty,
+                factor, speed, steepness, scale, origin,
+                b, h, hkv, batch, heads, kv_heads, q_len, kv_len, kv_origin,
+                BLOCK_N, STAGES, KV_KIND, False, SCORES, OUTPUT, WEIGHTS, HALF, HEAD_DIM, D, DV,
+                #: arguments
+            )
+            kv_tile = forward_full_tile(
+                step + 1, full_tiles, first_live, first_full, tile,
+                b, h, hkv, batch, heads, kv_heads, q_len, kv_len, q_offset, kv_offset,
+                BLOCK_M, BLOCK_N,
+                #: arguments
+                #: forward_lists
+            )
+
+    total, moved_total, common = whole(sums, SCORES), whole(moved_sums, SCORES), whole(rounded, SCORES)
+    lse, inverse = normalise(
+        total, peak, row_places, origin, q_parts, b, h, hkv, batch, heads, kv_heads, q_len, kv_len,
+        #: arguments
+    )
+    row = (b * heads + h).to(gl.int64) * q_len
+    gl.store(LSE + row + rows, lse, mask=rows < q_len)
+    gl.store(LSE_MOVED + row + rows, moved_total * inverse, mask=rows < q_len)
+    if OWN_OUTPUT:
+        place = o_s.index(PART)
+    else:
+        # The rows of q have been read for the last time.
+        place = q_s.index(PART)
+    inverse = gl.convert_layout(inverse, gl.SliceLayout(1, OUTPUT))[:, None]
+    out = acc * inverse
+    place.reshape([ROWS, DV]).store(out.to(HALF))
+    fence_async_shared()
+    tma_store(o_desc, [b, h, first, 0], place)
+    # Of the tangents of weights, the sum of what they were rounded to cancels better.
+    common = gl.convert_layout(common, gl.SliceLayout(1, OUTPUT))[:, None] * inverse
+    out_moved = moved_acc * inverse - common * out
+    tma_wait(0)
+    place.reshape([ROWS, DV]).store(out_moved.to(HALF))
+    fence_async_shared()
+    tma_store(o_moved_desc, [b, h, first, 0], place)
+    tma_wait(0)
+
+
+@gluon.jit
+def whole(quarters, SCORES: gl.constexpr):
+    """Rows' sums from four each."""
+    return gl.convert_layout(gl.sum(quarters, 1), gl.SliceLayout(1, SCORES))
+
+
+@gluon.jit
+def attention_forward_tangent(
+    q_desc, k_desc, v_desc, q_moved_desc, k_moved_desc, v_moved_desc, o_desc, o_moved_desc,
+    LSE, LSE_MOVED,
+    scale, batch, heads, kv_heads, q_len, kv_len, q_origin, kv_origin, together,
+    #: parameters
+    #: forward_lists
+    HEAD_DIM: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
+    STAGES: gl.constexpr, CONSUMERS: gl.constexpr, REGISTERS: gl.constexpr,
+    Q_KIND: gl.constexpr, KV_KIND: gl.constexpr,
+):
+    """One program: one query tile of one head.
+
+    LSE and LSE_MOVED (batch, heads, q_len) are contiguous fp32. Descriptors are of (batch, heads,
+    length, head dim): blocks of one head's rows. Of the tangents of q, k and v those are read that
+    move.
+    """
+    ROWS: gl.constexpr = BLOCK_M // CONSUMERS
+    q_s = gl.allocate_shared_memory(q_desc.dtype, [CONSUMERS, 1, 1, ROWS, D], q_desc.layout)
+    k_s = gl.allocate_shared_memory(k_desc.dtype, [STAGES, 1, 1, BLOCK_N, D], k_desc.layout)
+    v_s = gl.allocate_shared_memory(v_desc.dtype, [STAGES, 1, 1, BLOCK_N, DV], v_desc.layout)
+    q_moved_s, k_moved_s, v_moved_s, o_s = q_s, k_s, v_s, q_s
+    if MOVES_Q:
+        q_moved_s = gl.allocate_shared_memory(q_desc.dtype, [CONSUMERS, 1, 1, ROWS, D], q_desc.layout)
+    if MOVES_K:
+        k_moved_s = gl.allocate_shared_memory(k_desc.dtype, [STAGES, 1, 1, BLOCK_N, D], k_desc.layout)
+    if MOVES_V:
+        v_moved_s = gl.allocate_shared_memory(v_desc.dtype, [STAGES, 1, 1, BLOCK_N, DV], v_desc.layout)
+    if OWN_OUTPUT:
+        o_s = gl.allocate_shared_memory(o_desc.dtype, [CONSUMERS, 1, 1, ROWS, DV], o_desc.layout)
+    BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
+    q_full = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], BARRIER)
+    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    for part in gl.static_range(CONSUMERS):
+        mbarrier.init(q_full.index(part), count=1)
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(k_full.index(stage), count=1)
+        mbarrier.init(k_empty.index(stage), count=CONSUMERS)
+        mbarrier.init(v_full.index(stage), count=1)
+        mbarrier.init(v_empty.index(stage), count=CONSUMERS)
+    #: partitions
