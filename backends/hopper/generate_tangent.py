@@ -88,7 +88,7 @@ def generate_tangent(
         "EARLY": config.early,
         "BOUNDED": wide and is_bounded(lowered, special),
         "ANCHORED": False,
-        "MIXED": False,
+        "MIXED": 0,
         "OWN_OUTPUT": block_width(special.head_dim) != block_width(special.value_dim),
         **moves,
         "MOVES_WEIGHTS": moves["MOVES_Q"] or moves["MOVES_K"],

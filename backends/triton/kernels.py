@@ -45,7 +45,8 @@ DIRECTIONS_OF = {
     "tangent": ("tangent",),
     "bounded": ("scatter_sums",),
 }
-_KERNELS = frozenset(name for names in DIRECTIONS_OF.values() for name in names)
+_KERNELS = frozenset(name for names in DIRECTIONS_OF.values() for name in names) | LOOPS.keys()
+"""Names of generated kernels; others of a module are called what they are."""
 _LIST_CONFIG = (4, 1)
 """Warps and stages of the kernels that find tiles."""
 _ATTEMPTS = 3

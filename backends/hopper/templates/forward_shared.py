@@ -161,7 +161,7 @@ def soften(score, reached, peak, floor, anchored, factor, PARTIAL: gl.constexpr,
     elif BOUNDED:
         # No score is so large that its weight would not fit, whatever the others of its row are.
         if MIXED and not PARTIAL:
-            weight = mixed_exp2(score * factor)
+            weight = mixed_exp2(score * factor, MIXED)
         else:
             weight = gl.exp2(score * factor)
         decay, new_peak = 1.0, peak

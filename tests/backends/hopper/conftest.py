@@ -82,7 +82,7 @@ class Operations:
                 lines=lambda begins, slope, size, layout: (
                     begins[:, None] + slope * language.arange(0, size)
                 ),
-                mixed_exp2=torch.exp2,
+                mixed_exp2=lambda x, number: torch.exp2(x),
                 line=lambda begin, slope, size, layout: begin + slope * language.arange(0, size),
                 # Halves are fp16 here, and hold less than bf16.
                 pack=lambda tile, half: tile.clamp(-65504, 65504).to(half),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import struct
 
+import pytest
 import torch
 
 from attndsl.backends.hopper.library import mixture
@@ -38,12 +39,13 @@ def run(ptx: str, place: int, x: torch.Tensor) -> torch.Tensor:
     return found[f"${place}"]
 
 
-def test_powers_of_two_on_the_multipliers():
-    ptx = mixture()
+@pytest.mark.parametrize("number", [2, 3])
+def test_powers_of_two_on_the_multipliers(number):
+    ptx = mixture(number)
     x = torch.cat([torch.linspace(-125.9, 125.9, 100_001), torch.arange(-125.0, 126.0)])
     exact = torch.exp2(x.double())
     errors = [((run(ptx, place, x) - exact) / exact).abs().max() for place in range(16)]
-    assert sum(bool(error > 1e-6) for error in errors) == 3
+    assert sum(bool(error > 1e-6) for error in errors) == number
     assert max(errors) < 1.1e-4
     whole = torch.arange(-125.0, 126.0)
     odd = torch.tensor([torch.nan, 0.0])

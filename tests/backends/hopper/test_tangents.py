@@ -38,7 +38,7 @@ SHAPES = {
     "even": (2, 4, 4, 512, 512),
     "ragged": (1, 6, 2, 333, 700),
     "groups": (3, 8, 1, 1000, 1000),
-    "short": (2, 4, 2, 1, 130),
+    "short": (2, 4, 2, 5, 130),
 }
 """Batch, heads, kv heads, q_len, kv_len."""
 
