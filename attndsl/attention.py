@@ -228,7 +228,8 @@ class Attention:
         """Text of the generated kernels for calls of this kind; needs no GPU.
 
         Args:
-            direction: ``forward`` or ``backward``.
+            direction: ``forward``, ``backward`` or ``tangent``: along q, k, v and, in portable
+                kernels, captures that require gradients; Hopper's makes the results too.
             head_dim: Head dim of q and k.
             value_dim: Head dim of v; ``head_dim`` by default.
             dtype: dtype of q, k and v.

@@ -189,6 +189,7 @@ def test_fmt_leaves_a_program_with_errors_alone(attndsl, write, tmp_path):
         ("json", '"nodes"'),
         ("source", "def attention_forward"),
         ("source-backward", "def attention_backward_kv"),
+        ("source-tangent", "def attention_tangent"),
     ],
 )
 def test_show_prints_every_stage(attndsl, write, stage, part):

@@ -30,6 +30,7 @@ STAGES = {
     "json": "all of that as the cache keeps it",
     "source": "the generated forward kernel",
     "source-backward": "the generated backward kernels",
+    "source-tangent": "the generated kernel of forward mode",
 }
 _DTYPES = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
 
@@ -82,7 +83,7 @@ def show_stage(
         raise UsageError(
             f"no kernels are generated for backend '{backend}'", hint=f"use {', '.join(GENERATED)}"
         )
-    direction = "backward" if stage == "source-backward" else "forward"
+    direction = stage.partition("-")[2] or "forward"
     attention = compile_program(program, declared, "auto", exact)
     return attention.source(
         direction, head_dim=head_dim, dtype=getattr(torch, _DTYPES[dtype]), backend=backend

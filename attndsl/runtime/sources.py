@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 GENERATED = ("triton", "hopper")
 """Backends whose kernels are generated text."""
-_DIRECTIONS = ("forward", "backward")
+_DIRECTIONS = ("forward", "backward", "tangent")
 
 
 def source_of(
@@ -39,7 +39,8 @@ def source_of(
     Args:
         lowered: The program.
         backend: One of ``GENERATED``.
-        direction: ``forward`` or ``backward``.
+        direction: ``forward``, ``backward`` or ``tangent``: along q, k, v and, in portable kernels,
+            captures that require gradients; Hopper's makes the results too.
         head_dim: Head dim of q and k.
         value_dim: Head dim of v.
         dtype: dtype of q, k and v.
@@ -52,7 +53,7 @@ def source_of(
     """
     if direction not in _DIRECTIONS:
         raise ArgumentError(
-            f"there is no direction {direction!r}", hint="use 'forward' or 'backward'"
+            f"there is no direction {direction!r}", hint=f"use {', '.join(map(repr, _DIRECTIONS))}"
         )
     if backend not in GENERATED:
         close = difflib.get_close_matches(str(backend), GENERATED, n=1)
@@ -63,6 +64,8 @@ def source_of(
     call = example_call(lowered, head_dim, value_dim, dtype, captures)
     if lowered.contractions is not None:
         refused = why_tiles(lowered, call)
+        if direction == "tangent":
+            refused = "tangents of programs with contractions have no kernel"
         if refused is not None:
             raise UnsupportedError(
                 f"no kernels are generated for this program: {refused}",

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from attndsl.errors import UnsupportedError
 from attndsl.passes.tiles.plan import LoopPlan
 
+from ..base import Wants
 from ..triton.cross import parse_target
 from ..triton.generate import generate_attention
 from ..triton.kernels import plan_loop
@@ -14,6 +16,7 @@ from ..triton.specialise import specialise, with_forms, with_gradients, with_pai
 from .backend import why_portable
 from .distances import with_diagonals
 from .generate import generate
+from .generate_tangent import generate_tangent
 from .kernels import HopperKernels, configs_of
 from .pair_tiles import with_pair_tiles
 from .shares import shares_of
@@ -21,16 +24,18 @@ from .shares import shares_of
 if TYPE_CHECKING:
     from attndsl.pipeline import Lowered
 
-    from ..base import Call, Wants
+    from ..base import Call
 
 
 def hopper_source(lowered: Lowered, call: Call, direction: str, wants: Wants) -> str:
-    """Text of the modules that ``call`` would use, ``forward`` or ``backward``.
+    """Text of the modules that ``call`` would use, ``forward``, ``backward`` or ``tangent``.
+
+    Tangents are along q, k and v.
 
     Raises:
         UnsupportedError: Portable kernels run ``call``; says why.
     """
-    shares = shares_of(lowered, call, wants)
+    shares = shares_of(lowered, call, Wants() if direction == "tangent" else wants)
     refused = why_portable(lowered, call, direction, wants=shares.lines)
     if refused is not None:
         raise UnsupportedError(
@@ -38,6 +43,11 @@ def hopper_source(lowered: Lowered, call: Call, direction: str, wants: Wants) ->
         )
     special = specialise(lowered.program, call)
     special = with_forms(special, lowered.program, parse_target("cuda:90"))
+    if direction == "tangent":
+        (name,) = HopperKernels.directions[direction]
+        own = replace(special, moving_operands="qkv")
+        config = configs_of(lowered, own, name)[0]
+        return generate_tangent(lowered, own, plan_loop(lowered, own, name, config), config)
     sums = []
     if direction == "backward":
         for group in shares.stored:

@@ -91,13 +91,19 @@ def example_call(
 
 
 def kernel_source(lowered: Lowered, call: Call, direction: str, wants: Wants) -> str:
-    """Text of the modules that ``call`` would use, ``forward`` or ``backward``."""
+    """Text of the modules that ``call`` would use, ``forward``, ``backward`` or ``tangent``.
+
+    Tangents are along q, k, v and what ``wants`` names.
+    """
     shared = shared_memory_of("cuda:90")
     special = specialise(lowered.program, call)
     special = with_forms(special, lowered.program, parse_target("cuda:90"))
     kernels = [(name, special) for name in DIRECTIONS_OF[direction]]
     if direction == "backward":
         kernels = _backward_kernels(lowered, call, special, wants)
+    elif direction == "tangent":
+        moving = _with_tangents(lowered, with_gradients(special, wants))
+        kernels = [(name, moving) for name in DIRECTIONS_OF[direction]]
     texts = []
     for name, own in kernels:
         config = _candidates(name, work_of(lowered, own, name), own, shared)[0]

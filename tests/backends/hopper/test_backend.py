@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
@@ -9,6 +11,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from attndsl.backends.base import Call, Wants
 from attndsl.backends.hopper.arguments import blocks_of, descriptor_strides
 from attndsl.backends.hopper.backend import HopperBackend, why_portable
+from attndsl.backends.hopper.kernels import HopperKernels
 from attndsl.backends.hopper.launch import view
 from attndsl.backends.hopper.tiles import candidates
 from attndsl.backends.triton.specialise import specialise
@@ -59,6 +62,14 @@ def test_what_hopper_kernels_run():
     grad = torch.empty(2, 4, 40, 256, dtype=torch.bfloat16)
     assert why_portable(LOWERED, call_of(value_dim=256), "backward", grad, ALL) is None
     assert why_portable(LOWERED, call_of(deterministic=True), "forward") is None
+
+
+@pytest.mark.parametrize("name", [n for names in HopperKernels.directions.values() for n in names])
+def test_each_kernel_is_found_in_its_module(name):
+    """Which no test of a launch sees where what is compiled is a stand-in."""
+    own = SimpleNamespace(**{f"attention_{name}": name})
+    kernels = HopperBackend(default_cache())._kernels
+    assert kernels._function(SimpleNamespace(module=own), name) == name
 
 
 def test_a_deterministic_call_has_a_layout_of_its_own():
