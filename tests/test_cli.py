@@ -200,6 +200,25 @@ def test_show_prints_every_stage(attndsl, write, stage, part):
     assert f"\n{stage} " in "\n" + attndsl("show", "a.attn", "--stage", "list")[1]
 
 
+def test_programs_come_through_pipes(attndsl, tmp_path):
+    def pipe(text: bytes) -> str:
+        ends = os.pipe()
+        os.write(ends[1], text)
+        os.close(ends[1])
+        return f"/dev/fd/{ends[0]}"
+
+    assert attndsl("check", pipe(b"causal()"))[0] == 0
+    assert "where(" in attndsl("show", pipe(b"where(q > kv, score, 0)"), "--stage", "ir")[1]
+    assert attndsl("fmt", pipe(b"q>=kv"))[:2] == (0, "q >= kv\n")
+    assert attndsl("fmt", "--check", pipe(b"q>=kv"))[0] == 1
+    code, _, err = attndsl("check", str(tmp_path))
+    assert code == 2
+    assert "is a folder" in err
+    code, _, err = attndsl("check", str(tmp_path / "none.attn"))
+    assert code == 2
+    assert "there is no file" in err
+
+
 def test_exact_forms_on_request(attndsl, write):
     file = write("cap.attn", "score = 5 * tanh(score / 5)\n")
     assert "tanh_approx(" in attndsl("show", file, "--stage", "source")[1]

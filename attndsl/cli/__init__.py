@@ -32,8 +32,10 @@ app.add_typer(cache_app, name="cache")
 
 
 def _file(value: str) -> str:
-    if value != "-" and not os.path.isfile(value):
+    if value != "-" and not os.path.exists(value):
         raise typer.BadParameter(f"there is no file '{value}'")
+    if os.path.isdir(value):
+        raise typer.BadParameter(f"'{value}' is a folder")
     return value
 
 

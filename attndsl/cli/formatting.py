@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def format_files(files: Sequence[str], check: bool, diff: bool) -> int:
-    """Format ``files`` in place, and standard input to standard output.
+    """Format ``files`` in place, and standard input and pipes to standard output.
 
     Args:
         files: Program files; ``-`` is standard input.
@@ -41,7 +41,7 @@ def format_files(files: Sequence[str], check: bool, diff: bool) -> int:
     for file in files:
         source = read_text(file)
         formatted = format_source(source.text, source.name)
-        if file == "-" and not (check or diff):
+        if (file == "-" or not Path(file).is_file()) and not (check or diff):
             sys.stdout.write(formatted)
             continue
         if formatted == source.text:
