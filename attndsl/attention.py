@@ -17,7 +17,7 @@ from attndsl.runtime.dispatch import backend_of
 from attndsl.runtime.modes import seen_by_modes
 from attndsl.runtime.programs import lowered_program
 from attndsl.runtime.seed import draw_seed, seed_argument
-from attndsl.runtime.sources import source_of
+from attndsl.runtime.sources import check_head_dims, device_of, source_of
 from attndsl.runtime.tiles import (
     call_of_lengths,
     find_tiles,
@@ -246,7 +246,7 @@ class Attention:
         if backend is None:
             backend = "hopper" if self._backend == "hopper" else "triton"
         return source_of(
-            self._lowered, backend, direction, head_dim, value_dim or head_dim, dtype,
+            self._lowered, backend, direction, head_dim, value_dim, dtype,
             {**self._defaults, **captures},
         )  # fmt: skip
 
@@ -396,8 +396,9 @@ class Attention:
         """
         from attndsl.explain import explain, explain_tiles
 
+        check_head_dims(head_dim)
         text = explain(
-            self._lowered, self._backend, self._checked, torch.device(device), block_m, block_n,
+            self._lowered, self._backend, self._checked, device_of(device), block_m, block_n,
             head_dim,
         )  # fmt: skip
         if q_len is None and kv_len is None:

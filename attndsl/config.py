@@ -74,6 +74,10 @@ def _read_json(text: str, name: str) -> list[ConfigEntry]:
     except json.JSONDecodeError as error:
         at = Span(Source(text, name), min(error.pos, max(len(text) - 1, 0)), error.pos + 1)
         raise ConfigError(f"not JSON: {error.msg}", at) from None
+    except ConfigError as error:
+        raise ConfigError(f"{name}: {error.message}", hint=error.hint) from None
+    except ValueError as error:
+        raise ConfigError(f"{name} is not JSON: {error}") from None
     except RecursionError:
         raise ConfigError(f"{name} nests too deeply") from None
     return _entries(data, name)
@@ -83,6 +87,8 @@ def _read_toml(text: str, name: str) -> list[ConfigEntry]:
     try:
         data = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{name} is not TOML: {error}") from None
+    except ValueError as error:
         raise ConfigError(f"{name} is not TOML: {error}") from None
     except RecursionError:
         raise ConfigError(f"{name} nests too deeply") from None

@@ -410,3 +410,41 @@ def test_the_schema_accepts_what_loads() -> None:
     for bad in ({"a": 3}, {"a": {"params": {}}}, {"a": {"program": "x", "params": {"w": "y"}}}):
         with pytest.raises(jsonschema.ValidationError):
             jsonschema.validate(bad, schema)
+
+
+@pytest.mark.parametrize("head_dim", [0, -1, 2.5, "64", None, True])
+def test_head_dims_of_sources_are_positive_ints(head_dim: object) -> None:
+    attention = attndsl.compile("causal()")
+    for ask in (attention.source, attention.explain):
+        with pytest.raises(errors.ArgumentError, match="is no head dim"):
+            ask(head_dim=head_dim)  # type: ignore[operator]
+
+
+def test_sources_and_explanations_of_what_is_not_there() -> None:
+    attention = attndsl.compile("causal()")
+    with pytest.raises(errors.ArgumentError, match="0 is no head dim"):
+        attention.source(value_dim=0)
+    with pytest.raises(errors.ArgumentError, match="dtype is 'bf16'"):
+        attention.source(dtype="bf16")  # type: ignore[arg-type]
+    with pytest.raises(errors.ArgumentError, match="no tensor or run-time param 'x'"):
+        attention.source(x=1)
+    with pytest.raises(errors.ArgumentError, match="there is no device 'foo'"):
+        attention.explain("foo")
+
+
+def test_tensors_whose_signs_are_yet_to_change() -> None:
+    attention = attndsl.compile(
+        "tensor gain[heads]: float; mask = causal(); score = score * gain[h]"
+    )
+    gain = torch.randn(4, dtype=torch.complex64).conj().imag
+    assert gain.is_neg()
+    q, k, v = (x.detach() for x in inputs())
+    found = attention(torch._neg_view(q), k, v, gain=gain)
+    assert torch.equal(found, attention(-q, k, v, gain=gain.clone()))
+
+
+@pytest.mark.parametrize("value", [1 << 63, -(1 << 63) - 1, 10**30])
+def test_ints_of_more_than_64_bits_are_refused(value: int) -> None:
+    q, k, v = (x.detach() for x in inputs())
+    with pytest.raises(errors.ArgumentError, match="w does not fit 64 bits"):
+        attndsl.compile("param w: int; mask = q - kv < w")(q, k, v, w=value)

@@ -200,6 +200,45 @@ def test_show_prints_every_stage(attndsl, write, stage, part):
     assert f"\n{stage} " in "\n" + attndsl("show", "a.attn", "--stage", "list")[1]
 
 
+def test_a_file_that_cannot_be_written_stays_as_it_is(attndsl, write, tmp_path, monkeypatch):
+    file = write("a.attn", "q>=kv")
+    before = os.stat(tmp_path / file).st_mode
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", full)
+        code, _, err = attndsl("fmt", file)
+    assert code == 1
+    assert "cannot write a.attn: No space left on device" in err
+    assert (tmp_path / file).read_text() == "q>=kv"
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "access", lambda *_: False)
+        assert "cannot write a.attn: Permission denied" in attndsl("fmt", file)[2]
+    assert os.listdir(tmp_path) == [file]
+    (tmp_path / "link.attn").symlink_to(tmp_path / file)
+    assert attndsl("fmt", "link.attn")[0] == 0
+    assert (tmp_path / "link.attn").is_symlink()
+    assert (tmp_path / file).read_text() == "q >= kv\n"
+    assert os.stat(tmp_path / file).st_mode == before
+
+
+def test_what_is_no_text_is_said_to_be_none(attndsl, write, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", None)
+    assert "it is closed" in attndsl("check", "-")[1]
+    with open(write("bytes", "é"), encoding="ascii") as stream:
+        monkeypatch.setattr(sys, "stdin", stream)
+        assert "<stdin> is not UTF-8 text" in attndsl("check", "-")[1]
+    digits = "1" * 6000
+    assert "is not JSON: Exceeds the limit" in attndsl("check", write("a.json", f"[{digits}]"))[1]
+    assert "is not TOML: Exceeds the limit" in attndsl("check", write("a.toml", f"a={digits}"))[1]
+    assert (
+        "b.json: the key 'a' stands twice"
+        in (attndsl("check", write("b.json", '{"a": "causal()", "a": "score"}'))[1])
+    )
+
+
 def test_programs_come_through_pipes(attndsl, tmp_path):
     def pipe(text: bytes) -> str:
         ends = os.pipe()
@@ -211,6 +250,8 @@ def test_programs_come_through_pipes(attndsl, tmp_path):
     assert "where(" in attndsl("show", pipe(b"where(q > kv, score, 0)"), "--stage", "ir")[1]
     assert attndsl("fmt", pipe(b"q>=kv"))[:2] == (0, "q >= kv\n")
     assert attndsl("fmt", "--check", pipe(b"q>=kv"))[0] == 1
+    (tmp_path / "-").mkdir()
+    assert attndsl("check", "-", stdin="causal()")[0] == 0
     code, _, err = attndsl("check", str(tmp_path))
     assert code == 2
     assert "is a folder" in err

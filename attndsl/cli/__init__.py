@@ -32,7 +32,9 @@ app.add_typer(cache_app, name="cache")
 
 
 def _file(value: str) -> str:
-    if value != "-" and not os.path.exists(value):
+    if value == "-":
+        return value
+    if not os.path.exists(value):
         raise typer.BadParameter(f"there is no file '{value}'")
     if os.path.isdir(value):
         raise typer.BadParameter(f"'{value}' is a folder")

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import difflib
+import errno
+import os
+import shutil
 import sys
+import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from attndsl.errors import ConfigError
 from attndsl.frontend.format import format_source
 
 from .inputs import is_config, read_text
@@ -29,6 +34,7 @@ def format_files(files: Sequence[str], check: bool, diff: bool) -> int:
 
     Raises:
         UsageError: A configuration file, whose own layout would be lost.
+        ConfigError: A file cannot be written; it is as it was.
         AttnDSLError: A program with errors; it and those after it are left alone.
     """
     for file in files:
@@ -58,7 +64,25 @@ def format_files(files: Sequence[str], check: bool, diff: bool) -> int:
         elif check:
             print(f"would reformat {source.name}")
         else:
-            # Bytes, so that the file's line ends are what the formatter says they are.
-            Path(file).write_bytes(formatted.encode("utf-8"))
+            _replace(file, formatted)
             print(f"reformatted {source.name}")
     return 1 if changed and (check or diff) else 0
+
+
+def _replace(file: str, text: str) -> None:
+    """Write ``text`` beside ``file`` and put it in its place, so that it is whole at any time."""
+    place = Path(file).resolve()
+    made = None
+    try:
+        if not os.access(place, os.W_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        with tempfile.NamedTemporaryFile(dir=place.parent, prefix=".attndsl-", delete=False) as new:
+            made = new.name
+            # Bytes, so that the file's line ends are what the formatter says they are.
+            new.write(text.encode("utf-8"))
+        shutil.copymode(place, made)
+        os.replace(made, place)
+    except OSError as error:
+        if made is not None:
+            Path(made).unlink(missing_ok=True)
+        raise ConfigError(f"cannot write {file}: {error.strerror or error}") from error

@@ -52,7 +52,12 @@ def read_text(file: str) -> Source:
         ConfigError: It cannot be read.
     """
     if file == "-":
-        return Source(sys.stdin.read(MAX_FILE + 1), "<stdin>")
+        if sys.stdin is None:
+            raise ConfigError("cannot read <stdin>: it is closed")
+        try:
+            return Source(sys.stdin.read(MAX_FILE + 1), "<stdin>")
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"<stdin> is not UTF-8 text: {error.reason}") from error
     try:
         with Path(file).open(encoding="utf-8", newline="") as stream:
             text = stream.read(MAX_FILE + 1)

@@ -316,6 +316,8 @@ def _param(
         )
     if decl.dtype is DType.FLOAT:
         return _float(value)
+    if isinstance(value, int) and not -(1 << 63) <= value < 1 << 63:
+        raise ArgumentError(f"{decl.name} does not fit 64 bits", hint="pass a smaller int")
     return value  # type: ignore[return-value]
 
 

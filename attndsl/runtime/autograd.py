@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,6 +30,7 @@ def attend(
     Raises:
         UnsupportedError: Checked mode, with tangents or within a transform of ``torch.func``.
     """
+    call = _plain(call)
     if is_transformed():
         if isinstance(backend, ReferenceBackend) and backend.checked:
             raise UnsupportedError(
@@ -49,6 +51,22 @@ def attend(
         return found
     out, lse = backend.forward(lowered, call)
     return (out, lse) if return_lse else out
+
+
+def _plain(call: Call) -> Call:
+    """``call`` without tensors whose signs torch has yet to change: kernels read what is stored."""
+    if not (
+        call.q.is_neg() or call.k.is_neg() or call.v.is_neg()
+        or (call.tensors and any(x.is_neg() for x in call.tensors.values()))
+    ):  # fmt: skip
+        return call
+    return replace(
+        call,
+        q=call.q.resolve_neg(),
+        k=call.k.resolve_neg(),
+        v=call.v.resolve_neg(),
+        tensors={name: x.resolve_neg() for name, x in call.tensors.items()},
+    )
 
 
 def _needs_grad(call: Call) -> bool:

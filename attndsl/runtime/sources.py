@@ -5,6 +5,8 @@ from __future__ import annotations
 import difflib
 from typing import TYPE_CHECKING
 
+import torch
+
 from attndsl.backends.base import Wants
 from attndsl.backends.widened import Wide, why_tiles
 from attndsl.errors import ArgumentError, BackendError, UnsupportedError
@@ -15,8 +17,6 @@ from .dispatch import get_backend, why_no_hopper_kernels
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    import torch
-
     from attndsl.backends.base import Scalar
     from attndsl.pipeline import Lowered
 
@@ -25,12 +25,37 @@ GENERATED = ("triton", "hopper")
 _DIRECTIONS = ("forward", "backward", "tangent")
 
 
+def check_head_dims(*dims: object) -> None:
+    """Refuse what is no head dim.
+
+    Raises:
+        ArgumentError: One of ``dims`` is no positive int.
+    """
+    for dim in dims:
+        if not isinstance(dim, int) or isinstance(dim, bool) or dim < 1:
+            raise ArgumentError(f"{dim!r} is no head dim", hint="pass a positive int, such as 64")
+
+
+def device_of(name: str | torch.device) -> torch.device:
+    """The device that a user names.
+
+    Raises:
+        ArgumentError: There is none of that name.
+    """
+    try:
+        return torch.device(name)
+    except (RuntimeError, TypeError):
+        raise ArgumentError(
+            f"there is no device {name!r}", hint="use 'cpu', 'cuda' or 'cuda:0'"
+        ) from None
+
+
 def source_of(
     lowered: Lowered,
     backend: str,
     direction: str,
     head_dim: int,
-    value_dim: int,
+    value_dim: int | None,
     dtype: torch.dtype,
     captures: Mapping[str, torch.Tensor | Scalar],
 ) -> str:
@@ -42,7 +67,7 @@ def source_of(
         direction: ``forward``, ``backward`` or ``tangent``: along q, k, v and, in portable kernels,
             captures that require gradients; Hopper's makes the results too.
         head_dim: Head dim of q and k.
-        value_dim: Head dim of v.
+        value_dim: Head dim of v; ``head_dim`` for None.
         dtype: dtype of q, k and v.
         captures: Values of tensors and params; others are made up.
 
@@ -55,6 +80,16 @@ def source_of(
         raise ArgumentError(
             f"there is no direction {direction!r}", hint=f"use {', '.join(map(repr, _DIRECTIONS))}"
         )
+    if value_dim is None:
+        value_dim = head_dim
+    check_head_dims(head_dim, value_dim)
+    if not isinstance(dtype, torch.dtype):
+        raise ArgumentError(f"dtype is {dtype!r}", hint="pass one of torch's, as torch.bfloat16")
+    tensors = {decl.name for decl in lowered.program.tensors}
+    params = {decl.name for decl in lowered.program.params}
+    for name in captures:
+        if name not in tensors | params:
+            raise ArgumentError(f"the program has no tensor or run-time param '{name}'")
     if backend not in GENERATED:
         close = difflib.get_close_matches(str(backend), GENERATED, n=1)
         hint = f"did you mean '{close[0]}'?" if close else "use 'triton' or 'hopper'"
@@ -63,9 +98,12 @@ def source_of(
 
     call = example_call(lowered, head_dim, value_dim, dtype, captures)
     if lowered.contractions is not None:
-        refused = why_tiles(lowered, call)
         if direction == "tangent":
-            refused = "tangents of programs with contractions have no kernel"
+            raise UnsupportedError(
+                "no kernel is generated for tangents of programs with contractions",
+                hint="they are torch operations, some rows of queries at a time",
+            )
+        refused = why_tiles(lowered, call)
         if refused is not None:
             raise UnsupportedError(
                 f"no kernels are generated for this program: {refused}",

@@ -47,7 +47,7 @@ def describe_kernels(backend: Backend, lowered: Lowered, head_dim: int) -> list[
             continue
         rows.append(f"  {kind:<10} hopper kernels, head dims up to {max_head_dim(kind)}")
         said: set[str | None] = {None}
-        for condition, other, wants in _other_calls(lowered, call):
+        for condition, other, wants in _other_calls(lowered, call, kind):
             own = wants
             if kind == "tangent":
                 condition = condition.replace("gradients", "tangents")
@@ -60,8 +60,11 @@ def describe_kernels(backend: Backend, lowered: Lowered, head_dim: int) -> list[
     return rows
 
 
-def _other_calls(lowered: Lowered, call: Call) -> list[tuple[str, Call, Wants]]:
-    """Calls that users may make instead of ``call``, and what is different."""
+def _other_calls(lowered: Lowered, call: Call, kind: str) -> list[tuple[str, Call, Wants]]:
+    """Calls that users may make instead of ``call``, and what is different.
+
+    Gradients of what a sink mentions are made apart, but its tangents are not.
+    """
     single = {name: getattr(call, name).float() for name in ("q", "k", "v")}
     half = {name: getattr(call, name).half() for name in ("q", "k", "v")}
     found = [
@@ -70,8 +73,9 @@ def _other_calls(lowered: Lowered, call: Call) -> list[tuple[str, Call, Wants]]:
     ]
     tensors = frozenset(str(gradient.load.value) for gradient in lowered.derivative.tensors)
     params = frozenset(gradient.name for gradient in lowered.derivative.params)
-    if lowered.program.weights is not None:
-        leaves = vjp(lowered.program.weights, const(1.0))
+    sink = lowered.program.sink if kind == "tangent" else None
+    for root in (lowered.program.weights, sink):
+        leaves = {} if root is None else vjp(root, const(1.0))
         tensors |= {str(leaf.value) for leaf in leaves if leaf.op is Op.LOAD}
         params |= {str(leaf.value) for leaf in leaves if leaf.op is Op.PARAM}
     if tensors or params:

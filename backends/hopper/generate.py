@@ -152,7 +152,7 @@ def generate(
         "HAS_SINK": program.sink is not None,
         "HAS_FACTOR": placed.inner is not None,
         "HAS_DERIVATIVE": placed.slope is not const(1.0),
-        "PAIRWISE_DERIVATIVE": _is_pairwise(placed.slope),
+        "PAIRWISE_DERIVATIVE": is_pairwise(placed.slope),
         "OUTER": placed.outer,
         f"{name.upper()}_HAS_FULL": full,
         f"{name.upper()}_HAS_PARTIAL": listed or bool(loop.partial),
@@ -170,7 +170,7 @@ def generate(
         "ANCHORED": anchored,
         "MIXED": _MIXED[widest(special)] if bounded and special.forms == APPROX else 0,
         # Measured at 8192 rows: a soft cap gains 2% at D128, plain scores lose 1% at D64.
-        "LEAVE_EACH": not (forward or wide) and _is_pairwise(placed.slope),
+        "LEAVE_EACH": not (forward or wide) and is_pairwise(placed.slope),
         "PERSISTENT": config.persistent,
         "DRAWN": drawn,
         "HAS_DROPOUT": dropped,
@@ -224,7 +224,7 @@ def generate(
     return fill_template(__package__, templates, [*functions, *texts], helpers, flags, names, more)
 
 
-def _is_pairwise(slope: Node) -> bool:
+def is_pairwise(slope: Node) -> bool:
     """Whether a score's derivative varies within a head."""
     return not dependencies(slope)[slope] <= {"b", "h"}
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from attndsl.ir import Op, const, dependencies, reads_score
+from attndsl.ir import Op, const, reads_score
 from attndsl.passes.tiles.plan import FORWARD
 
 from ..triton.device_functions import param_values, parameters, wrapped
 from ..triton.generate import fill_template, import_lines
 from ..triton.loops import LIST_PARAMETERS, print_loop
 from .functions import print_functions
-from .generate import OWN_HELPERS, is_bounded, partitions
+from .generate import OWN_HELPERS, is_bounded, is_pairwise, partitions
 from .learned import Learned
 from .memory import block_width
 
@@ -79,7 +79,7 @@ def generate_tangent(
         "HAS_SINK": program.sink is not None,
         "HAS_FACTOR": placed.inner is not None,
         "HAS_DERIVATIVE": placed.slope is not const(1.0),
-        "PAIRWISE_DERIVATIVE": not dependencies(placed.slope)[placed.slope] <= {"b", "h"},
+        "PAIRWISE_DERIVATIVE": is_pairwise(placed.slope),
         "OUTER": placed.outer,
         "FORWARD_HAS_FULL": listed or bool(loop.full),
         "FORWARD_HAS_PARTIAL": listed or bool(loop.partial),

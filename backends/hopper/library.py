@@ -96,13 +96,13 @@ def joint(peak):
 @triton.constexpr_function
 def mixture(number):
     """PTX of :func:`mixed_exp2` for 16 values."""
-    lines = [".reg .f32 near, whole, rest, part; .reg .b32 power;"]
+    ptx = [".reg .f32 near, whole, rest, part; .reg .b32 power;"]
     for place in range(16):
         x = f"${16 + place}"
         if place >= number:
-            lines += [f"ex2.approx.ftz.f32 ${place}, {x};"]
+            ptx += [f"ex2.approx.ftz.f32 ${place}, {x};"]
             continue
-        lines += [
+        ptx += [
             # 1.5 * 2^23 + 127: the lowest bits are those of the nearest integer, as an exponent.
             f"add.f32 near, {x}, 0f4B40007F;",
             "sub.f32 whole, near, 0f4B40007F;",
@@ -113,7 +113,7 @@ def mixture(number):
             "shl.b32 power, near, 23;",
             f"fma.rn.f32 ${place}, part, power, power;",
         ]
-    return "{ " + " ".join(lines) + " }"
+    return "{ " + " ".join(ptx) + " }"
 
 
 @triton.constexpr_function
@@ -140,7 +140,8 @@ def leave(barrier, EACH: gl.constexpr):
     """Say that this warpgroup has read what ``barrier`` guards.
 
     Where EACH, every thread says so (128 arrivals) when its copies by cp.async have come, of which
-    there are none: the plain way, once for all, makes the four warps wait for each other first.
+    there are none: the plain way, once for all, makes the four warps wait for each other first. It
+    waits for no load of a thread's own from there: what was loaded must have been used before.
     """
     if EACH:
         async_copy.mbarrier_arrive(barrier, increment_count=False)

@@ -28,7 +28,7 @@ _BACKWARD = {
     256: (Config(64, 64, 4, 2, 2, 240), Config(64, 64, 4, 2, 2, 240, peeled=False)),
 }
 # Two sums of products take the registers of twice as many rows. Early ones add up tangents before
-# their products: of 128 keys, or of what programs do with scores, they take too many registers.
+# their products, since those of 128 keys, or beside what programs do with scores, take too many.
 _FORWARD_TANGENT: dict[int, tuple[Config, ...]] = {
     64: (Config(128, 128, 4, 2, 2, 240, early=True), Config(128, 64, 4, 3, 2, 240)),
     128: (

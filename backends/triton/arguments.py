@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import triton
 
+from attndsl.errors import UnsupportedError
+
 from .compile import Argument
 from .lines import Lines
 from .specialise import strides
@@ -19,6 +21,9 @@ if TYPE_CHECKING:
     from ..base import Call
     from .compile import Executable
     from .specialise import Specialisation
+
+_MOST_INT = 1 << 62
+"""The largest size of an int param, whose sums with lengths fit 64 bits."""
 
 NO_LINES = Lines()
 _STATISTICS = ("LSE", "LSE_MOVED", "DLSE", "LSE2", "DELTA", "SUMS", "DISTANCE_SUMS", "LINE_SUMS")
@@ -178,6 +183,27 @@ def origin(offset: int | torch.Tensor, index: torch.Tensor | None) -> int | torc
     return offset if index is None else index
 
 
+def _checked(name: str, value: int) -> int:
+    """``value``, unless bounds of tiles that are computed from it may not fit 64 bits.
+
+    Raises:
+        UnsupportedError: It is too large; or the interpreter would take it for one of 32 bits.
+    """
+    if -(1 << 31) <= value < 1 << 31:
+        return value
+    if abs(value) > _MOST_INT:
+        raise UnsupportedError(
+            f"the param '{name}' is {value}; bounds of tiles are computed from it in 64 bits",
+            hint=f"pass at most 2**62 in size, or bind it: compile(..., {name}={value})",
+        )
+    if triton.knobs.runtime.interpret and abs(value) < 1 << 32:
+        raise UnsupportedError(
+            f"the param '{name}' is {value}, which Triton's interpreter takes for 32 bits",
+            hint="pass a smaller one, or one from 2**32 on",
+        )
+    return value
+
+
 def capture_arguments(special: Specialisation, call: Call) -> list[Any]:
     """Values of the arguments that the program adds, in the order of ``generate.parameters``."""
     values: list[Any] = []
@@ -192,7 +218,9 @@ def capture_arguments(special: Specialisation, call: Call) -> list[Any]:
         values += [step for dim, step in enumerate(steps) if dim not in capture.unit_dims]
     for param in special.params:
         value = call.params[param.name]
-        values.append(int(value) if isinstance(value, bool) else value)
+        if isinstance(value, int):
+            value = _checked(param.name, int(value))
+        values.append(value)
     values += [call.sizes[name] for name in special.dim_names]
     if special.dropout:
         seed = call.seed

@@ -57,7 +57,7 @@ def add_query_tile(
             #: arguments
         )
         score = warpgroup_mma_wait(0, deps=[scoring])
-        leave(q_empty.index(stage), LEAVE_EACH)
+        mbarrier.arrive(q_empty.index(stage), count=1)
         #: read_pairs
         weight, steep, derivative = weights_of_tile(
             score, q_parts, kv_parts, lse2, columns, column2, first, kv, scale, origin, ragged,
@@ -85,7 +85,7 @@ def add_query_tile(
         weighing = multiply(v_tile, do, zeros, VALUE_DIM)
         delta = delta_s.index(stage).load(gl.SliceLayout(0, SCORES))
         dweight = warpgroup_mma_wait(0, deps=[weighing])
-        leave(do_empty.index(stage), LEAVE_EACH)
+        mbarrier.arrive(do_empty.index(stage), count=1)
         await_announced()
         slope = gradient_of_score(steep_s.load(SCORES), dweight, delta)
         slope_half = slope.to(HALF)
@@ -100,7 +100,7 @@ def add_query_tile(
     )
     if PART == 0:
         total = warpgroup_mma_wait(1, deps=[adding])
-        leave(do_empty.index(stage), LEAVE_EACH)
+        mbarrier.arrive(do_empty.index(stage), count=1)
         dq = warpgroup_mma_wait(0, deps=[making_q])
     else:
         # dQ comes before dK, so that it is added up while dK is computed.
@@ -110,7 +110,7 @@ def add_query_tile(
     add_to_sums(SUMS + row * D + PART * (BLOCK_M * D // 2), dq)
     if PART == 1:
         total = warpgroup_mma_wait(0, deps=[adding])
-        leave(q_empty.index(stage), LEAVE_EACH)
+        mbarrier.arrive(q_empty.index(stage), count=1)
     return total
 
 

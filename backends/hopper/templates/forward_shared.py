@@ -2,7 +2,7 @@
 # ruff: noqa: F821
 
 #: begin
-"""Forward kernel: softmax(score) @ v by a producer and consumer warpgroups (arXiv 2407.08608).
+"""softmax(score) @ v by a producer and consumer warpgroups (arXiv 2407.08608).
 
 Exponentials are base 2.
 """

@@ -6,8 +6,9 @@ far and M = W S', O += W V and O' += M V + W V'. At the end, with l the sums of 
 M over l, and out' is O' / l - lse' out. (``backends/tangent.py`` has the formulas in torch.)
 
 Two sums of products fill the registers of a consumer, and leave none to carry weights to the next
-tile. Weights are computed while the products of S' run, sums of their tangents while the last three do,
-and else those of the other consumer.
+tile. Weights are computed while the products of S' run, which come first where a score's slope varies
+from pair to pair; sums of their tangents while the last three do, or before them where EARLY; and else
+products of the other consumer run.
 """
 # ruff: noqa: F821
 
@@ -139,8 +140,8 @@ def attend(
     """Add what tile number ``count`` has to all sums."""
     stage = count % STAGES
     phase = (count // STAGES) & 1
-    # PART, since there are fewer tiles than keys, but no compiler knows: it would keep in registers
-    # where each part of q lies.
+    # PART, since tiles' numbers are less than that of keys, but no compiler knows: it would keep in
+    # registers where each part of q lies.
     part = PART + 1 + ((count - kv_len) >> 31)
     q_part = q_s.index(part).reshape([zeros.shape[0], D])
     mbarrier.wait(k_full.index(stage), phase)

@@ -273,6 +273,17 @@ def one_hopper_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
 
 
+@pytest.mark.parametrize("declared", ["tensor s[heads]: float", "param s: float"])
+def test_tangents_of_sinks_are_said_to_be_portable(declared):
+    value = "s[h]" if "heads" in declared else "s"
+    lines = lines_of(f"{declared}; mask = causal(); sink = {value}", 64)
+    said = (
+        "    with tangents of s: triton kernels (tangents of captures are looked up pair by pair)"
+    )
+    assert said in lines
+    assert not any("gradients of s" in line for line in lines)
+
+
 @pytest.mark.usefixtures("one_hopper_gpu")
 def test_explain_on_a_hopper_gpu():
     attention = attndsl.compile(GAIN)

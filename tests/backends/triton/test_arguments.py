@@ -1,0 +1,43 @@
+"""What kernels are given of a call."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+import torch
+
+import attndsl
+from attndsl import errors
+from attndsl.backends.triton.arguments import capture_arguments
+from attndsl.backends.triton.cross import example_call
+from attndsl.backends.triton.specialise import specialise
+
+ATTENTION = attndsl.compile("param w: int\nmask = q - kv < w")
+
+
+def given(w: int) -> list[object]:
+    call = example_call(ATTENTION.lowered, 16, 16, torch.float32, {"w": w})
+    return capture_arguments(specialise(ATTENTION.lowered.program, call), call)
+
+
+@pytest.mark.parametrize("w", [0, -(1 << 31), (1 << 31) - 1, 1 << 32, -(1 << 40), 1 << 62])
+def test_ints_that_fit(w):
+    assert w in given(w)
+
+
+@pytest.mark.parametrize("w", [sys.maxsize, (1 << 62) + 1, -(1 << 63)])
+def test_ints_from_which_bounds_of_tiles_would_not_fit(w):
+    """Sums of them with lengths would wrap, and tiles be left out."""
+    with pytest.raises(errors.UnsupportedError, match="bounds of tiles") as caught:
+        given(w)
+    assert f"compile(..., w={w})" in caught.value.hint
+
+
+def test_ints_that_the_interpreter_takes_for_others(monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    assert 1 << 31 in given(1 << 31)
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    with pytest.raises(errors.UnsupportedError, match="interpreter"):
+        given(1 << 31)
+    assert 1 << 32 in given(1 << 32)
