@@ -27,8 +27,8 @@ from .cpu_tiles import (
     Scorer,
     Span,
     Step,
+    dropout_factor,
     fill,
-    keep_factor,
     keys_of,
     matrices,
     place_of,
@@ -183,7 +183,7 @@ class _Rows:
     def _drop(self, span: Span, scored: Scored, weights: torch.Tensor) -> None:
         if self._program.dropout is not None:
             (p,) = scored.tile.evaluate(self._program.dropout)
-            keep = keep_factor(p, self._step, span.columns, self._call)
+            keep = dropout_factor(p, self._step, span.columns, self._call)
             self._place.pairs(weights).mul_(keep)
 
     def finish(self) -> tuple[torch.Tensor, torch.Tensor]:

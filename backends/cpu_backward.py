@@ -23,8 +23,8 @@ from .cpu_tiles import (
     Scorer,
     Span,
     Step,
+    dropout_factor,
     fill,
-    keep_factor,
     keys_of,
     matrices,
     place_of,
@@ -162,7 +162,7 @@ class _Run:
         keep, kept = None, weights
         if program.dropout is not None:
             (p,) = scored.tile.evaluate(program.dropout)
-            keep = keep_factor(p, step, span.columns, self._call)
+            keep = dropout_factor(p, step, span.columns, self._call)
             kept = (place.pairs(weights) * keep).view_as(weights)
         if self._dv is not None:
             self._dv[place.matrices, slice(*span.columns)].baddbmm_(kept.mT, grad_out)

@@ -16,7 +16,7 @@ import torch
 from attndsl.ir import SCORE, Op, toposort
 
 from .interpret import RULES, Scope, scope_of
-from .philox import uniform_at
+from .philox import keep_factor, kept_at
 
 if TYPE_CHECKING:
     from attndsl.ir import Node, Program
@@ -316,13 +316,10 @@ class Tile:
         return found.to(kinds[load.dtype.value])
 
 
-def keep_factor(p: torch.Tensor, step: Step, columns: Range, call: Call) -> torch.Tensor:
+def dropout_factor(p: torch.Tensor, step: Step, columns: Range, call: Call) -> torch.Tensor:
     """Factor of each weight that dropout with probability ``p`` gives."""
     batches, heads = (
         torch.arange(*range_, device=call.q.device) for range_ in (step.batches, step.heads)
     )
     numbers = batches[:, None] * call.q.shape[1] + heads
-    drawn = uniform_at(call.seed, numbers, step.rows, columns)
-    p = p.clamp(0.0, 1.0)
-    kept = (drawn >= p.to(torch.float32)) & (p < 1)
-    return torch.where(kept, 1 / torch.where(kept, 1 - p, 1.0), 0.0)
+    return keep_factor(kept_at(call.seed, p, numbers, step.rows, columns), p)

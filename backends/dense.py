@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from .interpret import Scope, evaluate, scope_of
-from .philox import uniform
+from .philox import keep_factor, kept
 
 if TYPE_CHECKING:
     from attndsl.ir import Node, Program
@@ -45,12 +45,9 @@ def dense_pairs(program: Program, call: Call, first_row: int = 0) -> Dense:
     (score,) = evaluate((program.score,), scope)
     keep = None
     if program.dropout is not None:
-        batch, heads, q_len, kv_len = raw.shape
         (p,) = evaluate((program.dropout,), scope)
-        drawn = uniform(call.seed, batch, heads, q_len, kv_len, raw.device, first_row)
-        p = p.clamp(0.0, 1.0)
-        kept = (drawn >= p.to(torch.float32)) & (p < 1)
-        keep = torch.where(kept, 1 / torch.where(kept, 1 - p, 1.0), 0.0)
+        stays = kept(call.seed, p, raw.shape, first_row)
+        keep = keep_factor(stays, p)
     return Dense(scope, live, where_live(live, score, -torch.inf).expand(raw.shape), keep)
 
 

@@ -10,7 +10,7 @@ import torch
 from gluon_machine import lists_of
 
 from attndsl.backends.hopper.generate import generate
-from attndsl.backends.philox import uniform
+from attndsl.backends.philox import kept as kept_pairs
 from attndsl.backends.triton.cross import example_call, parse_target
 from attndsl.backends.triton.kernels import plan_loop
 from attndsl.backends.triton.library import STATISTICS_PADDING
@@ -104,7 +104,7 @@ def kept(name: str, shape: torch.Size) -> torch.Tensor | float:
     """Factors of the weights."""
     if name not in DROPPING:
         return 1.0
-    return (uniform(SEED, *shape, torch.device("cpu")) >= 0.4) / 0.6
+    return kept_pairs(SEED, torch.tensor(0.4), tuple(shape)) / 0.6
 
 
 def attention_of(

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from attndsl.backends.philox import uniform
+from attndsl.backends.philox import keep_factor, kept
 
 from .programs import POSITION
 
@@ -60,7 +60,6 @@ def dense_weights(
         weights = torch.softmax(score.masked_fill(blind, 0.0), -1).masked_fill(blind, 0.0)
         if dropout_p:
             assert drawn is not None
-            batch, heads, q_len, kv_len = score.shape
-            kept = uniform(drawn, batch, heads, q_len, kv_len, q.device) >= dropout_p
-            weights = torch.where(kept, weights / max(1 - dropout_p, 2.0**-24), 0.0)
+            p = torch.tensor(dropout_p, dtype=weights.dtype, device=q.device)
+            weights = weights * keep_factor(kept(drawn, p, score.shape), p)
     return weights.to(q.dtype)

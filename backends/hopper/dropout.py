@@ -1,152 +1,221 @@
-"""Which pairs of a product's tile dropout keeps, each thread for the pairs that it holds.
+"""Which pairs of a product's tile dropout keeps: drawn by a producer, a bit for each pair.
 
-A draw takes seven rounds, each of which needs the one before, and few warps run at a time. The
-forward's consumers draw while they wait for products. The backward's have no registers for it: its
-producer draws, a bit for each pair. Measured (B2 H16 S8192 D128 causal): forward 1.41 ms so, 1.92
-with bits from the producer; backward 3.45 ms by its consumers, 3.30 so.
+A draw takes seven rounds, each of which needs the one before, and products that run hold up its
+multiplications: consumers that draw have nothing else done for as long as a tile's products take.
+Producers have the time. Measured (B2 H16 S8192 D128 causal, forward 0.83 ms without dropout): 1.02
+ms so, 1.13 by the consumers while the product of scores runs; one tile earlier, so that consumers
+never wait for each other's, 1.09.
 """
 
 import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from ..triton.library import philox2x32, words_of_head
-from .library import count_up, finish, halves
+from ..triton.library import lower_planes, refined
+from .library import halves
 
 TINY = gl.constexpr(2.0**-100)
-MOST = gl.constexpr(1 - 2.0**-17)
-"""The largest probability by which draws of 16 bits keep anything."""
-
-
-@gluon.jit
-def drop_of_head(p, head_of_batch, seed, first, KEYS_FIRST: gl.constexpr):
-    """What decides which pairs of a head are kept.
-
-    Args:
-        p: With what probability a pair is dropped.
-        head_of_batch: Number of the head.
-        seed: A number, or where one lies.
-        first: The tile's first row, a multiple of 16: of k where KEYS_FIRST, else of q.
-        KEYS_FIRST: Whether rows of the tile are keys, and its columns queries.
-
-    Returns:
-        Counters of the first row and of column 0, the key, and the least draw that is kept, in the
-        upper half of a word.
-    """
-    row_word, column_word, key = words_of_head(head_of_batch, seed)
-    p = gl.minimum(gl.maximum(p, 0.0), 1.0)
-    # Of 16 bits: (draw + 1/2) * 2^-16 >= p. All of it is exact.
-    least = gl.minimum(gl.ceil(p * 65536.0 - 0.5), 65535.0).to(gl.uint32) << 16
-    begin = (first // 2).to(gl.uint32)
-    if KEYS_FIRST:
-        drop = column_word + begin, row_word, key, least
-    else:
-        drop = row_word + begin, column_word, key, least
-    return drop
 
 
 @gluon.jit
 def factor_of_kept(p):
-    """The factor of pairs that are kept; tiny where none is: the largest draw is kept even then."""
-    some = p <= MOST
-    return gl.where(some, 1.0 / gl.where(some, 1.0 - gl.maximum(p, 0.0), 1.0), TINY)
+    """The factor of pairs that are kept; tiny where none is, since backwards divide by it."""
+    return gl.where(p < 1.0, 1.0 / gl.where(p < 1.0, 1.0 - gl.maximum(p, 0.0), 1.0), TINY)
+
+
+@gluon.jit
+def philox4x32(c0, c1, c2, c3):
+    """As of the portable kernels' library, by products of which each is one instruction.
+
+    LLVM must not know what is added: it would widen the exclusive ors, and then multiply 64 bits.
+    """
+    hidden = gl.inline_asm_elementwise(
+        "mov.b32 $0, $1;", "=r,r", [0], dtype=gl.uint32, is_pure=True, pack=1
+    )
+    for turn in gl.static_range(7):
+        product0 = c0.to(gl.uint64) * 0xD2511F53
+        product1 = c2.to(gl.uint64) * 0xCD9E8D57
+        key0, key1 = turn * 0x9E3779B9 & 0xFFFFFFFF, turn * 0xBB67AE85 & 0xFFFFFFFF
+        c0 = (product1 >> 32).to(gl.uint32) ^ c1 ^ (hidden + key0)
+        c2 = (product0 >> 32).to(gl.uint32) ^ c3 ^ (hidden + key1)
+        c1, c3 = product1.to(gl.uint32), product0.to(gl.uint32)
+    return c0, c1, c2, c3
+
+
+@gluon.jit
+def kept_words(drop, rows, keys):
+    """The bits of blocks' pairs, uint32, as ``backends.philox`` has them: 1 for those to keep.
+
+    Args:
+        drop: Of the portable library's ``drop_of_head``.
+        rows: Places of rows, uint32.
+        keys: Places of keys, uint32; tiles of both that broadcast to that of the blocks.
+    """
+    row_word, key_word, word2, word3, begin, fraction, least = drop
+    spread = (begin + rows * 0xC13FA9A9) + keys * 0x91E10DA5
+    kept = gl.where(spread < fraction, 0, -1).to(gl.uint32)
+    words = philox4x32(rows + row_word, keys + key_word, word2, word3)
+    return refined(refined(kept, lower_planes(words), 0, least), words, 4, least)
 
 
 @triton.constexpr_function
-def layout_of_blocks(columns):
-    """Where a warpgroup has those pairs of a product's tile (64, columns) that begin blocks.
+def layout_of_row_blocks():
+    """Where a warpgroup has the blocks of 64 rows and 128 keys: places of rows, and of keys.
 
-    They are in the first 8 of 16 rows, and of 16 columns; of each block a thread has all four.
+    A thread has all pairs of its two blocks in the tile of a product whose rows are queries.
     """
-    steps = [[0, 1]] + [[0, 8 << bit] for bit in range((columns // 16).bit_length() - 1)]
     lanes = [[0, 2], [0, 4], [1, 0], [2, 0], [4, 0]]
-    return gl.DistributedLinearLayout(steps, lanes, [[8, 0], [16, 0]], [], [32, columns // 2])
+    return gl.DistributedLinearLayout([[0, 1]], lanes, [[8, 0], [16, 0]], [], [32, 8])
 
 
 @gluon.jit
-def draws_of_pairs(drop, first, zero, COLUMNS: gl.constexpr, SCORES: gl.constexpr):
-    """What is drawn for each pair of a tile (64, COLUMNS) whose rows are queries.
+def keep_of_rows(
+    memory, slot, drop, first_row, first_column, PARTS: gl.constexpr, COLUMNS: gl.constexpr
+):
+    """Say which pairs of a tile are kept, for consumers of 64 rows each, which are queries.
 
     Args:
-        drop: Of :func:`drop_of_head`, KEYS_FIRST being false.
-        first: The tile's first column, a multiple of 16.
-        zero: One that no compiler knows to be: draws are made before what comes next is waited for.
-        COLUMNS: A power of two from 16 on.
-        SCORES: Layout of the product.
-
-    Returns:
-        uint32, whose upper 16 bits are the draw.
+        memory: int32 (slots, 128, 2) in shared memory: the bits of two neighbouring columns'
+            pairs, for each thread. Of 64 columns they are the upper four bits of each byte.
+        slot: Number of the first consumer's.
+        drop: As of :func:`kept_words`.
+        first_row: The tile's, a multiple of 16.
+        first_column: The tile's, a multiple of COLUMNS.
+        PARTS: Number of consumers.
+        COLUMNS: 64 or 128.
     """
-    row_begin, column_begin, key, _ = drop
-    BLOCKS: gl.constexpr = layout_of_blocks(COLUMNS)
+    BLOCKS: gl.constexpr = layout_of_row_blocks()
     rows = gl.arange(0, 32, layout=gl.SliceLayout(1, BLOCKS)).to(gl.uint32)
-    begin = column_begin + (first // 2).to(gl.uint32)
-    columns = count_up(begin, COLUMNS // 2, gl.SliceLayout(0, BLOCKS)).to(gl.uint32)
-    rows, columns = gl.broadcast((row_begin + rows)[:, None], columns[None, :])
-    # A word has the draws of two keys, the lower half that of the first; the second word is of the
-    # second query.
-    word, other = philox2x32(rows, columns, key)
-    finish(word, zero)
-    finish(other, zero)
-    draws = gl.join(gl.join(word << 16, other << 16), gl.join(word, other))
-    blocks = gl.reshape(draws, [4, 8, COLUMNS // 16, 8, 2, 2])
-    whole = gl.reshape(gl.permute(blocks, (0, 4, 1, 2, 5, 3)), [64, COLUMNS])
-    return gl.convert_layout(whole, SCORES, assert_trivial=True)
+    keys = gl.arange(0, 8, layout=gl.SliceLayout(0, BLOCKS)).to(gl.uint32)
+    keys = (first_column // 128 * 8).to(gl.uint32) + keys
+    for part in gl.static_range(PARTS):
+        own = (first_row // 2 + part * 32).to(gl.uint32) + rows
+        kept = kept_words(drop, own[:, None], keys[None, :])
+        if COLUMNS == 64:
+            kept = kept << (4 - first_column % 128 // 16).to(gl.uint32)
+        memory.index(slot + part).store(gl.reshape(kept, [128, 2]).to(gl.int32))
+
+
+@triton.constexpr_function
+def layout_of_row_bits(columns):
+    """Where the threads of a warpgroup have what :func:`keep_of_rows` says of their own pairs."""
+    return gl.BlockedLayout([1, 2], [32, 1], [4, 1], [1, 0])
+
+
+@triton.constexpr_function
+def masking():
+    """PTX that zeroes halves of 16 packed words: two rows, four eights of columns, 32 columns.
+
+    Operands from the 33rd on are the first column's bits, from the 49th on the second's. ``prmt``
+    makes two bytes of each byte's sign.
+    """
+    lines = [".reg .b32 mask; .reg .b32 left<4>; .reg .b32 right<4>;"]
+    for place in range(4):
+        lines += [f"shl.b32 left{place}, $32, {3 - place};"]
+        lines += [f"shl.b32 right{place}, $48, {3 - place};"]
+    for place in range(16):
+        row, byte, half = place % 2, place // 2 % 4, place // 8
+        low, high, sign = 8 + byte, 12 + byte, 2 * half + row
+        selected = high << 12 | high << 8 | low << 4 | low
+        lines += [
+            f"prmt.b32 mask, left{sign}, right{sign}, {selected:#x};",
+            f"and.b32 ${place}, ${16 + place}, mask;",
+        ]
+    return "{ " + " ".join(lines) + " }"
+
+
+@triton.constexpr_function
+def masking_operands():
+    """Constraints of :func:`masking`."""
+    return ",".join(["=&r"] * 16 + ["r"] * 48)
 
 
 @gluon.jit
-def keep_drawn(values, draws, drop):
-    """``values``, 0 where their draws are below the least that is kept."""
+def keep_packed(weights, kept):
+    """Weights of :func:`~.library.pack`, 0 where :func:`keep_of_rows` said to drop them."""
+    left, right = gl.split(kept)
     return gl.inline_asm_elementwise(
-        "{ .reg .pred kept; setp.ge.u32 kept, $2, $3; selp.f32 $0, $1, 0f00000000, kept; }",
-        "=f,f,r,r",
-        [values, draws, drop[3]],
-        dtype=gl.float32,
+        masking(),
+        masking_operands(),
+        [weights, of_packed(left, weights), of_packed(right, weights)],
+        dtype=gl.int32,
         is_pure=True,
-        pack=1,
+        pack=16,
     )
 
 
 @gluon.jit
-def kept_bits(drop, PART: gl.constexpr, first, COLUMNS: gl.constexpr):
-    """Which pairs of a tile (64, COLUMNS) are kept, whose rows are keys.
-
-    Args:
-        drop: Of :func:`drop_of_head`, KEYS_FIRST being true.
-        PART: Number of 64 rows from that first row on.
-        first: The tile's first column, a multiple of 16.
-        COLUMNS: 64 or more, a power of two.
-
-    Returns:
-        int32 (128, COLUMNS / 64): a bit for each pair of each thread. From the lowest on: the
-        second of two columns and the second of two rows, 8 apart, decide on two bits, neighbouring
-        columns on one, and 16 columns on the rest.
-    """
-    row_begin, column_begin, key, least = drop
-    BLOCKS: gl.constexpr = layout_of_blocks(COLUMNS)
-    rows = 32 * PART + gl.arange(0, 32, layout=gl.SliceLayout(1, BLOCKS))
-    places = gl.arange(0, COLUMNS // 2, layout=gl.SliceLayout(0, BLOCKS))
-    columns = column_begin + (first // 2).to(gl.uint32) + places.to(gl.uint32)
-    rows, columns = gl.broadcast((row_begin + rows.to(gl.uint32))[:, None], columns[None, :])
-    word, other = philox2x32(columns, rows, key)
-    bits = gl.where(word << 16 >= least, 1, 0) + gl.where(word >= least, 4, 0)
-    bits += gl.where(other << 16 >= least, 2, 0)
-    bits += gl.where(other >= least, 8, 0)
-    bits = bits << ((places // 8 * 2 + places % 2) % 8 * 4)[None, :]
-    threads = gl.reshape(bits, [4, 8, COLUMNS // 64, 4, 4, 2])
-    threads = gl.reshape(gl.permute(threads, (0, 1, 4, 2, 3, 5)), [128, COLUMNS // 64, 8])
-    return gl.sum(threads, 2)
+def of_packed(bits, weights):
+    """Threads' words for each of their packed weights; of 128 columns the first 64's come first."""
+    GROUPS: gl.constexpr = weights.shape[1] // 32
+    bits = gl.reshape(gl.join(bits << 4, bits) if GROUPS == 2 else bits, [4, 8, 4, GROUPS])
+    for _ in gl.static_range(4):
+        bits = gl.join(bits, bits)
+    bits = gl.reshape(gl.permute(bits, (0, 4, 1, 3, 5, 6, 7, 2)), [64, 32 * GROUPS])
+    return gl.convert_layout(bits, weights.type.layout, assert_trivial=True)
 
 
 @triton.constexpr_function
-def layout_of_bits(words):
-    """Where the threads of a warpgroup have their words."""
-    return gl.BlockedLayout([1, words], [32, 1], [4, 1], [1, 0])
+def layout_of_key_blocks(columns):
+    """Where a warpgroup has the blocks of 128 keys and ``columns`` rows of q.
+
+    Blocks are (places of keys, 16 rows, places of these); each warp has 16 rows, whose pairs are
+    those of all eight warps that take the product of keys and queries.
+    """
+    steps = [[0, 0, 1]] + [[0, 4 << bit, 0] for bit in range((columns // 64).bit_length() - 1)]
+    lanes = [[0, 0, 2], [0, 0, 4], [1, 0, 0], [2, 0, 0], [4, 0, 0]]
+    return gl.DistributedLinearLayout(
+        steps, lanes, [[0, 1, 0], [0, 2, 0]], [], [8, columns // 16, 8]
+    )
+
+
+@gluon.jit
+def keep_of_keys(
+    memory, slot, drop, first_row, first_column, PARTS: gl.constexpr, COLUMNS: gl.constexpr
+):
+    """Say which pairs of a tile are kept, for two consumers of 64 rows each, which are keys.
+
+    Args:
+        memory: int8 (slots, 128, COLUMNS / 16) in shared memory: a bit for each pair that a thread
+            has of 16 columns. From the lowest on: the second of two columns and of two rows, 8
+            apart, and neighbouring columns.
+        slot: Number of the first consumer's.
+        drop: As of :func:`kept_words`.
+        first_row: The tile's, a multiple of 128.
+        first_column: The tile's, a multiple of 16.
+        PARTS: 2.
+        COLUMNS: 64 or more, a power of two.
+    """
+    BLOCKS: gl.constexpr = layout_of_key_blocks(COLUMNS)
+    PAIRS: gl.constexpr = gl.SliceLayout(2, BLOCKS)
+    keys = gl.arange(0, 8, layout=gl.SliceLayout(1, PAIRS)).to(gl.uint32)
+    keys = (first_row // 16).to(gl.uint32) + keys
+    groups = gl.arange(0, COLUMNS // 16, layout=gl.SliceLayout(0, PAIRS)).to(gl.uint32)
+    places = gl.arange(0, 8, layout=gl.SliceLayout(0, gl.SliceLayout(1, BLOCKS))).to(gl.uint32)
+    places = (first_column // 2).to(gl.uint32) + places
+    rows = groups[None, :][:, :, None] * 8 + places[None, :][:, None, :]
+    kept = kept_words(drop, rows, keys[:, None][:, :, None])
+    left, right = gl.split(gl.reshape(kept, [8, COLUMNS // 16, 4, 2]))
+    # A byte has 16 keys of each consumer: of four bits that are its own two are of one warp.
+    parts = gl.join(left & 0x0F0F0F0F, left >> 4 & 0x0F0F0F0F)
+    parts |= gl.join(right << 4 & 0xF0F0F0F0, right & 0xF0F0F0F0)
+    bits = gl.join(parts & 0x33333333, parts >> 2 & 0x33333333)
+    bits |= bits >> 6
+    bits = gl.permute(gl.join(bits, bits >> 16).to(gl.int8), (4, 5, 0, 2, 1, 3))
+    first, second = gl.split(gl.reshape(bits, [128, COLUMNS // 16, PARTS]))
+    memory.index(slot).store(first)
+    memory.index(slot + 1).store(second)
+
+
+@triton.constexpr_function
+def layout_of_key_bits(columns):
+    """Where the threads of a warpgroup have what :func:`keep_of_keys` says of their own pairs."""
+    return gl.BlockedLayout([1, columns // 16], [32, 1], [4, 1], [1, 0])
 
 
 @triton.constexpr_function
 def layout_of_pairs(words):
-    """As :func:`layout_of_bits`, with the bits of each word."""
+    """As :func:`layout_of_key_bits`, with the bits of each four bytes."""
     return gl.BlockedLayout([1, words, 32], [32, 1, 1], [4, 1, 1], [2, 1, 0])
 
 
@@ -169,17 +238,28 @@ def choice_operands():
 
 @gluon.jit
 def keep(tile, bits, NEGATED: gl.constexpr = False):
-    """``tile``, 64 rows of a product, but 0 or negated what is dropped; from :func:`kept_bits`."""
-    WORDS: gl.constexpr = bits.shape[1]
+    """``tile``, 64 rows of a product, but 0 or negated what :func:`keep_of_keys` said to drop."""
+    WORDS: gl.constexpr = bits.shape[1] // 4
     PAIRS: gl.constexpr = layout_of_pairs(WORDS)
     blocks = gl.reshape(tile, [4, 2, 8, WORDS, 4, 2, 4, 2])
     pairs = gl.reshape(gl.permute(blocks, (0, 2, 6, 3, 4, 7, 1, 5)), [128, WORDS, 32])
     pairs = gl.convert_layout(pairs, PAIRS, assert_trivial=True)
-    bits = gl.convert_layout(bits, gl.SliceLayout(2, PAIRS), assert_trivial=True)
+    # Four bytes are in one register.
+    words = gl.inline_asm_elementwise(
+        "mov.b32 $0, $4; mov.b32 $1, $4; mov.b32 $2, $4; mov.b32 $3, $4;",
+        "=r,=r,=r,=r,r",
+        [bits],
+        dtype=gl.int32,
+        is_pure=True,
+        pack=4,
+    )
+    words, _ = gl.split(gl.reshape(words, [128, WORDS, 2, 2]))
+    words, _ = gl.split(words)
+    words = gl.convert_layout(words, gl.SliceLayout(2, PAIRS), assert_trivial=True)
     pairs = gl.inline_asm_elementwise(
         choice(NEGATED),
         choice_operands(),
-        [pairs, gl.broadcast(pairs, bits[:, :, None])[1]],
+        [pairs, gl.broadcast(pairs, words[:, :, None])[1]],
         dtype=gl.float32,
         is_pure=True,
         pack=32,

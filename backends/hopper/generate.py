@@ -94,9 +94,13 @@ _MIXED = {64: 3, 128: 2, 256: 0}
 causal soft cap, B2 S8192. H32 D64: none 1.53 ms, 3 1.43, 4 1.43. H16 D128: none 1.021 ms, 2 1.008,
 3 1.033, 4 1.037."""
 _DROPOUT = {
-    "forward": "draws_of_pairs, drop_of_head, factor_of_kept, keep_drawn,",
+    "forward": (
+        "factor_of_kept, keep_packed,",
+        "keep_of_rows as keep_of_tile, layout_of_row_bits as layout_of_bits,",
+    ),
     "backward_kv": (
-        "drop_of_head, factor_of_kept, halves_of_kept, keep, kept_bits, layout_of_bits,"
+        "factor_of_kept, halves_of_kept, keep,",
+        "keep_of_keys as keep_of_tile, layout_of_key_bits as layout_of_bits,",
     ),
 }
 """What kernels with dropout call of ``dropout``."""
@@ -187,13 +191,15 @@ def generate(
     slopes = slope_hooks(special)
     tiles = (*pairs["pair_consumer"], *slopes["slopes_desc"])
     output = ["o_s,"] * bool(flags["OWN_OUTPUT"])
-    kept = ["kept_s, kept_full,"] * (dropped and not forward)
+    kept = ["kept_s, kept_full,"] * dropped
     summed = special.adds_diagonals
     diagonals = diagonal_hooks(summed)
     given = [*counter, *kept, *diagonals["diagonal_producer"], *again, *pairs["pair_producer"]]
     taken = [*sums, *output, *kept, *diagonals["diagonal_consumer"], *again, *tiles]
     templates = (family[0], *["draws"] * bool(kept), *["diagonals"] * summed, *family[1:])
     helpers |= used
+    if dropped:
+        helpers.add("drop_of_head")
     more = {
         "imports": [
             *import_lines("triton", helpers - OWN_HELPERS),
@@ -207,7 +213,7 @@ def generate(
         "again": again,
         "output": output,
         "kept": kept,
-        "drop": ["drop,"] * dropped,
+        "drawing": ["done, first_row, tile_before, drop,", *kept] if kept else [],
         "taking": ["keep_factor, factor2, inverse,", *kept] if kept else [],
         "steep": ["steep_s,"] * wide,
         **slopes,
@@ -240,7 +246,7 @@ def is_bounded(lowered: Lowered, special: Specialisation) -> bool:
 
 def _imports_of_dropout(direction: str) -> list[str]:
     first = "from attndsl.backends.hopper.dropout import ("
-    return [first, _INDENT + _DROPOUT[direction], ")"]
+    return [first, *(_INDENT + line for line in _DROPOUT[direction]), ")"]
 
 
 def partitions(

@@ -65,8 +65,8 @@ def shared_bytes(direction: str, special: Specialisation, config: Config) -> int
         # dS; above head dim 128 once, and its slopes in fp32. Row statistics are two of fp32.
         elements += 3 * n * m if widest(special) > 128 else 2 * n * m
         elements += 4 * stages * m
-        # By which dropout keeps pairs: 16 bits to an element.
-        elements += special.dropout * stages * m * n // 16
+    # By which dropout keeps pairs: 16 bits to an element.
+    elements += special.dropout * stages * m * n // 16
     turned = _TURNED * (direction != "forward" and widest(special) <= 128)
     turned += _LINES * special.adds_diagonals
     return 2 * elements + _pair_bytes(direction, special, config) + turned + _REST

@@ -105,8 +105,8 @@ def pair_hooks(
         "load_full_pairs": [
             f"{'partial_tiles + step == 0' if masks else 'True'}, {place},", producer,
         ],
-        "pair_reader": ["PART,", reader],
-        "pair_reader_parameters": ["PART: gl.constexpr,", reader],
+        "pair_reader": [reader],
+        "pair_reader_parameters": [reader],
         "read_first_pairs": [f"pair_parts = read_pairs(PART, done, True, SCORES, {reader[:-1]})"],
         "read_pairs": [read],
         "leave_first_pairs": [leave],

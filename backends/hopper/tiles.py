@@ -79,6 +79,10 @@ def candidates(
         found = tuple(sorted(found, key=lambda config: config.consumers))
     if (crowded and direction == "backward_kv") or work == "short partial":
         found = tuple(sorted(found, key=lambda config: (config.block_m, config.block_n)))
+    if dropped:
+        # A producer that draws has few registers beside consumers of 240.
+        registers = 216 if direction == "forward" else _SHARED if width <= 64 else 240
+        found = tuple(replace(config, registers=registers) for config in found)
     persistent = width <= 128 and not (direction == "forward" and column)
     return tuple(replace(config, persistent=persistent) for config in found)
 

@@ -60,7 +60,8 @@ def generate_attention(
     functions += learned.functions
     helpers |= learned.helpers
     if direction in ("forward", "tangent"):
-        text, used = _sink_function(program.sink, special)
+        doc = "The logit that is in the denominator of each row of a head."
+        text, used = _head_function("sink_of_head", program.sink, special, doc, "tl.sum({})")
         functions.append(text)
         helpers |= used
     name = _PASSES[direction]
@@ -230,13 +231,14 @@ def _functions(lowered: Lowered, special: Specialisation) -> tuple[list[str], se
         ),
         ("weight_of_pair", program.weights, "The weight that the program gives to its score."),
         ("slope_of_weight", slope, "The weight's derivative by the score."),
-        ("drop_probability", program.dropout, "With what probability each pair is dropped."),
     )
     for name, root, doc in specs:
         text, used = pair_function(name, root, special, doc)
         helpers |= used
         texts.append(text)
-    return texts, helpers
+    doc = "With what probability each pair is dropped."
+    text, used = _head_function("drop_probability", program.dropout, special, doc, "{}")
+    return [*texts, text], helpers | used
 
 
 def pair_function(
@@ -258,14 +260,15 @@ def pair_body(root: Node, names: Names) -> tuple[list[str], set[str]]:
     return [*printed.lines, f"return {result}"], set(printed.helpers)
 
 
-def _sink_function(root: Node | None, special: Specialisation) -> tuple[str, set[str]]:
-    """The sink as a scalar, and the library functions that it uses."""
+def _head_function(
+    name: str, root: Node | None, special: Specialisation, doc: str, form: str
+) -> tuple[str, set[str]]:
+    """``root`` of a head, from its tile (1, 1), and the library functions that it uses."""
     body, helpers = ["return 0.0"], set[str]()
     if root is not None:
         printed = print_expressions((root,), special.names())
         # A tile of one element, or a number.
-        result = f"return tl.sum({printed.terms[0]} + tl.zeros([1, 1], tl.float32))"
-        body, helpers = [*printed.lines, result], set(printed.helpers)
+        result = form.format(f"{printed.terms[0]} + tl.zeros([1, 1], tl.float32)")
+        body, helpers = [*printed.lines, f"return {result}"], set(printed.helpers)
     first = "b, h, hkv, batch, heads, kv_heads, q_len, kv_len"
-    doc = "The logit that is in the denominator of each row of a head."
-    return program_function("sink_of_head", first, special, doc, body, root is not None), helpers
+    return program_function(name, first, special, doc, body, root is not None), helpers

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
 import torch
 
-from attndsl.backends.philox import philox2x32, philox4x32, uniform, uniform_at
+from attndsl.backends.philox import ROTATIONS, keep_factor, kept, kept_at, philox4x32
 
-CPU = torch.device("cpu")
+SEED = 0x0123456789ABCDEF
+
+
+def tensor(p: float) -> torch.Tensor:
+    return torch.tensor(p, dtype=torch.float64)
 
 
 @pytest.mark.parametrize(
@@ -18,17 +23,17 @@ CPU = torch.device("cpu")
         (
             "00000000 00000000 00000000 00000000",
             "00000000 00000000",
-            "6627e8d5 e169c58d bc57ac4c 9b00dbd8",
+            "5f6fb709 0d893f64 4f121f81 4f730a48",
         ),
         (
             "ffffffff ffffffff ffffffff ffffffff",
             "ffffffff ffffffff",
-            "408f276d 41c83b0e a20bc7c6 6d5451fd",
+            "5207ddc2 45165e59 4d8ee751 8c52f662",
         ),
         (
             "243f6a88 85a308d3 13198a2e 03707344",
             "a4093822 299f31d0",
-            "d16cfe09 94fdcceb 5001e420 24126ea1",
+            "4dfccaba 190a87f0 c47362ba b6b5242a",
         ),
     ],
 )
@@ -39,68 +44,116 @@ def test_known_answers_of_random123(counter, key, expected):
     assert found == expected.split()
 
 
-@pytest.mark.parametrize(
-    ("counter", "key", "expected"),
-    [
-        ("00000000 00000000", "00000000", "257a3673 cd26be2a"),
-        ("ffffffff ffffffff", "ffffffff", "ab302c4d 3dc9d239"),
-        ("243f6a88 85a308d3", "13198a2e", "bedbbe6b e4c770b3"),
-    ],
-)
-def test_known_answers_of_random123_for_two_words(counter, key, expected):
-    first, second = (torch.tensor(int(word, 16)) for word in counter.split())
-    found = [f"{int(word):08x}" for word in philox2x32((first, second), int(key, 16))]
-    assert found == expected.split()
+def draw_of(words: list[int], bit: int) -> int:
+    """A pair's draw, from the four words of its block."""
+
+    def bit_of(word: int, place: int) -> int:
+        return word >> place % 32 & 1
+
+    draw = sum(bit_of(word, bit) << 4 + number for number, word in enumerate(words))
+    for number, rotations in enumerate(ROTATIONS):
+        found = 0
+        for step, rotation in enumerate(rotations, start=1):
+            found ^= bit_of(words[(number + step) % 4], bit - rotation)
+        draw |= found << number
+    return draw
 
 
-def test_layout_of_counter_and_key():
-    """The layout is a promise to every backend: draws are picked here one pair at a time."""
-    seed = 0x0123456789ABCDEF
-    found = uniform(seed, 2, 3, 37, 45, CPU)
-    assert (found.shape, found.dtype) == ((2, 3, 37, 45), torch.float32)
-    for b, h, i, j in ((0, 0, 0, 0), (1, 2, 4, 9), (1, 0, 13, 2), (0, 2, 31, 44), (1, 1, 36, 16)):
-        of_head = [torch.tensor(word) for word in (b * 3 + h, 0, 0, 0)]
-        w0, w1, *_ = map(int, philox4x32(of_head, (0x89ABCDEF, 0x01234567)))
-        places = i // 16 * 8 + i % 8, j // 16 * 8 + j % 8
-        counter = tuple(
-            torch.tensor((w + p) % 2**32) for w, p in zip((w0, w1), places, strict=True)
-        )
-        word = int(philox2x32(counter, 0x89ABCDEF)[i // 8 % 2])
-        draw = word // 2**16 if j // 8 % 2 else word % 2**16
-        assert found[b, h, i, j].item() == (draw + 0.5) / 2**16
+@pytest.mark.parametrize("p", [0.1, 0.5, 0.77, 0.999])
+def test_layout_of_counters_and_bits(p):
+    """The layout is a promise to every backend: pairs are looked at here one at a time."""
+    found = kept(SEED, tensor(p), (2, 3, 37, 301))
+    assert (found.shape, found.dtype) == ((2, 3, 37, 301), torch.bool)
+    scaled = 256 * float(torch.tensor(p, dtype=torch.float32))
+    least = math.floor(scaled)
+    of_head = {}
+    for b, h, i, j in itertools.product((0, 1), (0, 2), (0, 7, 9, 18, 36), (0, 5, 77, 140, 300)):
+        if (b, h) not in of_head:
+            seed = SEED % 2**32, SEED // 2**32
+            words = philox4x32((torch.tensor(b * 3 + h), 0, *seed))
+            begin, *_ = philox4x32((torch.tensor(b * 3 + h), 1, *seed))
+            of_head[b, h] = *map(int, words), int(begin)
+        w0, w1, w2, w3, v = of_head[b, h]
+        row, key, m = i // 16 * 8 + i % 8, j // 128 * 8 + j % 8, j // 8 % 16
+        counter = (w0 + row) % 2**32, (w1 + key) % 2**32, w2, w3
+        words = [int(word) for word in philox4x32([torch.tensor(word) for word in counter])]
+        u = (v + row * 0xC13FA9A9 + key * 0x91E10DA5) % 2**32
+        t = least + (u < (scaled - least) * 2**32)
+        bit = 8 * (m % 4) + 4 * (m // 8) + 2 * (m // 4 % 2) + i // 8 % 2
+        assert found[b, h, i, j].item() == (draw_of(words, bit) >= t)
+
+
+def test_any_three_draws_of_a_block_are_independent():
+    """Their 24 bits are sums of the words' 128 bits of which no sum is 0."""
+    draws = []
+    for bit in range(32):
+        sums = [1 << 32 * number + bit for number in range(4)]
+        for number, rotations in enumerate(ROTATIONS):
+            total = 0
+            for step, rotation in enumerate(rotations, start=1):
+                total ^= 1 << 32 * ((number + step) % 4) + (bit - rotation) % 32
+            sums.append(total)
+        draws.append(sums)
+    for others in itertools.combinations(range(1, 32), 2):
+        # Rotated words make the same sums: one of the three may be the first.
+        reduced: dict[int, int] = {}
+        for value in draws[0] + draws[others[0]] + draws[others[1]]:
+            while value.bit_length() in reduced:
+                value ^= reduced[value.bit_length()]
+            assert value
+            reduced[value.bit_length()] = value
 
 
 def test_pairs_do_not_depend_on_the_size_of_the_call():
-    whole = uniform(7, 2, 2, 33, 41, CPU)
-    assert torch.equal(uniform(7, 1, 2, 20, 13, CPU), whole[:1, :, :20, :13])
-    part = uniform_at(7, torch.tensor([[3]]), (9, 31), (17, 40))
-    assert torch.equal(part, whole[1:, 1:, 9:31, 17:40])
+    p = tensor(0.3)
+    whole = kept(7, p, (2, 2, 33, 270))
+    assert torch.equal(kept(7, p, (1, 2, 20, 13)), whole[:1, :, :20, :13])
+    part = kept_at(7, p, torch.tensor([[3]]), (9, 31), (117, 240))
+    assert torch.equal(part, whole[1:, 1:, 9:31, 117:240])
+    assert torch.equal(kept(7, p, (2, 2, 13, 270), first_row=20), whole[:, :, 20:])
 
 
 def test_seeds_differ_and_repeat():
-    first = uniform(1, 1, 1, 64, 64, CPU)
-    assert torch.equal(first, uniform(1, 1, 1, 64, 64, CPU))
+    p, shape = tensor(0.5), (1, 1, 64, 128)
+    first = kept(1, p, shape)
+    assert torch.equal(first, kept(1, p, shape))
     for other in (2, -1, 1 + 2**32, 2**64 - 2):
-        assert (uniform(other, 1, 1, 64, 64, CPU) == first).float().mean() < 1e-3
+        same = (kept(other, p, shape) == first).float().mean()
+        assert abs(same - 0.5) < 0.03
 
 
-def test_uniform_is_uniform():
-    drawn = uniform(3, 2, 4, 128, 128, CPU).double()
-    n = drawn.numel()
-    assert drawn.min() >= 0
-    assert drawn.max() < 1
-    assert abs(drawn.mean() - 0.5) < 5 / math.sqrt(12 * n)
-    counts = torch.histc(drawn, bins=16, min=0, max=1)
-    chi_squared = ((counts - n / 16) ** 2 / (n / 16)).sum()
-    assert chi_squared < 45
-    pairs = [(drawn[..., n:], drawn[..., :-n]) for n in (1, 8, 16)]
-    pairs += [(drawn[..., n:, :], drawn[..., :-n, :]) for n in (1, 8, 16)]
-    pairs += [(drawn[1:], drawn[:-1]), (drawn[:, 1:], drawn[:, :-1])]
+@pytest.mark.parametrize("p", [1e-4, 0.001, 0.01, 0.1, 1 / 3, 0.5, 0.9, 0.999])
+def test_as_many_are_dropped_as_were_asked_for(p):
+    """Not as the nearest of 257 probabilities has it."""
+    found = torch.cat([~kept(seed, tensor(p), (2, 4, 256, 512)) for seed in range(8)])
+    deviation = math.sqrt(p * (1 - p) / found.numel())
+    assert abs(found.double().mean() - p) < 5 * deviation
+
+
+def test_what_is_dropped_does_not_tell_of_others():
+    p = 0.25
+    found = (~kept(3, tensor(p), (2, 4, 256, 512))).double()
+    n = found.numel()
+    assert abs(found.mean(2) - p).max() < 5.5 * math.sqrt(p * (1 - p) / 256)
+    assert abs(found.mean(3) - p).max() < 5.5 * math.sqrt(p * (1 - p) / 512)
+    steps = (1, 2, 8, 16, 32, 64, 128)
+    pairs = [(found[..., n:], found[..., :-n]) for n in steps]
+    pairs += [(found[..., n:, :], found[..., :-n, :]) for n in steps]
+    pairs += [(found[..., n:, n:], found[..., :-n, :-n]) for n in steps]
+    pairs += [(found[1:], found[:-1]), (found[:, 1:], found[:, :-1])]
     for a, b in pairs:
         correlation = torch.corrcoef(torch.stack((a.flatten(), b.flatten())))[0, 1]
-        assert abs(correlation) < 5 / math.sqrt(n)
+        assert abs(correlation) < 5 / math.sqrt(n / 2)
+
+
+def test_certain_probabilities():
+    shape = (1, 2, 40, 200)
+    everything = kept(5, tensor(0.0), shape)
+    assert everything.all()
+    assert torch.equal(keep_factor(everything, tensor(-0.5)), torch.ones(shape).double())
+    assert not keep_factor(kept(5, tensor(1.0), shape), tensor(1.0)).any()
 
 
 def test_empty_calls():
-    assert uniform(0, 1, 2, 3, 0, CPU).shape == (1, 2, 3, 0)
-    assert uniform(0, 0, 2, 3, 4, CPU).shape == (0, 2, 3, 4)
+    assert kept(0, tensor(0.1), (1, 2, 3, 0)).shape == (1, 2, 3, 0)
+    assert kept(0, tensor(0.1), (0, 2, 3, 4)).shape == (0, 2, 3, 4)

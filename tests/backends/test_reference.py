@@ -21,7 +21,7 @@ from by_hand import (
 )
 
 from attndsl.backends.base import Call, Wants
-from attndsl.backends.philox import uniform
+from attndsl.backends.philox import kept
 from attndsl.backends.reference import ReferenceBackend
 from attndsl.errors import ArgumentError, UnsupportedError
 from attndsl.ir import SCORE, Op, Program, const, node
@@ -118,8 +118,7 @@ def test_dropout_drops_what_the_generator_says():
     out, lse = BACKEND.forward(lowered("weights = dropout(softmax(score), 0.3)"), call)
     k, v = (x.repeat_interleave(2, 1) for x in (call.k, call.v))
     score = call.q @ k.mT * call.scale
-    drawn = uniform(123, BATCH, HEADS, Q_LEN, KV_LEN, out.device)
-    keep = (drawn >= torch.tensor(p, dtype=torch.float32)).double() / (1 - p)
+    keep = kept(123, torch.tensor(p), (BATCH, HEADS, Q_LEN, KV_LEN)).double() / (1 - p)
     exact(out, (score.softmax(-1) * keep) @ v)
     exact(lse, score.logsumexp(-1))
 

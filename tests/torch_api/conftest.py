@@ -10,7 +10,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import attndsl
-from attndsl.backends.philox import uniform
+from attndsl.backends.philox import kept as kept_pairs
 from attndsl.runtime.seed import draw_seed
 
 if TYPE_CHECKING:
@@ -54,7 +54,8 @@ def _dropped(query, key, value, dropout_p, is_causal=False, scale=None, **argume
     eye = torch.eye(key.shape[2], dtype=key.dtype, device=key.device)
     eye = eye.expand(*value.shape[:2], -1, -1)
     weights = _math(query, key, eye, is_causal=is_causal, scale=scale, **arguments)
-    kept = uniform(int(draw_seed(query.device)), *shape, query.device) >= dropout_p
+    p = torch.tensor(dropout_p, device=query.device)
+    kept = kept_pairs(int(draw_seed(query.device)), p, shape)
     return torch.where(kept, weights / (1 - dropout_p), 0.0) @ value
 
 

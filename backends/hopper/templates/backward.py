@@ -70,7 +70,7 @@ def add_query_tile(
     if SIGNED_WEIGHTS:
         delta = delta * inverse
     if HAS_DROPOUT:
-        bits = take_bits(PART, count, kept_s, kept_full, STAGES, BLOCK_M)
+        bits = take_kept(PART, count, kept_s, kept_full, STAGES, 2, BLOCK_M)
     if HAS_DROPOUT and OWN_WEIGHTS:
         weight = keep(weight * keep_factor, bits)
         steep = keep(steep * keep_factor, bits)

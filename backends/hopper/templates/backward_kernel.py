@@ -187,8 +187,8 @@ def attention_backward_kv(
         mbarrier.init(q_empty.index(stage), count=2 * (128 if LEAVE_EACH else 1))
         mbarrier.init(do_empty.index(stage), count=2 * (128 if LEAVE_EACH else 1))
     if HAS_DROPOUT:
-        WORDS: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-        kept_s = gl.allocate_shared_memory(gl.int32, [STAGES * 2, 128, BLOCK_M // 64], WORDS)
+        BYTES: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+        kept_s = gl.allocate_shared_memory(gl.int8, [STAGES * 2, 128, BLOCK_M // 16], BYTES)
         kept_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
         for stage in gl.static_range(STAGES):
             mbarrier.init(kept_full.index(stage), count=1)

@@ -168,8 +168,8 @@ def load_item(
         row = (b * heads + h) * padded
         #: line_of_sums
         if HAS_DROPOUT:
-            drop = drop_of_rows(
-                tile * BLOCK_N, b, h, hkv, batch, heads, kv_heads, q_len, kv_len,
+            drop = drop_of_item(
+                b, h, hkv, batch, heads, kv_heads, q_len, kv_len,
                 #: arguments
             )
         for step in range(0, partial_tiles + full_tiles):
@@ -201,7 +201,7 @@ def load_item(
                         #: again
                     )
             if HAS_DROPOUT:
-                draw_tile(drop, count, first, kept_s, kept_full, STAGES, BLOCK_M)
+                draw_tile(drop, count, tile * BLOCK_N, first, kept_s, kept_full, STAGES, 2, BLOCK_M)
             #: add_tile_before
             count += 1
     if PERSISTENT:

@@ -1,41 +1,42 @@
-"""Dropout in the backward: the producer draws, the consumers take a bit of each pair."""
+"""Dropout by the producer: it draws, the consumers take a bit of each pair."""
 # ruff: noqa: F821
 
 #: begin
 
 
 @gluon.jit
-def drop_of_rows(
-    first, b, h, hkv, batch, heads, kv_heads, q_len, kv_len,
+def drop_of_item(
+    b, h, hkv, batch, heads, kv_heads, q_len, kv_len,
     #: parameters
 ):
-    """What decides which pairs of a head are kept, for tiles of keys that begin at ``first``."""
+    """What decides which pairs of a head are kept."""
     chance = drop_probability(
         b, h, hkv, batch, heads, kv_heads, q_len, kv_len,
         #: arguments
     )
-    return drop_of_head(chance, b * heads + h, seed, first, True)
+    return drop_of_head(chance, b * heads + h, seed)
 
 
 @gluon.jit
 def draw_tile(
-    drop, count, first, kept_s, kept_full, STAGES: gl.constexpr, COLUMNS: gl.constexpr,
+    drop, count, first_row, first_column, kept_s, kept_full,
+    STAGES: gl.constexpr, PARTS: gl.constexpr, COLUMNS: gl.constexpr,
 ):
-    """Draw for the pairs of tile number ``count``, whose columns begin at ``first``.
+    """Draw for the pairs of tile number ``count``.
 
-    The consumers have left the stage's tile of dO, and took the bits before.
+    The consumers took the bits before of the same stage.
     """
     stage = count % STAGES
-    for part in gl.static_range(2):
-        kept_s.index(stage * 2 + part).store(kept_bits(drop, part, first, COLUMNS))
+    keep_of_tile(kept_s, stage * PARTS, drop, first_row, first_column, PARTS, COLUMNS)
     mbarrier.arrive(kept_full.index(stage), count=1)
 
 
 @gluon.jit
-def take_bits(
-    PART: gl.constexpr, count, kept_s, kept_full, STAGES: gl.constexpr, COLUMNS: gl.constexpr,
+def take_kept(
+    PART: gl.constexpr, count, kept_s, kept_full,
+    STAGES: gl.constexpr, PARTS: gl.constexpr, COLUMNS: gl.constexpr,
 ):
-    """Which pairs of tile number ``count`` are kept, 32 to a word; those of rows number PART."""
+    """Which pairs of tile number ``count`` are kept, of its 64 rows number PART."""
     stage = count % STAGES
     mbarrier.wait(kept_full.index(stage), (count // STAGES) & 1)
-    return kept_s.index(stage * 2 + PART).load(layout_of_bits(COLUMNS // 64))
+    return kept_s.index(stage * PARTS + PART).load(layout_of_bits(COLUMNS))

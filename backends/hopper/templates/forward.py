@@ -12,36 +12,37 @@ are base 2.
 #: begin
 @gluon.jit
 def attend(
-    count, kv_tile, acc, weight, sums, peak, floor, anchored, q, q_parts, q_part, zeros, k_s, v_s,
+    PART: gl.constexpr, CONSUMERS: gl.constexpr, count, kv_tile, acc, weight, sums, peak, floor, anchored, q, q_parts, q_part, zeros, k_s, v_s,
     k_full, k_empty, v_full, v_empty,
     factor, steepness, scale, origin, b, h, hkv, batch, heads, kv_heads, q_len, kv_len, kv_origin,
     BLOCK_N: gl.constexpr, STAGES: gl.constexpr, KV_KIND: gl.constexpr, PARTIAL: gl.constexpr,
     FIXED: gl.constexpr, SCORES: gl.constexpr, OUTPUT: gl.constexpr, WEIGHTS: gl.constexpr, HALF: gl.constexpr,
     HEAD_DIM: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
-    #: drop
+    #: kept
     #: parameters
     #: pair_reader_parameters
 ):
     """Scores and weights of tile number ``count``, while those of the one before weigh v."""
     stage = count % STAGES
     before = (count - 1) % STAGES
-    if EARLY:
+    if EARLY and not HAS_DROPOUT:
         # Before the first product starts: what defines registers between two serialises them.
         operand = unpack(weight, q_len >> 31, HALF, WEIGHTS)
-    else:
-        operand = halves(weight, HALF, WEIGHTS)
     mbarrier.wait(k_full.index(stage), (count // STAGES) & 1)
     k = k_s.index(stage).reshape([BLOCK_N, D])
     scoring = multiply(q_part, k, zeros, HEAD_DIM)
     mbarrier.wait(v_full.index(before), ((count - 1) // STAGES) & 1)
     v = v_s.index(before).reshape([BLOCK_N, DV])
+    if HAS_DROPOUT:
+        kept = take_kept(PART, count - 1, kept_s, kept_full, STAGES, CONSUMERS, BLOCK_N)
+        weight = keep_packed(weight, kept)
+    if HAS_DROPOUT or not EARLY:
+        operand = halves(weight, HALF, WEIGHTS)
     adding = warpgroup_mma(operand, v, acc, is_async=True)
     kv_parts = parts_of_keys(
         kv_tile, b, h, hkv, batch, heads, kv_heads, q_len, kv_len, kv_origin, BLOCK_N, KV_KIND,
         #: arguments
     )
-    if HAS_DROPOUT:
-        draws = draws_of_pairs(drop, kv_tile * BLOCK_N, q_len >> 31, BLOCK_N, SCORES)
     score = warpgroup_mma_wait(1, deps=[scoring])
     mbarrier.arrive(k_empty.index(stage), count=1)
     #: read_pairs
@@ -56,8 +57,6 @@ def attend(
     exact, own, decay, peak = soften(
         score, reached, peak, floor, anchored, factor, PARTIAL, FIXED
     )
-    if HAS_DROPOUT:
-        exact = keep_drawn(exact, draws, drop)
     if EARLY:
         weight = pack(exact, HALF)
     if OWN_WEIGHTS:
@@ -90,6 +89,7 @@ def consume_item(
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
     STAGES: gl.constexpr, CONSUMERS: gl.constexpr, Q_KIND: gl.constexpr, KV_KIND: gl.constexpr,
     #: output
+    #: kept
     #: again
     #: pair_consumer
     #: parameters
@@ -151,7 +151,6 @@ def consume_item(
             b, h, hkv, batch, heads, kv_heads, q_len, kv_len,
             #: arguments
         )
-        drop = drop_of_head(chance, b * heads + h, seed, first, False)
         keep_factor = factor_of_kept(chance)
     acc = gl.zeros([ROWS, DV], gl.float32, layout=OUTPUT)
     zeros = gl.zeros([ROWS, BLOCK_N], gl.float32, layout=SCORES)
@@ -215,9 +214,6 @@ def consume_item(
     exact, sums, decay, peak = soften(
         score, reached, peak, float("-inf"), anchored, factor, True, False
     )
-    if HAS_DROPOUT:
-        draws = draws_of_pairs(drop, first_tile * BLOCK_N, q_len >> 31, BLOCK_N, SCORES)
-        exact = keep_drawn(exact, draws, drop)
     weight = pack(exact, HALF)
 
     if FORWARD_HAS_PARTIAL:
@@ -230,11 +226,11 @@ def consume_item(
         )
         for step in range(1, partial_tiles):
             acc, weight, sums, peak = attend(
-                done + step, kv_tile, acc, weight, sums, peak, float("-inf"), anchored,
+                PART, CONSUMERS, done + step, kv_tile, acc, weight, sums, peak, float("-inf"), anchored,
                 q, q_parts, q_part, zeros, k_s, v_s, k_full, k_empty, v_full, v_empty,
                 factor, steepness, scale, origin, b, h, hkv, batch, heads, kv_heads, q_len, kv_len, kv_origin,
                 BLOCK_N, STAGES, KV_KIND, True, False, SCORES, OUTPUT, WEIGHTS, HALF, HEAD_DIM, D, DV,
-                #: drop
+                #: kept
                 #: arguments
                 #: pair_reader
             )
@@ -257,11 +253,11 @@ def consume_item(
             )
             for step in range(begin, end):
                 acc, weight, sums, peak = attend(
-                    done + partial_tiles + step, kv_tile, acc, weight, sums, peak, floor, anchored,
+                    PART, CONSUMERS, done + partial_tiles + step, kv_tile, acc, weight, sums, peak, floor, anchored,
                     q, q_parts, q_part, zeros, k_s, v_s, k_full, k_empty, v_full, v_empty,
                     factor, steepness, scale, origin, b, h, hkv, batch, heads, kv_heads, q_len, kv_len, kv_origin,
                     BLOCK_N, STAGES, KV_KIND, False, form == 1, SCORES, OUTPUT, WEIGHTS, HALF, HEAD_DIM, D, DV,
-                    #: drop
+                    #: kept
                     #: arguments
                     #: pair_reader
                 )
@@ -280,6 +276,9 @@ def consume_item(
     last = done + partial_tiles + full_tiles - 1
     mbarrier.wait(v_full.index(last % STAGES), (last // STAGES) & 1)
     v = v_s.index(last % STAGES).reshape([BLOCK_N, DV])
+    if HAS_DROPOUT:
+        kept = take_kept(PART, last, kept_s, kept_full, STAGES, CONSUMERS, BLOCK_N)
+        weight = keep_packed(weight, kept)
     adding = warpgroup_mma(unpack(weight, q_len >> 31, HALF, WEIGHTS), v, acc, is_async=True)
     lse = peak
     if not OWN_WEIGHTS:

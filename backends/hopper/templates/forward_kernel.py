@@ -46,6 +46,7 @@ def load_in_turns(
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr,
     Q_KIND: gl.constexpr, KV_KIND: gl.constexpr,
     #: counter
+    #: kept
     #: again
     #: pair_producer
     #: parameters
@@ -69,6 +70,7 @@ def load_in_turns(
                 q_full, k_full, k_empty, v_full, v_empty,
                 batch, heads, kv_heads, q_len, kv_len, q_origin, kv_origin, together,
                 BLOCK_M, BLOCK_N, STAGES, CONSUMERS, Q_KIND, KV_KIND,
+                #: kept
                 #: again
                 #: pair_producer
                 #: arguments
@@ -105,6 +107,7 @@ def produce(
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr,
     Q_KIND: gl.constexpr, KV_KIND: gl.constexpr,
     #: counter
+    #: kept
     #: again
     #: pair_producer
     #: parameters
@@ -121,6 +124,7 @@ def produce(
                 batch, heads, kv_heads, q_len, kv_len, q_origin, kv_origin, together,
                 BLOCK_M, BLOCK_N, STAGES, CONSUMERS, Q_KIND, KV_KIND,
                 #: counter
+                #: kept
                 #: again
                 #: pair_producer
                 #: arguments
@@ -138,6 +142,7 @@ def produce(
                     q_full, k_full, k_empty, v_full, v_empty,
                     batch, heads, kv_heads, q_len, kv_len, q_origin, kv_origin, together,
                     BLOCK_M, BLOCK_N, STAGES, CONSUMERS, Q_KIND, KV_KIND,
+                    #: kept
                     #: again
                     #: pair_producer
                     #: arguments
@@ -155,6 +160,7 @@ def produce(
             q_full, k_full, k_empty, v_full, v_empty,
             batch, heads, kv_heads, q_len, kv_len, q_origin, kv_origin, together,
             BLOCK_M, BLOCK_N, STAGES, CONSUMERS, Q_KIND, KV_KIND,
+            #: kept
             #: again
             #: pair_producer
             #: arguments
@@ -170,6 +176,7 @@ def consume(
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
     STAGES: gl.constexpr, CONSUMERS: gl.constexpr, Q_KIND: gl.constexpr, KV_KIND: gl.constexpr,
     #: output
+    #: kept
     #: again
     #: pair_consumer
     #: parameters
@@ -189,6 +196,7 @@ def consume(
                     scale, batch, heads, kv_heads, q_len, kv_len, q_origin, kv_origin, together,
                     HEAD_DIM, D, DV, BLOCK_M, BLOCK_N, STAGES, CONSUMERS, Q_KIND, KV_KIND,
                     #: output
+                    #: kept
                     #: again
                     #: pair_consumer
                     #: arguments
@@ -210,6 +218,7 @@ def consume(
             scale, batch, heads, kv_heads, q_len, kv_len, q_origin, kv_origin, together,
             HEAD_DIM, D, DV, BLOCK_M, BLOCK_N, STAGES, CONSUMERS, Q_KIND, KV_KIND,
             #: output
+            #: kept
             #: again
             #: pair_consumer
             #: arguments
@@ -266,6 +275,12 @@ def attention_forward(
         item_empty = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
         mbarrier.init(item_full, count=1)
         mbarrier.init(item_empty, count=CONSUMERS)
+    if HAS_DROPOUT:
+        BITS: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+        kept_s = gl.allocate_shared_memory(gl.int32, [STAGES * CONSUMERS, 128, 2], BITS)
+        kept_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+        for stage in gl.static_range(STAGES):
+            mbarrier.init(kept_full.index(stage), count=1)
     if ANCHORED:
         lost_s = gl.allocate_shared_memory(gl.int32, [2 * CONSUMERS, 16], WORDS)
     #: pair_memory

@@ -49,16 +49,26 @@ def partial_tile(
 @gluon.jit
 def load_pair(
     k_desc, v_desc, k_s, v_s, k_full, k_empty, v_full, v_empty, count, kv_tile, b, hkv,
-    BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr,
+    #: drawing
     #: pair_load_parameters
 ):
-    """Load one tile of k and one of v, as soon as the consumers have left their places."""
+    """Load one tile of k and one of v, as soon as the consumers have left their places.
+
+    Meanwhile draw for the tile before, whose weights wait for these scores' product to begin.
+    """
     stage = count % STAGES
     phase = (count // STAGES) & 1
     mbarrier.wait(k_empty.index(stage), phase ^ 1)
     mbarrier.expect(k_full.index(stage), k_desc.block_type.nbytes)
     tma_load(k_desc, [b, hkv, kv_tile * BLOCK_N, 0], k_full.index(stage), k_s.index(stage))
     #: load_pairs
+    if HAS_DROPOUT:
+        if count > done:
+            draw_tile(
+                drop, count - 1, first_row, tile_before * BLOCK_N, kept_s, kept_full,
+                STAGES, CONSUMERS, BLOCK_N,
+            )
     mbarrier.wait(v_empty.index(stage), phase ^ 1)
     mbarrier.expect(v_full.index(stage), v_desc.block_type.nbytes)
     tma_load(v_desc, [b, hkv, kv_tile * BLOCK_N, 0], v_full.index(stage), v_s.index(stage))
@@ -102,6 +112,7 @@ def load_item(
     batch, heads, kv_heads, q_len, kv_len, q_origin, kv_origin, together,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr,
     Q_KIND: gl.constexpr, KV_KIND: gl.constexpr,
+    #: kept
     #: again
     #: pair_producer
     #: parameters
@@ -135,6 +146,12 @@ def load_item(
             turn, tile, b, h, q_desc, q_s, q_full, BLOCK_M, CONSUMERS,
             #: again
         )
+    if HAS_DROPOUT:
+        drop = drop_of_item(
+            b, h, hkv, batch, heads, kv_heads, q_len, kv_len,
+            #: arguments
+        )
+        first_row, tile_before = tile * BLOCK_M, 0
     for step in range(0, partial_tiles):
         kv_tile = partial_tile(
             step, nothing, full_tiles, first_live, first_full, tile,
@@ -145,9 +162,12 @@ def load_item(
         )
         load_pair(
             k_desc, v_desc, k_s, v_s, k_full, k_empty, v_full, v_empty, done + step, kv_tile, b, hkv,
-            BLOCK_N, STAGES,
+            BLOCK_N, STAGES, CONSUMERS,
+            #: drawing
             #: load_partial_pairs
         )
+        if HAS_DROPOUT:
+            tile_before = kv_tile
     if FORWARD_HAS_FULL:
         for step in range(0, full_tiles):
             kv_tile = forward_full_tile(
@@ -159,7 +179,16 @@ def load_item(
             )
             load_pair(
                 k_desc, v_desc, k_s, v_s, k_full, k_empty, v_full, v_empty,
-                done + partial_tiles + step, kv_tile, b, hkv, BLOCK_N, STAGES,
+                done + partial_tiles + step, kv_tile, b, hkv,
+                BLOCK_N, STAGES, CONSUMERS,
+                #: drawing
                 #: load_full_pairs
             )
+            if HAS_DROPOUT:
+                tile_before = kv_tile
+    if HAS_DROPOUT:
+        draw_tile(
+            drop, done + partial_tiles + full_tiles - 1, first_row, tile_before * BLOCK_N,
+            kept_s, kept_full, STAGES, CONSUMERS, BLOCK_N,
+        )
     return done + partial_tiles + full_tiles

@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 
 from attndsl.backends.triton.library import (
-    dot, dot_add, keep_factor, load_tile, positions, shift_of_positions, statistics_rows, store_tile, uniforms,
+    dot, dot_add, keep_factor, kept_pairs, load_tile, positions, shift_of_positions, statistics_rows, store_tile,
 )
 
 #: begin
@@ -48,12 +48,12 @@ def add_query_tile(
     kept = weight
     exists = live & (rows < q_len)[None, :] & columns_ok[:, None]
     if HAS_DROPOUT:
-        drawn = uniforms(first, first_column, b * heads + h, seed, BLOCK_M, k_tile.shape[0])
         p = drop_probability(
-            raw, live, b, h, hkv, q, kv, batch, heads, kv_heads, q_len, kv_len,
+            b, h, hkv, batch, heads, kv_heads, q_len, kv_len,
             #: arguments
         )
-        keep = keep_factor(tl.trans(drawn), p)
+        stays = kept_pairs(first, first_column, p, b * heads + h, seed, BLOCK_M, k_tile.shape[0])
+        keep = keep_factor(tl.trans(stays), p)
         dweight = dweight * keep
         kept = weight * keep
     if LEARNS_WEIGHT:

@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 
 from attndsl.backends.triton.library import (
-    dot, dot_add, keep_factor, load_tile, positions, shift_of_positions, statistics_rows, store_tile, uniforms,
+    dot, dot_add, keep_factor, kept_pairs, load_tile, positions, shift_of_positions, statistics_rows, store_tile,
 )
 
 #: begin
@@ -41,12 +41,12 @@ def add_key_tile(
     dweight = dot(dout_tile, tl.trans(v_tile), PRECISION, UPCAST)
     exists = live & rows_ok[:, None] & (columns < kv_len)[None, :]
     if HAS_DROPOUT:
-        drawn = uniforms(first_row, first, b * heads + h, seed, q_tile.shape[0], BLOCK_N)
         p = drop_probability(
-            raw, live, b, h, hkv, q, kv, batch, heads, kv_heads, q_len, kv_len,
+            b, h, hkv, batch, heads, kv_heads, q_len, kv_len,
             #: arguments
         )
-        keep = keep_factor(drawn, p)
+        stays = kept_pairs(first_row, first, p, b * heads + h, seed, q_tile.shape[0], BLOCK_N)
+        keep = keep_factor(stays, p)
         dweight = dweight * keep
         if LEARNS_DROPOUT:
             # keep is 1 / (1 - p), whose derivative is its square; outside of [0, 1) it is constant.

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from attndsl.backends.triton.library import (
-    dot, dot_add, keep_factor, load_tile, positions, shift_of_positions, store_tile, uniforms,
+    dot, dot_add, keep_factor, kept_pairs, load_tile, positions, shift_of_positions, store_tile,
 )
 
 #: imports
@@ -80,12 +80,12 @@ def attend(
     else:
         weight, acc, denominator, peak = soften(score, acc, denominator, peak, factor, PARTIAL)
     if HAS_DROPOUT:
-        drawn = uniforms(first_row, first, b * heads + h, seed, q_tile.shape[0], BLOCK_N)
         p = drop_probability(
-            score, live, b, h, hkv, q, kv, batch, heads, kv_heads, q_len, kv_len,
+            b, h, hkv, batch, heads, kv_heads, q_len, kv_len,
             #: arguments
         )
-        weight = weight * keep_factor(drawn, p)
+        stays = kept_pairs(first_row, first, p, b * heads + h, seed, q_tile.shape[0], BLOCK_N)
+        weight = weight * keep_factor(stays, p)
     v_tile = load_tile(v_head, first, stride_vn, kv_len, DV, BLOCK_N, BLOCK_DV, PARTIAL)
     acc = dot_add(weight.to(v_tile.dtype), v_tile, acc, PRECISION, UPCAST)
     return acc, denominator, peak

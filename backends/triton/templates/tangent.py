@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from attndsl.backends.triton.library import (
-    dot, dot_add, keep_factor, load_tile, positions, shift_of_positions, store_tile, uniforms,
+    dot, dot_add, keep_factor, kept_pairs, load_tile, positions, shift_of_positions, store_tile,
 )
 
 #: begin
@@ -94,12 +94,12 @@ def add_key_tile(
         if not OWN_WEIGHTS:
             dlse += tl.sum(moved, 1)
     if HAS_DROPOUT:
-        drawn = uniforms(first_row, first, b * heads + h, seed, q_tile.shape[0], BLOCK_N)
         p = drop_probability(
-            raw, live, b, h, hkv, q, kv, batch, heads, kv_heads, q_len, kv_len,
+            b, h, hkv, batch, heads, kv_heads, q_len, kv_len,
             #: arguments
         )
-        keep = keep_factor(drawn, p)
+        stays = kept_pairs(first_row, first, p, b * heads + h, seed, q_tile.shape[0], BLOCK_N)
+        keep = keep_factor(stays, p)
         if MOVES_WEIGHTS:
             moved = moved * keep
         if MOVES_DROPOUT:

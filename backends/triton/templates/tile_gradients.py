@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 
 from attndsl.backends.triton.library import (
-    dot, keep_factor, load_tile, positions, statistics_rows, uniforms,
+    dot, keep_factor, kept_pairs, load_tile, positions, statistics_rows,
 )
 
 #: begin
@@ -31,12 +31,12 @@ def add_pairs(
         PARTIAL,
     )
     if HAS_DROPOUT:
-        drawn = uniforms(first, kv_first, b * heads + h, seed, q_tile.shape[0], k_tile.shape[0])
         p = drop_probability(
-            raw, live, b, h, hkv, q, kv, batch, heads, kv_heads, q_len, kv_len,
+            b, h, hkv, batch, heads, kv_heads, q_len, kv_len,
             #: arguments
         )
-        keep = keep_factor(drawn, p)
+        stays = kept_pairs(first, kv_first, p, b * heads + h, seed, q_tile.shape[0], k_tile.shape[0])
+        keep = keep_factor(stays, p)
         dweight = dweight * keep
     if LEARNS_WEIGHT:
         (

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from attndsl.backends.triton.library import (
-    dot, dot_add, keep_factor, load_tile, positions, shift_of_positions, statistics_rows, store_tile, uniforms,
+    dot, dot_add, keep_factor, kept_pairs, load_tile, positions, shift_of_positions, statistics_rows, store_tile,
 )
 
 #: imports

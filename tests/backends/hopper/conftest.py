@@ -22,24 +22,19 @@ from gluon_machine import (
     unwritten,
 )  # fmt: skip
 
-from attndsl.backends.philox import uniform_at
-
-
-def kept_bits(drop: Any, part: int, first: Any, size: int, keys_first: bool = True) -> torch.Tensor:
-    """What :func:`keep` needs to draw for a tile, whose number of rows it knows."""
-    millionths, number, seed, own = drop
-    return torch.tensor([millionths, number, seed, own, part, first, size, keys_first]).int()
+from attndsl.backends.philox import kept_at
 
 
 def keep(values: torch.Tensor, bits: torch.Tensor, negated: bool = False) -> torch.Tensor:
-    millionths, number, seed, own, part, first, size, keys_first = bits.tolist()
+    """Values of a part of a tile, of which ``bits`` says where it is and what decides."""
+    millionths, number, seed, part, first_row, first_column, size, keys_first = bits.tolist()
     assert millionths >= 0, "read before it was drawn"
-    own += part * len(values)
-    ranges = (own, own + len(values)), (first, first + size)
+    first_row += part * len(values)
+    ranges = (first_row, first_row + len(values)), (first_column, first_column + size)
     q, kv = reversed(ranges) if keys_first else ranges
-    drawn = uniform_at(seed, torch.tensor([[number]]), q, kv)[0, 0]
-    kept = (drawn.mT if keys_first else drawn) >= millionths / 1e6
-    return torch.where(kept, values, -values if negated else 0.0)
+    p = torch.tensor(millionths / 1e6)
+    kept = kept_at(seed, p, torch.tensor([[number]]), q, kv)[0, 0]
+    return torch.where(kept.mT if keys_first else kept, values, -values if negated else 0.0)
 
 
 class Operations:
@@ -101,22 +96,19 @@ class Operations:
                 words=lambda values: torch.tensor([*map(int, values), *[-1] * (16 - len(values))]),
             ),
             "attndsl.backends.hopper.dropout": SimpleNamespace(
-                drop_of_head=lambda p, number, seed, first, keys_first: (
-                    round(1e6 * float(p)), int(number), seed, int(first)
-                ),
                 factor_of_kept=lambda p: 1 / (1 - torch.as_tensor(p)),
                 halves_of_kept=lambda weights, half, layout: torch.relu(weights).to(half),
-                draws_of_pairs=lambda drop, first, zero, size, layout: (
-                    kept_bits(drop, 0, first, size, keys_first=False)
-                ),
-                keep_drawn=lambda values, draws, drop: keep(values, draws),
-                keep=keep, kept_bits=self.draw, layout_of_bits=lambda words: None,
+                keep_packed=keep, keep=keep, layout_of_row_bits=lambda columns: None,
+                layout_of_key_bits=lambda columns: None,
+                keep_of_rows=lambda *arguments: self.draw(*arguments, keys_first=False),
+                keep_of_keys=lambda *arguments: self.draw(*arguments, keys_first=True),
             ),
             "attndsl.backends.hopper.diagonals": SimpleNamespace(add_diagonals=self.add_diagonals),
             "attndsl.backends.hopper.shim": SimpleNamespace(
                 tma_load=self.load_tile, tma_store=self.store_tile, tma_wait=self.wait_stores
             ),
             "attndsl.backends.triton.library": SimpleNamespace(
+                drop_of_head=lambda p, number, seed: (round(1e6 * float(p)), int(number), seed),
                 positions=lambda index, length, origin, kind: index + origin,
                 shift_of_positions=lambda origin, kind: origin,
                 relu=torch.relu, sigmoid_ex2=torch.sigmoid, tanh_ex2=torch.tanh,
@@ -136,7 +128,9 @@ class Operations:
         def both(function: Any) -> Any:
             return lambda left, right: function(torch.as_tensor(left), torch.as_tensor(right))
 
-        named = {name: getattr(torch, name) for name in ("float32", "float16", "int32", "int64")}
+        named = {
+            name: getattr(torch, name) for name in ("float32", "float16", "int8", "int32", "int64")
+        }
         layouts = ("NVMMADistributedLayout", "DotOperandLayout", "SliceLayout", "BlockedLayout",
                    "SwizzledSharedLayout", "NVMMASharedLayout")  # fmt: skip
         return SimpleNamespace(
@@ -159,15 +153,23 @@ class Operations:
             zeros=lambda shape, dtype, layout=None: spread(shape, 0, dtype),
         )  # fmt: skip
 
-    def draw(self, *arguments: Any) -> torch.Tensor:
+    def draw(
+        self, memory: Shared, slot: Any, drop: Any, first_row: Any, first_column: Any, parts: int,
+        columns: int, keys_first: bool,
+    ) -> None:  # fmt: skip
         """Takes long: others go on meanwhile."""
-        for _ in range(8):
-            self.machine.pause()
-        return kept_bits(*arguments)
+        for part in range(parts):
+            for _ in range(4):
+                self.machine.pause()
+            bits = [*drop, part, int(first_row), int(first_column), columns, keys_first]
+            memory.index(slot + part).store(torch.tensor(bits).int())
 
     def allocate(self, dtype: torch.dtype, shape: list[int], layout: Any) -> Any:
         if layout == "barrier":
             return Barriers(shape[0])
+        if shape[1:2] == [128]:
+            # A word or more for each thread: what stands for the bits of a tile, see :func:`keep`.
+            dtype, shape = torch.int32, [shape[0], 8]
         return Shared(self.machine, torch.full(tuple(shape), unwritten(dtype), dtype=dtype))
 
     def specialise(self, partitions: list[Any], warps: list[int], registers: list[int]) -> None:

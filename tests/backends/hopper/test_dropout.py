@@ -38,7 +38,7 @@ TEXTS = {
         "tensor doc[q_len]: int\nmask = doc[q] == doc[kv]\nweights = dropout(softmax(score), 0.2)"
     ),
     "everything": "param p: float\nmask = causal()\nweights = dropout(softmax(score), p)",
-    "nearly everything": "param p: float\nweights = dropout(softmax(score), p * 0.999999)",
+    "nearly everything": "param p: float\nweights = dropout(softmax(score), p * 0.9999)",
     "half": "weights = dropout(softmax(score), 0.5)",
     "half and causal": "mask = causal()\nweights = dropout(softmax(score), 0.5)",
 }

@@ -14,7 +14,7 @@ import torch
 from gluon_machine import lists_of
 
 from attndsl.backends.hopper.generate import generate
-from attndsl.backends.philox import uniform
+from attndsl.backends.philox import kept as kept_pairs
 from attndsl.backends.triton.cross import example_call, parse_target
 from attndsl.backends.triton.kernels import plan_loop
 from attndsl.backends.triton.specialise import PairTile, specialise, with_forms
@@ -219,8 +219,7 @@ def kept(inputs: Inputs, name: str) -> torch.Tensor | float:
         return 1.0
     batch, heads, q_len, _ = inputs.q.shape
     p = 0.1 if name == "own dropout" else 0.4
-    drawn = uniform(SEED, batch, heads, q_len, inputs.k.shape[2], inputs.q.device)
-    return (drawn >= p) / (1 - p)
+    return kept_pairs(SEED, torch.tensor(p), (batch, heads, q_len, inputs.k.shape[2])) / (1 - p)
 
 
 def expected(inputs: Inputs, name: str = "") -> torch.Tensor:
