@@ -63,14 +63,15 @@ def blocks_of(direction: str, special: Specialisation, config: Config) -> dict[s
     }
     if direction != "backward_kv":
         m = m // config.consumers
-        read = {"q_desc": rows(m, d), "k_desc": rows(n, d), "v_desc": rows(n, dv)}
-        written = {"o_desc": rows(m, dv)}
+        own = {
+            "q_desc": rows(m, d),
+            "k_desc": rows(n, d),
+            "v_desc": rows(n, dv),
+            "o_desc": rows(m, dv),
+        }
         if direction == "forward_tangent":
-            read, written = (
-                own | {moved_argument(name): block for name, block in own.items()}
-                for own in (read, written)
-            )
-        return pairs | read | written
+            own |= {moved_argument(name): block for name, block in own.items()}
+        return pairs | own
     statistics = Block((m,), "fp32", _STATISTICS)
     if special.stores_slopes:
         pairs["slopes_desc"] = Block((n, m), special.dtype, _SLOPES)

@@ -245,10 +245,12 @@ class HopperBackend(TritonBackend):
         layout = self._layouts.get(key)
         if layout is None:
             found = self._layout_for(lowered, call, "tangent", moving.special(), False)
-            layout = layout_of(found, moving, _together(call, lowered.program.mask is not None))
+            config = found.executables["forward_tangent"].config
+            together = _together(call, lowered.program.mask is not None)
+            layout = layout_of(found, moving, together, _programs(call, "tangent", config))
             self._keep(key, layout)
         assert isinstance(layout, HopperLayout)
-        return launch_with_tangents(moving, layout, self._maps)
+        return launch_with_tangents(moving, layout, self._maps, self._counters)
 
     def choices(
         self, lowered: Lowered, call: Call, kind: str, grad_out: torch.Tensor | None,
@@ -425,12 +427,12 @@ def _programs(call: Call, kind: str, config: Config) -> int:
 
     The registers of one program are all that a processor has.
     """
-    if kind == "forward":
-        batch, heads, length, _ = call.q.shape
-        block = config.block_m
-    else:
+    if kind == "backward":
         batch, heads, length, _ = call.k.shape
         block = config.block_n
+    else:
+        batch, heads, length, _ = call.q.shape
+        block = config.block_m
     tiles = -(-length // block) * batch * heads
     if not config.persistent:
         return tiles

@@ -35,12 +35,12 @@ if TYPE_CHECKING:
     from ..triton.specialise import Specialisation
     from ..triton.tiles import Config
 
-_FORWARD_PRODUCER = (
+FORWARD_PRODUCER = (
     "q_desc, k_desc, v_desc, q_s, k_s, v_s, q_full, k_full, k_empty, v_full, v_empty,",
     "batch, heads, kv_heads, q_len, kv_len, q_origin, kv_origin, together,",
     "BLOCK_M, BLOCK_N, STAGES, CONSUMERS, Q_KIND, KV_KIND,",
 )
-_FORWARD_CONSUMER = (
+FORWARD_CONSUMER = (
     "o_desc, LSE, q_s, k_s, v_s, q_full, k_full, k_empty, v_full, v_empty,",
     "scale, batch, heads, kv_heads, q_len, kv_len, q_origin, kv_origin, together,",
     "HEAD_DIM, D, DV, BLOCK_M, BLOCK_N, STAGES, CONSUMERS, Q_KIND, KV_KIND,",
@@ -67,8 +67,8 @@ _FAMILIES = {
     "forward": (
         ("forward_shared", "forward_produce", "forward", "forward_kernel"),
         "forward",
-        _FORWARD_PRODUCER,
-        _FORWARD_CONSUMER,
+        FORWARD_PRODUCER,
+        FORWARD_CONSUMER,
     ),
     "backward_kv": (
         ("backward_shared", "backward", "backward_kernel"),
@@ -171,6 +171,10 @@ def generate(
         "LAZY": not own and not modified and placed.column is None,
         "HAS_COMMON": weights_and_factor(lowered, special, direction)[1] is not None,
         "BOUNDED": bounded,
+        "NEEDS_TILE": True,
+        "MOVES_Q": False,
+        "MOVES_K": False,
+        "MOVES_V": False,
         "ANCHORED": anchored,
         "MIXED": _MIXED[widest(special)] if bounded and special.forms == APPROX else 0,
         # Measured at 8192 rows: a soft cap gains 2% at D128, plain scores lose 1% at D64.
@@ -216,6 +220,12 @@ def generate(
         "drawing": ["done, first_row, tile_before, drop,", *kept] if kept else [],
         "taking": ["keep_factor, factor2, inverse,", *kept] if kept else [],
         "steep": ["steep_s,"] * wide,
+        "also_loaded": pairs["pair_producer"],
+        "also_read": pairs["pair_consumer"],
+        "also_given": pairs["pair_descs"],
+        "more_memory": pairs["pair_memory"],
+        "load_parameters": pairs["pair_load_parameters"],
+        "moved_query": [],
         **slopes,
         **diagonals,
         **pairs,

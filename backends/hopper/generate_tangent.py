@@ -10,10 +10,18 @@ from attndsl.passes.tiles.plan import FORWARD
 from ..triton.device_functions import param_values, parameters, wrapped
 from ..triton.generate import fill_template, import_lines
 from ..triton.loops import LIST_PARAMETERS, print_loop
+from .arguments import is_drawn
 from .functions import print_functions
-from .generate import OWN_HELPERS, is_bounded, is_pairwise, partitions
+from .generate import (
+    FORWARD_CONSUMER,
+    FORWARD_PRODUCER,
+    OWN_HELPERS,
+    is_bounded,
+    is_pairwise,
+    partitions,
+)
 from .learned import Learned
-from .memory import block_width
+from .memory import has_own_output
 
 if TYPE_CHECKING:
     from attndsl.passes.tiles.plan import LoopPlan
@@ -22,20 +30,11 @@ if TYPE_CHECKING:
     from ..triton.specialise import Specialisation
     from ..triton.tiles import Config
 
-_TEMPLATES = ("forward_shared", "forward_tangent")
-_PRODUCER = (
-    "q_desc, k_desc, v_desc, q_moved_desc, k_moved_desc, v_moved_desc,",
-    "q_s, k_s, v_s, q_moved_s, k_moved_s, v_moved_s, q_full, k_full, k_empty, v_full, v_empty,",
-    "batch, heads, kv_heads, q_len, kv_len, q_origin, kv_origin, together,",
-    "BLOCK_M, BLOCK_N, STAGES, CONSUMERS, Q_KIND, KV_KIND,",
-)
-_CONSUMER = (
-    "o_desc, o_moved_desc, LSE, LSE_MOVED,",
-    "q_s, k_s, v_s, q_moved_s, k_moved_s, v_moved_s, o_s,",
-    "q_full, k_full, k_empty, v_full, v_empty,",
-    "scale, batch, heads, kv_heads, q_len, kv_len, q_origin, kv_origin, together,",
-    "HEAD_DIM, D, DV, BLOCK_M, BLOCK_N, STAGES, CONSUMERS, Q_KIND, KV_KIND,",
-)
+_TEMPLATES = ("forward_shared", "forward_produce", "forward_tangent", "forward_kernel")
+_INDENT = "    "
+_DESCS = "q_moved_desc, k_moved_desc, v_moved_desc,"
+_TILES = "q_moved_s, k_moved_s, v_moved_s,"
+_RESULTS = "o_moved_desc, LSE_MOVED,"
 
 
 def generate_tangent(
@@ -47,7 +46,7 @@ def generate_tangent(
         lowered: A program with the softmax's weights, and no dropout.
         special: What the call is like, and which of ``q``, ``k`` and ``v`` move.
         loop: The plan of its loop.
-        config: How many warpgroups share a tile.
+        config: How many warpgroups share a tile, and whether programs have one after the other.
     """
     program, placed = lowered.program, lowered.placed
     assert program.weights is None
@@ -64,6 +63,7 @@ def generate_tangent(
     # Tangents are multiplied with weights before these are rounded, and fp16 has no room for more.
     wide = special.dtype == "bf16"
     listed = loop.listed is not None
+    drawn = is_drawn(lowered, config)
     flags = {
         "MASKED": program.mask is not None,
         "MODIFIED": placed.pair.op is not Op.SCORE,
@@ -89,11 +89,18 @@ def generate_tangent(
         "BOUNDED": wide and is_bounded(lowered, special),
         "ANCHORED": False,
         "MIXED": 0,
-        "OWN_OUTPUT": block_width(special.head_dim) != block_width(special.value_dim),
+        "PERSISTENT": config.persistent,
+        "DRAWN": drawn,
+        "NEEDS_TILE": False,
+        "HAS_DROPOUT": False,
+        "OWN_OUTPUT": has_own_output(special, config),
         **moves,
         "MOVES_WEIGHTS": moves["MOVES_Q"] or moves["MOVES_K"],
     }
     lists = wrapped(LIST_PARAMETERS) if listed else []
+    counter = ["COUNTER,"] * drawn
+    again = ["q_empty, item_s, item_full, item_empty,"] * config.persistent
+    output = ["o_s,"] * bool(flags["OWN_OUTPUT"])
     more = {
         "imports": [
             *import_lines("triton", helpers - OWN_HELPERS),
@@ -101,6 +108,43 @@ def generate_tangent(
         ],
         "forward_lists": lists,
         "pair_parts": [],
-        "partitions": partitions(_PRODUCER, _CONSUMER, config.consumers, [*wrapped(names), *lists]),
+        "kept": [],
+        "drawing": [],
+        "counter": counter,
+        "again": again,
+        "output": output,
+        "also_loaded": [_DESCS, _TILES],
+        "also_read": [_RESULTS, _TILES],
+        "also_given": [_DESCS, _RESULTS],
+        "moved_query": ["q_moved_desc, q_moved_s,"],
+        "load_parameters": [_DESCS, _TILES],
+        "load_pairs": [],
+        "load_partial_pairs": [_DESCS, _TILES],
+        "load_full_pairs": [_DESCS, _TILES],
+        "more_memory": _memory(special.moving_operands),
+        "partitions": partitions(
+            (*FORWARD_PRODUCER, *counter, *again, _DESCS, _TILES),
+            (*FORWARD_CONSUMER, *output, *again, _RESULTS, _TILES),
+            config.consumers,
+            [*wrapped(names), *lists],
+        ),
     }
-    return fill_template(__package__, _TEMPLATES, [*functions, *texts], helpers, flags, names, more)
+    text = fill_template(__package__, _TEMPLATES, [*functions, *texts], helpers, flags, names, more)
+    return text.replace("def attention_forward(", "def attention_forward_tangent(")
+
+
+def _memory(moving: str) -> list[str]:
+    """Places of tiles of tangents; what does not move has none of its own, and nothing comes."""
+    lines = []
+    for name, number in (("q", "CONSUMERS, 1, 1, ROWS, D"), ("k", "STAGES, 1, 1, BLOCK_N, D"),
+                         ("v", "STAGES, 1, 1, BLOCK_N, DV")):  # fmt: skip
+        if name in moving:
+            layout = f"{name}_moved_desc.layout"
+            lines += [
+                f"{name}_moved_s = gl.allocate_shared_memory(",
+                f"{_INDENT}{name}_moved_desc.dtype, [{number}], {layout}",
+                ")",
+            ]
+        else:
+            lines.append(f"{name}_moved_s = {name}_s")
+    return lines

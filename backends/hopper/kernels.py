@@ -53,7 +53,7 @@ class HopperKernels(Kernels):
         """See :meth:`Kernels.configs`; after these, those that are persistent or not instead."""
         found = super().configs(lowered, direction, special, device)
         others = tuple(replace(config, persistent=not config.persistent) for config in found)
-        if direction == "forward" or (direction == "backward_kv" and widest(special) <= 128):
+        if direction != "backward_kv" or widest(special) <= 128:
             return (*found, *others)
         return found
 

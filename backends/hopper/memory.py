@@ -49,7 +49,8 @@ def has_own_output(special: Specialisation, config: Config) -> bool:
     d, dv = block_width(special.head_dim), block_width(special.value_dim)
     if d != dv or not config.persistent:
         return d != dv
-    elements = (config.block_m + config.stages * config.block_n) * (d + dv)
+    q, k, v = (1 + (name in special.moving_operands) for name in "qkv")
+    elements = config.block_m * (q * d + dv) + config.stages * config.block_n * (k * d + v * dv)
     pairs = _pair_bytes("forward", special, config)
     return 2 * elements + pairs + _REST * bool(pairs) < shared_memory_of("cuda:90")
 

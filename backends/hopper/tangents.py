@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import chain
 from typing import TYPE_CHECKING
 
 import torch
@@ -10,12 +11,13 @@ import torch
 from ..triton.arguments import capture_arguments, origin
 from ..triton.streams import on_device, stream_of
 from ..triton.tile_lists import lists_of
-from .arguments import HopperLayout, blocks_of, descriptor_strides, moved_argument
+from .arguments import HopperLayout, blocks_of, descriptor_strides, is_drawn, moved_argument
 from .launch import launch_of, view
 
 if TYPE_CHECKING:
     from ..triton.arguments import Layout
     from ..triton.tangents import Moving
+    from .counters import Counters
     from .launch import TensorMaps
 
 _DIRECTION = "forward_tangent"
@@ -32,34 +34,34 @@ def readable(moving: Moving) -> Moving:
     return replace(moving, operands=operands)
 
 
-def layout_of(layout: Layout, moving: Moving, together: int) -> HopperLayout:
+def layout_of(layout: Layout, moving: Moving, together: int, programs: int) -> HopperLayout:
     """``layout`` with what launches need besides.
 
     Args:
         layout: With the kernel.
         moving: A call of the signature, readable.
         together: Query heads whose tiles run side by side.
+        programs: How many are launched.
     """
     config = layout.executables[_DIRECTION].config
     launch = launch_of(layout.executables[_DIRECTION])
     blocks = blocks_of(_DIRECTION, layout.special, config)
     batch, heads, q_len, _ = moving.call.q.shape
     out = moving.call.q.new_empty((batch, heads, q_len, moving.call.v.shape[-1]))
-    tensors = {**_described(moving), "o_desc": out, "o_moved_desc": out}
     views = {}
-    for name, tensor in tensors.items():
+    for name, tensor in _described(moving, out, out).items():
         steps = descriptor_strides(tensor)
         assert steps is not None
         views[name] = view(tensor, steps, blocks[name], launch.encoders.get(name))
     return HopperLayout(
         layout.special, layout.executables, layout.strides, layout.out_strides, layout.sizes,
         layout.lists, layout.lines, {_DIRECTION: launch}, views, together=together,
-        programs=-(-q_len // config.block_m) * batch * heads,
+        programs=programs, drawn=is_drawn(moving.lowered, config),
     )  # fmt: skip
 
 
 def launch_with_tangents(
-    moving: Moving, layout: HopperLayout, maps: TensorMaps
+    moving: Moving, layout: HopperLayout, maps: TensorMaps, counters: Counters
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Output, log-sum-exp, and their tangents.
 
@@ -67,8 +69,9 @@ def launch_with_tangents(
         moving: Readable.
         layout: Its kernel.
         maps: Those of earlier calls.
+        counters: By which programs may share out their tiles.
     """
-    call, views = moving.call, layout.views
+    call = moving.call
     batch, heads, q_len, _ = call.q.shape
     out = call.q.new_empty((batch, heads, q_len, call.v.shape[-1]))
     lse = call.q.new_empty((batch, heads, q_len), dtype=torch.float32)
@@ -76,13 +79,17 @@ def launch_with_tangents(
     stream = stream_of(call.q.device)
     with on_device(call.q.device):
         lists = lists_of(layout, moving.lowered, call, _DIRECTION, stream)
-        described = {**_described(moving), "o_desc": out, "o_moved_desc": out_moved}
+        described = [
+            maps.of(layout.views[name], x) for name, x in _described(moving, out, out_moved).items()
+        ]
+        counter = [counters.of(call.q.device, stream).data_ptr()] if layout.drawn else []
         layout.launches[_DIRECTION].run(
             layout.programs,
             stream,
             [
-                *(part for name, x in described.items() for part in maps.of(views[name], x)),
-                lse.data_ptr(), lse_moved.data_ptr(), call.scale, *layout.sizes,
+                *chain(*described[:4]), lse.data_ptr(), *chain(*described[4:]),
+                lse_moved.data_ptr(), *counter,
+                call.scale, *layout.sizes,
                 origin(call.q_offset, call.q_index), origin(call.kv_offset, call.kv_index),
                 layout.together, *capture_arguments(layout.special, call), *lists,
             ],
@@ -90,9 +97,11 @@ def launch_with_tangents(
     return out, lse, out_moved, lse_moved
 
 
-def _described(moving: Moving) -> dict[str, torch.Tensor]:
-    """By kernel argument, in order: q, k, v and their tangents; of what does not move, itself."""
+def _described(
+    moving: Moving, out: torch.Tensor, out_moved: torch.Tensor
+) -> dict[str, torch.Tensor]:
+    """By kernel argument, in order: q, k, v, ``out``, tangents; of what does not move, itself."""
     call = moving.call
-    own = {"q_desc": call.q, "k_desc": call.k, "v_desc": call.v}
-    moved = {moved_argument(name): moving.operands.get(name[0], x) for name, x in own.items()}
-    return own | moved
+    own = {"q_desc": call.q, "k_desc": call.k, "v_desc": call.v, "o_desc": out}
+    found = {**moving.operands, "o": out_moved}
+    return own | {moved_argument(name): found.get(name[0], x) for name, x in own.items()}

@@ -30,11 +30,14 @@ _BACKWARD = {
 # Two sums of products take the registers of twice as many rows. Early ones add up tangents before
 # their products, since those of 128 keys, or beside what programs do with scores, take too many.
 _FORWARD_TANGENT: dict[int, tuple[Config, ...]] = {
-    64: (Config(128, 128, 4, 2, 2, 240, early=True), Config(128, 64, 4, 3, 2, 240)),
+    64: (
+        Config(128, 128, 4, 2, 2, 240, early=True, persistent=True),
+        Config(128, 64, 4, 3, 2, 240, persistent=True),
+    ),
     128: (
-        Config(128, 64, 4, 2, 2, 240),
-        Config(128, 64, 4, 2, 2, 240, early=True),
-        Config(128, 32, 4, 4, 2, 240),
+        Config(128, 64, 4, 2, 2, 240, persistent=True),
+        Config(128, 64, 4, 2, 2, 240, early=True, persistent=True),
+        Config(128, 32, 4, 4, 2, 240, persistent=True),
     ),
 }
 _SHARED = 232

@@ -91,7 +91,7 @@ def consume_item(
     #: output
     #: kept
     #: again
-    #: pair_consumer
+    #: also_read
     #: parameters
     #: forward_lists
 ):
@@ -101,18 +101,14 @@ def consume_item(
     OUTPUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DV, 16])
     WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, OUTPUT, 2)
     HALF: gl.constexpr = o_desc.dtype
-    if PERSISTENT:
-        tile, b, h, hkv = word(item_s, 1), word(item_s, 2), word(item_s, 3), word(item_s, 4)
-        full_tiles, partial_tiles = word(item_s, 5), word(item_s, 6)
-        first_live, first_full = word(item_s, 7), word(item_s, 8)
-        nothing = word(item_s, 9) != 0
-        if ANCHORED:
-            fast = word(item_s, 10) != 0
-        mbarrier.arrive(item_empty, count=1)
-    else:
-        tile, b, h, hkv = place_of_item(item, batch, heads, kv_heads, q_len, together, BLOCK_M)
     q_offset = shift_of_positions(q_origin, Q_KIND)
     kv_offset = shift_of_positions(kv_origin, KV_KIND)
+    tile, b, h, hkv, full_tiles, partial_tiles, first_live, first_full, nothing, fast = take_item(
+        item, batch, heads, kv_heads, q_len, kv_len, q_offset, kv_offset, together, BLOCK_M, BLOCK_N,
+        #: again
+        #: arguments
+        #: forward_lists
+    )
     first = tile * BLOCK_M + PART * ROWS
     rows = first + gl.arange(0, ROWS, layout=gl.SliceLayout(1, SCORES))
     row_places = positions(rows, q_len, q_origin, Q_KIND)
@@ -121,31 +117,11 @@ def consume_item(
         b, h, hkv, row_places, batch, heads, kv_heads, q_len, kv_len,
         #: arguments
     )
-    if not PERSISTENT:
-        full_tiles, partial_tiles, first_live, first_full, nothing = count_tiles(
-            tile, b, h, hkv, batch, heads, kv_heads, q_len, kv_len, q_offset, kv_offset,
-            BLOCK_M, BLOCK_N,
-            #: arguments
-            #: forward_lists
-        )
     origin = tile * BLOCK_M + q_offset
-    # The running maximum needs a positive factor, so a negative scale is applied to the scores, and
-    # the sign of a factor that programs know to the queries.
-    if HAS_FACTOR:
-        scale = scale * factor_of_score(
-            b, h, hkv, batch, heads, kv_heads, q_len, kv_len,
-            #: arguments
-        )
-    if SCALED_FIRST:
-        factor = OUTER * LOG2E
-    else:
-        factor = scale * (OUTER * LOG2E)
-    steepness = 0.0
-    if HAS_STEEPNESS:
-        steepness = LOG2E * steepness_of_column(
-            b, h, hkv, batch, heads, kv_heads, q_len, kv_len,
-            #: arguments
-        )
+    scale, factor, steepness = factors_of_scores(
+        scale, b, h, hkv, batch, heads, kv_heads, q_len, kv_len,
+        #: arguments
+    )
     if HAS_DROPOUT:
         chance = drop_probability(
             b, h, hkv, batch, heads, kv_heads, q_len, kv_len,

@@ -48,7 +48,7 @@ def load_in_turns(
     #: counter
     #: kept
     #: again
-    #: pair_producer
+    #: also_loaded
     #: parameters
     #: forward_lists
 ):
@@ -72,7 +72,7 @@ def load_in_turns(
                 BLOCK_M, BLOCK_N, STAGES, CONSUMERS, Q_KIND, KV_KIND,
                 #: kept
                 #: again
-                #: pair_producer
+                #: also_loaded
                 #: arguments
                 #: forward_lists
             )
@@ -109,7 +109,7 @@ def produce(
     #: counter
     #: kept
     #: again
-    #: pair_producer
+    #: also_loaded
     #: parameters
     #: forward_lists
 ):
@@ -126,7 +126,7 @@ def produce(
                 #: counter
                 #: kept
                 #: again
-                #: pair_producer
+                #: also_loaded
                 #: arguments
                 #: forward_lists
             )
@@ -144,7 +144,7 @@ def produce(
                     BLOCK_M, BLOCK_N, STAGES, CONSUMERS, Q_KIND, KV_KIND,
                     #: kept
                     #: again
-                    #: pair_producer
+                    #: also_loaded
                     #: arguments
                     #: forward_lists
                 )
@@ -162,7 +162,7 @@ def produce(
             BLOCK_M, BLOCK_N, STAGES, CONSUMERS, Q_KIND, KV_KIND,
             #: kept
             #: again
-            #: pair_producer
+            #: also_loaded
             #: arguments
             #: forward_lists
         )
@@ -178,7 +178,7 @@ def consume(
     #: output
     #: kept
     #: again
-    #: pair_consumer
+    #: also_read
     #: parameters
     #: forward_lists
 ):
@@ -198,7 +198,7 @@ def consume(
                     #: output
                     #: kept
                     #: again
-                    #: pair_consumer
+                    #: also_read
                     #: arguments
                     #: forward_lists
                 )
@@ -220,7 +220,7 @@ def consume(
             #: output
             #: kept
             #: again
-            #: pair_consumer
+            #: also_read
             #: arguments
             #: forward_lists
         )
@@ -229,7 +229,7 @@ def consume(
 @gluon.jit
 def attention_forward(
     q_desc, k_desc, v_desc, o_desc, LSE,
-    #: pair_descs
+    #: also_given
     #: counter
     scale, batch, heads, kv_heads, q_len, kv_len, q_origin, kv_origin, together,
     #: parameters
@@ -283,5 +283,5 @@ def attention_forward(
             mbarrier.init(kept_full.index(stage), count=1)
     if ANCHORED:
         lost_s = gl.allocate_shared_memory(gl.int32, [2 * CONSUMERS, 16], WORDS)
-    #: pair_memory
+    #: more_memory
     #: partitions

@@ -12,15 +12,17 @@ def count_tiles(
     #: parameters
     #: forward_lists
 ):
-    """As ``forward_tiles``; where there are none, one PARTIAL tile beyond all keys."""
+    """As ``forward_tiles``; where an item needs a tile and has none, one PARTIAL tile beyond all keys."""
     full_tiles, partial_tiles, first_live, first_full = forward_tiles(
         tile, b, h, hkv, batch, heads, kv_heads, q_len, kv_len, q_offset, kv_offset,
         BLOCK_M, BLOCK_N,
         #: arguments
         #: forward_lists
     )
-    nothing = full_tiles + partial_tiles == 0
-    partial_tiles = gl.where(nothing, 1, partial_tiles)
+    nothing = False
+    if NEEDS_TILE:
+        nothing = full_tiles + partial_tiles == 0
+        partial_tiles = gl.where(nothing, 1, partial_tiles)
     return full_tiles, partial_tiles, first_live, first_full, nothing
 
 
@@ -51,17 +53,21 @@ def load_pair(
     k_desc, v_desc, k_s, v_s, k_full, k_empty, v_full, v_empty, count, kv_tile, b, hkv,
     BLOCK_N: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr,
     #: drawing
-    #: pair_load_parameters
+    #: load_parameters
 ):
     """Load one tile of k and one of v, as soon as the consumers have left their places.
 
-    Meanwhile draw for the tile before, whose weights wait for these scores' product to begin.
+    And those of the tangents of what moves. Meanwhile draw for the tile before, whose weights wait
+    for these scores' product to begin.
     """
     stage = count % STAGES
     phase = (count // STAGES) & 1
+    place = [b, hkv, kv_tile * BLOCK_N, 0]
     mbarrier.wait(k_empty.index(stage), phase ^ 1)
-    mbarrier.expect(k_full.index(stage), k_desc.block_type.nbytes)
-    tma_load(k_desc, [b, hkv, kv_tile * BLOCK_N, 0], k_full.index(stage), k_s.index(stage))
+    mbarrier.expect(k_full.index(stage), k_desc.block_type.nbytes * (2 if MOVES_K else 1))
+    tma_load(k_desc, place, k_full.index(stage), k_s.index(stage))
+    if MOVES_K:
+        tma_load(k_moved_desc, place, k_full.index(stage), k_moved_s.index(stage))
     #: load_pairs
     if HAS_DROPOUT:
         if count > done:
@@ -70,8 +76,10 @@ def load_pair(
                 STAGES, CONSUMERS, BLOCK_N,
             )
     mbarrier.wait(v_empty.index(stage), phase ^ 1)
-    mbarrier.expect(v_full.index(stage), v_desc.block_type.nbytes)
-    tma_load(v_desc, [b, hkv, kv_tile * BLOCK_N, 0], v_full.index(stage), v_s.index(stage))
+    mbarrier.expect(v_full.index(stage), v_desc.block_type.nbytes * (2 if MOVES_V else 1))
+    tma_load(v_desc, place, v_full.index(stage), v_s.index(stage))
+    if MOVES_V:
+        tma_load(v_moved_desc, place, v_full.index(stage), v_moved_s.index(stage))
 
 
 @gluon.jit
@@ -94,16 +102,50 @@ def load_query(
     turn, tile, b, h, q_desc, q_s, q_full,
     BLOCK_M: gl.constexpr, CONSUMERS: gl.constexpr,
     #: again
+    #: moved_query
 ):
     """Load the query tile; where PERSISTENT, as soon as the consumers have left its place."""
     ROWS: gl.constexpr = BLOCK_M // CONSUMERS
     for part in gl.static_range(CONSUMERS):
         if PERSISTENT:
             mbarrier.wait(q_empty.index(part), (turn & 1) ^ 1)
-        mbarrier.expect(q_full.index(part), q_desc.block_type.nbytes)
-        tma_load(
-            q_desc, [b, h, tile * BLOCK_M + part * ROWS, 0], q_full.index(part), q_s.index(part)
+        place = [b, h, tile * BLOCK_M + part * ROWS, 0]
+        mbarrier.expect(q_full.index(part), q_desc.block_type.nbytes * (2 if MOVES_Q else 1))
+        tma_load(q_desc, place, q_full.index(part), q_s.index(part))
+        if MOVES_Q:
+            tma_load(q_moved_desc, place, q_full.index(part), q_moved_s.index(part))
+
+
+@gluon.jit
+def take_item(
+    item, batch, heads, kv_heads, q_len, kv_len, q_offset, kv_offset, together,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
+    #: again
+    #: parameters
+    #: forward_lists
+):
+    """Where a consumer's item lies, its tiles, and whether to be ``fast``: as the producer says.
+
+    Else, where a program has this item alone, as the producer will find as well.
+    """
+    fast = False
+    if PERSISTENT:
+        tile, b, h, hkv = word(item_s, 1), word(item_s, 2), word(item_s, 3), word(item_s, 4)
+        full_tiles, partial_tiles = word(item_s, 5), word(item_s, 6)
+        first_live, first_full = word(item_s, 7), word(item_s, 8)
+        nothing = word(item_s, 9) != 0
+        if ANCHORED:
+            fast = word(item_s, 10) != 0
+        mbarrier.arrive(item_empty, count=1)
+    else:
+        tile, b, h, hkv = place_of_item(item, batch, heads, kv_heads, q_len, together, BLOCK_M)
+        full_tiles, partial_tiles, first_live, first_full, nothing = count_tiles(
+            tile, b, h, hkv, batch, heads, kv_heads, q_len, kv_len, q_offset, kv_offset,
+            BLOCK_M, BLOCK_N,
+            #: arguments
+            #: forward_lists
         )
+    return tile, b, h, hkv, full_tiles, partial_tiles, first_live, first_full, nothing, fast
 
 
 @gluon.jit
@@ -114,7 +156,7 @@ def load_item(
     Q_KIND: gl.constexpr, KV_KIND: gl.constexpr,
     #: kept
     #: again
-    #: pair_producer
+    #: also_loaded
     #: parameters
     #: forward_lists
 ):
@@ -127,6 +169,7 @@ def load_item(
         load_query(
             turn, tile, b, h, q_desc, q_s, q_full, BLOCK_M, CONSUMERS,
             #: again
+            #: moved_query
         )
     q_offset = shift_of_positions(q_origin, Q_KIND)
     kv_offset = shift_of_positions(kv_origin, KV_KIND)
@@ -145,6 +188,7 @@ def load_item(
         load_query(
             turn, tile, b, h, q_desc, q_s, q_full, BLOCK_M, CONSUMERS,
             #: again
+            #: moved_query
         )
     if HAS_DROPOUT:
         drop = drop_of_item(

@@ -66,6 +66,34 @@ def parts_of_keys(
 
 
 @gluon.jit
+def factors_of_scores(
+    scale, b, h, hkv, batch, heads, kv_heads, q_len, kv_len,
+    #: parameters
+):
+    """Of ``q . k`` first, of final scores then, which are in base 2 after it; steepness of columns.
+
+    The running maximum needs a positive factor, so a negative scale is applied to the scores, and
+    the sign of a factor that programs know to the queries.
+    """
+    if HAS_FACTOR:
+        scale = scale * factor_of_score(
+            b, h, hkv, batch, heads, kv_heads, q_len, kv_len,
+            #: arguments
+        )
+    if SCALED_FIRST:
+        factor = OUTER * LOG2E
+    else:
+        factor = scale * (OUTER * LOG2E)
+    steepness = 0.0
+    if HAS_STEEPNESS:
+        steepness = LOG2E * steepness_of_column(
+            b, h, hkv, batch, heads, kv_heads, q_len, kv_len,
+            #: arguments
+        )
+    return scale, factor, steepness
+
+
+@gluon.jit
 def final_scores(
     score, q, q_parts, kv_parts, kv_tile, peak, factor, steepness, scale, origin,
     b, h, hkv, batch, heads, kv_heads, q_len, kv_len, kv_origin,

@@ -1,9 +1,9 @@
 """Forward kernel for Hopper that makes tangents as well: one pass over the keys for all four results.
 
-Follows ``forward_shared`` in one module. With a prime for the tangents, a tile has six products where
-a forward's has two: S = Q K^T, S' = Q' K^T + Q K'^T, then, with weights W relative to the maximum so
-far and M = W S', O += W V and O' += M V + W V'. At the end, with l the sums of W, lse' is the sum of
-M over l, and out' is O' / l - lse' out. (``backends/tangent.py`` has the formulas in torch.)
+Stands in the place of ``forward`` in a module. With a prime for the tangents, a tile has six products
+where a forward's has two: S = Q K^T, S' = Q' K^T + Q K'^T, then, with weights W relative to the
+maximum so far and M = W S', O += W V and O' += M V + W V'. At the end, with l the sums of W, lse' is
+the sum of M over l, and out' is O' / l - lse' out. (``backends/tangent.py`` has the formulas in torch.)
 
 Two sums of products fill the registers of a consumer, and leave none to carry weights to the next
 tile. Weights are computed while the products of S' run, which come first where a score's slope varies
@@ -13,86 +13,6 @@ products of the other consumer run.
 # ruff: noqa: F821
 
 #: begin
-@gluon.jit
-def load_keys(
-    k_desc, v_desc, k_moved_desc, v_moved_desc, k_s, v_s, k_moved_s, v_moved_s,
-    k_full, k_empty, v_full, v_empty, count, kv_tile, b, hkv,
-    BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
-):
-    """Load one tile of k and of v and those of their tangents, as their places become free."""
-    stage = count % STAGES
-    phase = (count // STAGES) & 1
-    place = [b, hkv, kv_tile * BLOCK_N, 0]
-    mbarrier.wait(k_empty.index(stage), phase ^ 1)
-    mbarrier.expect(k_full.index(stage), k_desc.block_type.nbytes * (2 if MOVES_K else 1))
-    tma_load(k_desc, place, k_full.index(stage), k_s.index(stage))
-    if MOVES_K:
-        tma_load(k_moved_desc, place, k_full.index(stage), k_moved_s.index(stage))
-    mbarrier.wait(v_empty.index(stage), phase ^ 1)
-    mbarrier.expect(v_full.index(stage), v_desc.block_type.nbytes * (2 if MOVES_V else 1))
-    tma_load(v_desc, place, v_full.index(stage), v_s.index(stage))
-    if MOVES_V:
-        tma_load(v_moved_desc, place, v_full.index(stage), v_moved_s.index(stage))
-
-
-@gluon.jit
-def produce(
-    q_desc, k_desc, v_desc, q_moved_desc, k_moved_desc, v_moved_desc,
-    q_s, k_s, v_s, q_moved_s, k_moved_s, v_moved_s, q_full, k_full, k_empty, v_full, v_empty,
-    batch, heads, kv_heads, q_len, kv_len, q_origin, kv_origin, together,
-    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr,
-    Q_KIND: gl.constexpr, KV_KIND: gl.constexpr,
-    #: parameters
-    #: forward_lists
-):
-    """Load the query tile, then every key-value tile: PARTIAL ones, then FULL ones."""
-    ROWS: gl.constexpr = BLOCK_M // CONSUMERS
-    tile, b, h, hkv = place_of_item(
-        gl.program_id(0), batch, heads, kv_heads, q_len, together, BLOCK_M
-    )
-    for part in gl.static_range(CONSUMERS):
-        place = [b, h, tile * BLOCK_M + part * ROWS, 0]
-        mbarrier.expect(q_full.index(part), q_desc.block_type.nbytes * (2 if MOVES_Q else 1))
-        tma_load(q_desc, place, q_full.index(part), q_s.index(part))
-        if MOVES_Q:
-            tma_load(q_moved_desc, place, q_full.index(part), q_moved_s.index(part))
-    q_offset = shift_of_positions(q_origin, Q_KIND)
-    kv_offset = shift_of_positions(kv_origin, KV_KIND)
-    full_tiles, partial_tiles, first_live, first_full = forward_tiles(
-        tile, b, h, hkv, batch, heads, kv_heads, q_len, kv_len, q_offset, kv_offset,
-        BLOCK_M, BLOCK_N,
-        #: arguments
-        #: forward_lists
-    )
-    if FORWARD_HAS_PARTIAL:
-        for step in range(0, partial_tiles):
-            kv_tile = forward_partial_tile(
-                step, full_tiles, first_live, first_full, tile,
-                b, h, hkv, batch, heads, kv_heads, q_len, kv_len, q_offset, kv_offset,
-                BLOCK_M, BLOCK_N,
-                #: arguments
-                #: forward_lists
-            )
-            load_keys(
-                k_desc, v_desc, k_moved_desc, v_moved_desc, k_s, v_s, k_moved_s, v_moved_s,
-                k_full, k_empty, v_full, v_empty, step, kv_tile, b, hkv, BLOCK_N, STAGES,
-            )
-    if FORWARD_HAS_FULL:
-        for step in range(0, full_tiles):
-            kv_tile = forward_full_tile(
-                step, full_tiles, first_live, first_full, tile,
-                b, h, hkv, batch, heads, kv_heads, q_len, kv_len, q_offset, kv_offset,
-                BLOCK_M, BLOCK_N,
-                #: arguments
-                #: forward_lists
-            )
-            load_keys(
-                k_desc, v_desc, k_moved_desc, v_moved_desc, k_s, v_s, k_moved_s, v_moved_s,
-                k_full, k_empty, v_full, v_empty, partial_tiles + step, kv_tile, b, hkv,
-                BLOCK_N, STAGES,
-            )
-
-
 @gluon.jit
 def slopes_of_scores(
     score, q, q_parts, kv_parts, kv_tile, b, h, hkv, batch, heads, kv_heads, q_len, kv_len, kv_origin,
@@ -140,9 +60,9 @@ def attend(
     """Add what tile number ``count`` has to all sums."""
     stage = count % STAGES
     phase = (count // STAGES) & 1
-    # PART, since tiles' numbers are less than that of keys, but no compiler knows: it would keep in
-    # registers where each part of q lies.
-    part = PART + 1 + ((count - kv_len) >> 31)
+    # PART, since tiles' indices are less than the number of keys, but no compiler knows: it would
+    # keep in registers where each part of q lies.
+    part = PART + 1 + ((kv_tile - kv_len) >> 31)
     q_part = q_s.index(part).reshape([zeros.shape[0], D])
     mbarrier.wait(k_full.index(stage), phase)
     k = k_s.index(stage).reshape([BLOCK_N, D])
@@ -230,27 +150,33 @@ def attend(
 
 
 @gluon.jit
-def consume(
-    PART: gl.constexpr, o_desc, o_moved_desc, LSE, LSE_MOVED,
-    q_s, k_s, v_s, q_moved_s, k_moved_s, v_moved_s, o_s, q_full, k_full, k_empty, v_full, v_empty,
+def consume_item(
+    item, turn, done, PART: gl.constexpr,
+    o_desc, LSE, q_s, k_s, v_s, q_full, k_full, k_empty, v_full, v_empty,
     scale, batch, heads, kv_heads, q_len, kv_len, q_origin, kv_origin, together,
     HEAD_DIM: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
     STAGES: gl.constexpr, CONSUMERS: gl.constexpr, Q_KIND: gl.constexpr, KV_KIND: gl.constexpr,
+    #: output
+    #: again
+    #: also_read
     #: parameters
     #: forward_lists
 ):
-    """Results of the query tile's rows number ``PART``."""
+    """Results of the query tile's rows number ``PART``; returns as :func:`load_item`."""
     ROWS: gl.constexpr = BLOCK_M // CONSUMERS
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     OUTPUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DV, 16])
     WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, OUTPUT, 2)
     HALF: gl.constexpr = o_desc.dtype
-    tile, b, h, hkv = place_of_item(
-        gl.program_id(0), batch, heads, kv_heads, q_len, together, BLOCK_M
-    )
     q_offset = shift_of_positions(q_origin, Q_KIND)
     kv_offset = shift_of_positions(kv_origin, KV_KIND)
+    tile, b, h, hkv, full_tiles, partial_tiles, first_live, first_full, _, _ = take_item(
+        item, batch, heads, kv_heads, q_len, kv_len, q_offset, kv_offset, together, BLOCK_M, BLOCK_N,
+        #: again
+        #: arguments
+        #: forward_lists
+    )
     first = tile * BLOCK_M + PART * ROWS
     rows = first + gl.arange(0, ROWS, layout=gl.SliceLayout(1, SCORES))
     row_places = positions(rows, q_len, q_origin, Q_KIND)
@@ -258,12 +184,6 @@ def consume(
     q_parts = q_parts_of_pairs(
         b, h, hkv, row_places, batch, heads, kv_heads, q_len, kv_len,
         #: arguments
-    )
-    full_tiles, partial_tiles, first_live, first_full = forward_tiles(
-        tile, b, h, hkv, batch, heads, kv_heads, q_len, kv_len, q_offset, kv_offset,
-        BLOCK_M, BLOCK_N,
-        #: arguments
-        #: forward_lists
     )
     origin = tile * BLOCK_M + q_offset
     acc = gl.zeros([ROWS, DV], gl.float32, layout=OUTPUT)
@@ -280,22 +200,11 @@ def consume(
             zeros, q == q, q_parts, q_parts, b, h, hkv, q, q, batch, heads, kv_heads, q_len, kv_len,
             #: arguments
         )
-    if HAS_FACTOR:
-        scale = scale * factor_of_score(
-            b, h, hkv, batch, heads, kv_heads, q_len, kv_len,
-            #: arguments
-        )
-    if SCALED_FIRST:
-        factor = OUTER * LOG2E
-    else:
-        factor = scale * (OUTER * LOG2E)
-    steepness = 0.0
-    if HAS_STEEPNESS:
-        steepness = LOG2E * steepness_of_column(
-            b, h, hkv, batch, heads, kv_heads, q_len, kv_len,
-            #: arguments
-        )
-    mbarrier.wait(q_full.index(PART), 0)
+    scale, factor, steepness = factors_of_scores(
+        scale, b, h, hkv, batch, heads, kv_heads, q_len, kv_len,
+        #: arguments
+    )
+    mbarrier.wait(q_full.index(PART), turn & 1)
 
     if FORWARD_HAS_PARTIAL:
         kv_tile = forward_partial_tile(
@@ -307,7 +216,7 @@ def consume(
         )
         for step in range(0, partial_tiles):
             acc, moved_acc, sums, moved_sums, rounded, peak = attend(
-                PART, step, kv_tile, acc, moved_acc, sums, moved_sums, rounded, peak,
+                PART, done + step, kv_tile, acc, moved_acc, sums, moved_sums, rounded, peak,
                 q, q_parts, zeros, q_s, k_s, v_s, q_moved_s, k_moved_s, v_moved_s,
                 k_full, k_empty, v_full, v_empty,
                 factor, speed, steepness, scale, origin,
@@ -332,7 +241,8 @@ def consume(
         )
         for step in range(0, full_tiles):
             acc, moved_acc, sums, moved_sums, rounded, peak = attend(
-                PART, partial_tiles + step, kv_tile, acc, moved_acc, sums, moved_sums, rounded, peak,
+                PART, done + partial_tiles + step, kv_tile,
+                acc, moved_acc, sums, moved_sums, rounded, peak,
                 q, q_parts, zeros, q_s, k_s, v_s, q_moved_s, k_moved_s, v_moved_s,
                 k_full, k_empty, v_full, v_empty,
                 factor, speed, steepness, scale, origin,
@@ -348,6 +258,9 @@ def consume(
                 #: forward_lists
             )
 
+    if PERSISTENT and OWN_OUTPUT:
+        # The next item's rows of q may come.
+        mbarrier.arrive(q_empty.index(PART), count=1)
     total, moved_total, common = whole(sums, SCORES), whole(moved_sums, SCORES), whole(rounded, SCORES)
     lse, inverse = normalise(
         total, peak, row_places, origin, q_parts, b, h, hkv, batch, heads, kv_heads, q_len, kv_len,
@@ -358,6 +271,9 @@ def consume(
     gl.store(LSE_MOVED + row + rows, moved_total * inverse, mask=rows < q_len)
     if OWN_OUTPUT:
         place = o_s.index(PART)
+        if PERSISTENT:
+            # The item before has been read from there.
+            tma_wait(0)
     else:
         # The rows of q have been read for the last time.
         place = q_s.index(PART)
@@ -373,57 +289,14 @@ def consume(
     place.reshape([ROWS, DV]).store(out_moved.to(HALF))
     fence_async_shared()
     tma_store(o_moved_desc, [b, h, first, 0], place)
-    tma_wait(0)
+    if not (PERSISTENT and OWN_OUTPUT):
+        tma_wait(0)
+    if PERSISTENT and not OWN_OUTPUT:
+        mbarrier.arrive(q_empty.index(PART), count=1)
+    return done + partial_tiles + full_tiles
 
 
 @gluon.jit
 def whole(quarters, SCORES: gl.constexpr):
     """Rows' sums from four each."""
     return gl.convert_layout(gl.sum(quarters, 1), gl.SliceLayout(1, SCORES))
-
-
-@gluon.jit
-def attention_forward_tangent(
-    q_desc, k_desc, v_desc, q_moved_desc, k_moved_desc, v_moved_desc, o_desc, o_moved_desc,
-    LSE, LSE_MOVED,
-    scale, batch, heads, kv_heads, q_len, kv_len, q_origin, kv_origin, together,
-    #: parameters
-    #: forward_lists
-    HEAD_DIM: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
-    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
-    STAGES: gl.constexpr, CONSUMERS: gl.constexpr, REGISTERS: gl.constexpr,
-    Q_KIND: gl.constexpr, KV_KIND: gl.constexpr,
-):
-    """One program: one query tile of one head.
-
-    LSE and LSE_MOVED (batch, heads, q_len) are contiguous fp32. Descriptors are of (batch, heads,
-    length, head dim): blocks of one head's rows. Of the tangents of q, k and v those are read that
-    move.
-    """
-    ROWS: gl.constexpr = BLOCK_M // CONSUMERS
-    q_s = gl.allocate_shared_memory(q_desc.dtype, [CONSUMERS, 1, 1, ROWS, D], q_desc.layout)
-    k_s = gl.allocate_shared_memory(k_desc.dtype, [STAGES, 1, 1, BLOCK_N, D], k_desc.layout)
-    v_s = gl.allocate_shared_memory(v_desc.dtype, [STAGES, 1, 1, BLOCK_N, DV], v_desc.layout)
-    q_moved_s, k_moved_s, v_moved_s, o_s = q_s, k_s, v_s, q_s
-    if MOVES_Q:
-        q_moved_s = gl.allocate_shared_memory(q_desc.dtype, [CONSUMERS, 1, 1, ROWS, D], q_desc.layout)
-    if MOVES_K:
-        k_moved_s = gl.allocate_shared_memory(k_desc.dtype, [STAGES, 1, 1, BLOCK_N, D], k_desc.layout)
-    if MOVES_V:
-        v_moved_s = gl.allocate_shared_memory(v_desc.dtype, [STAGES, 1, 1, BLOCK_N, DV], v_desc.layout)
-    if OWN_OUTPUT:
-        o_s = gl.allocate_shared_memory(o_desc.dtype, [CONSUMERS, 1, 1, ROWS, DV], o_desc.layout)
-    BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
-    q_full = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], BARRIER)
-    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-    k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-    v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-    for part in gl.static_range(CONSUMERS):
-        mbarrier.init(q_full.index(part), count=1)
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(k_full.index(stage), count=1)
-        mbarrier.init(k_empty.index(stage), count=CONSUMERS)
-        mbarrier.init(v_full.index(stage), count=1)
-        mbarrier.init(v_empty.index(stage), count=CONSUMERS)
-    #: partitions

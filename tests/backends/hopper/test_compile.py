@@ -236,6 +236,7 @@ CASES = {
     "tangents": [
         ("forward_tangent", "causal", 128, 0, {"moving": "qkv"}),
         ("forward_tangent", "rich", 64, 1, {"moving": "qkv", "indexed": True}),
+        ("forward_tangent", "causal", 128, 0, {"moving": "qkv", "persistent": False}),
         ("forward_tangent", "sink", 128, 0, {"moving": "v", "dtype": "float16"}),
     ],
     "more tangents": [

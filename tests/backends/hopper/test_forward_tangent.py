@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 WIDTH = 8
 CONFIG = Config(16, 8, 4, 2, 2, 240)
+PERSISTENT = replace(CONFIG, persistent=True)
 
 
 @dataclass(frozen=True)
@@ -140,9 +141,13 @@ def expected(
 def run_text(
     gluon: SimpleNamespace, name: str, inputs: Inputs, moving: str = "qkv", config: Config = CONFIG,
     seed: int = 0, dtype: torch.dtype = torch.bfloat16, origins: tuple[int, int] = (0, 0),
-    scale: float = WIDTH**-0.5, change: Any = lambda text: text,
+    scale: float = WIDTH**-0.5, programs: int = 3, wide: bool = False,
+    change: Any = lambda text: text,
 ) -> tuple[torch.Tensor, ...]:  # fmt: skip
-    """As :func:`expected`, of the generated kernel; ``change`` alters its text."""
+    """As :func:`expected`, of the generated kernel; ``change`` alters its text.
+
+    Where it is ``wide``, shared memory has no room for an output beside q.
+    """
     lowered = lower(Source(PROGRAMS[name].text), {})
     q, k, v = inputs.points
     width = v.shape[3]
@@ -152,11 +157,14 @@ def run_text(
     special = with_forms(special, lowered.program, parse_target("cuda:90"))
     special = replace(special, moving_operands=moving)
     loop = plan_loop(lowered, special, "forward_tangent", config)
-    text = change(generate_tangent(lowered, special, loop, config))
-    assert f"OWN_OUTPUT = tl.constexpr({width != WIDTH})" in text
+    shown = replace(config, block_n=64, stages=9) if wide else config
+    text = change(generate_tangent(lowered, special, loop, shown))
+    own = width != WIDTH or (config.persistent and not wide)
+    assert f"OWN_OUTPUT = tl.constexpr({own})" in text
     text = text.replace("own.type.layout", "None")
     batch, heads, q_len, _ = q.shape
-    machine = gluon.Machine(seed, -(-q_len // config.block_m) * batch * heads)
+    items = -(-q_len // config.block_m) * batch * heads
+    machine = gluon.Machine(seed, min(programs, items) if config.persistent else items)
     modules = gluon.Operations(machine).modules()
     modules["attndsl.backends.hopper.dialect"] = modules["attndsl.backends.hopper"].dialect
     kernel = gluon.module_of(text, modules)["attention_forward_tangent"]
@@ -173,6 +181,7 @@ def run_text(
         f"{letter}_moved_desc": gluon.Descriptor(x if letter in moving else none, block)
         for letter, x, none, block in zip("qkv", inputs.moved, still, blocks, strict=True)
     }
+    counter = torch.zeros((), dtype=torch.int32)
     sizes = {"batch": batch, "heads": heads, "kv_heads": k.shape[1], "q_len": q_len}
     doc = torch.arange(max(q_len, k.shape[2]), dtype=torch.int32) // 13
     places = torch.arange(q_len)[:, None], torch.arange(k.shape[2])[None, :]
@@ -180,7 +189,8 @@ def run_text(
     arguments |= {
         "o_desc": gluon.Descriptor(outs[0], blocks[0]),
         "o_moved_desc": gluon.Descriptor(outs[1], blocks[0]),
-        "LSE": gluon.Pointer(rows[0]), "LSE_MOVED": gluon.Pointer(rows[1]), "scale": scale,
+        "LSE": gluon.Pointer(rows[0]), "LSE_MOVED": gluon.Pointer(rows[1]),
+        "COUNTER": gluon.Pointer(counter), "scale": scale,
         **{size: gluon.number(value) for size, value in sizes.items()},
         "kv_len": gluon.number(k.shape[2]), "q_origin": origins[0], "kv_origin": origins[1],
         "together": gluon.number(3), "HEAD_DIM": WIDTH, "D": WIDTH, "DV": width,
@@ -194,6 +204,7 @@ def run_text(
     for program in range(machine.programs):
         machine.start(program, kernel, *(arguments[name] for name in taken))
     machine.run()
+    assert not counter
     lse, lse_moved = (x.view(batch, heads, q_len) for x in rows)
     return outs[0], lse, outs[1], lse_moved
 
@@ -231,6 +242,15 @@ def test_results_and_tangents(run, name, shape):
     assert close(found, expected(name, inputs))
 
 
+@pytest.mark.parametrize(("name", "shape"), CASES)
+def test_persistent_programs_compute_the_same(run, name, shape):
+    inputs = inputs_of(*SHAPES[shape])
+    once = run(name, inputs, seed=shape)
+    for programs, wide in ((3, False), (7, SHAPES[shape][3] == WIDTH)):
+        found = run(name, inputs, config=PERSISTENT, seed=programs, programs=programs, wide=wide)
+        assert all(map(torch.equal, found, once))
+
+
 @pytest.mark.parametrize(
     ("name", "moving"),
     [("causal", "q"), ("causal", "k"), ("causal", "v"), ("causal", "qk"), ("cap", "v"),
@@ -238,7 +258,10 @@ def test_results_and_tangents(run, name, shape):
 )  # fmt: skip
 def test_what_does_not_move_is_not_read(run, name, moving):
     inputs = inputs_of(*SHAPES[0])
-    assert close(run(name, inputs, moving, seed=len(moving)), expected(name, inputs, moving))
+    found = run(name, inputs, moving, seed=len(moving))
+    assert close(found, expected(name, inputs, moving))
+    again = run(name, inputs, moving, PERSISTENT, seed=len(moving))
+    assert all(map(torch.equal, again, found))
 
 
 FORMS = {
@@ -247,6 +270,11 @@ FORMS = {
     "three consumers": replace(CONFIG, block_m=24, consumers=3),
     "one consumer": replace(CONFIG, block_m=8, consumers=1),
     "early": replace(CONFIG, early=True),
+    "persistent, one stage": replace(PERSISTENT, stages=1),
+    "persistent, three stages": replace(PERSISTENT, stages=3),
+    "persistent, three consumers": replace(PERSISTENT, block_m=24, consumers=3),
+    "persistent, one consumer": replace(PERSISTENT, block_m=8, consumers=1),
+    "persistent, early": replace(PERSISTENT, early=True),
 }
 
 
@@ -266,6 +294,10 @@ def test_positions_and_scales(run, name):
         assert close(found, expected(name, inputs, origins=origins, scale=scale))
 
 
+LEAVE_Q = "mbarrier.arrive(q_empty.index(PART), count=1)"
+FIRST_PARTIAL = (
+    "    if FORWARD_HAS_PARTIAL:\n        kv_tile = forward_partial_tile(\n            0,"
+)
 # What it must not do without: taken out of the text, the machine notices.
 NEEDED = {
     "room for k": ("mbarrier.wait(k_empty.index(stage), phase ^ 1)", "pass"),
@@ -274,7 +306,7 @@ NEEDED = {
     "v has been read": ("mbarrier.arrive(v_empty.index(stage), count=1)", "pass"),
     "k has come": ("mbarrier.wait(k_full.index(stage), phase)", "pass"),
     "v has come": ("mbarrier.wait(v_full.index(stage), phase)", "pass"),
-    "q has come": ("mbarrier.wait(q_full.index(PART), 0)", "pass"),
+    "q has come": ("mbarrier.wait(q_full.index(PART), turn & 1)", "pass"),
     "phases": ("phase = (count // STAGES) & 1", "phase = 0"),
     "all bytes of q": ("(2 if MOVES_Q else 1)", "1"),
     "all bytes of k": ("(2 if MOVES_K else 1)", "1"),
@@ -287,21 +319,67 @@ NEEDED = {
 }
 
 
-@pytest.mark.parametrize("name", NEEDED)
-def test_the_machine_notices(run, name):
+NEEDED_WHERE_PERSISTENT = {
+    "room for q": (f"    {LEAVE_Q}", "    pass"),
+    "q has been read": ("mbarrier.wait(q_empty.index(part), (turn & 1) ^ 1)", "pass"),
+    "q is read to the end": (
+        LEAVE_Q,
+        "pass",
+        FIRST_PARTIAL,
+        f"    {LEAVE_Q}\n{FIRST_PARTIAL}",
+    ),
+    "phases of q": (
+        "mbarrier.wait(q_full.index(PART), turn & 1)",
+        "mbarrier.wait(q_full.index(PART), 0)",
+    ),
+    "items before": ("PART, done + step, kv_tile", "PART, step, kv_tile"),
+    "PARTIAL tiles before": ("PART, done + partial_tiles + step", "PART, done + step"),
+    "the output is read": ("            tma_wait(0)\n    else", "            pass\n    else"),
+    "items are read": ("mbarrier.wait(item_empty, (turn & 1) ^ 1)", "pass"),
+    "items are written": ("            mbarrier.wait(item_full, turn & 1)", ""),
+    "zero at the end": ("gl.store(COUNTER, 0)", "pass"),
+}
+NEEDED_IN_PLACE_OF_Q = {
+    "the output is read": (
+        "        tma_wait(0)\n    if PERSISTENT and not",
+        "        pass\n    if PERSISTENT and not",
+    ),
+    "room for q": (f"        {LEAVE_Q}\n    return", "        pass\n    return"),
+}
+
+
+@pytest.mark.parametrize(
+    ("form", "name"),
+    [
+        *(("one item", name) for name in NEEDED),
+        *(("persistent", name) for name in NEEDED_WHERE_PERSISTENT),
+        *(("in place of q", name) for name in NEEDED_IN_PLACE_OF_Q),
+    ],
+)
+def test_the_machine_notices(run, form, name):
     inputs = inputs_of(*SHAPES[0])
     out = run("causal", inputs)
-    old, new = NEEDED[name]
+    config = CONFIG if form == "one item" else PERSISTENT
+    needed = {
+        "one item": NEEDED, "persistent": NEEDED_WHERE_PERSISTENT,
+        "in place of q": NEEDED_IN_PLACE_OF_Q,
+    }  # fmt: skip
+    changes = needed[form][name]
 
     def change(text: str) -> str:
-        assert old in text
-        return text.replace(old, new)
+        for old, new in zip(changes[::2], changes[1::2], strict=True):
+            assert old in text
+            text = text.replace(old, new)
+        return text
 
     def noticed(seed: int) -> bool:
         try:
-            found = run("causal", inputs, seed=seed, change=change)
+            found = run(
+                "causal", inputs, config=config, seed=seed, programs=2, change=change,
+                wide=form == "in place of q",
+            )  # fmt: skip
         except AssertionError:
             return True
         return not all(map(torch.equal, found, out))
 
-    assert any(map(noticed, range(1, 7)))
+    assert any(map(noticed, range(1, 40)))

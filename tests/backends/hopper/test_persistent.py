@@ -70,6 +70,9 @@ def test_which_are_persistent(monkeypatch, text, dim, persistent):
     backward = kernels.configs(lowered, "backward_kv", special, torch.device("cpu"))
     assert backward[0].persistent == (dim <= 128)
     assert {config.persistent for config in backward} == {dim <= 128, False}
+    if dim <= 128:
+        tangents = kernels.configs(lowered, "forward_tangent", special, torch.device("cpu"))
+        assert [config.persistent for config in tangents[:: len(tangents) // 2]] == [True, False]
 
 
 def forwards(name: str, call: Call, number: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
