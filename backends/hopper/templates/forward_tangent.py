@@ -100,7 +100,8 @@ def attend(
     weight, own, decay, peak = soften(
         score, reached, peak, float("-inf"), False, factor, PARTIAL, False
     )
-    words = pack(weight, HALF)
+    if EARLY:
+        words = pack(weight, HALF)
     own = paired(own)
     decays = 1.0
     if BOUNDED:
@@ -111,6 +112,10 @@ def attend(
         factors = gl.convert_layout(decay, gl.SliceLayout(1, OUTPUT))
         acc = scaled(acc, factors) if LAZY else acc * factors[:, None]
         moved_acc = scaled(moved_acc, factors) if LAZY else moved_acc * factors[:, None]
+    if not EARLY:
+        # ptxas orders nothing across a wait: with this one behind S', weights and their tangents would
+        # be kept both before and after they are rounded.
+        mbarrier.wait(v_full.index(stage), phase)
     if MOVES_WEIGHTS:
         if not PAIRWISE_DERIVATIVE:
             finish(sums, q_len >> 31)
@@ -128,8 +133,11 @@ def attend(
         moved_operand = halves(moved_words, HALF, WEIGHTS)
     else:
         mbarrier.arrive(k_empty.index(stage), count=1)
+    if EARLY:
+        mbarrier.wait(v_full.index(stage), phase)
+    else:
+        words = pack(weight, HALF)
     operand = halves(words, HALF, WEIGHTS)
-    mbarrier.wait(v_full.index(stage), phase)
     v = v_s.index(stage).reshape([BLOCK_N, DV])
     adding = warpgroup_mma(operand, v, acc, is_async=True)
     if MOVES_WEIGHTS:
