@@ -358,6 +358,33 @@ def test_errors_of_a_config_point_into_the_file(tmp_path: Path) -> None:
     assert caught.value.span.line == 4
 
 
+UNUSED = {
+    "yaml": "a:\n  program: |\n    mask = q - kv < w\n    score = scor\n"
+    "  params: {w: 3, windw: 3, q: 1}\n",
+    "json": '{"a": {"program": "q - kv < w", "params": {"w": 3, "windw": 3}}}',
+    "toml": '[a]\nprogram = "q - kv < w"\nparams = {w = 3, windw = 3}\n',
+}
+
+
+@pytest.mark.parametrize("suffix", UNUSED)
+def test_params_of_a_config_that_are_of_no_use(tmp_path: Path, suffix: str) -> None:
+    path = tmp_path / f"model.{suffix}"
+    path.write_text(UNUSED[suffix])
+    with pytest.raises(errors.AttnDSLError) as caught:
+        attndsl.load(path)
+    if suffix == "yaml":
+        assert isinstance(caught.value, errors.ProgramErrors)
+        typo, *found = caught.value.errors
+        assert typo.span is not None
+        assert typo.span.line == 4
+        assert [(e.span.line, e.span.text) for e in found if e.span] == [(5, "windw"), (5, "q")]
+        assert str(found[0]).startswith(f"{path}:5:18: 'windw' is bound in the params of 'a', but")
+        assert "\n      params: {w: 3, windw: 3, q: 1}\n" in str(found[0])
+    else:
+        assert str(caught.value).startswith(f"'windw' is bound in the params of '{path}:a', but")
+    assert "compile()" not in str(caught.value)
+
+
 HOSTILE = {
     "number": "a: 3",
     "list": "a: [1, 2]",

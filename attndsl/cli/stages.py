@@ -6,7 +6,6 @@ import difflib
 import json
 from typing import TYPE_CHECKING, Any
 
-from attndsl.frontend.declare import Bound
 from attndsl.pipeline import lower, stages
 from attndsl.serialise import lowered_to_json
 
@@ -133,11 +132,7 @@ def compile_program(
     """
     from attndsl.api import compile as compile_text
 
-    # What is declared on a command line is a number or a tensor's shape, as compile() takes them.
-    names: dict[str, Any] = {
-        name: value.value if isinstance(value, Bound) else value
-        for name, value in program.declared(declared).items()
-    }
+    names: dict[str, Any] = program.declared(declared)
     source = program.source
     return compile_text(
         source.text,
