@@ -239,7 +239,7 @@ class Attention:
                 and bool tensors; numbers) do not stand for what calls will pass.
 
         Raises:
-            ArgumentError: There is no such direction, or no generated kernels of ``backend``.
+            ArgumentError, ShapeError, DTypeError: No such direction or kernels; unfit captures.
             UnsupportedError: The Hopper kernels do not run such calls.
             BackendError: This Triton cannot load them.
         """
