@@ -181,7 +181,7 @@ def verify(
     captures = names if isinstance(program, Attention) else {}
     call = attention.call_of_lengths(
         q_len, kv_len, batch, heads, kv_heads, head_dim, None, q_offset, kv_offset, q_index,
-        kv_index, captures,
+        kv_index, **captures,
     )  # fmt: skip
     found = [verify_call(attention.lowered, call, block_m, block_n, d) for d in directions]
     return Verification(
