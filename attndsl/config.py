@@ -89,8 +89,6 @@ def _read_json(text: str, name: str) -> list[ConfigEntry]:
 def _read_toml(text: str, name: str) -> list[ConfigEntry]:
     try:
         data = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"{name} is not TOML: {error}") from None
     except ValueError as error:
         raise ConfigError(f"{name} is not TOML: {error}") from None
     except RecursionError:
