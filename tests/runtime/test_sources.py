@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 from typing import Any
 
 import pytest
@@ -18,6 +19,12 @@ def test_sources_and_explanations() -> None:
     text = attention.source("forward")
     compile(text, "forward", "exec")
     assert attention.source("forward") == text
+    for direction in ("backward", "tangent"):
+        heading = ast.get_docstring(ast.parse(attention.source(direction)))
+        assert heading is not None
+        assert heading.startswith(
+            "Weights again, from the log-sum-exp: what kernels of gradients and"
+        )
     assert "LINE_SUMS" in attention.source("backward", gain=torch.ones(2, requires_grad=True))
     with pytest.raises(errors.ArgumentError, match="sideways") as caught:
         attention.source("sideways")
