@@ -117,18 +117,19 @@ def load(
         ConfigError: The file does not hold programs in that form.
         AttnDSLError: A program has errors; they name the file and the line in it.
     """
-    return {
-        entry.name: compile(
+    found = {}
+    for entry in read_config(path):
+        params: dict[str, Any] = dict(entry.params)
+        found[entry.name] = compile(
             entry.text,
             backend=backend,
             name=entry.source_name,
             checked=checked,
             exact=exact,
             first_line=entry.first_line,
-            **entry.params,
+            **params,
         )
-        for entry in read_config(path)
-    }
+    return found
 
 
 def verify(
@@ -180,7 +181,7 @@ def verify(
     captures = names if isinstance(program, Attention) else {}
     call = attention.call_of_lengths(
         q_len, kv_len, batch, heads, kv_heads, head_dim, None, q_offset, kv_offset, q_index,
-        kv_index, captures,
+        kv_index, **captures,
     )  # fmt: skip
     found = [verify_call(attention.lowered, call, block_m, block_n, d) for d in directions]
     return Verification(
@@ -189,7 +190,7 @@ def verify(
 
 
 def _declared(name: str, value: object) -> Declared:
-    if isinstance(value, TensorSpec):
+    if isinstance(value, Bound | TensorSpec):
         return value
     if isinstance(value, bool | int | float):
         return Bound(value)

@@ -239,7 +239,7 @@ class Attention:
                 and bool tensors; numbers) do not stand for what calls will pass.
 
         Raises:
-            ArgumentError: There is no such direction, or no generated kernels of ``backend``.
+            ArgumentError, ShapeError, DTypeError: No such direction or kernels; unfit captures.
             UnsupportedError: The Hopper kernels do not run such calls.
             BackendError: This Triton cannot load them.
         """
@@ -346,7 +346,7 @@ class Attention:
         """
         call = self.call_of_lengths(
             q_len, kv_len, batch, heads, kv_heads, head_dim, device, q_offset, kv_offset, q_index,
-            kv_index, captures,
+            kv_index, **captures,
         )  # fmt: skip
         return find_tiles(self._lowered, call, block_m, block_n, direction)
 
@@ -406,10 +406,8 @@ class Attention:
         if q_len is None or kv_len is None:
             raise ArgumentError("one length is missing", hint="pass both q_len and kv_len")
         named: dict[str, Any] = dict(captures)
-        found = self.tiles(
-            q_len, kv_len, block_m, block_n, batch, heads, head_dim=head_dim, **named
-        )
-        return f"{text}\n{explain_tiles(self._lowered, found, batch, heads, head_dim)}"
+        call = self.call_of_lengths(q_len, kv_len, batch, heads, head_dim=head_dim, **named)
+        return f"{text}\n{explain_tiles(self._lowered, call, block_m, block_n)}"
 
     def plot(
         self,
@@ -464,10 +462,11 @@ class Attention:
             return f"<pre>{html.escape(repr(self))}\n{html.escape(refusal.message)}</pre>"
 
     def call_of_lengths(
-        self, q_len: int, kv_len: int, batch: int, heads: int, kv_heads: int | None,
-        head_dim: int, device: str | torch.device | None, q_offset: int | torch.Tensor,
-        kv_offset: int | torch.Tensor, q_index: torch.Tensor | None,
-        kv_index: torch.Tensor | None, captures: Mapping[str, torch.Tensor | Scalar],
+        self, q_len: int, kv_len: int, batch: int, heads: int, kv_heads: int | None = None,
+        head_dim: int = 64, device: str | torch.device | None = None,
+        q_offset: int | torch.Tensor = 0, kv_offset: int | torch.Tensor = 0,
+        q_index: torch.Tensor | None = None, kv_index: torch.Tensor | None = None,
+        **captures: torch.Tensor | Scalar,
     ) -> Call:  # fmt: skip
         """The checked call of these sizes, whose q, k and v take no memory."""
         positions = {

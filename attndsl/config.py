@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from attndsl.errors import AttnDSLError, ConfigError, raise_all
+from attndsl.frontend.declare import Bound
 from attndsl.source import Source, Span
 
 if TYPE_CHECKING:
@@ -25,6 +26,8 @@ MAX_FILE = 1 << 20
 """Bytes of a file."""
 MAX_ENTRIES = 1000
 _KEYS = ("program", "params")
+_SHOWN = 60
+"""Characters of an entry's name in errors."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +40,8 @@ class ConfigEntry:
     """What errors call the text."""
     first_line: int = 1
     """Line of the file where the text begins, where that is known."""
-    params: dict[str, bool | int | float] = field(default_factory=dict)
-    """Values to bind."""
+    params: dict[str, Bound] = field(default_factory=dict)
+    """Values to bind, which know where they stand."""
 
 
 def read_config(path: str | PathLike[str]) -> list[ConfigEntry]:
@@ -86,8 +89,6 @@ def _read_json(text: str, name: str) -> list[ConfigEntry]:
 def _read_toml(text: str, name: str) -> list[ConfigEntry]:
     try:
         data = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"{name} is not TOML: {error}") from None
     except ValueError as error:
         raise ConfigError(f"{name} is not TOML: {error}") from None
     except RecursionError:
@@ -111,7 +112,7 @@ def _entries(data: object, name: str) -> list[ConfigEntry]:
     errors: list[AttnDSLError] = []
     found = []
     for key, value in data.items():
-        label = f"{name}:{key}"
+        label = f"{name}:{str(key)[:_SHOWN]}"
         params: object = {}
         if isinstance(value, dict):
             errors += [_unknown_key(label, str(k)) for k in value if k not in _KEYS]
@@ -122,7 +123,8 @@ def _entries(data: object, name: str) -> list[ConfigEntry]:
             errors.append(_bad_params(label))
         else:
             assert isinstance(params, dict)
-            found.append(ConfigEntry(str(key), value, label, 1, params))
+            bound = {param: Bound(number, _origin(label)) for param, number in params.items()}
+            found.append(ConfigEntry(str(key), value, label, 1, bound))
     raise_all(errors)
     return found
 
@@ -189,47 +191,49 @@ def _yaml_entry(source: Source, name: str, key: Any, value: Any) -> ConfigEntry:
 
     if not isinstance(key, yaml.ScalarNode):
         raise ConfigError("a name is text", _yaml_span(source, key), "write 'name: program'")
-    params: dict[str, bool | int | float] = {}
+    label = key.value[:_SHOWN]
+    params: dict[str, Bound] = {}
     if isinstance(value, yaml.MappingNode):
         parts = {}
         for inner, part in value.value:
             if inner.value not in _KEYS:
-                raise _unknown_key(key.value, str(inner.value), _yaml_span(source, inner))
+                raise _unknown_key(label, str(inner.value), _yaml_span(source, inner))
             if inner.value in parts:
                 raise ConfigError(
                     f"'{inner.value}' stands twice", _yaml_span(source, inner), "remove one"
                 )
             parts[inner.value] = part
         if "params" in parts:
-            params = _yaml_params(source, key.value, parts["params"])
+            params = _yaml_params(source, label, parts["params"])
         value = parts.get("program", value)
     if not isinstance(value, yaml.ScalarNode) or value.tag != "tag:yaml.org,2002:str":
-        raise _no_program(key.value, getattr(value, "value", None), _yaml_span(source, value))
+        raise _no_program(label, getattr(value, "value", None), _yaml_span(source, value))
     line = value.start_mark.line + 1
     # The text of a block begins in the line after its indicator; its columns are shifted.
     first = line + 1 if value.style in ("|", ">") else line
     return ConfigEntry(key.value, value.value, name, first, params)
 
 
-def _yaml_params(source: Source, label: str, written: Any) -> dict[str, bool | int | float]:
+def _yaml_params(source: Source, label: str, written: Any) -> dict[str, Bound]:
     import yaml
 
     if not isinstance(written, yaml.MappingNode):
         raise _bad_params(label, _yaml_span(source, written))
-    found: dict[str, bool | int | float] = {}
+    found: dict[str, Bound] = {}
     constructor = yaml.constructor.SafeConstructor()
     for key, value in written.value:
-        number = isinstance(value, yaml.ScalarNode) and value.tag in (
+        is_number = isinstance(value, yaml.ScalarNode) and value.tag in (
             "tag:yaml.org,2002:int",
             "tag:yaml.org,2002:float",
             "tag:yaml.org,2002:bool",
         )
-        if not number:
+        if not is_number:
             raise _bad_params(label, _yaml_span(source, value))
         try:
-            found[key.value] = constructor.construct_object(value)
+            number = constructor.construct_object(value)
         except (ValueError, yaml.YAMLError):
             raise _bad_params(label, _yaml_span(source, value)) from None
+        found[key.value] = Bound(number, _origin(label), _yaml_span(source, key))
     return found
 
 
@@ -244,7 +248,7 @@ def _no_program(label: str, value: object, span: Span | None = None) -> ConfigEr
     kind = "nothing" if value is None else f"a {type(value).__name__}"
     shown = repr(value)[:40] if isinstance(value, str | int | float) else kind
     return ConfigError(
-        f"the program of '{label[:60]}' is no text: {shown}",
+        f"the program of '{label}' is no text: {shown}",
         span,
         'write the program as a string, such as "q >= kv"',
     )
@@ -252,7 +256,7 @@ def _no_program(label: str, value: object, span: Span | None = None) -> ConfigEr
 
 def _bad_params(label: str, span: Span | None = None) -> ConfigError:
     return ConfigError(
-        f"the params of '{label[:60]}' are not all names with numbers",
+        f"the params of '{label}' are not all names with numbers",
         span,
         "write params: {window: 1024}",
     )
@@ -261,7 +265,11 @@ def _bad_params(label: str, span: Span | None = None) -> ConfigError:
 def _unknown_key(label: str, key: str, span: Span | None = None) -> ConfigError:
     close = difflib.get_close_matches(key[:40], _KEYS, n=1)
     hint = f"did you mean '{close[0]}'?" if close else "the keys are 'program' and 'params'"
-    return ConfigError(f"'{label[:60]}' has an unknown key '{key[:40]}'", span, hint)
+    return ConfigError(f"'{label}' has an unknown key '{key[:40]}'", span, hint)
+
+
+def _origin(label: str) -> str:
+    return f"is bound in the params of '{label}'"
 
 
 def _are_params(params: object) -> bool:

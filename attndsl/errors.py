@@ -123,10 +123,16 @@ def raise_all(errors: Sequence[AttnDSLError]) -> None:
     """Raise nothing, the only error, or :class:`ProgramErrors`, sorted by place."""
     if not errors:
         return
-    ordered = sorted(errors, key=lambda e: (e.span.start, e.span.end) if e.span else (-1, -1))
+    ordered = sorted(errors, key=_place)
     if len(ordered) == 1:
         raise ordered[0]
     raise ProgramErrors(ordered)
+
+
+def _place(error: AttnDSLError) -> tuple[int, ...]:
+    # By lines, since spans of a configuration and of a program in it count from different places.
+    span = error.span
+    return (span.line, span.column, span.end) if span else ()
 
 
 def render(error: AttnDSLError) -> str:

@@ -7,21 +7,21 @@ from typing import TYPE_CHECKING
 from attndsl.backends.base import ForwardMode, FusedForwardMode
 from attndsl.backends.forms import describe_forms
 from attndsl.backends.widened import MAX_WIDTH, WidenedBackend
-from attndsl.errors import BackendError
+from attndsl.errors import BackendError, UnsupportedError
 from attndsl.ir import Op, dependencies, sides, toposort
 from attndsl.passes.print_ir import print_expression
 from attndsl.passes.tiles.describe import print_tiles
-from attndsl.passes.tiles.plan import FULL, PARTIAL
 from attndsl.passes.tiles.sparsity import EVALUATION, SCORES
 from attndsl.runtime.dispatch import backend_of
+from attndsl.runtime.tiles import count_tiles
 
 if TYPE_CHECKING:
     import torch
 
-    from attndsl.backends.base import Backend
+    from attndsl.backends.base import Backend, Call
     from attndsl.ir import Node
     from attndsl.pipeline import Lowered
-    from attndsl.tilemap import TileMap
+    from attndsl.runtime.tiles import TileCounts
 
 
 def explain(
@@ -121,26 +121,32 @@ def _describe(root: Node) -> str:
     return f"{count} operation(s) on {', '.join(order) or 'constants'}"
 
 
-def explain_tiles(lowered: Lowered, tiles: TileMap, batch: int, heads: int, head_dim: int) -> str:
+def explain_tiles(lowered: Lowered, call: Call, block_m: int, block_n: int) -> str:
     """Lines of plain text: how many tiles are live at these lengths, and what they cost.
 
     Work counts two matrix products a visited tile forward, five backward in one pass and seven in
     two, of 2 * block_m * block_n * head_dim operations each.
     """
-    kinds = tiles.kinds
-    total = max(1, kinds.numel())
-    counts = {kind: int((kinds == kind).sum()) for kind in (FULL, PARTIAL)}
-    visited = sum(counts.values()) / total
-    product = 2.0 * tiles.q_len * tiles.kv_len * head_dim * batch * heads
+    q_len, kv_len, batch, heads, head_dim = (
+        call.sizes[name] for name in ("q_len", "kv_len", "batch", "heads", "head_dim")
+    )
+    head = f"at {q_len} queries x {kv_len} keys, {batch} x {heads} heads of {head_dim}"
+    try:
+        tiles = count_tiles(lowered, call, block_m, block_n)
+    except UnsupportedError as refusal:
+        return f"{head}\n  live       not counted: {refusal.message}; {refusal.hint}"
+    total = max(1, tiles.total)
+    visited = (tiles.full + tiles.partial) / total
+    product = 2.0 * q_len * kv_len * head_dim * batch * heads
     rows = [
-        f"at {tiles.q_len} queries x {tiles.kv_len} keys, {batch} x {heads} heads of {head_dim}",
-        f"  live       {visited:.2%} of {kinds.shape[2]} x {kinds.shape[3]} tiles: "
-        f"{counts[FULL] / total:.2%} FULL, {counts[PARTIAL] / total:.2%} PARTIAL",
+        head,
+        f"  live       {visited:.2%} of {tiles.rows} x {tiles.columns} tiles: "
+        f"{tiles.full / total:.2%} FULL, {tiles.partial / total:.2%} PARTIAL",
         f"  work       {2 * product * visited / 1e12:.4g} TFLOP forward, "
         f"{7 * product * visited / 1e12:.4g} backward (two passes); "
         f"dense: {2 * product / 1e12:.4g} and {7 * product / 1e12:.4g}",
     ]
-    advice = _advice(lowered, counts, tiles)
+    advice = _advice(lowered, tiles, min(block_m, block_n))
     return "\n".join(rows + [f"  cheaper    {line}" for line in advice])
 
 
@@ -155,7 +161,7 @@ def _atoms(lowered: Lowered) -> list[str]:
     return rows
 
 
-def _advice(lowered: Lowered, counts: dict[int, int], tiles: TileMap) -> list[str]:
+def _advice(lowered: Lowered, tiles: TileCounts, block: int) -> list[str]:
     """What would make the program cheaper; empty where nothing is known to."""
     sparsity = lowered.sparsity
     lines: list[str] = []
@@ -173,7 +179,6 @@ def _advice(lowered: Lowered, counts: dict[int, int], tiles: TileMap) -> list[st
             )
         elif atom.way == SCORES:
             lines.append("a mask of positions alone would skip tiles; this one needs the scores")
-    partial, full = counts[PARTIAL], counts[FULL]
-    if partial > 4 * max(1, full) and min(tiles.block_m, tiles.block_n) > 32:
+    if tiles.partial > 4 * max(1, tiles.full) and block > 32:
         lines.append("most live tiles are PARTIAL: smaller tiles would leave more of them out")
     return lines

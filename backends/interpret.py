@@ -25,6 +25,7 @@ import torch
 from attndsl.errors import ArgumentError
 from attndsl.ir import FLOAT_UNARY, DType, Op, sides, toposort
 
+from .pulled import pulled
 from .rows import elements_at, product_of_rows, rows_at
 
 if TYPE_CHECKING:
@@ -222,11 +223,10 @@ class _Slope:
         return 1 + (self.function.seeds if isinstance(self.function, _Slope) else 0)
 
     def __call__(self, grad: torch.Tensor, *args: torch.Tensor) -> torch.Tensor:
-        def of_one(arg: torch.Tensor) -> torch.Tensor:
-            return self.function(*args[: self.place], arg, *args[self.place + 1 :])
+        def of_one(arg: torch.Tensor) -> tuple[torch.Tensor]:
+            return (self.function(*args[: self.place], arg, *args[self.place + 1 :]),)
 
-        pull = torch.func.vjp(of_one, args[self.place])[1]
-        (product,) = pull(grad)
+        (product,) = pulled(of_one, (args[self.place],), (grad,))
         zero = grad == 0
         for number, seed in enumerate(args[: self.seeds - 1]):
             if number != self.place:

@@ -7,6 +7,7 @@ undecided. Memory is that of the tiles, never of the pairs.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -17,7 +18,7 @@ from attndsl.passes.tiles.plan import EMPTY, FULL, PARTIAL
 from .interpret import Scope, evaluate, scope_of
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
     from attndsl.ir import Node
     from attndsl.passes.tiles.plan import Direction, LoopPlan
@@ -128,9 +129,46 @@ def segment_kinds(
         RuntimeError: A tile is in two segments (a defect of the plan).
     """
     rows, columns = grid.shape if direction.own == "q" else grid.shape[::-1]
+    device = grid.scope.device
+    kinds = torch.zeros((*outer, rows, columns), dtype=torch.int8, device=device)
+    steps = torch.arange(columns, device=device)
+    for kind, step, start, stop, guard in _ranges(loop, direction, grid):
+        inside = (steps >= start) & (steps < stop) & ((steps - start) % step == 0)
+        if guard is not None:
+            inside = inside & guard
+        inside = inside.expand(kinds.shape)
+        if bool((kinds[inside] != EMPTY).any()):
+            raise RuntimeError("a tile is in two segments of its plan")
+        kinds[inside] = kind
+    return kinds
+
+
+def segment_counts(
+    loop: LoopPlan, direction: Direction, grid: Grid, outer: tuple[int, int]
+) -> Counter[int]:
+    """How many tiles :func:`segment_kinds` would make FULL and PARTIAL, in memory of a row.
+
+    No positions of ``grid`` are used but the first; lengths are those of its sizes.
+    """
+    counts: Counter[int] = Counter()
+    rows, columns = _sides(direction, grid)
+    if 0 in (rows, columns):
+        return counts
+    for kind, step, start, stop, guard in _ranges(loop, direction, grid):
+        length = ((stop - start + step - 1) // step).clamp(min=0)
+        if guard is not None:
+            length = length * guard
+        counts[kind] += int(length.expand(*outer, rows, 1).sum())
+    return counts
+
+
+def _ranges(
+    loop: LoopPlan, direction: Direction, grid: Grid
+) -> Iterator[tuple[int, int, torch.Tensor, torch.Tensor, torch.Tensor | None]]:
+    """Kind, step, start, stop and guard of each segment; (batch or 1, heads or 1, own tiles, 1)."""
+    rows, columns = _sides(direction, grid)
     block = grid.block_n if direction.along == "kv" else grid.block_m
-    dim = 3 if direction.along == "kv" else 2
-    length = grid.scope.variables[direction.along].shape[dim]
+    length = grid.scope.sizes[f"{direction.along}_len"]
     device = grid.scope.device
     scope = replace(
         grid.scope,
@@ -143,20 +181,18 @@ def segment_kinds(
             "$kv_offset": grid.scope.variables["kv"][..., :1],
         },
     )
-    kinds = torch.zeros((*outer, rows, columns), dtype=torch.int8, device=device)
-    steps = torch.arange(columns, device=device)
     for kind, segments in ((FULL, loop.full), (PARTIAL, loop.partial)):
         for segment in segments:
-            roots = (segment.start, segment.stop)
-            start, stop = evaluate(roots, scope)
-            inside = (steps >= start) & (steps < stop) & ((steps - start) % segment.step == 0)
-            if segment.guard is not None:
-                inside = inside & evaluate((segment.guard,), scope)[0]
-            inside = inside.expand(kinds.shape)
-            if bool((kinds[inside] != EMPTY).any()):
-                raise RuntimeError("a tile is in two segments of its plan")
-            kinds[inside] = kind
-    return kinds
+            start, stop = evaluate((segment.start, segment.stop), scope)
+            guard = None if segment.guard is None else evaluate((segment.guard,), scope)[0]
+            yield kind, segment.step, start, stop, guard
+
+
+def _sides(direction: Direction, grid: Grid) -> tuple[int, int]:
+    """Owning tiles, and tiles along."""
+    sizes = grid.scope.sizes
+    sides = -(-sizes["q_len"] // grid.block_m), -(-sizes["kv_len"] // grid.block_n)
+    return sides if direction.own == "q" else sides[::-1]
 
 
 def resample(

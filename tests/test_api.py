@@ -272,66 +272,6 @@ def test_what_triton_refuses_it_names() -> None:
         attndsl.compile("score", backend="triton")(q.double(), k.double(), v.double())
 
 
-def test_sources_and_explanations() -> None:
-    attention = attndsl.compile(
-        "tensor gain[heads]: float; score = gain[h] * score; mask = causal()"
-    )
-    text = attention.source("forward")
-    compile(text, "forward", "exec")
-    assert attention.source("forward") == text
-    assert "LINE_SUMS" in attention.source("backward", gain=torch.ones(2, requires_grad=True))
-    with pytest.raises(errors.ArgumentError, match="sideways") as caught:
-        attention.source("sideways")
-    assert caught.value.hint == "use 'forward', 'backward', 'tangent'"
-    shown = attention.explain()
-    for part in ("score", "mask", "gain", "PARTIAL", "backend"):
-        assert part in shown
-    assert shown.endswith("\nbackend      cpu on cpu: the default for cpu tensors")
-
-
-def test_sources_of_tangents() -> None:
-    attention = attndsl.compile(
-        "tensor gain[heads]: float; param cap: float; score = cap * tanh(gain[h] * score / cap)"
-    )
-    text = attention.source("tangent", gain=torch.ones(2, requires_grad=True))
-    assert "def attention_tangent" in text
-    assert "MOVES_Q = tl.constexpr(True)" in text
-    assert "MOVES_SCORE = tl.constexpr(True)" in text
-    assert "t_moved_gain" in text
-    assert "MOVES_SCORE = tl.constexpr(False)" in attention.source("tangent")
-    both = attention.source("tangent", backend="hopper", gain=torch.ones(2, requires_grad=True))
-    assert "def attention_forward_tangent" in both
-    assert attention.source("tangent", backend="hopper") == both
-    own = attndsl.compile("weights = sigmoid(score)")
-    assert "def attention_tangent" in own.source("tangent")
-    with pytest.raises(errors.UnsupportedError, match="weights of a softmax"):
-        own.source("tangent", backend="hopper")
-    product = attndsl.compile(
-        "tensor u[heads, q_len, 4]: float; tensor w[heads, kv_len, 4]: float;"
-        "score = score + dot(u[h, q, :], w[h, kv, :])"
-    )
-    assert "def attention_forward" in product.source("forward")
-    with pytest.raises(errors.UnsupportedError, match="tangents of programs with contractions"):
-        product.source("tangent")
-
-
-@pytest.mark.parametrize(
-    ("name", "hint"),
-    [
-        ("hoper", "did you mean 'hopper'?"),
-        ("Triton", "did you mean 'triton'?"),
-        ("auto", "use 'triton' or 'hopper'"),
-        ("cpu", "use 'triton' or 'hopper'"),
-        ("reference", "use 'triton' or 'hopper'"),
-        ("", "use 'triton' or 'hopper'"),
-    ],
-)
-def test_sources_of_backends_that_generate_none(name: str, hint: str) -> None:
-    with pytest.raises(errors.ArgumentError, match=f"backend '{name}'") as caught:
-        attndsl.compile("causal()").source(backend=name)
-    assert caught.value.hint == hint
-
-
 CONFIG = {"causal": "causal()", "local": {"program": "q - kv < w", "params": {"w": 4}}}
 
 
@@ -356,6 +296,33 @@ def test_errors_of_a_config_point_into_the_file(tmp_path: Path) -> None:
         attndsl.load(path)
     assert caught.value.span is not None
     assert caught.value.span.line == 4
+
+
+UNUSED = {
+    "yaml": "a:\n  program: |\n    mask = q - kv < w\n    score = scor\n"
+    "  params: {w: 3, windw: 3, q: 1}\n",
+    "json": '{"a": {"program": "q - kv < w", "params": {"w": 3, "windw": 3}}}',
+    "toml": '[a]\nprogram = "q - kv < w"\nparams = {w = 3, windw = 3}\n',
+}
+
+
+@pytest.mark.parametrize("suffix", UNUSED)
+def test_params_of_a_config_that_are_of_no_use(tmp_path: Path, suffix: str) -> None:
+    path = tmp_path / f"model.{suffix}"
+    path.write_text(UNUSED[suffix])
+    with pytest.raises(errors.AttnDSLError) as caught:
+        attndsl.load(path)
+    if suffix == "yaml":
+        assert isinstance(caught.value, errors.ProgramErrors)
+        typo, *found = caught.value.errors
+        assert typo.span is not None
+        assert typo.span.line == 4
+        assert [(e.span.line, e.span.text) for e in found if e.span] == [(5, "windw"), (5, "q")]
+        assert str(found[0]).startswith(f"{path}:5:18: 'windw' is bound in the params of 'a', but")
+        assert "\n      params: {w: 3, windw: 3, q: 1}\n" in str(found[0])
+    else:
+        assert str(caught.value).startswith(f"'windw' is bound in the params of '{path}:a', but")
+    assert "compile()" not in str(caught.value)
 
 
 HOSTILE = {

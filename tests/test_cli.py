@@ -290,6 +290,20 @@ def test_explain(attndsl, write):
     assert "1 x 1 heads of 32" in out
 
 
+def test_explain_makes_up_what_the_mask_reads_alone(attndsl, write):
+    bias = "tensor bias[q_len, kv_len]: float; tensor doc[batch, kv_len]: int\n"
+    text = bias + "mask = doc[b, q] == doc[b, kv]; score = score + bias[q, kv]"
+    long = ("--q-len", 10_000_000)
+    code, out, _ = attndsl("explain", write("a.attn", text), *long)
+    assert code == 0
+    assert "not counted: there are 12207031250 tiles" in out
+    assert out.endswith("\n  made up    doc: random, documents of about 100 positions\n")
+    text = "tensor seen[q_len, kv_len]: bool; mask = seen[q, kv]"
+    code, _, err = attndsl("explain", write("b.attn", text), *long)
+    assert code == 2
+    assert err.startswith("'seen' of 10000000 x 10000000 elements does not fit in memory\n")
+
+
 def test_run_times_and_checks(attndsl, write):
     text = (
         "param cap: float\ntensor doc[batch, kv_len]: int\ntensor lengths[batch]: int\n"

@@ -89,14 +89,7 @@ def test_configurations(page, info, text, tmp_path):
     entries = read_config(path)
     assert entries
     for entry in entries:
-        declared = {name: _bound(value) for name, value in entry.params.items()}
-        read(Source(entry.text), declared)
-
-
-def _bound(value):
-    from attndsl.frontend import Bound
-
-    return Bound(value)
+        read(Source(entry.text), entry.params)
 
 
 @pytest.mark.parametrize(("page", "info", "text"), _snippets("console"))

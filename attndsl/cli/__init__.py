@@ -1,10 +1,12 @@
 """The command ``attndsl``. Each command imports what it needs when it runs: ``check`` stays quick.
 
-Exit codes: 0 fine, 1 something is wrong with a program (or a result), 2 wrong use of the command.
+Exit codes: 0 fine, 1 something is wrong with a program (or a result, or its output cannot be
+written), 2 wrong use of the command.
 """
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 from typing import Annotated
@@ -331,12 +333,24 @@ def cache_prune(
 
 def main() -> None:
     """Entry point; exits with the command's code."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # An error about a letter that the terminal lacks is to be shown all the same.
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
-        app()
+        try:
+            app()
+        finally:
+            # Python's own flush at exit would end in a traceback.
+            if sys.stdout is not None:
+                sys.stdout.flush()
     except AttnDSLError as error:
         print(error, file=sys.stderr)
         sys.exit(2 if isinstance(error, UsageError) else 1)
-    except BrokenPipeError:
-        # The reader (head, a pager) has gone; nothing more may be written at exit either.
+    except OSError as error:
+        if error.filename is not None:  # Of a file, not of writing to what is open.
+            raise
+        # Nothing more may be written at exit either.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if not isinstance(error, BrokenPipeError):  # There the reader (head, a pager) has gone.
+            print(f"cannot write the output: {error.strerror or error}", file=sys.stderr)
         sys.exit(1)

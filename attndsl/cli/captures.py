@@ -12,16 +12,21 @@ from attndsl.passes.evaluate import Environment, evaluate
 from .usage import UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Collection, Mapping
 
     from attndsl.ir import Program, TensorDecl
 
+_DTYPES = {DType.FLOAT: torch.float32, DType.BOOL: torch.bool, DType.INT: torch.int32}
 _DOCUMENT = 100
 """Mean length of made-up documents, in positions."""
 
 
 def make_captures(
-    program: Program, sizes: Mapping[str, int], device: str, generator: torch.Generator
+    program: Program,
+    sizes: Mapping[str, int],
+    device: str,
+    generator: torch.Generator,
+    read: Collection[str] | None = None,
 ) -> dict[str, torch.Tensor]:
     """Random tensors of the declared shapes.
 
@@ -35,26 +40,44 @@ def make_captures(
             from ``kv_len``.
         device: Where to put them.
         generator: Of the CPU.
+        read: Names of those whose values matter, all by default; the others take no memory.
 
     Raises:
-        UsageError: A dim is negative for these sizes, or depends on a param without a value.
+        UsageError: A dim is negative for these sizes, or depends on a param without a value; a
+            tensor does not fit in memory.
     """
     known = {**dict.fromkeys(program.dim_names(), sizes["kv_len"]), **sizes}
     params = {p.name: p.default for p in program.params if p.default is not None}
     found = {}
     for decl in program.tensors:
         shape = [_extent(decl, dim, known, params) for dim in range(len(decl.dims))]
-        if decl.dtype is DType.FLOAT:
-            value = torch.randn(shape, generator=generator)
-        elif decl.dtype is DType.BOOL:
-            value = torch.rand(shape, generator=generator) < 0.5
-        elif _by_position(decl):
-            value = (torch.rand(shape, generator=generator) < 1 / _DOCUMENT).cumsum(-1).int()
-        else:
-            high = max(2, known["kv_len"] + 1)
-            value = torch.randint(1, high, shape, generator=generator, dtype=torch.int32)
+        if read is not None and decl.name not in read:
+            found[decl.name] = torch.zeros((), dtype=_DTYPES[decl.dtype], device=device).expand(
+                shape
+            )
+            continue
+        try:
+            value = _random(decl, shape, known["kv_len"], generator)
+        except RuntimeError:  # Torch has no other for the memory of a CPU.
+            raise UsageError(
+                f"'{decl.name}' of {' x '.join(map(str, shape))} elements does not fit in memory",
+                hint="give shorter lengths",
+            ) from None
         found[decl.name] = value.to(device)
     return found
+
+
+def _random(
+    decl: TensorDecl, shape: list[int], kv_len: int, generator: torch.Generator
+) -> torch.Tensor:
+    if decl.dtype is DType.FLOAT:
+        return torch.randn(shape, generator=generator)
+    if decl.dtype is DType.BOOL:
+        return torch.rand(shape, generator=generator) < 0.5
+    if _by_position(decl):
+        return (torch.rand(shape, generator=generator) < 1 / _DOCUMENT).cumsum(-1).int()
+    high = max(2, kv_len + 1)
+    return torch.randint(1, high, shape, generator=generator, dtype=torch.int32)
 
 
 def check_dim_names(program: Program, given: Mapping[str, int]) -> None:

@@ -48,7 +48,7 @@ def format_files(files: Sequence[str], check: bool, diff: bool) -> int:
         source = read_text(file)
         formatted = format_source(source.text, source.name)
         if (file == "-" or not Path(file).is_file()) and not (check or diff):
-            sys.stdout.write(formatted)
+            _print_program(formatted, source.name)
             continue
         if formatted == source.text:
             continue
@@ -60,13 +60,26 @@ def format_files(files: Sequence[str], check: bool, diff: bool) -> int:
                 source.name,
                 f"{source.name} (formatted)",
             )
-            sys.stdout.writelines(row if row.endswith("\n") else row + "\n" for row in rows)
+            print(*(row if row.endswith("\n") else row + "\n" for row in rows), sep="", end="")
         elif check:
             print(f"would reformat {source.name}")
         else:
             _replace(file, formatted)
             print(f"reformatted {source.name}")
     return 1 if changed and (check or diff) else 0
+
+
+def _print_program(text: str, name: str) -> None:
+    """``text`` as it is: elsewhere letters may be escaped, which would make another program."""
+    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
+    try:
+        text.encode(encoding)
+    except UnicodeEncodeError as error:
+        raise ConfigError(
+            f"cannot write {name} in {encoding}, which has no {text[error.start]!a}",
+            hint="set PYTHONIOENCODING=utf-8",
+        ) from None
+    print(text, end="")
 
 
 def _replace(file: str, text: str) -> None:

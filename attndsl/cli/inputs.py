@@ -32,12 +32,12 @@ class NamedProgram:
     name: str
     """Its name within a configuration file; the file's own name otherwise."""
     source: Source
-    params: Mapping[str, bool | int | float] = field(default_factory=dict)
+    params: Mapping[str, Bound] = field(default_factory=dict)
     """Values that the configuration binds."""
 
     def declared(self, more: Mapping[str, Declared]) -> dict[str, Declared]:
         """Its bound params, and ``more`` from the command line, which comes first."""
-        return {**{name: Bound(value) for name, value in self.params.items()}, **more}
+        return {**self.params, **more}
 
 
 def is_config(file: str) -> bool:
@@ -113,7 +113,7 @@ def read_declarations(params: Iterable[str], tensors: Iterable[str]) -> dict[str
     found: dict[str, Declared] = {}
     for text in params:
         name, value = read_assignment(text, "-p")
-        found[name] = Bound(value)
+        found[name] = Bound(value, "is bound by -p")
     for text in tensors:
         match = _TENSOR.fullmatch(text)
         if match is None:

@@ -6,7 +6,7 @@ import difflib
 import json
 from typing import TYPE_CHECKING, Any
 
-from attndsl.frontend.declare import Bound
+from attndsl.ir import leaf_names
 from attndsl.pipeline import lower, stages
 from attndsl.serialise import lowered_to_json
 
@@ -115,10 +115,12 @@ def explain_program(
     sizes = {"batch": 1, "heads": 1, "kv_heads": 1, "head_dim": head_dim}
     sizes |= {"q_len": q_len, "kv_len": kv_len}
     generator = torch.Generator().manual_seed(0)
-    captures: dict[str, Any] = make_captures(attention.lowered.program, sizes, "cpu", generator)
+    compiled = attention.lowered.program
+    read = leaf_names(compiled.mask)
+    captures: dict[str, Any] = make_captures(compiled, sizes, "cpu", generator, read)
     text = attention.explain(device, q_len=q_len, kv_len=kv_len, head_dim=head_dim, **captures)
-    if captures:
-        made_up = ", ".join(captures)
+    made_up = ", ".join(name for name in captures if name in read)
+    if made_up:
         text += f"\n  made up    {made_up}: random, documents of about 100 positions"
     return text
 
@@ -133,11 +135,7 @@ def compile_program(
     """
     from attndsl.api import compile as compile_text
 
-    # What is declared on a command line is a number or a tensor's shape, as compile() takes them.
-    names: dict[str, Any] = {
-        name: value.value if isinstance(value, Bound) else value
-        for name, value in program.declared(declared).items()
-    }
+    names: dict[str, Any] = program.declared(declared)
     source = program.source
     return compile_text(
         source.text,

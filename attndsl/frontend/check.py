@@ -20,7 +20,7 @@ from attndsl.ir import DType, Node, Op, ParamDecl, Program, TensorDecl
 
 from . import promote
 from . import surface as s
-from .declare import Bound, ParamSpec
+from .declare import GIVEN, Bound, ParamSpec
 from .expressions import ALWAYS, Inliner, Scope
 from .limits import MAX_ERRORS
 from .parse import parse
@@ -131,7 +131,7 @@ class _Checker:
             )
         if name.name in self.declared and what not in ("a param", "a tensor"):
             raise NameResolutionError(
-                f"'{name.name}' was given to compile() and cannot be {what} too",
+                f"'{name.name}' {_origin(self.declared[name.name])} and cannot be {what} too",
                 name.span,
                 "choose another name",
             )
@@ -143,7 +143,8 @@ class _Checker:
             self.errors.append(
                 NameResolutionError(
                     f"'{name[:40]}' cannot be declared: it has its own meaning or is no name",
-                    hint="choose another name",
+                    _span(given),
+                    "choose another name",
                 )
             )
         elif isinstance(given, Bound):
@@ -232,7 +233,7 @@ class _Checker:
         ):
             raise TypeMismatchError(
                 f"'{name}' is a {dtype.value} tensor with {len(statement.dims)} dim(s) here, "
-                "and compile() got another kind",
+                f"and {_origin(given)} as another kind",
                 statement.span,
             )
         if not statement.dims:
@@ -394,15 +395,24 @@ class _Checker:
             )
 
     def _check_unused(self) -> None:
-        """A name given to ``compile()`` that nothing reads is a mistake."""
-        for name in self.declared:
+        """A name that the caller declares and nothing reads is a mistake."""
+        for name, given in self.declared.items():
             if name in self.in_text or name in self.scope.used:
                 continue
             names = [n for n in self.scope.used if n not in self.declared]
             close = difflib.get_close_matches(name, names, n=1)
             self.errors.append(
                 NameResolutionError(
-                    f"'{name[:40]}' was given to compile(), but the program never uses it",
-                    hint=f"did you mean '{close[0]}'?" if close else "remove it, or use it",
+                    f"'{name[:40]}' {_origin(given)}, but the program never uses it",
+                    _span(given),
+                    f"did you mean '{close[0]}'?" if close else "remove it, or use it",
                 )
             )
+
+
+def _origin(given: Declared) -> str:
+    return given.origin if isinstance(given, Bound) else GIVEN
+
+
+def _span(given: Declared) -> Span | None:
+    return given.span if isinstance(given, Bound) else None

@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from attndsl.source import Span
+
+
+GIVEN = "was given to compile()"
 
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """A number given to ``compile()``: a param whose value is folded into the program."""
+    """A param whose value is folded into the program."""
 
     value: bool | int | float
+    origin: str = field(default=GIVEN, compare=False)
+    """What errors say of the name: who binds it."""
+    span: Span | None = field(default=None, compare=False)
+    """Where a file says so."""
 
 
 @dataclass(frozen=True, slots=True)

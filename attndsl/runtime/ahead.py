@@ -17,10 +17,10 @@ from attndsl.backends.base import FusedForwardMode
 
 if TYPE_CHECKING:
     from attndsl.backends.base import Backend
+    from attndsl.backends.pulled import Tensors
     from attndsl.pipeline import Lowered
 
     from .higher import Packed
-    from .recompute import Tensors
 
 _is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
 _is_differentiated = torch._C._functorch.is_gradtrackingtensor

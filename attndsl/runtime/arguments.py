@@ -165,6 +165,38 @@ def check_operands(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
 
 def check_names(program: Program, captures: Mapping[str, object]) -> None:
     """Refuse missing and unknown captures."""
+    _check_known(program, captures)
+    missing = [d.name for d in program.tensors if d.name not in captures]
+    missing += [p.name for p in program.params if p.name not in captures and p.default is None]
+    if missing:
+        given = ", ".join(f"{name}=..." for name in missing)
+        raise ArgumentError(
+            f"the call lacks {', '.join(missing)}", hint=f"add {given} to the call or to compile()"
+        )
+
+
+def some_captures(
+    program: Program, captures: Mapping[str, torch.Tensor | Scalar], head_dim: int
+) -> dict[str, torch.Tensor | Scalar]:
+    """``captures`` as a call takes them, where others are missing and no lengths are known.
+
+    Raises:
+        ShapeError, DTypeError, ArgumentError: What no call could take, or not together.
+    """
+    _check_known(program, captures)
+    tensors = {
+        decl.name: _tensor(decl, captures[decl.name], None)
+        for decl in program.tensors
+        if decl.name in captures
+    }
+    params = {
+        decl.name: _param(decl, captures, None) for decl in program.params if decl.name in captures
+    }
+    bind_dims(program, tensors, params, {"head_dim": head_dim}, some=True)
+    return {**tensors, **params}
+
+
+def _check_known(program: Program, captures: Mapping[str, object]) -> None:
     needed = [d.name for d in program.tensors] + [d.name for d in program.params]
     for name in captures:
         if name not in needed:
@@ -175,13 +207,6 @@ def check_names(program: Program, captures: Mapping[str, object]) -> None:
                 if close
                 else f"it takes {', '.join(needed) or 'none'}",
             )
-    missing = [d.name for d in program.tensors if d.name not in captures]
-    missing += [p.name for p in program.params if p.name not in captures and p.default is None]
-    if missing:
-        given = ", ".join(f"{name}=..." for name in missing)
-        raise ArgumentError(
-            f"the call lacks {', '.join(missing)}", hint=f"add {given} to the call or to compile()"
-        )
 
 
 def kinds_of(
@@ -223,22 +248,27 @@ def bind_dims(
     tensors: Mapping[str, torch.Tensor],
     params: Mapping[str, Scalar | torch.Tensor],
     sizes: dict[str, int],
+    some: bool = False,
 ) -> None:
-    """Give dim names of the program's own their sizes, and check every declared dim."""
-    own = set(program.dim_names())
-    for decl in program.tensors:
-        shape = tensors[decl.name].shape
-        for dim, size in zip(decl.dims, shape, strict=True):
-            if dim.op is Op.SIZE and dim.value in own and dim.value not in sizes:
-                sizes[str(dim.value)] = size
+    """Give dim names that ``sizes`` lacks their sizes, and check every declared dim.
+
+    Where there are only ``some`` of the tensors, params and sizes, dims that need others are left.
+    """
+    given = [decl for decl in program.tensors if decl.name in tensors]
+    for decl in given:
+        for dim, size in zip(decl.dims, tensors[decl.name].shape, strict=True):
+            if dim.op is Op.SIZE:
+                sizes.setdefault(str(dim.value), size)
     numbers = {n: p for n, p in params.items() if not isinstance(p, torch.Tensor)}
     known = Environment({**numbers, **sizes})
-    for decl in program.tensors:
+    for decl in given:
         shape = tensors[decl.name].shape
         for number, (dim, size) in enumerate(zip(decl.dims, shape, strict=True)):
             try:
                 wanted = evaluate(dim, known)
             except KeyError as missing:
+                if some:
+                    continue
                 raise ArgumentError(
                     f"dim {number} of {decl.name} depends on {missing}, which has no value here",
                     hint="give that param as a Python number",
@@ -271,7 +301,7 @@ def _dim_text(dim: Node) -> str:
     return str(dim.value) if not dim.args else "an expression of sizes"
 
 
-def _tensor(decl: TensorDecl, value: object, device: torch.device) -> torch.Tensor:
+def _tensor(decl: TensorDecl, value: object, device: torch.device | None) -> torch.Tensor:
     if not isinstance(value, torch.Tensor):
         raise ArgumentError(
             f"{decl.name} is a {type(value).__name__}", hint="the program declares it as a tensor"
@@ -285,20 +315,20 @@ def _tensor(decl: TensorDecl, value: object, device: torch.device) -> torch.Tens
     return value
 
 
-def _check_dtype(name: str, dtype: DType, value: torch.Tensor, device: torch.device) -> None:
+def _check_dtype(name: str, dtype: DType, value: torch.Tensor, device: torch.device | None) -> None:
     if value.dtype not in _DTYPES[dtype]:
         raise DTypeError(
             f"{name} is of dtype {value.dtype}",
             hint=f"the program declares it as {dtype.value}: convert it, or change the declaration",
         )
-    if value.device != device:
+    if device is not None and value.device != device:
         raise DeviceError(
             f"{name} is on {value.device} and q is on {device}", hint=f"{name}.to(q.device)"
         )
 
 
 def _param(
-    decl: ParamDecl, captures: Mapping[str, object], device: torch.device
+    decl: ParamDecl, captures: Mapping[str, object], device: torch.device | None
 ) -> Scalar | torch.Tensor:
     value = captures.get(decl.name, decl.default)
     if isinstance(value, torch.Tensor):

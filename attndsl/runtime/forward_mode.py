@@ -22,10 +22,11 @@ from .recompute import Pushed, recomputed
 
 if TYPE_CHECKING:
     from attndsl.backends.base import Backend, Call
+    from attndsl.backends.pulled import Tensors
     from attndsl.pipeline import Lowered
 
     from .higher import Packed
-    from .recompute import Function, Tensors
+    from .recompute import Function
 
 _is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
 _modes = torch._C._len_torch_dispatch_stack

@@ -25,9 +25,9 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from attndsl.backends.base import Scalar
+    from attndsl.backends.pulled import Tensors
     from attndsl.pipeline import Lowered
 
-    from .recompute import Tensors
 
 CPU_PAIRS = 1 << 19
 """Most pairs of a chunk, of all heads and batch entries (as far as one row of queries allows); a

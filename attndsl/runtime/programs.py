@@ -15,7 +15,7 @@ from attndsl.frontend.declare import Bound, ParamSpec, TensorSpec
 from attndsl.pipeline import Lowered, lower
 from attndsl.serialise import SerialiseError, lowered_from_json, lowered_to_json
 from attndsl.settings import read_settings
-from attndsl.source import Source
+from attndsl.source import Source, Span
 
 from .cache import KernelCache
 
@@ -84,7 +84,8 @@ def _disk_key(spec: str) -> str:
 def _declared_to_json(value: Declared) -> list[Any]:
     if isinstance(value, Bound):
         number = value.value
-        return ["bound", {"float": number.hex()} if isinstance(number, float) else number]
+        written = {"float": number.hex()} if isinstance(number, float) else number
+        return ["bound", written, value.origin, _span_to_json(value.span)]
     if isinstance(value, ParamSpec):
         return ["param", value.dtype]
     return ["tensor", list(value.dims), value.dtype]
@@ -93,7 +94,25 @@ def _declared_to_json(value: Declared) -> list[Any]:
 def _declared_from_json(value: list[Any]) -> Declared:
     if value[0] == "bound":
         number = value[1]
-        return Bound(float.fromhex(number["float"]) if isinstance(number, dict) else number)
+        number = float.fromhex(number["float"]) if isinstance(number, dict) else number
+        return Bound(number, value[2], _span_from_json(value[3]))
     if value[0] == "param":
         return ParamSpec(value[1])
     return TensorSpec(tuple(value[1]), value[2])
+
+
+def _span_to_json(span: Span | None) -> list[Any] | None:
+    """``span`` with its first line alone: no more of a configuration is part of the program."""
+    if span is None:
+        return None
+    source, start = span.source, span.column - 1
+    return [
+        source.line(span.line), source.name, span.line, start, start + span.end - span.start
+    ]  # fmt: skip
+
+
+def _span_from_json(value: list[Any] | None) -> Span | None:
+    if value is None:
+        return None
+    line, name, number, start, end = value
+    return Span(Source(line, name, number), start, end)

@@ -13,10 +13,13 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 import torch
 from torch.autograd import forward_ad
 
+from attndsl.backends.pulled import pulled
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-Tensors = tuple[torch.Tensor, ...]
+    from attndsl.backends.pulled import Tensors
+
 _is_batched = torch._C._functorch.is_batchedtensor
 
 
@@ -42,12 +45,6 @@ def recomputed(function: Function, *inputs: torch.Tensor) -> Tensors:
     """``function(*inputs)``."""
     found: Tensors = _Recomputed.apply(function, *inputs)  # type: ignore[no-untyped-call]
     return found
-
-
-def pulled(function: Callable[..., Tensors], inputs: Tensors, grads: Tensors) -> Tensors:
-    """Gradients of ``inputs`` from those of ``function(*inputs)``."""
-    pull: Callable[..., Tensors] = torch.func.vjp(function, *inputs)[1]
-    return pull(grads)
 
 
 class _Recomputed(torch.autograd.Function):

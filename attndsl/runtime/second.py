@@ -9,17 +9,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from attndsl.backends.base import Wants
+from attndsl.backends.pulled import pulled
 
 from .higher import is_transformed, pull_in_chunks
-from .recompute import pulled
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from attndsl.backends.base import Backend, Call, Gradients, Scalar
+    from attndsl.backends.pulled import Tensors
     from attndsl.pipeline import Lowered
-
-    from .recompute import Tensors
 
 
 @lru_cache(maxsize=256)

@@ -11,7 +11,7 @@ from attndsl.backends.base import Wants
 from attndsl.backends.widened import Wide, why_tiles
 from attndsl.errors import ArgumentError, BackendError, UnsupportedError
 
-from .arguments import learned
+from .arguments import check_rows, learned, some_captures
 from .dispatch import get_backend, why_no_hopper_kernels
 
 if TYPE_CHECKING:
@@ -73,6 +73,7 @@ def source_of(
 
     Raises:
         ArgumentError: There is no such direction, or ``backend`` has no generated kernels.
+        ShapeError, DTypeError, ArgumentError: Captures that no call takes.
         UnsupportedError: Its kernels cannot run such calls.
         BackendError: They cannot be loaded here.
     """
@@ -85,11 +86,7 @@ def source_of(
     check_head_dims(head_dim, value_dim)
     if not isinstance(dtype, torch.dtype):
         raise ArgumentError(f"dtype is {dtype!r}", hint="pass one of torch's, as torch.bfloat16")
-    tensors = {decl.name for decl in lowered.program.tensors}
-    params = {decl.name for decl in lowered.program.params}
-    for name in captures:
-        if name not in tensors | params:
-            raise ArgumentError(f"the program has no tensor or run-time param '{name}'")
+    captures = some_captures(lowered.program, captures, head_dim)
     if backend not in GENERATED:
         close = difflib.get_close_matches(str(backend), GENERATED, n=1)
         hint = f"did you mean '{close[0]}'?" if close else "use 'triton' or 'hopper'"
@@ -97,6 +94,7 @@ def source_of(
     from attndsl.backends.triton.cross import example_call, kernel_source
 
     call = example_call(lowered, head_dim, value_dim, dtype, captures)
+    check_rows(lowered.program, call.tensors)
     if lowered.contractions is not None:
         if direction == "tangent":
             raise UnsupportedError(

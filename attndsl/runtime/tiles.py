@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -9,7 +10,13 @@ import torch
 
 from attndsl.backends.base import TileKinds
 from attndsl.backends.interpret import Scope, evaluate, scope_of
-from attndsl.backends.tiling import grid_of, kinds_by_bounds, kinds_by_segments, segment_kinds
+from attndsl.backends.tiling import (
+    grid_of,
+    kinds_by_bounds,
+    kinds_by_segments,
+    segment_counts,
+    segment_kinds,
+)
 from attndsl.errors import ArgumentError, PlanError, UnsupportedError
 from attndsl.ir import reads_score
 from attndsl.passes.tiles.plan import (
@@ -41,6 +48,12 @@ _DIRECTIONS = {
 }
 _MOST_TILES = 1 << 31
 """Of a map: a byte each."""
+_MOST_COUNTED = 1 << 29
+"""Of those that are looked at one by one to be counted, which takes some 20 ns each."""
+_TILES_AT_ONCE = 1 << 22
+"""Tiles whose kinds are found together to be counted."""
+_EDGE_PAIRS = 1 << 25
+"""Pairs in the last row and column of tiles that are looked at one by one to be counted."""
 _ROWS_AT_ONCE = 1 << 24
 """Pairs whose mask is computed together while a plan is checked."""
 
@@ -79,11 +92,9 @@ def find_tiles(lowered: Lowered, call: Call, block_m: int, block_n: int, directi
         ArgumentError: A tile size below 1, an unknown direction, or more tiles than a map may have.
     """
     which = direction_named(direction)
-    for name, size in (("block_m", block_m), ("block_n", block_n)):
-        if not isinstance(size, int) or size < 1:
-            raise ArgumentError(f"{name} is {size!r}", hint="pass a whole number, 1 or more")
-    number = -(-call.q.shape[2] // block_m) * -(-call.k.shape[2] // block_n)
-    if number > _MOST_TILES or max(call.q.shape[2], call.k.shape[2]) >= POSITION_LIMIT:
+    rows, columns = _sides(call, block_m, block_n)
+    number = rows * columns
+    if number > _MOST_TILES:
         raise ArgumentError(
             f"the map would have {number} tiles",
             hint="use larger block_m and block_n, or shorter lengths: calls need no map",
@@ -101,6 +112,74 @@ def find_tiles(lowered: Lowered, call: Call, block_m: int, block_n: int, directi
     return TileMap(
         kinds, call.q.shape[2], call.k.shape[2], block_m, block_n, reason, _mask_mod(lowered, call)
     )
+
+
+@dataclass(frozen=True, slots=True)
+class TileCounts:
+    """How many tiles the forward's loop visits, of all batch entries and heads that differ."""
+
+    rows: int
+    """Query tiles of one of them."""
+    columns: int
+    """Key-value tiles of one."""
+    total: int
+    full: int
+    partial: int
+
+
+def count_tiles(lowered: Lowered, call: Call, block_m: int, block_n: int) -> TileCounts:
+    """The tiles of ``call``, in memory of the lengths.
+
+    The ragged last tiles of long calls are as the loops have them: FULL ones count as PARTIAL, and
+    one may be visited that has no live pair within the lengths.
+
+    Raises:
+        ArgumentError: A tile size below 1, or lengths beyond what positions are counted in.
+        UnsupportedError: There are too many tiles to look at each, and no closed form.
+    """
+    sparsity = lowered.sparsity
+    batch, heads = sparsity.maps(call.q.shape[0], call.q.shape[1])
+    rows, columns = _sides(call, block_m, block_n)
+    total = batch * heads * rows * columns
+    loop = sparsity.loop(FORWARD, block_m, block_n, call.shifted, call.indexed)
+    with torch.no_grad():
+        if loop.listed is not None:
+            if total > _MOST_COUNTED:
+                raise UnsupportedError(
+                    f"there are {total} tiles, and no closed form: {loop.listed}",
+                    hint="ask with larger block_m and block_n, or shorter lengths",
+                )
+            grid = grid_of(call, block_m, block_n)
+            together = max(1, _TILES_AT_ONCE * rows // max(1, total))
+            parts = (_rows(grid, first, together) for first in range(0, rows, together))
+            counts = sum((_counts(kinds_by_bounds(sparsity, part)) for part in parts), Counter())
+        elif total <= _TILES_AT_ONCE and (rows + columns) * block_m * block_n <= _EDGE_PAIRS:
+            grid = grid_of(call, block_m, block_n)
+            counts = _counts(kinds_by_segments(loop, FORWARD, sparsity, grid))
+        else:
+            # Positions take 8 bytes each, and of these the first is needed.
+            first_row = replace(call, q=call.q[:, :, :1], k=call.k[:, :, :1])
+            grid = grid_of(first_row, block_m, block_n)
+            counts = segment_counts(loop, FORWARD, grid, (batch, heads))
+    return TileCounts(rows, columns, total, counts[FULL], counts[PARTIAL])
+
+
+def _counts(kinds: torch.Tensor) -> Counter[int]:
+    return Counter({kind: int((kinds == kind).sum()) for kind in (FULL, PARTIAL)})
+
+
+def _sides(call: Call, block_m: int, block_n: int) -> tuple[int, int]:
+    """Query tiles and key-value tiles, where there may be such tiles."""
+    for name, size in (("block_m", block_m), ("block_n", block_n)):
+        if not isinstance(size, int) or size < 1:
+            raise ArgumentError(f"{name} is {size!r}", hint="pass a whole number, 1 or more")
+    lengths = call.q.shape[2], call.k.shape[2]
+    if max(lengths) >= POSITION_LIMIT:
+        raise ArgumentError(
+            f"there are {lengths[0]} queries and {lengths[1]} keys",
+            hint=f"use lengths below {POSITION_LIMIT}",
+        )
+    return -(-lengths[0] // block_m), -(-lengths[1] // block_n)
 
 
 def given_tiles(
@@ -211,16 +290,21 @@ def _true_kinds(lowered: Lowered, call: Call, grid: Grid) -> torch.Tensor:
     if mask is None or kinds.numel() == 0:
         return kinds
     together = max(1, _ROWS_AT_ONCE // (max(1, batch * heads * kv_len) * grid.block_m))
-    q = grid.scope.variables["q"]
     for first in range(0, rows, together):
-        part = q[:, :, first * grid.block_m : (first + together) * grid.block_m]
-        scope = replace(grid.scope, variables={**grid.scope.variables, "q": part})
+        scope = _rows(grid, first, together).scope
         (live,) = evaluate((mask,), scope)
-        live = live.expand(batch, heads, part.shape[2], kv_len)
+        live = live.expand(batch, heads, scope.variables["q"].shape[2], kv_len)
         some = _pool(live, grid)
         every = ~_pool(~live, grid)
         kinds[:, :, first : first + together] = (some.to(torch.int8) + (some & every)) * PARTIAL
     return kinds
+
+
+def _rows(grid: Grid, first: int, count: int) -> Grid:
+    """``count`` rows of tiles from the one at ``first``."""
+    variables = grid.scope.variables
+    part = variables["q"][:, :, first * grid.block_m : (first + count) * grid.block_m]
+    return replace(grid, scope=replace(grid.scope, variables={**variables, "q": part}))
 
 
 def _pool(pairs: torch.Tensor, grid: Grid) -> torch.Tensor:

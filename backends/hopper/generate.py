@@ -145,22 +145,9 @@ def generate(
     anchored = forward and config.persistent and full and not (own or bounded)
     anchored = anchored and special.dtype == "bf16"
     flags = {
-        "MASKED": program.mask is not None,
-        "MODIFIED": modified,
-        "OWN_WEIGHTS": own,
-        "HAS_ROW": placed.row is not None,
-        "HAS_COLUMN": placed.column is not None,
-        "HAS_STEEPNESS": placed.steepness is not None,
+        **flags_of_scores(lowered, name, loop),
         "SCALED_FIRST": scaled_first,
         "SIGNED": placed.inner is not None and placed.column is None and not scaled_first,
-        "HAS_SINK": program.sink is not None,
-        "HAS_FACTOR": placed.inner is not None,
-        "HAS_DERIVATIVE": placed.slope is not const(1.0),
-        "PAIRWISE_DERIVATIVE": is_pairwise(placed.slope),
-        "OUTER": placed.outer,
-        f"{name.upper()}_HAS_FULL": full,
-        f"{name.upper()}_HAS_PARTIAL": listed or bool(loop.partial),
-        f"{name.upper()}_DESCENDING": loop.descending,
         "LEARNS_COLUMN": learned.column,
         "LEARNS_FACTOR": learned.factor,
         "PEELED": config.peeled,
@@ -238,6 +225,27 @@ def generate(
     }
     texts += print_pair_functions(lowered, special, direction)
     return fill_template(__package__, templates, [*functions, *texts], helpers, flags, names, more)
+
+
+def flags_of_scores(lowered: Lowered, name: str, loop: LoopPlan) -> dict[str, bool | float]:
+    """Flags of every module: what scores are made of, and which tiles the loop ``name`` has."""
+    program, placed, listed = lowered.program, lowered.placed, loop.listed is not None
+    return {
+        "MASKED": program.mask is not None,
+        "MODIFIED": placed.pair.op is not Op.SCORE,
+        "OWN_WEIGHTS": program.weights is not None,
+        "HAS_ROW": placed.row is not None,
+        "HAS_COLUMN": placed.column is not None,
+        "HAS_STEEPNESS": placed.steepness is not None,
+        "HAS_SINK": program.sink is not None,
+        "HAS_FACTOR": placed.inner is not None,
+        "HAS_DERIVATIVE": placed.slope is not const(1.0),
+        "PAIRWISE_DERIVATIVE": is_pairwise(placed.slope),
+        "OUTER": placed.outer,
+        f"{name.upper()}_HAS_FULL": listed or bool(loop.full),
+        f"{name.upper()}_HAS_PARTIAL": listed or bool(loop.partial),
+        f"{name.upper()}_DESCENDING": loop.descending,
+    }
 
 
 def is_pairwise(slope: Node) -> bool:

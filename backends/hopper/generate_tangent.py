@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from attndsl.ir import Op, const, reads_score
+from attndsl.ir import Op, reads_score
 from attndsl.passes.tiles.plan import FORWARD
 
 from ..triton.device_functions import param_values, parameters, wrapped
@@ -16,8 +16,8 @@ from .generate import (
     FORWARD_CONSUMER,
     FORWARD_PRODUCER,
     OWN_HELPERS,
+    flags_of_scores,
     is_bounded,
-    is_pairwise,
     partitions,
 )
 from .learned import Learned
@@ -65,25 +65,12 @@ def generate_tangent(
     listed = loop.listed is not None
     drawn = is_drawn(lowered, config)
     flags = {
-        "MASKED": program.mask is not None,
-        "MODIFIED": placed.pair.op is not Op.SCORE,
-        "OWN_WEIGHTS": False,
-        "HAS_ROW": placed.row is not None,
-        "HAS_COLUMN": placed.column is not None,
-        "HAS_STEEPNESS": placed.steepness is not None,
+        **flags_of_scores(lowered, "forward", loop),
         # The running maximum needs a factor that is positive.
         "SCALED_FIRST": placed.pair.op is not Op.SCORE
         or placed.inner is not None
         or reads_score(program.mask)
         or special.negative_scale,
-        "HAS_SINK": program.sink is not None,
-        "HAS_FACTOR": placed.inner is not None,
-        "HAS_DERIVATIVE": placed.slope is not const(1.0),
-        "PAIRWISE_DERIVATIVE": is_pairwise(placed.slope),
-        "OUTER": placed.outer,
-        "FORWARD_HAS_FULL": listed or bool(loop.full),
-        "FORWARD_HAS_PARTIAL": listed or bool(loop.partial),
-        "FORWARD_DESCENDING": loop.descending,
         "LAZY": wide,
         "EARLY": config.early,
         "BOUNDED": wide and is_bounded(lowered, special),

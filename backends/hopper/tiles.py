@@ -29,15 +29,16 @@ _BACKWARD = {
 }
 # Two sums of products take the registers of twice as many rows. Early ones add up tangents before
 # their products, since those of 128 keys, or beside what programs do with scores, take too many.
+# Persistent programs gain 3% at D64, and lose 4% at D128 (causal, 8192 rows: 2.70 against 2.59 ms).
 _FORWARD_TANGENT: dict[int, tuple[Config, ...]] = {
     64: (
         Config(128, 128, 4, 2, 2, 240, early=True, persistent=True),
         Config(128, 64, 4, 3, 2, 240, persistent=True),
     ),
     128: (
-        Config(128, 64, 4, 2, 2, 240, persistent=True),
-        Config(128, 64, 4, 2, 2, 240, early=True, persistent=True),
-        Config(128, 32, 4, 4, 2, 240, persistent=True),
+        Config(128, 64, 4, 2, 2, 240),
+        Config(128, 64, 4, 2, 2, 240, early=True),
+        Config(128, 32, 4, 4, 2, 240),
     ),
 }
 _SHARED = 232

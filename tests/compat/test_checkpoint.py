@@ -6,6 +6,7 @@ from functools import partial
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
@@ -14,7 +15,9 @@ from torch.utils.checkpoint import (
 
 import attndsl
 from attndsl import scaled_dot_product_attention
+from attndsl.backends import pulled
 from attndsl.backends.cpu import CPUBackend
+from attndsl.errors import UnsupportedError
 from attndsl.flex import flex_attention
 
 PLAIN = "tensor gain[heads]: float; mask = causal(); score = score * gain[h]"
@@ -120,6 +123,84 @@ def test_in_a_graph(graphs, way):
         torch.autograd.grad(f(*leaves).sin().sum(), leaves) for f in (compiled, BLOCKS["gain"])
     )
     torch.testing.assert_close(found, wanted)
+
+
+def _along(q, k, v, gain):
+    """Tangents by ``torch.func``, along ``q`` and ``gain``."""
+    moved = torch.ones_like(q), torch.ones_like(gain)
+    return torch.func.jvp(lambda q, gain: GAIN(q, k, v, gain=gain), (q, gain), moved)[1]
+
+
+def _dual(q, k, v, gain):
+    with forward_ad.dual_level():
+        out = GAIN(forward_ad.make_dual(q, torch.ones_like(q)), k, v, gain=gain)
+        return forward_ad.unpack_dual(out).tangent
+
+
+def _gradient(q, k, v, gain):
+    return torch.autograd.grad(GAIN(q, k, v, gain=gain).sin().sum(), q, create_graph=True)[0]
+
+
+def _second(q, k, v, gain):
+    return torch.autograd.grad(_gradient(q, k, v, gain).sin().sum(), gain, create_graph=True)[0]
+
+
+def _mapped(q, k, v, gain):
+    return torch.vmap(_along, in_dims=(0, 0, 0, None))(q[:, None], k[:, None], v[:, None], gain)
+
+
+DERIVATIVES = {
+    "torch.func": _along, "dual": _dual, "gradient": _gradient, "second": _second, "vmap": _mapped
+}  # fmt: skip
+
+
+def _kept_elsewhere(block, *inputs):
+    with torch.autograd.graph.saved_tensors_hooks(torch.clone, torch.clone):
+        return block(*inputs)
+
+
+@pytest.mark.parametrize(
+    "run", [partial(checkpoint, use_reentrant=False), _kept_elsewhere], ids=["checkpoint", "hooks"]
+)
+@pytest.mark.parametrize("name", DERIVATIVES)
+def test_derivatives_under_hooks(name, run):
+    leaves = [torch.randn(2, 2, 5, 4, requires_grad=True) for _ in range(3)]
+    leaves.append(torch.randn(2, requires_grad=True))
+    plain = DERIVATIVES[name](*leaves)
+    under = run(DERIVATIVES[name], *leaves)
+    torch.testing.assert_close(under, plain)
+    found, wanted = (torch.autograd.grad(out.sin().sum(), leaves) for out in (under, plain))
+    torch.testing.assert_close(found, wanted)
+
+
+def test_hooks_are_there_again_in_their_order():
+    seen = []
+
+    def hooks(name):
+        return torch.autograd.graph.saved_tensors_hooks(
+            lambda x: (seen.append(name), x)[1], lambda x: x
+        )
+
+    x = torch.randn(2, requires_grad=True)
+    with hooks("outer"):
+        with hooks("inner"):
+            with pytest.raises(ZeroDivisionError):
+                pulled.pulled(lambda x: 1 / 0, (x,), (x,))
+            assert not seen
+            x.sin()
+        x.sin()
+    x.sin()
+    assert seen == ["inner", "outer"]
+
+
+def test_hooks_that_cannot_be_set_aside(monkeypatch):
+    monkeypatch.setattr(pulled, "_top", None)
+    leaves = [torch.randn(1, 2, 3, 4, requires_grad=True) for _ in range(3)]
+    leaves.append(torch.ones(2, requires_grad=True))
+    assert _along(*leaves).shape == (1, 2, 3, 4)
+    with pytest.raises(UnsupportedError, match="hooks on saved tensors") as caught:
+        checkpoint(_along, *leaves, use_reentrant=False)
+    assert "outside of checkpoint" in caught.value.hint
 
 
 def test_a_checkpoint_keeps_its_inputs_alone():

@@ -67,7 +67,8 @@ def test_names_given_in_python() -> None:
     assert [p.name for p in found.params] == ["t"]
     assert program("q - kv < w", w=Bound(7)) == program("q - kv < 7")
     assert program("param c: float\nscore * c", c=Bound(2)) == program("score * 2.0")
-    assert "never uses it" in failure("q >= kv", windw=Bound(7)).message
+    unused = "'windw' was given to compile(), but the program never uses it"
+    assert failure("q >= kv", windw=Bound(7)).message == unused
 
 
 CASES = [

@@ -12,8 +12,8 @@ the place of dS, but is loaded only then.
 def line_of_sums(DISTANCE_SUMS, tile, b, h, heads, kv_len, padded, BLOCK_N: gl.constexpr):
     """Where sums of a tile of keys lie that are of the first query less the tile's end."""
     kv_tiles = tl.cdiv(kv_len, BLOCK_N)
-    line = ((b * heads + h) * kv_tiles + tile).to(gl.int64) * (padded + kv_tiles * BLOCK_N)
-    return DISTANCE_SUMS + (line + (kv_tiles - 1 - tile) * BLOCK_N)
+    start = ((b * heads + h) * kv_tiles + tile).to(gl.int64) * (padded + kv_tiles * BLOCK_N)
+    return DISTANCE_SUMS + (start + (kv_tiles - 1 - tile) * BLOCK_N)
 
 
 @gluon.jit

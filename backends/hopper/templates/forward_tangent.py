@@ -39,11 +39,11 @@ def slopes_of_scores(
 
 @gluon.jit
 def add_to_moved_sums(
-    moved_sums, rounded, decays, moved, words, SCORES: gl.constexpr, HALF: gl.constexpr
+    moved_sums, rounded, decays, moved, moved_words, SCORES: gl.constexpr, HALF: gl.constexpr
 ):
-    """Add the tangents of a tile's weights to their sums, and ``words``, which they are rounded to."""
+    """Add a tile's tangents of weights to their sums, and ``moved_words``, what they are rounded to."""
     moved_sums = moved_sums * decays + paired(eighths_of_sums(moved))
-    rounded = rounded * decays + paired(eighths_of_sums(widened(words, HALF, SCORES)))
+    rounded = rounded * decays + paired(eighths_of_sums(widened(moved_words, HALF, SCORES)))
     return moved_sums, rounded
 
 
@@ -101,7 +101,7 @@ def attend(
         score, reached, peak, float("-inf"), False, factor, PARTIAL, False
     )
     if EARLY:
-        words = pack(weight, HALF)
+        weight_words = pack(weight, HALF)
     own = paired(own)
     decays = 1.0
     if BOUNDED:
@@ -136,8 +136,8 @@ def attend(
     if EARLY:
         mbarrier.wait(v_full.index(stage), phase)
     else:
-        words = pack(weight, HALF)
-    operand = halves(words, HALF, WEIGHTS)
+        weight_words = pack(weight, HALF)
+    operand = halves(weight_words, HALF, WEIGHTS)
     v = v_s.index(stage).reshape([BLOCK_N, DV])
     adding = warpgroup_mma(operand, v, acc, is_async=True)
     if MOVES_WEIGHTS:

@@ -26,6 +26,22 @@ def store_pairs(
 
 
 @triton.jit
+def place_of_program(
+    own_batches, own_heads, q_len, kv_len, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
+):
+    """First rows of a program's tile, the batch entry and head that are told apart, and its part."""
+    q_tiles = tl.cdiv(q_len, BLOCK_M)
+    kv_tiles = tl.cdiv(kv_len, BLOCK_N)
+    kv_first = (tl.program_id(0) % kv_tiles) * BLOCK_N
+    found = tl.program_id(0) // kv_tiles
+    first = (found % q_tiles) * BLOCK_M
+    found = found // q_tiles
+    own_h = found % own_heads
+    found = found // own_heads
+    return first, kv_first, found % own_batches, own_h, found // own_batches
+
+
+@triton.jit
 def place_of_member(member, own_b, own_h, rest_heads):
     """Batch entry and head of one of those that are not told apart."""
     if HEADS_APART:

@@ -59,18 +59,9 @@ def pairs(
     not told apart is gone through in order, a ``parts``-th of it here. LSE (batch * heads, q_len)
     is in base e, DELTA padded as ``statistics_rows`` says.
     """
-    q_tiles = tl.cdiv(q_len, BLOCK_M)
-    kv_tiles = tl.cdiv(kv_len, BLOCK_N)
-    kv_first = (tl.program_id(0) % kv_tiles) * BLOCK_N
-    found = tl.program_id(0) // kv_tiles
-    first = (found % q_tiles) * BLOCK_M
-    found = found // q_tiles
-    own_heads = heads // rest_heads
-    own_h = found % own_heads
-    found = found // own_heads
-    own_batches = batch // rest_batches
-    own_b = found % own_batches
-    part = found // own_batches
+    first, kv_first, own_b, own_h, part = place_of_program(
+        batch // rest_batches, heads // rest_heads, q_len, kv_len, BLOCK_M, BLOCK_N
+    )
     rest = rest_batches * rest_heads
     begin = rest * part // parts
     end = rest * (part + 1) // parts

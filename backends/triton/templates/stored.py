@@ -41,16 +41,9 @@ def stored(
     slope_queries) is of key_tiles x query_tiles tiles a head, each of whole ones of this kernel;
     STORED_TILES says for each whether it was stored.
     """
-    q_tiles = tl.cdiv(q_len, BLOCK_M)
-    kv_tiles = tl.cdiv(kv_len, BLOCK_N)
-    kv_first = (tl.program_id(0) % kv_tiles) * BLOCK_N
-    found = tl.program_id(0) // kv_tiles
-    first = (found % q_tiles) * BLOCK_M
-    found = found // q_tiles
-    own_h = found % own_heads
-    found = found // own_heads
-    own_b = found % own_batches
-    part = found // own_batches
+    first, kv_first, own_b, own_h, part = place_of_program(
+        own_batches, own_heads, q_len, kv_len, BLOCK_M, BLOCK_N
+    )
     key_tile = kv_first // (slope_keys // key_tiles)
     query_tile = first // (slope_queries // query_tiles)
     begin = tl.minimum(part * members, rest)

@@ -48,6 +48,27 @@ def test_a_text_is_python_with_the_programs_score(direction):
     assert attention.source(direction, head_dim=128) != text
 
 
+def test_no_name_in_a_kernel_hides_a_function_of_the_library():
+    trees = [
+        ast.parse(path.read_text("utf-8"))
+        for path in sorted((Path(hopper.__file__).parent / "templates").glob("*.py"))
+    ]
+    imported = {
+        name.name
+        for tree in trees
+        for item in ast.walk(tree)
+        if isinstance(item, ast.ImportFrom) and (item.module or "").endswith(".library")
+        for name in item.names
+    }
+    assert "words" in imported
+    for tree in trees:
+        for item in ast.walk(tree):
+            if isinstance(item, ast.arg):
+                assert item.arg not in imported
+            elif isinstance(item, ast.Name) and isinstance(item.ctx, ast.Store):
+                assert item.id not in imported
+
+
 @pytest.mark.parametrize(
     ("program", "leaves"),
     [("causal()", False), ("score = softcap(20.0)", True), ("score = 2 * score", False)],
