@@ -11,7 +11,7 @@ import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from ..triton.library import lower_planes, refined
+from ..triton.dropout import lower_planes, refined
 from .library import halves
 
 TINY = gl.constexpr(2.0**-100)
@@ -25,7 +25,7 @@ def factor_of_kept(p):
 
 @gluon.jit
 def philox4x32(c0, c1, c2, c3):
-    """As of the portable kernels' library, by products of which each is one instruction.
+    """As of the portable kernels, by products of which each is one instruction.
 
     LLVM must not know what is added: it would widen the exclusive ors, and then multiply 64 bits.
     """
@@ -47,7 +47,7 @@ def kept_words(drop, rows, keys):
     """The bits of blocks' pairs, uint32, as ``backends.philox`` has them: 1 for those to keep.
 
     Args:
-        drop: Of the portable library's ``drop_of_head``.
+        drop: Of :func:`~..triton.dropout.drop_of_head`.
         rows: Places of rows, uint32.
         keys: Places of keys, uint32; tiles of both that broadcast to that of the blocks.
     """

@@ -189,8 +189,6 @@ def generate(
     taken = [*sums, *output, *kept, *diagonals["diagonal_consumer"], *again, *tiles]
     templates = (family[0], *["draws"] * bool(kept), *["diagonals"] * summed, *family[1:])
     helpers |= used
-    if dropped:
-        helpers.add("drop_of_head")
     more = {
         "imports": [
             *import_lines("triton", helpers - OWN_HELPERS),
@@ -264,7 +262,8 @@ def is_bounded(lowered: Lowered, special: Specialisation) -> bool:
 
 def _imports_of_dropout(direction: str) -> list[str]:
     first = "from attndsl.backends.hopper.dropout import ("
-    return [first, *(_INDENT + line for line in _DROPOUT[direction]), ")"]
+    names = (_INDENT + line for line in _DROPOUT[direction])
+    return ["from attndsl.backends.triton.dropout import drop_of_head", first, *names, ")"]
 
 
 def partitions(

@@ -8,8 +8,9 @@ N. Gimelshein (arXiv 1805.02867). Exponentials are base 2.
 import triton
 import triton.language as tl
 
+from attndsl.backends.triton.dropout import keep_factor, kept_pairs
 from attndsl.backends.triton.library import (
-    dot, dot_add, keep_factor, kept_pairs, load_tile, positions, shift_of_positions, store_tile,
+    dot, dot_add, load_tile, positions, shift_of_positions, store_tile,
 )
 
 #: imports

@@ -4,8 +4,9 @@
 import triton
 import triton.language as tl
 
+from attndsl.backends.triton.dropout import keep_factor, kept_pairs
 from attndsl.backends.triton.library import (
-    dot, keep_factor, kept_pairs, load_tile, positions, statistics_rows,
+    dot, load_tile, positions, statistics_rows,
 )
 
 #: begin

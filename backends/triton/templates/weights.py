@@ -10,8 +10,9 @@ the final score is dS = P * (dP - delta).
 import triton
 import triton.language as tl
 
+from attndsl.backends.triton.dropout import keep_factor, kept_pairs
 from attndsl.backends.triton.library import (
-    dot, dot_add, keep_factor, kept_pairs, load_tile, positions, shift_of_positions, statistics_rows, store_tile,
+    dot, dot_add, load_tile, positions, shift_of_positions, statistics_rows, store_tile,
 )
 
 #: imports

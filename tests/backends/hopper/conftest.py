@@ -107,8 +107,10 @@ class Operations:
             "attndsl.backends.hopper.shim": SimpleNamespace(
                 tma_load=self.load_tile, tma_store=self.store_tile, tma_wait=self.wait_stores
             ),
-            "attndsl.backends.triton.library": SimpleNamespace(
+            "attndsl.backends.triton.dropout": SimpleNamespace(
                 drop_of_head=lambda p, number, seed: (round(1e6 * float(p)), int(number), seed),
+            ),
+            "attndsl.backends.triton.library": SimpleNamespace(
                 positions=lambda index, length, origin, kind: index + origin,
                 shift_of_positions=lambda origin, kind: origin,
                 relu=torch.relu, sigmoid_ex2=torch.sigmoid, tanh_ex2=torch.tanh,

@@ -1,0 +1,119 @@
+"""Which pairs of a tile dropout keeps, as ``backends.philox`` lays it out."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def philox4x32(c0, c1, c2, c3):
+    """Four tiles of random words (uint32) from four of counters, in 7 rounds; the key is 0.
+
+    Algorithm and its source: ``backends.philox``.
+    """
+    for turn in tl.static_range(7):
+        high0, low0 = tl.umulhi(c0, 0xD2511F53), c0 * 0xD2511F53
+        high1, low1 = tl.umulhi(c2, 0xCD9E8D57), c2 * 0xCD9E8D57
+        c0 = high1 ^ c1 ^ (turn * 0x9E3779B9 & 0xFFFFFFFF)
+        c2 = high0 ^ c3 ^ (turn * 0xBB67AE85 & 0xFFFFFFFF)
+        c1, c3 = low1, low0
+    return c0, c1, c2, c3
+
+
+@triton.jit
+def drop_of_head(p, head_of_batch, seed):
+    """What decides which pairs of a head are dropped, in the terms of ``backends.philox``.
+
+    Args:
+        p: With what probability a pair is dropped: a number, or a tile of one.
+        head_of_batch: Number of the head.
+        seed: A number, or where one lies.
+
+    Returns:
+        The head's four words; ``v``, and what ``u`` is compared to; ``256 p`` rounded down.
+    """
+    if seed.dtype.is_ptr():
+        seed = tl.load(seed)
+    seed = seed.to(tl.int64)
+    number, low, high = head_of_batch.to(tl.uint32), seed.to(tl.uint32), (seed >> 32).to(tl.uint32)
+    word0, word1, word2, word3 = philox4x32(number, 0, low, high)
+    begin, _, _, _ = philox4x32(number, 1, low, high)
+    scaled = tl.minimum(tl.maximum(p, 0.0), 1.0) * 256.0
+    least = tl.minimum(tl.floor(scaled), 255.0)
+    # The largest of fp32 below 2^32, where p is 1.
+    fraction = tl.minimum((scaled - least) * 4294967296.0, 4294967040.0).to(tl.uint32)
+    return word0, word1, word2, word3, begin, fraction, least.to(tl.int32)
+
+
+@triton.jit
+def rotated(word, NUMBER: tl.constexpr):
+    """``word`` (uint32) rotated to the left by NUMBER bits."""
+    return (word << NUMBER) | (word >> (32 - NUMBER))
+
+
+@triton.jit
+def lower_planes(words):
+    """Of four words (uint32) that are bits 4 to 7 of draws, those of bits 0 to 3.
+
+    As ``backends.philox`` has them, its ``ROTATIONS`` among them.
+    """
+    word0, word1, word2, word3 = words
+    return (
+        rotated(word1, 21) ^ rotated(word2, 13) ^ rotated(word3, 26),
+        rotated(word2, 7) ^ rotated(word3, 4) ^ rotated(word0, 16),
+        rotated(word3, 1) ^ rotated(word0, 29) ^ rotated(word1, 27),
+        rotated(word0, 13) ^ rotated(word1, 14) ^ rotated(word2, 20),
+    )
+
+
+@triton.jit
+def refined(kept, planes, FIRST: tl.constexpr, least):
+    """Bits of ``kept``, after four more bits of draws were compared with those of ``least``.
+
+    Args:
+        kept: uint32, a bit for each pair: whether lower bits of its draw are as much or more.
+        planes: Four words like it, of bits number FIRST and following.
+        FIRST: 0 or 4.
+        least: What all draws are compared with, a number up to 255 or a tile of one.
+    """
+    for place in tl.static_range(4):
+        either = tl.where(least >> (FIRST + place) & 1 == 1, 0, -1).to(tl.uint32)
+        kept = kept & planes[place] | (kept | planes[place]) & either
+    return kept
+
+
+@triton.jit
+def kept_pairs(
+    first_row, first_column, p, head_of_batch, seed, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+):
+    """Which pairs of a tile are kept: int8 (ROWS, COLUMNS), 0 or 1; of ``backends.philox``.
+
+    ``first_row`` is a multiple of 16, ``first_column`` of COLUMNS or of 128, ROWS and COLUMNS are
+    powers of two from 16 on, and ``p`` is a number or a tile (1, 1). Of tiles of fewer than 128
+    columns some is drawn for nothing.
+    """
+    of_head = drop_of_head(p, head_of_batch, seed)
+    row_word, key_word, word2, word3, begin, fraction, least = of_head
+    BLOCKS: tl.constexpr = (COLUMNS + 127) // 128
+    EIGHTS: tl.constexpr = COLUMNS // 8 // BLOCKS
+    rows = (first_row // 2 + tl.arange(0, ROWS // 2)).to(tl.uint32)[:, None]
+    keys = (first_column // 128 * 8 + tl.arange(0, BLOCKS * 8)).to(tl.uint32)[None, :]
+    zeros = tl.zeros([ROWS // 2, BLOCKS * 8], tl.uint32)
+    spread = begin + rows * 0xC13FA9A9 + keys * 0x91E10DA5
+    kept = tl.where(spread < fraction, zeros, ~zeros)
+    words = philox4x32(
+        rows + row_word + zeros, keys + key_word + zeros, word2 + zeros, word3 + zeros
+    )
+    kept = refined(refined(kept, lower_planes(words), 0, least), words, 4, least)
+    eights = first_column // 8 % 16 + tl.arange(0, EIGHTS)
+    shifts = 8 * (eights % 4) + 4 * (eights // 8) + 2 * (eights // 4 % 2)
+    shifts = (shifts[None, :] + tl.arange(0, 2)[:, None]).to(tl.uint32)
+    pairs = (kept[:, :, None, None] >> shifts[None, None, :, :] & 1).to(tl.int8)
+    blocks = tl.reshape(pairs, [ROWS // 16, 8, BLOCKS, 8, 2, EIGHTS])
+    return tl.reshape(tl.permute(blocks, (0, 4, 1, 2, 5, 3)), [ROWS, COLUMNS])
+
+
+@triton.jit
+def keep_factor(kept, p):
+    """Factor of each weight that dropout with probability ``p`` gives, from :func:`kept_pairs`."""
+    factor = tl.where(p < 1.0, 1.0 / tl.where(p < 1.0, 1.0 - tl.maximum(p, 0.0), 1.0), 0.0)
+    return tl.where(kept != 0, factor, 0.0)
