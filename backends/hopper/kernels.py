@@ -12,7 +12,7 @@ from .generate_tangent import generate_tangent
 from .memory import block_width, widest
 from .pair_tiles import fitting
 from .sums import dq_from_sums, prepare_backward
-from .tiles import CANDIDATES, candidates, for_sums
+from .tiles import CANDIDATES, candidates, for_busy_producers
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -106,5 +106,5 @@ def configs_of(lowered: Lowered, special: Specialisation, direction: str) -> tup
     plain = lowered.program.mask is None or (lowered.sparsity.plain and not own)
     found = candidates(direction, widest(special), plain, work, column, dropped, own)
     if special.adds_diagonals:
-        found = for_sums(found)
+        found = for_busy_producers(found)
     return fitting(direction, special, found) if special.pair_tiles else found

@@ -43,6 +43,8 @@ _FORWARD_TANGENT: dict[int, tuple[Config, ...]] = {
 }
 _SHARED = 232
 """Registers of consumers that leave a producer 40 instead of 24."""
+_DRAWING = {2: 216, 3: 152}
+"""The same, of two or three consumers whose producer draws for all of them: it has 56 or more."""
 CANDIDATES: dict[str, dict[int, tuple[Config, ...]]] = {
     "forward": _FORWARD, "forward_tangent": _FORWARD_TANGENT, "backward_kv": _BACKWARD
 }  # fmt: skip
@@ -80,21 +82,23 @@ def candidates(
         found = tuple(sorted(found, key=lambda config: not config.early))
     crowded = dropped or not plain
     if dropped and direction == "forward":
-        found = tuple(sorted(found, key=lambda config: config.consumers))
+        found = tuple(
+            replace(config, registers=_DRAWING[config.consumers])
+            for config in sorted(found, key=lambda config: config.consumers)
+        )
     if (crowded and direction == "backward_kv") or work == "short partial":
         found = tuple(sorted(found, key=lambda config: (config.block_m, config.block_n)))
-    if dropped:
-        # A producer that draws has few registers beside consumers of 240.
-        registers = 216 if direction == "forward" else _SHARED if width <= 64 else 240
-        found = tuple(replace(config, registers=registers) for config in found)
+    if dropped and direction == "backward_kv" and width <= 64:
+        found = for_busy_producers(found)
     persistent = width <= 128 and not (direction == "forward" and column)
     return tuple(replace(config, persistent=persistent) for config in found)
 
 
-def for_sums(configs: tuple[Config, ...]) -> tuple[Config, ...]:
-    """Configs for a backward whose producer adds up diagonals.
+def for_busy_producers(configs: tuple[Config, ...]) -> tuple[Config, ...]:
+    """Configs for a backward whose producer adds up diagonals, or draws for tiles of D64.
 
-    With 24 registers it would not compile, and ptxas then leaves all warpgroups as few as they
-    begin with; consumers spill little more without the 8 that it takes from each.
+    With 24 registers the one would not compile, and ptxas then leaves all warpgroups as few as they
+    begin with, and the other spills; consumers spill little more without the 8 that it takes from
+    each.
     """
     return tuple(replace(config, registers=_SHARED) for config in configs)

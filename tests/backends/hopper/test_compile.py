@@ -22,7 +22,7 @@ SCRIPT = textwrap.dedent(
     from attndsl.backends.hopper.kernels import configs_of
     from attndsl.backends.hopper.memory import shared_bytes, widest
     from attndsl.backends.hopper.pair_tiles import with_pair_tiles
-    from attndsl.backends.hopper.tiles import CANDIDATES, for_sums
+    from attndsl.backends.hopper.tiles import CANDIDATES, for_busy_producers
     from attndsl.backends.triton.arguments import arguments_of as portable_arguments
     from attndsl.backends.triton.compile import build, load_module
     from attndsl.backends.triton.cross import example_call, parse_target
@@ -107,7 +107,7 @@ SCRIPT = textwrap.dedent(
             persistent = configs_of(lowered, special, direction)[0].persistent
         config = replace(config, persistent=persistent)
         if summed:
-            (config,) = for_sums((config,))
+            (config,) = for_busy_producers((config,))
         loop = plan_loop(lowered, special, direction, config)
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "hopper.py"
