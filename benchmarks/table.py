@@ -25,9 +25,13 @@ COLUMNS = {
 _PORTABLE = "The portable Triton kernels on the same kind of machine (`backend='triton'`):"
 _OF_GRADIENTS = (
     "Backward without and with the gradients of what is captured (dropout, sigmoid: of the plain "
-    "program and of these; jvp: the forward, and with tangents of out and lse along q, k and v)"
+    "program and of these, whose forwards are beside; jvp: the forward, and with tangents of out "
+    "and lse along q, k and v)"
 )
-_GRADIENTS = {"case": "learned", "without_ms": "without", "with_ms": "with", "cost": "quotient"}
+_GRADIENTS = {
+    "case": "learned", "without_ms": "without", "with_ms": "with", "cost": "quotient",
+    "plain_forward_ms": "forward without", "forward_ms": "with",
+}  # fmt: skip
 _ODD = {
     "what": "odd", "case": "mask", "direction": "", "odd_ms": "odd", "even_ms": "even",
     "cost": "quotient",
@@ -103,7 +107,7 @@ def costs(name: str, title: str, columns: dict[str, str]) -> str:
         return ""
     lines = [list(columns.values()), ["---"] * len(columns)]
     for row in results["rows"]:
-        lines.append([x if isinstance(x := row[key], str) else _ms(x) for key in columns])
+        lines.append([x if isinstance(x := row.get(key), str) else _ms(x) for key in columns])
     head = f"{title}, in ms, bf16, on one {results['machine']}; {results['date']}:"
     return f"{head}\n\n" + "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
