@@ -180,8 +180,8 @@ def verify(
     attention = program if isinstance(program, Attention) else compile(program, **named)
     captures = names if isinstance(program, Attention) else {}
     call = attention.call_of_lengths(
-        q_len, kv_len, batch, heads, kv_heads, head_dim, None, q_offset, kv_offset, q_index,
-        kv_index, **captures,
+        captures, q_len, kv_len, batch, heads, kv_heads, head_dim, None, q_offset, kv_offset,
+        q_index, kv_index,
     )  # fmt: skip
     found = [verify_call(attention.lowered, call, block_m, block_n, d) for d in directions]
     return Verification(

@@ -345,8 +345,8 @@ class Attention:
             ArgumentError: A size or a direction that cannot be; a missing capture.
         """
         call = self.call_of_lengths(
-            q_len, kv_len, batch, heads, kv_heads, head_dim, device, q_offset, kv_offset, q_index,
-            kv_index, **captures,
+            captures, q_len, kv_len, batch, heads, kv_heads, head_dim, device, q_offset, kv_offset,
+            q_index, kv_index,
         )  # fmt: skip
         return find_tiles(self._lowered, call, block_m, block_n, direction)
 
@@ -405,8 +405,7 @@ class Attention:
             return text
         if q_len is None or kv_len is None:
             raise ArgumentError("one length is missing", hint="pass both q_len and kv_len")
-        named: dict[str, Any] = dict(captures)
-        call = self.call_of_lengths(q_len, kv_len, batch, heads, head_dim=head_dim, **named)
+        call = self.call_of_lengths(captures, q_len, kv_len, batch, heads, head_dim=head_dim)
         return f"{text}\n{explain_tiles(self._lowered, call, block_m, block_n)}"
 
     def plot(
@@ -462,11 +461,11 @@ class Attention:
             return f"<pre>{html.escape(repr(self))}\n{html.escape(refusal.message)}</pre>"
 
     def call_of_lengths(
-        self, q_len: int, kv_len: int, batch: int, heads: int, kv_heads: int | None = None,
-        head_dim: int = 64, device: str | torch.device | None = None,
+        self, captures: Mapping[str, torch.Tensor | Scalar], q_len: int, kv_len: int, batch: int,
+        heads: int, kv_heads: int | None = None, head_dim: int = 64,
+        device: str | torch.device | None = None,
         q_offset: int | torch.Tensor = 0, kv_offset: int | torch.Tensor = 0,
         q_index: torch.Tensor | None = None, kv_index: torch.Tensor | None = None,
-        **captures: torch.Tensor | Scalar,
     ) -> Call:  # fmt: skip
         """The checked call of these sizes, whose q, k and v take no memory."""
         positions = {

@@ -229,6 +229,10 @@ def _yaml_params(source: Source, label: str, written: Any) -> dict[str, Bound]:
         )
         if not is_number:
             raise _bad_params(label, _yaml_span(source, value))
+        if not isinstance(key, yaml.ScalarNode):
+            raise _bad_params(label, _yaml_span(source, key))
+        if key.value in found:
+            raise ConfigError(f"'{key.value}' stands twice", _yaml_span(source, key), "remove one")
         try:
             number = constructor.construct_object(value)
         except (ValueError, yaml.YAMLError):

@@ -29,8 +29,9 @@ saved. Of uniform words, draws of any three pairs are independent, since the 24 
 they consist of are linearly independent; ROTATIONS were found by trying. A pair is dropped with
 probability ``p``, not with the nearest of 257: ``u`` is uniform as ``v`` is. Over blocks it is
 spread evenly: multiples of the plastic number's powers -1 and -2, the two-dimensional sequence of
-M. Roberts, The Unreasonable Effectiveness of Quasirandom Sequences (2018). That pairs share a ``t``
-makes the covariance of whether two of a block are dropped at most 2^-18.
+M. Roberts, The Unreasonable Effectiveness of Quasirandom Sequences (2018). That pairs share a
+``t``, those of a block and nearly those of blocks 16 rows on, makes the covariance of whether two
+of them are dropped at most 2^-18.
 
 Nothing depends on tile sizes, on the number of keys or on the dtype of q. Rows and keys 8 apart are
 what one thread holds of a product's tile on Nvidia's tensor cores.

@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 
     from attndsl.frontend.declare import Declared
 
+_LONGEST_LINE = 1000
+"""Of a configuration, in characters, to stand in a program's specification."""
+
 
 def make_spec(
     text: str, name: str, first_line: int, declared: Mapping[str, Declared], exact: bool = False
@@ -102,8 +105,11 @@ def _declared_from_json(value: list[Any]) -> Declared:
 
 
 def _span_to_json(span: Span | None) -> list[Any] | None:
-    """``span`` with its first line alone: no more of a configuration is part of the program."""
-    if span is None:
+    """``span`` with its first line alone: no more of a configuration is part of the program.
+
+    Nothing of it where that line is long: it may have thousands of params, each with a span.
+    """
+    if span is None or len(span.source.line(span.line)) > _LONGEST_LINE:
         return None
     source, start = span.source, span.column - 1
     return [

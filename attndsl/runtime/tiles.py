@@ -50,6 +50,8 @@ _MOST_TILES = 1 << 31
 """Of a map: a byte each."""
 _MOST_COUNTED = 1 << 29
 """Of those that are looked at one by one to be counted, which takes some 20 ns each."""
+_MOST_EVALUATED = 1 << 17
+"""The same where all of their pairs are looked at, which takes some 0.1 ms each."""
 _TILES_AT_ONCE = 1 << 22
 """Tiles whose kinds are found together to be counted."""
 _EDGE_PAIRS = 1 << 25
@@ -131,7 +133,7 @@ def count_tiles(lowered: Lowered, call: Call, block_m: int, block_n: int) -> Til
     """The tiles of ``call``, in memory of the lengths.
 
     The ragged last tiles of long calls are as the loops have them: FULL ones count as PARTIAL, and
-    one may be visited that has no live pair within the lengths.
+    in each row of tiles one may be visited that has no live pair within the lengths.
 
     Raises:
         ArgumentError: A tile size below 1, or lengths beyond what positions are counted in.
@@ -144,7 +146,7 @@ def count_tiles(lowered: Lowered, call: Call, block_m: int, block_n: int) -> Til
     loop = sparsity.loop(FORWARD, block_m, block_n, call.shifted, call.indexed)
     with torch.no_grad():
         if loop.listed is not None:
-            if total > _MOST_COUNTED:
+            if total > (_MOST_EVALUATED if sparsity.evaluate else _MOST_COUNTED):
                 raise UnsupportedError(
                     f"there are {total} tiles, and no closed form: {loop.listed}",
                     hint="ask with larger block_m and block_n, or shorter lengths",

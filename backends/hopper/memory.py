@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 BYTES_OF_TYPES = {"fp32": 4, "fp16": 2, "bf16": 2, "i8": 1}
 _REST = 640
 """Barriers, and what an item is: bytes, rounded up."""
+_LOST = 384
+"""Whether a forward's consumers, at most three, lost a maximum: bytes, rounded up."""
 _TURNED = 16384
 """Bytes in which a backward's rows of dK and dV get from who has computed to who stores them; above
 head dim 128 the places of k and v."""
@@ -51,8 +53,8 @@ def has_own_output(special: Specialisation, config: Config) -> bool:
         return d != dv
     q, k, v = (1 + (name in special.moving_operands) for name in "qkv")
     elements = config.block_m * (q * d + dv) + config.stages * config.block_n * (k * d + v * dv)
-    pairs = _pair_bytes("forward", special, config)
-    return 2 * elements + pairs + _REST * bool(pairs) < shared_memory_of("cuda:90")
+    more = _pair_bytes("forward", special, config) + _kept_bytes("forward", special, config)
+    return 2 * elements + more + (_REST + _LOST) * bool(more) < shared_memory_of("cuda:90")
 
 
 def shared_bytes(direction: str, special: Specialisation, config: Config) -> int:
@@ -66,11 +68,19 @@ def shared_bytes(direction: str, special: Specialisation, config: Config) -> int
         # dS; above head dim 128 once, and its slopes in fp32. Row statistics are two of fp32.
         elements += 3 * n * m if widest(special) > 128 else 2 * n * m
         elements += 4 * stages * m
-    # By which dropout keeps pairs: 16 bits to an element.
-    elements += special.dropout * stages * m * n // 16
     turned = _TURNED * (direction != "forward" and widest(special) <= 128)
     turned += _LINES * special.adds_diagonals
-    return 2 * elements + _pair_bytes(direction, special, config) + turned + _REST
+    more = _pair_bytes(direction, special, config) + _kept_bytes(direction, special, config)
+    return 2 * elements + more + turned + _REST + _LOST * (direction == "forward")
+
+
+def _kept_bytes(direction: str, special: Specialisation, config: Config) -> int:
+    """What says which pairs dropout keeps: of each stage two words a thread, or a bit a pair."""
+    if direction == "forward":
+        size = 2 * 4 * 128 * config.consumers
+    else:
+        size = config.block_m * config.block_n // 8
+    return special.dropout * config.stages * size
 
 
 def _pair_bytes(direction: str, special: Specialisation, config: Config) -> int:

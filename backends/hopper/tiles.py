@@ -59,7 +59,7 @@ def candidates(
     Larger tiles pay but for masks that leave few, of which many are PARTIAL (documents, D 64: 0.41
     against 0.48 ms, D 128: 0.22 against 0.23). What scores are made of leaves fewer registers for
     them backward (D 64, 8192 rows: causal 2.81 against 2.95 ms, with a soft cap 4.85 against 3.51),
-    and what dropout draws either way.
+    and so does dropout, whose producer draws, either way.
 
     Persistent programs hide how others begin and end (causal, 4096 rows, D 128: forward 0.46
     against 0.49 ms, backward 1.37 against 1.41; D 64 backward 1.60 against 1.64; without a mask 0

@@ -42,7 +42,7 @@ def _asked(text, q_len, kv_len):
 
 
 def _counted(attention, q_len, kv_len, block_m, block_n, captures, **options):
-    call = attention.call_of_lengths(q_len, kv_len, 2, 3, **options, **captures)
+    call = attention.call_of_lengths(captures, q_len, kv_len, 2, 3, **options)
     return tiles.count_tiles(attention.lowered, call, block_m, block_n)
 
 
@@ -115,3 +115,14 @@ def test_what_cannot_be_counted_is_said():
     with pytest.raises(ArgumentError, match="2147483648 queries") as caught:
         attndsl.compile("causal()").explain(q_len=1 << 31, kv_len=1)
     assert "below 1073741824" in caught.value.hint
+
+
+def test_masks_that_are_evaluated_are_not_counted_for_hours():
+    attention = attndsl.compile("(q * kv) % 7 < 3")
+    assert "no closed form" in attention.explain(q_len=1 << 20, kv_len=1 << 20)
+
+
+def test_captures_may_have_the_names_of_arguments():
+    attention = attndsl.compile("tensor device[heads]: int\nmask = q - kv < device[h]")
+    found = attndsl.verify(attention, 8, 8, heads=2, device=torch.tensor([1, 2]))
+    assert found.tiles == found.live == 6

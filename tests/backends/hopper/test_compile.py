@@ -20,7 +20,7 @@ SCRIPT = textwrap.dedent(
     from attndsl.backends.hopper.generate import generate
     from attndsl.backends.hopper.generate_tangent import generate_tangent
     from attndsl.backends.hopper.kernels import configs_of
-    from attndsl.backends.hopper.memory import shared_bytes, widest
+    from attndsl.backends.hopper.memory import has_own_output, shared_bytes, widest
     from attndsl.backends.hopper.pair_tiles import with_pair_tiles
     from attndsl.backends.hopper.tiles import CANDIDATES, for_busy_producers
     from attndsl.backends.triton.arguments import arguments_of as portable_arguments
@@ -56,6 +56,10 @@ SCRIPT = textwrap.dedent(
         "alibi": "mask = causal()\\nscore = alibi()",
         "constant": "mask = causal()\\nscore = -2.0 * (h + 1)",
         "sink": "tensor s[heads]: float\\nmask = causal()\\nscore = alibi()\\nsink = s[h] * s[h]",
+        "dropped": (
+            "tensor bias[heads, q_len, kv_len]: float\\nmask = causal()\\n"
+            "score = score + bias[h, q, kv]\\nweights = dropout(softmax(score), 0.1)"
+        ),
         "dropout": "param p: float\\nmask = causal()\\nweights = dropout(softmax(score), p)",
         "bias": '''
     tensor bias[batch, kv_heads, q_len, kv_len]: float
@@ -103,6 +107,9 @@ SCRIPT = textwrap.dedent(
             special = with_pair_tiles(special, lowered, call, direction)
         assert len(special.pair_tiles) == len(tiles and call.tensors or ())
         config = CANDIDATES[direction][widest(special)][number]
+        if lowered.program.dropout is not None:
+            # Their registers are others.
+            config = configs_of(lowered, special, direction)[number]
         if persistent is None:
             persistent = configs_of(lowered, special, direction)[0].persistent
         config = replace(config, persistent=persistent)
@@ -122,7 +129,8 @@ SCRIPT = textwrap.dedent(
                 compile_lists(lowered, special, config, Path(folder), target)
             built = build(function, arguments, (config,), target, 232448, load=False)
             # A forward's output may have a place of its own.
-            if direction == "backward_kv":
+            own = direction == "forward" and has_own_output(special, config)
+            if direction != "forward_tangent" and not own:
                 assert built.kernel.metadata.shared <= shared_bytes(direction, special, config)
             return built
 
@@ -253,6 +261,7 @@ CASES = {
     ],
     "tiles of pairs": [
         ("forward", "bias", 128, 0, {"tiles": "bfloat16"}),
+        ("forward", "dropped", 128, 0, {"tiles": "bfloat16"}),
         ("backward_kv", "both", 64, 1, {"tiles": "float32"}),
     ],
     "more tiles of pairs": [
