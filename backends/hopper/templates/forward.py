@@ -34,6 +34,8 @@ def attend(
     mbarrier.wait(v_full.index(before), ((count - 1) // STAGES) & 1)
     v = v_s.index(before).reshape([BLOCK_N, DV])
     if HAS_DROPOUT:
+        # Behind the wait for v: before it, ptxas issues these between the parts of the product of
+        # scores, which they are to run beside.
         kept = take_kept(PART, count - 1, kept_s, kept_full, STAGES, CONSUMERS, BLOCK_N)
         weight = keep_packed(weight, kept)
     if HAS_DROPOUT or not EARLY:
