@@ -18,7 +18,7 @@ from attndsl.passes.tiles.plan import DIRECTIONS
 from ..forms import APPROX
 from ..triton.device_functions import param_values, parameters, wrapped
 from ..triton.generate import fill_template, import_lines
-from ..triton.loops import LIST_PARAMETERS, print_loop
+from ..triton.loops import LIST_PARAMETERS, print_loop, print_visited
 from .arguments import is_drawn
 from .distances import DIAGONAL_IMPORTS, diagonal_hooks
 from .functions import print_functions, weights_and_factor
@@ -134,6 +134,13 @@ def generate(
         param_values(special, scalar=True),
         special.names(),
     )
+    skips, of_rows = rows_that_skip(lowered, special, direction, config)
+    if of_rows is not None:
+        text, needed = print_visited(
+            "rows", "kv", of_rows, names, param_values(special, scalar=True), special.names()
+        )
+        texts.append(text)
+        used |= needed
     modified, own = placed.pair.op is not Op.SCORE, program.weights is not None
     dropped = program.dropout is not None
     assert not (wide and dropped)
@@ -168,6 +175,8 @@ def generate(
         "LEAVE_EACH": not (forward or wide) and is_pairwise(placed.slope),
         "PERSISTENT": config.persistent,
         "DRAWN": drawn,
+        "SKIPS": skips,
+        "ROWS_HAVE_TILES": of_rows is not None,
         "HAS_DROPOUT": dropped,
         "SIGNED_WEIGHTS": dropped and not own,
         "OWN_OUTPUT": forward and has_own_output(special, config),
@@ -223,6 +232,23 @@ def generate(
     }
     texts += print_pair_functions(lowered, special, direction)
     return fill_template(__package__, templates, [*functions, *texts], helpers, flags, names, more)
+
+
+def rows_that_skip(
+    lowered: Lowered, special: Specialisation, direction: str, config: Config
+) -> tuple[bool, LoopPlan | None]:
+    """Whether consumers of the forward leave tiles out, and the plan of their rows where it says.
+
+    Rows beyond the last query are many where tiles have a length that few lengths are multiples
+    of. What comes by tiles, or is drawn, comes to all consumers.
+    """
+    if direction != "forward" or special.pair_tiles or lowered.program.dropout is not None:
+        return False, None
+    rows = config.block_m // config.consumers
+    found = lowered.sparsity.loop_of_rows(
+        config.block_m, rows, config.block_n, special.shifted, special.indexed
+    )
+    return found is not None or config.block_m & (config.block_m - 1) != 0, found
 
 
 def flags_of_scores(lowered: Lowered, name: str, loop: LoopPlan) -> dict[str, bool | float]:

@@ -79,6 +79,8 @@ def generate_tangent(
         "PERSISTENT": config.persistent,
         "DRAWN": drawn,
         "NEEDS_TILE": False,
+        "SKIPS": False,
+        "ROWS_HAVE_TILES": False,
         "HAS_DROPOUT": False,
         "OWN_OUTPUT": has_own_output(special, config),
         **moves,

@@ -81,6 +81,35 @@ def print_loop(
     return texts, helpers
 
 
+def print_visited(
+    name: str,
+    along: str,
+    loop: LoopPlan,
+    parameters: list[str],
+    param_values: list[str],
+    names: Names,
+) -> tuple[str, set[str]]:
+    """``NAME_visits``: whether tile number ``found`` is one of those of a plan's segments.
+
+    Arguments and results are as those of :func:`print_loop`. Segments count as if they had no
+    gaps.
+    """
+    segments = (*loop.full, *loop.partial)
+    names = replace(names, scalar=True)
+    bounds = tuple(bound for segment in segments for bound in (segment.start, segment.stop))
+    guards = tuple(segment.guard for segment in segments if segment.guard is not None)
+    printed = print_expressions((*bounds, *guards), names)
+    guarded = iter(printed.terms[len(bounds) :])
+    inside = []
+    for number, segment in enumerate(segments):
+        start, stop = printed.terms[2 * number : 2 * number + 2]
+        guard = "" if segment.guard is None else f" & {next(guarded)}"
+        inside.append(f"((found >= {start}) & (found < {stop}){guard})")
+    body = [*_lengths(along), *param_values, *printed.lines, f"return {' | '.join(inside)}"]
+    doc = "Whether tile number ``found`` may have a live pair."
+    return _function(f"{name}_visits", "found, tile", parameters, doc, body), set(printed.helpers)
+
+
 def _lengths(along: str) -> list[str]:
     length, block = f"{along}_len", "BLOCK_M" if along == "q" else "BLOCK_N"
     return [f"tiles = tl.cdiv({length}, {block})", f"whole = {length} // {block}"]

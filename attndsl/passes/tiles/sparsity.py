@@ -10,22 +10,26 @@ Needs no isl, so that a start from the cache does not import it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from attndsl.ir import Op, const, dependencies
 from attndsl.passes.evaluate import Environment, evaluate
 
 from .intervals import SCORE_DEPENDENT, Bounds, bound_mask
-from .plan import LoopPlan
+from .plan import FORWARD, LoopPlan
 from .segments import NoClosedForm, closed_segments
 from .sets import why_not_affine
 
 if TYPE_CHECKING:
     from attndsl.ir import Node, Program
 
-    from .plan import Direction, Segment
+    from .plan import Direction
 
+_MANY = 64
+"""Tiles of lengths that plans are looked at with, over the other side of a tile."""
+_SAMPLES = 16
+"""Query tiles looked at for rows that visit fewer: so many first ones, and some in the middle."""
 SETS, SUMMARIES, EVALUATION, SCORES = "integer sets", "summaries", "evaluation", "the score"
 
 
@@ -87,10 +91,33 @@ class Sparsity:
             )
         except NoClosedForm as reason:
             return LoopPlan(listed=str(reason))
-        segments = (*full, *partial)
-        first, last = (_visited(segments, own, along, 64, end) for end in (0.0, 1.0))
-        middle, twice = (_visited(segments, own, along, scale, 0.5) for scale in (64, 128))
-        return LoopPlan(full, partial, descending=last > first, short=middle == twice)
+        found = LoopPlan(full, partial)
+        first, last = (_visited(found, own, along, _MANY, end) for end in (0.0, 1.0))
+        middle, twice = (_visited(found, own, along, scale, 0.5) for scale in (_MANY, 2 * _MANY))
+        return replace(found, descending=last > first, short=middle == twice)
+
+    def loop_of_rows(
+        self, block_m: int, rows: int, block_n: int, shifted: bool, indexed: bool
+    ) -> LoopPlan | None:
+        """The forward's plan for ``rows`` of each query tile's ``block_m``.
+
+        None where there is no closed form, or all rows of the tiles looked at visit the same.
+        """
+        if self.mask is None:
+            return None
+        whole, part = (
+            self.loop(FORWARD, own, block_n, shifted, indexed) for own in (block_m, rows)
+        )
+        if whole.listed is not None or part.listed is not None:
+            return None
+        length, parts = _MANY * block_m * block_n, block_m // rows
+        middle = _MANY * block_n // 2
+        for tile in (*range(_SAMPLES), *range(middle, middle + _SAMPLES)):
+            all_rows = _count(whole, tile, length, block_n)
+            for place in range(tile * parts, (tile + 1) * parts):
+                if _count(part, place, length, block_n) < all_rows:
+                    return part
+        return None
 
     def work(self, direction: Direction, shifted: bool, indexed: bool) -> str:
         """What the loop is like, for the choice of tile sizes (see the backends' tables)."""
@@ -104,15 +131,19 @@ class Sparsity:
         return "short" if loop.full else "short partial"
 
 
-def _visited(segments: tuple[Segment, ...], own: int, along: int, scale: int, place: float) -> int:
+def _visited(loop: LoopPlan, own: int, along: int, scale: int, place: float) -> int:
     """Tiles that one of many owning tiles visits, the first (0.0), the last (1.0), or between."""
     length = scale * own * along
-    tile = int((length // own - 1) * place)
+    return _count(loop, int((length // own - 1) * place), length, along)
+
+
+def _count(loop: LoopPlan, tile: int, length: int, along: int) -> int:
+    """Tiles that owning tile number ``tile`` visits, where both lengths are ``length``."""
     tiles = length // along
     names = {"$tile": tile, "$tiles": tiles, "$whole": tiles, "q_len": length, "kv_len": length}
     known = Environment(_Guess(names | {"$q_offset": 0, "$kv_offset": 0}), lambda name, at: 1024)
     total = 0
-    for segment in segments:
+    for segment in (*loop.full, *loop.partial):
         if segment.guard is None or evaluate(segment.guard, known):
             span = evaluate(segment.stop, known) - evaluate(segment.start, known)
             total += -(-max(0, int(span)) // segment.step)

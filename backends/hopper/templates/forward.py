@@ -111,6 +111,13 @@ def consume_item(
         #: arguments
         #: forward_lists
     )
+    begin_partial, end_partial, own_full = tiles_of_rows(
+        partial_tiles, nothing, full_tiles, first_live, first_full, tile, tile * CONSUMERS + PART,
+        b, h, hkv, batch, heads, kv_heads, q_len, kv_len, q_offset, kv_offset,
+        BLOCK_M, BLOCK_N, ROWS,
+        #: arguments
+        #: forward_lists
+    )
     first = tile * BLOCK_M + PART * ROWS
     rows = first + gl.arange(0, ROWS, layout=gl.SliceLayout(1, SCORES))
     row_places = positions(rows, q_len, q_origin, Q_KIND)
@@ -138,7 +145,7 @@ def consume_item(
 
     # The first tile has no weights before it. A FULL one may take the mask's code as well.
     first_tile = partial_tile(
-        0, nothing, full_tiles, first_live, first_full, tile,
+        begin_partial, partial_tiles, nothing, full_tiles, first_live, first_full, tile,
         b, h, hkv, batch, heads, kv_heads, q_len, kv_len, q_offset, kv_offset,
         BLOCK_M, BLOCK_N,
         #: arguments
@@ -152,16 +159,19 @@ def consume_item(
             #: arguments
             #: forward_lists
         )
-        first_tile = gl.where(partial_tiles > 0, first_tile, full_tile)
+        first_tile = gl.where(begin_partial < partial_tiles, first_tile, full_tile)
     anchored = False
-    begin = gl.where(partial_tiles > 0, 0, 1)
-    end = full_tiles
+    begin = gl.where(begin_partial < partial_tiles, 0, 1)
+    end = own_full
     if ANCHORED:
         # The first keys of all often have the largest scores: their tile is one to follow. What is
         # added to the scores of padding is as good as -inf, and nothing to be relative to.
-        anchored = fast & (begin + 1 < full_tiles)
-        end = gl.where(anchored, begin + 1, full_tiles)
-    stage = done % STAGES
+        anchored = fast & (begin + 1 < own_full)
+        end = gl.where(anchored, begin + 1, own_full)
+    if SKIPS:
+        leave_tiles(done, done + begin_partial, k_full, k_empty, v_full, v_empty, STAGES)
+    count = done + begin_partial
+    stage = count % STAGES
     mbarrier.wait(q_full.index(PART), turn & 1)
     if SIGNED:
         if factor < 0.0:
@@ -171,7 +181,7 @@ def consume_item(
         # Dead pairs' scores are infinite, and stay so; what is NaN stays too.
         size = gl.abs(factor)
         factor = gl.where(size < TINY, TINY, size)
-    mbarrier.wait(k_full.index(stage), (done // STAGES) & 1)
+    mbarrier.wait(k_full.index(stage), (count // STAGES) & 1)
     k = k_s.index(stage).reshape([BLOCK_N, D])
     score = multiply(q_part, k, zeros, HEAD_DIM)
     kv_parts = parts_of_keys(
@@ -196,13 +206,13 @@ def consume_item(
 
     if FORWARD_HAS_PARTIAL:
         kv_tile = partial_tile(
-            1, nothing, full_tiles, first_live, first_full, tile,
+            begin_partial + 1, partial_tiles, nothing, full_tiles, first_live, first_full, tile,
             b, h, hkv, batch, heads, kv_heads, q_len, kv_len, q_offset, kv_offset,
             BLOCK_M, BLOCK_N,
             #: arguments
             #: forward_lists
         )
-        for step in range(1, partial_tiles):
+        for step in range(begin_partial + 1, end_partial):
             acc, weight, sums, peak = attend(
                 PART, CONSUMERS, done + step, kv_tile, acc, weight, sums, peak, float("-inf"), anchored,
                 q, q_parts, q_part, zeros, k_s, v_s, k_full, k_empty, v_full, v_empty,
@@ -213,7 +223,7 @@ def consume_item(
                 #: pair_reader
             )
             kv_tile = partial_tile(
-                step + 1, nothing, full_tiles, first_live, first_full, tile,
+                step + 1, partial_tiles, nothing, full_tiles, first_live, first_full, tile,
                 b, h, hkv, batch, heads, kv_heads, q_len, kv_len, q_offset, kv_offset,
                 BLOCK_M, BLOCK_N,
                 #: arguments
@@ -246,12 +256,16 @@ def consume_item(
                     #: arguments
                     #: forward_lists
                 )
-            begin, end = end, full_tiles
+            begin, end = end, own_full
 
     if PERSISTENT and OWN_OUTPUT:
         # The next item's rows of q may come.
         mbarrier.arrive(q_empty.index(PART), count=1)
-    last = done + partial_tiles + full_tiles - 1
+    tiles = partial_tiles + full_tiles
+    last = done + tiles - 1
+    if SKIPS:
+        ended = gl.maximum(end_partial, begin_partial + 1)
+        last = done + gl.where(own_full > 0, tiles, ended) - 1
     mbarrier.wait(v_full.index(last % STAGES), (last // STAGES) & 1)
     v = v_s.index(last % STAGES).reshape([BLOCK_N, DV])
     if HAS_DROPOUT:
@@ -273,8 +287,10 @@ def consume_item(
     row = (b * heads + h).to(gl.int64) * q_len
     gl.store(LSE + row + rows, lse, mask=rows < q_len)
     acc = warpgroup_mma_wait(0, deps=[adding])
-    if PERSISTENT:
+    if PERSISTENT or SKIPS:
         mbarrier.arrive(v_empty.index(last % STAGES), count=1)
+    if SKIPS:
+        leave_tiles(last + 1, done + tiles, k_full, k_empty, v_full, v_empty, STAGES)
     if not OWN_WEIGHTS:
         if HAS_DROPOUT:
             inverse = inverse * keep_factor
@@ -305,4 +321,4 @@ def consume_item(
         tma_wait(0)
     if PERSISTENT and not OWN_OUTPUT:
         mbarrier.arrive(q_empty.index(PART), count=1)
-    return last + 1
+    return done + tiles

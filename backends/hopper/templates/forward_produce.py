@@ -28,16 +28,21 @@ def count_tiles(
 
 @gluon.jit
 def partial_tile(
-    step, nothing, full_tiles, first_live, first_full, tile,
+    step, partial_tiles, nothing, full_tiles, first_live, first_full, tile,
     b, h, hkv, batch, heads, kv_heads, q_len, kv_len, q_offset, kv_offset,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
     #: parameters
     #: forward_lists
 ):
-    """Index of PARTIAL tile number ``step``."""
+    """Index of PARTIAL tile number ``step``: the last one first where later rows have more tiles.
+
+    Those that only the last rows of a query tile attend to are then the first ones.
+    """
     beyond = tl.cdiv(kv_len, BLOCK_N)
     found = beyond
     if FORWARD_HAS_PARTIAL:
+        if FORWARD_DESCENDING:
+            step = partial_tiles - 1 - step
         found = forward_partial_tile(
             step, full_tiles, first_live, first_full, tile,
             b, h, hkv, batch, heads, kv_heads, q_len, kv_len, q_offset, kv_offset,
@@ -46,6 +51,87 @@ def partial_tile(
             #: forward_lists
         )
     return gl.where(nothing, beyond, found)
+
+
+@gluon.jit
+def attends(
+    step, partial_tiles, nothing, full_tiles, first_live, first_full, tile, row_tile,
+    b, h, hkv, batch, heads, kv_heads, q_len, kv_len, q_offset, kv_offset,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, ROWS: gl.constexpr,
+    #: parameters
+    #: forward_lists
+):
+    """Whether rows ``row_tile * ROWS ...`` may have a live pair in PARTIAL tile number ``step``."""
+    there = row_tile * ROWS < q_len
+    if ROWS_HAVE_TILES:
+        kv_tile = partial_tile(
+            step, partial_tiles, nothing, full_tiles, first_live, first_full, tile,
+            b, h, hkv, batch, heads, kv_heads, q_len, kv_len, q_offset, kv_offset,
+            BLOCK_M, BLOCK_N,
+            #: arguments
+            #: forward_lists
+        )
+        there = there & rows_visits(
+            kv_tile, row_tile,
+            b, h, hkv, batch, heads, kv_heads, q_len, kv_len, q_offset, kv_offset,
+            ROWS, BLOCK_N,
+            #: arguments
+        )
+    return there
+
+
+@gluon.jit
+def tiles_of_rows(
+    partial_tiles, nothing, full_tiles, first_live, first_full, tile, row_tile,
+    b, h, hkv, batch, heads, kv_heads, q_len, kv_len, q_offset, kv_offset,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, ROWS: gl.constexpr,
+    #: parameters
+    #: forward_lists
+):
+    """Of the item's tiles, those that one consumer's rows attend to: a part without gaps.
+
+    The first PARTIAL one, the one behind the last, and the number of FULL ones; a consumer without
+    any takes one of them. Before FULL tiles none is left out: when weights wait for the product
+    with their tile of v, the next one's may have no place to come to.
+    """
+    begin, end = 0, partial_tiles
+    if SKIPS:
+        full_tiles = gl.where(row_tile * ROWS < q_len, full_tiles, 0)
+        most = partial_tiles - gl.where(full_tiles > 0, 0, 1)
+        while (begin < most) & (
+            attends(
+                begin, partial_tiles, nothing, full_tiles, first_live, first_full, tile, row_tile,
+                b, h, hkv, batch, heads, kv_heads, q_len, kv_len, q_offset, kv_offset,
+                BLOCK_M, BLOCK_N, ROWS,
+                #: arguments
+                #: forward_lists
+            ) == 0
+        ):
+            begin = begin + 1
+        least = gl.where(full_tiles > 0, partial_tiles, begin + 1)
+        while (end > least) & (
+            attends(
+                end - 1, partial_tiles, nothing, full_tiles, first_live, first_full, tile, row_tile,
+                b, h, hkv, batch, heads, kv_heads, q_len, kv_len, q_offset, kv_offset,
+                BLOCK_M, BLOCK_N, ROWS,
+                #: arguments
+                #: forward_lists
+            ) == 0
+        ):
+            end = end - 1
+    return begin, end, full_tiles
+
+
+@gluon.jit
+def leave_tiles(begin, end, k_full, k_empty, v_full, v_empty, STAGES: gl.constexpr):
+    """Let tiles number ``begin`` to ``end - 1`` pass."""
+    for count in range(begin, end):
+        stage = count % STAGES
+        phase = (count // STAGES) & 1
+        mbarrier.wait(k_full.index(stage), phase)
+        mbarrier.arrive(k_empty.index(stage), count=1)
+        mbarrier.wait(v_full.index(stage), phase)
+        mbarrier.arrive(v_empty.index(stage), count=1)
 
 
 @gluon.jit
@@ -198,7 +284,7 @@ def load_item(
         first_row, tile_before = tile * BLOCK_M, 0
     for step in range(0, partial_tiles):
         kv_tile = partial_tile(
-            step, nothing, full_tiles, first_live, first_full, tile,
+            step, partial_tiles, nothing, full_tiles, first_live, first_full, tile,
             b, h, hkv, batch, heads, kv_heads, q_len, kv_len, q_offset, kv_offset,
             BLOCK_M, BLOCK_N,
             #: arguments

@@ -179,7 +179,7 @@ def consume_item(
     HALF: gl.constexpr = o_desc.dtype
     q_offset = shift_of_positions(q_origin, Q_KIND)
     kv_offset = shift_of_positions(kv_origin, KV_KIND)
-    tile, b, h, hkv, full_tiles, partial_tiles, first_live, first_full, _, _ = take_item(
+    tile, b, h, hkv, full_tiles, partial_tiles, first_live, first_full, nothing, _ = take_item(
         item, batch, heads, kv_heads, q_len, kv_len, q_offset, kv_offset, together, BLOCK_M, BLOCK_N,
         #: again
         #: arguments
@@ -215,8 +215,8 @@ def consume_item(
     mbarrier.wait(q_full.index(PART), turn & 1)
 
     if FORWARD_HAS_PARTIAL:
-        kv_tile = forward_partial_tile(
-            0, full_tiles, first_live, first_full, tile,
+        kv_tile = partial_tile(
+            0, partial_tiles, nothing, full_tiles, first_live, first_full, tile,
             b, h, hkv, batch, heads, kv_heads, q_len, kv_len, q_offset, kv_offset,
             BLOCK_M, BLOCK_N,
             #: arguments
@@ -232,8 +232,8 @@ def consume_item(
                 BLOCK_N, STAGES, KV_KIND, True, SCORES, OUTPUT, WEIGHTS, HALF, HEAD_DIM, D, DV,
                 #: arguments
             )
-            kv_tile = forward_partial_tile(
-                step + 1, full_tiles, first_live, first_full, tile,
+            kv_tile = partial_tile(
+                step + 1, partial_tiles, nothing, full_tiles, first_live, first_full, tile,
                 b, h, hkv, batch, heads, kv_heads, q_len, kv_len, q_offset, kv_offset,
                 BLOCK_M, BLOCK_N,
                 #: arguments

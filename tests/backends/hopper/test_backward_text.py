@@ -18,6 +18,7 @@ from backward_text import (
     inputs_of,
     run_text,
 )  # fmt: skip
+from gluon_machine import altered
 
 if TYPE_CHECKING:
     from types import SimpleNamespace
@@ -63,8 +64,8 @@ def test_persistent_programs_compute_the_same(run, name, shape):
 
 
 NEEDED = {
-    "room for q": (False, "mbarrier.arrive(q_empty.index(stage), count=1)", "pass"),
-    "room for dO": (False, "mbarrier.arrive(do_empty.index(stage), count=1)", "pass"),
+    "room for q": (False, "    leave(q_empty.index(stage), LEAVE_EACH)", "    pass"),
+    "room for dO": (False, "    leave(do_empty.index(stage), LEAVE_EACH)", "    pass"),
     "phases of q": (False, "mbarrier.wait(q_full.index(stage), phase)", "pass"),
     "both halves of dS": (False, "    meet()\n", "    pass\n"),
     "both halves of dS, wide": (True, "    meet()\n    making_q", "    pass\n    making_q"),
@@ -79,8 +80,7 @@ def test_the_machine_notices(run, name):
     usual = run("full", tensors, CONFIG, 1, wide)
 
     def change(text: str) -> str:
-        assert old in text
-        return text.replace(old, new)
+        return altered(text, old, new)
 
     def noticed(seed: int) -> bool:
         try:
@@ -114,8 +114,7 @@ def test_the_machine_notices_in_persistent_programs(run, name):
     usual = [run(program, tensors, CONFIG, 1) for tensors in several]
 
     def change(text: str) -> str:
-        assert old in text
-        return text.replace(old, new)
+        return altered(text, old, new)
 
     def noticed(seed: int) -> bool:
         try:
@@ -156,8 +155,7 @@ def test_the_machine_notices_tiles_of_pairs(run, name, form):
 
     def change(text: str) -> str:
         for old, new in NEEDED_FOR_PAIRS[name]:
-            assert old in text
-            text = text.replace(old, new)
+            text = altered(text, old, new)
         return text
 
     def noticed(seed: int) -> bool:

@@ -1,0 +1,122 @@
+"""Consumers of the forward leave out tiles that none of their rows attend to."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from forward_text import FORMS, PERSISTENT, SMALL, inputs_of, run_text
+from gluon_machine import altered
+
+from attndsl.passes.tiles.plan import FORWARD
+from attndsl.pipeline import lower
+from attndsl.source import Source
+
+if TYPE_CHECKING:
+    from types import SimpleNamespace
+
+    from attndsl.backends.triton.tiles import Config
+
+THREE = FORMS["three consumers"]
+WORKED = "    score = warpgroup_mma_wait("
+
+
+@pytest.fixture
+def run(gluon: SimpleNamespace) -> Any:
+    """Runs the forward kernel of a program, see :func:`forward_text.run_text`."""
+    return partial(run_text, gluon)
+
+
+def worked(run: Any, name: str, inputs: Any, config: Config, skips: bool) -> tuple[int, Any, Any]:
+    """How many tiles consumers computed scores of, the output and the log-sum-exp."""
+    seen: list[int] = []
+
+    def change(text: str) -> str:
+        if not skips:
+            text = altered(text, "SKIPS = tl.constexpr(True)", "SKIPS = tl.constexpr(False)")
+        return altered(text, WORKED, f"    noted(1)\n{WORKED}")
+
+    out, lse = run(name, inputs, config, 1, 3, change=change, noted=seen.append)
+    return len(seen), out, lse
+
+
+@pytest.mark.parametrize(
+    ("name", "config", "q_len", "kv_len", "items", "fewer"),
+    [
+        # Of 24 rows and 8 keys: the first 8 rows have 2 tiles less, the next 8 have 1.
+        ("causal", THREE, 48, 48, 2, 2 * 3),
+        # The last item's 8 rows have 7 tiles; the others' consumers take one each.
+        ("causal", THREE, 56, 56, 3, 2 * 3 + 2 * (7 - 1)),
+        ("full", THREE, 8, 40, 1, 2 * (5 - 1)),
+        ("full", THREE, 24, 40, 1, 0),
+        # Without a maximum to follow: rows 24 to 29 alone have keys, from their own on.
+        ("cap and sink", replace(SMALL, block_m=24, consumers=3), 48, 48, 2, 3 + 2 * 2),
+        ("causal", SMALL, 32, 32, 2, 2),
+        ("nothing", THREE, 24, 24, 1, 0),
+    ],
+)
+def test_tiles_are_left_out(run, name, config, q_len, kv_len, items, fewer):
+    inputs = inputs_of(name, q_len, kv_len, 2, 8)
+    all_tiles, out, lse = worked(run, name, inputs, config, skips=False)
+    own_tiles, found, found_lse = worked(run, name, inputs, config, skips=True)
+    assert -(-q_len // config.block_m) == items
+    assert all_tiles - own_tiles == 8 * fewer
+    assert torch.allclose(found.float(), out.float(), atol=1e-3, rtol=1e-3)
+    assert torch.allclose(found_lse, lse, atol=1e-4)
+
+
+NEEDED = {
+    "the first ones pass": ("leave_tiles(done, done + begin_partial,", "leave_tiles(0, 0,"),
+    "the last ones pass": ("leave_tiles(last + 1, done + tiles,", "leave_tiles(0, 0,"),
+    "room for v": ("    mbarrier.arrive(v_empty.index(stage), count=1)\n\n", "\n"),
+    "which is the last": ("gl.where(own_full > 0, tiles, ended)", "tiles"),
+    "whose weights are first": ("count = done + begin_partial", "count = done"),
+    "whether they attend": ("there = there & rows_visits(", "there = there & ~rows_visits("),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NEEDED)
+def test_the_machine_notices(run, name):
+    inputs = inputs_of("causal", 56, 56, 4, 8)
+    out, lse = run("causal", inputs, SMALL)
+
+    def noticed(seed: int) -> bool:
+        try:
+            found = run(
+                "causal", inputs, THREE, seed, 2, change=lambda text: altered(text, *NEEDED[name])
+            )
+        except AssertionError:
+            return True
+        close = torch.allclose(found[0].float(), out.float(), atol=2e-3, rtol=2e-3)
+        return not close or not torch.allclose(found[1], lse, atol=1e-3)
+
+    assert any(map(noticed, range(1, 7)))
+
+
+@pytest.mark.parametrize("config", [PERSISTENT, THREE], ids=["two", "three"])
+@pytest.mark.parametrize("name", ["causal", "window", "alibi"])
+def test_rows_of_any_length(run, name, config):
+    for q_len, kv_len in ((1, 9), (17, 40), (41, 30)):
+        inputs = inputs_of(name, q_len, kv_len, 4, 8)
+        _, out, lse = worked(run, name, inputs, config, skips=False)
+        _, found, found_lse = worked(run, name, inputs, config, skips=True)
+        assert torch.allclose(found.float(), out.float(), atol=1e-3, rtol=1e-3)
+        assert torch.allclose(found_lse, lse, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("mask", "block_m", "skips"),
+    [
+        ("causal()", 192, True), ("causal()", 128, False), ("causal()", 256, True),
+        ("sliding_window(1000)", 192, True), ("prefix_lm(700)", 192, True),
+        ("kv % 5 < 3", 192, False), ("q % 640 < 64", 192, True),
+    ],
+)  # fmt: skip
+def test_plans_tell_whether_rows_skip(mask, block_m, skips):
+    sparsity = lower(Source(mask), {}).sparsity
+    loop = sparsity.loop_of_rows(block_m, 64, 128, shifted=False, indexed=False)
+    assert (loop is not None) == skips
+    assert loop is None or loop == sparsity.loop(FORWARD, 64, 128, shifted=False, indexed=False)
