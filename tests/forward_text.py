@@ -9,6 +9,7 @@ import torch
 from gluon_machine import lists_of
 
 from attndsl.backends.hopper.generate import generate
+from attndsl.backends.hopper.own_tiles import own_tiles
 from attndsl.backends.triton.cross import example_call, parse_target
 from attndsl.backends.triton.kernels import plan_loop
 from attndsl.backends.triton.specialise import PairTile, specialise, with_forms
@@ -140,7 +141,11 @@ def run_text(
     if wide:
         special = replace(special, head_dim=256, value_dim=256)
         shown = replace(config, block_m=128, block_n=64)
-    text = change(generate(lowered, special, "forward", loop, shown))
+    text = generate(lowered, special, "forward", loop, shown)
+    if wide:
+        # Its plan of rows is for other tiles.
+        text = text.replace("ROWS_HAVE_TILES = tl.constexpr(True)", "ROWS_HAVE_TILES = False")
+    text = change(text)
     own = width != WIDTH or (config.persistent and not wide)
     assert f"OWN_OUTPUT = tl.constexpr({own})" in text
     # The machine's halves are fp16.
@@ -170,7 +175,10 @@ def run_text(
         "STAGES": config.stages, "CONSUMERS": config.consumers,
         "REGISTERS": config.registers, "Q_KIND": "offset", "KV_KIND": "offset",
         "t_doc": gluon.Pointer(inputs.doc), "size0_doc": gluon.number(len(inputs.doc)),
-        **lists_of(inputs.allowed, (config.block_m, config.block_n), cut_is_full=False),
+        **lists_of(
+            inputs.allowed, (config.block_m, config.block_n), cut_is_full=False,
+            parts=own_tiles(lowered, special, "forward", config).parts,
+        ),
         "seed": SEED, **of_pairs,
     }  # fmt: skip
     taken = kernel.__code__.co_varnames[: kernel.__code__.co_argcount]

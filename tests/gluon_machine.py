@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 
+from attndsl.backends.triton.loops import row_width
+
 
 def number(value: int) -> torch.Tensor:
     return torch.tensor(value, dtype=torch.int32)
@@ -281,18 +283,24 @@ class Pointer:
         return Pointer(self.data, self.offset + step)
 
 
-def lists_of(allowed: torch.Tensor, blocks: tuple[int, int], cut_is_full: bool) -> dict[str, Any]:
+def lists_of(
+    allowed: torch.Tensor, blocks: tuple[int, int], cut_is_full: bool, parts: int = 1
+) -> dict[str, Any]:
     """What the kernels that find tiles say of a mask, one map for all heads.
 
     Args:
         allowed: (rows, columns); a list is of the tiles of one block of rows.
         blocks: Rows and columns of a tile.
         cut_is_full: Whether a tile is FULL that reaches beyond the last column.
+        parts: Of how many parts of a block's rows they tell.
     """
     row_tiles, column_tiles = (
         -(-size // block) for size, block in zip(allowed.shape, blocks, strict=True)
     )
-    rows = torch.zeros(row_tiles, 4, dtype=torch.int32)
+    size = blocks[0] // parts
+    rows = torch.zeros(row_tiles, row_width(parts), dtype=torch.int32)
+    if parts > 1:
+        rows[:, 4::2] = column_tiles
     tiles = torch.zeros(row_tiles, column_tiles, dtype=torch.int32)
     for row in range(row_tiles):
         for column in range(column_tiles):
@@ -302,6 +310,11 @@ def lists_of(allowed: torch.Tensor, blocks: tuple[int, int], cut_is_full: bool) 
                 rows[row, 0] += 1
             elif part.any():
                 tiles[row, column_tiles - 1 - rows[row, 1]] = column
+                for own in range(parts if parts > 1 else 0):
+                    if part[own * size : (own + 1) * size].any():
+                        first = rows[row, 4 + 2 * own]
+                        first.copy_(torch.minimum(first, rows[row, 1]))
+                        rows[row, 5 + 2 * own] = rows[row, 1] + 1
                 rows[row, 1] += 1
         rows[row, 2] = -1
     return {

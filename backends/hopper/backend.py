@@ -31,6 +31,7 @@ from .kernels import HopperKernels
 from .launch import TensorMaps, launch_of, view
 from .learned import gradients_of_parts, learned_in_kernel, learned_parts
 from .memory import block_width
+from .own_tiles import own_tiles
 from .pair_tiles import is_readable, window, with_pair_tiles
 from .shares import shares_of
 from .stored import empty_slopes
@@ -76,6 +77,11 @@ class HopperBackend(TritonBackend):
         if capability != (9, 0):
             return f"its kernels need compute capability 9.0, and this is {capability}"
         return None
+
+    def _parts_of_lists(
+        self, lowered: Lowered, special: Specialisation, direction: str, config: Config
+    ) -> int:
+        return own_tiles(lowered, special, direction, config).parts
 
     def forward(self, lowered: Lowered, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
         """See :class:`~attndsl.backends.base.Backend`."""

@@ -24,6 +24,7 @@ from .distances import DIAGONAL_IMPORTS, diagonal_hooks
 from .functions import print_functions, weights_and_factor
 from .learned import learned_in_kernel
 from .memory import has_own_output, widest
+from .own_tiles import own_tiles
 from .pair_texts import pair_hooks, print_pair_functions
 from .stored import slope_hooks
 
@@ -126,6 +127,7 @@ def generate(
     names = parameters(special)
     learned = learned_in_kernel(lowered, special)
     functions, helpers = print_functions(lowered, special, direction, learned)
+    own_rows = own_tiles(lowered, special, direction, config)
     texts, used = print_loop(
         name,
         DIRECTIONS[direction].along,
@@ -133,11 +135,11 @@ def generate(
         names,
         param_values(special, scalar=True),
         special.names(),
+        own_rows.parts,
     )
-    skips, of_rows = rows_that_skip(lowered, special, direction, config)
-    if of_rows is not None:
+    if own_rows.loop is not None:
         text, needed = print_visited(
-            "rows", "kv", of_rows, names, param_values(special, scalar=True), special.names()
+            "rows", "kv", own_rows.loop, names, param_values(special, scalar=True), special.names()
         )
         texts.append(text)
         used |= needed
@@ -175,8 +177,9 @@ def generate(
         "LEAVE_EACH": not (forward or wide) and is_pairwise(placed.slope),
         "PERSISTENT": config.persistent,
         "DRAWN": drawn,
-        "SKIPS": skips,
-        "ROWS_HAVE_TILES": of_rows is not None,
+        "SKIPS": own_rows.skips,
+        "ROWS_HAVE_TILES": own_rows.loop is not None,
+        "ROWS_ARE_LISTED": own_rows.parts > 1,
         "HAS_DROPOUT": dropped,
         "SIGNED_WEIGHTS": dropped and not own,
         "OWN_OUTPUT": forward and has_own_output(special, config),
@@ -232,23 +235,6 @@ def generate(
     }
     texts += print_pair_functions(lowered, special, direction)
     return fill_template(__package__, templates, [*functions, *texts], helpers, flags, names, more)
-
-
-def rows_that_skip(
-    lowered: Lowered, special: Specialisation, direction: str, config: Config
-) -> tuple[bool, LoopPlan | None]:
-    """Whether consumers of the forward leave tiles out, and the plan of their rows where it says.
-
-    Rows beyond the last query are many where tiles have a length that few lengths are multiples
-    of. What comes by tiles, or is drawn, comes to all consumers.
-    """
-    if direction != "forward" or special.pair_tiles or lowered.program.dropout is not None:
-        return False, None
-    rows = config.block_m // config.consumers
-    found = lowered.sparsity.loop_of_rows(
-        config.block_m, rows, config.block_n, special.shifted, special.indexed
-    )
-    return found is not None or config.block_m & (config.block_m - 1) != 0, found
 
 
 def flags_of_scores(lowered: Lowered, name: str, loop: LoopPlan) -> dict[str, bool | float]:

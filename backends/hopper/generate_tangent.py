@@ -81,6 +81,7 @@ def generate_tangent(
         "NEEDS_TILE": False,
         "SKIPS": False,
         "ROWS_HAVE_TILES": False,
+        "ROWS_ARE_LISTED": False,
         "HAS_DROPOUT": False,
         "OWN_OUTPUT": has_own_output(special, config),
         **moves,

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
     from ..base import Call
     from .compile import Executable
+    from .kernels import ListKernels
     from .specialise import Specialisation
 
 _MOST_INT = 1 << 62
@@ -53,7 +54,7 @@ class Layout:
     """The same of a contiguous output."""
     sizes: tuple[int, ...]
     """batch, heads, kv_heads, q_len, kv_len."""
-    lists: Mapping[str, Mapping[str, Executable]]
+    lists: Mapping[str, ListKernels]
     """The kernels that list the tiles, for each direction whose tiles are listed."""
     lines: Lines = NO_LINES
     """What the kernels of a backward add up along rows and columns."""

@@ -31,8 +31,7 @@ if TYPE_CHECKING:
 
     from ..base import Call, Scalar, Store, Wants
     from ..tangent import Tangents
-    from .compile import Executable
-    from .kernels import Prepared
+    from .kernels import ListKernels, Prepared
     from .shares import Shares
     from .tangents import Moving
     from .tiles import Config
@@ -364,14 +363,23 @@ class TritonBackend:
         prepared: Prepared,
         direction: str,
         device: torch.device,
-    ) -> Mapping[str, Executable]:
+    ) -> ListKernels:
         config = prepared.executables[direction].config
+        parts = self._parts_of_lists(lowered, special, direction, config)
         # They add up no gradients, so that one module serves all directions.
         special = replace(
             special, tensor_gradients=(), param_gradients=(), moving_operands="",
             moving_captures=(), pair_tiles=(), stores_slopes=False, adds_diagonals=False,
         )  # fmt: skip
-        return self._kernels.tile_lists(lowered, special, device, config.block_m, config.block_n)
+        return self._kernels.tile_lists(
+            lowered, special, device, config.block_m, config.block_n, parts
+        )
+
+    def _parts_of_lists(
+        self, lowered: Lowered, special: Specialisation, direction: str, config: Config
+    ) -> int:
+        """Of how many parts of an owning tile's rows lists tell which tiles they have."""
+        return 1
 
     def _special(
         self, lowered: Lowered, call: Call, grads: tuple[torch.Tensor, ...], wants: Wants | None

@@ -22,7 +22,7 @@ from .generate import entry_of, generate_attention
 from .generate_gradients import SCATTERED
 from .generate_lists import generate_lists
 from .generate_tangent import moved_name
-from .kernels import DIRECTIONS_OF, LIST_CHUNK, STATISTICS_ROWS, plan_loop, work_of
+from .kernels import DIRECTIONS_OF, STATISTICS_ROWS, list_config, plan_loop, work_of
 from .library import row_statistics
 from .scattered import constant_factors
 from .shares import share_out
@@ -187,8 +187,7 @@ def cross_compile(
             path = Path(folder) / "tile_lists.py"
             path.write_text(generate_lists(lowered, special), "utf-8")
             module = load_module(path, path.stem)
-            config = Config(found[0].config.block_m, found[0].config.block_n, 4, 1)
-            sizes = {"BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "CHUNK": LIST_CHUNK}
+            config, sizes = list_config(found[0].config.block_m, found[0].config.block_n, 1)
             for name in ("summarise", "classify", "refine", "list_tiles"):
                 found.append(
                     compiler.compile(name, getattr(module, name), special, (config,), sizes)

@@ -19,7 +19,7 @@ from .generate import entry_of, generate_attention
 from .generate_gradients import SCATTERED
 from .generate_lists import generate_lists
 from .library import row_statistics
-from .loops import LOOPS
+from .loops import LOOPS, row_width
 from .specialise import with_forms
 from .tiles import INTERPRETED, MAX_SPILLS, MAX_SPILLS_OF_HALF, Config, candidates, shared_memory_of
 
@@ -74,6 +74,15 @@ class Prepared:
     executables: Mapping[str, Executable]
     listed: frozenset[str]
     """Directions whose tiles come from lists."""
+
+
+@dataclass(frozen=True, slots=True)
+class ListKernels:
+    """The kernels that find the tiles of a mask, for one tile size."""
+
+    executables: Mapping[str, Executable]
+    parts: int
+    """Of how many parts of a query tile's rows lists tell: the tiles of these are found."""
 
 
 class Kernels:
@@ -131,9 +140,9 @@ class Kernels:
 
     def tile_lists(
         self, lowered: Lowered, special: Specialisation, device: torch.device,
-        block_m: int, block_n: int,
-    ) -> Mapping[str, Executable]:  # fmt: skip
-        """The kernels that find the tiles of a mask, for one tile size."""
+        block_m: int, block_n: int, parts: int = 1,
+    ) -> ListKernels:  # fmt: skip
+        """The kernels that list the tiles of ``block_m`` rows, each in so many ``parts``."""
         with self._lock:
             target = current_target()
             key = self._key(lowered, "tiles", special, "ieee", target)
@@ -143,14 +152,14 @@ class Kernels:
                 if entry is None:
                     entry = self._store.save(key, generate_lists(lowered, special), {})
                 module = self._keep(key, entry, {"compiled": {}} | dict(entry.meta))
-            config = Config(block_m, block_n, *_LIST_CONFIG)
-            sizes = {"BLOCK_M": block_m, "BLOCK_N": block_n, "CHUNK": LIST_CHUNK}
-            return {
+            config, sizes = list_config(block_m, block_n, parts)
+            executables = {
                 name: self._executable(
                     module, name, special, "ieee", target, device, (config,), sizes
                 )
                 for name in ("summarise", "classify", "refine", "list_tiles")
             }
+            return ListKernels(executables, parts)
 
     def _stored(self, key: str) -> _Module | None:
         entry = self._store.load(key)
@@ -336,6 +345,17 @@ class Kernels:
             attndsl=version_of("attndsl"),
             fingerprint=source_fingerprint(),
         ).digest()
+
+
+def list_config(block_m: int, block_n: int, parts: int) -> tuple[Config, dict[str, int | bool]]:
+    """Of kernels that write lists of tiles: how they run, and their constants."""
+    rows = block_m // parts
+    sizes = {"BLOCK_M": rows, "BLOCK_N": block_n, "CHUNK": LIST_CHUNK}
+    return Config(rows, block_n, *_LIST_CONFIG), {
+        **sizes,
+        "PARTS": parts,
+        "WIDTH": row_width(parts),
+    }
 
 
 def plan_loop(

@@ -26,7 +26,9 @@ LOOPS = {**DIRECTIONS, "tangent": BACKWARD_Q, "forward_tangent": FORWARD}
 LIST_PARAMETERS = ["tile_rows", "tile_list", "list_step_b", "list_step_h"]
 """Kernel arguments of a loop whose tiles are listed. ``tile_rows``: int32 (own tiles, 4) a map:
 numbers of FULL and of PARTIAL tiles, the first live tile, the first FULL tile; the first live tile
-is -1 where the live tiles or the FULL ones have gaps. ``tile_list``: int32 (own tiles, tiles along)
+is -1 where the live tiles or the FULL ones have gaps. Where lists tell of parts of a tile's rows,
+two more for each: which of the PARTIAL tiles, in their order, is its first, and which is behind its
+last. ``tile_list``: int32 (own tiles, tiles along)
 a map: FULL tiles from the front, PARTIAL ones from the back. The steps are the own tiles between
 the maps of two batch entries, and of two heads."""
 _INDENT = "    "
@@ -42,6 +44,7 @@ def print_loop(
     parameters: list[str],
     param_values: list[str],
     names: Names,
+    parts: int = 1,
 ) -> tuple[list[str], set[str]]:
     """``NAME_tiles`` (how many), ``NAME_full_tile`` and ``NAME_partial_tile`` (the n-th).
 
@@ -52,12 +55,14 @@ def print_loop(
         parameters: Kernel arguments that the program adds.
         param_values: Lines that define the values of the program's params.
         names: What leaves are called.
+        parts: Of how many parts of an owning tile's rows lists tell which tiles they have; if of
+            several, ``NAME_tiles_of_part`` reads it.
 
     Returns:
         The functions, and the library functions that they use.
     """
     if loop.listed is not None:
-        return _listed(name, along, [*parameters, *LIST_PARAMETERS]), set()
+        return _listed(name, along, [*parameters, *LIST_PARAMETERS], parts), set()
     names = replace(names, scalar=True)
     prologue = [*_lengths(along), *param_values]
     counts = (_total(loop.full), _total(loop.partial))
@@ -115,8 +120,19 @@ def _lengths(along: str) -> list[str]:
     return [f"tiles = tl.cdiv({length}, {block})", f"whole = {length} // {block}"]
 
 
-def _listed(name: str, along: str, parameters: list[str]) -> list[str]:
+def row_width(parts: int) -> int:
+    """Numbers that ``tile_rows`` has of an owning tile."""
+    return 4 + (2 * parts if parts > 1 else 0)
+
+
+def _listed(name: str, along: str, parameters: list[str], parts: int) -> list[str]:
     tiles = _lengths(along)[0]
+    found = f"found = tile_rows + row * {row_width(parts)}"
+    of_part = _function(
+        f"{name}_tiles_of_part", "part, tile", parameters,
+        "The first PARTIAL tile that a part of the rows has, and the one behind the last.",
+        [_ROW, f"{found} + 4 + 2 * part", "return tl.load(found), tl.load(found + 1)"],
+    )  # fmt: skip
     first = f"step, {_FOUND}, tile"
     # A list is read only where it has gaps: a load that depends on a load waits for memory twice.
     read = "mask=(first_live < 0) & (step < tiles), other=0)"
@@ -124,7 +140,7 @@ def _listed(name: str, along: str, parameters: list[str]) -> list[str]:
         _function(
             f"{name}_tiles", "tile", parameters,
             "Numbers of FULL and PARTIAL tiles, the first live tile (or -1), the first FULL one.",
-            [_ROW, "found = tile_rows + row * 4",
+            [_ROW, found,
              "return tl.load(found), tl.load(found + 1), tl.load(found + 2), tl.load(found + 3)"],
         ),
         _function(
@@ -139,6 +155,7 @@ def _listed(name: str, along: str, parameters: list[str]) -> list[str]:
              "banded = first_live + step + tl.where(step < before, 0, full_tiles)",
              "return tl.where(first_live < 0, listed, banded)"],
         ),
+        *[of_part] * (parts > 1),
     ]  # fmt: skip
 
 

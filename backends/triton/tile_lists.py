@@ -13,29 +13,27 @@ from ..tiling import resample
 from .arguments import capture_arguments, origin
 from .generate_lists import value_counts
 from .kernels import LIST_CHUNK
-from .loops import LOOPS
+from .loops import LOOPS, row_width
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from attndsl.passes.tiles.sparsity import Sparsity
     from attndsl.pipeline import Lowered
 
     from ..base import Call
     from .arguments import Layout
-    from .compile import Executable
+    from .kernels import ListKernels
     from .specialise import Specialisation
 
 
 def find_kinds(
-    kernels: Mapping[str, Executable],
+    kernels: ListKernels,
     sparsity: Sparsity,
     special: Specialisation,
     call: Call,
     stream: int,
 ) -> torch.Tensor:
     """Kinds of all tiles, int8 (batch or 1, heads or 1, q tiles, kv tiles), on the device."""
-    config = kernels["classify"].config
+    config = kernels.executables["classify"].config
     q_len, kv_len = call.q.shape[2], call.k.shape[2]
     q_tiles, kv_tiles = -(-q_len // config.block_m), -(-kv_len // config.block_n)
     batch, heads = sparsity.maps(call.q.shape[0], call.q.shape[1])
@@ -56,16 +54,16 @@ def find_kinds(
     sizes = [call.q.shape[0], call.q.shape[1], call.k.shape[1], q_len, kv_len]
     origins = [origin(call.q_offset, call.q_index), origin(call.kv_offset, call.kv_index)]
     captures = capture_arguments(special, call)
-    kernels["summarise"].launch(
+    kernels.executables["summarise"].launch(
         maps * (q_tiles + kv_tiles), stream, [*arrays, *sizes, *origins, batch, heads, *captures]
     )
-    kernels["classify"].launch(
+    kernels.executables["classify"].launch(
         maps * q_tiles * -(-kv_tiles // LIST_CHUNK),
         stream,
         [kinds, *arrays, *sizes, batch, heads, *captures],
     )
     if sparsity.evaluate:
-        kernels["refine"].launch(
+        kernels.executables["refine"].launch(
             kinds.numel(), stream, [kinds, *sizes, *origins, batch, heads, *captures]
         )
     return kinds
@@ -82,7 +80,7 @@ def lists_of(
 
 
 def list_arguments(
-    kernels: Mapping[str, Executable],
+    kernels: ListKernels,
     sparsity: Sparsity,
     special: Specialisation,
     call: Call,
@@ -90,7 +88,7 @@ def list_arguments(
     stream: int,
 ) -> list[Any]:
     """The arguments ``LIST_PARAMETERS`` of an attention kernel (see ``loops.py``)."""
-    config = kernels["classify"].config
+    config = kernels.executables["classify"].config
     if call.tiles is None:
         kinds = find_kinds(kernels, sparsity, special, call, stream)
     else:
@@ -105,13 +103,16 @@ def list_arguments(
     length, block = (
         (call.k.shape[2], config.block_n) if along_is_kv else (call.q.shape[2], config.block_m)
     )
+    own_parts, own = own, -(-own // kernels.parts)
     ragged_full = not along_is_kv and sparsity.plain
-    rows = torch.empty((batch, heads, own, 4), dtype=torch.int32, device=kinds.device)
+    rows = torch.empty(
+        (batch, heads, own, row_width(kernels.parts)), dtype=torch.int32, device=kinds.device
+    )
     tiles = torch.empty((batch, heads, own, along), dtype=torch.int32, device=kinds.device)
     if own:
-        kernels["list_tiles"].launch(
+        kernels.executables["list_tiles"].launch(
             batch * heads * own, stream,
-            [kinds, rows, tiles, own, along, own_step, along_step, q_tiles * kv_tiles,
+            [kinds, rows, tiles, own, own_parts, along, own_step, along_step, q_tiles * kv_tiles,
              along if ragged_full else length // block],
         )  # fmt: skip
     return [

@@ -112,9 +112,9 @@ def consume_item(
         #: forward_lists
     )
     begin_partial, end_partial, own_full = tiles_of_rows(
-        partial_tiles, nothing, full_tiles, first_live, first_full, tile, tile * CONSUMERS + PART,
+        PART, CONSUMERS, partial_tiles, nothing, full_tiles, first_live, first_full, tile,
         b, h, hkv, batch, heads, kv_heads, q_len, kv_len, q_offset, kv_offset,
-        BLOCK_M, BLOCK_N, ROWS,
+        BLOCK_M, BLOCK_N,
         #: arguments
         #: forward_lists
     )

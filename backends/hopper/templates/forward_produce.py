@@ -34,15 +34,15 @@ def partial_tile(
     #: parameters
     #: forward_lists
 ):
-    """Index of PARTIAL tile number ``step``: the last one first where later rows have more tiles.
+    """Index of PARTIAL tile number ``step``: the last one first where later rows have later tiles.
 
     Those that only the last rows of a query tile attend to are then the first ones.
     """
     beyond = tl.cdiv(kv_len, BLOCK_N)
     found = beyond
     if FORWARD_HAS_PARTIAL:
-        if FORWARD_DESCENDING:
-            step = partial_tiles - 1 - step
+        if FORWARD_DESCENDING or ROWS_ARE_LISTED:
+            step = gl.maximum(partial_tiles - 1 - step, 0)
         found = forward_partial_tile(
             step, full_tiles, first_live, first_full, tile,
             b, h, hkv, batch, heads, kv_heads, q_len, kv_len, q_offset, kv_offset,
@@ -82,9 +82,10 @@ def attends(
 
 @gluon.jit
 def tiles_of_rows(
-    partial_tiles, nothing, full_tiles, first_live, first_full, tile, row_tile,
+    PART: gl.constexpr, CONSUMERS: gl.constexpr,
+    partial_tiles, nothing, full_tiles, first_live, first_full, tile,
     b, h, hkv, batch, heads, kv_heads, q_len, kv_len, q_offset, kv_offset,
-    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, ROWS: gl.constexpr,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
     #: parameters
     #: forward_lists
 ):
@@ -96,29 +97,44 @@ def tiles_of_rows(
     """
     begin, end = 0, partial_tiles
     if SKIPS:
+        ROWS: gl.constexpr = BLOCK_M // CONSUMERS
+        row_tile = tile * CONSUMERS + PART
         full_tiles = gl.where(row_tile * ROWS < q_len, full_tiles, 0)
         most = partial_tiles - gl.where(full_tiles > 0, 0, 1)
-        while (begin < most) & (
-            attends(
-                begin, partial_tiles, nothing, full_tiles, first_live, first_full, tile, row_tile,
-                b, h, hkv, batch, heads, kv_heads, q_len, kv_len, q_offset, kv_offset,
-                BLOCK_M, BLOCK_N, ROWS,
+        if ROWS_ARE_LISTED:
+            first, behind = forward_tiles_of_part(
+                PART, tile, b, h, hkv, batch, heads, kv_heads, q_len, kv_len, q_offset, kv_offset,
+                BLOCK_M, BLOCK_N,
                 #: arguments
                 #: forward_lists
-            ) == 0
-        ):
-            begin = begin + 1
+            )
+            begin = gl.minimum(partial_tiles - behind, most)
+            end = partial_tiles - first
+        else:
+            while (begin < most) & (
+                attends(
+                    begin, partial_tiles, nothing, full_tiles, first_live, first_full, tile, row_tile,
+                    b, h, hkv, batch, heads, kv_heads, q_len, kv_len, q_offset, kv_offset,
+                    BLOCK_M, BLOCK_N, ROWS,
+                    #: arguments
+                    #: forward_lists
+                ) == 0
+            ):
+                begin = begin + 1
         least = gl.where(full_tiles > 0, partial_tiles, begin + 1)
-        while (end > least) & (
-            attends(
-                end - 1, partial_tiles, nothing, full_tiles, first_live, first_full, tile, row_tile,
-                b, h, hkv, batch, heads, kv_heads, q_len, kv_len, q_offset, kv_offset,
-                BLOCK_M, BLOCK_N, ROWS,
-                #: arguments
-                #: forward_lists
-            ) == 0
-        ):
-            end = end - 1
+        if ROWS_ARE_LISTED:
+            end = gl.maximum(end, least)
+        else:
+            while (end > least) & (
+                attends(
+                    end - 1, partial_tiles, nothing, full_tiles, first_live, first_full, tile, row_tile,
+                    b, h, hkv, batch, heads, kv_heads, q_len, kv_len, q_offset, kv_offset,
+                    BLOCK_M, BLOCK_N, ROWS,
+                    #: arguments
+                    #: forward_lists
+                ) == 0
+            ):
+                end = end - 1
     return begin, end, full_tiles
 
 

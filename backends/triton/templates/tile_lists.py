@@ -145,17 +145,21 @@ def refine(
 
 @triton.jit
 def list_tiles(
-    kinds, tile_rows, tile_list, own_tiles, along_tiles, own_step, along_step, map_step, whole,
-    CHUNK: tl.constexpr,
+    kinds, tile_rows, tile_list, own_tiles, own_parts, along_tiles, own_step, along_step, map_step, whole,
+    CHUNK: tl.constexpr, PARTS: tl.constexpr, WIDTH: tl.constexpr,
 ):
     """One program: the list of one owning tile. FULL tiles from ``whole`` on count as PARTIAL.
 
-    ``kinds`` is read with the given steps, so that one map serves both directions. ``tile_rows``
-    and ``tile_list`` are what attention kernels take (``loops.py``).
+    ``kinds`` is read with the given steps, so that one map serves both directions; an owning tile
+    is PARTS of its ``own_parts`` tiles, of which the last may have fewer. ``tile_rows`` and
+    ``tile_list`` are what attention kernels take (``loops.py``).
     """
     own = tl.program_id(0) % own_tiles
     number = tl.program_id(0) // own_tiles
-    row = kinds + number.to(tl.int64) * map_step + own.to(tl.int64) * own_step
+    SLOTS: tl.constexpr = triton.next_power_of_2(PARTS)
+    parts = tl.arange(0, SLOTS)
+    there = ((parts < PARTS) & (own * PARTS + parts < own_parts))[:, None]
+    rows = kinds + number.to(tl.int64) * map_step + (own * PARTS + parts).to(tl.int64)[:, None] * own_step
     place = tl.program_id(0).to(tl.int64)
     found = tile_list + place * along_tiles
     full_tiles = tl.full([], 0, tl.int32)
@@ -164,15 +168,24 @@ def list_tiles(
     first_full = along_tiles + tl.full([], 0, tl.int32)
     last_live = tl.full([], -1, tl.int32)
     last_full = tl.full([], -1, tl.int32)
+    first_of_part = along_tiles + tl.full([SLOTS], 0, tl.int32)
+    behind_part = tl.full([SLOTS], 0, tl.int32)
     for first in tl.range(0, along_tiles, CHUNK):
         tile = first + tl.arange(0, CHUNK)
-        kind = tl.load(row + tile.to(tl.int64) * along_step, mask=tile < along_tiles, other=0).to(tl.int32)
+        inside = there & (tile < along_tiles)[None, :]
+        of_part = tl.load(rows + tile.to(tl.int64)[None, :] * along_step, mask=inside, other=0).to(tl.int32)
+        some = tl.max(tl.where(of_part != 0, 1, 0), 0)
+        every = tl.min(tl.where(there & (of_part != 2), 0, 1), 0)
+        kind = some + some * every
         kind = tl.where((kind == 2) & (tile >= whole), 1, kind)
         full = (kind == 2).to(tl.int32)
         partial = (kind == 1).to(tl.int32)
         tl.store(found + full_tiles + tl.cumsum(full, 0) - 1, tile, mask=full != 0)
-        back = along_tiles - partial_tiles - tl.cumsum(partial, 0)
-        tl.store(found + back, tile, mask=partial != 0)
+        behind = partial_tiles + tl.cumsum(partial, 0)
+        tl.store(found + along_tiles - behind, tile, mask=partial != 0)
+        live = (of_part != 0) & (partial != 0)[None, :]
+        first_of_part = tl.minimum(first_of_part, tl.min(tl.where(live, behind[None, :] - 1, along_tiles), 1))
+        behind_part = tl.maximum(behind_part, tl.max(tl.where(live, behind[None, :], 0), 1))
         full_tiles += tl.sum(full, 0)
         partial_tiles += tl.sum(partial, 0)
         first_live = tl.minimum(first_live, tl.min(tl.where(kind != 0, tile, along_tiles), 0))
@@ -182,7 +195,11 @@ def list_tiles(
     first_full = tl.where(full_tiles == 0, first_live, first_full)
     gaps = last_live - first_live + 1 != full_tiles + partial_tiles
     gaps = gaps | ((full_tiles != 0) & (last_full - first_full + 1 != full_tiles))
-    tl.store(tile_rows + place * 4, full_tiles)
-    tl.store(tile_rows + place * 4 + 1, partial_tiles)
-    tl.store(tile_rows + place * 4 + 2, tl.where(gaps, -1, first_live))
-    tl.store(tile_rows + place * 4 + 3, first_full)
+    row = tile_rows + place * WIDTH
+    tl.store(row, full_tiles)
+    tl.store(row + 1, partial_tiles)
+    tl.store(row + 2, tl.where(gaps, -1, first_live))
+    tl.store(row + 3, first_full)
+    if PARTS > 1:
+        tl.store(row + 4 + 2 * parts, first_of_part, mask=parts < PARTS)
+        tl.store(row + 5 + 2 * parts, behind_part, mask=parts < PARTS)

@@ -26,8 +26,9 @@ SCRIPT = textwrap.dedent(
     from attndsl.backends.triton.arguments import arguments_of as portable_arguments
     from attndsl.backends.triton.compile import build, load_module
     from attndsl.backends.triton.cross import example_call, parse_target
+    from attndsl.backends.hopper.own_tiles import own_tiles
     from attndsl.backends.triton.generate_lists import generate_lists
-    from attndsl.backends.triton.kernels import LIST_CHUNK, plan_loop
+    from attndsl.backends.triton.kernels import list_config, plan_loop
     from attndsl.backends.triton.specialise import specialise, with_forms
     from attndsl.pipeline import lower
     from attndsl.source import Source
@@ -154,7 +155,8 @@ SCRIPT = textwrap.dedent(
         path = folder / "lists.py"
         path.write_text(generate_lists(lowered, special), "utf-8")
         module = load_module(path, "lists")
-        sizes = {"BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "CHUNK": LIST_CHUNK}
+        parts = own_tiles(lowered, special, "forward", config).parts
+        config, sizes = list_config(config.block_m, config.block_n, parts)
         for name in ("summarise", "classify", "refine", "list_tiles"):
             function = getattr(module, name)
             arguments = portable_arguments(function, special, "ieee", False, sizes)

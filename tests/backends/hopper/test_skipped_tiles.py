@@ -56,6 +56,10 @@ def worked(run: Any, name: str, inputs: Any, config: Config, skips: bool) -> tup
         ("cap and sink", replace(SMALL, block_m=24, consumers=3), 48, 48, 2, 3 + 2 * 2),
         ("causal", SMALL, 32, 32, 2, 2),
         ("nothing", THREE, 24, 24, 1, 0),
+        # Of 13 keys a document. Rows 0-7, 8-15, 16-23 have tiles 0; 0-1; 1-2 of 0-2, all PARTIAL,
+        # rows 24-31, 32-39, 40-47 tiles 1-3; 3-4; 4-5 of 1-5.
+        ("documents", THREE, 48, 48, 2, 2 + 1 + 1 + 2 + 3 + 3),
+        ("documents", SMALL, 16, 16, 1, 1),
     ],
 )
 def test_tiles_are_left_out(run, name, config, q_len, kv_len, items, fewer):

@@ -9,8 +9,9 @@ import torch
 from brute import call_of, lowered_of, true_kinds
 
 from attndsl.backends.triton.backend import TritonBackend
+from attndsl.backends.triton.loops import row_width
 from attndsl.backends.triton.specialise import specialise
-from attndsl.backends.triton.tile_lists import find_kinds
+from attndsl.backends.triton.tile_lists import find_kinds, list_arguments
 from attndsl.runtime.programs import default_cache
 
 
@@ -45,3 +46,39 @@ def test_kinds_found_are_those_of_brute_force(device, text, sizes):
         assert torch.equal(found, wanted)
     else:
         assert (found == wanted).float().mean() > 0.8
+
+
+@pytest.mark.parametrize(("block_m", "parts"), [(32, 1), (32, 2), (48, 3), (256, 2)])
+@pytest.mark.parametrize("length", [203, 600])
+def test_lists_tell_of_parts_of_rows(device, block_m, parts, length):
+    """Which of a tile's PARTIAL key tiles are the first and the last that a part's rows visit."""
+    block_n = 2
+    lowered = lowered_of("tensor seg[kv_len]: int\nmask = q >= kv and seg[q] == seg[kv]")
+    seg = torch.arange(length) // 60
+    call = call_of(lowered, length, length, seg=seg)
+    q = torch.empty(1, 1, length, 1, device=device)
+    call = replace(call, q=q, k=q, v=q, tensors={"seg": seg.to(device)})
+    kernels = TritonBackend(default_cache())._kernels
+    special = specialise(lowered.program, call)
+    of_size = kernels.tile_lists(lowered, special, torch.device(device), block_m, block_n, parts)
+    wanted = find_kinds(of_size, lowered.sparsity, special, call, 0)[0, 0].cpu()
+    tile_rows, tile_list, *_ = list_arguments(
+        of_size, lowered.sparsity, special, call, "forward", 0
+    )
+    tile_rows, tile_list = tile_rows[0, 0].cpu(), tile_list[0, 0].cpu()
+    assert tile_rows.shape == (-(-length // block_m), row_width(parts))
+    along, whole = wanted.shape[1], length // block_n
+    some_tell = False
+    for own, found in enumerate(tile_rows.tolist()):
+        kinds = wanted[own * parts : (own + 1) * parts]
+        full = (kinds == 2).all(0) & (torch.arange(along) < whole)
+        partial = ((kinds != 0).any(0) & ~full).nonzero().flatten()
+        assert found[:2] == [int(full.sum()), len(partial)]
+        assert tile_list[own, : found[0]].tolist() == full.nonzero().flatten().tolist()
+        assert tile_list[own].flip(0)[: found[1]].tolist() == partial.tolist()
+        for part in range(parts if parts > 1 else 0):
+            first, behind = found[4 + 2 * part : 6 + 2 * part]
+            there = (kinds[part : part + 1, partial] != 0).any(0).nonzero().flatten().tolist()
+            assert [first, behind] == ([there[0], there[-1] + 1] if there else [along, 0])
+            some_tell |= bool(there) and behind - first < len(partial)
+    assert some_tell == (parts > 1)

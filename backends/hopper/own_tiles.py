@@ -1,0 +1,52 @@
+"""Which of a query tile's key-value tiles each consumer of the forward leaves out.
+
+The consumers share a query tile's rows, and the first of these may attend to fewer keys than the
+last. Where tiles have a closed form, so have those of a consumer's rows; where they are listed, the
+lists say it.
+
+Non-goals: backward kernels, and the forward's with tangents.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from attndsl.passes.tiles.plan import FORWARD
+
+if TYPE_CHECKING:
+    from attndsl.passes.tiles.plan import LoopPlan
+    from attndsl.pipeline import Lowered
+
+    from ..triton.specialise import Specialisation
+    from ..triton.tiles import Config
+
+
+@dataclass(frozen=True, slots=True)
+class OwnTiles:
+    """How consumers know which tiles to leave out."""
+
+    skips: bool = False
+    """Whether they leave out any."""
+    loop: LoopPlan | None = None
+    """The plan of one consumer's rows, if it has a closed form and differs from the tile's."""
+    parts: int = 1
+    """Of how many consumers the lists of tiles tell."""
+
+
+def own_tiles(
+    lowered: Lowered, special: Specialisation, direction: str, config: Config
+) -> OwnTiles:
+    """What consumers of one kernel leave out.
+
+    Rows beyond the last query are many where tiles have a length that few lengths are multiples
+    of. What comes by tiles, or is drawn, comes to all consumers.
+    """
+    if direction != "forward" or special.pair_tiles or lowered.program.dropout is not None:
+        return OwnTiles()
+    sizes = config.block_m, config.block_m // config.consumers, config.block_n
+    how = special.shifted, special.indexed
+    if lowered.sparsity.loop(FORWARD, config.block_m, config.block_n, *how).listed is not None:
+        return OwnTiles(skips=True, parts=config.consumers)
+    loop = lowered.sparsity.loop_of_rows(*sizes, *how)
+    return OwnTiles(loop is not None or config.block_m & (config.block_m - 1) != 0, loop)
