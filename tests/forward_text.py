@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -149,7 +150,7 @@ def run_text(
     own = width != WIDTH or (config.persistent and not wide)
     assert f"OWN_OUTPUT = tl.constexpr({own})" in text
     # The machine's halves are fp16.
-    text = text.replace("own.type.layout", "None").replace("2.0**48", "2.0**15")
+    text = re.sub(r"\w+\.type\.layout", "None", text).replace("2.0**48", "2.0**15")
     items = -(-q_len // config.block_m) * batch * heads
     machine = gluon.Machine(seed, min(programs or items, items) if config.persistent else items)
     operations = gluon.Operations(machine)

@@ -181,7 +181,7 @@ class Shared:
     def shape(self) -> torch.Size:
         return self.data.shape
 
-    def slice(self, first: int, size: int, dim: int) -> Shared:
+    def slice(self, first: int, size: int, dim: int = 0) -> Shared:
         return Shared(self.machine, self.data.narrow(dim, first, size))
 
     def permute(self, order: Any) -> Shared:

@@ -170,6 +170,7 @@ def consume_item(
         end = gl.where(anchored, begin + 1, own_full)
     if SKIPS:
         leave_tiles(done, done + begin_partial, k_full, k_empty, v_full, v_empty, STAGES)
+    tiles = partial_tiles + full_tiles
     count = done + begin_partial
     stage = count % STAGES
     mbarrier.wait(q_full.index(PART), turn & 1)
@@ -239,39 +240,52 @@ def consume_item(
                 #: arguments
                 #: forward_lists
             )
-            for step in range(begin, end):
-                acc, weight, sums, peak = attend(
-                    PART, CONSUMERS, done + partial_tiles + step, kv_tile, acc, weight, sums, peak, floor, anchored,
-                    q, q_parts, q_part, zeros, k_s, v_s, k_full, k_empty, v_full, v_empty,
-                    factor, steepness, scale, origin, b, h, hkv, batch, heads, kv_heads, q_len, kv_len, kv_origin,
-                    BLOCK_N, STAGES, KV_KIND, False, form == 1, SCORES, OUTPUT, WEIGHTS, HALF, HEAD_DIM, D, DV,
-                    #: kept
-                    #: arguments
-                    #: pair_reader
-                )
-                kv_tile = forward_full_tile(
-                    step + 1, full_tiles, first_live, first_full, tile,
-                    b, h, hkv, batch, heads, kv_heads, q_len, kv_len, q_offset, kv_offset,
-                    BLOCK_M, BLOCK_N,
-                    #: arguments
-                    #: forward_lists
-                )
+            if HALVED and form == 1:
+                if anchored:
+                    acc, sums = attend_by_halves(
+                        done + partial_tiles + begin, done + tiles, acc, weight, sums, peak,
+                        q_part, k_s, v_s, k_full, k_empty, v_full, v_empty, factor, scale, q_len,
+                        ROWS, BLOCK_N, STAGES, WEIGHTS, HALF, HEAD_DIM, D, DV,
+                    )
+                    # Else these would stay in registers for what comes behind all tiles.
+                    weight = gl.full(weight.shape, 0, gl.int32, layout=weight.type.layout)
+            else:
+                for step in range(begin, end):
+                    acc, weight, sums, peak = attend(
+                        PART, CONSUMERS, done + partial_tiles + step, kv_tile, acc, weight, sums, peak, floor, anchored,
+                        q, q_parts, q_part, zeros, k_s, v_s, k_full, k_empty, v_full, v_empty,
+                        factor, steepness, scale, origin, b, h, hkv, batch, heads, kv_heads, q_len, kv_len, kv_origin,
+                        BLOCK_N, STAGES, KV_KIND, False, form == 1, SCORES, OUTPUT, WEIGHTS, HALF, HEAD_DIM, D, DV,
+                        #: kept
+                        #: arguments
+                        #: pair_reader
+                    )
+                    kv_tile = forward_full_tile(
+                        step + 1, full_tiles, first_live, first_full, tile,
+                        b, h, hkv, batch, heads, kv_heads, q_len, kv_len, q_offset, kv_offset,
+                        BLOCK_M, BLOCK_N,
+                        #: arguments
+                        #: forward_lists
+                    )
             begin, end = end, own_full
 
     if PERSISTENT and OWN_OUTPUT:
         # The next item's rows of q may come.
         mbarrier.arrive(q_empty.index(PART), count=1)
-    tiles = partial_tiles + full_tiles
     last = done + tiles - 1
     if SKIPS:
         ended = gl.maximum(end_partial, begin_partial + 1)
         last = done + gl.where(own_full > 0, tiles, ended) - 1
-    mbarrier.wait(v_full.index(last % STAGES), (last // STAGES) & 1)
-    v = v_s.index(last % STAGES).reshape([BLOCK_N, DV])
-    if HAS_DROPOUT:
-        kept = take_kept(PART, last, kept_s, kept_full, STAGES, CONSUMERS, BLOCK_N)
-        weight = keep_packed(weight, kept)
-    adding = warpgroup_mma(unpack(weight, q_len >> 31, HALF, WEIGHTS), v, acc, is_async=True)
+    if HALVED:
+        if not anchored:
+            acc = add_last(last, acc, weight, v_s, v_full, v_empty, q_len, BLOCK_N, STAGES, DV, WEIGHTS, HALF)
+    else:
+        mbarrier.wait(v_full.index(last % STAGES), (last // STAGES) & 1)
+        v = v_s.index(last % STAGES).reshape([BLOCK_N, DV])
+        if HAS_DROPOUT:
+            kept = take_kept(PART, last, kept_s, kept_full, STAGES, CONSUMERS, BLOCK_N)
+            weight = keep_packed(weight, kept)
+        adding = warpgroup_mma(unpack(weight, q_len >> 31, HALF, WEIGHTS), v, acc, is_async=True)
     lse = peak
     if not OWN_WEIGHTS:
         total = gl.convert_layout(gl.sum(sums, 1), gl.SliceLayout(1, SCORES))
@@ -286,9 +300,10 @@ def consume_item(
         )
     row = (b * heads + h).to(gl.int64) * q_len
     gl.store(LSE + row + rows, lse, mask=rows < q_len)
-    acc = warpgroup_mma_wait(0, deps=[adding])
-    if PERSISTENT or SKIPS:
-        mbarrier.arrive(v_empty.index(last % STAGES), count=1)
+    if not HALVED:
+        acc = warpgroup_mma_wait(0, deps=[adding])
+        if PERSISTENT or SKIPS:
+            mbarrier.arrive(v_empty.index(last % STAGES), count=1)
     if SKIPS:
         leave_tiles(last + 1, done + tiles, k_full, k_empty, v_full, v_empty, STAGES)
     if not OWN_WEIGHTS:

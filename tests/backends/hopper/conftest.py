@@ -37,6 +37,12 @@ def keep(values: torch.Tensor, bits: torch.Tensor, negated: bool = False) -> tor
     return torch.where(kept.mT if keys_first else kept, values, -values if negated else 0.0)
 
 
+def eighths_of_sums(tile: torch.Tensor) -> torch.Tensor:
+    """Half a tile has fewer columns here."""
+    padded = torch.nn.functional.pad(tile, (0, -tile.shape[1] % 8))
+    return padded.reshape(len(tile), -1, 8).sum(1)
+
+
 class Operations:
     """Stand-ins for the modules that a kernel's text imports."""
 
@@ -67,7 +73,7 @@ class Operations:
                 await_announced=self.await_announced, await_written=lambda: self.wait_stores(0),
                 meet=self.meet,
                 count_up=lambda begin, size, layout: begin + language.arange(0, size),
-                eighths_of_sums=lambda tile: tile.reshape(tile.shape[0], -1, 8).sum(1),
+                eighths_of_sums=eighths_of_sums,
                 finish=lambda values, zero: None,
                 halves=lambda words, half, layout: words,
                 multiply=self.multiply_rows,
@@ -145,7 +151,7 @@ class Operations:
             ),
             atomic_add=self.add, broadcast=torch.broadcast_tensors,
             cdiv=lambda size, block: (size + block - 1) // block,
-            convert_layout=lambda tile, layout: tile, full=spread,
+            convert_layout=lambda tile, layout, assert_trivial=False: tile, full=spread,
             load=self.load, max=lambda tile, axis: tile.amax(axis), maximum=both(torch.maximum),
             min=lambda tile, axis: tile.amin(axis), minimum=both(torch.minimum),
             num_programs=lambda axis: number(self.machine.programs),
@@ -194,8 +200,9 @@ class Operations:
         barrier.one.arrive()
         self.machine.pause()
 
-    def arrive(self, barrier: Barriers, count: int) -> None:
-        barrier.one.arrive(count)
+    def arrive(self, barrier: Barriers, count: int, pred: Any = True) -> None:
+        if pred:
+            barrier.one.arrive(count)
         self.machine.pause()
 
     def fence(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from attndsl.backends.triton.tiles import Config
 
 THREE = FORMS["three consumers"]
-WORKED = "    score = warpgroup_mma_wait("
+WORKED = re.compile(r"^( +)(score = warpgroup_mma_wait\()", re.MULTILINE)
 
 
 @pytest.fixture
@@ -37,7 +38,7 @@ def worked(run: Any, name: str, inputs: Any, config: Config, skips: bool) -> tup
     def change(text: str) -> str:
         if not skips:
             text = altered(text, "SKIPS = tl.constexpr(True)", "SKIPS = tl.constexpr(False)")
-        return altered(text, WORKED, f"    noted(1)\n{WORKED}")
+        return WORKED.sub(r"\1noted(1)\n\1\2", text)
 
     out, lse = run(name, inputs, config, 1, 3, change=change, noted=seen.append)
     return len(seen), out, lse
@@ -75,7 +76,9 @@ def test_tiles_are_left_out(run, name, config, q_len, kv_len, items, fewer):
 NEEDED = {
     "the first ones pass": ("leave_tiles(done, done + begin_partial,", "leave_tiles(0, 0,"),
     "the last ones pass": ("leave_tiles(last + 1, done + tiles,", "leave_tiles(0, 0,"),
-    "room for v": ("    mbarrier.arrive(v_empty.index(stage), count=1)\n\n", "\n"),
+    "room for v": (
+        "phase)\n        mbarrier.arrive(v_empty.index(stage), count=1)\n", "phase)\n"
+    ),
     "which is the last": ("gl.where(own_full > 0, tiles, ended)", "tiles"),
     "whose weights are first": ("count = done + begin_partial", "count = done"),
     "whether they attend": ("there = there & rows_visits(", "there = there & ~rows_visits("),

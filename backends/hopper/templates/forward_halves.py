@@ -1,0 +1,85 @@
+"""FULL tiles of the forward kernel for Hopper, half by half: while one half's scores become weights,
+the other half's are computed.
+
+For rows of few numbers, whose products take less time than their exponentials: a consumer that
+waited for the scores of a whole tile would leave both units alone meanwhile. Halves have no more
+scores in registers than whole tiles have.
+
+Algorithm: the pipelining within a warpgroup of J. Shah et al., FlashAttention-3 (arXiv 2407.08608),
+section 3.2, a half of a tile at a time.
+"""
+# ruff: noqa: F821
+
+#: begin
+@gluon.jit
+def weigh_half(score, sums, peak, factor, scale, q_len, HALF: gl.constexpr):
+    """Packed weights of one half of a FULL tile, relative to ``peak``; the sums with theirs."""
+    if SCALED_FIRST:
+        score = score * scale
+    weight = gl.exp2(score * factor - peak[:, None])
+    own = gl.convert_layout(eighths_of_sums(weight), sums.type.layout, assert_trivial=True)
+    sums = sums + own
+    finish(sums, q_len >> 31)
+    return pack(weight, HALF), sums
+
+
+@gluon.jit
+def attend_by_halves(
+    first, end, acc, weight, sums, peak, q_part, k_s, v_s, k_full, k_empty, v_full, v_empty,
+    factor, scale, q_len,
+    ROWS: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+    WEIGHTS: gl.constexpr, HALF: gl.constexpr, HEAD_DIM: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
+):
+    """Outputs and sums with tiles number ``first`` to ``end - 1``, of which there is one at least.
+
+    ``weight`` is that of the tile before; no weights are left that are yet to be multiplied.
+    """
+    SIDE: gl.constexpr = BLOCK_N // 2
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, SIDE, 16])
+    zeros = gl.zeros([ROWS, SIDE], gl.float32, layout=SCORES)
+    peak = gl.convert_layout(peak, gl.SliceLayout(1, SCORES), assert_trivial=True)
+    stage = first % STAGES
+    before = (first - 1) % STAGES
+    mbarrier.wait(k_full.index(stage), (first // STAGES) & 1)
+    scoring = multiply(q_part, k_s.index(stage).reshape([BLOCK_N, D]).slice(0, SIDE), zeros, HEAD_DIM)
+    mbarrier.wait(v_full.index(before), ((first - 1) // STAGES) & 1)
+    v = v_s.index(before).reshape([BLOCK_N, DV])
+    adding = warpgroup_mma(halves(weight, HALF, WEIGHTS), v, acc, is_async=True)
+    score, acc = warpgroup_mma_wait(0, deps=[scoring, adding])
+    mbarrier.arrive(v_empty.index(before), count=1)
+    for count in range(first, end):
+        stage = count % STAGES
+        k = k_s.index(stage).reshape([BLOCK_N, D])
+        scoring = multiply(q_part, k.slice(SIDE, SIDE), zeros, HEAD_DIM)
+        left, sums = weigh_half(score, sums, peak, factor, scale, q_len, HALF)
+        mbarrier.wait(v_full.index(stage), (count // STAGES) & 1)
+        v = v_s.index(stage).reshape([BLOCK_N, DV])
+        adding = warpgroup_mma(halves(left, HALF, WEIGHTS), v.slice(0, SIDE), acc, is_async=True)
+        # Behind the last tile, once more its own scores, which nobody asks for.
+        more = count + 1 < end
+        then = gl.where(more, count + 1, count)
+        mbarrier.wait(k_full.index(then % STAGES), (then // STAGES) & 1)
+        k = k_s.index(then % STAGES).reshape([BLOCK_N, D])
+        next_scoring = multiply(q_part, k.slice(0, SIDE), zeros, HEAD_DIM)
+        score = warpgroup_mma_wait(2, deps=[scoring])
+        mbarrier.arrive(k_empty.index(stage), count=1, pred=more)
+        right, sums = weigh_half(score, sums, peak, factor, scale, q_len, HALF)
+        adding = warpgroup_mma(halves(right, HALF, WEIGHTS), v.slice(SIDE, SIDE), adding, is_async=True)
+        score, acc = warpgroup_mma_wait(0, deps=[next_scoring, adding])
+        mbarrier.arrive(v_empty.index(stage), count=1)
+    mbarrier.arrive(k_empty.index((end - 1) % STAGES), count=1)
+    return acc, sums
+
+
+@gluon.jit
+def add_last(
+    last, acc, weight, v_s, v_full, v_empty, q_len,
+    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, DV: gl.constexpr, WEIGHTS: gl.constexpr, HALF: gl.constexpr,
+):
+    """Outputs with tile number ``last``, whose weights are those that are left."""
+    mbarrier.wait(v_full.index(last % STAGES), (last // STAGES) & 1)
+    v = v_s.index(last % STAGES).reshape([BLOCK_N, DV])
+    adding = warpgroup_mma(unpack(weight, q_len >> 31, HALF, WEIGHTS), v, acc, is_async=True)
+    acc = warpgroup_mma_wait(0, deps=[adding])
+    mbarrier.arrive(v_empty.index(last % STAGES), count=1)
+    return acc
