@@ -45,6 +45,7 @@ TEXTS = {
         mask = table[q, kv]
         score = score + bias[h, q, kv]
     """,
+    "first document": "tensor doc[q_len]: int\nmask = doc[q] == 0",
 }
 PAIRS = {
     "bias": PairTile("bias", ("h", "q", "kv"), ("h",), "fp16"),
@@ -83,6 +84,7 @@ def inputs_of(name: str, q_len: int, kv_len: int, kv_heads: int, value_width: in
         "cap and sink": (q < 30) & (kv >= q),
         "nothing": q < 0,
         "documents": (q >= kv) & (doc[:q_len, None] == doc[None, :kv_len]),
+        "first document": doc[:q_len, None] == 0,
         "bias": kv >= 0,
         "table": table_of(q, kv),
         "table and bias": table_of(q, kv),

@@ -31,7 +31,7 @@ from .kernels import HopperKernels
 from .launch import TensorMaps, launch_of, view
 from .learned import gradients_of_parts, learned_in_kernel, learned_parts
 from .memory import block_width
-from .own_tiles import own_tiles
+from .own_tiles import parts_of_lists
 from .pair_tiles import is_readable, window, with_pair_tiles
 from .shares import shares_of
 from .stored import empty_slopes
@@ -81,7 +81,7 @@ class HopperBackend(TritonBackend):
     def _parts_of_lists(
         self, lowered: Lowered, special: Specialisation, direction: str, config: Config
     ) -> int:
-        return own_tiles(lowered, special, direction, config).parts
+        return parts_of_lists(lowered, special, direction, config)
 
     def forward(self, lowered: Lowered, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
         """See :class:`~attndsl.backends.base.Backend`."""

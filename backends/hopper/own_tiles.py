@@ -42,11 +42,27 @@ def own_tiles(
     Rows beyond the last query are many where tiles have a length that few lengths are multiples
     of. What comes by tiles, or is drawn, comes to all consumers.
     """
-    if direction != "forward" or special.pair_tiles or lowered.program.dropout is not None:
+    if not _may_leave_out(lowered, special, direction):
         return OwnTiles()
     sizes = config.block_m, config.block_m // config.consumers, config.block_n
     how = special.shifted, special.indexed
     if lowered.sparsity.loop(FORWARD, config.block_m, config.block_n, *how).listed is not None:
-        return OwnTiles(skips=True, parts=config.consumers)
+        parts = parts_of_lists(lowered, special, direction, config)
+        return OwnTiles(skips=True, parts=parts)
     loop = lowered.sparsity.loop_of_rows(*sizes, *how)
     return OwnTiles(loop is not None or config.block_m & (config.block_m - 1) != 0, loop)
+
+
+def parts_of_lists(
+    lowered: Lowered, special: Specialisation, direction: str, config: Config
+) -> int:
+    """Of how many consumers the lists tell of a kernel that has lists.
+
+    Looks at no tiles, so that a start from the cache derives no plan.
+    """
+    return config.consumers if _may_leave_out(lowered, special, direction) else 1
+
+
+def _may_leave_out(lowered: Lowered, special: Specialisation, direction: str) -> bool:
+    dropped = lowered.program.dropout is not None
+    return direction == "forward" and not special.pair_tiles and not dropped

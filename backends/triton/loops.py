@@ -24,13 +24,13 @@ if TYPE_CHECKING:
 LOOPS = {**DIRECTIONS, "tangent": BACKWARD_Q, "forward_tangent": FORWARD}
 """The loop of each kernel that has one planned."""
 LIST_PARAMETERS = ["tile_rows", "tile_list", "list_step_b", "list_step_h"]
-"""Kernel arguments of a loop whose tiles are listed. ``tile_rows``: int32 (own tiles, 4) a map:
-numbers of FULL and of PARTIAL tiles, the first live tile, the first FULL tile; the first live tile
-is -1 where the live tiles or the FULL ones have gaps. Where lists tell of parts of a tile's rows,
-two more for each: which of the PARTIAL tiles, in their order, is its first, and which is behind its
-last. ``tile_list``: int32 (own tiles, tiles along)
-a map: FULL tiles from the front, PARTIAL ones from the back. The steps are the own tiles between
-the maps of two batch entries, and of two heads."""
+"""Kernel arguments of a loop whose tiles are listed. ``tile_rows``: int32 (own tiles, 4 or more) a
+map: numbers of FULL and of PARTIAL tiles, the first live tile, the first FULL tile; the first live
+tile is -1 where the live tiles or the FULL ones have gaps. Where lists tell of parts of a tile's
+rows, two more for each: which of the PARTIAL tiles, in their order, is its first, and which is
+behind its last; of a part without any the number of tiles along, and 0. ``tile_list``: int32 (own
+tiles, tiles along) a map: FULL tiles from the front, PARTIAL ones from the back. The steps are the
+own tiles between the maps of two batch entries, and of two heads."""
 _INDENT = "    "
 _CALL = "b, h, hkv, batch, heads, kv_heads, q_len, kv_len, q_offset, kv_offset"
 _FOUND = "full_tiles, first_live, first_full"

@@ -100,7 +100,7 @@ def tiles_of_rows(
         ROWS: gl.constexpr = BLOCK_M // CONSUMERS
         row_tile = tile * CONSUMERS + PART
         full_tiles = gl.where(row_tile * ROWS < q_len, full_tiles, 0)
-        most = partial_tiles - gl.where(full_tiles > 0, 0, 1)
+        most = gl.maximum(partial_tiles - gl.where(full_tiles > 0, 0, 1), 0)
         if ROWS_ARE_LISTED:
             first, behind = forward_tiles_of_part(
                 PART, tile, b, h, hkv, batch, heads, kv_heads, q_len, kv_len, q_offset, kv_offset,

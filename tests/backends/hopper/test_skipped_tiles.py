@@ -9,10 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from forward_text import FORMS, PERSISTENT, SMALL, inputs_of, run_text
+from forward_text import FORMS, PAIRS, PERSISTENT, SMALL, TEXTS, inputs_of, run_text
 from gluon_machine import altered
 
+from attndsl.backends.hopper.own_tiles import own_tiles, parts_of_lists
+from attndsl.backends.triton.cross import example_call
+from attndsl.backends.triton.specialise import specialise
 from attndsl.passes.tiles.plan import FORWARD
+from attndsl.passes.tiles.sparsity import Sparsity
 from attndsl.pipeline import lower
 from attndsl.source import Source
 
@@ -61,14 +65,17 @@ def worked(run: Any, name: str, inputs: Any, config: Config, skips: bool) -> tup
         # rows 24-31, 32-39, 40-47 tiles 1-3; 3-4; 4-5 of 1-5.
         ("documents", THREE, 48, 48, 2, 2 + 1 + 1 + 2 + 3 + 3),
         ("documents", SMALL, 16, 16, 1, 1),
+        # All tiles are FULL, and all rows of some consumers are padding: they take one each.
+        ("first document", THREE, 8, 40, 1, 2 * (5 - 1)),
+        ("first document", PERSISTENT, 8, 16, 1, 2 - 1),
     ],
 )
 def test_tiles_are_left_out(run, name, config, q_len, kv_len, items, fewer):
     inputs = inputs_of(name, q_len, kv_len, 2, 8)
     all_tiles, out, lse = worked(run, name, inputs, config, skips=False)
-    own_tiles, found, found_lse = worked(run, name, inputs, config, skips=True)
+    some_tiles, found, found_lse = worked(run, name, inputs, config, skips=True)
     assert -(-q_len // config.block_m) == items
-    assert all_tiles - own_tiles == 8 * fewer
+    assert all_tiles - some_tiles == 8 * fewer
     assert torch.allclose(found.float(), out.float(), atol=1e-3, rtol=1e-3)
     assert torch.allclose(found_lse, lse, atol=1e-4)
 
@@ -112,6 +119,19 @@ def test_rows_of_any_length(run, name, config):
         _, found, found_lse = worked(run, name, inputs, config, skips=True)
         assert torch.allclose(found.float(), out.float(), atol=1e-3, rtol=1e-3)
         assert torch.allclose(found_lse, lse, atol=1e-4)
+
+
+@pytest.mark.parametrize("mask", [TEXTS["documents"], "abs(q * q - kv) < 9"])
+def test_the_parts_of_lists_need_no_plan(monkeypatch, mask):
+    lowered = lower(Source(mask), {})
+    special = specialise(lowered.program, example_call(lowered, 64, 64, torch.bfloat16, {}))
+    config = replace(THREE, block_m=192, block_n=128)
+    assert own_tiles(lowered, special, "forward", config).parts == 3
+    monkeypatch.setattr(Sparsity, "loop", None)
+    assert parts_of_lists(lowered, special, "forward", config) == 3
+    assert parts_of_lists(lowered, special, "forward_tangent", config) == 1
+    tiles = replace(special, pair_tiles=(PAIRS["bias"],))
+    assert parts_of_lists(lowered, tiles, "forward", config) == 1
 
 
 @pytest.mark.parametrize(
