@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import statistics
 import sys
 import time
 from dataclasses import dataclass
@@ -91,6 +92,7 @@ CASES = {
 SURROUNDS = ("sinks", "dropout", "sigmoid")
 """Cases whose forward is measured too, beside that of the plain causal program."""
 JVP = "jvp"
+_ROUNDS = 3
 NAMES = (*CASES, JVP)
 COLUMNS = [
     "case", "without_ms", "with_ms", "cost", "copy_ms", "plain_forward_ms", "forward_ms",
@@ -114,8 +116,11 @@ def measure(
     found: dict[str, Any] = {"case": name, "shape": list(shape)}
     plain = attndsl.compile("causal()")
     if name == JVP:
-        found["without_ms"] = median(lambda: plain(q, k, v, return_lse=True), device)
-        found["with_ms"] = median(lambda: tangents(plain, (q, k, v), grad), device)
+        found["without_ms"], found["with_ms"] = medians(
+            lambda: plain(q, k, v, return_lse=True),
+            lambda: tangents(plain, (q, k, v), grad),
+            device,
+        )
         return found | {"cost": found["with_ms"] / found["without_ms"]}
     case = CASES[name]
     leaves = [x.requires_grad_() for x in (q, k, v)]
@@ -126,14 +131,18 @@ def measure(
     still = {key: x.detach() for key, x in captures.items()}
     attention = attndsl.compile(case.program)
     without = attention if captures else plain
-    found["without_ms"] = backward(without(q, k, v, **still), leaves, grad, device)
     learned = [*leaves, *captures.values()]
-    found["with_ms"] = backward(attention(q, k, v, **captures), learned, grad, device)
+    found["without_ms"], found["with_ms"] = medians(
+        backward_of(without(q, k, v, **still), leaves, grad),
+        backward_of(attention(q, k, v, **captures), learned, grad),
+        device,
+    )
     found["cost"] = found["with_ms"] / found["without_ms"]
     if name in SURROUNDS:
         with torch.no_grad():
-            found["plain_forward_ms"] = median(lambda: plain(q, k, v), device)
-            found["forward_ms"] = median(lambda: attention(q, k, v, **still), device)
+            found["plain_forward_ms"], found["forward_ms"] = medians(
+                lambda: plain(q, k, v), lambda: attention(q, k, v, **still), device
+            )
     if name == "full_bias":
         other = torch.empty_like(still["bias"])
         found["copy_ms"] = median(lambda: other.copy_(still["bias"]), device)
@@ -178,16 +187,25 @@ def flex(
         return compiled(*operands, score_mod=score, block_mask=blocks)
 
     return {
-        "flex_without_ms": backward(out(still), leaves, grad),
-        "flex_ms": backward(out(captures), [*leaves, *captures.values()], grad),
+        "flex_without_ms": median(backward_of(out(still), leaves, grad), "cuda"),
+        "flex_ms": median(backward_of(out(captures), [*leaves, *captures.values()], grad), "cuda"),
     }
 
 
-def backward(out: Any, leaves: list[Any], grad: Any, device: str = "cuda") -> float:
-    """Median milliseconds of the backward of ``out``."""
+def backward_of(out: Any, leaves: list[Any], grad: Any) -> Callable[[], object]:
+    """What computes the gradients of ``leaves``."""
     import torch
 
-    return median(lambda: torch.autograd.grad(out, leaves, grad, retain_graph=True), device)
+    return lambda: torch.autograd.grad(out, leaves, grad, retain_graph=True)
+
+
+def medians(
+    first: Callable[[], object], second: Callable[[], object], device: str
+) -> tuple[float, float]:
+    """Median milliseconds of both, by turns: a GPU that gets warm slows down."""
+    rounds = [(median(first, device), median(second, device)) for _ in range(_ROUNDS)]
+    times = zip(*rounds, strict=True)
+    return statistics.median(next(times)), statistics.median(next(times))
 
 
 def median(call: Callable[[], object], device: str) -> float:

@@ -261,7 +261,8 @@ RULES: dict[Op, Callable[[Node, Node], tuple[Node, ...]]] = {
     Op.COS: _by(lambda x, y: _neg(node(Op.SIN, x))),
     Op.TAN: _by(lambda x, y: _add(ONE, _mul(y, y))),
     Op.TANH: _by(lambda x, y: _sub(ONE, _mul(y, y))),
-    Op.SIGMOID: _by(lambda x, y: _mul(y, _sub(ONE, y))),
+    # One multiplication and addition, and as exact.
+    Op.SIGMOID: _by(lambda x, y: _sub(y, _mul(y, y))),
     Op.SILU: _silu,
     Op.RELU: _by(lambda x, y: node(Op.WHERE, node(Op.LT, ZERO, x), ONE, ZERO)),
     Op.GELU: _gelu,

@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from attndsl.ir import SCORE, DType, Op, const, substitute, toposort
+from attndsl.ir import SCORE, DType, Op, const, dependencies, node, substitute, toposort
 from attndsl.passes.differentiate import vjp
 from attndsl.passes.factor import split_factor
 from attndsl.passes.gather import lookups
@@ -50,7 +50,10 @@ def print_functions(
     weights, common = weights_and_factor(lowered, special, direction)
     by_score = None
     if weights is not None and not forward:
-        by_score = simplify_node(vjp(weights, const(1.0)).get(SCORE, const(0.0)))
+        by_score = vjp(weights, const(1.0)).get(SCORE, const(0.0))
+        if common is not None:
+            by_score = node(Op.MUL, by_score, common)
+        by_score = simplify_node(by_score)
     pairs = (program.mask, placed.pair, slope if derived else None, weights, by_score)
     # Parts of rows are added after the forward's loop, those of columns before the backward's.
     of_q = lookups((*pairs, None if forward else placed.row), "q")
@@ -98,12 +101,17 @@ def weights_and_factor(
 ) -> tuple[Node | None, Node | None]:
     """Weights of the program's own, and what is multiplied with their sums instead; None for none.
 
-    In the backward each weight has its gradient. fp16 may have no room for weights without it.
+    A backward adds up dV of several heads, and gradients of what weights are made of by weight.
+    fp16 may have no room for weights without the factor.
     """
     weights = lowered.program.weights
-    if weights is None or direction != "forward" or special.dtype != "bf16":
+    if weights is None or special.dtype != "bf16":
         return weights, None
-    return split_factor(weights)
+    rest, common = split_factor(weights)
+    learns = special.tensor_gradients or special.param_gradients
+    if direction != "forward" and common is not None and (learns or dependencies(common)[common]):
+        return weights, None
+    return rest, common
 
 
 def _pair_function(

@@ -278,6 +278,11 @@ def consume_item(
     STORED: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     dk_rows = gl.convert_layout((dk * scale).to(HALF), STORED)
     store_rows(DK, dk_rows, own, b, hkv, kv_heads, kv_len, HEAD_DIM)
+    if HAS_COMMON:
+        dv = dv * factor_of_weights(
+            b, 0, hkv, batch, heads, kv_heads, q_len, kv_len,
+            #: arguments
+        )
     dv_rows = gl.convert_layout(dv.to(HALF), STORED)
     store_rows(DV_OUT, dv_rows, own, b, hkv, kv_heads, kv_len, VALUE_DIM)
     return count

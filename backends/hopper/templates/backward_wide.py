@@ -226,6 +226,11 @@ def consume_item(
     STORED: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     if PART == 0:
         v_tile = v_s.index(0).reshape([BLOCK_N, DV])
+        if HAS_COMMON:
+            total = total * factor_of_weights(
+                b, 0, hkv, batch, heads, kv_heads, q_len, kv_len,
+                #: arguments
+            )
         v_tile.store(total.to(HALF))
         store_rows(DV_OUT, v_tile.load(STORED), own, b, hkv, kv_heads, kv_len, VALUE_DIM)
     else:
