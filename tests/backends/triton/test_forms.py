@@ -140,6 +140,17 @@ def test_form_on_hardware(function: str, tmp_path: Path) -> None:
     _hold_limits(function, x, found)
 
 
+@pytest.mark.gpu
+def test_small_sigmoids_are_exact_enough_on_hopper(tmp_path: Path) -> None:
+    """Weights of sigmoid attention, which begin at 1 / kv_len (arXiv 2409.04431)."""
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("measured on compute capability 9.0; nobody promises it of others")
+    x = torch.linspace(-11.5, 0.0, BLOCK << 10).cuda()
+    error = _apply("sigmoid_approx", x, tmp_path).double() - x.double().sigmoid()
+    assert (error.abs() <= x.double().sigmoid() / 50).all()
+    assert error.abs().max() <= 4e-6
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels are compiled here")
 @pytest.mark.parametrize("function", [name for name in BOUNDS if name.endswith("_ex2")])
 def test_form_in_rounded_arithmetic(
