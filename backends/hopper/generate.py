@@ -18,13 +18,13 @@ from attndsl.passes.tiles.plan import DIRECTIONS
 from ..forms import APPROX
 from ..triton.device_functions import param_values, parameters, wrapped
 from ..triton.generate import fill_template, import_lines
-from ..triton.loops import LIST_PARAMETERS, print_loop, print_visited
+from ..triton.loops import LIST_PARAMETERS, print_loop
 from .arguments import is_drawn
 from .distances import DIAGONAL_IMPORTS, diagonal_hooks
 from .functions import print_functions, weights_and_factor
 from .learned import learned_in_kernel
 from .memory import has_own_output, widest
-from .own_tiles import own_tiles
+from .own_tiles import flags_of_rows, own_tiles, print_rows
 from .pair_texts import pair_hooks, print_pair_functions
 from .stored import slope_hooks
 
@@ -137,12 +137,9 @@ def generate(
         special.names(),
         own_rows.parts,
     )
-    if own_rows.loop is not None:
-        text, needed = print_visited(
-            "rows", "kv", own_rows.loop, names, param_values(special, scalar=True), special.names()
-        )
-        texts.append(text)
-        used |= needed
+    visits, needed = print_rows(own_rows, special)
+    texts += visits
+    used |= needed
     modified, own = placed.pair.op is not Op.SCORE, program.weights is not None
     dropped = program.dropout is not None
     assert not (wide and dropped)
@@ -179,9 +176,7 @@ def generate(
         "LEAVE_EACH": not (forward or wide) and is_pairwise(placed.slope),
         "PERSISTENT": config.persistent,
         "DRAWN": drawn,
-        "SKIPS": own_rows.skips,
-        "ROWS_HAVE_TILES": own_rows.loop is not None,
-        "ROWS_ARE_LISTED": own_rows.parts > 1,
+        **flags_of_rows(own_rows),
         "HAS_DROPOUT": dropped,
         "SIGNED_WEIGHTS": dropped and not own,
         "HALVED": halved,

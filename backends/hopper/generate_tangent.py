@@ -22,6 +22,7 @@ from .generate import (
 )
 from .learned import Learned
 from .memory import has_own_output
+from .own_tiles import flags_of_rows, own_tiles, print_rows
 
 if TYPE_CHECKING:
     from attndsl.passes.tiles.plan import LoopPlan
@@ -55,10 +56,14 @@ def generate_tangent(
     assert not special.pair_tiles
     names = parameters(special)
     functions, helpers = print_functions(lowered, special, "forward_tangent", Learned())
+    own_rows = own_tiles(lowered, special, "forward_tangent", config)
     texts, used = print_loop(
-        "forward", FORWARD.along, loop, names, param_values(special, scalar=True), special.names()
-    )
-    helpers |= used
+        "forward", FORWARD.along, loop, names, param_values(special, scalar=True), special.names(),
+        own_rows.parts,
+    )  # fmt: skip
+    visits, needed = print_rows(own_rows, special)
+    texts += visits
+    helpers |= used | needed
     moves = {f"MOVES_{name.upper()}": name in special.moving_operands for name in ("q", "k", "v")}
     # Tangents are multiplied with weights before these are rounded, and fp16 has no room for more.
     wide = special.dtype == "bf16"
@@ -79,9 +84,7 @@ def generate_tangent(
         "PERSISTENT": config.persistent,
         "DRAWN": drawn,
         "NEEDS_TILE": False,
-        "SKIPS": False,
-        "ROWS_HAVE_TILES": False,
-        "ROWS_ARE_LISTED": False,
+        **flags_of_rows(own_rows),
         "HAS_DROPOUT": False,
         "OWN_OUTPUT": has_own_output(special, config),
         **moves,

@@ -1,10 +1,10 @@
-"""Which of a query tile's key-value tiles each consumer of the forward leaves out.
+"""Which of a query tile's key-value tiles each consumer of a forward leaves out.
 
 The consumers share a query tile's rows, and the first of these may attend to fewer keys than the
 last. Where tiles have a closed form, so have those of a consumer's rows; where they are listed, the
 lists say it.
 
-Non-goals: backward kernels, and the forward's with tangents.
+Non-goals: backward kernels.
 """
 
 from __future__ import annotations
@@ -13,6 +13,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from attndsl.passes.tiles.plan import FORWARD
+
+from ..triton.device_functions import param_values, parameters
+from ..triton.loops import print_visited
 
 if TYPE_CHECKING:
     from attndsl.passes.tiles.plan import LoopPlan
@@ -65,4 +68,23 @@ def parts_of_lists(
 
 def _may_leave_out(lowered: Lowered, special: Specialisation, direction: str) -> bool:
     dropped = lowered.program.dropout is not None
-    return direction == "forward" and not special.pair_tiles and not dropped
+    forward = direction in ("forward", "forward_tangent")
+    return forward and not special.pair_tiles and not dropped
+
+
+def print_rows(own: OwnTiles, special: Specialisation) -> tuple[list[str], set[str]]:
+    """The function ``rows_visits`` if rows have a plan, and the library functions that it uses."""
+    if own.loop is None:
+        return [], set()
+    names, values = parameters(special), param_values(special, scalar=True)
+    text, used = print_visited("rows", FORWARD.along, own.loop, names, values, special.names())
+    return [text], used
+
+
+def flags_of_rows(own: OwnTiles) -> dict[str, bool]:
+    """What templates ask."""
+    return {
+        "SKIPS": own.skips,
+        "ROWS_HAVE_TILES": own.loop is not None,
+        "ROWS_ARE_LISTED": own.parts > 1,
+    }

@@ -185,6 +185,13 @@ def consume_item(
         #: arguments
         #: forward_lists
     )
+    begin_partial, end_partial, own_full = tiles_of_rows(
+        PART, CONSUMERS, partial_tiles, nothing, full_tiles, first_live, first_full, tile,
+        b, h, hkv, batch, heads, kv_heads, q_len, kv_len, q_offset, kv_offset,
+        BLOCK_M, BLOCK_N,
+        #: arguments
+        #: forward_lists
+    )
     first = tile * BLOCK_M + PART * ROWS
     rows = first + gl.arange(0, ROWS, layout=gl.SliceLayout(1, SCORES))
     row_places = positions(rows, q_len, q_origin, Q_KIND)
@@ -212,17 +219,20 @@ def consume_item(
         scale, b, h, hkv, batch, heads, kv_heads, q_len, kv_len,
         #: arguments
     )
+    tiles = partial_tiles + full_tiles
+    if SKIPS:
+        leave_tiles(done, done + begin_partial, k_full, k_empty, v_full, v_empty, STAGES)
     mbarrier.wait(q_full.index(PART), turn & 1)
 
     if FORWARD_HAS_PARTIAL:
         kv_tile = partial_tile(
-            0, partial_tiles, nothing, full_tiles, first_live, first_full, tile,
+            begin_partial, partial_tiles, nothing, full_tiles, first_live, first_full, tile,
             b, h, hkv, batch, heads, kv_heads, q_len, kv_len, q_offset, kv_offset,
             BLOCK_M, BLOCK_N,
             #: arguments
             #: forward_lists
         )
-        for step in range(0, partial_tiles):
+        for step in range(begin_partial, end_partial):
             acc, moved_acc, sums, moved_sums, rounded, peak = attend(
                 PART, done + step, kv_tile, acc, moved_acc, sums, moved_sums, rounded, peak,
                 q, q_parts, zeros, q_s, k_s, v_s, q_moved_s, k_moved_s, v_moved_s,
@@ -247,7 +257,7 @@ def consume_item(
             #: arguments
             #: forward_lists
         )
-        for step in range(0, full_tiles):
+        for step in range(0, own_full):
             acc, moved_acc, sums, moved_sums, rounded, peak = attend(
                 PART, done + partial_tiles + step, kv_tile,
                 acc, moved_acc, sums, moved_sums, rounded, peak,
@@ -266,6 +276,9 @@ def consume_item(
                 #: forward_lists
             )
 
+    if SKIPS:
+        left = gl.where(own_full > 0, tiles, end_partial)
+        leave_tiles(done + left, done + tiles, k_full, k_empty, v_full, v_empty, STAGES)
     if PERSISTENT and OWN_OUTPUT:
         # The next item's rows of q may come.
         mbarrier.arrive(q_empty.index(PART), count=1)

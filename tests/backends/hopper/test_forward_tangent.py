@@ -14,6 +14,7 @@ import torch
 from gluon_machine import altered, lists_of
 
 from attndsl.backends.hopper.generate_tangent import generate_tangent
+from attndsl.backends.hopper.own_tiles import own_tiles
 from attndsl.backends.triton.cross import example_call, parse_target
 from attndsl.backends.triton.kernels import plan_loop
 from attndsl.backends.triton.specialise import specialise, with_forms
@@ -198,7 +199,10 @@ def run_text(
         "CONSUMERS": config.consumers, "REGISTERS": config.registers,
         "Q_KIND": "offset", "KV_KIND": "offset",
         "t_doc": gluon.Pointer(doc[:q_len]), "size0_doc": gluon.number(q_len),
-        **lists_of(allowed, (config.block_m, config.block_n), cut_is_full=False),
+        **lists_of(
+            allowed, (config.block_m, config.block_n), cut_is_full=False,
+            parts=own_tiles(lowered, special, "forward_tangent", config).parts,
+        ),
     }  # fmt: skip
     taken = kernel.__code__.co_varnames[: kernel.__code__.co_argcount]
     for program in range(machine.programs):
@@ -295,7 +299,9 @@ def test_positions_and_scales(run, name):
 
 
 LEAVE_Q = "mbarrier.arrive(q_empty.index(PART), count=1)"
-FIRST_PARTIAL = "    if FORWARD_HAS_PARTIAL:\n        kv_tile = partial_tile(\n            0,"
+FIRST_PARTIAL = (
+    "    if FORWARD_HAS_PARTIAL:\n        kv_tile = partial_tile(\n            begin_partial,"
+)
 # What it must not do without: taken out of the text, the machine notices.
 NEEDED = {
     "room for k": ("mbarrier.wait(k_empty.index(stage), phase ^ 1)", "pass"),
@@ -305,6 +311,8 @@ NEEDED = {
     "k has come": ("mbarrier.wait(k_full.index(stage), phase)", "pass"),
     "v has come": ("mbarrier.wait(v_full.index(stage), phase)", "pass"),
     "q has come": ("mbarrier.wait(q_full.index(PART), turn & 1)", "pass"),
+    "the first ones pass": ("leave_tiles(done, done + begin_partial,", "leave_tiles(0, 0,"),
+    "the last ones pass": ("leave_tiles(done + left, done + tiles,", "leave_tiles(0, 0,"),
     "phases": ("phase = (count // STAGES) & 1", "phase = 0"),
     "all bytes of q": ("(2 if MOVES_Q else 1)", "1"),
     "all bytes of k": ("(2 if MOVES_K else 1)", "1"),

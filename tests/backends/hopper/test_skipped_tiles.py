@@ -129,7 +129,8 @@ def test_the_parts_of_lists_need_no_plan(monkeypatch, mask):
     assert own_tiles(lowered, special, "forward", config).parts == 3
     monkeypatch.setattr(Sparsity, "loop", None)
     assert parts_of_lists(lowered, special, "forward", config) == 3
-    assert parts_of_lists(lowered, special, "forward_tangent", config) == 1
+    assert parts_of_lists(lowered, special, "forward_tangent", config) == 3
+    assert parts_of_lists(lowered, special, "backward_kv", config) == 1
     tiles = replace(special, pair_tiles=(PAIRS["bias"],))
     assert parts_of_lists(lowered, tiles, "forward", config) == 1
 
