@@ -31,6 +31,7 @@ _OF_GRADIENTS = (
 _GRADIENTS = {
     "case": "learned", "without_ms": "without", "with_ms": "with", "cost": "quotient",
     "plain_forward_ms": "forward without", "forward_ms": "with",
+    "flex_without_ms": "FlexAttention without", "flex_ms": "with",
 }  # fmt: skip
 _ODD = {
     "what": "odd", "case": "mask", "direction": "", "odd_ms": "odd", "even_ms": "even",
@@ -133,7 +134,7 @@ def replace(text: str, part: str) -> str:
 
 def targets() -> dict[Path, str]:
     """What stands between the marks of each file."""
-    names = ("sparse_attention", "attention", "other_shapes", "wide_heads")
+    names = ("sparse_attention", "attention", "deterministic", "other_shapes", "wide_heads")
     hopper = [load(name) for name in names]
     portable = [load("portable"), load("portable_sparse")]
     return {

@@ -83,7 +83,7 @@ DROPPING = {
     "dropout beside columns": (
         "score = score - 0.1 * (q - kv)\nweights = dropout(softmax(score), 0.4)"
     ),
-    "own dropout": "mask = causal()\nweights = dropout(sigmoid(score), 0.4)",
+    "own dropout": "mask = causal()\nweights = dropout(sigmoid(score) / 4, 0.4)",
 }
 TEXTS |= {
     "dropout": (DROPPING["dropout"], None),
@@ -100,7 +100,7 @@ WEIGHTS = {
     "sigmoid": lambda s: torch.sigmoid(s) / 4,
     "own weights": lambda s: torch.relu(s) / 9 + 0.02,
 }
-WEIGHTS["own dropout"] = torch.sigmoid
+WEIGHTS["own dropout"] = WEIGHTS["sigmoid"]
 
 
 def kept(name: str, shape: torch.Size) -> torch.Tensor | float:
@@ -175,7 +175,7 @@ def run_text(
     delta[:, :q_len] = (out.half().float() * do.float()).sum(-1).flatten(0, 1)
     lowered = lower(Source(TEXTS[name][0]), {})
     # Of bf16, whose range has room, weights are without the factor that all of them have.
-    dtype = torch.bfloat16 if name == "sigmoid" else torch.float16
+    dtype = torch.bfloat16 if name in ("sigmoid", "own dropout") else torch.float16
     special = specialise(lowered.program, example_call(lowered, 64, 64, dtype, {}))
     special = with_forms(special, lowered.program, parse_target("cuda:90"))
     tiles, of_pairs = pairs_of(gluon, lowered, tensors, config, wide)

@@ -101,15 +101,14 @@ def weights_and_factor(
 ) -> tuple[Node | None, Node | None]:
     """Weights of the program's own, and what is multiplied with their sums instead; None for none.
 
-    A backward adds up dV of several heads, and gradients of what weights are made of by weight.
-    fp16 may have no room for weights without the factor.
+    A backward's sums are of all heads that share keys. Gradients of what weights are made of are
+    the portable kernels' to make. fp16 may have no room for weights without the factor.
     """
     weights = lowered.program.weights
     if weights is None or special.dtype != "bf16":
         return weights, None
     rest, common = split_factor(weights)
-    learns = special.tensor_gradients or special.param_gradients
-    if direction != "forward" and common is not None and (learns or dependencies(common)[common]):
+    if direction != "forward" and common is not None and dependencies(common)[common]:
         return weights, None
     return rest, common
 

@@ -2,7 +2,8 @@
 
 The producer loads q, k and v tiles with the tensor memory accelerator (``forward_produce.py``); each
 consumer computes the online softmax for its own rows of the query tile. While the softmax of one
-tile runs, the matrix product of the tile before it does.
+tile runs, the matrix product of the tile before it does; or, where tiles come by halves
+(``forward_halves.py``), products of the same tile's halves.
 
 Algorithm: J. Shah et al., FlashAttention-3 (arXiv 2407.08608), sections 3.1 and 3.2. Exponentials
 are base 2.

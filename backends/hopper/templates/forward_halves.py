@@ -2,8 +2,8 @@
 the other half's are computed.
 
 For rows of few numbers, whose products take less time than their exponentials: a consumer that
-waited for the scores of a whole tile would leave both units alone meanwhile. Halves have no more
-scores in registers than whole tiles have.
+waited for the scores of a whole tile would have no exponentials to compute meanwhile. Halves have no
+more scores in registers than whole tiles have.
 
 Algorithm: the pipelining within a warpgroup of J. Shah et al., FlashAttention-3 (arXiv 2407.08608),
 section 3.2, a half of a tile at a time.

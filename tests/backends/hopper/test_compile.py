@@ -52,6 +52,7 @@ SCRIPT = textwrap.dedent(
     score = gain[h] * tanh(score) - 0.1 * (q - kv)
     weights = relu(score) ** 2 / kv_len + gain[h] * doc[kv]
     ''',
+        "common": "mask = causal(); weights = sigmoid(score) / kv_len",
         "bool": "tensor seg[kv_len]: bool; mask = seg[q] == seg[kv]",
         "softcap": "mask = causal()\\nscore = softcap(20.0)",
         "alibi": "mask = causal()\\nscore = alibi()",
@@ -222,6 +223,7 @@ CASES = {
         ("backward_kv", "softcap", 128, 0),
         ("backward_kv", "dropout", 128, 0),
         ("backward_kv", "weights", 128, 0),
+        ("backward_kv", "common", 128, 0),
     ],
     "sums along diagonals": [
         ("backward_kv", "relative", 128, 0, {"summed": True}),
@@ -236,6 +238,7 @@ CASES = {
     "more wide backward": [
         ("backward_kv", "plain", 256, 0),
         ("backward_kv", "weights", 256, 0),
+        ("backward_kv", "common", 256, 0),
     ],
     "wide backward": [
         ("backward_kv", "rich", 256, 0, {"dtype": "float16"}),

@@ -77,7 +77,7 @@ def test_the_machine_notices(run, name):
             found = run(
                 "causal", inputs, config, seed, 2, change=lambda text: altered(text, old, new)
             )
-        except (AssertionError, SyntaxError, TypeError):
+        except AssertionError:
             return True
         close = torch.allclose(found[0].float(), out.float(), atol=2e-3, rtol=2e-3)
         return not close or not torch.allclose(found[1], lse, atol=1e-3)

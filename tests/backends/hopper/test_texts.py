@@ -230,6 +230,22 @@ def test_explanation_of_wide_heads(head_dim):
 
 
 @pytest.mark.parametrize(
+    ("weights", "dtype", "forward", "backward"),
+    [("sigmoid(score) / kv_len", torch.bfloat16, True, True),
+     ("dropout(2 * relu(score), 0.1)", torch.bfloat16, True, True),
+     ("sigmoid(score) / (h + 1)", torch.bfloat16, True, False),
+     ("sigmoid(score) / (q + 1)", torch.bfloat16, False, False),
+     ("sigmoid(score) / kv_len", torch.float16, False, False)],
+)  # fmt: skip
+def test_what_is_multiplied_with_sums_of_weights(weights, dtype, forward, backward):
+    """A backward's are of all heads that share keys; fp16 may have no room without the factor."""
+    attention = attndsl.compile(f"weights = {weights}")
+    for direction, common in (("forward", forward), ("backward", backward)):
+        text = attention.source(direction, dtype=dtype, backend="hopper")
+        assert f"HAS_COMMON = tl.constexpr({common})" in text
+
+
+@pytest.mark.parametrize(
     "weights", ["sigmoid(score)", "dropout(softmax(score), 0.1)"], ids=["own", "dropout"]
 )
 def test_explanation_of_tangents_without_a_hopper_kernel(weights):
