@@ -55,18 +55,20 @@ def table(results: dict[str, Any], shape: tuple[int, ...]) -> str:
         if tuple(row[key] for key in SHAPE) == shape
     }
     # Columns that nothing was measured in at this shape are none.
-    columns = {
-        key: name
-        for key, name in COLUMNS.items()
-        if any(row.get(f"{key}_ms") is not None for row in rows.values())
-    }
-    directions = [key for key in DIRECTIONS if any(found == key for _, found in rows)]
-    head = ["ms", *(f"{DIRECTIONS[d]}: {name}" for d in directions for name in columns.values())]
+    columns = [
+        (direction, key)
+        for direction in DIRECTIONS
+        for key in COLUMNS
+        if any(
+            row.get(f"{key}_ms") is not None
+            for (_, found), row in rows.items()
+            if found == direction
+        )
+    ]
+    head = ["ms", *(f"{DIRECTIONS[d]}: {COLUMNS[key]}" for d, key in columns)]
     lines = [head, ["---"] + ["---:"] * (len(head) - 1)]
     for case in dict.fromkeys(case for case, _ in rows):
-        cells = [
-            _ms(rows.get((case, d), {}).get(f"{key}_ms")) for d in directions for key in columns
-        ]
+        cells = [_ms(rows.get((case, d), {}).get(f"{key}_ms")) for d, key in columns]
         lines.append([case, *cells])
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
