@@ -93,6 +93,7 @@ SURROUNDS = ("sinks", "dropout", "sigmoid")
 """Cases whose forward is measured too, beside that of the plain causal program."""
 JVP = "jvp"
 _ROUNDS = 3
+"""How often two ways take turns."""
 NAMES = (*CASES, JVP)
 COLUMNS = [
     "case", "without_ms", "with_ms", "cost", "copy_ms", "plain_forward_ms", "forward_ms",

@@ -50,8 +50,7 @@ def own_tiles(
     sizes = config.block_m, config.block_m // config.consumers, config.block_n
     how = special.shifted, special.indexed
     if lowered.sparsity.loop(FORWARD, config.block_m, config.block_n, *how).listed is not None:
-        parts = parts_of_lists(lowered, special, direction, config)
-        return OwnTiles(skips=True, parts=parts)
+        return OwnTiles(skips=True, parts=config.consumers)
     loop = lowered.sparsity.loop_of_rows(*sizes, *how)
     return OwnTiles(loop is not None or config.block_m & (config.block_m - 1) != 0, loop)
 

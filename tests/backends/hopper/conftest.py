@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import builtins
 from collections import Counter
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from forward_text import run_text
 from gluon_machine import (
     Barriers,
     Descriptor,
@@ -338,3 +340,9 @@ def gluon() -> SimpleNamespace:
         Machine=Machine, Operations=Operations, Descriptor=Descriptor, Vector=Vector,
         Tiles=Tiles, Pointer=Pointer, number=number, module_of=module_of,
     )  # fmt: skip
+
+
+@pytest.fixture
+def run(gluon: SimpleNamespace) -> Any:
+    """Runs the forward kernel of a program, see :func:`forward_text.run_text`."""
+    return partial(run_text, gluon)

@@ -5,26 +5,17 @@ Gluon has no interpreter; ``conftest.py`` has what takes its place.
 
 from __future__ import annotations
 
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from forward_text import FORMS, PERSISTENT, SEED, SHAPES, SMALL, TEXTS, WIDTH, inputs_of, run_text
+from forward_text import FORMS, PERSISTENT, SEED, SHAPES, SMALL, TEXTS, WIDTH, inputs_of
 from gluon_machine import altered
 
 from attndsl.backends.philox import kept as kept_pairs
 
 if TYPE_CHECKING:
-    from types import SimpleNamespace
-
     from forward_text import Inputs
-
-
-@pytest.fixture
-def run(gluon: SimpleNamespace) -> Any:
-    """Runs the forward kernel of a program, see :func:`run_text`."""
-    return partial(run_text, gluon)
 
 
 WEIGHTS = {

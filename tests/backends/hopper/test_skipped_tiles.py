@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from forward_text import FORMS, PAIRS, PERSISTENT, SMALL, TEXTS, inputs_of, run_text
+from forward_text import FORMS, PAIRS, PERSISTENT, SMALL, TEXTS, inputs_of
 from gluon_machine import altered
 
 from attndsl.backends.hopper.own_tiles import own_tiles, parts_of_lists
@@ -21,18 +20,10 @@ from attndsl.pipeline import lower
 from attndsl.source import Source
 
 if TYPE_CHECKING:
-    from types import SimpleNamespace
-
     from attndsl.backends.triton.tiles import Config
 
 THREE = FORMS["three consumers"]
 WORKED = re.compile(r"^( +)(score = warpgroup_mma_wait\()", re.MULTILINE)
-
-
-@pytest.fixture
-def run(gluon: SimpleNamespace) -> Any:
-    """Runs the forward kernel of a program, see :func:`forward_text.run_text`."""
-    return partial(run_text, gluon)
 
 
 def worked(run: Any, name: str, inputs: Any, config: Config, skips: bool) -> tuple[int, Any, Any]:
