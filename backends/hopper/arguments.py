@@ -147,8 +147,6 @@ class HopperLayout(Layout):
     """Of a backward: batch, head and row strides of the output's gradient."""
     learned: Learned = field(default_factory=Learned)
     """Parts of the score of which gradients are wanted."""
-    together: int = 1
-    """Query heads whose tiles run side by side."""
     programs: int = 0
     """Of the attention kernel: how many are launched."""
     drawn: bool = False

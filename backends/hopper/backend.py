@@ -13,6 +13,7 @@ from ..base import Gradients, Wants
 from ..triton.arguments import capture_arguments, origin
 from ..triton.backend import PADDING, TritonBackend, signature_of
 from ..triton.kernels import STATISTICS_ROWS
+from ..triton.order import processors_of
 from ..triton.specialise import specialise, strides
 from ..triton.streams import on_device, stream_of
 from ..triton.tangents import moving_of
@@ -50,8 +51,6 @@ if TYPE_CHECKING:
     from ..triton.tiles import Config
 
 _DTYPES = (torch.float16, torch.bfloat16)
-_TOGETHER_BYTES = 16 << 20
-"""Keys and values of the heads that run side by side: a third of the L2 cache."""
 
 
 class HopperBackend(TritonBackend):
@@ -106,7 +105,7 @@ class HopperBackend(TritonBackend):
                     *self._pair_maps(layout, of_pairs),
                     *self._counter(layout, q.device, stream), call.scale, *layout.sizes,
                     origin(call.q_offset, call.q_index), origin(call.kv_offset, call.kv_index),
-                    layout.together,
+                    layout.together["forward"],
                     *capture_arguments(layout.special, call), *lists,
                 ],
             )  # fmt: skip
@@ -170,6 +169,7 @@ class HopperBackend(TritonBackend):
                     *self._counter(layout, q.device, stream), call.scale,
                     *layout.sizes, origin(call.q_offset, call.q_index),
                     origin(call.kv_offset, call.kv_index), padded,
+                    layout.together["backward_kv"],
                     *(part for part in (columns, factors, distances) if part is not None),
                     *capture_arguments(layout.special, call),
                     *lists_of(layout, lowered, call, "backward_kv", stream),
@@ -252,8 +252,7 @@ class HopperBackend(TritonBackend):
         if layout is None:
             found = self._layout_for(lowered, call, "tangent", moving.special(), False)
             config = found.executables["forward_tangent"].config
-            together = _together(call, lowered.program.mask is not None)
-            layout = layout_of(found, moving, together, _programs(call, "tangent", config))
+            layout = layout_of(found, moving, _programs(call, "tangent", config))
             self._keep(key, layout)
         assert isinstance(layout, HopperLayout)
         return launch_with_tangents(moving, layout, self._maps, self._counters)
@@ -317,7 +316,7 @@ class HopperBackend(TritonBackend):
         refused = why_portable(lowered, call, kind, grad_out, wants)
         if refused is not None:
             special = specialise(lowered.program, call)
-            return HopperLayout(special, {}, (), (), (), {}, why_portable=refused)
+            return HopperLayout(special, {}, (), (), (), {}, {}, why_portable=refused)
         layout = super()._make_layout(lowered, call, kind, grad_out, wants, has_dlse)
         direction = self._kernels.directions[kind][0]
         config = layout.executables[direction].config
@@ -353,10 +352,9 @@ class HopperBackend(TritonBackend):
                 views[name] = view(rows, (1,), blocks[name], encoders.get(name))
         return HopperLayout(
             layout.special, layout.executables, layout.strides, layout.out_strides, layout.sizes,
-            layout.lists, layout.lines, launches, views,
+            layout.lists, layout.together, layout.lines, launches, views,
             () if grad_out is None else strides(grad_out)[:3],
             learned_in_kernel(lowered, layout.special),
-            _together(call, lowered.program.mask is not None),
             _programs(call, kind, config), is_drawn(lowered, config), tuple(copied),
             *split(lowered, call, wants or Wants()),
         )  # fmt: skip
@@ -429,7 +427,7 @@ def max_head_dim(kind: str) -> int:
 
 
 def _programs(call: Call, kind: str, config: Config) -> int:
-    """Programs of a kernel: one for each of its tiles, or as many as run at a time.
+    """Programs of a kernel: one for each of its items, or as many as run at a time.
 
     The registers of one program are all that a processor has.
     """
@@ -439,25 +437,5 @@ def _programs(call: Call, kind: str, config: Config) -> int:
     else:
         batch, heads, length, _ = call.q.shape
         block = config.block_m
-    tiles = -(-length // block) * batch * heads
-    if not config.persistent:
-        return tiles
-    properties = torch.cuda.get_device_properties(call.q.device)
-    return min(tiles, int(properties.multi_processor_count))
-
-
-def _together(call: Call, masked: bool) -> int:
-    """Query heads whose tiles run side by side.
-
-    Programs that read the same keys at the same time read them once from the L2 cache, which limits
-    the forward at head dim 128; so a group of heads that share keys, and no other, where programs
-    take equally long. Where a mask makes them differ, the longest come first, among as many heads
-    as fit the cache.
-    """
-    k, v = call.k, call.v
-    group = call.q.shape[1] // k.shape[1]
-    if not masked:
-        return int(group)
-    bytes_of_head = k.shape[2] * (k.shape[3] + v.shape[3]) * k.element_size()
-    kv_heads = max(1, _TOGETHER_BYTES // bytes_of_head)
-    return int(min(kv_heads * group, call.q.shape[0] * call.q.shape[1]))
+    items = -(-length // block) * batch * heads
+    return min(items, processors_of(call.q.device)) if config.persistent else items

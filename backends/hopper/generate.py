@@ -49,14 +49,14 @@ FORWARD_CONSUMER = (
 _BACKWARD_PRODUCER = (
     "q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc,",
     "q_s, k_s, v_s, do_s, lse_s, delta_s, k_full, v_full, q_full, do_full, q_empty, do_empty,",
-    "batch, heads, kv_heads, q_len, kv_len, q_origin, kv_origin, padded,",
+    "batch, heads, kv_heads, q_len, kv_len, q_origin, kv_origin, padded, together,",
     "BLOCK_M, BLOCK_N, STAGES, Q_KIND, KV_KIND,",
 )
 _BACKWARD_CONSUMER = (
     "SUMS, DK, DV_OUT,",
     "q_s, k_s, v_s, do_s, lse_s, delta_s, ds_s,",
     "k_full, v_full, q_full, do_full, q_empty, do_empty,",
-    "scale, batch, heads, kv_heads, q_len, kv_len, q_origin, kv_origin, padded,",
+    "scale, batch, heads, kv_heads, q_len, kv_len, q_origin, kv_origin, padded, together,",
     "HEAD_DIM, VALUE_DIM, D, DV, BLOCK_M, BLOCK_N, STAGES, Q_KIND, KV_KIND, HALF,",
 )
 _WIDE_CONSUMER = (

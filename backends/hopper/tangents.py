@@ -34,13 +34,12 @@ def readable(moving: Moving) -> Moving:
     return replace(moving, operands=operands)
 
 
-def layout_of(layout: Layout, moving: Moving, together: int, programs: int) -> HopperLayout:
+def layout_of(layout: Layout, moving: Moving, programs: int) -> HopperLayout:
     """``layout`` with what launches need besides.
 
     Args:
         layout: With the kernel.
         moving: A call of the signature, readable.
-        together: Query heads whose tiles run side by side.
         programs: How many are launched.
     """
     config = layout.executables[_DIRECTION].config
@@ -55,7 +54,7 @@ def layout_of(layout: Layout, moving: Moving, together: int, programs: int) -> H
         views[name] = view(tensor, steps, blocks[name], launch.encoders.get(name))
     return HopperLayout(
         layout.special, layout.executables, layout.strides, layout.out_strides, layout.sizes,
-        layout.lists, layout.lines, {_DIRECTION: launch}, views, together=together,
+        layout.lists, layout.together, layout.lines, {_DIRECTION: launch}, views,
         programs=programs, drawn=is_drawn(moving.lowered, config),
     )  # fmt: skip
 
@@ -91,7 +90,7 @@ def launch_with_tangents(
                 lse_moved.data_ptr(), *counter,
                 call.scale, *layout.sizes,
                 origin(call.q_offset, call.q_index), origin(call.kv_offset, call.kv_index),
-                layout.together, *capture_arguments(layout.special, call), *lists,
+                layout.together[_DIRECTION], *capture_arguments(layout.special, call), *lists,
             ],
         )  # fmt: skip
     return out, lse, out_moved, lse_moved

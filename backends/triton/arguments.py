@@ -56,6 +56,8 @@ class Layout:
     """batch, heads, kv_heads, q_len, kv_len."""
     lists: Mapping[str, ListKernels]
     """The kernels that list the tiles, for each direction whose tiles are listed."""
+    together: Mapping[str, int]
+    """Heads whose tiles run side by side, for each direction."""
     lines: Lines = NO_LINES
     """What the kernels of a backward add up along rows and columns."""
 

@@ -17,6 +17,7 @@ from .arguments import NO_LINES, Layout, capture_arguments, origin
 from .kernels import STATISTICS_ROWS, Kernels
 from .library import STATISTICS_PADDING
 from .lines import line_gradients, lines_among
+from .order import ORDERED, together_of
 from .shares import key_of, share_out, wants_of_kernels
 from .sinks import add_sink_gradients
 from .specialise import Specialisation, specialise, strides, with_gradients, with_pair_sums
@@ -120,8 +121,8 @@ class TritonBackend:
                 [
                     q, call.k, call.v, out, lse, *layout.strides, *layout.out_strides, call.scale,
                     *layout.sizes, origin(call.q_offset, call.q_index),
-                    origin(call.kv_offset, call.kv_index), *capture_arguments(layout.special, call),
-                    *lists,
+                    origin(call.kv_offset, call.kv_index), layout.together["forward"],
+                    *capture_arguments(layout.special, call), *lists,
                 ],
             )  # fmt: skip
         return out, lse
@@ -219,9 +220,9 @@ class TritonBackend:
             stream = stream_of(q.device)
             grad_strides = strides(grad_out)[:3]
             rows = layout.executables["row_statistics"]
-            shared = [*layout.strides, *grad_strides, call.scale, *layout.sizes,
-                      origin(call.q_offset, call.q_index), origin(call.kv_offset, call.kv_index),
-                      *capture_arguments(layout.special, call)]  # fmt: skip
+            origins = origin(call.q_offset, call.q_index), origin(call.kv_offset, call.kv_index)
+            shared = [*layout.strides, *grad_strides, call.scale, *layout.sizes, *origins]
+            captures = capture_arguments(layout.special, call)
             with on_device(q.device):
                 rows.launch(
                     padded // STATISTICS_ROWS * batch * heads, stream,
@@ -235,6 +236,7 @@ class TritonBackend:
                     kernel.launch(
                         tiles * batch * k.shape[1], stream,
                         [q, k, v, grad_out, dk, dv, lse2, delta, *shared,
+                         layout.together["backward_kv"], *captures,
                          *lists_of(layout, lowered, call, "backward_kv", stream),
                          *([] if column_sums is None else [column_sums])],
                     )  # fmt: skip
@@ -244,6 +246,7 @@ class TritonBackend:
                     kernel.launch(
                         tiles * batch * heads, stream,
                         [q, k, v, grad_out, dq, lse2, delta, *shared,
+                         layout.together["backward_q"], *captures,
                          *lists_of(layout, lowered, call, "backward_q", stream),
                          *([] if row_sums is None else [row_sums])],
                     )  # fmt: skip
@@ -354,7 +357,15 @@ class TritonBackend:
         }
         names = {*special.tensor_gradients, *special.param_gradients}
         learned = lines_among(lowered, names) if kind == "backward" else NO_LINES
-        return Layout(special, prepared.executables, steps, strides(out)[:3], sizes, lists, learned)
+        masked = lowered.program.mask is not None
+        together = {
+            name: together_of(call, name, kernel.config, masked)
+            for name, kernel in prepared.executables.items()
+            if name in ORDERED
+        }
+        return Layout(
+            special, prepared.executables, steps, strides(out)[:3], sizes, lists, together, learned
+        )
 
     def _list_kernels(
         self,

@@ -12,6 +12,23 @@ STATISTICS_PADDING = tl.constexpr(128)
 
 
 @triton.jit
+def place_of_item(item, tiles, heads, together, DESCENDING: tl.constexpr):
+    """Tile, and head of ``heads``: ``together`` heads at a time, tile by tile, longest first.
+
+    Counted from the last item on, so that where these are not a multiple of ``together`` the first
+    are fewer: the last ones have to be many, that their longest begin early.
+    """
+    rest = tiles * heads - 1 - item
+    group = rest // (tiles * together)
+    within = rest - group * (tiles * together)
+    size = tl.minimum(together, heads - group * together)
+    tile = within // size
+    if not DESCENDING:
+        tile = tiles - 1 - tile
+    return tile, group * together + within % size
+
+
+@triton.jit
 def load_tile(
     base,
     first,

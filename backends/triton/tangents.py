@@ -104,7 +104,8 @@ def launch_tangent(
                 call.q, call.k, call.v, out, lse, *tangents, out_moved, lse_moved,
                 *layout.strides, *(step for x in tangents for step in strides(x)[:3]), call.scale,
                 *layout.sizes, origin(call.q_offset, call.q_index),
-                origin(call.kv_offset, call.kv_index), *capture_arguments(special, call), *lists,
+                origin(call.kv_offset, call.kv_index), layout.together["tangent"],
+                *capture_arguments(special, call), *lists,
             ],
         )  # fmt: skip
     return out_moved, lse_moved

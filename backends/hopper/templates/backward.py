@@ -139,7 +139,7 @@ def consume_item(
     item, turn, done, PART: gl.constexpr, SUMS, DK, DV_OUT,
     q_s, k_s, v_s, do_s, lse_s, delta_s, ds_s,
     k_full, v_full, q_full, do_full, q_empty, do_empty,
-    scale, batch, heads, kv_heads, q_len, kv_len, q_origin, kv_origin, padded,
+    scale, batch, heads, kv_heads, q_len, kv_len, q_origin, kv_origin, padded, together,
     HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, Q_KIND: gl.constexpr,
     KV_KIND: gl.constexpr, HALF: gl.constexpr,
@@ -168,7 +168,7 @@ def consume_item(
         tile, b, hkv = word(item_s, 1), word(item_s, 2), word(item_s, 3)
         mbarrier.arrive(item_empty, count=1)
     else:
-        tile, b, hkv = place_of_item(item, kv_heads, kv_len, BLOCK_N)
+        tile, b, hkv = place_of_kv_item(item, batch, kv_heads, kv_len, together, BLOCK_N)
     q_offset = shift_of_positions(q_origin, Q_KIND)
     kv_offset = shift_of_positions(kv_origin, KV_KIND)
     own = tile * BLOCK_N + PART * KEYS

@@ -15,7 +15,7 @@ Follows ``backward_shared``, then ``backward`` or ``backward_wide``, in one modu
 def produce(
     q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc,
     q_s, k_s, v_s, do_s, lse_s, delta_s, k_full, v_full, q_full, do_full, q_empty, do_empty,
-    batch, heads, kv_heads, q_len, kv_len, q_origin, kv_origin, padded,
+    batch, heads, kv_heads, q_len, kv_len, q_origin, kv_origin, padded, together,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, Q_KIND: gl.constexpr,
     KV_KIND: gl.constexpr,
     #: counter
@@ -36,7 +36,7 @@ def produce(
                 item, turn, done, q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc,
                 q_s, k_s, v_s, do_s, lse_s, delta_s,
                 k_full, v_full, q_full, do_full, q_empty, do_empty,
-                batch, heads, kv_heads, q_len, kv_len, q_origin, kv_origin, padded,
+                batch, heads, kv_heads, q_len, kv_len, q_origin, kv_origin, padded, together,
                 BLOCK_M, BLOCK_N, STAGES, Q_KIND, KV_KIND,
                 #: kept
                 #: diagonal_producer
@@ -60,7 +60,7 @@ def produce(
             item, 0, 0, q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc,
             q_s, k_s, v_s, do_s, lse_s, delta_s,
             k_full, v_full, q_full, do_full, q_empty, do_empty,
-            batch, heads, kv_heads, q_len, kv_len, q_origin, kv_origin, padded,
+            batch, heads, kv_heads, q_len, kv_len, q_origin, kv_origin, padded, together,
             BLOCK_M, BLOCK_N, STAGES, Q_KIND, KV_KIND,
             #: kept
             #: diagonal_producer
@@ -77,7 +77,7 @@ def consume(
     q_s, k_s, v_s, do_s, lse_s, delta_s, ds_s,
     #: steep
     k_full, v_full, q_full, do_full, q_empty, do_empty,
-    scale, batch, heads, kv_heads, q_len, kv_len, q_origin, kv_origin, padded,
+    scale, batch, heads, kv_heads, q_len, kv_len, q_origin, kv_origin, padded, together,
     HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, Q_KIND: gl.constexpr,
     KV_KIND: gl.constexpr, HALF: gl.constexpr,
@@ -102,7 +102,7 @@ def consume(
                 q_s, k_s, v_s, do_s, lse_s, delta_s, ds_s,
                 #: steep
                 k_full, v_full, q_full, do_full, q_empty, do_empty,
-                scale, batch, heads, kv_heads, q_len, kv_len, q_origin, kv_origin, padded,
+                scale, batch, heads, kv_heads, q_len, kv_len, q_origin, kv_origin, padded, together,
                 HEAD_DIM, VALUE_DIM, D, DV, BLOCK_M, BLOCK_N, STAGES, Q_KIND, KV_KIND, HALF,
                 #: learned
                 #: kept
@@ -122,7 +122,7 @@ def consume(
             q_s, k_s, v_s, do_s, lse_s, delta_s, ds_s,
             #: steep
             k_full, v_full, q_full, do_full, q_empty, do_empty,
-            scale, batch, heads, kv_heads, q_len, kv_len, q_origin, kv_origin, padded,
+            scale, batch, heads, kv_heads, q_len, kv_len, q_origin, kv_origin, padded, together,
             HEAD_DIM, VALUE_DIM, D, DV, BLOCK_M, BLOCK_N, STAGES, Q_KIND, KV_KIND, HALF,
             #: learned
             #: kept
@@ -141,7 +141,7 @@ def attention_backward_kv(
     #: pair_descs
     #: slopes_desc
     #: counter
-    scale, batch, heads, kv_heads, q_len, kv_len, q_origin, kv_origin, padded,
+    scale, batch, heads, kv_heads, q_len, kv_len, q_origin, kv_origin, padded, together,
     #: learned
     #: distance_sums
     #: parameters

@@ -30,7 +30,7 @@ from attndsl.backends.hopper.library import (
 )
 from attndsl.backends.hopper.shim import tma_load
 #: storing_imports
-from attndsl.backends.triton.library import positions, shift_of_positions
+from attndsl.backends.triton.library import place_of_item, positions, shift_of_positions
 #: imports
 
 #: flags
@@ -41,13 +41,11 @@ LOG2E = tl.constexpr(1.4426950408889634)
 
 
 @gluon.jit
-def place_of_item(item, kv_heads, kv_len, BLOCK_N: gl.constexpr):
-    """Key-value tile, batch entry and kv head: tile by tile of each head, longest first."""
-    kv_tiles = tl.cdiv(kv_len, BLOCK_N)
-    tile = item % kv_tiles
-    if KV_PASS_DESCENDING:
-        tile = kv_tiles - 1 - tile
-    head_of_batch = item // kv_tiles
+def place_of_kv_item(item, batch, kv_heads, kv_len, together, BLOCK_N: gl.constexpr):
+    """Key-value tile, batch entry and kv head."""
+    tile, head_of_batch = place_of_item(
+        item, tl.cdiv(kv_len, BLOCK_N), batch * kv_heads, together, KV_PASS_DESCENDING
+    )
     return tile, head_of_batch // kv_heads, head_of_batch % kv_heads
 
 
@@ -130,7 +128,7 @@ def load_keys(
 def load_item(
     item, turn, done, q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc,
     q_s, k_s, v_s, do_s, lse_s, delta_s, k_full, v_full, q_full, do_full, q_empty, do_empty,
-    batch, heads, kv_heads, q_len, kv_len, q_origin, kv_origin, padded,
+    batch, heads, kv_heads, q_len, kv_len, q_origin, kv_origin, padded, together,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, Q_KIND: gl.constexpr,
     KV_KIND: gl.constexpr,
     #: kept
@@ -144,7 +142,7 @@ def load_item(
 
     Returns the program's number of query tiles so far, ``done`` of which were before this item.
     """
-    tile, b, hkv = place_of_item(item, kv_heads, kv_len, BLOCK_N)
+    tile, b, hkv = place_of_kv_item(item, batch, kv_heads, kv_len, together, BLOCK_N)
     q_offset = shift_of_positions(q_origin, Q_KIND)
     kv_offset = shift_of_positions(kv_origin, KV_KIND)
     if PERSISTENT:

@@ -119,7 +119,7 @@ def consume_item(
     item, turn, done, PART: gl.constexpr, SUMS, DK, DV_OUT,
     q_s, k_s, v_s, do_s, lse_s, delta_s, ds_s, steep_s,
     k_full, v_full, q_full, do_full, q_empty, do_empty,
-    scale, batch, heads, kv_heads, q_len, kv_len, q_origin, kv_origin, padded,
+    scale, batch, heads, kv_heads, q_len, kv_len, q_origin, kv_origin, padded, together,
     HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, Q_KIND: gl.constexpr,
     KV_KIND: gl.constexpr, HALF: gl.constexpr,
@@ -143,7 +143,7 @@ def consume_item(
     OWN_ROWS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, OWN_WIDTH, 16])
     DQ_ROWS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DQ_WIDTH, 16])
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, OWN_ROWS, 2)
-    tile, b, hkv = place_of_item(item, kv_heads, kv_len, BLOCK_N)
+    tile, b, hkv = place_of_kv_item(item, batch, kv_heads, kv_len, together, BLOCK_N)
     q_offset = shift_of_positions(q_origin, Q_KIND)
     kv_offset = shift_of_positions(kv_origin, KV_KIND)
     own = tile * BLOCK_N

@@ -240,7 +240,7 @@ def take_item(
             fast = word(item_s, 10) != 0
         mbarrier.arrive(item_empty, count=1)
     else:
-        tile, b, h, hkv = place_of_item(item, batch, heads, kv_heads, q_len, together, BLOCK_M)
+        tile, b, h, hkv = place_of_q_item(item, batch, heads, kv_heads, q_len, together, BLOCK_M)
         full_tiles, partial_tiles, first_live, first_full, nothing = count_tiles(
             tile, b, h, hkv, batch, heads, kv_heads, q_len, kv_len, q_offset, kv_offset,
             BLOCK_M, BLOCK_N,
@@ -266,7 +266,7 @@ def load_item(
 
     Returns the program's number of key-value tiles so far, ``done`` of which were before this item.
     """
-    tile, b, h, hkv = place_of_item(item, batch, heads, kv_heads, q_len, together, BLOCK_M)
+    tile, b, h, hkv = place_of_q_item(item, batch, heads, kv_heads, q_len, together, BLOCK_M)
     if not PERSISTENT:
         load_query(
             turn, tile, b, h, q_desc, q_s, q_full, BLOCK_M, CONSUMERS,

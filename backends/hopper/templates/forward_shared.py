@@ -20,7 +20,7 @@ from attndsl.backends.hopper.library import (
     pack, paired, places_of, raised, scaled, unpack, widened, word, words,
 )
 from attndsl.backends.hopper.shim import tma_load, tma_store, tma_wait
-from attndsl.backends.triton.library import positions, shift_of_positions
+from attndsl.backends.triton.library import place_of_item, positions, shift_of_positions
 #: imports
 
 #: flags
@@ -35,16 +35,11 @@ LEAST_TOTAL = tl.constexpr(2.0**-48)
 
 
 @gluon.jit
-def place_of_item(item, batch, heads, kv_heads, q_len, together, BLOCK_M: gl.constexpr):
-    """Query tile, batch entry, head and kv head: ``together`` heads, tile by tile, longest first."""
-    q_tiles = tl.cdiv(q_len, BLOCK_M)
-    group = item // (q_tiles * together)
-    within = item - group * (q_tiles * together)
-    size = gl.minimum(together, batch * heads - group * together)
-    tile = within // size
-    if FORWARD_DESCENDING:
-        tile = q_tiles - 1 - tile
-    head_of_batch = group * together + within % size
+def place_of_q_item(item, batch, heads, kv_heads, q_len, together, BLOCK_M: gl.constexpr):
+    """Query tile, batch entry, head and kv head."""
+    tile, head_of_batch = place_of_item(
+        item, tl.cdiv(q_len, BLOCK_M), batch * heads, together, FORWARD_DESCENDING
+    )
     b = head_of_batch // heads
     h = head_of_batch % heads
     return tile, b, h, h // (heads // kv_heads)

@@ -6,7 +6,8 @@ import triton.language as tl
 
 from attndsl.backends.triton.dropout import keep_factor, kept_pairs
 from attndsl.backends.triton.library import (
-    dot, dot_add, load_tile, positions, shift_of_positions, statistics_rows, store_tile,
+    dot, dot_add, load_tile, place_of_item, positions, shift_of_positions, statistics_rows,
+    store_tile,
 )
 
 #: begin
@@ -99,7 +100,7 @@ def attention_backward_kv(
     Q, K, V, DOUT, DK, DV_OUT, LSE2, DELTA,
     stride_qb, stride_qh, stride_qm, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh,
     stride_vn, stride_gb, stride_gh, stride_gm,
-    scale, batch, heads, kv_heads, q_len, kv_len, q_origin, kv_origin,
+    scale, batch, heads, kv_heads, q_len, kv_len, q_origin, kv_origin, together,
     #: parameters
     #: kv_pass_lists
     #: outputs
@@ -112,11 +113,9 @@ def attention_backward_kv(
     DK (batch, kv_heads, kv_len, D), DV_OUT (batch, kv_heads, kv_len, DV) and LINE_SUMS (sums, batch,
     heads, kv_len) are contiguous; the sums are each head's own columns'.
     """
-    kv_tiles = tl.cdiv(kv_len, BLOCK_N)
-    tile = tl.program_id(0) % kv_tiles
-    if KV_PASS_DESCENDING:
-        tile = kv_tiles - 1 - tile
-    head_of_batch = tl.program_id(0) // kv_tiles
+    tile, head_of_batch = place_of_item(
+        tl.program_id(0), tl.cdiv(kv_len, BLOCK_N), batch * kv_heads, together, KV_PASS_DESCENDING
+    )
     b = head_of_batch // kv_heads
     hkv = head_of_batch % kv_heads
     group = heads // kv_heads

@@ -6,7 +6,8 @@ import triton.language as tl
 
 from attndsl.backends.triton.dropout import keep_factor, kept_pairs
 from attndsl.backends.triton.library import (
-    dot, dot_add, load_tile, positions, shift_of_positions, statistics_rows, store_tile,
+    dot, dot_add, load_tile, place_of_item, positions, shift_of_positions, statistics_rows,
+    store_tile,
 )
 
 #: begin
@@ -98,7 +99,7 @@ def attention_backward_q(
     Q, K, V, DOUT, DQ, LSE2, DELTA,
     stride_qb, stride_qh, stride_qm, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh,
     stride_vn, stride_gb, stride_gh, stride_gm,
-    scale, batch, heads, kv_heads, q_len, kv_len, q_origin, kv_origin,
+    scale, batch, heads, kv_heads, q_len, kv_len, q_origin, kv_origin, together,
     #: parameters
     #: q_pass_lists
     #: outputs
@@ -110,11 +111,9 @@ def attention_backward_q(
 
     DQ (batch, heads, q_len, D) and LINE_SUMS (sums, batch, heads, q_len) are contiguous.
     """
-    q_tiles = tl.cdiv(q_len, BLOCK_M)
-    tile = tl.program_id(0) % q_tiles
-    if Q_PASS_DESCENDING:
-        tile = q_tiles - 1 - tile
-    head_of_batch = tl.program_id(0) // q_tiles
+    tile, head_of_batch = place_of_item(
+        tl.program_id(0), tl.cdiv(q_len, BLOCK_M), batch * heads, together, Q_PASS_DESCENDING
+    )
     b = head_of_batch // heads
     h = head_of_batch % heads
     hkv = h // (heads // kv_heads)

@@ -10,7 +10,7 @@ import triton.language as tl
 
 from attndsl.backends.triton.dropout import keep_factor, kept_pairs
 from attndsl.backends.triton.library import (
-    dot, dot_add, load_tile, positions, shift_of_positions, store_tile,
+    dot, dot_add, load_tile, place_of_item, positions, shift_of_positions, store_tile,
 )
 
 #: imports
@@ -97,7 +97,7 @@ def attention_forward(
     Q, K, V, OUT, LSE,
     stride_qb, stride_qh, stride_qm, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh,
     stride_vn, stride_ob, stride_oh, stride_om,
-    scale, batch, heads, kv_heads, q_len, kv_len, q_origin, kv_origin,
+    scale, batch, heads, kv_heads, q_len, kv_len, q_origin, kv_origin, together,
     #: parameters
     #: forward_lists
     D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -105,11 +105,9 @@ def attention_forward(
     PRECISION: tl.constexpr, UPCAST: tl.constexpr,
 ):
     """One program: one query tile of one head. LSE (batch, heads, q_len) is contiguous fp32."""
-    q_tiles = tl.cdiv(q_len, BLOCK_M)
-    tile = tl.program_id(0) % q_tiles
-    if FORWARD_DESCENDING:
-        tile = q_tiles - 1 - tile
-    head_of_batch = tl.program_id(0) // q_tiles
+    tile, head_of_batch = place_of_item(
+        tl.program_id(0), tl.cdiv(q_len, BLOCK_M), batch * heads, together, FORWARD_DESCENDING
+    )
     b = head_of_batch // heads
     h = head_of_batch % heads
     hkv = h // (heads // kv_heads)

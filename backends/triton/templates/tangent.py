@@ -11,7 +11,7 @@ import triton.language as tl
 
 from attndsl.backends.triton.dropout import keep_factor, kept_pairs
 from attndsl.backends.triton.library import (
-    dot, dot_add, load_tile, positions, shift_of_positions, store_tile,
+    dot, dot_add, load_tile, place_of_item, positions, shift_of_positions, store_tile,
 )
 
 #: begin
@@ -130,7 +130,7 @@ def attention_tangent(
     stride_qb, stride_qh, stride_qm, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh,
     stride_vn, stride_tqb, stride_tqh, stride_tqm, stride_tkb, stride_tkh, stride_tkn,
     stride_tvb, stride_tvh, stride_tvn,
-    scale, batch, heads, kv_heads, q_len, kv_len, q_origin, kv_origin,
+    scale, batch, heads, kv_heads, q_len, kv_len, q_origin, kv_origin, together,
     #: parameters
     #: q_pass_lists
     D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -142,11 +142,9 @@ def attention_tangent(
     OUT and OUT_MOVED (batch, heads, q_len, DV), LSE and LSE_MOVED (batch, heads, q_len) are
     contiguous, LSE in base e. Of Q_MOVED, K_MOVED and V_MOVED those are read that move.
     """
-    q_tiles = tl.cdiv(q_len, BLOCK_M)
-    tile = tl.program_id(0) % q_tiles
-    if Q_PASS_DESCENDING:
-        tile = q_tiles - 1 - tile
-    head_of_batch = tl.program_id(0) // q_tiles
+    tile, head_of_batch = place_of_item(
+        tl.program_id(0), tl.cdiv(q_len, BLOCK_M), batch * heads, together, Q_PASS_DESCENDING
+    )
     b = head_of_batch // heads
     h = head_of_batch % heads
     hkv = h // (heads // kv_heads)

@@ -12,7 +12,8 @@ import triton.language as tl
 
 from attndsl.backends.triton.dropout import keep_factor, kept_pairs
 from attndsl.backends.triton.library import (
-    dot, dot_add, load_tile, positions, shift_of_positions, statistics_rows, store_tile,
+    dot, dot_add, load_tile, place_of_item, positions, shift_of_positions, statistics_rows,
+    store_tile,
 )
 
 #: imports

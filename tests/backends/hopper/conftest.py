@@ -5,7 +5,7 @@ from __future__ import annotations
 import builtins
 from collections import Counter
 from functools import partial
-from types import SimpleNamespace
+from types import FunctionType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,6 +25,7 @@ from gluon_machine import (
 )  # fmt: skip
 
 from attndsl.backends.philox import kept_at
+from attndsl.backends.triton.library import place_of_item
 
 
 def keep(values: torch.Tensor, bits: torch.Tensor, negated: bool = False) -> torch.Tensor:
@@ -119,6 +120,7 @@ class Operations:
                 drop_of_head=lambda p, number, seed: (round(1e6 * float(p)), int(number), seed),
             ),
             "attndsl.backends.triton.library": SimpleNamespace(
+                place_of_item=FunctionType(place_of_item.fn.__code__, {"tl": language}),
                 positions=lambda index, length, origin, kind: index + origin,
                 shift_of_positions=lambda origin, kind: origin,
                 relu=torch.relu, sigmoid_ex2=torch.sigmoid, tanh_ex2=torch.tanh,

@@ -1,0 +1,112 @@
+"""Which heads' tiles programs take side by side, and how long a causal call waits for its last."""
+
+import heapq
+from types import SimpleNamespace
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+from attndsl.backends.triton import order
+from attndsl.backends.triton.library import place_of_item
+from attndsl.backends.triton.order import together_of
+from attndsl.backends.triton.tiles import Config
+
+CONFIG = Config(128, 128, 4, 2)
+PROCESSORS = 132
+
+
+@triton.jit
+def _places(TILES, HEADS, tiles, heads, together, DESCENDING: tl.constexpr):
+    item = tl.program_id(0)
+    tile, head = place_of_item(item, tiles, heads, together, DESCENDING)
+    tl.store(TILES + item, tile)
+    tl.store(HEADS + item, head)
+
+
+@pytest.mark.parametrize("descending", [False, True])
+@pytest.mark.parametrize("sizes", [(1, 1, 1), (4, 7, 3), (3, 4, 4), (5, 6, 2)])
+def test_items_are_taken_by_groups_of_heads(device, sizes, descending):
+    tiles, heads, together = sizes
+    found = torch.full((2, tiles * heads), -1, dtype=torch.int32, device=device)
+    _places[(tiles * heads,)](found[0], found[1], tiles, heads, together, descending)
+    order_of_tiles = range(tiles - 1, -1, -1) if descending else range(tiles)
+    wanted, last = [], heads
+    for size in [heads % together] * (heads % together > 0) + [together] * (heads // together):
+        group = range(last - 1, last - 1 - size, -1)
+        wanted += [(tile, head) for tile in order_of_tiles for head in group]
+        last -= size
+    assert list(zip(*found.tolist(), strict=True)) == wanted
+
+
+@pytest.fixture
+def h200(monkeypatch):
+    """A machine like an H200."""
+    properties = SimpleNamespace(multi_processor_count=PROCESSORS, L2_cache_size=50 << 20)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+
+
+def call_of(batch, heads, kv_heads, length, dim=128):
+    rows = SimpleNamespace(
+        shape=(batch, heads, length, dim), device=torch.device("cuda"), element_size=lambda: 2
+    )
+    keys = SimpleNamespace(shape=(batch, kv_heads, length, dim))
+    return SimpleNamespace(q=rows, k=keys, v=keys)
+
+
+def waiting(direction, batch, heads, kv_heads, length):
+    """By how much a causal call of bare items takes longer than its share of the work."""
+    together = together_of(call_of(batch, heads, kv_heads, length), direction, CONFIG, True)
+    tiles, all_heads = -(-length // 128), batch * heads
+    repeated = 1
+    if direction == "backward_kv":
+        all_heads, repeated = batch * kv_heads, heads // kv_heads
+    ends = [0.0] * PROCESSORS
+    sizes = [all_heads % together] * (all_heads % together > 0)
+    sizes += [together] * (all_heads // together)
+    for size in sizes:
+        for tile in range(tiles, 0, -1):
+            for _ in range(size):
+                heapq.heapreplace(ends, ends[0] + tile * repeated)
+    return max(ends) / (sum(ends) / PROCESSORS)
+
+
+SHAPES = [
+    (4, 16, 16, 4096), (2, 16, 16, 8192), (1, 16, 16, 16384), (1, 8, 8, 32768), (1, 32, 32, 4096),
+    (2, 12, 12, 8192), (8, 20, 20, 2048), (2, 32, 8, 8192), (3, 25, 5, 6144),
+]  # fmt: skip
+
+
+@pytest.mark.usefixtures("h200")
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: "x".join(map(str, shape)))
+@pytest.mark.parametrize("direction", ["forward", "backward_kv"])
+def test_no_call_waits_long_for_its_longest_items(direction, shape):
+    assert waiting(direction, *shape) < 1.05
+
+
+@pytest.mark.usefixtures("h200")
+def test_heads_fit_the_cache():
+    def heads(direction, *sizes, masked=True):
+        return together_of(call_of(*sizes), direction, CONFIG, masked)
+
+    assert heads("forward", 2, 16, 16, 8192) == 8
+    assert heads("backward_kv", 2, 16, 16, 8192) == 4
+    assert heads("backward_kv", 2, 32, 8, 8192) == 4
+    # One head has more items than run at a time, and takes the cache.
+    assert heads("backward_kv", 1, 8, 8, 32768) == 1
+    # Not as many items as run at a time: these read what they read, side by side or not.
+    assert heads("backward_kv", 4, 16, 2, 8192, 256) == 2
+    # Heads that share keys go together.
+    assert heads("forward", 2, 32, 8, 8192) % 4 == 0
+    assert heads("forward", 2, 32, 8, 8192, masked=False) == 4
+    assert heads("backward_kv", 2, 32, 8, 8192, masked=False) == 1
+    assert heads("forward", 1, 2, 2, 64) == 2
+    assert heads("backward_kv", 1, 2, 2, 0) == 2
+
+
+def test_kernels_that_are_interpreted_run_one_program_at_a_time():
+    assert order.processors_of(torch.device("cpu")) == 1
+    x = torch.randn(1, 4, 512, 16)
+    call = SimpleNamespace(q=x, k=x, v=x)
+    assert together_of(call, "forward", CONFIG, True) == 1
