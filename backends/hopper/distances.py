@@ -127,7 +127,7 @@ def diagonal_hooks(summed: bool) -> dict[str, list[str]]:
         "add_last_tile": ["if count > done:", f"{_INDENT}{add}"],
         "let_add": [
             "if PART == 0:",
-            f"{_INDENT}mbarrier.arrive(ds_full.index(count % 2), count=1)",
+            f"{_INDENT}mbarrier.arrive(ds_full.index(count & 1), count=1)",
         ],
         "diagonal_memory": [
             "LINES: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])",

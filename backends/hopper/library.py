@@ -386,6 +386,22 @@ def in_each_thread(INSTRUCTION: gl.constexpr):
 
 
 @gluon.jit
+def slot_of(count, STAGES: gl.constexpr):
+    """Where tile number ``count`` lies among STAGES of them, and its barrier's phase there.
+
+    As ``count % STAGES`` and ``count // STAGES & 1``. Compilers do not know that counts are not
+    negative: what they make of a division takes registers from others.
+    """
+    if STAGES == 1 or STAGES == 2 or STAGES == 4:
+        stage = count & (STAGES - 1)
+        phase = (count >> (STAGES // 2)) & 1
+    else:
+        stage = count % STAGES
+        phase = (count // STAGES) & 1
+    return stage, phase
+
+
+@gluon.jit
 def add_to_sums(base, tile):
     """Add a product's tile (64 rows, columns) of fp32 to sums in global memory.
 

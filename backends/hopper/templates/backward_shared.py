@@ -26,7 +26,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from attndsl.backends.hopper import dialect as tl
 from attndsl.backends.hopper.library import (
     add_to_sums, announce, await_announced, count_up, eighths_of_sums, finish, leave, meet, multiply,
-    places_of, word, words,
+    places_of, slot_of, word, words,
 )
 from attndsl.backends.hopper.shim import tma_load
 #: storing_imports
@@ -178,8 +178,7 @@ def load_item(
                 #: arguments
                 #: kv_pass_lists
             )
-            stage = count % STAGES
-            phase = (count // STAGES) & 1
+            stage, phase = slot_of(count, STAGES)
             mbarrier.wait(q_empty.index(stage), phase ^ 1)
             q_ready = q_full.index(stage)
             mbarrier.expect(q_ready, q_desc.block_type.nbytes + lse_desc.block_type.nbytes)

@@ -39,8 +39,7 @@ def add_query_tile(
 
     Tiles are (keys, queries).
     """
-    stage = count % STAGES
-    phase = (count // STAGES) & 1
+    stage, phase = slot_of(count, STAGES)
     first = q_tile_index * BLOCK_M
     # An index that no compiler knows to be zero: see ``backward``.
     only = count >> 31

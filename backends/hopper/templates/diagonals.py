@@ -19,8 +19,8 @@ def line_of_sums(DISTANCE_SUMS, tile, b, h, heads, kv_len, padded, BLOCK_N: gl.c
 @gluon.jit
 def add_tile(count, sums, ds_s, lines_s, ds_full):
     """Add dS of tile number ``count`` to sums along its diagonals, 64 queries at a time."""
-    place = count % 2
-    mbarrier.wait(ds_full.index(place), (count // 2) & 1)
+    place, phase = slot_of(count, 2)
+    mbarrier.wait(ds_full.index(place), phase)
     slopes = ds_s.index(place)
     PARTS: gl.constexpr = slopes.shape[1] // 64
     for part in gl.static_range(PARTS):

@@ -26,7 +26,7 @@ def draw_tile(
 
     The consumers took the bits before of the same stage.
     """
-    stage = count % STAGES
+    stage, _ = slot_of(count, STAGES)
     keep_of_tile(kept_s, stage * PARTS, drop, first_row, first_column, PARTS, COLUMNS)
     mbarrier.arrive(kept_full.index(stage), count=1)
 
@@ -37,6 +37,6 @@ def take_kept(
     STAGES: gl.constexpr, PARTS: gl.constexpr, COLUMNS: gl.constexpr,
 ):
     """Which pairs of tile number ``count`` are kept, of its 64 rows number PART."""
-    stage = count % STAGES
-    mbarrier.wait(kept_full.index(stage), (count // STAGES) & 1)
+    stage, phase = slot_of(count, STAGES)
+    mbarrier.wait(kept_full.index(stage), phase)
     return kept_s.index(stage * PARTS + PART).load(layout_of_bits(COLUMNS))

@@ -24,15 +24,15 @@ def attend(
     #: pair_reader_parameters
 ):
     """Scores and weights of tile number ``count``, while those of the one before weigh v."""
-    stage = count % STAGES
-    before = (count - 1) % STAGES
+    stage, phase = slot_of(count, STAGES)
+    before, phase_before = slot_of(count - 1, STAGES)
     if EARLY and not HAS_DROPOUT:
         # Before the first product starts: what defines registers between two serialises them.
         operand = unpack(weight, q_len >> 31, HALF, WEIGHTS)
-    mbarrier.wait(k_full.index(stage), (count // STAGES) & 1)
+    mbarrier.wait(k_full.index(stage), phase)
     k = k_s.index(stage).reshape([BLOCK_N, D])
     scoring = multiply(q_part, k, zeros, HEAD_DIM)
-    mbarrier.wait(v_full.index(before), ((count - 1) // STAGES) & 1)
+    mbarrier.wait(v_full.index(before), phase_before)
     v = v_s.index(before).reshape([BLOCK_N, DV])
     if HAS_DROPOUT:
         # Behind the wait for v: before it, ptxas issues these between the parts of the product of
@@ -173,7 +173,7 @@ def consume_item(
         leave_tiles(done, done + begin_partial, k_full, k_empty, v_full, v_empty, STAGES)
     tiles = partial_tiles + full_tiles
     count = done + begin_partial
-    stage = count % STAGES
+    stage, phase = slot_of(count, STAGES)
     mbarrier.wait(q_full.index(PART), turn & 1)
     if SIGNED:
         if factor < 0.0:
@@ -183,7 +183,7 @@ def consume_item(
         # Dead pairs' scores are infinite, and stay so; what is NaN stays too.
         size = gl.abs(factor)
         factor = gl.where(size < TINY, TINY, size)
-    mbarrier.wait(k_full.index(stage), (count // STAGES) & 1)
+    mbarrier.wait(k_full.index(stage), phase)
     k = k_s.index(stage).reshape([BLOCK_N, D])
     score = multiply(q_part, k, zeros, HEAD_DIM)
     kv_parts = parts_of_keys(
@@ -281,8 +281,9 @@ def consume_item(
         if not anchored:
             acc = add_last(last, acc, weight, v_s, v_full, v_empty, q_len, BLOCK_N, STAGES, DV, WEIGHTS, HALF)
     else:
-        mbarrier.wait(v_full.index(last % STAGES), (last // STAGES) & 1)
-        v = v_s.index(last % STAGES).reshape([BLOCK_N, DV])
+        last_stage, last_phase = slot_of(last, STAGES)
+        mbarrier.wait(v_full.index(last_stage), last_phase)
+        v = v_s.index(last_stage).reshape([BLOCK_N, DV])
         if HAS_DROPOUT:
             kept = take_kept(PART, last, kept_s, kept_full, STAGES, CONSUMERS, BLOCK_N)
             weight = keep_packed(weight, kept)
@@ -294,7 +295,7 @@ def consume_item(
             # NaN does not fit either.
             fits = (rows >= q_len) | ((total >= LEAST_TOTAL) & (total <= MOST_TOTAL))
             lost = anchored & (gl.min(fits.to(gl.int32), 0) == 0)
-            lost_s.index(turn % 2 * CONSUMERS + PART).store(words((lost.to(gl.int32),)))
+            lost_s.index((turn & 1) * CONSUMERS + PART).store(words((lost.to(gl.int32),)))
         lse, inverse = normalise(
             total, peak, row_places, origin, q_parts, b, h, hkv, batch, heads, kv_heads, q_len, kv_len,
             #: arguments
@@ -304,7 +305,7 @@ def consume_item(
     if not HALVED:
         acc = warpgroup_mma_wait(0, deps=[adding])
         if PERSISTENT or SKIPS:
-            mbarrier.arrive(v_empty.index(last % STAGES), count=1)
+            mbarrier.arrive(v_empty.index(last_stage), count=1)
     if SKIPS:
         leave_tiles(last + 1, done + tiles, k_full, k_empty, v_full, v_empty, STAGES)
     if not OWN_WEIGHTS:

@@ -38,28 +38,29 @@ def attend_by_halves(
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, SIDE, 16])
     zeros = gl.zeros([ROWS, SIDE], gl.float32, layout=SCORES)
     peak = gl.convert_layout(peak, gl.SliceLayout(1, SCORES), assert_trivial=True)
-    stage = first % STAGES
-    before = (first - 1) % STAGES
-    mbarrier.wait(k_full.index(stage), (first // STAGES) & 1)
+    stage, phase = slot_of(first, STAGES)
+    before, phase_before = slot_of(first - 1, STAGES)
+    mbarrier.wait(k_full.index(stage), phase)
     scoring = multiply(q_part, k_s.index(stage).reshape([BLOCK_N, D]).slice(0, SIDE), zeros, HEAD_DIM)
-    mbarrier.wait(v_full.index(before), ((first - 1) // STAGES) & 1)
+    mbarrier.wait(v_full.index(before), phase_before)
     v = v_s.index(before).reshape([BLOCK_N, DV])
     adding = warpgroup_mma(halves(weight, HALF, WEIGHTS), v, acc, is_async=True)
     score, acc = warpgroup_mma_wait(0, deps=[scoring, adding])
     mbarrier.arrive(v_empty.index(before), count=1)
     for count in range(first, end):
-        stage = count % STAGES
+        stage, phase = slot_of(count, STAGES)
         k = k_s.index(stage).reshape([BLOCK_N, D])
         scoring = multiply(q_part, k.slice(SIDE, SIDE), zeros, HEAD_DIM)
         left, sums = weigh_half(score, sums, peak, factor, scale, q_len, HALF)
-        mbarrier.wait(v_full.index(stage), (count // STAGES) & 1)
+        mbarrier.wait(v_full.index(stage), phase)
         v = v_s.index(stage).reshape([BLOCK_N, DV])
         adding = warpgroup_mma(halves(left, HALF, WEIGHTS), v.slice(0, SIDE), acc, is_async=True)
         # Behind the last tile, once more its own scores, which nobody asks for.
         more = count + 1 < end
         then = gl.where(more, count + 1, count)
-        mbarrier.wait(k_full.index(then % STAGES), (then // STAGES) & 1)
-        k = k_s.index(then % STAGES).reshape([BLOCK_N, D])
+        next_stage, next_phase = slot_of(then, STAGES)
+        mbarrier.wait(k_full.index(next_stage), next_phase)
+        k = k_s.index(next_stage).reshape([BLOCK_N, D])
         next_scoring = multiply(q_part, k.slice(0, SIDE), zeros, HEAD_DIM)
         score = warpgroup_mma_wait(2, deps=[scoring])
         mbarrier.arrive(k_empty.index(stage), count=1, pred=more)
@@ -67,7 +68,8 @@ def attend_by_halves(
         adding = warpgroup_mma(halves(right, HALF, WEIGHTS), v.slice(SIDE, SIDE), adding, is_async=True)
         score, acc = warpgroup_mma_wait(0, deps=[next_scoring, adding])
         mbarrier.arrive(v_empty.index(stage), count=1)
-    mbarrier.arrive(k_empty.index((end - 1) % STAGES), count=1)
+    stage, phase = slot_of(end - 1, STAGES)
+    mbarrier.arrive(k_empty.index(stage), count=1)
     return acc, sums
 
 
@@ -77,9 +79,10 @@ def add_last(
     BLOCK_N: gl.constexpr, STAGES: gl.constexpr, DV: gl.constexpr, WEIGHTS: gl.constexpr, HALF: gl.constexpr,
 ):
     """Outputs with tile number ``last``, whose weights are those that are left."""
-    mbarrier.wait(v_full.index(last % STAGES), (last // STAGES) & 1)
-    v = v_s.index(last % STAGES).reshape([BLOCK_N, DV])
+    stage, phase = slot_of(last, STAGES)
+    mbarrier.wait(v_full.index(stage), phase)
+    v = v_s.index(stage).reshape([BLOCK_N, DV])
     adding = warpgroup_mma(unpack(weight, q_len >> 31, HALF, WEIGHTS), v, acc, is_async=True)
     acc = warpgroup_mma_wait(0, deps=[adding])
-    mbarrier.arrive(v_empty.index(last % STAGES), count=1)
+    mbarrier.arrive(v_empty.index(stage), count=1)
     return acc

@@ -89,9 +89,9 @@ def load_in_turns(
         older = last
         last = gl.where(fast != 0, own, -1)
         mbarrier.wait(item_empty, (turn & 1) ^ 1)
-        lost = word(lost_s.index(turn % 2 * CONSUMERS), 0)
+        lost = word(lost_s.index((turn & 1) * CONSUMERS), 0)
         for part in gl.static_range(1, CONSUMERS):
-            lost = lost | word(lost_s.index(turn % 2 * CONSUMERS + part), 0)
+            lost = lost | word(lost_s.index((turn & 1) * CONSUMERS + part), 0)
         lost = gl.where(older >= 0, lost, 0)
         pause = (item >= items) & (last >= 0)
         own = gl.where(lost != 0, older, gl.where(pause, -1, item))

@@ -142,8 +142,7 @@ def tiles_of_rows(
 def leave_tiles(begin, end, k_full, k_empty, v_full, v_empty, STAGES: gl.constexpr):
     """Let tiles number ``begin`` to ``end - 1`` pass."""
     for count in range(begin, end):
-        stage = count % STAGES
-        phase = (count // STAGES) & 1
+        stage, phase = slot_of(count, STAGES)
         mbarrier.wait(k_full.index(stage), phase)
         mbarrier.arrive(k_empty.index(stage), count=1)
         mbarrier.wait(v_full.index(stage), phase)
@@ -162,8 +161,7 @@ def load_pair(
     And those of the tangents of what moves. Meanwhile draw for the tile before, whose weights wait
     for these scores' product to begin.
     """
-    stage = count % STAGES
-    phase = (count // STAGES) & 1
+    stage, phase = slot_of(count, STAGES)
     place = [b, hkv, kv_tile * BLOCK_N, 0]
     mbarrier.wait(k_empty.index(stage), phase ^ 1)
     mbarrier.expect(k_full.index(stage), k_desc.block_type.nbytes * (2 if MOVES_K else 1))

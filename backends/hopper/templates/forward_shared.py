@@ -17,7 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from attndsl.backends.hopper import dialect as tl
 from attndsl.backends.hopper.library import (
     await_written, count_up, eighths_of_sums, finish, halves, joint, line, lines, mixed_exp2, multiply,
-    pack, paired, places_of, raised, scaled, unpack, widened, word, words,
+    pack, paired, places_of, raised, scaled, slot_of, unpack, widened, word, words,
 )
 from attndsl.backends.hopper.shim import tma_load, tma_store, tma_wait
 from attndsl.backends.triton.library import place_of_item, positions, shift_of_positions

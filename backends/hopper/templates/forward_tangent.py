@@ -58,8 +58,7 @@ def attend(
     #: parameters
 ):
     """Add what tile number ``count`` has to all sums."""
-    stage = count % STAGES
-    phase = (count // STAGES) & 1
+    stage, phase = slot_of(count, STAGES)
     # PART, since tiles' indices are less than the number of keys, but no compiler knows: it would
     # keep in registers where each part of q lies.
     part = PART + 1 + ((kv_tile - kv_len) >> 31)

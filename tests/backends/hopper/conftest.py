@@ -24,6 +24,7 @@ from gluon_machine import (
     unwritten,
 )  # fmt: skip
 
+from attndsl.backends.hopper.library import slot_of
 from attndsl.backends.philox import kept_at
 from attndsl.backends.triton.library import place_of_item
 
@@ -95,6 +96,7 @@ class Operations:
                 ),
                 paired=lambda eighths: eighths.reshape(len(eighths), 4, 2).sum(2),
                 raised=torch.maximum,
+                slot_of=FunctionType(slot_of.fn.__code__, {}),
                 scaled=lambda tile, factors: tile * factors[:, None],
                 spread=lambda values, places: (
                     values[None, :] if places.shape[0] == 1 else values[:, None]
@@ -161,6 +163,7 @@ class Operations:
             num_programs=lambda axis: number(self.machine.programs),
             program_id=lambda axis: number(self.machine.current.program), static_range=range,
             store=self.store, sum=lambda tile, axis: tile.sum(axis, dtype=tile.dtype),
+            to_tensor=torch.as_tensor,
             warp_specialize=self.specialise, where=where,
             zeros=lambda shape, dtype, layout=None: spread(shape, 0, dtype),
         )  # fmt: skip

@@ -139,10 +139,10 @@ def test_sums_along_diagonals(run, name, shape):
         torch.testing.assert_close(found, expected, atol=0.02, rtol=4e-3)
 
 
-ANNOUNCE = "mbarrier.arrive(ds_full.index(count % 2), count=1)"
+ANNOUNCE = "mbarrier.arrive(ds_full.index(count & 1), count=1)"
 NEEDED_TO_ADD = {
-    "dS is there": [("    mbarrier.wait(ds_full.index(place), (count // 2) & 1)\n", "")],
-    "phases of dS": [("ds_full.index(place), (count // 2) & 1", "ds_full.index(place), 0")],
+    "dS is there": [("    mbarrier.wait(ds_full.index(place), phase)\n", "")],
+    "phases of dS": [("ds_full.index(place), phase", "ds_full.index(place), 0")],
     "dS is announced": [(ANNOUNCE, "pass")],
     "both have written": [
         (ANNOUNCE, "pass"), ("    meet()\n", f"    if PART == 0: {ANNOUNCE}\n    meet()\n"),

@@ -101,7 +101,7 @@ NEEDED_AGAIN = {
     "items are written": ("            mbarrier.wait(item_full, turn & 1)", ""),
     "query tiles go on": ("    count = done\n    before", "    count = 0\n    before"),
     "zero at the end": ("gl.store(COUNTER, 0)", "pass"),
-    "bits are there": ("mbarrier.wait(kept_full.index(stage), (count // STAGES) & 1)", "pass"),
+    "bits are there": ("mbarrier.wait(kept_full.index(stage), phase)", "pass"),
 }
 
 

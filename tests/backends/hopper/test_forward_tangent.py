@@ -313,7 +313,7 @@ NEEDED = {
     "q has come": ("mbarrier.wait(q_full.index(PART), turn & 1)", "pass"),
     "the first ones pass": ("leave_tiles(done, done + begin_partial,", "leave_tiles(0, 0,"),
     "the last ones pass": ("leave_tiles(done + left, done + tiles,", "leave_tiles(0, 0,"),
-    "phases": ("phase = (count // STAGES) & 1", "phase = 0"),
+    "phases": ("stage, phase = slot_of(count, STAGES)", "stage, phase = count % STAGES, 0"),
     "all bytes of q": ("(2 if MOVES_Q else 1)", "1"),
     "all bytes of k": ("(2 if MOVES_K else 1)", "1"),
     "all bytes of v": ("(2 if MOVES_V else 1)", "1"),

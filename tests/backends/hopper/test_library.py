@@ -8,7 +8,13 @@ import struct
 import pytest
 import torch
 
-from attndsl.backends.hopper.library import mixture
+from attndsl.backends.hopper.library import mixture, slot_of
+
+
+@pytest.mark.parametrize("stages", range(1, 7))
+def test_slots_come_in_turns(stages):
+    for count in range(50):
+        assert slot_of.fn(count, stages) == (count % stages, count // stages % 2)
 
 
 def run(ptx: str, place: int, x: torch.Tensor) -> torch.Tensor:

@@ -173,13 +173,13 @@ def test_forms(run, form, programs):
 
 # What it must not do without: taken out of the text, the machine notices.
 NEEDED = {
-    "room for v": ("mbarrier.arrive(v_empty.index(last % STAGES), count=1)", "pass"),
+    "room for v": ("mbarrier.arrive(v_empty.index(last_stage), count=1)", "pass"),
     "room for q": ("mbarrier.arrive(q_empty.index(PART), count=1)", "pass"),
     "q has been read": ("mbarrier.wait(q_empty.index(part), (turn & 1) ^ 1)", "pass"),
     "phases of q": ("mbarrier.wait(q_full.index(PART), turn & 1)", "pass"),
     "phases of k": (
-        "    stage = count % STAGES\n    mbarrier.wait(q_full",
-        "    stage = 0\n    mbarrier.wait(q_full",
+        "    stage, phase = slot_of(count, STAGES)\n    mbarrier.wait(q_full",
+        "    stage, phase = 0, count // STAGES & 1\n    mbarrier.wait(q_full",
     ),
     "the output is read": ("            tma_wait(0)\n    else", "            pass\n    else"),
     "items are read": ("mbarrier.wait(item_empty, (turn & 1) ^ 1)", "pass"),
@@ -218,7 +218,7 @@ def test_padding_is_nothing_to_be_relative_to(run):
 
 
 NEEDED_WHEN_LOST = {
-    "a place for each turn": ("turn % 2 * CONSUMERS", "0"),
+    "a place for each turn": ("(turn & 1) * CONSUMERS", "0"),
     "each consumer's": ("lost = lost | word", "lost = lost & word"),
     "the last one's": ("pause = (item >= items) & (last >= 0)", "pause = item > 999999"),
     "to be taken still": ("took = gl.where(pause, 0, 1 - lost)", "took = gl.where(pause, 0, 1)"),
