@@ -12,20 +12,26 @@ STATISTICS_PADDING = tl.constexpr(128)
 
 
 @triton.jit
-def place_of_item(item, tiles, heads, together, DESCENDING: tl.constexpr):
-    """Tile, and head of ``heads``: ``together`` heads at a time, tile by tile, longest first.
+def place_of_item(item, tiles, heads, together, GROUPED: tl.constexpr, DESCENDING: tl.constexpr):
+    """Tile, and head of ``heads``: where GROUPED, ``together`` heads at a time, tile by tile.
 
-    Counted from the last item on, so that where these are not a multiple of ``together`` the first
-    are fewer: the last ones have to be many, that their longest begin early.
+    Longest tiles first, which are the last ones where DESCENDING. Counted from the last item on, so
+    that where heads are not a multiple of ``together`` the first are fewer: the last ones have to
+    be many, that their longest begin early.
     """
-    rest = tiles * heads - 1 - item
-    group = rest // (tiles * together)
-    within = rest - group * (tiles * together)
-    size = tl.minimum(together, heads - group * together)
-    tile = within // size
+    if GROUPED:
+        rest = tiles * heads - 1 - item
+        group = rest // (tiles * together)
+        within = rest - group * (tiles * together)
+        size = tl.minimum(together, heads - group * together)
+        tile = within // size
+        head = group * together + within % size
+    else:
+        tile = tiles - 1 - item % tiles
+        head = item // tiles
     if not DESCENDING:
         tile = tiles - 1 - tile
-    return tile, group * together + within % size
+    return tile, head
 
 
 @triton.jit

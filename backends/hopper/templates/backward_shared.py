@@ -44,7 +44,7 @@ LOG2E = tl.constexpr(1.4426950408889634)
 def place_of_kv_item(item, batch, kv_heads, kv_len, together, BLOCK_N: gl.constexpr):
     """Key-value tile, batch entry and kv head."""
     tile, head_of_batch = place_of_item(
-        item, tl.cdiv(kv_len, BLOCK_N), batch * kv_heads, together, KV_PASS_DESCENDING
+        item, tl.cdiv(kv_len, BLOCK_N), batch * kv_heads, together, True, KV_PASS_DESCENDING
     )
     return tile, head_of_batch // kv_heads, head_of_batch % kv_heads
 

@@ -38,7 +38,7 @@ LEAST_TOTAL = tl.constexpr(2.0**-48)
 def place_of_q_item(item, batch, heads, kv_heads, q_len, together, BLOCK_M: gl.constexpr):
     """Query tile, batch entry, head and kv head."""
     tile, head_of_batch = place_of_item(
-        item, tl.cdiv(q_len, BLOCK_M), batch * heads, together, FORWARD_DESCENDING
+        item, tl.cdiv(q_len, BLOCK_M), batch * heads, together, True, FORWARD_DESCENDING
     )
     b = head_of_batch // heads
     h = head_of_batch % heads

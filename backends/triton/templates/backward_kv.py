@@ -114,7 +114,8 @@ def attention_backward_kv(
     heads, kv_len) are contiguous; the sums are each head's own columns'.
     """
     tile, head_of_batch = place_of_item(
-        tl.program_id(0), tl.cdiv(kv_len, BLOCK_N), batch * kv_heads, together, KV_PASS_DESCENDING
+        tl.program_id(0), tl.cdiv(kv_len, BLOCK_N), batch * kv_heads, together,
+        MASKED, KV_PASS_DESCENDING,
     )
     b = head_of_batch // kv_heads
     hkv = head_of_batch % kv_heads

@@ -112,7 +112,8 @@ def attention_backward_q(
     DQ (batch, heads, q_len, D) and LINE_SUMS (sums, batch, heads, q_len) are contiguous.
     """
     tile, head_of_batch = place_of_item(
-        tl.program_id(0), tl.cdiv(q_len, BLOCK_M), batch * heads, together, Q_PASS_DESCENDING
+        tl.program_id(0), tl.cdiv(q_len, BLOCK_M), batch * heads, together,
+        MASKED, Q_PASS_DESCENDING,
     )
     b = head_of_batch // heads
     h = head_of_batch % heads

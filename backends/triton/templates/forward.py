@@ -106,7 +106,8 @@ def attention_forward(
 ):
     """One program: one query tile of one head. LSE (batch, heads, q_len) is contiguous fp32."""
     tile, head_of_batch = place_of_item(
-        tl.program_id(0), tl.cdiv(q_len, BLOCK_M), batch * heads, together, FORWARD_DESCENDING
+        tl.program_id(0), tl.cdiv(q_len, BLOCK_M), batch * heads, together,
+        MASKED, FORWARD_DESCENDING,
     )
     b = head_of_batch // heads
     h = head_of_batch % heads

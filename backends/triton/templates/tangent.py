@@ -143,7 +143,8 @@ def attention_tangent(
     contiguous, LSE in base e. Of Q_MOVED, K_MOVED and V_MOVED those are read that move.
     """
     tile, head_of_batch = place_of_item(
-        tl.program_id(0), tl.cdiv(q_len, BLOCK_M), batch * heads, together, Q_PASS_DESCENDING
+        tl.program_id(0), tl.cdiv(q_len, BLOCK_M), batch * heads, together,
+        MASKED, Q_PASS_DESCENDING,
     )
     b = head_of_batch // heads
     h = head_of_batch % heads

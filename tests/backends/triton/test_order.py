@@ -18,9 +18,9 @@ PROCESSORS = 132
 
 
 @triton.jit
-def _places(TILES, HEADS, tiles, heads, together, DESCENDING: tl.constexpr):
+def _places(TILES, HEADS, tiles, heads, together, GROUPED: tl.constexpr, DESCENDING: tl.constexpr):
     item = tl.program_id(0)
-    tile, head = place_of_item(item, tiles, heads, together, DESCENDING)
+    tile, head = place_of_item(item, tiles, heads, together, GROUPED, DESCENDING)
     tl.store(TILES + item, tile)
     tl.store(HEADS + item, head)
 
@@ -30,13 +30,22 @@ def _places(TILES, HEADS, tiles, heads, together, DESCENDING: tl.constexpr):
 def test_items_are_taken_by_groups_of_heads(device, sizes, descending):
     tiles, heads, together = sizes
     found = torch.full((2, tiles * heads), -1, dtype=torch.int32, device=device)
-    _places[(tiles * heads,)](found[0], found[1], tiles, heads, together, descending)
+    _places[(tiles * heads,)](found[0], found[1], tiles, heads, together, True, descending)
     order_of_tiles = range(tiles - 1, -1, -1) if descending else range(tiles)
     wanted, last = [], heads
     for size in [heads % together] * (heads % together > 0) + [together] * (heads // together):
         group = range(last - 1, last - 1 - size, -1)
         wanted += [(tile, head) for tile in order_of_tiles for head in group]
         last -= size
+    assert list(zip(*found.tolist(), strict=True)) == wanted
+
+
+@pytest.mark.parametrize("descending", [False, True])
+def test_items_are_taken_head_by_head(device, descending):
+    found = torch.full((2, 12), -1, dtype=torch.int32, device=device)
+    _places[(12,)](found[0], found[1], 4, 3, 2, False, descending)
+    tiles = range(3, -1, -1) if descending else range(4)
+    wanted = [(tile, head) for head in range(3) for tile in tiles]
     assert list(zip(*found.tolist(), strict=True)) == wanted
 
 
