@@ -8,6 +8,8 @@ import torch
 import triton
 import triton.language as tl
 
+import attndsl
+import attndsl.backends.triton.backend as triton_backend
 from attndsl.backends.triton import order
 from attndsl.backends.triton.library import place_of_item
 from attndsl.backends.triton.order import together_of
@@ -119,3 +121,23 @@ def test_kernels_that_are_interpreted_run_one_program_at_a_time():
     x = torch.randn(1, 4, 512, 16)
     call = SimpleNamespace(q=x, k=x, v=x)
     assert together_of(call, "forward", CONFIG, True) == 1
+
+
+@pytest.mark.parametrize("text", ["causal()", "kv >= q", "q >= kv and (h % 2 == 0 or kv < 9)"])
+@pytest.mark.parametrize("together", [2, 3, 7])
+def test_groups_of_heads_give_what_heads_give(monkeypatch, device, together, text):
+    def some(call, direction, config, masked):
+        heads = call.k.shape[1] if direction == "backward_kv" else call.q.shape[1]
+        return min(together, call.q.shape[0] * heads)
+
+    monkeypatch.setattr(triton_backend, "together_of", some)
+    length = 70 + together  # No call before had this one, whose layout would be used again.
+    q = torch.randn(2, 6, length, 16, device=device, requires_grad=True)
+    k, v = (torch.randn(2, 3, length, 16, device=device, requires_grad=True) for _ in range(2))
+    grad_out = torch.randn_like(q)
+    found, wanted = (
+        (out, *torch.autograd.grad(out, (q, k, v), grad_out))
+        for backend in ("triton", "reference")
+        for out in [attndsl.compile(text, backend=backend)(q, k, v)]
+    )
+    torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)
