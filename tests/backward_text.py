@@ -157,7 +157,7 @@ def pairs_of(
 def run_text(
     gluon: SimpleNamespace, name: str, tensors: list[torch.Tensor], config: Config, seed: int = 0,
     wide: bool = False, change: Any = lambda text: text, programs: int = 1,
-    slopes: Slopes | None = None, distances: torch.Tensor | None = None, together: int = 3,
+    slopes: Slopes | None = None, distances: torch.Tensor | None = None,
 ) -> list[torch.Tensor]:  # fmt: skip
     """dQ, dK and dV of (q, k, v, dO), halves; ``change`` alters the text.
 
@@ -199,7 +199,7 @@ def run_text(
     dk, dv = (torch.full((x.numel(),), float("nan"), dtype=torch.float16) for x in (k, v))
     counter = torch.zeros((), dtype=torch.int32)
     sizes = {"batch": batch, "heads": heads, "kv_heads": kv_heads, "q_len": q_len}
-    sizes |= {"kv_len": kv_len, "padded": padded, "together": together}
+    sizes |= {"kv_len": kv_len, "padded": padded, "together": 3}
     arguments = {
         "q_desc": gluon.Descriptor(q, ROWS), "do_desc": gluon.Descriptor(do, ROWS),
         "k_desc": gluon.Descriptor(k, config.block_n),
