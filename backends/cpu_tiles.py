@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from attndsl.ir import SCORE, Op, toposort
+from attndsl.passes.inside import reads_inside
 
 from .interpret import RULES, Scope, scope_of
 from .philox import keep_factor, kept_at
@@ -293,10 +294,10 @@ class Tile:
         names = [str(arg.value) if arg.op is Op.VAR else "" for arg in load.args]
         if len({_DIMS.get(name) for name in names}) < len(names):
             return None
-        for dim, name in enumerate(names):
-            start, stop = self.ranges.get(name, (-1, -1))
-            if start < 0 or stop > tensor.shape[dim]:
-                return None
+        spans = [self.ranges.get(name, (-1, -1)) for name in names]
+        if not reads_inside(spans, tensor.shape):
+            return None
+        for dim, (start, stop) in enumerate(spans):
             tensor = tensor.narrow(dim, start, stop - start)
         order = sorted(range(len(names)), key=lambda dim: _DIMS[names[dim]])
         tensor = tensor.permute(order)

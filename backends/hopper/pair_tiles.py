@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from attndsl.ir import DType, Op, toposort
+from attndsl.passes.inside import reads_inside
 
 from ..triton.specialise import TRITON_TYPES, PairTile, strides
 from ..triton.tiles import shared_memory_of
@@ -110,15 +111,18 @@ def _reads_inside(tensor: torch.Tensor, indices: tuple[str, ...], call: Call) ->
     """Whether no index is clamped, or but to 0 along a dim of one element."""
     assert isinstance(call.q_offset, int)
     assert isinstance(call.kv_offset, int)
-    if tensor.numel() == 0 or min(call.q_offset, call.kv_offset) < 0:
-        return False
-    q_end, kv_end = ends_of(call)
-    if q_end > tensor.shape[-2] or kv_end > tensor.shape[-1]:
+    if tensor.numel() == 0:
         return False
     numbers = {"b": call.q.shape[0], "h": call.q.shape[1], "hkv": call.k.shape[1]}
-    return all(
-        size == 1 or numbers[index] <= size
-        for index, size in zip(indices[:-2], tensor.shape[:-2], strict=True)
+    *leading, rows, columns = tensor.shape
+    # Along a dim of one element every index is clamped to that.
+    heads = [
+        (0, 1 if size == 1 else numbers[index])
+        for index, size in zip(indices[:-2], leading, strict=True)
+    ]
+    q_end, kv_end = ends_of(call)
+    return reads_inside(
+        [*heads, (call.q_offset, q_end), (call.kv_offset, kv_end)], (*leading, rows, columns)
     )
 
 

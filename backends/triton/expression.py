@@ -14,12 +14,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from attndsl.ir import COMPARISONS, DType, Node, Op, dependencies, toposort
+from attndsl.passes.inside import stays_inside
 from attndsl.passes.widths import INT32, fits, ranges
 
 from ..forms import EXACT, FORMS, fast_nodes
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+    from attndsl.passes.inside import Dim
 
 _ATOM, _UNARY, _PRODUCT, _SUM, _SHIFT, _AND, _XOR, _OR, _COMPARE = range(9, 0, -1)
 _MAX_INLINE = 6
@@ -79,10 +82,10 @@ class Capture:
     """Whether offsets within the tensor need 64 bits."""
     unit_dims: frozenset[int] = frozenset()
     """Dims whose stride is 1."""
-    in_range: frozenset[int] = frozenset()
-    """Dims whose size is that of the variable ``b``, ``h`` or ``hkv`` itself."""
+    dims: tuple[Dim, ...] = ()
+    """Each dim as it is declared."""
     exact: tuple[str, ...] = ()
-    """The variable of each dim, where all its values are known to be in range."""
+    """The variable of each dim, where all that it has at the call's pairs are inside."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -304,17 +307,31 @@ class Printer:
         capture = self.names.captures[str(load.value)]
         texts = []
         for dim, arg in enumerate(load.args):
-            if dim in capture.in_range and arg.op is Op.VAR and arg.value in ("b", "h", "hkv"):
-                texts.append(self.texts[arg][0])
-                continue
-            if capture.exact and arg.op is Op.VAR and arg.value == capture.exact[dim]:
-                texts.append(self._value(arg))
+            if self._is_inside(load, dim, capture):
+                texts.append(self.at(arg, _ATOM) if arg.args else self._value(arg))
                 continue
             text = f"tl.minimum(tl.maximum({self._value(arg)}, 0), size{dim}_{capture.name} - 1)"
             if not capture.wide and not fits(self.ranges[arg]):
                 text += ".to(tl.int32)"
             texts.append(self._local("i", text))
         return texts
+
+    def _is_inside(self, load: Node, dim: int, capture: Capture) -> bool:
+        """Whether no value of an index of ``load`` that is read leaves the tensor."""
+        arg = load.args[dim]
+        if stays_inside(arg, capture.dims[dim], self.ranges[arg]):
+            return True
+        # A tile has rows that are none of the call's; lookups of pairs alone leave them out.
+        return (
+            bool(capture.exact)
+            and self._is_guarded(load)
+            and arg.op is Op.VAR
+            and arg.value == capture.exact[dim]
+        )
+
+    def _is_guarded(self, load: Node) -> bool:
+        """Whether dead pairs read nothing."""
+        return {"q", "kv"} <= self.deps[load] or "score" in self.deps[load]
 
     def _local(self, stem: str, text: str) -> str:
         name = f"{stem}{len(self.lines)}"
@@ -326,9 +343,8 @@ class Printer:
         offset = element_offset(
             self.indices(item), "stride", capture.name, capture.wide, capture.unit_dims
         )
-        pair = {"q", "kv"} <= self.deps[item] or "score" in self.deps[item]
-        # Dead pairs read nothing; clamped indices keep all others inside the tensor.
-        guard = ", mask=live, other=0" if pair else ""
+        # Clamped indices keep all other pairs inside the tensor.
+        guard = ", mask=live, other=0" if self._is_guarded(item) else ""
         text = f"tl.load(t_{capture.name} + {offset}{guard})"
         if capture.dtype is DType.FLOAT:
             return f"{text}.to(tl.float32)", _ATOM

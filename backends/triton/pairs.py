@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from attndsl.passes.inside import reads_inside
+
 from .terms import is_plain, terms_of
 
 if TYPE_CHECKING:
@@ -61,15 +63,11 @@ def _is_exact(term: Term, call: Call) -> bool:
     places = _places(term, call)
     if places is None or not {"q", "kv"} <= {str(index.value) for index in term.leaf.args}:
         return False
-    shape = call.tensors[term.name].shape
-    return all(
-        first >= 0 and first + count <= size
-        for (first, count), size in zip(places, shape, strict=True)
-    )
+    return reads_inside(places, call.tensors[term.name].shape)
 
 
 def _places(term: Term, call: Call) -> list[tuple[int, int]] | None:
-    """The first index that pairs look up along each dim, and how many; None if only a GPU knows."""
+    """The span of indices that pairs look up along each dim; None if only a GPU knows."""
     if isinstance(call.q_offset, torch.Tensor) or isinstance(call.kv_offset, torch.Tensor):
         return None
     batch, heads, q_len, _ = call.q.shape
@@ -77,8 +75,8 @@ def _places(term: Term, call: Call) -> list[tuple[int, int]] | None:
         "b": (0, batch),
         "h": (0, heads),
         "hkv": (0, call.k.shape[1]),
-        "q": (call.q_offset, q_len),
-        "kv": (call.kv_offset, call.k.shape[2]),
+        "q": (call.q_offset, call.q_offset + q_len),
+        "kv": (call.kv_offset, call.kv_offset + call.k.shape[2]),
     }
     return [found[str(index.value)] for index in term.leaf.args]
 
@@ -176,8 +174,8 @@ def sums_of(terms: tuple[Term, ...], call: Call) -> list[Sums]:
         if any(place != (0, n) for place, n in zip(places, total.shape[1:], strict=True)):
             total.zero_()
         own = total
-        for dim, (first, count) in enumerate(places):
-            own = own.narrow(dim + 1, first, count)
+        for dim, (first, stop) in enumerate(places):
+            own = own.narrow(dim + 1, first, stop - first)
         found.append(Sums(term, total, own, unit))
     return found
 

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from attndsl.ir import DType, Op
+from attndsl.ir import DType
+from attndsl.passes.inside import dim_of
 
 from ..forms import EXACT, forms_for
 from .expression import Capture, Names
@@ -234,11 +235,8 @@ def _aligned(tensor: torch.Tensor, steps: tuple[int, ...]) -> bool:
 
 
 def _capture(decl: TensorDecl, tensor: torch.Tensor) -> Capture:
-    steps = strides(tensor)
-    own = {"batch": 0, "heads": 0, "kv_heads": 0}
-    in_range = {
-        dim for dim, size in enumerate(decl.dims) if size.op is Op.SIZE and size.value in own
-    }
+    # Kernels get one zero in place of a tensor without elements.
+    steps = strides(tensor) if tensor.numel() else (0,) * tensor.dim()
     extent = sum(max(n - 1, 0) * s for n, s in zip(tensor.shape, steps, strict=True))
     return Capture(
         name=decl.name,
@@ -247,7 +245,7 @@ def _capture(decl: TensorDecl, tensor: torch.Tensor) -> Capture:
         bits=tensor.element_size() * 8,
         wide=extent >= 1 << 31,
         unit_dims=frozenset(d for d, s in enumerate(steps) if s == 1),
-        in_range=frozenset(in_range),
+        dims=tuple(map(dim_of, decl.dims)),
     )
 
 

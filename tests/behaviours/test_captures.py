@@ -209,6 +209,29 @@ def test_gradients_of_one_capture_in_several_calls_add_up(check, place):
     torch.testing.assert_close(both, single[0] + single[1], atol=1e-3, rtol=1e-3)
 
 
+@pytest.mark.parametrize(
+    ("text", "shape"),
+    [
+        ("tensor t[kv_heads]: float; score = score * t[h]", (2,)),
+        ("tensor t[batch]: float; mask = causal(); score = score * t[h] + t[h]", (2,)),
+        ("tensor t[batch, heads]: float; score = score * t[h, b] * t[b, hkv]", (2, 4)),
+    ],
+)
+def test_variables_on_dims_of_others_are_clamped(check, place, text, shape):
+    """What lies behind the tensor in memory is no part of it."""
+    inputs = check.inputs(place, torch.float32, heads=4, kv_heads=2)
+    size = torch.Size(shape).numel()
+    expected = {}
+    for backend in ("reference", place.backend):
+        memory = torch.cat([torch.linspace(0.5, 1.5, size), torch.full((32,), 1e3)])
+        memory = memory.to(place.device).requires_grad_()
+        t = memory[:size].view(shape)
+        out = attndsl.compile(text, backend=backend)(inputs.q, inputs.k, inputs.v, t=t)
+        expected[backend] = (out, *torch.autograd.grad(out, memory, inputs.grad_out))
+    for found, wanted in zip(expected[place.backend], expected["reference"], strict=True):
+        torch.testing.assert_close(found, wanted, atol=2e-3, rtol=1e-3)
+
+
 def test_a_masked_pair_reads_nothing(check, place):
     """Indices of dead pairs lie outside; NaN at pairs that are dead reaches nothing."""
     length = place.shape[2]

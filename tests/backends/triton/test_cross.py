@@ -33,9 +33,9 @@ SCRIPT = textwrap.dedent(
     target, case, dtype, head_dim = sys.argv[1], sys.argv[2], sys.argv[3], int(sys.argv[4])
     lowered = lower(Source(TEXTS[case]), {})
     captures = (
-        Capture("doc", DType.INT, 2, 32, False, frozenset({1}), frozenset({0})),
-        Capture("gain", DType.FLOAT, 1, 32, False, frozenset({0}), frozenset({0})),
-        Capture("bias", DType.FLOAT, 2, 16, False, frozenset({1})),
+        Capture("doc", DType.INT, 2, 32, False, frozenset({1}), ("batch", "kv_len")),
+        Capture("gain", DType.FLOAT, 1, 32, False, frozenset({0}), ("heads",)),
+        Capture("bias", DType.FLOAT, 2, 16, False, frozenset({1}), ("q_len", "kv_len")),
     )
     rich = case == "rich"
     special = Specialisation(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from attndsl.backends.base import Call, Wants
 from attndsl.backends.reference import ReferenceBackend
 from attndsl.backends.triton import TritonBackend
 from attndsl.backends.triton.expression import Capture, Names, print_expressions
+from attndsl.backends.triton.specialise import specialise
 from attndsl.ir import DType, Node, Op, Program, TensorDecl, const, load, node, size, var
 from attndsl.pipeline import lower_program
 from attndsl.runtime.cache import KernelCache
@@ -173,20 +175,31 @@ def test_division_is_plain_only_where_signs_are_known() -> None:
 
 
 def test_lookups_are_clamped_and_dead_pairs_masked() -> None:
-    bias = Capture("bias", DType.FLOAT, 2, 16, wide=False, unit_dims=frozenset({1}))
+    dims = ("q_len", "kv_len")
+    bias = Capture("bias", DType.FLOAT, 2, 16, wide=False, unit_dims=frozenset({1}), dims=dims)
     names = Names({"bias": bias}, {}, 16)
     pair = _text(load("bias", DType.FLOAT, Q, KV), names=names)
     assert pair.count("tl.maximum") == 2
     assert "mask=live" in pair
     assert "stride0_bias" in pair
     assert "stride1_bias" not in pair
-    gain = Capture("gain", DType.FLOAT, 1, 32, wide=False, in_range=frozenset({0}))
+    gain = Capture("gain", DType.FLOAT, 1, 32, wide=False, dims=("heads",))
     row = _text(load("gain", DType.FLOAT, H), names=Names({"gain": gain}, {}, 16))
     assert "tl.maximum" not in row
+    other = _text(load("gain", DType.FLOAT, B), names=Names({"gain": gain}, {}, 16))
+    assert "tl.maximum" in other
+
+
+def test_what_only_pairs_keep_inside_is_clamped_for_rows() -> None:
+    dims = ("q_len", "kv_len")
+    bias = Capture("bias", DType.FLOAT, 2, 16, wide=False, dims=dims, exact=("q", "kv"))
+    names = Names({"bias": bias}, {}, 16)
+    assert "tl.maximum" not in _text(load("bias", DType.FLOAT, Q, KV), names=names)
+    assert "tl.maximum" in _text(load("bias", DType.FLOAT, Q, const(0)), names=names)
 
 
 def test_wide_tensors_are_addressed_in_64_bits() -> None:
-    table = Capture("table", DType.FLOAT, 2, 32, wide=True)
+    table = Capture("table", DType.FLOAT, 2, 32, wide=True, dims=("q_len", "n"))
     text = _text(load("table", DType.FLOAT, Q, KV), names=Names({"table": table}, {}, 16))
     assert text.count("to(tl.int64)") == 2
 
@@ -203,6 +216,15 @@ def test_deep_expressions_become_locals() -> None:
 def test_text_is_the_same_every_time() -> None:
     roots = tuple(PROGRAMS.values())
     assert _text(*roots) == _text(*roots)
+
+
+def test_no_dim_of_an_empty_tensor_is_stepped_along() -> None:
+    """Kernels get one zero in its place."""
+    decl = TensorDecl("t", DType.FLOAT, (size("heads"), size("n")))
+    program = Program(load("t", DType.FLOAT, H, KV), tensors=(decl,))
+    call = replace(_call(), tensors={"t": torch.empty(2, 0)})
+    (capture,) = specialise(program, call).captures
+    assert capture.unit_dims == frozenset()
 
 
 def test_lookup_in_an_empty_tensor_reads_zero(backend: TritonBackend) -> None:
