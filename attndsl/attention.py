@@ -185,7 +185,7 @@ class Attention:
                 self._lowered.program, q, k, v, scale, captures, q_offset, kv_offset, q_index,
                 kv_index, seed, deterministic,
             )  # fmt: skip
-            backend, _ = backend_of(self._lowered, self._backend, q.device, self._checked)
+            backend, _ = backend_of(self._lowered, self._backend, q.device, self._checked, q.dtype)
             backend.check(self._lowered, call)
             call = replace(call, tiles=given_tiles(self._lowered, call, tiles), signature=object())
             if read_settings().verify and not needs_score(self._lowered):
@@ -295,7 +295,7 @@ class Attention:
         options = {name: arguments.pop(name, given) for name, given in _CALL_OPTIONS.items()}
         captures = {**self._defaults, **arguments}
         call = bind(self._lowered.program, q, k, v, captures=captures, **options)
-        backend, _ = backend_of(self._lowered, self._backend, q.device, self._checked)
+        backend, _ = backend_of(self._lowered, self._backend, q.device, self._checked, q.dtype)
         backend.check(self._lowered, call)
         return tune(*kernels_of(backend, self._lowered, call), progress)
 

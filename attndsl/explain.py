@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
+
 from attndsl.backends.base import ForwardMode, FusedForwardMode
 from attndsl.backends.forms import describe_forms
 from attndsl.backends.widened import MAX_WIDTH, WidenedBackend
@@ -16,8 +18,6 @@ from attndsl.runtime.dispatch import backend_of
 from attndsl.runtime.tiles import count_tiles
 
 if TYPE_CHECKING:
-    import torch
-
     from attndsl.backends.base import Backend, Call
     from attndsl.ir import Node
     from attndsl.pipeline import Lowered
@@ -51,9 +51,12 @@ def explain(
     rows += _atoms(lowered)
     rows += [f"  {line}" for line in print_tiles(lowered.sparsity, block_m, block_n).split("\n")]
     try:
-        chosen, reason = backend_of(lowered, backend, device, checked)
+        chosen, reason = backend_of(lowered, backend, device, checked, torch.bfloat16)
         rows.append(f"higher       {_higher(chosen, checked)}")
         rows.append(f"backend      {chosen.name} on {device.type}: {reason}")
+        in_fp64, _ = backend_of(lowered, backend, device, checked, torch.float64)
+        if in_fp64.name != chosen.name:
+            rows.append(f"  in fp64    {in_fp64.name}, whose torch operations run on all devices")
         rows += explain_kernels(chosen, lowered, head_dim)
     except BackendError as error:
         rows.append(f"backend      none on {device.type}: {error.message}")

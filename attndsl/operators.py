@@ -30,6 +30,7 @@ would be one number for all runs of a graph. (Saved graphs hold lists of one typ
 _TENSORS = (3, 4, 5, 11, 14, 15, 18)
 """Places of single tensors among the arguments; 6 and 7 are lists of them."""
 _RUNS = "attndsl.runtime.operator"
+_ORDERS = "attndsl.backends.memory_order"
 _LIBRARY: Any = torch.library.Library("attndsl", "DEF")  # type: ignore[no-untyped-call]
 _LIBRARY.define(f"forward({_COMMON}) -> (Tensor, Tensor)")
 _LIBRARY.define(
@@ -50,7 +51,8 @@ def _fake_forward(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
     q, v = args[3], args[5]
     shape = (q.shape[0], q.shape[1], q.shape[2])
     kind = torch.float64 if q.dtype is torch.float64 else torch.float32
-    return q.new_empty((*shape, v.shape[3])), q.new_empty(shape, dtype=kind)
+    out = import_module(_ORDERS).empty_like(q, v.shape[3])
+    return out, q.new_empty(shape, dtype=kind)
 
 
 def _fake_backward(
@@ -62,11 +64,14 @@ def _fake_backward(
     *args: Any,
 ) -> list[torch.Tensor]:
     inputs = [args[3], args[4], args[5], *args[6], *args[7]]
-    empty = args[3].new_empty
-    return [
-        empty(x.shape, dtype=x.dtype) if want else empty(0, dtype=torch.float32)
-        for x, want in zip(inputs, wants, strict=True)
-    ]
+    empty, empty_like = args[3].new_empty, import_module(_ORDERS).empty_like
+    found = []
+    for place, (x, want) in enumerate(zip(inputs, wants, strict=True)):
+        if not want:
+            found.append(empty(0, dtype=torch.float32))
+        else:
+            found.append(empty_like(x) if place < 3 else empty(x.shape, dtype=x.dtype))
+    return found
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:

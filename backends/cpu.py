@@ -33,6 +33,7 @@ from .cpu_tiles import (
     matrices,
     place_of,
 )
+from .memory_order import empty_like
 
 if TYPE_CHECKING:
     from attndsl.ir import Program
@@ -88,23 +89,29 @@ def _forward(lowered: Lowered, call: Call, steps: list[Step]) -> tuple[torch.Ten
     batch, heads, q_len, _ = call.q.shape
     q = matrices(call.q, call)
     k, v = keys_of(call.k, call), keys_of(call.v, call)
-    out = q.new_zeros((*q.shape[:-1], v.shape[-1]))
-    lse = q.new_full((*q.shape[:-1], 1), -torch.inf)
+    # No view is returned: torch refuses to write to views that an autograd function returns.
+    out = empty_like(call.q, v.shape[-1])
+    lse = q.new_full((batch, heads, q_len), -torch.inf)
+    written_at_once = out.dtype is q.dtype and out.is_contiguous()
+    rows = (out if written_at_once else q.new_empty(out.shape)).view(*q.shape[:-1], v.shape[-1])
+    rows.zero_()
+    rows_of_lse = lse.view(*q.shape[:-1], 1)
     buffers = Buffers(steps, 2, q)
     scorer = Scorer(program, call, buffers, keep_raw=False)
     for step in steps:
         place = place_of(step, call)
-        rows = _Rows(program, call, step, place, buffers, scorer)
+        own = _Rows(program, call, step, place, buffers, scorer)
         queries = place.queries(q)
         for span in step.spans:
             columns = slice(*span.columns)
             scored = scorer.span(step, place, span, queries, k[place.matrices, columns])
-            rows.add(span, scored, v[place.matrices, columns])
-        result, logarithm = rows.finish()
-        place.store(out, result)
-        place.store(lse, logarithm)
-    shape = (batch, heads, q_len)
-    return out.to(call.q.dtype).view(*shape, v.shape[-1]), lse.view(shape)
+            own.add(span, scored, v[place.matrices, columns])
+        result, logarithm = own.finish()
+        place.store(rows, result)
+        place.store(rows_of_lse, logarithm)
+    if not written_at_once:
+        out.copy_(rows.view(out.shape))
+    return out, lse
 
 
 class _Rows:
@@ -149,7 +156,8 @@ class _Rows:
         # A row is dead if the mask leaves nothing, or if the program's own scores are all -inf.
         if scored.partial or self._program.score is not SCORE:
             dead = peak == -torch.inf
-            if bool(dead.any()):
+            # On other devices looking takes longer than writing.
+            if dead.device.type != "cpu" or bool(dead.any()):
                 weights.masked_fill_(dead, 0.0)
                 lse.masked_fill_(dead, -torch.inf)
         self._drop(span, scored, weights)

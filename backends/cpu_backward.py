@@ -30,6 +30,7 @@ from .cpu_tiles import (
     place_of,
 )
 from .interpret import gated
+from .memory_order import arranged_like
 
 if TYPE_CHECKING:
     from attndsl.pipeline import Lowered
@@ -190,7 +191,7 @@ class _Run:
         call = self._call
 
         def like(found: torch.Tensor | None, given: torch.Tensor) -> torch.Tensor | None:
-            return None if found is None else found.view(given.shape).to(given.dtype)
+            return None if found is None else arranged_like(found.view(given.shape), given)
 
         return Gradients(
             q=like(self._dq, call.q),

@@ -29,6 +29,8 @@ SPAN = 1024
 """Longest span; a multiple of BLOCK_N."""
 PAIRS = 1 << 19
 """Most pairs of a step's span, of all its heads (as far as one kv head's queries allow)."""
+DEVICE_PAIRS = 1 << 22
+"""The same on other devices than CPUs, where what counts is how many operations are started."""
 _SPARE = 32
 """Tiles (of one head each) whose work costs about what one more step costs."""
 _LIVE = re.compile(rb"[\x01\x02]+")
@@ -77,7 +79,8 @@ def _key(lowered: Lowered, call: Call) -> object | None:
         return None
     if mask is not None and any(item.op is Op.LOAD for item in toposort(mask)):
         return None
-    return lowered.digest, *call.q.shape[:3], *call.k.shape[1:3], call.q.shape[3], *numbers
+    shapes = (*call.q.shape[:3], *call.k.shape[1:3], call.q.shape[3])
+    return lowered.digest, call.q.device.type, *shapes, *numbers
 
 
 def make_plan(lowered: Lowered, call: Call) -> list[Step]:
@@ -194,12 +197,13 @@ def _aligned(start: int, stop: int, group: int) -> Iterator[Range]:
 
 
 def _split(box: _Box, number: int, spans: tuple[Span, ...], call: Call) -> Iterator[Step]:
-    """Steps of ``box`` with at most PAIRS pairs a span, as far as groups of heads allow."""
+    """Steps of ``box`` with a limited number of pairs a span, as far as groups of heads allow."""
     if not spans:
         return
     heads, q_len, group = call.q.shape[1], call.q.shape[2], call.q.shape[1] // call.k.shape[1]
     rows = (number * BLOCK_M, min((number + 1) * BLOCK_M, q_len))
-    room = PAIRS // ((rows[1] - rows[0]) * max(span.width for span in spans))
+    pairs = PAIRS if call.q.device.type == "cpu" else DEVICE_PAIRS
+    room = pairs // ((rows[1] - rows[0]) * max(span.width for span in spans))
     (first, last), (low, high) = box.batches, box.heads
     if room >= heads and last - first > 1:
         for b in range(first, last, room // heads):

@@ -175,7 +175,7 @@ class Scorer:
 
 def fill(pairs: torch.Tensor, scored: Scored, value: float) -> torch.Tensor:
     """Write ``value`` over the dead pairs of ``pairs`` (batch, heads, rows, width)."""
-    other = pairs.new_tensor(value)
+    other = pairs.new_full((), value)
     for (start, stop), live in scored.partial:
         part = pairs[..., start:stop]
         # Half the time of masked_fill_, and not fooled by NaN as a product would be.

@@ -32,6 +32,7 @@ from attndsl.passes.differentiate import vjp
 from .base import Gradients, check_meaning
 from .dense import Dense, attend_pairs, dense_pairs, group, own_weights, ungroup, where_live
 from .interpret import Scope, check_lookups, evaluate, gated, sides_of
+from .memory_order import arranged, arranged_like, memory_order
 from .rows import add_elements, add_rows, gradients_of_rows, rows_at
 
 if TYPE_CHECKING:
@@ -70,9 +71,15 @@ class ReferenceBackend:
             ArgumentError: In checked mode, for a lookup out of range at a live pair.
         """
         program = lowered.program
-        out, lse = attend_pairs(program, call, self._dense(program, call))
+        order = memory_order(call.q, call.v.shape[3])
         inputs = (call.q, call.k, call.v, *call.tensors.values(), *call.params.values())
         anchors = [x for x in inputs if isinstance(x, torch.Tensor) and x.requires_grad]
+        if anchors and torch.is_grad_enabled():
+            q, k, v = (_Ordered.apply(x) for x in (call.q, call.k, call.v))  # type: ignore[no-untyped-call]
+            call = replace(call, q=q, k=k, v=v)
+        out, lse = attend_pairs(program, call, self._dense(program, call))
+        # No views: torch refuses to write to views of what an autograd function or no_grad made.
+        out, lse = order.empty(out).copy_(out), lse.clone()
         if anchors and torch.is_grad_enabled():
             out = _Anchor.apply(out, *anchors)  # type: ignore[no-untyped-call]
             lse = _Anchor.apply(lse, *anchors)  # type: ignore[no-untyped-call]
@@ -148,10 +155,13 @@ class ReferenceBackend:
         (slope,) = evaluate((derivative.score,), scope)
         d_raw = group((gated(d_score, d_score * slope) * call.scale).to(call.q.dtype), call)
         kept = weights if dense.keep is None else weights * dense.keep
+        d_q = ungroup(d_raw @ call.k, call) if wants.q else None
+        d_k = d_raw.mT @ group(call.q, call) if wants.k else None
+        d_v = group(kept.to(call.v.dtype), call).mT @ group(grad_out, call) if wants.v else None
         return Gradients(
-            q=ungroup(d_raw @ call.k, call) if wants.q else None,
-            k=d_raw.mT @ group(call.q, call) if wants.k else None,
-            v=group(kept.to(call.v.dtype), call).mT @ group(grad_out, call) if wants.v else None,
+            q=None if d_q is None else arranged_like(d_q, call.q),
+            k=None if d_k is None else arranged_like(d_k, call.k),
+            v=None if d_v is None else arranged_like(d_v, call.v),
             tensors={
                 name: sums.tensors[name].to(call.tensors[name].dtype) for name in wants.tensors
             },
@@ -173,12 +183,25 @@ class _Anchor(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, value: torch.Tensor, *inputs: torch.Tensor) -> torch.Tensor:
         ctx.likes = [(x.shape, x.dtype, x.device) for x in inputs]
-        return value.view_as(value)
+        return value.clone()
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, ...]:
         zeros = (torch.zeros(s, dtype=t, device=d) for s, t, d in ctx.likes)
         return (grad, *zeros)
+
+
+class _Ordered(torch.autograd.Function):
+    """The argument itself, whose gradient lies in memory as it does."""
+
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor) -> torch.Tensor:
+        ctx.order = memory_order(value, value.shape[3])
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return arranged(grad, ctx.order)
 
 
 class _Sums:

@@ -20,6 +20,7 @@ from attndsl.ir import Op, dependencies, leaf_names, sides, toposort, var
 from .base import Gradients
 from .capture_sums import CaptureSums
 from .cpu_tiles import Expressions, Step, work_dtype
+from .memory_order import arranged_like, empty_like
 from .rows import rows_at
 
 if TYPE_CHECKING:
@@ -265,21 +266,21 @@ class Wide:
             params[name] = params[name] + more
         width = given.q.shape[3]
         return Gradients(
-            q=q[..., :width] if wants.q and q is not None else None,
-            k=self._of_group(k[..., :width]) if wants.k and k is not None else None,
-            v=self._of_group(v) if v is not None else None,
+            q=arranged_like(q[..., :width], given.q) if wants.q and q is not None else None,
+            k=self._of_group(k[..., :width], given.k) if wants.k and k is not None else None,
+            v=self._of_group(v, given.v) if v is not None else None,
             tensors=tensors,
             params=params,
         )
 
-    def _of_group(self, grad: torch.Tensor) -> torch.Tensor:
+    def _of_group(self, grad: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
         """Sums over the query heads that share a key head, where each has had its own copy."""
         if not self._apart:
-            return grad
+            return arranged_like(grad, like)
         batch, heads, length, width = grad.shape
         kv_heads = self._given.k.shape[1]
         parts = grad.reshape(batch, kv_heads, heads // kv_heads, length, width)
-        return parts.sum(2, dtype=work_dtype(self._given)).to(grad.dtype)
+        return arranged_like(parts.sum(2, dtype=work_dtype(self._given)), like)
 
 
 def _tile(call: Call, along: str) -> Tile:
@@ -329,13 +330,18 @@ def _with_heads_of_keys(call: Call) -> Call:
 
 
 def _joined(own: torch.Tensor, others: list[torch.Tensor]) -> torch.Tensor:
-    """Rows behind one another, and zeros behind them up to a multiple of ``_STEP``."""
-    shape = own.shape[:3]
-    parts = [own, *(rows.expand(*shape, rows.shape[-1]) for rows in others)]
-    rest = -sum(part.shape[-1] for part in parts) % _STEP
-    if rest:
-        parts.append(own.new_zeros((1, 1, 1, 1)).expand(*shape, rest))
-    return torch.cat(parts, -1)
+    """Rows behind one another, and zeros behind them up to a multiple of ``_STEP``.
+
+    They lie in memory as ``own``, since the output and gradients will lie as they do.
+    """
+    widths = [own.shape[-1], *(rows.shape[-1] for rows in others)]
+    width = sum(widths)
+    found = empty_like(own, width + -width % _STEP)
+    *parts, rest = found.split([*widths, -width % _STEP], -1)
+    for part, rows in zip(parts, (own, *others), strict=True):
+        part.copy_(rows)
+    rest.zero_()
+    return found
 
 
 def _parts(grad: torch.Tensor, call: Call, sides_of_terms: list[_Rows]) -> list[torch.Tensor]:

@@ -227,7 +227,7 @@ class Bench:
 
         from attndsl.runtime.dispatch import choose_backend
 
-        self._backend = choose_backend("auto", torch.device("cuda"), False)[0].name
+        self._backend = choose_backend("auto", torch.device("cuda"), False, torch.bfloat16)[0].name
         return self._program(case, "auto")
 
     def _portable(self, case: str) -> Callable[[], Any]:

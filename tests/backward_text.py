@@ -200,6 +200,9 @@ def run_text(
     counter = torch.zeros((), dtype=torch.int32)
     sizes = {"batch": batch, "heads": heads, "kv_heads": kv_heads, "q_len": q_len}
     sizes |= {"kv_len": kv_len, "padded": padded, "together": 3}
+    for name in ("dk", "dv"):
+        rows = (kv_heads * kv_len, kv_len, 1)
+        sizes |= {f"rows_{name}{dim}": step for dim, step in zip("bhn", rows, strict=True)}
     arguments = {
         "q_desc": gluon.Descriptor(q, ROWS), "do_desc": gluon.Descriptor(do, ROWS),
         "k_desc": gluon.Descriptor(k, config.block_n),

@@ -116,7 +116,7 @@ def run(
     """
     _check_shapes(shapes, check)
     attention = compile_program(program, declared, backend, exact)
-    chosen, _ = choose_backend(backend, torch.device(shapes.device), False)
+    chosen, _ = choose_backend(backend, torch.device(shapes.device), False, DTYPES[shapes.dtype])
     check_dim_names(attention.lowered.program, dims)
     generator = torch.Generator().manual_seed(seed)
     inputs = _inputs(shapes, generator)

@@ -7,6 +7,8 @@ from functools import lru_cache
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+import torch
+
 from attndsl.backends.cpu import CPUBackend
 from attndsl.backends.reference import ReferenceBackend
 from attndsl.backends.widened import WidenedBackend
@@ -15,8 +17,6 @@ from attndsl.errors import BackendError
 from .programs import default_cache
 
 if TYPE_CHECKING:
-    import torch
-
     from attndsl.backends.base import Backend
     from attndsl.pipeline import Lowered
 
@@ -38,19 +38,22 @@ def check_backend_name(name: str) -> None:
     raise BackendError(f"there is no backend {name!r}", hint=hint)
 
 
-def choose_backend(name: str, device: torch.device, checked: bool) -> tuple[Backend, str]:
-    """The backend for tensors on ``device``, and the reason in words.
+def choose_backend(
+    name: str, device: torch.device, checked: bool, dtype: torch.dtype
+) -> tuple[Backend, str]:
+    """The backend for tensors of ``dtype`` on ``device``, and the reason in words.
 
-    ``auto`` takes Triton on GPUs, in its own kernels for Hopper there, and the tiled CPU backend on
-    CPUs, or the reference in checked mode, which nothing else has; it never takes another one
-    because that one fails.
+    ``auto`` takes Triton on GPUs, in its own kernels for Hopper there. It takes the tiled torch
+    operations of the ``cpu`` backend on CPUs, and on all devices in fp64, which no kernel computes
+    in; in checked mode, which nothing else has, it takes the reference in their place. It never
+    takes another backend because the first one failed.
 
     Raises:
         BackendError: The backend does not work here; says why.
     """
     reason = "asked for by name"
     if name == "auto":
-        name, reason = _default(device)
+        name, reason = _default(device, dtype)
         if checked and name == "cpu":
             name, reason = "reference", "checked mode runs there"
     if checked and name != "reference":
@@ -68,23 +71,25 @@ def choose_backend(name: str, device: torch.device, checked: bool) -> tuple[Back
 
 
 def backend_of(
-    lowered: Lowered, name: str, device: torch.device, checked: bool
+    lowered: Lowered, name: str, device: torch.device, checked: bool, dtype: torch.dtype
 ) -> tuple[Backend, str]:
     """As :func:`choose_backend`, for one program: kernels get a helper for what they do not have.
 
     Raises:
         BackendError: The backend does not work here; says why.
     """
-    chosen, reason = choose_backend(name, device, checked)
+    chosen, reason = choose_backend(name, device, checked, dtype)
     if lowered.contractions is not None and chosen.name in _KERNELS:
         return WidenedBackend(chosen, get_backend("cpu")), reason
     return chosen, reason
 
 
-def _default(device: torch.device) -> tuple[str, str]:
-    """The backend for tensors on ``device``, and the reason."""
+def _default(device: torch.device, dtype: torch.dtype) -> tuple[str, str]:
+    """The backend for tensors of ``dtype`` on ``device``, and the reason."""
     if device.type == "cpu":
         return "cpu", "the default for cpu tensors"
+    if dtype is torch.float64:
+        return "cpu", "the default for fp64 on all devices, since no kernel computes in fp64"
     if device.type == "cuda" and _is_hopper(device.index):
         missing = why_no_hopper_kernels()
         if missing is not None:
@@ -95,8 +100,6 @@ def _default(device: torch.device) -> tuple[str, str]:
 
 @lru_cache(maxsize=64)
 def _is_hopper(index: int | None) -> bool:
-    import torch
-
     if torch.version.hip is not None or (index or 0) >= torch.cuda.device_count():
         return False
     return torch.cuda.get_device_capability(index) == (9, 0)

@@ -17,6 +17,7 @@ from torch.autograd import forward_ad
 
 from attndsl.backends.base import Call
 from attndsl.backends.dense import attend_pairs, dense_pairs
+from attndsl.backends.memory_order import arranged, arranged_like, memory_order
 from attndsl.backends.tangent import Tangents, tangent
 
 from .recompute import Function, Pulled, Pushed, recomputed
@@ -51,7 +52,7 @@ def attend_in_chunks(lowered: Lowered, call: Call) -> tuple[torch.Tensor, torch.
         for first, last in _chunks(call)
     ]
     out, lse = (torch.cat(each, 2) for each in zip(*parts, strict=True))
-    return out, lse
+    return arranged(out, memory_order(call.q, out.shape[3])), lse
 
 
 def tangent_in_chunks(
@@ -67,7 +68,8 @@ def tangent_in_chunks(
         tangents: One for each.
     """
     parts = []
-    for first, last in _chunks(packed.call(*inputs)):
+    call = packed.call(*inputs)
+    for first, last in _chunks(call):
         push = _Chunk(lowered, packed, first).pushed(moved)
         own = tuple(
             x[:, :, first:last] if place == 0 else x
@@ -75,7 +77,7 @@ def tangent_in_chunks(
         )
         parts.append(recomputed(push, *_rows(packed, inputs, first, last), *own))
     out, lse = (torch.cat(each, 2) for each in zip(*parts, strict=True))
-    return out, lse
+    return arranged(out, memory_order(call.q, out.shape[3])), lse
 
 
 def pull_in_chunks(
@@ -101,7 +103,12 @@ def pull_in_chunks(
             rows.append(found.pop(0))
         sums = found if sums is None else [a + b for a, b in zip(sums, found, strict=True)]
     assert sums is not None, "a call has at least one chunk"
-    return (*([torch.cat(rows, 2)] if rows else []), *sums)
+    found = [*([torch.cat(rows, 2)] if rows else []), *sums]
+    operands = (call.q, call.k, call.v)
+    return tuple(
+        arranged_like(each, operands[place]) if place < 3 else each
+        for place, each in zip(wanted, found, strict=True)
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -109,7 +109,7 @@ def _call(args: Sequence[Any]) -> tuple[Lowered, Call, Any]:
         seed=seed if drawn is None else seed_argument(drawn),
         deterministic=deterministic,
     )
-    chosen, _ = backend_of(lowered, backend, q.device, checked)
+    chosen, _ = backend_of(lowered, backend, q.device, checked, q.dtype)
     chosen.check(lowered, call)
     return lowered, call, chosen
 
@@ -119,7 +119,7 @@ def run_forward(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
     lowered, call, backend = _call(args)
     with torch.no_grad():
         out, lse = backend.forward(lowered, call)
-    return out.contiguous(), lse.contiguous()
+    return out, lse.contiguous()
 
 
 def run_backward(
@@ -144,7 +144,8 @@ def run_backward(
     )
     found = backend.backward(lowered, call, out, lse, grad_out, grad_lse, asked)
     captures = {**found.tensors, **found.params}
-    gradients = [found.q, found.k, found.v, *(captures.get(name) for name in names)]
-    return [
-        torch.empty(0, device=call.q.device) if g is None else g.contiguous() for g in gradients
-    ]
+    gradients = [found.q, found.k, found.v]
+    for name in names:
+        of_capture = captures.get(name)
+        gradients.append(None if of_capture is None else of_capture.contiguous())
+    return [torch.empty(0, device=call.q.device) if g is None else g for g in gradients]

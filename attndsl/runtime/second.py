@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from attndsl.backends.base import Wants
+from attndsl.backends.memory_order import arranged_like
 from attndsl.backends.pulled import pulled
 
 from .higher import is_transformed, pull_in_chunks
@@ -124,7 +125,10 @@ class _Gradients(torch.autograd.Function):
             return pull_in_chunks(lowered, call, wanted, grad_out, grad_lse)
 
         parts = pulled(gradients, tuple(saved[place] for place in places), grads)
-        found = dict(zip(places, parts, strict=True))
+        found = {
+            place: arranged_like(part, saved[place]) if place < 3 else part
+            for place, part in zip(places, parts, strict=True)
+        }
         count = len(input_needs)
         return (
             *[None] * 6, found.get(count), found.get(count + 1), *map(found.get, range(count)),

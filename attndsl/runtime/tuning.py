@@ -99,7 +99,7 @@ def tune(
     if not isinstance(backend, Tunable):
         raise UnsupportedError(
             f"the {backend.name} backend has one way to run a call, and nothing to tune",
-            hint="tune on a GPU, where auto takes generated kernels",
+            hint="tune on a GPU in fp16, bf16 or fp32, where auto takes generated kernels",
         )
     out, lse = backend.forward(lowered, call)
     wants, grad_out = _wants(call), torch.randn_like(out)

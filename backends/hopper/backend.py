@@ -10,6 +10,7 @@ import torch
 from attndsl.ir import leaf_names
 
 from ..base import Gradients, Wants
+from ..memory_order import result_orders
 from ..triton.arguments import capture_arguments, origin
 from ..triton.backend import PADDING, TritonBackend, signature_of
 from ..triton.kernels import STATISTICS_ROWS
@@ -88,9 +89,8 @@ class HopperBackend(TritonBackend):
         if layout.why_portable is not None:
             return self._portable.forward(lowered, call)
         q, views, of = call.q, layout.views, self._maps.of
-        batch, heads, q_len, _ = q.shape
-        out = q.new_empty((batch, heads, q_len, call.v.shape[-1]))
-        lse = q.new_empty((batch, heads, q_len), dtype=torch.float32)
+        out = layout.orders.out.empty(q)
+        lse = q.new_empty(q.shape[:3], dtype=torch.float32)
         launch = layout.launches["forward"]
         stream = stream_of(q.device)
         with on_device(q.device):
@@ -138,7 +138,8 @@ class HopperBackend(TritonBackend):
         lse2 = lse.new_empty(rows)
         delta = torch.empty_like(lse2)
         sums = lse.new_empty((*rows, block_width(head_dim)))
-        dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (k, v))
+        orders = layout.orders
+        dk, dv = orders.k.empty(k), orders.v.empty(v)
         dlse = lse if grad_lse is None else grad_lse.contiguous()
         launches, learned = layout.launches, layout.learned
         launch = launches["backward_kv"]
@@ -148,13 +149,12 @@ class HopperBackend(TritonBackend):
         factors = lse.new_empty((batch, heads, 2 * kv_tiles)) if learned.factor else None
         slopes = empty_slopes(call, config) if wants.slopes else None
         distances = empty_sums(call, config) if layout.special.adds_diagonals else None
-        out_strides = layout.out_strides if out.is_contiguous() else strides(out)[:3]
         stream = stream_of(q.device)
         with on_device(q.device):
             of_pairs = _read_by_tiles(layout, call)
             launches["prepare_backward"].run(
                 padded // STATISTICS_ROWS * batch * heads, stream,
-                [*addresses(out, grad_out, lse, dlse, lse2, delta, sums), *out_strides,
+                [*addresses(out, grad_out, lse, dlse, lse2, delta, sums), *strides(out)[:3],
                  *layout.grad_strides, heads, q_len],
             )  # fmt: skip
             launch.run(
@@ -169,7 +169,7 @@ class HopperBackend(TritonBackend):
                     *self._counter(layout, q.device, stream), call.scale,
                     *layout.sizes, origin(call.q_offset, call.q_index),
                     origin(call.kv_offset, call.kv_index), padded,
-                    layout.together["backward_kv"],
+                    *orders.k.rows, *orders.v.rows, layout.together["backward_kv"],
                     *(part for part in (columns, factors, distances) if part is not None),
                     *capture_arguments(layout.special, call),
                     *lists_of(layout, lowered, call, "backward_kv", stream),
@@ -177,10 +177,10 @@ class HopperBackend(TritonBackend):
             )  # fmt: skip
             dq = None
             if wants.q:
-                dq = torch.empty_like(q, memory_format=torch.contiguous_format)
+                dq = orders.q.empty(q)
                 launches["dq_from_sums"].run(
                     padded // 32 * batch * heads, stream,
-                    [*addresses(sums, dq), call.scale, q_len],
+                    [*addresses(sums, dq), call.scale, *orders.q.rows, heads, q_len],
                 )  # fmt: skip
         tensors: dict[str, torch.Tensor] = {}
         params: dict[str, torch.Tensor] = {}
@@ -316,7 +316,8 @@ class HopperBackend(TritonBackend):
         refused = why_portable(lowered, call, kind, grad_out, wants)
         if refused is not None:
             special = specialise(lowered.program, call)
-            return HopperLayout(special, {}, (), (), (), {}, {}, why_portable=refused)
+            orders = result_orders(call.q, call.k, call.v)
+            return HopperLayout(special, {}, (), orders, (), {}, {}, why_portable=refused)
         layout = super()._make_layout(lowered, call, kind, grad_out, wants, has_dlse)
         direction = self._kernels.directions[kind][0]
         config = layout.executables[direction].config
@@ -326,7 +327,7 @@ class HopperBackend(TritonBackend):
         batch, heads, q_len, _ = call.q.shape
         tensors = {"q_desc": call.q, "k_desc": call.k, "v_desc": call.v}
         if grad_out is None:
-            tensors["o_desc"] = call.q.new_empty((batch, heads, q_len, call.v.shape[-1]))
+            tensors["o_desc"] = layout.orders.out.empty(call.q)
         else:
             tensors["do_desc"] = grad_out
         views = {}
@@ -351,7 +352,7 @@ class HopperBackend(TritonBackend):
             for name in ("lse_desc", "delta_desc"):
                 views[name] = view(rows, (1,), blocks[name], encoders.get(name))
         return HopperLayout(
-            layout.special, layout.executables, layout.strides, layout.out_strides, layout.sizes,
+            layout.special, layout.executables, layout.strides, layout.orders, layout.sizes,
             layout.lists, layout.together, layout.lines, launches, views,
             () if grad_out is None else strides(grad_out)[:3],
             learned_in_kernel(lowered, layout.special),

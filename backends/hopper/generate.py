@@ -53,14 +53,14 @@ _BACKWARD_PRODUCER = (
     "BLOCK_M, BLOCK_N, STAGES, Q_KIND, KV_KIND,",
 )
 _BACKWARD_CONSUMER = (
-    "SUMS, DK, DV_OUT,",
+    "SUMS, DK, DV_OUT, rows_dkb, rows_dkh, rows_dkn, rows_dvb, rows_dvh, rows_dvn,",
     "q_s, k_s, v_s, do_s, lse_s, delta_s, ds_s,",
     "k_full, v_full, q_full, do_full, q_empty, do_empty,",
     "scale, batch, heads, kv_heads, q_len, kv_len, q_origin, kv_origin, padded, together,",
     "HEAD_DIM, VALUE_DIM, D, DV, BLOCK_M, BLOCK_N, STAGES, Q_KIND, KV_KIND, HALF,",
 )
 _WIDE_CONSUMER = (
-    "SUMS, DK, DV_OUT,",
+    "SUMS, DK, DV_OUT, rows_dkb, rows_dkh, rows_dkn, rows_dvb, rows_dvh, rows_dvn,",
     "q_s, k_s, v_s, do_s, lse_s, delta_s, ds_s, steep_s,",
     *_BACKWARD_CONSUMER[2:],
 )

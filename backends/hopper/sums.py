@@ -35,8 +35,11 @@ def prepare_backward(
 
 
 @triton.jit
-def dq_from_sums(SUMS, DQ, scale, q_len, D: tl.constexpr, WIDTH: tl.constexpr):
-    """DQ (batch * heads, q_len, D), contiguous: the sums times ``scale``.
+def dq_from_sums(
+    SUMS, DQ, scale, rows_dqb, rows_dqh, rows_dqm, heads, q_len,
+    D: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """DQ (batch, heads, q_len, D), its rows ``rows_dq*`` apart: the sums times ``scale``.
 
     One program: 64 rows of one head, half of the WIDTH columns of sums.
     """
@@ -54,5 +57,6 @@ def dq_from_sums(SUMS, DQ, scale, q_len, D: tl.constexpr, WIDTH: tl.constexpr):
     rows = first + tl.arange(0, _ROWS_OF_BLOCK)
     columns = part * HALF + tl.arange(0, HALF)
     inside = (rows < q_len)[:, None] & (columns < D)[None, :]
-    places = (head.to(tl.int64) * q_len + rows)[:, None] * D + columns[None, :]
-    tl.store(DQ + places, tile.to(DQ.dtype.element_ty), mask=inside)
+    own = DQ + (head // heads * rows_dqb + head % heads * rows_dqh).to(tl.int64) * D
+    places = rows.to(tl.int64)[:, None] * (rows_dqm * D) + columns[None, :]
+    tl.store(own + places, tile.to(DQ.dtype.element_ty), mask=inside)

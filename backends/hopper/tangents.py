@@ -45,15 +45,14 @@ def layout_of(layout: Layout, moving: Moving, programs: int) -> HopperLayout:
     config = layout.executables[_DIRECTION].config
     launch = launch_of(layout.executables[_DIRECTION])
     blocks = blocks_of(_DIRECTION, layout.special, config)
-    batch, heads, q_len, _ = moving.call.q.shape
-    out = moving.call.q.new_empty((batch, heads, q_len, moving.call.v.shape[-1]))
+    out = layout.orders.out.empty(moving.call.q)
     views = {}
     for name, tensor in _described(moving, out, out).items():
         steps = descriptor_strides(tensor)
         assert steps is not None
         views[name] = view(tensor, steps, blocks[name], launch.encoders.get(name))
     return HopperLayout(
-        layout.special, layout.executables, layout.strides, layout.out_strides, layout.sizes,
+        layout.special, layout.executables, layout.strides, layout.orders, layout.sizes,
         layout.lists, layout.together, layout.lines, {_DIRECTION: launch}, views,
         programs=programs, drawn=is_drawn(moving.lowered, config),
     )  # fmt: skip
@@ -71,10 +70,9 @@ def launch_with_tangents(
         counters: By which programs may share out their tiles.
     """
     call = moving.call
-    batch, heads, q_len, _ = call.q.shape
-    out = call.q.new_empty((batch, heads, q_len, call.v.shape[-1]))
-    lse = call.q.new_empty((batch, heads, q_len), dtype=torch.float32)
-    out_moved, lse_moved = torch.empty_like(out), torch.empty_like(lse)
+    out, out_moved = (layout.orders.out.empty(call.q) for _ in range(2))
+    lse = call.q.new_empty(call.q.shape[:3], dtype=torch.float32)
+    lse_moved = torch.empty_like(lse)
     stream = stream_of(call.q.device)
     with on_device(call.q.device):
         lists = lists_of(layout, moving.lowered, call, _DIRECTION, stream)

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     import torch
 
     from ..base import Call
+    from ..memory_order import ResultOrders
     from .compile import Executable
     from .kernels import ListKernels
     from .specialise import Specialisation
@@ -50,8 +51,8 @@ class Layout:
     executables: Mapping[str, Executable]
     strides: tuple[int, ...]
     """Batch, head and row strides of q, k and v."""
-    out_strides: tuple[int, ...]
-    """The same of a contiguous output."""
+    orders: ResultOrders
+    """How results lie in memory."""
     sizes: tuple[int, ...]
     """batch, heads, kv_heads, q_len, kv_len."""
     lists: Mapping[str, ListKernels]
@@ -138,6 +139,9 @@ def template_argument(name: str, special: Specialisation) -> Argument:
         wide = name[-1] in "bh" or special.wide_rows
         aligned = special.aligned if name[7] != "o" else special.value_dim % 16 == 0
         return Argument(name, "i64" if wide else "i32", aligned=aligned)
+    if name.startswith("rows_"):
+        # Of results: a kernel multiplies them by the width, which says how these are aligned.
+        return Argument(name, "i64" if name[-1] in "bh" or special.wide_rows else "i32")
     if name == "STORED_TILES":
         return Argument(name, "*i8", aligned=True)
     if name in ("slope_keys", "slope_queries"):

@@ -12,6 +12,7 @@ from attndsl.errors import UnsupportedError
 from attndsl.passes.widths import POSITION_LIMIT
 
 from ..base import Gradients
+from ..memory_order import empty_like, result_orders
 from .apart import Again, add_apart
 from .arguments import NO_LINES, Layout, capture_arguments, origin
 from .kernels import STATISTICS_ROWS, Kernels
@@ -81,7 +82,7 @@ class TritonBackend:
         if call.q.dtype not in _DTYPES:
             raise UnsupportedError(
                 f"the triton backend computes in fp16, bf16 and fp32, not {call.q.dtype}",
-                hint="convert q, k and v, or use backend='reference'",
+                hint="convert q, k and v, or use backend='auto': it runs fp64 by torch operations",
             )
         for name, width in (("q", call.q.shape[-1]), ("v", call.v.shape[-1])):
             if not 1 <= width <= MAX_HEAD_DIM:
@@ -105,11 +106,11 @@ class TritonBackend:
         """See :class:`~attndsl.backends.base.Backend`."""
         q, v = call.q, call.v
         batch, heads, q_len, _ = q.shape
-        out = q.new_empty((batch, heads, q_len, v.shape[-1]))
         lse = q.new_empty((batch, heads, q_len), dtype=torch.float32)
         if lse.numel() == 0:
-            return out, lse
+            return empty_like(q, v.shape[-1]), lse
         layout = self._layout(lowered, call, "forward")
+        out = layout.orders.out.empty(q)
         kernel = layout.executables["forward"]
         tiles = -(-q_len // kernel.config.block_m)
         stream = stream_of(q.device)
@@ -119,8 +120,8 @@ class TritonBackend:
                 tiles * batch * heads,
                 stream,
                 [
-                    q, call.k, call.v, out, lse, *layout.strides, *layout.out_strides, call.scale,
-                    *layout.sizes, origin(call.q_offset, call.q_index),
+                    q, call.k, call.v, out, lse, *layout.strides, *layout.orders.out.strides[:3],
+                    call.scale, *layout.sizes, origin(call.q_offset, call.q_index),
                     origin(call.kv_offset, call.kv_index), layout.together["forward"],
                     *capture_arguments(layout.special, call), *lists,
                 ],
@@ -197,18 +198,14 @@ class TritonBackend:
         batch, heads, q_len, _ = q.shape
         if grad_out.numel() and grad_out.stride(-1) != 1:
             grad_out = grad_out.contiguous()
-        dq = (
-            torch.zeros_like(q, memory_format=torch.contiguous_format)
-            if lse.numel() == 0
-            else q.new_empty(q.shape)
-        )
-        dk, dv = k.new_empty(k.shape), v.new_empty(v.shape)
         lines, row_sums, column_sums = NO_LINES, None, None
         if lse.numel() == 0:
-            dk.zero_(), dv.zero_()
+            dq, dk, dv = (empty_like(x).zero_() for x in (q, k, v))
             delta = lse
         else:
             layout = self._layout(lowered, call, "backward", grad_out, wants, grad_lse is not None)
+            orders = layout.orders
+            dq, dk, dv = orders.q.empty(q), orders.k.empty(k), orders.v.empty(v)
             padded = -(-q_len // PADDING) * PADDING
             lse2 = lse.new_empty((batch, heads, padded))
             delta = torch.empty_like(lse2)
@@ -236,6 +233,7 @@ class TritonBackend:
                     kernel.launch(
                         tiles * batch * k.shape[1], stream,
                         [q, k, v, grad_out, dk, dv, lse2, delta, *shared,
+                         *orders.k.rows, *orders.v.rows,
                          layout.together["backward_kv"], *captures,
                          *lists_of(layout, lowered, call, "backward_kv", stream),
                          *([] if column_sums is None else [column_sums])],
@@ -245,7 +243,7 @@ class TritonBackend:
                     tiles = -(-q_len // kernel.config.block_m)
                     kernel.launch(
                         tiles * batch * heads, stream,
-                        [q, k, v, grad_out, dq, lse2, delta, *shared,
+                        [q, k, v, grad_out, dq, lse2, delta, *shared, *orders.q.rows,
                          layout.together["backward_q"], *captures,
                          *lists_of(layout, lowered, call, "backward_q", stream),
                          *([] if row_sums is None else [row_sums])],
@@ -350,7 +348,7 @@ class TritonBackend:
         steps = tuple(s for t in (call.q, call.k, call.v) for s in strides(t)[:3])
         batch, heads, q_len, _ = call.q.shape
         sizes = (batch, heads, call.k.shape[1], q_len, call.k.shape[2])
-        out = torch.empty((batch, heads, q_len, call.v.shape[-1]), device="meta")
+        orders = result_orders(call.q, call.k, call.v)
         lists = {
             direction: self._list_kernels(lowered, special, prepared, direction, device)
             for direction in prepared.listed
@@ -363,9 +361,7 @@ class TritonBackend:
             for name, kernel in prepared.executables.items()
             if name in ORDERED
         }
-        return Layout(
-            special, prepared.executables, steps, strides(out)[:3], sizes, lists, together, learned
-        )
+        return Layout(special, prepared.executables, steps, orders, sizes, lists, together, learned)
 
     def _list_kernels(
         self,

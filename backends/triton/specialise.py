@@ -15,6 +15,7 @@ from attndsl.ir import DType
 from attndsl.passes.inside import dim_of
 
 from ..forms import EXACT, forms_for
+from ..memory_order import result_orders
 from .expression import Capture, Names
 from .pairs import aligned_of, dtypes_of, units_of
 from .terms import terms_of
@@ -146,6 +147,7 @@ _MAX_ROWS = 512
 def specialise(program: Program, call: Call, *grads: torch.Tensor) -> Specialisation:
     """The specialisation of a forward call, or with ``grads`` (the output's) of a backward one."""
     operands = (call.q, call.k, call.v, *grads)
+    results = result_orders(call.q, call.k, call.v)
     captures = [_capture(decl, call.tensors[decl.name]) for decl in program.tensors]
     return Specialisation(
         head_dim=call.q.shape[-1],
@@ -167,7 +169,8 @@ def specialise(program: Program, call: Call, *grads: torch.Tensor) -> Specialisa
         negative_scale=call.scale < 0,
         dropout=program.dropout is not None,
         seed_type="*i64" if isinstance(call.seed, torch.Tensor) else "i64",
-        wide_rows=any(strides(t)[2] * _MAX_ROWS >= 1 << 31 for t in operands),
+        wide_rows=_MAX_ROWS * max(results.longest_step, *(strides(t)[2] for t in operands))
+        >= 1 << 31,
     )
 
 

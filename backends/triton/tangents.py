@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from ..memory_order import arranged
 from .arguments import capture_arguments, origin
 from .generate_tangent import moved_name, with_tangents
 from .specialise import Specialisation, specialise, strides
@@ -89,8 +90,9 @@ def launch_tangent(
         lse: The same, fp32, natural logarithm.
     """
     call, special = moving.call, layout.special
-    out, lse = out.contiguous(), lse.contiguous()
-    out_moved, lse_moved = torch.empty_like(out), torch.empty_like(lse)
+    order = layout.orders.out
+    out, lse = arranged(out, order), lse.contiguous()
+    out_moved, lse_moved = order.empty(out), torch.empty_like(lse)
     # Of what does not move nothing is read.
     tangents = [moving.operands.get(name, getattr(call, name)) for name in ("q", "k", "v")]
     kernel = layout.executables["tangent"]
@@ -104,7 +106,7 @@ def launch_tangent(
                 call.q, call.k, call.v, out, lse, *tangents, out_moved, lse_moved,
                 *layout.strides, *(step for x in tangents for step in strides(x)[:3]), call.scale,
                 *layout.sizes, origin(call.q_offset, call.q_index),
-                origin(call.kv_offset, call.kv_index), layout.together["tangent"],
+                origin(call.kv_offset, call.kv_index), *order.rows, layout.together["tangent"],
                 *capture_arguments(special, call), *lists,
             ],
         )  # fmt: skip

@@ -142,6 +142,7 @@ def add_query_tile(
 @gluon.jit
 def consume_item(
     item, turn, done, PART: gl.constexpr, SUMS, DK, DV_OUT,
+    rows_dkb, rows_dkh, rows_dkn, rows_dvb, rows_dvh, rows_dvn,
     q_s, k_s, v_s, do_s, lse_s, delta_s, ds_s,
     k_full, v_full, q_full, do_full, q_empty, do_empty,
     scale, batch, heads, kv_heads, q_len, kv_len, q_origin, kv_origin, padded, together,
@@ -282,12 +283,12 @@ def consume_item(
     # Through shared memory, so that each thread stores 16 bytes.
     STORED: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     dk_rows = gl.convert_layout((dk * scale).to(HALF), STORED)
-    store_rows(DK, dk_rows, own, b, hkv, kv_heads, kv_len, HEAD_DIM)
+    store_rows(DK, dk_rows, own, b, hkv, rows_dkb, rows_dkh, rows_dkn, kv_len, HEAD_DIM)
     if HAS_COMMON:
         dv = dv * factor_of_weights(
             b, 0, hkv, batch, heads, kv_heads, q_len, kv_len,
             #: arguments
         )
     dv_rows = gl.convert_layout(dv.to(HALF), STORED)
-    store_rows(DV_OUT, dv_rows, own, b, hkv, kv_heads, kv_len, VALUE_DIM)
+    store_rows(DV_OUT, dv_rows, own, b, hkv, rows_dvb, rows_dvh, rows_dvn, kv_len, VALUE_DIM)
     return count

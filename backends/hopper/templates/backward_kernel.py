@@ -74,6 +74,7 @@ def produce(
 @gluon.jit
 def consume(
     PART: gl.constexpr, SUMS, DK, DV_OUT,
+    rows_dkb, rows_dkh, rows_dkn, rows_dvb, rows_dvh, rows_dvn,
     q_s, k_s, v_s, do_s, lse_s, delta_s, ds_s,
     #: steep
     k_full, v_full, q_full, do_full, q_empty, do_empty,
@@ -99,6 +100,7 @@ def consume(
         while item < items:
             done = consume_item(
                 item, turn, done, PART, SUMS, DK, DV_OUT,
+                rows_dkb, rows_dkh, rows_dkn, rows_dvb, rows_dvh, rows_dvn,
                 q_s, k_s, v_s, do_s, lse_s, delta_s, ds_s,
                 #: steep
                 k_full, v_full, q_full, do_full, q_empty, do_empty,
@@ -119,6 +121,7 @@ def consume(
     else:
         consume_item(
             gl.program_id(0), 0, 0, PART, SUMS, DK, DV_OUT,
+            rows_dkb, rows_dkh, rows_dkn, rows_dvb, rows_dvh, rows_dvn,
             q_s, k_s, v_s, do_s, lse_s, delta_s, ds_s,
             #: steep
             k_full, v_full, q_full, do_full, q_empty, do_empty,
@@ -141,7 +144,8 @@ def attention_backward_kv(
     #: pair_descs
     #: slopes_desc
     #: counter
-    scale, batch, heads, kv_heads, q_len, kv_len, q_origin, kv_origin, padded, together,
+    scale, batch, heads, kv_heads, q_len, kv_len, q_origin, kv_origin, padded,
+    rows_dkb, rows_dkh, rows_dkn, rows_dvb, rows_dvh, rows_dvn, together,
     #: learned
     #: distance_sums
     #: parameters
@@ -155,9 +159,9 @@ def attention_backward_kv(
     A program has one, or where PERSISTENT one after the other, until all are taken. COUNTER (1) is
     int32: items taken after each program's first; 0 before a launch, and after.
     Descriptors are of (batch, heads, length, head dim), dQ in fp32 and before the scale; those of
-    the row statistics are of (batch * heads * padded,), see ``statistics_rows``. DK (batch,
-    kv_heads, kv_len, HEAD_DIM) and DV_OUT are contiguous. Where a factor or columns of the score
-    learn: FACTOR_SUMS (batch, heads, tiles, 2) and COLUMN_SUMS (batch, heads, kv_len), fp32.
+    the row statistics are of (batch * heads * padded,), see ``statistics_rows``. DK is (batch,
+    kv_heads, kv_len, HEAD_DIM), its rows ``rows_dk*`` apart, and DV_OUT likewise. Where a factor or
+    columns of the score learn: FACTOR_SUMS (batch, heads, tiles, 2) and COLUMN_SUMS (batch, heads, kv_len), fp32.
     """
     HALF: gl.constexpr = q_desc.dtype
     q_s = gl.allocate_shared_memory(HALF, [STAGES, 1, 1, BLOCK_M, D], q_desc.layout)

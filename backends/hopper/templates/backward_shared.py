@@ -329,11 +329,17 @@ def gradient_of_score(steep, dweight, delta):
 
 
 @gluon.jit
-def store_rows(OUT, rows, own, b, hkv, kv_heads, kv_len, WIDTH: gl.constexpr):
-    """Store gradients of the keys from ``own`` on, of which OUT has ``WIDTH`` columns."""
+def store_rows(
+    OUT, rows, own, b, hkv, rows_b, rows_h, rows_n, kv_len, WIDTH: gl.constexpr
+):
+    """Store gradients of the keys from ``own`` on, of which OUT has ``WIDTH`` columns.
+
+    ``rows_b``, ``rows_h`` and ``rows_n`` rows lie from one batch entry, head or key to the next.
+    """
     LAYOUT: gl.constexpr = rows.type.layout
     keys = own + gl.arange(0, rows.shape[0], layout=gl.SliceLayout(1, LAYOUT))
     fields = gl.arange(0, rows.shape[1], layout=gl.SliceLayout(0, LAYOUT))
-    head = OUT + (b * kv_heads + hkv).to(gl.int64) * kv_len * WIDTH
+    head = OUT + (b * rows_b + hkv * rows_h) * WIDTH
     inside = (keys < kv_len)[:, None] & (fields < WIDTH)[None, :]
-    gl.store(head + (keys.to(gl.int64)[:, None] * WIDTH + fields[None, :]), rows, mask=inside)
+    places = (keys.to(gl.int64) * rows_n)[:, None] * WIDTH + fields[None, :]
+    gl.store(head + places, rows, mask=inside)

@@ -116,6 +116,7 @@ def add_query_tile(
 @gluon.jit
 def consume_item(
     item, turn, done, PART: gl.constexpr, SUMS, DK, DV_OUT,
+    rows_dkb, rows_dkh, rows_dkn, rows_dvb, rows_dvh, rows_dvn,
     q_s, k_s, v_s, do_s, lse_s, delta_s, ds_s, steep_s,
     k_full, v_full, q_full, do_full, q_empty, do_empty,
     scale, batch, heads, kv_heads, q_len, kv_len, q_origin, kv_origin, padded, together,
@@ -231,9 +232,13 @@ def consume_item(
                 #: arguments
             )
         v_tile.store(total.to(HALF))
-        store_rows(DV_OUT, v_tile.load(STORED), own, b, hkv, kv_heads, kv_len, VALUE_DIM)
+        store_rows(
+            DV_OUT, v_tile.load(STORED), own, b, hkv, rows_dvb, rows_dvh, rows_dvn, kv_len, VALUE_DIM
+        )
     else:
         k_tile = k_s.index(0).reshape([BLOCK_N, D])
         k_tile.store((total * scale).to(HALF))
-        store_rows(DK, k_tile.load(STORED), own, b, hkv, kv_heads, kv_len, HEAD_DIM)
+        store_rows(
+            DK, k_tile.load(STORED), own, b, hkv, rows_dkb, rows_dkh, rows_dkn, kv_len, HEAD_DIM
+        )
     return count

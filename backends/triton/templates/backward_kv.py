@@ -100,7 +100,8 @@ def attention_backward_kv(
     Q, K, V, DOUT, DK, DV_OUT, LSE2, DELTA,
     stride_qb, stride_qh, stride_qm, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh,
     stride_vn, stride_gb, stride_gh, stride_gm,
-    scale, batch, heads, kv_heads, q_len, kv_len, q_origin, kv_origin, together,
+    scale, batch, heads, kv_heads, q_len, kv_len, q_origin, kv_origin,
+    rows_dkb, rows_dkh, rows_dkn, rows_dvb, rows_dvh, rows_dvn, together,
     #: parameters
     #: kv_pass_lists
     #: outputs
@@ -110,8 +111,9 @@ def attention_backward_kv(
 ):
     """One program: dK and dV of one key-value tile, summed over the head's group of query heads.
 
-    DK (batch, kv_heads, kv_len, D), DV_OUT (batch, kv_heads, kv_len, DV) and LINE_SUMS (sums, batch,
-    heads, kv_len) are contiguous; the sums are each head's own columns'.
+    DK is (batch, kv_heads, kv_len, D), its rows ``rows_dkb``, ``rows_dkh`` and ``rows_dkn`` apart.
+    DV_OUT (batch, kv_heads, kv_len, DV) likewise. LINE_SUMS (sums, batch, heads, kv_len) is
+    contiguous; the sums are each head's own columns'.
     """
     tile, head_of_batch = place_of_item(
         tl.program_id(0), tl.cdiv(kv_len, BLOCK_N), batch * kv_heads, together,
@@ -202,7 +204,7 @@ def attention_backward_kv(
                     #: kv_pass_lists
                 )
         #: end_sums
-    dk_head = DK + head_of_batch.to(tl.int64) * kv_len * D
-    dv_head = DV_OUT + head_of_batch.to(tl.int64) * kv_len * DV
-    store_tile(dk_head, first, D, kv_len, dk * scale, D, BLOCK_N, BLOCK_D)
-    store_tile(dv_head, first, DV, kv_len, dv, DV, BLOCK_N, BLOCK_DV)
+    dk_head = DK + (b * rows_dkb + hkv * rows_dkh) * D
+    dv_head = DV_OUT + (b * rows_dvb + hkv * rows_dvh) * DV
+    store_tile(dk_head, first, rows_dkn * D, kv_len, dk * scale, D, BLOCK_N, BLOCK_D)
+    store_tile(dv_head, first, rows_dvn * DV, kv_len, dv, DV, BLOCK_N, BLOCK_DV)

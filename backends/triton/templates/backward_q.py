@@ -99,7 +99,8 @@ def attention_backward_q(
     Q, K, V, DOUT, DQ, LSE2, DELTA,
     stride_qb, stride_qh, stride_qm, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh,
     stride_vn, stride_gb, stride_gh, stride_gm,
-    scale, batch, heads, kv_heads, q_len, kv_len, q_origin, kv_origin, together,
+    scale, batch, heads, kv_heads, q_len, kv_len, q_origin, kv_origin,
+    rows_dqb, rows_dqh, rows_dqm, together,
     #: parameters
     #: q_pass_lists
     #: outputs
@@ -109,7 +110,8 @@ def attention_backward_q(
 ):
     """One program: dQ of one query tile of one head, and its rows' sums for other gradients.
 
-    DQ (batch, heads, q_len, D) and LINE_SUMS (sums, batch, heads, q_len) are contiguous.
+    DQ is (batch, heads, q_len, D), its rows ``rows_dqb``, ``rows_dqh`` and ``rows_dqm`` apart.
+    LINE_SUMS (sums, batch, heads, q_len) is contiguous.
     """
     tile, head_of_batch = place_of_item(
         tl.program_id(0), tl.cdiv(q_len, BLOCK_M), batch * heads, together,
@@ -196,6 +198,6 @@ def attention_backward_q(
                 #: arguments
                 #: q_pass_lists
             )
-    dq_head = DQ + head_of_batch.to(tl.int64) * q_len * D
-    store_tile(dq_head, first, D, q_len, dq * scale, D, BLOCK_M, BLOCK_D)
+    dq_head = DQ + (b * rows_dqb + h * rows_dqh) * D
+    store_tile(dq_head, first, rows_dqm * D, q_len, dq * scale, D, BLOCK_M, BLOCK_D)
     #: end_sums

@@ -130,7 +130,8 @@ def attention_tangent(
     stride_qb, stride_qh, stride_qm, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh,
     stride_vn, stride_tqb, stride_tqh, stride_tqm, stride_tkb, stride_tkh, stride_tkn,
     stride_tvb, stride_tvh, stride_tvn,
-    scale, batch, heads, kv_heads, q_len, kv_len, q_origin, kv_origin, together,
+    scale, batch, heads, kv_heads, q_len, kv_len, q_origin, kv_origin,
+    rows_ob, rows_oh, rows_om, together,
     #: parameters
     #: q_pass_lists
     D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -139,8 +140,9 @@ def attention_tangent(
 ):
     """One program: one query tile of one head.
 
-    OUT and OUT_MOVED (batch, heads, q_len, DV), LSE and LSE_MOVED (batch, heads, q_len) are
-    contiguous, LSE in base e. Of Q_MOVED, K_MOVED and V_MOVED those are read that move.
+    OUT and OUT_MOVED are (batch, heads, q_len, DV), their rows ``rows_ob``, ``rows_oh`` and
+    ``rows_om`` apart. LSE and LSE_MOVED (batch, heads, q_len) are contiguous, LSE in base e. Of
+    Q_MOVED, K_MOVED and V_MOVED those are read that move.
     """
     tile, head_of_batch = place_of_item(
         tl.program_id(0), tl.cdiv(q_len, BLOCK_M), batch * heads, together,
@@ -241,11 +243,11 @@ def attention_tangent(
         dlse += sink_part
         rounded += sink_part
     if not OWN_WEIGHTS:
-        out_head = OUT + head_of_batch.to(tl.int64) * q_len * DV
-        out = load_tile(out_head, first, DV, q_len, DV, BLOCK_M, BLOCK_DV, True)
+        out_head = OUT + (b * rows_ob + h * rows_oh) * DV
+        out = load_tile(out_head, first, rows_om * DV, q_len, DV, BLOCK_M, BLOCK_DV, True)
         # What the product's operand was rounded to cancels better; a dropped weight is not in it.
         common = dlse if HAS_DROPOUT else rounded
         acc -= common[:, None] * out.to(tl.float32)
-    moved_head = OUT_MOVED + head_of_batch.to(tl.int64) * q_len * DV
-    store_tile(moved_head, first, DV, q_len, acc, DV, BLOCK_M, BLOCK_DV)
+    moved_head = OUT_MOVED + (b * rows_ob + h * rows_oh) * DV
+    store_tile(moved_head, first, rows_om * DV, q_len, acc, DV, BLOCK_M, BLOCK_DV)
     tl.store(LSE_MOVED + head_of_batch.to(tl.int64) * q_len + rows, dlse, mask=rows < q_len)

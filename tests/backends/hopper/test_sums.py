@@ -30,6 +30,12 @@ def test_dq_from_sums(device, width, head_dim, q_len):
     assert sorted(order) == list(range(wanted.numel()))
     sums = torch.empty(wanted.numel())
     sums[torch.tensor(order)] = wanted.flatten()
-    dq = torch.full((heads, q_len, head_dim), float("nan"), device=device)
-    dq_from_sums[(padded // 32 * heads,)](sums.to(device), dq, 2.0, q_len, head_dim, width)
-    assert torch.equal(dq.cpu(), 2.0 * wanted[:, :q_len, :head_dim])
+    # One batch entry of two heads, then two entries of one, whose rows alternate.
+    for entry, head, row in ((0, q_len, 1), (1, 0, 2)):
+        dq = torch.full((heads * q_len * head_dim,), float("nan"), device=device)
+        dq_from_sums[(padded // 32 * heads,)](
+            sums.to(device), dq, 2.0, entry, head, row, 2 if head else 1, q_len, head_dim, width
+        )
+        found = dq.cpu().view((2, q_len, head_dim) if head else (q_len, 2, head_dim))
+        found = found if head else found.transpose(0, 1)
+        assert torch.equal(found, 2.0 * wanted[:, :q_len, :head_dim])

@@ -1,0 +1,118 @@
+"""How results lie in memory: as the input that they belong to.
+
+An output has the order of q's dims, and a gradient has the order of its input's dims. Results are
+dense, and the last dim is the innermost one. The order is the one that ``torch.empty_like`` gives:
+dims are sorted by their strides. A dim of stride 0 (an expanded one) says nothing about the order:
+it keeps its place where no other dim decides.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import torch
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryOrder:
+    """How a dense tensor (batch, heads, length, width) lies in memory, width innermost."""
+
+    shape: tuple[int, int, int, int]
+    rows: tuple[int, int, int]
+    """Rows of ``width`` elements from one batch entry, head or row to the next."""
+    strides: tuple[int, int, int, int]
+    """The same in elements, and 1."""
+
+    def empty(self, like: torch.Tensor) -> torch.Tensor:
+        """A new tensor of this order, of the dtype and device of ``like``."""
+        return like.new_empty_strided(self.shape, self.strides)
+
+
+@dataclass(frozen=True, slots=True)
+class ResultOrders:
+    """How the results of one call lie in memory."""
+
+    out: MemoryOrder
+    q: MemoryOrder
+    """Of q's gradient."""
+    k: MemoryOrder
+    v: MemoryOrder
+
+    @property
+    def longest_step(self) -> int:
+        """Elements from one row of a result to the next, of the result with the most."""
+        return max(each.strides[2] for each in (self.out, self.q, self.k, self.v))
+
+
+def order_of(sizes: Sequence[int], strides: Sequence[int]) -> tuple[int, int, int]:
+    """The dims batch (0), heads (1) and length (2), from the slowest to the fastest.
+
+    An insertion sort by strides, with the comparisons of ``at::infer_dense_strides``.
+
+    Args:
+        sizes: Of a tensor (batch, heads, length, width).
+        strides: Of the same tensor, in elements.
+    """
+    found = [2, 1, 0]
+    for place in (1, 2):
+        own = place
+        for other in range(place - 1, -1, -1):
+            a, b = found[other], found[own]
+            if strides[a] == 0 or strides[b] == 0:
+                continue
+            if strides[a] < strides[b]:
+                break
+            if strides[a] > strides[b] or sizes[a] > sizes[b]:
+                found[other], found[own] = b, a
+                own = other
+    return found[2], found[1], found[0]
+
+
+def memory_order(like: torch.Tensor, width: int) -> MemoryOrder:
+    """The order of a result that belongs to ``like`` and has rows of ``width`` elements."""
+    sizes = like.shape
+    rows, step = [0, 0, 0], 1
+    for dim in reversed(order_of(sizes, like.stride())):
+        rows[dim] = step
+        step *= max(sizes[dim], 1)
+    batch, heads, length = rows
+    unit = max(width, 1)
+    return MemoryOrder(
+        (sizes[0], sizes[1], sizes[2], width),
+        (batch, heads, length),
+        (batch * unit, heads * unit, length * unit, 1),
+    )
+
+
+def result_orders(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> ResultOrders:
+    """The orders of the results of a call with these operands."""
+    return ResultOrders(
+        memory_order(q, v.shape[3]), *(memory_order(x, x.shape[3]) for x in (q, k, v))
+    )
+
+
+def empty_like(like: torch.Tensor, width: int | None = None) -> torch.Tensor:
+    """A new tensor (batch, heads, length, width) that lies in memory as ``like``.
+
+    Args:
+        like: Gives dtype, device, the other sizes and the order.
+        width: ``like``'s own by default.
+    """
+    return memory_order(like, like.shape[3] if width is None else width).empty(like)
+
+
+def arranged(tensor: torch.Tensor, order: MemoryOrder) -> torch.Tensor:
+    """``tensor`` in ``order``: itself or a copy, and differentiable any number of times."""
+    return tensor if tensor.stride() == order.strides else order.empty(tensor).copy_(tensor)
+
+
+def arranged_like(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """``tensor`` (batch, heads, length, width) in the dtype and memory order of ``like``."""
+    order = memory_order(like, tensor.shape[3])
+    if tensor.dtype is like.dtype:
+        return arranged(tensor, order)
+    return order.empty(like).copy_(tensor)
