@@ -12,20 +12,27 @@ Non-goals: which way is cheaper, and printing.
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from attndsl.ir import Node, Op, const, node, toposort
 
 from .plan import TILE, TILES, WHOLE, Segment
 from .sets import SetBuilder
 
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
 MAX_SEGMENTS = 12
 """Segments of one kind that a kernel still computes faster than it reads a list."""
 MAX_PIECES = 12
 """Convex pieces that are tried as ranges."""
 MAX_OPERATIONS = 200_000
-"""isl's own count of operations; a few tenths of a second."""
+"""isl's own count of operations on sets; a few tenths of a second."""
+MAX_DISJOINT, MAX_CONSTRAINTS = 32, 256
+"""Disjoint pieces of a set that isl writes code for, and constraints of all of them. Within these
+isl takes half a second at most. A set of twelve segments seldom has more than 12 pieces."""
 MAX_PRODUCT = 128
 """Convex pieces of what is live times those of what is dead: beyond it their difference may take
 minutes, which isl's count of operations does not show."""
@@ -126,37 +133,32 @@ class _Derivation:
         return self._set(f"[{', '.join(names)}] -> {{ : {' and '.join(facts)} }}")
 
     def _segments(self, found: Any) -> tuple[Segment, ...]:
-        import islpy
-
         found = found.gist_params(self._known()).coalesce()
         if found.is_empty():
             return ()
-        build = islpy.AstBuild.from_context(self._known())
-        schedule = islpy.UnionMap.from_map(self._map("{ [j] -> [j] }").intersect_domain(found))
-        code = build.node_from_schedule_map(schedule)
-        reader = _Reader(self.builder.parameters)
+        pieces = found.make_disjoint().get_basic_sets()
+        writer = _Writer(self.context, self._known(), self.builder.parameters)
         try:
-            segments = reader.read(code)
-        except NoClosedForm:
-            segments = self._by_pieces(found, build)
+            segments = writer.loops(found, pieces)
+        except _NoRanges:
+            segments = self._by_pieces(pieces, writer)
         if len(segments) > MAX_SEGMENTS:
             raise NoClosedForm(f"{len(segments)} segments of tiles for each tile are too many")
         return tuple(segments)
 
-    def _by_pieces(self, found: Any, build: Any) -> list[Segment]:
+    def _by_pieces(self, pieces: list[Any], writer: _Writer) -> list[Segment]:
         """One strided range a piece, where each piece is one."""
         segments = []
-        pieces = found.make_disjoint().get_basic_sets()
         if len(pieces) > MAX_PIECES:
             raise NoClosedForm(f"its tiles fall into {len(pieces)} pieces")
         import islpy
 
         for piece in pieces:
-            segments += self._as_ranges(islpy.Set.from_basic_set(piece), build)
+            segments += self._as_ranges(islpy.Set.from_basic_set(piece), writer)
         return segments
 
-    def _as_ranges(self, piece: Any, build: Any) -> list[Segment]:
-        segment = self._as_range(piece, build, 1)
+    def _as_ranges(self, piece: Any, writer: _Writer) -> list[Segment]:
+        segment = self._as_range(piece, writer, 1)
         if segment is not None:
             return [segment]
         # The same class of j relative to the owner's diagonal or to 0, for a power of two.
@@ -171,7 +173,7 @@ class _Derivation:
                     )
                     if kept.is_empty():
                         continue
-                    segment = self._as_range(kept, build, stride)
+                    segment = self._as_range(kept, writer, stride)
                     if segment is None or len(parts) == MAX_SEGMENTS:
                         break
                     parts.append(segment)
@@ -179,7 +181,7 @@ class _Derivation:
                     return parts
         raise NoClosedForm("its tiles lie in no pattern of strided ranges")
 
-    def _as_range(self, piece: Any, build: Any, step: int) -> Segment | None:
+    def _as_range(self, piece: Any, writer: _Writer, step: int) -> Segment | None:
         """``piece`` as ``range(first, last + 1, step)``, or None where it is another set."""
         import islpy
 
@@ -193,14 +195,7 @@ class _Derivation:
             hull = hull.intersect(j.sub(low).mod_val(size).zero_set())
         if not hull.is_equal(piece):
             return None
-        reader = _Reader(self.builder.parameters)
-        guard = piece.params().gist(self._known())
-        return Segment(
-            reader.expression(build.expr_from_pw_aff(first)),
-            node(Op.ADD, reader.expression(build.expr_from_pw_aff(last)), const(1)),
-            step,
-            None if guard.plain_is_universe() else reader.expression(build.expr_from_set(guard)),
-        )
+        return writer.range(first, last, step, piece.params().gist(self._known()))
 
 
 def _periods(mask: Node, along: int) -> list[int]:
@@ -211,6 +206,87 @@ def _periods(mask: Node, along: int) -> list[int]:
         if item.op in (Op.MOD, Op.FLOORDIV) and item.args[1].op is Op.CONST
     }
     return sorted(period for period in found if 1 < period <= _STRIDES[-1])
+
+
+class _NoRanges(NoClosedForm):
+    """isl's code for a set tests a tile inside a loop."""
+
+
+class _Writer:
+    """isl's code generator, which runs without the limit on operations.
+
+    At that limit isl 0.27 frees expressions twice (``isl_ast_build_expr_from_basic_set``), and the
+    process goes on with a broken heap. So the limit is lifted while isl writes code, and the size
+    of what it writes code for bounds the work.
+
+    Args:
+        context: The isl context.
+        known: What holds of the parameters, a parameter set.
+        parameters: What each isl parameter stands for.
+    """
+
+    def __init__(self, context: Any, known: Any, parameters: dict[str, Node]) -> None:
+        import islpy
+
+        self.context = context
+        self.reader = _Reader(parameters)
+        with self._unlimited():
+            self.build = islpy.AstBuild.from_context(known)
+
+    def loops(self, found: Any, pieces: list[Any]) -> list[Segment]:
+        """The loops over the set ``found``, whose disjoint ``pieces`` say how complicated it is.
+
+        Raises:
+            _NoRanges: The loops are no segments.
+            NoClosedForm: The set is too complicated.
+        """
+        import islpy
+
+        _check_size(pieces)
+        identity = islpy.Map.read_from_str(self.context, "{ [j] -> [j] }")
+        schedule = islpy.UnionMap.from_map(identity.intersect_domain(found))
+        with self._unlimited():
+            return self.reader.read(self.build.node_from_schedule_map(schedule))
+
+    def range(self, first: Any, last: Any, step: int, guard: Any) -> Segment:
+        """From ``first`` to ``last``, functions of the parameters, where ``guard`` holds of them.
+
+        Raises:
+            NoClosedForm: The functions or the guard are too complicated.
+        """
+        _check_size(_domains(first) + _domains(last))
+        _check_size(guard.get_basic_sets())
+        with self._unlimited():
+            start, end = (
+                self.reader.expression(self.build.expr_from_pw_aff(bound))
+                for bound in (first, last)
+            )
+            condition = (
+                None
+                if guard.plain_is_universe()
+                else self.reader.expression(self.build.expr_from_set(guard))
+            )
+        return Segment(start, node(Op.ADD, end, const(1)), step, condition)
+
+    @contextmanager
+    def _unlimited(self) -> Iterator[None]:
+        self.context.set_max_operations(0)
+        try:
+            yield
+        finally:
+            self.context.set_max_operations(MAX_OPERATIONS)
+
+
+def _domains(function: Any) -> list[Any]:
+    """Basic sets that a piecewise function is defined on."""
+    return [basic for domain, _ in function.get_pieces() for basic in domain.get_basic_sets()]
+
+
+def _check_size(pieces: list[Any]) -> None:
+    """Refuse sets that isl may take long to write code for."""
+    constraints = sum(piece.n_constraint() for piece in pieces)
+    if len(pieces) > MAX_DISJOINT or constraints > MAX_CONSTRAINTS:
+        raise NoClosedForm(f"its tiles fall into {len(pieces)} pieces of {constraints} conditions")
 
 
 class _Reader:
@@ -245,7 +321,7 @@ class _Reader:
         elif kind == kinds.for_:
             segments.append(self._loop(code, guard))
         else:
-            raise NoClosedForm(f"isl wrote a node of kind {kind}")
+            raise _NoRanges(f"isl wrote a node of kind {kind}")
 
     def _loop(self, code: Any, guard: Node | None) -> Segment:
         import islpy
@@ -262,10 +338,10 @@ class _Reader:
         body = code.for_get_body()
         iterator = code.for_get_iterator().get_id().get_name()
         if body.get_type() != islpy.ast_node_type.user:
-            raise NoClosedForm("its tiles are no ranges")
+            raise _NoRanges("its tiles are no ranges")
         argument = body.user_get_expr().get_op_arg(1)
         if argument.to_C_str() != iterator:
-            raise NoClosedForm("its tiles are no ranges")
+            raise _NoRanges("its tiles are no ranges")
         return Segment(start, stop, step, guard)
 
     def expression(self, item: Any) -> Node:
@@ -290,7 +366,7 @@ class _Reader:
             return node(Op.LE if name == "ge" else Op.LT, args[1], args[0])
         if name in ("cond", "select"):
             return node(Op.WHERE, *args)
-        raise NoClosedForm(f"isl wrote an operation {name}")
+        raise _NoRanges(f"isl wrote an operation {name}")
 
 
 _INFIX = {
@@ -315,11 +391,7 @@ _INFIX = {
 
 
 def _integer(value: Any) -> int:
-    text = value.to_str()
-    if text is None:
-        # The limit on operations ended the conversion, which raises nothing.
-        raise NoClosedForm("the integer sets of its tiles are too complicated")
-    return int(text)
+    return int(value.to_str())
 
 
 def _both(a: Node | None, b: Node) -> Node:

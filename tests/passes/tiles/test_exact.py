@@ -47,24 +47,6 @@ def test_prelude_masks(mask: str, offsets: tuple[int, int]) -> None:
                 assert torch.equal(found, wanted), direction.name
 
 
-@pytest.mark.parametrize(
-    "mask",
-    [
-        "causal()", "causal_lower_right()", "sliding_window(1024)", "prefix_lm(1024)",
-        "local_window(256)", "dilated(2048, 4)", "strided(512, 512)", "block_diagonal(1024)",
-        "block_causal(1024)", "natten2d(128, 64, 13, 13)", "global_tokens(64)",
-        "block_diffusion(4096, 64)",
-        "abs(q // 128 - kv // 128) <= 6 and abs(q % 128 - kv % 128) <= 6",
-        "q >= kv and (q - kv < 4096 or kv < 4)",
-    ],
-)  # fmt: skip
-def test_usual_masks_have_a_closed_form_in_every_direction(mask: str) -> None:
-    lowered = lowered_of(f"mask = {mask}")
-    for direction in DIRECTIONS.values():
-        loop = lowered.sparsity.loop(direction, 128, 64, False, False)
-        assert loop.listed is None, (direction.name, loop.listed)
-
-
 COUNTS: Counter[str] = Counter()
 
 
