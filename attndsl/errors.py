@@ -137,25 +137,39 @@ def _place(error: AttnDSLError) -> tuple[int, ...]:
 
 def render(error: AttnDSLError) -> str:
     """``file:line:column: message``, the line with a caret under the span, and the hint."""
+    message = _visible_lines(error.message)
+    hint = [f"  hint: {_visible_lines(error.hint)}"] if error.hint else []
     if error.span is None:
-        return error.message + (f"\n  hint: {error.hint}" if error.hint else "")
+        return "\n".join([message, *hint])
     span = error.span
-    where = f"{span.source.name}:{span.line}:{span.column}"
+    where = f"{visible(span.source.name)}:{span.line}:{span.column}"
     line = span.source.line(span.line)
     start = span.column - 1
     first = max(0, start - _MAX_SHOWN // 2)
     shown = _printable(line[first : first + _MAX_SHOWN])
     width = max(1, min(span.end - span.start, len(line) - start, first + len(shown) - start))
     rows = [
-        f"{where}: {error.message}",
+        f"{where}: {message}",
         f"    {shown}",
         "    "
         + " " * _columns(shown[: start - first])
         + "^" * max(1, _columns(shown[start - first :][:width])),
     ]
-    if error.hint:
-        rows.append(f"  hint: {error.hint}")
-    return "\n".join(rows)
+    return "\n".join(rows + hint)
+
+
+def visible(text: str) -> str:
+    """``text`` for a terminal: each character that is no visible one or a space is escaped.
+
+    So no text from a file can move the cursor, change colours, begin a line or reorder letters.
+    """
+    return "".join(
+        c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text
+    )
+
+
+def _visible_lines(text: str) -> str:
+    return "\n".join(map(visible, text.split("\n")))
 
 
 def _printable(text: str) -> str:

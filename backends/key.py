@@ -9,7 +9,7 @@ from functools import cache
 from importlib import metadata
 from pathlib import Path
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 """Changes whenever entries written before can no longer be read."""
 
 

@@ -359,10 +359,16 @@ def test_cache_commands(attndsl, write, tmp_path, monkeypatch):
     attndsl("explain", write("a.attn", "q - kv < 1234"))
     assert "program" in attndsl("cache", "list")[1]
     assert "entries  1" in attndsl("cache", "stats")[1]
-    assert attndsl("cache", "prune", "--limit", "10")[1] == "removed 0 entries\n"
-    assert attndsl("cache", "prune", "--limit", "0")[1] == "removed 1 entries\n"
+    nothing = f"removed 0 entries, 0 bytes, from {tmp_path / 'cache'}\n"
+    assert attndsl("cache", "prune", "--limit", "10")[1] == nothing
+    assert attndsl("cache", "prune", "--limit", "0")[1].startswith("removed 1 entry, ")
     attndsl("explain", write("b.attn", "q - kv < 4321"))
-    assert attndsl("cache", "clear")[1].startswith("removed ")
+    (tmp_path / "cache" / "notes.py").write_text("mine")
+    code, out, _ = attndsl("cache", "clear")
+    assert code == 0
+    assert out.startswith("removed 1 entry, ")
+    assert out.endswith("\n1 not of the cache was left alone: notes.py\n")
+    assert (tmp_path / "cache" / "notes.py").read_text() == "mine"
     assert attndsl("cache", "list")[1] == ""
 
 

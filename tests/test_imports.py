@@ -9,7 +9,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 LAYERS = [
-    {"errors", "source", "settings", "after_torch"},
+    {"errors", "source", "settings", "after_torch", "reading"},
     {"operators"},
     {"ir"},
     {"frontend", "passes", "serialise", "grammar"},
@@ -31,6 +31,7 @@ WITHOUT_TORCH = {
     "source",
     "settings",
     "after_torch",
+    "reading",
     "ir",
     "frontend",
     "passes",

@@ -306,9 +306,9 @@ def cache_stats() -> None:
 @cache_app.command("path")
 def cache_path() -> None:
     """The folder."""
-    from attndsl.settings import read_settings
+    from .caching import print_path
 
-    print(read_settings().cache_dir)
+    print_path()
 
 
 @cache_app.command("clear")

@@ -4,9 +4,17 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from typing import TYPE_CHECKING
 
+from attndsl.errors import visible
 from attndsl.runtime.cache import KernelCache
 from attndsl.settings import read_settings
+
+if TYPE_CHECKING:
+    from attndsl.runtime.cache import Removal
+
+_NAMED = 5
+"""Foreign files whose names are printed."""
 
 
 def open_cache() -> KernelCache:
@@ -22,12 +30,17 @@ def list_entries() -> None:
         print(f"{entry.key[:16]}  {entry.kind:<9} {entry.bytes:>9}  {used}")
 
 
+def print_path() -> None:
+    """The cache's folder."""
+    print(visible(str(open_cache().folder)))
+
+
 def print_stats() -> None:
     """Entries and bytes by kind."""
     cache = open_cache()
     entries = cache.entries()
     counts = Counter(entry.kind for entry in entries)
-    print(f"folder   {cache.folder}")
+    print(f"folder   {visible(str(cache.folder))}")
     print(f"enabled  {'yes' if read_settings().cache else 'no (ATTNDSL_CACHE=0)'}")
     print(f"limit    {cache.limit} bytes")
     print(f"entries  {len(entries)}, {sum(entry.bytes for entry in entries)} bytes")
@@ -38,10 +51,22 @@ def print_stats() -> None:
 
 def clear() -> None:
     """Remove all entries."""
-    print(f"removed {open_cache().clear()} entries")
+    cache = open_cache()
+    _print_removal(cache, cache.clear())
 
 
 def prune(megabytes: int | None) -> None:
     """Remove the least recently used entries beyond a size."""
-    limit = None if megabytes is None else megabytes << 20
-    print(f"removed {open_cache().prune(limit)} entries")
+    cache = open_cache()
+    _print_removal(cache, cache.prune(None if megabytes is None else megabytes << 20))
+
+
+def _print_removal(cache: KernelCache, done: Removal) -> None:
+    folder = visible(str(cache.folder))
+    noun = "entry" if done.entries == 1 else "entries"
+    print(f"removed {done.entries} {noun}, {done.bytes} bytes, from {folder}")
+    if done.foreign:
+        names = ", ".join(map(visible, done.foreign[:_NAMED]))
+        more = ", ..." if len(done.foreign) > _NAMED else ""
+        verb = "was" if len(done.foreign) == 1 else "were"
+        print(f"{len(done.foreign)} not of the cache {verb} left alone: {names}{more}")

@@ -1,10 +1,16 @@
 """The disk cache of generated kernels and lowered programs, safe with many processes at once.
 
 An entry is ``KEY.py`` (readable, imported by backends; empty for lowered programs) and
-``KEY.json``, which holds the digest of the ``.py`` and is published last, so that a writer killed
-half-way leaves nothing that would be read. Files are written under another name and renamed; a lock
-keeps two writers of one entry apart. What cannot be read is reported, removed and made again; what
-cannot be written is kept in a folder of this process alone. No call fails for the cache's sake.
+``KEY.json``, where ``KEY`` is 64 hex digits. The first line of the ``.json`` holds the digest of
+all other bytes of both files. The digest is compared before anything is parsed, so that a changed
+entry is never used; it guards against accidents, not against those who may write there. The
+``.json`` is published last, so that a writer killed half-way leaves nothing that would be read.
+Files are written as ``KEY.py*.tmp`` and ``KEY.json*.tmp`` and renamed; a lock keeps two writers of
+one entry apart. What cannot be read is reported, removed and made again; what cannot be written is
+kept in a folder of this process alone. No call fails for the cache's sake.
+
+Regular files of these names are the cache's. Other files, folders and links in its folder are never
+read, removed, replaced or counted.
 """
 
 from __future__ import annotations
@@ -13,6 +19,7 @@ import contextlib
 import hashlib
 import json
 import os
+import re
 import shutil
 import stat
 import tempfile
@@ -20,19 +27,27 @@ import warnings
 import weakref
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import filelock
 
 from attndsl.backends.base import Entry
 from attndsl.backends.key import FORMAT_VERSION
-from attndsl.errors import CacheWarning
+from attndsl.errors import CacheWarning, ConfigError
+from attndsl.reading import read_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Mapping
 
+_LOCK = "attndsl.lock"
+_KEY_LENGTH = 64
 _LOCK_SECONDS = 5.0
 _SHARED_WRITE = stat.S_IWGRP | stat.S_IWOTH
+_OWN = re.compile(rf"[0-9a-f]{{{_KEY_LENGTH}}}\.(?:json|py)(?:[0-9a-z_]+\.tmp)?")
+"""Names of the cache's files, those of writers that were killed included."""
+_HEAD = re.compile(rb'\{"sha256": "([0-9a-f]{64})",')
+_MAX_FILE = 1 << 28
+"""Bytes of a file of an entry."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,10 +56,31 @@ class EntryInfo:
 
     key: str
     kind: str
-    """``forward``, ``backward`` or ``program``."""
+    """``forward``, ``backward``, ``program`` and the like; ``damaged`` where it cannot be used."""
     bytes: int
     used: float
     """When it was last read, in seconds since the epoch."""
+
+
+@dataclass(frozen=True, slots=True)
+class Removal:
+    """What a removal did to the folder."""
+
+    entries: int
+    """Entries that were removed."""
+    bytes: int
+    """Bytes of the files that were removed."""
+    foreign: tuple[str, ...]
+    """Names of what lies there and is not the cache's; it was left alone."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Files:
+    """The files of one key."""
+
+    names: tuple[str, ...] = ()
+    bytes: int = 0
+    used: float = 0.0
 
 
 class KernelCache:
@@ -66,16 +102,17 @@ class KernelCache:
 
     def load(self, key: str) -> Entry | None:
         """The entry of ``key``, or None; a damaged one is reported and removed."""
-        private = self._read(self._private, key) if self._private else None
+        private = _read(self._private, key) if self._private else None
         if private is not None or not self._enabled or not self._trusted():
             return private
         try:
-            return self._read(self.folder, key)
+            return _read(self.folder, key)
         except FileNotFoundError:
             return None
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError) as error:
             self._warn(f"dropped the damaged cache entry {key[:16]} in {self.folder}: {error}")
-            self._remove(key)
+            with contextlib.suppress(OSError):
+                self._remove(self._files().get(key, _Files()))
             return None
 
     def save(self, key: str, source: str, meta: Mapping[str, object]) -> Entry:
@@ -83,72 +120,77 @@ class KernelCache:
         if self._enabled:
             try:
                 self._make_folder()
-                with filelock.FileLock(self.folder / "lock", timeout=_LOCK_SECONDS, mode=0o600):
-                    entry = self._write(self.folder, key, source, meta)
-                    self._evict()
+                with self._lock():
+                    entry = _write(self.folder, key, source, meta)
+                    with contextlib.suppress(OSError):
+                        self._evict(self.limit)
                 return entry
             except (OSError, filelock.Timeout) as error:
                 self._warn(f"cannot keep kernels in {self.folder}: {error}; they are made anew")
         if self._private is None:
             self._private = Path(tempfile.mkdtemp(prefix="attndsl-"))
             weakref.finalize(self, shutil.rmtree, self._private, ignore_errors=True)
-        return self._write(self._private, key, source, meta)
+        return _write(self._private, key, source, meta)
 
     def entries(self) -> list[EntryInfo]:
         """All entries, the most recently used first."""
-        found = []
-        for path in self._files("*.json"):
-            with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-                head = json.loads(path.read_text("utf-8"))
-                size = path.stat().st_size + path.with_suffix(".py").stat().st_size
-                kind = str(head["meta"].get("kind", "kernel"))
-                found.append(EntryInfo(path.stem, kind, size, path.stat().st_mtime))
+        found = [
+            EntryInfo(key, _kind(self.folder, key), files.bytes, files.used)
+            for key, files in self._files().items()
+            if f"{key}.json" in files.names
+        ]
         return sorted(found, key=lambda entry: -entry.used)
 
-    def clear(self) -> int:
-        """Remove all entries; how many there were."""
-        keys = {path.stem for pattern in ("*.json", "*.py") for path in self._files(pattern)}
-        for key in keys:
-            self._remove(key)
-        for path in self._files("*.tmp"):
-            path.unlink(missing_ok=True)
-        return len(keys)
+    def clear(self) -> Removal:
+        """Remove all entries.
 
-    def prune(self, limit: int | None = None) -> int:
-        """Remove the least recently used entries beyond ``limit`` bytes; how many were removed."""
-        return self._evict(self.limit if limit is None else limit)
+        Raises:
+            ConfigError: Entries are being written, or cannot be removed.
+        """
+        return self._removal(0)
 
-    def _files(self, pattern: str) -> Iterator[Path]:
-        return self.folder.glob(pattern) if self.folder.is_dir() else iter(())
+    def prune(self, limit: int | None = None) -> Removal:
+        """Remove the least recently used entries beyond ``limit`` bytes.
 
-    def _read(self, folder: Path, key: str) -> Entry | None:
-        head_path, path = folder / f"{key}.json", folder / f"{key}.py"
-        if not head_path.exists():
-            return None
-        head = json.loads(head_path.read_text("utf-8"))
-        if head["format"] != FORMAT_VERSION or head["key"] != key:
-            raise ValueError("it is of another format")
-        source = path.read_text("utf-8")
-        if _digest(source) != head["sha256"]:
-            raise ValueError("its text is not the one that was written")
-        meta = head["meta"]
-        if not isinstance(meta, dict):
-            raise TypeError("its description is damaged")
-        with contextlib.suppress(OSError):
-            os.utime(head_path)
-        return Entry(path, source, meta)
+        Raises:
+            ConfigError: Entries are being written, or cannot be removed.
+        """
+        return self._removal(self.limit if limit is None else limit)
 
-    def _write(self, folder: Path, key: str, source: str, meta: Mapping[str, object]) -> Entry:
-        head: dict[str, Any] = {
-            "format": FORMAT_VERSION,
-            "key": key,
-            "sha256": _digest(source),
-            "meta": dict(meta),
-        }
-        path = folder / f"{key}.py"
-        _publish(path, source)
-        _publish(folder / f"{key}.json", json.dumps(head, indent=1))
-        return Entry(path, source, dict(meta))
+    def _removal(self, limit: int) -> Removal:
+        removed: list[_Files] = []
+        try:
+            if self._files():
+                with self._lock():
+                    removed = self._evict(limit)
+            foreign = sorted(
+                each.name for each in _scan(self.folder) if each.name != _LOCK and not _is_own(each)
+            )
+        except OSError as error:
+            raise ConfigError(
+                f"cannot remove entries of {self.folder}: {error.strerror or error}"
+            ) from error
+        return Removal(len(removed), sum(files.bytes for files in removed), tuple(foreign))
+
+    def _files(self) -> dict[str, _Files]:
+        """The cache's files by key."""
+        found: dict[str, _Files] = {}
+        for each in _scan(self.folder):
+            if not _is_own(each):
+                continue
+            with contextlib.suppress(FileNotFoundError):  # Another process has removed it.
+                status, key = each.stat(), each.name[:_KEY_LENGTH]
+                before = found.get(key, _Files())
+                found[key] = _Files(
+                    (*before.names, each.name),
+                    before.bytes + status.st_size,
+                    # Reading an entry touches its .json alone, which is younger than its .py.
+                    max(before.used, status.st_mtime),
+                )
+        return found
+
+    def _lock(self) -> filelock.BaseFileLock:
+        return filelock.FileLock(self.folder / _LOCK, timeout=_LOCK_SECONDS, mode=0o600)
 
     def _make_folder(self) -> None:
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -167,22 +209,19 @@ class KernelCache:
         self._warn(f"{self.folder} belongs to another user or is writable by others; not used")
         return False
 
-    def _remove(self, key: str) -> None:
-        for suffix in (".json", ".py"):
-            with contextlib.suppress(OSError):
-                (self.folder / f"{key}{suffix}").unlink(missing_ok=True)
+    def _remove(self, files: _Files) -> None:
+        # The .json first: without it the others are no entry.
+        for name in sorted(files.names, key=lambda name: not name.endswith(".json")):
+            (self.folder / name).unlink(missing_ok=True)
 
-    def _evict(self, limit: int | None = None) -> int:
-        limit = self.limit if limit is None else limit
-        with contextlib.suppress(OSError):
-            if sum(path.stat().st_size for path in self._files("*")) <= limit:
-                return 0
-        removed, total = 0, 0
-        for entry in self.entries():
-            total += entry.bytes
-            if total > limit:
-                self._remove(entry.key)
-                removed += 1
+    def _evict(self, limit: int) -> list[_Files]:
+        """Remove what was used least recently, so that ``limit`` bytes stay at most."""
+        removed, total = [], 0
+        for files in sorted(self._files().values(), key=lambda files: -files.used):
+            total += files.bytes
+            if total > limit or not limit:
+                self._remove(files)
+                removed.append(files)
         return removed
 
     def _warn(self, text: str) -> None:
@@ -191,11 +230,83 @@ class KernelCache:
             warnings.warn(text, CacheWarning, stacklevel=3)
 
 
+def _scan(folder: Path) -> list[os.DirEntry[str]]:
+    if not folder.is_dir():
+        return []
+    with os.scandir(folder) as entries:
+        return list(entries)
+
+
+def _is_own(entry: os.DirEntry[str]) -> bool:
+    return _OWN.fullmatch(entry.name) is not None and entry.is_file(follow_symlinks=False)
+
+
+def _read(folder: Path, key: str) -> Entry | None:
+    """The entry of ``key`` in ``folder``, marked as used, or None where there is no such entry.
+
+    Raises:
+        OSError: It cannot be read.
+        ValueError: It is not as it was written.
+    """
+    path = folder / f"{key}.json"
+    if not os.path.lexists(path):
+        return None
+    entry = _verified(folder, key)
+    with contextlib.suppress(OSError):
+        os.utime(path)
+    return entry
+
+
+def _verified(folder: Path, key: str) -> Entry:
+    path = folder / f"{key}.py"
+    content, source = (_read_file(each) for each in (folder / f"{key}.json", path))
+    first, _, rest = content.partition(b"\n")
+    head = _HEAD.fullmatch(first)
+    if head is None:
+        raise ValueError("it is of another format")
+    if _digest(rest, source) != head[1].decode():
+        raise ValueError("it is not the one that was written")
+    described = json.loads(content)
+    if described["format"] != FORMAT_VERSION or described["key"] != key:
+        raise ValueError("it is of another format or of another key")
+    return Entry(path, source.decode(), described["meta"])
+
+
+def _read_file(path: Path) -> bytes:
+    if path.is_symlink():
+        raise ValueError(f"{path.name} is a link")
+    return read_bytes(path, _MAX_FILE)
+
+
+def _kind(folder: Path, key: str) -> str:
+    try:
+        return str(_verified(folder, key).meta.get("kind", "kernel"))
+    except (OSError, ValueError):
+        return "damaged"
+
+
+def _write(folder: Path, key: str, source: str, meta: Mapping[str, object]) -> Entry:
+    described = {"format": FORMAT_VERSION, "key": key, "meta": dict(meta)}
+    # Without the opening brace, which the line of the digest has.
+    rest = json.dumps(described, indent=1).removeprefix("{\n")
+    path = folder / f"{key}.py"
+    digest = _digest(rest.encode(), source.encode())
+    _publish(path, source)
+    _publish(folder / f"{key}.json", f'{{"sha256": "{digest}",\n{rest}')
+    return Entry(path, source, dict(meta))
+
+
 def _publish(path: Path, text: str) -> None:
-    """Put ``text`` at ``path`` so that readers see all of it or nothing."""
+    """Put ``text`` at ``path`` so that readers see all of it or nothing.
+
+    Raises:
+        OSError: It cannot be written, or something of that name is not a file of the cache.
+    """
+    if path.is_symlink():
+        raise FileExistsError(f"{path.name} is a link")
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".tmp")
     try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
+        with os.fdopen(handle, "w", encoding="utf-8", newline="") as file:
             file.write(text)
         os.replace(name, path)
     except BaseException:
@@ -204,5 +315,7 @@ def _publish(path: Path, text: str) -> None:
         raise
 
 
-def _digest(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()
+def _digest(rest: bytes, source: bytes) -> str:
+    """Of all bytes of an entry except the line of the digest."""
+    # The length keeps bytes from moving from one file to the other unseen.
+    return hashlib.sha256(b"%d\n%b%b" % (len(rest), rest, source)).hexdigest()

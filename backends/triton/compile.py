@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
+import linecache
 from dataclasses import asdict, dataclass, field
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import triton
@@ -18,7 +19,6 @@ from .tiles import Config
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
-    from types import ModuleType
 
     from triton.backends.compiler import GPUTarget
 
@@ -66,12 +66,21 @@ class Executable:
 
 
 def load_module(path: Path, key: str) -> ModuleType:
-    """Import the generated module at ``path``; Triton reads the kernels' text from that file."""
-    spec = importlib.util.spec_from_file_location(f"attndsl_kernels_{key[:16]}", path)
-    if spec is None or spec.loader is None:
-        raise BackendError(f"cannot import generated kernels from {path}")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    """The generated module at ``path``."""
+    return module_of(path.read_text("utf-8"), path, key)
+
+
+def module_of(source: str, path: Path, key: str) -> ModuleType:
+    """The module that the text ``source`` makes, whatever the file at ``path`` holds by now.
+
+    Triton asks Python for the kernels' text, and gets ``source`` too.
+    """
+    name = str(path)
+    # Without a time of change, entries are never compared with the file.
+    linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)
+    module = ModuleType(f"attndsl_kernels_{key[:16]}")
+    module.__file__ = name
+    exec(compile(source, name, "exec"), module.__dict__)
     return module
 
 

@@ -14,7 +14,7 @@ from attndsl.passes.tiles.plan import LoopPlan
 
 from ..key import KernelKey, source_fingerprint, version_of
 from .arguments import arguments_of, block_widths
-from .compile import Argument, Executable, build, is_interpreted, load_module, record, restore
+from .compile import Argument, Executable, build, is_interpreted, module_of, record, restore
 from .generate import entry_of, generate_attention
 from .generate_gradients import SCATTERED
 from .generate_lists import generate_lists
@@ -168,7 +168,7 @@ class Kernels:
         return self._keep(key, entry, dict(entry.meta))
 
     def _keep(self, key: str, entry: Entry, meta: dict[str, Any]) -> _Module:
-        module = _Module(key, entry.source, load_module(entry.path, key), meta)
+        module = _Module(key, entry.source, module_of(entry.source, entry.path, key), meta)
         self._modules[key] = module
         return module
 

@@ -39,7 +39,7 @@ def test_what_is_saved_is_loaded(cache: KernelCache) -> None:
     assert found == entry
     assert cache.folder.stat().st_mode & 0o777 == 0o700
     assert [(e.key, e.kind) for e in cache.entries()] == [(KEY, "forward")]
-    assert cache.clear() == 1
+    assert cache.clear().entries == 1
     assert cache.load(KEY) is None
 
 
@@ -50,6 +50,9 @@ def test_what_is_saved_is_loaded(cache: KernelCache) -> None:
         lambda f: (f / f"{KEY}.json").write_text("[]"),
         lambda f: (f / f"{KEY}.json").write_text('{"format": 1}'),
         lambda f: (f / f"{KEY}.json").write_bytes(b"\xff\xfe"),
+        lambda f: (f / f"{KEY}.json").write_text("[" * 100_000),
+        lambda f: _replace(f, '"window": 7', '"window": 3'),
+        lambda f: _replace(f, '"window": 7', '"window": 7 '),
         lambda f: (f / f"{KEY}.py").write_text("x = 2\n"),
         lambda f: (f / f"{KEY}.py").write_text(""),
         lambda f: _edit(f, format=99),
@@ -58,8 +61,9 @@ def test_what_is_saved_is_loaded(cache: KernelCache) -> None:
     ],
 )
 def test_damaged_entries_are_reported_dropped_and_made_again(cache: KernelCache, damage) -> None:
-    cache.save(KEY, "x = 1\n", {})
+    cache.save(KEY, "x = 1\n", {"window": 7})
     damage(cache.folder)
+    assert [entry.kind for entry in cache.entries()] == ["damaged"]
     with pytest.warns(CacheWarning, match="damaged"):
         assert cache.load(KEY) is None
     assert not (cache.folder / f"{KEY}.json").exists()
@@ -72,6 +76,88 @@ def test_damaged_entries_are_reported_dropped_and_made_again(cache: KernelCache,
 def _edit(folder: Path, **changes: object) -> None:
     path = folder / f"{KEY}.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def _replace(folder: Path, old: str, new: str) -> None:
+    path = folder / f"{KEY}.json"
+    text = path.read_text()
+    assert old in text
+    path.write_text(text.replace(old, new))
+
+
+MASKED = textwrap.dedent(
+    """
+    import torch, attndsl
+    attention = attndsl.compile("causal() and q - kv < 7", backend="reference")
+    v = torch.eye(20)[None, None]
+    q = torch.zeros(1, 1, 20, 16)
+    print(int((attention(q, q, v)[0, 0, -1] > 0).sum()))
+    """
+)
+
+
+def test_a_changed_program_is_reported_and_made_again(tmp_path: Path) -> None:
+    folder = tmp_path / "cache"
+
+    def run() -> tuple[str, str]:
+        done = subprocess.run(
+            [sys.executable, "-P", "-c", MASKED], env=_environment(folder), capture_output=True,
+            text=True, check=True, timeout=120,
+        )  # fmt: skip
+        return done.stdout.strip(), done.stderr
+
+    assert run() == ("7", "")
+    (path,) = folder.glob("*.json")
+    written = path.read_text()
+    changed = written.replace("7\n", "3\n")
+    assert changed != written
+    path.write_text(changed)
+    seen, said = run()
+    assert seen == "7"
+    assert f"dropped the damaged cache entry {path.stem[:16]}" in said
+    assert path.read_text() == written
+    assert run() == ("7", "")
+
+
+def test_what_is_imported_is_what_was_checked(cache: KernelCache) -> None:
+    from attndsl.backends.triton.compile import module_of
+
+    entry = cache.save(KEY, "x = 1\n", {})
+    entry.path.write_text("x = 2\n")
+    assert module_of(entry.source, entry.path, KEY).x == 1
+    assert not (cache.folder / "__pycache__").exists()
+
+
+FOREIGN = ("notes.py", "data.json", "half.tmp", f"{KEY}.txt", f"{KEY}.json.bak", "lock", "A" * 64)
+
+
+def test_files_of_others_are_left_alone(tmp_path: Path) -> None:
+    folder = tmp_path / "shared"
+    (folder / "inner").mkdir(mode=0o700, parents=True)
+    folder.chmod(0o700)
+    (folder / "inner" / f"{KEY}.py").write_text("theirs")
+    for name in FOREIGN:
+        (folder / name).write_text("theirs" * 1000)
+    (folder / f"{'c' * 64}.json").symlink_to(folder / "data.json")
+    (folder / f"{'d' * 64}.py").mkdir()
+    left = {*FOREIGN, "inner", f"{'c' * 64}.json", f"{'d' * 64}.py"}
+    (folder / f"{'e' * 64}.py3k_x9.tmp").write_text("half")
+
+    cache = KernelCache(folder, limit=6000)
+    cache.save(KEY, "#" * 5000, {})
+    cache.save("b" * 64, "#" * 5000, {})
+    assert [entry.key for entry in cache.entries()] == ["b" * 64]
+    done = cache.clear()
+    assert done.entries == 1
+    assert set(done.foreign) == left
+    assert {path.name for path in folder.iterdir()} == left | {"attndsl.lock"}
+    assert all((folder / name).read_text() == "theirs" * 1000 for name in FOREIGN)
+    with pytest.warns(CacheWarning, match="is a link"):
+        assert cache.load("c" * 64) is None
+    with pytest.warns(CacheWarning, match="cannot keep"):
+        cache.save("c" * 64, "x = 1\n", {})
+    assert (folder / f"{'c' * 64}.json").is_symlink()
+    assert (folder / "data.json").read_text() == "theirs" * 1000
 
 
 def test_a_missing_text_is_no_entry(cache: KernelCache) -> None:
@@ -132,7 +218,7 @@ def test_a_lock_that_is_never_released_does_not_fail_the_call(
 
     monkeypatch.setattr(cache_module, "_LOCK_SECONDS", 0.2)
     cache.folder.mkdir(mode=0o700)
-    with filelock.FileLock(cache.folder / "lock"), pytest.warns(CacheWarning, match="lock"):
+    with filelock.FileLock(cache.folder / "attndsl.lock"), pytest.warns(CacheWarning, match="lock"):
         entry = cache.save(KEY, "x = 1\n", {})
     assert entry.source == "x = 1\n"
 
