@@ -1,0 +1,279 @@
+"""Many cases at one or several places, by several processes, with statistics and reproductions."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import queue
+import random
+import time
+from collections import Counter
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+from .compare import Outcome, Place, Verdict, judge, one_thread, reproduction
+from .generate import DEVICE, SMALL, TILED, Scale, generate
+from .program import Apply, Dot, Invoke, Load, Masked, everything
+from .shrink import shrink
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from .program import Case
+
+_SLOW = 40.0
+"""Seconds of a call, compilation included, that are worth reporting."""
+_CONFIRMING = 12
+"""Runs with random errors before a result is called wrong."""
+_IDLE = 0.2
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What to run."""
+
+    places: tuple[Place, ...]
+    count: int
+    """Cases at each place."""
+    seed: int
+    processes: int = 1
+    minutes: float = float("inf")
+    shrinking: float = 60.0
+    """Seconds to shrink a failure."""
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """A case that failed."""
+
+    seed: int
+    place: Place
+    outcome: Outcome
+    reproduction: str
+
+
+@dataclass(slots=True)
+class Report:
+    """What a run found."""
+
+    verdicts: Counter[tuple[str, str, str]] = field(default_factory=Counter)
+    """By backend, dtype and verdict."""
+    reasons: Counter[str] = field(default_factory=Counter)
+    """Of what was refused or unfit."""
+    traits: Counter[str] = field(default_factory=Counter)
+    operators: Counter[str] = field(default_factory=Counter)
+    """In how many programs each stands."""
+    failures: list[Failure] = field(default_factory=list)
+    slow: list[tuple[int, Place, float]] = field(default_factory=list)
+    seconds: float = 0.0
+
+    @property
+    def cases(self) -> int:
+        """How many were run."""
+        return sum(self.verdicts.values())
+
+    def add(self, found: Found) -> None:
+        """Count one case."""
+        place, outcome = found.place, found.outcome
+        self.verdicts[place.backend, place.dtype, outcome.verdict.value] += 1
+        if outcome.verdict in (Verdict.REFUSED, Verdict.UNFIT):
+            self.reasons[f"{outcome.verdict.value}: {outcome.reason}"] += 1
+        self.traits.update(outcome.traits)
+        self.operators.update(found.operators)
+        if outcome.verdict.failed:
+            self.failures.append(Failure(found.seed, place, outcome, found.reproduction))
+        if outcome.seconds > _SLOW:
+            self.slow.append((found.seed, place, outcome.seconds))
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What became of one case, in a form that goes from process to process."""
+
+    seed: int
+    place: Place
+    outcome: Outcome
+    operators: frozenset[str]
+    reproduction: str = ""
+
+
+def scale_of(place: Place) -> Scale:
+    """How large the calls are that a place can afford."""
+    if place.device != "cpu":
+        return DEVICE
+    return TILED if place.backend in ("triton", "hopper") else SMALL
+
+
+def case_of(seed: int, place: Place) -> Case:
+    """The case of a seed at a place."""
+    return generate(random.Random(seed), scale_of(place))
+
+
+def try_seed(seed: int, place: Place, shrinking: float = 60.0) -> Found:
+    """Run the case of a seed; a failure is made sure of, and shrunk."""
+    case = case_of(seed, place)
+    outcome = judge(case, place)
+    if outcome.verdict is Verdict.WRONG:
+        outcome = replace(judge(case, place, _CONFIRMING), seconds=outcome.seconds)
+    if not outcome.verdict.failed:
+        return Found(seed, place, outcome, operators_of(case))
+
+    def fails(other: Case) -> bool:
+        runs = 2 if outcome.verdict is not Verdict.WRONG else 4
+        return _kind(judge(other, place, runs)) == _kind(outcome)
+
+    small = shrink(case, fails, shrinking)
+    last = judge(small, place, _CONFIRMING)
+    if not last.verdict.failed:
+        small, last = case, outcome
+    told = reproduction(small, place, last)
+    found = replace(last, seconds=outcome.seconds)
+    return Found(seed, place, found, operators_of(case), told)
+
+
+def _kind(outcome: Outcome) -> tuple[Verdict, str]:
+    """What a smaller case must share: the verdict, and the kind of error."""
+    if outcome.verdict is Verdict.WRONG:
+        return outcome.verdict, ""
+    if outcome.verdict is Verdict.CRASHED:
+        return outcome.verdict, outcome.reason.split(":")[0]
+    return outcome.verdict, outcome.reason
+
+
+def operators_of(case: Case) -> frozenset[str]:
+    """Words of all that a program consists of."""
+    found = {line.target.value for line in case.lines}
+    names = {Load: "lookup", Dot: "dot", Masked: "where -inf"}
+    for item in everything(case):
+        if isinstance(item, Apply):
+            kinds = item.operation.takes[-1:]
+            found.add(f"{item.operation.word or 'promotion'} {kinds[0].value}")
+        elif isinstance(item, Invoke):
+            found.add("prelude" if item.function.prelude else "def")
+        elif type(item) in names:
+            found.add(names[type(item)])
+    return frozenset(found)
+
+
+def run(plan: Plan, progress: Callable[[str], None] | None = None) -> Report:
+    """Run a plan.
+
+    Args:
+        plan: What to run.
+        progress: Called with a line now and then, and with each failure's reproduction.
+    """
+    report, say = Report(), progress or (lambda line: None)
+    begin = time.monotonic()
+    jobs = [(seed, place) for seed in range(plan.seed, plan.seed + plan.count)
+            for place in plan.places]  # fmt: skip
+    found = _alone(jobs, plan, begin) if plan.processes <= 1 else _together(jobs, plan, begin)
+    last = begin
+    for item in found:
+        report.add(item)
+        if item.outcome.verdict.failed:
+            say(f"--- seed {item.seed}\n{item.reproduction}\n")
+        if time.monotonic() - last > 10:
+            last = time.monotonic()
+            say(f"{report.cases} cases, {len(report.failures)} failures, {last - begin:.0f} s")
+    report.seconds = time.monotonic() - begin
+    return report
+
+
+def _alone(jobs: Sequence[tuple[int, Place]], plan: Plan, begin: float):  # noqa: ANN202
+    with one_thread():
+        for seed, place in jobs:
+            if time.monotonic() - begin > 60 * plan.minutes:
+                return
+            yield try_seed(seed, place, plan.shrinking)
+
+
+class _Worker:
+    """A process that runs cases; a case that kills it is a failure."""
+
+    def __init__(self, context: multiprocessing.context.SpawnContext, plan: Plan) -> None:
+        self.jobs = context.Queue()
+        self.found = context.Queue()
+        self.process = context.Process(
+            target=_serve, args=(self.jobs, self.found, plan.shrinking), daemon=True
+        )
+        self.process.start()
+        self.job: tuple[int, Place] | None = None
+
+    def give(self, job: tuple[int, Place]) -> None:
+        self.job = job
+        self.jobs.put(job)
+
+    def take(self) -> Found | None:
+        """What became of the job, once that is known."""
+        assert self.job is not None
+        try:
+            found = self.found.get_nowait()
+        except queue.Empty:
+            if self.process.is_alive():
+                return None
+            seed, place = self.job
+            reason = f"the process ended with {self.process.exitcode}"
+            told = reproduction(case_of(seed, place), place, Outcome(Verdict.CRASHED, reason))
+            found = Found(seed, place, Outcome(Verdict.CRASHED, reason), frozenset(), told)
+        self.job = None
+        return found
+
+
+def _serve(jobs: multiprocessing.Queue, found: multiprocessing.Queue, shrinking: float) -> None:
+    with one_thread():
+        while (job := jobs.get()) is not None:
+            found.put(try_seed(*job, shrinking))
+
+
+def _together(jobs: Sequence[tuple[int, Place]], plan: Plan, begin: float):  # noqa: ANN202
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    context = multiprocessing.get_context("spawn")
+    left = iter(jobs)
+    workers = [_Worker(context, plan) for _ in range(plan.processes)]
+    try:
+        ended = False
+        while not ended or any(worker.job for worker in workers):
+            over = time.monotonic() - begin > 60 * plan.minutes
+            if over:
+                return
+            idle = True
+            for at, worker in enumerate(workers):
+                if worker.job is not None:
+                    found = worker.take()
+                    if found is None:
+                        continue
+                    idle = False
+                    yield found
+                    if not worker.process.is_alive():
+                        workers[at] = worker = _Worker(context, plan)
+                job = next(left, None)
+                ended = ended or job is None
+                if job is not None:
+                    worker.give(job)
+            if idle:
+                time.sleep(_IDLE)
+    finally:
+        for worker in workers:
+            worker.process.terminate()
+
+
+def table(report: Report) -> str:
+    """A short account of a run."""
+    lines = [f"{report.cases} cases in {report.seconds:.0f} s"]
+    places = sorted({key[:2] for key in report.verdicts})
+    lines.append(f"{'backend':12}{'dtype':10}" + "".join(f"{v.value:>10}" for v in Verdict))
+    for place in places:
+        counts = [report.verdicts[(*place, verdict.value)] for verdict in Verdict]
+        lines.append(f"{place[0]:12}{place[1]:10}" + "".join(f"{count:>10}" for count in counts))
+    judged = max(1, sum(report.traits[name] for name in ("no pair", "some pairs", "all pairs")))
+    lines.append(
+        "programs judged: "
+        + ", ".join(f"{name} {count / judged:.0%}" for name, count in report.traits.most_common())
+    )
+    lines += [f"{count:6} {reason}" for reason, count in report.reasons.most_common(12)]
+    for seed, place, seconds in report.slow:
+        lines.append(f"slow: seed {seed} {place.backend} {place.dtype}: {seconds:.0f} s")
+    kinds = Counter((f.place.backend, f.outcome.verdict.value, f.outcome.reason[:90])
+                    for f in report.failures)  # fmt: skip
+    lines += [f"{count:6} {' '.join(kind)}" for kind, count in kinds.most_common()]
+    return "\n".join(lines)

@@ -1,0 +1,303 @@
+"""Runs a case on a backend and holds what comes out to the oracle.
+
+An element may differ from the oracle by a multiple of what random errors of the tested precision
+change it by. Cases in which such errors change a decision, or most of a result, are *unfit*: they
+say nothing about a backend.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+import traceback
+from dataclasses import dataclass, field
+from enum import Enum
+
+import torch
+
+import attndsl
+from attndsl.errors import AttnDSLError, LimitError, UnsupportedError
+
+from .inputs import arriving, python_call, value_of
+from .oracle import PRECISIONS, Errors, Oracle, Result, Unfit
+from .program import Case
+from .text import text
+
+_RUNS = 2
+_SLACK = 12.0
+_ILL = 0.05
+"""How much of a result errors may change before it is called ill-conditioned."""
+_MOST = 300.0
+"""Largest score of a case that says something: beyond, a softmax is an argmax."""
+
+
+class Verdict(Enum):
+    """What became of a case."""
+
+    GOOD = "good"
+    REFUSED = "refused"
+    UNFIT = "unfit"
+    WRONG = "wrong"
+    CRASHED = "crashed"
+    REJECTED = "rejected"
+    """A valid program or call that was called invalid."""
+
+    @property
+    def failed(self) -> bool:
+        return self in (Verdict.WRONG, Verdict.CRASHED, Verdict.REJECTED)
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a case runs."""
+
+    backend: str
+    dtype: str = "float64"
+    device: str = "cpu"
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """A verdict, and its reason."""
+
+    verdict: Verdict
+    reason: str = ""
+    """Short, and the same for cases that fail for one reason."""
+    details: str = ""
+    seconds: float = 0.0
+    """What the backend took."""
+    traits: frozenset[str] = field(default=frozenset())
+
+
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """What a case must give at a precision, and by how much each element may differ."""
+
+    result: Result
+    allowed: dict[str, torch.Tensor]
+
+
+def expect(
+    oracle: Oracle, dtype: str, runs: int = _RUNS, kept: torch.Tensor | None = None
+) -> Expected:
+    """What backends must give in ``dtype``.
+
+    Raises:
+        Unfit: The case says nothing about a backend.
+    """
+    result = oracle.run(None, kept)
+    if result.score.numel() and float(result.score.abs().max()) > _MOST:
+        raise Unfit("large scores")
+    spread = {name: torch.zeros_like(value) for name, value in result.values.items()}
+    for number in range(runs):
+        errors = Errors(PRECISIONS[dtype], torch.Generator().manual_seed(number))
+        other = oracle.run(errors, kept)
+        if not _same(result.decisions, other.decisions) or not torch.equal(result.live, other.live):
+            raise Unfit("a decision that rounding may change")
+        for name, value in other.values.items():
+            difference = torch.where(value == result.values[name], 0.0, value - result.values[name])
+            if not bool(difference.isfinite().all()):
+                raise Unfit("a result that is not finite")
+            spread[name] = torch.maximum(spread[name], difference.abs())
+    allowed = {name: _allowed(result.values[name], spread[name], dtype) for name in spread}
+    return Expected(result, allowed)
+
+
+def _same(some: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
+    return len(some) == len(others) and all(map(torch.equal, some, others))
+
+
+def _allowed(value: torch.Tensor, spread: torch.Tensor, dtype: str) -> torch.Tensor:
+    if not value.numel():
+        return spread
+    finite = torch.where(value.isfinite(), value, 0.0)
+    if not bool(value[value != -torch.inf].isfinite().all()):
+        raise Unfit("a result that is not finite")
+    size, typical = finite.square().mean().sqrt(), spread.square().mean().sqrt()
+    if float(typical) > _ILL * float(size) + 1e-4:
+        raise Unfit("ill-conditioned")
+    epsilon = torch.finfo(getattr(torch, dtype)).eps
+    return _SLACK * (spread + typical) + 4 * epsilon * (finite.abs() + size) + 1e-4 * epsilon
+
+
+def judge(case: Case, place: Place, runs: int = _RUNS) -> Outcome:
+    """Run ``case`` at ``place`` and compare."""
+    try:
+        oracle = Oracle(case, place.device)
+        kept = None
+        if case.dropout is not None:
+            kept = _kept(case, place, oracle)
+        expected = expect(oracle, place.dtype, runs, kept)
+    except Unfit as reason:
+        return Outcome(Verdict.UNFIT, str(reason))
+    except AttnDSLError as error:
+        return _refused(error, 0.0)
+    begin = time.perf_counter()
+    try:
+        found = run(case, place)
+    except AttnDSLError as error:
+        return _refused(error, time.perf_counter() - begin)
+    except Exception as error:
+        seconds = time.perf_counter() - begin
+        return Outcome(Verdict.CRASHED, _cause(error), traceback.format_exc(), seconds)
+    seconds = time.perf_counter() - begin
+    traits = traits_of(expected.result)
+    for name, value in expected.result.values.items():
+        if name == "lse" and not case.lse:
+            continue
+        wrong = _compare(name, value, expected.allowed[name], found[name])
+        if wrong is not None:
+            return Outcome(Verdict.WRONG, f"{name} is wrong", wrong, seconds, traits)
+    return Outcome(Verdict.GOOD, "", "", seconds, traits)
+
+
+def _refused(error: AttnDSLError, seconds: float) -> Outcome:
+    welcome = isinstance(error, UnsupportedError | LimitError)
+    verdict = Verdict.REFUSED if welcome else Verdict.REJECTED
+    return Outcome(verdict, f"{type(error).__name__}: {error.message}"[:160], str(error), seconds)
+
+
+def _cause(error: BaseException) -> str:
+    while error.__cause__ is not None:
+        error = error.__cause__
+    lines = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {lines[0]}"[:160]
+
+
+def _compare(
+    name: str, value: torch.Tensor, allowed: torch.Tensor, found: torch.Tensor | None
+) -> str | None:
+    """What is wrong with ``found``, if anything."""
+    if found is None:
+        found = torch.zeros_like(value)
+    if found.shape != value.shape:
+        return f"{name} has shape {tuple(found.shape)}, not {tuple(value.shape)}"
+    if not value.numel():
+        return None
+    # Gradients come in the dtype of what they are of.
+    epsilon = torch.finfo(found.dtype).eps
+    wide = found.detach().to(value.device).double()
+    error = torch.where(wide == value, 0.0, (wide - value).abs())
+    over = error / (allowed + epsilon * torch.where(value.isfinite(), value, 0.0).abs())
+    over = torch.where(over.isnan() & (error == 0), 0.0, over)
+    if bool((over <= 1).all()):
+        return None
+    worst = int(torch.where(over.isnan(), torch.inf, over).argmax())
+    place = tuple(int(x) for x in torch.unravel_index(torch.tensor(worst), value.shape))
+    return (
+        f"{name}{list(place)} is {float(wide[place]):.9g}, and must be {float(value[place]):.9g} "
+        f"(give or take {float(allowed[place]):.2g}); {int((~(over <= 1)).sum())} of "
+        f"{over.numel()} elements are wrong"
+    )
+
+
+def run(case: Case, place: Place) -> dict[str, torch.Tensor | None]:
+    """What the backend gives: ``out``, ``lse`` and gradients by name."""
+    call = python_call(case, place.dtype)
+    bound = {name: value_of(source) for name, source in call.bound.items()}
+    attention = attndsl.compile(text(case), backend=place.backend, **bound)
+    given = {**call.operands, **call.captures}
+    values = {name: _placed(value_of(x), place, name in call.learned) for name, x in given.items()}
+    options = {name: _placed(value_of(x), place, False) for name, x in call.options.items()}
+    returned = attention(**values, **options)
+    out, lse = returned if case.lse else (returned, None)
+    found: dict[str, torch.Tensor | None] = {"out": out, "lse": lse}
+    if not call.learned:
+        return found
+    outputs, seeds = [out], [arriving(case)[0].to(place.device, out.dtype)]
+    if not out.requires_grad:
+        return found | {f"d{name}": None for name in call.learned}
+    if lse is not None:
+        outputs.append(lse)
+        back = arriving(case)[1].to(place.device, lse.dtype)
+        seeds.append(torch.where(lse.detach().isfinite(), back, 0.0))
+    leaves = [values[name] for name in call.learned]
+    grads = torch.autograd.grad(outputs, leaves, seeds, allow_unused=True)
+    return found | {f"d{name}": grad for name, grad in zip(call.learned, grads, strict=True)}
+
+
+def _placed(value: object, place: Place, learned: bool) -> object:
+    if not isinstance(value, torch.Tensor):
+        return value
+    there = value if place.device == "cpu" else value.to(place.device)
+    return there.detach().requires_grad_() if learned else there
+
+
+def _kept(case: Case, place: Place, oracle: Oracle) -> torch.Tensor:
+    """Which weights dropout keeps: those that come out where V is the identity.
+
+    Raises:
+        Unfit: Weights that are too small to tell.
+    """
+    raise NotImplementedError
+
+
+def traits_of(result: Result) -> frozenset[str]:
+    """What is worth counting of a case: whether its mask and its score do something."""
+    found = set()
+    share = float(result.live.float().mean()) if result.live.numel() else 1.0
+    found.add("no pair" if share == 0 else "all pairs" if share == 1 else "some pairs")
+    if result.score.numel() and float((result.score - result.raw).abs().max()) > 1e-3:
+        found.add("own score")
+    if result.score.numel() and found & {"own score", "some pairs"}:
+        found.add("useful")
+    return frozenset(found)
+
+
+@contextlib.contextmanager
+def one_thread():  # noqa: ANN201
+    """Torch with a single thread, as many processes run beside each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def reproduction(case: Case, place: Place, outcome: Outcome) -> str:
+    """Python that shows the failure without the fuzzer."""
+    call = python_call(case, place.dtype)
+    interpreted = place.device == "cpu" and place.backend in ("triton", "auto", "hopper")
+    lines = ["import os; os.environ['TRITON_INTERPRET'] = '1'"] if interpreted else []
+    lines += ["import torch, attndsl", "", f'text = """\n{text(case)}\n"""']
+    there = f'.to("{place.device}")' if place.device != "cpu" else ""
+    for name, source in {**call.operands, **call.captures}.items():
+        end = there if "torch." in source else ""
+        grad = ".detach().requires_grad_()" if name in call.learned else ""
+        lines.append(f"{name}_ = {source}{end}{grad}")
+    options = {
+        name: f"{x}{there}" if "torch." in x else x for name, x in call.options.items()
+    }
+    given = {name: f"{name}_" for name in (*call.operands, *call.captures)} | options
+    arguments = ", ".join(f"{name}={value}" for name, value in given.items())
+    bound = "".join(f", {name}={value}" for name, value in call.bound.items())
+    lines.append(f'attn = attndsl.compile(text, backend="{place.backend}"{bound})')
+    lines.append(f"{'out, lse' if case.lse else 'out'} = attn({arguments})")
+    lines += _gradient_lines(case, call.learned, there)
+    lines.append(f"# {outcome.verdict.value}: {outcome.reason}")
+    last = outcome.details.strip().splitlines()[-1:] if outcome.details else []
+    return "\n".join([*lines, *(f"# {line}" for line in last)])
+
+
+def _gradient_lines(case: Case, learned: tuple[str, ...], there: str) -> list[str]:
+    if not learned:
+        return ['print("out", out)']
+    s = case.sizes
+    shape = (s.batch, s.heads, s.q_len, s.value_dim)
+    lines = [
+        f"generator = torch.Generator().manual_seed({case.seed})",
+        f"back = torch.randint(-32, 33, {shape}, generator=generator){there}.to(out.dtype) / 32",
+    ]
+    outputs, seeds = "[out]", "[back]"
+    if case.lse:
+        lines.append(
+            f"down = torch.randint(-32, 33, {shape[:3]}, generator=generator){there} / 32"
+        )
+        lines.append("down = torch.where(lse.isfinite(), down.to(lse.dtype), 0)")
+        outputs, seeds = "[out, lse]", "[back, down]"
+    leaves = ", ".join(f"{name}_" for name in learned)
+    names = ", ".join(f"d{name}" for name in learned)
+    lines.append(f"{names}, = torch.autograd.grad({outputs}, [{leaves}], {seeds}, allow_unused=True)")
+    lines.append(f'print("out", out); print(({", ".join(f"{n!r}, d{n}" for n in learned)}))')
+    return lines

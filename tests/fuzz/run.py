@@ -1,0 +1,63 @@
+"""Run random programs for as long as you like: ``python tests/fuzz/run.py --count 20000``.
+
+Exits with 1 if a case failed. Each failure is printed with a program that shows it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import sys
+from pathlib import Path
+
+_DTYPES = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32", "fp64": "float64"}
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--backend", default="reference,cpu", help="names, by commas")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--dtype", default="fp64", help="fp16, bf16, fp32 or fp64, by commas")
+    parser.add_argument("--count", type=int, default=1_000_000, help="programs")
+    parser.add_argument("--seed", type=int, help="of the first program; drawn by default")
+    parser.add_argument("--processes", type=int, default=1)
+    parser.add_argument("--minutes", type=float, default=float("inf"))
+    parser.add_argument("--shrink", type=float, default=60.0, help="seconds to shrink a failure")
+    parser.add_argument("--operators", action="store_true", help="how often each stands")
+    return parser.parse_args()
+
+
+def main() -> int:
+    """The number of failures, at most 1."""
+    given = _arguments()
+    backends = given.backend.split(",")
+    if given.device == "cpu" and set(backends) & {"triton", "hopper"}:
+        # Before Triton is imported.
+        os.environ["TRITON_INTERPRET"] = "1"
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    from fuzz.campaign import Plan, run, table
+    from fuzz.compare import Place
+
+    seed = random.SystemRandom().randrange(1 << 40) if given.seed is None else given.seed
+    print(f"seed {seed}", flush=True)
+    places = tuple(
+        Place(backend, _DTYPES[dtype], given.device)
+        for backend in backends
+        for dtype in given.dtype.split(",")
+    )
+    plan = Plan(places, given.count, seed, given.processes, given.minutes, given.shrink)
+    try:
+        report = run(plan, lambda line: print(line, flush=True))
+    except KeyboardInterrupt:
+        return 1
+    if given.operators:
+        print(", ".join(f"{name} {count}" for name, count in report.operators.most_common()))
+    print(table(report))
+    return int(bool(report.failures))
+
+
+if __name__ == "__main__":
+    # As a script, this folder is on the path and the one that holds the package is not.
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+    sys.exit(main())
