@@ -72,11 +72,11 @@ class ReferenceBackend:
         """
         program = lowered.program
         order = memory_order(call.q, call.v.shape[3])
+        if torch.is_grad_enabled():
+            q, k, v = map(_ordered, (call.q, call.k, call.v))
+            call = replace(call, q=q, k=k, v=v)
         inputs = (call.q, call.k, call.v, *call.tensors.values(), *call.params.values())
         anchors = [x for x in inputs if isinstance(x, torch.Tensor) and x.requires_grad]
-        if anchors and torch.is_grad_enabled():
-            q, k, v = (_Ordered.apply(x) for x in (call.q, call.k, call.v))  # type: ignore[no-untyped-call]
-            call = replace(call, q=q, k=k, v=v)
         out, lse = attend_pairs(program, call, self._dense(program, call))
         # No views: torch refuses to write to views of what an autograd function or no_grad made.
         out, lse = order.empty(out).copy_(out), lse.clone()
@@ -202,6 +202,13 @@ class _Ordered(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
         return arranged(grad, ctx.order)
+
+
+def _ordered(value: torch.Tensor) -> torch.Tensor:
+    if not value.requires_grad:
+        return value
+    found: torch.Tensor = _Ordered.apply(value)  # type: ignore[no-untyped-call]
+    return found
 
 
 class _Sums:
