@@ -2,31 +2,39 @@
 
 from __future__ import annotations
 
-import inspect
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from attndsl.attention import Attention
 from attndsl.config import read_config
-from attndsl.errors import ArgumentError, NameResolutionError
+from attndsl.errors import ArgumentError
+from attndsl.frontend import check_call_names
 from attndsl.frontend.declare import Bound, ParamSpec, TensorSpec
 from attndsl.runtime.dispatch import check_backend_name
 from attndsl.runtime.programs import make_spec
 from attndsl.runtime.tiles import Verification, verify_call
 from attndsl.settings import read_settings
+from attndsl.source import Source
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
     from os import PathLike
 
     from attndsl.backends.base import Scalar
     from attndsl.frontend.declare import Declared
-    from attndsl.ir import ParamDecl, TensorDecl
 
 __all__ = ["Attention", "compile", "load", "verify"]
 
-_CALL_KEYWORDS = frozenset(inspect.signature(Attention.__call__).parameters)
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """How to compile programs; as the arguments of :func:`compile`."""
+
+    backend: str = "auto"
+    checked: bool | None = None
+    exact: bool = False
 
 
 def compile(  # noqa: A001
@@ -53,7 +61,9 @@ def compile(  # noqa: A001
         first_line: Line number of the text's first line within ``name``.
         **names: Names that count as declared: a number is a param bound to that value; a tensor is
             a captured tensor (0-d: a param), and its value unless a call gives another;
-            ``attndsl.tensor("heads")`` declares one without a value.
+            ``attndsl.tensor("heads")`` declares one without a value. A param called ``backend``,
+            ``name``, ``checked``, ``exact`` or ``first_line`` gets its value in the text
+            (``param name: int = 4``), at the call or in a configuration.
 
     Returns:
         A callable; nothing is compiled for a device before its first call.
@@ -73,25 +83,29 @@ def compile(  # noqa: A001
         raise ArgumentError(
             f"the program is a {type(text).__name__}", hint="pass the program's text"
         )
-    check_backend_name(backend)
-    declared: dict[str, Declared] = {}
-    defaults: dict[str, torch.Tensor] = {}
-    for key, value in names.items():
-        declared[key] = _declared(key, value)
-        if isinstance(value, torch.Tensor):
-            defaults[key] = value
-    spec = make_spec(text, name, first_line, declared, bool(exact))
-    checked = read_settings().checked if checked is None else checked
-    attention = Attention(spec, text, backend, checked, defaults)
-    program = attention.lowered.program
-    declared_here: list[TensorDecl | ParamDecl] = [*program.tensors, *program.params]
-    for decl in declared_here:
-        if decl.name in _CALL_KEYWORDS and decl.name not in defaults:
-            raise NameResolutionError(
-                f"'{decl.name}' is an argument of every call and cannot be given as a capture",
-                decl.span,
-                "choose another name",
-            )
+    for key, value, kind in (("name", name, str), ("exact", exact, bool)):
+        if not isinstance(value, kind):
+            raise _no_param(key, value)
+    if not (checked is None or isinstance(checked, bool)):
+        raise _no_param("checked", checked)
+    return compile_source(Source(text, name, first_line), names, Options(backend, checked, exact))
+
+
+def compile_source(
+    source: Source, names: Mapping[str, Scalar | torch.Tensor | Declared], options: Options
+) -> Attention:
+    """Compile the program of ``source``; ``names`` may be any, those of :func:`compile` included.
+
+    Raises:
+        AttnDSLError: All that is wrong with the program, as in :func:`compile`.
+    """
+    check_backend_name(options.backend)
+    declared = {key: _declared(key, value) for key, value in names.items()}
+    defaults = {key: value for key, value in names.items() if isinstance(value, torch.Tensor)}
+    spec = make_spec(source.text, source.name, source.first_line, declared, options.exact)
+    checked = read_settings().checked if options.checked is None else options.checked
+    attention = Attention(spec, source.text, options.backend, checked, defaults)
+    check_call_names(attention.lowered.program, defaults)
     return attention
 
 
@@ -117,19 +131,13 @@ def load(
         ConfigError: The file does not hold programs in that form.
         AttnDSLError: A program has errors; they name the file and the line in it.
     """
-    found = {}
-    for entry in read_config(path):
-        params: dict[str, Any] = dict(entry.params)
-        found[entry.name] = compile(
-            entry.text,
-            backend=backend,
-            name=entry.source_name,
-            checked=checked,
-            exact=exact,
-            first_line=entry.first_line,
-            **params,
+    options = Options(backend, checked, exact)
+    return {
+        entry.name: compile_source(
+            Source(entry.text, entry.source_name, entry.first_line), entry.params, options
         )
-    return found
+        for entry in read_config(path)
+    }
 
 
 def verify(
@@ -186,6 +194,13 @@ def verify(
     found = [verify_call(attention.lowered, call, block_m, block_n, d) for d in directions]
     return Verification(
         sum(f.tiles for f in found), sum(f.live for f in found), sum(f.surplus for f in found)
+    )
+
+
+def _no_param(key: str, value: object) -> ArgumentError:
+    return ArgumentError(
+        f"{key}= is an argument of compile() and no {type(value).__name__}",
+        hint=f"give a param '{key}' its value in the text (param {key}: int = 4) or at the call",
     )
 
 

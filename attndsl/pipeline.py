@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from attndsl.frontend import read
+from attndsl.frontend import check_call_names, read
 from attndsl.passes.differentiate import differentiate
 from attndsl.passes.lowered import Lowered, contractions_of
 from attndsl.passes.place import place
@@ -22,7 +22,16 @@ if TYPE_CHECKING:
     from attndsl.source import Source
 
 
-__all__ = ["Lowered", "lower", "lower_program", "stages"]
+__all__ = ["Lowered", "check", "lower", "lower_program", "stages"]
+
+
+def check(source: Source, declared: Mapping[str, Declared]) -> None:
+    """Refuse what :func:`lower` and calls refuse, without the time that the rest of it takes.
+
+    Raises:
+        AttnDSLError: All that is wrong with the program.
+    """
+    check_call_names(_split(read(source, declared)))
 
 
 def lower(source: Source, declared: Mapping[str, Declared], exact: bool = False) -> Lowered:
@@ -37,10 +46,7 @@ def lower(source: Source, declared: Mapping[str, Declared], exact: bool = False)
 
 def lower_program(program: Program) -> Lowered:
     """A checked program to what backends get."""
-    # Constants of bound params meet here, so that `where(true, ...)` does not hide a mask.
-    program = simplify(program)
-    # Before differentiation, which must not see -inf; it may leave `true` or `x and x` behind.
-    program = simplify(split_mask(program))
+    program = _split(program)
     # Of the simplified score, so that the derivative shares its nodes.
     derivative = simplify_derivative(differentiate(program))
     # Of the simplified score too, beside its derivative, which is that of the pairs' part.
@@ -50,6 +56,14 @@ def lower_program(program: Program) -> Lowered:
     # Last, since it looks at the mask that the passes above have completed. Loops over tiles are
     # planned by backends, which know tile sizes: `sparsity.loop`.
     return Lowered(program, derivative, placed, analyse(program), digest(program), contractions)
+
+
+def _split(program: Program) -> Program:
+    """A checked program simplified, with its mask apart."""
+    # Constants of bound params meet here, so that `where(true, ...)` does not hide a mask.
+    program = simplify(program)
+    # Before differentiation, which must not see -inf; it may leave `true` or `x and x` behind.
+    return simplify(split_mask(program))
 
 
 def stages(source: Source, declared: Mapping[str, Declared]) -> dict[str, str]:

@@ -133,15 +133,6 @@ def compile_program(
     Raises:
         AttnDSLError: The program has errors.
     """
-    from attndsl.api import compile as compile_text
+    from attndsl.api import Options, compile_source
 
-    names: dict[str, Any] = program.declared(declared)
-    source = program.source
-    return compile_text(
-        source.text,
-        backend=backend,
-        name=source.name,
-        first_line=source.first_line,
-        exact=exact,
-        **names,
-    )
+    return compile_source(program.source, program.declared(declared), Options(backend, exact=exact))

@@ -10,6 +10,13 @@ if TYPE_CHECKING:
 
 
 GIVEN = "was given to compile()"
+CALL_ARGUMENTS = frozenset(
+    {
+        "self", "q", "k", "v", "scale", "return_lse", "q_offset", "kv_offset", "q_index",
+        "kv_index", "deterministic", "seed", "tiles", "captures",
+    }
+)  # fmt: skip
+"""Arguments of every call: no tensor or param without a value can be given by such a name."""
 
 
 @dataclass(frozen=True, slots=True)
