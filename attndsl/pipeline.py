@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from attndsl.source import Source
 
 
-__all__ = ["Lowered", "lower", "lower_program", "stages"]
+__all__ = ["Lowered", "check", "lower", "lower_program", "stages"]
 
 
 def lower(source: Source, declared: Mapping[str, Declared], exact: bool = False) -> Lowered:
@@ -37,9 +37,9 @@ def lower(source: Source, declared: Mapping[str, Declared], exact: bool = False)
 
 def lower_program(program: Program) -> Lowered:
     """A checked program to what backends get."""
-    # Constants of bound params meet here, so that `where(true, ...)` does not hide a mask.
-    program = simplify(program)
-    # Before differentiation, which must not see -inf; it may leave `true` or `x and x` behind.
+    # First, while it is known which line each part of the score comes from. It simplifies each line
+    # by itself, so that `where(true, ...)` of bound params does not hide a mask. Before
+    # differentiation, which must not see -inf; it may leave `true` or `x and x` behind.
     program = simplify(split_mask(program))
     # Of the simplified score, so that the derivative shares its nodes.
     derivative = simplify_derivative(differentiate(program))
@@ -50,6 +50,15 @@ def lower_program(program: Program) -> Lowered:
     # Last, since it looks at the mask that the passes above have completed. Loops over tiles are
     # planned by backends, which know tile sizes: `sparsity.loop`.
     return Lowered(program, derivative, placed, analyse(program), digest(program), contractions)
+
+
+def check(source: Source, declared: Mapping[str, Declared]) -> None:
+    """Find what is wrong with a program, without lowering it.
+
+    Raises:
+        AttnDSLError: All that is wrong with the program.
+    """
+    split_mask(read(source, declared))
 
 
 def stages(source: Source, declared: Mapping[str, Declared]) -> dict[str, str]:

@@ -6,7 +6,7 @@ import json
 from typing import TYPE_CHECKING, Any
 
 from attndsl.errors import AttnDSLError, ProgramErrors, render
-from attndsl.frontend import read
+from attndsl.pipeline import check as check_program
 
 from .inputs import read_programs
 
@@ -29,7 +29,7 @@ def check(files: Sequence[str], declared: Mapping[str, Declared], as_json: bool)
         for program in programs:
             count += 1
             try:
-                read(program.source, program.declared(declared))
+                check_program(program.source, program.declared(declared))
             except AttnDSLError as error:
                 found += [(file, each) for each in flatten(error)]
     if as_json:

@@ -65,6 +65,7 @@ class _Checker:
         self.bound_at: dict[str, Span] = {}
         self.parts: dict[str, Node | None] = {}
         self.dropout: Node | None = None
+        self.lines: list[ir.Line] = []
         self.in_text = {x.name.name for x in tree.statements if isinstance(x, s.Param | s.Tensor)}
         definitions = {x.name.name: x for x in tree.statements if isinstance(x, s.Define)}
         self.scope = Scope({}, definitions)
@@ -81,6 +82,7 @@ class _Checker:
             dropout=self.dropout,
             params=tuple(self.params.values()),
             tensors=tuple(self.tensors.values()),
+            lines=tuple(self.lines),
         )
 
     def run(self) -> None:
@@ -293,6 +295,7 @@ class _Checker:
             self.parts["mask"] = value
         else:
             self.scope.score = promote.as_float(value)
+            self.lines.append(ir.Line(self.scope.score, statement.span))
 
     def _assign(self, statement: s.Assign) -> None:
         name = statement.name.name
@@ -302,6 +305,7 @@ class _Checker:
                 value = promote.as_float(
                     promote.need_number(value, statement.value.span, "the score")
                 )
+                self.lines.append(ir.Line(value, statement.name.span.to(statement.value.span)))
             self.scope.score = value
             return
         if name not in _TARGETS:
