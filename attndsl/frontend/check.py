@@ -242,7 +242,11 @@ class _Checker:
             raise TypeMismatchError(
                 f"'{name}' has no dims", statement.span, f"write 'param {name}: {dtype.value}'"
             )
-        dims = [self._dim(dim) for dim in statement.dims]
+        self.scope.defining = name
+        try:
+            dims = [self._dim(dim) for dim in statement.dims]
+        finally:
+            self.scope.defining = None
         if any(dim is None for dim in dims):
             return
         found = TensorDecl(
@@ -256,6 +260,7 @@ class _Checker:
             name = written.name
             if name not in ALWAYS and name not in self.scope.values:
                 self.scope.values[name] = ir.size(name, written.span)
+                self.bound_at.setdefault(name, written.span)
         dim = self.inliner.node(written)
         if dim is None:
             return None
@@ -310,8 +315,9 @@ class _Checker:
             return
         if name not in _TARGETS:
             self._bind(statement.name, "a local name")
-            self.scope.values[name] = None
+            self.scope.defining = name
             self.scope.values[name] = self.inliner.node(statement.value)
+            self.scope.defining = None
             return
         if name in self.parts:
             raise NameResolutionError(
