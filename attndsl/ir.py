@@ -356,6 +356,15 @@ class TensorDecl:
 
 
 @dataclass(frozen=True, slots=True)
+class Line:
+    """A line that replaces the score."""
+
+    value: Node
+    """FLOAT, over the raw score: the lines before are part of it."""
+    span: Span | None = field(default=None, compare=False, repr=False)
+
+
+@dataclass(frozen=True, slots=True)
 class Program:
     """A checked program. Bound params are folded in already; all functions are inlined."""
 
@@ -373,6 +382,9 @@ class Program:
     tensors: tuple[TensorDecl, ...] = ()
     exact: bool = False
     """Whether functions keep their exact forms where hardware has faster ones."""
+    lines: tuple[Line, ...] = ()
+    """All score lines in their order, until masks are split from the score; the last one's value is
+    ``score``."""
 
     def roots(self) -> tuple[Node, ...]:
         """The expressions present, in a fixed order."""

@@ -31,7 +31,7 @@ def check(source: Source, declared: Mapping[str, Declared]) -> None:
     Raises:
         AttnDSLError: All that is wrong with the program.
     """
-    check_call_names(_split(read(source, declared)))
+    check_call_names(simplify(split_mask(read(source, declared))))
 
 
 def lower(source: Source, declared: Mapping[str, Declared], exact: bool = False) -> Lowered:
@@ -46,7 +46,10 @@ def lower(source: Source, declared: Mapping[str, Declared], exact: bool = False)
 
 def lower_program(program: Program) -> Lowered:
     """A checked program to what backends get."""
-    program = _split(program)
+    # First, while it is known which line each part of the score comes from. It simplifies each line
+    # by itself, so that `where(true, ...)` of bound params does not hide a mask. Before
+    # differentiation, which must not see -inf; it may leave `true` or `x and x` behind.
+    program = simplify(split_mask(program))
     # Of the simplified score, so that the derivative shares its nodes.
     derivative = simplify_derivative(differentiate(program))
     # Of the simplified score too, beside its derivative, which is that of the pairs' part.
@@ -56,14 +59,6 @@ def lower_program(program: Program) -> Lowered:
     # Last, since it looks at the mask that the passes above have completed. Loops over tiles are
     # planned by backends, which know tile sizes: `sparsity.loop`.
     return Lowered(program, derivative, placed, analyse(program), digest(program), contractions)
-
-
-def _split(program: Program) -> Program:
-    """A checked program simplified, with its mask apart."""
-    # Constants of bound params meet here, so that `where(true, ...)` does not hide a mask.
-    program = simplify(program)
-    # Before differentiation, which must not see -inf; it may leave `true` or `x and x` behind.
-    return simplify(split_mask(program))
 
 
 def stages(source: Source, declared: Mapping[str, Declared]) -> dict[str, str]:

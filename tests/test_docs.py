@@ -16,10 +16,10 @@ import pytest
 from attndsl import errors
 from attndsl.config import read_config
 from attndsl.errors import AttnDSLError
-from attndsl.frontend import read
 from attndsl.frontend.format import format_source
 from attndsl.frontend.functions import FLOAT_FUNCTIONS, NAMES
 from attndsl.frontend.prelude import prelude_names
+from attndsl.pipeline import check
 from attndsl.source import Source
 
 ROOT = Path(__file__).parents[1]
@@ -57,15 +57,15 @@ def test_every_snippet_is_of_a_kind_that_is_run(page):
 def test_programs(page, info, text):
     if info == "error":
         with pytest.raises(AttnDSLError):
-            read(Source(text), {})
+            check(Source(text), {})
         return
     assert info == ""
-    read(Source(text), {})
+    check(Source(text), {})
 
 
 @pytest.mark.parametrize("path", sorted(ROOT.glob("examples/*.attn")), ids=lambda p: p.name)
 def test_example_programs(path):
-    read(Source(path.read_text("utf-8")), {})
+    check(Source(path.read_text("utf-8")), {})
     assert format_source(path.read_text("utf-8")) == path.read_text("utf-8")
 
 
@@ -89,7 +89,7 @@ def test_configurations(page, info, text, tmp_path):
     entries = read_config(path)
     assert entries
     for entry in entries:
-        read(Source(entry.text), entry.params)
+        check(Source(entry.text), entry.params)
 
 
 @pytest.mark.parametrize(("page", "info", "text"), _snippets("console"))

@@ -65,6 +65,7 @@ class _Checker:
         self.bound_at: dict[str, Span] = {}
         self.parts: dict[str, Node | None] = {}
         self.dropout: Node | None = None
+        self.lines: list[ir.Line] = []
         self.in_text = {x.name.name for x in tree.statements if isinstance(x, s.Param | s.Tensor)}
         definitions = {x.name.name: x for x in tree.statements if isinstance(x, s.Define)}
         self.scope = Scope({}, definitions)
@@ -81,6 +82,7 @@ class _Checker:
             dropout=self.dropout,
             params=tuple(self.params.values()),
             tensors=tuple(self.tensors.values()),
+            lines=tuple(self.lines),
         )
 
     def run(self) -> None:
@@ -240,7 +242,11 @@ class _Checker:
             raise TypeMismatchError(
                 f"'{name}' has no dims", statement.span, f"write 'param {name}: {dtype.value}'"
             )
-        dims = [self._dim(dim) for dim in statement.dims]
+        self.scope.defining = name
+        try:
+            dims = [self._dim(dim) for dim in statement.dims]
+        finally:
+            self.scope.defining = None
         if any(dim is None for dim in dims):
             return
         found = TensorDecl(
@@ -254,6 +260,7 @@ class _Checker:
             name = written.name
             if name not in ALWAYS and name not in self.scope.values:
                 self.scope.values[name] = ir.size(name, written.span)
+                self.bound_at.setdefault(name, written.span)
         dim = self.inliner.node(written)
         if dim is None:
             return None
@@ -293,6 +300,7 @@ class _Checker:
             self.parts["mask"] = value
         else:
             self.scope.score = promote.as_float(value)
+            self.lines.append(ir.Line(self.scope.score, statement.span))
 
     def _assign(self, statement: s.Assign) -> None:
         name = statement.name.name
@@ -302,12 +310,14 @@ class _Checker:
                 value = promote.as_float(
                     promote.need_number(value, statement.value.span, "the score")
                 )
+                self.lines.append(ir.Line(value, statement.name.span.to(statement.value.span)))
             self.scope.score = value
             return
         if name not in _TARGETS:
             self._bind(statement.name, "a local name")
-            self.scope.values[name] = None
+            self.scope.defining = name
             self.scope.values[name] = self.inliner.node(statement.value)
+            self.scope.defining = None
             return
         if name in self.parts:
             raise NameResolutionError(

@@ -56,6 +56,8 @@ class Scope:
     definitions: Mapping[str, s.Define]
     score: Node | None = ir.SCORE
     """The score so far."""
+    defining: str | None = None
+    """The name whose definition is read now, which it cannot mention itself."""
     used: set[str] = field(default_factory=set)
     """Names that were looked up."""
     in_weights: bool = False
@@ -158,6 +160,12 @@ class Inliner:
         for frame in self._frames[-1:]:
             if name in frame:
                 return frame[name]
+        if name == self.scope.defining:
+            raise NameResolutionError(
+                f"'{name}' is read in its own definition",
+                expr.span,
+                "names are bound once: choose another (only 'score' lines replace one another)",
+            )
         self.scope.used.add(name)
         if name in self.scope.values:
             value = self.scope.values[name]

@@ -55,6 +55,7 @@ def simplify(program: Program) -> Program:
         weights=part(program.weights),
         dropout=part(program.dropout),
         tensors=tensors,
+        lines=tuple(replace(line, value=simplify_node(line.value, memo)) for line in program.lines),
     )
 
 

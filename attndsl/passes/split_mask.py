@@ -1,40 +1,276 @@
-"""Move ``where(c, s, -inf)`` at the root of a score into the mask.
+"""Turn ``where(c, x, -inf)`` in a score into a mask.
 
-A pair whose score is -inf takes no part in the softmax, so saying it by the mask means the same and
-lets sparsity be derived from it. Only the root is looked at, through nested ``where``.
+A pair for which ``where`` chooses -inf is dead, as if a mask said so. Each score line gives up its
+masks before the next line reads it: later lines see ``x``, and a dead pair stays dead. Within a
+line, sums, products, ``min``, rounding and an outer ``where`` keep -inf. An operation that would
+make a number of -inf is refused, since the pair would take part again without a word.
 
-Non-goals: -inf that arises from arithmetic, and programs whose weights are not the softmax (there
--inf is a score like any other).
+Non-goals: -inf that arises from run-time values, which is a number like any other.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from attndsl.ir import Node, Op, node
+from attndsl.errors import TypeMismatchError
+from attndsl.ir import SCORE, DType, Line, Node, Op, const, node, param, substitute, toposort
+
+from .simplify import simplify_node
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Collection
+
     from attndsl.ir import Program
+
+TRUE, FALSE, ZERO = const(True), const(False), const(0.0)
+BEFORE = param("$before", DType.FLOAT)
+"""The line before, while a score line is looked at."""
+_ZERO_OF_MINUS_INFINITY = frozenset({Op.EXP, Op.EXP2, Op.SIGMOID, Op.RELU, Op.SOFTPLUS})
+"""What makes the weight 0 of the score -inf."""
 
 
 def split_mask(program: Program) -> Program:
-    """``program`` with the conditions of a masked score taken into its mask."""
+    """``program`` without score lines, and with their masks joined to its mask.
+
+    Raises:
+        TypeMismatchError: An operation would make a number of -inf, or a line leaves out the score
+            of pairs that a line before has masked.
+    """
+    values: dict[Node, Node] = {}
+    alive: list[Node] = []
+    before: Node | None = None
+    score = SCORE
+    for line in program.lines or (Line(program.score),):
+        known = values if before is None else {**values, before: BEFORE}
+        root = simplify_node(substitute(line.value, known))
+        if alive and not _always_reads(root, BEFORE):
+            raise TypeMismatchError(
+                "this line leaves out the score, of which a line before has masked some pairs",
+                line.span,
+                "write that condition in 'mask = ...', which stays whatever the score becomes",
+            )
+        part = _split(root, frozenset(), line)
+        if part.alive is not TRUE:
+            alive.append(substitute(part.alive, {BEFORE: score}))
+        score = substitute(part.value, {BEFORE: score})
+        # A constant is the same wherever it stands, as -inf in the line after `score = -inf`.
+        before = None if root.op is Op.CONST else line.value
+        if before is not None:
+            values[before] = score
     if program.weights is not None:
-        return program
-    score, mask = program.score, program.mask
-    while score.op is Op.WHERE:
-        condition, yes, no = score.args
-        if _is_minus_infinity(no):
-            score, kept = yes, condition
-        elif _is_minus_infinity(yes):
-            score, kept = no, node(Op.NOT, condition)
+        _check_weights(Line(simplify_node(program.weights)))
+    mask = None if program.mask is None else substitute(program.mask, values)
+    for condition in alive:
+        mask = condition if mask is None else node(Op.AND, mask, condition)
+    return replace(program, score=score, mask=mask, lines=())
+
+
+def _check_weights(weights: Line) -> None:
+    """Refuse -inf in the program's own weights, where it does not make the weight 0."""
+    part = _split(weights.value, _ZERO_OF_MINUS_INFINITY, weights)
+    if part.alive is not TRUE:
+        raise TypeMismatchError(
+            "a weight of -inf has no meaning",
+            None if part.source is None else part.source.span,
+            "write 0.0 for the weight of a pair that takes no part, or mask the pair",
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """A FLOAT expression, split."""
+
+    value: Node
+    """What it is for pairs that are alive."""
+    alive: Node = TRUE
+    """BOOL: which pairs are."""
+    source: Node | None = None
+    """The ``where`` that chooses -inf, if one does."""
+    wrong: str = ""
+    """What would make a number of that -inf; empty where nothing does."""
+
+
+_Both = dict[int, _Part]
+"""A part as it stands, by 1, and as it is where its negation is what counts, by -1."""
+
+
+def _split(root: Node, ends: Collection[Op], line: Line) -> _Part:
+    """``root`` split.
+
+    Args:
+        root: FLOAT.
+        ends: Operations of which -inf is a good operand, whose result is a number.
+        line: Where errors point that have no better place.
+    """
+    parts: dict[Node, _Both] = {}
+    for item in toposort(root):
+        floats = [arg for arg in item.args if arg.dtype is DType.FLOAT]
+        rule = _RULES.get(item.op) if item.dtype is DType.FLOAT else None
+        if rule is None:
+            for arg in floats if item.op not in ends else ():
+                part = parts[arg][1]
+                if part.wrong or (part.alive is not TRUE and arg.op is not Op.CONST):
+                    what = "a conversion" if item.op is Op.CAST else f"'{item.op.value}'"
+                    raise _refusal(part, what, line)
+            parts[item] = dict.fromkeys((1, -1), _Part(item))
         else:
-            break
-        mask = kept if mask is None else node(Op.AND, mask, kept)
-    return replace(program, score=score, mask=mask)
+            parts[item] = {sign: rule(item, parts, sign) for sign in (1, -1)}
+    if parts[root][1].wrong:
+        raise _refusal(parts[root][1], "", line)
+    return parts[root][1]
 
 
-def _is_minus_infinity(item: Node) -> bool:
-    return item.op is Op.CONST and item.value == -math.inf
+def _refusal(part: _Part, what: str, line: Line) -> TypeMismatchError:
+    chosen = part.source is not None and part.source.op is Op.WHERE
+    span = part.source.span if chosen and part.source is not None else None
+    return TypeMismatchError(
+        f"{part.wrong or what} would make a number of this -inf, and the pair would not be masked",
+        span or line.span,
+        "write the condition in 'mask = ...', or in a line of its own: "
+        "'score = where(..., score, -inf)' stays a mask whatever the lines after it do",
+    )
+
+
+def _always_reads(root: Node, leaf: Node) -> bool:
+    """Whether the value of ``root`` depends on ``leaf``, or is -inf, for every pair."""
+    reads: dict[Node, bool] = {}
+    for item in toposort(root):
+        found = [reads[arg] for arg in item.args]
+        if item.op is Op.WHERE:
+            condition, yes, no = found
+            reads[item] = condition or (yes and no)
+        else:
+            reads[item] = item is leaf or _is_infinity(item, -1) or any(found)
+    return reads[root]
+
+
+def _is_infinity(item: Node, sign: int) -> bool:
+    return item.op is Op.CONST and item.value == sign * math.inf
+
+
+def _constant(item: Node, parts: dict[Node, _Both], sign: int) -> _Part:
+    if _is_infinity(item, -sign):
+        return _Part(ZERO, FALSE, item)
+    if sign < 0 and _is_infinity(item, -1):
+        return _Part(item, TRUE, item, "a change of its sign")
+    return _Part(item)
+
+
+def _where(item: Node, parts: dict[Node, _Both], sign: int) -> _Part:
+    condition, yes, no = item.args
+    first, second = parts[yes][sign], parts[no][sign]
+    wrong = first.wrong or second.wrong
+    alive = _choice(condition, first.alive, second.alive)
+    if alive is TRUE:
+        return _Part(item, source=item if wrong else None, wrong=wrong)
+    if FALSE in (first.alive, second.alive):
+        value = second.value if first.alive is FALSE else first.value
+    else:
+        value = node(Op.WHERE, condition, first.value, second.value, span=item.span)
+    return _Part(value, alive, item, wrong)
+
+
+def _choice(condition: Node, yes: Node, no: Node) -> Node:
+    """``where(condition, yes, no)`` of bools."""
+    other = condition.args[0] if condition.op is Op.NOT else node(Op.NOT, condition)
+    if yes is no:
+        return yes
+    if no is FALSE:
+        return condition if yes is TRUE else node(Op.AND, condition, yes)
+    if yes is FALSE:
+        return other if no is TRUE else node(Op.AND, other, no)
+    if no is TRUE:
+        return node(Op.OR, other, yes)
+    if yes is TRUE:
+        return node(Op.OR, condition, no)
+    return node(Op.OR, node(Op.AND, condition, yes), node(Op.AND, other, no))
+
+
+def _joined(item: Node, parts: tuple[_Part, ...], wrong: str = "") -> _Part:
+    """``item`` of operands that are split, each of which kills its pairs."""
+    found = [part for part in parts if part.source is not None]
+    if not found:
+        return _Part(item)
+    alive = TRUE
+    for part in parts:
+        alive = part.alive if alive is TRUE else alive if part.alive is TRUE else _and(alive, part)
+    wrong = next((part.wrong for part in found if part.wrong), wrong)
+    values = tuple(part.value for part in parts)
+    if item.op is Op.ADD and ZERO in values:
+        # What a mask adds to the scores that it keeps.
+        value = values[1] if values[0] is ZERO else values[0]
+    else:
+        value = node(item.op, *values, span=item.span)
+    return _Part(value, alive, found[0].source, wrong)
+
+
+def _and(alive: Node, part: _Part) -> Node:
+    return alive if alive is part.alive else node(Op.AND, alive, part.alive)
+
+
+def _sum(item: Node, parts: dict[Node, _Both], sign: int) -> _Part:
+    return _joined(item, tuple(parts[arg][sign] for arg in item.args))
+
+
+def _difference(item: Node, parts: dict[Node, _Both], sign: int) -> _Part:
+    return _joined(item, (parts[item.args[0]][sign], parts[item.args[1]][-sign]))
+
+
+def _negation(item: Node, parts: dict[Node, _Both], sign: int) -> _Part:
+    return _joined(item, (parts[item.args[0]][-sign],))
+
+
+def _product(item: Node, parts: dict[Node, _Both], sign: int) -> _Part:
+    """A factor whose sign is not known is taken to be positive, as a scale is."""
+    first, second = item.args
+    for number, other in ((second, first), (first, second)):
+        if number.op is Op.CONST and (item.op is Op.MUL or number is second):
+            factor = float(number.value)  # type: ignore[arg-type]
+            turned = parts[other][sign if factor >= 0 else -sign]
+            wrong = "" if factor and math.isfinite(factor) else f"the factor {factor}"
+            operands = (turned, _Part(number)) if number is second else (_Part(number), turned)
+            return _joined(item, operands, wrong)
+    left = parts[first][sign]
+    right = parts[second][sign]
+    if right.source is not None and item.op is Op.DIV:
+        return _joined(item, (left, right), "dividing by it")
+    both = left.source is not None and right.source is not None
+    return _joined(item, (left, right), "a product of two" if both else "")
+
+
+def _extremum(item: Node, parts: dict[Node, _Both], sign: int) -> _Part:
+    """-inf wins in a least value; a greatest value has to choose between pairs that are alive."""
+    wins = item.op is (Op.MIN if sign > 0 else Op.MAX)
+    for number, other in (item.args, item.args[::-1]):
+        if _is_infinity(number, 1 if item.op is Op.MIN else -1):
+            return parts[other][sign]
+    first, second = (parts[arg][sign] for arg in item.args)
+    if wins or (first.source is None and second.source is None):
+        return _joined(item, (first, second))
+    if TRUE in (first.alive, second.alive):
+        return _joined(item, (first, second), f"'{item.op.value}'")
+    both = node(item.op, first.value, second.value, span=item.span)
+    value = node(Op.WHERE, second.alive, both, first.value)
+    value = node(Op.WHERE, first.alive, value, second.value)
+    return _Part(value, node(Op.OR, first.alive, second.alive), first.source)
+
+
+def _rounding(item: Node, parts: dict[Node, _Both], sign: int) -> _Part:
+    return _joined(item, (parts[item.args[0]][sign],))
+
+
+_RULES: dict[Op, Callable[[Node, dict[Node, _Both], int], _Part]] = {
+    Op.CONST: _constant,
+    Op.WHERE: _where,
+    Op.ADD: _sum,
+    Op.SUB: _difference,
+    Op.NEG: _negation,
+    Op.MUL: _product,
+    Op.DIV: _product,
+    Op.MIN: _extremum,
+    Op.MAX: _extremum,
+    **dict.fromkeys((Op.FLOOR, Op.CEIL, Op.ROUND), _rounding),
+}
+"""What an operation does to -inf: from the operation, its operands' parts and a sign."""

@@ -59,5 +59,5 @@ def main() -> int:
 
 if __name__ == "__main__":
     # As a script, this folder is on the path and the one that holds the package is not.
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
     sys.exit(main())

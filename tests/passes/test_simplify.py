@@ -16,7 +16,6 @@ from attndsl.ir import DType, Node, Op, Program, cast, const, node, var
 from attndsl.passes.evaluate import Environment, evaluate
 from attndsl.passes.print_ir import print_program
 from attndsl.passes.simplify import simplify, simplify_node
-from attndsl.passes.split_mask import split_mask
 from attndsl.serialise import digest, program_from_json, program_to_json
 from attndsl.source import Source
 
@@ -106,36 +105,6 @@ def test_simple_programs_do_not_import_sympy() -> None:
         "assert 'sympy' not in sys.modules\nassert 'torch' not in sys.modules\n"
     )
     subprocess.run([sys.executable, "-P", "-c", script], check=True, timeout=60)
-
-
-def _scored(text: str) -> Program:
-    return split_mask(simplify(read(Source(text), {})))
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "where(q >= kv, score * 2, -inf)",
-        "where(q < kv, -inf, score * 2)",
-        "where(q >= kv, where(q - kv < 3, score * 2, -inf), -inf)",
-        "score * 2 if q >= kv and q - kv < 5 else -inf",
-    ],
-)
-def test_masked_scores_become_masks(text: str) -> None:
-    before, after = read(Source(text), {}), _scored(text)
-    assert after.mask is not None
-    for q in range(8):
-        for kv in range(8):
-            environment = Environment({"q": q, "kv": kv, "score": 1.5})
-            value = evaluate(before.score, environment)
-            assert evaluate(after.mask, environment) is (value != -math.inf)
-            if value != -math.inf:
-                assert evaluate(after.score, environment) == value
-
-
-def test_other_weights_keep_minus_infinity() -> None:
-    program = _scored("score = where(q >= kv, score, -inf); weights = sigmoid(score)")
-    assert program.mask is None
 
 
 @settings(max_examples=150, deadline=None)
