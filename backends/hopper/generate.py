@@ -145,7 +145,7 @@ def generate(
     assert not (wide and dropped)
     listed = loop.listed is not None
     drawn = is_drawn(lowered, config)
-    scaled_first = modified or own or reads_score(program.mask) or special.negative_scale
+    scaled_first = modified or own or reads_score(program.mask) or special.scale_first
     bounded = is_bounded(lowered, special)
     full = listed or bool(loop.full)
     anchored = forward and config.persistent and full and not (own or bounded)

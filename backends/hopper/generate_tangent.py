@@ -75,7 +75,7 @@ def generate_tangent(
         "SCALED_FIRST": placed.pair.op is not Op.SCORE
         or placed.inner is not None
         or reads_score(program.mask)
-        or special.negative_scale,
+        or special.scale_first,
         "LAZY": wide,
         "EARLY": config.early,
         "BOUNDED": wide and is_bounded(lowered, special),

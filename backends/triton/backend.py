@@ -409,7 +409,7 @@ def signature_of(
         bits |= grad_out.data_ptr()
     found: tuple[object, ...] = (
         kind,
-        call.scale < 0,
+        call.scale <= 0,
         call.deterministic,
         torch.get_float32_matmul_precision() if q.dtype is torch.float32 else None,
         isinstance(call.seed, torch.Tensor),

@@ -78,7 +78,7 @@ def generate_attention(
         "SCALED_FIRST": program.score.op is not Op.SCORE
         or reads_score(program.mask)
         or program.weights is not None
-        or special.negative_scale,
+        or special.scale_first,
         "RAGGED_FULL": sparsity.plain,
         "HAS_SINK": program.sink is not None,
         f"{name.upper()}_HAS_FULL": listed or bool(loop.full),

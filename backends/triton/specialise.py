@@ -100,7 +100,9 @@ class Specialisation:
     """Whether offsets within one tile of rows need 64 bits."""
     shifted: bool = False
     """Whether the call gives offsets other than the number 0."""
-    negative_scale: bool = False
+    scale_first: bool = False
+    """Whether the scale is applied to scores before their maximum is taken: a factor that is not
+    positive moves the maximum or, at 0, makes NaN of -inf."""
     tensor_gradients: tuple[str, ...] = ()
     param_gradients: tuple[str, ...] = ()
     pair_types: tuple[str, ...] = ()
@@ -166,7 +168,7 @@ def specialise(program: Program, call: Call, *grads: torch.Tensor) -> Specialisa
         kv_origin_type=_origin_type(call.kv_offset, call.kv_index),
         aligned=all(_aligned(t, strides(t)) for t in operands),
         shifted=call.shifted,
-        negative_scale=call.scale < 0,
+        scale_first=call.scale <= 0,
         dropout=program.dropout is not None,
         seed_type="*i64" if isinstance(call.seed, torch.Tensor) else "i64",
         wide_rows=_MAX_ROWS * max(results.longest_step, *(strides(t)[2] for t in operands))

@@ -58,7 +58,7 @@ def test_score_times_a_captured_head_offset(check, place, dtype):
     )
 
 
-@pytest.mark.parametrize("scale", [0.5, -0.25, 1e-3])
+@pytest.mark.parametrize("scale", [0.5, 0.0, -0.25, 1e-3])
 def test_scale(check, place, scale):
     inputs = check.inputs(place, torch.float32, options={"scale": scale})
     check(place, "q >= kv", inputs, lambda s, e: (s, e.q >= e.kv))
