@@ -51,8 +51,7 @@ def _fake_forward(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
     q, v = args[3], args[5]
     shape = (q.shape[0], q.shape[1], q.shape[2])
     kind = torch.float64 if q.dtype is torch.float64 else torch.float32
-    out = import_module(_ORDERS).empty_like(q, v.shape[3])
-    return out, q.new_empty(shape, dtype=kind)
+    return _empty_like(q, v.shape[3]), q.new_empty(shape, dtype=kind)
 
 
 def _fake_backward(
@@ -64,14 +63,29 @@ def _fake_backward(
     *args: Any,
 ) -> list[torch.Tensor]:
     inputs = [args[3], args[4], args[5], *args[6], *args[7]]
-    empty, empty_like = args[3].new_empty, import_module(_ORDERS).empty_like
+    empty = args[3].new_empty
     found = []
     for place, (x, want) in enumerate(zip(inputs, wants, strict=True)):
         if not want:
             found.append(empty(0, dtype=torch.float32))
         else:
-            found.append(empty_like(x) if place < 3 else empty(x.shape, dtype=x.dtype))
+            found.append(_empty_like(x, x.shape[3]) if place < 3 else empty(x.shape, dtype=x.dtype))
     return found
+
+
+def _empty_like(like: torch.Tensor, width: int) -> torch.Tensor:
+    """What backends return for ``like``, of its memory order."""
+    return import_module(_ORDERS).memory_order(like, width, _less).empty(like)
+
+
+def _less(a: int, b: int) -> bool:
+    """Whether ``a < b``; False where a graph is for sizes that depend on data."""
+    if type(a) is int and type(b) is int:
+        return a < b
+    symbolic = import_module("torch.fx.experimental.symbolic_shapes")
+    # Before torch 2.8 there is no guard_or_false.
+    guard = getattr(symbolic, "guard_or_false", None) or symbolic.guard_size_oblivious
+    return bool(guard(a < b))
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:

@@ -8,13 +8,14 @@ it keeps its place where no other dim decides.
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
+import torch
 
-    import torch
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +49,9 @@ class ResultOrders:
         return max(each.strides[2] for each in (self.out, self.q, self.k, self.v))
 
 
-def order_of(sizes: Sequence[int], strides: Sequence[int]) -> tuple[int, int, int]:
+def order_of(
+    sizes: Sequence[int], strides: Sequence[int], less: Callable[[int, int], bool] = operator.lt
+) -> tuple[int, int, int]:
     """The dims batch (0), heads (1) and length (2), from the slowest to the fastest.
 
     An insertion sort by strides, with the comparisons of ``at::infer_dense_strides``.
@@ -56,6 +59,7 @@ def order_of(sizes: Sequence[int], strides: Sequence[int]) -> tuple[int, int, in
     Args:
         sizes: Of a tensor (batch, heads, length, width).
         strides: Of the same tensor, in elements.
+        less: Whether one number is less than another; False where a graph cannot know.
     """
     found = [2, 1, 0]
     for place in (1, 2):
@@ -64,23 +68,28 @@ def order_of(sizes: Sequence[int], strides: Sequence[int]) -> tuple[int, int, in
             a, b = found[other], found[own]
             if strides[a] == 0 or strides[b] == 0:
                 continue
-            if strides[a] < strides[b]:
+            if less(strides[a], strides[b]):
                 break
-            if strides[a] > strides[b] or sizes[a] > sizes[b]:
+            if less(strides[b], strides[a]) or less(sizes[b], sizes[a]):
                 found[other], found[own] = b, a
                 own = other
     return found[2], found[1], found[0]
 
 
-def memory_order(like: torch.Tensor, width: int) -> MemoryOrder:
-    """The order of a result that belongs to ``like`` and has rows of ``width`` elements."""
+def memory_order(
+    like: torch.Tensor, width: int, less: Callable[[int, int], bool] = operator.lt
+) -> MemoryOrder:
+    """The order of a result that belongs to ``like`` and has rows of ``width`` elements.
+
+    ``less`` is that of :func:`order_of`.
+    """
     sizes = like.shape
     rows, step = [0, 0, 0], 1
-    for dim in reversed(order_of(sizes, like.stride())):
+    for dim in reversed(order_of(sizes, like.stride(), less)):
         rows[dim] = step
-        step *= max(sizes[dim], 1)
+        step *= torch.sym_max(sizes[dim], 1)
     batch, heads, length = rows
-    unit = max(width, 1)
+    unit = torch.sym_max(width, 1)
     return MemoryOrder(
         (sizes[0], sizes[1], sizes[2], width),
         (batch, heads, length),

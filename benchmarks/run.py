@@ -11,7 +11,7 @@ from pathlib import Path
 
 FOLDER = Path(__file__).parent
 HELPERS = ("chart", "common", "comparison", "run", "table")
-ON_GPUS = ("attention", "gradients", "odd_shapes")
+ON_GPUS = ("attention", "gradients", "gpt", "layouts", "odd_shapes")
 EVERYWHERE = tuple(
     path.stem
     for path in sorted(FOLDER.glob("*.py"))
