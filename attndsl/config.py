@@ -10,22 +10,42 @@ from __future__ import annotations
 
 import difflib
 import json
+import math
+import os
+import re
 import tomllib
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
-from attndsl.errors import AttnDSLError, ConfigError, raise_all
+from attndsl.errors import AttnDSLError, ConfigError, raise_all, visible
 from attndsl.frontend.declare import Bound
+from attndsl.frontend.limits import MAX_ERRORS, MAX_SOURCE
+from attndsl.reading import read_text
 from attndsl.source import Source, Span
 
 if TYPE_CHECKING:
     from os import PathLike
 
-MAX_FILE = 1 << 20
-"""Bytes of a file."""
 MAX_ENTRIES = 1000
+"""Programs of a file, as its schema says."""
+MAX_KEYS = 6000
+"""Keys within all entries of a file: params, and the words ``program`` and ``params``."""
+MAX_DEPTH = 3
+"""Mappings within each other: the file, an entry, its params."""
+_JSON_TOKENS = re.compile(r'"[^"\\]*+(?:\\.[^"\\]*+)*+"?|[\[\]{}]', re.DOTALL)
+_TOML_TOKENS = re.compile(
+    r'"""(?:[^"\\]|\\.|"(?!""))*+(?:"{3,5})?'
+    r"|'''(?:[^']|'(?!''))*+(?:'{3,5})?"
+    r'|"(?:[^"\\\n]|\\[^\n])*+"?'
+    r"|'[^'\n]*+'?|#[^\n]*+|[\[\]{}.,=\n]",
+    re.DOTALL,
+)
+_NAME = re.compile(r"[A-Za-z_][A-Za-z_0-9]*")
+"""Of a param, as the schema says."""
 _KEYS = ("program", "params")
+_LONGEST_NUMBER = 400
+"""Characters of a number in YAML."""
 _SHOWN = 60
 """Characters of an entry's name in errors."""
 
@@ -51,29 +71,25 @@ def read_config(path: str | PathLike[str]) -> list[ConfigEntry]:
         ConfigError: The file cannot be read, or is not of that form; several of them come as
             :class:`~attndsl.errors.ProgramErrors`.
     """
-    path = Path(path)
-    try:
-        if path.stat().st_size > MAX_FILE:
-            raise ConfigError(
-                f"{path} is larger than {MAX_FILE} bytes", hint="split it, or move data to tensors"
-            )
-        text = path.read_text("utf-8")
-    except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror or error}") from error
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{path} is not UTF-8 text: {error.reason}") from error
+    name = os.fspath(path)
     readers = {".yaml": _read_yaml, ".yml": _read_yaml, ".toml": _read_toml, ".json": _read_json}
-    reader = readers.get(path.suffix.lower())
+    reader = readers.get(Path(path).suffix.lower())
     if reader is None:
         raise ConfigError(
-            f"{path} is no YAML, TOML or JSON file", hint="name it *.yaml, *.toml or *.json"
+            f"{name} is no YAML, TOML or JSON file", hint="name it *.yaml, *.toml or *.json"
         )
-    return reader(text, str(path))
+    entries = reader(read_text(path), name)
+    for entry in entries:
+        _check_letters(entry)
+    return entries
 
 
 def _read_json(text: str, name: str) -> list[ConfigEntry]:
+    _check_nesting(text, name, _JSON_TOKENS)
     try:
-        data = json.loads(text, object_pairs_hook=_no_duplicates)
+        data = json.loads(
+            text, object_pairs_hook=_no_duplicates, parse_constant=_no_constant, parse_float=_float
+        )
     except json.JSONDecodeError as error:
         at = Span(Source(text, name), min(error.pos, max(len(text) - 1, 0)), error.pos + 1)
         raise ConfigError(f"not JSON: {error.msg}", at) from None
@@ -81,26 +97,80 @@ def _read_json(text: str, name: str) -> list[ConfigEntry]:
         raise ConfigError(f"{name}: {error.message}", hint=error.hint) from None
     except ValueError as error:
         raise ConfigError(f"{name} is not JSON: {error}") from None
-    except RecursionError:
-        raise ConfigError(f"{name} nests too deeply") from None
     return _entries(data, name)
 
 
 def _read_toml(text: str, name: str) -> list[ConfigEntry]:
+    # Python's reader takes quadratic time for keys of many parts.
+    _check_nesting(text, name, _TOML_TOKENS)
     try:
-        data = tomllib.loads(text)
+        data = tomllib.loads(text, parse_float=_float)
     except ValueError as error:
         raise ConfigError(f"{name} is not TOML: {error}") from None
-    except RecursionError:
-        raise ConfigError(f"{name} nests too deeply") from None
     return _entries(data, name)
+
+
+def _check_nesting(text: str, name: str, tokens: re.Pattern[str]) -> None:
+    """Refuse brackets and keys with dots that nest deeper than any program, before a parser does.
+
+    Args:
+        text: The file's text.
+        name: Its name.
+        tokens: Matches strings and comments as a whole, brackets, and where keys with dots end.
+    """
+    depth = dots = 0
+    for match in tokens.finditer(text):
+        token = match[0]
+        if token in "[]{},=\n":
+            depth += (token in "[{") - (token in "]}")
+            dots = 0
+        dots += token == "."
+        if max(depth, dots) > MAX_DEPTH:
+            at = Span(Source(text, name), match.start(), match.end())
+            raise _too_deep(at)
+
+
+def _check_counts(entries: int, keys: int, name: str, at: Span | None = None) -> None:
+    """Refuse a file of more entries, or of more keys within them, than any model has."""
+    for count, most, what in ((entries, MAX_ENTRIES, "entries"), (keys, MAX_KEYS, "keys in them")):
+        if count > most:
+            raise ConfigError(f"{name} has more than {most} {what}", at, "split it")
+
+
+def _check_letters(entry: ConfigEntry) -> None:
+    """Refuse halves of letters, which JSON can spell and nothing can write."""
+    for text in (entry.name, entry.text, *entry.params):
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise ConfigError(
+                f"'{_shown(entry.name)}' in {entry.source_name} holds half a letter, "
+                f"{text[error.start]!a}",
+                hint="write the letter itself, or both halves",
+            ) from None
+
+
+def _shown(key: object) -> str:
+    """A key in errors: short, and in one line."""
+    return visible(str(key)[:_SHOWN])
+
+
+def _no_constant(constant: str) -> NoReturn:
+    raise ConfigError(f"'{constant}' is not JSON", hint="write a number")
+
+
+def _float(text: str) -> float:
+    value = float(text)
+    if math.isinf(value) and "inf" not in text:
+        raise ConfigError(f"{text[:_SHOWN]} is too large for a float", hint="write a smaller one")
+    return value
 
 
 def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for key, value in pairs:
         if key in found:
-            raise ConfigError(f"the key '{key[:40]}' stands twice", hint="rename one of them")
+            raise ConfigError(f"the key '{_shown(key)}' stands twice", hint="rename one of them")
         found[key] = value
     return found
 
@@ -109,10 +179,11 @@ def _entries(data: object, name: str) -> list[ConfigEntry]:
     """Entries of a parsed JSON or TOML file, whose lines are not known."""
     if not isinstance(data, dict):
         raise ConfigError(f"{name} holds no mapping", hint="write 'name: program' entries")
+    _check_counts(len(data), sum(map(_keys_in, data.values())), name)
     errors: list[AttnDSLError] = []
     found = []
     for key, value in data.items():
-        label = f"{name}:{str(key)[:_SHOWN]}"
+        label = f"{name}:{_shown(key)}"
         params: object = {}
         if isinstance(value, dict):
             errors += [_unknown_key(label, str(k)) for k in value if k not in _KEYS]
@@ -125,8 +196,17 @@ def _entries(data: object, name: str) -> list[ConfigEntry]:
             assert isinstance(params, dict)
             bound = {param: Bound(number, _origin(label)) for param, number in params.items()}
             found.append(ConfigEntry(str(key), value, label, 1, bound))
-    raise_all(errors)
+        if len(errors) >= MAX_ERRORS:
+            break
+    raise_all(errors[:MAX_ERRORS])
     return found
+
+
+def _keys_in(value: object) -> int:
+    """Keys of a parsed JSON or TOML entry and of what it holds."""
+    if not isinstance(value, dict):
+        return 0
+    return len(value) + sum(map(_keys_in, value.values()))
 
 
 def _read_yaml(text: str, name: str) -> list[ConfigEntry]:
@@ -142,12 +222,9 @@ def _read_yaml(text: str, name: str) -> list[ConfigEntry]:
         raise ConfigError(f"not YAML: {error.problem}", at) from None
     except yaml.YAMLError as error:
         raise ConfigError(f"{name} is not YAML: {error}") from None
-    if root is None:
-        return []
     if not isinstance(root, yaml.MappingNode):
-        raise ConfigError(
-            "the file holds no mapping", _yaml_span(source, root), "write 'name: program' entries"
-        )
+        at = None if root is None else _yaml_span(source, root)
+        raise ConfigError(f"{name} holds no mapping", at, "write 'name: program' entries")
     errors: list[AttnDSLError] = []
     found: dict[str, ConfigEntry] = {}
     for key, value in root.value:
@@ -155,11 +232,15 @@ def _read_yaml(text: str, name: str) -> list[ConfigEntry]:
             entry = _yaml_entry(source, name, key, value)
             if entry.name in found:
                 raise ConfigError(
-                    f"'{entry.name}' stands twice", _yaml_span(source, key), "rename one of them"
+                    f"'{_shown(entry.name)}' stands twice",
+                    _yaml_span(source, key),
+                    "rename one of them",
                 )
             found[entry.name] = entry
         except AttnDSLError as error:
             errors.append(error)
+            if len(errors) == MAX_ERRORS:
+                break
     raise_all(errors)
     return list(found.values())
 
@@ -168,22 +249,26 @@ def _check_yaml_events(text: str, name: str) -> None:
     """Refuse depth, size and aliases before a tree is built of them."""
     import yaml
 
+    source = Source(text, name)
     depth = 0
-    for count, event in enumerate(yaml.parse(text, Loader=yaml.SafeLoader)):
+    nodes = [0] * (MAX_DEPTH + 1)
+    for event in yaml.parse(text, Loader=yaml.SafeLoader):
         start = 0 if event.start_mark is None else event.start_mark.index
-        at = Span(Source(text, name), start, start + 1)
+        at = Span(source, start, start + 1)
         if isinstance(event, yaml.AliasEvent):
             raise ConfigError("aliases are not allowed here", at, "write the text out")
+        if isinstance(event, yaml.NodeEvent):
+            nodes[depth] += 1
+            # A key and its value are two nodes.
+            _check_counts((nodes[1] + 1) // 2, (nodes[2] + nodes[3] + 1) // 2, name, at)
+        if isinstance(event, yaml.ScalarEvent) and len(event.value) > MAX_SOURCE:
+            raise ConfigError(f"a text has more than {MAX_SOURCE} characters", at, "shorten it")
         if isinstance(event, yaml.CollectionStartEvent):
             depth += 1
         elif isinstance(event, yaml.CollectionEndEvent):
             depth -= 1
-        if depth > 3:
-            raise ConfigError(
-                "the file nests too deeply", at, "write {program: ..., params: {...}}"
-            )
-        if count > 8 * MAX_ENTRIES:
-            raise ConfigError(f"the file has more than {MAX_ENTRIES} entries", at, "split it")
+        if depth > MAX_DEPTH:
+            raise _too_deep(at)
 
 
 def _yaml_entry(source: Source, name: str, key: Any, value: Any) -> ConfigEntry:
@@ -191,7 +276,7 @@ def _yaml_entry(source: Source, name: str, key: Any, value: Any) -> ConfigEntry:
 
     if not isinstance(key, yaml.ScalarNode):
         raise ConfigError("a name is text", _yaml_span(source, key), "write 'name: program'")
-    label = key.value[:_SHOWN]
+    label = _shown(key.value)
     params: dict[str, Bound] = {}
     if isinstance(value, yaml.MappingNode):
         parts = {}
@@ -220,25 +305,38 @@ def _yaml_params(source: Source, label: str, written: Any) -> dict[str, Bound]:
     if not isinstance(written, yaml.MappingNode):
         raise _bad_params(label, _yaml_span(source, written))
     found: dict[str, Bound] = {}
-    constructor = yaml.constructor.SafeConstructor()
     for key, value in written.value:
-        is_number = isinstance(value, yaml.ScalarNode) and value.tag in (
-            "tag:yaml.org,2002:int",
-            "tag:yaml.org,2002:float",
-            "tag:yaml.org,2002:bool",
-        )
-        if not is_number:
-            raise _bad_params(label, _yaml_span(source, value))
-        if not isinstance(key, yaml.ScalarNode):
+        if not (isinstance(key, yaml.ScalarNode) and _NAME.fullmatch(key.value)):
             raise _bad_params(label, _yaml_span(source, key))
         if key.value in found:
-            raise ConfigError(f"'{key.value}' stands twice", _yaml_span(source, key), "remove one")
-        try:
-            number = constructor.construct_object(value)
-        except (ValueError, yaml.YAMLError):
-            raise _bad_params(label, _yaml_span(source, value)) from None
+            raise ConfigError(
+                f"'{_shown(key.value)}' stands twice", _yaml_span(source, key), "remove one"
+            )
+        number = _yaml_number(value)
+        if number is None:
+            raise _bad_params(label, _yaml_span(source, value))
         found[key.value] = Bound(number, _origin(label), _yaml_span(source, key))
     return found
+
+
+def _yaml_number(written: Any) -> bool | int | float | None:
+    """The number that a scalar is in YAML 1.1, or None.
+
+    Numbers of base 60 are none: who writes 1:30 does not mean 90.
+    """
+    import yaml
+
+    kind = str(written.tag).removeprefix("tag:yaml.org,2002:")
+    text = written.value if isinstance(written, yaml.ScalarNode) else ""
+    if kind not in ("bool", "int", "float") or not 0 < len(text) <= _LONGEST_NUMBER or ":" in text:
+        return None
+    constructor = yaml.constructor.SafeConstructor()
+    try:
+        number: bool | int | float = constructor.construct_object(written)
+    except (ValueError, IndexError, KeyError, yaml.YAMLError):
+        return None  # A tag that does not fit the text.
+    overflows = isinstance(number, float) and math.isinf(number) and "inf" not in text.lower()
+    return None if overflows else number
 
 
 def _yaml_span(source: Source, written: Any) -> Span:
@@ -246,6 +344,10 @@ def _yaml_span(source: Source, written: Any) -> Span:
     line_end = source.text.find("\n", start)
     stop = min(end, line_end if line_end >= 0 else end)
     return Span(source, start, max(start + 1, stop))
+
+
+def _too_deep(at: Span) -> ConfigError:
+    return ConfigError("the file nests too deeply", at, "write {program: ..., params: {...}}")
 
 
 def _no_program(label: str, value: object, span: Span | None = None) -> ConfigError:
@@ -269,7 +371,7 @@ def _bad_params(label: str, span: Span | None = None) -> ConfigError:
 def _unknown_key(label: str, key: str, span: Span | None = None) -> ConfigError:
     close = difflib.get_close_matches(key[:40], _KEYS, n=1)
     hint = f"did you mean '{close[0]}'?" if close else "the keys are 'program' and 'params'"
-    return ConfigError(f"'{label}' has an unknown key '{key[:40]}'", span, hint)
+    return ConfigError(f"'{label}' has an unknown key '{_shown(key)}'", span, hint)
 
 
 def _origin(label: str) -> str:
@@ -278,5 +380,5 @@ def _origin(label: str) -> str:
 
 def _are_params(params: object) -> bool:
     return isinstance(params, dict) and all(
-        isinstance(k, str) and isinstance(v, bool | int | float) for k, v in params.items()
+        _NAME.fullmatch(k) and isinstance(v, bool | int | float) for k, v in params.items()
     )

@@ -227,9 +227,12 @@ def test_a_file_that_cannot_be_written_stays_as_it_is(attndsl, write, tmp_path, 
 def test_what_is_no_text_is_said_to_be_none(attndsl, write, monkeypatch):
     monkeypatch.setattr(sys, "stdin", None)
     assert "it is closed" in attndsl("check", "-")[1]
-    with open(write("bytes", "é"), encoding="ascii") as stream:
+    Path("bytes").write_bytes(b"causal()\xff")
+    with open("bytes", encoding="latin-1") as stream:
         monkeypatch.setattr(sys, "stdin", stream)
-        assert "<stdin> is not UTF-8 text" in attndsl("check", "-")[1]
+        assert "<stdin> is not UTF-8 text: invalid start byte at byte 8" in (
+            attndsl("check", "-")[1]
+        )
     digits = "1" * 6000
     assert "is not JSON: Exceeds the limit" in attndsl("check", write("a.json", f"[{digits}]"))[1]
     assert "is not TOML: Exceeds the limit" in attndsl("check", write("a.toml", f"a={digits}"))[1]

@@ -14,7 +14,7 @@ from typing import Annotated
 import typer
 
 from attndsl import __version__
-from attndsl.errors import AttnDSLError
+from attndsl.errors import AttnDSLError, visible
 
 from .usage import UsageError
 
@@ -37,9 +37,9 @@ def _file(value: str) -> str:
     if value == "-":
         return value
     if not os.path.exists(value):
-        raise typer.BadParameter(f"there is no file '{value}'")
+        raise typer.BadParameter(f"there is no file '{visible(value)}'")
     if os.path.isdir(value):
-        raise typer.BadParameter(f"'{value}' is a folder")
+        raise typer.BadParameter(f"'{visible(value)}' is a folder")
     return value
 
 
@@ -188,7 +188,7 @@ def run(
     json: Json = False,
 ) -> None:
     """Time a program on random inputs and hold it to the reference."""
-    from .inputs import read_assignment, read_declarations, read_program
+    from .inputs import read_declarations, read_program, read_sizes
     from .running import Shapes
     from .running import run as work
 
@@ -197,7 +197,7 @@ def run(
         batch, heads, kv_heads or heads, q_len, kv_len or q_len, head_dim, value_dim or head_dim,
         dtype, device,
     )  # fmt: skip
-    dims = {key: int(value) for key, value in (read_assignment(each, "--dim") for each in dim)}
+    dims = read_sizes(dim)
     raise typer.Exit(
         work(
             program,
@@ -244,11 +244,11 @@ def plot(
     ] = None,
 ) -> None:
     """Show which pairs and tiles a program keeps, and its scores."""
-    from .inputs import read_assignment, read_declarations, read_program
+    from .inputs import read_declarations, read_program, read_sizes
     from .plotting import plot as work
 
     program = read_program(file, name)
-    dims = {key: int(value) for key, value in (read_assignment(each, "--dim") for each in dim)}
+    dims = read_sizes(dim)
     work(
         program,
         read_declarations(param, tensor),

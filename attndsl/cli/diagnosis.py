@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from attndsl import __version__
-from attndsl.errors import AttnDSLError
+from attndsl.errors import AttnDSLError, visible
 from attndsl.runtime.dispatch import BACKENDS, get_backend
 from attndsl.settings import read_settings
 
@@ -119,10 +119,10 @@ def _print(facts: dict[str, Any]) -> None:
         for device, why in devices.items():
             print(f"  {name:<10} {device:<8} {'works' if why is None else f'no: {why}'}")
     cache = facts["cache"]
-    print(f"\ncache      {cache['folder']}")
+    print(f"\ncache      {visible(cache['folder'])}")
     state = "enabled" if cache["enabled"] else "off (ATTNDSL_CACHE=0)"
     if not cache["writable"]:
         state += ", not writable"
     print(f"  {state}, {cache['entries']} entries, {cache['bytes']} of {cache['limit']} bytes")
     for warning in cache["warnings"]:
-        print(f"  warning: {warning}", file=sys.stderr)
+        print(f"  warning: {visible(warning)}", file=sys.stderr)

@@ -11,7 +11,7 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from attndsl.errors import ConfigError
+from attndsl.errors import ConfigError, visible
 from attndsl.frontend.format import format_source
 
 from .inputs import is_config, read_text
@@ -60,12 +60,13 @@ def format_files(files: Sequence[str], check: bool, diff: bool) -> int:
                 source.name,
                 f"{source.name} (formatted)",
             )
-            print(*(row if row.endswith("\n") else row + "\n" for row in rows), sep="", end="")
+            for row in rows:
+                print(visible(row.removesuffix("\n")))
         elif check:
-            print(f"would reformat {source.name}")
+            print(f"would reformat {visible(source.name)}")
         else:
             _replace(file, formatted)
-            print(f"reformatted {source.name}")
+            print(f"reformatted {visible(source.name)}")
     return 1 if changed and (check or diff) else 0
 
 

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import re
-import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from attndsl.config import MAX_FILE, read_config
-from attndsl.errors import ConfigError
+from attndsl import reading
+from attndsl.config import read_config
+from attndsl.errors import visible
 from attndsl.frontend.declare import Bound, TensorSpec
 from attndsl.source import Source
 
@@ -23,6 +24,12 @@ if TYPE_CHECKING:
 CONFIG_SUFFIXES = (".yaml", ".yml", ".toml", ".json")
 _TENSOR = re.compile(r"\s*([A-Za-z_]\w*)\s*\[([^\]]*)\]\s*(?::\s*(int|float|bool))?\s*")
 _NAME = re.compile(r"[A-Za-z_]\w*")
+_DIGITS = 18
+"""Of an int that fits 64 bits in any case; the program's own reader refuses longer ones."""
+_LONGEST_NUMBER = 400
+_SHOWN = 60
+_NAMED = 20
+"""Programs of a configuration whose names an error gives."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,20 +59,8 @@ def read_text(file: str) -> Source:
         ConfigError: It cannot be read.
     """
     if file == "-":
-        if sys.stdin is None:
-            raise ConfigError("cannot read <stdin>: it is closed")
-        try:
-            return Source(sys.stdin.read(MAX_FILE + 1), "<stdin>")
-        except UnicodeDecodeError as error:
-            raise ConfigError(f"<stdin> is not UTF-8 text: {error.reason}") from error
-    try:
-        with Path(file).open(encoding="utf-8", newline="") as stream:
-            text = stream.read(MAX_FILE + 1)
-    except OSError as error:
-        raise ConfigError(f"cannot read {file}: {error.strerror or error}") from error
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{file} is not UTF-8 text: {error.reason}") from error
-    return Source(text, file)
+        return Source(reading.read_standard_input(), "<stdin>")
+    return Source(reading.read_text(file), file)
 
 
 def read_programs(file: str) -> list[NamedProgram]:
@@ -91,7 +86,8 @@ def read_program(file: str, name: str | None) -> NamedProgram:
         UsageError: It has several programs and ``name`` is None, or none of that name.
     """
     programs = read_programs(file)
-    names = ", ".join(program.name for program in programs) or "none"
+    names = ", ".join(visible(program.name) for program in programs[:_NAMED]) or "none"
+    names += ", ..." if len(programs) > _NAMED else ""
     if name is not None and is_config(file):
         for program in programs:
             if program.name == name:
@@ -117,7 +113,9 @@ def read_declarations(params: Iterable[str], tensors: Iterable[str]) -> dict[str
     for text in tensors:
         match = _TENSOR.fullmatch(text)
         if match is None:
-            raise UsageError(f"-t {text!r} is no tensor", hint="write -t 'gain[heads]: float'")
+            raise UsageError(
+                f"-t {text[:_SHOWN]!r} is no tensor", hint="write -t 'gain[heads]: float'"
+            )
         dims = tuple(_dim(dim) for dim in match[2].split(",") if dim.strip())
         found[match[1]] = TensorSpec(dims, match[3] or "float")
     return found
@@ -130,20 +128,47 @@ def read_assignment(text: str, option: str) -> tuple[str, bool | int | float]:
         UsageError: It is not of that form.
     """
     name, _, written = (part.strip() for part in text.partition("="))
-    value: bool | int | float | None = {"true": True, "false": False}.get(written.lower())
-    for kind in (int, float):
-        if value is None:
-            try:
-                value = kind(written)
-            except ValueError:
-                continue
+    value = _number(written)
     if value is None or not _NAME.fullmatch(name):
         raise UsageError(
-            f"{option} {text!r} gives no name a number", hint=f"write {option} window=1024"
+            f"{option} {text[:_SHOWN]!r} gives no name a number", hint=f"write {option} window=1024"
         )
     return name, value
 
 
+def read_sizes(written: Iterable[str]) -> dict[str, int]:
+    """What ``--dim n=8`` says of the sizes of dims.
+
+    Raises:
+        UsageError: One of them is not of that form.
+    """
+    found = {}
+    for text in written:
+        name, value = read_assignment(text, "--dim")
+        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+            raise UsageError(f"--dim {text[:_SHOWN]!r} gives no size", hint=f"write --dim {name}=8")
+        found[name] = value
+    return found
+
+
+def _number(text: str) -> bool | int | float | None:
+    """The number that ``text`` is, or None; nothing becomes infinite without saying so."""
+    lower = text.lower()
+    if lower in ("true", "false"):
+        return lower == "true"
+    if len(text) > _LONGEST_NUMBER:
+        return None
+    try:
+        return int(text)
+    except ValueError:
+        pass
+    try:
+        value = float(text)
+    except ValueError:
+        return None
+    return None if math.isinf(value) and "inf" not in lower else value
+
+
 def _dim(text: str) -> str | int:
     text = text.strip()
-    return int(text) if text.isdigit() else text
+    return int(text) if text.isascii() and text.isdigit() and len(text) <= _DIGITS else text

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from attndsl.errors import visible
 from attndsl.runtime.dispatch import choose_backend
 
 from .captures import check_dim_names, make_captures
@@ -292,7 +293,7 @@ def _print(report: Report) -> None:
 
     s = report.shapes
     title = (
-        f"{report.program}: {report.backend} on {s.device}, {s.dtype}, B {s.batch}, "
+        f"{visible(report.program)}: {report.backend} on {s.device}, {s.dtype}, B {s.batch}, "
         f"H {s.heads}/{s.kv_heads}, L {s.q_len}x{s.kv_len}, D {s.head_dim}/{s.value_dim}"
     )
     console = Console(width=None if sys.stdout.isatty() else 100)

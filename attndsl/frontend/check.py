@@ -150,6 +150,9 @@ class _Checker:
                 )
             )
         elif isinstance(given, Bound):
+            unusable = _unusable(name, given)
+            if unusable is not None:
+                self.errors.append(unusable)
             self.scope.values[name] = ir.const(given.value)
         elif isinstance(given, ParamSpec):
             self.params[name] = ParamDecl(name, _TYPES[given.dtype])
@@ -213,6 +216,9 @@ class _Checker:
         )
 
     def _bound(self, name: str, given: Bound, dtype: DType, span: Span) -> Node:
+        unusable = _unusable(name, given)
+        if unusable is not None:
+            raise unusable
         node = ir.const(given.value, span)
         if dtype is DType.FLOAT and node.dtype is DType.INT:
             return promote.as_float(node)
@@ -418,6 +424,21 @@ class _Checker:
                     f"did you mean '{close[0]}'?" if close else "remove it, or use it",
                 )
             )
+
+
+def _unusable(name: str, given: Bound) -> TypeMismatchError | None:
+    """What is wrong with a bound value that no literal of the language could have."""
+    if isinstance(given.value, int) and not -(1 << 63) <= given.value < 1 << 63:
+        return TypeMismatchError(
+            f"'{name}' {given.origin}, and its value does not fit 64 bits",
+            given.span,
+            "write a float, such as 1e30",
+        )
+    if given.value != given.value:
+        return TypeMismatchError(
+            f"'{name}' {given.origin}, and its value is NaN", given.span, "write a number"
+        )
+    return None
 
 
 def _origin(given: Declared) -> str:

@@ -8,6 +8,7 @@ Non-goals: the grammar within a statement.
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
+from unicodedata import category
 
 from attndsl.errors import AttnDSLError, LexError, LimitError, ParseError
 from attndsl.source import Span
@@ -49,7 +50,9 @@ def split_statements(source: Source) -> tuple[list[Span], list[AttnDSLError]]:
         c = text[position]
         if c == "#":
             end = text.find("\n", position)
-            position = length if end < 0 else end
+            end = length if end < 0 else end
+            errors += _controls(source, position, end)
+            position = end
             continue
         if c in _CLOSING:
             opened.append((c, position))
@@ -96,6 +99,16 @@ def split_statements(source: Source) -> tuple[list[Span], list[AttnDSLError]]:
             "join statements or move repeated ones into a function",
         )
     return spans, errors
+
+
+def _controls(source: Source, start: int, end: int) -> list[LexError]:
+    """An error where a comment would command the terminal that shows it."""
+    for at in range(start, end):
+        c = source.text[at]
+        if category(c) == "Cc" and c not in "\t\r":
+            message = f"the control character U+{ord(c):04X} is not allowed in a comment"
+            return [LexError(message, Span(source, at, at + 1), "remove it")]
+    return []
 
 
 def _unmatched(source: Source, position: int, opened: list[tuple[str, int]]) -> ParseError:
