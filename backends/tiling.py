@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from attndsl.passes.tiles.plan import EMPTY, FULL, PARTIAL
+from attndsl.passes.widths import fits
 
 from .interpret import Scope, evaluate, scope_of
 
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from attndsl.passes.tiles.sparsity import Sparsity
     from attndsl.pipeline import Lowered
 
-    from .base import Call
+    from .base import Call, Scalar
 
 _CHUNKS = {"cpu": 1 << 17}
 """Pairs that are evaluated at a time: on CPUs what fits into a cache."""
@@ -96,6 +97,25 @@ def kinds_by_bounds(sparsity: Sparsity, grid: Grid) -> torch.Tensor:
         assert sparsity.mask is not None
         evaluate_tiles(sparsity.mask, grid, kinds, kinds == PARTIAL)
     return kinds
+
+
+def wide_ints(call: Call) -> frozenset[str]:
+    """Names of the int params and int tensors of ``call`` that may have more than 32 bits."""
+    values = {**call.tensors, **call.params}
+    return frozenset(name for name, value in values.items() if _is_wide(value))
+
+
+def _is_wide(value: Scalar | torch.Tensor) -> bool:
+    if isinstance(value, torch.Tensor):
+        return value.dtype is torch.int64
+    return isinstance(value, int) and not fits((value, value))
+
+
+def fits_plan(loop: LoopPlan, grid: Grid) -> bool:
+    """Whether all ints of the call are small enough for the closed form of ``loop``."""
+    if loop.within is None:
+        return True
+    return bool(evaluate((loop.within,), grid.scope)[0].all())
 
 
 def kinds_by_segments(

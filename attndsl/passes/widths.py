@@ -9,6 +9,7 @@ Non-goals: relations between names (``kv < kv_len`` is not known), ranges of flo
 
 from __future__ import annotations
 
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from attndsl.ir import DType, Op, toposort
@@ -67,7 +68,7 @@ def ranges(
     found: dict[Node, Range] = {}
     for item in toposort(*roots):
         if item.dtype is DType.INT:
-            exact = _range(item, found, bits)
+            exact = exact_range(item, found, bits)
             if from_zero and item.op is Op.VAR:
                 exact = 0, _HIGHEST
             if known and item.op is Op.VAR:
@@ -77,7 +78,16 @@ def ranges(
     return found
 
 
-def _range(item: Node, found: Mapping[Node, Range], bits: Mapping[str, int]) -> Range:
+def exact_range(
+    item: Node, found: Mapping[Node, Range], bits: Mapping[str, int] = MappingProxyType({})
+) -> Range:
+    """The range of an INT node before it wraps; a power that is too large has that of 64 bits.
+
+    Args:
+        item: The node.
+        found: Ranges of its INT operands.
+        bits: As in :func:`ranges`.
+    """
     if item.op is Op.CONST:
         value = int(item.value)  # type: ignore[arg-type]
         return value, value

@@ -11,11 +11,13 @@ import torch
 from attndsl.backends.base import TileKinds
 from attndsl.backends.interpret import Scope, evaluate, scope_of
 from attndsl.backends.tiling import (
+    fits_plan,
     grid_of,
     kinds_by_bounds,
     kinds_by_segments,
     segment_counts,
     segment_kinds,
+    wide_ints,
 )
 from attndsl.errors import ArgumentError, PlanError, UnsupportedError
 from attndsl.ir import reads_score
@@ -37,7 +39,7 @@ if TYPE_CHECKING:
 
     from attndsl.backends.base import Call, Scalar
     from attndsl.backends.tiling import Grid
-    from attndsl.passes.tiles.plan import Direction
+    from attndsl.passes.tiles.plan import Direction, LoopPlan
     from attndsl.pipeline import Lowered
 
 _DIRECTIONS = {
@@ -103,14 +105,14 @@ def find_tiles(lowered: Lowered, call: Call, block_m: int, block_n: int, directi
         )
     sparsity, grid = lowered.sparsity, grid_of(call, block_m, block_n)
     with torch.no_grad():
-        loop = sparsity.loop(which, block_m, block_n, call.shifted, call.indexed)
-        if loop.listed is None:
+        loop = _loop(lowered, call, which, block_m, block_n)
+        if loop.listed is None and fits_plan(loop, grid):
             kinds = kinds_by_segments(loop, which, sparsity, grid)
             reason = "in closed form"
         else:
             kinds = kinds_by_bounds(sparsity, grid)
             ways = "least and greatest values" + (" and evaluation" if sparsity.evaluate else "")
-            reason = f"by {ways}: {loop.listed}"
+            reason = f"by {ways}: {loop.listed or 'an int has more than 32 bits'}"
     return TileMap(
         kinds, call.q.shape[2], call.k.shape[2], block_m, block_n, reason, _mask_mod(lowered, call)
     )
@@ -143,7 +145,7 @@ def count_tiles(lowered: Lowered, call: Call, block_m: int, block_n: int) -> Til
     batch, heads = sparsity.maps(call.q.shape[0], call.q.shape[1])
     rows, columns = _sides(call, block_m, block_n)
     total = batch * heads * rows * columns
-    loop = sparsity.loop(FORWARD, block_m, block_n, call.shifted, call.indexed)
+    loop = _loop(lowered, call, FORWARD, block_m, block_n)
     with torch.no_grad():
         if loop.listed is not None:
             if total > (_MOST_EVALUATED if sparsity.evaluate else _MOST_COUNTED):
@@ -164,6 +166,14 @@ def count_tiles(lowered: Lowered, call: Call, block_m: int, block_n: int) -> Til
             grid = grid_of(first_row, block_m, block_n)
             counts = segment_counts(loop, FORWARD, grid, (batch, heads))
     return TileCounts(rows, columns, total, counts[FULL], counts[PARTIAL])
+
+
+def _loop(
+    lowered: Lowered, call: Call, direction: Direction, block_m: int, block_n: int
+) -> LoopPlan:
+    return lowered.sparsity.loop(
+        direction, block_m, block_n, call.shifted, call.indexed, wide_ints(call)
+    )
 
 
 def _counts(kinds: torch.Tensor) -> Counter[int]:
@@ -271,7 +281,7 @@ def verify_call(
     grid = grid_of(call, block_m, block_n)
     with torch.no_grad():
         true = _true_kinds(lowered, call, grid)
-        loop = sparsity.loop(which, block_m, block_n, call.shifted, call.indexed)
+        loop = _loop(lowered, call, which, block_m, block_n)
         found = find_tiles(lowered, call, block_m, block_n, direction).kinds
         exact = loop.listed is None or sparsity.evaluate
         _compare(found, true, exact, lowered, f"tile map of {direction}")

@@ -48,7 +48,7 @@ def own_tiles(
     if not _may_leave_out(lowered, special, direction):
         return OwnTiles()
     sizes = config.block_m, config.block_m // config.consumers, config.block_n
-    how = special.shifted, special.indexed
+    how = special.shifted, special.indexed, special.wide
     if lowered.sparsity.loop(FORWARD, config.block_m, config.block_n, *how).listed is not None:
         return OwnTiles(skips=True, parts=config.consumers)
     loop = lowered.sparsity.loop_of_rows(*sizes, *how)

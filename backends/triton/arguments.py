@@ -24,9 +24,6 @@ if TYPE_CHECKING:
     from .kernels import ListKernels
     from .specialise import Specialisation
 
-_MOST_INT = 1 << 62
-"""The largest size of an int param, whose sums with lengths fit 64 bits."""
-
 NO_LINES = Lines()
 _STATISTICS = ("LSE", "LSE_MOVED", "DLSE", "LSE2", "DELTA", "SUMS", "DISTANCE_SUMS", "LINE_SUMS")
 _LISTS = {
@@ -191,18 +188,13 @@ def origin(offset: int | torch.Tensor, index: torch.Tensor | None) -> int | torc
 
 
 def _checked(name: str, value: int) -> int:
-    """``value``, unless bounds of tiles that are computed from it may not fit 64 bits.
+    """``value``, unless the interpreter takes it for an int of 32 bits.
 
     Raises:
-        UnsupportedError: It is too large; or the interpreter would take it for one of 32 bits.
+        UnsupportedError: The interpreter does.
     """
     if -(1 << 31) <= value < 1 << 31:
         return value
-    if abs(value) > _MOST_INT:
-        raise UnsupportedError(
-            f"the param '{name}' is {value}; bounds of tiles are computed from it in 64 bits",
-            hint=f"pass at most 2**62 in size, or bind it: compile(..., {name}={value})",
-        )
     if triton.knobs.runtime.interpret and abs(value) < 1 << 32:
         raise UnsupportedError(
             f"the param '{name}' is {value}, which Triton's interpreter takes for 32 bits",

@@ -365,8 +365,9 @@ def plan_loop(
     if direction not in LOOPS:
         return LoopPlan()
     return lowered.sparsity.loop(
-        LOOPS[direction], config.block_m, config.block_n, special.shifted, special.indexed
-    )
+        LOOPS[direction], config.block_m, config.block_n, special.shifted, special.indexed,
+        special.wide,
+    )  # fmt: skip
 
 
 def work_of(lowered: Lowered, special: Specialisation, direction: str) -> str:

@@ -133,6 +133,14 @@ class Specialisation:
         """Whether logical positions are looked up."""
         return "index" in (self.q_kind, self.kv_kind)
 
+    @property
+    def wide(self) -> frozenset[str]:
+        """Names of the int params and int tensors that may have more than 32 bits."""
+        params = {p.name for p in self.params if p.dtype is DType.INT and "64" in p.type}
+        return frozenset(
+            params | {c.name for c in self.captures if c.dtype is DType.INT and c.bits > 32}
+        )
+
     def names(self) -> Names:
         """What the expression printer needs."""
         bits = {c.name: c.bits for c in self.captures if c.dtype is DType.INT}

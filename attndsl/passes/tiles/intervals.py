@@ -6,8 +6,9 @@ alone) takes in the tile's rows (or columns). ``doc[b, q] == doc[b, kv]``, ``off
 ``q % 128`` are such: one value a row, computed as it stands, so nothing need be known about it.
 
 Sound always: a live pair makes ``may`` true, a dead one makes ``must`` false. Comparisons are
-written so that a NaN bound decides nothing. Float bounds are widened by more than the difference
-between two roundings of one expression.
+written so that a NaN bound decides nothing. Integers wrap at 64 bits. Where arithmetic might wrap,
+bounds decide only if its operands are small enough. Float bounds are widened by more than the
+difference between two roundings of one expression.
 
 Non-goals: exactness where one name occurs in several atoms (see ``segments.py``).
 """
@@ -18,11 +19,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from attndsl.ir import DType, Op, cast, const, dependencies, node, param, toposort
+from attndsl.passes.widths import INT64, exact_range, fits, ranges
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from attndsl.ir import Node
+    from attndsl.passes.widths import Range
 
 _WIDENING = 2.0**-18
 SCORE_DEPENDENT = "it depends on the score"
@@ -65,6 +68,30 @@ def position_bounds(name: str) -> tuple[Node, Node]:
     return param(f"${name}_low", DType.INT), param(f"${name}_high", DType.INT)
 
 
+_SMALL = 1 << 31
+"""Bounds may be of use where operands of integer arithmetic are below this in magnitude."""
+_INTS = 2.0**62
+"""Floats whose magnitude is at most this become ints by truncation."""
+
+
+def _clipped(found: Range, limit: int) -> Range:
+    """What of ``found`` is below ``limit`` in magnitude; ``found`` itself where nothing is."""
+    low, high = max(found[0], -limit), min(found[1], limit - 1)
+    return (low, high) if low <= high else found
+
+
+def _wrapping(computed: list[Node], known: dict[Node, Range]) -> frozenset[Node]:
+    """The operations among ``computed`` that may wrap where their operands are in ``known``."""
+    wrapping = set()
+    values = dict(known)
+    for item in computed:
+        exact = exact_range(item, values)
+        if not fits(exact, INT64):
+            wrapping.add(item)
+        values[item] = exact if fits(exact, INT64) else INT64
+    return frozenset(wrapping)
+
+
 Pair = tuple["Node", "Node"]
 """(low, high) of a number, (must, may) of a BOOL: BOOLs are numbers 0 and 1 here."""
 
@@ -78,13 +105,21 @@ class _Bounder:
         self.found: dict[Node, Pair] = {}
         self.unknown: set[Node] = set()
         """Numbers without bounds."""
+        self.small: list[Node] = []
+        """BOOLs over the bounds: whether no arithmetic on them can wrap."""
 
     def bounds(self) -> Bounds:
         needed = self._needed()
+        wrapping, limit, operands = self._limit(needed)
         for item in toposort(self.mask):
             if item in needed:
-                self.found[item] = self._bound(item)
+                bounds = self._unknown(item) if item in wrapping else self._bound(item)
+                self.found[item] = bounds
+                if item in operands:
+                    self._require(bounds, const(-limit), const(limit - 1))
         must, may = self.found[self.mask]
+        for small in self.small:
+            must, may = _and(must, small), _or(may, _not(small))
         rows, columns = (tuple(self.values[position]) for position in ("q", "kv"))
         return Bounds(may, must, rows, columns, tuple(self.opaque))
 
@@ -99,6 +134,38 @@ class _Bounder:
                 if len(self._positions(item)) == 2 or self._linear(item):
                     stack += item.args
         return needed
+
+    def _limit(self, needed: set[Node]) -> tuple[frozenset[Node], int, frozenset[Node]]:
+        """How small the operands of integer arithmetic must be for its bounds not to wrap.
+
+        Returns:
+            The operations that may wrap even then, the limit of the operands' magnitude (a power of
+            two), and the operands that may be beyond it.
+        """
+        order = [n for n in toposort(self.mask) if n in needed and n.dtype is DType.INT]
+        computed = [n for n in order if self._computed(n)]
+        args = {arg for n in computed for arg in n.args if arg.dtype is DType.INT}
+        operands = args.difference(computed)
+        full = ranges(tuple(order), {})
+
+        def wrapping(limit: int) -> frozenset[Node]:
+            return _wrapping(computed, {n: _clipped(full[n], limit) for n in operands})
+
+        fewest, limit = wrapping(_SMALL), 1 << 63
+        while wrapping(limit) != fewest:
+            limit >>= 1
+        beyond = frozenset(n for n in operands if _clipped(full[n], limit) != full[n])
+        return fewest, limit, beyond
+
+    def _computed(self, item: Node) -> bool:
+        """Whether the bounds of an INT node are computed from those of its operands."""
+        if not item.args or not self._positions(item):
+            return False
+        return len(self._positions(item)) == 2 or self._linear(item)
+
+    def _require(self, bounds: Pair, low: Node, high: Node) -> None:
+        """Let bounds decide only where ``bounds`` lie from ``low`` to ``high``."""
+        self.small += [node(Op.LE, low, bounds[0]), node(Op.LE, bounds[1], high)]
 
     def _positions(self, item: Node) -> frozenset[str]:
         """``q`` and ``kv`` as far as ``item`` varies with them; both where it needs the score."""
@@ -119,6 +186,9 @@ class _Bounder:
         varying = [arg for arg in item.args if self.deps[arg] & {"q", "kv"}]
         rule = _RULES.get(item.op)
         if rule is not None and not self.unknown.intersection(item.args):
+            if item.op is Op.CAST and item.args[0].dtype is DType.FLOAT and item.dtype is DType.INT:
+                # What is not below 2**63 becomes another int on each machine.
+                self._require(args[0], const(-_INTS), const(_INTS))
             result = rule(item, *args)
             if result is not None:
                 if item.op in _LOSSY and len(varying) > (item.op is Op.MUL):

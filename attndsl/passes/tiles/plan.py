@@ -10,10 +10,10 @@ begin with ``$`` cannot be a user's.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from attndsl.ir import DType, param
+from attndsl.ir import DType, Op, const, node, param
 
 if TYPE_CHECKING:
     from attndsl.ir import Node
@@ -54,6 +54,24 @@ class LoopPlan:
     """Whether later tiles have more work, and so begin first."""
     short: bool = False
     """Whether the number of tiles does not grow with the length."""
+    within: Node | None = None
+    """BOOL: where it is false, an int is too large for the closed form, and the segments name all
+    tiles PARTIAL; None where that cannot be."""
+
+
+def guarded(loop: LoopPlan, within: Node | None) -> LoopPlan:
+    """``loop`` where ``within`` is true, and all tiles as PARTIAL ones where it is false."""
+    if within is None:
+        return loop
+    full, partial = (
+        tuple(
+            replace(s, guard=within if s.guard is None else node(Op.AND, within, s.guard))
+            for s in segments
+        )
+        for segments in (loop.full, loop.partial)
+    )
+    everything = Segment(const(0), TILES, 1, node(Op.NOT, within))
+    return replace(loop, full=full, partial=(*partial, everything), within=within)
 
 
 @dataclass(frozen=True, slots=True)

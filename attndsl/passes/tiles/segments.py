@@ -16,13 +16,19 @@ from contextlib import contextmanager
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-from attndsl.ir import Node, Op, const, node, toposort
+from attndsl.ir import DType, Node, Op, const, node, toposort
+from attndsl.passes.widths import INT32, INT64, POSITION_LIMIT, exact_range, fits
 
+from .affine import guard_of, symbols_of
 from .plan import TILE, TILES, WHOLE, Segment
 from .sets import SetBuilder
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+    from attndsl.passes.widths import Range
+
+    from .affine import Symbols
 
 MAX_SEGMENTS = 12
 """Segments of one kind that a kernel still computes faster than it reads a list."""
@@ -30,7 +36,7 @@ MAX_PIECES = 12
 """Convex pieces that are tried as ranges."""
 MAX_OPERATIONS = 200_000
 """isl's own count of operations on sets; a few tenths of a second."""
-MAX_DISJOINT, MAX_CONSTRAINTS = 32, 256
+MAX_DISJOINT, MAX_CONSTRAINTS = 24, 256
 """Disjoint pieces of a set that isl writes code for, and constraints of all of them. Within these
 isl takes half a second at most. A set of twelve segments seldom has more than 12 pieces."""
 MAX_PRODUCT = 128
@@ -50,8 +56,11 @@ def closed_segments(
     along: tuple[str, int],
     shifted: bool,
     ragged_full: bool,
+    wide: frozenset[str] = frozenset(),
 ) -> tuple[tuple[Segment, ...], tuple[Segment, ...]]:
     """The FULL and the PARTIAL segments of ``mask``.
+
+    They hold where the mask's guard does (see :func:`.affine.guard_of`).
 
     Args:
         mask: Quasi-affine.
@@ -59,6 +68,7 @@ def closed_segments(
         along: What the loop counts, and the size of its tiles.
         shifted: Whether logical positions are rows plus run-time offsets.
         ragged_full: Whether FULL may name the ragged last tile of the loop.
+        wide: Names of the mask's int params and int tensors that may have more than 32 bits.
 
     Raises:
         NoClosedForm: There is none that is worth it.
@@ -69,15 +79,18 @@ def closed_segments(
     context = islpy.Context()
     context.set_max_operations(MAX_OPERATIONS)
     try:
-        return _Derivation(context, shifted).segments(mask, own, along, ragged_full)
+        builder = SetBuilder(context, shifted, guard_of(mask, wide).cut)
+        found = _Derivation(builder).segments(mask, own, along, ragged_full)
     except islpy.Error as error:
         raise NoClosedForm("the integer sets of its tiles are too complicated") from error
+    _check_widths([segment for kind in found for segment in kind], symbols_of(mask))
+    return found
 
 
 class _Derivation:
-    def __init__(self, context: Any, shifted: bool) -> None:
-        self.context = context
-        self.builder = SetBuilder(context, shifted)
+    def __init__(self, builder: SetBuilder) -> None:
+        self.context = builder.context
+        self.builder = builder
         self.slopes = [0]
         """Tiles along the loop that the diagonal moves for one owner tile, and none."""
         self.strides: tuple[int, ...] = _STRIDES
@@ -206,6 +219,22 @@ def _periods(mask: Node, along: int) -> list[int]:
         if item.op in (Op.MOD, Op.FLOORDIV) and item.args[1].op is Op.CONST
     }
     return sorted(period for period in found if 1 < period <= _STRIDES[-1])
+
+
+def _check_widths(segments: list[Segment], symbols: Symbols) -> None:
+    """Refuse bounds whose arithmetic may wrap where the symbols fit 32 bits.
+
+    Raises:
+        NoClosedForm: There is such a bound.
+    """
+    values: dict[Node, Range] = {item: symbols.values.get(item, INT32) for item in symbols.named}
+    values |= dict.fromkeys((TILE, TILES, WHOLE), (0, POSITION_LIMIT))
+    bounds = [(s.start, s.stop, *(() if s.guard is None else (s.guard,))) for s in segments]
+    for item in toposort(*(bound for group in bounds for bound in group)):
+        if item.dtype is DType.INT and item not in values:
+            values[item] = exact_range(item, values)
+            if not fits(values[item], INT64):
+                raise NoClosedForm("the bounds of its tiles may need more than 64 bits")
 
 
 class _NoRanges(NoClosedForm):

@@ -6,7 +6,7 @@ A mask is quasi-affine where it is made of ``q`` and ``kv`` by sums, integer fac
 parameter: lengths, run-time ints, entries of tensors looked up by ``b`` and ``h``. Such sets are
 decided exactly (W. Pugh, The Omega test, 1991; S. Verdoolaege, isl, 2010).
 
-Non-goals: 64-bit wrap-around (positions are below 2**30), anything about tiles.
+Non-goals: wrap-around (``affine.py`` keeps it out), anything about tiles.
 """
 
 from __future__ import annotations
@@ -14,66 +14,17 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from attndsl.ir import COMPARISONS, LEAVES, DType, Op, cast, dependencies, param, toposort
+from attndsl.ir import COMPARISONS, LEAVES, DType, Op, cast, param, toposort
+
+from .affine import BY_CONSTANT, bit_runs, symbols_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from attndsl.ir import Node
 
-MAX_COEFFICIENT = 1 << 20
-"""Larger constants make sets expensive and come from arithmetic that is no tiling."""
-_SUPPORTED = frozenset(
-    {
-        Op.ADD, Op.SUB, Op.NEG, Op.MIN, Op.MAX, Op.ABS, Op.SIGN, Op.BITNOT, Op.WHERE, Op.AND,
-        Op.OR, Op.NOT, Op.LT, Op.LE, Op.EQ, Op.NE,
-    }
-)  # fmt: skip
-_BY_CONSTANT = frozenset(
-    {Op.MUL, Op.FLOORDIV, Op.MOD, Op.SHL, Op.SHR, Op.BITAND, Op.BITOR, Op.BITXOR}
-)
 OFFSETS = {name: param(f"${name}_offset", DType.INT) for name in ("q", "kv")}
 """Run-time shifts of logical positions; names that begin with ``$`` are the kernels' own."""
-_MAX_RUNS = 3
-"""Runs of ones in a bit mask; each makes a ``//`` and a ``%``."""
-
-
-def why_not_affine(root: Node) -> str | None:
-    """Why ``root`` is no quasi-affine expression, or None where it is one."""
-    deps = dependencies(root)
-    for item in toposort(root):
-        if not deps[item] & {"q", "kv", "score"}:
-            continue
-        reason = _refusal(item, deps)
-        if reason is not None:
-            return reason
-    return None
-
-
-def _refusal(item: Node, deps: Mapping[Node, frozenset[str]]) -> str | None:
-    op = item.op
-    if op is Op.SCORE:
-        return "it depends on the score"
-    if op is Op.LOAD:
-        return f"{item.value}[...] is looked up by position"
-    if item.dtype is DType.FLOAT or any(arg.dtype is DType.FLOAT for arg in item.args):
-        return "it computes with floats"
-    if op is Op.VAR or op in _SUPPORTED or op is Op.CAST:
-        return None
-    if op is Op.POW:
-        return None if item.args[1].value in (0, 1) else "a power of a position"
-    if op in _BY_CONSTANT:
-        varying = [arg for arg in item.args if arg.op is not Op.CONST]
-        ordered = op in (Op.FLOORDIV, Op.MOD, Op.SHL, Op.SHR)
-        if len(varying) > 1 or (ordered and varying[0] is not item.args[0]):
-            return f"'{op.value}' of two values that are not constant"
-        number = int(next(arg.value for arg in item.args if arg.op is Op.CONST))  # type: ignore[arg-type]
-        if op in (Op.SHL, Op.SHR):
-            return None if number <= 20 else f"a shift by {number}"
-        if op in (Op.BITAND, Op.BITOR, Op.BITXOR) and len(_runs(number)) > _MAX_RUNS:
-            return f"'{op.value}' with {number}, whose bits are scattered"
-        return None if abs(number) <= MAX_COEFFICIENT else f"the constant {number} is too large"
-    return f"'{op.value}' is not affine"
 
 
 @dataclass(slots=True)
@@ -83,10 +34,12 @@ class SetBuilder:
     Args:
         context: The isl context that all objects live in.
         shifted: Whether logical positions are rows plus the run-time offsets.
+        cut: What stands for some symbols (see :class:`~.affine.Guard`).
     """
 
     context: Any
     shifted: bool
+    cut: Mapping[Node, Node]
     parameters: dict[str, Node] = field(default_factory=dict)
     """What each isl parameter stands for, in order of first use."""
     _found: dict[Node, Any] = field(default_factory=dict)
@@ -96,11 +49,11 @@ class SetBuilder:
         """The isl set of rows and columns where ``mask`` holds, lengths unbounded.
 
         Raises:
-            TypeError: ``mask`` is not quasi-affine (see :func:`why_not_affine`).
+            TypeError: ``mask`` is not quasi-affine (see :mod:`.affine`).
         """
-        deps = dependencies(mask)
+        named = symbols_of(mask).named
         for item in toposort(mask):
-            if not deps[item] & {"q", "kv", "score"} and not self._expands(item):
+            if item in named:
                 if item.dtype is not DType.FLOAT:
                     self._found[item] = self._parameter(item)
                 continue
@@ -114,21 +67,14 @@ class SetBuilder:
         """The isl function whose value is the parameter ``item``."""
         return self._read(self._name(item))
 
-    def _expands(self, item: Node) -> bool:
-        """Whether an expression without positions is built of its operands rather than a name."""
-        if item.op is Op.CONST:
-            return item.dtype is not DType.FLOAT and abs(int(item.value)) <= MAX_COEFFICIENT  # type: ignore[arg-type]
-        if item.op in LEAVES or item.op is Op.LOAD:
-            return False
-        return _refusal(item, {}) is None and all(arg in self._found for arg in item.args)
-
     def _name(self, item: Node) -> str:
         name = self._names.get(item)
         if name is None:
-            stem = str(item.value).strip("$") if item.op in LEAVES else "value"
+            named = item.op in LEAVES and item.op is not Op.CONST
+            stem = str(item.value).strip("$") if named else "value"
             name = f"{stem}_{len(self._names)}"
             self._names[item] = name
-            self.parameters[name] = cast(item, DType.INT)
+            self.parameters[name] = cast(self.cut.get(item, item), DType.INT)
         return name
 
     def _parameter(self, item: Node) -> Any:
@@ -166,7 +112,7 @@ class SetBuilder:
             return position.add(self.parameter(OFFSETS[str(item.value)]))
         if op in COMPARISONS:
             return self._compare(item, *args)
-        if op in _BY_CONSTANT:
+        if op in BY_CONSTANT:
             return self._by_constant(item, *args)
         if op is Op.WHERE:
             return self._where(item.dtype, *args)
@@ -223,7 +169,7 @@ class SetBuilder:
 
     def _masked(self, value: Any, number: int) -> Any:
         total = self._number(0)
-        for low, high in _runs(number):
+        for low, high in bit_runs(number):
             part = self._divide(value, 1 << low)
             if high is not None:
                 size = 1 << (high - low)
@@ -242,21 +188,6 @@ class SetBuilder:
         import islpy
 
         return islpy.Val.int_from_si(self.context, number)
-
-
-def _runs(number: int) -> list[tuple[int, int | None]]:
-    """Runs of ones of a 64-bit integer as bit ranges [low, high); None: up to the sign."""
-    runs: list[tuple[int, int | None]] = []
-    bit = 0
-    while bit < 64:
-        if not number >> bit & 1:
-            bit += 1
-            continue
-        low = bit
-        while bit < 64 and number >> bit & 1:
-            bit += 1
-        runs.append((low, None if bit == 64 else bit))
-    return runs
 
 
 _SIMPLE: dict[Op, Callable[..., Any]] = {

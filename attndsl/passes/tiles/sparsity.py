@@ -13,13 +13,13 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from attndsl.ir import Op, const, dependencies
+from attndsl.ir import Op, const, dependencies, leaf_names
 from attndsl.passes.evaluate import Environment, evaluate
 
+from .affine import guard_of, why_not_affine
 from .intervals import SCORE_DEPENDENT, Bounds, bound_mask
-from .plan import FORWARD, LoopPlan
+from .plan import FORWARD, LoopPlan, guarded
 from .segments import NoClosedForm, closed_segments
-from .sets import why_not_affine
 
 if TYPE_CHECKING:
     from attndsl.ir import Node, Program
@@ -65,8 +65,9 @@ class Sparsity:
         return (batch if self.by_batch else 1), (heads if self.by_head else 1)
 
     def loop(
-        self, direction: Direction, block_m: int, block_n: int, shifted: bool, indexed: bool
-    ) -> LoopPlan:
+        self, direction: Direction, block_m: int, block_n: int, shifted: bool, indexed: bool,
+        wide: frozenset[str] = frozenset(),
+    ) -> LoopPlan:  # fmt: skip
         """The plan of one loop at one tile size.
 
         Args:
@@ -75,30 +76,34 @@ class Sparsity:
             block_n: Key rows of a tile.
             shifted: Whether the call gives offsets.
             indexed: Whether the call gives ``q_index`` or ``kv_index``.
+            wide: Names of the int params and int tensors that may have more than 32 bits.
         """
         if self.mask is not None and self.not_affine is not None:
             return LoopPlan(listed=self.not_affine)
         if self.mask is not None and indexed:
             return LoopPlan(listed="positions are looked up in q_index or kv_index")
         mask = const(True) if self.mask is None else self.mask
+        wide = wide & leaf_names(mask)
         blocks = {"q": block_m, "kv": block_n}
         own, along = blocks[direction.own], blocks[direction.along]
         # Rows beyond the length have weights of 0, unless a score expression makes NaN of zeros.
         ragged_full = direction.along == "q" and self.plain
         try:
             full, partial = closed_segments(
-                mask, (direction.own, own), (direction.along, along), shifted, ragged_full
+                mask, (direction.own, own), (direction.along, along), shifted, ragged_full, wide
             )
         except NoClosedForm as reason:
             return LoopPlan(listed=str(reason))
         found = LoopPlan(full, partial)
         first, last = (_visited(found, own, along, _MANY, end) for end in (0.0, 1.0))
         middle, twice = (_visited(found, own, along, scale, 0.5) for scale in (_MANY, 2 * _MANY))
-        return replace(found, descending=last > first, short=middle == twice)
+        found = replace(found, descending=last > first, short=middle == twice)
+        return guarded(found, guard_of(mask, wide).within)
 
     def loop_of_rows(
-        self, block_m: int, rows: int, block_n: int, shifted: bool, indexed: bool
-    ) -> LoopPlan | None:
+        self, block_m: int, rows: int, block_n: int, shifted: bool, indexed: bool,
+        wide: frozenset[str] = frozenset(),
+    ) -> LoopPlan | None:  # fmt: skip
         """The forward's plan for ``rows`` of each query tile's ``block_m``.
 
         None where there is no closed form, or all rows of the tiles looked at visit the same.
@@ -106,7 +111,7 @@ class Sparsity:
         if self.mask is None:
             return None
         whole, part = (
-            self.loop(FORWARD, own, block_n, shifted, indexed) for own in (block_m, rows)
+            self.loop(FORWARD, own, block_n, shifted, indexed, wide) for own in (block_m, rows)
         )
         if whole.listed is not None or part.listed is not None:
             return None
