@@ -8,7 +8,7 @@ STAMP := $(VENV)/.installed
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint bench clean
+.PHONY: help setup demo test lint fuzz bench clean
 
 help: ## Show this list
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -29,6 +29,9 @@ lint: $(STAMP) ## Check style, formatting and types
 	rm -rf build
 	$(BIN)/pip install --quiet --no-deps --no-build-isolation --no-compile --target build/typed .
 	cd build/typed && ../../$(BIN)/mypy --config-file ../../pyproject.toml --cache-dir ../../.mypy_cache
+
+fuzz: $(STAMP) ## Run random programs, fresh ones until stopped (FUZZ="--count 20000 --processes 2")
+	$(BIN)/python tests/fuzz/run.py $(FUZZ)
 
 bench: $(STAMP) ## Measure what this machine can run; results go to benchmarks/results/
 	$(BIN)/python benchmarks/run.py $(BENCH)

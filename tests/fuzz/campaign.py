@@ -8,16 +8,19 @@ import queue
 import random
 import time
 from collections import Counter
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from .compare import Outcome, Place, Verdict, judge, one_thread, reproduction
+import torch
+
+from .compare import Outcome, Place, Verdict, judge, reproduction
 from .generate import DEVICE, SMALL, TILED, Scale, generate
 from .program import Apply, Dot, Invoke, Load, Masked, everything
 from .shrink import shrink
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from .program import Case
 
@@ -179,8 +182,19 @@ def run(plan: Plan, progress: Callable[[str], None] | None = None) -> Report:
     return report
 
 
-def _alone(jobs: Sequence[tuple[int, Place]], plan: Plan, begin: float):  # noqa: ANN202
-    with one_thread():
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Torch with a single thread, as many processes run beside each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _alone(jobs: Sequence[tuple[int, Place]], plan: Plan, begin: float) -> Iterator[Found]:
+    with _one_thread():
         for seed, place in jobs:
             if time.monotonic() - begin > 60 * plan.minutes:
                 return
@@ -220,12 +234,12 @@ class _Worker:
 
 
 def _serve(jobs: multiprocessing.Queue, found: multiprocessing.Queue, shrinking: float) -> None:
-    with one_thread():
+    with _one_thread():
         while (job := jobs.get()) is not None:
             found.put(try_seed(*job, shrinking))
 
 
-def _together(jobs: Sequence[tuple[int, Place]], plan: Plan, begin: float):  # noqa: ANN202
+def _together(jobs: Sequence[tuple[int, Place]], plan: Plan, begin: float) -> Iterator[Found]:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     context = multiprocessing.get_context("spawn")
     left = iter(jobs)

@@ -7,11 +7,11 @@ say nothing about a backend.
 
 from __future__ import annotations
 
-import contextlib
 import time
 import traceback
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -20,13 +20,20 @@ from attndsl.errors import AttnDSLError, LimitError, UnsupportedError
 
 from .inputs import arriving, python_call, value_of
 from .oracle import PRECISIONS, Errors, Oracle, Result, Unfit
-from .program import Case
 from .text import text
+
+if TYPE_CHECKING:
+    from .inputs import Call
+    from .program import Case
 
 _RUNS = 2
 _SLACK = 12.0
 _ILL = 0.05
 """How much of a result errors may change before it is called ill-conditioned."""
+_DEVIATIONS = 7
+"""Standard deviations by which the number of kept weights may differ from what is expected."""
+_TELLING = 1e-3
+"""Least weight that no dtype makes 0."""
 _MOST = 300.0
 """Largest score of a case that says something: beyond, a softmax is an argmax."""
 
@@ -124,17 +131,20 @@ def judge(case: Case, place: Place, runs: int = _RUNS) -> Outcome:
     """Run ``case`` at ``place`` and compare."""
     try:
         oracle = Oracle(case, place.device)
-        kept = None
-        if case.dropout is not None:
-            kept = _kept(case, place, oracle)
-        expected = expect(oracle, place.dtype, runs, kept)
+        expected = expect(oracle, place.dtype, runs) if case.dropout is None else None
     except Unfit as reason:
         return Outcome(Verdict.UNFIT, str(reason))
-    except AttnDSLError as error:
-        return _refused(error, 0.0)
     begin = time.perf_counter()
     try:
+        if expected is None:
+            kept = _kept(case, place)
+            expected = expect(oracle, place.dtype, runs, kept)
+            share = _wrong_share(case, kept, expected.result)
+            if share is not None:
+                return Outcome(Verdict.WRONG, "the share of kept weights is wrong", share)
         found = run(case, place)
+    except Unfit as reason:
+        return Outcome(Verdict.UNFIT, str(reason))
     except AttnDSLError as error:
         return _refused(error, time.perf_counter() - begin)
     except Exception as error:
@@ -193,20 +203,19 @@ def _compare(
 
 def run(case: Case, place: Place) -> dict[str, torch.Tensor | None]:
     """What the backend gives: ``out``, ``lse`` and gradients by name."""
-    call = python_call(case, place.dtype)
-    bound = {name: value_of(source) for name, source in call.bound.items()}
-    attention = attndsl.compile(text(case), backend=place.backend, **bound)
+    call = python_call(case, place.dtype, place.device)
     given = {**call.operands, **call.captures}
-    values = {name: _placed(value_of(x), place, name in call.learned) for name, x in given.items()}
-    options = {name: _placed(value_of(x), place, False) for name, x in call.options.items()}
-    returned = attention(**values, **options)
+    values = {name: value_of(source) for name, source in given.items()}
+    for name in call.learned:
+        values[name] = values[name].detach().requires_grad_()
+    returned = _attention(case, place)(**values, **_options(call))
     out, lse = returned if case.lse else (returned, None)
     found: dict[str, torch.Tensor | None] = {"out": out, "lse": lse}
     if not call.learned:
         return found
-    outputs, seeds = [out], [arriving(case)[0].to(place.device, out.dtype)]
     if not out.requires_grad:
         return found | {f"d{name}": None for name in call.learned}
+    outputs, seeds = [out], [arriving(case)[0].to(place.device, out.dtype)]
     if lse is not None:
         outputs.append(lse)
         back = arriving(case)[1].to(place.device, lse.dtype)
@@ -216,20 +225,41 @@ def run(case: Case, place: Place) -> dict[str, torch.Tensor | None]:
     return found | {f"d{name}": grad for name, grad in zip(call.learned, grads, strict=True)}
 
 
-def _placed(value: object, place: Place, learned: bool) -> object:
-    if not isinstance(value, torch.Tensor):
-        return value
-    there = value if place.device == "cpu" else value.to(place.device)
-    return there.detach().requires_grad_() if learned else there
+def _attention(case: Case, place: Place) -> attndsl.Attention:
+    call = python_call(case, place.dtype, place.device)
+    bound = {name: value_of(source) for name, source in call.bound.items()}
+    return attndsl.compile(text(case), backend=place.backend, **bound)
 
 
-def _kept(case: Case, place: Place, oracle: Oracle) -> torch.Tensor:
-    """Which weights dropout keeps: those that come out where V is the identity.
+def _options(call: Call) -> dict[str, Any]:
+    return {name: value_of(source) for name, source in call.options.items()}
 
-    Raises:
-        Unfit: Weights that are too small to tell.
+
+def _kept(case: Case, place: Place) -> torch.Tensor:
+    """Which weights dropout keeps: those that are not 0 in the output where V is the identity.
+
+    Bool (batch, heads, q_len, kv_len). A weight that is 0 by itself counts as dropped, which
+    changes nothing.
     """
-    raise NotImplementedError
+    call, sizes = python_call(case, place.dtype, place.device), case.sizes
+    given = {**call.operands, **call.captures}
+    values = {name: value_of(source) for name, source in given.items()}
+    identity = torch.eye(sizes.kv_len, dtype=values["q"].dtype, device=place.device)
+    values["v"] = identity.expand(sizes.batch, sizes.kv_heads, -1, -1)
+    found = _attention(case, place)(**values, **_options(call))
+    weights = found[0] if case.lse else found
+    return weights.detach() != 0
+
+
+def _wrong_share(case: Case, kept: torch.Tensor, result: Result) -> str | None:
+    """What is wrong with how many weights are kept, if anything."""
+    assert case.dropout is not None
+    some = result.weights.abs() > _TELLING
+    count, stays = int(some.sum()), int((some & kept).sum())
+    wanted = count * (1 - case.dropout)
+    if abs(stays - wanted) <= _DEVIATIONS * (wanted * case.dropout) ** 0.5:
+        return None
+    return f"{stays} of {count} weights are kept, and {wanted:.0f} are expected"
 
 
 def traits_of(result: Result) -> frozenset[str]:
@@ -244,32 +274,17 @@ def traits_of(result: Result) -> frozenset[str]:
     return frozenset(found)
 
 
-@contextlib.contextmanager
-def one_thread():  # noqa: ANN201
-    """Torch with a single thread, as many processes run beside each other."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
 def reproduction(case: Case, place: Place, outcome: Outcome) -> str:
     """Python that shows the failure without the fuzzer."""
-    call = python_call(case, place.dtype)
+    call = python_call(case, place.dtype, place.device)
     interpreted = place.device == "cpu" and place.backend in ("triton", "auto", "hopper")
     lines = ["import os; os.environ['TRITON_INTERPRET'] = '1'"] if interpreted else []
     lines += ["import torch, attndsl", "", f'text = """\n{text(case)}\n"""']
-    there = f'.to("{place.device}")' if place.device != "cpu" else ""
+    there = f".to({place.device!r})" if place.device != "cpu" else ""
     for name, source in {**call.operands, **call.captures}.items():
-        end = there if "torch." in source else ""
         grad = ".detach().requires_grad_()" if name in call.learned else ""
-        lines.append(f"{name}_ = {source}{end}{grad}")
-    options = {
-        name: f"{x}{there}" if "torch." in x else x for name, x in call.options.items()
-    }
-    given = {name: f"{name}_" for name in (*call.operands, *call.captures)} | options
+        lines.append(f"{name}_ = {source}{grad}")
+    given = {name: f"{name}_" for name in (*call.operands, *call.captures)} | call.options
     arguments = ", ".join(f"{name}={value}" for name, value in given.items())
     bound = "".join(f", {name}={value}" for name, value in call.bound.items())
     lines.append(f'attn = attndsl.compile(text, backend="{place.backend}"{bound})')
@@ -291,13 +306,13 @@ def _gradient_lines(case: Case, learned: tuple[str, ...], there: str) -> list[st
     ]
     outputs, seeds = "[out]", "[back]"
     if case.lse:
-        lines.append(
-            f"down = torch.randint(-32, 33, {shape[:3]}, generator=generator){there} / 32"
-        )
+        lines.append(f"down = torch.randint(-32, 33, {shape[:3]}, generator=generator){there} / 32")
         lines.append("down = torch.where(lse.isfinite(), down.to(lse.dtype), 0)")
         outputs, seeds = "[out, lse]", "[back, down]"
     leaves = ", ".join(f"{name}_" for name in learned)
     names = ", ".join(f"d{name}" for name in learned)
-    lines.append(f"{names}, = torch.autograd.grad({outputs}, [{leaves}], {seeds}, allow_unused=True)")
+    lines.append(
+        f"{names}, = torch.autograd.grad({outputs}, [{leaves}], {seeds}, allow_unused=True)"
+    )
     lines.append(f'print("out", out); print(({", ".join(f"{n!r}, d{n}" for n in learned)}))')
     return lines

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -27,6 +26,7 @@ from .program import (
 )
 
 if TYPE_CHECKING:
+    import random
     from collections.abc import Callable
 
     from .program import Sizes

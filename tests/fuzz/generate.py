@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -31,6 +30,8 @@ from .program import (
 )
 
 if TYPE_CHECKING:
+    import random
+
     from .program import Expr, Param, Tensor
 
 
@@ -38,6 +39,10 @@ _ATTEMPTS = 6
 _ANY = 0.07
 """Share of cases that are taken as they are drawn."""
 _CHANGED = 1e-3
+_DROPOUT = 0.06
+"""Share of cases with dropout."""
+_MOST_KEYS = 256
+"""As many as V has columns where it is the identity, which shows what dropout keeps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +57,7 @@ class Scale:
 
 SMALL = Scale((0, 1, 1, 2, 3, 5, 7, 8, 9, 12, 16, 19), (1, 2, 4, 8, 16), 3000)
 """For torch operations on CPUs."""
-TILED = Scale((1, 2, 5, 7, 16, 19, 31, 33, 40), (4, 8, 16, 16, 32), 8000)
+TILED = Scale((1, 2, 3, 5, 7, 9, 16, 19, 33), (2, 4, 8, 16), 1500)
 """For kernels under the interpreter, whose tiles have 32 rows: one or two."""
 DEVICE = Scale((1, 7, 16, 33, 64, 65, 100, 108, 128, 130, 200, 257), (16, 32, 64, 64, 128), 300000)
 """For GPUs."""
@@ -87,6 +92,7 @@ def _draw(rng: random.Random, scale: Scale) -> Case:
     draw = Expressions(rng, sizes)
     lines = _lines(rng, draw)
     own = any(line.target is Target.WEIGHTS for line in lines)
+    drops = sizes.kv_len <= _MOST_KEYS and rng.random() < _DROPOUT
     case = Case(
         lines=tuple(lines),
         sizes=sizes,
@@ -98,6 +104,7 @@ def _draw(rng: random.Random, scale: Scale) -> Case:
         positions=_positions(rng, sizes),
         scale=rng.choice((None, None, None, 0.5, 0.3, 1.0, -0.4, 0.0)),
         lse=not own and rng.random() < 0.5,
+        dropout=rng.choice((0.0, 0.1, 0.5, 0.9)) if drops else None,
         seed=rng.randrange(1 << 20),
     )
     return trimmed(case)
@@ -264,7 +271,9 @@ def trimmed(case: Case) -> Case:
 
 def _fitting(param: Param, tensors: tuple[Tensor, ...]) -> Param:
     """A param of a dim is a number."""
-    dims = {item.name for t in tensors for d in t.dims for item in walk(d) if isinstance(item, Name)}
+    dims = {
+        item.name for t in tensors for d in t.dims for item in walk(d) if isinstance(item, Name)
+    }
     if param.name in dims and param.given in (Given.TENSOR, Given.LEARNED):
         return replace(param, given=Given.NUMBER)
     return param

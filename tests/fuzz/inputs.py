@@ -60,7 +60,7 @@ def shapes(case: Case) -> dict[str, tuple[int, ...]]:
     }
 
 
-def expression(values: Values, shape: tuple[int, ...], swapped: int = 0) -> str:
+def expression(values: Values, shape: tuple[int, ...], device: str, swapped: int = 0) -> str:
     """Python for a tensor of that shape; ``swapped`` is the first of two dims to swap."""
     generator = f"torch.Generator().manual_seed({values.seed})"
     drawn = shape
@@ -69,8 +69,18 @@ def expression(values: Values, shape: tuple[int, ...], swapped: int = 0) -> str:
     found = f"torch.randint({values.low}, {values.high + 1}, {drawn}, generator={generator})"
     if values.step != 1:
         found = f"({found} / {values.step})"
-    found += f".to(torch.{values.dtype})"
+    # A copy to a device would not keep a layout, so it comes before.
+    found += f".to({_there(device)}torch.{values.dtype})"
     return _laid_out(found, values, shape, swapped)
+
+
+def _there(device: str) -> str:
+    return "" if device == "cpu" else f"{device!r}, "
+
+
+def _scalar(value: object, dtype: str, device: str) -> str:
+    there = "" if device == "cpu" else f", device={device!r}"
+    return f"torch.tensor({value!r}, dtype=torch.{dtype}{there})"
 
 
 def _laid_out(found: str, values: Values, shape: tuple[int, ...], swapped: int) -> str:
@@ -95,17 +105,17 @@ def _laid_out(found: str, values: Values, shape: tuple[int, ...], swapped: int) 
     return found
 
 
-def python_call(case: Case, dtype: str) -> Call:
+def python_call(case: Case, dtype: str, device: str = "cpu") -> Call:
     """The call of ``case`` with q, k and v of ``dtype`` (a name in torch)."""
     sizes = shapes(case)
     operands = {
-        name: expression(replace(values, dtype=dtype), sizes[name], swapped=1)
+        name: expression(replace(values, dtype=dtype), sizes[name], device, swapped=1)
         for name, values in zip("qkv", case.inputs, strict=True)
     }
     learned = [name for name, x in zip("qkv", case.inputs, strict=True) if x.learned]
     captures, bound = {}, {}
     for tensor in case.tensors:
-        captures[tensor.name] = expression(tensor.values, sizes[tensor.name])
+        captures[tensor.name] = expression(tensor.values, sizes[tensor.name], device)
         learned += [tensor.name] * tensor.values.learned
     kinds = {Kind.INT: "int64", Kind.FLOAT: "float32", Kind.BOOL: "bool"}
     for param in case.params:
@@ -114,22 +124,21 @@ def python_call(case: Case, dtype: str) -> Call:
         elif param.given is Given.NUMBER:
             captures[param.name] = repr(param.value)
         elif param.given is not Given.DEFAULT:
-            made = f"torch.tensor({param.value!r}, dtype=torch.{kinds[param.kind]})"
-            captures[param.name] = made
+            captures[param.name] = _scalar(param.value, kinds[param.kind], device)
             learned += [param.name] * (param.given is Given.LEARNED)
-    return Call(operands, captures, _options(case), bound, tuple(learned))
+    return Call(operands, captures, _options(case, device), bound, tuple(learned))
 
 
-def _options(case: Case) -> dict[str, str]:
+def _options(case: Case, device: str) -> dict[str, str]:
     at, found = case.positions, {}
     for name in ("q_offset", "kv_offset"):
         offset = getattr(at, name)
         if offset or at.as_tensors:
-            found[name] = f"torch.tensor({offset})" if at.as_tensors else str(offset)
+            found[name] = _scalar(offset, "int64", device) if at.as_tensors else str(offset)
     for name in ("q_index", "kv_index"):
         index = getattr(at, name)
         if index is not None:
-            found[name] = f"torch.tensor({list(index)}, dtype=torch.int64)"
+            found[name] = _scalar(list(index), "int64", device)
     if case.scale is not None:
         found["scale"] = repr(case.scale)
     if case.dropout is not None:

@@ -58,7 +58,7 @@ class _Err(torch.autograd.Function):
     """``x`` with a relative error, and its gradient with another one."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, factor: torch.Tensor, back: torch.Tensor):  # noqa: ANN205
+    def forward(ctx: Any, x: torch.Tensor, factor: torch.Tensor, back: torch.Tensor) -> Any:
         ctx.save_for_backward(back)
         return x * factor
 
@@ -210,7 +210,7 @@ class Interpreter:
         """The score where the condition holds, -inf elsewhere."""
         condition = self.value(item.args[0], pairs, frame)
         live = pairs.select(condition)
-        found = torch.full(pairs.row.shape, -torch.inf, dtype=torch.float64, device=condition.device)
+        found = torch.full_like(pairs.raw.detach(), -torch.inf)
         return found.index_put((condition.nonzero()[:, 0],), self.value(item.args[1], live, frame))
 
     def _choice(self, item: Apply, pairs: Pairs, frame: Frame) -> torch.Tensor:
@@ -264,6 +264,8 @@ class Result:
     """Final scores of live pairs."""
     raw: torch.Tensor
     """Raw scores of these."""
+    weights: torch.Tensor
+    """Weights before dropout (batch, heads, q_len, kv_len)."""
     decisions: list[torch.Tensor]
 
 
@@ -272,20 +274,17 @@ class Oracle:
 
     def __init__(self, case: Case, device: str = "cpu") -> None:
         self.case = case
-        call = python_call(case, "float64")
+        call = python_call(case, "float64", device)
         given = {**call.operands, **call.captures}
-        self.given = {name: self._leaf(value_of(source), device) for name, source in given.items()}
+        self.given = {name: self._leaf(value_of(source)) for name, source in given.items()}
         self.learned = call.learned
         self.device = device
-        self.options = {name: value_of(source) for name, source in call.options.items()}
         self.arriving = [x.double().to(device) for x in arriving(case)]
 
     @staticmethod
-    def _leaf(value: Any, device: str) -> Any:
-        if not isinstance(value, torch.Tensor):
-            return value
-        wide = value.to(device)
-        return wide.double() if wide.is_floating_point() else wide
+    def _leaf(value: Any) -> Any:
+        floating = isinstance(value, torch.Tensor) and value.is_floating_point()
+        return value.double() if floating else value
 
     def run(
         self,
@@ -316,18 +315,24 @@ class Oracle:
         with torch.no_grad():
             live, _ = self._liveness(interpreter, pairs)
         alive = pairs.select(live)
-        score, weights, sink = self._scores(interpreter, alive)
+        score, own, sink = self._scores(interpreter, alive)
         if not bool(score.isfinite().all()):
             raise Unfit("a score that is not finite")
-        values = self._attend(_Parts(alive, score, weights, sink), tensors, errors, kept)
+        weights, values = self._weights(_Parts(alive, score, own, sink), errors)
+        left = weights if kept is None else weights * kept / (1 - (self.case.dropout or 0.0))
+        values["out"] = self._out(left, tensors["v"], errors)
         sizes = self.case.sizes
         shape = (sizes.batch, sizes.heads, sizes.q_len, sizes.kv_len)
         if backward:
             values |= self._gradients(values, tensors)
         return Result(
             {name: value.detach() for name, value in values.items()},
-            live.reshape(shape), score.detach(), alive.raw.detach(), errors.decisions,
-        )  # fmt: skip
+            live.reshape(shape),
+            score.detach(),
+            alive.raw.detach(),
+            weights.detach(),
+            errors.decisions,
+        )
 
     def _pairs(self, tensors: Mapping[str, torch.Tensor], errors: Errors) -> Pairs:
         s, at = self.case.sizes, self.case.positions
@@ -392,27 +397,24 @@ class Oracle:
         size = interpreter.errors.precision
         return interpreter.errors.rounded(score, size.score, size.weight), weights, sink
 
-    def _attend(
-        self, parts: _Parts, tensors: Mapping[str, torch.Tensor], errors: Errors,
-        kept: torch.Tensor | None,
-    ) -> dict[str, torch.Tensor]:  # fmt: skip
+    def _weights(
+        self, parts: _Parts, errors: Errors
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """Weights of all pairs, and the log-sum-exp where there is one."""
         s, size = self.case.sizes, errors.precision.weight
-        rows = s.batch * s.heads * s.q_len
-        found = {}
+        rows, found = s.batch * s.heads * s.q_len, {}
         if parts.weights is None:
-            weights, found["lse"] = parts.softmax(rows, s.kv_len, errors)
+            weights, lse = parts.softmax(rows, s.kv_len, errors)
+            found["lse"] = lse.reshape(s.batch, s.heads, s.q_len)
         else:
             weights = errors.rounded(parts.weights, size, size)
-        if kept is not None:
-            share = 1 - (self.case.dropout or 0.0)
-            weights = weights * kept.flatten()[parts.pairs.row] / share
         dense = weights.new_zeros(rows * s.kv_len).index_put((parts.pairs.row,), weights)
+        return dense.reshape(s.batch, s.heads, s.q_len, s.kv_len), found
+
+    def _out(self, weights: torch.Tensor, v: torch.Tensor, errors: Errors) -> torch.Tensor:
+        s, size = self.case.sizes, errors.precision.weight
         heads = torch.arange(s.heads, device=self.device) // (s.heads // s.kv_heads)
-        out = dense.reshape(s.batch, s.heads, s.q_len, s.kv_len) @ tensors["v"][:, heads]
-        found["out"] = errors.rounded(out, size, size)
-        if "lse" in found:
-            found["lse"] = found["lse"].reshape(s.batch, s.heads, s.q_len)
-        return found
+        return errors.rounded(weights @ v[:, heads], size, size)
 
     def _gradients(
         self, values: Mapping[str, torch.Tensor], tensors: Mapping[str, torch.Tensor]
@@ -443,9 +445,7 @@ class _Parts:
     weights: torch.Tensor | None
     sink: torch.Tensor | None
 
-    def softmax(
-        self, rows: int, kv_len: int, errors: Errors
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def softmax(self, rows: int, kv_len: int, errors: Errors) -> tuple[torch.Tensor, torch.Tensor]:
         """Weights of pairs, and the log-sum-exp of each row."""
         size = errors.precision
         row = self.pairs.row // max(1, kv_len)

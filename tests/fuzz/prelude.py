@@ -52,9 +52,7 @@ _SLOPE = _of(
     "exp2", _of("/", _of("*", Literal(-8.0), _float(_of("+", _H, Literal(1)))), _float(_HEADS))
 )
 SCORES = (
-    Function(
-        "alibi", (), _of("-", _SCORE, _of("*", _SLOPE, _float(_of("-", _Q, _KV)))), True
-    ),
+    Function("alibi", (), _of("-", _SCORE, _of("*", _SLOPE, _float(_of("-", _Q, _KV)))), True),
     Function("softcap", (_C,), _of("*", _C, _of("tanh", _of("/", _SCORE, _C))), True),
 )
 """Scores of at most one float."""

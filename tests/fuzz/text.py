@@ -15,9 +15,10 @@ _UNARY = 11
 _POWER = 12
 _SHIFT = 8
 _COMPARISON = 4
+_ARITHMETIC = ("+", "-", "*", "//", "%", "**")
+_COMPARISONS = ("<", "<=", ">", ">=", "==", "!=")
 _BY_OPERANDS = frozenset(
-    {"+", "-", "*", "//", "%", "**", "min", "max", "clamp", "abs", "sign", "where", "if",
-     "<", "<=", ">", ">=", "==", "!="}
+    (*_ARITHMETIC, *_COMPARISONS, "min", "max", "clamp", "abs", "sign", "where", "if")
 )
 """What is of ints where all operands are, so that one operand has to say that it is a float."""
 _CONSTANTS = {"inf": float("inf"), "pi": 3.141592653589793, "e": 2.718281828459045}

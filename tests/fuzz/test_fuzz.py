@@ -1,0 +1,98 @@
+"""Random programs against the oracle: a few of them at each place, the same ones every time.
+
+``make fuzz`` runs fresh ones. On GPUs ATTNDSL_FUZZ_COUNT, ATTNDSL_FUZZ_SEED and
+ATTNDSL_FUZZ_PROCESSES say how many programs, from which seed, by how many processes.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+
+import pytest
+import torch
+from fuzz.campaign import Plan, case_of, run, scale_of, table, try_seed
+from fuzz.compare import Place, Verdict
+from fuzz.generate import generate
+from fuzz.operations import OPERATIONS
+from fuzz.program import everything
+from fuzz.text import text
+
+import attndsl
+from attndsl.backends import interpret
+from attndsl.ir import Op
+
+SEED = 1_000_000
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+PLACES = [
+    (Place("reference"), 40),
+    (Place("cpu"), 60),
+    (Place("cpu", "float32"), 30),
+]
+
+
+def _holds(plan):
+    report = run(plan)
+    told = "\n\n".join(failure.reproduction for failure in report.failures)
+    assert not report.failures, f"{table(report)}\n\n{told}"
+    return report
+
+
+@pytest.mark.parametrize(("place", "count"), PLACES, ids=lambda x: getattr(x, "backend", str(x)))
+def test_random_programs(place, count):
+    report = _holds(Plan((place,), count, SEED))
+    # Cases that say nothing must stay few.
+    assert report.traits["useful"] > 0.7 * count
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="kernels run on the GPU here")
+def test_random_programs_in_interpreted_kernels():
+    _holds(Plan((Place("triton", "float32"),), 5, SEED))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("backend", ["auto", "triton"])
+def test_random_programs_on_the_gpu(backend, dtype):
+    count, seed, processes = (
+        int(os.environ.get(f"ATTNDSL_FUZZ_{name}", default))
+        for name, default in (("COUNT", 20), ("SEED", SEED), ("PROCESSES", 1))
+    )
+    _holds(Plan((Place(backend, dtype, "cuda"),), count, seed, processes))
+
+
+def test_a_defect_is_found_and_shrunk(monkeypatch):
+    """``%`` that rounds towards 0, as in C, is found, and what is left of a program shows it."""
+    monkeypatch.setitem(interpret.RULES, Op.MOD, lambda item, args, scope: torch.fmod(*args))
+    place = Place("reference")
+    for seed in range(SEED, SEED + 200):
+        if "%" not in text(case_of(seed, place)):
+            continue
+        found = try_seed(seed, place, shrinking=20)
+        if found.outcome.verdict.failed:
+            break
+    assert found.outcome.verdict in (Verdict.WRONG, Verdict.CRASHED)
+    program = found.reproduction.split('"""')[1].strip()
+    assert "%" in program
+    assert len(program.splitlines()) <= 3
+    # Without the defect, the printed program gives what it must.
+    wanted = found.reproduction.split("must be ")[-1].split()[0]
+    run_alone = subprocess.run(
+        [sys.executable, "-c", found.reproduction], capture_output=True, text=True, check=True
+    )
+    assert wanted[:4] in run_alone.stdout
+
+
+def test_programs_are_valid_and_cover_the_language():
+    words = set()
+    for seed in range(SEED, SEED + 150):
+        case = generate(random.Random(seed))
+        attndsl.compile(
+            text(case), **{p.name: p.value for p in case.params if p.given.name == "BOUND"}
+        )
+        words |= {x.operation.word for x in everything(case) if hasattr(x, "operation")}
+    assert scale_of(Place("cpu")).most < scale_of(Place("auto", device="cuda")).most
+    missing = {x.word for x in OPERATIONS} - words
+    assert len(missing) < 0.1 * len({x.word for x in OPERATIONS}), missing
