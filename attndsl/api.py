@@ -12,9 +12,10 @@ from attndsl.config import read_config
 from attndsl.errors import ArgumentError, NameResolutionError
 from attndsl.frontend.declare import Bound, ParamSpec, TensorSpec
 from attndsl.runtime.dispatch import check_backend_name
-from attndsl.runtime.programs import make_spec
+from attndsl.runtime.programs import lowered_at, make_spec
 from attndsl.runtime.tiles import Verification, verify_call
 from attndsl.settings import read_settings
+from attndsl.source import Source
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -80,16 +81,17 @@ def compile(  # noqa: A001
         declared[key] = _declared(key, value)
         if isinstance(value, torch.Tensor):
             defaults[key] = value
-    spec = make_spec(text, name, first_line, declared, bool(exact))
+    spec = make_spec(text, declared, bool(exact))
+    source = Source(text, name, first_line)
+    program = lowered_at(spec, source, declared).program
     checked = read_settings().checked if checked is None else checked
-    attention = Attention(spec, text, backend, checked, defaults)
-    program = attention.lowered.program
+    attention = Attention(spec, source, backend, checked, defaults)
     declared_here: list[TensorDecl | ParamDecl] = [*program.tensors, *program.params]
     for decl in declared_here:
         if decl.name in _CALL_KEYWORDS and decl.name not in defaults:
             raise NameResolutionError(
                 f"'{decl.name}' is an argument of every call and cannot be given as a capture",
-                decl.span,
+                None if decl.span is None else decl.span.within(source),
                 "choose another name",
             )
     return attention
