@@ -13,7 +13,7 @@ from attndsl.errors import ArgumentError
 from attndsl.frontend import check_call_names
 from attndsl.frontend.declare import Bound, ParamSpec, TensorSpec
 from attndsl.runtime.dispatch import check_backend_name
-from attndsl.runtime.programs import make_spec
+from attndsl.runtime.programs import lowered_at, make_spec, pointing_into
 from attndsl.runtime.tiles import Verification, verify_call
 from attndsl.settings import read_settings
 from attndsl.source import Source
@@ -102,11 +102,12 @@ def compile_source(
     check_backend_name(options.backend)
     declared = {key: _declared(key, value) for key, value in names.items()}
     defaults = {key: value for key, value in names.items() if isinstance(value, torch.Tensor)}
-    spec = make_spec(source.text, source.name, source.first_line, declared, options.exact)
+    spec = make_spec(source.text, declared, options.exact)
+    program = lowered_at(spec, source, declared).program
+    with pointing_into(source):
+        check_call_names(program, defaults)
     checked = read_settings().checked if options.checked is None else options.checked
-    attention = Attention(spec, source.text, options.backend, checked, defaults)
-    check_call_names(attention.lowered.program, defaults)
-    return attention
+    return Attention(spec, source, options.backend, checked, defaults)
 
 
 def load(

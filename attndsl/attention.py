@@ -15,7 +15,7 @@ from attndsl.runtime.arguments import autocast, bind, kinds_of, rows_contiguous
 from attndsl.runtime.autograd import attend
 from attndsl.runtime.dispatch import backend_of
 from attndsl.runtime.modes import seen_by_modes
-from attndsl.runtime.programs import lowered_program
+from attndsl.runtime.programs import lowered_program, point_into, pointing_into
 from attndsl.runtime.seed import draw_seed, seed_argument
 from attndsl.runtime.sources import check_head_dims, device_of, source_of
 from attndsl.runtime.tiles import (
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
     from attndsl.backends.base import Backend, Scalar
     from attndsl.pipeline import Lowered
+    from attndsl.source import Source
     from attndsl.tilemap import TileMap
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
@@ -56,19 +57,15 @@ class Attention:
         backend: The backend asked for.
     """
 
-    __slots__ = ("_backend", "_checked", "_defaults", "_lowered", "_prepared", "_spec", "_text")
+    __slots__ = ("_backend", "_checked", "_defaults", "_lowered", "_prepared", "_source", "_spec")
 
     def __init__(
-        self,
-        spec: str,
-        text: str,
-        backend: str,
-        checked: bool,
+        self, spec: str, source: Source, backend: str, checked: bool,
         defaults: Mapping[str, torch.Tensor],
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Use :func:`compile`."""
         self._spec = spec
-        self._text = text
+        self._source = source
         self._backend = backend
         self._checked = checked
         self._defaults = dict(defaults)
@@ -80,7 +77,7 @@ class Attention:
     @property
     def text(self) -> str:
         """The program's text."""
-        return self._text
+        return self._source.text
 
     @property
     def backend(self) -> str:
@@ -181,12 +178,15 @@ class Attention:
         )  # fmt: skip
         prepared = self._prepared.get(key)
         if prepared is None:
-            call = bind(
-                self._lowered.program, q, k, v, scale, captures, q_offset, kv_offset, q_index,
-                kv_index, seed, deterministic,
-            )  # fmt: skip
-            backend, _ = backend_of(self._lowered, self._backend, q.device, self._checked, q.dtype)
-            backend.check(self._lowered, call)
+            with pointing_into(self._source):
+                call = bind(
+                    self._lowered.program, q, k, v, scale, captures, q_offset, kv_offset, q_index,
+                    kv_index, seed, deterministic,
+                )  # fmt: skip
+                backend, _ = backend_of(
+                    self._lowered, self._backend, q.device, self._checked, q.dtype
+                )
+                backend.check(self._lowered, call)
             call = replace(call, tiles=given_tiles(self._lowered, call, tiles), signature=object())
             if read_settings().verify and not needs_score(self._lowered):
                 for direction, size in _CHECKED_TILES.items():
@@ -213,7 +213,11 @@ class Attention:
                 template.signature,
             )  # fmt: skip
         backend = seen_by_modes(backend, self._spec, self._backend, self._checked)
-        return attend(backend, self._lowered, call, return_lse)
+        try:
+            return attend(backend, self._lowered, call, return_lse)
+        except AttnDSLError as error:  # A context manager would take a microsecond.
+            point_into(error, self._source)
+            raise
 
     def source(
         self,
@@ -250,13 +254,7 @@ class Attention:
             {**self._defaults, **captures},
         )  # fmt: skip
 
-    def warmup(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        **arguments: Any,
-    ) -> None:
+    def warmup(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **arguments: Any) -> None:
         """Generate and compile the kernels that a call with these arguments needs, by making it.
 
         With an input that requires grad, the backward's kernels too. Arguments are those of a call.
@@ -348,7 +346,8 @@ class Attention:
             captures, q_len, kv_len, batch, heads, kv_heads, head_dim, device, q_offset, kv_offset,
             q_index, kv_index,
         )  # fmt: skip
-        return find_tiles(self._lowered, call, block_m, block_n, direction)
+        with pointing_into(self._source):
+            return find_tiles(self._lowered, call, block_m, block_n, direction)
 
     def to_flex(
         self, q_len: int, kv_len: int, batch: int = 1, heads: int = 1, block_size: int = 128,
@@ -362,7 +361,9 @@ class Attention:
             UnsupportedError: The program has a sink, other weights or dropout.
         """
         sizes = (q_len, kv_len, batch, heads)
-        return flex_functions(self._lowered, sizes, block_size, {**self._defaults, **arguments})
+        captures = {**self._defaults, **arguments}
+        with pointing_into(self._source):
+            return flex_functions(self._lowered, sizes, block_size, captures)
 
     def explain(
         self,
@@ -445,7 +446,7 @@ class Attention:
         params = {decl.name for decl in self._lowered.program.params}
         data = picture.picture_data(
             self._lowered, q_len=q_len, kv_len=kv_len, block_m=block_m, block_n=block_n,
-            batch=batch, heads=heads, b=b, h=h, title=self._text,
+            batch=batch, heads=heads, b=b, h=h, title=self.text,
             tensors={n: torch.as_tensor(x) for n, x in given.items() if n not in params},
             params={n: x for n, x in given.items() if n in params},
         )  # fmt: skip
@@ -471,13 +472,14 @@ class Attention:
         positions = {
             "q_offset": q_offset, "kv_offset": kv_offset, "q_index": q_index, "kv_index": kv_index,
         }  # fmt: skip
-        return call_of_lengths(
-            self._lowered, q_len, kv_len, batch, heads, kv_heads, head_dim, device, positions,
-            {**self._defaults, **captures},
-        )  # fmt: skip
+        with pointing_into(self._source):
+            return call_of_lengths(
+                self._lowered, q_len, kv_len, batch, heads, kv_heads, head_dim, device, positions,
+                {**self._defaults, **captures},
+            )  # fmt: skip
 
     def __repr__(self) -> str:
-        line = " ".join(self._text.split())
+        line = " ".join(self.text.split())
         shown = line if len(line) <= 60 else line[:57] + "..."
         return f"Attention({shown!r}, backend={self._backend!r})"
 
@@ -494,4 +496,4 @@ class Attention:
         return hash((self._spec, self._backend, self._checked))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Attention, (self._spec, self._text, self._backend, self._checked, self._defaults)
+        return Attention, (self._spec, self._source, self._backend, self._checked, self._defaults)

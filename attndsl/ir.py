@@ -385,6 +385,8 @@ class Program:
     lines: tuple[Line, ...] = ()
     """All score lines in their order, until masks are split from the score; the last one's value is
     ``score``."""
+    weights_span: Span | None = field(default=None, compare=False, repr=False)
+    """Where ``weights`` were written."""
 
     def roots(self) -> tuple[Node, ...]:
         """The expressions present, in a fixed order."""

@@ -1,17 +1,20 @@
 """The calls as torch operators: ``attndsl::forward`` and ``attndsl::backward``.
 
-What torch knows of them: arguments, shapes, derivatives. ``torch.compile`` and ``torch.export`` see
-one operator whose program is a string argument (a spec, see :mod:`attndsl.runtime.programs`), so
-that a graph can be saved and run in another process. What runs them is imported at the first run
-(:mod:`attndsl.runtime.operator`); this module comes with torch (:mod:`attndsl.after_torch`).
+What torch knows of them: arguments, shapes, derivatives, operations. ``torch.compile`` and
+``torch.export`` see one operator whose program is a string argument (a spec, see
+:mod:`attndsl.runtime.programs`), so that a graph can be saved and run in another process. What runs
+them is imported at the first run (:mod:`attndsl.runtime.operator`); this module comes with torch
+(:mod:`attndsl.after_torch`).
 """
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from attndsl.errors import UnsupportedError
 
@@ -31,6 +34,7 @@ _TENSORS = (3, 4, 5, 11, 14, 15, 18)
 """Places of single tensors among the arguments; 6 and 7 are lists of them."""
 _RUNS = "attndsl.runtime.operator"
 _ORDERS = "attndsl.backends.memory_order"
+_COUNTER = "torch.utils.flop_counter"
 _LIBRARY: Any = torch.library.Library("attndsl", "DEF")  # type: ignore[no-untyped-call]
 _LIBRARY.define(f"forward({_COMMON}) -> (Tensor, Tensor)")
 _LIBRARY.define(
@@ -129,6 +133,43 @@ def _no_second(ctx: Any, *grads: Any) -> tuple[Any, ...]:
     )
 
 
+def _forward_flops(*args: Any, **rest: Any) -> int:
+    """Two products over all pairs, as torch counts its own attention: masks take nothing off."""
+    return _pairs(*args[3:5]) * (args[3][3] + args[5][3])
+
+
+def _backward_flops(*args: Any, **rest: Any) -> int:
+    """Five products, of which three are along q and k's head dim: scores, dQ and dK."""
+    return _pairs(*args[8:10]) * (3 * args[8][3] + 2 * args[10][3])
+
+
+def _pairs(q: torch.Size, k: torch.Size) -> int:
+    """Operations of a product over all pairs, for each element of a row."""
+    return 2 * q[0] * q[1] * q[2] * k[2]
+
+
+def tell_counters() -> None:
+    """Make the numbers of operations known to ``FlopCounterMode``, also to those that are on.
+
+    Torch's module of it takes long to import, so that this waits until somebody else has done so.
+    """
+    counter = sys.modules.get(_COUNTER)
+    if counter is None:
+        return
+    formulas = {
+        torch.ops.attndsl.forward: _forward_flops,
+        torch.ops.attndsl.backward: _backward_flops,
+    }
+    for operator, formula in formulas.items():
+        if operator not in counter.flop_registry:
+            counter.register_flop_formula(operator)(formula)
+        # A counter has a copy of what was registered when it was made.
+        for mode in _get_current_dispatch_mode_stack():
+            registry = getattr(getattr(mode, "counter", mode), "flop_registry", None)
+            if isinstance(registry, dict):
+                registry.setdefault(operator, counter.flop_registry[operator])
+
+
 for _name, _kernel, _fake in (
     ("forward", _forward, _fake_forward),
     ("backward", _backward, _fake_backward),
@@ -138,3 +179,4 @@ for _name, _kernel, _fake in (
 torch.library.register_autograd("attndsl::forward", _autograd, setup_context=_setup, lib=_LIBRARY)
 # Without it torch would take second derivatives to be zero.
 torch.library.register_autograd("attndsl::backward", _no_second, lib=_LIBRARY)
+tell_counters()

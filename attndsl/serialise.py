@@ -3,7 +3,9 @@
 Nodes are listed in topological order and refer to operands by index; floats are written by
 ``float.hex``, so that every value comes back exactly.
 
-Non-goals: source spans and names of locals, which mean nothing once a program is checked.
+A lowered program says of its nodes where they stand in its text, which errors at calls point at.
+
+Non-goals: names of locals, which mean nothing once a program is checked.
 """
 
 from __future__ import annotations
@@ -17,11 +19,12 @@ from attndsl.passes.differentiate import Derivative, ParamGradient, ProductGradi
 from attndsl.passes.lowered import Lowered, contractions_of
 from attndsl.passes.place import place
 from attndsl.passes.tiles.sparsity import analyse
+from attndsl.source import Source, Span
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
-FORMAT = 2
+FORMAT = 3
 _PARTS = ("score", "mask", "sink", "weights", "dropout")
 
 
@@ -29,11 +32,13 @@ class SerialiseError(ValueError):
     """A value that is not a serialised program of this format."""
 
 
-def program_to_json(program: Program) -> dict[str, Any]:
-    """``program`` as JSON values."""
+def program_to_json(program: Program, text: str | None = None) -> dict[str, Any]:
+    """``program`` as JSON values, with the places of its nodes in ``text`` if that is given."""
     dims = [dim for tensor in program.tensors for dim in tensor.dims]
     table, numbers = _table([*program.roots(), *dims])
+    places = {} if text is None else {"places": _places(numbers, text)}
     return {
+        **places,
         "format": FORMAT,
         "nodes": table,
         "parts": {
@@ -46,8 +51,8 @@ def program_to_json(program: Program) -> dict[str, Any]:
     }
 
 
-def program_from_json(data: dict[str, Any]) -> Program:
-    """The program that :func:`program_to_json` wrote.
+def program_from_json(data: dict[str, Any], text: str | None = None) -> Program:
+    """The program that :func:`program_to_json` wrote, of the same ``text``.
 
     Raises:
         SerialiseError: ``data`` is damaged or of another format.
@@ -55,7 +60,7 @@ def program_from_json(data: dict[str, Any]) -> Program:
     try:
         if data["format"] != FORMAT:
             raise SerialiseError(f"format {data['format']!r}, not {FORMAT}")
-        nodes = _nodes(data["nodes"])
+        nodes = _nodes(data["nodes"], _spans(data.get("places", {}), text))
         parts = {name: None if (i := data["parts"][name]) is None else nodes[i] for name in _PARTS}
         params = tuple(ParamDecl(n, DType(t), _unliteral(d)) for n, t, d in data["params"])
         tensors = tuple(
@@ -110,25 +115,30 @@ def derivative_from_json(data: dict[str, Any]) -> Derivative:
         raise SerialiseError(f"not a serialised derivative: {error!r}") from error
 
 
-def lowered_to_json(lowered: Lowered) -> dict[str, Any]:
-    """``lowered`` as JSON values; what finds the tiles is made again from the program."""
+def lowered_to_json(lowered: Lowered, text: str | None = None) -> dict[str, Any]:
+    """``lowered`` as JSON values; what finds the tiles is made again from the program.
+
+    Args:
+        lowered: The program.
+        text: Where its nodes' places are of use: its text.
+    """
     found = lowered.contractions
     return {
-        "program": program_to_json(lowered.program),
+        "program": program_to_json(lowered.program, text),
         "derivative": derivative_to_json(lowered.derivative),
         "wide": None if found is None or found.wide is None else lowered_to_json(found.wide),
     }
 
 
-def lowered_from_json(data: Any) -> Lowered:
-    """What :func:`lowered_to_json` wrote.
+def lowered_from_json(data: Any, text: str | None = None) -> Lowered:
+    """What :func:`lowered_to_json` wrote, of the same ``text``.
 
     Raises:
         SerialiseError: ``data`` is damaged or of another format.
     """
     if not isinstance(data, dict) or not {"program", "derivative", "wide"} <= set(data):
         raise SerialiseError("not a serialised lowered program")
-    program = program_from_json(data["program"])
+    program = program_from_json(data["program"], text)
     derivative = derivative_from_json(data["derivative"])
     placed = place(program, derivative)
     contractions = contractions_of(program, lambda _: lowered_from_json(data["wide"]))
@@ -155,12 +165,31 @@ def _table(roots: Sequence[Node]) -> tuple[list[list[Any]], dict[Node, int]]:
     return rows, numbers
 
 
-def _nodes(rows: list[list[Any]]) -> list[Node]:
+def _nodes(rows: list[list[Any]], spans: Mapping[int, Span] | None = None) -> list[Node]:
     nodes: list[Node] = []
-    for name, dtype, args, value in rows:
+    for number, (name, dtype, args, value) in enumerate(rows):
         operands = tuple(nodes[i] for i in args)
-        nodes.append(node(Op[name], *operands, value=_unliteral(value), dtype=DType(dtype)))
+        span = None if spans is None else spans.get(number)
+        nodes.append(
+            node(Op[name], *operands, value=_unliteral(value), dtype=DType(dtype), span=span)
+        )
     return nodes
+
+
+def _places(numbers: Mapping[Node, int], text: str) -> dict[str, list[int]]:
+    """Offsets in ``text`` of the nodes that were written there, by their numbers."""
+    return {
+        str(number): [item.span.start, item.span.end]
+        for item, number in numbers.items()
+        if item.span is not None and item.span.source.text == text
+    }
+
+
+def _spans(places: Mapping[str, list[int]], text: str | None) -> dict[int, Span]:
+    if text is None:
+        return {}
+    source = Source(text)
+    return {int(number): Span(source, start, end) for number, (start, end) in places.items()}
 
 
 def _literal(value: bool | int | float | str | None) -> Any:

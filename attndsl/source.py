@@ -44,6 +44,16 @@ class Span:
         """The characters covered."""
         return self.source.text[self.start : self.end]
 
+    def within(self, source: Source) -> Span | None:
+        """The same characters of ``source``: where its text is the same, or where they first stand.
+
+        None where ``source`` does not have them.
+        """
+        if self.source.text == source.text:
+            return Span(source, self.start, self.end)
+        start = source.text.find(self.text)
+        return None if start < 0 else Span(source, start, start + len(self.text))
+
     def to(self, other: Span) -> Span:
         """The span from the start of this one to the end of ``other``."""
         return Span(self.source, min(self.start, other.start), max(self.end, other.end))

@@ -13,9 +13,10 @@ What is defined here for all backends:
 - ``lse`` is the natural logarithm of the softmax denominator, the sink's term included (which is
   what the backward needs, and what attention sinks do in GPT-OSS style kernels). Programs with
   ``weights`` have no denominator: lse is 0, and -inf for rows with no live pair.
-- Dropout multiplies weights by 0 or 1 / (1 - p) after normalisation, p clamped to 0..1; lse does
-  not see it. ``philox`` says which pairs are dropped. The factor 1 / (1 - p) is differentiated by
-  p, the choice of pairs is not.
+- Dropout multiplies weights by 0 or 1 / (1 - p) after normalisation; lse does not see it. p is
+  clamped to 0..1, and NaN counts as 1; calls refuse other numbers that the host knows before.
+  ``philox`` says which pairs are dropped. The factor 1 / (1 - p) is differentiated by p, the choice
+  of pairs is not.
 - The scores of dead pairs may be NaN. Rows of k and v may not: 0 * NaN is NaN in a matrix product.
 """
 

@@ -245,11 +245,11 @@ def test_calls_that_do_not_fit(name: str, call, kind: type, match: str) -> None:
 def test_without_gluon_hopper_gpus_get_the_portable_kernels(monkeypatch) -> None:
     device = torch.device("cuda", 0)
     monkeypatch.setattr(dispatch, "_is_hopper", lambda index: True)
-    assert dispatch._default(device)[0] == "hopper"
+    assert dispatch._default(device, torch.bfloat16)[0] == "hopper"
     monkeypatch.setitem(sys.modules, "attndsl.backends.hopper.backend", None)
     dispatch.why_no_hopper_kernels.cache_clear()
     try:
-        name, reason = dispatch._default(device)
+        name, reason = dispatch._default(device, torch.bfloat16)
     finally:
         dispatch.why_no_hopper_kernels.cache_clear()
     assert name == "triton"

@@ -17,6 +17,7 @@ from attndsl.errors import (
     raise_all,
 )
 from attndsl.ir import DType, Node, Op, ParamDecl, Program, TensorDecl
+from attndsl.passes.simplify import simplify_node
 
 from . import promote
 from . import surface as s
@@ -66,6 +67,7 @@ class _Checker:
         self.parts: dict[str, Node | None] = {}
         self.dropout: Node | None = None
         self.lines: list[ir.Line] = []
+        self.weights_span: Span | None = None
         self.in_text = {x.name.name for x in tree.statements if isinstance(x, s.Param | s.Tensor)}
         definitions = {x.name.name: x for x in tree.statements if isinstance(x, s.Define)}
         self.scope = Scope({}, definitions)
@@ -83,6 +85,7 @@ class _Checker:
             params=tuple(self.params.values()),
             tensors=tuple(self.tensors.values()),
             lines=tuple(self.lines),
+            weights_span=self.weights_span,
         )
 
     def run(self) -> None:
@@ -381,6 +384,7 @@ class _Checker:
         if value is not None:
             at = written.span
             self.parts["weights"] = promote.as_float(promote.need_number(value, at, "weights"))
+            self.weights_span = at
 
     def _probability(self, written: s.Expr) -> Node | None:
         value = self.inliner.node(written)
@@ -388,9 +392,10 @@ class _Checker:
             return None
         value = promote.as_float(promote.need_number(value, written.span, "a probability"))
         self._needs_only(value, set(), "the dropout probability", written.span)
-        if value.op is Op.CONST and not 0.0 <= float(value.value or 0.0) < 1.0:
+        known = simplify_node(value)  # Bound params may make a number of it.
+        if known.op is Op.CONST and not 0.0 <= float(known.value or 0.0) < 1.0:
             raise TypeMismatchError(
-                f"a dropout probability lies in [0, 1), and this is {value.value}",
+                f"a dropout probability lies in [0, 1), and this is {known.value}",
                 written.span,
                 "write 0.1 to drop one weight in ten",
             )

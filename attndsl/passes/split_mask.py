@@ -60,7 +60,7 @@ def split_mask(program: Program) -> Program:
         if before is not None:
             values[before] = score
     if program.weights is not None:
-        _check_weights(Line(simplify_node(program.weights)))
+        _check_weights(Line(simplify_node(program.weights), program.weights_span))
     mask = None if program.mask is None else substitute(program.mask, values)
     for condition in alive:
         mask = condition if mask is None else node(Op.AND, mask, condition)
@@ -73,7 +73,7 @@ def _check_weights(weights: Line) -> None:
     if part.alive is not TRUE:
         raise TypeMismatchError(
             "a weight of -inf has no meaning",
-            None if part.source is None else part.source.span,
+            weights.span,
             "write 0.0 for the weight of a pair that takes no part, or mask the pair",
         )
 
@@ -123,8 +123,10 @@ def _split(root: Node, ends: Collection[Op], line: Line) -> _Part:
 
 
 def _refusal(part: _Part, what: str, line: Line) -> TypeMismatchError:
-    chosen = part.source is not None and part.source.op is Op.WHERE
-    span = part.source.span if chosen and part.source is not None else None
+    span = part.source.span if part.source is not None and part.source.op is Op.WHERE else None
+    if span is not None and line.span is not None:
+        # Another program may have written the same expression first.
+        span = span.within(line.span.source)
     return TypeMismatchError(
         f"{part.wrong or what} would make a number of this -inf, and the pair would not be masked",
         span or line.span,

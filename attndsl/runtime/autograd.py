@@ -13,6 +13,7 @@ from attndsl.errors import UnsupportedError
 
 from .forward_mode import attend_with_tangents, has_tangents
 from .higher import attend_in_chunks, is_transformed
+from .probability import check_probability
 from .second import differentiable_gradients, in_order, wants_of
 
 if TYPE_CHECKING:
@@ -28,9 +29,12 @@ def attend(
     Both are differentiable in q, k, v, float captures and float params, any number of times.
 
     Raises:
+        ArgumentError: A dropout probability that is none.
         UnsupportedError: Checked mode, with tangents or within a transform of ``torch.func``.
     """
     call = _plain(call)
+    if lowered.program.dropout is not None:
+        check_probability(lowered.program.dropout, call)
     if is_transformed():
         if isinstance(backend, ReferenceBackend) and backend.checked:
             raise UnsupportedError(

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from attndsl.backends.base import Gradients
+from attndsl.operators import tell_counters
 
 from .higher import is_transformed
 from .operator import operands
@@ -33,6 +34,7 @@ def seen_by_modes(backend: Backend, spec: str, asked: str, checked: bool) -> Bac
     """
     if _modes() == 0 or is_transformed():
         return backend
+    tell_counters()
     return ThroughOperators(backend, spec, asked, checked)
 
 

@@ -6,12 +6,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-import attndsl.operators  # noqa: F401  (defines torch.ops.attndsl)
 from attndsl.backends.base import Call, Wants
 from attndsl.ir import DType
+from attndsl.operators import tell_counters
 
 from .arguments import bind_dims, sizes_of
 from .dispatch import backend_of
+from .probability import check_probability
 from .programs import lowered_program
 from .seed import seed_argument
 
@@ -109,6 +110,8 @@ def _call(args: Sequence[Any]) -> tuple[Lowered, Call, Any]:
         seed=seed if drawn is None else seed_argument(drawn),
         deterministic=deterministic,
     )
+    if program.dropout is not None:
+        check_probability(program.dropout, call)
     chosen, _ = backend_of(lowered, backend, q.device, checked, q.dtype)
     chosen.check(lowered, call)
     return lowered, call, chosen
@@ -116,6 +119,7 @@ def _call(args: Sequence[Any]) -> tuple[Lowered, Call, Any]:
 
 def run_forward(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """``attndsl::forward``."""
+    tell_counters()
     lowered, call, backend = _call(args)
     with torch.no_grad():
         out, lse = backend.forward(lowered, call)

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import attndsl
+import attndsl.errors
 from attndsl.backends.triton import kernels as triton_kernels
 from attndsl.backends.triton.tiles import Config
 from attndsl.runtime.dispatch import get_backend
@@ -99,6 +100,61 @@ def test_a_learned_probability(check, kernels, value):
     p = torch.tensor(value, device=kernels.device, requires_grad=True)
     inputs = check.inputs(kernels, torch.float32, captures={"p": p}, options={"seed": SEED})
     check(kernels, PROGRAMS["at run time"], inputs)
+
+
+@pytest.mark.parametrize("value", [-0.5, 1.5, torch.nan])
+def test_probabilities_that_the_device_knows_are_clamped(check, kernels, value):
+    """To 0 and 1; NaN is taken for 1, which drops everything."""
+    p = torch.tensor(value, device=kernels.device, requires_grad=True)
+    q = torch.randn(1, 2, 24, 16, device=kernels.device, requires_grad=True)
+    text = "param p: float; mask = q >= kv; weights = dropout(softmax(score), p)"
+    attention = attndsl.compile(text, backend=kernels.backend)
+    found = attention(q, q, q, p=p, seed=SEED)
+    expected = attndsl.compile("q >= kv")(q, q, q) if value < 0 else torch.zeros_like(q)
+    torch.testing.assert_close(found, expected, atol=1e-3, rtol=1e-3)
+    grads = torch.autograd.grad(found.sum(), (q, p))
+    assert grads[0].isfinite().all()
+    assert float(grads[1]) == 0
+
+
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+@pytest.mark.parametrize(
+    ("probability", "given", "message"),
+    [
+        ("p", {"p": 1.5}, "is 1.5"),
+        ("p", {"p": -0.5}, "is -0.5"),
+        ("p", {"p": float("nan")}, "is nan"),
+        ("p", {"p": 2}, "is 2"),
+        ("2 * p", {"p": 0.75}, r"is 1.5 \(p = 0.75\)"),
+        ("p * q_len / 8", {"p": 0.9}, r"is 1.8 \(p = 0.9, q_len = 16\)"),
+    ],
+)
+def test_numbers_that_are_no_probabilities_are_refused(backend, probability, given, message):
+    """At each call, whatever calls before it gave, and in graphs."""
+    text = f"param p: float; weights = dropout(softmax(score), {probability})"
+    attention = attndsl.compile(text, backend=backend)
+    q = torch.randn(1, 2, 16, 16)
+    for _ in range(2):
+        assert attention(q, q, q, p=0.25).shape == q.shape
+        with pytest.raises(attndsl.errors.ArgumentError, match=message) as caught:
+            attention(q, q, q, **given)
+        assert caught.value.span.text == probability
+        assert caught.value.hint
+    if backend == "cpu" and probability == "p":
+        program = torch.compile(lambda q, p: attention(q, q, q, p=p), backend="eager")
+        with pytest.raises(Exception, match=message):
+            program(q, given["p"])
+
+
+def test_numbers_that_are_bound_are_refused_at_once():
+    for p in (0.6, -0.1, float("nan")):
+        with pytest.raises(attndsl.AttnDSLError, match="a dropout probability lies in"):
+            attndsl.compile("param p: float; weights = dropout(softmax(score), 2 * p)", p=p)
+    q = torch.randn(1, 2, 16, 16)
+    attention = attndsl.compile("param p: float = 1.5; weights = dropout(softmax(score), p)")
+    with pytest.raises(attndsl.AttnDSLError, match="probability is 1"):
+        attention(q, q, q)
+    assert not attention(q, q, q, p=1.0).any()
 
 
 def test_a_probability_that_is_in_the_sink_too(check, kernels):

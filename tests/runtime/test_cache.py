@@ -167,7 +167,8 @@ def test_a_missing_text_is_no_entry(cache: KernelCache) -> None:
 
 
 def _attention_works() -> None:
-    attention = attndsl.compile("q >= kv and q - kv < 5", name=f"<{time.time_ns()}>")
+    # A text that this process has not compiled before, so that the cache is asked.
+    attention = attndsl.compile(f"q >= kv and q - kv < 5  # {time.time_ns()}")
     q = torch.randn(1, 1, 8, 4)
     assert attention(q, q, q).isfinite().all()
 

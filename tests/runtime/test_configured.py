@@ -22,7 +22,7 @@ def test_params_of_a_long_line_do_not_carry_it_each(tmp_path):
     path.write_text(f"{{a: {{program: 'q >= kv', params: {{{params}}}}}}} # {'x' * 40_000}")
     (entry,) = read_config(path)
     assert len(entry.params) == 400
-    assert len(make_spec(entry.text, entry.name, 1, entry.params)) < 100_000
+    assert len(make_spec(entry.text, entry.params)) < 100_000
 
 
 def test_a_param_stands_once(tmp_path):

@@ -1,0 +1,80 @@
+"""The probability of dropout, checked at every call where it is a number that the host knows.
+
+Non-goals: probabilities of tensors, which are read on the device. They are clamped to 0 ... 1
+there, and NaN counts as 1.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+from attndsl.errors import ArgumentError
+from attndsl.ir import Op, toposort
+from attndsl.passes.evaluate import Environment, evaluate
+
+if TYPE_CHECKING:
+    from attndsl.backends.base import Call
+    from attndsl.ir import Node
+
+_NUMBERS = frozenset({bool, int, float})
+
+
+def check_probability(root: Node, call: Call) -> None:
+    """Refuse a call whose weights would be dropped with a probability that is none.
+
+    Args:
+        root: ``dropout`` of the program.
+        call: Its arguments.
+
+    Raises:
+        ArgumentError: The probability is not from 0 to 1.
+    """
+    if root.op is Op.PARAM:  # Most have one param that says it.
+        value = call.params[root.value]  # type: ignore[index]
+        if type(value) is float and 0.0 <= value <= 1.0:
+            return
+    _reader(root).check(call)
+
+
+@lru_cache(maxsize=256)
+def _reader(root: Node) -> _Reader:
+    return _Reader(root)
+
+
+class _Reader:
+    """What a probability is made of, and the numbers that the last good one was made of."""
+
+    def __init__(self, root: Node) -> None:
+        items = toposort(root)
+        self.root = root
+        self.params = tuple(str(item.value) for item in items if item.op is Op.PARAM)
+        self.sizes = tuple(str(item.value) for item in items if item.op is Op.SIZE)
+        # A constant is checked when the program is compiled; elements of tensors nowhere.
+        self.known = bool(self.params or self.sizes) and all(
+            item.op is not Op.LOAD for item in items
+        )
+        self.good: list[object] | None = None
+
+    def check(self, call: Call) -> None:
+        """As :func:`check_probability`."""
+        if not self.known:
+            return
+        values: list[object] = [call.params[name] for name in self.params]
+        for value in values:
+            if type(value) not in _NUMBERS:  # A tensor, or what a graph finds when it runs.
+                return
+        values += [call.sizes[name] for name in self.sizes]
+        # As lists of numbers: true is 1 and 1.0 in probabilities too.
+        if values == self.good:
+            return
+        names = dict(zip((*self.params, *self.sizes), values, strict=True))
+        found = evaluate(self.root, Environment(names))  # type: ignore[arg-type]
+        if not 0.0 <= found <= 1.0:
+            given = ", ".join(f"{name} = {value}" for name, value in names.items())
+            raise ArgumentError(
+                f"the dropout probability is {found}" + (f" ({given})" if self.root.args else ""),
+                self.root.span,
+                "pass a number from 0 to 1, such as 0.1 to drop one weight in ten",
+            )
+        self.good = values
