@@ -230,8 +230,8 @@ def test_what_is_no_text_is_said_to_be_none(attndsl, write, monkeypatch):
     Path("bytes").write_bytes(b"causal()\xff")
     with open("bytes", encoding="latin-1") as stream:
         monkeypatch.setattr(sys, "stdin", stream)
-        assert "<stdin> is not UTF-8 text: invalid start byte at byte 8" in (
-            attndsl("check", "-")[1]
+        assert (
+            "<stdin> is not UTF-8 text: invalid start byte at byte 8" in (attndsl("check", "-")[1])
         )
     digits = "1" * 6000
     assert "is not JSON: Exceeds the limit" in attndsl("check", write("a.json", f"[{digits}]"))[1]

@@ -141,6 +141,16 @@ def test_constraints_pin_what_the_project_asks_for():
     assert bare - pins == {"triton"}
 
 
+def test_the_oldest_torch_asks_for_a_triton_that_the_project_takes():
+    oldest = {}
+    for ask in SETTINGS["project"]["dependencies"]:
+        name, _, version = ask.split(";")[0].strip().partition(">=")
+        if name in ("torch", "triton"):
+            oldest[name] = tuple(map(int, version.split(".")))
+    # torch's builds for CUDA ask for triton 3.5.x in torch 2.9 and for 3.6.0 in torch 2.10.
+    assert oldest == {"torch": (2, 10), "triton": (3, 6)}
+
+
 def test_the_version_is_one():
     import attndsl
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -161,10 +160,7 @@ _REASON = (
     "attndsl.flex.create_block_mask reads the function's Python: call it before the graph and pass "
     "the block mask in"
 )
-# Before torch 2.7 it takes no reason.
-_TAKEN = inspect.signature(torch.compiler.disable).parameters
-_OPTIONS = {"reason": _REASON} if "reason" in _TAKEN else {}
-_CREATE: Any = torch.compiler.disable(_create, **_OPTIONS)  # type: ignore[no-untyped-call]
+_CREATE: Any = torch.compiler.disable(_create, reason=_REASON)  # type: ignore[no-untyped-call]
 
 
 def listed_blocks(numbers: torch.Tensor, indices: torch.Tensor, columns: int) -> torch.Tensor:

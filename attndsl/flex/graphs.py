@@ -17,8 +17,8 @@ import copy
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch._higher_order_ops.base_hop import BaseHOP
 
-from attndsl.errors import UnsupportedError
 from attndsl.ir import SCORE, var
 
 from .compiled import compiled, near, position_ranges
@@ -78,27 +78,18 @@ def _own_name(holder: str) -> str:
     return holder.removeprefix("l_").removeprefix("self_").strip("_")
 
 
-def _make_operator() -> Any:
-    """The operator, or None where torch has no such operators (before 2.7)."""
-    try:
-        from torch._higher_order_ops.base_hop import BaseHOP
-    except ImportError:
-        return None
+class FlexInGraph(BaseHOP):
+    """Both functions on one pair, as a graph, with query, key and value."""
 
-    class FlexInGraph(BaseHOP):
-        """Both functions on one pair, as a graph, with query, key and value."""
+    def __init__(self) -> None:
+        super().__init__("attndsl_flex")
 
-        def __init__(self) -> None:
-            super().__init__("attndsl_flex")
-
-        def __call__(self, subgraph: Any, *operands: Any, **kwargs: Any) -> Any:
-            # Nothing is dispatched: what the call comes to is made of operators that are.
-            return _decompose(subgraph, *operands, **kwargs)
-
-    return FlexInGraph()
+    def __call__(self, subgraph: Any, *operands: Any, **kwargs: Any) -> Any:
+        """The call's results; nothing is dispatched, since they are made of operators that are."""
+        return _decompose(subgraph, *operands, **kwargs)
 
 
-OPERATOR = _make_operator()
+OPERATOR = FlexInGraph()
 
 
 def attend_in_graph(
@@ -110,16 +101,7 @@ def attend_in_graph(
     scale: float | None,
     backend: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``(out, lse)`` of a call that Dynamo is following.
-
-    Raises:
-        UnsupportedError: This torch is too old.
-    """
-    if OPERATOR is None:
-        raise UnsupportedError(
-            f"torch {torch.__version__} has no operators of functions",
-            hint="call attndsl.compile(str(attndsl.trace(score_mod, mask_mod))) in the graph",
-        )
+    """``(out, lse)`` of a call that Dynamo is following."""
     work = torch.float64 if query.dtype is torch.float64 else torch.float32
     kinds = (work, torch.int64, torch.int64, torch.int64, torch.int64)
     pair = [torch.empty((1,), dtype=kind, device=query.device) for kind in kinds]

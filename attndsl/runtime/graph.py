@@ -5,7 +5,7 @@ Apart from eager calls, since it needs parts of torch that take seconds to impor
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch.fx.experimental import symbolic_shapes
@@ -60,14 +60,6 @@ def _is_transformed_now() -> bool:
     return is_transformed()
 
 
-def _always(number: float) -> bool:
-    return True
-
-
-_is_constant: Any = getattr(symbolic_shapes, "has_static_value", _always)
-"""Before torch 2.8 there is no telling, and numbers are constants."""
-
-
 def _varying(numbers: Sequence[float]) -> torch.Tensor | None:
     """``numbers`` (n,) in fp64 on the CPU, or None where the graph has them all as constants.
 
@@ -75,7 +67,7 @@ def _varying(numbers: Sequence[float]) -> torch.Tensor | None:
     graph; what is made of tensors is not. Constants stay numbers: a tensor of the CPU keeps torch
     from using CUDA graphs.
     """
-    if all(map(_is_constant, numbers)):
+    if all(map(symbolic_shapes.has_static_value, numbers)):
         return None
     # torch.compile turns sums with open numbers into sums of tensors; not so torch.tensor.
     zero = torch.zeros((), dtype=torch.float64, device="cpu")
