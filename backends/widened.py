@@ -334,13 +334,13 @@ def _joined(own: torch.Tensor, others: list[torch.Tensor]) -> torch.Tensor:
 
     They lie in memory as ``own``, since the output and gradients will lie as they do.
     """
-    widths = [own.shape[-1], *(rows.shape[-1] for rows in others)]
-    width = sum(widths)
+    width = sum(rows.shape[-1] for rows in (own, *others))
     found = empty_like(own, width + -width % _STEP)
-    *parts, rest = found.split([*widths, -width % _STEP], -1)
-    for part, rows in zip(parts, (own, *others), strict=True):
-        part.copy_(rows)
-    rest.zero_()
+    begin = 0
+    for rows in (own, *others):
+        found.narrow(-1, begin, rows.shape[-1]).copy_(rows)
+        begin += rows.shape[-1]
+    found[..., begin:].zero_()
     return found
 
 

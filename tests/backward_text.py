@@ -200,9 +200,10 @@ def run_text(
     counter = torch.zeros((), dtype=torch.int32)
     sizes = {"batch": batch, "heads": heads, "kv_heads": kv_heads, "q_len": q_len}
     sizes |= {"kv_len": kv_len, "padded": padded, "together": 3}
-    for name in ("dk", "dv"):
-        rows = (kv_heads * kv_len, kv_len, 1)
-        sizes |= {f"rows_{name}{dim}": step for dim, step in zip("bhn", rows, strict=True)}
+    # dK lies in memory as (batch, keys, heads), dV as (batch, heads, keys).
+    for name, rows in (("dk", (1, kv_heads)), ("dv", (kv_len, 1))):
+        steps = (kv_heads * kv_len, *rows)
+        sizes |= {f"rows_{name}{dim}": step for dim, step in zip("bhn", steps, strict=True)}
     arguments = {
         "q_desc": gluon.Descriptor(q, ROWS), "do_desc": gluon.Descriptor(do, ROWS),
         "k_desc": gluon.Descriptor(k, config.block_n),
@@ -227,7 +228,8 @@ def run_text(
     # Blocks of 64 rows: the half of each warpgroup behind the other.
     dq = sums.view(batch, heads, padded // ROWS, 2, ROWS, WIDTH // 2).transpose(3, 4)
     dq = dq.reshape(batch, heads, padded, WIDTH)[:, :, :q_len] * WIDTH**-0.5
-    return [dq, dk.view(k.shape).float(), dv.view(v.shape).float()]
+    dk = dk.view(batch, kv_len, kv_heads, -1).transpose(1, 2)
+    return [dq, dk.float(), dv.view(v.shape).float()]
 
 
 def inputs_of(q_len: int, kv_len: int, kv_heads: int) -> list[torch.Tensor]:

@@ -428,3 +428,30 @@ def test_results_that_cannot_be_drawn_are_named(tmp_path, change, message):
         assert message in done.stderr
         assert len(done.stderr.splitlines()) == 1
     assert drawn.read_bytes() == before
+
+
+def test_every_row_of_layouts_is_measured(script):
+    layouts = script("layouts")
+    assert len(layouts.cases(quick=False)) == 2 * len(layouts.cases(quick=True)) == 8
+    rows = layouts.measure(layouts.Case("causal", 1, 2, 16, 8), 1, device="cpu")
+    assert [row["direction"] for row in rows] == ["forward", "backward"]
+    for row in rows:
+        assert list(row) == layouts.COLUMNS
+        assert row["cost"] == row["views_ms"] / row["contiguous_ms"]
+
+
+def test_a_training_step_is_measured(script, monkeypatch):
+    gpt = script("gpt")
+    # What compiling finds is tested elsewhere, and takes half a minute.
+    monkeypatch.setattr(gpt.torch, "compile", lambda function: function)
+    sizes = gpt.Sizes(layers=1, width=16, heads=2, batch=2, length=8, vocabulary=11)
+    rows = gpt.measure(sizes, ["attndsl", "sdpa"], 1, "cpu")
+    assert [row["attention"] for row in rows] == ["attndsl", "sdpa"]
+    assert all(row["step_ms"] > 0 and row["peak_gb"] is None for row in rows)
+
+
+def test_the_model_of_the_defaults_has_124_million_parameters(script):
+    gpt = script("gpt")
+    with gpt.torch.device("meta"):
+        model = gpt.GPT(gpt.Sizes(12, 768, 12, 16, 1024, 50257))
+    assert round(sum(x.numel() for x in model.parameters()) / 1e6) == 124
