@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from attndsl.after_torch import register_operators
 
 if TYPE_CHECKING:
-    from attndsl import layout, nn
+    from attndsl import errors, flex, layout, nn
     from attndsl.api import Attention, compile, load, verify  # noqa: A004
     from attndsl.errors import AttnDSLError
     from attndsl.flex.tracing import trace
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = [
-    "Attention", "AttnDSLError", "TileMap", "compile", "layout", "load", "nn",
+    "Attention", "AttnDSLError", "TileMap", "compile", "errors", "flex", "layout", "load", "nn",
     "scaled_dot_product_attention", "tensor", "trace", "verify",
 ]  # fmt: skip
 
@@ -37,15 +37,17 @@ _HOMES = {
     "trace": "attndsl.flex.tracing",
     "verify": "attndsl.api",
 }
-_MODULES = ("layout", "nn")
+_MODULES = ("errors", "flex", "layout", "nn")
 
+# Type checkers know the names above. To them this function would make any other name one too.
+if not TYPE_CHECKING:
 
-def __getattr__(name: str) -> Any:
-    if name in _HOMES:
-        return getattr(import_module(_HOMES[name]), name)
-    if name in _MODULES:
-        return import_module(f"attndsl.{name}")
-    raise AttributeError(f"module 'attndsl' has no attribute {name!r}")
+    def __getattr__(name: str) -> Any:
+        if name in _HOMES:
+            return getattr(import_module(_HOMES[name]), name)
+        if name in _MODULES:
+            return import_module(f"attndsl.{name}")
+        raise AttributeError(f"module 'attndsl' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

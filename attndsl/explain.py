@@ -10,8 +10,19 @@ from attndsl.backends.base import ForwardMode, FusedForwardMode
 from attndsl.backends.forms import describe_forms
 from attndsl.backends.widened import MAX_WIDTH, WidenedBackend
 from attndsl.errors import BackendError, UnsupportedError
-from attndsl.ir import Op, dependencies, sides, toposort
+from attndsl.ir import (
+    SCORE,
+    DType,
+    Op,
+    const,
+    dependencies,
+    leaf_names,
+    sides,
+    toposort,
+)
+from attndsl.passes.differentiate import vjp
 from attndsl.passes.print_ir import print_expression
+from attndsl.passes.simplify import simplify_node
 from attndsl.passes.tiles.describe import print_tiles
 from attndsl.passes.tiles.sparsity import EVALUATION, SCORES
 from attndsl.runtime.dispatch import backend_of
@@ -19,7 +30,7 @@ from attndsl.runtime.tiles import count_tiles
 
 if TYPE_CHECKING:
     from attndsl.backends.base import Backend, Call
-    from attndsl.ir import Node
+    from attndsl.ir import Node, Program
     from attndsl.pipeline import Lowered
     from attndsl.runtime.tiles import TileCounts
 
@@ -29,7 +40,7 @@ def explain(
     head_dim: int,
 ) -> str:  # fmt: skip
     """Lines of plain text: parts, captures, gradients, tiles, and the backend for ``device``."""
-    program, derivative = lowered.program, lowered.derivative
+    program = lowered.program
     rows = ["program"]
     rows.append(f"  score      {_describe(program.score)}")
     rows.append(f"  mask       {_describe(program.mask) if program.mask else 'none: all pairs'}")
@@ -37,16 +48,13 @@ def explain(
     if program.sink is not None:
         rows.append(f"  sink       {_describe(program.sink)}")
     if program.dropout is not None:
-        rows.append("  dropout    of the weights")
+        rows.append(f"  dropout    of the weights, p = {print_expression(program.dropout)}")
     for tensor in program.tensors:
         rows.append(f"  tensor     {tensor.name}: {tensor.dtype.value}, {len(tensor.dims)} dim(s)")
     for param in program.params:
         default = "no default" if param.default is None else f"default {param.default}"
         rows.append(f"  param      {param.name}: {param.dtype.value}, at run time, {default}")
-    names = {str(g.load.value) for g in derivative.tensors}
-    learned = sorted(names.union(s.name for g in derivative.products for s in sides(g.product)))
-    learned += [g.name for g in derivative.params]
-    rows.append(f"gradients    q, k, v{''.join(', ' + name for name in learned)}")
+    rows += _gradients(lowered)
     rows += _forms(lowered)
     rows += _atoms(lowered)
     rows += [f"  {line}" for line in print_tiles(lowered.sparsity, block_m, block_n).split("\n")]
@@ -61,6 +69,37 @@ def explain(
     except BackendError as error:
         rows.append(f"backend      none on {device.type}: {error.message}")
     return "\n".join(rows)
+
+
+def _gradients(lowered: Lowered) -> list[str]:
+    """What receives gradients, and by which part of the program."""
+    program, derivative = lowered.program, lowered.derivative
+    found = {"score": {str(g.load.value) for g in derivative.tensors}}
+    found["score"].update(s.name for g in derivative.products for s in sides(g.product))
+    found["score"].update(g.name for g in derivative.params)
+    for part in ("sink", "weights", "dropout"):
+        root = getattr(program, part)
+        factors = {} if root is None else vjp(root, const(1.0))
+        found[part] = {
+            name
+            for leaf, factor in factors.items()
+            if leaf is not SCORE and simplify_node(factor) is not const(0.0)
+            for name in leaf_names(leaf) & _floats(program)
+        }
+    order = [decl.name for decl in (*program.tensors, *program.params)]
+    learned = [name for name in order if any(name in names for names in found.values())]
+    rows = [f"gradients    {', '.join(['q, k, v', *learned])}"]
+    for part, names in found.items():
+        if names:
+            listed = ", ".join(name for name in order if name in names)
+            rows.append(f"  {'by ' + part:<11}{listed}")
+    return rows
+
+
+def _floats(program: Program) -> frozenset[str]:
+    """Names of the captures that can have gradients: not those of indices."""
+    declared = [*program.tensors, *program.params]
+    return frozenset(decl.name for decl in declared if decl.dtype is DType.FLOAT)
 
 
 def _higher(backend: Backend, checked: bool) -> str:

@@ -330,6 +330,55 @@ def test_run_times_and_checks(attndsl, write):
     assert all(each["ms"] > 0 and each["tflops"] > 0 for each in found["timings"])
 
 
+LEARNED = (
+    "param p: float = 0.2\nparam cap: float = 5.0\ntensor s[heads]: float\n"
+    "tensor gain[heads, kv_len]: float\ntensor near[kv_len]: float\n"
+    "mask = causal() and near[kv] < 1\nscore = softcap(cap) * gain[h, kv]\n"
+    "sink = s[h] + cap\nweights = dropout(softmax(score), p)\n"
+)
+
+
+def test_run_holds_gradients_of_captures_to_the_reference(attndsl, write, monkeypatch):
+    arguments = ("run", write("a.attn", LEARNED), "--backward", "--json", "--q-len", 24,
+                 "--heads", 2, "--head-dim", 8)  # fmt: skip
+    code, out, _ = attndsl(*arguments)
+    assert code == 0, out
+    checks = {each["name"]: each for each in json.loads(out)["checks"]}
+    assert list(checks) == ["out", "dq", "dk", "dv", "ds", "dgain", "dnear", "dp", "dcap"]
+    assert all(each["ok"] for each in checks.values())
+    assert checks["dnear"]["allowed"] < 1e-5  # It is 0: the mask alone reads it.
+    right = running._call
+    for name in ("ds", "dgain", "dp", "dcap"):
+
+        def wrong(attention, *rest, name=name):
+            found = right(attention, *rest)
+            if attention.backend != "reference":
+                found[name] = found[name] * 1.01
+            return found
+
+        monkeypatch.setattr(running, "_call", wrong)
+        code, out, _ = attndsl(*arguments)
+        assert code == 1
+        failed = [each["name"] for each in json.loads(out)["checks"] if not each["ok"]]
+        assert failed == [name]
+
+
+def test_explain_names_all_that_receives_gradients(attndsl, write):
+    code, out, _ = attndsl("explain", write("a.attn", LEARNED))
+    assert code == 0
+    lines = out.splitlines()
+    at = lines.index("gradients    q, k, v, s, gain, p, cap")
+    assert lines[at + 1 : at + 4] == [
+        "  by score   gain, cap", "  by sink    s, cap", "  by dropout p",
+    ]  # fmt: skip
+    assert "  dropout    of the weights, p = p" in lines
+    text = (
+        "tensor t[n]: int; tensor a[n]: float; param x: float\nweights = a[t[kv % n]] * score + x"
+    )
+    _, out, _ = attndsl("explain", write("b.attn", text))
+    assert "gradients    q, k, v, a, x\n  by weights a, x\n" in out
+
+
 def test_run_can_leave_the_check_out(attndsl, write):
     code, out, _ = attndsl("run", write("a.attn", GOOD), "--no-check", "--q-len", 16)
     assert code == 0

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from attndsl.errors import visible
+from attndsl.ir import DType
 from attndsl.runtime.dispatch import choose_backend
 
 from .captures import check_dim_names, make_captures
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
     from attndsl.api import Attention
     from attndsl.frontend.declare import Declared
+    from attndsl.ir import ParamDecl, TensorDecl
 
     from .inputs import NamedProgram
 
@@ -38,6 +40,10 @@ DTYPES = {
 FACTORS = {"fp16": 1.1, "bf16": 1.1, "fp32": 10.0, "fp64": 10.0}
 """How much further than the reference in the same dtype the output may be from exact."""
 GRADIENT_FACTORS = {"out": 1.0, "dq": 2.5, "dk": 4.0, "dv": 4.0}
+_CAPTURE_FACTOR = 4.0
+_CAPTURE_ROUNDINGS = 8
+"""A capture's gradient may have few elements, whose errors in the reference may be small by chance.
+So one element may also be off by this many times the dtype's precision, n by n ** -0.5 of that."""
 _FLOOR = 16 * torch.finfo(torch.float32).eps
 _CHECK_BYTES = 8 << 30
 _CPU_SECONDS = 1.0
@@ -216,14 +222,41 @@ def _call(
     dtype: torch.dtype,
     backward: bool,
 ) -> dict[str, torch.Tensor]:
+    """The output, and with ``backward`` the gradients of q, k, v and the float captures."""
     q, k, v, grad = (x.to(dtype) for x in inputs)
     if not backward:
         with torch.no_grad():
             return {"out": attention(q, k, v, **captures)}
-    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-    out = attention(*leaves, **captures)
-    gradients = torch.autograd.grad(out, leaves, grad)
-    return {"out": out.detach(), **dict(zip(("dq", "dk", "dv"), gradients, strict=True))}
+    leaves, learned = _leaves(attention, [q, k, v], captures)
+    if dtype is torch.float64:
+        learned = {name: x.detach().double().requires_grad_() for name, x in learned.items()}
+    out = attention(*leaves, **{**captures, **learned})
+    names = ("dq", "dk", "dv", *(f"d{name}" for name in learned))
+    inputs = [*leaves, *learned.values()]
+    found = torch.autograd.grad(out, inputs, grad, allow_unused=True)
+    gradients = (
+        torch.zeros_like(x) if each is None else each for x, each in zip(inputs, found, strict=True)
+    )
+    return {"out": out.detach(), **dict(zip(names, gradients, strict=True))}
+
+
+def _leaves(
+    attention: Attention, operands: list[torch.Tensor], captures: Mapping[str, Any]
+) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
+    """q, k and v, and float tensors and run-time params by name, as leaves that require grad."""
+    program = attention.lowered.program
+    learned = {decl.name: captures[decl.name] for decl in program.tensors if _is_float(decl)}
+    for param in program.params:
+        if _is_float(param) and param.default is not None:
+            learned[param.name] = torch.tensor(float(param.default), device=operands[0].device)
+    return (
+        [x.detach().requires_grad_() for x in operands],
+        {name: x.detach().requires_grad_() for name, x in learned.items()},
+    )
+
+
+def _is_float(decl: TensorDecl | ParamDecl) -> bool:
+    return decl.dtype is DType.FLOAT
 
 
 def _direction(
@@ -240,9 +273,10 @@ def _direction(
                 return attention(*operands, **captures)
 
         return forward
-    leaves = [x.detach().requires_grad_() for x in operands]
-    out = attention(*leaves, **captures)
-    return lambda: torch.autograd.grad(out, leaves, grad, retain_graph=True)
+    leaves, learned = _leaves(attention, operands, captures)
+    out = attention(*leaves, **{**captures, **learned})
+    wanted = [*leaves, *learned.values()]
+    return lambda: torch.autograd.grad(out, wanted, grad, retain_graph=True, allow_unused=True)
 
 
 def _compare(
@@ -255,8 +289,12 @@ def _compare(
     for name, exact in golden.items():
         error = (found[name].double() - exact).abs()
         mean = float(error.mean())
-        factor = FACTORS[dtype] * GRADIENT_FACTORS[name]
+        factor = FACTORS[dtype] * GRADIENT_FACTORS.get(name, _CAPTURE_FACTOR)
         allowed = factor * float((usual[name].double() - exact).abs().mean()) + _FLOOR
+        if name not in GRADIENT_FACTORS:
+            size = float(exact.square().mean().sqrt())
+            few = _CAPTURE_ROUNDINGS * max(1, exact.numel()) ** -0.5
+            allowed += (few * torch.finfo(DTYPES[dtype]).eps + _FLOOR) * size
         # A NaN is never below the limit; where the exact result has one, nothing can be compared.
         checks.append(Check(name, float(error.max()), mean, allowed, mean <= allowed))
     return tuple(checks)
