@@ -1,4 +1,4 @@
-"""The calls as torch operators: ``attndsl::forward`` and ``attndsl::backward``.
+"""The calls as torch operators: ``attndsl::forward``, ``backward`` and ``row_maxima``.
 
 What torch knows of them: arguments, shapes, derivatives. ``torch.compile`` and ``torch.export`` see
 one operator whose program is a string argument (a spec, see :mod:`attndsl.runtime.programs`), so
@@ -32,6 +32,7 @@ _TENSORS = (3, 4, 5, 11, 14, 15, 18)
 _RUNS = "attndsl.runtime.operator"
 _LIBRARY: Any = torch.library.Library("attndsl", "DEF")  # type: ignore[no-untyped-call]
 _LIBRARY.define(f"forward({_COMMON}) -> (Tensor, Tensor)")
+_LIBRARY.define(f"row_maxima({_COMMON}) -> Tensor")
 _LIBRARY.define(
     f"backward(Tensor out, Tensor lse, Tensor grad_out, Tensor? grad_lse, bool[] wants, {_COMMON})"
     " -> Tensor[]"
@@ -40,6 +41,10 @@ _LIBRARY.define(
 
 def _forward(*args: Any) -> Any:
     return import_module(_RUNS).run_forward(*args)
+
+
+def _row_maxima(*args: Any) -> Any:
+    return import_module(_RUNS).run_row_maxima(*args)
 
 
 def _backward(*args: Any) -> Any:
@@ -51,6 +56,12 @@ def _fake_forward(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
     shape = (q.shape[0], q.shape[1], q.shape[2])
     kind = torch.float64 if q.dtype is torch.float64 else torch.float32
     return q.new_empty((*shape, v.shape[3])), q.new_empty(shape, dtype=kind)
+
+
+def _fake_row_maxima(*args: Any) -> torch.Tensor:
+    q = args[3]
+    kind = torch.float64 if q.dtype is torch.float64 else torch.float32
+    return q.new_empty((q.shape[0], q.shape[1], q.shape[2]), dtype=kind)
 
 
 def _fake_backward(
@@ -113,6 +124,7 @@ def _no_second(ctx: Any, *grads: Any) -> tuple[Any, ...]:
 for _name, _kernel, _fake in (
     ("forward", _forward, _fake_forward),
     ("backward", _backward, _fake_backward),
+    ("row_maxima", _row_maxima, _fake_row_maxima),
 ):
     _LIBRARY.impl(_name, _kernel, "CompositeExplicitAutograd")
     torch.library.register_fake(f"attndsl::{_name}", _fake, lib=_LIBRARY)
