@@ -1,4 +1,4 @@
-"""The calls as torch operators: ``attndsl::forward`` and ``attndsl::backward``.
+"""The calls as torch operators: ``attndsl::forward``, ``backward`` and ``row_maxima``.
 
 What torch knows of them: arguments, shapes, derivatives, operations. ``torch.compile`` and
 ``torch.export`` see one operator whose program is a string argument (a spec, see
@@ -37,6 +37,7 @@ _ORDERS = "attndsl.backends.memory_order"
 _COUNTER = "torch.utils.flop_counter"
 _LIBRARY: Any = torch.library.Library("attndsl", "DEF")  # type: ignore[no-untyped-call]
 _LIBRARY.define(f"forward({_COMMON}) -> (Tensor, Tensor)")
+_LIBRARY.define(f"row_maxima({_COMMON}) -> Tensor")
 _LIBRARY.define(
     f"backward(Tensor out, Tensor lse, Tensor grad_out, Tensor? grad_lse, bool[] wants, {_COMMON})"
     " -> Tensor[]"
@@ -45,6 +46,10 @@ _LIBRARY.define(
 
 def _forward(*args: Any) -> Any:
     return import_module(_RUNS).run_forward(*args)
+
+
+def _row_maxima(*args: Any) -> Any:
+    return import_module(_RUNS).run_row_maxima(*args)
 
 
 def _backward(*args: Any) -> Any:
@@ -56,6 +61,12 @@ def _fake_forward(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
     shape = (q.shape[0], q.shape[1], q.shape[2])
     kind = torch.float64 if q.dtype is torch.float64 else torch.float32
     return _empty_like(q, v.shape[3]), q.new_empty(shape, dtype=kind)
+
+
+def _fake_row_maxima(*args: Any) -> torch.Tensor:
+    q = args[3]
+    kind = torch.float64 if q.dtype is torch.float64 else torch.float32
+    return q.new_empty((q.shape[0], q.shape[1], q.shape[2]), dtype=kind)
 
 
 def _fake_backward(
@@ -173,6 +184,7 @@ def tell_counters() -> None:
 for _name, _kernel, _fake in (
     ("forward", _forward, _fake_forward),
     ("backward", _backward, _fake_backward),
+    ("row_maxima", _row_maxima, _fake_row_maxima),
 ):
     _LIBRARY.impl(_name, _kernel, "CompositeExplicitAutograd")
     torch.library.register_fake(f"attndsl::{_name}", _fake, lib=_LIBRARY)

@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from attndsl.errors import ArgumentError, UnsupportedError
+from attndsl.errors import ArgumentError
 from attndsl.runtime.arguments import autocast, check_operands, check_scale
 
 from .blocks import expanded, mask_of
 from .cache import default_traces
 from .checks import backend_of, check_block_mask, check_heads, same_batch
 from .compiled import compiled, near, position_ranges
-from .graphs import attend_in_graph
-from .maxima import row_maxima
+from .graphs import GraphOptions, attend_in_graph
+from .maxima import find_maxima
 from .tracing import trace_mods
 
 if TYPE_CHECKING:
@@ -118,29 +118,33 @@ def flex_attention(
     backend = backend_of(kernel_options)
     asked = return_aux or AuxRequest(lse=return_lse)
     if torch.compiler.is_dynamo_compiling():
-        if asked.max_scores:
-            raise UnsupportedError(
-                "max_scores is asked for in a graph of torch.compile",
-                hint="ask for it in a call outside of the graph",
-            )
         mask_mod = None if block_mask is None else mask_of(query, key, block_mask)[0]
-        graph = attend_in_graph(query, key, value, score_mod, mask_mod, scale, backend)
-        if return_aux is not None:
-            return graph[0], AuxOutput(graph[1] if asked.lse else None)
-        return graph if return_lse else graph[0]
+        options = GraphOptions(scale, backend, asked.max_scores)
+        found = attend_in_graph(query, key, value, score_mod, mask_mod, options)
+        return _results(*found, return_lse, return_aux)
     prepared = prepare(query, key, score_mod, block_mask, backend)
     found = prepared.attention(
         query, key, value, scale=scale, return_lse=asked.lse, tiles=prepared.tiles,
         **prepared.captures,
     )  # fmt: skip
     out, lse = found if asked.lse else (found, None)
-    if return_aux is None:
-        return (out, lse) if return_lse else out
     maxima = None
     if asked.max_scores:
-        lowered = prepared.attention.lowered
-        maxima = row_maxima(lowered, query, key, scale, prepared.captures)
-    return out, AuxOutput(lse, maxima)
+        maxima = find_maxima(prepared.attention, query, key, scale, prepared.captures)
+    return _results(out, lse, maxima, return_lse, return_aux)
+
+
+def _results(
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+    maxima: torch.Tensor | None,
+    return_lse: bool,
+    return_aux: AuxRequest | None,
+) -> Any:
+    """What a call returns, from what it may return."""
+    if return_aux is not None:
+        return out, AuxOutput(lse if return_aux.lse else None, maxima)
+    return (out, lse) if return_lse else out
 
 
 def prepare(

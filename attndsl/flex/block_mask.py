@@ -20,6 +20,12 @@ if TYPE_CHECKING:
 
     from .tracing import Mod
 
+_BLOCKS = frozenset({
+    "mask_mod", "BLOCK_SIZE", "seq_lengths", "kv_num_blocks", "kv_indices", "full_kv_num_blocks",
+    "full_kv_indices",
+})  # fmt: skip
+"""Attributes that say which pairs are live."""
+
 
 class BlockMask(TorchBlockMask):
     """A ``BlockMask`` of torch, which torch's own ``flex_attention`` takes too.
@@ -29,8 +35,8 @@ class BlockMask(TorchBlockMask):
     ``mask_mod`` is replaced or the mask is sliced, calls go by the blocks, as torch does.
     """
 
-    derived_from: Mod | None = None
-    """The function that the blocks were derived from."""
+    by_mask: bool = False
+    """Whether the blocks were derived from ``mask_mod``, and both are as they were then."""
     varies: tuple[bool, bool] = (True, True)
     """Whether the mask varies with the batch entry, and with the head."""
     tiles: TileMap | None = None
@@ -43,7 +49,13 @@ class BlockMask(TorchBlockMask):
             not varies or size == wanted
             for varies, size, wanted in zip(self.varies, own, (batch, heads), strict=False)
         )
-        return self.derived_from is not None and self.mask_mod is self.derived_from and covered
+        return self.by_mask and covered
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set an attribute; blocks or a ``mask_mod`` set by hand are not derived any more."""
+        object.__setattr__(self, name, value)
+        if name in _BLOCKS:
+            object.__setattr__(self, "by_mask", False)
 
     def to(self, device: torch.device | str) -> BlockMask:
         """The same on ``device``."""
@@ -56,7 +68,7 @@ class BlockMask(TorchBlockMask):
 
     def _like(self, other: TorchBlockMask, tiles: TileMap | None) -> BlockMask:
         made = _adopt(other)
-        made.derived_from, made.varies, made.tiles = self.derived_from, self.varies, tiles
+        made.by_mask, made.varies, made.tiles = self.by_mask, self.varies, tiles
         return made
 
 
@@ -147,7 +159,7 @@ def _create(
         numbers, indices, *full, BLOCK_SIZE=(rows, columns), mask_mod=mask_mod,
         seq_lengths=(q_len, kv_len),
     )  # fmt: skip
-    made.derived_from = mask_mod
+    made.by_mask = True
     maps = attention.lowered.sparsity.maps(2, 2)
     made.varies = (maps[0] == 2, maps[1] == 2)
     loop = attention.lowered.sparsity.loop(FORWARD, rows, columns, False, False)

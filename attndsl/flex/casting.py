@@ -25,7 +25,7 @@ _METHODS = {
 _NARROW = (torch.int8, torch.uint8, torch.int16)
 _FILLS = {
     "new_zeros": 0, "new_ones": 1, "zeros_like": 0, "ones_like": 1, "new_full": None,
-    "full_like": None, "new_tensor": None,
+    "full_like": None, "new_tensor": None, "new_empty": 0, "empty_like": 0,
 }  # fmt: skip
 _UNCHANGED = frozenset({"detach", "cpu", "cuda", "requires_grad_"})
 
@@ -92,7 +92,7 @@ def _filled(tracer: Tracer, name: str, args: tuple[Any, ...], kwargs: dict[str, 
     like = tracer.node(args[0])
     fill: Any = _FILLS[name]
     rest = list(args[1:])
-    if name in ("new_zeros", "new_ones", "new_full"):
+    if name in ("new_zeros", "new_ones", "new_full", "new_empty"):
         sizes = kwargs["size"] if "size" in kwargs else rest.pop(0) if rest else ()
         if sizes not in ((), [], torch.Size(())):
             raise refusal(f"'{name}' makes a tensor of size {sizes}", "write () for the size")

@@ -76,7 +76,8 @@ def check_block_mask(query: torch.Tensor, key: torch.Tensor, block_mask: TorchBl
     for name, size, wanted in zip(
         ("heads", "batch entries"), reversed(sizes), (query.shape[1], query.shape[0]), strict=False
     ):
-        if size not in (1, wanted):
+        # In graphs sizes may be symbols, which Dynamo does not look for in tuples.
+        if size != 1 and size != wanted:
             raise ShapeError(
                 f"block_mask is of {size} {name}, and query has {wanted}",
                 hint="make it with the call's own sizes, or with None for all alike",

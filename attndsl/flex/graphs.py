@@ -14,6 +14,7 @@ Non-goals: tile maps, which graphs do not take.
 from __future__ import annotations
 
 import copy
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,24 +23,46 @@ from torch._higher_order_ops.base_hop import BaseHOP
 from attndsl.ir import SCORE, var
 
 from .compiled import compiled, near, position_ranges
+from .maxima import find_maxima
 from .tracing import trace_graph
 
 if TYPE_CHECKING:
-    from .tracing import Mod
+    from collections.abc import Callable
 
+    from .tracing import Mod, Trace
+
+_NAME = "attndsl_flex"
 _PAIR = (SCORE, *(var(name) for name in ("b", "h", "q", "kv")))
-_MARKS = 2 + 2 + len(_PAIR)
-"""Results that are there for their operands: the output, the log-sum-exp, key, value, the pair."""
+_RESULTS = 3
+"""The output, the log-sum-exp and the largest scores, which the query gives their device."""
+_MARKS = _RESULTS + 2 + len(_PAIR)
+"""Results that are there for their operands: those three, then key, value and the pair."""
+
+
+@dataclass(frozen=True, slots=True)
+class GraphOptions:
+    """What a call in a graph is asked for, beside its tensors and functions."""
+
+    scale: float | None
+    backend: str
+    max_scores: bool
 
 
 def _decompose(
-    graph: Any, *operands: Any, backend: str, scale: float | None, parts: tuple[str, ...]
+    graph: Any,
+    *operands: Any,
+    backend: str,
+    scale: float | None,
+    max_scores: bool,
+    parts: tuple[str, ...],
 ) -> tuple[Any, ...]:
     """The call that a graph of both functions comes to, and stand-ins for the graph's results."""
     holders = [item for item in graph.graph.nodes if item.op == "placeholder"]
     results = graph.graph.output_node().args[0]
     # Dynamo orders inputs as it likes, and adds sizes to them: results say which is which.
-    query_at, _, key_at, value_at, *pair_at = (holders.index(x.args[0]) for x in results[:_MARKS])
+    query_at, _, _, key_at, value_at, *pair_at = (
+        holders.index(x.args[0]) for x in results[:_MARKS]
+    )
     query, key, value = (operands[place] for place in (query_at, key_at, value_at))
     pruned = copy.deepcopy(graph)
     output = pruned.graph.output_node()
@@ -65,12 +88,51 @@ def _decompose(
         return pruned(*(symbols.get(place, x) for place, x in enumerate(given)))
 
     traced = trace_graph(mods, _PAIR, parts, dtype, query.device, lengths, names)
+    found = _attend(traced, query, key, value, GraphOptions(scale, backend, max_scores))
+    rest = (x.meta["example_value"] for x in results[len(found) :])
+    return *found, *(query.new_empty(x.shape, dtype=x.dtype) for x in rest)
+
+
+def _attend(
+    traced: Trace,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    options: GraphOptions,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The output, the log-sum-exp and the largest scores, empty where they are not asked for."""
+    attention, scale = compiled(traced.text, options.backend), options.scale
     named = near(traced.captures, query.device)
-    out, lse = compiled(traced.text, backend)(
-        query, key, value, scale=scale, return_lse=True, **named
-    )
-    rest = (x.meta["example_value"] for x in results[2:])
-    return out, lse, *(query.new_empty(x.shape, dtype=x.dtype) for x in rest)
+    out, lse = attention(query, key, value, scale=scale, return_lse=True, **named)
+    if options.max_scores:
+        return out, lse, find_maxima(attention, query, key, scale, named)
+    return out, lse, lse.new_empty(0)
+
+
+def _attend_after_break(
+    both: Callable[..., tuple[Any, ...]],
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *pair: torch.Tensor,
+    backend: str,
+    scale: float | None,
+    max_scores: bool,
+    parts: tuple[str, ...],
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The call where Dynamo could not follow the functions and left the graph before it."""
+
+    def mods(*symbols: Any) -> Any:
+        return both(query, key, value, *symbols)[_MARKS:]
+
+    sizes = (query.shape[0], query.shape[1], query.shape[2], key.shape[2])
+    dtype = torch.float64 if query.dtype is torch.float64 else torch.float32
+    lengths = position_ranges(*sizes)
+    traced = trace_graph(mods, _PAIR, parts, dtype, query.device, lengths, {}, in_graph=False)
+    return _attend(traced, query, key, value, GraphOptions(scale, backend, max_scores))
+
+
+_ATTEND_AFTER_BREAK: Any = torch.compiler.disable(_attend_after_break)  # type: ignore[no-untyped-call]
 
 
 def _own_name(holder: str) -> str:
@@ -82,14 +144,35 @@ class FlexInGraph(BaseHOP):
     """Both functions on one pair, as a graph, with query, key and value."""
 
     def __init__(self) -> None:
-        super().__init__("attndsl_flex")
+        super().__init__(_NAME)
 
     def __call__(self, subgraph: Any, *operands: Any, **kwargs: Any) -> Any:
         """The call's results; nothing is dispatched, since they are made of operators that are."""
-        return _decompose(subgraph, *operands, **kwargs)
+        if isinstance(subgraph, torch.fx.GraphModule):
+            return _decompose(subgraph, *operands, **kwargs)
+        return _ATTEND_AFTER_BREAK(subgraph, *operands, **kwargs)
 
 
 OPERATOR = FlexInGraph()
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _allow_views() -> None:
+    """Let Dynamo take operands that are views of one tensor, as a packed projection gives them.
+
+    Dynamo refuses them for operators of functions in general, whose bodies run as graphs of their
+    own and may write to what they share. The operator's body is only read.
+    """
+    from torch._dynamo.variables import higher_order_ops as dynamo
+
+    if _NAME not in dynamo._hop_name_to_variable_class:
+
+        class FlexVariable(dynamo.BaseHOPVariable):
+            """How Dynamo follows a call of the operator."""
+
+            supports_aliasing = True
+
+        dynamo._hop_name_to_variable_class[_NAME] = FlexVariable
 
 
 def attend_in_graph(
@@ -98,10 +181,11 @@ def attend_in_graph(
     value: torch.Tensor,
     score_mod: Mod | None,
     mask_mod: Mod | None,
-    scale: float | None,
-    backend: str,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """``(out, lse)`` of a call that Dynamo is following."""
+    options: GraphOptions,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """The output, the log-sum-exp and the largest scores of a call that Dynamo is following."""
+    # Dynamo asks how to follow the operator where it first sees it.
+    _allow_views()
     work = torch.float64 if query.dtype is torch.float64 else torch.float32
     kinds = (work, torch.int64, torch.int64, torch.int64, torch.int64)
     pair = [torch.empty((1,), dtype=kind, device=query.device) for kind in kinds]
@@ -112,6 +196,7 @@ def attend_in_graph(
     ) -> tuple[Any, ...]:  # fmt: skip
         shape = (query.shape[0], query.shape[1], query.shape[2])
         results = [query.new_empty((*shape, value.shape[3])), query.new_empty(shape, dtype=work)]
+        results.append(query.new_empty(shape if options.max_scores else (0,), dtype=work))
         # Dynamo drops inputs that nothing uses.
         results += [x.new_empty(()) for x in (key, value, score, b, h, q_idx, kv_idx)]
         # Functions may change their arguments in place, which inputs of a graph may not be.
@@ -122,5 +207,8 @@ def attend_in_graph(
         return tuple(results)
 
     parts = ("score",) * (score_mod is not None) + ("mask",) * (mask_mod is not None)
-    found = OPERATOR(both, query, key, value, *pair, backend=backend, scale=scale, parts=parts)
-    return found[0], found[1]
+    found = OPERATOR(
+        both, query, key, value, *pair, backend=options.backend, scale=options.scale,
+        max_scores=options.max_scores, parts=parts,
+    )  # fmt: skip
+    return found[0], found[1], found[2] if options.max_scores else None

@@ -1,28 +1,23 @@
-"""The largest score of each row, by dense arithmetic over some rows at a time.
-
-Kernels do not return it. This takes work proportional to q_len * kv_len, and no gradient.
-"""
+"""The largest score of each row of a traced program's call."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from attndsl.backends.interpret import evaluate, scope_of
 from attndsl.runtime.arguments import bind
+from attndsl.runtime.graph import maxima_in_graph
+from attndsl.runtime.maxima import row_maxima
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from attndsl.pipeline import Lowered
-
-_PAIRS_AT_ONCE = 1 << 24
+    from attndsl.attention import Attention
 
 
-def row_maxima(
-    lowered: Lowered,
+def find_maxima(
+    attention: Attention,
     query: torch.Tensor,
     key: torch.Tensor,
     scale: float | None,
@@ -31,7 +26,7 @@ def row_maxima(
     """Largest score of the live pairs of each row, -inf where there is none.
 
     Args:
-        lowered: The program.
+        attention: The program.
         query: (B, Hq, Lq, D).
         key: (B, Hkv, Lk, D).
         scale: Factor of the raw score; 1 / sqrt(D) by default.
@@ -40,24 +35,9 @@ def row_maxima(
     Returns:
         (B, Hq, Lq), fp32 (fp64 for fp64).
     """
-    with torch.no_grad():
-        call = bind(lowered.program, query, key, key, scale, captures, 0, 0, None, None, 0, False)
-        work = torch.float64 if query.dtype is torch.float64 else torch.float32
-        batch, heads, q_len, _ = query.shape
-        kv_len, group = key.shape[2], heads // key.shape[1]
-        found = torch.full((batch, heads, q_len), -torch.inf, dtype=work, device=query.device)
-        if kv_len == 0 or found.numel() == 0:
-            return found
-        keys = key.to(work).repeat_interleave(group, 1).mT
-        together = max(1, _PAIRS_AT_ONCE // (batch * heads * kv_len))
-        program = lowered.program
-        for first in range(0, q_len, together):
-            rows = query[:, :, first : first + together].to(work)
-            raw = rows @ keys * call.scale
-            scope = scope_of(replace(call, q=rows, q_offset=first), raw)
-            (score,) = evaluate((program.score,), scope)
-            if program.mask is not None:
-                (live,) = evaluate((program.mask,), scope)
-                score = torch.where(live, score, -torch.inf)
-            found[:, :, first : first + together] = score.expand(raw.shape).amax(-1)
-        return found
+    given = {name: x.detach() if isinstance(x, torch.Tensor) else x for name, x in captures.items()}
+    query, key, lowered = query.detach(), key.detach(), attention.lowered
+    call = bind(lowered.program, query, key, key, scale, given, 0, 0, None, None, 0, False)
+    if torch.compiler.is_compiling():
+        return maxima_in_graph(attention.spec, attention.backend, call, scale)
+    return row_maxima(lowered, call)

@@ -174,6 +174,7 @@ def trace_graph(
     device: torch.device,
     lengths: Mapping[str, Range],
     names: Mapping[int, str],
+    in_graph: bool = True,
 ) -> Trace:
     """Trace a function that gives several parts of a program at once.
 
@@ -185,12 +186,13 @@ def trace_graph(
         device: Of the call.
         lengths: Ranges of the positions, as far as they are known.
         names: What captured tensors are to be called, by id.
+        in_graph: Whether the function is a graph of Dynamo's.
 
     Raises:
         TraceError: The function cannot be traced.
     """
     found = Reach(names=dict(names))
-    tracer = Tracer(dtype, device, lengths, _Names(found).of_tensor, in_graph=True)
+    tracer = Tracer(dtype, device, lengths, _Names(found).of_tensor, in_graph=in_graph)
     results = tracer.run(mods, pair)
     given = {part: tracer.node(x) for part, x in zip(parts, results, strict=True)}
     score = _score(given["score"], mods) if "score" in given else SCORE

@@ -54,6 +54,23 @@ def attend_in_graph(
     return found
 
 
+def maxima_in_graph(spec: str, backend: str, call: Call, scale: float | None) -> torch.Tensor:
+    """The largest score of each row through an operator; not differentiable.
+
+    Args:
+        spec: The program.
+        backend: The backend asked for.
+        call: The checked call, of tensors that need no gradient; its own scale is not used.
+        scale: Factor of q . k, or None for the default.
+
+    Returns:
+        (B, Hq, Lq), fp32 (fp64 for fp64).
+    """
+    given = operands(spec, backend, False, call, scale, None, _varying)
+    found: torch.Tensor = torch.ops.attndsl.row_maxima(*given)
+    return found
+
+
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _is_transformed_now() -> bool:
     """Dynamo enters transforms as it goes."""

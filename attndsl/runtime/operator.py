@@ -12,6 +12,7 @@ from attndsl.operators import tell_counters
 
 from .arguments import bind_dims, sizes_of
 from .dispatch import backend_of
+from .maxima import row_maxima
 from .probability import check_probability
 from .programs import lowered_program
 from .seed import seed_argument
@@ -124,6 +125,12 @@ def run_forward(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
     with torch.no_grad():
         out, lse = backend.forward(lowered, call)
     return out, lse.contiguous()
+
+
+def run_row_maxima(*args: Any) -> torch.Tensor:
+    """``attndsl::row_maxima``."""
+    lowered, call, _ = _call(args)
+    return row_maxima(lowered, call)
 
 
 def run_backward(

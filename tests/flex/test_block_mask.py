@@ -1,5 +1,6 @@
 """Block masks: ours against torch's, and torch's taken for what they say."""
 
+import copy
 import math
 
 import pytest
@@ -55,6 +56,11 @@ def test_blocks_are_those_of_torch(name, separate):
 def test_public_methods_keep_the_class():
     mask = create_block_mask(causal, None, None, 32, 32, device="cpu", BLOCK_SIZE=8)
     assert mask.to("cpu").derived(B, H)
+    for change in ("mask_mod", "kv_indices"):
+        other = copy.copy(mask)
+        assert other.derived(B, H)
+        setattr(other, change, getattr(mask, change))
+        assert not other.derived(B, H)
     part = mask[:, :, 1:3]
     assert isinstance(part, BlockMask)
     assert part.kv_num_blocks.tolist() == [[[1, 1]]]

@@ -1,9 +1,12 @@
 """``flex_attention`` in graphs of ``torch.compile``: no break, and guards on what is captured."""
 
+import functools
+
 import pytest
 import torch
 from torch.nn.attention import flex_attention as torch_flex
 
+from attndsl.errors import TraceError
 from attndsl.flex import AuxRequest, create_block_mask, flex_attention
 
 B, H, L, D = 1, 2, 10, 4
@@ -125,6 +128,124 @@ def test_lengths_that_vary(compiled):
         q = random(B, H, length, D)
         torch.testing.assert_close(function(q), attention(q))
     assert len(compiled.graphs) == 1
+
+
+def chunks(x):
+    return (part.unflatten(-1, (H, D)).transpose(1, 2) for part in x.chunk(3, -1))
+
+
+VIEWS = {
+    "chunk": chunks,
+    "split": lambda x: (y.unflatten(-1, (H, D)).transpose(1, 2) for y in x.split(H * D, -1)),
+    "unbind": lambda x: x.unflatten(-1, (3, H, D)).transpose(1, 3).unbind(2),
+    "permute": lambda x: x.unflatten(-1, (3, H, D)).permute(2, 0, 3, 1, 4),
+    "stack": lambda x: torch.stack(list(chunks(x))),
+    "one tensor": lambda x: [next(chunks(x))] * 3,
+}
+
+
+@pytest.mark.parametrize(
+    ("views", "breaks"), [*((views, False) for views in VIEWS), ("chunk", True), ("stack", True)]
+)
+def test_operands_and_captures_that_are_views_of_one_tensor(views, breaks):
+    torch._dynamo.reset()
+    blocks = create_block_mask(documents, B, None, L, L, device="cpu", BLOCK_SIZE=4)
+
+    def attention(x, bias):
+        if breaks:
+            torch._dynamo.graph_break()
+        q, k, v = VIEWS[views](x)
+        slopes, gates = bias[0], bias[1]
+
+        def score_mod(score, b, h, q_idx, kv_idx):
+            return score * gates[h] + slopes[h] * (q_idx - kv_idx) + bias[1][h]
+
+        return flex_attention(q, k, v, score_mod, blocks)
+
+    backend = "eager" if breaks else "aot_eager"
+    results = []
+    for function in (attention, torch.compile(attention, fullgraph=not breaks, backend=backend)):
+        leaves = [random(B, L, 3 * H * D).requires_grad_(), random(2, H, seed=1).requires_grad_()]
+        out = function(*leaves)
+        results.append([out, *torch.autograd.grad(out.sin().sum(), leaves)])
+    for found, wanted in zip(*results, strict=True):
+        torch.testing.assert_close(found, wanted)
+
+
+def test_functions_that_dynamo_cannot_follow_run_outside_of_the_graph():
+    torch._dynamo.reset()
+    doubled = torch._dynamo.disable(lambda score: score * 2)
+
+    def attention(q):
+        table = TABLE[0] * 2
+
+        def score_mod(score, b, h, q_idx, kv_idx):
+            return doubled(score) + table[kv_idx]
+
+        out, aux = flex_attention(q, q, q, score_mod, return_aux=AuxRequest(max_scores=True))
+        return out, aux.max_scores
+
+    q = random(B, H, L, D)
+    found = torch.compile(attention, backend="eager")(q)
+    torch.testing.assert_close(found, attention(q))
+
+    def branches(q):
+        return flex_attention(q, q, q, lambda s, b, h, i, j: s if i > j else -s)
+
+    with pytest.raises(TraceError, match="cannot decide"):
+        torch.compile(branches, backend="eager")(q)
+
+
+def test_largest_scores(compiled):
+    q = random(B, H, L, D).requires_grad_()
+    table = TABLE.clone().requires_grad_()
+    blocks = create_block_mask(lambda b, h, i, j: i > j, None, None, L, L, device="cpu")
+
+    def attention(q, factor):
+        def score_mod(score, b, h, q_idx, kv_idx):
+            return score * factor + table[h, kv_idx]
+
+        request = AuxRequest(lse=True, max_scores=True)
+        return flex_attention(q, q, q, score_mod, blocks, return_aux=request, scale=0.3)
+
+    function = compiled(attention, dynamic=True)
+    for factor in (2.0, 3.0):
+        (out, aux), (out_, aux_) = function(q, factor), attention(q, factor)
+        torch.testing.assert_close((out, *aux), (out_, *aux_))
+        assert not aux.max_scores.requires_grad
+        gradients = [torch.autograd.grad(x.sum(), [q, table]) for x in (out, out_)]
+        torch.testing.assert_close(*gradients)
+
+
+def test_partial_functions_with_numbers_that_vary(compiled):
+    def near(b, h, q_idx, kv_idx, *, width):
+        return (q_idx - kv_idx).abs() < width
+
+    def scaled(score, b, h, q_idx, kv_idx, *, width):
+        return score * width
+
+    def attention(q, width, blocks):
+        return flex_attention(q, q, q, functools.partial(scaled, width=width), blocks)
+
+    function, q = compiled(attention, dynamic=True), random(B, H, L, D)
+    for width in (3, 5):
+        mask_mod = functools.partial(near, width=width)
+        blocks = create_block_mask(mask_mod, None, None, L, L, device="cpu", BLOCK_SIZE=4)
+        torch.testing.assert_close(function(q, width, blocks), attention(q, width, blocks))
+
+
+def test_batches_that_vary(compiled):
+    def attention(q, blocks):
+        return flex_attention(q, q, q, None, blocks)
+
+    function = compiled(attention)
+    mask_mod = lambda b, h, i, j: i >= j + b % 2  # noqa: E731
+    for batch in (5, 7, 3):
+        blocks = create_block_mask(mask_mod, batch, None, L, L, device="cpu", BLOCK_SIZE=4)
+        q = random(batch, H, L, D)
+        for tensor in (q, blocks.kv_num_blocks):
+            torch._dynamo.mark_dynamic(tensor, 0)
+        torch.testing.assert_close(function(q, blocks), attention(q, blocks))
 
 
 @pytest.mark.parametrize(
