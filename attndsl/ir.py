@@ -394,10 +394,13 @@ class Program:
         return tuple(part for part in parts if part is not None)
 
     def dim_names(self) -> tuple[str, ...]:
-        """Names that tensors' declarations introduce for sizes of their own, in their order."""
+        """Names of sizes that tensors' declarations introduce, in their order.
+
+        An expression may mention the size of a tensor that the program has no longer.
+        """
         names: dict[str, None] = {}
-        for tensor in self.tensors:
-            for item in toposort(*tensor.dims):
-                if item.op is Op.SIZE and item.value not in SIZES:
-                    names[str(item.value)] = None
+        dims = (dim for tensor in self.tensors for dim in tensor.dims)
+        for item in toposort(*dims, *self.roots()):
+            if item.op is Op.SIZE and item.value not in SIZES:
+                names[str(item.value)] = None
         return tuple(names)

@@ -11,11 +11,14 @@ Non-goals: contractions within kernels.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import torch
 
 from attndsl.ir import Op, dependencies, leaf_names, sides, toposort, var
+from attndsl.passes.widen import with_heads_apart
+from attndsl.pipeline import lower_program
 
 from .base import Gradients
 from .capture_sums import CaptureSums
@@ -24,7 +27,7 @@ from .memory_order import arranged_like, empty_like
 from .rows import rows_at
 
 if TYPE_CHECKING:
-    from attndsl.ir import Node, Side
+    from attndsl.ir import Node, Program, Side
     from attndsl.passes.widen import Term
     from attndsl.pipeline import Lowered
 
@@ -212,7 +215,6 @@ class Wide:
         contractions = lowered.contractions
         assert contractions is not None
         assert contractions.wide is not None
-        self.lowered = contractions.wide
         self._given = call
         self._factor = 1.0 / call.scale
         terms = contractions.terms
@@ -222,8 +224,10 @@ class Wide:
         of_queries, of_keys = _tile(call, "q"), _tile(keys, "kv")
         self._queries = [_queries(term, call, of_queries) for term in terms]
         self._keys = [_keys(term, keys, of_keys) for term in terms]
-        k, v = call.k, call.v
+        self.lowered, sizes, k, v = contractions.wide, call.sizes, call.k, call.v
         if self._apart:
+            self.lowered, name = _with_heads_apart(contractions.wide.program)
+            sizes = {**sizes, name: sizes["kv_heads"], "kv_heads": sizes["heads"]}
             group = call.q.shape[1] // k.shape[1]
             k, v = (x.repeat_interleave(group, 1) for x in (k, v))
         q = _joined(call.q, [rows.scaled(self._factor) for rows in self._queries])
@@ -231,7 +235,7 @@ class Wide:
         program = self.lowered.program
         self.call = replace(
             call, q=q, k=k, v=v,
-            sizes={**call.sizes, "kv_heads": k.shape[1]},
+            sizes=sizes,
             tensors={decl.name: call.tensors[decl.name] for decl in program.tensors},
             params={decl.name: call.params[decl.name] for decl in program.params},
         )  # fmt: skip
@@ -281,6 +285,13 @@ class Wide:
         kv_heads = self._given.k.shape[1]
         parts = grad.reshape(batch, kv_heads, heads // kv_heads, length, width)
         return arranged_like(parts.sum(2, dtype=work_dtype(self._given)), like)
+
+
+@lru_cache(maxsize=256)
+def _with_heads_apart(program: Program) -> tuple[Lowered, str]:
+    """As :func:`~attndsl.passes.widen.with_heads_apart`, lowered."""
+    found, name = with_heads_apart(program)
+    return lower_program(found), name
 
 
 def _tile(call: Call, along: str) -> Tile:

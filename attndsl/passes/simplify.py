@@ -189,6 +189,14 @@ def _where(item: Node) -> Node | None:
     return None
 
 
+def _no_factors(item: Node) -> Node | None:
+    """The power 0, even of 0 and of NaN."""
+    exponent = item.args[1]
+    if _is(exponent, 0):
+        return const(1)
+    return const(1.0) if _is(exponent, 0.0) or _is(exponent, -0.0) else None
+
+
 def _negation(item: Node) -> Node | None:
     (a,) = item.args
     return a.args[0] if a.op is Op.NEG else None
@@ -234,7 +242,7 @@ RULES: dict[Op, tuple[Rule, ...]] = {
     Op.DIV: (_identity(1.0, left=False),),
     Op.FLOORDIV: (_identity(1, left=False),),
     Op.MOD: (lambda item: const(0) if _is(item.args[1], 1) else None,),
-    Op.POW: (_identity(1, left=False), _identity(1.0, left=False)),
+    Op.POW: (_identity(1, left=False), _identity(1.0, left=False), _no_factors),
     Op.NEG: (_negation,),
     Op.MIN: (_same(lambda a: a),),
     Op.MAX: (_same(lambda a: a),),

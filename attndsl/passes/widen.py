@@ -23,6 +23,7 @@ from attndsl.ir import (
     size,
     substitute,
     toposort,
+    var,
 )
 
 if TYPE_CHECKING:
@@ -149,6 +150,41 @@ def _taken_apart(item: Node, factor: Node, holding: set[Node]) -> list[tuple[Nod
 
 def _scaled(op: Op, factor: Node, other: Node) -> Node:
     return other if op is Op.MUL and factor is _ONE else node(op, factor, other)
+
+
+def with_heads_apart(program: Program) -> tuple[Program, str]:
+    """``program`` for kernels that see a key head of its own for each query head.
+
+    ``hkv`` and ``kv_heads`` keep the meaning that they have in ``program``: the number of key heads
+    that its call has is a size of another name there.
+
+    Returns:
+        The program, and that name.
+    """
+    name = "given_kv_heads"
+    while name in program.dim_names():
+        name += "_"
+    given = size(name)
+    group = node(Op.FLOORDIV, size("heads"), given)
+    known = {size("kv_heads"): given, var("hkv"): node(Op.FLOORDIV, var("h"), group)}
+
+    def renamed(root: Node | None) -> Node | None:
+        return None if root is None else substitute(root, known)
+
+    tensors = tuple(
+        replace(decl, dims=tuple(substitute(dim, known) for dim in decl.dims))
+        for decl in program.tensors
+    )
+    changed = replace(
+        program,
+        score=substitute(program.score, known),
+        mask=renamed(program.mask),
+        sink=renamed(program.sink),
+        weights=renamed(program.weights),
+        dropout=renamed(program.dropout),
+        tensors=tensors,
+    )
+    return changed, name
 
 
 def _with_score(program: Program, score: Node) -> Program:

@@ -133,9 +133,7 @@ def _part_function(
     body, used = ["return 0.0"], set[str]()
     if root is not None:
         printed = print_expressions((root,), names)
-        result = printed.results[0]
-        if root.op is Op.CONST:
-            result = f"tl.full([], {result}, tl.float32)"
+        result = printed.values[0]
         lines, used = _spread_parts(root)
         body, used = [*lines, *printed.lines, f"return {result}"], used | printed.helpers
     first = f"b, h, hkv, {positions}{_SIZES}"
@@ -151,7 +149,7 @@ def _parts_function(
         names = special.names()
         printed, bits = print_expressions(tuple(parts), names), _bits(parts, names)
         results = []
-        for part, text in zip(parts.values(), printed.results, strict=True):
+        for part, text in zip(parts.values(), printed.values, strict=True):
             kind = {DType.FLOAT: "float32", DType.BOOL: "int8"}.get(part.dtype)
             results.append(f"({text}).to(tl.{kind or f'int{bits[str(part.value)]}'}),")
         body = [*printed.lines, f"return ({' '.join(results)})"]

@@ -65,7 +65,10 @@ def param_values(special: Specialisation, scalar: bool = False) -> list[str]:
     lines = []
     for kind in special.params:
         value = f"tl.load({kind.argument})" if kind.type.startswith("*") else kind.argument
-        if kind.dtype is DType.FLOAT and kind.type != "fp32":
+        if kind.type == "fp32":
+            # Under Triton's interpreter a float argument is a Python number.
+            lines.append(f"p_{kind.name} = tl.full([], {value}, tl.float32)")
+        elif kind.dtype is DType.FLOAT:
             lines.append(f"p_{kind.name} = {value}.to(tl.float32)")
         elif kind.dtype is DType.BOOL:
             block = value if scalar else f"{value} + tl.zeros([1, 1], tl.int32)"

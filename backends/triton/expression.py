@@ -9,40 +9,38 @@ Non-goals: choosing what to hoist out of loops.
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from attndsl.ir import COMPARISONS, DType, Node, Op, dependencies, toposort
+from attndsl.ir import COMPARISONS, SIZES, DType, Node, Op, dependencies, toposort
 from attndsl.passes.inside import stays_inside
-from attndsl.passes.widths import INT32, fits, ranges
+from attndsl.passes.widths import fits, ranges
 
 from ..forms import EXACT, FORMS, fast_nodes
+from .operands import (
+    AND,
+    ATOM,
+    COMPARE,
+    INFIX,
+    PRODUCT,
+    SHIFT,
+    SUM,
+    UNARY,
+    Kind,
+    Operand,
+    known_value,
+    number,
+)  # fmt: skip
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from attndsl.passes.evaluate import Value
     from attndsl.passes.inside import Dim
 
-_ATOM, _UNARY, _PRODUCT, _SUM, _SHIFT, _AND, _XOR, _OR, _COMPARE = range(9, 0, -1)
 _MAX_INLINE = 6
 """Operators that one line may nest before a local is introduced."""
 
-_INFIX = {
-    Op.ADD: ("+", _SUM),
-    Op.SUB: ("-", _SUM),
-    Op.MUL: ("*", _PRODUCT),
-    Op.DIV: ("/", _PRODUCT),
-    Op.BITAND: ("&", _AND),
-    Op.BITOR: ("|", _OR),
-    Op.BITXOR: ("^", _XOR),
-    Op.AND: ("&", _AND),
-    Op.OR: ("|", _OR),
-    Op.LT: ("<", _COMPARE),
-    Op.LE: ("<=", _COMPARE),
-    Op.EQ: ("==", _COMPARE),
-    Op.NE: ("!=", _COMPARE),
-}
 _CALLS = {
     Op.FLOOR: "tl.floor",
     Op.CEIL: "tl.ceil",
@@ -112,6 +110,8 @@ class Printed:
     results: tuple[str, ...]
     terms: tuple[str, ...]
     """The results as terms of a sum."""
+    values: tuple[str, ...]
+    """The results as Triton values, which Python numbers are not."""
     helpers: frozenset[str]
     """Library functions used."""
 
@@ -119,9 +119,13 @@ class Printed:
 def print_expressions(roots: tuple[Node, ...], names: Names) -> Printed:
     """``roots`` as Triton source over the names of the kernel templates."""
     printer = Printer(roots, names)
-    results = tuple(printer.texts[root][0] for root in roots)
-    terms = tuple(printer.at(root, _SUM) for root in roots)
-    return Printed(tuple(printer.lines), results, terms, frozenset(printer.helpers))
+    return Printed(
+        tuple(printer.lines),
+        tuple(printer.operands[root].text for root in roots),
+        tuple(printer.at(root, SUM) for root in roots),
+        tuple(printer.value(root) for root in roots),
+        frozenset(printer.helpers),
+    )
 
 
 def element_offset(
@@ -136,7 +140,11 @@ def element_offset(
 
 
 class Printer:
-    """Prints nodes in topological order; ``texts`` has each one's text and precedence."""
+    """Prints nodes in topological order.
+
+    Bools are blocks, but where ``names.scalar``: Triton spreads no bool scalar over a tile. An int
+    has 64 bits wherever its range does not fit 32.
+    """
 
     def __init__(self, roots: tuple[Node, ...], names: Names) -> None:
         self.names = names
@@ -146,24 +154,35 @@ class Printer:
         self.ranges = ranges(roots, names.int_bits, names.from_zero)
         self.forms = FORMS[names.forms]
         self.fast = fast_nodes(roots) if self.forms else frozenset()
+        self.operands: dict[Node, Operand] = {}
+        self.depths: dict[Node, int] = {}
+        self._known: dict[Node, Value] = {}
+        self._shape = "[]" if names.scalar else "[1, 1]"
         if not names.scalar:
             self._spread_tile_params(roots)
-        self.texts: dict[Node, tuple[str, int]] = {}
-        self.depths: dict[Node, int] = {}
         order = toposort(*roots)
+        for item in order:
+            value = known_value(item, names.head_dim, self._known)
+            if value is not None:
+                self._known[item] = value
         uses: dict[Node, int] = {}
         for item in order:
             for arg in item.args:
                 uses[arg] = uses.get(arg, 0) + 1
         for item in order:
-            text, level = self._text(item)
-            depth = 1 + max((self.depths[arg] for arg in item.args), default=0)
-            if item.op is Op.LOAD:
-                text, level, depth = self._local(f"{item.value}_", text), _ATOM, 0
-            elif item.args and (uses.get(item, 0) > 1 or depth > _MAX_INLINE):
-                text, level, depth = self._local("x", text), _ATOM, 0
-            self.texts[item] = text, level
-            self.depths[item] = depth
+            self._print(item, uses.get(item, 0))
+
+    def _print(self, item: Node, uses: int) -> None:
+        if item in self._known:
+            self.operands[item], self.depths[item] = number(self._known[item], self._shape), 1
+            return
+        found = self._operand(item)
+        depth = 1 + max((self.depths[arg] for arg in item.args), default=0)
+        if item.op is Op.LOAD or (item.args and (uses > 1 or depth > _MAX_INLINE)):
+            stem = f"{item.value}_" if item.op is Op.LOAD else "x"
+            found, depth = replace(found, text=self._local(stem, found.text), level=ATOM), 0
+        self.operands[item] = found
+        self.depths[item] = depth
 
     def _spread_tile_params(self, roots: tuple[Node, ...]) -> None:
         """Params of tiles are tiles themselves, though they mention no position.
@@ -182,125 +201,124 @@ class Printer:
                 spread[item] = found
                 self.deps[item] |= found
 
-    def operand(self, item: Node) -> str:
+    def factor(self, item: Node) -> str:
         """Text of ``item`` as a factor of a product."""
-        return self.at(item, _PRODUCT + 1)
+        return self.at(item, PRODUCT + 1)
 
     def at(self, item: Node, level: int) -> str:
         """Text of ``item`` as an operand that binds at least as tightly as ``level``."""
-        text, own = self.texts[item]
-        return text if own >= level else f"({text})"
+        own = self.operands[item]
+        return own.text if own.level >= level else f"({own.text})"
 
-    def _call(self, name: str, *args: str) -> tuple[str, int]:
-        if not name.startswith("tl."):
-            self.helpers.add(name)
-        return f"{name}({', '.join(args)})", _ATOM
-
-    def _value(self, item: Node) -> str:
-        """Text of an operand that must be a Triton value rather than a Python number."""
-        shape = "[]" if self.names.scalar else "[1, 1]"
-        if item.op is Op.SIZE and item.value == "head_dim":
-            return f"tl.full({shape}, {self.names.head_dim}, tl.int32)"
-        if item.op is Op.CONST:
-            kind = {
-                DType.FLOAT: "float32",
-                DType.INT: "int32" if fits(self.ranges.get(item, (0, 0))) else "int64",
-            }
-            return f"tl.full({shape}, {self.texts[item][0]}, tl.{kind.get(item.dtype, 'int1')})"
-        return self.texts[item][0]
+    def value(self, item: Node, bits: int = 0) -> str:
+        """Text of ``item`` as a Triton value; an int of 64 bits if ``bits`` says so."""
+        own = self.operands[item]
+        if own.kind is Kind.NUMBER:
+            kind = "float32" if item.dtype is DType.FLOAT else f"int{bits or own.bits}"
+            return f"tl.full({self._shape}, {own.text}, tl.{kind})"
+        if bits > own.bits:
+            return f"({own.text}).to(tl.int{bits})"
+        return own.text
 
     def _block(self, item: Node) -> str:
-        """Text of an operand that must have the dims of a tile: a bool scalar cannot be spread."""
-        varies = self.deps[item] & {"q", "kv", "score"}
-        if self.names.scalar or item.op is Op.CONST or varies:
-            return self._value(item)
-        return self._call("as_block", self.texts[item][0])[0]
+        """Text of ``item`` as a value that has the dims of a tile."""
+        if self.names.scalar or self.operands[item].kind is not Kind.SCALAR:
+            return self.value(item)
+        return self._call("as_block", self.operands[item].text).text
 
-    def _text(self, item: Node) -> tuple[str, int]:
-        op, args = item.op, item.args
-        if op is Op.CONST:
-            return self._constant(item)
-        if op is Op.VAR:
-            return str(item.value), _ATOM
-        if op is Op.SIZE:
-            return self._size(str(item.value))
-        if op is Op.PARAM:
-            name = str(item.value)
-            return (name[1:] if name.startswith("$") else f"p_{name}"), _ATOM
-        if op is Op.SCORE:
-            return "score", _ATOM
-        if op is Op.LOAD:
+    def _call(self, name: str, *args: str, kind: Kind = Kind.BLOCK, bits: int = 32) -> Operand:
+        if not name.startswith("tl."):
+            self.helpers.add(name)
+        return Operand(f"{name}({', '.join(args)})", ATOM, kind, bits)
+
+    def _kind(self, item: Node) -> Kind:
+        """What an operation of operands as they are gives."""
+        return max(Kind.SCALAR, *(self.operands[arg].kind for arg in item.args))
+
+    def _bits(self, item: Node) -> int:
+        """Width of an operation's result: of its operands, or 64 where its values need them."""
+        ints = (self.operands[arg].bits for arg in item.args if arg.dtype is DType.INT)
+        return max(64 if not fits(self.ranges[item]) else 32, *ints)
+
+    def _operand(self, item: Node) -> Operand:
+        if not item.args:
+            return self._leaf(item)
+        if item.op is Op.LOAD:
             return self._load(item)
-        if op is Op.WHERE:
-            return self._call("tl.where", *(self.texts[arg][0] for arg in args))
-        if op is Op.CAST:
+        if item.op is Op.WHERE:
+            texts = (self.operands[arg].text for arg in item.args)
+            bits = self._bits(item) if item.dtype is DType.INT else 32
+            return self._call("tl.where", *texts, kind=self._kind(item), bits=bits)
+        if item.op is Op.CAST:
             return self._cast(item)
-        if op is Op.NOT:
-            return f"~{self.at(args[0], _UNARY)}", _UNARY
-        if item.dtype is DType.INT or (args[0].dtype is DType.INT and op not in _INFIX):
+        if item.op is Op.NOT:
+            return Operand(f"~{self.at(item.args[0], UNARY)}", UNARY, self._kind(item))
+        if item.dtype is DType.INT:
             return self._integer(item)
-        if op in _INFIX:
+        if item.op in INFIX:
             return self._infix(item)
+        return self._float(item)
+
+    def _leaf(self, item: Node) -> Operand:
+        varies = bool(self.deps[item] & {"q", "kv", "score"})
+        kind = Kind.BLOCK if varies and not self.names.scalar else Kind.SCALAR
+        name = str(item.value)
+        if item.op is Op.VAR:
+            return Operand(name, ATOM, kind)
+        if item.op is Op.SIZE:
+            return Operand(name if name in SIZES else f"n_{name}", ATOM, kind)
+        if item.op is Op.PARAM:
+            if item.dtype is DType.BOOL and not self.names.scalar:
+                kind = Kind.BLOCK
+            bits = 32 if item.dtype is not DType.INT or fits(self.ranges[item]) else 64
+            return Operand(name[1:] if name.startswith("$") else f"p_{name}", ATOM, kind, bits)
+        return self._load(item) if item.op is Op.LOAD else Operand("score", ATOM, kind)
+
+    def _float(self, item: Node) -> Operand:
+        """A function of floats."""
+        op, args, kind = item.op, item.args, self._kind(item)
         if op is Op.NEG:
-            return f"-{self.at(args[0], _UNARY)}", _UNARY
+            return Operand(f"-{self.at(args[0], UNARY)}", UNARY, kind)
         if op is Op.ABS:
-            return self._call("tl.abs", self._value(args[0]))
+            return self._call("tl.abs", self.value(args[0]), kind=kind)
         if op is Op.SIGN:
-            return self._call("sign", self._value(args[0]))
+            return self._call("sign", self.value(args[0]), kind=kind)
         if op in (Op.MIN, Op.MAX):
             name = "tl.minimum" if op is Op.MIN else "tl.maximum"
-            return self._call(
-                name, *(self._value(a) for a in args), "propagate_nan=tl.PropagateNan.ALL"
-            )
+            texts = (*map(self.value, args), "propagate_nan=tl.PropagateNan.ALL")
+            return self._call(name, *texts, kind=kind)
         if op is Op.POW and (chain := self._small_power(item)) is not None:
             return chain
         if op in _FLOAT_TWO:
-            return self._call(_FLOAT_TWO[op], *(self._block(a) for a in args))
+            return self._call(_FLOAT_TWO[op], *map(self._block, args))
         name = self.forms[op].function if item in self.fast else _CALLS[op]
-        return self._call(name, self._value(args[0]))
+        return self._call(name, self.value(args[0]), kind=kind)
 
-    def _infix(self, item: Node) -> tuple[str, int]:
-        symbol, level = _INFIX[item.op]
+    def _infix(self, item: Node) -> Operand:
+        symbol, level = INFIX[item.op]
         left, right = item.args
         # Comparisons do not chain here, and the others associate to the left.
-        first = self.at(left, level + 1 if level == _COMPARE else level)
-        if item.op in COMPARISONS and not self.deps[item] & {"q", "kv", "score"}:
+        first = self.at(left, level + 1 if level == COMPARE else level)
+        kind = self._kind(item)
+        if item.op in COMPARISONS and kind is not Kind.BLOCK:
             first = self._block(left)
-        return f"{first} {symbol} {self.at(right, level + 1)}", level
+            kind = Kind.SCALAR if self.names.scalar else Kind.BLOCK
+        return Operand(f"{first} {symbol} {self.at(right, level + 1)}", level, kind)
 
-    def _constant(self, item: Node) -> tuple[str, int]:
-        value = item.value
-        if isinstance(value, bool):
-            shape = "[]" if self.names.scalar else "[1, 1]"
-            return f"tl.full({shape}, {value}, tl.int1)", _ATOM
-        if isinstance(value, int):
-            if not fits((value, value)):
-                return f"tl.full([], {value}, tl.int64)", _ATOM
-            return str(value), _ATOM if value >= 0 else _UNARY
-        assert isinstance(value, float)
-        if math.isnan(value) or math.isinf(value):
-            return f'float("{value}")', _ATOM
-        return repr(value), _UNARY if math.copysign(1.0, value) < 0 else _ATOM
-
-    def _size(self, name: str) -> tuple[str, int]:
-        if name == "head_dim":
-            return str(self.names.head_dim), _ATOM
-        builtin = name in ("batch", "heads", "kv_heads", "q_len", "kv_len")
-        return (name if builtin else f"n_{name}"), _ATOM
-
-    def _cast(self, item: Node) -> tuple[str, int]:
+    def _cast(self, item: Node) -> Operand:
         operand = item.args[0]
         if item.dtype is DType.BOOL:
-            return f"{self._block(operand)} != 0", _COMPARE
-        target = {
-            (DType.FLOAT, DType.BOOL): "float32",
-            (DType.FLOAT, DType.INT): "float32",
-            (DType.INT, DType.BOOL): "int32",
-            (DType.INT, DType.FLOAT): "int64",
-        }[item.dtype, operand.dtype]
-        number = operand.op is Op.CONST or (operand.op is Op.SIZE and operand.value == "head_dim")
-        text = self._value(operand) if number else self.at(operand, _ATOM)
-        return f"{text}.to(tl.{target})", _ATOM
+            kind = Kind.SCALAR if self.names.scalar else Kind.BLOCK
+            return Operand(f"{self._block(operand)} != 0", COMPARE, kind)
+        kind = self._kind(item)
+        if item.dtype is DType.FLOAT:
+            return Operand(f"{self._converted(operand)}.to(tl.float32)", ATOM, kind)
+        bits = 32 if operand.dtype is DType.BOOL else 64
+        return Operand(f"{self._converted(operand)}.to(tl.int{bits})", ATOM, kind, bits)
+
+    def _converted(self, item: Node) -> str:
+        """Text of what ``.to`` may follow."""
+        return self.value(item) if self.operands[item].kind is Kind.NUMBER else self.at(item, ATOM)
 
     def indices(self, load: Node) -> list[str]:
         """Index texts of ``load``: locals, clamped into the tensor where they might leave it."""
@@ -308,9 +326,9 @@ class Printer:
         texts = []
         for dim, arg in enumerate(load.args):
             if self._is_inside(load, dim, capture):
-                texts.append(self.at(arg, _ATOM) if arg.args else self._value(arg))
+                texts.append(self._converted(arg))
                 continue
-            text = f"tl.minimum(tl.maximum({self._value(arg)}, 0), size{dim}_{capture.name} - 1)"
+            text = f"tl.minimum(tl.maximum({self.value(arg)}, 0), size{dim}_{capture.name} - 1)"
             if not capture.wide and not fits(self.ranges[arg]):
                 text += ".to(tl.int32)"
             texts.append(self._local("i", text))
@@ -338,104 +356,130 @@ class Printer:
         self.lines.append(f"{name} = {text}")
         return name
 
-    def _load(self, item: Node) -> tuple[str, int]:
+    def _load(self, item: Node) -> Operand:
         capture = self.names.captures[str(item.value)]
         offset = element_offset(
             self.indices(item), "stride", capture.name, capture.wide, capture.unit_dims
         )
         # Clamped indices keep all other pairs inside the tensor.
-        guard = ", mask=live, other=0" if self._is_guarded(item) else ""
+        guarded = self._is_guarded(item)
+        guard = ", mask=live, other=0" if guarded else ""
         text = f"tl.load(t_{capture.name} + {offset}{guard})"
+        kind = Kind.BLOCK if guarded else Kind.SCALAR
+        if item.args:
+            kind = max(kind, self._kind(item))
         if capture.dtype is DType.FLOAT:
-            return f"{text}.to(tl.float32)", _ATOM
+            return Operand(f"{text}.to(tl.float32)", ATOM, kind)
         if capture.dtype is DType.BOOL:
-            block = text if self.names.scalar else self._call("as_block", text)[0]
-            return f"{block} != 0", _COMPARE
-        return f"{text}.to(tl.int32)" if capture.bits < 32 else text, _ATOM
+            block = text if self.names.scalar else self._call("as_block", text).text
+            kind = Kind.SCALAR if self.names.scalar else Kind.BLOCK
+            return Operand(f"{block} != 0", COMPARE, kind)
+        text = f"{text}.to(tl.int32)" if capture.bits < 32 else text
+        return Operand(text, ATOM, kind, max(32, capture.bits))
 
-    def _integer(self, item: Node) -> tuple[str, int]:
-        op, args = item.op, item.args
-        texts = [self._value(arg) for arg in args]
-        if not fits(self.ranges[item], INT32):
-            # The operation itself must run in 64 bits, whatever its operands came in.
-            texts[0] = f"({texts[0]}).to(tl.int64)"
-        a, b = texts[0], texts[-1]
-        if op in _INFIX:
-            symbol, level = _INFIX[op]
-            if not fits(self.ranges[item], INT32):
-                return f"{a} {symbol} {self.at(args[1], level + 1)}", level
-            return self._infix(item)
-        if op in (Op.FLOORDIV, Op.MOD):
-            return self._divide(item, a, b)
-        if op in (Op.MIN, Op.MAX):
-            return self._call("tl.minimum" if op is Op.MIN else "tl.maximum", a, b)
+    def _integer(self, item: Node) -> Operand:
+        op, args, kind, bits = item.op, item.args, self._kind(item), self._bits(item)
         if op in (Op.SHL, Op.SHR):
-            return self._shift(item, a, b)
+            return self._shift(item)
         if op is Op.POW:
-            assert isinstance(args[1].value, int)
-            return " * ".join([f"({a})"] * args[1].value) if args[1].value else "1", _PRODUCT
-        if op is Op.SIGN:
-            return self._call("sign", a)
-        if op is Op.ABS:
-            return self._call("tl.abs", a)
+            return self._whole_power(item)
+        # One operand of 64 bits makes the operation one of 64 bits.
+        first = 64 if all(self.operands[arg].bits < bits for arg in args) else 0
+        if op in INFIX:
+            symbol, level = INFIX[op]
+            left = self.value(args[0], first) if first else self.at(args[0], level)
+            return Operand(f"{left} {symbol} {self.at(args[1], level + 1)}", level, kind, bits)
+        texts = [self.value(args[0], first), *map(self.value, args[1:])]
+        if op in (Op.FLOORDIV, Op.MOD):
+            return self._divide(item, *texts, bits=bits)
+        if op in (Op.MIN, Op.MAX):
+            name = "tl.minimum" if op is Op.MIN else "tl.maximum"
+            return self._call(name, *texts, kind=kind, bits=bits)
+        if op in (Op.ABS, Op.SIGN):
+            name = "tl.abs" if op is Op.ABS else "sign"
+            return self._call(name, *texts, kind=kind, bits=bits)
         symbol = {Op.NEG: "-", Op.BITNOT: "~"}[op]
-        return f"{symbol}({a})", _UNARY
+        return Operand(f"{symbol}({texts[0]})", UNARY, kind, bits)
 
-    def _divide(self, item: Node, a: str, b: str) -> tuple[str, int]:
+    def _divide(self, item: Node, a: str, b: str, bits: int) -> Operand:
         dividend, divisor = (self.ranges[arg] for arg in item.args)
-        number = item.args[1].value if item.args[1].op is Op.CONST else 0
-        if isinstance(number, int) and number > 0 and number & (number - 1) == 0:
+        kind = self._kind(item)
+        by = self._known.get(item.args[1], 0)
+        if isinstance(by, int) and by > 0 and by & (by - 1) == 0:
             # Rounded down and with the divisor's sign, for negative numbers too.
             if item.op is Op.MOD:
-                return f"({a}) & {number - 1}", _AND
-            return f"({a}) >> {number.bit_length() - 1}", _SHIFT
+                return Operand(f"({a}) & {by - 1}", AND, kind, bits)
+            return Operand(f"({a}) >> {by.bit_length() - 1}", SHIFT, kind, bits)
         if dividend[0] >= 0 and divisor[0] > 0:
             symbol = "//" if item.op is Op.FLOORDIV else "%"
-            return f"({a}) {symbol} ({b})", _PRODUCT
+            return Operand(f"({a}) {symbol} ({b})", PRODUCT, kind, bits)
         name = "int_floordiv" if item.op is Op.FLOORDIV else "int_mod"
-        varies = [bool(self.deps[arg] & {"q", "kv", "score"}) for arg in item.args]
-        if any(varies):
+        if kind is Kind.BLOCK:
             a, b = (
-                text if own or arg.op is Op.CONST else self._call("as_block", text)[0]
-                for text, own, arg in zip((a, b), varies, item.args, strict=True)
+                self._call("as_block", text).text
+                if self.operands[arg].kind is Kind.SCALAR and not self.names.scalar
+                else text
+                for text, arg in zip((a, b), item.args, strict=True)
             )
-        return self._call(name, a, b)
+        return self._call(name, a, b, kind=kind, bits=bits)
 
-    def _shift(self, item: Node, a: str, b: str) -> tuple[str, int]:
+    def _shift(self, item: Node) -> Operand:
+        value, amount = item.args
         symbol = "<<" if item.op is Op.SHL else ">>"
-        amount = self.ranges[item.args[1]]
-        wide = not fits(self.ranges[item]) or not fits(self.ranges[item.args[0]])
+        wide = not fits(self.ranges[item]) or not fits(self.ranges[value])
         top = 63 if wide else 31
-        if amount[0] < 0 or amount[1] > top:
-            b = f"tl.minimum(tl.maximum({b}, 0), {top})"
-        if wide:
-            b = (
-                f"({b}).to(tl.int64)"
-                if item.args[1].op is not Op.CONST
-                else f"tl.full([], {b}, tl.int64)"
-            )
-        return f"({a}) {symbol} ({b})", _SHIFT
+        low, high = self.ranges[amount]
+        known = self._known.get(amount)
+        if known is not None:
+            clamped = max(0, min(int(known), top))
+            by = f"tl.full({self._shape}, {clamped}, tl.int{64 if wide else 32})"
+        else:
+            by = self.value(amount)
+            if low < 0 or high > top:
+                by = f"tl.minimum(tl.maximum({by}, 0), {top})"
+            by = f"({by}).to(tl.int64)" if wide and self.operands[amount].bits < 64 else by
+        text = f"({self.value(value, 64 if wide else 0)}) {symbol} ({by})"
+        bits = 64 if wide else max(self.operands[arg].bits for arg in item.args)
+        return Operand(text, SHIFT, self._kind(item), bits)
 
-    def _small_power(self, item: Node) -> tuple[str, int] | None:
+    def _whole_power(self, item: Node) -> Operand:
+        """Powers of ints by squaring: D. Knuth, The Art of Computer Programming, 4.6.3."""
+        base, exponent = item.args[0], self._known[item.args[1]]
+        assert isinstance(exponent, int)
+        bits = self._bits(item)
+        square = self.value(base, bits)
+        if not square.isidentifier():
+            square = self._local("x", square)
+        factors = []
+        while True:
+            if exponent & 1:
+                factors.append(square)
+            exponent >>= 1
+            if not exponent:
+                break
+            square = self._local("x", f"{square} * {square}")
+        level = PRODUCT if len(factors) > 1 else ATOM
+        return Operand(" * ".join(factors), level, self._kind(item), bits)
+
+    def _small_power(self, item: Node) -> Operand | None:
         """Products, roots and reciprocals in place of a general power."""
-        base, exponent = item.args
-        if exponent.op is not Op.CONST or base.op is Op.CONST:
+        base = item.args[0]
+        if base in self._known:
             return None
-        text = self.at(base, _PRODUCT + 1)
-        value = exponent.value
+        kind, value = self._kind(item), self._known.get(item.args[1])
         if value in (1.0, 2.0, 3.0):
+            assert isinstance(value, float)
             self._share(base)
-            text = self.at(base, _PRODUCT + 1)
-            return " * ".join([text] * int(value)), _PRODUCT
+            return Operand(" * ".join([self.factor(base)] * int(value)), PRODUCT, kind)
         if value == 0.5:
-            return self._call("tl.sqrt", self._value(base))
+            return self._call("tl.sqrt", self.value(base), kind=kind)
         if value == -1.0:
-            return f"1.0 / {text}", _PRODUCT
+            return Operand(f"1.0 / {self.factor(base)}", PRODUCT, kind)
         return None
 
     def _share(self, item: Node) -> None:
         """Give ``item`` a local, since its text is about to be repeated."""
-        text, _ = self.texts[item]
-        if item.args and not text.isidentifier():
-            self.texts[item] = self._local("x", text), _ATOM
+        own = self.operands[item]
+        if item.args and not own.text.isidentifier():
+            self.operands[item] = replace(own, text=self._local("x", own.text), level=ATOM)
             self.depths[item] = 0

@@ -255,8 +255,7 @@ def pair_body(root: Node, names: Names) -> tuple[list[str], set[str]]:
     printed: Printed = print_expressions((root,), names)
     result = printed.results[0]
     if root.dtype is DType.FLOAT and not reads_score(root):
-        value = f"tl.full([1, 1], {result}, tl.float32)" if root.op is Op.CONST else result
-        result = f"{value} + tl.zeros(score.shape, tl.float32)"
+        result = f"{printed.values[0]} + tl.zeros(score.shape, tl.float32)"
     return [*printed.lines, f"return {result}"], set(printed.helpers)
 
 

@@ -194,7 +194,7 @@ def _body(
     for term, factor in zip(terms, factors, strict=True):
         part = "dscore"
         if factor is not ONE:
-            part = f"dscore * {printer.operand(factor)}"
+            part = f"dscore * {printer.factor(factor)}"
             if factor.op is not Op.CONST:
                 # What has no weight adds nothing, be its derivative infinite.
                 part = f"tl.where(dscore != 0.0, {part}, 0.0)"

@@ -64,7 +64,7 @@ def _store_values(
         f"store_extremes({position}, inside, ints, ints + tiles)",
     ]
     places = {DType.INT: 1, DType.FLOAT: 0}
-    for value, text in zip(values, printed.results, strict=True):
+    for value, text in zip(values, printed.values, strict=True):
         array = "ints" if value.dtype is DType.INT else "floats"
         low, high = (f"{array} + {2 * places[value.dtype] + end} * tiles" for end in (0, 1))
         places[value.dtype] += 1

@@ -143,7 +143,12 @@ class Specialisation:
 
     def names(self) -> Names:
         """What the expression printer needs."""
-        bits = {c.name: c.bits for c in self.captures if c.dtype is DType.INT}
+        bits = {
+            # Unsigned bytes are twice as large as signed ones.
+            c.name: c.bits + (kind == "u8")
+            for c, kind in zip(self.captures, self.capture_types, strict=True)
+            if c.dtype is DType.INT
+        }
         bits |= {p.name: 64 if "64" in p.type else 32 for p in self.params if p.dtype is DType.INT}
         from_zero = not self.shifted and not self.indexed
         captures = {c.name: c for c in self.captures}

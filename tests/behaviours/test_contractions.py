@@ -10,7 +10,10 @@ import torch
 import attndsl
 from attndsl import errors
 from attndsl.backends.widened import Wide, why_tiles
+from attndsl.passes.widen import with_heads_apart
+from attndsl.pipeline import lower
 from attndsl.runtime.arguments import bind
+from attndsl.source import Source
 
 DECLARED = {
     "own": "tensor own[batch, heads, q_len, r]: float",
@@ -264,3 +267,44 @@ def test_source_of_what_kernels_run():
     )
     with pytest.raises(errors.UnsupportedError, match="does more than add to the raw score"):
         gate.source(backend="triton")
+
+
+APART = """
+tensor own[q_len, r]: float
+tensor by_head[heads, kv_len, r]: float
+tensor gain[kv_heads]: float
+tensor bias[batch, kv_heads, kv_len]: float
+tensor logit[kv_heads, 2]: float
+mask = kv > hkv * 3 or kv_heads != 2
+sink = logit[hkv, h % kv_heads] + hkv
+score = (score + dot(own[q, :], by_head[h, kv, :])) * gain[hkv] * rsqrt(float(r)) / kv_heads
+score = score + bias[b, hkv, kv] + gain[h // (heads // kv_heads)]
+"""
+
+
+def test_key_rows_by_head_change_no_other_head(check, kernels):
+    """Copies of k for all query heads are no key heads of the program."""
+
+    def draw(*shape):
+        return torch.randn(shape, device=kernels.device).requires_grad_()
+
+    captures = {
+        "own": draw(11, 3), "by_head": draw(4, 13, 3), "gain": draw(2),
+        "bias": draw(2, 2, 13), "logit": draw(2, 2),
+    }  # fmt: skip
+    inputs = check.inputs(
+        kernels, torch.float32, heads=4, kv_heads=2, q_len=11, kv_len=13, captures=captures
+    )
+    check(kernels, APART, inputs)
+
+
+def test_the_name_of_the_given_key_heads_is_nobody_elses():
+    text = """
+    tensor t[given_kv_heads]: float
+    tensor u[heads, kv_len, r]: float
+    score = score + dot(u[h, kv, :], u[h, q, :]) + t[hkv]
+    """
+    lowered = lower(Source(text), {})
+    program, name = with_heads_apart(lowered.contractions.wide.program)
+    assert name == "given_kv_heads_"
+    assert program.dim_names() == ("given_kv_heads", name)

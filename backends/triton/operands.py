@@ -1,0 +1,113 @@
+"""What is known of each printed operand, beside its text: its kind, and the width of an int.
+
+Triton treats Python numbers, scalars and blocks differently, and ints of 32 and of 64 bits too. So
+each operand says what it is, and the printer converts where an operation asks for another.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+import struct
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from attndsl.ir import DType, Op
+from attndsl.passes.evaluate import apply
+from attndsl.passes.widths import fits
+
+if TYPE_CHECKING:
+    from attndsl.ir import Node
+    from attndsl.passes.evaluate import Value
+
+ATOM, UNARY, PRODUCT, SUM, SHIFT, AND, XOR, OR, COMPARE = range(9, 0, -1)
+"""How tightly a text binds."""
+
+INFIX = {
+    Op.ADD: ("+", SUM),
+    Op.SUB: ("-", SUM),
+    Op.MUL: ("*", PRODUCT),
+    Op.DIV: ("/", PRODUCT),
+    Op.BITAND: ("&", AND),
+    Op.BITOR: ("|", OR),
+    Op.BITXOR: ("^", XOR),
+    Op.AND: ("&", AND),
+    Op.OR: ("|", OR),
+    Op.LT: ("<", COMPARE),
+    Op.LE: ("<=", COMPARE),
+    Op.EQ: ("==", COMPARE),
+    Op.NE: ("!=", COMPARE),
+}
+"""Operations that Triton has a symbol for, and how tightly it binds."""
+_LEAST_NORMAL = 2.0**-126
+_UNKNOWN = frozenset({Op.VAR, Op.PARAM, Op.SCORE, Op.LOAD, Op.DOT, Op.SIZE})
+
+
+class Kind(enum.IntEnum):
+    """What a text is in Triton's eyes; an operation's result is of the highest of its operands."""
+
+    NUMBER = 0
+    """A Python number."""
+    SCALAR = 1
+    """A Triton value without dims."""
+    BLOCK = 2
+    """A Triton value with the dims of a tile, each of full size or 1."""
+
+
+@dataclass(frozen=True, slots=True)
+class Operand:
+    """A printed expression."""
+
+    text: str
+    level: int
+    """How tightly it binds: ``ATOM`` ... ``COMPARE``."""
+    kind: Kind
+    bits: int = 32
+    """Width of an int: 32 or 64."""
+
+
+def known_value(item: Node, head_dim: int, known: dict[Node, Value]) -> Value | None:
+    """The value of an expression that is the same in all calls of a kernel, or None.
+
+    Args:
+        item: The expression.
+        head_dim: That of q and k, which a kernel is generated for.
+        known: The values of its operands, as far as they are known.
+    """
+    if item.op is Op.CONST:
+        assert isinstance(item.value, bool | int | float)
+        return item.value
+    if item.op is Op.SIZE and item.value == "head_dim":
+        return head_dim
+    if item.op is Op.POW and known.get(item.args[1]) == 0:
+        return 1 if item.dtype is DType.INT else 1.0
+    if item.op in _UNKNOWN or any(arg not in known for arg in item.args):
+        return None
+    return apply(item, [known[arg] for arg in item.args])
+
+
+def number(value: Value, shape: str) -> Operand:
+    """A known value; ``shape`` is that of constants which have to be Triton's."""
+    if isinstance(value, bool):
+        kind = Kind.SCALAR if shape == "[]" else Kind.BLOCK
+        return Operand(f"tl.full({shape}, {value}, tl.int1)", ATOM, kind)
+    if isinstance(value, int):
+        if not fits((value, value)):
+            return Operand(f"tl.full([], {value}, tl.int64)", ATOM, Kind.SCALAR, 64)
+        return Operand(str(value), ATOM if value >= 0 else UNARY, Kind.NUMBER)
+    if not math.isfinite(value):
+        return Operand(f'float("{value}")', ATOM, Kind.NUMBER)
+    if not is_normal(value):
+        return Operand(f"tl.full([], {value!r}, tl.float32)", ATOM, Kind.SCALAR)
+    return Operand(repr(value), UNARY if math.copysign(1.0, value) < 0 else ATOM, Kind.NUMBER)
+
+
+def is_normal(value: float) -> bool:
+    """Whether Triton takes a Python float for one of 32 bits rather than of 64."""
+    if abs(value) < _LEAST_NORMAL:
+        return value == 0.0
+    try:
+        struct.pack("f", value)
+    except OverflowError:
+        return False
+    return True
