@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch._higher_order_ops.base_hop import BaseHOP
 
+from attndsl.backends.memory_order import empty_like
 from attndsl.ir import SCORE, var
 
 from .compiled import compiled, near, position_ranges
@@ -195,7 +196,7 @@ def attend_in_graph(
         q_idx: Any, kv_idx: Any,
     ) -> tuple[Any, ...]:  # fmt: skip
         shape = (query.shape[0], query.shape[1], query.shape[2])
-        results = [query.new_empty((*shape, value.shape[3])), query.new_empty(shape, dtype=work)]
+        results = [empty_like(query, value.shape[3]), query.new_empty(shape, dtype=work)]
         results.append(query.new_empty(shape if options.max_scores else (0,), dtype=work))
         # Dynamo drops inputs that nothing uses.
         results += [x.new_empty(()) for x in (key, value, score, b, h, q_idx, kv_idx)]

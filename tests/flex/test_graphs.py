@@ -172,6 +172,18 @@ def test_operands_and_captures_that_are_views_of_one_tensor(views, breaks):
         torch.testing.assert_close(found, wanted)
 
 
+def test_outputs_have_the_memory_layout_of_queries():
+    """Graphs may view them as rows of all heads, as code after a packed projection does."""
+    torch._dynamo.reset()
+
+    def rows_of_heads(x):
+        return flex_attention(*chunks(x)).transpose(1, 2).view(B, L, H * D)
+
+    x = random(B, L, 3 * H * D)
+    compiled = torch.compile(rows_of_heads, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(x), rows_of_heads(x))
+
+
 def test_functions_that_dynamo_cannot_follow_run_outside_of_the_graph():
     torch._dynamo.reset()
     doubled = torch._dynamo.disable(lambda score: score * 2)
