@@ -29,7 +29,7 @@ that are ints or bools, ``floats`` the scale and the others. ``varying`` replace
 one of them is another number in each run of a graph: (n,), fp64, on the CPU. An origin is an index
 vector or a 0-d offset; it replaces the offset. ``drawn`` is a 0-d seed; it replaces ``seed``, which
 would be one number for all runs of a graph. (Saved graphs hold lists of one type only.
-Packages of AOTInductor give None for empty lists of tensors and of ints, which are optional so.)"""
+Packages of AOTInductor give None for empty lists of tensors and of ints, so these are optional.)"""
 
 _TENSORS = (3, 4, 5, 11, 14, 15, 18)
 """Places of single tensors among the arguments; 6 and 7 are lists of them."""

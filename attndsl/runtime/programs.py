@@ -63,14 +63,14 @@ def lowered_at(spec: str, source: Source, declared: Mapping[str, Declared]) -> L
 
 
 def point_into(error: AttnDSLError, source: Source) -> None:
-    """Make ``error`` point into ``source``: its program may be that of other files too."""
+    """Make ``error`` point into ``source``. Other files may hold the same program."""
     if error.span is not None:
         error.span = error.span.within(source)
 
 
 @contextmanager
 def pointing_into(source: Source) -> Iterator[None]:
-    """A block whose errors point into ``source``, as :func:`point_into` makes them."""
+    """Within this block errors point into ``source``; see :func:`point_into`."""
     try:
         yield
     except AttnDSLError as error:
