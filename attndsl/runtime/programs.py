@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -54,12 +54,11 @@ def lowered_at(spec: str, source: Source, declared: Mapping[str, Declared]) -> L
     Raises:
         AttnDSLError: All that is wrong with the program.
     """
-    try:
+    with suppress(AttnDSLError):
         return lowered_program(spec)
-    except AttnDSLError:
-        # The spec does not know of any file, so that this error does not either.
-        lower(source, declared)
-        raise
+    # The spec does not know of any file, so that its errors do not either.
+    lower(source, declared)
+    return lowered_program(spec)
 
 
 def point_into(error: AttnDSLError, source: Source) -> None:
