@@ -30,7 +30,7 @@ from attndsl.runtime.tiles import count_tiles
 
 if TYPE_CHECKING:
     from attndsl.backends.base import Backend, Call
-    from attndsl.ir import Node, Program
+    from attndsl.ir import Node, ParamDecl, Program, TensorDecl
     from attndsl.pipeline import Lowered
     from attndsl.runtime.tiles import TileCounts
 
@@ -86,7 +86,7 @@ def _gradients(lowered: Lowered) -> list[str]:
             if leaf is not SCORE and simplify_node(factor) is not const(0.0)
             for name in leaf_names(leaf) & _floats(program)
         }
-    order = [decl.name for decl in (*program.tensors, *program.params)]
+    order = [decl.name for decl in _captures(program)]
     learned = [name for name in order if any(name in names for names in found.values())]
     rows = [f"gradients    {', '.join(['q, k, v', *learned])}"]
     for part, names in found.items():
@@ -98,8 +98,11 @@ def _gradients(lowered: Lowered) -> list[str]:
 
 def _floats(program: Program) -> frozenset[str]:
     """Names of the captures that can have gradients: not those of indices."""
-    declared = [*program.tensors, *program.params]
-    return frozenset(decl.name for decl in declared if decl.dtype is DType.FLOAT)
+    return frozenset(decl.name for decl in _captures(program) if decl.dtype is DType.FLOAT)
+
+
+def _captures(program: Program) -> list[TensorDecl | ParamDecl]:
+    return [*program.tensors, *program.params]
 
 
 def _higher(backend: Backend, checked: bool) -> str:

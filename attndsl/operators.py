@@ -19,8 +19,8 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from attndsl.errors import UnsupportedError
 
 _COMMON = (
-    "str spec, str backend, bool checked, Tensor q, Tensor k, Tensor v, Tensor[] tensors, "
-    "Tensor[] given, bool[] is_given, SymInt[] ints, float[] floats, Tensor? varying, "
+    "str spec, str backend, bool checked, Tensor q, Tensor k, Tensor v, Tensor[]? tensors, "
+    "Tensor[]? given, bool[] is_given, SymInt[]? ints, float[] floats, Tensor? varying, "
     "SymInt q_offset, SymInt kv_offset, Tensor? q_origin, Tensor? kv_origin, SymInt seed, "
     "bool deterministic, Tensor? drawn"
 )
@@ -28,7 +28,8 @@ _COMMON = (
 that are ints or bools, ``floats`` the scale and the others. ``varying`` replaces ``floats`` where
 one of them is another number in each run of a graph: (n,), fp64, on the CPU. An origin is an index
 vector or a 0-d offset; it replaces the offset. ``drawn`` is a 0-d seed; it replaces ``seed``, which
-would be one number for all runs of a graph. (Saved graphs hold lists of one type only.)"""
+would be one number for all runs of a graph. (Saved graphs hold lists of one type only.
+Packages of AOTInductor give None for empty lists of tensors and of ints, so these are optional.)"""
 
 _TENSORS = (3, 4, 5, 11, 14, 15, 18)
 """Places of single tensors among the arguments; 6 and 7 are lists of them."""
@@ -77,7 +78,7 @@ def _fake_backward(
     wants: list[bool],
     *args: Any,
 ) -> list[torch.Tensor]:
-    inputs = [args[3], args[4], args[5], *args[6], *args[7]]
+    inputs = [args[3], args[4], args[5], *(args[6] or ()), *(args[7] or ())]
     empty = args[3].new_empty
     found = []
     for place, (x, want) in enumerate(zip(inputs, wants, strict=True)):
@@ -104,7 +105,7 @@ def _less(a: int, b: int) -> bool:
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
-    tensors, given = inputs[6:8]
+    tensors, given = (x or [] for x in inputs[6:8])
     ctx.set_materialize_grads(False)
     # Tensors are kept by save_for_backward alone, which hooks and checkpointing look into.
     single = [inputs[place] for place in _TENSORS]
@@ -146,17 +147,19 @@ def _no_second(ctx: Any, *grads: Any) -> tuple[Any, ...]:
 
 def _forward_flops(*args: Any, **rest: Any) -> int:
     """Two products over all pairs, as torch counts its own attention: masks take nothing off."""
-    return _pairs(*args[3:5]) * (args[3][3] + args[5][3])
+    q, k, v = args[3:6]
+    return _flops_of_products(q, k, q[3] + v[3])
 
 
 def _backward_flops(*args: Any, **rest: Any) -> int:
     """Five products, of which three are along q and k's head dim: scores, dQ and dK."""
-    return _pairs(*args[8:10]) * (3 * args[8][3] + 2 * args[10][3])
+    q, k, v = args[8:11]
+    return _flops_of_products(q, k, 3 * q[3] + 2 * v[3])
 
 
-def _pairs(q: torch.Size, k: torch.Size) -> int:
-    """Operations of a product over all pairs, for each element of a row."""
-    return 2 * q[0] * q[1] * q[2] * k[2]
+def _flops_of_products(q: torch.Size, k: torch.Size, width: int) -> int:
+    """A multiplication and an addition for each pair and each element of rows of ``width``."""
+    return 2 * q[0] * q[1] * q[2] * k[2] * width
 
 
 def tell_counters() -> None:

@@ -28,7 +28,7 @@ TRUE, FALSE, ZERO = const(True), const(False), const(0.0)
 BEFORE = param("$before", DType.FLOAT)
 """The line before, while a score line is looked at."""
 _ZERO_OF_MINUS_INFINITY = frozenset({Op.EXP, Op.EXP2, Op.SIGMOID, Op.RELU, Op.SOFTPLUS})
-"""What makes the weight 0 of the score -inf."""
+"""Operations whose value at -inf is 0."""
 
 
 def split_mask(program: Program) -> Program:
@@ -47,7 +47,7 @@ def split_mask(program: Program) -> Program:
         root = simplify_node(substitute(line.value, known))
         if alive and not _always_reads(root, BEFORE):
             raise TypeMismatchError(
-                "this line leaves out the score, of which a line before has masked some pairs",
+                "this line leaves out the score, and a line before has masked some of its pairs",
                 line.span,
                 "write that condition in 'mask = ...', which stays whatever the score becomes",
             )
@@ -93,7 +93,7 @@ class _Part:
 
 
 _Both = dict[int, _Part]
-"""A part as it stands, by 1, and as it is where its negation is what counts, by -1."""
+"""How an expression splits where it counts as it is (1), and where its negation counts (-1)."""
 
 
 def _split(root: Node, ends: Collection[Op], line: Line) -> _Part:
@@ -101,8 +101,8 @@ def _split(root: Node, ends: Collection[Op], line: Line) -> _Part:
 
     Args:
         root: FLOAT.
-        ends: Operations of which -inf is a good operand, whose result is a number.
-        line: Where errors point that have no better place.
+        ends: Operations that may read -inf.
+        line: Where errors point if no ``where`` is known to blame.
     """
     parts: dict[Node, _Both] = {}
     for item in toposort(root):
@@ -191,7 +191,7 @@ def _choice(condition: Node, yes: Node, no: Node) -> Node:
 
 
 def _joined(item: Node, parts: tuple[_Part, ...], wrong: str = "") -> _Part:
-    """``item`` of operands that are split, each of which kills its pairs."""
+    """``item`` of operands that are split: a pair is dead if it is dead in one of them."""
     found = [part for part in parts if part.source is not None]
     if not found:
         return _Part(item)
@@ -243,7 +243,7 @@ def _product(item: Node, parts: dict[Node, _Both], sign: int) -> _Part:
 
 
 def _extremum(item: Node, parts: dict[Node, _Both], sign: int) -> _Part:
-    """-inf wins in a least value; a greatest value has to choose between pairs that are alive."""
+    """``min`` keeps -inf. ``max`` keeps it where both operands may be -inf, and only there."""
     wins = item.op is (Op.MIN if sign > 0 else Op.MAX)
     for number, other in (item.args, item.args[::-1]):
         if _is_infinity(number, 1 if item.op is Op.MIN else -1):

@@ -84,7 +84,7 @@ def _call(args: Sequence[Any]) -> tuple[Lowered, Call, Any]:
     lowered = lowered_program(spec)
     program = lowered.program
     params: dict[str, Any] = {}
-    given, ints = iter(given), iter(ints)
+    given, ints = iter(given or ()), iter(ints or ())
     floats = iter(floats if varying is None else varying.tolist())
     for decl, is_tensor in zip(program.params, is_given, strict=True):
         if is_tensor:
@@ -94,7 +94,7 @@ def _call(args: Sequence[Any]) -> tuple[Lowered, Call, Any]:
         else:
             params[decl.name] = bool(next(ints)) if decl.dtype is DType.BOOL else next(ints)
     sizes = sizes_of(q, k)
-    captures = dict(zip((d.name for d in program.tensors), tensors, strict=True))
+    captures = dict(zip((d.name for d in program.tensors), tensors or (), strict=True))
     bind_dims(program, captures, params, sizes)
     call = Call(
         q=q,

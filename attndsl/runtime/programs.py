@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -54,23 +54,22 @@ def lowered_at(spec: str, source: Source, declared: Mapping[str, Declared]) -> L
     Raises:
         AttnDSLError: All that is wrong with the program.
     """
-    try:
+    with suppress(AttnDSLError):
         return lowered_program(spec)
-    except AttnDSLError:
-        # The spec does not know of any file, so that this error does not either.
-        lower(source, declared)
-        raise
+    # The spec does not know of any file, so that its errors do not either.
+    lower(source, declared)
+    return lowered_program(spec)
 
 
 def point_into(error: AttnDSLError, source: Source) -> None:
-    """Make ``error`` point into ``source``: its program may be that of other files too."""
+    """Make ``error`` point into ``source``. Other files may hold the same program."""
     if error.span is not None:
         error.span = error.span.within(source)
 
 
 @contextmanager
 def pointing_into(source: Source) -> Iterator[None]:
-    """A block whose errors point into ``source``, as :func:`point_into` makes them."""
+    """Within this block errors point into ``source``; see :func:`point_into`."""
     try:
         yield
     except AttnDSLError as error:

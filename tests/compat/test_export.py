@@ -152,6 +152,48 @@ def test_dropout_of_an_exported_program_is_drawn_at_each_run():
     assert not torch.equal(first, second)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("text", "captures"),
+    [
+        ("causal()", {}),
+        ("tensor t[heads]: float; param n: int; param a: float; mask = q - kv < n\n"
+         "score = a * score * t[h]", {"t": torch.rand(4), "n": 3, "a": 0.5}),
+    ],
+)  # fmt: skip
+def test_packages_of_aot_inductor_run(tmp_path, text, captures):
+    """Which call the operator with None for empty lists."""
+    attention = attndsl.compile(text)
+
+    class Layer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            for name, value in captures.items():
+                if isinstance(value, torch.Tensor):
+                    self.register_buffer(name, value)
+
+        def forward(self, x):
+            given = {name: getattr(self, name, value) for name, value in captures.items()}
+            return attention(x, x, x, **given) + 1
+
+    x = _heads(8)
+    package = torch._inductor.aoti_compile_and_package(
+        torch.export.export(Layer(), (x,)), package_path=str(tmp_path / "layer.pt2")
+    )
+    found = torch._inductor.aoti_load_package(package)(x)
+    torch.testing.assert_close(found, attention(x, x, x, **captures) + 1)
+
+
+def test_operators_take_none_for_empty_lists():
+    x = torch.randn(1, 2, 5, 4)
+    spec = attndsl.compile("causal()")._spec
+    out, _ = torch.ops.attndsl.forward(
+        spec, "auto", False, x, x, x, None, None, [], None, [], None, 0, 0, None, None, 0, False,
+        None,
+    )  # fmt: skip
+    torch.testing.assert_close(out, attndsl.compile("causal()")(x, x, x))
+
+
 def test_block_masks_are_exported():
     blocks = create_block_mask(lambda b, h, i, j: i - j <= 3, 1, 1, 9, 9, "cpu", BLOCK_SIZE=4)
 
