@@ -14,6 +14,7 @@ from .arguments import bind_dims, sizes_of
 from .dispatch import backend_of
 from .programs import lowered_program
 from .seed import seed_argument
+from .values import check_values
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -109,6 +110,7 @@ def _call(args: Sequence[Any]) -> tuple[Lowered, Call, Any]:
         seed=seed if drawn is None else seed_argument(drawn),
         deterministic=deterministic,
     )
+    check_values(program, call)
     chosen, _ = backend_of(lowered, backend, q.device, checked)
     chosen.check(lowered, call)
     return lowered, call, chosen
