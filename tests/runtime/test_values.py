@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -81,3 +84,28 @@ def test_ints_of_a_second_call() -> None:
     attention(q, k, v, w=3)
     with pytest.raises(errors.ArgumentError, match="w does not fit 64 bits"):
         attention(q, k, v, w=1 << 63)
+
+
+ON_A_DEVICE = """
+import torch, attndsl
+q, k, v = (torch.randn(1, 2, 64, 64, device="cuda") for _ in range(3))
+attention = attndsl.compile("causal()")
+attention(q, k, v, q_offset=torch.tensor(3, device="cuda"))
+torch.cuda.synchronize()
+print("one")
+attention(q, k, v, q_offset=torch.tensor(1 << 31, device="cuda"))
+torch.cuda.synchronize()
+print("two")
+"""
+
+
+@pytest.mark.gpu
+def test_positions_on_a_device_stop_it() -> None:
+    """In a process of its own: the assertion ends what the device does for it."""
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", ON_A_DEVICE],
+        capture_output=True, text=True, timeout=600, check=False,
+    )  # fmt: skip
+    assert done.stdout.split() == ["one"], done.stderr[-2000:]
+    assert done.returncode != 0
+    assert "ssert" in done.stderr
