@@ -22,13 +22,12 @@ from attndsl.runtime.tiles import (
     call_of_lengths,
     find_tiles,
     given_tiles,
-    needs_score,
     tiles_key,
-    verify_call,
+    verify_if_asked,
 )
 from attndsl.runtime.to_flex import flex_functions
 from attndsl.runtime.tuning import Tuning, tune
-from attndsl.settings import read_settings
+from attndsl.runtime.values import check_values, params_of_dims
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -45,33 +44,27 @@ _CALL_OPTIONS: dict[str, Any] = {
     "scale": None, "q_offset": 0, "kv_offset": 0, "q_index": None, "kv_index": None, "seed": 0,
     "deterministic": False,
 }  # fmt: skip
-_CHECKED_TILES = {"forward": (128, 64), "backward_q": (128, 64), "backward_kv": (64, 128)}
-"""Tiles to check a plan with: of the shape that kernels of the direction use."""
 
 
 class Attention:
-    """A compiled program: call it with q, k and v. Immutable; made by :func:`compile`.
+    """A compiled program: call it with q, k and v. Immutable; made by :func:`compile`."""
 
-    Attributes:
-        text: The program's text.
-        backend: The backend asked for.
-    """
-
-    __slots__ = ("_backend", "_checked", "_defaults", "_lowered", "_prepared", "_source", "_spec")
+    __slots__ = (
+        "_backend", "_checked", "_defaults", "_dims", "_lowered", "_prepared", "_source", "_spec",
+    )  # fmt: skip
 
     def __init__(
         self, spec: str, source: Source, backend: str, checked: bool,
         defaults: Mapping[str, torch.Tensor],
     ) -> None:  # fmt: skip
-        """Use :func:`compile`."""
         self._spec = spec
         self._source = source
         self._backend = backend
         self._checked = checked
         self._defaults = dict(defaults)
         self._lowered = lowered_program(spec)
-        # What validation found, by the call's shapes, strides and dtypes, and whether q, k and v
-        # are taken as they are.
+        self._dims = params_of_dims(self._lowered.program)  # Their values decide about shapes.
+        # What validation found by a call's signature, and whether q, k and v are taken as given.
         self._prepared: dict[Any, tuple[Backend, Call, bool]] = {}
 
     @property
@@ -172,14 +165,17 @@ class Attention:
 
             found = attend_in_graph(self._spec, self._backend, self._checked, call, scale, drawn)
             return found if return_lse else found[0]
-        key = (
-            q.shape, q.stride(), q.dtype, q.device, k.shape, k.stride(), k.dtype, k.device,
-            v.shape, v.stride(), v.dtype, v.device, deterministic, type(scale),
-            # Most calls have none of these, and each takes a part of a microsecond.
+        # Most calls have none of these, and each takes a part of a microsecond.
+        kinds = (
             None
             if not captures and q_index is None and kv_index is None and tiles is None
             and type(q_offset) is int and type(kv_offset) is int and type(seed) is int
-            else kinds_of(q_offset, kv_offset, q_index, kv_index, seed, tiles_key(tiles), captures),
+            else kinds_of(q_offset, kv_offset, q_index, kv_index, seed, tiles_key(tiles), captures)
+        )  # fmt: skip
+        key = (
+            q.shape, q.stride(), q.dtype, q.device, k.shape, k.stride(), k.dtype, k.device,
+            v.shape, v.stride(), v.dtype, v.device, deterministic, type(scale),
+            kinds, tuple(map(captures.get, self._dims)) if self._dims else None,
         )  # fmt: skip
         prepared = self._prepared.get(key)
         if prepared is None:
@@ -193,9 +189,7 @@ class Attention:
                 )
                 backend.check(self._lowered, call)
             call = replace(call, tiles=given_tiles(self._lowered, call, tiles), signature=object())
-            if read_settings().verify and not needs_score(self._lowered):
-                for direction, size in _CHECKED_TILES.items():
-                    verify_call(self._lowered, call, *size, direction)
+            verify_if_asked(self._lowered, call)
             if len(self._prepared) >= _MAX_SIGNATURES:
                 self._prepared.clear()
             # No q.new_empty(0), which a transform of torch.func would make a tensor of its own.
@@ -217,6 +211,8 @@ class Attention:
                 None if tiles is None else given_tiles(self._lowered, template, tiles, q.device),
                 template.signature,
             )  # fmt: skip
+        if kinds is not None or q_offset or kv_offset:
+            check_values(self._lowered.program, call)
         backend = seen_by_modes(backend, self._spec, self._backend, self._checked)
         try:
             return attend(backend, self._lowered, call, return_lse)

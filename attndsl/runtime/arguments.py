@@ -13,6 +13,8 @@ from attndsl.errors import ArgumentError, DeviceError, DTypeError, ShapeError
 from attndsl.ir import DType, Op, sides, toposort
 from attndsl.passes.evaluate import Environment, evaluate
 
+from .values import check_int, check_offset
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
@@ -62,8 +64,8 @@ def bind(
     tensors = {decl.name: _tensor(decl, captures[decl.name], q.device) for decl in program.tensors}
     bind_dims(program, tensors, params, sizes)
     check_rows(program, tensors)
-    for name, offset in (("q_offset", q_offset), ("kv_offset", kv_offset)):
-        _check_offset(name, offset, q.device)
+    for name, offset, rows in (("q_offset", q_offset, q), ("kv_offset", kv_offset, k)):
+        _check_offset(name, offset, rows)
     _check_seed(seed, q.device)
     _check_index("q_index", q_index, q.shape[2], q.device)
     _check_index("kv_index", kv_index, k.shape[2], q.device)
@@ -346,22 +348,23 @@ def _param(
         )
     if decl.dtype is DType.FLOAT:
         return _float(value)
-    if isinstance(value, int) and not -(1 << 63) <= value < 1 << 63:
-        raise ArgumentError(f"{decl.name} does not fit 64 bits", hint="pass a smaller int")
+    check_int(decl.name, value)
     return value  # type: ignore[return-value]
 
 
-def _check_offset(name: str, offset: object, device: torch.device) -> None:
+def _check_offset(name: str, offset: object, rows: torch.Tensor) -> None:
     if isinstance(offset, torch.Tensor):
         if offset.dim() != 0 or offset.dtype not in INTS:
             raise ArgumentError(
                 f"{name} is a tensor of shape {tuple(offset.shape)} and dtype {offset.dtype}",
                 hint="pass an int or a 0-d int tensor",
             )
-        if offset.device != device:
+        if offset.device != rows.device:
             raise DeviceError(f"{name} is on {offset.device}", hint=f"{name}.to(q.device)")
     elif not isinstance(offset, int | torch.SymInt) or isinstance(offset, bool):
         raise ArgumentError(f"{name} is {offset!r}", hint="pass an int or a 0-d int tensor")
+    elif isinstance(offset, int) and isinstance(length := rows.shape[2], int):
+        check_offset(name, offset, length)
 
 
 def _check_seed(seed: object, device: torch.device) -> None:

@@ -13,6 +13,7 @@ from attndsl.errors import UnsupportedError
 
 from .forward_mode import attend_with_tangents, has_tangents
 from .higher import attend_in_chunks, is_transformed
+from .positions import with_positions, without_positions
 from .probability import check_probability
 from .second import differentiable_gradients, in_order, wants_of
 
@@ -94,7 +95,8 @@ class _Attend(torch.autograd.Function):
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         out, lse = backend.forward(lowered, call)
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*inputs, out, lse)
+        call, names, positions = without_positions(call)
+        ctx.save_for_backward(*inputs, out, lse, *positions)
         # Tensors are kept by save_for_backward alone, which hooks and checkpointing look into.
         plain = (
             call.scale, call.sizes, call.q_offset, call.kv_offset, call.q_index, call.kv_index,
@@ -102,7 +104,7 @@ class _Attend(torch.autograd.Function):
         )  # fmt: skip
         params = {n: None if isinstance(p, torch.Tensor) else p for n, p in call.params.items()}
         # One attribute, since each takes torch a microsecond.
-        ctx.kept = backend, lowered, plain, tuple(call.tensors), params
+        ctx.kept = backend, lowered, plain, tuple(call.tensors), params, names
         # An output that nobody sees takes torch as long as an allocation.
         return (out, lse) if return_lse else out
 
@@ -110,12 +112,14 @@ class _Attend(torch.autograd.Function):
     def backward(
         ctx: Any, grad_out: torch.Tensor | None, grad_lse: torch.Tensor | None = None
     ) -> tuple[torch.Tensor | None, ...]:
-        *inputs, out, lse = ctx.saved_tensors
-        backend, lowered, plain, tensor_names, params = ctx.kept
+        backend, lowered, plain, tensor_names, params, names = ctx.kept
+        saved = ctx.saved_tensors
+        end = len(saved) - len(names)
+        *inputs, out, lse = saved[:end]
         given_names = tuple(n for n, p in params.items() if p is None) if params else ()
         if grad_out is None and grad_lse is None:
             return (None,) * (7 + len(tensor_names) + len(given_names))
-        call = _restore(plain, tensor_names, params, inputs)
+        call = with_positions(_restore(plain, tensor_names, params, inputs), names, saved[end:])
         if grad_out is None:
             grad_out = torch.zeros_like(out)
         needs = ctx.needs_input_grad[4:]

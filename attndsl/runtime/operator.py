@@ -16,6 +16,7 @@ from .maxima import row_maxima
 from .probability import check_probability
 from .programs import lowered_program
 from .seed import seed_argument
+from .values import check_values
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -111,6 +112,7 @@ def _call(args: Sequence[Any]) -> tuple[Lowered, Call, Any]:
         seed=seed if drawn is None else seed_argument(drawn),
         deterministic=deterministic,
     )
+    check_values(program, call)
     if program.dropout is not None:
         check_probability(program.dropout, call)
     chosen, _ = backend_of(lowered, backend, q.device, checked, q.dtype)

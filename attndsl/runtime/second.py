@@ -13,6 +13,7 @@ from attndsl.backends.memory_order import arranged_like
 from attndsl.backends.pulled import pulled
 
 from .higher import is_transformed, pull_in_chunks
+from .positions import with_positions, without_positions
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -100,18 +101,20 @@ class _Gradients(torch.autograd.Function):
             params,
         )
         grad_lse = torch.zeros_like(lse) if grad_lse is None else grad_lse
-        ctx.save_for_backward(*inputs, grad_out, grad_lse)
+        call, names, positions = without_positions(call)
+        ctx.save_for_backward(*inputs, grad_out, grad_lse, *positions)
         # Tensors are kept by save_for_backward alone, which hooks and checkpointing look into.
         empty = call.q.new_empty(0)
         numbers = {n: None if isinstance(x, torch.Tensor) else x for n, x in call.params.items()}
         template = replace(call, q=empty, k=empty, v=empty, tensors={}, params={})
-        ctx.kept = lowered, template, numbers, wanted, tensors
+        ctx.kept = lowered, template, numbers, wanted, tensors, names
         return tuple(x for place in wanted if (x := found[place]) is not None)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        lowered, template, numbers, wanted, tensors = ctx.kept
-        saved = ctx.saved_tensors
+        lowered, template, numbers, wanted, tensors, names = ctx.kept
+        end = len(ctx.saved_tensors) - len(names)
+        saved, positions = ctx.saved_tensors[:end], ctx.saved_tensors[end:]
         grad_out_need, grad_lse_need, *input_needs = ctx.needs_input_grad[6:]
         needs = (*input_needs, grad_out_need, grad_lse_need)
         places = [place for place, need in enumerate(needs) if need]
@@ -122,6 +125,7 @@ class _Gradients(torch.autograd.Function):
                 given[place] = each
             *inputs, grad_out, grad_lse = given
             call = _call(template, tensors, numbers, inputs)
+            call = with_positions(call, names, positions)
             return pull_in_chunks(lowered, call, wanted, grad_out, grad_lse)
 
         parts = pulled(gradients, tuple(saved[place] for place in places), grads)

@@ -30,9 +30,11 @@ from attndsl.passes.tiles.plan import (
     PARTIAL,
 )
 from attndsl.passes.widths import POSITION_LIMIT
+from attndsl.settings import read_settings
 from attndsl.tilemap import TileMap
 
 from .arguments import bind
+from .values import check_values
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -60,6 +62,8 @@ _EDGE_PAIRS = 1 << 25
 """Pairs in the last row and column of tiles that are looked at one by one to be counted."""
 _ROWS_AT_ONCE = 1 << 24
 """Pairs whose mask is computed together while a plan is checked."""
+_CHECKED_TILES = {"forward": (128, 64), "backward_q": (128, 64), "backward_kv": (64, 128)}
+"""Tiles to check a plan with: of the shape that kernels of the direction use."""
 
 
 def call_of_lengths(
@@ -86,6 +90,7 @@ def call_of_lengths(
         positions.get("kv_offset", 0), positions.get("q_index"), positions.get("kv_index"), 0,
         False,
     )  # fmt: skip
+    check_values(lowered.program, call)
     return replace(call, sizes={**call.sizes, "head_dim": head_dim})
 
 
@@ -260,6 +265,13 @@ class Verification:
             f"{self.tiles} tiles checked against the mask, {self.live} of them live; "
             f"{self.surplus} treated with more care than needed"
         )
+
+
+def verify_if_asked(lowered: Lowered, call: Call) -> None:
+    """As :func:`verify_call`, of tiles that kernels use, where the settings ask for it."""
+    if read_settings().verify and not needs_score(lowered):
+        for direction, size in _CHECKED_TILES.items():
+            verify_call(lowered, call, *size, direction)
 
 
 def verify_call(

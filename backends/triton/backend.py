@@ -9,7 +9,6 @@ import torch
 import triton
 
 from attndsl.errors import UnsupportedError
-from attndsl.passes.widths import POSITION_LIMIT
 
 from ..base import Gradients
 from ..memory_order import empty_like, result_orders
@@ -90,16 +89,6 @@ class TritonBackend:
                     f"the triton backend takes head dims from 1 to {MAX_HEAD_DIM}, "
                     f"and {name} has {width}",
                     hint="use backend='reference'",
-                )
-        for name, offset, length in (
-            ("q_offset", call.q_offset, call.q.shape[2]),
-            ("kv_offset", call.kv_offset, call.k.shape[2]),
-        ):
-            reach = length + (abs(offset) if isinstance(offset, int) else 0)
-            if reach >= POSITION_LIMIT:
-                raise UnsupportedError(
-                    f"positions reach {reach}; the kernels count below {POSITION_LIMIT}",
-                    hint=f"use a smaller {name}",
                 )
 
     def forward(self, lowered: Lowered, call: Call) -> tuple[torch.Tensor, torch.Tensor]:

@@ -391,7 +391,7 @@ class Printer:
             return Operand(f"{left} {symbol} {self.at(args[1], level + 1)}", level, kind, bits)
         texts = [self.value(args[0], first), *map(self.value, args[1:])]
         if op in (Op.FLOORDIV, Op.MOD):
-            return self._divide(item, *texts, bits=bits)
+            return self._divide(item, texts[0], texts[1], bits)
         if op in (Op.MIN, Op.MAX):
             name = "tl.minimum" if op is Op.MIN else "tl.maximum"
             return self._call(name, *texts, kind=kind, bits=bits)

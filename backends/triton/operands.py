@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import enum
 import math
-import struct
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -39,7 +38,7 @@ INFIX = {
     Op.NE: ("!=", COMPARE),
 }
 """Operations that Triton has a symbol for, and how tightly it binds."""
-_LEAST_NORMAL = 2.0**-126
+_LEAST_NORMAL, _GREATEST = 2.0**-126, (2.0 - 2.0**-23) * 2.0**127
 _UNKNOWN = frozenset({Op.VAR, Op.PARAM, Op.SCORE, Op.LOAD, Op.DOT, Op.SIZE})
 
 
@@ -104,10 +103,4 @@ def number(value: Value, shape: str) -> Operand:
 
 def is_normal(value: float) -> bool:
     """Whether Triton takes a Python float for one of 32 bits rather than of 64."""
-    if abs(value) < _LEAST_NORMAL:
-        return value == 0.0
-    try:
-        struct.pack("f", value)
-    except OverflowError:
-        return False
-    return True
+    return value == 0.0 or _LEAST_NORMAL <= abs(value) <= _GREATEST

@@ -58,8 +58,9 @@ def _captures(text: str) -> dict[str, object]:
 def test_programs_equal_the_reference(name: str) -> None:
     text = PROGRAMS[name]
     q, k, v = (torch.randn(2, 2, 11, 16) for _ in range(3))
+    captures = _captures(text)
     found = {
-        backend: attndsl.compile(text, backend=backend)(q, k, v, **_captures(text))
+        backend: attndsl.compile(text, backend=backend)(q, k, v, **captures)
         for backend in ("reference", "triton")
     }
     torch.testing.assert_close(found["triton"], found["reference"], atol=2e-4, rtol=2e-4)

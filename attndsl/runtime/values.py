@@ -1,0 +1,101 @@
+"""Checks of a call's values, which each call makes anew: two calls of one signature have others.
+
+What shapes, strides and types decide is checked once a signature (:mod:`.arguments`).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from attndsl.errors import ArgumentError
+from attndsl.ir import DType, Op, toposort
+from attndsl.passes.widths import POSITION_LIMIT
+
+if TYPE_CHECKING:
+    from attndsl.backends.base import Call
+    from attndsl.ir import Program
+
+_NARROW = (torch.int8, torch.uint8, torch.int16)
+"""Ints that hold no position at the limit."""
+_is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
+
+
+def params_of_dims(program: Program) -> tuple[str, ...]:
+    """Names of the params that declared dims depend on."""
+    dims = [dim for decl in program.tensors for dim in decl.dims]
+    found = {str(item.value): None for item in toposort(*dims) if item.op is Op.PARAM}
+    return tuple(found)
+
+
+def check_int(name: str, value: object) -> None:
+    """Refuse an int param that 64 bits do not hold."""
+    if isinstance(value, int) and not -(1 << 63) <= value < 1 << 63:
+        raise ArgumentError(f"{name} does not fit 64 bits", hint="pass a smaller int")
+
+
+def check_values(program: Program, call: Call) -> None:
+    """Refuse values that a call of this signature may not have.
+
+    Raises:
+        ArgumentError: An int that 64 bits do not hold; positions at the limit or beyond.
+    """
+    for decl in program.params:
+        if decl.dtype is DType.INT:
+            check_int(decl.name, call.params[decl.name])
+    # Most calls have no positions of their own, and a part of a microsecond counts.
+    if call.q_index is not None or type(call.q_offset) is not int or call.q_offset:
+        _check_positions("q", call.q.shape[2], call.q_offset, call.q_index)
+    if call.kv_index is not None or type(call.kv_offset) is not int or call.kv_offset:
+        _check_positions("kv", call.k.shape[2], call.kv_offset, call.kv_index)
+
+
+def check_offset(name: str, offset: int, length: int) -> None:
+    """Refuse an offset from which ``length`` rows reach the limit of positions."""
+    if abs(offset) + length >= POSITION_LIMIT:
+        raise ArgumentError(
+            f"{name} is {offset}, and {length} rows from there reach position "
+            f"{abs(offset) + length}; positions are below {POSITION_LIMIT} in size",
+            hint=f"subtract one number from both offsets, or use a smaller {name}",
+        )
+
+
+def _check_positions(
+    name: str, length: int, offset: int | torch.Tensor, index: torch.Tensor | None
+) -> None:
+    """Refuse positions of ``length`` rows that reach the limit.
+
+    Values on a device are not waited for: an assertion there stops the device, and torch reports it
+    at the next synchronisation.
+
+    Args:
+        name: ``q`` or ``kv``.
+        length: Number of rows.
+        offset: As of a call, like ``index``.
+        index: Replaces the offset.
+    """
+    if index is not None:
+        _check_tensor(f"{name}_index", index, POSITION_LIMIT - 1)
+    elif isinstance(offset, torch.Tensor):
+        _check_tensor(f"{name}_offset", offset, POSITION_LIMIT - 1 - length)
+    elif type(offset) is int:
+        check_offset(f"{name}_offset", offset, length)
+
+
+def _check_tensor(name: str, values: torch.Tensor, most: int) -> None:
+    # What a transform of torch.func wraps is computed with in 64 bits, without kernels.
+    if values.dtype in _NARROW or values.numel() == 0 or _is_wrapped(values):
+        return
+    if values.device.type != "cpu":
+        inside = values.clamp(-most, most) == values
+        message = f"{name} has positions of {POSITION_LIMIT} or more in size"
+        torch._assert_async(inside if values.dim() == 0 else inside.all(), message)
+        return
+    least, greatest = (int(x) for x in torch.aminmax(values))
+    if least < -most or greatest > most:
+        raise ArgumentError(
+            f"{name} has values from {least} to {greatest}; positions are below "
+            f"{POSITION_LIMIT} in size, and here values at most {most}",
+            hint="subtract one number from the positions of queries and of keys",
+        )
