@@ -91,7 +91,8 @@ def _fake_backward(
 
 def _empty_like(like: torch.Tensor, width: int) -> torch.Tensor:
     """What backends return for ``like``, of its memory order."""
-    return import_module(_ORDERS).memory_order(like, width, _less).empty(like)
+    found: torch.Tensor = import_module(_ORDERS).memory_order(like, width, _less).empty(like)
+    return found
 
 
 def _less(a: int, b: int) -> bool:

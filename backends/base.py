@@ -126,7 +126,10 @@ class Slopes:
 
 @dataclass(frozen=True, slots=True)
 class Gradients:
-    """Gradients, of the shape and dtype of what they are gradients of; None where not wanted."""
+    """Gradients, of the shape and dtype of what they are gradients of; None where not wanted.
+
+    Those of q, k and v have their memory order too (see :mod:`.memory_order`).
+    """
 
     q: torch.Tensor | None
     k: torch.Tensor | None
@@ -153,8 +156,9 @@ class Backend(Protocol):
         """Output and log-sum-exp.
 
         Returns:
-            ``out`` (B, Hq, Lq, Dv) in q's dtype, and ``lse`` (B, Hq, Lq), natural log, in fp32
-            (fp64 for fp64 inputs), -inf for rows with no live pair.
+            ``out`` (B, Hq, Lq, Dv) in q's dtype and memory order (see :mod:`.memory_order`), and
+            ``lse`` (B, Hq, Lq), contiguous, natural log, in fp32 (fp64 for fp64 inputs), -inf for
+            rows with no live pair. Neither is a view.
         """
 
     def backward(

@@ -87,9 +87,9 @@ def memory_order(
     rows, step = [0, 0, 0], 1
     for dim in reversed(order_of(sizes, like.stride(), less)):
         rows[dim] = step
-        step *= torch.sym_max(sizes[dim], 1)
+        step *= torch.sym_max(sizes[dim], 1)  # type: ignore[no-untyped-call]
     batch, heads, length = rows
-    unit = torch.sym_max(width, 1)
+    unit = torch.sym_max(width, 1)  # type: ignore[no-untyped-call]
     return MemoryOrder(
         (sizes[0], sizes[1], sizes[2], width),
         (batch, heads, length),

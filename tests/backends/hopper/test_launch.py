@@ -170,6 +170,26 @@ def test_launches_are_those_of_tritons_wrapper(functions, monkeypatch):
         assert str(address) in str(found)
 
 
+def test_results_lie_as_their_inputs(functions, monkeypatch):
+    """The output is stored by a map with its strides; its gradient is read where it lies."""
+    backend, half = backend_of(monkeypatch), torch.bfloat16
+    q = torch.randn(2, 40, 4, 64, dtype=half).transpose(1, 2)
+    k, v = torch.randn(2, 2, 50, 64, dtype=half), tensors()[1]
+    call = call_of(q, k, v)
+    out, lse = backend.forward(LOWERED, call)
+    (stored,) = [each for each in _maps(functions.launched[-1]) if each[1] == out.data_ptr()]
+    assert stored[7] == out.stride() == q.stride()
+    grad_out = torch.randn_like(out)
+    found = backend.backward(LOWERED, call, out, lse, grad_out, None, WANTS)
+    strides = [x.stride() for x in (found.q, found.k, found.v)]
+    assert strides == [x.stride() for x in (q, k, v)]
+    kernel, dq = functions.launched[-2:]
+    assert [each[7] for each in _maps(kernel) if each[1] == grad_out.data_ptr()] == [q.stride()]
+    # Rows from one batch entry, head or key to the next, of dK and of dV, then of dQ.
+    assert str((100, 50, 1, 100, 1, 2))[1:-1] in str(_plain(kernel))
+    assert str((160, 1, 4))[1:-1] in str(_plain(dq))
+
+
 def test_maps_are_made_once(functions, monkeypatch):
     built: list[str] = []
     backend, (q, k, v) = backend_of(monkeypatch, built), tensors()
