@@ -37,6 +37,8 @@ SCORE = Name("score", FLOAT)
 SIZES = ("batch", "heads", "kv_heads", "q_len", "kv_len", "head_dim")
 _INT_DTYPES = ("int64", "int32", "int32", "int16", "int8", "uint8")
 _FLOAT_DTYPES = ("float32", "float32", "float32", "float16", "bfloat16", "float64")
+_FAVOURITE = 0.25
+"""Share of names that are one of the program's favourites."""
 _POSITIVE = ("sqrt", "rsqrt", "log", "log2")
 
 
@@ -81,12 +83,18 @@ class Names:
 
 
 class Expressions:
-    """Draws expressions of one program."""
+    """Draws expressions of one program.
+
+    Each program has a few favourite names, so that some programs speak of one name in several
+    places (A. Groce, C. Zhang, E. Eide, Y. Chen, J. Regehr, Swarm Testing, ISSTA 2012).
+    """
 
     def __init__(self, rng: random.Random, sizes: Sizes) -> None:
         self.rng = rng
         self.sizes = sizes
         self.names = Names()
+        names = [Q, KV, B, H, HKV, HKV, *(Name(name, INT) for name in (*SIZES, "kv_heads"))]
+        self.favourites = rng.sample(names, 3)
 
     def pick(self, *choices: tuple[int, Callable[[], Expr]]) -> Expr:
         """One of the choices, by their weights."""
@@ -130,6 +138,9 @@ class Expressions:
         if known and self.rng.random() < 0.3:
             return self.rng.choice(known)
         heads = (B, H) if self.names.row else (B, H, HKV)
+        if self.rng.random() < _FAVOURITE:
+            found = self.rng.choice(self.favourites)
+            return found if not self.names.row or found not in (Q, KV, HKV) else B
         return self.pick(
             (8, self.position),
             (2, lambda: self.rng.choice(heads)),

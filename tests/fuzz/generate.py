@@ -53,11 +53,13 @@ class Scale:
     head_dims: tuple[int, ...]
     most: int
     """The most pairs, of all heads and batch entries."""
+    backward: float = 0.9
+    """Share of calls that have gradients."""
 
 
 SMALL = Scale((0, 1, 1, 2, 3, 5, 7, 8, 9, 12, 16, 19), (1, 2, 4, 8, 16), 3000)
 """For torch operations on CPUs."""
-TILED = Scale((1, 2, 3, 5, 7, 9, 16, 19, 33), (2, 4, 8, 16), 1500)
+TILED = Scale((1, 2, 3, 5, 7, 9, 16, 19, 33), (2, 4, 8, 16), 1500, 0.35)
 """For kernels under the interpreter, whose tiles have 32 rows: one or two."""
 DEVICE = Scale((1, 7, 16, 33, 64, 65, 100, 108, 128, 130, 200, 257), (16, 32, 64, 64, 128), 300000)
 """For GPUs."""
@@ -107,7 +109,22 @@ def _draw(rng: random.Random, scale: Scale) -> Case:
         dropout=rng.choice((0.0, 0.1, 0.5, 0.9)) if drops else None,
         seed=rng.randrange(1 << 20),
     )
-    return trimmed(case)
+    return trimmed(case if rng.random() < scale.backward else _forward_only(case))
+
+
+def _forward_only(case: Case) -> Case:
+    """Without gradients, which take most of the time in interpreted kernels."""
+    return replace(
+        case,
+        inputs=tuple(replace(values, learned=False) for values in case.inputs),
+        tensors=tuple(
+            replace(tensor, values=replace(tensor.values, learned=False)) for tensor in case.tensors
+        ),
+        params=tuple(
+            replace(param, given=Given.TENSOR) if param.given is Given.LEARNED else param
+            for param in case.params
+        ),
+    )
 
 
 def _sizes(rng: random.Random, scale: Scale) -> Sizes:
@@ -209,7 +226,7 @@ def _score(rng: random.Random, draw: Expressions, depth: int) -> Expr:
         (3, lambda: _chosen(draw, depth)),
         (3, lambda: _masked(rng, draw, depth)),
         (2, lambda: apply("clamp", as_float(draw.float(depth + 1)), Literal(-8), Literal(9.0))),
-        (2 if len(draw.names.tensors) < 4 else 0, lambda: apply("+", SCORE, draw.dot())),
+        (4 if len(draw.names.tensors) < 4 else 0, lambda: apply("+", SCORE, draw.dot())),
         (2, lambda: apply("+", SCORE, apply("sin", as_float(draw.float(depth + 1))))),
         (1, lambda: draw.float(depth)),
     )
