@@ -54,17 +54,16 @@ class Attention:
     )  # fmt: skip
 
     def __init__(
-        self, spec: str, source: Source, backend: str, checked: bool,
-        defaults: Mapping[str, torch.Tensor],
-    ) -> None:  # fmt: skip
+        self, spec: str, source: Source, backend: str, checked: bool, defaults: dict[str, Any]
+    ) -> None:
         self._spec = spec
         self._source = source
         self._backend = backend
         self._checked = checked
-        self._defaults = dict(defaults)
+        self._defaults = defaults
         self._lowered = lowered_program(spec)
-        self._dims = params_of_dims(self._lowered.program)  # Their values decide about shapes.
-        # What validation found by a call's signature, and whether q, k and v are taken as given.
+        self._dims = params_of_dims(self._lowered.program)
+        # By a call's signature: what was found, and whether q, k and v are taken as given.
         self._prepared: dict[Any, tuple[Backend, Call, bool]] = {}
 
     @property

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch._higher_order_ops.base_hop import BaseHOP
 
-from attndsl.backends.memory_order import empty_like
+from attndsl.backends.memory_order import memory_order
 from attndsl.ir import SCORE, var
 
 from .compiled import compiled, near, position_ranges
@@ -190,13 +190,16 @@ def attend_in_graph(
     work = torch.float64 if query.dtype is torch.float64 else torch.float32
     kinds = (work, torch.int64, torch.int64, torch.int64, torch.int64)
     pair = [torch.empty((1,), dtype=kind, device=query.device) for kind in kinds]
+    # Here, since all that is computed within is taken for a part of the program.
+    order = memory_order(query, value.shape[3])
 
     def both(
         query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, score: Any, b: Any, h: Any,
         q_idx: Any, kv_idx: Any,
     ) -> tuple[Any, ...]:  # fmt: skip
         shape = (query.shape[0], query.shape[1], query.shape[2])
-        results = [empty_like(query, value.shape[3]), query.new_empty(shape, dtype=work)]
+        results = [query.new_empty_strided(order.shape, order.strides)]
+        results.append(query.new_empty(shape, dtype=work))
         results.append(query.new_empty(shape if options.max_scores else (0,), dtype=work))
         # Dynamo drops inputs that nothing uses.
         results += [x.new_empty(()) for x in (key, value, score, b, h, q_idx, kv_idx)]
