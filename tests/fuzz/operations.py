@@ -37,6 +37,7 @@ class Rounding(Enum):
     NEVER = "the result is one of the operands, or a whole number"
     INEXACT = "by rounding, where fp32 does not hold the result"
     ALWAYS = "by a few units in the last place"
+    OPERAND = "by a few units in the last place of the operand, which may be the larger one"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -129,6 +130,8 @@ _FUNCTIONS: dict[str, Callable[..., torch.Tensor]] = {
     "sigmoid": torch.sigmoid, "silu": torch.nn.functional.silu, "gelu": _gelu, "erf": torch.erf,
     "softplus": _softplus,
 }  # fmt: skip
+_BY_OPERAND = ("sin", "cos", "tan", "gelu", "silu")
+"""Computed from sums that cancel, or from what is left of the operand after whole turns."""
 _WHOLE: dict[str, Callable[..., torch.Tensor]] = {
     "floor": torch.floor, "ceil": torch.ceil, "round": torch.round,
 }  # fmt: skip
@@ -217,7 +220,10 @@ OPERATIONS = (
         for word, rule in _WHOLE.items()
     ),
     *(
-        Operation(word, (FLOAT,), FLOAT, rule, rounding=Rounding.ALWAYS)
+        Operation(
+            word, (FLOAT,), FLOAT, rule,
+            rounding=Rounding.OPERAND if word in _BY_OPERAND else Rounding.ALWAYS,
+        )
         for word, rule in _FUNCTIONS.items()
     ),
 )  # fmt: skip

@@ -50,6 +50,10 @@ PRECISIONS = {
 }
 
 
+_TURN = 4.0
+"""Operands beyond err by what is left of them after whole turns, or not at all."""
+
+
 class Unfit(Exception):
     """A case that no backend can be held to, and why."""
 
@@ -87,13 +91,19 @@ class Errors:
             return x
         return _Err.apply(x, self.factor(x, forward), self.factor(x, backward))
 
-    def operated(self, x: torch.Tensor, rounding: Rounding) -> torch.Tensor:
-        """``x`` as the result of an operation."""
+    def operated(
+        self, x: torch.Tensor, rounding: Rounding, operand: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """``x`` as the result of an operation on ``operand``."""
         if self.precision is EXACT or rounding is Rounding.NEVER:
             return x
         size = self.precision.score
-        if rounding is Rounding.ALWAYS:
+        if rounding is not Rounding.INEXACT:
             size = size if self.masking else self.precision.function
+            if rounding is Rounding.OPERAND and operand is not None:
+                large = operand.detach().abs()
+                most = size * large.clamp(max=_TURN) + self.precision.score * large
+                x = x + most * (self.factor(large, 1.0) - 1)
             return self.rounded(x, size, size)
         inexact = x.detach().float().double() != x.detach()
         factors = [torch.where(inexact, self.factor(x, size), 1.0) for _ in range(2)]
@@ -249,7 +259,7 @@ class Interpreter:
             inside = args[0].detach().abs() < _LARGE
             if not bool(inside.all()):
                 raise Unfit("an int of a float that does not fit")
-        return self.errors.operated(operation.rule(*args), operation.rounding)
+        return self.errors.operated(operation.rule(*args), operation.rounding, args[0])
 
 
 @dataclass(frozen=True, slots=True)

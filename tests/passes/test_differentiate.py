@@ -5,8 +5,6 @@ from __future__ import annotations
 import math
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from attndsl import ir
 from attndsl.ir import DType, Node, Op, Program, const, load, node, param
@@ -104,25 +102,6 @@ def test_nested_branches_not_taken() -> None:
         assert math.isfinite(slope)
         if score != 0.0:
             assert slope == pytest.approx(_differences(root, score, 1.0)[0], rel=1e-5, abs=1e-8)
-
-
-def _expressions() -> st.SearchStrategy[Node]:
-    leaves = st.sampled_from([SCORE, GAIN, const(0.5), const(-1.25)])
-    smooth = [Op.SIN, Op.COS, Op.TANH, Op.SIGMOID, Op.GELU, Op.SOFTPLUS, Op.SILU, Op.ERF]
-
-    def extend(inner: st.SearchStrategy[Node]) -> st.SearchStrategy[Node]:
-        unary = st.builds(lambda op, x: node(op, x), st.sampled_from(smooth), inner)
-        pairs = st.sampled_from([Op.ADD, Op.SUB, Op.MUL])
-        return unary | st.builds(lambda op, x, y: node(op, x, y), pairs, inner, inner)
-
-    return st.recursive(leaves, extend, max_leaves=12)
-
-
-@settings(deadline=None)
-@given(_expressions(), st.floats(-1.5, 1.5), st.floats(-1.5, 1.5))
-def test_random_smooth_expressions(root: Node, score: float, gain: float) -> None:
-    expected = _differences(root, score, gain)
-    assert _slopes(root, score, gain) == pytest.approx(expected, rel=1e-3, abs=1e-4)
 
 
 def test_factors_of_tensors_and_params() -> None:
