@@ -40,6 +40,8 @@ if TYPE_CHECKING:
 
 _MAX_INLINE = 6
 """Operators that one line may nest before a local is introduced."""
+_MAX_PRODUCTS = 16
+"""The largest power of a float that is made of products: each rounds, and errors add up."""
 
 _CALLS = {
     Op.FLOOR: "tl.floor",
@@ -443,11 +445,13 @@ class Printer:
         return Operand(text, SHIFT, self._kind(item), bits)
 
     def _whole_power(self, item: Node) -> Operand:
-        """Powers of ints by squaring: D. Knuth, The Art of Computer Programming, 4.6.3."""
         base, exponent = item.args[0], self._known[item.args[1]]
         assert isinstance(exponent, int)
         bits = self._bits(item)
-        square = self.value(base, bits)
+        return replace(self._powers(item, self.value(base, bits), exponent), bits=bits)
+
+    def _powers(self, item: Node, square: str, exponent: int) -> Operand:
+        """A power, 1 or more, by squaring: D. Knuth, The Art of Computer Programming, 4.6.3."""
         if not square.isidentifier():
             square = self._local("x", square)
         factors = []
@@ -459,7 +463,7 @@ class Printer:
                 break
             square = self._local("x", f"{square} * {square}")
         level = PRODUCT if len(factors) > 1 else ATOM
-        return Operand(" * ".join(factors), level, self._kind(item), bits)
+        return Operand(" * ".join(factors), level, self._kind(item))
 
     def _small_power(self, item: Node) -> Operand | None:
         """Products, roots and reciprocals in place of a general power."""
@@ -475,6 +479,9 @@ class Printer:
             return self._call("tl.sqrt", self.value(base), kind=kind)
         if value == -1.0:
             return Operand(f"1.0 / {self.factor(base)}", PRODUCT, kind)
+        if isinstance(value, float) and value.is_integer() and 1 < abs(value) <= _MAX_PRODUCTS:
+            found = self._powers(item, self.value(base), int(abs(value)))
+            return found if value > 0 else Operand(f"1.0 / ({found.text})", PRODUCT, kind)
         return None
 
     def _share(self, item: Node) -> None:

@@ -320,7 +320,8 @@ def power(base, exponent):
     """``base ** exponent``: NaN for a negative base and a fractional exponent; 1 for exponent 0."""
     size = tl.exp2(exponent * tl.log2(tl.abs(base)))
     whole = tl.floor(exponent) == exponent
-    odd = whole & (float_mod(exponent, 2.0) == 1.0)
+    # Half of a whole number is exact.
+    odd = whole & (tl.floor(0.5 * exponent) != 0.5 * exponent)
     signed = tl.where(odd, -size, size)
     result = tl.where(base < 0.0, tl.where(whole, signed, float("nan")), size)
     return tl.where((exponent == 0.0) | (base == 1.0), 1.0, result)

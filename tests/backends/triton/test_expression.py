@@ -63,7 +63,7 @@ def _programs() -> dict[str, Node]:
         found[f"float {op.name}"] = node(op, SCORE, const(0.75))
         found[f"float {op.name} reversed"] = node(op, _as_float(KV), _positive(SCORE))
     found["float POW"] = node(Op.POW, _positive(SCORE), const(1.5))
-    for exponent in (-1.0, 0.5, 1.0, 2.0, 3.0):
+    for exponent in (-4.0, -3.0, -1.0, 0.5, 1.0, 2.0, 3.0):
         found[f"float POW {exponent}"] = node(Op.POW, _positive(SCORE), const(exponent))
     found["float POW whole"] = node(Op.POW, SCORE, node(Op.ADD, _as_float(H), const(3.0)))
     for op in (Op.NEG, Op.ABS, Op.SIGN):
