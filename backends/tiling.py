@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     from attndsl.ir import Node
+    from attndsl.passes.tiles.cells import Cell
     from attndsl.passes.tiles.plan import Direction, LoopPlan
     from attndsl.passes.tiles.sparsity import Sparsity
     from attndsl.pipeline import Lowered
@@ -77,7 +78,7 @@ def kinds_by_bounds(sparsity: Sparsity, grid: Grid) -> torch.Tensor:
     shape = _outer(sparsity, grid)
     if sparsity.bounds is None or 0 in shape:
         return torch.full(shape, FULL, dtype=torch.int8, device=grid.scope.device)
-    scope, bounds = grid.scope, sparsity.bounds
+    scope, bounds = grid.scope, sparsity.by_cells or sparsity.bounds
     params = dict(scope.params)
     for name, dim, size, values, stem in (
         ("q", 2, grid.block_m, bounds.rows, "row"),
@@ -90,13 +91,57 @@ def kinds_by_bounds(sparsity: Sparsity, grid: Grid) -> torch.Tensor:
             full = value.expand(*value.shape[:dim], along, *value.shape[dim + 1 :])
             ends = _extremes(full, dim, size)
             params[f"${stem}{number}_low"], params[f"${stem}{number}_high"] = ends
-    may, must = evaluate((bounds.may, bounds.must), replace(scope, params=params))
+    for number, cell in enumerate(bounds.cells):
+        ends = cell_extremes(cell, grid)
+        params[f"$cell{number}_low"], params[f"$cell{number}_high"] = ends
+    roots = (bounds.may, bounds.must, bounds.sure)
+    may, must, sure = evaluate(roots, replace(scope, params=params))
     kinds = may.to(torch.int8) * PARTIAL
     kinds = torch.where(must, FULL, kinds).to(torch.int8).expand(shape).contiguous()
     if sparsity.evaluate:
         assert sparsity.mask is not None
-        evaluate_tiles(sparsity.mask, grid, kinds, kinds == PARTIAL)
+        evaluate_tiles(sparsity.mask, grid, kinds, (kinds == PARTIAL) & ~sure)
     return kinds
+
+
+def cell_extremes(cell: Cell, grid: Grid) -> tuple[torch.Tensor, torch.Tensor]:
+    """Whether the condition holds at all pairs of each tile, and whether at some.
+
+    Returns:
+        Two bool tensors, (batch or 1, heads or 1, q tiles, kv tiles).
+    """
+    variables = grid.scope.variables
+    q = _representatives(variables["q"].flatten(), grid.block_m, cell.q_size)
+    kv = _representatives(variables["kv"].flatten(), grid.block_n, cell.kv_size)
+    per_pair = variables["b"].numel() * variables["h"].numel() * max(1, kv.numel())
+    parts = []
+    for rows in torch.split(q, max(1, _CHUNK // max(1, per_pair * q.shape[1]))):
+        points = {"q": rows.reshape(1, 1, -1, 1), "kv": kv.reshape(1, 1, 1, -1)}
+        scope = replace(grid.scope, variables={**variables, **points})
+        (live,) = evaluate((cell.condition,), scope)
+        full = live.expand(*live.shape[:2], rows.numel(), kv.numel())
+        tiles = full.unflatten(3, kv.shape).unflatten(2, rows.shape)
+        parts.append((tiles.all(5).all(3), tiles.any(5).any(3)))
+    low, high = zip(*parts, strict=True)
+    return torch.cat(low, 2), torch.cat(high, 2)
+
+
+def _representatives(positions: torch.Tensor, block: int, size: int) -> torch.Tensor:
+    """One position of each cell that a tile meets; (tiles, most of a tile), some repeated."""
+    length = positions.numel()
+    tiles = -(-length // block)
+    rows = torch.arange(length, device=positions.device)
+    tile = rows // block
+    cell = torch.zeros_like(positions) if size == 0 else positions // size
+    first = (rows % block == 0) | (cell != cell.roll(1))
+    chosen = first.nonzero().flatten()
+    counts = torch.bincount(tile[chosen], minlength=tiles)
+    most = int(counts.max())
+    starts = counts.cumsum(0) - counts
+    places = starts[:, None] + torch.minimum(
+        torch.arange(most, device=positions.device), counts[:, None] - 1
+    )
+    return positions[chosen[places]]
 
 
 def wide_ints(call: Call) -> frozenset[str]:
@@ -257,6 +302,8 @@ def evaluate_tiles(mask: Node, grid: Grid, kinds: torch.Tensor, chosen: torch.Te
         chosen: Bool, of the same shape.
     """
     where = chosen.nonzero()
+    if not where.numel():
+        return
     chunk = _CHUNKS.get(where.device.type, _CHUNK)
     for part in torch.split(where, max(1, chunk // (grid.block_m * grid.block_n))):
         live, there = _tile_masks(mask, grid, part)

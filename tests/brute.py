@@ -1,8 +1,7 @@
-"""Kinds of tiles by looking at every pair, and programs to compare them on."""
+"""Kinds of tiles by looking at every pair."""
 
 from __future__ import annotations
 
-import random
 from typing import TYPE_CHECKING
 
 import torch
@@ -59,41 +58,3 @@ def true_kinds(lowered: Lowered, call: Call, block_m: int, block_n: int) -> torc
             tile = tile.flatten(2)
             kinds[:, :, i, j] = tile.any(2).to(torch.int8) + tile.all(2).to(torch.int8)
     return kinds
-
-
-class Masks:
-    """Random quasi-affine masks as text; one seed, one mask."""
-
-    def __init__(self, seed: int) -> None:
-        self.random = random.Random(seed)
-
-    def mask(self) -> str:
-        return f"param n: int\nmask = {self._condition(2)}"
-
-    def _pick(self, *options: str) -> str:
-        return self.random.choice(options)
-
-    def _leaf(self) -> str:
-        number = str(self.random.randint(-40, 200))
-        return self._pick("q", "kv", "q", "kv", "q - kv", "kv - q", "n", "kv_len", "q_len", number)
-
-    def _term(self, depth: int) -> str:
-        if depth == 0 or self.random.random() < 0.25:
-            return self._leaf()
-        a, b = self._term(depth - 1), self._term(depth - 1)
-        c = self._pick("2", "3", "5", "7", "8", "16", "32", "64", "100", "128", "-4")
-        return self._pick(
-            f"({a} + {b})", f"({a} - {b})", f"({a}) // {c}", f"({a}) % {c}", f"abs({a})",
-            f"min({a}, {b})", f"max({a}, {b})", f"{self._pick('2', '3', '-1')} * ({a})",
-            f"where({self._leaf()} < {self._leaf()}, {a}, {b})",
-            f"(({a}) & {self._pick('1', '3', '7', '8', '12', '16')})",
-            f"(({a}) >> {self._pick('1', '3', '5')})",
-        )  # fmt: skip
-
-    def _condition(self, depth: int) -> str:
-        if depth == 0 or self.random.random() < 0.3:
-            operator = self._pick("<", "<=", ">", ">=", "==", "!=")
-            size = self.random.choice([1, 1, 2])
-            return f"{self._term(size)} {operator} {self._term(size)}"
-        a, b = self._condition(depth - 1), self._condition(depth - 1)
-        return self._pick(f"({a} and {b})", f"({a} or {b})", f"(not ({a}))")

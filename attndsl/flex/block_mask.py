@@ -9,6 +9,7 @@ from torch.nn.attention.flex_attention import BlockMask as TorchBlockMask
 
 from attndsl.errors import ArgumentError, UnsupportedError
 from attndsl.passes.tiles.plan import EMPTY, FORWARD, FULL, PARTIAL
+from attndsl.runtime.tiles import find_tiles
 
 from .cache import default_traces
 from .compiled import compiled, near, position_ranges
@@ -145,7 +146,8 @@ def _create(
     traced = default_traces().trace(None, mask_mod, torch.float32, device, lengths)
     attention = compiled(traced.text, "auto")
     named = near(traced.captures, device)
-    tiles = attention.tiles(q_len, kv_len, rows, columns, batch, heads, device=device, **named)
+    call = attention.call_of_lengths(named, q_len, kv_len, batch, heads, device=device)
+    tiles = find_tiles(attention.lowered, call, rows, columns, FORWARD.name, exact=True)
     kinds = tiles.kinds.expand(batch, heads, -1, -1).clone()
     # torch counts a ragged block as partial: its pairs beyond the lengths are dead there.
     for ragged in (kinds[:, :, q_len // rows :], kinds[..., kv_len // columns :]):

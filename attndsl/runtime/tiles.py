@@ -94,8 +94,13 @@ def call_of_lengths(
     return replace(call, sizes={**call.sizes, "head_dim": head_dim})
 
 
-def find_tiles(lowered: Lowered, call: Call, block_m: int, block_n: int, direction: str) -> TileMap:
+def find_tiles(
+    lowered: Lowered, call: Call, block_m: int, block_n: int, direction: str, exact: bool = False
+) -> TileMap:
     """The tiles of ``call``, by closed form where there is one.
+
+    With ``exact``, all tiles that bounds leave undecided are evaluated pair by pair. The mask must
+    not depend on the score then.
 
     Raises:
         ArgumentError: A tile size below 1, an unknown direction, or more tiles than a map may have.
@@ -109,6 +114,7 @@ def find_tiles(lowered: Lowered, call: Call, block_m: int, block_n: int, directi
             hint="use larger block_m and block_n, or shorter lengths: calls need no map",
         )
     sparsity, grid = lowered.sparsity, grid_of(call, block_m, block_n)
+    sparsity = replace(sparsity, evaluate=sparsity.evaluate or exact)
     with torch.no_grad():
         loop = _loop(lowered, call, which, block_m, block_n)
         if loop.listed is None and fits_plan(loop, grid):

@@ -16,6 +16,7 @@ Non-goals: exactness where one name occurs in several atoms (see ``segments.py``
 from __future__ import annotations
 
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from attndsl.ir import DType, Op, cast, const, dependencies, node, param, toposort
@@ -27,7 +28,10 @@ if TYPE_CHECKING:
     from attndsl.ir import Node
     from attndsl.passes.widths import Range
 
+    from .cells import Cell
+
 _WIDENING = 2.0**-18
+_FALSE = const(False)
 SCORE_DEPENDENT = "it depends on the score"
 _POSITIONS = {"q": "row", "kv": "column"}
 _INCREASING = frozenset(
@@ -56,11 +60,22 @@ class Bounds:
     """The same of ``kv``, ``$column{n}_low`` and ``$column{n}_high``."""
     opaque: tuple[str, ...]
     """Why parts of the mask are undecided wherever they are looked at."""
+    cells: tuple[Cell, ...] = ()
+    """Conditions of both positions; the n-th one's least and greatest value in a tile are the BOOL
+    params ``$cell{n}_low`` and ``$cell{n}_high``."""
+    sure: Node = _FALSE
+    """BOOL: true only where some pair of the tile is live if :attr:`may` is true, and some is dead
+    if :attr:`must` is false."""
 
 
-def bound_mask(mask: Node) -> Bounds:
-    """Bounds of a BOOL expression; see :class:`Bounds` for the names that they use."""
-    return _Bounder(mask).bounds()
+def bound_mask(mask: Node, cells: Mapping[Node, Cell] = MappingProxyType({})) -> Bounds:
+    """Bounds of a BOOL expression; see :class:`Bounds` for the names that they use.
+
+    Args:
+        mask: The expression.
+        cells: Conditions below it that are evaluated by cells.
+    """
+    return _Bounder(mask, cells).bounds()
 
 
 def position_bounds(name: str) -> tuple[Node, Node]:
@@ -97,8 +112,11 @@ Pair = tuple["Node", "Node"]
 
 
 class _Bounder:
-    def __init__(self, mask: Node) -> None:
+    def __init__(self, mask: Node, cells: Mapping[Node, Cell]) -> None:
         self.mask = mask
+        self.cells = cells
+        self.used: list[Cell] = []
+        """The cells that bounds read."""
         self.deps: Mapping[Node, frozenset[str]] = dependencies(mask)
         self.values: dict[str, list[Node]] = {"q": [], "kv": []}
         self.opaque: dict[str, None] = {}
@@ -113,15 +131,19 @@ class _Bounder:
         wrapping, limit, operands = self._limit(needed)
         for item in toposort(self.mask):
             if item in needed:
-                bounds = self._unknown(item) if item in wrapping else self._bound(item)
+                if item in self.cells:
+                    bounds = self._cell(item)
+                else:
+                    bounds = self._unknown(item) if item in wrapping else self._bound(item)
                 self.found[item] = bounds
                 if item in operands:
                     self._require(bounds, const(-limit), const(limit - 1))
         must, may = self.found[self.mask]
+        sure = self._sure()
         for small in self.small:
-            must, may = _and(must, small), _or(may, _not(small))
+            must, may, sure = _and(must, small), _or(may, _not(small)), _and(sure, small)
         rows, columns = (tuple(self.values[position]) for position in ("q", "kv"))
-        return Bounds(may, must, rows, columns, tuple(self.opaque))
+        return Bounds(may, must, rows, columns, tuple(self.opaque), tuple(self.used), sure)
 
     def _needed(self) -> set[Node]:
         """Nodes whose bounds come into it: nothing below a summarised value does."""
@@ -131,6 +153,8 @@ class _Bounder:
             item = stack.pop()
             if item not in needed:
                 needed.add(item)
+                if item in self.cells:
+                    continue
                 if len(self._positions(item)) == 2 or self._linear(item):
                     stack += item.args
         return needed
@@ -162,6 +186,61 @@ class _Bounder:
         if not item.args or not self._positions(item):
             return False
         return len(self._positions(item)) == 2 or self._linear(item)
+
+    def _cell(self, item: Node) -> Pair:
+        stem = f"$cell{len(self.used)}"
+        self.used.append(self.cells[item])
+        return param(f"{stem}_low", DType.BOOL), param(f"{stem}_high", DType.BOOL)
+
+    def _sure(self) -> Node:
+        """See :attr:`Bounds.sure`.
+
+        ``and`` and ``or`` are sure where one operand decides nothing and the other one is sure, or
+        where both are sure and go by different positions.
+        """
+        found: dict[Node, Node] = {}
+        for item in toposort(self.mask):
+            if item not in self.found or item.dtype is not DType.BOOL:
+                continue
+            must, may = self.found[item]
+            if self._exact(item):
+                found[item] = const(True)
+            elif item.op is Op.NOT and item.args[0] in found:
+                found[item] = found[item.args[0]]
+            elif item.op in (Op.AND, Op.OR) and all(arg in found for arg in item.args):
+                left, right = (found[arg] for arg in item.args)
+                either = _or(
+                    _and(self._neutral(item, 0), right), _and(self._neutral(item, 1), left)
+                )
+                if not self._positions(item.args[0]) & self._positions(item.args[1]):
+                    either = _or(either, _and(left, right))
+                found[item] = _or(_or(must, _not(may)), either)
+            else:
+                found[item] = _or(must, _not(may))
+        return found[self.mask]
+
+    def _neutral(self, item: Node, place: int) -> Node:
+        """Whether an operand of ``and`` or ``or`` leaves it to the other one."""
+        must, may = self.found[item.args[place]]
+        return must if item.op is Op.AND else _not(may)
+
+    def _exact(self, item: Node) -> bool:
+        """Whether the bounds of a condition are taken by pairs of the tile."""
+        if item in self.cells or len(self._positions(item)) < 2:
+            return True
+        if item.op not in (Op.LT, Op.LE) or item.args[0].dtype is not DType.INT:
+            return False
+        return self._attained(*item.args)
+
+    def _attained(self, a: Node, b: Node) -> bool:
+        """Whether all four pairs of the bounds of two INTs are taken by pairs of the tile."""
+        if self._positions(a) & self._positions(b) or self.unknown.intersection((a, b)):
+            return False
+        return all(
+            len(self._positions(arg)) < 2
+            or (arg.op in (Op.ADD, Op.SUB) and self._attained(*arg.args))
+            for arg in (a, b)
+        )
 
     def _require(self, bounds: Pair, low: Node, high: Node) -> None:
         """Let bounds decide only where ``bounds`` lie from ``low`` to ``high``."""

@@ -78,6 +78,8 @@ def closed_segments(
     # A context of its own, since isl counts and limits operations by context.
     context = islpy.Context()
     context.set_max_operations(MAX_OPERATIONS)
+    # With it isl writes (tile + n) mod 64 as tile % 64 where only tile is known not to be negative.
+    context.set_ast_build_prefer_pdiv(0)
     try:
         builder = SetBuilder(context, shifted, guard_of(mask, wide).cut)
         found = _Derivation(builder).segments(mask, own, along, ragged_full)

@@ -17,6 +17,7 @@ from attndsl.ir import Op, const, dependencies, leaf_names
 from attndsl.passes.evaluate import Environment, evaluate
 
 from .affine import guard_of, why_not_affine
+from .cells import cells_of
 from .intervals import SCORE_DEPENDENT, Bounds, bound_mask
 from .plan import FORWARD, LoopPlan, guarded
 from .segments import NoClosedForm, closed_segments
@@ -59,6 +60,8 @@ class Sparsity:
     by_batch: bool
     by_head: bool
     atoms: tuple[Atom, ...] = ()
+    by_cells: Bounds | None = None
+    """Tighter bounds, which evaluate conditions by cells; :attr:`bounds` where none has cells."""
 
     def maps(self, batch: int, heads: int) -> tuple[int, int]:
         """Of how many batch entries and heads the tiles may differ: all, or 1."""
@@ -171,16 +174,22 @@ def analyse(program: Program) -> Sparsity:
     not_affine = why_not_affine(mask)
     bounds = bound_mask(mask)
     score = SCORE_DEPENDENT in bounds.opaque
+    cells = cells_of(mask)
+    atoms = tuple(_atom(item) for item in _conditions(mask))
+    # Conditions that may each hold somewhere in a tile may hold together at no pair.
+    pairs = [a for a in atoms if {"q", "kv"} <= dependencies(a.condition)[a.condition]]
+    correlated = sum(atom.way == SUMMARIES for atom in pairs) > 1
     return Sparsity(
         mask,
         plain,
         not_affine,
         bounds,
         # A quasi-affine mask without a closed form is to be as exact as one with it.
-        evaluate=not score and (bool(bounds.opaque) or not_affine is None),
+        evaluate=not score and (bool(bounds.opaque) or not_affine is None or correlated),
         by_batch="b" in deps,
         by_head="h" in deps,
-        atoms=tuple(_atom(item) for item in _conditions(mask)),
+        atoms=atoms,
+        by_cells=bound_mask(mask, cells) if cells else bounds,
     )
 
 

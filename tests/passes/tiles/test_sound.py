@@ -16,13 +16,10 @@ LENGTH = 150
 CASES = {
     "documents": "tensor t[kv_len]: int\nmask = t[q] == t[kv]",
     "causal documents": "tensor t[kv_len]: int\nmask = q >= kv and t[q] == t[kv]",
-    "local in documents": "tensor t[kv_len]: int\ntensor o[9]: int\n"
-    "mask = t[q] == t[kv] and q - o[t[q]] >= kv - o[t[kv]] and q - kv < 20",
     "thresholds": "tensor f[kv_len]: float\nmask = f[q] + 0.25 > f[kv] * 1.5",
     "exponentials": "tensor f[kv_len]: float\nmask = exp(f[q]) - tanh(f[kv]) > 1.0",
     "flags": "tensor g[kv_len]: bool\nmask = g[q] or not g[kv]",
     "float distances": "mask = float(q - kv) * 0.5 < 7.25",
-    "division by a param": "param w: int\nmask = q // w == kv // w and (q % w) >= (kv % w)",
 }
 BY_ENTRY = {
     "lengths": "tensor n[batch]: int\nmask = kv < n[b]",
@@ -38,6 +35,9 @@ EVALUATED = {
     "gather of a difference": "tensor r[2 * kv_len]: int\nmask = r[q - kv + kv_len] > 2",
     "product": "mask = q * kv % 7 == 0 and q >= kv",
     "power": "mask = (q - kv) ** 2 < 400",
+    "local in documents": "tensor t[kv_len]: int\ntensor o[9]: int\n"
+    "mask = t[q] == t[kv] and q - o[t[q]] >= kv - o[t[kv]] and q - kv < 20",
+    "division by a param": "param w: int\nmask = q // w == kv // w and (q % w) >= (kv % w)",
 }
 
 

@@ -62,6 +62,12 @@ def test_params_near_the_ends_of_64_bits(mask: str) -> None:
         check(f"param n: int\nmask = {mask}", n=value)
 
 
+@pytest.mark.parametrize("mask", ["(n + h) % 64 > 0", "(q + n) % 64 > kv_len", "(n + h) // 8 < q"])
+@pytest.mark.parametrize("value", [-70, -64, 5, 64])
+def test_remainders_of_sums_with_params(mask: str, value: int) -> None:
+    check(f"param n: int\nmask = {mask}", n=value)
+
+
 @pytest.mark.parametrize("mask", LITERAL)
 def test_large_literals(mask: str) -> None:
     check(f"mask = {mask}")
