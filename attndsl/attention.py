@@ -77,11 +77,6 @@ class Attention:
         return self._backend
 
     @property
-    def spec(self) -> str:
-        """The program as one string, as operators in graphs take it."""
-        return self._spec
-
-    @property
     def lowered(self) -> Lowered:
         """The program as backends get it."""
         return self._lowered

@@ -87,7 +87,8 @@ def scope_of(call: Call, score: torch.Tensor) -> Scope:
         params={
             name: value.reshape(1, 1, 1, 1)
             if isinstance(value, torch.Tensor)
-            else torch.tensor(value, device=device, dtype=_param_dtype(value)).reshape(1, 1, 1, 1)
+            # A copy from the CPU could not stand in a CUDA graph.
+            else torch.full((1, 1, 1, 1), value, device=device, dtype=_param_dtype(value))
             for name, value in call.params.items()
         },
         tensors=call.tensors,

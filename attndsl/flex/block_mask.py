@@ -9,7 +9,7 @@ from torch.nn.attention.flex_attention import BlockMask as TorchBlockMask
 
 from attndsl.errors import ArgumentError, UnsupportedError
 from attndsl.passes.tiles.plan import EMPTY, FORWARD, FULL, PARTIAL
-from attndsl.runtime.tiles import find_tiles
+from attndsl.runtime.tiles import find_tiles, kinds_by_pairs
 
 from .cache import default_traces
 from .compiled import compiled, near, position_ranges
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
     from .tracing import Mod
 
+_BLOCK = 128
+"""torch's size of a block where none is given."""
 _BLOCKS = frozenset({
     "mask_mod", "BLOCK_SIZE", "seq_lengths", "kv_num_blocks", "kv_indices", "full_kv_num_blocks",
     "full_kv_indices",
@@ -66,6 +68,60 @@ class BlockMask(TorchBlockMask):
     def __getitem__(self, index: Any) -> BlockMask:
         """Blocks of some batch entries, heads and rows; its ``mask_mod`` has to be set anew."""
         return _adopt(super().__getitem__(index))
+
+    @classmethod
+    def from_kv_blocks(
+        cls, kv_num_blocks: torch.Tensor, kv_indices: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> BlockMask:
+        """A block mask of listed blocks, as torch's; lists may be shorter than a row of blocks.
+
+        torch takes their width for the number of blocks in a row. Where ``seq_lengths`` says that
+        there are more, the lists are filled up.
+        """
+        taken = inspect.signature(TorchBlockMask.from_kv_blocks).bind(
+            kv_num_blocks, kv_indices, *args, **kwargs
+        )
+        given = taken.arguments
+        if given.get("seq_lengths") is not None:
+            size = given.get("BLOCK_SIZE", _BLOCK)
+            columns = -(-given["seq_lengths"][1] // (size if isinstance(size, int) else size[1]))
+            for name in ("kv_indices", "full_kv_indices"):
+                indices = given.get(name)
+                if indices is not None and indices.shape[-1] < columns:
+                    short = columns - indices.shape[-1]
+                    given[name] = torch.nn.functional.pad(indices, (0, short))
+        made: BlockMask = super().from_kv_blocks(*taken.args, **taken.kwargs)
+        return made
+
+    def _adjust(self, new_q_len: int, new_kv_len: int) -> BlockMask:
+        """The upper left corner of these lengths, which are not above the mask's own.
+
+        Raises:
+            ArgumentError: A length is above the mask's own.
+        """
+        if new_q_len > self.seq_lengths[0] or new_kv_len > self.seq_lengths[1]:
+            raise ArgumentError(
+                f"a block mask of {self.seq_lengths[0]} x {self.seq_lengths[1]} cannot grow to "
+                f"{new_q_len} x {new_kv_len}",
+                hint="make one of these lengths with create_block_mask",
+            )
+        rows, columns = self.BLOCK_SIZE
+        down, across = -(-new_q_len // rows), -(-new_kv_len // columns)
+
+        def cropped(
+            numbers: torch.Tensor | None, indices: torch.Tensor | None
+        ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+            if numbers is None or indices is None:
+                return None, None
+            return _ordered(listed_blocks(numbers, indices, across)[:, :, :down])
+
+        numbers, indices = cropped(self.kv_num_blocks, self.kv_indices)
+        made = self.from_kv_blocks(
+            numbers, indices, *cropped(self.full_kv_num_blocks, self.full_kv_indices),
+            BLOCK_SIZE=self.BLOCK_SIZE, mask_mod=self.mask_mod, seq_lengths=(new_q_len, new_kv_len),
+            compute_q_blocks=self.q_indices is not None,
+        )  # fmt: skip
+        return self._like(made, None)
 
     def _like(self, other: TorchBlockMask, tiles: TileMap | None) -> BlockMask:
         made = _adopt(other)
@@ -147,8 +203,14 @@ def _create(
     attention = compiled(traced.text, "auto")
     named = near(traced.captures, device)
     call = attention.call_of_lengths(named, q_len, kv_len, batch, heads, device=device)
-    tiles = find_tiles(attention.lowered, call, rows, columns, FORWARD.name, exact=True)
-    kinds = tiles.kinds.expand(batch, heads, -1, -1).clone()
+    tiles = None
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        # The graph has to find the blocks anew in each run, and the search reads numbers.
+        kinds = kinds_by_pairs(attention.lowered, call, rows, columns)
+    else:
+        tiles = find_tiles(attention.lowered, call, rows, columns, FORWARD.name, exact=True)
+        kinds = tiles.kinds
+    kinds = kinds.expand(batch, heads, -1, -1).clone()
     # torch counts a ragged block as partial: its pairs beyond the lengths are dead there.
     for ragged in (kinds[:, :, q_len // rows :], kinds[..., kv_len // columns :]):
         ragged[ragged == FULL] = PARTIAL
@@ -187,8 +249,10 @@ def listed_blocks(numbers: torch.Tensor, indices: torch.Tensor, columns: int) ->
     """
     most = indices.shape[-1]
     listed = torch.arange(most, device=indices.device) < numbers.unsqueeze(-1)
-    # What is not listed goes to one column more, which is then dropped.
-    places = torch.where(listed, indices, columns).long()
+    # What is not listed goes to one column more, which is then dropped. So do blocks beyond the
+    # last column, which have no pair.
+    inside = (indices >= 0) & (indices < columns)
+    places = torch.where(listed & inside, indices, columns).long()
     table = torch.zeros((*indices.shape[:-1], columns + 1), dtype=torch.bool, device=indices.device)
     table = table.scatter(-1, places, listed)[..., :columns]
     return table.reshape((1,) * (4 - table.dim()) + tuple(table.shape))

@@ -72,6 +72,13 @@ def check_block_mask(query: torch.Tensor, key: torch.Tensor, block_mask: TorchBl
             f"{query.shape[2]} x {key.shape[2]}",
             hint="make a block mask of the call's lengths",
         )
+    needed, listed = -(-query.shape[2] // block_mask.BLOCK_SIZE[0]), block_mask.kv_num_blocks
+    if listed.shape[-1] < needed:
+        raise ShapeError(
+            f"block_mask lists {listed.shape[-1]} row(s) of blocks, and {query.shape[2]} queries "
+            f"have {needed}",
+            hint="where its rows were sliced, set seq_lengths to the lengths of what is left",
+        )
     sizes = block_mask.kv_num_blocks.shape[:-1]
     for name, size, wanted in zip(
         ("heads", "batch entries"), reversed(sizes), (query.shape[1], query.shape[0]), strict=False

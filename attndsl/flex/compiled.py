@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from attndsl.api import compile as compile_program
+from attndsl.runtime.programs import make_spec
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -15,11 +16,19 @@ if TYPE_CHECKING:
     from attndsl.attention import Attention
     from attndsl.passes.widths import Range
 
+_NAME = "<traced>"
+"""What errors call a traced program."""
+
 
 @lru_cache(maxsize=512)
 def compiled(text: str, backend: str) -> Attention:
     """The compiled program of ``text``."""
-    return compile_program(text, backend=backend, name="<traced>")
+    return compile_program(text, backend=backend, name=_NAME)
+
+
+def spec_of(text: str) -> str:
+    """What stands for the program of ``text`` in a graph; see :mod:`attndsl.runtime.operator`."""
+    return make_spec(text, _NAME, 1, {})
 
 
 def position_ranges(batch: int, heads: int, q_len: int, kv_len: int) -> dict[str, Range]:

@@ -10,6 +10,8 @@ from attndsl.runtime.arguments import bind
 from attndsl.runtime.graph import maxima_in_graph
 from attndsl.runtime.maxima import row_maxima
 
+from .compiled import spec_of
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
@@ -39,5 +41,5 @@ def find_maxima(
     query, key, lowered = query.detach(), key.detach(), attention.lowered
     call = bind(lowered.program, query, key, key, scale, given, 0, 0, None, None, 0, False)
     if torch.compiler.is_compiling():
-        return maxima_in_graph(attention.spec, attention.backend, call, scale)
+        return maxima_in_graph(spec_of(attention.text), attention.backend, call, scale)
     return row_maxima(lowered, call)

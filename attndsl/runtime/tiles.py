@@ -129,6 +129,20 @@ def find_tiles(
     )
 
 
+def kinds_by_pairs(lowered: Lowered, call: Call, block_m: int, block_n: int) -> torch.Tensor:
+    """Kinds of the tiles of ``call`` from the mask of all pairs.
+
+    Slower than :func:`find_tiles`, but its work does not depend on values, so that a CUDA graph can
+    hold it.
+
+    Returns:
+        int8 (batch or 1, heads or 1, q tiles, kv tiles), as of :class:`~attndsl.tilemap.TileMap`.
+    """
+    _sides(call, block_m, block_n)
+    with torch.no_grad():
+        return _true_kinds(lowered, call, grid_of(call, block_m, block_n))
+
+
 @dataclass(frozen=True, slots=True)
 class TileCounts:
     """How many tiles the forward's loop visits, of all batch entries and heads that differ."""

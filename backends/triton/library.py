@@ -7,6 +7,10 @@ them too, so that one text runs on every target.
 import triton
 import triton.language as tl
 
+from .trigonometry import cos as cos
+from .trigonometry import sin as sin
+from .trigonometry import tan as tan
+
 LOG2E = tl.constexpr(1.4426950408889634)
 STATISTICS_PADDING = tl.constexpr(128)
 
@@ -194,12 +198,6 @@ def silu(x):
 def gelu(x):
     """``x * (1 + erf(x / sqrt(2))) / 2``."""
     return 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
-
-
-@triton.jit
-def tan(x):
-    """``sin(x) / cos(x)``."""
-    return tl.sin(x) / tl.cos(x)
 
 
 @triton.jit

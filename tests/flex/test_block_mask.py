@@ -2,6 +2,7 @@
 
 import copy
 import math
+import types
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch.nn.attention import flex_attention as torch_flex
 import attndsl
 from attndsl.errors import ArgumentError, DeviceError, ShapeError, TraceError, UnsupportedError
 from attndsl.flex import AuxRequest, BlockMask, create_block_mask, flex_attention, noop_mask
+from attndsl.runtime.tiles import kinds_by_pairs
 
 B, H, Q, KV, D = 2, 2, 20, 36, 8
 DOC = torch.arange(KV).repeat(B, 1) // torch.tensor([[7], [12]])
@@ -66,8 +68,116 @@ def test_public_methods_keep_the_class():
     assert part.kv_num_blocks.tolist() == [[[1, 1]]]
     with pytest.raises(ArgumentError, match="was sliced"):
         flex_attention(*[random(1, 1, 32, D)] * 3, block_mask=part)
-    assert mask._adjust(16, 16).shape == (1, 1, 16, 16)
     assert mask.as_tuple()[-1] is causal
+
+
+def test_a_corner_of_a_mask():
+    mask_mod = lambda b, h, q, kv: (q - kv).abs() < 9  # noqa: E731
+    whole = create_block_mask(mask_mod, None, None, 48, 48, device="cpu", BLOCK_SIZE=8)
+    corner = whole._adjust(Q, KV)
+    wanted = create_block_mask(mask_mod, None, None, Q, KV, device="cpu", BLOCK_SIZE=8)
+    assert corner.shape == (1, 1, Q, KV)
+    assert torch.equal(corner.to_dense(), wanted.to_dense())
+    q, k, v = random(1, 1, Q, D), random(1, 1, KV, D, seed=1), random(1, 1, KV, D, seed=2)
+    live = (torch.arange(Q)[:, None] - torch.arange(KV)).abs() < 9
+    for block_mask in (corner, copy.copy(corner)):
+        # The second goes by the blocks.
+        torch.testing.assert_close(
+            flex_attention(q, k, v, block_mask=block_mask), dense(q, k, v, live)
+        )
+        block_mask.mask_mod = mask_mod
+    with pytest.raises(ArgumentError, match="cannot grow"):
+        whole._adjust(64, 48)
+
+
+def test_lists_that_are_shorter_than_a_row_of_blocks():
+    numbers = torch.tensor([[[1, 2, 2]]], dtype=torch.int32)
+    indices = torch.tensor([[[[0, 0], [0, 1], [8, 1]]]], dtype=torch.int32)
+    mask = BlockMask.from_kv_blocks(
+        numbers, indices, BLOCK_SIZE=(8, 4), mask_mod=noop_mask, seq_lengths=(Q, KV)
+    )
+    assert mask.q_num_blocks.tolist() == [[[2, 2, 0, 0, 0, 0, 0, 0, 1]]]
+    live = torch.zeros(Q, KV, dtype=torch.bool)
+    live[:16, :4] = live[8:, 4:8] = live[16:, 32:] = True
+    q, k, v = random(1, 1, Q, D), random(1, 1, KV, D, seed=1), random(1, 1, KV, D, seed=2)
+    torch.testing.assert_close(flex_attention(q, k, v, block_mask=mask), dense(q, k, v, live))
+    # A block beyond the keys has no pair.
+    mask.kv_indices[0, 0, 2, 0] = 9
+    live[16:, 32:] = False
+    torch.testing.assert_close(flex_attention(q, k, v, block_mask=mask), dense(q, k, v, live))
+
+
+def test_slices_of_a_mask():
+    mask_mod = lambda b, h, i, j: i >= j + b - h  # noqa: E731
+    whole = create_block_mask(mask_mod, B, H, Q, KV, device="cpu", BLOCK_SIZE=8)
+    q, k, v = random(B, H, Q, D), random(B, H, KV, D, seed=1), random(B, H, KV, D, seed=2)
+    first = whole[0]
+    first.mask_mod = mask_mod
+    wanted = flex_attention(q[:1], k[:1], v[:1], block_mask=whole[:1].__class__.from_kv_blocks(
+        whole.kv_num_blocks[:1], whole.kv_indices[:1], whole.full_kv_num_blocks[:1],
+        whole.full_kv_indices[:1], BLOCK_SIZE=8, mask_mod=mask_mod, seq_lengths=(Q, KV),
+    ))  # fmt: skip
+    found = flex_attention(q[:1], k[:1], v[:1], block_mask=first)
+    torch.testing.assert_close(found, wanted)
+    rows = whole[:, :, 1:2]
+    rows.mask_mod = mask_mod
+    with pytest.raises(ShapeError, match=r"lists 1 row\(s\) of blocks, and 20 queries have 3"):
+        flex_attention(q, k, v, block_mask=rows)
+    rows.mask_mod, rows.seq_lengths = (lambda b, h, i, j: mask_mod(b, h, i + 8, j)), (8, KV)
+    found = flex_attention(q[:, :, 8:16], k, v, block_mask=rows)
+    torch.testing.assert_close(found, flex_attention(q, k, v, block_mask=whole)[:, :, 8:16])
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_blocks_of_a_graph_are_those_of_the_search(name):
+    attention = attndsl.compile(str(attndsl.trace(MASKS[name])))
+    captures = attndsl.trace(MASKS[name]).captures
+    call = attention.call_of_lengths(captures, Q, KV, B, H)
+    found = kinds_by_pairs(attention.lowered, call, 8, 4)
+    assert torch.equal(found, attention.tiles(Q, KV, 8, 4, B, H, **captures).kinds)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", MASKS)
+def test_cuda_graphs_hold_the_making_of_blocks(name):
+    tables = {"DOC": DOC.cuda(), "SIZES": SIZES.cuda()}
+    code = MASKS[name]
+    mask_mod = types.FunctionType(code.__code__, {**globals(), **tables})
+    q = random(B, H, Q, D).cuda()
+    k, v = random(B, H, KV, D, seed=1).cuda(), random(B, H, KV, D, seed=2).cuda()
+
+    def run():
+        mask = create_block_mask(mask_mod, B, H, Q, KV, device="cuda", BLOCK_SIZE=(8, 4))
+        return mask.kv_num_blocks, mask.kv_indices, flex_attention(q, k, v, block_mask=mask)
+
+    run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        held = run()
+    tables["DOC"].copy_(DOC.flip(1))
+    tables["SIZES"].add_(2)
+    graph.replay()
+    for found, wanted in zip(held, run(), strict=True):
+        torch.testing.assert_close(found, wanted)
+
+
+@pytest.mark.gpu
+def test_sliced_and_short_lists_of_blocks_on_a_gpu():
+    numbers = torch.tensor([[[1, 2, 2]]], dtype=torch.int32)
+    indices = torch.tensor([[[[0, 0], [0, 1], [8, 1]]]], dtype=torch.int32)
+    q, k, v = random(1, 1, Q, D), random(1, 1, KV, D, seed=1), random(1, 1, KV, D, seed=2)
+    results = []
+    for device in ("cpu", "cuda"):
+        mask = BlockMask.from_kv_blocks(
+            numbers.to(device), indices.to(device), BLOCK_SIZE=(8, 4), mask_mod=noop_mask,
+            seq_lengths=(Q, KV),
+        )  # fmt: skip
+        first = mask[0]
+        first.mask_mod = noop_mask
+        inputs = [x.to(device) for x in (q, k, v)]
+        results.append([flex_attention(*inputs, block_mask=m).cpu() for m in (mask, first)])
+    torch.testing.assert_close(*results, atol=1e-2, rtol=1e-2)
 
 
 def dense(q, k, v, live):
