@@ -29,6 +29,10 @@ _SLOW = 40.0
 _CONFIRMING = 12
 """Runs with random errors before a result is called wrong."""
 _IDLE = 0.2
+_GRACE = 45.0
+"""Seconds for a case that runs when time is up, beside those to shrink it."""
+_POISON = ("CUDA error", "device-side assert", "illegal memory access")
+"""Errors after which a process cannot use its GPU."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +124,8 @@ def try_seed(seed: int, place: Place, shrinking: float = 60.0) -> Found:
         outcome = replace(judge(case, place, _CONFIRMING), seconds=outcome.seconds)
     if not outcome.verdict.failed:
         return Found(seed, place, outcome, operators_of(case))
+    if _poisoned(outcome):
+        return Found(seed, place, outcome, operators_of(case), reproduction(case, place, outcome))
 
     def fails(other: Case) -> bool:
         runs = 2 if outcome.verdict is not Verdict.WRONG else 4
@@ -132,6 +138,10 @@ def try_seed(seed: int, place: Place, shrinking: float = 60.0) -> Found:
     told = reproduction(small, place, last)
     found = replace(last, seconds=outcome.seconds)
     return Found(seed, place, found, operators_of(case), told)
+
+
+def _poisoned(outcome: Outcome) -> bool:
+    return any(part in outcome.reason for part in _POISON)
 
 
 def _kind(outcome: Outcome) -> tuple[Verdict, str]:
@@ -212,9 +222,10 @@ class _Worker:
         )
         self.process.start()
         self.job: tuple[int, Place] | None = None
+        self.begin = 0.0
 
     def give(self, job: tuple[int, Place]) -> None:
-        self.job = job
+        self.job, self.begin = job, time.monotonic()
         self.jobs.put(job)
 
     def take(self) -> Found | None:
@@ -243,14 +254,11 @@ def _together(jobs: Sequence[tuple[int, Place]], plan: Plan, begin: float) -> It
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     context = multiprocessing.get_context("spawn")
     left = iter(jobs)
+    end = begin + 60 * plan.minutes
     workers = [_Worker(context, plan) for _ in range(plan.processes)]
     try:
-        ended = False
-        while not ended or any(worker.job for worker in workers):
-            over = time.monotonic() - begin > 60 * plan.minutes
-            if over:
-                return
-            idle = True
+        while True:
+            now, idle = time.monotonic(), True
             for at, worker in enumerate(workers):
                 if worker.job is not None:
                     found = worker.take()
@@ -258,14 +266,21 @@ def _together(jobs: Sequence[tuple[int, Place]], plan: Plan, begin: float) -> It
                         continue
                     idle = False
                     yield found
-                    if not worker.process.is_alive():
+                    if _poisoned(found.outcome) or not worker.process.is_alive():
+                        worker.process.terminate()
                         workers[at] = worker = _Worker(context, plan)
-                job = next(left, None)
-                ended = ended or job is None
+                job = next(left, None) if now < end else None
                 if job is not None:
                     worker.give(job)
+            busy = [worker for worker in workers if worker.job is not None]
+            if not busy or now > end + plan.shrinking + _GRACE:
+                break
             if idle:
                 time.sleep(_IDLE)
+        for worker in busy:
+            assert worker.job is not None
+            outcome = Outcome(Verdict.UNFIT, "unfinished", seconds=now - worker.begin)
+            yield Found(*worker.job, outcome, frozenset())
     finally:
         for worker in workers:
             worker.process.terminate()
