@@ -101,7 +101,8 @@ class Masks:
             (("q",), ("kv",), ("-", ("q",), ("kv",)), ("-", ("kv",), ("q",)), ("q",), ("kv",))
         )
         others: tuple[Tree, ...] = (
-            ("int", self.dice.choice(NUMBERS)), ("n",), ("q_len",), ("kv_len",), ("b",), ("h",),
+            ("int", self.dice.choice(NUMBERS)), ("n",), ("n",), ("q_len",), ("kv_len",), ("b",),
+            ("h",), ("+", ("q",), ("n",)), ("-", ("kv",), ("n",)),
         )  # fmt: skip
         if self.lookups:
             others += (("load", "ends", ("b",)), ("load", "widths", ("h",)), self._row(("q",)))

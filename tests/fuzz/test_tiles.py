@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from attndsl.backends.base import Call
     from attndsl.passes.lowered import Lowered
 
-COUNT = int(os.environ.get("ATTNDSL_FUZZ_TILES", "100"))
+COUNT = int(os.environ.get("ATTNDSL_FUZZ_TILES", "60"))
 SEED = int(os.environ.get("ATTNDSL_FUZZ_SEED", "1"))
 _LENGTHS = (0, 1, 2, 17, 30, 64, 100, 128, 150, 190, 257, 300)
 _BLOCKS = (1, 3, 5, 7, 13, 16, 31, 32, 48, 64, 100, 128, 200)

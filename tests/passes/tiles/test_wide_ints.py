@@ -99,13 +99,22 @@ def test_ints_of_32_bits_need_no_guard() -> None:
 
 
 @pytest.mark.parametrize("backend", ["cpu", "triton"])
-@pytest.mark.parametrize("value", [MOST, LEAST])
-def test_calls_with_and_without_a_map_agree(backend: str, value: int) -> None:
+@pytest.mark.parametrize(
+    "text",
+    [
+        "param n: int\nmask = kv < n and kv + n > q",
+        "param n: int\ntensor t[kv_len]: int\nmask = q - kv < n and t[q] + n >= t[kv]",
+    ],
+)
+def test_calls_with_and_without_a_map_agree(backend: str, text: str) -> None:
     torch.manual_seed(0)
-    text = "param n: int\nmask = kv < n and kv + n > q"
     x = torch.randn(1, 1, 70, 16)
-    wanted = attndsl.compile(text, backend="reference")(x, x, x, n=value)
     attention = attndsl.compile(text, backend=backend)
-    tiles = attention.tiles(70, 70, 32, 32, n=value)
-    torch.testing.assert_close(attention(x, x, x, n=value), wanted)
-    torch.testing.assert_close(attention(x, x, x, n=value, tiles=tiles), wanted)
+    for value in (MOST, LEAST):
+        captures = {"n": value, "t": torch.arange(70) // 9}
+        if "tensor" not in text:
+            del captures["t"]
+        wanted = attndsl.compile(text, backend="reference")(x, x, x, **captures)
+        tiles = attention.tiles(70, 70, 32, 32, **captures)
+        torch.testing.assert_close(attention(x, x, x, **captures), wanted)
+        torch.testing.assert_close(attention(x, x, x, tiles=tiles, **captures), wanted)
