@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from torch.nn.attention.flex_attention import and_masks, noop_mask, or_masks
+from torch.nn.attention.flex_attention import and_masks, create_mask, noop_mask, or_masks
 
 from .attention import AuxOutput, AuxRequest, flex_attention
 from .block_mask import BlockMask, create_block_mask
+from .options import FlexKernelOptions
 from .tracing import Trace, trace
 
 __all__ = [
     "AuxOutput",
     "AuxRequest",
     "BlockMask",
+    "FlexKernelOptions",
     "Trace",
     "and_masks",
     "create_block_mask",
+    "create_mask",
     "flex_attention",
     "noop_mask",
     "or_masks",

@@ -12,7 +12,14 @@ from attndsl.runtime.arguments import autocast, check_operands, check_scale
 
 from .blocks import expanded, mask_of
 from .cache import default_traces
-from .checks import backend_of, check_block_mask, check_heads, same_batch
+from .checks import (
+    backend_of,
+    check_block_mask,
+    check_heads,
+    number_of,
+    same_batch,
+    same_dtype,
+)
 from .compiled import compiled, near, position_ranges
 from .graphs import GraphOptions, attend_in_graph
 from .maxima import find_maxima
@@ -76,7 +83,8 @@ def flex_attention(
 
     Args:
         query: (B, Hq, Lq, D).
-        key: (B, Hkv, Lk, D).
+        key: (B, Hkv, Lk, D). Key and value may be of another floating dtype than query, fp8 too:
+            they are converted to query's, and the call has no gradients.
         value: (B, Hkv, Lk, Dv).
         score_mod: A function of ``(score, b, h, q_idx, kv_idx)``.
         block_mask: Of :func:`create_block_mask` or of torch's. A pair is live where its block is
@@ -110,7 +118,9 @@ def flex_attention(
         )
     query, key, value = autocast(query), autocast(key), autocast(value)
     key, value = same_batch(query, key, value, block_mask)
+    key, value = same_dtype(query, key, value)
     check_operands(query, key, value)
+    scale = number_of(scale)
     check_scale(scale)
     check_heads(query, key, enable_gqa)
     if block_mask is not None:

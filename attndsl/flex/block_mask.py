@@ -13,6 +13,7 @@ from attndsl.passes.tiles.plan import EMPTY, FORWARD, FULL, PARTIAL
 from attndsl.runtime.tiles import find_tiles, kinds_by_pairs
 
 from .cache import default_traces
+from .checks import number_of
 from .compiled import compiled, near, position_ranges
 from .places import refusal_at
 from .tracing import arguments_of
@@ -163,8 +164,9 @@ def create_block_mask(
         ArgumentError: A size that cannot be.
         UnsupportedError: ``compute_dq_write_order`` is asked for.
     """
+    batch, heads = (1 if size is None else number_of(size) for size in (B, H))
     made: BlockMask = _CREATE(
-        mask_mod, 1 if B is None else B, 1 if H is None else H, Q_LEN, KV_LEN, device, BLOCK_SIZE,
+        mask_mod, batch, heads, number_of(Q_LEN), number_of(KV_LEN), device, BLOCK_SIZE,
         separate_full_blocks, dq_kv_order if compute_dq_write_order else None,
     )  # fmt: skip
     return made

@@ -94,7 +94,14 @@ def _filled(tracer: Tracer, name: str, args: tuple[Any, ...], kwargs: dict[str, 
     rest = list(args[1:])
     if name in ("new_zeros", "new_ones", "new_full", "new_empty"):
         sizes = kwargs["size"] if "size" in kwargs else rest.pop(0) if rest else ()
-        if sizes not in ((), [], torch.Size(())):
+        # Positions have shape (1,) in graphs.
+        empty = (
+            (),
+            [],
+            torch.Size(()),
+            *(((1,), [1], torch.Size((1,))) if tracer.in_graph else ()),
+        )
+        if sizes not in empty:
             raise refusal(f"'{name}' makes a tensor of size {sizes}", "write () for the size")
     if fill is None:
         given = kwargs.get("fill_value", kwargs.get("data"))

@@ -9,8 +9,11 @@ from typing import Any
 import torch
 from torch.nn.attention.flex_attention import BlockMask as TorchBlockMask
 
-from attndsl.errors import ArgumentError, DeviceError, ShapeError
+from attndsl.errors import ArgumentError, DeviceError, DTypeError, ShapeError
+from attndsl.runtime.arguments import FLOATS
 
+_BACKENDS = ("AUTO", "TRITON", "FLASH", "TRITON_DECODE")
+"""What torch's own option ``BACKEND`` may say."""
 _TORCH_OPTIONS = frozenset(
     {
         "num_warps", "num_stages", "BLOCK_M", "BLOCK_N", "BLOCK_M1", "BLOCK_N1", "BLOCK_M2",
@@ -35,6 +38,41 @@ def same_batch(
     if block_mask is None or batch == 1 or key.shape[0] != 1 or value.shape[0] != 1:
         return key, value
     return key.expand(batch, -1, -1, -1), value.expand(batch, -1, -1, -1)
+
+
+def same_dtype(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Key and value in the dtype of query, which torch's kernels multiply them in.
+
+    They may be of another floating dtype, fp8 too, as those of a cache: forward only, as in torch.
+
+    Raises:
+        DTypeError: Gradients are asked for.
+    """
+    tensors = (query, key, value)
+    if not all(isinstance(x, torch.Tensor) and x.dtype.is_floating_point for x in tensors):
+        return key, value
+    if key.dtype == query.dtype and value.dtype == query.dtype:
+        return key, value
+    if query.dtype not in FLOATS:
+        return key, value
+    if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
+        raise DTypeError(
+            f"query is {query.dtype}, key is {key.dtype} and value is {value.dtype}: calls of "
+            "mixed dtypes have no gradients",
+            hint="convert key and value before the call, or call it within torch.no_grad()",
+        )
+    return key.to(query.dtype), value.to(query.dtype)
+
+
+def number_of(value: Any) -> Any:
+    """``value``, a number of numpy's or a 0-d tensor, as a number of Python's; others as they are.
+
+    A tensor on a GPU is waited for.
+    """
+    scalar = getattr(value, "shape", None) == () and hasattr(value, "item")
+    return value.item() if scalar else value
 
 
 def check_heads(query: torch.Tensor, key: torch.Tensor, enable_gqa: bool) -> None:
@@ -95,7 +133,7 @@ def backend_of(options: Mapping[str, Any] | None) -> str:
     """The backend that ``kernel_options`` asks for.
 
     Raises:
-        ArgumentError: An option that neither torch nor attndsl has.
+        ArgumentError: An option that neither torch nor attndsl has, or a value that it cannot have.
     """
     if options is not None and not isinstance(options, Mapping):
         raise ArgumentError(
@@ -110,5 +148,16 @@ def backend_of(options: Mapping[str, Any] | None) -> str:
             raise ArgumentError(
                 f"there is no kernel option {name!r}",
                 hint=f"did you mean '{close[0]}'?" if close else "attndsl's own is 'backend'",
+            )
+    for name, value in (options or {}).items():
+        bare = str(name).removeprefix("fwd_").removeprefix("bwd_")
+        if bare == "BACKEND" and value not in _BACKENDS:
+            raise ArgumentError(
+                f"kernel option {name!r} is {value!r}",
+                hint=f"torch has {', '.join(_BACKENDS)}; attndsl's own option is 'backend'",
+            )
+        if bare not in ("BACKEND", "backend") and not isinstance(value, int | torch.SymInt):
+            raise ArgumentError(
+                f"kernel option {name!r} is {value!r}", hint="pass a whole number, or a bool"
             )
     return str((options or {}).get("backend", "auto"))

@@ -37,6 +37,13 @@ VALUES = frozenset(
      "__str__"}
 )  # fmt: skip
 """Names, with their underscores, that give Python something to decide on or to show."""
+_CHOICE = "write torch.where(condition, a, b) for a choice between values"
+_BUCKETS = "compute the buckets of all values before the call and index them: bucket[kv_idx]"
+INSTEAD = {
+    "stack": _CHOICE, "cat": _CHOICE, "concat": _CHOICE, "bucketize": _BUCKETS,
+    "searchsorted": _BUCKETS, "isin": "pass a captured tensor of one dim to search in",
+}  # fmt: skip
+"""What to write in place of functions that the language has no counterpart of."""
 RANDOM = frozenset(
     {"rand", "randn", "randint", "rand_like", "randn_like", "randint_like", "bernoulli", "normal",
      "dropout", "uniform", "multinomial", "randperm", "poisson", "exponential"}

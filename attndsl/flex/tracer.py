@@ -18,7 +18,7 @@ from attndsl.ir import DType, Node, Op, const, param, size
 from attndsl.passes.widths import ranges
 
 from . import arithmetic as ar
-from . import casting, functions, lookups
+from . import casting, functions, lookups, rows
 from .casting import dtype_of
 from .places import refusal
 from .symbols import Symbol, Traced, View, flat
@@ -88,6 +88,8 @@ class Tracer:
         name = functions.ALIASES.get(name, name)
         found = casting.convert(self, name, args, kwargs)
         if found is None:
+            found = rows.over_row(self, name, args, kwargs)
+        if found is None:
             found = self._call(name, args, kwargs)
         return self._assign(args[0], found, name) if in_place else found
 
@@ -114,6 +116,9 @@ class Tracer:
         if isinstance(value, torch.Tensor):
             if value.dim() == 0:
                 return self.scalar(value)
+            if self.in_graph and value.shape == (1,) and id(value) in self.made:
+                # Positions have this shape in graphs, and so has what is made of their shape.
+                return self.scalar(value.reshape(()))
             raise refusal(
                 f"a tensor of shape {tuple(value.shape)} joins a value of one pair",
                 "index it by what it belongs to, such as table[h] or bias[b, h, q_idx, kv_idx]",
@@ -281,6 +286,8 @@ def _unknown(name: str) -> Exception:
             f"'{name}' asks for a number, and this value differs from pair to pair",
             "write torch.where(condition, a, b) where Python would decide on it",
         )
+    if name in functions.INSTEAD:
+        return refusal(f"the language has no counterpart of '{name}'", functions.INSTEAD[name])
     close = difflib.get_close_matches(name, functions.FUNCTIONS, n=1)
     return refusal(
         f"the language has no counterpart of '{name}'",

@@ -9,7 +9,14 @@ import torch
 from torch.nn.attention import flex_attention as torch_flex
 
 import attndsl
-from attndsl.errors import ArgumentError, DeviceError, ShapeError, TraceError, UnsupportedError
+from attndsl.errors import (
+    ArgumentError,
+    DeviceError,
+    DTypeError,
+    ShapeError,
+    TraceError,
+    UnsupportedError,
+)
 from attndsl.flex import AuxRequest, BlockMask, create_block_mask, flex_attention, noop_mask
 from attndsl.runtime.tiles import kinds_by_pairs
 
@@ -316,6 +323,25 @@ def test_autocast_and_scale():
         assert flex_attention(q, k, v).dtype is torch.bfloat16
     wanted = attndsl.compile("score")(q, k, v, scale=0.5)
     torch.testing.assert_close(flex_attention(q, k, v, scale=0.5), wanted)
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.float16])
+def test_keys_and_values_of_another_dtype(dtype):
+    q, k, v = random(1, 2, 8, D), random(1, 2, 8, D, seed=1), random(1, 2, 8, D, seed=2)
+    cached = k.to(dtype), v.to(dtype)
+    # torch's kernels multiply in query's dtype, and round the weights to it.
+    wanted = flex_attention(q, *(x.float() for x in cached))
+    assert torch.equal(flex_attention(q, *cached), wanted)
+    compiled = torch.compile(flex_attention, backend="eager", fullgraph=True)
+    assert torch.equal(compiled(q, *cached), wanted)
+    half = flex_attention(q.bfloat16(), *cached)
+    assert half.dtype is torch.bfloat16
+    torch.testing.assert_close(half.float(), wanted, atol=3e-2, rtol=3e-2)
+    q.requires_grad_()
+    with pytest.raises(DTypeError, match="no gradients"):
+        flex_attention(q, *cached)
+    with torch.no_grad():
+        assert torch.equal(flex_attention(q, *cached), wanted)
 
 
 BLOCKS = create_block_mask(causal, None, None, 8, 8, device="cpu")

@@ -90,7 +90,8 @@ def test_changes_in_place_and_constants_made_inside(compiled):
             score += 1
             alias.mul_(2.0).sub_(kv_idx)
             steps = torch.tensor([0.5, 2.0])
-            return score * steps[h] + torch.tensor(0.25) * q_idx
+            zero = h.new_zeros(h.shape) + torch.zeros(h.shape)
+            return score * steps[h] + torch.tensor(0.25) * q_idx + zero
 
         return flex_attention(q, q, q, score_mod)
 

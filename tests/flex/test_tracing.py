@@ -199,7 +199,7 @@ REFUSED = {
         lambda s, b, h, q, kv: s if GAIN > 0 else -s, "'bool' of a captured", "0-d", "GAIN > 0",
     ),
     "sum": (lambda s, b, h, q, kv: s + TABLE.sum(), "reduce", "before the call", "TABLE.sum()"),
-    "partial sum": (lambda s, b, h, q, kv: s + TABLE[h].sum(), "reduce", "before", "TABLE[h]"),
+    "softmax": (lambda s, b, h, q, kv: s + TABLE[h].softmax(-1), "reduce", "before", "TABLE[h]"),
     "math": (lambda s, b, h, q, kv: s * math.exp(h), "asks for the number", "torch.exp", "math"),
     "range": (loops, "asks for the number", "torch.exp", "range(h)"),
     "list": (lambda s, b, h, q, kv: s + [1, 2][h], "asks for the number", "lists", "[1, 2][h]"),
