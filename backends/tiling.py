@@ -120,7 +120,7 @@ def cell_extremes(cell: Cell, grid: Grid) -> tuple[torch.Tensor, torch.Tensor]:
         scope = replace(grid.scope, variables={**variables, **points})
         (live,) = evaluate((cell.condition,), scope)
         full = live.expand(*live.shape[:2], rows.numel(), kv.numel())
-        tiles = full.unflatten(3, kv.shape).unflatten(2, rows.shape)
+        tiles = torch.unflatten(torch.unflatten(full, 3, kv.shape), 2, rows.shape)
         parts.append((tiles.all(5).all(3), tiles.any(5).any(3)))
     low, high = zip(*parts, strict=True)
     return torch.cat(low, 2), torch.cat(high, 2)

@@ -239,6 +239,17 @@ def _maps(
             yield "loops", used if direction.along == "kv" else used.transpose(2, 3), False
 
 
+def _outcome(case: Case, report: Report) -> str | None:
+    """What is wrong with a case, an unexpected error included; refusals are counted."""
+    try:
+        return what_is_wrong(case, report)
+    except AttnDSLError:
+        report.refused += 1
+        return None
+    except (RuntimeError, ArithmeticError, LookupError, TypeError, ValueError) as error:
+        return f"{type(error).__name__}: {error}"
+
+
 def shrunk(case: Case, most: int = 400) -> Case:
     """A smaller case that is wrong too."""
     tries = 0
@@ -249,10 +260,7 @@ def shrunk(case: Case, most: int = 400) -> Case:
             tries += 1
             if tries > most:
                 return case
-            try:
-                found = what_is_wrong(less) is not None
-            except AttnDSLError:
-                continue
+            found = _outcome(less, Report()) is not None
             if found:
                 case = less
                 break
@@ -265,11 +273,7 @@ def run(count: int, seed: int, progress: Callable[[str], None] = print) -> Repor
     for number in range(seed, seed + count):
         case = case_of(number)
         report.cases += 1
-        try:
-            wrong = what_is_wrong(case, report)
-        except AttnDSLError as error:
-            report.refused += 1
-            wrong = None if "too large" in str(error) else f"refused: {error}"
+        wrong = _outcome(case, report)
         if wrong is not None:
             small = shrunk(case)
             names = {name for name in DIMS if name in text_of(small.mask)} | {"n", "p"}
