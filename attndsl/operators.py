@@ -67,7 +67,8 @@ def _fake_forward(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
 def _fake_row_maxima(*args: Any) -> torch.Tensor:
     q = args[3]
     kind = torch.float64 if q.dtype is torch.float64 else torch.float32
-    return q.new_empty((q.shape[0], q.shape[1], q.shape[2]), dtype=kind)
+    found: torch.Tensor = q.new_empty((q.shape[0], q.shape[1], q.shape[2]), dtype=kind)
+    return found
 
 
 def _fake_backward(

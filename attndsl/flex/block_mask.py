@@ -111,15 +111,16 @@ class BlockMask(TorchBlockMask):
         down, across = -(-new_q_len // rows), -(-new_kv_len // columns)
 
         def cropped(
-            numbers: torch.Tensor | None, indices: torch.Tensor | None
-        ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-            if numbers is None or indices is None:
-                return None, None
+            numbers: torch.Tensor, indices: torch.Tensor
+        ) -> tuple[torch.Tensor, torch.Tensor]:
             return _ordered(listed_blocks(numbers, indices, across)[:, :, :down])
 
         numbers, indices = cropped(self.kv_num_blocks, self.kv_indices)
+        full: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
+        if self.full_kv_num_blocks is not None and self.full_kv_indices is not None:
+            full = cropped(self.full_kv_num_blocks, self.full_kv_indices)
         made = self.from_kv_blocks(
-            numbers, indices, *cropped(self.full_kv_num_blocks, self.full_kv_indices),
+            numbers, indices, *full,
             BLOCK_SIZE=self.BLOCK_SIZE, mask_mod=self.mask_mod, seq_lengths=(new_q_len, new_kv_len),
             compute_q_blocks=self.q_indices is not None,
         )  # fmt: skip

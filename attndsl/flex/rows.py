@@ -17,6 +17,8 @@ from .places import refusal
 from .symbols import Symbol, View
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from attndsl.ir import Node
 
     from .tracer import Tracer
@@ -45,7 +47,7 @@ def _mean(elements: list[Node]) -> Node:
     return ar.div(_sum([ar.floating(x) for x in elements]), len(elements))
 
 
-_FOLDS = {
+_FOLDS: dict[str, Callable[[list[Node]], Node]] = {
     "any": _any,
     "all": _all,
     "sum": _sum,
@@ -67,7 +69,8 @@ def over_row(
     if name in _FOLDS and isinstance(args[0], View) and args[0].ndim == 1:
         dims = (*args[1:], kwargs.get("dim", -1))[:1]
         if set(kwargs) <= {"dim"} and dims[0] in (-1, 0, None, (-1,), (0,), [-1], [0]):
-            return Symbol(tracer, _FOLDS[name](_elements(tracer, args[0])))
+            fold = _FOLDS[name]
+            return Symbol(tracer, fold(_elements(tracer, args[0])))
     if name in ("dot", "inner") and len(args) == 2 and all(_is_row(x) for x in args):
         left, right = (_elements(tracer, x) for x in args)
         if len(left) == len(right):
