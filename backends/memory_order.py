@@ -87,14 +87,22 @@ def memory_order(
     rows, step = [0, 0, 0], 1
     for dim in reversed(order_of(sizes, like.stride(), less)):
         rows[dim] = step
-        step *= torch.sym_max(sizes[dim], 1)  # type: ignore[no-untyped-call]
+        step *= _at_least_one(sizes[dim])
     batch, heads, length = rows
-    unit = torch.sym_max(width, 1)  # type: ignore[no-untyped-call]
+    unit = _at_least_one(width)
     return MemoryOrder(
         (sizes[0], sizes[1], sizes[2], width),
         (batch, heads, length),
         (batch * unit, heads * unit, length * unit, 1),
     )
+
+
+def _at_least_one(size: int) -> int:
+    """``size``, or 1 for 0. A size that a graph leaves open gets no guard."""
+    if type(size) is int:
+        return max(size, 1)
+    found: int = torch.sym_max(size, 1)  # type: ignore[no-untyped-call]
+    return found
 
 
 def result_orders(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> ResultOrders:
