@@ -133,7 +133,10 @@ def _part_function(
     body, used = ["return 0.0"], set[str]()
     if root is not None:
         printed = print_expressions((root,), names)
-        result = printed.values[0]
+        result = printed.results[0]
+        if result != printed.values[0]:
+            # A number: of no dims, since the callers' vectors and scalars have layouts of their own.
+            result = f"tl.full([], {result}, tl.float32)"
         lines, used = _spread_parts(root)
         body, used = [*lines, *printed.lines, f"return {result}"], used | printed.helpers
     first = f"b, h, hkv, {positions}{_SIZES}"
