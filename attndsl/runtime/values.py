@@ -53,6 +53,12 @@ def check_values(program: Program, call: Call) -> None:
 
 def check_offset(name: str, offset: int, length: int) -> None:
     """Refuse an offset from which ``length`` rows reach the limit of positions."""
+    if offset == 0 and length >= POSITION_LIMIT:
+        rows = "queries" if name == "q_offset" else "keys"
+        raise ArgumentError(
+            f"there are {length} {rows}",
+            hint=f"pass fewer: positions are below {POSITION_LIMIT} in size",
+        )
     if abs(offset) + length >= POSITION_LIMIT:
         raise ArgumentError(
             f"{name} is {offset}, and {length} rows from there reach position "
