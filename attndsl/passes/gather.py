@@ -35,11 +35,16 @@ def lookups(roots: Sequence[Node | None], variable: str) -> dict[Node, Node]:
     varies = dependencies(*given)
     order = toposort(*given)
     found: set[Node] = set()
+    # What a kernel itself gives an expression, such as a distance, is known only where that stands.
+    local: set[Node] = set()
     for item in order:
         own = item.op is Op.LOAD and variable in varies[item]
         if own or not found.isdisjoint(item.args):
             found.add(item)
-    alone = {item for item in found if varies[item] & _POSITIONS == {variable}}
+        given_here = item.op is Op.PARAM and str(item.value).startswith("$")
+        if given_here or not local.isdisjoint(item.args):
+            local.add(item)
+    alone = {item for item in found - local if varies[item] & _POSITIONS == {variable}}
     # What only a larger one uses is part of it.
     used = {arg for item in order if item not in alone for arg in item.args} | set(given)
     largest = [item for item in order if item in alone and item in used]

@@ -57,3 +57,12 @@ def test_params_are_numbered_in_order_of_use():
     found = lookups(roots_of(NESTED), "kv")
     assert [own.value for own in found.values()] == [f"$kv_part{n}" for n in range(len(found))]
     assert all(own.op is Op.PARAM and own.dtype is part.dtype for part, own in found.items())
+
+
+@pytest.mark.parametrize("variable", ["q", "kv"])
+def test_what_kernels_give_expressions_is_no_part_of_a_lookup(variable):
+    """ALiBi counts from a place that only the score's own function is given."""
+    text = f"tensor t[heads, kv_len]: float; score = alibi(); score = score + t[h, {variable}]"
+    placed = lower(Source(text), {}).placed
+    found = lookups((placed.row, placed.column), variable)
+    assert [part.op for part in found] == [Op.LOAD]
