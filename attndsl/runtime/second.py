@@ -113,8 +113,8 @@ class _Gradients(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         lowered, template, numbers, wanted, tensors, names = ctx.kept
-        end = len(ctx.saved_tensors) - len(names)
-        saved, positions = ctx.saved_tensors[:end], ctx.saved_tensors[end:]
+        both = ctx.saved_tensors  # Once, since checkpoints unpack them once.
+        saved, positions = both[: len(both) - len(names)], both[len(both) - len(names) :]
         grad_out_need, grad_lse_need, *input_needs = ctx.needs_input_grad[6:]
         needs = (*input_needs, grad_out_need, grad_lse_need)
         places = [place for place, need in enumerate(needs) if need]

@@ -135,7 +135,7 @@ def _part_function(
         printed = print_expressions((root,), names)
         result = printed.results[0]
         if result != printed.values[0]:
-            # A number: of no dims, since the callers' vectors and scalars have layouts of their own.
+            # A number has no dims, since vectors of the callers have layouts of their own.
             result = f"tl.full([], {result}, tl.float32)"
         lines, used = _spread_parts(root)
         body, used = [*lines, *printed.lines, f"return {result}"], used | printed.helpers

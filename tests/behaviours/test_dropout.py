@@ -147,8 +147,9 @@ def test_numbers_that_are_no_probabilities_are_refused(backend, probability, giv
 
 
 def test_numbers_that_are_bound_are_refused_at_once():
-    for p in (0.6, -0.1, float("nan")):
-        with pytest.raises(attndsl.AttnDSLError, match="a dropout probability lies in"):
+    refusals = {0.6: "a dropout probability lies in", -0.1: "a dropout probability lies in"}
+    for p, match in {**refusals, float("nan"): "its value is NaN"}.items():
+        with pytest.raises(attndsl.AttnDSLError, match=match):
             attndsl.compile("param p: float; weights = dropout(softmax(score), 2 * p)", p=p)
     q = torch.randn(1, 2, 16, 16)
     attention = attndsl.compile("param p: float = 1.5; weights = dropout(softmax(score), p)")

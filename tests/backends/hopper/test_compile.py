@@ -56,7 +56,7 @@ SCRIPT = textwrap.dedent(
         "bool": "tensor seg[kv_len]: bool; mask = seg[q] == seg[kv]",
         "softcap": "mask = causal()\\nscore = softcap(20.0)",
         "alibi": "mask = causal()\\nscore = alibi()",
-        "alibi and a lookup": '''
+        "keyed": '''
     tensor t[heads, kv_len]: float
     mask = causal()
     score = alibi()
@@ -190,7 +190,7 @@ CASES = {
         ("forward", "plain", 256, 0),
         ("forward", "causal", 192, 0, {"value_dim": 128}),
         ("forward", "sink", 64, 0),
-        ("forward", "alibi and a lookup", 64, 0),
+        ("forward", "keyed", 64, 0),
         ("forward", "weights", 64, 1),
         ("forward", "dropout", 128, 0),
     ],

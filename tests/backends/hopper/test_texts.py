@@ -335,6 +335,7 @@ def test_explain_on_a_hopper_gpu():
 @pytest.mark.usefixtures("one_hopper_gpu")
 def test_explain_without_gluon(monkeypatch):
     monkeypatch.setattr(dispatch, "why_no_hopper_kernels", lambda: "ImportError: no gluon")
-    (last,) = attndsl.compile(GAIN).explain("cuda").split("\n")[-1:]
-    assert last.startswith("backend      triton on cuda")
-    assert last.endswith("cannot be loaded: ImportError: no gluon")
+    chosen, fp64 = attndsl.compile(GAIN).explain("cuda").split("\n")[-2:]
+    assert chosen.startswith("backend      triton on cuda")
+    assert chosen.endswith("cannot be loaded: ImportError: no gluon")
+    assert fp64.startswith("  in fp64    cpu")
