@@ -24,7 +24,7 @@ import attndsl
 from attndsl.backends import interpret
 from attndsl.ir import Op
 
-SEED = 1180
+SEED = 5
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 PLACES = [
     (Place("reference"), 30),
@@ -67,10 +67,10 @@ def test_a_defect_is_found_and_shrunk(monkeypatch):
     """``%`` that rounds towards 0, as in C, is found, and what is left of a program shows it."""
     monkeypatch.setitem(interpret.RULES, Op.MOD, lambda item, args, scope: torch.fmod(*args))
     place = Place("reference")
-    for seed in range(SEED, SEED + 200):
+    for seed in range(1180, 1380):
         if "%" not in text(case_of(seed, place)):
             continue
-        found = try_seed(seed, place, shrinking=8)
+        found = try_seed(seed, place, shrinking=60)
         if found.outcome.verdict.failed:
             break
     assert found.outcome.verdict in (Verdict.WRONG, Verdict.CRASHED)
