@@ -48,8 +48,18 @@ def test_kinds_found_are_those_of_brute_force(device, text, sizes):
         assert (found == wanted).float().mean() > 0.8
 
 
-@pytest.mark.parametrize(("block_m", "parts"), [(32, 1), (32, 2), (48, 3), (256, 2)])
-@pytest.mark.parametrize("length", [203, 600])
+PARTS = ((32, 1), (32, 2), (48, 3), (256, 2))
+"""Rows of a tile, and into how many parts they fall."""
+
+
+@pytest.mark.parametrize(
+    ("length", "block_m", "parts"),
+    [
+        *((203, *each) for each in PARTS),
+        (600, 48, 3),
+        *(pytest.param(600, *each, marks=pytest.mark.slow) for each in PARTS if each != (48, 3)),
+    ],
+)
 def test_lists_tell_of_parts_of_rows(device, block_m, parts, length):
     """Which of a tile's PARTIAL key tiles are the first and the last that a part's rows visit."""
     block_n = 2
