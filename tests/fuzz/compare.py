@@ -137,8 +137,9 @@ def _allowed(value: torch.Tensor, spread: torch.Tensor, dtype: str) -> torch.Ten
     if float(typical) > _ILL * float(size) + 1e-4:
         raise Unfit("ill-conditioned")
     epsilon = torch.finfo(getattr(torch, dtype)).eps
-    # Where a kernel multiplies and adds in one step, equal terms leave a rounding of fp32.
-    least = max(1e-4 * epsilon, 1e-6 if epsilon > 1e-5 else 0.0)
+    # Where a kernel multiplies and adds in one step, equal terms leave a rounding of fp32. In fp64
+    # 1 - y * y of a saturated tanh leaves one of 1, far below what any defect makes.
+    least = {"float64": 1e-13, "float32": 1e-4 * epsilon}.get(dtype, 1e-6)
     return _SLACK * (spread + typical) + 4 * epsilon * (finite.abs() + size) + least
 
 
@@ -204,7 +205,9 @@ def _compare(
     epsilon = torch.finfo(found.dtype).eps
     wide = found.detach().to(value.device).double()
     error = torch.where(wide == value, 0.0, (wide - value).abs())
-    over = error / (allowed + epsilon * torch.where(value.isfinite(), value, 0.0).abs())
+    # A gradient of a half-precision tensor may be too small for it.
+    smallest = torch.finfo(found.dtype).tiny
+    over = error / (allowed + smallest + epsilon * torch.where(value.isfinite(), value, 0.0).abs())
     over = torch.where(over.isnan() & (error == 0), 0.0, over)
     if bool((over <= 1).all()):
         return None
