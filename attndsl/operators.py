@@ -101,9 +101,7 @@ def _less(a: int, b: int) -> bool:
     if type(a) is int and type(b) is int:
         return a < b
     symbolic = import_module("torch.fx.experimental.symbolic_shapes")
-    # Before torch 2.8 there is no guard_or_false.
-    guard = getattr(symbolic, "guard_or_false", None) or symbolic.guard_size_oblivious
-    return bool(guard(a < b))
+    return bool(symbolic.guard_or_false(a < b))
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
