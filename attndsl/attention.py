@@ -2,36 +2,29 @@
 
 from __future__ import annotations
 
-import html
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from attndsl.analysis import Analysis
 from attndsl.backends.base import Call
 from attndsl.backends.widened import kernels_of
-from attndsl.errors import ArgumentError, AttnDSLError, UnsupportedError
+from attndsl.errors import AttnDSLError, UnsupportedError
 from attndsl.runtime.arguments import autocast, bind, kinds_of, rows_contiguous
 from attndsl.runtime.autograd import attend
 from attndsl.runtime.dispatch import backend_of
 from attndsl.runtime.modes import seen_by_modes
+from attndsl.runtime.parts import LOCATION, Location, localised
 from attndsl.runtime.programs import lowered_program, point_into, pointing_into
 from attndsl.runtime.seed import draw_seed, seed_argument
-from attndsl.runtime.sources import check_head_dims, device_of, source_of
-from attndsl.runtime.tiles import (
-    call_of_lengths,
-    find_tiles,
-    given_tiles,
-    tiles_key,
-    verify_if_asked,
-)
-from attndsl.runtime.to_flex import flex_functions
+from attndsl.runtime.sources import source_of
+from attndsl.runtime.tiles import given_tiles, tiles_key, verify_if_asked
 from attndsl.runtime.tuning import Tuning, tune
 from attndsl.runtime.values import check_values, params_of_dims
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-    from os import PathLike
+    from collections.abc import Callable
 
     from attndsl.backends.base import Backend, Scalar
     from attndsl.pipeline import Lowered
@@ -40,13 +33,10 @@ if TYPE_CHECKING:
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _MAX_SIGNATURES = 4096
-_CALL_OPTIONS: dict[str, Any] = {
-    "scale": None, "q_offset": 0, "kv_offset": 0, "q_index": None, "kv_index": None, "seed": 0,
-    "deterministic": False,
-}  # fmt: skip
+_CALL_OPTIONS: dict[str, Any] = {"scale": None, "seed": 0, "deterministic": False}
 
 
-class Attention:
+class Attention(Analysis):
     """A compiled program: call it with q, k and v. Immutable; made by :func:`compile`."""
 
     __slots__ = (
@@ -65,11 +55,6 @@ class Attention:
         self._dims = params_of_dims(self._lowered.program)
         # By a call's signature: what was found, and whether q, k and v are taken as given.
         self._prepared: dict[Any, tuple[Backend, Call, bool]] = {}
-
-    @property
-    def text(self) -> str:
-        """The program's text."""
-        return self._source.text
 
     @property
     def backend(self) -> str:
@@ -93,6 +78,14 @@ class Attention:
         kv_offset: int | torch.Tensor = 0,
         q_index: torch.Tensor | None = None,
         kv_index: torch.Tensor | None = None,
+        q_len: int | None = None,
+        kv_len: int | None = None,
+        heads: int | None = None,
+        kv_heads: int | None = None,
+        batch: int | None = None,
+        h_offset: int = 0,
+        b_offset: int = 0,
+        kv_lengths: torch.Tensor | None = None,
         deterministic: bool | None = None,
         seed: int | torch.Tensor | None = None,
         tiles: TileMap | None = None,
@@ -106,10 +99,21 @@ class Attention:
             v: (B, Hkv, Lk, Dv).
             scale: Factor of ``q . k`` in the raw score; 1 / sqrt(D) by default.
             return_lse: Whether to return the log-sum-exp of each row too.
-            q_offset: Logical position of the first query: an int or a 0-d int tensor.
+            q_offset: Logical position of the first query: an int, a 0-d int tensor, or (B,) ints,
+                one for each batch entry.
             kv_offset: The same of the first key.
             q_index: (Lq,) ints, the logical position of each query; replaces the offset.
             kv_index: (Lk,) ints, the same of each key.
+            q_len: Number of queries in the whole call, where this call has a part of them. So are
+                all sizes that follow: a program means in a part what it means in the whole.
+            kv_len: The same of keys.
+            heads: The same of query heads.
+            kv_heads: The same of key heads.
+            batch: The same of batch entries.
+            h_offset: Number in the whole call of the first query head here.
+            b_offset: The same of the first batch entry.
+            kv_lengths: (B,) ints, the number of keys of each batch entry, which is ``kv_len`` in
+                the program; k and v have room for more.
             deterministic: Whether gradients must be equal bit for bit from run to run; by default
                 what ``torch.use_deterministic_algorithms`` says.
             seed: Seed of dropout, an int or a 0-d int64 tensor on q's device; drawn from torch's
@@ -150,10 +154,19 @@ class Attention:
                 "return_lse asks for a softmax's log-sum-exp, and the program has other weights",
                 hint="drop return_lse",
             )
+        location = (
+            None
+            if q_len is kv_len is heads is kv_heads is batch is kv_lengths is None
+            and type(h_offset) is type(b_offset) is int and h_offset == b_offset == 0
+            else Location(
+                q_offset, kv_offset, q_index, kv_index, q_len, kv_len, heads, kv_heads, batch,
+                h_offset, b_offset, kv_lengths,
+            )
+        )  # fmt: skip
         if in_graph:
             call = bind(
-                self._lowered.program, q, k, v, scale, captures, q_offset, kv_offset, q_index,
-                kv_index, seed, deterministic,
+                self._lowered.program, q, k, v, scale, captures,
+                location or Location(q_offset, kv_offset, q_index, kv_index), seed, deterministic,
             )  # fmt: skip
             from attndsl.runtime.graph import attend_in_graph  # Imports torch.compile.
 
@@ -164,35 +177,36 @@ class Attention:
             None
             if not captures and q_index is None and kv_index is None and tiles is None
             and type(q_offset) is int and type(kv_offset) is int and type(seed) is int
-            else kinds_of(q_offset, kv_offset, q_index, kv_index, seed, tiles_key(tiles), captures)
+            and location is None
+            else kinds_of(
+                (q_offset, kv_offset, q_index, kv_index, kv_lengths, seed), tiles_key(tiles),
+                captures, None if location is None else location.numbers(self._lowered.program),
+            )
         )  # fmt: skip
         key = (
             q.shape, q.stride(), q.dtype, q.device, k.shape, k.stride(), k.dtype, k.device,
             v.shape, v.stride(), v.dtype, v.device, deterministic, type(scale),
             kinds, tuple(map(captures.get, self._dims)) if self._dims else None,
         )  # fmt: skip
+        lowered = self._lowered
         prepared = self._prepared.get(key)
         if prepared is None:
+            location = location or Location(q_offset, kv_offset, q_index, kv_index)
             with pointing_into(self._source):
                 call = bind(
-                    self._lowered.program, q, k, v, scale, captures, q_offset, kv_offset, q_index,
-                    kv_index, seed, deterministic,
-                )  # fmt: skip
-                backend, _ = backend_of(
-                    self._lowered, self._backend, q.device, self._checked, q.dtype
+                    lowered.program, q, k, v, scale, captures, location, seed, deterministic
                 )
-                backend.check(self._lowered, call)
-            call = replace(call, tiles=given_tiles(self._lowered, call, tiles), signature=object())
-            verify_if_asked(self._lowered, call)
+                backend = self._backend_for(call)
+            call = replace(call, signature=object())
             if len(self._prepared) >= _MAX_SIGNATURES:
                 self._prepared.clear()
             # No q.new_empty(0), which a transform of torch.func would make a tensor of its own.
             empty = torch.empty(0, dtype=q.dtype, device=q.device)
-            template = replace(call, q=empty, k=empty, v=empty, tensors={}, params={}, tiles=None)
+            template = replace(call, q=empty, k=empty, v=empty, tensors={}, params={})
             self._prepared[key] = backend, template, call.q is q and call.k is k and call.v is v
         else:
             backend, template, as_given = prepared
-            program = self._lowered.program
+            program, part = lowered.program, template.part
             call = Call(
                 q if as_given else rows_contiguous(q),
                 k if as_given else rows_contiguous(k),
@@ -201,18 +215,35 @@ class Attention:
                 template.sizes,
                 {decl.name: captures[decl.name] for decl in program.tensors},  # type: ignore[misc]
                 {decl.name: captures.get(decl.name, decl.default) for decl in program.params},  # type: ignore[misc]
-                q_offset, kv_offset, q_index, kv_index, seed, deterministic,
-                None if tiles is None else given_tiles(self._lowered, template, tiles, q.device),
-                template.signature,
+                q_offset, kv_offset, q_index, kv_index, seed, deterministic, None,
+                template.signature, None,
+                None if part is None else replace(part, kv_lengths=kv_lengths),
             )  # fmt: skip
         if kinds is not None or q_offset or kv_offset:
-            check_values(self._lowered.program, call)
-        backend = seen_by_modes(backend, self._spec, self._backend, self._checked)
+            check_values(lowered.program, call)
+        whole = call
+        if call.part is not None:
+            lowered, call = localised(lowered, call)
+        if tiles is not None:
+            call = replace(call, tiles=given_tiles(lowered, call, tiles))
+        backend = seen_by_modes(backend, self._spec, self._backend, self._checked, whole)
         try:
-            return attend(backend, self._lowered, call, return_lse)
+            return attend(backend, lowered, call, return_lse)
         except AttnDSLError as error:  # A context manager would take a microsecond.
             point_into(error, self._source)
             raise
+
+    def _backend_for(self, call: Call) -> Backend:
+        """What runs ``call``, which it can. Its tiles are checked where that is asked for.
+
+        Raises:
+            AttnDSLError: It cannot run, or tiles are wrong.
+        """
+        lowered, call = localised(self._lowered, call)
+        backend, _ = backend_of(lowered, self._backend, call.q.device, self._checked, call.q.dtype)
+        backend.check(lowered, call)
+        verify_if_asked(lowered, call)
+        return backend
 
     def source(
         self,
@@ -286,192 +317,14 @@ class Attention:
             UnsupportedError: The backend has one way to run the call.
         """
         options = {name: arguments.pop(name, given) for name, given in _CALL_OPTIONS.items()}
+        places = {name: arguments.pop(name) for name in LOCATION if name in arguments}
         captures = {**self._defaults, **arguments}
-        call = bind(self._lowered.program, q, k, v, captures=captures, **options)
-        backend, _ = backend_of(self._lowered, self._backend, q.device, self._checked, q.dtype)
-        backend.check(self._lowered, call)
-        return tune(*kernels_of(backend, self._lowered, call), progress)
-
-    def tiles(
-        self,
-        q_len: int,
-        kv_len: int,
-        block_m: int = 128,
-        block_n: int = 128,
-        batch: int = 1,
-        heads: int = 1,
-        direction: str = "forward",
-        *,
-        kv_heads: int | None = None,
-        head_dim: int = 64,
-        device: str | torch.device | None = None,
-        q_offset: int | torch.Tensor = 0,
-        kv_offset: int | torch.Tensor = 0,
-        q_index: torch.Tensor | None = None,
-        kv_index: torch.Tensor | None = None,
-        **captures: torch.Tensor | Scalar,
-    ) -> TileMap:
-        """Which tiles of the score matrix are EMPTY, PARTIAL and FULL.
-
-        Never makes a length x length array. Exact where the mask is quasi-affine or evaluated,
-        sound otherwise: a live pair is never in an EMPTY tile, a dead one never in a FULL one.
-
-        Args:
-            q_len: Number of queries.
-            kv_len: Number of keys.
-            block_m: Query rows of a tile, 1 or more.
-            block_n: Key rows of a tile.
-            batch: Batch entries; the map has one only, where the mask does not depend on them.
-            heads: Query heads, likewise.
-            direction: The loop whose plan is used: ``forward``, ``backward_q`` (dQ) or
-                ``backward_kv`` (dK and dV; also ``backward``).
-            kv_heads: Key-value heads; ``heads`` by default.
-            head_dim: For masks that mention it.
-            device: Where to find them; that of the captured tensors, else the CPU.
-            q_offset: As for a call, like the three that follow.
-            kv_offset: Logical position of the first key.
-            q_index: (q_len,) logical positions of the queries.
-            kv_index: (kv_len,) logical positions of the keys.
-            **captures: The program's tensors and run-time params.
-
-        Raises:
-            ArgumentError: A size or a direction that cannot be; a missing capture.
-        """
-        call = self.call_of_lengths(
-            captures, q_len, kv_len, batch, heads, kv_heads, head_dim, device, q_offset, kv_offset,
-            q_index, kv_index,
+        call = bind(
+            self._lowered.program, q, k, v, captures=captures, location=Location(**places),
+            **options,
         )  # fmt: skip
-        with pointing_into(self._source):
-            return find_tiles(self._lowered, call, block_m, block_n, direction)
-
-    def to_flex(
-        self, q_len: int, kv_len: int, batch: int = 1, heads: int = 1, block_size: int = 128,
-        **arguments: Any,
-    ) -> tuple[Any, Any]:  # fmt: skip
-        """``(score_mod, block_mask)`` for torch's ``flex_attention``; None for what is not there.
-
-        ``block_size`` is that of the block mask; other arguments are those of :meth:`tiles`.
-
-        Raises:
-            UnsupportedError: The program has a sink, other weights or dropout.
-        """
-        sizes = (q_len, kv_len, batch, heads)
-        captures = {**self._defaults, **arguments}
-        with pointing_into(self._source):
-            return flex_functions(self._lowered, sizes, block_size, captures)
-
-    def explain(
-        self,
-        device: str | torch.device = "cpu",
-        *,
-        q_len: int | None = None,
-        kv_len: int | None = None,
-        batch: int = 1,
-        heads: int = 1,
-        head_dim: int = 64,
-        block_m: int = 128,
-        block_n: int = 64,
-        **captures: torch.Tensor | Scalar,
-    ) -> str:
-        """What the program is to the compiler, as text to read.
-
-        Its parts; which way each part of the mask takes to its tiles, and why; the loops as
-        formulas of the tile's index; what would run it. With lengths also how many tiles are live,
-        the work that this makes, and what would make it less.
-
-        Args:
-            device: Where calls would run.
-            q_len: Number of queries; given together with ``kv_len``.
-            kv_len: Number of keys.
-            batch: Batch entries.
-            heads: Query heads.
-            head_dim: Head dim of q, k and v.
-            block_m: Query rows of a tile.
-            block_n: Key rows of a tile.
-            **captures: The program's tensors and params, where lengths are given.
-        """
-        from attndsl.explain import explain, explain_tiles
-
-        check_head_dims(head_dim)
-        text = explain(
-            self._lowered, self._backend, self._checked, device_of(device), block_m, block_n,
-            head_dim,
-        )  # fmt: skip
-        if q_len is None and kv_len is None:
-            return text
-        if q_len is None or kv_len is None:
-            raise ArgumentError("one length is missing", hint="pass both q_len and kv_len")
-        call = self.call_of_lengths(captures, q_len, kv_len, batch, heads, head_dim=head_dim)
-        return f"{text}\n{explain_tiles(self._lowered, call, block_m, block_n)}"
-
-    def plot(
-        self,
-        path: str | PathLike[str] | None = None,
-        *,
-        q_len: int = 64,
-        kv_len: int = 64,
-        block_m: int = 16,
-        block_n: int = 16,
-        batch: int = 1,
-        heads: int = 1,
-        b: int = 0,
-        h: int = 0,
-        **captures: torch.Tensor | Scalar,
-    ) -> str:
-        """A picture of the mask, its tiles and the score at a small length.
-
-        Args:
-            path: File to write, ``.svg``, ``.png``, ``.html`` or ``.txt``.
-            q_len: Number of queries.
-            kv_len: Number of keys.
-            block_m: Query rows of a tile.
-            block_n: Key rows of a tile.
-            batch: Batch entries.
-            heads: Query heads.
-            b: The batch entry shown.
-            h: The head shown.
-            **captures: The program's tensors and run-time params.
-
-        Returns:
-            The picture as SVG.
-        """
-        from attndsl import picture
-
-        given = {**self._defaults, **captures}
-        params = {decl.name for decl in self._lowered.program.params}
-        data = picture.picture_data(
-            self._lowered, q_len=q_len, kv_len=kv_len, block_m=block_m, block_n=block_n,
-            batch=batch, heads=heads, b=b, h=h, title=self.text,
-            tensors={n: torch.as_tensor(x) for n, x in given.items() if n not in params},
-            params={n: x for n, x in given.items() if n in params},
-        )  # fmt: skip
-        if path is not None:
-            picture.write(data, path)
-        return picture.svg(data)
-
-    def _repr_html_(self) -> str:
-        """The picture, where the program can be drawn without captures; else its text."""
-        try:
-            return self.plot()
-        except AttnDSLError as refusal:
-            return f"<pre>{html.escape(repr(self))}\n{html.escape(refusal.message)}</pre>"
-
-    def call_of_lengths(
-        self, captures: Mapping[str, torch.Tensor | Scalar], q_len: int, kv_len: int, batch: int,
-        heads: int, kv_heads: int | None = None, head_dim: int = 64,
-        device: str | torch.device | None = None,
-        q_offset: int | torch.Tensor = 0, kv_offset: int | torch.Tensor = 0,
-        q_index: torch.Tensor | None = None, kv_index: torch.Tensor | None = None,
-    ) -> Call:  # fmt: skip
-        """The checked call of these sizes, whose q, k and v take no memory."""
-        positions = {
-            "q_offset": q_offset, "kv_offset": kv_offset, "q_index": q_index, "kv_index": kv_index,
-        }  # fmt: skip
-        with pointing_into(self._source):
-            return call_of_lengths(
-                self._lowered, q_len, kv_len, batch, heads, kv_heads, head_dim, device, positions,
-                {**self._defaults, **captures},
-            )  # fmt: skip
+        backend = self._backend_for(call)
+        return tune(*kernels_of(backend, *localised(self._lowered, call)), progress)
 
     def __repr__(self) -> str:
         line = " ".join(self.text.split())

@@ -33,6 +33,44 @@ class TileKinds:
 
 
 @dataclass(frozen=True, slots=True)
+class Part:
+    """Which part of a larger call a call is.
+
+    No backend gets one: :func:`attndsl.runtime.parts.localised` says it in the program's terms.
+    """
+
+    b_offset: int = 0
+    """Logical number of the first batch entry."""
+    h_offset: int = 0
+    """Logical number of the first query head."""
+    counted: frozenset[str] = frozenset()
+    """Of ``q`` and ``kv``: whose logical positions are the numbers of the whole's rows, by which
+    dropout counts. Rows of others count from 0."""
+    shares: frozenset[tuple[str, int]] = frozenset()
+    """Tensors' names and dims that have the part's own rows only."""
+    kv_lengths: torch.Tensor | None = None
+    """(B,) int: number of keys of each batch entry; ``kv_len`` is the number of rows of k."""
+
+
+@dataclass(frozen=True, slots=True)
+class Draws:
+    """What a part's dropout counts by: the numbers that its pairs have in the whole.
+
+    See :mod:`.philox`: the pair of row ``i``, key ``j``, batch entry ``b`` and head ``h`` of the
+    call's tensors is drawn as that of ``q_start + i``, ``kv_start + j``, ``b_offset + b`` and
+    ``h_offset + h`` of a call with ``heads`` query heads.
+    """
+
+    heads: int
+    b_offset: int = 0
+    h_offset: int = 0
+    q_start: int | None = 0
+    """None where ``q_index`` or a tensor ``q_offset`` of the call says which row each is. Calls of
+    one signature may have other starts, but are None together."""
+    kv_start: int | None = 0
+
+
+@dataclass(frozen=True, slots=True)
 class Call:
     """One call's arguments, checked and complete.
 
@@ -46,7 +84,9 @@ class Call:
     scale: float
     """Factor of q . k, natural units."""
     sizes: Mapping[str, int]
-    """Every name of ``ir.SIZES`` and ``Program.dim_names()``."""
+    """Every name of ``ir.SIZES`` and ``Program.dim_names()``. Backends find the sizes of q and k
+    under the former; where these are a part of a larger call, its sizes have names of the latter
+    kind (:mod:`attndsl.passes.localise`)."""
     tensors: Mapping[str, torch.Tensor] = field(default_factory=dict)
     """One per ``Program.tensors``, in that order; shape checked, any strides."""
     params: Mapping[str, Scalar | torch.Tensor] = field(default_factory=dict)
@@ -64,7 +104,14 @@ class Call:
     """Used in place of finding the tiles of this call anew, where they have no closed form."""
     signature: object | None = None
     """One object for all calls of one program whose tensors agree in shape, strides, dtype and
-    device, and whose other arguments agree in type; None where nobody compared them."""
+    device, whose sizes agree, and whose other arguments agree in type; None where nobody compared
+    them."""
+    draws: Draws | None = None
+    """How dropout counts in a part of a larger call; None where pairs count by their rows. None
+    where the program has no dropout."""
+    part: Part | None = None
+    """None in calls that backends get. Elsewhere ``sizes`` are those of the whole, and offsets may
+    be (B,) ints, one for each batch entry."""
 
     @property
     def shifted(self) -> bool:

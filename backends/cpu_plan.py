@@ -80,7 +80,7 @@ def _key(lowered: Lowered, call: Call) -> object | None:
     if mask is not None and any(item.op is Op.LOAD for item in toposort(mask)):
         return None
     shapes = (*call.q.shape[:3], *call.k.shape[1:3], call.q.shape[3])
-    return lowered.digest, call.q.device.type, *shapes, *numbers
+    return lowered.digest, call.q.device.type, *shapes, *call.sizes.items(), *numbers
 
 
 def make_plan(lowered: Lowered, call: Call) -> list[Step]:

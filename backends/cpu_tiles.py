@@ -16,6 +16,7 @@ import torch
 from attndsl.ir import SCORE, Op, toposort
 from attndsl.passes.inside import reads_inside
 
+from .draws import heads_of, rows_of
 from .interpret import RULES, Scope, scope_of
 from .philox import keep_factor, kept_at
 
@@ -319,8 +320,6 @@ class Tile:
 
 def dropout_factor(p: torch.Tensor, step: Step, columns: Range, call: Call) -> torch.Tensor:
     """Factor of each weight that dropout with probability ``p`` gives."""
-    batches, heads = (
-        torch.arange(*range_, device=call.q.device) for range_ in (step.batches, step.heads)
-    )
-    numbers = batches[:, None] * call.q.shape[1] + heads
-    return keep_factor(kept_at(call.seed, p, numbers, step.rows, columns), p)
+    numbers = heads_of(call, step.batches, step.heads)
+    rows, keys = rows_of(call, "q", step.rows), rows_of(call, "kv", columns)
+    return keep_factor(kept_at(call.seed, p, numbers, rows, keys), p)

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from .draws import kept_pairs
 from .interpret import Scope, evaluate, scope_of
-from .philox import keep_factor, kept
+from .philox import keep_factor
 
 if TYPE_CHECKING:
     from attndsl.ir import Node, Program
@@ -46,8 +47,7 @@ def dense_pairs(program: Program, call: Call, first_row: int = 0) -> Dense:
     keep = None
     if program.dropout is not None:
         (p,) = evaluate((program.dropout,), scope)
-        stays = kept(call.seed, p, raw.shape, first_row)
-        keep = keep_factor(stays, p)
+        keep = keep_factor(kept_pairs(call, p, first_row), p)
     return Dense(scope, live, where_live(live, score, -torch.inf).expand(raw.shape), keep)
 
 

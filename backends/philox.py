@@ -58,6 +58,8 @@ _ROWS, _KEYS = 16, 128
 
 Word = int | torch.Tensor
 """0..2^32-1; tensors are int64 and broadcast."""
+Rows = tuple[int, int] | torch.Tensor
+"""The first row and the one after the last, or the number of each, int64."""
 
 
 def philox4x32(
@@ -106,8 +108,8 @@ def kept_at(
     seed: int | torch.Tensor,
     p: torch.Tensor,
     numbers: torch.Tensor,
-    rows: tuple[int, int],
-    columns: tuple[int, int],
+    rows: Rows,
+    columns: Rows,
 ) -> torch.Tensor:
     """Which of some rows' and keys' pairs are kept.
 
@@ -115,18 +117,54 @@ def kept_at(
         seed: A number, or a 0-d int64 tensor.
         p: As in :func:`kept`.
         numbers: ``b * heads + h``, int64 (batch, heads).
-        rows: The first row of q, and the one after the last.
-        columns: The first row of k, and the one after the last.
+        rows: The rows of q.
+        columns: The rows of k.
 
     Returns:
         bool (batch, heads, rows, columns).
     """
+    if isinstance(rows, torch.Tensor) or isinstance(columns, torch.Tensor):
+        return _kept_one_by_one(seed, p, numbers, rows, columns)
+    row_places, rows_before = _places(*rows, _ROWS, numbers.device)
+    column_places, columns_before = _places(*columns, _KEYS, numbers.device)
+    kept = _kept_bits(seed, p, numbers, row_places[:, None], column_places)
+    bits = [
+        8 * (group % 4) + 4 * (group // 8) + 2 * (group // 4 % 2) + row
+        for row in range(2)
+        for group in range(16)
+    ]
+    blocks = *numbers.shape, len(row_places) // 8, 8, len(column_places) // 8, 8, 2, 16
+    whole = torch.stack([kept >> bit & 1 == 1 for bit in bits], dim=-1).reshape(blocks)
+    whole = whole.permute(0, 1, 2, 6, 3, 4, 7, 5).flatten(5, 7).flatten(2, 4)
+    whole = whole.narrow(2, rows_before, rows[1] - rows[0])
+    return whole.narrow(3, columns_before, columns[1] - columns[0])
+
+
+def _kept_one_by_one(
+    seed: int | torch.Tensor, p: torch.Tensor, numbers: torch.Tensor, rows: Rows, columns: Rows
+) -> torch.Tensor:
+    """As :func:`kept_at`, of any rows and keys: words are made for each pair."""
+    i, j = (
+        x if isinstance(x, torch.Tensor) else torch.arange(*x, device=numbers.device)
+        for x in (rows, columns)
+    )
+    i, group = i[:, None], j // 8 % 16
+    places = i // _ROWS * 8 + i % 8, j // _KEYS * 8 + j % 8
+    bits = 8 * (group % 4) + 4 * (group // 8) + 2 * (group // 4 % 2) + i // 8 % 2
+    return _kept_bits(seed, p, numbers, *places) >> bits & 1 == 1
+
+
+def _kept_bits(
+    seed: int | torch.Tensor,
+    p: torch.Tensor,
+    numbers: torch.Tensor,
+    row_places: torch.Tensor,
+    column_places: torch.Tensor,
+) -> torch.Tensor:
+    """Words of a bit for each of the 32 pairs that share a counter, 1 for those to keep."""
     of_head = numbers[..., None, None] & _LOW, 0, seed & _LOW, (seed >> 32) & _LOW
     word0, word1, word2, word3 = philox4x32(of_head)
     begin, *_ = philox4x32((of_head[0], 1, *of_head[2:]))
-    row_places, rows_before = _places(*rows, _ROWS, numbers.device)
-    column_places, columns_before = _places(*columns, _KEYS, numbers.device)
-    row_places = row_places[:, None]
     counter = word0 + row_places & _LOW, word1 + column_places & _LOW, word2, word3
     upper = philox4x32(counter)
     planes = [*(_sum_of_rotated(upper, number) for number in range(4)), *upper]
@@ -139,17 +177,7 @@ def kept_at(
     kept = torch.where(rounded_up, 0, _LOW)
     for number, plane in enumerate(planes):
         kept = torch.where(least >> number & 1 == 1, kept & plane, kept | plane)
-
-    bits = [
-        8 * (group % 4) + 4 * (group // 8) + 2 * (group // 4 % 2) + row
-        for row in range(2)
-        for group in range(16)
-    ]
-    blocks = *numbers.shape, len(row_places) // 8, 8, len(column_places) // 8, 8, 2, 16
-    whole = torch.stack([kept >> bit & 1 == 1 for bit in bits], dim=-1).reshape(blocks)
-    whole = whole.permute(0, 1, 2, 6, 3, 4, 7, 5).flatten(5, 7).flatten(2, 4)
-    whole = whole.narrow(2, rows_before, rows[1] - rows[0])
-    return whole.narrow(3, columns_before, columns[1] - columns[0])
+    return kept
 
 
 def _sum_of_rotated(words: Sequence[Word], number: int) -> Word:

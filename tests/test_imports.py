@@ -18,6 +18,7 @@ LAYERS = [
     {"tilemap"},
     {"runtime", "config"},
     {"explain", "picture"},
+    {"analysis"},
     {"attention"},
     {"api"},
     {"torch_api"},

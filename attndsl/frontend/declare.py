@@ -13,7 +13,8 @@ GIVEN = "was given to compile()"
 CALL_ARGUMENTS = frozenset(
     {
         "self", "q", "k", "v", "scale", "return_lse", "q_offset", "kv_offset", "q_index",
-        "kv_index", "deterministic", "seed", "tiles", "captures",
+        "kv_index", "q_len", "kv_len", "heads", "kv_heads", "batch", "h_offset", "b_offset",
+        "kv_lengths", "deterministic", "seed", "tiles", "captures",
     }
 )  # fmt: skip
 """Arguments of every call: no tensor or param without a value can be given by such a name."""

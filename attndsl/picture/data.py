@@ -20,6 +20,7 @@ from attndsl.ir import reads_score
 from attndsl.passes.print_ir import print_program
 from attndsl.passes.tiles.plan import EMPTY, FULL, PARTIAL
 from attndsl.runtime.arguments import bind
+from attndsl.runtime.parts import Location
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -201,8 +202,8 @@ def picture_data(
     k = element.expand(batch, kv_heads, kv_len, head_dim)
     captures = {name: _on_cpu(value) for name, value in {**tensors, **params}.items()}
     call = bind(
-        lowered.program, q, k, k, None, captures, _on_cpu(q_offset), _on_cpu(kv_offset), None, None,
-        0, False,
+        lowered.program, q, k, k, None, captures,
+        Location(_on_cpu(q_offset), _on_cpu(kv_offset)), 0, False,
     )  # fmt: skip
     with torch.no_grad():
         return _look(lowered, call, (block_m, block_n), (b, h), float(raw_score), title)

@@ -13,16 +13,18 @@ from attndsl.errors import ArgumentError, DeviceError, DTypeError, ShapeError
 from attndsl.ir import DType, Op, sides, toposort
 from attndsl.passes.evaluate import Environment, evaluate
 
+from .parts import INTS, check_lengths, part_of, with_shares
 from .values import check_int, check_offset
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from attndsl.backends.base import Scalar
+    from attndsl.backends.base import Part, Scalar
     from attndsl.ir import Node, ParamDecl, Program, TensorDecl
 
+    from .parts import Location
+
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-INTS = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)
 _CAST = FLOATS[:-1]
 """What autocast converts."""
 _KINDS = ("cpu", "cuda", "xpu", "mps", "hpu", "mtia", "maia", "xla", "ipu", "privateuseone")
@@ -44,14 +46,13 @@ def bind(
     v: torch.Tensor,
     scale: float | None,
     captures: Mapping[str, torch.Tensor | Scalar],
-    q_offset: int | torch.Tensor,
-    kv_offset: int | torch.Tensor,
-    q_index: torch.Tensor | None,
-    kv_index: torch.Tensor | None,
+    location: Location,
     seed: int | torch.Tensor,
     deterministic: bool,
 ) -> Call:
     """The checked call; see :meth:`attndsl.api.Attention.__call__` for what each argument is.
+
+    Backends get what :func:`.parts.localised` makes of it.
 
     Raises:
         ShapeError, DTypeError, DeviceError, ArgumentError: What does not fit, and what would.
@@ -60,15 +61,16 @@ def bind(
     check_scale(scale)
     check_names(program, captures)
     params = {decl.name: _param(decl, captures, q.device) for decl in program.params}
-    sizes = sizes_of(q, k)
     tensors = {decl.name: _tensor(decl, captures[decl.name], q.device) for decl in program.tensors}
-    bind_dims(program, tensors, params, sizes)
-    check_rows(program, tensors)
-    for name, offset, rows in (("q_offset", q_offset, q), ("kv_offset", kv_offset, k)):
+    for name, offset, rows in (("q_offset", location.q_offset, q),
+                               ("kv_offset", location.kv_offset, k)):  # fmt: skip
         _check_offset(name, offset, rows)
+    sizes, part = sizes_and_part(program, location, q, k, tensors)
+    bind_dims(program, tensors, params, sizes, frozenset() if part is None else part.shares)
+    check_rows(program, tensors)
     _check_seed(seed, q.device)
-    _check_index("q_index", q_index, q.shape[2], q.device)
-    _check_index("kv_index", kv_index, k.shape[2], q.device)
+    _check_index("q_index", location.q_index, q.shape[2], q.device)
+    _check_index("kv_index", location.kv_index, k.shape[2], q.device)
     return Call(
         q=rows_contiguous(q),
         k=rows_contiguous(k),
@@ -77,13 +79,35 @@ def bind(
         sizes=sizes,
         tensors=tensors,
         params=params,
-        q_offset=q_offset,
-        kv_offset=kv_offset,
-        q_index=q_index,
-        kv_index=kv_index,
+        q_offset=location.q_offset,
+        kv_offset=location.kv_offset,
+        q_index=location.q_index,
+        kv_index=location.kv_index,
         seed=seed,
         deterministic=deterministic,
+        part=part,
     )
+
+
+def sizes_and_part(
+    program: Program,
+    location: Location,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    tensors: Mapping[str, torch.Tensor],
+) -> tuple[dict[str, int], Part | None]:
+    """The sizes that a program speaks of, and which part of the whole a call is, if it says so.
+
+    Raises:
+        ShapeError, DTypeError, DeviceError, ArgumentError: What does not fit, and what would.
+    """
+    own = sizes_of(q, k)
+    if location.plain:
+        return own, None
+    if location.kv_lengths is not None:
+        check_lengths(location.kv_lengths, q.shape[0], q.device)
+    sizes, part = part_of(program, location, own)
+    return sizes, with_shares(program, part, tensors, sizes, own)
 
 
 def rows_contiguous(tensor: torch.Tensor) -> torch.Tensor:
@@ -212,12 +236,18 @@ def _check_known(program: Program, captures: Mapping[str, object]) -> None:
 
 
 def kinds_of(
-    q_offset: object, kv_offset: object, q_index: object, kv_index: object, seed: object,
-    tiles: object, captures: Mapping[str, object],
-) -> tuple[object, ...]:  # fmt: skip
-    """What validation looks at in a call's options and captures; ``tiles`` stands for itself."""
-    options = (_kind_of(value) for value in (q_offset, kv_offset, q_index, kv_index, seed))
-    return (tiles, *options, *[(name, _kind_of(value)) for name, value in captures.items()])
+    options: tuple[object, ...], tiles: object, captures: Mapping[str, object], numbers: object
+) -> tuple[object, ...]:
+    """What validation looks at in a call's options and captures.
+
+    Args:
+        options: Those whose kinds matter.
+        tiles: What stands for itself.
+        captures: The call's.
+        numbers: Those of its location, where it is a part of a larger call.
+    """
+    kinds = [(name, _kind_of(value)) for name, value in captures.items()]
+    return (tiles, numbers, *map(_kind_of, options), *kinds)
 
 
 def _kind_of(value: object) -> object:
@@ -250,9 +280,10 @@ def bind_dims(
     tensors: Mapping[str, torch.Tensor],
     params: Mapping[str, Scalar | torch.Tensor],
     sizes: dict[str, int],
+    shares: frozenset[tuple[str, int]] = frozenset(),
     some: bool = False,
 ) -> None:
-    """Give dim names that ``sizes`` lacks their sizes, and check every declared dim.
+    """Give dim names that ``sizes`` lacks their sizes, and check every declared dim but ``shares``.
 
     Where there are only ``some`` of the tensors, params and sizes, dims that need others are left.
     """
@@ -275,7 +306,7 @@ def bind_dims(
                     f"dim {number} of {decl.name} depends on {missing}, which has no value here",
                     hint="give that param as a Python number",
                 ) from None
-            if wanted != size:
+            if wanted != size and (decl.name, number) not in shares:
                 raise ShapeError(
                     f"{decl.name} has shape {tuple(shape)}, and its dim {number} is declared as "
                     f"{_dim_text(dim)}, which is {wanted} in this call",
@@ -354,15 +385,21 @@ def _param(
 
 def _check_offset(name: str, offset: object, rows: torch.Tensor) -> None:
     if isinstance(offset, torch.Tensor):
-        if offset.dim() != 0 or offset.dtype not in INTS:
+        fits = offset.dim() == 0 or tuple(offset.shape) == (rows.shape[0],)
+        if not fits or offset.dtype not in INTS:
             raise ArgumentError(
                 f"{name} is a tensor of shape {tuple(offset.shape)} and dtype {offset.dtype}",
-                hint="pass an int or a 0-d int tensor",
+                hint=f"pass an int, a 0-d int tensor, or ({rows.shape[0]},) ints, one for each "
+                f"batch entry",
             )
         if offset.device != rows.device:
             raise DeviceError(f"{name} is on {offset.device}", hint=f"{name}.to(q.device)")
     elif not isinstance(offset, int | torch.SymInt) or isinstance(offset, bool):
-        raise ArgumentError(f"{name} is {offset!r}", hint="pass an int or a 0-d int tensor")
+        raise ArgumentError(
+            f"{name} is {offset!r}",
+            hint=f"pass an int, a 0-d int tensor, or ({rows.shape[0]},) ints, one for each batch "
+            f"entry",
+        )
     elif isinstance(offset, int) and isinstance(length := rows.shape[2], int):
         check_offset(name, offset, length)
 

@@ -100,7 +100,7 @@ class _Attend(torch.autograd.Function):
         # Tensors are kept by save_for_backward alone, which hooks and checkpointing look into.
         plain = (
             call.scale, call.sizes, call.q_offset, call.kv_offset, call.q_index, call.kv_index,
-            call.seed, call.deterministic, call.tiles, call.signature,
+            call.seed, call.deterministic, call.tiles, call.signature, call.draws,
         )  # fmt: skip
         params = {n: None if isinstance(p, torch.Tensor) else p for n, p in call.params.items()}
         # One attribute, since each takes torch a microsecond.

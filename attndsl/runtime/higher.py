@@ -206,7 +206,7 @@ def pack(call: Call) -> tuple[Packed, Tensors]:
     """``call`` in two parts: what is no tensor, and the tensors."""
     numbers = {n: None if isinstance(x, torch.Tensor) else x for n, x in call.params.items()}
     given = [x for x in call.params.values() if isinstance(x, torch.Tensor)]
-    plain = {"scale": call.scale, "sizes": call.sizes}
+    plain = {"scale": call.scale, "sizes": call.sizes, "draws": call.draws}
     placed = {name: getattr(call, name) for name in _POSITIONS}
     moved = {name: x for name, x in placed.items() if isinstance(x, torch.Tensor)}
     plain |= {name: x for name, x in placed.items() if name not in moved}

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from attndsl.backends.base import Gradients
+from attndsl.errors import UnsupportedError
 from attndsl.operators import tell_counters
 
 from .higher import is_transformed
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 _modes = torch._C._len_torch_dispatch_stack
 
 
-def seen_by_modes(backend: Backend, spec: str, asked: str, checked: bool) -> Backend:
+def seen_by_modes(backend: Backend, spec: str, asked: str, checked: bool, call: Call) -> Backend:
     """``backend``, by way of the operators where a mode is on that they are to be shown to.
 
     Args:
@@ -31,9 +32,15 @@ def seen_by_modes(backend: Backend, spec: str, asked: str, checked: bool) -> Bac
         spec: The program.
         asked: The backend asked for.
         checked: Whether to run in checked mode.
+        call: The call, before it was put into the program's terms.
     """
     if _modes() == 0 or is_transformed():
         return backend
+    if call.part is not None:
+        raise UnsupportedError(
+            "dispatch modes, such as selective checkpointing, see no parts of calls",
+            hint="leave out the sizes of the whole, or call outside of the mode",
+        )
     tell_counters()
     return ThroughOperators(backend, spec, asked, checked)
 

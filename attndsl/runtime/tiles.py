@@ -34,6 +34,7 @@ from attndsl.settings import read_settings
 from attndsl.tilemap import TileMap
 
 from .arguments import bind
+from .parts import Location
 from .values import check_values
 
 if TYPE_CHECKING:
@@ -85,11 +86,7 @@ def call_of_lengths(
     kv_heads = heads if kv_heads is None else kv_heads
     q = one.expand(batch, heads, q_len, 1)
     k = one.expand(batch, kv_heads, kv_len, 1)
-    call = bind(
-        lowered.program, q, k, k, 1.0, captures, positions.get("q_offset", 0),
-        positions.get("kv_offset", 0), positions.get("q_index"), positions.get("kv_index"), 0,
-        False,
-    )  # fmt: skip
+    call = bind(lowered.program, q, k, k, 1.0, captures, Location(**positions), 0, False)
     check_values(lowered.program, call)
     return replace(call, sizes={**call.sizes, "head_dim": head_dim})
 

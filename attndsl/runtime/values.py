@@ -14,7 +14,7 @@ from attndsl.ir import DType, Op, toposort
 from attndsl.passes.widths import POSITION_LIMIT
 
 if TYPE_CHECKING:
-    from attndsl.backends.base import Call
+    from attndsl.backends.base import Call, Part
     from attndsl.ir import Program
 
 _NARROW = (torch.int8, torch.uint8, torch.int16)
@@ -49,6 +49,65 @@ def check_values(program: Program, call: Call) -> None:
         _check_positions("q", call.q.shape[2], call.q_offset, call.q_index)
     if call.kv_index is not None or type(call.kv_offset) is not int or call.kv_offset:
         _check_positions("kv", call.k.shape[2], call.kv_offset, call.kv_index)
+    if call.part is not None:
+        _check_part(call, call.part)
+
+
+def _check_part(call: Call, part: Part) -> None:
+    """Refuse rows that lie outside of the whole, and numbers of keys that k has no room for."""
+    for name, rows in (("q", call.q.shape[2]), ("kv", call.k.shape[2])):
+        if name not in part.counted:
+            continue
+        offset, index = getattr(call, f"{name}_offset"), getattr(call, f"{name}_index")
+        whole = call.sizes[f"{name}_len"]
+        if index is not None:
+            _check_range(f"{name}_index", index, 0, whole - 1, f"{name}_len is {whole}")
+        elif isinstance(offset, torch.Tensor):
+            told = f"{name}_len is {whole}, and the call has {rows} rows of it"
+            _check_range(f"{name}_offset", offset, 0, whole - rows, told)
+        elif isinstance(offset, int) and isinstance(whole, int) and isinstance(rows, int):
+            check_rows_within(name, offset, rows, whole)
+    if part.kv_lengths is not None:
+        room = call.k.shape[2]
+        _check_range("kv_lengths", part.kv_lengths, 0, room, f"k has room for {room} keys")
+
+
+def check_rows_within(name: str, offset: int, rows: int, whole: int) -> None:
+    """Refuse rows of a part that lie outside of the whole.
+
+    Args:
+        name: ``q`` or ``kv``.
+        offset: Where they start.
+        rows: How many they are.
+        whole: How many the whole has.
+
+    Raises:
+        ArgumentError: Some lie outside.
+    """
+    if offset < 0 or offset + rows > whole:
+        what = "queries" if name == "q" else "keys"
+        raise ArgumentError(
+            f"{name}_len is {whole}, and the call has {rows} {what} from {name}_offset={offset} on",
+            hint=f"{name}_len is the number of {what} in the whole call: {offset + rows} or more"
+            if offset >= 0
+            else f"where {name}_len is given, {name}_offset is 0 or more",
+        )
+
+
+def _check_range(name: str, values: torch.Tensor, low: int, high: int, told: str) -> None:
+    """Refuse elements outside of ``low ... high``; see :func:`_check_positions` for GPUs."""
+    if values.numel() == 0 or values.is_meta or _is_wrapped(values):
+        return
+    if values.device.type == "cuda":
+        inside = (values >= low) & (values <= high)
+        torch._assert_async(inside.all(), f"{name} lies outside of {low} ... {high}")
+        return
+    least, greatest = (int(x) for x in torch.aminmax(values))
+    if least < low or greatest > high:
+        raise ArgumentError(
+            f"{name} has values from {least} to {greatest}, and {told}",
+            hint=f"pass {name} from {low} to {high}",
+        )
 
 
 def check_offset(name: str, offset: int, length: int) -> None:

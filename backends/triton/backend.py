@@ -90,6 +90,11 @@ class TritonBackend:
                     f"and {name} has {width}",
                     hint="use backend='reference'",
                 )
+        if call.draws is not None:
+            raise UnsupportedError(
+                f"the {self.name} backend has no dropout of a part that draws as the whole",
+                hint="use backend='cpu', or drop weights in calls of whole entries",
+            )
 
     def forward(self, lowered: Lowered, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
         """See :class:`~attndsl.backends.base.Backend`."""
@@ -419,6 +424,7 @@ def signature_of(
         q.device,
         tuple((t.shape, t.stride()) for t in (q, k, v)),
         tuple((t.dtype, t.shape, t.stride()) for t in call.tensors.values()),
+        tuple(call.sizes.values()),
         None if call.q_index is None else call.q_index.dtype,
         None if call.kv_index is None else call.kv_index.dtype,
     )

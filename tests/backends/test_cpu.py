@@ -21,6 +21,7 @@ from attndsl.ir import SCORE, Op, Program, const, node
 from attndsl.pipeline import lower_program
 from attndsl.runtime.arguments import bind
 from attndsl.runtime.autograd import attend
+from attndsl.runtime.parts import Location
 
 BACKEND = CPUBackend()
 PLACE = SimpleNamespace(device="cpu", shape=(2, 4, 37, 8))
@@ -39,8 +40,8 @@ class Bound:
         **captures,
     ):  # fmt: skip
         return bind(
-            self.lowered.program, q, k, v, scale, captures, q_offset, kv_offset, q_index, kv_index,
-            seed, False,
+            self.lowered.program, q, k, v, scale, captures,
+            Location(q_offset, kv_offset, q_index, kv_index), seed, False,
         )  # fmt: skip
 
     def __call__(self, q, k, v, *, return_lse=False, **arguments):

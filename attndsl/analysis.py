@@ -1,0 +1,220 @@
+"""What can be asked of a compiled program without calling it: its tiles, its stages, a picture."""
+
+from __future__ import annotations
+
+import html
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from attndsl.errors import ArgumentError, AttnDSLError
+from attndsl.runtime.programs import pointing_into
+from attndsl.runtime.sources import check_head_dims, device_of
+from attndsl.runtime.tiles import call_of_lengths, find_tiles
+from attndsl.runtime.to_flex import flex_functions
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from os import PathLike
+
+    from attndsl.backends.base import Call, Scalar
+    from attndsl.pipeline import Lowered
+    from attndsl.source import Source
+    from attndsl.tilemap import TileMap
+
+
+class Analysis:
+    """The part of :class:`~attndsl.Attention` that needs no tensors to attend to."""
+
+    __slots__ = ()
+    _backend: str
+    _checked: bool
+    _defaults: dict[str, Any]
+    _lowered: Lowered
+    _source: Source
+
+    @property
+    def text(self) -> str:
+        """The program's text."""
+        return self._source.text
+
+    def tiles(
+        self,
+        q_len: int,
+        kv_len: int,
+        block_m: int = 128,
+        block_n: int = 128,
+        batch: int = 1,
+        heads: int = 1,
+        direction: str = "forward",
+        *,
+        kv_heads: int | None = None,
+        head_dim: int = 64,
+        device: str | torch.device | None = None,
+        q_offset: int | torch.Tensor = 0,
+        kv_offset: int | torch.Tensor = 0,
+        q_index: torch.Tensor | None = None,
+        kv_index: torch.Tensor | None = None,
+        **captures: torch.Tensor | Scalar,
+    ) -> TileMap:
+        """Which tiles of the score matrix are EMPTY, PARTIAL and FULL.
+
+        Never makes a length x length array. Exact where the mask is quasi-affine or evaluated,
+        sound otherwise: a live pair is never in an EMPTY tile, a dead one never in a FULL one.
+
+        Args:
+            q_len: Number of queries.
+            kv_len: Number of keys.
+            block_m: Query rows of a tile, 1 or more.
+            block_n: Key rows of a tile.
+            batch: Batch entries; the map has one only, where the mask does not depend on them.
+            heads: Query heads, likewise.
+            direction: The loop whose plan is used: ``forward``, ``backward_q`` (dQ) or
+                ``backward_kv`` (dK and dV; also ``backward``).
+            kv_heads: Key-value heads; ``heads`` by default.
+            head_dim: For masks that mention it.
+            device: Where to find them; that of the captured tensors, else the CPU.
+            q_offset: As for a call, like the three that follow.
+            kv_offset: Logical position of the first key.
+            q_index: (q_len,) logical positions of the queries.
+            kv_index: (kv_len,) logical positions of the keys.
+            **captures: The program's tensors and run-time params.
+
+        Raises:
+            ArgumentError: A size or a direction that cannot be; a missing capture.
+        """
+        call = self.call_of_lengths(
+            captures, q_len, kv_len, batch, heads, kv_heads, head_dim, device, q_offset, kv_offset,
+            q_index, kv_index,
+        )  # fmt: skip
+        with pointing_into(self._source):
+            return find_tiles(self._lowered, call, block_m, block_n, direction)
+
+    def to_flex(
+        self, q_len: int, kv_len: int, batch: int = 1, heads: int = 1, block_size: int = 128,
+        **arguments: Any,
+    ) -> tuple[Any, Any]:  # fmt: skip
+        """``(score_mod, block_mask)`` for torch's ``flex_attention``; None for what is not there.
+
+        ``block_size`` is that of the block mask; other arguments are those of :meth:`tiles`.
+
+        Raises:
+            UnsupportedError: The program has a sink, other weights or dropout.
+        """
+        sizes = (q_len, kv_len, batch, heads)
+        captures = {**self._defaults, **arguments}
+        with pointing_into(self._source):
+            return flex_functions(self._lowered, sizes, block_size, captures)
+
+    def explain(
+        self,
+        device: str | torch.device = "cpu",
+        *,
+        q_len: int | None = None,
+        kv_len: int | None = None,
+        batch: int = 1,
+        heads: int = 1,
+        head_dim: int = 64,
+        block_m: int = 128,
+        block_n: int = 64,
+        **captures: torch.Tensor | Scalar,
+    ) -> str:
+        """What the program is to the compiler, as text to read.
+
+        Its parts; which way each part of the mask takes to its tiles, and why; the loops as
+        formulas of the tile's index; what would run it. With lengths also how many tiles are live,
+        the work that this makes, and what would make it less.
+
+        Args:
+            device: Where calls would run.
+            q_len: Number of queries; given together with ``kv_len``.
+            kv_len: Number of keys.
+            batch: Batch entries.
+            heads: Query heads.
+            head_dim: Head dim of q, k and v.
+            block_m: Query rows of a tile.
+            block_n: Key rows of a tile.
+            **captures: The program's tensors and params, where lengths are given.
+        """
+        from attndsl.explain import explain, explain_tiles
+
+        check_head_dims(head_dim)
+        text = explain(
+            self._lowered, self._backend, self._checked, device_of(device), block_m, block_n,
+            head_dim,
+        )  # fmt: skip
+        if q_len is None and kv_len is None:
+            return text
+        if q_len is None or kv_len is None:
+            raise ArgumentError("one length is missing", hint="pass both q_len and kv_len")
+        call = self.call_of_lengths(captures, q_len, kv_len, batch, heads, head_dim=head_dim)
+        return f"{text}\n{explain_tiles(self._lowered, call, block_m, block_n)}"
+
+    def plot(
+        self,
+        path: str | PathLike[str] | None = None,
+        *,
+        q_len: int = 64,
+        kv_len: int = 64,
+        block_m: int = 16,
+        block_n: int = 16,
+        batch: int = 1,
+        heads: int = 1,
+        b: int = 0,
+        h: int = 0,
+        **captures: torch.Tensor | Scalar,
+    ) -> str:
+        """A picture of the mask, its tiles and the score at a small length.
+
+        Args:
+            path: File to write, ``.svg``, ``.png``, ``.html`` or ``.txt``.
+            q_len: Number of queries.
+            kv_len: Number of keys.
+            block_m: Query rows of a tile.
+            block_n: Key rows of a tile.
+            batch: Batch entries.
+            heads: Query heads.
+            b: The batch entry shown.
+            h: The head shown.
+            **captures: The program's tensors and run-time params.
+
+        Returns:
+            The picture as SVG.
+        """
+        from attndsl import picture
+
+        given = {**self._defaults, **captures}
+        params = {decl.name for decl in self._lowered.program.params}
+        data = picture.picture_data(
+            self._lowered, q_len=q_len, kv_len=kv_len, block_m=block_m, block_n=block_n,
+            batch=batch, heads=heads, b=b, h=h, title=self.text,
+            tensors={n: torch.as_tensor(x) for n, x in given.items() if n not in params},
+            params={n: x for n, x in given.items() if n in params},
+        )  # fmt: skip
+        if path is not None:
+            picture.write(data, path)
+        return picture.svg(data)
+
+    def _repr_html_(self) -> str:
+        """The picture, where the program can be drawn without captures; else its text."""
+        try:
+            return self.plot()
+        except AttnDSLError as refusal:
+            return f"<pre>{html.escape(repr(self))}\n{html.escape(refusal.message)}</pre>"
+
+    def call_of_lengths(
+        self, captures: Mapping[str, torch.Tensor | Scalar], q_len: int, kv_len: int, batch: int,
+        heads: int, kv_heads: int | None = None, head_dim: int = 64,
+        device: str | torch.device | None = None,
+        q_offset: int | torch.Tensor = 0, kv_offset: int | torch.Tensor = 0,
+        q_index: torch.Tensor | None = None, kv_index: torch.Tensor | None = None,
+    ) -> Call:  # fmt: skip
+        """The checked call of these sizes, whose q, k and v take no memory."""
+        positions = {
+            "q_offset": q_offset, "kv_offset": kv_offset, "q_index": q_index, "kv_index": kv_index,
+        }  # fmt: skip
+        with pointing_into(self._source):
+            return call_of_lengths(
+                self._lowered, q_len, kv_len, batch, heads, kv_heads, head_dim, device, positions,
+                {**self._defaults, **captures},
+            )  # fmt: skip
