@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from attndsl.errors import ArgumentError, AttnDSLError
+from attndsl.runtime.parts import WHOLE, Location, localised, sizes_of_whole
 from attndsl.runtime.programs import pointing_into
 from attndsl.runtime.sources import check_head_dims, device_of
 from attndsl.runtime.tiles import call_of_lengths, find_tiles
@@ -55,6 +56,10 @@ class Analysis:
         kv_offset: int | torch.Tensor = 0,
         q_index: torch.Tensor | None = None,
         kv_index: torch.Tensor | None = None,
+        whole_sizes: Mapping[str, int] | None = None,
+        h_offset: int = 0,
+        b_offset: int = 0,
+        kv_lengths: torch.Tensor | None = None,
         **captures: torch.Tensor | Scalar,
     ) -> TileMap:
         """Which tiles of the score matrix are EMPTY, PARTIAL and FULL.
@@ -78,17 +83,25 @@ class Analysis:
             kv_offset: Logical position of the first key.
             q_index: (q_len,) logical positions of the queries.
             kv_index: (kv_len,) logical positions of the keys.
+            whole_sizes: Those of the whole call, by their names at a call (``q_len``, ``heads``
+                ...), where these are the sizes of a part of it.
+            h_offset: As for a call of a part, like the two that follow.
+            b_offset: Number in the whole of the first batch entry.
+            kv_lengths: (batch,) numbers of keys.
             **captures: The program's tensors and run-time params.
 
         Raises:
             ArgumentError: A size or a direction that cannot be; a missing capture.
         """
-        call = self.call_of_lengths(
-            captures, q_len, kv_len, batch, heads, kv_heads, head_dim, device, q_offset, kv_offset,
-            q_index, kv_index,
+        location = Location(
+            q_offset, kv_offset, q_index, kv_index, h_offset=h_offset, b_offset=b_offset,
+            kv_lengths=kv_lengths, **sizes_of_whole(whole_sizes),
         )  # fmt: skip
+        call = self.call_of_lengths(
+            captures, q_len, kv_len, batch, heads, kv_heads, head_dim, device, location
+        )
         with pointing_into(self._source):
-            return find_tiles(self._lowered, call, block_m, block_n, direction)
+            return find_tiles(*localised(self._lowered, call), block_m, block_n, direction)
 
     def to_flex(
         self, q_len: int, kv_len: int, batch: int = 1, heads: int = 1, block_size: int = 128,
@@ -117,6 +130,13 @@ class Analysis:
         head_dim: int = 64,
         block_m: int = 128,
         block_n: int = 64,
+        kv_heads: int | None = None,
+        q_offset: int | torch.Tensor = 0,
+        kv_offset: int | torch.Tensor = 0,
+        whole_sizes: Mapping[str, int] | None = None,
+        h_offset: int = 0,
+        b_offset: int = 0,
+        kv_lengths: torch.Tensor | None = None,
         **captures: torch.Tensor | Scalar,
     ) -> str:
         """What the program is to the compiler, as text to read.
@@ -134,21 +154,37 @@ class Analysis:
             head_dim: Head dim of q, k and v.
             block_m: Query rows of a tile.
             block_n: Key rows of a tile.
+            kv_heads: Key heads; ``heads`` by default.
+            q_offset: As for :meth:`tiles`, like those that follow; given together with lengths. The
+                program is shown as a part of a call has it.
+            kv_offset: Logical position of the first key.
+            whole_sizes: Those of the whole call, where these are the sizes of a part of it.
+            h_offset: Number in the whole of the first query head.
+            b_offset: The same of the first batch entry.
+            kv_lengths: (batch,) numbers of keys.
             **captures: The program's tensors and params, where lengths are given.
         """
         from attndsl.explain import explain, explain_tiles
 
         check_head_dims(head_dim)
-        text = explain(
-            self._lowered, self._backend, self._checked, device_of(device), block_m, block_n,
-            head_dim,
+        location = Location(
+            q_offset, kv_offset, h_offset=h_offset, b_offset=b_offset, kv_lengths=kv_lengths,
+            **sizes_of_whole(whole_sizes),
         )  # fmt: skip
-        if q_len is None and kv_len is None:
+        lowered, call = self._lowered, None
+        if q_len is not None and kv_len is not None:
+            call = self.call_of_lengths(
+                captures, q_len, kv_len, batch, heads, kv_heads, head_dim, None, location
+            )
+            lowered, call = localised(lowered, call)
+        elif q_len is not None or kv_len is not None or not location.plain:
+            raise ArgumentError("a length is missing", hint="pass both q_len and kv_len")
+        text = explain(
+            lowered, self._backend, self._checked, device_of(device), block_m, block_n, head_dim
+        )
+        if call is None:
             return text
-        if q_len is None or kv_len is None:
-            raise ArgumentError("one length is missing", hint="pass both q_len and kv_len")
-        call = self.call_of_lengths(captures, q_len, kv_len, batch, heads, head_dim=head_dim)
-        return f"{text}\n{explain_tiles(self._lowered, call, block_m, block_n)}"
+        return f"{text}\n{explain_tiles(lowered, call, block_m, block_n)}"
 
     def plot(
         self,
@@ -205,16 +241,11 @@ class Analysis:
     def call_of_lengths(
         self, captures: Mapping[str, torch.Tensor | Scalar], q_len: int, kv_len: int, batch: int,
         heads: int, kv_heads: int | None = None, head_dim: int = 64,
-        device: str | torch.device | None = None,
-        q_offset: int | torch.Tensor = 0, kv_offset: int | torch.Tensor = 0,
-        q_index: torch.Tensor | None = None, kv_index: torch.Tensor | None = None,
+        device: str | torch.device | None = None, location: Location = WHOLE,
     ) -> Call:  # fmt: skip
         """The checked call of these sizes, whose q, k and v take no memory."""
-        positions = {
-            "q_offset": q_offset, "kv_offset": kv_offset, "q_index": q_index, "kv_index": kv_index,
-        }  # fmt: skip
         with pointing_into(self._source):
             return call_of_lengths(
-                self._lowered, q_len, kv_len, batch, heads, kv_heads, head_dim, device, positions,
+                self._lowered, q_len, kv_len, batch, heads, kv_heads, head_dim, device, location,
                 {**self._defaults, **captures},
             )  # fmt: skip

@@ -13,6 +13,7 @@ from attndsl.errors import ArgumentError
 from attndsl.frontend import check_call_names
 from attndsl.frontend.declare import Bound, ParamSpec, TensorSpec
 from attndsl.runtime.dispatch import check_backend_name
+from attndsl.runtime.parts import Location, localised, sizes_of_whole
 from attndsl.runtime.programs import lowered_at, make_spec, pointing_into
 from attndsl.runtime.tiles import Verification, verify_call
 from attndsl.settings import read_settings
@@ -157,6 +158,10 @@ def verify(
     kv_offset: int | torch.Tensor = 0,
     q_index: torch.Tensor | None = None,
     kv_index: torch.Tensor | None = None,
+    whole_sizes: Mapping[str, int] | None = None,
+    h_offset: int = 0,
+    b_offset: int = 0,
+    kv_lengths: torch.Tensor | None = None,
     **names: Scalar | torch.Tensor,
 ) -> Verification:
     """Check a program's tiles against its mask, pair by pair, at given lengths.
@@ -176,6 +181,10 @@ def verify(
         kv_offset: Logical position of the first key.
         q_index: (q_len,) logical positions of the queries.
         kv_index: (kv_len,) logical positions of the keys.
+        whole_sizes: As for :meth:`Attention.tiles`, like the three that follow.
+        h_offset: Number in the whole of the first query head.
+        b_offset: Number in the whole of the first batch entry.
+        kv_lengths: (batch,) numbers of keys.
         **names: The program's tensors and params.
 
     Returns:
@@ -188,11 +197,15 @@ def verify(
     named: dict[str, Any] = dict(names)
     attention = program if isinstance(program, Attention) else compile(program, **named)
     captures = names if isinstance(program, Attention) else {}
-    call = attention.call_of_lengths(
-        captures, q_len, kv_len, batch, heads, kv_heads, head_dim, None, q_offset, kv_offset,
-        q_index, kv_index,
+    location = Location(
+        q_offset, kv_offset, q_index, kv_index, h_offset=h_offset, b_offset=b_offset,
+        kv_lengths=kv_lengths, **sizes_of_whole(whole_sizes),
     )  # fmt: skip
-    found = [verify_call(attention.lowered, call, block_m, block_n, d) for d in directions]
+    call = attention.call_of_lengths(
+        captures, q_len, kv_len, batch, heads, kv_heads, head_dim, None, location
+    )
+    lowered, call = localised(attention.lowered, call)
+    found = [verify_call(lowered, call, block_m, block_n, d) for d in directions]
     return Verification(
         sum(f.tiles for f in found), sum(f.live for f in found), sum(f.surplus for f in found)
     )

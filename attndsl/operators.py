@@ -22,16 +22,19 @@ _COMMON = (
     "str spec, str backend, bool checked, Tensor q, Tensor k, Tensor v, Tensor[]? tensors, "
     "Tensor[]? given, bool[] is_given, SymInt[]? ints, float[] floats, Tensor? varying, "
     "SymInt q_offset, SymInt kv_offset, Tensor? q_origin, Tensor? kv_origin, SymInt seed, "
-    "bool deterministic, Tensor? drawn"
+    "bool deterministic, Tensor? drawn, SymInt[]? whole, Tensor? kv_lengths"
 )
 """``given`` are the params that are tensors, as ``is_given`` says of each; ``ints`` are the others
 that are ints or bools, ``floats`` the scale and the others. ``varying`` replaces ``floats`` where
 one of them is another number in each run of a graph: (n,), fp64, on the CPU. An origin is an index
 vector or a 0-d offset; it replaces the offset. ``drawn`` is a 0-d seed; it replaces ``seed``, which
-would be one number for all runs of a graph. (Saved graphs hold lists of one type only.
-Packages of AOTInductor give None for empty lists of tensors and of ints, so these are optional.)"""
+would be one number for all runs of a graph. ``whole`` says of which larger call this is a part: its
+q_len, kv_len (-1 where not given), heads, kv_heads and batch, h_offset, b_offset, and whether each
+origin is an offset for each batch entry (0 or 1); None for calls that are no parts. (Saved graphs
+hold lists of one type only. Packages of AOTInductor give None for empty lists of tensors and of
+ints, so these are optional.)"""
 
-_TENSORS = (3, 4, 5, 11, 14, 15, 18)
+_TENSORS = (3, 4, 5, 11, 14, 15, 18, 20)
 """Places of single tensors among the arguments; 6 and 7 are lists of them."""
 _RUNS = "attndsl.runtime.operator"
 _ORDERS = "attndsl.backends.memory_order"

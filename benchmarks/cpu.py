@@ -24,7 +24,7 @@ import attndsl
 from attndsl.backends.cpu import CPUBackend
 from attndsl.runtime.arguments import bind
 from attndsl.runtime.autograd import attend
-from attndsl.runtime.parts import Location
+from attndsl.runtime.parts import WHOLE
 
 import common
 
@@ -106,7 +106,7 @@ def row(case: Case, turns: int) -> dict[str, Any]:
         mask = case.mask(torch.arange(case.length)[:, None], torch.arange(case.length))
 
     def ours() -> Tensors:
-        call = bind(program.program, q, k, v, None, {}, Location(), 0, False)
+        call = bind(program.program, q, k, v, None, {}, WHOLE, 0, False)
         return results(attend(backend, program, call)[0])
 
     def theirs() -> Tensors:

@@ -205,7 +205,7 @@ CALLS = [
     ),
     (
         "offset of two",
-        lambda a, q, k, v: a(q, k, v, c=1.0, gain=torch.ones(4), kv_offset=torch.arange(2)),
+        lambda a, q, k, v: a(q, k, v, c=1.0, gain=torch.ones(4), kv_offset=torch.arange(3)),
         errors.ArgumentError,
         "kv_offset is a tensor of shape",
     ),

@@ -9,7 +9,7 @@ import torch
 from attndsl.runtime.arguments import bind
 from attndsl.runtime.graph import maxima_in_graph
 from attndsl.runtime.maxima import row_maxima
-from attndsl.runtime.parts import Location
+from attndsl.runtime.parts import WHOLE
 
 from .compiled import spec_of
 
@@ -40,7 +40,7 @@ def find_maxima(
     """
     given = {name: x.detach() if isinstance(x, torch.Tensor) else x for name, x in captures.items()}
     query, key, lowered = query.detach(), key.detach(), attention.lowered
-    call = bind(lowered.program, query, key, key, scale, given, Location(), 0, False)
+    call = bind(lowered.program, query, key, key, scale, given, WHOLE, 0, False)
     if torch.compiler.is_compiling():
         return maxima_in_graph(spec_of(attention.text), attention.backend, call, scale)
     return row_maxima(lowered, call)

@@ -42,11 +42,6 @@ def attend_in_graph(
     Raises:
         UnsupportedError: A transform of ``torch.func`` in a graph.
     """
-    if call.part is not None:
-        raise UnsupportedError(
-            "graphs of torch.compile have no parts of calls yet",
-            hint="leave out the sizes of the whole, or call outside of torch.compile",
-        )
     if torch.compiler.is_dynamo_compiling() and _is_transformed_now():
         # The operator would drop tangents without a word.
         raise UnsupportedError(

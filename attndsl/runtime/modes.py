@@ -6,16 +6,17 @@ made of torch operations a crowd of small ones, so calls then go by way of the o
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 
 from attndsl.backends.base import Gradients
-from attndsl.errors import UnsupportedError
 from attndsl.operators import tell_counters
 
 from .higher import is_transformed
 from .operator import operands
+from .positions import FIELDS
 
 if TYPE_CHECKING:
     from attndsl.backends.base import Backend, Call, Wants
@@ -36,13 +37,8 @@ def seen_by_modes(backend: Backend, spec: str, asked: str, checked: bool, call: 
     """
     if _modes() == 0 or is_transformed():
         return backend
-    if call.part is not None:
-        raise UnsupportedError(
-            "dispatch modes, such as selective checkpointing, see no parts of calls",
-            hint="leave out the sizes of the whole, or call outside of the mode",
-        )
     tell_counters()
-    return ThroughOperators(backend, spec, asked, checked)
+    return ThroughOperators(backend, spec, asked, checked, call)
 
 
 class ThroughOperators:
@@ -51,11 +47,13 @@ class ThroughOperators:
     differentiable = False
     """Torch does not look into an operator."""
 
-    def __init__(self, backend: Backend, spec: str, asked: str, checked: bool) -> None:
+    def __init__(self, backend: Backend, spec: str, asked: str, checked: bool, call: Call) -> None:
         """As of :func:`seen_by_modes`."""
         self.name = backend.name
         self._backend = backend
         self._program = spec, asked, checked
+        # The operators take a part as it was given.
+        self._part = None if call.part is None else _without_operands(call)
 
     def why_not(self, device: torch.device) -> str | None:
         """See :class:`~attndsl.backends.base.Backend`."""
@@ -82,6 +80,7 @@ class ThroughOperators:
         wants: Wants,
     ) -> Gradients:
         """See :class:`~attndsl.backends.base.Backend`."""
+        call = self._given(call)
         given = [name for name, x in call.params.items() if isinstance(x, torch.Tensor)]
         asked = [wants.q, wants.k, wants.v, *(name in wants.tensors for name in call.tensors)]
         asked += [name in wants.params for name in given]
@@ -99,6 +98,44 @@ class ThroughOperators:
             {n: x for n, x in found.items() if n in call.params},
         )
 
+    def _given(self, call: Call) -> Call:
+        """``call`` as it was before a part was put into its program's terms."""
+        part = self._part
+        if part is None:
+            return call
+        return replace(
+            part, q=call.q, k=call.k, v=call.v, scale=call.scale, seed=call.seed,
+            tensors={name: call.tensors[name] for name in part.tensors},
+            params={name: call.params[name] for name in part.params},
+        )  # fmt: skip
+
     def _args(self, call: Call) -> tuple[object, ...]:
+        call = self._given(call)
         drawn = call.seed if isinstance(call.seed, torch.Tensor) else None
         return operands(*self._program, call, call.scale, drawn)
+
+
+def _without_operands(call: Call) -> Call:
+    """A part's ``call`` without what a backward gets again; its positions are copies.
+
+    What changes in place before the backward must not change what that computes.
+    """
+    part = call.part
+    assert part is not None
+    lengths = part.kv_lengths
+    copies = {
+        name: value.clone()
+        for name in FIELDS
+        if isinstance(value := getattr(call, name), torch.Tensor)
+    }
+    nothing = torch.empty(0)
+    return replace(
+        call,
+        q=nothing,
+        k=nothing,
+        v=nothing,
+        tensors=dict.fromkeys(call.tensors, nothing),
+        params=dict.fromkeys(call.params, 0),
+        part=replace(part, kv_lengths=None if lengths is None else lengths.clone()),
+        **copies,
+    )

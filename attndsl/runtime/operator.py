@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,9 +11,10 @@ from attndsl.backends.base import Call, Wants
 from attndsl.ir import DType
 from attndsl.operators import tell_counters
 
-from .arguments import bind_dims, sizes_of
+from .arguments import bind_dims, sizes_and_part
 from .dispatch import backend_of
 from .maxima import row_maxima
+from .parts import WHOLE, Location, is_by_entry, localised
 from .probability import check_probability
 from .programs import lowered_program
 from .seed import seed_argument
@@ -21,6 +23,7 @@ from .values import check_values
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from attndsl.backends.base import Part
     from attndsl.pipeline import Lowered
 
 _FLOAT = (float, torch.SymFloat)
@@ -51,6 +54,7 @@ def operands(
     floats += [] if scale is None else [scale]
     q_is_tensor = isinstance(call.q_offset, torch.Tensor)
     kv_is_tensor = isinstance(call.kv_offset, torch.Tensor)
+    part = call.part
     varied = None if varying is None else varying(floats)
     return (
         spec,
@@ -76,12 +80,59 @@ def operands(
         0 if drawn is not None else call.seed,
         call.deterministic,
         drawn,
+        None if part is None else _whole(call, part),
+        None if part is None else part.kv_lengths,
     )
+
+
+def _whole(call: Call, part: Part) -> list[int]:
+    """What the operators' ``whole`` says of a part."""
+    sizes = call.sizes
+    return [
+        sizes["q_len"] if "q" in part.counted else -1,
+        sizes["kv_len"] if "kv" in part.counted else -1,
+        sizes["heads"],
+        sizes["kv_heads"],
+        sizes["batch"],
+        part.h_offset,
+        part.b_offset,
+        int(call.q_index is None and is_by_entry(call.q_offset)),
+        int(call.kv_index is None and is_by_entry(call.kv_offset)),
+    ]
+
+
+def _location(args: Sequence[Any]) -> Location:
+    """Where a call lies, by ``q_offset, kv_offset, q_origin, kv_origin, whole, kv_lengths``."""
+    q_offset, kv_offset, q_origin, kv_origin, whole, kv_lengths = args
+    if not whole:
+        numbers, by_entry = WHOLE, (False, False)
+    else:
+        q_len, kv_len, heads, kv_heads, batch, h_offset, b_offset, *entries = whole
+        by_entry = entries[0] == 1, entries[1] == 1
+        numbers = Location(
+            q_len=None if q_len == -1 else q_len,
+            kv_len=None if kv_len == -1 else kv_len,
+            heads=heads,
+            kv_heads=kv_heads,
+            batch=batch,
+            h_offset=h_offset,
+            b_offset=b_offset,
+            kv_lengths=kv_lengths,
+        )
+    fields: dict[str, Any] = {}
+    for name, offset, origin, entries in (
+        ("q", q_offset, q_origin, by_entry[0]), ("kv", kv_offset, kv_origin, by_entry[1])
+    ):  # fmt: skip
+        starts = origin is not None and (origin.dim() == 0 or entries)
+        fields[f"{name}_offset"] = origin if starts else offset
+        fields[f"{name}_index"] = None if starts else origin
+    return replace(numbers, **fields)
 
 
 def _call(args: Sequence[Any]) -> tuple[Lowered, Call, Any]:
     (spec, backend, checked, q, k, v, tensors, given, is_given, ints, floats, varying, q_offset,
-     kv_offset, q_origin, kv_origin, seed, deterministic, drawn) = args  # fmt: skip
+     kv_offset, q_origin, kv_origin, seed, deterministic, drawn, whole,
+     kv_lengths) = args  # fmt: skip
     lowered = lowered_program(spec)
     program = lowered.program
     params: dict[str, Any] = {}
@@ -94,9 +145,10 @@ def _call(args: Sequence[Any]) -> tuple[Lowered, Call, Any]:
             params[decl.name] = next(floats)
         else:
             params[decl.name] = bool(next(ints)) if decl.dtype is DType.BOOL else next(ints)
-    sizes = sizes_of(q, k)
     captures = dict(zip((d.name for d in program.tensors), tensors or (), strict=True))
-    bind_dims(program, captures, params, sizes)
+    location = _location((q_offset, kv_offset, q_origin, kv_origin, whole, kv_lengths))
+    sizes, part = sizes_and_part(program, location, q, k, captures)
+    bind_dims(program, captures, params, sizes, frozenset() if part is None else part.shares)
     call = Call(
         q=q,
         k=k,
@@ -105,16 +157,18 @@ def _call(args: Sequence[Any]) -> tuple[Lowered, Call, Any]:
         sizes=sizes,
         tensors=captures,
         params=params,
-        q_offset=q_origin if q_origin is not None and q_origin.dim() == 0 else q_offset,
-        kv_offset=kv_origin if kv_origin is not None and kv_origin.dim() == 0 else kv_offset,
-        q_index=q_origin if q_origin is not None and q_origin.dim() == 1 else None,
-        kv_index=kv_origin if kv_origin is not None and kv_origin.dim() == 1 else None,
+        q_offset=location.q_offset,
+        kv_offset=location.kv_offset,
+        q_index=location.q_index,
+        kv_index=location.kv_index,
         seed=seed if drawn is None else seed_argument(drawn),
         deterministic=deterministic,
+        part=part,
     )
     check_values(program, call)
-    if program.dropout is not None:
-        check_probability(program.dropout, call)
+    lowered, call = localised(lowered, call)
+    if lowered.program.dropout is not None:
+        check_probability(lowered.program.dropout, call)
     chosen, _ = backend_of(lowered, backend, q.device, checked, q.dtype)
     chosen.check(lowered, call)
     return lowered, call, chosen
@@ -145,8 +199,10 @@ def run_backward(
 ) -> list[torch.Tensor]:
     """``attndsl::backward``."""
     lowered, call, backend = _call(args)
-    given = [name for name, value in call.params.items() if isinstance(value, torch.Tensor)]
-    names = [*call.tensors, *given]
+    # A part's program has captures of its own behind the others, which have no gradients.
+    program = lowered_program(args[0]).program
+    given = [d.name for d in program.params if isinstance(call.params[d.name], torch.Tensor)]
+    names = [*(decl.name for decl in program.tensors), *given]
     wanted = {name for name, want in zip(names, wants[3:], strict=True) if want}
     asked = Wants(
         q=wants[0],

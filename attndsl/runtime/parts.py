@@ -98,11 +98,28 @@ class Location:
         )  # fmt: skip
 
 
+def sizes_of_whole(given: Mapping[str, int] | None) -> dict[str, int]:
+    """Sizes of a whole call by their names at a call, where these say sizes of a part.
+
+    Raises:
+        ArgumentError: There is no such name.
+    """
+    found = {} if given is None else dict(given)
+    for name in found:
+        if name not in _GIVEN:
+            raise ArgumentError(f"whole_sizes has {name!r}", hint=f"it has {', '.join(_GIVEN)}")
+    return found
+
+
 @lru_cache(maxsize=256)
 def has_rows(program: Program) -> bool:
     """Whether numbers of queries or keys are dims of tensors, of which a part may have its own."""
     dims = [dim for decl in program.tensors for dim in decl.dims]
     return any(dim.op is Op.SIZE and dim.value in ("q_len", "kv_len") for dim in dims)
+
+
+WHOLE = Location()
+"""Of a call that is no part."""
 
 
 def is_by_entry(offset: object) -> bool:

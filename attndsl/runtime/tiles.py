@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -34,7 +34,6 @@ from attndsl.settings import read_settings
 from attndsl.tilemap import TileMap
 
 from .arguments import bind
-from .parts import Location
 from .values import check_values
 
 if TYPE_CHECKING:
@@ -44,6 +43,8 @@ if TYPE_CHECKING:
     from attndsl.backends.tiling import Grid
     from attndsl.passes.tiles.plan import Direction, LoopPlan
     from attndsl.pipeline import Lowered
+
+    from .parts import Location
 
 _DIRECTIONS = {
     "forward": FORWARD,
@@ -69,7 +70,7 @@ _CHECKED_TILES = {"forward": (128, 64), "backward_q": (128, 64), "backward_kv": 
 
 def call_of_lengths(
     lowered: Lowered, q_len: int, kv_len: int, batch: int, heads: int, kv_heads: int | None,
-    head_dim: int, device: str | torch.device | None, positions: Mapping[str, Any],
+    head_dim: int, device: str | torch.device | None, location: Location,
     captures: Mapping[str, torch.Tensor | Scalar],
 ) -> Call:  # fmt: skip
     """A call with these sizes and captures whose q, k and v take no memory.
@@ -77,7 +78,10 @@ def call_of_lengths(
     It is on ``device``, or else where the tensors are that are given.
     """
     if device is None:
-        given = [*captures.values(), *positions.values()]
+        given = [
+            *captures.values(), location.q_offset, location.kv_offset, location.q_index,
+            location.kv_index, location.kv_lengths,
+        ]  # fmt: skip
         device = next((x.device for x in given if isinstance(x, torch.Tensor)), "cpu")
     for name, size in (("q_len", q_len), ("kv_len", kv_len), ("batch", batch)):
         if not isinstance(size, int) or size < 0:
@@ -86,7 +90,7 @@ def call_of_lengths(
     kv_heads = heads if kv_heads is None else kv_heads
     q = one.expand(batch, heads, q_len, 1)
     k = one.expand(batch, kv_heads, kv_len, 1)
-    call = bind(lowered.program, q, k, k, 1.0, captures, Location(**positions), 0, False)
+    call = bind(lowered.program, q, k, k, 1.0, captures, location, 0, False)
     check_values(lowered.program, call)
     return replace(call, sizes={**call.sizes, "head_dim": head_dim})
 

@@ -10,6 +10,7 @@ import torch
 from attndsl.errors import UnsupportedError
 from attndsl.ir import Op, const, dependencies, node, toposort
 
+from .parts import Location, localised, sizes_of_whole
 from .tiles import call_of_lengths, find_tiles, needs_score
 from .torch_source import torch_function
 
@@ -20,7 +21,9 @@ if TYPE_CHECKING:
     from attndsl.ir import Node
     from attndsl.pipeline import Lowered
 
-_POSITIONS = ("q_offset", "kv_offset", "q_index", "kv_index")
+_PLACES = (
+    "q_offset", "kv_offset", "q_index", "kv_index", "h_offset", "b_offset", "kv_lengths"
+)  # fmt: skip
 _PAIR = ("b", "h", "q_idx", "kv_idx")
 
 
@@ -36,18 +39,21 @@ def flex_functions(
         lowered: The program.
         sizes: Numbers of queries, keys, batch entries and heads.
         block_size: Rows and columns of the block mask's blocks.
-        arguments: ``device``, ``kv_heads``, ``head_dim``, offsets and indices, as far as given, and
-            captures.
+        arguments: As of :meth:`attndsl.Attention.tiles`.
 
     Raises:
         UnsupportedError: The program has parts that FlexAttention has not.
     """
-    positions = {name: arguments[name] for name in _POSITIONS if name in arguments}
-    own = (*_POSITIONS, "device", "kv_heads", "head_dim")
+    own = (*_PLACES, "whole_sizes", "device", "kv_heads", "head_dim")
+    location = Location(
+        **{name: arguments[name] for name in _PLACES if name in arguments},
+        **sizes_of_whole(arguments.get("whole_sizes")),
+    )
     call = call_of_lengths(
         lowered, *sizes, arguments.get("kv_heads"), arguments.get("head_dim", 64),
-        arguments.get("device"), positions, {k: x for k, x in arguments.items() if k not in own},
+        arguments.get("device"), location, {k: x for k, x in arguments.items() if k not in own},
     )  # fmt: skip
+    lowered, call = localised(lowered, call)
     program = lowered.program
     for what, part in (("sink", program.sink), ("weights", program.weights),
                        ("dropout", program.dropout)):  # fmt: skip

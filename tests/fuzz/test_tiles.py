@@ -20,6 +20,7 @@ from attndsl.backends.tiling import grid_of, kinds_by_bounds, segment_kinds
 from attndsl.errors import AttnDSLError
 from attndsl.passes.tiles.plan import DIRECTIONS, EMPTY, FULL
 from attndsl.pipeline import lower
+from attndsl.runtime.parts import Location
 from attndsl.runtime.tiles import call_of_lengths, find_tiles, verify_call
 from attndsl.source import Source
 
@@ -198,7 +199,15 @@ def what_is_wrong(case: Case, report: Report | None = None) -> str | None:
     names = {decl.name for decl in (*program.tensors, *program.params)}
     captures = {name: value for name, value in captures_of(case).items() if name in names}
     call = call_of_lengths(
-        lowered, *case.lengths, case.batch, case.heads, None, 4, None, positions_of(case), captures
+        lowered,
+        *case.lengths,
+        case.batch,
+        case.heads,
+        None,
+        4,
+        None,
+        Location(**positions_of(case)),
+        captures,
     )
     wanted = torch.from_numpy(true_kinds(case))
     for what, found, exact in _maps(case, lowered, call, report):

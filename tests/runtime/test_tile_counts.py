@@ -9,6 +9,7 @@ import attndsl
 from attndsl.errors import ArgumentError
 from attndsl.passes.tiles.plan import FULL, PARTIAL
 from attndsl.runtime import tiles
+from attndsl.runtime.parts import Location
 
 CLOSED = (
     "score",
@@ -42,7 +43,7 @@ def _asked(text, q_len, kv_len):
 
 
 def _counted(attention, q_len, kv_len, block_m, block_n, captures, **options):
-    call = attention.call_of_lengths(captures, q_len, kv_len, 2, 3, **options)
+    call = attention.call_of_lengths(captures, q_len, kv_len, 2, 3, location=Location(**options))
     return tiles.count_tiles(attention.lowered, call, block_m, block_n)
 
 
