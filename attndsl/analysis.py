@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from attndsl.errors import ArgumentError, AttnDSLError
-from attndsl.runtime.parts import WHOLE, Location, localised, sizes_of_whole
+from attndsl.runtime.location import WHOLE, Location, sizes_of_whole
+from attndsl.runtime.parts import localised
 from attndsl.runtime.programs import pointing_into
 from attndsl.runtime.sources import check_head_dims, device_of
 from attndsl.runtime.tiles import call_of_lengths, find_tiles

@@ -13,7 +13,8 @@ from attndsl.errors import ArgumentError
 from attndsl.frontend import check_call_names
 from attndsl.frontend.declare import Bound, ParamSpec, TensorSpec
 from attndsl.runtime.dispatch import check_backend_name
-from attndsl.runtime.parts import Location, localised, sizes_of_whole
+from attndsl.runtime.location import Location, sizes_of_whole
+from attndsl.runtime.parts import localised
 from attndsl.runtime.programs import lowered_at, make_spec, pointing_into
 from attndsl.runtime.tiles import Verification, verify_call
 from attndsl.settings import read_settings

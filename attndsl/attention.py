@@ -14,8 +14,9 @@ from attndsl.errors import AttnDSLError, UnsupportedError
 from attndsl.runtime.arguments import autocast, bind, kinds_of, rows_contiguous
 from attndsl.runtime.autograd import attend
 from attndsl.runtime.dispatch import backend_of
+from attndsl.runtime.location import LOCATION, Location
 from attndsl.runtime.modes import seen_by_modes
-from attndsl.runtime.parts import LOCATION, Location, localised
+from attndsl.runtime.parts import localised, narrowed
 from attndsl.runtime.programs import lowered_program, point_into, pointing_into
 from attndsl.runtime.seed import draw_seed, seed_argument
 from attndsl.runtime.sources import source_of
@@ -219,6 +220,8 @@ class Attention(Analysis):
                 template.signature, None,
                 None if part is None else replace(part, kv_lengths=kv_lengths),
             )  # fmt: skip
+            if part is not None:
+                call = narrowed(program, call)
         if kinds is not None or q_offset or kv_offset:
             check_values(lowered.program, call)
         whole = call

@@ -24,7 +24,7 @@ import attndsl
 from attndsl.backends.cpu import CPUBackend
 from attndsl.runtime.arguments import bind
 from attndsl.runtime.autograd import attend
-from attndsl.runtime.parts import WHOLE
+from attndsl.runtime.location import WHOLE
 
 import common
 

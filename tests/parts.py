@@ -96,6 +96,22 @@ PROGRAMS = {
     "dropout by sizes": "score = alibi(); weights = dropout(softmax(score), 0.1 + 0.5 / q_len)",
     "dropped sigmoid": "weights = dropout(sigmoid(score), 0.25)",
 }
+RAGGED = {
+    "window": "sliding_window(9)",
+    "alibi": "mask = causal(); score = alibi()",
+    "soft cap": "mask = causal(); score = softcap(3.0) * (1 + q / kv_len)",
+    "documents": "tensor doc[batch, kv_len]: int\nmask = document_causal(doc)",
+    "sinks": "tensor logit[heads]: float\nmask = kv < q - 2; sink = logit[h]",
+    "buckets": "tensor near[heads, 8]: float\n"
+    "mask = causal(); score = score + near[h, t5_bucket_causal(q - kv, 8, 20)]",
+    "prefix": "tensor prompt[batch]: int\nmask = causal() or kv < prompt[b]",
+    "lengths": "tensor bias[batch, kv_len]: float\n"
+    "mask = q + kv_len - q_len >= kv and kv >= kv_len // 3; score = score * kv_len + bias[b, kv]",
+    "weights": "mask = kv < kv_len - 1; weights = sigmoid(score) / kv_len",
+    "rotary": "tensor u[batch, heads, 4]: float\ntensor w[batch, kv_len, 4]: float\n"
+    "mask = causal(); score = score + dot(u[b, h, :], w[b, kv, :])",
+}
+"""Programs for batch entries that have their own numbers of keys and first positions."""
 SPLITS = ("rows", "odd rows", "keys", "heads", "groups", "batch", "all")
 SEED = 7
 
@@ -122,7 +138,8 @@ class Case:
     q: torch.Tensor
     k: torch.Tensor
     v: torch.Tensor
-    captures: dict[str, torch.Tensor]
+    captures: dict[str, Any]
+    """Tensors, and params in the fuzzer's cases."""
     options: dict[str, Any] = field(default_factory=dict)
 
     def leaves(self) -> dict[str, torch.Tensor]:
@@ -138,16 +155,16 @@ class Cut:
     b: slice
     h: slice
     hkv: slice
-    q: slice
+    q: slice | torch.Tensor
     kv: slice
 
 
 def make_case(
     name: str, backend: str, dtype: torch.dtype = torch.float64, sizes: Sizes = Sizes(),
-    device: str = "cpu",
+    device: str = "cpu", programs: Mapping[str, str] = PROGRAMS,
 ) -> Case:  # fmt: skip
     """The call of a program with random leaves; draws from torch's generator."""
-    attention = attndsl.compile(PROGRAMS[name], backend=backend)
+    attention = attndsl.compile(programs[name], backend=backend)
     wide = torch.float64 if dtype is torch.float64 else torch.float32
 
     def draw(*shape: int, kind: torch.dtype = dtype) -> torch.Tensor:
@@ -169,11 +186,6 @@ def make_case(
     options = {"seed": SEED} if program.dropout is not None else {}
     q = draw(sizes.batch, sizes.heads, sizes.q_len, sizes.head_dim)
     return Case(attention.lowered, attention, sizes, q, draw(*keys), draw(*keys), captures, options)
-
-
-def fits(case: Case, split: str) -> bool:
-    """Whether parts of such a call can be put together: tensors of pairs' sums only say so much."""
-    return split != "groups" or case.sizes.heads // case.sizes.kv_heads > 1
 
 
 def cuts(split: str, sizes: Sizes, block: int = 16) -> Iterator[Cut]:
@@ -244,14 +256,14 @@ def call_part(
 def share_of(case: Case, name: str, cut: Cut) -> torch.Tensor:
     """The part's own rows of a captured tensor, along the dims that it may have them of."""
     program, tensor = case.lowered.program, case.captures[name]
-    (decl,) = (decl for decl in program.tensors if decl.name == name)
+    decl = next((decl for decl in program.tensors if decl.name == name), None)
+    if decl is None:  # A param.
+        return tensor
     for number, dim in enumerate(decl.dims):
-        size = str(dim.value)
-        if dim.op is Op.SIZE and size in VARIABLE_OF:
-            variable = VARIABLE_OF[size]
+        if dim.op is Op.SIZE and dim.value in VARIABLE_OF:
+            variable = VARIABLE_OF[str(dim.value)]
             if other_lookup(program, name, number, variable) is None:
-                part = getattr(cut, variable)
-                tensor = tensor.narrow(number, part.start, part.stop - part.start)
+                tensor = tensor[(*[slice(None)] * number, getattr(cut, variable))]
     return tensor
 
 
@@ -302,7 +314,7 @@ def _merged(
 
 
 def sinks_of(case: Case) -> torch.Tensor:
-    """Each row's sink (batch, heads, 1): of a call whose keys are dead but for a distant one."""
+    """Each row's sink, (batch, heads, 1) or less, of the programs that have one."""
     b = torch.arange(case.sizes.batch)[:, None, None]
     h = torch.arange(case.sizes.heads)[None, :, None]
     if "logit" in case.captures:
@@ -334,3 +346,42 @@ def results(
     zeros = {n: torch.zeros_like(x) for n, x in leaves.items()}
     named |= {n: zeros[n] if g is None else g for n, g in zip(leaves, taken, strict=True)}
     return {name: value.detach() for name, value in named.items()}
+
+
+def ragged_of(
+    case: Case, offsets: torch.Tensor, lengths: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The call whose entries have queries from ``offsets`` on and ``lengths`` keys; no lse where
+    weights are the program's own."""
+    softmax = case.lowered.program.weights is None
+    found = case.attention(
+        case.q, case.k, case.v, q_offset=offsets, kv_lengths=lengths, return_lse=softmax,
+        **case.captures,
+    )  # fmt: skip
+    return found if softmax else (found, None)
+
+
+def entries_of(
+    case: Case, offsets: torch.Tensor, lengths: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """As :func:`ragged_of`, by a call for each batch entry, of its own keys alone."""
+    softmax = case.lowered.program.weights is None
+    found = []
+    for b, (offset, length) in enumerate(zip(offsets.tolist(), lengths.tolist(), strict=True)):
+        captures = dict(case.captures)
+        for decl in case.lowered.program.tensors:
+            tensor = captures[decl.name]
+            for number, dim in enumerate(decl.dims):
+                if dim.value == "batch":
+                    tensor = tensor.narrow(number, b, 1)
+                elif dim.value == "kv_len":
+                    tensor = tensor.narrow(number, 0, length)
+            captures[decl.name] = tensor
+        one = slice(b, b + 1)
+        part = case.attention(
+            case.q[one], case.k[one, :, :length], case.v[one, :, :length], q_offset=offset,
+            return_lse=softmax, **captures,
+        )  # fmt: skip
+        found.append(part if softmax else (part, None))
+    out = torch.cat([part[0] for part in found])
+    return out, torch.cat([part[1] for part in found]) if softmax else None

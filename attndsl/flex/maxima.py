@@ -8,8 +8,8 @@ import torch
 
 from attndsl.runtime.arguments import bind
 from attndsl.runtime.graph import maxima_in_graph
+from attndsl.runtime.location import WHOLE
 from attndsl.runtime.maxima import row_maxima
-from attndsl.runtime.parts import WHOLE
 
 from .compiled import spec_of
 

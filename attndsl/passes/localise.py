@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from attndsl.ir import (
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
 
 VARIABLE_OF = {"batch": "b", "heads": "h", "kv_heads": "hkv", "q_len": "q", "kv_len": "kv"}
 """The sizes that a part has some of, and the variables that count them."""
+SIZE_OF = {variable: name for name, variable in VARIABLE_OF.items()}
 
 
 class Start(enum.Enum):
@@ -204,6 +206,21 @@ def places_of(item: Node) -> Iterator[tuple[int, str, int]]:
             yield place, left.name, place
         for place in range(len(right.indices)):
             yield len(left.indices) + place, right.name, place
+
+
+@lru_cache(maxsize=256)
+def plain_lookups(program: Program) -> Mapping[tuple[str, int], str | None]:
+    """By tensor and dim: the variable that all lookups along it have as their index.
+
+    None where they have others, or not all the same.
+    """
+    found: dict[tuple[str, int], str | None] = {}
+    for item in toposort(*program.roots()):
+        for place, name, dim in places_of(item):
+            index = item.args[place]
+            variable = str(index.value) if index.op is Op.VAR else None
+            found[name, dim] = variable if found.get((name, dim), variable) == variable else None
+    return found
 
 
 def other_lookup(program: Program, name: str, dim: int, variable: str) -> Node | None:

@@ -20,7 +20,7 @@ from attndsl.ir import reads_score
 from attndsl.passes.print_ir import print_program
 from attndsl.passes.tiles.plan import EMPTY, FULL, PARTIAL
 from attndsl.runtime.arguments import bind
-from attndsl.runtime.parts import Location
+from attndsl.runtime.location import Location
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

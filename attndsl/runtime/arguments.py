@@ -13,7 +13,8 @@ from attndsl.errors import ArgumentError, DeviceError, DTypeError, ShapeError
 from attndsl.ir import DType, Op, sides, toposort
 from attndsl.passes.evaluate import Environment, evaluate
 
-from .parts import INTS, check_lengths, part_of, with_shares
+from .location import INTS, check_lengths, part_of
+from .parts import narrowed, with_shares
 from .values import check_int, check_offset
 
 if TYPE_CHECKING:
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from attndsl.backends.base import Part, Scalar
     from attndsl.ir import Node, ParamDecl, Program, TensorDecl
 
-    from .parts import Location
+    from .location import Location
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _CAST = FLOATS[:-1]
@@ -71,7 +72,7 @@ def bind(
     _check_seed(seed, q.device)
     _check_index("q_index", location.q_index, q.shape[2], q.device)
     _check_index("kv_index", location.kv_index, k.shape[2], q.device)
-    return Call(
+    call = Call(
         q=rows_contiguous(q),
         k=rows_contiguous(k),
         v=rows_contiguous(v),
@@ -87,6 +88,7 @@ def bind(
         deterministic=deterministic,
         part=part,
     )
+    return narrowed(program, call)
 
 
 def sizes_and_part(

@@ -13,8 +13,9 @@ from attndsl.operators import tell_counters
 
 from .arguments import bind_dims, sizes_and_part
 from .dispatch import backend_of
+from .location import WHOLE, Location, is_by_entry
 from .maxima import row_maxima
-from .parts import WHOLE, Location, is_by_entry, localised
+from .parts import localised
 from .probability import check_probability
 from .programs import lowered_program
 from .seed import seed_argument

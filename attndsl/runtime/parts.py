@@ -1,4 +1,4 @@
-"""Parts of larger calls: what a call says of the whole, checked, and put into its program.
+"""Parts of larger calls, in terms of their programs.
 
 One rule: names of a program mean in a part what they mean in the whole. Sizes are the whole's, and
 positions, heads and batch entries count in it (docs/language.md, "Parts of a call").
@@ -8,262 +8,38 @@ Non-goals: putting parts together.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from attndsl.backends.base import Draws, Part
-from attndsl.errors import (
-    ArgumentError,
-    DeviceError,
-    DTypeError,
-    ShapeError,
-    UnsupportedError,
-)
-from attndsl.ir import Op, toposort
+from attndsl.backends.base import Draws
+from attndsl.errors import ArgumentError, ShapeError, UnsupportedError
+from attndsl.ir import Op, size, toposort
 from attndsl.passes.localise import (
+    SIZE_OF,
     VARIABLE_OF,
     Changes,
     Start,
     localised_program,
     other_lookup,
+    plain_lookups,
 )
 from attndsl.pipeline import lower_program
 
-from .values import check_rows_within
+from .location import is_by_entry
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from attndsl.backends.base import Call
-    from attndsl.ir import Program
+    from attndsl.backends.base import Call, Part
+    from attndsl.ir import Program, TensorDecl
     from attndsl.passes.localise import Localised
     from attndsl.pipeline import Lowered
 
-INTS = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)
-LOCATION = (
-    "q_offset", "kv_offset", "q_index", "kv_index", "q_len", "kv_len", "heads", "kv_heads", "batch",
-    "h_offset", "b_offset", "kv_lengths",
-)  # fmt: skip
-"""Arguments of a call that say where it lies in a larger one."""
-_GIVEN = ("batch", "heads", "kv_heads", "q_len", "kv_len")
-
-
-@dataclass(frozen=True, slots=True)
-class Location:
-    """Where in a larger call a call's rows, keys, heads and batch entries lie, as it says itself.
-
-    See :meth:`attndsl.Attention.__call__` for each.
-    """
-
-    q_offset: int | torch.Tensor = 0
-    kv_offset: int | torch.Tensor = 0
-    q_index: torch.Tensor | None = None
-    kv_index: torch.Tensor | None = None
-    q_len: int | None = None
-    kv_len: int | None = None
-    heads: int | None = None
-    kv_heads: int | None = None
-    batch: int | None = None
-    h_offset: int = 0
-    b_offset: int = 0
-    kv_lengths: torch.Tensor | None = None
-
-    @property
-    def plain(self) -> bool:
-        """Whether nothing but positions is said, by one number or index for all batch entries."""
-        return (
-            self.q_len is None and self.kv_len is None and self.heads is None
-            and self.kv_heads is None and self.batch is None and self.kv_lengths is None
-            and type(self.h_offset) is int and self.h_offset == 0
-            and type(self.b_offset) is int and self.b_offset == 0
-            and not is_by_entry(self.q_offset) and not is_by_entry(self.kv_offset)
-        )  # fmt: skip
-
-    def numbers(self, program: Program) -> tuple[object, ...]:
-        """Values that make calls of ``program`` have different signatures.
-
-        Raises:
-            ArgumentError: One that is no int.
-        """
-        for name in (*_GIVEN, "h_offset", "b_offset"):
-            _check_int(name, getattr(self, name))
-        by_row = has_rows(program) or self.kv_lengths is not None
-        offsets = (self.q_offset, self.kv_offset) if by_row else ()
-        return (
-            self.q_len, self.kv_len, self.heads, self.kv_heads, self.batch, self.h_offset,
-            self.b_offset, *(x if isinstance(x, int) else None for x in offsets),
-        )  # fmt: skip
-
-
-def sizes_of_whole(given: Mapping[str, int] | None) -> dict[str, int]:
-    """Sizes of a whole call by their names at a call, where these say sizes of a part.
-
-    Raises:
-        ArgumentError: There is no such name.
-    """
-    found = {} if given is None else dict(given)
-    for name in found:
-        if name not in _GIVEN:
-            raise ArgumentError(f"whole_sizes has {name!r}", hint=f"it has {', '.join(_GIVEN)}")
-    return found
-
-
-@lru_cache(maxsize=256)
-def has_rows(program: Program) -> bool:
-    """Whether numbers of queries or keys are dims of tensors, of which a part may have its own."""
-    dims = [dim for decl in program.tensors for dim in decl.dims]
-    return any(dim.op is Op.SIZE and dim.value in ("q_len", "kv_len") for dim in dims)
-
-
-WHOLE = Location()
-"""Of a call that is no part."""
-
-
-def is_by_entry(offset: object) -> bool:
-    """Whether an offset has an element for each batch entry."""
-    return isinstance(offset, torch.Tensor) and offset.dim() == 1
-
-
-def part_of(
-    program: Program, location: Location, sizes: Mapping[str, int]
-) -> tuple[dict[str, int], Part]:
-    """The whole's sizes, and which part of it a call is; see :func:`with_shares` for the rest.
-
-    Args:
-        program: The program.
-        location: What the call says.
-        sizes: Those of its tensors.
-
-    Raises:
-        ArgumentError: What cannot be, or what is missing, and what to pass.
-    """
-    given = {name: getattr(location, name) for name in _GIVEN}
-    for name in (*_GIVEN, "h_offset", "b_offset"):
-        _check_int(name, getattr(location, name))
-    for offset, whole in (("h_offset", "heads"), ("b_offset", "batch")):
-        start = getattr(location, offset)
-        if given[whole] is None and start != 0:
-            raise ArgumentError(
-                f"{offset} is {start}, and {whole} is not given",
-                hint=f"pass {whole}=..., their number in the whole call",
-            )
-        if given[whole] is not None and start + sizes[whole] > given[whole]:
-            raise ArgumentError(
-                f"{whole} is {given[whole]}, and the call has {sizes[whole]} from {offset}={start}",
-                hint=f"{whole} is their number in the whole call: {start + sizes[whole]} or more",
-            )
-    found = {**sizes, **{name: value for name, value in given.items() if value is not None}}
-    found["kv_heads"] = _kv_heads(program, location, sizes)
-    _check_lengths(location, found, sizes)
-    if location.kv_lengths is not None:
-        _check_kv_lengths(location)
-    return found, Part(location.b_offset, location.h_offset, _counted(location), frozenset(),
-                       location.kv_lengths)  # fmt: skip
-
-
-def _counted(location: Location) -> frozenset[str]:
-    return frozenset(
-        name for name, length in (("q", location.q_len), ("kv", location.kv_len))
-        if length is not None
-    )  # fmt: skip
-
-
-def _check_int(name: str, value: object) -> None:
-    if value is None and name in _GIVEN:
-        return
-    if not isinstance(value, int | torch.SymInt) or isinstance(value, bool):
-        raise ArgumentError(f"{name} is {value!r}", hint="pass an int")
-    if value < 0:
-        raise ArgumentError(f"{name} is {value}", hint="pass 0 or more")
-
-
-def _kv_heads(program: Program, location: Location, sizes: Mapping[str, int]) -> int:
-    """The whole's number of key heads, where the groups of heads fit into each other."""
-    heads, kv_heads = location.heads, location.kv_heads
-    own = sizes["heads"] // sizes["kv_heads"]
-    if heads is None:
-        if kv_heads is not None and kv_heads != sizes["kv_heads"]:
-            raise ArgumentError(
-                f"kv_heads is {kv_heads}, and heads is not given",
-                hint="pass heads=..., the number of query heads in the whole call",
-            )
-        return sizes["kv_heads"]
-    if kv_heads is None:
-        if heads % own or mentions_key_heads(program):
-            if heads == sizes["heads"]:
-                return sizes["kv_heads"]
-            raise ArgumentError(
-                f"heads is {heads}, and kv_heads is not given",
-                hint="pass kv_heads=..., the number of key heads in the whole call",
-            )
-        kv_heads = heads // own
-    if kv_heads == 0 or heads % kv_heads:
-        raise ArgumentError(
-            f"heads is {heads} and kv_heads is {kv_heads}",
-            hint="the number of query heads is a multiple of that of key heads",
-        )
-    group = heads // kv_heads
-    if group % own or location.h_offset % own:
-        raise ArgumentError(
-            f"the call has {own} query heads for each key head from head {location.h_offset} on, "
-            f"and the whole call has {group}",
-            hint="cut between groups of heads, or so that each key head's part of a group is whole",
-        )
-    return kv_heads
-
-
-def mentions_key_heads(program: Program) -> bool:
-    """Whether a program speaks of key heads, in expressions or in the sizes of tensors."""
-    dims = [dim for decl in program.tensors for dim in decl.dims]
-    return any(
-        (item.op is Op.VAR and item.value == "hkv")
-        or (item.op is Op.SIZE and item.value == "kv_heads")
-        for item in toposort(*program.roots(), *dims)
-    )
-
-
-def _check_lengths(location: Location, sizes: Mapping[str, int], own: Mapping[str, int]) -> None:
-    for name, length in (("q", "q_len"), ("kv", "kv_len")):
-        if getattr(location, length) is None:
-            continue
-        rows = "queries" if name == "q" else "keys"
-        offset = getattr(location, f"{name}_offset")
-        if getattr(location, f"{name}_index") is None and isinstance(offset, int | torch.SymInt):
-            check_rows_within(name, offset, own[length], sizes[length])
-        elif own[length] > sizes[length] and is_by_entry(offset):
-            raise ArgumentError(
-                f"{length} is {sizes[length]}, and the call has {own[length]} {rows}",
-                hint=f"{length} is their number in the whole call",
-            )
-
-
-def _check_kv_lengths(location: Location) -> None:
-    for name in ("kv_len", "kv_index"):
-        if getattr(location, name) is not None:
-            raise ArgumentError(
-                f"kv_lengths and {name} are both given",
-                hint=f"drop {name}, or say in the mask which keys there are"
-                if name == "kv_index"
-                else "drop kv_len: each batch entry's own length is its kv_len",
-            )
-
-
-def check_lengths(lengths: object, batch: int, device: torch.device) -> None:
-    """Refuse what are no numbers of keys of ``batch`` entries.
-
-    Raises:
-        DTypeError, ShapeError, DeviceError: Says which, and what to pass.
-    """
-    hint = f"pass ({batch},) ints on {device}, the number of keys of each batch entry"
-    if not isinstance(lengths, torch.Tensor) or lengths.dtype not in INTS:
-        raise DTypeError("kv_lengths is no int tensor", hint=hint)
-    if tuple(lengths.shape) != (batch,):
-        raise ShapeError(f"kv_lengths has shape {tuple(lengths.shape)}", hint=hint)
-    if lengths.device != device:
-        raise DeviceError(f"kv_lengths is on {lengths.device}", hint=hint)
+_SLICED = ("batch", "heads", "kv_heads")
+"""Sizes whose numbers a part has from one on without a gap."""
 
 
 def with_shares(
@@ -275,41 +51,122 @@ def with_shares(
 ) -> Part:
     """``part`` with the dims of ``tensors`` that have its own rows alone.
 
-    The size of a dim tells which it is: that of the whole, or that of the part.
+    The size of a dim tells which it is: that of the whole, or that of the part. Among those of the
+    whole are some that :func:`narrowed` leaves the part's own rows of.
 
     Args:
         program: The program.
-        part: What :func:`part_of` found.
+        part: What :func:`.location.part_of` found.
         tensors: The program's.
         sizes: The whole's.
         own: Those of the call's tensors.
 
     Raises:
         ShapeError: A dim that is neither.
-        ArgumentError: A share that the program looks up by more than its own rows.
+        ArgumentError: A share that the program looks up by more than its own rows, or that is not
+            declared to be one.
     """
+    plain = plain_lookups(program)
     shares = set()
     for decl in program.tensors:
-        for number, (dim, size) in enumerate(zip(decl.dims, tensors[decl.name].shape, strict=True)):
-            name = str(dim.value)
-            if dim.op is not Op.SIZE or name not in VARIABLE_OF or size == sizes[name]:
+        for dim, count in enumerate(tensors[decl.name].shape):
+            name = _size_along(decl, dim, plain)
+            if name is None or sizes[name] == own[name]:
                 continue
-            if size != own[name]:
-                raise ShapeError(
-                    f"{decl.name} has {size} elements along dim {number}, which is declared as "
-                    f"{name}; the whole call has {sizes[name]}, and its part {own[name]}",
-                    hint=f"pass the whole tensor, or the part's own {own[name]} elements of it",
-                )
-            other = other_lookup(program, decl.name, number, VARIABLE_OF[name])
-            if other is not None:
-                raise ArgumentError(
-                    f"{decl.name} has the part's {size} of {sizes[name]} elements along dim "
-                    f"{number}, and the program looks up others there than '{VARIABLE_OF[name]}'",
-                    other.span,
-                    hint="pass the whole tensor",
-                )
-            shares.add((decl.name, number))
+            if count != sizes[name]:
+                _check_share(program, decl, dim, count, (name, sizes[name], own[name]))
+                if _is_declared(decl, dim):
+                    shares.add((decl.name, dim))
+            elif (
+                name in _SLICED
+                and plain.get((decl.name, dim)) == VARIABLE_OF[name]
+                and (name != "kv_heads" or _group(sizes) == _group(own))
+            ):
+                shares.add((decl.name, dim))
     return replace(part, shares=frozenset(shares)) if shares else part
+
+
+def _size_along(
+    decl: TensorDecl, dim: int, plain: Mapping[tuple[str, int], str | None]
+) -> str | None:
+    """The size that a dim is declared as, or that the variable counts which looks it up."""
+    if _is_declared(decl, dim):
+        return str(decl.dims[dim].value)
+    return SIZE_OF.get(plain.get((decl.name, dim)) or "")
+
+
+def _is_declared(decl: TensorDecl, dim: int) -> bool:
+    return decl.dims[dim].op is Op.SIZE and decl.dims[dim].value in VARIABLE_OF
+
+
+def _check_share(
+    program: Program, decl: TensorDecl, dim: int, count: int, expected: tuple[str, int, int]
+) -> None:
+    """Refuse ``count`` elements along a dim where the whole call and its part have other numbers.
+
+    ``expected`` is the size by name, in the whole, and in the part.
+    """
+    name, whole, own = expected
+    variable = VARIABLE_OF[name]
+    has = f"{decl.name} has {count} elements along dim {dim}"
+    numbers = f"the whole call has {whole} of these, and its part {own}"
+    if not _is_declared(decl, dim):
+        if count == own:
+            raise ArgumentError(
+                f"{has}, which the program looks up by '{variable}'; {numbers}",
+                hint=f"pass the whole tensor, or declare that dim as {name}",
+            )
+        return
+    if count != own:
+        raise ShapeError(
+            f"{has}, which is declared as {name}; {numbers}",
+            hint=f"pass the whole tensor, or the part's own {own} elements of it",
+        )
+    other = other_lookup(program, decl.name, dim, variable)
+    if other is not None:
+        raise ArgumentError(
+            f"{has}, the part's own of {whole}, and the program looks up others than '{variable}'",
+            other.span,
+            hint="pass the whole tensor",
+        )
+
+
+def narrowed(program: Program, call: Call) -> Call:
+    """``call`` with the part's own heads and batch entries alone in its tensors, where it can be.
+
+    Plain variables look these up, as in a call of its own, and kernels know what they are.
+    """
+    part = call.part
+    if part is None or not part.shares:
+        return call
+    plain, own = plain_lookups(program), own_sizes(call)
+    starts = {"batch": part.b_offset, "heads": part.h_offset}
+    starts["kv_heads"] = part.h_offset // _group(call.sizes)
+    tensors = dict(call.tensors)
+    for decl in program.tensors:
+        for dim, count in enumerate(tensors[decl.name].shape):
+            if (decl.name, dim) not in part.shares:
+                continue
+            name = _size_along(decl, dim, plain)
+            if name in _SLICED and count != own[name]:
+                tensors[decl.name] = tensors[decl.name].narrow(dim, starts[name], own[name])
+    return replace(call, tensors=tensors)
+
+
+def own_sizes(call: Call) -> dict[str, int]:
+    """The sizes of the call's tensors that a whole may have more of."""
+    return {
+        "batch": call.q.shape[0],
+        "heads": call.q.shape[1],
+        "kv_heads": call.k.shape[1],
+        "q_len": call.q.shape[2],
+        "kv_len": call.k.shape[2],
+    }
+
+
+def _group(sizes: Mapping[str, int]) -> int:
+    """Query heads for each key head."""
+    return max(1, sizes["heads"] // max(1, sizes["kv_heads"]))
 
 
 def localised(lowered: Lowered, call: Call) -> tuple[Lowered, Call]:
@@ -325,8 +182,8 @@ def localised(lowered: Lowered, call: Call) -> tuple[Lowered, Call]:
     part = call.part
     if part is None:
         return lowered, call
-    own = {"batch": call.q.shape[0], "heads": call.q.shape[1], "kv_heads": call.k.shape[1],
-           "q_len": call.q.shape[2], "kv_len": call.k.shape[2]}  # fmt: skip
+    own = own_sizes(call)
+    _check_probability(lowered.program, part)
     changes = _changes(lowered.program, call, part, own)
     moved, found = _lowered(lowered, changes)
     names = found.names
@@ -334,7 +191,7 @@ def localised(lowered: Lowered, call: Call) -> tuple[Lowered, Call]:
         **{name: call.sizes[name] for name in changes.sizes},
         "b_offset": part.b_offset,
         "h_offset": part.h_offset,
-        "group": max(1, call.sizes["heads"] // max(1, call.sizes["kv_heads"])),
+        "group": _group(call.sizes),
     }
     values["hkv_offset"] = part.h_offset // values["group"]
     more: dict[str, Any] = {}
@@ -368,6 +225,18 @@ def localised(lowered: Lowered, call: Call) -> tuple[Lowered, Call]:
     )
 
 
+def _check_probability(program: Program, part: Part) -> None:
+    """Refuse dropout whose probability each batch entry would have its own of."""
+    p = program.dropout
+    if p is not None and part.kv_lengths is not None and size("kv_len") in toposort(p):
+        raise UnsupportedError(
+            "the probability of 'dropout' depends on kv_len, of which kv_lengths gives each batch "
+            "entry its own",
+            p.span,
+            "write it in terms of params and other sizes",
+        )
+
+
 def _narrow(positions: torch.Tensor) -> torch.Tensor:
     """Positions in 32 bits, of which kernels and sets know that they are small."""
     return positions if positions.dtype is torch.int32 else positions.to(torch.int32)
@@ -376,12 +245,11 @@ def _narrow(positions: torch.Tensor) -> torch.Tensor:
 def _changes(program: Program, call: Call, part: Part, own: Mapping[str, int]) -> Changes:
     """What the program's names mean otherwise in the part than in a call of its own."""
     larger = {name for name in VARIABLE_OF if call.sizes[name] != own[name]}
-    group = max(1, call.sizes["heads"] // max(1, call.sizes["kv_heads"]))
     shared = {decl.dims[dim].value for decl in program.tensors for name, dim in part.shares
               if decl.name == name}  # fmt: skip
     return Changes(
         sizes=frozenset(larger),
-        replicated=group != max(1, own["heads"] // max(1, own["kv_heads"])),
+        replicated=_group(call.sizes) != _group(own),
         q=_start(call.q_offset, call.q_index, "q_len" in shared),
         kv=_start(call.kv_offset, call.kv_index, "kv_len" in shared or part.kv_lengths is not None),
         lengths=part.kv_lengths is not None,

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from attndsl.passes.tiles.plan import Direction, LoopPlan
     from attndsl.pipeline import Lowered
 
-    from .parts import Location
+    from .location import Location
 
 _DIRECTIONS = {
     "forward": FORWARD,

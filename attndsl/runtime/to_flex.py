@@ -10,7 +10,8 @@ import torch
 from attndsl.errors import UnsupportedError
 from attndsl.ir import Op, const, dependencies, node, toposort
 
-from .parts import Location, localised, sizes_of_whole
+from .location import Location, sizes_of_whole
+from .parts import localised
 from .tiles import call_of_lengths, find_tiles, needs_score
 from .torch_source import torch_function
 

@@ -21,7 +21,7 @@ from attndsl.ir import SCORE, Op, Program, const, node
 from attndsl.pipeline import lower_program
 from attndsl.runtime.arguments import bind
 from attndsl.runtime.autograd import attend
-from attndsl.runtime.parts import Location
+from attndsl.runtime.location import Location
 
 BACKEND = CPUBackend()
 PLACE = SimpleNamespace(device="cpu", shape=(2, 4, 37, 8))

@@ -13,7 +13,7 @@ from attndsl.backends.widened import Wide, why_tiles
 from attndsl.passes.widen import with_heads_apart
 from attndsl.pipeline import lower
 from attndsl.runtime.arguments import bind
-from attndsl.runtime.parts import WHOLE
+from attndsl.runtime.location import WHOLE
 from attndsl.source import Source
 
 DECLARED = {

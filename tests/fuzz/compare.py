@@ -20,6 +20,7 @@ from attndsl.errors import AttnDSLError, LimitError, UnsupportedError
 
 from .inputs import arriving, python_call, value_of
 from .oracle import PRECISIONS, Errors, Oracle, Result, Unfit
+from .parts import InParts
 from .text import text
 
 if TYPE_CHECKING:
@@ -61,6 +62,8 @@ class Place:
     backend: str
     dtype: str = "float64"
     device: str = "cpu"
+    parts: bool = False
+    """Whether calls are cut into parts."""
 
     @property
     def exact(self) -> bool:
@@ -227,7 +230,9 @@ def run(case: Case, place: Place) -> dict[str, torch.Tensor | None]:
     values = {name: value_of(source) for name, source in given.items()}
     for name in call.learned:
         values[name] = values[name].detach().requires_grad_()
-    returned = _attention(case, place)(**values, **_options(call))
+    attention = _attention(case, place)
+    attend = InParts(attention, case.seed) if place.parts else attention
+    returned = attend(**values, **_options(call))
     out, lse = returned if case.lse else (returned, None)
     found: dict[str, torch.Tensor | None] = {"out": out, "lse": lse}
     if not call.learned:
@@ -308,6 +313,8 @@ def reproduction(case: Case, place: Place, outcome: Outcome) -> str:
     bound = "".join(f", {name}={value}" for name, value in call.bound.items())
     bound = ", exact=True" * place.exact + bound
     lines.append(f'attn = attndsl.compile(text, backend="{place.backend}"{bound})')
+    if place.parts:  # Beside tests/.
+        lines.append(f"from fuzz.parts import InParts; attn = InParts(attn, {case.seed})")
     lines.append(f"{'out, lse' if case.lse else 'out'} = attn({arguments})")
     lines += _gradient_lines(case, call.learned, there)
     lines.append(f"# {outcome.verdict.value}: {outcome.reason}")

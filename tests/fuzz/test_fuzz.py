@@ -30,6 +30,8 @@ PLACES = [
     (Place("reference"), 30),
     (Place("cpu"), 60),
     (Place("cpu", "float32"), 30),
+    (Place("reference", parts=True), 40),
+    (Place("cpu", parts=True), 40),
 ]
 
 

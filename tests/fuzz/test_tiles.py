@@ -20,7 +20,7 @@ from attndsl.backends.tiling import grid_of, kinds_by_bounds, segment_kinds
 from attndsl.errors import AttnDSLError
 from attndsl.passes.tiles.plan import DIRECTIONS, EMPTY, FULL
 from attndsl.pipeline import lower
-from attndsl.runtime.parts import Location
+from attndsl.runtime.location import Location
 from attndsl.runtime.tiles import call_of_lengths, find_tiles, verify_call
 from attndsl.source import Source
 

@@ -9,7 +9,7 @@ import attndsl
 from attndsl.errors import ArgumentError
 from attndsl.passes.tiles.plan import FULL, PARTIAL
 from attndsl.runtime import tiles
-from attndsl.runtime.parts import Location
+from attndsl.runtime.location import Location
 
 CLOSED = (
     "score",

@@ -1,0 +1,248 @@
+"""Where in a larger call a call lies, as it says itself, checked."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+import torch
+
+from attndsl.backends.base import Part
+from attndsl.errors import (
+    ArgumentError,
+    DeviceError,
+    DTypeError,
+    ShapeError,
+)
+from attndsl.ir import Op, toposort
+
+from .values import check_rows_within
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from attndsl.ir import Program
+
+INTS = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)
+LOCATION = (
+    "q_offset", "kv_offset", "q_index", "kv_index", "q_len", "kv_len", "heads", "kv_heads", "batch",
+    "h_offset", "b_offset", "kv_lengths",
+)  # fmt: skip
+"""Arguments of a call that say where it lies in a larger one."""
+_GIVEN = ("batch", "heads", "kv_heads", "q_len", "kv_len")
+
+
+@dataclass(frozen=True, slots=True)
+class Location:
+    """Where in a larger call a call's rows, keys, heads and batch entries lie, as it says itself.
+
+    See :meth:`attndsl.Attention.__call__` for each.
+    """
+
+    q_offset: int | torch.Tensor = 0
+    kv_offset: int | torch.Tensor = 0
+    q_index: torch.Tensor | None = None
+    kv_index: torch.Tensor | None = None
+    q_len: int | None = None
+    kv_len: int | None = None
+    heads: int | None = None
+    kv_heads: int | None = None
+    batch: int | None = None
+    h_offset: int = 0
+    b_offset: int = 0
+    kv_lengths: torch.Tensor | None = None
+
+    @property
+    def plain(self) -> bool:
+        """Whether nothing but positions is said, by one number or index for all batch entries."""
+        return (
+            self.q_len is None and self.kv_len is None and self.heads is None
+            and self.kv_heads is None and self.batch is None and self.kv_lengths is None
+            and type(self.h_offset) is int and self.h_offset == 0
+            and type(self.b_offset) is int and self.b_offset == 0
+            and not is_by_entry(self.q_offset) and not is_by_entry(self.kv_offset)
+        )  # fmt: skip
+
+    def numbers(self, program: Program) -> tuple[object, ...]:
+        """Values that make calls of ``program`` have different signatures.
+
+        Raises:
+            ArgumentError: One that is no int.
+        """
+        for name in (*_GIVEN, "h_offset", "b_offset"):
+            _check_int(name, getattr(self, name))
+        by_row = has_rows(program) or self.kv_lengths is not None
+        offsets = (self.q_offset, self.kv_offset) if by_row else ()
+        return (
+            self.q_len, self.kv_len, self.heads, self.kv_heads, self.batch, self.h_offset,
+            self.b_offset, *(x if isinstance(x, int) else None for x in offsets),
+        )  # fmt: skip
+
+
+def sizes_of_whole(given: Mapping[str, int] | None) -> dict[str, int]:
+    """Sizes of a whole call by their names at a call, where these say sizes of a part.
+
+    Raises:
+        ArgumentError: There is no such name.
+    """
+    found = {} if given is None else dict(given)
+    for name in found:
+        if name not in _GIVEN:
+            raise ArgumentError(f"whole_sizes has {name!r}", hint=f"it has {', '.join(_GIVEN)}")
+    return found
+
+
+@lru_cache(maxsize=256)
+def has_rows(program: Program) -> bool:
+    """Whether numbers of queries or keys are dims of tensors, of which a part may have its own."""
+    dims = [dim for decl in program.tensors for dim in decl.dims]
+    return any(dim.op is Op.SIZE and dim.value in ("q_len", "kv_len") for dim in dims)
+
+
+WHOLE = Location()
+"""Of a call that is no part."""
+
+
+def is_by_entry(offset: object) -> bool:
+    """Whether an offset has an element for each batch entry."""
+    return isinstance(offset, torch.Tensor) and offset.dim() == 1
+
+
+def part_of(
+    program: Program, location: Location, sizes: Mapping[str, int]
+) -> tuple[dict[str, int], Part]:
+    """The whole's sizes, and which part of it a call is; see :func:`with_shares` for the rest.
+
+    Args:
+        program: The program.
+        location: What the call says.
+        sizes: Those of its tensors.
+
+    Raises:
+        ArgumentError: What cannot be, or what is missing, and what to pass.
+    """
+    given = {name: getattr(location, name) for name in _GIVEN}
+    for name in (*_GIVEN, "h_offset", "b_offset"):
+        _check_int(name, getattr(location, name))
+    for offset, whole in (("h_offset", "heads"), ("b_offset", "batch")):
+        start = getattr(location, offset)
+        if given[whole] is None and start != 0:
+            raise ArgumentError(
+                f"{offset} is {start}, and {whole} is not given",
+                hint=f"pass {whole}=..., their number in the whole call",
+            )
+        if given[whole] is not None and start + sizes[whole] > given[whole]:
+            raise ArgumentError(
+                f"{whole} is {given[whole]}, and the call has {sizes[whole]} from {offset}={start}",
+                hint=f"{whole} is their number in the whole call: {start + sizes[whole]} or more",
+            )
+    found = {**sizes, **{name: value for name, value in given.items() if value is not None}}
+    found["kv_heads"] = _kv_heads(program, location, sizes)
+    _check_lengths(location, found, sizes)
+    if location.kv_lengths is not None:
+        _check_kv_lengths(location)
+    return found, Part(location.b_offset, location.h_offset, _counted(location), frozenset(),
+                       location.kv_lengths)  # fmt: skip
+
+
+def _counted(location: Location) -> frozenset[str]:
+    return frozenset(
+        name for name, length in (("q", location.q_len), ("kv", location.kv_len))
+        if length is not None
+    )  # fmt: skip
+
+
+def _check_int(name: str, value: object) -> None:
+    if value is None and name in _GIVEN:
+        return
+    if not isinstance(value, int | torch.SymInt) or isinstance(value, bool):
+        raise ArgumentError(f"{name} is {value!r}", hint="pass an int")
+    if value < 0:
+        raise ArgumentError(f"{name} is {value}", hint="pass 0 or more")
+
+
+def _kv_heads(program: Program, location: Location, sizes: Mapping[str, int]) -> int:
+    """The whole's number of key heads, where the groups of heads fit into each other."""
+    heads, kv_heads = location.heads, location.kv_heads
+    own = sizes["heads"] // sizes["kv_heads"]
+    if heads is None:
+        if kv_heads is not None and kv_heads != sizes["kv_heads"]:
+            raise ArgumentError(
+                f"kv_heads is {kv_heads}, and heads is not given",
+                hint="pass heads=..., the number of query heads in the whole call",
+            )
+        return sizes["kv_heads"]
+    if kv_heads is None:
+        if heads % own or mentions_key_heads(program):
+            if heads == sizes["heads"]:
+                return sizes["kv_heads"]
+            raise ArgumentError(
+                f"heads is {heads}, and kv_heads is not given",
+                hint="pass kv_heads=..., the number of key heads in the whole call",
+            )
+        kv_heads = heads // own
+    if kv_heads == 0 or heads % kv_heads:
+        raise ArgumentError(
+            f"heads is {heads} and kv_heads is {kv_heads}",
+            hint="the number of query heads is a multiple of that of key heads",
+        )
+    group = heads // kv_heads
+    if group % own or location.h_offset % own:
+        raise ArgumentError(
+            f"the call has {own} query heads for each key head from head {location.h_offset} on, "
+            f"and the whole call has {group}",
+            hint="cut between groups of heads, or so that each key head's part of a group is whole",
+        )
+    return kv_heads
+
+
+def mentions_key_heads(program: Program) -> bool:
+    """Whether a program speaks of key heads, in expressions or in the sizes of tensors."""
+    dims = [dim for decl in program.tensors for dim in decl.dims]
+    return any(
+        (item.op is Op.VAR and item.value == "hkv")
+        or (item.op is Op.SIZE and item.value == "kv_heads")
+        for item in toposort(*program.roots(), *dims)
+    )
+
+
+def _check_lengths(location: Location, sizes: Mapping[str, int], own: Mapping[str, int]) -> None:
+    for name, length in (("q", "q_len"), ("kv", "kv_len")):
+        if getattr(location, length) is None:
+            continue
+        rows = "queries" if name == "q" else "keys"
+        offset = getattr(location, f"{name}_offset")
+        if getattr(location, f"{name}_index") is None and isinstance(offset, int | torch.SymInt):
+            check_rows_within(name, offset, own[length], sizes[length])
+        elif own[length] > sizes[length] and is_by_entry(offset):
+            raise ArgumentError(
+                f"{length} is {sizes[length]}, and the call has {own[length]} {rows}",
+                hint=f"{length} is their number in the whole call",
+            )
+
+
+def _check_kv_lengths(location: Location) -> None:
+    for name in ("kv_len", "kv_index"):
+        if getattr(location, name) is not None:
+            raise ArgumentError(
+                f"kv_lengths and {name} are both given",
+                hint=f"drop {name}, or say in the mask which keys there are"
+                if name == "kv_index"
+                else "drop kv_len: each batch entry's own length is its kv_len",
+            )
+
+
+def check_lengths(lengths: object, batch: int, device: torch.device) -> None:
+    """Refuse what are no numbers of keys of ``batch`` entries.
+
+    Raises:
+        DTypeError, ShapeError, DeviceError: Says which, and what to pass.
+    """
+    hint = f"pass ({batch},) ints on {device}, the number of keys of each batch entry"
+    if not isinstance(lengths, torch.Tensor) or lengths.dtype not in INTS:
+        raise DTypeError("kv_lengths is no int tensor", hint=hint)
+    if tuple(lengths.shape) != (batch,):
+        raise ShapeError(f"kv_lengths has shape {tuple(lengths.shape)}", hint=hint)
+    if lengths.device != device:
+        raise DeviceError(f"kv_lengths is on {lengths.device}", hint=hint)
