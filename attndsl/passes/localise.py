@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from attndsl.ir import (
@@ -208,7 +207,6 @@ def places_of(item: Node) -> Iterator[tuple[int, str, int]]:
             yield len(left.indices) + place, right.name, place
 
 
-@lru_cache(maxsize=256)
 def plain_lookups(program: Program) -> Mapping[tuple[str, int], str | None]:
     """By tensor and dim: the variable that all lookups along it have as their index.
 
@@ -225,9 +223,10 @@ def plain_lookups(program: Program) -> Mapping[tuple[str, int], str | None]:
 
 def other_lookup(program: Program, name: str, dim: int, variable: str) -> Node | None:
     """The first lookup whose index along a tensor's ``dim`` is not ``variable`` itself, or None."""
-    wanted = var(variable)
     for item in toposort(*program.roots()):
         for place, tensor, number in places_of(item):
-            if (tensor, number) == (name, dim) and item.args[place] is not wanted:
+            index = item.args[place]
+            is_other = index.op is not Op.VAR or index.value != variable
+            if is_other and (tensor, number) == (name, dim):
                 return item
     return None

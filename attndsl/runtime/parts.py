@@ -38,9 +38,6 @@ if TYPE_CHECKING:
     from attndsl.passes.localise import Localised
     from attndsl.pipeline import Lowered
 
-_SLICED = ("batch", "heads", "kv_heads")
-"""Sizes whose numbers a part has from one on without a gap."""
-
 
 def with_shares(
     program: Program,
@@ -51,8 +48,7 @@ def with_shares(
 ) -> Part:
     """``part`` with the dims of ``tensors`` that have its own rows alone.
 
-    The size of a dim tells which it is: that of the whole, or that of the part. Among those of the
-    whole are some that :func:`narrowed` leaves the part's own rows of.
+    The size of a dim tells which it is: that of the whole, or that of the part.
 
     Args:
         program: The program.
@@ -66,22 +62,15 @@ def with_shares(
         ArgumentError: A share that the program looks up by more than its own rows, or that is not
             declared to be one.
     """
-    plain = plain_lookups(program)
+    plain = _plain_lookups(program)
     shares = set()
     for decl in program.tensors:
         for dim, count in enumerate(tensors[decl.name].shape):
             name = _size_along(decl, dim, plain)
-            if name is None or sizes[name] == own[name]:
+            if name is None or count == sizes[name]:
                 continue
-            if count != sizes[name]:
-                _check_share(program, decl, dim, count, (name, sizes[name], own[name]))
-                if _is_declared(decl, dim):
-                    shares.add((decl.name, dim))
-            elif (
-                name in _SLICED
-                and plain.get((decl.name, dim)) == VARIABLE_OF[name]
-                and (name != "kv_heads" or _group(sizes) == _group(own))
-            ):
+            _check_share(program, decl, dim, count, (name, sizes[name], own[name]))
+            if _is_declared(decl, dim):
                 shares.add((decl.name, dim))
     return replace(part, shares=frozenset(shares)) if shares else part
 
@@ -137,20 +126,30 @@ def narrowed(program: Program, call: Call) -> Call:
     Plain variables look these up, as in a call of its own, and kernels know what they are.
     """
     part = call.part
-    if part is None or not part.shares:
+    if part is None:
         return call
-    plain, own = plain_lookups(program), own_sizes(call)
+    plain, own = _plain_lookups(program), own_sizes(call)
     starts = {"batch": part.b_offset, "heads": part.h_offset}
-    starts["kv_heads"] = part.h_offset // _group(call.sizes)
-    tensors = dict(call.tensors)
+    if _group(call.sizes) == _group(own):
+        starts["kv_heads"] = part.h_offset // _group(own)
+    tensors, shares = dict(call.tensors), set(part.shares)
     for decl in program.tensors:
         for dim, count in enumerate(tensors[decl.name].shape):
-            if (decl.name, dim) not in part.shares:
-                continue
-            name = _size_along(decl, dim, plain)
-            if name in _SLICED and count != own[name]:
+            name = SIZE_OF.get(plain.get((decl.name, dim)) or "")
+            if name in starts and count == call.sizes[name] != own[name]:
                 tensors[decl.name] = tensors[decl.name].narrow(dim, starts[name], own[name])
-    return replace(call, tensors=tensors)
+                shares.add((decl.name, dim))
+    return replace(call, tensors=tensors, part=replace(part, shares=frozenset(shares)))
+
+
+_kept_lookups = lru_cache(maxsize=256)(plain_lookups)
+
+
+def _plain_lookups(program: Program) -> Mapping[tuple[str, int], str | None]:
+    """See :func:`~attndsl.passes.localise.plain_lookups`; graphs are warned of caches."""
+    if torch.compiler.is_dynamo_compiling():
+        return plain_lookups(program)
+    return _kept_lookups(program)
 
 
 def own_sizes(call: Call) -> dict[str, int]:

@@ -113,6 +113,18 @@ def test_pairs_do_not_depend_on_the_size_of_the_call():
     assert torch.equal(kept(7, p, (2, 2, 13, 270), first_row=20), whole[:, :, 20:])
 
 
+def test_rows_and_keys_by_their_numbers():
+    p, heads = torch.tensor(0.4), torch.tensor([[0, 1], [2, 3]])
+    whole = kept(7, p, (2, 2, 33, 270))
+    rows, keys = torch.tensor([32, 0, 7, 7]), torch.arange(100, 270, 3)
+    assert torch.equal(kept_at(7, p, heads, rows, (0, 270)), whole[:, :, rows])
+    assert torch.equal(kept_at(7, p, heads, (3, 20), keys), whole[:, :, 3:20, keys])
+    assert torch.equal(kept_at(7, p, heads, rows, keys), whole[:, :, rows][..., keys])
+    before = kept_at(7, p, heads, (-5, 3), (-9, 4))
+    assert torch.equal(before[:, :, 5:, 9:], whole[:, :, :3, :4])
+    assert torch.equal(kept_at(7, p, heads, torch.arange(-5, 3), torch.arange(-9, 4)), before)
+
+
 def test_seeds_differ_and_repeat():
     p, shape = tensor(0.5), (1, 1, 64, 128)
     first = kept(1, p, shape)

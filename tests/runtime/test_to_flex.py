@@ -130,3 +130,17 @@ def test_indices_that_are_numbers_out_of_range_are_clamped(index):
     captures = {"gain": torch.arange(1.0, H + 1)}
     found = torch_flex.flex_attention(q, k, v, *attention.to_flex(L, L, B, H, **captures))
     torch.testing.assert_close(found, attention(q, k, v, **captures))
+
+
+@pytest.mark.parametrize("entries", [False, True])
+def test_parts_of_calls(entries):
+    attention = attndsl.compile("mask = causal_lower_right(); score = alibi()")
+    q, k, v = torch.randn(B, H, 6, D), torch.randn(B, H, 10, D), torch.randn(B, H, 10, D)
+    sizes = {"q_len": 10, "heads": 8}
+    options = {"q_offset": 4, "h_offset": 4}
+    if entries:
+        options = {"q_offset": torch.tensor([0, 3]), "kv_lengths": torch.tensor([9, 4])}
+        options["h_offset"], sizes = 1, {"heads": 8}
+    functions = attention.to_flex(6, 10, B, H, 2, whole_sizes=sizes, **options)
+    found = torch_flex.flex_attention(q, k, v, *functions)
+    torch.testing.assert_close(found, attention(q, k, v, **sizes, **options))
