@@ -157,7 +157,7 @@ class Attention(Analysis):
             )
         location = (
             None
-            if q_len is kv_len is heads is kv_heads is batch is kv_lengths is None
+            if q_len is kv_len is heads is kv_heads is batch is None and kv_lengths is None
             and type(h_offset) is type(b_offset) is int and h_offset == b_offset == 0
             else Location(
                 q_offset, kv_offset, q_index, kv_index, q_len, kv_len, heads, kv_heads, batch,

@@ -130,8 +130,8 @@ class _Names(dict[str, str]):
 
     def __init__(self, program: Program) -> None:
         super().__init__()
-        declared = [*program.tensors, *program.params]
-        self._taken = {decl.name for decl in declared} | set(program.dim_names())
+        self._taken = {decl.name for decl in program.tensors} | set(program.dim_names())
+        self._taken |= {decl.name for decl in program.params}
 
     def __missing__(self, what: str) -> str:
         name = f"whole_{what}" if what in VARIABLE_OF else what

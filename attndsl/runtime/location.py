@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -80,7 +80,7 @@ class Location:
         )  # fmt: skip
 
 
-def sizes_of_whole(given: Mapping[str, int] | None) -> dict[str, int]:
+def sizes_of_whole(given: Mapping[str, int] | None) -> dict[str, Any]:
     """Sizes of a whole call by their names at a call, where these say sizes of a part.
 
     Raises:
@@ -212,7 +212,7 @@ def _check_lengths(location: Location, sizes: Mapping[str, int], own: Mapping[st
         if getattr(location, length) is None:
             continue
         rows = "queries" if name == "q" else "keys"
-        offset = getattr(location, f"{name}_offset")
+        offset: Any = getattr(location, f"{name}_offset")
         if getattr(location, f"{name}_index") is None and isinstance(offset, int | torch.SymInt):
             check_rows_within(name, offset, own[length], sizes[length])
         elif own[length] > sizes[length] and is_by_entry(offset):

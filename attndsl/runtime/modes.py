@@ -7,7 +7,7 @@ made of torch operations a crowd of small ones, so calls then go by way of the o
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -123,7 +123,7 @@ def _without_operands(call: Call) -> Call:
     part = call.part
     assert part is not None
     lengths = part.kv_lengths
-    copies = {
+    copies: dict[str, Any] = {
         name: value.clone()
         for name in FIELDS
         if isinstance(value := getattr(call, name), torch.Tensor)
