@@ -212,9 +212,10 @@ def _check_lengths(location: Location, sizes: Mapping[str, int], own: Mapping[st
         if getattr(location, length) is None:
             continue
         rows = "queries" if name == "q" else "keys"
-        offset: Any = getattr(location, f"{name}_offset")
+        offset = getattr(location, f"{name}_offset")
         if getattr(location, f"{name}_index") is None and isinstance(offset, int | torch.SymInt):
-            check_rows_within(name, offset, own[length], sizes[length])
+            start: Any = offset  # Of graphs, not an int yet.
+            check_rows_within(name, start, own[length], sizes[length])
         elif own[length] > sizes[length] and is_by_entry(offset):
             raise ArgumentError(
                 f"{length} is {sizes[length]}, and the call has {own[length]} {rows}",
