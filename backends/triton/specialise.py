@@ -16,6 +16,7 @@ from attndsl.passes.inside import dim_of
 
 from ..forms import EXACT, forms_for
 from ..memory_order import result_orders
+from .draws import kinds_of_draws
 from .expression import Capture, Names
 from .pairs import aligned_of, dtypes_of, units_of
 from .terms import terms_of
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from attndsl.pipeline import Lowered
 
     from ..base import Call, Scalar, Wants
+    from .draws import Kinds
     from .terms import Term
 
 TRITON_TYPES = {
@@ -117,6 +119,8 @@ class Specialisation:
     """Whether their addresses and steps but for that are multiples of 16."""
     dropout: bool = False
     """Whether kernels draw numbers, from a seed."""
+    draws: Kinds | None = None
+    """How pairs are given that are drawn as for a part of a whole (:mod:`.draws`)."""
     seed_type: str = "i64"
     """How that arrives: a number, or ``*i64`` where the kernel reads it."""
     forms: str = EXACT
@@ -183,6 +187,7 @@ def specialise(program: Program, call: Call, *grads: torch.Tensor) -> Specialisa
         shifted=call.shifted,
         scale_first=call.scale <= 0,
         dropout=program.dropout is not None,
+        draws=kinds_of_draws(call),
         seed_type="*i64" if isinstance(call.seed, torch.Tensor) else "i64",
         wide_rows=_MAX_ROWS * max(results.longest_step, *(strides(t)[2] for t in operands))
         >= 1 << 31,
