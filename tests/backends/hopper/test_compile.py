@@ -16,6 +16,7 @@ SCRIPT = textwrap.dedent(
     from dataclasses import replace
     from pathlib import Path
     import torch, triton
+    from attndsl.backends.base import Draws
     from attndsl.backends.hopper.arguments import arguments_of
     from attndsl.backends.hopper.generate import generate
     from attndsl.backends.hopper.generate_tangent import generate_tangent
@@ -91,12 +92,14 @@ SCRIPT = textwrap.dedent(
     }
     def compiled(
         direction, case, head_dim, number, indexed=False, value_dim=None, dtype="bfloat16",
-        persistent=None, tiles=None, stored=False, summed=False, moving="",
+        persistent=None, tiles=None, stored=False, summed=False, moving="", drawn=False,
     ):
         lowered = lower(Source(TEXTS[case]), {})
         call = example_call(lowered, head_dim, value_dim or head_dim, getattr(torch, dtype), {})
         if indexed:
             call = replace(call, q_index=torch.arange(2), kv_offset=torch.tensor(3))
+        if drawn:
+            call = replace(call, draws=Draws(8, 1, 2, 32, 256))
         target = parse_target("cuda:90")
         if tiles:
             rows = [x.new_empty(2, 2, 64, x.shape[3]) for x in (call.q, call.k, call.v)]
@@ -130,6 +133,7 @@ SCRIPT = textwrap.dedent(
                 text = generate_tangent(lowered, special, loop, config)
             else:
                 text = generate(lowered, special, direction, loop, config)
+            assert ("drop_of_part" in text) == drawn
             path.write_text(text, "utf-8")
             function = getattr(load_module(path, "hopper"), f"attention_{direction}")
             arguments = arguments_of(direction, function, special, config)
@@ -220,6 +224,10 @@ CASES = {
         ("backward_kv", "rich", 64, 0),
         ("backward_kv", "rich", 128, 0, {"indexed": True}),
         ("backward_kv", "dropout", 64, 0),
+    ],
+    "draws of a part": [
+        ("forward", "dropout", 64, 0, {"drawn": True}),
+        ("backward_kv", "dropout", 64, 0, {"drawn": True}),
     ],
     "more backward": [
         ("backward_kv", "nothing", 64, 2),
