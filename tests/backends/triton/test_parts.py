@@ -9,11 +9,14 @@ import pytest
 import torch
 from parts import (
     PROGRAMS,
+    RAGGED,
     SPLITS,
     Sizes,
+    entries_of,
     make_case,
     part_of_whole,
     parts_of,
+    ragged_of,
     results,
     whole_of,
 )
@@ -76,6 +79,52 @@ def test_parts_equal_the_whole_on_gpus(backend, name, split):
     case = make_case(name, backend, dtype, LARGE, "cuda")
     for shares in (False, True):
         check_parts(case, split, shares, 3e-2 if backend == "hopper" else 1e-3, TILE)
+
+
+def check_ragged(case: Case, offsets: list[int], lengths: list[int], tolerance: float) -> None:
+    """Batch entries of their own positions and lengths give what they give one at a time."""
+    starts, counts = (torch.tensor(x, device=case.q.device) for x in (offsets, lengths))
+    found = results(ragged_of(case, starts, counts), case.leaves())
+    for name, value in results(entries_of(case, starts, counts), case.leaves()).items():
+        scale = max(1.0, float(value[value.isfinite()].abs().max()))
+        torch.testing.assert_close(
+            found[name], value, rtol=tolerance, atol=tolerance * scale, equal_nan=True
+        )
+
+
+@pytest.mark.parametrize("name", ["lengths", "buckets", "documents"])
+def test_some_entries_have_their_own_lengths(device, name):
+    sizes = Sizes(batch=2, heads=2, kv_heads=1, q_len=3, kv_len=40)
+    case = make_case(name, "triton", torch.float32, sizes, device, RAGGED)
+    check_ragged(case, [5, 34], [8, 37], 2e-4)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 3, 300])
+@pytest.mark.parametrize("name", RAGGED)
+@pytest.mark.parametrize("backend", ["triton", "hopper"])
+def test_entries_have_their_own_lengths_on_gpus(backend, name, rows):
+    sizes = Sizes(batch=4, q_len=rows, kv_len=1000, head_dim=64)
+    dtype = torch.bfloat16 if backend == "hopper" else torch.float32
+    torch.manual_seed(0)
+    case = make_case(name, backend, dtype, sizes, "cuda", RAGGED)
+    tolerance = 3e-2 if backend == "hopper" else 1e-3
+    check_ragged(case, [5, 0, 700, 130], [8, 301, 1000, 128], tolerance)
+
+
+@pytest.mark.parametrize("how", ["index", "tensor"])
+def test_dropout_of_rows_that_tensors_place(device, how):
+    rows = torch.tensor([3, 17, 0, 11]) if how == "index" else torch.arange(7, 11)
+    options = {"q_index": rows} if how == "index" else {"q_offset": torch.tensor(7)}
+    options = {name: value.to(device) for name, value in options.items()}
+    case = make_case("dropout", "triton", torch.float32, SMALL, device)
+    out, lse = whole_of(case)
+    found = case.attention(
+        case.q[:, :, rows], case.k, case.v, return_lse=True, q_len=20, seed=7, **options
+    )
+    wanted = results((out[:, :, rows], lse[:, :, rows]), case.leaves())
+    for name, value in results(found, case.leaves()).items():
+        torch.testing.assert_close(value, wanted[name], rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("kv_offset", [0, -3, 4])
