@@ -152,7 +152,8 @@ def digest(program: Program) -> str:
     name or declaration of a param or tensor, changes it.
     """
     values = program_to_json(program)
-    positions = [d.name for d in (*program.params, *program.tensors) if d.is_position]
+    positions = [decl.name for decl in program.params if decl.is_position]
+    positions += [decl.name for decl in program.tensors if decl.is_position]
     if positions:
         values["positions"] = positions
     text = json.dumps(values, sort_keys=True, separators=(",", ":"))

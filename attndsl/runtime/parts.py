@@ -200,11 +200,11 @@ def localised(lowered: Lowered, call: Call) -> tuple[Lowered, Call]:
             continue
         offset, index = getattr(call, f"{name}_offset"), getattr(call, f"{name}_index")
         options |= {f"{name}_offset": 0, f"{name}_index": None}
-        if start in (Start.NUMBER, Start.SCALAR):
+        if start is Start.NUMBER:
+            values[f"{name}_start"] = offset
+        elif start is Start.SCALAR:
             is_tensor = isinstance(offset, torch.Tensor)
-            values[f"{name}_start"] = more[f"{name}_start"] = (
-                _narrow(offset) if is_tensor else offset
-            )
+            more[f"{name}_start"] = _narrow(offset) if is_tensor else offset
         elif start is Start.ENTRIES:
             more[f"{name}_starts"] = _narrow(offset)
         else:
