@@ -343,6 +343,8 @@ class ParamDecl:
     dtype: DType
     default: bool | int | float | None = None
     span: Span | None = field(default=None, compare=False, repr=False)
+    is_position: bool = False
+    """Whether values are lengths or positions: ints below 2**30 in size."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -353,6 +355,8 @@ class TensorDecl:
     dtype: DType
     dims: tuple[Node, ...]
     span: Span | None = field(default=None, compare=False, repr=False)
+    is_position: bool = False
+    """Whether elements are lengths or positions: ints below 2**30 in size."""
 
 
 @dataclass(frozen=True, slots=True)

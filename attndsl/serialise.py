@@ -151,7 +151,12 @@ def digest(program: Program) -> str:
     Renaming a local or reformatting the text keeps it; any change of what is computed, or of the
     name or declaration of a param or tensor, changes it.
     """
-    text = json.dumps(program_to_json(program), sort_keys=True, separators=(",", ":"))
+    values = program_to_json(program)
+    positions = [decl.name for decl in program.params if decl.is_position]
+    positions += [decl.name for decl in program.tensors if decl.is_position]
+    if positions:
+        values["positions"] = positions
+    text = json.dumps(values, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()
 
 

@@ -53,7 +53,7 @@ ROTATIONS = ((21, 13, 26), (7, 4, 16), (1, 29, 27), (13, 14, 20))
 """By how many bits words are rotated, for each of the four lowest bits of draws."""
 _SPREAD = (0xC13FA9A9, 0x91E10DA5)
 _LOW = 0xFFFFFFFF
-_ROWS, _KEYS = 16, 128
+ROWS, KEYS = 16, 128
 """Rows and keys after which the places in a block start again."""
 
 Word = int | torch.Tensor
@@ -125,8 +125,8 @@ def kept_at(
     """
     if isinstance(rows, torch.Tensor) or isinstance(columns, torch.Tensor):
         return _kept_one_by_one(seed, p, numbers, rows, columns)
-    row_places, rows_before = _places(*rows, _ROWS, numbers.device)
-    column_places, columns_before = _places(*columns, _KEYS, numbers.device)
+    row_places, rows_before = _places(*rows, ROWS, numbers.device)
+    column_places, columns_before = _places(*columns, KEYS, numbers.device)
     kept = _kept_bits(seed, p, numbers, row_places[:, None], column_places)
     bits = [
         8 * (group % 4) + 4 * (group // 8) + 2 * (group // 4 % 2) + row
@@ -149,7 +149,7 @@ def _kept_one_by_one(
         for x in (rows, columns)
     )
     i, group = i[:, None], j // 8 % 16
-    places = i // _ROWS * 8 + i % 8, j // _KEYS * 8 + j % 8
+    places = i // ROWS * 8 + i % 8, j // KEYS * 8 + j % 8
     bits = 8 * (group % 4) + 4 * (group // 8) + 2 * (group // 4 % 2) + i // 8 % 2
     return _kept_bits(seed, p, numbers, *places) >> bits & 1 == 1
 

@@ -48,9 +48,9 @@ class Start(enum.Enum):
     CALL = "call"
     """As in any call: by its own offset or index."""
     NUMBER = "number"
-    """The row and a size, ``q_start``."""
+    """The row and a size, ``q_start``, which is not negative."""
     SCALAR = "scalar"
-    """The row and a param, ``q_start``, which is a tensor."""
+    """The row and a param, ``q_start``."""
     ENTRIES = "entries"
     """The row and an element for each batch entry, ``q_starts[b]``."""
     ROWS = "rows"
@@ -92,16 +92,14 @@ def localised_program(program: Program, changes: Changes) -> Localised:
     dead = None
     for name, start in (("q", changes.q), ("kv", changes.kv)):
         if start is Start.SCALAR:
-            params.append(ParamDecl(names[f"{name}_start"], DType.INT))
+            params.append(ParamDecl(names[f"{name}_start"], DType.INT, is_position=True))
         elif start is Start.ENTRIES:
-            tensors.append(TensorDecl(names[f"{name}_starts"], DType.INT, (size("batch"),)))
+            tensors.append(_positions(names[f"{name}_starts"], "batch"))
         elif start is Start.ROWS:
-            tensors.append(
-                TensorDecl(names[f"{name}_positions"], DType.INT, (size(f"{name}_len"),))
-            )
+            tensors.append(_positions(names[f"{name}_positions"], f"{name}_len"))
     if changes.lengths:
         lengths = load(names["kv_lengths"], DType.INT, var("b"))
-        tensors.append(TensorDecl(names["kv_lengths"], DType.INT, (size("batch"),)))
+        tensors.append(_positions(names["kv_lengths"], "batch"))
         known[size("kv_len")] = lengths
         dead = node(Op.LT, var("kv"), lengths)
     mask = None if program.mask is None else _moved(program.mask, known, changes.shares)
@@ -123,6 +121,11 @@ def localised_program(program: Program, changes: Changes) -> Localised:
         tensors=tuple(tensors),
     )
     return Localised(found, dict(names))
+
+
+def _positions(name: str, dim: str) -> TensorDecl:
+    """A tensor of a position or a length for each element along ``dim``."""
+    return TensorDecl(name, DType.INT, (size(dim),), is_position=True)
 
 
 class _Names(dict[str, str]):

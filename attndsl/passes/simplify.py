@@ -20,7 +20,6 @@ from attndsl.ir import (
     Node,
     Op,
     Program,
-    TensorDecl,
     const,
     node,
     rebuild,
@@ -44,8 +43,7 @@ def simplify(program: Program) -> Program:
 
     mask = part(program.mask)
     tensors = tuple(
-        TensorDecl(t.name, t.dtype, tuple(simplify_node(d, memo) for d in t.dims), t.span)
-        for t in program.tensors
+        replace(t, dims=tuple(simplify_node(d, memo) for d in t.dims)) for t in program.tensors
     )
     return replace(
         program,

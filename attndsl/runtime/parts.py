@@ -200,8 +200,11 @@ def localised(lowered: Lowered, call: Call) -> tuple[Lowered, Call]:
             continue
         offset, index = getattr(call, f"{name}_offset"), getattr(call, f"{name}_index")
         options |= {f"{name}_offset": 0, f"{name}_index": None}
-        if start in (Start.NUMBER, Start.SCALAR):
-            values[f"{name}_start"] = more[f"{name}_start"] = offset
+        if start is Start.NUMBER:
+            values[f"{name}_start"] = offset
+        elif start is Start.SCALAR:
+            is_tensor = isinstance(offset, torch.Tensor)
+            more[f"{name}_start"] = _narrow(offset) if is_tensor else offset
         elif start is Start.ENTRIES:
             more[f"{name}_starts"] = _narrow(offset)
         else:
@@ -266,7 +269,10 @@ def _start(offset: int | torch.Tensor, index: torch.Tensor | None, by_row: bool)
         return Start.CALL
     if isinstance(offset, torch.Tensor):
         return Start.SCALAR
-    return Start.CALL if offset == 0 else Start.NUMBER
+    if offset == 0:
+        return Start.CALL
+    # Sizes are not negative, and are taken not to be.
+    return Start.NUMBER if offset > 0 else Start.SCALAR
 
 
 def _draws(call: Call, part: Part, changes: Changes, own: Mapping[str, int]) -> Draws | None:

@@ -13,6 +13,7 @@ from ..base import Gradients, Wants
 from ..memory_order import result_orders
 from ..triton.arguments import capture_arguments, origin
 from ..triton.backend import PADDING, TritonBackend, signature_of
+from ..triton.draws import why_pairs
 from ..triton.kernels import STATISTICS_ROWS
 from ..triton.order import processors_of
 from ..triton.specialise import specialise, strides
@@ -413,6 +414,8 @@ def why_portable(
                 return "gradients of captured tensors are added up at head dims up to 128"
             if learned.factor and call.q.dtype is torch.float16:
                 return "gradients of a factor need slopes of a wider range than fp16 has"
+    if call.draws is not None and (drawn := why_pairs(call)) is not None:
+        return drawn
     if 0 in call.q.shape or 0 in call.k.shape or 0 in call.v.shape:
         return "nothing is to be computed"
     rows = call.q.new_empty((1, 1, 2, call.v.shape[3]))

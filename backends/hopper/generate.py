@@ -17,6 +17,7 @@ from attndsl.passes.tiles.plan import DIRECTIONS
 
 from ..forms import APPROX
 from ..triton.device_functions import param_values, parameters, wrapped
+from ..triton.draws import with_draws
 from ..triton.generate import fill_template, import_lines
 from ..triton.loops import LIST_PARAMETERS, print_loop
 from .arguments import is_drawn
@@ -233,7 +234,8 @@ def generate(
         ),
     }
     texts += print_pair_functions(lowered, special, direction)
-    return fill_template(__package__, templates, [*functions, *texts], helpers, flags, names, more)
+    text = fill_template(__package__, templates, [*functions, *texts], helpers, flags, names, more)
+    return with_draws(text, special.draws)
 
 
 def flags_of_scores(lowered: Lowered, name: str, loop: LoopPlan) -> dict[str, bool | float]:

@@ -10,6 +10,7 @@ import triton
 from attndsl.errors import UnsupportedError
 
 from .compile import Argument
+from .draws import PARAMETERS, draws_arguments
 from .lines import Lines
 from .specialise import strides
 
@@ -179,6 +180,9 @@ def capture_types(special: Specialisation) -> dict[str, Argument]:
         add(f"n_{dim_name}", "i32")
     if special.dropout:
         add("seed", special.seed_type)
+    if special.draws is not None:
+        for name in PARAMETERS:
+            add(name, "i32")
     return found
 
 
@@ -226,4 +230,6 @@ def capture_arguments(special: Specialisation, call: Call) -> list[Any]:
         if isinstance(seed, int):
             seed = (seed + (1 << 63)) % (1 << 64) - (1 << 63)  # The low 64 bits, signed.
         values.append(seed)
+    if special.draws is not None:
+        values += draws_arguments(call)
     return values

@@ -14,6 +14,7 @@ from ..base import Gradients
 from ..memory_order import empty_like, result_orders
 from .apart import Again, add_apart
 from .arguments import NO_LINES, Layout, capture_arguments, origin
+from .draws import kinds_of_draws
 from .kernels import STATISTICS_ROWS, Kernels
 from .library import STATISTICS_PADDING
 from .lines import line_gradients, lines_among
@@ -90,11 +91,6 @@ class TritonBackend:
                     f"and {name} has {width}",
                     hint="use backend='reference'",
                 )
-        if call.draws is not None:
-            raise UnsupportedError(
-                f"the {self.name} backend has no dropout of a part that draws as the whole",
-                hint="use backend='cpu', or drop weights in calls of whole entries",
-            )
 
     def forward(self, lowered: Lowered, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
         """See :class:`~attndsl.backends.base.Backend`."""
@@ -415,6 +411,8 @@ def signature_of(
     if call.tensors or call.params:
         aligned = tuple(t.data_ptr() % 16 == 0 for t in call.tensors.values())
         found = (*found, aligned, *map(_param_class, call.params.values()))
+    if call.draws is not None:
+        found = (*found, kinds_of_draws(call))
     if call.signature is not None:
         return (call.signature, *found)
     return (

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 
 from attndsl.ir import DType
 
+from .draws import PARAMETERS
+
 if TYPE_CHECKING:
     from .specialise import Specialisation
 
@@ -32,6 +34,7 @@ def parameters(special: Specialisation) -> list[str]:
     names += [kind.argument for kind in special.params]
     names += [f"n_{name}" for name in special.dim_names]
     names += ["seed"] * special.dropout
+    names += PARAMETERS if special.draws is not None else ()
     return names
 
 

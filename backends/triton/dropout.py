@@ -45,6 +45,23 @@ def drop_of_head(p, head_of_batch, seed):
 
 
 @triton.jit
+def drop_of_part(p, head_of_batch, seed, row, key):
+    """As :func:`drop_of_head`, for a part of a whole: its places count on from others.
+
+    Args:
+        p: As there.
+        head_of_batch: Number of the head in the whole.
+        seed: As there.
+        row: Place of the part's first row, int32.
+        key: Place of its first key, int32.
+    """
+    word0, word1, word2, word3, begin, fraction, least = drop_of_head(p, head_of_batch, seed)
+    rows, keys = row.to(tl.uint32), key.to(tl.uint32)
+    begin = begin + rows * 0xC13FA9A9 + keys * 0x91E10DA5
+    return word0 + rows, word1 + keys, word2, word3, begin, fraction, least
+
+
+@triton.jit
 def rotated(word, NUMBER: tl.constexpr):
     """``word`` (uint32) rotated to the left by NUMBER bits."""
     return (word << NUMBER) | (word >> (32 - NUMBER))
@@ -92,6 +109,22 @@ def kept_pairs(
     columns some is drawn for nothing.
     """
     of_head = drop_of_head(p, head_of_batch, seed)
+    return kept_of_head(of_head, first_row, first_column, ROWS, COLUMNS)
+
+
+@triton.jit
+def kept_pairs_of_part(
+    first_row, first_column, p, head_of_batch, seed, row, key,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """As :func:`kept_pairs`, for a part of a whole; see :func:`drop_of_part`."""
+    of_head = drop_of_part(p, head_of_batch, seed, row, key)
+    return kept_of_head(of_head, first_row, first_column, ROWS, COLUMNS)
+
+
+@triton.jit
+def kept_of_head(of_head, first_row, first_column, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """:func:`kept_pairs` of what :func:`drop_of_head` says."""
     row_word, key_word, word2, word3, begin, fraction, least = of_head
     BLOCKS: tl.constexpr = (COLUMNS + 127) // 128
     EIGHTS: tl.constexpr = COLUMNS // 8 // BLOCKS
@@ -110,6 +143,50 @@ def kept_pairs(
     pairs = (kept[:, :, None, None] >> shifts[None, None, :, :] & 1).to(tl.int8)
     blocks = tl.reshape(pairs, [ROWS // 16, 8, BLOCKS, 8, 2, EIGHTS])
     return tl.reshape(tl.permute(blocks, (0, 4, 1, 2, 5, 3)), [ROWS, COLUMNS])
+
+
+@triton.jit
+def kept_single_pairs(
+    first_row, first_column, p, head_of_batch, seed, q, kv, row, key,
+    BY_Q: tl.constexpr, BY_KV: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """As :func:`kept_pairs`, drawn for each pair alone: for a part that begins within blocks.
+
+    Args:
+        first_row: The tile's first row in the part.
+        first_column: The same of keys.
+        p: As there.
+        head_of_batch: Number of the head in the whole.
+        seed: As there.
+        q: The tile's logical positions of queries, in any shape.
+        kv: The same of keys.
+        row: Number of the part's first row in the whole, int32.
+        key: The same of its first key.
+        BY_Q: Whether logical positions are the rows that are counted.
+        BY_KV: The same of keys.
+        ROWS: Rows of the tile.
+        COLUMNS: Its columns.
+    """
+    row_word, key_word, word2, word3, begin, fraction, least = drop_of_head(p, head_of_batch, seed)
+    rows = first_row + row + tl.arange(0, ROWS)
+    keys = first_column + key + tl.arange(0, COLUMNS)
+    if BY_Q:
+        rows = tl.reshape(q, [ROWS])
+    if BY_KV:
+        keys = tl.reshape(kv, [COLUMNS])
+    rows, keys = rows[:, None], keys[None, :]
+    zeros = tl.zeros([ROWS, COLUMNS], tl.uint32)
+    row_places = ((rows >> 4 << 3) + (rows & 7)).to(tl.uint32)
+    key_places = ((keys >> 7 << 3) + (keys & 7)).to(tl.uint32)
+    spread = begin + row_places * 0xC13FA9A9 + key_places * 0x91E10DA5
+    kept = tl.where(spread < fraction, zeros, ~zeros)
+    words = philox4x32(
+        row_places + row_word + zeros, key_places + key_word + zeros, word2 + zeros, word3 + zeros
+    )
+    kept = refined(refined(kept, lower_planes(words), 0, least), words, 4, least)
+    eights = keys >> 3 & 15
+    shifts = 8 * (eights & 3) + 4 * (eights >> 3) + 2 * (eights >> 2 & 1) + (rows >> 3 & 1)
+    return (kept >> shifts.to(tl.uint32) & 1).to(tl.int8)
 
 
 @triton.jit

@@ -86,6 +86,8 @@ class Capture:
     """Each dim as it is declared."""
     exact: tuple[str, ...] = ()
     """The variable of each dim, where all that it has at the call's pairs are inside."""
+    is_position: bool = False
+    """Whether elements are below 2**30 in size."""
 
 
 @dataclass(frozen=True, slots=True)

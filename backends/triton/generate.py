@@ -12,6 +12,7 @@ from attndsl.ir import DType, Op, dependencies, reads_score
 from attndsl.passes.distance import meets_distances_alone
 
 from .device_functions import PAIR, param_values, parameters, program_function, wrapped
+from .draws import with_draws
 from .expression import Printed, print_expressions
 from .generate_gradients import SCATTERED, gradient_texts, stored_hooks
 from .generate_tangent import tangent_texts
@@ -88,9 +89,10 @@ def generate_attention(
     flags |= dict(learned.flags)
     more = {**learned.hooks, f"{name}_lists": wrapped(LIST_PARAMETERS) if listed else []}
     templates = ("forward",) if direction == "forward" else ("weights", direction)
-    return fill_template(
+    text = fill_template(
         __package__, templates, [*functions, *texts], helpers | used, flags, names, more
     )
+    return with_draws(text, special.draws)
 
 
 def _generate_stored(lowered: Lowered, special: Specialisation) -> str:
@@ -116,7 +118,7 @@ def _generate_apart(lowered: Lowered, special: Specialisation, direction: str) -
     mask = program.mask
     varies = frozenset[str]() if mask is None else dependencies(mask)[mask]
     roots = (mask, program.score, program.weights, program.dropout)
-    return fill_template(
+    text = fill_template(
         __package__,
         ("weights", "tile_gradients", *["pair_sums"] * (direction == "pairs"), entry_of(direction)),
         [*functions, *learned.functions],
@@ -134,6 +136,7 @@ def _generate_apart(lowered: Lowered, special: Specialisation, direction: str) -
         parameters(special),
         learned.hooks,
     )
+    return with_draws(text, special.draws)
 
 
 def entry_of(direction: str) -> str:

@@ -16,6 +16,7 @@ from attndsl.passes.inside import dim_of
 
 from ..forms import EXACT, forms_for
 from ..memory_order import result_orders
+from .draws import kinds_of_draws
 from .expression import Capture, Names
 from .pairs import aligned_of, dtypes_of, units_of
 from .terms import terms_of
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from attndsl.pipeline import Lowered
 
     from ..base import Call, Scalar, Wants
+    from .draws import Kinds
     from .terms import Term
 
 TRITON_TYPES = {
@@ -51,6 +53,8 @@ class ParamKind:
     dtype: DType
     type: str
     """Triton's name of the argument type: a scalar's, or a pointer's (``*fp32``)."""
+    is_position: bool = False
+    """Whether its value is below 2**30 in size."""
 
     @property
     def argument(self) -> str:
@@ -117,6 +121,8 @@ class Specialisation:
     """Whether their addresses and steps but for that are multiples of 16."""
     dropout: bool = False
     """Whether kernels draw numbers, from a seed."""
+    draws: Kinds | None = None
+    """How pairs are given that are drawn as for a part of a whole (:mod:`.draws`)."""
     seed_type: str = "i64"
     """How that arrives: a number, or ``*i64`` where the kernel reads it."""
     forms: str = EXACT
@@ -145,16 +151,22 @@ class Specialisation:
         """What the expression printer needs."""
         bits = {
             # Unsigned bytes are twice as large as signed ones.
-            c.name: c.bits + (kind == "u8")
+            c.name: POSITION_BITS if c.is_position else c.bits + (kind == "u8")
             for c, kind in zip(self.captures, self.capture_types, strict=True)
             if c.dtype is DType.INT
         }
-        bits |= {p.name: 64 if "64" in p.type else 32 for p in self.params if p.dtype is DType.INT}
+        bits |= {
+            p.name: POSITION_BITS if p.is_position else 64 if "64" in p.type else 32
+            for p in self.params
+            if p.dtype is DType.INT
+        }
         from_zero = not self.shifted and not self.indexed
         captures = {c.name: c for c in self.captures}
         return Names(captures, bits, self.head_dim, from_zero, forms=self.forms)
 
 
+POSITION_BITS = 31
+"""Bits of a signed int that is a position."""
 _MAX_ROWS = 512
 """Rows of the largest tile; offsets within a tile are below this times the row stride."""
 
@@ -183,6 +195,7 @@ def specialise(program: Program, call: Call, *grads: torch.Tensor) -> Specialisa
         shifted=call.shifted,
         scale_first=call.scale <= 0,
         dropout=program.dropout is not None,
+        draws=kinds_of_draws(call),
         seed_type="*i64" if isinstance(call.seed, torch.Tensor) else "i64",
         wide_rows=_MAX_ROWS * max(results.longest_step, *(strides(t)[2] for t in operands))
         >= 1 << 31,
@@ -264,15 +277,17 @@ def _capture(decl: TensorDecl, tensor: torch.Tensor) -> Capture:
         wide=extent >= 1 << 31,
         unit_dims=frozenset(d for d, s in enumerate(steps) if s == 1),
         dims=tuple(map(dim_of, decl.dims)),
+        is_position=decl.is_position,
     )
 
 
 def _param(decl: ParamDecl, value: Scalar | torch.Tensor) -> ParamKind:
     if isinstance(value, torch.Tensor):
-        return ParamKind(decl.name, decl.dtype, "*" + TRITON_TYPES[value.dtype])
+        kind = "*" + TRITON_TYPES[value.dtype]
+        return ParamKind(decl.name, decl.dtype, kind, decl.is_position)
     if decl.dtype is DType.FLOAT:
         return ParamKind(decl.name, decl.dtype, "fp32")
     if decl.dtype is DType.BOOL:
         return ParamKind(decl.name, decl.dtype, "i32")
     narrow = -(1 << 31) <= int(value) < 1 << 31
-    return ParamKind(decl.name, decl.dtype, "i32" if narrow else "i64")
+    return ParamKind(decl.name, decl.dtype, "i32" if narrow else "i64", decl.is_position)

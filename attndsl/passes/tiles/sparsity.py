@@ -148,8 +148,11 @@ def _visited(loop: LoopPlan, own: int, along: int, scale: int, place: float) -> 
 def _count(loop: LoopPlan, tile: int, length: int, along: int) -> int:
     """Tiles that owning tile number ``tile`` visits, where both lengths are ``length``."""
     tiles = length // along
-    names = {"$tile": tile, "$tiles": tiles, "$whole": tiles, "q_len": length, "kv_len": length}
-    known = Environment(_Guess(names | {"$q_offset": 0, "$kv_offset": 0}), lambda name, at: 1024)
+    lengths = ("q_len", "kv_len", "whole_q_len", "whole_kv_len")
+    names = {"$tile": tile, "$tiles": tiles, "$whole": tiles, **dict.fromkeys(lengths, length)}
+    begins = dict.fromkeys(("$q_offset", "$kv_offset", "q_start", "kv_start"), 0)
+    entries = {"q_starts": 0, "kv_starts": 0, "kv_lengths": length}
+    known = Environment(_Guess(names | begins), lambda name, at: entries.get(name, 1024))
     total = 0
     for segment in (*loop.full, *loop.partial):
         if segment.guard is None or evaluate(segment.guard, known):
@@ -159,7 +162,10 @@ def _count(loop: LoopPlan, tile: int, length: int, along: int) -> int:
 
 
 class _Guess(dict[str, bool | int | float]):
-    """Values of names; what only calls know is taken to be some middling number."""
+    """Values of names; what only calls know is taken to be some middling number.
+
+    What calls of parts add to programs (:mod:`attndsl.passes.localise`) is that of long wholes.
+    """
 
     def __missing__(self, name: str) -> int:
         return 1024

@@ -16,6 +16,7 @@ SCRIPT = textwrap.dedent(
     from dataclasses import replace
     from pathlib import Path
     import torch, triton
+    from attndsl.backends.base import Draws, Part
     from attndsl.backends.hopper.arguments import arguments_of
     from attndsl.backends.hopper.generate import generate
     from attndsl.backends.hopper.generate_tangent import generate_tangent
@@ -31,6 +32,7 @@ SCRIPT = textwrap.dedent(
     from attndsl.backends.triton.kernels import list_config, plan_loop
     from attndsl.backends.triton.specialise import specialise, with_forms
     from attndsl.pipeline import lower
+    from attndsl.runtime.parts import localised
     from attndsl.source import Source
 
     TEXTS = {
@@ -91,12 +93,25 @@ SCRIPT = textwrap.dedent(
     }
     def compiled(
         direction, case, head_dim, number, indexed=False, value_dim=None, dtype="bfloat16",
-        persistent=None, tiles=None, stored=False, summed=False, moving="",
+        persistent=None, tiles=None, stored=False, summed=False, moving="", drawn=False,
+        part="",
     ):
         lowered = lower(Source(TEXTS[case]), {})
         call = example_call(lowered, head_dim, value_dim or head_dim, getattr(torch, dtype), {})
         if indexed:
             call = replace(call, q_index=torch.arange(2), kv_offset=torch.tensor(3))
+        if part:
+            batch, heads, q_len, _ = call.q.shape
+            sizes = {**call.sizes, "batch": 3 * batch, "heads": 2 * heads, "q_len": 5 * q_len}
+            sizes["kv_heads"] = 2 * call.k.shape[1]
+            if part == "entries":
+                firsts = torch.zeros(batch, dtype=torch.int64)
+                call = replace(call, q_offset=firsts, part=Part(batch, heads, kv_lengths=firsts))
+            else:
+                call = replace(call, q_offset=64, part=Part(batch, heads, frozenset("q")))
+            lowered, call = localised(lowered, replace(call, sizes=sizes))
+        if drawn:
+            call = replace(call, draws=Draws(8, 1, 2, 32, 256))
         target = parse_target("cuda:90")
         if tiles:
             rows = [x.new_empty(2, 2, 64, x.shape[3]) for x in (call.q, call.k, call.v)]
@@ -130,6 +145,8 @@ SCRIPT = textwrap.dedent(
                 text = generate_tangent(lowered, special, loop, config)
             else:
                 text = generate(lowered, special, direction, loop, config)
+            assert ("drop_of_part" in text) == drawn
+            assert ("n_h_offset" in text or "n_hkv_offset" in text) == bool(part)
             path.write_text(text, "utf-8")
             function = getattr(load_module(path, "hopper"), f"attention_{direction}")
             arguments = arguments_of(direction, function, special, config)
@@ -220,6 +237,21 @@ CASES = {
         ("backward_kv", "rich", 64, 0),
         ("backward_kv", "rich", 128, 0, {"indexed": True}),
         ("backward_kv", "dropout", 64, 0),
+    ],
+    "parts": [
+        ("forward", "dropout", 64, 0, {"drawn": True}),
+        ("forward", "alibi", 128, 0, {"part": "entries"}),
+        ("backward_kv", "rich", 64, 0, {"part": "numbers"}),
+    ],
+    "more parts": [
+        ("backward_kv", "dropout", 64, 0, {"drawn": True}),
+        ("forward", "rich", 128, 0, {"part": "entries"}),
+        ("forward", "sink", 64, 0, {"part": "entries", "persistent": False}),
+        ("forward", "weights", 64, 1, {"part": "numbers"}),
+        ("forward", "bias", 128, 0, {"part": "numbers"}),
+        ("backward_kv", "alibi", 128, 0, {"part": "entries"}),
+        ("backward_kv", "relative", 128, 0, {"part": "numbers"}),
+        ("forward_tangent", "alibi", 128, 0, {"moving": "qkv", "part": "entries"}),
     ],
     "more backward": [
         ("backward_kv", "nothing", 64, 2),

@@ -238,3 +238,34 @@ def test_lookup_in_an_empty_tensor_reads_zero(backend: TritonBackend) -> None:
         plain, _ = backend.forward(lower_program(Program(SCORE)), call)
         torch.testing.assert_close(out, plain)
     assert math.prod(empty.tensors["table"].shape) == 0
+
+
+@pytest.mark.parametrize("as_tensor", [False, True], ids=["param", "tensor"])
+@pytest.mark.parametrize("is_position", [False, True])
+def test_sums_of_positions_fit_32_bits(is_position, as_tensor):
+    if as_tensor:
+        first = load("first", DType.INT, B)
+        tensors = (TensorDecl("first", DType.INT, (size("batch"),), is_position=is_position),)
+        program = Program(_as_float(node(Op.ADD, Q, first)), tensors=tensors)
+    else:
+        first = ir.param("first", DType.INT)
+        params = (ir.ParamDecl("first", DType.INT, is_position=is_position),)
+        program = Program(_as_float(node(Op.ADD, Q, first)), params=params)
+    q = torch.zeros(1, 1, 4, 16)
+    value = torch.zeros((1,) * as_tensor, dtype=torch.int32)
+    call = Call(
+        q,
+        q,
+        q,
+        1.0,
+        {},
+        {"first": value} if as_tensor else {},
+        {} if as_tensor else {"first": value},
+    )
+    special = specialise(program, call)
+    printed = print_expressions((program.score,), special.names())
+    assert ("int64" in printed.results[0]) == (not is_position)
+    field = "tensors" if as_tensor else "params"
+    other = tuple(replace(d, is_position=not is_position) for d in getattr(program, field))
+    changed = replace(program, **{field: other})
+    assert lower_program(changed).digest != lower_program(program).digest

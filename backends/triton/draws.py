@@ -1,0 +1,86 @@
+"""Which numbers kernels draw where the pairs of a call are a part of what dropout counts.
+
+Dropout draws for blocks of rows and keys (:mod:`..philox`). A part that begins with whole blocks
+draws as fast as a call of its own: a head's words are others, and nothing else. A part that begins
+within a block, or of which only the device knows where it begins, draws for each pair alone, which
+takes tens of times as many operations. Only portable kernels do.
+
+Non-goals: which numbers pairs have in the whole (``Call.draws`` says so).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from .. import philox
+
+if TYPE_CHECKING:
+    from ..base import Call
+
+BLOCK, ROW, POSITION = "block", "row", "position"
+"""How a part's rows, or keys, are given: from a whole block on, from a number on, or each row's
+logical position."""
+PARAMETERS = ("draws_row", "draws_key", "draws_head", "draws_heads")
+"""Kernel arguments of parts' draws, all int32."""
+_IN_TEMPLATES = "b * heads + h, seed"
+_NUMBER = "b * draws_heads + h + draws_head, seed"
+
+Kinds = tuple[str, str]
+"""How rows and how keys are given."""
+
+
+def kinds_of_draws(call: Call) -> Kinds | None:
+    """How the rows and keys that dropout counts are given; None where they are those of q and k."""
+    draws = call.draws
+    if draws is None:
+        return None
+    return _kind(draws.q_start, philox.ROWS), _kind(draws.kv_start, philox.KEYS)
+
+
+def _kind(start: int | None, block: int) -> str:
+    if start is None:
+        return POSITION
+    return ROW if start % block else BLOCK
+
+
+def why_pairs(call: Call) -> str | None:
+    """Why the numbers of a call are drawn for each pair alone, or None where they are not."""
+    kinds = kinds_of_draws(call)
+    if kinds is None or kinds == (BLOCK, BLOCK):
+        return None
+    if POSITION in kinds:
+        return "the device alone knows which rows and keys of the whole dropout draws for"
+    return (
+        f"dropout draws for blocks of {philox.ROWS} rows and {philox.KEYS} keys, and the part "
+        "begins within one"
+    )
+
+
+def draws_arguments(call: Call) -> list[int]:
+    """Values of :data:`PARAMETERS`."""
+    draws, kinds = call.draws, kinds_of_draws(call)
+    assert draws is not None
+    starts = [draws.q_start or 0, draws.kv_start or 0]
+    if kinds == (BLOCK, BLOCK):
+        # Places: see backends.philox.
+        starts = [8 * (starts[0] // philox.ROWS), 8 * (starts[1] // philox.KEYS)]
+    head = draws.b_offset * draws.heads + draws.h_offset
+    # Counters are words of 32 bits, and kernels take signed ones.
+    return [*starts, (head + (1 << 31)) % (1 << 32) - (1 << 31), draws.heads]
+
+
+def with_draws(text: str, kinds: Kinds | None) -> str:
+    """A kernel's text, or a module's, whose pairs are drawn as ``kinds`` says.
+
+    Texts of calls of their own are those of the templates as they are.
+    """
+    if kinds is None:
+        return text
+    if kinds == (BLOCK, BLOCK):
+        text = text.replace(_IN_TEMPLATES, f"{_NUMBER}, draws_row, draws_key")
+        text = text.replace("kept_pairs", "kept_pairs_of_part")
+        return text.replace("drop_of_head", "drop_of_part")
+    by_position = ", ".join(str(kind == POSITION) for kind in kinds)
+    places = f"q, kv, draws_row, draws_key, {by_position}"
+    text = text.replace(_IN_TEMPLATES, f"{_NUMBER}, {places}")
+    return text.replace("kept_pairs", "kept_single_pairs")

@@ -1,0 +1,149 @@
+"""Kernels give a part of a call what they give the whole."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from parts import (
+    PROGRAMS,
+    RAGGED,
+    SPLITS,
+    Sizes,
+    entries_of,
+    make_case,
+    part_of_whole,
+    parts_of,
+    ragged_of,
+    results,
+    whole_of,
+)
+
+import attndsl
+
+if TYPE_CHECKING:
+    from parts import Case
+
+SMALL = Sizes(batch=1, heads=2, kv_heads=2, q_len=20, kv_len=24)
+LARGE = Sizes(q_len=600, kv_len=460, head_dim=64)
+TILE = 384
+"""Rows at which tiles of all kernels begin."""
+SOME = {
+    "lower right": ("all", False),
+    "key heads": ("groups", False),
+    "bias": ("rows", True),
+    "bias of entries": ("groups", False),
+    "neighbours": ("heads", False),
+    "relative": ("all", False),
+    "cells": ("all", False),
+    "scattered": ("rows", False),
+    "low rank": ("heads", True),
+    "sink": ("keys", True),
+    "dropout": ("rows", False),
+    "dropped sigmoid": ("odd rows", False),
+}
+"""A split for each of some programs, and whether captures are given by shares."""
+
+
+def check_parts(case: Case, split: str, shares: bool, tolerance: float, block: int = 16) -> None:
+    """Parts give the same bits where they begin with tiles, and gradients within ``tolerance``."""
+    leaves = case.leaves()
+    whole = results(part_of_whole(whole_of(case), case, split), leaves)
+    found = results(parts_of(case, split, shares, block), leaves)
+    for name, value in whole.items():
+        if name in ("out", "lse") and split not in ("keys", "odd rows", "all"):
+            assert torch.equal(found[name], value), (name, shares)
+        scale = max(1.0, float(value[value.isfinite()].abs().max()))
+        torch.testing.assert_close(
+            found[name], value, rtol=tolerance, atol=tolerance * scale, equal_nan=True
+        )
+
+
+@pytest.mark.parametrize("name", SOME)
+def test_some_parts_equal_the_whole(device, name):
+    split, shares = SOME[name]
+    sizes = replace(SMALL, kv_heads=1) if split == "groups" else SMALL
+    case = make_case(name, "triton", torch.float32, sizes, device)
+    check_parts(case, split, shares, 2e-4)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("split", SPLITS)
+@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize("backend", ["triton", "hopper"])
+def test_parts_equal_the_whole_on_gpus(backend, name, split):
+    dtype = torch.bfloat16 if backend == "hopper" else torch.float32
+    torch.manual_seed(0)
+    case = make_case(name, backend, dtype, LARGE, "cuda")
+    for shares in (False, True):
+        check_parts(case, split, shares, 3e-2 if backend == "hopper" else 1e-3, TILE)
+
+
+def check_ragged(case: Case, offsets: list[int], lengths: list[int], tolerance: float) -> None:
+    """Batch entries of their own positions and lengths give what they give one at a time."""
+    starts, counts = (torch.tensor(x, device=case.q.device) for x in (offsets, lengths))
+    found = results(ragged_of(case, starts, counts), case.leaves())
+    for name, value in results(entries_of(case, starts, counts), case.leaves()).items():
+        scale = max(1.0, float(value[value.isfinite()].abs().max()))
+        torch.testing.assert_close(
+            found[name], value, rtol=tolerance, atol=tolerance * scale, equal_nan=True
+        )
+
+
+@pytest.mark.parametrize("name", ["lengths", "buckets", "documents"])
+def test_some_entries_have_their_own_lengths(device, name):
+    sizes = Sizes(batch=2, heads=2, kv_heads=1, q_len=3, kv_len=40)
+    case = make_case(name, "triton", torch.float32, sizes, device, RAGGED)
+    check_ragged(case, [5, 34], [8, 37], 2e-4)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 3, 300])
+@pytest.mark.parametrize("name", RAGGED)
+@pytest.mark.parametrize("backend", ["triton", "hopper"])
+def test_entries_have_their_own_lengths_on_gpus(backend, name, rows):
+    sizes = Sizes(batch=4, q_len=rows, kv_len=1000, head_dim=64)
+    dtype = torch.bfloat16 if backend == "hopper" else torch.float32
+    torch.manual_seed(0)
+    case = make_case(name, backend, dtype, sizes, "cuda", RAGGED)
+    tolerance = 3e-2 if backend == "hopper" else 1e-3
+    check_ragged(case, [5, 0, 700, 130], [8, 301, 1000, 128], tolerance)
+
+
+@pytest.mark.parametrize("how", ["index", "tensor"])
+def test_dropout_of_rows_that_tensors_place(device, how):
+    rows = torch.tensor([3, 17, 0, 11]) if how == "index" else torch.arange(7, 11)
+    options = {"q_index": rows} if how == "index" else {"q_offset": torch.tensor(7)}
+    options = {name: value.to(device) for name, value in options.items()}
+    case = make_case("dropout", "triton", torch.float32, SMALL, device)
+    out, lse = whole_of(case)
+    found = case.attention(
+        case.q[:, :, rows], case.k, case.v, return_lse=True, q_len=20, seed=7, **options
+    )
+    wanted = results((out[:, :, rows], lse[:, :, rows]), case.leaves())
+    for name, value in results(found, case.leaves()).items():
+        torch.testing.assert_close(value, wanted[name], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("kv_offset", [0, -3, 4])
+@pytest.mark.parametrize(
+    "text", ["kv % 3 != 1 and kv // 3 < 3", "causal_lower_right()", "score - 0.2 * (kv_len - kv)"]
+)
+def test_each_entry_has_its_own_lengths_and_offsets(device, text, kv_offset):
+    torch.manual_seed(0)
+    q = torch.randn(2, 2, 9, 16, device=device)
+    k, v = (torch.randn(2, 2, 20, 16, device=device) for _ in range(2))
+    lengths, starts = [20, 7], [3, -5]
+    attention = attndsl.compile(text, backend="triton")
+    out = attention(
+        q, k, v, kv_offset=kv_offset, q_offset=torch.tensor(starts, device=device),
+        kv_lengths=torch.tensor(lengths, device=device),
+    )  # fmt: skip
+    for b, (length, start) in enumerate(zip(lengths, starts, strict=True)):
+        alone = attention(
+            q[b : b + 1], k[b : b + 1, :, :length], v[b : b + 1, :, :length], q_offset=start,
+            kv_offset=kv_offset,
+        )  # fmt: skip
+        torch.testing.assert_close(out[b : b + 1], alone, rtol=1e-5, atol=1e-5)
