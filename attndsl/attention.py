@@ -16,7 +16,7 @@ from attndsl.runtime.autograd import attend
 from attndsl.runtime.dispatch import backend_of
 from attndsl.runtime.location import LOCATION, Location
 from attndsl.runtime.modes import seen_by_modes
-from attndsl.runtime.parts import localised, narrowed
+from attndsl.runtime.parts import localised, terms_of
 from attndsl.runtime.programs import lowered_program, point_into, pointing_into
 from attndsl.runtime.seed import draw_seed, seed_argument
 from attndsl.runtime.sources import source_of
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
     from attndsl.backends.base import Backend, Scalar
     from attndsl.pipeline import Lowered
+    from attndsl.runtime.parts import Terms
     from attndsl.source import Source
     from attndsl.tilemap import TileMap
 
@@ -55,7 +56,7 @@ class Attention(Analysis):
         self._lowered = lowered_program(spec)
         self._dims = params_of_dims(self._lowered.program)
         # By a call's signature: what was found, and whether q, k and v are taken as given.
-        self._prepared: dict[Any, tuple[Backend, Call, bool]] = {}
+        self._prepared: dict[Any, tuple[Backend, Call, bool, Terms | None]] = {}
 
     @property
     def backend(self) -> str:
@@ -158,7 +159,7 @@ class Attention(Analysis):
         location = (
             None
             if q_len is kv_len is heads is kv_heads is batch is None and kv_lengths is None
-            and type(h_offset) is type(b_offset) is int and h_offset == b_offset == 0
+            and not h_offset and not b_offset
             else Location(
                 q_offset, kv_offset, q_index, kv_index, q_len, kv_len, heads, kv_heads, batch,
                 h_offset, b_offset, kv_lengths,
@@ -180,7 +181,7 @@ class Attention(Analysis):
             and type(q_offset) is int and type(kv_offset) is int and type(seed) is int
             and location is None
             else kinds_of(
-                (q_offset, kv_offset, q_index, kv_index, kv_lengths, seed), tiles_key(tiles),
+                (q_offset, kv_offset, q_index, kv_index, seed), tiles_key(tiles),
                 captures, None if location is None else location.numbers(self._lowered.program),
             )
         )  # fmt: skip
@@ -197,6 +198,7 @@ class Attention(Analysis):
                 call = bind(
                     lowered.program, q, k, v, scale, captures, location, seed, deterministic
                 )
+                terms = None if call.part is None else terms_of(lowered, call)
                 backend = self._backend_for(call)
             call = replace(call, signature=object())
             if len(self._prepared) >= _MAX_SIGNATURES:
@@ -204,9 +206,10 @@ class Attention(Analysis):
             # No q.new_empty(0), which a transform of torch.func would make a tensor of its own.
             empty = torch.empty(0, dtype=q.dtype, device=q.device)
             template = replace(call, q=empty, k=empty, v=empty, tensors={}, params={})
-            self._prepared[key] = backend, template, call.q is q and call.k is k and call.v is v
+            as_given = call.q is q and call.k is k and call.v is v
+            self._prepared[key] = backend, template, as_given, terms
         else:
-            backend, template, as_given = prepared
+            backend, template, as_given, terms = prepared
             program, part = lowered.program, template.part
             call = Call(
                 q if as_given else rows_contiguous(q),
@@ -220,13 +223,11 @@ class Attention(Analysis):
                 template.signature, None,
                 None if part is None else replace(part, kv_lengths=kv_lengths),
             )  # fmt: skip
-            if part is not None:
-                call = narrowed(program, call)
         if kinds is not None or q_offset or kv_offset:
             check_values(lowered.program, call)
         whole = call
-        if call.part is not None:
-            lowered, call = localised(lowered, call)
+        if terms is not None:
+            lowered, call = terms.lowered, terms.applied(call)
         if tiles is not None:
             call = replace(call, tiles=given_tiles(lowered, call, tiles))
         backend = seen_by_modes(backend, self._spec, self._backend, self._checked, whole)

@@ -13,7 +13,7 @@ from attndsl.errors import ArgumentError, DeviceError, DTypeError, ShapeError
 from attndsl.ir import DType, Op, sides, toposort
 from attndsl.passes.evaluate import Environment, evaluate
 
-from .location import INTS, check_lengths, part_of
+from .location import INTS, check_lengths, kind_of, part_of
 from .parts import narrowed, with_shares
 from .values import check_int, check_offset
 
@@ -248,14 +248,8 @@ def kinds_of(
         captures: The call's.
         numbers: Those of its location, where it is a part of a larger call.
     """
-    kinds = [(name, _kind_of(value)) for name, value in captures.items()]
-    return (tiles, numbers, *map(_kind_of, options), *kinds)
-
-
-def _kind_of(value: object) -> object:
-    if isinstance(value, torch.Tensor):
-        return value.shape, value.stride(), value.dtype, value.device
-    return type(value)
+    kinds = [(name, kind_of(value)) for name, value in captures.items()]
+    return (tiles, numbers, *map(kind_of, options), *kinds)
 
 
 def learned(captures: Mapping[str, object]) -> frozenset[str]:

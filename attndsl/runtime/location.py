@@ -65,7 +65,7 @@ class Location:
         )  # fmt: skip
 
     def numbers(self, program: Program) -> tuple[object, ...]:
-        """Values that make calls of ``program`` have different signatures.
+        """What makes calls of ``program`` have different signatures, beside offsets and indices.
 
         Raises:
             ArgumentError: One that is no int.
@@ -76,7 +76,8 @@ class Location:
         offsets = (self.q_offset, self.kv_offset) if by_row else ()
         return (
             self.q_len, self.kv_len, self.heads, self.kv_heads, self.batch, self.h_offset,
-            self.b_offset, *(x if isinstance(x, int) else None for x in offsets),
+            self.b_offset, kind_of(self.kv_lengths),
+            *(x if isinstance(x, int) else None for x in offsets),
         )  # fmt: skip
 
 
@@ -98,6 +99,13 @@ def has_rows(program: Program) -> bool:
     """Whether numbers of queries or keys are dims of tensors, of which a part may have its own."""
     dims = [dim for decl in program.tensors for dim in decl.dims]
     return any(dim.op is Op.SIZE and dim.value in ("q_len", "kv_len") for dim in dims)
+
+
+def kind_of(value: object) -> object:
+    """What validation looks at in an argument whose value may change from call to call."""
+    if isinstance(value, torch.Tensor):
+        return value.shape, value.stride(), value.dtype, value.device
+    return type(value)
 
 
 WHOLE = Location()

@@ -8,13 +8,13 @@ Non-goals: putting parts together.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from attndsl.backends.base import Draws
+from attndsl.backends.base import Call, Draws
 from attndsl.errors import ArgumentError, ShapeError, UnsupportedError
 from attndsl.ir import Op, size, toposort
 from attndsl.passes.localise import (
@@ -33,7 +33,7 @@ from .location import is_by_entry
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from attndsl.backends.base import Call, Part
+    from attndsl.backends.base import Part
     from attndsl.ir import Program, TensorDecl
     from attndsl.passes.localise import Localised
     from attndsl.pipeline import Lowered
@@ -128,18 +128,31 @@ def narrowed(program: Program, call: Call) -> Call:
     part = call.part
     if part is None:
         return call
-    plain, own = _plain_lookups(program), own_sizes(call)
-    starts = {"batch": part.b_offset, "heads": part.h_offset}
-    if _group(call.sizes) == _group(own):
-        starts["kv_heads"] = part.h_offset // _group(own)
     tensors, shares = dict(call.tensors), set(part.shares)
-    for decl in program.tensors:
-        for dim, count in enumerate(tensors[decl.name].shape):
-            name = SIZE_OF.get(plain.get((decl.name, dim)) or "")
-            if name in starts and count == call.sizes[name] != own[name]:
-                tensors[decl.name] = tensors[decl.name].narrow(dim, starts[name], own[name])
-                shares.add((decl.name, dim))
+    for name, dim, start, count in _narrowings(program, call, part, own_sizes(call)):
+        if tensors[name].shape[dim] != count:
+            tensors[name] = tensors[name].narrow(dim, start, count)
+            shares.add((name, dim))
     return replace(call, tensors=tensors, part=replace(part, shares=frozenset(shares)))
+
+
+def _narrowings(
+    program: Program, call: Call, part: Part, own: Mapping[str, int]
+) -> tuple[tuple[str, int, int, int], ...]:
+    """See :class:`Terms`; of tensors that are whole, or have been narrowed already."""
+    plain, sizes = _plain_lookups(program), call.sizes
+    starts = {"batch": part.b_offset, "heads": part.h_offset}
+    if _group(sizes) == _group(own):
+        starts["kv_heads"] = part.h_offset // _group(own)
+    found = []
+    for decl in program.tensors:
+        for dim, count in enumerate(call.tensors[decl.name].shape):
+            size_name = SIZE_OF.get(plain.get((decl.name, dim)) or "")
+            if size_name not in starts or sizes[size_name] == own[size_name]:
+                continue
+            if count == sizes[size_name] or (decl.name, dim) in part.shares:
+                found.append((decl.name, dim, starts[size_name], own[size_name]))
+    return tuple(found)
 
 
 _kept_lookups = lru_cache(maxsize=256)(plain_lookups)
@@ -168,63 +181,126 @@ def _group(sizes: Mapping[str, int]) -> int:
     return max(1, sizes["heads"] // max(1, sizes["kv_heads"]))
 
 
-def localised(lowered: Lowered, call: Call) -> tuple[Lowered, Call]:
-    """A program and a call of it as backends get them, which know of no wholes.
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """How a part's calls of one signature become calls that backends get: they know no wholes."""
+
+    lowered: Lowered
+    """The program in the part's own terms."""
+    sizes: Mapping[str, int]
+    narrowed: tuple[tuple[str, int, int, int], ...]
+    """Tensors' names, dims, and which rows the part has along these: the first, and how many."""
+    captures: tuple[tuple[str, str], ...]
+    """Names of captures that the program has now, and what of a call is given by them."""
+    moved: frozenset[str]
+    """Of ``q`` and ``kv``: those whose positions the program makes of rows itself."""
+    draws: Draws | None
+    by_offset: tuple[bool, bool]
+    """Whether dropout counts queries, and keys, from the call's offsets on."""
+
+    def applied(self, call: Call) -> Call:
+        """``call``, a checked one of the program as it was, as one of the program as it is."""
+        found: dict[str, Any] = {**call.tensors, **call.params}
+        for name, dim, start, count in self.narrowed:
+            if found[name].shape[dim] != count:
+                found[name] = found[name].narrow(dim, start, count)
+        for name, given in self.captures:
+            value = getattr(call.part if given == "kv_lengths" else call, given)
+            found[name] = _narrow(value) if isinstance(value, torch.Tensor) else value
+        program, moved = self.lowered.program, self.moved
+        return Call(
+            call.q,
+            call.k,
+            call.v,
+            call.scale,
+            self.sizes,
+            {decl.name: found[decl.name] for decl in program.tensors},
+            {decl.name: found[decl.name] for decl in program.params},
+            0 if "q" in moved else call.q_offset,
+            0 if "kv" in moved else call.kv_offset,
+            None if "q" in moved else call.q_index,
+            None if "kv" in moved else call.kv_index,
+            call.seed,
+            call.deterministic,
+            call.tiles,
+            call.signature,
+            self._draws(call),
+        )
+
+    def _draws(self, call: Call) -> Draws | None:
+        """How dropout counts; None where that is as in a call of its own."""
+        draws = self.draws
+        if draws is None:
+            return None
+        starts: dict[str, Any] = {}
+        if self.by_offset[0]:
+            starts["q_start"] = call.q_offset
+        if self.by_offset[1]:
+            starts["kv_start"] = call.kv_offset
+        draws = replace(draws, **starts) if starts else draws
+        return None if draws == Draws(call.q.shape[1]) else draws
+
+
+def terms_of(lowered: Lowered, call: Call) -> Terms:
+    """How calls of the signature of ``call``, which is a part, become calls that backends get.
 
     Args:
         lowered: The program.
-        call: Its checked call.
+        call: A checked call of it.
 
     Raises:
         UnsupportedError: Dropout that cannot count in the whole.
     """
     part = call.part
-    if part is None:
-        return lowered, call
+    assert part is not None
     own = own_sizes(call)
     _check_probability(lowered.program, part)
     changes = _changes(lowered.program, call, part, own)
     moved, found = _lowered(lowered, changes)
-    names = found.names
+    group = _group(call.sizes)
     values = {
         **{name: call.sizes[name] for name in changes.sizes},
         "b_offset": part.b_offset,
         "h_offset": part.h_offset,
-        "group": _group(call.sizes),
+        "group": group,
+        "hkv_offset": part.h_offset // group,
     }
-    values["hkv_offset"] = part.h_offset // values["group"]
-    more: dict[str, Any] = {}
-    options: dict[str, Any] = {}
+    captures = {} if part.kv_lengths is None else {"kv_lengths": "kv_lengths"}
     for name, start in (("q", changes.q), ("kv", changes.kv)):
-        if start is Start.CALL:
-            continue
-        offset, index = getattr(call, f"{name}_offset"), getattr(call, f"{name}_index")
-        options |= {f"{name}_offset": 0, f"{name}_index": None}
         if start is Start.NUMBER:
-            values[f"{name}_start"] = offset
-        elif start is Start.SCALAR:
-            is_tensor = isinstance(offset, torch.Tensor)
-            more[f"{name}_start"] = _narrow(offset) if is_tensor else offset
-        elif start is Start.ENTRIES:
-            more[f"{name}_starts"] = _narrow(offset)
-        else:
-            more[f"{name}_positions"] = _narrow(index)
-    if part.kv_lengths is not None:
-        more["kv_lengths"] = _narrow(part.kv_lengths)
-    given = {names[what]: value for what, value in more.items() if what in names}
-    program = moved.program
-    sizes = {**call.sizes, **own}
-    sizes |= {names[what]: value for what, value in values.items() if what in names}
-    captures = {**call.tensors, **call.params, **given}
-    return moved, replace(
-        call,
-        sizes=sizes,
-        tensors={decl.name: captures[decl.name] for decl in program.tensors},
-        params={decl.name: captures[decl.name] for decl in program.params},
-        draws=None if program.dropout is None else _draws(call, part, changes, own),
-        part=None,
-        **options,
+            values[f"{name}_start"] = getattr(call, f"{name}_offset")
+        elif start in _CAPTURES:
+            what, given = _CAPTURES[start]
+            captures[f"{name}_{what}"] = f"{name}_{given}"
+    sizes = {found.names[what]: value for what, value in values.items() if what in found.names}
+    draws, by_offset = None, (False, False)
+    if moved.program.dropout is not None:
+        draws, by_offset = _draws(call, part, changes)
+    return Terms(
+        moved,
+        {**call.sizes, **own, **sizes},
+        tuple(x for x in _narrowings(lowered.program, call, part, own) if x[:2] in part.shares),
+        tuple((found.names[what], given) for what, given in captures.items()),
+        frozenset(n for n, s in (("q", changes.q), ("kv", changes.kv)) if s is not Start.CALL),
+        draws,
+        by_offset,
     )
+
+
+_CAPTURES = {
+    Start.SCALAR: ("start", "offset"),
+    Start.ENTRIES: ("starts", "offset"),
+    Start.ROWS: ("positions", "index"),
+}
+"""What the program's capture is called after ``q_``, and what of a call it is."""
+
+
+def localised(lowered: Lowered, call: Call) -> tuple[Lowered, Call]:
+    """A program and a call of it as backends get them; see :func:`terms_of`."""
+    if call.part is None:
+        return lowered, call
+    terms = terms_of(lowered, call)
+    return terms.lowered, terms.applied(call)
 
 
 def _check_probability(program: Program, part: Part) -> None:
@@ -275,26 +351,24 @@ def _start(offset: int | torch.Tensor, index: torch.Tensor | None, by_row: bool)
     return Start.NUMBER if offset > 0 else Start.SCALAR
 
 
-def _draws(call: Call, part: Part, changes: Changes, own: Mapping[str, int]) -> Draws | None:
-    """How dropout counts; None where that is as in a call of its own."""
-    starts: dict[str, int | None] = {}
+def _draws(call: Call, part: Part, changes: Changes) -> tuple[Draws, tuple[bool, bool]]:
+    """How dropout counts, and whether from offsets on; see :class:`Terms`."""
+    starts: list[int | None] = []
+    by_offset = []
     for name, start in (("q", changes.q), ("kv", changes.kv)):
         offset, index = getattr(call, f"{name}_offset"), getattr(call, f"{name}_index")
-        if name not in part.counted:
-            starts[name] = 0
-        elif start is Start.CALL:
-            starts[name] = offset if index is None and isinstance(offset, int) else None
-        elif start is Start.NUMBER:
-            starts[name] = offset
-        else:
+        counted = name in part.counted
+        if counted and start not in (Start.CALL, Start.NUMBER):
             raise UnsupportedError(
                 f"dropout counts the whole's rows ({name}_len is given), and which these are is "
                 f"said by batch entry, or by a tensor beside a capture of the part's own rows",
                 hint="pass the captures whole, and offsets as one number",
             )
-    heads = call.sizes["heads"]
-    found = Draws(heads, part.b_offset, part.h_offset, starts["q"], starts["kv"])
-    return None if found == Draws(own["heads"]) else found
+        by_tensor = index is not None or isinstance(offset, torch.Tensor)
+        starts.append(None if counted and by_tensor else 0)
+        by_offset.append(counted and not by_tensor)
+    draws = Draws(call.sizes["heads"], part.b_offset, part.h_offset, *starts)
+    return draws, (by_offset[0], by_offset[1])
 
 
 @lru_cache(maxsize=256)

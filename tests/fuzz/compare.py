@@ -174,7 +174,11 @@ def judge(case: Case, place: Place, runs: int = _RUNS) -> Outcome:
     for name, value in expected.result.values.items():
         if name == "lse" and not case.lse:
             continue
-        wrong = _compare(name, value, expected.allowed[name], found[name])
+        allowed = expected.allowed[name]
+        if place.parts and found[name] is not None and value.numel():
+            # Gradients of parts are rounded before they are added up.
+            allowed = allowed + 8 * torch.finfo(found[name].dtype).eps * value.abs().amax()
+        wrong = _compare(name, value, allowed, found[name])
         if wrong is not None:
             return Outcome(Verdict.WRONG, f"{name} is wrong", wrong, seconds, traits)
     return Outcome(Verdict.GOOD, "", "", seconds, traits)
@@ -183,6 +187,8 @@ def judge(case: Case, place: Place, runs: int = _RUNS) -> Outcome:
 def _refused(error: AttnDSLError, seconds: float) -> Outcome:
     welcome = isinstance(error, UnsupportedError | LimitError)
     welcome |= any(words in error.message for words in _OF_MASKS)
+    # A tensor of another size may happen to be as long as a part.
+    welcome |= "which the program looks up by" in error.message
     verdict = Verdict.REFUSED if welcome else Verdict.REJECTED
     return Outcome(verdict, f"{type(error).__name__}: {error.message}"[:160], str(error), seconds)
 

@@ -159,7 +159,7 @@ def test_plain_calls_say_nothing_of_places(monkeypatch):
     def refused(*arguments):
         raise AssertionError
 
-    for name in ("Location", "localised", "narrowed"):
+    for name in ("Location", "localised", "terms_of"):
         monkeypatch.setattr(attention_module, name, refused)
     attention(Q, K, K, t=torch.ones(4))
 
