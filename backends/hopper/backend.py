@@ -26,6 +26,7 @@ from .arguments import (
     descriptor_strides,
     is_drawn,
 )
+from .busy import why_busy
 from .copies import room_for
 from .counters import Counters
 from .distances import among, empty_sums, split, with_diagonals, with_distances
@@ -419,7 +420,7 @@ def why_portable(
     for tensor in (call.q, call.k, call.v, rows if grad_out is None else grad_out):
         if descriptor_strides(tensor) is None:
             return "the tensor memory accelerator takes rows of multiples of 16 bytes"
-    return None
+    return why_busy(lowered, call, kind, wants)
 
 
 def max_head_dim(kind: str) -> int:
