@@ -10,7 +10,7 @@ import torch
 from attndsl.ir import leaf_names
 
 from ..base import Gradients, Wants
-from ..memory_order import result_orders
+from ..memory_order import empty_rows, result_orders
 from ..triton.arguments import capture_arguments, origin
 from ..triton.backend import PADDING, TritonBackend, signature_of
 from ..triton.kernels import STATISTICS_ROWS
@@ -91,7 +91,8 @@ class HopperBackend(TritonBackend):
             return self._portable.forward(lowered, call)
         q, views, of = call.q, layout.views, self._maps.of
         out = layout.orders.out.empty(q)
-        lse = q.new_empty(q.shape[:3], dtype=torch.float32)
+        batch, heads, q_len, _ = q.shape
+        lse = empty_rows(q, batch, heads, q_len)
         launch = layout.launches["forward"]
         stream = stream_of(q.device)
         with on_device(q.device):
