@@ -38,8 +38,10 @@ _FAST = 5
 _WIDE = 100
 """Of a division of 64 bits, which is a function of its own."""
 _FREE = frozenset({Op.CONST, Op.VAR, Op.SIZE, Op.PARAM, Op.SCORE, Op.DOT})
+_AHEAD = 0.75
+"""Share of an instruction for what does not read the score: it is done while products are made."""
 _ALONG = 0.25
-"""Share of that for what varies with the row or the column alone: fewer elements are made."""
+"""Share for what varies with the row or the column alone: fewer elements are made."""
 
 
 def work_of_pair(lowered: Lowered, special: Specialisation, backward: bool) -> int:
@@ -65,10 +67,12 @@ def instructions(roots: tuple[Node, ...], special: Specialisation) -> int:
         found = varies[item] & {"q", "kv", "score"}
         if not found or item.op in _FREE:
             continue
-        taken = _INSTRUCTIONS.get(item.op, _USUAL)
+        taken: float = _INSTRUCTIONS.get(item.op, _USUAL)
         if item in fast or (item.op is Op.DIV and not varies[item.args[1]]):
             taken = _FAST
         elif item.op in (Op.FLOORDIV, Op.MOD) and item.dtype is DType.INT:
             taken = taken if all(fits(limits[arg]) for arg in item.args) else _WIDE
-        total += taken if len(found) > 1 or "score" in found else _ALONG * taken
+        if "score" not in found:
+            taken *= _AHEAD if len(found) > 1 else _ALONG
+        total += taken
     return round(total)

@@ -32,6 +32,7 @@ def test_rows_and_heads_are_not_the_work_of_pairs() -> None:
     assert _work("score = score") == 0
     assert _work("tensor t[heads]: float\nscore = score\nsink = exp(t[h])") == 0
     assert _work("mask = q >= kv") == 2
+    assert _work("score = score + sin(float(q - kv))") < _work("score = score + sin(score)")
     of_rows = _work("score = score * sin(float(q))")
     assert 0 < of_rows < _work("score = score * sin(float(q - kv))")
 
