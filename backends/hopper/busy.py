@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from ..base import Call, Wants
 
-MOST_WORK = {"forward": 80, "tangent": 130, "backward": 200}
+MOST_WORK = {"forward": 55, "tangent": 130, "backward": 200}
 """Instructions a pair. Beyond, the work of a pair is many times that of its products, which these
 kernels are made to overlap with. Their text repeats it some ten times for 64 pairs a thread: they
 spill hundreds of registers and take up to minutes to compile (H200, D 64, 16 heads of 4096:

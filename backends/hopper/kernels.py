@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from ..triton.specialise import Specialisation
     from ..triton.tiles import Config
 
-_MOST_WORK_OF_THREE = 40
+_MOST_WORK_OF_THREE = 30
 """Instructions a pair beyond which three consumers, of 160 registers, spill more than two."""
 
 
@@ -110,7 +110,7 @@ def configs_of(lowered: Lowered, special: Specialisation, direction: str) -> tup
     plain = lowered.program.mask is None or (lowered.sparsity.plain and not own)
     found = candidates(direction, widest(special), plain, work, column, dropped, own)
     if direction == "forward" and work_of_pair(lowered, special, False) > _MOST_WORK_OF_THREE:
-        found = tuple(sorted(found, key=lambda config: config.consumers))
+        found = tuple(config for config in found if config.consumers < 3)
     if special.adds_diagonals:
         found = for_busy_producers(found)
     return fitting(direction, special, found) if special.pair_tiles else found

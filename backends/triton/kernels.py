@@ -22,7 +22,15 @@ from .library import row_statistics
 from .loops import LOOPS, row_width
 from .pair_work import work_of_pair
 from .specialise import with_forms
-from .tiles import INTERPRETED, MAX_SPILLS, MAX_SPILLS_OF_HALF, Config, candidates, shared_memory_of
+from .tiles import (
+    INTERPRETED,
+    MAX_SPILLS,
+    MAX_SPILLS_OF_HALF,
+    Config,
+    candidates,
+    is_hopeless,
+    shared_memory_of,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -191,6 +199,8 @@ class Kernels:
         best: tuple[int, _Module, Executable] | None = None
         refusals = []
         for number, config in enumerate(configs):
+            if best is not None and (number >= attempts or is_hopeless(config, best[2].config)):
+                continue
             try:
                 module, executable = self._attempt(
                     lowered, direction, special, precision, target, device, key, config
@@ -201,7 +211,7 @@ class Kernels:
             if best is None or executable.spills < best[0]:
                 best = executable.spills, module, executable
             most = MAX_SPILLS_OF_HALF if config.most_registers else MAX_SPILLS
-            if best[0] <= most or number + 1 >= attempts:
+            if best[0] <= most:
                 break
         if best is None:
             raise BackendError(

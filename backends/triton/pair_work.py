@@ -38,7 +38,7 @@ _FAST = 5
 _WIDE = 100
 """Of a division of 64 bits, which is a function of its own."""
 _FREE = frozenset({Op.CONST, Op.VAR, Op.SIZE, Op.PARAM, Op.SCORE, Op.DOT})
-_AHEAD = 0.75
+_AHEAD = 0.5
 """Share of an instruction for what does not read the score: it is done while products are made."""
 _ALONG = 0.25
 """Share for what varies with the row or the column alone: fewer elements are made."""

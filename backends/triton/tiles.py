@@ -7,7 +7,7 @@ the next one where a compiled candidate still needs more than there is.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 SHARED_MEMORY = {
     "cuda:80": 166912,
@@ -261,6 +261,16 @@ def _misread(kernel: str, config: Config) -> bool:
     """
     rows = config.block_n if kernel == "backward_kv" else config.block_m
     return config.warps == 8 and rows < 128
+
+
+def is_hopeless(config: Config, spilled: Config) -> bool:
+    """Whether ``config`` would spill no fewer registers than one that did.
+
+    Its threads hold more, or it differs in what lies in shared memory alone.
+    """
+    return config.elements > spilled.elements or replace(config, stages=0) == replace(
+        spilled, stages=0
+    )
 
 
 def shared_bytes(
