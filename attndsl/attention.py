@@ -10,8 +10,9 @@ import torch
 
 from attndsl.backends.base import Call
 from attndsl.backends.widened import kernels_of
+from attndsl.compiled import Compiled
 from attndsl.errors import ArgumentError, AttnDSLError, UnsupportedError
-from attndsl.runtime.arguments import autocast, bind, kinds_of, rows_contiguous
+from attndsl.runtime.arguments import autocast, bind, joined, kinds_of, rows_contiguous
 from attndsl.runtime.autograd import attend
 from attndsl.runtime.dispatch import backend_of
 from attndsl.runtime.modes import seen_by_modes
@@ -25,7 +26,7 @@ from attndsl.runtime.tiles import (
     tiles_key,
     verify_if_asked,
 )
-from attndsl.runtime.to_flex import flex_functions
+from attndsl.runtime.to_flex import FLEX_OPTIONS, flex_functions
 from attndsl.runtime.tuning import Tuning, tune
 from attndsl.runtime.values import check_values, params_of_dims
 
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
     from os import PathLike
 
     from attndsl.backends.base import Backend, Scalar
-    from attndsl.pipeline import Lowered
+    from attndsl.compiled import Captures
     from attndsl.source import Source
     from attndsl.tilemap import TileMap
 
@@ -46,7 +47,7 @@ _CALL_OPTIONS: dict[str, Any] = {
 }  # fmt: skip
 
 
-class Attention:
+class Attention(Compiled):
     """A compiled program: call it with q, k and v. Immutable; made by :func:`compile`."""
 
     __slots__ = (
@@ -66,21 +67,6 @@ class Attention:
         # By a call's signature: what was found, and whether q, k and v are taken as given.
         self._prepared: dict[Any, tuple[Backend, Call, bool]] = {}
 
-    @property
-    def text(self) -> str:
-        """The program's text."""
-        return self._source.text
-
-    @property
-    def backend(self) -> str:
-        """The backend asked for."""
-        return self._backend
-
-    @property
-    def lowered(self) -> Lowered:
-        """The program as backends get it."""
-        return self._lowered
-
     def __call__(
         self,
         q: torch.Tensor,
@@ -96,7 +82,8 @@ class Attention:
         deterministic: bool | None = None,
         seed: int | torch.Tensor | None = None,
         tiles: TileMap | None = None,
-        **captures: torch.Tensor | Scalar,
+        captures: Captures | None = None,
+        **named: torch.Tensor | Scalar,
     ) -> Any:
         """Attention of ``q`` over ``k`` and ``v``.
 
@@ -117,7 +104,8 @@ class Attention:
             tiles: What :meth:`tiles` found for this program and these captures: where the tiles
                 have no closed form, they are not looked for again. A map of another mask would
                 leave out live pairs. In graphs of ``torch.compile`` it is not used.
-            **captures: The program's tensors, and its run-time params as numbers or 0-d tensors.
+            captures: The program's tensors, and its run-time params as numbers or 0-d tensors.
+            **named: The same, by keywords; those called like an argument go into ``captures``.
 
         Returns:
             out (B, Hq, Lq, Dv) in q's dtype, or in autocast's, which q, k and v take; with
@@ -132,6 +120,7 @@ class Attention:
             UnsupportedError: The backend cannot do what the program says.
             BackendError: The backend does not work here.
         """
+        captures = named if captures is None else joined(captures, named)
         if self._defaults:
             captures = {**self._defaults, **captures}
         if deterministic is None:
@@ -222,7 +211,8 @@ class Attention:
         value_dim: int | None = None,
         dtype: torch.dtype = torch.bfloat16,
         backend: str | None = None,
-        **captures: torch.Tensor | Scalar,
+        captures: Captures | None = None,
+        **named: torch.Tensor | Scalar,
     ) -> str:
         """Text of the generated kernels for calls of this kind; needs no GPU.
 
@@ -234,8 +224,9 @@ class Attention:
             dtype: dtype of q, k and v.
             backend: ``triton`` or ``hopper``; by default ``hopper`` where the program was compiled
                 for it by name, else ``triton``.
-            **captures: Values of the program's tensors and params, where the defaults (fp32, int32
+            captures: Values of the program's tensors and params, where the defaults (fp32, int32
                 and bool tensors; numbers) do not stand for what calls will pass.
+            **named: The same, by keywords.
 
         Raises:
             ArgumentError, ShapeError, DTypeError: No such direction or kernels; unfit captures.
@@ -246,7 +237,7 @@ class Attention:
             backend = "hopper" if self._backend == "hopper" else "triton"
         return source_of(
             self._lowered, backend, direction, head_dim, value_dim, dtype,
-            {**self._defaults, **captures},
+            self._given(captures, named),
         )  # fmt: skip
 
     def warmup(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **arguments: Any) -> None:
@@ -257,7 +248,8 @@ class Attention:
         out = self(q, k, v, **arguments)
         out = out[0] if isinstance(out, tuple) else out
         if out.requires_grad:
-            given = (q, k, v, *self._defaults.values(), *arguments.values())
+            more = arguments.pop("captures", None) or {}
+            given = (q, k, v, *self._defaults.values(), *arguments.values(), *more.values())
             inputs = [x for x in given if isinstance(x, torch.Tensor) and x.requires_grad]
             torch.autograd.grad(out, inputs, torch.zeros_like(out), allow_unused=True)
 
@@ -286,7 +278,7 @@ class Attention:
             UnsupportedError: The backend has one way to run the call.
         """
         options = {name: arguments.pop(name, given) for name, given in _CALL_OPTIONS.items()}
-        captures = {**self._defaults, **arguments}
+        captures = self._given(arguments.pop("captures", None), arguments)
         call = bind(self._lowered.program, q, k, v, captures=captures, **options)
         backend, _ = backend_of(self._lowered, self._backend, q.device, self._checked, q.dtype)
         backend.check(self._lowered, call)
@@ -309,7 +301,8 @@ class Attention:
         kv_offset: int | torch.Tensor = 0,
         q_index: torch.Tensor | None = None,
         kv_index: torch.Tensor | None = None,
-        **captures: torch.Tensor | Scalar,
+        captures: Captures | None = None,
+        **named: torch.Tensor | Scalar,
     ) -> TileMap:
         """Which tiles of the score matrix are EMPTY, PARTIAL and FULL.
 
@@ -332,21 +325,22 @@ class Attention:
             kv_offset: Logical position of the first key.
             q_index: (q_len,) logical positions of the queries.
             kv_index: (kv_len,) logical positions of the keys.
-            **captures: The program's tensors and run-time params.
+            captures: The program's tensors and run-time params.
+            **named: The same, by keywords.
 
         Raises:
             ArgumentError: A size or a direction that cannot be; a missing capture.
         """
         call = self.call_of_lengths(
-            captures, q_len, kv_len, batch, heads, kv_heads, head_dim, device, q_offset, kv_offset,
-            q_index, kv_index,
+            joined(captures, named), q_len, kv_len, batch, heads, kv_heads, head_dim, device,
+            q_offset, kv_offset, q_index, kv_index,
         )  # fmt: skip
         with pointing_into(self._source):
             return find_tiles(self._lowered, call, block_m, block_n, direction)
 
     def to_flex(
         self, q_len: int, kv_len: int, batch: int = 1, heads: int = 1, block_size: int = 128,
-        **arguments: Any,
+        *, captures: Captures | None = None, **arguments: Any,
     ) -> tuple[Any, Any]:  # fmt: skip
         """``(score_mod, block_mask)`` for torch's ``flex_attention``; None for what is not there.
 
@@ -356,9 +350,10 @@ class Attention:
             UnsupportedError: The program has a sink, other weights or dropout.
         """
         sizes = (q_len, kv_len, batch, heads)
-        captures = {**self._defaults, **arguments}
+        options = {name: arguments.pop(name) for name in FLEX_OPTIONS if name in arguments}
+        given = self._given(captures, arguments)
         with pointing_into(self._source):
-            return flex_functions(self._lowered, sizes, block_size, captures)
+            return flex_functions(self._lowered, sizes, block_size, options, given)
 
     def explain(
         self,
@@ -371,7 +366,8 @@ class Attention:
         head_dim: int = 64,
         block_m: int = 128,
         block_n: int = 64,
-        **captures: torch.Tensor | Scalar,
+        captures: Captures | None = None,
+        **named: torch.Tensor | Scalar,
     ) -> str:
         """What the program is to the compiler, as text to read.
 
@@ -388,7 +384,8 @@ class Attention:
             head_dim: Head dim of q, k and v.
             block_m: Query rows of a tile.
             block_n: Key rows of a tile.
-            **captures: The program's tensors and params, where lengths are given.
+            captures: The program's tensors and params, where lengths are given.
+            **named: The same, by keywords.
         """
         from attndsl.explain import explain, explain_tiles
 
@@ -401,7 +398,8 @@ class Attention:
             return text
         if q_len is None or kv_len is None:
             raise ArgumentError("one length is missing", hint="pass both q_len and kv_len")
-        call = self.call_of_lengths(captures, q_len, kv_len, batch, heads, head_dim=head_dim)
+        given = joined(captures, named)
+        call = self.call_of_lengths(given, q_len, kv_len, batch, heads, head_dim=head_dim)
         return f"{text}\n{explain_tiles(self._lowered, call, block_m, block_n)}"
 
     def plot(
@@ -416,7 +414,8 @@ class Attention:
         heads: int = 1,
         b: int = 0,
         h: int = 0,
-        **captures: torch.Tensor | Scalar,
+        captures: Captures | None = None,
+        **named: torch.Tensor | Scalar,
     ) -> str:
         """A picture of the mask, its tiles and the score at a small length.
 
@@ -430,14 +429,15 @@ class Attention:
             heads: Query heads.
             b: The batch entry shown.
             h: The head shown.
-            **captures: The program's tensors and run-time params.
+            captures: The program's tensors and run-time params.
+            **named: The same, by keywords.
 
         Returns:
             The picture as SVG.
         """
         from attndsl import picture
 
-        given = {**self._defaults, **captures}
+        given = self._given(captures, named)
         params = {decl.name for decl in self._lowered.program.params}
         data = picture.picture_data(
             self._lowered, q_len=q_len, kv_len=kv_len, block_m=block_m, block_n=block_n,
@@ -472,23 +472,3 @@ class Attention:
                 self._lowered, q_len, kv_len, batch, heads, kv_heads, head_dim, device, positions,
                 {**self._defaults, **captures},
             )  # fmt: skip
-
-    def __repr__(self) -> str:
-        line = " ".join(self.text.split())
-        shown = line if len(line) <= 60 else line[:57] + "..."
-        return f"Attention({shown!r}, backend={self._backend!r})"
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Attention):
-            return NotImplemented
-        mine = (self._spec, self._backend, self._checked)
-        return mine == (other._spec, other._backend, other._checked) and (
-            self._defaults.keys() == other._defaults.keys()
-            and all(t is other._defaults[n] for n, t in self._defaults.items())
-        )
-
-    def __hash__(self) -> int:
-        return hash((self._spec, self._backend, self._checked))
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Attention, (self._spec, self._source, self._backend, self._checked, self._defaults)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from attndsl.frontend import check_call_names, read
+from attndsl.frontend import read
 from attndsl.passes.differentiate import differentiate
 from attndsl.passes.lowered import Lowered, contractions_of
 from attndsl.passes.place import place
@@ -31,7 +31,7 @@ def check(source: Source, declared: Mapping[str, Declared]) -> None:
     Raises:
         AttnDSLError: All that is wrong with the program.
     """
-    check_call_names(simplify(split_mask(read(source, declared))))
+    split_mask(read(source, declared))
 
 
 def lower(source: Source, declared: Mapping[str, Declared], exact: bool = False) -> Lowered:

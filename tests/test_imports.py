@@ -18,6 +18,7 @@ LAYERS = [
     {"tilemap"},
     {"runtime", "config"},
     {"explain", "picture"},
+    {"compiled"},
     {"attention"},
     {"api"},
     {"torch_api"},

@@ -16,7 +16,7 @@ CALL_ARGUMENTS = frozenset(
         "kv_index", "deterministic", "seed", "tiles", "captures",
     }
 )  # fmt: skip
-"""Arguments of every call: no tensor or param without a value can be given by such a name."""
+"""Arguments of every call: captures of such names are given in ``captures``, not by keyword."""
 
 
 @dataclass(frozen=True, slots=True)

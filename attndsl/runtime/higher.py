@@ -153,10 +153,11 @@ class Packed:
 
     def tangents(self, places: tuple[int, ...], given: Tensors) -> Tangents:
         """Those ``given`` of the inputs at ``places``."""
-        names = ("q", "k", "v", *self.captures)
-        found = {names[place]: each for place, each in zip(places, given, strict=True)}
-        q, k, v = (found.pop(name, None) for name in names[:3])
-        return Tangents(q, k, v, found)
+        # By place, since a capture may be called like an operand.
+        found = dict(zip(places, given, strict=True))
+        q, k, v = map(found.get, range(3))
+        captures = {name: found[n] for n, name in enumerate(self.captures, 3) if n in found}
+        return Tangents(q, k, v, captures)
 
 
 @dataclass(frozen=True, slots=True)
