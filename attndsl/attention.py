@@ -189,7 +189,7 @@ class Attention(Compiled):
                 q.shape[3] ** -0.5 if scale is None else float(scale),
                 template.sizes,
                 {decl.name: captures[decl.name] for decl in program.tensors},  # type: ignore[misc]
-                {decl.name: captures.get(decl.name, decl.default) for decl in program.params},  # type: ignore[misc]
+                {decl.name: captures.get(decl.name, decl.default) for decl in program.params},  # type: ignore[arg-type]
                 q_offset, kv_offset, q_index, kv_index, seed, deterministic,
                 None if tiles is None else given_tiles(self._lowered, template, tiles, q.device),
                 template.signature,
