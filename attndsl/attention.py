@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +15,12 @@ from attndsl.runtime.arguments import autocast, bind, joined, kinds_of, rows_con
 from attndsl.runtime.autograd import attend
 from attndsl.runtime.dispatch import backend_of
 from attndsl.runtime.modes import seen_by_modes
-from attndsl.runtime.programs import lowered_program, point_into, pointing_into
+from attndsl.runtime.programs import (
+    lowered_program,
+    point_into,
+    pointing_into,
+    spec_without_sink,
+)
 from attndsl.runtime.seed import draw_seed, seed_argument
 from attndsl.runtime.sources import check_head_dims, device_of, source_of
 from attndsl.runtime.tiles import (
@@ -32,7 +36,6 @@ from attndsl.runtime.values import check_values, params_of_dims
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
-    from os import PathLike
 
     from attndsl.backends.base import Backend, Scalar
     from attndsl.compiled import Captures
@@ -41,10 +44,6 @@ if TYPE_CHECKING:
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _MAX_SIGNATURES = 4096
-_CALL_OPTIONS: dict[str, Any] = {
-    "scale": None, "q_offset": 0, "kv_offset": 0, "q_index": None, "kv_index": None, "seed": 0,
-    "deterministic": False,
-}  # fmt: skip
 
 
 class Attention(Compiled):
@@ -137,7 +136,7 @@ class Attention(Compiled):
         if return_lse and self._lowered.program.weights is not None:
             raise UnsupportedError(
                 "return_lse asks for a softmax's log-sum-exp, and the program has other weights",
-                hint="drop return_lse",
+                hint="drop return_lse; the outputs of parts of the keys are added up",
             )
         if in_graph:
             call = bind(
@@ -277,9 +276,7 @@ class Attention(Compiled):
         Raises:
             UnsupportedError: The backend has one way to run the call.
         """
-        options = {name: arguments.pop(name, given) for name, given in _CALL_OPTIONS.items()}
-        captures = self._given(arguments.pop("captures", None), arguments)
-        call = bind(self._lowered.program, q, k, v, captures=captures, **options)
+        call = self._bound(q, k, v, arguments)
         backend, _ = backend_of(self._lowered, self._backend, q.device, self._checked, q.dtype)
         backend.check(self._lowered, call)
         return tune(*kernels_of(backend, self._lowered, call), progress)
@@ -402,59 +399,24 @@ class Attention(Compiled):
         call = self.call_of_lengths(given, q_len, kv_len, batch, heads, head_dim=head_dim)
         return f"{text}\n{explain_tiles(self._lowered, call, block_m, block_n)}"
 
-    def plot(
-        self,
-        path: str | PathLike[str] | None = None,
-        *,
-        q_len: int = 64,
-        kv_len: int = 64,
-        block_m: int = 16,
-        block_n: int = 16,
-        batch: int = 1,
-        heads: int = 1,
-        b: int = 0,
-        h: int = 0,
-        captures: Captures | None = None,
-        **named: torch.Tensor | Scalar,
-    ) -> str:
-        """A picture of the mask, its tiles and the score at a small length.
+    def without_sink(self) -> Attention:
+        """The program but for its sink, itself where it has none; it takes the same captures.
 
-        Args:
-            path: File to write, ``.svg``, ``.png``, ``.html`` or ``.txt``.
-            q_len: Number of queries.
-            kv_len: Number of keys.
-            block_m: Query rows of a tile.
-            block_n: Key rows of a tile.
-            batch: Batch entries.
-            heads: Query heads.
-            b: The batch entry shown.
-            h: The head shown.
-            captures: The program's tensors and run-time params.
-            **named: The same, by keywords.
+        Where keys are split, each part would count the sink. Parts come from this program then, and
+        :func:`attndsl.merge` counts the sink once.
 
-        Returns:
-            The picture as SVG.
+        Raises:
+            UnsupportedError: In a graph of ``torch.compile``.
         """
-        from attndsl import picture
-
-        given = self._given(captures, named)
-        params = {decl.name for decl in self._lowered.program.params}
-        data = picture.picture_data(
-            self._lowered, q_len=q_len, kv_len=kv_len, block_m=block_m, block_n=block_n,
-            batch=batch, heads=heads, b=b, h=h, title=self.text,
-            tensors={n: torch.as_tensor(x) for n, x in given.items() if n not in params},
-            params={n: x for n, x in given.items() if n in params},
-        )  # fmt: skip
-        if path is not None:
-            picture.write(data, path)
-        return picture.svg(data)
-
-    def _repr_html_(self) -> str:
-        """The picture, where the program can be drawn without captures; else its text."""
-        try:
-            return self.plot()
-        except AttnDSLError as refusal:
-            return f"<pre>{html.escape(repr(self))}\n{html.escape(refusal.message)}</pre>"
+        if torch.compiler.is_dynamo_compiling():
+            raise UnsupportedError(
+                "graphs of torch.compile compile no programs",
+                hint="call without_sink() outside of the graph, once",
+            )
+        if self._lowered.program.sink is None:
+            return self
+        spec = spec_without_sink(self._spec)
+        return Attention(spec, self._source, self._backend, self._checked, self._defaults)
 
     def call_of_lengths(
         self, captures: Mapping[str, torch.Tensor | Scalar], q_len: int, kv_len: int, batch: int,

@@ -1,21 +1,33 @@
-"""A compiled program as a value: looked at, compared, kept."""
+"""What a compiled program is beside its calls: drawn, compared and kept."""
 
 from __future__ import annotations
 
+import html
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from attndsl.runtime.arguments import joined
+import torch
+
+from attndsl.backends.interpret import evaluate, scope_of
+from attndsl.errors import AttnDSLError, UnsupportedError
+from attndsl.runtime.arguments import bind, joined
+from attndsl.runtime.programs import pointing_into
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+    from os import PathLike
 
-    import torch
-
-    from attndsl.backends.base import Scalar
+    from attndsl.backends.base import Call, Scalar
     from attndsl.pipeline import Lowered
     from attndsl.source import Source
 
     Captures = Mapping[str, torch.Tensor | Scalar]
+
+CALL_OPTIONS: dict[str, Any] = {
+    "scale": None, "q_offset": 0, "kv_offset": 0, "q_index": None, "kv_index": None, "seed": 0,
+    "deterministic": False,
+}  # fmt: skip
+"""Arguments of a call that are no captures, where a method passes them on."""
 
 
 class Compiled:
@@ -43,6 +55,99 @@ class Compiled:
     def lowered(self) -> Lowered:
         """The program as backends get it."""
         return self._lowered
+
+    def plot(
+        self,
+        path: str | PathLike[str] | None = None,
+        *,
+        q_len: int = 64,
+        kv_len: int = 64,
+        block_m: int = 16,
+        block_n: int = 16,
+        batch: int = 1,
+        heads: int = 1,
+        b: int = 0,
+        h: int = 0,
+        captures: Captures | None = None,
+        **named: torch.Tensor | Scalar,
+    ) -> str:
+        """A picture of the mask, its tiles and the score at a small length.
+
+        Args:
+            path: File to write, ``.svg``, ``.png``, ``.html`` or ``.txt``.
+            q_len: Number of queries.
+            kv_len: Number of keys.
+            block_m: Query rows of a tile.
+            block_n: Key rows of a tile.
+            batch: Batch entries.
+            heads: Query heads.
+            b: The batch entry shown.
+            h: The head shown.
+            captures: The program's tensors and run-time params.
+            **named: The same, by keywords.
+
+        Returns:
+            The picture as SVG.
+        """
+        from attndsl import picture  # It takes long to import, and few draw.
+
+        given = self._given(captures, named)
+        params = {decl.name for decl in self._lowered.program.params}
+        data = picture.picture_data(
+            self._lowered, q_len=q_len, kv_len=kv_len, block_m=block_m, block_n=block_n,
+            batch=batch, heads=heads, b=b, h=h, title=self.text,
+            tensors={n: torch.as_tensor(x) for n, x in given.items() if n not in params},
+            params={n: x for n, x in given.items() if n in params},
+        )  # fmt: skip
+        if path is not None:
+            picture.write(data, path)
+        return picture.svg(data)
+
+    def _repr_html_(self) -> str:
+        """The picture, where the program can be drawn without captures; else its text."""
+        try:
+            return self.plot()
+        except AttnDSLError as refusal:
+            return f"<pre>{html.escape(repr(self))}\n{html.escape(refusal.message)}</pre>"
+
+    def sink_logits(
+        self, q: torch.Tensor, k: torch.Tensor, **arguments: Any
+    ) -> torch.Tensor | None:
+        """The sink's logits as :func:`attndsl.merge` takes them; None where there is no sink.
+
+        Args:
+            q: As of a call: heads, batch entries, dtype and device are those of the logits.
+            k: The same. A sink that mentions ``kv_len`` reads that of this call.
+            **arguments: Captures and options of a call.
+
+        Returns:
+            (B or 1, Hq), fp32 (fp64 for fp64), differentiable in the captures.
+
+        Raises:
+            ArgumentError, ShapeError, DTypeError, DeviceError: As a call.
+            UnsupportedError: In a graph of ``torch.compile``.
+        """
+        if torch.compiler.is_dynamo_compiling():
+            raise UnsupportedError(
+                "graphs of torch.compile have no sink_logits",
+                hint="give the graph the logits: for sink = s[h], merge(parts, sink=s)",
+            )
+        call, program = self._bound(q, k, k, arguments), self._lowered.program
+        if program.sink is None:
+            return None
+        call = replace(call, q=q[:, :, :1], k=k[:, :, :1], q_index=None, kv_index=None)
+        work = torch.float64 if q.dtype is torch.float64 else torch.float32
+        (found,) = evaluate((program.sink,), scope_of(call, q.new_zeros((1,) * 4, dtype=work)))
+        return found.expand(found.shape[0], q.shape[1], 1, 1)[..., 0, 0]
+
+    def _bound(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, arguments: dict[str, Any]
+    ) -> Call:
+        """The checked call; takes the options out of ``arguments``, whose rest are captures."""
+        options = {name: arguments.pop(name, given) for name, given in CALL_OPTIONS.items()}
+        captures = self._given(arguments.pop("captures", None), arguments)
+        with pointing_into(self._source):
+            return bind(self._lowered.program, q, k, v, captures=captures, **options)
 
     def _given(self, captures: Captures | None, named: Captures) -> dict[str, Any]:
         """The captures of a call: given at once, by keywords, or to ``compile``."""

@@ -34,14 +34,23 @@ def check(source: Source, declared: Mapping[str, Declared]) -> None:
     split_mask(read(source, declared))
 
 
-def lower(source: Source, declared: Mapping[str, Declared], exact: bool = False) -> Lowered:
-    """Text to what backends get; ``exact``: see :class:`~attndsl.ir.Program`.
+def lower(
+    source: Source, declared: Mapping[str, Declared], exact: bool = False, sink: bool = True
+) -> Lowered:
+    """Text to what backends get.
+
+    Args:
+        source: The text.
+        declared: What it need not declare.
+        exact: See :class:`~attndsl.ir.Program`.
+        sink: Whether the program's sink stays. Tensors that it alone mentions do.
 
     Raises:
         AttnDSLError: All that is wrong with the program.
     """
     # Text -> surface tree -> typed IR, with functions inlined and bound params folded in.
-    return lower_program(replace(read(source, declared), exact=exact))
+    program = replace(read(source, declared), exact=exact)
+    return lower_program(program if sink else replace(program, sink=None))
 
 
 def lower_program(program: Program) -> Lowered:

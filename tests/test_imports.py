@@ -15,7 +15,7 @@ LAYERS = [
     {"frontend", "passes", "serialise", "grammar"},
     {"pipeline", "layout"},
     {"backends"},
-    {"tilemap"},
+    {"tilemap", "merging"},
     {"runtime", "config"},
     {"explain", "picture"},
     {"compiled"},
