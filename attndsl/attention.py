@@ -11,7 +11,14 @@ from attndsl.backends.base import Call
 from attndsl.backends.widened import kernels_of
 from attndsl.compiled import Compiled
 from attndsl.errors import ArgumentError, AttnDSLError, UnsupportedError
-from attndsl.runtime.arguments import autocast, bind, joined, kinds_of, rows_contiguous
+from attndsl.runtime.arguments import (
+    autocast,
+    bind,
+    joined,
+    kinds_of,
+    rows_contiguous,
+    with_out_dtype,
+)
 from attndsl.runtime.autograd import attend
 from attndsl.runtime.dispatch import backend_of
 from attndsl.runtime.modes import seen_by_modes
@@ -81,6 +88,7 @@ class Attention(Compiled):
         deterministic: bool | None = None,
         seed: int | torch.Tensor | None = None,
         tiles: TileMap | None = None,
+        out_dtype: torch.dtype | None = None,
         captures: Captures | None = None,
         **named: torch.Tensor | Scalar,
     ) -> Any:
@@ -103,11 +111,14 @@ class Attention(Compiled):
             tiles: What :meth:`tiles` found for this program and these captures: where the tiles
                 have no closed form, they are not looked for again. A map of another mask would
                 leave out live pairs. In graphs of ``torch.compile`` it is not used.
+            out_dtype: dtype of the output: ``torch.float32`` for q, k and v of a half type, so that
+                nothing is lost where parts are put together; by default that of q.
             captures: The program's tensors, and its run-time params as numbers or 0-d tensors.
             **named: The same, by keywords; those called like an argument go into ``captures``.
 
         Returns:
-            out (B, Hq, Lq, Dv) in q's dtype, or in autocast's, which q, k and v take; with
+            out (B, Hq, Lq, Dv) in q's dtype, or in autocast's, which q, k and v take, if there is
+            no ``out_dtype``; with
             ``return_lse`` also lse (B, Hq, Lq), natural logarithm, fp32 (fp64 for fp64),
             differentiable. A row with no live pair has out 0 and lse -inf.
 
@@ -143,6 +154,7 @@ class Attention(Compiled):
                 self._lowered.program, q, k, v, scale, captures, q_offset, kv_offset, q_index,
                 kv_index, seed, deterministic,
             )  # fmt: skip
+            call = with_out_dtype(call, out_dtype)
             from attndsl.runtime.graph import attend_in_graph  # Imports torch.compile.
 
             found = attend_in_graph(self._spec, self._backend, self._checked, call, scale, drawn)
@@ -157,7 +169,7 @@ class Attention(Compiled):
         key = (
             q.shape, q.stride(), q.dtype, q.device, k.shape, k.stride(), k.dtype, k.device,
             v.shape, v.stride(), v.dtype, v.device, deterministic, type(scale),
-            kinds, tuple(map(captures.get, self._dims)) if self._dims else None,
+            kinds, tuple(map(captures.get, self._dims)) if self._dims else None, out_dtype,
         )  # fmt: skip
         prepared = self._prepared.get(key)
         if prepared is None:
@@ -166,6 +178,7 @@ class Attention(Compiled):
                     self._lowered.program, q, k, v, scale, captures, q_offset, kv_offset, q_index,
                     kv_index, seed, deterministic,
                 )  # fmt: skip
+                call = with_out_dtype(call, out_dtype)
                 backend, _ = backend_of(
                     self._lowered, self._backend, q.device, self._checked, q.dtype
                 )
@@ -191,7 +204,7 @@ class Attention(Compiled):
                 {decl.name: captures.get(decl.name, decl.default) for decl in program.params},  # type: ignore[arg-type]
                 q_offset, kv_offset, q_index, kv_index, seed, deterministic,
                 None if tiles is None else given_tiles(self._lowered, template, tiles, q.device),
-                template.signature,
+                template.signature, template.wide,
             )  # fmt: skip
         if kinds is not None or q_offset or kv_offset:
             check_values(self._lowered.program, call)

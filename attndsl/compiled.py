@@ -3,23 +3,39 @@
 from __future__ import annotations
 
 import html
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from attndsl.backends.interpret import evaluate, scope_of
-from attndsl.errors import AttnDSLError, UnsupportedError
-from attndsl.runtime.arguments import bind, joined
+from attndsl.errors import ArgumentError, AttnDSLError, UnsupportedError
+from attndsl.runtime.arguments import autocast, bind, joined, with_out_dtype
+from attndsl.runtime.backward import (
+    OPERANDS,
+    Asked,
+    Gradients,
+    Results,
+    check_results,
+    gradients_of_results,
+    wants_for,
+)
+from attndsl.runtime.dispatch import backend_of
+from attndsl.runtime.modes import seen_by_modes
+from attndsl.runtime.probability import check_probability
 from attndsl.runtime.programs import pointing_into
+from attndsl.runtime.tiles import given_tiles
+from attndsl.runtime.values import check_values
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Collection, Mapping
     from os import PathLike
 
     from attndsl.backends.base import Call, Scalar
     from attndsl.pipeline import Lowered
     from attndsl.source import Source
+    from attndsl.tilemap import TileMap
 
     Captures = Mapping[str, torch.Tensor | Scalar]
 
@@ -110,6 +126,81 @@ class Compiled:
         except AttnDSLError as refusal:
             return f"<pre>{html.escape(repr(self))}\n{html.escape(refusal.message)}</pre>"
 
+    def backward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor | None,
+        grad_out: torch.Tensor,
+        grad_lse: torch.Tensor | None = None,
+        *,
+        wants: Collection[str] = OPERANDS,
+        wants_captures: Collection[str] | None = None,
+        grad_dtype: torch.dtype | None = None,
+        tiles: TileMap | None = None,
+        **arguments: Any,
+    ) -> Gradients:
+        """The gradients of a call from given results, without its forward.
+
+        Where k and v are some of the keys, and ``out``, ``lse`` and their gradients are those of
+        all keys (see :func:`attndsl.merge`), these are what the given keys contribute to the
+        gradients of all: summed over parts of the keys, they are the whole's. What a sink mentions
+        has the whole gradient in each part: take one part from this program, and the others from
+        :meth:`without_sink`. The results are not differentiable.
+
+        Args:
+            q: As of the call, like k and v.
+            k: (B, Hkv, Lk, D).
+            v: (B, Hkv, Lk, Dv).
+            out: (B, Hq, Lq, Dv), in q's dtype or fp32.
+            lse: (B, Hq, Lq), fp32 (fp64 for fp64), natural logarithm, a sink included; None where
+                the program has weights of its own, and their ``out`` is not read.
+            grad_out: The gradient of ``out``, in q's dtype or fp32. Kernels round it to q's.
+            grad_lse: That of ``lse``; None for zeros.
+            wants: Which of ``q``, ``k`` and ``v`` get gradients.
+            wants_captures: Names of float captures that do; by default those that require one.
+            grad_dtype: dtype of the gradients of q, k and v: ``torch.float32`` where they are of a
+                half type, so that nothing is lost where parts are added up; by default theirs.
+            tiles: As of the call.
+            **arguments: Captures and options of the call. Dropout wants the ``seed`` of it.
+
+        Raises:
+            ArgumentError, ShapeError, DTypeError, DeviceError: As a call, also for the results.
+            UnsupportedError: The backend cannot do what the program says; ``torch.func``.
+            BackendError: The backend does not work here.
+        """
+        program = self._lowered.program
+        in_graph = torch.compiler.is_compiling()
+        if in_graph or torch._C._is_any_autocast_enabled():
+            q, k, v = autocast(q), autocast(k), autocast(v)
+        if arguments.get("seed") is None and program.dropout is not None:
+            raise ArgumentError(
+                "the program has dropout, and there is no seed", hint="pass the seed= of the call"
+            )
+        if arguments.get("deterministic") is None:
+            arguments["deterministic"] = torch.are_deterministic_algorithms_enabled()
+        scale = arguments.get("scale")
+        call = self._bound(q, k, v, arguments)
+        given = Results(out, lse, grad_out, grad_lse)
+        check_results(program, call, given)
+        asked = wants_for(call, Asked(wants, wants_captures, grad_dtype))
+        if in_graph:
+            from attndsl.runtime.graph import backward_in_graph  # Imports torch.compile.
+
+            names = self._spec, self._backend, self._checked
+            return backward_in_graph(*names, call, scale, given, asked)
+        with pointing_into(self._source):
+            check_values(program, call)
+            if program.dropout is not None:
+                check_probability(program.dropout, call)
+            backend, _ = backend_of(self._lowered, self._backend, q.device, self._checked, q.dtype)
+            backend.check(self._lowered, call)
+            call = replace(call, tiles=given_tiles(self._lowered, call, tiles))
+            backend = seen_by_modes(backend, self._spec, self._backend, self._checked)
+            return gradients_of_results(backend, self._lowered, call, given, asked)
+
     def sink_logits(
         self, q: torch.Tensor, k: torch.Tensor, **arguments: Any
     ) -> torch.Tensor | None:
@@ -145,9 +236,13 @@ class Compiled:
     ) -> Call:
         """The checked call; takes the options out of ``arguments``, whose rest are captures."""
         options = {name: arguments.pop(name, given) for name, given in CALL_OPTIONS.items()}
+        out_dtype = arguments.pop("out_dtype", None)
         captures = self._given(arguments.pop("captures", None), arguments)
-        with pointing_into(self._source):
-            return bind(self._lowered.program, q, k, v, captures=captures, **options)
+        options = {name: CALL_OPTIONS[name] if x is None else x for name, x in options.items()}
+        # Graphs cannot follow it, and calls in them do without too.
+        with nullcontext() if torch.compiler.is_compiling() else pointing_into(self._source):
+            call = bind(self._lowered.program, q, k, v, captures=captures, **options)
+            return with_out_dtype(call, out_dtype)
 
     def _given(self, captures: Captures | None, named: Captures) -> dict[str, Any]:
         """The captures of a call: given at once, by keywords, or to ``compile``."""

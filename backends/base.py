@@ -65,6 +65,8 @@ class Call:
     signature: object | None = None
     """One object for all calls of one program whose tensors agree in shape, strides, dtype and
     device, and whose other arguments agree in type; None where nobody compared them."""
+    wide: bool = False
+    """Whether ``out`` is in fp32, and q, k and v are of a half type."""
 
     @property
     def shifted(self) -> bool:
@@ -111,6 +113,8 @@ class Wants:
     params: frozenset[str] = frozenset()
     slopes: bool = False
     """Whether attention kernels store the gradient of each score, of which others are made."""
+    wide: bool = False
+    """Whether the gradients of q, k and v are in fp32, and q, k and v of a half type."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +132,8 @@ class Slopes:
 class Gradients:
     """Gradients, of the shape and dtype of what they are gradients of; None where not wanted.
 
-    Those of q, k and v have their memory order too (see :mod:`.memory_order`).
+    Those of q, k and v have their memory order too (see :mod:`.memory_order`), and are in fp32
+    where ``Wants.wide`` says so.
     """
 
     q: torch.Tensor | None
@@ -156,9 +161,9 @@ class Backend(Protocol):
         """Output and log-sum-exp.
 
         Returns:
-            ``out`` (B, Hq, Lq, Dv) in q's dtype and memory order (see :mod:`.memory_order`), and
-            ``lse`` (B, Hq, Lq), contiguous, natural log, in fp32 (fp64 for fp64 inputs), -inf for
-            rows with no live pair. Neither is a view.
+            ``out`` (B, Hq, Lq, Dv) in q's dtype (fp32 where ``call.wide``) and memory order (see
+            :mod:`.memory_order`), and ``lse`` (B, Hq, Lq), contiguous, natural log, in fp32 (fp64
+            for fp64 inputs), -inf for rows with no live pair. Neither is a view.
         """
 
     def backward(
@@ -171,7 +176,11 @@ class Backend(Protocol):
         grad_lse: torch.Tensor | None,
         wants: Wants,
     ) -> Gradients:
-        """Gradients of ``(out * grad_out).sum() + (lse * grad_lse).sum()``."""
+        """Gradients of ``(out * grad_out).sum() + (lse * grad_lse).sum()``.
+
+        ``out`` is of the dtype and memory order that ``forward`` gives, ``grad_out`` of its dtype
+        or q's.
+        """
 
 
 @runtime_checkable

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from itertools import pairwise
 
 import pytest
 import torch
+from parts_of_keys import LENGTH, PROGRAMS, captures_of, operands_of, parts_of
 
 import attndsl
 from attndsl.errors import (
@@ -17,63 +17,15 @@ from attndsl.errors import (
     UnsupportedError,
 )
 
-PROGRAMS = {
-    "nothing": "score",
-    "causal": "causal()",
-    "window": "causal() and q - kv < 9",
-    "alibi": "mask = causal(); score = alibi()",
-    "soft cap": "mask = causal(); score = softcap(2.0)",
-    "bias": "tensor t[heads, n, m]: float; mask = q + 3 >= kv; score = score + t[h, q, kv]",
-    "gain": "tensor t[heads]: float; param a: float; score = t[h] * score + a * (q - kv)",
-    "rows without pairs": "kv < q - 5",
-    "sink": "tensor t[heads]: float; mask = causal() and q - kv < 9; sink = t[h]",
-    "sink of numbers": "mask = kv < q - 5; sink = 0.3 * h",
-    "sink of all": "tensor t[batch, heads]: float; param a: float; score = a * score"
-    "; sink = t[b, h] + a * kv_len / 100",
-}
-LENGTH, WIDTH = 26, 16
-CUTS = (0, 7, 7, 26)
-"""Parts of keys; one has none."""
-
-
-def captures_of(text, device, length=LENGTH):
-    """Captures of a program, by their declared dims; ``heads`` and ``batch`` are 2."""
-    found = {}
-    if "tensor t[" in text:
-        dims = text.split("tensor t[")[1].split("]")[0].split(", ")
-        sizes = {"heads": 2, "batch": 2, "n": length, "m": length}
-        found["t"] = torch.randn([sizes[dim] for dim in dims], device=device).requires_grad_()
-    if "param a" in text:
-        found["a"] = torch.tensor(0.6, device=device, requires_grad=True)
-    return found
-
-
-def _parts(attention, operands, captures, cuts=CUTS, **options):
-    q, k, v = operands
-    return [
-        attention(
-            q, k[:, :, first:last], v[:, :, first:last], kv_offset=first, return_lse=True,
-            **options, **captures,
-        )
-        for first, last in pairwise(cuts)
-    ]  # fmt: skip
-
-
-def _operands(device, dtype=torch.float32):
-    return [
-        torch.randn(2, 2, LENGTH, WIDTH, device=device, dtype=dtype).requires_grad_()
-        for _ in range(3)
-    ]
-
 
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_parts_of_the_keys_are_the_whole(place, name):
     attention = attndsl.compile(PROGRAMS[name], backend=place.backend)
-    operands, captures = _operands(place.device), captures_of(PROGRAMS[name], place.device)
+    operands, captures = operands_of(place.device), captures_of(PROGRAMS[name], place.device)
     leaves = [*operands, *captures.values()]
     whole = attention(*operands, return_lse=True, **captures)
     logits = attention.sink_logits(operands[0], operands[1], **captures)
-    merged = attndsl.merge(_parts(attention.without_sink(), operands, captures), sink=logits)
+    merged = attndsl.merge(parts_of(attention.without_sink(), operands, captures), sink=logits)
     grads = [torch.randn_like(x) for x in whole]
     grads[1] = torch.where(whole[1] == -torch.inf, 0.0, grads[1])
     found = [(*each, *torch.autograd.grad(each, leaves, grads)) for each in (whole, merged)]
@@ -84,11 +36,20 @@ def test_parts_of_the_keys_are_the_whole(place, name):
         assert (found[1][5] != 0).any()
 
 
+def test_a_sink_of_sizes_is_that_of_the_call_asked():
+    attention = attndsl.compile("mask = causal(); sink = log(kv_len) + b")
+    operands = operands_of("cpu")
+    logits = attention.sink_logits(*operands[:2])
+    torch.testing.assert_close(logits, torch.tensor([[0.0], [1.0]]).expand(2, 2) + math.log(LENGTH))
+    merged = attndsl.merge(parts_of(attention.without_sink(), operands, {}), sink=logits)
+    torch.testing.assert_close(merged[0], attention(*operands), atol=1e-5, rtol=1e-5)
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
 def test_dtypes(dtype):
     attention = attndsl.compile("causal()")
-    operands = [x.detach() for x in _operands("cpu", dtype)]
-    parts = _parts(attention, operands, {})
+    operands = [x.detach() for x in operands_of("cpu", dtype)]
+    parts = parts_of(attention, operands, {})
     out, lse = attndsl.merge(parts)
     assert out.dtype is dtype
     assert lse.dtype is (torch.float64 if dtype is torch.float64 else torch.float32)
@@ -103,7 +64,7 @@ def test_dtypes(dtype):
 
 def test_order_and_nesting():
     attention = attndsl.compile("causal()")
-    parts = _parts(attention, _operands("cpu"), {})
+    parts = parts_of(attention, operands_of("cpu"), {})
     out, lse = attndsl.merge(parts)
     again = attndsl.merge(list(parts))
     assert torch.equal(out, again[0])
@@ -202,12 +163,12 @@ def test_derivatives_of_any_order():
 def test_in_graphs():
     text = "tensor t[heads]: float; mask = causal(); sink = t[h]"
     attention = attndsl.compile(text)
-    operands, captures = _operands("cpu"), captures_of(text, "cpu")
+    operands, captures = operands_of("cpu"), captures_of(text, "cpu")
 
     part = attention.without_sink()
 
     def layer(operands, captures):
-        return attndsl.merge(_parts(part, operands, captures), sink=captures["t"])
+        return attndsl.merge(parts_of(part, operands, captures), sink=captures["t"])
 
     wanted = layer(operands, captures)
     found = torch.compile(layer, fullgraph=True, backend="aot_eager")(operands, captures)
@@ -235,7 +196,7 @@ def test_without_sink():
     assert other == attention.without_sink()
     assert other.without_sink() is other
     assert other.lowered.program.sink is None
-    q, k, v = (x.detach() for x in _operands("cpu"))
+    q, k, v = (x.detach() for x in operands_of("cpu"))
     found = other(q, k, v, return_lse=True, t=torch.ones(2))
     wanted = attndsl.compile("causal()")(q, k, v, return_lse=True)
     assert all(torch.equal(x, y) for x, y in zip(found, wanted, strict=True))
@@ -264,7 +225,7 @@ OUT, LSE = torch.zeros(1, 2, 3, 4), torch.zeros(1, 2, 3)
         ([(OUT, LSE), (OUT.to("meta"), LSE)], DeviceError, "out of part 1 is on meta"),
     ],
 )
-def test_refusals_of_parts(parts, kind, message):
+def test_refusals_ofparts_of(parts, kind, message):
     with pytest.raises(kind, match=message) as caught:
         attndsl.merge(parts)
     assert caught.value.hint

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping
+from dataclasses import replace
 from numbers import Real
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 INTS = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)
+_HALVES = FLOATS[:2]
 _CAST = FLOATS[:-1]
 """What autocast converts."""
 _KINDS = ("cpu", "cuda", "xpu", "mps", "hpu", "mtia", "maia", "xla", "ipu", "privateuseone")
@@ -83,6 +85,27 @@ def bind(
         kv_index=kv_index,
         seed=seed,
         deterministic=deterministic,
+    )
+
+
+def with_out_dtype(call: Call, out_dtype: object) -> Call:
+    """``call`` with an output of ``out_dtype``; None for that of q."""
+    return replace(call, wide=True) if is_wide("out_dtype", out_dtype, call.q.dtype) else call
+
+
+def is_wide(name: str, dtype: object, own: torch.dtype) -> bool:
+    """Whether the argument ``name`` asks for fp32 results of operands of a half type.
+
+    Raises:
+        DTypeError: It asks for another dtype than that and the operands' ``own``.
+    """
+    if dtype is None or dtype is own:
+        return False
+    if dtype is torch.float32 and own in _HALVES:
+        return True
+    raise DTypeError(
+        f"{name} is {dtype} and q is {own}",
+        hint="pass None for q's dtype, or torch.float32 where q is of a half type",
     )
 
 
