@@ -42,7 +42,7 @@ _LIBRARY.define(f"forward({_COMMON}) -> (Tensor, Tensor)")
 _LIBRARY.define(f"row_maxima({_COMMON}) -> Tensor")
 _LIBRARY.define(
     "backward(Tensor out, Tensor lse, Tensor grad_out, Tensor? grad_lse, bool[] wants, "
-    f"bool wide_gradients, {_COMMON}) -> Tensor[]"
+    f"bool wide_gradients, bool partial, {_COMMON}) -> Tensor[]"
 )
 
 
@@ -79,6 +79,7 @@ def _fake_backward(
     grad_lse: torch.Tensor | None,
     wants: list[bool],
     wide: bool,
+    partial: bool,
     *args: Any,
 ) -> list[torch.Tensor]:
     inputs = [args[3], args[4], args[5], *(args[6] or ()), *(args[7] or ())]
@@ -135,7 +136,7 @@ def _autograd(ctx: Any, grad_out: Any, grad_lse: Any) -> tuple[Any, ...]:
     wants = [*ctx.needs_input_grad[3:6], *ctx.capture_wants]
     found = torch.ops.attndsl.backward(
         out, lse, torch.zeros_like(out) if grad_out is None else grad_out, grad_lse, wants, False,
-        *args,
+        False, *args,
     )  # fmt: skip
     kept = [g if want else None for g, want in zip(found, wants, strict=True)]
     grads[3:6] = kept[:3]
@@ -158,7 +159,7 @@ def _forward_flops(*args: Any, **rest: Any) -> int:
 
 def _backward_flops(*args: Any, **rest: Any) -> int:
     """Five products, of which three are along q and k's head dim: scores, dQ and dK."""
-    q, k, v = args[9:12]
+    q, k, v = args[10:13]
     return _flops_of_products(q, k, 3 * q[3] + 2 * v[3])
 
 

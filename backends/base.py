@@ -64,7 +64,8 @@ class Call:
     """Used in place of finding the tiles of this call anew, where they have no closed form."""
     signature: object | None = None
     """One object for all calls of one program whose tensors agree in shape, strides, dtype and
-    device, and whose other arguments agree in type; None where nobody compared them."""
+    device, whose other arguments agree in type, and whose outputs agree in dtype; None where nobody
+    compared them."""
     wide: bool = False
     """Whether ``out`` is in fp32, and q, k and v are of a half type."""
 
@@ -115,6 +116,9 @@ class Wants:
     """Whether attention kernels store the gradient of each score, of which others are made."""
     wide: bool = False
     """Whether the gradients of q, k and v are in fp32, and q, k and v of a half type."""
+    partial: bool = False
+    """Whether ``out`` and ``lse`` may be of more keys than the call has. The gradients of a row's
+    scores then do not add up to what the call's own results would tell."""
 
 
 @dataclass(frozen=True, slots=True)

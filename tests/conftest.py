@@ -71,6 +71,7 @@ _MANY = (
     "test_contractions[",
     "test_parts_of_the_keys_are_the_whole[",
     "test_backwards_of_parts_add_up[",
+    "test_parts_of_halves_err_no_more_than_the_whole[",
 )
 _MANY_HERE = (
     "q-padded",
@@ -108,6 +109,7 @@ _MANY_HERE = (
     "-by head]",
     "-gate]",
     "-sink of all]",
+    "-dtype1-sunk]",
 )
 
 

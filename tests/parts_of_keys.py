@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from itertools import pairwise
 
 import torch
@@ -14,6 +15,9 @@ PROGRAMS = {
     "soft cap": "mask = causal(); score = softcap(2.0)",
     "bias": "tensor t[heads, n, m]: float; mask = q + 3 >= kv; score = score + t[h, q, kv]",
     "gain": "tensor t[heads]: float; param a: float; score = t[h] * score + a * (q - kv)",
+    "rows and columns": "tensor r[heads, n]: float; tensor t[heads, n]: float; mask = causal()"
+    "; score = score + r[h, q] - t[h, kv]",
+    "distances": "tensor t[heads, n]: float; mask = causal(); score = score + t[h, q - kv]",
     "rows without pairs": "kv < q - 5",
     "sink": "tensor t[heads]: float; mask = causal() and q - kv < 9; sink = t[h]",
     "sink of numbers": "mask = kv < q - 5; sink = 0.3 * h",
@@ -28,10 +32,10 @@ CUTS = (0, 7, 7, 26)
 def captures_of(text, device, length=LENGTH):
     """Captures of a program, by their declared dims; ``heads`` and ``batch`` are 2."""
     found = {}
-    if "tensor t[" in text:
-        dims = text.split("tensor t[")[1].split("]")[0].split(", ")
-        sizes = {"heads": 2, "batch": 2, "n": length, "m": length}
-        found["t"] = torch.randn([sizes[dim] for dim in dims], device=device).requires_grad_()
+    sizes = {"heads": 2, "batch": 2, "n": length, "m": length}
+    for name, dims in re.findall(r"tensor (\w+)\[([^\]]*)\]: float", text):
+        shape = [sizes[dim] for dim in dims.split(", ")]
+        found[name] = torch.randn(shape, device=device).requires_grad_()
     if "param a" in text:
         found["a"] = torch.tensor(0.6, device=device, requires_grad=True)
     return found

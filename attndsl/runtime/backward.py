@@ -102,7 +102,8 @@ def wants_for(call: Call, asked: Asked) -> Wants:
     q, k, v = (name in asked.operands for name in OPERANDS)
     tensors = names.intersection(call.tensors)
     wide = is_wide("grad_dtype", asked.dtype, call.q.dtype)
-    return Wants(q, k, v, tensors, names.intersection(call.params), wide=wide)
+    params = names.intersection(call.params)
+    return Wants(q, k, v, tensors, params, wide=wide, partial=True)
 
 
 def check_results(program: Program, call: Call, given: Results) -> None:
@@ -138,7 +139,7 @@ def lse_or_zeros(call: Call, given: Results) -> torch.Tensor:
 
 def with_out_of(call: Call, out: torch.Tensor) -> Call:
     """``call`` with an output of the dtype of ``out``."""
-    return replace(call, wide=out.dtype is not call.q.dtype)
+    return replace(call, wide=out.dtype is not call.q.dtype, signature=None)
 
 
 def settled(

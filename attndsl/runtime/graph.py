@@ -84,7 +84,7 @@ def backward_in_graph(
     drawn = call.seed if isinstance(call.seed, torch.Tensor) else None
     parts = torch.ops.attndsl.backward(
         given.out, lse_or_zeros(call, given), given.grad_out, given.grad_lse, asked, wants.wide,
-        *operands(spec, backend, checked, call, scale, drawn, _varying),
+        wants.partial, *operands(spec, backend, checked, call, scale, drawn, _varying),
     )  # fmt: skip
     q, k, v, *rest = (x if want else None for x, want in zip(parts, asked, strict=True))
     named = zip((*call.tensors, *params), rest, strict=True)

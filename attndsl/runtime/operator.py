@@ -145,6 +145,7 @@ def run_backward(
     grad_lse: torch.Tensor | None,
     wants: list[bool],
     wide: bool,
+    partial: bool,
     *args: Any,
 ) -> list[torch.Tensor]:
     """``attndsl::backward``."""
@@ -159,6 +160,7 @@ def run_backward(
         tensors=frozenset(wanted & set(call.tensors)),
         params=frozenset(wanted & set(call.params)),
         wide=wide,
+        partial=partial,
     )
     results = settled(call, out, lse, grad_out, grad_lse)
     found = backend.backward(lowered, call, *results, asked)

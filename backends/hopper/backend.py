@@ -411,6 +411,8 @@ def why_portable(
             learned = learned_parts(lowered, names - among(lowered, call, names))
             if isinstance(learned, str):
                 return learned
+            if learned.row and wants.partial:
+                return "gradients of a row's part are known where the results are of all keys"
             if width > 128:
                 return "gradients of captured tensors are added up at head dims up to 128"
             if learned.factor and call.q.dtype is torch.float16:

@@ -99,7 +99,8 @@ class TritonBackend:
         if lse.numel() == 0:
             return empty_like(q, v.shape[-1], wide_dtype(call.wide)), lse
         layout = self._layout(lowered, call, "forward")
-        out = layout.orders.out.empty(q, wide_dtype(call.wide))
+        order = layout.orders.out
+        out = order.empty(q, torch.float32) if call.wide else order.empty(q)
         kernel = layout.executables["forward"]
         tiles = -(-q_len // kernel.config.block_m)
         stream = stream_of(q.device)
@@ -197,7 +198,7 @@ class TritonBackend:
         else:
             layout = self._layout(lowered, call, "backward", grad_out, wants, grad_lse is not None)
             orders = layout.orders
-            kind = wide_dtype(wants.wide)
+            kind = torch.float32 if wants.wide else None
             dq, dk, dv = orders.q.empty(q, kind), orders.k.empty(k, kind), orders.v.empty(v, kind)
             padded = -(-q_len // PADDING) * PADDING
             lse2 = lse.new_empty((batch, heads, padded))
@@ -407,7 +408,6 @@ def signature_of(
         kind,
         call.scale <= 0,
         call.deterministic,
-        call.wide,
         torch.get_float32_matmul_precision() if q.dtype is torch.float32 else None,
         isinstance(call.seed, torch.Tensor),
         bits % 16 == 0,
@@ -423,6 +423,7 @@ def signature_of(
     return (
         lowered.digest,
         *found,
+        call.wide,
         q.dtype,
         q.device,
         tuple((t.shape, t.stride()) for t in (q, k, v)),
