@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from attndsl.attention import Attention
 from attndsl.config import read_config
 from attndsl.errors import ArgumentError
-from attndsl.frontend import check_call_names
 from attndsl.frontend.declare import Bound, ParamSpec, TensorSpec
+from attndsl.runtime.arguments import joined
 from attndsl.runtime.dispatch import check_backend_name
-from attndsl.runtime.programs import lowered_at, make_spec, pointing_into
+from attndsl.runtime.programs import lowered_at, make_spec
 from attndsl.runtime.tiles import Verification, verify_call
 from attndsl.settings import read_settings
 from attndsl.source import Source
@@ -103,9 +103,7 @@ def compile_source(
     declared = {key: _declared(key, value) for key, value in names.items()}
     defaults = {key: value for key, value in names.items() if isinstance(value, torch.Tensor)}
     spec = make_spec(source.text, declared, options.exact)
-    program = lowered_at(spec, source, declared).program
-    with pointing_into(source):
-        check_call_names(program, defaults)
+    lowered_at(spec, source, declared)  # All its errors, at their places.
     checked = read_settings().checked if options.checked is None else options.checked
     return Attention(spec, source, options.backend, checked, defaults)
 
@@ -157,6 +155,7 @@ def verify(
     kv_offset: int | torch.Tensor = 0,
     q_index: torch.Tensor | None = None,
     kv_index: torch.Tensor | None = None,
+    captures: Mapping[str, Scalar | torch.Tensor] | None = None,
     **names: Scalar | torch.Tensor,
 ) -> Verification:
     """Check a program's tiles against its mask, pair by pair, at given lengths.
@@ -176,7 +175,8 @@ def verify(
         kv_offset: Logical position of the first key.
         q_index: (q_len,) logical positions of the queries.
         kv_index: (kv_len,) logical positions of the keys.
-        **names: The program's tensors and params.
+        captures: The program's tensors and params.
+        **names: The same, by keywords.
 
     Returns:
         How much was compared, over all directions; ``print`` shows it.
@@ -185,11 +185,14 @@ def verify(
         PlanError: A tile is not what the mask makes it.
         UnsupportedError: The mask depends on the score.
     """
-    named: dict[str, Any] = dict(names)
-    attention = program if isinstance(program, Attention) else compile(program, **named)
-    captures = names if isinstance(program, Attention) else {}
+    given = joined(captures, names)
+    if isinstance(program, Attention):
+        attention = program
+    else:
+        attention = compile_source(Source(program, "<program>"), given, Options())
+        given = {}
     call = attention.call_of_lengths(
-        captures, q_len, kv_len, batch, heads, kv_heads, head_dim, None, q_offset, kv_offset,
+        given, q_len, kv_len, batch, heads, kv_heads, head_dim, None, q_offset, kv_offset,
         q_index, kv_index,
     )  # fmt: skip
     found = [verify_call(attention.lowered, call, block_m, block_n, d) for d in directions]

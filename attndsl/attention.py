@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -10,12 +9,25 @@ import torch
 
 from attndsl.backends.base import Call
 from attndsl.backends.widened import kernels_of
+from attndsl.compiled import Compiled
 from attndsl.errors import ArgumentError, AttnDSLError, UnsupportedError
-from attndsl.runtime.arguments import autocast, bind, kinds_of, rows_contiguous
+from attndsl.runtime.arguments import (
+    autocast,
+    bind,
+    joined,
+    kinds_of,
+    rows_contiguous,
+    with_out_dtype,
+)
 from attndsl.runtime.autograd import attend
 from attndsl.runtime.dispatch import backend_of
 from attndsl.runtime.modes import seen_by_modes
-from attndsl.runtime.programs import lowered_program, point_into, pointing_into
+from attndsl.runtime.programs import (
+    lowered_program,
+    point_into,
+    pointing_into,
+    spec_without_sink,
+)
 from attndsl.runtime.seed import draw_seed, seed_argument
 from attndsl.runtime.sources import check_head_dims, device_of, source_of
 from attndsl.runtime.tiles import (
@@ -25,28 +37,23 @@ from attndsl.runtime.tiles import (
     tiles_key,
     verify_if_asked,
 )
-from attndsl.runtime.to_flex import flex_functions
+from attndsl.runtime.to_flex import FLEX_OPTIONS, flex_functions
 from attndsl.runtime.tuning import Tuning, tune
 from attndsl.runtime.values import check_values, params_of_dims, values_differ
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
-    from os import PathLike
 
     from attndsl.backends.base import Backend, Scalar
-    from attndsl.pipeline import Lowered
+    from attndsl.compiled import Captures
     from attndsl.source import Source
     from attndsl.tilemap import TileMap
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _MAX_SIGNATURES = 4096
-_CALL_OPTIONS: dict[str, Any] = {
-    "scale": None, "q_offset": 0, "kv_offset": 0, "q_index": None, "kv_index": None, "seed": 0,
-    "deterministic": False,
-}  # fmt: skip
 
 
-class Attention:
+class Attention(Compiled):
     """A compiled program: call it with q, k and v. Immutable; made by :func:`compile`."""
 
     __slots__ = (
@@ -66,21 +73,6 @@ class Attention:
         # By a call's signature: what was found, if q, k, v are as given, if values are checked.
         self._prepared: dict[Any, tuple[Backend, Call, bool, bool]] = {}
 
-    @property
-    def text(self) -> str:
-        """The program's text."""
-        return self._source.text
-
-    @property
-    def backend(self) -> str:
-        """The backend asked for."""
-        return self._backend
-
-    @property
-    def lowered(self) -> Lowered:
-        """The program as backends get it."""
-        return self._lowered
-
     def __call__(
         self,
         q: torch.Tensor,
@@ -96,7 +88,9 @@ class Attention:
         deterministic: bool | None = None,
         seed: int | torch.Tensor | None = None,
         tiles: TileMap | None = None,
-        **captures: torch.Tensor | Scalar,
+        out_dtype: torch.dtype | None = None,
+        captures: Captures | None = None,
+        **named: torch.Tensor | Scalar,
     ) -> Any:
         """Attention of ``q`` over ``k`` and ``v``.
 
@@ -117,10 +111,14 @@ class Attention:
             tiles: What :meth:`tiles` found for this program and these captures: where the tiles
                 have no closed form, they are not looked for again. A map of another mask would
                 leave out live pairs. In graphs of ``torch.compile`` it is not used.
-            **captures: The program's tensors, and its run-time params as numbers or 0-d tensors.
+            out_dtype: dtype of the output: ``torch.float32`` for q, k and v of a half type, so that
+                nothing is lost where parts are put together; by default that of q.
+            captures: The program's tensors, and its run-time params as numbers or 0-d tensors.
+            **named: The same, by keywords; those called like an argument go into ``captures``.
 
         Returns:
-            out (B, Hq, Lq, Dv) in q's dtype, or in autocast's, which q, k and v take; with
+            out (B, Hq, Lq, Dv) in q's dtype, or in autocast's, which q, k and v take, if there is
+            no ``out_dtype``; with
             ``return_lse`` also lse (B, Hq, Lq), natural logarithm, fp32 (fp64 for fp64),
             differentiable. A row with no live pair has out 0 and lse -inf.
 
@@ -132,6 +130,7 @@ class Attention:
             UnsupportedError: The backend cannot do what the program says.
             BackendError: The backend does not work here.
         """
+        captures = named if captures is None else joined(captures, named)
         if self._defaults:
             captures = {**self._defaults, **captures}
         if deterministic is None:
@@ -148,13 +147,14 @@ class Attention:
         if return_lse and self._lowered.program.weights is not None:
             raise UnsupportedError(
                 "return_lse asks for a softmax's log-sum-exp, and the program has other weights",
-                hint="drop return_lse",
+                hint="drop return_lse; the outputs of parts of the keys are added up",
             )
         if in_graph:
             call = bind(
                 self._lowered.program, q, k, v, scale, captures, q_offset, kv_offset, q_index,
                 kv_index, seed, deterministic,
             )  # fmt: skip
+            call = with_out_dtype(call, out_dtype)
             from attndsl.runtime.graph import attend_in_graph  # Imports torch.compile.
 
             found = attend_in_graph(self._spec, self._backend, self._checked, call, scale, drawn)
@@ -169,7 +169,7 @@ class Attention:
         key = (
             q.shape, q.stride(), q.dtype, q.device, k.shape, k.stride(), k.dtype, k.device,
             v.shape, v.stride(), v.dtype, v.device, deterministic, type(scale),
-            kinds, tuple(map(captures.get, self._dims)) if self._dims else None,
+            kinds, tuple(map(captures.get, self._dims)) if self._dims else None, out_dtype,
         )  # fmt: skip
         prepared = self._prepared.get(key)
         if prepared is None:
@@ -178,6 +178,7 @@ class Attention:
                     self._lowered.program, q, k, v, scale, captures, q_offset, kv_offset, q_index,
                     kv_index, seed, deterministic,
                 )  # fmt: skip
+                call = with_out_dtype(call, out_dtype)
                 backend, _ = backend_of(
                     self._lowered, self._backend, q.device, self._checked, q.dtype
                 )
@@ -202,10 +203,10 @@ class Attention:
                 q.shape[3] ** -0.5 if scale is None else float(scale),
                 template.sizes,
                 {decl.name: captures[decl.name] for decl in program.tensors},  # type: ignore[misc]
-                {decl.name: captures.get(decl.name, decl.default) for decl in program.params},  # type: ignore[misc]
+                {decl.name: captures.get(decl.name, decl.default) for decl in program.params},  # type: ignore[arg-type]
                 q_offset, kv_offset, q_index, kv_index, seed, deterministic,
                 None if tiles is None else given_tiles(self._lowered, template, tiles, q.device),
-                template.signature,
+                template.signature, template.wide,
             )  # fmt: skip
         if has_values or q_offset or kv_offset:
             check_values(self._lowered.program, call)
@@ -224,7 +225,8 @@ class Attention:
         value_dim: int | None = None,
         dtype: torch.dtype = torch.bfloat16,
         backend: str | None = None,
-        **captures: torch.Tensor | Scalar,
+        captures: Captures | None = None,
+        **named: torch.Tensor | Scalar,
     ) -> str:
         """Text of the generated kernels for calls of this kind; needs no GPU.
 
@@ -236,8 +238,9 @@ class Attention:
             dtype: dtype of q, k and v.
             backend: ``triton`` or ``hopper``; by default ``hopper`` where the program was compiled
                 for it by name, else ``triton``.
-            **captures: Values of the program's tensors and params, where the defaults (fp32, int32
+            captures: Values of the program's tensors and params, where the defaults (fp32, int32
                 and bool tensors; numbers) do not stand for what calls will pass.
+            **named: The same, by keywords.
 
         Raises:
             ArgumentError, ShapeError, DTypeError: No such direction or kernels; unfit captures.
@@ -248,7 +251,7 @@ class Attention:
             backend = "hopper" if self._backend == "hopper" else "triton"
         return source_of(
             self._lowered, backend, direction, head_dim, value_dim, dtype,
-            {**self._defaults, **captures},
+            self._given(captures, named),
         )  # fmt: skip
 
     def warmup(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **arguments: Any) -> None:
@@ -259,7 +262,8 @@ class Attention:
         out = self(q, k, v, **arguments)
         out = out[0] if isinstance(out, tuple) else out
         if out.requires_grad:
-            given = (q, k, v, *self._defaults.values(), *arguments.values())
+            more = arguments.pop("captures", None) or {}
+            given = (q, k, v, *self._defaults.values(), *arguments.values(), *more.values())
             inputs = [x for x in given if isinstance(x, torch.Tensor) and x.requires_grad]
             torch.autograd.grad(out, inputs, torch.zeros_like(out), allow_unused=True)
 
@@ -287,9 +291,7 @@ class Attention:
         Raises:
             UnsupportedError: The backend has one way to run the call.
         """
-        options = {name: arguments.pop(name, given) for name, given in _CALL_OPTIONS.items()}
-        captures = {**self._defaults, **arguments}
-        call = bind(self._lowered.program, q, k, v, captures=captures, **options)
+        call = self._bound(q, k, v, arguments)
         backend, _ = backend_of(self._lowered, self._backend, q.device, self._checked, q.dtype)
         backend.check(self._lowered, call)
         return tune(*kernels_of(backend, self._lowered, call), progress)
@@ -311,7 +313,8 @@ class Attention:
         kv_offset: int | torch.Tensor = 0,
         q_index: torch.Tensor | None = None,
         kv_index: torch.Tensor | None = None,
-        **captures: torch.Tensor | Scalar,
+        captures: Captures | None = None,
+        **named: torch.Tensor | Scalar,
     ) -> TileMap:
         """Which tiles of the score matrix are EMPTY, PARTIAL and FULL.
 
@@ -334,21 +337,22 @@ class Attention:
             kv_offset: Logical position of the first key.
             q_index: (q_len,) logical positions of the queries.
             kv_index: (kv_len,) logical positions of the keys.
-            **captures: The program's tensors and run-time params.
+            captures: The program's tensors and run-time params.
+            **named: The same, by keywords.
 
         Raises:
             ArgumentError: A size or a direction that cannot be; a missing capture.
         """
         call = self.call_of_lengths(
-            captures, q_len, kv_len, batch, heads, kv_heads, head_dim, device, q_offset, kv_offset,
-            q_index, kv_index,
+            joined(captures, named), q_len, kv_len, batch, heads, kv_heads, head_dim, device,
+            q_offset, kv_offset, q_index, kv_index,
         )  # fmt: skip
         with pointing_into(self._source):
             return find_tiles(self._lowered, call, block_m, block_n, direction)
 
     def to_flex(
         self, q_len: int, kv_len: int, batch: int = 1, heads: int = 1, block_size: int = 128,
-        **arguments: Any,
+        *, captures: Captures | None = None, **arguments: Any,
     ) -> tuple[Any, Any]:  # fmt: skip
         """``(score_mod, block_mask)`` for torch's ``flex_attention``; None for what is not there.
 
@@ -358,9 +362,10 @@ class Attention:
             UnsupportedError: The program has a sink, other weights or dropout.
         """
         sizes = (q_len, kv_len, batch, heads)
-        captures = {**self._defaults, **arguments}
+        options = {name: arguments.pop(name) for name in FLEX_OPTIONS if name in arguments}
+        given = self._given(captures, arguments)
         with pointing_into(self._source):
-            return flex_functions(self._lowered, sizes, block_size, captures)
+            return flex_functions(self._lowered, sizes, block_size, options, given)
 
     def explain(
         self,
@@ -373,7 +378,8 @@ class Attention:
         head_dim: int = 64,
         block_m: int = 128,
         block_n: int = 64,
-        **captures: torch.Tensor | Scalar,
+        captures: Captures | None = None,
+        **named: torch.Tensor | Scalar,
     ) -> str:
         """What the program is to the compiler, as text to read.
 
@@ -390,7 +396,8 @@ class Attention:
             head_dim: Head dim of q, k and v.
             block_m: Query rows of a tile.
             block_n: Key rows of a tile.
-            **captures: The program's tensors and params, where lengths are given.
+            captures: The program's tensors and params, where lengths are given.
+            **named: The same, by keywords.
         """
         from attndsl.explain import explain, explain_tiles
 
@@ -403,60 +410,28 @@ class Attention:
             return text
         if q_len is None or kv_len is None:
             raise ArgumentError("one length is missing", hint="pass both q_len and kv_len")
-        call = self.call_of_lengths(captures, q_len, kv_len, batch, heads, head_dim=head_dim)
+        given = joined(captures, named)
+        call = self.call_of_lengths(given, q_len, kv_len, batch, heads, head_dim=head_dim)
         return f"{text}\n{explain_tiles(self._lowered, call, block_m, block_n)}"
 
-    def plot(
-        self,
-        path: str | PathLike[str] | None = None,
-        *,
-        q_len: int = 64,
-        kv_len: int = 64,
-        block_m: int = 16,
-        block_n: int = 16,
-        batch: int = 1,
-        heads: int = 1,
-        b: int = 0,
-        h: int = 0,
-        **captures: torch.Tensor | Scalar,
-    ) -> str:
-        """A picture of the mask, its tiles and the score at a small length.
+    def without_sink(self) -> Attention:
+        """The program but for its sink, itself where it has none; it takes the same captures.
 
-        Args:
-            path: File to write, ``.svg``, ``.png``, ``.html`` or ``.txt``.
-            q_len: Number of queries.
-            kv_len: Number of keys.
-            block_m: Query rows of a tile.
-            block_n: Key rows of a tile.
-            batch: Batch entries.
-            heads: Query heads.
-            b: The batch entry shown.
-            h: The head shown.
-            **captures: The program's tensors and run-time params.
+        Where keys are split, each part would count the sink. Parts come from this program then, and
+        :func:`attndsl.merge` counts the sink once.
 
-        Returns:
-            The picture as SVG.
+        Raises:
+            UnsupportedError: In a graph of ``torch.compile``.
         """
-        from attndsl import picture
-
-        given = {**self._defaults, **captures}
-        params = {decl.name for decl in self._lowered.program.params}
-        data = picture.picture_data(
-            self._lowered, q_len=q_len, kv_len=kv_len, block_m=block_m, block_n=block_n,
-            batch=batch, heads=heads, b=b, h=h, title=self.text,
-            tensors={n: torch.as_tensor(x) for n, x in given.items() if n not in params},
-            params={n: x for n, x in given.items() if n in params},
-        )  # fmt: skip
-        if path is not None:
-            picture.write(data, path)
-        return picture.svg(data)
-
-    def _repr_html_(self) -> str:
-        """The picture, where the program can be drawn without captures; else its text."""
-        try:
-            return self.plot()
-        except AttnDSLError as refusal:
-            return f"<pre>{html.escape(repr(self))}\n{html.escape(refusal.message)}</pre>"
+        if torch.compiler.is_dynamo_compiling():
+            raise UnsupportedError(
+                "graphs of torch.compile compile no programs",
+                hint="call without_sink() outside of the graph, once",
+            )
+        if self._lowered.program.sink is None:
+            return self
+        spec = spec_without_sink(self._spec)
+        return Attention(spec, self._source, self._backend, self._checked, self._defaults)
 
     def call_of_lengths(
         self, captures: Mapping[str, torch.Tensor | Scalar], q_len: int, kv_len: int, batch: int,
@@ -474,23 +449,3 @@ class Attention:
                 self._lowered, q_len, kv_len, batch, heads, kv_heads, head_dim, device, positions,
                 {**self._defaults, **captures},
             )  # fmt: skip
-
-    def __repr__(self) -> str:
-        line = " ".join(self.text.split())
-        shown = line if len(line) <= 60 else line[:57] + "..."
-        return f"Attention({shown!r}, backend={self._backend!r})"
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Attention):
-            return NotImplemented
-        mine = (self._spec, self._backend, self._checked)
-        return mine == (other._spec, other._backend, other._checked) and (
-            self._defaults.keys() == other._defaults.keys()
-            and all(t is other._defaults[n] for n, t in self._defaults.items())
-        )
-
-    def __hash__(self) -> int:
-        return hash((self._spec, self._backend, self._checked))
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Attention, (self._spec, self._source, self._backend, self._checked, self._defaults)

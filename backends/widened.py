@@ -23,7 +23,7 @@ from attndsl.pipeline import lower_program
 from .base import Gradients
 from .capture_sums import CaptureSums
 from .cpu_tiles import Expressions, Step, work_dtype
-from .memory_order import arranged_like, empty_like
+from .memory_order import arranged_like, empty_like, wide_dtype
 from .rows import rows_at
 
 if TYPE_CHECKING:
@@ -268,23 +268,26 @@ class Wide:
             tensors[name] = tensors[name] + more
         for name, more in found.params.items():
             params[name] = params[name] + more
-        width = given.q.shape[3]
+        width, dtype = given.q.shape[3], wide_dtype(wants.wide)
+        own, keys = (None if x is None else x[..., :width] for x in (q, k))
         return Gradients(
-            q=arranged_like(q[..., :width], given.q) if wants.q and q is not None else None,
-            k=self._of_group(k[..., :width], given.k) if wants.k and k is not None else None,
-            v=self._of_group(v, given.v) if v is not None else None,
+            q=arranged_like(own, given.q, dtype) if wants.q and own is not None else None,
+            k=self._of_group(keys, given.k, dtype) if wants.k and keys is not None else None,
+            v=self._of_group(v, given.v, dtype) if v is not None else None,
             tensors=tensors,
             params=params,
         )
 
-    def _of_group(self, grad: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    def _of_group(
+        self, grad: torch.Tensor, like: torch.Tensor, dtype: torch.dtype | None
+    ) -> torch.Tensor:
         """Sums over the query heads that share a key head, where each has had its own copy."""
         if not self._apart:
-            return arranged_like(grad, like)
+            return arranged_like(grad, like, dtype)
         batch, heads, length, width = grad.shape
         kv_heads = self._given.k.shape[1]
         parts = grad.reshape(batch, kv_heads, heads // kv_heads, length, width)
-        return arranged_like(parts.sum(2, dtype=work_dtype(self._given)), like)
+        return arranged_like(parts.sum(2, dtype=work_dtype(self._given)), like, dtype)
 
 
 @lru_cache(maxsize=256)

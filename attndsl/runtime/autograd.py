@@ -33,7 +33,7 @@ def attend(
         ArgumentError: A dropout probability that is none.
         UnsupportedError: Checked mode, with tangents or within a transform of ``torch.func``.
     """
-    call = _plain(call)
+    call = without_neg(call)
     if lowered.program.dropout is not None:
         check_probability(lowered.program.dropout, call)
     if is_transformed():
@@ -59,7 +59,7 @@ def attend(
     return (out, lse) if return_lse else out
 
 
-def _plain(call: Call) -> Call:
+def without_neg(call: Call) -> Call:
     """``call`` without tensors whose signs torch has yet to change: kernels read what is stored."""
     if not (
         call.q.is_neg() or call.k.is_neg() or call.v.is_neg()
@@ -101,7 +101,7 @@ class _Attend(torch.autograd.Function):
         # Tensors are kept by save_for_backward alone, which hooks and checkpointing look into.
         plain = (
             call.scale, call.sizes, call.q_offset, call.kv_offset, call.q_index, call.kv_index,
-            call.seed, call.deterministic, call.tiles, call.signature,
+            call.seed, call.deterministic, call.tiles, call.signature, call.wide,
         )  # fmt: skip
         params = (
             {n: None if isinstance(p, torch.Tensor) else p for n, p in call.params.items()}

@@ -80,7 +80,7 @@ class ThroughOperators:
         asked += [name in wants.params for name in given]
         with torch.no_grad():
             parts = torch.ops.attndsl.backward(
-                out, lse, grad_out, grad_lse, asked, *self._args(call)
+                out, lse, grad_out, grad_lse, asked, wants.wide, wants.partial, *self._args(call)
             )
         q, k, v, *rest = (x if want else None for x, want in zip(parts, asked, strict=True))
         found = {n: x for n, x in zip((*call.tensors, *given), rest, strict=True) if x is not None}

@@ -11,6 +11,7 @@ from attndsl.ir import DType
 from attndsl.operators import tell_counters
 
 from .arguments import bind_dims, sizes_of
+from .backward import settled
 from .dispatch import backend_of
 from .maxima import row_maxima
 from .probability import check_probability
@@ -76,12 +77,13 @@ def operands(
         0 if drawn is not None else call.seed,
         call.deterministic,
         drawn,
+        call.wide,
     )
 
 
 def _call(args: Sequence[Any]) -> tuple[Lowered, Call, Any]:
     (spec, backend, checked, q, k, v, tensors, given, is_given, ints, floats, varying, q_offset,
-     kv_offset, q_origin, kv_origin, seed, deterministic, drawn) = args  # fmt: skip
+     kv_offset, q_origin, kv_origin, seed, deterministic, drawn, wide) = args  # fmt: skip
     lowered = lowered_program(spec)
     program = lowered.program
     params: dict[str, Any] = {}
@@ -111,6 +113,7 @@ def _call(args: Sequence[Any]) -> tuple[Lowered, Call, Any]:
         kv_index=kv_origin if kv_origin is not None and kv_origin.dim() == 1 else None,
         seed=seed if drawn is None else seed_argument(drawn),
         deterministic=deterministic,
+        wide=wide,
     )
     check_values(program, call)
     if program.dropout is not None:
@@ -141,6 +144,8 @@ def run_backward(
     grad_out: torch.Tensor,
     grad_lse: torch.Tensor | None,
     wants: list[bool],
+    wide: bool,
+    partial: bool,
     *args: Any,
 ) -> list[torch.Tensor]:
     """``attndsl::backward``."""
@@ -154,8 +159,11 @@ def run_backward(
         v=wants[2],
         tensors=frozenset(wanted & set(call.tensors)),
         params=frozenset(wanted & set(call.params)),
+        wide=wide,
+        partial=partial,
     )
-    found = backend.backward(lowered, call, out, lse, grad_out, grad_lse, asked)
+    results = settled(call, out, lse, grad_out, grad_lse)
+    found = backend.backward(lowered, call, *results, asked)
     captures = {**found.tensors, **found.params}
     gradients = [found.q, found.k, found.v]
     for name in names:

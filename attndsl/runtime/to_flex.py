@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from attndsl.pipeline import Lowered
 
 _POSITIONS = ("q_offset", "kv_offset", "q_index", "kv_index")
+FLEX_OPTIONS = (*_POSITIONS, "device", "kv_heads", "head_dim")
+"""What is said of a call beside its sizes and captures."""
 _PAIR = ("b", "h", "q_idx", "kv_idx")
 
 
@@ -28,7 +30,8 @@ def flex_functions(
     lowered: Lowered,
     sizes: tuple[int, int, int, int],
     block_size: int,
-    arguments: Mapping[str, Any],
+    options: Mapping[str, Any],
+    captures: Mapping[str, torch.Tensor | Scalar],
 ) -> tuple[Any, Any]:
     """``(score_mod, block_mask)`` of a call; either is None where it has nothing to say.
 
@@ -36,17 +39,16 @@ def flex_functions(
         lowered: The program.
         sizes: Numbers of queries, keys, batch entries and heads.
         block_size: Rows and columns of the block mask's blocks.
-        arguments: ``device``, ``kv_heads``, ``head_dim``, offsets and indices, as far as given, and
-            captures.
+        options: Those of :data:`FLEX_OPTIONS` that are given.
+        captures: The program's tensors and params.
 
     Raises:
         UnsupportedError: The program has parts that FlexAttention has not.
     """
-    positions = {name: arguments[name] for name in _POSITIONS if name in arguments}
-    own = (*_POSITIONS, "device", "kv_heads", "head_dim")
+    positions = {name: options[name] for name in _POSITIONS if name in options}
     call = call_of_lengths(
-        lowered, *sizes, arguments.get("kv_heads"), arguments.get("head_dim", 64),
-        arguments.get("device"), positions, {k: x for k, x in arguments.items() if k not in own},
+        lowered, *sizes, options.get("kv_heads"), options.get("head_dim", 64),
+        options.get("device"), positions, captures,
     )  # fmt: skip
     program = lowered.program
     for what, part in (("sink", program.sink), ("weights", program.weights),
@@ -92,12 +94,15 @@ def _function(name: str, arguments: tuple[str, ...], root: Node, call: Call) -> 
         leaves[position] = own
         if position not in needed:
             continue
+        origin = f"{position}_offset" if index is None else f"{position}_index"
+        while origin in call.tensors or origin in call.params:  # A capture may have any name.
+            origin += "_"
         if index is not None:
-            tensors[f"{position}_index"] = index
-            leaves[position] = f"{position}_index[{own}]"
+            tensors[origin] = index
+            leaves[position] = f"{origin}[{own}]"
         elif isinstance(offset, torch.Tensor):
-            tensors[f"{position}_offset"] = offset
-            leaves[position] = f"({own} + {position}_offset)"
+            tensors[origin] = offset
+            leaves[position] = f"({own} + {origin})"
         elif offset:
             leaves[position] = f"({own} + {offset})"
     return torch_function(name, arguments, root, leaves, numbers, tensors)
