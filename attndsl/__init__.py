@@ -17,20 +17,24 @@ if TYPE_CHECKING:
     from attndsl.errors import AttnDSLError
     from attndsl.flex.tracing import trace
     from attndsl.frontend.declare import tensor
+    from attndsl.merging import merge
+    from attndsl.runtime.backward import Gradients
     from attndsl.tilemap import TileMap
     from attndsl.torch_api.sdpa import scaled_dot_product_attention
 
 __version__ = "0.1.0"
 __all__ = [
-    "Attention", "AttnDSLError", "TileMap", "compile", "errors", "flex", "layout", "load", "nn",
-    "scaled_dot_product_attention", "tensor", "trace", "verify",
+    "Attention", "AttnDSLError", "Gradients", "TileMap", "compile", "errors", "flex", "layout",
+    "load", "merge", "nn", "scaled_dot_product_attention", "tensor", "trace", "verify",
 ]  # fmt: skip
 
 _HOMES = {
     "Attention": "attndsl.api",
     "AttnDSLError": "attndsl.errors",
+    "Gradients": "attndsl.runtime.backward",
     "compile": "attndsl.api",
     "load": "attndsl.api",
+    "merge": "attndsl.merging",
     "TileMap": "attndsl.tilemap",
     "scaled_dot_product_attention": "attndsl.torch_api.sdpa",
     "tensor": "attndsl.frontend.declare",

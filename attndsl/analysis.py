@@ -1,44 +1,33 @@
-"""What can be asked of a compiled program without calling it: its tiles, its stages, a picture."""
+"""What can be asked of a compiled program without calling it: its tiles and its stages."""
 
 from __future__ import annotations
 
-import html
 from typing import TYPE_CHECKING, Any
 
-import torch
-
-from attndsl.errors import ArgumentError, AttnDSLError
+from attndsl.compiled import Compiled
+from attndsl.errors import ArgumentError
+from attndsl.runtime.arguments import joined
 from attndsl.runtime.location import WHOLE, Location, sizes_of_whole
 from attndsl.runtime.parts import localised
 from attndsl.runtime.programs import pointing_into
 from attndsl.runtime.sources import check_head_dims, device_of
 from attndsl.runtime.tiles import call_of_lengths, find_tiles
-from attndsl.runtime.to_flex import flex_functions
+from attndsl.runtime.to_flex import FLEX_OPTIONS, flex_functions
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-    from os import PathLike
+
+    import torch
 
     from attndsl.backends.base import Call, Scalar
-    from attndsl.pipeline import Lowered
-    from attndsl.source import Source
+    from attndsl.compiled import Captures
     from attndsl.tilemap import TileMap
 
 
-class Analysis:
+class Analysis(Compiled):
     """The part of :class:`~attndsl.Attention` that needs no tensors to attend to."""
 
     __slots__ = ()
-    _backend: str
-    _checked: bool
-    _defaults: dict[str, Any]
-    _lowered: Lowered
-    _source: Source
-
-    @property
-    def text(self) -> str:
-        """The program's text."""
-        return self._source.text
 
     def tiles(
         self,
@@ -61,7 +50,8 @@ class Analysis:
         h_offset: int = 0,
         b_offset: int = 0,
         kv_lengths: torch.Tensor | None = None,
-        **captures: torch.Tensor | Scalar,
+        captures: Captures | None = None,
+        **named: torch.Tensor | Scalar,
     ) -> TileMap:
         """Which tiles of the score matrix are EMPTY, PARTIAL and FULL.
 
@@ -89,7 +79,8 @@ class Analysis:
             h_offset: As for a call of a part, like the two that follow.
             b_offset: Number in the whole of the first batch entry.
             kv_lengths: (batch,) numbers of keys.
-            **captures: The program's tensors and run-time params.
+            captures: The program's tensors and run-time params.
+            **named: The same, by keywords.
 
         Raises:
             ArgumentError: A size or a direction that cannot be; a missing capture.
@@ -99,14 +90,15 @@ class Analysis:
             kv_lengths=kv_lengths, **sizes_of_whole(whole_sizes),
         )  # fmt: skip
         call = self.call_of_lengths(
-            captures, q_len, kv_len, batch, heads, kv_heads, head_dim, device, location
-        )
+            joined(captures, named), q_len, kv_len, batch, heads, kv_heads, head_dim, device,
+            location,
+        )  # fmt: skip
         with pointing_into(self._source):
             return find_tiles(*localised(self._lowered, call), block_m, block_n, direction)
 
     def to_flex(
         self, q_len: int, kv_len: int, batch: int = 1, heads: int = 1, block_size: int = 128,
-        **arguments: Any,
+        *, captures: Captures | None = None, **arguments: Any,
     ) -> tuple[Any, Any]:  # fmt: skip
         """``(score_mod, block_mask)`` for torch's ``flex_attention``; None for what is not there.
 
@@ -116,9 +108,10 @@ class Analysis:
             UnsupportedError: The program has a sink, other weights or dropout.
         """
         sizes = (q_len, kv_len, batch, heads)
-        captures = {**self._defaults, **arguments}
+        options = {name: arguments.pop(name) for name in FLEX_OPTIONS if name in arguments}
+        given = self._given(captures, arguments)
         with pointing_into(self._source):
-            return flex_functions(self._lowered, sizes, block_size, captures)
+            return flex_functions(self._lowered, sizes, block_size, options, given)
 
     def explain(
         self,
@@ -138,7 +131,8 @@ class Analysis:
         h_offset: int = 0,
         b_offset: int = 0,
         kv_lengths: torch.Tensor | None = None,
-        **captures: torch.Tensor | Scalar,
+        captures: Captures | None = None,
+        **named: torch.Tensor | Scalar,
     ) -> str:
         """What the program is to the compiler, as text to read.
 
@@ -163,7 +157,8 @@ class Analysis:
             h_offset: Number in the whole of the first query head.
             b_offset: The same of the first batch entry.
             kv_lengths: (batch,) numbers of keys.
-            **captures: The program's tensors and params, where lengths are given.
+            captures: The program's tensors and params, where lengths are given.
+            **named: The same, by keywords.
         """
         from attndsl.explain import explain, explain_tiles
 
@@ -174,8 +169,9 @@ class Analysis:
         )  # fmt: skip
         lowered, call = self._lowered, None
         if q_len is not None and kv_len is not None:
+            given = joined(captures, named)
             call = self.call_of_lengths(
-                captures, q_len, kv_len, batch, heads, kv_heads, head_dim, None, location
+                given, q_len, kv_len, batch, heads, kv_heads, head_dim, None, location
             )
             lowered, call = localised(lowered, call)
         elif q_len is not None or kv_len is not None or not location.plain:
@@ -186,58 +182,6 @@ class Analysis:
         if call is None:
             return text
         return f"{text}\n{explain_tiles(lowered, call, block_m, block_n)}"
-
-    def plot(
-        self,
-        path: str | PathLike[str] | None = None,
-        *,
-        q_len: int = 64,
-        kv_len: int = 64,
-        block_m: int = 16,
-        block_n: int = 16,
-        batch: int = 1,
-        heads: int = 1,
-        b: int = 0,
-        h: int = 0,
-        **captures: torch.Tensor | Scalar,
-    ) -> str:
-        """A picture of the mask, its tiles and the score at a small length.
-
-        Args:
-            path: File to write, ``.svg``, ``.png``, ``.html`` or ``.txt``.
-            q_len: Number of queries.
-            kv_len: Number of keys.
-            block_m: Query rows of a tile.
-            block_n: Key rows of a tile.
-            batch: Batch entries.
-            heads: Query heads.
-            b: The batch entry shown.
-            h: The head shown.
-            **captures: The program's tensors and run-time params.
-
-        Returns:
-            The picture as SVG.
-        """
-        from attndsl import picture
-
-        given = {**self._defaults, **captures}
-        params = {decl.name for decl in self._lowered.program.params}
-        data = picture.picture_data(
-            self._lowered, q_len=q_len, kv_len=kv_len, block_m=block_m, block_n=block_n,
-            batch=batch, heads=heads, b=b, h=h, title=self.text,
-            tensors={n: torch.as_tensor(x) for n, x in given.items() if n not in params},
-            params={n: x for n, x in given.items() if n in params},
-        )  # fmt: skip
-        if path is not None:
-            picture.write(data, path)
-        return picture.svg(data)
-
-    def _repr_html_(self) -> str:
-        """The picture, where the program can be drawn without captures; else its text."""
-        try:
-            return self.plot()
-        except AttnDSLError as refusal:
-            return f"<pre>{html.escape(repr(self))}\n{html.escape(refusal.message)}</pre>"
 
     def call_of_lengths(
         self, captures: Mapping[str, torch.Tensor | Scalar], q_len: int, kv_len: int, batch: int,

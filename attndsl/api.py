@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from attndsl.attention import Attention
 from attndsl.config import read_config
 from attndsl.errors import ArgumentError
-from attndsl.frontend import check_call_names
 from attndsl.frontend.declare import Bound, ParamSpec, TensorSpec
+from attndsl.runtime.arguments import joined
 from attndsl.runtime.dispatch import check_backend_name
 from attndsl.runtime.location import Location, sizes_of_whole
 from attndsl.runtime.parts import localised
-from attndsl.runtime.programs import lowered_at, make_spec, pointing_into
+from attndsl.runtime.programs import lowered_at, make_spec
 from attndsl.runtime.tiles import Verification, verify_call
 from attndsl.settings import read_settings
 from attndsl.source import Source
@@ -105,9 +105,7 @@ def compile_source(
     declared = {key: _declared(key, value) for key, value in names.items()}
     defaults = {key: value for key, value in names.items() if isinstance(value, torch.Tensor)}
     spec = make_spec(source.text, declared, options.exact)
-    program = lowered_at(spec, source, declared).program
-    with pointing_into(source):
-        check_call_names(program, defaults)
+    lowered_at(spec, source, declared)  # All its errors, at their places.
     checked = read_settings().checked if options.checked is None else options.checked
     return Attention(spec, source, options.backend, checked, defaults)
 
@@ -163,6 +161,7 @@ def verify(
     h_offset: int = 0,
     b_offset: int = 0,
     kv_lengths: torch.Tensor | None = None,
+    captures: Mapping[str, Scalar | torch.Tensor] | None = None,
     **names: Scalar | torch.Tensor,
 ) -> Verification:
     """Check a program's tiles against its mask, pair by pair, at given lengths.
@@ -186,7 +185,8 @@ def verify(
         h_offset: Number in the whole of the first query head.
         b_offset: Number in the whole of the first batch entry.
         kv_lengths: (batch,) numbers of keys.
-        **names: The program's tensors and params.
+        captures: The program's tensors and params.
+        **names: The same, by keywords.
 
     Returns:
         How much was compared, over all directions; ``print`` shows it.
@@ -195,15 +195,18 @@ def verify(
         PlanError: A tile is not what the mask makes it.
         UnsupportedError: The mask depends on the score.
     """
-    named: dict[str, Any] = dict(names)
-    attention = program if isinstance(program, Attention) else compile(program, **named)
-    captures = names if isinstance(program, Attention) else {}
+    given = joined(captures, names)
+    if isinstance(program, Attention):
+        attention = program
+    else:
+        attention = compile_source(Source(program, "<program>"), given, Options())
+        given = {}
     location = Location(
         q_offset, kv_offset, q_index, kv_index, h_offset=h_offset, b_offset=b_offset,
         kv_lengths=kv_lengths, **sizes_of_whole(whole_sizes),
     )  # fmt: skip
     call = attention.call_of_lengths(
-        captures, q_len, kv_len, batch, heads, kv_heads, head_dim, None, location
+        given, q_len, kv_len, batch, heads, kv_heads, head_dim, None, location
     )
     lowered, call = localised(attention.lowered, call)
     found = [verify_call(lowered, call, block_m, block_n, d) for d in directions]

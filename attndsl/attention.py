@@ -11,31 +11,42 @@ from attndsl.analysis import Analysis
 from attndsl.backends.base import Call
 from attndsl.backends.widened import kernels_of
 from attndsl.errors import AttnDSLError, UnsupportedError
-from attndsl.runtime.arguments import autocast, bind, kinds_of, rows_contiguous
+from attndsl.runtime.arguments import (
+    autocast,
+    bind,
+    joined,
+    kinds_of,
+    rows_contiguous,
+    with_out_dtype,
+)
 from attndsl.runtime.autograd import attend
 from attndsl.runtime.dispatch import backend_of
-from attndsl.runtime.location import LOCATION, Location
+from attndsl.runtime.location import Location
 from attndsl.runtime.modes import seen_by_modes
 from attndsl.runtime.parts import localised, terms_of
-from attndsl.runtime.programs import lowered_program, point_into, pointing_into
+from attndsl.runtime.programs import (
+    lowered_program,
+    point_into,
+    pointing_into,
+    spec_without_sink,
+)
 from attndsl.runtime.seed import draw_seed, seed_argument
 from attndsl.runtime.sources import source_of
 from attndsl.runtime.tiles import given_tiles, tiles_key, verify_if_asked
 from attndsl.runtime.tuning import Tuning, tune
-from attndsl.runtime.values import check_values, params_of_dims
+from attndsl.runtime.values import check_values, params_of_dims, values_differ
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from attndsl.backends.base import Backend, Scalar
-    from attndsl.pipeline import Lowered
+    from attndsl.compiled import Captures
     from attndsl.runtime.parts import Terms
     from attndsl.source import Source
     from attndsl.tilemap import TileMap
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _MAX_SIGNATURES = 4096
-_CALL_OPTIONS: dict[str, Any] = {"scale": None, "seed": 0, "deterministic": False}
 
 
 class Attention(Analysis):
@@ -55,18 +66,9 @@ class Attention(Analysis):
         self._defaults = defaults
         self._lowered = lowered_program(spec)
         self._dims = params_of_dims(self._lowered.program)
-        # By a call's signature: what was found, and whether q, k and v are taken as given.
-        self._prepared: dict[Any, tuple[Backend, Call, bool, Terms | None]] = {}
-
-    @property
-    def backend(self) -> str:
-        """The backend asked for."""
-        return self._backend
-
-    @property
-    def lowered(self) -> Lowered:
-        """The program as backends get it."""
-        return self._lowered
+        # By a call's signature: what was found, if q, k, v are as given, if values are checked, and
+        # how a part is put into its program's terms.
+        self._prepared: dict[Any, tuple[Backend, Call, bool, bool, Terms | None]] = {}
 
     def __call__(
         self,
@@ -91,7 +93,9 @@ class Attention(Analysis):
         deterministic: bool | None = None,
         seed: int | torch.Tensor | None = None,
         tiles: TileMap | None = None,
-        **captures: torch.Tensor | Scalar,
+        out_dtype: torch.dtype | None = None,
+        captures: Captures | None = None,
+        **named: torch.Tensor | Scalar,
     ) -> Any:
         """Attention of ``q`` over ``k`` and ``v``.
 
@@ -123,10 +127,14 @@ class Attention(Analysis):
             tiles: What :meth:`tiles` found for this program and these captures: where the tiles
                 have no closed form, they are not looked for again. A map of another mask would
                 leave out live pairs. In graphs of ``torch.compile`` it is not used.
-            **captures: The program's tensors, and its run-time params as numbers or 0-d tensors.
+            out_dtype: dtype of the output: ``torch.float32`` for q, k and v of a half type, so that
+                nothing is lost where parts are put together; by default that of q.
+            captures: The program's tensors, and its run-time params as numbers or 0-d tensors.
+            **named: The same, by keywords; those called like an argument go into ``captures``.
 
         Returns:
-            out (B, Hq, Lq, Dv) in q's dtype, or in autocast's, which q, k and v take; with
+            out (B, Hq, Lq, Dv) in q's dtype, or in autocast's, which q, k and v take, if there is
+            no ``out_dtype``; with
             ``return_lse`` also lse (B, Hq, Lq), natural logarithm, fp32 (fp64 for fp64),
             differentiable. A row with no live pair has out 0 and lse -inf.
 
@@ -138,6 +146,7 @@ class Attention(Analysis):
             UnsupportedError: The backend cannot do what the program says.
             BackendError: The backend does not work here.
         """
+        captures = named if captures is None else joined(captures, named)
         if self._defaults:
             captures = {**self._defaults, **captures}
         if deterministic is None:
@@ -146,15 +155,15 @@ class Attention(Analysis):
         if in_graph or torch._C._is_any_autocast_enabled():
             q, k, v = autocast(q), autocast(k), autocast(v)
         drawn = None
-        if isinstance(seed, torch.Tensor):
-            seed = drawn = seed.clone()  # The backward reads it again.
-        elif seed is None:
+        if seed is None:
             drawn = None if self._lowered.program.dropout is None else draw_seed(q.device)
             seed = 0 if drawn is None or in_graph else seed_argument(drawn)
+        elif isinstance(seed, torch.Tensor):
+            seed = drawn = seed.clone()  # The backward reads it again.
         if return_lse and self._lowered.program.weights is not None:
             raise UnsupportedError(
                 "return_lse asks for a softmax's log-sum-exp, and the program has other weights",
-                hint="drop return_lse",
+                hint="drop return_lse; the outputs of parts of the keys are added up",
             )
         location = (
             None
@@ -170,6 +179,7 @@ class Attention(Analysis):
                 self._lowered.program, q, k, v, scale, captures,
                 location or Location(q_offset, kv_offset, q_index, kv_index), seed, deterministic,
             )  # fmt: skip
+            call = with_out_dtype(call, out_dtype)
             from attndsl.runtime.graph import attend_in_graph  # Imports torch.compile.
 
             found = attend_in_graph(self._spec, self._backend, self._checked, call, scale, drawn)
@@ -188,7 +198,7 @@ class Attention(Analysis):
         key = (
             q.shape, q.stride(), q.dtype, q.device, k.shape, k.stride(), k.dtype, k.device,
             v.shape, v.stride(), v.dtype, v.device, deterministic, type(scale),
-            kinds, tuple(map(captures.get, self._dims)) if self._dims else None,
+            kinds, tuple(map(captures.get, self._dims)) if self._dims else None, out_dtype,
         )  # fmt: skip
         lowered = self._lowered
         prepared = self._prepared.get(key)
@@ -198,6 +208,7 @@ class Attention(Analysis):
                 call = bind(
                     lowered.program, q, k, v, scale, captures, location, seed, deterministic
                 )
+                call = with_out_dtype(call, out_dtype)
                 terms = None if call.part is None else terms_of(lowered, call)
                 backend = self._backend_for(call)
             call = replace(call, signature=object())
@@ -207,9 +218,10 @@ class Attention(Analysis):
             empty = torch.empty(0, dtype=q.dtype, device=q.device)
             template = replace(call, q=empty, k=empty, v=empty, tensors={}, params={})
             as_given = call.q is q and call.k is k and call.v is v
-            self._prepared[key] = backend, template, as_given, terms
+            has_values = terms is not None or values_differ(lowered.program, call)
+            self._prepared[key] = backend, template, as_given, has_values, terms
         else:
-            backend, template, as_given, terms = prepared
+            backend, template, as_given, has_values, terms = prepared
             program, part = lowered.program, template.part
             call = Call(
                 q if as_given else rows_contiguous(q),
@@ -218,12 +230,12 @@ class Attention(Analysis):
                 q.shape[3] ** -0.5 if scale is None else float(scale),
                 template.sizes,
                 {decl.name: captures[decl.name] for decl in program.tensors},  # type: ignore[misc]
-                {decl.name: captures.get(decl.name, decl.default) for decl in program.params},  # type: ignore[misc]
+                {decl.name: captures.get(decl.name, decl.default) for decl in program.params},  # type: ignore[arg-type]
                 q_offset, kv_offset, q_index, kv_index, seed, deterministic, None,
-                template.signature, None,
+                template.signature, template.wide, None,
                 None if part is None else replace(part, kv_lengths=kv_lengths),
             )  # fmt: skip
-        if kinds is not None or q_offset or kv_offset:
+        if has_values or q_offset or kv_offset:
             check_values(lowered.program, call)
         whole = call
         if terms is not None:
@@ -257,7 +269,8 @@ class Attention(Analysis):
         value_dim: int | None = None,
         dtype: torch.dtype = torch.bfloat16,
         backend: str | None = None,
-        **captures: torch.Tensor | Scalar,
+        captures: Captures | None = None,
+        **named: torch.Tensor | Scalar,
     ) -> str:
         """Text of the generated kernels for calls of this kind; needs no GPU.
 
@@ -269,8 +282,9 @@ class Attention(Analysis):
             dtype: dtype of q, k and v.
             backend: ``triton`` or ``hopper``; by default ``hopper`` where the program was compiled
                 for it by name, else ``triton``.
-            **captures: Values of the program's tensors and params, where the defaults (fp32, int32
+            captures: Values of the program's tensors and params, where the defaults (fp32, int32
                 and bool tensors; numbers) do not stand for what calls will pass.
+            **named: The same, by keywords.
 
         Raises:
             ArgumentError, ShapeError, DTypeError: No such direction or kernels; unfit captures.
@@ -281,7 +295,7 @@ class Attention(Analysis):
             backend = "hopper" if self._backend == "hopper" else "triton"
         return source_of(
             self._lowered, backend, direction, head_dim, value_dim, dtype,
-            {**self._defaults, **captures},
+            self._given(captures, named),
         )  # fmt: skip
 
     def warmup(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **arguments: Any) -> None:
@@ -292,7 +306,8 @@ class Attention(Analysis):
         out = self(q, k, v, **arguments)
         out = out[0] if isinstance(out, tuple) else out
         if out.requires_grad:
-            given = (q, k, v, *self._defaults.values(), *arguments.values())
+            more = arguments.pop("captures", None) or {}
+            given = (q, k, v, *self._defaults.values(), *arguments.values(), *more.values())
             inputs = [x for x in given if isinstance(x, torch.Tensor) and x.requires_grad]
             torch.autograd.grad(out, inputs, torch.zeros_like(out), allow_unused=True)
 
@@ -320,32 +335,25 @@ class Attention(Analysis):
         Raises:
             UnsupportedError: The backend has one way to run the call.
         """
-        options = {name: arguments.pop(name, given) for name, given in _CALL_OPTIONS.items()}
-        places = {name: arguments.pop(name) for name in LOCATION if name in arguments}
-        captures = {**self._defaults, **arguments}
-        call = bind(
-            self._lowered.program, q, k, v, captures=captures, location=Location(**places),
-            **options,
-        )  # fmt: skip
+        call = self._bound(q, k, v, arguments)
         backend = self._backend_for(call)
         return tune(*kernels_of(backend, *localised(self._lowered, call)), progress)
 
-    def __repr__(self) -> str:
-        line = " ".join(self.text.split())
-        shown = line if len(line) <= 60 else line[:57] + "..."
-        return f"Attention({shown!r}, backend={self._backend!r})"
+    def without_sink(self) -> Attention:
+        """The program but for its sink, itself where it has none; it takes the same captures.
 
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Attention):
-            return NotImplemented
-        mine = (self._spec, self._backend, self._checked)
-        return mine == (other._spec, other._backend, other._checked) and (
-            self._defaults.keys() == other._defaults.keys()
-            and all(t is other._defaults[n] for n, t in self._defaults.items())
-        )
+        Where keys are split, each part would count the sink. Parts come from this program then, and
+        :func:`attndsl.merge` counts the sink once.
 
-    def __hash__(self) -> int:
-        return hash((self._spec, self._backend, self._checked))
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Attention, (self._spec, self._source, self._backend, self._checked, self._defaults)
+        Raises:
+            UnsupportedError: In a graph of ``torch.compile``.
+        """
+        if torch.compiler.is_dynamo_compiling():
+            raise UnsupportedError(
+                "graphs of torch.compile compile no programs",
+                hint="call without_sink() outside of the graph, once",
+            )
+        if self._lowered.program.sink is None:
+            return self
+        spec = spec_without_sink(self._spec)
+        return Attention(spec, self._source, self._backend, self._checked, self._defaults)

@@ -22,7 +22,7 @@ _COMMON = (
     "str spec, str backend, bool checked, Tensor q, Tensor k, Tensor v, Tensor[]? tensors, "
     "Tensor[]? given, bool[] is_given, SymInt[]? ints, float[] floats, Tensor? varying, "
     "SymInt q_offset, SymInt kv_offset, Tensor? q_origin, Tensor? kv_origin, SymInt seed, "
-    "bool deterministic, Tensor? drawn, SymInt[]? whole, Tensor? kv_lengths"
+    "bool deterministic, Tensor? drawn, bool wide, SymInt[]? whole, Tensor? kv_lengths"
 )
 """``given`` are the params that are tensors, as ``is_given`` says of each; ``ints`` are the others
 that are ints or bools, ``floats`` the scale and the others. ``varying`` replaces ``floats`` where
@@ -30,11 +30,11 @@ one of them is another number in each run of a graph: (n,), fp64, on the CPU. An
 vector or a 0-d offset; it replaces the offset. ``drawn`` is a 0-d seed; it replaces ``seed``, which
 would be one number for all runs of a graph. ``whole`` says of which larger call this is a part: its
 q_len, kv_len (-1 where not given), heads, kv_heads and batch, h_offset, b_offset, and whether each
-origin is an offset for each batch entry (0 or 1); None for calls that are no parts. (Saved graphs
-hold lists of one type only. Packages of AOTInductor give None for empty lists of tensors and of
-ints, so these are optional.)"""
+origin is an offset for each batch entry (0 or 1); None for calls that are no parts. ``wide`` says
+that the output is in fp32. (Saved graphs hold lists of one type only. Packages of AOTInductor give
+None for empty lists of tensors and of ints, so these are optional.)"""
 
-_TENSORS = (3, 4, 5, 11, 14, 15, 18, 20)
+_TENSORS = (3, 4, 5, 11, 14, 15, 18, 21)
 """Places of single tensors among the arguments; 6 and 7 are lists of them."""
 _RUNS = "attndsl.runtime.operator"
 _ORDERS = "attndsl.backends.memory_order"
@@ -43,8 +43,8 @@ _LIBRARY: Any = torch.library.Library("attndsl", "DEF")  # type: ignore[no-untyp
 _LIBRARY.define(f"forward({_COMMON}) -> (Tensor, Tensor)")
 _LIBRARY.define(f"row_maxima({_COMMON}) -> Tensor")
 _LIBRARY.define(
-    f"backward(Tensor out, Tensor lse, Tensor grad_out, Tensor? grad_lse, bool[] wants, {_COMMON})"
-    " -> Tensor[]"
+    "backward(Tensor out, Tensor lse, Tensor grad_out, Tensor? grad_lse, bool[] wants, "
+    f"bool wide_gradients, bool partial, {_COMMON}) -> Tensor[]"
 )
 
 
@@ -64,7 +64,7 @@ def _fake_forward(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
     q, v = args[3], args[5]
     shape = (q.shape[0], q.shape[1], q.shape[2])
     kind = torch.float64 if q.dtype is torch.float64 else torch.float32
-    return _empty_like(q, v.shape[3]), q.new_empty(shape, dtype=kind)
+    return _empty_like(q, v.shape[3], args[19]), q.new_empty(shape, dtype=kind)
 
 
 def _fake_row_maxima(*args: Any) -> torch.Tensor:
@@ -80,6 +80,8 @@ def _fake_backward(
     grad_out: torch.Tensor,
     grad_lse: torch.Tensor | None,
     wants: list[bool],
+    wide: bool,
+    partial: bool,
     *args: Any,
 ) -> list[torch.Tensor]:
     inputs = [args[3], args[4], args[5], *(args[6] or ()), *(args[7] or ())]
@@ -89,13 +91,15 @@ def _fake_backward(
         if not want:
             found.append(empty(0, dtype=torch.float32))
         else:
-            found.append(_empty_like(x, x.shape[3]) if place < 3 else empty(x.shape, dtype=x.dtype))
+            own = place < 3
+            found.append(_empty_like(x, x.shape[3], wide) if own else empty(x.shape, dtype=x.dtype))
     return found
 
 
-def _empty_like(like: torch.Tensor, width: int) -> torch.Tensor:
-    """What backends return for ``like``, of its memory order."""
-    found: torch.Tensor = import_module(_ORDERS).memory_order(like, width, _less).empty(like)
+def _empty_like(like: torch.Tensor, width: int, wide: bool) -> torch.Tensor:
+    """What backends return for ``like``, of its memory order; in fp32 if it is ``wide``."""
+    order = import_module(_ORDERS).memory_order(like, width, _less)
+    found: torch.Tensor = order.empty(like, torch.float32 if wide else None)
     return found
 
 
@@ -133,8 +137,9 @@ def _autograd(ctx: Any, grad_out: Any, grad_lse: Any) -> tuple[Any, ...]:
     args[6], args[7] = captures[:tensor_count], captures[tensor_count:]
     wants = [*ctx.needs_input_grad[3:6], *ctx.capture_wants]
     found = torch.ops.attndsl.backward(
-        out, lse, torch.zeros_like(out) if grad_out is None else grad_out, grad_lse, wants, *args
-    )
+        out, lse, torch.zeros_like(out) if grad_out is None else grad_out, grad_lse, wants, False,
+        False, *args,
+    )  # fmt: skip
     kept = [g if want else None for g, want in zip(found, wants, strict=True)]
     grads[3:6] = kept[:3]
     grads[6], grads[7] = kept[3 : 3 + tensor_count], kept[3 + tensor_count :]
@@ -156,7 +161,7 @@ def _forward_flops(*args: Any, **rest: Any) -> int:
 
 def _backward_flops(*args: Any, **rest: Any) -> int:
     """Five products, of which three are along q and k's head dim: scores, dQ and dK."""
-    q, k, v = args[8:11]
+    q, k, v = args[10:13]
     return _flops_of_products(q, k, 3 * q[3] + 2 * v[3])
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from attndsl.frontend import check_call_names, read
+from attndsl.frontend import read
 from attndsl.passes.differentiate import differentiate
 from attndsl.passes.lowered import Lowered, contractions_of
 from attndsl.passes.place import place
@@ -31,17 +31,26 @@ def check(source: Source, declared: Mapping[str, Declared]) -> None:
     Raises:
         AttnDSLError: All that is wrong with the program.
     """
-    check_call_names(simplify(split_mask(read(source, declared))))
+    split_mask(read(source, declared))
 
 
-def lower(source: Source, declared: Mapping[str, Declared], exact: bool = False) -> Lowered:
-    """Text to what backends get; ``exact``: see :class:`~attndsl.ir.Program`.
+def lower(
+    source: Source, declared: Mapping[str, Declared], exact: bool = False, sink: bool = True
+) -> Lowered:
+    """Text to what backends get.
+
+    Args:
+        source: The text.
+        declared: What it need not declare.
+        exact: See :class:`~attndsl.ir.Program`.
+        sink: Whether the program's sink stays. Tensors that it alone mentions do.
 
     Raises:
         AttnDSLError: All that is wrong with the program.
     """
     # Text -> surface tree -> typed IR, with functions inlined and bound params folded in.
-    return lower_program(replace(read(source, declared), exact=exact))
+    program = replace(read(source, declared), exact=exact)
+    return lower_program(program if sink else replace(program, sink=None))
 
 
 def lower_program(program: Program) -> Lowered:

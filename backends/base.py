@@ -48,6 +48,8 @@ class Part:
     dropout counts. Rows of others count from 0."""
     shares: frozenset[tuple[str, int]] = frozenset()
     """Tensors' names and dims that have the part's own rows only."""
+    narrowed: frozenset[tuple[str, int]] = frozenset()
+    """Those of the shares that are what was left of whole tensors."""
     kv_lengths: torch.Tensor | None = None
     """(B,) int: number of keys of each batch entry; ``kv_len`` is the number of rows of k."""
 
@@ -104,8 +106,10 @@ class Call:
     """Used in place of finding the tiles of this call anew, where they have no closed form."""
     signature: object | None = None
     """One object for all calls of one program whose tensors agree in shape, strides, dtype and
-    device, whose sizes agree, and whose other arguments agree in type; None where nobody compared
-    them."""
+    device, whose sizes agree, whose other arguments agree in type, and whose outputs agree in
+    dtype; None where nobody compared them."""
+    wide: bool = False
+    """Whether ``out`` is in fp32, and q, k and v are of a half type."""
     draws: Draws | None = None
     """How dropout counts in a part of a larger call; None where pairs count by their rows. None
     where the program has no dropout."""
@@ -158,6 +162,11 @@ class Wants:
     params: frozenset[str] = frozenset()
     slopes: bool = False
     """Whether attention kernels store the gradient of each score, of which others are made."""
+    wide: bool = False
+    """Whether the gradients of q, k and v are in fp32, and q, k and v of a half type."""
+    partial: bool = False
+    """Whether ``out`` and ``lse`` may be of more keys than the call has. The gradients of a row's
+    scores then do not add up to what the call's own results would tell."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,7 +184,8 @@ class Slopes:
 class Gradients:
     """Gradients, of the shape and dtype of what they are gradients of; None where not wanted.
 
-    Those of q, k and v have their memory order too (see :mod:`.memory_order`).
+    Those of q, k and v have their memory order too (see :mod:`.memory_order`), and are in fp32
+    where ``Wants.wide`` says so.
     """
 
     q: torch.Tensor | None
@@ -203,9 +213,9 @@ class Backend(Protocol):
         """Output and log-sum-exp.
 
         Returns:
-            ``out`` (B, Hq, Lq, Dv) in q's dtype and memory order (see :mod:`.memory_order`), and
-            ``lse`` (B, Hq, Lq), contiguous, natural log, in fp32 (fp64 for fp64 inputs), -inf for
-            rows with no live pair. Neither is a view.
+            ``out`` (B, Hq, Lq, Dv) in q's dtype (fp32 where ``call.wide``) and memory order (see
+            :mod:`.memory_order`), and ``lse`` (B, Hq, Lq), contiguous, natural log, in fp32 (fp64
+            for fp64 inputs), -inf for rows with no live pair. Neither is a view.
         """
 
     def backward(
@@ -218,7 +228,11 @@ class Backend(Protocol):
         grad_lse: torch.Tensor | None,
         wants: Wants,
     ) -> Gradients:
-        """Gradients of ``(out * grad_out).sum() + (lse * grad_lse).sum()``."""
+        """Gradients of ``(out * grad_out).sum() + (lse * grad_lse).sum()``.
+
+        ``out`` is of the dtype and memory order that ``forward`` gives, ``grad_out`` of its dtype
+        or q's.
+        """
 
 
 @runtime_checkable

@@ -33,7 +33,7 @@ from .cpu_tiles import (
     matrices,
     place_of,
 )
-from .memory_order import empty_like
+from .memory_order import empty_like, wide_dtype
 
 if TYPE_CHECKING:
     from attndsl.ir import Program
@@ -90,7 +90,7 @@ def _forward(lowered: Lowered, call: Call, steps: list[Step]) -> tuple[torch.Ten
     q = matrices(call.q, call)
     k, v = keys_of(call.k, call), keys_of(call.v, call)
     # No view is returned: torch refuses to write to views that an autograd function returns.
-    out = empty_like(call.q, v.shape[-1])
+    out = empty_like(call.q, v.shape[-1], wide_dtype(call.wide))
     lse = q.new_full((batch, heads, q_len), -torch.inf)
     written_at_once = out.dtype is q.dtype and out.is_contiguous()
     rows = (out if written_at_once else q.new_empty(out.shape)).view(*q.shape[:-1], v.shape[-1])

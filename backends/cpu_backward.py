@@ -30,7 +30,7 @@ from .cpu_tiles import (
     place_of,
 )
 from .interpret import gated
-from .memory_order import arranged_like
+from .memory_order import arranged_like, wide_dtype
 
 if TYPE_CHECKING:
     from attndsl.pipeline import Lowered
@@ -187,11 +187,11 @@ class _Run:
         return slopes
 
     def gradients(self) -> Gradients:
-        """All that was added, in the dtypes of what it is the gradient of."""
-        call = self._call
+        """All that was added, in the dtypes that are wanted."""
+        call, dtype = self._call, wide_dtype(self._wants.wide)
 
         def like(found: torch.Tensor | None, given: torch.Tensor) -> torch.Tensor | None:
-            return None if found is None else arranged_like(found.view(given.shape), given)
+            return None if found is None else arranged_like(found.view(given.shape), given, dtype)
 
         return Gradients(
             q=like(self._dq, call.q),

@@ -60,7 +60,10 @@ def attend_pairs(program: Program, call: Call, dense: Dense) -> tuple[torch.Tens
         lse = liveness(dense).to(dense.score.dtype).log()
     if dense.keep is not None:
         weights = weights * dense.keep
-    return ungroup(group(weights.to(call.v.dtype), call) @ call.v, call), lse
+    weights = group(weights.to(call.v.dtype), call)
+    if call.wide:  # The product of rounded operands, not rounded itself.
+        return ungroup(weights.to(lse.dtype) @ call.v.to(lse.dtype), call), lse
+    return ungroup(weights @ call.v, call), lse
 
 
 def group(rows: torch.Tensor, call: Call) -> torch.Tensor:

@@ -33,7 +33,7 @@ from attndsl.passes.differentiate import vjp
 from .base import Gradients, check_meaning
 from .dense import Dense, attend_pairs, dense_pairs, group, own_weights, ungroup, where_live
 from .interpret import Scope, check_lookups, evaluate, gated, sides_of
-from .memory_order import arranged, arranged_like, memory_order
+from .memory_order import arranged, arranged_like, memory_order, wide_dtype
 from .rows import add_elements, add_rows, gradients_of_rows, rows_at
 
 if TYPE_CHECKING:
@@ -120,7 +120,8 @@ class ReferenceBackend:
         scope, work = dense.scope, dense.score.dtype
         final = replace(scope, score=dense.score)
         sums = _Sums(call, wants, work)
-        d_kept = ungroup(group(grad_out, call) @ call.v.mT, call).to(work)
+        grad_rows = group(grad_out, call)
+        d_kept = ungroup(grad_rows @ call.v.to(grad_out.dtype).mT, call).to(work)
         d_weights = d_kept if dense.keep is None else d_kept * dense.keep
         if program.weights is None:
             denominator = torch.where(lse == -torch.inf, torch.inf, lse).unsqueeze(-1)
@@ -155,14 +156,19 @@ class ReferenceBackend:
             sums.add_param(part.name, part.factor, d_score, scope)
         (slope,) = evaluate((derivative.score,), scope)
         d_raw = group((gated(d_score, d_score * slope) * call.scale).to(call.q.dtype), call)
-        kept = weights if dense.keep is None else weights * dense.keep
-        d_q = ungroup(d_raw @ call.k, call) if wants.q else None
-        d_k = d_raw.mT @ group(call.q, call) if wants.k else None
-        d_v = group(kept.to(call.v.dtype), call).mT @ group(grad_out, call) if wants.v else None
+        kept = group(
+            (weights if dense.keep is None else weights * dense.keep).to(call.v.dtype), call
+        )
+        # Wide ones are products of rounded operands, not rounded themselves.
+        kind = wide_dtype(wants.wide)
+        d_raw, kept, grad_rows = (x.to(kind or call.q.dtype) for x in (d_raw, kept, grad_rows))
+        d_q = ungroup(d_raw @ call.k.to(d_raw.dtype), call) if wants.q else None
+        d_k = d_raw.mT @ group(call.q, call).to(d_raw.dtype) if wants.k else None
+        d_v = kept.mT @ grad_rows if wants.v else None
         return Gradients(
-            q=None if d_q is None else arranged_like(d_q, call.q),
-            k=None if d_k is None else arranged_like(d_k, call.k),
-            v=None if d_v is None else arranged_like(d_v, call.v),
+            q=None if d_q is None else arranged_like(d_q, call.q, kind),
+            k=None if d_k is None else arranged_like(d_k, call.k, kind),
+            v=None if d_v is None else arranged_like(d_v, call.v, kind),
             tensors={
                 name: sums.tensors[name].to(call.tensors[name].dtype) for name in wants.tensors
             },

@@ -23,7 +23,7 @@ from attndsl.pipeline import lower_program
 from .base import Gradients
 from .capture_sums import CaptureSums
 from .cpu_tiles import Expressions, Step, work_dtype
-from .memory_order import arranged_like, empty_like
+from .memory_order import arranged_like, empty_like, wide_dtype
 from .rows import rows_at
 
 if TYPE_CHECKING:
@@ -144,7 +144,7 @@ class _Rows:
         indices = self.tile.evaluate(*self.side.indices)
         found = rows_at(self.call.tensors[self.side.name], indices)
         # One of the dims of queries and keys is 1.
-        return found.reshape(*found.shape[:2], -1, found.shape[-1])
+        return found.flatten(2, 3)
 
     def _view(self) -> torch.Tensor | None:
         """What the indices look up, where each is a name that counts from 0 to the dim's size."""
@@ -196,7 +196,7 @@ class _Rows:
         if self.factor is None:
             return torch.full((), factor, dtype=self._work(), device=self.call.q.device)
         (found,) = self.tile.evaluate(self.factor)
-        return found.reshape(*found.shape[:2], -1, 1) * factor
+        return found.flatten(2, 3).unsqueeze(-1) * factor
 
 
 class Wide:
@@ -268,23 +268,26 @@ class Wide:
             tensors[name] = tensors[name] + more
         for name, more in found.params.items():
             params[name] = params[name] + more
-        width = given.q.shape[3]
+        width, dtype = given.q.shape[3], wide_dtype(wants.wide)
+        own, keys = (None if x is None else x[..., :width] for x in (q, k))
         return Gradients(
-            q=arranged_like(q[..., :width], given.q) if wants.q and q is not None else None,
-            k=self._of_group(k[..., :width], given.k) if wants.k and k is not None else None,
-            v=self._of_group(v, given.v) if v is not None else None,
+            q=arranged_like(own, given.q, dtype) if wants.q and own is not None else None,
+            k=self._of_group(keys, given.k, dtype) if wants.k and keys is not None else None,
+            v=self._of_group(v, given.v, dtype) if v is not None else None,
             tensors=tensors,
             params=params,
         )
 
-    def _of_group(self, grad: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    def _of_group(
+        self, grad: torch.Tensor, like: torch.Tensor, dtype: torch.dtype | None
+    ) -> torch.Tensor:
         """Sums over the query heads that share a key head, where each has had its own copy."""
         if not self._apart:
-            return arranged_like(grad, like)
+            return arranged_like(grad, like, dtype)
         batch, heads, length, width = grad.shape
         kv_heads = self._given.k.shape[1]
         parts = grad.reshape(batch, kv_heads, heads // kv_heads, length, width)
-        return arranged_like(parts.sum(2, dtype=work_dtype(self._given)), like)
+        return arranged_like(parts.sum(2, dtype=work_dtype(self._given)), like, dtype)
 
 
 @lru_cache(maxsize=256)

@@ -158,10 +158,12 @@ def run_text(
     gluon: SimpleNamespace, name: str, tensors: list[torch.Tensor], config: Config, seed: int = 0,
     wide: bool = False, change: Any = lambda text: text, programs: int = 1,
     slopes: Slopes | None = None, distances: torch.Tensor | None = None,
+    kind: torch.dtype = torch.float16,
 ) -> list[torch.Tensor]:  # fmt: skip
     """dQ, dK and dV of (q, k, v, dO), halves; ``change`` alters the text.
 
     ``programs`` are those of a persistent config. ``slopes`` get dS, and ``distances`` sums of dS.
+    dK and dV are stored in ``kind``.
     """
     q, k, v, do = tensors
     batch, heads, q_len, _ = q.shape
@@ -181,6 +183,7 @@ def run_text(
     tiles, of_pairs = pairs_of(gluon, lowered, tensors, config, wide)
     special = replace(special, pair_tiles=tiles, stores_slopes=slopes is not None)
     special = replace(special, adds_diagonals=distances is not None)
+    special = replace(special, wide_gradients=kind is torch.float32)
     if slopes is not None:
         of_pairs["slopes_desc"] = gluon.Tiles(slopes.values.flatten(0, 2), config.block_n, ROWS)
         of_pairs["STORED_TILES"] = gluon.Pointer(slopes.stored.view(-1))
@@ -196,7 +199,7 @@ def run_text(
     modules["attndsl.backends.hopper.dialect"] = modules["attndsl.backends.hopper"].dialect
     kernel = gluon.module_of(text, modules)["attention_backward_kv"]
     sums = torch.zeros(batch * heads * padded * WIDTH)
-    dk, dv = (torch.full((x.numel(),), float("nan"), dtype=torch.float16) for x in (k, v))
+    dk, dv = (torch.full((x.numel(),), float("nan"), dtype=kind) for x in (k, v))
     counter = torch.zeros((), dtype=torch.int32)
     sizes = {"batch": batch, "heads": heads, "kv_heads": kv_heads, "q_len": q_len}
     sizes |= {"kv_len": kv_len, "padded": padded, "together": 3}

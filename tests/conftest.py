@@ -69,6 +69,9 @@ _MANY = (
     "test_learned_biases[",
     "test_compiles_to_one_graph[",
     "test_contractions[",
+    "test_parts_of_the_keys_are_the_whole[",
+    "test_backwards_of_parts_add_up[",
+    "test_parts_of_halves_err_no_more_than_the_whole[",
 )
 _MANY_HERE = (
     "q-padded",
@@ -105,6 +108,8 @@ _MANY_HERE = (
     "-capped]",
     "-by head]",
     "-gate]",
+    "-sink of all]",
+    "-dtype1-sunk]",
 )
 
 

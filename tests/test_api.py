@@ -46,16 +46,15 @@ def test_a_scale_is_a_number_in_every_call(scale):
     assert "pass a number" in caught.value.hint
 
 
-@pytest.mark.parametrize("name", ["self", "k", "scale", "seed", "tiles"])
-def test_captures_are_not_called_like_arguments_of_calls(name):
+@pytest.mark.parametrize("name", ["self", "k", "scale", "seed", "tiles", "captures"])
+def test_captures_may_be_called_like_arguments_of_calls(name):
     program = f"score = score * 2; tensor {name}[heads]: float; mask = {name}[h] > 0"
-    with pytest.raises(errors.NameResolutionError, match=f"'{name}' is an argument") as caught:
-        attndsl.compile(program)
-    assert caught.value.span is not None
-    # By compile() its value can be given.
     q = torch.randn(1, 2, 4, 8)
-    if name != "self":
-        assert attndsl.compile(program, **{name: torch.ones(2)})(q, q, q).shape == q.shape
+    logits = torch.tensor([1.0, -1.0])
+    found = attndsl.compile(program)(q, q, q, captures={name: logits})
+    assert torch.equal(found, attndsl.compile(program, **{name: logits})(q, q, q))
+    assert (found[:, 0] != 0).all()
+    assert (found[:, 1] == 0).all()
 
 
 def test_importing_is_light() -> None:

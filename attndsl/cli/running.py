@@ -130,10 +130,10 @@ def run(
     sizes = {**shapes.sizes(), **dims}
     captures = make_captures(attention.lowered.program, sizes, shapes.device, generator)
     # Both must drop the same weights.
-    seeds = {} if attention.lowered.program.dropout is None else {"seed": seed}
+    drawn = None if attention.lowered.program.dropout is None else seed
 
     def call(which: Attention, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-        return _call(which, inputs, {**captures, **seeds}, dtype, backward)
+        return _call(which, inputs, captures, drawn, dtype, backward)
 
     progress = _progress() if sys.stderr.isatty() else None
     with progress or nullcontext():
@@ -151,7 +151,7 @@ def run(
         timings = []
         for direction in ("forward", "backward")[: 1 + backward]:
             step(f"timing {direction}")
-            timed = _direction(attention, inputs, {**captures, **seeds}, direction)
+            timed = _direction(attention, inputs, captures, drawn, direction)
             ms = median_ms(timed, shapes.device)
             timings.append(Timing(direction, ms, _flops(shapes, direction) / ms / 1e9))
     report = Report(program.name, chosen.name, shapes, tuple(timings), checks)
@@ -219,6 +219,7 @@ def _call(
     attention: Attention,
     inputs: list[torch.Tensor],
     captures: Mapping[str, Any],
+    seed: int | None,
     dtype: torch.dtype,
     backward: bool,
 ) -> dict[str, torch.Tensor]:
@@ -226,11 +227,11 @@ def _call(
     q, k, v, grad = (x.to(dtype) for x in inputs)
     if not backward:
         with torch.no_grad():
-            return {"out": attention(q, k, v, **captures)}
+            return {"out": attention(q, k, v, seed=seed, captures=captures)}
     leaves, learned = _leaves(attention, [q, k, v], captures)
     if dtype is torch.float64:
         learned = {name: x.detach().double().requires_grad_() for name, x in learned.items()}
-    out = attention(*leaves, **{**captures, **learned})
+    out = attention(*leaves, seed=seed, captures={**captures, **learned})
     names = ("dq", "dk", "dv", *(f"d{name}" for name in learned))
     inputs = [*leaves, *learned.values()]
     found = torch.autograd.grad(out, inputs, grad, allow_unused=True)
@@ -263,6 +264,7 @@ def _direction(
     attention: Attention,
     inputs: list[torch.Tensor],
     captures: Mapping[str, Any],
+    seed: int | None,
     direction: str,
 ) -> Callable[[], object]:
     *operands, grad = inputs
@@ -270,11 +272,11 @@ def _direction(
 
         def forward() -> object:
             with torch.no_grad():
-                return attention(*operands, **captures)
+                return attention(*operands, seed=seed, captures=captures)
 
         return forward
     leaves, learned = _leaves(attention, operands, captures)
-    out = attention(*leaves, **{**captures, **learned})
+    out = attention(*leaves, seed=seed, captures={**captures, **learned})
     wanted = [*leaves, *learned.values()]
     return lambda: torch.autograd.grad(out, wanted, grad, retain_graph=True, allow_unused=True)
 

@@ -118,7 +118,9 @@ def explain_program(
     compiled = attention.lowered.program
     read = leaf_names(compiled.mask)
     captures: dict[str, Any] = make_captures(compiled, sizes, "cpu", generator, read)
-    text = attention.explain(device, q_len=q_len, kv_len=kv_len, head_dim=head_dim, **captures)
+    text = attention.explain(
+        device, q_len=q_len, kv_len=kv_len, head_dim=head_dim, captures=captures
+    )
     made_up = ", ".join(name for name in captures if name in read)
     if made_up:
         text += f"\n  made up    {made_up}: random, documents of about 100 positions"

@@ -14,10 +14,10 @@ CALL_ARGUMENTS = frozenset(
     {
         "self", "q", "k", "v", "scale", "return_lse", "q_offset", "kv_offset", "q_index",
         "kv_index", "q_len", "kv_len", "heads", "kv_heads", "batch", "h_offset", "b_offset",
-        "kv_lengths", "deterministic", "seed", "tiles", "captures",
+        "kv_lengths", "deterministic", "seed", "tiles", "out_dtype", "captures",
     }
 )  # fmt: skip
-"""Arguments of every call: no tensor or param without a value can be given by such a name."""
+"""Arguments of every call: captures of such names are given in ``captures``, not by keyword."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import difflib
+from collections.abc import Mapping
+from dataclasses import replace
 from numbers import Real
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +12,7 @@ import torch
 
 from attndsl.backends.base import Call
 from attndsl.errors import ArgumentError, DeviceError, DTypeError, ShapeError
+from attndsl.frontend.declare import CALL_ARGUMENTS
 from attndsl.ir import DType, Op, sides, toposort
 from attndsl.passes.evaluate import Environment, evaluate
 
@@ -18,14 +21,13 @@ from .parts import narrowed, with_shares
 from .values import check_int, check_offset
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from attndsl.backends.base import Part, Scalar
     from attndsl.ir import Node, ParamDecl, Program, TensorDecl
 
     from .location import Location
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_HALVES = FLOATS[:2]
 _CAST = FLOATS[:-1]
 """What autocast converts."""
 _KINDS = ("cpu", "cuda", "xpu", "mps", "hpu", "mtia", "maia", "xla", "ipu", "privateuseone")
@@ -59,8 +61,8 @@ def bind(
         ShapeError, DTypeError, DeviceError, ArgumentError: What does not fit, and what would.
     """
     check_operands(q, k, v)
+    check_names(program, captures)  # Before options, which may be meant as captures.
     check_scale(scale)
-    check_names(program, captures)
     params = {decl.name: _param(decl, captures, q.device) for decl in program.params}
     tensors = {decl.name: _tensor(decl, captures[decl.name], q.device) for decl in program.tensors}
     for name, offset, rows in (("q_offset", location.q_offset, q),
@@ -110,6 +112,27 @@ def sizes_and_part(
         check_lengths(location.kv_lengths, q.shape[0], q.device)
     sizes, part = part_of(program, location, own)
     return sizes, with_shares(program, part, tensors, sizes, own)
+
+
+def with_out_dtype(call: Call, out_dtype: object) -> Call:
+    """``call`` with an output of ``out_dtype``; None for that of q."""
+    return replace(call, wide=True) if is_wide("out_dtype", out_dtype, call.q.dtype) else call
+
+
+def is_wide(name: str, dtype: object, own: torch.dtype) -> bool:
+    """Whether the argument ``name`` asks for fp32 results of operands of a half type.
+
+    Raises:
+        DTypeError: It asks for another dtype than that and the operands' ``own``.
+    """
+    if dtype is None or dtype is own:
+        return False
+    if dtype is torch.float32 and own in _HALVES:
+        return True
+    raise DTypeError(
+        f"{name} is {dtype} and q is {own}",
+        hint="pass None for q's dtype, or torch.float32 where q is of a half type",
+    )
 
 
 def rows_contiguous(tensor: torch.Tensor) -> torch.Tensor:
@@ -191,15 +214,44 @@ def check_operands(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         raise ShapeError("q and k have head dim 0", hint="give them at least one element a row")
 
 
+def joined(
+    captures: Mapping[str, torch.Tensor | Scalar] | None,
+    named: Mapping[str, torch.Tensor | Scalar],
+) -> Mapping[str, torch.Tensor | Scalar]:
+    """The captures of one call, given at once and by keywords.
+
+    Raises:
+        ArgumentError: ``captures`` is no mapping from names, or a name is given in both ways.
+    """
+    if captures is None:
+        return named
+    if not isinstance(captures, Mapping) or not all(isinstance(name, str) for name in captures):
+        raise ArgumentError(
+            f"captures is a {type(captures).__name__} that is no mapping from names",
+            hint='pass {"name": tensor or number, ...}',
+        )
+    twice = [name for name in named if name in captures]
+    if twice:
+        raise ArgumentError(
+            f"{', '.join(twice)} is given twice: by keyword and in captures",
+            hint="keep one of the two",
+        )
+    return {**captures, **named}
+
+
 def check_names(program: Program, captures: Mapping[str, object]) -> None:
     """Refuse missing and unknown captures."""
     _check_known(program, captures)
     missing = [d.name for d in program.tensors if d.name not in captures]
     missing += [p.name for p in program.params if p.name not in captures and p.default is None]
     if missing:
-        given = ", ".join(f"{name}=..." for name in missing)
+        given = [f"{name}=..." for name in missing if name not in CALL_ARGUMENTS]
+        others = ", ".join(f'"{name}": ...' for name in missing if name in CALL_ARGUMENTS)
+        given += [f"captures={{{others}}}"] if others else []
         raise ArgumentError(
-            f"the call lacks {', '.join(missing)}", hint=f"add {given} to the call or to compile()"
+            f"the call lacks {', '.join(missing)}",
+            hint=f"add {', '.join(given)} to the call"
+            + ("; as a keyword, such a name is an argument" if others else " or to compile()"),
         )
 
 
@@ -248,8 +300,7 @@ def kinds_of(
         captures: The call's.
         numbers: Those of its location, where it is a part of a larger call.
     """
-    kinds = [(name, kind_of(value)) for name, value in captures.items()]
-    return (tiles, numbers, *map(kind_of, options), *kinds)
+    return (tiles, numbers, *map(kind_of, options), *captures, *map(kind_of, captures.values()))
 
 
 def learned(captures: Mapping[str, object]) -> frozenset[str]:

@@ -33,7 +33,7 @@ def attend(
         ArgumentError: A dropout probability that is none.
         UnsupportedError: Checked mode, with tangents or within a transform of ``torch.func``.
     """
-    call = _plain(call)
+    call = without_neg(call)
     if lowered.program.dropout is not None:
         check_probability(lowered.program.dropout, call)
     if is_transformed():
@@ -48,7 +48,8 @@ def attend(
             both = attend_in_chunks(lowered, call)
         return both if return_lse else both[0]
     if not backend.differentiable and torch.is_grad_enabled() and _needs_grad(call):
-        given = [p for p in call.params.values() if isinstance(p, torch.Tensor)]
+        params = call.params
+        given = [p for p in params.values() if isinstance(p, torch.Tensor)] if params else ()
         found: torch.Tensor | tuple[torch.Tensor, torch.Tensor] = _Attend.apply(  # type: ignore[no-untyped-call]
             backend, lowered, call, return_lse, call.q, call.k, call.v, *call.tensors.values(),
             *given,
@@ -58,7 +59,7 @@ def attend(
     return (out, lse) if return_lse else out
 
 
-def _plain(call: Call) -> Call:
+def without_neg(call: Call) -> Call:
     """``call`` without tensors whose signs torch has yet to change: kernels read what is stored."""
     if not (
         call.q.is_neg() or call.k.is_neg() or call.v.is_neg()
@@ -100,9 +101,13 @@ class _Attend(torch.autograd.Function):
         # Tensors are kept by save_for_backward alone, which hooks and checkpointing look into.
         plain = (
             call.scale, call.sizes, call.q_offset, call.kv_offset, call.q_index, call.kv_index,
-            call.seed, call.deterministic, call.tiles, call.signature, call.draws,
+            call.seed, call.deterministic, call.tiles, call.signature, call.wide, call.draws,
         )  # fmt: skip
-        params = {n: None if isinstance(p, torch.Tensor) else p for n, p in call.params.items()}
+        params = (
+            {n: None if isinstance(p, torch.Tensor) else p for n, p in call.params.items()}
+            if call.params
+            else {}
+        )
         # One attribute, since each takes torch a microsecond.
         ctx.kept = backend, lowered, plain, tuple(call.tensors), params, names
         # An output that nobody sees takes torch as long as an allocation.

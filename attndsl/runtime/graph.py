@@ -12,13 +12,16 @@ from torch.fx.experimental import symbolic_shapes
 
 from attndsl.errors import UnsupportedError
 
+from .backward import Gradients, lse_or_zeros, with_out_of
 from .higher import is_transformed
 from .operator import operands
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from attndsl.backends.base import Call
+    from attndsl.backends.base import Call, Wants
+
+    from .backward import Results
 
 
 def attend_in_graph(
@@ -52,6 +55,40 @@ def attend_in_graph(
         *operands(spec, backend, checked, call, scale, drawn, _varying)
     )
     return found
+
+
+def backward_in_graph(
+    spec: str,
+    backend: str,
+    checked: bool,
+    call: Call,
+    scale: float | None,
+    given: Results,
+    wants: Wants,
+) -> Gradients:
+    """The gradients of checked results through an operator; not differentiable.
+
+    Args:
+        spec: The program.
+        backend: The backend asked for.
+        checked: Whether to run in checked mode.
+        call: The checked call; its own scale is not used.
+        scale: Factor of q . k, or None for the default.
+        given: The results.
+        wants: Which gradients.
+    """
+    call = with_out_of(call, given.out)
+    params = [name for name, x in call.params.items() if isinstance(x, torch.Tensor)]
+    asked = [wants.q, wants.k, wants.v, *(name in wants.tensors for name in call.tensors)]
+    asked += [name in wants.params for name in params]
+    drawn = call.seed if isinstance(call.seed, torch.Tensor) else None
+    parts = torch.ops.attndsl.backward(
+        given.out, lse_or_zeros(call, given), given.grad_out, given.grad_lse, asked, wants.wide,
+        wants.partial, *operands(spec, backend, checked, call, scale, drawn, _varying),
+    )  # fmt: skip
+    q, k, v, *rest = (x if want else None for x, want in zip(parts, asked, strict=True))
+    named = zip((*call.tensors, *params), rest, strict=True)
+    return Gradients(q, k, v, {name: x for name, x in named if x is not None})
 
 
 def maxima_in_graph(spec: str, backend: str, call: Call, scale: float | None) -> torch.Tensor:

@@ -151,12 +151,17 @@ class Packed:
             **fields,
         )
 
+    def as_output(self, out: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+        """``out``, of fp32 or wider, in the dtype that the call's output has."""
+        return out if self.plain["wide"] else out.to(q.dtype)
+
     def tangents(self, places: tuple[int, ...], given: Tensors) -> Tangents:
         """Those ``given`` of the inputs at ``places``."""
-        names = ("q", "k", "v", *self.captures)
-        found = {names[place]: each for place, each in zip(places, given, strict=True)}
-        q, k, v = (found.pop(name, None) for name in names[:3])
-        return Tangents(q, k, v, found)
+        # By place, since a capture may be called like an operand.
+        found = dict(zip(places, given, strict=True))
+        q, k, v = map(found.get, range(3))
+        captures = {name: found[n] for n, name in enumerate(self.captures, 3) if n in found}
+        return Tangents(q, k, v, captures)
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,7 +176,7 @@ class _Chunk:
     def __call__(self, *inputs: torch.Tensor) -> Tensors:
         program, call = self.lowered.program, self.packed.rows(inputs, self.first)
         out, lse = attend_pairs(program, call, dense_pairs(program, call, self.first))
-        return out.to(inputs[0].dtype), lse
+        return self.packed.as_output(out, inputs[0]), lse
 
     def pushed(self, moved: tuple[int, ...]) -> Function:
         return _ChunkTangent(self, moved)
@@ -192,7 +197,7 @@ class _ChunkTangent:
         moved = chunk.packed.tangents(self.moved, args[count:])
         q, k, v = (x if x is None else _wide(x) for x in (moved.q, moved.k, moved.v))
         out, lse = tangent(chunk.lowered, call, Tangents(q, k, v, moved.captures), chunk.first)
-        return out.to(args[0].dtype), lse
+        return chunk.packed.as_output(out, args[0]), lse
 
     def pushed(self, moved: tuple[int, ...]) -> Function:
         return Pushed(self, moved)
@@ -206,7 +211,7 @@ def pack(call: Call) -> tuple[Packed, Tensors]:
     """``call`` in two parts: what is no tensor, and the tensors."""
     numbers = {n: None if isinstance(x, torch.Tensor) else x for n, x in call.params.items()}
     given = [x for x in call.params.values() if isinstance(x, torch.Tensor)]
-    plain = {"scale": call.scale, "sizes": call.sizes, "draws": call.draws}
+    plain = {"scale": call.scale, "sizes": call.sizes, "wide": call.wide, "draws": call.draws}
     placed = {name: getattr(call, name) for name in _POSITIONS}
     moved = {name: x for name, x in placed.items() if isinstance(x, torch.Tensor)}
     plain |= {name: x for name, x in placed.items() if name not in moved}

@@ -86,7 +86,7 @@ class ThroughOperators:
         asked += [name in wants.params for name in given]
         with torch.no_grad():
             parts = torch.ops.attndsl.backward(
-                out, lse, grad_out, grad_lse, asked, *self._args(call)
+                out, lse, grad_out, grad_lse, asked, wants.wide, wants.partial, *self._args(call)
             )
         q, k, v, *rest = (x if want else None for x, want in zip(parts, asked, strict=True))
         found = {n: x for n, x in zip((*call.tensors, *given), rest, strict=True) if x is not None}
@@ -104,7 +104,7 @@ class ThroughOperators:
         if part is None:
             return call
         return replace(
-            part, q=call.q, k=call.k, v=call.v, scale=call.scale, seed=call.seed,
+            part, q=call.q, k=call.k, v=call.v, scale=call.scale, seed=call.seed, wide=call.wide,
             tensors={name: call.tensors[name] for name in part.tensors},
             params={name: call.params[name] for name in part.params},
         )  # fmt: skip

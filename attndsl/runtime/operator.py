@@ -12,6 +12,7 @@ from attndsl.ir import DType
 from attndsl.operators import tell_counters
 
 from .arguments import bind_dims, sizes_and_part
+from .backward import settled
 from .dispatch import backend_of
 from .location import WHOLE, Location, is_by_entry
 from .maxima import row_maxima
@@ -81,6 +82,7 @@ def operands(
         0 if drawn is not None else call.seed,
         call.deterministic,
         drawn,
+        call.wide,
         None if part is None else _whole(call, part),
         None if part is None else part.kv_lengths,
     )
@@ -132,7 +134,7 @@ def _location(args: Sequence[Any]) -> Location:
 
 def _call(args: Sequence[Any]) -> tuple[Lowered, Call, Any]:
     (spec, backend, checked, q, k, v, tensors, given, is_given, ints, floats, varying, q_offset,
-     kv_offset, q_origin, kv_origin, seed, deterministic, drawn, whole,
+     kv_offset, q_origin, kv_origin, seed, deterministic, drawn, wide, whole,
      kv_lengths) = args  # fmt: skip
     lowered = lowered_program(spec)
     program = lowered.program
@@ -165,6 +167,7 @@ def _call(args: Sequence[Any]) -> tuple[Lowered, Call, Any]:
         seed=seed if drawn is None else seed_argument(drawn),
         deterministic=deterministic,
         part=part,
+        wide=wide,
     )
     check_values(program, call)
     lowered, call = localised(lowered, call)
@@ -196,6 +199,8 @@ def run_backward(
     grad_out: torch.Tensor,
     grad_lse: torch.Tensor | None,
     wants: list[bool],
+    wide: bool,
+    partial: bool,
     *args: Any,
 ) -> list[torch.Tensor]:
     """``attndsl::backward``."""
@@ -211,8 +216,11 @@ def run_backward(
         v=wants[2],
         tensors=frozenset(wanted & set(call.tensors)),
         params=frozenset(wanted & set(call.params)),
+        wide=wide,
+        partial=partial,
     )
-    found = backend.backward(lowered, call, out, lse, grad_out, grad_lse, asked)
+    results = settled(call, out, lse, grad_out, grad_lse)
+    found = backend.backward(lowered, call, *results, asked)
     captures = {**found.tensors, **found.params}
     gradients = [found.q, found.k, found.v]
     for name in names:

@@ -128,12 +128,37 @@ def narrowed(program: Program, call: Call) -> Call:
     part = call.part
     if part is None:
         return call
-    tensors, shares = dict(call.tensors), set(part.shares)
+    tensors, less = dict(call.tensors), set()
     for name, dim, start, count in _narrowings(program, call, part, own_sizes(call)):
         if tensors[name].shape[dim] != count:
             tensors[name] = tensors[name].narrow(dim, start, count)
-            shares.add((name, dim))
-    return replace(call, tensors=tensors, part=replace(part, shares=frozenset(shares)))
+            less.add((name, dim))
+    shares, own_now = part.shares.union(less), part.narrowed.union(less)
+    return replace(call, tensors=tensors, part=replace(part, shares=shares, narrowed=own_now))
+
+
+def gradients_of_wholes(
+    program: Program, call: Call, found: Mapping[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """Gradients of captures as they were before :func:`narrowed`: zeros for all other rows.
+
+    Args:
+        program: The program.
+        call: A call of it, as :func:`narrowed` returned it.
+        found: Gradients of its captures, by name.
+    """
+    part, wholes = call.part, dict(found)
+    if part is None or not part.narrowed:
+        return wholes
+    plain = _plain_lookups(program)
+    for name, dim, start, count in _narrowings(program, call, part, own_sizes(call)):
+        if name in wholes and (name, dim) in part.narrowed:
+            shape = list(wholes[name].shape)
+            shape[dim] = call.sizes[SIZE_OF[plain[name, dim] or ""]]
+            whole = wholes[name].new_zeros(shape)
+            whole.narrow(dim, start, count).copy_(wholes[name])
+            wholes[name] = whole
+    return wholes
 
 
 def _narrowings(
@@ -224,6 +249,7 @@ class Terms:
             call.deterministic,
             call.tiles,
             call.signature,
+            call.wide,
             self._draws(call),
         )
 

@@ -43,6 +43,11 @@ def make_spec(text: str, declared: Mapping[str, Declared], exact: bool = False) 
     )
 
 
+def spec_without_sink(spec: str) -> str:
+    """The program of ``spec`` but for its sink."""
+    return json.dumps({**json.loads(spec), "sink": False}, sort_keys=True)
+
+
 def lowered_at(spec: str, source: Source, declared: Mapping[str, Declared]) -> Lowered:
     """What backends get of ``spec``.
 
@@ -94,7 +99,7 @@ def lowered_program(spec: str) -> Lowered:
         except (SerialiseError, KeyError):
             pass  # Of another version of this package, or damaged: it is written again below.
     declared = {key: _declared_from_json(value) for key, value in parts["declared"].items()}
-    lowered = lower(Source(parts["text"]), declared, parts["exact"])
+    lowered = lower(Source(parts["text"]), declared, parts["exact"], parts.get("sink", True))
     meta = {"kind": "program", "lowered": lowered_to_json(lowered, parts["text"])}
     cache.save(key, "", meta)
     return lowered

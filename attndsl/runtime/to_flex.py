@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 _PLACES = (
     "q_offset", "kv_offset", "q_index", "kv_index", "h_offset", "b_offset", "kv_lengths"
 )  # fmt: skip
+FLEX_OPTIONS = (*_PLACES, "whole_sizes", "device", "kv_heads", "head_dim")
+"""What is said of a call beside its sizes and captures."""
 _PAIR = ("b", "h", "q_idx", "kv_idx")
 
 
@@ -32,7 +34,8 @@ def flex_functions(
     lowered: Lowered,
     sizes: tuple[int, int, int, int],
     block_size: int,
-    arguments: Mapping[str, Any],
+    options: Mapping[str, Any],
+    captures: Mapping[str, torch.Tensor | Scalar],
 ) -> tuple[Any, Any]:
     """``(score_mod, block_mask)`` of a call; either is None where it has nothing to say.
 
@@ -40,19 +43,19 @@ def flex_functions(
         lowered: The program.
         sizes: Numbers of queries, keys, batch entries and heads.
         block_size: Rows and columns of the block mask's blocks.
-        arguments: As of :meth:`attndsl.Attention.tiles`.
+        options: Those of :data:`FLEX_OPTIONS` that are given.
+        captures: The program's tensors and params.
 
     Raises:
         UnsupportedError: The program has parts that FlexAttention has not.
     """
-    own = (*_PLACES, "whole_sizes", "device", "kv_heads", "head_dim")
     location = Location(
-        **{name: arguments[name] for name in _PLACES if name in arguments},
-        **sizes_of_whole(arguments.get("whole_sizes")),
+        **{name: options[name] for name in _PLACES if name in options},
+        **sizes_of_whole(options.get("whole_sizes")),
     )
     call = call_of_lengths(
-        lowered, *sizes, arguments.get("kv_heads"), arguments.get("head_dim", 64),
-        arguments.get("device"), location, {k: x for k, x in arguments.items() if k not in own},
+        lowered, *sizes, options.get("kv_heads"), options.get("head_dim", 64),
+        options.get("device"), location, captures,
     )  # fmt: skip
     lowered, call = localised(lowered, call)
     program = lowered.program
@@ -99,12 +102,15 @@ def _function(name: str, arguments: tuple[str, ...], root: Node, call: Call) -> 
         leaves[position] = own
         if position not in needed:
             continue
+        origin = f"{position}_offset" if index is None else f"{position}_index"
+        while origin in call.tensors or origin in call.params:  # A capture may have any name.
+            origin += "_"
         if index is not None:
-            tensors[f"{position}_index"] = index
-            leaves[position] = f"{position}_index[{own}]"
+            tensors[origin] = index
+            leaves[position] = f"{origin}[{own}]"
         elif isinstance(offset, torch.Tensor):
-            tensors[f"{position}_offset"] = offset
-            leaves[position] = f"({own} + {position}_offset)"
+            tensors[origin] = offset
+            leaves[position] = f"({own} + {origin})"
         elif offset:
             leaves[position] = f"({own} + {offset})"
     return torch_function(name, arguments, root, leaves, numbers, tensors)

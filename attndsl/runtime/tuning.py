@@ -102,7 +102,7 @@ def tune(
             hint="tune on a GPU in fp16, bf16 or fp32, where auto takes generated kernels",
         )
     out, lse = backend.forward(lowered, call)
-    wants, grad_out = _wants(call), torch.randn_like(out)
+    wants, grad_out = _wants(call), torch.randn_like(out, dtype=call.q.dtype)
     jobs: list[tuple[str, torch.Tensor | None, Wants | None, Callable[[], object]]] = [
         ("forward", None, None, lambda: backend.forward(lowered, call))
     ]

@@ -10,7 +10,7 @@ import torch
 from attndsl.ir import leaf_names
 
 from ..base import Gradients, Wants
-from ..memory_order import result_orders
+from ..memory_order import empty_rows, result_orders, wide_dtype
 from ..triton.arguments import capture_arguments, origin
 from ..triton.backend import PADDING, TritonBackend, signature_of
 from ..triton.draws import why_pairs
@@ -27,6 +27,7 @@ from .arguments import (
     descriptor_strides,
     is_drawn,
 )
+from .busy import why_busy
 from .copies import room_for
 from .counters import Counters
 from .distances import among, empty_sums, split, with_diagonals, with_distances
@@ -91,7 +92,8 @@ class HopperBackend(TritonBackend):
             return self._portable.forward(lowered, call)
         q, views, of = call.q, layout.views, self._maps.of
         out = layout.orders.out.empty(q)
-        lse = q.new_empty(q.shape[:3], dtype=torch.float32)
+        batch, heads, q_len, _ = q.shape
+        lse = empty_rows(q, batch, heads, q_len)
         launch = layout.launches["forward"]
         stream = stream_of(q.device)
         with on_device(q.device):
@@ -139,8 +141,8 @@ class HopperBackend(TritonBackend):
         lse2 = lse.new_empty(rows)
         delta = torch.empty_like(lse2)
         sums = lse.new_empty((*rows, block_width(head_dim)))
-        orders = layout.orders
-        dk, dv = orders.k.empty(k), orders.v.empty(v)
+        orders, kind = layout.orders, wide_dtype(wants.wide)
+        dk, dv = orders.k.empty(k, kind), orders.v.empty(v, kind)
         dlse = lse if grad_lse is None else grad_lse.contiguous()
         launches, learned = layout.launches, layout.learned
         launch = launches["backward_kv"]
@@ -178,7 +180,7 @@ class HopperBackend(TritonBackend):
             )  # fmt: skip
             dq = None
             if wants.q:
-                dq = orders.q.empty(q)
+                dq = orders.q.empty(q, kind)
                 launches["dq_from_sums"].run(
                     padded // 32 * batch * heads, stream,
                     [*addresses(sums, dq), call.scale, *orders.q.rows, heads, q_len],
@@ -386,6 +388,8 @@ def why_portable(
     A tangent is along what ``wants`` names.
     """
     dropout = lowered.program.dropout
+    if call.wide and kind != "backward":
+        return f"the Hopper {kind} stores its output in the dtype of q, k and v"
     if call.q.dtype not in _DTYPES:
         return f"the Hopper kernels compute in fp16 and bf16, not {call.q.dtype}"
     width = max(block_width(call.q.shape[3]), block_width(call.v.shape[3]))
@@ -410,6 +414,8 @@ def why_portable(
             learned = learned_parts(lowered, names - among(lowered, call, names))
             if isinstance(learned, str):
                 return learned
+            if learned.row and wants.partial:
+                return "gradients of a row's part are known where the results are of all keys"
             if width > 128:
                 return "gradients of captured tensors are added up at head dims up to 128"
             if learned.factor and call.q.dtype is torch.float16:
@@ -422,7 +428,7 @@ def why_portable(
     for tensor in (call.q, call.k, call.v, rows if grad_out is None else grad_out):
         if descriptor_strides(tensor) is None:
             return "the tensor memory accelerator takes rows of multiples of 16 bytes"
-    return None
+    return why_busy(lowered, call, kind, wants)
 
 
 def max_head_dim(kind: str) -> int:

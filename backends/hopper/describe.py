@@ -83,5 +83,6 @@ def _other_calls(lowered: Lowered, call: Call, kind: str) -> list[tuple[str, Cal
         learned = Wants(tensors=tensors, params=params)
         found.append((f"with gradients of {names}", call, learned))
         found.append((f"with gradients of {names} in fp16", replace(call, **half), learned))
+    found.append(("with out_dtype=torch.float32", replace(call, wide=True), Wants()))
     found.append(("with deterministic=True", replace(call, deterministic=True), Wants()))
     return found

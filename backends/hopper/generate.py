@@ -27,6 +27,7 @@ from .learned import learned_in_kernel
 from .memory import has_own_output, widest
 from .own_tiles import flags_of_rows, own_tiles, print_rows
 from .pair_texts import pair_hooks, print_pair_functions
+from .rows import row_hooks
 from .stored import slope_hooks
 
 if TYPE_CHECKING:
@@ -223,6 +224,7 @@ def generate(
         "more_memory": pairs["pair_memory"],
         "load_parameters": pairs["pair_load_parameters"],
         "moved_query": [],
+        **row_hooks(special),
         **slopes,
         **diagonals,
         **pairs,

@@ -3,8 +3,8 @@
 Of ``inner * (scale * q . k)`` a kernel need not add up the derivative by ``inner`` pair by pair:
 sum(slope * scale * q . k) is scale * sum(K * dK), with dK before the scale, which it has anyway.
 What is added to a column gets the column's sum of the score's gradient. What is added to a row gets
-none but from the log-sum-exp and the sink, since a softmax does not change with it. All sums are in
-a fixed order.
+none but from the log-sum-exp and the sink, since a softmax does not change with it (unless the
+results are of more keys than the call has, see ``Wants.partial``). All sums are in a fixed order.
 
 Non-goals: what stands inside a function of the score, or varies with the distance from the query
 (:mod:`.distances`); the portable kernels add that up pair by pair.

@@ -37,7 +37,9 @@ _LISTS = {
     "column_floats": "*fp32",
 }
 _EXACT = {"BOUNDS": "*i32", "SCALES": "*fp64"}
-_OWN = ("OUT", "OUT_MOVED", "DQ", "DK", "DV_OUT", "SLOPES")
+_OUTPUTS = ("OUT", "OUT_MOVED")
+_GRADIENTS = ("DQ", "DK", "DV_OUT")
+_OWN = (*_OUTPUTS, *_GRADIENTS, "SLOPES")
 _OPERANDS = ("Q", "K", "V", "Q_MOVED", "K_MOVED", "V_MOVED", "DOUT", *_OWN)
 
 
@@ -117,7 +119,11 @@ def arguments_of(
 def template_argument(name: str, special: Specialisation) -> Argument:
     """Type of an argument that templates name."""
     if name in _OPERANDS:
-        return Argument(name, f"*{special.dtype}", aligned=name in _OWN or special.aligned)
+        wide = (special.wide_out and name in _OUTPUTS) or (
+            special.wide_gradients and name in _GRADIENTS
+        )
+        kind = "fp32" if wide else special.dtype
+        return Argument(name, f"*{kind}", aligned=name in _OWN or special.aligned)
     if name in _LISTS:
         return Argument(name, _LISTS[name], aligned=True)
     if name in _STATISTICS:

@@ -11,7 +11,7 @@ import triton
 from attndsl.errors import UnsupportedError
 
 from ..base import Gradients
-from ..memory_order import empty_like, result_orders
+from ..memory_order import empty_like, empty_rows, result_orders, wide_dtype
 from .apart import Again, add_apart
 from .arguments import NO_LINES, Layout, capture_arguments, origin
 from .draws import kinds_of_draws
@@ -96,11 +96,13 @@ class TritonBackend:
         """See :class:`~attndsl.backends.base.Backend`."""
         q, v = call.q, call.v
         batch, heads, q_len, _ = q.shape
-        lse = q.new_empty((batch, heads, q_len), dtype=torch.float32)
-        if lse.numel() == 0:
-            return empty_like(q, v.shape[-1]), lse
+        if q.numel() == 0:
+            lse = q.new_empty((batch, heads, q_len), dtype=torch.float32)
+            return empty_like(q, v.shape[-1], wide_dtype(call.wide)), lse
         layout = self._layout(lowered, call, "forward")
-        out = layout.orders.out.empty(q)
+        order = layout.orders.out
+        out = order.empty(q, torch.float32) if call.wide else order.empty(q)
+        lse = empty_rows(q, batch, heads, q_len)
         kernel = layout.executables["forward"]
         tiles = -(-q_len // kernel.config.block_m)
         stream = stream_of(q.device)
@@ -129,6 +131,8 @@ class TritonBackend:
         wants: Wants,
     ) -> Gradients:
         """See :class:`~attndsl.backends.base.Backend`."""
+        if grad_out.dtype is not call.q.dtype:  # An operand of products, as they take it.
+            grad_out = grad_out.to(call.q.dtype)
         if not wants.tensors and not wants.params:
             return self._gradients(lowered, call, out, lse, grad_out, grad_lse, wants)[0]
         shares = self._shared_out(lowered, call, wants)
@@ -190,12 +194,14 @@ class TritonBackend:
             grad_out = grad_out.contiguous()
         lines, row_sums, column_sums = NO_LINES, None, None
         if lse.numel() == 0:
-            dq, dk, dv = (empty_like(x).zero_() for x in (q, k, v))
+            kind = wide_dtype(wants.wide)
+            dq, dk, dv = (empty_like(x, dtype=kind).zero_() for x in (q, k, v))
             delta = lse
         else:
             layout = self._layout(lowered, call, "backward", grad_out, wants, grad_lse is not None)
             orders = layout.orders
-            dq, dk, dv = orders.q.empty(q), orders.k.empty(k), orders.v.empty(v)
+            kind = torch.float32 if wants.wide else None
+            dq, dk, dv = orders.q.empty(q, kind), orders.k.empty(k, kind), orders.v.empty(v, kind)
             padded = -(-q_len // PADDING) * PADDING
             lse2 = lse.new_empty((batch, heads, padded))
             delta = torch.empty_like(lse2)
@@ -328,6 +334,8 @@ class TritonBackend:
         special = self._special(lowered, call, grads, wants)
         if kind in ("pairs", "stored"):
             special = with_pair_sums(special, lowered, call)
+        if kind not in ("forward", "backward"):  # They have no such arguments.
+            special = replace(special, wide_out=False, wide_gradients=False)
         return self._layout_for(lowered, call, kind, special, has_dlse)
 
     def _layout_for(
@@ -367,6 +375,7 @@ class TritonBackend:
         special = replace(
             special, tensor_gradients=(), param_gradients=(), moving_operands="",
             moving_captures=(), pair_tiles=(), stores_slopes=False, adds_diagonals=False,
+            wide_out=False, wide_gradients=False,
         )  # fmt: skip
         return self._kernels.tile_lists(
             lowered, special, device, config.block_m, config.block_n, parts
@@ -402,7 +411,7 @@ def signature_of(
         call.scale <= 0,
         call.deterministic,
         torch.get_float32_matmul_precision() if q.dtype is torch.float32 else None,
-        isinstance(call.seed, torch.Tensor),
+        not isinstance(call.seed, int),
         bits % 16 == 0,
         None if grad_out is None else grad_out.stride(),
         call.q_offset != 0 if isinstance(call.q_offset, int) else call.q_offset.dtype,
@@ -418,6 +427,7 @@ def signature_of(
     return (
         lowered.digest,
         *found,
+        call.wide,
         q.dtype,
         q.device,
         tuple((t.shape, t.stride()) for t in (q, k, v)),
@@ -429,6 +439,6 @@ def signature_of(
 
 
 def _param_class(value: Scalar | torch.Tensor) -> object:
-    if isinstance(value, torch.Tensor):
-        return value.dtype
-    return isinstance(value, int) and value.bit_length() > 31
+    if isinstance(value, int):
+        return value.bit_length() > 31
+    return False if isinstance(value, float) else value.dtype

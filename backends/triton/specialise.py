@@ -133,6 +133,10 @@ class Specialisation:
     """Whether the backward stores the gradient of each score (``Wants.slopes``)."""
     adds_diagonals: bool = False
     """Whether a Hopper backward adds up the gradients of scores along diagonals."""
+    wide_out: bool = False
+    """Whether the output is in fp32 (``Call.wide``)."""
+    wide_gradients: bool = False
+    """Whether the gradients of q, k and v are (``Wants.wide``)."""
 
     @property
     def indexed(self) -> bool:
@@ -197,18 +201,20 @@ def specialise(program: Program, call: Call, *grads: torch.Tensor) -> Specialisa
         dropout=program.dropout is not None,
         draws=kinds_of_draws(call),
         seed_type="*i64" if isinstance(call.seed, torch.Tensor) else "i64",
+        wide_out=call.wide,
         wide_rows=_MAX_ROWS * max(results.longest_step, *(strides(t)[2] for t in operands))
         >= 1 << 31,
     )
 
 
 def with_gradients(special: Specialisation, wants: Wants) -> Specialisation:
-    """``special`` for kernels that add up the gradients of captures in ``wants``."""
+    """``special`` for kernels that make the gradients in ``wants``."""
     return replace(
         special,
         tensor_gradients=tuple(sorted(wants.tensors)),
         param_gradients=tuple(sorted(wants.params)),
         stores_slopes=wants.slopes,
+        wide_gradients=wants.wide,
     )
 
 

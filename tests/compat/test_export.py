@@ -189,7 +189,7 @@ def test_operators_take_none_for_empty_lists():
     spec = attndsl.compile("causal()")._spec
     out, _ = torch.ops.attndsl.forward(
         spec, "auto", False, x, x, x, None, None, [], None, [], None, 0, 0, None, None, 0, False,
-        None, None, None,
+        None, False, None, None,
     )  # fmt: skip
     torch.testing.assert_close(out, attndsl.compile("causal()")(x, x, x))
 

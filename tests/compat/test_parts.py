@@ -107,7 +107,8 @@ def test_whole_tensors_in_operators():
     q, k, v, slope, bias = (x.detach() for x in leaves)
     found, _ = torch.ops.attndsl.forward(
         SIZED._spec, "cpu", False, q[:, 4:, 10:].sin(), k[:, 2:], v[:, 2:], [slope, bias], [], [],
-        None, [], None, 10, 0, None, None, 5, False, None, [32, -1, 8, 4, 2, 4, 0, 0, 0], None,
+        None, [], None, 10, 0, None, None, 5, False, None, False,
+        [32, -1, 8, 4, 2, 4, 0, 0, 0], None,
     )  # fmt: skip
     torch.testing.assert_close(found, _rows(*leaves).detach())
 

@@ -280,15 +280,13 @@ def consume_item(
         # The next item's keys may come.
         mbarrier.arrive(kv_empty, count=1)
     #: slopes_are_stored
-    # Through shared memory, so that each thread stores 16 bytes.
-    STORED: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    dk_rows = gl.convert_layout((dk * scale).to(HALF), STORED)
+    #: dk_rows
     store_rows(DK, dk_rows, own, b, hkv, rows_dkb, rows_dkh, rows_dkn, kv_len, HEAD_DIM)
     if HAS_COMMON:
         dv = dv * factor_of_weights(
             b, 0, hkv, batch, heads, kv_heads, q_len, kv_len,
             #: arguments
         )
-    dv_rows = gl.convert_layout(dv.to(HALF), STORED)
+    #: dv_rows
     store_rows(DV_OUT, dv_rows, own, b, hkv, rows_dvb, rows_dvh, rows_dvn, kv_len, VALUE_DIM)
     return count

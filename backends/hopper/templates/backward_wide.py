@@ -222,8 +222,7 @@ def consume_item(
                 )
                 count += 1
     meet()
-    # Through shared memory, so that each thread stores 16 bytes.
-    STORED: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    #: rows_layout
     if PART == 0:
         v_tile = v_s.index(0).reshape([BLOCK_N, DV])
         if HAS_COMMON:
@@ -231,14 +230,8 @@ def consume_item(
                 b, 0, hkv, batch, heads, kv_heads, q_len, kv_len,
                 #: arguments
             )
-        v_tile.store(total.to(HALF))
-        store_rows(
-            DV_OUT, v_tile.load(STORED), own, b, hkv, rows_dvb, rows_dvh, rows_dvn, kv_len, VALUE_DIM
-        )
+        #: store_dv
     else:
         k_tile = k_s.index(0).reshape([BLOCK_N, D])
-        k_tile.store((total * scale).to(HALF))
-        store_rows(
-            DK, k_tile.load(STORED), own, b, hkv, rows_dkb, rows_dkh, rows_dkn, kv_len, HEAD_DIM
-        )
+        #: store_dk
     return count

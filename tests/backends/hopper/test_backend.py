@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -37,6 +38,7 @@ REFUSED = {
     "wide": (call_of(head_dim=264), "forward", None, "head dims up to 256"),
     "wide backward": (call_of(value_dim=264), "backward", ALL, "head dims up to 256"),
     "deterministic": (call_of(deterministic=True), "backward", ALL, "no fixed order"),
+    "fp32 output": (call_of(wide=True), "forward", None, "stores its output in the dtype of q"),
     "empty": (call_of(q_len=0), "forward", None, "nothing"),
     "odd rows": (call_of(head_dim=36), "forward", None, "16 bytes"),
     "odd values": (call_of(value_dim=36), "forward", None, "16 bytes"),
@@ -58,6 +60,9 @@ def test_what_hopper_kernels_run():
         assert why_portable(LOWERED, call, "forward") is None
     grad = torch.empty(2, 4, 40, 64, dtype=torch.bfloat16)
     assert why_portable(LOWERED, call_of(), "backward", grad, ALL) is None
+    assert "stores its output" in why_portable(LOWERED, call_of(wide=True), "tangent")
+    wants = replace(ALL, wide=True)
+    assert why_portable(LOWERED, call_of(wide=True), "backward", grad, wants) is None
     assert why_portable(LOWERED, call_of(head_dim=192), "backward", grad, ALL) is None
     grad = torch.empty(2, 4, 40, 256, dtype=torch.bfloat16)
     assert why_portable(LOWERED, call_of(value_dim=256), "backward", grad, ALL) is None

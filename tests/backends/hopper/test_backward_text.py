@@ -52,6 +52,19 @@ def test_gradients(run, name, shape, wide):
             torch.testing.assert_close(value, wanted, atol=4e-3 * scale, rtol=0)
 
 
+@pytest.mark.parametrize("wide", [False, True])
+@pytest.mark.parametrize(("name", "shape"), [("causal", 0), ("sigmoid", 1), ("table", 0)])
+def test_gradients_stored_in_fp32(run, name, shape, wide):
+    tensors = inputs_of(*SHAPES[shape])
+    for config in (CONFIG,) if wide else (CONFIG, PERSISTENT):
+        usual = run(name, tensors, config, wide=wide)
+        found = run(name, tensors, config, wide=wide, kind=torch.float32)
+        assert torch.equal(found[0], usual[0])
+        for one, other in zip(found[1:], usual[1:], strict=True):
+            assert torch.equal(one.half().float(), other)
+            assert not torch.equal(one, other)
+
+
 @pytest.mark.parametrize(("name", "shape"), CASES)
 def test_persistent_programs_compute_the_same(run, name, shape):
     tensors = inputs_of(*SHAPES[shape])

@@ -93,8 +93,8 @@ SCRIPT = textwrap.dedent(
     }
     def compiled(
         direction, case, head_dim, number, indexed=False, value_dim=None, dtype="bfloat16",
-        persistent=None, tiles=None, stored=False, summed=False, moving="", drawn=False,
-        part="",
+        persistent=None, tiles=None, stored=False, summed=False, moving="", wide=False,
+        drawn=False, part="",
     ):
         lowered = lower(Source(TEXTS[case]), {})
         call = example_call(lowered, head_dim, value_dim or head_dim, getattr(torch, dtype), {})
@@ -124,7 +124,8 @@ SCRIPT = textwrap.dedent(
             call = replace(call, q=rows[0], k=rows[1], v=rows[2], tensors=tensors)
         special = with_forms(specialise(lowered.program, call), lowered.program, target)
         special = replace(
-            special, stores_slopes=stored, adds_diagonals=summed, moving_operands=moving
+            special, stores_slopes=stored, adds_diagonals=summed, moving_operands=moving,
+            wide_gradients=wide,
         )
         if not moving:
             special = with_pair_tiles(special, lowered, call, direction)
@@ -252,6 +253,11 @@ CASES = {
         ("backward_kv", "alibi", 128, 0, {"part": "entries"}),
         ("backward_kv", "relative", 128, 0, {"part": "numbers"}),
         ("forward_tangent", "alibi", 128, 0, {"moving": "qkv", "part": "entries"}),
+    ],
+    "backward in fp32": [
+        ("backward_kv", "causal", 128, 0, {"wide": True}),
+        ("backward_kv", "common", 256, 0, {"wide": True}),
+        ("backward_kv", "dropout", 64, 0, {"wide": True}),
     ],
     "more backward": [
         ("backward_kv", "nothing", 64, 2),

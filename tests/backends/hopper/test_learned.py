@@ -9,9 +9,10 @@ import torch
 
 import attndsl
 from attndsl.backends.base import Wants
-from attndsl.backends.hopper.backend import why_portable
+from attndsl.backends.hopper.backend import HopperBackend, why_portable
 from attndsl.backends.hopper.learned import Learned, gradients_of_parts, learned_parts
 from attndsl.backends.triton.cross import example_call
+from attndsl.runtime.programs import default_cache
 
 GAIN = "tensor gain[heads]: float; mask = causal(); score = gain[h] * score"
 TEXTS = {
@@ -83,6 +84,25 @@ def test_what_is_added_up_pair_by_pair_says_so(text):
     call = example_call(lowered, 64, 64, torch.float16, {})
     assert why_portable(lowered, call, "backward", wants=Wants(tensors=names)) == found
     assert learned_parts(lowered, frozenset()) == Learned()
+
+
+def test_rows_do_not_learn_from_results_of_more_keys():
+    """A row's sum of the score's gradient is known where the results are the call's own."""
+    lowered = attndsl.compile(TEXTS["all"]).lowered
+    call = example_call(lowered, 64, 64, torch.bfloat16, {})
+    for name, alone in (("rows", False), ("gain", True), ("columns", True)):
+        names = frozenset({name})
+        assert why_portable(lowered, call, "backward", wants=Wants(tensors=names)) is None
+        partial = Wants(tensors=names, partial=True)
+        found = why_portable(lowered, call, "backward", wants=partial)
+        assert (found is None) == alone
+        backend = HopperBackend(default_cache())
+        shares = backend._share_out(lowered, call, partial)
+        assert shares.lines.partial
+        assert shares.lines.tensors == names
+    assert "results are of all keys" in why_portable(
+        lowered, call, "backward", wants=Wants(tensors=frozenset({"rows"}), partial=True)
+    )
 
 
 def test_which_parts_learn():

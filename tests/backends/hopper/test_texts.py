@@ -172,6 +172,7 @@ def test_without_gluon_there_is_no_text(monkeypatch):
 FP32 = (
     "    in fp32: triton kernels (the Hopper kernels compute in fp16 and bf16, not torch.float32)"
 )
+OUTPUT = "stores its output in the dtype of q, k and v"
 DETERMINISTIC = (
     "    with deterministic=True: triton kernels (the Hopper backward adds up dQ in no fixed order)"
 )
@@ -181,8 +182,10 @@ def test_explanation_of_a_plain_program():
     assert lines_of("causal()", 64) == [
         "  forward    hopper kernels, head dims up to 256",
         FP32,
+        f"    with out_dtype=torch.float32: triton kernels (the Hopper forward {OUTPUT})",
         "  tangent    hopper kernels, head dims up to 128",
         FP32,
+        f"    with out_dtype=torch.float32: triton kernels (the Hopper tangent {OUTPUT})",
         "  backward   hopper kernels, head dims up to 256",
         FP32,
         DETERMINISTIC,

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
 
 import attndsl
 from attndsl import errors
-from attndsl.backends.triton.arguments import capture_arguments
+from attndsl.backends.base import Wants
+from attndsl.backends.triton.arguments import capture_arguments, template_argument
 from attndsl.backends.triton.cross import example_call
-from attndsl.backends.triton.specialise import specialise
+from attndsl.backends.triton.specialise import specialise, with_gradients
 
 ATTENTION = attndsl.compile("param w: int\nmask = q - kv < w")
 
@@ -35,3 +37,18 @@ def test_ints_that_the_interpreter_takes_for_others(monkeypatch):
     with pytest.raises(errors.UnsupportedError, match="interpreter"):
         given(1 << 31)
     assert 1 << 32 in given(1 << 32)
+
+
+def test_results_in_fp32():
+    call = example_call(ATTENTION.lowered, 16, 16, torch.bfloat16, {"w": 3})
+    names = ("OUT", "OUT_MOVED", "DQ", "DK", "DV_OUT", "SLOPES", "Q", "DOUT", "LSE")
+
+    def types(call, wants):
+        special = with_gradients(specialise(ATTENTION.lowered.program, call), wants)
+        return [template_argument(name, special).type for name in names]
+
+    half, wide = "*bf16", "*fp32"
+    assert types(call, Wants()) == [half] * 8 + [wide]
+    own = replace(call, wide=True)
+    assert types(own, Wants()) == [wide] * 2 + [half] * 6 + [wide]
+    assert types(call, Wants(wide=True)) == [half] * 2 + [wide] * 3 + [half] * 3 + [wide]

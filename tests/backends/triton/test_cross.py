@@ -93,6 +93,32 @@ WIDE_BOUNDS = textwrap.dedent(
 )
 
 
+RESULTS_IN_FP32 = textwrap.dedent(
+    """
+    from dataclasses import replace
+    import torch
+    from attndsl.backends.triton.cross import cross_compile, example_call
+    from attndsl.backends.triton.specialise import specialise
+    from attndsl.backends.triton.tiles import Config
+    from attndsl.pipeline import lower
+    from attndsl.source import Source
+
+    lowered = lower(Source("causal()"), {})
+    configs = dict.fromkeys(("forward", "backward_kv"), (Config(64, 64, 4, 1),))
+    call = example_call(lowered, 32, 32, torch.bfloat16, {})
+    for wide in (False, True):
+        special = replace(
+            specialise(lowered.program, replace(call, wide=wide)), aligned=True,
+            wide_gradients=wide,
+        )
+        for kernel in cross_compile(lowered, special, "cuda:90", configs, configs):
+            lines = kernel.kernel.asm["ttir"].split("\\n")
+            halves = ["bf16" in line for line in lines if "tt.store" in line]
+            print(kernel.name, wide, sum(halves), len(halves))
+    """
+)
+
+
 SOFTCAP = textwrap.dedent(
     """
     import sys
@@ -219,3 +245,13 @@ def test_softcap_is_exact_where_asked_for_and_elsewhere(
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_grid_compiles(target: str, case: str, dtype: str, head_dim: int) -> None:
     assert len(_compile(target, case, dtype, head_dim)) == (13 if case == "rich" else 6)
+
+
+def test_results_in_fp32() -> None:
+    # The forward stores the output and lse, the backward dK and dV.
+    assert sorted(_run(RESULTS_IN_FP32)) == [
+        ["backward_kv", "False", "2", "2"],
+        ["backward_kv", "True", "0", "2"],
+        ["forward", "False", "1", "2"],
+        ["forward", "True", "0", "2"],
+    ]

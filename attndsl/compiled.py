@@ -1,0 +1,278 @@
+"""What a compiled program is beside its calls: drawn, compared and kept."""
+
+from __future__ import annotations
+
+import html
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from attndsl.backends.interpret import evaluate, scope_of
+from attndsl.errors import ArgumentError, AttnDSLError, UnsupportedError
+from attndsl.runtime.arguments import autocast, bind, joined, with_out_dtype
+from attndsl.runtime.backward import (
+    OPERANDS,
+    Asked,
+    Gradients,
+    Results,
+    check_results,
+    gradients_of_results,
+    wants_for,
+)
+from attndsl.runtime.dispatch import backend_of
+from attndsl.runtime.location import LOCATION, Location
+from attndsl.runtime.modes import seen_by_modes
+from attndsl.runtime.parts import gradients_of_wholes, localised
+from attndsl.runtime.probability import check_probability
+from attndsl.runtime.programs import pointing_into
+from attndsl.runtime.tiles import given_tiles
+from attndsl.runtime.values import check_values
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Mapping
+    from os import PathLike
+
+    from attndsl.backends.base import Call, Scalar
+    from attndsl.pipeline import Lowered
+    from attndsl.source import Source
+    from attndsl.tilemap import TileMap
+
+    Captures = Mapping[str, torch.Tensor | Scalar]
+
+CALL_OPTIONS: dict[str, Any] = {"scale": None, "seed": 0, "deterministic": False}
+"""Arguments of a call that are no captures, where a method passes them on; beside its location."""
+
+
+class Compiled:
+    """What :class:`attndsl.Attention` is beside its calls."""
+
+    __slots__ = ()
+    _spec: str
+    _source: Source
+    _backend: str
+    _checked: bool
+    _defaults: dict[str, Any]
+    _lowered: Lowered
+
+    @property
+    def text(self) -> str:
+        """The program's text."""
+        return self._source.text
+
+    @property
+    def backend(self) -> str:
+        """The backend asked for."""
+        return self._backend
+
+    @property
+    def lowered(self) -> Lowered:
+        """The program as backends get it."""
+        return self._lowered
+
+    def plot(
+        self,
+        path: str | PathLike[str] | None = None,
+        *,
+        q_len: int = 64,
+        kv_len: int = 64,
+        block_m: int = 16,
+        block_n: int = 16,
+        batch: int = 1,
+        heads: int = 1,
+        b: int = 0,
+        h: int = 0,
+        captures: Captures | None = None,
+        **named: torch.Tensor | Scalar,
+    ) -> str:
+        """A picture of the mask, its tiles and the score at a small length.
+
+        Args:
+            path: File to write, ``.svg``, ``.png``, ``.html`` or ``.txt``.
+            q_len: Number of queries.
+            kv_len: Number of keys.
+            block_m: Query rows of a tile.
+            block_n: Key rows of a tile.
+            batch: Batch entries.
+            heads: Query heads.
+            b: The batch entry shown.
+            h: The head shown.
+            captures: The program's tensors and run-time params.
+            **named: The same, by keywords.
+
+        Returns:
+            The picture as SVG.
+        """
+        from attndsl import picture  # It takes long to import, and few draw.
+
+        given = self._given(captures, named)
+        params = {decl.name for decl in self._lowered.program.params}
+        data = picture.picture_data(
+            self._lowered, q_len=q_len, kv_len=kv_len, block_m=block_m, block_n=block_n,
+            batch=batch, heads=heads, b=b, h=h, title=self.text,
+            tensors={n: torch.as_tensor(x) for n, x in given.items() if n not in params},
+            params={n: x for n, x in given.items() if n in params},
+        )  # fmt: skip
+        if path is not None:
+            picture.write(data, path)
+        return picture.svg(data)
+
+    def _repr_html_(self) -> str:
+        """The picture, where the program can be drawn without captures; else its text."""
+        try:
+            return self.plot()
+        except AttnDSLError as refusal:
+            return f"<pre>{html.escape(repr(self))}\n{html.escape(refusal.message)}</pre>"
+
+    def backward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor | None,
+        grad_out: torch.Tensor,
+        grad_lse: torch.Tensor | None = None,
+        *,
+        wants: Collection[str] = OPERANDS,
+        wants_captures: Collection[str] | None = None,
+        grad_dtype: torch.dtype | None = None,
+        tiles: TileMap | None = None,
+        **arguments: Any,
+    ) -> Gradients:
+        """The gradients of a call from given results, without its forward.
+
+        Where k and v are some of the keys, and ``out``, ``lse`` and their gradients are those of
+        all keys (see :func:`attndsl.merge`), these are what the given keys contribute to the
+        gradients of all: summed over parts of the keys, they are the whole's. What a sink mentions
+        has the whole gradient in each part: take one part from this program, and the others from
+        :meth:`without_sink`. The results are not differentiable.
+
+        Args:
+            q: As of the call, like k and v.
+            k: (B, Hkv, Lk, D).
+            v: (B, Hkv, Lk, Dv).
+            out: (B, Hq, Lq, Dv), in q's dtype or fp32.
+            lse: (B, Hq, Lq), fp32 (fp64 for fp64), natural logarithm, a sink included; None where
+                the program has weights of its own, and their ``out`` is not read.
+            grad_out: The gradient of ``out``, in q's dtype or fp32. Kernels round it to q's.
+            grad_lse: That of ``lse``; None for zeros.
+            wants: Which of ``q``, ``k`` and ``v`` get gradients.
+            wants_captures: Names of float captures that do; by default those that require one.
+            grad_dtype: dtype of the gradients of q, k and v: ``torch.float32`` where they are of a
+                half type, so that nothing is lost where parts are added up; by default theirs.
+            tiles: As of the call.
+            **arguments: Captures and options of the call. Dropout wants the ``seed`` of it.
+
+        Raises:
+            ArgumentError, ShapeError, DTypeError, DeviceError: As a call, also for the results.
+            UnsupportedError: The backend cannot do what the program says; ``torch.func``.
+            BackendError: The backend does not work here.
+        """
+        program = self._lowered.program
+        in_graph = torch.compiler.is_compiling()
+        if in_graph or torch._C._is_any_autocast_enabled():
+            q, k, v = autocast(q), autocast(k), autocast(v)
+        if arguments.get("seed") is None and program.dropout is not None:
+            raise ArgumentError(
+                "the program has dropout, and there is no seed", hint="pass the seed= of the call"
+            )
+        if arguments.get("deterministic") is None:
+            arguments["deterministic"] = torch.are_deterministic_algorithms_enabled()
+        scale = arguments.get("scale")
+        call = self._bound(q, k, v, arguments)
+        given = Results(out, lse, grad_out, grad_lse)
+        check_results(program, call, given)
+        asked = wants_for(call, Asked(wants, wants_captures, grad_dtype))
+        if in_graph:
+            from attndsl.runtime.graph import backward_in_graph  # Imports torch.compile.
+
+            names = self._spec, self._backend, self._checked
+            found = backward_in_graph(*names, call, scale, given, asked)
+            return found._replace(captures=gradients_of_wholes(program, call, found.captures))
+        with pointing_into(self._source):
+            check_values(program, call)
+            if program.dropout is not None:
+                check_probability(program.dropout, call)
+            whole = call
+            lowered, call = localised(self._lowered, call)
+            backend, _ = backend_of(lowered, self._backend, q.device, self._checked, q.dtype)
+            backend.check(lowered, call)
+            call = replace(call, tiles=given_tiles(lowered, call, tiles))
+            backend = seen_by_modes(backend, self._spec, self._backend, self._checked, whole)
+            found = gradients_of_results(backend, lowered, call, given, asked)
+            return found._replace(captures=gradients_of_wholes(program, whole, found.captures))
+
+    def sink_logits(
+        self, q: torch.Tensor, k: torch.Tensor, **arguments: Any
+    ) -> torch.Tensor | None:
+        """The sink's logits as :func:`attndsl.merge` takes them; None where there is no sink.
+
+        Args:
+            q: As of a call: heads, batch entries, dtype and device are those of the logits.
+            k: The same. A sink that mentions ``kv_len`` reads that of this call.
+            **arguments: Captures and options of a call.
+
+        Returns:
+            (B or 1, Hq), fp32 (fp64 for fp64), differentiable in the captures.
+
+        Raises:
+            ArgumentError, ShapeError, DTypeError, DeviceError: As a call.
+            UnsupportedError: In a graph of ``torch.compile``.
+        """
+        if torch.compiler.is_dynamo_compiling():
+            raise UnsupportedError(
+                "graphs of torch.compile have no sink_logits",
+                hint="give the graph the logits: for sink = s[h], merge(parts, sink=s)",
+            )
+        lowered, call = localised(self._lowered, self._bound(q, k, k, arguments))
+        sink = lowered.program.sink
+        if sink is None:
+            return None
+        call = replace(call, q=q[:, :, :1], k=k[:, :, :1], q_index=None, kv_index=None)
+        work = torch.float64 if q.dtype is torch.float64 else torch.float32
+        (found,) = evaluate((sink,), scope_of(call, q.new_zeros((1,) * 4, dtype=work)))
+        return found.expand(found.shape[0], q.shape[1], 1, 1)[..., 0, 0]
+
+    def _bound(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, arguments: dict[str, Any]
+    ) -> Call:
+        """The checked call; takes the options out of ``arguments``, whose rest are captures."""
+        options = {name: arguments.pop(name, given) for name, given in CALL_OPTIONS.items()}
+        places = {name: arguments.pop(name) for name in LOCATION if name in arguments}
+        location = Location(**{name: x for name, x in places.items() if x is not None})
+        out_dtype = arguments.pop("out_dtype", None)
+        captures = self._given(arguments.pop("captures", None), arguments)
+        options = {name: CALL_OPTIONS[name] if x is None else x for name, x in options.items()}
+        # Graphs cannot follow it, and calls in them do without too.
+        with nullcontext() if torch.compiler.is_compiling() else pointing_into(self._source):
+            call = bind(
+                self._lowered.program, q, k, v, captures=captures, location=location, **options
+            )
+            return with_out_dtype(call, out_dtype)
+
+    def _given(self, captures: Captures | None, named: Captures) -> dict[str, Any]:
+        """The captures of a call: given at once, by keywords, or to ``compile``."""
+        return {**self._defaults, **joined(captures, named)}
+
+    def __repr__(self) -> str:
+        line = " ".join(self.text.split())
+        shown = line if len(line) <= 60 else line[:57] + "..."
+        return f"Attention({shown!r}, backend={self._backend!r})"
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Compiled):
+            return NotImplemented
+        mine = (self._spec, self._backend, self._checked)
+        return mine == (other._spec, other._backend, other._checked) and (
+            self._defaults.keys() == other._defaults.keys()
+            and all(t is other._defaults[n] for n, t in self._defaults.items())
+        )
+
+    def __hash__(self) -> int:
+        return hash((self._spec, self._backend, self._checked))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        kept = self._spec, self._source, self._backend, self._checked, self._defaults
+        return type(self), kept
