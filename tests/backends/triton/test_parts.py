@@ -50,10 +50,14 @@ SOME = {
 def check_parts(case: Case, split: str, shares: bool, tolerance: float, block: int = 16) -> None:
     """Parts give the same bits where they begin with tiles, and gradients within ``tolerance``."""
     leaves = case.leaves()
+    products = case.lowered.contractions
+    # Torch's own products of other shapes have other bits.
+    by_kernels = products is None or products.wide is not None
+    begins_with_tiles = split not in ("keys", "odd rows", "all")
     whole = results(part_of_whole(whole_of(case), case, split), leaves)
     found = results(parts_of(case, split, shares, block), leaves)
     for name, value in whole.items():
-        if name in ("out", "lse") and split not in ("keys", "odd rows", "all"):
+        if name in ("out", "lse") and begins_with_tiles and by_kernels:
             assert torch.equal(found[name], value), (name, shares)
         scale = max(1.0, float(value[value.isfinite()].abs().max()))
         torch.testing.assert_close(
