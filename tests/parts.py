@@ -315,11 +315,12 @@ def _merged(
 
 def sinks_of(case: Case) -> torch.Tensor:
     """Each row's sink, (batch, heads, 1) or less, of the programs that have one."""
-    b = torch.arange(case.sizes.batch)[:, None, None]
-    h = torch.arange(case.sizes.heads)[None, :, None]
     if "logit" in case.captures:
         return case.captures["logit"].reshape(1, -1, 1)
-    return (0.3 * h + b - 0.1 * case.sizes.kv_len).to(case.q.dtype)
+    device, wide = case.q.device, torch.promote_types(case.q.dtype, torch.float32)
+    b = torch.arange(case.sizes.batch, device=device)[:, None, None]
+    h = torch.arange(case.sizes.heads, device=device)[None, :, None]
+    return (0.3 * h + b - 0.1 * case.sizes.kv_len).to(wide)
 
 
 def part_of_whole(

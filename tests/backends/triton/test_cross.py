@@ -144,6 +144,61 @@ SOFTCAP = textwrap.dedent(
 )
 
 
+PARTS = textwrap.dedent(
+    """
+    import sys
+    from dataclasses import replace
+    import torch
+    from attndsl.backends.base import Part
+    from attndsl.backends.triton.cross import cross_compile, example_call
+    from attndsl.backends.triton.specialise import specialise
+    from attndsl.backends.triton.tiles import Config
+    from attndsl.passes.tiles.plan import DIRECTIONS
+    from attndsl.pipeline import lower
+    from attndsl.runtime.parts import localised
+    from attndsl.source import Source
+
+    TEXTS = {
+        "entries": "mask = causal() and q - kv < 100 and kv >= kv_len // 3; score = alibi()",
+        "shares": (
+            "tensor bias[heads, q_len, kv_len]: float; mask = causal_lower_right();"
+            "score = score + bias[h, q, kv]"
+        ),
+        "rows": (
+            "tensor t[n]: float; score = score + t[q * kv % n];"
+            "weights = dropout(softmax(score), 0.5)"
+        ),
+    }
+    TEXTS["blocks"] = TEXTS["positions"] = TEXTS["rows"]
+    case = sys.argv[1]
+    lowered = lower(Source(TEXTS[case]), {})
+    call = example_call(lowered, 64, 64, torch.bfloat16, {})
+    batch, heads, q_len, _ = call.q.shape
+    sizes = {**call.sizes, "heads": 3 * heads, "kv_heads": 3 * heads, "q_len": 1000, "kv_len": 1000}
+    part = Part(0, heads, frozenset({"q", "kv"}))
+    offsets = {"q_offset": 32, "kv_offset": 128}
+    if case == "entries":
+        ints = torch.zeros(batch, dtype=torch.int64)
+        part, offsets = Part(0, heads, kv_lengths=ints), {"q_offset": ints}
+        sizes["kv_len"] = call.k.shape[2]
+    elif case == "shares":
+        part = replace(part, shares=frozenset({("bias", 0), ("bias", 1)}))
+    elif case == "rows":
+        offsets["q_offset"] = 5
+    elif case == "positions":
+        offsets = {"q_offset": torch.tensor(5), "kv_offset": torch.tensor(7)}
+    moved, call = localised(lowered, replace(call, sizes=sizes, part=part, **offsets))
+    special = replace(specialise(moved.program, call), aligned=True)
+    learned = tuple(decl.name for decl in lowered.program.tensors)
+    special = replace(special, tensor_gradients=learned)
+    names = [*DIRECTIONS, *sys.argv[2:]]
+    configs = dict.fromkeys(names, (Config(64, 64, 4, 1),))
+    for kernel in cross_compile(moved, special, "cuda:90", configs, names):
+        print(kernel.name, special.draws and "-".join(special.draws))
+    """
+)
+
+
 def _run(script: str, *arguments: object) -> list[list[str]]:
     # Where the interpreter is chosen for this process's kernels, nothing could be compiled.
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
@@ -196,6 +251,22 @@ def test_bounds_of_64_bits_make_loops_of_32(case: str, size: int) -> None:
     """Triton wants one type of a variable that a loop carries; the interpreter does not mind."""
     rows = _run(WIDE_BOUNDS, case, size)
     assert [row[1] for row in rows[:3]] == [str(size)] * 3
+
+
+@pytest.mark.parametrize(
+    ("case", "more", "draws"),
+    [
+        ("entries", ["tangent"], "None"),
+        ("rows", ["scatter_sums"], "row-block"),
+        pytest.param("positions", ["tangent"], "position-position", marks=pytest.mark.slow),
+        pytest.param("blocks", [], "block-block", marks=pytest.mark.slow),
+        pytest.param("shares", ["pairs"], "None", marks=pytest.mark.slow),
+    ],
+)
+def test_kernels_of_parts_compile(case: str, more: list[str], draws: str) -> None:
+    rows = _run(PARTS, case, *more)
+    assert [row[0] for row in rows] == ["forward", "backward_q", "backward_kv", *more]
+    assert {row[1] for row in rows} == {draws}
 
 
 def test_softcap_in_bf16_is_one_instruction_a_pair() -> None:

@@ -30,6 +30,9 @@ SMALL = Sizes(batch=1, heads=2, kv_heads=2, q_len=20, kv_len=24)
 LARGE = Sizes(q_len=600, kv_len=460, head_dim=64)
 TILE = 384
 """Rows at which tiles of all kernels begin."""
+OTHER_TILES = {"global", "diffusion", "tiles"}
+"""Programs whose plans for rows from any number on have other kinds of tiles, or lists: kernels may
+take tiles of other sizes, or in another order."""
 SOME = {
     "lower right": ("all", False),
     "key heads": ("groups", False),
@@ -47,13 +50,24 @@ SOME = {
 """A split for each of some programs, and whether captures are given by shares."""
 
 
-def check_parts(case: Case, split: str, shares: bool, tolerance: float, block: int = 16) -> None:
-    """Parts give the same bits where they begin with tiles, and gradients within ``tolerance``."""
+def has_same_bits(case: Case, split: str, name: str) -> bool:
+    """Whether parts give the very bits of the whole: where kernels take the same tiles."""
+    products = case.lowered.contractions
+    # Torch's own products of other shapes have other bits.
+    by_kernels = products is None or products.wide is not None
+    begins_with_tiles = split not in ("keys", "odd rows", "all")
+    return by_kernels and begins_with_tiles and not (split == "rows" and name in OTHER_TILES)
+
+
+def check_parts(
+    case: Case, split: str, shares: bool, tolerance: float, block: int = 16, same: bool = False
+) -> None:
+    """Parts give the whole's results within ``tolerance``: ``same``, the very bits of these."""
     leaves = case.leaves()
     whole = results(part_of_whole(whole_of(case), case, split), leaves)
     found = results(parts_of(case, split, shares, block), leaves)
     for name, value in whole.items():
-        if name in ("out", "lse") and split not in ("keys", "odd rows", "all"):
+        if same and name in ("out", "lse"):
             assert torch.equal(found[name], value), (name, shares)
         scale = max(1.0, float(value[value.isfinite()].abs().max()))
         torch.testing.assert_close(
@@ -66,7 +80,7 @@ def test_some_parts_equal_the_whole(device, name):
     split, shares = SOME[name]
     sizes = replace(SMALL, kv_heads=1) if split == "groups" else SMALL
     case = make_case(name, "triton", torch.float32, sizes, device)
-    check_parts(case, split, shares, 2e-4)
+    check_parts(case, split, shares, 2e-4, same=has_same_bits(case, split, name))
 
 
 @pytest.mark.gpu
@@ -77,8 +91,9 @@ def test_parts_equal_the_whole_on_gpus(backend, name, split):
     dtype = torch.bfloat16 if backend == "hopper" else torch.float32
     torch.manual_seed(0)
     case = make_case(name, backend, dtype, LARGE, "cuda")
+    same, tolerance = has_same_bits(case, split, name), 3e-2 if backend == "hopper" else 1e-3
     for shares in (False, True):
-        check_parts(case, split, shares, 3e-2 if backend == "hopper" else 1e-3, TILE)
+        check_parts(case, split, shares, tolerance, TILE, same)
 
 
 def check_ragged(case: Case, offsets: list[int], lengths: list[int], tolerance: float) -> None:
