@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from parts import (
@@ -10,6 +12,7 @@ from parts import (
     SPLITS,
     Cut,
     Sizes,
+    call_part,
     entries_of,
     make_case,
     part_of_whole,
@@ -142,3 +145,58 @@ def test_higher_derivatives_and_transforms(name):
         lambda f: torch.func.vmap(f)(torch.stack([case.q, 2 * case.q])),
     ):
         torch.testing.assert_close(function(own), function(whole))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("name", ["slopes", "gains", "bias", "key slopes", "neighbours", "sink"])
+def test_gradients_of_given_results(backend, name):
+    """Of whole tensors, whose other rows get zeros, and of shares."""
+    torch.manual_seed(0)
+    case = make_case(name, backend)
+    cut = Cut(slice(1, 2), slice(2, 4), slice(1, 2), slice(8, 24), slice(0, 40))
+    names = [n for n, x in case.captures.items() if x.is_floating_point()]
+    back = torch.randn(1, 2, 16, 8, dtype=torch.float64)
+    for shares in (False, True):
+        out, lse = call_part(case, cut, shares)
+        leaves = [case.q, case.k, case.v, *(case.captures[n] for n in names)]
+        wanted = torch.autograd.grad(out, leaves, back)
+        given = {n: share_of(case, n, cut) if shares else x for n, x in case.captures.items()}
+        found = case.attention.backward(
+            case.q[cut.b, cut.h, cut.q], case.k[cut.b, cut.hkv], case.v[cut.b, cut.hkv],
+            out.detach(), lse.detach(), back, wants_captures=names, batch=2, b_offset=1, heads=4,
+            h_offset=2, kv_heads=2, q_len=24, q_offset=8, **given,
+        )  # fmt: skip
+        torch.testing.assert_close(found.q, wanted[0][cut.b, cut.h, cut.q])
+        torch.testing.assert_close(found.k, wanted[1][cut.b, cut.hkv])
+        for n, whole in zip(names, wanted[3:], strict=True):
+            own = share_of(case, n, cut) if shares else case.captures[n]
+            assert found.captures[n].shape == own.shape
+            part = whole
+            if shares:
+                part = share_of(replace(case, captures={**case.captures, n: whole}), n, cut)
+            torch.testing.assert_close(found.captures[n], part)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_keys_in_parts_of_some_heads_put_together(backend):
+    torch.manual_seed(0)
+    text = "tensor s[heads]: float\nmask = causal_lower_right(); score = alibi()\n"
+    attention = attndsl.compile(f"{text}sink = s[h] + 0.1 * h - 0.01 * kv_len", backend=backend)
+    q, k, v = (torch.randn(2, 4, n, 8, dtype=torch.float64) for n in (24, 40, 40))
+    s = torch.randn(4, dtype=torch.float64, requires_grad=True)
+    whole = attention(q, k, v, s=s, return_lse=True)
+    heads = {"heads": 4, "kv_heads": 4, "h_offset": 2}
+    parts = [
+        attention.without_sink()(
+            q[:, 2:], k[:, 2:, keys], v[:, 2:, keys], s=s, kv_len=40, kv_offset=keys.start,
+            return_lse=True, **heads,
+        )
+        for keys in (slice(0, 13), slice(13, 40))
+    ]  # fmt: skip
+    first = slice(0, 13)
+    sink = attention.sink_logits(q[:, 2:], k[:, 2:, first], s=s, kv_len=40, **heads)
+    out, lse = attndsl.merge(parts, sink=sink)
+    torch.testing.assert_close(out, whole[0][:, 2:])
+    torch.testing.assert_close(lse, whole[1][:, 2:])
+    found, wanted = (torch.autograd.grad(x.sum(), s)[0] for x in (lse, whole[1][:, 2:]))
+    torch.testing.assert_close(found, wanted)
