@@ -39,7 +39,7 @@ from attndsl.runtime.tiles import (
 )
 from attndsl.runtime.to_flex import FLEX_OPTIONS, flex_functions
 from attndsl.runtime.tuning import Tuning, tune
-from attndsl.runtime.values import check_values, params_of_dims
+from attndsl.runtime.values import check_values, params_of_dims, values_differ
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -70,8 +70,8 @@ class Attention(Compiled):
         self._defaults = defaults
         self._lowered = lowered_program(spec)
         self._dims = params_of_dims(self._lowered.program)
-        # By a call's signature: what was found, and whether q, k and v are taken as given.
-        self._prepared: dict[Any, tuple[Backend, Call, bool]] = {}
+        # By a call's signature: what was found, if q, k, v are as given, if values are checked.
+        self._prepared: dict[Any, tuple[Backend, Call, bool, bool]] = {}
 
     def __call__(
         self,
@@ -139,11 +139,11 @@ class Attention(Compiled):
         if in_graph or torch._C._is_any_autocast_enabled():
             q, k, v = autocast(q), autocast(k), autocast(v)
         drawn = None
-        if isinstance(seed, torch.Tensor):
-            seed = drawn = seed.clone()  # The backward reads it again.
-        elif seed is None:
+        if seed is None:
             drawn = None if self._lowered.program.dropout is None else draw_seed(q.device)
             seed = 0 if drawn is None or in_graph else seed_argument(drawn)
+        elif isinstance(seed, torch.Tensor):
+            seed = drawn = seed.clone()  # The backward reads it again.
         if return_lse and self._lowered.program.weights is not None:
             raise UnsupportedError(
                 "return_lse asks for a softmax's log-sum-exp, and the program has other weights",
@@ -190,9 +190,11 @@ class Attention(Compiled):
             # No q.new_empty(0), which a transform of torch.func would make a tensor of its own.
             empty = torch.empty(0, dtype=q.dtype, device=q.device)
             template = replace(call, q=empty, k=empty, v=empty, tensors={}, params={}, tiles=None)
-            self._prepared[key] = backend, template, call.q is q and call.k is k and call.v is v
+            as_given = call.q is q and call.k is k and call.v is v
+            has_values = values_differ(self._lowered.program, call)
+            self._prepared[key] = backend, template, as_given, has_values
         else:
-            backend, template, as_given = prepared
+            backend, template, as_given, has_values = prepared
             program = self._lowered.program
             call = Call(
                 q if as_given else rows_contiguous(q),
@@ -206,7 +208,7 @@ class Attention(Compiled):
                 None if tiles is None else given_tiles(self._lowered, template, tiles, q.device),
                 template.signature, template.wide,
             )  # fmt: skip
-        if kinds is not None or q_offset or kv_offset:
+        if has_values or q_offset or kv_offset:
             check_values(self._lowered.program, call)
         backend = seen_by_modes(backend, self._spec, self._backend, self._checked)
         try:

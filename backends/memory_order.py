@@ -114,6 +114,16 @@ def result_orders(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> ResultOr
     )
 
 
+def empty_rows(like: torch.Tensor, batch: int, heads: int, length: int) -> torch.Tensor:
+    """A new fp32 tensor (batch, heads, length), contiguous, on the device of ``like``.
+
+    None of the sizes is 0.
+    """
+    # Where strides are given, torch takes half a microsecond less.
+    steps = (heads * length, length, 1)
+    return like.new_empty_strided((batch, heads, length), steps, dtype=torch.float32)
+
+
 def empty_like(
     like: torch.Tensor, width: int | None = None, dtype: torch.dtype | None = None
 ) -> torch.Tensor:

@@ -144,7 +144,7 @@ class _Rows:
         indices = self.tile.evaluate(*self.side.indices)
         found = rows_at(self.call.tensors[self.side.name], indices)
         # One of the dims of queries and keys is 1.
-        return found.reshape(*found.shape[:2], -1, found.shape[-1])
+        return found.flatten(2, 3)
 
     def _view(self) -> torch.Tensor | None:
         """What the indices look up, where each is a name that counts from 0 to the dim's size."""
@@ -196,7 +196,7 @@ class _Rows:
         if self.factor is None:
             return torch.full((), factor, dtype=self._work(), device=self.call.q.device)
         (found,) = self.tile.evaluate(self.factor)
-        return found.reshape(*found.shape[:2], -1, 1) * factor
+        return found.flatten(2, 3).unsqueeze(-1) * factor
 
 
 class Wide:

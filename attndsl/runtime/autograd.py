@@ -48,7 +48,8 @@ def attend(
             both = attend_in_chunks(lowered, call)
         return both if return_lse else both[0]
     if not backend.differentiable and torch.is_grad_enabled() and _needs_grad(call):
-        given = [p for p in call.params.values() if isinstance(p, torch.Tensor)]
+        params = call.params
+        given = [p for p in params.values() if isinstance(p, torch.Tensor)] if params else ()
         found: torch.Tensor | tuple[torch.Tensor, torch.Tensor] = _Attend.apply(  # type: ignore[no-untyped-call]
             backend, lowered, call, return_lse, call.q, call.k, call.v, *call.tensors.values(),
             *given,
@@ -102,7 +103,11 @@ class _Attend(torch.autograd.Function):
             call.scale, call.sizes, call.q_offset, call.kv_offset, call.q_index, call.kv_index,
             call.seed, call.deterministic, call.tiles, call.signature, call.wide,
         )  # fmt: skip
-        params = {n: None if isinstance(p, torch.Tensor) else p for n, p in call.params.items()}
+        params = (
+            {n: None if isinstance(p, torch.Tensor) else p for n, p in call.params.items()}
+            if call.params
+            else {}
+        )
         # One attribute, since each takes torch a microsecond.
         ctx.kept = backend, lowered, plain, tuple(call.tensors), params, names
         # An output that nobody sees takes torch as long as an allocation.

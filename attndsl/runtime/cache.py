@@ -5,9 +5,18 @@ An entry is ``KEY.py`` (readable, imported by backends; empty for lowered progra
 all other bytes of both files. The digest is compared before anything is parsed, so that a changed
 entry is never used; it guards against accidents, not against those who may write there. The
 ``.json`` is published last, so that a writer killed half-way leaves nothing that would be read.
-Files are written as ``KEY.py*.tmp`` and ``KEY.json*.tmp`` and renamed; a lock keeps two writers of
-one entry apart. What cannot be read is reported, removed and made again; what cannot be written is
-kept in a folder of this process alone. No call fails for the cache's sake.
+Files are written as ``KEY.py*.tmp`` and ``KEY.json*.tmp`` and renamed. What cannot be read is
+reported, removed and made again; what cannot be written is kept in a folder of this process alone.
+No call fails for the cache's sake.
+
+There is no lock: no process waits for another, however many write at once. Two writers of one key
+mostly have one text. A ``.py`` that holds the text already stays, so that these two differ in the
+``.json`` alone. A writer that finds another text in the ``.py`` after both files are published
+publishes them once more, so that the last writer leaves a whole entry.
+
+Some writers list the folder, to remove what exceeds the limit. Whether a writer does so is drawn:
+on average, the folder is listed once while a 64th of the limit is written, by whichever processes.
+Between two listings the folder may exceed the limit, by more than a tenth with a chance of 0.2%.
 
 Regular files of these names are the cache's. Other files, folders and links in its folder are never
 read, removed, replaced or counted.
@@ -19,6 +28,7 @@ import contextlib
 import hashlib
 import json
 import os
+import random
 import re
 import shutil
 import stat
@@ -29,23 +39,25 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import filelock
-
 from attndsl.backends.base import Entry
 from attndsl.backends.key import FORMAT_VERSION
 from attndsl.errors import CacheWarning, ConfigError
 from attndsl.reading import read_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
-_LOCK = "attndsl.lock"
 _KEY_LENGTH = 64
-_LOCK_SECONDS = 5.0
+_ATTEMPTS = 4
+"""Of a writer, while others publish or remove the same entry."""
 _SHARED_WRITE = stat.S_IWGRP | stat.S_IWOTH
 _OWN = re.compile(rf"[0-9a-f]{{{_KEY_LENGTH}}}\.(?:json|py)(?:[0-9a-z_]+\.tmp)?")
 """Names of the cache's files, those of writers that were killed included."""
 _HEAD = re.compile(rb'\{"sha256": "([0-9a-f]{64})",')
+_LISTINGS = 64
+"""Listings of the folder, on average, while as many bytes as the limit are written."""
+_CHANCE = random.SystemRandom()
+"""Apart from the generator that programs seed, of which forked processes would draw the same."""
 _MAX_FILE = 1 << 28
 """Bytes of a file of an entry."""
 
@@ -112,7 +124,7 @@ class KernelCache:
         except (OSError, ValueError) as error:
             self._warn(f"dropped the damaged cache entry {key[:16]} in {self.folder}: {error}")
             with contextlib.suppress(OSError):
-                self._remove(self._files().get(key, _Files()))
+                self._remove(key)
             return None
 
     def save(self, key: str, source: str, meta: Mapping[str, object]) -> Entry:
@@ -120,13 +132,14 @@ class KernelCache:
         if self._enabled:
             try:
                 self._make_folder()
-                with self._lock():
-                    entry = _write(self.folder, key, source, meta)
-                    with contextlib.suppress(OSError):
+                entry = _write(self.folder, key, source, meta)
+            except OSError as error:
+                self._warn(f"cannot keep kernels in {self.folder}: {error}; they are made anew")
+            else:
+                with contextlib.suppress(OSError):
+                    if self._lists_after(_size(entry.path)):
                         self._evict(self.limit)
                 return entry
-            except (OSError, filelock.Timeout) as error:
-                self._warn(f"cannot keep kernels in {self.folder}: {error}; they are made anew")
         if self._private is None:
             self._private = Path(tempfile.mkdtemp(prefix="attndsl-"))
             weakref.finalize(self, shutil.rmtree, self._private, ignore_errors=True)
@@ -145,7 +158,7 @@ class KernelCache:
         """Remove all entries.
 
         Raises:
-            ConfigError: Entries are being written, or cannot be removed.
+            ConfigError: Entries cannot be removed.
         """
         return self._removal(0)
 
@@ -153,19 +166,15 @@ class KernelCache:
         """Remove the least recently used entries beyond ``limit`` bytes.
 
         Raises:
-            ConfigError: Entries are being written, or cannot be removed.
+            ConfigError: Entries cannot be removed.
         """
         return self._removal(self.limit if limit is None else limit)
 
     def _removal(self, limit: int) -> Removal:
         removed: list[_Files] = []
         try:
-            if self._files():
-                with self._lock():
-                    removed = self._evict(limit)
-            foreign = sorted(
-                each.name for each in _scan(self.folder) if each.name != _LOCK and not _is_own(each)
-            )
+            removed = self._evict(limit)
+            foreign = sorted(each.name for each in _scan(self.folder) if not _is_own(each))
         except OSError as error:
             raise ConfigError(
                 f"cannot remove entries of {self.folder}: {error.strerror or error}"
@@ -189,9 +198,6 @@ class KernelCache:
                 )
         return found
 
-    def _lock(self) -> filelock.BaseFileLock:
-        return filelock.FileLock(self.folder / _LOCK, timeout=_LOCK_SECONDS, mode=0o600)
-
     def _make_folder(self) -> None:
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         if not self._trusted():
@@ -209,18 +215,31 @@ class KernelCache:
         self._warn(f"{self.folder} belongs to another user or is writable by others; not used")
         return False
 
-    def _remove(self, files: _Files) -> None:
+    def _lists_after(self, written: int) -> bool:
+        """Whether the writer of ``written`` bytes lists the folder, drawn by chance."""
+        return _CHANCE.random() * self.limit < written * _LISTINGS
+
+    def _remove(self, key: str, more: Iterable[str] = ()) -> None:
+        """Remove the entry of ``key``, and files of its writers that were killed."""
         # The .json first: without it the others are no entry.
-        for name in sorted(files.names, key=lambda name: not name.endswith(".json")):
-            (self.folder / name).unlink(missing_ok=True)
+        for name in dict.fromkeys((f"{key}.json", f"{key}.py", *more)):
+            path = self.folder / name
+            # A folder or a link of this name is not the cache's.
+            with contextlib.suppress(FileNotFoundError):
+                if stat.S_ISREG(path.lstat().st_mode):
+                    path.unlink()
 
     def _evict(self, limit: int) -> list[_Files]:
-        """Remove what was used least recently, so that ``limit`` bytes stay at most."""
+        """Remove what was used least recently, so that ``limit`` bytes stay at most.
+
+        Raises:
+            OSError: A file cannot be removed.
+        """
         removed, total = [], 0
-        for files in sorted(self._files().values(), key=lambda files: -files.used):
+        for key, files in sorted(self._files().items(), key=lambda item: -item[1].used):
             total += files.bytes
             if total > limit or not limit:
-                self._remove(files)
+                self._remove(key, files.names)
                 removed.append(files)
         return removed
 
@@ -235,6 +254,11 @@ def _scan(folder: Path) -> list[os.DirEntry[str]]:
         return []
     with os.scandir(folder) as entries:
         return list(entries)
+
+
+def _size(path: Path) -> int:
+    """Bytes of the entry whose text is at ``path``."""
+    return path.stat().st_size + path.with_suffix(".json").stat().st_size
 
 
 def _is_own(entry: os.DirEntry[str]) -> bool:
@@ -291,9 +315,26 @@ def _write(folder: Path, key: str, source: str, meta: Mapping[str, object]) -> E
     rest = json.dumps(described, indent=1).removeprefix("{\n")
     path = folder / f"{key}.py"
     digest = _digest(rest.encode(), source.encode())
-    _publish(path, source)
-    _publish(folder / f"{key}.json", f'{{"sha256": "{digest}",\n{rest}')
+    for attempt in range(1, _ATTEMPTS + 1):
+        try:
+            if not _holds(path, source):
+                _publish(path, source)
+            _publish(folder / f"{key}.json", f'{{"sha256": "{digest}",\n{rest}')
+        except FileNotFoundError:  # Another process has removed what was half written.
+            if attempt == _ATTEMPTS:
+                raise
+        else:
+            if _holds(path, source):
+                break
     return Entry(path, source, dict(meta))
+
+
+def _holds(path: Path, text: str) -> bool:
+    """Whether ``text`` is what the file at ``path`` holds."""
+    try:
+        return _read_file(path) == text.encode()
+    except (OSError, ValueError):
+        return False
 
 
 def _publish(path: Path, text: str) -> None:

@@ -35,8 +35,18 @@ def check_int(name: str, value: object) -> None:
         raise ArgumentError(f"{name} does not fit 64 bits", hint="pass a smaller int")
 
 
+def values_differ(program: Program, call: Call) -> bool:
+    """Whether calls of this signature, with offsets of 0 where they are numbers, may be refused."""
+    if any(decl.dtype is DType.INT for decl in program.params):
+        return True
+    positions = (call.q_offset, call.kv_offset, call.q_index, call.kv_index)
+    return any(type(each) is not int and each is not None for each in positions)
+
+
 def check_values(program: Program, call: Call) -> None:
     """Refuse values that a call of this signature may not have.
+
+    Calls for which :func:`values_differ` is false need not be checked where their offsets are 0.
 
     Raises:
         ArgumentError: An int that 64 bits do not hold; positions at the limit or beyond.
@@ -49,6 +59,21 @@ def check_values(program: Program, call: Call) -> None:
         _check_positions("q", call.q.shape[2], call.q_offset, call.q_index)
     if call.kv_index is not None or type(call.kv_offset) is not int or call.kv_offset:
         _check_positions("kv", call.k.shape[2], call.kv_offset, call.kv_index)
+
+
+def are_within(values: torch.Tensor, most: int) -> torch.Tensor:
+    """One number on the device of ``values``, 0 where one of these is larger than ``most`` in size.
+
+    One launch for a 0-d tensor, two for others: a comparison with both ends would take one more.
+
+    Args:
+        values: Ints.
+        most: From 0 to 2^52.
+    """
+    # A quotient in fp64 tells exactly; at 0 it is infinite, or no number where most is 0 too.
+    limit = torch.scalar_tensor(most, dtype=torch.float64, device="cpu")
+    quotients = torch.div(limit, values, rounding_mode="trunc")
+    return quotients.all() if values.dim() else quotients
 
 
 def check_offset(name: str, offset: int, length: int) -> None:
@@ -83,10 +108,11 @@ def _check_positions(
     """
     if index is not None:
         _check_tensor(f"{name}_index", index, POSITION_LIMIT - 1)
-    elif isinstance(offset, torch.Tensor):
-        _check_tensor(f"{name}_offset", offset, POSITION_LIMIT - 1 - length)
     elif type(offset) is int:
         check_offset(f"{name}_offset", offset, length)
+    elif isinstance(offset, torch.Tensor):
+        check_offset(f"{name}_offset", 0, length)
+        _check_tensor(f"{name}_offset", offset, POSITION_LIMIT - 1 - length)
 
 
 def _check_tensor(name: str, values: torch.Tensor, most: int) -> None:
@@ -94,11 +120,13 @@ def _check_tensor(name: str, values: torch.Tensor, most: int) -> None:
     if values.dtype in _NARROW or values.numel() == 0 or values.is_meta or _is_wrapped(values):
         return
     if values.device.type == "cuda":
-        inside = values.clamp(-most, most) == values
         message = f"{name} has positions of {POSITION_LIMIT} or more in size"
-        torch._assert_async(inside if values.dim() == 0 else inside.all(), message)
+        torch._assert_async(are_within(values, most), message)
         return
-    least, greatest = (int(x) for x in torch.aminmax(values))
+    if values.dim() == 0:
+        least = greatest = int(values)
+    else:
+        least, greatest = (int(x) for x in torch.aminmax(values))
     if least < -most or greatest > most:
         raise ArgumentError(
             f"{name} has values from {least} to {greatest}; positions are below "

@@ -10,7 +10,7 @@ import torch
 from attndsl.ir import leaf_names
 
 from ..base import Gradients, Wants
-from ..memory_order import result_orders, wide_dtype
+from ..memory_order import empty_rows, result_orders, wide_dtype
 from ..triton.arguments import capture_arguments, origin
 from ..triton.backend import PADDING, TritonBackend, signature_of
 from ..triton.kernels import STATISTICS_ROWS
@@ -26,6 +26,7 @@ from .arguments import (
     descriptor_strides,
     is_drawn,
 )
+from .busy import why_busy
 from .copies import room_for
 from .counters import Counters
 from .distances import among, empty_sums, split, with_diagonals, with_distances
@@ -90,7 +91,8 @@ class HopperBackend(TritonBackend):
             return self._portable.forward(lowered, call)
         q, views, of = call.q, layout.views, self._maps.of
         out = layout.orders.out.empty(q)
-        lse = q.new_empty(q.shape[:3], dtype=torch.float32)
+        batch, heads, q_len, _ = q.shape
+        lse = empty_rows(q, batch, heads, q_len)
         launch = layout.launches["forward"]
         stream = stream_of(q.device)
         with on_device(q.device):
@@ -423,7 +425,7 @@ def why_portable(
     for tensor in (call.q, call.k, call.v, rows if grad_out is None else grad_out):
         if descriptor_strides(tensor) is None:
             return "the tensor memory accelerator takes rows of multiples of 16 bytes"
-    return None
+    return why_busy(lowered, call, kind, wants)
 
 
 def max_head_dim(kind: str) -> int:

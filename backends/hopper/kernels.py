@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from ..triton.kernels import Kernels, work_of
+from ..triton.pair_work import work_of_pair
 from .arguments import arguments_of
 from .generate import generate
 from .generate_tangent import generate_tangent
@@ -26,6 +27,9 @@ if TYPE_CHECKING:
     from ..triton.compile import Argument
     from ..triton.specialise import Specialisation
     from ..triton.tiles import Config
+
+_MOST_WORK_OF_THREE = 30
+"""Instructions a pair beyond which three consumers, of 160 registers, spill more than two."""
 
 
 class HopperKernels(Kernels):
@@ -105,6 +109,8 @@ def configs_of(lowered: Lowered, special: Specialisation, direction: str) -> tup
     dropped, own = lowered.program.dropout is not None, lowered.program.weights is not None
     plain = lowered.program.mask is None or (lowered.sparsity.plain and not own)
     found = candidates(direction, widest(special), plain, work, column, dropped, own)
+    if direction == "forward" and work_of_pair(lowered, special, False) > _MOST_WORK_OF_THREE:
+        found = tuple(config for config in found if config.consumers < 3)
     if special.adds_diagonals:
         found = for_busy_producers(found)
     return fitting(direction, special, found) if special.pair_tiles else found

@@ -11,7 +11,7 @@ import triton
 from attndsl.errors import UnsupportedError
 
 from ..base import Gradients
-from ..memory_order import empty_like, result_orders, wide_dtype
+from ..memory_order import empty_like, empty_rows, result_orders, wide_dtype
 from .apart import Again, add_apart
 from .arguments import NO_LINES, Layout, capture_arguments, origin
 from .kernels import STATISTICS_ROWS, Kernels
@@ -95,12 +95,13 @@ class TritonBackend:
         """See :class:`~attndsl.backends.base.Backend`."""
         q, v = call.q, call.v
         batch, heads, q_len, _ = q.shape
-        lse = q.new_empty((batch, heads, q_len), dtype=torch.float32)
-        if lse.numel() == 0:
+        if q.numel() == 0:
+            lse = q.new_empty((batch, heads, q_len), dtype=torch.float32)
             return empty_like(q, v.shape[-1], wide_dtype(call.wide)), lse
         layout = self._layout(lowered, call, "forward")
         order = layout.orders.out
         out = order.empty(q, torch.float32) if call.wide else order.empty(q)
+        lse = empty_rows(q, batch, heads, q_len)
         kernel = layout.executables["forward"]
         tiles = -(-q_len // kernel.config.block_m)
         stream = stream_of(q.device)
@@ -409,7 +410,7 @@ def signature_of(
         call.scale <= 0,
         call.deterministic,
         torch.get_float32_matmul_precision() if q.dtype is torch.float32 else None,
-        isinstance(call.seed, torch.Tensor),
+        not isinstance(call.seed, int),
         bits % 16 == 0,
         None if grad_out is None else grad_out.stride(),
         call.q_offset != 0 if isinstance(call.q_offset, int) else call.q_offset.dtype,
@@ -434,6 +435,6 @@ def signature_of(
 
 
 def _param_class(value: Scalar | torch.Tensor) -> object:
-    if isinstance(value, torch.Tensor):
-        return value.dtype
-    return isinstance(value, int) and value.bit_length() > 31
+    if isinstance(value, int):
+        return value.bit_length() > 31
+    return False if isinstance(value, float) else value.dtype

@@ -20,8 +20,17 @@ from .generate_gradients import SCATTERED
 from .generate_lists import generate_lists
 from .library import row_statistics
 from .loops import LOOPS, row_width
+from .pair_work import work_of_pair
 from .specialise import with_forms
-from .tiles import INTERPRETED, MAX_SPILLS, MAX_SPILLS_OF_HALF, Config, candidates, shared_memory_of
+from .tiles import (
+    INTERPRETED,
+    MAX_SPILLS,
+    MAX_SPILLS_OF_HALF,
+    Config,
+    candidates,
+    is_hopeless,
+    shared_memory_of,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -47,10 +56,14 @@ DIRECTIONS_OF = {
 }
 _KERNELS = frozenset(name for names in DIRECTIONS_OF.values() for name in names) | LOOPS.keys()
 """Names of generated kernels; others of a module are called what they are."""
+_FORWARDS = frozenset({"forward", "scatter_bounds"})
+"""Kernels without derivatives."""
 _LIST_CONFIG = (4, 1)
 """Warps and stages of the kernels that find tiles."""
 _ATTEMPTS = 3
 """Candidates that are compiled in search of one that does not spill."""
+_ATTEMPTS_OF_SINGLES = 2
+"""The same in fp32, whose products in three parts spill in most, and take long to compile."""
 LIST_CHUNK = 256
 """Tiles that one program of theirs looks at together."""
 
@@ -182,9 +195,12 @@ class Kernels:
         A kernel that spills many registers is kept only if the next candidates are no better.
         """
         configs = self._configs(lowered, direction, special, target, device)
+        attempts = _ATTEMPTS_OF_SINGLES if special.dtype == "fp32" else _ATTEMPTS
         best: tuple[int, _Module, Executable] | None = None
         refusals = []
         for number, config in enumerate(configs):
+            if best is not None and (number >= attempts or is_hopeless(config, best[2].config)):
+                continue
             try:
                 module, executable = self._attempt(
                     lowered, direction, special, precision, target, device, key, config
@@ -195,7 +211,7 @@ class Kernels:
             if best is None or executable.spills < best[0]:
                 best = executable.spills, module, executable
             most = MAX_SPILLS_OF_HALF if config.most_registers else MAX_SPILLS
-            if best[0] <= most or number + 1 >= _ATTEMPTS:
+            if best[0] <= most:
                 break
         if best is None:
             raise BackendError(
@@ -313,7 +329,8 @@ class Kernels:
     ) -> tuple[Config, ...]:  # fmt: skip
         """Tile sizes to try for a kernel, in order."""
         work = work_of(lowered, special, direction)
-        return _candidates(direction, work, special, target, device)
+        of_pair = work_of_pair(lowered, special, direction not in _FORWARDS)
+        return _candidates(direction, work, special, target, device, of_pair)
 
     def _text(
         self, lowered: Lowered, special: Specialisation, direction: str, loop: LoopPlan,
@@ -391,12 +408,13 @@ def _candidates(
     special: Specialisation,
     target: GPUTarget | None,
     device: torch.device,
+    of_pair: int = 0,
 ) -> tuple[Config, ...]:
     if target is None:
         return INTERPRETED
     size = 4 if special.dtype == "fp32" else 2
     shared = _shared_memory(target, device)
-    return candidates(direction, *block_widths(special), size, shared, work)
+    return candidates(direction, *block_widths(special), size, shared, work, of_pair)
 
 
 def _precision(dtype: str, target: GPUTarget | None) -> str:

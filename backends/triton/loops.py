@@ -184,7 +184,8 @@ def _nth(segments: tuple[Segment, ...], names: Names) -> tuple[list[str], set[st
         body.append("step = step - count")
     element = _element(first[-1], last.step)
     result = element if len(segments) == 1 else f"tl.where(step >= 0, {element}, found)"
-    return [*body, f"return {_narrow(result, starts, names)}"], set(printed.helpers)
+    # The step is as wide as what has been taken from it.
+    return [*body, f"return {_narrow(result, (*starts, *lengths), names)}"], set(printed.helpers)
 
 
 def _narrow(text: str, roots: tuple[Node, ...], names: Names) -> str:

@@ -308,3 +308,24 @@ def test_the_name_of_the_given_key_heads_is_nobody_elses():
     program, name = with_heads_apart(lowered.contractions.wide.program)
     assert name == "given_kv_heads_"
     assert program.dim_names() == ("given_kv_heads", name)
+
+
+def test_no_entries(kernels):
+    text = """
+    tensor left[batch, q_len, r]: float
+    tensor right[kv_heads, kv_len, r]: float
+    tensor gain[heads]: float
+    score = score + gain[h] * dot(left[b, q_len - 1 - q, :], right[hkv, kv, :])
+    """
+    device = kernels.device
+    q = torch.zeros(0, 2, 3, 8, device=device, requires_grad=True)
+    k, v = torch.zeros(2, 0, 1, 5, 8, device=device)
+    left = torch.zeros(0, 3, 4, device=device)
+    right = torch.zeros(1, 5, 4, device=device, requires_grad=True)
+    gain = torch.ones(2, device=device, requires_grad=True)
+    attention = attndsl.compile(text, backend=kernels.backend)
+    out = attention(q, k, v, left=left, right=right, gain=gain)
+    assert out.shape == (0, 2, 3, 8)
+    found = torch.autograd.grad(out.sum(), [q, right, gain])
+    assert [tuple(x.shape) for x in found] == [(0, 2, 3, 8), (1, 5, 4), (2,)]
+    assert not any(x.any() for x in found)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -150,7 +151,7 @@ def test_files_of_others_are_left_alone(tmp_path: Path) -> None:
     done = cache.clear()
     assert done.entries == 1
     assert set(done.foreign) == left
-    assert {path.name for path in folder.iterdir()} == left | {"attndsl.lock"}
+    assert {path.name for path in folder.iterdir()} == left
     assert all((folder / name).read_text() == "theirs" * 1000 for name in FOREIGN)
     with pytest.warns(CacheWarning, match="is a link"):
         assert cache.load("c" * 64) is None
@@ -212,16 +213,150 @@ def test_folders_that_cannot_be_used_do_not_fail_the_call(
     assert not folder.is_dir() or list(folder.glob("*.json")) == []
 
 
-def test_a_lock_that_is_never_released_does_not_fail_the_call(
+def test_writers_of_one_key_leave_a_whole_entry(cache: KernelCache, monkeypatch) -> None:
+    publish = cache_module._publish
+    others = [1, 2]
+
+    def interrupted(path: Path, text: str) -> None:
+        publish(path, text)
+        if path.suffix == ".json" and others:
+            # Another writer comes as far as its text here, and publishes its .json later.
+            publish(path.with_suffix(".py"), f"x = {others.pop()}\n")
+
+    monkeypatch.setattr(cache_module, "_publish", interrupted)
+    entry = cache.save(KEY, "x = 7\n", {"kind": "forward"})
+    assert not others
+    assert cache.load(KEY) == entry
+
+
+def test_a_text_that_is_there_already_is_not_written(cache: KernelCache, monkeypatch) -> None:
+    cache.save(KEY, "x = 1\n", {"number": 1})
+    publish, published = cache_module._publish, []
+
+    def noted(path: Path, text: str) -> None:
+        published.append(path.suffix)
+        publish(path, text)
+
+    monkeypatch.setattr(cache_module, "_publish", noted)
+    cache.save(KEY, "x = 1\n", {"number": 2})
+    assert published == [".json"]
+    found = cache.load(KEY)
+    assert found is not None
+    assert found.meta == {"number": 2}
+    cache.save(KEY, "x = 2\n", {"number": 3})
+    assert published == [".json", ".py", ".json"]
+
+
+def test_a_folder_that_is_cleared_meanwhile_does_not_fail_the_writer(
     cache: KernelCache, monkeypatch
 ) -> None:
-    import filelock
+    replace, cleared = os.replace, [1, 2]
 
-    monkeypatch.setattr(cache_module, "_LOCK_SECONDS", 0.2)
+    def late(source: str, target: Path) -> None:
+        if cleared:
+            cleared.pop()
+            assert cache.clear().bytes
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", late)
+    entry = cache.save(KEY, "x = 1\n", {})
+    assert not cleared
+    assert entry.path.parent == cache.folder
+    assert cache.load(KEY) == entry
+
+
+class Drawn:
+    """Stands in for the generator of chances."""
+
+    def __init__(self, number: float) -> None:
+        self.number = number
+
+    def random(self) -> float:
+        """The same number each time."""
+        return self.number
+
+
+def test_a_writer_rarely_lists_the_folder(cache: KernelCache, monkeypatch) -> None:
+    scan, scanned = cache_module._scan, []
+
+    def noted(folder: Path) -> list[os.DirEntry[str]]:
+        scanned.append(folder)
+        return scan(folder)
+
+    monkeypatch.setattr(cache_module, "_scan", noted)
+    size = sum(path.stat().st_size for path in _saved(cache, 0))
+    # 64 times while as many bytes as the limit are written.
+    chance = 64 * size / cache.limit
+    for number, expected in ((chance * 1.01, 0), (chance * 0.99, 1)):
+        monkeypatch.setattr(cache_module, "_CHANCE", Drawn(number))
+        scanned.clear()
+        _saved(cache, 1)
+        assert len(scanned) == expected
+
+
+def _saved(cache: KernelCache, number: int) -> tuple[Path, Path]:
+    path = cache.save(f"{number:064d}", "#" * 2000, {}).path
+    return path, path.with_suffix(".json")
+
+
+def test_the_folder_stays_near_its_limit(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(cache_module, "_CHANCE", random.Random(0))
+    cache = KernelCache(tmp_path / "kernels", limit=500_000)
+    sizes = []
+    for number in range(400):
+        _saved(cache, number)
+        if number >= 240:
+            sizes.append(sum(path.stat().st_size for path in cache.folder.iterdir()))
+    # The chance of a tenth more is 0.2%.
+    assert 500_000 < max(sizes) < 550_000
+    assert min(sizes) > 490_000
+
+
+MANY = textwrap.dedent(
+    """
+    import os, sys, time, warnings
+    from pathlib import Path
+    from attndsl.runtime.cache import KernelCache
+    warnings.simplefilter("error")
+    cache = KernelCache(Path(sys.argv[1]))
+    start, write = os.pipe()
+    children = []
+    for number in range(32):
+        child = os.fork()
+        if not child:
+            os.close(write)
+            os.read(start, 1)  # Until the parent closes its end.
+            failed = 1
+            try:
+                for entry in range(20):
+                    # Half of the entries are those of all processes.
+                    key = 1000 * (number + 1) * (entry % 2) + entry
+                    cache.save(f"{key:064d}", f"x = {key}\\n" * 500, {"by": number})
+                failed = 0
+            finally:
+                os._exit(failed)
+        children.append(child)
+    os.close(write)
+    print([os.waitpid(child, 0)[1] for child in children])
+    """
+)
+
+
+def test_many_processes_write_at_once(cache: KernelCache) -> None:
     cache.folder.mkdir(mode=0o700)
-    with filelock.FileLock(cache.folder / "attndsl.lock"), pytest.warns(CacheWarning, match="lock"):
-        entry = cache.save(KEY, "x = 1\n", {})
-    assert entry.source == "x = 1\n"
+    for number in range(1000):
+        (cache.folder / f"{'f' * 32}{number:032d}.py").write_text("x = 1\n")
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", MANY, str(cache.folder)], capture_output=True, text=True,
+        check=True, timeout=120, env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert done.stdout == f"{[0] * 32}\n", done.stderr[-2000:]
+    found = cache.entries()
+    assert len(found) == 10 + 32 * 10
+    for entry in found:
+        loaded = cache.load(entry.key)
+        assert loaded is not None
+        assert loaded.source == f"x = {int(entry.key)}\n" * 500
 
 
 def test_old_entries_make_room(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import torch
 import attndsl
 from attndsl import errors
 from attndsl.passes.widths import POSITION_LIMIT
+from attndsl.runtime.values import are_within
 
 BACKENDS = ("reference", "cpu", "triton")
 
@@ -48,6 +49,55 @@ def test_positions_in_tensors(name: str, dtype: torch.dtype) -> None:
     positions -= 2 * POSITION_LIMIT
     with pytest.raises(errors.ArgumentError, match=name):
         attention(q, k, v, **{name: positions})
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("most", [0, 1, 5, POSITION_LIMIT - 9, POSITION_LIMIT - 1])
+def test_what_is_asserted_on_devices(most: int, dtype: torch.dtype) -> None:
+    """The same as a comparison with both ends, at these and at the ends of the dtype."""
+    ends = [torch.iinfo(dtype).min, torch.iinfo(dtype).max]
+    near = [s * most + d for s in (-1, 1) for d in (-2, -1, 0, 1, 2)]
+    for value in {0, 1, -1, *near, *ends}:
+        inside = -most <= value <= most
+        for values in ([value], [0, value], [value, most, 0]):
+            found = are_within(torch.tensor(values, dtype=dtype), most)
+            assert found.dim() == 0
+            assert bool(found) == inside
+        assert bool(are_within(torch.tensor(value, dtype=dtype), most)) == inside
+
+
+@pytest.mark.parametrize("number", [1, 99])
+def test_a_later_call_is_checked_like_the_first(number: int) -> None:
+    q, k, v = _inputs()
+    attention = attndsl.compile("param w: int; mask = q - kv < w")
+    positions = torch.arange(5)
+    for _ in range(number):
+        attention(q, k, v, w=3)
+        attention(q, k, v, w=3, q_offset=1)
+        attention(q, k, v, w=3, kv_index=positions)
+    with pytest.raises(errors.ArgumentError, match="w does not fit"):
+        attention(q, k, v, w=-(1 << 63) - 1)
+    with pytest.raises(errors.ArgumentError, match="q_offset"):
+        attention(q, k, v, w=3, q_offset=POSITION_LIMIT)
+    positions[2] = POSITION_LIMIT
+    with pytest.raises(errors.ArgumentError, match="kv_index"):
+        attention(q, k, v, w=3, kv_index=positions)
+
+
+def test_a_call_with_captures_is_checked_where_its_offsets_are_not_0() -> None:
+    q, k, v = _inputs()
+    attention = attndsl.compile("param c: float; tensor t[heads]: float; score = c * t[h] * score")
+    given = {"c": 2.0, "t": torch.ones(2)}
+    attention(q, k, v, **given)
+    for name in ("q_offset", "kv_offset"):
+        attention(q, k, v, **given, **{name: 3})
+        with pytest.raises(errors.ArgumentError, match=name):
+            attention(q, k, v, **given, **{name: POSITION_LIMIT})
+        offset = torch.tensor(3)
+        attention(q, k, v, **given, **{name: offset})
+        offset += POSITION_LIMIT
+        with pytest.raises(errors.ArgumentError, match=name):
+            attention(q, k, v, **given, **{name: offset})
 
 
 def test_positions_of_maps() -> None:

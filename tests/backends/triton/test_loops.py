@@ -6,7 +6,7 @@ import pytest
 
 from attndsl.backends.triton.expression import Names
 from attndsl.backends.triton.loops import print_loop
-from attndsl.ir import Node, Op, const, node
+from attndsl.ir import DType, Node, Op, const, node, param
 from attndsl.passes.evaluate import Environment, evaluate
 from attndsl.passes.tiles.plan import DIRECTIONS, TILE, LoopPlan, Segment
 from attndsl.pipeline import lower
@@ -129,3 +129,13 @@ def test_loops_of_masks_visit_what_is_planned(
         for kind, segments in (("full", loop.full), ("partial", loop.partial)):
             visited = _run(loop, kind, tile, found.along, sizes)
             assert visited == _visited(segments, known)
+
+
+def test_tiles_have_32_bits_whatever_was_taken_from_the_step() -> None:
+    # The number of tiles of the first segment has 64 bits, and where segments begin has 32.
+    count = node(Op.ADD, node(Op.MUL, param("n", DType.INT), const(3)), const(1))
+    one, two = Segment(const(0), count), Segment(const(4), const(9))
+    names = Names({}, {"n": 32}, 64)
+    texts, _ = print_loop("p", "kv", LoopPlan((one, two), ()), [], [], names)
+    (nth,) = (text for text in texts if "p_full_tile" in text)
+    assert nth.splitlines()[-1].endswith(".to(tl.int32)")

@@ -1,0 +1,33 @@
+"""Programs with so much work a pair that the kernels for Hopper are of no use to them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from triton.backends.compiler import GPUTarget
+
+from ..triton.pair_work import work_of_pair
+from ..triton.specialise import specialise, with_forms, with_gradients
+
+if TYPE_CHECKING:
+    from attndsl.pipeline import Lowered
+
+    from ..base import Call, Wants
+
+MOST_WORK = {"forward": 55, "tangent": 130, "backward": 200}
+"""Instructions a pair. Beyond, the work of a pair is many times that of its products, which these
+kernels are made to overlap with. Their text repeats it some ten times for 64 pairs a thread: they
+spill hundreds of registers and take up to minutes to compile (H200, D 64, 16 heads of 4096:
+forward with two logarithms .70 ms, of the portable kernels .30, with two powers .63 and .31;
+backward .99 and 1.30, .75 and 1.00, but with a sine and a cosine at D 128 8.3 and 3.2)."""
+_TARGET = GPUTarget("cuda", 90, 32)
+
+
+def why_busy(lowered: Lowered, call: Call, kind: str, wants: Wants | None) -> str | None:
+    """Why the portable kernels run a forward, tangent or backward of such a program, or None."""
+    special = with_forms(specialise(lowered.program, call), lowered.program, _TARGET)
+    if wants is not None:
+        special = with_gradients(special, wants)
+    if work_of_pair(lowered, special, kind != "forward") <= MOST_WORK[kind]:
+        return None
+    return "the Hopper kernels would spill registers with so much work for each pair"
