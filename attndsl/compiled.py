@@ -39,7 +39,6 @@ if TYPE_CHECKING:
 
     Captures = Mapping[str, torch.Tensor | Scalar]
 
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
 CALL_OPTIONS: dict[str, Any] = {
     "scale": None, "q_offset": 0, "kv_offset": 0, "q_index": None, "kv_index": None, "seed": 0,
     "deterministic": False,
@@ -173,7 +172,8 @@ class Compiled:
             BackendError: The backend does not work here.
         """
         program = self._lowered.program
-        in_graph = torch.compiler.is_compiling() or type(q) not in _PLAIN
+        plain = type(q) is torch.Tensor or type(q) is torch.nn.Parameter
+        in_graph = torch.compiler.is_compiling() or not plain
         if in_graph or torch._C._is_any_autocast_enabled():
             q, k, v = autocast(q), autocast(k), autocast(v)
         if arguments.get("seed") is None and program.dropout is not None:
