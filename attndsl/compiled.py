@@ -115,7 +115,8 @@ class Compiled:
             BackendError: The backend does not work here.
         """
         program = self._lowered.program
-        in_graph = torch.compiler.is_compiling()
+        plain = type(q) is torch.Tensor or type(q) is torch.nn.Parameter
+        in_graph = torch.compiler.is_compiling() or not plain
         if in_graph or torch._C._is_any_autocast_enabled():
             q, k, v = autocast(q), autocast(k), autocast(v)
         if arguments.get("seed") is None and program.dropout is not None:
