@@ -28,7 +28,7 @@ def _operands(case, cut):
     return [x.detach().requires_grad_() for x in (*given, case.v[cut.b, cut.hkv, cut.kv])]
 
 
-def _check(case, operands, captures, options):
+def _check(case, operands, captures, options, tolerance=1e-9):
     """Gradients that a backward makes of a call's own results are those of autograd."""
     learned = {n: x for n, x in captures.items() if x.is_floating_point()}
     softmax = case.lowered.program.weights is None
@@ -48,7 +48,8 @@ def _check(case, operands, captures, options):
     leaves = zip((*made[:3], *made.captures.values()), wanted, strict=True)
     for (one, other), leaf in zip(leaves, [*operands, *learned.values()], strict=True):
         assert one.shape == leaf.shape
-        torch.testing.assert_close(one, torch.zeros_like(leaf) if other is None else other)
+        other = torch.zeros_like(leaf) if other is None else other
+        torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -74,6 +75,18 @@ def test_backwards_of_entries_of_their_own_lengths(backend, name):
     case = make_case(name, backend, sizes=Sizes(batch=3, q_len=3, kv_len=20), programs=RAGGED)
     options = {"q_offset": torch.tensor([5, 0, 12]), "kv_lengths": torch.tensor([8, 3, 20])}
     _check(case, [case.q, case.k, case.v], case.captures, options)
+
+
+@pytest.mark.parametrize(
+    ("name", "split"),
+    [("gains", "batch"), ("key slopes", "heads"), ("slopes", "groups"), ("sink", "all")],
+)
+def test_backwards_by_kernels(device, name, split):
+    sizes = Sizes(q_len=8, kv_len=12)
+    case = make_case(name, "triton", torch.float32, sizes, device)
+    *_, cut = cuts(split, sizes)
+    options = case.options | _sized(sizes, cut)
+    _check(case, _operands(case, cut), case.captures, options, 1e-4)
 
 
 def _half(dtype=torch.bfloat16):
