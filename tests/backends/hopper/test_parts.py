@@ -1,15 +1,17 @@
-"""The forward kernel's text for a part of a call, run as Python: what the whole would give."""
+"""Kernels' texts for a part of a call, run as Python: what the whole would give."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
+import backward_text
 import pytest
 import torch
 from forward_text import PERSISTENT, SEED, SMALL, WIDTH, Inputs, OfPart, inputs_of
 
 from attndsl.backends.base import Part
 from attndsl.backends.philox import kept_at
+from attndsl.backends.triton.draws import BLOCK, with_draws
 from attndsl.runtime.parts import localised
 
 B, H, ROWS, KEYS = 1, 4, 33, 50
@@ -81,3 +83,27 @@ def test_a_part_draws_what_the_whole_draws(gluon, run, config):
     score = raw(inputs)
     wanted = dense(inputs, score, (q >= kv).expand(score.shape), kept / 0.6)
     assert torch.allclose(out.float(), wanted, atol=4e-3, rtol=2e-3)
+
+
+@pytest.mark.parametrize("config", [backward_text.CONFIG, backward_text.PERSISTENT])
+def test_gradients_of_a_part_are_of_what_the_whole_draws(gluon, monkeypatch, config):
+    places = {"draws_row": 8, "draws_key": 16, "draws_head": B * 8 + H, "draws_heads": 8}
+
+    def kept(name, shape):
+        numbers = torch.arange(shape[1])[None] + B * 8 + H
+        ranges = (16, 16 + shape[2]), (256, 256 + shape[3])
+        return kept_at(backward_text.SEED, torch.tensor(0.4), numbers, *ranges) / 0.6
+
+    def drawn(text):
+        numbers = "\n".join(f"{name} = {value}" for name, value in places.items())
+        return f"{with_draws(text, (BLOCK, BLOCK))}\n{numbers}\n"
+
+    monkeypatch.setattr(backward_text, "kept", kept)
+    tensors = backward_text.inputs_of(70, 37, 1)
+    leaves = [x.float().requires_grad_() for x in tensors[:3]]
+    out, _ = backward_text.attention_of("dropout", *leaves)
+    expected = torch.autograd.grad(out, leaves, tensors[3].float())
+    found = backward_text.run_text(gluon, "dropout", tensors, config, change=drawn)
+    for value, wanted in zip(found, expected, strict=True):
+        scale = 1 + float(wanted.abs().max())
+        torch.testing.assert_close(value, wanted, atol=4e-3 * scale, rtol=0)

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+import attndsl
 from attndsl.backends.base import Call, Draws, Wants
 from attndsl.backends.philox import kept_at
 from attndsl.backends.triton.draws import kinds_of_draws, why_pairs
@@ -127,3 +128,15 @@ def test_what_kernels_of_blocks_do_not_draw():
     assert "begins within one" in why_pairs(rows)
     assert "the device alone" in why_pairs(positions)
     assert kinds_of_draws(positions) == ("position", "position")
+
+
+@pytest.mark.parametrize("backend", ["triton", "hopper"])
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_texts_of_whole_calls_know_of_no_parts(direction, backend):
+    text = attndsl.compile(f"weights = dropout(softmax(score), {P})").source(
+        direction, head_dim=64, backend=backend
+    )
+    assert "draws_" not in text
+    assert "drop_of_part(" not in text
+    assert "pairs_of_part(" not in text
+    assert "b * heads + h, seed" in text
