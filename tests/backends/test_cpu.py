@@ -441,3 +441,13 @@ def test_plans_are_remembered_by_all_that_they_depend_on(monkeypatch):
     window(q, k, v, w=3, q_offset=offset)
     window(q, k, v, w=3, q_offset=offset.add_(5))
     assert len(made) == len(numbers) + 5
+
+
+def test_plans_of_one_mask_at_several_sizes_of_a_capture():
+    """A kept plan is of its own numbers: the mask speaks of the tensor's size, not its elements."""
+    text = "tensor t[n]: float\nmask = kv < n\nscore = score + t[0]"
+    q, k, v = (torch.randn(1, 1, 300, 8) for _ in range(3))
+    cpu, reference = (attndsl.compile(text, backend=name) for name in ("cpu", "reference"))
+    for count in (8, 200, 8):
+        t = torch.zeros(count)
+        torch.testing.assert_close(cpu(q, k, v, t=t), reference(q, k, v, t=t))
