@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 def hasten() -> None:
     """Change the interpreter of this process."""
     _leave_out_unread_checks()
-    # Before Triton 3.6 a launch has no scope, and nothing ends what a call put there.
+    # Versions of Triton whose launches have no scope never end what a call put there.
     if hasattr(interpreter, "_LangPatchScope"):
         _patch_once_a_launch()
 
