@@ -1,11 +1,14 @@
-"""What can be asked of a compiled program without calling it: its tiles and its stages."""
+"""What can be asked of a compiled program without calling it: its tiles, its stages, a picture."""
 
 from __future__ import annotations
 
+import html
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from attndsl.compiled import Compiled
-from attndsl.errors import ArgumentError
+from attndsl.errors import ArgumentError, AttnDSLError
 from attndsl.runtime.arguments import joined
 from attndsl.runtime.location import WHOLE, Location, sizes_of_whole
 from attndsl.runtime.parts import localised
@@ -16,8 +19,7 @@ from attndsl.runtime.to_flex import FLEX_OPTIONS, flex_functions
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-
-    import torch
+    from os import PathLike
 
     from attndsl.backends.base import Call, Scalar
     from attndsl.compiled import Captures
@@ -89,10 +91,10 @@ class Analysis(Compiled):
             q_offset, kv_offset, q_index, kv_index, h_offset=h_offset, b_offset=b_offset,
             kv_lengths=kv_lengths, **sizes_of_whole(whole_sizes),
         )  # fmt: skip
+        given = joined(captures, named)
         call = self.call_of_lengths(
-            joined(captures, named), q_len, kv_len, batch, heads, kv_heads, head_dim, device,
-            location,
-        )  # fmt: skip
+            given, q_len, kv_len, batch, heads, kv_heads, head_dim, device, location
+        )
         with pointing_into(self._source):
             return find_tiles(*localised(self._lowered, call), block_m, block_n, direction)
 
@@ -182,6 +184,60 @@ class Analysis(Compiled):
         if call is None:
             return text
         return f"{text}\n{explain_tiles(lowered, call, block_m, block_n)}"
+
+    def plot(
+        self,
+        path: str | PathLike[str] | None = None,
+        *,
+        q_len: int = 64,
+        kv_len: int = 64,
+        block_m: int = 16,
+        block_n: int = 16,
+        batch: int = 1,
+        heads: int = 1,
+        b: int = 0,
+        h: int = 0,
+        captures: Captures | None = None,
+        **named: torch.Tensor | Scalar,
+    ) -> str:
+        """A picture of the mask, its tiles and the score at a small length.
+
+        Args:
+            path: File to write, ``.svg``, ``.png``, ``.html`` or ``.txt``.
+            q_len: Number of queries.
+            kv_len: Number of keys.
+            block_m: Query rows of a tile.
+            block_n: Key rows of a tile.
+            batch: Batch entries.
+            heads: Query heads.
+            b: The batch entry shown.
+            h: The head shown.
+            captures: The program's tensors and run-time params.
+            **named: The same, by keywords.
+
+        Returns:
+            The picture as SVG.
+        """
+        from attndsl import picture  # It takes long to import, and few draw.
+
+        given = self._given(captures, named)
+        params = {decl.name for decl in self._lowered.program.params}
+        data = picture.picture_data(
+            self._lowered, q_len=q_len, kv_len=kv_len, block_m=block_m, block_n=block_n,
+            batch=batch, heads=heads, b=b, h=h, title=self.text,
+            tensors={n: torch.as_tensor(x) for n, x in given.items() if n not in params},
+            params={n: x for n, x in given.items() if n in params},
+        )  # fmt: skip
+        if path is not None:
+            picture.write(data, path)
+        return picture.svg(data)
+
+    def _repr_html_(self) -> str:
+        """The picture, where the program can be drawn without captures; else its text."""
+        try:
+            return self.plot()
+        except AttnDSLError as refusal:
+            return f"<pre>{html.escape(repr(self))}\n{html.escape(refusal.message)}</pre>"
 
     def call_of_lengths(
         self, captures: Mapping[str, torch.Tensor | Scalar], q_len: int, kv_len: int, batch: int,

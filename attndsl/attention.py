@@ -20,10 +20,9 @@ from attndsl.runtime.arguments import (
     with_out_dtype,
 )
 from attndsl.runtime.autograd import attend
-from attndsl.runtime.dispatch import backend_of
 from attndsl.runtime.location import Location
 from attndsl.runtime.modes import modes_on, seen_by_modes
-from attndsl.runtime.parts import localised, terms_of
+from attndsl.runtime.parts import terms_of
 from attndsl.runtime.programs import (
     lowered_program,
     point_into,
@@ -32,7 +31,7 @@ from attndsl.runtime.programs import (
 )
 from attndsl.runtime.seed import draw_seed, seed_argument
 from attndsl.runtime.sources import source_of
-from attndsl.runtime.tiles import given_tiles, tiles_key, verify_if_asked
+from attndsl.runtime.tiles import given_tiles, tiles_key
 from attndsl.runtime.tuning import Tuning, tune
 from attndsl.runtime.values import check_values, params_of_dims, values_differ
 
@@ -134,9 +133,8 @@ class Attention(Analysis):
 
         Returns:
             out (B, Hq, Lq, Dv) in q's dtype, or in autocast's, which q, k and v take, if there is
-            no ``out_dtype``; with
-            ``return_lse`` also lse (B, Hq, Lq), natural logarithm, fp32 (fp64 for fp64),
-            differentiable. A row with no live pair has out 0 and lse -inf.
+            no ``out_dtype``; with ``return_lse`` also lse (B, Hq, Lq), natural logarithm, fp32
+            (fp64 for fp64), differentiable. A row with no live pair has out 0 and lse -inf.
 
         Raises:
             ShapeError: Sizes that do not go together.
@@ -210,7 +208,7 @@ class Attention(Analysis):
                 )
                 call = with_out_dtype(call, out_dtype)
                 terms = None if call.part is None else terms_of(lowered, call)
-                backend = self._backend_for(call)
+                backend, *_ = self._dispatched(call)
             call = replace(call, signature=object())
             if len(self._prepared) >= _MAX_SIGNATURES:
                 self._prepared.clear()
@@ -218,7 +216,7 @@ class Attention(Analysis):
             empty = torch.empty(0, dtype=q.dtype, device=q.device)
             template = replace(call, q=empty, k=empty, v=empty, tensors={}, params={})
             as_given = call.q is q and call.k is k and call.v is v
-            has_values = terms is not None or values_differ(lowered.program, call)
+            has_values = values_differ(lowered.program, call)
             self._prepared[key] = backend, template, as_given, has_values, terms
         else:
             backend, template, as_given, has_values, terms = prepared
@@ -248,18 +246,6 @@ class Attention(Analysis):
         except AttnDSLError as error:  # A context manager would take a microsecond.
             point_into(error, self._source)
             raise
-
-    def _backend_for(self, call: Call) -> Backend:
-        """What runs ``call``, which it can. Its tiles are checked where that is asked for.
-
-        Raises:
-            AttnDSLError: It cannot run, or tiles are wrong.
-        """
-        lowered, call = localised(self._lowered, call)
-        backend, _ = backend_of(lowered, self._backend, call.q.device, self._checked, call.q.dtype)
-        backend.check(lowered, call)
-        verify_if_asked(lowered, call)
-        return backend
 
     def source(
         self,
@@ -336,8 +322,9 @@ class Attention(Analysis):
             UnsupportedError: The backend has one way to run the call.
         """
         call = self._bound(q, k, v, arguments)
-        backend = self._backend_for(call)
-        return tune(*kernels_of(backend, *localised(self._lowered, call)), progress)
+        with pointing_into(self._source):
+            backend, lowered, call = self._dispatched(call)
+        return tune(*kernels_of(backend, lowered, call), progress)
 
     def without_sink(self) -> Attention:
         """The program but for its sink, itself where it has none; it takes the same captures.

@@ -1,8 +1,7 @@
-"""What a compiled program is beside its calls: drawn, compared and kept."""
+"""What a compiled program is beside its calls: compared and kept, its backward, its sink."""
 
 from __future__ import annotations
 
-import html
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -10,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from attndsl.backends.interpret import evaluate, scope_of
-from attndsl.errors import ArgumentError, AttnDSLError, UnsupportedError
+from attndsl.errors import ArgumentError, UnsupportedError
 from attndsl.runtime.arguments import autocast, bind, joined, with_out_dtype
 from attndsl.runtime.backward import (
     OPERANDS,
@@ -27,14 +26,13 @@ from attndsl.runtime.modes import seen_by_modes
 from attndsl.runtime.parts import gradients_of_wholes, localised
 from attndsl.runtime.probability import check_probability
 from attndsl.runtime.programs import pointing_into
-from attndsl.runtime.tiles import given_tiles
+from attndsl.runtime.tiles import given_tiles, verify_if_asked
 from attndsl.runtime.values import check_values
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
-    from os import PathLike
 
-    from attndsl.backends.base import Call, Scalar
+    from attndsl.backends.base import Backend, Call, Scalar
     from attndsl.pipeline import Lowered
     from attndsl.source import Source
     from attndsl.tilemap import TileMap
@@ -70,60 +68,6 @@ class Compiled:
     def lowered(self) -> Lowered:
         """The program as backends get it."""
         return self._lowered
-
-    def plot(
-        self,
-        path: str | PathLike[str] | None = None,
-        *,
-        q_len: int = 64,
-        kv_len: int = 64,
-        block_m: int = 16,
-        block_n: int = 16,
-        batch: int = 1,
-        heads: int = 1,
-        b: int = 0,
-        h: int = 0,
-        captures: Captures | None = None,
-        **named: torch.Tensor | Scalar,
-    ) -> str:
-        """A picture of the mask, its tiles and the score at a small length.
-
-        Args:
-            path: File to write, ``.svg``, ``.png``, ``.html`` or ``.txt``.
-            q_len: Number of queries.
-            kv_len: Number of keys.
-            block_m: Query rows of a tile.
-            block_n: Key rows of a tile.
-            batch: Batch entries.
-            heads: Query heads.
-            b: The batch entry shown.
-            h: The head shown.
-            captures: The program's tensors and run-time params.
-            **named: The same, by keywords.
-
-        Returns:
-            The picture as SVG.
-        """
-        from attndsl import picture  # It takes long to import, and few draw.
-
-        given = self._given(captures, named)
-        params = {decl.name for decl in self._lowered.program.params}
-        data = picture.picture_data(
-            self._lowered, q_len=q_len, kv_len=kv_len, block_m=block_m, block_n=block_n,
-            batch=batch, heads=heads, b=b, h=h, title=self.text,
-            tensors={n: torch.as_tensor(x) for n, x in given.items() if n not in params},
-            params={n: x for n, x in given.items() if n in params},
-        )  # fmt: skip
-        if path is not None:
-            picture.write(data, path)
-        return picture.svg(data)
-
-    def _repr_html_(self) -> str:
-        """The picture, where the program can be drawn without captures; else its text."""
-        try:
-            return self.plot()
-        except AttnDSLError as refusal:
-            return f"<pre>{html.escape(repr(self))}\n{html.escape(refusal.message)}</pre>"
 
     def backward(
         self,
@@ -171,7 +115,8 @@ class Compiled:
             BackendError: The backend does not work here.
         """
         program = self._lowered.program
-        in_graph = torch.compiler.is_compiling()
+        plain = type(q) is torch.Tensor or type(q) is torch.nn.Parameter
+        in_graph = torch.compiler.is_compiling() or not plain
         if in_graph or torch._C._is_any_autocast_enabled():
             q, k, v = autocast(q), autocast(k), autocast(v)
         if arguments.get("seed") is None and program.dropout is not None:
@@ -193,16 +138,13 @@ class Compiled:
             return found._replace(captures=gradients_of_wholes(program, call, found.captures))
         with pointing_into(self._source):
             check_values(program, call)
-            if program.dropout is not None:
-                check_probability(program.dropout, call)
-            whole = call
-            lowered, call = localised(self._lowered, call)
-            backend, _ = backend_of(lowered, self._backend, q.device, self._checked, q.dtype)
-            backend.check(lowered, call)
-            call = replace(call, tiles=given_tiles(lowered, call, tiles))
-            backend = seen_by_modes(backend, self._spec, self._backend, self._checked, whole)
-            found = gradients_of_results(backend, lowered, call, given, asked)
-            return found._replace(captures=gradients_of_wholes(program, whole, found.captures))
+            backend, lowered, own = self._dispatched(call)
+            own = replace(own, tiles=given_tiles(lowered, own, tiles))
+            if lowered.program.dropout is not None:
+                check_probability(lowered.program.dropout, own)
+            backend = seen_by_modes(backend, self._spec, self._backend, self._checked, call)
+            found = gradients_of_results(backend, lowered, own, given, asked)
+            return found._replace(captures=gradients_of_wholes(program, call, found.captures))
 
     def sink_logits(
         self, q: torch.Tensor, k: torch.Tensor, **arguments: Any
@@ -226,7 +168,10 @@ class Compiled:
                 "graphs of torch.compile have no sink_logits",
                 hint="give the graph the logits: for sink = s[h], merge(parts, sink=s)",
             )
-        lowered, call = localised(self._lowered, self._bound(q, k, k, arguments))
+        call = self._bound(q, k, k, arguments)
+        with pointing_into(self._source):
+            check_values(self._lowered.program, call)
+            lowered, call = localised(self._lowered, call)
         sink = lowered.program.sink
         if sink is None:
             return None
@@ -251,6 +196,18 @@ class Compiled:
                 self._lowered.program, q, k, v, captures=captures, location=location, **options
             )
             return with_out_dtype(call, out_dtype)
+
+    def _dispatched(self, call: Call) -> tuple[Backend, Lowered, Call]:
+        """What runs ``call``, and the program and the call that it gets.
+
+        Raises:
+            AttnDSLError: It cannot run; tiles are wrong, where these are to be checked.
+        """
+        lowered, call = localised(self._lowered, call)
+        backend, _ = backend_of(lowered, self._backend, call.q.device, self._checked, call.q.dtype)
+        backend.check(lowered, call)
+        verify_if_asked(lowered, call)
+        return backend, lowered, call
 
     def _given(self, captures: Captures | None, named: Captures) -> dict[str, Any]:
         """The captures of a call: given at once, by keywords, or to ``compile``."""

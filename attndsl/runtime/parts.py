@@ -175,6 +175,9 @@ def _narrowings(
             size_name = SIZE_OF.get(plain.get((decl.name, dim)) or "")
             if size_name not in starts or sizes[size_name] == own[size_name]:
                 continue
+            # A dim of another name is that name's size too, in all tensors.
+            if decl.dims[dim].op is not Op.SIZE or decl.dims[dim].value != size_name:
+                continue
             if count == sizes[size_name] or (decl.name, dim) in part.shares:
                 found.append((decl.name, dim, starts[size_name], own[size_name]))
     return tuple(found)

@@ -37,7 +37,7 @@ def check_int(name: str, value: object) -> None:
 
 def values_differ(program: Program, call: Call) -> bool:
     """Whether calls of this signature, with offsets of 0 where they are numbers, may be refused."""
-    if any(decl.dtype is DType.INT for decl in program.params):
+    if call.part is not None or any(decl.dtype is DType.INT for decl in program.params):
         return True
     positions = (call.q_offset, call.kv_offset, call.q_index, call.kv_index)
     return any(type(each) is not int and each is not None for each in positions)

@@ -7,6 +7,7 @@ from itertools import pairwise
 import pytest
 import torch
 from parts_of_keys import CUTS, LENGTH, PROGRAMS, WIDTH, captures_of, operands_of, parts_of
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import attndsl
@@ -262,6 +263,19 @@ def test_dropout_wants_the_seed_of_the_call(kernels):
         attention.backward(*operands, *results, *grads, p=3.0, seed=11)
 
 
+def test_dropout_of_parts(kernels):
+    """Autograd through the merge finds what the backwards of parts add up to."""
+    text = "param a: float; mask = causal(); weights = dropout(softmax(score), a / 2)"
+    attention = attndsl.compile(text, backend=kernels.backend)
+    operands, captures = operands_of(kernels.device), captures_of(text, kernels.device)
+    out, lse = attndsl.merge(parts_of(attention, operands, captures, seed=5))
+    grads = torch.randn_like(out), torch.randn_like(lse)
+    wanted = torch.autograd.grad((out, lse), [*operands, captures["a"]], grads)
+    _, found = _by_parts(attention, operands, captures, grads, seed=5)
+    for one, other in zip(wanted, found, strict=True):
+        torch.testing.assert_close(one, other, atol=3e-5, rtol=3e-5)
+
+
 def test_which_gradients_are_made(kernels):
     attention = attndsl.compile(SUNK, backend=kernels.backend)
     operands, captures = operands_of(kernels.device), captures_of(SUNK, kernels.device)
@@ -349,6 +363,17 @@ def test_in_graphs(wide):
         strict=True,
     ):
         torch.testing.assert_close(one, other)
+
+
+def test_tensors_without_data():
+    attention = attndsl.compile("causal()")
+    with FakeTensorMode():
+        q = torch.empty(2, 4, 8, 16, dtype=torch.bfloat16).transpose(1, 2)
+        out, lse = attention(q, q, q, return_lse=True, **FP32)
+        found = attention.backward(q, q, q, out, lse, out, grad_dtype=torch.float32)
+    assert out.dtype is torch.float32
+    for each in found[:3]:
+        assert (each.dtype, each.shape, each.stride()) == (torch.float32, q.shape, q.stride())
 
 
 Q = torch.zeros(1, 2, 4, 8, dtype=torch.bfloat16)

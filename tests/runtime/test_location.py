@@ -7,6 +7,7 @@ import torch
 
 import attndsl
 from attndsl import attention as attention_module
+from attndsl import compiled as compiled_module
 from attndsl.errors import (
     ArgumentError,
     DeviceError,
@@ -133,6 +134,28 @@ def test_values_are_checked_at_every_call():
         attention(Q, K, K, kv_lengths=torch.tensor([3, 12]))
 
 
+@pytest.mark.parametrize(
+    ("good", "bad", "words"),
+    [
+        ({"kv_lengths": torch.tensor([3, 4])}, {"kv_lengths": torch.tensor([3, 12])}, "to 12"),
+        ({"kv_lengths": torch.tensor([3, 4])}, {"kv_lengths": torch.tensor([-1, 4])}, "from -1"),
+        (
+            {"q_len": 9, "q_index": torch.arange(6)}, {"q_len": 9, "q_index": torch.arange(4, 10)},
+            "from 4 to 9",
+        ),
+    ],
+)  # fmt: skip
+def test_the_second_call_of_a_part_is_checked(good, bad, words):
+    """Its offsets are 0, and its signature is that of the first, which passed."""
+    attention = attndsl.compile(PLAIN)
+    out, lse = attention(Q, K, K, return_lse=True, **good)
+    with pytest.raises(ArgumentError, match=words):
+        attention(Q, K, K, **bad)
+    assert len(attention._prepared) == 1
+    with pytest.raises(ArgumentError, match=words):
+        attention.backward(Q, K, K, out, lse, out, **bad)
+
+
 def test_one_signature_for_each_place():
     """What a call finds in the cache is of its own numbers."""
     attention = attndsl.compile("score = score * (h + 1) - 0.1 * q_len * (q - kv)")
@@ -166,8 +189,11 @@ def test_plain_calls_say_nothing_of_places(monkeypatch):
     def refused(*arguments):
         raise AssertionError
 
-    for name in ("Location", "localised", "terms_of"):
-        monkeypatch.setattr(attention_module, name, refused)
+    for module, name in (
+        (attention_module, "Location"), (attention_module, "terms_of"),
+        (compiled_module, "localised"),
+    ):  # fmt: skip
+        monkeypatch.setattr(module, name, refused)
     attention(Q, K, K, t=torch.ones(4))
 
 
