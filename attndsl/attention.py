@@ -21,7 +21,7 @@ from attndsl.runtime.arguments import (
 )
 from attndsl.runtime.autograd import attend
 from attndsl.runtime.location import Location
-from attndsl.runtime.modes import seen_by_modes
+from attndsl.runtime.modes import modes_on, seen_by_modes
 from attndsl.runtime.parts import terms_of
 from attndsl.runtime.programs import (
     lowered_program,
@@ -235,12 +235,12 @@ class Attention(Analysis):
             )  # fmt: skip
         if has_values or q_offset or kv_offset:
             check_values(lowered.program, call)
-        whole = call
+        if modes_on():
+            backend = seen_by_modes(backend, self._spec, self._backend, self._checked, call)
         if terms is not None:
             lowered, call = terms.lowered, terms.applied(call)
         if tiles is not None:
             call = replace(call, tiles=given_tiles(lowered, call, tiles))
-        backend = seen_by_modes(backend, self._spec, self._backend, self._checked, whole)
         try:
             return attend(backend, lowered, call, return_lse)
         except AttnDSLError as error:  # A context manager would take a microsecond.

@@ -21,11 +21,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from interpreter import hasten
 
 import attndsl
 from attndsl.runtime.dispatch import get_backend
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+if INTERPRETED:
+    hasten()
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 FACTOR = {torch.float16: 1.1, torch.bfloat16: 1.1, torch.float32: 10.0}
 GRADIENT_FACTOR = {"out": 1.0, "lse": 1.0, "q": 2.5, "k": 4.0, "v": 4.0}

@@ -225,10 +225,11 @@ def _check_lengths(location: Location, sizes: Mapping[str, int], own: Mapping[st
             continue
         rows = "queries" if name == "q" else "keys"
         offset = getattr(location, f"{name}_offset")
-        if getattr(location, f"{name}_index") is None and isinstance(offset, int | torch.SymInt):
-            start: Any = offset  # Of graphs, not an int yet.
-            check_rows_within(name, start, own[length], sizes[length])
-        elif own[length] > sizes[length] and is_by_entry(offset):
+        indexed = getattr(location, f"{name}_index") is not None
+        if not indexed and not isinstance(offset, torch.Tensor):
+            check_rows_within(name, offset, own[length], sizes[length])
+        # Indices may name a row several times.
+        elif own[length] > sizes[length] and (not indexed or sizes[length] == 0):
             raise ArgumentError(
                 f"{length} is {sizes[length]}, and the call has {own[length]} {rows}",
                 hint=f"{length} is their number in the whole call",

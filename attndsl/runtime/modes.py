@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from attndsl.backends.base import Backend, Call, Wants
     from attndsl.pipeline import Lowered
 
-_modes = torch._C._len_torch_dispatch_stack
+modes_on = torch._C._len_torch_dispatch_stack
+"""How many dispatch modes are on."""
 
 
 def seen_by_modes(backend: Backend, spec: str, asked: str, checked: bool, call: Call) -> Backend:
@@ -35,7 +36,7 @@ def seen_by_modes(backend: Backend, spec: str, asked: str, checked: bool, call: 
         checked: Whether to run in checked mode.
         call: The call, before it was put into the program's terms.
     """
-    if _modes() == 0 or is_transformed():
+    if modes_on() == 0 or is_transformed():
         return backend
     tell_counters()
     return ThroughOperators(backend, spec, asked, checked, call)

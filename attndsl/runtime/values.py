@@ -109,8 +109,9 @@ def _check_range(name: str, values: torch.Tensor, low: int, high: int, told: str
     if values.numel() == 0 or values.is_meta or _is_wrapped(values):
         return
     if values.device.type == "cuda":
-        inside = (values >= low) & (values <= high)
-        torch._assert_async(inside.all(), f"{name} lies outside of {low} ... {high}")
+        torch._assert_async(
+            are_between(values, low, high), f"{name} lies outside of {low} ... {high}"
+        )
         return
     least, greatest = (int(x) for x in torch.aminmax(values))
     if least < low or greatest > high:
@@ -133,6 +134,18 @@ def are_within(values: torch.Tensor, most: int) -> torch.Tensor:
     limit = torch.scalar_tensor(most, dtype=torch.float64, device="cpu")
     quotients = torch.div(limit, values, rounding_mode="trunc")
     return quotients.all() if values.dim() else quotients
+
+
+def are_between(values: torch.Tensor, low: int, high: int) -> torch.Tensor:
+    """As :func:`are_within`, 0 where an element lies outside of ``low ... high``; one launch more.
+
+    Args:
+        values: Ints.
+        low: Its sum with ``high``, and their difference, are at most 2^52 in size.
+        high: At least ``low``.
+    """
+    middle = torch.scalar_tensor(-(low + high), dtype=torch.float64, device="cpu")
+    return are_within(torch.add(middle, values, alpha=2), high - low)
 
 
 def check_offset(name: str, offset: int, length: int) -> None:

@@ -95,9 +95,11 @@ def test_captured_masks(check, place, name):
     text, make = CAPTURED[name]
     length = _length(place)
     captures = {key: value.to(place.device) for key, value in make(length).items()}
+    alike = place.device == "cpu" and name not in ("lengths", "windows")
     inputs = check.inputs(
-        place, torch.float32, batch=2, heads=2, q_len=length, with_lse=True, captures=captures
-    )
+        place, torch.float32, batch=1 if alike else 2, heads=1 if alike else 2, q_len=length,
+        with_lse=True, captures=captures,
+    )  # fmt: skip
     check(place, text, inputs)
 
 

@@ -37,6 +37,13 @@ CASES = {
     "rows by tensor": (
         PLAIN, {"q_offset": torch.tensor(5), "q_len": 10}, ArgumentError, "q_offset has values",
     ),
+    "more rows than there are": (
+        PLAIN, {"q_offset": torch.tensor(0), "q_len": 5}, ArgumentError, "the call has 6 queries",
+    ),
+    "indices of none": (
+        PLAIN, {"kv_index": torch.zeros(10, dtype=torch.int32), "kv_len": 0}, ArgumentError,
+        "the call has 10 keys",
+    ),
     "rows by index": (
         PLAIN, {"q_index": torch.tensor([0, 1, 2, 3, 4, 10]), "q_len": 10}, ArgumentError,
         "q_index has values from 0 to 10",

@@ -11,7 +11,7 @@ import torch
 import attndsl
 from attndsl import errors
 from attndsl.passes.widths import POSITION_LIMIT
-from attndsl.runtime.values import are_within
+from attndsl.runtime.values import are_between, are_within
 
 BACKENDS = ("reference", "cpu", "triton")
 
@@ -159,3 +159,16 @@ def test_positions_on_a_device_stop_it() -> None:
     assert done.stdout.split() == ["one"], done.stderr[-2000:]
     assert done.returncode != 0
     assert "ssert" in done.stderr
+
+
+@pytest.mark.parametrize("kind", [torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64])
+def test_elements_between_two_numbers(kind):
+    least, most = torch.iinfo(kind).min, torch.iinfo(kind).max
+    for low, high in ((0, 5), (0, 0), (3, 100), (0, 1 << 20), (0, (1 << 30) - 1)):
+        for value in {0, 1, 3, 5, 6, 99, 100, 101, 120, least, most}:
+            if least <= value <= most:
+                inside = low <= value <= high
+                fine = min(max(low, 0), most)
+                several = torch.tensor([fine, value], dtype=kind)
+                for given in (several, several[1]):
+                    assert bool(are_between(given, low, high)) == inside, (low, high, value)

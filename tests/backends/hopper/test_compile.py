@@ -205,25 +205,41 @@ CASES = {
     "forward": [
         ("forward", "causal", 128, 0),
         ("forward", "rich", 64, 0),
+        ("forward", "weights", 64, 1),
+        ("forward", "plain", 128, 0, {"persistent": False}),
+        ("forward", "dropped", 128, 0, {"tiles": "bfloat16"}),
+    ],
+    "backward": [
+        ("backward_kv", "causal", 128, 0),
+        ("backward_kv", "rich", 64, 0),
+        ("backward_kv", "dropout", 64, 0),
+        ("backward_kv", "causal", 64, 1, {"persistent": False}),
+        ("backward_kv", "relative", 128, 0, {"summed": True}),
+        ("backward_kv", "both", 64, 1, {"tiles": "float32"}),
+    ],
+    "wide backward and tangents": [
+        ("backward_kv", "rich", 256, 0, {"dtype": "float16"}),
+        ("backward_kv", "nothing", 256, 0),
+        ("backward_kv", "alibi", 192, 1, {"value_dim": 128}),
+        ("backward_kv", "causal", 64, 0, {"value_dim": 256}),
+        ("forward_tangent", "causal", 128, 0, {"moving": "qkv"}),
+        ("forward_tangent", "rich", 64, 1, {"moving": "qkv", "indexed": True}),
+        ("forward_tangent", "causal", 128, 0, {"moving": "qkv", "persistent": False}),
+        ("forward_tangent", "sink", 128, 0, {"moving": "v", "dtype": "float16"}),
+    ],
+    "more forward": [
         ("forward", "plain", 256, 0),
         ("forward", "causal", 192, 0, {"value_dim": 128}),
         ("forward", "sink", 64, 0),
         ("forward", "keyed", 64, 0),
-        ("forward", "weights", 64, 1),
-        ("forward", "dropout", 128, 0),
-    ],
-    "more forward": [
         ("forward", "nothing", 128, 1),
         ("forward", "alibi", 64, 0),
         ("forward", "constant", 64, 1),
         ("forward", "logic", 64, 1),
+        ("forward", "dropout", 128, 0),
         ("forward", "dropout", 256, 0),
         ("forward", "bool", 64, 0),
         ("forward", "rich", 128, 0, {"indexed": True}),
-    ],
-    "a program a tile": [
-        ("forward", "plain", 128, 0, {"persistent": False}),
-        ("backward_kv", "causal", 64, 1, {"persistent": False}),
     ],
     "more of a program a tile": [
         ("forward", "causal", 64, 0, {"persistent": False, "value_dim": 128}),
@@ -233,16 +249,11 @@ CASES = {
         ("backward_kv", "rich", 128, 0, {"persistent": False, "indexed": True}),
         ("backward_kv", "weights", 64, 0, {"persistent": False}),
     ],
-    "backward": [
-        ("backward_kv", "causal", 128, 0),
-        ("backward_kv", "rich", 64, 0),
-        ("backward_kv", "rich", 128, 0, {"indexed": True}),
-        ("backward_kv", "dropout", 64, 0),
-    ],
-    "parts": [
+    "parts and outputs in fp32": [
         ("forward", "dropout", 64, 0, {"drawn": True}),
         ("forward", "alibi", 128, 0, {"part": "entries"}),
         ("backward_kv", "rich", 64, 0, {"part": "numbers"}),
+        ("backward_kv", "causal", 128, 0, {"wide": True}),
     ],
     "more parts": [
         ("backward_kv", "dropout", 64, 0, {"drawn": True}),
@@ -254,12 +265,12 @@ CASES = {
         ("backward_kv", "relative", 128, 0, {"part": "numbers"}),
         ("forward_tangent", "alibi", 128, 0, {"moving": "qkv", "part": "entries"}),
     ],
-    "backward in fp32": [
-        ("backward_kv", "causal", 128, 0, {"wide": True}),
+    "more backward in fp32": [
         ("backward_kv", "common", 256, 0, {"wide": True}),
         ("backward_kv", "dropout", 64, 0, {"wide": True}),
     ],
     "more backward": [
+        ("backward_kv", "rich", 128, 0, {"indexed": True}),
         ("backward_kv", "nothing", 64, 2),
         ("backward_kv", "alibi", 128, 0),
         ("backward_kv", "constant", 64, 2),
@@ -270,11 +281,8 @@ CASES = {
         ("backward_kv", "weights", 128, 0),
         ("backward_kv", "common", 128, 0),
     ],
-    "sums along diagonals": [
-        ("backward_kv", "relative", 128, 0, {"summed": True}),
-        ("backward_kv", "slopes", 64, 0, {"summed": True}),
-    ],
     "more sums along diagonals": [
+        ("backward_kv", "slopes", 64, 0, {"summed": True}),
         ("backward_kv", "relative", 64, 1, {"summed": True, "persistent": False}),
         ("backward_kv", "slopes", 128, 1, {"summed": True, "indexed": True}),
         ("backward_kv", "alibi", 128, 0, {"summed": True, "value_dim": 64}),
@@ -284,18 +292,6 @@ CASES = {
         ("backward_kv", "plain", 256, 0),
         ("backward_kv", "weights", 256, 0),
         ("backward_kv", "common", 256, 0),
-    ],
-    "wide backward": [
-        ("backward_kv", "rich", 256, 0, {"dtype": "float16"}),
-        ("backward_kv", "nothing", 256, 0),
-        ("backward_kv", "alibi", 192, 1, {"value_dim": 128}),
-        ("backward_kv", "causal", 64, 0, {"value_dim": 256}),
-    ],
-    "tangents": [
-        ("forward_tangent", "causal", 128, 0, {"moving": "qkv"}),
-        ("forward_tangent", "rich", 64, 1, {"moving": "qkv", "indexed": True}),
-        ("forward_tangent", "causal", 128, 0, {"moving": "qkv", "persistent": False}),
-        ("forward_tangent", "sink", 128, 0, {"moving": "v", "dtype": "float16"}),
     ],
     "more tangents": [
         ("forward_tangent", "plain", 128, 0, {"moving": "qkv"}),
@@ -309,12 +305,8 @@ CASES = {
         ("forward_tangent", "softcap", 64, 0, {"moving": "v"}),
         ("forward_tangent", "bool", 128, 0, {"moving": "qkv", "dtype": "float16"}),
     ],
-    "tiles of pairs": [
-        ("forward", "bias", 128, 0, {"tiles": "bfloat16"}),
-        ("forward", "dropped", 128, 0, {"tiles": "bfloat16"}),
-        ("backward_kv", "both", 64, 1, {"tiles": "float32"}),
-    ],
     "more tiles of pairs": [
+        ("forward", "bias", 128, 0, {"tiles": "bfloat16"}),
         ("forward", "bias", 128, 0, {"tiles": "float32"}),
         ("forward", "bias", 64, 0, {"tiles": "float32"}),
         ("forward", "table", 64, 0, {"tiles": "bfloat16", "persistent": False}),
@@ -330,6 +322,7 @@ CASES = {
         ("backward_kv", "table", 192, 1, {"tiles": "bfloat16", "value_dim": 128}),
     ],
 }
+"""One process compiles the kernels of a name; ``-m slow`` those that are more of the same kind."""
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,16 @@ from gluon_machine import altered
 HALVED = "HALVED = tl.constexpr(True)"
 
 
-@pytest.mark.parametrize("form", ["two consumers", "three stages", "three consumers", "early"])
-@pytest.mark.parametrize("name", ["full", "causal", "sink", "signs"])
+USUAL = ("full", "causal", "sink", "signs")
+FORMED = ("two consumers", "three stages", "three consumers", "early")
+CASES = [
+    pytest.param(name, form, marks=[pytest.mark.slow] * ((across + down) % 2))
+    for across, name in enumerate(USUAL)
+    for down, form in enumerate(FORMED)
+]
+
+
+@pytest.mark.parametrize(("name", "form"), CASES)
 def test_halves_make_what_whole_tiles_make(run, name, form):
     config = PERSISTENT if form == "two consumers" else FORMS[form]
     for q_len, kv_len in ((40, 40), (17, 50)):

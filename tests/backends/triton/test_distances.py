@@ -117,12 +117,22 @@ def test_what_is_not(text):
     assert not by_distance(lowered, call, {name})
 
 
+SHAPES = [(2, 1, 40, 40, 0), (2, 2, 33, 70, 5), (2, 2, 70, 33, -4)]
+"""Heads, key heads, queries, keys, offset of queries."""
+
+
+def in_turn():
+    """Each program with one of the shapes; the others with ``-m slow``."""
+    for number, name in enumerate(TEXTS):
+        for place, shape in enumerate(SHAPES):
+            marks = [pytest.mark.slow] * (number % len(SHAPES) != place)
+            yield pytest.param(name, *shape, marks=marks)
+
+
 @interpreted
 @pytest.mark.parametrize(
-    ("heads", "kv_heads", "q_len", "kv_len", "offset"),
-    [(2, 1, 40, 40, 0), (2, 2, 33, 70, 5), (2, 2, 70, 33, -4)],
+    ("name", "heads", "kv_heads", "q_len", "kv_len", "offset"), list(in_turn())
 )
-@pytest.mark.parametrize("name", TEXTS)
 def test_gradients(check, name, heads, kv_heads, q_len, kv_len, offset):
     place = SimpleNamespace(backend="triton", device="cpu", shape=(2, heads, q_len, 16))
     captures = captures_of(name, heads, max(q_len, kv_len), "cpu")

@@ -131,7 +131,8 @@ def test_groups_of_heads_give_what_heads_give(monkeypatch, device, together, tex
         return min(together, call.q.shape[0] * heads)
 
     monkeypatch.setattr(triton_backend, "together_of", some)
-    length = 70 + together  # No call before had this one, whose layout would be used again.
+    # Two tiles. No call before had this length, whose layout would be used again.
+    length = 34 + together
     q = torch.randn(2, 6, length, 16, device=device, requires_grad=True)
     k, v = (torch.randn(2, 3, length, 16, device=device, requires_grad=True) for _ in range(2))
     grad_out = torch.randn_like(q)
