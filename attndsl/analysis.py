@@ -197,6 +197,13 @@ class Analysis(Compiled):
         heads: int = 1,
         b: int = 0,
         h: int = 0,
+        kv_heads: int | None = None,
+        q_offset: int | torch.Tensor = 0,
+        kv_offset: int | torch.Tensor = 0,
+        whole_sizes: Mapping[str, int] | None = None,
+        h_offset: int = 0,
+        b_offset: int = 0,
+        kv_lengths: torch.Tensor | None = None,
         captures: Captures | None = None,
         **named: torch.Tensor | Scalar,
     ) -> str:
@@ -210,8 +217,15 @@ class Analysis(Compiled):
             block_n: Key rows of a tile.
             batch: Batch entries.
             heads: Query heads.
-            b: The batch entry shown.
-            h: The head shown.
+            b: The batch entry shown, of these.
+            h: The head shown, of these.
+            kv_heads: Key heads; ``heads`` by default.
+            q_offset: As for :meth:`tiles`, like those that follow.
+            kv_offset: Logical position of the first key.
+            whole_sizes: Those of the whole call, where these are the sizes of a part of it.
+            h_offset: Number in the whole of the first query head.
+            b_offset: The same of the first batch entry.
+            kv_lengths: (batch,) numbers of keys.
             captures: The program's tensors and run-time params.
             **named: The same, by keywords.
 
@@ -220,11 +234,16 @@ class Analysis(Compiled):
         """
         from attndsl import picture  # It takes long to import, and few draw.
 
+        location = Location(
+            q_offset, kv_offset, h_offset=h_offset, b_offset=b_offset, kv_lengths=kv_lengths,
+            **sizes_of_whole(whole_sizes),
+        )  # fmt: skip
         given = self._given(captures, named)
         params = {decl.name for decl in self._lowered.program.params}
         data = picture.picture_data(
             self._lowered, q_len=q_len, kv_len=kv_len, block_m=block_m, block_n=block_n,
-            batch=batch, heads=heads, b=b, h=h, title=self.text,
+            batch=batch, heads=heads, kv_heads=kv_heads, b=b, h=h, location=location,
+            title=self.text,
             tensors={n: torch.as_tensor(x) for n, x in given.items() if n not in params},
             params={n: x for n, x in given.items() if n in params},
         )  # fmt: skip

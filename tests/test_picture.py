@@ -20,6 +20,7 @@ from attndsl.errors import (
 )
 from attndsl.picture import picture_data, png, svg, text, write
 from attndsl.picture.plain import shorten
+from attndsl.runtime.location import Location
 
 SVG = "{http://www.w3.org/2000/svg}"
 EMPTY, PARTIAL, FULL = 0, 1, 2
@@ -27,9 +28,10 @@ EMPTY, PARTIAL, FULL = 0, 1, 2
 
 def _data(program, q_len=32, kv_len=32, block_m=8, block_n=8, names=None, **options):
     lowered = attndsl.compile(program, **(names or {})).lowered
+    offsets = {name: options.pop(name) for name in ("q_offset", "kv_offset") if name in options}
     return picture_data(
         lowered, q_len=q_len, kv_len=kv_len, block_m=block_m, block_n=block_n,
-        **{"title": program, **options},
+        **{"title": program, "location": Location(**offsets), **options},
     )  # fmt: skip
 
 
@@ -119,6 +121,45 @@ def test_each_head_and_batch_entry_has_its_own_picture():
         torch.testing.assert_close(data.score, expected, equal_nan=True)
         assert data.score.dtype is torch.float64
         assert f"batch entry {b} of 2, head {h} of 4" in svg(data)
+
+
+def test_a_part_is_shown_as_the_whole_shows_it():
+    program = (
+        "tensor gain[heads]: float\nmask = q - kv < 4 * (h + 1) and kv < kv_len - b\n"
+        "score = gain[h] * score + q_len * hkv"
+    )
+    gain = torch.randn(4)
+    whole = _data(
+        program, 24, 32, 8, 8, batch=3, heads=4, kv_heads=2, b=2, h=3, tensors={"gain": gain}
+    )
+    sizes = {"q_len": 24, "heads": 4, "kv_heads": 2, "batch": 3}
+    place = Location(q_offset=8, h_offset=2, b_offset=1, **sizes)
+    for given in (gain, gain[2:]):
+        part = _data(
+            program, 16, 32, 8, 8, batch=2, heads=2, kv_heads=1, b=1, h=1, location=place,
+            tensors={"gain": given},
+        )  # fmt: skip
+        assert torch.equal(part.mask, whole.mask[8:])
+        assert torch.equal(part.kinds, whole.kinds[1:])
+        torch.testing.assert_close(part.score, whole.score[8:], equal_nan=True)
+        assert part.place == whole.place
+        assert (part.q_offset, part.kv_offset) == (8, 0)
+    drawn = attndsl.compile(program).plot(
+        q_len=16, kv_len=32, block_m=8, block_n=8, batch=2, heads=2, kv_heads=1, b=1, h=1,
+        q_offset=8, h_offset=2, b_offset=1, whole_sizes=sizes, gain=gain,
+    )  # fmt: skip
+    assert "batch entry 2 of 3, head 3 of 4" in drawn
+    with pytest.raises(ArgumentError, match="q_len is 24"):
+        attndsl.compile("causal()").plot(q_len=16, q_offset=9, whole_sizes={"q_len": 24})
+
+
+def test_entries_show_their_own_positions():
+    lengths, firsts = torch.tensor([32, 9]), torch.tensor([0, 5])
+    place = Location(q_offset=firsts, kv_lengths=lengths)
+    data = _data("causal()", 8, 32, 4, 8, batch=2, b=1, location=place)
+    q, kv = _pairs(8, 32, 5)
+    assert torch.equal(data.mask, (q >= kv) & (kv < 9))
+    assert (data.q_offset, data.kv_offset) == (5, 0)
 
 
 def test_kinds_are_the_compilers_and_their_slack_is_counted():

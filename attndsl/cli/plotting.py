@@ -11,6 +11,7 @@ import torch
 from attndsl.errors import ArgumentError
 from attndsl.ir import DType, Op
 from attndsl.picture import check_path, picture_data, text, write
+from attndsl.runtime.location import Location
 
 from .captures import check_dim_names, make_captures
 from .stages import compile_program
@@ -81,8 +82,7 @@ def plot(
             block_n=blocks[1],
             b=place[0],
             h=place[1],
-            q_offset=offsets[0],
-            kv_offset=offsets[1],
+            location=Location(*offsets),
             tensors=tensors,
             raw_score=raw_score,
             title=attention.text,

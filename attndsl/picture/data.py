@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from attndsl.backends.base import Part
 from attndsl.backends.interpret import Scope, evaluate
 from attndsl.backends.tiling import Grid, grid_of, kinds_by_bounds
 from attndsl.errors import ArgumentError
@@ -20,13 +21,16 @@ from attndsl.ir import reads_score
 from attndsl.passes.print_ir import print_program
 from attndsl.passes.tiles.plan import EMPTY, FULL, PARTIAL
 from attndsl.runtime.arguments import bind
-from attndsl.runtime.location import Location
+from attndsl.runtime.location import LOCATION, WHOLE
+from attndsl.runtime.parts import localised
+from attndsl.runtime.values import check_values
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from attndsl.backends.base import Call, Scalar
     from attndsl.pipeline import Lowered
+    from attndsl.runtime.location import Location
 
 MAX_LENGTH = 4096
 MAX_COUNT = 1 << 16
@@ -39,7 +43,7 @@ _CHUNK = 1 << 20
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PictureData:
-    """One head of one batch entry. Tensors are on the CPU."""
+    """One head of one batch entry, by their numbers in the whole call. Tensors are on the CPU."""
 
     title: str
     """The program's text."""
@@ -139,8 +143,7 @@ def picture_data(
     head_dim: int = 64,
     b: int = 0,
     h: int = 0,
-    q_offset: int | torch.Tensor = 0,
-    kv_offset: int | torch.Tensor = 0,
+    location: Location = WHOLE,
     tensors: Mapping[str, torch.Tensor] = {},
     params: Mapping[str, Scalar | torch.Tensor] = {},
     raw_score: float = 0.0,
@@ -158,10 +161,9 @@ def picture_data(
         heads: Query heads.
         kv_heads: Key heads; ``heads`` by default.
         head_dim: Head dim of q and k.
-        b: Which batch entry.
+        b: Which batch entry of these.
         h: Which query head.
-        q_offset: Logical position of the first query: an int or a 0-d int tensor.
-        kv_offset: The same of the first key.
+        location: Where these sizes lie in a larger call. Without indices: axes count from offsets.
         tensors: The program's tensors by name, of shapes that fit these sizes, on any device.
         params: Its run-time params by name; those left out have their defaults.
         raw_score: What ``scale * (q . k)`` is taken to be for all pairs.
@@ -203,20 +205,30 @@ def picture_data(
     captures = {name: _on_cpu(value) for name, value in {**tensors, **params}.items()}
     call = bind(
         lowered.program, q, k, k, None, captures,
-        Location(_on_cpu(q_offset), _on_cpu(kv_offset)), 0, False,
+        replace(location, **{name: _on_cpu(getattr(location, name)) for name in LOCATION}), 0,
+        False,
     )  # fmt: skip
+    check_values(lowered.program, call)
+    shown = _title(lowered) if title is None else title
     with torch.no_grad():
-        return _look(lowered, call, (block_m, block_n), (b, h), float(raw_score), title)
+        return _look(lowered, call, (block_m, block_n), (b, h), float(raw_score), shown)
+
+
+def _first(offset: int | torch.Tensor, b: int) -> int:
+    """The logical position of the first row of a batch entry."""
+    return int(offset[b] if isinstance(offset, torch.Tensor) and offset.dim() else offset)
 
 
 def _look(
     lowered: Lowered,
-    call: Call,
+    whole: Call,
     blocks: tuple[int, int],
     place: tuple[int, int],
     raw_score: float,
-    title: str | None,
+    title: str,
 ) -> PictureData:
+    part = Part() if whole.part is None else whole.part
+    lowered, call = localised(lowered, whole)
     sparsity, program = lowered.sparsity, lowered.program
     grid = grid_of(call, *blocks)
     scope = _only(grid.scope, *place)
@@ -235,7 +247,7 @@ def _look(
         # Another score may well fill a tile that this one leaves empty.
         loose = torch.zeros_like(loose)
     return PictureData(
-        title=_title(lowered) if title is None else title,
+        title=title,
         mask=mask,
         kinds=kinds,
         score=score,
@@ -244,12 +256,12 @@ def _look(
         mask_reads_score=mask_reads_score,
         block_m=blocks[0],
         block_n=blocks[1],
-        batch=call.q.shape[0],
-        b=place[0],
-        heads=call.q.shape[1],
-        h=place[1],
-        q_offset=int(call.q_offset),
-        kv_offset=int(call.kv_offset),
+        batch=whole.sizes["batch"],
+        b=place[0] + part.b_offset,
+        heads=whole.sizes["heads"],
+        h=place[1] + part.h_offset,
+        q_offset=_first(whole.q_offset, place[0]),
+        kv_offset=_first(whole.kv_offset, place[0]),
         could_be_empty=int((loose & (exact == EMPTY)).sum()),
         could_be_full=int((loose & (exact == FULL)).sum()),
     )
