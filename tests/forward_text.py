@@ -19,7 +19,11 @@ from attndsl.pipeline import lower
 from attndsl.source import Source
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from types import SimpleNamespace
+
+    from attndsl.backends.base import Call
+    from attndsl.pipeline import Lowered
 
 TEXTS = {
     "full": "score",
@@ -54,6 +58,15 @@ PAIRS = {
 """By tensor: how tiles of it are read."""
 WIDTH = 8
 SEED = 0x1234567
+
+
+@dataclass(frozen=True)
+class OfPart:
+    """What makes a program and an example of its calls those of a part, and what is added then."""
+
+    localised: Callable[[Lowered, Call], tuple[Lowered, Call]]
+    arguments: dict[str, Any]
+    """Of the kernel, by name."""
 
 
 @dataclass(frozen=True)
@@ -121,18 +134,21 @@ def run_text(
     gluon: SimpleNamespace, name: str, inputs: Inputs, config: Config, seed: int = 0,
     programs: int | None = None, together: int = 3, wide: bool = False,
     change: Any = lambda text: text, origins: tuple[int, int] = (0, 0),
-    dtype: torch.dtype = torch.bfloat16, noted: Any = None,
+    dtype: torch.dtype = torch.bfloat16, noted: Any = None, part: OfPart | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Output and log-sum-exp of the generated kernel.
 
     Where it is ``wide``, shared memory has no room for an output beside q. ``change`` alters the
     text. ``origins`` are positions of the first query and key. The text is that for ``dtype``, in
-    which ``noted`` may be called.
+    which ``noted`` may be called. ``name`` is that of a program, or its text.
     """
     q, k, v = inputs.q, inputs.k, inputs.v
     batch, heads, q_len, _ = q.shape
-    lowered = lower(Source(TEXTS[name]), {})
-    special = specialise(lowered.program, example_call(lowered, 64, 64, dtype, {}))
+    lowered = lower(Source(TEXTS.get(name, name)), {})
+    call = example_call(lowered, 64, 64, dtype, {})
+    if part is not None:
+        lowered, call = part.localised(lowered, call)
+    special = specialise(lowered.program, call)
     special = with_forms(special, lowered.program, parse_target("cuda:90"))
     tiles, of_pairs = pairs_of(gluon, lowered, inputs, config, origins)
     special = replace(special, pair_tiles=tiles)
@@ -182,7 +198,7 @@ def run_text(
             inputs.allowed, (config.block_m, config.block_n), cut_is_full=False,
             parts=own_tiles(lowered, special, "forward", config).parts,
         ),
-        "seed": SEED, **of_pairs,
+        "seed": SEED, **of_pairs, **({} if part is None else part.arguments),
     }  # fmt: skip
     taken = kernel.__code__.co_varnames[: kernel.__code__.co_argcount]
     for program in range(machine.programs):

@@ -120,6 +120,9 @@ class Operations:
             ),
             "attndsl.backends.triton.dropout": SimpleNamespace(
                 drop_of_head=lambda p, number, seed: (round(1e6 * float(p)), int(number), seed),
+                drop_of_part=lambda p, number, seed, row, key: (
+                    round(1e6 * float(p)), int(number), seed, 2 * row, 16 * key
+                ),
             ),
             "attndsl.backends.triton.library": SimpleNamespace(
                 place_of_item=FunctionType(place_of_item.fn.__code__, {"tl": language}),
@@ -173,10 +176,14 @@ class Operations:
         columns: int, keys_first: bool,
     ) -> None:  # fmt: skip
         """Takes long: others go on meanwhile."""
+        millionths, number, seed, *begins = drop
+        begins = begins or [0, 0]
+        row, column = reversed(begins) if keys_first else begins
+        place = int(first_row) + row, int(first_column) + column
         for part in range(parts):
             for _ in range(4):
                 self.machine.pause()
-            bits = [*drop, part, int(first_row), int(first_column), columns, keys_first]
+            bits = [millionths, number, seed, part, *place, columns, keys_first]
             memory.index(slot + part).store(torch.tensor(bits).int())
 
     def allocate(self, dtype: torch.dtype, shape: list[int], layout: Any) -> Any:

@@ -1,0 +1,83 @@
+"""The forward kernel's text for a part of a call, run as Python: what the whole would give."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from forward_text import PERSISTENT, SEED, SMALL, WIDTH, Inputs, OfPart, inputs_of
+
+from attndsl.backends.base import Part
+from attndsl.backends.philox import kept_at
+from attndsl.runtime.parts import localised
+
+B, H, ROWS, KEYS = 1, 4, 33, 50
+"""The first entry and the first head of the part, its queries and its keys."""
+
+
+def part_of(gluon, arguments, **location) -> OfPart:
+    """A part of 2 of 3 batch entries and 4 of 8 heads. ``location`` changes the example call."""
+
+    def in_part(lowered, call):
+        batch, heads, _, _ = call.q.shape
+        sizes = {**call.sizes, "batch": 3 * batch, "heads": 2 * heads, "kv_heads": 2 * heads}
+        sizes["q_len"] = 5 * call.q.shape[2]
+        lengths = location.get("kv_lengths")
+        part = Part(batch, heads, frozenset("q"), kv_lengths=lengths)
+        positions = {"q_offset": location.get("q_offset", 16)}
+        return localised(lowered, replace(call, sizes=sizes, part=part, **positions))
+
+    numbers = {"whole_batch": 3, "whole_heads": 8, "whole_kv_heads": 8, "whole_q_len": 100}
+    numbers |= {"b_offset": B, "h_offset": H, "hkv_offset": H}
+    named = {f"n_{name}": gluon.number(value) for name, value in numbers.items()}
+    return OfPart(in_part, {**named, **arguments})
+
+
+def positions_of(gluon, name: str, values: list[int]) -> dict[str, object]:
+    data = torch.tensor(values, dtype=torch.int32)
+    return {f"t_{name}": gluon.Pointer(data), f"size0_{name}": gluon.number(len(values))}
+
+
+def dense(inputs: Inputs, score: torch.Tensor, live: torch.Tensor, kept=1.0) -> torch.Tensor:
+    weights = score.masked_fill(~live, float("-inf")).softmax(-1).nan_to_num()
+    return weights * kept @ inputs.v.float()
+
+
+def raw(inputs: Inputs) -> torch.Tensor:
+    return inputs.q.float() @ inputs.k.float().mT * WIDTH**-0.5
+
+
+@pytest.mark.parametrize("config", [SMALL, PERSISTENT], ids=["a program a tile", "persistent"])
+def test_entries_of_their_own_positions_and_lengths(gluon, run, config):
+    inputs = inputs_of("causal", ROWS, KEYS, 4, WIDTH)
+    starts, lengths = [20, -3], [41, 29]
+    arguments = positions_of(gluon, "q_starts", starts) | positions_of(gluon, "kv_lengths", lengths)
+    of_batch = torch.zeros(2, dtype=torch.int32)
+    part = part_of(gluon, arguments, q_offset=of_batch, kv_lengths=of_batch)
+    text = "mask = causal() and kv >= kv_len // 8\nscore = alibi() + 0.1 * b"
+    out, _ = run(text, inputs, config, part=part)
+    b, h = torch.arange(2)[:, None, None, None], torch.arange(4)[:, None, None]
+    q = torch.arange(ROWS)[:, None] + torch.tensor(starts)[:, None, None, None]
+    kv, length = torch.arange(KEYS), torch.tensor(lengths)[:, None, None, None]
+    slopes = torch.exp2(-8 * (h + H + 1) / 8)
+    score = raw(inputs) - slopes * (q - kv) + 0.1 * (b + B)
+    live = (q >= kv) & (kv >= length // 8) & (kv < length)
+    wanted = dense(inputs, score, live.expand(score.shape))
+    assert torch.allclose(out.float(), wanted, atol=4e-3, rtol=2e-3)
+
+
+@pytest.mark.parametrize("config", [SMALL, PERSISTENT], ids=["a program a tile", "persistent"])
+def test_a_part_draws_what_the_whole_draws(gluon, run, config):
+    inputs = inputs_of("causal", ROWS, KEYS, 4, WIDTH)
+    names = ("draws_row", "draws_key", "draws_head", "draws_heads")
+    arguments = dict(zip(names, (8, 0, B * 8 + H, 8), strict=True))
+    part = part_of(gluon, arguments)
+    text = "mask = causal()\nweights = dropout(softmax(score), 0.4)"
+    out, _ = run(text, inputs, config, part=part, origins=(16, 0))
+    numbers = (torch.arange(2)[:, None] + B) * 8 + torch.arange(4) + H
+    kept = kept_at(SEED, torch.tensor(0.4), numbers, (16, 16 + ROWS), (0, KEYS))
+    q, kv = torch.arange(16, 16 + ROWS)[:, None], torch.arange(KEYS)
+    score = raw(inputs)
+    wanted = dense(inputs, score, (q >= kv).expand(score.shape), kept / 0.6)
+    assert torch.allclose(out.float(), wanted, atol=4e-3, rtol=2e-3)
