@@ -17,6 +17,7 @@ LAYERS = [
     {"backends"},
     {"tilemap"},
     {"runtime", "config"},
+    {"parallel"},
     {"explain", "picture"},
     {"analysis"},
     {"attention"},
