@@ -298,6 +298,39 @@ def nothing_sharded(place: Place) -> None:
     assert found["q"].placements == (R,)
 
 
+def torchs_arguments(place: Place) -> None:
+    """Those of scaled_dot_product_attention, with masks of several shapes."""
+    functional = torch.nn.functional.scaled_dot_product_attention
+    for shape in ((24, 32), (2, 1, 24, 32), (8, 24, 32), (2, 8, 24, 32), (2, 1, 1, 32)):
+        for placements in ((H,), (B,)):
+            for sharded in (False, True):
+                _torchs_arguments(place, functional, shape, placements, sharded)
+    q = distribute_tensor(torch.ones(1, 4, 8, 8, device=place.two.device_type), place.two, [H])
+    with pytest.raises(attndsl.AttnDSLError, match="needs a seed"):
+        attndsl.scaled_dot_product_attention(q, q, q, dropout_p=0.1)
+
+
+def _torchs_arguments(
+    place: Place, functional: Any, shape: tuple[int, ...], placements: tuple[Placement, ...],
+    sharded: bool,
+) -> None:  # fmt: skip
+    torch.manual_seed(SEED)
+    device = place.two.device_type
+    wide = torch.float64 if place.dtype is torch.float64 else place.dtype
+    mask = torch.randn(shape, device=device).to(wide)
+    q = torch.randn(2, 8, 24, 8, device=device).to(place.dtype)
+    k = torch.randn(2, 8, 32, 8, device=device).to(place.dtype)
+    wanted = functional(q, k, k, attn_mask=mask)
+    (dim,) = (kept.dim + len(shape) - 4 for kept in placements)
+    if sharded:
+        kept = Shard(dim) if dim >= 0 and shape[dim] > 1 else R
+        mask = distribute_tensor(mask, place.two, [kept])
+    q, k = (distribute_tensor(x, place.two, placements) for x in (q, k))
+    found = attndsl.scaled_dot_product_attention(q, k, k, attn_mask=mask)
+    assert found.placements == placements
+    _same(place, f"{shape}", found, wanted)
+
+
 def two_dims(place: Place) -> None:
     grid = place.grid
     captures = {"shift": floats(4, 8)}
@@ -362,7 +395,7 @@ def context_parallel(place: Place) -> None:
         lambda: attention(q, q, q),
         lambda: torch.compile(attention, backend="eager", fullgraph=True)(q, q, q),
     )
-    for call in calls[:2]:  # Its checks are kept by shapes, and this is none of them.
+    for call in calls:  # Checks of arguments are kept by shapes and graphs, and this is none.
         call()
     with torch_context_parallel(place.one, buffers=[q.clone()], buffer_seq_dims=[2]):
         for call in calls:
@@ -377,7 +410,7 @@ CASES: dict[str, Case] = {
     for case in (
         alibi, soft_cap, reference, learned_slopes, a_parameter, sinks, dropout, groups,
         fewer_key_heads, uneven, batch, pair_bias, other_lookups, positions, params,
-        nothing_sharded, two_dims, refusals, context_parallel,
+        nothing_sharded, torchs_arguments, two_dims, refusals, context_parallel,
     )
 }  # fmt: skip
 
