@@ -51,6 +51,8 @@ class Place:
     backend: str = "cpu"
     dtype: torch.dtype = torch.float64
     tolerance: float = 1e-9
+    head_dim: int | None = None
+    """Instead of a case's own."""
 
     @property
     def two(self) -> DeviceMesh:
@@ -88,6 +90,7 @@ def compare(place: Place, mesh: DeviceMesh, spec: Spec, call: Any = None) -> dic
     attention = attndsl.compile(spec.text, backend=place.backend)
     device = mesh.device_type
     batch, heads, length, dim = spec.shape
+    dim = place.head_dim or dim
 
     def leaf(x: torch.Tensor) -> torch.Tensor:
         return x.to(device).requires_grad_(x.is_floating_point())
@@ -351,6 +354,25 @@ def two_dims(place: Place) -> None:
     compare(place, grid, Spec(DROPOUT, (B, H), options={"seed": 3}, lse=False))
 
 
+def compiled(place: Place) -> None:
+    """In one graph each, gradients too."""
+    mesh = place.one if place.grid is None else place.grid
+    q = (H,) if place.grid is None else (B, H)
+    captures = {"shift": floats(3, 9)}
+    spec = Spec(ENTRIES, q, (R,) * len(q), captures, {"shift": (R,) * len(q)}, (3, 9, 12, 8), 3)
+    attention = attndsl.compile(spec.text, backend=place.backend)
+    compare(place, mesh, spec, torch.compile(attention, fullgraph=True, backend="aot_eager"))
+    whole = torch.randn(2, 8, 24, 8, generator=torch.Generator().manual_seed(SEED))
+    whole = whole.to(place.one.device_type, place.dtype)
+    part = distribute_tensor(whole, place.one, [H])
+    sdpa = torch.compile(attndsl.scaled_dot_product_attention, backend="aot_eager")
+    _same(place, "sdpa", sdpa(part, part, part, is_causal=True),
+          attndsl.scaled_dot_product_attention(whole, whole, whole, is_causal=True))  # fmt: skip
+    rows = distribute_tensor(whole, place.one, [Shard(2)])
+    with pytest.raises(Exception, match="q is sharded along its rows"):
+        sdpa(rows, rows, rows, is_causal=True)
+
+
 def refusals(place: Place) -> None:
     attention = attndsl.compile(SLOPES, backend=place.backend)
     mesh, device = place.two, place.one.device_type
@@ -410,7 +432,7 @@ CASES: dict[str, Case] = {
     for case in (
         alibi, soft_cap, reference, learned_slopes, a_parameter, sinks, dropout, groups,
         fewer_key_heads, uneven, batch, pair_bias, other_lookups, positions, params,
-        nothing_sharded, torchs_arguments, two_dims, refusals, context_parallel,
+        nothing_sharded, torchs_arguments, two_dims, compiled, refusals, context_parallel,
     )
 }  # fmt: skip
 
@@ -423,11 +445,12 @@ def work(rank: int, world: int, folder: str, names: list[str], gpus: bool) -> No
         torch.cuda.set_device(rank)
     dist.init_process_group(
         "nccl" if gpus else "gloo", store=dist.FileStore(os.path.join(folder, "store"), world),
-        rank=rank, world_size=world, timeout=timedelta(seconds=60),
+        rank=rank, world_size=world, timeout=timedelta(seconds=300 if gpus else 60),
+        device_id=torch.device("cuda", rank) if gpus else None,
     )  # fmt: skip
     one = init_device_mesh(kind, (world,))
     grid = init_device_mesh(kind, (2, 2), mesh_dim_names=("batch", "heads")) if world == 4 else None
-    place = Place(one, grid, "auto", torch.bfloat16, 0.03) if gpus else Place(one, grid)
+    place = Place(one, grid, "auto", torch.bfloat16, 0.03, 64) if gpus else Place(one, grid)
     found = {}
     for name in names:
         try:

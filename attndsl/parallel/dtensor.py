@@ -308,12 +308,12 @@ def _local(value: DTensor, of_gradient: _Placements) -> torch.Tensor:
 def _sharded(own: torch.Tensor, q: DTensor, shards: Shards) -> DTensor:
     """A result of all processes from ``own`` part of it."""
     if all(
-        shards.sizes[name] % prod(shards.mesh.shape[dim] for dim in shards.mesh_dims(name)) == 0
+        shards.sizes[name] % prod([shards.mesh.shape[dim] for dim in shards.mesh_dims(name)]) == 0
         for name in ("batch", "heads")
     ):
         return DTensor.from_local(own, shards.mesh, shards.q, run_check=False)
     shape = torch.Size((*q.shape[:3], *own.shape[3:]))
-    order = sorted(range(q.dim()), key=lambda dim: (-q.stride(dim), dim))
+    order = sorted(range(q.dim()), key=lambda dim: -q.stride(dim))
     stride, step = [1] * len(shape), 1
     for dim in reversed(order if len(shape) == q.dim() else range(len(shape))):
         stride[dim] = step

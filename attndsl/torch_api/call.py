@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from attndsl.backends.base import Call
-from attndsl.errors import UnsupportedError
 from attndsl.runtime.arguments import rows_contiguous
 from attndsl.runtime.distributed import is_dtensor
 from attndsl.runtime.seed import draw_seed, seed_argument
 
 from .programs import program
+from .shards import attend_shards
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -58,15 +58,19 @@ def attend(
     """
     key = tuple([capture.form.key for capture in captures])
     in_graph = torch.compiler.is_compiling() or type(q) not in _PLAIN
+    tensors = {capture.form.name: capture.tensor for capture in captures}
     if in_graph and is_dtensor(q):
-        return _attend_shards(q, k, v, reach, captures, dropout_p, scale)
+        if torch.compiler.is_compiling():
+            from .graph import attend_shards_apart
+
+            return attend_shards_apart((q, k, v), reach, key, tensors, dropout_p, scale)
+        return attend_shards((q, k, v), reach, key, tensors, dropout_p, scale)
     # A number that a graph leaves open makes an open condition, which chooses no program.
     dropout = True if dropout_p > 0 else False  # noqa: SIM210
     if not dropout:
         drawn = None
     elif drawn is None:
         drawn = draw_seed(q.device)
-    tensors = {capture.form.name: capture.tensor for capture in captures}
     if in_graph:
         # They import torch.compile, which eager calls never need.
         from attndsl.runtime.graph import attend_in_graph
@@ -85,29 +89,4 @@ def attend(
     if drawn is not None:
         arguments |= {"seed": seed_argument(drawn), "dropout_p": dropout_p}
     out: torch.Tensor = attention(q, k, v, scale=scale, **arguments)
-    return out
-
-
-def _attend_shards(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    reach: str,
-    captures: Sequence[Capture],
-    dropout_p: float,
-    scale: float | None,
-) -> torch.Tensor:
-    """A call of DTensors; see :mod:`attndsl.parallel.dtensor`.
-
-    Raises:
-        UnsupportedError: Dropout, whose seed would be another one on each process.
-    """
-    if dropout_p > 0:
-        raise UnsupportedError(
-            "dropout of DTensors needs a seed that all processes have",
-            hint="call a program with weights = dropout(softmax(score), p), and give it seed=...",
-        )
-    key = tuple([capture.form.key for capture in captures])
-    tensors: dict[str, Any] = {capture.form.name: capture.tensor for capture in captures}
-    out: torch.Tensor = program(reach, key, False)(q, k, v, scale=scale, **tensors)
     return out
