@@ -10,7 +10,7 @@ import torch
 from attndsl.analysis import Analysis
 from attndsl.backends.base import Call
 from attndsl.backends.widened import kernels_of
-from attndsl.errors import AttnDSLError, UnsupportedError
+from attndsl.errors import ArgumentError, AttnDSLError, UnsupportedError
 from attndsl.runtime.arguments import (
     autocast,
     bind,
@@ -20,6 +20,7 @@ from attndsl.runtime.arguments import (
     with_out_dtype,
 )
 from attndsl.runtime.autograd import attend
+from attndsl.runtime.distributed import is_dtensor
 from attndsl.runtime.location import Location
 from attndsl.runtime.modes import modes_on, seen_by_modes
 from attndsl.runtime.parts import terms_of
@@ -150,6 +151,16 @@ class Attention(Analysis):
         if deterministic is None:
             deterministic = torch.are_deterministic_algorithms_enabled()
         in_graph = torch.compiler.is_compiling() or type(q) not in _PLAIN
+        if in_graph and is_dtensor(q):
+            return self._call_of_shards(
+                (q, k, v), captures, tiles,
+                Location(
+                    q_offset, kv_offset, q_index, kv_index, q_len, kv_len, heads, kv_heads, batch,
+                    h_offset, b_offset, kv_lengths,
+                ),
+                {"scale": scale, "return_lse": return_lse, "deterministic": deterministic,
+                 "seed": seed, "out_dtype": out_dtype},
+            )  # fmt: skip
         if in_graph or torch._C._is_any_autocast_enabled():
             q, k, v = autocast(q), autocast(k), autocast(v)
         drawn = None
@@ -246,6 +257,29 @@ class Attention(Analysis):
         except AttnDSLError as error:  # A context manager would take a microsecond.
             point_into(error, self._source)
             raise
+
+    def _call_of_shards(
+        self,
+        operands: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        captures: dict[str, Any],
+        tiles: TileMap | None,
+        location: Location,
+        options: dict[str, Any],
+    ) -> Any:
+        """A call of DTensors.
+
+        Raises:
+            ArgumentError: It has ``tiles``, which are those of another call than the processes'.
+        """
+        if tiles is not None:
+            raise ArgumentError(
+                "tiles is given, and q is a DTensor",
+                hint="drop tiles: each process finds those of its own part",
+            )
+        from attndsl.parallel.dtensor import attend_shards  # Imports torch.distributed.
+
+        program = self._lowered.program
+        return attend_shards(self, program, operands, captures, location, options)
 
     def source(
         self,

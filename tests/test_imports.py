@@ -17,6 +17,7 @@ LAYERS = [
     {"backends"},
     {"tilemap", "merging"},
     {"runtime", "config"},
+    {"parallel"},
     {"explain", "picture"},
     {"compiled"},
     {"analysis"},

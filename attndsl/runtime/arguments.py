@@ -16,6 +16,7 @@ from attndsl.frontend.declare import CALL_ARGUMENTS
 from attndsl.ir import DType, Op, sides, toposort
 from attndsl.passes.evaluate import Environment, evaluate
 
+from .distributed import is_dtensor
 from .location import INTS, check_lengths, kind_of, part_of
 from .parts import narrowed, with_shares
 from .values import check_int, check_offset
@@ -60,6 +61,7 @@ def bind(
     Raises:
         ShapeError, DTypeError, DeviceError, ArgumentError: What does not fit, and what would.
     """
+    _check_plain({"q": q, "k": k, "v": v, **captures})
     check_operands(q, k, v)
     check_names(program, captures)  # Before options, which may be meant as captures.
     check_scale(scale)
@@ -163,6 +165,16 @@ def check_scale(scale: object) -> None:
             f"scale is a {type(scale).__name__}",
             hint="pass a number, or None for 1 / sqrt(head dim)",
         )
+
+
+def _check_plain(given: Mapping[str, object]) -> None:
+    """Refuse DTensors beside a q that is none, whose calls do not come here."""
+    for name, value in given.items():
+        if is_dtensor(value):
+            raise ArgumentError(
+                f"{name} is a DTensor, and q is a plain tensor",
+                hint=f"make q a DTensor of the same mesh, or pass {name}.full_tensor()",
+            )
 
 
 def check_operands(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:

@@ -6,11 +6,13 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.nn import functional
 
 from attndsl.backends.base import Call
 from attndsl.backends.reference import ReferenceBackend
 from attndsl.errors import UnsupportedError
 
+from .distributed import OF_TORCH, refuse_context_parallel
 from .forward_mode import attend_with_tangents, has_tangents
 from .higher import attend_in_chunks, is_transformed
 from .positions import with_positions, without_positions
@@ -31,8 +33,11 @@ def attend(
 
     Raises:
         ArgumentError: A dropout probability that is none.
-        UnsupportedError: Checked mode, with tangents or within a transform of ``torch.func``.
+        UnsupportedError: Checked mode, with tangents or within a transform of ``torch.func``; any
+            call within torch's ``context_parallel``.
     """
+    if functional.scaled_dot_product_attention is not OF_TORCH:
+        refuse_context_parallel()
     call = without_neg(call)
     if lowered.program.dropout is not None:
         check_probability(lowered.program.dropout, call)

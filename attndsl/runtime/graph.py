@@ -13,6 +13,7 @@ from torch.fx.experimental import symbolic_shapes
 from attndsl.errors import UnsupportedError
 
 from .backward import Gradients, lse_or_zeros, with_out_of
+from .distributed import refuse_context_parallel
 from .higher import is_transformed
 from .operator import operands
 
@@ -43,8 +44,9 @@ def attend_in_graph(
         drawn: A seed that replaces the call's.
 
     Raises:
-        UnsupportedError: A transform of ``torch.func`` in a graph.
+        UnsupportedError: A transform of ``torch.func`` in a graph, or torch's ``context_parallel``.
     """
+    refuse_context_parallel()
     if torch.compiler.is_dynamo_compiling() and _is_transformed_now():
         # The operator would drop tangents without a word.
         raise UnsupportedError(

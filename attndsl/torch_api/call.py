@@ -9,9 +9,11 @@ import torch
 
 from attndsl.backends.base import Call
 from attndsl.runtime.arguments import rows_contiguous
+from attndsl.runtime.distributed import is_dtensor
 from attndsl.runtime.seed import draw_seed, seed_argument
 
 from .programs import program
+from .shards import attend_shards
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -55,14 +57,21 @@ def attend(
         (B, Hq, Lq, Dv) in q's dtype.
     """
     key = tuple([capture.form.key for capture in captures])
+    in_graph = torch.compiler.is_compiling() or type(q) not in _PLAIN
+    tensors = {capture.form.name: capture.tensor for capture in captures}
+    if in_graph and is_dtensor(q):
+        if torch.compiler.is_compiling():
+            from .graph import attend_shards_apart
+
+            return attend_shards_apart((q, k, v), reach, key, tensors, dropout_p, scale)
+        return attend_shards((q, k, v), reach, key, tensors, dropout_p, scale)
     # A number that a graph leaves open makes an open condition, which chooses no program.
     dropout = True if dropout_p > 0 else False  # noqa: SIM210
     if not dropout:
         drawn = None
     elif drawn is None:
         drawn = draw_seed(q.device)
-    tensors = {capture.form.name: capture.tensor for capture in captures}
-    if torch.compiler.is_compiling() or type(q) not in _PLAIN:
+    if in_graph:
         # They import torch.compile, which eager calls never need.
         from attndsl.runtime.graph import attend_in_graph
 

@@ -13,6 +13,7 @@ import torch
 from attndsl.runtime.programs import make_spec
 
 from .programs import program_text
+from .shards import attend_shards
 
 if TYPE_CHECKING:
     from .programs import Key
@@ -22,3 +23,9 @@ if TYPE_CHECKING:
 def program_spec(reach: str, captures: Key, dropout: bool) -> str:
     """What stands for the program in a graph; see :mod:`attndsl.runtime.operator`."""
     return make_spec(program_text(reach, captures, dropout), {})
+
+
+attend_shards_apart = torch.compiler.disable(
+    attend_shards, reason="the program is compiled where the call's mask is known"
+)
+"""Graphs break here: an :class:`attndsl.Attention` that was made before is what they take whole."""

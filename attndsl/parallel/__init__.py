@@ -1,0 +1,1 @@
+"""Calls of tensors that several processes have parts of."""
