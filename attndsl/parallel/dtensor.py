@@ -119,6 +119,7 @@ def attend_shards(
         given[decl.name] = _capture(decl, program, captures[decl.name], shards)
     options = {**options, "seed": _replicated("seed", options["seed"], shards)}
     places = _places(location, shards)
+    found: Any
     if len(shards.b) == 0 or len(shards.h) == 0:
         wide = is_wide("out_dtype", options["out_dtype"], q.dtype)
         found = _nothing(own, (keys, values, *given.values()), v.shape[3], wide)
@@ -127,8 +128,7 @@ def attend_shards(
         keys, values = _needed_heads(keys, shards), _needed_heads(values, shards)
         found = attention(own, keys, values, captures=given, **options, **places)
     if options["return_lse"]:
-        out, lse = found
-        return _sharded(out, q, shards), _sharded(lse, q, shards)
+        return tuple([_sharded(x, q, shards) for x in found])
     return _sharded(found, q, shards)
 
 
@@ -314,7 +314,8 @@ def _sharded(own: torch.Tensor, q: DTensor, shards: Shards) -> DTensor:
     ):
         return DTensor.from_local(own, shards.mesh, shards.q, run_check=False)
     shape = torch.Size((*q.shape[:3], *own.shape[3:]))
-    order = sorted(range(q.dim()), key=lambda dim: -q.stride(dim))
+    strides = list(q.stride())
+    order = sorted(range(q.dim()), key=lambda dim: -strides[dim])
     stride, step = [1] * len(shape), 1
     for dim in reversed(order if len(shape) == q.dim() else range(len(shape))):
         stride[dim] = step
@@ -350,6 +351,7 @@ def _check_operands(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
             )
     check_operands(q, k, v)
     for name, x in (("q", q), ("k", k), ("v", v)):
+        assert isinstance(q, DTensor)
         assert isinstance(x, DTensor)
         _check_placements(name, x, q.device_mesh)
         for kept in x.placements:

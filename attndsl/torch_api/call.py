@@ -63,7 +63,10 @@ def attend(
         if torch.compiler.is_compiling():
             from .graph import attend_shards_apart
 
-            return attend_shards_apart((q, k, v), reach, key, tensors, dropout_p, scale)
+            apart: torch.Tensor = attend_shards_apart(
+                (q, k, v), reach, key, tensors, dropout_p, scale
+            )
+            return apart
         return attend_shards((q, k, v), reach, key, tensors, dropout_p, scale)
     # A number that a graph leaves open makes an open condition, which chooses no program.
     dropout = True if dropout_p > 0 else False  # noqa: SIM210

@@ -6,7 +6,7 @@ takes seconds to import.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -25,7 +25,7 @@ def program_spec(reach: str, captures: Key, dropout: bool) -> str:
     return make_spec(program_text(reach, captures, dropout), {})
 
 
-attend_shards_apart = torch.compiler.disable(
+attend_shards_apart: Any = torch.compiler.disable(  # type: ignore[no-untyped-call]
     attend_shards, reason="the program is compiled where the call's mask is known"
 )
 """Graphs break here: an :class:`attndsl.Attention` that was made before is what they take whole."""
