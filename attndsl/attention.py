@@ -261,7 +261,7 @@ class Attention(Analysis):
     def _call_of_shards(
         self,
         operands: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-        captures: dict[str, Any],
+        captures: Captures,
         tiles: TileMap | None,
         location: Location,
         options: dict[str, Any],

@@ -93,6 +93,10 @@ class Compiled:
         has the whole gradient in each part: take one part from this program, and the others from
         :meth:`without_sink`. The results are not differentiable.
 
+        A part by rows, heads or batch entries takes the arguments that say so at a call. Where it
+        is given a whole tensor, that tensor's gradient is whole too, with zeros where others have
+        theirs.
+
         Args:
             q: As of the call, like k and v.
             k: (B, Hkv, Lk, D).

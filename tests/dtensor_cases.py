@@ -403,6 +403,9 @@ def refusals(place: Place) -> None:
     if place.grid is not None:
         other = distribute_tensor(slope, place.grid, [R, R])
         refused("another mesh", by_heads, by_heads, by_heads, slope=other)
+    lse = torch.zeros(2, 4, 16, device=device)
+    with pytest.raises(attndsl.AttnDSLError, match="q is a DTensor, which only calls take"):
+        attention.backward(*[by_heads] * 4, lse, by_heads, slope=slope)
     dropped = attndsl.compile(DROPOUT, backend=place.backend)
     with pytest.raises(attndsl.AttnDSLError, match="the same number on all processes"):
         dropped(by_heads, by_heads, by_heads)
@@ -412,10 +415,12 @@ def context_parallel(place: Place) -> None:
     """Torch's own, which replaces torch's attention and no other."""
     q = torch.randn(1, 2, 32, 8, dtype=place.dtype, device=place.one.device_type)
     attention = attndsl.compile("causal()", backend=place.backend)
+    results = attention(q, q, q, return_lse=True)
     calls = (
         lambda: attndsl.scaled_dot_product_attention(q, q, q, is_causal=True),
         lambda: attention(q, q, q),
         lambda: torch.compile(attention, backend="eager", fullgraph=True)(q, q, q),
+        lambda: attention.backward(q, q, q, *results, q),
     )
     for call in calls:  # Checks of arguments are kept by shapes and graphs, and this is none.
         call()

@@ -168,7 +168,13 @@ def check_scale(scale: object) -> None:
 
 
 def _check_plain(given: Mapping[str, object]) -> None:
-    """Refuse DTensors beside a q that is none, whose calls do not come here."""
+    """Refuse DTensors: calls whose q is one do not come here, and nothing else takes them."""
+    if is_dtensor(given["q"]):
+        raise ArgumentError(
+            "q is a DTensor, which only calls take",
+            hint="pass each process's q.to_local(), and say which part of the whole it is: "
+            "heads=..., h_offset=..., batch=..., b_offset=...",
+        )
     for name, value in given.items():
         if is_dtensor(value):
             raise ArgumentError(

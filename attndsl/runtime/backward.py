@@ -21,6 +21,7 @@ from attndsl.errors import ArgumentError, DeviceError, DTypeError, ShapeError, U
 
 from .arguments import is_wide, learned
 from .autograd import without_neg
+from .distributed import refuse_context_parallel
 from .higher import is_transformed
 
 if TYPE_CHECKING:
@@ -165,8 +166,9 @@ def gradients_of_results(
     """The gradients of checked results, without a forward.
 
     Raises:
-        UnsupportedError: Within a transform of ``torch.func``.
+        UnsupportedError: Within a transform of ``torch.func``, or torch's ``context_parallel``.
     """
+    refuse_context_parallel()
     if is_transformed():
         raise UnsupportedError(
             "transforms of torch.func do not see into a backward from given results",
