@@ -158,6 +158,7 @@ def judge(case: Case, place: Place, runs: int = _RUNS) -> Outcome:
         if expected is None:
             kept = _kept(case, place)
             expected = expect(oracle, place.dtype, runs, kept)
+            _check_own_zeros(kept, expected.result)
             share = _wrong_share(case, kept, expected.result)
             if share is not None:
                 return Outcome(Verdict.WRONG, "the share of kept weights is wrong", share)
@@ -281,6 +282,16 @@ def _kept(case: Case, place: Place) -> torch.Tensor:
     found = _attention(case, place)(**values, **_options(call))
     weights = found[0] if case.lse else found
     return weights.detach() != 0
+
+
+def _check_own_zeros(kept: torch.Tensor, result: Result) -> None:
+    """Refuse cases whose own weights are 0 for some live pairs: dropout decides on their gradients.
+
+    Raises:
+        Unfit: Nobody sees whether these are kept.
+    """
+    if bool((result.live & (result.weights == 0) & ~kept).any()):
+        raise Unfit("a weight of 0, which may be dropped or kept")
 
 
 def _wrong_share(case: Case, kept: torch.Tensor, result: Result) -> str | None:

@@ -70,13 +70,18 @@ def _whole_rest(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return torch.where(odd, 0, torch.remainder(a, torch.where(odd, 1, b)))
 
 
+_MOST_QUOTIENT = 2.0**50
+
+
 def _quotient(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return torch.floor(a.detach() / b.detach())
 
 
 def _rest(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     a, b = a.detach(), b.detach()
-    return a - torch.floor(a / b) * b
+    whole = torch.floor(a / b)
+    # Beyond, rounding the quotient decides on the rest.
+    return torch.where(whole.abs() < _MOST_QUOTIENT, a - whole * b, torch.nan)
 
 
 def _amount(b: torch.Tensor) -> torch.Tensor:
