@@ -169,7 +169,7 @@ class Inliner:
         self.scope.used.add(name)
         if name in self.scope.values:
             value = self.scope.values[name]
-            if self.scope.in_weights and isinstance(value, Node) and ir.reads_score(value):
+            if self.scope.in_weights and isinstance(value, Node) and _mentions_score(value):
                 self.scope.early.append((name, self._place(expr.span)))
             return value
         if name == "score":
@@ -370,3 +370,8 @@ class Inliner:
             f"did you mean '{close[0]}'?" if close else f"define it: 'def {name[:40]}(...) = ...'"
         )
         return NameResolutionError(f"there is no function '{name}'", expr.span, hint)
+
+
+def _mentions_score(value: Node) -> bool:
+    """Whether the score itself is below ``value``; contractions have none of their own."""
+    return any(item.op is ir.Op.SCORE for item in ir.toposort(value))

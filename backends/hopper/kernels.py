@@ -31,6 +31,10 @@ if TYPE_CHECKING:
 _MOST_WORK_OF_THREE = 30
 """Instructions a pair beyond which three consumers, of 160 registers, spill more than two."""
 
+_MOST_WORK_OF_LARGE = 40
+"""Instructions a pair beyond which a backward of D64 spills more with tiles of 128 x 128 than with
+tiles of 64 x 128."""
+
 
 class HopperKernels(Kernels):
     """The forward, by itself and with tangents, and the single-pass backward.
@@ -108,6 +112,8 @@ def configs_of(lowered: Lowered, special: Specialisation, direction: str) -> tup
     column = lowered.placed.column is not None and special.dtype != "bf16"
     dropped, own = lowered.program.dropout is not None, lowered.program.weights is not None
     plain = lowered.program.mask is None or (lowered.sparsity.plain and not own)
+    if direction == "backward_kv" and work_of_pair(lowered, special, True) > _MOST_WORK_OF_LARGE:
+        plain = False
     found = candidates(direction, widest(special), plain, work, column, dropped, own)
     if direction == "forward" and work_of_pair(lowered, special, False) > _MOST_WORK_OF_THREE:
         found = tuple(config for config in found if config.consumers < 3)

@@ -328,3 +328,19 @@ def test_no_entries(kernels):
     found = torch.autograd.grad(out.sum(), [q, right, gain])
     assert [tuple(x.shape) for x in found] == [(0, 2, 3, 8), (1, 5, 4), (2,)]
     assert not any(x.any() for x in found)
+
+
+def test_a_contraction_reads_no_score():
+    # A name may be the weight, whatever the score has become since.
+    text = """
+    tensor left[q_len, r]: float
+    tensor right[kv_len, r]: float
+    near = dot(left[q, :], right[kv, :])
+    score = 1.0
+    weights = near
+    """
+    q, k, v = torch.randn(3, 1, 2, 5, 4, dtype=torch.float64)
+    left, right = torch.randn(2, 5, 3, dtype=torch.float64)
+    for backend in ("reference", "cpu"):
+        out = attndsl.compile(text, backend=backend)(q, k, v, left=left, right=right)
+        torch.testing.assert_close(out, (left @ right.mT) @ v)
