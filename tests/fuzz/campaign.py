@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import torch
+from interpreter import hasten
 
 from .compare import Outcome, Place, Verdict, judge, reproduction
 from .generate import DEVICE, SMALL, TILED, Scale, generate
@@ -204,6 +205,7 @@ def _one_thread() -> Iterator[None]:
 
 
 def _alone(jobs: Sequence[tuple[int, Place]], plan: Plan, begin: float) -> Iterator[Found]:
+    hasten()
     with _one_thread():
         for seed, place in jobs:
             if time.monotonic() - begin > 60 * plan.minutes:
@@ -245,6 +247,7 @@ class _Worker:
 
 
 def _serve(jobs: multiprocessing.Queue, found: multiprocessing.Queue, shrinking: float) -> None:
+    hasten()
     with _one_thread():
         while (job := jobs.get()) is not None:
             found.put(try_seed(*job, shrinking))
