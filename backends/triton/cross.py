@@ -22,7 +22,7 @@ from .generate import entry_of, generate_attention
 from .generate_gradients import SCATTERED
 from .generate_lists import generate_lists
 from .generate_tangent import moved_name
-from .kernels import DIRECTIONS_OF, STATISTICS_ROWS, list_config, plan_loop, work_of
+from .kernels import DIRECTIONS_OF, STATISTICS_ROWS, list_config, pairs_of, plan_loop, work_of
 from .library import row_statistics
 from .scattered import constant_factors
 from .shares import share_out
@@ -106,7 +106,7 @@ def kernel_source(lowered: Lowered, call: Call, direction: str, wants: Wants) ->
         kernels = [(name, moving) for name in DIRECTIONS_OF[direction]]
     texts = []
     for name, own in kernels:
-        config = _candidates(name, work_of(lowered, own, name), own, shared)[0]
+        config = candidates_of(lowered, own, name, shared)[0]
         texts.append(generate_attention(lowered, own, name, plan_loop(lowered, own, name, config)))
     return "\n\n".join(texts)
 
@@ -129,9 +129,19 @@ def _backward_kernels(
     return found
 
 
-def _candidates(name: str, work: str, special: Specialisation, shared: int) -> tuple[Config, ...]:
+def candidates_of(
+    lowered: Lowered, special: Specialisation, name: str, shared: int
+) -> tuple[Config, ...]:
+    """The configs that a device with ``shared`` bytes of shared memory would try, in order."""
+    work, of_pair = work_of(lowered, special, name), pairs_of(lowered, special, name)
+    return _candidates(name, special, shared, work, of_pair)
+
+
+def _candidates(
+    name: str, special: Specialisation, shared: int, work: str = "dense", of_pair: int = 0
+) -> tuple[Config, ...]:
     size = 4 if special.dtype == "fp32" else 2
-    return candidates(name, *block_widths(special), size, shared, work)
+    return candidates(name, *block_widths(special), size, shared, work, of_pair)
 
 
 def cross_compile(
@@ -162,9 +172,7 @@ def cross_compile(
         for name, own in _kernels(lowered, attention):
             if kernels is not None and name not in kernels:
                 continue
-            for config in (configs or {}).get(name) or _candidates(
-                name, work_of(lowered, own, name), own, shared
-            ):
+            for config in (configs or {}).get(name) or candidates_of(lowered, own, name, shared):
                 loop = plan_loop(lowered, own, name, config)
                 text = generate_attention(lowered, own, name, loop)
                 path = Path(folder) / f"{name}_{len(list(Path(folder).iterdir()))}.py"
@@ -180,7 +188,7 @@ def cross_compile(
                 raise refusal
         if kernels is not None:
             return found
-        statistics = _candidates("backward_q", "dense", special, shared)
+        statistics = _candidates("backward_q", special, shared)
         more: dict[str, int | bool] = {"ROWS": STATISTICS_ROWS, "HAS_DLSE": True}
         found.append(compiler.compile("row_statistics", row_statistics, special, statistics, more))
         if lowered.sparsity.bounds is not None:

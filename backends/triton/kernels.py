@@ -329,7 +329,7 @@ class Kernels:
     ) -> tuple[Config, ...]:  # fmt: skip
         """Tile sizes to try for a kernel, in order."""
         work = work_of(lowered, special, direction)
-        of_pair = work_of_pair(lowered, special, direction not in _FORWARDS)
+        of_pair = pairs_of(lowered, special, direction)
         return _candidates(direction, work, special, target, device, of_pair)
 
     def _text(
@@ -392,6 +392,11 @@ def work_of(lowered: Lowered, special: Specialisation, direction: str) -> str:
     if direction not in LOOPS:
         return "dense"
     return lowered.sparsity.work(LOOPS[direction], special.shifted, special.indexed)
+
+
+def pairs_of(lowered: Lowered, special: Specialisation, direction: str) -> int:
+    """What a kernel does for a pair, in instructions (see :mod:`.pair_work`)."""
+    return work_of_pair(lowered, special, direction not in _FORWARDS)
 
 
 def current_target() -> GPUTarget | None:

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from attndsl.backends.base import Wants
-from attndsl.backends.triton.cross import example_call, parse_target
+from attndsl.backends.triton.cross import candidates_of, example_call, parse_target
+from attndsl.backends.triton.kernels import pairs_of, work_of
 from attndsl.backends.triton.pair_work import work_of_pair
 from attndsl.backends.triton.specialise import specialise, with_forms, with_gradients
 from attndsl.backends.triton.tiles import Config, candidates, is_hopeless
@@ -82,3 +83,14 @@ def test_what_is_not_tried_after_a_kernel_that_spilled() -> None:
     assert is_hopeless(Config(128, 128, 8, 3), spilled)
     assert not is_hopeless(Config(64, 64, 4, 2), spilled)
     assert not is_hopeless(Config(64, 128, 8, 3, peeled=False), spilled)
+
+
+def test_kernels_that_are_shown_have_the_tiles_of_those_that_run() -> None:
+    lowered = lower(Source("score = score + sin(score) + cos(score); mask = q >= kv"), {})
+    special = specialise(lowered.program, example_call(lowered, 64, 64, torch.bfloat16, {}))
+    special = with_forms(special, lowered.program, parse_target("cuda:90"))
+    for name in ("forward", "backward_kv", "backward_q"):
+        work, of_pair = work_of(lowered, special, name), pairs_of(lowered, special, name)
+        assert of_pair > 100
+        found = candidates_of(lowered, special, name, SHARED)
+        assert found == candidates(name, 64, 64, 2, SHARED, work, of_pair)
