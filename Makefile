@@ -8,10 +8,10 @@ STAMP := $(VENV)/.installed
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint fuzz bench clean
+.PHONY: help setup demo test lint fuzz bench kernel-diff clean
 
 help: ## Show this list
-	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
 setup: $(STAMP) ## Make the virtual environment and install the project into it
 
@@ -35,6 +35,9 @@ fuzz: $(STAMP) ## Run random programs, fresh ones until stopped (FUZZ="--count 2
 
 bench: $(STAMP) ## Measure what this machine can run; results go to benchmarks/results/
 	$(BIN)/python benchmarks/run.py $(BENCH)
+
+kernel-diff: $(STAMP) ## Compare the kernels of two commits without a GPU (BASE=main NEW=. DIFF="--sample")
+	$(BIN)/python tools/kernel_diff.py $(or $(BASE),HEAD) $(or $(NEW),.) $(DIFF)
 
 clean: ## Remove build products and caches, not the virtual environment
 	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage

@@ -1,0 +1,154 @@
+"""The tool that compares the kernels of two commits."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT / "tools"))
+
+import kernel_cases  # noqa: E402
+import kernel_diff  # noqa: E402
+
+KERNEL = {
+    "case": "c", "setting": "s", "task": "forward", "kernel": "attention_forward", "ir": "1",
+    "options": {"num_warps": "4"}, "launches": [{"programs": 8, "heads": 6, "kv_heads": 3}],
+}  # fmt: skip
+
+
+def reply(**changes):
+    return {"kernels": [KERNEL | changes]}
+
+
+def test_equal_replies_do_not_differ():
+    assert kernel_diff.compare(reply(), reply()) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "what"),
+    [
+        ({"ir": "2"}, "code"),
+        ({"options": {"num_warps": "8"}}, "options"),
+        ({"launches": [{"programs": 9, "heads": 6, "kv_heads": 3}]}, "launch"),
+        ({"launches": [{"programs": 8, "heads": 3, "kv_heads": 6}]}, "launch"),
+    ],
+    ids=["code", "options", "programs", "swapped arguments"],
+)
+def test_a_difference_is_found(changes, what):
+    found = kernel_diff.compare(reply(), reply(**changes))
+    assert found == [("forward attention_forward #1", what)]
+
+
+def test_ptx_decides_where_there_is_one():
+    assert not kernel_diff.compare(reply(ir="1", ptx="p"), reply(ir="2", ptx="p"))
+    assert kernel_diff.compare(reply(ir="1", ptx="p"), reply(ir="2", ptx="r"))
+
+
+def test_an_argument_that_goes_is_no_difference():
+    less = [{"programs": 8, "heads": 6}]
+    assert not kernel_diff.compare(reply(), reply(launches=less))
+
+
+def test_a_kernel_that_goes_is_a_difference():
+    found = kernel_diff.compare(reply(), {"kernels": []})
+    assert found == [("forward attention_forward #1", "is gone")]
+
+
+TRACE = """
+import json, sys
+from types import SimpleNamespace
+import kernel_trace
+source = SimpleNamespace(name="k", signature={"Q": "*bf16", "d": "tensordesc<bf16[1, 64],x>",
+                                              "heads": "i32", "N": "constexpr"})
+print(json.dumps([
+    kernel_trace.roles_of(source),
+    [kernel_trace.normalise_ptx(text, source) for text in json.load(sys.stdin)],
+]))
+"""
+PTX = """
+.version 8.7
+.visible .entry k(
+	.param .u64 k_param_0,
+	.param .u32 k_param_6
+)
+{
+	.loc	1 20 0
+	ld.param.b64 	%rd7, [k_param_0]; // a comment
+$L__BB0_3:
+	ld.param.b32 	%r9, [k_param_6];
+	@%p2 bra 	$L__BB0_3;
+}
+"""
+
+
+def traced(*texts):
+    return json.loads(
+        subprocess.run(
+            [sys.executable, "-P", "-c", TRACE], input=json.dumps(texts), capture_output=True,
+            text=True, check=True, env={"PYTHONPATH": str(ROOT / "tools"), "PATH": ""},
+        ).stdout
+    )  # fmt: skip
+
+
+def test_ptx_is_compared_by_what_it_does():
+    renumbered = PTX.replace("%rd7", "%rd8").replace("%r9", "%r4").replace("BB0_3", "BB0_17")
+    swapped = PTX.replace("param_0]", "x").replace("param_6]", "param_0]").replace("x", "param_6]")
+    roles, (text, same, other) = traced(PTX, renumbered, swapped)
+    assert roles == ["Q", "d", "d.0", "d.1", "d.2", "d.3", "heads"]
+    assert "[Q]" in text
+    assert "[heads]" in text
+    assert ".loc" not in text
+    assert "comment" not in text
+    assert same == text
+    assert other != text
+
+
+def test_cases_and_settings_have_names_of_their_own():
+    for found in (kernel_cases.CASES, kernel_cases.SETTINGS):
+        names = [item.name for item in found]
+        assert len(names) == len(set(names))
+
+
+def test_parts_share_out_all_calls():
+    def calls(**given):
+        return kernel_diff.calls_of(SimpleNamespace(**{"only": None, "sample": False} | given))
+
+    whole = calls(part="1/1")
+    assert len(whole) == len(kernel_cases.CASES) * len(kernel_cases.SETTINGS)
+    assert sorted(call for k in (1, 2, 3) for call in calls(part=f"{k}/3")) == sorted(whole)
+    assert {setting for _, setting in calls(part="1/1", sample=True)} == set(kernel_diff.SAMPLE)
+
+
+@pytest.mark.slow
+def test_a_changed_template_is_noticed(tmp_path):
+    """The working tree, and a copy whose forward has another constant."""
+    tree = tmp_path / "copy"
+    for part in (*kernel_diff.PARTS, "tools"):
+        subprocess.run(["cp", "-r", str(ROOT / part), f"{tree}-{part}"], check=True)
+    tree.mkdir()
+    for part in (*kernel_diff.PARTS, "tools"):
+        Path(f"{tree}-{part}").rename(tree / part)
+    subprocess.run(["git", "init", "-q"], cwd=tree, check=True)
+    subprocess.run(["git", "add", "."], cwd=tree, check=True)
+    author = ["-c", "user.name=a", "-c", "user.email=a@example.org"]
+    subprocess.run(["git", *author, "commit", "-qm", "base"], cwd=tree, check=True)
+    (template,) = (tree / "backends").rglob("triton/**/templates/forward.py")
+    template.write_text(template.read_text().replace("0.6931471805599453", "0.6931471805599"))
+    (template,) = (tree / "backends").rglob("triton/**/templates/backward_q.py")
+    template.write_text(template.read_text().replace("dq * scale", "scale * dq * 2"))
+    arguments = ["tools/kernel_diff.py", "HEAD", "--only", "causal | ", "--cache", str(tmp_path)]
+    arguments[3] = "causal"
+    found = subprocess.run(
+        [sys.executable, *arguments, "--only", "no such case"], cwd=tree, capture_output=True,
+        text=True, check=False,
+    )  # fmt: skip
+    assert found.returncode == 1, found.stderr
+    told = [
+        line for line in found.stdout.splitlines() if line.startswith("causal | triton-bf16-64")
+    ]
+    assert len(told) == 2, found.stdout
+    assert "attention_backward_q" in told[0]
