@@ -171,7 +171,14 @@ def roles_of(source: Any) -> list[str]:
 def normalise(text: str, roles: list[str]) -> str:
     """The intermediate form with its parameters called by their roles, and in no order."""
     lines = []
+    constants: dict[str, str] = {}
     for line in text.split("\n"):
+        constant = re.match(r"\s*(%[\w-]+) = arith\.constant (.*)", line)
+        if constant:
+            # Where constants stand says nothing: they are made where they are used.
+            constants[constant[1]] = f"[{constant[2]}]"
+            continue
+        line = re.sub(r"%c[\w-]+|%true|%false", lambda m: constants.get(m[0], m[0]), line)
         if line.lstrip().startswith("tt.func public"):
             inside = line[line.index("(") + 1 : line.rindex("attributes")]
             parts = sorted(

@@ -105,26 +105,10 @@ def arguments_of(
 ) -> list[Argument]:
     """Types of all arguments of ``attention_{direction}``, by their names."""
     blocks = blocks_of(direction, special, config)
-    constants: dict[str, int | str | bool | None] = {
-        "HEAD_DIM": special.head_dim,
-        "VALUE_DIM": special.value_dim,
-        "D": block_width(special.head_dim),
-        "DV": block_width(special.value_dim),
-        "Q_KIND": special.q_kind,
-        "KV_KIND": special.kv_kind,
-        # The config's.
-        "BLOCK_M": None,
-        "BLOCK_N": None,
-        "STAGES": None,
-        "CONSUMERS": None,
-        "REGISTERS": None,
-    }
     captures = capture_types(special)
     found = []
     for name in function.arg_names:
-        if name in constants:
-            found.append(Argument(name, "constexpr", constants[name]))
-        elif name in blocks:
+        if name in blocks:
             found.append(Argument(name, blocks[name].type))
         elif name in ("COLUMN_SUMS", "FACTOR_SUMS", "DISTANCE_SUMS"):
             found.append(Argument(name, "*fp32", aligned=True))

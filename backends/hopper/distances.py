@@ -116,9 +116,7 @@ def diagonal_hooks(summed: bool) -> dict[str, list[str]]:
         "diagonal_consumer": ["ds_full,"],
         "distance_sums": ["DISTANCE_SUMS,"],
         "no_tile_before": ["sums_before = DISTANCE_SUMS"],
-        "line_of_sums": [
-            "line = line_of_sums(DISTANCE_SUMS, tile, b, h, heads, kv_len, padded, BLOCK_N)"
-        ],
+        "line_of_sums": ["line = line_of_sums(DISTANCE_SUMS, tile, head, sizes, padded)"],
         "add_tile_before": [
             "if count > done:",
             f"{_INDENT}{add}",

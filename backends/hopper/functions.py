@@ -36,8 +36,6 @@ if TYPE_CHECKING:
     from ..triton.specialise import Specialisation
     from .learned import Learned
 
-_SIZES = "batch, heads, kv_heads, q_len, kv_len"
-
 
 def print_functions(
     lowered: Lowered, special: Specialisation, direction: str, learned: Learned
@@ -122,7 +120,7 @@ def _pair_function(
         lines, more = _spread_parts(root)
         body, used = lines + body, used | more
     first = f"score, live, q_parts, kv_parts, {PAIR}"
-    last = ["pair_parts"] * bool(special.pair_tiles)
+    last = ", pair_parts" * bool(special.pair_tiles)
     return program_function(name, first, special, doc, body, root is not None, last), used
 
 
@@ -139,7 +137,7 @@ def _part_function(
             result = f"tl.full([], {result}, tl.float32)"
         lines, used = _spread_parts(root)
         body, used = [*lines, *printed.lines, f"return {result}"], used | printed.helpers
-    first = f"b, h, hkv, {positions}{_SIZES}"
+    first = f"head, {positions}sizes"
     return program_function(name, first, special, doc, body, root is not None), used
 
 
@@ -159,7 +157,7 @@ def _parts_function(
         used = set(printed.helpers)
     return program_function(
         f"{variable}_parts_of_pairs",
-        f"b, h, hkv, {variable}, {_SIZES}",
+        f"head, {variable}, sizes",
         special,
         f"What masks and scores look up by ``{variable}`` alone.",
         body,

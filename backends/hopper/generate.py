@@ -16,15 +16,15 @@ from attndsl.passes.magnitude import magnitude
 from attndsl.passes.tiles.plan import DIRECTIONS
 
 from ..forms import APPROX
-from ..triton.device_functions import param_values, parameters, wrapped
-from ..triton.draws import with_draws
-from ..triton.generate import fill_template, import_lines
+from ..triton.device_functions import param_values, parameters, record_of_given
+from ..triton.draws import drop_function
+from ..triton.generate import Literal, fill_template, import_lines
 from ..triton.loops import LIST_PARAMETERS, print_loop
 from .arguments import is_drawn
 from .distances import DIAGONAL_IMPORTS, diagonal_hooks
 from .functions import print_functions, weights_and_factor
 from .learned import learned_in_kernel
-from .memory import has_own_output, widest
+from .memory import block_width, has_own_output, widest
 from .own_tiles import flags_of_rows, own_tiles, print_rows
 from .pair_texts import pair_hooks, print_pair_functions
 from .rows import row_hooks
@@ -35,36 +35,31 @@ if TYPE_CHECKING:
     from attndsl.passes.tiles.plan import LoopPlan
     from attndsl.pipeline import Lowered
 
+    from ..triton.generate import Flags
     from ..triton.specialise import Specialisation
     from ..triton.tiles import Config
 
 FORWARD_PRODUCER = (
     "q_desc, k_desc, v_desc, q_s, k_s, v_s, q_full, k_full, k_empty, v_full, v_empty,",
-    "batch, heads, kv_heads, q_len, kv_len, q_origin, kv_origin, together,",
-    "BLOCK_M, BLOCK_N, STAGES, CONSUMERS, Q_KIND, KV_KIND,",
+    "sizes, origins, together,",
 )
 FORWARD_CONSUMER = (
     "o_desc, LSE, q_s, k_s, v_s, q_full, k_full, k_empty, v_full, v_empty,",
-    "scale, batch, heads, kv_heads, q_len, kv_len, q_origin, kv_origin, together,",
-    "HEAD_DIM, D, DV, BLOCK_M, BLOCK_N, STAGES, CONSUMERS, Q_KIND, KV_KIND,",
+    "scale, sizes, origins, together,",
 )
 _BACKWARD_PRODUCER = (
     "q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc,",
     "q_s, k_s, v_s, do_s, lse_s, delta_s, k_full, v_full, q_full, do_full, q_empty, do_empty,",
-    "batch, heads, kv_heads, q_len, kv_len, q_origin, kv_origin, padded, together,",
-    "BLOCK_M, BLOCK_N, STAGES, Q_KIND, KV_KIND,",
+    "sizes, origins, padded, together,",
 )
 _BACKWARD_CONSUMER = (
-    "SUMS, DK, DV_OUT, rows_dkb, rows_dkh, rows_dkn, rows_dvb, rows_dvh, rows_dvn,",
-    "q_s, k_s, v_s, do_s, lse_s, delta_s, ds_s,",
+    "SUMS, results, q_s, k_s, v_s, do_s, lse_s, delta_s, ds_s,",
     "k_full, v_full, q_full, do_full, q_empty, do_empty,",
-    "scale, batch, heads, kv_heads, q_len, kv_len, q_origin, kv_origin, padded, together,",
-    "HEAD_DIM, VALUE_DIM, D, DV, BLOCK_M, BLOCK_N, STAGES, Q_KIND, KV_KIND, HALF,",
+    "scale, sizes, origins, padded, together,",
 )
 _WIDE_CONSUMER = (
-    "SUMS, DK, DV_OUT, rows_dkb, rows_dkh, rows_dkn, rows_dvb, rows_dvh, rows_dvn,",
-    "q_s, k_s, v_s, do_s, lse_s, delta_s, ds_s, steep_s,",
-    *_BACKWARD_CONSUMER[2:],
+    "SUMS, results, q_s, k_s, v_s, do_s, lse_s, delta_s, ds_s, steep_s,",
+    *_BACKWARD_CONSUMER[1:],
 )
 _FAMILIES = {
     "forward": (
@@ -126,7 +121,6 @@ def generate(
     forward = direction == "forward"
     wide = not forward and widest(special) > 128
     family, name, producer, consumer = _FAMILIES["wide " * wide + direction]
-    names = parameters(special)
     learned = learned_in_kernel(lowered, special)
     functions, helpers = print_functions(lowered, special, direction, learned)
     own_rows = own_tiles(lowered, special, direction, config)
@@ -134,7 +128,6 @@ def generate(
         name,
         DIRECTIONS[direction].along,
         loop,
-        names,
         param_values(special, scalar=True),
         special.names(),
         own_rows.parts,
@@ -155,6 +148,7 @@ def generate(
     # The next tile's k has to come while one is read.
     halved = anchored and config.stages > 1 and comes_by_halves(lowered, special, loop)
     flags = {
+        **constants_of(special, config),
         **flags_of_scores(lowered, name, loop),
         "SCALED_FIRST": scaled_first,
         "SIGNED": placed.inner is not None and placed.column is None and not scaled_first,
@@ -184,7 +178,7 @@ def generate(
         "HALVED": halved,
         "OWN_OUTPUT": forward and has_own_output(special, config),
     }
-    lists = wrapped(LIST_PARAMETERS) if listed else []
+    given_names = [*parameters(special), *(LIST_PARAMETERS if listed else ())]
     sums = ["COLUMN_SUMS,"] * learned.column + ["FACTOR_SUMS,"] * learned.factor
     left = "q_empty" if forward else "kv_empty"
     again = [f"{left}, item_s, item_full, item_empty,"] * config.persistent
@@ -209,7 +203,6 @@ def generate(
             *(_imports_of_dropout(direction) if dropped else []),
             *DIAGONAL_IMPORTS * summed,
         ],
-        f"{name}_lists": lists,
         "learned": sums,
         "counter": counter,
         "again": again,
@@ -232,12 +225,31 @@ def generate(
             (*producer, *given),
             (*consumer, *taken),
             config.consumers,
-            [*wrapped(names), *lists],
         ),
     }
     texts += print_pair_functions(lowered, special, direction)
-    text = fill_template(__package__, templates, [*functions, *texts], helpers, flags, names, more)
-    return with_draws(text, special.draws)
+    if dropped:
+        functions.append(drop_function(special.draws))
+    texts = [record_of_given(given_names), *functions, *texts]
+    return fill_template(__package__, templates, texts, helpers, flags, given_names, more)
+
+
+def constants_of(special: Specialisation, config: Config) -> Flags:
+    """What every call decides: sizes of tiles, dims, how positions are given, the dtype."""
+    return {
+        "BLOCK_M": config.block_m,
+        "BLOCK_N": config.block_n,
+        "STAGES": config.stages,
+        "CONSUMERS": config.consumers,
+        "REGISTERS": config.registers,
+        "HEAD_DIM": special.head_dim,
+        "VALUE_DIM": special.value_dim,
+        "D": block_width(special.head_dim),
+        "DV": block_width(special.value_dim),
+        "Q_KIND": special.q_kind,
+        "KV_KIND": special.kv_kind,
+        "HALF": Literal(f"gl.{'bfloat16' if special.dtype == 'bf16' else 'float16'}"),
+    }
 
 
 def flags_of_scores(lowered: Lowered, name: str, loop: LoopPlan) -> dict[str, bool | float]:
@@ -292,21 +304,24 @@ def is_bounded(lowered: Lowered, special: Specialisation) -> bool:
 def _imports_of_dropout(direction: str) -> list[str]:
     first = "from attndsl.backends.hopper.dropout import ("
     names = (_INDENT + line for line in _DROPOUT[direction])
-    return ["from attndsl.backends.triton.dropout import drop_of_head", first, *names, ")"]
+    return [
+        "from attndsl.backends.triton.dropout import drop_of_head, drop_of_part",
+        first,
+        *names,
+        ")",
+    ]
 
 
-def partitions(
-    producer: tuple[str, ...], consumer: tuple[str, ...], consumers: int, arguments: list[str]
-) -> list[str]:
+def partitions(producer: tuple[str, ...], consumer: tuple[str, ...], consumers: int) -> list[str]:
     """The statement that sets the warpgroups to work."""
-    lines = ["gl.warp_specialize(", _INDENT + "[", *_call("produce", producer, arguments)]
+    lines = ["gl.warp_specialize(", _INDENT + "[", *_call("produce", producer)]
     for part in range(consumers):
-        lines += _call("consume", (f"{part},", *consumer), arguments)
+        lines += _call("consume", (f"{part},", *consumer))
     warps = ", ".join(["4"] * consumers)
     registers = ", ".join(["REGISTERS"] * consumers)
     return [*lines, _INDENT + "],", f"{_INDENT}[{warps}],", f"{_INDENT}[{registers}],", ")"]
 
 
-def _call(function: str, own: tuple[str, ...], arguments: list[str]) -> list[str]:
-    inner = [3 * _INDENT + line for line in (*own, *arguments)]
+def _call(function: str, own: tuple[str, ...]) -> list[str]:
+    inner = [3 * _INDENT + line for line in (*own, "given,")]
     return [2 * _INDENT + f"({function}, (", *inner, 2 * _INDENT + ")),"]

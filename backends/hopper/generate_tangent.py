@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from attndsl.ir import Op, reads_score
 from attndsl.passes.tiles.plan import FORWARD
 
-from ..triton.device_functions import param_values, parameters, wrapped
+from ..triton.device_functions import param_values, parameters, record_of_given
 from ..triton.generate import fill_template, import_lines
 from ..triton.loops import LIST_PARAMETERS, print_loop
 from .arguments import is_drawn
@@ -16,6 +16,7 @@ from .generate import (
     FORWARD_CONSUMER,
     FORWARD_PRODUCER,
     OWN_HELPERS,
+    constants_of,
     flags_of_scores,
     is_bounded,
     partitions,
@@ -54,11 +55,10 @@ def generate_tangent(
     assert program.dropout is None
     assert not special.moving_captures
     assert not special.pair_tiles
-    names = parameters(special)
     functions, helpers = print_functions(lowered, special, "forward_tangent", Learned())
     own_rows = own_tiles(lowered, special, "forward_tangent", config)
     texts, used = print_loop(
-        "forward", FORWARD.along, loop, names, param_values(special, scalar=True), special.names(),
+        "forward", FORWARD.along, loop, param_values(special, scalar=True), special.names(),
         own_rows.parts,
     )  # fmt: skip
     visits, needed = print_rows(own_rows, special)
@@ -70,6 +70,7 @@ def generate_tangent(
     listed = loop.listed is not None
     drawn = is_drawn(lowered, config)
     flags = {
+        **constants_of(special, config),
         **flags_of_scores(lowered, "forward", loop),
         # The running maximum needs a factor that is positive.
         "SCALED_FIRST": placed.pair.op is not Op.SCORE
@@ -90,7 +91,7 @@ def generate_tangent(
         **moves,
         "MOVES_WEIGHTS": moves["MOVES_Q"] or moves["MOVES_K"],
     }
-    lists = wrapped(LIST_PARAMETERS) if listed else []
+    given = [*parameters(special), *(LIST_PARAMETERS if listed else ())]
     counter = ["COUNTER,"] * drawn
     again = ["q_empty, item_s, item_full, item_empty,"] * config.persistent
     output = ["o_s,"] * bool(flags["OWN_OUTPUT"])
@@ -99,7 +100,6 @@ def generate_tangent(
             *import_lines("triton", helpers - OWN_HELPERS),
             *import_lines("hopper", helpers & OWN_HELPERS),
         ],
-        "forward_lists": lists,
         "pair_parts": [],
         "kept": [],
         "drawing": [],
@@ -119,10 +119,10 @@ def generate_tangent(
             (*FORWARD_PRODUCER, *counter, *again, _DESCS, _TILES),
             (*FORWARD_CONSUMER, *output, *again, _RESULTS, _TILES),
             config.consumers,
-            [*wrapped(names), *lists],
         ),
     }
-    text = fill_template(__package__, _TEMPLATES, [*functions, *texts], helpers, flags, names, more)
+    texts = [record_of_given(given), *functions, *texts]
+    text = fill_template(__package__, _TEMPLATES, texts, helpers, flags, given, more)
     return text.replace("def attention_forward(", "def attention_forward_tangent(")
 
 

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from attndsl.pipeline import Lowered
 
     from ..triton.compile import Argument
+    from ..triton.generate import Products
     from ..triton.specialise import Specialisation
     from ..triton.tiles import Config
 
@@ -75,20 +76,20 @@ class HopperKernels(Kernels):
 
     def _text(
         self, lowered: Lowered, special: Specialisation, direction: str, loop: LoopPlan,
-        config: Config,
+        config: Config, products: Products,
     ) -> str:  # fmt: skip
         if direction not in CANDIDATES:
-            return super()._text(lowered, special, direction, loop, config)
+            return super()._text(lowered, special, direction, loop, config, products)
         if direction == "forward_tangent":
             return generate_tangent(lowered, special, loop, config)
         return generate(lowered, special, direction, loop, config)
 
     def _arguments(
-        self, function: Any, special: Specialisation, precision: str,
-        target: GPUTarget | None, more: Mapping[str, int | bool], config: Config,
+        self, function: Any, special: Specialisation, more: Mapping[str, int | bool],
+        config: Config,
     ) -> list[Argument]:  # fmt: skip
         if not config.consumers:
-            return super()._arguments(function, special, precision, target, more, config)
+            return super()._arguments(function, special, more, config)
         direction = "backward_kv"
         if "o_desc" in function.arg_names:
             moves = "o_moved_desc" in function.arg_names

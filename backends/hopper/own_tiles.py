@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from attndsl.passes.tiles.plan import FORWARD
 
-from ..triton.device_functions import param_values, parameters
+from ..triton.device_functions import param_values
 from ..triton.loops import print_visited
 
 if TYPE_CHECKING:
@@ -72,11 +72,11 @@ def _may_leave_out(lowered: Lowered, special: Specialisation, direction: str) ->
 
 
 def print_rows(own: OwnTiles, special: Specialisation) -> tuple[list[str], set[str]]:
-    """The function ``rows_visits`` if rows have a plan, and the library functions that it uses."""
+    """The function ``rows_have`` if rows have a plan, and the library functions that it uses."""
     if own.loop is None:
         return [], set()
-    names, values = parameters(special), param_values(special, scalar=True)
-    text, used = print_visited("rows", FORWARD.along, own.loop, names, values, special.names())
+    values = param_values(special, scalar=True)
+    text, used = print_visited("rows", FORWARD.along, own.loop, values, special.names())
     return [text], used
 
 

@@ -85,25 +85,25 @@ def pair_hooks(
         wanted = "step < masked" if masks else "True"
         found["load_pairs"] = [
             "load_pairs(",
-            f"{_INDENT}count, {wanted}, b, h, hkv, first + q_offset, tile * BLOCK_N + kv_offset,",
+            f"{_INDENT}count, {wanted}, head, first + shift.q, tile * BLOCK_N + shift.kv,",
             f"{_INDENT}{producer}",
             ")",
         ]
         found["read_pairs"] = [read]
         return found
-    place = "h, tile * BLOCK_M + q_offset, kv_offset"
+    place = "tile * BLOCK_M + shift.q, shift"
     return found | {
-        "pair_load_parameters": ["wanted, h, first_query, kv_offset,", producer],
+        "pair_load_parameters": ["wanted, first_query, shift,", producer],
         "load_pairs": [
             "load_pairs(",
-            f"{_INDENT}count, wanted, b, h, hkv, first_query, kv_tile * BLOCK_N + kv_offset,",
+            f"{_INDENT}count, wanted, head, first_query, kv_tile * BLOCK_N + shift.kv,",
             f"{_INDENT}{producer}",
             ")",
         ],
         "load_partial_pairs": [f"True, {place},", producer],
         # The first tile may take the mask's code though it is FULL.
         "load_full_pairs": [
-            f"{'partial_tiles + step == 0' if masks else 'True'}, {place},", producer,
+            f"{'visits.partial + step == 0' if masks else 'True'}, {place},", producer,
         ],
         "pair_reader": [reader],
         "pair_reader_parameters": [reader],
@@ -162,7 +162,7 @@ def _load_function(
     total = " + ".join(f"pair{n}_desc.block_type.nbytes" for n in range(len(tiles)))
     loads = [f"mbarrier.expect(ready, {total})"]
     for number, tile in enumerate(tiles):
-        place = ", ".join([*tile.leading, "query", "key"])
+        place = ", ".join([*(f"head.{name}" for name in tile.leading), "query", "key"])
         loads.append(f"tma_load(pair{number}_desc, [{place}], ready, pair{number}_s.index(part))")
     if masks:
         loads = ["if wanted:", *(_INDENT + line for line in loads)]
@@ -176,7 +176,7 @@ def _load_function(
     return "\n".join([
         "@gluon.jit",
         "def load_pairs(",
-        f"{_INDENT}count, wanted, b, h, hkv, first_query, first_key,",
+        f"{_INDENT}count, wanted, head, first_query, first_key,",
         f"{_INDENT}{descs}, {memory}, pairs_full, pairs_empty,",
         "):",
         f'{_INDENT}"""Load what pairs look up for each consumer, when it has read what was there.',

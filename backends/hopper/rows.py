@@ -17,8 +17,8 @@ _LAYOUT = [
     "# Through shared memory, so that each thread stores 16 bytes.",
     "STORED: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])",
 ]
-_DK = "own, b, hkv, rows_dkb, rows_dkh, rows_dkn, kv_len, HEAD_DIM"
-_DV = "own, b, hkv, rows_dvb, rows_dvh, rows_dvn, kv_len, VALUE_DIM"
+_DK = "own, b, hkv, sizes.kv_len, HEAD_DIM"
+_DV = "own, b, hkv, sizes.kv_len, VALUE_DIM"
 
 
 def row_hooks(special: Specialisation) -> dict[str, list[str]]:
@@ -28,8 +28,8 @@ def row_hooks(special: Specialisation) -> dict[str, list[str]]:
             "dk_rows": ["dk_rows = dk * scale"],
             "dv_rows": ["dv_rows = dv"],
             "rows_layout": [],
-            "store_dv": [f"store_rows(DV_OUT, total, {_DV})"],
-            "store_dk": [f"store_rows(DK, total * scale, {_DK})"],
+            "store_dv": [f"store_rows(dv_out, total, {_DV})"],
+            "store_dk": [f"store_rows(dk_out, total * scale, {_DK})"],
         }
     return {
         "dk_rows": [*_LAYOUT, "dk_rows = gl.convert_layout((dk * scale).to(HALF), STORED)"],
@@ -38,13 +38,13 @@ def row_hooks(special: Specialisation) -> dict[str, list[str]]:
         "store_dv": [
             "v_tile.store(total.to(HALF))",
             "store_rows(",
-            f"{_INDENT}DV_OUT, v_tile.load(STORED), {_DV}",
+            f"{_INDENT}dv_out, v_tile.load(STORED), {_DV}",
             ")",
         ],
         "store_dk": [
             "k_tile.store((total * scale).to(HALF))",
             "store_rows(",
-            f"{_INDENT}DK, k_tile.load(STORED), {_DK}",
+            f"{_INDENT}dk_out, k_tile.load(STORED), {_DK}",
             ")",
         ],
     }

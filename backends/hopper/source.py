@@ -9,10 +9,11 @@ from attndsl.errors import UnsupportedError
 from attndsl.passes.tiles.plan import LoopPlan
 
 from ..base import Wants
-from ..triton.cross import parse_target
+from ..triton.cross import candidates_of, parse_target
 from ..triton.generate import generate_attention
 from ..triton.kernels import plan_loop
 from ..triton.specialise import specialise, with_forms, with_gradients, with_pair_sums
+from ..triton.tiles import shared_memory_of
 from .backend import why_portable
 from .distances import with_diagonals
 from .generate import generate
@@ -52,7 +53,8 @@ def hopper_source(lowered: Lowered, call: Call, direction: str, wants: Wants) ->
     if direction == "backward":
         for group in shares.stored:
             own = with_pair_sums(with_gradients(special, group), lowered, call)
-            sums.append(generate_attention(lowered, own, "stored", LoopPlan()))
+            (config, *_) = candidates_of(lowered, own, "stored", shared_memory_of("cuda:90"))
+            sums.append(generate_attention(lowered, own, "stored", LoopPlan(), config))
         special = with_diagonals(with_gradients(special, shares.lines), lowered, call)
     texts = []
     for name in HopperKernels.directions[direction]:

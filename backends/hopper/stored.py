@@ -93,11 +93,12 @@ def slope_hooks(special: Specialisation) -> dict[str, list[str]]:
     stores = special.stores_slopes
     wait = ["if PART == 0:", f"{_INDENT}tma_wait(0)"]
     store = [
-        "slope_row = (b * heads + h) * tl.cdiv(kv_len, BLOCK_N) * BLOCK_N + own",
+        "number = head.b * sizes.heads + head.h",
+        "slope_row = number * tl.cdiv(sizes.kv_len, BLOCK_N) * BLOCK_N + own",
         "if PART == 0:",
         f"{_INDENT}tma_store(slopes_desc, [slope_row, first], shared)",
         "else:",
-        f"{_INDENT}slope_tile = slope_row // BLOCK_N * tl.cdiv(q_len, BLOCK_M) + q_tile_index",
+        f"{_INDENT}slope_tile = slope_row // BLOCK_N * tl.cdiv(sizes.q_len, BLOCK_M) + q_tile_index",
         f"{_INDENT}gl.store(STORED_TILES + slope_tile, 1)",
     ]
     found = {

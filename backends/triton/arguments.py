@@ -12,7 +12,7 @@ from attndsl.errors import UnsupportedError
 from .compile import Argument
 from .draws import PARAMETERS, draws_arguments
 from .lines import Lines
-from .specialise import strides
+from .specialise import block_widths, strides
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -63,47 +63,26 @@ class Layout:
     """What the kernels of a backward add up along rows and columns."""
 
 
-def block_widths(special: Specialisation) -> tuple[int, int]:
-    """Columns of the tiles that hold rows of q and k, and of v."""
-    d = max(16, int(triton.next_power_of_2(special.head_dim)))
-    dv = max(16, int(triton.next_power_of_2(special.value_dim)))
-    if not special.aligned:
-        # Triton 3.6 multiplies by wrong elements of v where its tile is narrower than k's and its
-        # rows cannot be copied asynchronously; tiles of one width are right.
-        d = dv = max(d, dv)
-    return d, dv
-
-
 def arguments_of(
-    function: Any,
-    special: Specialisation,
-    precision: str,
-    upcast: bool,
-    more: Mapping[str, int | bool],
+    function: Any, special: Specialisation, more: Mapping[str, int | bool]
 ) -> list[Argument]:
     """Types of all arguments of a generated kernel, by their names.
 
     Args:
         function: The kernel (its parameter names say what each argument is).
         special: The specialisation that it was generated for.
-        precision: Input precision of matrix products.
-        upcast: Whether bf16 products run in fp32 (the interpreter's own are wrong).
         more: Constants of this kernel alone.
     """
-    block_d, block_dv = block_widths(special)
+    block_dv = block_widths(special)[1]
+    # Of kernels whose text is the same for all programs.
     constants: dict[str, int | str | bool | None] = {
         "D": special.head_dim,
         "DV": special.value_dim,
-        "BLOCK_D": block_d,
         "BLOCK_DV": block_dv,
-        "Q_KIND": special.q_kind,
-        "KV_KIND": special.kv_kind,
-        "PRECISION": precision,
-        "UPCAST": upcast and special.dtype == "bf16",
         "BLOCK_M": None,
         "BLOCK_N": None,
+        **more,
     }
-    constants |= more
     captures = capture_types(special)
     found = []
     for name in function.arg_names:

@@ -15,7 +15,7 @@ from attndsl.ir import SIZES, DType
 from attndsl.passes.tiles.plan import DIRECTIONS
 
 from ..base import Call
-from .arguments import arguments_of, block_widths
+from .arguments import arguments_of
 from .compile import build, load_module
 from .expression import Capture
 from .generate import entry_of, generate_attention
@@ -26,7 +26,14 @@ from .kernels import DIRECTIONS_OF, STATISTICS_ROWS, list_config, pairs_of, plan
 from .library import row_statistics
 from .scattered import constant_factors
 from .shares import share_out
-from .specialise import exact_captures, specialise, with_forms, with_gradients, with_pair_sums
+from .specialise import (
+    block_widths,
+    exact_captures,
+    specialise,
+    with_forms,
+    with_gradients,
+    with_pair_sums,
+)
 from .terms import is_plain, terms_of
 from .tiles import Config, candidates, shared_memory_of
 
@@ -107,7 +114,8 @@ def kernel_source(lowered: Lowered, call: Call, direction: str, wants: Wants) ->
     texts = []
     for name, own in kernels:
         config = candidates_of(lowered, own, name, shared)[0]
-        texts.append(generate_attention(lowered, own, name, plan_loop(lowered, own, name, config)))
+        loop = plan_loop(lowered, own, name, config)
+        texts.append(generate_attention(lowered, own, name, loop, config))
     return "\n\n".join(texts)
 
 
@@ -174,7 +182,7 @@ def cross_compile(
                 continue
             for config in (configs or {}).get(name) or candidates_of(lowered, own, name, shared):
                 loop = plan_loop(lowered, own, name, config)
-                text = generate_attention(lowered, own, name, loop)
+                text = generate_attention(lowered, own, name, loop, config)
                 path = Path(folder) / f"{name}_{len(list(Path(folder).iterdir()))}.py"
                 path.write_text(text, "utf-8")
                 function = getattr(load_module(path, path.stem), entry_of(name))
@@ -272,6 +280,6 @@ class _Compiler:
         configs: tuple[Config, ...],
         more: Mapping[str, int | bool],
     ) -> CrossCompiled:
-        arguments = arguments_of(function, special, "ieee", upcast=False, more=more)
+        arguments = arguments_of(function, special, more)
         built = build(function, arguments, configs, self.target, self.shared, load=False)
         return CrossCompiled(name, built.config, built.kernel.metadata.shared, built.kernel)

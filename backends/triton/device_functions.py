@@ -1,23 +1,26 @@
-"""Texts of generated device functions: arguments that a program adds, bodies, docstrings.
+"""Texts of generated device functions, and the record of what a program adds to a kernel.
 
 Non-goals: expressions (``expression.py``), whole modules (``generate.py``).
 """
 
 from __future__ import annotations
 
-import textwrap
 from typing import TYPE_CHECKING
 
 from attndsl.ir import DType
 
 from .draws import PARAMETERS
+from .text import INDENT, device_function
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from .specialise import Specialisation
 
-_INDENT = "    "
-PAIR = "b, h, hkv, q, kv, batch, heads, kv_heads, q_len, kv_len"
+PAIR = "head, q, kv, sizes"
 """What functions of pairs take beside the score and what the program adds."""
+HEAD = "head, sizes"
+"""The same of functions of a head."""
 
 
 def parameters(special: Specialisation) -> list[str]:
@@ -38,36 +41,43 @@ def parameters(special: Specialisation) -> list[str]:
     return names
 
 
+def record_of_given(names: Sequence[str]) -> str:
+    """The record ``Given`` with these fields."""
+    fields = [f"{name}: object" for name in names]
+    return "\n".join(
+        [
+            "class Given(NamedTuple):",
+            f'{INDENT}"""What the program adds to the arguments of the kernel."""',
+            *([""] if fields else []),
+            *(INDENT + field for field in fields),
+        ]
+    )
+
+
 def program_function(
     name: str,
-    first: str,
+    arguments: str,
     special: Specialisation,
     doc: str,
     body: list[str],
-    reads_params: bool,
-    more: list[str] | None = None,
+    reads: bool,
+    last: str = "",
 ) -> str:
-    """A device function that takes ``first``, then what the program adds, then ``more``."""
-    arguments = [*textwrap.wrap(f"{first},", 88), *wrapped(parameters(special))]
-    arguments += wrapped(more or [])
-    prologue = param_values(special) if reads_params else []
-    return "\n".join(
-        [
-            "@triton.jit",
-            f"def {name}(",
-            *(_INDENT + line for line in arguments),
-            "):",
-            f'{_INDENT}"""{doc}"""',
-            *(_INDENT + line for line in [*prologue, *body]),
-        ]
-    )
+    """A device function that takes ``arguments``, ``given`` and ``last``.
+
+    ``reads``: it may read params.
+    """
+    prologue = param_values(special) if reads else []
+    return device_function(name, f"{arguments}, given{last}", doc, [*prologue, *body])
 
 
 def param_values(special: Specialisation, scalar: bool = False) -> list[str]:
     """Lines that give each param's value its name; ``scalar``: where no tile is near."""
     lines = []
     for kind in special.params:
-        value = f"tl.load({kind.argument})" if kind.type.startswith("*") else kind.argument
+        value = f"given.{kind.argument}"
+        if kind.type.startswith("*"):
+            value = f"tl.load({value})"
         if kind.type == "fp32":
             # Under Triton's interpreter a float argument is a Python number.
             lines.append(f"p_{kind.name} = tl.full([], {value}, tl.float32)")
@@ -76,12 +86,7 @@ def param_values(special: Specialisation, scalar: bool = False) -> list[str]:
         elif kind.dtype is DType.BOOL:
             block = value if scalar else f"{value} + tl.zeros([1, 1], tl.int32)"
             lines.append(f"p_{kind.name} = {block} != 0")
-        elif value != f"p_{kind.name}":
+        else:
             small = kind.type in ("*i8", "*u8", "*i16")
             lines.append(f"p_{kind.name} = {value}" + (".to(tl.int32)" if small else ""))
     return lines
-
-
-def wrapped(names: list[str]) -> list[str]:
-    """``names`` as lines of arguments."""
-    return textwrap.wrap(", ".join(names) + ",", 88) if names else []

@@ -13,6 +13,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from .. import philox
+from .text import device_function
 
 if TYPE_CHECKING:
     from ..base import Call
@@ -22,9 +23,6 @@ BLOCK, ROW, POSITION = "block", "row", "position"
 logical position."""
 PARAMETERS = ("draws_row", "draws_key", "draws_head", "draws_heads")
 """Kernel arguments of parts' draws, all int32."""
-_IN_TEMPLATES = "b * heads + h, seed"
-_NUMBER = "b * draws_heads + h + draws_head, seed"
-
 Kinds = tuple[str, str]
 """How rows and how keys are given."""
 
@@ -69,18 +67,45 @@ def draws_arguments(call: Call) -> list[int]:
     return [*starts, (head + (1 << 31)) % (1 << 32) - (1 << 31), draws.heads]
 
 
-def with_draws(text: str, kinds: Kinds | None) -> str:
-    """A kernel's text, or a module's, whose pairs are drawn as ``kinds`` says.
-
-    Texts of calls of their own are those of the templates as they are.
-    """
+def number_of_head(kinds: Kinds | None) -> str:
+    """Number of a head among all that dropout counts."""
     if kinds is None:
-        return text
+        return "head.b * sizes.heads + head.h"
+    return "head.b * given.draws_heads + head.h + given.draws_head"
+
+
+def kept_function(kinds: Kinds | None) -> str:
+    """``kept_of_tile``, which calls the function of ``dropout`` that draws as ``kinds`` says."""
+    function, more = "kept_pairs", ""
     if kinds == (BLOCK, BLOCK):
-        text = text.replace(_IN_TEMPLATES, f"{_NUMBER}, draws_row, draws_key")
-        text = text.replace("kept_pairs", "kept_pairs_of_part")
-        return text.replace("drop_of_head", "drop_of_part")
-    by_position = ", ".join(str(kind == POSITION) for kind in kinds)
-    places = f"q, kv, draws_row, draws_key, {by_position}"
-    text = text.replace(_IN_TEMPLATES, f"{_NUMBER}, {places}")
-    return text.replace("kept_pairs", "kept_single_pairs")
+        function, more = "kept_pairs_of_part", "given.draws_row, given.draws_key, "
+    elif kinds is not None:
+        function = "kept_single_pairs"
+        by_position = ", ".join(str(kind == POSITION) for kind in kinds)
+        more = f"q, kv, given.draws_row, given.draws_key, {by_position}, "
+    return device_function(
+        "kept_of_tile",
+        "row, column, p, head, q, kv, sizes, given, ROWS: tl.constexpr, COLUMNS: tl.constexpr",
+        "Which pairs of a tile dropout keeps, as int8 (ROWS, COLUMNS).",
+        [
+            f"number = {number_of_head(kinds)}",
+            f"return {function}(row, column, p, number, given.seed, {more}ROWS, COLUMNS)",
+        ],
+    )
+
+
+def drop_function(kinds: Kinds | None) -> str:
+    """``drop_of_item``: what decides which pairs of a head are kept, of parts of whole blocks."""
+    function, more = "drop_of_head", ""
+    if kinds is not None:
+        function, more = "drop_of_part", ", given.draws_row, given.draws_key"
+    return device_function(
+        "drop_of_item",
+        "head, sizes, given",
+        "What decides which pairs of a head are kept.",
+        [
+            "chance = drop_probability(head, sizes, given)",
+            f"number = {number_of_head(kinds)}",
+            f"return {function}(chance, number, given.seed{more})",
+        ],
+    )

@@ -1,8 +1,8 @@
 """IR expressions as Triton source: one local a line for shared values, the rest inline.
 
-The text is independent of the tile's orientation: ``b``, ``h``, ``hkv`` are scalars, ``q`` and
-``kv`` broadcast against each other (one is a column, the other a row), ``score`` has the shape of
-the tile. Floats are fp32; ints are 32 bits where :mod:`attndsl.passes.widths` proves that exact.
+The text reads the records ``head``, ``sizes`` and ``given`` (:mod:`..device.records`). It is
+independent of the tile's orientation: what records hold are scalars, ``q`` and ``kv`` broadcast
+against each other (one is a column, the other a row), ``score`` has the shape of the tile. Floats are fp32; ints are 32 bits where :mod:`attndsl.passes.widths` proves that exact.
 
 Non-goals: choosing what to hoist out of loops.
 """
@@ -38,6 +38,8 @@ if TYPE_CHECKING:
     from attndsl.passes.evaluate import Value
     from attndsl.passes.inside import Dim
 
+_POSITIONS = ("q", "kv")
+_SHIFTS = {"$q_offset": "shift.q", "$kv_offset": "shift.kv"}
 _MAX_INLINE = 6
 """Operators that one line may nest before a local is introduced."""
 _MAX_PRODUCTS = 16
@@ -135,12 +137,17 @@ def print_expressions(roots: tuple[Node, ...], names: Names) -> Printed:
 def element_offset(
     indices: list[str], stride: str, name: str, wide: bool, unit_dims: frozenset[int]
 ) -> str:
-    """Offset of an element of ``name``, given its index texts, in ``{stride}{n}_{name}``."""
+    """Offset of an element of ``name``, given its index texts, in ``given.{stride}{n}_{name}``."""
     terms = []
     for dim, index in enumerate(indices):
         factor = f"{index}.to(tl.int64)" if wide else index
-        terms.append(factor if dim in unit_dims else f"{factor} * {stride}{dim}_{name}")
+        terms.append(factor if dim in unit_dims else f"{factor} * given.{stride}{dim}_{name}")
     return " + ".join(terms) if terms else "0"
+
+
+def _is_name(text: str) -> bool:
+    """Whether ``text`` is a local, or a record's field."""
+    return text.replace(".", "").isidentifier()
 
 
 class Printer:
@@ -268,14 +275,15 @@ class Printer:
         kind = Kind.BLOCK if varies and not self.names.scalar else Kind.SCALAR
         name = str(item.value)
         if item.op is Op.VAR:
-            return Operand(name, ATOM, kind)
+            return Operand(name if name in _POSITIONS else f"head.{name}", ATOM, kind)
         if item.op is Op.SIZE:
-            return Operand(name if name in SIZES else f"n_{name}", ATOM, kind)
+            return Operand(f"sizes.{name}" if name in SIZES else f"given.n_{name}", ATOM, kind)
         if item.op is Op.PARAM:
             if item.dtype is DType.BOOL and not self.names.scalar:
                 kind = Kind.BLOCK
             bits = 32 if item.dtype is not DType.INT or fits(self.ranges[item]) else 64
-            return Operand(name[1:] if name.startswith("$") else f"p_{name}", ATOM, kind, bits)
+            text = _SHIFTS.get(name) or (name[1:] if name.startswith("$") else f"p_{name}")
+            return Operand(text, ATOM, kind, bits)
         return self._load(item) if item.op is Op.LOAD else Operand("score", ATOM, kind)
 
     def _float(self, item: Node) -> Operand:
@@ -332,7 +340,9 @@ class Printer:
             if self._is_inside(load, dim, capture):
                 texts.append(self._converted(arg))
                 continue
-            text = f"tl.minimum(tl.maximum({self.value(arg)}, 0), size{dim}_{capture.name} - 1)"
+            text = (
+                f"tl.minimum(tl.maximum({self.value(arg)}, 0), given.size{dim}_{capture.name} - 1)"
+            )
             if not capture.wide and not fits(self.ranges[arg]):
                 text += ".to(tl.int32)"
             texts.append(self._local("i", text))
@@ -368,7 +378,7 @@ class Printer:
         # Clamped indices keep all other pairs inside the tensor.
         guarded = self._is_guarded(item)
         guard = ", mask=live, other=0" if guarded else ""
-        text = f"tl.load(t_{capture.name} + {offset}{guard})"
+        text = f"tl.load(given.t_{capture.name} + {offset}{guard})"
         kind = Kind.BLOCK if guarded else Kind.SCALAR
         if item.args:
             kind = max(kind, self._kind(item))
@@ -454,7 +464,7 @@ class Printer:
 
     def _powers(self, item: Node, square: str, exponent: int) -> Operand:
         """A power, 1 or more, by squaring: D. Knuth, The Art of Computer Programming, 4.6.3."""
-        if not square.isidentifier():
+        if not _is_name(square):
             square = self._local("x", square)
         factors = []
         while True:
@@ -489,6 +499,6 @@ class Printer:
     def _share(self, item: Node) -> None:
         """Give ``item`` a local, since its text is about to be repeated."""
         own = self.operands[item]
-        if item.args and not own.text.isidentifier():
+        if item.args and not _is_name(own.text):
             self.operands[item] = replace(own, text=self._local("x", own.text), level=ATOM)
             self.depths[item] = 0

@@ -5,31 +5,40 @@ Non-goals: compiling the text, and choosing tile sizes.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from importlib import resources
 from typing import TYPE_CHECKING
 
 from attndsl.ir import DType, Op, dependencies, reads_score
 from attndsl.passes.distance import meets_distances_alone
 
-from .device_functions import PAIR, param_values, parameters, program_function, wrapped
-from .draws import with_draws
+from .device_functions import (
+    HEAD,
+    PAIR,
+    param_values,
+    parameters,
+    program_function,
+    record_of_given,
+)
+from .draws import kept_function
 from .expression import Printed, print_expressions
-from .generate_gradients import SCATTERED, gradient_texts, stored_hooks
+from .generate_gradients import SCATTERED, gradient_texts, stored_texts
 from .generate_tangent import tangent_texts
 from .loops import LIST_PARAMETERS, LOOPS, print_loop
+from .specialise import block_widths
 from .terms import derivatives, terms_of
+from .text import wrapped
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from attndsl.ir import Node, Program
     from attndsl.passes.tiles.plan import LoopPlan
     from attndsl.pipeline import Lowered
 
     from .expression import Names
     from .specialise import Specialisation
+    from .tiles import Config
 
-_INDENT = "    "
 _PASSES = {
     "forward": "forward",
     "backward_kv": "kv_pass",
@@ -39,20 +48,49 @@ _PASSES = {
 """What templates call the loop of each direction."""
 
 
+class Literal(str):
+    """Text of a constant's value."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
+Flags = Mapping[str, bool | float | str]
+
+
+@dataclass(frozen=True, slots=True)
+class Products:
+    """How a kernel multiplies matrices."""
+
+    precision: str = "ieee"
+    """Triton's name of the precision of fp32 products."""
+    upcast: bool = False
+    """Whether products of bf16 are made in fp32, as the interpreter's own are wrong."""
+
+
+IEEE = Products()
+
+
 def generate_attention(
-    lowered: Lowered, special: Specialisation, direction: str, loop: LoopPlan
+    lowered: Lowered,
+    special: Specialisation,
+    direction: str,
+    loop: LoopPlan,
+    config: Config,
+    products: Products = IEEE,
 ) -> str:
     """The module of one kernel, :func:`entry_of` ``direction``, with its loop's plan.
 
     The backward kernels add up the gradients that ``special`` names; that of tangents has those of
-    what ``special`` says moves.
+    what ``special`` says moves. ``config`` has the tile sizes.
     """
     if direction == "stored":
-        return _generate_stored(lowered, special)
+        return _generate_stored(lowered, special, config)
     if direction not in LOOPS:
-        return _generate_apart(lowered, special, direction)
+        return _generate_apart(lowered, special, direction, config, products)
     program, sparsity = lowered.program, lowered.sparsity
-    names = parameters(special)
     functions, helpers = _functions(lowered, special)
     if direction == "tangent":
         learned = tangent_texts(lowered, special)
@@ -67,15 +105,12 @@ def generate_attention(
         helpers |= used
     name = _PASSES[direction]
     texts, used = print_loop(
-        name,
-        LOOPS[direction].along,
-        loop,
-        names,
-        param_values(special, scalar=True),
-        special.names(),
+        name, LOOPS[direction].along, loop, param_values(special, scalar=True), special.names()
     )
     listed = loop.listed is not None
-    flags = _flags(program) | {
+    flags: Flags = {
+        **_flags(program),
+        **_constants(special, config, products),
         "SCALED_FIRST": program.score.op is not Op.SCORE
         or reads_score(program.mask)
         or program.weights is not None
@@ -85,21 +120,25 @@ def generate_attention(
         f"{name.upper()}_HAS_FULL": listed or bool(loop.full),
         f"{name.upper()}_HAS_PARTIAL": listed or bool(loop.partial),
         f"{name.upper()}_DESCENDING": loop.descending,
+        **learned.flags,
     }
-    flags |= dict(learned.flags)
-    more = {**learned.hooks, f"{name}_lists": wrapped(LIST_PARAMETERS) if listed else []}
+    given = [*parameters(special), *(LIST_PARAMETERS if listed else ()), *learned.given]
     templates = ("forward",) if direction == "forward" else ("weights", direction)
-    text = fill_template(
-        __package__, templates, [*functions, *texts], helpers | used, flags, names, more
-    )
-    return with_draws(text, special.draws)
+    texts = [record_of_given(given), *functions, *texts]
+    return fill_template(__package__, templates, texts, helpers | used, flags, given)
 
 
-def _generate_stored(lowered: Lowered, special: Specialisation) -> str:
+def _generate_stored(lowered: Lowered, special: Specialisation, config: Config) -> str:
     """The module of the kernel that adds up what attention kernels have stored."""
-    flags = {"HEADS_APART": _tells_heads_apart(lowered, special)}
-    hooks = stored_hooks(lowered, special)
-    return fill_template(__package__, ("stored", "pair_sums"), [], set(), flags, [], hooks)
+    flags: Flags = {
+        "BLOCK_M": config.block_m,
+        "BLOCK_N": config.block_n,
+        "HEADS_APART": _tells_heads_apart(lowered, special),
+    }
+    learned = stored_texts(lowered, special)
+    texts = [record_of_given(learned.given), *learned.functions]
+    templates = ("stored", "pair_sums")
+    return fill_template(__package__, templates, texts, set(), flags, list(learned.given))
 
 
 def _tells_heads_apart(lowered: Lowered, special: Specialisation) -> bool:
@@ -110,7 +149,9 @@ def _tells_heads_apart(lowered: Lowered, special: Specialisation) -> bool:
     )
 
 
-def _generate_apart(lowered: Lowered, special: Specialisation, direction: str) -> str:
+def _generate_apart(
+    lowered: Lowered, special: Specialisation, direction: str, config: Config, products: Products
+) -> str:
     """The module of a kernel that makes gradients of captured tensors and params alone."""
     functions, helpers = _functions(lowered, special)
     learned = gradient_texts(lowered, special, direction)
@@ -118,25 +159,23 @@ def _generate_apart(lowered: Lowered, special: Specialisation, direction: str) -
     mask = program.mask
     varies = frozenset[str]() if mask is None else dependencies(mask)[mask]
     roots = (mask, program.score, program.weights, program.dropout)
-    text = fill_template(
-        __package__,
-        ("weights", "tile_gradients", *["pair_sums"] * (direction == "pairs"), entry_of(direction)),
-        [*functions, *learned.functions],
-        helpers | learned.helpers,
-        {
-            **_flags(program),
-            **learned.flags,
-            "HEADS_APART": _tells_heads_apart(lowered, special),
-            "MASK_READS_SCORE": reads_score(mask),
-            "MASK_MEETS_DISTANCES": mask is None
-            or ("score" not in varies and meets_distances_alone(mask)),
-            "ALL_MEETS_DISTANCES": meets_distances_alone(*(root for root in roots if root)),
-            "MASK_IS_SHARED": not varies & {"b", "h", "score"},
-        },
-        parameters(special),
-        learned.hooks,
-    )
-    return with_draws(text, special.draws)
+    flags: Flags = {
+        **_flags(program),
+        **_constants(special, config, products),
+        **learned.flags,
+        "HEADS_APART": _tells_heads_apart(lowered, special),
+        "MASK_READS_SCORE": reads_score(mask),
+        "MASK_MEETS_DISTANCES": mask is None
+        or ("score" not in varies and meets_distances_alone(mask)),
+        "ALL_MEETS_DISTANCES": meets_distances_alone(*(root for root in roots if root)),
+        "MASK_IS_SHARED": not varies & {"b", "h", "score"},
+    }
+    given = [*parameters(special), *learned.given]
+    templates = (
+        "weights", "tile_gradients", *["pair_sums"] * (direction == "pairs"), entry_of(direction)
+    )  # fmt: skip
+    texts = [record_of_given(given), *functions, *learned.functions]
+    return fill_template(__package__, templates, texts, helpers | learned.helpers, flags, given)
 
 
 def entry_of(direction: str) -> str:
@@ -146,8 +185,8 @@ def entry_of(direction: str) -> str:
     return "scattered" if direction in SCATTERED else direction
 
 
-def _flags(program: Program) -> dict[str, bool | float]:
-    """Constants of every module."""
+def _flags(program: Program) -> Flags:
+    """What every program decides."""
     return {
         "MASKED": program.mask is not None,
         "MODIFIED": program.score.op is not Op.SCORE,
@@ -156,33 +195,49 @@ def _flags(program: Program) -> dict[str, bool | float]:
     }
 
 
+def _constants(special: Specialisation, config: Config, products: Products) -> Flags:
+    """What every call decides: sizes of tiles, dims, how positions are given, precision."""
+    block_d, block_dv = block_widths(special)
+    return {
+        "BLOCK_M": config.block_m,
+        "BLOCK_N": config.block_n,
+        "D": special.head_dim,
+        "DV": special.value_dim,
+        "BLOCK_D": block_d,
+        "BLOCK_DV": block_dv,
+        "Q_KIND": special.q_kind,
+        "KV_KIND": special.kv_kind,
+        "PRECISION": products.precision,
+        "UPCAST": products.upcast,
+    }
+
+
 def fill_template(
     package: str,
     templates: tuple[str, ...],
     functions: list[str],
     helpers: set[str],
-    flags: Mapping[str, bool | float],
-    names: list[str],
-    more: Mapping[str, list[str]],
+    flags: Flags,
+    given: list[str],
+    more: Mapping[str, list[str]] | None = None,
 ) -> str:
     """A module's text: the templates one after the other, their hooks filled.
 
     Args:
         package: Where ``templates/`` lies.
         templates: Its files, by their stems.
-        functions: Texts of the program's own device functions.
+        functions: Texts of the program's own record and device functions.
         helpers: Library functions that these use.
         flags: Constants of the module.
-        names: Kernel arguments that the program adds.
+        given: Kernel arguments that the program adds.
         more: Lines for further hooks.
     """
     fills = {
         "imports": import_lines("triton", helpers),
-        "flags": [f"{name} = tl.constexpr({value})" for name, value in flags.items()],
+        "flags": [f"{name} = tl.constexpr({value!r})" for name, value in flags.items()],
         "functions": "\n\n\n".join(functions).split("\n"),
-        "parameters": wrapped(names),
-        "arguments": wrapped(names),
-        **more,
+        "given": wrapped(given),
+        **(more or {}),
     }
     lines = []
     for template in templates:
@@ -194,9 +249,8 @@ def fill_template(
 
 def import_lines(backend: str, names: set[str]) -> list[str]:
     """The statement that imports library functions of a backend, if there are any."""
-    return [f"from attndsl.backends.{backend}.library import {', '.join(sorted(names))}"] * bool(
-        names
-    )
+    found = f"from attndsl.backends.{backend}.library import {', '.join(sorted(names))}"
+    return [found] * bool(names)
 
 
 def _template(package: str, name: str) -> list[str]:
@@ -241,7 +295,11 @@ def _functions(lowered: Lowered, special: Specialisation) -> tuple[list[str], se
         texts.append(text)
     doc = "With what probability each pair is dropped."
     text, used = _head_function("drop_probability", program.dropout, special, doc, "{}")
-    return [*texts, text], helpers | used
+    texts.append(text)
+    helpers |= used
+    if program.dropout is not None:
+        texts.append(kept_function(special.draws))
+    return texts, helpers
 
 
 def pair_function(
@@ -249,8 +307,7 @@ def pair_function(
 ) -> tuple[str, set[str]]:
     """``root`` as a function of a tile of pairs, and the library functions that it uses."""
     body, used = (["return live"], set()) if root is None else pair_body(root, special.names())
-    first = f"score, live, {PAIR}"
-    return program_function(name, first, special, doc, body, root is not None), used
+    return program_function(name, f"score, live, {PAIR}", special, doc, body, bool(root)), used
 
 
 def pair_body(root: Node, names: Names) -> tuple[list[str], set[str]]:
@@ -272,5 +329,4 @@ def _head_function(
         # A tile of one element, or a number.
         result = form.format(f"{printed.terms[0]} + tl.zeros([1, 1], tl.float32)")
         body, helpers = [*printed.lines, f"return {result}"], set(printed.helpers)
-    first = "b, h, hkv, batch, heads, kv_heads, q_len, kv_len"
-    return program_function(name, first, special, doc, body, root is not None), helpers
+    return program_function(name, HEAD, special, doc, body, root is not None), helpers

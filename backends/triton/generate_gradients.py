@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING
 
 from attndsl.ir import Op
 
-from .device_functions import PAIR, program_function, wrapped
+from .device_functions import PAIR, program_function
 from .expression import Printer, element_offset
 from .terms import ONE, SOURCES, lines_of, terms_of
+from .text import device_function
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -37,7 +38,8 @@ class GradientTexts:
     helpers: frozenset[str] = frozenset()
     """Library functions that they use."""
     flags: Mapping[str, bool | float] = field(default_factory=dict)
-    hooks: Mapping[str, list[str]] = field(default_factory=dict)
+    given: tuple[str, ...] = ()
+    """Kernel arguments, after those that the program adds."""
 
 
 def gradient_texts(lowered: Lowered, special: Specialisation, direction: str) -> GradientTexts:
@@ -49,10 +51,8 @@ def gradient_texts(lowered: Lowered, special: Specialisation, direction: str) ->
         terms = lines_of(lowered, names, LINES[direction])
     else:
         terms = terms_of(lowered, names)
-    parameters = sum_parameters(special, direction)
     numbers = _numbers(terms, special, direction)
     count = 1 if direction == "distances" else len(set(numbers.values()))
-    sums = [f"sum{number}" for number in range(count)]
     functions: list[str] = []
     flags: dict[str, bool | float] = {}
     helpers = {"raise_bound"} if direction == "scatter_bounds" else set[str]()
@@ -61,36 +61,31 @@ def gradient_texts(lowered: Lowered, special: Specialisation, direction: str) ->
         adds = bool(own) or (direction == "distances" and source == "score")
         flags[f"LEARNS_{source.upper()}"] = adds
         if adds:
-            body, used = _body(source, own, numbers, sums, special, direction)
+            body, used = _body(source, own, numbers, count, special, direction)
             helpers |= used
             functions.append(
                 program_function(
                     f"add_{source}_gradients",
-                    ", ".join([*sums, "dscore", "score", "live", PAIR]),
+                    f"sums, ds, score, live, {PAIR}",
                     special,
                     f"The sums with what the gradient of each pair's {_OF[source]} adds.",
                     body,
                     True,
-                    parameters,
                 )
             )
-    hooks = {
-        "sums": wrapped(sums),
-        "sum_parameters": wrapped(parameters),
-        "outputs": wrapped(_outputs(terms, special, direction)),
-        "begin_sums": [f"{name} = tl.zeros({_SHAPES[direction]}, tl.float32)" for name in sums],
-        "end_sums": _end(sums, special, direction),
-    }
-    return GradientTexts(tuple(functions), frozenset(helpers), flags, hooks)
+    if direction != "forward":
+        functions.append(_begin(count, direction))
+    if direction in _ENDS:
+        functions.append(_end(count, special, direction))
+    given = _buffers(special, direction) + _outputs(len(terms), special, direction)
+    return GradientTexts(tuple(functions), frozenset(helpers), flags, tuple(given))
 
 
-def stored_hooks(lowered: Lowered, special: Specialisation) -> dict[str, list[str]]:
+def stored_texts(lowered: Lowered, special: Specialisation) -> GradientTexts:
     """What the kernel that adds up stored dS does with a sum: each of its terms is that."""
-    terms = terms_of(lowered, special.tensor_gradients)
-    return {
-        "outputs": wrapped(_outputs(terms, special, "pairs")),
-        "end_sums": _end(["total"] * len(terms), special, "pairs"),
-    }
+    count = len(terms_of(lowered, special.tensor_gradients))
+    texts = (_end(count, special, "stored"),)
+    return GradientTexts(texts, given=tuple(_outputs(count, special, "pairs")))
 
 
 _OF = {"score": "score", "weight": "weight", "dropout": "chance to be dropped"}
@@ -104,8 +99,8 @@ _SHAPES = {
 }
 
 
-def sum_parameters(special: Specialisation, direction: str) -> list[str]:
-    """Kernel arguments that the functions get, after what the program adds."""
+def _buffers(special: Specialisation, direction: str) -> list[str]:
+    """Kernel arguments of the two kernels that scatter sums."""
     if direction == "scatter_bounds":
         return ["BOUNDS"]
     if direction != "scatter_sums":
@@ -126,14 +121,16 @@ def _numbers(terms: tuple[Term, ...], special: Specialisation, direction: str) -
     return {term.leaf: number for number, term in enumerate(terms)}
 
 
-def _outputs(terms: tuple[Term, ...], special: Specialisation, direction: str) -> list[str]:
+def _outputs(count: int, special: Specialisation, direction: str) -> list[str]:
     """Kernel arguments that are used at the end alone."""
     if direction in LINES:
-        return ["LINE_SUMS"] * bool(terms)
+        return ["LINE_SUMS"] * bool(count)
+    if direction == "distances":
+        return ["DISTANCE_SUMS"]
     if direction != "pairs":
         return []
     found = []
-    for number in range(len(terms)):
+    for number in range(count):
         found.append(f"PAIR_SUMS{number}")
         found += [step for step in _pair_steps(number, special) if step != "1"]
     return found
@@ -148,40 +145,60 @@ def _pair_steps(number: int, special: Specialisation) -> list[str]:
     ]
 
 
-def _end(sums: list[str], special: Specialisation, direction: str) -> list[str]:
-    if direction in LINES:
-        length, lines = ("q_len", "rows") if direction == "backward_q" else ("kv_len", "columns")
-        return [
-            f"tl.store(LINE_SUMS + (b * heads + h + {number} * batch * heads).to(tl.int64)"
-            f" * {length} + {lines}, {name}, mask={lines} < {length})"
-            for number, name in enumerate(sums)
-        ]
-    if direction == "scatter_bounds":
-        return [f"raise_bound(BOUNDS + {number}, {name})" for number, name in enumerate(sums)]
-    if direction != "pairs":
-        return []
-    calls = []
-    for number, name in enumerate(sums):
-        calls += [
-            "store_pairs(",
-            f"    PAIR_SUMS{number}, {', '.join(_pair_steps(number, special))},",
-            f"    {name}, part, own_b, own_h, first, kv_first, q_len, kv_len, inside,",
-            ")",
-        ]
-    return calls
+def _begin(count: int, direction: str) -> str:
+    """``no_sums``: the sums before the first tile."""
+    zeros = f"tl.zeros({_SHAPES[direction]}, tl.float32), " * count
+    return device_function("no_sums", "", "The sums of nothing.", [f"return ({zeros.rstrip()})"])
+
+
+_ENDS = {
+    "backward_q": "sums, rows, head, sizes, given",
+    "backward_kv": "sums, columns, head, sizes, given",
+    "scatter_bounds": "sums, given",
+    "scatter_sums": "sums, given",
+    "pairs": "sums, share, inside, sizes, given",
+    "stored": "total, share, inside, sizes, given",
+}
+"""What the function that stores the sums takes."""
+
+
+def _end(count: int, special: Specialisation, direction: str) -> str:
+    """``store_sums``: what becomes of the sums after the last tile."""
+    body = []
+    for number in range(count):
+        if direction in LINES:
+            along, of = ("q_len", "rows") if direction == "backward_q" else ("kv_len", "columns")
+            body += [
+                f"line = head.b * sizes.heads + head.h + {number} * sizes.batch * sizes.heads",
+                f"places = line.to(tl.int64) * sizes.{along} + {of}",
+                f"tl.store(given.LINE_SUMS + places, sums[{number}], mask={of} < sizes.{along})",
+            ]
+        elif direction == "scatter_bounds":
+            body.append(f"raise_bound(given.BOUNDS + {number}, sums[{number}])")
+        elif direction in ("pairs", "stored"):
+            total = "total" if direction == "stored" else f"sums[{number}]"
+            steps = (
+                step if step == "1" else f"given.{step}" for step in _pair_steps(number, special)
+            )
+            body += [
+                f"steps = Steps({', '.join(steps)})",
+                f"store_pairs(given.PAIR_SUMS{number}, steps, {total}, share, inside, sizes)",
+            ]
+    doc = "Store the sums." if body else "Nothing is left to store."
+    return device_function("store_sums", _ENDS[direction], doc, body or ["return"])
 
 
 def _body(
     source: str,
     terms: tuple[Term, ...],
     numbers: Mapping[Node, int],
-    sums: list[str],
+    count: int,
     special: Specialisation,
     direction: str,
 ) -> tuple[list[str], set[str]]:
     """Lines of the function that adds up what ``source`` gives, and the library's that they use.
 
-    ``numbers`` say which of ``sums`` a lookup or param adds to.
+    ``numbers`` say which of ``count`` sums a lookup or param adds to.
     """
     factors = tuple(term.factors[source] for term in terms)
     indices = tuple(index for term in terms for index in term.leaf.args)
@@ -189,15 +206,16 @@ def _body(
     printer = Printer(factors + indices * scatters, special.names())
     lines: list[str] = []
     helpers: set[str] = set()
+    parts: dict[int, list[str]] = {number: [] for number in range(count)}
     if direction == "distances":
-        lines.append("sum0 = sum0 + dscore")
+        parts[0].append("ds")
     for term, factor in zip(terms, factors, strict=True):
-        part = "dscore"
+        part = "ds"
         if factor is not ONE:
-            part = f"dscore * {printer.factor(factor)}"
+            part = f"ds * {printer.factor(factor)}"
             if factor.op is not Op.CONST:
                 # What has no weight adds nothing, be its derivative infinite.
-                part = f"tl.where(dscore != 0.0, {part}, 0.0)"
+                part = f"tl.where(ds != 0.0, {part}, 0.0)"
         number = numbers[term.leaf]
         if scatters:
             found, used = _scattered(term, part, number, printer, special)
@@ -205,13 +223,16 @@ def _body(
             lines += found
             helpers |= used
         elif direction == "scatter_bounds":
-            lines.append(f"sum{number} = sum{number} + tl.sum(finite_size({part}), 1)")
+            parts[number].append(f"tl.sum(finite_size({part}), 1)")
             helpers.add("finite_size")
-        elif direction == "pairs":
-            lines.append(f"sum{number} = sum{number} + {part}")
+        elif direction in ("pairs", "distances"):
+            parts[number].append(part)
         else:
-            lines.append(f"sum{number} = sum{number} + tl.sum({part}, 1)")
-    lines.append(f"return ({', '.join(sums)},)")
+            parts[number].append(f"tl.sum({part}, 1)")
+    sums = "".join(
+        f"{' + '.join([f'sums[{number}]', *added])}, " for number, added in parts.items()
+    )
+    lines.append(f"return ({sums.rstrip()})")
     return [*printer.lines, *lines], set(printer.helpers) | helpers
 
 
@@ -225,7 +246,7 @@ def _scattered(
     place = element_offset(printer.indices(term.leaf), "gstride", name, capture.wide, frozenset())
     lines = [
         f"part = {part}",
-        f"exact = exact_parts(part, SCALES + {number})",
+        f"exact = exact_parts(part, given.SCALES + {number})",
     ]
     if term.along != "pair":
         # Integers are added up in any order: in the tile first, along what the index lacks.
@@ -236,8 +257,8 @@ def _scattered(
             lines.append("exact = tl.sum(exact, 0, keep_dims=True)")
     lines += [
         f"place = {place}",
-        f"copy = exact_{name} + (tl.program_id(0) % copies_{name}).to(tl.int64) * step_{name}",
-        "add_exactly(copy, place, exact)",
-        f"note_infinities(notes_{name}, place, part)",
+        f"number = (tl.program_id(0) % given.copies_{name}).to(tl.int64)",
+        f"add_exactly(given.exact_{name} + number * given.step_{name}, place, exact)",
+        f"note_infinities(given.notes_{name}, place, part)",
     ]
     return lines, {"exact_parts", "add_exactly", "note_infinities"}

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from attndsl.ir import DType
 
-from .device_functions import parameters, program_function
+from .device_functions import parameters, program_function, record_of_given
 from .expression import print_expressions
 from .generate import fill_template, pair_function
 
@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from attndsl.pipeline import Lowered
 
     from .specialise import Specialisation
-
-_SIZES = "batch, heads, kv_heads, q_len, kv_len"
 
 
 def generate_lists(lowered: Lowered, special: Specialisation) -> str:
@@ -38,8 +36,10 @@ def generate_lists(lowered: Lowered, special: Specialisation) -> str:
     ):
         texts.append(text)
         helpers |= used
-    names = parameters(special)
-    return fill_template(__package__, ("tile_lists",), texts, helpers, {}, names, {})
+    given = parameters(special)
+    flags = {"Q_KIND": special.q_kind, "KV_KIND": special.kv_kind}
+    texts = [record_of_given(given), *texts]
+    return fill_template(__package__, ("tile_lists",), texts, helpers, flags, given)
 
 
 def value_counts(bounds: Bounds) -> dict[str, int]:
@@ -59,19 +59,19 @@ def _store_values(
     counts[DType.INT] += 1
     body = [
         *printed.lines,
-        f"ints += number * {2 * counts[DType.INT]} * tiles + place",
-        f"floats += number * {2 * counts[DType.FLOAT]} * tiles + place",
-        f"store_extremes({position}, inside, ints, ints + tiles)",
+        f"ints += place.number * {2 * counts[DType.INT]} * place.tiles + place.tile",
+        f"floats += place.number * {2 * counts[DType.FLOAT]} * place.tiles + place.tile",
+        f"store_extremes({position}, inside, ints, ints + place.tiles)",
     ]
     places = {DType.INT: 1, DType.FLOAT: 0}
     for value, text in zip(values, printed.values, strict=True):
         array = "ints" if value.dtype is DType.INT else "floats"
-        low, high = (f"{array} + {2 * places[value.dtype] + end} * tiles" for end in (0, 1))
+        low, high = (f"{array} + {2 * places[value.dtype] + end} * place.tiles" for end in (0, 1))
         places[value.dtype] += 1
         body.append(f"store_extremes({text}, inside, {low}, {high})")
     text = program_function(
         f"store_{stem}_values",
-        f"ints, floats, number, place, tiles, inside, b, h, hkv, {position}, {_SIZES}",
+        f"ints, floats, place, inside, head, {position}, sizes",
         special,
         f"Store the bounds of what the mask needs to know of a {stem} tile.",
         body,
@@ -82,9 +82,9 @@ def _store_values(
 
 def _bounds(bounds: Bounds, special: Specialisation) -> tuple[str, set[str]]:
     loads = []
-    for stem, position, values, place, tiles in (
-        ("row", "q", bounds.rows, "row + zeros", "q_tiles"),
-        ("column", "kv", bounds.columns, "tile", "kv_tiles"),
+    for stem, position, values, place, of in (
+        ("row", "q", bounds.rows, "row.tile + zeros", "row"),
+        ("column", "kv", bounds.columns, "column.tile", "column"),
     ):
         named = [(f"{position}_", DType.INT)]
         named += [(f"{stem}{number}_", value.dtype) for number, value in enumerate(values)]
@@ -92,20 +92,19 @@ def _bounds(bounds: Bounds, special: Specialisation) -> tuple[str, set[str]]:
         counts = {kind: sum(k is kind for _, k in named) for kind in (DType.INT, DType.FLOAT)}
         slots = {DType.INT: 0, DType.FLOAT: 0}
         for name, kind in named:
-            array = f"{stem}_{'ints' if kind is DType.INT else 'floats'}"
-            base = f"{array} + number * {2 * counts[kind]} * {tiles}"
+            array = f"values.{stem}_{'ints' if kind is DType.INT else 'floats'}"
+            base = f"{array} + {of}.number * {2 * counts[kind]} * {of}.tiles"
             for end in ("low", "high"):
                 slot = slots[kind]
                 slots[kind] += 1
                 narrow = ".to(tl.int32)" if name in ("q_", "kv_") else ""
                 loads.append(
-                    f"{name}{end} = tl.load({base} + {slot} * {tiles} + {place}{guard}){narrow}"
+                    f"{name}{end} = tl.load({base} + {slot} * {of}.tiles + {place}{guard}){narrow}"
                 )
     printed = print_expressions((bounds.may, bounds.must), special.names())
     text = program_function(
         "bounds_of_tile",
-        "row_ints, row_floats, column_ints, column_floats, number, row, q_tiles, tile, kv_tiles, "
-        f"inside, b, h, hkv, {_SIZES}",
+        "values, row, column, inside, head, sizes",
         special,
         "Whether pairs of the tiles may be live, and whether all must be.",
         [

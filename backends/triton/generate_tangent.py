@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from attndsl.ir import DType, Node, Op, Program, TensorDecl, const, load, node, param, reads_score
 from attndsl.passes.differentiate import differentiate
 
-from .device_functions import PAIR, program_function
+from .device_functions import HEAD, PAIR, program_function
 from .expression import print_expressions
 from .generate_gradients import GradientTexts
 from .terms import ONE, derivatives
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from .specialise import Specialisation
 
 _ZERO = const(0.0)
-_HEAD = "b, h, hkv, batch, heads, kv_heads, q_len, kv_len"
 
 
 def moved_name(program: Program, name: str) -> str:
@@ -80,7 +79,7 @@ def tangent_texts(lowered: Lowered, special: Specialisation) -> GradientTexts:
             helpers |= used
     pairs = moves["score"] or moves["weight"] or moves["dropout"]
     flags["MOVES_WEIGHTS"] = pairs or bool(flags["MOVES_Q"] or flags["MOVES_K"])
-    return GradientTexts(tuple(functions), frozenset(helpers), flags, {})
+    return GradientTexts(tuple(functions), frozenset(helpers), flags)
 
 
 def _moved(program: Program, derivative: Derivative, names: Collection[str]) -> Node | None:
@@ -107,7 +106,7 @@ def _function(source: str, root: Node, special: Specialisation) -> tuple[str, se
     if source == "sink":
         # A tile of one element, or a number.
         result = f"return tl.sum({printed.terms[0]} + tl.zeros([1, 1], tl.float32))"
-        name, first = "moved_sink_of_head", _HEAD
+        name, first = "moved_sink_of_head", HEAD
     else:
         spread = "" if reads_score(root) else " + tl.zeros(score.shape, tl.float32)"
         result = f"return {printed.terms[0]}{spread}"

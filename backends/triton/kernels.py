@@ -13,15 +13,15 @@ from attndsl.errors import BackendError
 from attndsl.passes.tiles.plan import LoopPlan
 
 from ..key import KernelKey, source_fingerprint, version_of
-from .arguments import arguments_of, block_widths
+from .arguments import arguments_of
 from .compile import Argument, Executable, build, is_interpreted, module_of, record, restore
-from .generate import entry_of, generate_attention
+from .generate import Products, entry_of, generate_attention
 from .generate_gradients import SCATTERED
 from .generate_lists import generate_lists
 from .library import row_statistics
 from .loops import LOOPS, row_width
 from .pair_work import work_of_pair
-from .specialise import with_forms
+from .specialise import block_widths, with_forms
 from .tiles import (
     INTERPRETED,
     MAX_SPILLS,
@@ -137,7 +137,7 @@ class Kernels:
                     or self._generate(lowered, direction, special, precision, target, device, key)
                 )
                 executables[direction] = self._executable(
-                    module, direction, special, precision, target, device,
+                    module, direction, special, target, device,
                     (Config(**module.meta["config"]),), {},
                 )  # fmt: skip
                 if module.meta["listed"]:
@@ -147,7 +147,7 @@ class Kernels:
                 more = self._fixed_constants(special) | {"HAS_DLSE": has_dlse}
                 for name in self.fixed:
                     executables[name] = self._executable(
-                        module, name, special, precision, target, device, configs, more
+                        module, name, special, target, device, configs, more
                     )
             return Prepared(executables, frozenset(listed))
 
@@ -167,9 +167,7 @@ class Kernels:
                 module = self._keep(key, entry, {"compiled": {}} | dict(entry.meta))
             config, sizes = list_config(block_m, block_n, parts)
             executables = {
-                name: self._executable(
-                    module, name, special, "ieee", target, device, (config,), sizes
-                )
+                name: self._executable(module, name, special, target, device, (config,), sizes)
                 for name in ("summarise", "classify", "refine", "list_tiles")
             }
             return ListKernels(executables, parts)
@@ -239,13 +237,14 @@ class Kernels:
             "listed": loop.listed is not None,
             "compiled": {},
         }
-        text = self._text(lowered, special, direction, loop, config)
+        products = Products(precision, target is None and special.dtype == "bf16")
+        text = self._text(lowered, special, direction, loop, config, products)
         self._forget(key)
         try:
             # Described once it has compiled: whoever interrupts that leaves nothing to be found.
             module = self._keep(key, self._store.save(key, text, {}), meta)
             return module, self._executable(
-                module, direction, special, precision, target, device, (config,), {}
+                module, direction, special, target, device, (config,), {}
             )
         finally:
             self._forget(key)
@@ -290,7 +289,7 @@ class Kernels:
             del self._executables[place]
 
     def _executable(
-        self, module: _Module, name: str, special: Specialisation, precision: str,
+        self, module: _Module, name: str, special: Specialisation,
         target: GPUTarget | None, device: torch.device, configs: tuple[Config, ...],
         more: Mapping[str, int | bool],
     ) -> Executable:  # fmt: skip
@@ -298,7 +297,7 @@ class Kernels:
         executable = self._executables.get(place)
         if executable is None:
             function = self._function(module, name)
-            arguments = self._arguments(function, special, precision, target, more, configs[0])
+            arguments = self._arguments(function, special, more, configs[0])
             slot = "_".join([name, *map(str, more.values())])
             recorded = module.meta["compiled"].get(slot)
             if recorded is not None and target is not None:
@@ -334,17 +333,17 @@ class Kernels:
 
     def _text(
         self, lowered: Lowered, special: Specialisation, direction: str, loop: LoopPlan,
-        config: Config,
+        config: Config, products: Products,
     ) -> str:  # fmt: skip
         """The module of a kernel with these tile sizes."""
-        return generate_attention(lowered, special, direction, loop)
+        return generate_attention(lowered, special, direction, loop, config, products)
 
     def _arguments(
-        self, function: object, special: Specialisation, precision: str,
-        target: GPUTarget | None, more: Mapping[str, int | bool], config: Config,
+        self, function: object, special: Specialisation, more: Mapping[str, int | bool],
+        config: Config,
     ) -> list[Argument]:  # fmt: skip
         """Types of a kernel's arguments."""
-        return arguments_of(function, special, precision, target is None, more)
+        return arguments_of(function, special, more)
 
     def _key(
         self, lowered: Lowered, kind: str, special: Specialisation, precision: str,

@@ -7,6 +7,8 @@ them too, so that one text runs on every target.
 import triton
 import triton.language as tl
 
+from attndsl.backends.device.records import Head, Operands, Rows, Shift
+
 from .trigonometry import cos as cos
 from .trigonometry import sin as sin
 from .trigonometry import tan as tan
@@ -39,24 +41,81 @@ def place_of_item(item, tiles, heads, together, GROUPED: tl.constexpr, DESCENDIN
 
 
 @triton.jit
+def head_of(head_of_batch, sizes):
+    """The query head number ``head_of_batch`` of all batch entries."""
+    b = head_of_batch // sizes.heads
+    h = head_of_batch % sizes.heads
+    return Head(b, h, h // (sizes.heads // sizes.kv_heads))
+
+
+@triton.jit
+def rows_of(tensor, b, h):
+    """The rows that a tensor has of batch entry ``b`` and its head ``h``."""
+    return Rows(tensor.base + b * tensor.stride_b + h * tensor.stride_h, tensor.stride_n)
+
+
+@triton.jit
+def head_of_result(tensor, b, h, WIDTH: tl.constexpr):
+    """Where a result has a head, whose strides count rows of WIDTH elements."""
+    return tensor.base + (b * tensor.stride_b + h * tensor.stride_h) * WIDTH
+
+
+@triton.jit
+def rows_of_result(tensor, b, h, WIDTH: tl.constexpr):
+    """As :func:`rows_of`, of a result whose strides count rows of WIDTH elements."""
+    return Rows(head_of_result(tensor, b, h, WIDTH), tensor.stride_n * WIDTH)
+
+
+@triton.jit
+def operands_of(operands, head):
+    """The rows that a head has of each tensor of ``operands``."""
+    return Operands(
+        rows_of(operands.q, head.b, head.h),
+        rows_of(operands.k, head.b, head.hkv),
+        rows_of(operands.v, head.b, head.hkv),
+        rows_of(operands.do, head.b, head.h),
+        operands.lse,
+        operands.delta,
+    )
+
+
+@triton.jit
+def with_statistics(operands, head_of_batch, sizes):
+    """``operands`` with the statistics of head number ``head_of_batch`` alone.
+
+    The log-sum-exp (batch, heads, q_len) is contiguous, delta padded (:func:`statistics_rows`).
+    """
+    return Operands(
+        operands.q,
+        operands.k,
+        operands.v,
+        operands.do,
+        operands.lse + head_of_batch.to(tl.int64) * sizes.q_len,
+        operands.delta + statistics_rows(head_of_batch, sizes.q_len),
+    )
+
+
+@triton.jit
 def load_tile(
-    base,
+    matrix,
     first,
-    stride,
     length,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCK_WIDTH: tl.constexpr,
     CHECKED: tl.constexpr,
 ):
-    """Rows ``first ... first + BLOCK`` of a (length, WIDTH) matrix with row stride ``stride``.
+    """Rows ``first ... first + BLOCK`` of a matrix (length, WIDTH).
 
     Zeros beyond WIDTH, and beyond ``length`` where CHECKED. The tile's base is a 64-bit address;
-    offsets within the tile are as wide as ``stride``.
+    offsets within the tile are as wide as the row stride.
     """
     rows = tl.arange(0, BLOCK)
     columns = tl.arange(0, BLOCK_WIDTH)
-    pointers = (base + first.to(tl.int64) * stride) + (rows[:, None] * stride + columns[None, :])
+    stride = matrix.stride
+    pointers = (matrix.base + first.to(tl.int64) * stride) + (
+        rows[:, None] * stride + columns[None, :]
+    )
     if CHECKED:
         inside = (first + rows < length)[:, None]
         if WIDTH != BLOCK_WIDTH:
@@ -71,21 +130,23 @@ def load_tile(
 
 @triton.jit
 def store_tile(
-    base,
+    matrix,
     first,
-    stride,
     length,
     tile,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCK_WIDTH: tl.constexpr,
 ):
-    """Store ``tile`` into rows ``first ... first + BLOCK`` of a (length, WIDTH) matrix."""
+    """Store ``tile`` into rows ``first ... first + BLOCK`` of a matrix (length, WIDTH)."""
     rows = tl.arange(0, BLOCK)
     columns = tl.arange(0, BLOCK_WIDTH)
-    pointers = (base + first.to(tl.int64) * stride) + (rows[:, None] * stride + columns[None, :])
+    stride = matrix.stride
+    pointers = (matrix.base + first.to(tl.int64) * stride) + (
+        rows[:, None] * stride + columns[None, :]
+    )
     inside = (first + rows < length)[:, None] & (columns < WIDTH)[None, :]
-    tl.store(pointers, tile.to(base.dtype.element_ty), mask=inside)
+    tl.store(pointers, tile.to(matrix.base.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -110,6 +171,12 @@ def shift_of_positions(origin, KIND: tl.constexpr):
     else:
         shift = origin
     return shift
+
+
+@triton.jit
+def shift_of(origins, Q_KIND: tl.constexpr, KV_KIND: tl.constexpr):
+    """Logical positions of row 0 and of key 0."""
+    return Shift(shift_of_positions(origins.q, Q_KIND), shift_of_positions(origins.kv, KV_KIND))
 
 
 @triton.jit
@@ -407,10 +474,10 @@ def row_statistics(
     b = head_of_batch // heads
     h = head_of_batch % heads
     rows = first + tl.arange(0, ROWS)
-    out_head = OUT + b * stride_ob + h * stride_oh
-    dout_head = DOUT + b * stride_gb + h * stride_gh
-    out = load_tile(out_head, first, stride_om, q_len, DV, ROWS, BLOCK_DV, True)
-    dout = load_tile(dout_head, first, stride_gm, q_len, DV, ROWS, BLOCK_DV, True)
+    out_head = Rows(OUT + b * stride_ob + h * stride_oh, stride_om)
+    dout_head = Rows(DOUT + b * stride_gb + h * stride_gh, stride_gm)
+    out = load_tile(out_head, first, q_len, DV, ROWS, BLOCK_DV, True)
+    dout = load_tile(dout_head, first, q_len, DV, ROWS, BLOCK_DV, True)
     delta = tl.sum(out.to(tl.float32) * dout.to(tl.float32), 1)
     row = head_of_batch.to(tl.int64) * q_len + rows
     lse = tl.load(LSE + row, mask=rows < q_len, other=float("-inf"))

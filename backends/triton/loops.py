@@ -7,7 +7,6 @@ same functions read it.
 
 from __future__ import annotations
 
-import textwrap
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -16,6 +15,7 @@ from attndsl.passes.tiles.plan import BACKWARD_Q, DIRECTIONS, FORWARD
 from attndsl.passes.widths import fits, ranges
 
 from .expression import Names, print_expressions
+from .text import device_function
 
 if TYPE_CHECKING:
     from attndsl.ir import Node
@@ -31,28 +31,24 @@ rows, two more for each: which of the PARTIAL tiles, in their order, is its firs
 behind its last; of a part without any the number of tiles along, and 0. ``tile_list``: int32 (own
 tiles, tiles along) a map: FULL tiles from the front, PARTIAL ones from the back. The steps are the
 own tiles between the maps of two batch entries, and of two heads."""
-_INDENT = "    "
-_CALL = "b, h, hkv, batch, heads, kv_heads, q_len, kv_len, q_offset, kv_offset"
-_FOUND = "full_tiles, first_live, first_full"
-_ROW = "row = (b * list_step_b + h * list_step_h + tile).to(tl.int64)"
+_CALL = "head, sizes, shift, given"
+_ROW = "row = (head.b * given.list_step_b + head.h * given.list_step_h + tile).to(tl.int64)"
 
 
 def print_loop(
     name: str,
     along: str,
     loop: LoopPlan,
-    parameters: list[str],
     param_values: list[str],
     names: Names,
     parts: int = 1,
 ) -> tuple[list[str], set[str]]:
-    """``NAME_tiles`` (how many), ``NAME_full_tile`` and ``NAME_partial_tile`` (the n-th).
+    """``NAME_visits`` (how many tiles) and ``NAME_tile`` (the n-th FULL or PARTIAL one).
 
     Args:
         name: The loop.
         along: ``q`` or ``kv``: what the loop counts.
         loop: Its plan.
-        parameters: Kernel arguments that the program adds.
         param_values: Lines that define the values of the program's params.
         names: What leaves are called.
         parts: Of how many parts of an owning tile's rows lists tell which tiles they have; if of
@@ -62,7 +58,7 @@ def print_loop(
         The functions, and the library functions that they use.
     """
     if loop.listed is not None:
-        return _listed(name, along, [*parameters, *LIST_PARAMETERS], parts), set()
+        return _listed(name, along, parts), set()
     names = replace(names, scalar=True)
     prologue = [*_lengths(along), *param_values]
     counts = (_total(loop.full), _total(loop.partial))
@@ -70,31 +66,43 @@ def print_loop(
     found = ", ".join(
         _narrow(text, (root,), names) for text, root in zip(printed.results, counts, strict=True)
     )
-    body = [*prologue, *printed.lines, f"return {found}, 0, 0"]
-    doc = "Numbers of FULL and PARTIAL tiles; what follows is for lists."
-    texts = [_function(f"{name}_tiles", "tile", parameters, doc, body)]
+    body = [*prologue, *printed.lines, f"return Visits({found}, 0, 0)"]
+    doc = "Numbers of FULL and PARTIAL tiles; the rest is for lists."
+    texts = [_function(f"{name}_visits", "tile", doc, body)]
     helpers = set(printed.helpers)
-    for kind, segments in (("full", loop.full), ("partial", loop.partial)):
-        if segments:
-            nth, used = _nth(segments, names)
-            doc = f"Index of {kind.upper()} tile number ``step``."
-            first = f"step, {_FOUND}, tile"
-            texts.append(
-                _function(f"{name}_{kind}_tile", first, parameters, doc, [*prologue, *nth])
-            )
-            helpers |= used
+    branches = []
+    for kind, segments in (("PARTIAL", loop.partial), ("FULL", loop.full)):
+        nth, used = _nth(segments, names) if segments else (["return 0"], set[str]())
+        branches.append(nth)
+        helpers |= used
+    doc = "Index of tile number ``step`` of the PARTIAL ones, or of the FULL ones."
+    texts.append(_tile_function(name, doc, prologue, *branches))
     return texts, helpers
+
+
+def _tile_function(
+    name: str, doc: str, prologue: list[str], partial: list[str], full: list[str]
+) -> str:
+    """``NAME_tile``; each branch ends in a ``return``."""
+    branches = ["if PARTIAL:", *map(_indented, partial), "else:", *map(_indented, full)]
+    first = "step, visits, tile"
+    return device_function(
+        f"{name}_tile", f"{first}, {_CALL}, PARTIAL: tl.constexpr", doc, [*prologue, *branches]
+    )
+
+
+def _indented(line: str) -> str:
+    return f"    {line}"
 
 
 def print_visited(
     name: str,
     along: str,
     loop: LoopPlan,
-    parameters: list[str],
     param_values: list[str],
     names: Names,
 ) -> tuple[str, set[str]]:
-    """``NAME_visits``: whether tile number ``found`` is one of those of a plan's segments.
+    """``NAME_have``: whether tile number ``found`` is one of those of a plan's segments.
 
     Arguments and results are as those of :func:`print_loop`. Segments count as if they had no
     gaps.
@@ -112,11 +120,11 @@ def print_visited(
         inside.append(f"((found >= {start}) & (found < {stop}){guard})")
     body = [*_lengths(along), *param_values, *printed.lines, f"return {' | '.join(inside)}"]
     doc = "Whether tile number ``found`` may have a live pair."
-    return _function(f"{name}_visits", "found, tile", parameters, doc, body), set(printed.helpers)
+    return _function(f"{name}_have", "found, tile", doc, body), set(printed.helpers)
 
 
 def _lengths(along: str) -> list[str]:
-    length, block = f"{along}_len", "BLOCK_M" if along == "q" else "BLOCK_N"
+    length, block = f"sizes.{along}_len", "BLOCK_M" if along == "q" else "BLOCK_N"
     return [f"tiles = tl.cdiv({length}, {block})", f"whole = {length} // {block}"]
 
 
@@ -125,35 +133,32 @@ def row_width(parts: int) -> int:
     return 4 + (2 * parts if parts > 1 else 0)
 
 
-def _listed(name: str, along: str, parameters: list[str], parts: int) -> list[str]:
+def _listed(name: str, along: str, parts: int) -> list[str]:
     tiles = _lengths(along)[0]
-    found = f"found = tile_rows + row * {row_width(parts)}"
+    found = f"found = given.tile_rows + row * {row_width(parts)}"
     of_part = _function(
-        f"{name}_tiles_of_part", "part, tile", parameters,
+        f"{name}_tiles_of_part", "part, tile",
         "The first PARTIAL tile that a part of the rows has, and the one behind the last.",
         [_ROW, f"{found} + 4 + 2 * part", "return tl.load(found), tl.load(found + 1)"],
     )  # fmt: skip
-    first = f"step, {_FOUND}, tile"
     # A list is read only where it has gaps: a load that depends on a load waits for memory twice.
-    read = "mask=(first_live < 0) & (step < tiles), other=0)"
+    read = "mask=(visits.first_live < 0) & (step < tiles), other=0)"
     return [
         _function(
-            f"{name}_tiles", "tile", parameters,
+            f"{name}_visits", "tile",
             "Numbers of FULL and PARTIAL tiles, the first live tile (or -1), the first FULL one.",
-            [_ROW, found,
-             "return tl.load(found), tl.load(found + 1), tl.load(found + 2), tl.load(found + 3)"],
+            [_ROW, found, "return Visits(", "    tl.load(found), tl.load(found + 1), "
+             "tl.load(found + 2), tl.load(found + 3)", ")"],
         ),
-        _function(
-            f"{name}_full_tile", first, parameters, "Index of FULL tile number ``step``.",
-            [_ROW, tiles, f"listed = tl.load(tile_list + row * tiles + step, {read}",
-             "return tl.where(first_live < 0, listed, first_full + step)"],
-        ),
-        _function(
-            f"{name}_partial_tile", first, parameters, "Index of PARTIAL tile number ``step``.",
-            [_ROW, tiles, f"listed = tl.load(tile_list + row * tiles + (tiles - 1 - step), {read}",
-             "before = first_full - first_live",
-             "banded = first_live + step + tl.where(step < before, 0, full_tiles)",
-             "return tl.where(first_live < 0, listed, banded)"],
+        _tile_function(
+            name, "Index of tile number ``step`` of the PARTIAL ones, or of the FULL ones.",
+            [_ROW, tiles],
+            [f"listed = tl.load(given.tile_list + row * tiles + (tiles - 1 - step), {read}",
+             "before = visits.first_full - visits.first_live",
+             "banded = visits.first_live + step + tl.where(step < before, 0, visits.full)",
+             "return tl.where(visits.first_live < 0, listed, banded)"],
+            [f"listed = tl.load(given.tile_list + row * tiles + step, {read}",
+             "return tl.where(visits.first_live < 0, listed, visits.first_full + step)"],
         ),
         *[of_part] * (parts > 1),
     ]  # fmt: skip
@@ -214,16 +219,5 @@ def _element(start: str, step: int) -> str:
     return offset if start == "0" else f"{start} + {offset}"
 
 
-def _function(name: str, first: str, parameters: list[str], doc: str, body: list[str]) -> str:
-    arguments = [f"{first}, {_CALL},", "BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,"]
-    arguments += textwrap.wrap(", ".join(parameters) + ",", 88) if parameters else []
-    return "\n".join(
-        [
-            "@triton.jit",
-            f"def {name}(",
-            *(_INDENT + line for line in arguments),
-            "):",
-            f'{_INDENT}"""{doc}"""',
-            *(_INDENT + line for line in body),
-        ]
-    )
+def _function(name: str, first: str, doc: str, body: list[str]) -> str:
+    return device_function(name, f"{first}, {_CALL}", doc, body)

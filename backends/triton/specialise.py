@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
+import triton
 
 from attndsl.ir import DType
 from attndsl.passes.inside import dim_of
@@ -173,6 +174,17 @@ POSITION_BITS = 31
 """Bits of a signed int that is a position."""
 _MAX_ROWS = 512
 """Rows of the largest tile; offsets within a tile are below this times the row stride."""
+
+
+def block_widths(special: Specialisation) -> tuple[int, int]:
+    """Columns of the tiles that hold rows of q and k, and of v."""
+    d = max(16, int(triton.next_power_of_2(special.head_dim)))
+    dv = max(16, int(triton.next_power_of_2(special.value_dim)))
+    if not special.aligned:
+        # Triton 3.6 multiplies by wrong elements of v where its tile is narrower than k's and its
+        # rows cannot be copied asynchronously; tiles of one width are right.
+        d = dv = max(d, dv)
+    return d, dv
 
 
 def specialise(program: Program, call: Call, *grads: torch.Tensor) -> Specialisation:

@@ -11,15 +11,12 @@ straight from registers (``library.add_to_sums``). Follows ``backward_shared`` i
 
 @gluon.jit
 def add_query_tile(
-    PART: gl.constexpr, count, q_tile_index, dk, dv, column_sums, zeros, no_dq, kv_parts, columns, column2, kv, origin,
-    ragged, SUMS, q_s, k_s, v_s, do_s, lse_s, delta_s, ds_s, q_full, do_full, q_empty, do_empty,
-    scale, b, h, hkv, batch, heads, kv_heads, q_len, kv_len, q_origin, padded,
-    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
-    STAGES: gl.constexpr, Q_KIND: gl.constexpr, PARTIAL: gl.constexpr, SCORES: gl.constexpr,
-    WEIGHTS: gl.constexpr, SLOPES: gl.constexpr, HALF: gl.constexpr,
+    PART: gl.constexpr, count, q_tile_index, dk, dv, column_sums, zeros, no_dq, kv_parts, columns,
+    column2, kv, origin, ragged, SUMS, q_s, k_s, v_s, do_s, lse_s, delta_s, ds_s, q_full, do_full,
+    q_empty, do_empty, scale, head, sizes, q_origin, padded, PARTIAL: gl.constexpr, SCORES: gl.constexpr, WEIGHTS: gl.constexpr, SLOPES: gl.constexpr,
     #: taking
     #: diagonal_consumer
-    #: parameters
+    given,
     #: pair_reader_parameters
     #: storing
 ):
@@ -47,10 +44,7 @@ def add_query_tile(
     mbarrier.wait(do_full.index(stage), phase)
     v_part = v_s.index(only).reshape([BLOCK_N, DV]).slice(PART * KEYS, KEYS, dim=0)
     weighing = warpgroup_mma(v_part, do.permute((1, 0)), zeros, use_acc=False, is_async=True)
-    q_parts = parts_of_queries(
-        first, b, h, hkv, batch, heads, kv_heads, q_len, kv_len, q_origin, BLOCK_M, Q_KIND,
-        #: arguments
-    )
+    q_parts = parts_of_queries(first, head, sizes, q_origin, given)
     score = warpgroup_mma_wait(1, deps=[scoring])
     lse2 = lse_s.index(stage).load(gl.SliceLayout(0, SCORES))
     if SIGNED_WEIGHTS:
@@ -58,10 +52,8 @@ def add_query_tile(
         lse2 = lse2 - factor2
     #: read_pairs
     weight, steep, derivative = weights_of_tile(
-        score, q_parts, kv_parts, lse2, columns, column2, first, kv, scale, origin, ragged,
-        b, h, hkv, batch, heads, kv_heads, q_len, kv_len, q_origin,
-        BLOCK_M, Q_KIND, PARTIAL, SCORES,
-        #: arguments
+        score, q_parts, kv_parts, lse2, columns, column2, first, kv, scale, origin, ragged, head,
+        sizes, q_origin, PARTIAL, SCORES, given,
         #: pair_parts
     )
     #: leave_pairs
@@ -69,7 +61,7 @@ def add_query_tile(
     if SIGNED_WEIGHTS:
         delta = delta * inverse
     if HAS_DROPOUT:
-        bits = take_kept(PART, count, kept_s, kept_full, STAGES, 2, BLOCK_M)
+        bits = take_kept(PART, count, kept_s, kept_full, 2, BLOCK_M)
     if HAS_DROPOUT and OWN_WEIGHTS:
         weight = keep(weight * keep_factor, bits)
         steep = keep(steep * keep_factor, bits)
@@ -90,7 +82,7 @@ def add_query_tile(
             steep = gl.where(slope == 0.0, 0.0, steep)
     if PAIRWISE_DERIVATIVE:
         # One value instead of two, while dP is computed.
-        finish(derivative if SIGNED_WEIGHTS else steep, q_len >> 31)
+        finish(derivative if SIGNED_WEIGHTS else steep, sizes.q_len >> 31)
     dweight = warpgroup_mma_wait(0, deps=[weighing])
     if SIGNED_WEIGHTS:
         slope = gl.maximum(weight, 0.0) * dweight - gl.abs(weight) * delta[None, :]
@@ -126,13 +118,13 @@ def add_query_tile(
     #: let_add
     adding_k = warpgroup_mma(slope_operand, q, dk, is_async=True)
     dq = warpgroup_mma_wait(1, deps=[making_q])
-    head = (b * heads + h).to(gl.int64) * padded
+    head_row = (head.b * sizes.heads + head.h).to(gl.int64) * padded
     if BLOCK_M == 64:
-        own = (head + first) * D
+        own = (head_row + first) * D
     else:
         # Takes fewer registers, which others are spilled for (D 64, causal, 8192 rows: 2.73 against
         # 2.84 ms), though of tiles of 64 it is the slower one (D 128: 2.44 against 2.40 ms).
-        own = head * D + gl.to_tensor(q_tile_index).to(gl.int64) * (BLOCK_M * D)
+        own = head_row * D + gl.to_tensor(q_tile_index).to(gl.int64) * (BLOCK_M * D)
     add_to_sums(SUMS + own + PART * (BLOCK_M * D // 2), dq)
     dk = warpgroup_mma_wait(0, deps=[adding_k])
     leave(q_empty.index(stage), LEAVE_EACH)
@@ -141,22 +133,15 @@ def add_query_tile(
 
 @gluon.jit
 def consume_item(
-    item, turn, done, PART: gl.constexpr, SUMS, DK, DV_OUT,
-    rows_dkb, rows_dkh, rows_dkn, rows_dvb, rows_dvh, rows_dvn,
-    q_s, k_s, v_s, do_s, lse_s, delta_s, ds_s,
-    k_full, v_full, q_full, do_full, q_empty, do_empty,
-    scale, batch, heads, kv_heads, q_len, kv_len, q_origin, kv_origin, padded, together,
-    HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
-    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, Q_KIND: gl.constexpr,
-    KV_KIND: gl.constexpr, HALF: gl.constexpr,
+    item, turn, done, PART: gl.constexpr, SUMS, results, q_s, k_s, v_s, do_s, lse_s, delta_s, ds_s, k_full, v_full, q_full, do_full,
+    q_empty, do_empty, scale, sizes, origins, padded, together,
     #: learned
     #: kept
     #: diagonal_consumer
     #: again
     #: pair_consumer
     #: slopes_desc
-    #: parameters
-    #: kv_pass_lists
+    given,
 ):
     """dK and dV of the tile's keys number ``PART``, and half the columns of dQ.
 
@@ -174,105 +159,75 @@ def consume_item(
         tile, b, hkv = word(item_s, 1), word(item_s, 2), word(item_s, 3)
         mbarrier.arrive(item_empty, count=1)
     else:
-        tile, b, hkv = place_of_kv_item(item, batch, kv_heads, kv_len, together, BLOCK_N)
-    q_offset = shift_of_positions(q_origin, Q_KIND)
-    kv_offset = shift_of_positions(kv_origin, KV_KIND)
+        tile, b, hkv = place_of_kv_item(item, sizes, together)
+    shift = shift_of(origins, Q_KIND, KV_KIND)
     own = tile * BLOCK_N + PART * KEYS
     columns = own + gl.arange(0, KEYS, layout=gl.SliceLayout(1, SCORES))
-    places = positions(columns, kv_len, kv_origin, KV_KIND)
+    places = positions(columns, sizes.kv_len, origins.kv, KV_KIND)
     kv = places[:, None]
-    origin = tile * BLOCK_N + kv_offset
-    ragged = (tile + 1) * BLOCK_N > kv_len
+    origin = tile * BLOCK_N + shift.kv
+    ragged = (tile + 1) * BLOCK_N > sizes.kv_len
     dk = gl.zeros([KEYS, D], gl.float32, layout=DK_ROWS)
     dv = gl.zeros([KEYS, DV], gl.float32, layout=DV_ROWS)
     zeros = gl.zeros([KEYS, BLOCK_M], gl.float32, layout=SCORES)
     no_dq = gl.zeros([64, DQ_WIDTH], gl.float32, layout=DQ_ROWS)
     mbarrier.wait(k_full, turn & 1)
     mbarrier.wait(v_full, turn & 1)
-    group = heads // kv_heads
+    group = sizes.heads // sizes.kv_heads
     count = done
     before = 0.0
     for member in range(0, group):
-        h = hkv * group + member
-        full_tiles, partial_tiles, first_live, first_full, masked = count_tiles(
-            tile, b, h, hkv, batch, heads, kv_heads, q_len, kv_len, q_offset, kv_offset,
-            BLOCK_M, BLOCK_N,
-            #: arguments
-            #: kv_pass_lists
-        )
-        kv_parts = kv_parts_of_pairs(
-            b, h, hkv, places, batch, heads, kv_heads, q_len, kv_len,
-            #: arguments
-        )
+        head = Head(b, hkv * group + member, hkv)
+        visits, masked = count_tiles(tile, head, sizes, shift, given)
+        kv_parts = kv_parts_of_pairs(head, places, sizes, given)
         column2 = LOG2E * column_of_score(
-            b, h, hkv, places, (places - origin).to(gl.float32), kv_parts,
-            batch, heads, kv_heads, q_len, kv_len,
-            #: arguments
+            head, places, (places - origin).to(gl.float32), kv_parts, sizes, given,
         )
         factored = scale
         if HAS_FACTOR:
-            factored = scale * factor_of_score(
-                b, h, hkv, batch, heads, kv_heads, q_len, kv_len,
-                #: arguments
-            )
+            factored = scale * factor_of_score(head, sizes, given)
         if HAS_DROPOUT:
-            chance = drop_probability(
-                b, h, hkv, batch, heads, kv_heads, q_len, kv_len,
-                #: arguments
-            )
+            chance = drop_probability(head, sizes, given)
             keep_factor = factor_of_kept(chance)
             factor2, inverse = gl.log2(keep_factor), 1.0 / keep_factor
         column_sums = eighths_of_sums(zeros)
         for step in range(0, masked):
-            q_tile_index = q_tile_of(
-                step, partial_tiles, full_tiles, first_live, first_full, tile,
-                b, h, hkv, batch, heads, kv_heads, q_len, kv_len, q_offset, kv_offset,
-                BLOCK_M, BLOCK_N, True,
-                #: arguments
-                #: kv_pass_lists
-            )
+            q_tile_index = q_tile_of(step, visits, tile, head, sizes, shift, True, given)
             dk, dv, column_sums = add_query_tile(
-                PART, count, q_tile_index, dk, dv, column_sums, zeros, no_dq, kv_parts, columns, column2, kv, origin,
-                ragged, SUMS, q_s, k_s, v_s, do_s, lse_s, delta_s, ds_s, q_full, do_full, q_empty, do_empty,
-                factored, b, h, hkv, batch, heads, kv_heads, q_len, kv_len, q_origin, padded,
-                BLOCK_M, BLOCK_N, D, DV, STAGES, Q_KIND, True, SCORES, WEIGHTS, SLOPES, HALF,
+                PART, count, q_tile_index, dk, dv, column_sums, zeros, no_dq, kv_parts, columns,
+                column2, kv, origin, ragged, SUMS, q_s, k_s, v_s, do_s, lse_s, delta_s, ds_s,
+                q_full, do_full, q_empty, do_empty, factored, head, sizes, origins.q, padded, True,
+                SCORES, WEIGHTS, SLOPES,
                 #: taking
                 #: diagonal_consumer
-                #: arguments
+                given,
                 #: pair_reader
                 #: storing
             )
             count += 1
         if KV_PASS_HAS_FULL and PEELED:
-            for step in range(masked, partial_tiles + full_tiles):
-                q_tile_index = q_tile_of(
-                    step, partial_tiles, full_tiles, first_live, first_full, tile,
-                    b, h, hkv, batch, heads, kv_heads, q_len, kv_len, q_offset, kv_offset,
-                    BLOCK_M, BLOCK_N, False,
-                    #: arguments
-                    #: kv_pass_lists
-                )
+            for step in range(masked, visits.partial + visits.full):
+                q_tile_index = q_tile_of(step, visits, tile, head, sizes, shift, False, given)
                 dk, dv, column_sums = add_query_tile(
-                    PART, count, q_tile_index, dk, dv, column_sums, zeros, no_dq, kv_parts, columns, column2, kv, origin,
-                    ragged, SUMS, q_s, k_s, v_s, do_s, lse_s, delta_s, ds_s,
-                    q_full, do_full, q_empty, do_empty,
-                    factored, b, h, hkv, batch, heads, kv_heads, q_len, kv_len, q_origin, padded,
-                    BLOCK_M, BLOCK_N, D, DV, STAGES, Q_KIND, False, SCORES, WEIGHTS, SLOPES, HALF,
+                    PART, count, q_tile_index, dk, dv, column_sums, zeros, no_dq, kv_parts, columns,
+                    column2, kv, origin, ragged, SUMS, q_s, k_s, v_s, do_s, lse_s, delta_s, ds_s,
+                    q_full, do_full, q_empty, do_empty, factored, head, sizes, origins.q, padded,
+                    False, SCORES, WEIGHTS, SLOPES,
                     #: taking
                     #: diagonal_consumer
-                    #: arguments
+                    given,
                     #: pair_reader
                     #: storing
                 )
                 count += 1
-        head = (b * heads + h).to(gl.int64)
+        number = (head.b * sizes.heads + head.h).to(gl.int64)
         if LEARNS_COLUMN:
             whole = gl.convert_layout(gl.sum(column_sums, 1), gl.SliceLayout(1, SCORES))
-            gl.store(COLUMN_SUMS + head * kv_len + columns, whole, mask=columns < kv_len)
+            gl.store(COLUMN_SUMS + number * sizes.kv_len + columns, whole, mask=columns < sizes.kv_len)
         if LEARNS_FACTOR:
             keys = k_s.index(0).reshape([BLOCK_N, D]).slice(PART * KEYS, KEYS, dim=0).load(DK_ROWS)
             product = gl.sum(gl.sum(keys.to(gl.float32) * dk, 1), 0)
-            place = head * tl.cdiv(kv_len, BLOCK_N) + tile
+            place = number * tl.cdiv(sizes.kv_len, BLOCK_N) + tile
             # dK is a sum over the heads so far.
             gl.store(FACTOR_SUMS + place * 2 + PART, product - before)
             before = product
@@ -281,12 +236,11 @@ def consume_item(
         mbarrier.arrive(kv_empty, count=1)
     #: slopes_are_stored
     #: dk_rows
-    store_rows(DK, dk_rows, own, b, hkv, rows_dkb, rows_dkh, rows_dkn, kv_len, HEAD_DIM)
+    dk_out = Tensor(results.dk, results.dk_b, results.dk_h, results.dk_n)
+    store_rows(dk_out, dk_rows, own, b, hkv, sizes.kv_len, HEAD_DIM)
     if HAS_COMMON:
-        dv = dv * factor_of_weights(
-            b, 0, hkv, batch, heads, kv_heads, q_len, kv_len,
-            #: arguments
-        )
+        dv = dv * factor_of_weights(Head(b, 0, hkv), sizes, given)
     #: dv_rows
-    store_rows(DV_OUT, dv_rows, own, b, hkv, rows_dvb, rows_dvh, rows_dvn, kv_len, VALUE_DIM)
+    dv_out = Tensor(results.dv, results.dv_b, results.dv_h, results.dv_n)
+    store_rows(dv_out, dv_rows, own, b, hkv, sizes.kv_len, VALUE_DIM)
     return count

@@ -13,37 +13,30 @@ Follows ``backward_shared``, then ``backward`` or ``backward_wide``, in one modu
 
 @gluon.jit
 def produce(
-    q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc,
-    q_s, k_s, v_s, do_s, lse_s, delta_s, k_full, v_full, q_full, do_full, q_empty, do_empty,
-    batch, heads, kv_heads, q_len, kv_len, q_origin, kv_origin, padded, together,
-    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, Q_KIND: gl.constexpr,
-    KV_KIND: gl.constexpr,
+    q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, q_s, k_s, v_s, do_s, lse_s, delta_s,
+    k_full, v_full, q_full, do_full, q_empty, do_empty, sizes, origins, padded, together,
     #: counter
     #: kept
     #: diagonal_producer
     #: again
     #: pair_producer
-    #: parameters
-    #: kv_pass_lists
+    given,
 ):
     """Load the tiles of all items of the program."""
     item = gl.program_id(0)
     if PERSISTENT:
-        items = tl.cdiv(kv_len, BLOCK_N) * batch * kv_heads
+        items = tl.cdiv(sizes.kv_len, BLOCK_N) * sizes.batch * sizes.kv_heads
         turn, done = 0, 0
         while item < items:
             done = load_item(
-                item, turn, done, q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc,
-                q_s, k_s, v_s, do_s, lse_s, delta_s,
-                k_full, v_full, q_full, do_full, q_empty, do_empty,
-                batch, heads, kv_heads, q_len, kv_len, q_origin, kv_origin, padded, together,
-                BLOCK_M, BLOCK_N, STAGES, Q_KIND, KV_KIND,
+                item, turn, done, q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, q_s, k_s,
+                v_s, do_s, lse_s, delta_s, k_full, v_full, q_full, do_full, q_empty, do_empty,
+                sizes, origins, padded, together,
                 #: kept
                 #: diagonal_producer
                 #: again
                 #: pair_producer
-                #: arguments
-                #: kv_pass_lists
+                given,
             )
             if DRAWN:
                 drawn = gl.atomic_add(COUNTER, 1, sem="relaxed")
@@ -57,84 +50,66 @@ def produce(
         announce_item(turn, item, 0, 0, 0, item_s, item_full, item_empty)
     else:
         load_item(
-            item, 0, 0, q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc,
-            q_s, k_s, v_s, do_s, lse_s, delta_s,
-            k_full, v_full, q_full, do_full, q_empty, do_empty,
-            batch, heads, kv_heads, q_len, kv_len, q_origin, kv_origin, padded, together,
-            BLOCK_M, BLOCK_N, STAGES, Q_KIND, KV_KIND,
+            item, 0, 0, q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, q_s, k_s, v_s, do_s,
+            lse_s, delta_s, k_full, v_full, q_full, do_full, q_empty, do_empty, sizes, origins,
+            padded, together,
             #: kept
             #: diagonal_producer
             #: again
             #: pair_producer
-            #: arguments
-            #: kv_pass_lists
+            given,
         )
 
 
 @gluon.jit
 def consume(
-    PART: gl.constexpr, SUMS, DK, DV_OUT,
-    rows_dkb, rows_dkh, rows_dkn, rows_dvb, rows_dvh, rows_dvn,
-    q_s, k_s, v_s, do_s, lse_s, delta_s, ds_s,
+    PART: gl.constexpr, SUMS, results, q_s, k_s, v_s, do_s, lse_s, delta_s, ds_s,
     #: steep
-    k_full, v_full, q_full, do_full, q_empty, do_empty,
-    scale, batch, heads, kv_heads, q_len, kv_len, q_origin, kv_origin, padded, together,
-    HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
-    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, Q_KIND: gl.constexpr,
-    KV_KIND: gl.constexpr, HALF: gl.constexpr,
+    k_full, v_full, q_full, do_full, q_empty, do_empty, scale, sizes, origins, padded, together,
     #: learned
     #: kept
     #: diagonal_consumer
     #: again
     #: pair_consumer
     #: slopes_desc
-    #: parameters
-    #: kv_pass_lists
+    given,
 ):
     """Part ``PART`` of the gradients of all items of the program."""
     if PERSISTENT:
-        items = tl.cdiv(kv_len, BLOCK_N) * batch * kv_heads
+        items = tl.cdiv(sizes.kv_len, BLOCK_N) * sizes.batch * sizes.kv_heads
         turn, done = 0, 0
         mbarrier.wait(item_full, 0)
         item = word(item_s, 0)
         while item < items:
             done = consume_item(
-                item, turn, done, PART, SUMS, DK, DV_OUT,
-                rows_dkb, rows_dkh, rows_dkn, rows_dvb, rows_dvh, rows_dvn,
-                q_s, k_s, v_s, do_s, lse_s, delta_s, ds_s,
+                item, turn, done, PART, SUMS, results, q_s, k_s, v_s, do_s, lse_s, delta_s, ds_s,
                 #: steep
-                k_full, v_full, q_full, do_full, q_empty, do_empty,
-                scale, batch, heads, kv_heads, q_len, kv_len, q_origin, kv_origin, padded, together,
-                HEAD_DIM, VALUE_DIM, D, DV, BLOCK_M, BLOCK_N, STAGES, Q_KIND, KV_KIND, HALF,
+                k_full, v_full, q_full, do_full, q_empty, do_empty, scale, sizes, origins, padded,
+                together,
                 #: learned
                 #: kept
                 #: diagonal_consumer
                 #: again
                 #: pair_consumer
                 #: slopes_desc
-                #: arguments
-                #: kv_pass_lists
+                given,
             )
             turn += 1
             mbarrier.wait(item_full, turn & 1)
             item = word(item_s, 0)
     else:
         consume_item(
-            gl.program_id(0), 0, 0, PART, SUMS, DK, DV_OUT,
-            rows_dkb, rows_dkh, rows_dkn, rows_dvb, rows_dvh, rows_dvn,
-            q_s, k_s, v_s, do_s, lse_s, delta_s, ds_s,
+            gl.program_id(0), 0, 0, PART, SUMS, results, q_s, k_s, v_s, do_s, lse_s, delta_s, ds_s,
             #: steep
-            k_full, v_full, q_full, do_full, q_empty, do_empty,
-            scale, batch, heads, kv_heads, q_len, kv_len, q_origin, kv_origin, padded, together,
-            HEAD_DIM, VALUE_DIM, D, DV, BLOCK_M, BLOCK_N, STAGES, Q_KIND, KV_KIND, HALF,
+            k_full, v_full, q_full, do_full, q_empty, do_empty, scale, sizes, origins, padded,
+            together,
             #: learned
             #: kept
             #: diagonal_consumer
             #: again
             #: pair_consumer
             #: slopes_desc
-            #: arguments
-            #: kv_pass_lists
+            given,
         )
 
 
@@ -144,15 +119,11 @@ def attention_backward_kv(
     #: pair_descs
     #: slopes_desc
     #: counter
-    scale, batch, heads, kv_heads, q_len, kv_len, q_origin, kv_origin, padded,
-    rows_dkb, rows_dkh, rows_dkn, rows_dvb, rows_dvh, rows_dvn, together,
+    scale, batch, heads, kv_heads, q_len, kv_len, q_origin, kv_origin, padded, rows_dkb, rows_dkh,
+    rows_dkn, rows_dvb, rows_dvh, rows_dvn, together,
     #: learned
     #: distance_sums
-    #: parameters
-    #: kv_pass_lists
-    HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
-    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr,
-    Q_KIND: gl.constexpr, KV_KIND: gl.constexpr,
+    #: given
 ):
     """An item is one key-value tile of one kv head, summed over its group of query heads.
 
@@ -163,7 +134,14 @@ def attention_backward_kv(
     kv_heads, kv_len, HEAD_DIM), its rows ``rows_dk*`` apart, and DV_OUT likewise. Where a factor or
     columns of the score learn: FACTOR_SUMS (batch, heads, tiles, 2) and COLUMN_SUMS (batch, heads, kv_len), fp32.
     """
-    HALF: gl.constexpr = q_desc.dtype
+    sizes = Sizes(batch, heads, kv_heads, q_len, kv_len)
+    origins = Origins(q_origin, kv_origin)
+    results = KeyGradients(
+        DK, DV_OUT, rows_dkb, rows_dkh, rows_dkn, rows_dvb, rows_dvh, rows_dvn
+    )
+    given = Given(
+        #: given
+    )
     q_s = gl.allocate_shared_memory(HALF, [STAGES, 1, 1, BLOCK_M, D], q_desc.layout)
     do_s = gl.allocate_shared_memory(HALF, [STAGES, 1, 1, BLOCK_M, DV], do_desc.layout)
     k_s = gl.allocate_shared_memory(HALF, [1, 1, 1, BLOCK_N, D], k_desc.layout)

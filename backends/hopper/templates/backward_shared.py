@@ -16,6 +16,8 @@ With P the weights, dP = dO V^T and delta = rowsum(dO * O) - dlse, the gradient 
 is dS = P * (dP - delta) (FlashAttention-2, arXiv 2307.08691, algorithm 2).
 """
 
+from typing import NamedTuple
+
 import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -23,6 +25,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared, mbarrier, warpgroup_mma, warpgroup_mma_wait,
 )
 
+from attndsl.backends.device.records import (
+    Head, KeyGradients, Origins, Shift, Sizes, Tensor, Visits,
+)
 from attndsl.backends.hopper import dialect as tl
 from attndsl.backends.hopper.library import (
     add_to_sums, announce, await_announced, count_up, eighths_of_sums, finish, leave, meet, multiply,
@@ -30,7 +35,7 @@ from attndsl.backends.hopper.library import (
 )
 from attndsl.backends.hopper.shim import tma_load
 #: storing_imports
-from attndsl.backends.triton.library import place_of_item, positions, shift_of_positions
+from attndsl.backends.triton.library import place_of_item, positions, shift_of
 #: imports
 
 #: flags
@@ -41,63 +46,36 @@ LOG2E = tl.constexpr(1.4426950408889634)
 
 
 @gluon.jit
-def place_of_kv_item(item, batch, kv_heads, kv_len, together, BLOCK_N: gl.constexpr):
+def place_of_kv_item(item, sizes, together):
     """Key-value tile, batch entry and kv head."""
     tile, head_of_batch = place_of_item(
-        item, tl.cdiv(kv_len, BLOCK_N), batch * kv_heads, together, True, KV_PASS_DESCENDING
+        item, tl.cdiv(sizes.kv_len, BLOCK_N), sizes.batch * sizes.kv_heads, together,
+        True, KV_PASS_DESCENDING,
     )
-    return tile, head_of_batch // kv_heads, head_of_batch % kv_heads
+    return tile, head_of_batch // sizes.kv_heads, head_of_batch % sizes.kv_heads
 
 
 @gluon.jit
-def count_tiles(
-    tile, b, h, hkv, batch, heads, kv_heads, q_len, kv_len, q_offset, kv_offset,
-    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
-    #: parameters
-    #: kv_pass_lists
-):
-    """As ``kv_pass_tiles``, and how many tiles need the mask's code: all, beside missing keys."""
-    full_tiles, partial_tiles, first_live, first_full = kv_pass_tiles(
-        tile, b, h, hkv, batch, heads, kv_heads, q_len, kv_len, q_offset, kv_offset,
-        BLOCK_M, BLOCK_N,
-        #: arguments
-        #: kv_pass_lists
-    )
+def count_tiles(tile, head, sizes, shift, given):
+    """As ``kv_pass_visits``, and how many tiles need the mask's code: all, beside missing keys."""
+    visits = kv_pass_visits(tile, head, sizes, shift, given)
     # Missing keys are zeros, whose weights may be infinite: infinity times zero would spoil dQ.
-    ragged = (tile + 1) * BLOCK_N > kv_len
-    masked = partial_tiles + full_tiles
+    ragged = (tile + 1) * BLOCK_N > sizes.kv_len
+    masked = visits.partial + visits.full
     if PEELED:
-        masked = gl.where(ragged, masked, partial_tiles)
-    return full_tiles, partial_tiles, first_live, first_full, masked
+        masked = gl.where(ragged, masked, visits.partial)
+    return visits, masked
 
 
 @gluon.jit
-def q_tile_of(
-    step, partial_tiles, full_tiles, first_live, first_full, tile,
-    b, h, hkv, batch, heads, kv_heads, q_len, kv_len, q_offset, kv_offset,
-    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, PARTIAL: gl.constexpr,
-    #: parameters
-    #: kv_pass_lists
-):
+def q_tile_of(step, visits, tile, head, sizes, shift, PARTIAL: gl.constexpr, given):
     """Index of query tile number ``step``: PARTIAL ones, then FULL ones."""
     found = 0
     if KV_PASS_HAS_FULL:
-        found = kv_pass_full_tile(
-            step - partial_tiles, full_tiles, first_live, first_full, tile,
-            b, h, hkv, batch, heads, kv_heads, q_len, kv_len, q_offset, kv_offset,
-            BLOCK_M, BLOCK_N,
-            #: arguments
-            #: kv_pass_lists
-        )
+        found = kv_pass_tile(step - visits.partial, visits, tile, head, sizes, shift, given, False)
     if PARTIAL and KV_PASS_HAS_PARTIAL:
-        partial = kv_pass_partial_tile(
-            step, full_tiles, first_live, first_full, tile,
-            b, h, hkv, batch, heads, kv_heads, q_len, kv_len, q_offset, kv_offset,
-            BLOCK_M, BLOCK_N,
-            #: arguments
-            #: kv_pass_lists
-        )
-        found = gl.where(step < partial_tiles, partial, found)
+        partial = kv_pass_tile(step, visits, tile, head, sizes, shift, given, True)
+        found = gl.where(step < visits.partial, partial, found)
     return found
 
 
@@ -112,7 +90,6 @@ def announce_item(turn, item, tile, b, hkv, item_s, item_full, item_empty):
 @gluon.jit
 def load_keys(
     turn, tile, b, hkv, k_desc, v_desc, k_s, v_s, k_full, v_full,
-    BLOCK_N: gl.constexpr,
     #: again
 ):
     """Load the tile of k and of v; where PERSISTENT, as soon as the consumers have left them."""
@@ -126,85 +103,67 @@ def load_keys(
 
 @gluon.jit
 def load_item(
-    item, turn, done, q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc,
-    q_s, k_s, v_s, do_s, lse_s, delta_s, k_full, v_full, q_full, do_full, q_empty, do_empty,
-    batch, heads, kv_heads, q_len, kv_len, q_origin, kv_origin, padded, together,
-    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, Q_KIND: gl.constexpr,
-    KV_KIND: gl.constexpr,
+    item, turn, done, q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, q_s, k_s, v_s, do_s,
+    lse_s, delta_s, k_full, v_full, q_full, do_full, q_empty, do_empty, sizes, origins, padded,
+    together,
     #: kept
     #: diagonal_producer
     #: again
     #: pair_producer
-    #: parameters
-    #: kv_pass_lists
+    given,
 ):
     """Load k and v once, and every query tile's q, dO and row statistics.
 
     Returns the program's number of query tiles so far, ``done`` of which were before this item.
     """
-    tile, b, hkv = place_of_kv_item(item, batch, kv_heads, kv_len, together, BLOCK_N)
-    q_offset = shift_of_positions(q_origin, Q_KIND)
-    kv_offset = shift_of_positions(kv_origin, KV_KIND)
+    tile, b, hkv = place_of_kv_item(item, sizes, together)
+    shift = shift_of(origins, Q_KIND, KV_KIND)
     if PERSISTENT:
         announce_item(turn, item, tile, b, hkv, item_s, item_full, item_empty)
     else:
         load_keys(
-            turn, tile, b, hkv, k_desc, v_desc, k_s, v_s, k_full, v_full, BLOCK_N,
+            turn, tile, b, hkv, k_desc, v_desc, k_s, v_s, k_full, v_full,
             #: again
         )
-    group = heads // kv_heads
+    group = sizes.heads // sizes.kv_heads
     count = done
     #: no_tile_before
     for member in range(0, group):
-        h = hkv * group + member
-        full_tiles, partial_tiles, first_live, first_full, masked = count_tiles(
-            tile, b, h, hkv, batch, heads, kv_heads, q_len, kv_len, q_offset, kv_offset,
-            BLOCK_M, BLOCK_N,
-            #: arguments
-            #: kv_pass_lists
-        )
-        row = (b * heads + h) * padded
+        head = Head(b, hkv * group + member, hkv)
+        visits, masked = count_tiles(tile, head, sizes, shift, given)
+        row = (b * sizes.heads + head.h) * padded
         #: line_of_sums
         if HAS_DROPOUT:
-            drop = drop_of_item(
-                b, h, hkv, batch, heads, kv_heads, q_len, kv_len,
-                #: arguments
-            )
-        for step in range(0, partial_tiles + full_tiles):
-            first = BLOCK_M * q_tile_of(
-                step, partial_tiles, full_tiles, first_live, first_full, tile,
-                b, h, hkv, batch, heads, kv_heads, q_len, kv_len, q_offset, kv_offset,
-                BLOCK_M, BLOCK_N, True,
-                #: arguments
-                #: kv_pass_lists
-            )
+            drop = drop_of_item(head, sizes, given)
+        for step in range(0, visits.partial + visits.full):
+            first = BLOCK_M * q_tile_of(step, visits, tile, head, sizes, shift, True, given)
             stage, phase = slot_of(count, STAGES)
             mbarrier.wait(q_empty.index(stage), phase ^ 1)
             q_ready = q_full.index(stage)
             mbarrier.expect(q_ready, q_desc.block_type.nbytes + lse_desc.block_type.nbytes)
             tma_load(lse_desc, [row + first], q_ready, lse_s.index(stage))
-            tma_load(q_desc, [b, h, first, 0], q_ready, q_s.index(stage))
+            tma_load(q_desc, [b, head.h, first, 0], q_ready, q_s.index(stage))
             mbarrier.wait(do_empty.index(stage), phase ^ 1)
             do_ready = do_full.index(stage)
             mbarrier.expect(do_ready, do_desc.block_type.nbytes + delta_desc.block_type.nbytes)
             tma_load(delta_desc, [row + first], do_ready, delta_s.index(stage))
-            tma_load(do_desc, [b, h, first, 0], do_ready, do_s.index(stage))
+            tma_load(do_desc, [b, head.h, first, 0], do_ready, do_s.index(stage))
             #: load_pairs
             if PERSISTENT:
                 # The consumers may be busy with the item before, and its keys with them.
                 if count == done:
                     load_keys(
-                        turn, tile, b, hkv, k_desc, v_desc, k_s, v_s, k_full, v_full, BLOCK_N,
+                        turn, tile, b, hkv, k_desc, v_desc, k_s, v_s, k_full, v_full,
                         #: again
                     )
             if HAS_DROPOUT:
-                draw_tile(drop, count, tile * BLOCK_N, first, kept_s, kept_full, STAGES, 2, BLOCK_M)
+                draw_tile(drop, count, tile * BLOCK_N, first, kept_s, kept_full, 2, BLOCK_M)
             #: add_tile_before
             count += 1
     if PERSISTENT:
         if count == done:
             load_keys(
-                turn, tile, b, hkv, k_desc, v_desc, k_s, v_s, k_full, v_full, BLOCK_N,
+                turn, tile, b, hkv, k_desc, v_desc, k_s, v_s, k_full, v_full,
                 #: again
             )
     #: add_last_tile
@@ -212,26 +171,16 @@ def load_item(
 
 
 @gluon.jit
-def parts_of_queries(
-    first, b, h, hkv, batch, heads, kv_heads, q_len, kv_len, q_origin,
-    BLOCK_M: gl.constexpr, Q_KIND: gl.constexpr,
-    #: parameters
-):
+def parts_of_queries(first, head, sizes, q_origin, given):
     """What is looked up by the tile's queries: by neighbouring threads, once."""
     rows = first + gl.arange(0, BLOCK_M, layout=gl.BlockedLayout([1], [32], [4], [0]))
-    return q_parts_of_pairs(
-        b, h, hkv, positions(rows, q_len, q_origin, Q_KIND),
-        batch, heads, kv_heads, q_len, kv_len,
-        #: arguments
-    )
+    return q_parts_of_pairs(head, positions(rows, sizes.q_len, q_origin, Q_KIND), sizes, given)
 
 
 @gluon.jit
 def weights_of_tile(
-    score, q_parts, kv_parts, lse2, columns, column2, first, kv, scale, origin, ragged,
-    b, h, hkv, batch, heads, kv_heads, q_len, kv_len, q_origin,
-    BLOCK_M: gl.constexpr, Q_KIND: gl.constexpr, PARTIAL: gl.constexpr, SCORES: gl.constexpr,
-    #: parameters
+    score, q_parts, kv_parts, lse2, columns, column2, first, kv, scale, origin, ragged, head, sizes,
+    q_origin, PARTIAL: gl.constexpr, SCORES: gl.constexpr, given,
     #: pair_parts
 ):
     """From the tile's k . q: weights, their slopes, and the derivative of the score by its raw one.
@@ -241,24 +190,19 @@ def weights_of_tile(
     """
     QUERIES: gl.constexpr = gl.SliceLayout(0, SCORES)
     rows = count_up(first, BLOCK_M, QUERIES)
-    places = places_of(first, q_len, q_origin, Q_KIND, BLOCK_M, QUERIES)
+    places = places_of(first, sizes.q_len, q_origin, Q_KIND, BLOCK_M, QUERIES)
     derivative = 1.0
     if HAS_ROW:
-        part = row_of_score(
-            b, h, hkv, places, origin, q_parts,
-            batch, heads, kv_heads, q_len, kv_len,
-            #: arguments
-        )
+        part = row_of_score(head, places, origin, q_parts, sizes, given)
         lse2 = lse2 - part * LOG2E
     if PARTIAL or MODIFIED or HAS_DERIVATIVE or OWN_WEIGHTS:
         q = places[None, :]
-        live = (rows < q_len)[None, :] & (columns < kv_len)[:, None]
+        live = (rows < sizes.q_len)[None, :] & (columns < sizes.kv_len)[:, None]
         raw = score * scale
     if HAS_DERIVATIVE:
         derivative, _ = gl.broadcast(
             derivative_of_pair(
-                raw, live, q_parts, kv_parts, b, h, hkv, q, kv, batch, heads, kv_heads, q_len, kv_len,
-                #: arguments
+                raw, live, q_parts, kv_parts, head, q, kv, sizes, given,
                 #: pair_parts
             ),
             score,
@@ -266,16 +210,14 @@ def weights_of_tile(
     if MODIFIED:
         final, _ = gl.broadcast(
             score_of_pair(
-                raw, live, q_parts, kv_parts, b, h, hkv, q, kv, batch, heads, kv_heads, q_len, kv_len,
-                #: arguments
+                raw, live, q_parts, kv_parts, head, q, kv, sizes, given,
                 #: pair_parts
             ),
             score,
         )
     if PARTIAL and MASKED:
         allowed = mask_of_pair(
-            raw, live, q_parts, kv_parts, b, h, hkv, q, kv, batch, heads, kv_heads, q_len, kv_len,
-            #: arguments
+            raw, live, q_parts, kv_parts, head, q, kv, sizes, given,
             #: pair_parts
         )
     if OWN_WEIGHTS:
@@ -283,16 +225,14 @@ def weights_of_tile(
             final = raw
         weight, _ = gl.broadcast(
             weight_of_pair(
-                final, live, q_parts, kv_parts, b, h, hkv, q, kv, batch, heads, kv_heads, q_len, kv_len,
-                #: arguments
+                final, live, q_parts, kv_parts, head, q, kv, sizes, given,
                 #: pair_parts
             ),
             score,
         )
         slope, _ = gl.broadcast(
             slope_of_weight(
-                final, live, q_parts, kv_parts, b, h, hkv, q, kv, batch, heads, kv_heads, q_len, kv_len,
-                #: arguments
+                final, live, q_parts, kv_parts, head, q, kv, sizes, given,
                 #: pair_parts
             ),
             score,
@@ -313,7 +253,7 @@ def weights_of_tile(
         if PARTIAL and MASKED:
             exponent = gl.where(allowed, exponent, float("-inf"))
         if PARTIAL:
-            if ragged | (first + BLOCK_M > q_len):
+            if ragged | (first + BLOCK_M > sizes.q_len):
                 exponent = gl.where(live, exponent, float("-inf"))
         weight = gl.exp2(exponent)
         slope = weight
@@ -329,17 +269,12 @@ def gradient_of_score(steep, dweight, delta):
 
 
 @gluon.jit
-def store_rows(
-    OUT, rows, own, b, hkv, rows_b, rows_h, rows_n, kv_len, WIDTH: gl.constexpr
-):
-    """Store gradients of the keys from ``own`` on, of which OUT has ``WIDTH`` columns.
-
-    ``rows_b``, ``rows_h`` and ``rows_n`` rows lie from one batch entry, head or key to the next.
-    """
+def store_rows(result, rows, own, b, hkv, kv_len, WIDTH: gl.constexpr):
+    """Store gradients of the keys from ``own`` on into a result of WIDTH columns."""
     LAYOUT: gl.constexpr = rows.type.layout
     keys = own + gl.arange(0, rows.shape[0], layout=gl.SliceLayout(1, LAYOUT))
     fields = gl.arange(0, rows.shape[1], layout=gl.SliceLayout(0, LAYOUT))
-    head = OUT + (b * rows_b + hkv * rows_h) * WIDTH
+    first_row = result.base + (b * result.stride_b + hkv * result.stride_h) * WIDTH
     inside = (keys < kv_len)[:, None] & (fields < WIDTH)[None, :]
-    places = (keys.to(gl.int64) * rows_n)[:, None] * WIDTH + fields[None, :]
-    gl.store(head + places, rows, mask=inside)
+    places = (keys.to(gl.int64) * result.stride_n)[:, None] * WIDTH + fields[None, :]
+    gl.store(first_row + places, rows, mask=inside)

@@ -25,14 +25,9 @@ and dV take their places on the way out.
 
 @gluon.jit
 def add_query_tile(
-    PART: gl.constexpr, count, q_tile_index, total, zeros, no_dq, kv_parts, columns, column2, kv, origin,
-    ragged, SUMS, q_s, k_s, v_s, do_s, lse_s, delta_s, ds_s, steep_s,
-    q_full, do_full, q_empty, do_empty,
-    scale, b, h, hkv, batch, heads, kv_heads, q_len, kv_len, q_origin, padded,
-    HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
-    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, Q_KIND: gl.constexpr,
-    PARTIAL: gl.constexpr, SCORES: gl.constexpr, OPERAND: gl.constexpr, HALF: gl.constexpr,
-    #: parameters
+    PART: gl.constexpr, count, q_tile_index, total, zeros, no_dq, kv_parts, columns, column2, kv,
+    origin, ragged, SUMS, q_s, k_s, v_s, do_s, lse_s, delta_s, ds_s, steep_s, q_full, do_full,
+    q_empty, do_empty, scale, head, sizes, q_origin, padded, PARTIAL: gl.constexpr, SCORES: gl.constexpr, OPERAND: gl.constexpr, given,
     #: pair_reader_parameters
 ):
     """Add one query tile's part to dQ, and to ``total``: dV, or dK before the scale.
@@ -51,18 +46,13 @@ def add_query_tile(
         mbarrier.wait(q_full.index(stage), phase)
         scoring = multiply(k_tile, q, zeros, HEAD_DIM)
         lse2 = lse_s.index(stage).load(gl.SliceLayout(0, SCORES))
-        q_parts = parts_of_queries(
-            first, b, h, hkv, batch, heads, kv_heads, q_len, kv_len, q_origin, BLOCK_M, Q_KIND,
-            #: arguments
-        )
+        q_parts = parts_of_queries(first, head, sizes, q_origin, given)
         score = warpgroup_mma_wait(0, deps=[scoring])
         mbarrier.arrive(q_empty.index(stage), count=1)
         #: read_pairs
         weight, steep, derivative = weights_of_tile(
             score, q_parts, kv_parts, lse2, columns, column2, first, kv, scale, origin, ragged,
-            b, h, hkv, batch, heads, kv_heads, q_len, kv_len, q_origin,
-            BLOCK_M, Q_KIND, PARTIAL, SCORES,
-            #: arguments
+            head, sizes, q_origin, PARTIAL, SCORES, given,
             #: pair_parts
         )
         #: leave_pairs
@@ -105,7 +95,7 @@ def add_query_tile(
         # dQ comes before dK, so that it is added up while dK is computed.
         adding = warpgroup_mma(operand, q, total, is_async=True)
         dq = warpgroup_mma_wait(1, deps=[making_q])
-    row = (b * heads + h).to(gl.int64) * padded + first
+    row = (head.b * sizes.heads + head.h).to(gl.int64) * padded + first
     add_to_sums(SUMS + row * D + PART * (BLOCK_M * D // 2), dq)
     if PART == 1:
         total = warpgroup_mma_wait(0, deps=[adding])
@@ -115,21 +105,14 @@ def add_query_tile(
 
 @gluon.jit
 def consume_item(
-    item, turn, done, PART: gl.constexpr, SUMS, DK, DV_OUT,
-    rows_dkb, rows_dkh, rows_dkn, rows_dvb, rows_dvh, rows_dvn,
-    q_s, k_s, v_s, do_s, lse_s, delta_s, ds_s, steep_s,
-    k_full, v_full, q_full, do_full, q_empty, do_empty,
-    scale, batch, heads, kv_heads, q_len, kv_len, q_origin, kv_origin, padded, together,
-    HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
-    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, Q_KIND: gl.constexpr,
-    KV_KIND: gl.constexpr, HALF: gl.constexpr,
+    item, turn, done, PART: gl.constexpr, SUMS, results, q_s, k_s, v_s, do_s, lse_s, delta_s, ds_s, steep_s, k_full, v_full, q_full,
+    do_full, q_empty, do_empty, scale, sizes, origins, padded, together,
     #: learned
     #: kept
     #: again
     #: pair_consumer
     #: slopes_desc
-    #: parameters
-    #: kv_pass_lists
+    given,
 ):
     """The tile's dV (part 0) or dK (part 1), and half the columns of dQ.
 
@@ -143,81 +126,49 @@ def consume_item(
     OWN_ROWS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, OWN_WIDTH, 16])
     DQ_ROWS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DQ_WIDTH, 16])
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, OWN_ROWS, 2)
-    tile, b, hkv = place_of_kv_item(item, batch, kv_heads, kv_len, together, BLOCK_N)
-    q_offset = shift_of_positions(q_origin, Q_KIND)
-    kv_offset = shift_of_positions(kv_origin, KV_KIND)
+    tile, b, hkv = place_of_kv_item(item, sizes, together)
+    shift = shift_of(origins, Q_KIND, KV_KIND)
     own = tile * BLOCK_N
     columns = own + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, SCORES))
-    places = positions(columns, kv_len, kv_origin, KV_KIND)
+    places = positions(columns, sizes.kv_len, origins.kv, KV_KIND)
     kv = places[:, None]
-    origin = own + kv_offset
-    ragged = own + BLOCK_N > kv_len
+    origin = own + shift.kv
+    ragged = own + BLOCK_N > sizes.kv_len
     total = gl.zeros([BLOCK_N, OWN_WIDTH], gl.float32, layout=OWN_ROWS)
     zeros = gl.zeros([BLOCK_N, BLOCK_M], gl.float32, layout=SCORES)
     no_dq = gl.zeros([64, DQ_WIDTH], gl.float32, layout=DQ_ROWS)
     mbarrier.wait(k_full, turn)
     mbarrier.wait(v_full, turn)
-    group = heads // kv_heads
+    group = sizes.heads // sizes.kv_heads
     count = done
     for member in range(0, group):
-        h = hkv * group + member
-        full_tiles, partial_tiles, first_live, first_full, masked = count_tiles(
-            tile, b, h, hkv, batch, heads, kv_heads, q_len, kv_len, q_offset, kv_offset,
-            BLOCK_M, BLOCK_N,
-            #: arguments
-            #: kv_pass_lists
-        )
-        kv_parts = kv_parts_of_pairs(
-            b, h, hkv, places, batch, heads, kv_heads, q_len, kv_len,
-            #: arguments
-        )
+        head = Head(b, hkv * group + member, hkv)
+        visits, masked = count_tiles(tile, head, sizes, shift, given)
+        kv_parts = kv_parts_of_pairs(head, places, sizes, given)
         column2 = LOG2E * column_of_score(
-            b, h, hkv, places, (places - origin).to(gl.float32), kv_parts,
-            batch, heads, kv_heads, q_len, kv_len,
-            #: arguments
+            head, places, (places - origin).to(gl.float32), kv_parts, sizes, given,
         )
         factored = scale
         if HAS_FACTOR:
-            factored = scale * factor_of_score(
-                b, h, hkv, batch, heads, kv_heads, q_len, kv_len,
-                #: arguments
-            )
+            factored = scale * factor_of_score(head, sizes, given)
         for step in range(0, masked):
-            q_tile_index = q_tile_of(
-                step, partial_tiles, full_tiles, first_live, first_full, tile,
-                b, h, hkv, batch, heads, kv_heads, q_len, kv_len, q_offset, kv_offset,
-                BLOCK_M, BLOCK_N, True,
-                #: arguments
-                #: kv_pass_lists
-            )
+            q_tile_index = q_tile_of(step, visits, tile, head, sizes, shift, True, given)
             total = add_query_tile(
-                PART, count, q_tile_index, total, zeros, no_dq, kv_parts, columns, column2, kv, origin,
-                ragged, SUMS, q_s, k_s, v_s, do_s, lse_s, delta_s, ds_s, steep_s,
-                q_full, do_full, q_empty, do_empty,
-                factored, b, h, hkv, batch, heads, kv_heads, q_len, kv_len, q_origin, padded,
-                HEAD_DIM, VALUE_DIM, D, DV, BLOCK_M, BLOCK_N, STAGES, Q_KIND,
-                True, SCORES, OPERAND, HALF,
-                #: arguments
+                PART, count, q_tile_index, total, zeros, no_dq, kv_parts, columns, column2, kv,
+                origin, ragged, SUMS, q_s, k_s, v_s, do_s, lse_s, delta_s, ds_s, steep_s, q_full,
+                do_full, q_empty, do_empty, factored, head, sizes, origins.q, padded, True, SCORES,
+                OPERAND, given,
                 #: pair_reader
             )
             count += 1
         if KV_PASS_HAS_FULL and PEELED:
-            for step in range(masked, partial_tiles + full_tiles):
-                q_tile_index = q_tile_of(
-                    step, partial_tiles, full_tiles, first_live, first_full, tile,
-                    b, h, hkv, batch, heads, kv_heads, q_len, kv_len, q_offset, kv_offset,
-                    BLOCK_M, BLOCK_N, False,
-                    #: arguments
-                    #: kv_pass_lists
-                )
+            for step in range(masked, visits.partial + visits.full):
+                q_tile_index = q_tile_of(step, visits, tile, head, sizes, shift, False, given)
                 total = add_query_tile(
-                    PART, count, q_tile_index, total, zeros, no_dq, kv_parts, columns, column2, kv, origin,
-                    ragged, SUMS, q_s, k_s, v_s, do_s, lse_s, delta_s, ds_s, steep_s,
-                    q_full, do_full, q_empty, do_empty,
-                    factored, b, h, hkv, batch, heads, kv_heads, q_len, kv_len, q_origin, padded,
-                    HEAD_DIM, VALUE_DIM, D, DV, BLOCK_M, BLOCK_N, STAGES, Q_KIND,
-                    False, SCORES, OPERAND, HALF,
-                    #: arguments
+                    PART, count, q_tile_index, total, zeros, no_dq, kv_parts, columns, column2, kv,
+                    origin, ragged, SUMS, q_s, k_s, v_s, do_s, lse_s, delta_s, ds_s, steep_s,
+                    q_full, do_full, q_empty, do_empty, factored, head, sizes, origins.q, padded,
+                    False, SCORES, OPERAND, given,
                     #: pair_reader
                 )
                 count += 1
@@ -226,12 +177,11 @@ def consume_item(
     if PART == 0:
         v_tile = v_s.index(0).reshape([BLOCK_N, DV])
         if HAS_COMMON:
-            total = total * factor_of_weights(
-                b, 0, hkv, batch, heads, kv_heads, q_len, kv_len,
-                #: arguments
-            )
+            total = total * factor_of_weights(Head(b, 0, hkv), sizes, given)
+        dv_out = Tensor(results.dv, results.dv_b, results.dv_h, results.dv_n)
         #: store_dv
     else:
         k_tile = k_s.index(0).reshape([BLOCK_N, D])
+        dk_out = Tensor(results.dk, results.dk_b, results.dk_h, results.dk_n)
         #: store_dk
     return count

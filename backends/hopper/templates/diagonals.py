@@ -9,10 +9,10 @@ the place of dS, but is loaded only then.
 
 
 @gluon.jit
-def line_of_sums(DISTANCE_SUMS, tile, b, h, heads, kv_len, padded, BLOCK_N: gl.constexpr):
+def line_of_sums(DISTANCE_SUMS, tile, head, sizes, padded):
     """Where sums of a tile of keys lie that are of the first query less the tile's end."""
-    kv_tiles = tl.cdiv(kv_len, BLOCK_N)
-    start = ((b * heads + h) * kv_tiles + tile).to(gl.int64) * (padded + kv_tiles * BLOCK_N)
+    kv_tiles = tl.cdiv(sizes.kv_len, BLOCK_N)
+    start = ((head.b * sizes.heads + head.h) * kv_tiles + tile).to(gl.int64) * (padded + kv_tiles * BLOCK_N)
     return DISTANCE_SUMS + (start + (kv_tiles - 1 - tile) * BLOCK_N)
 
 

@@ -5,22 +5,8 @@
 
 
 @gluon.jit
-def drop_of_item(
-    b, h, hkv, batch, heads, kv_heads, q_len, kv_len,
-    #: parameters
-):
-    """What decides which pairs of a head are kept."""
-    chance = drop_probability(
-        b, h, hkv, batch, heads, kv_heads, q_len, kv_len,
-        #: arguments
-    )
-    return drop_of_head(chance, b * heads + h, seed)
-
-
-@gluon.jit
 def draw_tile(
-    drop, count, first_row, first_column, kept_s, kept_full,
-    STAGES: gl.constexpr, PARTS: gl.constexpr, COLUMNS: gl.constexpr,
+    drop, count, first_row, first_column, kept_s, kept_full, PARTS: gl.constexpr, COLUMNS: gl.constexpr,
 ):
     """Draw for the pairs of tile number ``count``.
 
@@ -33,8 +19,7 @@ def draw_tile(
 
 @gluon.jit
 def take_kept(
-    PART: gl.constexpr, count, kept_s, kept_full,
-    STAGES: gl.constexpr, PARTS: gl.constexpr, COLUMNS: gl.constexpr,
+    PART: gl.constexpr, count, kept_s, kept_full, PARTS: gl.constexpr, COLUMNS: gl.constexpr,
 ):
     """Which pairs of tile number ``count`` are kept, of its 64 rows number PART."""
     stage, phase = slot_of(count, STAGES)

@@ -12,7 +12,7 @@ section 3.2, a half of a tile at a time.
 
 #: begin
 @gluon.jit
-def weigh_half(score, sums, peak, factor, scale, q_len, HALF: gl.constexpr):
+def weigh_half(score, sums, peak, factor, scale, q_len):
     """Packed weights of one half of a FULL tile, relative to ``peak``; the sums with theirs."""
     if SCALED_FIRST:
         score = score * scale
@@ -25,10 +25,8 @@ def weigh_half(score, sums, peak, factor, scale, q_len, HALF: gl.constexpr):
 
 @gluon.jit
 def attend_by_halves(
-    first, end, acc, weight, sums, peak, q_part, k_s, v_s, k_full, k_empty, v_full, v_empty,
-    factor, scale, q_len,
-    ROWS: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
-    WEIGHTS: gl.constexpr, HALF: gl.constexpr, HEAD_DIM: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
+    first, end, acc, weight, sums, peak, q_part, k_s, v_s, k_full, k_empty, v_full, v_empty, factor,
+    scale, q_len, ROWS: gl.constexpr, WEIGHTS: gl.constexpr,
 ):
     """Outputs and sums with tiles number ``first`` to ``end - 1``, of which there is one at least.
 
@@ -51,7 +49,7 @@ def attend_by_halves(
         stage, phase = slot_of(count, STAGES)
         k = k_s.index(stage).reshape([BLOCK_N, D])
         scoring = multiply(q_part, k.slice(SIDE, SIDE), zeros, HEAD_DIM)
-        left, sums = weigh_half(score, sums, peak, factor, scale, q_len, HALF)
+        left, sums = weigh_half(score, sums, peak, factor, scale, q_len)
         mbarrier.wait(v_full.index(stage), phase)
         v = v_s.index(stage).reshape([BLOCK_N, DV])
         adding = warpgroup_mma(halves(left, HALF, WEIGHTS), v.slice(0, SIDE), acc, is_async=True)
@@ -64,7 +62,7 @@ def attend_by_halves(
         next_scoring = multiply(q_part, k.slice(0, SIDE), zeros, HEAD_DIM)
         score = warpgroup_mma_wait(2, deps=[scoring])
         mbarrier.arrive(k_empty.index(stage), count=1, pred=more)
-        right, sums = weigh_half(score, sums, peak, factor, scale, q_len, HALF)
+        right, sums = weigh_half(score, sums, peak, factor, scale, q_len)
         adding = warpgroup_mma(halves(right, HALF, WEIGHTS), v.slice(SIDE, SIDE), adding, is_async=True)
         score, acc = warpgroup_mma_wait(0, deps=[next_scoring, adding])
         mbarrier.arrive(v_empty.index(stage), count=1)
@@ -74,10 +72,7 @@ def attend_by_halves(
 
 
 @gluon.jit
-def add_last(
-    last, acc, weight, v_s, v_full, v_empty, q_len,
-    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, DV: gl.constexpr, WEIGHTS: gl.constexpr, HALF: gl.constexpr,
-):
+def add_last(last, acc, weight, v_s, v_full, v_empty, q_len, WEIGHTS: gl.constexpr):
     """Outputs with tile number ``last``, whose weights are those that are left."""
     stage, phase = slot_of(last, STAGES)
     mbarrier.wait(v_full.index(stage), phase)

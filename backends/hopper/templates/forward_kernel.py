@@ -42,15 +42,12 @@ def next_item(
 @gluon.jit
 def load_in_turns(
     item, items, q_desc, k_desc, v_desc, q_s, k_s, v_s, q_full, k_full, k_empty, v_full, v_empty,
-    batch, heads, kv_heads, q_len, kv_len, q_origin, kv_origin, together,
-    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr,
-    Q_KIND: gl.constexpr, KV_KIND: gl.constexpr,
+    sizes, origins, together,
     #: counter
     #: kept
     #: again
     #: also_loaded
-    #: parameters
-    #: forward_lists
+    given,
 ):
     """Load the tiles of all items, and again of those that were lost; returns how many turns.
 
@@ -66,18 +63,17 @@ def load_in_turns(
         )
         if own >= 0:
             done = load_item(
-                own, fast, turn, done, q_desc, k_desc, v_desc, q_s, k_s, v_s,
-                q_full, k_full, k_empty, v_full, v_empty,
-                batch, heads, kv_heads, q_len, kv_len, q_origin, kv_origin, together,
-                BLOCK_M, BLOCK_N, STAGES, CONSUMERS, Q_KIND, KV_KIND,
+                own, fast, turn, done, q_desc, k_desc, v_desc, q_s, k_s, v_s, q_full, k_full,
+                k_empty, v_full, v_empty, sizes, origins, together,
                 #: kept
                 #: again
                 #: also_loaded
-                #: arguments
-                #: forward_lists
+                given,
             )
         else:
-            announce_item(turn, own, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, item_s, item_full, item_empty)
+            announce_item(
+                turn, own, 0, Head(0, 0, 0), Visits(0, 0, 0, 0), 0, 0, item_s, item_full, item_empty
+            )
             for part in gl.static_range(CONSUMERS):
                 mbarrier.wait(q_empty.index(part), (turn & 1) ^ 1)
                 mbarrier.arrive(q_full.index(part), count=1)
@@ -102,33 +98,27 @@ def load_in_turns(
 
 @gluon.jit
 def produce(
-    q_desc, k_desc, v_desc, q_s, k_s, v_s, q_full, k_full, k_empty, v_full, v_empty,
-    batch, heads, kv_heads, q_len, kv_len, q_origin, kv_origin, together,
-    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr,
-    Q_KIND: gl.constexpr, KV_KIND: gl.constexpr,
+    q_desc, k_desc, v_desc, q_s, k_s, v_s, q_full, k_full, k_empty, v_full, v_empty, sizes, origins,
+    together,
     #: counter
     #: kept
     #: again
     #: also_loaded
-    #: parameters
-    #: forward_lists
+    given,
 ):
     """Load the tiles of all items of the program."""
     item = gl.program_id(0)
     if PERSISTENT:
-        items = tl.cdiv(q_len, BLOCK_M) * batch * heads
+        items = tl.cdiv(sizes.q_len, BLOCK_M) * sizes.batch * sizes.heads
         if ANCHORED:
             turn = load_in_turns(
-                item, items, q_desc, k_desc, v_desc, q_s, k_s, v_s,
-                q_full, k_full, k_empty, v_full, v_empty,
-                batch, heads, kv_heads, q_len, kv_len, q_origin, kv_origin, together,
-                BLOCK_M, BLOCK_N, STAGES, CONSUMERS, Q_KIND, KV_KIND,
+                item, items, q_desc, k_desc, v_desc, q_s, k_s, v_s, q_full, k_full, k_empty, v_full,
+                v_empty, sizes, origins, together,
                 #: counter
                 #: kept
                 #: again
                 #: also_loaded
-                #: arguments
-                #: forward_lists
+                given,
             )
         else:
             turn, done = 0, 0
@@ -138,69 +128,58 @@ def produce(
                     #: counter
                 )
                 done = load_item(
-                    item, 0, turn, done, q_desc, k_desc, v_desc, q_s, k_s, v_s,
-                    q_full, k_full, k_empty, v_full, v_empty,
-                    batch, heads, kv_heads, q_len, kv_len, q_origin, kv_origin, together,
-                    BLOCK_M, BLOCK_N, STAGES, CONSUMERS, Q_KIND, KV_KIND,
+                    item, 0, turn, done, q_desc, k_desc, v_desc, q_s, k_s, v_s, q_full, k_full,
+                    k_empty, v_full, v_empty, sizes, origins, together,
                     #: kept
                     #: again
                     #: also_loaded
-                    #: arguments
-                    #: forward_lists
+                    given,
                 )
                 item = next_item(
                     item, 1, drawn, items,
                     #: counter
                 )
                 turn += 1
-        announce_item(turn, items, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, item_s, item_full, item_empty)
+        announce_item(
+            turn, items, 0, Head(0, 0, 0), Visits(0, 0, 0, 0), 0, 0, item_s, item_full, item_empty
+        )
     else:
         load_item(
-            item, 0, 0, 0, q_desc, k_desc, v_desc, q_s, k_s, v_s,
-            q_full, k_full, k_empty, v_full, v_empty,
-            batch, heads, kv_heads, q_len, kv_len, q_origin, kv_origin, together,
-            BLOCK_M, BLOCK_N, STAGES, CONSUMERS, Q_KIND, KV_KIND,
+            item, 0, 0, 0, q_desc, k_desc, v_desc, q_s, k_s, v_s, q_full, k_full, k_empty, v_full,
+            v_empty, sizes, origins, together,
             #: kept
             #: again
             #: also_loaded
-            #: arguments
-            #: forward_lists
+            given,
         )
 
 
 @gluon.jit
 def consume(
-    PART: gl.constexpr, o_desc, LSE, q_s, k_s, v_s, q_full, k_full, k_empty, v_full, v_empty,
-    scale, batch, heads, kv_heads, q_len, kv_len, q_origin, kv_origin, together,
-    HEAD_DIM: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
-    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
-    STAGES: gl.constexpr, CONSUMERS: gl.constexpr, Q_KIND: gl.constexpr, KV_KIND: gl.constexpr,
+    PART: gl.constexpr, o_desc, LSE, q_s, k_s, v_s, q_full, k_full, k_empty, v_full, v_empty, scale,
+    sizes, origins, together,
     #: output
     #: kept
     #: again
     #: also_read
-    #: parameters
-    #: forward_lists
+    given,
 ):
     """Attention of rows number ``PART`` of the query tiles of all items of the program."""
     if PERSISTENT:
-        items = tl.cdiv(q_len, BLOCK_M) * batch * heads
+        items = tl.cdiv(sizes.q_len, BLOCK_M) * sizes.batch * sizes.heads
         turn, done = 0, 0
         mbarrier.wait(item_full, 0)
         item = word(item_s, 0)
         while item < items:
             if not ANCHORED or item >= 0:
                 done = consume_item(
-                    item, turn, done, PART,
-                    o_desc, LSE, q_s, k_s, v_s, q_full, k_full, k_empty, v_full, v_empty,
-                    scale, batch, heads, kv_heads, q_len, kv_len, q_origin, kv_origin, together,
-                    HEAD_DIM, D, DV, BLOCK_M, BLOCK_N, STAGES, CONSUMERS, Q_KIND, KV_KIND,
+                    item, turn, done, PART, o_desc, LSE, q_s, k_s, v_s, q_full, k_full, k_empty,
+                    v_full, v_empty, scale, sizes, origins, together,
                     #: output
                     #: kept
                     #: again
                     #: also_read
-                    #: arguments
-                    #: forward_lists
+                    given,
                 )
             else:
                 mbarrier.wait(q_full.index(PART), turn & 1)
@@ -213,16 +192,13 @@ def consume(
         tma_wait(0)
     else:
         consume_item(
-            gl.program_id(0), 0, 0, PART,
-            o_desc, LSE, q_s, k_s, v_s, q_full, k_full, k_empty, v_full, v_empty,
-            scale, batch, heads, kv_heads, q_len, kv_len, q_origin, kv_origin, together,
-            HEAD_DIM, D, DV, BLOCK_M, BLOCK_N, STAGES, CONSUMERS, Q_KIND, KV_KIND,
+            gl.program_id(0), 0, 0, PART, o_desc, LSE, q_s, k_s, v_s, q_full, k_full, k_empty,
+            v_full, v_empty, scale, sizes, origins, together,
             #: output
             #: kept
             #: again
             #: also_read
-            #: arguments
-            #: forward_lists
+            given,
         )
 
 
@@ -232,12 +208,7 @@ def attention_forward(
     #: also_given
     #: counter
     scale, batch, heads, kv_heads, q_len, kv_len, q_origin, kv_origin, together,
-    #: parameters
-    #: forward_lists
-    HEAD_DIM: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
-    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
-    STAGES: gl.constexpr, CONSUMERS: gl.constexpr, REGISTERS: gl.constexpr,
-    Q_KIND: gl.constexpr, KV_KIND: gl.constexpr,
+    #: given
 ):
     """LSE (batch, heads, q_len) is contiguous fp32.
 
@@ -246,6 +217,11 @@ def attention_forward(
     before a launch, and after.
     Descriptors are of (batch, heads, length, head dim): blocks of one head's rows.
     """
+    sizes = Sizes(batch, heads, kv_heads, q_len, kv_len)
+    origins = Origins(q_origin, kv_origin)
+    given = Given(
+        #: given
+    )
     ROWS: gl.constexpr = BLOCK_M // CONSUMERS
     q_s = gl.allocate_shared_memory(q_desc.dtype, [CONSUMERS, 1, 1, ROWS, D], q_desc.layout)
     k_s = gl.allocate_shared_memory(k_desc.dtype, [STAGES, 1, 1, BLOCK_N, D], k_desc.layout)

@@ -6,140 +6,78 @@ Follows ``forward_shared`` in one module.
 
 #: begin
 @gluon.jit
-def count_tiles(
-    tile, b, h, hkv, batch, heads, kv_heads, q_len, kv_len, q_offset, kv_offset,
-    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
-    #: parameters
-    #: forward_lists
-):
-    """As ``forward_tiles``; where an item needs a tile and has none, one PARTIAL tile beyond all keys."""
-    full_tiles, partial_tiles, first_live, first_full = forward_tiles(
-        tile, b, h, hkv, batch, heads, kv_heads, q_len, kv_len, q_offset, kv_offset,
-        BLOCK_M, BLOCK_N,
-        #: arguments
-        #: forward_lists
-    )
+def count_tiles(tile, head, sizes, shift, given):
+    """As ``forward_visits``; where an item needs a tile and has none, one PARTIAL tile beyond all keys."""
+    visits = forward_visits(tile, head, sizes, shift, given)
     nothing = False
     if NEEDS_TILE:
-        nothing = full_tiles + partial_tiles == 0
-        partial_tiles = gl.where(nothing, 1, partial_tiles)
-    return full_tiles, partial_tiles, first_live, first_full, nothing
+        nothing = visits.full + visits.partial == 0
+        partial = gl.where(nothing, 1, visits.partial)
+        visits = Visits(visits.full, partial, visits.first_live, visits.first_full)
+    return visits, nothing
 
 
 @gluon.jit
-def partial_tile(
-    step, partial_tiles, nothing, full_tiles, first_live, first_full, tile,
-    b, h, hkv, batch, heads, kv_heads, q_len, kv_len, q_offset, kv_offset,
-    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
-    #: parameters
-    #: forward_lists
-):
+def partial_tile(step, nothing, visits, tile, head, sizes, shift, given):
     """Index of PARTIAL tile number ``step``: the last one first where later rows have later tiles.
 
     Those that only the last rows of a query tile attend to are then the first ones.
     """
-    beyond = tl.cdiv(kv_len, BLOCK_N)
+    beyond = tl.cdiv(sizes.kv_len, BLOCK_N)
     found = beyond
     if FORWARD_HAS_PARTIAL:
         if FORWARD_DESCENDING or ROWS_ARE_LISTED:
-            step = gl.maximum(partial_tiles - 1 - step, 0)
-        found = forward_partial_tile(
-            step, full_tiles, first_live, first_full, tile,
-            b, h, hkv, batch, heads, kv_heads, q_len, kv_len, q_offset, kv_offset,
-            BLOCK_M, BLOCK_N,
-            #: arguments
-            #: forward_lists
-        )
+            step = gl.maximum(visits.partial - 1 - step, 0)
+        found = forward_tile(step, visits, tile, head, sizes, shift, given, True)
     return gl.where(nothing, beyond, found)
 
 
 @gluon.jit
-def attends(
-    step, partial_tiles, nothing, full_tiles, first_live, first_full, tile, row_tile,
-    b, h, hkv, batch, heads, kv_heads, q_len, kv_len, q_offset, kv_offset,
-    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, ROWS: gl.constexpr,
-    #: parameters
-    #: forward_lists
-):
+def attends(step, nothing, visits, tile, row_tile, head, sizes, shift, given):
     """Whether rows ``row_tile * ROWS ...`` may have a live pair in PARTIAL tile number ``step``."""
-    there = row_tile * ROWS < q_len
+    there = row_tile * (BLOCK_M // CONSUMERS) < sizes.q_len
     if ROWS_HAVE_TILES:
-        kv_tile = partial_tile(
-            step, partial_tiles, nothing, full_tiles, first_live, first_full, tile,
-            b, h, hkv, batch, heads, kv_heads, q_len, kv_len, q_offset, kv_offset,
-            BLOCK_M, BLOCK_N,
-            #: arguments
-            #: forward_lists
-        )
-        there = there & rows_visits(
-            kv_tile, row_tile,
-            b, h, hkv, batch, heads, kv_heads, q_len, kv_len, q_offset, kv_offset,
-            ROWS, BLOCK_N,
-            #: arguments
-        )
+        kv_tile = partial_tile(step, nothing, visits, tile, head, sizes, shift, given)
+        there = there & rows_have(kv_tile, row_tile, head, sizes, shift, given)
     return there
 
 
 @gluon.jit
-def tiles_of_rows(
-    PART: gl.constexpr, CONSUMERS: gl.constexpr,
-    partial_tiles, nothing, full_tiles, first_live, first_full, tile,
-    b, h, hkv, batch, heads, kv_heads, q_len, kv_len, q_offset, kv_offset,
-    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
-    #: parameters
-    #: forward_lists
-):
+def tiles_of_rows(PART: gl.constexpr, nothing, visits, tile, head, sizes, shift, given):
     """Of the item's tiles, those that one consumer's rows attend to: a part without gaps.
 
     The first PARTIAL one, the one behind the last, and the number of FULL ones; a consumer without
     any takes one of them. Before FULL tiles none is left out: when weights wait for the product
     with their tile of v, the next one's may have no place to come to.
     """
-    begin, end = 0, partial_tiles
+    begin, end, full = 0, visits.partial, visits.full
     if SKIPS:
         ROWS: gl.constexpr = BLOCK_M // CONSUMERS
         row_tile = tile * CONSUMERS + PART
-        full_tiles = gl.where(row_tile * ROWS < q_len, full_tiles, 0)
-        most = gl.maximum(partial_tiles - gl.where(full_tiles > 0, 0, 1), 0)
+        full = gl.where(row_tile * ROWS < sizes.q_len, full, 0)
+        most = gl.maximum(visits.partial - gl.where(full > 0, 0, 1), 0)
         if ROWS_ARE_LISTED:
-            first, behind = forward_tiles_of_part(
-                PART, tile, b, h, hkv, batch, heads, kv_heads, q_len, kv_len, q_offset, kv_offset,
-                BLOCK_M, BLOCK_N,
-                #: arguments
-                #: forward_lists
-            )
-            begin = gl.minimum(partial_tiles - behind, most)
-            end = partial_tiles - first
+            first, behind = forward_tiles_of_part(PART, tile, head, sizes, shift, given)
+            begin = gl.minimum(visits.partial - behind, most)
+            end = visits.partial - first
         else:
             while (begin < most) & (
-                attends(
-                    begin, partial_tiles, nothing, full_tiles, first_live, first_full, tile, row_tile,
-                    b, h, hkv, batch, heads, kv_heads, q_len, kv_len, q_offset, kv_offset,
-                    BLOCK_M, BLOCK_N, ROWS,
-                    #: arguments
-                    #: forward_lists
-                ) == 0
+                attends(begin, nothing, visits, tile, row_tile, head, sizes, shift, given) == 0
             ):
                 begin = begin + 1
-        least = gl.where(full_tiles > 0, partial_tiles, begin + 1)
+        least = gl.where(full > 0, visits.partial, begin + 1)
         if ROWS_ARE_LISTED:
             end = gl.maximum(end, least)
         else:
             while (end > least) & (
-                attends(
-                    end - 1, partial_tiles, nothing, full_tiles, first_live, first_full, tile, row_tile,
-                    b, h, hkv, batch, heads, kv_heads, q_len, kv_len, q_offset, kv_offset,
-                    BLOCK_M, BLOCK_N, ROWS,
-                    #: arguments
-                    #: forward_lists
-                ) == 0
+                attends(end - 1, nothing, visits, tile, row_tile, head, sizes, shift, given) == 0
             ):
                 end = end - 1
-    return begin, end, full_tiles
+    return begin, end, full
 
 
 @gluon.jit
-def leave_tiles(begin, end, k_full, k_empty, v_full, v_empty, STAGES: gl.constexpr):
+def leave_tiles(begin, end, k_full, k_empty, v_full, v_empty):
     """Let tiles number ``begin`` to ``end - 1`` pass."""
     for count in range(begin, end):
         stage, phase = slot_of(count, STAGES)
@@ -151,8 +89,7 @@ def leave_tiles(begin, end, k_full, k_empty, v_full, v_empty, STAGES: gl.constex
 
 @gluon.jit
 def load_pair(
-    k_desc, v_desc, k_s, v_s, k_full, k_empty, v_full, v_empty, count, kv_tile, b, hkv,
-    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr,
+    k_desc, v_desc, k_s, v_s, k_full, k_empty, v_full, v_empty, count, kv_tile, head,
     #: drawing
     #: load_parameters
 ):
@@ -162,7 +99,7 @@ def load_pair(
     for these scores' product to begin.
     """
     stage, phase = slot_of(count, STAGES)
-    place = [b, hkv, kv_tile * BLOCK_N, 0]
+    place = [head.b, head.hkv, kv_tile * BLOCK_N, 0]
     mbarrier.wait(k_empty.index(stage), phase ^ 1)
     mbarrier.expect(k_full.index(stage), k_desc.block_type.nbytes * (2 if MOVES_K else 1))
     tma_load(k_desc, place, k_full.index(stage), k_s.index(stage))
@@ -171,10 +108,7 @@ def load_pair(
     #: load_pairs
     if HAS_DROPOUT:
         if count > done:
-            draw_tile(
-                drop, count - 1, first_row, tile_before * BLOCK_N, kept_s, kept_full,
-                STAGES, CONSUMERS, BLOCK_N,
-            )
+            draw_tile(drop, count - 1, first_row, tile_before * BLOCK_N, kept_s, kept_full, CONSUMERS, BLOCK_N)
     mbarrier.wait(v_empty.index(stage), phase ^ 1)
     mbarrier.expect(v_full.index(stage), v_desc.block_type.nbytes * (2 if MOVES_V else 1))
     tma_load(v_desc, place, v_full.index(stage), v_s.index(stage))
@@ -183,15 +117,13 @@ def load_pair(
 
 
 @gluon.jit
-def announce_item(
-    turn, item, tile, b, h, hkv, full_tiles, partial_tiles, first_live, first_full, nothing, fast,
-    item_s, item_full, item_empty,
-):
+def announce_item(turn, item, tile, head, visits, nothing, fast, item_s, item_full, item_empty):
     """Tell the consumers what the item is, as soon as they know what the one before was."""
     mbarrier.wait(item_empty, (turn & 1) ^ 1)
     item_s.store(
         words(
-            (item, tile, b, h, hkv, full_tiles, partial_tiles, first_live, first_full, nothing, fast)
+            (item, tile, head.b, head.h, head.hkv, visits.full, visits.partial, visits.first_live,
+             visits.first_full, nothing, fast)
         )
     )
     mbarrier.arrive(item_full, count=1)
@@ -199,8 +131,7 @@ def announce_item(
 
 @gluon.jit
 def load_query(
-    turn, tile, b, h, q_desc, q_s, q_full,
-    BLOCK_M: gl.constexpr, CONSUMERS: gl.constexpr,
+    turn, tile, head, q_desc, q_s, q_full,
     #: again
     #: moved_query
 ):
@@ -209,7 +140,7 @@ def load_query(
     for part in gl.static_range(CONSUMERS):
         if PERSISTENT:
             mbarrier.wait(q_empty.index(part), (turn & 1) ^ 1)
-        place = [b, h, tile * BLOCK_M + part * ROWS, 0]
+        place = [head.b, head.h, tile * BLOCK_M + part * ROWS, 0]
         mbarrier.expect(q_full.index(part), q_desc.block_type.nbytes * (2 if MOVES_Q else 1))
         tma_load(q_desc, place, q_full.index(part), q_s.index(part))
         if MOVES_Q:
@@ -218,11 +149,9 @@ def load_query(
 
 @gluon.jit
 def take_item(
-    item, batch, heads, kv_heads, q_len, kv_len, q_offset, kv_offset, together,
-    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
+    item, sizes, shift, together,
     #: again
-    #: parameters
-    #: forward_lists
+    given,
 ):
     """Where a consumer's item lies, its tiles, and whether to be ``fast``: as the producer says.
 
@@ -230,101 +159,66 @@ def take_item(
     """
     fast = False
     if PERSISTENT:
-        tile, b, h, hkv = word(item_s, 1), word(item_s, 2), word(item_s, 3), word(item_s, 4)
-        full_tiles, partial_tiles = word(item_s, 5), word(item_s, 6)
-        first_live, first_full = word(item_s, 7), word(item_s, 8)
+        tile, head = word(item_s, 1), Head(word(item_s, 2), word(item_s, 3), word(item_s, 4))
+        visits = Visits(word(item_s, 5), word(item_s, 6), word(item_s, 7), word(item_s, 8))
         nothing = word(item_s, 9) != 0
         if ANCHORED:
             fast = word(item_s, 10) != 0
         mbarrier.arrive(item_empty, count=1)
     else:
-        tile, b, h, hkv = place_of_q_item(item, batch, heads, kv_heads, q_len, together, BLOCK_M)
-        full_tiles, partial_tiles, first_live, first_full, nothing = count_tiles(
-            tile, b, h, hkv, batch, heads, kv_heads, q_len, kv_len, q_offset, kv_offset,
-            BLOCK_M, BLOCK_N,
-            #: arguments
-            #: forward_lists
-        )
-    return tile, b, h, hkv, full_tiles, partial_tiles, first_live, first_full, nothing, fast
+        tile, head = place_of_q_item(item, sizes, together)
+        visits, nothing = count_tiles(tile, head, sizes, shift, given)
+    return tile, head, visits, nothing, fast
 
 
 @gluon.jit
 def load_item(
-    item, fast, turn, done, q_desc, k_desc, v_desc, q_s, k_s, v_s, q_full, k_full, k_empty, v_full, v_empty,
-    batch, heads, kv_heads, q_len, kv_len, q_origin, kv_origin, together,
-    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr,
-    Q_KIND: gl.constexpr, KV_KIND: gl.constexpr,
+    item, fast, turn, done, q_desc, k_desc, v_desc, q_s, k_s, v_s, q_full, k_full, k_empty, v_full,
+    v_empty, sizes, origins, together,
     #: kept
     #: again
     #: also_loaded
-    #: parameters
-    #: forward_lists
+    given,
 ):
     """Load the query tile, then every key-value tile: PARTIAL ones, then FULL ones.
 
     Returns the program's number of key-value tiles so far, ``done`` of which were before this item.
     """
-    tile, b, h, hkv = place_of_q_item(item, batch, heads, kv_heads, q_len, together, BLOCK_M)
+    tile, head = place_of_q_item(item, sizes, together)
     if not PERSISTENT:
         load_query(
-            turn, tile, b, h, q_desc, q_s, q_full, BLOCK_M, CONSUMERS,
+            turn, tile, head, q_desc, q_s, q_full,
             #: again
             #: moved_query
         )
-    q_offset = shift_of_positions(q_origin, Q_KIND)
-    kv_offset = shift_of_positions(kv_origin, KV_KIND)
-    full_tiles, partial_tiles, first_live, first_full, nothing = count_tiles(
-        tile, b, h, hkv, batch, heads, kv_heads, q_len, kv_len, q_offset, kv_offset,
-        BLOCK_M, BLOCK_N,
-        #: arguments
-        #: forward_lists
-    )
+    shift = shift_of(origins, Q_KIND, KV_KIND)
+    visits, nothing = count_tiles(tile, head, sizes, shift, given)
     if PERSISTENT:
         # The consumers may be busy with the item before, and q with them.
-        announce_item(
-            turn, item, tile, b, h, hkv, full_tiles, partial_tiles, first_live, first_full, nothing,
-            fast, item_s, item_full, item_empty,
-        )
+        announce_item(turn, item, tile, head, visits, nothing, fast, item_s, item_full, item_empty)
         load_query(
-            turn, tile, b, h, q_desc, q_s, q_full, BLOCK_M, CONSUMERS,
+            turn, tile, head, q_desc, q_s, q_full,
             #: again
             #: moved_query
         )
     if HAS_DROPOUT:
-        drop = drop_of_item(
-            b, h, hkv, batch, heads, kv_heads, q_len, kv_len,
-            #: arguments
-        )
+        drop = drop_of_item(head, sizes, given)
         first_row, tile_before = tile * BLOCK_M, 0
-    for step in range(0, partial_tiles):
-        kv_tile = partial_tile(
-            step, partial_tiles, nothing, full_tiles, first_live, first_full, tile,
-            b, h, hkv, batch, heads, kv_heads, q_len, kv_len, q_offset, kv_offset,
-            BLOCK_M, BLOCK_N,
-            #: arguments
-            #: forward_lists
-        )
+    for step in range(0, visits.partial):
+        kv_tile = partial_tile(step, nothing, visits, tile, head, sizes, shift, given)
         load_pair(
-            k_desc, v_desc, k_s, v_s, k_full, k_empty, v_full, v_empty, done + step, kv_tile, b, hkv,
-            BLOCK_N, STAGES, CONSUMERS,
+            k_desc, v_desc, k_s, v_s, k_full, k_empty, v_full, v_empty, done + step, kv_tile, head,
             #: drawing
             #: load_partial_pairs
         )
         if HAS_DROPOUT:
             tile_before = kv_tile
     if FORWARD_HAS_FULL:
-        for step in range(0, full_tiles):
-            kv_tile = forward_full_tile(
-                step, full_tiles, first_live, first_full, tile,
-                b, h, hkv, batch, heads, kv_heads, q_len, kv_len, q_offset, kv_offset,
-                BLOCK_M, BLOCK_N,
-                #: arguments
-                #: forward_lists
-            )
+        for step in range(0, visits.full):
+            kv_tile = forward_tile(step, visits, tile, head, sizes, shift, given, False)
             load_pair(
-                k_desc, v_desc, k_s, v_s, k_full, k_empty, v_full, v_empty,
-                done + partial_tiles + step, kv_tile, b, hkv,
-                BLOCK_N, STAGES, CONSUMERS,
+                k_desc, v_desc, k_s, v_s, k_full, k_empty, v_full, v_empty, 
+                done + visits.partial + step, kv_tile, head,
                 #: drawing
                 #: load_full_pairs
             )
@@ -332,7 +226,7 @@ def load_item(
                 tile_before = kv_tile
     if HAS_DROPOUT:
         draw_tile(
-            drop, done + partial_tiles + full_tiles - 1, first_row, tile_before * BLOCK_N,
-            kept_s, kept_full, STAGES, CONSUMERS, BLOCK_N,
+            drop, done + visits.partial + visits.full - 1, first_row, tile_before * BLOCK_N, kept_s,
+            kept_full, CONSUMERS, BLOCK_N,
         )
-    return done + partial_tiles + full_tiles
+    return done + visits.partial + visits.full

@@ -7,6 +7,8 @@
 Exponentials are base 2.
 """
 
+from typing import NamedTuple
+
 import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -14,13 +16,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared, mbarrier, warpgroup_mma, warpgroup_mma_wait,
 )
 
+from attndsl.backends.device.records import Head, Origins, Shift, Sizes, Tensor, Visits
 from attndsl.backends.hopper import dialect as tl
 from attndsl.backends.hopper.library import (
     await_written, count_up, eighths_of_sums, finish, halves, joint, line, lines, mixed_exp2, multiply,
     pack, paired, places_of, raised, scaled, slot_of, unpack, widened, word, words,
 )
 from attndsl.backends.hopper.shim import tma_load, tma_store, tma_wait
-from attndsl.backends.triton.library import place_of_item, positions, shift_of_positions
+from attndsl.backends.triton.library import head_of, place_of_item, positions, shift_of
 #: imports
 
 #: flags
@@ -35,66 +38,47 @@ LEAST_TOTAL = tl.constexpr(2.0**-48)
 
 
 @gluon.jit
-def place_of_q_item(item, batch, heads, kv_heads, q_len, together, BLOCK_M: gl.constexpr):
-    """Query tile, batch entry, head and kv head."""
+def place_of_q_item(item, sizes, together):
+    """Query tile and head."""
     tile, head_of_batch = place_of_item(
-        item, tl.cdiv(q_len, BLOCK_M), batch * heads, together, True, FORWARD_DESCENDING
+        item, tl.cdiv(sizes.q_len, BLOCK_M), sizes.batch * sizes.heads, together,
+        True, FORWARD_DESCENDING,
     )
-    b = head_of_batch // heads
-    h = head_of_batch % heads
-    return tile, b, h, h // (heads // kv_heads)
+    return tile, head_of(head_of_batch, sizes)
 
 
 @gluon.jit
-def parts_of_keys(
-    kv_tile, b, h, hkv, batch, heads, kv_heads, q_len, kv_len, kv_origin,
-    BLOCK_N: gl.constexpr, KV_KIND: gl.constexpr,
-    #: parameters
-):
+def parts_of_keys(kv_tile, head, sizes, kv_origin, given):
     """What is looked up by the tile's keys: by neighbouring threads, once."""
     columns = kv_tile * BLOCK_N + gl.arange(0, BLOCK_N, layout=gl.BlockedLayout([1], [32], [4], [0]))
     return kv_parts_of_pairs(
-        b, h, hkv, positions(columns, kv_len, kv_origin, KV_KIND),
-        batch, heads, kv_heads, q_len, kv_len,
-        #: arguments
+        head, positions(columns, sizes.kv_len, kv_origin, KV_KIND), sizes, given,
     )
 
 
 @gluon.jit
-def factors_of_scores(
-    scale, b, h, hkv, batch, heads, kv_heads, q_len, kv_len,
-    #: parameters
-):
+def factors_of_scores(scale, head, sizes, given):
     """Of ``q . k`` first, of final scores then, which are in base 2 after it; steepness of columns.
 
     The running maximum needs a positive factor, so a negative scale is applied to the scores, and
     the sign of a factor that programs know to the queries.
     """
     if HAS_FACTOR:
-        scale = scale * factor_of_score(
-            b, h, hkv, batch, heads, kv_heads, q_len, kv_len,
-            #: arguments
-        )
+        scale = scale * factor_of_score(head, sizes, given)
     if SCALED_FIRST:
         factor = OUTER * LOG2E
     else:
         factor = scale * (OUTER * LOG2E)
     steepness = 0.0
     if HAS_STEEPNESS:
-        steepness = LOG2E * steepness_of_column(
-            b, h, hkv, batch, heads, kv_heads, q_len, kv_len,
-            #: arguments
-        )
+        steepness = LOG2E * steepness_of_column(head, sizes, given)
     return scale, factor, steepness
 
 
 @gluon.jit
 def final_scores(
-    score, q, q_parts, kv_parts, kv_tile, peak, factor, steepness, scale, origin,
-    b, h, hkv, batch, heads, kv_heads, q_len, kv_len, kv_origin,
-    BLOCK_N: gl.constexpr, KV_KIND: gl.constexpr, PARTIAL: gl.constexpr, FIXED: gl.constexpr,
-    SCORES: gl.constexpr,
-    #: parameters
+    score, q, q_parts, kv_parts, kv_tile, peak, factor, steepness, scale, origin, head, sizes,
+    kv_origin, PARTIAL: gl.constexpr, FIXED: gl.constexpr, SCORES: gl.constexpr, given,
     #: pair_parts
 ):
     """Scores of one tile without what varies with the row alone; -inf for pairs that take no part.
@@ -108,20 +92,18 @@ def final_scores(
     if PARTIAL or MODIFIED or HAS_COLUMN or OWN_WEIGHTS:
         KEYS: gl.constexpr = gl.SliceLayout(0, SCORES)
         columns = count_up(kv_tile * BLOCK_N, BLOCK_N, KEYS)
-        places = places_of(kv_tile * BLOCK_N, kv_len, kv_origin, KV_KIND, BLOCK_N, KEYS)
+        places = places_of(kv_tile * BLOCK_N, sizes.kv_len, kv_origin, KV_KIND, BLOCK_N, KEYS)
         kv = places[None, :]
-        live = (columns < kv_len)[None, :]
+        live = (columns < sizes.kv_len)[None, :]
         if PARTIAL and MASKED:
             allowed = mask_of_pair(
-                score, live, q_parts, kv_parts, b, h, hkv, q, kv, batch, heads, kv_heads, q_len, kv_len,
-                #: arguments
+                score, live, q_parts, kv_parts, head, q, kv, sizes, given,
                 #: pair_parts
             )
         if MODIFIED:
             score, _ = gl.broadcast(
                 score_of_pair(
-                    score, live, q_parts, kv_parts, b, h, hkv, q, kv, batch, heads, kv_heads, q_len, kv_len,
-                    #: arguments
+                    score, live, q_parts, kv_parts, head, q, kv, sizes, given,
                     #: pair_parts
                 ),
                 score,
@@ -131,7 +113,7 @@ def final_scores(
                 away = (places - origin).to(gl.float32)
             else:
                 # Positions are rows plus an offset.
-                begin = positions(kv_tile * BLOCK_N, kv_len, kv_origin, KV_KIND) - origin
+                begin = positions(kv_tile * BLOCK_N, sizes.kv_len, kv_origin, KV_KIND) - origin
                 begin = begin.to(gl.float32)
                 away = line(begin, 1.0, BLOCK_N, gl.SliceLayout(0, SCORES))
             if HAS_STEEPNESS and KV_KIND != "index":
@@ -140,18 +122,14 @@ def final_scores(
                 else:
                     column = line(begin * steepness, steepness, BLOCK_N, gl.SliceLayout(0, SCORES))[None, :]
             else:
-                column = LOG2E * column_of_score(
-                    b, h, hkv, places, away, kv_parts, batch, heads, kv_heads, q_len, kv_len,
-                    #: arguments
-                )[None, :]
+                column = LOG2E * column_of_score(head, places, away, kv_parts, sizes, given)[None, :]
                 if FIXED:
                     column = column - joint(peak)[:, None]
             score = score * factor + column
         if OWN_WEIGHTS:
             score, _ = gl.broadcast(
                 weight_of_pair(
-                    score, live, q_parts, kv_parts, b, h, hkv, q, kv, batch, heads, kv_heads, q_len, kv_len,
-                    #: arguments
+                    score, live, q_parts, kv_parts, head, q, kv, sizes, given,
                     #: pair_parts
                 ),
                 score,
@@ -165,13 +143,15 @@ def final_scores(
         elif PARTIAL:
             if MASKED:
                 score = gl.where(allowed, score, float("-inf"))
-            if (kv_tile + 1) * BLOCK_N > kv_len:
+            if (kv_tile + 1) * BLOCK_N > sizes.kv_len:
                 score = gl.where(live, score, float("-inf"))
     return score, reached
 
 
 @gluon.jit
-def soften(score, reached, peak, floor, anchored, factor, PARTIAL: gl.constexpr, FIXED: gl.constexpr):
+def soften(
+    score, reached, peak, floor, anchored, factor, PARTIAL: gl.constexpr, FIXED: gl.constexpr,
+):
     """Weights of one tile; their sums, decay, new maximum, which is at least ``floor``.
 
     FIXED: they are relative to the maximum so far, and may be larger than 1. Where columns have a
@@ -214,27 +194,18 @@ def soften(score, reached, peak, floor, anchored, factor, PARTIAL: gl.constexpr,
 
 
 @gluon.jit
-def normalise(
-    total, peak, row_places, origin, q_parts, b, h, hkv, batch, heads, kv_heads, q_len, kv_len,
-    #: parameters
-):
+def normalise(total, peak, row_places, origin, q_parts, head, sizes, given):
     """Log-sum-exp of each row, and the factor of sums by its weights, from these and its maximum.
 
     A row with no live pair gives zeros and a log-sum-exp of -inf.
     """
     empty = total == 0.0
     if HAS_ROW:
-        part = row_of_score(
-            b, h, hkv, row_places, origin, q_parts, batch, heads, kv_heads, q_len, kv_len,
-            #: arguments
-        )
+        part = row_of_score(head, row_places, origin, q_parts, sizes, given)
         empty = empty | (part == float("-inf"))
     kept = 1.0
     if HAS_SINK:
-        sink = LOG2E * sink_of_head(
-            b, h, hkv, batch, heads, kv_heads, q_len, kv_len,
-            #: arguments
-        )
+        sink = LOG2E * sink_of_head(head, sizes, given)
         if HAS_ROW:
             # Weights are without the row's part, so that their sums are.
             sink = sink - LOG2E * part

@@ -15,9 +15,7 @@ products of the other consumer run.
 #: begin
 @gluon.jit
 def slopes_of_scores(
-    score, q, q_parts, kv_parts, kv_tile, b, h, hkv, batch, heads, kv_heads, q_len, kv_len, kv_origin,
-    BLOCK_N: gl.constexpr, KV_KIND: gl.constexpr, SCORES: gl.constexpr,
-    #: parameters
+    score, q, q_parts, kv_parts, kv_tile, head, sizes, kv_origin, SCORES: gl.constexpr, given,
 ):
     """Derivatives of a tile's final scores by ``scale * (q . k)``.
 
@@ -25,22 +23,17 @@ def slopes_of_scores(
     """
     KEYS: gl.constexpr = gl.SliceLayout(0, SCORES)
     columns = count_up(kv_tile * BLOCK_N, BLOCK_N, KEYS)
-    kv = places_of(kv_tile * BLOCK_N, kv_len, kv_origin, KV_KIND, BLOCK_N, KEYS)[None, :]
-    live = (columns < kv_len)[None, :]
+    kv = places_of(kv_tile * BLOCK_N, sizes.kv_len, kv_origin, KV_KIND, BLOCK_N, KEYS)[None, :]
+    live = (columns < sizes.kv_len)[None, :]
     slope, _ = gl.broadcast(
-        derivative_of_pair(
-            score, live, q_parts, kv_parts, b, h, hkv, q, kv, batch, heads, kv_heads, q_len, kv_len,
-            #: arguments
-        ),
+        derivative_of_pair(score, live, q_parts, kv_parts, head, q, kv, sizes, given),
         score,
     )
     return slope
 
 
 @gluon.jit
-def add_to_moved_sums(
-    moved_sums, rounded, decays, moved, moved_words, SCORES: gl.constexpr, HALF: gl.constexpr
-):
+def add_to_moved_sums(moved_sums, rounded, decays, moved, moved_words, SCORES: gl.constexpr):
     """Add a tile's tangents of weights to their sums, and ``moved_words``, what they are rounded to."""
     moved_sums = moved_sums * decays + paired(eighths_of_sums(moved))
     rounded = rounded * decays + paired(eighths_of_sums(widened(moved_words, HALF, SCORES)))
@@ -49,19 +42,15 @@ def add_to_moved_sums(
 
 @gluon.jit
 def attend(
-    PART: gl.constexpr, count, kv_tile, acc, moved_acc, sums, moved_sums, rounded, peak, q, q_parts, zeros,
-    q_s, k_s, v_s, q_moved_s, k_moved_s, v_moved_s, k_full, k_empty, v_full, v_empty,
-    factor, speed, steepness, scale, origin, b, h, hkv, batch, heads, kv_heads, q_len, kv_len, kv_origin,
-    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, KV_KIND: gl.constexpr, PARTIAL: gl.constexpr,
-    SCORES: gl.constexpr, OUTPUT: gl.constexpr, WEIGHTS: gl.constexpr, HALF: gl.constexpr,
-    HEAD_DIM: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
-    #: parameters
+    PART: gl.constexpr, count, kv_tile, acc, moved_acc, sums, moved_sums, rounded, peak, q, q_parts,
+    zeros, q_s, k_s, v_s, q_moved_s, k_moved_s, v_moved_s, k_full, k_empty, v_full, v_empty, factor,
+    speed, steepness, scale, origin, head, sizes, kv_origin, PARTIAL: gl.constexpr, SCORES: gl.constexpr, OUTPUT: gl.constexpr, WEIGHTS: gl.constexpr, given,
 ):
     """Add what tile number ``count`` has to all sums."""
     stage, phase = slot_of(count, STAGES)
     # PART, since tiles' indices are less than the number of keys, but no compiler knows: it would
     # keep in registers where each part of q lies.
-    part = PART + 1 + ((kv_tile - kv_len) >> 31)
+    part = PART + 1 + ((kv_tile - sizes.kv_len) >> 31)
     q_part = q_s.index(part).reshape([zeros.shape[0], D])
     mbarrier.wait(k_full.index(stage), phase)
     k = k_s.index(stage).reshape([BLOCK_N, D])
@@ -75,29 +64,22 @@ def attend(
             moving = warpgroup_mma(q_part, k_moved.permute((1, 0)), moving, is_async=True)
         else:
             moving = multiply(q_part, k_moved, zeros, HEAD_DIM)
-    kv_parts = parts_of_keys(
-        kv_tile, b, h, hkv, batch, heads, kv_heads, q_len, kv_len, kv_origin, BLOCK_N, KV_KIND,
-        #: arguments
-    )
+    kv_parts = parts_of_keys(kv_tile, head, sizes, kv_origin, given)
     score = warpgroup_mma_wait(MOVES_Q + MOVES_K, deps=[scoring])
     if MOVES_WEIGHTS and PAIRWISE_DERIVATIVE:
         # Scores and slopes take registers, which S' leaves where it has been multiplied by these.
         moved = warpgroup_mma_wait(0, deps=[moving]) * speed
         slope = slopes_of_scores(
-            score * scale, q, q_parts, kv_parts, kv_tile,
-            b, h, hkv, batch, heads, kv_heads, q_len, kv_len, kv_origin, BLOCK_N, KV_KIND, SCORES,
-            #: arguments
+            score * scale, q, q_parts, kv_parts, kv_tile, head, sizes, kv_origin, SCORES, given,
         )
         # Where the slope is infinite, a score that does not move still does not.
         moved = gl.where(moved == 0.0, 0.0, moved * slope)
     score, reached = final_scores(
-        score, q, q_parts, kv_parts, kv_tile, peak, factor, steepness, scale, origin,
-        b, h, hkv, batch, heads, kv_heads, q_len, kv_len, kv_origin,
-        BLOCK_N, KV_KIND, PARTIAL, False, SCORES,
-        #: arguments
+        score, q, q_parts, kv_parts, kv_tile, peak, factor, steepness, scale, origin, head, sizes,
+        kv_origin, PARTIAL, False, SCORES, given,
     )
     weight, own, decay, peak = soften(
-        score, reached, peak, float("-inf"), False, factor, PARTIAL, False
+        score, reached, peak, float("-inf"), False, factor, PARTIAL, False,
     )
     if EARLY:
         weight_words = pack(weight, HALF)
@@ -117,7 +99,7 @@ def attend(
         mbarrier.wait(v_full.index(stage), phase)
     if MOVES_WEIGHTS:
         if not PAIRWISE_DERIVATIVE:
-            finish(sums, q_len >> 31)
+            finish(sums, sizes.q_len >> 31)
             moved = warpgroup_mma_wait(0, deps=[moving]) * speed
         mbarrier.arrive(k_empty.index(stage), count=1)
         moved = weight * moved
@@ -127,7 +109,7 @@ def attend(
         moved_words = pack(moved, HALF)
         if EARLY:
             moved_sums, rounded = add_to_moved_sums(
-                moved_sums, rounded, decays, moved, moved_words, SCORES, HALF
+                moved_sums, rounded, decays, moved, moved_words, SCORES,
             )
         moved_operand = halves(moved_words, HALF, WEIGHTS)
     else:
@@ -147,10 +129,10 @@ def attend(
     if MOVES_WEIGHTS and not EARLY:
         # While the products run.
         moved_sums, rounded = add_to_moved_sums(
-            moved_sums, rounded, decays, moved, moved_words, SCORES, HALF
+            moved_sums, rounded, decays, moved, moved_words, SCORES,
         )
-        finish(moved_sums, q_len >> 31)
-        finish(rounded, q_len >> 31)
+        finish(moved_sums, sizes.q_len >> 31)
+        finish(rounded, sizes.q_len >> 31)
     acc, moved_acc = warpgroup_mma_wait(0, deps=[adding, moved_acc])
     mbarrier.arrive(v_empty.index(stage), count=1)
     return acc, moved_acc, sums, moved_sums, rounded, peak
@@ -158,48 +140,33 @@ def attend(
 
 @gluon.jit
 def consume_item(
-    item, turn, done, PART: gl.constexpr,
-    o_desc, LSE, q_s, k_s, v_s, q_full, k_full, k_empty, v_full, v_empty,
-    scale, batch, heads, kv_heads, q_len, kv_len, q_origin, kv_origin, together,
-    HEAD_DIM: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
-    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
-    STAGES: gl.constexpr, CONSUMERS: gl.constexpr, Q_KIND: gl.constexpr, KV_KIND: gl.constexpr,
+    item, turn, done, PART: gl.constexpr, o_desc, LSE, q_s, k_s, v_s, q_full, k_full, k_empty,
+    v_full, v_empty, scale, sizes, origins, together,
     #: output
     #: again
     #: also_read
-    #: parameters
-    #: forward_lists
+    given,
 ):
     """Results of the query tile's rows number ``PART``; returns as :func:`load_item`."""
     ROWS: gl.constexpr = BLOCK_M // CONSUMERS
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     OUTPUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DV, 16])
     WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, OUTPUT, 2)
-    HALF: gl.constexpr = o_desc.dtype
-    q_offset = shift_of_positions(q_origin, Q_KIND)
-    kv_offset = shift_of_positions(kv_origin, KV_KIND)
-    tile, b, h, hkv, full_tiles, partial_tiles, first_live, first_full, nothing, _ = take_item(
-        item, batch, heads, kv_heads, q_len, kv_len, q_offset, kv_offset, together, BLOCK_M, BLOCK_N,
+    shift = shift_of(origins, Q_KIND, KV_KIND)
+    tile, head, visits, nothing, _ = take_item(
+        item, sizes, shift, together,
         #: again
-        #: arguments
-        #: forward_lists
+        given,
     )
     begin_partial, end_partial, own_full = tiles_of_rows(
-        PART, CONSUMERS, partial_tiles, nothing, full_tiles, first_live, first_full, tile,
-        b, h, hkv, batch, heads, kv_heads, q_len, kv_len, q_offset, kv_offset,
-        BLOCK_M, BLOCK_N,
-        #: arguments
-        #: forward_lists
+        PART, nothing, visits, tile, head, sizes, shift, given
     )
     first = tile * BLOCK_M + PART * ROWS
     rows = first + gl.arange(0, ROWS, layout=gl.SliceLayout(1, SCORES))
-    row_places = positions(rows, q_len, q_origin, Q_KIND)
+    row_places = positions(rows, sizes.q_len, origins.q, Q_KIND)
     q = row_places[:, None]
-    q_parts = q_parts_of_pairs(
-        b, h, hkv, row_places, batch, heads, kv_heads, q_len, kv_len,
-        #: arguments
-    )
-    origin = tile * BLOCK_M + q_offset
+    q_parts = q_parts_of_pairs(head, row_places, sizes, given)
+    origin = tile * BLOCK_M + shift.q
     acc = gl.zeros([ROWS, DV], gl.float32, layout=OUTPUT)
     moved_acc = gl.zeros([ROWS, DV], gl.float32, layout=OUTPUT)
     zeros = gl.zeros([ROWS, BLOCK_N], gl.float32, layout=SCORES)
@@ -211,84 +178,48 @@ def consume_item(
     speed = scale
     if HAS_DERIVATIVE and not PAIRWISE_DERIVATIVE:
         speed = speed * derivative_of_pair(
-            zeros, q == q, q_parts, q_parts, b, h, hkv, q, q, batch, heads, kv_heads, q_len, kv_len,
-            #: arguments
+            zeros, q == q, q_parts, q_parts, head, q, q, sizes, given,
         )
-    scale, factor, steepness = factors_of_scores(
-        scale, b, h, hkv, batch, heads, kv_heads, q_len, kv_len,
-        #: arguments
-    )
-    tiles = partial_tiles + full_tiles
+    scale, factor, steepness = factors_of_scores(scale, head, sizes, given)
+    tiles = visits.partial + visits.full
     if SKIPS:
-        leave_tiles(done, done + begin_partial, k_full, k_empty, v_full, v_empty, STAGES)
+        leave_tiles(done, done + begin_partial, k_full, k_empty, v_full, v_empty)
     mbarrier.wait(q_full.index(PART), turn & 1)
 
     if FORWARD_HAS_PARTIAL:
-        kv_tile = partial_tile(
-            begin_partial, partial_tiles, nothing, full_tiles, first_live, first_full, tile,
-            b, h, hkv, batch, heads, kv_heads, q_len, kv_len, q_offset, kv_offset,
-            BLOCK_M, BLOCK_N,
-            #: arguments
-            #: forward_lists
-        )
+        kv_tile = partial_tile(begin_partial, nothing, visits, tile, head, sizes, shift, given)
         for step in range(begin_partial, end_partial):
             acc, moved_acc, sums, moved_sums, rounded, peak = attend(
-                PART, done + step, kv_tile, acc, moved_acc, sums, moved_sums, rounded, peak,
-                q, q_parts, zeros, q_s, k_s, v_s, q_moved_s, k_moved_s, v_moved_s,
-                k_full, k_empty, v_full, v_empty,
-                factor, speed, steepness, scale, origin,
-                b, h, hkv, batch, heads, kv_heads, q_len, kv_len, kv_origin,
-                BLOCK_N, STAGES, KV_KIND, True, SCORES, OUTPUT, WEIGHTS, HALF, HEAD_DIM, D, DV,
-                #: arguments
+                PART, done + step, kv_tile, acc, moved_acc, sums, moved_sums, rounded, peak, q,
+                q_parts, zeros, q_s, k_s, v_s, q_moved_s, k_moved_s, v_moved_s, k_full, k_empty,
+                v_full, v_empty, factor, speed, steepness, scale, origin, head, sizes, origins.kv,
+                True, SCORES, OUTPUT, WEIGHTS, given,
             )
-            kv_tile = partial_tile(
-                step + 1, partial_tiles, nothing, full_tiles, first_live, first_full, tile,
-                b, h, hkv, batch, heads, kv_heads, q_len, kv_len, q_offset, kv_offset,
-                BLOCK_M, BLOCK_N,
-                #: arguments
-                #: forward_lists
-            )
+            kv_tile = partial_tile(step + 1, nothing, visits, tile, head, sizes, shift, given)
     if FORWARD_HAS_FULL:
-        kv_tile = forward_full_tile(
-            0, full_tiles, first_live, first_full, tile,
-            b, h, hkv, batch, heads, kv_heads, q_len, kv_len, q_offset, kv_offset,
-            BLOCK_M, BLOCK_N,
-            #: arguments
-            #: forward_lists
-        )
+        kv_tile = forward_tile(0, visits, tile, head, sizes, shift, given, False)
         for step in range(0, own_full):
             acc, moved_acc, sums, moved_sums, rounded, peak = attend(
-                PART, done + partial_tiles + step, kv_tile,
-                acc, moved_acc, sums, moved_sums, rounded, peak,
-                q, q_parts, zeros, q_s, k_s, v_s, q_moved_s, k_moved_s, v_moved_s,
-                k_full, k_empty, v_full, v_empty,
-                factor, speed, steepness, scale, origin,
-                b, h, hkv, batch, heads, kv_heads, q_len, kv_len, kv_origin,
-                BLOCK_N, STAGES, KV_KIND, False, SCORES, OUTPUT, WEIGHTS, HALF, HEAD_DIM, D, DV,
-                #: arguments
+                PART, done + visits.partial + step, kv_tile, acc, moved_acc, sums, moved_sums,
+                rounded, peak, q, q_parts, zeros, q_s, k_s, v_s, q_moved_s, k_moved_s, v_moved_s,
+                k_full, k_empty, v_full, v_empty, factor, speed, steepness, scale, origin, head,
+                sizes, origins.kv, False, SCORES, OUTPUT, WEIGHTS, given,
             )
-            kv_tile = forward_full_tile(
-                step + 1, full_tiles, first_live, first_full, tile,
-                b, h, hkv, batch, heads, kv_heads, q_len, kv_len, q_offset, kv_offset,
-                BLOCK_M, BLOCK_N,
-                #: arguments
-                #: forward_lists
-            )
+            kv_tile = forward_tile(step + 1, visits, tile, head, sizes, shift, given, False)
 
     if SKIPS:
         left = gl.where(own_full > 0, tiles, end_partial)
-        leave_tiles(done + left, done + tiles, k_full, k_empty, v_full, v_empty, STAGES)
+        leave_tiles(done + left, done + tiles, k_full, k_empty, v_full, v_empty)
     if PERSISTENT and OWN_OUTPUT:
         # The next item's rows of q may come.
         mbarrier.arrive(q_empty.index(PART), count=1)
-    total, moved_total, common = whole(sums, SCORES), whole(moved_sums, SCORES), whole(rounded, SCORES)
-    lse, inverse = normalise(
-        total, peak, row_places, origin, q_parts, b, h, hkv, batch, heads, kv_heads, q_len, kv_len,
-        #: arguments
+    total, moved_total, common = whole(sums, SCORES), whole(moved_sums, SCORES), whole(
+        rounded, SCORES,
     )
-    row = (b * heads + h).to(gl.int64) * q_len
-    gl.store(LSE + row + rows, lse, mask=rows < q_len)
-    gl.store(LSE_MOVED + row + rows, moved_total * inverse, mask=rows < q_len)
+    lse, inverse = normalise(total, peak, row_places, origin, q_parts, head, sizes, given)
+    row = (head.b * sizes.heads + head.h).to(gl.int64) * sizes.q_len
+    gl.store(LSE + row + rows, lse, mask=rows < sizes.q_len)
+    gl.store(LSE_MOVED + row + rows, moved_total * inverse, mask=rows < sizes.q_len)
     if OWN_OUTPUT:
         place = o_s.index(PART)
         if PERSISTENT:
@@ -301,19 +232,19 @@ def consume_item(
     out = acc * inverse
     place.reshape([ROWS, DV]).store(out.to(HALF))
     fence_async_shared()
-    tma_store(o_desc, [b, h, first, 0], place)
+    tma_store(o_desc, [head.b, head.h, first, 0], place)
     # Of the tangents of weights, the sum of what they were rounded to cancels better.
     common = gl.convert_layout(common, gl.SliceLayout(1, OUTPUT))[:, None] * inverse
     out_moved = moved_acc * inverse - common * out
     tma_wait(0)
     place.reshape([ROWS, DV]).store(out_moved.to(HALF))
     fence_async_shared()
-    tma_store(o_moved_desc, [b, h, first, 0], place)
+    tma_store(o_moved_desc, [head.b, head.h, first, 0], place)
     if not (PERSISTENT and OWN_OUTPUT):
         tma_wait(0)
     if PERSISTENT and not OWN_OUTPUT:
         mbarrier.arrive(q_empty.index(PART), count=1)
-    return done + partial_tiles + full_tiles
+    return done + visits.partial + visits.full
 
 
 @gluon.jit

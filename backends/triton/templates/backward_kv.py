@@ -1,98 +1,62 @@
 """Backward, first pass: dK and dV of a key-value tile. Follows ``weights.py`` in one module."""
 # ruff: noqa: F821
 
-import triton
-import triton.language as tl
-
-from attndsl.backends.triton.dropout import keep_factor, kept_pairs
-from attndsl.backends.triton.library import (
-    dot, dot_add, load_tile, place_of_item, positions, shift_of_positions, statistics_rows,
-    store_tile,
-)
-
 #: begin
 
 
 @triton.jit
 def add_query_tile(
-    #: sums
-    dk, dv, k_tile, v_tile, first_column, kv, columns_ok, q_tile_index, q_head, dout_head, LSE2, DELTA,
-    stride_qm, stride_gm,
-    scale, b, h, hkv, batch, heads, kv_heads, q_len, kv_len, q_origin,
-    #: parameters
-    D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_DV: tl.constexpr, Q_KIND: tl.constexpr, PRECISION: tl.constexpr,
-    UPCAST: tl.constexpr, PARTIAL: tl.constexpr,
+    grads, key_tile, q_tile_index, q_origin, operands, scale, head, sizes, given,
+    PARTIAL: tl.constexpr,
 ):
     """Add one query tile's part to dK (before the scale), to dV, and to columns' sums.
 
-    Tiles are (keys, queries) here.
+    Tiles are (keys, queries) here. ``operands`` has the log-sum-exp, of all heads, in base 2.
     """
-    first = q_tile_index * BLOCK_M
-    rows = first + tl.arange(0, BLOCK_M)
-    q_tile = load_tile(q_head, first, stride_qm, q_len, D, BLOCK_M, BLOCK_D, PARTIAL or RAGGED_FULL)
-    statistics = statistics_rows(b * heads + h, q_len)
-    lse2 = tl.load(LSE2 + statistics + rows)
-    q = positions(rows, q_len, q_origin, Q_KIND)[None, :]
-    score = dot(k_tile, tl.trans(q_tile), PRECISION, UPCAST)
-    weight, slope, live, raw, final = weights_of_tile(
-        score,
-        (rows < q_len)[None, :],
-        columns_ok[:, None],
-        lse2[None, :],
-        q, kv, scale, b, h, hkv, batch, heads, kv_heads, q_len, kv_len,
-        #: arguments
-        PARTIAL,
-    )
-    dout_tile = load_tile(dout_head, first, stride_gm, q_len, DV, BLOCK_M, BLOCK_DV, PARTIAL or RAGGED_FULL)
-    dweight = dot(v_tile, tl.trans(dout_tile), PRECISION, UPCAST)
-    delta = tl.load(DELTA + statistics + rows)
-    kept = weight
-    exists = live & (rows < q_len)[None, :] & columns_ok[:, None]
+    dk, dv, sums = grads
+    k_tile, v_tile = key_tile.k, key_tile.v
+    corner = Corner(q_tile_index * BLOCK_M, key_tile.first)
+    rows = corner.q + tl.arange(0, BLOCK_M)
+    checked: tl.constexpr = PARTIAL or RAGGED_FULL
+    q_tile = load_tile(operands.q, corner.q, sizes.q_len, D, BLOCK_M, BLOCK_D, checked)
+    of_head = statistics_rows(head.b * sizes.heads + head.h, sizes.q_len)
+    lse2 = tl.load(operands.lse + of_head + rows)
+    q = positions(rows, sizes.q_len, q_origin, Q_KIND)[None, :]
+    s = dot(k_tile, tl.trans(q_tile), PRECISION, UPCAST)
+    pairs = Pairs(q, key_tile.places, (rows < sizes.q_len)[None, :], key_tile.exists[:, None])
+    weights = weights_of_tile(s, pairs, lse2[None, :], scale, head, sizes, given, PARTIAL)
+    do_tile = load_tile(operands.do, corner.q, sizes.q_len, DV, BLOCK_M, BLOCK_DV, checked)
+    dp = dot(v_tile, tl.trans(do_tile), PRECISION, UPCAST)
+    delta = tl.load(operands.delta + of_head + rows)
+    kept = weights.p
+    exists = weights.live & pairs.rows_ok & pairs.columns_ok
     if HAS_DROPOUT:
-        p = drop_probability(
-            b, h, hkv, batch, heads, kv_heads, q_len, kv_len,
-            #: arguments
+        drop = drop_probability(head, sizes, given)
+        stays = kept_of_tile(
+            corner.q, corner.kv, drop, head, pairs.q, pairs.kv, sizes, given,
+            BLOCK_M, k_tile.shape[0],
         )
-        stays = kept_pairs(first, first_column, p, b * heads + h, seed, BLOCK_M, k_tile.shape[0])
-        keep = keep_factor(tl.trans(stays), p)
-        dweight = dweight * keep
-        kept = weight * keep
+        keep = keep_factor(tl.trans(stays), drop)
+        dp = dp * keep
+        kept = weights.p * keep
     if LEARNS_WEIGHT:
-        (
-            #: sums
-        ) = add_weight_gradients(
-            #: sums
-            tl.where(exists, dweight, 0.0), final, exists, b, h, hkv, q, kv, batch, heads, kv_heads,
-            q_len, kv_len,
-            #: arguments
+        sums = add_weight_gradients(
+            sums, tl.where(exists, dp, 0.0), weights.final, exists,
+            head, pairs.q, pairs.kv, sizes, given,
         )
     if not OWN_WEIGHTS:
-        dweight = dweight - delta[None, :]
-    dscore = slope * dweight
+        dp = dp - delta[None, :]
+    ds = weights.p_slope * dp
     if LEARNS_SCORE:
-        (
-            #: sums
-        ) = add_score_gradients(
-            #: sums
-            tl.where(exists, dscore, 0.0), raw, exists, b, h, hkv, q, kv, batch, heads, kv_heads,
-            q_len, kv_len,
-            #: arguments
+        sums = add_score_gradients(
+            sums, tl.where(exists, ds, 0.0), weights.raw, exists,
+            head, pairs.q, pairs.kv, sizes, given,
         )
-    draw = gradient_of_raw_score(
-        dscore,
-        raw, live, q, kv, b, h, hkv, batch, heads, kv_heads, q_len, kv_len,
-        #: arguments
-        PARTIAL,
-    )
+    ds = through_score(ds, weights, pairs, head, sizes, given, PARTIAL)
     # dV comes after dS: its operand is ready, and issuing it earlier spills registers.
-    dv = dot_add(kept.to(dout_tile.dtype), dout_tile, dv, PRECISION, UPCAST)
-    dk = dot_add(draw.to(q_tile.dtype), q_tile, dk, PRECISION, UPCAST)
-    return (
-        #: sums
-        dk,
-        dv,
-    )
+    dv = dot_add(kept.to(do_tile.dtype), do_tile, dv, PRECISION, UPCAST)
+    dk = dot_add(ds.to(q_tile.dtype), q_tile, dk, PRECISION, UPCAST)
+    return dk, dv, sums
 
 
 @triton.jit
@@ -102,12 +66,7 @@ def attention_backward_kv(
     stride_vn, stride_gb, stride_gh, stride_gm,
     scale, batch, heads, kv_heads, q_len, kv_len, q_origin, kv_origin,
     rows_dkb, rows_dkh, rows_dkn, rows_dvb, rows_dvh, rows_dvn, together,
-    #: parameters
-    #: kv_pass_lists
-    #: outputs
-    D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, Q_KIND: tl.constexpr, KV_KIND: tl.constexpr,
-    PRECISION: tl.constexpr, UPCAST: tl.constexpr,
+    #: given
 ):
     """One program: dK and dV of one key-value tile, summed over the head's group of query heads.
 
@@ -115,6 +74,11 @@ def attention_backward_kv(
     DV_OUT (batch, kv_heads, kv_len, DV) likewise. LINE_SUMS (sums, batch, heads, kv_len) is
     contiguous; the sums are each head's own columns'.
     """
+    sizes = Sizes(batch, heads, kv_heads, q_len, kv_len)
+    origins = Origins(q_origin, kv_origin)
+    given = Given(
+        #: given
+    )
     tile, head_of_batch = place_of_item(
         tl.program_id(0), tl.cdiv(kv_len, BLOCK_N), batch * kv_heads, together,
         MASKED, KV_PASS_DESCENDING,
@@ -122,89 +86,42 @@ def attention_backward_kv(
     b = head_of_batch // kv_heads
     hkv = head_of_batch % kv_heads
     group = heads // kv_heads
-    q_offset = shift_of_positions(q_origin, Q_KIND)
-    kv_offset = shift_of_positions(kv_origin, KV_KIND)
+    shift = shift_of(origins, Q_KIND, KV_KIND)
     first = tile * BLOCK_N
     columns = first + tl.arange(0, BLOCK_N)
     kv = positions(columns, kv_len, kv_origin, KV_KIND)[:, None]
-    k_tile = load_tile(K + b * stride_kb + hkv * stride_kh, first, stride_kn, kv_len, D, BLOCK_N, BLOCK_D, True)
-    v_tile = load_tile(V + b * stride_vb + hkv * stride_vh, first, stride_vn, kv_len, DV, BLOCK_N, BLOCK_DV, True)
+    k = rows_of(Tensor(K, stride_kb, stride_kh, stride_kn), b, hkv)
+    k_tile = load_tile(k, first, kv_len, D, BLOCK_N, BLOCK_D, True)
+    v = rows_of(Tensor(V, stride_vb, stride_vh, stride_vn), b, hkv)
+    v_tile = load_tile(v, first, kv_len, DV, BLOCK_N, BLOCK_DV, True)
+    key_tile = KeyTile(k_tile, v_tile, first, kv, columns < kv_len)
     dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     dv = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
     for member in tl.range(0, group):
         h = hkv * group + member
-        q_head = Q + b * stride_qb + h * stride_qh
-        dout_head = DOUT + b * stride_gb + h * stride_gh
-        #: begin_sums
-        full_tiles, partial_tiles, first_live, first_full = kv_pass_tiles(
-            tile, b, h, hkv, batch, heads, kv_heads, q_len, kv_len, q_offset, kv_offset,
-            BLOCK_M, BLOCK_N,
-            #: arguments
-            #: kv_pass_lists
+        head = Head(b, h, hkv)
+        operands = Operands(
+            rows_of(Tensor(Q, stride_qb, stride_qh, stride_qm), b, h), k, v,
+            rows_of(Tensor(DOUT, stride_gb, stride_gh, stride_gm), b, h),
+            LSE2, DELTA,
         )
-        if KV_PASS_HAS_FULL:
-            q_tile_index = kv_pass_full_tile(
-                0, full_tiles, first_live, first_full, tile,
-                b, h, hkv, batch, heads, kv_heads, q_len, kv_len, q_offset, kv_offset,
-                BLOCK_M, BLOCK_N,
-                #: arguments
-                #: kv_pass_lists
-            )
-            for step in tl.range(0, full_tiles):
-                (
-                    #: sums
-                    dk,
-                    dv,
-                ) = add_query_tile(
-                    #: sums
-                    dk, dv, k_tile, v_tile, first, kv,
-                    columns < kv_len,
-                    q_tile_index, q_head, dout_head, LSE2, DELTA,
-                    stride_qm, stride_gm,
-                    scale, b, h, hkv, batch, heads, kv_heads, q_len, kv_len, q_origin,
-                    #: arguments
-                    D, DV, BLOCK_M, BLOCK_D, BLOCK_DV, Q_KIND, PRECISION, UPCAST,
-                    PARTIAL=False,
-                )
-                q_tile_index = kv_pass_full_tile(
-                    step + 1, full_tiles, first_live, first_full, tile,
-                    b, h, hkv, batch, heads, kv_heads, q_len, kv_len, q_offset, kv_offset,
-                    BLOCK_M, BLOCK_N,
-                    #: arguments
-                    #: kv_pass_lists
-                )
-        if KV_PASS_HAS_PARTIAL:
-            q_tile_index = kv_pass_partial_tile(
-                0, full_tiles, first_live, first_full, tile,
-                b, h, hkv, batch, heads, kv_heads, q_len, kv_len, q_offset, kv_offset,
-                BLOCK_M, BLOCK_N,
-                #: arguments
-                #: kv_pass_lists
-            )
-            for step in tl.range(0, partial_tiles):
-                (
-                    #: sums
-                    dk,
-                    dv,
-                ) = add_query_tile(
-                    #: sums
-                    dk, dv, k_tile, v_tile, first, kv,
-                    columns < kv_len,
-                    q_tile_index, q_head, dout_head, LSE2, DELTA,
-                    stride_qm, stride_gm,
-                    scale, b, h, hkv, batch, heads, kv_heads, q_len, kv_len, q_origin,
-                    #: arguments
-                    D, DV, BLOCK_M, BLOCK_D, BLOCK_DV, Q_KIND, PRECISION, UPCAST, PARTIAL=True,
-                )
-                q_tile_index = kv_pass_partial_tile(
-                    step + 1, full_tiles, first_live, first_full, tile,
-                    b, h, hkv, batch, heads, kv_heads, q_len, kv_len, q_offset, kv_offset,
-                    BLOCK_M, BLOCK_N,
-                    #: arguments
-                    #: kv_pass_lists
-                )
-        #: end_sums
-    dk_head = DK + (b * rows_dkb + hkv * rows_dkh) * D
-    dv_head = DV_OUT + (b * rows_dvb + hkv * rows_dvh) * DV
-    store_tile(dk_head, first, rows_dkn * D, kv_len, dk * scale, D, BLOCK_N, BLOCK_D)
-    store_tile(dv_head, first, rows_dvn * DV, kv_len, dv, DV, BLOCK_N, BLOCK_DV)
+        # What is summed along columns is one head's.
+        grads = dk, dv, no_sums()
+        visits = kv_pass_visits(tile, head, sizes, shift, given)
+        for PARTIAL in tl.static_range(2):
+            if (PARTIAL and KV_PASS_HAS_PARTIAL) or (not PARTIAL and KV_PASS_HAS_FULL):
+                q_tile = kv_pass_tile(0, visits, tile, head, sizes, shift, given, PARTIAL)
+                for step in tl.range(0, visits.partial if PARTIAL else visits.full):
+                    grads = add_query_tile(
+                        grads, key_tile, q_tile, q_origin, operands, scale, head, sizes, given,
+                        PARTIAL,
+                    )
+                    q_tile = kv_pass_tile(
+                        step + 1, visits, tile, head, sizes, shift, given, PARTIAL
+                    )
+        dk, dv, sums = grads
+        store_sums(sums, columns, head, sizes, given)
+    dk_head = head_of_result(Tensor(DK, rows_dkb, rows_dkh, rows_dkn), b, hkv, D)
+    dv_head = head_of_result(Tensor(DV_OUT, rows_dvb, rows_dvh, rows_dvn), b, hkv, DV)
+    store_tile(Rows(dk_head, rows_dkn * D), first, kv_len, dk * scale, D, BLOCK_N, BLOCK_D)
+    store_tile(Rows(dv_head, rows_dvn * DV), first, kv_len, dv, DV, BLOCK_N, BLOCK_DV)

@@ -1,16 +1,21 @@
-"""Forward kernel: softmax(score) @ v one key-value tile at a time, with the row's log-sum-exp.
+"""Forward kernel: softmax(S) @ V one key-value tile at a time, with the row's log-sum-exp.
 
 Algorithm: T. Dao, FlashAttention-2 (arXiv 2307.08691), over the online softmax of M. Milakov and
 N. Gimelshein (arXiv 1805.02867). Exponentials are base 2.
 """
 # ruff: noqa: F821
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 
-from attndsl.backends.triton.dropout import keep_factor, kept_pairs
+from attndsl.backends.device.records import Head, Keys, Origins, Sizes, Softmax, Tensor, Visits
+from attndsl.backends.triton.dropout import (
+    keep_factor, kept_pairs, kept_pairs_of_part, kept_single_pairs,
+)
 from attndsl.backends.triton.library import (
-    dot, dot_add, load_tile, place_of_item, positions, shift_of_positions, store_tile,
+    dot, dot_add, head_of, load_tile, place_of_item, positions, rows_of, shift_of, store_tile,
 )
 
 #: imports
@@ -24,72 +29,68 @@ LN2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
-def soften(score, acc, denominator, peak, factor, PARTIAL: tl.constexpr):
+def rescale(s, softmax, factor, PARTIAL: tl.constexpr):
     """A tile's weights before the division, and the running sums scaled down to its maximum."""
-    new_peak = tl.maximum(peak, tl.max(score, 1) * factor)
-    shift = new_peak
+    row_max = tl.maximum(softmax.row_max, tl.max(s, 1) * factor)
+    shift = row_max
     if (PARTIAL and MASKED) or MODIFIED:
-        shift = tl.where(new_peak == float("-inf"), 0.0, new_peak)
-    weight = tl.exp2(score * factor - shift[:, None])
-    decay = tl.exp2(peak - shift)
-    denominator = denominator * decay + tl.sum(weight, 1)
-    return weight, acc * decay[:, None], denominator, new_peak
+        shift = tl.where(row_max == float("-inf"), 0.0, row_max)
+    p = tl.exp2(s * factor - shift[:, None])
+    decay = tl.exp2(softmax.row_max - shift)
+    row_sum = softmax.row_sum * decay + tl.sum(p, 1)
+    return p, Softmax(softmax.acc * decay[:, None], row_sum, row_max)
 
 
 @triton.jit
 def attend(
-    acc, denominator, peak, q_tile, first_row, q, kv_tile, k_head, v_head,
-    stride_kn, stride_vn,
-    factor, scale, b, h, hkv, batch, heads, kv_heads, q_len, kv_len, kv_origin,
-    #: parameters
-    D: tl.constexpr, DV: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_DV: tl.constexpr, KV_KIND: tl.constexpr, PRECISION: tl.constexpr,
-    UPCAST: tl.constexpr, PARTIAL: tl.constexpr,
+    softmax, q_tile, first_row, q, kv_tile, keys, scale, factor, head, sizes, given,
+    PARTIAL: tl.constexpr,
 ):
     """Take one key-value tile into the running softmax of a query tile."""
     first = kv_tile * BLOCK_N
     columns = first + tl.arange(0, BLOCK_N)
-    k_tile = load_tile(k_head, first, stride_kn, kv_len, D, BLOCK_N, BLOCK_D, PARTIAL)
-    score = dot(q_tile, tl.trans(k_tile), PRECISION, UPCAST)
+    k_tile = load_tile(keys.k, first, sizes.kv_len, D, BLOCK_N, BLOCK_D, PARTIAL)
+    s = dot(q_tile, tl.trans(k_tile), PRECISION, UPCAST)
     live = tl.full([], 1, tl.int1)
     if SCALED_FIRST:
-        score = score * scale
+        s = s * scale
     if PARTIAL or MODIFIED or HAS_DROPOUT or OWN_WEIGHTS:
-        kv = positions(columns, kv_len, kv_origin, KV_KIND)[None, :]
+        kv = positions(columns, sizes.kv_len, keys.origin, KV_KIND)[None, :]
         if PARTIAL:
-            live = (columns < kv_len)[None, :]
+            live = (columns < sizes.kv_len)[None, :]
             if MASKED:
-                live = live & mask_of_pair(
-                    score, live, b, h, hkv, q, kv, batch, heads, kv_heads, q_len, kv_len,
-                    #: arguments
-                )
+                live = live & mask_of_pair(s, live, head, q, kv, sizes, given)
         if MODIFIED:
-            score = score_of_pair(
-                score, live, b, h, hkv, q, kv, batch, heads, kv_heads, q_len, kv_len,
-                #: arguments
-            )
+            s = score_of_pair(s, live, head, q, kv, sizes, given)
         if PARTIAL and not OWN_WEIGHTS:
-            score = tl.where(live, score, float("-inf"))
+            s = tl.where(live, s, float("-inf"))
 
     if OWN_WEIGHTS:
-        weight = weight_of_pair(
-            score, live, b, h, hkv, q, kv, batch, heads, kv_heads, q_len, kv_len,
-            #: arguments
-        )
+        p = weight_of_pair(s, live, head, q, kv, sizes, given)
         if PARTIAL:
-            weight = tl.where(live, weight, 0.0)
+            p = tl.where(live, p, 0.0)
     else:
-        weight, acc, denominator, peak = soften(score, acc, denominator, peak, factor, PARTIAL)
+        p, softmax = rescale(s, softmax, factor, PARTIAL)
     if HAS_DROPOUT:
-        p = drop_probability(
-            b, h, hkv, batch, heads, kv_heads, q_len, kv_len,
-            #: arguments
+        drop = drop_probability(head, sizes, given)
+        stays = kept_of_tile(
+            first_row, first, drop, head, q, kv, sizes, given, q_tile.shape[0], BLOCK_N
         )
-        stays = kept_pairs(first_row, first, p, b * heads + h, seed, q_tile.shape[0], BLOCK_N)
-        weight = weight * keep_factor(stays, p)
-    v_tile = load_tile(v_head, first, stride_vn, kv_len, DV, BLOCK_N, BLOCK_DV, PARTIAL)
-    acc = dot_add(weight.to(v_tile.dtype), v_tile, acc, PRECISION, UPCAST)
-    return acc, denominator, peak
+        p = p * keep_factor(stays, drop)
+    v_tile = load_tile(keys.v, first, sizes.kv_len, DV, BLOCK_N, BLOCK_DV, PARTIAL)
+    acc = dot_add(p.to(v_tile.dtype), v_tile, softmax.acc, PRECISION, UPCAST)
+    return Softmax(acc, softmax.row_sum, softmax.row_max)
+
+
+@triton.jit
+def with_sink(softmax, empty, head, sizes, given):
+    """The running softmax with the head's sink in its denominator, where rows have live pairs."""
+    sink = LOG2E * sink_of_head(head, sizes, given)
+    top = tl.where(empty, 0.0, tl.maximum(softmax.row_max, sink))
+    decay = tl.exp2(softmax.row_max - top)
+    row_sum = softmax.row_sum * decay + tl.exp2(sink - top)
+    row_max = tl.where(empty, softmax.row_max, top)
+    return Softmax(softmax.acc * decay[:, None], row_sum, row_max)
 
 
 @triton.jit
@@ -98,107 +99,59 @@ def attention_forward(
     stride_qb, stride_qh, stride_qm, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh,
     stride_vn, stride_ob, stride_oh, stride_om,
     scale, batch, heads, kv_heads, q_len, kv_len, q_origin, kv_origin, together,
-    #: parameters
-    #: forward_lists
-    D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, Q_KIND: tl.constexpr, KV_KIND: tl.constexpr,
-    PRECISION: tl.constexpr, UPCAST: tl.constexpr,
+    #: given
 ):
     """One program: one query tile of one head. LSE (batch, heads, q_len) is contiguous fp32."""
+    sizes = Sizes(batch, heads, kv_heads, q_len, kv_len)
+    origins = Origins(q_origin, kv_origin)
+    given = Given(
+        #: given
+    )
     tile, head_of_batch = place_of_item(
         tl.program_id(0), tl.cdiv(q_len, BLOCK_M), batch * heads, together,
         MASKED, FORWARD_DESCENDING,
     )
-    b = head_of_batch // heads
-    h = head_of_batch % heads
-    hkv = h // (heads // kv_heads)
-    q_offset = shift_of_positions(q_origin, Q_KIND)
-    kv_offset = shift_of_positions(kv_origin, KV_KIND)
+    head = head_of(head_of_batch, sizes)
+    shift = shift_of(origins, Q_KIND, KV_KIND)
     first = tile * BLOCK_M
     rows = first + tl.arange(0, BLOCK_M)
     q = positions(rows, q_len, q_origin, Q_KIND)[:, None]
-
-    q_head = Q + b * stride_qb + h * stride_qh
-    k_head = K + b * stride_kb + hkv * stride_kh
-    v_head = V + b * stride_vb + hkv * stride_vh
-    q_tile = load_tile(q_head, first, stride_qm, q_len, D, BLOCK_M, BLOCK_D, True)
+    q_rows = rows_of(Tensor(Q, stride_qb, stride_qh, stride_qm), head.b, head.h)
+    keys = Keys(
+        rows_of(Tensor(K, stride_kb, stride_kh, stride_kn), head.b, head.hkv),
+        rows_of(Tensor(V, stride_vb, stride_vh, stride_vn), head.b, head.hkv),
+        kv_origin,
+    )
+    q_tile = load_tile(q_rows, first, q_len, D, BLOCK_M, BLOCK_D, True)
     # The running maximum needs a positive factor, so a negative scale is applied to the scores.
     if SCALED_FIRST:
         factor = LOG2E
     else:
         factor = scale * LOG2E
-
-    acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
-    denominator = tl.zeros([BLOCK_M], tl.float32)
-    peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    full_tiles, partial_tiles, first_live, first_full = forward_tiles(
-        tile, b, h, hkv, batch, heads, kv_heads, q_len, kv_len, q_offset, kv_offset,
-        BLOCK_M, BLOCK_N,
-        #: arguments
-        #: forward_lists
+    softmax = Softmax(
+        tl.zeros([BLOCK_M, BLOCK_DV], tl.float32),
+        tl.zeros([BLOCK_M], tl.float32),
+        tl.full([BLOCK_M], float("-inf"), tl.float32),
     )
-    if FORWARD_HAS_FULL:
-        kv_tile = forward_full_tile(
-            0, full_tiles, first_live, first_full, tile,
-            b, h, hkv, batch, heads, kv_heads, q_len, kv_len, q_offset, kv_offset,
-            BLOCK_M, BLOCK_N,
-            #: arguments
-            #: forward_lists
-        )
-        for step in tl.range(0, full_tiles):
-            acc, denominator, peak = attend(
-                acc, denominator, peak, q_tile, first, q, kv_tile, k_head, v_head,
-                stride_kn, stride_vn,
-                factor, scale, b, h, hkv, batch, heads, kv_heads, q_len, kv_len, kv_origin,
-                #: arguments
-                D, DV, BLOCK_N, BLOCK_D, BLOCK_DV, KV_KIND, PRECISION, UPCAST, PARTIAL=False,
-            )
-            kv_tile = forward_full_tile(
-                step + 1, full_tiles, first_live, first_full, tile,
-                b, h, hkv, batch, heads, kv_heads, q_len, kv_len, q_offset, kv_offset,
-                BLOCK_M, BLOCK_N,
-                #: arguments
-                #: forward_lists
-            )
-    if FORWARD_HAS_PARTIAL:
-        kv_tile = forward_partial_tile(
-            0, full_tiles, first_live, first_full, tile,
-            b, h, hkv, batch, heads, kv_heads, q_len, kv_len, q_offset, kv_offset,
-            BLOCK_M, BLOCK_N,
-            #: arguments
-            #: forward_lists
-        )
-        for step in tl.range(0, partial_tiles):
-            acc, denominator, peak = attend(
-                acc, denominator, peak, q_tile, first, q, kv_tile, k_head, v_head,
-                stride_kn, stride_vn,
-                factor, scale, b, h, hkv, batch, heads, kv_heads, q_len, kv_len, kv_origin,
-                #: arguments
-                D, DV, BLOCK_N, BLOCK_D, BLOCK_DV, KV_KIND, PRECISION, UPCAST, PARTIAL=True,
-            )
-            kv_tile = forward_partial_tile(
-                step + 1, full_tiles, first_live, first_full, tile,
-                b, h, hkv, batch, heads, kv_heads, q_len, kv_len, q_offset, kv_offset,
-                BLOCK_M, BLOCK_N,
-                #: arguments
-                #: forward_lists
-            )
+    visits = forward_visits(tile, head, sizes, shift, given)
+    for PARTIAL in tl.static_range(2):
+        if (PARTIAL and FORWARD_HAS_PARTIAL) or (not PARTIAL and FORWARD_HAS_FULL):
+            kv_tile = forward_tile(0, visits, tile, head, sizes, shift, given, PARTIAL)
+            for step in tl.range(0, visits.partial if PARTIAL else visits.full):
+                softmax = attend(
+                    softmax, q_tile, first, q, kv_tile, keys, scale, factor, head, sizes, given,
+                    PARTIAL,
+                )
+                kv_tile = forward_tile(step + 1, visits, tile, head, sizes, shift, given, PARTIAL)
 
     # A row with no live pair gives zeros and a log-sum-exp of -inf; weights of the program's own are
     # not divided by anything.
-    empty = denominator == 0.0
+    empty = softmax.row_sum == 0.0
     if HAS_SINK:
-        sink = LOG2E * sink_of_head(
-            b, h, hkv, batch, heads, kv_heads, q_len, kv_len,
-            #: arguments
-        )
-        top = tl.where(empty, 0.0, tl.maximum(peak, sink))
-        kept = tl.exp2(peak - top)
-        denominator = denominator * kept + tl.exp2(sink - top)
-        acc = acc * kept[:, None]
-        peak = tl.where(empty, peak, top)
-    acc = acc / tl.where(empty, 1.0, denominator)[:, None]
-    lse = peak * LN2 + tl.log(tl.where(empty, 1.0, denominator))
-    out_head = OUT + b * stride_ob + h * stride_oh
-    store_tile(out_head, first, stride_om, q_len, acc, DV, BLOCK_M, BLOCK_DV)
+        softmax = with_sink(softmax, empty, head, sizes, given)
+    row_sum = tl.where(empty, 1.0, softmax.row_sum)
+    out_tile = softmax.acc / row_sum[:, None]
+    lse = softmax.row_max * LN2 + tl.log(row_sum)
+    out = rows_of(Tensor(OUT, stride_ob, stride_oh, stride_om), head.b, head.h)
+    store_tile(out, first, q_len, out_tile, DV, BLOCK_M, BLOCK_DV)
     tl.store(LSE + head_of_batch.to(tl.int64) * q_len + rows, lse, mask=rows < q_len)

@@ -1,43 +1,22 @@
 """Sums over batch entries and heads, of every pair. Follows ``pair_sums.py`` in one module."""
 # ruff: noqa: F821
 
-import triton
-import triton.language as tl
-
-from attndsl.backends.triton.library import positions, statistics_rows
-
 #: begin
 
 
 @triton.jit
-def add_member(
-    #: sums
-    member, first, kv_first, q, kv, own_b, own_h, Q, K, V, DOUT, LSE, DELTA,
-    stride_qb, stride_qh, stride_qm, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh,
-    stride_vn, stride_gb, stride_gh, stride_gm,
-    scale, batch, heads, kv_heads, q_len, kv_len, rest_heads,
-    #: parameters
-    D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr,
-    UPCAST: tl.constexpr, PARTIAL: tl.constexpr,
-):
-    """The sums with what one batch entry and head adds."""
-    b, h = place_of_member(member, own_b, own_h, rest_heads)
-    hkv = h // (heads // kv_heads)
-    return add_tile(
-        #: sums
-        first, kv_first, q, kv,
-        Q + b * stride_qb + h * stride_qh,
-        K + b * stride_kb + hkv * stride_kh,
-        V + b * stride_vb + hkv * stride_vh,
-        DOUT + b * stride_gb + h * stride_gh,
-        LSE + (b * heads + h).to(tl.int64) * q_len,
-        DELTA + statistics_rows(b * heads + h, q_len),
-        stride_qm, stride_kn, stride_vn, stride_gm,
-        scale, b, h, hkv, batch, heads, kv_heads, q_len, kv_len,
-        #: arguments
-        D, DV, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, PRECISION, UPCAST, PARTIAL,
-    )
+def add_member(sums, share, q, kv, operands, scale, head, sizes, given, PARTIAL: tl.constexpr):
+    """The sums with what one batch entry and head adds; ``operands`` are tensors, not rows."""
+    rows = operands_of(operands, head)
+    own = with_statistics(rows, head.b * sizes.heads + head.h, sizes)
+    return add_tile(sums, share.corner, q, kv, own, scale, head, sizes, given, PARTIAL)
+
+
+@triton.jit
+def member_of(member, share, rest_heads, sizes):
+    """The head that is number ``member`` of those that are not told apart."""
+    b, h = place_of_member(member, share, rest_heads)
+    return Head(b, h, h // (sizes.heads // sizes.kv_heads))
 
 
 @triton.jit
@@ -47,11 +26,7 @@ def pairs(
     stride_vn, stride_gb, stride_gh, stride_gm,
     scale, batch, heads, kv_heads, q_len, kv_len, q_origin, kv_origin,
     rest_batches, rest_heads, parts,
-    #: parameters
-    #: outputs
-    D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, Q_KIND: tl.constexpr, KV_KIND: tl.constexpr,
-    PRECISION: tl.constexpr, UPCAST: tl.constexpr,
+    #: given
 ):
     """One program: one tile of what is told apart, over a part of what is not.
 
@@ -59,69 +34,43 @@ def pairs(
     not told apart is gone through in order, a ``parts``-th of it here. LSE (batch * heads, q_len)
     is in base e, DELTA padded as ``statistics_rows`` says.
     """
-    first, kv_first, own_b, own_h, part = place_of_program(
-        batch // rest_batches, heads // rest_heads, q_len, kv_len, BLOCK_M, BLOCK_N
+    sizes = Sizes(batch, heads, kv_heads, q_len, kv_len)
+    origins = Origins(q_origin, kv_origin)
+    given = Given(
+        #: given
     )
+    share = share_of_program(batch // rest_batches, heads // rest_heads, sizes)
     rest = rest_batches * rest_heads
-    begin = rest * part // parts
-    end = rest * (part + 1) // parts
-    q = positions(first + tl.arange(0, BLOCK_M), q_len, q_origin, Q_KIND)[:, None]
-    kv = positions(kv_first + tl.arange(0, BLOCK_N), kv_len, kv_origin, KV_KIND)[None, :]
-    #: begin_sums
+    begin = rest * share.part // parts
+    end = rest * (share.part + 1) // parts
+    operands = Operands(
+        Tensor(Q, stride_qb, stride_qh, stride_qm), Tensor(K, stride_kb, stride_kh, stride_kn),
+        Tensor(V, stride_vb, stride_vh, stride_vn), Tensor(DOUT, stride_gb, stride_gh, stride_gm),
+        LSE, DELTA,
+    )
+    rows = share.corner.q + tl.arange(0, BLOCK_M)
+    q = positions(rows, q_len, q_origin, Q_KIND)[:, None]
+    columns = share.corner.kv + tl.arange(0, BLOCK_N)
+    kv = positions(columns, kv_len, kv_origin, KV_KIND)[None, :]
+    sums = no_sums()
     if MASK_IS_SHARED:
         # Loops without branches, whose loads Triton can have run ahead; dead tiles have no turn.
         some, every = lives_of_tile(
-            first, kv_first, own_b, own_h, own_h, batch, heads, kv_heads, q_len, kv_len,
-            q_origin, kv_origin,
-            #: arguments
-            BLOCK_M, BLOCK_N, Q_KIND, KV_KIND,
+            share.corner, Head(share.b, share.h, share.h), sizes, origins, given
         )
         end = tl.where(some, end, begin)
         middle = tl.where(every, end, begin)
-        for member in tl.range(begin, middle):
-            (
-                #: sums
-            ) = add_member(
-                #: sums
-                member, first, kv_first, q, kv, own_b, own_h, Q, K, V, DOUT, LSE, DELTA,
-                stride_qb, stride_qh, stride_qm, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh,
-                stride_vn, stride_gb, stride_gh, stride_gm,
-                scale, batch, heads, kv_heads, q_len, kv_len, rest_heads,
-                #: arguments
-                D, DV, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, PRECISION, UPCAST, False,
-            )
-        for member in tl.range(middle, end):
-            (
-                #: sums
-            ) = add_member(
-                #: sums
-                member, first, kv_first, q, kv, own_b, own_h, Q, K, V, DOUT, LSE, DELTA,
-                stride_qb, stride_qh, stride_qm, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh,
-                stride_vn, stride_gb, stride_gh, stride_gm,
-                scale, batch, heads, kv_heads, q_len, kv_len, rest_heads,
-                #: arguments
-                D, DV, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, PRECISION, UPCAST, True,
-            )
+        for PARTIAL in tl.static_range(2):
+            for member in tl.range(middle if PARTIAL else begin, end if PARTIAL else middle):
+                head = member_of(member, share, rest_heads, sizes)
+                sums = add_member(
+                    sums, share, q, kv, operands, scale, head, sizes, given, PARTIAL
+                )
     else:
         for member in tl.range(begin, end):
-            b, h = place_of_member(member, own_b, own_h, rest_heads)
-            some, every = lives_of_tile(
-                first, kv_first, b, h, h // (heads // kv_heads), batch, heads, kv_heads, q_len, kv_len,
-                q_origin, kv_origin,
-                #: arguments
-                BLOCK_M, BLOCK_N, Q_KIND, KV_KIND,
-            )
+            head = member_of(member, share, rest_heads, sizes)
+            some, every = lives_of_tile(share.corner, head, sizes, origins, given)
             if some:
-                (
-                    #: sums
-                ) = add_member(
-                    #: sums
-                    member, first, kv_first, q, kv, own_b, own_h, Q, K, V, DOUT, LSE, DELTA,
-                    stride_qb, stride_qh, stride_qm, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh,
-                    stride_vn, stride_gb, stride_gh, stride_gm,
-                    scale, batch, heads, kv_heads, q_len, kv_len, rest_heads,
-                    #: arguments
-                    D, DV, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, PRECISION, UPCAST, True,
-                )
-    inside = (first + BLOCK_M <= q_len) & (kv_first + BLOCK_N <= kv_len)
-    #: end_sums
+                sums = add_member(sums, share, q, kv, operands, scale, head, sizes, given, True)
+    inside = (share.corner.q + BLOCK_M <= q_len) & (share.corner.kv + BLOCK_N <= kv_len)
+    store_sums(sums, share, inside, sizes, given)

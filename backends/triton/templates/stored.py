@@ -5,34 +5,37 @@ written once. ``pair_sums.py`` follows in one module.
 """
 # ruff: noqa: F821
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 
+from attndsl.backends.device.records import Corner, Share, Sizes, Steps, Stored
+
 #: flags
+
+#: functions
 
 
 @triton.jit
-def load_slopes(
-    SLOPES, STORED_TILES, keys, queries, key_tiles, query_tiles, key_tile, query_tile, member, own_b, own_h,
-    heads, rest_heads, first, kv_first, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-):
+def load_ds(stored, tile, member, share, heads, rest_heads):
     """dS of a tile (keys, queries) of one that is not told apart; zeros where it was not stored."""
-    b, h = place_of_member(member, own_b, own_h, rest_heads)
+    b, h = place_of_member(member, share, rest_heads)
     head = b * heads + h
-    tile = (head * key_tiles + key_tile) * query_tiles + query_tile
+    key_tile, query_tile = tile
+    number = (head * stored.key_tiles + key_tile) * stored.query_tiles + query_tile
     # One condition for all of them: with one each, elements would be loaded one by one.
-    some = tl.load(STORED_TILES + tile + tl.zeros([1, 1], tl.int32)) != 0
-    corner = (head.to(tl.int64) * keys + kv_first) * queries + first
-    places = tl.arange(0, BLOCK_N)[:, None] * queries + tl.arange(0, BLOCK_M)[None, :]
-    return tl.load(SLOPES + corner + places, mask=some, other=0.0)
+    some = tl.load(stored.tiles + number + tl.zeros([1, 1], tl.int32)) != 0
+    corner = (head.to(tl.int64) * stored.keys + share.corner.kv) * stored.queries + share.corner.q
+    places = tl.arange(0, BLOCK_N)[:, None] * stored.queries + tl.arange(0, BLOCK_M)[None, :]
+    return tl.load(stored.ds + corner + places, mask=some, other=0.0)
 
 
 @triton.jit
 def stored(
     SLOPES, STORED_TILES, slope_keys, slope_queries, key_tiles, query_tiles,
     heads, own_heads, own_batches, rest_heads, rest, members, q_len, kv_len,
-    #: outputs
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    #: given
 ):
     """One program: one tile of what is told apart, over a part of what is not, as in ``pairs``.
 
@@ -41,31 +44,26 @@ def stored(
     slope_queries) is of key_tiles x query_tiles tiles a head, each of whole ones of this kernel;
     STORED_TILES says for each whether it was stored.
     """
-    first, kv_first, own_b, own_h, part = place_of_program(
-        own_batches, own_heads, q_len, kv_len, BLOCK_M, BLOCK_N
+    sizes = Sizes(own_batches, heads, heads, q_len, kv_len)
+    given = Given(
+        #: given
     )
-    key_tile = kv_first // (slope_keys // key_tiles)
-    query_tile = first // (slope_queries // query_tiles)
-    begin = tl.minimum(part * members, rest)
+    of_all = Stored(SLOPES, STORED_TILES, slope_keys, slope_queries, key_tiles, query_tiles)
+    share = share_of_program(own_batches, own_heads, sizes)
+    key_tile = share.corner.kv // (slope_keys // key_tiles)
+    query_tile = share.corner.q // (slope_queries // query_tiles)
+    tile = key_tile, query_tile
+    begin = tl.minimum(share.part * members, rest)
     end = tl.minimum(begin + members, rest)
     total = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     for member in tl.range(begin, end - 1, 2):
         # Both are on their way before either is added.
-        one = load_slopes(
-            SLOPES, STORED_TILES, slope_keys, slope_queries, key_tiles, query_tiles, key_tile, query_tile,
-            member, own_b, own_h, heads, rest_heads, first, kv_first, BLOCK_M, BLOCK_N,
-        )
-        other = load_slopes(
-            SLOPES, STORED_TILES, slope_keys, slope_queries, key_tiles, query_tiles, key_tile, query_tile,
-            member + 1, own_b, own_h, heads, rest_heads, first, kv_first, BLOCK_M, BLOCK_N,
-        )
+        one = load_ds(of_all, tile, member, share, heads, rest_heads)
+        other = load_ds(of_all, tile, member + 1, share, heads, rest_heads)
         total += one.to(tl.float32) + other.to(tl.float32)
     if (end - begin) % 2 == 1:
-        last = load_slopes(
-            SLOPES, STORED_TILES, slope_keys, slope_queries, key_tiles, query_tiles, key_tile, query_tile,
-            end - 1, own_b, own_h, heads, rest_heads, first, kv_first, BLOCK_M, BLOCK_N,
-        )
+        last = load_ds(of_all, tile, end - 1, share, heads, rest_heads)
         total += last.to(tl.float32)
     total = tl.trans(total)
-    inside = (first + BLOCK_M <= q_len) & (kv_first + BLOCK_N <= kv_len)
-    #: end_sums
+    inside = (share.corner.q + BLOCK_M <= q_len) & (share.corner.kv + BLOCK_N <= kv_len)
+    store_sums(total, share, inside, sizes, given)

@@ -1,90 +1,20 @@
 """What a tile of pairs adds to sums. Follows ``weights.py`` in one module, its kernel follows."""
 # ruff: noqa: F821
 
-import triton
-import triton.language as tl
-
-from attndsl.backends.triton.dropout import keep_factor, kept_pairs
-from attndsl.backends.triton.library import (
-    dot, load_tile, positions, statistics_rows,
-)
-
 #: begin
 
 
 @triton.jit
-def add_pairs(
-    #: sums
-    q_tile, k_tile, dout_tile, v_tile, lse2, delta, first, kv_first, rows_ok, columns_ok, q, kv,
-    scale, b, h, hkv, batch, heads, kv_heads, q_len, kv_len,
-    #: parameters
-    #: sum_parameters
-    PRECISION: tl.constexpr, UPCAST: tl.constexpr, PARTIAL: tl.constexpr,
-):
-    """The sums with what these pairs add."""
-    # Both before what takes either, so that the second runs meanwhile.
-    score = dot(q_tile, tl.trans(k_tile), PRECISION, UPCAST)
-    dweight = dot(dout_tile, tl.trans(v_tile), PRECISION, UPCAST)
-    weight, slope, live, raw, final = weights_of_tile(
-        score, rows_ok, columns_ok, lse2[:, None],
-        q, kv, scale, b, h, hkv, batch, heads, kv_heads, q_len, kv_len,
-        #: arguments
-        PARTIAL,
-    )
-    if HAS_DROPOUT:
-        p = drop_probability(
-            b, h, hkv, batch, heads, kv_heads, q_len, kv_len,
-            #: arguments
-        )
-        stays = kept_pairs(first, kv_first, p, b * heads + h, seed, q_tile.shape[0], k_tile.shape[0])
-        keep = keep_factor(stays, p)
-        dweight = dweight * keep
-    if LEARNS_WEIGHT:
-        (
-            #: sums
-        ) = add_weight_gradients(
-            #: sums
-            tl.where(live, dweight, 0.0), final, live,
-            b, h, hkv, q, kv, batch, heads, kv_heads, q_len, kv_len,
-            #: arguments
-            #: sum_parameters
-        )
-    if not OWN_WEIGHTS:
-        dweight = dweight - delta[:, None]
-    if LEARNS_SCORE:
-        (
-            #: sums
-        ) = add_score_gradients(
-            #: sums
-            tl.where(live, slope * dweight, 0.0), raw, live,
-            b, h, hkv, q, kv, batch, heads, kv_heads, q_len, kv_len,
-            #: arguments
-            #: sum_parameters
-        )
-    return (
-        #: sums
-    )
-
-
-@triton.jit
-def lives_of_tile(
-    first, kv_first,
-    b, h, hkv, batch, heads, kv_heads, q_len, kv_len, q_origin, kv_origin,
-    #: parameters
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, Q_KIND: tl.constexpr, KV_KIND: tl.constexpr,
-):
-    """Whether some and whether all pairs take part, from query ``first`` and key ``kv_first`` on."""
-    rows = first + tl.arange(0, BLOCK_M)
-    columns = kv_first + tl.arange(0, BLOCK_N)
-    live = (rows < q_len)[:, None] & (columns < kv_len)[None, :]
+def lives_of_tile(corner, head, sizes, origins, given):
+    """Whether some and whether all pairs of a tile take part."""
+    rows = corner.q + tl.arange(0, BLOCK_M)
+    columns = corner.kv + tl.arange(0, BLOCK_N)
+    live = (rows < sizes.q_len)[:, None] & (columns < sizes.kv_len)[None, :]
     if MASKED and not MASK_READS_SCORE:
-        q = positions(rows, q_len, q_origin, Q_KIND)[:, None]
-        kv = positions(columns, kv_len, kv_origin, KV_KIND)[None, :]
-        live = live & mask_of_pair(
-            tl.zeros([BLOCK_M, BLOCK_N], tl.float32), live,
-            b, h, hkv, q, kv, batch, heads, kv_heads, q_len, kv_len,
-            #: arguments
-        )
+        q = positions(rows, sizes.q_len, origins.q, Q_KIND)[:, None]
+        kv = positions(columns, sizes.kv_len, origins.kv, KV_KIND)[None, :]
+        s = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        live = live & mask_of_pair(s, live, head, q, kv, sizes, given)
     counted = tl.sum(tl.sum(live.to(tl.int32), 1), 0)
     every = counted == BLOCK_M * BLOCK_N
     if MASK_READS_SCORE:
@@ -93,47 +23,58 @@ def lives_of_tile(
 
 
 @triton.jit
-def add_tile(
-    #: sums
-    first, kv_first, q, kv, q_head, k_head, v_head, dout_head, lse_head, delta_head,
-    stride_qm, stride_kn, stride_vn, stride_gm,
-    scale, b, h, hkv, batch, heads, kv_heads, q_len, kv_len,
-    #: parameters
-    #: sum_parameters
-    D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr,
-    UPCAST: tl.constexpr, PARTIAL: tl.constexpr,
-):
-    """The sums with what the tile from query ``first`` and key ``kv_first`` on adds.
+def add_pairs(sums, query, keys, scale, head, sizes, given, PARTIAL: tl.constexpr):
+    """The sums with what these pairs add."""
+    pairs = Pairs(query.places, keys.places, query.exists[:, None], keys.exists[None, :])
+    # Both before what takes either, so that the second runs meanwhile.
+    s = dot(query.q, tl.trans(keys.k), PRECISION, UPCAST)
+    dp = dot(query.do, tl.trans(keys.v), PRECISION, UPCAST)
+    weights = weights_of_tile(s, pairs, query.lse2[:, None], scale, head, sizes, given, PARTIAL)
+    live = weights.live
+    if HAS_DROPOUT:
+        drop = drop_probability(head, sizes, given)
+        stays = kept_of_tile(
+            query.first, keys.first, drop, head, pairs.q, pairs.kv, sizes, given,
+            query.q.shape[0], keys.k.shape[0],
+        )
+        dp = dp * keep_factor(stays, drop)
+    if LEARNS_WEIGHT:
+        sums = add_weight_gradients(
+            sums, tl.where(live, dp, 0.0), weights.final, live, head, pairs.q, pairs.kv, sizes, given
+        )
+    if not OWN_WEIGHTS:
+        dp = dp - query.delta[:, None]
+    if LEARNS_SCORE:
+        ds = tl.where(live, weights.p_slope * dp, 0.0)
+        sums = add_score_gradients(
+            sums, ds, weights.raw, live, head, pairs.q, pairs.kv, sizes, given
+        )
+    return sums
 
-    ``q`` and ``kv`` are logical positions. ``lse_head`` is in base e. PARTIAL: the tile reaches
-    beyond the lengths, or has dead pairs.
+
+@triton.jit
+def add_tile(sums, corner, q, kv, operands, scale, head, sizes, given, PARTIAL: tl.constexpr):
+    """The sums with what the tile from ``corner`` on adds.
+
+    ``q`` and ``kv`` are logical positions. ``operands`` has the log-sum-exp in base e. PARTIAL: the
+    tile reaches beyond the lengths, or has dead pairs.
     """
     # Triton's interpreter counts loops in numbers of Python.
-    first = first + tl.full([], 0, tl.int32)
-    kv_first = kv_first + tl.full([], 0, tl.int32)
+    first = corner.q + tl.full([], 0, tl.int32)
+    kv_first = corner.kv + tl.full([], 0, tl.int32)
     rows = first + tl.arange(0, BLOCK_M)
     columns = kv_first + tl.arange(0, BLOCK_N)
-    q_tile = load_tile(q_head, first, stride_qm, q_len, D, BLOCK_M, BLOCK_D, PARTIAL)
-    k_tile = load_tile(k_head, kv_first, stride_kn, kv_len, D, BLOCK_N, BLOCK_D, PARTIAL)
-    v_tile = load_tile(v_head, kv_first, stride_vn, kv_len, DV, BLOCK_N, BLOCK_DV, PARTIAL)
-    dout_tile = load_tile(dout_head, first, stride_gm, q_len, DV, BLOCK_M, BLOCK_DV, PARTIAL)
+    q_tile = load_tile(operands.q, first, sizes.q_len, D, BLOCK_M, BLOCK_D, PARTIAL)
+    k_tile = load_tile(operands.k, kv_first, sizes.kv_len, D, BLOCK_N, BLOCK_D, PARTIAL)
+    v_tile = load_tile(operands.v, kv_first, sizes.kv_len, DV, BLOCK_N, BLOCK_DV, PARTIAL)
+    do_tile = load_tile(operands.do, first, sizes.q_len, DV, BLOCK_M, BLOCK_DV, PARTIAL)
     # A masked load with another value than zero cannot be asynchronous.
-    lse = tl.load(lse_head + rows, mask=rows < q_len, other=0.0)
+    lse = tl.load(operands.lse + rows, mask=rows < sizes.q_len, other=0.0)
     # Rows with no live pair have weights of 0.
     lse2 = tl.where(lse == float("-inf"), float("inf"), lse * LOG2E)
-    delta = tl.load(delta_head + rows, mask=rows < q_len, other=0.0)
-    (
-        #: sums
-    ) = add_pairs(
-        #: sums
-        q_tile, k_tile, dout_tile, v_tile, lse2, delta, first, kv_first,
-        (rows < q_len)[:, None], (columns < kv_len)[None, :],
-        q, kv, scale, b, h, hkv, batch, heads, kv_heads, q_len, kv_len,
-        #: arguments
-        #: sum_parameters
-        PRECISION, UPCAST, PARTIAL,
-    )
-    return (
-        #: sums
+    delta = tl.load(operands.delta + rows, mask=rows < sizes.q_len, other=0.0)
+    return add_pairs(
+        sums, QueryTile(q_tile, do_tile, lse2, delta, first, q, rows < sizes.q_len),
+        KeyTile(k_tile, v_tile, kv_first, kv, columns < sizes.kv_len),
+        scale, head, sizes, given, PARTIAL,
     )

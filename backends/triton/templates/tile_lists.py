@@ -10,12 +10,18 @@ depends on them.
 """
 # ruff: noqa: F821
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 
+from attndsl.backends.device.records import Extremes, Head, Place, Sizes
 from attndsl.backends.triton.library import positions
 
 #: imports
+
+#: flags
+
 
 @triton.jit
 def store_extremes(values, inside, LOW, HIGH):
@@ -42,41 +48,46 @@ def rows_of_tile(tile, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def head_of_map(number, map_heads, sizes):
+    """The first head that map ``number`` is of."""
+    h = number % map_heads
+    return Head(number // map_heads, h, h // (sizes.heads // sizes.kv_heads))
+
+
+@triton.jit
 def summarise(
     row_ints, row_floats, column_ints, column_floats,
     batch, heads, kv_heads, q_len, kv_len, q_origin, kv_origin, map_batch, map_heads,
-    #: parameters
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, Q_KIND: tl.constexpr, KV_KIND: tl.constexpr,
+    #: given
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):
     """One program: one tile of rows, or of columns, of one map.
 
     ``row_ints`` is int64 (maps, row values, 2, q tiles): least and greatest; the others likewise.
     """
+    sizes = Sizes(batch, heads, kv_heads, q_len, kv_len)
+    given = Given(
+        #: given
+    )
     q_tiles = tl.cdiv(q_len, BLOCK_M)
     kv_tiles = tl.cdiv(kv_len, BLOCK_N)
     place = tl.program_id(0) % (q_tiles + kv_tiles)
     number = tl.program_id(0) // (q_tiles + kv_tiles)
-    b = number // map_heads
-    h = number % map_heads
-    hkv = h // (heads // kv_heads)
+    head = head_of_map(number, map_heads, sizes)
     if place < q_tiles:
         rows = rows_of_tile(place, BLOCK_M)
         q = positions(tl.minimum(rows, q_len - 1), q_len, q_origin, Q_KIND)[:, None]
         rows_inside = (rows < q_len)[:, None]
-        store_row_values(
-            row_ints, row_floats, number, place, q_tiles, rows_inside,
-            b, h, hkv, q, batch, heads, kv_heads, q_len, kv_len,
-            #: arguments
-        )
+        of_rows = Place(number, place, q_tiles)
+        store_row_values(row_ints, row_floats, of_rows, rows_inside, head, q, sizes, given)
     else:
         tile = place - q_tiles
         columns = rows_of_tile(tile, BLOCK_N)
         kv = positions(tl.minimum(columns, kv_len - 1), kv_len, kv_origin, KV_KIND)[:, None]
         columns_inside = (columns < kv_len)[:, None]
+        of_columns = Place(number, tile, kv_tiles)
         store_column_values(
-            column_ints, column_floats, number, tile, kv_tiles, columns_inside,
-            b, h, hkv, kv, batch, heads, kv_heads, q_len, kv_len,
-            #: arguments
+            column_ints, column_floats, of_columns, columns_inside, head, kv, sizes, given
         )
 
 
@@ -84,25 +95,26 @@ def summarise(
 def classify(
     kinds, row_ints, row_floats, column_ints, column_floats,
     batch, heads, kv_heads, q_len, kv_len, map_batch, map_heads,
-    #: parameters
+    #: given
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CHUNK: tl.constexpr,
 ):
     """One program: CHUNK tiles of one row of tiles. ``kinds`` is int8 (maps, q tiles, kv tiles)."""
+    sizes = Sizes(batch, heads, kv_heads, q_len, kv_len)
+    given = Given(
+        #: given
+    )
     q_tiles = tl.cdiv(q_len, BLOCK_M)
     kv_tiles = tl.cdiv(kv_len, BLOCK_N)
     chunks = tl.cdiv(kv_tiles, CHUNK)
     chunk = tl.program_id(0) % chunks
     row = (tl.program_id(0) // chunks) % q_tiles
     number = tl.program_id(0) // chunks // q_tiles
-    b = number // map_heads
-    h = number % map_heads
-    hkv = h // (heads // kv_heads)
+    head = head_of_map(number, map_heads, sizes)
     tile = chunk * CHUNK + tl.arange(0, CHUNK)[None, :]
     inside = tile < kv_tiles
     may, must = bounds_of_tile(
-        row_ints, row_floats, column_ints, column_floats, number, row, q_tiles, tile, kv_tiles,
-        inside, b, h, hkv, batch, heads, kv_heads, q_len, kv_len,
-        #: arguments
+        Extremes(row_ints, row_floats, column_ints, column_floats),
+        Place(number, row, q_tiles), Place(number, tile, kv_tiles), inside, head, sizes, given,
     )
     kind = tl.where(must, 2, tl.where(may, 1, 0)) + tl.zeros([1, CHUNK], tl.int32)
     place = (number * q_tiles + row).to(tl.int64) * kv_tiles + tile
@@ -113,10 +125,14 @@ def classify(
 def refine(
     kinds,
     batch, heads, kv_heads, q_len, kv_len, q_origin, kv_origin, map_batch, map_heads,
-    #: parameters
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, Q_KIND: tl.constexpr, KV_KIND: tl.constexpr,
+    #: given
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):
     """One program: evaluate one tile if it is PARTIAL so far."""
+    sizes = Sizes(batch, heads, kv_heads, q_len, kv_len)
+    given = Given(
+        #: given
+    )
     kv_tiles = tl.cdiv(kv_len, BLOCK_N)
     q_tiles = tl.cdiv(q_len, BLOCK_M)
     place = tl.program_id(0).to(tl.int64)
@@ -124,19 +140,14 @@ def refine(
         tile = tl.program_id(0) % kv_tiles
         row = (tl.program_id(0) // kv_tiles) % q_tiles
         number = tl.program_id(0) // kv_tiles // q_tiles
-        b = number // map_heads
-        h = number % map_heads
-        hkv = h // (heads // kv_heads)
+        head = head_of_map(number, map_heads, sizes)
         rows = rows_of_tile(row, BLOCK_M)
         columns = rows_of_tile(tile, BLOCK_N)
         q = positions(rows, q_len, q_origin, Q_KIND)[:, None]
         kv = positions(columns, kv_len, kv_origin, KV_KIND)[None, :]
         there = (rows < q_len)[:, None] & (columns < kv_len)[None, :]
         zeros = (rows[:, None] + columns[None, :]) * 0
-        mask = mask_of_pair(
-            zeros, there, b, h, hkv, q, kv, batch, heads, kv_heads, q_len, kv_len,
-            #: arguments
-        )
+        mask = mask_of_pair(zeros, there, head, q, kv, sizes, given)
         live = tl.where(mask, 1, 0) + zeros
         some = tl.max(tl.where(there, live, 0))
         every = tl.min(tl.where(there, live, 1))

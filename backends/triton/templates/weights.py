@@ -7,13 +7,22 @@ the final score is dS = P * (dP - delta).
 """
 # ruff: noqa: F821
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 
-from attndsl.backends.triton.dropout import keep_factor, kept_pairs
+from attndsl.backends.device.records import (
+    Corner, Head, Keys, KeyTile, Operands, Origins, Pairs, QueryTile, Rows, Share, Sizes, Steps,
+    Tensor, Visits, Weights,
+)
+from attndsl.backends.triton.dropout import (
+    keep_factor, kept_pairs, kept_pairs_of_part, kept_single_pairs,
+)
 from attndsl.backends.triton.library import (
-    dot, dot_add, load_tile, place_of_item, positions, shift_of_positions, statistics_rows,
-    store_tile,
+    dot, dot_add, head_of, head_of_result, load_tile, operands_of, place_of_item, positions, rows_of,
+    rows_of_result, shift_of, statistics_rows, store_tile,
+    with_statistics,
 )
 
 #: imports
@@ -26,69 +35,43 @@ LOG2E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
-def weights_of_tile(
-    score, rows_ok, columns_ok, lse2, q, kv, scale, b, h, hkv, batch, heads, kv_heads, q_len,
-    kv_len,
-    #: parameters
-    PARTIAL: tl.constexpr,
-):
-    """From the tile's q . k: weights, their slopes, live pairs, the scaled and the final score.
-
-    A softmax weight's slope is the weight itself, once delta is taken off the gradient of the weight.
-    ``rows_ok`` and ``columns_ok`` say which queries and keys exist; ``lse2`` broadcasts along keys.
-    """
-    raw = score * scale
+def weights_of_tile(s, pairs, lse2, scale, head, sizes, given, PARTIAL: tl.constexpr):
+    """A tile's weights from its q . k. ``lse2`` broadcasts along keys."""
+    raw = s * scale
     live = tl.full([], 1, tl.int1)
     if PARTIAL:
-        live = rows_ok & columns_ok
+        live = pairs.rows_ok & pairs.columns_ok
         if MASKED:
-            live = live & mask_of_pair(
-                raw, live, b, h, hkv, q, kv, batch, heads, kv_heads, q_len, kv_len,
-                #: arguments
-            )
+            live = live & mask_of_pair(raw, live, head, pairs.q, pairs.kv, sizes, given)
     if MODIFIED:
-        final = score_of_pair(
-            raw, live, b, h, hkv, q, kv, batch, heads, kv_heads, q_len, kv_len,
-            #: arguments
-        )
+        final = score_of_pair(raw, live, head, pairs.q, pairs.kv, sizes, given)
     else:
         final = raw
     if OWN_WEIGHTS:
-        weight = weight_of_pair(
-            final, live, b, h, hkv, q, kv, batch, heads, kv_heads, q_len, kv_len,
-            #: arguments
-        )
-        slope = slope_of_weight(
-            final, live, b, h, hkv, q, kv, batch, heads, kv_heads, q_len, kv_len,
-            #: arguments
-        )
+        p = weight_of_pair(final, live, head, pairs.q, pairs.kv, sizes, given)
+        p_slope = slope_of_weight(final, live, head, pairs.q, pairs.kv, sizes, given)
         if PARTIAL:
-            slope = tl.where(live, slope, 0.0)
+            p_slope = tl.where(live, p_slope, 0.0)
     elif MODIFIED:
-        weight = tl.exp2(final * LOG2E - lse2)
+        p = tl.exp2(final * LOG2E - lse2)
     else:
-        weight = tl.exp2(score * (scale * LOG2E) - lse2)
+        p = tl.exp2(s * (scale * LOG2E) - lse2)
     if PARTIAL:
-        weight = tl.where(live, weight, 0.0)
+        p = tl.where(live, p, 0.0)
     if not OWN_WEIGHTS:
-        slope = weight
-    return weight, slope, live, raw, final
+        p_slope = p
+    return Weights(p, p_slope, live, raw, final)
 
 
 @triton.jit
-def gradient_of_raw_score(
-    dscore, raw, live, q, kv, b, h, hkv, batch, heads, kv_heads, q_len, kv_len,
-    #: parameters
-    PARTIAL: tl.constexpr,
-):
-    """Take the gradient of the final score through the program, to that of scale * (q . k)."""
+def through_score(ds, weights, pairs, head, sizes, given, PARTIAL: tl.constexpr):
+    """Take dS, the gradient of the final score, through the program to that of scale * (q . k)."""
     if PARTIAL:
-        dscore = tl.where(live, dscore, 0.0)
+        ds = tl.where(weights.live, ds, 0.0)
     if MODIFIED:
-        dscore = dscore * derivative_of_pair(
-            raw, live, b, h, hkv, q, kv, batch, heads, kv_heads, q_len, kv_len,
-            #: arguments
+        ds = ds * derivative_of_pair(
+            weights.raw, weights.live, head, pairs.q, pairs.kv, sizes, given
         )
         if PARTIAL:
-            dscore = tl.where(live, dscore, 0.0)
-    return dscore
+            ds = tl.where(weights.live, ds, 0.0)
+    return ds

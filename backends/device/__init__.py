@@ -1,0 +1,1 @@
+"""Device code that knows no family of kernels."""

@@ -1,0 +1,220 @@
+"""Records that device functions take in place of long lists of arguments.
+
+They are NamedTuples: Triton's compiler, its interpreter and plain Python all read them, and the
+compiler makes the same of them as of single arguments. A generated module adds one of its own,
+``Given``: the program's captures, params, sizes, seed and lists of tiles, in the order in which the
+kernel takes them.
+
+Non-goals: constants, which are constants of the generated module.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+
+class Sizes(NamedTuple):
+    """Sizes of a call's dims, int32."""
+
+    batch: Any
+    heads: Any
+    kv_heads: Any
+    q_len: Any
+    kv_len: Any
+
+
+class Head(NamedTuple):
+    """A batch entry, a query head, and the head of keys that it shares."""
+
+    b: Any
+    h: Any
+    hkv: Any
+
+
+class Origins(NamedTuple):
+    """What gives the logical positions of rows and of keys: an offset, or where one or a map lies."""
+
+    q: Any
+    kv: Any
+
+
+class Shift(NamedTuple):
+    """Logical positions of row 0 and of key 0; 0 where a map gives positions."""
+
+    q: Any
+    kv: Any
+
+
+class Tensor(NamedTuple):
+    """Where a tensor (batch, heads, rows, width) lies; its last dim has stride 1."""
+
+    base: Any
+    stride_b: Any
+    stride_h: Any
+    stride_n: Any
+
+
+class KeyGradients(NamedTuple):
+    """Where dK and dV (batch, kv_heads, kv_len, width) lie, and how many rows their dims step."""
+
+    dk: Any
+    dv: Any
+    dk_b: Any
+    dk_h: Any
+    dk_n: Any
+    dv_b: Any
+    dv_h: Any
+    dv_n: Any
+
+
+class Rows(NamedTuple):
+    """A matrix (rows, width) of one head: where it lies, and the stride of its rows."""
+
+    base: Any
+    stride: Any
+
+
+class Visits(NamedTuple):
+    """Which tiles a program visits: how many FULL and PARTIAL ones.
+
+    The rest is of listed tiles: the first live tile (-1 where live tiles or FULL ones have gaps),
+    and the first FULL one.
+    """
+
+    full: Any
+    partial: Any
+    first_live: Any
+    first_full: Any
+
+
+class Softmax(NamedTuple):
+    """The running softmax of a query tile's rows."""
+
+    acc: Any
+    """Sums of weights times values (rows, width)."""
+    row_sum: Any
+    """Sums of weights (rows)."""
+    row_max: Any
+    """The greatest score so far, in base 2 (rows)."""
+
+
+class Keys(NamedTuple):
+    """Rows of one head's k and v, and what gives the positions of these."""
+
+    k: Any
+    v: Any
+    origin: Any
+
+
+class QueryTile(NamedTuple):
+    """A query tile: q, dO, log-sum-exp in base 2, delta = rowsum(dO * O) - dlse; and which rows.
+
+    ``first`` is its first row, ``places`` are logical positions, ``exists`` says which rows exist.
+    """
+
+    q: Any
+    do: Any
+    lse2: Any
+    delta: Any
+    first: Any
+    places: Any
+    exists: Any
+
+
+class KeyTile(NamedTuple):
+    """A key-value tile: k, v, its first key, logical positions, and which keys exist."""
+
+    k: Any
+    v: Any
+    first: Any
+    places: Any
+    exists: Any
+
+
+class Pairs(NamedTuple):
+    """Logical positions of a tile's queries and keys, and which of both exist; they broadcast."""
+
+    q: Any
+    kv: Any
+    rows_ok: Any
+    columns_ok: Any
+
+
+class Weights(NamedTuple):
+    """Of a tile of pairs, what kernels of gradients and of tangents compute again."""
+
+    p: Any
+    """The weights."""
+    p_slope: Any
+    """Their derivatives by the final score: of a softmax, once delta is taken off dP, p itself."""
+    live: Any
+    """Which pairs take part."""
+    raw: Any
+    """scale * (q . k)."""
+    final: Any
+    """The program's score."""
+
+
+class Operands(NamedTuple):
+    """Rows of one head's q, k, v and dO, and where its log-sum-exp and delta lie."""
+
+    q: Any
+    k: Any
+    v: Any
+    do: Any
+    lse: Any
+    delta: Any
+
+
+class Corner(NamedTuple):
+    """A tile's first query and first key."""
+
+    q: Any
+    kv: Any
+
+
+class Share(NamedTuple):
+    """What one program sums: a tile of one (batch entry, head) told apart, and which part."""
+
+    corner: Corner
+    b: Any
+    h: Any
+    part: Any
+
+
+class Steps(NamedTuple):
+    """Steps of a buffer between parts, batch entries, heads, queries and keys."""
+
+    part: Any
+    b: Any
+    h: Any
+    q: Any
+    kv: Any
+
+
+class Place(NamedTuple):
+    """A tile of rows, or of columns, of one map: the map's number, the tile's, and how many."""
+
+    number: Any
+    tile: Any
+    tiles: Any
+
+
+class Extremes(NamedTuple):
+    """Where the least and greatest values of a mask's row and column expressions lie."""
+
+    row_ints: Any
+    row_floats: Any
+    column_ints: Any
+    column_floats: Any
+
+
+class Stored(NamedTuple):
+    """dS (batch, heads, keys, queries) as a backward stored it, and which of its tiles it did."""
+
+    ds: Any
+    tiles: Any
+    keys: Any
+    queries: Any
+    key_tiles: Any
+    query_tiles: Any

@@ -1,0 +1,28 @@
+"""Lines of generated modules: device functions and lists of arguments."""
+
+from __future__ import annotations
+
+import textwrap
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+INDENT = "    "
+
+
+def device_function(name: str, arguments: str, doc: str, body: Sequence[str]) -> str:
+    """A device function that takes ``arguments`` and returns in its ``body``."""
+    return "\n".join(
+        [
+            "@triton.jit",
+            *textwrap.wrap(f"def {name}({arguments}):", 96, subsequent_indent=2 * INDENT),
+            f'{INDENT}"""{doc}"""',
+            *(INDENT + line for line in body),
+        ]
+    )
+
+
+def wrapped(names: Sequence[str]) -> list[str]:
+    """``names`` as lines of arguments."""
+    return textwrap.wrap(", ".join(names) + ",", 88) if names else []
