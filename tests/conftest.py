@@ -21,7 +21,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from interpreter import hasten
+from support.interpreter import hasten
 
 import attndsl
 from attndsl.runtime.dispatch import get_backend

@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from parts_of_keys import LENGTH, PROGRAMS, captures_of, operands_of, parts_of
+from support.parts_of_keys import LENGTH, PROGRAMS, captures_of, operands_of, parts_of
 
 import attndsl
 from attndsl.errors import (

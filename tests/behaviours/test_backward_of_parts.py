@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from parts_of_keys import CUTS, LENGTH, PROGRAMS, WIDTH, captures_of, operands_of, parts_of
+from support.parts_of_keys import CUTS, LENGTH, PROGRAMS, WIDTH, captures_of, operands_of, parts_of
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from forward_text import run_text
-from gluon_machine import (
+from support.forward_text import run_text
+from support.gluon_machine import (
     Barriers,
     Descriptor,
     Machine,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from backward_text import (
+from support.backward_text import (
     CASES,
     CONFIG,
     PERSISTENT,
@@ -20,7 +20,7 @@ from backward_text import (
     inputs_of,
     run_text,
 )  # fmt: skip
-from gluon_machine import altered
+from support.gluon_machine import altered
 
 from attndsl.backends.base import Slopes
 from attndsl.backends.triton.library import STATISTICS_PADDING

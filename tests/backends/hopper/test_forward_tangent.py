@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from gluon_machine import altered, lists_of
+from support.gluon_machine import altered, lists_of
 
 from attndsl.backends.hopper.generate_tangent import generate_tangent
 from attndsl.backends.hopper.own_tiles import own_tiles

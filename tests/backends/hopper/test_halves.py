@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from forward_text import FORMS, PERSISTENT, SMALL, inputs_of
-from gluon_machine import altered
+from support.forward_text import FORMS, PERSISTENT, SMALL, inputs_of
+from support.gluon_machine import altered
 
 HALVED = "HALVED = tl.constexpr(True)"
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import backward_text
 import pytest
 import torch
-from forward_text import PERSISTENT, SEED, SMALL, WIDTH, Inputs, OfPart, inputs_of
+from support import backward_text
+from support.forward_text import PERSISTENT, SEED, SMALL, WIDTH, Inputs, OfPart, inputs_of
 
 from attndsl.backends.base import Part
 from attndsl.backends.philox import kept_at

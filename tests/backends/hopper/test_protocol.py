@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from forward_text import FORMS, PERSISTENT, SEED, SHAPES, SMALL, TEXTS, WIDTH, inputs_of
-from gluon_machine import altered
+from support.forward_text import FORMS, PERSISTENT, SEED, SHAPES, SMALL, TEXTS, WIDTH, inputs_of
+from support.gluon_machine import altered
 
 from attndsl.backends.philox import kept as kept_pairs
 
 if TYPE_CHECKING:
-    from forward_text import Inputs
+    from support.forward_text import Inputs
 
 
 WEIGHTS = {

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from forward_text import FORMS, PAIRS, PERSISTENT, SMALL, TEXTS, inputs_of
-from gluon_machine import altered
+from support.forward_text import FORMS, PAIRS, PERSISTENT, SMALL, TEXTS, inputs_of
+from support.gluon_machine import altered
 
 from attndsl.backends.hopper.own_tiles import own_tiles, parts_of_lists
 from attndsl.backends.triton.cross import example_call

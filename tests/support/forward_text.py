@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from gluon_machine import lists_of
+from support.gluon_machine import lists_of
 
 from attndsl.backends.hopper.generate import generate
 from attndsl.backends.hopper.own_tiles import own_tiles

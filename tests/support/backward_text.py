@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from gluon_machine import lists_of
+from support.gluon_machine import lists_of
 
 from attndsl.backends.hopper.generate import generate
 from attndsl.backends.philox import kept as kept_pairs
