@@ -100,9 +100,8 @@ def sizes_of(q: torch.Tensor, k: torch.Tensor, run: Run) -> dict[str, Any]:
     """Arguments that all kernels have."""
     sizes = {"batch": q.shape[0], "heads": q.shape[1], "kv_heads": k.shape[1]}
     sizes |= {"q_len": q.shape[2], "kv_len": k.shape[2], "together": run.together}
-    found = {name: number(size) for name, size in sizes.items()}
-    q_origin, kv_origin = run.origins
-    return {**found, "q_origin": q_origin, "kv_origin": kv_origin}
+    sizes |= {"q_origin": run.origins[0], "kv_origin": run.origins[1]}
+    return {name: number(size) for name, size in sizes.items()}
 
 
 def launch(

@@ -145,7 +145,12 @@ def run_tangent(
     call = replace(call, q_offset=run.origins[0], kv_offset=run.origins[1], scale=scale)
     special = specialised(lowered, call, moving_operands=moving)
     kernel = Kernel("forward_tangent", lowered, special, config)
-    text = kernel.text(replace(config, block_n=64, stages=9) if run.wide else config)
+    shown, constants = config, tile_sizes(config, WIDTH, width)
+    if run.wide:
+        shown = replace(config, block_n=64, stages=9)
+        # Its plan of rows is for other tiles.
+        constants["ROWS_HAVE_TILES"] = False
+    text = kernel.text(shown)
     own = width != WIDTH or (config.persistent and not run.wide)
     assert constant_of(text, "OWN_OUTPUT") == own
     outs = [torch.full((*q.shape[:3], width), torch.nan, dtype=torch.float16) for _ in range(2)]
@@ -164,7 +169,7 @@ def run_tangent(
         ),
     }  # fmt: skip
     items = -(-q.shape[2] // config.block_m) * q.shape[:2].numel()
-    launch(text, kernel, items, arguments, tile_sizes(config, WIDTH, width), run)
+    launch(text, kernel, items, arguments, constants, run)
     lse, lse_moved = (x.view(q.shape[:3]) for x in rows)
     return outs[0], lse, outs[1], lse_moved
 
