@@ -15,13 +15,13 @@ import torch
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from interpreter import hasten
+from support.interpreter import hasten
 
 import attndsl
 from attndsl.runtime.dispatch import get_backend
@@ -51,82 +51,39 @@ class Place:
     """On CPUs, where interpreted tiles are 32 wide: one tile, unless a test asks for more."""
 
     @property
+    def interpreted(self) -> bool:
+        """Whether Triton's interpreter runs the kernels."""
+        return self.backend == "triton" and self.device == "cpu"
+
+    @property
     def shape(self) -> tuple[int, int, int, int]:
         """Batch, heads, length, head dim."""
         return (4, 8, 2048, 64) if self.device == "cuda" else (2, 2, self.length, 16)
 
 
-_INTERPRETED = "triton-interpreted"
-_HALVES = (f"{_INTERPRETED}-fp16", f"{_INTERPRETED}-bf16")
-_HALVES_HERE = ("-causal]", "-softcap]", "test_grouped_heads", "test_lse_equals_the_reference")
-_MANY = (
-    "test_layouts_of_one[",
-    "test_odd_lengths[",
-    "test_head_dims[",
-    "test_masks_against",
-    "test_every_form[",
-    "test_skipped_tiles_change_nothing[",
-    "test_offsets[",
-    "test_documents[",
-    "test_captured_masks[",
-    "test_learned_biases[",
-    "test_compiles_to_one_graph[",
-    "test_contractions[",
-    "test_parts_of_the_keys_are_the_whole[",
-    "test_backwards_of_parts_add_up[",
-    "test_dropout_of_parts[",
-    "test_parts_of_halves_err_no_more_than_the_whole[",
-)
-_MANY_HERE = (
-    "q-padded",
-    "out-transposed",
-    "-23]",
-    "-143]",
-    "-dims1]",
-    "-dims4]",
-    "-window]",
-    "-anti]",
-    "-sparse bias]",
-    "-range]",
-    "-neighbourhood]",
-    "-block diagonal]",
-    "-nothing]",
-    "-some rows]",
-    "-bits]",
-    "-scores]",
-    "-param]",
-    "-flag]",
-    "-offsets1]",
-    "-offsets2]",
-    "-True]",
-    "-nested]",
-    "-thresholds]",
-    "-flags]",
-    "-table]",
-    "-b_h_q_kv]",
-    "-relative]",
-    "-rows]",
-    "-columns]",
-    "-twice]",
-    "-aot_eager]",
-    "-capped]",
-    "-by head]",
-    "-gate]",
-    "-sink of all]",
-    "-dtype1-sunk]",
-)
-
-
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Leave most of the larger grids of interpreted kernels, a second a test, to ``-m slow``.
 
-    What differs by dtype, length, layout or mask is covered by those that stay, and by GPUs.
+    The mark ``few_when_interpreted`` names values of a test's parameters: a case stays if it has
+    one of the values of each parameter that one such mark names. No case of a test stays that is
+    marked ``none_when_interpreted``. What differs by dtype, length, layout or mask is covered by
+    the cases that stay, and by GPUs.
     """
     for item in items:
-        for some, here in ((_HALVES, _HALVES_HERE), (_MANY, _MANY_HERE)):
-            among = _INTERPRETED in item.name and any(part in item.name for part in some)
-            if among and not any(part in item.name for part in here):
+        few = [mark.kwargs for mark in item.iter_markers("few_when_interpreted")]
+        none = item.get_closest_marker("none_when_interpreted") is not None
+        if few or none:
+            values = item.callspec.params
+            if _on_interpreter(values) and not any(_are_among(values, named) for named in few):
                 item.add_marker(pytest.mark.slow)
+
+
+def _on_interpreter(values: Mapping[str, Any]) -> bool:
+    return any(isinstance(value, Place) and value.interpreted for value in values.values())
+
+
+def _are_among(values: Mapping[str, Any], named: Mapping[str, Collection[Any]]) -> bool:
+    return all(values[name] in some for name, some in named.items())
 
 
 def _places() -> list[Any]:

@@ -10,7 +10,7 @@ import math
 
 import pytest
 import torch
-from flex_mods import KV, MODS, B, D, H, Q, random
+from support.flex_mods import KV, MODS, B, D, H, Q, random
 from torch._higher_order_ops.flex_attention import math_attention
 from torch.nn.attention import flex_attention as torch_flex
 

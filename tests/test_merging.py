@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from parts_of_keys import LENGTH, PROGRAMS, captures_of, operands_of, parts_of
+from support.parts_of_keys import LENGTH, PROGRAMS, captures_of, operands_of, parts_of
 
 import attndsl
 from attndsl.errors import (
@@ -18,6 +18,7 @@ from attndsl.errors import (
 )
 
 
+@pytest.mark.few_when_interpreted(name=["window", "nothing", "sink of all"])
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_parts_of_the_keys_are_the_whole(place, name):
     attention = attndsl.compile(PROGRAMS[name], backend=place.backend)

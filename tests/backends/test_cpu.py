@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from cpu_programs import OWN_WEIGHTS, PROGRAMS
+from support.cpu_programs import OWN_WEIGHTS, PROGRAMS
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import attndsl

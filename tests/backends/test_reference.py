@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from by_hand import (
+from support.by_hand import (
     BATCH,
     DIM,
     HEADS,

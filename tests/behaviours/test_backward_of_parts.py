@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from parts_of_keys import CUTS, LENGTH, PROGRAMS, WIDTH, captures_of, operands_of, parts_of
+from support.parts_of_keys import CUTS, LENGTH, PROGRAMS, WIDTH, captures_of, operands_of, parts_of
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -61,6 +61,7 @@ def _keys(found):
     return [each.k for each in found], [each.v for each in found]
 
 
+@pytest.mark.few_when_interpreted(name=["window", "nothing", "sink of all"])
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_backwards_of_parts_add_up(place, name):
     attention = attndsl.compile(PROGRAMS[name], backend=place.backend)
@@ -72,6 +73,7 @@ def test_backwards_of_parts_add_up(place, name):
         assert other.grad_fn is None
 
 
+@pytest.mark.few_when_interpreted(dtype=[torch.bfloat16], text=[SUNK])
 @pytest.mark.parametrize("text", [SUNK, LEARNED], ids=["sunk", "learned"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_parts_of_halves_err_no_more_than_the_whole(place, dtype, text):
@@ -98,6 +100,7 @@ def test_parts_of_halves_err_no_more_than_the_whole(place, dtype, text):
         assert (other - true).norm() <= allowed
 
 
+@pytest.mark.few_when_interpreted(dtype=["fp32"])
 def test_the_output_in_fp32(place, dtype):
     q, k, v = (x.detach() for x in operands_of(place.device, dtype))
     q = q.transpose(1, 2).contiguous().transpose(1, 2)
@@ -207,6 +210,7 @@ def test_groups_of_heads_and_memory_order(kernels):
         torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.none_when_interpreted
 def test_contractions(kernels):
     text = "tensor u[batch, heads, q_len, 4]: float; tensor w[batch, n, 4]: float; mask = causal()"
     text += "; score = score + dot(u[b, h, q, :], w[b, kv, :])"
@@ -263,6 +267,7 @@ def test_dropout_wants_the_seed_of_the_call(kernels):
         attention.backward(*operands, *results, *grads, p=3.0, seed=11)
 
 
+@pytest.mark.none_when_interpreted
 def test_dropout_of_parts(kernels):
     """Autograd through the merge finds what the backwards of parts add up to."""
     text = "param a: float; mask = causal(); weights = dropout(softmax(score), a / 2)"

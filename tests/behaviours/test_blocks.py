@@ -90,6 +90,7 @@ MASKS = {
 }
 
 
+@pytest.mark.few_when_interpreted(name=["window", "anti", "bits"])
 @pytest.mark.parametrize("name", MASKS)
 def test_masks_against_brute_force(check, place, name):
     """No live pair is skipped and no dead one taken, whatever the block structure found."""

@@ -59,6 +59,9 @@ BIASES = {
 }
 
 
+@pytest.mark.few_when_interpreted(
+    dtype=["fp32"], name=["b_h_q_kv", "relative", "rows", "columns", "twice"]
+)
 @pytest.mark.parametrize("name", BIASES)
 def test_learned_biases(check, place, dtype, name):
     text, shape, dense = BIASES[name]
@@ -67,6 +70,7 @@ def test_learned_biases(check, place, dtype, name):
     check(place, text, check.inputs(place, dtype, captures={"bias": bias}), dense)
 
 
+@pytest.mark.few_when_interpreted(dtype=["fp32"])
 def test_learned_scalar(check, place, dtype):
     scale = torch.tensor(0.7, device=place.device, requires_grad=True)
     inputs = check.inputs(place, dtype, captures={"scale_by": scale})
@@ -74,6 +78,7 @@ def test_learned_scalar(check, place, dtype):
     check(place, text, inputs, lambda s, e: s * e.scale_by)
 
 
+@pytest.mark.few_when_interpreted(dtype=["fp32"])
 def test_int32_scalar(check, place, dtype):
     scale = torch.tensor(2, device=place.device, dtype=torch.int32)
     inputs = check.inputs(place, dtype, captures={"scale_by": scale})
@@ -81,6 +86,7 @@ def test_int32_scalar(check, place, dtype):
     check(place, text, inputs, lambda s, e: s * e.scale_by)
 
 
+@pytest.mark.few_when_interpreted(dtype=["fp32"])
 def test_token_batch_and_head_scales_together(check, place, dtype):
     batch, heads, length, _ = place.shape
     captures = {
@@ -101,6 +107,7 @@ def test_token_batch_and_head_scales_together(check, place, dtype):
     )
 
 
+@pytest.mark.few_when_interpreted(dtype=["fp32"])
 def test_bool_segments(check, place, dtype):
     segment = torch.arange(place.shape[2], device=place.device) % 3 == 0
     check(
@@ -111,6 +118,7 @@ def test_bool_segments(check, place, dtype):
     )
 
 
+@pytest.mark.few_when_interpreted(dtype=["fp32"])
 def test_bidirectional_prefix_of_each_batch(check, place, dtype):
     prefix = torch.randint(0, place.shape[2], (place.shape[0],), device=place.device)
     check(
@@ -121,6 +129,7 @@ def test_bidirectional_prefix_of_each_batch(check, place, dtype):
     )
 
 
+@pytest.mark.few_when_interpreted(dtype=["fp32"])
 @pytest.mark.parametrize("width", [torch.int32, torch.int64])
 def test_lengths_of_each_batch(check, place, dtype, width):
     lengths = torch.arange(place.shape[0], device=place.device).to(width) * 9
@@ -132,6 +141,7 @@ def test_lengths_of_each_batch(check, place, dtype, width):
     )
 
 
+@pytest.mark.few_when_interpreted(dtype=["fp32"])
 def test_documents_with_local_causal_order(check, place, dtype):
     """Nested lookups: where a query's document begins."""
     length = place.shape[2]
@@ -155,6 +165,7 @@ def test_documents_with_local_causal_order(check, place, dtype):
     )
 
 
+@pytest.mark.few_when_interpreted(dtype=["fp32"])
 @pytest.mark.parametrize("joined", ["and", "or"])
 def test_neighbourhoods(check, place, dtype, joined):
     """A 32 x 64 grid on GPUs, 4 x 13 here; a window of 3."""

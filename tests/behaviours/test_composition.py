@@ -81,6 +81,7 @@ def _one_graph(function, leaves, backend="aot_eager"):
     assert counter.frame_count == 1
 
 
+@pytest.mark.few_when_interpreted(backend=["aot_eager"])
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_compiles_to_one_graph(place, backend):
     (attention,) = _compiled(place, CAUSAL)

@@ -89,6 +89,7 @@ def _inputs(check, place, body, dtype=torch.float32, **sizes):
     return check.inputs(place, dtype, with_lse=with_lse, captures=captures, **sizes)
 
 
+@pytest.mark.few_when_interpreted(name=["capped", "by head", "gate"])
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_contractions(check, kernels, name):
     body = PROGRAMS[name]
@@ -96,6 +97,7 @@ def test_contractions(check, kernels, name):
     check(kernels, _text(body), inputs)
 
 
+@pytest.mark.none_when_interpreted
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
 def test_half_types(check, kernels, dtype):
     body = WIDENED["capped"]

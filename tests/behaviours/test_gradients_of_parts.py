@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from parts import PROGRAMS, RAGGED, SPLITS, Sizes, cuts, make_case, share_of
+from support.parts import PROGRAMS, RAGGED, SPLITS, Sizes, cuts, make_case, share_of
 from torch.utils.flop_counter import FlopCounterMode
 
 import attndsl

@@ -19,6 +19,7 @@ def _affordable(place, *lengths):
         pytest.skip("takes too long without a GPU")
 
 
+@pytest.mark.few_when_interpreted(length=[23, 143])
 @pytest.mark.parametrize("length", LENGTHS)
 def test_odd_lengths(check, place, length):
     _affordable(place, length)
@@ -34,6 +35,7 @@ def test_odd_lengths_without_a_mask(check, place, length):
     check(place, "score * 1.5", inputs, lambda s, e: s * 1.5)
 
 
+@pytest.mark.few_when_interpreted(dtype=["fp32"])
 @pytest.mark.parametrize("sizes", [(26, 52), (1, 60), (60, 1), (17, 31), (1024, 2048), (1, 2047)])
 def test_other_length_of_q_than_of_k(check, place, dtype, sizes):
     _affordable(place, *sizes)
@@ -41,6 +43,7 @@ def test_other_length_of_q_than_of_k(check, place, dtype, sizes):
     check(place, CAUSAL, check.inputs(place, dtype, q_len=q_len, kv_len=kv_len), _causal)
 
 
+@pytest.mark.few_when_interpreted(dims=[(9, 9), (72, 96)])
 @pytest.mark.parametrize(
     "dims", [(8, 8), (9, 9), (21, 13), (40, 24), (72, 96), (128, 64), (203, 32)]
 )

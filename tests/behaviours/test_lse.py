@@ -18,6 +18,7 @@ def test_lse_equals_the_reference(check, place, dtype):
     check(place, CAUSAL, check.inputs(place, dtype, with_lse=True), _causal)
 
 
+@pytest.mark.few_when_interpreted(dtype=["fp32"])
 def test_lse_is_the_natural_logarithm_in_fp32(check, place, dtype):
     inputs = check.inputs(place, dtype)
     attention = attndsl.compile(CAUSAL, backend=place.backend)
@@ -52,6 +53,7 @@ def test_lse_alone(check, place, factor):
         torch.testing.assert_close(found, expected, atol=2e-3, rtol=2e-3)
 
 
+@pytest.mark.few_when_interpreted(dtype=["fp32"])
 def test_rows_without_a_live_pair(check, place, dtype):
     """Some rows only, all rows, and rows beside learned tensors."""
     gain = torch.ones(place.shape[1], device=place.device, requires_grad=True)
@@ -93,6 +95,7 @@ def test_scores_of_minus_infinity_weigh_nothing(check, place):
     assert all(found[name].isfinite().all() for name in "qkv")
 
 
+@pytest.mark.few_when_interpreted(dtype=["fp32"])
 def test_large_scores_do_not_overflow(check, place, dtype):
     inputs = check.inputs(place, dtype, with_lse=True)
     check(place, "score * 30 + 500", inputs, lambda s, e: s * 30 + 500)

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from parts import (
+from support.parts import (
     PROGRAMS,
     RAGGED,
     SPLITS,

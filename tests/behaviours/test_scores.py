@@ -41,12 +41,15 @@ PROGRAMS = {
 }
 
 
+@pytest.mark.few_when_interpreted(dtype=["fp32"])
+@pytest.mark.few_when_interpreted(name=["causal", "softcap"])
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_score_programs(check, place, dtype, name):
     text, dense = PROGRAMS[name]
     check(place, text, check.inputs(place, dtype), dense)
 
 
+@pytest.mark.few_when_interpreted(dtype=["fp32"])
 def test_score_times_a_captured_head_offset(check, place, dtype):
     heads = place.shape[1]
     offset = torch.randn(heads, device=place.device).to(dtype).requires_grad_()

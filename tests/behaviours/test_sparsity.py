@@ -30,6 +30,7 @@ def _length(place) -> int:
     return 2048 if place.device == "cuda" else 150
 
 
+@pytest.mark.few_when_interpreted(name=set(MASKS) - {"causal", "strided", "tiles", "lower right"})
 @pytest.mark.parametrize("name", MASKS)
 def test_skipped_tiles_change_nothing(check, place, name):
     length = _length(place)
@@ -42,6 +43,7 @@ def test_skipped_tiles_change_nothing(check, place, name):
     check(place, MASKS[name], inputs)
 
 
+@pytest.mark.few_when_interpreted(offsets=[(0, 70), (-30, 5)])
 @pytest.mark.parametrize("offsets", [(200, 0), (0, 70), (-30, 5)])
 def test_offsets(check, place, offsets):
     length = _length(place)
@@ -52,6 +54,7 @@ def test_offsets(check, place, offsets):
     check(place, "q >= kv and q - kv < 100", inputs)
 
 
+@pytest.mark.few_when_interpreted(sort=[True])
 @pytest.mark.parametrize("sort", [True, False])
 def test_documents(check, place, sort):
     length = _length(place)
@@ -90,6 +93,7 @@ CAPTURED = {
 }
 
 
+@pytest.mark.few_when_interpreted(name=["nested", "thresholds", "flags", "table"])
 @pytest.mark.parametrize("name", CAPTURED)
 def test_captured_masks(check, place, name):
     text, make = CAPTURED[name]

@@ -45,6 +45,7 @@ def test_outputs_and_gradients(check, kernels, name):
     check(kernels, text, inputs)
 
 
+@pytest.mark.few_when_interpreted(dtype=["fp32"])
 @pytest.mark.parametrize(("q_len", "kv_len", "kv_heads"), [(23, 41, None), (40, 7, 1)])
 def test_ragged_lengths_and_groups(check, kernels, dtype, q_len, kv_len, kv_heads):
     inputs = check.inputs(kernels, dtype, q_len=q_len, kv_len=kv_len, kv_heads=kv_heads)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import torch
-from interpreter import hasten
+from support.interpreter import hasten
 
 from .compare import Outcome, Place, Verdict, judge, reproduction
 from .generate import DEVICE, SMALL, TILED, Scale, generate

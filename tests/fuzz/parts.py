@@ -6,7 +6,7 @@ import random
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from parts import SPLITS, Case, Sizes, parts_of
+from support.parts import SPLITS, Case, Sizes, parts_of
 
 if TYPE_CHECKING:
     import torch

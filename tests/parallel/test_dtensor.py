@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from dtensor_cases import CASES, run_all
+from support.dtensor_cases import CASES, run_all
 
 from attndsl.parallel.dtensor import part_along
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from gluon_machine import Machine, Pointer, Shared
+from support.gluon_machine import Machine, Pointer, Shared
 
 Registers = torch.Tensor
 """(4 warps, 32 lanes) int32, a register of each thread."""

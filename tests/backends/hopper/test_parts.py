@@ -4,10 +4,21 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import backward_text
 import pytest
 import torch
-from forward_text import PERSISTENT, SEED, SMALL, WIDTH, Inputs, OfPart, inputs_of
+from support import backward_text
+from support.forward_text import (
+    PERSISTENT,
+    SEED,
+    SMALL,
+    WIDTH,
+    Inputs,
+    OfPart,
+    inputs_of,
+    run_forward,
+)
+from support.gluon_machine import Pointer, number
+from support.kernel_text import Run
 
 from attndsl.backends.base import Part
 from attndsl.backends.philox import kept_at
@@ -18,7 +29,7 @@ B, H, ROWS, KEYS = 1, 4, 33, 50
 """The first entry and the first head of the part, its queries and its keys."""
 
 
-def part_of(gluon, arguments, **location) -> OfPart:
+def part_of(arguments, **location) -> OfPart:
     """A part of 2 of 3 batch entries and 4 of 8 heads. ``location`` changes the example call."""
 
     def in_part(lowered, call):
@@ -32,13 +43,13 @@ def part_of(gluon, arguments, **location) -> OfPart:
 
     numbers = {"whole_batch": 3, "whole_heads": 8, "whole_kv_heads": 8, "whole_q_len": 100}
     numbers |= {"b_offset": B, "h_offset": H, "hkv_offset": H}
-    named = {f"n_{name}": gluon.number(value) for name, value in numbers.items()}
+    named = {f"n_{name}": number(value) for name, value in numbers.items()}
     return OfPart(in_part, {**named, **arguments})
 
 
-def positions_of(gluon, name: str, values: list[int]) -> dict[str, object]:
+def positions_of(name: str, values: list[int]) -> dict[str, object]:
     data = torch.tensor(values, dtype=torch.int32)
-    return {f"t_{name}": gluon.Pointer(data), f"size0_{name}": gluon.number(len(values))}
+    return {f"t_{name}": Pointer(data), f"size0_{name}": number(len(values))}
 
 
 def dense(inputs: Inputs, score: torch.Tensor, live: torch.Tensor, kept=1.0) -> torch.Tensor:
@@ -51,14 +62,14 @@ def raw(inputs: Inputs) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("config", [SMALL, PERSISTENT], ids=["a program a tile", "persistent"])
-def test_entries_of_their_own_positions_and_lengths(gluon, run, config):
+def test_entries_of_their_own_positions_and_lengths(config):
     inputs = inputs_of("causal", ROWS, KEYS, 4, WIDTH)
     starts, lengths = [20, -3], [41, 29]
-    arguments = positions_of(gluon, "q_starts", starts) | positions_of(gluon, "kv_lengths", lengths)
+    arguments = positions_of("q_starts", starts) | positions_of("kv_lengths", lengths)
     of_batch = torch.zeros(2, dtype=torch.int32)
-    part = part_of(gluon, arguments, q_offset=of_batch, kv_lengths=of_batch)
+    part = part_of(arguments, q_offset=of_batch, kv_lengths=of_batch)
     text = "mask = causal() and kv >= kv_len // 8\nscore = alibi() + 0.1 * b"
-    out, _ = run(text, inputs, config, part=part)
+    out, _ = run_forward(text, inputs, config, part=part)
     b, h = torch.arange(2)[:, None, None, None], torch.arange(4)[:, None, None]
     q = torch.arange(ROWS)[:, None] + torch.tensor(starts)[:, None, None, None]
     kv, length = torch.arange(KEYS), torch.tensor(lengths)[:, None, None, None]
@@ -70,13 +81,13 @@ def test_entries_of_their_own_positions_and_lengths(gluon, run, config):
 
 
 @pytest.mark.parametrize("config", [SMALL, PERSISTENT], ids=["a program a tile", "persistent"])
-def test_a_part_draws_what_the_whole_draws(gluon, run, config):
+def test_a_part_draws_what_the_whole_draws(config):
     inputs = inputs_of("causal", ROWS, KEYS, 4, WIDTH)
     names = ("draws_row", "draws_key", "draws_head", "draws_heads")
     arguments = dict(zip(names, (8, 0, B * 8 + H, 8), strict=True))
-    part = part_of(gluon, arguments)
+    part = part_of(arguments)
     text = "mask = causal()\nweights = dropout(softmax(score), 0.4)"
-    out, _ = run(text, inputs, config, part=part, origins=(16, 0))
+    out, _ = run_forward(text, inputs, config, Run(origins=(16, 0)), part)
     numbers = (torch.arange(2)[:, None] + B) * 8 + torch.arange(4) + H
     kept = kept_at(SEED, torch.tensor(0.4), numbers, (16, 16 + ROWS), (0, KEYS))
     q, kv = torch.arange(16, 16 + ROWS)[:, None], torch.arange(KEYS)
@@ -86,7 +97,7 @@ def test_a_part_draws_what_the_whole_draws(gluon, run, config):
 
 
 @pytest.mark.parametrize("config", [backward_text.CONFIG, backward_text.PERSISTENT])
-def test_gradients_of_a_part_are_of_what_the_whole_draws(gluon, monkeypatch, config):
+def test_gradients_of_a_part_are_of_what_the_whole_draws(monkeypatch, config):
     places = {"draws_row": 8, "draws_key": 16, "draws_head": B * 8 + H, "draws_heads": 8}
 
     def kept(name, shape):
@@ -103,7 +114,7 @@ def test_gradients_of_a_part_are_of_what_the_whole_draws(gluon, monkeypatch, con
     leaves = [x.float().requires_grad_() for x in tensors[:3]]
     out, _ = backward_text.attention_of("dropout", *leaves)
     expected = torch.autograd.grad(out, leaves, tensors[3].float())
-    found = backward_text.run_text(gluon, "dropout", tensors, config, change=drawn)
+    found = backward_text.run_backward("dropout", tensors, config, Run(0, 1, drawn))
     for value, wanted in zip(found, expected, strict=True):
         scale = 1 + float(wanted.abs().max())
         torch.testing.assert_close(value, wanted, atol=4e-3 * scale, rtol=0)

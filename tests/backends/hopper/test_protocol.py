@@ -1,21 +1,29 @@
-"""The forward kernel's text, run as Python: its barriers, by the rules of those of the hardware.
-
-Gluon has no interpreter; ``conftest.py`` has what takes its place.
-"""
+"""The forward kernel's text, run as Python: its barriers, by the rules of those of the hardware."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
-from forward_text import FORMS, PERSISTENT, SEED, SHAPES, SMALL, TEXTS, WIDTH, inputs_of
-from gluon_machine import altered
+from support.forward_text import (
+    FORMS,
+    PERSISTENT,
+    SEED,
+    SHAPES,
+    SMALL,
+    TEXTS,
+    WIDTH,
+    inputs_of,
+    run_forward,
+)  # fmt: skip
+from support.kernel_text import Run, cases_of, slow
+from support.mutation import before, constant_of, drop, early, is_noticed, number_of, swap
 
 from attndsl.backends.philox import kept as kept_pairs
 
 if TYPE_CHECKING:
-    from forward_text import Inputs
+    from support.forward_text import Inputs
 
 
 WEIGHTS = {
@@ -50,28 +58,20 @@ def expected(inputs: Inputs, name: str = "") -> torch.Tensor:
     return score.softmax(-1).nan_to_num() * kept(inputs, name) @ v
 
 
-def slow(*values: Any) -> Any:
-    return pytest.param(*values, marks=pytest.mark.slow)
-
-
-CASES = [
-    (name, shape) if place % len(SHAPES) == shape else slow(name, shape)
-    for place, name in enumerate(TEXTS)
-    for shape in range(len(SHAPES))
-]
+CASES = cases_of(TEXTS, len(SHAPES))
 
 
 @pytest.mark.parametrize(("name", "shape"), CASES)
-def test_persistent_programs_compute_the_same(run, name, shape):
+def test_persistent_programs_compute_the_same(name, shape):
     inputs = inputs_of(name, *SHAPES[shape])
-    out, lse = run(name, inputs, SMALL)
+    out, lse = run_forward(name, inputs, SMALL)
     if name not in ("alibi", "sink", "cap and sink"):
         assert torch.allclose(out.float(), expected(inputs, name), atol=4e-3, rtol=2e-3)
     if name in WEIGHTS:
         alive = inputs.allowed.any(-1).expand(lse.shape)
         assert torch.equal(lse, torch.where(alive, 0.0, float("-inf")))
     found = [
-        run(name, inputs, PERSISTENT, programs, programs, wide=wide)
+        run_forward(name, inputs, PERSISTENT, Run(programs, programs, wide=wide))
         for programs, wide in ((3, False), (7, SHAPES[shape][3] == WIDTH))
     ]
     same = SHAPES[shape][3] != WIDTH
@@ -100,8 +100,8 @@ def growing(name: str, shape: tuple[int, int, int, int], size: float = 40.0) -> 
 
 def counted(text: str) -> str:
     """Of an anchored kernel, whose programs tell how many turns they took."""
-    assert "ANCHORED = tl.constexpr(True)" in text
-    return text.replace("    return turn\n", "    noted(turn)\n    return turn\n")
+    assert constant_of(text, "ANCHORED")
+    return before("return turn", "noted(turn)")(text)
 
 
 GROWING = [
@@ -116,15 +116,14 @@ GROWING = [
     ("programs", "form"),
     [(5, "two consumers"), slow(1, "two consumers"), slow(5, "three consumers")],
 )
-def test_items_whose_weights_grew_too_large_are_computed_again(run, name, shape, programs, form):
+def test_items_whose_weights_grew_too_large_are_computed_again(name, shape, programs, form):
     inputs = growing(name, shape)
     config = PERSISTENT if form == "two consumers" else FORMS[form]
     turns: list[int] = []
-    out, lse = run(name, inputs, SMALL)
+    out, lse = run_forward(name, inputs, SMALL)
     assert torch.isfinite(out).all()
-    again, again_lse = run(
-        name, inputs, config, programs, programs, change=counted, noted=turns.append
-    )
+    counting = Run(programs, programs, counted, noted=turns.append)
+    again, again_lse = run_forward(name, inputs, config, counting)
     assert torch.allclose(again.float(), out.float(), atol=2e-3, rtol=2e-3)
     assert torch.allclose(again_lse, lse, atol=1e-3, rtol=1e-5)
     items = -(-shape[0] // config.block_m) * 8
@@ -132,14 +131,14 @@ def test_items_whose_weights_grew_too_large_are_computed_again(run, name, shape,
     assert sum(turns) > items + min(programs, items)
 
 
-def test_nothing_is_computed_again_where_weights_fit(run):
+def test_nothing_is_computed_again_where_weights_fit():
     inputs, turns = inputs_of("causal", 70, 70, 4, 8), []
 
-    run("causal", inputs, PERSISTENT, 1, 5, change=counted, noted=turns.append)
+    run_forward("causal", inputs, PERSISTENT, Run(1, 5, counted, noted=turns.append))
     assert sum(turns) == 5 * 8 + 5
 
 
-def test_scores_that_are_bounded_need_no_maximum(run):
+def test_scores_that_are_bounded_need_no_maximum():
     """And have the log-sum-exp that others have, beside a sink, and where no pair takes part."""
     inputs = inputs_of("cap and sink", *SHAPES[0])
     text = []
@@ -148,8 +147,8 @@ def test_scores_that_are_bounded_need_no_maximum(run):
         text.append(given)
         return given
 
-    out, lse = run("cap and sink", inputs, PERSISTENT, 1, 3, change=noted)
-    assert "BOUNDED = tl.constexpr(True)" in text[0]
+    out, lse = run_forward("cap and sink", inputs, PERSISTENT, Run(1, 3, noted))
+    assert constant_of(text[0], "BOUNDED")
     k, v = (x.float().repeat_interleave(2, 1) for x in (inputs.k, inputs.v))
     score = 2 * torch.tanh(inputs.q.float() @ k.mT * WIDTH**-0.5 / 2)
     score = score.masked_fill(~inputs.allowed, float("-inf"))
@@ -165,146 +164,122 @@ def test_scores_that_are_bounded_need_no_maximum(run):
 
 @pytest.mark.parametrize("programs", [2, *(slow(number) for number in (1, 5, 100))])
 @pytest.mark.parametrize("form", FORMS)
-def test_forms(run, form, programs):
+def test_forms(form, programs):
     inputs = inputs_of("documents", *SHAPES[0])
-    out, _ = run("documents", inputs, FORMS[form], programs, programs, together=8)
+    out, _ = run_forward("documents", inputs, FORMS[form], Run(programs, programs, together=8))
     assert torch.allclose(out.float(), expected(inputs), atol=4e-3)
 
 
 # What it must not do without: taken out of the text, the machine notices.
 NEEDED = {
-    "room for v": ("mbarrier.arrive(v_empty.index(last_stage), count=1)", "pass"),
-    "room for q": ("mbarrier.arrive(q_empty.index(PART), count=1)", "pass"),
-    "q has been read": ("mbarrier.wait(q_empty.index(part), (turn & 1) ^ 1)", "pass"),
-    "phases of q": ("mbarrier.wait(q_full.index(PART), turn & 1)", "pass"),
-    "phases of k": (
-        "    stage, phase = slot_of(count, STAGES)\n    mbarrier.wait(q_full",
-        "    stage, phase = 0, count // STAGES & 1\n    mbarrier.wait(q_full",
-    ),
-    "the output is read": ("            tma_wait(0)\n    else", "            pass\n    else"),
-    "items are read": ("mbarrier.wait(item_empty, (turn & 1) ^ 1)", "pass"),
-    "items are written": ("            mbarrier.wait(item_full, turn & 1)", ""),
-    "zero at the end": ("gl.store(COUNTER, 0)", "pass"),
+    "room for v": drop("mbarrier.arrive(v_empty.index(...), ...)", "consume_item"),
+    "room for q": drop("mbarrier.arrive(q_empty.index(...), ...)"),
+    "q has been read": drop("mbarrier.wait(q_empty.index(...), ...)"),
+    "phases of q": drop("mbarrier.wait(q_full.index(...), ...)"),
+    "phases of k": swap("slot_of(count, ...)", "(0, count // STAGES & 1)", "consume_item"),
+    "the output is read": drop("tma_wait(...)", "consume_item", nth=1),
+    "items are read": drop("mbarrier.wait(item_empty, ...)"),
+    "items are written": drop("mbarrier.wait(item_full, ...)", "consume", nth=2),
+    "zero at the end": drop("gl.store(COUNTER, ...)"),
 }
 
 
 @pytest.mark.parametrize("name", NEEDED)
-def test_the_machine_notices(run, name):
+def test_the_machine_notices(name):
     inputs = inputs_of("causal", *SHAPES[0])
-    out, lse = run("causal", inputs, SMALL)
-    old, new = NEEDED[name]
+    out, lse = run_forward("causal", inputs, SMALL)
 
-    def change(text: str) -> str:
-        return altered(text, old, new)
-
-    def noticed(seed: int) -> bool:
-        try:
-            found = run("causal", inputs, PERSISTENT, seed, 2, change=change)
-        except AssertionError:
-            return True
+    def differs(seed: int) -> bool:
+        found = run_forward("causal", inputs, PERSISTENT, Run(seed, 2, NEEDED[name]))
         return not torch.equal(found[0], out) or not torch.equal(found[1], lse)
 
-    assert any(map(noticed, range(1, 7)))
+    assert is_noticed(differs, 6)
 
 
-def test_padding_is_nothing_to_be_relative_to(run):
+def test_padding_is_nothing_to_be_relative_to():
     """Of a bias that keeps the first keys out; nothing is computed again for that."""
     inputs, turns = inputs_of("bias", 24, 70, 4, 8), []
     inputs.bias[:, :, :21] = -60000.0
 
-    out, _ = run("bias", inputs, PERSISTENT, 1, 2, change=counted, noted=turns.append)
+    out, _ = run_forward("bias", inputs, PERSISTENT, Run(1, 2, counted, noted=turns.append))
     assert torch.allclose(out.float(), expected(inputs, "bias"), atol=4e-3, rtol=2e-3)
     assert sum(turns) == 2 * 8 + 2
 
 
 NEEDED_WHEN_LOST = {
-    "a place for each turn": ("(turn & 1) * CONSUMERS", "0"),
-    "each consumer's": ("lost = lost | word", "lost = lost & word"),
-    "the last one's": ("pause = (item >= items) & (last >= 0)", "pause = item > 999999"),
-    "to be taken still": ("took = gl.where(pause, 0, 1 - lost)", "took = gl.where(pause, 0, 1)"),
-    "the one that was lost": ("gl.where(lost != 0, older,", "gl.where(lost != 0, last,"),
-    "phases of q": ("mbarrier.arrive(q_full.index(part), count=1)", "pass"),
-    "how large": ("(total <= MOST_TOTAL)", "(total <= 1e30)"),
-    "how small": ("(total >= LEAST_TOTAL)", "(total >= 0.0)"),
-}  # fmt: skip
+    "a place for each turn": swap("(turn & 1) * CONSUMERS", "0"),
+    "each consumer's": swap("lost | _word", "lost & _word"),
+    "the last one's": swap("(item >= items) & (last >= 0)", "item > 999999"),
+    "to be taken still": swap("gl.where(pause, 0, 1 - lost)", "gl.where(pause, 0, 1)"),
+    "the one that was lost": swap(
+        "gl.where(lost != 0, older, _then)", "gl.where(lost != 0, last, _then)"
+    ),
+    "phases of q": drop("mbarrier.arrive(q_full.index(...), ...)"),
+    "how large": swap("total <= MOST_TOTAL", "total <= 1e30"),
+    "how small": swap("total >= LEAST_TOTAL", "total >= 0.0"),
+}
 
 
 @pytest.mark.parametrize("name", NEEDED_WHEN_LOST)
-def test_the_machine_notices_what_is_lost(run, name):
-    old, new = NEEDED_WHEN_LOST[name]
+def test_the_machine_notices_what_is_lost(name):
     # Programs whose tiles come by halves are behind the producer more rarely.
     case = "alibi" if name == "a place for each turn" else "full"
-
-    def change(text: str) -> str:
-        return altered(text, old, new)
-
-    def noticed(seed: int) -> bool:
-        inputs, out = cases[seed % 2]
-        try:
-            found, _ = run(case, inputs, PERSISTENT, seed, 3, change=change)
-        except AssertionError:
-            return True
-        return not torch.allclose(found.float(), out.float(), atol=2e-3, rtol=2e-3)
-
     # Many rows are lost, or few.
     both = [growing(case, (32, 42, 2, 8), size) for size in (40.0, 6.0)]
-    cases = [(inputs, run(case, inputs, SMALL)[0]) for inputs in both]
-    assert any(map(noticed, range(1, 9)))
+    cases = [(inputs, run_forward(case, inputs, SMALL)[0]) for inputs in both]
+
+    def differs(seed: int) -> bool:
+        inputs, out = cases[seed % 2]
+        found, _ = run_forward(case, inputs, PERSISTENT, Run(seed, 3, NEEDED_WHEN_LOST[name]))
+        return not torch.allclose(found.float(), out.float(), atol=2e-3, rtol=2e-3)
+
+    assert is_noticed(differs, 8)
 
 
 @pytest.mark.parametrize("form", [SMALL, *FORMS.values()], ids=["usual", *FORMS])
-def test_tiles_of_pairs_from_any_position(run, form):
+def test_tiles_of_pairs_from_any_position(form):
     inputs = inputs_of("bias", *SHAPES[0])
-    out, _ = run("bias", inputs, form, 3, 3, origins=(3, 5))
+    out, _ = run_forward("bias", inputs, form, Run(3, 3, origins=(3, 5)))
     assert torch.allclose(out.float(), expected(inputs, "bias"), atol=4e-3)
 
 
-LEAVE = "mbarrier.arrive(pairs_empty.index(PART), count=1)"
+LEAVE = "mbarrier.arrive(pairs_empty.index(...), ...)"
 NEEDED_FOR_PAIRS = {
-    "tiles have come": [("    mbarrier.wait(pairs_full.index(PART), count & 1)", "    pass")],
-    "phases": [("mbarrier.wait(pairs_full.index(PART), count & 1)",
-                "mbarrier.wait(pairs_full.index(PART), 0)")],
-    "room for tiles": [(LEAVE, "pass")],
-    "tiles have been read": [("mbarrier.wait(pairs_empty.index(part), (count & 1) ^ 1)", "pass")],
-    "read before they go": [
-        (LEAVE, "pass"), ("    pair_parts = read_pairs(", f"    {LEAVE};pair_parts = read_pairs("),
-    ],
-    "all bytes": [(" + pair1_desc.block_type.nbytes", "")],
-    "rows of each consumer": [("first_query + part * pair0_s.shape[1]", "first_query")],
-}  # fmt: skip
+    "tiles have come": drop("mbarrier.wait(pairs_full.index(...), ...)"),
+    "phases": swap(
+        "mbarrier.wait(pairs_full.index(_part), ...)", "mbarrier.wait(pairs_full.index(_part), 0)"
+    ),
+    "room for tiles": drop(LEAVE),
+    "tiles have been read": drop("mbarrier.wait(pairs_empty.index(...), ...)"),
+    "read before they go": early(LEAVE, to="pair_parts = read_pairs(...)"),
+    "all bytes": swap("_others + pair1_desc.block_type.nbytes", "_others"),
+    "rows of each consumer": swap("first_query + part * pair0_s.shape[1]", "first_query"),
+}
 
 
 @pytest.mark.parametrize("name", NEEDED_FOR_PAIRS)
-def test_the_machine_notices_tiles_of_pairs(run, name):
+def test_the_machine_notices_tiles_of_pairs(name):
     inputs = inputs_of("table and bias", *SHAPES[0])
-    out, _ = run("table and bias", inputs, SMALL)
+    out, _ = run_forward("table and bias", inputs, SMALL)
 
-    def change(text: str) -> str:
-        for old, new in NEEDED_FOR_PAIRS[name]:
-            text = altered(text, old, new)
-        return text
+    def differs(seed: int) -> bool:
+        run = Run(seed, 2, NEEDED_FOR_PAIRS[name])
+        return not torch.equal(run_forward("table and bias", inputs, PERSISTENT, run)[0], out)
 
-    def noticed(seed: int) -> bool:
-        try:
-            found, _ = run("table and bias", inputs, PERSISTENT, seed, 2, change=change)
-        except AssertionError:
-            return True
-        return not torch.equal(found, out)
-
-    assert any(map(noticed, range(1, 7)))
+    assert is_noticed(differs, 6)
 
 
-def test_full_tiles_load_no_mask(run):
+def test_full_tiles_load_no_mask():
     inputs = inputs_of("table", *SHAPES[0])
     texts = []
 
     def change(text: str) -> str:
         texts.append(text)
-        return text.replace("partial_tiles + step == 0", "False")
+        return swap("_partial_tiles + step == 0", "False")(text)
 
-    out, _ = run("table", inputs, SMALL)
-    found, _ = run("table", inputs, SMALL, change=change)
-    assert "if wanted:" in texts[0]
+    out, _ = run_forward("table", inputs, SMALL)
+    found, _ = run_forward("table", inputs, SMALL, Run(change=change))
+    assert number_of(texts[0], "if wanted: ...")
     # A row of tiles that are all FULL reads the first one's mask.
     assert not torch.equal(found, out)
-    assert "read_pairs(PART, count, PARTIAL, SCORES" in texts[0]
+    assert number_of(texts[0], "read_pairs(PART, count, PARTIAL, SCORES, ...)")

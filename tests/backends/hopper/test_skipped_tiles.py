@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from forward_text import FORMS, PAIRS, PERSISTENT, SMALL, TEXTS, inputs_of
-from gluon_machine import altered
+from support.forward_text import FORMS, PAIRS, PERSISTENT, SMALL, TEXTS, inputs_of, run_forward
+from support.kernel_text import Run
+from support.mutation import before, constant, drop, is_noticed, swap
 
 from attndsl.backends.hopper.own_tiles import own_tiles, parts_of_lists
 from attndsl.backends.triton.cross import example_call
@@ -23,19 +23,18 @@ if TYPE_CHECKING:
     from attndsl.backends.triton.tiles import Config
 
 THREE = FORMS["three consumers"]
-WORKED = re.compile(r"^( +)(score = warpgroup_mma_wait\()", re.MULTILINE)
 
 
-def worked(run: Any, name: str, inputs: Any, config: Config, skips: bool) -> tuple[int, Any, Any]:
+def worked(name: str, inputs: Any, config: Config, skips: bool) -> tuple[int, Any, Any]:
     """How many tiles consumers computed scores of, the output and the log-sum-exp."""
     seen: list[int] = []
 
     def change(text: str) -> str:
         if not skips:
-            text = altered(text, "SKIPS = tl.constexpr(True)", "SKIPS = tl.constexpr(False)")
-        return WORKED.sub(r"\1noted(1)\n\1\2", text)
+            text = constant("SKIPS", False)(text)
+        return before("score = warpgroup_mma_wait(...)", "noted(1)")(text)
 
-    out, lse = run(name, inputs, config, 1, 3, change=change, noted=seen.append)
+    out, lse = run_forward(name, inputs, config, Run(1, 3, change, noted=seen.append))
     return len(seen), out, lse
 
 
@@ -61,10 +60,10 @@ def worked(run: Any, name: str, inputs: Any, config: Config, skips: bool) -> tup
         ("first document", PERSISTENT, 8, 16, 1, 2 - 1),
     ],
 )
-def test_tiles_are_left_out(run, name, config, q_len, kv_len, items, fewer):
+def test_tiles_are_left_out(name, config, q_len, kv_len, items, fewer):
     inputs = inputs_of(name, q_len, kv_len, 2, 8)
-    all_tiles, out, lse = worked(run, name, inputs, config, skips=False)
-    some_tiles, found, found_lse = worked(run, name, inputs, config, skips=True)
+    all_tiles, out, lse = worked(name, inputs, config, skips=False)
+    some_tiles, found, found_lse = worked(name, inputs, config, skips=True)
     assert -(-q_len // config.block_m) == items
     assert all_tiles - some_tiles == 8 * fewer
     assert torch.allclose(found.float(), out.float(), atol=1e-3, rtol=1e-3)
@@ -72,42 +71,35 @@ def test_tiles_are_left_out(run, name, config, q_len, kv_len, items, fewer):
 
 
 NEEDED = {
-    "the first ones pass": ("leave_tiles(done, done + begin_partial,", "leave_tiles(0, 0,"),
-    "the last ones pass": ("leave_tiles(last + 1, done + tiles,", "leave_tiles(0, 0,"),
-    "room for v": (
-        "phase)\n        mbarrier.arrive(v_empty.index(stage), count=1)\n", "phase)\n"
-    ),
-    "which is the last": ("gl.where(own_full > 0, tiles, ended)", "tiles"),
-    "whose weights are first": ("count = done + begin_partial", "count = done"),
-    "whether they attend": ("there = there & rows_visits(", "there = there & ~rows_visits("),
-}  # fmt: skip
+    "the first ones pass": drop("leave_tiles(...)", "consume_item", nth=1),
+    "the last ones pass": drop("leave_tiles(...)", "consume_item", nth=2),
+    "room for v": drop("mbarrier.arrive(v_empty.index(...), ...)", "leave_tiles"),
+    "which is the last": swap("gl.where(own_full > 0, tiles, ended)", "tiles"),
+    "whose weights are first": swap("count = done + begin_partial", "count = done"),
+    "whether they attend": swap("there & rows_visits(*_tile)", "there & ~rows_visits(*_tile)"),
+}
 
 
 @pytest.mark.parametrize("name", NEEDED)
-def test_the_machine_notices(run, name):
+def test_the_machine_notices(name):
     inputs = inputs_of("causal", 56, 56, 4, 8)
-    out, lse = run("causal", inputs, SMALL)
+    out, lse = run_forward("causal", inputs, SMALL)
 
-    def noticed(seed: int) -> bool:
-        try:
-            found = run(
-                "causal", inputs, THREE, seed, 2, change=lambda text: altered(text, *NEEDED[name])
-            )
-        except AssertionError:
-            return True
+    def differs(seed: int) -> bool:
+        found = run_forward("causal", inputs, THREE, Run(seed, 2, NEEDED[name]))
         close = torch.allclose(found[0].float(), out.float(), atol=2e-3, rtol=2e-3)
         return not close or not torch.allclose(found[1], lse, atol=1e-3)
 
-    assert any(map(noticed, range(1, 7)))
+    assert is_noticed(differs, 6)
 
 
 @pytest.mark.parametrize("config", [PERSISTENT, THREE], ids=["two", "three"])
 @pytest.mark.parametrize("name", ["causal", "window", "alibi"])
-def test_rows_of_any_length(run, name, config):
+def test_rows_of_any_length(name, config):
     for q_len, kv_len in ((1, 9), (17, 40), (41, 30)):
         inputs = inputs_of(name, q_len, kv_len, 4, 8)
-        _, out, lse = worked(run, name, inputs, config, skips=False)
-        _, found, found_lse = worked(run, name, inputs, config, skips=True)
+        _, out, lse = worked(name, inputs, config, skips=False)
+        _, found, found_lse = worked(name, inputs, config, skips=True)
         assert torch.allclose(found.float(), out.float(), atol=1e-3, rtol=1e-3)
         assert torch.allclose(found_lse, lse, atol=1e-4)
 

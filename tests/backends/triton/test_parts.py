@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
-from parts import (
+from support.parts import (
     PROGRAMS,
     RAGGED,
     SPLITS,
@@ -24,7 +24,7 @@ from parts import (
 import attndsl
 
 if TYPE_CHECKING:
-    from parts import Case
+    from support.parts import Case
 
 SMALL = Sizes(batch=1, heads=2, kv_heads=2, q_len=20, kv_len=24)
 LARGE = Sizes(q_len=600, kv_len=460, head_dim=64)

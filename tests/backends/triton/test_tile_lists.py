@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from brute import call_of, lowered_of, true_kinds
+from support.brute import call_of, lowered_of, true_kinds
 
 from attndsl.backends.triton.backend import TritonBackend
 from attndsl.backends.triton.loops import row_width

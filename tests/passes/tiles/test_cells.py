@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from brute import call_of, lowered_of, true_kinds
+from support.brute import call_of, lowered_of, true_kinds
 
 from attndsl.backends import tiling
 from attndsl.backends.tiling import grid_of, kinds_by_bounds

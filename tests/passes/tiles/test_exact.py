@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from brute import call_of, lowered_of, true_kinds
+from support.brute import call_of, lowered_of, true_kinds
 
 from attndsl.backends.tiling import grid_of, kinds_by_bounds, kinds_by_segments
 from attndsl.passes.tiles.plan import DIRECTIONS

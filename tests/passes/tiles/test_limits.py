@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 import pytest
-from brute import lowered_of
+from support.brute import lowered_of
 
 from attndsl.passes.tiles.plan import DIRECTIONS
 

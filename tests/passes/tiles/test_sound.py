@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from brute import call_of, lowered_of, true_kinds
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.brute import call_of, lowered_of, true_kinds
 
 from attndsl.backends.tiling import grid_of, kinds_by_bounds, kinds_by_segments, resample
 from attndsl.passes.tiles.plan import DIRECTIONS, EMPTY, FULL

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 import torch
-from brute import call_of, lowered_of, true_kinds
+from support.brute import call_of, lowered_of, true_kinds
 
 import attndsl
 from attndsl.backends.tiling import grid_of, kinds_by_bounds, segment_kinds, wide_ints

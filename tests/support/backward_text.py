@@ -2,28 +2,27 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-import pytest
 import torch
-from gluon_machine import lists_of
 
-from attndsl.backends.hopper.generate import generate
 from attndsl.backends.philox import kept as kept_pairs
-from attndsl.backends.triton.cross import example_call, parse_target
-from attndsl.backends.triton.kernels import plan_loop
+from attndsl.backends.triton.cross import example_call
 from attndsl.backends.triton.library import STATISTICS_PADDING
-from attndsl.backends.triton.specialise import PairTile, specialise, with_forms
+from attndsl.backends.triton.specialise import PairTile
 from attndsl.backends.triton.tiles import Config
 from attndsl.pipeline import lower
 from attndsl.source import Source
 
+from .gluon_machine import Descriptor, Pointer, Tiles, Vector, lists_of, number
+from .kernel_text import PLAIN, Kernel, Run, cases_of, launch, sizes_of, specialised, tile_sizes
+
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from types import SimpleNamespace
 
     from attndsl.backends.base import Slopes
+    from attndsl.pipeline import Lowered
 
 ROWS, WIDTH = 64, 16
 """Queries of a tile, fixed by how sums of dQ lie; head dim."""
@@ -135,18 +134,18 @@ def attention_of(
 
 
 def pairs_of(
-    gluon: SimpleNamespace, lowered: Any, tensors: list[torch.Tensor], config: Config, wide: bool
+    lowered: Lowered, tensors: list[torch.Tensor], config: Config, wide: bool
 ) -> tuple[tuple[PairTile, ...], dict[str, Any]]:
     """What is read by tiles in a program, and its arguments."""
     tiles = tuple(PAIRS[decl.name] for decl in lowered.program.tensors)
     q, k = tensors[:2]
     places = torch.arange(q.shape[2])[:, None], torch.arange(k.shape[2])[None, :]
     arguments: dict[str, Any] = {}
-    for number, tile in enumerate(tiles):
+    for place, tile in enumerate(tiles):
         bias = tile.name == "bias"
         data = bias_of(q.shape[1], *places) if bias else table_of(*places).to(torch.int8)
         keys = config.block_n if wide else config.block_n // 2
-        arguments[f"pair{number}_desc"] = gluon.Tiles(data, ROWS, keys)
+        arguments[f"pair{place}_desc"] = Tiles(data, ROWS, keys)
         arguments |= {f"t_{tile.name}": None, f"size0_{tile.name}": 0}
         arguments |= {f"{x}{n}_{tile.name}": 0 for x in ("size", "stride") for n in range(3)}
         if not bias:
@@ -154,85 +153,94 @@ def pairs_of(
     return tiles, arguments
 
 
-def run_text(
-    gluon: SimpleNamespace, name: str, tensors: list[torch.Tensor], config: Config, seed: int = 0,
-    wide: bool = False, change: Any = lambda text: text, programs: int = 1,
-    slopes: Slopes | None = None, distances: torch.Tensor | None = None,
-    kind: torch.dtype = torch.float16,
-) -> list[torch.Tensor]:  # fmt: skip
-    """dQ, dK and dV of (q, k, v, dO), halves; ``change`` alters the text.
+@dataclass(frozen=True)
+class Stored:
+    """What a kernel stores beside sums of dQ, and how."""
 
-    ``programs`` are those of a persistent config. ``slopes`` get dS, and ``distances`` sums of dS.
-    dK and dV are stored in ``kind``.
-    """
+    kind: torch.dtype = torch.float16
+    """That of dK and dV."""
+    slopes: Slopes | None = None
+    """Get dS."""
+    distances: torch.Tensor | None = None
+    """Gets sums of dS."""
+
+    def arguments(self, config: Config) -> dict[str, Any]:
+        """Those that are there for dS."""
+        found: dict[str, Any] = {}
+        if self.slopes is not None:
+            values = self.slopes.values.flatten(0, 2)
+            found["slopes_desc"] = Tiles(values, config.block_n, ROWS)
+            found["STORED_TILES"] = Pointer(self.slopes.stored.view(-1))
+        if self.distances is not None:
+            found["DISTANCE_SUMS"] = Pointer(self.distances.view(-1))
+        return found
+
+
+GRADIENTS = Stored()
+
+
+def run_backward(
+    name: str, tensors: list[torch.Tensor], config: Config, run: Run = PLAIN,
+    stored: Stored = GRADIENTS,
+) -> list[torch.Tensor]:  # fmt: skip
+    """dQ, dK and dV of (q, k, v, dO), halves."""
     q, k, v, do = tensors
     batch, heads, q_len, _ = q.shape
     kv_heads, kv_len = k.shape[1:3]
-    out, lse = attention_of(name, q.float(), k.float(), v.float())
-    step = STATISTICS_PADDING.value
-    padded = -(-q_len // step) * step
-    lse2, delta = torch.full((batch * heads, padded), torch.inf), torch.zeros(batch * heads, padded)
-    rows = torch.where(lse == -torch.inf, torch.inf, lse * LOG2E)
-    lse2[:, :q_len] = rows.flatten(0, 1)
-    delta[:, :q_len] = (out.half().float() * do.float()).sum(-1).flatten(0, 1)
-    lowered = lower(Source(TEXTS[name][0]), {})
     # Of bf16, whose range has room, weights are without the factor that all of them have.
     dtype = torch.bfloat16 if name in ("sigmoid", "own dropout") else torch.float16
-    special = specialise(lowered.program, example_call(lowered, 64, 64, dtype, {}))
-    special = with_forms(special, lowered.program, parse_target("cuda:90"))
-    tiles, of_pairs = pairs_of(gluon, lowered, tensors, config, wide)
-    special = replace(special, pair_tiles=tiles, stores_slopes=slopes is not None)
-    special = replace(special, adds_diagonals=distances is not None)
-    special = replace(special, wide_gradients=kind is torch.float32)
-    if slopes is not None:
-        of_pairs["slopes_desc"] = gluon.Tiles(slopes.values.flatten(0, 2), config.block_n, ROWS)
-        of_pairs["STORED_TILES"] = gluon.Pointer(slopes.stored.view(-1))
-    loop = plan_loop(lowered, special, "backward_kv", config)
-    if wide:
+    lowered = lower(Source(TEXTS[name][0]), {})
+    tiles, of_pairs = pairs_of(lowered, tensors, config, run.wide)
+    special = specialised(
+        lowered, example_call(lowered, 64, 64, dtype, {}), pair_tiles=tiles,
+        stores_slopes=stored.slopes is not None, adds_diagonals=stored.distances is not None,
+        wide_gradients=stored.kind is torch.float32,
+    )  # fmt: skip
+    if run.wide:
         special = replace(special, head_dim=256, value_dim=256)
-    text = change(generate(lowered, special, "backward_kv", loop, config))
-    for layout in ("rows.type.layout", "own.type.layout"):
-        text = text.replace(layout, "None").replace("128, BLOCK_M // 64]", "8]")
-    items = -(-kv_len // config.block_n) * batch * kv_heads
-    machine = gluon.Machine(seed, min(programs, items) if config.persistent else items)
-    modules = gluon.Operations(machine).modules()
-    modules["attndsl.backends.hopper.dialect"] = modules["attndsl.backends.hopper"].dialect
-    kernel = gluon.module_of(text, modules)["attention_backward_kv"]
+    kernel = Kernel("backward_kv", lowered, special, config)
+    lse2, delta = statistics(name, tensors)
+    padded = lse2.shape[1]
     sums = torch.zeros(batch * heads * padded * WIDTH)
-    dk, dv = (torch.full((x.numel(),), float("nan"), dtype=kind) for x in (k, v))
-    counter = torch.zeros((), dtype=torch.int32)
-    sizes = {"batch": batch, "heads": heads, "kv_heads": kv_heads, "q_len": q_len}
-    sizes |= {"kv_len": kv_len, "padded": padded, "together": 3}
-    # dK lies in memory as (batch, keys, heads), dV as (batch, heads, keys).
-    for name, rows in (("dk", (1, kv_heads)), ("dv", (kv_len, 1))):
-        steps = (kv_heads * kv_len, *rows)
-        sizes |= {f"rows_{name}{dim}": step for dim, step in zip("bhn", steps, strict=True)}
+    dk, dv = (torch.full((x.numel(),), float("nan"), dtype=stored.kind) for x in (k, v))
     arguments = {
-        "q_desc": gluon.Descriptor(q, ROWS), "do_desc": gluon.Descriptor(do, ROWS),
-        "k_desc": gluon.Descriptor(k, config.block_n),
-        "v_desc": gluon.Descriptor(v, config.block_n),
-        "lse_desc": gluon.Vector(lse2.flatten(), ROWS),
-        "delta_desc": gluon.Vector(delta.flatten(), ROWS),
-        "SUMS": gluon.Pointer(sums), "DK": gluon.Pointer(dk), "DV_OUT": gluon.Pointer(dv),
-        "COUNTER": gluon.Pointer(counter), "scale": WIDTH**-0.5,
-        **{size: gluon.number(value) for size, value in sizes.items()},
-        "q_origin": 0, "kv_origin": 0, "HEAD_DIM": WIDTH, "VALUE_DIM": WIDTH, "D": WIDTH,
-        "DV": WIDTH, "BLOCK_M": ROWS, "BLOCK_N": config.block_n, "STAGES": config.stages,
-        "REGISTERS": config.registers, "Q_KIND": "offset", "KV_KIND": "offset", **of_pairs,
-        "seed": SEED,
+        "q_desc": Descriptor(q, ROWS), "do_desc": Descriptor(do, ROWS),
+        "k_desc": Descriptor(k, config.block_n), "v_desc": Descriptor(v, config.block_n),
+        "lse_desc": Vector(lse2.flatten(), ROWS), "delta_desc": Vector(delta.flatten(), ROWS),
+        "SUMS": Pointer(sums), "DK": Pointer(dk), "DV_OUT": Pointer(dv), "scale": WIDTH**-0.5,
+        **sizes_of(q, k, run), "padded": number(padded), **steps_of_rows(kv_heads, kv_len),
+        **of_pairs, **stored.arguments(config), "seed": SEED,
     }  # fmt: skip
-    if distances is not None:
-        arguments["DISTANCE_SUMS"] = gluon.Pointer(distances.view(-1))
-    taken = kernel.__code__.co_varnames[: kernel.__code__.co_argcount]
-    for program in range(machine.programs):
-        machine.start(program, kernel, *(arguments[name] for name in taken))
-    machine.run()
-    assert not counter
+    items = -(-kv_len // config.block_n) * batch * kv_heads
+    launch(kernel.text(), kernel, items, arguments, tile_sizes(config, WIDTH, WIDTH), run)
     # Blocks of 64 rows: the half of each warpgroup behind the other.
     dq = sums.view(batch, heads, padded // ROWS, 2, ROWS, WIDTH // 2).transpose(3, 4)
     dq = dq.reshape(batch, heads, padded, WIDTH)[:, :, :q_len] * WIDTH**-0.5
     dk = dk.view(batch, kv_len, kv_heads, -1).transpose(1, 2)
     return [dq, dk.float(), dv.view(v.shape).float()]
+
+
+def statistics(name: str, tensors: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows' log-sum-exp in base 2 and sums of out * dO, (batch * heads, padded)."""
+    q, k, v, do = tensors
+    out, lse = attention_of(name, q.float(), k.float(), v.float())
+    step = STATISTICS_PADDING.value
+    rows, q_len = q.shape[:2].numel(), q.shape[2]
+    padded = -(-q_len // step) * step
+    lse2, delta = torch.full((rows, padded), torch.inf), torch.zeros(rows, padded)
+    finite = torch.where(lse == -torch.inf, torch.inf, lse * LOG2E)
+    lse2[:, :q_len] = finite.flatten(0, 1)
+    delta[:, :q_len] = (out.half().float() * do.float()).sum(-1).flatten(0, 1)
+    return lse2, delta
+
+
+def steps_of_rows(kv_heads: int, kv_len: int) -> dict[str, torch.Tensor]:
+    """dK lies in memory as (batch, keys, heads), dV as (batch, heads, keys)."""
+    found = {}
+    for name, rows in (("dk", (1, kv_heads)), ("dv", (kv_len, 1))):
+        steps = (kv_heads * kv_len, *rows)
+        found |= {f"rows_{name}{dim}": number(x) for dim, x in zip("bhn", steps, strict=True)}
+    return found
 
 
 def inputs_of(q_len: int, kv_len: int, kv_heads: int) -> list[torch.Tensor]:
@@ -250,14 +258,4 @@ def inputs_of(q_len: int, kv_len: int, kv_heads: int) -> list[torch.Tensor]:
 CONFIG = Config(ROWS, 16, 4, 2, 2, 240)
 PERSISTENT = replace(CONFIG, persistent=True)
 SHAPES = ((100, 40, 2), (70, 37, 1), (30, 16, 1))
-
-
-def slow(*values: Any) -> Any:
-    return pytest.param(*values, marks=pytest.mark.slow)
-
-
-CASES = [
-    pytest.param(name, shape) if place % len(SHAPES) == shape else slow(name, shape)
-    for place, name in enumerate(TEXTS)
-    for shape in range(len(SHAPES))
-]
+CASES = cases_of(TEXTS, len(SHAPES))

@@ -2,31 +2,26 @@
 
 from __future__ import annotations
 
-import builtins
 from collections import Counter
-from functools import partial
 from types import FunctionType, SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import pytest
 import torch
-from forward_text import run_text
-from gluon_machine import (
-    Barriers,
-    Descriptor,
-    Machine,
-    Pointer,
-    Product,
-    Shared,
-    Tiles,
-    Vector,
-    number,
-    unwritten,
-)  # fmt: skip
 
 from attndsl.backends.hopper.library import slot_of
 from attndsl.backends.philox import kept_at
 from attndsl.backends.triton.library import place_of_item
+
+from .gluon_machine import (
+    Barriers,
+    Product,
+    Shared,
+    number,
+    unwritten,
+)
+
+if TYPE_CHECKING:
+    from .gluon_machine import Descriptor, Machine, Pointer
 
 
 def keep(values: torch.Tensor, bits: torch.Tensor, negated: bool = False) -> torch.Tensor:
@@ -72,6 +67,7 @@ class Operations:
                 warpgroup_mma_wait=self.products,
             ),
             "attndsl.backends.hopper": SimpleNamespace(dialect=language),
+            "attndsl.backends.hopper.dialect": language,
             "attndsl.backends.hopper.library": SimpleNamespace(
                 add_to_sums=self.add_tile, announce=self.announce,
                 await_announced=self.await_announced, await_written=lambda: self.wait_stores(0),
@@ -332,29 +328,3 @@ class Operations:
             pointer.data.view(-1)[int(pointer.offset)] = value
         else:
             pointer.data[pointer.offset[mask].long()] = value[mask].to(pointer.data.dtype)
-
-
-def module_of(text: str, modules: dict[str, Any]) -> dict[str, Any]:
-    """The names of a kernel's text, whose imports are ``modules``."""
-
-    def find(name: str, *arguments: Any) -> Any:
-        return modules[name]
-
-    module = {"__builtins__": {**vars(builtins), "__import__": find}, "__name__": "kernel"}
-    exec(text, module)
-    return module
-
-
-@pytest.fixture
-def gluon() -> SimpleNamespace:
-    """What a kernel's text and its arguments are made of."""
-    return SimpleNamespace(
-        Machine=Machine, Operations=Operations, Descriptor=Descriptor, Vector=Vector,
-        Tiles=Tiles, Pointer=Pointer, number=number, module_of=module_of,
-    )  # fmt: skip
-
-
-@pytest.fixture
-def run(gluon: SimpleNamespace) -> Any:
-    """Runs the forward kernel of a program, see :func:`forward_text.run_text`."""
-    return partial(run_text, gluon)

@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from gluon_machine import lists_of
 
-from attndsl.backends.hopper.generate import generate
 from attndsl.backends.hopper.own_tiles import own_tiles
-from attndsl.backends.triton.cross import example_call, parse_target
-from attndsl.backends.triton.kernels import plan_loop
-from attndsl.backends.triton.specialise import PairTile, specialise, with_forms
+from attndsl.backends.triton.cross import example_call
+from attndsl.backends.triton.specialise import PairTile
 from attndsl.backends.triton.tiles import Config
 from attndsl.pipeline import lower
 from attndsl.source import Source
 
+from .gluon_machine import Descriptor, Pointer, Tiles, lists_of, number
+from .kernel_text import PLAIN, Kernel, Run, launch, sizes_of, specialised, tile_sizes
+from .mutation import constant_of
+
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from types import SimpleNamespace
 
     from attndsl.backends.base import Call
     from attndsl.pipeline import Lowered
@@ -114,98 +113,65 @@ def table_of(q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
 
 
 def pairs_of(
-    gluon: SimpleNamespace, lowered: Any, inputs: Inputs, config: Config, origins: tuple[int, int]
+    lowered: Lowered, inputs: Inputs, config: Config, origins: tuple[int, int]
 ) -> tuple[tuple[PairTile, ...], dict[str, Any]]:
     """What is read by tiles in a program, and its arguments."""
     tiles = tuple(PAIRS[decl.name] for decl in lowered.program.tensors if decl.name in PAIRS)
     arguments: dict[str, Any] = {}
-    for number, tile in enumerate(tiles):
+    for place, tile in enumerate(tiles):
         data = inputs.bias if tile.name == "bias" else inputs.allowed.to(torch.int8)
         # Rows and keys that positions do not reach are none of the call's.
         before = torch.nn.functional.pad(data, (origins[1], 0, origins[0], 0), value=77)
         rows = config.block_m // config.consumers
-        arguments[f"pair{number}_desc"] = gluon.Tiles(before, rows, config.block_n)
+        arguments[f"pair{place}_desc"] = Tiles(before, rows, config.block_n)
         arguments |= {f"t_{tile.name}": None, f"size0_{tile.name}": 0}
         arguments |= {f"{x}{n}_{tile.name}": 0 for x in ("size", "stride") for n in range(3)}
     return tiles, arguments
 
 
-def run_text(
-    gluon: SimpleNamespace, name: str, inputs: Inputs, config: Config, seed: int = 0,
-    programs: int | None = None, together: int = 3, wide: bool = False,
-    change: Any = lambda text: text, origins: tuple[int, int] = (0, 0),
-    dtype: torch.dtype = torch.bfloat16, noted: Any = None, part: OfPart | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Output and log-sum-exp of the generated kernel.
+def run_forward(
+    name: str, inputs: Inputs, config: Config, run: Run = PLAIN, part: OfPart | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output and log-sum-exp of the generated kernel of a program, or of its text.
 
-    Where it is ``wide``, shared memory has no room for an output beside q. ``change`` alters the
-    text. ``origins`` are positions of the first query and key. The text is that for ``dtype``, in
-    which ``noted`` may be called. ``name`` is that of a program, or its text.
+    The text is for bf16; the machine's halves are fp16.
     """
     q, k, v = inputs.q, inputs.k, inputs.v
-    batch, heads, q_len, _ = q.shape
     lowered = lower(Source(TEXTS.get(name, name)), {})
-    call = example_call(lowered, 64, 64, dtype, {})
+    call = example_call(lowered, 64, 64, torch.bfloat16, {})
     if part is not None:
         lowered, call = part.localised(lowered, call)
-    special = specialise(lowered.program, call)
-    special = with_forms(special, lowered.program, parse_target("cuda:90"))
-    tiles, of_pairs = pairs_of(gluon, lowered, inputs, config, origins)
-    special = replace(special, pair_tiles=tiles)
-    loop = plan_loop(lowered, special, "forward", config)
     width = v.shape[3]
+    tiles, of_pairs = pairs_of(lowered, inputs, config, run.origins)
+    special = specialised(lowered, call, pair_tiles=tiles)
     if width != WIDTH:
         special = replace(special, value_dim=128)
-    shown = config
-    if wide:
+    shown, constants = config, tile_sizes(config, WIDTH, width)
+    if run.wide:
         special = replace(special, head_dim=256, value_dim=256)
         shown = replace(config, block_m=128, block_n=64)
-    text = generate(lowered, special, "forward", loop, shown)
-    if wide:
         # Its plan of rows is for other tiles.
-        text = text.replace("ROWS_HAVE_TILES = tl.constexpr(True)", "ROWS_HAVE_TILES = False")
-    text = change(text)
-    own = width != WIDTH or (config.persistent and not wide)
-    assert f"OWN_OUTPUT = tl.constexpr({own})" in text
-    # The machine's halves are fp16.
-    text = re.sub(r"\w+\.type\.layout", "None", text).replace("2.0**48", "2.0**15")
-    items = -(-q_len // config.block_m) * batch * heads
-    machine = gluon.Machine(seed, min(programs or items, items) if config.persistent else items)
-    operations = gluon.Operations(machine)
-    modules = operations.modules()
-    modules["attndsl.backends.hopper.dialect"] = modules["attndsl.backends.hopper"].dialect
-    module = gluon.module_of(text, modules)
-    module["noted"] = noted
-    kernel = module["attention_forward"]
-    out = torch.full((batch, heads, q_len, v.shape[3]), float("nan"), dtype=torch.float16)
-    lse = torch.full((batch * heads * q_len,), float("nan"))
+        constants["ROWS_HAVE_TILES"] = False
+    kernel = Kernel("forward", lowered, special, config)
+    text = kernel.text(shown)
+    own = width != WIDTH or (config.persistent and not run.wide)
+    assert constant_of(text, "OWN_OUTPUT") == own
+    out = torch.full((*q.shape[:3], width), float("nan"), dtype=torch.float16)
+    lse = torch.full((q.shape[:3].numel(),), float("nan"))
     rows = config.block_m // config.consumers
-    counter = torch.zeros((), dtype=torch.int32)
-    sizes = {"batch": batch, "heads": heads, "kv_heads": k.shape[1], "q_len": q_len}
-    sizes["kv_len"] = k.shape[2]
+    blocks = (config.block_m, config.block_n)
+    parts = own_tiles(lowered, special, "forward", config).parts
     arguments = {
-        "q_desc": gluon.Descriptor(q, rows), "k_desc": gluon.Descriptor(k, config.block_n),
-        "v_desc": gluon.Descriptor(v, config.block_n), "o_desc": gluon.Descriptor(out, rows),
-        "LSE": gluon.Pointer(lse), "COUNTER": gluon.Pointer(counter), "scale": WIDTH**-0.5,
-        **{size: gluon.number(value) for size, value in sizes.items()},
-        "q_origin": origins[0], "kv_origin": origins[1], "together": gluon.number(together),
-        "HEAD_DIM": WIDTH, "D": WIDTH,
-        "DV": width, "BLOCK_M": config.block_m, "BLOCK_N": config.block_n,
-        "STAGES": config.stages, "CONSUMERS": config.consumers,
-        "REGISTERS": config.registers, "Q_KIND": "offset", "KV_KIND": "offset",
-        "t_doc": gluon.Pointer(inputs.doc), "size0_doc": gluon.number(len(inputs.doc)),
-        **lists_of(
-            inputs.allowed, (config.block_m, config.block_n), cut_is_full=False,
-            parts=own_tiles(lowered, special, "forward", config).parts,
-        ),
+        "q_desc": Descriptor(q, rows), "k_desc": Descriptor(k, config.block_n),
+        "v_desc": Descriptor(v, config.block_n), "o_desc": Descriptor(out, rows),
+        "LSE": Pointer(lse), "scale": WIDTH**-0.5, **sizes_of(q, k, run),
+        "t_doc": Pointer(inputs.doc), "size0_doc": number(len(inputs.doc)),
+        **lists_of(inputs.allowed, blocks, cut_is_full=False, parts=parts),
         "seed": SEED, **of_pairs, **({} if part is None else part.arguments),
     }  # fmt: skip
-    taken = kernel.__code__.co_varnames[: kernel.__code__.co_argcount]
-    for program in range(machine.programs):
-        machine.start(program, kernel, *(arguments[name] for name in taken))
-    machine.run()
-    assert not counter
-    return out, lse.view(batch, heads, q_len)
+    items = -(-q.shape[2] // config.block_m) * q.shape[:2].numel()
+    launch(text, kernel, items, arguments, constants, run)
+    return out, lse.view(q.shape[:3])
 
 
 SMALL = Config(16, 8, 4, 2, 2, 240)

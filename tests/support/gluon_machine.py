@@ -321,14 +321,3 @@ def lists_of(
         "tile_rows": Pointer(rows.flatten()), "tile_list": Pointer(tiles.flatten()),
         "list_step_b": 0, "list_step_h": 0,
     }  # fmt: skip
-
-
-def altered(text: str, old: str, new: str) -> str:
-    """``text`` with a defect.
-
-    Raises:
-        LookupError: It has no ``old``; an assertion would count as a defect that was noticed.
-    """
-    if old not in text:
-        raise LookupError(old)
-    return text.replace(old, new)
