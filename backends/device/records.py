@@ -32,7 +32,7 @@ class Head(NamedTuple):
 
 
 class Origins(NamedTuple):
-    """What gives the logical positions of rows and of keys: an offset, or where one or a map lies."""
+    """What gives logical positions of rows and of keys: an offset, or where one or a map lies."""
 
     q: Any
     kv: Any

@@ -98,7 +98,8 @@ def slope_hooks(special: Specialisation) -> dict[str, list[str]]:
         "if PART == 0:",
         f"{_INDENT}tma_store(slopes_desc, [slope_row, first], shared)",
         "else:",
-        f"{_INDENT}slope_tile = slope_row // BLOCK_N * tl.cdiv(sizes.q_len, BLOCK_M) + q_tile_index",
+        f"{_INDENT}q_tiles = tl.cdiv(sizes.q_len, BLOCK_M)",
+        f"{_INDENT}slope_tile = slope_row // BLOCK_N * q_tiles + q_tile_index",
         f"{_INDENT}gl.store(STORED_TILES + slope_tile, 1)",
     ]
     found = {

@@ -2,7 +2,8 @@
 
 The text reads the records ``head``, ``sizes`` and ``given`` (:mod:`..device.records`). It is
 independent of the tile's orientation: what records hold are scalars, ``q`` and ``kv`` broadcast
-against each other (one is a column, the other a row), ``score`` has the shape of the tile. Floats are fp32; ints are 32 bits where :mod:`attndsl.passes.widths` proves that exact.
+against each other (one is a column, the other a row), ``score`` has the shape of the tile. Floats
+are fp32; ints are 32 bits where :mod:`attndsl.passes.widths` proves that exact.
 
 Non-goals: choosing what to hoist out of loops.
 """

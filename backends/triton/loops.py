@@ -71,7 +71,7 @@ def print_loop(
     texts = [_function(f"{name}_visits", "tile", doc, body)]
     helpers = set(printed.helpers)
     branches = []
-    for kind, segments in (("PARTIAL", loop.partial), ("FULL", loop.full)):
+    for segments in (loop.partial, loop.full):
         nth, used = _nth(segments, names) if segments else (["return 0"], set[str]())
         branches.append(nth)
         helpers |= used

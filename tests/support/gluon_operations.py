@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from attndsl.backends.device import records
 from attndsl.backends.hopper.library import slot_of
 from attndsl.backends.philox import kept_at
-from attndsl.backends.triton.library import place_of_item
+from attndsl.backends.triton.library import head_of, place_of_item
 
 from .gluon_machine import (
     Barriers,
@@ -114,6 +115,7 @@ class Operations:
             "attndsl.backends.hopper.shim": SimpleNamespace(
                 tma_load=self.load_tile, tma_store=self.store_tile, tma_wait=self.wait_stores
             ),
+            "attndsl.backends.device.records": records,
             "attndsl.backends.triton.dropout": SimpleNamespace(
                 drop_of_head=lambda p, number, seed: (round(1e6 * float(p)), int(number), seed),
                 drop_of_part=lambda p, number, seed, row, key: (
@@ -123,7 +125,8 @@ class Operations:
             "attndsl.backends.triton.library": SimpleNamespace(
                 place_of_item=FunctionType(place_of_item.fn.__code__, {"tl": language}),
                 positions=lambda index, length, origin, kind: index + origin,
-                shift_of_positions=lambda origin, kind: origin,
+                head_of=FunctionType(head_of.fn.__code__, {"Head": records.Head}),
+                shift_of=lambda origins, q_kind, kv_kind: records.Shift(*origins),
                 relu=torch.relu, sigmoid_ex2=torch.sigmoid, tanh_ex2=torch.tanh,
                 sigmoid_approx=torch.sigmoid, tanh_approx=torch.tanh,
             ),

@@ -90,7 +90,7 @@ def tile_sizes(config: Config, width: int, value_width: int) -> dict[str, Any]:
         "HEAD_DIM": width, "VALUE_DIM": value_width, "D": width, "DV": value_width,
         "BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "STAGES": config.stages,
         "CONSUMERS": config.consumers, "REGISTERS": config.registers,
-        "Q_KIND": "offset", "KV_KIND": "offset",
+        "Q_KIND": "offset", "KV_KIND": "offset", "HALF": torch.float16,
         # Halves are fp16 here, which hold less than bf16.
         "MOST_TOTAL": 2.0**15,
     }  # fmt: skip
