@@ -170,8 +170,8 @@ def _end(count: int, special: Specialisation, direction: str) -> str:
             along, of = ("q_len", "rows") if direction == "backward_q" else ("kv_len", "columns")
             body += [
                 f"line = head.b * sizes.heads + head.h + {number} * sizes.batch * sizes.heads",
-                f"places = line.to(tl.int64) * sizes.{along} + {of}",
-                f"tl.store(given.LINE_SUMS + places, sums[{number}], mask={of} < sizes.{along})",
+                f"places = given.LINE_SUMS + line.to(tl.int64) * sizes.{along} + {of}",
+                f"tl.store(places, sums[{number}], mask={of} < sizes.{along})",
             ]
         elif direction == "scatter_bounds":
             body.append(f"raise_bound(given.BOUNDS + {number}, sums[{number}])")

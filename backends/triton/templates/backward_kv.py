@@ -29,7 +29,7 @@ def add_query_tile(
     dp = dot(v_tile, tl.trans(do_tile), PRECISION, UPCAST)
     delta = tl.load(operands.delta + of_head + rows)
     kept = weights.p
-    exists = weights.live & pairs.rows_ok & pairs.columns_ok
+    exists = weights.live & (rows < sizes.q_len)[None, :] & key_tile.exists[:, None]
     if HAS_DROPOUT:
         drop = drop_probability(head, sizes, given)
         stays = kept_of_tile(

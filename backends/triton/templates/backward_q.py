@@ -5,7 +5,9 @@
 
 
 @triton.jit
-def with_dropout(dp, sums, weights, pairs, corner, head, sizes, given, ROWS: tl.constexpr):
+def with_dropout(
+    dp, sums, weights, exists, pairs, corner, head, sizes, given, ROWS: tl.constexpr
+):
     """dP where dropout kept the pairs, and the sums with what the chance to be dropped adds."""
     drop = drop_probability(head, sizes, given)
     stays = kept_of_tile(
@@ -14,7 +16,6 @@ def with_dropout(dp, sums, weights, pairs, corner, head, sizes, given, ROWS: tl.
     keep = keep_factor(stays, drop)
     dp = dp * keep
     if LEARNS_DROPOUT:
-        exists = weights.live & pairs.rows_ok & pairs.columns_ok
         # keep is 1 / (1 - p), whose derivative is its square; outside of [0, 1) it is constant.
         varies = exists & (drop >= 0.0) & (drop < 1.0)
         sums = add_dropout_gradients(
@@ -42,10 +43,10 @@ def add_key_tile(
     lse2 = query.lse2[:, None]
     weights = weights_of_tile(s, pairs, lse2, scale, head, sizes, given, PARTIAL)
     dp = dot(query.do, tl.trans(v_tile), PRECISION, UPCAST)
-    exists = weights.live & pairs.rows_ok & pairs.columns_ok
+    exists = weights.live & query.exists[:, None] & (columns < sizes.kv_len)[None, :]
     if HAS_DROPOUT:
         dp, sums = with_dropout(
-            dp, sums, weights, pairs, corner, head, sizes, given, query.q.shape[0]
+            dp, sums, weights, exists, pairs, corner, head, sizes, given, query.q.shape[0]
         )
     if LEARNS_WEIGHT:
         sums = add_weight_gradients(

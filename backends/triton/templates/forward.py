@@ -89,8 +89,8 @@ def with_sink(softmax, empty, head, sizes, given):
     top = tl.where(empty, 0.0, tl.maximum(softmax.row_max, sink))
     decay = tl.exp2(softmax.row_max - top)
     row_sum = softmax.row_sum * decay + tl.exp2(sink - top)
-    row_max = tl.where(empty, softmax.row_max, top)
-    return Softmax(softmax.acc * decay[:, None], row_sum, row_max)
+    acc = softmax.acc * decay[:, None]
+    return Softmax(acc, row_sum, tl.where(empty, softmax.row_max, top))
 
 
 @triton.jit

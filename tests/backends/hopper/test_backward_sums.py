@@ -67,7 +67,7 @@ def test_gradients_of_scores_are_stored(config, shape):
 NEEDED_TO_STORE = {
     "they have been read": drop("tma_wait(...)", "add_query_tile"),
     "both have written": drop("meet()", "add_query_tile"),
-    "heads": swap("(b * heads + h) * _tiles", "b * heads * _tiles", "add_query_tile"),
+    "heads": swap("head.b * sizes.heads + head.h", "head.b * sizes.heads", "add_query_tile", 2),
     "what is stored": swap("slope_row // _tile", "own // _tile"),
 }
 
@@ -135,7 +135,7 @@ NEEDED_TO_ADD = {
         nth=1,
     ),
     "the last tile": swap("count > done", "False", "load_item", nth=2),
-    "heads": swap("(b * heads + h) * kv_tiles", "b * heads * kv_tiles"),
+    "heads": swap("(head.b * sizes.heads + head.h) * kv_tiles", "head.b * sizes.heads * kv_tiles"),
     "places": swap("sums_before = line + first", "sums_before = line"),
 }
 

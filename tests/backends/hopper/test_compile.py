@@ -184,7 +184,7 @@ SCRIPT = textwrap.dedent(
         config, sizes = list_config(config.block_m, config.block_n, parts)
         for name in ("summarise", "classify", "refine", "list_tiles"):
             function = getattr(module, name)
-            arguments = portable_arguments(function, special, "ieee", False, sizes)
+            arguments = portable_arguments(function, special, sizes)
             build(function, arguments, (config,), target, 232448, load=False)
 
     for direction, case, head_dim, number, *more in json.loads(sys.argv[1]):

@@ -107,7 +107,7 @@ NEEDED_WHERE_PERSISTENT = {
         "mbarrier.wait(q_full.index(_part), ...)", "mbarrier.wait(q_full.index(_part), 0)"
     ),
     "items before": swap("done + step", "step", "consume_item"),
-    "PARTIAL tiles before": swap("done + partial_tiles + step", "done + step", "consume_item"),
+    "PARTIAL tiles before": swap("done + visits.partial + step", "done + step", "consume_item"),
     "the output is read": drop("tma_wait(...)", "consume_item", nth=1),
     "items are read": drop("mbarrier.wait(item_empty, ...)"),
     "items are written": drop("mbarrier.wait(item_full, ...)", "consume", nth=2),

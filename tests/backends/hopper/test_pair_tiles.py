@@ -284,7 +284,7 @@ def test_texts_say_how_tensors_are_read():
         few = "mask = sliding_window(8); " + BIAS
         lowered, call = call_of(few, {"bias": ragged(4)})
         looked_up = hopper_source(lowered, call, direction, Wants())
-        assert "tma_load(pair0_desc, [h, query, key]" in tiled
+        assert "tma_load(pair0_desc, [head.h, query, key]" in tiled
         assert "tl.load(t_bias" not in tiled
         assert "pair0_desc" not in looked_up
         assert "tl.load(t_bias" in looked_up

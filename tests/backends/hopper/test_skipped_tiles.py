@@ -76,7 +76,7 @@ NEEDED = {
     "room for v": drop("mbarrier.arrive(v_empty.index(...), ...)", "leave_tiles"),
     "which is the last": swap("gl.where(own_full > 0, tiles, ended)", "tiles"),
     "whose weights are first": swap("count = done + begin_partial", "count = done"),
-    "whether they attend": swap("there & rows_visits(*_tile)", "there & ~rows_visits(*_tile)"),
+    "whether they attend": swap("there & rows_have(*_tile)", "there & ~rows_have(*_tile)"),
 }
 
 

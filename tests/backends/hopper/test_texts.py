@@ -17,6 +17,7 @@ from attndsl.backends.hopper.backend import HopperBackend, why_portable
 from attndsl.backends.hopper.kernels import HopperKernels
 from attndsl.backends.hopper.tiles import CANDIDATES, candidates
 from attndsl.backends.triton.cross import example_call, parse_target
+from attndsl.backends.triton.generate import IEEE
 from attndsl.backends.triton.kernels import plan_loop
 from attndsl.backends.triton.specialise import specialise, with_forms, with_gradients
 from attndsl.explain import explain_kernels
@@ -91,7 +92,7 @@ def test_a_text_is_what_calls_run(direction, head_dim, program):
     kernels, name = HopperKernels(default_cache()), KERNELS[direction]
     config, *_ = kernels._configs(lowered, name, special, target, torch.device("cuda"))
     loop = plan_loop(lowered, special, name, config)
-    expected = kernels._text(lowered, special, name, loop, config)
+    expected = kernels._text(lowered, special, name, loop, config, IEEE)
     found = attndsl.compile(program).source(direction, head_dim=head_dim, backend="hopper")
     assert found == expected
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from attndsl.backends.device.records import Head, Shift, Sizes, Visits
 from attndsl.backends.triton.expression import Names
 from attndsl.backends.triton.loops import print_loop
 from attndsl.ir import DType, Node, Op, const, node, param
@@ -19,7 +20,7 @@ def _run(
     loop: LoopPlan, kind: str, tile: int, along: str = "kv", sizes: tuple[int, int] = (128, 128)
 ) -> list[int]:
     """The tiles that the printed functions visit."""
-    texts, helpers = print_loop("p", along, loop, [], [], Names({}, {}, 64))
+    texts, helpers = print_loop("p", along, loop, [], Names({}, {}, 64))
     text = "\n".join(texts).replace("@triton.jit\n", "").replace(": tl.constexpr", "")
 
     class tl:
@@ -47,19 +48,16 @@ def _run(
 
     floordiv = {"int_floordiv": lambda a, b: a // b}
     assert helpers <= floordiv.keys()
-    scope: dict[str, object] = {"tl": tl, **floordiv}
+    scope: dict[str, object] = {"tl": tl, "Visits": Visits, **floordiv}
+    scope |= {"BLOCK_M": sizes[0], "BLOCK_N": sizes[1]}
     exec(text, scope)
-    count = scope["p_tiles"]
+    count, nth = scope["p_visits"], scope["p_tile"]
     assert callable(count)
-    common = (0, 0, 0, 1, 1, 1, LENGTH, LENGTH, 0, 0, *sizes)
-    counts = count(tile, *common)
-    nth = scope.get(f"p_{kind}_tile")
-    steps = range(counts[0 if kind == "full" else 1])
-    if nth is None:
-        assert not steps
-        return []
     assert callable(nth)
-    return [nth(step, *counts[:1], *counts[2:], tile, *common) for step in steps]
+    common = (Head(0, 0, 0), Sizes(1, 1, 1, LENGTH, LENGTH), Shift(0, 0), None)
+    visits = count(tile, *common)
+    steps = range(visits.full if kind == "full" else visits.partial)
+    return [nth(step, visits, tile, *common, kind == "partial") for step in steps]
 
 
 def _add(item: Node, number: int) -> Node:
@@ -136,6 +134,6 @@ def test_tiles_have_32_bits_whatever_was_taken_from_the_step() -> None:
     count = node(Op.ADD, node(Op.MUL, param("n", DType.INT), const(3)), const(1))
     one, two = Segment(const(0), count), Segment(const(4), const(9))
     names = Names({}, {"n": 32}, 64)
-    texts, _ = print_loop("p", "kv", LoopPlan((one, two), ()), [], [], names)
-    (nth,) = (text for text in texts if "p_full_tile" in text)
+    texts, _ = print_loop("p", "kv", LoopPlan((one, two), ()), [], names)
+    (nth,) = (text for text in texts if "def p_tile" in text)
     assert nth.splitlines()[-1].endswith(".to(tl.int32)")
