@@ -1,23 +1,13 @@
 """What the tools count, on small sources."""
 
-import importlib.util
-import sys
 from pathlib import Path
 
+import counts
 import pytest
+import ways
+from layers import LAYERS, layer_of
 
 ROOT = Path(__file__).parents[1]
-
-
-def _tool(name):
-    spec = importlib.util.spec_from_file_location(f"tools_{name}", ROOT / "tools" / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-counts = _tool("counts")
 TEMPLATE = '''\
 """A kernel."""
 
@@ -137,3 +127,74 @@ def test_a_commit_is_read_without_a_checkout(path):
     if not (ROOT / ".git").exists():
         pytest.skip("not a git checkout")
     assert path in counts.read_commit("HEAD")
+
+
+def _run(modules):
+    """Run ``start()`` of a module ``a``, each module's text a file of its own."""
+    space = {}
+    for name, text in modules.items():
+        exec(compile(text, f"/made/up/{name}.py", "exec"), space)
+    found = ways.entries_of(
+        space["start"], lambda path: Path(path).stem if path.startswith("/made/up") else None
+    )
+    return found, ways.way_of(found)
+
+
+def test_a_stay_begins_where_a_new_function_runs():
+    entries, way = _run(
+        {
+            "a": "def start():\n    [first() for _ in range(3)]\n    own()\n    last()\n"
+                 "def own():\n    sorted([2, 1], key=first_again)\n",
+            "b": "def first():\n    pass\ndef first_again(x):\n    return x\n"
+                 "def last():\n    first()\n",
+        }
+    )  # fmt: skip
+    assert way.stays == ("a", "b", "a", "b")
+    assert (way.rooms, way.returns) == (2, 2)
+    assert way.calls == {"a": 2, "b": 7}
+    assert entries[0] == ("a", "start", None)
+    assert entries[1] == ("b", "first", "a")
+
+
+def test_calls_within_closed_functions_are_not_followed():
+    _, way = _run(
+        {
+            "a": "def start():\n    Executable().launch()\n    after()\n",
+            "b": "class Executable:\n    def launch(self):\n        inner()\n",
+            "c": "def inner():\n    pass\n",
+            "d": "def after():\n    pass\n",
+        }
+    )
+    assert way.stays == ("a", "b", "d")
+
+
+def test_calls_of_a_higher_layer_are_told():
+    up = ways.Entry("attndsl.api", "compile", "attndsl.ir")
+    down = ways.Entry("attndsl.ir", "node", "attndsl.api")
+    way = ways.way_of([up, down, up])
+    assert way.up == {("attndsl.ir", "attndsl.api"): 2}
+    assert "up: attndsl.ir calls attndsl.api, 2 times" in ways.shown("way", way)
+
+
+def test_modules_are_found_by_their_files():
+    assert ways.module_at(str(ROOT / "backends" / "cli.py")) == "attndsl.backends.cli"
+    assert ways.module_at(str(ROOT / "attndsl" / "cli" / "__init__.py")) == "attndsl.cli"
+    assert ways.module_at(str(ROOT / "tests" / "conftest.py")) is None
+    assert ways.module_at("/usr/lib/python3/os.py") is None
+
+
+@pytest.mark.parametrize("name", ["lower", "hopper backward"])
+def test_ways_are_traced(name):
+    lines = []
+    ways.main([name], lines.append)
+    (text,) = lines
+    assert text.startswith(f"{name}: ")
+    assert " calls" in text
+    assert "  up: " not in text
+
+
+def test_layers_name_each_module_once():
+    names = [name for layer in LAYERS for name in layer]
+    assert len(names) == len(set(names))
+    assert layer_of("attndsl.backends.base") < layer_of("attndsl.runtime.cache")
+    assert layer_of("attndsl.nothing_of_this_name") is None
