@@ -9,8 +9,8 @@ import pytest
 import torch
 from gluon_machine import lists_of
 
+from attndsl.backends.dense.philox import kept as kept_pairs
 from attndsl.backends.hopper.generate import generate
-from attndsl.backends.philox import kept as kept_pairs
 from attndsl.backends.triton.cross import example_call, parse_target
 from attndsl.backends.triton.kernels import plan_loop
 from attndsl.backends.triton.library import STATISTICS_PADDING

@@ -142,12 +142,6 @@ def test_mapped_folders_import_relatively(folder):
             assert not [name for name in names if name.split(".")[0] in ("backends", "grammar")]
 
 
-@pytest.mark.parametrize("module", MODULES)
-def test_files_stay_short(module):
-    lines = FILES[module].read_text("utf-8").count("\n")
-    assert lines < 500, f"{FILES[module]} has {lines} lines"
-
-
 @pytest.mark.parametrize(
     ("code", "allowed"),
     [

@@ -12,7 +12,11 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"ir"}),
     frozenset({"frontend", "passes", "serialise", "grammar"}),
     frozenset({"pipeline", "layout"}),
+    # What stands in backends/ itself is all for the base.
     frozenset({"backends"}),
+    frozenset({"backends.dense"}),
+    frozenset({"backends.tiled"}),
+    frozenset({"backends.triton", "backends.hopper"}),
     frozenset({"tilemap", "merging"}),
     frozenset({"runtime", "config"}),
     frozenset({"parallel"}),

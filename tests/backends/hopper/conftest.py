@@ -24,8 +24,8 @@ from gluon_machine import (
     unwritten,
 )  # fmt: skip
 
+from attndsl.backends.dense.philox import kept_at
 from attndsl.backends.hopper.library import slot_of
-from attndsl.backends.philox import kept_at
 from attndsl.backends.triton.library import place_of_item
 
 

@@ -10,7 +10,7 @@ import torch
 from forward_text import PERSISTENT, SEED, SMALL, WIDTH, Inputs, OfPart, inputs_of
 
 from attndsl.backends.base import Part
-from attndsl.backends.philox import kept_at
+from attndsl.backends.dense.philox import kept_at
 from attndsl.backends.triton.draws import BLOCK, with_draws
 from attndsl.runtime.parts import localised
 

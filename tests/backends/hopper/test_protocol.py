@@ -12,7 +12,7 @@ import torch
 from forward_text import FORMS, PERSISTENT, SEED, SHAPES, SMALL, TEXTS, WIDTH, inputs_of
 from gluon_machine import altered
 
-from attndsl.backends.philox import kept as kept_pairs
+from attndsl.backends.dense.philox import kept as kept_pairs
 
 if TYPE_CHECKING:
     from forward_text import Inputs
