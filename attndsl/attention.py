@@ -9,7 +9,7 @@ import torch
 
 from attndsl.analysis import Analysis
 from attndsl.backends.base import Call
-from attndsl.backends.widened import kernels_of
+from attndsl.backends.tiled.dots import kernels_of
 from attndsl.errors import ArgumentError, AttnDSLError, UnsupportedError
 from attndsl.runtime.arguments import (
     autocast,

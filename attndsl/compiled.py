@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from attndsl.backends.interpret import evaluate, scope_of
+from attndsl.backends.dense.interpret import evaluate, scope_of
 from attndsl.errors import ArgumentError, UnsupportedError
 from attndsl.runtime.arguments import autocast, bind, joined, with_out_dtype
 from attndsl.runtime.backward import (

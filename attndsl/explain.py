@@ -8,7 +8,7 @@ import torch
 
 from attndsl.backends.base import ForwardMode, FusedForwardMode
 from attndsl.backends.forms import describe_forms
-from attndsl.backends.widened import MAX_WIDTH, WidenedBackend
+from attndsl.backends.tiled.dots import MAX_WIDTH, WidenedBackend
 from attndsl.errors import BackendError, UnsupportedError
 from attndsl.ir import (
     SCORE,

@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from attndsl.ir import Program
     from attndsl.pipeline import Lowered
 
-    from .tangent import Tangents
-
 Scalar = bool | int | float
 
 
@@ -58,8 +56,8 @@ class Part:
 class Draws:
     """What a part's dropout counts by: the numbers that its pairs have in the whole.
 
-    See :mod:`.philox`: the pair of row ``i``, key ``j``, batch entry ``b`` and head ``h`` of the
-    call's tensors is drawn as that of ``q_start + i``, ``kv_start + j``, ``b_offset + b`` and
+    See :mod:`.dense.philox`: the pair of row ``i``, key ``j``, batch entry ``b`` and head ``h`` of
+    the call's tensors is drawn as that of ``q_start + i``, ``kv_start + j``, ``b_offset + b`` and
     ``h_offset + h`` of a call with ``heads`` query heads.
     """
 
@@ -194,6 +192,17 @@ class Gradients:
     tensors: Mapping[str, torch.Tensor] = field(default_factory=dict)
     params: Mapping[str, torch.Tensor] = field(default_factory=dict)
     slopes: Slopes | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Tangents:
+    """Directions, of the shape and dtype of what moves; None, or no entry, for what does not."""
+
+    q: torch.Tensor | None = None
+    k: torch.Tensor | None = None
+    v: torch.Tensor | None = None
+    captures: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    """Of tensors and params, by name."""
 
 
 class Backend(Protocol):

@@ -21,7 +21,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 import attndsl
-from attndsl.backends.cpu import CPUBackend
+from attndsl.backends.tiled.cpu import CPUBackend
 from attndsl.runtime.arguments import bind
 from attndsl.runtime.autograd import attend
 from attndsl.runtime.location import WHOLE

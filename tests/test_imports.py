@@ -6,29 +6,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from layers import layer_of
 
 ROOT = Path(__file__).parents[1]
-LAYERS = [
-    {"errors", "source", "settings", "after_torch", "reading"},
-    {"operators"},
-    {"ir"},
-    {"frontend", "passes", "serialise", "grammar"},
-    {"pipeline", "layout"},
-    {"backends"},
-    {"tilemap", "merging"},
-    {"runtime", "config"},
-    {"parallel"},
-    {"explain", "picture"},
-    {"compiled"},
-    {"analysis"},
-    {"attention"},
-    {"api"},
-    {"torch_api"},
-    {"nn"},
-    {"flex"},
-    {"cli", "__main__"},
-]
-"""From the lowest to the highest; a module imports from its own layer and those below."""
 WITHOUT_TORCH = {
     "errors",
     "source",
@@ -93,11 +73,6 @@ def _within(name: str) -> str | None:
     return name or None
 
 
-def _layer(module: str) -> int | None:
-    part = module.split(".")[1] if "." in module else ""
-    return next((number for number, names in enumerate(LAYERS) if part in names), None)
-
-
 def test_the_walk_sees_the_package():
     assert {"attndsl", "attndsl.ir", "attndsl.backends.triton", "attndsl.grammar"} <= set(MODULES)
     assert "attndsl.source.Span" in _imports("attndsl.errors", run_time=False)
@@ -106,7 +81,9 @@ def test_the_walk_sees_the_package():
 
 @pytest.mark.parametrize("module", MODULES)
 def test_every_module_has_a_layer(module):
-    assert module == "attndsl" or _layer(module) is not None, f"say in LAYERS where {module} is"
+    assert module == "attndsl" or layer_of(module) is not None, (
+        f"say in tools/layers.py where {module} is"
+    )
 
 
 @pytest.mark.parametrize("module", MODULES)
@@ -118,7 +95,7 @@ def test_imports_go_one_way(module):
         target = _within(name)
         if target in (None, "attndsl"):
             continue
-        assert _layer(target) <= _layer(module), f"{module} imports {name} of a higher layer"
+        assert layer_of(target) <= layer_of(module), f"{module} imports {name} of a higher layer"
 
 
 def test_no_import_cycles():
@@ -163,12 +140,6 @@ def test_mapped_folders_import_relatively(folder):
         if path.is_relative_to(ROOT / folder):
             names = _imports(module, run_time=False)
             assert not [name for name in names if name.split(".")[0] in ("backends", "grammar")]
-
-
-@pytest.mark.parametrize("module", MODULES)
-def test_files_stay_short(module):
-    lines = FILES[module].read_text("utf-8").count("\n")
-    assert lines < 500, f"{FILES[module]} has {lines} lines"
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import torch
 
 import attndsl
 from attndsl.backends.base import Call
-from attndsl.backends.tiling import tile_kinds
+from attndsl.backends.tiled.tile_kinds import tile_kinds
 from attndsl.errors import (
     ArgumentError,
     AttnDSLError,

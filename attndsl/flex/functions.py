@@ -8,7 +8,7 @@ formula is written out.
 from __future__ import annotations
 
 import math
-from functools import partial
+from functools import partial, reduce
 from typing import TYPE_CHECKING
 
 from attndsl.ir import DType, Op
@@ -185,6 +185,26 @@ def _clone(a: Value, *, memory_format: object = None) -> Node:
     return ar.lift(a)
 
 
+def _any(elements: list[Node]) -> Node:
+    return reduce(ar.either, elements, ar.FALSE)
+
+
+def _all(elements: list[Node]) -> Node:
+    return reduce(ar.both, elements, ar.TRUE)
+
+
+def _sum(elements: list[Node]) -> Node:
+    return reduce(ar.add, map(ar.number, elements))
+
+
+def _prod(elements: list[Node]) -> Node:
+    return reduce(ar.mul, map(ar.number, elements))
+
+
+def _mean(elements: list[Node]) -> Node:
+    return ar.div(_sum([ar.floating(x) for x in elements]), len(elements))
+
+
 _COMPARISONS = {"lt": "<", "le": "<=", "gt": ">", "ge": ">=", "eq": "==", "ne": "!="}
 _FLOAT_FUNCTIONS = (
     Op.SQRT, Op.RSQRT, Op.EXP, Op.EXP2, Op.LOG, Op.LOG2, Op.LOG1P, Op.EXPM1, Op.SIN, Op.COS, Op.TAN,
@@ -290,6 +310,16 @@ FUNCTIONS: dict[str, Callable[..., Node]] = {
     **{name: partial(ar.compare, op) for name, op in _COMPARISONS.items()},
 }
 """Functions of nodes and Python numbers; keywords are torch's."""
+FOLDS: dict[str, Callable[[list[Node]], Node]] = {
+    "any": _any,
+    "all": _all,
+    "sum": _sum,
+    "prod": _prod,
+    "mean": _mean,
+    "amax": lambda elements: reduce(ar.maximum, elements),
+    "amin": lambda elements: reduce(ar.minimum, elements),
+}
+"""Reductions of a row by its elements, of which there is one or more."""
 ALIASES = {
     "greater": "gt", "greater_equal": "ge", "less": "lt", "less_equal": "le", "not_equal": "ne",
     "clip": "clamp", "log_sigmoid": "logsigmoid",

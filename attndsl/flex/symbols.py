@@ -43,8 +43,8 @@ class Recorder(Protocol):
     def operator(self, name: str, args: tuple[Any, ...]) -> Any:
         """The result of Python's operator ``__name__``."""
 
-    def index(self, view: View, indices: Any) -> Any:
-        """``view[indices]``."""
+    def index(self, target: Any, indices: Any) -> Any:
+        """``target[indices]``."""
 
 
 class Traced:

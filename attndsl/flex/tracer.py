@@ -3,6 +3,9 @@
 While it runs, a ``TorchFunctionMode`` sees every torch function, so that ``table[h]`` of a real
 tensor and a traced index comes here too. What has no traced operand is computed as it stands: a
 constant where no captured tensor comes in, else a tensor that each call has to compute anew.
+
+The language has no loop over a row's elements. A reduction over a short captured row, such as
+``table[b].sum(-1)`` or ``torch.isin(kv_idx, listed)``, is written out, element by element.
 """
 
 from __future__ import annotations
@@ -14,12 +17,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from attndsl.ir import DType, Node, Op, const, param, size
+from attndsl.ir import DType, Node, Op, const, load, param, size
 from attndsl.passes.widths import ranges
 
 from . import arithmetic as ar
-from . import casting, functions, lookups, rows
-from .casting import dtype_of
+from . import functions
 from .places import refusal
 from .symbols import Symbol, Traced, View, flat
 
@@ -29,6 +31,22 @@ if TYPE_CHECKING:
     from attndsl.passes.widths import Range
 
 
+_METHODS = {
+    "float": torch.float32, "double": torch.float64, "half": torch.float16,
+    "bfloat16": torch.bfloat16, "int": torch.int32, "long": torch.int64, "bool": torch.bool,
+    "short": torch.int16, "char": torch.int8, "byte": torch.uint8,
+}  # fmt: skip
+_NARROW = (torch.int8, torch.uint8, torch.int16)
+_FILLS = {
+    "new_zeros": 0, "new_ones": 1, "zeros_like": 0, "ones_like": 1, "new_full": None,
+    "full_like": None, "new_tensor": None, "new_empty": 0, "empty_like": 0,
+}  # fmt: skip
+_UNCHANGED = frozenset({"detach", "cpu", "cuda", "requires_grad_"})
+_NO_SIZES: tuple[object, ...] = ((), [], torch.Size(()))
+_ONE_SIZES: tuple[object, ...] = ((1,), [1], torch.Size((1,)))
+_WHOLE = slice(None)
+_LONGEST = 32
+"""Elements of a row that are written out; programs of more would compile slowly."""
 _SHORTEST = dict.fromkeys(("b", "h", "hkv", "q", "kv"), (0, 0))
 """Ranges of positions at length 1."""
 _OPERANDS = ("condition", "input", "self", "other", "exponent")
@@ -86,9 +104,9 @@ class Tracer:
         if name.endswith("_") and not name.endswith("__"):
             name, in_place = name[:-1], True
         name = functions.ALIASES.get(name, name)
-        found = casting.convert(self, name, args, kwargs)
+        found = self._convert(name, args, kwargs)
         if found is None:
-            found = rows.over_row(self, name, args, kwargs)
+            found = self._over_row(name, args, kwargs)
         if found is None:
             found = self._call(name, args, kwargs)
         return self._assign(args[0], found, name) if in_place else found
@@ -100,12 +118,59 @@ class Tracer:
         if name in functions.TURNED_ROUND:
             return self.apply(functions.TURNED_ROUND[name], args[::-1], {})
         if name == "getitem":
-            return lookups.index(self, args[0], args[1])
+            return self.index(args[0], args[1])
         return self.apply(name, args, {})
 
-    def index(self, view: View, indices: Any) -> Any:
-        """``view[indices]``."""
-        return lookups.index(self, view, indices)
+    def index(self, target: Any, indices: Any) -> Symbol | View:
+        """``target[indices]``, a value of one pair once all dims are indexed."""
+        if isinstance(target, torch.Tensor):
+            target = View(self, target, (None,) * target.dim())
+        if not isinstance(target, View):
+            raise refusal(
+                f"a {type(target).__name__} is indexed by a value that differs from pair to pair",
+                "make it a tensor: torch.tensor(values)[index]",
+            )
+        given = list(indices) if isinstance(indices, tuple) else [indices]
+        free = [dim for dim, found in enumerate(target.indices) if found is None]
+        places = [n for n, item in enumerate(given) if item is Ellipsis]
+        if places:
+            given[places[0] : places[0] + 1] = [_WHOLE] * (len(free) - len(given) + 1)
+        if len(given) > len(free):
+            raise refusal(
+                f"{len(given)} indices of a tensor with {len(free)} dim(s) left",
+                "drop some of them",
+            )
+        found = list(target.indices)
+        for dim, item in zip(free, given, strict=False):
+            if isinstance(item, slice):
+                if (item.start, item.stop, item.step) != (None, None, None):
+                    raise refusal(
+                        "a slice beside a traced index", "slice the tensor before the call"
+                    )
+                continue
+            found[dim] = self._index_node(item, target.tensor, dim)
+        view = View(self, target.tensor, tuple(found), target.casts)
+        return view if view.ndim else self._element(view)
+
+    def _index_node(self, item: Any, tensor: torch.Tensor, dim: int) -> Node:
+        if item is None:
+            raise refusal("None adds a dim, and a value of one pair has none", "drop it")
+        node = self.node(item)
+        if node.dtype is not DType.INT:
+            raise refusal(
+                f"an index is an int, and this is a {node.dtype.value}",
+                "write .to(torch.int64), or torch.where for a condition",
+            )
+        return self.from_end(node, tensor, dim)
+
+    def _element(self, view: View) -> Symbol:
+        name = self.capture(view.tensor).name
+        loaded = load(
+            name, dtype_of(view.tensor.dtype), *(i for i in view.indices if i is not None)
+        )
+        for dtype in view.casts:
+            loaded = ar.to(loaded, dtype)
+        return Symbol(self, loaded)
 
     def node(self, value: Any) -> Node:
         """An operand as a node; 0-d tensors become params."""
@@ -202,6 +267,87 @@ class Tracer:
                 (self.derived if captured else self.made)[id(found)] = found
         return result
 
+    def _convert(
+        self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Symbol | View | None:
+        """``args[0]`` in another type, or a constant of its kind; None where that is not asked."""
+        value = args[0] if args else None
+        if name in _METHODS:
+            return self._cast(value, _METHODS[name])
+        if name in ("to", "type", "type_as"):
+            wanted = kwargs.get("dtype") or next((d for d in map(_dtype, args[1:]) if d), None)
+            return self._cast(value, wanted)
+        if name in _FILLS:
+            return Symbol(self, self._filled(name, args, kwargs))
+        if name == "scalar_tensor" or (name == "tensor" and isinstance(value, Symbol)):
+            return Symbol(self, self.node(value))
+        if name in _UNCHANGED and isinstance(value, Symbol | View):
+            if name == "detach":
+                raise refusal(
+                    "detach would hide a gradient", "detach captured tensors before the call"
+                )
+            return value
+        return None
+
+    def _cast(self, value: Any, wanted: torch.dtype | None) -> Symbol | View:
+        if isinstance(value, View):
+            extra = () if wanted is None else (_target(wanted),)
+            return View(self, value.tensor, value.indices, (*value.casts, *extra))
+        node = self.node(value)
+        return Symbol(self, node if wanted is None else ar.to(node, _target(wanted)))
+
+    def _filled(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Node:
+        """A constant in the likeness of ``args[0]``."""
+        like = self.node(args[0])
+        fill: Any = _FILLS[name]
+        rest = list(args[1:])
+        if name in ("new_zeros", "new_ones", "new_full", "new_empty"):
+            sizes = kwargs["size"] if "size" in kwargs else rest.pop(0) if rest else ()
+            # Positions have shape (1,) in graphs.
+            if sizes not in (_NO_SIZES + _ONE_SIZES if self.in_graph else _NO_SIZES):
+                raise refusal(f"'{name}' makes a tensor of size {sizes}", "write () for the size")
+        if fill is None:
+            given = kwargs.get("fill_value", kwargs.get("data"))
+            fill = self.node(rest[0] if given is None else given)
+        wanted = kwargs.get("dtype")
+        node = const(fill) if isinstance(fill, int) else fill
+        if name == "new_tensor" and wanted is None:
+            return node
+        return ar.to(node, like.dtype if wanted is None else _target(wanted))
+
+    def _over_row(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Symbol | None:
+        """The result of a reduction of a captured row, or None where ``name`` is none of one.
+
+        Raises:
+            TraceError: The row is too long, or has no fixed length.
+        """
+        if name in functions.FOLDS and isinstance(args[0], View) and args[0].ndim == 1:
+            dims = (*args[1:], kwargs.get("dim", -1))[:1]
+            if set(kwargs) <= {"dim"} and dims[0] in (-1, 0, None, (-1,), (0,), [-1], [0]):
+                fold = functions.FOLDS[name]
+                return Symbol(self, fold(self._elements(args[0])))
+        if name in ("dot", "inner") and len(args) == 2 and all(_is_row(x) for x in args):
+            left, right = (self._elements(x) for x in args)
+            if len(left) == len(right):
+                products = [ar.mul(a, b) for a, b in zip(left, right, strict=True)]
+                return Symbol(self, functions.FOLDS["sum"](products))
+        if name == "isin" and len(args) == 2 and not kwargs and _is_row(args[1]):
+            value = self.node(args[0])
+            found = [ar.compare("==", value, x) for x in self._elements(args[1])]
+            return Symbol(self, functions.FOLDS["any"](found))
+        return None
+
+    def _elements(self, row: View | torch.Tensor) -> list[Node]:
+        """The elements of a row, each as a lookup."""
+        count = row.shape[0]
+        if not isinstance(count, int) or not 0 < count <= _LONGEST:
+            raise refusal(
+                f"a row of {count} elements is reduced, "
+                f"and rows of 1 to {_LONGEST} are written out",
+                "compute the reduction for all rows before the call and capture its result",
+            )
+        return [self.node(self.index(row, place)) for place in range(count)]
+
     def _call(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Symbol:
         function = functions.FUNCTIONS.get(name)
         if function is None:
@@ -235,6 +381,38 @@ class Tracer:
             )
         target.node = ar.to(found.node, before)
         return target
+
+
+def dtype_of(dtype: torch.dtype) -> DType:
+    """The language's type of ``dtype``."""
+    if dtype is torch.bool:
+        return DType.BOOL
+    if dtype.is_floating_point:
+        return DType.FLOAT
+    if dtype.is_complex:
+        raise refusal("a complex tensor", "the language has bools, ints and floats")
+    return DType.INT
+
+
+def _dtype(value: Any) -> torch.dtype | None:
+    if isinstance(value, torch.dtype):
+        return value
+    if isinstance(value, Symbol | View | torch.Tensor):
+        return value.dtype
+    return None
+
+
+def _target(wanted: torch.dtype) -> DType:
+    if wanted in _NARROW:
+        raise refusal(
+            f"a conversion to {wanted} would wrap round, and the language's ints do not",
+            "use torch.int32 or torch.int64",
+        )
+    return dtype_of(wanted)
+
+
+def _is_row(value: Any) -> bool:
+    return isinstance(value, View | torch.Tensor) and value.ndim == 1
 
 
 def dim_name(name: str, dim: int) -> str:

@@ -19,11 +19,10 @@ from attndsl.ir import SCORE, DType, ParamDecl, Program, TensorDecl, param, size
 from attndsl.passes.print_ir import print_program
 
 from . import arithmetic as ar
-from .casting import dtype_of
 from .closures import Reach, reach, replaced
 from .places import refusal_at
 from .symbols import Symbol
-from .tracer import Tracer, dim_name
+from .tracer import Tracer, dim_name, dtype_of
 
 if TYPE_CHECKING:
     from attndsl.ir import Node

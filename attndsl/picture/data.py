@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from attndsl.backends.base import Part
-from attndsl.backends.interpret import Scope, evaluate
-from attndsl.backends.tiling import Grid, grid_of, kinds_by_bounds
+from attndsl.backends.dense.interpret import Scope, evaluate
+from attndsl.backends.tiled.tile_kinds import Grid, grid_of, kinds_by_bounds
 from attndsl.errors import ArgumentError
 from attndsl.ir import reads_score
 from attndsl.passes.print_ir import print_program

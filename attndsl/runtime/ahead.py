@@ -17,7 +17,7 @@ from attndsl.backends.base import FusedForwardMode
 
 if TYPE_CHECKING:
     from attndsl.backends.base import Backend
-    from attndsl.backends.pulled import Tensors
+    from attndsl.backends.dense.pulled import Tensors
     from attndsl.pipeline import Lowered
 
     from .higher import Packed

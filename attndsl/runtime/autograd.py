@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional
 
 from attndsl.backends.base import Call
-from attndsl.backends.reference import ReferenceBackend
+from attndsl.backends.dense.reference import ReferenceBackend
 from attndsl.errors import UnsupportedError
 
 from .distributed import OF_TORCH, refuse_context_parallel

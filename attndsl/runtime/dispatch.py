@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from attndsl.backends.cpu import CPUBackend
-from attndsl.backends.reference import ReferenceBackend
-from attndsl.backends.widened import WidenedBackend
+from attndsl.backends.dense.reference import ReferenceBackend
+from attndsl.backends.tiled.cpu import CPUBackend
+from attndsl.backends.tiled.dots import WidenedBackend
 from attndsl.errors import BackendError
 
 from .programs import default_cache

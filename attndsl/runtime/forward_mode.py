@@ -22,7 +22,7 @@ from .recompute import Pushed, recomputed
 
 if TYPE_CHECKING:
     from attndsl.backends.base import Backend, Call
-    from attndsl.backends.pulled import Tensors
+    from attndsl.backends.dense.pulled import Tensors
     from attndsl.pipeline import Lowered
 
     from .higher import Packed

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch.autograd import forward_ad
 
-from attndsl.backends.base import Call
-from attndsl.backends.dense import attend_pairs, dense_pairs
+from attndsl.backends.base import Call, Tangents
+from attndsl.backends.dense.pairs import attend_pairs, dense_pairs
+from attndsl.backends.dense.tangent import tangent
 from attndsl.backends.memory_order import arranged, arranged_like, memory_order
-from attndsl.backends.tangent import Tangents, tangent
 
 from .recompute import Function, Pulled, Pushed, recomputed
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from attndsl.backends.base import Scalar
-    from attndsl.backends.pulled import Tensors
+    from attndsl.backends.dense.pulled import Tensors
     from attndsl.pipeline import Lowered
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from attndsl.backends.interpret import evaluate, scope_of
+from attndsl.backends.dense.interpret import evaluate, scope_of
 
 if TYPE_CHECKING:
     from attndsl.backends.base import Call

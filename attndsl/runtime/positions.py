@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from attndsl.backends.base import Call
-    from attndsl.backends.pulled import Tensors
+    from attndsl.backends.dense.pulled import Tensors
 
 FIELDS = ("q_offset", "kv_offset", "q_index", "kv_index")
 """Fields of a call that may hold them."""

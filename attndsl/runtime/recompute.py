@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 import torch
 from torch.autograd import forward_ad
 
-from attndsl.backends.pulled import pulled
+from attndsl.backends.dense.pulled import pulled
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from attndsl.backends.pulled import Tensors
+    from attndsl.backends.dense.pulled import Tensors
 
 _is_batched = torch._C._functorch.is_batchedtensor
 

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from attndsl.backends.base import Wants
+from attndsl.backends.dense.pulled import pulled
 from attndsl.backends.memory_order import arranged_like
-from attndsl.backends.pulled import pulled
 
 from .higher import is_transformed, pull_in_chunks
 from .positions import with_positions, without_positions
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from attndsl.backends.base import Backend, Call, Gradients, Scalar
-    from attndsl.backends.pulled import Tensors
+    from attndsl.backends.dense.pulled import Tensors
     from attndsl.pipeline import Lowered
 
 

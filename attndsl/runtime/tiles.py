@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from attndsl.backends.base import TileKinds
-from attndsl.backends.interpret import Scope, evaluate, scope_of
-from attndsl.backends.tiling import (
+from attndsl.backends.dense.interpret import Scope, evaluate, scope_of
+from attndsl.backends.tiled.tile_kinds import (
     fits_plan,
     grid_of,
     kinds_by_bounds,
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from attndsl.backends.base import Call, Scalar
-    from attndsl.backends.tiling import Grid
+    from attndsl.backends.tiled.tile_kinds import Grid
     from attndsl.passes.tiles.plan import Direction, LoopPlan
     from attndsl.pipeline import Lowered
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from attndsl.backends.philox import keep_factor, kept
+from attndsl.backends.dense.philox import keep_factor, kept
 
 from .programs import POSITION
 

@@ -47,8 +47,7 @@ if TYPE_CHECKING:
 
     from attndsl.pipeline import Lowered
 
-    from ..base import Call, Store
-    from ..tangent import Tangents
+    from ..base import Call, Store, Tangents
     from ..triton.shares import Shares
     from ..triton.specialise import Specialisation
     from ..triton.tiles import Config

@@ -21,8 +21,9 @@ from attndsl.ir import Op, const, dependencies, leaf_names, node, substitute, to
 from attndsl.passes.differentiate import vjp
 from attndsl.passes.place import AWAY
 
-from ..capture_sums import CaptureSums
-from ..cpu_tiles import Expressions, Step
+from ..tiled.capture_gradients import CaptureSums
+from ..tiled.plan import Step
+from ..tiled.torch_tiles import Expressions
 from .memory import block_width
 
 if TYPE_CHECKING:

@@ -31,8 +31,7 @@ if TYPE_CHECKING:
 
     from attndsl.pipeline import Lowered
 
-    from ..base import Call, Scalar, Store, Wants
-    from ..tangent import Tangents
+    from ..base import Call, Scalar, Store, Tangents, Wants
     from .kernels import ListKernels, Prepared
     from .shares import Shares
     from .tangents import Moving

@@ -16,8 +16,9 @@ import torch
 
 from attndsl.passes.distance import varies_with_distance_alone
 
-from ..capture_sums import CaptureSums
-from ..cpu_tiles import Expressions, Step
+from ..tiled.capture_gradients import CaptureSums
+from ..tiled.plan import Step
+from ..tiled.torch_tiles import Expressions
 from .terms import terms_of
 
 if TYPE_CHECKING:

@@ -1,9 +1,9 @@
 """Which numbers kernels draw where the pairs of a call are a part of what dropout counts.
 
-Dropout draws for blocks of rows and keys (:mod:`..philox`). A part that begins with whole blocks
-draws as fast as a call of its own: a head's words are others, and nothing else. A part that begins
-within a block, or of which only the device knows where it begins, draws for each pair alone, which
-takes tens of times as many operations. Only portable kernels do.
+Dropout draws for blocks of rows and keys (:mod:`..dense.philox`). A part that begins with whole
+blocks draws as fast as a call of its own: a head's words are others, and nothing else. A part that
+begins within a block, or of which only the device knows where it begins, draws for each pair alone,
+which takes tens of times as many operations. Only portable kernels do.
 
 Non-goals: which numbers pairs have in the whole (``Call.draws`` says so).
 """
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from .. import philox
+from ..dense import philox
 from .text import device_function
 
 if TYPE_CHECKING:

@@ -9,8 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ..capture_sums import CaptureSums
-from ..cpu_tiles import Expressions, Step
+from ..tiled.capture_gradients import CaptureSums
+from ..tiled.plan import Step
+from ..tiled.torch_tiles import Expressions
 from .terms import ONE, lines_of
 
 if TYPE_CHECKING:

@@ -20,8 +20,9 @@ import torch
 from attndsl.ir import leaf_names
 
 from ..base import Gradients
-from ..capture_sums import CaptureSums
-from ..cpu_tiles import Expressions, Step
+from ..tiled.capture_gradients import CaptureSums
+from ..tiled.plan import Step
+from ..tiled.torch_tiles import Expressions
 
 if TYPE_CHECKING:
     from attndsl.pipeline import Lowered

@@ -19,8 +19,7 @@ if TYPE_CHECKING:
 
     from attndsl.pipeline import Lowered
 
-    from ..base import Call
-    from ..tangent import Tangents
+    from ..base import Call, Tangents
     from .arguments import Layout
 
 

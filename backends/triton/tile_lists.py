@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..tiling import resample
+from ..tiled.tile_kinds import resample
 from .arguments import capture_arguments, origin
 from .generate_lists import value_counts
 from .kernels import LIST_CHUNK

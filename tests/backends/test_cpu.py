@@ -11,11 +11,11 @@ from support.cpu_programs import OWN_WEIGHTS, PROGRAMS
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import attndsl
-from attndsl.backends import cpu_plan
 from attndsl.backends.base import Wants
-from attndsl.backends.cpu import CPUBackend
-from attndsl.backends.reference import ReferenceBackend
-from attndsl.backends.tiling import tile_kinds
+from attndsl.backends.dense.reference import ReferenceBackend
+from attndsl.backends.tiled import plan
+from attndsl.backends.tiled.cpu import CPUBackend
+from attndsl.backends.tiled.tile_kinds import tile_kinds
 from attndsl.errors import UnsupportedError
 from attndsl.ir import SCORE, Op, Program, const, node
 from attndsl.pipeline import lower_program
@@ -55,8 +55,8 @@ class Bound:
 def small_tiles(monkeypatch):
     """Many tiles, spans and steps at lengths that the reference does in no time."""
     for name, value in {"BLOCK_M": 8, "BLOCK_N": 4, "SPAN": 12, "PAIRS": 256, "_SPARE": 0}.items():
-        monkeypatch.setattr(cpu_plan, name, value)
-    monkeypatch.setattr(BACKEND, "_plans", cpu_plan.Plans())
+        monkeypatch.setattr(plan, name, value)
+    monkeypatch.setattr(BACKEND, "_plans", plan.Plans())
 
 
 def compare(check, text, inputs, **declared):
@@ -123,7 +123,7 @@ def test_dtypes(check, name, dtype):
 @pytest.mark.parametrize("spare", [0, 8, 10**9])
 @pytest.mark.parametrize("kv_heads", [1, 2, 6])
 def test_documents_that_differ_by_batch_and_head(check, small_tiles, monkeypatch, spare, kv_heads):
-    monkeypatch.setattr(cpu_plan, "_SPARE", spare)
+    monkeypatch.setattr(plan, "_SPARE", spare)
     text = "mask = causal() and doc[b, h, q] == doc[b, h, kv]; score = score * g[h] + b"
     captures = {"doc": documents(3, 6, 37), "g": leaf(6, dtype=torch.float32)}
     captures["doc"][1] = captures["doc"][1, :1]
@@ -324,15 +324,15 @@ def test_tile_kinds_decide_what_is_visited(check, small_tiles, monkeypatch, kind
         tiles = (-(-call.q.shape[2] // block_m), -(-call.k.shape[2] // block_n))
         return torch.full((1, 1, *tiles), kinds, dtype=torch.int8)
 
-    monkeypatch.setattr(cpu_plan, "tile_kinds", constant)
-    monkeypatch.setattr(BACKEND, "_plans", cpu_plan.Plans())
+    monkeypatch.setattr(plan, "tile_kinds", constant)
+    monkeypatch.setattr(BACKEND, "_plans", plan.Plans())
     for name, value in check.run(program, inputs.to(torch.float64)).items():
         torch.testing.assert_close(value, expected[name] * kinds, atol=1e-12, rtol=1e-12)
 
 
 @pytest.mark.parametrize("spare", [0, 5, 10**9])
 def test_boxes_cover_every_head_once(monkeypatch, spare):
-    monkeypatch.setattr(cpu_plan, "_SPARE", spare)
+    monkeypatch.setattr(plan, "_SPARE", spare)
     draw = random.Random(5)
     for _ in range(200):
         batch, group, kv_heads = (draw.choice(some) for some in ([1, 2, 5], [1, 2, 3], [1, 2, 4]))
@@ -342,7 +342,7 @@ def test_boxes_cover_every_head_once(monkeypatch, spare):
         ]
         rows = [draw.choice([entry, entry[::-1]]) for _ in range(draw.choice([1, batch]))]
         seen = {}
-        for box, row in cpu_plan._boxes(rows, batch, heads, group):
+        for box, row in plan._boxes(rows, batch, heads, group):
             (b0, b1), (h0, h1) = box.batches, box.heads
             assert b1 - b0 == 1 or (h0, h1) == (0, heads)
             whole = h0 % group == 0 and h1 % group == 0
@@ -421,7 +421,7 @@ def test_plans_are_remembered_by_all_that_they_depend_on(monkeypatch):
         made.append(call)
         return tile_kinds(lowered, call, block_m, block_n)
 
-    monkeypatch.setattr(cpu_plan, "tile_kinds", counted)
+    monkeypatch.setattr(plan, "tile_kinds", counted)
     backend = CPUBackend()
     q, k, v = (leaf(1, 2, 20, 4) for _ in range(3))
     window = Bound("param w: int\nmask = 0 <= q - kv and q - kv < w", backend)

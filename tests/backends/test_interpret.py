@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from attndsl.backends.interpret import RULES, Scope, check_lookups, evaluate
+from attndsl.backends.dense.interpret import RULES, Scope, check_lookups, evaluate
 from attndsl.errors import ArgumentError
 from attndsl.ir import DType, Op, cast, const, load, node, param, size, var
 

@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 
-from attndsl.backends.philox import ROTATIONS, keep_factor, kept, kept_at, philox4x32
+from attndsl.backends.dense.philox import ROTATIONS, keep_factor, kept, kept_at, philox4x32
 
 SEED = 0x0123456789ABCDEF
 

@@ -21,8 +21,8 @@ from support.by_hand import (
 )
 
 from attndsl.backends.base import Call, Wants
-from attndsl.backends.philox import kept
-from attndsl.backends.reference import ReferenceBackend
+from attndsl.backends.dense.philox import kept
+from attndsl.backends.dense.reference import ReferenceBackend
 from attndsl.errors import ArgumentError, UnsupportedError
 from attndsl.ir import SCORE, Op, Program, const, node
 from attndsl.pipeline import lower, lower_program

@@ -9,7 +9,7 @@ import torch
 
 import attndsl
 from attndsl import errors
-from attndsl.backends.widened import Wide, why_tiles
+from attndsl.backends.tiled.dots import Wide, why_tiles
 from attndsl.passes.widen import with_heads_apart
 from attndsl.pipeline import lower
 from attndsl.runtime.arguments import bind

@@ -275,15 +275,15 @@ class TestVerify:
             attndsl.verify("sliding_window(100)", 400, 400, block_m=32, block_n=32)
 
     def test_wrong_bounds_of_intervals_are_caught(self, monkeypatch):
-        from attndsl.backends import tiling
+        from attndsl.backends.tiled import tile_kinds
 
-        extremes = tiling._extremes
+        extremes = tile_kinds._extremes
 
         def wrong(values, dim, block):
             low, _high = extremes(values, dim, block)
             return low, low
 
-        monkeypatch.setattr(tiling, "_extremes", wrong)
+        monkeypatch.setattr(tile_kinds, "_extremes", wrong)
         with pytest.raises(PlanError):
             attndsl.verify(DOCUMENTS, 100, 100, block_m=16, doc=torch.arange(100)[None] // 30)
 

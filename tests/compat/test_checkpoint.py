@@ -15,8 +15,8 @@ from torch.utils.checkpoint import (
 
 import attndsl
 from attndsl import scaled_dot_product_attention
-from attndsl.backends import pulled
-from attndsl.backends.cpu import CPUBackend
+from attndsl.backends.dense import pulled
+from attndsl.backends.tiled.cpu import CPUBackend
 from attndsl.flex import flex_attention
 
 PLAIN = "tensor gain[heads]: float; mask = causal(); score = score * gain[h]"

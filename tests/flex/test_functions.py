@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 import attndsl
-from attndsl.backends.interpret import Scope, evaluate
+from attndsl.backends.dense.interpret import Scope, evaluate
 from attndsl.errors import TraceError
 from attndsl.flex.functions import ALIASES, FUNCTIONS, IN_PLACE, TURNED_ROUND
 from attndsl.frontend import read

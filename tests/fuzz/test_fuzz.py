@@ -21,7 +21,7 @@ from fuzz.program import everything
 from fuzz.text import text
 
 import attndsl
-from attndsl.backends import interpret
+from attndsl.backends.dense import interpret
 from attndsl.ir import Op
 
 SEED = 5

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from fuzz.masks import DIMS, EXTREMES, NUMBERS, Masks, smaller, text_of, value_of
 
-from attndsl.backends.tiling import grid_of, kinds_by_bounds, segment_kinds
+from attndsl.backends.tiled.tile_kinds import grid_of, kinds_by_bounds, segment_kinds
 from attndsl.errors import AttnDSLError
 from attndsl.passes.tiles.plan import DIRECTIONS, EMPTY, FULL
 from attndsl.pipeline import lower
@@ -229,10 +229,10 @@ def _maps(
     case: Case, lowered: Lowered, call: Call, report: Report | None
 ) -> Iterator[tuple[str, torch.Tensor, bool]]:
     """Each way to find the tiles: its name, its kinds, and whether they are to be exact."""
-    from attndsl.backends import tiling
+    from attndsl.backends.tiled import tile_kinds
 
     sparsity, direction = lowered.sparsity, DIRECTIONS[case.direction]
-    wide = getattr(tiling, "wide_ints", None)
+    wide = getattr(tile_kinds, "wide_ints", None)
     how = (call.shifted, call.indexed) if wide is None else (call.shifted, call.indexed, wide(call))
     loop = sparsity.loop(direction, *case.tiles, *how)
     if report is not None:

@@ -12,8 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import attndsl
 from attndsl.backends.base import Call, FusedForwardMode
-from attndsl.backends.reference import ReferenceBackend
-from attndsl.backends.tangent import tangent
+from attndsl.backends.dense.reference import ReferenceBackend
+from attndsl.backends.dense.tangent import tangent
 from attndsl.runtime.ahead import Ahead, tangents_of
 from attndsl.runtime.forward_mode import attend_with_tangents
 from attndsl.runtime.higher import attend_in_chunks, pack

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from attndsl.backends.philox import kept as kept_pairs
+from attndsl.backends.dense.philox import kept as kept_pairs
 from attndsl.backends.triton.cross import example_call
 from attndsl.backends.triton.library import STATISTICS_PADDING
 from attndsl.backends.triton.specialise import PairTile

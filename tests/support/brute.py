@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from attndsl.backends.base import Call
-from attndsl.backends.interpret import evaluate
-from attndsl.backends.tiling import Grid, grid_of
+from attndsl.backends.dense.interpret import evaluate
+from attndsl.backends.tiled.tile_kinds import Grid, grid_of
 from attndsl.pipeline import lower
 from attndsl.source import Source
 

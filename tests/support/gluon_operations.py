@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from attndsl.backends.dense.philox import kept_at
 from attndsl.backends.device import records
 from attndsl.backends.hopper.library import slot_of
-from attndsl.backends.philox import kept_at
 from attndsl.backends.triton.library import head_of, place_of_item
 
 from .gluon_machine import (

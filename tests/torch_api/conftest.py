@@ -10,7 +10,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import attndsl
-from attndsl.backends.philox import kept as kept_pairs
+from attndsl.backends.dense.philox import kept as kept_pairs
 from attndsl.runtime.seed import draw_seed
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ from support.gluon_machine import Pointer, number
 from support.kernel_text import Run
 
 from attndsl.backends.base import Part
-from attndsl.backends.philox import kept_at
+from attndsl.backends.dense.philox import kept_at
 from attndsl.backends.triton.draws import BLOCK, drop_function
 from attndsl.runtime.parts import localised
 

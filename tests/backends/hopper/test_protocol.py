@@ -20,7 +20,7 @@ from support.forward_text import (
 from support.kernel_text import Run, cases_of, slow
 from support.mutation import before, constant_of, drop, early, is_noticed, number_of, swap
 
-from attndsl.backends.philox import kept as kept_pairs
+from attndsl.backends.dense.philox import kept as kept_pairs
 
 if TYPE_CHECKING:
     from support.forward_text import Inputs

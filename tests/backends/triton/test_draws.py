@@ -9,7 +9,7 @@ import torch
 
 import attndsl
 from attndsl.backends.base import Call, Draws, Wants
-from attndsl.backends.philox import kept_at
+from attndsl.backends.dense.philox import kept_at
 from attndsl.backends.triton.draws import kinds_of_draws, why_pairs
 from attndsl.pipeline import lower
 from attndsl.runtime.arguments import sizes_of

@@ -10,7 +10,7 @@ import torch
 
 from attndsl import ir
 from attndsl.backends.base import Call, Wants
-from attndsl.backends.reference import ReferenceBackend
+from attndsl.backends.dense.reference import ReferenceBackend
 from attndsl.backends.triton import TritonBackend
 from attndsl.backends.triton.expression import Capture, Names, print_expressions
 from attndsl.backends.triton.specialise import specialise

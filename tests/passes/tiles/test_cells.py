@@ -8,8 +8,8 @@ import pytest
 import torch
 from support.brute import call_of, lowered_of, true_kinds
 
-from attndsl.backends import tiling
-from attndsl.backends.tiling import grid_of, kinds_by_bounds
+from attndsl.backends.tiled import tile_kinds
+from attndsl.backends.tiled.tile_kinds import grid_of, kinds_by_bounds
 from attndsl.passes.tiles.cells import cells_of
 
 LENGTHS = 150, 190
@@ -40,7 +40,7 @@ def test_kinds_are_exact(
     captures = {"m": BLOCKS, "t": torch.arange(64) % 5}
     call = call_of(lowered, *LENGTHS, heads=2, offsets=offsets, **captures)
     if name in WITHOUT_PAIRS:
-        monkeypatch.setattr(tiling, "_tile_masks", None)
+        monkeypatch.setattr(tile_kinds, "_tile_masks", None)
     for block_m, block_n in [(16, 16), (64, 32), (13, 7)]:
         found = kinds_by_bounds(lowered.sparsity, grid_of(call, block_m, block_n))
         assert torch.equal(found, true_kinds(lowered, call, block_m, block_n))

@@ -6,7 +6,7 @@ import pytest
 import torch
 from support.brute import call_of, lowered_of, true_kinds
 
-from attndsl.backends.tiling import grid_of, kinds_by_bounds, kinds_by_segments
+from attndsl.backends.tiled.tile_kinds import grid_of, kinds_by_bounds, kinds_by_segments
 from attndsl.passes.tiles.plan import DIRECTIONS
 
 PRELUDE = [

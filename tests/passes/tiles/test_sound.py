@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.brute import call_of, lowered_of, true_kinds
 
-from attndsl.backends.tiling import grid_of, kinds_by_bounds, kinds_by_segments, resample
+from attndsl.backends.tiled.tile_kinds import grid_of, kinds_by_bounds, kinds_by_segments, resample
 from attndsl.passes.tiles.plan import DIRECTIONS, EMPTY, FULL
 from attndsl.passes.tiles.sparsity import EVALUATION, SCORES, SETS, SUMMARIES
 

@@ -9,7 +9,7 @@ import torch
 from support.brute import call_of, lowered_of, true_kinds
 
 import attndsl
-from attndsl.backends.tiling import grid_of, kinds_by_bounds, segment_kinds, wide_ints
+from attndsl.backends.tiled.tile_kinds import grid_of, kinds_by_bounds, segment_kinds, wide_ints
 from attndsl.passes.tiles.plan import BACKWARD_KV, DIRECTIONS, EMPTY, FORWARD, FULL
 from attndsl.runtime.tiles import find_tiles
 

@@ -7,7 +7,7 @@ the sums run over a row's pairs and its sink.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,8 +15,8 @@ import torch
 from attndsl.ir import SCORE, Op, const
 from attndsl.passes.differentiate import vjp
 
-from .dense import attend_pairs, dense_pairs, group, own_weights, ungroup, where_live
 from .interpret import evaluate, sides_of, times
+from .pairs import attend_pairs, dense_pairs, group, own_weights, ungroup, where_live
 from .rows import clamped_indices, product_of_rows, rows_at
 
 if TYPE_CHECKING:
@@ -25,21 +25,10 @@ if TYPE_CHECKING:
     from attndsl.ir import Node
     from attndsl.pipeline import Lowered
 
-    from .base import Call
+    from ..base import Call, Tangents
     from .interpret import Scope
 
 _ONE = const(1.0)
-
-
-@dataclass(frozen=True, slots=True)
-class Tangents:
-    """Directions, of the shape and dtype of what moves; None, or no entry, for what does not."""
-
-    q: torch.Tensor | None = None
-    k: torch.Tensor | None = None
-    v: torch.Tensor | None = None
-    captures: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    """Of tensors and params, by name."""
 
 
 def tangent(

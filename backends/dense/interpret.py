@@ -31,7 +31,7 @@ from .rows import elements_at, product_of_rows, rows_at
 if TYPE_CHECKING:
     from attndsl.ir import Node
 
-    from .base import Call
+    from ..base import Call
 
 Rule = Callable[["Node", tuple[torch.Tensor, ...], "Scope"], torch.Tensor]
 

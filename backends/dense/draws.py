@@ -9,7 +9,7 @@ import torch
 from .philox import kept_at
 
 if TYPE_CHECKING:
-    from .base import Call
+    from ..base import Call
     from .philox import Rows
 
 Range = tuple[int, int]

@@ -10,17 +10,16 @@ from typing import TYPE_CHECKING
 
 from attndsl.ir import Op, toposort
 
-from .cpu_tiles import Span, Step
-from .tiling import tile_kinds
+from .tile_kinds import tile_kinds
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from attndsl.pipeline import Lowered
 
-    from .base import Call
-    from .cpu_tiles import Range
+    from ..base import Call
 
+Range = tuple[int, int]
 BLOCK_M = 128
 """Query rows of a tile."""
 BLOCK_N = 64
@@ -35,12 +34,39 @@ _SPARE = 32
 """Tiles (of one head each) whose work costs about what one more step costs."""
 _LIVE = re.compile(rb"[\x01\x02]+")
 _PARTIAL = re.compile(rb"\x01+")
-
-
 _KEPT = 16
 """Plans that are remembered."""
 _KEPT_STEPS = 1 << 12
 """Steps of the longest one that is."""
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Keys ``columns[0] <= row < columns[1]``; ``partial`` are those where the mask decides."""
+
+    columns: Range
+    partial: tuple[Range, ...]
+
+    @property
+    def width(self) -> int:
+        """Number of keys."""
+        return self.columns[1] - self.columns[0]
+
+    @property
+    def full(self) -> bool:
+        """Whether some keys are live for all rows of the step."""
+        return sum(stop - start for start, stop in self.partial) < self.width
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """Query rows of a box of heads, and the spans of keys that they meet."""
+
+    batches: Range
+    heads: Range
+    """Query heads: all of them if there are several batches; else whole groups, or part of one."""
+    rows: Range
+    spans: tuple[Span, ...]
 
 
 class Plans:

@@ -1,6 +1,7 @@
 """Lookups and products of rows of captured tensors, over all pairs at once.
 
-Non-goals: views in place of gathered copies (see :mod:`.cpu_tiles` and :mod:`.widened`).
+Non-goals: views in place of gathered copies (see :mod:`..tiled.torch_tiles`,
+:mod:`..tiled.dots`).
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ import torch
 from attndsl.passes.tiles.plan import EMPTY, FULL, PARTIAL
 from attndsl.passes.widths import fits
 
-from .interpret import Scope, evaluate, scope_of
+from ..dense.interpret import Scope, evaluate, scope_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from attndsl.passes.tiles.sparsity import Sparsity
     from attndsl.pipeline import Lowered
 
-    from .base import Call, Scalar
+    from ..base import Call, Scalar
 
 _CHUNKS = {"cpu": 1 << 17}
 """Pairs that are evaluated at a time: on CPUs what fits into a cache."""

@@ -30,17 +30,18 @@ import torch
 from attndsl.ir import SCORE, Op, const
 from attndsl.passes.differentiate import vjp
 
-from .base import Gradients, check_meaning
-from .dense import Dense, attend_pairs, dense_pairs, group, own_weights, ungroup, where_live
+from ..base import Gradients, check_meaning
+from ..memory_order import arranged, arranged_like, memory_order, wide_dtype
 from .interpret import Scope, check_lookups, evaluate, gated, sides_of
-from .memory_order import arranged, arranged_like, memory_order, wide_dtype
+from .pairs import Dense, attend_pairs, dense_pairs, group, own_weights, ungroup, where_live
 from .rows import add_elements, add_rows, gradients_of_rows, rows_at
 
 if TYPE_CHECKING:
     from attndsl.ir import Node, Program
+    from attndsl.passes.differentiate import Derivative
     from attndsl.pipeline import Lowered
 
-    from .base import Call, Wants
+    from ..base import Call, Wants
 
 
 class ReferenceBackend:
@@ -62,7 +63,7 @@ class ReferenceBackend:
         return None
 
     def check(self, lowered: Lowered, call: Call) -> None:
-        """Refuse what has no meaning; see :func:`~.base.check_meaning`."""
+        """Refuse what has no meaning; see :func:`~..base.check_meaning`."""
         check_meaning(lowered.program)
 
     def forward(self, lowered: Lowered, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
@@ -144,21 +145,14 @@ class ReferenceBackend:
         if dense.keep is not None and program.dropout is not None:
             (p,) = evaluate((program.dropout,), scope)
             # keep = 1 / (1 - p), so its derivative by p is keep ** 2; clamped p has none.
-            inside = (p >= 0) & (p < 1)
-            d_p = torch.where(inside, d_kept * weights * dense.keep**2, 0.0)
+            d_p = torch.where((p >= 0) & (p < 1), d_kept * weights * dense.keep**2, 0.0)
             sums.add_root(program.dropout, d_p, scope)
         d_score = where_live(dense.live, d_score, 0.0)
-        for item in derivative.tensors:
-            sums.add_tensor(item.load, item.factor, d_score, scope)
-        for product in derivative.products:
-            sums.add_product(product.product, product.factor, d_score, scope)
-        for part in derivative.params:
-            sums.add_param(part.name, part.factor, d_score, scope)
+        sums.add_score(derivative, d_score, scope)
         (slope,) = evaluate((derivative.score,), scope)
         d_raw = group((gated(d_score, d_score * slope) * call.scale).to(call.q.dtype), call)
-        kept = group(
-            (weights if dense.keep is None else weights * dense.keep).to(call.v.dtype), call
-        )
+        kept = weights if dense.keep is None else weights * dense.keep
+        kept = group(kept.to(call.v.dtype), call)
         # Wide ones are products of rounded operands, not rounded themselves.
         kind = wide_dtype(wants.wide)
         d_raw, kept, grad_rows = (x.to(kind or call.q.dtype) for x in (d_raw, kept, grad_rows))
@@ -169,9 +163,7 @@ class ReferenceBackend:
             q=None if d_q is None else arranged_like(d_q, call.q, kind),
             k=None if d_k is None else arranged_like(d_k, call.k, kind),
             v=None if d_v is None else arranged_like(d_v, call.v, kind),
-            tensors={
-                name: sums.tensors[name].to(call.tensors[name].dtype) for name in wants.tensors
-            },
+            tensors={name: sums.tensor(name) for name in wants.tensors},
             params={name: sums.param(name) for name in wants.params},
         )
 
@@ -231,11 +223,24 @@ class _Sums:
             name: torch.zeros((), dtype=work, device=call.q.device) for name in wants.params
         }
 
+    def tensor(self, name: str) -> torch.Tensor:
+        """The gradient of a tensor, in its dtype."""
+        return self.tensors[name].to(self._call.tensors[name].dtype)
+
     def param(self, name: str) -> torch.Tensor:
         """The gradient of a param, in its dtype if it came as a tensor."""
         value = self._call.params[name]
         total = self.params[name]
         return total.to(value.dtype) if isinstance(value, torch.Tensor) else total
+
+    def add_score(self, derivative: Derivative, seed: torch.Tensor, scope: Scope) -> None:
+        """Add ``seed`` times the derivatives of the final score by all that it mentions."""
+        for item in derivative.tensors:
+            self.add_tensor(item.load, item.factor, seed, scope)
+        for product in derivative.products:
+            self.add_product(product.product, product.factor, seed, scope)
+        for part in derivative.params:
+            self.add_param(part.name, part.factor, seed, scope)
 
     def add_root(self, root: Node, seed: torch.Tensor, scope: Scope) -> None:
         """Add ``seed`` times the derivatives of ``root`` by all that it mentions."""

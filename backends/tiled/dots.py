@@ -20,19 +20,20 @@ from attndsl.ir import Op, dependencies, leaf_names, sides, toposort, var
 from attndsl.passes.widen import with_heads_apart
 from attndsl.pipeline import lower_program
 
-from .base import Gradients
-from .capture_sums import CaptureSums
-from .cpu_tiles import Expressions, Step, work_dtype
-from .memory_order import arranged_like, empty_like, wide_dtype
-from .rows import rows_at
+from ..base import Gradients
+from ..dense.rows import rows_at
+from ..memory_order import arranged_like, empty_like, wide_dtype
+from .capture_gradients import CaptureSums
+from .plan import Step
+from .torch_tiles import Expressions, work_dtype
 
 if TYPE_CHECKING:
     from attndsl.ir import Node, Program, Side
     from attndsl.passes.widen import Term
     from attndsl.pipeline import Lowered
 
-    from .base import Backend, Call, Wants
-    from .cpu_tiles import Tile
+    from ..base import Backend, Call, Wants
+    from .torch_tiles import Tile
 
 MAX_WIDTH = 256
 """Head dim that kernels take at most."""

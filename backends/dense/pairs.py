@@ -18,7 +18,7 @@ from .philox import keep_factor
 if TYPE_CHECKING:
     from attndsl.ir import Node, Program
 
-    from .base import Call
+    from ..base import Call
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ def dense_pairs(program: Program, call: Call, first_row: int = 0) -> Dense:
 
 
 def attend_pairs(program: Program, call: Call, dense: Dense) -> tuple[torch.Tensor, torch.Tensor]:
-    """``out`` and ``lse`` of :class:`~.base.Backend` from the pairs of ``call``."""
+    """``out`` and ``lse`` of :class:`~..base.Backend` from the pairs of ``call``."""
     if program.weights is None:
         weights, lse = softmax(program, dense)
     else:

@@ -1,0 +1,1 @@
+"""Attention over all pairs at once, in torch operations: what the IR means, the oracle of tests."""

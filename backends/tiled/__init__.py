@@ -1,0 +1,1 @@
+"""Attention tile by tile, in torch operations, and what kernels leave to these."""

@@ -1,0 +1,138 @@
+"""Values of expressions on the pairs of a tile, in torch operations.
+
+The CPU backend evaluates all that a program says on them. Other backends evaluate derivatives on
+them, to add up gradients of captured tensors.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from attndsl.ir import Op, toposort
+from attndsl.passes.inside import reads_inside
+
+from ..dense.interpret import RULES, Scope, scope_of
+
+if TYPE_CHECKING:
+    from attndsl.ir import Node
+
+    from ..base import Call
+    from .plan import Range, Step
+
+
+def work_dtype(call: Call) -> torch.dtype:
+    """What everything is computed and accumulated in."""
+    return torch.float64 if call.q.dtype is torch.float64 else torch.float32
+
+
+class Expressions:
+    """Evaluates expressions on the pairs of a tile.
+
+    As :func:`~..dense.interpret.evaluate`, but where a lookup's indices are plain names of
+    consecutive positions (``bias[b, h, q, kv]``) it takes a view in place of gathering element by
+    element.
+    """
+
+    def __init__(self, call: Call) -> None:
+        nothing = torch.empty((1, 1, 1, 1), dtype=work_dtype(call), device=call.q.device)
+        self._base = scope_of(call, nothing)
+        self._step: Step | None = None
+        """The step of the last tile, and what its tiles share."""
+        self._ranges: dict[str, Range] = {}
+        self._variables: dict[str, torch.Tensor] = {}
+        self._orders: dict[tuple[Node, ...], list[Node]] = {}
+        group = call.q.shape[1] // max(1, call.k.shape[1])
+        self._starts: dict[str, int] = {"b": 0, "h": 0} | ({"hkv": 0} if group == 1 else {})
+        for name, offset, index in (
+            ("q", call.q_offset, call.q_index),
+            ("kv", call.kv_offset, call.kv_index),
+        ):
+            if index is None and not isinstance(offset, torch.Tensor):
+                self._starts[name] = offset
+
+    def tile(self, step: Step, columns: Range, score: torch.Tensor) -> Tile:
+        """The tile of ``step`` at ``columns``, with ``score`` (batch, heads, rows, columns)."""
+        base = self._base
+        if step is not self._step:
+            self._step = step
+            self._ranges = {
+                "b": step.batches, "h": step.heads, "hkv": step.heads, "q": step.rows,
+            }  # fmt: skip
+            self._variables = {
+                name: _narrow(base.variables[name], _DIMS[name], place)
+                for name, place in self._ranges.items()
+            }
+        kv = _narrow(base.variables["kv"], _DIMS["kv"], columns)
+        variables = {**self._variables, "kv": kv}
+        ranges = {**self._ranges, "kv": columns}
+        scope = Scope(variables, base.sizes, base.params, base.tensors, score)
+        logical = {
+            name: (start + ranges[name][0], start + ranges[name][1])
+            for name, start in self._starts.items()
+        }
+        return Tile(self, scope, logical)
+
+    def order(self, roots: tuple[Node, ...]) -> list[Node]:
+        """The nodes below ``roots``, operands first."""
+        found = self._orders.get(roots)
+        if found is None:
+            found = self._orders[roots] = list(toposort(*roots))
+        return found
+
+
+def _narrow(tensor: torch.Tensor, dim: int, place: Range) -> torch.Tensor:
+    return tensor.narrow(dim, place[0], place[1] - place[0])
+
+
+_DIMS = {"b": 0, "h": 1, "hkv": 1, "q": 2, "kv": 3}
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """The pairs of one span, or of a part of it."""
+
+    expressions: Expressions
+    scope: Scope
+    ranges: dict[str, Range]
+    """Logical positions of the names that run over consecutive ones."""
+
+    def evaluate(self, *roots: Node) -> tuple[torch.Tensor, ...]:
+        """Values of ``roots``, each of four dims of full size or 1; not to be written to."""
+        values: dict[Node, torch.Tensor] = {}
+        for item in self.expressions.order(roots):
+            if item.op is Op.LOAD and item.args:
+                values[item] = self._load(item, values)
+            else:
+                args = tuple(values[arg] for arg in item.args)
+                values[item] = RULES[item.op](item, args, self.scope)
+        return tuple(values[root] for root in roots)
+
+    def view(self, load: Node, tensor: torch.Tensor) -> torch.Tensor | None:
+        """What ``load`` looks up in ``tensor``, as a view of four dims; None if there is none."""
+        names = [str(arg.value) if arg.op is Op.VAR else "" for arg in load.args]
+        if len({_DIMS.get(name) for name in names}) < len(names):
+            return None
+        spans = [self.ranges.get(name, (-1, -1)) for name in names]
+        if not reads_inside(spans, tensor.shape):
+            return None
+        for dim, (start, stop) in enumerate(spans):
+            tensor = tensor.narrow(dim, start, stop - start)
+        order = sorted(range(len(names)), key=lambda dim: _DIMS[names[dim]])
+        tensor = tensor.permute(order)
+        present = {_DIMS[name] for name in names}
+        for dim in range(4):
+            if dim not in present:
+                tensor = tensor.unsqueeze(dim)
+        return tensor
+
+    def _load(self, load: Node, values: dict[Node, torch.Tensor]) -> torch.Tensor:
+        tensor = self.scope.tensors[str(load.value)]
+        found = self.view(load, tensor)
+        if found is None:
+            args = tuple(values[arg] for arg in load.args)
+            return RULES[Op.LOAD](load, args, self.scope)
+        kinds = {"bool": torch.bool, "int": torch.int64, "float": self.scope.dtype}
+        return found.to(kinds[load.dtype.value])

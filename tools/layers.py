@@ -1,0 +1,45 @@
+"""The layers of the package, from the lowest to the highest.
+
+The test of imports and the tracer of calls (``ways.py``) read them: a module imports from its own
+layer and those below.
+"""
+
+from __future__ import annotations
+
+LAYERS: tuple[frozenset[str], ...] = (
+    frozenset({"errors", "source", "settings", "after_torch", "reading"}),
+    frozenset({"operators"}),
+    frozenset({"ir"}),
+    frozenset({"frontend", "passes", "serialise", "grammar"}),
+    frozenset({"pipeline", "layout"}),
+    # What stands in backends/ itself is all for the base.
+    frozenset({"backends"}),
+    frozenset({"backends.dense"}),
+    frozenset({"backends.tiled"}),
+    frozenset({"backends.triton", "backends.hopper"}),
+    frozenset({"tilemap", "merging"}),
+    frozenset({"runtime", "config"}),
+    frozenset({"parallel"}),
+    frozenset({"explain", "picture"}),
+    frozenset({"compiled"}),
+    frozenset({"analysis"}),
+    frozenset({"attention"}),
+    frozenset({"api"}),
+    frozenset({"torch_api"}),
+    frozenset({"nn"}),
+    frozenset({"flex"}),
+    frozenset({"cli", "__main__"}),
+)
+"""Names of modules within ``attndsl``, each for itself and all below it."""
+
+
+def layer_of(module: str) -> int | None:
+    """Number of the layer of a module, by its dotted name; None where no layer names it."""
+    parts = module.split(".")[1:]
+    while parts:
+        name = ".".join(parts)
+        found = next((number for number, names in enumerate(LAYERS) if name in names), None)
+        if found is not None:
+            return found
+        parts.pop()
+    return None

@@ -1,0 +1,284 @@
+"""Trace the way of the data: the modules that one piece of work enters, in order.
+
+``python tools/ways.py`` traces every way of ``WAYS``, ``python tools/ways.py cpu lower`` some.
+No GPU is needed: kernels are made and not run.
+
+A module is *entered* where a function of it runs that has not run before on this way, after a
+function of another module. *Stays* are the entries, *rooms* the different modules, *returns* the
+stays beyond the first one in each room. A *call up* calls a module of a higher layer.
+
+Calls within the functions of ``CLOSED`` are not followed: how kernels are made is no part of
+how they are called. Each way has a process of its own: what one keeps, another would not enter.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+import warnings
+from collections import Counter
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+from unittest import mock
+
+from layers import layer_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from types import FrameType
+
+ROOT = Path(__file__).resolve().parents[1]
+CLOSED = frozenset(("Kernels.attention", "Kernels.tile_lists", "Executable.launch"))
+"""Qualified names of functions whose own calls are not followed."""
+_FOLDERS = {"attndsl": ("attndsl",), "backends": ("attndsl", "backends"),
+            "grammar": ("attndsl", "grammar")}  # fmt: skip
+
+
+class Entry(NamedTuple):
+    """A function that ran."""
+
+    module: str
+    function: str
+    caller: str | None
+    """The module that it was called from, the next one of the project; None for the first."""
+
+
+class Way(NamedTuple):
+    """What a piece of work entered."""
+
+    stays: tuple[str, ...]
+    """Modules in the order in which they were entered."""
+    calls: Counter[str]
+    """Calls of functions of each module."""
+    up: Counter[tuple[str, str]]
+    """Calls from a module to one of a higher layer: both, and how often."""
+
+    @property
+    def rooms(self) -> int:
+        """Number of different modules."""
+        return len(set(self.stays))
+
+    @property
+    def returns(self) -> int:
+        """How often a module was entered again."""
+        return len(self.stays) - self.rooms
+
+
+def module_at(path: str) -> str | None:
+    """The dotted name of the project's module at ``path``; None for files of others."""
+    try:
+        folder, *parts = Path(path).relative_to(ROOT).with_suffix("").parts
+    except ValueError:
+        return None
+    if folder not in _FOLDERS or not parts:
+        return None
+    return ".".join([*_FOLDERS[folder], *(part for part in parts if part != "__init__")])
+
+
+def entries_of(
+    work: Callable[[], object], module_of: Callable[[str], str | None] = module_at
+) -> list[Entry]:
+    """The functions of the project that ``work`` runs, in order, as :func:`sys.setprofile` tells.
+
+    Args:
+        work: What to run.
+        module_of: The module at a path, or None if its functions do not count.
+    """
+    found: list[Entry] = []
+    closed: list[FrameType] = []
+
+    def note(frame: FrameType, event: str, _: object) -> None:
+        if event == "return" and closed and frame is closed[-1]:
+            closed.pop()
+        if event != "call" or closed:
+            return
+        module, name = module_of(frame.f_code.co_filename), frame.f_code.co_qualname
+        # Comprehensions are no functions of their own.
+        if module is None or frame.f_code.co_name.startswith("<"):
+            return
+        found.append(Entry(module, name, _caller(frame, module_of)))
+        if name in CLOSED:
+            closed.append(frame)
+
+    sys.setprofile(note)
+    try:
+        work()
+    finally:
+        sys.setprofile(None)
+    return found
+
+
+def way_of(entries: Iterable[Entry]) -> Way:
+    """Stays, calls and calls up of ``entries``."""
+    stays: list[str] = []
+    calls: Counter[str] = Counter()
+    up: Counter[tuple[str, str]] = Counter()
+    seen = set()
+    for entry in entries:
+        calls[entry.module] += 1
+        if entry.caller is not None and _is_up(entry.caller, entry.module):
+            up[entry.caller, entry.module] += 1
+        place = entry.module, entry.function
+        if place not in seen and (not stays or stays[-1] != entry.module):
+            stays.append(entry.module)
+        seen.add(place)
+    return Way(tuple(stays), calls, up)
+
+
+def shown(name: str, way: Way) -> str:
+    """A way in words: one line for each room, in the order of its first stay."""
+    lines = [f"{name}: {len(way.stays)} stays, {way.rooms} rooms, {way.returns} returns"]
+    stays = Counter(way.stays)
+    for module in stays:
+        again = stays[module] - 1
+        line = f"  {module.removeprefix('attndsl.')}: {way.calls[module]} calls"
+        lines.append(f"{line}, entered again {again} times" if again else line)
+    for (caller, callee), number in way.up.items():
+        lines.append(f"  up: {caller} calls {callee}, {number} times")
+    return "\n".join(lines)
+
+
+def _caller(frame: FrameType, module_of: Callable[[str], str | None]) -> str | None:
+    outer = frame.f_back
+    while outer is not None:
+        module = module_of(outer.f_code.co_filename)
+        if module is not None:
+            return module
+        outer = outer.f_back
+    return None
+
+
+def _is_up(caller: str, callee: str) -> bool:
+    below, above = layer_of(caller), layer_of(callee)
+    return below is not None and above is not None and above > below
+
+
+def lower_text() -> Callable[[], object]:
+    """Text to a lowered program."""
+    from attndsl.pipeline import lower
+    from attndsl.source import Source
+
+    return lambda: lower(Source("causal()"), {})
+
+
+def score_to_text(backend: str) -> Callable[[], object]:
+    """A program with a modified score to the text of a backend's forward."""
+    import attndsl
+
+    attn = attndsl.compile("score * 0.5 + 0.1 * (kv - q)")
+    return lambda: attn.source(backend=backend)
+
+
+def cpu_forward() -> Callable[[], object]:
+    """A forward of the CPU backend."""
+    from attndsl.runtime.dispatch import get_backend
+
+    lowered, call = _causal_call("float32")
+    backend = get_backend("cpu")
+    return lambda: backend.forward(lowered, call)
+
+
+def backward(backend: str) -> Callable[[], object]:
+    """The first backward of a signature by the kernels of ``backend``."""
+    import torch
+
+    from attndsl.backends.base import Wants
+    from attndsl.runtime.dispatch import get_backend
+
+    lowered, call = _causal_call("bfloat16")
+    kernels = get_backend(backend)
+    out, lse = kernels.forward(lowered, call)
+    grad_out = torch.ones_like(out)
+    return lambda: kernels.backward(lowered, call, out, lse, grad_out, None, Wants())
+
+
+def _causal_call(dtype: str) -> tuple[Any, Any]:
+    import torch
+
+    from attndsl.backends.base import Call
+    from attndsl.pipeline import lower
+    from attndsl.source import Source
+
+    q = torch.ones(1, 2, 64, 64, dtype=getattr(torch, dtype))
+    k = v = q[:, :1]
+    sizes = {"batch": 1, "heads": 2, "kv_heads": 1, "q_len": 64, "kv_len": 64, "head_dim": 64}
+    return lower(Source("causal()"), {}), Call(q, k, v, 0.125, sizes)
+
+
+WAYS: dict[str, Callable[[], Callable[[], object]]] = {
+    "lower": lower_text,
+    "cpu": cpu_forward,
+    "triton backward": lambda: backward("triton"),
+    "hopper backward": lambda: backward("hopper"),
+    "triton text": lambda: score_to_text("triton"),
+    "hopper text": lambda: score_to_text("hopper"),
+}
+"""By name: what makes ready, and returns the work to trace."""
+
+
+@contextmanager
+def kernels_that_never_run() -> Iterator[None]:
+    """Kernels are made as for Triton's interpreter, in a cache of their own, and not launched.
+
+    To be entered before Triton is imported.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        variables = {"TRITON_INTERPRET": "1", "ATTNDSL_CACHE_DIR": folder}
+        with mock.patch.dict(os.environ, variables), warnings.catch_warnings():
+            import attndsl.backends.hopper.launch
+            from attndsl.backends.triton.compile import Executable
+
+            def launch(*_: object) -> None:
+                """Nothing."""
+
+            with (
+                mock.patch.object(Executable, "launch", launch),
+                mock.patch.multiple(
+                    attndsl.backends.hopper.launch,
+                    why_wrapped=lambda kernel: None,
+                    direct_launch=lambda kernel, constants: launch,
+                    tensor_map_encoders=lambda kernel: {},
+                ),
+            ):
+                yield
+
+
+def main(arguments: Sequence[str] | None = None, echo: Callable[[str], object] = print) -> None:
+    """Print the ways named on the command line."""
+    parser = argparse.ArgumentParser(description="Trace the way of the data through the modules.")
+    parser.add_argument("ways", nargs="*", metavar="WAY", help=f"of {', '.join(WAYS)}; all if none")
+    parser.add_argument("--brief", action="store_true", help="one line a way")
+    options = parser.parse_args(arguments)
+    for name in options.ways or WAYS:
+        if name not in WAYS:
+            parser.error(f"there is no way {name!r}")
+    for name in options.ways or WAYS:
+        text = _traced(name)
+        echo(text.partition("\n")[0] if options.brief else text + "\n")
+
+
+def _traced(name: str) -> str:
+    """A way in words, traced in a process of its own."""
+    code = f"import ways; ways.trace({name!r})"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=ROOT / "tools",
+        check=True,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    return done.stdout.rstrip()
+
+
+def trace(name: str) -> None:
+    """Print a way of this process."""
+    with kernels_that_never_run():
+        print(shown(name, way_of(entries_of(WAYS[name]()))))
+
+
+if __name__ == "__main__":
+    main()
