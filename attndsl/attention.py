@@ -189,9 +189,10 @@ class Attention(Analysis):
                 location or Location(q_offset, kv_offset, q_index, kv_index), seed, deterministic,
             )  # fmt: skip
             call = with_out_dtype(call, out_dtype)
+            call = call if drawn is None else replace(call, seed=drawn)
             from attndsl.runtime.graph import attend_in_graph  # Imports torch.compile.
 
-            found = attend_in_graph(self._spec, self._backend, self._checked, call, scale, drawn)
+            found = attend_in_graph(self._request, call, scale)
             return found if return_lse else found[0]
         # Most calls have none of these, and each takes a part of a microsecond.
         kinds = (
@@ -247,7 +248,7 @@ class Attention(Analysis):
         if has_values or q_offset or kv_offset:
             check_values(lowered.program, call)
         if modes_on():
-            backend = seen_by_modes(backend, self._spec, self._backend, self._checked, call)
+            backend = seen_by_modes(backend, self._request, call)
         if terms is not None:
             lowered, call = terms.lowered, terms.applied(call)
         if tiles is not None:

@@ -23,6 +23,7 @@ from attndsl.runtime.backward import (
 from attndsl.runtime.dispatch import backend_of
 from attndsl.runtime.location import LOCATION, Location
 from attndsl.runtime.modes import seen_by_modes
+from attndsl.runtime.operator import Request
 from attndsl.runtime.parts import gradients_of_wholes, localised
 from attndsl.runtime.probability import check_probability
 from attndsl.runtime.programs import pointing_into
@@ -137,8 +138,7 @@ class Compiled:
         if in_graph:
             from attndsl.runtime.graph import backward_in_graph  # Imports torch.compile.
 
-            names = self._spec, self._backend, self._checked
-            found = backward_in_graph(*names, call, scale, given, asked)
+            found = backward_in_graph(self._request, call, scale, given, asked)
             return found._replace(captures=gradients_of_wholes(program, call, found.captures))
         with pointing_into(self._source):
             check_values(program, call)
@@ -146,7 +146,7 @@ class Compiled:
             own = replace(own, tiles=given_tiles(lowered, own, tiles))
             if lowered.program.dropout is not None:
                 check_probability(lowered.program.dropout, own)
-            backend = seen_by_modes(backend, self._spec, self._backend, self._checked, call)
+            backend = seen_by_modes(backend, self._request, call)
             found = gradients_of_results(backend, lowered, own, given, asked)
             return found._replace(captures=gradients_of_wholes(program, call, found.captures))
 
@@ -217,6 +217,10 @@ class Compiled:
         """The captures of a call: given at once, by keywords, or to ``compile``."""
         return {**self._defaults, **joined(captures, named)}
 
+    @property
+    def _request(self) -> Request:
+        return Request(self._spec, self._backend, self._checked)
+
     def __repr__(self) -> str:
         line = " ".join(self.text.split())
         shown = line if len(line) <= 60 else line[:57] + "..."
@@ -225,14 +229,13 @@ class Compiled:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Compiled):
             return NotImplemented
-        mine = (self._spec, self._backend, self._checked)
-        return mine == (other._spec, other._backend, other._checked) and (
+        return self._request == other._request and (
             self._defaults.keys() == other._defaults.keys()
             and all(t is other._defaults[n] for n, t in self._defaults.items())
         )
 
     def __hash__(self) -> int:
-        return hash((self._spec, self._backend, self._checked))
+        return hash(self._request)
 
     def __reduce__(self) -> tuple[Any, ...]:
         kept = self._spec, self._source, self._backend, self._checked, self._defaults

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from dataclasses import dataclass, field, fields, replace
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
+
+import torch
 
 from attndsl.errors import UnsupportedError
 from attndsl.ir import reads_score
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
-
-    import torch
 
     from attndsl.ir import Program
     from attndsl.pipeline import Lowered
@@ -128,6 +128,90 @@ class Call:
     def indexed(self) -> bool:
         """Whether logical positions are looked up."""
         return self.q_index is not None or self.kv_index is not None
+
+    def flatten(self) -> tuple[Form, tuple[torch.Tensor, ...]]:
+        """The call in two parts: what is no tensor, and its tensors in the order of :class:`Form`.
+
+        A map of tiles stays with the former: nothing is computed from its elements but which tiles
+        are left out.
+        """
+        params, part = self.params, self.part
+        given = {n: x for n, x in params.items() if isinstance(x, torch.Tensor)} if params else {}
+        positions: dict[str, torch.Tensor] = {}
+        # Most calls have no positions of their own, and a part of a microsecond counts.
+        if not (
+            self.q_index is None and self.kv_index is None and part is None
+            and type(self.q_offset) is int and type(self.kv_offset) is int
+            and type(self.seed) is int
+        ):  # fmt: skip
+            each = ((name, getattr(self, name)) for name in _POSITIONS)
+            positions = {name: x for name, x in each if isinstance(x, torch.Tensor)}
+            if part is not None and part.kv_lengths is not None:
+                positions[_LENGTHS] = part.kv_lengths
+                part = replace(part, kv_lengths=None)
+        plain: tuple[Any, ...] = (
+            self.q_offset, self.kv_offset, self.q_index, self.kv_index, self.seed,
+            self.deterministic, self.tiles, self.signature, self.wide, self.draws, part,
+        )  # fmt: skip
+        if positions:
+            named = zip(_PLAIN, plain, strict=True)
+            plain = tuple(None if name in positions else value for name, value in named)
+        form = Form(
+            self.scale, self.sizes, tuple(self.tensors), tuple(given),
+            {n: None if n in given else x for n, x in params.items()} if given else params,
+            tuple(positions), plain,
+        )  # fmt: skip
+        return form, (
+            self.q, self.k, self.v, *self.tensors.values(), *given.values(), *positions.values()
+        )  # fmt: skip
+
+
+_POSITIONS = ("q_offset", "kv_offset", "q_index", "kv_index", "seed")
+"""Fields of a call that may be tensors, beside its operands and captures."""
+_LENGTHS = "kv_lengths"
+"""Of the call's part; it may be one too."""
+_NAMES = tuple(each.name for each in fields(Call))
+_PLAIN = _NAMES[_NAMES.index("params") + 1 :]
+"""The fields of a call behind its params."""
+
+
+class Form(NamedTuple):
+    """A call without its tensors, and where they go: q, k, v, captures, params, positions."""
+
+    scale: float
+    sizes: Mapping[str, int]
+    tensors: tuple[str, ...]
+    """Names of the captured tensors."""
+    given: tuple[str, ...]
+    """Names of the params that are tensors."""
+    params: Mapping[str, Any]
+    """All params; None for those that are tensors."""
+    positions: tuple[str, ...]
+    """Fields that are tensors, among offsets, indices, the seed and ``kv_lengths``."""
+    plain: tuple[Any, ...]
+    """The call's fields behind ``params``; None for those that are tensors."""
+
+    @property
+    def captures(self) -> tuple[str, ...]:
+        """Names of the tensors and of the params that are tensors, as they stand behind v."""
+        return (*self.tensors, *self.given)
+
+    def call(self, tensors: Sequence[torch.Tensor]) -> Call:
+        """The call of ``tensors``, which are in the order that :meth:`Call.flatten` gives."""
+        q, k, v, *rest = tensors
+        plain, params, count = self.plain, self.params, len(self.tensors)
+        if self.given:
+            params = {**params, **dict(zip(self.given, rest[count:], strict=False))}
+        if self.positions:
+            named = dict(zip(_PLAIN, plain, strict=True))
+            positions = rest[count + len(self.given) :]
+            named |= zip(self.positions, positions, strict=True)
+            lengths = named.pop(_LENGTHS, None)
+            if lengths is not None:
+                named["part"] = replace(named["part"], kv_lengths=lengths)
+            plain = tuple(named.values())
+        captured = dict(zip(self.tensors, rest, strict=False))
+        return Call(q, k, v, self.scale, self.sizes, captured, params, *plain)
 
 
 def check_meaning(program: Program) -> None:

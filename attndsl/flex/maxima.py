@@ -10,6 +10,7 @@ from attndsl.runtime.arguments import bind
 from attndsl.runtime.graph import maxima_in_graph
 from attndsl.runtime.location import WHOLE
 from attndsl.runtime.maxima import row_maxima
+from attndsl.runtime.operator import Request
 
 from .compiled import spec_of
 
@@ -42,5 +43,6 @@ def find_maxima(
     query, key, lowered = query.detach(), key.detach(), attention.lowered
     call = bind(lowered.program, query, key, key, scale, given, WHOLE, 0, False)
     if torch.compiler.is_compiling():
-        return maxima_in_graph(spec_of(attention.text), attention.backend, call, scale)
+        request = Request(spec_of(attention.text), attention.backend, False)
+        return maxima_in_graph(request, call, scale)
     return row_maxima(lowered, call)

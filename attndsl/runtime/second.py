@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -13,30 +12,26 @@ from attndsl.backends.memory_order import arranged_like
 from attndsl.backends.pulled import pulled
 
 from .higher import is_transformed, pull_in_chunks
-from .positions import with_positions, without_positions
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from attndsl.backends.base import Backend, Call, Gradients, Scalar
+    from attndsl.backends.base import Backend, Call, Form, Gradients
     from attndsl.backends.pulled import Tensors
     from attndsl.pipeline import Lowered
 
 
 @lru_cache(maxsize=256)
 def wants_of(needs: tuple[bool, ...], tensors: tuple[str, ...], params: tuple[str, ...]) -> Wants:
-    """What to compute; ``needs`` is in the order q, k, v, tensors, params."""
+    """What to compute; ``needs`` is in the order q, k, v, tensors, params, and what has none."""
     q, k, v, *rest = needs
-    captures = {name for name, need in zip((*tensors, *params), rest, strict=True) if need}
+    captures = {name for name, need in zip((*tensors, *params), rest, strict=False) if need}
     return Wants(q, k, v, frozenset(captures & {*tensors}), frozenset(captures & {*params}))
 
 
-def in_order(
-    found: Gradients, tensors: tuple[str, ...], params: tuple[str, ...]
-) -> tuple[torch.Tensor | None, ...]:
-    """``found`` in the order q, k, v, tensors, params."""
+def in_order(found: Gradients, form: Form) -> tuple[torch.Tensor | None, ...]:
+    """``found`` in the order of the tensors that a call of ``form`` has."""
     captures = {**found.tensors, **found.params}
-    return (found.q, found.k, found.v, *(captures.get(name) for name in (*tensors, *params)))
+    positions = (None,) * len(form.positions)
+    return (found.q, found.k, found.v, *map(captures.get, form.captures), *positions)
 
 
 def differentiable_gradients(
@@ -49,7 +44,7 @@ def differentiable_gradients(
     grad_out: torch.Tensor,
     grad_lse: torch.Tensor | None,
 ) -> tuple[torch.Tensor | None, ...]:
-    """What ``backend.backward`` finds, in the order q, k, v, tensors, params that are tensors.
+    """What ``backend.backward`` finds, in the order of :meth:`~.base.Call.flatten`.
 
     Args:
         backend: What ran the forward.
@@ -67,10 +62,10 @@ def differentiable_gradients(
             grad_lse = torch.zeros_like(lse)
         found = pull_in_chunks(lowered, call, wanted, grad_out, grad_lse)
     else:
-        given = [x for x in call.params.values() if isinstance(x, torch.Tensor)]
+        form, tensors = call.flatten()
         found = _Gradients.apply(  # type: ignore[no-untyped-call]
-            backend, lowered, call, wanted, out.detach(), lse.detach(), grad_out, grad_lse,
-            call.q, call.k, call.v, *call.tensors.values(), *given,
+            backend, lowered, call, form, wanted, out.detach(), lse.detach(), grad_out, grad_lse,
+            *tensors,
         )  # fmt: skip
     each = iter(found)
     return tuple(next(each) if need else None for need in needs)
@@ -83,39 +78,28 @@ class _Gradients(torch.autograd.Function):
         backend: Backend,
         lowered: Lowered,
         call: Call,
+        form: Form,
         wanted: tuple[int, ...],
         out: torch.Tensor,
         lse: torch.Tensor,
         grad_out: torch.Tensor,
         grad_lse: torch.Tensor | None,
-        *inputs: torch.Tensor,
+        *tensors: torch.Tensor,
     ) -> Tensors:
-        tensors = tuple(call.tensors)
-        params = tuple(n for n, x in call.params.items() if isinstance(x, torch.Tensor))
-        needs = tuple(place in wanted for place in range(len(inputs)))
-        found = in_order(
-            backend.backward(
-                lowered, call, out, lse, grad_out, grad_lse, wants_of(needs, tensors, params)
-            ),
-            tensors,
-            params,
-        )
+        needs = tuple(place in wanted for place in range(len(tensors)))
+        wants = wants_of(needs, form.tensors, form.given)
+        found = in_order(backend.backward(lowered, call, out, lse, grad_out, grad_lse, wants), form)
         grad_lse = torch.zeros_like(lse) if grad_lse is None else grad_lse
-        call, names, positions = without_positions(call)
-        ctx.save_for_backward(*inputs, grad_out, grad_lse, *positions)
         # Tensors are kept by save_for_backward alone, which hooks and checkpointing look into.
-        empty = call.q.new_empty(0)
-        numbers = {n: None if isinstance(x, torch.Tensor) else x for n, x in call.params.items()}
-        template = replace(call, q=empty, k=empty, v=empty, tensors={}, params={})
-        ctx.kept = lowered, template, numbers, wanted, tensors, names
+        ctx.save_for_backward(*tensors, grad_out, grad_lse)
+        ctx.kept = lowered, form, wanted
         return tuple(x for place in wanted if (x := found[place]) is not None)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        lowered, template, numbers, wanted, tensors, names = ctx.kept
-        both = ctx.saved_tensors  # Once, since checkpoints unpack them once.
-        saved, positions = both[: len(both) - len(names)], both[len(both) - len(names) :]
-        grad_out_need, grad_lse_need, *input_needs = ctx.needs_input_grad[6:]
+        lowered, form, wanted = ctx.kept
+        saved = ctx.saved_tensors  # Once, since checkpoints unpack them once.
+        grad_out_need, grad_lse_need, *input_needs = ctx.needs_input_grad[7:]
         needs = (*input_needs, grad_out_need, grad_lse_need)
         places = [place for place, need in enumerate(needs) if need]
 
@@ -123,10 +107,8 @@ class _Gradients(torch.autograd.Function):
             given = list(saved)
             for place, each in zip(places, some, strict=True):
                 given[place] = each
-            *inputs, grad_out, grad_lse = given
-            call = _call(template, tensors, numbers, inputs)
-            call = with_positions(call, names, positions)
-            return pull_in_chunks(lowered, call, wanted, grad_out, grad_lse)
+            *tensors, grad_out, grad_lse = given
+            return pull_in_chunks(lowered, form.call(tensors), wanted, grad_out, grad_lse)
 
         parts = pulled(gradients, tuple(saved[place] for place in places), grads)
         found = {
@@ -135,19 +117,5 @@ class _Gradients(torch.autograd.Function):
         }
         count = len(input_needs)
         return (
-            *[None] * 6, found.get(count), found.get(count + 1), *map(found.get, range(count)),
+            *[None] * 7, found.get(count), found.get(count + 1), *map(found.get, range(count)),
         )  # fmt: skip
-
-
-def _call(
-    template: Call,
-    tensors: tuple[str, ...],
-    numbers: Mapping[str, Scalar | None],
-    inputs: list[torch.Tensor],
-) -> Call:
-    """``template`` with ``inputs``: q, k, v, captures, then the params whose number is None."""
-    q, k, v, *rest = inputs
-    each = iter(rest)
-    found = {name: next(each) for name in tensors}
-    params = {name: next(each) if number is None else number for name, number in numbers.items()}
-    return replace(template, q=q, k=k, v=v, tensors=found, params=params)
