@@ -253,6 +253,20 @@ class Wants:
     scores then do not add up to what the call's own results would tell."""
 
 
+class Backward(NamedTuple):
+    """A forward's results, their gradients, and which gradients are wanted of them."""
+
+    out: torch.Tensor
+    """(B, Hq, Lq, Dv), of the dtype and memory order that ``forward`` gives."""
+    lse: torch.Tensor
+    """(B, Hq, Lq), as ``forward`` gives it."""
+    grad_out: torch.Tensor
+    """Of the dtype of ``out``, or of q's."""
+    grad_lse: torch.Tensor | None
+    """None for zeros."""
+    wanted: Wants
+
+
 @dataclass(frozen=True, slots=True)
 class Slopes:
     """The gradient of each score, by tiles, as attention kernels store it."""
@@ -302,21 +316,8 @@ class Backend(Protocol):
             for fp64 inputs), -inf for rows with no live pair. Neither is a view.
         """
 
-    def backward(
-        self,
-        lowered: Lowered,
-        call: Call,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        grad_out: torch.Tensor,
-        grad_lse: torch.Tensor | None,
-        wants: Wants,
-    ) -> Gradients:
-        """Gradients of ``(out * grad_out).sum() + (lse * grad_lse).sum()``.
-
-        ``out`` is of the dtype and memory order that ``forward`` gives, ``grad_out`` of its dtype
-        or q's.
-        """
+    def backward(self, lowered: Lowered, call: Call, backward: Backward) -> Gradients:
+        """Gradients of ``(out * grad_out).sum() + (lse * grad_lse).sum()``."""
 
 
 @runtime_checkable

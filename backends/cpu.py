@@ -18,7 +18,7 @@ import torch
 from attndsl.ir import SCORE
 
 from .base import check_meaning
-from .cpu_backward import backward
+from .cpu_backward import gradients_of_steps
 from .cpu_plan import Plans
 from .cpu_tiles import (
     Buffers,
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from attndsl.ir import Program
     from attndsl.pipeline import Lowered
 
-    from .base import Call, Gradients, Wants
+    from .base import Backward, Call, Gradients
 
 _WEIGHTS = 1
 """Buffer."""
@@ -68,20 +68,11 @@ class CPUBackend:
         with torch.no_grad(), torch.autocast(call.q.device.type, enabled=False):
             return _forward(lowered, call, self._plans.of(lowered, call))
 
-    def backward(
-        self,
-        lowered: Lowered,
-        call: Call,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        grad_out: torch.Tensor,
-        grad_lse: torch.Tensor | None,
-        wants: Wants,
-    ) -> Gradients:
+    def backward(self, lowered: Lowered, call: Call, backward: Backward) -> Gradients:
         """See :class:`~attndsl.backends.base.Backend`."""
         with torch.no_grad(), torch.autocast(call.q.device.type, enabled=False):
             steps = self._plans.of(lowered, call)
-            return backward(lowered, call, steps, out, lse, grad_out, grad_lse, wants)
+            return gradients_of_steps(lowered, call, backward, steps)
 
 
 def _forward(lowered: Lowered, call: Call, steps: list[Step]) -> tuple[torch.Tensor, torch.Tensor]:

@@ -35,25 +35,18 @@ from .memory_order import arranged_like, wide_dtype
 if TYPE_CHECKING:
     from attndsl.pipeline import Lowered
 
-    from .base import Call, Wants
+    from .base import Backward, Call
 
 _ONE = const(1.0)
 _FINAL, _RAW, _SLOPES = range(3)
 """Buffers."""
 
 
-def backward(
-    lowered: Lowered,
-    call: Call,
-    steps: list[Step],
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    grad_out: torch.Tensor,
-    grad_lse: torch.Tensor | None,
-    wants: Wants,
+def gradients_of_steps(
+    lowered: Lowered, call: Call, backward: Backward, steps: list[Step]
 ) -> Gradients:
     """See :class:`~attndsl.backends.base.Backend`; ``steps`` are those of the forward."""
-    run = _Run(lowered, call, out, lse, grad_out, grad_lse, wants, steps)
+    run = _Run(lowered, call, backward, steps)
     for step in steps:
         run.add(step)
     return run.gradients()
@@ -62,17 +55,8 @@ def backward(
 class _Run:
     """One call's gradients, while its steps are done one after the other."""
 
-    def __init__(
-        self,
-        lowered: Lowered,
-        call: Call,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        grad_out: torch.Tensor,
-        grad_lse: torch.Tensor | None,
-        wants: Wants,
-        steps: list[Step],
-    ) -> None:
+    def __init__(self, lowered: Lowered, call: Call, backward: Backward, steps: list[Step]) -> None:
+        out, lse, grad_out, grad_lse, wants = backward
         self._program = program = lowered.program
         self._call = call
         self._wants = wants

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from attndsl.ir import Node, Program
     from attndsl.pipeline import Lowered
 
-    from .base import Call, Wants
+    from .base import Backward, Call, Wants
 
 
 class ReferenceBackend:
@@ -86,16 +86,7 @@ class ReferenceBackend:
             lse = _Anchor.apply(lse, *anchors)  # type: ignore[no-untyped-call]
         return out, lse
 
-    def backward(
-        self,
-        lowered: Lowered,
-        call: Call,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        grad_out: torch.Tensor,
-        grad_lse: torch.Tensor | None,
-        wants: Wants,
-    ) -> Gradients:
+    def backward(self, lowered: Lowered, call: Call, backward: Backward) -> Gradients:
         """Gradients by the program's symbolic derivative, without torch's autograd.
 
         Same formulas as the kernels (FlashAttention-2, arXiv 2307.08691, section 3.1): with P the
@@ -103,18 +94,10 @@ class ReferenceBackend:
         the final score's gradient is dS = P * (D * dW - delta).
         """
         with torch.no_grad():
-            return self._backward(lowered, call, out, lse, grad_out, grad_lse, wants)
+            return self._backward(lowered, call, backward)
 
-    def _backward(
-        self,
-        lowered: Lowered,
-        call: Call,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        grad_out: torch.Tensor,
-        grad_lse: torch.Tensor | None,
-        wants: Wants,
-    ) -> Gradients:
+    def _backward(self, lowered: Lowered, call: Call, backward: Backward) -> Gradients:
+        out, lse, grad_out, grad_lse, wants = backward
         program, derivative = lowered.program, lowered.derivative
         dense = self._dense(program, call)
         scope, work = dense.scope, dense.score.dtype

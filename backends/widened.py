@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from attndsl.passes.widen import Term
     from attndsl.pipeline import Lowered
 
-    from .base import Backend, Call, Wants
+    from .base import Backend, Backward, Call, Wants
     from .cpu_tiles import Tile
 
 MAX_WIDTH = 256
@@ -82,25 +82,16 @@ class WidenedBackend:
             wide = Wide(lowered, call)
         return self.kernels.forward(wide.lowered, wide.call)
 
-    def backward(
-        self,
-        lowered: Lowered,
-        call: Call,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        grad_out: torch.Tensor,
-        grad_lse: torch.Tensor | None,
-        wants: Wants,
-    ) -> Gradients:
+    def backward(self, lowered: Lowered, call: Call, backward: Backward) -> Gradients:
         """See :class:`~attndsl.backends.base.Backend`."""
         if why_tiles(lowered, call) is not None:
-            return self._tiles.backward(lowered, call, out, lse, grad_out, grad_lse, wants)
+            return self._tiles.backward(lowered, call, backward)
         with torch.no_grad():
             wide = Wide(lowered, call)
-            found = self.kernels.backward(
-                wide.lowered, wide.call, out, lse, grad_out, grad_lse, wide.wants(wants)
-            )
-            return wide.gradients(found, wants)
+            wanted = wide.wants(backward.wanted)
+            of_wide = backward._replace(wanted=wanted)
+            found = self.kernels.backward(wide.lowered, wide.call, of_wide)
+            return wide.gradients(found, backward.wanted)
 
 
 def why_tiles(lowered: Lowered, call: Call) -> str | None:

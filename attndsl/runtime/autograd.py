@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn import functional
 
+from attndsl.backends.base import Backward
 from attndsl.backends.reference import ReferenceBackend
 from attndsl.errors import UnsupportedError
 
@@ -116,11 +117,8 @@ class _Attend(torch.autograd.Function):
         call = form.call(tensors)
         if grad_out is None:
             grad_out = torch.zeros_like(out)
-        needs = ctx.needs_input_grad[5:]
+        wanted = wants_of(ctx.needs_input_grad[5:], form.tensors, form.given)
+        results = Backward(out, lse, grad_out, grad_lse, wanted)
         if torch.is_grad_enabled() or is_transformed():
-            return (None,) * 5 + differentiable_gradients(
-                backend, lowered, call, needs, out, lse, grad_out, grad_lse
-            )
-        wants = wants_of(needs, form.tensors, form.given)
-        found = backend.backward(lowered, call, out, lse, grad_out, grad_lse, wants)
-        return (None,) * 5 + in_order(found, form)
+            return (None,) * 5 + differentiable_gradients(backend, lowered, call, results)
+        return (None,) * 5 + in_order(backend.backward(lowered, call, results), form)

@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch.fx.experimental import symbolic_shapes
 
+from attndsl.backends.base import Backward
 from attndsl.errors import UnsupportedError
 
 from .backward import Gradients, lse_or_zeros, with_out_of
 from .distributed import refuse_context_parallel
 from .higher import is_transformed
-from .operator import operands
+from .operator import operands, through_operator
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -65,16 +66,9 @@ def backward_in_graph(
         wants: Which gradients.
     """
     call = with_out_of(call, given.out)
-    params = [name for name, x in call.params.items() if isinstance(x, torch.Tensor)]
-    asked = [wants.q, wants.k, wants.v, *(name in wants.tensors for name in call.tensors)]
-    asked += [name in wants.params for name in params]
-    parts = torch.ops.attndsl.backward(
-        given.out, lse_or_zeros(call, given), given.grad_out, given.grad_lse, asked, wants.wide,
-        wants.partial, *operands(request, call, scale, _varying),
-    )  # fmt: skip
-    q, k, v, *rest = (x if want else None for x, want in zip(parts, asked, strict=True))
-    named = zip((*call.tensors, *params), rest, strict=True)
-    return Gradients(q, k, v, {name: x for name, x in named if x is not None})
+    backward = Backward(given.out, lse_or_zeros(call, given), given.grad_out, given.grad_lse, wants)
+    found = through_operator(operands(request, call, scale, _varying), call, backward)
+    return Gradients(found.q, found.k, found.v, {**found.tensors, **found.params})
 
 
 def maxima_in_graph(request: Request, call: Call, scale: float | None) -> torch.Tensor:

@@ -11,16 +11,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from attndsl.backends.base import Gradients
 from attndsl.operators import tell_counters
 
 from .higher import is_transformed
-from .operator import operands
+from .operator import operands, through_operator
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from attndsl.backends.base import Backend, Call, Form, Wants
+    from attndsl.backends.base import Backend, Backward, Call, Form, Gradients
     from attndsl.backends.pulled import Tensors
     from attndsl.pipeline import Lowered
 
@@ -74,37 +73,17 @@ class ThroughOperators:
     def forward(self, lowered: Lowered, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
         """See :class:`~attndsl.backends.base.Backend`."""
         with torch.no_grad():  # Derivatives are those of the call, not of the operator.
-            found: tuple[torch.Tensor, torch.Tensor] = torch.ops.attndsl.forward(*self._args(call))
+            call = self._given(call)
+            found: tuple[torch.Tensor, torch.Tensor] = torch.ops.attndsl.forward(
+                *operands(self._request, call, call.scale)
+            )
         return found
 
-    def backward(
-        self,
-        lowered: Lowered,
-        call: Call,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        grad_out: torch.Tensor,
-        grad_lse: torch.Tensor | None,
-        wants: Wants,
-    ) -> Gradients:
+    def backward(self, lowered: Lowered, call: Call, backward: Backward) -> Gradients:
         """See :class:`~attndsl.backends.base.Backend`."""
         call = self._given(call)
-        given = [name for name, x in call.params.items() if isinstance(x, torch.Tensor)]
-        asked = [wants.q, wants.k, wants.v, *(name in wants.tensors for name in call.tensors)]
-        asked += [name in wants.params for name in given]
         with torch.no_grad():
-            parts = torch.ops.attndsl.backward(
-                out, lse, grad_out, grad_lse, asked, wants.wide, wants.partial, *self._args(call)
-            )
-        q, k, v, *rest = (x if want else None for x, want in zip(parts, asked, strict=True))
-        found = {n: x for n, x in zip((*call.tensors, *given), rest, strict=True) if x is not None}
-        return Gradients(
-            q,
-            k,
-            v,
-            {n: x for n, x in found.items() if n in call.tensors},
-            {n: x for n, x in found.items() if n in call.params},
-        )
+            return through_operator(operands(self._request, call, call.scale), call, backward)
 
     def _given(self, call: Call) -> Call:
         """``call`` as it was before a part was put into its program's terms."""
@@ -115,6 +94,3 @@ class ThroughOperators:
         captures = (found[name] for name in form.captures)
         given = form.call((call.q, call.k, call.v, *captures, *positions))
         return replace(given, scale=call.scale, seed=call.seed, wide=call.wide)
-
-    def _args(self, call: Call) -> tuple[object, ...]:
-        return operands(self._request, self._given(call), call.scale)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from attndsl.backends.base import Call, Wants
+from attndsl.backends.base import Backward, Call, Gradients, Wants
 from attndsl.ir import DType
 from attndsl.operators import Operands, tell_counters
 
@@ -185,6 +185,31 @@ def _call(given: Operands) -> tuple[Lowered, Call, Any]:
     return lowered, call, chosen
 
 
+def through_operator(given: Operands, call: Call, backward: Backward) -> Gradients:
+    """What ``attndsl::backward`` finds; it is not differentiable.
+
+    Args:
+        given: What stands for ``call``.
+        call: As :func:`operands` took it.
+        backward: The results, and which gradients are wanted.
+    """
+    *results, wanted = backward
+    params = [name for name, x in call.params.items() if isinstance(x, torch.Tensor)]
+    asked = [wanted.q, wanted.k, wanted.v, *(name in wanted.tensors for name in call.tensors)]
+    asked += [name in wanted.params for name in params]
+    parts = torch.ops.attndsl.backward(*results, asked, wanted.wide, wanted.partial, *given)
+    q, k, v, *rest = (x if want else None for x, want in zip(parts, asked, strict=True))
+    count = len(call.tensors)
+    tensors, numbers = zip(call.tensors, rest, strict=False), zip(params, rest[count:], strict=True)
+    return Gradients(
+        q,
+        k,
+        v,
+        {name: x for name, x in tensors if x is not None},
+        {name: x for name, x in numbers if x is not None},
+    )
+
+
 def run_forward(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """``attndsl::forward``."""
     tell_counters()
@@ -226,8 +251,8 @@ def run_backward(
         wide=wide,
         partial=partial,
     )
-    results = settled(call, out, lse, grad_out, grad_lse)
-    found = backend.backward(lowered, call, *results, asked)
+    results = settled(call, Backward(out, lse, grad_out, grad_lse, asked))
+    found = backend.backward(lowered, call, results)
     captures = {**found.tensors, **found.params}
     gradients = [found.q, found.k, found.v]
     for name in names:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from attndsl.backends.base import Wants
+from attndsl.backends.base import Backward, Wants
 from attndsl.backends.memory_order import arranged_like
 from attndsl.backends.pulled import pulled
 
@@ -34,15 +34,15 @@ def in_order(found: Gradients, form: Form) -> tuple[torch.Tensor | None, ...]:
     return (found.q, found.k, found.v, *map(captures.get, form.captures), *positions)
 
 
+def places_of(wanted: Wants, form: Form) -> tuple[int, ...]:
+    """Places of what has a gradient that is ``wanted``, among the tensors of a call of ``form``."""
+    needs = [wanted.q, wanted.k, wanted.v, *(name in wanted.tensors for name in form.tensors)]
+    needs += [name in wanted.params for name in form.given]
+    return tuple(place for place, need in enumerate(needs) if need)
+
+
 def differentiable_gradients(
-    backend: Backend,
-    lowered: Lowered,
-    call: Call,
-    needs: tuple[bool, ...],
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    grad_out: torch.Tensor,
-    grad_lse: torch.Tensor | None,
+    backend: Backend, lowered: Lowered, call: Call, backward: Backward
 ) -> tuple[torch.Tensor | None, ...]:
     """What ``backend.backward`` finds, in the order of :meth:`~.base.Call.flatten`.
 
@@ -50,25 +50,21 @@ def differentiable_gradients(
         backend: What ran the forward.
         lowered: The program.
         call: The forward's arguments.
-        needs: Which gradients are wanted, in that order.
-        out: The forward's output.
-        lse: Its log-sum-exp.
-        grad_out: The gradient of ``out``; the result is differentiable in it too.
-        grad_lse: The gradient of ``lse``, or None for zeros.
+        backward: The forward's results; what is found is differentiable in their gradients too.
     """
-    wanted = tuple(place for place, need in enumerate(needs) if need)
+    form, tensors = call.flatten()
+    places, (out, lse, grad_out, grad_lse, _) = places_of(backward.wanted, form), backward
     if is_transformed():
         if grad_lse is None:
             grad_lse = torch.zeros_like(lse)
-        found = pull_in_chunks(lowered, call, wanted, grad_out, grad_lse)
+        found = pull_in_chunks(lowered, call, places, grad_out, grad_lse)
     else:
-        form, tensors = call.flatten()
+        results = backward._replace(out=out.detach(), lse=lse.detach())
         found = _Gradients.apply(  # type: ignore[no-untyped-call]
-            backend, lowered, call, form, wanted, out.detach(), lse.detach(), grad_out, grad_lse,
-            *tensors,
-        )  # fmt: skip
-    each = iter(found)
-    return tuple(next(each) if need else None for need in needs)
+            backend, lowered, call, form, results, grad_out, grad_lse, *tensors
+        )
+    each = dict(zip(places, found, strict=True))
+    return tuple(map(each.get, range(len(tensors))))
 
 
 class _Gradients(torch.autograd.Function):
@@ -79,27 +75,24 @@ class _Gradients(torch.autograd.Function):
         lowered: Lowered,
         call: Call,
         form: Form,
-        wanted: tuple[int, ...],
-        out: torch.Tensor,
-        lse: torch.Tensor,
+        backward: Backward,
         grad_out: torch.Tensor,
         grad_lse: torch.Tensor | None,
         *tensors: torch.Tensor,
     ) -> Tensors:
-        needs = tuple(place in wanted for place in range(len(tensors)))
-        wants = wants_of(needs, form.tensors, form.given)
-        found = in_order(backend.backward(lowered, call, out, lse, grad_out, grad_lse, wants), form)
-        grad_lse = torch.zeros_like(lse) if grad_lse is None else grad_lse
+        found = in_order(backend.backward(lowered, call, backward), form)
+        grad_lse = torch.zeros_like(backward.lse) if grad_lse is None else grad_lse
         # Tensors are kept by save_for_backward alone, which hooks and checkpointing look into.
         ctx.save_for_backward(*tensors, grad_out, grad_lse)
-        ctx.kept = lowered, form, wanted
-        return tuple(x for place in wanted if (x := found[place]) is not None)
+        places = places_of(backward.wanted, form)
+        ctx.kept = lowered, form, places
+        return tuple(x for place in places if (x := found[place]) is not None)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         lowered, form, wanted = ctx.kept
         saved = ctx.saved_tensors  # Once, since checkpoints unpack them once.
-        grad_out_need, grad_lse_need, *input_needs = ctx.needs_input_grad[7:]
+        grad_out_need, grad_lse_need, *input_needs = ctx.needs_input_grad[5:]
         needs = (*input_needs, grad_out_need, grad_lse_need)
         places = [place for place, need in enumerate(needs) if need]
 
@@ -117,5 +110,5 @@ class _Gradients(torch.autograd.Function):
         }
         count = len(input_needs)
         return (
-            *[None] * 7, found.get(count), found.get(count + 1), *map(found.get, range(count)),
+            *[None] * 5, found.get(count), found.get(count + 1), *map(found.get, range(count)),
         )  # fmt: skip

@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
     from attndsl.pipeline import Lowered
 
-    from ..base import Call, Store
+    from ..base import Backward, Call, Store
     from ..tangent import Tangents
     from ..triton.shares import Shares
     from ..triton.specialise import Specialisation
@@ -115,16 +115,9 @@ class HopperBackend(TritonBackend):
         return out, lse
 
     def _gradients(
-        self,
-        lowered: Lowered,
-        call: Call,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        grad_out: torch.Tensor,
-        grad_lse: torch.Tensor | None,
-        wants: Wants,
+        self, lowered: Lowered, call: Call, backward: Backward
     ) -> tuple[Gradients, torch.Tensor]:
-        given = grad_out
+        out, lse, grad_out, grad_lse, wants = backward
         if descriptor_strides(grad_out) is None and (
             wants.tensors or wants.params or wants.slopes or not grad_out.is_contiguous()
         ):
@@ -133,7 +126,7 @@ class HopperBackend(TritonBackend):
         has_dlse = grad_lse is not None
         layout = self._hopper_layout(lowered, call, "backward", grad_out, wants, has_dlse)
         if layout.why_portable is not None:
-            return self._portable._gradients(lowered, call, out, lse, given, grad_lse, wants)
+            return self._portable._gradients(lowered, call, backward)
         q, k, v, views, of = call.q, call.k, call.v, layout.views, self._maps.of
         batch, heads, q_len, head_dim = q.shape
         padded = -(-q_len // PADDING) * PADDING

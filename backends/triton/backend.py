@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from attndsl.pipeline import Lowered
 
-    from ..base import Call, Scalar, Store, Wants
+    from ..base import Backward, Call, Scalar, Store, Wants
     from ..tangent import Tangents
     from .kernels import ListKernels, Prepared
     from .shares import Shares
@@ -120,23 +120,16 @@ class TritonBackend:
             )  # fmt: skip
         return out, lse
 
-    def backward(
-        self,
-        lowered: Lowered,
-        call: Call,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        grad_out: torch.Tensor,
-        grad_lse: torch.Tensor | None,
-        wants: Wants,
-    ) -> Gradients:
+    def backward(self, lowered: Lowered, call: Call, backward: Backward) -> Gradients:
         """See :class:`~attndsl.backends.base.Backend`."""
+        _, lse, grad_out, _, wants = backward
         if grad_out.dtype is not call.q.dtype:  # An operand of products, as they take it.
             grad_out = grad_out.to(call.q.dtype)
+            backward = backward._replace(grad_out=grad_out)
         if not wants.tensors and not wants.params:
-            return self._gradients(lowered, call, out, lse, grad_out, grad_lse, wants)[0]
+            return self._gradients(lowered, call, backward)[0]
         shares = self._shared_out(lowered, call, wants)
-        found, delta = self._gradients(lowered, call, out, lse, grad_out, grad_lse, shares.lines)
+        found, delta = self._gradients(lowered, call, backward._replace(wanted=shares.lines))
         found = self._add_apart(lowered, call, lse, delta, grad_out, shares, found)
         if lowered.program.sink is None:
             return found
@@ -178,16 +171,10 @@ class TritonBackend:
         return add_apart(again, shares, found)
 
     def _gradients(
-        self,
-        lowered: Lowered,
-        call: Call,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        grad_out: torch.Tensor,
-        grad_lse: torch.Tensor | None,
-        wants: Wants,
+        self, lowered: Lowered, call: Call, backward: Backward
     ) -> tuple[Gradients, torch.Tensor]:
         """What kernels make of the gradients, and delta (batch, heads, padded rows)."""
+        out, lse, grad_out, grad_lse, wants = backward
         q, k, v = call.q, call.k, call.v
         batch, heads, q_len, _ = q.shape
         if grad_out.numel() and grad_out.stride(-1) != 1:

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import attndsl
 from attndsl.backends import cpu_plan
-from attndsl.backends.base import Wants
+from attndsl.backends.base import Backward, Wants
 from attndsl.backends.cpu import CPUBackend
 from attndsl.backends.reference import ReferenceBackend
 from attndsl.backends.tiling import tile_kinds
@@ -256,13 +256,14 @@ def test_only_wanted_gradients_are_given():
     q, t = leaf(1, 2, 9, 4), leaf(2)
     call = program.call(q, q, q, t=t)
     out, lse = BACKEND.forward(program.lowered, call)
-    arguments = (program.lowered, call, out, lse, torch.ones_like(out), None)
-    found = BACKEND.backward(*arguments, Wants(False, True, False))
+    backward = Backward(out, lse, torch.ones_like(out), None, Wants(False, True, False))
+    found = BACKEND.backward(program.lowered, call, backward)
     assert found.q is None
     assert found.v is None
     assert found.k.shape == q.shape
     assert dict(found.tensors) == {}
-    found = BACKEND.backward(*arguments, Wants(False, False, False, frozenset("t")))
+    backward = backward._replace(wanted=Wants(False, False, False, frozenset("t")))
+    found = BACKEND.backward(program.lowered, call, backward)
     assert found.tensors["t"].abs().min() > 0
 
 
@@ -398,7 +399,7 @@ def test_memory_is_linear_in_the_length(text):
     call = program.call(q, k, v)
     with Largest() as largest:
         out, lse = BACKEND.forward(program.lowered, call)
-        BACKEND.backward(program.lowered, call, out, lse, out, None, Wants())
+        BACKEND.backward(program.lowered, call, Backward(out, lse, out, None, Wants()))
     assert largest.bytes <= 32 << 20
 
 
