@@ -9,7 +9,6 @@ import torch
 
 from attndsl.analysis import Analysis
 from attndsl.backends.base import Call
-from attndsl.backends.widened import kernels_of
 from attndsl.errors import ArgumentError, AttnDSLError, UnsupportedError
 from attndsl.runtime.arguments import (
     autocast,
@@ -20,6 +19,7 @@ from attndsl.runtime.arguments import (
     with_out_dtype,
 )
 from attndsl.runtime.autograd import attend
+from attndsl.runtime.dispatch import GENERATED
 from attndsl.runtime.distributed import is_dtensor
 from attndsl.runtime.location import Location
 from attndsl.runtime.modes import modes_on, seen_by_modes
@@ -313,7 +313,7 @@ class Attention(Analysis):
             BackendError: This Triton cannot load them.
         """
         if backend is None:
-            backend = "hopper" if self._backend == "hopper" else "triton"
+            backend = self._backend if self._backend in GENERATED else "triton"
         return source_of(
             self._lowered, backend, direction, head_dim, value_dim, dtype,
             self._given(captures, named),
@@ -359,7 +359,7 @@ class Attention(Analysis):
         call = self._bound(q, k, v, arguments)
         with pointing_into(self._source):
             backend, lowered, call = self._dispatched(call)
-        return tune(*kernels_of(backend, lowered, call), progress)
+        return tune(*backend.runner(lowered, call), progress)
 
     def without_sink(self) -> Attention:
         """The program but for its sink, itself where it has none; it takes the same captures.

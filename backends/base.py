@@ -300,6 +300,10 @@ class Backend(Protocol):
     name: str
     differentiable: bool
     """True: ``forward`` is made of torch operations, and torch differentiates it."""
+    checked: bool = False
+    """Whether it looks at lookups' values, which forward mode and ``torch.func`` do not show."""
+    contracts: bool = True
+    """Whether it runs programs with contractions; others do by :mod:`.widened`."""
 
     def why_not(self, device: torch.device) -> str | None:
         """Why this backend cannot run on ``device`` here, or None where it can."""
@@ -318,6 +322,29 @@ class Backend(Protocol):
 
     def backward(self, lowered: Lowered, call: Call, backward: Backward) -> Gradients:
         """Gradients of ``(out * grad_out).sum() + (lse * grad_lse).sum()``."""
+
+    def runner(self, lowered: Lowered, call: Call) -> tuple[Backend, Lowered, Call]:
+        """What runs ``call`` in the end: a backend, and the program and call that it gets."""
+        return self, lowered, call
+
+    def describe(self, lowered: Lowered, head_dim: int) -> list[str]:
+        """Lines of plain text: which kernels run each direction, where there are several families.
+
+        Args:
+            lowered: The program.
+            head_dim: Head dim of q, k and v.
+        """
+        return []
+
+    def source(self, lowered: Lowered, call: Call, direction: str, wants: Wants) -> str:
+        """Text of the modules that ``call`` would use, ``forward``, ``backward`` or ``tangent``.
+
+        Raises:
+            UnsupportedError: No kernels are generated for it; says why.
+        """
+        raise UnsupportedError(
+            f"the {self.name} backend generates no kernels", hint="use backend='triton'"
+        )
 
 
 @runtime_checkable

@@ -17,7 +17,7 @@ import torch
 
 from attndsl.ir import SCORE
 
-from .base import check_meaning
+from .base import Backend, check_meaning
 from .cpu_backward import gradients_of_steps
 from .cpu_plan import Plans
 from .cpu_tiles import (
@@ -45,7 +45,7 @@ _WEIGHTS = 1
 """Buffer."""
 
 
-class CPUBackend:
+class CPUBackend(Backend):
     """Runs every program wherever torch runs, in memory proportional to the lengths."""
 
     name = "cpu"

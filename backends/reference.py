@@ -30,7 +30,7 @@ import torch
 from attndsl.ir import SCORE, Op, const
 from attndsl.passes.differentiate import vjp
 
-from .base import Gradients, check_meaning
+from .base import Backend, Gradients, check_meaning
 from .dense import Dense, attend_pairs, dense_pairs, group, own_weights, ungroup, where_live
 from .interpret import Scope, check_lookups, evaluate, gated, sides_of
 from .memory_order import arranged, arranged_like, memory_order, wide_dtype
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from .base import Backward, Call, Wants
 
 
-class ReferenceBackend:
+class ReferenceBackend(Backend):
     """Runs every program on every device, in memory proportional to q_len * kv_len.
 
     Args:

@@ -20,7 +20,7 @@ from attndsl.ir import Op, dependencies, leaf_names, sides, toposort, var
 from attndsl.passes.widen import with_heads_apart
 from attndsl.pipeline import lower_program
 
-from .base import Gradients
+from .base import Backend, Gradients
 from .capture_sums import CaptureSums
 from .cpu_tiles import Expressions, Step, work_dtype
 from .memory_order import arranged_like, empty_like, wide_dtype
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from attndsl.passes.widen import Term
     from attndsl.pipeline import Lowered
 
-    from .base import Backend, Backward, Call, Wants
+    from .base import Backward, Call, Wants
     from .cpu_tiles import Tile
 
 MAX_WIDTH = 256
@@ -40,7 +40,7 @@ _STEP = 8
 """Rows are padded to multiples of as many elements: 16 bytes of half types."""
 
 
-class WidenedBackend:
+class WidenedBackend(Backend):
     """Runs programs with contractions by kernels of another backend.
 
     Args:
@@ -92,6 +92,24 @@ class WidenedBackend:
             of_wide = backward._replace(wanted=wanted)
             found = self.kernels.backward(wide.lowered, wide.call, of_wide)
             return wide.gradients(found, backward.wanted)
+
+    def runner(self, lowered: Lowered, call: Call) -> tuple[Backend, Lowered, Call]:
+        """See :class:`~attndsl.backends.base.Backend`."""
+        if why_tiles(lowered, call) is not None:
+            return self, lowered, call
+        wide = Wide(lowered, call)
+        return self.kernels, wide.lowered, wide.call
+
+    def describe(self, lowered: Lowered, head_dim: int) -> list[str]:
+        """What runs the contractions, and the kernels' own lines."""
+        assert lowered.contractions is not None
+        if lowered.contractions.wide is None:
+            return [f"  dot        torch operations, tile by tile: {lowered.contractions.why_not}"]
+        return [
+            "  dot        in one product with q and k, whose rows the others stand behind,",
+            f"             up to {MAX_WIDTH} elements; torch operations, tile by tile, beyond",
+            *self.kernels.describe(lowered.contractions.wide, head_dim),
+        ]
 
 
 def why_tiles(lowered: Lowered, call: Call) -> str | None:
@@ -358,11 +376,3 @@ def _parts(grad: torch.Tensor, call: Call, sides_of_terms: list[_Rows]) -> list[
         found.append(grad[..., begin : begin + width])
         begin += width
     return found
-
-
-def kernels_of(backend: Backend, lowered: Lowered, call: Call) -> tuple[Backend, Lowered, Call]:
-    """What runs ``call`` in the end: a backend, and the program and call that it gets."""
-    if not isinstance(backend, WidenedBackend) or why_tiles(lowered, call) is not None:
-        return backend, lowered, call
-    wide = Wide(lowered, call)
-    return backend.kernels, wide.lowered, wide.call

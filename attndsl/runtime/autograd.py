@@ -9,7 +9,6 @@ import torch
 from torch.nn import functional
 
 from attndsl.backends.base import Backward
-from attndsl.backends.reference import ReferenceBackend
 from attndsl.errors import UnsupportedError
 
 from .distributed import OF_TORCH, refuse_context_parallel
@@ -41,7 +40,7 @@ def attend(
     if lowered.program.dropout is not None:
         check_probability(lowered.program.dropout, call)
     if is_transformed():
-        if isinstance(backend, ReferenceBackend) and backend.checked:
+        if backend.checked:
             raise UnsupportedError(
                 "checked mode looks at values, which forward mode and torch.func do not show",
                 hint="compile the program with checked=False",

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from attndsl.backends.base import Backend
 from attndsl.operators import tell_counters
 
 from .higher import is_transformed
@@ -19,7 +20,7 @@ from .operator import operands, through_operator
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from attndsl.backends.base import Backend, Backward, Call, Form, Gradients
+    from attndsl.backends.base import Backward, Call, Form, Gradients
     from attndsl.backends.pulled import Tensors
     from attndsl.pipeline import Lowered
 
@@ -43,7 +44,7 @@ def seen_by_modes(backend: Backend, request: Request, call: Call) -> Backend:
     return ThroughOperators(backend, request, call)
 
 
-class ThroughOperators:
+class ThroughOperators(Backend):
     """A backend by way of ``attndsl::forward`` and ``attndsl::backward``."""
 
     differentiable = False

@@ -13,12 +13,12 @@ from ..triton.cross import parse_target
 from ..triton.generate import generate_attention
 from ..triton.kernels import plan_loop
 from ..triton.specialise import specialise, with_forms, with_gradients, with_pair_sums
-from .backend import why_portable
 from .distances import with_diagonals
 from .generate import generate
 from .generate_tangent import generate_tangent
 from .kernels import HopperKernels, configs_of
 from .pair_tiles import with_pair_tiles
+from .portable import why_portable
 from .shares import shares_of
 
 if TYPE_CHECKING:

@@ -10,10 +10,11 @@ import triton
 
 from attndsl.errors import UnsupportedError
 
-from ..base import Gradients
+from ..base import Backend, Gradients
 from ..memory_order import empty_like, empty_rows, result_orders, wide_dtype
 from .apart import Again, add_apart
 from .arguments import NO_LINES, Layout, capture_arguments, origin
+from .cross import kernel_source
 from .draws import kinds_of_draws
 from .kernels import STATISTICS_ROWS, Kernels
 from .library import STATISTICS_PADDING
@@ -44,11 +45,12 @@ PADDING = STATISTICS_PADDING.value
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
-class TritonBackend:
+class TritonBackend(Backend):
     """Generates, compiles and launches kernels; keeps them in memory and in ``store``."""
 
     name = "triton"
     differentiable = False
+    contracts = False
 
     def __init__(self, store: Store) -> None:
         self._kernels = Kernels(store)
@@ -285,6 +287,10 @@ class TritonBackend:
         special = self._special(lowered, call, () if grad_out is None else (grad_out,), wants)
         self._kernels.choose(lowered, kernel, special, call.q.device, config)
         self._layouts.clear()
+
+    def source(self, lowered: Lowered, call: Call, direction: str, wants: Wants) -> str:
+        """See :class:`~attndsl.backends.base.Backend`."""
+        return kernel_source(lowered, call, direction, wants)
 
     def _layout(
         self,
