@@ -10,15 +10,9 @@ import torch
 from attndsl.analysis import Analysis
 from attndsl.backends.base import Call
 from attndsl.errors import ArgumentError, AttnDSLError, UnsupportedError
-from attndsl.runtime.arguments import (
-    autocast,
-    bind,
-    joined,
-    kinds_of,
-    rows_contiguous,
-    with_out_dtype,
-)
+from attndsl.runtime.arguments import autocast, joined, kinds_of, rows_contiguous
 from attndsl.runtime.autograd import attend
+from attndsl.runtime.bind import CallOptions, bind
 from attndsl.runtime.dispatch import GENERATED
 from attndsl.runtime.distributed import is_dtensor
 from attndsl.runtime.location import Location
@@ -185,10 +179,10 @@ class Attention(Analysis):
         )  # fmt: skip
         if in_graph:
             call = bind(
-                self._lowered.program, q, k, v, scale, captures,
-                location or Location(q_offset, kv_offset, q_index, kv_index), seed, deterministic,
+                self._lowered.program, (q, k, v), captures,
+                location or Location(q_offset, kv_offset, q_index, kv_index),
+                CallOptions(scale, seed, deterministic, out_dtype),
             )  # fmt: skip
-            call = with_out_dtype(call, out_dtype)
             call = call if drawn is None else replace(call, seed=drawn)
             from attndsl.runtime.graph import attend_in_graph  # Imports torch.compile.
 
@@ -215,10 +209,8 @@ class Attention(Analysis):
         if prepared is None:
             location = location or Location(q_offset, kv_offset, q_index, kv_index)
             with pointing_into(self._source):
-                call = bind(
-                    lowered.program, q, k, v, scale, captures, location, seed, deterministic
-                )
-                call = with_out_dtype(call, out_dtype)
+                options = CallOptions(scale, seed, deterministic, out_dtype)
+                call = bind(lowered.program, (q, k, v), captures, location, options)
                 terms = None if call.part is None else terms_of(lowered, call)
                 backend, *_ = self._dispatched(call)
             call = replace(call, signature=object())

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from attndsl.backends.interpret import evaluate, scope_of
 from attndsl.errors import ArgumentError, UnsupportedError
-from attndsl.runtime.arguments import autocast, bind, joined, with_out_dtype
+from attndsl.runtime.arguments import autocast, joined
 from attndsl.runtime.backward import (
     OPERANDS,
     Asked,
@@ -20,6 +20,7 @@ from attndsl.runtime.backward import (
     gradients_of_results,
     wants_for,
 )
+from attndsl.runtime.bind import CallOptions, bind
 from attndsl.runtime.dispatch import backend_of
 from attndsl.runtime.location import LOCATION, Location
 from attndsl.runtime.modes import seen_by_modes
@@ -40,8 +41,7 @@ if TYPE_CHECKING:
 
     Captures = Mapping[str, torch.Tensor | Scalar]
 
-CALL_OPTIONS: dict[str, Any] = {"scale": None, "seed": 0, "deterministic": False}
-"""Arguments of a call that are no captures, where a method passes them on; beside its location."""
+_OPTIONS = tuple(each.name for each in fields(CallOptions))
 
 
 class Compiled:
@@ -188,18 +188,12 @@ class Compiled:
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, arguments: dict[str, Any]
     ) -> Call:
         """The checked call; takes the options out of ``arguments``, whose rest are captures."""
-        options = {name: arguments.pop(name, given) for name, given in CALL_OPTIONS.items()}
-        places = {name: arguments.pop(name) for name in LOCATION if name in arguments}
-        location = Location(**{name: x for name, x in places.items() if x is not None})
-        out_dtype = arguments.pop("out_dtype", None)
+        options = CallOptions(**_taken(arguments, _OPTIONS))
+        location = Location(**_taken(arguments, LOCATION))
         captures = self._given(arguments.pop("captures", None), arguments)
-        options = {name: CALL_OPTIONS[name] if x is None else x for name, x in options.items()}
         # Graphs cannot follow it, and calls in them do without too.
         with nullcontext() if torch.compiler.is_compiling() else pointing_into(self._source):
-            call = bind(
-                self._lowered.program, q, k, v, captures=captures, location=location, **options
-            )
-            return with_out_dtype(call, out_dtype)
+            return bind(self._lowered.program, (q, k, v), captures, location, options)
 
     def _dispatched(self, call: Call) -> tuple[Backend, Lowered, Call]:
         """What runs ``call``, and the program and the call that it gets.
@@ -240,3 +234,9 @@ class Compiled:
     def __reduce__(self) -> tuple[Any, ...]:
         kept = self._spec, self._source, self._backend, self._checked, self._defaults
         return type(self), kept
+
+
+def _taken(arguments: dict[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
+    """Takes those of ``names`` out of ``arguments``; None stands for the default."""
+    found = {name: arguments.pop(name) for name in names if name in arguments}
+    return {name: x for name, x in found.items() if x is not None}

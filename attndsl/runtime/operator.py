@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from attndsl.backends.base import Backward, Call, Gradients, Wants
+from attndsl.backends.base import Backward, Gradients, Wants
 from attndsl.ir import DType
 from attndsl.operators import Operands, tell_counters
 
-from .arguments import bind_dims, sizes_and_part
 from .backward import settled
+from .bind import CallOptions, call_of
 from .dispatch import backend_of
 from .location import WHOLE, Location, is_by_entry
 from .maxima import row_maxima
@@ -25,7 +25,7 @@ from .values import check_values
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from attndsl.backends.base import Part
+    from attndsl.backends.base import Call, Part
     from attndsl.ir import Program
     from attndsl.pipeline import Lowered
 
@@ -152,30 +152,14 @@ def _params(program: Program, given: Operands, floats: Iterator[float]) -> dict[
 
 def _call(given: Operands) -> tuple[Lowered, Call, Any]:
     lowered = lowered_program(given.spec)
-    program, q, k = lowered.program, given.q, given.k
+    program, q = lowered.program, given.q
     floats = iter(given.floats if given.varying is None else given.varying.tolist())
     params = _params(program, given, floats)
     captures = dict(zip((d.name for d in program.tensors), given.tensors or (), strict=True))
-    location = _location(given)
-    sizes, part = sizes_and_part(program, location, q, k, captures)
-    bind_dims(program, captures, params, sizes, frozenset() if part is None else part.shares)
-    call = Call(
-        q=q,
-        k=k,
-        v=given.v,
-        scale=next(floats, q.shape[3] ** -0.5),
-        sizes=sizes,
-        tensors=captures,
-        params=params,
-        q_offset=location.q_offset,
-        kv_offset=location.kv_offset,
-        q_index=location.q_index,
-        kv_index=location.kv_index,
-        seed=given.seed if given.drawn is None else seed_argument(given.drawn),
-        deterministic=given.deterministic,
-        part=part,
-        wide=given.wide,
-    )
+    seed = given.seed if given.drawn is None else seed_argument(given.drawn)
+    options = CallOptions(next(floats, None), seed, given.deterministic)
+    call = call_of(program, (q, given.k, given.v), (captures, params), _location(given), options)
+    call = replace(call, wide=given.wide)
     check_values(program, call)
     lowered, call = localised(lowered, call)
     if lowered.program.dropout is not None:

@@ -19,8 +19,8 @@ from attndsl.backends.tiling import tile_kinds
 from attndsl.errors import UnsupportedError
 from attndsl.ir import SCORE, Op, Program, const, node
 from attndsl.pipeline import lower_program
-from attndsl.runtime.arguments import bind
 from attndsl.runtime.autograd import attend
+from attndsl.runtime.bind import CallOptions, bind
 from attndsl.runtime.location import Location
 
 BACKEND = CPUBackend()
@@ -40,8 +40,8 @@ class Bound:
         **captures,
     ):  # fmt: skip
         return bind(
-            self.lowered.program, q, k, v, scale, captures,
-            Location(q_offset, kv_offset, q_index, kv_index), seed, False,
+            self.lowered.program, (q, k, v), captures,
+            Location(q_offset, kv_offset, q_index, kv_index), CallOptions(scale, seed),
         )  # fmt: skip
 
     def __call__(self, q, k, v, *, return_lse=False, **arguments):
