@@ -135,41 +135,51 @@ class Call:
         A map of tiles stays with the former: nothing is computed from its elements but which tiles
         are left out.
         """
-        params, part = self.params, self.part
-        given = {n: x for n, x in params.items() if isinstance(x, torch.Tensor)} if params else {}
-        positions: dict[str, torch.Tensor] = {}
-        # Most calls have no positions of their own, and a part of a microsecond counts.
+        params = self.params
+        given: tuple[str, ...] = ()
+        places: tuple[str, ...] = ()
+        others: tuple[torch.Tensor, ...] = ()
+        plain: tuple[Any, ...] = (
+            self.q_offset, self.kv_offset, self.q_index, self.kv_index, self.seed,
+            self.deterministic, self.tiles, self.signature, self.wide, self.draws, self.part,
+        )  # fmt: skip
+        # Most calls have neither of the two, and a part of a microsecond counts.
+        if params and (found := _tensors_among(params)):
+            given, others, params = tuple(found), tuple(found.values()), _without(found, params)
         if not (
-            self.q_index is None and self.kv_index is None and part is None
+            self.q_index is None and self.kv_index is None and self.part is None
             and type(self.q_offset) is int and type(self.kv_offset) is int
             and type(self.seed) is int
         ):  # fmt: skip
-            each = ((name, getattr(self, name)) for name in _POSITIONS)
-            positions = {name: x for name, x in each if isinstance(x, torch.Tensor)}
-            if part is not None and part.kv_lengths is not None:
-                positions[_LENGTHS] = part.kv_lengths
-                part = replace(part, kv_lengths=None)
-        plain: tuple[Any, ...] = (
-            self.q_offset, self.kv_offset, self.q_index, self.kv_index, self.seed,
-            self.deterministic, self.tiles, self.signature, self.wide, self.draws, part,
-        )  # fmt: skip
-        if positions:
-            named = zip(_PLAIN, plain, strict=True)
-            plain = tuple(None if name in positions else value for name, value in named)
-        form = Form(
-            self.scale, self.sizes, tuple(self.tensors), tuple(given),
-            {n: None if n in given else x for n, x in params.items()} if given else params,
-            tuple(positions), plain,
-        )  # fmt: skip
-        return form, (
-            self.q, self.k, self.v, *self.tensors.values(), *given.values(), *positions.values()
-        )  # fmt: skip
+            found, plain = _positions_apart(dict(zip(_PLAIN, plain, strict=True)))
+            places, others = tuple(found), (*others, *found.values())
+        form = Form(self.scale, self.sizes, tuple(self.tensors), given, params, places, plain)
+        return form, (self.q, self.k, self.v, *self.tensors.values(), *others)
 
 
-_POSITIONS = ("q_offset", "kv_offset", "q_index", "kv_index", "seed")
-"""Fields of a call that may be tensors, beside its operands and captures."""
+def _tensors_among(values: Mapping[str, Any]) -> Mapping[str, torch.Tensor]:
+    return {name: x for name, x in values.items() if isinstance(x, torch.Tensor)}
+
+
+def _without(tensors: Mapping[str, torch.Tensor], values: Mapping[str, Any]) -> dict[str, Any]:
+    """``values``, None in place of those that are among ``tensors``."""
+    return {name: None if name in tensors else x for name, x in values.items()}
+
+
+def _positions_apart(
+    plain: dict[str, Any],
+) -> tuple[Mapping[str, torch.Tensor], tuple[Any, ...]]:
+    """Those of a call's fields behind its params that are tensors, and all without these."""
+    positions = {**_tensors_among(plain)}
+    part = plain["part"]
+    if part is not None and part.kv_lengths is not None:
+        positions[_LENGTHS] = part.kv_lengths
+        plain["part"] = replace(part, kv_lengths=None)
+    return positions, tuple(_without(positions, plain).values())
+
+
 _LENGTHS = "kv_lengths"
-"""Of the call's part; it may be one too."""
+"""A tensor of the call's part."""
 _NAMES = tuple(each.name for each in fields(Call))
 _PLAIN = _NAMES[_NAMES.index("params") + 1 :]
 """The fields of a call behind its params."""

@@ -53,7 +53,7 @@ def attend(
     if not backend.differentiable and torch.is_grad_enabled() and _needs_grad(call):
         form, tensors = call.flatten()
         found: torch.Tensor | tuple[torch.Tensor, torch.Tensor] = _Attend.apply(  # type: ignore[no-untyped-call]
-            backend, lowered, call, form, return_lse, *tensors
+            (backend, lowered, call, form, return_lse), *tensors
         )
         return found
     out, lse = backend.forward(lowered, call)
@@ -88,19 +88,14 @@ def _needs_grad(call: Call) -> bool:
 class _Attend(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        backend: Backend,
-        lowered: Lowered,
-        call: Call,
-        form: Form,
-        return_lse: bool,
-        *tensors: torch.Tensor,
+        ctx: Any, job: tuple[Backend, Lowered, Call, Form, bool], *tensors: torch.Tensor
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        # One argument and one attribute, since each takes torch a part of a microsecond.
+        backend, lowered, call, form, return_lse = job
         out, lse = backend.forward(lowered, call)
         ctx.set_materialize_grads(False)
         # Tensors are kept by save_for_backward alone, which hooks and checkpointing look into.
         ctx.save_for_backward(*tensors, out, lse)
-        # One attribute, since each takes torch a microsecond.
         ctx.kept = backend, lowered, form
         # An output that nobody sees takes torch as long as an allocation.
         return (out, lse) if return_lse else out
@@ -116,8 +111,8 @@ class _Attend(torch.autograd.Function):
         call = form.call(tensors)
         if grad_out is None:
             grad_out = torch.zeros_like(out)
-        wanted = wants_of(ctx.needs_input_grad[5:], form.tensors, form.given)
+        wanted = wants_of(ctx.needs_input_grad[1:], form.tensors, form.given)
         results = Backward(out, lse, grad_out, grad_lse, wanted)
         if torch.is_grad_enabled() or is_transformed():
-            return (None,) * 5 + differentiable_gradients(backend, lowered, call, results)
-        return (None,) * 5 + in_order(backend.backward(lowered, call, results), form)
+            return (None, *differentiable_gradients(backend, lowered, call, results))
+        return (None, *in_order(backend.backward(lowered, call, results), form))
