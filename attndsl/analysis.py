@@ -10,7 +10,7 @@ import torch
 from attndsl.compiled import Compiled
 from attndsl.errors import ArgumentError, AttnDSLError
 from attndsl.runtime.arguments import joined
-from attndsl.runtime.location import WHOLE, Location, sizes_of_whole
+from attndsl.runtime.location import WHOLE, Location, Sizes, sizes_of_whole
 from attndsl.runtime.parts import localised
 from attndsl.runtime.programs import pointing_into
 from attndsl.runtime.sources import check_head_dims, device_of
@@ -265,7 +265,6 @@ class Analysis(Compiled):
     ) -> Call:  # fmt: skip
         """The checked call of these sizes, whose q, k and v take no memory."""
         with pointing_into(self._source):
-            return call_of_lengths(
-                self._lowered, q_len, kv_len, batch, heads, kv_heads, head_dim, device, location,
-                {**self._defaults, **captures},
-            )  # fmt: skip
+            sizes = Sizes(q_len, kv_len, batch, heads, kv_heads, head_dim)
+            given = {**self._defaults, **captures}
+            return call_of_lengths(self._lowered, sizes, given, location, device)

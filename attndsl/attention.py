@@ -9,17 +9,11 @@ import torch
 
 from attndsl.analysis import Analysis
 from attndsl.backends.base import Call
-from attndsl.backends.tiled.dots import kernels_of
 from attndsl.errors import ArgumentError, AttnDSLError, UnsupportedError
-from attndsl.runtime.arguments import (
-    autocast,
-    bind,
-    joined,
-    kinds_of,
-    rows_contiguous,
-    with_out_dtype,
-)
+from attndsl.runtime.arguments import autocast, joined, kinds_of, rows_contiguous
 from attndsl.runtime.autograd import attend
+from attndsl.runtime.bind import CallOptions, bind
+from attndsl.runtime.dispatch import GENERATED
 from attndsl.runtime.distributed import is_dtensor
 from attndsl.runtime.location import Location
 from attndsl.runtime.modes import modes_on, seen_by_modes
@@ -185,13 +179,14 @@ class Attention(Analysis):
         )  # fmt: skip
         if in_graph:
             call = bind(
-                self._lowered.program, q, k, v, scale, captures,
-                location or Location(q_offset, kv_offset, q_index, kv_index), seed, deterministic,
+                self._lowered.program, (q, k, v), captures,
+                location or Location(q_offset, kv_offset, q_index, kv_index),
+                CallOptions(scale, seed, deterministic, out_dtype),
             )  # fmt: skip
-            call = with_out_dtype(call, out_dtype)
+            call = call if drawn is None else replace(call, seed=drawn)
             from attndsl.runtime.graph import attend_in_graph  # Imports torch.compile.
 
-            found = attend_in_graph(self._spec, self._backend, self._checked, call, scale, drawn)
+            found = attend_in_graph(self._request, call, scale)
             return found if return_lse else found[0]
         # Most calls have none of these, and each takes a part of a microsecond.
         kinds = (
@@ -214,10 +209,8 @@ class Attention(Analysis):
         if prepared is None:
             location = location or Location(q_offset, kv_offset, q_index, kv_index)
             with pointing_into(self._source):
-                call = bind(
-                    lowered.program, q, k, v, scale, captures, location, seed, deterministic
-                )
-                call = with_out_dtype(call, out_dtype)
+                options = CallOptions(scale, seed, deterministic, out_dtype)
+                call = bind(lowered.program, (q, k, v), captures, location, options)
                 terms = None if call.part is None else terms_of(lowered, call)
                 backend, *_ = self._dispatched(call)
             call = replace(call, signature=object())
@@ -247,7 +240,7 @@ class Attention(Analysis):
         if has_values or q_offset or kv_offset:
             check_values(lowered.program, call)
         if modes_on():
-            backend = seen_by_modes(backend, self._spec, self._backend, self._checked, call)
+            backend = seen_by_modes(backend, self._request, call)
         if terms is not None:
             lowered, call = terms.lowered, terms.applied(call)
         if tiles is not None:
@@ -312,7 +305,7 @@ class Attention(Analysis):
             BackendError: This Triton cannot load them.
         """
         if backend is None:
-            backend = "hopper" if self._backend == "hopper" else "triton"
+            backend = self._backend if self._backend in GENERATED else "triton"
         return source_of(
             self._lowered, backend, direction, head_dim, value_dim, dtype,
             self._given(captures, named),
@@ -358,7 +351,7 @@ class Attention(Analysis):
         call = self._bound(q, k, v, arguments)
         with pointing_into(self._source):
             backend, lowered, call = self._dispatched(call)
-        return tune(*kernels_of(backend, lowered, call), progress)
+        return tune(*backend.runner(lowered, call), progress)
 
     def without_sink(self) -> Attention:
         """The program but for its sink, itself where it has none; it takes the same captures.

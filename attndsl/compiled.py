@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from attndsl.backends.dense.interpret import evaluate, scope_of
 from attndsl.errors import ArgumentError, UnsupportedError
-from attndsl.runtime.arguments import autocast, bind, joined, with_out_dtype
+from attndsl.runtime.arguments import autocast, joined
 from attndsl.runtime.backward import (
     OPERANDS,
     Asked,
@@ -20,9 +20,11 @@ from attndsl.runtime.backward import (
     gradients_of_results,
     wants_for,
 )
+from attndsl.runtime.bind import CallOptions, bind
 from attndsl.runtime.dispatch import backend_of
 from attndsl.runtime.location import LOCATION, Location
 from attndsl.runtime.modes import seen_by_modes
+from attndsl.runtime.operator import Request
 from attndsl.runtime.parts import gradients_of_wholes, localised
 from attndsl.runtime.probability import check_probability
 from attndsl.runtime.programs import pointing_into
@@ -39,8 +41,7 @@ if TYPE_CHECKING:
 
     Captures = Mapping[str, torch.Tensor | Scalar]
 
-CALL_OPTIONS: dict[str, Any] = {"scale": None, "seed": 0, "deterministic": False}
-"""Arguments of a call that are no captures, where a method passes them on; beside its location."""
+_OPTIONS = tuple(each.name for each in fields(CallOptions))
 
 
 class Compiled:
@@ -137,8 +138,7 @@ class Compiled:
         if in_graph:
             from attndsl.runtime.graph import backward_in_graph  # Imports torch.compile.
 
-            names = self._spec, self._backend, self._checked
-            found = backward_in_graph(*names, call, scale, given, asked)
+            found = backward_in_graph(self._request, call, scale, given, asked)
             return found._replace(captures=gradients_of_wholes(program, call, found.captures))
         with pointing_into(self._source):
             check_values(program, call)
@@ -146,7 +146,7 @@ class Compiled:
             own = replace(own, tiles=given_tiles(lowered, own, tiles))
             if lowered.program.dropout is not None:
                 check_probability(lowered.program.dropout, own)
-            backend = seen_by_modes(backend, self._spec, self._backend, self._checked, call)
+            backend = seen_by_modes(backend, self._request, call)
             found = gradients_of_results(backend, lowered, own, given, asked)
             return found._replace(captures=gradients_of_wholes(program, call, found.captures))
 
@@ -188,18 +188,12 @@ class Compiled:
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, arguments: dict[str, Any]
     ) -> Call:
         """The checked call; takes the options out of ``arguments``, whose rest are captures."""
-        options = {name: arguments.pop(name, given) for name, given in CALL_OPTIONS.items()}
-        places = {name: arguments.pop(name) for name in LOCATION if name in arguments}
-        location = Location(**{name: x for name, x in places.items() if x is not None})
-        out_dtype = arguments.pop("out_dtype", None)
+        options = CallOptions(**_taken(arguments, _OPTIONS))
+        location = Location(**_taken(arguments, LOCATION))
         captures = self._given(arguments.pop("captures", None), arguments)
-        options = {name: CALL_OPTIONS[name] if x is None else x for name, x in options.items()}
         # Graphs cannot follow it, and calls in them do without too.
         with nullcontext() if torch.compiler.is_compiling() else pointing_into(self._source):
-            call = bind(
-                self._lowered.program, q, k, v, captures=captures, location=location, **options
-            )
-            return with_out_dtype(call, out_dtype)
+            return bind(self._lowered.program, (q, k, v), captures, location, options)
 
     def _dispatched(self, call: Call) -> tuple[Backend, Lowered, Call]:
         """What runs ``call``, and the program and the call that it gets.
@@ -217,6 +211,10 @@ class Compiled:
         """The captures of a call: given at once, by keywords, or to ``compile``."""
         return {**self._defaults, **joined(captures, named)}
 
+    @property
+    def _request(self) -> Request:
+        return Request(self._spec, self._backend, self._checked)
+
     def __repr__(self) -> str:
         line = " ".join(self.text.split())
         shown = line if len(line) <= 60 else line[:57] + "..."
@@ -225,15 +223,20 @@ class Compiled:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Compiled):
             return NotImplemented
-        mine = (self._spec, self._backend, self._checked)
-        return mine == (other._spec, other._backend, other._checked) and (
+        return self._request == other._request and (
             self._defaults.keys() == other._defaults.keys()
             and all(t is other._defaults[n] for n, t in self._defaults.items())
         )
 
     def __hash__(self) -> int:
-        return hash((self._spec, self._backend, self._checked))
+        return hash(self._request)
 
     def __reduce__(self) -> tuple[Any, ...]:
         kept = self._spec, self._source, self._backend, self._checked, self._defaults
         return type(self), kept
+
+
+def _taken(arguments: dict[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
+    """Takes those of ``names`` out of ``arguments``; None stands for the default."""
+    found = {name: arguments.pop(name) for name in names if name in arguments}
+    return {name: x for name, x in found.items() if x is not None}

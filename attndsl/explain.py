@@ -8,7 +8,6 @@ import torch
 
 from attndsl.backends.base import ForwardMode, FusedForwardMode
 from attndsl.backends.forms import describe_forms
-from attndsl.backends.tiled.dots import MAX_WIDTH, WidenedBackend
 from attndsl.errors import BackendError, UnsupportedError
 from attndsl.ir import (
     SCORE,
@@ -65,7 +64,7 @@ def explain(
         in_fp64, _ = backend_of(lowered, backend, device, checked, torch.float64)
         if in_fp64.name != chosen.name:
             rows.append(f"  in fp64    {in_fp64.name}, whose torch operations run on all devices")
-        rows += explain_kernels(chosen, lowered, head_dim)
+        rows += chosen.describe(lowered, head_dim)
     except BackendError as error:
         rows.append(f"backend      none on {device.type}: {error.message}")
     return "\n".join(rows)
@@ -116,31 +115,6 @@ def _higher(backend: Backend, checked: bool) -> str:
     if checked:
         return "second derivatives: torch's own; no tangents and no torch.func in checked mode"
     return f"second derivatives: torch's own, dense; tangents, torch.func: {chunks}"
-
-
-def explain_kernels(backend: Backend, lowered: Lowered, head_dim: int) -> list[str]:
-    """Lines of plain text: which kernels run each direction, where a backend has several families.
-
-    Args:
-        backend: What runs the calls; its device need not be there.
-        lowered: The program.
-        head_dim: Head dim of q, k and v.
-    """
-    rows = []
-    if isinstance(backend, WidenedBackend) and (found := lowered.contractions) is not None:
-        if found.wide is None:
-            return [f"  dot        torch operations, tile by tile: {found.why_not}"]
-        rows.append("  dot        in one product with q and k, whose rows the others stand behind,")
-        rows.append(
-            f"             up to {MAX_WIDTH} elements; torch operations, tile by tile, beyond"
-        )
-        backend, lowered = backend.kernels, found.wide
-    if backend.name != "hopper":
-        return rows
-    # Where it cannot be imported there is no such backend; CPU users never wait for it.
-    from attndsl.backends.hopper.describe import describe_kernels
-
-    return rows + describe_kernels(backend, lowered, head_dim)
 
 
 def _forms(lowered: Lowered) -> list[str]:

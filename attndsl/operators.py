@@ -11,31 +11,76 @@ from __future__ import annotations
 
 import sys
 from importlib import import_module
-from typing import Any
+from typing import Any, NamedTuple, get_type_hints
 
 import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from attndsl.errors import UnsupportedError
 
-_COMMON = (
-    "str spec, str backend, bool checked, Tensor q, Tensor k, Tensor v, Tensor[]? tensors, "
-    "Tensor[]? given, bool[] is_given, SymInt[]? ints, float[] floats, Tensor? varying, "
-    "SymInt q_offset, SymInt kv_offset, Tensor? q_origin, Tensor? kv_origin, SymInt seed, "
-    "bool deterministic, Tensor? drawn, bool wide, SymInt[]? whole, Tensor? kv_lengths"
-)
-"""``given`` are the params that are tensors, as ``is_given`` says of each; ``ints`` are the others
-that are ints or bools, ``floats`` the scale and the others. ``varying`` replaces ``floats`` where
-one of them is another number in each run of a graph: (n,), fp64, on the CPU. An origin is an index
-vector or a 0-d offset; it replaces the offset. ``drawn`` is a 0-d seed; it replaces ``seed``, which
-would be one number for all runs of a graph. ``whole`` says of which larger call this is a part: its
-q_len, kv_len (-1 where not given), heads, kv_heads and batch, h_offset, b_offset, and whether each
-origin is an offset for each batch entry (0 or 1); None for calls that are no parts. ``wide`` says
-that the output is in fp32. (Saved graphs hold lists of one type only. Packages of AOTInductor give
-None for empty lists of tensors and of ints, so these are optional.)"""
 
-_TENSORS = (3, 4, 5, 11, 14, 15, 18, 21)
-"""Places of single tensors among the arguments; 6 and 7 are lists of them."""
+class Operands(NamedTuple):
+    """What stands for a call in the operators' arguments, in the order that these have.
+
+    (Saved graphs hold lists of one type only. Packages of AOTInductor give None for empty lists of
+    tensors and of ints, so these are optional.)
+    """
+
+    spec: str
+    """The program, see :mod:`attndsl.runtime.programs`."""
+    backend: str
+    """The backend asked for."""
+    checked: bool
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    tensors: list[torch.Tensor] | None
+    given: list[torch.Tensor] | None
+    """The params that are tensors."""
+    is_given: list[bool]
+    """Which of the params these are."""
+    ints: list[int] | None
+    """The other params that are ints or bools."""
+    floats: list[float]
+    """The others that are floats, and behind them the scale, if it is no default."""
+    varying: torch.Tensor | None
+    """(n,), fp64, on the CPU: replaces ``floats`` where one of them is another number in each run
+    of a graph."""
+    q_offset: int
+    kv_offset: int
+    q_origin: torch.Tensor | None
+    """An index vector, or an offset; replaces ``q_offset``."""
+    kv_origin: torch.Tensor | None
+    seed: int
+    deterministic: bool
+    drawn: torch.Tensor | None
+    """A 0-d seed; replaces ``seed``, which would be one number for all runs of a graph."""
+    wide: bool
+    """Whether the output is in fp32."""
+    whole: list[int] | None
+    """Of which larger call this is a part: its q_len, kv_len (-1 where not given), heads, kv_heads
+    and batch, h_offset, b_offset, and whether each origin is an offset for each batch entry (0 or
+    1); None for calls that are no parts."""
+    kv_lengths: torch.Tensor | None
+
+
+_TYPES: dict[Any, str] = {
+    str: "str",
+    bool: "bool",
+    int: "SymInt",
+    torch.Tensor: "Tensor",
+    torch.Tensor | None: "Tensor?",
+    list[torch.Tensor] | None: "Tensor[]?",
+    list[bool]: "bool[]",
+    list[float]: "float[]",
+    list[int] | None: "SymInt[]?",
+}
+_KINDS = {name: _TYPES[kind] for name, kind in get_type_hints(Operands).items()}
+_COMMON = ", ".join(f"{kind} {name}" for name, kind in _KINDS.items())
+_TENSORS = tuple(name for name, kind in _KINDS.items() if kind in ("Tensor", "Tensor?"))
+"""Names of single tensors among the operands."""
+_LISTS = ("tensors", "given")
+"""Names of lists of them."""
 _RUNS = "attndsl.runtime.operator"
 _ORDERS = "attndsl.backends.memory_order"
 _COUNTER = "torch.utils.flop_counter"
@@ -61,14 +106,12 @@ def _backward(*args: Any) -> Any:
 
 
 def _fake_forward(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    q, v = args[3], args[5]
-    shape = (q.shape[0], q.shape[1], q.shape[2])
-    kind = torch.float64 if q.dtype is torch.float64 else torch.float32
-    return _empty_like(q, v.shape[3], args[19]), q.new_empty(shape, dtype=kind)
+    given = Operands(*args)
+    return _empty_like(given.q, given.v.shape[3], given.wide), _fake_row_maxima(*args)
 
 
 def _fake_row_maxima(*args: Any) -> torch.Tensor:
-    q = args[3]
+    q = Operands(*args).q
     kind = torch.float64 if q.dtype is torch.float64 else torch.float32
     found: torch.Tensor = q.new_empty((q.shape[0], q.shape[1], q.shape[2]), dtype=kind)
     return found
@@ -84,8 +127,9 @@ def _fake_backward(
     partial: bool,
     *args: Any,
 ) -> list[torch.Tensor]:
-    inputs = [args[3], args[4], args[5], *(args[6] or ()), *(args[7] or ())]
-    empty = args[3].new_empty
+    given = Operands(*args)
+    inputs = [given.q, given.k, given.v, *(given.tensors or ()), *(given.given or ())]
+    empty = given.q.new_empty
     found = []
     for place, (x, want) in enumerate(zip(inputs, wants, strict=True)):
         if not want:
@@ -112,12 +156,13 @@ def _less(a: int, b: int) -> bool:
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
-    tensors, given = (x or [] for x in inputs[6:8])
+    operands = Operands(*inputs)
+    tensors, given = operands.tensors or [], operands.given or []
     ctx.set_materialize_grads(False)
     # Tensors are kept by save_for_backward alone, which hooks and checkpointing look into.
-    single = [inputs[place] for place in _TENSORS]
+    single = [getattr(operands, name) for name in _TENSORS]
     ctx.save_for_backward(*single, *tensors, *given, *output)
-    ctx.plain = [None if place in (*_TENSORS, 6, 7) else x for place, x in enumerate(inputs)]
+    ctx.plain = operands._asdict() | dict.fromkeys((*_TENSORS, *_LISTS))
     ctx.counts = len(tensors), len(given)
     ctx.capture_wants = [x.is_floating_point() and x.requires_grad for x in (*tensors, *given)]
 
@@ -125,25 +170,27 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.
 def _autograd(ctx: Any, grad_out: Any, grad_lse: Any) -> tuple[Any, ...]:
     tensor_count, given_count = ctx.counts
     # Lists of other things than tensors have one None for a gradient, unless they are empty.
-    grads: list[Any] = [[] if isinstance(x, list) and not x else None for x in ctx.plain]
-    grads[6], grads[7] = [None] * tensor_count, [None] * given_count
+    grads: dict[str, Any] = {
+        name: [] if isinstance(x, list) and not x else None for name, x in ctx.plain.items()
+    }
+    grads |= {"tensors": [None] * tensor_count, "given": [None] * given_count}
     if grad_out is None and grad_lse is None:
-        return tuple(grads)
+        return tuple(grads.values())
     saved = ctx.saved_tensors
     *captures, out, lse = saved[len(_TENSORS) :]
-    args = list(ctx.plain)
-    for place, tensor in zip(_TENSORS, saved, strict=False):
-        args[place] = tensor
-    args[6], args[7] = captures[:tensor_count], captures[tensor_count:]
-    wants = [*ctx.needs_input_grad[3:6], *ctx.capture_wants]
+    operands = ctx.plain | dict(zip(_TENSORS, saved, strict=False))
+    operands |= {"tensors": captures[:tensor_count], "given": captures[tensor_count:]}
+    needs = Operands(*ctx.needs_input_grad[: len(Operands._fields)])
+    wants = [needs.q, needs.k, needs.v, *ctx.capture_wants]
     found = torch.ops.attndsl.backward(
         out, lse, torch.zeros_like(out) if grad_out is None else grad_out, grad_lse, wants, False,
-        False, *args,
+        False, *operands.values(),
     )  # fmt: skip
     kept = [g if want else None for g, want in zip(found, wants, strict=True)]
-    grads[3:6] = kept[:3]
-    grads[6], grads[7] = kept[3 : 3 + tensor_count], kept[3 + tensor_count :]
-    return tuple(grads)
+    q, k, v, *rest = kept
+    tensors, given = rest[:tensor_count], rest[tensor_count:]
+    grads |= {"q": q, "k": k, "v": v, "tensors": tensors, "given": given}
+    return tuple(grads.values())
 
 
 def _no_second(ctx: Any, *grads: Any) -> tuple[Any, ...]:
@@ -155,14 +202,20 @@ def _no_second(ctx: Any, *grads: Any) -> tuple[Any, ...]:
 
 def _forward_flops(*args: Any, **rest: Any) -> int:
     """Two products over all pairs, as torch counts its own attention: masks take nothing off."""
-    q, k, v = args[3:6]
+    q, k, v = _operands_among(args)
     return _flops_of_products(q, k, q[3] + v[3])
 
 
 def _backward_flops(*args: Any, **rest: Any) -> int:
     """Five products, of which three are along q and k's head dim: scores, dQ and dK."""
-    q, k, v = args[10:13]
+    q, k, v = _operands_among(args)
     return _flops_of_products(q, k, 3 * q[3] + 2 * v[3])
+
+
+def _operands_among(args: tuple[Any, ...]) -> tuple[Any, Any, Any]:
+    """q, k and v of an operator's arguments, the last of which are those of every operator."""
+    given = Operands(*args[-len(Operands._fields) :])
+    return given.q, given.k, given.v
 
 
 def _flops_of_products(q: torch.Size, k: torch.Size, width: int) -> int:

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from dataclasses import dataclass, field, fields, replace
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
+
+import torch
 
 from attndsl.errors import UnsupportedError
 from attndsl.ir import reads_score
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
-
-    import torch
 
     from attndsl.ir import Program
     from attndsl.pipeline import Lowered
@@ -127,6 +127,100 @@ class Call:
         """Whether logical positions are looked up."""
         return self.q_index is not None or self.kv_index is not None
 
+    def flatten(self) -> tuple[Form, tuple[torch.Tensor, ...]]:
+        """The call in two parts: what is no tensor, and its tensors in the order of :class:`Form`.
+
+        A map of tiles stays with the former: nothing is computed from its elements but which tiles
+        are left out.
+        """
+        params = self.params
+        given: tuple[str, ...] = ()
+        places: tuple[str, ...] = ()
+        others: tuple[torch.Tensor, ...] = ()
+        plain: tuple[Any, ...] = (
+            self.q_offset, self.kv_offset, self.q_index, self.kv_index, self.seed,
+            self.deterministic, self.tiles, self.signature, self.wide, self.draws, self.part,
+        )  # fmt: skip
+        # Most calls have neither of the two, and a part of a microsecond counts.
+        if params and (found := _tensors_among(params)):
+            given, others, params = tuple(found), tuple(found.values()), _without(found, params)
+        if not (
+            self.q_index is None and self.kv_index is None and self.part is None
+            and type(self.q_offset) is int and type(self.kv_offset) is int
+            and type(self.seed) is int
+        ):  # fmt: skip
+            found, plain = _positions_apart(dict(zip(_PLAIN, plain, strict=True)))
+            places, others = tuple(found), (*others, *found.values())
+        form = Form(self.scale, self.sizes, tuple(self.tensors), given, params, places, plain)
+        return form, (self.q, self.k, self.v, *self.tensors.values(), *others)
+
+
+def _tensors_among(values: Mapping[str, Any]) -> Mapping[str, torch.Tensor]:
+    return {name: x for name, x in values.items() if isinstance(x, torch.Tensor)}
+
+
+def _without(tensors: Mapping[str, torch.Tensor], values: Mapping[str, Any]) -> dict[str, Any]:
+    """``values``, None in place of those that are among ``tensors``."""
+    return {name: None if name in tensors else x for name, x in values.items()}
+
+
+def _positions_apart(
+    plain: dict[str, Any],
+) -> tuple[Mapping[str, torch.Tensor], tuple[Any, ...]]:
+    """Those of a call's fields behind its params that are tensors, and all without these."""
+    positions = {**_tensors_among(plain)}
+    part = plain["part"]
+    if part is not None and part.kv_lengths is not None:
+        positions[_LENGTHS] = part.kv_lengths
+        plain["part"] = replace(part, kv_lengths=None)
+    return positions, tuple(_without(positions, plain).values())
+
+
+_LENGTHS = "kv_lengths"
+"""A tensor of the call's part."""
+_NAMES = tuple(each.name for each in fields(Call))
+_PLAIN = _NAMES[_NAMES.index("params") + 1 :]
+"""The fields of a call behind its params."""
+
+
+class Form(NamedTuple):
+    """A call without its tensors, and where they go: q, k, v, captures, params, positions."""
+
+    scale: float
+    sizes: Mapping[str, int]
+    tensors: tuple[str, ...]
+    """Names of the captured tensors."""
+    given: tuple[str, ...]
+    """Names of the params that are tensors."""
+    params: Mapping[str, Any]
+    """All params; None for those that are tensors."""
+    positions: tuple[str, ...]
+    """Fields that are tensors, among offsets, indices, the seed and ``kv_lengths``."""
+    plain: tuple[Any, ...]
+    """The call's fields behind ``params``; None for those that are tensors."""
+
+    @property
+    def captures(self) -> tuple[str, ...]:
+        """Names of the tensors and of the params that are tensors, as they stand behind v."""
+        return (*self.tensors, *self.given)
+
+    def call(self, tensors: Sequence[torch.Tensor]) -> Call:
+        """The call of ``tensors``, which are in the order that :meth:`Call.flatten` gives."""
+        q, k, v, *rest = tensors
+        plain, params, count = self.plain, self.params, len(self.tensors)
+        if self.given:
+            params = {**params, **dict(zip(self.given, rest[count:], strict=False))}
+        if self.positions:
+            named = dict(zip(_PLAIN, plain, strict=True))
+            positions = rest[count + len(self.given) :]
+            named |= zip(self.positions, positions, strict=True)
+            lengths = named.pop(_LENGTHS, None)
+            if lengths is not None:
+                named["part"] = replace(named["part"], kv_lengths=lengths)
+            plain = tuple(named.values())
+        captured = dict(zip(self.tensors, rest, strict=False))
+        return Call(q, k, v, self.scale, self.sizes, captured, params, *plain)
+
 
 def check_meaning(program: Program) -> None:
     """Refuse a sink beside ``weights``, and a dropout probability that scores decide.
@@ -165,6 +259,20 @@ class Wants:
     partial: bool = False
     """Whether ``out`` and ``lse`` may be of more keys than the call has. The gradients of a row's
     scores then do not add up to what the call's own results would tell."""
+
+
+class Backward(NamedTuple):
+    """A forward's results, their gradients, and which gradients are wanted of them."""
+
+    out: torch.Tensor
+    """(B, Hq, Lq, Dv), of the dtype and memory order that ``forward`` gives."""
+    lse: torch.Tensor
+    """(B, Hq, Lq), as ``forward`` gives it."""
+    grad_out: torch.Tensor
+    """Of the dtype of ``out``, or of q's."""
+    grad_lse: torch.Tensor | None
+    """None for zeros."""
+    wanted: Wants
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,6 +319,10 @@ class Backend(Protocol):
     name: str
     differentiable: bool
     """True: ``forward`` is made of torch operations, and torch differentiates it."""
+    checked: bool = False
+    """Whether it looks at lookups' values, which forward mode and ``torch.func`` do not show."""
+    contracts: bool = True
+    """Whether it runs programs with contractions; others do by :mod:`.widened`."""
 
     def why_not(self, device: torch.device) -> str | None:
         """Why this backend cannot run on ``device`` here, or None where it can."""
@@ -227,21 +339,31 @@ class Backend(Protocol):
             for fp64 inputs), -inf for rows with no live pair. Neither is a view.
         """
 
-    def backward(
-        self,
-        lowered: Lowered,
-        call: Call,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        grad_out: torch.Tensor,
-        grad_lse: torch.Tensor | None,
-        wants: Wants,
-    ) -> Gradients:
-        """Gradients of ``(out * grad_out).sum() + (lse * grad_lse).sum()``.
+    def backward(self, lowered: Lowered, call: Call, backward: Backward) -> Gradients:
+        """Gradients of ``(out * grad_out).sum() + (lse * grad_lse).sum()``."""
 
-        ``out`` is of the dtype and memory order that ``forward`` gives, ``grad_out`` of its dtype
-        or q's.
+    def runner(self, lowered: Lowered, call: Call) -> tuple[Backend, Lowered, Call]:
+        """What runs ``call`` in the end: a backend, and the program and call that it gets."""
+        return self, lowered, call
+
+    def describe(self, lowered: Lowered, head_dim: int) -> list[str]:
+        """Lines of plain text: which kernels run each direction, where there are several families.
+
+        Args:
+            lowered: The program.
+            head_dim: Head dim of q, k and v.
         """
+        return []
+
+    def source(self, lowered: Lowered, call: Call, direction: str, wants: Wants) -> str:
+        """Text of the modules that ``call`` would use, ``forward``, ``backward`` or ``tangent``.
+
+        Raises:
+            UnsupportedError: No kernels are generated for it; says why.
+        """
+        raise UnsupportedError(
+            f"the {self.name} backend generates no kernels", hint="use backend='triton'"
+        )
 
 
 @runtime_checkable

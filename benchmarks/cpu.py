@@ -22,9 +22,8 @@ from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 import attndsl
 from attndsl.backends.tiled.cpu import CPUBackend
-from attndsl.runtime.arguments import bind
 from attndsl.runtime.autograd import attend
-from attndsl.runtime.location import WHOLE
+from attndsl.runtime.bind import bind
 
 import common
 
@@ -106,7 +105,7 @@ def row(case: Case, turns: int) -> dict[str, Any]:
         mask = case.mask(torch.arange(case.length)[:, None], torch.arange(case.length))
 
     def ours() -> Tensors:
-        call = bind(program.program, q, k, v, None, {}, WHOLE, 0, False)
+        call = bind(program.program, (q, k, v), {})
         return results(attend(backend, program, call)[0])
 
     def theirs() -> Tensors:

@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from attndsl.runtime.arguments import bind
+from attndsl.runtime.bind import CallOptions, bind
 from attndsl.runtime.graph import maxima_in_graph
-from attndsl.runtime.location import WHOLE
 from attndsl.runtime.maxima import row_maxima
+from attndsl.runtime.operator import Request
 
 from .compiled import spec_of
 
@@ -40,7 +40,8 @@ def find_maxima(
     """
     given = {name: x.detach() if isinstance(x, torch.Tensor) else x for name, x in captures.items()}
     query, key, lowered = query.detach(), key.detach(), attention.lowered
-    call = bind(lowered.program, query, key, key, scale, given, WHOLE, 0, False)
+    call = bind(lowered.program, (query, key, key), given, options=CallOptions(scale))
     if torch.compiler.is_compiling():
-        return maxima_in_graph(spec_of(attention.text), attention.backend, call, scale)
+        request = Request(spec_of(attention.text), attention.backend, False)
+        return maxima_in_graph(request, call, scale)
     return row_maxima(lowered, call)

@@ -20,7 +20,7 @@ from attndsl.errors import ArgumentError
 from attndsl.ir import reads_score
 from attndsl.passes.print_ir import print_program
 from attndsl.passes.tiles.plan import EMPTY, FULL, PARTIAL
-from attndsl.runtime.arguments import bind
+from attndsl.runtime.bind import bind
 from attndsl.runtime.location import LOCATION, WHOLE
 from attndsl.runtime.parts import localised
 from attndsl.runtime.values import check_values
@@ -203,11 +203,8 @@ def picture_data(
     q = element.expand(batch, heads, q_len, head_dim)
     k = element.expand(batch, kv_heads, kv_len, head_dim)
     captures = {name: _on_cpu(value) for name, value in {**tensors, **params}.items()}
-    call = bind(
-        lowered.program, q, k, k, None, captures,
-        replace(location, **{name: _on_cpu(getattr(location, name)) for name in LOCATION}), 0,
-        False,
-    )  # fmt: skip
+    here = replace(location, **{name: _on_cpu(getattr(location, name)) for name in LOCATION})
+    call = bind(lowered.program, (q, k, k), captures, here)
     check_values(lowered.program, call)
     shown = _title(lowered) if title is None else title
     with torch.no_grad():

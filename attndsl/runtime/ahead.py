@@ -15,12 +15,12 @@ from torch.autograd import forward_ad
 
 from attndsl.backends.base import FusedForwardMode
 
+from .higher import tangents_at
+
 if TYPE_CHECKING:
-    from attndsl.backends.base import Backend
+    from attndsl.backends.base import Backend, Form
     from attndsl.backends.dense.pulled import Tensors
     from attndsl.pipeline import Lowered
-
-    from .higher import Packed
 
 _is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
 _is_differentiated = torch._C._functorch.is_gradtrackingtensor
@@ -61,7 +61,7 @@ class Ahead:
     _found: Tensors | None = field(default=None)
 
     def results(
-        self, backend: Backend, lowered: Lowered, packed: Packed, inputs: Tensors
+        self, backend: Backend, lowered: Lowered, form: Form, inputs: Tensors
     ) -> Tensors | None:
         """``out`` and ``lse`` of plain ``inputs``; None where tangents cannot come with them."""
         known, self.known = self.known, {}
@@ -69,7 +69,7 @@ class Ahead:
             return None
         places, tangents = tuple(known), tuple(known.values())
         found = backend.forward_with_tangents(
-            lowered, packed.call(*inputs), packed.tangents(places, tangents)
+            lowered, form.call(inputs), tangents_at(form, places, tangents)
         )
         if found is None:
             return None

@@ -1,31 +1,25 @@
-"""A call's arguments: checked against the program's declarations, completed, and put in order."""
+"""A call's arguments, each checked against the program's declarations."""
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping
-from dataclasses import replace
 from numbers import Real
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from attndsl.backends.base import Call
 from attndsl.errors import ArgumentError, DeviceError, DTypeError, ShapeError
 from attndsl.frontend.declare import CALL_ARGUMENTS
 from attndsl.ir import DType, Op, sides, toposort
 from attndsl.passes.evaluate import Environment, evaluate
 
-from .distributed import is_dtensor
-from .location import INTS, check_lengths, kind_of, part_of
-from .parts import narrowed, with_shares
-from .values import check_int, check_offset
+from .location import INTS, kind_of
+from .values import check_int
 
 if TYPE_CHECKING:
-    from attndsl.backends.base import Part, Scalar
+    from attndsl.backends.base import Scalar
     from attndsl.ir import Node, ParamDecl, Program, TensorDecl
-
-    from .location import Location
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _HALVES = FLOATS[:2]
@@ -41,84 +35,6 @@ _PYTHON: dict[DType, tuple[type, ...]] = {
     DType.BOOL: (bool, torch.SymBool),
 }
 """What a param given as a number may be; those of torch stand for sizes in graphs."""
-
-
-def bind(
-    program: Program,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    scale: float | None,
-    captures: Mapping[str, torch.Tensor | Scalar],
-    location: Location,
-    seed: int | torch.Tensor,
-    deterministic: bool,
-) -> Call:
-    """The checked call; see :meth:`attndsl.api.Attention.__call__` for what each argument is.
-
-    Backends get what :func:`.parts.localised` makes of it.
-
-    Raises:
-        ShapeError, DTypeError, DeviceError, ArgumentError: What does not fit, and what would.
-    """
-    _check_plain({"q": q, "k": k, "v": v, **captures})
-    check_operands(q, k, v)
-    check_names(program, captures)  # Before options, which may be meant as captures.
-    check_scale(scale)
-    params = {decl.name: _param(decl, captures, q.device) for decl in program.params}
-    tensors = {decl.name: _tensor(decl, captures[decl.name], q.device) for decl in program.tensors}
-    for name, offset, rows in (("q_offset", location.q_offset, q),
-                               ("kv_offset", location.kv_offset, k)):  # fmt: skip
-        _check_offset(name, offset, rows)
-    sizes, part = sizes_and_part(program, location, q, k, tensors)
-    bind_dims(program, tensors, params, sizes, frozenset() if part is None else part.shares)
-    check_rows(program, tensors)
-    _check_seed(seed, q.device)
-    _check_index("q_index", location.q_index, q.shape[2], q.device)
-    _check_index("kv_index", location.kv_index, k.shape[2], q.device)
-    call = Call(
-        q=rows_contiguous(q),
-        k=rows_contiguous(k),
-        v=rows_contiguous(v),
-        scale=q.shape[3] ** -0.5 if scale is None else _float(scale),
-        sizes=sizes,
-        tensors=tensors,
-        params=params,
-        q_offset=location.q_offset,
-        kv_offset=location.kv_offset,
-        q_index=location.q_index,
-        kv_index=location.kv_index,
-        seed=seed,
-        deterministic=deterministic,
-        part=part,
-    )
-    return narrowed(program, call)
-
-
-def sizes_and_part(
-    program: Program,
-    location: Location,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    tensors: Mapping[str, torch.Tensor],
-) -> tuple[dict[str, int], Part | None]:
-    """The sizes that a program speaks of, and which part of the whole a call is, if it says so.
-
-    Raises:
-        ShapeError, DTypeError, DeviceError, ArgumentError: What does not fit, and what would.
-    """
-    own = sizes_of(q, k)
-    if location.plain:
-        return own, None
-    if location.kv_lengths is not None:
-        check_lengths(location.kv_lengths, q.shape[0], q.device)
-    sizes, part = part_of(program, location, own)
-    return sizes, with_shares(program, part, tensors, sizes, own)
-
-
-def with_out_dtype(call: Call, out_dtype: object) -> Call:
-    """``call`` with an output of ``out_dtype``; None for that of q."""
-    return replace(call, wide=True) if is_wide("out_dtype", out_dtype, call.q.dtype) else call
 
 
 def is_wide(name: str, dtype: object, own: torch.dtype) -> bool:
@@ -142,7 +58,7 @@ def rows_contiguous(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor.stride(-1) == 1 or tensor.shape[-1] <= 1 else tensor.contiguous()
 
 
-def _float(number: Any) -> float:
+def as_float(number: Any) -> float:
     """``number`` as a float; one that a graph leaves open stays open."""
     found: float = torch.sym_float(number)  # type: ignore[no-untyped-call]
     return found
@@ -165,22 +81,6 @@ def check_scale(scale: object) -> None:
             f"scale is a {type(scale).__name__}",
             hint="pass a number, or None for 1 / sqrt(head dim)",
         )
-
-
-def _check_plain(given: Mapping[str, object]) -> None:
-    """Refuse DTensors: calls whose q is one do not come here, and nothing else takes them."""
-    if is_dtensor(given["q"]):
-        raise ArgumentError(
-            "q is a DTensor, which only calls take",
-            hint="pass each process's q.to_local(), and say which part of the whole it is: "
-            "heads=..., h_offset=..., batch=..., b_offset=...",
-        )
-    for name, value in given.items():
-        if is_dtensor(value):
-            raise ArgumentError(
-                f"{name} is a DTensor, and q is a plain tensor",
-                hint=f"make q a DTensor of the same mesh, or pass {name}.full_tensor()",
-            )
 
 
 def check_operands(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
@@ -283,12 +183,14 @@ def some_captures(
     """
     _check_known(program, captures)
     tensors = {
-        decl.name: _tensor(decl, captures[decl.name], None)
+        decl.name: checked_tensor(decl, captures[decl.name], None)
         for decl in program.tensors
         if decl.name in captures
     }
     params = {
-        decl.name: _param(decl, captures, None) for decl in program.params if decl.name in captures
+        decl.name: checked_param(decl, captures, None)
+        for decl in program.params
+        if decl.name in captures
     }
     bind_dims(program, tensors, params, {"head_dim": head_dim}, some=True)
     return {**tensors, **params}
@@ -399,7 +301,12 @@ def _dim_text(dim: Node) -> str:
     return str(dim.value) if not dim.args else "an expression of sizes"
 
 
-def _tensor(decl: TensorDecl, value: object, device: torch.device | None) -> torch.Tensor:
+def checked_tensor(decl: TensorDecl, value: object, device: torch.device | None) -> torch.Tensor:
+    """``value`` as the captured tensor that is declared; on ``device``, if one is known.
+
+    Raises:
+        ShapeError, DTypeError, DeviceError, ArgumentError: What does not fit, and what would.
+    """
     if not isinstance(value, torch.Tensor):
         raise ArgumentError(
             f"{decl.name} is a {type(value).__name__}", hint="the program declares it as a tensor"
@@ -425,9 +332,14 @@ def _check_dtype(name: str, dtype: DType, value: torch.Tensor, device: torch.dev
         )
 
 
-def _param(
+def checked_param(
     decl: ParamDecl, captures: Mapping[str, object], device: torch.device | None
 ) -> Scalar | torch.Tensor:
+    """The value of the param that is declared; a tensor is on ``device``, if one is known.
+
+    Raises:
+        ShapeError, DTypeError, DeviceError, ArgumentError: What does not fit, and what would.
+    """
     value = captures.get(decl.name, decl.default)
     if isinstance(value, torch.Tensor):
         if value.dim() != 0:
@@ -443,54 +355,6 @@ def _param(
             f"{decl.name} is {value!r}", hint=f"the program declares it as {decl.dtype.value}"
         )
     if decl.dtype is DType.FLOAT:
-        return _float(value)
+        return as_float(value)
     check_int(decl.name, value)
     return value  # type: ignore[return-value]
-
-
-def _check_offset(name: str, offset: object, rows: torch.Tensor) -> None:
-    if isinstance(offset, torch.Tensor):
-        fits = offset.dim() == 0 or tuple(offset.shape) == (rows.shape[0],)
-        if not fits or offset.dtype not in INTS:
-            raise ArgumentError(
-                f"{name} is a tensor of shape {tuple(offset.shape)} and dtype {offset.dtype}",
-                hint=f"pass an int, a 0-d int tensor, or ({rows.shape[0]},) ints, one for each "
-                f"batch entry",
-            )
-        if offset.device != rows.device:
-            raise DeviceError(f"{name} is on {offset.device}", hint=f"{name}.to(q.device)")
-    elif not isinstance(offset, int | torch.SymInt) or isinstance(offset, bool):
-        raise ArgumentError(
-            f"{name} is {offset!r}",
-            hint=f"pass an int, a 0-d int tensor, or ({rows.shape[0]},) ints, one for each batch "
-            f"entry",
-        )
-    elif isinstance(offset, int) and isinstance(length := rows.shape[2], int):
-        check_offset(name, offset, length)
-
-
-def _check_seed(seed: object, device: torch.device) -> None:
-    if isinstance(seed, torch.Tensor):
-        if seed.dim() != 0 or seed.dtype is not torch.int64:
-            raise ArgumentError(
-                f"seed is a tensor of shape {tuple(seed.shape)} and dtype {seed.dtype}",
-                hint="pass an int or a 0-d int64 tensor",
-            )
-        if seed.device != device:
-            raise DeviceError(f"seed is on {seed.device}", hint="seed.to(q.device)")
-    elif not isinstance(seed, int | torch.SymInt) or isinstance(seed, bool):
-        raise ArgumentError(f"seed is {seed!r}", hint="pass an int or a 0-d int64 tensor")
-
-
-def _check_index(name: str, index: torch.Tensor | None, length: int, device: torch.device) -> None:
-    if index is None:
-        return
-    if not isinstance(index, torch.Tensor) or index.dtype not in INTS:
-        raise DTypeError(f"{name} is no int tensor", hint=f"pass ({length},) ints")
-    if tuple(index.shape) != (length,):
-        raise ShapeError(
-            f"{name} has shape {tuple(index.shape)}",
-            hint=f"it has one position a row: ({length},)",
-        )
-    if index.device != device:
-        raise DeviceError(f"{name} is on {index.device}", hint=f"{name}.to(q.device)")

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from attndsl.backends.base import Wants
+from attndsl.backends.base import Backward, Wants
 from attndsl.backends.memory_order import arranged, memory_order
 from attndsl.errors import ArgumentError, DeviceError, DTypeError, ShapeError, UnsupportedError
 
@@ -143,21 +143,16 @@ def with_out_of(call: Call, out: torch.Tensor) -> Call:
     return replace(call, wide=out.dtype is not call.q.dtype, signature=None)
 
 
-def settled(
-    call: Call,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    grad_out: torch.Tensor,
-    grad_lse: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
+def settled(call: Call, backward: Backward) -> Backward:
     """The results of ``call`` and their gradients as backends take them: as forwards leave them."""
+    out, lse, grad_out, grad_lse, wanted = backward
     out = out.resolve_neg()
     order = memory_order(call.q, out.shape[3])
     out = _aligned(out) if out.stride() == order.strides else arranged(out, order)
     lse = _aligned(lse.resolve_neg().contiguous())
     if grad_lse is not None:
         grad_lse = _aligned(grad_lse.resolve_neg().contiguous())
-    return out, lse, grad_out.resolve_neg(), grad_lse
+    return Backward(out, lse, grad_out.resolve_neg(), grad_lse, wanted)
 
 
 def gradients_of_results(
@@ -175,10 +170,10 @@ def gradients_of_results(
             hint="apply the transform to calls",
         )
     call = with_out_of(without_neg(call), given.out)
-    both = given.out, lse_or_zeros(call, given)
+    lse = lse_or_zeros(call, given)
+    backward = Backward(given.out, lse, given.grad_out, given.grad_lse, wants)
     with torch.no_grad():
-        results = settled(call, *both, given.grad_out, given.grad_lse)
-        found = backend.backward(lowered, call, *results, wants)
+        found = backend.backward(lowered, call, settled(call, backward))
     return Gradients(found.q, found.k, found.v, _in_order(call, {**found.tensors, **found.params}))
 
 

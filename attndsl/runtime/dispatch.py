@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 from functools import lru_cache
 from importlib import import_module
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -17,12 +17,10 @@ from attndsl.errors import BackendError
 from .programs import default_cache
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from attndsl.backends.base import Backend
     from attndsl.pipeline import Lowered
-
-BACKENDS = ("reference", "cpu", "triton", "hopper")
-"""Names of the backends of this version."""
-_KERNELS = ("triton", "hopper")
 
 
 def check_backend_name(name: str) -> None:
@@ -79,7 +77,7 @@ def backend_of(
         BackendError: The backend does not work here; says why.
     """
     chosen, reason = choose_backend(name, device, checked, dtype)
-    if lowered.contractions is not None and chosen.name in _KERNELS:
+    if lowered.contractions is not None and not chosen.contracts:
         return WidenedBackend(chosen, get_backend("cpu")), reason
     return chosen, reason
 
@@ -115,22 +113,71 @@ def why_no_hopper_kernels() -> str | None:
     return None
 
 
+def _reference(checked: bool) -> Backend:
+    return ReferenceBackend(checked=checked)
+
+
+def _cpu(checked: bool) -> Backend:
+    return CPUBackend()
+
+
+# Triton takes long to import, and CPU users never need it.
+
+
+def _triton(checked: bool) -> Backend:
+    from attndsl.backends.triton import TritonBackend
+
+    return TritonBackend(default_cache())
+
+
+def _hopper(checked: bool) -> Backend:
+    from attndsl.backends.hopper.backend import HopperBackend
+
+    return HopperBackend(default_cache())
+
+
+def _nothing_missing() -> str | None:
+    return None
+
+
+def _missing_for_hopper() -> str | None:
+    return why_no_hopper_kernels()
+
+
+class _Known(NamedTuple):
+    """A backend of this version."""
+
+    make: Callable[[bool], Backend]
+    """In checked mode or not."""
+    generated: bool = False
+    """Whether its kernels are generated text."""
+    missing: Callable[[], str | None] = _nothing_missing
+    """Why this Triton cannot load its kernels, or None."""
+
+
+_KNOWN = {
+    "reference": _Known(_reference),
+    "cpu": _Known(_cpu),
+    "triton": _Known(_triton, generated=True),
+    "hopper": _Known(_hopper, generated=True, missing=_missing_for_hopper),
+}
+BACKENDS = tuple(_KNOWN)
+"""Names of the backends of this version."""
+GENERATED = tuple(name for name, known in _KNOWN.items() if known.generated)
+"""Those whose kernels are generated text."""
+
+
+def why_not_loaded(name: str) -> str | None:
+    """Why this Triton cannot load the kernels of a backend, or None."""
+    return _KNOWN[name].missing()
+
+
 @lru_cache(maxsize=8)
 def get_backend(name: str, checked: bool = False) -> Backend:
     """The one object of a backend in this process; it holds the compiled kernels."""
-    if name == "reference":
-        return ReferenceBackend(checked=checked)
-    if name == "cpu":
-        return CPUBackend()
-    # Triton takes long to import, and CPU users never need it.
     try:
-        if name == "hopper":
-            from attndsl.backends.hopper.backend import HopperBackend
-
-            return HopperBackend(default_cache())
-        from attndsl.backends.triton import TritonBackend
+        return _KNOWN[name].make(checked)
     except ImportError as error:
         raise BackendError(
             f"Triton cannot be imported: {error}", hint="install triton, or use backend='reference'"
         ) from error
-    return TritonBackend(default_cache())

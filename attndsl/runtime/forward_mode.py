@@ -17,15 +17,14 @@ from torch.autograd import forward_ad
 from attndsl.backends.base import ForwardMode, FusedForwardMode
 
 from .ahead import Ahead, tangents_of
-from .higher import attend_in_chunks, pack, tangent_in_chunks
+from .higher import attend_in_chunks, flattened, tangent_in_chunks, tangents_at
 from .recompute import Pushed, recomputed
 
 if TYPE_CHECKING:
-    from attndsl.backends.base import Backend, Call
+    from attndsl.backends.base import Backend, Call, Form
     from attndsl.backends.dense.pulled import Tensors
     from attndsl.pipeline import Lowered
 
-    from .higher import Packed
     from .recompute import Function
 
 _is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
@@ -43,11 +42,11 @@ def attend_with_tangents(
     """As :func:`.higher.attend_in_chunks`, with the kernels that ``backend`` has."""
     if not isinstance(backend, ForwardMode):
         return attend_in_chunks(lowered, call)
-    packed, tensors = pack(call)
+    form, tensors = flattened(call)
     ahead = None
     if isinstance(backend, FusedForwardMode) and _modes() == 0:
         ahead = Ahead(tangents_of(tensors))
-    out, lse = recomputed(_Whole(backend, lowered, packed, ahead), *tensors)
+    out, lse = recomputed(_Whole(backend, lowered, form, ahead), *tensors)
     return out, lse
 
 
@@ -58,15 +57,15 @@ class _Whole:
     pushes_results: ClassVar[bool] = True
     backend: Backend
     lowered: Lowered
-    packed: Packed
+    form: Form
     ahead: Ahead | None = None
 
     def __call__(self, *inputs: torch.Tensor) -> Tensors:
-        call = self.packed.call(*inputs)
+        call = self.form.call(inputs)
         if _is_seen(inputs):
             return attend_in_chunks(self.lowered, call)
         if self.ahead is not None:
-            found = self.ahead.results(self.backend, self.lowered, self.packed, inputs)
+            found = self.ahead.results(self.backend, self.lowered, self.form, inputs)
             if found is not None:
                 return found
         return self.backend.forward(self.lowered, call)
@@ -89,15 +88,13 @@ class _WholeTangent:
         tangents = args[count:]
         if _is_seen(args):
             # In terms of the inputs alone: further derivatives by the results are 0.
-            return tangent_in_chunks(
-                whole.lowered, whole.packed, tuple(inputs), self.moved, tangents
-            )
+            return tangent_in_chunks(whole.lowered, whole.form, tuple(inputs), self.moved, tangents)
         if whole.ahead is not None:
             found = whole.ahead.tangents(tuple(inputs), self.moved, tangents)
             if found is not None:
                 return found
-        moved = whole.packed.tangents(self.moved, tangents)
-        call = whole.packed.call(*inputs)
+        moved = tangents_at(whole.form, self.moved, tangents)
+        call = whole.form.call(inputs)
         assert isinstance(whole.backend, ForwardMode)
         return whole.backend.tangent(whole.lowered, call, moved, out, lse)
 

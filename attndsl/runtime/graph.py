@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch.fx.experimental import symbolic_shapes
 
+from attndsl.backends.base import Backward
 from attndsl.errors import UnsupportedError
 
 from .backward import Gradients, lse_or_zeros, with_out_of
 from .distributed import refuse_context_parallel
 from .higher import is_transformed
-from .operator import operands
+from .operator import operands, through_operator
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -23,25 +24,18 @@ if TYPE_CHECKING:
     from attndsl.backends.base import Call, Wants
 
     from .backward import Results
+    from .operator import Request
 
 
 def attend_in_graph(
-    spec: str,
-    backend: str,
-    checked: bool,
-    call: Call,
-    scale: float | None,
-    drawn: torch.Tensor | None = None,
+    request: Request, call: Call, scale: float | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``(out, lse)`` through the operator.
 
     Args:
-        spec: The program.
-        backend: The backend asked for.
-        checked: Whether to run in checked mode.
+        request: The program.
         call: The checked call; its own scale is not used.
         scale: Factor of q . k, or None for the default.
-        drawn: A seed that replaces the call's.
 
     Raises:
         UnsupportedError: A transform of ``torch.func`` in a graph, or torch's ``context_parallel``.
@@ -54,58 +48,41 @@ def attend_in_graph(
             hint="take the transform outside of torch.compile",
         )
     found: tuple[torch.Tensor, torch.Tensor] = torch.ops.attndsl.forward(
-        *operands(spec, backend, checked, call, scale, drawn, _varying)
+        *operands(request, call, scale, _varying)
     )
     return found
 
 
 def backward_in_graph(
-    spec: str,
-    backend: str,
-    checked: bool,
-    call: Call,
-    scale: float | None,
-    given: Results,
-    wants: Wants,
+    request: Request, call: Call, scale: float | None, given: Results, wants: Wants
 ) -> Gradients:
     """The gradients of checked results through an operator; not differentiable.
 
     Args:
-        spec: The program.
-        backend: The backend asked for.
-        checked: Whether to run in checked mode.
+        request: The program.
         call: The checked call; its own scale is not used.
         scale: Factor of q . k, or None for the default.
         given: The results.
         wants: Which gradients.
     """
     call = with_out_of(call, given.out)
-    params = [name for name, x in call.params.items() if isinstance(x, torch.Tensor)]
-    asked = [wants.q, wants.k, wants.v, *(name in wants.tensors for name in call.tensors)]
-    asked += [name in wants.params for name in params]
-    drawn = call.seed if isinstance(call.seed, torch.Tensor) else None
-    parts = torch.ops.attndsl.backward(
-        given.out, lse_or_zeros(call, given), given.grad_out, given.grad_lse, asked, wants.wide,
-        wants.partial, *operands(spec, backend, checked, call, scale, drawn, _varying),
-    )  # fmt: skip
-    q, k, v, *rest = (x if want else None for x, want in zip(parts, asked, strict=True))
-    named = zip((*call.tensors, *params), rest, strict=True)
-    return Gradients(q, k, v, {name: x for name, x in named if x is not None})
+    backward = Backward(given.out, lse_or_zeros(call, given), given.grad_out, given.grad_lse, wants)
+    found = through_operator(operands(request, call, scale, _varying), call, backward)
+    return Gradients(found.q, found.k, found.v, {**found.tensors, **found.params})
 
 
-def maxima_in_graph(spec: str, backend: str, call: Call, scale: float | None) -> torch.Tensor:
+def maxima_in_graph(request: Request, call: Call, scale: float | None) -> torch.Tensor:
     """The largest score of each row through an operator; not differentiable.
 
     Args:
-        spec: The program.
-        backend: The backend asked for.
+        request: The program.
         call: The checked call, of tensors that need no gradient; its own scale is not used.
         scale: Factor of q . k, or None for the default.
 
     Returns:
         (B, Hq, Lq), fp32 (fp64 for fp64).
     """
-    given = operands(spec, backend, False, call, scale, None, _varying)
+    given = operands(request, call, scale, _varying)
     found: torch.Tensor = torch.ops.attndsl.row_maxima(*given)
     return found
 

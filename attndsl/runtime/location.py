@@ -82,6 +82,21 @@ class Location:
         )  # fmt: skip
 
 
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Sizes of a call that has no tensors yet."""
+
+    q_len: int
+    kv_len: int
+    batch: int = 1
+    heads: int = 1
+    """Query heads."""
+    kv_heads: int | None = None
+    """None for as many."""
+    head_dim: int = 64
+    """Of q and k."""
+
+
 def sizes_of_whole(given: Mapping[str, int] | None) -> dict[str, Any]:
     """Sizes of a whole call by their names at a call, where these say sizes of a part.
 

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from attndsl.backends.base import Call, Wants
+from attndsl.backends.base import Backward, Gradients, Wants
 from attndsl.ir import DType
-from attndsl.operators import tell_counters
+from attndsl.operators import Operands, tell_counters
 
-from .arguments import bind_dims, sizes_and_part
 from .backward import settled
+from .bind import CallOptions, call_of
 from .dispatch import backend_of
 from .location import WHOLE, Location, is_by_entry
 from .maxima import row_maxima
@@ -23,68 +23,71 @@ from .seed import seed_argument
 from .values import check_values
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator
 
-    from attndsl.backends.base import Part
+    from attndsl.backends.base import Call, Part
+    from attndsl.ir import Program
     from attndsl.pipeline import Lowered
 
 _FLOAT = (float, torch.SymFloat)
 
 
+class Request(NamedTuple):
+    """A program, and what is asked to run it."""
+
+    spec: str
+    backend: str
+    """The backend asked for."""
+    checked: bool
+    """Whether to run in checked mode."""
+
+
 def operands(
-    spec: str,
-    backend: str,
-    checked: bool,
+    request: Request,
     call: Call,
     scale: float | None,
-    drawn: torch.Tensor | None,
     varying: Callable[[list[float]], torch.Tensor | None] | None = None,
-) -> tuple[Any, ...]:
+) -> Operands:
     """What stands for a call in the operators' arguments.
 
     Args:
-        spec: The program.
-        backend: The backend asked for.
-        checked: Whether to run in checked mode.
+        request: The program.
         call: The checked call; its own scale is not used.
         scale: Factor of q . k, or None for the default.
-        drawn: A seed that replaces the call's.
         varying: Gives those numbers that are no constants as tensors; None where all are.
     """
-    params = list(call.params.values())
-    floats: list[Any] = [p for p in params if isinstance(p, _FLOAT)]
+    form, (q, k, v, *rest) = call.flatten()
+    count = len(form.captures)
+    positions = dict(zip(form.positions, rest[count:], strict=True))
+    numbers = [p for p in form.params.values() if p is not None]
+    floats: list[Any] = [p for p in numbers if isinstance(p, _FLOAT)]
     floats += [] if scale is None else [scale]
-    q_is_tensor = isinstance(call.q_offset, torch.Tensor)
-    kv_is_tensor = isinstance(call.kv_offset, torch.Tensor)
-    part = call.part
     varied = None if varying is None else varying(floats)
-    return (
-        spec,
-        backend,
-        checked,
-        call.q,
-        call.k,
-        call.v,
-        list(call.tensors.values()),
-        [p for p in params if isinstance(p, torch.Tensor)],
-        [isinstance(p, torch.Tensor) for p in params],
-        [
+    return Operands(
+        *request,
+        q,
+        k,
+        v,
+        tensors=rest[: len(form.tensors)],
+        given=rest[len(form.tensors) : count],
+        is_given=[p is None for p in form.params.values()],
+        ints=[
             int(p) if isinstance(p, bool | torch.SymBool) else p
-            for p in params
-            if not isinstance(p, (torch.Tensor, *_FLOAT))
+            for p in numbers
+            if not isinstance(p, _FLOAT)
         ],
-        [] if varied is not None else floats,
-        varied,
-        0 if q_is_tensor else call.q_offset,
-        0 if kv_is_tensor else call.kv_offset,
-        call.q_offset if call.q_index is None and q_is_tensor else call.q_index,
-        call.kv_offset if call.kv_index is None and kv_is_tensor else call.kv_index,
-        0 if drawn is not None else call.seed,
-        call.deterministic,
-        drawn,
-        call.wide,
-        None if part is None else _whole(call, part),
-        None if part is None else part.kv_lengths,
+        floats=[] if varied is not None else floats,
+        varying=varied,
+        q_offset=0 if isinstance(call.q_offset, torch.Tensor) else call.q_offset,
+        kv_offset=0 if isinstance(call.kv_offset, torch.Tensor) else call.kv_offset,
+        q_origin=positions.get("q_index", positions.get("q_offset")),
+        kv_origin=positions.get("kv_index", positions.get("kv_offset")),
+        seed=0 if isinstance(call.seed, torch.Tensor) else call.seed,
+        deterministic=call.deterministic,
+        drawn=positions.get("seed"),
+        wide=call.wide,
+        whole=None if call.part is None else _whole(call, call.part),
+        kv_lengths=positions.get("kv_lengths"),
     )
 
 
@@ -104,9 +107,9 @@ def _whole(call: Call, part: Part) -> list[int]:
     ]
 
 
-def _location(args: Sequence[Any]) -> Location:
-    """Where a call lies, by ``q_offset, kv_offset, q_origin, kv_origin, whole, kv_lengths``."""
-    q_offset, kv_offset, q_origin, kv_origin, whole, kv_lengths = args
+def _location(given: Operands) -> Location:
+    """Where the call lies, with lengths only where it is a part."""
+    whole = given.whole
     if not whole:
         numbers, by_entry = WHOLE, (False, False)
     else:
@@ -120,68 +123,81 @@ def _location(args: Sequence[Any]) -> Location:
             batch=batch,
             h_offset=h_offset,
             b_offset=b_offset,
-            kv_lengths=kv_lengths,
+            kv_lengths=given.kv_lengths,
         )
     fields: dict[str, Any] = {}
-    for name, offset, origin, entries in (
-        ("q", q_offset, q_origin, by_entry[0]), ("kv", kv_offset, kv_origin, by_entry[1])
-    ):  # fmt: skip
-        starts = origin is not None and (origin.dim() == 0 or entries)
+    for name, offset, origin, each in (
+        ("q", given.q_offset, given.q_origin, by_entry[0]),
+        ("kv", given.kv_offset, given.kv_origin, by_entry[1]),
+    ):
+        starts = origin is not None and (origin.dim() == 0 or each)
         fields[f"{name}_offset"] = origin if starts else offset
         fields[f"{name}_index"] = None if starts else origin
     return replace(numbers, **fields)
 
 
-def _call(args: Sequence[Any]) -> tuple[Lowered, Call, Any]:
-    (spec, backend, checked, q, k, v, tensors, given, is_given, ints, floats, varying, q_offset,
-     kv_offset, q_origin, kv_origin, seed, deterministic, drawn, wide, whole,
-     kv_lengths) = args  # fmt: skip
-    lowered = lowered_program(spec)
-    program = lowered.program
+def _params(program: Program, given: Operands, floats: Iterator[float]) -> dict[str, Any]:
+    """The params by name; takes those that are floats from ``floats``."""
+    tensors, ints = iter(given.given or ()), iter(given.ints or ())
     params: dict[str, Any] = {}
-    given, ints = iter(given or ()), iter(ints or ())
-    floats = iter(floats if varying is None else varying.tolist())
-    for decl, is_tensor in zip(program.params, is_given, strict=True):
+    for decl, is_tensor in zip(program.params, given.is_given, strict=True):
         if is_tensor:
-            params[decl.name] = next(given)
+            params[decl.name] = next(tensors)
         elif decl.dtype is DType.FLOAT:
             params[decl.name] = next(floats)
         else:
             params[decl.name] = bool(next(ints)) if decl.dtype is DType.BOOL else next(ints)
-    captures = dict(zip((d.name for d in program.tensors), tensors or (), strict=True))
-    location = _location((q_offset, kv_offset, q_origin, kv_origin, whole, kv_lengths))
-    sizes, part = sizes_and_part(program, location, q, k, captures)
-    bind_dims(program, captures, params, sizes, frozenset() if part is None else part.shares)
-    call = Call(
-        q=q,
-        k=k,
-        v=v,
-        scale=next(floats, q.shape[3] ** -0.5),
-        sizes=sizes,
-        tensors=captures,
-        params=params,
-        q_offset=location.q_offset,
-        kv_offset=location.kv_offset,
-        q_index=location.q_index,
-        kv_index=location.kv_index,
-        seed=seed if drawn is None else seed_argument(drawn),
-        deterministic=deterministic,
-        part=part,
-        wide=wide,
-    )
+    return params
+
+
+def _call(given: Operands) -> tuple[Lowered, Call, Any]:
+    lowered = lowered_program(given.spec)
+    program, q = lowered.program, given.q
+    floats = iter(given.floats if given.varying is None else given.varying.tolist())
+    params = _params(program, given, floats)
+    captures = dict(zip((d.name for d in program.tensors), given.tensors or (), strict=True))
+    seed = given.seed if given.drawn is None else seed_argument(given.drawn)
+    options = CallOptions(next(floats, None), seed, given.deterministic)
+    call = call_of(program, (q, given.k, given.v), (captures, params), _location(given), options)
+    call = replace(call, wide=given.wide)
     check_values(program, call)
     lowered, call = localised(lowered, call)
     if lowered.program.dropout is not None:
         check_probability(lowered.program.dropout, call)
-    chosen, _ = backend_of(lowered, backend, q.device, checked, q.dtype)
+    chosen, _ = backend_of(lowered, given.backend, q.device, given.checked, q.dtype)
     chosen.check(lowered, call)
     return lowered, call, chosen
+
+
+def through_operator(given: Operands, call: Call, backward: Backward) -> Gradients:
+    """What ``attndsl::backward`` finds; it is not differentiable.
+
+    Args:
+        given: What stands for ``call``.
+        call: As :func:`operands` took it.
+        backward: The results, and which gradients are wanted.
+    """
+    *results, wanted = backward
+    params = [name for name, x in call.params.items() if isinstance(x, torch.Tensor)]
+    asked = [wanted.q, wanted.k, wanted.v, *(name in wanted.tensors for name in call.tensors)]
+    asked += [name in wanted.params for name in params]
+    parts = torch.ops.attndsl.backward(*results, asked, wanted.wide, wanted.partial, *given)
+    q, k, v, *rest = (x if want else None for x, want in zip(parts, asked, strict=True))
+    count = len(call.tensors)
+    tensors, numbers = zip(call.tensors, rest, strict=False), zip(params, rest[count:], strict=True)
+    return Gradients(
+        q,
+        k,
+        v,
+        {name: x for name, x in tensors if x is not None},
+        {name: x for name, x in numbers if x is not None},
+    )
 
 
 def run_forward(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """``attndsl::forward``."""
     tell_counters()
-    lowered, call, backend = _call(args)
+    lowered, call, backend = _call(Operands(*args))
     with torch.no_grad():
         out, lse = backend.forward(lowered, call)
     return out, lse.contiguous()
@@ -189,7 +205,7 @@ def run_forward(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
 
 def run_row_maxima(*args: Any) -> torch.Tensor:
     """``attndsl::row_maxima``."""
-    lowered, call, _ = _call(args)
+    lowered, call, _ = _call(Operands(*args))
     return row_maxima(lowered, call)
 
 
@@ -204,9 +220,9 @@ def run_backward(
     *args: Any,
 ) -> list[torch.Tensor]:
     """``attndsl::backward``."""
-    lowered, call, backend = _call(args)
+    lowered, call, backend = _call(Operands(*args))
     # A part's program has captures of its own behind the others, which have no gradients.
-    program = lowered_program(args[0]).program
+    program = lowered_program(Operands(*args).spec).program
     given = [d.name for d in program.params if isinstance(call.params[d.name], torch.Tensor)]
     names = [*(decl.name for decl in program.tensors), *given]
     wanted = {name for name, want in zip(names, wants[3:], strict=True) if want}
@@ -219,8 +235,8 @@ def run_backward(
         wide=wide,
         partial=partial,
     )
-    results = settled(call, out, lse, grad_out, grad_lse)
-    found = backend.backward(lowered, call, *results, asked)
+    results = settled(call, Backward(out, lse, grad_out, grad_lse, asked))
+    found = backend.backward(lowered, call, results)
     captures = {**found.tensors, **found.params}
     gradients = [found.q, found.k, found.v]
     for name in names:

@@ -12,7 +12,7 @@ from attndsl.backends.tiled.dots import Wide, why_tiles
 from attndsl.errors import ArgumentError, BackendError, UnsupportedError
 
 from .arguments import check_rows, learned, some_captures
-from .dispatch import get_backend, why_no_hopper_kernels
+from .dispatch import GENERATED, get_backend, why_not_loaded
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from attndsl.backends.base import Scalar
     from attndsl.pipeline import Lowered
 
-GENERATED = ("triton", "hopper")
-"""Backends whose kernels are generated text."""
 _DIRECTIONS = ("forward", "backward", "tangent")
 
 
@@ -63,7 +61,7 @@ def source_of(
 
     Args:
         lowered: The program.
-        backend: One of ``GENERATED``.
+        backend: One of :data:`.dispatch.GENERATED`.
         direction: ``forward``, ``backward`` or ``tangent``: along q, k, v and, in portable kernels,
             captures that require gradients; Hopper's makes the results too.
         head_dim: Head dim of q and k.
@@ -91,7 +89,7 @@ def source_of(
         close = difflib.get_close_matches(str(backend), GENERATED, n=1)
         hint = f"did you mean '{close[0]}'?" if close else "use 'triton' or 'hopper'"
         raise ArgumentError(f"no kernels are generated for backend {backend!r}", hint=hint)
-    from attndsl.backends.triton.cross import example_call, kernel_source
+    from attndsl.backends.triton.cross import example_call
 
     call = example_call(lowered, head_dim, value_dim, dtype, captures)
     check_rows(lowered.program, call.tensors)
@@ -109,16 +107,12 @@ def source_of(
             )
         lowered, call = (wide := Wide(lowered, call)).lowered, wide.call
     wants = Wants(tensors=learned(call.tensors), params=learned(call.params))
-    if backend == "triton":
-        get_backend(backend).check(lowered, call)
-        return kernel_source(lowered, call, direction, wants)
-    missing = why_no_hopper_kernels()
+    missing = why_not_loaded(backend)
     if missing is not None:
         raise BackendError(
-            f"the Hopper kernels cannot be loaded: {missing}",
+            f"the {backend.capitalize()} kernels cannot be loaded: {missing}",
             hint="use backend='triton' for the text of the portable kernels",
         )
-    from attndsl.backends.hopper.source import hopper_source
-
-    get_backend(backend).check(lowered, call)
-    return hopper_source(lowered, call, direction, wants)
+    chosen = get_backend(backend)
+    chosen.check(lowered, call)
+    return chosen.source(lowered, call, direction, wants)

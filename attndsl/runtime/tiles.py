@@ -33,7 +33,7 @@ from attndsl.passes.widths import POSITION_LIMIT
 from attndsl.settings import read_settings
 from attndsl.tilemap import TileMap
 
-from .arguments import bind
+from .bind import CallOptions, bind
 from .values import check_values
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from attndsl.passes.tiles.plan import Direction, LoopPlan
     from attndsl.pipeline import Lowered
 
-    from .location import Location
+    from .location import Location, Sizes
 
 _DIRECTIONS = {
     "forward": FORWARD,
@@ -69,10 +69,12 @@ _CHECKED_TILES = {"forward": (128, 64), "backward_q": (128, 64), "backward_kv": 
 
 
 def call_of_lengths(
-    lowered: Lowered, q_len: int, kv_len: int, batch: int, heads: int, kv_heads: int | None,
-    head_dim: int, device: str | torch.device | None, location: Location,
+    lowered: Lowered,
+    sizes: Sizes,
     captures: Mapping[str, torch.Tensor | Scalar],
-) -> Call:  # fmt: skip
+    location: Location,
+    device: str | torch.device | None,
+) -> Call:
     """A call with these sizes and captures whose q, k and v take no memory.
 
     It is on ``device``, or else where the tensors are that are given.
@@ -83,16 +85,17 @@ def call_of_lengths(
             location.kv_index, location.kv_lengths,
         ]  # fmt: skip
         device = next((x.device for x in given if isinstance(x, torch.Tensor)), "cpu")
-    for name, size in (("q_len", q_len), ("kv_len", kv_len), ("batch", batch)):
+    for name in ("q_len", "kv_len", "batch"):
+        size = getattr(sizes, name)
         if not isinstance(size, int) or size < 0:
             raise ArgumentError(f"{name} is {size!r}", hint="pass a whole number, 0 or more")
     one = torch.empty((), device=device)
-    kv_heads = heads if kv_heads is None else kv_heads
-    q = one.expand(batch, heads, q_len, 1)
-    k = one.expand(batch, kv_heads, kv_len, 1)
-    call = bind(lowered.program, q, k, k, 1.0, captures, location, 0, False)
+    kv_heads = sizes.heads if sizes.kv_heads is None else sizes.kv_heads
+    q = one.expand(sizes.batch, sizes.heads, sizes.q_len, 1)
+    k = one.expand(sizes.batch, kv_heads, sizes.kv_len, 1)
+    call = bind(lowered.program, (q, k, k), captures, location, CallOptions(scale=1.0))
     check_values(lowered.program, call)
-    return replace(call, sizes={**call.sizes, "head_dim": head_dim})
+    return replace(call, sizes={**call.sizes, "head_dim": sizes.head_dim})
 
 
 def find_tiles(

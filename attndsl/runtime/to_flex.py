@@ -10,7 +10,7 @@ import torch
 from attndsl.errors import UnsupportedError
 from attndsl.ir import Op, const, dependencies, node, toposort
 
-from .location import Location, sizes_of_whole
+from .location import Location, Sizes, sizes_of_whole
 from .parts import localised
 from .tiles import call_of_lengths, find_tiles, needs_score
 from .torch_source import torch_function
@@ -53,10 +53,8 @@ def flex_functions(
         **{name: options[name] for name in _PLACES if name in options},
         **sizes_of_whole(options.get("whole_sizes")),
     )
-    call = call_of_lengths(
-        lowered, *sizes, options.get("kv_heads"), options.get("head_dim", 64),
-        options.get("device"), location, captures,
-    )  # fmt: skip
+    given = Sizes(*sizes, options.get("kv_heads"), options.get("head_dim", 64))
+    call = call_of_lengths(lowered, given, captures, location, options.get("device"))
     lowered, call = localised(lowered, call)
     program = lowered.program
     for what, part in (("sink", program.sink), ("weights", program.weights),

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import torch
 
-from attndsl.backends.base import Wants
+from attndsl.backends.base import Backward, Wants
 from attndsl.errors import BackendError, UnsupportedError
 
 from .arguments import learned
@@ -109,7 +109,7 @@ def tune(
     if wants is not None:
         jobs.append((
             "backward", grad_out, wants,
-            lambda: backend.backward(lowered, call, out, lse, grad_out, None, wants),
+            lambda: backend.backward(lowered, call, Backward(out, lse, grad_out, None, wants)),
         ))  # fmt: skip
     found: list[Measurement] = []
     for kind, grad, wanted, run in jobs:

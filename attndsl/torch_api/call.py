@@ -77,16 +77,18 @@ def attend(
     if in_graph:
         # They import torch.compile, which eager calls never need.
         from attndsl.runtime.graph import attend_in_graph
+        from attndsl.runtime.operator import Request
 
         from .graph import program_spec
 
         call = Call(
             rows_contiguous(q), rows_contiguous(k), rows_contiguous(v), 0.0, {}, tensors,
             {"dropout_p": float(dropout_p)} if dropout else {},
+            seed=0 if drawn is None else drawn,
             deterministic=torch.are_deterministic_algorithms_enabled(),
         )  # fmt: skip
-        spec = program_spec(reach, key, dropout)
-        return attend_in_graph(spec, "auto", False, call, scale, drawn)[0]
+        request = Request(program_spec(reach, key, dropout), "auto", False)
+        return attend_in_graph(request, call, scale)[0]
     attention = program(reach, key, dropout)
     arguments: dict[str, Any] = dict(tensors)
     if drawn is not None:

@@ -30,7 +30,7 @@ import torch
 from attndsl.ir import SCORE, Op, const
 from attndsl.passes.differentiate import vjp
 
-from ..base import Gradients, check_meaning
+from ..base import Backend, Gradients, check_meaning
 from ..memory_order import arranged, arranged_like, memory_order, wide_dtype
 from .interpret import Scope, check_lookups, evaluate, gated, sides_of
 from .pairs import Dense, attend_pairs, dense_pairs, group, own_weights, ungroup, where_live
@@ -41,10 +41,10 @@ if TYPE_CHECKING:
     from attndsl.passes.differentiate import Derivative
     from attndsl.pipeline import Lowered
 
-    from ..base import Call, Wants
+    from ..base import Backward, Call, Wants
 
 
-class ReferenceBackend:
+class ReferenceBackend(Backend):
     """Runs every program on every device, in memory proportional to q_len * kv_len.
 
     Args:
@@ -87,16 +87,7 @@ class ReferenceBackend:
             lse = _Anchor.apply(lse, *anchors)  # type: ignore[no-untyped-call]
         return out, lse
 
-    def backward(
-        self,
-        lowered: Lowered,
-        call: Call,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        grad_out: torch.Tensor,
-        grad_lse: torch.Tensor | None,
-        wants: Wants,
-    ) -> Gradients:
+    def backward(self, lowered: Lowered, call: Call, backward: Backward) -> Gradients:
         """Gradients by the program's symbolic derivative, without torch's autograd.
 
         Same formulas as the kernels (FlashAttention-2, arXiv 2307.08691, section 3.1): with P the
@@ -104,18 +95,10 @@ class ReferenceBackend:
         the final score's gradient is dS = P * (D * dW - delta).
         """
         with torch.no_grad():
-            return self._backward(lowered, call, out, lse, grad_out, grad_lse, wants)
+            return self._backward(lowered, call, backward)
 
-    def _backward(
-        self,
-        lowered: Lowered,
-        call: Call,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        grad_out: torch.Tensor,
-        grad_lse: torch.Tensor | None,
-        wants: Wants,
-    ) -> Gradients:
+    def _backward(self, lowered: Lowered, call: Call, backward: Backward) -> Gradients:
+        out, lse, grad_out, grad_lse, wants = backward
         program, derivative = lowered.program, lowered.derivative
         dense = self._dense(program, call)
         scope, work = dense.scope, dense.score.dtype

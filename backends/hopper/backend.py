@@ -7,13 +7,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from attndsl.ir import leaf_names
-
 from ..base import Gradients, Wants
 from ..memory_order import empty_rows, result_orders, wide_dtype
 from ..triton.arguments import capture_arguments, origin
 from ..triton.backend import PADDING, TritonBackend, signature_of
-from ..triton.draws import why_pairs
 from ..triton.kernels import STATISTICS_ROWS
 from ..triton.order import processors_of
 from ..triton.specialise import specialise, strides
@@ -27,32 +24,31 @@ from .arguments import (
     descriptor_strides,
     is_drawn,
 )
-from .busy import why_busy
 from .copies import room_for
 from .counters import Counters
-from .distances import among, empty_sums, split, with_diagonals, with_distances
+from .describe import describe_kernels
+from .distances import empty_sums, split, with_diagonals, with_distances
 from .kernels import HopperKernels
 from .launch import TensorMaps, launch_of, view
-from .learned import gradients_of_parts, learned_in_kernel, learned_parts
+from .learned import gradients_of_parts, learned_in_kernel
 from .memory import block_width
 from .own_tiles import parts_of_lists
 from .pair_tiles import is_readable, window, with_pair_tiles
+from .portable import why_portable
 from .shares import shares_of
+from .source import hopper_source
 from .stored import empty_slopes
 from .tangents import launch_with_tangents, layout_of, readable
-from .tiles import CANDIDATES
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Mapping
 
     from attndsl.pipeline import Lowered
 
-    from ..base import Call, Store, Tangents
+    from ..base import Backward, Call, Store, Tangents
     from ..triton.shares import Shares
     from ..triton.specialise import Specialisation
     from ..triton.tiles import Config
-
-_DTYPES = (torch.float16, torch.bfloat16)
 
 
 class HopperBackend(TritonBackend):
@@ -114,16 +110,9 @@ class HopperBackend(TritonBackend):
         return out, lse
 
     def _gradients(
-        self,
-        lowered: Lowered,
-        call: Call,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        grad_out: torch.Tensor,
-        grad_lse: torch.Tensor | None,
-        wants: Wants,
+        self, lowered: Lowered, call: Call, backward: Backward
     ) -> tuple[Gradients, torch.Tensor]:
-        given = grad_out
+        out, lse, grad_out, grad_lse, wants = backward
         if descriptor_strides(grad_out) is None and (
             wants.tensors or wants.params or wants.slopes or not grad_out.is_contiguous()
         ):
@@ -132,7 +121,7 @@ class HopperBackend(TritonBackend):
         has_dlse = grad_lse is not None
         layout = self._hopper_layout(lowered, call, "backward", grad_out, wants, has_dlse)
         if layout.why_portable is not None:
-            return self._portable._gradients(lowered, call, out, lse, given, grad_lse, wants)
+            return self._portable._gradients(lowered, call, backward)
         q, k, v, views, of = call.q, call.k, call.v, layout.views, self._maps.of
         batch, heads, q_len, head_dim = q.shape
         padded = -(-q_len // PADDING) * PADDING
@@ -280,6 +269,14 @@ class HopperBackend(TritonBackend):
         else:
             super().choose(lowered, call, kind, grad_out, wants, kernel, config)
 
+    def describe(self, lowered: Lowered, head_dim: int) -> list[str]:
+        """See :class:`~attndsl.backends.base.Backend`."""
+        return describe_kernels(self, lowered, head_dim)
+
+    def source(self, lowered: Lowered, call: Call, direction: str, wants: Wants) -> str:
+        """See :class:`~attndsl.backends.base.Backend`."""
+        return hopper_source(lowered, call, direction, wants)
+
     def _special(
         self, lowered: Lowered, call: Call, grads: tuple[torch.Tensor, ...], wants: Wants | None
     ) -> Specialisation:
@@ -373,66 +370,6 @@ def _read_by_tiles(layout: HopperLayout, call: Call) -> list[torch.Tensor]:
         else:
             found.append(call.tensors[tile.name])
     return found
-
-
-def why_portable(
-    lowered: Lowered,
-    call: Call,
-    kind: str,
-    grad_out: torch.Tensor | None = None,
-    wants: Wants | None = None,
-) -> str | None:
-    """Why the portable kernels run this forward, tangent or backward, or None.
-
-    A tangent is along what ``wants`` names.
-    """
-    dropout = lowered.program.dropout
-    if call.wide and kind != "backward":
-        return f"the Hopper {kind} stores its output in the dtype of q, k and v"
-    if call.q.dtype not in _DTYPES:
-        return f"the Hopper kernels compute in fp16 and bf16, not {call.q.dtype}"
-    width = max(block_width(call.q.shape[3]), block_width(call.v.shape[3]))
-    if width > max_head_dim(kind):
-        return f"the Hopper {kind} takes head dims up to {max_head_dim(kind)}"
-    if kind == "tangent":
-        if lowered.program.weights is not None or dropout is not None:
-            return "the Hopper tangent has the weights of a softmax, without dropout"
-        if wants is not None and (wants.tensors or wants.params):
-            return "tangents of captures are looked up pair by pair"
-    if kind == "backward":
-        if dropout is not None and width > 128:
-            return "the Hopper backward has dropout at head dims up to 128"
-        if call.deterministic:
-            return "the Hopper backward adds up dQ in no fixed order"
-        if wants is not None and (wants.tensors or wants.params):
-            if lowered.program.weights is not None:
-                return "gradients of captures in weights are added up pair by pair"
-            names = wants.tensors | wants.params
-            if dropout is not None and names & leaf_names(dropout):
-                return "gradients of what decides on dropout are added up pair by pair"
-            learned = learned_parts(lowered, names - among(lowered, call, names))
-            if isinstance(learned, str):
-                return learned
-            if learned.row and wants.partial:
-                return "gradients of a row's part are known where the results are of all keys"
-            if width > 128:
-                return "gradients of captured tensors are added up at head dims up to 128"
-            if learned.factor and call.q.dtype is torch.float16:
-                return "gradients of a factor need slopes of a wider range than fp16 has"
-    if call.draws is not None and (drawn := why_pairs(call)) is not None:
-        return drawn
-    if 0 in call.q.shape or 0 in call.k.shape or 0 in call.v.shape:
-        return "nothing is to be computed"
-    rows = call.q.new_empty((1, 1, 2, call.v.shape[3]))
-    for tensor in (call.q, call.k, call.v, rows if grad_out is None else grad_out):
-        if descriptor_strides(tensor) is None:
-            return "the tensor memory accelerator takes rows of multiples of 16 bytes"
-    return why_busy(lowered, call, kind, wants)
-
-
-def max_head_dim(kind: str) -> int:
-    """The largest head dim that all Hopper kernels of a forward or backward have configs for."""
-    return min(max(CANDIDATES[direction]) for direction in HopperKernels.directions[kind])
 
 
 def _programs(call: Call, kind: str, config: Config) -> int:

@@ -13,8 +13,8 @@ from attndsl.passes.differentiate import vjp
 
 from ..base import Wants
 from ..triton.cross import example_call
-from .backend import max_head_dim, why_portable
 from .kernels import HopperKernels
+from .portable import max_head_dim, why_portable
 from .shares import shares_of
 
 if TYPE_CHECKING:

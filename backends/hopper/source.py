@@ -14,12 +14,12 @@ from ..triton.generate import generate_attention
 from ..triton.kernels import plan_loop
 from ..triton.specialise import specialise, with_forms, with_gradients, with_pair_sums
 from ..triton.tiles import shared_memory_of
-from .backend import why_portable
 from .distances import with_diagonals
 from .generate import generate
 from .generate_tangent import generate_tangent
 from .kernels import HopperKernels, configs_of
 from .pair_tiles import with_pair_tiles
+from .portable import why_portable
 from .shares import shares_of
 
 if TYPE_CHECKING:

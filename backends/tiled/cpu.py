@@ -28,7 +28,7 @@ import torch
 from attndsl.ir import SCORE, Op, const
 from attndsl.passes.differentiate import vjp
 
-from ..base import Gradients, check_meaning
+from ..base import Backend, Gradients, check_meaning
 from ..dense.draws import heads_of, rows_of
 from ..dense.interpret import gated
 from ..dense.philox import keep_factor, kept_at
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from attndsl.ir import Program
     from attndsl.pipeline import Lowered
 
-    from ..base import Call, Wants
+    from ..base import Backward, Call
     from .plan import Range, Span, Step
     from .torch_tiles import Tile
 
@@ -54,7 +54,7 @@ _SLOPES = 2
 """The backward's other buffer."""
 
 
-class CPUBackend:
+class CPUBackend(Backend):
     """Runs every program wherever torch runs, in memory proportional to the lengths."""
 
     name = "cpu"
@@ -77,20 +77,11 @@ class CPUBackend:
         with torch.no_grad(), torch.autocast(call.q.device.type, enabled=False):
             return _forward(lowered, call, self._plans.of(lowered, call))
 
-    def backward(
-        self,
-        lowered: Lowered,
-        call: Call,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        grad_out: torch.Tensor,
-        grad_lse: torch.Tensor | None,
-        wants: Wants,
-    ) -> Gradients:
+    def backward(self, lowered: Lowered, call: Call, backward: Backward) -> Gradients:
         """See :class:`~attndsl.backends.base.Backend`."""
         with torch.no_grad(), torch.autocast(call.q.device.type, enabled=False):
             steps = self._plans.of(lowered, call)
-            return _backward(lowered, call, steps, out, lse, grad_out, grad_lse, wants)
+            return _backward(lowered, call, backward, steps)
 
 
 @dataclass(frozen=True, slots=True)
@@ -379,18 +370,9 @@ def _finite(x: torch.Tensor) -> torch.Tensor:
     return x.clamp_min(torch.finfo(x.dtype).min)
 
 
-def _backward(
-    lowered: Lowered,
-    call: Call,
-    steps: list[Step],
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    grad_out: torch.Tensor,
-    grad_lse: torch.Tensor | None,
-    wants: Wants,
-) -> Gradients:
+def _backward(lowered: Lowered, call: Call, backward: Backward, steps: list[Step]) -> Gradients:
     """See :class:`~attndsl.backends.base.Backend`; ``steps`` are those of the forward."""
-    run = _Gradients(lowered, call, out, lse, grad_out, grad_lse, wants, steps)
+    run = _Gradients(lowered, call, backward, steps)
     for step in steps:
         run.add(step)
     return run.gradients()
@@ -399,17 +381,8 @@ def _backward(
 class _Gradients:
     """One call's gradients, while its steps are done one after the other."""
 
-    def __init__(
-        self,
-        lowered: Lowered,
-        call: Call,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        grad_out: torch.Tensor,
-        grad_lse: torch.Tensor | None,
-        wants: Wants,
-        steps: list[Step],
-    ) -> None:
+    def __init__(self, lowered: Lowered, call: Call, backward: Backward, steps: list[Step]) -> None:
+        out, lse, grad_out, grad_lse, wants = backward
         self._program = program = lowered.program
         self._call = call
         self._wants = wants

@@ -20,7 +20,7 @@ from attndsl.ir import Op, dependencies, leaf_names, sides, toposort, var
 from attndsl.passes.widen import with_heads_apart
 from attndsl.pipeline import lower_program
 
-from ..base import Gradients
+from ..base import Backend, Gradients
 from ..dense.rows import rows_at
 from ..memory_order import arranged_like, empty_like, wide_dtype
 from .capture_gradients import CaptureSums
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from attndsl.passes.widen import Term
     from attndsl.pipeline import Lowered
 
-    from ..base import Backend, Call, Wants
+    from ..base import Backward, Call, Wants
     from .torch_tiles import Tile
 
 MAX_WIDTH = 256
@@ -41,7 +41,7 @@ _STEP = 8
 """Rows are padded to multiples of as many elements: 16 bytes of half types."""
 
 
-class WidenedBackend:
+class WidenedBackend(Backend):
     """Runs programs with contractions by kernels of another backend.
 
     Args:
@@ -83,25 +83,34 @@ class WidenedBackend:
             wide = Wide(lowered, call)
         return self.kernels.forward(wide.lowered, wide.call)
 
-    def backward(
-        self,
-        lowered: Lowered,
-        call: Call,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        grad_out: torch.Tensor,
-        grad_lse: torch.Tensor | None,
-        wants: Wants,
-    ) -> Gradients:
+    def backward(self, lowered: Lowered, call: Call, backward: Backward) -> Gradients:
         """See :class:`~attndsl.backends.base.Backend`."""
         if why_tiles(lowered, call) is not None:
-            return self._tiles.backward(lowered, call, out, lse, grad_out, grad_lse, wants)
+            return self._tiles.backward(lowered, call, backward)
         with torch.no_grad():
             wide = Wide(lowered, call)
-            found = self.kernels.backward(
-                wide.lowered, wide.call, out, lse, grad_out, grad_lse, wide.wants(wants)
-            )
-            return wide.gradients(found, wants)
+            wanted = wide.wants(backward.wanted)
+            of_wide = backward._replace(wanted=wanted)
+            found = self.kernels.backward(wide.lowered, wide.call, of_wide)
+            return wide.gradients(found, backward.wanted)
+
+    def runner(self, lowered: Lowered, call: Call) -> tuple[Backend, Lowered, Call]:
+        """See :class:`~attndsl.backends.base.Backend`."""
+        if why_tiles(lowered, call) is not None:
+            return self, lowered, call
+        wide = Wide(lowered, call)
+        return self.kernels, wide.lowered, wide.call
+
+    def describe(self, lowered: Lowered, head_dim: int) -> list[str]:
+        """What runs the contractions, and the kernels' own lines."""
+        assert lowered.contractions is not None
+        if lowered.contractions.wide is None:
+            return [f"  dot        torch operations, tile by tile: {lowered.contractions.why_not}"]
+        return [
+            "  dot        in one product with q and k, whose rows the others stand behind,",
+            f"             up to {MAX_WIDTH} elements; torch operations, tile by tile, beyond",
+            *self.kernels.describe(lowered.contractions.wide, head_dim),
+        ]
 
 
 def why_tiles(lowered: Lowered, call: Call) -> str | None:
@@ -368,11 +377,3 @@ def _parts(grad: torch.Tensor, call: Call, sides_of_terms: list[_Rows]) -> list[
         found.append(grad[..., begin : begin + width])
         begin += width
     return found
-
-
-def kernels_of(backend: Backend, lowered: Lowered, call: Call) -> tuple[Backend, Lowered, Call]:
-    """What runs ``call`` in the end: a backend, and the program and call that it gets."""
-    if not isinstance(backend, WidenedBackend) or why_tiles(lowered, call) is not None:
-        return backend, lowered, call
-    wide = Wide(lowered, call)
-    return backend.kernels, wide.lowered, wide.call

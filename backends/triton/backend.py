@@ -10,10 +10,11 @@ import triton
 
 from attndsl.errors import UnsupportedError
 
-from ..base import Gradients
+from ..base import Backend, Gradients
 from ..memory_order import empty_like, empty_rows, result_orders, wide_dtype
 from .apart import Again, add_apart
 from .arguments import NO_LINES, Layout, capture_arguments, origin
+from .cross import kernel_source
 from .draws import kinds_of_draws
 from .kernels import STATISTICS_ROWS, Kernels
 from .library import STATISTICS_PADDING
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 
     from attndsl.pipeline import Lowered
 
-    from ..base import Call, Scalar, Store, Tangents, Wants
+    from ..base import Backward, Call, Scalar, Store, Tangents, Wants
     from .kernels import ListKernels, Prepared
     from .shares import Shares
     from .tangents import Moving
@@ -43,11 +44,12 @@ PADDING = STATISTICS_PADDING.value
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
-class TritonBackend:
+class TritonBackend(Backend):
     """Generates, compiles and launches kernels; keeps them in memory and in ``store``."""
 
     name = "triton"
     differentiable = False
+    contracts = False
 
     def __init__(self, store: Store) -> None:
         self._kernels = Kernels(store)
@@ -119,23 +121,16 @@ class TritonBackend:
             )  # fmt: skip
         return out, lse
 
-    def backward(
-        self,
-        lowered: Lowered,
-        call: Call,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        grad_out: torch.Tensor,
-        grad_lse: torch.Tensor | None,
-        wants: Wants,
-    ) -> Gradients:
+    def backward(self, lowered: Lowered, call: Call, backward: Backward) -> Gradients:
         """See :class:`~attndsl.backends.base.Backend`."""
+        _, lse, grad_out, _, wants = backward
         if grad_out.dtype is not call.q.dtype:  # An operand of products, as they take it.
             grad_out = grad_out.to(call.q.dtype)
+            backward = backward._replace(grad_out=grad_out)
         if not wants.tensors and not wants.params:
-            return self._gradients(lowered, call, out, lse, grad_out, grad_lse, wants)[0]
+            return self._gradients(lowered, call, backward)[0]
         shares = self._shared_out(lowered, call, wants)
-        found, delta = self._gradients(lowered, call, out, lse, grad_out, grad_lse, shares.lines)
+        found, delta = self._gradients(lowered, call, backward._replace(wanted=shares.lines))
         found = self._add_apart(lowered, call, lse, delta, grad_out, shares, found)
         if lowered.program.sink is None:
             return found
@@ -177,16 +172,10 @@ class TritonBackend:
         return add_apart(again, shares, found)
 
     def _gradients(
-        self,
-        lowered: Lowered,
-        call: Call,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        grad_out: torch.Tensor,
-        grad_lse: torch.Tensor | None,
-        wants: Wants,
+        self, lowered: Lowered, call: Call, backward: Backward
     ) -> tuple[Gradients, torch.Tensor]:
         """What kernels make of the gradients, and delta (batch, heads, padded rows)."""
+        out, lse, grad_out, grad_lse, wants = backward
         q, k, v = call.q, call.k, call.v
         batch, heads, q_len, _ = q.shape
         if grad_out.numel() and grad_out.stride(-1) != 1:
@@ -297,6 +286,10 @@ class TritonBackend:
         special = self._special(lowered, call, () if grad_out is None else (grad_out,), wants)
         self._kernels.choose(lowered, kernel, special, call.q.device, config)
         self._layouts.clear()
+
+    def source(self, lowered: Lowered, call: Call, direction: str, wants: Wants) -> str:
+        """See :class:`~attndsl.backends.base.Backend`."""
+        return kernel_source(lowered, call, direction, wants)
 
     def _layout(
         self,

@@ -11,7 +11,7 @@ from support.cpu_programs import OWN_WEIGHTS, PROGRAMS
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import attndsl
-from attndsl.backends.base import Wants
+from attndsl.backends.base import Backward, Wants
 from attndsl.backends.dense.reference import ReferenceBackend
 from attndsl.backends.tiled import plan
 from attndsl.backends.tiled.cpu import CPUBackend
@@ -19,8 +19,8 @@ from attndsl.backends.tiled.tile_kinds import tile_kinds
 from attndsl.errors import UnsupportedError
 from attndsl.ir import SCORE, Op, Program, const, node
 from attndsl.pipeline import lower_program
-from attndsl.runtime.arguments import bind
 from attndsl.runtime.autograd import attend
+from attndsl.runtime.bind import CallOptions, bind
 from attndsl.runtime.location import Location
 
 BACKEND = CPUBackend()
@@ -40,8 +40,8 @@ class Bound:
         **captures,
     ):  # fmt: skip
         return bind(
-            self.lowered.program, q, k, v, scale, captures,
-            Location(q_offset, kv_offset, q_index, kv_index), seed, False,
+            self.lowered.program, (q, k, v), captures,
+            Location(q_offset, kv_offset, q_index, kv_index), CallOptions(scale, seed),
         )  # fmt: skip
 
     def __call__(self, q, k, v, *, return_lse=False, **arguments):
@@ -256,13 +256,14 @@ def test_only_wanted_gradients_are_given():
     q, t = leaf(1, 2, 9, 4), leaf(2)
     call = program.call(q, q, q, t=t)
     out, lse = BACKEND.forward(program.lowered, call)
-    arguments = (program.lowered, call, out, lse, torch.ones_like(out), None)
-    found = BACKEND.backward(*arguments, Wants(False, True, False))
+    backward = Backward(out, lse, torch.ones_like(out), None, Wants(False, True, False))
+    found = BACKEND.backward(program.lowered, call, backward)
     assert found.q is None
     assert found.v is None
     assert found.k.shape == q.shape
     assert dict(found.tensors) == {}
-    found = BACKEND.backward(*arguments, Wants(False, False, False, frozenset("t")))
+    backward = backward._replace(wanted=Wants(False, False, False, frozenset("t")))
+    found = BACKEND.backward(program.lowered, call, backward)
     assert found.tensors["t"].abs().min() > 0
 
 
@@ -398,7 +399,7 @@ def test_memory_is_linear_in_the_length(text):
     call = program.call(q, k, v)
     with Largest() as largest:
         out, lse = BACKEND.forward(program.lowered, call)
-        BACKEND.backward(program.lowered, call, out, lse, out, None, Wants())
+        BACKEND.backward(program.lowered, call, Backward(out, lse, out, None, Wants()))
     assert largest.bytes <= 32 << 20
 
 

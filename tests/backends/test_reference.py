@@ -20,7 +20,7 @@ from support.by_hand import (
     make_call,
 )
 
-from attndsl.backends.base import Call, Wants
+from attndsl.backends.base import Backward, Call, Wants
 from attndsl.backends.dense.philox import kept
 from attndsl.backends.dense.reference import ReferenceBackend
 from attndsl.errors import ArgumentError, UnsupportedError
@@ -283,9 +283,8 @@ def test_symbolic_gradients_equal_autograds(name, with_lse):
     seeds = (grad_out, grad_lse)[: len(outputs)]
     expected = torch.autograd.grad(outputs, leaves, seeds, allow_unused=False)
     wants = Wants(tensors=frozenset(tensors), params=frozenset(params))
-    found = BACKEND.backward(
-        program, call, out, lse, grad_out, grad_lse if len(outputs) == 2 else None, wants
-    )
+    of_lse = grad_lse if len(outputs) == 2 else None
+    found = BACKEND.backward(program, call, Backward(out, lse, grad_out, of_lse, wants))
     parts = (
         found.q,
         found.k,
@@ -302,7 +301,7 @@ def test_only_wanted_gradients_are_given():
     program = lowered("tensor t[heads]: float; score = score * t[h]")
     out, lse = BACKEND.forward(program, call)
     found = BACKEND.backward(
-        program, call, out, lse, torch.ones_like(out), None, Wants(False, True, False)
+        program, call, Backward(out, lse, torch.ones_like(out), None, Wants(False, True, False))
     )
     assert found.q is None
     assert found.v is None
@@ -363,7 +362,7 @@ def test_what_is_not_used_never_poisons_gradients(text, formula):
     seed = torch.randn_like(out)
     leaves = (call.q, call.k, call.v)
     wanted = torch.autograd.grad(expected, leaves, seed)
-    symbolic = BACKEND.backward(program, call, out, lse, seed, None, Wants())
+    symbolic = BACKEND.backward(program, call, Backward(out, lse, seed, None, Wants()))
     for path in (torch.autograd.grad(out, leaves, seed), (symbolic.q, symbolic.k, symbolic.v)):
         for found, exactly in zip(path, wanted, strict=True):
             assert found.isfinite().all()
@@ -384,7 +383,7 @@ def test_nan_captures_of_dead_pairs_never_poison_gradients():
     seed = torch.randn_like(out)
     first = torch.autograd.grad(out, leaves, seed)
     second = BACKEND.backward(
-        program, call, out, lse, seed, None, Wants(tensors=frozenset({"t", "g"}))
+        program, call, Backward(out, lse, seed, None, Wants(tensors=frozenset({"t", "g"})))
     )
     for found in (first, (second.q, second.k, second.v, second.tensors["t"], second.tensors["g"])):
         assert all(x.isfinite().all() for x in found)
@@ -420,7 +419,7 @@ def test_empty_calls(sizes):
     assert (lse == -torch.inf).all()
     wants = Wants(tensors=frozenset({"t"}))
     grads = torch.autograd.grad(out.sum(), (*leaves, call.tensors["t"]))
-    found = BACKEND.backward(program, call, out, lse, torch.ones_like(out), None, wants)
+    found = BACKEND.backward(program, call, Backward(out, lse, torch.ones_like(out), None, wants))
     for one, other in zip(grads, (found.q, found.k, found.v, found.tensors["t"]), strict=True):
         assert one.shape == other.shape
         assert (one == 0).all()

@@ -12,8 +12,7 @@ from attndsl import errors
 from attndsl.backends.tiled.dots import Wide, why_tiles
 from attndsl.passes.widen import with_heads_apart
 from attndsl.pipeline import lower
-from attndsl.runtime.arguments import bind
-from attndsl.runtime.location import WHOLE
+from attndsl.runtime.bind import bind
 from attndsl.source import Source
 
 DECLARED = {
@@ -195,7 +194,7 @@ def test_what_only_adds_to_the_score_is_part_of_its_product(name):
     lowered = attndsl.compile(_text(body)).lowered
     q, k, v = (torch.randn(2, 4, 9, 16) for _ in range(3))
     captures = _captures(body, SimpleNamespace(device="cpu"), torch.float32, 2, 4, 4, 9, 9)
-    call = bind(lowered.program, q, k, v, None, captures, WHOLE, 0, False)
+    call = bind(lowered.program, (q, k, v), captures)
     if name in IN_TILES:
         assert why_tiles(lowered, call)
         return
@@ -206,7 +205,7 @@ def test_what_only_adds_to_the_score_is_part_of_its_product(name):
     expected = widths.get(name, 16 + 6)
     assert wide.call.q.shape == wide.call.k.shape == (2, 4, 9, -(-expected // 8) * 8)
     wide_rows = call.q.new_zeros(2, 4, 9, 240)
-    narrow = bind(lowered.program, wide_rows, wide_rows, v, None, captures, WHOLE, 0, False)
+    narrow = bind(lowered.program, (wide_rows, wide_rows, v), captures)
     refused = why_tiles(lowered, narrow)
     assert (refused is None) == (240 + expected - 16 <= 256)
 

@@ -20,7 +20,7 @@ from attndsl.backends.tiled.tile_kinds import grid_of, kinds_by_bounds, segment_
 from attndsl.errors import AttnDSLError
 from attndsl.passes.tiles.plan import DIRECTIONS, EMPTY, FULL
 from attndsl.pipeline import lower
-from attndsl.runtime.location import Location
+from attndsl.runtime.location import Location, Sizes
 from attndsl.runtime.tiles import call_of_lengths, find_tiles, verify_call
 from attndsl.source import Source
 
@@ -200,14 +200,10 @@ def what_is_wrong(case: Case, report: Report | None = None) -> str | None:
     captures = {name: value for name, value in captures_of(case).items() if name in names}
     call = call_of_lengths(
         lowered,
-        *case.lengths,
-        case.batch,
-        case.heads,
-        None,
-        4,
-        None,
-        Location(**positions_of(case)),
+        Sizes(*case.lengths, case.batch, case.heads, head_dim=4),
         captures,
+        Location(**positions_of(case)),
+        None,
     )
     wanted = torch.from_numpy(true_kinds(case))
     for what, found, exact in _maps(case, lowered, call, report):

@@ -16,7 +16,7 @@ from attndsl.backends.dense.reference import ReferenceBackend
 from attndsl.backends.dense.tangent import tangent
 from attndsl.runtime.ahead import Ahead, tangents_of
 from attndsl.runtime.forward_mode import attend_with_tangents
-from attndsl.runtime.higher import attend_in_chunks, pack
+from attndsl.runtime.higher import attend_in_chunks, flattened, tangents_at
 
 TEXT = "tensor gain[heads]: float; mask = causal(); score = score * gain[h]"
 LOWERED = attndsl.compile(TEXT).lowered
@@ -186,16 +186,16 @@ def test_other_transforms_with_it(way):
 
 def test_only_the_very_same_tensors_get_them():
     args, backend = inputs(), Fused()
-    packed, tensors = pack(call_of(*args))
+    form, tensors = flattened(call_of(*args))
     moved = args[0].cos()
-    wanted = tangent(LOWERED, call_of(*args), packed.tangents((0,), (moved,)))
+    wanted = tangent(LOWERED, call_of(*args), tangents_at(form, (0,), (moved,)))
 
     def asked(inputs: Any, places: tuple[int, ...], *tangents: torch.Tensor) -> Any:
         ahead = Ahead({0: moved})
         assert ahead.tangents(tensors, (0,), (moved,)) is None
-        assert ahead.results(backend, LOWERED, packed, tensors) is not None
+        assert ahead.results(backend, LOWERED, form, tensors) is not None
         # What is known is used once.
-        assert ahead.results(backend, LOWERED, packed, tensors) is None
+        assert ahead.results(backend, LOWERED, form, tensors) is None
         found = ahead.tangents(inputs, places, tangents)
         again = ahead.tangents(tensors, (0,), (moved,))
         assert (found is None) != (again is None)
@@ -213,7 +213,7 @@ def test_only_the_very_same_tensors_get_them():
     assert asked(tensors, (0, 1), moved, moved) is None
     assert asked((other, *tensors[1:]), (0,), moved) is None
     ahead = Ahead({0: moved})
-    ahead.results(backend, LOWERED, packed, tensors)
+    ahead.results(backend, LOWERED, form, tensors)
     moved += 1.0
     assert ahead.tangents(tensors, (0,), (moved,)) is None
 

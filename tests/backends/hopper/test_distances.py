@@ -10,13 +10,14 @@ import torch
 
 import attndsl
 from attndsl.backends.base import Gradients, Wants
-from attndsl.backends.hopper.backend import HopperBackend, why_portable
+from attndsl.backends.hopper.backend import HopperBackend
 from attndsl.backends.hopper.distances import (
     among,
     empty_sums,
     split,
     with_distances,
 )
+from attndsl.backends.hopper.portable import why_portable
 from attndsl.backends.hopper.shares import shares_of
 from attndsl.backends.hopper.source import hopper_source
 from attndsl.backends.triton.cross import example_call

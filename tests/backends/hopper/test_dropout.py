@@ -10,7 +10,7 @@ import torch
 
 import attndsl
 from attndsl.backends.base import Wants
-from attndsl.backends.hopper.backend import why_portable
+from attndsl.backends.hopper.portable import why_portable
 from attndsl.backends.triton.cross import example_call
 from attndsl.pipeline import lower
 from attndsl.source import Source

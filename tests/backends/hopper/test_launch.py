@@ -17,7 +17,7 @@ from triton.experimental.gluon.language import NVMMASharedLayout
 import attndsl.backends.hopper.backend as hopper_backend
 import attndsl.backends.hopper.launch as launch_module
 import attndsl.backends.hopper.shim as shim
-from attndsl.backends.base import Call, Tangents, Wants
+from attndsl.backends.base import Backward, Call, Tangents, Wants
 from attndsl.backends.hopper.arguments import Block, blocks_of
 from attndsl.backends.hopper.backend import HopperBackend
 from attndsl.backends.hopper.generate_tangent import generate_tangent
@@ -138,7 +138,7 @@ def tensors() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 def both_directions(backend: HopperBackend, call: Call, grad_out: torch.Tensor) -> None:
     out, lse = backend.forward(LOWERED, call)
-    backend.backward(LOWERED, call, out, lse, grad_out, None, WANTS)
+    backend.backward(LOWERED, call, Backward(out, lse, grad_out, None, WANTS))
 
 
 def _without_addresses(launches: list[tuple[Any, ...]], known: set[int]) -> list[Any]:
@@ -179,7 +179,7 @@ def test_results_lie_as_their_inputs(functions, monkeypatch):
     (stored,) = [each for each in _maps(functions.launched[-1]) if each[1] == out.data_ptr()]
     assert stored[7] == out.stride() == q.stride()
     grad_out = torch.randn_like(out)
-    found = backend.backward(LOWERED, call, out, lse, grad_out, None, WANTS)
+    found = backend.backward(LOWERED, call, Backward(out, lse, grad_out, None, WANTS))
     strides = [x.stride() for x in (found.q, found.k, found.v)]
     assert strides == [x.stride() for x in (q, k, v)]
     kernel, dq = functions.launched[-2:]

@@ -9,8 +9,9 @@ import torch
 
 import attndsl
 from attndsl.backends.base import Wants
-from attndsl.backends.hopper.backend import HopperBackend, why_portable
+from attndsl.backends.hopper.backend import HopperBackend
 from attndsl.backends.hopper.learned import Learned, gradients_of_parts, learned_parts
+from attndsl.backends.hopper.portable import why_portable
 from attndsl.backends.triton.cross import example_call
 from attndsl.runtime.programs import default_cache
 

@@ -12,7 +12,7 @@ import torch
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 import attndsl
-from attndsl.backends.base import Call, Wants
+from attndsl.backends.base import Backward, Call, Wants
 from attndsl.backends.hopper import backend as hopper
 from attndsl.backends.hopper import pair_tiles as pair_tiles_module
 from attndsl.backends.hopper.arguments import blocks_of
@@ -455,7 +455,7 @@ def test_arguments_are_those_that_kernels_take(monkeypatch, copied):
     monkeypatch.setattr(hopper, "stream_of", lambda device: 0)
     monkeypatch.setattr(hopper, "on_device", lambda device: nullcontext())
     out, lse = backend.forward(lowered, call)
-    backend.backward(lowered, call, out, lse, torch.zeros_like(out), None, wants)
+    backend.backward(lowered, call, Backward(out, lse, torch.zeros_like(out), None, wants))
     for name, direction in (("forward", "forward"), ("backward_kv", "backward")):
         text = hopper_source(lowered, call, direction, wants)
         (function,) = [

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import attndsl
-from attndsl.backends.base import Call, Wants
+from attndsl.backends.base import Backward, Call, Wants
 from attndsl.backends.hopper.backend import HopperBackend
 from attndsl.backends.hopper.kernels import HopperKernels, configs_of
 from attndsl.backends.hopper.tiles import CANDIDATES
@@ -174,7 +174,7 @@ def test_backwards(name, dim, number, sizes):
         chosen = replace(config, persistent=persistent)
         backend.choose(lowered, call, "backward", grad_out, wants, "backward_kv", chosen)
         found += [
-            backend.backward(lowered, call, out, lse, grad_out, None, wants)
+            backend.backward(lowered, call, Backward(out, lse, grad_out, None, wants))
             for _ in range(1 + 2 * persistent)
         ]
     for each in found[1:]:

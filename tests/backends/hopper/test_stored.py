@@ -10,7 +10,8 @@ import torch
 
 import attndsl
 from attndsl.backends.base import Wants
-from attndsl.backends.hopper.backend import HopperBackend, why_portable
+from attndsl.backends.hopper.backend import HopperBackend
+from attndsl.backends.hopper.portable import why_portable
 from attndsl.backends.hopper.shares import shares_of
 from attndsl.backends.hopper.source import hopper_source
 from attndsl.backends.hopper.stored import among, empty_slopes

@@ -13,15 +13,16 @@ import attndsl
 from attndsl import errors
 from attndsl.backends.base import Wants
 from attndsl.backends.hopper import backend as hopper
-from attndsl.backends.hopper.backend import HopperBackend, why_portable
+from attndsl.backends.hopper import portable
+from attndsl.backends.hopper.backend import HopperBackend
 from attndsl.backends.hopper.kernels import HopperKernels
+from attndsl.backends.hopper.portable import why_portable
 from attndsl.backends.hopper.tiles import CANDIDATES, candidates
 from attndsl.backends.triton.cross import example_call, parse_target
 from attndsl.backends.triton.generate import IEEE
 from attndsl.backends.triton.kernels import plan_loop
 from attndsl.backends.triton.specialise import specialise, with_forms, with_gradients
-from attndsl.explain import explain_kernels
-from attndsl.runtime import dispatch, sources
+from attndsl.runtime import dispatch
 from attndsl.runtime.programs import default_cache
 
 GAIN = "tensor gain[heads]: float; score = 3.5 * tanh(gain[h] * score); mask = causal()"
@@ -30,7 +31,7 @@ DIMS = (8, 36, 64, 72, 128, 136, 192, 256, 264, 512)
 
 
 def lines_of(text: str, head_dim: int) -> list[str]:
-    return explain_kernels(HopperBackend(default_cache()), attndsl.compile(text).lowered, head_dim)
+    return HopperBackend(default_cache()).describe(attndsl.compile(text).lowered, head_dim)
 
 
 @pytest.mark.parametrize("direction", KERNELS)
@@ -163,7 +164,7 @@ def test_calls_without_a_kernel_have_no_text(backend):
 
 
 def test_without_gluon_there_is_no_text(monkeypatch):
-    monkeypatch.setattr(sources, "why_no_hopper_kernels", lambda: "ImportError: no gluon")
+    monkeypatch.setattr(dispatch, "why_no_hopper_kernels", lambda: "ImportError: no gluon")
     with pytest.raises(errors.BackendError, match="no gluon") as caught:
         attndsl.compile(GAIN).source(backend="hopper")
     assert "backend='triton'" in caught.value.hint
@@ -295,7 +296,7 @@ def test_explanations_say_what_calls_do(head_dim):
 
 def test_explanations_follow_the_table_of_configs(monkeypatch):
     fewer = {width: CANDIDATES["forward"][width] for width in (64, 128)}
-    monkeypatch.setattr(hopper, "CANDIDATES", {**CANDIDATES, "forward": fewer})
+    monkeypatch.setattr(portable, "CANDIDATES", {**CANDIDATES, "forward": fewer})
     assert "  forward    hopper kernels, head dims up to 128" in lines_of("score", 128)
     assert lines_of("score", 256)[0].endswith("the Hopper forward takes head dims up to 128")
 

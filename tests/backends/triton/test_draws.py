@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import attndsl
-from attndsl.backends.base import Call, Draws, Wants
+from attndsl.backends.base import Backward, Call, Draws, Wants
 from attndsl.backends.dense.philox import kept_at
 from attndsl.backends.triton.draws import kinds_of_draws, why_pairs
 from attndsl.pipeline import lower
@@ -112,7 +112,7 @@ def test_gradients_of_a_part(device, name):
     backend = get_backend("triton")
     out, lse = backend.forward(LEARNED, call)
     wants = Wants(tensors=frozenset(captures))
-    found = backend.backward(LEARNED, call, out, lse, pull, None, wants)
+    found = backend.backward(LEARNED, call, Backward(out, lse, pull, None, wants))
     grads = {"q": found.q, "k": found.k, "v": found.v, **found.tensors}
     torch.testing.assert_close(out.cpu().double(), wanted.detach(), rtol=1e-4, atol=1e-4)
     for n, leaf in leaves.items():

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from attndsl import ir
-from attndsl.backends.base import Call, Wants
+from attndsl.backends.base import Backward, Call, Wants
 from attndsl.backends.dense.reference import ReferenceBackend
 from attndsl.backends.triton import TritonBackend
 from attndsl.backends.triton.expression import Capture, Names, print_expressions
@@ -136,8 +136,9 @@ def test_gradient_of_op_matches_reference(op: Op, backend: TritonBackend) -> Non
     call = _call()
     out, lse = backend.forward(lowered, call)
     grad_out, grad_lse = torch.randn_like(out), torch.randn_like(lse)
-    found = backend.backward(lowered, call, out, lse, grad_out, grad_lse, Wants())
-    expected = ReferenceBackend().backward(lowered, call, out, lse, grad_out, grad_lse, Wants())
+    results = Backward(out, lse, grad_out, grad_lse, Wants())
+    found = backend.backward(lowered, call, results)
+    expected = ReferenceBackend().backward(lowered, call, results)
     for name in ("q", "k", "v"):
         torch.testing.assert_close(
             getattr(found, name), getattr(expected, name), atol=1e-4, rtol=1e-3
