@@ -113,7 +113,7 @@ class _Attend(torch.autograd.Function):
             if call.params
             else {}
         )
-        # One attribute, since each takes torch a microsecond.
+        # One attribute, since each costs time: see M20 in docs/measured.md.
         ctx.kept = backend, lowered, plain, tuple(call.tensors), params, names
         # An output that nobody sees takes torch as long as an allocation.
         return (out, lse) if return_lse else out
