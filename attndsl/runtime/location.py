@@ -1,4 +1,4 @@
-"""Where in a larger call a call lies, as it says itself, checked."""
+"""The place of a call in a larger call, from its own arguments, checked."""
 
 from __future__ import annotations
 

@@ -75,7 +75,7 @@ def call_of_lengths(
 ) -> Call:  # fmt: skip
     """A call with these sizes and captures whose q, k and v take no memory.
 
-    It is on ``device``, or else where the tensors are that are given.
+    It is on ``device``; by default on the device of the tensors.
     """
     if device is None:
         given = [
@@ -272,7 +272,7 @@ def direction_named(name: str) -> Direction:
 
 @dataclass(frozen=True, slots=True)
 class Verification:
-    """What a check of a program's tiles found right."""
+    """The result of a successful check of a program's tiles."""
 
     tiles: int
     """Tiles compared with the mask itself."""

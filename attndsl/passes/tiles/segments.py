@@ -138,7 +138,7 @@ class _Derivation:
         return islpy.Map.read_from_str(self.context, text)
 
     def _known(self) -> Any:
-        """What holds of the parameters in every call."""
+        """Constraints on the parameters that hold in every call."""
         facts = ["tile >= 0", "tiles >= 0", "0 <= whole <= tiles", "tiles <= whole + 1"]
         names = ["tile", "tiles", "whole"]
         for name, item in self.builder.parameters.items():
