@@ -1,4 +1,4 @@
-"""What can be asked of a compiled program without calling it: its tiles, its stages, a picture."""
+"""The facts that a compiled program gives without a call: its tiles, its stages, a picture."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ class Analysis(Compiled):
 
         Its parts; which way each part of the mask takes to its tiles, and why; the loops as
         formulas of the tile's index; what would run it. With lengths also how many tiles are live,
-        the work that this makes, and what would make it less.
+        the work of these, and changes that would reduce it.
 
         Args:
             device: Where calls would run.

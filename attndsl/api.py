@@ -55,11 +55,11 @@ def compile(  # noqa: A001
         text: The program, in the language of ``docs/language.md``.
         backend: ``auto`` (``hopper`` or ``triton`` on GPUs, ``cpu`` on CPUs), one of these, or
             ``reference``.
-        name: What errors call the text, such as a file's name.
+        name: Name of the text in errors, such as a file's name.
         checked: Whether out-of-range lookups of live pairs are errors (reference backend only);
             by default what ``ATTNDSL_CHECKED`` says.
         exact: Whether functions such as tanh keep their exact forms in half precision on NVIDIA
-            GPUs, where hardware has faster ones; ``explain`` says which, and what they err by.
+            GPUs, where hardware has faster ones; ``explain`` lists these and their errors.
         first_line: Line number of the text's first line within ``name``.
         **names: Names that count as declared: a number is a param bound to that value; a tensor is
             a captured tensor (0-d: a param), and its value unless a call gives another;
@@ -167,7 +167,7 @@ def verify(
     """Check a program's tiles against its mask, pair by pair, at given lengths.
 
     Args:
-        program: The text, or what :func:`compile` made of it.
+        program: The text, or a compiled program.
         q_len: Number of queries.
         kv_len: Number of keys.
         batch: Batch entries.
@@ -192,7 +192,7 @@ def verify(
         How much was compared, over all directions; ``print`` shows it.
 
     Raises:
-        PlanError: A tile is not what the mask makes it.
+        PlanError: The kind of a tile contradicts the mask.
         UnsupportedError: The mask depends on the score.
     """
     given = joined(captures, names)

@@ -1,4 +1,4 @@
-"""A compiled program: what users call, look at and keep."""
+"""A compiled program, which users call, look at and keep."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ class Attention(Analysis):
             DTypeError: dtypes that do not, or that cannot be used.
             DeviceError: Tensors on several devices.
             ArgumentError: Missing, unknown or unusable arguments.
-            UnsupportedError: The backend cannot do what the program says.
+            UnsupportedError: The backend cannot run the program.
             BackendError: The backend does not work here.
         """
         captures = named if captures is None else joined(captures, named)
@@ -262,7 +262,7 @@ class Attention(Analysis):
         """A call of DTensors.
 
         Raises:
-            ArgumentError: It has ``tiles``, which are those of another call than the processes'.
+            ArgumentError: It has ``tiles``. These are tiles of another call than that of a process.
         """
         if tiles is not None:
             raise ArgumentError(
@@ -296,7 +296,7 @@ class Attention(Analysis):
             backend: ``triton`` or ``hopper``; by default ``hopper`` where the program was compiled
                 for it by name, else ``triton``.
             captures: Values of the program's tensors and params, where the defaults (fp32, int32
-                and bool tensors; numbers) do not stand for what calls will pass.
+                and bool tensors; numbers) differ from the values that calls will pass.
             **named: The same, by keywords.
 
         Raises:
@@ -343,7 +343,7 @@ class Attention(Analysis):
             k: The same.
             v: The same.
             progress: Called with a line for each measurement, as soon as there is one.
-            **arguments: The same, but for ``return_lse`` and ``tiles``.
+            **arguments: The same, except ``return_lse`` and ``tiles``.
 
         Raises:
             UnsupportedError: The backend has one way to run the call.
@@ -354,7 +354,7 @@ class Attention(Analysis):
         return tune(*backend.runner(lowered, call), progress)
 
     def without_sink(self) -> Attention:
-        """The program but for its sink, itself where it has none; it takes the same captures.
+        """The program without its sink, itself where it has none; it accepts the same captures.
 
         Where keys are split, each part would count the sink. Parts come from this program then, and
         :func:`attndsl.merge` counts the sink once.

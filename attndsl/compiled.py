@@ -1,4 +1,4 @@
-"""What a compiled program is beside its calls: compared and kept, its backward, its sink."""
+"""The parts of a compiled program beside its calls: comparison, pickling, backward, sink."""
 
 from __future__ import annotations
 

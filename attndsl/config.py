@@ -57,7 +57,7 @@ class ConfigEntry:
     name: str
     text: str
     source_name: str
-    """What errors call the text."""
+    """Name of the text in errors."""
     first_line: int = 1
     """Line of the file where the text begins, where that is known."""
     params: dict[str, Bound] = field(default_factory=dict)

@@ -1,7 +1,7 @@
 """Everything that can go wrong, as data first and text second.
 
 Every error is an :class:`AttnDSLError` (a ``ValueError``) with a message, the span of program text
-that it is about (if any) and a hint that says what to write instead. A program with several errors
+that it is about (if any) and a hint with text to write instead. A program with several errors
 raises :class:`ProgramErrors`, which holds them all; a program with one raises that one.
 """
 
@@ -76,7 +76,7 @@ class DeviceError(AttnDSLError):
 
 
 class UnsupportedError(AttnDSLError):
-    """Something that the chosen backend cannot do; the message names it and the hint what can."""
+    """The chosen backend cannot run this. The message says what, the hint names one that can."""
 
 
 class BackendError(AttnDSLError):

@@ -1,4 +1,4 @@
-"""What the compiler made of a program, in words."""
+"""The compiler's decisions about a program, in words."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def explain(
 
 
 def _gradients(lowered: Lowered) -> list[str]:
-    """What receives gradients, and by which part of the program."""
+    """The inputs that receive gradients, and the parts of the program that mention them."""
     program, derivative = lowered.program, lowered.derivative
     found = {"score": {str(g.load.value) for g in derivative.tensors}}
     found["score"].update(s.name for g in derivative.products for s in sides(g.product))
@@ -105,7 +105,7 @@ def _captures(program: Program) -> list[TensorDecl | ParamDecl]:
 
 
 def _higher(backend: Backend, checked: bool) -> str:
-    """What runs what kernels do not."""
+    """The part of the work that runs as torch operations."""
     chunks = "torch operations, some rows of queries at a time"
     if isinstance(backend, ForwardMode):
         kernel = "kernels" if isinstance(backend, FusedForwardMode) else "a triton kernel"
@@ -181,7 +181,7 @@ def _atoms(lowered: Lowered) -> list[str]:
 
 
 def _advice(lowered: Lowered, tiles: TileCounts, block: int) -> list[str]:
-    """What would make the program cheaper; empty where nothing is known to."""
+    """Changes that would make the program cheaper; empty if none is known."""
     sparsity = lowered.sparsity
     lines: list[str] = []
     if sparsity.mask is None:

@@ -6,7 +6,7 @@ shape it is computed at. Equal nodes are the same object, so ``is`` compares who
 every pass may memoise on a node.
 
 Types are strict: both operands of an arithmetic operation have one type (the frontend inserts
-``CAST``). Ints are 64-bit two's complement; ``//`` and ``%`` mean what they mean in Python, and
+``CAST``). Ints are 64-bit two's complement; ``//`` and ``%`` have the meaning of Python, and
 give 0 where the divisor is the int 0.
 """
 
@@ -379,7 +379,7 @@ class Program:
     sink: Node | None = None
     """FLOAT, of ``b`` and ``h``: a logit added to the softmax denominator of each row."""
     weights: Node | None = None
-    """FLOAT, over the *final* score ``SCORE``: what replaces the softmax; None for softmax."""
+    """FLOAT, over the *final* score ``SCORE``: it replaces the softmax; None for softmax."""
     dropout: Node | None = None
     """FLOAT: probability that a weight is dropped (kept ones are divided by 1 - p)."""
     params: tuple[ParamDecl, ...] = ()

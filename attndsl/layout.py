@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     import torch
 
 ALIGNMENT = 128
-"""Bytes that rows are aligned to: a cache line of NVIDIA GPUs, and what fast copies want."""
+"""Rows are aligned to so many bytes: a cache line of NVIDIA GPUs, and enough for fast copies."""
 THRESHOLD = 1024
 """Stride in elements up to which padding would take too much memory for too little."""
 
@@ -24,8 +24,8 @@ def pad_strides(
 
     A stride above :data:`THRESHOLD` elements goes up to the next multiple of :data:`ALIGNMENT`
     bytes; those of slower dims follow. Channels-last strides stay as they are, and so do all where
-    none is padded. The rule is that of PyTorch's inductor (``torch/_inductor/ir.py``). For tensors
-    of one's own only: what users see is never padded.
+    none is padded. The rule is that of PyTorch's inductor (``torch/_inductor/ir.py``). Only
+    internal tensors are padded; users never see them.
 
     Args:
         strides: In elements, of a dense tensor; the least one becomes 1.

@@ -1,4 +1,4 @@
-"""Modules with the names, arguments and state of those of ``torch.nn``."""
+"""Modules with the names, arguments and state of modules of ``torch.nn``."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ __all__ = ["Lowered", "check", "lower", "lower_program", "stages"]
 
 
 def check(source: Source, declared: Mapping[str, Declared]) -> None:
-    """Refuse what :func:`lower` and calls refuse, without the time that the rest of it takes.
+    """Raise the errors of :func:`lower` and of calls, in less time than :func:`lower` needs.
 
     Raises:
         AttnDSLError: All that is wrong with the program.
@@ -37,11 +37,11 @@ def check(source: Source, declared: Mapping[str, Declared]) -> None:
 def lower(
     source: Source, declared: Mapping[str, Declared], exact: bool = False, sink: bool = True
 ) -> Lowered:
-    """Text to what backends get.
+    """Text to the input of backends.
 
     Args:
         source: The text.
-        declared: What it need not declare.
+        declared: Names that the text need not declare.
         exact: See :class:`~attndsl.ir.Program`.
         sink: Whether the program's sink stays. Tensors that it alone mentions do.
 
@@ -54,16 +54,16 @@ def lower(
 
 
 def lower_program(program: Program) -> Lowered:
-    """A checked program to what backends get."""
+    """A checked program to the input of backends."""
     # First, while it is known which line each part of the score comes from. It simplifies each line
     # by itself, so that `where(true, ...)` of bound params does not hide a mask. Before
     # differentiation, which must not see -inf; it may leave `true` or `x and x` behind.
     program = simplify(split_mask(program))
     # Of the simplified score, so that the derivative shares its nodes.
     derivative = simplify_derivative(differentiate(program))
-    # Of the simplified score too, beside its derivative, which is that of the pairs' part.
+    # Of the simplified score too, and of its derivative, which is that of the part of pairs.
     placed = place(program, derivative)
-    # Kernels make sums of rows as part of the product that they make anyway, where that is all.
+    # Contractions that only add to the raw score join the matrix product that makes it.
     contractions = contractions_of(program, lower_program)
     # Last, since it looks at the mask that the passes above have completed. Loops over tiles are
     # planned by backends, which know tile sizes: `sparsity.loop`.

@@ -93,7 +93,7 @@ def _check_kind(path: str | PathLike[str], mode: int) -> None:
 
 
 def _first_of_pipe(path: str | PathLike[str], handle: int, most: int) -> bytes:
-    """What a pipe holds now; reads of ``handle`` wait for its writer from then on."""
+    """The content of a pipe now; reads of ``handle`` wait for its writer from then on."""
     try:
         content = os.read(handle, most)
     except BlockingIOError:

@@ -116,7 +116,7 @@ def derivative_from_json(data: dict[str, Any]) -> Derivative:
 
 
 def lowered_to_json(lowered: Lowered, text: str | None = None) -> dict[str, Any]:
-    """``lowered`` as JSON values; what finds the tiles is made again from the program.
+    """``lowered`` as JSON values, without its sparsity, which is derived again from the program.
 
     Args:
         lowered: The program.

@@ -11,7 +11,7 @@ _FALSE = frozenset({"", "0", "false", "no", "off"})
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What environment variables say."""
+    """The settings of the environment variables."""
 
     cache_dir: Path
     """``ATTNDSL_CACHE_DIR``: where kernels are kept; by default the user's cache folder."""

@@ -71,7 +71,7 @@ class TileMap:
 
     @classmethod
     def load(cls, path: str | PathLike[str], device: str | torch.device = "cpu") -> TileMap:
-        """What :meth:`save` wrote; it has no mask of its own, so :meth:`to_flex` wants one.
+        """A map that :meth:`save` wrote. It has no mask of its own, so :meth:`to_flex` needs one.
 
         Raises:
             ArgumentError: The file is none of these.
@@ -96,7 +96,7 @@ class TileMap:
         """A ``BlockMask`` for ``torch.nn.attention.flex_attention``.
 
         Args:
-            mask_mod: What PARTIAL tiles evaluate; by default the program's own mask.
+            mask_mod: The mask that PARTIAL tiles evaluate; by default the program's own.
 
         Raises:
             UnsupportedError: The map was loaded from a file, or the mask depends on the score.

@@ -11,6 +11,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+import summary
+
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 BEGIN, END = "<!-- figures: begin (benchmarks/table.py --write) -->", "<!-- figures: end -->"
@@ -22,20 +24,43 @@ COLUMNS = {
     "fa2": "FA-2",
     "fa4": "FA-4",
 }
-_PORTABLE = "The portable Triton kernels on the same kind of machine (`backend='triton'`):"
 _OF_GRADIENTS = (
-    "Backward without and with the gradients of what is captured (dropout, sigmoid: of the plain "
-    "program and of these, whose forwards are beside; jvp: the forward, and with tangents of out "
-    "and lse along q, k and v)"
+    "A backward without and with the gradients of captured tensors. The rows `dropout` and "
+    "`sigmoid` compare the plain causal program with a program that has these, and show both "
+    "forwards. The row `jvp` compares the forward with one that makes tangents of out and lse "
+    "along q, k and v too. Times are in ms, bf16"
 )
+_OF_ODD = "Odd shapes and the next larger multiples. Times are in ms, bf16"
 _GRADIENTS = {
-    "case": "learned", "without_ms": "without", "with_ms": "with", "cost": "quotient",
+    "case": "case", "without_ms": "without", "with_ms": "with", "cost": "quotient",
     "plain_forward_ms": "forward without", "forward_ms": "with",
     "flex_without_ms": "FlexAttention without", "flex_ms": "with",
 }  # fmt: skip
 _ODD = {
     "what": "odd", "case": "mask", "direction": "", "odd_ms": "odd", "even_ms": "even",
     "cost": "quotient",
+}  # fmt: skip
+_START = {
+    "system": "system", "device": "device", "cache": "caches",
+    "first_output_ms": "first output, ms",
+    "context_ms": "CUDA context, ms", "import_torch_ms": "import torch, ms",
+}  # fmt: skip
+_STEP = {
+    "attention": "attention", "step_ms": "step, ms", "tokens_per_second": "tokens a second",
+    "peak_gb": "peak memory, GB",
+}  # fmt: skip
+_TILES = {
+    "case": "mask", "plan_ms": "closed form, ms", "find_ms": "lists, ms",
+    "flex_compiled_ms": "create_block_mask, compiled, ms", "flex_eager_length": "eager: length",
+    "flex_eager_ms": "eager, ms",
+}  # fmt: skip
+_CALLS = {
+    "program": "program", "call_us": "call, us", "with_grad_us": "with grad, us",
+    "with_backward_us": "with backward, us",
+}  # fmt: skip
+_ON_CPUS = {
+    "case": "mask or score", "direction": "direction", "S": "length", "attndsl_ms": "attndsl, ms",
+    "sdpa_ms": "SDPA, ms",
 }  # fmt: skip
 SHAPE = ("B", "H", "Hkv", "S", "D")
 DIRECTIONS = {"forward": "forward", "backward": "backward"}
@@ -103,16 +128,32 @@ def figures(results: dict[str, Any] | None, most: int | None = None) -> str:
     return "\n\n".join(parts)
 
 
-def costs(name: str, title: str, columns: dict[str, str]) -> str:
-    """A result file whose rows are a case and the times of two ways, and their quotient."""
+def tables(name: str) -> str:
+    """A table for each shape of a result file of benchmarks/attention.py."""
+    results = load(name)
+    if results is None:
+        return ""
+    parts = [f"{size(s)}:\n\n{table(results, s)}" for s in shapes(results)]
+    return "\n\n".join([f"`{name}.json`: times in ms, on one {conditions(results)}", *parts])
+
+
+def rows(name: str, title: str, columns: dict[str, str]) -> str:
+    """A table with a line for each row of a result file, ``columns`` of it by their headings."""
     results = load(name)
     if results is None:
         return ""
     lines = [list(columns.values()), ["---"] * len(columns)]
     for row in results["rows"]:
-        lines.append([x if isinstance(x := row.get(key), str) else _ms(x) for key in columns])
-    head = f"{title}, in ms, bf16, on one {results['machine']}; {results['date']}:"
+        lines.append([_cell(row.get(key)) for key in columns])
+    head = f"`{name}.json`: {title}; one {results['machine']}, {results['date']}."
     return f"{head}\n\n" + "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def folded(heading: str, *parts: str) -> str:
+    """A section whose tables are shown when a reader opens them."""
+    inside = "\n\n".join(part for part in parts if part)
+    head = "<details>\n<summary>Show the tables</summary>"
+    return f"### {heading}\n\n{head}\n\n{inside}\n\n</details>"
 
 
 def load(name: str) -> dict[str, Any] | None:
@@ -134,22 +175,34 @@ def replace(text: str, part: str) -> str:
     return f"{before}{BEGIN}\n\n{part}\n\n{END}{after}"
 
 
+def sections() -> list[str]:
+    """All tables of docs/benchmarks.md, folded."""
+    return [
+        folded(summary.BESIDE_FLEX, tables("sparse_attention")),
+        folded(summary.BESIDE_FA4, tables("attention")),
+        folded(summary.DETERMINISTIC, tables("deterministic")),
+        folded(summary.OTHER_SHAPES, tables("other_shapes")),
+        folded(summary.WIDE_HEADS, tables("wide_heads")),
+        folded(summary.GRADIENTS, rows("gradients", _OF_GRADIENTS, _GRADIENTS)),
+        folded(summary.ODD_SHAPES, rows("odd_shapes", _OF_ODD, _ODD)),
+        folded(summary.PORTABLE, tables("portable"), tables("portable_sparse")),
+        folded(
+            summary.OTHER_FILES,
+            rows("start_cuda", "the start of a process on a GPU", _START),
+            rows("start_cpu", "the start of a process on a CPU", _START),
+            rows("gpt", "a training step of a GPT of 124 M parameters", _STEP),
+            rows("sparsity", "the tiles of masks of 1048576 rows", _TILES),
+            rows("call_overhead", "a call without its kernel", _CALLS),
+            rows("cpu", "the CPU backend and SDPA, fp32, 4 heads, head dim 64", _ON_CPUS),
+        ),
+    ]
+
+
 def targets() -> dict[Path, str]:
     """What stands between the marks of each file."""
-    names = ("sparse_attention", "attention", "deterministic", "other_shapes", "wide_heads")
-    hopper = [load(name) for name in names]
-    portable = [load("portable"), load("portable_sparse")]
     return {
-        ROOT / "README.md": figures(hopper[0], most=1),
-        ROOT / "docs" / "benchmarks.md": "\n\n".join(
-            [
-                *map(figures, hopper),
-                costs("gradients", _OF_GRADIENTS, _GRADIENTS),
-                costs("odd_shapes", "Odd shapes beside the next larger multiple", _ODD),
-                _PORTABLE,
-                *map(figures, portable),
-            ]
-        ),
+        ROOT / "README.md": figures(load("sparse_attention"), most=1),
+        ROOT / "docs" / "benchmarks.md": "\n\n".join([summary.summary(load), *sections()]),
     }
 
 
@@ -163,6 +216,12 @@ def main() -> None:
             path.write_text(replace(path.read_text("utf-8"), part), "utf-8")
         else:
             print(f"{path.relative_to(ROOT)}:\n\n{part}\n")
+
+
+def _cell(value: float | str | None) -> str:
+    if isinstance(value, str):
+        return value
+    return str(value) if isinstance(value, int) else _ms(value)
 
 
 def _ms(value: float | None) -> str:

@@ -1,6 +1,6 @@
 """Dilated: every d-th key of a long window (LongNet, arXiv 2307.02486); each head has its own d.
 
-An `if` on the head makes one program of two patterns.
+An `if` on the head joins two patterns in one program.
 """
 
 import torch

@@ -1,8 +1,9 @@
 """Multi-head latent attention with decoupled rotary keys (DeepSeek-V2, arXiv 2405.04434).
 
-Keys and values of all heads are made of one short vector a token, and positions come in by rotary
-rows beside them: each head's own for queries, one for all heads for keys. `dot` adds their products
-to the score. The task, to repeat the token that stood three places before, is all about positions.
+Keys and values of all heads come from one short vector a token. Rotary rows beside them carry the
+positions: queries have rows for each head, keys have one row for all heads. `dot` adds the products
+of these rows to the score. The task, to repeat the token that stood three places before, is all
+about positions.
 """
 
 import torch
@@ -30,7 +31,7 @@ def rotated(rows):
 
 
 def train(text, backend):
-    """What was learned, what it makes of unit values, and the mean loss of the last steps."""
+    """The learned tensors, their outputs for unit values, and the mean loss of the last steps."""
     torch.manual_seed(0)
     attention = attndsl.compile(text, backend=backend)
     sizes = {

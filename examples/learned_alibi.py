@@ -1,6 +1,6 @@
 """ALiBi whose slopes are learned: each head finds out how far back it should look.
 
-What is to be predicted is a decaying mean of earlier values, at another rate in each head.
+The task is to predict a decaying mean of earlier values, at another rate in each head.
 """
 
 import torch

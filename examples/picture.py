@@ -1,4 +1,4 @@
-"""What the examples share: text pictures of weights, attention by plain torch, a training."""
+"""Helpers of the examples: text pictures of weights, attention by plain torch, a training loop."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ def weights(attention: Attention, length: int, heads: int = 1, **captures: Any) 
 
 
 def draw(weights: torch.Tensor, title: str) -> None:
-    """Print a head's weights (of several heads, the first's), a row for each query.
+    """Print the weights of a head (the first of several), a row for each query.
 
-    The darkest of a row is its largest weight.
+    The darkest character of a row is its largest weight.
     """
     print(f"\n{title}")
     for row in weights if weights.dim() == 2 else weights[0]:
@@ -74,7 +74,7 @@ def compare(
 def fit(
     learned: Mapping[str, torch.Tensor], loss: Callable[[], torch.Tensor], steps: int = 80
 ) -> float:
-    """Change what is ``learned`` so that ``loss()`` falls; the mean of the last 20 losses."""
+    """Change the tensors ``learned`` so that ``loss()`` falls; the mean of the last 20 losses."""
     optimizer = torch.optim.Adam(learned.values(), lr=0.2)
     losses = []
     for _ in range(steps):

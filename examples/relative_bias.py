@@ -1,4 +1,4 @@
-"""A learned bias for each head and distance. Gradients of captured tensors come out by themselves.
+"""A learned bias for each head and distance. The call makes its gradient too.
 
 The table starts at zero and learns what another program computes: ALiBi.
 """

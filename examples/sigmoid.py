@@ -1,6 +1,6 @@
 """Sigmoid attention (arXiv 2409.04431): weights that need not sum to one, so that they can count.
 
-Each query counts the earlier tokens of its own kind. A softmax can only say which they are.
+Each query counts the earlier tokens of its own kind. A softmax can only tell which these are.
 """
 
 import torch
@@ -27,7 +27,7 @@ def tokens():
 
 
 def train(text, backend):
-    """What was learned, and the mean loss of the last steps."""
+    """The learned tensors, and the mean loss of the last steps."""
     torch.manual_seed(0)
     attention = attndsl.compile(text, backend=backend)
     learned = {"heat": torch.tensor(1.0, requires_grad=True)}

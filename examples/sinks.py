@@ -1,4 +1,4 @@
-"""A learned sink: a head that finds nothing may say nothing (GPT-OSS; arXiv 2309.17453).
+"""A learned sink: a head that finds nothing gives zero (GPT-OSS; arXiv 2309.17453).
 
 Each query looks for earlier tokens of its own kind and should give the mean of their values, or
 zero where there is none. A softmax alone always sums to one, so that a query with no match gives
@@ -23,7 +23,7 @@ KINDS, LENGTH, HEADS = 12, 20, 2
 
 
 def tokens():
-    """Random tokens as unit vectors, random values, and what should come of them."""
+    """Random tokens as unit vectors, random values, and the outputs to learn."""
     kinds = torch.eye(KINDS)[torch.randint(KINDS, (8, HEADS, LENGTH))]
     values = torch.randn(8, HEADS, LENGTH, 4)
     same = (kinds @ kinds.mT).tril(-1)
@@ -31,7 +31,7 @@ def tokens():
 
 
 def train(text, backend):
-    """What was learned, and the mean loss of the last steps."""
+    """The learned tensors, and the mean loss of the last steps."""
     torch.manual_seed(0)
     attention = attndsl.compile(text, backend=backend)
     learned = {"heat": torch.tensor(1.0, requires_grad=True)}

@@ -19,7 +19,7 @@ def main():
     draw(weights(attention, 20), "the mask: causal, window 8")
     print("\nscore -> capped score, cap 2.0")
     for score in (0.5, 2.0, 8.0, 100.0):
-        # Of one pair, the log-sum-exp is the score itself.
+        # With one pair, the log-sum-exp is the score itself.
         q, k = torch.full((1, 1, 1, 1), score), torch.ones(1, 1, 1, 1)
         _, capped = attention(q, k, k, scale=1.0, cap=2.0, return_lse=True)
         print(f"  {score:6.1f} -> {capped.item():.4f}")

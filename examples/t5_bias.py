@@ -1,7 +1,7 @@
 """T5's relative bias (arXiv 1910.10683): one learned number for each head and bucket of distances.
 
-Near distances have buckets of their own, far ones share them. What is to be predicted is the mean
-of the last values: of 3 in the first head, of 8 in the second.
+Near distances have buckets of their own, and far distances share buckets. The task is to predict
+the mean of the last values: 3 values in the first head, 8 in the second.
 """
 
 import torch

@@ -413,7 +413,13 @@ def test_results_that_cannot_be_drawn_are_named(tmp_path, change, message):
     folder = tmp_path / "benchmarks"
     (folder / "results").mkdir(parents=True)
     (tmp_path / "docs").mkdir()
-    for name in ("chart.py", "comparison.py", "table.py", *(f"results/{n}.json" for n in FILES)):
+    for name in (
+        "chart.py",
+        "comparison.py",
+        "summary.py",
+        "table.py",
+        *(f"results/{n}.json" for n in FILES),
+    ):
         shutil.copy(FOLDER / name, folder / name)
     command, drawn = [sys.executable, folder / "chart.py"], tmp_path / "docs" / "benchmarks.svg"
     done = subprocess.run([*command, "--write"], capture_output=True, text=True)
@@ -428,6 +434,25 @@ def test_results_that_cannot_be_drawn_are_named(tmp_path, change, message):
         assert message in done.stderr
         assert len(done.stderr.splitlines()) == 1
     assert drawn.read_bytes() == before
+
+
+def test_the_summary_says_what_the_files_say(script):
+    summary = script("summary")
+    row = {"direction": "forward", "S": 8}
+    rows = [
+        row | {"case": "full", "attndsl_ms": 2.0, "fa4_ms": 3.0},
+        row | {"case": "causal", "attndsl_ms": 2.0, "fa4_ms": 1.0},
+        row | {"case": "causal", "attndsl_ms": 2.0, "fa4_ms": None},
+        row | {"case": "softcap", "attndsl_ms": 2.0, "fa4_ms": 9.0},
+        row | {"case": "full", "attndsl_ms": 2.0, "fa4_ms": 8.0, "direction": "backward"},
+    ]
+    answer = summary.beside("fa4", "FA-4", "forward", ("full", "causal"))
+    assert answer(rows) == "FA-4 takes 0.50 to 1.50 times as long (2 cases)"
+    assert summary.beside("fa4", "FA-4", "forward", ("softcap",), 8)(rows).endswith("(1 case)")
+    text = summary.summary(lambda name: {"rows": rows} if name == "attention" else None)
+    assert "sparse_attention" not in text
+    for question in summary.QUESTIONS:
+        assert (FOLDER / "results" / f"{question.file}.json").exists()
 
 
 def test_every_row_of_layouts_is_measured(script):

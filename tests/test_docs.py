@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from layers import LAYERS
 
 from attndsl import errors
 from attndsl.config import read_config
@@ -210,6 +211,20 @@ def test_the_picture_shows_every_panel(monkeypatch):
         assert panel.title in then
 
 
+def test_the_layers_on_the_page_are_those_of_the_imports():
+    text = (ROOT / "docs" / "architecture.md").read_text("utf-8").partition("## Layers")[2]
+    kind, _, lines = FENCE.findall(text)[0]
+    assert kind == "text"
+    assert [set(line.split(", ")) for line in lines.splitlines()] == LAYERS
+
+
+@pytest.mark.parametrize("name", ["architecture", "kernels", "tiles"])
+def test_files_that_pages_on_the_code_name_exist(name):
+    text = FENCE.sub("", (ROOT / "docs" / f"{name}.md").read_text("utf-8"))
+    for found in re.findall(r"`([\w/]+/[\w/.]*)`", text):
+        assert any((ROOT / folder / found).exists() for folder in ("", "attndsl")), found
+
+
 def test_every_prelude_function_is_measured(monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     frontend = _script("frontend")
@@ -227,3 +242,26 @@ def test_result_files_have_the_documented_form():
         assert set(found) == {"benchmark", "machine", "date", "versions", "rows"}, path
         assert {"python", "torch", "triton", "cudnn", "attndsl", "commit"} <= set(found["versions"])
         assert found["rows"], path
+
+
+def _code():
+    """The modules of the package."""
+    return [path for folder in ("attndsl", "backends") for path in (ROOT / folder).rglob("*.py")]
+
+
+def _measurements():
+    """Numbers of the entries of docs/measured.md, each of which is there once."""
+    text = (ROOT / "docs" / "measured.md").read_text("utf-8")
+    numbers = [int(number) for number in re.findall(r"^- \*\*M(\d+)\*\* ", text, re.MULTILINE)]
+    assert numbers == list(range(1, 1 + len(numbers)))
+    return set(numbers)
+
+
+_REFERENCE = r"\b[Ss]ee\s+(?:#\s+)?M(\d+)\b"
+"""How code and pages refer to an entry."""
+
+
+def test_measurements_that_are_referred_to_are_there():
+    for path in [*_code(), *PAGES]:
+        for number in re.findall(_REFERENCE, path.read_text("utf-8")):
+            assert int(number) in _measurements(), (path, number)

@@ -1,4 +1,4 @@
-"""``attndsl cache``: what the kernel cache holds, and how to empty it. Never imports torch."""
+"""``attndsl cache``: list and empty the kernel cache. Never imports torch."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def check(files: Sequence[str], declared: Mapping[str, Declared], as_json: bool) -> int:
-    """Check all programs of ``files`` and print what is wrong; 1 if anything is, else 0."""
+    """Check all programs of ``files`` and print the errors; 1 if there are any, otherwise 0."""
     found: list[tuple[str, AttnDSLError]] = []
     count = 0
     for file in files:

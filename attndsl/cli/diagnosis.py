@@ -1,4 +1,4 @@
-"""``attndsl doctor``: what works on this machine, and why not."""
+"""``attndsl doctor``: which backends work on this machine, and why others do not."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ def format_files(files: Sequence[str], check: bool, diff: bool) -> int:
     Args:
         files: Program files; ``-`` is standard input.
         check: Change nothing; name the files that would change.
-        diff: Change nothing; print what would change.
+        diff: Change nothing; print the changes.
 
     Returns:
         1 if ``check`` or ``diff`` is set and a file would change, else 0.

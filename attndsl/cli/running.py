@@ -116,7 +116,7 @@ def run(
     seed: int,
     as_json: bool,
 ) -> int:
-    """Time ``program``, check it, and print both; 1 if the check fails, else 0.
+    """Time ``program``, check it, and print both; 1 if the check fails, otherwise 0.
 
     Raises:
         AttnDSLError: The program has errors, or cannot run on these shapes.

@@ -1,4 +1,4 @@
-"""``attndsl show`` and ``attndsl explain``: what becomes of a program, stage by stage."""
+"""``attndsl show`` and ``attndsl explain``: a program stage by stage."""
 
 from __future__ import annotations
 

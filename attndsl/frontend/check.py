@@ -1,4 +1,4 @@
-"""Surface tree to checked program: declarations, statements in order, and what each may be.
+"""Surface tree to checked program: declarations, then statements in order.
 
 Non-goals: simplification; a program's IR is what was written, with functions inlined.
 """
@@ -432,7 +432,7 @@ class _Checker:
 
 
 def _unusable(name: str, given: Bound) -> TypeMismatchError | None:
-    """What is wrong with a bound value that no literal of the language could have."""
+    """The error of a bound value that no literal of the language could have."""
     if isinstance(given.value, int) and not -(1 << 63) <= given.value < 1 << 63:
         return TypeMismatchError(
             f"'{name}' {given.origin}, and its value does not fit 64 bits",

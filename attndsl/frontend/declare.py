@@ -26,7 +26,7 @@ class Bound:
 
     value: bool | int | float
     origin: str = field(default=GIVEN, compare=False)
-    """What errors say of the name: who binds it."""
+    """Who binds the name, for errors."""
     span: Span | None = field(default=None, compare=False)
     """Where a file says so."""
 

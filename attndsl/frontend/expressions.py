@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from attndsl.source import Span
 
 Value = Node | TensorDecl
-"""What a name stands for; a tensor may only be indexed or handed to a function."""
+"""The meaning of a name; a tensor may only be indexed or handed to a function."""
 
 CONSTANTS: dict[str, Node] = {
     "inf": ir.const(float("inf")),

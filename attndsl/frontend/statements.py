@@ -1,4 +1,4 @@
-"""Cut a program's text into statements, and refuse at once what is too large or cannot be text.
+"""Cut a program's text into statements, and refuse at once a text that is too large or no text.
 
 Statements end at a newline outside brackets or at ``;``; ``#`` comments run to the end of the line.
 

@@ -1,4 +1,4 @@
-"""The surface tree: what was written, with names unresolved and nothing typed."""
+"""The surface tree: the text as written, with unresolved names and no types."""
 
 from __future__ import annotations
 

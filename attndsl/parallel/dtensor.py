@@ -44,7 +44,7 @@ _SPLIT = {"batch": BATCH, "heads": HEADS, "kv_heads": HEADS}
 
 @dataclass(frozen=True, slots=True)
 class Shards:
-    """How a call lies on a mesh, and what of it this process has."""
+    """How a call lies on a mesh, and which part of it this process has."""
 
     mesh: DeviceMesh
     q: _Placements

@@ -1,6 +1,6 @@
 """Which expressions vary with the distance ``q - kv`` alone.
 
-A kernel can add up what belongs to such a value along the diagonals of the score matrix.
+A kernel can add up the gradients of such a value along the diagonals of the score matrix.
 
 Non-goals: distances that hide in products, quotients of positions, or lookups of them.
 """
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from attndsl.ir import Node
 
 _Multiples = tuple[int, int]
-"""Of ``q`` and of ``kv`` in a sum of multiples of them and of what varies with neither."""
+"""The factors of ``q`` and ``kv`` in a sum of their multiples and of terms without either."""
 
 
 def varies_with_distance_alone(*roots: Node) -> bool:
@@ -29,7 +29,7 @@ def varies_with_distance_alone(*roots: Node) -> bool:
 def meets_distances_alone(*roots: Node) -> bool:
     """Whether positions are in ``roots`` as ``q - kv`` only, if at all.
 
-    Where that is so, pairs with one distance and one score have one value.
+    If so, pairs with the same distance and score have the same value.
     """
     varies = dependencies(*roots)
     multiples: dict[Node, _Multiples] = {}

@@ -1,4 +1,4 @@
-"""Weights as a product of what varies with pairs and what does not.
+"""Weights as a product of a factor that varies with pairs and a factor that does not.
 
 ``sigmoid(score) / kv_len`` is a sum of sigmoids, divided once: what all weights of a head have in
 common is multiplied with a row's sum instead of with each weight.

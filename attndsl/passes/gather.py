@@ -1,4 +1,4 @@
-"""What expressions look up by one position alone, taken out of them.
+"""Lookups by one position alone, taken out of expressions.
 
 A kernel has such a value once for each row or column of a tile, and a thread that looks up a value
 for each of its pairs would look it up many times, each time waiting for memory.

@@ -1,4 +1,4 @@
-"""A program that means in a part of a call what another means in the whole.
+"""A program for a part of a call, with the meaning that another program has in the whole.
 
 A part has some of the rows, keys, heads or batch entries of a larger call. Its kernels count those
 of its own tensors. So the numbers and the sizes that the program speaks of become sums and sizes of
@@ -62,7 +62,7 @@ class Changes:
     """How a part differs from a whole call."""
 
     sizes: frozenset[str] = frozenset()
-    """Those of :data:`VARIABLE_OF` that the whole has more of."""
+    """Names of :data:`VARIABLE_OF` of which the whole has more."""
     replicated: bool = False
     """Whether a key head of the part has fewer query heads than one of the whole."""
     q: Start = Start.CALL
@@ -75,7 +75,7 @@ class Changes:
 
 @dataclass(frozen=True, slots=True)
 class Localised:
-    """A program for a part, and what the names are called that it has for it."""
+    """A program for a part, and the names that it uses for the part."""
 
     program: Program
     names: Mapping[str, str]
@@ -146,7 +146,7 @@ class _Names(dict[str, str]):
 
 
 def _numbers(changes: Changes, names: _Names) -> dict[Node, Node]:
-    """What stands for the variables that count other things in the part than in the whole."""
+    """Replacements of the variables that count other things in the part than in the whole."""
     known: dict[Node, Node] = {}
     if "batch" in changes.sizes:
         known[var("b")] = node(Op.ADD, var("b"), size(names["b_offset"]))

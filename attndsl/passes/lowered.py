@@ -20,14 +20,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Lowered:
-    """What backends get."""
+    """The input of backends."""
 
     program: Program
     derivative: Derivative
     placed: Placed
     """The score as a sum of parts of pairs, rows and columns."""
     sparsity: Sparsity
-    """What finds the tiles; ``sparsity.loop`` plans one loop once tile sizes are known."""
+    """How tiles are found; ``sparsity.loop`` plans one loop when tile sizes are known."""
     digest: str
     """Hex digest of the program's meaning: the same after renaming a local or reformatting."""
     contractions: Contractions | None = None
@@ -35,7 +35,7 @@ class Lowered:
 
 
 def contractions_of(program: Program, lower: Callable[[Program], Lowered]) -> Contractions | None:
-    """What becomes of the contractions of ``program``; ``lower`` lowers the one without them."""
+    """How the contractions of ``program`` run; ``lower`` lowers the program without them."""
     found = widen(program)
     if isinstance(found, Widened):
         return Contractions(lower(found.program), found.terms)
@@ -44,7 +44,7 @@ def contractions_of(program: Program, lower: Callable[[Program], Lowered]) -> Co
 
 @dataclass(frozen=True, slots=True)
 class Contractions:
-    """What becomes of a program's contractions."""
+    """How a program's contractions run."""
 
     wide: Lowered | None
     """The same program without them: its raw score is the other's plus ``terms``. None where they

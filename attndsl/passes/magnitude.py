@@ -3,7 +3,7 @@
 Of a soft cap the answer is known when a program is compiled: a softmax of such scores needs no
 maximum to be subtracted. NaN counts as no value; whoever computes with it gets it back.
 
-Non-goals: bounds of what is captured, looked up or counted, and of sums that cancel.
+Non-goals: bounds of captures, lookups and counts, and of sums that cancel.
 """
 
 from __future__ import annotations

@@ -1,15 +1,15 @@
-"""A score as a sum of what varies with pairs, with rows alone, and with columns alone.
+"""A score as a sum of three parts: one varies with pairs, one with rows, one with columns.
 
-A softmax does not see what is added to a whole row: softmax(s + r) = softmax(s), and the
-log-sum-exp of s + r is that of s, plus r. So what varies with the row alone need not be computed
-for each pair, and what varies with the column alone is computed once for a tile's columns.
+A softmax does not see a term that is added to a whole row: softmax(s + r) = softmax(s), and
+lse(s + r) = lse(s) + r. So kernels compute the part of rows once a row. They compute the part of
+columns once for the columns of a tile.
 
 ``slope * (q - kv)`` comes apart only near an origin, for both parts may be large where their sum is
 small: rows get ``slope * (q - $origin)``, columns ``-slope * $away``, with ``$away`` the distance
 of ``kv`` from the origin, which the kernel puts within its tile.
 
-Factors move out of what is left for pairs: ``c * tanh(score / c)`` becomes ``tanh(score)`` with a
-factor on either side, and both meet factors that are there anyway: those of q . k and of base 2.
+Factors move out of the part of pairs: ``c * tanh(score / c)`` becomes ``tanh(score)`` with a factor
+on either side. Both factors join factors that exist anyway: the scale of q . k, and that of base 2.
 
 Non-goals: products of a row's and a column's factor, functions of sums, integers that are not sums
 of multiples of positions (they may be large, and cancel).
@@ -60,7 +60,7 @@ _Wraps = tuple[tuple[Op, "Node", bool], ...]
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """``outer * pair + row + column`` is the score, but for rounding, whatever ``$origin`` is."""
+    """``outer * pair + row + column`` is the score, up to rounding, for any ``$origin``."""
 
     pair: Node
     """``SCORE`` in it is ``inner`` times the incoming score."""
@@ -169,7 +169,7 @@ def _inner(pair: Node, slope: Node) -> Node | None:
 
 
 def _terms(score: Node, deps: dict[Node, frozenset[str]]) -> Iterator[tuple[int, _Wraps, Node]]:
-    """The terms of a sum, in order: sign, factors, and what they are factors of."""
+    """The terms of a sum, in order: sign, factors, and the operand of the factors."""
     stack: list[tuple[int, _Wraps, Node]] = [(1, (), score)]
     while stack:
         sign, wraps, item = stack.pop()

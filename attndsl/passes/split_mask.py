@@ -83,13 +83,13 @@ class _Part:
     """A FLOAT expression, split."""
 
     value: Node
-    """What it is for pairs that are alive."""
+    """Its value for live pairs."""
     alive: Node = TRUE
     """BOOL: which pairs are."""
     source: Node | None = None
     """The ``where`` that chooses -inf, if one does."""
     wrong: str = ""
-    """What would make a number of that -inf; empty where nothing does."""
+    """The operation that would turn that -inf into a number; empty if there is none."""
 
 
 _Both = dict[int, _Part]
@@ -275,4 +275,4 @@ _RULES: dict[Op, Callable[[Node, dict[Node, _Both], int], _Part]] = {
     Op.MAX: _extremum,
     **dict.fromkeys((Op.FLOOR, Op.CEIL, Op.ROUND), _rounding),
 }
-"""What an operation does to -inf: from the operation, its operands' parts and a sign."""
+"""Parts of an operation whose operands may be -inf: from these operands' parts and a sign."""

@@ -16,7 +16,7 @@ _RING = frozenset({Op.ADD, Op.SUB, Op.MUL, Op.NEG})
 
 
 def normalise(root: Node) -> Node:
-    """``root`` expanded, with like terms collected; itself where that makes it no smaller."""
+    """``root`` expanded, with like terms collected; ``root`` itself if that is not smaller."""
     expression, symbols = to_sympy(root)
     found = from_sympy(expression, symbols)
     return found if len(toposort(found)) < len(toposort(root)) else root

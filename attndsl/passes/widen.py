@@ -4,7 +4,7 @@ With u' = c u / scale, ``scale * (q . k) + c * (u . w)`` is ``scale * ([q, u'] .
 product of longer rows, which kernels make without knowing of contractions. Multi-head latent
 attention has its rotary keys beside the others so (DeepSeek-V2, arXiv 2405.04434, section 2.1.3).
 
-Non-goals: contractions that something else than this sum reads.
+Non-goals: contractions that other expressions than this sum read.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def _total(users: dict[Node, list[Node]]) -> Node:
 
 
 def _addends(total: Node) -> Iterator[tuple[Node | None, Node]]:
-    """The terms of ``total`` but for the raw score: contractions, and their factors.
+    """The terms of ``total`` except the raw score: contractions, and their factors.
 
     What has no contraction, or cannot be taken apart, is a factor of None.
     """

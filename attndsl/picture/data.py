@@ -1,4 +1,4 @@
-"""What pictures show: pairs, tiles and scores of one head, found on the CPU.
+"""The data of pictures: pairs, tiles and scores of one head, computed on the CPU.
 
 What is shown is what kernels go by: kinds of tiles are those that the compiler finds, which are
 sound but, for masks that are decided by least and greatest values, not always the best ones. How
@@ -119,7 +119,7 @@ class PictureData:
 
     @property
     def remarks(self) -> tuple[str, ...]:
-        """What the reader of a picture has to know beside it."""
+        """Notes for the reader of a picture."""
         found = []
         if self.could_be_empty:
             found.append(f"{self.could_be_empty} of the PARTIAL tiles have no live pair")
@@ -149,7 +149,7 @@ def picture_data(
     raw_score: float = 0.0,
     title: str | None = None,
 ) -> PictureData:
-    """What a picture of ``lowered`` shows. Works on the CPU, in fp64.
+    """The data of a picture of ``lowered``. Works on the CPU, in fp64.
 
     Args:
         lowered: The program.
@@ -166,7 +166,7 @@ def picture_data(
         location: Where these sizes lie in a larger call. Without indices: axes count from offsets.
         tensors: The program's tensors by name, of shapes that fit these sizes, on any device.
         params: Its run-time params by name; those left out have their defaults.
-        raw_score: What ``scale * (q . k)`` is taken to be for all pairs.
+        raw_score: The value of ``scale * (q . k)`` for all pairs.
         title: Heading, such as the program's text; the lowered program as text by default.
 
     Raises:
@@ -293,7 +293,7 @@ def _pairs(lowered: Lowered, scope: Scope, raw_score: float) -> tuple[torch.Tens
 
 
 def _exact_kinds(mask: torch.Tensor, block_m: int, block_n: int) -> torch.Tensor:
-    """int8 (q tiles, kv tiles): what the tiles of ``mask`` are."""
+    """int8 (q tiles, kv tiles): the kinds of the tiles of ``mask``."""
 
     def totals(pairs: torch.Tensor) -> torch.Tensor:
         for dim, block in ((0, block_m), (1, block_n)):

@@ -37,7 +37,7 @@ _ALIGNED = 16
 
 
 class Gradients(NamedTuple):
-    """What :meth:`attndsl.Attention.backward` returns; None for what was not asked for."""
+    """The result of :meth:`attndsl.Attention.backward`; None for gradients not asked for."""
 
     q: torch.Tensor | None
     """(B, Hq, Lq, D)."""

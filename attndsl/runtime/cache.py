@@ -76,14 +76,14 @@ class EntryInfo:
 
 @dataclass(frozen=True, slots=True)
 class Removal:
-    """What a removal did to the folder."""
+    """The result of a removal."""
 
     entries: int
     """Entries that were removed."""
     bytes: int
     """Bytes of the files that were removed."""
     foreign: tuple[str, ...]
-    """Names of what lies there and is not the cache's; it was left alone."""
+    """Names of files that are not the cache's; they were left alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,7 +230,7 @@ class KernelCache:
                     path.unlink()
 
     def _evict(self, limit: int) -> list[_Files]:
-        """Remove what was used least recently, so that ``limit`` bytes stay at most.
+        """Remove the least recently used entries, so that at most ``limit`` bytes stay.
 
         Raises:
             OSError: A file cannot be removed.
@@ -330,7 +330,7 @@ def _write(folder: Path, key: str, source: str, meta: Mapping[str, object]) -> E
 
 
 def _holds(path: Path, text: str) -> bool:
-    """Whether ``text`` is what the file at ``path`` holds."""
+    """Whether ``text`` is the content of the file at ``path``."""
     try:
         return _read_file(path) == text.encode()
     except (OSError, ValueError):

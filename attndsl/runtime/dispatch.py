@@ -41,10 +41,10 @@ def choose_backend(
 ) -> tuple[Backend, str]:
     """The backend for tensors of ``dtype`` on ``device``, and the reason in words.
 
-    ``auto`` takes Triton on GPUs, in its own kernels for Hopper there. It takes the tiled torch
-    operations of the ``cpu`` backend on CPUs, and on all devices in fp64, which no kernel computes
-    in; in checked mode, which nothing else has, it takes the reference in their place. It never
-    takes another backend because the first one failed.
+    ``auto`` means ``hopper`` on Hopper GPUs (``triton`` where this Triton cannot load Gluon),
+    ``triton`` on other GPUs, and ``cpu`` on CPUs. In fp64, which no kernel computes in, it means
+    ``cpu`` on all devices. In checked mode it means ``reference`` in place of ``cpu``. A backend
+    that fails is never replaced silently.
 
     Raises:
         BackendError: The backend does not work here; says why.

@@ -44,7 +44,7 @@ def make_spec(text: str, declared: Mapping[str, Declared], exact: bool = False) 
 
 
 def spec_without_sink(spec: str) -> str:
-    """The program of ``spec`` but for its sink."""
+    """The program of ``spec`` without its sink."""
     return json.dumps({**json.loads(spec), "sink": False}, sort_keys=True)
 
 

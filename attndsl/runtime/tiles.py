@@ -53,11 +53,11 @@ _DIRECTIONS = {
     "backward_q": BACKWARD_Q,
 }
 _MOST_TILES = 1 << 31
-"""Of a map: a byte each."""
+"""Tiles of a map: a byte each."""
 _MOST_COUNTED = 1 << 29
-"""Of those that are looked at one by one to be counted, which takes some 20 ns each."""
+"""Tiles of a map that are looked at one by one to be counted: see M21 in docs/measured.md."""
 _MOST_EVALUATED = 1 << 17
-"""The same where all of their pairs are looked at, which takes some 0.1 ms each."""
+"""The same where all of their pairs are looked at: see M21 in docs/measured.md."""
 _TILES_AT_ONCE = 1 << 22
 """Tiles whose kinds are found together to be counted."""
 _EDGE_PAIRS = 1 << 25
@@ -77,7 +77,7 @@ def call_of_lengths(
 ) -> Call:
     """A call with these sizes and captures whose q, k and v take no memory.
 
-    It is on ``device``, or else where the tensors are that are given.
+    It is on ``device``; by default on the device of the tensors.
     """
     if device is None:
         given = [
@@ -275,7 +275,7 @@ def direction_named(name: str) -> Direction:
 
 @dataclass(frozen=True, slots=True)
 class Verification:
-    """What a check of a program's tiles found right."""
+    """The result of a successful check of a program's tiles."""
 
     tiles: int
     """Tiles compared with the mask itself."""

@@ -69,7 +69,7 @@ def check_operands(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) 
 
 
 def check_dropout(dropout_p: float) -> None:
-    """Refuse what is no probability."""
+    """Refuse a number that is no probability."""
     if not isinstance(dropout_p, int | float) or not 0 <= dropout_p <= 1:
         raise ArgumentError(f"dropout_p is {dropout_p!r}", hint="pass a number from 0 to 1")
 

@@ -35,7 +35,7 @@ def capture_mask(
     which looking for -inf would cost more than it spares (the result is the same).
 
     Args:
-        name: What the argument and the captured tensor are called.
+        name: Name of the argument and of the captured tensor.
         mask: Bool or float; its shape broadcasts to ``full``.
         full: (..., heads, q_len, kv_len): at least the last two.
         device: That of the query.

@@ -15,11 +15,9 @@ if TYPE_CHECKING:
     from ..base import Call, Wants
 
 MOST_WORK = {"forward": 55, "tangent": 130, "backward": 200}
-"""Instructions a pair. Beyond, the work of a pair is many times that of its products, which these
-kernels are made to overlap with. Their text repeats it some ten times for 64 pairs a thread: they
-spill hundreds of registers and take up to minutes to compile (H200, D 64, 16 heads of 4096:
-forward with a logarithm .70 ms, of the portable kernels .30, with two powers .63 and .31;
-backward .99 and 1.30, .75 and 1.00, but with a sine and a cosine at D 128 8.3 and 3.2)."""
+"""Instructions a pair. Beyond, the work of a pair is many times the work of its products, which the
+Hopper kernels overlap it with. Their text repeats that work some ten times for 64 pairs a thread.
+They spill hundreds of registers and compile for minutes: see M16 in docs/measured.md."""
 _TARGET = GPUTarget("cuda", 90, 32)
 
 

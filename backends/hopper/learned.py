@@ -83,8 +83,8 @@ def learned_in_kernel(lowered: Lowered, special: Specialisation) -> Learned:
 def holds_score_gradient(lowered: Lowered, call: Call) -> bool:
     """Whether what the backward leaves in shared memory for dQ is the gradient of final scores.
 
-    A derivative would be multiplied in before. In fp16 small gradients are zeros; determinism and
-    wide heads keep that kernel away.
+    If the score has a derivative, the kernel multiplies it in before. In fp16 small gradients are
+    zeros. With determinism and with wide heads another kernel runs.
     """
     program = lowered.program
     if program.weights is not None or program.dropout is not None:

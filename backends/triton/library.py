@@ -21,9 +21,9 @@ STATISTICS_PADDING = tl.constexpr(128)
 def place_of_item(item, tiles, heads, together, GROUPED: tl.constexpr, DESCENDING: tl.constexpr):
     """Tile, and head of ``heads``: where GROUPED, ``together`` heads at a time, tile by tile.
 
-    Longest tiles first, which are the last ones where DESCENDING. Counted from the last item on, so
-    that where heads are not a multiple of ``together`` the first are fewer: the last ones have to
-    be many, that their longest begin early.
+    The longest tiles come first. They are the last ones where DESCENDING. Groups are counted from
+    the last item on: if heads are not a multiple of ``together``, the first group has fewer heads.
+    The last group must be full, so that its longest tiles start early.
     """
     if GROUPED:
         rest = tiles * heads - 1 - item

@@ -16,7 +16,7 @@ _WAVES = {
 }  # fmt: skip
 """Items of the heads that go together, for each that runs at a time: first choice first.
 
-Forwards gain 1% by four (causal, 8192 rows, D 128: 0.842 against 0.856 ms).
+Forwards gain by four: see M14 in docs/measured.md.
 """
 ORDERED = frozenset(_WAVES)
 """Kernels whose programs take a tile of one head."""
@@ -35,12 +35,11 @@ def together_of(call: Call, direction: str, config: Config, masked: bool) -> int
     Programs that read the same tiles at the same time read them once from the L2 cache, so that
     heads follow one another; but query heads that share keys come together.
 
-    Where a mask makes items differ, the longest come first among the heads of a group. That of the
-    last group takes twice as long as others do on average, and has to begin as long before the end:
-    groups have two items for each that runs at a time, or four, which leaves all programs a long
-    one and a short one; or one, where what more of them read does not fit the cache. (Head by head,
-    a causal backward waits 6% of its time for its last items with 32 heads of 8192 keys on 132
-    processors, and 27% with 16 heads of 4096.)
+    Where a mask makes items differ, the longest come first among the heads of a group. The longest
+    item of the last group takes twice the average time, and has to begin as long before the end. So
+    groups have two or four items for each that runs at a time, which leaves all programs a long one
+    and a short one. A group has one if more of them would read more than fits the cache. See M13 in
+    docs/measured.md.
     """
     batch, heads, q_len, head_dim = call.q.shape
     kv_heads, kv_len, value_dim = call.k.shape[1], call.k.shape[2], call.v.shape[3]

@@ -47,7 +47,7 @@ def _documentation() -> Iterator[str]:
             continue
         try:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # Of old escapes in others' files.
+                warnings.simplefilter("ignore")  # Old escapes in these files.
                 tree = ast.parse(path.read_text("utf-8"))
         except (SyntaxError, UnicodeDecodeError):
             continue

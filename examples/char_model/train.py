@@ -63,7 +63,7 @@ class Layer(nn.Module):
                 before = cache[0].shape[2]
                 k, v = torch.cat((cache[0], k), 2), torch.cat((cache[1], v), 2)
             cache[:] = k, v
-        # The program speaks of positions; the offset says where these queries are.
+        # The program uses positions. The offset is the position of the first of these queries.
         attended = self.attention(q, k, v, q_offset=before)
         x = x + self.out(attended.transpose(1, 2).reshape(batch, length, WIDTH))
         return x + self.mlp(x)
@@ -221,7 +221,7 @@ def main(arguments: list[str] | None = None) -> int:
     print(f"      {start:.3f} at first, {end:.3f} at the end, {unseen:.3f} on text not trained on")
     print(f"      ({time.perf_counter() - begin:.0f} s; guessing would be {math.log(96):.3f})")
     print(f"\nwritten by the model:\n{model.write('Return the ', options.write)}")
-    # Letters' frequencies alone bring it to about 3.1; a few steps need not get there.
+    # The frequencies of letters alone bring the loss to about 3.1. A few steps need not get there.
     wanted = 0.6 * start if options.steps >= 150 else 0.97 * start
     if not end < wanted:
         print(f"\nthe loss did not fall to {wanted:.3f}", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""Which masks are quasi-affine, and what stands in them besides positions: their symbols.
+"""Which masks are quasi-affine, and which symbols they have besides positions.
 
 Integer sets (``sets.py``) know no wrap-around, while the language's ints are 64 bits that wrap.
 So positions and sizes are below 2**30, each symbol is taken to fit 32 bits, and a mask whose
@@ -63,7 +63,7 @@ def why_not_affine(root: Node) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class Symbols:
-    """What sets know of the expressions in a mask."""
+    """The facts that sets know about the expressions in a mask."""
 
     named: frozenset[Node]
     """Expressions without positions that sets take as they are. Sets build all others."""

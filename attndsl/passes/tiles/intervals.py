@@ -47,7 +47,7 @@ _EXACT_FLOAT = frozenset({Op.NEG, Op.MIN, Op.MAX, Op.ABS, Op.RELU, Op.FLOOR, Op.
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """What intervals say of a mask."""
+    """The bounds of a mask by intervals."""
 
     may: Node
     """BOOL: false only where no pair of the tile is live."""
@@ -475,4 +475,4 @@ _RULES: dict[Op, Callable[..., Pair | None]] = {
     Op.CAST: _cast,
     **dict.fromkeys(_INCREASING, _increasing),
 }
-"""Bounds of an operation from those of its operands; None where they say nothing."""
+"""Bounds of an operation from bounds of its operands; None if there are none."""

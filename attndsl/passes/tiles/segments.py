@@ -35,10 +35,10 @@ MAX_SEGMENTS = 12
 MAX_PIECES = 12
 """Convex pieces that are tried as ranges."""
 MAX_OPERATIONS = 200_000
-"""isl's own count of operations on sets; a few tenths of a second."""
+"""isl's own count of operations on sets: see M23 in docs/measured.md."""
 MAX_DISJOINT, MAX_CONSTRAINTS = 24, 256
-"""Disjoint pieces of a set that isl writes code for, and constraints of all of them. Within these
-isl takes half a second at most. A set of twelve segments seldom has more than 12 pieces."""
+"""Disjoint pieces of a set that isl writes code for, and constraints of all of them. Both bound the
+time of isl: see M23 in docs/measured.md. A set of 12 segments seldom has more than 12 pieces."""
 MAX_PRODUCT = 128
 """Convex pieces of what is live times those of what is dead: beyond it their difference may take
 minutes, which isl's count of operations does not show."""
@@ -138,7 +138,7 @@ class _Derivation:
         return islpy.Map.read_from_str(self.context, text)
 
     def _known(self) -> Any:
-        """What holds of the parameters in every call."""
+        """Constraints on the parameters that hold in every call."""
         facts = ["tile >= 0", "tiles >= 0", "0 <= whole <= tiles", "tiles <= whole + 1"]
         names = ["tile", "tiles", "whole"]
         for name, item in self.builder.parameters.items():

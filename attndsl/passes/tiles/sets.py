@@ -41,7 +41,7 @@ class SetBuilder:
     shifted: bool
     cut: Mapping[Node, Node]
     parameters: dict[str, Node] = field(default_factory=dict)
-    """What each isl parameter stands for, in order of first use."""
+    """The symbol of each isl parameter, in order of first use."""
     _found: dict[Node, Any] = field(default_factory=dict)
     _names: dict[Node, str] = field(default_factory=dict)
 

@@ -1,9 +1,9 @@
-"""What the compiler knows of a mask before it knows tile sizes: which way each atom takes.
+"""How the tiles of a mask are found: a way for each of its atoms, before tile sizes are known.
 
-Three ways, in order of preference. Integer sets: the whole mask is quasi-affine, and its tiles have
-a closed form. Summaries: an atom is decided from least and greatest values in a tile. Evaluation:
-what neither decides is evaluated, pair by pair, in the tiles that stay undecided. An atom that
-depends on the score cannot be decided before the score is there: its tiles stay PARTIAL.
+There are three ways, in order of preference. Integer sets: the whole mask is quasi-affine, and its
+tiles have a closed form. Summaries: least and greatest values in a tile decide the atom.
+Evaluation: the atom is evaluated pair by pair, in tiles that stay undecided. An atom that depends
+on the score cannot be decided before the score is known: its tiles stay PARTIAL.
 
 Needs no isl, so that a start from the cache does not import it.
 """
@@ -128,7 +128,7 @@ class Sparsity:
         return None
 
     def work(self, direction: Direction, shifted: bool, indexed: bool) -> str:
-        """What the loop is like, for the choice of tile sizes (see the backends' tables)."""
+        """The kind of the loop, for the choice of tile sizes (see the backends' tables)."""
         if self.mask is None:
             return "dense"
         loop = self.loop(direction, 128, 128, shifted, indexed)
@@ -172,7 +172,7 @@ class _Guess(dict[str, bool | int | float]):
 
 
 def analyse(program: Program) -> Sparsity:
-    """What is known of the mask of ``program``, for every length and tile size."""
+    """The sparsity of the mask of ``program``, for every length and tile size."""
     mask, plain = program.mask, program.score.op is Op.SCORE
     if mask is None:
         return Sparsity(None, plain, None, None, False, False, False)

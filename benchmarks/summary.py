@@ -1,0 +1,218 @@
+"""A line for each question that the result files answer: the first table of docs/benchmarks.md."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    Rows = Sequence[Mapping[str, Any]]
+
+_PLAIN = ("full", "causal")
+_MASKS = ("causal", "documents1000", "neighbourhood128x6", "window1024", "prefix1024")
+_LEARNED = ("gain", "key_bias", "query_bias", "relative", "full_bias", "buckets")
+_SHORT = 512
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """One row of the table."""
+
+    text: str
+    file: str
+    """Name of the result file, without its ending."""
+    section: str
+    """Heading of the section that has the figures."""
+    answer: Callable[[Rows], str]
+    """A sentence from the rows of the file."""
+
+
+def span(values: Sequence[float]) -> str:
+    """The least and the greatest of some numbers, in words."""
+    low, high = f"{min(values):.2f}", f"{max(values):.2f}"
+    return low if low == high else f"{low} to {high}"
+
+
+def beside(
+    column: str, name: str, direction: str, cases: Sequence[str], length: int | None = None
+) -> Callable[[Rows], str]:
+    """How many times as long another system takes as attndsl.
+
+    Args:
+        column: Column of the result file, without ``_ms``.
+        name: The system in words.
+        direction: ``forward`` or ``backward``.
+        cases: Names of the programs that count.
+        length: Rows of this length alone.
+    """
+
+    def answer(rows: Rows) -> str:
+        found = [
+            row[f"{column}_ms"] / row["attndsl_ms"]
+            for row in rows
+            if row["direction"] == direction
+            and row["case"] in cases
+            and row.get(f"{column}_ms") is not None
+            and row["attndsl_ms"] is not None
+            and (length is None or row["S"] == length)
+        ]
+        if not found:
+            return "not measured"
+        return f"{name} takes {span(found)} times as long ({_count(found)})"
+
+    return answer
+
+
+def _learned(rows: Rows) -> str:
+    found = [row["cost"] for row in rows if row["case"] in _LEARNED]
+    return f"a backward with them takes {span(found)} times as long as without ({_count(found)})"
+
+
+def _deterministic(rows: Rows) -> str:
+    found = [row["deterministic_ms"] / row["attndsl_ms"] for row in rows]
+    return f"a backward takes {span(found)} times as long with the option ({_count(found)})"
+
+
+def _odd(rows: Rows) -> str:
+    found = [row["cost"] for row in rows]
+    return f"an odd shape takes {span(found)} times as long as an even one ({_count(found)})"
+
+
+def _start(rows: Rows) -> str:
+    times = {(row["system"], row["cache"]): row["first_output_ms"] for row in rows}
+    parts = [
+        f"{times['attndsl', cache] / 1000:.2f} s with {cache} caches, "
+        f"FlexAttention {times['flex', cache] / 1000:.2f} s"
+        for cache in ("cold", "warm")
+    ]
+    return "; ".join(parts)
+
+
+def _step(rows: Rows) -> str:
+    times = {row["attention"]: row["step_ms"] for row in rows}
+    own = times.pop("attndsl")
+    names = {"sdpa": "SDPA", "flex": "FlexAttention"}
+    parts = [f"with {names[name]} {time / own:.2f} times" for name, time in times.items()]
+    return f"a step takes {' and '.join(parts)} as long"
+
+
+def _plans(rows: Rows) -> str:
+    found = [row["plan_ms"] for row in rows if row.get("plan_ms") is not None]
+    other = [row["flex_compiled_ms"] for row in rows if row.get("plan_ms") is not None]
+    return (
+        f"closed forms take {min(found):.0f} to {max(found):.0f} ms, compiled `create_block_mask` "
+        f"{min(other):.0f} to {max(other):.0f} ms"
+    )
+
+
+def _calls(rows: Rows) -> str:
+    found = [row["call_us"] for row in rows]
+    return f"a call takes {min(found):.0f} to {max(found):.0f} us of host time"
+
+
+def _on_cpus(rows: Rows) -> str:
+    parts = {name: [r["speedup"] for r in rows if (r["case"] == "causal") == plain]
+             for name, plain in (("causal", True), ("other masks and scores", False))}  # fmt: skip
+    return "SDPA takes " + ", ".join(
+        f"{span(found)} times as long for {name}" for name, found in parts.items()
+    )
+
+
+BESIDE_FA4 = "Beside FlashAttention-4 and cuDNN"
+BESIDE_FLEX = "Masks and scores beside FlexAttention"
+DETERMINISTIC = "Deterministic gradients"
+OTHER_SHAPES = "Other shapes"
+WIDE_HEADS = "Head dim 256"
+GRADIENTS = "Gradients of captures"
+ODD_SHAPES = "Odd shapes"
+PORTABLE = "Portable kernels"
+OTHER_FILES = "Host and CPU"
+
+OPEN = ("Decoding with one query",)
+"""Questions that no result file answers yet."""
+QUESTIONS = (
+    Question(
+        "Forward, full and causal", "attention", BESIDE_FA4,
+        beside("fa4", "FlashAttention-4", "forward", _PLAIN),
+    ),
+    Question(
+        "Forward, full and causal", "attention", BESIDE_FA4,
+        beside("cudnn", "cuDNN", "forward", _PLAIN),
+    ),
+    Question(
+        "Backward, full and causal", "attention", BESIDE_FA4,
+        beside("fa4", "FlashAttention-4", "backward", _PLAIN),
+    ),
+    Question(
+        "Backward, full and causal", "attention", BESIDE_FA4,
+        beside("cudnn", "cuDNN", "backward", _PLAIN),
+    ),
+    Question(
+        "Soft cap, forward", "attention", BESIDE_FA4,
+        beside("fa4", "FlashAttention-4", "forward", ("softcap",)),
+    ),
+    Question(
+        "Soft cap, backward", "attention", BESIDE_FA4,
+        beside("fa4", "FlashAttention-4", "backward", ("softcap",)),
+    ),
+    Question(
+        "Masks, forward", "sparse_attention", BESIDE_FLEX,
+        beside("flex", "FlexAttention", "forward", _MASKS),
+    ),
+    Question(
+        "Masks, backward", "sparse_attention", BESIDE_FLEX,
+        beside("flex", "FlexAttention", "backward", _MASKS),
+    ),
+    Question("Learned biases and factors", "gradients", GRADIENTS, _learned),
+    Question("`deterministic=True`", "deterministic", DETERMINISTIC, _deterministic),
+    Question(
+        "Short, 512 rows, forward", "other_shapes", OTHER_SHAPES,
+        beside("cudnn", "cuDNN", "forward", _PLAIN, _SHORT),
+    ),
+    Question(
+        "Short, 512 rows, backward", "other_shapes", OTHER_SHAPES,
+        beside("cudnn", "cuDNN", "backward", _PLAIN, _SHORT),
+    ),
+    Question(
+        "Head dim 256, forward", "wide_heads", WIDE_HEADS,
+        beside("cudnn", "cuDNN", "forward", _PLAIN),
+    ),
+    Question(
+        "Head dim 256, backward", "wide_heads", WIDE_HEADS,
+        beside("cudnn", "cuDNN", "backward", _PLAIN),
+    ),
+    Question("Odd shapes", "odd_shapes", ODD_SHAPES, _odd),
+    Question("Start to first output", "start_cuda", OTHER_FILES, _start),
+    Question("Training step of a GPT", "gpt", OTHER_FILES, _step),
+    Question("Tiles of a mask of 1048576 rows", "sparsity", OTHER_FILES, _plans),
+    Question("A call without its kernel, in Python", "call_overhead", OTHER_FILES, _calls),
+    Question("CPUs, beside SDPA", "cpu", OTHER_FILES, _on_cpus),
+)  # fmt: skip
+"""In the order of the table."""
+
+
+def anchor(heading: str) -> str:
+    """The link to a section of the same page."""
+    return "#" + heading.lower().replace(" ", "-")
+
+
+def summary(load: Callable[[str], dict[str, Any] | None]) -> str:
+    """The table: a question, its answer, the result file and its section.
+
+    Args:
+        load: The content of a result file by its name, or None where there is none.
+    """
+    lines = [["question", "answer", "result file"], ["---"] * 3]
+    for question in QUESTIONS:
+        results = load(question.file)
+        if results is not None:
+            link = f"[`{question.file}.json`]({anchor(question.section)})"
+            lines.append([question.text, question.answer(results["rows"]), link])
+    lines += [[question, "not measured yet", "-"] for question in OPEN]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _count(found: Sequence[float]) -> str:
+    return "1 case" if len(found) == 1 else f"{len(found)} cases"
