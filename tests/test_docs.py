@@ -265,3 +265,9 @@ def test_measurements_that_are_referred_to_are_there():
     for path in [*_code(), *PAGES]:
         for number in re.findall(_REFERENCE, path.read_text("utf-8")):
             assert int(number) in _measurements(), (path, number)
+
+
+def test_every_measurement_is_named_in_the_code():
+    code = [path.read_text("utf-8") for path in _code()]
+    named = {int(number) for text in code for number in re.findall(_REFERENCE, text)}
+    assert _measurements() <= named

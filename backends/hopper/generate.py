@@ -88,9 +88,8 @@ _MOST_EXPONENT = {"bf16": 80.0, "fp16": 10.0}
 OWN_HELPERS = {"as_block", "spread"}
 """Library functions that are others here."""
 _MIXED = {64: 3, 128: 2, 256: 0}
-"""How many of 16 weights of bounded scores are made of multiplications, by head dim. Measured, a
-causal soft cap, B2 S8192. H32 D64: none 1.53 ms, 3 1.43, 4 1.43. H16 D128: none 1.021 ms, 2 1.008,
-3 1.033, 4 1.037."""
+"""How many of 16 weights of bounded scores are made of multiplications, by head dim: see M3 in
+docs/measured.md."""
 _DROPOUT = {
     "forward": (
         "factor_of_kept, keep_packed,",
@@ -157,8 +156,8 @@ def generate(
         "PEELED": config.peeled,
         "WIDE": wide,
         "EARLY": config.early,
-        # Measured: where exponents take more than a multiplication, a branch in their way costs
-        # more than the multiplications that it saves.
+        # If exponents need more than a multiplication, a branch costs more than it saves: see M1 in
+        # docs/measured.md.
         "LAZY": not own and not modified and placed.column is None,
         "HAS_COMMON": weights_and_factor(lowered, special, direction)[1] is not None,
         "BOUNDED": bounded,
@@ -168,7 +167,7 @@ def generate(
         "MOVES_V": False,
         "ANCHORED": anchored,
         "MIXED": _MIXED[widest(special)] if bounded and special.forms == APPROX else 0,
-        # Measured at 8192 rows: a soft cap gains 2% at D128, plain scores lose 1% at D64.
+        # A soft cap gains, plain scores lose: see M8 in docs/measured.md.
         "LEAVE_EACH": not (forward or wide) and is_pairwise(placed.slope),
         "PERSISTENT": config.persistent,
         "DRAWN": drawn,
@@ -276,10 +275,8 @@ def flags_of_scores(lowered: Lowered, name: str, loop: LoopPlan) -> dict[str, bo
 def comes_by_halves(lowered: Lowered, special: Specialisation, loop: LoopPlan) -> bool:
     """Whether an anchored forward has the scores of FULL tiles half by half.
 
-    Measured, 8192 rows, or 4096: causal at D64 1.107 -> 1.073 ms, 0.618 -> 0.601. Products of D128
-    take longer than their exponentials: 0.849 -> 0.884. A soft cap takes twice as many: 1.41 ->
-    1.45. Items with few tiles wait when they begin: a window of 1000 0.497 -> 0.530; without a mask
-    512 keys 0.226 -> 0.239, and 1024 0.333 -> 0.322.
+    Products of D128 take longer than their exponentials. A soft cap needs twice as many
+    exponentials. Items with few tiles wait when they begin. See M2 in docs/measured.md.
     """
     placed = lowered.placed
     plain = placed.pair.op is Op.SCORE and placed.column is None

@@ -27,9 +27,9 @@ _BACKWARD = {
     128: (Config(64, 128, 4, 2, 2, 240), Config(64, 128, 4, 2, 2, 240, peeled=False)),
     256: (Config(64, 64, 4, 2, 2, 240), Config(64, 64, 4, 2, 2, 240, peeled=False)),
 }
-# Two sums of products take the registers of twice as many rows. Early ones add up tangents before
-# their products, since those of 128 keys, or beside what programs do with scores, take too many.
-# Persistent programs gain 3% at D64, and lose 4% at D128 (causal, 8192 rows: 2.70 against 2.59 ms).
+# Two sums of products need the registers of twice as many rows. Early configs add up tangents
+# before their products: tangents of 128 keys, or beside a function of the score, need too many
+# registers. Persistent programs gain at D64, and lose at D128: see M10 in docs/measured.md.
 _FORWARD_TANGENT: dict[int, tuple[Config, ...]] = {
     64: (
         Config(128, 128, 4, 2, 2, 240, early=True, persistent=True),
@@ -56,15 +56,12 @@ def candidates(
 ) -> tuple[Config, ...]:
     """Configs for a program, best first.
 
-    Larger tiles pay but for masks that leave few, of which many are PARTIAL (documents, D 64: 0.41
-    against 0.48 ms, D 128: 0.22 against 0.23). What scores are made of leaves fewer registers for
-    them backward (D 64, 8192 rows: causal 2.81 against 2.95 ms, with a soft cap 4.85 against 3.51),
-    and so does dropout, whose producer draws, either way.
+    Larger tiles pay, except where a mask leaves few tiles and many of these are PARTIAL (see M4 in
+    docs/measured.md). Backward, a program's own score leaves fewer registers for larger tiles
+    (see M7). In both directions dropout leaves fewer registers, since its producer draws.
 
-    Persistent programs hide how others begin and end (causal, 4096 rows, D 128: forward 0.46
-    against 0.49 ms, backward 1.37 against 1.41; D 64 backward 1.60 against 1.64; without a mask 0
-    to 2%), but for forwards that add something to columns (ALiBi: 0.94 against 0.89 ms) and those
-    of head dim 256 (0.79 against 0.76).
+    Persistent programs hide how items begin and end. Forwards that add something to columns lose by
+    it, and so do forwards of head dim 256. See M5 in docs/measured.md.
 
     Args:
         direction: ``forward`` or ``backward_kv``.
@@ -78,7 +75,7 @@ def candidates(
     """
     found = CANDIDATES[direction][width]
     if own and not dropped:
-        # Without a softmax their sums are no work to be done meanwhile (0.81 against 0.84 ms).
+        # Without a softmax their sums are no work for that time: see M6 in docs/measured.md.
         found = tuple(sorted(found, key=lambda config: not config.early))
     crowded = dropped or not plain
     if dropped and direction == "forward":
@@ -97,8 +94,8 @@ def candidates(
 def for_busy_producers(configs: tuple[Config, ...]) -> tuple[Config, ...]:
     """Configs for a backward whose producer adds up diagonals, or draws for tiles of D64.
 
-    With 24 registers the one would not compile, and ptxas then leaves all warpgroups as few as they
-    begin with, and the other spills; consumers spill little more without the 8 that it takes from
-    each.
+    With 24 registers the diagonal producer does not compile: ptxas then drops all register hints.
+    The drawing producer spills. Giving a producer 40 registers costs each consumer 8 and hardly any
+    spills.
     """
     return tuple(replace(config, registers=_SHARED) for config in configs)

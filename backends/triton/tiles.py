@@ -137,8 +137,8 @@ _SCATTER_SUMS = {
     256: (Config(64, 64, 8, 1), Config(32, 32, 4, 1)),
     512: (Config(32, 32, 4, 1),),
 }
-# Of each of q, k and v there are two tiles, and of the scores. Measured at D 128 alone (causal,
-# H200: 2.75, 3.09, 3.89, 3.25 ms); the others hardly spill.
+# There are two tiles of each of q, k and v, and two of the scores. Only D 128 was measured: see M11
+# in docs/measured.md.
 _TANGENT = {
     64: (Config(128, 64, 8, 3), Config(128, 128, 8, 2), Config(64, 64, 4, 3), Config(64, 64, 4, 2)),
     128: (Config(128, 64, 8, 2), Config(128, 32, 8, 3), Config(64, 32, 4, 3), Config(64, 32, 4, 2)),
@@ -199,12 +199,11 @@ _FALL_BACK = (Config(32, 32, 4, 1), Config(32, 16, 4, 1), Config(16, 16, 4, 1))
 INTERPRETED = (Config(32, 32, 4, 1),)
 _OF_MUCH_WORK = {"forward": ((240, 8), (80, 32))}
 _OF_MUCH_WORK_BACKWARD = ((200, 8),)
-"""From how many instructions a pair on threads hold at most how many scores, first that applies.
+"""(instructions, scores): with more instructions a pair, threads hold at most so many scores. The
+first that applies counts.
 
-Smaller tiles compile in a fraction of the time, spill less, and are faster then (H200, D 64, 16
-heads of 4096: forward with a logarithm .30 against .48 ms, two powers .31 against .41; backward
-with a sine and a cosine, 259 instructions, 2.63 against 3.78). They are slower backward with two
-powers, 207 instructions (1.23 against 1.00), but compile in less than half the time."""
+Then smaller tiles compile in a fraction of the time, spill less, and are mostly faster: see M15 in
+docs/measured.md."""
 _NARROW = 16
 """Head dims of so many columns."""
 _FEW_ELEMENTS = (Config(64, 64, 4, 2), Config(64, 32, 4, 2))

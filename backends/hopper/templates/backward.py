@@ -122,8 +122,8 @@ def add_query_tile(
     if BLOCK_M == 64:
         own = (head_row + first) * D
     else:
-        # Takes fewer registers, which others are spilled for (D 64, causal, 8192 rows: 2.73 against
-        # 2.84 ms), though of tiles of 64 it is the slower one (D 128: 2.44 against 2.40 ms).
+        # This address needs fewer registers, and other values would be spilled for them. With tiles
+        # of 64 rows it is the slower one. See M9 in docs/measured.md.
         own = head_row * D + gl.to_tensor(q_tile_index).to(gl.int64) * (BLOCK_M * D)
     add_to_sums(SUMS + own + PART * (BLOCK_M * D // 2), dq)
     dk = warpgroup_mma_wait(0, deps=[adding_k])

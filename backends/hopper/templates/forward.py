@@ -33,8 +33,8 @@ def attend(
     mbarrier.wait(v_full.index(before), phase_before)
     v = v_s.index(before).reshape([BLOCK_N, DV])
     if HAS_DROPOUT:
-        # Behind the wait for v: before it, ptxas issues these between the parts of the product of
-        # scores, which they are to run beside.
+        # Keep this after the wait for v. Before it, ptxas puts these instructions between the parts
+        # of the product of scores instead of overlapping them with it.
         kept = take_kept(PART, count - 1, kept_s, kept_full, CONSUMERS, BLOCK_N)
         weight = keep_packed(weight, kept)
     if HAS_DROPOUT or not EARLY:

@@ -51,8 +51,8 @@ def load_in_turns(
 ):
     """Load the tiles of all items, and again of those that were lost; returns how many turns.
 
-    How an item went is known as soon as the consumers have begun with what comes after it. Behind
-    the last one that may be lost, that is nothing.
+    The consumers tell whether an item was lost when they begin the next item. After the last item
+    that may be lost, the next item is empty.
     """
     own, took, fast, older, last = item, 1, 1, -1, -1
     turn, done = 0, 0

@@ -1,7 +1,7 @@
 """Sums over batch entries and heads of dS, the gradient of each score, which a backward has stored.
 
-What takes time is to move it: each tile that was stored is read once, and each element of a gradient
-written once. ``pair_sums.py`` follows in one module.
+Moving memory takes the time: the kernel reads each stored tile once and writes each element of a
+gradient once. ``pair_sums.py`` follows in one module.
 """
 # ruff: noqa: F821
 
