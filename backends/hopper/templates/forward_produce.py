@@ -66,6 +66,9 @@ def tiles_of_rows(PART: gl.constexpr, nothing, visits, tile, head, sizes, shift,
             ):
                 begin = begin + 1
         least = gl.where(full > 0, visits.partial, begin + 1)
+        if not NEEDS_TILE:
+            # An item may have no tile at all, and then no consumer waits for one.
+            least = gl.minimum(least, visits.partial)
         if ROWS_ARE_LISTED:
             end = gl.maximum(end, least)
         else:
