@@ -186,14 +186,14 @@ def backward(backend: str) -> Callable[[], object]:
     """The first backward of a signature by the kernels of ``backend``."""
     import torch
 
-    from attndsl.backends.base import Wants
+    from attndsl.backends.base import Backward, Wants
     from attndsl.runtime.dispatch import get_backend
 
     lowered, call = _causal_call("bfloat16")
     kernels = get_backend(backend)
     out, lse = kernels.forward(lowered, call)
     grad_out = torch.ones_like(out)
-    return lambda: kernels.backward(lowered, call, out, lse, grad_out, None, Wants())
+    return lambda: kernels.backward(lowered, call, Backward(out, lse, grad_out, None, Wants()))
 
 
 def _causal_call(dtype: str) -> tuple[Any, Any]:

@@ -90,7 +90,7 @@ class _Attend(torch.autograd.Function):
     def forward(
         ctx: Any, job: tuple[Backend, Lowered, Call, Form, bool], *tensors: torch.Tensor
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        # One argument and one attribute, since each takes torch a part of a microsecond.
+        # One argument and one attribute, since each costs time: see M20 in docs/measured.md.
         backend, lowered, call, form, return_lse = job
         out, lse = backend.forward(lowered, call)
         ctx.set_materialize_grads(False)

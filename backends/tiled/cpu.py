@@ -301,7 +301,8 @@ class _Rows:
     def _add_softmax(self, span: Span, scored: Scored, values: torch.Tensor) -> None:
         score = scored.final
         peak = score.amax(-1, keepdim=True)
-        # torch's softmax is one pass with an exp twice as fast as torch.exp, as SDPA has it too.
+        # As in SDPA: torch's softmax is one pass, and faster than torch.exp (see M22 in
+        # docs/measured.md).
         weights = self._buffers.take(_WEIGHTS, self._place, span.width)
         torch.softmax(score, -1, out=weights)
         # The greatest weight is exp(0) / total.

@@ -136,7 +136,7 @@ def test_texts_of_whole_calls_know_of_no_parts(direction, backend):
     text = attndsl.compile(f"weights = dropout(softmax(score), {P})").source(
         direction, head_dim=64, backend=backend
     )
-    assert "draws_" not in text
+    assert "given.draws_" not in text
     assert "drop_of_part(" not in text
-    assert "pairs_of_part(" not in text
-    assert "b * heads + h, seed" in text
+    assert "kept_pairs_of_part(" not in text
+    assert "number = head.b * sizes.heads + head.h\n" in text
