@@ -25,7 +25,6 @@ MANY_PARAMETERS = {
     "attndsl/cli/running.py:run": 10,
     "attndsl/flex/block_mask.py:_create": 9,
     "attndsl/picture/data.py:picture_data": 16,
-    "attndsl/runtime/tiles.py:call_of_lengths": 10,
     "backends/hopper/learned.py:gradients_of_parts": 9,
 }
 PUBLIC = {
