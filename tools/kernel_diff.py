@@ -30,6 +30,7 @@ import tempfile
 import threading
 import time
 from collections import Counter
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -112,6 +113,11 @@ def _digest(commit: str) -> str:
 def _tracer_digest() -> str:
     texts = b"".join((ROOT / "tools" / name).read_bytes() for name in TRACER[:1])
     return hashlib.sha256(texts).hexdigest()
+
+
+def _compiler() -> str:
+    """Triton and its version, on which all that is kept depends."""
+    return f"triton-{metadata.version('triton')}"
 
 
 class Worker:
@@ -268,7 +274,7 @@ def main() -> int:
     parser.add_argument("--show", action="store_true", help="print the lines that differ")
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
     parser.add_argument(
-        "--cache", type=Path, default=Path.home() / ".cache" / "attndsl-kernel-diff"
+        "--cache", type=Path, default=Path.home() / ".cache" / "attndsl-kernel-diff" / _compiler()
     )
     arguments = parser.parse_args()
     arguments.cache.mkdir(parents=True, exist_ok=True)
