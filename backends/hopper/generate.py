@@ -199,7 +199,7 @@ def generate(
         "imports": [
             *import_lines("triton", helpers - OWN_HELPERS),
             *import_lines("hopper", helpers & OWN_HELPERS),
-            *(_imports_of_dropout(direction) if dropped else []),
+            *(_imports_of_dropout(direction, special) if dropped else []),
             *DIAGONAL_IMPORTS * summed,
         ],
         "learned": sums,
@@ -298,15 +298,11 @@ def is_bounded(lowered: Lowered, special: Specialisation) -> bool:
     return exponent <= _MOST_EXPONENT[special.dtype]
 
 
-def _imports_of_dropout(direction: str) -> list[str]:
+def _imports_of_dropout(direction: str, special: Specialisation) -> list[str]:
     first = "from attndsl.backends.hopper.dropout import ("
     names = (_INDENT + line for line in _DROPOUT[direction])
-    return [
-        "from attndsl.backends.triton.dropout import drop_of_head, drop_of_part",
-        first,
-        *names,
-        ")",
-    ]
+    drawing = "drop_of_head" if special.draws is None else "drop_of_part"
+    return [f"from attndsl.backends.triton.dropout import {drawing}", first, *names, ")"]
 
 
 def partitions(producer: tuple[str, ...], consumer: tuple[str, ...], consumers: int) -> list[str]:

@@ -67,7 +67,9 @@ def test_gradients_of_scores_are_stored(config, shape):
 NEEDED_TO_STORE = {
     "they have been read": drop("tma_wait(...)", "add_query_tile"),
     "both have written": drop("meet()", "add_query_tile"),
-    "heads": swap("head.b * sizes.heads + head.h", "head.b * sizes.heads", "add_query_tile", 2),
+    "heads": swap(
+        "number = head.b * sizes.heads + head.h", "number = head.b * sizes.heads", "add_query_tile"
+    ),
     "what is stored": swap("slope_row // _tile", "own // _tile"),
 }
 

@@ -165,7 +165,7 @@ def test_positions_stay_in_32_bits_and_products_do_not() -> None:
 
 
 def test_division_is_plain_only_where_signs_are_known() -> None:
-    assert _text(node(Op.FLOORDIV, H, size("kv_heads"))) == "(h) // (kv_heads)"
+    assert _text(node(Op.FLOORDIV, H, size("kv_heads"))) == "(head.h) // (sizes.kv_heads)"
     assert (
         _text(node(Op.FLOORDIV, node(Op.SUB, Q, KV), const(5)))
         == "int_floordiv(q - kv, tl.full([1, 1], 5, tl.int32))"
