@@ -109,6 +109,7 @@ def test_gradients_of_a_part_are_of_what_the_whole_draws(monkeypatch, config):
         numbers = "\n".join(f"{name} = {value}" for name, value in places.items())
         whole, part = drop_function(None), drop_function((BLOCK, BLOCK))
         assert whole in text
+        text = text.replace("dropout import drop_of_head", "dropout import drop_of_part")
         return f"{text.replace(whole, part.replace('given.draws', 'draws'))}\n{numbers}\n"
 
     monkeypatch.setattr(backward_text, "kept", kept)
