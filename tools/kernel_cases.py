@@ -68,14 +68,23 @@ CASES = (
     Case("window", "sliding_window(300)", tangents=("qkv",)),
     Case("local window", "local_window(200)"),
     Case("prefix", "prefix_lm(100)"),
-    Case("documents", "document_causal(ids)", {"ids": ((BATCH, L), "i")}, tangents=("qkv",)),
-    Case("shared documents", "mask = same_1d(ids, q, kv)", {"ids": ((L,), "i")}),
+    Case(
+        "documents", "tensor ids[batch, kv_len]: int; mask = document_causal(ids)",
+        {"ids": ((BATCH, L), "i")}, tangents=("qkv",),
+    ),
+    Case(
+        "shared documents", "tensor ids[kv_len]: int; mask = same_1d(ids, q, kv)",
+        {"ids": ((L,), "i")},
+    ),
     Case("dilated", "dilated(300, 3)"),
     Case("strided", "strided(128, 64)"),
     Case("block diagonal", "block_diagonal(256)"),
     Case("block causal", "block_causal(256)"),
     Case("global tokens", "mask = global_tokens(64) or local_window(128)"),
-    Case("valid keys", "valid_keys(lengths)", {"lengths": ((BATCH,), "i")}),
+    Case(
+        "valid keys", "tensor lengths[batch]: int; mask = valid_keys(lengths)",
+        {"lengths": ((BATCH,), "i")},
+    ),
     Case("block diffusion", "block_diffusion(512, 64)"),
     Case("neighbourhood", "natten2d(32, 32, 7, 7)"),
     Case("tiles 2d", "sta2d(4, 64, 2, 2)"),
@@ -85,7 +94,8 @@ CASES = (
     Case("large soft cap", "score = softcap(300.0)"),
     Case("gemma", "mask = sliding_window(256); score = softcap(50.0)"),
     Case(
-        "relative bias", "mask = causal(); score = rel_bias(t)",
+        "relative bias",
+        "tensor t[heads, n]: float; mask = causal(); score = rel_bias(t)",
         {"t": ((H, 2 * L), "f")}, learned=("t",), tangents=("qkv", "t"),
     ),
     Case(

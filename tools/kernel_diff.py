@@ -34,11 +34,14 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from kernel_cases import CASES, SETTINGS
+
 ROOT = Path(__file__).resolve().parent.parent
 PARTS = ("attndsl", "backends", "grammar")
 SAMPLE = ("hopper-bf16-64-cuda90", "hopper-bf16-128-cuda90", "triton-bf16-64-cuda90")
 """Settings of ``--sample``."""
-TRACER = ("kernel_trace.py", "kernel_cases.py")
+TRACER = ROOT / "tools" / "kernel_trace.py"
+BY_NAME = {case.name: case for case in CASES}
 
 Call = tuple[str, str]
 
@@ -72,10 +75,12 @@ class Tree:
                 subprocess.run(["tar", "-x", "-C", str(folder)], input=archive, check=True)
             for part in PARTS[1:]:
                 (folder / part).rename(folder / "attndsl" / part)
-            for part in folder.iterdir():
-                if part.name == "attndsl":
-                    self.folder.mkdir(parents=True, exist_ok=True)
-                    part.rename(self.folder / "attndsl")
+            # At once: of half a tree, Python would find the rest where the package is installed.
+            self.folder.parent.mkdir(parents=True, exist_ok=True)
+            whole = folder.with_suffix(".whole")
+            whole.mkdir()
+            (folder / "attndsl").rename(whole / "attndsl")
+            whole.rename(self.folder)
 
     def known(self, call: Call, ptx: bool) -> dict[str, Any] | None:
         """What ``call`` gave before, or None."""
@@ -88,7 +93,9 @@ class Tree:
             self._path(call, ptx).write_text(json.dumps(reply))
 
     def _path(self, call: Call, ptx: bool) -> Path:
-        name = hashlib.sha256(json.dumps([*call, ptx, _tracer_digest()]).encode()).hexdigest()[:24]
+        case, setting = call
+        meant = [repr(BY_NAME[case]), setting, ptx, _tracer_digest()]
+        name = hashlib.sha256(json.dumps(meant).encode()).hexdigest()[:24]
         return self._results / f"{name}.json"
 
 
@@ -111,8 +118,7 @@ def _digest(commit: str) -> str:
 
 
 def _tracer_digest() -> str:
-    texts = b"".join((ROOT / "tools" / name).read_bytes() for name in TRACER[:1])
-    return hashlib.sha256(texts).hexdigest()
+    return hashlib.sha256(TRACER.read_bytes()).hexdigest()
 
 
 def _compiler() -> str:
@@ -129,7 +135,7 @@ class Worker:
             "OMP_NUM_THREADS": "1",
         }
         environment.pop("TRITON_INTERPRET", None)
-        arguments = [sys.executable, "-P", str(ROOT / "tools" / TRACER[0])]
+        arguments = [sys.executable, "-P", str(TRACER), "--tree", str(tree.folder)]
         arguments += ["--texts", str(tree.texts)] + ["--ptx"] * ptx
         self._process = subprocess.Popen(
             arguments, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
@@ -250,9 +256,6 @@ def lines_between(tree: Tree, old: str, new: str) -> list[str]:
 
 def calls_of(arguments: argparse.Namespace) -> list[Call]:
     """The calls to look at."""
-    sys.path.insert(0, str(ROOT / "tools"))
-    from kernel_cases import CASES, SETTINGS
-
     names = [setting.name for setting in SETTINGS]
     names = [name for name in names if not arguments.sample or name in SAMPLE]
     found = [(case.name, name) for name in names for case in CASES]

@@ -23,6 +23,7 @@ import re
 import sys
 import tempfile
 import time
+import traceback
 import warnings
 from contextlib import suppress
 from pathlib import Path
@@ -36,6 +37,11 @@ from triton.compiler import compiler
 from triton.runtime import driver
 
 from kernel_cases import BATCH, CASES, HEADS, KV_HEADS, LENGTH, SETTINGS, Case, Setting
+
+os.environ.pop("TRITON_INTERPRET", None)
+
+import attndsl  # Kernels are compiled, whatever the environment says.
+from attndsl.runtime.dispatch import get_backend
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 SHARED_MEMORY = {"cuda:80": 166912, "cuda:90": 232448}
@@ -261,9 +267,6 @@ def options_of(case: Case) -> dict[str, Any]:
 
 def trace(case: Case, setting: Setting, texts: Path, ptx: bool) -> list[dict[str, Any]]:
     """The kernels of all calls of one case at one setting."""
-    import attndsl
-    from attndsl.runtime.dispatch import get_backend
-
     tracer = Tracer(texts, ptx)
     driver.set_active(Driver(setting.target))
     triton.compile = tracer.compile
@@ -274,7 +277,7 @@ def trace(case: Case, setting: Setting, texts: Path, ptx: bool) -> list[dict[str
     q, k, v, *_ = given.values()
     captures = {name: given[name] for name in case.tensors}
     more = options_of(case)
-    program = attndsl.compile(_declared(case), backend=setting.family)
+    program = attndsl.compile(case.text, backend=setting.family)
     params = {
         name: torch.tensor(value) if name in case.learned else value
         for name, value in case.params.items()
@@ -315,27 +318,14 @@ def trace(case: Case, setting: Setting, texts: Path, ptx: bool) -> list[dict[str
     return lines
 
 
-def _declared(case: Case) -> str:
-    """The program, with declarations of what only prelude functions name."""
-    dims = {"ids": {2: "[batch, kv_len]", 1: "[kv_len]"}, "lengths": {1: "[batch]"}}
-    found = [
-        f"tensor {name}{dims[name][len(size)]}: int"
-        for name, (size, _) in case.tensors.items()
-        if name in dims and f"tensor {name}" not in case.text
-    ]
-    if case.name == "relative bias":
-        found.append("tensor t[heads, n]: float")
-    text = case.text
-    if found and not re.match(r"\s*(mask|score|tensor)\b\s*[=a-z]", text):
-        text = f"mask = {text}"
-    return "; ".join([*found, text])
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--texts", type=Path, required=True, help="folder for texts by digest")
+    parser.add_argument("--tree", type=Path, required=True, help="folder of the commit's package")
     parser.add_argument("--ptx", action="store_true", help="compile to PTX too")
     arguments = parser.parse_args()
+    if arguments.tree.resolve() not in Path(attndsl.__file__).resolve().parents:
+        sys.exit(f"kernel_trace: attndsl is {attndsl.__file__}, and not in {arguments.tree}")
     warnings.simplefilter("ignore")
     by_case = {case.name: case for case in CASES}
     by_setting = {setting.name: setting for setting in SETTINGS}
@@ -348,8 +338,6 @@ def main() -> None:
                 by_case[case], by_setting[setting], arguments.texts, arguments.ptx
             )
         except Exception as error:  # The other calls are looked at all the same.
-            import traceback
-
             reply["error"] = "".join(traceback.format_exception(error))[-3000:]
         reply["seconds"] = round(time.perf_counter() - start, 2)
         with suppress(BrokenPipeError):
@@ -357,7 +345,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    os.environ.pop("TRITON_INTERPRET", None)
     with tempfile.TemporaryDirectory() as folder:
         os.environ["ATTNDSL_CACHE_DIR"] = folder
         main()
