@@ -18,11 +18,19 @@ from ..base import Call
 from .arguments import arguments_of
 from .compile import build, load_module
 from .expression import Capture
-from .generate import entry_of, generate_attention
+from .generate import Products, entry_of, generate_attention
 from .generate_gradients import SCATTERED
 from .generate_lists import generate_lists
 from .generate_tangent import moved_name
-from .kernels import DIRECTIONS_OF, STATISTICS_ROWS, list_config, pairs_of, plan_loop, work_of
+from .kernels import (
+    DIRECTIONS_OF,
+    STATISTICS_ROWS,
+    list_config,
+    pairs_of,
+    plan_loop,
+    precision_of,
+    work_of,
+)
 from .library import row_statistics
 from .scattered import constant_factors
 from .shares import share_out
@@ -111,11 +119,12 @@ def kernel_source(lowered: Lowered, call: Call, direction: str, wants: Wants) ->
     elif direction == "tangent":
         moving = _with_tangents(lowered, with_gradients(special, wants))
         kernels = [(name, moving) for name in DIRECTIONS_OF[direction]]
+    products = Products(precision_of(special.dtype, parse_target("cuda:90")))
     texts = []
     for name, own in kernels:
         config = candidates_of(lowered, own, name, shared)[0]
         loop = plan_loop(lowered, own, name, config)
-        texts.append(generate_attention(lowered, own, name, loop, config))
+        texts.append(generate_attention(lowered, own, name, loop, config, products))
     return "\n\n".join(texts)
 
 

@@ -126,7 +126,7 @@ class Kernels:
         """
         with self._lock:
             target = current_target()
-            precision = _precision(special.dtype, target)
+            precision = precision_of(special.dtype, target)
             special = with_forms(special, lowered.program, target)
             executables, listed = {}, set()
             for direction in self.directions[kind]:
@@ -266,7 +266,7 @@ class Kernels:
         """
         with self._lock:
             target = current_target()
-            precision = _precision(special.dtype, target)
+            precision = precision_of(special.dtype, target)
             special = with_forms(special, lowered.program, target)
             key = self._key(lowered, direction, special, precision, target)
             before = self._modules.get(key) or self._stored(key)
@@ -421,7 +421,7 @@ def _candidates(
     return candidates(direction, *block_widths(special), size, shared, work, of_pair)
 
 
-def _precision(dtype: str, target: GPUTarget | None) -> str:
+def precision_of(dtype: str, target: GPUTarget | None) -> str:
     """Input precision of fp32 products: as torch's own matrix products are set."""
     if dtype != "fp32" or target is None or target.backend != "cuda":
         return "ieee"

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+import attndsl
 from attndsl import ir
 from attndsl.backends.base import Backward, Call, Wants
 from attndsl.backends.dense.reference import ReferenceBackend
@@ -270,3 +271,11 @@ def test_sums_of_positions_fit_32_bits(is_position, as_tensor):
     other = tuple(replace(d, is_position=not is_position) for d in getattr(program, field))
     changed = replace(program, **{field: other})
     assert lower_program(changed).digest != lower_program(program).digest
+
+
+@pytest.mark.parametrize(
+    ("dtype", "precision"), [(torch.float32, "tf32x3"), (torch.bfloat16, "ieee")]
+)
+def test_a_shown_text_multiplies_as_calls_do(dtype: torch.dtype, precision: str) -> None:
+    text = attndsl.compile("score").source("forward", backend="triton", dtype=dtype)
+    assert f"PRECISION = tl.constexpr('{precision}')" in text
