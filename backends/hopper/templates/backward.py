@@ -13,7 +13,8 @@ straight from registers (``library.add_to_sums``). Follows ``backward_shared`` i
 def add_query_tile(
     PART: gl.constexpr, count, q_tile_index, dk, dv, column_sums, zeros, no_dq, kv_parts, columns,
     column2, kv, origin, ragged, SUMS, q_s, k_s, v_s, do_s, lse_s, delta_s, ds_s, q_full, do_full,
-    q_empty, do_empty, scale, head, sizes, q_origin, padded, PARTIAL: gl.constexpr, SCORES: gl.constexpr, WEIGHTS: gl.constexpr, SLOPES: gl.constexpr,
+    q_empty, do_empty, scale, head, sizes, q_origin, padded, PARTIAL: gl.constexpr,
+    SCORES: gl.constexpr, WEIGHTS: gl.constexpr, SLOPES: gl.constexpr,
     #: taking
     #: diagonal_consumer
     given,
@@ -133,7 +134,8 @@ def add_query_tile(
 
 @gluon.jit
 def consume_item(
-    item, turn, done, PART: gl.constexpr, SUMS, results, q_s, k_s, v_s, do_s, lse_s, delta_s, ds_s, k_full, v_full, q_full, do_full,
+    item, turn, done, PART: gl.constexpr, SUMS, results, q_s, k_s, v_s, do_s, lse_s, delta_s, ds_s,
+    k_full, v_full, q_full, do_full,
     q_empty, do_empty, scale, sizes, origins, padded, together,
     #: learned
     #: kept

@@ -26,11 +26,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from attndsl.backends.device.records import (
-    Head, KeyGradients, Origins, Shift, Sizes, Tensor, Visits,
+    Head, KeyGradients, Origins, Sizes, Tensor, Visits,
 )
 from attndsl.backends.hopper import dialect as tl
 from attndsl.backends.hopper.library import (
-    add_to_sums, announce, await_announced, count_up, eighths_of_sums, finish, leave, meet, multiply,
+    add_to_sums, announce, await_announced, count_up, eighths_of_sums, finish, leave, meet,
+    multiply,
     places_of, slot_of, word, words,
 )
 from attndsl.backends.hopper.shim import tma_load

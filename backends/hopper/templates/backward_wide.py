@@ -27,7 +27,8 @@ and dV take their places on the way out.
 def add_query_tile(
     PART: gl.constexpr, count, q_tile_index, total, zeros, no_dq, kv_parts, columns, column2, kv,
     origin, ragged, SUMS, q_s, k_s, v_s, do_s, lse_s, delta_s, ds_s, steep_s, q_full, do_full,
-    q_empty, do_empty, scale, head, sizes, q_origin, padded, PARTIAL: gl.constexpr, SCORES: gl.constexpr, OPERAND: gl.constexpr, given,
+    q_empty, do_empty, scale, head, sizes, q_origin, padded, PARTIAL: gl.constexpr,
+    SCORES: gl.constexpr, OPERAND: gl.constexpr, given,
     #: pair_reader_parameters
 ):
     """Add one query tile's part to dQ, and to ``total``: dV, or dK before the scale.
@@ -105,7 +106,8 @@ def add_query_tile(
 
 @gluon.jit
 def consume_item(
-    item, turn, done, PART: gl.constexpr, SUMS, results, q_s, k_s, v_s, do_s, lse_s, delta_s, ds_s, steep_s, k_full, v_full, q_full,
+    item, turn, done, PART: gl.constexpr, SUMS, results, q_s, k_s, v_s, do_s, lse_s, delta_s, ds_s,
+    steep_s, k_full, v_full, q_full,
     do_full, q_empty, do_empty, scale, sizes, origins, padded, together,
     #: learned
     #: kept

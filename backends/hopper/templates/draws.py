@@ -6,7 +6,8 @@
 
 @gluon.jit
 def draw_tile(
-    drop, count, first_row, first_column, kept_s, kept_full, PARTS: gl.constexpr, COLUMNS: gl.constexpr,
+    drop, count, first_row, first_column, kept_s, kept_full, PARTS: gl.constexpr,
+    COLUMNS: gl.constexpr,
 ):
     """Draw for the pairs of tile number ``count``.
 

@@ -179,7 +179,8 @@ def consume_item(
             if HALVED and form == 1:
                 if anchored:
                     acc, sums = attend_by_halves(
-                        done + visits.partial + begin, done + tiles, acc, weight, sums, peak, q_part,
+                        done + visits.partial + begin, done + tiles, acc, weight, sums, peak,
+                        q_part,
                         k_s, v_s, k_full, k_empty, v_full, v_empty, factor, scale, sizes.q_len,
                         ROWS, WEIGHTS,
                     )

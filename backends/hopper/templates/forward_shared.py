@@ -16,10 +16,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared, mbarrier, warpgroup_mma, warpgroup_mma_wait,
 )
 
-from attndsl.backends.device.records import Head, Origins, Shift, Sizes, Tensor, Visits
+from attndsl.backends.device.records import Head, Origins, Sizes, Visits
 from attndsl.backends.hopper import dialect as tl
 from attndsl.backends.hopper.library import (
-    await_written, count_up, eighths_of_sums, finish, halves, joint, line, lines, mixed_exp2, multiply,
+    await_written, count_up, eighths_of_sums, finish, halves, joint, line, lines, mixed_exp2,
+    multiply,
     pack, paired, places_of, raised, scaled, slot_of, unpack, widened, word, words,
 )
 from attndsl.backends.hopper.shim import tma_load, tma_store, tma_wait

@@ -44,7 +44,8 @@ def add_to_moved_sums(moved_sums, rounded, decays, moved, moved_words, SCORES: g
 def attend(
     PART: gl.constexpr, count, kv_tile, acc, moved_acc, sums, moved_sums, rounded, peak, q, q_parts,
     zeros, q_s, k_s, v_s, q_moved_s, k_moved_s, v_moved_s, k_full, k_empty, v_full, v_empty, factor,
-    speed, steepness, scale, origin, head, sizes, kv_origin, PARTIAL: gl.constexpr, SCORES: gl.constexpr, OUTPUT: gl.constexpr, WEIGHTS: gl.constexpr, given,
+    speed, steepness, scale, origin, head, sizes, kv_origin, PARTIAL: gl.constexpr,
+    SCORES: gl.constexpr, OUTPUT: gl.constexpr, WEIGHTS: gl.constexpr, given,
 ):
     """Add what tile number ``count`` has to all sums."""
     stage, phase = slot_of(count, STAGES)
