@@ -22,7 +22,7 @@ class KernelKey:
     kind: str
     """``forward`` or ``backward``."""
     special: str
-    """Canonical text of dtypes, head dims and shape classes (``triton.specialise``)."""
+    """Canonical text of dtypes, head dims and shape classes (``emit.specialise``)."""
     options: str
     """Canonical text of the options that change code: dot precision, interpreter."""
     target: str

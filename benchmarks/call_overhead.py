@@ -20,7 +20,7 @@ os.environ["TRITON_INTERPRET"] = "1"
 import torch
 
 import attndsl
-from attndsl.backends.triton.compile import Executable
+from attndsl.backends.kernels.compile import Executable
 
 import common
 

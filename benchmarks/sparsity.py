@@ -83,9 +83,9 @@ def call_of(tensors: dict[str, torch.Tensor], length: int, device: str) -> Call:
 
 def documents(length: int, device: str) -> dict[str, Any]:
     """Time and memory of the kernels that list the tiles of packed documents."""
+    from attndsl.backends.emit.specialise import specialise
+    from attndsl.backends.kernels.tile_lists import list_arguments
     from attndsl.backends.triton.kernels import Kernels
-    from attndsl.backends.triton.specialise import specialise
-    from attndsl.backends.triton.tile_lists import list_arguments
     from attndsl.runtime.programs import default_cache
 
     lowered = lower(Source(DOCUMENTS), {})

@@ -230,7 +230,7 @@ def kernels_that_never_run() -> Iterator[None]:
         variables = {"TRITON_INTERPRET": "1", "ATTNDSL_CACHE_DIR": folder}
         with mock.patch.dict(os.environ, variables), warnings.catch_warnings():
             import attndsl.backends.hopper.launch
-            from attndsl.backends.triton.compile import Executable
+            from attndsl.backends.kernels.compile import Executable
 
             def launch(*_: object) -> None:
                 """Nothing."""

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 from triton.experimental.gluon.language import NVMMASharedLayout
 
 from ..base import Wants
-from ..triton.arguments import Layout, capture_types, template_argument
-from ..triton.compile import Argument
+from ..kernels.arguments import Layout, capture_types, template_argument
+from ..kernels.compile import Argument
 from .learned import Learned
 from .memory import ADDRESS_BYTES, BYTES_OF_TYPES, block_width, pair_block
 
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
     from attndsl.pipeline import Lowered
 
-    from ..triton.specialise import PairTile, Specialisation
-    from ..triton.tiles import Config
+    from ..emit.specialise import PairTile, Specialisation
+    from ..kernels.config import Config
     from .launch import Launch, View
 
 _ROWS = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)

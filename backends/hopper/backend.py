@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..base import Gradients, Wants
+from ..emit.specialise import specialise, strides
+from ..kernels.arguments import capture_arguments, origin
+from ..kernels.moving import moving_of
+from ..kernels.order import processors_of
+from ..kernels.signature import PADDING, signature_of
+from ..kernels.streams import on_device, stream_of
+from ..kernels.tile_lists import STATISTICS_ROWS, lists_of
 from ..memory_order import empty_rows, result_orders, wide_dtype
-from ..triton.arguments import capture_arguments, origin
-from ..triton.backend import PADDING, TritonBackend, signature_of
-from ..triton.kernels import STATISTICS_ROWS
-from ..triton.order import processors_of
-from ..triton.specialise import specialise, strides
-from ..triton.streams import on_device, stream_of
-from ..triton.tangents import moving_of
-from ..triton.tile_lists import lists_of
+from ..triton.backend import TritonBackend
 from .arguments import (
     HopperLayout,
     addresses,
@@ -46,9 +46,9 @@ if TYPE_CHECKING:
     from attndsl.pipeline import Lowered
 
     from ..base import Backward, Call, Store, Tangents
-    from ..triton.shares import Shares
-    from ..triton.specialise import Specialisation
-    from ..triton.tiles import Config
+    from ..emit.specialise import Specialisation
+    from ..gradients.shares import Shares
+    from ..kernels.config import Config
 
 
 class HopperBackend(TritonBackend):

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 from triton.backends.compiler import GPUTarget
 
-from ..triton.pair_work import work_of_pair
-from ..triton.specialise import specialise, with_forms, with_gradients
+from ..emit.specialise import specialise, with_forms, with_gradients
+from ..kernels.pair_work import work_of_pair
 
 if TYPE_CHECKING:
     from attndsl.pipeline import Lowered

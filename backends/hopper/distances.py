@@ -1,7 +1,7 @@
 """Gradients by distance from the backward itself, whose producer adds up dS along diagonals.
 
 What is added to each score, and varies with its distance alone, has sums of dS for its gradient
-(``triton.distances``). A kernel of its own would make dS again, by two of the backward's five
+(``gradients.distances``). A kernel of its own would make dS again, by two of the backward's five
 products; here it lies in shared memory, for dQ.
 
 Non-goals: programs in which that is not yet the gradient of the final score, and fp16, which would
@@ -15,17 +15,17 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..triton.backend import PADDING
-from ..triton.distances import add_distance_gradients, by_distance
+from ..gradients.distances import add_distance_gradients, by_distance
+from ..kernels.signature import PADDING
 from .learned import holds_score_gradient
 
 if TYPE_CHECKING:
     from attndsl.pipeline import Lowered
 
     from ..base import Call, Gradients, Wants
-    from ..triton.shares import Shares
-    from ..triton.specialise import Specialisation
-    from ..triton.tiles import Config
+    from ..emit.specialise import Specialisation
+    from ..gradients.shares import Shares
+    from ..kernels.config import Config
 
 _MOST_KEYS = 1 << 14
 """Beyond, sums take more than twice the memory of dQ's at head dim 128."""

@@ -9,7 +9,7 @@ import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from ..triton.dropout import lower_planes, refined
+from ..device.dropout import lower_planes, refined
 from .library import halves
 
 TINY = gl.constexpr(2.0**-100)
@@ -45,7 +45,7 @@ def kept_words(drop, rows, keys):
     """The bits of blocks' pairs, uint32, as ``backends.philox`` has them: 1 for those to keep.
 
     Args:
-        drop: Of :func:`~..triton.dropout.drop_of_head`.
+        drop: Of :func:`~..device.dropout.drop_of_head`.
         rows: Places of rows, uint32.
         keys: Places of keys, uint32; tiles of both that broadcast to that of the blocks.
     """

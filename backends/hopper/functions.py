@@ -5,7 +5,7 @@ for each row of a tile before the loop, and once for its columns at each step, b
 threads, while the products run. And but for lookups of pairs whose values come by tiles
 (:mod:`.pair_texts`).
 
-Non-goals: functions of loops (:mod:`..triton.loops`).
+Non-goals: functions of loops (:mod:`..emit.loops`).
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from attndsl.passes.gather import lookups
 from attndsl.passes.simplify import simplify_node
 from attndsl.passes.widths import fits, ranges
 
-from ..triton.device_functions import PAIR, program_function
-from ..triton.expression import print_expressions
-from ..triton.generate import pair_body
+from ..emit.device_functions import PAIR, program_function
+from ..emit.expression import print_expressions
+from ..emit.template import pair_body
 from .learned import slope_for_factor
 from .pair_texts import pair_params
 
@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     from attndsl.ir import Node
     from attndsl.pipeline import Lowered
 
-    from ..triton.expression import Names
-    from ..triton.specialise import Specialisation
+    from ..emit.expression import Names
+    from ..emit.specialise import Specialisation
     from .learned import Learned
 
 

@@ -15,11 +15,11 @@ from attndsl.ir import Op, const, dependencies, reads_score
 from attndsl.passes.magnitude import magnitude
 from attndsl.passes.tiles.plan import DIRECTIONS
 
+from ..emit.device_functions import param_values, parameters, record_of_given
+from ..emit.draws import drop_function
+from ..emit.loops import LIST_PARAMETERS, print_loop
+from ..emit.template import Literal, fill_template, import_lines
 from ..forms import APPROX
-from ..triton.device_functions import param_values, parameters, record_of_given
-from ..triton.draws import drop_function
-from ..triton.generate import Literal, fill_template, import_lines
-from ..triton.loops import LIST_PARAMETERS, print_loop
 from .arguments import is_drawn
 from .distances import DIAGONAL_IMPORTS, diagonal_hooks
 from .functions import print_functions, weights_and_factor
@@ -35,9 +35,9 @@ if TYPE_CHECKING:
     from attndsl.passes.tiles.plan import LoopPlan
     from attndsl.pipeline import Lowered
 
-    from ..triton.generate import Flags
-    from ..triton.specialise import Specialisation
-    from ..triton.tiles import Config
+    from ..emit.specialise import Specialisation
+    from ..emit.template import Flags
+    from ..kernels.config import Config
 
 FORWARD_PRODUCER = (
     "q_desc, k_desc, v_desc, q_s, k_s, v_s, q_full, k_full, k_empty, v_full, v_empty,",
@@ -302,7 +302,7 @@ def _imports_of_dropout(direction: str, special: Specialisation) -> list[str]:
     first = "from attndsl.backends.hopper.dropout import ("
     names = (_INDENT + line for line in _DROPOUT[direction])
     drawing = "drop_of_head" if special.draws is None else "drop_of_part"
-    return [f"from attndsl.backends.triton.dropout import {drawing}", first, *names, ")"]
+    return [f"from attndsl.backends.device.dropout import {drawing}", first, *names, ")"]
 
 
 def partitions(producer: tuple[str, ...], consumer: tuple[str, ...], consumers: int) -> list[str]:

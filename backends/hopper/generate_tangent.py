@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 from attndsl.ir import Op, reads_score
 from attndsl.passes.tiles.plan import FORWARD
 
-from ..triton.device_functions import param_values, parameters, record_of_given
-from ..triton.generate import fill_template, import_lines
-from ..triton.loops import LIST_PARAMETERS, print_loop
+from ..emit.device_functions import param_values, parameters, record_of_given
+from ..emit.loops import LIST_PARAMETERS, print_loop
+from ..emit.template import fill_template, import_lines
 from .arguments import is_drawn
 from .functions import print_functions
 from .generate import (
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from attndsl.passes.tiles.plan import LoopPlan
     from attndsl.pipeline import Lowered
 
-    from ..triton.specialise import Specialisation
-    from ..triton.tiles import Config
+    from ..emit.specialise import Specialisation
+    from ..kernels.config import Config
 
 _TEMPLATES = ("forward_shared", "forward_produce", "forward_tangent", "forward_kernel")
 _INDENT = "    "

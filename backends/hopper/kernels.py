@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from ..kernels.pair_work import work_of_pair
 from ..triton.kernels import Kernels, work_of
-from ..triton.pair_work import work_of_pair
 from .arguments import arguments_of
 from .generate import generate
 from .generate_tangent import generate_tangent
@@ -24,10 +24,10 @@ if TYPE_CHECKING:
     from attndsl.passes.tiles.plan import LoopPlan
     from attndsl.pipeline import Lowered
 
-    from ..triton.compile import Argument
-    from ..triton.generate import Products
-    from ..triton.specialise import Specialisation
-    from ..triton.tiles import Config
+    from ..emit.specialise import Specialisation
+    from ..emit.template import Products
+    from ..kernels.compile import Argument
+    from ..kernels.config import Config
 
 _MOST_WORK_OF_THREE = 30
 """Instructions a pair beyond which three consumers, of 160 registers, spill more than two."""

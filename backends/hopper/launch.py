@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from ..triton.compile import Executable
+    from ..kernels.compile import Executable
     from .arguments import Block
 
 _MAX_MAPS = 4096

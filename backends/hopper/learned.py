@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from attndsl.pipeline import Lowered
 
     from ..base import Call, Wants
-    from ..triton.specialise import Specialisation
+    from ..emit.specialise import Specialisation
 
 _TINY = 2.0**-64
 """What a factor of 0 counts as in slopes, so that its own derivative does not vanish with them."""

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ..triton.tiles import shared_memory_of
+from ..kernels.config import shared_memory_of
 
 if TYPE_CHECKING:
-    from ..triton.specialise import Specialisation
-    from ..triton.tiles import Config
+    from ..emit.specialise import Specialisation
+    from ..kernels.config import Config
 
 BYTES_OF_TYPES = {"fp32": 4, "fp16": 2, "bf16": 2, "i8": 1}
 _REST = 640

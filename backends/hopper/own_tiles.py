@@ -14,15 +14,15 @@ from typing import TYPE_CHECKING
 
 from attndsl.passes.tiles.plan import FORWARD
 
-from ..triton.device_functions import param_values
-from ..triton.loops import print_visited
+from ..emit.device_functions import param_values
+from ..emit.loops import print_visited
 
 if TYPE_CHECKING:
     from attndsl.passes.tiles.plan import LoopPlan
     from attndsl.pipeline import Lowered
 
-    from ..triton.specialise import Specialisation
-    from ..triton.tiles import Config
+    from ..emit.specialise import Specialisation
+    from ..kernels.config import Config
 
 
 @dataclass(frozen=True, slots=True)

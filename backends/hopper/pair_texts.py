@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from attndsl.ir import Node
     from attndsl.pipeline import Lowered
 
-    from ..triton.specialise import PairTile, Specialisation
+    from ..emit.specialise import PairTile, Specialisation
 
 _INDENT = "    "
 _HOOKS = (

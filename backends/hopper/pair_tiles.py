@@ -19,8 +19,8 @@ import torch
 from attndsl.ir import DType, Op, toposort
 from attndsl.passes.inside import reads_inside
 
-from ..triton.specialise import TRITON_TYPES, PairTile, strides
-from ..triton.tiles import shared_memory_of
+from ..emit.specialise import TRITON_TYPES, PairTile, strides
+from ..kernels.config import shared_memory_of
 from .copies import is_worth_a_copy
 from .memory import ADDRESS_BYTES, shared_bytes, widest
 from .tiles import CANDIDATES
@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     from attndsl.pipeline import Lowered
 
     from ..base import Call
-    from ..triton.specialise import Specialisation
-    from ..triton.tiles import Config
+    from ..emit.specialise import Specialisation
+    from ..kernels.config import Config
 
 _MOST = 2
 """Tensors of one kernel."""

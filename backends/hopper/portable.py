@@ -8,7 +8,7 @@ import torch
 
 from attndsl.ir import leaf_names
 
-from ..triton.draws import why_pairs
+from ..emit.draws import why_pairs
 from .arguments import descriptor_strides
 from .busy import why_busy
 from .distances import among

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from ..triton.specialise import Specialisation
+    from ..emit.specialise import Specialisation
 
 _INDENT = "    "
 _LAYOUT = [

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ..triton.shares import share_out
+from ..gradients.shares import share_out
 from .distances import with_summed
 from .stored import with_stored
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from attndsl.pipeline import Lowered
 
     from ..base import Call, Wants
-    from ..triton.shares import Shares
+    from ..gradients.shares import Shares
 
 
 def shares_of(lowered: Lowered, call: Call, wants: Wants) -> Shares:

@@ -9,11 +9,12 @@ from attndsl.errors import UnsupportedError
 from attndsl.passes.tiles.plan import LoopPlan
 
 from ..base import Wants
+from ..emit.specialise import specialise, with_forms, with_gradients
+from ..gradients.pairs import with_pair_sums
+from ..kernels.config import shared_memory_of
 from ..triton.cross import candidates_of, parse_target
 from ..triton.generate import generate_attention
 from ..triton.kernels import plan_loop
-from ..triton.specialise import specialise, with_forms, with_gradients, with_pair_sums
-from ..triton.tiles import shared_memory_of
 from .distances import with_diagonals
 from .generate import generate
 from .generate_tangent import generate_tangent

@@ -1,7 +1,7 @@
 """Gradients of biases from the scores' gradients, which the backward stores as it makes them.
 
 What is added to the score of each pair as it is has the score's gradient, dS, for its own. A kernel
-of its own (``triton.pairs``) would make that again, by three of the backward's five products; so
+of its own (``gradients.pairs``) would make that again, by three of the backward's five products; so
 dS of the tiles that a mask leaves goes to memory in 16 bits, as it goes into the products of dQ and
 dK, and a kernel adds it up (``triton/templates/stored.py``).
 
@@ -17,17 +17,17 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..base import Slopes
-from ..triton.pairs import by_pairs, rest_of
-from ..triton.terms import ONE, is_plain, terms_of
+from ..gradients.pairs import by_pairs, rest_of
+from ..gradients.terms import ONE, is_plain, terms_of
 from .learned import holds_score_gradient
 
 if TYPE_CHECKING:
     from attndsl.pipeline import Lowered
 
     from ..base import Call, Wants
-    from ..triton.shares import Shares
-    from ..triton.specialise import Specialisation
-    from ..triton.tiles import Config
+    from ..emit.specialise import Specialisation
+    from ..gradients.shares import Shares
+    from ..kernels.config import Config
 
 _MOST = 4
 """Bytes that stored dS may take for each byte of the gradients that are made of it."""

@@ -7,7 +7,7 @@ in fp32, within 64 rows in the order of ``library.add_to_sums``.
 import triton
 import triton.language as tl
 
-from ..triton.library import STATISTICS_PADDING, row_statistics
+from ..device.library import STATISTICS_PADDING, row_statistics
 
 _ROWS_OF_BLOCK = tl.constexpr(64)
 

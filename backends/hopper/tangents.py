@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..triton.arguments import capture_arguments, origin
-from ..triton.streams import on_device, stream_of
-from ..triton.tile_lists import lists_of
+from ..kernels.arguments import capture_arguments, origin
+from ..kernels.streams import on_device, stream_of
+from ..kernels.tile_lists import lists_of
 from .arguments import HopperLayout, blocks_of, descriptor_strides, is_drawn, moved_argument
 from .launch import launch_of, view
 
 if TYPE_CHECKING:
-    from ..triton.arguments import Layout
-    from ..triton.tangents import Moving
+    from ..kernels.arguments import Layout
+    from ..kernels.moving import Moving
     from .counters import Counters
     from .launch import TensorMaps
 

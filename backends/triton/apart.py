@@ -10,19 +10,19 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .arguments import capture_arguments, origin
-from .distances import add_distance_gradients, sums_of_distances
-from .pairs import gradients_of, parts_of, rest_of, sums_of
-from .scattered import (
+from ..emit.specialise import strides
+from ..gradients.distances import add_distance_gradients, sums_of_distances
+from ..gradients.pairs import gradients_of, parts_of, rest_of, sums_of
+from ..gradients.scattered import (
     bounds_from_operands,
     buffers,
     constant_factors,
     gradient_of,
     scales_of,
 )
-from .specialise import strides
-from .streams import on_device, stream_of
-from .terms import terms_of
+from ..gradients.terms import terms_of
+from ..kernels.arguments import capture_arguments, origin
+from ..kernels.streams import on_device, stream_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -30,10 +30,10 @@ if TYPE_CHECKING:
     from attndsl.pipeline import Lowered
 
     from ..base import Call, Gradients, Slopes, Wants
-    from .arguments import Layout
-    from .compile import Executable
-    from .pairs import Rest, Sums
-    from .shares import Shares
+    from ..gradients.pairs import Rest, Sums
+    from ..gradients.shares import Shares
+    from ..kernels.arguments import Layout
+    from ..kernels.compile import Executable
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,36 +11,37 @@ import triton
 from attndsl.errors import UnsupportedError
 
 from ..base import Backend, Gradients
+from ..emit.specialise import Specialisation, specialise, strides, with_gradients
+from ..gradients.lines import line_gradients, lines_among
+from ..gradients.pairs import with_pair_sums
+from ..gradients.shares import key_of, share_out, wants_of_kernels
+from ..gradients.sinks import add_sink_gradients
+from ..kernels.arguments import NO_LINES, Layout, capture_arguments, origin
+from ..kernels.moving import moving_of
+from ..kernels.order import ORDERED, together_of
+from ..kernels.signature import PADDING, signature_of
+from ..kernels.streams import on_device, stream_of
+from ..kernels.tile_lists import STATISTICS_ROWS, lists_of
 from ..memory_order import empty_like, empty_rows, result_orders, wide_dtype
 from .apart import Again, add_apart
-from .arguments import NO_LINES, Layout, capture_arguments, origin
 from .cross import kernel_source
-from .draws import kinds_of_draws
-from .kernels import STATISTICS_ROWS, Kernels
-from .library import STATISTICS_PADDING
-from .lines import line_gradients, lines_among
-from .order import ORDERED, together_of
-from .shares import key_of, share_out, wants_of_kernels
-from .sinks import add_sink_gradients
-from .specialise import Specialisation, specialise, strides, with_gradients, with_pair_sums
-from .streams import on_device, stream_of
-from .tangents import launch_tangent, moving_of
-from .tile_lists import lists_of
+from .kernels import Kernels
+from .tangents import launch_tangent
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Mapping
 
     from attndsl.pipeline import Lowered
 
-    from ..base import Backward, Call, Scalar, Store, Tangents, Wants
-    from .kernels import ListKernels, Prepared
-    from .shares import Shares
-    from .tangents import Moving
-    from .tiles import Config
+    from ..base import Backward, Call, Store, Tangents, Wants
+    from ..gradients.shares import Shares
+    from ..kernels.config import Config
+    from ..kernels.moving import Moving
+    from ..kernels.tile_lists import ListKernels
+    from .kernels import Prepared
 
 MAX_HEAD_DIM = 512
 _MAX_LAYOUTS = 4096
-PADDING = STATISTICS_PADDING.value
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
@@ -388,49 +389,3 @@ class TritonBackend(Backend):
     def _places(self, call: Call) -> tuple[object, ...]:
         """What a :class:`Layout` depends on of the positions' values."""
         return ()
-
-
-def signature_of(
-    lowered: Lowered, call: Call, kind: str, grad_out: torch.Tensor | None
-) -> tuple[object, ...]:
-    """What a :class:`Layout` depends on; cheap, since every call makes one."""
-    q, k, v = call.q, call.k, call.v
-    bits = q.data_ptr() | k.data_ptr() | v.data_ptr()
-    if grad_out is not None:
-        bits |= grad_out.data_ptr()
-    found: tuple[object, ...] = (
-        kind,
-        call.scale <= 0,
-        call.deterministic,
-        torch.get_float32_matmul_precision() if q.dtype is torch.float32 else None,
-        not isinstance(call.seed, int),
-        bits % 16 == 0,
-        None if grad_out is None else grad_out.stride(),
-        call.q_offset != 0 if isinstance(call.q_offset, int) else call.q_offset.dtype,
-        call.kv_offset != 0 if isinstance(call.kv_offset, int) else call.kv_offset.dtype,
-    )
-    if call.tensors or call.params:
-        aligned = tuple(t.data_ptr() % 16 == 0 for t in call.tensors.values())
-        found = (*found, aligned, *map(_param_class, call.params.values()))
-    if call.draws is not None:
-        found = (*found, kinds_of_draws(call))
-    if call.signature is not None:
-        return (call.signature, *found)
-    return (
-        lowered.digest,
-        *found,
-        call.wide,
-        q.dtype,
-        q.device,
-        tuple((t.shape, t.stride()) for t in (q, k, v)),
-        tuple((t.dtype, t.shape, t.stride()) for t in call.tensors.values()),
-        tuple(call.sizes.values()),
-        None if call.q_index is None else call.q_index.dtype,
-        None if call.kv_index is None else call.kv_index.dtype,
-    )
-
-
-def _param_class(value: Scalar | torch.Tensor) -> object:
-    if isinstance(value, int):
-        return value.bit_length() > 31
-    return False if isinstance(value, float) else value.dtype

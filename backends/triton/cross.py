@@ -15,35 +15,24 @@ from attndsl.ir import SIZES, DType
 from attndsl.passes.tiles.plan import DIRECTIONS
 
 from ..base import Call
-from .arguments import arguments_of
-from .compile import build, load_module
-from .expression import Capture
-from .generate import Products, entry_of, generate_attention
+from ..device.library import row_statistics
+from ..emit.expression import Capture
+from ..emit.specialise import block_widths, specialise, with_forms, with_gradients
+from ..emit.tangents import moved_name
+from ..emit.template import Products
+from ..emit.tile_lists import generate_lists
+from ..gradients.pairs import exact_captures, with_pair_sums
+from ..gradients.scattered import constant_factors
+from ..gradients.shares import share_out
+from ..gradients.terms import is_plain, terms_of
+from ..kernels.arguments import arguments_of
+from ..kernels.compile import build, load_module
+from ..kernels.config import Config, shared_memory_of
+from ..kernels.tile_lists import STATISTICS_ROWS
+from .generate import entry_of, generate_attention
 from .generate_gradients import SCATTERED
-from .generate_lists import generate_lists
-from .generate_tangent import moved_name
-from .kernels import (
-    DIRECTIONS_OF,
-    STATISTICS_ROWS,
-    list_config,
-    pairs_of,
-    plan_loop,
-    precision_of,
-    work_of,
-)
-from .library import row_statistics
-from .scattered import constant_factors
-from .shares import share_out
-from .specialise import (
-    block_widths,
-    exact_captures,
-    specialise,
-    with_forms,
-    with_gradients,
-    with_pair_sums,
-)
-from .terms import is_plain, terms_of
-from .tiles import Config, candidates, shared_memory_of
+from .kernels import DIRECTIONS_OF, list_config, pairs_of, plan_loop, precision_of, work_of
+from .tiles import candidates
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
@@ -51,7 +40,7 @@ if TYPE_CHECKING:
     from attndsl.pipeline import Lowered
 
     from ..base import Wants
-    from .specialise import Specialisation
+    from ..emit.specialise import Specialisation
 
 
 @dataclass(frozen=True, slots=True)

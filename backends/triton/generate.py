@@ -5,39 +5,34 @@ Non-goals: compiling the text, and choosing tile sizes.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from importlib import resources
 from typing import TYPE_CHECKING
 
-from attndsl.ir import DType, Op, dependencies, reads_score
+from attndsl.ir import Op, dependencies, reads_score
 from attndsl.passes.distance import meets_distances_alone
 
-from .device_functions import (
+from ..emit.device_functions import (
     HEAD,
-    PAIR,
     param_values,
     parameters,
     program_function,
     record_of_given,
 )
-from .draws import kept_function
-from .expression import Printed, print_expressions
+from ..emit.draws import kept_function
+from ..emit.expression import print_expressions
+from ..emit.loops import LIST_PARAMETERS, LOOPS, print_loop
+from ..emit.specialise import block_widths
+from ..emit.template import IEEE, Flags, Products, fill_template, pair_function
+from ..gradients.terms import derivatives, terms_of
 from .generate_gradients import SCATTERED, gradient_texts, stored_texts
 from .generate_tangent import tangent_texts
-from .loops import LIST_PARAMETERS, LOOPS, print_loop
-from .specialise import block_widths
-from .terms import derivatives, terms_of
-from .text import wrapped
 
 if TYPE_CHECKING:
     from attndsl.ir import Node, Program
     from attndsl.passes.tiles.plan import LoopPlan
     from attndsl.pipeline import Lowered
 
-    from .expression import Names
-    from .specialise import Specialisation
-    from .tiles import Config
+    from ..emit.specialise import Specialisation
+    from ..kernels.config import Config
 
 _PASSES = {
     "forward": "forward",
@@ -46,31 +41,6 @@ _PASSES = {
     "tangent": "q_pass",
 }
 """What templates call the loop of each direction."""
-
-
-class Literal(str):
-    """Text of a constant's value."""
-
-    __slots__ = ()
-
-    def __repr__(self) -> str:
-        return str(self)
-
-
-Flags = Mapping[str, bool | float | str]
-
-
-@dataclass(frozen=True, slots=True)
-class Products:
-    """How a kernel multiplies matrices."""
-
-    precision: str = "ieee"
-    """Triton's name of the precision of fp32 products."""
-    upcast: bool = False
-    """Whether products of bf16 are made in fp32, as the interpreter's own are wrong."""
-
-
-IEEE = Products()
 
 
 def generate_attention(
@@ -212,65 +182,6 @@ def _constants(special: Specialisation, config: Config, products: Products) -> F
     }
 
 
-def fill_template(
-    package: str,
-    templates: tuple[str, ...],
-    functions: list[str],
-    helpers: set[str],
-    flags: Flags,
-    given: list[str],
-    more: Mapping[str, list[str]] | None = None,
-) -> str:
-    """A module's text: the templates one after the other, their hooks filled.
-
-    Args:
-        package: Where ``templates/`` lies.
-        templates: Its files, by their stems.
-        functions: Texts of the program's own record and device functions.
-        helpers: Library functions that these use.
-        flags: Constants of the module.
-        given: Kernel arguments that the program adds.
-        more: Lines for further hooks.
-    """
-    fills = {
-        "imports": import_lines("triton", helpers),
-        "flags": [f"{name} = tl.constexpr({value!r})" for name, value in flags.items()],
-        "functions": "\n\n\n".join(functions).split("\n"),
-        "given": wrapped(given),
-        **(more or {}),
-    }
-    lines = []
-    for template in templates:
-        lines += _fill(_template(package, template), fills)
-    while "\n\n\n\n" in (text := "\n".join(lines)):
-        lines = text.replace("\n\n\n\n", "\n\n\n").split("\n")
-    return text.rstrip() + "\n"
-
-
-def import_lines(backend: str, names: set[str]) -> list[str]:
-    """The statement that imports library functions of a backend, if there are any."""
-    found = f"from attndsl.backends.{backend}.library import {', '.join(sorted(names))}"
-    return [found] * bool(names)
-
-
-def _template(package: str, name: str) -> list[str]:
-    text = (resources.files(package) / "templates" / f"{name}.py").read_text("utf-8")
-    _, marker, rest = text.partition("#: begin\n")
-    return (rest if marker else text).replace("# ruff: noqa: F821\n", "").split("\n")
-
-
-def _fill(template: list[str], fills: dict[str, list[str]]) -> list[str]:
-    lines = []
-    for line in template:
-        stripped = line.strip()
-        if stripped.startswith("#: "):
-            indent = line[: len(line) - len(stripped)]
-            lines += [indent + text if text else "" for text in fills[stripped[3:]]]
-        else:
-            lines.append(line)
-    return lines
-
-
 def _functions(lowered: Lowered, special: Specialisation) -> tuple[list[str], set[str]]:
     """The program's own device functions, and the library functions that they use."""
     program, derivative = lowered.program, lowered.derivative
@@ -300,23 +211,6 @@ def _functions(lowered: Lowered, special: Specialisation) -> tuple[list[str], se
     if program.dropout is not None:
         texts.append(kept_function(special.draws))
     return texts, helpers
-
-
-def pair_function(
-    name: str, root: Node | None, special: Specialisation, doc: str
-) -> tuple[str, set[str]]:
-    """``root`` as a function of a tile of pairs, and the library functions that it uses."""
-    body, used = (["return live"], set()) if root is None else pair_body(root, special.names())
-    return program_function(name, f"score, live, {PAIR}", special, doc, body, bool(root)), used
-
-
-def pair_body(root: Node, names: Names) -> tuple[list[str], set[str]]:
-    """Lines that return ``root`` for a tile of pairs, and the library functions that they use."""
-    printed: Printed = print_expressions((root,), names)
-    result = printed.results[0]
-    if root.dtype is DType.FLOAT and not reads_score(root):
-        result = f"{printed.values[0]} + tl.zeros(score.shape, tl.float32)"
-    return [*printed.lines, f"return {result}"], set(printed.helpers)
 
 
 def _head_function(

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 
 from attndsl.ir import Op
 
-from .device_functions import PAIR, program_function
-from .expression import Printer, element_offset
-from .terms import ONE, SOURCES, lines_of, terms_of
-from .text import device_function
+from ..emit.device_functions import PAIR, program_function
+from ..emit.expression import Printer, element_offset
+from ..emit.text import device_function
+from ..gradients.terms import ONE, SOURCES, lines_of, terms_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from attndsl.ir import Node
     from attndsl.pipeline import Lowered
 
-    from .specialise import Specialisation
-    from .terms import Term
+    from ..emit.specialise import Specialisation
+    from ..gradients.terms import Term
 
 LINES = {"backward_q": "row", "backward_kv": "column"}
 """What the attention kernels sum along, by direction."""

@@ -8,17 +8,17 @@ Non-goals: all other texts (``generate.py``).
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import reduce
 from typing import TYPE_CHECKING
 
-from attndsl.ir import DType, Node, Op, Program, TensorDecl, const, load, node, param, reads_score
+from attndsl.ir import DType, Node, Op, Program, const, load, node, param, reads_score
 from attndsl.passes.differentiate import differentiate
 
-from .device_functions import HEAD, PAIR, program_function
-from .expression import print_expressions
+from ..emit.device_functions import HEAD, PAIR, program_function
+from ..emit.expression import print_expressions
+from ..emit.tangents import moved_name
+from ..gradients.terms import ONE, derivatives
 from .generate_gradients import GradientTexts
-from .terms import ONE, derivatives
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -26,33 +26,9 @@ if TYPE_CHECKING:
     from attndsl.passes.differentiate import Derivative
     from attndsl.pipeline import Lowered
 
-    from .specialise import Specialisation
+    from ..emit.specialise import Specialisation
 
 _ZERO = const(0.0)
-
-
-def moved_name(program: Program, name: str) -> str:
-    """What the tangent of the tensor or param ``name`` is called; no other has that name."""
-    taken = {decl.name for decl in program.tensors} | {decl.name for decl in program.params}
-    found = f"moved_{name}"
-    while found in taken:
-        found += "_"
-    return found
-
-
-def with_tangents(program: Program, names: Collection[str]) -> Program:
-    """``program`` with a tensor for the tangent of each of the tensors and params ``names``."""
-    found = [
-        TensorDecl(moved_name(program, decl.name), DType.FLOAT, decl.dims)
-        for decl in program.tensors
-        if decl.name in names
-    ]
-    found += [
-        TensorDecl(moved_name(program, decl.name), DType.FLOAT, ())
-        for decl in program.params
-        if decl.name in names
-    ]
-    return replace(program, tensors=(*program.tensors, *found))
 
 
 def tangent_texts(lowered: Lowered, special: Specialisation) -> GradientTexts:

@@ -12,25 +12,35 @@ import triton
 from attndsl.errors import BackendError
 from attndsl.passes.tiles.plan import LoopPlan
 
-from ..key import KernelKey, source_fingerprint, version_of
-from .arguments import arguments_of
-from .compile import Argument, Executable, build, is_interpreted, module_of, record, restore
-from .generate import Products, entry_of, generate_attention
-from .generate_gradients import SCATTERED
-from .generate_lists import generate_lists
-from .library import row_statistics
-from .loops import LOOPS, row_width
-from .pair_work import work_of_pair
-from .specialise import block_widths, with_forms
-from .tiles import (
+from ..device.library import row_statistics
+from ..emit.loops import LOOPS, row_width
+from ..emit.specialise import block_widths, with_forms
+from ..emit.template import Products
+from ..emit.tile_lists import generate_lists
+from ..kernels.arguments import arguments_of
+from ..kernels.compile import (
+    Argument,
+    Executable,
+    build,
+    is_interpreted,
+    module_of,
+    record,
+    restore,
+)
+from ..kernels.config import (
     INTERPRETED,
     MAX_SPILLS,
     MAX_SPILLS_OF_HALF,
     Config,
-    candidates,
     is_hopeless,
     shared_memory_of,
 )
+from ..kernels.pair_work import work_of_pair
+from ..kernels.tile_lists import LIST_CHUNK, STATISTICS_ROWS, ListKernels
+from ..key import KernelKey, source_fingerprint, version_of
+from .generate import entry_of, generate_attention
+from .generate_gradients import SCATTERED
+from .tiles import candidates
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -41,9 +51,8 @@ if TYPE_CHECKING:
     from attndsl.pipeline import Lowered
 
     from ..base import Entry, Store
-    from .specialise import Specialisation
+    from ..emit.specialise import Specialisation
 
-STATISTICS_ROWS = 64
 DIRECTIONS_OF = {
     "forward": ("forward",),
     "backward": ("backward_kv", "backward_q"),
@@ -64,8 +73,6 @@ _ATTEMPTS = 3
 """Candidates that are compiled in search of one that does not spill."""
 _ATTEMPTS_OF_SINGLES = 2
 """The same in fp32, whose products in three parts spill in most, and take long to compile."""
-LIST_CHUNK = 256
-"""Tiles that one program of theirs looks at together."""
 
 
 @dataclass(slots=True)
@@ -87,15 +94,6 @@ class Prepared:
     executables: Mapping[str, Executable]
     listed: frozenset[str]
     """Directions whose tiles come from lists."""
-
-
-@dataclass(frozen=True, slots=True)
-class ListKernels:
-    """The kernels that find the tiles of a mask, for one tile size."""
-
-    executables: Mapping[str, Executable]
-    parts: int
-    """Of how many parts of a query tile's rows lists tell: the tiles of these are found."""
 
 
 class Kernels:

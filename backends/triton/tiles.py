@@ -7,69 +7,7 @@ the next one where a compiled candidate still needs more than there is.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-
-SHARED_MEMORY = {
-    "cuda:80": 166912,
-    "cuda:86": 101376,
-    "cuda:87": 166912,
-    "cuda:89": 101376,
-    "cuda:90": 232448,
-    "cuda:100": 232448,
-    "cuda:103": 232448,
-    "cuda:120": 101376,
-    "hip:gfx942": 65536,
-    "hip:gfx950": 163840,
-}
-"""Bytes of shared memory that one program may use, by target."""
-
-_SMALLEST_SHARED = 65536
-
-
-@dataclass(frozen=True, slots=True)
-class Config:
-    """Tile sizes and launch options of one kernel."""
-
-    block_m: int
-    """Query rows of a tile."""
-    block_n: int
-    """Key rows of a tile."""
-    warps: int
-    stages: int
-    """Depth of the software pipeline."""
-    consumers: int = 0
-    """Warpgroups that compute, where others only load; 0 where all warps do the same."""
-    registers: int = 0
-    """Registers of each thread of such a warpgroup."""
-    peeled: bool = True
-    """Whether FULL tiles have a loop of their own, without the mask's code: it may take registers
-    that are worth more."""
-    early: bool = False
-    """Whether weights are rounded before the product of those before them has ended, or tangents
-    added up before theirs begins: needs fewer registers, and takes more instructions or time."""
-    persistent: bool = False
-    """Whether there are as many programs as run at a time, each with one tile after the other: the
-    next one's loads run while one ends."""
-    most_registers: int = 0
-    """Registers that a thread may have, where more would leave room for fewer programs at a time;
-    0 for as many as there are."""
-
-    @property
-    def elements(self) -> int:
-        """Scores of a tile that a thread holds."""
-        return self.block_m * self.block_n // (32 * self.warps * max(1, self.consumers))
-
-    def __str__(self) -> str:
-        """For people."""
-        text = f"{self.block_m} x {self.block_n} tiles, {self.stages} stages, "
-        if self.consumers:
-            text += f"{self.consumers} warpgroups of {self.registers} registers"
-        else:
-            text += f"{self.warps} warps"
-            text += f" of {self.most_registers} registers" * bool(self.most_registers)
-        text += ", one loop" * (not self.peeled) + ", rounded early" * self.early
-        return text + ", persistent" * self.persistent
-
+from ..kernels.config import Config
 
 _FORWARD = {
     64: (Config(128, 64, 4, 3), Config(64, 64, 4, 3), Config(64, 64, 4, 2)),
@@ -191,12 +129,7 @@ _BY_WORK: dict[str, dict[tuple[str, int], tuple[Config, ...]]] = {
     "short": _MASKED | _SHORT,
     "short partial": _MASKED | _SHORT | _SHORT_PARTIAL,
 }
-MAX_SPILLS = 48
-"""Spilled registers a thread from which the next candidate is tried."""
-MAX_SPILLS_OF_HALF = 96
-"""The same where a config says how many registers there are: what spills is mostly not in loops."""
 _FALL_BACK = (Config(32, 32, 4, 1), Config(32, 16, 4, 1), Config(16, 16, 4, 1))
-INTERPRETED = (Config(32, 32, 4, 1),)
 _OF_MUCH_WORK = {"forward": ((240, 8), (80, 32))}
 _OF_MUCH_WORK_BACKWARD = ((200, 8),)
 """(instructions, scores): with more instructions a pair, threads hold at most so many scores. The
@@ -263,16 +196,6 @@ def _misread(kernel: str, config: Config) -> bool:
     return config.warps == 8 and rows < 128
 
 
-def is_hopeless(config: Config, spilled: Config) -> bool:
-    """Whether ``config`` would spill no fewer registers than one that did.
-
-    Its threads hold more, or it differs in what lies in shared memory alone.
-    """
-    return config.elements > spilled.elements or replace(config, stages=0) == replace(
-        spilled, stages=0
-    )
-
-
 def shared_bytes(
     kernel: str, config: Config, block_d: int, block_dv: int, element_bytes: int
 ) -> int:
@@ -295,8 +218,3 @@ def shared_bytes(
     else:
         elements = config.block_m * width + config.stages * config.block_n * width
     return elements * element_bytes
-
-
-def shared_memory_of(target: str) -> int:
-    """Bytes of shared memory of a target such as ``cuda:90``; a cautious figure if unknown."""
-    return SHARED_MEMORY.get(target, _SMALLEST_SHARED)

@@ -9,8 +9,8 @@ import torch
 
 import attndsl
 import attndsl.errors
+from attndsl.backends.kernels.config import Config
 from attndsl.backends.triton import kernels as triton_kernels
-from attndsl.backends.triton.tiles import Config
 from attndsl.runtime.dispatch import get_backend
 
 SEED = 0x1234_5678_9ABC_DEF

@@ -149,7 +149,7 @@ def test_a_mask_in_the_score_is_the_same_program():
 
 
 def test_a_map_is_used_again(device, monkeypatch):
-    from attndsl.backends.triton import tile_lists
+    from attndsl.backends.kernels import tile_lists
 
     length = 150
     ids = torch.randint(0, 5, (2, length), device=device).sort().values

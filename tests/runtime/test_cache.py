@@ -121,7 +121,7 @@ def test_a_changed_program_is_reported_and_made_again(tmp_path: Path) -> None:
 
 
 def test_what_is_imported_is_what_was_checked(cache: KernelCache) -> None:
-    from attndsl.backends.triton.compile import module_of
+    from attndsl.backends.kernels.compile import module_of
 
     entry = cache.save(KEY, "x = 1\n", {})
     entry.path.write_text("x = 2\n")

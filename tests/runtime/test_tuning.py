@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import attndsl
+from attndsl.backends.kernels.config import Config
 from attndsl.backends.triton import kernels
-from attndsl.backends.triton.tiles import Config
 from attndsl.errors import ArgumentError, UnsupportedError
 from attndsl.runtime import tuning
 from attndsl.runtime.dispatch import get_backend

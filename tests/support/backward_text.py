@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from attndsl.backends.dense.philox import kept as kept_pairs
+from attndsl.backends.device.library import STATISTICS_PADDING
+from attndsl.backends.emit.specialise import PairTile
+from attndsl.backends.kernels.config import Config
 from attndsl.backends.triton.cross import example_call
-from attndsl.backends.triton.library import STATISTICS_PADDING
-from attndsl.backends.triton.specialise import PairTile
-from attndsl.backends.triton.tiles import Config
 from attndsl.pipeline import lower
 from attndsl.source import Source
 

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from attndsl.backends.emit.specialise import PairTile
 from attndsl.backends.hopper.own_tiles import own_tiles
+from attndsl.backends.kernels.config import Config
 from attndsl.backends.triton.cross import example_call
-from attndsl.backends.triton.specialise import PairTile
-from attndsl.backends.triton.tiles import Config
 from attndsl.pipeline import lower
 from attndsl.source import Source
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from attndsl.backends.triton.loops import row_width
+from attndsl.backends.emit.loops import row_width
 
 
 def number(value: int) -> torch.Tensor:

@@ -10,8 +10,8 @@ import torch
 
 from attndsl.backends.dense.philox import kept_at
 from attndsl.backends.device import records
+from attndsl.backends.device.library import head_of, place_of_item
 from attndsl.backends.hopper.library import slot_of
-from attndsl.backends.triton.library import head_of, place_of_item
 
 from .gluon_machine import (
     Barriers,
@@ -116,13 +116,13 @@ class Operations:
                 tma_load=self.load_tile, tma_store=self.store_tile, tma_wait=self.wait_stores
             ),
             "attndsl.backends.device.records": records,
-            "attndsl.backends.triton.dropout": SimpleNamespace(
+            "attndsl.backends.device.dropout": SimpleNamespace(
                 drop_of_head=lambda p, number, seed: (round(1e6 * float(p)), int(number), seed),
                 drop_of_part=lambda p, number, seed, row, key: (
                     round(1e6 * float(p)), int(number), seed, 2 * row, 16 * key
                 ),
             ),
-            "attndsl.backends.triton.library": SimpleNamespace(
+            "attndsl.backends.device.library": SimpleNamespace(
                 place_of_item=FunctionType(place_of_item.fn.__code__, {"tl": language}),
                 positions=lambda index, length, origin, kind: index + origin,
                 head_of=FunctionType(head_of.fn.__code__, {"Head": records.Head}),

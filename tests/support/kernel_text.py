@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
+from attndsl.backends.emit.specialise import specialise, with_forms
 from attndsl.backends.hopper.generate import generate
 from attndsl.backends.hopper.generate_tangent import generate_tangent
 from attndsl.backends.triton.cross import parse_target
 from attndsl.backends.triton.kernels import plan_loop
-from attndsl.backends.triton.specialise import specialise, with_forms
 
 from .gluon_machine import Machine, Pointer, number
 from .gluon_operations import Operations
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from types import CodeType
 
     from attndsl.backends.base import Call
-    from attndsl.backends.triton.specialise import Specialisation
-    from attndsl.backends.triton.tiles import Config
+    from attndsl.backends.emit.specialise import Specialisation
+    from attndsl.backends.kernels.config import Config
     from attndsl.pipeline import Lowered
 
 ENTRIES = {

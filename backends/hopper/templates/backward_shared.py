@@ -36,7 +36,7 @@ from attndsl.backends.hopper.library import (
 )
 from attndsl.backends.hopper.shim import tma_load
 #: storing_imports
-from attndsl.backends.triton.library import place_of_item, positions, shift_of
+from attndsl.backends.device.library import place_of_item, positions, shift_of
 #: imports
 
 #: flags

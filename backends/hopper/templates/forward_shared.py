@@ -24,7 +24,7 @@ from attndsl.backends.hopper.library import (
     pack, paired, places_of, raised, scaled, slot_of, unpack, widened, word, words,
 )
 from attndsl.backends.hopper.shim import tma_load, tma_store, tma_wait
-from attndsl.backends.triton.library import head_of, place_of_item, positions, shift_of
+from attndsl.backends.device.library import head_of, place_of_item, positions, shift_of
 #: imports
 
 #: flags

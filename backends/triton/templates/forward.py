@@ -11,10 +11,10 @@ import triton
 import triton.language as tl
 
 from attndsl.backends.device.records import Head, Keys, Origins, Sizes, Softmax, Tensor, Visits
-from attndsl.backends.triton.dropout import (
+from attndsl.backends.device.dropout import (
     keep_factor, kept_pairs, kept_pairs_of_part, kept_single_pairs,
 )
-from attndsl.backends.triton.library import (
+from attndsl.backends.device.library import (
     dot, dot_add, head_of, load_tile, place_of_item, positions, rows_of, shift_of, store_tile,
 )
 

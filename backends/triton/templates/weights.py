@@ -16,10 +16,10 @@ from attndsl.backends.device.records import (
     Corner, Head, Keys, KeyTile, Operands, Origins, Pairs, QueryTile, Rows, Share, Sizes, Steps,
     Tensor, Visits, Weights,
 )
-from attndsl.backends.triton.dropout import (
+from attndsl.backends.device.dropout import (
     keep_factor, kept_pairs, kept_pairs_of_part, kept_single_pairs,
 )
-from attndsl.backends.triton.library import (
+from attndsl.backends.device.library import (
     dot, dot_add, head_of, head_of_result, load_tile, operands_of, place_of_item, positions, rows_of,
     rows_of_result, shift_of, statistics_rows, store_tile,
     with_statistics,

@@ -9,12 +9,12 @@ import pytest
 import torch
 
 import attndsl
+from attndsl.backends.emit.specialise import specialise, with_forms
 from attndsl.backends.hopper.generate import generate
 from attndsl.backends.hopper.kernels import configs_of
+from attndsl.backends.kernels.config import Config
 from attndsl.backends.triton.cross import example_call, parse_target
 from attndsl.backends.triton.kernels import plan_loop
-from attndsl.backends.triton.specialise import specialise, with_forms
-from attndsl.backends.triton.tiles import Config
 
 CONFIG = Config(16, 8, 4, 2, 2, 240)
 TEXTS = {

@@ -10,13 +10,13 @@ import torch
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from attndsl.backends.base import Call, Wants
+from attndsl.backends.emit.specialise import specialise
 from attndsl.backends.hopper.arguments import blocks_of, descriptor_strides
 from attndsl.backends.hopper.backend import HopperBackend
 from attndsl.backends.hopper.kernels import HopperKernels
 from attndsl.backends.hopper.launch import view
 from attndsl.backends.hopper.portable import why_portable
 from attndsl.backends.hopper.tiles import candidates
-from attndsl.backends.triton.specialise import specialise
 from attndsl.pipeline import lower
 from attndsl.runtime.programs import default_cache
 from attndsl.source import Source

@@ -24,10 +24,10 @@ from support.kernel_text import Run
 from support.mutation import drop, early, is_noticed, swap
 
 from attndsl.backends.base import Slopes
-from attndsl.backends.triton.library import STATISTICS_PADDING
+from attndsl.backends.device.library import STATISTICS_PADDING
 
 if TYPE_CHECKING:
-    from attndsl.backends.triton.tiles import Config
+    from attndsl.backends.kernels.config import Config
 
 
 def slopes_of(tensors: list[torch.Tensor]) -> torch.Tensor:

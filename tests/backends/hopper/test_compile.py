@@ -24,13 +24,13 @@ SCRIPT = textwrap.dedent(
     from attndsl.backends.hopper.memory import has_own_output, shared_bytes, widest
     from attndsl.backends.hopper.pair_tiles import with_pair_tiles
     from attndsl.backends.hopper.tiles import CANDIDATES, for_busy_producers
-    from attndsl.backends.triton.arguments import arguments_of as portable_arguments
-    from attndsl.backends.triton.compile import build, load_module
+    from attndsl.backends.kernels.arguments import arguments_of as portable_arguments
+    from attndsl.backends.kernels.compile import build, load_module
     from attndsl.backends.triton.cross import example_call, parse_target
     from attndsl.backends.hopper.own_tiles import own_tiles
     from attndsl.backends.triton.generate_lists import generate_lists
     from attndsl.backends.triton.kernels import list_config, plan_loop
-    from attndsl.backends.triton.specialise import specialise, with_forms
+    from attndsl.backends.emit.specialise import specialise, with_forms
     from attndsl.pipeline import lower
     from attndsl.runtime.parts import localised
     from attndsl.source import Source

@@ -18,14 +18,14 @@ import attndsl.backends.hopper.backend as hopper_backend
 import attndsl.backends.hopper.launch as launch_module
 import attndsl.backends.hopper.shim as shim
 from attndsl.backends.base import Backward, Call, Tangents, Wants
+from attndsl.backends.emit.specialise import specialise
 from attndsl.backends.hopper.arguments import Block, blocks_of
 from attndsl.backends.hopper.backend import HopperBackend
 from attndsl.backends.hopper.generate_tangent import generate_tangent
 from attndsl.backends.hopper.kernels import HopperKernels, configs_of
 from attndsl.backends.hopper.launch import TensorMaps, launch_of, view
-from attndsl.backends.triton.compile import Executable
+from attndsl.backends.kernels.compile import Executable
 from attndsl.backends.triton.kernels import Prepared, plan_loop
-from attndsl.backends.triton.specialise import specialise
 from attndsl.errors import LaunchWarning
 from attndsl.pipeline import lower
 from attndsl.runtime.programs import default_cache

@@ -13,6 +13,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 import attndsl
 from attndsl.backends.base import Backward, Call, Wants
+from attndsl.backends.emit.specialise import PairTile, specialise, with_forms
 from attndsl.backends.hopper import backend as hopper
 from attndsl.backends.hopper import pair_tiles as pair_tiles_module
 from attndsl.backends.hopper.arguments import blocks_of
@@ -23,7 +24,6 @@ from attndsl.backends.hopper.memory import has_own_output, shared_bytes
 from attndsl.backends.hopper.pair_tiles import is_readable, pair_tiles, window, with_pair_tiles
 from attndsl.backends.hopper.source import hopper_source
 from attndsl.backends.triton.cross import example_call, parse_target
-from attndsl.backends.triton.specialise import PairTile, specialise, with_forms
 from attndsl.runtime.programs import default_cache
 
 BATCH, HEADS, KV_HEADS, Q_LEN, KV_LEN = 2, 4, 2, 48, 64

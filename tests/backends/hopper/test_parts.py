@@ -22,7 +22,7 @@ from support.kernel_text import Run
 
 from attndsl.backends.base import Part
 from attndsl.backends.dense.philox import kept_at
-from attndsl.backends.triton.draws import BLOCK, drop_function
+from attndsl.backends.emit.draws import BLOCK, drop_function
 from attndsl.runtime.parts import localised
 
 B, H, ROWS, KEYS = 1, 4, 33, 50

@@ -9,11 +9,11 @@ import torch
 
 import attndsl
 from attndsl.backends.base import Backward, Call, Wants
+from attndsl.backends.emit.specialise import specialise
 from attndsl.backends.hopper.backend import HopperBackend
 from attndsl.backends.hopper.kernels import HopperKernels, configs_of
 from attndsl.backends.hopper.tiles import CANDIDATES
 from attndsl.backends.triton.cross import example_call
-from attndsl.backends.triton.specialise import specialise
 from attndsl.pipeline import lower
 from attndsl.runtime.programs import default_cache
 from attndsl.source import Source

@@ -11,16 +11,16 @@ from support.forward_text import FORMS, PAIRS, PERSISTENT, SMALL, TEXTS, inputs_
 from support.kernel_text import Run
 from support.mutation import before, constant, drop, is_noticed, swap
 
+from attndsl.backends.emit.specialise import specialise
 from attndsl.backends.hopper.own_tiles import own_tiles, parts_of_lists
 from attndsl.backends.triton.cross import example_call
-from attndsl.backends.triton.specialise import specialise
 from attndsl.passes.tiles.plan import FORWARD
 from attndsl.passes.tiles.sparsity import Sparsity
 from attndsl.pipeline import lower
 from attndsl.source import Source
 
 if TYPE_CHECKING:
-    from attndsl.backends.triton.tiles import Config
+    from attndsl.backends.kernels.config import Config
 
 THREE = FORMS["three consumers"]
 

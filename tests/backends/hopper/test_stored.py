@@ -15,8 +15,8 @@ from attndsl.backends.hopper.portable import why_portable
 from attndsl.backends.hopper.shares import shares_of
 from attndsl.backends.hopper.source import hopper_source
 from attndsl.backends.hopper.stored import among, empty_slopes
+from attndsl.backends.kernels.config import Config
 from attndsl.backends.triton.cross import example_call
-from attndsl.backends.triton.tiles import Config
 from attndsl.runtime.programs import default_cache
 
 BATCH, HEADS, KV_HEADS, Q_LEN, KV_LEN = 2, 4, 2, 40, 24

@@ -12,6 +12,8 @@ import torch
 import attndsl
 from attndsl import errors
 from attndsl.backends.base import Wants
+from attndsl.backends.emit.specialise import specialise, with_forms, with_gradients
+from attndsl.backends.emit.template import IEEE
 from attndsl.backends.hopper import backend as hopper
 from attndsl.backends.hopper import portable
 from attndsl.backends.hopper.backend import HopperBackend
@@ -19,9 +21,7 @@ from attndsl.backends.hopper.kernels import HopperKernels
 from attndsl.backends.hopper.portable import why_portable
 from attndsl.backends.hopper.tiles import CANDIDATES, candidates
 from attndsl.backends.triton.cross import example_call, parse_target
-from attndsl.backends.triton.generate import IEEE
 from attndsl.backends.triton.kernels import plan_loop
-from attndsl.backends.triton.specialise import specialise, with_forms, with_gradients
 from attndsl.runtime import dispatch
 from attndsl.runtime.programs import default_cache
 

@@ -11,9 +11,9 @@ import torch
 import attndsl
 from attndsl import errors
 from attndsl.backends.base import Wants
-from attndsl.backends.triton.arguments import capture_arguments, template_argument
+from attndsl.backends.emit.specialise import specialise, with_gradients
+from attndsl.backends.kernels.arguments import capture_arguments, template_argument
 from attndsl.backends.triton.cross import example_call
-from attndsl.backends.triton.specialise import specialise, with_gradients
 
 ATTENTION = attndsl.compile("param w: int\nmask = q - kv < w")
 

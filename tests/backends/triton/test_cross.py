@@ -13,8 +13,8 @@ SCRIPT = textwrap.dedent(
     """
     import sys
     from attndsl.backends.triton.cross import cross_compile
-    from attndsl.backends.triton.expression import Capture
-    from attndsl.backends.triton.specialise import ParamKind, Specialisation
+    from attndsl.backends.emit.expression import Capture
+    from attndsl.backends.emit.specialise import ParamKind, Specialisation
     from attndsl.ir import DType
     from attndsl.pipeline import lower
     from attndsl.source import Source
@@ -70,7 +70,7 @@ WIDE_BOUNDS = textwrap.dedent(
     from dataclasses import replace
     import torch
     from attndsl.backends.triton.cross import cross_compile, example_call
-    from attndsl.backends.triton.specialise import specialise
+    from attndsl.backends.emit.specialise import specialise
     from attndsl.backends.triton.tiles import Config
     from attndsl.passes.tiles.plan import DIRECTIONS
     from attndsl.pipeline import lower
@@ -100,7 +100,7 @@ RESULTS_IN_FP32 = textwrap.dedent(
     from dataclasses import replace
     import torch
     from attndsl.backends.triton.cross import cross_compile, example_call
-    from attndsl.backends.triton.specialise import specialise
+    from attndsl.backends.emit.specialise import specialise
     from attndsl.backends.triton.tiles import Config
     from attndsl.pipeline import lower
     from attndsl.source import Source
@@ -127,7 +127,7 @@ SOFTCAP = textwrap.dedent(
     from dataclasses import replace
     import torch
     from attndsl.backends.triton.cross import cross_compile, example_call
-    from attndsl.backends.triton.specialise import specialise
+    from attndsl.backends.emit.specialise import specialise
     from attndsl.backends.triton.tiles import Config
     from attndsl.passes.tiles.plan import DIRECTIONS
     from attndsl.pipeline import lower
@@ -154,7 +154,7 @@ PARTS = textwrap.dedent(
     import torch
     from attndsl.backends.base import Part
     from attndsl.backends.triton.cross import cross_compile, example_call
-    from attndsl.backends.triton.specialise import specialise
+    from attndsl.backends.emit.specialise import specialise
     from attndsl.backends.triton.tiles import Config
     from attndsl.passes.tiles.plan import DIRECTIONS
     from attndsl.pipeline import lower

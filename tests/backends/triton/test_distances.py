@@ -9,10 +9,10 @@ import torch
 
 import attndsl
 from attndsl.backends.base import Wants
+from attndsl.backends.gradients.distances import by_distance
+from attndsl.backends.gradients.shares import wants_of_kernels
+from attndsl.backends.kernels.config import Config
 from attndsl.backends.triton.cross import example_call
-from attndsl.backends.triton.distances import by_distance
-from attndsl.backends.triton.shares import wants_of_kernels
-from attndsl.backends.triton.tiles import Config
 
 interpreted = pytest.mark.skipif(
     torch.cuda.is_available(), reason="the kernels are compiled, not interpreted, here"

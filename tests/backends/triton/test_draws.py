@@ -10,7 +10,7 @@ import torch
 import attndsl
 from attndsl.backends.base import Backward, Call, Draws, Wants
 from attndsl.backends.dense.philox import kept_at
-from attndsl.backends.triton.draws import kinds_of_draws, why_pairs
+from attndsl.backends.emit.draws import kinds_of_draws, why_pairs
 from attndsl.pipeline import lower
 from attndsl.runtime.arguments import sizes_of
 from attndsl.runtime.dispatch import get_backend

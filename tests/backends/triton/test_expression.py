@@ -12,9 +12,9 @@ import attndsl
 from attndsl import ir
 from attndsl.backends.base import Backward, Call, Wants
 from attndsl.backends.dense.reference import ReferenceBackend
+from attndsl.backends.emit.expression import Capture, Names, print_expressions
+from attndsl.backends.emit.specialise import specialise
 from attndsl.backends.triton import TritonBackend
-from attndsl.backends.triton.expression import Capture, Names, print_expressions
-from attndsl.backends.triton.specialise import specialise
 from attndsl.ir import DType, Node, Op, Program, TensorDecl, const, load, node, size, var
 from attndsl.pipeline import lower_program
 from attndsl.runtime.cache import KernelCache

@@ -12,10 +12,10 @@ import triton
 
 from attndsl import ir
 from attndsl.backends.base import Call
+from attndsl.backends.device import library
+from attndsl.backends.emit.expression import Names, print_expressions
 from attndsl.backends.forms import APPROX, EX2, EXACT, FORMS, fast_nodes, forms_for
-from attndsl.backends.triton import library
-from attndsl.backends.triton.compile import load_module
-from attndsl.backends.triton.expression import Names, print_expressions
+from attndsl.backends.kernels.compile import load_module
 from attndsl.ir import Node, Op, Program, const, node
 from attndsl.pipeline import lower, lower_program
 from attndsl.source import Source
@@ -31,7 +31,7 @@ KERNEL = """
 import triton
 import triton.language as tl
 
-from attndsl.backends.triton.library import {function}
+from attndsl.backends.device.library import {function}
 
 
 @triton.jit

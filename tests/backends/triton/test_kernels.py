@@ -8,10 +8,10 @@ import pytest
 import torch
 
 import attndsl
-from attndsl.backends.triton import compile as compiling
+from attndsl.backends.kernels import compile as compiling
+from attndsl.backends.kernels.config import Config
 from attndsl.backends.triton import kernels
 from attndsl.backends.triton.cross import parse_target
-from attndsl.backends.triton.tiles import Config
 from attndsl.errors import BackendError
 from attndsl.runtime.dispatch import get_backend
 

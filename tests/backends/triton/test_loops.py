@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from attndsl.backends.device.records import Head, Shift, Sizes, Visits
-from attndsl.backends.triton.expression import Names
-from attndsl.backends.triton.loops import print_loop
+from attndsl.backends.emit.expression import Names
+from attndsl.backends.emit.loops import print_loop
 from attndsl.ir import DType, Node, Op, const, node, param
 from attndsl.passes.evaluate import Environment, evaluate
 from attndsl.passes.tiles.plan import DIRECTIONS, TILE, LoopPlan, Segment

@@ -12,8 +12,8 @@ import torch
 
 import attndsl
 from attndsl import ir
-from attndsl.backends.triton.expression import Names, print_expressions
-from attndsl.backends.triton.operands import Kind, is_normal, known_value, number
+from attndsl.backends.emit.expression import Names, print_expressions
+from attndsl.backends.emit.operands import Kind, is_normal, known_value, number
 from attndsl.ir import DType, Op, const, node, param, size, var
 
 PROGRAMS = {
@@ -83,7 +83,7 @@ SCRIPT = textwrap.dedent(
     import sys
     import torch
     from attndsl.backends.triton.cross import cross_compile, example_call
-    from attndsl.backends.triton.specialise import specialise
+    from attndsl.backends.emit.specialise import specialise
     from attndsl.backends.triton.tiles import Config
     from attndsl.pipeline import lower
     from attndsl.source import Source

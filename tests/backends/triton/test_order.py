@@ -10,10 +10,10 @@ import triton.language as tl
 
 import attndsl
 import attndsl.backends.triton.backend as triton_backend
-from attndsl.backends.triton import order
-from attndsl.backends.triton.library import place_of_item
-from attndsl.backends.triton.order import together_of
-from attndsl.backends.triton.tiles import Config
+from attndsl.backends.device.library import place_of_item
+from attndsl.backends.kernels import order
+from attndsl.backends.kernels.config import Config
+from attndsl.backends.kernels.order import together_of
 
 CONFIG = Config(128, 128, 4, 2)
 PROCESSORS = 132

@@ -6,11 +6,12 @@ import pytest
 import torch
 
 from attndsl.backends.base import Wants
+from attndsl.backends.emit.specialise import specialise, with_forms, with_gradients
+from attndsl.backends.kernels.config import Config, is_hopeless
+from attndsl.backends.kernels.pair_work import work_of_pair
 from attndsl.backends.triton.cross import candidates_of, example_call, parse_target
 from attndsl.backends.triton.kernels import pairs_of, work_of
-from attndsl.backends.triton.pair_work import work_of_pair
-from attndsl.backends.triton.specialise import specialise, with_forms, with_gradients
-from attndsl.backends.triton.tiles import Config, candidates, is_hopeless
+from attndsl.backends.triton.tiles import candidates
 from attndsl.pipeline import lower
 from attndsl.source import Source
 

@@ -11,14 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import attndsl
-from attndsl.backends.triton.scattered import (
+from attndsl.backends.gradients.scattered import (  # fmt: skip
     Exact,
     bounds_from_operands,
     buffers,
     constant_factors,
     gradient_of,
     scales_of,
-)  # fmt: skip
+)
 
 FLOATS = st.floats(width=32, allow_nan=False, allow_infinity=False, allow_subnormal=False)
 

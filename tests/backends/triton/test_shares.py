@@ -9,10 +9,10 @@ import torch
 
 import attndsl
 from attndsl.backends.base import Wants
+from attndsl.backends.gradients.pairs import PROGRAMS, Rest, parts_of, rest_of, sums_of
+from attndsl.backends.gradients.shares import key_of, share_out
+from attndsl.backends.gradients.terms import terms_of
 from attndsl.backends.triton.cross import example_call, kernel_source
-from attndsl.backends.triton.pairs import PROGRAMS, Rest, parts_of, rest_of, sums_of
-from attndsl.backends.triton.shares import key_of, share_out
-from attndsl.backends.triton.terms import terms_of
 
 CASES = {
     "heads": ("tensor t[heads]: float; score = score * t[h]", "lines"),

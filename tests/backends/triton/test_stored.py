@@ -14,8 +14,9 @@ import torch
 
 import attndsl
 from attndsl.backends.base import Gradients, Slopes, Wants
+from attndsl.backends.gradients import pairs
 from attndsl.backends.hopper.shares import shares_of
-from attndsl.backends.triton import TritonBackend, pairs
+from attndsl.backends.triton import TritonBackend
 from attndsl.backends.triton.apart import Again, add_apart
 from attndsl.backends.triton.cross import example_call
 from attndsl.backends.triton.tiles import candidates
@@ -224,7 +225,7 @@ COMPILED = textwrap.dedent(
     import torch
     from attndsl.backends.base import Wants
     from attndsl.backends.triton.cross import cross_compile, example_call
-    from attndsl.backends.triton.specialise import specialise, with_gradients
+    from attndsl.backends.emit.specialise import specialise, with_gradients
     from attndsl.pipeline import lower
     from attndsl.source import Source
 

@@ -10,8 +10,8 @@ from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import attndsl
+from attndsl.backends.emit.tangents import moved_name, with_tangents
 from attndsl.backends.triton import TritonBackend
-from attndsl.backends.triton.generate_tangent import moved_name, with_tangents
 from attndsl.pipeline import lower
 from attndsl.runtime import higher
 from attndsl.runtime.dispatch import get_backend

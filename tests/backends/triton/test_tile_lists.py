@@ -8,10 +8,10 @@ import pytest
 import torch
 from support.brute import call_of, lowered_of, true_kinds
 
+from attndsl.backends.emit.loops import row_width
+from attndsl.backends.emit.specialise import specialise
+from attndsl.backends.kernels.tile_lists import find_kinds, list_arguments
 from attndsl.backends.triton.backend import TritonBackend
-from attndsl.backends.triton.loops import row_width
-from attndsl.backends.triton.specialise import specialise
-from attndsl.backends.triton.tile_lists import find_kinds, list_arguments
 from attndsl.runtime.programs import default_cache
 
 

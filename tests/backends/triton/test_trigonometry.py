@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-from attndsl.backends.triton.trigonometry import cos, sin, tan
+from attndsl.backends.device.trigonometry import cos, sin, tan
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

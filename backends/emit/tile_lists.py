@@ -11,7 +11,7 @@ from attndsl.ir import DType
 
 from .device_functions import parameters, program_function, record_of_given
 from .expression import print_expressions
-from .generate import fill_template, pair_function
+from .template import fill_template, pair_function
 
 if TYPE_CHECKING:
     from attndsl.ir import Node

@@ -9,10 +9,10 @@ import triton
 
 from attndsl.errors import UnsupportedError
 
+from ..emit.draws import PARAMETERS, draws_arguments
+from ..emit.specialise import block_widths, strides
+from ..gradients.lines import Lines
 from .compile import Argument
-from .draws import PARAMETERS, draws_arguments
-from .lines import Lines
-from .specialise import block_widths, strides
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -20,10 +20,10 @@ if TYPE_CHECKING:
     import torch
 
     from ..base import Call
+    from ..emit.specialise import Specialisation
     from ..memory_order import ResultOrders
     from .compile import Executable
-    from .kernels import ListKernels
-    from .specialise import Specialisation
+    from .tile_lists import ListKernels
 
 NO_LINES = Lines()
 _STATISTICS = ("LSE", "LSE_MOVED", "DLSE", "LSE2", "DELTA", "SUMS", "DISTANCE_SUMS", "LINE_SUMS")

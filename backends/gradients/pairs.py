@@ -8,13 +8,14 @@ Non-goals: positions that are looked up or shifted by what only the device knows
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
 
 from attndsl.passes.inside import reads_inside
 
+from ..emit.specialise import TRITON_TYPES
 from .terms import is_plain, terms_of
 
 if TYPE_CHECKING:
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
     from attndsl.pipeline import Lowered
 
     from ..base import Call
+    from ..emit.expression import Capture
+    from ..emit.specialise import Specialisation
     from .terms import Term
 
 PROGRAMS = 512
@@ -188,3 +191,24 @@ def gradients_of(sums: list[Sums], call: Call) -> dict[str, torch.Tensor]:
         total = item.total[0] if item.total.shape[0] == 1 else item.total.sum(0)
         found[name] = found[name] + total if name in found else total
     return {name: total.to(call.tensors[name].dtype) for name, total in found.items()}
+
+
+def with_pair_sums(special: Specialisation, lowered: Lowered, call: Call) -> Specialisation:
+    """``special`` for the kernel that adds up pairs of its tensors' gradients."""
+    terms = terms_of(lowered, special.tensor_gradients)
+    return replace(
+        special,
+        captures=exact_captures(special, terms),
+        pair_types=tuple(TRITON_TYPES[dtype] for dtype in dtypes_of(terms, call)),
+        pair_units=units_of(terms, call),
+        pair_aligned=aligned_of(terms, call),
+    )
+
+
+def exact_captures(special: Specialisation, terms: tuple[Term, ...]) -> tuple[Capture, ...]:
+    """The captures, told which lookups of those in ``terms`` (of ``pairs.by_pairs``) are in range.
+
+    Where two terms look one tensor up otherwise, the last's say.
+    """
+    found = {term.name: tuple(str(index.value) for index in term.leaf.args) for term in terms}
+    return tuple(replace(c, exact=found.get(c.name, ())) for c in special.captures)

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from attndsl.backends.device.records import Extremes, Head, Place, Sizes
-from attndsl.backends.triton.library import positions
+from attndsl.backends.device.library import positions
 
 #: imports
 

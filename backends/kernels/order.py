@@ -8,7 +8,7 @@ import torch
 
 if TYPE_CHECKING:
     from ..base import Call
-    from .tiles import Config
+    from .config import Config
 
 _WAVES = {
     "forward": (4, 2, 1), "forward_tangent": (4, 2, 1), "tangent": (4, 2, 1),

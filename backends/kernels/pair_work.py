@@ -14,13 +14,13 @@ from attndsl.ir import DType, Op, dependencies, toposort
 from attndsl.passes.widths import fits, ranges
 
 from ..forms import FORMS, fast_nodes
-from .terms import terms_of
+from ..gradients.terms import terms_of
 
 if TYPE_CHECKING:
     from attndsl.ir import Node
     from attndsl.pipeline import Lowered
 
-    from .specialise import Specialisation
+    from ..emit.specialise import Specialisation
 
 _INSTRUCTIONS = {
     Op.MIN: 3, Op.MAX: 3, Op.ABS: 3, Op.SIGN: 7, Op.SHL: 5, Op.SHR: 5, Op.SQRT: 3, Op.RSQRT: 3,

@@ -5,24 +5,39 @@ Sizes of all buffers follow from the lengths alone, so that a CUDA graph can hol
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ..emit.loops import LOOPS, row_width
+from ..emit.tile_lists import value_counts
 from ..tiled.tile_kinds import resample
 from .arguments import capture_arguments, origin
-from .generate_lists import value_counts
-from .kernels import LIST_CHUNK
-from .loops import LOOPS, row_width
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from attndsl.passes.tiles.sparsity import Sparsity
     from attndsl.pipeline import Lowered
 
     from ..base import Call
+    from ..emit.specialise import Specialisation
     from .arguments import Layout
-    from .kernels import ListKernels
-    from .specialise import Specialisation
+    from .compile import Executable
+
+STATISTICS_ROWS = 64
+LIST_CHUNK = 256
+"""Tiles that one program of theirs looks at together."""
+
+
+@dataclass(frozen=True, slots=True)
+class ListKernels:
+    """The kernels that find the tiles of a mask, for one tile size."""
+
+    executables: Mapping[str, Executable]
+    parts: int
+    """Of how many parts of a query tile's rows lists tell: the tiles of these are found."""
 
 
 def find_kinds(

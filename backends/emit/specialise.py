@@ -19,18 +19,14 @@ from ..forms import EXACT, forms_for
 from ..memory_order import result_orders
 from .draws import kinds_of_draws
 from .expression import Capture, Names
-from .pairs import aligned_of, dtypes_of, units_of
-from .terms import terms_of
 
 if TYPE_CHECKING:
     from triton.backends.compiler import GPUTarget
 
     from attndsl.ir import ParamDecl, Program, TensorDecl
-    from attndsl.pipeline import Lowered
 
     from ..base import Call, Scalar, Wants
     from .draws import Kinds
-    from .terms import Term
 
 TRITON_TYPES = {
     torch.float16: "fp16",
@@ -228,27 +224,6 @@ def with_gradients(special: Specialisation, wants: Wants) -> Specialisation:
         stores_slopes=wants.slopes,
         wide_gradients=wants.wide,
     )
-
-
-def with_pair_sums(special: Specialisation, lowered: Lowered, call: Call) -> Specialisation:
-    """``special`` for the kernel that adds up pairs of its tensors' gradients."""
-    terms = terms_of(lowered, special.tensor_gradients)
-    return replace(
-        special,
-        captures=exact_captures(special, terms),
-        pair_types=tuple(TRITON_TYPES[dtype] for dtype in dtypes_of(terms, call)),
-        pair_units=units_of(terms, call),
-        pair_aligned=aligned_of(terms, call),
-    )
-
-
-def exact_captures(special: Specialisation, terms: tuple[Term, ...]) -> tuple[Capture, ...]:
-    """The captures, told which lookups of those in ``terms`` (of ``pairs.by_pairs``) are in range.
-
-    Where two terms look one tensor up otherwise, the last's say.
-    """
-    found = {term.name: tuple(str(index.value) for index in term.leaf.args) for term in terms}
-    return tuple(replace(c, exact=found.get(c.name, ())) for c in special.captures)
 
 
 def with_forms(

@@ -18,7 +18,7 @@ from attndsl.passes.inside import stays_inside
 from attndsl.passes.widths import fits, ranges
 
 from ..forms import EXACT, FORMS, fast_nodes
-from .operands import (
+from .operands import (  # fmt: skip
     AND,
     ATOM,
     COMPARE,
@@ -31,7 +31,7 @@ from .operands import (
     Operand,
     known_value,
     number,
-)  # fmt: skip
+)
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

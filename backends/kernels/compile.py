@@ -14,7 +14,7 @@ from triton.runtime.errors import OutOfResources, PTXASError
 
 from attndsl.errors import BackendError
 
-from .tiles import Config
+from .config import Config
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -1,0 +1,64 @@
+"""What kernels, sizes and strides of a call depend on: cheap, since every call makes one."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from ..device.library import STATISTICS_PADDING
+from ..emit.draws import kinds_of_draws
+
+if TYPE_CHECKING:
+    from attndsl.pipeline import Lowered
+
+    from ..base import Call, Scalar
+
+
+PADDING = STATISTICS_PADDING.value
+
+
+def signature_of(
+    lowered: Lowered, call: Call, kind: str, grad_out: torch.Tensor | None
+) -> tuple[object, ...]:
+    """What a :class:`Layout` depends on; cheap, since every call makes one."""
+    q, k, v = call.q, call.k, call.v
+    bits = q.data_ptr() | k.data_ptr() | v.data_ptr()
+    if grad_out is not None:
+        bits |= grad_out.data_ptr()
+    found: tuple[object, ...] = (
+        kind,
+        call.scale <= 0,
+        call.deterministic,
+        torch.get_float32_matmul_precision() if q.dtype is torch.float32 else None,
+        not isinstance(call.seed, int),
+        bits % 16 == 0,
+        None if grad_out is None else grad_out.stride(),
+        call.q_offset != 0 if isinstance(call.q_offset, int) else call.q_offset.dtype,
+        call.kv_offset != 0 if isinstance(call.kv_offset, int) else call.kv_offset.dtype,
+    )
+    if call.tensors or call.params:
+        aligned = tuple(t.data_ptr() % 16 == 0 for t in call.tensors.values())
+        found = (*found, aligned, *map(_param_class, call.params.values()))
+    if call.draws is not None:
+        found = (*found, kinds_of_draws(call))
+    if call.signature is not None:
+        return (call.signature, *found)
+    return (
+        lowered.digest,
+        *found,
+        call.wide,
+        q.dtype,
+        q.device,
+        tuple((t.shape, t.stride()) for t in (q, k, v)),
+        tuple((t.dtype, t.shape, t.stride()) for t in call.tensors.values()),
+        tuple(call.sizes.values()),
+        None if call.q_index is None else call.q_index.dtype,
+        None if call.kv_index is None else call.kv_index.dtype,
+    )
+
+
+def _param_class(value: Scalar | torch.Tensor) -> object:
+    if isinstance(value, int):
+        return value.bit_length() > 31
+    return False if isinstance(value, float) else value.dtype
