@@ -1,6 +1,6 @@
 """Fast hardware forms of functions: which there are, what they err by, and where they may stand.
 
-Non-goals: the device code of each form (``triton/library.py``).
+Non-goals: the device code of each form (``device/library.py``).
 """
 
 from __future__ import annotations

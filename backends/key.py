@@ -21,8 +21,8 @@ class KernelKey:
     """Digest of the renumbered IR: renaming a local or reformatting the text keeps it."""
     kind: str
     """``forward`` or ``backward``."""
-    special: str
-    """Canonical text of dtypes, head dims and shape classes (``emit.specialise``)."""
+    facts: str
+    """Canonical text of dtypes, head dims and shape classes (``emit.facts``)."""
     options: str
     """Canonical text of the options that change code: dot precision, interpreter."""
     target: str

@@ -52,7 +52,7 @@ def attention_forward(q, k, n):
 SOURCES = {
     "backends/triton/templates/kernel.py": TEMPLATE,
     "backends/hopper/library.py": (
-        "from attndsl.backends.device.library import dot, load_tile\n"
+        "from attndsl.backends.triton.lists import dot, load_tile\n"
         "from ..triton import tiles\nfrom . import hopper_tiles\nfrom ..hopper.sums import add\n"
         "from torch import hopper\n\n"
         "@gluon.jit\ndef pack(tile, *, HALF: gl.constexpr):\n    return tile\n\n"

@@ -15,7 +15,7 @@ from .text import INDENT, device_function
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from .specialise import Specialisation
+    from .facts import KernelFacts
 
 PAIR = "head, q, kv, sizes"
 """What functions of pairs take beside the score and what the program adds."""
@@ -23,10 +23,10 @@ HEAD = "head, sizes"
 """The same of functions of a head."""
 
 
-def parameters(special: Specialisation) -> list[str]:
+def parameters(facts: KernelFacts) -> list[str]:
     """Kernel arguments that the program adds: captures and their layouts, params, dims, a seed."""
     names = []
-    for capture in special.captures:
+    for capture in facts.captures:
         names.append(f"t_{capture.name}")
         names += [f"size{dim}_{capture.name}" for dim in range(capture.rank)]
         names += [
@@ -34,10 +34,10 @@ def parameters(special: Specialisation) -> list[str]:
             for dim in range(capture.rank)
             if dim not in capture.unit_dims
         ]
-    names += [kind.argument for kind in special.params]
-    names += [f"n_{name}" for name in special.dim_names]
-    names += ["seed"] * special.dropout
-    names += PARAMETERS if special.draws is not None else ()
+    names += [kind.argument for kind in facts.params]
+    names += [f"n_{name}" for name in facts.dim_names]
+    names += ["seed"] * facts.dropout
+    names += PARAMETERS if facts.draws is not None else ()
     return names
 
 
@@ -57,7 +57,7 @@ def record_of_given(names: Sequence[str]) -> str:
 def program_function(
     name: str,
     arguments: str,
-    special: Specialisation,
+    facts: KernelFacts,
     doc: str,
     body: list[str],
     reads: bool,
@@ -67,14 +67,14 @@ def program_function(
 
     ``reads``: it may read params.
     """
-    prologue = param_values(special) if reads else []
+    prologue = param_values(facts) if reads else []
     return device_function(name, f"{arguments}, given{last}", doc, [*prologue, *body])
 
 
-def param_values(special: Specialisation, scalar: bool = False) -> list[str]:
+def param_values(facts: KernelFacts, scalar: bool = False) -> list[str]:
     """Lines that give each param's value its name; ``scalar``: where no tile is near."""
     lines = []
-    for kind in special.params:
+    for kind in facts.params:
         value = f"given.{kind.argument}"
         if kind.type.startswith("*"):
             value = f"tl.load({value})"

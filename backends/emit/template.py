@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from attndsl.ir import Node
 
     from .expression import Names
-    from .specialise import Specialisation
+    from .facts import KernelFacts
 
 
 class Literal(str):
@@ -66,7 +66,7 @@ def fill_template(
         more: Lines for further hooks.
     """
     fills = {
-        "imports": import_lines("triton", helpers),
+        "imports": import_lines("device", helpers),
         "flags": [f"{name} = tl.constexpr({value!r})" for name, value in flags.items()],
         "functions": "\n\n\n".join(functions).split("\n"),
         "given": wrapped(given),
@@ -80,18 +80,18 @@ def fill_template(
     return text.rstrip() + "\n"
 
 
-def import_lines(backend: str, names: set[str]) -> list[str]:
-    """The statement that imports library functions of a backend, if there are any."""
-    found = f"from attndsl.backends.{backend}.library import {', '.join(sorted(names))}"
+def import_lines(folder: str, names: set[str]) -> list[str]:
+    """The statement that imports functions of the library in a folder, if there are any."""
+    found = f"from attndsl.backends.{folder}.library import {', '.join(sorted(names))}"
     return [found] * bool(names)
 
 
 def pair_function(
-    name: str, root: Node | None, special: Specialisation, doc: str
+    name: str, root: Node | None, facts: KernelFacts, doc: str
 ) -> tuple[str, set[str]]:
     """``root`` as a function of a tile of pairs, and the library functions that it uses."""
-    body, used = (["return live"], set()) if root is None else pair_body(root, special.names())
-    return program_function(name, f"score, live, {PAIR}", special, doc, body, bool(root)), used
+    body, used = (["return live"], set()) if root is None else pair_body(root, facts.names())
+    return program_function(name, f"score, live, {PAIR}", facts, doc, body, bool(root)), used
 
 
 def pair_body(root: Node, names: Names) -> tuple[list[str], set[str]]:

@@ -18,26 +18,24 @@ if TYPE_CHECKING:
     from attndsl.passes.tiles.intervals import Bounds
     from attndsl.pipeline import Lowered
 
-    from .specialise import Specialisation
+    from .facts import KernelFacts
 
 
-def generate_lists(lowered: Lowered, special: Specialisation) -> str:
+def generate_lists(lowered: Lowered, facts: KernelFacts) -> str:
     """The module of the kernels that find the tiles of a masked program."""
     bounds = lowered.sparsity.bounds
     assert bounds is not None
     texts, helpers = [], set()
     for text, used in (
-        pair_function(
-            "mask_of_pair", lowered.program.mask, special, "Whether each pair takes part."
-        ),
-        _store_values("row", "q", bounds.rows, special),
-        _store_values("column", "kv", bounds.columns, special),
-        _bounds(bounds, special),
+        pair_function("mask_of_pair", lowered.program.mask, facts, "Whether each pair takes part."),
+        _store_values("row", "q", bounds.rows, facts),
+        _store_values("column", "kv", bounds.columns, facts),
+        _bounds(bounds, facts),
     ):
         texts.append(text)
         helpers |= used
-    given = parameters(special)
-    flags = {"Q_KIND": special.q_kind, "KV_KIND": special.kv_kind}
+    given = parameters(facts)
+    flags = {"Q_KIND": facts.q_kind, "KV_KIND": facts.kv_kind}
     texts = [record_of_given(given), *texts]
     return fill_template(__package__, ("tile_lists",), texts, helpers, flags, given)
 
@@ -52,9 +50,9 @@ def value_counts(bounds: Bounds) -> dict[str, int]:
 
 
 def _store_values(
-    stem: str, position: str, values: tuple[Node, ...], special: Specialisation
+    stem: str, position: str, values: tuple[Node, ...], facts: KernelFacts
 ) -> tuple[str, set[str]]:
-    printed = print_expressions(values, special.names())
+    printed = print_expressions(values, facts.names())
     counts = {kind: sum(v.dtype is kind for v in values) for kind in (DType.INT, DType.FLOAT)}
     counts[DType.INT] += 1
     body = [
@@ -72,7 +70,7 @@ def _store_values(
     text = program_function(
         f"store_{stem}_values",
         f"ints, floats, place, inside, head, {position}, sizes",
-        special,
+        facts,
         f"Store the bounds of what the mask needs to know of a {stem} tile.",
         body,
         bool(values),
@@ -80,7 +78,7 @@ def _store_values(
     return text, set(printed.helpers)
 
 
-def _bounds(bounds: Bounds, special: Specialisation) -> tuple[str, set[str]]:
+def _bounds(bounds: Bounds, facts: KernelFacts) -> tuple[str, set[str]]:
     loads = []
     for stem, position, values, place, of in (
         ("row", "q", bounds.rows, "row.tile + zeros", "row"),
@@ -101,11 +99,11 @@ def _bounds(bounds: Bounds, special: Specialisation) -> tuple[str, set[str]]:
                 loads.append(
                     f"{name}{end} = tl.load({base} + {slot} * {of}.tiles + {place}{guard}){narrow}"
                 )
-    printed = print_expressions((bounds.may, bounds.must), special.names())
+    printed = print_expressions((bounds.may, bounds.must), facts.names())
     text = program_function(
         "bounds_of_tile",
         "values, row, column, inside, head, sizes",
-        special,
+        facts,
         "Whether pairs of the tiles may be live, and whether all must be.",
         [
             "zeros = tl.zeros([1, 1], tl.int32)",

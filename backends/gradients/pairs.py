@@ -15,7 +15,7 @@ import torch
 
 from attndsl.passes.inside import reads_inside
 
-from ..emit.specialise import TRITON_TYPES
+from ..emit.facts import TRITON_TYPES
 from .terms import is_plain, terms_of
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from ..base import Call
     from ..emit.expression import Capture
-    from ..emit.specialise import Specialisation
+    from ..emit.facts import KernelFacts
     from .terms import Term
 
 PROGRAMS = 512
@@ -193,22 +193,22 @@ def gradients_of(sums: list[Sums], call: Call) -> dict[str, torch.Tensor]:
     return {name: total.to(call.tensors[name].dtype) for name, total in found.items()}
 
 
-def with_pair_sums(special: Specialisation, lowered: Lowered, call: Call) -> Specialisation:
-    """``special`` for the kernel that adds up pairs of its tensors' gradients."""
-    terms = terms_of(lowered, special.tensor_gradients)
+def with_pair_sums(facts: KernelFacts, lowered: Lowered, call: Call) -> KernelFacts:
+    """``facts`` for the kernel that adds up pairs of its tensors' gradients."""
+    terms = terms_of(lowered, facts.tensor_gradients)
     return replace(
-        special,
-        captures=exact_captures(special, terms),
+        facts,
+        captures=exact_captures(facts, terms),
         pair_types=tuple(TRITON_TYPES[dtype] for dtype in dtypes_of(terms, call)),
         pair_units=units_of(terms, call),
         pair_aligned=aligned_of(terms, call),
     )
 
 
-def exact_captures(special: Specialisation, terms: tuple[Term, ...]) -> tuple[Capture, ...]:
+def exact_captures(facts: KernelFacts, terms: tuple[Term, ...]) -> tuple[Capture, ...]:
     """The captures, told which lookups of those in ``terms`` (of ``pairs.by_pairs``) are in range.
 
     Where two terms look one tensor up otherwise, the last's say.
     """
     found = {term.name: tuple(str(index.value) for index in term.leaf.args) for term in terms}
-    return tuple(replace(c, exact=found.get(c.name, ())) for c in special.captures)
+    return tuple(replace(c, exact=found.get(c.name, ())) for c in facts.captures)

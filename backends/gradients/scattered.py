@@ -146,7 +146,7 @@ def gradient_of(found: Exact, inverse: torch.Tensor, call: Call) -> torch.Tensor
     like = call.tensors[found.name]
     total = found.sums.sum(0).double() * inverse
     notes = found.notes
-    special = torch.where(notes == INF, torch.inf, -torch.inf)
-    special = torch.where(notes > MINUS_INF, torch.nan, special)
-    total = torch.where(notes == 0, total, special)
+    infinite = torch.where(notes == INF, torch.inf, -torch.inf)
+    infinite = torch.where(notes > MINUS_INF, torch.nan, infinite)
+    total = torch.where(notes == 0, total, infinite)
     return total.to(like.dtype).view(like.shape)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from attndsl.pipeline import Lowered
 
-    from ..emit.specialise import PairTile, Specialisation
+    from ..emit.facts import KernelFacts, PairTile
     from ..kernels.config import Config
     from .launch import Launch, View
 
@@ -49,17 +49,17 @@ def moved_argument(name: str) -> str:
     return name.replace("_desc", "_moved_desc")
 
 
-def blocks_of(direction: str, special: Specialisation, config: Config) -> dict[str, Block]:
+def blocks_of(direction: str, facts: KernelFacts, config: Config) -> dict[str, Block]:
     """Blocks of the descriptors that a kernel takes."""
-    d, dv = block_width(special.head_dim), block_width(special.value_dim)
+    d, dv = block_width(facts.head_dim), block_width(facts.value_dim)
     m, n = config.block_m, config.block_n
 
     def rows(number: int, width: int) -> Block:
-        return Block((1, 1, number, width), special.dtype, _ROWS)
+        return Block((1, 1, number, width), facts.dtype, _ROWS)
 
     pairs = {
-        f"pair{number}_desc": _pair_block(tile, pair_block(direction, special, config))
-        for number, tile in enumerate(special.pair_tiles)
+        f"pair{number}_desc": _pair_block(tile, pair_block(direction, facts, config))
+        for number, tile in enumerate(facts.pair_tiles)
     }
     if direction != "backward_kv":
         m = m // config.consumers
@@ -73,8 +73,8 @@ def blocks_of(direction: str, special: Specialisation, config: Config) -> dict[s
             own |= {moved_argument(name): block for name, block in own.items()}
         return pairs | own
     statistics = Block((m,), "fp32", _STATISTICS)
-    if special.stores_slopes:
-        pairs["slopes_desc"] = Block((n, m), special.dtype, _SLOPES)
+    if facts.stores_slopes:
+        pairs["slopes_desc"] = Block((n, m), facts.dtype, _SLOPES)
     return pairs | {
         "q_desc": rows(m, d),
         "k_desc": rows(n, d),
@@ -101,11 +101,11 @@ def is_drawn(lowered: Lowered, config: Config) -> bool:
 
 
 def arguments_of(
-    direction: str, function: Any, special: Specialisation, config: Config
+    direction: str, function: Any, facts: KernelFacts, config: Config
 ) -> list[Argument]:
     """Types of all arguments of ``attention_{direction}``, by their names."""
-    blocks = blocks_of(direction, special, config)
-    captures = capture_types(special)
+    blocks = blocks_of(direction, facts, config)
+    captures = capture_types(facts)
     found = []
     for name in function.arg_names:
         if name in blocks:
@@ -115,7 +115,7 @@ def arguments_of(
         elif name == "COUNTER":
             found.append(Argument(name, "*i32", aligned=True))
         else:
-            found.append(captures.get(name) or template_argument(name, special))
+            found.append(captures.get(name) or template_argument(name, facts))
     return found
 
 

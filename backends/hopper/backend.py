@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..base import Gradients, Wants
-from ..emit.specialise import specialise, strides
+from ..emit.facts import facts_of, strides
 from ..kernels.arguments import capture_arguments, origin
 from ..kernels.moving import moving_of
 from ..kernels.order import processors_of
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from attndsl.pipeline import Lowered
 
     from ..base import Backward, Call, Store, Tangents
-    from ..emit.specialise import Specialisation
+    from ..emit.facts import KernelFacts
     from ..gradients.shares import Shares
     from ..kernels.config import Config
 
@@ -76,9 +76,9 @@ class HopperBackend(TritonBackend):
         return None
 
     def _parts_of_lists(
-        self, lowered: Lowered, special: Specialisation, direction: str, config: Config
+        self, lowered: Lowered, facts: KernelFacts, direction: str, config: Config
     ) -> int:
-        return parts_of_lists(lowered, special, direction, config)
+        return parts_of_lists(lowered, facts, direction, config)
 
     def forward(self, lowered: Lowered, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
         """See :class:`~attndsl.backends.base.Backend`."""
@@ -104,7 +104,7 @@ class HopperBackend(TritonBackend):
                     *self._counter(layout, q.device, stream), call.scale, *layout.sizes,
                     origin(call.q_offset, call.q_index), origin(call.kv_offset, call.kv_index),
                     layout.together["forward"],
-                    *capture_arguments(layout.special, call), *lists,
+                    *capture_arguments(layout.facts, call), *lists,
                 ],
             )  # fmt: skip
         return out, lse
@@ -139,7 +139,7 @@ class HopperBackend(TritonBackend):
         columns = lse.new_empty((batch, heads, k.shape[2])) if learned.column else None
         factors = lse.new_empty((batch, heads, 2 * kv_tiles)) if learned.factor else None
         slopes = empty_slopes(call, config) if wants.slopes else None
-        distances = empty_sums(call, config) if layout.special.adds_diagonals else None
+        distances = empty_sums(call, config) if layout.facts.adds_diagonals else None
         stream = stream_of(q.device)
         with on_device(q.device):
             of_pairs = _read_by_tiles(layout, call)
@@ -162,7 +162,7 @@ class HopperBackend(TritonBackend):
                     origin(call.kv_offset, call.kv_index), padded,
                     *orders.k.rows, *orders.v.rows, layout.together["backward_kv"],
                     *(part for part in (columns, factors, distances) if part is not None),
-                    *capture_arguments(layout.special, call),
+                    *capture_arguments(layout.facts, call),
                     *lists_of(layout, lowered, call, "backward_kv", stream),
                 ],
             )  # fmt: skip
@@ -241,7 +241,7 @@ class HopperBackend(TritonBackend):
         key = (*signature_of(lowered, call, "tangent", None), *moving.signature())
         layout = self._layouts.get(key)
         if layout is None:
-            found = self._layout_for(lowered, call, "tangent", moving.special(), False)
+            found = self._layout_for(lowered, call, "tangent", moving.facts(), False)
             config = found.executables["forward_tangent"].config
             layout = layout_of(found, moving, _programs(call, "tangent", config))
             self._keep(key, layout)
@@ -277,12 +277,12 @@ class HopperBackend(TritonBackend):
         """See :class:`~attndsl.backends.base.Backend`."""
         return hopper_source(lowered, call, direction, wants)
 
-    def _special(
+    def _facts(
         self, lowered: Lowered, call: Call, grads: tuple[torch.Tensor, ...], wants: Wants | None
-    ) -> Specialisation:
-        special = with_diagonals(super()._special(lowered, call, grads, wants), lowered, call)
+    ) -> KernelFacts:
+        facts = with_diagonals(super()._facts(lowered, call, grads, wants), lowered, call)
         direction = "backward_kv" if grads else "forward"
-        return with_pair_tiles(special, lowered, call, direction)
+        return with_pair_tiles(facts, lowered, call, direction)
 
     def _places(self, call: Call) -> tuple[object, ...]:
         # Where views of what pairs look up end; a number on the device is none.
@@ -314,13 +314,13 @@ class HopperBackend(TritonBackend):
     ) -> HopperLayout:
         refused = why_portable(lowered, call, kind, grad_out, wants)
         if refused is not None:
-            special = specialise(lowered.program, call)
+            facts = facts_of(lowered.program, call)
             orders = result_orders(call.q, call.k, call.v)
-            return HopperLayout(special, {}, (), orders, (), {}, {}, why_portable=refused)
+            return HopperLayout(facts, {}, (), orders, (), {}, {}, why_portable=refused)
         layout = super()._make_layout(lowered, call, kind, grad_out, wants, has_dlse)
         direction = self._kernels.directions[kind][0]
         config = layout.executables[direction].config
-        blocks = blocks_of(direction, layout.special, config)
+        blocks = blocks_of(direction, layout.facts, config)
         launches = {name: launch_of(kernel) for name, kernel in layout.executables.items()}
         encoders = launches[direction].encoders
         batch, heads, q_len, _ = call.q.shape
@@ -331,7 +331,7 @@ class HopperBackend(TritonBackend):
             tensors["do_desc"] = grad_out
         views = {}
         copied = []
-        for number, tile in enumerate(layout.special.pair_tiles):
+        for number, tile in enumerate(layout.facts.pair_tiles):
             name, own = f"pair{number}_desc", window(tile, call)
             if not is_readable(own):
                 own = room_for(own)
@@ -341,7 +341,7 @@ class HopperBackend(TritonBackend):
             steps = descriptor_strides(tensor)
             assert steps is not None
             views[name] = view(tensor, steps, blocks[name], encoders.get(name))
-        if layout.special.stores_slopes:
+        if layout.facts.stores_slopes:
             slopes = empty_slopes(replace(call, q=call.q.to("meta")), config).values.flatten(0, 2)
             name, steps = "slopes_desc", slopes.stride()
             views[name] = view(slopes, steps, blocks[name], encoders.get(name))
@@ -351,19 +351,19 @@ class HopperBackend(TritonBackend):
             for name in ("lse_desc", "delta_desc"):
                 views[name] = view(rows, (1,), blocks[name], encoders.get(name))
         return HopperLayout(
-            layout.special, layout.executables, layout.strides, layout.orders, layout.sizes,
+            layout.facts, layout.executables, layout.strides, layout.orders, layout.sizes,
             layout.lists, layout.together, layout.lines, launches, views,
             () if grad_out is None else strides(grad_out)[:3],
-            learned_in_kernel(lowered, layout.special),
+            learned_in_kernel(lowered, layout.facts),
             _programs(call, kind, config), is_drawn(lowered, config), tuple(copied),
             *split(lowered, call, wants or Wants()),
         )  # fmt: skip
 
 
 def _read_by_tiles(layout: HopperLayout, call: Call) -> list[torch.Tensor]:
-    """The tensors of ``Specialisation.pair_tiles``, or copies; kept until kernels are launched."""
+    """The tensors of ``KernelFacts.pair_tiles``, or copies; kept until kernels are launched."""
     found = []
-    for number, tile in enumerate(layout.special.pair_tiles):
+    for number, tile in enumerate(layout.facts.pair_tiles):
         if number in layout.copied:
             own = window(tile, call)
             found.append(room_for(own).copy_(own))

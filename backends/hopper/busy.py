@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from triton.backends.compiler import GPUTarget
 
-from ..emit.specialise import specialise, with_forms, with_gradients
+from ..emit.facts import facts_of, with_forms, with_gradients
 from ..kernels.pair_work import work_of_pair
 
 if TYPE_CHECKING:
@@ -23,9 +23,9 @@ _TARGET = GPUTarget("cuda", 90, 32)
 
 def why_busy(lowered: Lowered, call: Call, kind: str, wants: Wants | None) -> str | None:
     """Why the portable kernels run a forward, tangent or backward of such a program, or None."""
-    special = with_forms(specialise(lowered.program, call), lowered.program, _TARGET)
+    facts = with_forms(facts_of(lowered.program, call), lowered.program, _TARGET)
     if wants is not None:
-        special = with_gradients(special, wants)
-    if work_of_pair(lowered, special, kind != "forward") <= MOST_WORK[kind]:
+        facts = with_gradients(facts, wants)
+    if work_of_pair(lowered, facts, kind != "forward") <= MOST_WORK[kind]:
         return None
     return "the Hopper kernels would spill registers with so much work for each pair"

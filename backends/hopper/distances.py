@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from attndsl.pipeline import Lowered
 
     from ..base import Call, Gradients, Wants
-    from ..emit.specialise import Specialisation
+    from ..emit.facts import KernelFacts
     from ..gradients.shares import Shares
     from ..kernels.config import Config
 
@@ -55,16 +55,16 @@ def among(lowered: Lowered, call: Call, names: frozenset[str]) -> frozenset[str]
     return by_distance(lowered, call, names)
 
 
-def with_diagonals(special: Specialisation, lowered: Lowered, call: Call) -> Specialisation:
-    """``special`` of a backward that adds up diagonals for the gradients that come of them."""
-    names = frozenset((*special.tensor_gradients, *special.param_gradients))
+def with_diagonals(facts: KernelFacts, lowered: Lowered, call: Call) -> KernelFacts:
+    """``facts`` of a backward that adds up diagonals for the gradients that come of them."""
+    names = frozenset((*facts.tensor_gradients, *facts.param_gradients))
     summed = among(lowered, call, names)
     if not summed:
-        return special
+        return facts
     return replace(
-        special,
-        tensor_gradients=tuple(n for n in special.tensor_gradients if n not in summed),
-        param_gradients=tuple(n for n in special.param_gradients if n not in summed),
+        facts,
+        tensor_gradients=tuple(n for n in facts.tensor_gradients if n not in summed),
+        param_gradients=tuple(n for n in facts.param_gradients if n not in summed),
         adds_diagonals=True,
     )
 

@@ -33,19 +33,19 @@ if TYPE_CHECKING:
     from attndsl.pipeline import Lowered
 
     from ..emit.expression import Names
-    from ..emit.specialise import Specialisation
+    from ..emit.facts import KernelFacts
     from .learned import Learned
 
 
 def print_functions(
-    lowered: Lowered, special: Specialisation, direction: str, learned: Learned
+    lowered: Lowered, facts: KernelFacts, direction: str, learned: Learned
 ) -> tuple[list[str], set[str]]:
     """Device functions of ``attention_{direction}``, and the names of the library's they call."""
     program, placed = lowered.program, lowered.placed
     forward = direction != "backward_kv"
     derived = direction != "forward"
     slope = slope_for_factor(placed) if learned.factor else placed.slope
-    weights, common = weights_and_factor(lowered, special, direction)
+    weights, common = weights_and_factor(lowered, facts, direction)
     by_score = None
     if weights is not None and not forward:
         by_score = vjp(weights, const(1.0)).get(SCORE, const(0.0))
@@ -56,8 +56,8 @@ def print_functions(
     # Parts of rows are added after the forward's loop, those of columns before the backward's.
     of_q = lookups((*pairs, None if forward else placed.row), "q")
     of_kv = lookups((*pairs, placed.column if forward else None), "kv")
-    of_tiles = pair_params(lowered, special)
-    names = special.names()
+    of_tiles = pair_params(lowered, facts)
+    names = facts.names()
     names = replace(names, int_bits={**names.int_bits, **_bits(of_q, names), **_bits(of_kv, names)})
 
     def without(root: Node | None) -> Node | None:
@@ -86,16 +86,16 @@ def print_functions(
         ("drop_probability", program.dropout, "", "With what probability each pair is dropped."),
     )
     printed = [
-        *(_pair_function(name, root, special, names, doc) for name, root, doc in of_pairs),
-        *(_part_function(*part, special, names) for part in of_parts),
-        _parts_function("q", of_q, special),
-        _parts_function("kv", of_kv, special),
+        *(_pair_function(name, root, facts, names, doc) for name, root, doc in of_pairs),
+        *(_part_function(*part, facts, names) for part in of_parts),
+        _parts_function("q", of_q, facts),
+        _parts_function("kv", of_kv, facts),
     ]
     return [text for text, _ in printed], set[str]().union(*(used for _, used in printed))
 
 
 def weights_and_factor(
-    lowered: Lowered, special: Specialisation, direction: str
+    lowered: Lowered, facts: KernelFacts, direction: str
 ) -> tuple[Node | None, Node | None]:
     """Weights of the program's own, and what is multiplied with their sums instead; None for none.
 
@@ -103,7 +103,7 @@ def weights_and_factor(
     the portable kernels' to make. fp16 may have no room for weights without the factor.
     """
     weights = lowered.program.weights
-    if weights is None or special.dtype != "bf16":
+    if weights is None or facts.dtype != "bf16":
         return weights, None
     rest, common = split_factor(weights)
     if direction != "forward" and common is not None and dependencies(common)[common]:
@@ -112,7 +112,7 @@ def weights_and_factor(
 
 
 def _pair_function(
-    name: str, root: Node | None, special: Specialisation, names: Names, doc: str
+    name: str, root: Node | None, facts: KernelFacts, names: Names, doc: str
 ) -> tuple[str, set[str]]:
     body, used = ["return live"], set[str]()
     if root is not None:
@@ -120,12 +120,12 @@ def _pair_function(
         lines, more = _spread_parts(root)
         body, used = lines + body, used | more
     first = f"score, live, q_parts, kv_parts, {PAIR}"
-    last = ", pair_parts" * bool(special.pair_tiles)
-    return program_function(name, first, special, doc, body, root is not None, last), used
+    last = ", pair_parts" * bool(facts.pair_tiles)
+    return program_function(name, first, facts, doc, body, root is not None, last), used
 
 
 def _part_function(
-    name: str, root: Node | None, positions: str, doc: str, special: Specialisation, names: Names
+    name: str, root: Node | None, positions: str, doc: str, facts: KernelFacts, names: Names
 ) -> tuple[str, set[str]]:
     """A part of the score as a function of a vector of positions."""
     body, used = ["return 0.0"], set[str]()
@@ -138,16 +138,16 @@ def _part_function(
         lines, used = _spread_parts(root)
         body, used = [*lines, *printed.lines, f"return {result}"], used | printed.helpers
     first = f"head, {positions}sizes"
-    return program_function(name, first, special, doc, body, root is not None), used
+    return program_function(name, first, facts, doc, body, root is not None), used
 
 
 def _parts_function(
-    variable: str, parts: Mapping[Node, Node], special: Specialisation
+    variable: str, parts: Mapping[Node, Node], facts: KernelFacts
 ) -> tuple[str, set[str]]:
     """All that is looked up by one position, as a function of a vector of positions."""
     body, used = ["return (0,)"], set[str]()
     if parts:
-        names = special.names()
+        names = facts.names()
         printed, bits = print_expressions(tuple(parts), names), _bits(parts, names)
         results = []
         for part, text in zip(parts.values(), printed.values, strict=True):
@@ -158,7 +158,7 @@ def _parts_function(
     return program_function(
         f"{variable}_parts_of_pairs",
         f"head, {variable}, sizes",
-        special,
+        facts,
         f"What masks and scores look up by ``{variable}`` alone.",
         body,
         bool(parts),

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from attndsl.passes.tiles.plan import LoopPlan
     from attndsl.pipeline import Lowered
 
-    from ..emit.specialise import Specialisation
+    from ..emit.facts import KernelFacts
     from ..emit.template import Flags
     from ..kernels.config import Config
 
@@ -105,33 +105,33 @@ _INDENT = "    "
 
 
 def generate(
-    lowered: Lowered, special: Specialisation, direction: str, loop: LoopPlan, config: Config
+    lowered: Lowered, facts: KernelFacts, direction: str, loop: LoopPlan, config: Config
 ) -> str:
     """The module of ``attention_{direction}``.
 
     Args:
         lowered: The program.
-        special: What the call is like.
+        facts: What the call is like.
         direction: ``forward`` or ``backward_kv``, which makes all three gradients.
         loop: The plan of its loop.
         config: How many warpgroups share a tile, and whether loops are peeled.
     """
     program, placed = lowered.program, lowered.placed
     forward = direction == "forward"
-    wide = not forward and widest(special) > 128
+    wide = not forward and widest(facts) > 128
     family, name, producer, consumer = _FAMILIES["wide " * wide + direction]
-    learned = learned_in_kernel(lowered, special)
-    functions, helpers = print_functions(lowered, special, direction, learned)
-    own_rows = own_tiles(lowered, special, direction, config)
+    learned = learned_in_kernel(lowered, facts)
+    functions, helpers = print_functions(lowered, facts, direction, learned)
+    own_rows = own_tiles(lowered, facts, direction, config)
     texts, used = print_loop(
         name,
         DIRECTIONS[direction].along,
         loop,
-        param_values(special, scalar=True),
-        special.names(),
+        param_values(facts, scalar=True),
+        facts.names(),
         own_rows.parts,
     )
-    visits, needed = print_rows(own_rows, special)
+    visits, needed = print_rows(own_rows, facts)
     texts += visits
     used |= needed
     modified, own = placed.pair.op is not Op.SCORE, program.weights is not None
@@ -139,15 +139,15 @@ def generate(
     assert not (wide and dropped)
     listed = loop.listed is not None
     drawn = is_drawn(lowered, config)
-    scaled_first = modified or own or reads_score(program.mask) or special.scale_first
-    bounded = is_bounded(lowered, special)
+    scaled_first = modified or own or reads_score(program.mask) or facts.scale_first
+    bounded = is_bounded(lowered, facts)
     full = listed or bool(loop.full)
     anchored = forward and config.persistent and full and not (own or bounded)
-    anchored = anchored and special.dtype == "bf16"
+    anchored = anchored and facts.dtype == "bf16"
     # The next tile's k has to come while one is read.
-    halved = anchored and config.stages > 1 and comes_by_halves(lowered, special, loop)
+    halved = anchored and config.stages > 1 and comes_by_halves(lowered, facts, loop)
     flags = {
-        **constants_of(special, config),
+        **constants_of(facts, config),
         **flags_of_scores(lowered, name, loop),
         "SCALED_FIRST": scaled_first,
         "SIGNED": placed.inner is not None and placed.column is None and not scaled_first,
@@ -159,14 +159,14 @@ def generate(
         # If exponents need more than a multiplication, a branch costs more than it saves: see M1 in
         # docs/measured.md.
         "LAZY": not own and not modified and placed.column is None,
-        "HAS_COMMON": weights_and_factor(lowered, special, direction)[1] is not None,
+        "HAS_COMMON": weights_and_factor(lowered, facts, direction)[1] is not None,
         "BOUNDED": bounded,
         "NEEDS_TILE": True,
         "MOVES_Q": False,
         "MOVES_K": False,
         "MOVES_V": False,
         "ANCHORED": anchored,
-        "MIXED": _MIXED[widest(special)] if bounded and special.forms == APPROX else 0,
+        "MIXED": _MIXED[widest(facts)] if bounded and facts.forms == APPROX else 0,
         # A soft cap gains, plain scores lose: see M8 in docs/measured.md.
         "LEAVE_EACH": not (forward or wide) and is_pairwise(placed.slope),
         "PERSISTENT": config.persistent,
@@ -175,20 +175,20 @@ def generate(
         "HAS_DROPOUT": dropped,
         "SIGNED_WEIGHTS": dropped and not own,
         "HALVED": halved,
-        "OWN_OUTPUT": forward and has_own_output(special, config),
+        "OWN_OUTPUT": forward and has_own_output(facts, config),
     }
-    given_names = [*parameters(special), *(LIST_PARAMETERS if listed else ())]
+    given_names = [*parameters(facts), *(LIST_PARAMETERS if listed else ())]
     sums = ["COLUMN_SUMS,"] * learned.column + ["FACTOR_SUMS,"] * learned.factor
     left = "q_empty" if forward else "kv_empty"
     again = [f"{left}, item_s, item_full, item_empty,"] * config.persistent
     again += ["lost_s,"] * anchored
     counter = ["COUNTER,"] * drawn
-    pairs = pair_hooks(lowered, special, direction, wide)
-    slopes = slope_hooks(special)
+    pairs = pair_hooks(lowered, facts, direction, wide)
+    slopes = slope_hooks(facts)
     tiles = (*pairs["pair_consumer"], *slopes["slopes_desc"])
     output = ["o_s,"] * bool(flags["OWN_OUTPUT"])
     kept = ["kept_s, kept_full,"] * dropped
-    summed = special.adds_diagonals
+    summed = facts.adds_diagonals
     diagonals = diagonal_hooks(summed)
     given = [*counter, *kept, *diagonals["diagonal_producer"], *again, *pairs["pair_producer"]]
     taken = [*sums, *output, *kept, *diagonals["diagonal_consumer"], *again, *tiles]
@@ -197,9 +197,9 @@ def generate(
     helpers |= used
     more = {
         "imports": [
-            *import_lines("triton", helpers - OWN_HELPERS),
+            *import_lines("device", helpers - OWN_HELPERS),
             *import_lines("hopper", helpers & OWN_HELPERS),
-            *(_imports_of_dropout(direction, special) if dropped else []),
+            *(_imports_of_dropout(direction, facts) if dropped else []),
             *DIAGONAL_IMPORTS * summed,
         ],
         "learned": sums,
@@ -216,7 +216,7 @@ def generate(
         "more_memory": pairs["pair_memory"],
         "load_parameters": pairs["pair_load_parameters"],
         "moved_query": [],
-        **row_hooks(special),
+        **row_hooks(facts),
         **slopes,
         **diagonals,
         **pairs,
@@ -226,14 +226,14 @@ def generate(
             config.consumers,
         ),
     }
-    texts += print_pair_functions(lowered, special, direction)
+    texts += print_pair_functions(lowered, facts, direction)
     if dropped:
-        functions.append(drop_function(special.draws))
+        functions.append(drop_function(facts.draws))
     texts = [record_of_given(given_names), *functions, *texts]
     return fill_template(__package__, templates, texts, helpers, flags, given_names, more)
 
 
-def constants_of(special: Specialisation, config: Config) -> Flags:
+def constants_of(facts: KernelFacts, config: Config) -> Flags:
     """What every call decides: sizes of tiles, dims, how positions are given, the dtype."""
     return {
         "BLOCK_M": config.block_m,
@@ -241,13 +241,13 @@ def constants_of(special: Specialisation, config: Config) -> Flags:
         "STAGES": config.stages,
         "CONSUMERS": config.consumers,
         "REGISTERS": config.registers,
-        "HEAD_DIM": special.head_dim,
-        "VALUE_DIM": special.value_dim,
-        "D": block_width(special.head_dim),
-        "DV": block_width(special.value_dim),
-        "Q_KIND": special.q_kind,
-        "KV_KIND": special.kv_kind,
-        "HALF": Literal(f"gl.{'bfloat16' if special.dtype == 'bf16' else 'float16'}"),
+        "HEAD_DIM": facts.head_dim,
+        "VALUE_DIM": facts.value_dim,
+        "D": block_width(facts.head_dim),
+        "DV": block_width(facts.value_dim),
+        "Q_KIND": facts.q_kind,
+        "KV_KIND": facts.kv_kind,
+        "HALF": Literal(f"gl.{'bfloat16' if facts.dtype == 'bf16' else 'float16'}"),
     }
 
 
@@ -272,7 +272,7 @@ def flags_of_scores(lowered: Lowered, name: str, loop: LoopPlan) -> dict[str, bo
     }
 
 
-def comes_by_halves(lowered: Lowered, special: Specialisation, loop: LoopPlan) -> bool:
+def comes_by_halves(lowered: Lowered, facts: KernelFacts, loop: LoopPlan) -> bool:
     """Whether an anchored forward has the scores of FULL tiles half by half.
 
     Products of D128 take longer than their exponentials. A soft cap needs twice as many
@@ -280,8 +280,8 @@ def comes_by_halves(lowered: Lowered, special: Specialisation, loop: LoopPlan) -
     """
     placed = lowered.placed
     plain = placed.pair.op is Op.SCORE and placed.column is None
-    plain = plain and lowered.program.dropout is None and not special.pair_tiles
-    return plain and widest(special) <= 64 and loop.listed is None and not loop.short
+    plain = plain and lowered.program.dropout is None and not facts.pair_tiles
+    return plain and widest(facts) <= 64 and loop.listed is None and not loop.short
 
 
 def is_pairwise(slope: Node) -> bool:
@@ -289,19 +289,19 @@ def is_pairwise(slope: Node) -> bool:
     return not dependencies(slope)[slope] <= {"b", "h"}
 
 
-def is_bounded(lowered: Lowered, special: Specialisation) -> bool:
+def is_bounded(lowered: Lowered, facts: KernelFacts) -> bool:
     """Whether weights of all scores fit as they are, in base 2, without a maximum taken off."""
     placed = lowered.placed
     if lowered.program.weights is not None or placed.column is not None:
         return False
     exponent = placed.outer * magnitude(placed.pair) * math.log2(math.e)
-    return exponent <= _MOST_EXPONENT[special.dtype]
+    return exponent <= _MOST_EXPONENT[facts.dtype]
 
 
-def _imports_of_dropout(direction: str, special: Specialisation) -> list[str]:
+def _imports_of_dropout(direction: str, facts: KernelFacts) -> list[str]:
     first = "from attndsl.backends.hopper.dropout import ("
     names = (_INDENT + line for line in _DROPOUT[direction])
-    drawing = "drop_of_head" if special.draws is None else "drop_of_part"
+    drawing = "drop_of_head" if facts.draws is None else "drop_of_part"
     return [f"from attndsl.backends.device.dropout import {drawing}", first, *names, ")"]
 
 

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from attndsl.passes.tiles.plan import LoopPlan
     from attndsl.pipeline import Lowered
 
-    from ..emit.specialise import Specialisation
+    from ..emit.facts import KernelFacts
     from ..kernels.config import Config
 
 _TEMPLATES = ("forward_shared", "forward_produce", "forward_tangent", "forward_kernel")
@@ -39,47 +39,45 @@ _TILES = "q_moved_s, k_moved_s, v_moved_s,"
 _RESULTS = "o_moved_desc, LSE_MOVED,"
 
 
-def generate_tangent(
-    lowered: Lowered, special: Specialisation, loop: LoopPlan, config: Config
-) -> str:
+def generate_tangent(lowered: Lowered, facts: KernelFacts, loop: LoopPlan, config: Config) -> str:
     """The module of ``attention_forward_tangent``.
 
     Args:
         lowered: A program with the softmax's weights, and no dropout.
-        special: What the call is like, and which of ``q``, ``k`` and ``v`` move.
+        facts: What the call is like, and which of ``q``, ``k`` and ``v`` move.
         loop: The plan of its loop.
         config: How many warpgroups share a tile, and whether programs have one after the other.
     """
     program, placed = lowered.program, lowered.placed
     assert program.weights is None
     assert program.dropout is None
-    assert not special.moving_captures
-    assert not special.pair_tiles
-    functions, helpers = print_functions(lowered, special, "forward_tangent", Learned())
-    own_rows = own_tiles(lowered, special, "forward_tangent", config)
+    assert not facts.moving_captures
+    assert not facts.pair_tiles
+    functions, helpers = print_functions(lowered, facts, "forward_tangent", Learned())
+    own_rows = own_tiles(lowered, facts, "forward_tangent", config)
     texts, used = print_loop(
-        "forward", FORWARD.along, loop, param_values(special, scalar=True), special.names(),
+        "forward", FORWARD.along, loop, param_values(facts, scalar=True), facts.names(),
         own_rows.parts,
     )  # fmt: skip
-    visits, needed = print_rows(own_rows, special)
+    visits, needed = print_rows(own_rows, facts)
     texts += visits
     helpers |= used | needed
-    moves = {f"MOVES_{name.upper()}": name in special.moving_operands for name in ("q", "k", "v")}
+    moves = {f"MOVES_{name.upper()}": name in facts.moving_operands for name in ("q", "k", "v")}
     # Tangents are multiplied with weights before these are rounded, and fp16 has no room for more.
-    wide = special.dtype == "bf16"
+    wide = facts.dtype == "bf16"
     listed = loop.listed is not None
     drawn = is_drawn(lowered, config)
     flags = {
-        **constants_of(special, config),
+        **constants_of(facts, config),
         **flags_of_scores(lowered, "forward", loop),
         # The running maximum needs a factor that is positive.
         "SCALED_FIRST": placed.pair.op is not Op.SCORE
         or placed.inner is not None
         or reads_score(program.mask)
-        or special.scale_first,
+        or facts.scale_first,
         "LAZY": wide,
         "EARLY": config.early,
-        "BOUNDED": wide and is_bounded(lowered, special),
+        "BOUNDED": wide and is_bounded(lowered, facts),
         "ANCHORED": False,
         "MIXED": 0,
         "PERSISTENT": config.persistent,
@@ -87,17 +85,17 @@ def generate_tangent(
         "NEEDS_TILE": False,
         **flags_of_rows(own_rows),
         "HAS_DROPOUT": False,
-        "OWN_OUTPUT": has_own_output(special, config),
+        "OWN_OUTPUT": has_own_output(facts, config),
         **moves,
         "MOVES_WEIGHTS": moves["MOVES_Q"] or moves["MOVES_K"],
     }
-    given = [*parameters(special), *(LIST_PARAMETERS if listed else ())]
+    given = [*parameters(facts), *(LIST_PARAMETERS if listed else ())]
     counter = ["COUNTER,"] * drawn
     again = ["q_empty, item_s, item_full, item_empty,"] * config.persistent
     output = ["o_s,"] * bool(flags["OWN_OUTPUT"])
     more = {
         "imports": [
-            *import_lines("triton", helpers - OWN_HELPERS),
+            *import_lines("device", helpers - OWN_HELPERS),
             *import_lines("hopper", helpers & OWN_HELPERS),
         ],
         "pair_parts": [],
@@ -114,7 +112,7 @@ def generate_tangent(
         "load_pairs": [],
         "load_partial_pairs": [_DESCS, _TILES],
         "load_full_pairs": [_DESCS, _TILES],
-        "more_memory": _memory(special.moving_operands),
+        "more_memory": _memory(facts.moving_operands),
         "partitions": partitions(
             (*FORWARD_PRODUCER, *counter, *again, _DESCS, _TILES),
             (*FORWARD_CONSUMER, *output, *again, _RESULTS, _TILES),

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from attndsl.passes.tiles.plan import LoopPlan
     from attndsl.pipeline import Lowered
 
-    from ..emit.specialise import Specialisation
+    from ..emit.facts import KernelFacts
     from ..emit.template import Products
     from ..kernels.compile import Argument
     from ..kernels.config import Config
@@ -53,71 +53,71 @@ class HopperKernels(Kernels):
         "dq_from_sums": dq_from_sums,
     }
 
-    def _fixed_constants(self, special: Specialisation) -> dict[str, int | bool]:
-        return super()._fixed_constants(special) | {"WIDTH": block_width(special.head_dim)}
+    def _fixed_constants(self, facts: KernelFacts) -> dict[str, int | bool]:
+        return super()._fixed_constants(facts) | {"WIDTH": block_width(facts.head_dim)}
 
     def configs(
-        self, lowered: Lowered, direction: str, special: Specialisation, device: torch.device
+        self, lowered: Lowered, direction: str, facts: KernelFacts, device: torch.device
     ) -> tuple[Config, ...]:
         """See :meth:`Kernels.configs`; after these, those that are persistent or not instead."""
-        found = super().configs(lowered, direction, special, device)
+        found = super().configs(lowered, direction, facts, device)
         others = tuple(replace(config, persistent=not config.persistent) for config in found)
-        if direction != "backward_kv" or widest(special) <= 128:
+        if direction != "backward_kv" or widest(facts) <= 128:
             return (*found, *others)
         return found
 
     def _configs(
-        self, lowered: Lowered, direction: str, special: Specialisation,
+        self, lowered: Lowered, direction: str, facts: KernelFacts,
         target: GPUTarget | None, device: torch.device,
     ) -> tuple[Config, ...]:  # fmt: skip
         if direction not in CANDIDATES:
-            return super()._configs(lowered, direction, special, target, device)
-        return configs_of(lowered, special, direction)
+            return super()._configs(lowered, direction, facts, target, device)
+        return configs_of(lowered, facts, direction)
 
     def _text(
-        self, lowered: Lowered, special: Specialisation, direction: str, loop: LoopPlan,
+        self, lowered: Lowered, facts: KernelFacts, direction: str, loop: LoopPlan,
         config: Config, products: Products,
     ) -> str:  # fmt: skip
         if direction not in CANDIDATES:
-            return super()._text(lowered, special, direction, loop, config, products)
+            return super()._text(lowered, facts, direction, loop, config, products)
         if direction == "forward_tangent":
-            return generate_tangent(lowered, special, loop, config)
-        return generate(lowered, special, direction, loop, config)
+            return generate_tangent(lowered, facts, loop, config)
+        return generate(lowered, facts, direction, loop, config)
 
     def _arguments(
-        self, function: Any, special: Specialisation, more: Mapping[str, int | bool],
+        self, function: Any, facts: KernelFacts, more: Mapping[str, int | bool],
         config: Config,
     ) -> list[Argument]:  # fmt: skip
         if not config.consumers:
-            return super()._arguments(function, special, more, config)
+            return super()._arguments(function, facts, more, config)
         direction = "backward_kv"
         if "o_desc" in function.arg_names:
             moves = "o_moved_desc" in function.arg_names
             direction = "forward_tangent" if moves else "forward"
-        return arguments_of(direction, function, special, config)
+        return arguments_of(direction, function, facts, config)
 
     def _key(
-        self, lowered: Lowered, kind: str, special: Specialisation, precision: str,
+        self, lowered: Lowered, kind: str, facts: KernelFacts, precision: str,
         target: GPUTarget | None,
     ) -> str:  # fmt: skip
         family = f"hopper {kind}" if kind in CANDIDATES else kind
-        return super()._key(lowered, family, special, precision, target)
+        return super()._key(lowered, family, facts, precision, target)
 
 
-def configs_of(lowered: Lowered, special: Specialisation, direction: str) -> tuple[Config, ...]:
+def configs_of(lowered: Lowered, facts: KernelFacts, direction: str) -> tuple[Config, ...]:
     """Tile sizes to try for a Hopper kernel, in order of preference."""
     if direction == "forward_tangent":
-        return CANDIDATES[direction][widest(special)]
-    work = work_of(lowered, special, direction)
+        return CANDIDATES[direction][widest(facts)]
+    work = work_of(lowered, facts, direction)
     # Relative to a maximum that is not followed, weights take fewer registers, columns or not.
-    column = lowered.placed.column is not None and special.dtype != "bf16"
+    column = lowered.placed.column is not None and facts.dtype != "bf16"
     dropped, own = lowered.program.dropout is not None, lowered.program.weights is not None
     plain = lowered.program.mask is None or (lowered.sparsity.plain and not own)
-    if direction == "backward_kv" and work_of_pair(lowered, special, True) > _MOST_WORK_OF_LARGE:
+    if direction == "backward_kv" and work_of_pair(lowered, facts, True) > _MOST_WORK_OF_LARGE:
         plain = False
-    found = candidates(direction, widest(special), plain, work, column, dropped, own)
-    if direction == "forward" and work_of_pair(lowered, special, False) > _MOST_WORK_OF_THREE:
+    found = candidates(direction, widest(facts), plain, work, column, dropped, own)
+    if direction == "forward" and work_of_pair(lowered, facts, False) > _MOST_WORK_OF_THREE:
         found = tuple(config for config in found if config.consumers < 3)
-    if special.adds_diagonals:
+    if facts.adds_diagonals:
         found = for_busy_producers(found)
-    return fitting(direction, special, found) if special.pair_tiles else found
+    return fitting(direction, facts, found) if facts.pair_tiles else found

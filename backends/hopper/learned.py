@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from attndsl.pipeline import Lowered
 
     from ..base import Call, Wants
-    from ..emit.specialise import Specialisation
+    from ..emit.facts import KernelFacts
 
 _TINY = 2.0**-64
 """What a factor of 0 counts as in slopes, so that its own derivative does not vanish with them."""
@@ -73,9 +73,9 @@ def learned_parts(lowered: Lowered, names: frozenset[str]) -> Learned | str:
     return found
 
 
-def learned_in_kernel(lowered: Lowered, special: Specialisation) -> Learned:
+def learned_in_kernel(lowered: Lowered, facts: KernelFacts) -> Learned:
     """The parts that a backward kernel makes sums for; none in other kernels."""
-    found = learned_parts(lowered, frozenset((*special.tensor_gradients, *special.param_gradients)))
+    found = learned_parts(lowered, frozenset((*facts.tensor_gradients, *facts.param_gradients)))
     assert isinstance(found, Learned)
     return found
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from attndsl.passes.tiles.plan import LoopPlan
     from attndsl.pipeline import Lowered
 
-    from ..emit.specialise import Specialisation
+    from ..emit.facts import KernelFacts
     from ..kernels.config import Config
 
 
@@ -37,46 +37,42 @@ class OwnTiles:
     """Of how many consumers the lists of tiles tell."""
 
 
-def own_tiles(
-    lowered: Lowered, special: Specialisation, direction: str, config: Config
-) -> OwnTiles:
+def own_tiles(lowered: Lowered, facts: KernelFacts, direction: str, config: Config) -> OwnTiles:
     """What consumers of one kernel leave out.
 
     Rows beyond the last query are many where tiles have a length that few lengths are multiples
     of. What comes by tiles, or is drawn, comes to all consumers.
     """
-    if not _may_leave_out(lowered, special, direction):
+    if not _may_leave_out(lowered, facts, direction):
         return OwnTiles()
     sizes = config.block_m, config.block_m // config.consumers, config.block_n
-    how = special.shifted, special.indexed, special.wide
+    how = facts.shifted, facts.indexed, facts.wide
     if lowered.sparsity.loop(FORWARD, config.block_m, config.block_n, *how).listed is not None:
         return OwnTiles(skips=True, parts=config.consumers)
     loop = lowered.sparsity.loop_of_rows(*sizes, *how)
     return OwnTiles(loop is not None or config.block_m & (config.block_m - 1) != 0, loop)
 
 
-def parts_of_lists(
-    lowered: Lowered, special: Specialisation, direction: str, config: Config
-) -> int:
+def parts_of_lists(lowered: Lowered, facts: KernelFacts, direction: str, config: Config) -> int:
     """Of how many consumers the lists tell of a kernel that has lists.
 
     Looks at no tiles, so that a start from the cache derives no plan.
     """
-    return config.consumers if _may_leave_out(lowered, special, direction) else 1
+    return config.consumers if _may_leave_out(lowered, facts, direction) else 1
 
 
-def _may_leave_out(lowered: Lowered, special: Specialisation, direction: str) -> bool:
+def _may_leave_out(lowered: Lowered, facts: KernelFacts, direction: str) -> bool:
     dropped = lowered.program.dropout is not None
     forward = direction in ("forward", "forward_tangent")
-    return forward and not special.pair_tiles and not dropped
+    return forward and not facts.pair_tiles and not dropped
 
 
-def print_rows(own: OwnTiles, special: Specialisation) -> tuple[list[str], set[str]]:
+def print_rows(own: OwnTiles, facts: KernelFacts) -> tuple[list[str], set[str]]:
     """The function ``rows_have`` if rows have a plan, and the library functions that it uses."""
     if own.loop is None:
         return [], set()
-    values = param_values(special, scalar=True)
-    text, used = print_visited("rows", FORWARD.along, own.loop, values, special.names())
+    values = param_values(facts, scalar=True)
+    text, used = print_visited("rows", FORWARD.along, own.loop, values, facts.names())
     return [text], used
 
 

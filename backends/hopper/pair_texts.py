@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from attndsl.ir import Node
     from attndsl.pipeline import Lowered
 
-    from ..emit.specialise import PairTile, Specialisation
+    from ..emit.facts import KernelFacts, PairTile
 
 _INDENT = "    "
 _HOOKS = (
@@ -30,9 +30,9 @@ _HOOKS = (
 )  # fmt: skip
 
 
-def pair_params(lowered: Lowered, special: Specialisation) -> dict[Node, Node]:
+def pair_params(lowered: Lowered, facts: KernelFacts) -> dict[Node, Node]:
     """The lookups that are read by tiles, and for each the param that is to stand for it."""
-    places = {(tile.name, tile.indices): n for n, tile in enumerate(special.pair_tiles)}
+    places = {(tile.name, tile.indices): n for n, tile in enumerate(facts.pair_tiles)}
     found = {}
     for item in lookups_of_pairs(lowered):
         place = places.get((str(item.value), indices_of(item)))
@@ -41,29 +41,29 @@ def pair_params(lowered: Lowered, special: Specialisation) -> dict[Node, Node]:
     return found
 
 
-def _in_masks_alone(lowered: Lowered, special: Specialisation) -> bool:
+def _in_masks_alone(lowered: Lowered, facts: KernelFacts) -> bool:
     roots = (lowered.placed.pair, lowered.program.weights)
     used = toposort(*(root for root in roots if root is not None))
-    return set(used).isdisjoint(pair_params(lowered, special))
+    return set(used).isdisjoint(pair_params(lowered, facts))
 
 
 def pair_hooks(
-    lowered: Lowered, special: Specialisation, direction: str, wide: bool
+    lowered: Lowered, facts: KernelFacts, direction: str, wide: bool
 ) -> dict[str, list[str]]:
     """Lines of the templates' hooks.
 
     Args:
         lowered: The program.
-        special: What the call is like.
+        facts: What the call is like.
         direction: ``forward`` or ``backward_kv``.
         wide: Whether the backward is that of head dims above 128.
     """
     found: dict[str, list[str]] = {name: [] for name in _HOOKS}
-    tiles = special.pair_tiles
+    tiles = facts.pair_tiles
     if not tiles:
         return found
     forward = direction == "forward"
-    masks = _in_masks_alone(lowered, special)
+    masks = _in_masks_alone(lowered, facts)
     descs = ", ".join(f"pair{n}_desc" for n in range(len(tiles)))
     memory = ", ".join(f"pair{n}_s" for n in range(len(tiles)))
     reader = f"{memory}, pairs_full, pairs_empty,"
@@ -138,14 +138,14 @@ def _memory(tiles: tuple[PairTile, ...], forward: bool, wide: bool) -> list[str]
     ]
 
 
-def print_pair_functions(lowered: Lowered, special: Specialisation, direction: str) -> list[str]:
+def print_pair_functions(lowered: Lowered, facts: KernelFacts, direction: str) -> list[str]:
     """Device functions that load tiles of what pairs look up, and that read them."""
-    tiles = special.pair_tiles
+    tiles = facts.pair_tiles
     if not tiles:
         return []
     descs = ", ".join(f"pair{n}_desc" for n in range(len(tiles)))
     memory = ", ".join(f"pair{n}_s" for n in range(len(tiles)))
-    masks = _in_masks_alone(lowered, special)
+    masks = _in_masks_alone(lowered, facts)
     along = 0 if direction == "forward" else 1
     return [
         _load_function(tiles, descs, memory, masks, along),

@@ -19,7 +19,7 @@ import torch
 from attndsl.ir import DType, Op, toposort
 from attndsl.passes.inside import reads_inside
 
-from ..emit.specialise import TRITON_TYPES, PairTile, strides
+from ..emit.facts import TRITON_TYPES, PairTile, strides
 from ..kernels.config import shared_memory_of
 from .copies import is_worth_a_copy
 from .memory import ADDRESS_BYTES, shared_bytes, widest
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from attndsl.pipeline import Lowered
 
     from ..base import Call
-    from ..emit.specialise import Specialisation
+    from ..emit.facts import KernelFacts
     from ..kernels.config import Config
 
 _MOST = 2
@@ -41,23 +41,21 @@ _FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 
 
 def with_pair_tiles(
-    special: Specialisation, lowered: Lowered, call: Call, direction: str
-) -> Specialisation:
-    """``special`` for a Hopper kernel, ``forward`` or ``backward_kv``, of calls like ``call``."""
+    facts: KernelFacts, lowered: Lowered, call: Call, direction: str
+) -> KernelFacts:
+    """``facts`` for a Hopper kernel, ``forward`` or ``backward_kv``, of calls like ``call``."""
     chosen: tuple[PairTile, ...] = ()
     for tile in pair_tiles(lowered, call, direction):
-        more = replace(special, pair_tiles=(*chosen, tile))
+        more = replace(facts, pair_tiles=(*chosen, tile))
         if len(chosen) < _MOST and fitting(direction, more, CANDIDATES[direction][widest(more)]):
             chosen = more.pair_tiles
-    return replace(special, pair_tiles=chosen)
+    return replace(facts, pair_tiles=chosen)
 
 
-def fitting(
-    direction: str, special: Specialisation, configs: Sequence[Config]
-) -> tuple[Config, ...]:
+def fitting(direction: str, facts: KernelFacts, configs: Sequence[Config]) -> tuple[Config, ...]:
     """Those of ``configs`` whose tiles find room in shared memory."""
     room = shared_memory_of("cuda:90")
-    return tuple(c for c in configs if shared_bytes(direction, special, c) <= room)
+    return tuple(c for c in configs if shared_bytes(direction, facts, c) <= room)
 
 
 def pair_tiles(lowered: Lowered, call: Call, direction: str) -> tuple[PairTile, ...]:

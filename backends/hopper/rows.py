@@ -1,7 +1,7 @@
 """How the backward stores its rows of dK and dV, as lines of its templates.
 
 Halves go through shared memory, so that each thread stores 16 bytes. Rows in fp32
-(``Specialisation.wide_gradients``) would take twice the memory there, of which little is left: each
+(``KernelFacts.wide_gradients``) would take twice the memory there, of which little is left: each
 thread stores what it holds, 8 bytes at a time.
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from ..emit.specialise import Specialisation
+    from ..emit.facts import KernelFacts
 
 _INDENT = "    "
 _LAYOUT = [
@@ -21,9 +21,9 @@ _DK = "own, b, hkv, sizes.kv_len, HEAD_DIM"
 _DV = "own, b, hkv, sizes.kv_len, VALUE_DIM"
 
 
-def row_hooks(special: Specialisation) -> dict[str, list[str]]:
+def row_hooks(facts: KernelFacts) -> dict[str, list[str]]:
     """Lines of both backward templates: that of head dims up to 128, and that of wider ones."""
-    if special.wide_gradients:
+    if facts.wide_gradients:
         return {
             "dk_rows": ["dk_rows = dk * scale"],
             "dv_rows": ["dv_rows = dv"],

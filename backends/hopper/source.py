@@ -9,7 +9,7 @@ from attndsl.errors import UnsupportedError
 from attndsl.passes.tiles.plan import LoopPlan
 
 from ..base import Wants
-from ..emit.specialise import specialise, with_forms, with_gradients
+from ..emit.facts import facts_of, with_forms, with_gradients
 from ..gradients.pairs import with_pair_sums
 from ..kernels.config import shared_memory_of
 from ..triton.cross import candidates_of, parse_target
@@ -43,23 +43,23 @@ def hopper_source(lowered: Lowered, call: Call, direction: str, wants: Wants) ->
         raise UnsupportedError(
             refused, hint="the triton kernels run such calls: use backend='triton'"
         )
-    special = specialise(lowered.program, call)
-    special = with_forms(special, lowered.program, parse_target("cuda:90"))
+    facts = facts_of(lowered.program, call)
+    facts = with_forms(facts, lowered.program, parse_target("cuda:90"))
     if direction == "tangent":
         (name,) = HopperKernels.directions[direction]
-        own = replace(special, moving_operands="qkv")
+        own = replace(facts, moving_operands="qkv")
         config = configs_of(lowered, own, name)[0]
         return generate_tangent(lowered, own, plan_loop(lowered, own, name, config), config)
     sums = []
     if direction == "backward":
         for group in shares.stored:
-            own = with_pair_sums(with_gradients(special, group), lowered, call)
+            own = with_pair_sums(with_gradients(facts, group), lowered, call)
             (config, *_) = candidates_of(lowered, own, "stored", shared_memory_of("cuda:90"))
             sums.append(generate_attention(lowered, own, "stored", LoopPlan(), config))
-        special = with_diagonals(with_gradients(special, shares.lines), lowered, call)
+        facts = with_diagonals(with_gradients(facts, shares.lines), lowered, call)
     texts = []
     for name in HopperKernels.directions[direction]:
-        own = with_pair_tiles(special, lowered, call, name)
+        own = with_pair_tiles(facts, lowered, call, name)
         config = configs_of(lowered, own, name)[0]
         loop = plan_loop(lowered, own, name, config)
         texts.append(generate(lowered, own, name, loop, config))

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from attndsl.pipeline import Lowered
 
     from ..base import Call, Wants
-    from ..emit.specialise import Specialisation
+    from ..emit.facts import KernelFacts
     from ..gradients.shares import Shares
     from ..kernels.config import Config
 
@@ -83,14 +83,14 @@ def empty_slopes(call: Call, config: Config) -> Slopes:
     return Slopes(call.q.new_empty((batch, heads, *lengths)), stored)
 
 
-def slope_hooks(special: Specialisation) -> dict[str, list[str]]:
+def slope_hooks(facts: KernelFacts) -> dict[str, list[str]]:
     """Lines of the backward's templates by which dS goes from shared to global memory.
 
     One consumer stores the tile that both have written, and the other notes that in STORED_TILES
     (batch, heads, tiles of keys, tiles of queries). Before both meet again, one tile later, it has
     been read; the tile after that takes its place.
     """
-    stores = special.stores_slopes
+    stores = facts.stores_slopes
     wait = ["if PART == 0:", f"{_INDENT}tma_wait(0)"]
     store = [
         "number = head.b * sizes.heads + head.h",

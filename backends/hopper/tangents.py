@@ -44,7 +44,7 @@ def layout_of(layout: Layout, moving: Moving, programs: int) -> HopperLayout:
     """
     config = layout.executables[_DIRECTION].config
     launch = launch_of(layout.executables[_DIRECTION])
-    blocks = blocks_of(_DIRECTION, layout.special, config)
+    blocks = blocks_of(_DIRECTION, layout.facts, config)
     out = layout.orders.out.empty(moving.call.q)
     views = {}
     for name, tensor in _described(moving, out, out).items():
@@ -52,7 +52,7 @@ def layout_of(layout: Layout, moving: Moving, programs: int) -> HopperLayout:
         assert steps is not None
         views[name] = view(tensor, steps, blocks[name], launch.encoders.get(name))
     return HopperLayout(
-        layout.special, layout.executables, layout.strides, layout.orders, layout.sizes,
+        layout.facts, layout.executables, layout.strides, layout.orders, layout.sizes,
         layout.lists, layout.together, layout.lines, {_DIRECTION: launch}, views,
         programs=programs, drawn=is_drawn(moving.lowered, config),
     )  # fmt: skip
@@ -88,7 +88,7 @@ def launch_with_tangents(
                 lse_moved.data_ptr(), *counter,
                 call.scale, *layout.sizes,
                 origin(call.q_offset, call.q_index), origin(call.kv_offset, call.kv_index),
-                layout.together[_DIRECTION], *capture_arguments(layout.special, call), *lists,
+                layout.together[_DIRECTION], *capture_arguments(layout.facts, call), *lists,
             ],
         )  # fmt: skip
     return out, lse, out_moved, lse_moved

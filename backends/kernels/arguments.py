@@ -10,7 +10,7 @@ import triton
 from attndsl.errors import UnsupportedError
 
 from ..emit.draws import PARAMETERS, draws_arguments
-from ..emit.specialise import block_widths, strides
+from ..emit.facts import block_widths, strides
 from ..gradients.lines import Lines
 from .compile import Argument
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     import torch
 
     from ..base import Call
-    from ..emit.specialise import Specialisation
+    from ..emit.facts import KernelFacts
     from ..memory_order import ResultOrders
     from .compile import Executable
     from .tile_lists import ListKernels
@@ -47,7 +47,7 @@ _OPERANDS = ("Q", "K", "V", "Q_MOVED", "K_MOVED", "V_MOVED", "DOUT", *_OWN)
 class Layout:
     """What all calls of one signature share."""
 
-    special: Specialisation
+    facts: KernelFacts
     executables: Mapping[str, Executable]
     strides: tuple[int, ...]
     """Batch, head and row strides of q, k and v."""
@@ -64,26 +64,26 @@ class Layout:
 
 
 def arguments_of(
-    function: Any, special: Specialisation, more: Mapping[str, int | bool]
+    function: Any, facts: KernelFacts, more: Mapping[str, int | bool]
 ) -> list[Argument]:
     """Types of all arguments of a generated kernel, by their names.
 
     Args:
         function: The kernel (its parameter names say what each argument is).
-        special: The specialisation that it was generated for.
+        facts: The specialisation that it was generated for.
         more: Constants of this kernel alone.
     """
-    block_dv = block_widths(special)[1]
+    block_dv = block_widths(facts)[1]
     # Of kernels whose text is the same for all programs.
     constants: dict[str, int | str | bool | None] = {
-        "D": special.head_dim,
-        "DV": special.value_dim,
+        "D": facts.head_dim,
+        "DV": facts.value_dim,
         "BLOCK_DV": block_dv,
         "BLOCK_M": None,
         "BLOCK_N": None,
         **more,
     }
-    captures = capture_types(special)
+    captures = capture_types(facts)
     found = []
     for name in function.arg_names:
         if name in constants:
@@ -91,18 +91,18 @@ def arguments_of(
         elif name in captures:
             found.append(captures[name])
         else:
-            found.append(template_argument(name, special))
+            found.append(template_argument(name, facts))
     return found
 
 
-def template_argument(name: str, special: Specialisation) -> Argument:
+def template_argument(name: str, facts: KernelFacts) -> Argument:
     """Type of an argument that templates name."""
     if name in _OPERANDS:
-        wide = (special.wide_out and name in _OUTPUTS) or (
-            special.wide_gradients and name in _GRADIENTS
+        wide = (facts.wide_out and name in _OUTPUTS) or (
+            facts.wide_gradients and name in _GRADIENTS
         )
-        kind = "fp32" if wide else special.dtype
-        return Argument(name, f"*{kind}", aligned=name in _OWN or special.aligned)
+        kind = "fp32" if wide else facts.dtype
+        return Argument(name, f"*{kind}", aligned=name in _OWN or facts.aligned)
     if name in _LISTS:
         return Argument(name, _LISTS[name], aligned=True)
     if name in _STATISTICS:
@@ -111,20 +111,18 @@ def template_argument(name: str, special: Specialisation) -> Argument:
         return Argument(name, _EXACT[name], aligned=True)
     if name.startswith("PAIR_SUMS"):
         number = int(name[9:])
-        return Argument(
-            name, f"*{special.pair_types[number]}", aligned=special.pair_aligned[number]
-        )
+        return Argument(name, f"*{facts.pair_types[number]}", aligned=facts.pair_aligned[number])
     if name.startswith("pair_step"):
-        aligned = special.pair_aligned[int(name[9:].partition("_")[0])]
+        aligned = facts.pair_aligned[int(name[9:].partition("_")[0])]
         return Argument(name, "i64", aligned=aligned)
     if name.startswith("stride_"):
         # Batches and heads are far apart; rows of a tile rarely are.
-        wide = name[-1] in "bh" or special.wide_rows
-        aligned = special.aligned if name[7] != "o" else special.value_dim % 16 == 0
+        wide = name[-1] in "bh" or facts.wide_rows
+        aligned = facts.aligned if name[7] != "o" else facts.value_dim % 16 == 0
         return Argument(name, "i64" if wide else "i32", aligned=aligned)
     if name.startswith("rows_"):
         # Of results: a kernel multiplies them by the width, which says how these are aligned.
-        return Argument(name, "i64" if name[-1] in "bh" or special.wide_rows else "i32")
+        return Argument(name, "i64" if name[-1] in "bh" or facts.wide_rows else "i32")
     if name == "STORED_TILES":
         return Argument(name, "*i8", aligned=True)
     if name in ("slope_keys", "slope_queries"):
@@ -132,14 +130,14 @@ def template_argument(name: str, special: Specialisation) -> Argument:
     if name == "scale":
         return Argument(name, "fp32")
     if name in ("q_origin", "kv_origin"):
-        kind = special.q_origin_type if name == "q_origin" else special.kv_origin_type
+        kind = facts.q_origin_type if name == "q_origin" else facts.kv_origin_type
         # Tiles of what pairs look up an element each are read as they lie.
-        from_zero = bool(special.pair_types) and kind == "i32" and not special.shifted
+        from_zero = bool(facts.pair_types) and kind == "i32" and not facts.shifted
         return Argument(name, kind, aligned=from_zero)
     return Argument(name, "i64" if name == "map_step" else "i32")
 
 
-def capture_types(special: Specialisation) -> dict[str, Argument]:
+def capture_types(facts: KernelFacts) -> dict[str, Argument]:
     """Types of the arguments that the program adds, by name."""
     found: dict[str, Argument] = {}
 
@@ -147,7 +145,7 @@ def capture_types(special: Specialisation) -> dict[str, Argument]:
         found[name] = Argument(name, kind, aligned=aligned)
 
     for capture, kind, aligned in zip(
-        special.captures, special.capture_types, special.capture_aligned, strict=True
+        facts.captures, facts.capture_types, facts.capture_aligned, strict=True
     ):
         name = capture.name
         add(f"t_{name}", f"*{kind}", aligned)
@@ -159,13 +157,13 @@ def capture_types(special: Specialisation) -> dict[str, Argument]:
         add(f"notes_{name}", "*i32", aligned=True)
         add(f"copies_{name}", "i32")
         add(f"step_{name}", "i64")
-    for param in special.params:
+    for param in facts.params:
         add(param.argument, param.type)
-    for dim_name in special.dim_names:
+    for dim_name in facts.dim_names:
         add(f"n_{dim_name}", "i32")
-    if special.dropout:
-        add("seed", special.seed_type)
-    if special.draws is not None:
+    if facts.dropout:
+        add("seed", facts.seed_type)
+    if facts.draws is not None:
         for name in PARAMETERS:
             add(name, "i32")
     return found
@@ -192,10 +190,10 @@ def _checked(name: str, value: int) -> int:
     return value
 
 
-def capture_arguments(special: Specialisation, call: Call) -> list[Any]:
+def capture_arguments(facts: KernelFacts, call: Call) -> list[Any]:
     """Values of the arguments that the program adds, in the order of ``generate.parameters``."""
     values: list[Any] = []
-    for capture in special.captures:
+    for capture in facts.captures:
         tensor = call.tensors[capture.name]
         if tensor.numel() == 0:
             # Nothing can be looked up: every index is clamped to one zero.
@@ -204,17 +202,17 @@ def capture_arguments(special: Specialisation, call: Call) -> list[Any]:
         values.append(tensor)
         values += tensor.shape
         values += [step for dim, step in enumerate(steps) if dim not in capture.unit_dims]
-    for param in special.params:
+    for param in facts.params:
         value = call.params[param.name]
         if isinstance(value, int):
             value = _checked(param.name, int(value))
         values.append(value)
-    values += [call.sizes[name] for name in special.dim_names]
-    if special.dropout:
+    values += [call.sizes[name] for name in facts.dim_names]
+    if facts.dropout:
         seed = call.seed
         if isinstance(seed, int):
             seed = (seed + (1 << 63)) % (1 << 64) - (1 << 63)  # The low 64 bits, signed.
         values.append(seed)
-    if special.draws is not None:
+    if facts.draws is not None:
         values += draws_arguments(call)
     return values

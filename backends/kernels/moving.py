@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from ..emit.specialise import Specialisation, specialise
+from ..emit.facts import KernelFacts, facts_of
 from ..emit.tangents import moved_name, with_tangents
 
 if TYPE_CHECKING:
@@ -37,11 +37,11 @@ class Moving:
         )
         return *operands, self.captures
 
-    def special(self) -> Specialisation:
+    def facts(self) -> KernelFacts:
         """What the kernel is generated for."""
         program = with_tangents(self.lowered.program, self.captures)
         return replace(
-            specialise(program, self.call, *self.operands.values()),
+            facts_of(program, self.call, *self.operands.values()),
             moving_operands="".join(self.operands),
             moving_captures=self.captures,
         )

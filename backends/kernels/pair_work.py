@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from attndsl.ir import Node
     from attndsl.pipeline import Lowered
 
-    from ..emit.specialise import Specialisation
+    from ..emit.facts import KernelFacts
 
 _INSTRUCTIONS = {
     Op.MIN: 3, Op.MAX: 3, Op.ABS: 3, Op.SIGN: 7, Op.SHL: 5, Op.SHR: 5, Op.SQRT: 3, Op.RSQRT: 3,
@@ -44,20 +44,20 @@ _ALONG = 0.25
 """Share for what varies with the row or the column alone: fewer elements are made."""
 
 
-def work_of_pair(lowered: Lowered, special: Specialisation, backward: bool) -> int:
+def work_of_pair(lowered: Lowered, facts: KernelFacts, backward: bool) -> int:
     """Instructions a pair that the program adds to a forward or backward kernel."""
     program = lowered.program
     roots = [program.mask, lowered.placed.pair, program.weights, program.dropout]
     if backward:
-        names = {*special.tensor_gradients, *special.param_gradients}
+        names = {*facts.tensor_gradients, *facts.param_gradients}
         roots.append(lowered.derivative.score)
         roots += [root for term in terms_of(lowered, names) for root in term.factors.values()]
-    return instructions(tuple(root for root in roots if root is not None), special)
+    return instructions(tuple(root for root in roots if root is not None), facts)
 
 
-def instructions(roots: tuple[Node, ...], special: Specialisation) -> int:
+def instructions(roots: tuple[Node, ...], facts: KernelFacts) -> int:
     """What ``roots`` take together for each pair."""
-    names = special.names()
+    names = facts.names()
     varies, limits = dependencies(*roots), ranges(roots, names.int_bits, names.from_zero)
     forms = FORMS[names.forms]
     # Each part of a kernel has a text of its own.

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from attndsl.pipeline import Lowered
 
     from ..base import Call
-    from ..emit.specialise import Specialisation
+    from ..emit.facts import KernelFacts
     from .arguments import Layout
     from .compile import Executable
 
@@ -43,7 +43,7 @@ class ListKernels:
 def find_kinds(
     kernels: ListKernels,
     sparsity: Sparsity,
-    special: Specialisation,
+    facts: KernelFacts,
     call: Call,
     stream: int,
 ) -> torch.Tensor:
@@ -68,7 +68,7 @@ def find_kinds(
     ]
     sizes = [call.q.shape[0], call.q.shape[1], call.k.shape[1], q_len, kv_len]
     origins = [origin(call.q_offset, call.q_index), origin(call.kv_offset, call.kv_index)]
-    captures = capture_arguments(special, call)
+    captures = capture_arguments(facts, call)
     kernels.executables["summarise"].launch(
         maps * (q_tiles + kv_tiles), stream, [*arrays, *sizes, *origins, batch, heads, *captures]
     )
@@ -91,13 +91,13 @@ def lists_of(
     kernels = layout.lists.get(direction)
     if kernels is None:
         return []
-    return list_arguments(kernels, lowered.sparsity, layout.special, call, direction, stream)
+    return list_arguments(kernels, lowered.sparsity, layout.facts, call, direction, stream)
 
 
 def list_arguments(
     kernels: ListKernels,
     sparsity: Sparsity,
-    special: Specialisation,
+    facts: KernelFacts,
     call: Call,
     direction: str,
     stream: int,
@@ -105,7 +105,7 @@ def list_arguments(
     """The arguments ``LIST_PARAMETERS`` of an attention kernel (see ``loops.py``)."""
     config = kernels.executables["classify"].config
     if call.tiles is None:
-        kinds = find_kinds(kernels, sparsity, special, call, stream)
+        kinds = find_kinds(kernels, sparsity, facts, call, stream)
     else:
         kinds = resample(
             call.tiles.kinds, (call.tiles.block_m, call.tiles.block_n),

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..emit.specialise import strides
+from ..emit.facts import strides
 from ..gradients.distances import add_distance_gradients, sums_of_distances
 from ..gradients.pairs import gradients_of, parts_of, rest_of, sums_of
 from ..gradients.scattered import (
@@ -81,7 +81,7 @@ class Again:
                     call.q, call.k, call.v, self.grad_out, self.lse, self.delta, *layout.strides,
                     *strides(self.grad_out)[:3], call.scale, *layout.sizes,
                     origin(call.q_offset, call.q_index), origin(call.kv_offset, call.kv_index),
-                    *own, *capture_arguments(layout.special, call), *last,
+                    *own, *capture_arguments(layout.facts, call), *last,
                 ],
             )  # fmt: skip
 

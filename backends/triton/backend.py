@@ -11,7 +11,7 @@ import triton
 from attndsl.errors import UnsupportedError
 
 from ..base import Backend, Gradients
-from ..emit.specialise import Specialisation, specialise, strides, with_gradients
+from ..emit.facts import KernelFacts, facts_of, strides, with_gradients
 from ..gradients.lines import line_gradients, lines_among
 from ..gradients.pairs import with_pair_sums
 from ..gradients.shares import key_of, share_out, wants_of_kernels
@@ -117,7 +117,7 @@ class TritonBackend(Backend):
                     q, call.k, call.v, out, lse, *layout.strides, *layout.orders.out.strides[:3],
                     call.scale, *layout.sizes, origin(call.q_offset, call.q_index),
                     origin(call.kv_offset, call.kv_index), layout.together["forward"],
-                    *capture_arguments(layout.special, call), *lists,
+                    *capture_arguments(layout.facts, call), *lists,
                 ],
             )  # fmt: skip
         return out, lse
@@ -204,7 +204,7 @@ class TritonBackend(Backend):
             rows = layout.executables["row_statistics"]
             origins = origin(call.q_offset, call.q_index), origin(call.kv_offset, call.kv_index)
             shared = [*layout.strides, *grad_strides, call.scale, *layout.sizes, *origins]
-            captures = capture_arguments(layout.special, call)
+            captures = capture_arguments(layout.facts, call)
             with on_device(q.device):
                 rows.launch(
                     padded // STATISTICS_ROWS * batch * heads, stream,
@@ -262,7 +262,7 @@ class TritonBackend(Backend):
         key = (*signature_of(lowered, call, "tangent", None), *moving.signature())
         layout = self._layouts.get(key)
         if layout is None:
-            layout = self._layout_for(lowered, call, "tangent", moving.special(), False)
+            layout = self._layout_for(lowered, call, "tangent", moving.facts(), False)
             self._keep(key, layout)
         return layout
 
@@ -272,9 +272,9 @@ class TritonBackend(Backend):
     ) -> Mapping[str, tuple[Config, ...]]:  # fmt: skip
         """See :class:`~attndsl.runtime.tuning.Tunable`."""
         wants = wants and wants_of_kernels(lowered, call, wants)
-        special = self._special(lowered, call, () if grad_out is None else (grad_out,), wants)
+        facts = self._facts(lowered, call, () if grad_out is None else (grad_out,), wants)
         return {
-            direction: self._kernels.configs(lowered, direction, special, call.q.device)
+            direction: self._kernels.configs(lowered, direction, facts, call.q.device)
             for direction in self._kernels.directions[kind]
         }
 
@@ -284,8 +284,8 @@ class TritonBackend(Backend):
     ) -> None:  # fmt: skip
         """See :class:`~attndsl.runtime.tuning.Tunable`."""
         wants = wants and wants_of_kernels(lowered, call, wants)
-        special = self._special(lowered, call, () if grad_out is None else (grad_out,), wants)
-        self._kernels.choose(lowered, kernel, special, call.q.device, config)
+        facts = self._facts(lowered, call, () if grad_out is None else (grad_out,), wants)
+        self._kernels.choose(lowered, kernel, facts, call.q.device, config)
         self._layouts.clear()
 
     def source(self, lowered: Lowered, call: Call, direction: str, wants: Wants) -> str:
@@ -324,27 +324,27 @@ class TritonBackend(Backend):
         has_dlse: bool,
     ) -> Layout:
         grads = () if grad_out is None else (grad_out,)
-        special = self._special(lowered, call, grads, wants)
+        facts = self._facts(lowered, call, grads, wants)
         if kind in ("pairs", "stored"):
-            special = with_pair_sums(special, lowered, call)
+            facts = with_pair_sums(facts, lowered, call)
         if kind not in ("forward", "backward"):  # They have no such arguments.
-            special = replace(special, wide_out=False, wide_gradients=False)
-        return self._layout_for(lowered, call, kind, special, has_dlse)
+            facts = replace(facts, wide_out=False, wide_gradients=False)
+        return self._layout_for(lowered, call, kind, facts, has_dlse)
 
     def _layout_for(
-        self, lowered: Lowered, call: Call, kind: str, special: Specialisation, has_dlse: bool
+        self, lowered: Lowered, call: Call, kind: str, facts: KernelFacts, has_dlse: bool
     ) -> Layout:
         device = call.q.device
-        prepared = self._kernels.attention(lowered, kind, special, device, has_dlse)
+        prepared = self._kernels.attention(lowered, kind, facts, device, has_dlse)
         steps = tuple(s for t in (call.q, call.k, call.v) for s in strides(t)[:3])
         batch, heads, q_len, _ = call.q.shape
         sizes = (batch, heads, call.k.shape[1], q_len, call.k.shape[2])
         orders = result_orders(call.q, call.k, call.v)
         lists = {
-            direction: self._list_kernels(lowered, special, prepared, direction, device)
+            direction: self._list_kernels(lowered, facts, prepared, direction, device)
             for direction in prepared.listed
         }
-        names = {*special.tensor_gradients, *special.param_gradients}
+        names = {*facts.tensor_gradients, *facts.param_gradients}
         learned = lines_among(lowered, names) if kind == "backward" else NO_LINES
         masked = lowered.program.mask is not None
         together = {
@@ -352,39 +352,39 @@ class TritonBackend(Backend):
             for name, kernel in prepared.executables.items()
             if name in ORDERED
         }
-        return Layout(special, prepared.executables, steps, orders, sizes, lists, together, learned)
+        return Layout(facts, prepared.executables, steps, orders, sizes, lists, together, learned)
 
     def _list_kernels(
         self,
         lowered: Lowered,
-        special: Specialisation,
+        facts: KernelFacts,
         prepared: Prepared,
         direction: str,
         device: torch.device,
     ) -> ListKernels:
         config = prepared.executables[direction].config
-        parts = self._parts_of_lists(lowered, special, direction, config)
+        parts = self._parts_of_lists(lowered, facts, direction, config)
         # They add up no gradients, so that one module serves all directions.
-        special = replace(
-            special, tensor_gradients=(), param_gradients=(), moving_operands="",
+        facts = replace(
+            facts, tensor_gradients=(), param_gradients=(), moving_operands="",
             moving_captures=(), pair_tiles=(), stores_slopes=False, adds_diagonals=False,
             wide_out=False, wide_gradients=False,
         )  # fmt: skip
         return self._kernels.tile_lists(
-            lowered, special, device, config.block_m, config.block_n, parts
+            lowered, facts, device, config.block_m, config.block_n, parts
         )
 
     def _parts_of_lists(
-        self, lowered: Lowered, special: Specialisation, direction: str, config: Config
+        self, lowered: Lowered, facts: KernelFacts, direction: str, config: Config
     ) -> int:
         """Of how many parts of an owning tile's rows lists tell which tiles they have."""
         return 1
 
-    def _special(
+    def _facts(
         self, lowered: Lowered, call: Call, grads: tuple[torch.Tensor, ...], wants: Wants | None
-    ) -> Specialisation:
-        special = specialise(lowered.program, call, *grads)
-        return special if wants is None else with_gradients(special, wants)
+    ) -> KernelFacts:
+        facts = facts_of(lowered.program, call, *grads)
+        return facts if wants is None else with_gradients(facts, wants)
 
     def _places(self, call: Call) -> tuple[object, ...]:
         """What a :class:`Layout` depends on of the positions' values."""

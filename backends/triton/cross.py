@@ -17,7 +17,7 @@ from attndsl.passes.tiles.plan import DIRECTIONS
 from ..base import Call
 from ..device.library import row_statistics
 from ..emit.expression import Capture
-from ..emit.specialise import block_widths, specialise, with_forms, with_gradients
+from ..emit.facts import block_widths, facts_of, with_forms, with_gradients
 from ..emit.tangents import moved_name
 from ..emit.template import Products
 from ..emit.tile_lists import generate_lists
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from attndsl.pipeline import Lowered
 
     from ..base import Wants
-    from ..emit.specialise import Specialisation
+    from ..emit.facts import KernelFacts
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,15 +100,15 @@ def kernel_source(lowered: Lowered, call: Call, direction: str, wants: Wants) ->
     Tangents are along q, k, v and what ``wants`` names.
     """
     shared = shared_memory_of("cuda:90")
-    special = specialise(lowered.program, call)
-    special = with_forms(special, lowered.program, parse_target("cuda:90"))
-    kernels = [(name, special) for name in DIRECTIONS_OF[direction]]
+    facts = facts_of(lowered.program, call)
+    facts = with_forms(facts, lowered.program, parse_target("cuda:90"))
+    kernels = [(name, facts) for name in DIRECTIONS_OF[direction]]
     if direction == "backward":
-        kernels = _backward_kernels(lowered, call, special, wants)
+        kernels = _backward_kernels(lowered, call, facts, wants)
     elif direction == "tangent":
-        moving = _with_tangents(lowered, with_gradients(special, wants))
+        moving = _with_tangents(lowered, with_gradients(facts, wants))
         kernels = [(name, moving) for name in DIRECTIONS_OF[direction]]
-    products = Products(precision_of(special.dtype, parse_target("cuda:90")))
+    products = Products(precision_of(facts.dtype, parse_target("cuda:90")))
     texts = []
     for name, own in kernels:
         config = candidates_of(lowered, own, name, shared)[0]
@@ -118,41 +118,41 @@ def kernel_source(lowered: Lowered, call: Call, direction: str, wants: Wants) ->
 
 
 def _backward_kernels(
-    lowered: Lowered, call: Call, special: Specialisation, wants: Wants
-) -> list[tuple[str, Specialisation]]:
+    lowered: Lowered, call: Call, facts: KernelFacts, wants: Wants
+) -> list[tuple[str, KernelFacts]]:
     """The kernels that a backward of ``call`` runs, and what each is generated for."""
     shares = share_out(lowered, call, wants)
-    lines = with_gradients(special, shares.lines)
+    lines = with_gradients(facts, shares.lines)
     found = [(name, lines) for name in DIRECTIONS_OF["backward"]]
     if shares.distances.tensors or shares.distances.params:
-        found.append(("distances", special))
+        found.append(("distances", facts))
     for group in shares.pairs:
-        found.append(("pairs", with_pair_sums(with_gradients(special, group), lowered, call)))
+        found.append(("pairs", with_pair_sums(with_gradients(facts, group), lowered, call)))
     if shares.others.tensors:
-        others = with_gradients(special, shares.others)
+        others = with_gradients(facts, shares.others)
         bounded = constant_factors(lowered, shares.others.tensors) is not None
         found += [(name, others) for name in DIRECTIONS_OF["bounded" if bounded else "scattered"]]
     return found
 
 
 def candidates_of(
-    lowered: Lowered, special: Specialisation, name: str, shared: int
+    lowered: Lowered, facts: KernelFacts, name: str, shared: int
 ) -> tuple[Config, ...]:
     """The configs that a device with ``shared`` bytes of shared memory would try, in order."""
-    work, of_pair = work_of(lowered, special, name), pairs_of(lowered, special, name)
-    return _candidates(name, special, shared, work, of_pair)
+    work, of_pair = work_of(lowered, facts, name), pairs_of(lowered, facts, name)
+    return _candidates(name, facts, shared, work, of_pair)
 
 
 def _candidates(
-    name: str, special: Specialisation, shared: int, work: str = "dense", of_pair: int = 0
+    name: str, facts: KernelFacts, shared: int, work: str = "dense", of_pair: int = 0
 ) -> tuple[Config, ...]:
-    size = 4 if special.dtype == "fp32" else 2
-    return candidates(name, *block_widths(special), size, shared, work, of_pair)
+    size = 4 if facts.dtype == "fp32" else 2
+    return candidates(name, *block_widths(facts), size, shared, work, of_pair)
 
 
 def cross_compile(
     lowered: Lowered,
-    special: Specialisation,
+    facts: KernelFacts,
     target: str,
     configs: dict[str, tuple[Config, ...]] | None = None,
     kernels: Collection[str] | None = None,
@@ -161,7 +161,7 @@ def cross_compile(
 
     Args:
         lowered: The program.
-        special: Dtypes, head dims, kinds; its gradients say what the backward adds up, and which
+        facts: Dtypes, head dims, kinds; its gradients say what the backward adds up, and which
             captures have a tangent beside q, k and v.
         target: ``cuda:80``, ``cuda:90``, ``cuda:100``, ``hip:gfx942`` ...
         configs: Candidates by kernel, in place of the table's.
@@ -172,7 +172,7 @@ def cross_compile(
     """
     shared = shared_memory_of(target)
     compiler = _Compiler(parse_target(target), shared)
-    attention = with_forms(special, lowered.program, compiler.target)
+    attention = with_forms(facts, lowered.program, compiler.target)
     found = []
     with tempfile.TemporaryDirectory() as folder:
         for name, own in _kernels(lowered, attention):
@@ -194,31 +194,29 @@ def cross_compile(
                 raise refusal
         if kernels is not None:
             return found
-        statistics = _candidates("backward_q", special, shared)
+        statistics = _candidates("backward_q", facts, shared)
         more: dict[str, int | bool] = {"ROWS": STATISTICS_ROWS, "HAS_DLSE": True}
-        found.append(compiler.compile("row_statistics", row_statistics, special, statistics, more))
+        found.append(compiler.compile("row_statistics", row_statistics, facts, statistics, more))
         if lowered.sparsity.bounds is not None:
             path = Path(folder) / "tile_lists.py"
-            path.write_text(generate_lists(lowered, special), "utf-8")
+            path.write_text(generate_lists(lowered, facts), "utf-8")
             module = load_module(path, path.stem)
             config, sizes = list_config(found[0].config.block_m, found[0].config.block_n, 1)
             for name in ("summarise", "classify", "refine", "list_tiles"):
-                found.append(
-                    compiler.compile(name, getattr(module, name), special, (config,), sizes)
-                )
+                found.append(compiler.compile(name, getattr(module, name), facts, (config,), sizes))
     return found
 
 
-def _kernels(lowered: Lowered, special: Specialisation) -> list[tuple[str, Specialisation]]:
-    """The kernels that make the gradients in ``special``, tangents, and those of all calls."""
-    found = [(name, special) for name in (*DIRECTIONS, "distances")]
-    found.append(("tangent", _with_tangents(lowered, special)))
-    terms = terms_of(lowered, special.tensor_gradients)
-    types = dict(zip((c.name for c in special.captures), special.capture_types, strict=True))
+def _kernels(lowered: Lowered, facts: KernelFacts) -> list[tuple[str, KernelFacts]]:
+    """The kernels that make the gradients in ``facts``, tangents, and those of all calls."""
+    found = [(name, facts) for name in (*DIRECTIONS, "distances")]
+    found.append(("tangent", _with_tangents(lowered, facts)))
+    terms = terms_of(lowered, facts.tensor_gradients)
+    types = dict(zip((c.name for c in facts.captures), facts.capture_types, strict=True))
     pairs = [term for term in terms if term.along == "pair"]
     if pairs:
         names = tuple(sorted({term.name for term in pairs}))
-        apart = replace(special, tensor_gradients=names, param_gradients=())
+        apart = replace(facts, tensor_gradients=names, param_gradients=())
         found += [(name, apart) for name in SCATTERED]
     plain = [term for term in pairs if is_plain(term)]
     if plain:
@@ -226,10 +224,10 @@ def _kernels(lowered: Lowered, special: Specialisation) -> list[tuple[str, Speci
         own = [term for term in terms if term.name in names]
         kinds = tuple(types[term.name] for term in own)
         apart = replace(
-            special,
+            facts,
             tensor_gradients=names,
             param_gradients=(),
-            captures=exact_captures(special, tuple(own)),
+            captures=exact_captures(facts, tuple(own)),
             pair_types=kinds,
             pair_units=("kv",) * len(kinds),
             pair_aligned=(True,) * len(kinds),
@@ -239,29 +237,29 @@ def _kernels(lowered: Lowered, special: Specialisation) -> list[tuple[str, Speci
     return found
 
 
-def _with_tangents(lowered: Lowered, special: Specialisation) -> Specialisation:
-    """``special`` for tangents along q, k, v and all whose gradients are in it."""
+def _with_tangents(lowered: Lowered, facts: KernelFacts) -> KernelFacts:
+    """``facts`` for tangents along q, k, v and all whose gradients are in it."""
     program = lowered.program
-    kinds = zip(special.captures, special.capture_types, special.capture_aligned, strict=True)
+    kinds = zip(facts.captures, facts.capture_types, facts.capture_aligned, strict=True)
     found = [
         (replace(capture, name=moved_name(program, capture.name)), kind, aligned)
         for capture, kind, aligned in kinds
-        if capture.name in special.tensor_gradients
+        if capture.name in facts.tensor_gradients
     ]
     found += [
         (Capture(moved_name(program, name), DType.FLOAT, 0, 32, False), "fp32", False)
-        for name in special.param_gradients
+        for name in facts.param_gradients
     ]
     captures, types, aligned_ones = zip(*found, strict=True) if found else ((), (), ())
     return replace(
-        special,
+        facts,
         tensor_gradients=(),
         param_gradients=(),
-        captures=(*special.captures, *captures),
-        capture_types=(*special.capture_types, *types),
-        capture_aligned=(*special.capture_aligned, *aligned_ones),
+        captures=(*facts.captures, *captures),
+        capture_types=(*facts.capture_types, *types),
+        capture_aligned=(*facts.capture_aligned, *aligned_ones),
         moving_operands="qkv",
-        moving_captures=(*special.tensor_gradients, *special.param_gradients),
+        moving_captures=(*facts.tensor_gradients, *facts.param_gradients),
     )
 
 
@@ -274,10 +272,10 @@ class _Compiler:
         self,
         name: str,
         function: object,
-        special: Specialisation,
+        facts: KernelFacts,
         configs: tuple[Config, ...],
         more: Mapping[str, int | bool],
     ) -> CrossCompiled:
-        arguments = arguments_of(function, special, more)
+        arguments = arguments_of(function, facts, more)
         built = build(function, arguments, configs, self.target, self.shared, load=False)
         return CrossCompiled(name, built.config, built.kernel.metadata.shared, built.kernel)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from attndsl.ir import Node
     from attndsl.pipeline import Lowered
 
-    from ..emit.specialise import Specialisation
+    from ..emit.facts import KernelFacts
     from ..gradients.terms import Term
 
 LINES = {"backward_q": "row", "backward_kv": "column"}
@@ -42,16 +42,16 @@ class GradientTexts:
     """Kernel arguments, after those that the program adds."""
 
 
-def gradient_texts(lowered: Lowered, special: Specialisation, direction: str) -> GradientTexts:
-    """What the kernel of ``direction`` adds up of what ``special`` names."""
-    names = {*special.tensor_gradients, *special.param_gradients}
+def gradient_texts(lowered: Lowered, facts: KernelFacts, direction: str) -> GradientTexts:
+    """What the kernel of ``direction`` adds up of what ``facts`` names."""
+    names = {*facts.tensor_gradients, *facts.param_gradients}
     if direction in ("forward", "distances"):
         terms: tuple[Term, ...] = ()
     elif direction in LINES:
         terms = lines_of(lowered, names, LINES[direction])
     else:
         terms = terms_of(lowered, names)
-    numbers = _numbers(terms, special, direction)
+    numbers = _numbers(terms, facts, direction)
     count = 1 if direction == "distances" else len(set(numbers.values()))
     functions: list[str] = []
     flags: dict[str, bool | float] = {}
@@ -61,13 +61,13 @@ def gradient_texts(lowered: Lowered, special: Specialisation, direction: str) ->
         adds = bool(own) or (direction == "distances" and source == "score")
         flags[f"LEARNS_{source.upper()}"] = adds
         if adds:
-            body, used = _body(source, own, numbers, count, special, direction)
+            body, used = _body(source, own, numbers, count, facts, direction)
             helpers |= used
             functions.append(
                 program_function(
                     f"add_{source}_gradients",
                     f"sums, ds, score, live, {PAIR}",
-                    special,
+                    facts,
                     f"The sums with what the gradient of each pair's {_OF[source]} adds.",
                     body,
                     True,
@@ -76,16 +76,16 @@ def gradient_texts(lowered: Lowered, special: Specialisation, direction: str) ->
     if direction != "forward":
         functions.append(_begin(count, direction))
     if direction in _ENDS:
-        functions.append(_end(count, special, direction))
-    given = _buffers(special, direction) + _outputs(len(terms), special, direction)
+        functions.append(_end(count, facts, direction))
+    given = _buffers(facts, direction) + _outputs(len(terms), facts, direction)
     return GradientTexts(tuple(functions), frozenset(helpers), flags, tuple(given))
 
 
-def stored_texts(lowered: Lowered, special: Specialisation) -> GradientTexts:
+def stored_texts(lowered: Lowered, facts: KernelFacts) -> GradientTexts:
     """What the kernel that adds up stored dS does with a sum: each of its terms is that."""
-    count = len(terms_of(lowered, special.tensor_gradients))
-    texts = (_end(count, special, "stored"),)
-    return GradientTexts(texts, given=tuple(_outputs(count, special, "pairs")))
+    count = len(terms_of(lowered, facts.tensor_gradients))
+    texts = (_end(count, facts, "stored"),)
+    return GradientTexts(texts, given=tuple(_outputs(count, facts, "pairs")))
 
 
 _OF = {"score": "score", "weight": "weight", "dropout": "chance to be dropped"}
@@ -99,29 +99,29 @@ _SHAPES = {
 }
 
 
-def _buffers(special: Specialisation, direction: str) -> list[str]:
+def _buffers(facts: KernelFacts, direction: str) -> list[str]:
     """Kernel arguments of the two kernels that scatter sums."""
     if direction == "scatter_bounds":
         return ["BOUNDS"]
     if direction != "scatter_sums":
         return []
-    ranks = {capture.name: capture.rank for capture in special.captures}
+    ranks = {capture.name: capture.rank for capture in facts.captures}
     names = ["SCALES"]
-    for name in special.tensor_gradients:
+    for name in facts.tensor_gradients:
         names += [f"exact_{name}", f"notes_{name}", f"copies_{name}", f"step_{name}"]
         names += [f"gstride{dim}_{name}" for dim in range(ranks[name])]
     return names
 
 
-def _numbers(terms: tuple[Term, ...], special: Specialisation, direction: str) -> dict[Node, int]:
+def _numbers(terms: tuple[Term, ...], facts: KernelFacts, direction: str) -> dict[Node, int]:
     """Numbers of the sums, by lookup or param."""
     if direction in SCATTERED:
-        order = special.tensor_gradients
+        order = facts.tensor_gradients
         return {term.leaf: order.index(term.name) for term in terms}
     return {term.leaf: number for number, term in enumerate(terms)}
 
 
-def _outputs(count: int, special: Specialisation, direction: str) -> list[str]:
+def _outputs(count: int, facts: KernelFacts, direction: str) -> list[str]:
     """Kernel arguments that are used at the end alone."""
     if direction in LINES:
         return ["LINE_SUMS"] * bool(count)
@@ -132,13 +132,13 @@ def _outputs(count: int, special: Specialisation, direction: str) -> list[str]:
     found = []
     for number in range(count):
         found.append(f"PAIR_SUMS{number}")
-        found += [step for step in _pair_steps(number, special) if step != "1"]
+        found += [step for step in _pair_steps(number, facts) if step != "1"]
     return found
 
 
-def _pair_steps(number: int, special: Specialisation) -> list[str]:
+def _pair_steps(number: int, facts: KernelFacts) -> list[str]:
     """Steps between parts, batch entries, heads, queries and keys; one that is known is a 1."""
-    unit = special.pair_units[number]
+    unit = facts.pair_units[number]
     return [
         "1" if name == unit else f"pair_step{number}_{name}"
         for name in ("part", "b", "h", "q", "kv")
@@ -162,7 +162,7 @@ _ENDS = {
 """What the function that stores the sums takes."""
 
 
-def _end(count: int, special: Specialisation, direction: str) -> str:
+def _end(count: int, facts: KernelFacts, direction: str) -> str:
     """``store_sums``: what becomes of the sums after the last tile."""
     body = []
     for number in range(count):
@@ -178,7 +178,7 @@ def _end(count: int, special: Specialisation, direction: str) -> str:
         elif direction in ("pairs", "stored"):
             total = "total" if direction == "stored" else f"sums[{number}]"
             steps = (
-                step if step == "1" else f"given.{step}" for step in _pair_steps(number, special)
+                step if step == "1" else f"given.{step}" for step in _pair_steps(number, facts)
             )
             body += [
                 f"steps = Steps({', '.join(steps)})",
@@ -193,7 +193,7 @@ def _body(
     terms: tuple[Term, ...],
     numbers: Mapping[Node, int],
     count: int,
-    special: Specialisation,
+    facts: KernelFacts,
     direction: str,
 ) -> tuple[list[str], set[str]]:
     """Lines of the function that adds up what ``source`` gives, and the library's that they use.
@@ -203,7 +203,7 @@ def _body(
     factors = tuple(term.factors[source] for term in terms)
     indices = tuple(index for term in terms for index in term.leaf.args)
     scatters = direction == "scatter_sums"
-    printer = Printer(factors + indices * scatters, special.names())
+    printer = Printer(factors + indices * scatters, facts.names())
     lines: list[str] = []
     helpers: set[str] = set()
     parts: dict[int, list[str]] = {number: [] for number in range(count)}
@@ -218,7 +218,7 @@ def _body(
                 part = f"tl.where(ds != 0.0, {part}, 0.0)"
         number = numbers[term.leaf]
         if scatters:
-            found, used = _scattered(term, part, number, printer, special)
+            found, used = _scattered(term, part, number, printer, facts)
             # Indices have locals of their own, which come after those of all factors.
             lines += found
             helpers |= used
@@ -237,11 +237,11 @@ def _body(
 
 
 def _scattered(
-    term: Term, part: str, number: int, printer: Printer, special: Specialisation
+    term: Term, part: str, number: int, printer: Printer, facts: KernelFacts
 ) -> tuple[list[str], set[str]]:
     """Lines that add a term's parts, as integers, at the elements that it looks up."""
     name = term.name
-    capture = next(capture for capture in special.captures if capture.name == name)
+    capture = next(capture for capture in facts.captures if capture.name == name)
     # Strides of the buffer are its own, so no dim of it counts as having stride 1.
     place = element_offset(printer.indices(term.leaf), "gstride", name, capture.wide, frozenset())
     lines = [

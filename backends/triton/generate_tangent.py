@@ -26,13 +26,13 @@ if TYPE_CHECKING:
     from attndsl.passes.differentiate import Derivative
     from attndsl.pipeline import Lowered
 
-    from ..emit.specialise import Specialisation
+    from ..emit.facts import KernelFacts
 
 _ZERO = const(0.0)
 
 
-def tangent_texts(lowered: Lowered, special: Specialisation) -> GradientTexts:
-    """What the kernel of tangents has for what ``special`` says moves."""
+def tangent_texts(lowered: Lowered, facts: KernelFacts) -> GradientTexts:
+    """What the kernel of tangents has for what ``facts`` says moves."""
     program = lowered.program
     sources = derivatives(lowered)
     if program.sink is not None:
@@ -40,17 +40,17 @@ def tangent_texts(lowered: Lowered, special: Specialisation) -> GradientTexts:
     functions: list[str] = []
     helpers: set[str] = set()
     flags: dict[str, bool | float] = {
-        f"MOVES_{name.upper()}": name in special.moving_operands for name in ("q", "k", "v")
+        f"MOVES_{name.upper()}": name in facts.moving_operands for name in ("q", "k", "v")
     }
     moves = {}
     for source in ("score", "weight", "dropout", "sink"):
         root = None
         if source in sources:
-            root = _moved(program, sources[source], special.moving_captures)
+            root = _moved(program, sources[source], facts.moving_captures)
         moves[source] = root is not None
         flags[f"MOVES_{source.upper()}"] = root is not None
         if root is not None:
-            text, used = _function(source, root, special)
+            text, used = _function(source, root, facts)
             functions.append(text)
             helpers |= used
     pairs = moves["score"] or moves["weight"] or moves["dropout"]
@@ -75,9 +75,9 @@ def _moved(program: Program, derivative: Derivative, names: Collection[str]) -> 
     return reduce(lambda a, b: node(Op.ADD, a, b), parts) if parts else None
 
 
-def _function(source: str, root: Node, special: Specialisation) -> tuple[str, set[str]]:
+def _function(source: str, root: Node, facts: KernelFacts) -> tuple[str, set[str]]:
     """``root`` as a device function, and the library functions that it uses."""
-    printed = print_expressions((root,), special.names())
+    printed = print_expressions((root,), facts.names())
     doc = f"How what the {source} looks up moves it."
     if source == "sink":
         # A tile of one element, or a number.
@@ -88,4 +88,4 @@ def _function(source: str, root: Node, special: Specialisation) -> tuple[str, se
         result = f"return {printed.terms[0]}{spread}"
         name, first = f"moved_{source}_of_pair", f"score, live, {PAIR}"
     body = [*printed.lines, result]
-    return program_function(name, first, special, doc, body, True), set(printed.helpers)
+    return program_function(name, first, facts, doc, body, True), set(printed.helpers)

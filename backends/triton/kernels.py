@@ -13,8 +13,8 @@ from attndsl.errors import BackendError
 from attndsl.passes.tiles.plan import LoopPlan
 
 from ..device.library import row_statistics
+from ..emit.facts import block_widths, with_forms
 from ..emit.loops import LOOPS, row_width
-from ..emit.specialise import block_widths, with_forms
 from ..emit.template import Products
 from ..emit.tile_lists import generate_lists
 from ..kernels.arguments import arguments_of
@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from attndsl.pipeline import Lowered
 
     from ..base import Entry, Store
-    from ..emit.specialise import Specialisation
+    from ..emit.facts import KernelFacts
 
 DIRECTIONS_OF = {
     "forward": ("forward",),
@@ -114,7 +114,7 @@ class Kernels:
         """Kernels compiled (or taken into the interpreter) by this object so far."""
 
     def attention(
-        self, lowered: Lowered, kind: str, special: Specialisation, device: torch.device,
+        self, lowered: Lowered, kind: str, facts: KernelFacts, device: torch.device,
         has_dlse: bool,
     ) -> Prepared:  # fmt: skip
         """The kernels of ``forward`` or ``backward``.
@@ -124,48 +124,48 @@ class Kernels:
         """
         with self._lock:
             target = current_target()
-            precision = precision_of(special.dtype, target)
-            special = with_forms(special, lowered.program, target)
+            precision = precision_of(facts.dtype, target)
+            facts = with_forms(facts, lowered.program, target)
             executables, listed = {}, set()
             for direction in self.directions[kind]:
-                key = self._key(lowered, direction, special, precision, target)
+                key = self._key(lowered, direction, facts, precision, target)
                 module = (
                     self._modules.get(key)
                     or self._stored(key)
-                    or self._generate(lowered, direction, special, precision, target, device, key)
+                    or self._generate(lowered, direction, facts, precision, target, device, key)
                 )
                 executables[direction] = self._executable(
-                    module, direction, special, target, device,
+                    module, direction, facts, target, device,
                     (Config(**module.meta["config"]),), {},
                 )  # fmt: skip
                 if module.meta["listed"]:
                     listed.add(direction)
             if kind == "backward":
-                configs = _candidates("backward_q", "dense", special, target, device)
-                more = self._fixed_constants(special) | {"HAS_DLSE": has_dlse}
+                configs = _candidates("backward_q", "dense", facts, target, device)
+                more = self._fixed_constants(facts) | {"HAS_DLSE": has_dlse}
                 for name in self.fixed:
                     executables[name] = self._executable(
-                        module, name, special, target, device, configs, more
+                        module, name, facts, target, device, configs, more
                     )
             return Prepared(executables, frozenset(listed))
 
     def tile_lists(
-        self, lowered: Lowered, special: Specialisation, device: torch.device,
+        self, lowered: Lowered, facts: KernelFacts, device: torch.device,
         block_m: int, block_n: int, parts: int = 1,
     ) -> ListKernels:  # fmt: skip
         """The kernels that list the tiles of ``block_m`` rows, each in so many ``parts``."""
         with self._lock:
             target = current_target()
-            key = self._key(lowered, "tiles", special, "ieee", target)
+            key = self._key(lowered, "tiles", facts, "ieee", target)
             module = self._modules.get(key)
             if module is None:
                 entry = self._store.load(key)
                 if entry is None:
-                    entry = self._store.save(key, generate_lists(lowered, special), {})
+                    entry = self._store.save(key, generate_lists(lowered, facts), {})
                 module = self._keep(key, entry, {"compiled": {}} | dict(entry.meta))
             config, sizes = list_config(block_m, block_n, parts)
             executables = {
-                name: self._executable(module, name, special, target, device, (config,), sizes)
+                name: self._executable(module, name, facts, target, device, (config,), sizes)
                 for name in ("summarise", "classify", "refine", "list_tiles")
             }
             return ListKernels(executables, parts)
@@ -182,7 +182,7 @@ class Kernels:
         return module
 
     def _generate(
-        self, lowered: Lowered, direction: str, special: Specialisation, precision: str,
+        self, lowered: Lowered, direction: str, facts: KernelFacts, precision: str,
         target: GPUTarget | None, device: torch.device, key: str,
     ) -> _Module:  # fmt: skip
         """The module for the first tile size that the device has the resources for.
@@ -190,8 +190,8 @@ class Kernels:
         The loops of a text are those of one tile size, so that each attempt is a text of its own.
         A kernel that spills many registers is kept only if the next candidates are no better.
         """
-        configs = self._configs(lowered, direction, special, target, device)
-        attempts = _ATTEMPTS_OF_SINGLES if special.dtype == "fp32" else _ATTEMPTS
+        configs = self._configs(lowered, direction, facts, target, device)
+        attempts = _ATTEMPTS_OF_SINGLES if facts.dtype == "fp32" else _ATTEMPTS
         best: tuple[int, _Module, Executable] | None = None
         refusals = []
         for number, config in enumerate(configs):
@@ -199,7 +199,7 @@ class Kernels:
                 continue
             try:
                 module, executable = self._attempt(
-                    lowered, direction, special, precision, target, device, key, config
+                    lowered, direction, facts, precision, target, device, key, config
                 )
             except BackendError as refusal:
                 refusals.append(refusal.message)
@@ -221,7 +221,7 @@ class Kernels:
         return self._keep(key, entry, module.meta)
 
     def _attempt(
-        self, lowered: Lowered, direction: str, special: Specialisation, precision: str,
+        self, lowered: Lowered, direction: str, facts: KernelFacts, precision: str,
         target: GPUTarget | None, device: torch.device, key: str, config: Config,
     ) -> tuple[_Module, Executable]:  # fmt: skip
         """The module with one tile size, not kept, nor stored for others to find.
@@ -229,32 +229,30 @@ class Kernels:
         Raises:
             BackendError: It does not fit.
         """
-        loop = plan_loop(lowered, special, direction, config)
+        loop = plan_loop(lowered, facts, direction, config)
         meta: dict[str, Any] = {
             "config": asdict(config),
             "listed": loop.listed is not None,
             "compiled": {},
         }
-        products = Products(precision, target is None and special.dtype == "bf16")
-        text = self._text(lowered, special, direction, loop, config, products)
+        products = Products(precision, target is None and facts.dtype == "bf16")
+        text = self._text(lowered, facts, direction, loop, config, products)
         self._forget(key)
         try:
             # Described once it has compiled: whoever interrupts that leaves nothing to be found.
             module = self._keep(key, self._store.save(key, text, {}), meta)
-            return module, self._executable(
-                module, direction, special, target, device, (config,), {}
-            )
+            return module, self._executable(module, direction, facts, target, device, (config,), {})
         finally:
             self._forget(key)
 
     def configs(
-        self, lowered: Lowered, direction: str, special: Specialisation, device: torch.device
+        self, lowered: Lowered, direction: str, facts: KernelFacts, device: torch.device
     ) -> tuple[Config, ...]:
         """Tile sizes that a kernel may have, in order of preference."""
-        return self._configs(lowered, direction, special, current_target(), device)
+        return self._configs(lowered, direction, facts, current_target(), device)
 
     def choose(
-        self, lowered: Lowered, direction: str, special: Specialisation, device: torch.device,
+        self, lowered: Lowered, direction: str, facts: KernelFacts, device: torch.device,
         config: Config,
     ) -> None:  # fmt: skip
         """Have a kernel with the tile sizes of ``config`` from now on, here and on disk.
@@ -264,13 +262,13 @@ class Kernels:
         """
         with self._lock:
             target = current_target()
-            precision = precision_of(special.dtype, target)
-            special = with_forms(special, lowered.program, target)
-            key = self._key(lowered, direction, special, precision, target)
+            precision = precision_of(facts.dtype, target)
+            facts = with_forms(facts, lowered.program, target)
+            key = self._key(lowered, direction, facts, precision, target)
             before = self._modules.get(key) or self._stored(key)
             try:
                 module, executable = self._attempt(
-                    lowered, direction, special, precision, target, device, key, config
+                    lowered, direction, facts, precision, target, device, key, config
                 )
             except BaseException:
                 # An interruption too must not leave a kernel that may not fit.
@@ -287,7 +285,7 @@ class Kernels:
             del self._executables[place]
 
     def _executable(
-        self, module: _Module, name: str, special: Specialisation,
+        self, module: _Module, name: str, facts: KernelFacts,
         target: GPUTarget | None, device: torch.device, configs: tuple[Config, ...],
         more: Mapping[str, int | bool],
     ) -> Executable:  # fmt: skip
@@ -295,7 +293,7 @@ class Kernels:
         executable = self._executables.get(place)
         if executable is None:
             function = self._function(module, name)
-            arguments = self._arguments(function, special, more, configs[0])
+            arguments = self._arguments(function, facts, more, configs[0])
             slot = "_".join([name, *map(str, more.values())])
             recorded = module.meta["compiled"].get(slot)
             if recorded is not None and target is not None:
@@ -316,42 +314,42 @@ class Kernels:
             return self.fixed[name]
         return getattr(module.module, entry_of(name) if name in _KERNELS else name)
 
-    def _fixed_constants(self, special: Specialisation) -> dict[str, int | bool]:
+    def _fixed_constants(self, facts: KernelFacts) -> dict[str, int | bool]:
         """Constants of the kernels in ``fixed``."""
         return {"ROWS": STATISTICS_ROWS}
 
     def _configs(
-        self, lowered: Lowered, direction: str, special: Specialisation,
+        self, lowered: Lowered, direction: str, facts: KernelFacts,
         target: GPUTarget | None, device: torch.device,
     ) -> tuple[Config, ...]:  # fmt: skip
         """Tile sizes to try for a kernel, in order."""
-        work = work_of(lowered, special, direction)
-        of_pair = pairs_of(lowered, special, direction)
-        return _candidates(direction, work, special, target, device, of_pair)
+        work = work_of(lowered, facts, direction)
+        of_pair = pairs_of(lowered, facts, direction)
+        return _candidates(direction, work, facts, target, device, of_pair)
 
     def _text(
-        self, lowered: Lowered, special: Specialisation, direction: str, loop: LoopPlan,
+        self, lowered: Lowered, facts: KernelFacts, direction: str, loop: LoopPlan,
         config: Config, products: Products,
     ) -> str:  # fmt: skip
         """The module of a kernel with these tile sizes."""
-        return generate_attention(lowered, special, direction, loop, config, products)
+        return generate_attention(lowered, facts, direction, loop, config, products)
 
     def _arguments(
-        self, function: object, special: Specialisation, more: Mapping[str, int | bool],
+        self, function: object, facts: KernelFacts, more: Mapping[str, int | bool],
         config: Config,
     ) -> list[Argument]:  # fmt: skip
         """Types of a kernel's arguments."""
-        return arguments_of(function, special, more)
+        return arguments_of(function, facts, more)
 
     def _key(
-        self, lowered: Lowered, kind: str, special: Specialisation, precision: str,
+        self, lowered: Lowered, kind: str, facts: KernelFacts, precision: str,
         target: GPUTarget | None,
     ) -> str:  # fmt: skip
         """Digest of what a module depends on."""
         return KernelKey(
             program=lowered.digest,
             kind=kind,
-            special=repr(special),
+            facts=repr(facts),
             options=f"precision={precision}",
             target="interpreter" if target is None else f"{target.backend}:{target.arch}",
             torch=torch.__version__,
@@ -372,28 +370,26 @@ def list_config(block_m: int, block_n: int, parts: int) -> tuple[Config, dict[st
     }
 
 
-def plan_loop(
-    lowered: Lowered, special: Specialisation, direction: str, config: Config
-) -> LoopPlan:
+def plan_loop(lowered: Lowered, facts: KernelFacts, direction: str, config: Config) -> LoopPlan:
     """The plan of one loop of a kernel with the tile sizes of ``config``; of some it is empty."""
     if direction not in LOOPS:
         return LoopPlan()
     return lowered.sparsity.loop(
-        LOOPS[direction], config.block_m, config.block_n, special.shifted, special.indexed,
-        special.wide,
+        LOOPS[direction], config.block_m, config.block_n, facts.shifted, facts.indexed,
+        facts.wide,
     )  # fmt: skip
 
 
-def work_of(lowered: Lowered, special: Specialisation, direction: str) -> str:
+def work_of(lowered: Lowered, facts: KernelFacts, direction: str) -> str:
     """What the loop of a kernel is like (see ``tiles.candidates``)."""
     if direction not in LOOPS:
         return "dense"
-    return lowered.sparsity.work(LOOPS[direction], special.shifted, special.indexed)
+    return lowered.sparsity.work(LOOPS[direction], facts.shifted, facts.indexed)
 
 
-def pairs_of(lowered: Lowered, special: Specialisation, direction: str) -> int:
+def pairs_of(lowered: Lowered, facts: KernelFacts, direction: str) -> int:
     """What a kernel does for a pair, in instructions (see :mod:`.pair_work`)."""
-    return work_of_pair(lowered, special, direction not in _FORWARDS)
+    return work_of_pair(lowered, facts, direction not in _FORWARDS)
 
 
 def current_target() -> GPUTarget | None:
@@ -407,16 +403,16 @@ def current_target() -> GPUTarget | None:
 def _candidates(
     direction: str,
     work: str,
-    special: Specialisation,
+    facts: KernelFacts,
     target: GPUTarget | None,
     device: torch.device,
     of_pair: int = 0,
 ) -> tuple[Config, ...]:
     if target is None:
         return INTERPRETED
-    size = 4 if special.dtype == "fp32" else 2
+    size = 4 if facts.dtype == "fp32" else 2
     shared = _shared_memory(target, device)
-    return candidates(direction, *block_widths(special), size, shared, work, of_pair)
+    return candidates(direction, *block_widths(facts), size, shared, work, of_pair)
 
 
 def precision_of(dtype: str, target: GPUTarget | None) -> str:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..emit.specialise import strides
+from ..emit.facts import strides
 from ..kernels.arguments import capture_arguments, origin
 from ..kernels.streams import on_device, stream_of
 from ..kernels.tile_lists import lists_of
@@ -28,7 +28,7 @@ def launch_tangent(
         out: Of the forward call.
         lse: The same, fp32, natural logarithm.
     """
-    call, special = moving.call, layout.special
+    call, facts = moving.call, layout.facts
     order = layout.orders.out
     out, lse = arranged(out, order), lse.contiguous()
     out_moved, lse_moved = order.empty(out), torch.empty_like(lse)
@@ -46,7 +46,7 @@ def launch_tangent(
                 *layout.strides, *(step for x in tangents for step in strides(x)[:3]), call.scale,
                 *layout.sizes, origin(call.q_offset, call.q_index),
                 origin(call.kv_offset, call.kv_index), *order.rows, layout.together["tangent"],
-                *capture_arguments(special, call), *lists,
+                *capture_arguments(facts, call), *lists,
             ],
         )  # fmt: skip
     return out_moved, lse_moved

@@ -9,7 +9,7 @@ import torch
 
 from attndsl.backends.dense.philox import kept as kept_pairs
 from attndsl.backends.device.library import STATISTICS_PADDING
-from attndsl.backends.emit.specialise import PairTile
+from attndsl.backends.emit.facts import PairTile
 from attndsl.backends.kernels.config import Config
 from attndsl.backends.triton.cross import example_call
 from attndsl.pipeline import lower
@@ -191,14 +191,14 @@ def run_backward(
     dtype = torch.bfloat16 if name in ("sigmoid", "own dropout") else torch.float16
     lowered = lower(Source(TEXTS[name][0]), {})
     tiles, of_pairs = pairs_of(lowered, tensors, config, run.wide)
-    special = specialised(
+    facts = specialised(
         lowered, example_call(lowered, 64, 64, dtype, {}), pair_tiles=tiles,
         stores_slopes=stored.slopes is not None, adds_diagonals=stored.distances is not None,
         wide_gradients=stored.kind is torch.float32,
     )  # fmt: skip
     if run.wide:
-        special = replace(special, head_dim=256, value_dim=256)
-    kernel = Kernel("backward_kv", lowered, special, config)
+        facts = replace(facts, head_dim=256, value_dim=256)
+    kernel = Kernel("backward_kv", lowered, facts, config)
     lse2, delta = statistics(name, tensors)
     padded = lse2.shape[1]
     sums = torch.zeros(batch * heads * padded * WIDTH)

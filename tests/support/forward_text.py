@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from attndsl.backends.emit.specialise import PairTile
+from attndsl.backends.emit.facts import PairTile
 from attndsl.backends.hopper.own_tiles import own_tiles
 from attndsl.backends.kernels.config import Config
 from attndsl.backends.triton.cross import example_call
@@ -143,16 +143,16 @@ def run_forward(
         lowered, call = part.localised(lowered, call)
     width = v.shape[3]
     tiles, of_pairs = pairs_of(lowered, inputs, config, run.origins)
-    special = specialised(lowered, call, pair_tiles=tiles)
+    facts = specialised(lowered, call, pair_tiles=tiles)
     if width != WIDTH:
-        special = replace(special, value_dim=128)
+        facts = replace(facts, value_dim=128)
     shown, constants = config, tile_sizes(config, WIDTH, width)
     if run.wide:
-        special = replace(special, head_dim=256, value_dim=256)
+        facts = replace(facts, head_dim=256, value_dim=256)
         shown = replace(config, block_m=128, block_n=64)
         # Its plan of rows is for other tiles.
         constants["ROWS_HAVE_TILES"] = False
-    kernel = Kernel("forward", lowered, special, config)
+    kernel = Kernel("forward", lowered, facts, config)
     text = kernel.text(shown)
     own = width != WIDTH or (config.persistent and not run.wide)
     assert constant_of(text, "OWN_OUTPUT") == own
@@ -160,7 +160,7 @@ def run_forward(
     lse = torch.full((q.shape[:3].numel(),), float("nan"))
     rows = config.block_m // config.consumers
     blocks = (config.block_m, config.block_n)
-    parts = own_tiles(lowered, special, "forward", config).parts
+    parts = own_tiles(lowered, facts, "forward", config).parts
     arguments = {
         "q_desc": Descriptor(q, rows), "k_desc": Descriptor(k, config.block_n),
         "v_desc": Descriptor(v, config.block_n), "o_desc": Descriptor(out, rows),

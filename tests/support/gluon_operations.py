@@ -166,7 +166,7 @@ class Operations:
             program_id=lambda axis: number(self.machine.current.program), static_range=range,
             store=self.store, sum=lambda tile, axis: tile.sum(axis, dtype=tile.dtype),
             to_tensor=torch.as_tensor,
-            warp_specialize=self.specialise, where=where,
+            warp_specialize=self.facts_of, where=where,
             zeros=lambda shape, dtype, layout=None: spread(shape, 0, dtype),
         )  # fmt: skip
 
@@ -193,7 +193,7 @@ class Operations:
             dtype, shape = torch.int32, [shape[0], 8]
         return Shared(self.machine, torch.full(tuple(shape), unwritten(dtype), dtype=dtype))
 
-    def specialise(self, partitions: list[Any], warps: list[int], registers: list[int]) -> None:
+    def facts_of(self, partitions: list[Any], warps: list[int], registers: list[int]) -> None:
         assert len(warps) == len(registers) == len(partitions) - 1
         program = self.machine.current.program
         started = [self.machine.start(program, *(part[0], *part[1])) for part in partitions]

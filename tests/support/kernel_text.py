@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from attndsl.backends.emit.specialise import specialise, with_forms
+from attndsl.backends.emit.facts import facts_of, with_forms
 from attndsl.backends.hopper.generate import generate
 from attndsl.backends.hopper.generate_tangent import generate_tangent
 from attndsl.backends.triton.cross import parse_target
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from types import CodeType
 
     from attndsl.backends.base import Call
-    from attndsl.backends.emit.specialise import Specialisation
+    from attndsl.backends.emit.facts import KernelFacts
     from attndsl.backends.kernels.config import Config
     from attndsl.pipeline import Lowered
 
@@ -66,22 +66,22 @@ class Kernel:
 
     family: str
     lowered: Lowered
-    special: Specialisation
+    facts: KernelFacts
     config: Config
 
     def text(self, shown: Config | None = None) -> str:
         """The text for the machine's tiles, or for those of another config."""
-        loop = plan_loop(self.lowered, self.special, self.family, self.config)
+        loop = plan_loop(self.lowered, self.facts, self.family, self.config)
         shown = shown or self.config
         if self.family == "forward_tangent":
-            return generate_tangent(self.lowered, self.special, loop, shown)
-        return generate(self.lowered, self.special, self.family, loop, shown)
+            return generate_tangent(self.lowered, self.facts, loop, shown)
+        return generate(self.lowered, self.facts, self.family, loop, shown)
 
 
-def specialised(lowered: Lowered, call: Call, **changes: Any) -> Specialisation:
+def specialised(lowered: Lowered, call: Call, **changes: Any) -> KernelFacts:
     """What a text is for: such a call on Hopper, with some facts replaced."""
-    special = specialise(lowered.program, call)
-    return replace(with_forms(special, lowered.program, parse_target("cuda:90")), **changes)
+    facts = facts_of(lowered.program, call)
+    return replace(with_forms(facts, lowered.program, parse_target("cuda:90")), **changes)
 
 
 def tile_sizes(config: Config, width: int, value_width: int) -> dict[str, Any]:

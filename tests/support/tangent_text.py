@@ -143,8 +143,8 @@ def run_tangent(
     width = v.shape[3]
     call = example_call(lowered, 64, 64 * width // WIDTH, dtype, {})
     call = replace(call, q_offset=run.origins[0], kv_offset=run.origins[1], scale=scale)
-    special = specialised(lowered, call, moving_operands=moving)
-    kernel = Kernel("forward_tangent", lowered, special, config)
+    facts = specialised(lowered, call, moving_operands=moving)
+    kernel = Kernel("forward_tangent", lowered, facts, config)
     shown, constants = config, tile_sizes(config, WIDTH, width)
     if run.wide:
         shown = replace(config, block_n=64, stages=9)
@@ -155,7 +155,7 @@ def run_tangent(
     assert constant_of(text, "OWN_OUTPUT") == own
     outs = [torch.full((*q.shape[:3], width), torch.nan, dtype=torch.float16) for _ in range(2)]
     rows = [torch.full((q.shape[:3].numel(),), torch.nan) for _ in range(2)]
-    parts = own_tiles(lowered, special, "forward_tangent", config).parts
+    parts = own_tiles(lowered, facts, "forward_tangent", config).parts
     block = config.block_m // config.consumers
     doc = documents(inputs)[: q.shape[2]]
     arguments = {

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import attndsl
-from attndsl.backends.emit.specialise import specialise, with_forms
+from attndsl.backends.emit.facts import facts_of, with_forms
 from attndsl.backends.hopper.generate import generate
 from attndsl.backends.hopper.kernels import configs_of
 from attndsl.backends.kernels.config import Config
@@ -48,11 +48,11 @@ TEXTS = {
 def test_which_kernels_are_anchored(text, dtype, persistent, anchored):
     """fp16 has no room for weights far above 1, and without FULL tiles nothing is saved."""
     lowered = attndsl.compile(text).lowered
-    special = specialise(lowered.program, example_call(lowered, 128, 128, dtype, {}))
-    special = with_forms(special, lowered.program, parse_target("cuda:90"))
-    config = replace(configs_of(lowered, special, "forward")[0], persistent=persistent)
-    loop = plan_loop(lowered, special, "forward", config)
-    text = generate(lowered, special, "forward", loop, config)
+    facts = facts_of(lowered.program, example_call(lowered, 128, 128, dtype, {}))
+    facts = with_forms(facts, lowered.program, parse_target("cuda:90"))
+    config = replace(configs_of(lowered, facts, "forward")[0], persistent=persistent)
+    loop = plan_loop(lowered, facts, "forward", config)
+    text = generate(lowered, facts, "forward", loop, config)
     assert f"ANCHORED = tl.constexpr({anchored})" in text
 
 
@@ -67,10 +67,10 @@ def test_which_scores_are_bounded(text, dtype, bounded):
     text = f"tensor rel[n]: float; score = {text}" if "rel" in text else f"score = {text}"
     lowered = attndsl.compile(text).lowered
     kind = {"bf16": torch.bfloat16, "fp16": torch.float16}[dtype]
-    special = specialise(lowered.program, example_call(lowered, 64, 64, kind, {}))
-    special = with_forms(special, lowered.program, parse_target("cuda:90"))
-    loop = plan_loop(lowered, special, "forward", CONFIG)
-    text = generate(lowered, special, "forward", loop, CONFIG)
+    facts = facts_of(lowered.program, example_call(lowered, 64, 64, kind, {}))
+    facts = with_forms(facts, lowered.program, parse_target("cuda:90"))
+    loop = plan_loop(lowered, facts, "forward", CONFIG)
+    text = generate(lowered, facts, "forward", loop, CONFIG)
     assert f"BOUNDED = tl.constexpr({bounded})" in text
     assert f"MIXED = tl.constexpr({3 if bounded and dtype == 'bf16' else 0})" in text
 

@@ -10,7 +10,7 @@ import torch
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from attndsl.backends.base import Call, Wants
-from attndsl.backends.emit.specialise import specialise
+from attndsl.backends.emit.facts import facts_of
 from attndsl.backends.hopper.arguments import blocks_of, descriptor_strides
 from attndsl.backends.hopper.backend import HopperBackend
 from attndsl.backends.hopper.kernels import HopperKernels
@@ -89,11 +89,11 @@ def test_a_deterministic_call_has_a_layout_of_its_own():
 
 def test_views_make_the_descriptors_that_the_constructor_makes():
     call = call_of()
-    special = specialise(lower(Source("score"), {}).program, call)
+    facts = facts_of(lower(Source("score"), {}).program, call)
     (config, *_) = candidates(
         "forward", 64, plain=True, work="dense", column=False, dropped=False, own=False
     )
-    for name, block in blocks_of("forward", special, config).items():
+    for name, block in blocks_of("forward", facts, config).items():
         first, second = torch.empty_like(call.q), torch.empty_like(call.q)
         steps = descriptor_strides(first)
         assert steps is not None

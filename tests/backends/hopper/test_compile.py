@@ -28,9 +28,9 @@ SCRIPT = textwrap.dedent(
     from attndsl.backends.kernels.compile import build, load_module
     from attndsl.backends.triton.cross import example_call, parse_target
     from attndsl.backends.hopper.own_tiles import own_tiles
-    from attndsl.backends.triton.generate_lists import generate_lists
+    from attndsl.backends.emit.tile_lists import generate_lists
     from attndsl.backends.triton.kernels import list_config, plan_loop
-    from attndsl.backends.emit.specialise import specialise, with_forms
+    from attndsl.backends.emit.facts import facts_of, with_forms
     from attndsl.pipeline import lower
     from attndsl.runtime.parts import localised
     from attndsl.source import Source
@@ -122,42 +122,42 @@ SCRIPT = textwrap.dedent(
                 for name, x in call.tensors.items()
             }
             call = replace(call, q=rows[0], k=rows[1], v=rows[2], tensors=tensors)
-        special = with_forms(specialise(lowered.program, call), lowered.program, target)
-        special = replace(
-            special, stores_slopes=stored, adds_diagonals=summed, moving_operands=moving,
+        facts = with_forms(facts_of(lowered.program, call), lowered.program, target)
+        facts = replace(
+            facts, stores_slopes=stored, adds_diagonals=summed, moving_operands=moving,
             wide_gradients=wide,
         )
         if not moving:
-            special = with_pair_tiles(special, lowered, call, direction)
-        assert len(special.pair_tiles) == len(tiles and call.tensors or ())
-        config = CANDIDATES[direction][widest(special)][number]
+            facts = with_pair_tiles(facts, lowered, call, direction)
+        assert len(facts.pair_tiles) == len(tiles and call.tensors or ())
+        config = CANDIDATES[direction][widest(facts)][number]
         if lowered.program.dropout is not None:
             # Their registers are others.
-            config = configs_of(lowered, special, direction)[number]
+            config = configs_of(lowered, facts, direction)[number]
         if persistent is None:
-            persistent = configs_of(lowered, special, direction)[0].persistent
+            persistent = configs_of(lowered, facts, direction)[0].persistent
         config = replace(config, persistent=persistent)
         if summed:
             (config,) = for_busy_producers((config,))
-        loop = plan_loop(lowered, special, direction, config)
+        loop = plan_loop(lowered, facts, direction, config)
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "hopper.py"
             if moving:
-                text = generate_tangent(lowered, special, loop, config)
+                text = generate_tangent(lowered, facts, loop, config)
             else:
-                text = generate(lowered, special, direction, loop, config)
+                text = generate(lowered, facts, direction, loop, config)
             assert ("drop_of_part" in text) == drawn
             assert ("n_h_offset" in text or "n_hkv_offset" in text) == bool(part)
             path.write_text(text, "utf-8")
             function = getattr(load_module(path, "hopper"), f"attention_{direction}")
-            arguments = arguments_of(direction, function, special, config)
+            arguments = arguments_of(direction, function, facts, config)
             if loop.listed is not None:
-                compile_lists(lowered, special, config, Path(folder), target)
+                compile_lists(lowered, facts, config, Path(folder), target)
             built = build(function, arguments, (config,), target, 232448, load=False)
             # A forward's output may have a place of its own.
-            own = direction == "forward" and has_own_output(special, config)
+            own = direction == "forward" and has_own_output(facts, config)
             if direction != "forward_tangent" and not own:
-                assert built.kernel.metadata.shared <= shared_bytes(direction, special, config)
+                assert built.kernel.metadata.shared <= shared_bytes(direction, facts, config)
             return built
 
     def has_registers(kernel):
@@ -176,15 +176,15 @@ SCRIPT = textwrap.dedent(
             text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
         return int(re.search(r"STACK:(\\d+)", text)[1])
 
-    def compile_lists(lowered, special, config, folder, target):
+    def compile_lists(lowered, facts, config, folder, target):
         path = folder / "lists.py"
-        path.write_text(generate_lists(lowered, special), "utf-8")
+        path.write_text(generate_lists(lowered, facts), "utf-8")
         module = load_module(path, "lists")
-        parts = own_tiles(lowered, special, "forward", config).parts
+        parts = own_tiles(lowered, facts, "forward", config).parts
         config, sizes = list_config(config.block_m, config.block_n, parts)
         for name in ("summarise", "classify", "refine", "list_tiles"):
             function = getattr(module, name)
-            arguments = portable_arguments(function, special, sizes)
+            arguments = portable_arguments(function, facts, sizes)
             build(function, arguments, (config,), target, 232448, load=False)
 
     for direction, case, head_dim, number, *more in json.loads(sys.argv[1]):

@@ -97,9 +97,9 @@ def test_what_the_backward_adds_up(name):
     assert others.tensors == {"beside columns": {"c"}}.get(name, frozenset())
     assert not found.distances.tensors | found.distances.params
     assert why_portable(lowered, call, "backward", wants=found.lines) is None
-    special = HopperBackend(default_cache())._special(lowered, call, (call.q,), found.lines)
-    assert special.adds_diagonals
-    assert {*special.tensor_gradients, *special.param_gradients} == others.tensors
+    facts = HopperBackend(default_cache())._facts(lowered, call, (call.q,), found.lines)
+    assert facts.adds_diagonals
+    assert {*facts.tensor_gradients, *facts.param_gradients} == others.tensors
     text = hopper_source(lowered, call, "backward", wants)
     assert "add_diagonals(sums" in text
     assert "DISTANCE_SUMS" not in hopper_source(lowered, call, "backward", Wants())

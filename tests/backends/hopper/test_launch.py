@@ -18,7 +18,7 @@ import attndsl.backends.hopper.backend as hopper_backend
 import attndsl.backends.hopper.launch as launch_module
 import attndsl.backends.hopper.shim as shim
 from attndsl.backends.base import Backward, Call, Tangents, Wants
-from attndsl.backends.emit.specialise import specialise
+from attndsl.backends.emit.facts import facts_of
 from attndsl.backends.hopper.arguments import Block, blocks_of
 from attndsl.backends.hopper.backend import HopperBackend
 from attndsl.backends.hopper.generate_tangent import generate_tangent
@@ -109,15 +109,15 @@ def backend_of(
 ) -> HopperBackend:
     """A backend whose kernels are never compiled, but launched as if they were."""
 
-    def attention(self, lowered, kind, special, device, has_dlse):
+    def attention(self, lowered, kind, facts, device, has_dlse):
         if built is not None:
             built.append(kind)
         executables = {}
         for name in (*self.directions[kind], *(self.fixed if kind == "backward" else ())):
             blocks, config = {}, None
             if name in self.directions[kind]:
-                config = replace(configs_of(lowered, special, name)[0], persistent=persistent)
-                blocks = blocks_of(name, special, config)
+                config = replace(configs_of(lowered, facts, name)[0], persistent=persistent)
+                blocks = blocks_of(name, facts, config)
             executables[name] = Executable(kernel_of(name, blocks), config, False, (64,))
         return Prepared(executables, frozenset())
 
@@ -335,14 +335,14 @@ def test_tangents_are_launched_with_the_results(functions, monkeypatch, moving):
 
 def test_kernels_of_tangents_take_their_descriptors_in_order():
     call = call_of(*tensors())
-    special = replace(specialise(LOWERED.program, call), moving_operands="qkv")
-    (config, *_) = configs_of(LOWERED, special, "forward_tangent")
-    loop = plan_loop(LOWERED, special, "forward_tangent", config)
+    facts = replace(facts_of(LOWERED.program, call), moving_operands="qkv")
+    (config, *_) = configs_of(LOWERED, facts, "forward_tangent")
+    loop = plan_loop(LOWERED, facts, "forward_tangent", config)
     (function,) = [
         item
-        for item in ast.parse(generate_tangent(LOWERED, special, loop, config)).body
+        for item in ast.parse(generate_tangent(LOWERED, facts, loop, config)).body
         if getattr(item, "name", "") == "attention_forward_tangent"
     ]
     taken = [item.arg for item in function.args.args]
-    blocks = list(blocks_of("forward_tangent", special, config))
+    blocks = list(blocks_of("forward_tangent", facts, config))
     assert taken[:11] == [*blocks[:4], "LSE", *blocks[4:], "LSE_MOVED", "scale"]

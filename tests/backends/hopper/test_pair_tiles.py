@@ -13,7 +13,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 import attndsl
 from attndsl.backends.base import Backward, Call, Wants
-from attndsl.backends.emit.specialise import PairTile, specialise, with_forms
+from attndsl.backends.emit.facts import PairTile, facts_of, with_forms
 from attndsl.backends.hopper import backend as hopper
 from attndsl.backends.hopper import pair_tiles as pair_tiles_module
 from attndsl.backends.hopper.arguments import blocks_of
@@ -232,9 +232,9 @@ def chosen(text, tensors, direction, dim=128):
     lowered, call = call_of(text, tensors)
     call = replace(call, q=call.q.repeat(1, 1, 1, dim // 64), k=call.k.repeat(1, 1, 1, dim // 64))
     call = replace(call, v=call.k)
-    special = specialise(lowered.program, call)
-    special = with_forms(special, lowered.program, parse_target("cuda:90"))
-    return lowered, with_pair_tiles(special, lowered, call, direction)
+    facts = facts_of(lowered.program, call)
+    facts = with_forms(facts, lowered.program, parse_target("cuda:90"))
+    return lowered, with_pair_tiles(facts, lowered, call, direction)
 
 
 @pytest.mark.parametrize("direction", ["forward", "backward_kv"])
@@ -242,38 +242,38 @@ def chosen(text, tensors, direction, dim=128):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_tiles_find_room(direction, dim, dtype):
     bias = torch.zeros(HEADS, Q_LEN, KV_LEN, dtype=dtype)
-    lowered, special = chosen(BIAS, {"bias": bias}, direction, dim)
+    lowered, facts = chosen(BIAS, {"bias": bias}, direction, dim)
     # At head dim 256 a backward has 8 KB left.
     there = (direction, dim, dtype) != ("backward_kv", 256, torch.float32)
-    assert bool(special.pair_tiles) == there
-    configs = configs_of(lowered, special, direction)
+    assert bool(facts.pair_tiles) == there
+    configs = configs_of(lowered, facts, direction)
     assert configs
     for config in configs:
         if there:
-            assert shared_bytes(direction, special, config) <= 232448
-            block = blocks_of(direction, special, config)["pair0_desc"]
+            assert shared_bytes(direction, facts, config) <= 232448
+            block = blocks_of(direction, facts, config)["pair0_desc"]
             assert block.shape[0] == 1
             assert block.shape[2] * block.layout.element_bitwidth // 8 % 16 == 0
         else:
-            assert "pair0_desc" not in blocks_of(direction, special, config)
+            assert "pair0_desc" not in blocks_of(direction, facts, config)
 
 
 def test_a_tile_takes_the_outputs_place():
     for dtype, own in ((torch.bfloat16, True), (torch.float32, False)):
         bias = torch.zeros(HEADS, Q_LEN, KV_LEN, dtype=dtype)
-        lowered, special = chosen(BIAS, {"bias": bias}, "forward")
-        config = configs_of(lowered, special, "forward")[0]
+        lowered, facts = chosen(BIAS, {"bias": bias}, "forward")
+        config = configs_of(lowered, facts, "forward")[0]
         assert (config.block_n, config.persistent) == (128, True)
-        assert has_own_output(special, config) == own
+        assert has_own_output(facts, config) == own
 
 
 def test_two_tensors_at_most():
     text = "; ".join(f"tensor t{n}[q_len, kv_len]: float" for n in range(3))
     text += "; score = score + " + " * ".join(f"t{n}[q, kv]" for n in range(3))
     tensors = {f"t{n}": padded(Q_LEN, KV_LEN) for n in range(3)}
-    lowered, special = chosen(text, tensors, "forward")
-    assert len(special.pair_tiles) == 2
-    assert configs_of(lowered, special, "forward")
+    lowered, facts = chosen(text, tensors, "forward")
+    assert len(facts.pair_tiles) == 2
+    assert configs_of(lowered, facts, "forward")
 
 
 def test_texts_say_how_tensors_are_read():
@@ -295,8 +295,8 @@ def test_calls_of_other_strides_have_other_kernels():
 
     def key(tensor, **changes):
         lowered, call = call_of(BIAS, {"bias": tensor}, **changes)
-        special = backend._special(lowered, call, (), None)
-        return backend._kernels._key(lowered, "forward", special, "ieee", parse_target("cuda:90"))
+        facts = backend._facts(lowered, call, (), None)
+        return backend._kernels._key(lowered, "forward", facts, "ieee", parse_target("cuda:90"))
 
     one_row = torch.zeros(HEADS, 1, KV_LEN, dtype=torch.bfloat16).expand(-1, Q_LEN, -1)
     tiled, looked_up = key(padded(HEADS, Q_LEN, KV_LEN)), key(one_row)
@@ -321,7 +321,7 @@ def test_calls_from_other_positions_have_other_views():
 def test_the_portable_backend_has_no_tiles():
     backend = HopperBackend(default_cache())._portable
     lowered, call = call_of(BIAS, {"bias": padded(HEADS, Q_LEN, KV_LEN)})
-    assert backend._special(lowered, call, (), None).pair_tiles == ()
+    assert backend._facts(lowered, call, (), None).pair_tiles == ()
 
 
 CAUSAL = "mask = causal(); "
@@ -373,9 +373,9 @@ def choices(monkeypatch):
     found = []
 
     def noted(*arguments):
-        special = with_pair_tiles(*arguments)
-        found.append(len(special.pair_tiles))
-        return special
+        facts = with_pair_tiles(*arguments)
+        found.append(len(facts.pair_tiles))
+        return facts
 
     monkeypatch.setattr(hopper, "with_pair_tiles", noted)
     return found
@@ -436,9 +436,9 @@ def test_arguments_are_those_that_kernels_take(monkeypatch, copied):
     wants = Wants()
     configs = {}
 
-    def attention(lowered, kind, special, device, has_dlse):
+    def attention(lowered, kind, facts, device, has_dlse):
         for name in HopperKernels.directions[kind]:
-            configs[name] = replace(configs_of(lowered, special, name)[0], persistent=False)
+            configs[name] = replace(configs_of(lowered, facts, name)[0], persistent=False)
         fixed = HopperKernels.fixed if kind == "backward" else ()
         executables = {name: SimpleNamespace(name=name, config=c) for name, c in configs.items()}
         executables |= {name: SimpleNamespace(name=name, config=None) for name in fixed}

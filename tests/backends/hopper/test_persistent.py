@@ -9,7 +9,7 @@ import torch
 
 import attndsl
 from attndsl.backends.base import Backward, Call, Wants
-from attndsl.backends.emit.specialise import specialise
+from attndsl.backends.emit.facts import facts_of
 from attndsl.backends.hopper.backend import HopperBackend
 from attndsl.backends.hopper.kernels import HopperKernels, configs_of
 from attndsl.backends.hopper.tiles import CANDIDATES
@@ -58,20 +58,20 @@ def test_which_are_persistent(monkeypatch, text, dim, persistent):
     """``tune`` measures the others too. Head dim 16 stands for fp16."""
     lowered = lower(Source(text), {})
     dtype = torch.float16 if dim == 16 else torch.bfloat16
-    special = specialise(lowered.program, example_call(lowered, dim, dim, dtype, {}))
-    usual = configs_of(lowered, special, "forward")
+    facts = facts_of(lowered.program, example_call(lowered, dim, dim, dtype, {}))
+    usual = configs_of(lowered, facts, "forward")
     assert {config.persistent for config in usual} == {persistent}
     monkeypatch.setattr("attndsl.backends.triton.kernels.current_target", lambda: None)
     kernels = HopperKernels(default_cache())
-    found = kernels.configs(lowered, "forward", special, torch.device("cpu"))
+    found = kernels.configs(lowered, "forward", facts, torch.device("cpu"))
     others = tuple(replace(config, persistent=not persistent) for config in usual)
     assert found == (*usual, *others)
     assert len(set(map(str, found))) == len(found)
-    backward = kernels.configs(lowered, "backward_kv", special, torch.device("cpu"))
+    backward = kernels.configs(lowered, "backward_kv", facts, torch.device("cpu"))
     assert backward[0].persistent == (dim <= 128)
     assert {config.persistent for config in backward} == {dim <= 128, False}
     if dim <= 128:
-        tangents = kernels.configs(lowered, "forward_tangent", special, torch.device("cpu"))
+        tangents = kernels.configs(lowered, "forward_tangent", facts, torch.device("cpu"))
         found = [config.persistent for config in tangents[:: len(tangents) // 2]]
         assert found == [dim < 128, dim == 128]
 

@@ -11,7 +11,7 @@ from support.forward_text import FORMS, PAIRS, PERSISTENT, SMALL, TEXTS, inputs_
 from support.kernel_text import Run
 from support.mutation import before, constant, drop, is_noticed, swap
 
-from attndsl.backends.emit.specialise import specialise
+from attndsl.backends.emit.facts import facts_of
 from attndsl.backends.hopper.own_tiles import own_tiles, parts_of_lists
 from attndsl.backends.triton.cross import example_call
 from attndsl.passes.tiles.plan import FORWARD
@@ -107,14 +107,14 @@ def test_rows_of_any_length(name, config):
 @pytest.mark.parametrize("mask", [TEXTS["documents"], "abs(q * q - kv) < 9"])
 def test_the_parts_of_lists_need_no_plan(monkeypatch, mask):
     lowered = lower(Source(mask), {})
-    special = specialise(lowered.program, example_call(lowered, 64, 64, torch.bfloat16, {}))
+    facts = facts_of(lowered.program, example_call(lowered, 64, 64, torch.bfloat16, {}))
     config = replace(THREE, block_m=192, block_n=128)
-    assert own_tiles(lowered, special, "forward", config).parts == 3
+    assert own_tiles(lowered, facts, "forward", config).parts == 3
     monkeypatch.setattr(Sparsity, "loop", None)
-    assert parts_of_lists(lowered, special, "forward", config) == 3
-    assert parts_of_lists(lowered, special, "forward_tangent", config) == 3
-    assert parts_of_lists(lowered, special, "backward_kv", config) == 1
-    tiles = replace(special, pair_tiles=(PAIRS["bias"],))
+    assert parts_of_lists(lowered, facts, "forward", config) == 3
+    assert parts_of_lists(lowered, facts, "forward_tangent", config) == 3
+    assert parts_of_lists(lowered, facts, "backward_kv", config) == 1
+    tiles = replace(facts, pair_tiles=(PAIRS["bias"],))
     assert parts_of_lists(lowered, tiles, "forward", config) == 1
 
 

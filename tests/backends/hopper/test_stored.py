@@ -80,9 +80,9 @@ def test_what_is_stored(name):
     assert [own.tensors for own in found.stored] == [T]
     assert found.pairs == ()
     assert why_portable(lowered, call, "backward", wants=found.lines) is None
-    special = HopperBackend(default_cache())._special(lowered, call, (call.q,), found.lines)
-    assert special.stores_slopes
-    assert special.tensor_gradients == ()
+    facts = HopperBackend(default_cache())._facts(lowered, call, (call.q,), found.lines)
+    assert facts.stores_slopes
+    assert facts.tensor_gradients == ()
     text = hopper_source(lowered, call, "backward", wants)
     assert "tma_store(slopes_desc" in text
     assert "def stored(" in text

@@ -12,7 +12,7 @@ import torch
 import attndsl
 from attndsl import errors
 from attndsl.backends.base import Wants
-from attndsl.backends.emit.specialise import specialise, with_forms, with_gradients
+from attndsl.backends.emit.facts import facts_of, with_forms, with_gradients
 from attndsl.backends.emit.template import IEEE
 from attndsl.backends.hopper import backend as hopper
 from attndsl.backends.hopper import portable
@@ -87,13 +87,13 @@ def test_a_text_is_what_calls_run(direction, head_dim, program):
     lowered = attndsl.compile(program).lowered
     call = example_call(lowered, head_dim, head_dim, torch.bfloat16, {})
     grads = [torch.empty_like(call.q)] * (direction == "backward")
-    special = with_gradients(specialise(lowered.program, call, *grads), Wants())
+    facts = with_gradients(facts_of(lowered.program, call, *grads), Wants())
     target = parse_target("cuda:90")
-    special = with_forms(special, lowered.program, target)
+    facts = with_forms(facts, lowered.program, target)
     kernels, name = HopperKernels(default_cache()), KERNELS[direction]
-    config, *_ = kernels._configs(lowered, name, special, target, torch.device("cuda"))
-    loop = plan_loop(lowered, special, name, config)
-    expected = kernels._text(lowered, special, name, loop, config, IEEE)
+    config, *_ = kernels._configs(lowered, name, facts, target, torch.device("cuda"))
+    loop = plan_loop(lowered, facts, name, config)
+    expected = kernels._text(lowered, facts, name, loop, config, IEEE)
     found = attndsl.compile(program).source(direction, head_dim=head_dim, backend="hopper")
     assert found == expected
 

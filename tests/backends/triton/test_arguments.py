@@ -11,7 +11,7 @@ import torch
 import attndsl
 from attndsl import errors
 from attndsl.backends.base import Wants
-from attndsl.backends.emit.specialise import specialise, with_gradients
+from attndsl.backends.emit.facts import facts_of, with_gradients
 from attndsl.backends.kernels.arguments import capture_arguments, template_argument
 from attndsl.backends.triton.cross import example_call
 
@@ -20,7 +20,7 @@ ATTENTION = attndsl.compile("param w: int\nmask = q - kv < w")
 
 def given(w: int) -> list[object]:
     call = example_call(ATTENTION.lowered, 16, 16, torch.float32, {"w": w})
-    return capture_arguments(specialise(ATTENTION.lowered.program, call), call)
+    return capture_arguments(facts_of(ATTENTION.lowered.program, call), call)
 
 
 @pytest.mark.parametrize(
@@ -44,8 +44,8 @@ def test_results_in_fp32():
     names = ("OUT", "OUT_MOVED", "DQ", "DK", "DV_OUT", "SLOPES", "Q", "DOUT", "LSE")
 
     def types(call, wants):
-        special = with_gradients(specialise(ATTENTION.lowered.program, call), wants)
-        return [template_argument(name, special).type for name in names]
+        facts = with_gradients(facts_of(ATTENTION.lowered.program, call), wants)
+        return [template_argument(name, facts).type for name in names]
 
     half, wide = "*bf16", "*fp32"
     assert types(call, Wants()) == [half] * 8 + [wide]

@@ -14,7 +14,7 @@ SCRIPT = textwrap.dedent(
     import sys
     from attndsl.backends.triton.cross import cross_compile
     from attndsl.backends.emit.expression import Capture
-    from attndsl.backends.emit.specialise import ParamKind, Specialisation
+    from attndsl.backends.emit.facts import ParamKind, KernelFacts
     from attndsl.ir import DType
     from attndsl.pipeline import lower
     from attndsl.source import Source
@@ -39,7 +39,7 @@ SCRIPT = textwrap.dedent(
         Capture("bias", DType.FLOAT, 2, 16, False, frozenset({1}), ("q_len", "kv_len")),
     )
     rich = case == "rich"
-    special = Specialisation(
+    facts = KernelFacts(
         head_dim=head_dim,
         value_dim=head_dim,
         dtype=dtype,
@@ -58,7 +58,7 @@ SCRIPT = textwrap.dedent(
         param_gradients=("cap",) if rich else (),
     )
     for target in targets.split(","):
-        for kernel in cross_compile(lowered, special, target, kernels=kernels):
+        for kernel in cross_compile(lowered, facts, target, kernels=kernels):
             print(kernel.name, target, kernel.shared)
     """
 )
@@ -70,7 +70,7 @@ WIDE_BOUNDS = textwrap.dedent(
     from dataclasses import replace
     import torch
     from attndsl.backends.triton.cross import cross_compile, example_call
-    from attndsl.backends.emit.specialise import specialise
+    from attndsl.backends.emit.facts import facts_of
     from attndsl.backends.triton.tiles import Config
     from attndsl.passes.tiles.plan import DIRECTIONS
     from attndsl.pipeline import lower
@@ -88,8 +88,8 @@ WIDE_BOUNDS = textwrap.dedent(
     if case == "offset":
         call = replace(call, q_offset=torch.tensor(200), kv_offset=3)
     configs = dict.fromkeys(DIRECTIONS, (Config(size, size, 4, 1),))
-    special = specialise(lowered.program, call)
-    for kernel in cross_compile(lowered, special, "cuda:90", configs, DIRECTIONS):
+    facts = facts_of(lowered.program, call)
+    for kernel in cross_compile(lowered, facts, "cuda:90", configs, DIRECTIONS):
         print(kernel.name, kernel.config.block_m)
     """
 )
@@ -100,7 +100,7 @@ RESULTS_IN_FP32 = textwrap.dedent(
     from dataclasses import replace
     import torch
     from attndsl.backends.triton.cross import cross_compile, example_call
-    from attndsl.backends.emit.specialise import specialise
+    from attndsl.backends.emit.facts import facts_of
     from attndsl.backends.triton.tiles import Config
     from attndsl.pipeline import lower
     from attndsl.source import Source
@@ -109,11 +109,11 @@ RESULTS_IN_FP32 = textwrap.dedent(
     configs = dict.fromkeys(("forward", "backward_kv"), (Config(64, 64, 4, 1),))
     call = example_call(lowered, 32, 32, torch.bfloat16, {})
     for wide in (False, True):
-        special = replace(
-            specialise(lowered.program, replace(call, wide=wide)), aligned=True,
+        facts = replace(
+            facts_of(lowered.program, replace(call, wide=wide)), aligned=True,
             wide_gradients=wide,
         )
-        for kernel in cross_compile(lowered, special, "cuda:90", configs, configs):
+        for kernel in cross_compile(lowered, facts, "cuda:90", configs, configs):
             lines = kernel.kernel.asm["ttir"].split("\\n")
             halves = ["bf16" in line for line in lines if "tt.store" in line]
             print(kernel.name, wide, sum(halves), len(halves))
@@ -127,7 +127,7 @@ SOFTCAP = textwrap.dedent(
     from dataclasses import replace
     import torch
     from attndsl.backends.triton.cross import cross_compile, example_call
-    from attndsl.backends.emit.specialise import specialise
+    from attndsl.backends.emit.facts import facts_of
     from attndsl.backends.triton.tiles import Config
     from attndsl.passes.tiles.plan import DIRECTIONS
     from attndsl.pipeline import lower
@@ -138,8 +138,8 @@ SOFTCAP = textwrap.dedent(
         target, dtype, exact = case.split(",")
         lowered = lower(Source("score = 50.0 * tanh(score / 50.0)"), {}, exact == "True")
         call = example_call(lowered, 32, 32, getattr(torch, dtype), {})
-        special = replace(specialise(lowered.program, call), aligned=True)
-        for kernel in cross_compile(lowered, special, target, configs, configs):
+        facts = replace(facts_of(lowered.program, call), aligned=True)
+        for kernel in cross_compile(lowered, facts, target, configs, configs):
             text = kernel.kernel.asm.get("ptx") or kernel.kernel.asm["amdgcn"]
             names = ("tanh.approx.f32", "rcp.approx.ftz.f32", "ex2.approx.ftz.f32")
             print(case, kernel.name, *map(text.count, names))
@@ -154,7 +154,7 @@ PARTS = textwrap.dedent(
     import torch
     from attndsl.backends.base import Part
     from attndsl.backends.triton.cross import cross_compile, example_call
-    from attndsl.backends.emit.specialise import specialise
+    from attndsl.backends.emit.facts import facts_of
     from attndsl.backends.triton.tiles import Config
     from attndsl.passes.tiles.plan import DIRECTIONS
     from attndsl.pipeline import lower
@@ -191,13 +191,13 @@ PARTS = textwrap.dedent(
     elif case == "positions":
         offsets = {"q_offset": torch.tensor(5), "kv_offset": torch.tensor(7)}
     moved, call = localised(lowered, replace(call, sizes=sizes, part=part, **offsets))
-    special = replace(specialise(moved.program, call), aligned=True)
+    facts = replace(facts_of(moved.program, call), aligned=True)
     learned = tuple(decl.name for decl in lowered.program.tensors)
-    special = replace(special, tensor_gradients=learned)
+    facts = replace(facts, tensor_gradients=learned)
     names = [*DIRECTIONS, *sys.argv[2:]]
     configs = dict.fromkeys(names, (Config(64, 64, 4, 1),))
-    for kernel in cross_compile(moved, special, "cuda:90", configs, names):
-        print(kernel.name, special.draws and "-".join(special.draws))
+    for kernel in cross_compile(moved, facts, "cuda:90", configs, names):
+        print(kernel.name, facts.draws and "-".join(facts.draws))
     """
 )
 

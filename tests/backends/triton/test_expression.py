@@ -13,7 +13,7 @@ from attndsl import ir
 from attndsl.backends.base import Backward, Call, Wants
 from attndsl.backends.dense.reference import ReferenceBackend
 from attndsl.backends.emit.expression import Capture, Names, print_expressions
-from attndsl.backends.emit.specialise import specialise
+from attndsl.backends.emit.facts import facts_of
 from attndsl.backends.triton import TritonBackend
 from attndsl.ir import DType, Node, Op, Program, TensorDecl, const, load, node, size, var
 from attndsl.pipeline import lower_program
@@ -225,7 +225,7 @@ def test_no_dim_of_an_empty_tensor_is_stepped_along() -> None:
     decl = TensorDecl("t", DType.FLOAT, (size("heads"), size("n")))
     program = Program(load("t", DType.FLOAT, H, KV), tensors=(decl,))
     call = replace(_call(), tensors={"t": torch.empty(2, 0)})
-    (capture,) = specialise(program, call).captures
+    (capture,) = facts_of(program, call).captures
     assert capture.unit_dims == frozenset()
 
 
@@ -264,8 +264,8 @@ def test_sums_of_positions_fit_32_bits(is_position, as_tensor):
         {"first": value} if as_tensor else {},
         {} if as_tensor else {"first": value},
     )
-    special = specialise(program, call)
-    printed = print_expressions((program.score,), special.names())
+    facts = facts_of(program, call)
+    printed = print_expressions((program.score,), facts.names())
     assert ("int64" in printed.results[0]) == (not is_position)
     field = "tensors" if as_tensor else "params"
     other = tuple(replace(d, is_position=not is_position) for d in getattr(program, field))

@@ -83,16 +83,16 @@ SCRIPT = textwrap.dedent(
     import sys
     import torch
     from attndsl.backends.triton.cross import cross_compile, example_call
-    from attndsl.backends.emit.specialise import specialise
+    from attndsl.backends.emit.facts import facts_of
     from attndsl.backends.triton.tiles import Config
     from attndsl.pipeline import lower
     from attndsl.source import Source
 
     lowered = lower(Source(sys.argv[1]), {})
     captures = {"t": torch.zeros((2,), dtype=torch.int64)}
-    special = specialise(lowered.program, example_call(lowered, 16, 16, torch.float32, captures))
+    facts = facts_of(lowered.program, example_call(lowered, 16, 16, torch.float32, captures))
     configs = {"forward": (Config(32, 32, 4, 1),)}
-    cross_compile(lowered, special, "cuda:90", configs, configs)
+    cross_compile(lowered, facts, "cuda:90", configs, configs)
     """
 )
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from attndsl.backends.base import Wants
-from attndsl.backends.emit.specialise import specialise, with_forms, with_gradients
+from attndsl.backends.emit.facts import facts_of, with_forms, with_gradients
 from attndsl.backends.kernels.config import Config, is_hopeless
 from attndsl.backends.kernels.pair_work import work_of_pair
 from attndsl.backends.triton.cross import candidates_of, example_call, parse_target
@@ -25,9 +25,9 @@ def _work(
     wants: Wants | None = None,
 ) -> int:
     lowered = lower(Source(text), {})
-    special = specialise(lowered.program, example_call(lowered, 64, 64, dtype, {}))
-    special = with_forms(special, lowered.program, parse_target("cuda:90"))
-    return work_of_pair(lowered, with_gradients(special, wants or Wants()), backward)
+    facts = facts_of(lowered.program, example_call(lowered, 64, 64, dtype, {}))
+    facts = with_forms(facts, lowered.program, parse_target("cuda:90"))
+    return work_of_pair(lowered, with_gradients(facts, wants or Wants()), backward)
 
 
 def test_rows_and_heads_are_not_the_work_of_pairs() -> None:
@@ -88,10 +88,10 @@ def test_what_is_not_tried_after_a_kernel_that_spilled() -> None:
 
 def test_kernels_that_are_shown_have_the_tiles_of_those_that_run() -> None:
     lowered = lower(Source("score = score + sin(score) + cos(score); mask = q >= kv"), {})
-    special = specialise(lowered.program, example_call(lowered, 64, 64, torch.bfloat16, {}))
-    special = with_forms(special, lowered.program, parse_target("cuda:90"))
+    facts = facts_of(lowered.program, example_call(lowered, 64, 64, torch.bfloat16, {}))
+    facts = with_forms(facts, lowered.program, parse_target("cuda:90"))
     for name in ("forward", "backward_kv", "backward_q"):
-        work, of_pair = work_of(lowered, special, name), pairs_of(lowered, special, name)
+        work, of_pair = work_of(lowered, facts, name), pairs_of(lowered, facts, name)
         assert of_pair > 100
-        found = candidates_of(lowered, special, name, SHARED)
+        found = candidates_of(lowered, facts, name, SHARED)
         assert found == candidates(name, 64, 64, 2, SHARED, work, of_pair)

@@ -225,7 +225,7 @@ COMPILED = textwrap.dedent(
     import torch
     from attndsl.backends.base import Wants
     from attndsl.backends.triton.cross import cross_compile, example_call
-    from attndsl.backends.emit.specialise import specialise, with_gradients
+    from attndsl.backends.emit.facts import facts_of, with_gradients
     from attndsl.pipeline import lower
     from attndsl.source import Source
 
@@ -234,8 +234,8 @@ COMPILED = textwrap.dedent(
     for dtype in (torch.float32, torch.bfloat16):
         t = torch.zeros(2, 2, 2, dtype=dtype)
         call = example_call(lowered, 128, 128, torch.bfloat16, {"t": t})
-        special = with_gradients(specialise(lowered.program, call), Wants(tensors=frozenset("t")))
-        (built,) = cross_compile(lowered, special, "cuda:90", None, ["stored"])
+        facts = with_gradients(facts_of(lowered.program, call), Wants(tensors=frozenset("t")))
+        (built,) = cross_compile(lowered, facts, "cuda:90", None, ["stored"])
         ptx = built.kernel.asm["ptx"]
         print(ptx.count("ld.global.v4.b32"), ptx.count("st.global.v4.b32"), "ld.global.b16" in ptx)
     """

@@ -8,8 +8,8 @@ import pytest
 import torch
 from support.brute import call_of, lowered_of, true_kinds
 
+from attndsl.backends.emit.facts import facts_of
 from attndsl.backends.emit.loops import row_width
-from attndsl.backends.emit.specialise import specialise
 from attndsl.backends.kernels.tile_lists import find_kinds, list_arguments
 from attndsl.backends.triton.backend import TritonBackend
 from attndsl.runtime.programs import default_cache
@@ -35,10 +35,10 @@ def test_kinds_found_are_those_of_brute_force(device, text, sizes):
     q = torch.empty(1, 1, length, 1, device=device)
     call = replace(call, q=q, k=q, v=q, tensors={"seg": seg.to(device)})
     kernels = TritonBackend(default_cache())._kernels
-    special = specialise(lowered.program, call)
+    facts = facts_of(lowered.program, call)
     found = find_kinds(
-        kernels.tile_lists(lowered, special, torch.device(device), *sizes),
-        lowered.sparsity, special, call, 0,
+        kernels.tile_lists(lowered, facts, torch.device(device), *sizes),
+        lowered.sparsity, facts, call, 0,
     ).cpu()  # fmt: skip
     assert not (wanted[found == 0] != 0).any()
     assert not (wanted[found == 2] != 2).any()
@@ -69,12 +69,10 @@ def test_lists_tell_of_parts_of_rows(device, block_m, parts, length):
     q = torch.empty(1, 1, length, 1, device=device)
     call = replace(call, q=q, k=q, v=q, tensors={"seg": seg.to(device)})
     kernels = TritonBackend(default_cache())._kernels
-    special = specialise(lowered.program, call)
-    of_size = kernels.tile_lists(lowered, special, torch.device(device), block_m, block_n, parts)
-    wanted = find_kinds(of_size, lowered.sparsity, special, call, 0)[0, 0].cpu()
-    tile_rows, tile_list, *_ = list_arguments(
-        of_size, lowered.sparsity, special, call, "forward", 0
-    )
+    facts = facts_of(lowered.program, call)
+    of_size = kernels.tile_lists(lowered, facts, torch.device(device), block_m, block_n, parts)
+    wanted = find_kinds(of_size, lowered.sparsity, facts, call, 0)[0, 0].cpu()
+    tile_rows, tile_list, *_ = list_arguments(of_size, lowered.sparsity, facts, call, "forward", 0)
     tile_rows, tile_list = tile_rows[0, 0].cpu(), tile_list[0, 0].cpu()
     assert tile_rows.shape == (-(-length // block_m), row_width(parts))
     along, whole = wanted.shape[1], length // block_n

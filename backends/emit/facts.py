@@ -75,7 +75,7 @@ class PairTile:
 
 
 @dataclass(frozen=True, slots=True)
-class Specialisation:
+class KernelFacts:
     """Everything that selects one generated module."""
 
     head_dim: int
@@ -172,23 +172,23 @@ _MAX_ROWS = 512
 """Rows of the largest tile; offsets within a tile are below this times the row stride."""
 
 
-def block_widths(special: Specialisation) -> tuple[int, int]:
+def block_widths(facts: KernelFacts) -> tuple[int, int]:
     """Columns of the tiles that hold rows of q and k, and of v."""
-    d = max(16, int(triton.next_power_of_2(special.head_dim)))
-    dv = max(16, int(triton.next_power_of_2(special.value_dim)))
-    if not special.aligned:
+    d = max(16, int(triton.next_power_of_2(facts.head_dim)))
+    dv = max(16, int(triton.next_power_of_2(facts.value_dim)))
+    if not facts.aligned:
         # Triton 3.6 multiplies by wrong elements of v where its tile is narrower than k's and its
         # rows cannot be copied asynchronously; tiles of one width are right.
         d = dv = max(d, dv)
     return d, dv
 
 
-def specialise(program: Program, call: Call, *grads: torch.Tensor) -> Specialisation:
+def facts_of(program: Program, call: Call, *grads: torch.Tensor) -> KernelFacts:
     """The specialisation of a forward call, or with ``grads`` (the output's) of a backward one."""
     operands = (call.q, call.k, call.v, *grads)
     results = result_orders(call.q, call.k, call.v)
     captures = [_capture(decl, call.tensors[decl.name]) for decl in program.tensors]
-    return Specialisation(
+    return KernelFacts(
         head_dim=call.q.shape[-1],
         value_dim=call.v.shape[-1],
         dtype=TRITON_TYPES[call.q.dtype],
@@ -215,10 +215,10 @@ def specialise(program: Program, call: Call, *grads: torch.Tensor) -> Specialisa
     )
 
 
-def with_gradients(special: Specialisation, wants: Wants) -> Specialisation:
-    """``special`` for kernels that make the gradients in ``wants``."""
+def with_gradients(facts: KernelFacts, wants: Wants) -> KernelFacts:
+    """``facts`` for kernels that make the gradients in ``wants``."""
     return replace(
-        special,
+        facts,
         tensor_gradients=tuple(sorted(wants.tensors)),
         param_gradients=tuple(sorted(wants.params)),
         stores_slopes=wants.slopes,
@@ -226,15 +226,13 @@ def with_gradients(special: Specialisation, wants: Wants) -> Specialisation:
     )
 
 
-def with_forms(
-    special: Specialisation, program: Program, target: GPUTarget | None
-) -> Specialisation:
-    """``special`` for attention kernels on ``target``; None for the interpreter.
+def with_forms(facts: KernelFacts, program: Program, target: GPUTarget | None) -> KernelFacts:
+    """``facts`` for attention kernels on ``target``; None for the interpreter.
 
     Kernels that find tiles take no part: what they evaluate must be exactly the mask.
     """
     kind = None if target is None else target.backend
-    return replace(special, forms=forms_for(special.dtype, kind, program.exact))
+    return replace(facts, forms=forms_for(facts.dtype, kind, program.exact))
 
 
 def strides(tensor: torch.Tensor) -> tuple[int, ...]:
