@@ -107,7 +107,7 @@ def _is_hopper(index: int | None) -> bool:
 def why_no_hopper_kernels() -> str | None:
     """Why this Triton has no Gluon as the kernels know it, which is experimental; or None."""
     try:
-        import_module("attndsl.backends.hopper.backend")
+        import_module("attndsl.backends.hopper.family")
     except (ImportError, AttributeError) as error:
         return f"{type(error).__name__}: {error}"
     return None
@@ -125,15 +125,15 @@ def _cpu(checked: bool) -> Backend:
 
 
 def _triton(checked: bool) -> Backend:
-    from attndsl.backends.triton import TritonBackend
+    from attndsl.backends.generated.triton import triton_backend
 
-    return TritonBackend(default_cache())
+    return triton_backend(default_cache())
 
 
 def _hopper(checked: bool) -> Backend:
-    from attndsl.backends.hopper.backend import HopperBackend
+    from attndsl.backends.generated.hopper import hopper_backend
 
-    return HopperBackend(default_cache())
+    return hopper_backend(default_cache())
 
 
 def _nothing_missing() -> str | None:

@@ -89,7 +89,7 @@ def source_of(
         close = difflib.get_close_matches(str(backend), GENERATED, n=1)
         hint = f"did you mean '{close[0]}'?" if close else "use 'triton' or 'hopper'"
         raise ArgumentError(f"no kernels are generated for backend {backend!r}", hint=hint)
-    from attndsl.backends.triton.cross import example_call
+    from attndsl.backends.kernels.example import example_call
 
     call = example_call(lowered, head_dim, value_dim, dtype, captures)
     check_rows(lowered.program, call.tensors)

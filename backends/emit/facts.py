@@ -226,6 +226,15 @@ def with_gradients(facts: KernelFacts, wants: Wants) -> KernelFacts:
     )
 
 
+def for_lists(facts: KernelFacts) -> KernelFacts:
+    """``facts`` for kernels that find tiles, of which one module serves all kernels of a call."""
+    return replace(
+        facts, tensor_gradients=(), param_gradients=(), moving_operands="", moving_captures=(),
+        pair_tiles=(), stores_slopes=False, adds_diagonals=False, wide_out=False,
+        wide_gradients=False,
+    )  # fmt: skip
+
+
 def with_forms(facts: KernelFacts, program: Program, target: GPUTarget | None) -> KernelFacts:
     """``facts`` for attention kernels on ``target``; None for the interpreter.
 

@@ -11,7 +11,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from attndsl.ir import Op, const, node
-from attndsl.passes.tiles.plan import BACKWARD_Q, DIRECTIONS, FORWARD
 from attndsl.passes.widths import fits, ranges
 
 from .expression import Names, print_expressions
@@ -21,8 +20,6 @@ if TYPE_CHECKING:
     from attndsl.ir import Node
     from attndsl.passes.tiles.plan import LoopPlan, Segment
 
-LOOPS = {**DIRECTIONS, "tangent": BACKWARD_Q, "forward_tangent": FORWARD}
-"""The loop of each kernel that has one planned."""
 LIST_PARAMETERS = ["tile_rows", "tile_list", "list_step_b", "list_step_h"]
 """Kernel arguments of a loop whose tiles are listed. ``tile_rows``: int32 (own tiles, 4 or more) a
 map: numbers of FULL and of PARTIAL tiles, the first live tile, the first FULL tile; the first live

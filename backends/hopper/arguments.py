@@ -2,27 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from triton.experimental.gluon.language import NVMMASharedLayout
 
-from ..base import Wants
-from ..kernels.arguments import Layout, capture_types, template_argument
+from ..kernels.arguments import capture_types, template_argument
 from ..kernels.compile import Argument
-from .learned import Learned
 from .memory import ADDRESS_BYTES, BYTES_OF_TYPES, block_width, pair_block
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     import torch
 
     from attndsl.pipeline import Lowered
 
     from ..emit.facts import KernelFacts, PairTile
     from ..kernels.config import Config
-    from .launch import Launch, View
 
 _ROWS = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
 _SLOPES = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
@@ -117,32 +112,6 @@ def arguments_of(
         else:
             found.append(captures.get(name) or template_argument(name, facts))
     return found
-
-
-@dataclass(frozen=True, slots=True)
-class HopperLayout(Layout):
-    """What all calls of one signature share."""
-
-    launches: Mapping[str, Launch] = field(default_factory=dict)
-    """By name of the executable."""
-    views: Mapping[str, View] = field(default_factory=dict)
-    """By kernel argument."""
-    grad_strides: tuple[int, ...] = ()
-    """Of a backward: batch, head and row strides of the output's gradient."""
-    learned: Learned = field(default_factory=Learned)
-    """Parts of the score of which gradients are wanted."""
-    programs: int = 0
-    """Of the attention kernel: how many are launched."""
-    drawn: bool = False
-    """Whether these draw their tiles by a counter."""
-    copied: tuple[int, ...] = ()
-    """Numbers of those of the ``pair_tiles`` that are copied first."""
-    distances: Wants = field(default_factory=Wants)
-    """Gradients that come of sums along diagonals."""
-    others: Wants = field(default_factory=Wants)
-    """All others."""
-    why_portable: str | None = None
-    """Why the portable kernels run these calls; there are no executables then."""
 
 
 def descriptor_strides(tensor: torch.Tensor) -> tuple[int, ...] | None:

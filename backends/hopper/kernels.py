@@ -1,33 +1,31 @@
-"""Hopper kernels beside the portable ones: which are generated, and with which arguments."""
+"""The table of Hopper's kernels: one entry a kernel."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from functools import partial
+from typing import TYPE_CHECKING
 
-from ..kernels.pair_work import work_of_pair
-from ..triton.kernels import Kernels, work_of
+from attndsl.passes.tiles.plan import BACKWARD_KV, FORWARD
+
+from ..kernels.config import Config
+from ..kernels.kernel import FixedKernel, Kernel, Task
 from .arguments import arguments_of
 from .generate import generate
 from .generate_tangent import generate_tangent
 from .memory import block_width, widest
+from .own_tiles import parts_of_lists
 from .pair_tiles import fitting
 from .sums import dq_from_sums, prepare_backward
 from .tiles import CANDIDATES, candidates, for_busy_producers
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    import torch
-    from triton.backends.compiler import GPUTarget
-
     from attndsl.passes.tiles.plan import LoopPlan
-    from attndsl.pipeline import Lowered
 
     from ..emit.facts import KernelFacts
     from ..emit.template import Products
-    from ..kernels.compile import Argument
-    from ..kernels.config import Config
+    from ..kernels.kernel import Job
+    from ..kernels.machine import Machine
 
 _MOST_WORK_OF_THREE = 30
 """Instructions a pair beyond which three consumers, of 160 registers, spill more than two."""
@@ -36,88 +34,109 @@ _MOST_WORK_OF_LARGE = 40
 """Instructions a pair beyond which a backward of D64 spills more with tiles of 128 x 128 than with
 tiles of 64 x 128."""
 
-
-class HopperKernels(Kernels):
-    """The forward, by itself and with tangents, and the single-pass backward.
-
-    All else is as the portable family has it.
-    """
-
-    directions: ClassVar[Mapping[str, tuple[str, ...]]] = {
-        "forward": ("forward",),
-        "tangent": ("forward_tangent",),
-        "backward": ("backward_kv",),
-    }
-    fixed: ClassVar[Mapping[str, Any]] = {
-        "prepare_backward": prepare_backward,
-        "dq_from_sums": dq_from_sums,
-    }
-
-    def _fixed_constants(self, facts: KernelFacts) -> dict[str, int | bool]:
-        return super()._fixed_constants(facts) | {"WIDTH": block_width(facts.head_dim)}
-
-    def configs(
-        self, lowered: Lowered, direction: str, facts: KernelFacts, device: torch.device
-    ) -> tuple[Config, ...]:
-        """See :meth:`Kernels.configs`; after these, those that are persistent or not instead."""
-        found = super().configs(lowered, direction, facts, device)
-        others = tuple(replace(config, persistent=not config.persistent) for config in found)
-        if direction != "backward_kv" or widest(facts) <= 128:
-            return (*found, *others)
-        return found
-
-    def _configs(
-        self, lowered: Lowered, direction: str, facts: KernelFacts,
-        target: GPUTarget | None, device: torch.device,
-    ) -> tuple[Config, ...]:  # fmt: skip
-        if direction not in CANDIDATES:
-            return super()._configs(lowered, direction, facts, target, device)
-        return configs_of(lowered, facts, direction)
-
-    def _text(
-        self, lowered: Lowered, facts: KernelFacts, direction: str, loop: LoopPlan,
-        config: Config, products: Products,
-    ) -> str:  # fmt: skip
-        if direction not in CANDIDATES:
-            return super()._text(lowered, facts, direction, loop, config, products)
-        if direction == "forward_tangent":
-            return generate_tangent(lowered, facts, loop, config)
-        return generate(lowered, facts, direction, loop, config)
-
-    def _arguments(
-        self, function: Any, facts: KernelFacts, more: Mapping[str, int | bool],
-        config: Config,
-    ) -> list[Argument]:  # fmt: skip
-        if not config.consumers:
-            return super()._arguments(function, facts, more, config)
-        direction = "backward_kv"
-        if "o_desc" in function.arg_names:
-            moves = "o_moved_desc" in function.arg_names
-            direction = "forward_tangent" if moves else "forward"
-        return arguments_of(direction, function, facts, config)
-
-    def _key(
-        self, lowered: Lowered, kind: str, facts: KernelFacts, precision: str,
-        target: GPUTarget | None,
-    ) -> str:  # fmt: skip
-        family = f"hopper {kind}" if kind in CANDIDATES else kind
-        return super()._key(lowered, family, facts, precision, target)
+_STATISTICS = {64: Config(128, 64, 8, 2), 128: Config(128, 64, 8, 3), 256: Config(64, 32, 8, 2)}
+"""Launch options of the kernels around a backward, by its wider head dim."""
 
 
-def configs_of(lowered: Lowered, facts: KernelFacts, direction: str) -> tuple[Config, ...]:
-    """Tile sizes to try for a Hopper kernel, in order of preference."""
-    if direction == "forward_tangent":
-        return CANDIDATES[direction][widest(facts)]
-    work = work_of(lowered, facts, direction)
+def _text(job: Job, config: Config, loop: LoopPlan, products: Products) -> str:
+    return generate(job.lowered, job.facts, job.kernel.name, loop, config)
+
+
+def _tangent_text(job: Job, config: Config, loop: LoopPlan, products: Products) -> str:
+    return generate_tangent(job.lowered, job.facts, loop, config)
+
+
+def _tangent_configs(job: Job, machine: Machine) -> tuple[Config, ...]:
+    return CANDIDATES[job.kernel.name][widest(job.facts)]
+
+
+def _configs(job: Job, machine: Machine) -> tuple[Config, ...]:
+    """Tile sizes of a forward or backward, in order of preference."""
+    lowered, facts, name = job.lowered, job.facts, job.kernel.name
     # Relative to a maximum that is not followed, weights take fewer registers, columns or not.
     column = lowered.placed.column is not None and facts.dtype != "bf16"
     dropped, own = lowered.program.dropout is not None, lowered.program.weights is not None
     plain = lowered.program.mask is None or (lowered.sparsity.plain and not own)
-    if direction == "backward_kv" and work_of_pair(lowered, facts, True) > _MOST_WORK_OF_LARGE:
+    forward = Task.FORWARD in job.kernel.tasks
+    if not forward and job.work_of_pair > _MOST_WORK_OF_LARGE:
         plain = False
-    found = candidates(direction, widest(facts), plain, work, column, dropped, own)
-    if direction == "forward" and work_of_pair(lowered, facts, False) > _MOST_WORK_OF_THREE:
+    found = candidates(name, widest(facts), plain, job.work, column, dropped, own)
+    if forward and job.work_of_pair > _MOST_WORK_OF_THREE:
         found = tuple(config for config in found if config.consumers < 3)
     if facts.adds_diagonals:
         found = for_busy_producers(found)
-    return fitting(direction, facts, found) if facts.pair_tiles else found
+    return fitting(name, facts, found) if facts.pair_tiles else found
+
+
+def _more_configs(found: tuple[Config, ...], job: Job) -> tuple[Config, ...]:
+    """Those that are persistent or not instead; backwards above head dim 128 are not."""
+    if Task.BACKWARD in job.kernel.tasks and widest(job.facts) > 128:
+        return ()
+    return tuple(replace(config, persistent=not config.persistent) for config in found)
+
+
+def _parts_of_lists(job: Job, config: Config) -> int:
+    return parts_of_lists(job.lowered, job.facts, job.kernel.name, config)
+
+
+KERNELS: tuple[Kernel, ...] = (
+    Kernel(
+        name="forward",
+        family="hopper",
+        tasks=frozenset({Task.FORWARD}),
+        entry="attention_forward",
+        text=_text,
+        configs=_configs,
+        arguments=partial(arguments_of, "forward"),
+        loop=FORWARD,
+        derives=False,
+        waves=(4, 2, 1),
+        parts_of_lists=_parts_of_lists,
+        more_configs=_more_configs,
+        most_work=55,
+    ),
+    Kernel(
+        name="forward_tangent",
+        family="hopper",
+        tasks=frozenset({Task.FORWARD_TANGENT}),
+        entry="attention_forward_tangent",
+        text=_tangent_text,
+        configs=_tangent_configs,
+        arguments=partial(arguments_of, "forward_tangent"),
+        loop=FORWARD,
+        waves=(4, 2, 1),
+        parts_of_lists=_parts_of_lists,
+        most_work=130,
+    ),
+    Kernel(
+        name="backward_kv",
+        family="hopper",
+        tasks=frozenset({Task.BACKWARD}),
+        entry="attention_backward_kv",
+        text=_text,
+        configs=_configs,
+        arguments=partial(arguments_of, "backward_kv"),
+        loop=BACKWARD_KV,
+        waves=(2, 1),
+        parts_of_lists=_parts_of_lists,
+        more_configs=_more_configs,
+        most_work=200,
+    ),
+)
+"""The work of a pair beyond ``most_work`` is many times the work of its products, which these
+kernels overlap it with. Their text repeats that work some ten times for 64 pairs a thread. They
+spill hundreds of registers and compile for minutes: see M16 in docs/measured.md."""
+
+
+def _width(facts: KernelFacts) -> dict[str, int | bool]:
+    return {"WIDTH": block_width(facts.head_dim)}
+
+
+def _statistics(job: Job, machine: Machine) -> tuple[Config, ...]:
+    return (_STATISTICS[widest(job.facts)],)
+
+
+FIXED: tuple[FixedKernel, ...] = (
+    FixedKernel("prepare_backward", prepare_backward, _width, _statistics),
+    FixedKernel("dq_from_sums", dq_from_sums, _width, _statistics),
+)

@@ -13,7 +13,7 @@ Non-goals: what stands inside a function of the score, or varies with the distan
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -45,6 +45,21 @@ class Learned:
     factor: bool = False
     column: bool = False
     row: bool = False
+
+
+class Statistics(NamedTuple):
+    """Of rows and columns, from a backward."""
+
+    lse: torch.Tensor
+    """(batch, heads, q_len) fp32; -inf in rows with no live pair."""
+    delta: torch.Tensor
+    """(batch, heads, q_len or more) fp32, rowsum(dO * O) - dlse."""
+    dlse: torch.Tensor | None
+    """(batch, heads, q_len), the gradient of lse, if there is one."""
+    factors: torch.Tensor | None
+    """(batch, heads, parts) fp32, sums of K * dK before the scale, if factors learn."""
+    columns: torch.Tensor | None
+    """(batch, heads, kv_len) fp32, columns' sums of dS, if columns learn."""
 
 
 def learned_parts(lowered: Lowered, names: frozenset[str]) -> Learned | str:
@@ -109,15 +124,7 @@ def slope_for_factor(placed: Placed) -> Node | None:
 
 
 def gradients_of_parts(
-    lowered: Lowered,
-    call: Call,
-    learned: Learned,
-    wants: Wants,
-    lse: torch.Tensor,
-    delta: torch.Tensor,
-    dlse: torch.Tensor | None,
-    factors: torch.Tensor | None,
-    columns: torch.Tensor | None,
+    lowered: Lowered, call: Call, learned: Learned, wants: Wants, statistics: Statistics
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """Gradients of tensors and of params, by name.
 
@@ -126,12 +133,9 @@ def gradients_of_parts(
         call: As of the backward.
         learned: Of ``wants``.
         wants: Tensors and params that :func:`learned_parts` has no objection to.
-        lse: (batch, heads, q_len) fp32; -inf in rows with no live pair.
-        delta: (batch, heads, q_len or more) fp32, rowsum(dO * O) - dlse.
-        dlse: (batch, heads, q_len), the gradient of lse, if there is one.
-        factors: (batch, heads, parts) fp32, sums of K * dK before the scale, if factors learn.
-        columns: (batch, heads, kv_len) fp32, columns' sums of dS, if columns learn.
+        statistics: What the backward has made.
     """
+    lse, delta, dlse, factors, columns = statistics
     sums, expressions, placed = CaptureSums(call, wants), Expressions(call), lowered.placed
     batch, heads, q_len = lse.shape
     nothing = lse[:, :, :1, None]

@@ -11,14 +11,14 @@ import torch
 from ..kernels.arguments import capture_arguments, origin
 from ..kernels.streams import on_device, stream_of
 from ..kernels.tile_lists import lists_of
-from .arguments import HopperLayout, blocks_of, descriptor_strides, is_drawn, moved_argument
-from .launch import launch_of, view
+from .arguments import descriptor_strides
+from .layout import described
 
 if TYPE_CHECKING:
-    from ..kernels.arguments import Layout
     from ..kernels.moving import Moving
     from .counters import Counters
     from .launch import TensorMaps
+    from .layout import HopperLayout
 
 _DIRECTION = "forward_tangent"
 
@@ -32,30 +32,6 @@ def readable(moving: Moving) -> Moving:
         for name, x in moving.operands.items()
     }
     return replace(moving, operands=operands)
-
-
-def layout_of(layout: Layout, moving: Moving, programs: int) -> HopperLayout:
-    """``layout`` with what launches need besides.
-
-    Args:
-        layout: With the kernel.
-        moving: A call of the signature, readable.
-        programs: How many are launched.
-    """
-    config = layout.executables[_DIRECTION].config
-    launch = launch_of(layout.executables[_DIRECTION])
-    blocks = blocks_of(_DIRECTION, layout.facts, config)
-    out = layout.orders.out.empty(moving.call.q)
-    views = {}
-    for name, tensor in _described(moving, out, out).items():
-        steps = descriptor_strides(tensor)
-        assert steps is not None
-        views[name] = view(tensor, steps, blocks[name], launch.encoders.get(name))
-    return HopperLayout(
-        layout.facts, layout.executables, layout.strides, layout.orders, layout.sizes,
-        layout.lists, layout.together, layout.lines, {_DIRECTION: launch}, views,
-        programs=programs, drawn=is_drawn(moving.lowered, config),
-    )  # fmt: skip
 
 
 def launch_with_tangents(
@@ -76,29 +52,18 @@ def launch_with_tangents(
     stream = stream_of(call.q.device)
     with on_device(call.q.device):
         lists = lists_of(layout, moving.lowered, call, _DIRECTION, stream)
-        described = [
-            maps.of(layout.views[name], x) for name, x in _described(moving, out, out_moved).items()
-        ]
+        tensors = described(call, out, moving.operands, out_moved)
+        seen = [maps.of(layout.views[name], x) for name, x in tensors.items()]
         counter = [counters.of(call.q.device, stream).data_ptr()] if layout.drawn else []
         layout.launches[_DIRECTION].run(
             layout.programs,
             stream,
             [
-                *chain(*described[:4]), lse.data_ptr(), *chain(*described[4:]),
+                *chain(*seen[:4]), lse.data_ptr(), *chain(*seen[4:]),
                 lse_moved.data_ptr(), *counter,
                 call.scale, *layout.sizes,
                 origin(call.q_offset, call.q_index), origin(call.kv_offset, call.kv_index),
-                layout.together[_DIRECTION], *capture_arguments(layout.facts, call), *lists,
+                layout.heads_per_wave[_DIRECTION], *capture_arguments(layout.facts, call), *lists,
             ],
         )  # fmt: skip
     return out, lse, out_moved, lse_moved
-
-
-def _described(
-    moving: Moving, out: torch.Tensor, out_moved: torch.Tensor
-) -> dict[str, torch.Tensor]:
-    """By kernel argument, in order: q, k, v, ``out``, tangents; of what does not move, itself."""
-    call = moving.call
-    own = {"q_desc": call.q, "k_desc": call.k, "v_desc": call.v, "o_desc": out}
-    found = {**moving.operands, "o": out_moved}
-    return own | {moved_argument(name): found.get(name[0], x) for name, x in own.items()}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import triton
@@ -11,7 +10,6 @@ from attndsl.errors import UnsupportedError
 
 from ..emit.draws import PARAMETERS, draws_arguments
 from ..emit.facts import block_widths, strides
-from ..gradients.lines import Lines
 from .compile import Argument
 
 if TYPE_CHECKING:
@@ -21,11 +19,7 @@ if TYPE_CHECKING:
 
     from ..base import Call
     from ..emit.facts import KernelFacts
-    from ..memory_order import ResultOrders
-    from .compile import Executable
-    from .tile_lists import ListKernels
 
-NO_LINES = Lines()
 _STATISTICS = ("LSE", "LSE_MOVED", "DLSE", "LSE2", "DELTA", "SUMS", "DISTANCE_SUMS", "LINE_SUMS")
 _LISTS = {
     "kinds": "*i8",
@@ -41,26 +35,6 @@ _OUTPUTS = ("OUT", "OUT_MOVED")
 _GRADIENTS = ("DQ", "DK", "DV_OUT")
 _OWN = (*_OUTPUTS, *_GRADIENTS, "SLOPES")
 _OPERANDS = ("Q", "K", "V", "Q_MOVED", "K_MOVED", "V_MOVED", "DOUT", *_OWN)
-
-
-@dataclass(frozen=True, slots=True)
-class Layout:
-    """What all calls of one signature share."""
-
-    facts: KernelFacts
-    executables: Mapping[str, Executable]
-    strides: tuple[int, ...]
-    """Batch, head and row strides of q, k and v."""
-    orders: ResultOrders
-    """How results lie in memory."""
-    sizes: tuple[int, ...]
-    """batch, heads, kv_heads, q_len, kv_len."""
-    lists: Mapping[str, ListKernels]
-    """The kernels that list the tiles, for each direction whose tiles are listed."""
-    together: Mapping[str, int]
-    """Heads whose tiles run side by side, for each direction."""
-    lines: Lines = NO_LINES
-    """What the kernels of a backward add up along rows and columns."""
 
 
 def arguments_of(

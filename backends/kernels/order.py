@@ -9,17 +9,7 @@ import torch
 if TYPE_CHECKING:
     from ..base import Call
     from .config import Config
-
-_WAVES = {
-    "forward": (4, 2, 1), "forward_tangent": (4, 2, 1), "tangent": (4, 2, 1),
-    "backward_q": (4, 2, 1), "backward_kv": (2, 1),
-}  # fmt: skip
-"""Items of the heads that go together, for each that runs at a time: first choice first.
-
-Forwards gain by four: see M14 in docs/measured.md.
-"""
-ORDERED = frozenset(_WAVES)
-"""Kernels whose programs take a tile of one head."""
+    from .kernel import Kernel
 
 
 def processors_of(device: torch.device) -> int:
@@ -29,8 +19,8 @@ def processors_of(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
-def together_of(call: Call, direction: str, config: Config, masked: bool) -> int:
-    """Heads whose tiles run side by side: query heads, or of ``backward_kv`` those of keys.
+def heads_per_wave(call: Call, kernel: Kernel, config: Config, masked: bool) -> int:
+    """Heads whose tiles run side by side: query heads, or those of keys where keys own tiles.
 
     Programs that read the same tiles at the same time read them once from the L2 cache, so that
     heads follow one another; but query heads that share keys come together.
@@ -44,7 +34,8 @@ def together_of(call: Call, direction: str, config: Config, masked: bool) -> int
     batch, heads, q_len, head_dim = call.q.shape
     kv_heads, kv_len, value_dim = call.k.shape[1], call.k.shape[2], call.v.shape[3]
     group, row = heads // kv_heads, (head_dim + value_dim) * call.q.element_size()
-    if direction == "backward_kv":
+    assert kernel.loop is not None
+    if kernel.loop.own == "kv":
         # Of query heads that share keys, items are at the same one. dQ is added up in fp32.
         unit, read = 1, q_len * (row + 4 * head_dim)
         # Calls without keys have none.
@@ -56,7 +47,7 @@ def together_of(call: Call, direction: str, config: Config, masked: bool) -> int
         return unit
     processors, cache = processors_of(call.q.device), _cache(call.q.device)
     units = 1
-    for waves in _WAVES[direction]:
+    for waves in kernel.waves:
         units = max(1, waves * processors // items)
         if units * read <= cache:
             break

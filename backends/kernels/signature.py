@@ -13,13 +13,14 @@ if TYPE_CHECKING:
     from attndsl.pipeline import Lowered
 
     from ..base import Call, Scalar
+    from .kernel import Task
 
 
 PADDING = STATISTICS_PADDING.value
 
 
 def signature_of(
-    lowered: Lowered, call: Call, kind: str, grad_out: torch.Tensor | None
+    lowered: Lowered, call: Call, task: Task, grad_out: torch.Tensor | None
 ) -> tuple[object, ...]:
     """What a :class:`Layout` depends on; cheap, since every call makes one."""
     q, k, v = call.q, call.k, call.v
@@ -27,7 +28,7 @@ def signature_of(
     if grad_out is not None:
         bits |= grad_out.data_ptr()
     found: tuple[object, ...] = (
-        kind,
+        task,
         call.scale <= 0,
         call.deterministic,
         torch.get_float32_matmul_precision() if q.dtype is torch.float32 else None,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..emit.loops import LOOPS, row_width
+from ..emit.loops import row_width
 from ..emit.tile_lists import value_counts
 from ..tiled.tile_kinds import resample
 from .arguments import capture_arguments, origin
@@ -18,13 +18,14 @@ from .arguments import capture_arguments, origin
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from attndsl.passes.tiles.plan import Direction
     from attndsl.passes.tiles.sparsity import Sparsity
     from attndsl.pipeline import Lowered
 
     from ..base import Call
     from ..emit.facts import KernelFacts
-    from .arguments import Layout
     from .compile import Executable
+    from .layout import Layout
 
 STATISTICS_ROWS = 64
 LIST_CHUNK = 256
@@ -38,6 +39,8 @@ class ListKernels:
     executables: Mapping[str, Executable]
     parts: int
     """Of how many parts of a query tile's rows lists tell: the tiles of these are found."""
+    loop: Direction
+    """Of the kernel that reads the lists."""
 
 
 def find_kinds(
@@ -84,14 +87,12 @@ def find_kinds(
     return kinds
 
 
-def lists_of(
-    layout: Layout, lowered: Lowered, call: Call, direction: str, stream: int
-) -> list[Any]:
+def lists_of(layout: Layout, lowered: Lowered, call: Call, kernel: str, stream: int) -> list[Any]:
     """The arguments ``LIST_PARAMETERS`` of a kernel; none where its tiles are not listed."""
-    kernels = layout.lists.get(direction)
+    kernels = layout.lists.get(kernel)
     if kernels is None:
         return []
-    return list_arguments(kernels, lowered.sparsity, layout.facts, call, direction, stream)
+    return list_arguments(kernels, lowered.sparsity, layout.facts, call, stream)
 
 
 def list_arguments(
@@ -99,7 +100,6 @@ def list_arguments(
     sparsity: Sparsity,
     facts: KernelFacts,
     call: Call,
-    direction: str,
     stream: int,
 ) -> list[Any]:
     """The arguments ``LIST_PARAMETERS`` of an attention kernel (see ``loops.py``)."""
@@ -112,7 +112,7 @@ def list_arguments(
             (config.block_m, config.block_n), (call.q.shape[2], call.k.shape[2]),
         )  # fmt: skip
     batch, heads, q_tiles, kv_tiles = kinds.shape
-    along_is_kv = LOOPS[direction].along == "kv"
+    along_is_kv = kernels.loop.along == "kv"
     own, along = (q_tiles, kv_tiles) if along_is_kv else (kv_tiles, q_tiles)
     own_step, along_step = (kv_tiles, 1) if along_is_kv else (1, kv_tiles)
     length, block = (

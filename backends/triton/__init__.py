@@ -1,5 +1,1 @@
-"""Portable Triton kernels, generated from the program."""
-
-from .backend import TritonBackend
-
-__all__ = ["TritonBackend"]
+"""The portable family of kernels: plain Triton, generated from the program."""

@@ -1,4 +1,4 @@
-"""A program's kernels as the text of a Python module: templates with the program printed in.
+"""The portable kernels as texts of Python modules: templates with the program printed in.
 
 Non-goals: compiling the text, and choosing tile sizes.
 """
@@ -20,10 +20,11 @@ from ..emit.device_functions import (
 from ..emit.draws import kept_function
 from ..emit.expression import print_expressions
 from ..emit.facts import block_widths
-from ..emit.loops import LIST_PARAMETERS, LOOPS, print_loop
-from ..emit.template import IEEE, Flags, Products, fill_template, pair_function
+from ..emit.loops import LIST_PARAMETERS, print_loop
+from ..emit.template import Flags, Products, fill_template, pair_function
 from ..gradients.terms import derivatives, terms_of
-from .generate_gradients import SCATTERED, gradient_texts, stored_texts
+from ..kernels.kernel import Job, Task
+from .generate_gradients import gradient_texts, stored_texts
 from .generate_tangent import tangent_texts
 
 if TYPE_CHECKING:
@@ -34,49 +35,34 @@ if TYPE_CHECKING:
     from ..emit.facts import KernelFacts
     from ..kernels.config import Config
 
-_PASSES = {
-    "forward": "forward",
-    "backward_kv": "kv_pass",
-    "backward_q": "q_pass",
-    "tangent": "q_pass",
-}
-"""What templates call the loop of each direction."""
+_RESULTS = frozenset({Task.FORWARD, Task.TANGENT})
+"""Tasks whose kernels know a row's denominator, with the sink in it."""
 
 
-def generate_attention(
-    lowered: Lowered,
-    facts: KernelFacts,
-    direction: str,
-    loop: LoopPlan,
-    config: Config,
-    products: Products = IEEE,
-) -> str:
-    """The module of one kernel, :func:`entry_of` ``direction``, with its loop's plan.
+def attention_text(job: Job, config: Config, loop: LoopPlan, products: Products) -> str:
+    """The module of a kernel with a planned loop.
 
-    The backward kernels add up the gradients that ``facts`` names; that of tangents has those of
-    what ``facts`` says moves. ``config`` has the tile sizes.
+    The backward kernels add up the gradients that the job's facts name; that of tangents has those
+    of what they say moves.
     """
-    if direction == "stored":
-        return _generate_stored(lowered, facts, config)
-    if direction not in LOOPS:
-        return _generate_apart(lowered, facts, direction, config, products)
+    lowered, facts, kernel = job.lowered, job.facts, job.kernel
     program, sparsity = lowered.program, lowered.sparsity
     functions, helpers = _functions(lowered, facts)
-    if direction == "tangent":
+    if Task.TANGENT in kernel.tasks:
         learned = tangent_texts(lowered, facts)
     else:
-        learned = gradient_texts(lowered, facts, direction)
+        learned = gradient_texts(lowered, facts, kernel.sums)
     functions += learned.functions
     helpers |= learned.helpers
-    if direction in ("forward", "tangent"):
+    if kernel.tasks & _RESULTS:
         doc = "The logit that is in the denominator of each row of a head."
         text, used = _head_function("sink_of_head", program.sink, facts, doc, "tl.sum({})")
         functions.append(text)
         helpers |= used
-    name = _PASSES[direction]
-    texts, used = print_loop(
-        name, LOOPS[direction].along, loop, param_values(facts, scalar=True), facts.names()
-    )
+    assert kernel.loop is not None
+    name = kernel.loop_name
+    values = param_values(facts, scalar=True)
+    texts, used = print_loop(name, kernel.loop.along, loop, values, facts.names())
     listed = loop.listed is not None
     flags: Flags = {
         **_flags(program),
@@ -93,22 +79,22 @@ def generate_attention(
         **learned.flags,
     }
     given = [*parameters(facts), *(LIST_PARAMETERS if listed else ()), *learned.given]
-    templates = ("forward",) if direction == "forward" else ("weights", direction)
     texts = [record_of_given(given), *functions, *texts]
-    return fill_template(__package__, templates, texts, helpers | used, flags, given)
+    return fill_template(__package__, kernel.templates, texts, helpers | used, flags, given)
 
 
-def _generate_stored(lowered: Lowered, facts: KernelFacts, config: Config) -> str:
+def stored_text(job: Job, config: Config, loop: LoopPlan, products: Products) -> str:
     """The module of the kernel that adds up what attention kernels have stored."""
     flags: Flags = {
         "BLOCK_M": config.block_m,
         "BLOCK_N": config.block_n,
-        "HEADS_APART": _tells_heads_apart(lowered, facts),
+        "HEADS_APART": _tells_heads_apart(job.lowered, job.facts),
     }
-    learned = stored_texts(lowered, facts)
+    learned = stored_texts(job.lowered, job.facts, job.kernel.sums)
     texts = [record_of_given(learned.given), *learned.functions]
-    templates = ("stored", "pair_sums")
-    return fill_template(__package__, templates, texts, set(), flags, list(learned.given))
+    return fill_template(
+        __package__, job.kernel.templates, texts, set(), flags, list(learned.given)
+    )
 
 
 def _tells_heads_apart(lowered: Lowered, facts: KernelFacts) -> bool:
@@ -119,12 +105,11 @@ def _tells_heads_apart(lowered: Lowered, facts: KernelFacts) -> bool:
     )
 
 
-def _generate_apart(
-    lowered: Lowered, facts: KernelFacts, direction: str, config: Config, products: Products
-) -> str:
+def extra_text(job: Job, config: Config, loop: LoopPlan, products: Products) -> str:
     """The module of a kernel that makes gradients of captured tensors and params alone."""
+    lowered, facts, kernel = job.lowered, job.facts, job.kernel
     functions, helpers = _functions(lowered, facts)
-    learned = gradient_texts(lowered, facts, direction)
+    learned = gradient_texts(lowered, facts, kernel.sums)
     program = lowered.program
     mask = program.mask
     varies = frozenset[str]() if mask is None else dependencies(mask)[mask]
@@ -141,18 +126,9 @@ def _generate_apart(
         "MASK_IS_SHARED": not varies & {"b", "h", "score"},
     }
     given = [*parameters(facts), *learned.given]
-    templates = (
-        "weights", "tile_gradients", *["pair_sums"] * (direction == "pairs"), entry_of(direction)
-    )  # fmt: skip
     texts = [record_of_given(given), *functions, *learned.functions]
-    return fill_template(__package__, templates, texts, helpers | learned.helpers, flags, given)
-
-
-def entry_of(direction: str) -> str:
-    """The kernel's name in its module."""
-    if direction in LOOPS:
-        return f"attention_{direction}"
-    return "scattered" if direction in SCATTERED else direction
+    helpers |= learned.helpers
+    return fill_template(__package__, kernel.templates, texts, helpers, flags, given)
 
 
 def _flags(program: Program) -> Flags:

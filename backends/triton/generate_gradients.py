@@ -14,6 +14,7 @@ from ..emit.device_functions import PAIR, program_function
 from ..emit.expression import Printer, element_offset
 from ..emit.text import device_function
 from ..gradients.terms import ONE, SOURCES, lines_of, terms_of
+from ..kernels.kernel import NO_SUMS, Sums
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -24,10 +25,17 @@ if TYPE_CHECKING:
     from ..emit.facts import KernelFacts
     from ..gradients.terms import Term
 
-LINES = {"backward_q": "row", "backward_kv": "column"}
-"""What the attention kernels sum along, by direction."""
-SCATTERED = ("scatter_bounds", "scatter_sums")
-"""The two kernels of sums that any pairs may meet in."""
+_TILE, _ROWS = "[BLOCK_M, BLOCK_N]", "[BLOCK_M]"
+ROWS = Sums(_ROWS, "sums, rows, head, sizes, given", along="row")
+COLUMNS = Sums("[BLOCK_N]", "sums, columns, head, sizes, given", along="column")
+DIAGONALS = Sums(_TILE)
+"""Of dS alone. torch makes gradients of the sums."""
+PAIRS = Sums(_TILE, "sums, share, inside, sizes, given")
+STORED = Sums(stored_from="total, share, inside, sizes, given")
+BOUNDS = Sums(_ROWS, "sums, given")
+"""Of sizes: the greatest bounds the exact sums."""
+EXACT = Sums(_ROWS, "sums, given")
+"""Sums that any pairs may meet in."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,26 +50,26 @@ class GradientTexts:
     """Kernel arguments, after those that the program adds."""
 
 
-def gradient_texts(lowered: Lowered, facts: KernelFacts, direction: str) -> GradientTexts:
-    """What the kernel of ``direction`` adds up of what ``facts`` names."""
+def gradient_texts(lowered: Lowered, facts: KernelFacts, kind: Sums) -> GradientTexts:
+    """What a kernel that adds up ``kind`` does for the gradients that ``facts`` names."""
     names = {*facts.tensor_gradients, *facts.param_gradients}
-    if direction in ("forward", "distances"):
+    if kind in (NO_SUMS, DIAGONALS):
         terms: tuple[Term, ...] = ()
-    elif direction in LINES:
-        terms = lines_of(lowered, names, LINES[direction])
+    elif kind.along:
+        terms = lines_of(lowered, names, kind.along)
     else:
         terms = terms_of(lowered, names)
-    numbers = _numbers(terms, facts, direction)
-    count = 1 if direction == "distances" else len(set(numbers.values()))
+    numbers = _numbers(terms, facts, kind)
+    count = 1 if kind is DIAGONALS else len(set(numbers.values()))
     functions: list[str] = []
     flags: dict[str, bool | float] = {}
-    helpers = {"raise_bound"} if direction == "scatter_bounds" else set[str]()
+    helpers = {"raise_bound"} if kind is BOUNDS else set[str]()
     for source in SOURCES:
         own = tuple(term for term in terms if source in term.factors)
-        adds = bool(own) or (direction == "distances" and source == "score")
+        adds = bool(own) or (kind is DIAGONALS and source == "score")
         flags[f"LEARNS_{source.upper()}"] = adds
         if adds:
-            body, used = _body(source, own, numbers, count, facts, direction)
+            body, used = _body(source, own, numbers, count, facts, kind)
             helpers |= used
             functions.append(
                 program_function(
@@ -73,37 +81,28 @@ def gradient_texts(lowered: Lowered, facts: KernelFacts, direction: str) -> Grad
                     True,
                 )
             )
-    if direction != "forward":
-        functions.append(_begin(count, direction))
-    if direction in _ENDS:
-        functions.append(_end(count, facts, direction))
-    given = _buffers(facts, direction) + _outputs(len(terms), facts, direction)
+    if kind is not NO_SUMS:
+        functions.append(_begin(count, kind))
+    if kind.stored_from:
+        functions.append(_end(count, facts, kind))
+    given = _buffers(facts, kind) + _outputs(len(terms), facts, kind)
     return GradientTexts(tuple(functions), frozenset(helpers), flags, tuple(given))
 
 
-def stored_texts(lowered: Lowered, facts: KernelFacts) -> GradientTexts:
+def stored_texts(lowered: Lowered, facts: KernelFacts, kind: Sums) -> GradientTexts:
     """What the kernel that adds up stored dS does with a sum: each of its terms is that."""
     count = len(terms_of(lowered, facts.tensor_gradients))
-    texts = (_end(count, facts, "stored"),)
-    return GradientTexts(texts, given=tuple(_outputs(count, facts, "pairs")))
+    return GradientTexts((_end(count, facts, kind),), given=tuple(_outputs(count, facts, kind)))
 
 
 _OF = {"score": "score", "weight": "weight", "dropout": "chance to be dropped"}
-_SHAPES = {
-    "backward_q": "[BLOCK_M]",
-    "backward_kv": "[BLOCK_N]",
-    "distances": "[BLOCK_M, BLOCK_N]",
-    "pairs": "[BLOCK_M, BLOCK_N]",
-    "scatter_bounds": "[BLOCK_M]",
-    "scatter_sums": "[BLOCK_M]",
-}
 
 
-def _buffers(facts: KernelFacts, direction: str) -> list[str]:
+def _buffers(facts: KernelFacts, kind: Sums) -> list[str]:
     """Kernel arguments of the two kernels that scatter sums."""
-    if direction == "scatter_bounds":
+    if kind is BOUNDS:
         return ["BOUNDS"]
-    if direction != "scatter_sums":
+    if kind is not EXACT:
         return []
     ranks = {capture.name: capture.rank for capture in facts.captures}
     names = ["SCALES"]
@@ -113,21 +112,21 @@ def _buffers(facts: KernelFacts, direction: str) -> list[str]:
     return names
 
 
-def _numbers(terms: tuple[Term, ...], facts: KernelFacts, direction: str) -> dict[Node, int]:
+def _numbers(terms: tuple[Term, ...], facts: KernelFacts, kind: Sums) -> dict[Node, int]:
     """Numbers of the sums, by lookup or param."""
-    if direction in SCATTERED:
+    if kind in (BOUNDS, EXACT):
         order = facts.tensor_gradients
         return {term.leaf: order.index(term.name) for term in terms}
     return {term.leaf: number for number, term in enumerate(terms)}
 
 
-def _outputs(count: int, facts: KernelFacts, direction: str) -> list[str]:
+def _outputs(count: int, facts: KernelFacts, kind: Sums) -> list[str]:
     """Kernel arguments that are used at the end alone."""
-    if direction in LINES:
+    if kind.along:
         return ["LINE_SUMS"] * bool(count)
-    if direction == "distances":
+    if kind is DIAGONALS:
         return ["DISTANCE_SUMS"]
-    if direction != "pairs":
+    if kind not in (PAIRS, STORED):
         return []
     found = []
     for number in range(count):
@@ -145,38 +144,27 @@ def _pair_steps(number: int, facts: KernelFacts) -> list[str]:
     ]
 
 
-def _begin(count: int, direction: str) -> str:
+def _begin(count: int, kind: Sums) -> str:
     """``no_sums``: the sums before the first tile."""
-    zeros = f"tl.zeros({_SHAPES[direction]}, tl.float32), " * count
+    zeros = f"tl.zeros({kind.shape}, tl.float32), " * count
     return device_function("no_sums", "", "The sums of nothing.", [f"return ({zeros.rstrip()})"])
 
 
-_ENDS = {
-    "backward_q": "sums, rows, head, sizes, given",
-    "backward_kv": "sums, columns, head, sizes, given",
-    "scatter_bounds": "sums, given",
-    "scatter_sums": "sums, given",
-    "pairs": "sums, share, inside, sizes, given",
-    "stored": "total, share, inside, sizes, given",
-}
-"""What the function that stores the sums takes."""
-
-
-def _end(count: int, facts: KernelFacts, direction: str) -> str:
+def _end(count: int, facts: KernelFacts, kind: Sums) -> str:
     """``store_sums``: what becomes of the sums after the last tile."""
     body = []
     for number in range(count):
-        if direction in LINES:
-            along, of = ("q_len", "rows") if direction == "backward_q" else ("kv_len", "columns")
+        if kind.along:
+            along, of = ("q_len", "rows") if kind is ROWS else ("kv_len", "columns")
             body += [
                 f"line = head.b * sizes.heads + head.h + {number} * sizes.batch * sizes.heads",
                 f"places = given.LINE_SUMS + line.to(tl.int64) * sizes.{along} + {of}",
                 f"tl.store(places, sums[{number}], mask={of} < sizes.{along})",
             ]
-        elif direction == "scatter_bounds":
+        elif kind is BOUNDS:
             body.append(f"raise_bound(given.BOUNDS + {number}, sums[{number}])")
-        elif direction in ("pairs", "stored"):
-            total = "total" if direction == "stored" else f"sums[{number}]"
+        elif kind in (PAIRS, STORED):
+            total = "total" if kind is STORED else f"sums[{number}]"
             steps = (
                 step if step == "1" else f"given.{step}" for step in _pair_steps(number, facts)
             )
@@ -185,7 +173,7 @@ def _end(count: int, facts: KernelFacts, direction: str) -> str:
                 f"store_pairs(given.PAIR_SUMS{number}, steps, {total}, share, inside, sizes)",
             ]
     doc = "Store the sums." if body else "Nothing is left to store."
-    return device_function("store_sums", _ENDS[direction], doc, body or ["return"])
+    return device_function("store_sums", kind.stored_from, doc, body or ["return"])
 
 
 def _body(
@@ -194,7 +182,7 @@ def _body(
     numbers: Mapping[Node, int],
     count: int,
     facts: KernelFacts,
-    direction: str,
+    kind: Sums,
 ) -> tuple[list[str], set[str]]:
     """Lines of the function that adds up what ``source`` gives, and the library's that they use.
 
@@ -202,12 +190,12 @@ def _body(
     """
     factors = tuple(term.factors[source] for term in terms)
     indices = tuple(index for term in terms for index in term.leaf.args)
-    scatters = direction == "scatter_sums"
+    scatters = kind is EXACT
     printer = Printer(factors + indices * scatters, facts.names())
     lines: list[str] = []
     helpers: set[str] = set()
     parts: dict[int, list[str]] = {number: [] for number in range(count)}
-    if direction == "distances":
+    if kind is DIAGONALS:
         parts[0].append("ds")
     for term, factor in zip(terms, factors, strict=True):
         part = "ds"
@@ -222,10 +210,10 @@ def _body(
             # Indices have locals of their own, which come after those of all factors.
             lines += found
             helpers |= used
-        elif direction == "scatter_bounds":
+        elif kind is BOUNDS:
             parts[number].append(f"tl.sum(finite_size({part}), 1)")
             helpers.add("finite_size")
-        elif direction in ("pairs", "distances"):
+        elif kind in (PAIRS, DIAGONALS):
             parts[number].append(part)
         else:
             parts[number].append(f"tl.sum({part}, 1)")

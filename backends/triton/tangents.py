@@ -13,7 +13,7 @@ from ..kernels.tile_lists import lists_of
 from ..memory_order import arranged
 
 if TYPE_CHECKING:
-    from ..kernels.arguments import Layout
+    from ..kernels.layout import Layout
     from ..kernels.moving import Moving
 
 
@@ -45,8 +45,8 @@ def launch_tangent(
                 call.q, call.k, call.v, out, lse, *tangents, out_moved, lse_moved,
                 *layout.strides, *(step for x in tangents for step in strides(x)[:3]), call.scale,
                 *layout.sizes, origin(call.q_offset, call.q_index),
-                origin(call.kv_offset, call.kv_index), *order.rows, layout.together["tangent"],
-                *capture_arguments(facts, call), *lists,
+                origin(call.kv_offset, call.kv_index), *order.rows,
+                layout.heads_per_wave["tangent"], *capture_arguments(facts, call), *lists,
             ],
         )  # fmt: skip
     return out_moved, lse_moved

@@ -7,214 +7,313 @@ the next one where a compiled candidate still needs more than there is.
 
 from __future__ import annotations
 
-from ..kernels.config import Config
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-_FORWARD = {
-    64: (Config(128, 64, 4, 3), Config(64, 64, 4, 3), Config(64, 64, 4, 2)),
-    128: (Config(128, 128, 8, 3), Config(128, 64, 8, 3), Config(64, 64, 4, 2)),
-    256: (Config(128, 64, 8, 2), Config(64, 64, 8, 2), Config(64, 32, 4, 2)),
-    512: (Config(64, 32, 8, 2), Config(32, 32, 8, 1)),
-}
-_BACKWARD_KV = {
-    64: (Config(128, 64, 4, 2), Config(64, 64, 4, 3), Config(64, 64, 4, 2)),
-    128: (Config(64, 128, 8, 3), Config(64, 64, 4, 2), Config(64, 64, 4, 1)),
-    256: (Config(32, 64, 8, 2), Config(32, 64, 8, 1), Config(32, 32, 4, 1)),
-    512: (Config(32, 32, 8, 1),),
-}
-_BACKWARD_Q = {
-    64: (Config(128, 64, 8, 2), Config(64, 64, 4, 2)),
-    128: (Config(128, 64, 8, 3), Config(128, 64, 8, 2), Config(64, 64, 4, 2)),
-    256: (Config(64, 32, 8, 2), Config(64, 32, 8, 1), Config(32, 32, 4, 1)),
-    512: (Config(32, 32, 8, 1),),
-}
-# See templates/distances.py. Of two stages the second would be loaded after all of the first has
-# been computed with; a mask that looks things up leaves one, since Triton 3.6 cannot pipeline
-# products in a branch.
-_DISTANCES = {
-    64: (Config(128, 64, 8, 3), Config(64, 64, 8, 3), Config(64, 64, 4, 1), Config(32, 32, 4, 1)),
-    128: (Config(64, 64, 8, 3), Config(128, 64, 8, 2), Config(64, 64, 8, 2), Config(32, 32, 4, 1)),
-    256: (Config(64, 64, 8, 1), Config(32, 32, 4, 1)),
-    512: (Config(32, 32, 4, 1),),
-}
-# Loops are short: what hides loads is a second program, for which half of the registers are left,
-# or loading all ahead.
-_PAIRS = {
-    64: (
-        Config(64, 64, 8, 1, most_registers=128),
-        Config(64, 64, 8, 2),
-        Config(128, 64, 8, 2),
-        Config(32, 32, 4, 1),
-    ),
-    128: (
-        Config(64, 64, 8, 1, most_registers=128),
-        Config(64, 64, 8, 3),
-        Config(64, 64, 8, 2),
-        Config(64, 64, 8, 1),
-        Config(128, 64, 8, 1),
-        Config(32, 32, 4, 1),
-    ),
-    256: (Config(64, 64, 8, 1), Config(32, 32, 4, 1)),
-    512: (Config(32, 32, 4, 1),),
-}
-# Whole tiles of these make a backward's. Little else is done than to load and to store, of which
-# much is to be on its way: five programs of a processor, whose threads have 96 registers.
-_STORED: dict[int, tuple[Config, ...]] = dict.fromkeys(
-    (64, 128, 256, 512), (Config(64, 64, 4, 1), Config(32, 32, 4, 1))
-)
-# They hold no tile of sums. In one stage, since Triton 3.6 cannot pipeline products in a branch.
-_SCATTER_BOUNDS = {
-    64: (Config(128, 64, 8, 1), Config(64, 64, 4, 1), Config(32, 32, 4, 1)),
-    128: (Config(128, 64, 8, 1), Config(64, 64, 4, 1), Config(32, 32, 4, 1)),
-    256: (Config(64, 64, 8, 1), Config(32, 32, 4, 1)),
-    512: (Config(32, 32, 4, 1),),
-}
-# Integers of 64 bits take registers: more threads, or smaller tiles.
-_SCATTER_SUMS = {
-    64: (Config(64, 64, 8, 1), Config(64, 32, 4, 1), Config(32, 32, 4, 1)),
-    128: (Config(64, 32, 4, 1), Config(64, 64, 8, 1), Config(32, 32, 4, 1)),
-    256: (Config(64, 64, 8, 1), Config(32, 32, 4, 1)),
-    512: (Config(32, 32, 4, 1),),
-}
-# There are two tiles of each of q, k and v, and two of the scores. Only D 128 was measured: see M11
-# in docs/measured.md.
-_TANGENT = {
-    64: (Config(128, 64, 8, 3), Config(128, 128, 8, 2), Config(64, 64, 4, 3), Config(64, 64, 4, 2)),
-    128: (Config(128, 64, 8, 2), Config(128, 32, 8, 3), Config(64, 32, 4, 3), Config(64, 32, 4, 2)),
-    256: (Config(128, 32, 8, 1), Config(64, 16, 4, 2), Config(32, 32, 4, 1)),
-    512: (Config(32, 32, 8, 1),),
-}
-_TABLES = {
-    "forward": _FORWARD,
-    "backward_kv": _BACKWARD_KV,
-    "backward_q": _BACKWARD_Q,
-    "distances": _DISTANCES,
-    "pairs": _PAIRS,
-    "stored": _STORED,
-    "scatter_bounds": _SCATTER_BOUNDS,
-    "scatter_sums": _SCATTER_SUMS,
-    "tangent": _TANGENT,
-}
-# A masked program has two loops, FULL and PARTIAL, and needs more registers.
-_MASKED = {
-    ("backward_kv", 64): (Config(64, 128, 8, 3), Config(64, 64, 4, 3), Config(64, 64, 4, 2)),
-    ("backward_kv", 128): (
-        Config(64, 128, 8, 3),
-        Config(64, 128, 8, 2),
-        Config(64, 64, 4, 2),
-        Config(64, 64, 4, 1),
-    ),
-    ("backward_q", 64): (Config(128, 64, 4, 2), Config(128, 64, 8, 3), Config(64, 64, 4, 2)),
-}
-# Short loops are mostly beginnings and ends: two small programs on one processor hide each other's.
-_SHORT = {
-    ("forward", 64): (Config(64, 64, 4, 3), Config(64, 64, 4, 2)),
-    ("forward", 128): (Config(64, 64, 4, 3), Config(64, 64, 4, 2)),
-    ("backward_kv", 64): (Config(32, 64, 4, 3), Config(64, 64, 4, 2)),
-    ("backward_kv", 128): (Config(32, 64, 4, 3), Config(64, 64, 4, 2), Config(64, 64, 4, 1)),
-    ("backward_q", 64): (Config(64, 64, 4, 3), Config(64, 64, 4, 2)),
-    ("backward_q", 128): (Config(64, 64, 4, 2), Config(64, 32, 4, 3), Config(64, 64, 4, 1)),
-    ("tangent", 64): (Config(64, 64, 4, 3), Config(64, 64, 4, 2)),
-    ("tangent", 128): (Config(64, 32, 4, 3), Config(64, 32, 4, 2)),
-}
-# Without FULL tiles, the mask is the larger part of the work.
-_SHORT_PARTIAL = {
-    ("forward", 64): (Config(64, 32, 4, 3), Config(64, 64, 4, 2)),
-    ("forward", 128): (Config(64, 32, 4, 3), Config(64, 64, 4, 2)),
-    ("backward_q", 64): (Config(64, 32, 4, 3), Config(64, 64, 4, 2)),
-    ("backward_q", 128): (Config(64, 32, 4, 3), Config(64, 64, 4, 2), Config(64, 64, 4, 1)),
-}
-_BY_WORK: dict[str, dict[tuple[str, int], tuple[Config, ...]]] = {
-    "dense": {},
-    "masked": _MASKED,
-    "short": _MASKED | _SHORT,
-    "short partial": _MASKED | _SHORT | _SHORT_PARTIAL,
-}
+from ..emit.facts import block_widths
+from ..kernels.config import INTERPRETED, Config
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from ..emit.facts import KernelFacts
+    from ..kernels.kernel import Job
+    from ..kernels.machine import Machine
+
 _FALL_BACK = (Config(32, 32, 4, 1), Config(32, 16, 4, 1), Config(16, 16, 4, 1))
-_OF_MUCH_WORK = {"forward": ((240, 8), (80, 32))}
-_OF_MUCH_WORK_BACKWARD = ((200, 8),)
-"""(instructions, scores): with more instructions a pair, threads hold at most so many scores. The
-first that applies counts.
-
-Then smaller tiles compile in a fraction of the time, spill less, and are mostly faster: see M15 in
-docs/measured.md."""
 _NARROW = 16
 """Head dims of so many columns."""
 _FEW_ELEMENTS = (Config(64, 64, 4, 2), Config(64, 32, 4, 2))
+_OF_MUCH_WORK = ((200, 8),)
+
+Row = tuple[Config, ...]
 
 
-def candidates(
-    kernel: str,
-    block_d: int,
-    block_dv: int,
-    element_bytes: int,
-    shared_memory: int,
-    work: str = "dense",
-    of_pair: int = 0,
-) -> tuple[Config, ...]:
-    """Configs worth compiling, in order.
+@dataclass(frozen=True, slots=True)
+class Widths:
+    """Of what a kernel holds in shared memory."""
 
-    Args:
-        kernel: ``forward``, ``backward_kv``, ``backward_q``, ``tangent``, or one of those that make
-            gradients of captures alone.
-        block_d: Head dim, rounded up to a power of two.
-        block_dv: The value's head dim, likewise.
-        element_bytes: Bytes of an element of q, k and v.
-        shared_memory: Bytes that one program may use.
-        work: What a program's loop is like: ``dense``, ``masked``, ``short`` (the tiles do not grow
-            with the length), or ``short partial`` (and few of them are FULL).
-        of_pair: Instructions that a pair takes besides products (:mod:`.pair_work`).
-    """
-    width = max(64, block_d, block_dv)
-    # An fp32 element takes the room of two: the table's row for twice the width fits.
-    row = min(512, width * (2 if element_bytes > 2 else 1))
-    preferred = _BY_WORK[work].get((kernel, row), _TABLES[kernel][row])
-    limits = _OF_MUCH_WORK.get(kernel, _OF_MUCH_WORK_BACKWARD)
-    most = next((most for least, most in limits if of_pair > least), preferred[0].elements)
-    if preferred[0].elements > most:
-        preferred = (*preferred, *_FEW_ELEMENTS)
-        preferred = tuple(config for config in preferred if config.elements <= most)
-    preferred = tuple(dict.fromkeys((*preferred, *_FALL_BACK)))
-    if element_bytes > 2 and min(block_d, block_dv) <= _NARROW:
-        preferred = tuple(config for config in preferred if not _misread(kernel, config))
-    if kernel == "distances":
-        preferred = tuple(config for config in preferred if config.block_m % config.block_n == 0)
-    fitting = tuple(
-        config
-        for config in preferred
-        if shared_bytes(kernel, config, block_d, block_dv, element_bytes) <= shared_memory
-    )
-    return fitting or (preferred[-1],)
+    d: int
+    """Head dim of q and k, rounded up to a power of two."""
+    dv: int
+    """Of v, likewise."""
+    element_bytes: int
+    """Bytes of an element of q, k and v."""
+
+    @property
+    def both(self) -> int:
+        """Columns of a row of keys with its values."""
+        return self.d + self.dv
 
 
-def _misread(kernel: str, config: Config) -> bool:
-    """Whether Triton 3.6 would read past the end of shared memory, or what is not the operand's.
-
-    It does in products in three parts (``tf32x3``) of 64 rows by 16 columns that eight warps share
-    (``Invalid __shared__ read`` of compute-sanitizer; dK at head dim 16, wrong or a fault).
-    """
-    rows = config.block_n if kernel == "backward_kv" else config.block_m
-    return config.warps == 8 and rows < 128
+def widths_of(facts: KernelFacts) -> Widths:
+    """What ``facts`` say of it."""
+    return Widths(*block_widths(facts), 4 if facts.dtype == "fp32" else 2)
 
 
-def shared_bytes(
-    kernel: str, config: Config, block_d: int, block_dv: int, element_bytes: int
-) -> int:
+def _of_query_tile(config: Config, widths: Widths) -> int:
+    """Bytes of a kernel that owns a tile of queries, and goes along the keys."""
+    elements = config.block_m * widths.both + config.stages * config.block_n * widths.both
+    return elements * widths.element_bytes
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Tiles:
+    """Tile sizes of one kernel, by what its loop is like and by the wider head dim."""
+
+    dense: Mapping[int, Row]
+    masked: Mapping[int, Row] = field(default_factory=dict)
+    """A masked program has two loops, FULL and PARTIAL, and needs more registers."""
+    short: Mapping[int, Row] = field(default_factory=dict)
+    """Short loops are mostly beginnings and ends: two small programs on one processor hide each
+    other's."""
+    short_partial: Mapping[int, Row] = field(default_factory=dict)
+    """Without FULL tiles, the mask is the larger part of the work."""
+    shared_bytes: Callable[[Config, Widths], int] = _of_query_tile
     """Estimated shared memory: pipelined tiles per stage, resident ones once."""
-    width = block_d + block_dv
-    if kernel == "stored":
-        # The sums, while they are turned.
-        return 4 * config.block_m * config.block_n
-    if kernel == "forward":
-        # Products of fp32 in three parts keep q twice.
-        kept = 2 if element_bytes > 2 else 1
-        elements = kept * config.block_m * block_d + config.stages * config.block_n * width
-    elif kernel == "backward_kv":
-        elements = config.block_n * width + config.stages * config.block_m * width
-        elements += config.block_m * config.block_n
-    elif kernel == "tangent":
-        elements = 2 * (config.block_m * block_d + config.stages * config.block_n * width)
-    elif kernel in ("distances", "pairs"):
-        elements = config.stages * (config.block_m + config.block_n) * width
-    else:
-        elements = config.block_m * width + config.stages * config.block_n * width
-    return elements * element_bytes
+    of_much_work: tuple[tuple[int, int], ...] = _OF_MUCH_WORK
+    """(instructions, scores): with more instructions a pair, threads hold at most so many scores.
+    The first that applies counts. Then smaller tiles compile in a fraction of the time, spill less,
+    and are mostly faster: see M15 in docs/measured.md."""
+    owns_keys: bool = False
+    whole_diagonals: bool = False
+    """Whether the rows of a tile must be a multiple of its columns."""
+
+    def configs(self, job: Job, machine: Machine) -> Row:
+        """Those of a job, in order; one alone for the interpreter."""
+        if machine.target is None:
+            return INTERPRETED
+        widths = widths_of(job.facts)
+        return self.candidates(widths, machine.shared, job.work, job.work_of_pair)
+
+    def candidates(
+        self, widths: Widths, shared_memory: int, work: str = "dense", of_pair: int = 0
+    ) -> Row:
+        """Configs worth compiling, in order.
+
+        Args:
+            widths: Of the rows.
+            shared_memory: Bytes that one program may use.
+            work: What a program's loop is like: ``dense``, ``masked``, ``short`` (the tiles do not
+                grow with the length), or ``short partial`` (and few of them are FULL).
+            of_pair: Instructions that a pair takes besides products (:mod:`..kernels.pair_work`).
+        """
+        width = max(64, widths.d, widths.dv)
+        # An fp32 element takes the room of two: the table's row for twice the width fits.
+        row = min(512, width * (2 if widths.element_bytes > 2 else 1))
+        preferred = self._preferred(work, row)
+        most = preferred[0].elements
+        most = next((most for least, most in self.of_much_work if of_pair > least), most)
+        if preferred[0].elements > most:
+            preferred = (*preferred, *_FEW_ELEMENTS)
+            preferred = tuple(config for config in preferred if config.elements <= most)
+        preferred = tuple(dict.fromkeys((*preferred, *_FALL_BACK)))
+        if widths.element_bytes > 2 and min(widths.d, widths.dv) <= _NARROW:
+            preferred = tuple(config for config in preferred if not self._misread(config))
+        if self.whole_diagonals:
+            preferred = tuple(c for c in preferred if c.block_m % c.block_n == 0)
+        fitting = (c for c in preferred if self.shared_bytes(c, widths) <= shared_memory)
+        return tuple(fitting) or (preferred[-1],)
+
+    def _preferred(self, work: str, row: int) -> Row:
+        tables = {
+            "dense": (self.dense,),
+            "masked": (self.masked, self.dense),
+            "short": (self.short, self.masked, self.dense),
+            "short partial": (self.short_partial, self.short, self.masked, self.dense),
+        }
+        return next(table[row] for table in tables[work] if row in table)
+
+    def _misread(self, config: Config) -> bool:
+        """Whether Triton 3.6 would read past the end of shared memory, or other than the operand.
+
+        It does in products in three parts (``tf32x3``) of 64 rows by 16 columns that eight warps
+        share (``Invalid __shared__ read`` of compute-sanitizer; dK at head dim 16, wrong or a
+        fault).
+        """
+        rows = config.block_n if self.owns_keys else config.block_m
+        return config.warps == 8 and rows < 128
+
+
+def _of_forward(config: Config, widths: Widths) -> int:
+    # Products of fp32 in three parts keep q twice.
+    kept = 2 if widths.element_bytes > 2 else 1
+    keys = config.stages * config.block_n * widths.both
+    return (kept * config.block_m * widths.d + keys) * widths.element_bytes
+
+
+def _of_key_tile(config: Config, widths: Widths) -> int:
+    rows = (config.block_n + config.stages * config.block_m) * widths.both
+    return (rows + config.block_m * config.block_n) * widths.element_bytes
+
+
+def _of_tangents(config: Config, widths: Widths) -> int:
+    keys = config.stages * config.block_n * widths.both
+    return 2 * (config.block_m * widths.d + keys) * widths.element_bytes
+
+
+def _of_pairs(config: Config, widths: Widths) -> int:
+    rows = config.stages * (config.block_m + config.block_n)
+    return rows * widths.both * widths.element_bytes
+
+
+def _of_stored(config: Config, widths: Widths) -> int:
+    """The sums, while they are turned."""
+    return 4 * config.block_m * config.block_n
+
+
+FORWARD = Tiles(
+    dense={
+        64: (Config(128, 64, 4, 3), Config(64, 64, 4, 3), Config(64, 64, 4, 2)),
+        128: (Config(128, 128, 8, 3), Config(128, 64, 8, 3), Config(64, 64, 4, 2)),
+        256: (Config(128, 64, 8, 2), Config(64, 64, 8, 2), Config(64, 32, 4, 2)),
+        512: (Config(64, 32, 8, 2), Config(32, 32, 8, 1)),
+    },
+    short={
+        64: (Config(64, 64, 4, 3), Config(64, 64, 4, 2)),
+        128: (Config(64, 64, 4, 3), Config(64, 64, 4, 2)),
+    },
+    short_partial={
+        64: (Config(64, 32, 4, 3), Config(64, 64, 4, 2)),
+        128: (Config(64, 32, 4, 3), Config(64, 64, 4, 2)),
+    },
+    shared_bytes=_of_forward,
+    of_much_work=((240, 8), (80, 32)),
+)
+BACKWARD_KV = Tiles(
+    dense={
+        64: (Config(128, 64, 4, 2), Config(64, 64, 4, 3), Config(64, 64, 4, 2)),
+        128: (Config(64, 128, 8, 3), Config(64, 64, 4, 2), Config(64, 64, 4, 1)),
+        256: (Config(32, 64, 8, 2), Config(32, 64, 8, 1), Config(32, 32, 4, 1)),
+        512: (Config(32, 32, 8, 1),),
+    },
+    masked={
+        64: (Config(64, 128, 8, 3), Config(64, 64, 4, 3), Config(64, 64, 4, 2)),
+        128: (
+            Config(64, 128, 8, 3),
+            Config(64, 128, 8, 2),
+            Config(64, 64, 4, 2),
+            Config(64, 64, 4, 1),
+        ),
+    },
+    short={
+        64: (Config(32, 64, 4, 3), Config(64, 64, 4, 2)),
+        128: (Config(32, 64, 4, 3), Config(64, 64, 4, 2), Config(64, 64, 4, 1)),
+    },
+    shared_bytes=_of_key_tile,
+    owns_keys=True,
+)
+BACKWARD_Q = Tiles(
+    dense={
+        64: (Config(128, 64, 8, 2), Config(64, 64, 4, 2)),
+        128: (Config(128, 64, 8, 3), Config(128, 64, 8, 2), Config(64, 64, 4, 2)),
+        256: (Config(64, 32, 8, 2), Config(64, 32, 8, 1), Config(32, 32, 4, 1)),
+        512: (Config(32, 32, 8, 1),),
+    },
+    masked={
+        64: (Config(128, 64, 4, 2), Config(128, 64, 8, 3), Config(64, 64, 4, 2)),
+    },
+    short={
+        64: (Config(64, 64, 4, 3), Config(64, 64, 4, 2)),
+        128: (Config(64, 64, 4, 2), Config(64, 32, 4, 3), Config(64, 64, 4, 1)),
+    },
+    short_partial={
+        64: (Config(64, 32, 4, 3), Config(64, 64, 4, 2)),
+        128: (Config(64, 32, 4, 3), Config(64, 64, 4, 2), Config(64, 64, 4, 1)),
+    },
+)
+# See templates/distances.py. Of two stages the second would be loaded after all of the first has
+# been computed with; a mask that looks things up leaves one, since Triton 3.6 cannot pipeline
+# products in a branch.
+DISTANCES = Tiles(
+    dense={
+        64: (
+            Config(128, 64, 8, 3),
+            Config(64, 64, 8, 3),
+            Config(64, 64, 4, 1),
+            Config(32, 32, 4, 1),
+        ),
+        128: (
+            Config(64, 64, 8, 3),
+            Config(128, 64, 8, 2),
+            Config(64, 64, 8, 2),
+            Config(32, 32, 4, 1),
+        ),
+        256: (Config(64, 64, 8, 1), Config(32, 32, 4, 1)),
+        512: (Config(32, 32, 4, 1),),
+    },
+    shared_bytes=_of_pairs,
+    whole_diagonals=True,
+)
+# Loops are short: what hides loads is a second program, for which half of the registers are left,
+# or loading all ahead.
+PAIRS = Tiles(
+    dense={
+        64: (
+            Config(64, 64, 8, 1, most_registers=128),
+            Config(64, 64, 8, 2),
+            Config(128, 64, 8, 2),
+            Config(32, 32, 4, 1),
+        ),
+        128: (
+            Config(64, 64, 8, 1, most_registers=128),
+            Config(64, 64, 8, 3),
+            Config(64, 64, 8, 2),
+            Config(64, 64, 8, 1),
+            Config(128, 64, 8, 1),
+            Config(32, 32, 4, 1),
+        ),
+        256: (Config(64, 64, 8, 1), Config(32, 32, 4, 1)),
+        512: (Config(32, 32, 4, 1),),
+    },
+    shared_bytes=_of_pairs,
+)
+# Whole tiles of these make a backward's. Little else is done than to load and to store, of which
+# much is to be on its way: five programs of a processor, whose threads have 96 registers.
+STORED = Tiles(
+    dense=dict.fromkeys((64, 128, 256, 512), (Config(64, 64, 4, 1), Config(32, 32, 4, 1))),
+    shared_bytes=_of_stored,
+)
+# They hold no tile of sums. In one stage, since Triton 3.6 cannot pipeline products in a branch.
+SCATTER_BOUNDS = Tiles(
+    dense={
+        64: (Config(128, 64, 8, 1), Config(64, 64, 4, 1), Config(32, 32, 4, 1)),
+        128: (Config(128, 64, 8, 1), Config(64, 64, 4, 1), Config(32, 32, 4, 1)),
+        256: (Config(64, 64, 8, 1), Config(32, 32, 4, 1)),
+        512: (Config(32, 32, 4, 1),),
+    },
+)
+# Integers of 64 bits take registers: more threads, or smaller tiles.
+SCATTER_SUMS = Tiles(
+    dense={
+        64: (Config(64, 64, 8, 1), Config(64, 32, 4, 1), Config(32, 32, 4, 1)),
+        128: (Config(64, 32, 4, 1), Config(64, 64, 8, 1), Config(32, 32, 4, 1)),
+        256: (Config(64, 64, 8, 1), Config(32, 32, 4, 1)),
+        512: (Config(32, 32, 4, 1),),
+    },
+)
+# There are two tiles of each of q, k and v, and two of the scores. Only D 128 was measured: see M11
+# in docs/measured.md.
+TANGENT = Tiles(
+    dense={
+        64: (
+            Config(128, 64, 8, 3),
+            Config(128, 128, 8, 2),
+            Config(64, 64, 4, 3),
+            Config(64, 64, 4, 2),
+        ),
+        128: (
+            Config(128, 64, 8, 2),
+            Config(128, 32, 8, 3),
+            Config(64, 32, 4, 3),
+            Config(64, 32, 4, 2),
+        ),
+        256: (Config(128, 32, 8, 1), Config(64, 16, 4, 2), Config(32, 32, 4, 1)),
+        512: (Config(32, 32, 8, 1),),
+    },
+    short={
+        64: (Config(64, 64, 4, 3), Config(64, 64, 4, 2)),
+        128: (Config(64, 32, 4, 3), Config(64, 32, 4, 2)),
+    },
+    shared_bytes=_of_tangents,
+)

@@ -1,4 +1,4 @@
-"""Which calls the portable kernels run in place of Hopper's own."""
+"""Which calls Hopper's kernels do not run."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ import torch
 from attndsl.ir import leaf_names
 
 from ..emit.draws import why_pairs
+from ..emit.facts import facts_of, with_gradients
+from ..kernels.kernel import Job, Task
+from ..kernels.machine import machine_of
 from .arguments import descriptor_strides
-from .busy import why_busy
 from .distances import among
-from .kernels import HopperKernels
+from .kernels import KERNELS
 from .learned import learned_parts
 from .memory import block_width
 from .tiles import CANDIDATES
@@ -21,35 +23,37 @@ if TYPE_CHECKING:
     from attndsl.pipeline import Lowered
 
     from ..base import Call, Wants
+    from ..kernels.kernel import Kernel
 
 _DTYPES = (torch.float16, torch.bfloat16)
+_TARGET = machine_of("cuda:90")
 
 
-def why_portable(
+def why_not(
     lowered: Lowered,
     call: Call,
-    kind: str,
+    task: Task,
     grad_out: torch.Tensor | None = None,
     wants: Wants | None = None,
 ) -> str | None:
-    """Why the portable kernels run this forward, tangent or backward, or None.
+    """Why another family runs this forward, tangent or backward, or None.
 
     A tangent is along what ``wants`` names.
     """
     dropout = lowered.program.dropout
-    if call.wide and kind != "backward":
-        return f"the Hopper {kind} stores its output in the dtype of q, k and v"
+    if call.wide and task is not Task.BACKWARD:
+        return f"the Hopper {task.direction} stores its output in the dtype of q, k and v"
     if call.q.dtype not in _DTYPES:
         return f"the Hopper kernels compute in fp16 and bf16, not {call.q.dtype}"
     width = max(block_width(call.q.shape[3]), block_width(call.v.shape[3]))
-    if width > max_head_dim(kind):
-        return f"the Hopper {kind} takes head dims up to {max_head_dim(kind)}"
-    if kind == "tangent":
+    if width > (most := most_head_dim(task)):
+        return f"the Hopper {task.direction} takes head dims up to {most}"
+    if task is Task.FORWARD_TANGENT:
         if lowered.program.weights is not None or dropout is not None:
             return "the Hopper tangent has the weights of a softmax, without dropout"
         if wants is not None and (wants.tensors or wants.params):
             return "tangents of captures are looked up pair by pair"
-    if kind == "backward":
+    if task is Task.BACKWARD:
         if dropout is not None and width > 128:
             return "the Hopper backward has dropout at head dims up to 128"
         if call.deterministic:
@@ -77,9 +81,26 @@ def why_portable(
     for tensor in (call.q, call.k, call.v, rows if grad_out is None else grad_out):
         if descriptor_strides(tensor) is None:
             return "the tensor memory accelerator takes rows of multiples of 16 bytes"
-    return why_busy(lowered, call, kind, wants)
+    return _why_busy(lowered, call, task, wants)
 
 
-def max_head_dim(kind: str) -> int:
-    """The largest head dim that all Hopper kernels of a forward or backward have configs for."""
-    return min(max(CANDIDATES[direction]) for direction in HopperKernels.directions[kind])
+def _why_busy(lowered: Lowered, call: Call, task: Task, wants: Wants | None) -> str | None:
+    """Why another family runs a program with so much work a pair, or None."""
+    facts = facts_of(lowered.program, call)
+    if wants is not None:
+        facts = with_gradients(facts, wants)
+    kernel = _kernel(task)
+    assert kernel.most_work is not None
+    if Job(kernel, lowered, facts).on(_TARGET).work_of_pair <= kernel.most_work:
+        return None
+    return "the Hopper kernels would spill registers with so much work for each pair"
+
+
+def _kernel(task: Task) -> Kernel:
+    """The one kernel that each task has here."""
+    return next(kernel for kernel in KERNELS if task in kernel.tasks)
+
+
+def most_head_dim(task: Task) -> int:
+    """The largest head dim that the kernel of a task has configs for."""
+    return max(CANDIDATES[_kernel(task).name])

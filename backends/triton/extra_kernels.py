@@ -22,6 +22,7 @@ from ..gradients.scattered import (
 )
 from ..gradients.terms import terms_of
 from ..kernels.arguments import capture_arguments, origin
+from ..kernels.kernel import Task
 from ..kernels.streams import on_device, stream_of
 
 if TYPE_CHECKING:
@@ -32,12 +33,12 @@ if TYPE_CHECKING:
     from ..base import Call, Gradients, Slopes, Wants
     from ..gradients.pairs import Rest, Sums
     from ..gradients.shares import Shares
-    from ..kernels.arguments import Layout
     from ..kernels.compile import Executable
+    from ..kernels.layout import Layout
 
 
 @dataclass(frozen=True, slots=True)
-class Again:
+class BackwardState:
     """A backward call, whose attention kernels have run."""
 
     lowered: Lowered
@@ -49,16 +50,16 @@ class Again:
     grad_out: torch.Tensor
     """With last stride 1."""
     layout: Callable[..., Layout]
-    """Of (lowered, call, kind, grad_out, wants): the kernels of that kind."""
+    """Of (lowered, call, task, grad_out, wanted): the kernels of that task."""
 
     @property
     def is_empty(self) -> bool:
         """Whether there are no pairs."""
         return not self.lse.numel() or not self.call.k.shape[2]
 
-    def layout_of(self, kind: str, wants: Wants | None = None) -> Layout:
-        """The kernels of ``kind``."""
-        return self.layout(self.lowered, self.call, kind, self.grad_out, wants)
+    def layout_of(self, task: Task, wants: Wants | None = None) -> Layout:
+        """The kernels of ``task``."""
+        return self.layout(self.lowered, self.call, task, self.grad_out, wants)
 
     def launch(
         self, kernel: Executable, programs: int, layout: Layout, own: list[Any], last: list[Any]
@@ -86,45 +87,62 @@ class Again:
             )  # fmt: skip
 
 
-def add_apart(again: Again, shares: Shares, found: Gradients) -> Gradients:
+def task_of_exact(lowered: Lowered, wants: Wants) -> Task:
+    """How exact sums for the tensors ``wants`` get their bounds."""
+    return Task.SCATTERED if constant_factors(lowered, wants.tensors) is None else Task.BOUNDED
+
+
+def extra_tasks(lowered: Lowered, shares: Shares) -> list[tuple[Task, Wants | None]]:
+    """The tasks that :func:`run_extra` launches, and the tensors that each is for."""
+    found: list[tuple[Task, Wants | None]] = []
+    if shares.distances.tensors or shares.distances.params:
+        found.append((Task.DISTANCES, None))
+    found += [(Task.PAIRS, group) for group in shares.pairs]
+    found += [(Task.STORED, group) for group in shares.stored]
+    if shares.others.tensors:
+        found.append((task_of_exact(lowered, shares.others), shares.others))
+    return found
+
+
+def run_extra(state: BackwardState, shares: Shares, found: Gradients) -> Gradients:
     """``found`` with the gradients that ``shares`` has kernels of their own for."""
     tensors: dict[str, torch.Tensor] = {}
     for wants in shares.pairs:
-        tensors |= _pairs(again, wants)
+        tensors |= _pairs(state, wants)
     for wants in shares.stored:
         assert found.slopes is not None
-        tensors |= _stored(again, wants, found.slopes)
+        tensors |= _stored(state, wants, found.slopes)
     if shares.others.tensors:
-        tensors |= _scattered(again, shares.others)
+        tensors |= _scattered(state, shares.others)
     found = replace(found, tensors={**found.tensors, **tensors}, slopes=None)
     if shares.distances.tensors or shares.distances.params:
-        sums = _distances(again)
+        sums = _distances(state)
         block = sums.shape[-1]
-        first = 1 - block * -(-again.call.k.shape[2] // block)
+        first = 1 - block * -(-state.call.k.shape[2] // block)
         found = add_distance_gradients(
-            again.lowered, again.call, sums_of_distances(sums), first, shares.distances, found
+            state.lowered, state.call, sums_of_distances(sums), first, shares.distances, found
         )
     return found
 
 
-def _distances(again: Again) -> torch.Tensor:
+def _distances(state: BackwardState) -> torch.Tensor:
     """Sums of dS, see :func:`.distances.sums_of_distances`."""
-    batch, heads, q_len = again.lse.shape
-    kv_len = again.call.k.shape[2]
-    if again.is_empty:
-        return again.lse.new_zeros((batch, heads, 1, 2, 1))
-    layout = again.layout_of("distances")
+    batch, heads, q_len = state.lse.shape
+    kv_len = state.call.k.shape[2]
+    if state.is_empty:
+        return state.lse.new_zeros((batch, heads, 1, 2, 1))
+    layout = state.layout_of(Task.DISTANCES)
     kernel = layout.executables["distances"]
     block_m, block_n = kernel.config.block_m, kernel.config.block_n
     ratio = block_m // block_n
     diagonals = ratio * (-(-q_len // block_m) - 1) + -(-kv_len // block_n)
-    sums = again.lse.new_empty((batch, heads, diagonals, ratio + 1, block_n))
-    again.launch(kernel, batch * heads * diagonals, layout, [], [sums])
+    sums = state.lse.new_empty((batch, heads, diagonals, ratio + 1, block_n))
+    state.launch(kernel, batch * heads * diagonals, layout, [], [sums])
     return sums
 
 
-def _zeros(again: Again, wants: Wants) -> dict[str, torch.Tensor]:
-    return {name: torch.zeros_like(again.call.tensors[name]) for name in wants.tensors}
+def _zeros(state: BackwardState, wants: Wants) -> dict[str, torch.Tensor]:
+    return {name: torch.zeros_like(state.call.tensors[name]) for name in wants.tensors}
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,33 +161,33 @@ class _OfPairs:
         return [argument for item in self.sums for argument in item.arguments()]
 
 
-def _of_pairs(again: Again, wants: Wants, kind: str) -> _OfPairs:
-    call = again.call
-    terms = terms_of(again.lowered, wants.tensors)
+def _of_pairs(state: BackwardState, wants: Wants, task: Task) -> _OfPairs:
+    call = state.call
+    terms = terms_of(state.lowered, wants.tensors)
     rest = rest_of(terms[0], call)
-    layout = again.layout_of(kind, wants)
-    kernel = layout.executables[kind]
-    batch, heads, q_len = again.lse.shape
+    layout = state.layout_of(task, wants)
+    (kernel,) = layout.executables.values()
+    batch, heads, q_len = state.lse.shape
     tiles = -(-q_len // kernel.config.block_m) * -(-call.k.shape[2] // kernel.config.block_n)
     parts = parts_of(rest, call)
     programs = parts * tiles * (batch * heads // (rest.batches * rest.heads))
     return _OfPairs(layout, kernel, rest, parts, programs, sums_of(terms, call))
 
 
-def _pairs(again: Again, wants: Wants) -> dict[str, torch.Tensor]:
-    """Gradients of such tensors, which make dS again."""
-    if again.is_empty:
-        return _zeros(again, wants)
-    own = _of_pairs(again, wants, "pairs")
+def _pairs(state: BackwardState, wants: Wants) -> dict[str, torch.Tensor]:
+    """Gradients of such tensors, which make dS state."""
+    if state.is_empty:
+        return _zeros(state, wants)
+    own = _of_pairs(state, wants, Task.PAIRS)
     first = [own.rest.batches, own.rest.heads, own.parts]
-    again.launch(own.kernel, own.programs, own.layout, first, own.arguments())
-    return gradients_of(own.sums, again.call)
+    state.launch(own.kernel, own.programs, own.layout, first, own.arguments())
+    return gradients_of(own.sums, state.call)
 
 
-def _stored(again: Again, wants: Wants, slopes: Slopes) -> dict[str, torch.Tensor]:
+def _stored(state: BackwardState, wants: Wants, slopes: Slopes) -> dict[str, torch.Tensor]:
     """Gradients of such tensors, each a sum of dS, which the attention kernels have stored."""
-    own = _of_pairs(again, wants, "stored")
-    batch, heads, q_len = again.lse.shape
+    own = _of_pairs(state, wants, Task.STORED)
+    batch, heads, q_len = state.lse.shape
     rest, device = own.rest, slopes.values.device
     members = rest.batches * rest.heads
     with on_device(device):
@@ -178,32 +196,32 @@ def _stored(again: Again, wants: Wants, slopes: Slopes) -> dict[str, torch.Tenso
             [
                 slopes.values, slopes.stored, *slopes.values.shape[2:], *slopes.stored.shape[2:],
                 heads, heads // rest.heads, batch // rest.batches, rest.heads,
-                members, -(-members // own.parts), q_len, again.call.k.shape[2], *own.arguments(),
+                members, -(-members // own.parts), q_len, state.call.k.shape[2], *own.arguments(),
             ],
         )  # fmt: skip
-    return gradients_of(own.sums, again.call)
+    return gradients_of(own.sums, state.call)
 
 
-def _scattered(again: Again, wants: Wants) -> dict[str, torch.Tensor]:
+def _scattered(state: BackwardState, wants: Wants) -> dict[str, torch.Tensor]:
     """Gradients of tensors that any pairs may meet in, see ``scattered.py``."""
-    if again.is_empty:
-        return _zeros(again, wants)
-    call = again.call
-    batch, heads, q_len = again.lse.shape
-    factors = constant_factors(again.lowered, wants.tensors)
-    layout = again.layout_of("scattered" if factors is None else "bounded", wants)
+    if state.is_empty:
+        return _zeros(state, wants)
+    call = state.call
+    batch, heads, q_len = state.lse.shape
+    factors = constant_factors(state.lowered, wants.tensors)
+    layout = state.layout_of(task_of_exact(state.lowered, wants), wants)
     found = buffers(wants.tensors, call)
 
     def run(name: str, last: list[Any]) -> None:
         kernel = layout.executables[name]
         tiles = -(-q_len // kernel.config.block_m)
-        again.launch(kernel, tiles * batch * heads, layout, [], last)
+        state.launch(kernel, tiles * batch * heads, layout, [], last)
 
     if factors is None:
         bounds = torch.zeros(len(found), dtype=torch.int32, device=call.q.device)
         run("scatter_bounds", [bounds])
     else:
-        bounds = bounds_from_operands(factors, call, again.grad_out, again.delta)
+        bounds = bounds_from_operands(factors, call, state.grad_out, state.delta)
     scales, inverses = scales_of(bounds, batch * heads * q_len)
     run("scatter_sums", [scales, *(value for item in found for value in item.arguments())])
     return {

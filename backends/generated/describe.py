@@ -1,4 +1,4 @@
-"""Which kernels run a program's calls on a Hopper GPU, in words."""
+"""Which family of kernels runs a program's calls, in words."""
 
 from __future__ import annotations
 
@@ -12,55 +12,62 @@ from attndsl.ir import Op, const
 from attndsl.passes.differentiate import vjp
 
 from ..base import Wants
-from ..triton.cross import example_call
-from .kernels import HopperKernels
-from .portable import max_head_dim, why_portable
-from .shares import shares_of
+from ..kernels.example import example_call
+from ..kernels.kernel import Task
 
 if TYPE_CHECKING:
     from attndsl.pipeline import Lowered
 
     from ..base import Backend, Call
+    from ..kernels.kernel import Family
 
 
-def describe_kernels(backend: Backend, lowered: Lowered, head_dim: int) -> list[str]:
+def describe_kernels(
+    backend: Backend, families: tuple[Family, ...], lowered: Lowered, head_dim: int
+) -> list[str]:
     """A line for each direction in bf16, then one for each reason why a call runs otherwise.
 
-    They say what ``why_portable`` answers for such calls, as it does when they are made, and call
-    both families of kernels by the names of their backends.
+    They say what the first family answers for such calls, as it does when they are made, and call
+    families of kernels by the names of their backends. One family alone is not described.
 
     Args:
-        backend: The Hopper backend; needs no GPU.
+        backend: Of the families; needs no GPU.
+        families: The first family runs what it can; the last one runs all else.
         lowered: The program.
         head_dim: Head dim of q, k and v.
     """
+    first, *_, last = families
+    if first is last:
+        return []
     call = example_call(lowered, head_dim, head_dim, torch.bfloat16, {})
     try:
         backend.check(lowered, call)
     except UnsupportedError as refusal:
         return [f"  refused    {refusal.message}"]
     rows = []
-    for kind in HopperKernels.directions:
-        refused = why_portable(lowered, call, kind)
+    for task in (Task.FORWARD, Task.FORWARD_TANGENT, Task.BACKWARD):
+        kind = task.direction
+        refused = first.why_not(lowered, call, task, None, None)
         if refused is not None:
-            rows.append(f"  {kind:<10} triton kernels at head dim {head_dim}: {refused}")
+            rows.append(f"  {kind:<10} {last.name} kernels at head dim {head_dim}: {refused}")
             continue
-        rows.append(f"  {kind:<10} hopper kernels, head dims up to {max_head_dim(kind)}")
+        most = first.most_head_dim(task)
+        rows.append(f"  {kind:<10} {first.name} kernels, head dims up to {most}")
         said: set[str | None] = {None}
-        for condition, other, wants in _other_calls(lowered, call, kind):
+        for condition, other, wants in _other_calls(lowered, call, task):
             own = wants
-            if kind == "tangent":
+            if task is Task.FORWARD_TANGENT:
                 condition = condition.replace("gradients", "tangents")
             else:
-                own = shares_of(lowered, other, wants).lines
-            refused = why_portable(lowered, other, kind, wants=own)
+                own = first.plan_gradients(lowered, other, wants).lines
+            refused = first.why_not(lowered, other, task, None, own)
             if refused not in said:
                 said.add(refused)
-                rows.append(f"    {condition}: triton kernels ({refused})")
+                rows.append(f"    {condition}: {last.name} kernels ({refused})")
     return rows
 
 
-def _other_calls(lowered: Lowered, call: Call, kind: str) -> list[tuple[str, Call, Wants]]:
+def _other_calls(lowered: Lowered, call: Call, task: Task) -> list[tuple[str, Call, Wants]]:
     """Calls that users may make instead of ``call``, and what is different.
 
     Gradients of what a sink mentions are made apart, but its tangents are not.
@@ -73,7 +80,7 @@ def _other_calls(lowered: Lowered, call: Call, kind: str) -> list[tuple[str, Cal
     ]
     tensors = frozenset(str(gradient.load.value) for gradient in lowered.derivative.tensors)
     params = frozenset(gradient.name for gradient in lowered.derivative.params)
-    sink = lowered.program.sink if kind == "tangent" else None
+    sink = lowered.program.sink if task is Task.FORWARD_TANGENT else None
     for root in (lowered.program.weights, sink):
         leaves = {} if root is None else vjp(root, const(1.0))
         tensors |= {str(leaf.value) for leaf in leaves if leaf.op is Op.LOAD}

@@ -1,0 +1,1 @@
+"""Backends of generated kernels, each of one family or several."""

@@ -1,0 +1,304 @@
+"""The backend of generated kernels: the first family without an objection runs a task."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from attndsl.errors import UnsupportedError
+
+from ..base import Backend, Gradients, Wants
+from ..emit.facts import strides
+from ..gradients.lines import line_gradients, lines_among
+from ..gradients.shares import key_of
+from ..gradients.sinks import add_sink_gradients
+from ..kernels.kernel import Job, Task, first_with, jobs_of, kernels_of
+from ..kernels.layout import NO_LINES, Layout
+from ..kernels.machine import current_machine
+from ..kernels.modules import Modules
+from ..kernels.moving import moving_of
+from ..kernels.order import heads_per_wave
+from ..kernels.signature import signature_of
+from ..memory_order import empty_like, result_orders, wide_dtype
+from ..triton.extra_kernels import BackwardState, run_extra
+from ..triton.family import MAX_HEAD_DIM
+from .describe import describe_kernels
+from .plan import plan_of
+from .source import source_of
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable, Mapping
+
+    from attndsl.pipeline import Lowered
+
+    from ..base import Backward, Call, Store, Tangents
+    from ..gradients.shares import Shares
+    from ..kernels.config import Config
+    from ..kernels.kernel import Family
+    from ..kernels.moving import Moving
+
+_MAX_LAYOUTS = 4096
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+
+class GeneratedBackend(Backend):
+    """Generates, compiles and launches kernels; keeps them in memory and in a store."""
+
+    differentiable = False
+    contracts = False
+
+    def __init__(self, name: str, families: tuple[Family, ...], store: Store) -> None:
+        """A backend of ``families``; the last one runs all calls."""
+        self.name = name
+        self.families = families
+        self.modules = Modules(store)
+        self._plans: dict[Hashable, Shares] = {}
+        self._layouts: dict[tuple[object, ...], Layout] = {}
+
+    @property
+    def kernels_built(self) -> int:
+        """Kernels compiled (or taken into the interpreter) by this object so far."""
+        return self.modules.built
+
+    def why_not(self, device: torch.device) -> str | None:
+        """Why it cannot run on ``device``, or None."""
+        return self.families[0].why_no_device(device)
+
+    def check(self, lowered: Lowered, call: Call) -> None:
+        """Refuse by name what these kernels cannot do."""
+        if call.q.dtype not in _DTYPES:
+            raise UnsupportedError(
+                f"the triton backend computes in fp16, bf16 and fp32, not {call.q.dtype}",
+                hint="convert q, k and v, or use backend='auto': it runs fp64 by torch operations",
+            )
+        for name, width in (("q", call.q.shape[-1]), ("v", call.v.shape[-1])):
+            if not 1 <= width <= MAX_HEAD_DIM:
+                raise UnsupportedError(
+                    f"the triton backend takes head dims from 1 to {MAX_HEAD_DIM}, "
+                    f"and {name} has {width}",
+                    hint="use backend='reference'",
+                )
+
+    def forward(self, lowered: Lowered, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
+        """See :class:`~attndsl.backends.base.Backend`."""
+        q = call.q
+        if q.numel() == 0:
+            lse = q.new_empty(q.shape[:3], dtype=torch.float32)
+            return empty_like(q, call.v.shape[-1], wide_dtype(call.wide)), lse
+        layout = self._layout(lowered, call, Task.FORWARD)
+        return layout.family.forward(layout, lowered, call)
+
+    def backward(self, lowered: Lowered, call: Call, backward: Backward) -> Gradients:
+        """See :class:`~attndsl.backends.base.Backend`."""
+        _, lse, grad_out, _, wanted = backward
+        if grad_out.dtype is not call.q.dtype:  # An operand of products, as they take it.
+            grad_out = grad_out.to(call.q.dtype)
+            backward = backward._replace(grad_out=grad_out)
+        if not wanted.tensors and not wanted.params:
+            return self._gradients(lowered, call, backward)[0]
+        plan = self._plan(lowered, call, wanted)
+        found, delta = self._gradients(lowered, call, backward._replace(wanted=plan.lines))
+        grad_out = self.families[-1].readable(grad_out, wanted)
+        state = BackwardState(lowered, call, lse, delta, grad_out, self._layout)
+        found = run_extra(state, plan, found)
+        if lowered.program.sink is None:
+            return found
+        return add_sink_gradients(lowered, call, lse, delta, wanted, found)
+
+    def _gradients(
+        self, lowered: Lowered, call: Call, backward: Backward
+    ) -> tuple[Gradients, torch.Tensor]:
+        """What the kernels of a backward make, and delta (batch, heads, padded rows)."""
+        lse, wanted = backward.lse, backward.wanted
+        if lse.numel() == 0:
+            return _no_gradients(call, wanted), lse
+        for family in self.families:
+            grad_out = family.readable(backward.grad_out, wanted)
+            backward = backward._replace(grad_out=grad_out)
+        has_dlse = backward.grad_lse is not None
+        layout = self._layout(lowered, call, Task.BACKWARD, grad_out, wanted, has_dlse)
+        return layout.family.backward(layout, lowered, call, backward)
+
+    def tangent(
+        self, lowered: Lowered, call: Call, moved: Tangents, out: torch.Tensor, lse: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See :class:`~attndsl.backends.base.ForwardMode`."""
+        if lse.numel() == 0:
+            return torch.zeros_like(out), torch.zeros_like(lse)
+        family = first_with(self.families, Task.TANGENT)
+        assert family is not None
+        moving = family.movable(moving_of(lowered, call, moved))
+        layout = self._tangent_layout(family, moving, Task.TANGENT)
+        return family.tangents(layout, moving, (out, lse))[2:]
+
+    def forward_with_tangents(
+        self, lowered: Lowered, call: Call, moved: Tangents
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor] | None:
+        """See :class:`~attndsl.backends.base.FusedForwardMode`."""
+        task, wanted = Task.FORWARD_TANGENT, Wants(tensors=frozenset(moved.captures))
+        family = first_with(self.families, task)
+        if family is None or family.why_not(lowered, call, task, None, wanted) is not None:
+            return None
+        moving = family.movable(moving_of(lowered, call, moved))
+        return family.tangents(self._tangent_layout(family, moving, task), moving, None)
+
+    def choices(
+        self, lowered: Lowered, call: Call, kind: str, grad_out: torch.Tensor | None,
+        wants: Wants | None,
+    ) -> Mapping[str, tuple[Config, ...]]:  # fmt: skip
+        """See :class:`~attndsl.runtime.tuning.Tunable`."""
+        machine = current_machine(call.q.device)
+        found = {}
+        for job in self._jobs(lowered, call, Task(kind), grad_out, wants):
+            job = job.on(machine)
+            configs = job.kernel.configs(job, machine)
+            more = job.kernel.more_configs
+            found[job.kernel.name] = (*configs, *(() if more is None else more(configs, job)))
+        return found
+
+    def choose(
+        self, lowered: Lowered, call: Call, kind: str, grad_out: torch.Tensor | None,
+        wants: Wants | None, kernel: str, config: Config,
+    ) -> None:  # fmt: skip
+        """See :class:`~attndsl.runtime.tuning.Tunable`."""
+        jobs = self._jobs(lowered, call, Task(kind), grad_out, wants)
+        (job,) = (job for job in jobs if job.kernel.name == kernel)
+        self.modules.choose(job, config, call.q.device)
+        self._layouts.clear()
+
+    def describe(self, lowered: Lowered, head_dim: int) -> list[str]:
+        """See :class:`~attndsl.backends.base.Backend`."""
+        return describe_kernels(self, self.families, lowered, head_dim)
+
+    def source(self, lowered: Lowered, call: Call, direction: str, wants: Wants) -> str:
+        """See :class:`~attndsl.backends.base.Backend`."""
+        return source_of(self.families, lowered, call, direction, wants)
+
+    def _jobs(
+        self, lowered: Lowered, call: Call, task: Task, grad_out: torch.Tensor | None,
+        wanted: Wants | None,
+    ) -> tuple[Job, ...]:  # fmt: skip
+        """What a forward or backward runs itself."""
+        if wanted is not None:
+            wanted = self._plan(lowered, call, wanted).lines
+        family = self._family(lowered, call, task, grad_out, wanted)
+        return family.jobs(lowered, call, task, grad_out, wanted)
+
+    def _plan(self, lowered: Lowered, call: Call, wanted: Wants) -> Shares:
+        """Which kernels make which gradients."""
+        own = tuple(family.plan_key(call) for family in self.families)
+        key = (key_of(lowered, call, wanted), own)
+        plan = self._plans.get(key)
+        if plan is None:
+            plan = plan_of(self.families, lowered, call, wanted)
+            if len(self._plans) >= _MAX_LAYOUTS:
+                self._plans.clear()
+            self._plans[key] = plan
+        return plan
+
+    def _family(
+        self, lowered: Lowered, call: Call, task: Task, grad_out: torch.Tensor | None,
+        wanted: Wants | None,
+    ) -> Family:  # fmt: skip
+        """The first family that runs a task of a call."""
+        return next(
+            family
+            for family in self.families
+            if kernels_of(family, task)
+            and family.why_not(lowered, call, task, grad_out, wanted) is None
+        )
+
+    def _layout(
+        self,
+        lowered: Lowered,
+        call: Call,
+        task: Task,
+        grad_out: torch.Tensor | None = None,
+        wanted: Wants | None = None,
+        has_dlse: bool = False,
+    ) -> Layout:
+        """What calls of this signature share: kernels, strides and sizes."""
+        signature = signature_of(lowered, call, task, grad_out)
+        key = (signature, self.families[0].places(call), wanted, has_dlse)
+        layout = self._layouts.get(key)
+        if layout is None:
+            family = self._family(lowered, call, task, grad_out, wanted)
+            # The family's own key may be one that calls at other places share.
+            own = (family.name, signature, family.places(call), wanted, has_dlse)
+            layout = self._layouts.get(own)
+            if layout is None:
+                jobs = family.jobs(lowered, call, task, grad_out, wanted)
+                more = {} if grad_out is None else {"do": grad_out}
+                layout = self._layout_of(family, jobs, call, task, has_dlse)
+                layout = family.layout(layout, jobs, call, more, wanted)
+                self._keep(own, layout)
+            self._keep(key, layout)
+        return layout
+
+    def _tangent_layout(self, family: Family, moving: Moving, task: Task) -> Layout:
+        """As :meth:`_layout`, for a kernel of tangents."""
+        lowered, call = moving.lowered, moving.call
+        key = (*signature_of(lowered, call, task, None), *moving.signature())
+        layout = self._layouts.get(key)
+        if layout is None:
+            jobs = jobs_of(family, task, lowered, moving.facts())
+            layout = self._layout_of(family, jobs, call, task, False)
+            layout = family.layout(layout, jobs, call, moving.operands, None)
+            self._keep(key, layout)
+        return layout
+
+    def _keep(self, key: tuple[object, ...], layout: Layout) -> None:
+        if len(self._layouts) >= _MAX_LAYOUTS:
+            self._layouts.clear()
+        self._layouts[key] = layout
+
+    def _layout_of(
+        self, family: Family, jobs: tuple[Job, ...], call: Call, task: Task, has_dlse: bool
+    ) -> Layout:
+        """What every family's launches need."""
+        lowered, facts, device = jobs[0].lowered, jobs[0].facts, call.q.device
+        fixed = family.fixed if task is Task.BACKWARD else ()
+        prepared = self.modules.prepare(jobs, fixed, device, has_dlse)
+        steps = tuple(s for t in (call.q, call.k, call.v) for s in strides(t)[:3])
+        batch, heads, q_len, _ = call.q.shape
+        own = {job.kernel.name: job for job in jobs}
+        configs = {name: prepared.executables[name].config for name in own}
+        lists = {
+            name: self.modules.tile_lists(own[name], configs[name], device)
+            for name in prepared.listed
+        }
+        names = {*facts.tensor_gradients, *facts.param_gradients}
+        masked = lowered.program.mask is not None
+        return Layout(
+            family=family,
+            facts=facts,
+            executables=prepared.executables,
+            strides=steps,
+            orders=result_orders(call.q, call.k, call.v),
+            sizes=(batch, heads, call.k.shape[1], q_len, call.k.shape[2]),
+            lists=lists,
+            heads_per_wave={
+                name: heads_per_wave(call, job.kernel, configs[name], masked)
+                for name, job in own.items()
+                if job.kernel.waves
+            },
+            lines=lines_among(lowered, names) if task is Task.BACKWARD else NO_LINES,
+        )
+
+
+def _no_gradients(call: Call, wanted: Wants) -> Gradients:
+    """Zeros: there are no rows of queries."""
+    kind = wide_dtype(wanted.wide)
+    dq, dk, dv = (empty_like(x, dtype=kind).zero_() for x in (call.q, call.k, call.v))
+    tensors: dict[str, torch.Tensor] = {}
+    params: dict[str, torch.Tensor] = {}
+    if wanted.tensors or wanted.params:
+        tensors, params = line_gradients(call, wanted, NO_LINES, None, None)
+    return Gradients(
+        q=dq if wanted.q else None,
+        k=dk if wanted.k else None,
+        v=dv if wanted.v else None,
+        tensors=tensors,
+        params=params,
+    )

@@ -1,0 +1,17 @@
+"""The backend of Hopper's kernels, and the portable ones for what these do not run."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ..hopper.family import Hopper
+from ..triton.family import Portable
+from .backend import GeneratedBackend
+
+if TYPE_CHECKING:
+    from ..base import Store
+
+
+def hopper_backend(store: Store) -> GeneratedBackend:
+    """Runs on GPUs of compute capability 9.0."""
+    return GeneratedBackend("hopper", (Hopper(), Portable()), store)

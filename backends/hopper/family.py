@@ -1,0 +1,312 @@
+"""Hopper's family of kernels: warp-specialised, for compute capability 9.0."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from ..base import Gradients, Slopes
+from ..emit.facts import facts_of, strides, with_gradients
+from ..gradients.shares import share_out
+from ..kernels.arguments import capture_arguments, origin
+from ..kernels.device import why_no_gpu
+from ..kernels.kernel import Task, jobs_of
+from ..kernels.signature import PADDING
+from ..kernels.streams import on_device, stream_of
+from ..kernels.tile_lists import STATISTICS_ROWS, lists_of
+from ..memory_order import empty_rows, wide_dtype
+from .arguments import addresses, descriptor_strides
+from .copies import room_for
+from .counters import Counters
+from .distances import empty_sums, with_diagonals, with_distances, with_summed
+from .kernels import FIXED, KERNELS
+from .launch import TensorMaps
+from .layout import HopperLayout, layout_of
+from .learned import Statistics, gradients_of_parts
+from .memory import block_width
+from .pair_tiles import window, with_pair_tiles
+from .stored import empty_slopes, with_stored
+from .tangents import launch_with_tangents, readable
+from .why_not import most_head_dim, why_not
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from attndsl.pipeline import Lowered
+
+    from ..base import Backward, Call, Wants
+    from ..gradients.shares import Shares
+    from ..kernels.kernel import FixedKernel, Job, Kernel
+    from ..kernels.layout import Layout
+    from ..kernels.moving import Moving
+
+
+class Hopper:
+    """Warp-specialised Gluon: forwards, by themselves and with tangents, and backwards."""
+
+    name = "hopper"
+    kernels: tuple[Kernel, ...] = KERNELS
+    fixed: tuple[FixedKernel, ...] = FIXED
+
+    def __init__(self) -> None:
+        self._maps = TensorMaps()
+        self._counters = Counters()
+
+    def why_no_device(self, device: torch.device) -> str | None:
+        """See :class:`~..kernels.kernel.Family`."""
+        if device.type != "cuda" or torch.version.hip is not None:
+            return "its kernels are for NVIDIA's Hopper GPUs"
+        refusal = why_no_gpu(device)
+        if refusal is not None:
+            return refusal
+        capability = torch.cuda.get_device_capability(device)
+        if capability != (9, 0):
+            return f"its kernels need compute capability 9.0, and this is {capability}"
+        return None
+
+    def why_not(
+        self, lowered: Lowered, call: Call, task: Task, grad_out: torch.Tensor | None,
+        wanted: Wants | None,
+    ) -> str | None:  # fmt: skip
+        """See :class:`~..kernels.kernel.Family`."""
+        return why_not(lowered, call, task, grad_out, wanted)
+
+    def most_head_dim(self, task: Task) -> int:
+        """See :class:`~..kernels.kernel.Family`."""
+        return most_head_dim(task)
+
+    def places(self, call: Call) -> tuple[object, ...]:
+        """Where views of what pairs look up end; a number on the device is none."""
+        if not call.tensors or not call.shifted:
+            return ()
+        return tuple(x for x in (call.q_offset, call.kv_offset) if isinstance(x, int))
+
+    def plan_key(self, call: Call) -> tuple[object, ...]:
+        """See :class:`~..kernels.kernel.Family`."""
+        readable = tuple(descriptor_strides(x) is not None for x in (call.q, call.k, call.v))
+        dtypes = (call.q.dtype, *(tensor.dtype for tensor in call.tensors.values()))
+        return call.deterministic, dtypes, call.v.shape, readable
+
+    def plan_gradients(self, lowered: Lowered, call: Call, wanted: Wants) -> Shares:
+        """As ``share_out``; the backward adds up diagonals and stores dS for what needs them."""
+        stored = with_stored(share_out(lowered, call, wanted), lowered, call)
+        return with_summed(stored, lowered, call)
+
+    def readable(self, grad_out: torch.Tensor, wanted: Wants) -> torch.Tensor:
+        """``grad_out``, or a copy at an address that suits.
+
+        Other kernels have other shares of the gradients of captures.
+        """
+        if descriptor_strides(grad_out) is None and (
+            wanted.tensors or wanted.params or wanted.slopes or not grad_out.is_contiguous()
+        ):
+            return grad_out.clone(memory_format=torch.contiguous_format)
+        return grad_out
+
+    def jobs(
+        self, lowered: Lowered, call: Call, task: Task, grad_out: torch.Tensor | None,
+        wanted: Wants | None,
+    ) -> tuple[Job, ...]:  # fmt: skip
+        """See :class:`~..kernels.kernel.Family`."""
+        facts = facts_of(lowered.program, call, *(() if grad_out is None else (grad_out,)))
+        if wanted is not None:
+            facts = with_diagonals(with_gradients(facts, wanted), lowered, call)
+        (job,) = jobs_of(self, task, lowered, facts)
+        facts = with_pair_tiles(facts, lowered, call, job.kernel.name)
+        return jobs_of(self, task, lowered, facts)
+
+    def layout(
+        self, layout: Layout, jobs: tuple[Job, ...], call: Call, more: Mapping[str, torch.Tensor],
+        wanted: Wants | None,
+    ) -> Layout:  # fmt: skip
+        """See :class:`~..kernels.kernel.Family`."""
+        (job,) = jobs
+        return layout_of(layout, job, call, more, wanted)
+
+    def forward(
+        self, layout: Layout, lowered: Lowered, call: Call
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See :class:`~..kernels.kernel.Family`."""
+        assert isinstance(layout, HopperLayout)
+        q, views, of = call.q, layout.views, self._maps.of
+        out = layout.orders.out.empty(q)
+        batch, heads, q_len, _ = q.shape
+        lse = empty_rows(q, batch, heads, q_len)
+        stream = stream_of(q.device)
+        with on_device(q.device):
+            of_pairs = _read_by_tiles(layout, call)
+            lists = lists_of(layout, lowered, call, "forward", stream)
+            layout.launches["forward"].run(
+                layout.programs,
+                stream,
+                [
+                    *of(views["q_desc"], q), *of(views["k_desc"], call.k),
+                    *of(views["v_desc"], call.v), *of(views["o_desc"], out), lse.data_ptr(),
+                    *self._pair_maps(layout, of_pairs),
+                    *self._counter(layout, q.device, stream), call.scale, *layout.sizes,
+                    origin(call.q_offset, call.q_index), origin(call.kv_offset, call.kv_index),
+                    layout.heads_per_wave["forward"],
+                    *capture_arguments(layout.facts, call), *lists,
+                ],
+            )  # fmt: skip
+        return out, lse
+
+    def backward(
+        self, layout: Layout, lowered: Lowered, call: Call, backward: Backward
+    ) -> tuple[Gradients, torch.Tensor]:
+        """See :class:`~..kernels.kernel.Family`."""
+        assert isinstance(layout, HopperLayout)
+        _, lse, _, grad_lse, wanted = backward
+        buffers = _buffers(layout, call, backward)
+        with on_device(call.q.device):
+            stream = stream_of(call.q.device)
+            of_pairs = _read_by_tiles(layout, call)
+            _prepare(layout, backward, buffers, stream)
+            self._launch_backward(layout, lowered, call, backward, buffers, of_pairs)
+            dq = _dq(layout, call, buffers, stream) if wanted.q else None
+        tensors: dict[str, torch.Tensor] = {}
+        params: dict[str, torch.Tensor] = {}
+        if layout.others.tensors or layout.others.params:
+            statistics = Statistics(lse, buffers.delta, grad_lse, buffers.factors, buffers.columns)
+            tensors, params = gradients_of_parts(
+                lowered, call, layout.learned, layout.others, statistics
+            )
+        gradients = Gradients(
+            q=dq,
+            k=buffers.dk if wanted.k else None,
+            v=buffers.dv if wanted.v else None,
+            tensors=tensors,
+            params=params,
+            slopes=buffers.slopes,
+        )
+        if buffers.distances is not None:
+            config = layout.launches["backward_kv"].executable.config
+            own = layout.distances
+            gradients = with_distances(lowered, call, buffers.distances, config, own, gradients)
+        return gradients, buffers.delta
+
+    def _launch_backward(
+        self, layout: HopperLayout, lowered: Lowered, call: Call, backward: Backward,
+        buffers: _Buffers, of_pairs: list[torch.Tensor],
+    ) -> None:  # fmt: skip
+        views, of, orders = layout.views, self._maps.of, layout.orders
+        stream, slopes = stream_of(call.q.device), buffers.slopes
+        sums = (buffers.columns, buffers.factors, buffers.distances)
+        layout.launches["backward_kv"].run(
+            layout.programs, stream,
+            [
+                *of(views["q_desc"], call.q), *of(views["k_desc"], call.k),
+                *of(views["v_desc"], call.v), *of(views["do_desc"], backward.grad_out),
+                *of(views["lse_desc"], buffers.lse2), *of(views["delta_desc"], buffers.delta),
+                *addresses(buffers.dq_sums, buffers.dk, buffers.dv),
+                *self._pair_maps(layout, of_pairs),
+                *(() if slopes is None else of(views["slopes_desc"], slopes.values)),
+                *(() if slopes is None else addresses(slopes.stored)),
+                *self._counter(layout, call.q.device, stream), call.scale,
+                *layout.sizes, origin(call.q_offset, call.q_index),
+                origin(call.kv_offset, call.kv_index), buffers.lse2.shape[2],
+                *orders.k.rows, *orders.v.rows, layout.heads_per_wave["backward_kv"],
+                *(part for part in sums if part is not None),
+                *capture_arguments(layout.facts, call),
+                *lists_of(layout, lowered, call, "backward_kv", stream),
+            ],
+        )  # fmt: skip
+
+    def movable(self, moving: Moving) -> Moving:
+        """See :class:`~..kernels.kernel.Family`."""
+        return readable(moving)
+
+    def tangents(
+        self, layout: Layout, moving: Moving, results: tuple[torch.Tensor, torch.Tensor] | None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """See :class:`~..kernels.kernel.Family`."""
+        assert isinstance(layout, HopperLayout)
+        assert results is None
+        return launch_with_tangents(moving, layout, self._maps, self._counters)
+
+    def _pair_maps(self, layout: HopperLayout, tensors: list[torch.Tensor]) -> list[object]:
+        found: list[object] = []
+        for number, tensor in enumerate(tensors):
+            found += self._maps.of(layout.views[f"pair{number}_desc"], tensor)
+        return found
+
+    def _counter(self, layout: HopperLayout, device: torch.device, stream: int) -> list[int]:
+        return [self._counters.of(device, stream).data_ptr()] if layout.drawn else []
+
+
+class _Buffers(NamedTuple):
+    """What the kernels of a backward write."""
+
+    lse2: torch.Tensor
+    """(batch, heads, padded rows) fp32, base 2."""
+    delta: torch.Tensor
+    """The same shape, see ``library.row_statistics``."""
+    dq_sums: torch.Tensor
+    """(batch, heads, padded rows, columns) fp32, see :mod:`.sums`."""
+    dk: torch.Tensor
+    dv: torch.Tensor
+    columns: torch.Tensor | None
+    """(batch, heads, kv_len) fp32: sums of dS, where columns learn."""
+    factors: torch.Tensor | None
+    """(batch, heads, parts) fp32: sums of K * dK before the scale, where factors learn."""
+    slopes: Slopes | None
+    distances: torch.Tensor | None
+    """See :func:`.distances.empty_sums`."""
+
+
+def _buffers(layout: HopperLayout, call: Call, backward: Backward) -> _Buffers:
+    lse, wanted, learned = backward.lse, backward.wanted, layout.learned
+    k, v, orders, kind = call.k, call.v, layout.orders, wide_dtype(wanted.wide)
+    config = layout.launches["backward_kv"].executable.config
+    batch, heads, q_len, head_dim = call.q.shape
+    rows = (batch, heads, -(-q_len // PADDING) * PADDING)
+    lse2 = lse.new_empty(rows)
+    kv_tiles = -(-k.shape[2] // config.block_n)
+    return _Buffers(
+        lse2=lse2,
+        delta=torch.empty_like(lse2),
+        dq_sums=lse.new_empty((*rows, block_width(head_dim))),
+        dk=orders.k.empty(k, kind),
+        dv=orders.v.empty(v, kind),
+        columns=lse.new_empty((batch, heads, k.shape[2])) if learned.column else None,
+        factors=lse.new_empty((batch, heads, 2 * kv_tiles)) if learned.factor else None,
+        slopes=empty_slopes(call, config) if wanted.slopes else None,
+        distances=empty_sums(call, config) if layout.facts.adds_diagonals else None,
+    )
+
+
+def _prepare(layout: HopperLayout, backward: Backward, buffers: _Buffers, stream: int) -> None:
+    """Launch the kernel of row statistics and of zeros in dQ's sums."""
+    out, lse, grad_out, grad_lse, _ = backward
+    batch, heads, q_len = lse.shape
+    dlse = lse if grad_lse is None else grad_lse.contiguous()
+    written = addresses(buffers.lse2, buffers.delta, buffers.dq_sums)
+    layout.launches["prepare_backward"].run(
+        buffers.lse2.shape[2] // STATISTICS_ROWS * batch * heads, stream,
+        [*addresses(out, grad_out, lse, dlse), *written, *strides(out)[:3],
+         *layout.grad_strides, heads, q_len],
+    )  # fmt: skip
+
+
+def _dq(layout: HopperLayout, call: Call, buffers: _Buffers, stream: int) -> torch.Tensor:
+    """DQ of its sums."""
+    batch, heads, q_len, _ = call.q.shape
+    dq = layout.orders.q.empty(call.q, buffers.dk.dtype)
+    layout.launches["dq_from_sums"].run(
+        buffers.lse2.shape[2] // 32 * batch * heads, stream,
+        [*addresses(buffers.dq_sums, dq), call.scale, *layout.orders.q.rows, heads, q_len],
+    )  # fmt: skip
+    return dq
+
+
+def _read_by_tiles(layout: HopperLayout, call: Call) -> list[torch.Tensor]:
+    """The tensors of ``KernelFacts.pair_tiles``, or copies; kept until kernels are launched."""
+    found = []
+    for number, tile in enumerate(layout.facts.pair_tiles):
+        if number in layout.copied:
+            own = window(tile, call)
+            found.append(room_for(own).copy_(own))
+        else:
+            found.append(call.tensors[tile.name])
+    return found

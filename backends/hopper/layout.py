@@ -1,0 +1,151 @@
+"""What all calls of one signature share: launches, and how kernels see the tensors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields, replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from ..base import Wants
+from ..emit.facts import strides
+from ..kernels.kernel import Task
+from ..kernels.layout import Layout
+from ..kernels.order import processors_of
+from ..kernels.signature import PADDING
+from .arguments import blocks_of, descriptor_strides, is_drawn, moved_argument
+from .copies import room_for
+from .distances import split
+from .launch import launch_of, view
+from .learned import Learned, learned_in_kernel
+from .pair_tiles import is_readable, window
+from .stored import empty_slopes
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from ..base import Call
+    from ..kernels.config import Config
+    from ..kernels.kernel import Job
+    from .launch import Launch, View
+
+
+@dataclass(frozen=True, slots=True)
+class HopperLayout(Layout):
+    """What all calls of one signature share."""
+
+    launches: Mapping[str, Launch] = field(default_factory=dict)
+    """By name of the executable."""
+    views: Mapping[str, View] = field(default_factory=dict)
+    """By kernel argument."""
+    grad_strides: tuple[int, ...] = ()
+    """Of a backward: batch, head and row strides of the output's gradient."""
+    learned: Learned = field(default_factory=Learned)
+    """Parts of the score of which gradients are wanted."""
+    programs: int = 0
+    """Of the attention kernel: how many are launched."""
+    drawn: bool = False
+    """Whether these draw their tiles by a counter."""
+    copied: tuple[int, ...] = ()
+    """Numbers of those of the ``pair_tiles`` that are copied first."""
+    distances: Wants = field(default_factory=Wants)
+    """Gradients that come of sums along diagonals."""
+    others: Wants = field(default_factory=Wants)
+    """All others."""
+
+
+def layout_of(
+    layout: Layout, job: Job, call: Call, more: Mapping[str, torch.Tensor], wanted: Wants | None
+) -> HopperLayout:
+    """``layout`` with what Hopper's launches need; see :class:`~..kernels.kernel.Family`."""
+    kernel, facts = job.kernel, layout.facts
+    config = layout.executables[kernel.name].config
+    launches = {name: launch_of(executable) for name, executable in layout.executables.items()}
+    blocks = blocks_of(kernel.name, facts, config)
+    encoders = launches[kernel.name].encoders
+    views, copied = {}, []
+    for number, tile in enumerate(facts.pair_tiles):
+        name, own = f"pair{number}_desc", window(tile, call)
+        if not is_readable(own):
+            own = room_for(own)
+            copied.append(number)
+        views[name] = view(own, own.stride(), blocks[name], encoders.get(name))
+    for name, tensor in _rows(job, layout, call, more).items():
+        steps = descriptor_strides(tensor)
+        assert steps is not None
+        views[name] = view(tensor, steps, blocks[name], encoders.get(name))
+    for name, tensor in _of_backward(job, call, config).items():
+        views[name] = view(tensor, tensor.stride(), blocks[name], encoders.get(name))
+    found = HopperLayout(
+        **{each.name: getattr(layout, each.name) for each in fields(layout)},
+        launches=launches,
+        views=views,
+        programs=_programs(job, call, config),
+        drawn=is_drawn(job.lowered, config),
+        copied=tuple(copied),
+    )
+    if Task.BACKWARD not in kernel.tasks:
+        return found
+    distances, others = split(job.lowered, call, wanted or Wants())
+    return replace(
+        found,
+        grad_strides=strides(more["do"])[:3],
+        learned=learned_in_kernel(job.lowered, facts),
+        distances=distances,
+        others=others,
+    )
+
+
+def described(
+    call: Call, out: torch.Tensor, operands: Mapping[str, torch.Tensor], out_moved: torch.Tensor
+) -> dict[str, torch.Tensor]:
+    """By argument of the kernel of results and tangents, in order.
+
+    First q, k, v and ``out``, then their tangents; in place of one that does not move, itself.
+    """
+    own = {"q_desc": call.q, "k_desc": call.k, "v_desc": call.v, "o_desc": out}
+    found = {**operands, "o": out_moved}
+    return own | {moved_argument(name): found.get(name[0], x) for name, x in own.items()}
+
+
+def _rows(
+    job: Job, layout: Layout, call: Call, more: Mapping[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """Tensors of rows of a head dim that the kernel sees by blocks, by argument."""
+    operands = {"q_desc": call.q, "k_desc": call.k, "v_desc": call.v}
+    if Task.BACKWARD in job.kernel.tasks:
+        return operands | {"do_desc": more["do"]}
+    out = layout.orders.out.empty(call.q)
+    if Task.FORWARD_TANGENT in job.kernel.tasks:
+        return described(call, out, more, out)
+    return operands | {"o_desc": out}
+
+
+def _of_backward(job: Job, call: Call, config: Config) -> dict[str, torch.Tensor]:
+    """What a backward alone sees by blocks, by argument; shapes and strides count, not values."""
+    if Task.BACKWARD not in job.kernel.tasks:
+        return {}
+    batch, heads, q_len, _ = call.q.shape
+    padded = -(-q_len // PADDING) * PADDING
+    rows = torch.empty(batch * heads * padded, device=call.q.device)
+    found = {"lse_desc": rows, "delta_desc": rows}
+    if job.facts.stores_slopes:
+        slopes = empty_slopes(replace(call, q=call.q.to("meta")), config)
+        found["slopes_desc"] = slopes.values.flatten(0, 2)
+    return found
+
+
+def _programs(job: Job, call: Call, config: Config) -> int:
+    """Programs of a kernel: one for each of its items, or as many as run at a time.
+
+    The registers of one program are all that a processor has.
+    """
+    assert job.kernel.loop is not None
+    if job.kernel.loop.own == "kv":
+        batch, heads, length, _ = call.k.shape
+        block = config.block_n
+    else:
+        batch, heads, length, _ = call.q.shape
+        block = config.block_m
+    items = -(-length // block) * batch * heads
+    return min(items, processors_of(call.q.device)) if config.persistent else items

@@ -1,0 +1,270 @@
+"""What a kernel is, what one call runs of it, and what a family of kernels is.
+
+A family has one table of kernels. A kernel is one entry of it: everything that other modules know
+of it stands in its record. Running a call, showing a text, compiling for a GPU that is not there,
+tuning and explaining all start from the same jobs.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Protocol
+
+from attndsl.passes.tiles.plan import LoopPlan
+
+from ..emit.facts import with_forms
+from .pair_work import work_of_pair
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    import torch
+
+    from attndsl.passes.tiles.plan import Direction
+    from attndsl.pipeline import Lowered
+
+    from ..base import Backward, Call, Gradients, Wants
+    from ..emit.facts import KernelFacts
+    from ..emit.template import Products
+    from ..gradients.shares import Shares
+    from .compile import Argument
+    from .config import Config
+    from .layout import Layout
+    from .machine import Machine
+    from .moving import Moving
+
+
+class Task(enum.Enum):
+    """What kernels are launched for. A call runs all kernels of a task."""
+
+    FORWARD = "forward"
+    """Output and log-sum-exp."""
+    BACKWARD = "backward"
+    """Gradients of q, k and v, and those of captures that are sums along rows and columns."""
+    TANGENT = "tangent"
+    """Tangents of output and log-sum-exp, from both."""
+    FORWARD_TANGENT = "forward_tangent"
+    """Output and log-sum-exp together with their tangents."""
+    DISTANCES = "distances"
+    """Sums of dS along diagonals."""
+    PAIRS = "pairs"
+    """Gradients of tensors that have an element for each pair."""
+    STORED = "stored"
+    """The same, of dS that a backward has stored."""
+    SCATTERED = "scattered"
+    """Exact sums, of a bound that a kernel finds first."""
+    BOUNDED = "bounded"
+    """Exact sums of a bound that the operands give."""
+
+    @property
+    def direction(self) -> str:
+        """What users call it: ``forward``, ``backward`` or ``tangent``, or the task's own name."""
+        return "tangent" if self is Task.FORWARD_TANGENT else self.value
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Sums:
+    """What a kernel adds up for gradients of captures, as texts of its functions say it."""
+
+    shape: str = ""
+    """Of one sum."""
+    stored_from: str = ""
+    """What ``store_sums`` takes; empty where the kernel stores nothing by it."""
+    along: str = ""
+    """``row`` or ``column`` where terms that vary along that alone are added up."""
+
+
+NO_SUMS = Sums()
+
+
+def _one_part(job: Job, config: Config) -> int:
+    return 1
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class Kernel:
+    """One kernel of a family."""
+
+    name: str
+    """Unique in its family; ``tune`` prints it."""
+    family: str
+    tasks: frozenset[Task]
+    entry: str
+    """The function in a generated module that is launched."""
+    text: Callable[[Job, Config, LoopPlan, Products], str]
+    """The module with these tile sizes."""
+    configs: Callable[[Job, Machine], tuple[Config, ...]]
+    """Tile sizes to try, in order of preference."""
+    arguments: Callable[[Any, KernelFacts, Config], list[Argument]]
+    """Types of all arguments of the entry."""
+    loop: Direction | None = None
+    """Its loop in plans of tiles; None where it visits tiles in a way of its own."""
+    loop_name: str = ""
+    """What templates call the loop."""
+    templates: tuple[str, ...] = ()
+    """Files that its module is made of, by their stems, where all its modules are made of the
+    same."""
+    derives: bool = True
+    """Whether it computes derivatives of the score."""
+    sums: Sums = NO_SUMS
+    waves: tuple[int, ...] = ()
+    """Work tiles of the heads that go together, for each that runs at a time: first choice first.
+    Empty where programs do not take a tile of one head."""
+    parts_of_lists: Callable[[Job, Config], int] = _one_part
+    """Of how many parts of a work tile's rows lists tell which tiles they have."""
+    more_configs: Callable[[tuple[Config, ...], Job], tuple[Config, ...]] | None = None
+    """Tile sizes that ``tune`` tries besides, from the usual ones."""
+    most_work: int | None = None
+    """Instructions a pair beyond which another family runs the call; None for any number."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FixedKernel:
+    """A kernel beside a backward's, whose text is the same for all programs."""
+
+    name: str
+    function: Any
+    constants: Callable[[KernelFacts], Mapping[str, int | bool]]
+    """Of the function, besides whether there is a gradient of lse."""
+    configs: Callable[[Job, Machine], tuple[Config, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One kernel of one call: the kernel, the program, and what the module depends on besides."""
+
+    kernel: Kernel
+    lowered: Lowered
+    facts: KernelFacts
+
+    def on(self, machine: Machine) -> Job:
+        """The job with the fast forms that ``machine`` has."""
+        return replace(self, facts=with_forms(self.facts, self.lowered.program, machine.target))
+
+    def plan(self, config: Config) -> LoopPlan:
+        """The plan of the kernel's loop with these tile sizes; empty if it has none."""
+        facts = self.facts
+        if self.kernel.loop is None:
+            return LoopPlan()
+        return self.lowered.sparsity.loop(
+            self.kernel.loop, config.block_m, config.block_n, facts.shifted, facts.indexed,
+            facts.wide,
+        )  # fmt: skip
+
+    @property
+    def work(self) -> str:
+        """What the loop is like: ``dense``, ``masked``, ``short`` or ``short partial``."""
+        if self.kernel.loop is None:
+            return "dense"
+        facts = self.facts
+        return self.lowered.sparsity.work(self.kernel.loop, facts.shifted, facts.indexed)
+
+    @property
+    def work_of_pair(self) -> int:
+        """Instructions that a pair takes besides products (:mod:`.pair_work`)."""
+        return work_of_pair(self.lowered, self.facts, self.kernel.derives)
+
+    def text(self, machine: Machine) -> str:
+        """The module with the tile sizes that are tried first."""
+        config = self.kernel.configs(self, machine)[0]
+        products = machine.products(self.facts)
+        return self.kernel.text(self, config, self.plan(config), products)
+
+
+class Family(Protocol):
+    """A table of kernels, and how calls of theirs are launched."""
+
+    name: str
+    kernels: tuple[Kernel, ...]
+    fixed: tuple[FixedKernel, ...]
+    """Kernels beside those of ``Task.BACKWARD``."""
+
+    def why_no_device(self, device: torch.device) -> str | None:
+        """Why the kernels cannot run on ``device``, or None."""
+
+    def why_not(
+        self, lowered: Lowered, call: Call, task: Task, grad_out: torch.Tensor | None,
+        wanted: Wants | None,
+    ) -> str | None:  # fmt: skip
+        """Why these kernels do not run ``task`` of a call, or None. The family has its kernels.
+
+        A tangent is along what ``wanted`` names.
+        """
+
+    def most_head_dim(self, task: Task) -> int:
+        """The largest head dim that the kernels of a task have tile sizes for."""
+
+    def places(self, call: Call) -> tuple[object, ...]:
+        """What a layout depends on of the positions' values."""
+
+    def plan_key(self, call: Call) -> tuple[object, ...]:
+        """What the plan of gradients depends on besides :func:`..gradients.shares.key_of`."""
+
+    def plan_gradients(self, lowered: Lowered, call: Call, wanted: Wants) -> Shares:
+        """Which kernels make which gradients, if this family's backward runs."""
+
+    def readable(self, grad_out: torch.Tensor, wanted: Wants) -> torch.Tensor:
+        """The output's gradient, or a copy that the kernels can read."""
+
+    def jobs(
+        self, lowered: Lowered, call: Call, task: Task, grad_out: torch.Tensor | None,
+        wanted: Wants | None,
+    ) -> tuple[Job, ...]:  # fmt: skip
+        """What ``task`` of a call runs."""
+
+    def layout(
+        self, layout: Layout, jobs: tuple[Job, ...], call: Call, more: Mapping[str, torch.Tensor],
+        wanted: Wants | None,
+    ) -> Layout:  # fmt: skip
+        """``layout`` with what the family's launches need besides.
+
+        Args:
+            layout: With the kernels of ``jobs``.
+            jobs: Of one task.
+            call: A call of the signature.
+            more: What kernels read besides: ``do``, or the tangents of ``q``, ``k`` and ``v``.
+            wanted: The gradients that the kernels make.
+        """
+
+    def forward(
+        self, layout: Layout, lowered: Lowered, call: Call
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Launch ``Task.FORWARD``: output and log-sum-exp."""
+
+    def backward(
+        self, layout: Layout, lowered: Lowered, call: Call, backward: Backward
+    ) -> tuple[Gradients, torch.Tensor]:
+        """Launch ``Task.BACKWARD``: gradients, and delta (batch, heads, padded rows)."""
+
+    def movable(self, moving: Moving) -> Moving:
+        """``moving``, with copies of tangents that the kernels cannot read."""
+
+    def tangents(
+        self, layout: Layout, moving: Moving, results: tuple[torch.Tensor, torch.Tensor] | None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Launch ``Task.TANGENT``, which takes the results, or ``Task.FORWARD_TANGENT``.
+
+        Args:
+            layout: With its kernel.
+            moving: Of :meth:`movable`, with at least one row of queries.
+            results: Output and log-sum-exp of ``Task.FORWARD``; None where the kernel makes them.
+
+        Returns:
+            Output, log-sum-exp, and their tangents.
+        """
+
+
+def kernels_of(family: Family, task: Task) -> tuple[Kernel, ...]:
+    """The kernels that ``task`` runs, in the order of their launches."""
+    return tuple(kernel for kernel in family.kernels if task in kernel.tasks)
+
+
+def jobs_of(family: Family, task: Task, lowered: Lowered, facts: KernelFacts) -> tuple[Job, ...]:
+    """The jobs of a task whose modules all depend on ``facts``."""
+    return tuple(Job(kernel, lowered, facts) for kernel in kernels_of(family, task))
+
+
+def first_with(families: Sequence[Family], task: Task) -> Family | None:
+    """The first of ``families`` that has kernels for ``task``, or None."""
+    return next((family for family in families if kernels_of(family, task)), None)

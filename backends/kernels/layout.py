@@ -1,0 +1,41 @@
+"""What all calls of one signature share: kernels that are ready, sizes and strides."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ..gradients.lines import Lines
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from ..emit.facts import KernelFacts
+    from ..memory_order import ResultOrders
+    from .compile import Executable
+    from .kernel import Family
+    from .tile_lists import ListKernels
+
+NO_LINES = Lines()
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """What all calls of one signature share."""
+
+    family: Family
+    facts: KernelFacts
+    executables: Mapping[str, Executable]
+    """By name of the kernel."""
+    strides: tuple[int, ...]
+    """Batch, head and row strides of q, k and v."""
+    orders: ResultOrders
+    """How results lie in memory."""
+    sizes: tuple[int, ...]
+    """batch, heads, kv_heads, q_len, kv_len."""
+    lists: Mapping[str, ListKernels]
+    """The kernels that list the tiles, for each kernel whose tiles are listed."""
+    heads_per_wave: Mapping[str, int]
+    """Heads whose tiles run side by side, for each kernel whose programs take a tile of one."""
+    lines: Lines = NO_LINES
+    """What the kernels of a backward add up along rows and columns."""

@@ -1,0 +1,299 @@
+"""Generated modules and their executables: from memory, from the disk cache, or made anew."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+import triton
+
+from attndsl.errors import BackendError
+
+from ..emit.facts import for_lists
+from ..emit.loops import row_width
+from ..emit.tile_lists import generate_lists
+from ..key import KernelKey, source_fingerprint, version_of
+from .arguments import arguments_of
+from .compile import Executable, build, module_of, record, restore
+from .config import MAX_SPILLS, MAX_SPILLS_OF_HALF, Config, is_hopeless
+from .machine import current_machine
+from .tile_lists import LIST_CHUNK, STATISTICS_ROWS, ListKernels
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from types import ModuleType
+
+    from ..base import Entry, Store
+    from .compile import Argument
+    from .kernel import FixedKernel, Job
+    from .machine import Machine
+
+_LIST_CONFIG = (4, 1)
+"""Warps and stages of the kernels that find tiles."""
+_ATTEMPTS = 3
+"""Candidates that are compiled in search of one that does not spill."""
+_ATTEMPTS_OF_SINGLES = 2
+"""The same in fp32, whose products in three parts spill in most, and take long to compile."""
+
+
+@dataclass(slots=True)
+class _Module:
+    """A generated module, imported."""
+
+    key: str
+    source: str
+    module: ModuleType
+    meta: dict[str, Any]
+    """JSON values. Of an attention kernel: ``config``, and ``listed``: whether its tiles are. Of
+    all: ``compiled``, where compiled code lies."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Function:
+    """A function of a module that is to be compiled."""
+
+    name: str
+    function: Any
+    arguments: list[Argument]
+    configs: tuple[Config, ...]
+    more: Mapping[str, int | bool]
+    """Constants of it alone."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """The kernels of one task."""
+
+    executables: Mapping[str, Executable]
+    listed: frozenset[str]
+    """Kernels whose tiles come from lists."""
+
+
+class Modules:
+    """Generates, compiles and keeps kernels, in memory and in ``store``."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._lock = threading.RLock()
+        self._modules: dict[str, _Module] = {}
+        self._executables: dict[tuple[object, ...], Executable] = {}
+        self.built = 0
+        """Kernels compiled (or taken into the interpreter) by this object so far."""
+
+    def prepare(
+        self, jobs: Sequence[Job], fixed: Sequence[FixedKernel], device: torch.device,
+        has_dlse: bool,
+    ) -> Prepared:  # fmt: skip
+        """The kernels of ``jobs``, and with them those of ``fixed``.
+
+        Raises:
+            BackendError: No tile size fits the device.
+        """
+        with self._lock:
+            machine = current_machine(device)
+            executables, listed = {}, set()
+            for job in (job.on(machine) for job in jobs):
+                key = _key(job, job.kernel.family, job.kernel.name, machine)
+                module = (
+                    self._modules.get(key)
+                    or self._stored(key)
+                    or self._generate(job, key, machine, device)
+                )
+                config = Config(**module.meta["config"])
+                found = self._executable(module, _entry_of(module, job, config), machine, device)
+                executables[job.kernel.name] = found
+                if module.meta["listed"]:
+                    listed.add(job.kernel.name)
+            for each in fixed:
+                function = _fixed_function(each, jobs[0], machine, has_dlse)
+                executables[each.name] = self._executable(module, function, machine, device)
+            return Prepared(executables, frozenset(listed))
+
+    def tile_lists(self, job: Job, config: Config, device: torch.device) -> ListKernels:
+        """The kernels that list tiles for the kernel of a job, which was made with ``config``."""
+        parts = job.kernel.parts_of_lists(job, config)
+        loop = job.kernel.loop
+        assert loop is not None
+        job = replace(job, facts=for_lists(job.facts))
+        with self._lock:
+            machine = current_machine(device)
+            key = _key(job, "", "tiles", machine)
+            module = self._modules.get(key)
+            if module is None:
+                entry = self._store.load(key)
+                if entry is None:
+                    entry = self._store.save(key, generate_lists(job.lowered, job.facts), {})
+                module = self._keep(key, entry, {"compiled": {}} | dict(entry.meta))
+            own, sizes = list_config(config.block_m, config.block_n, parts)
+            executables = {}
+            for name in ("summarise", "classify", "refine", "list_tiles"):
+                function = getattr(module.module, name)
+                arguments = arguments_of(function, job.facts, sizes)
+                listing = _Function(name, function, arguments, (own,), sizes)
+                executables[name] = self._executable(module, listing, machine, device)
+            return ListKernels(executables, parts, loop)
+
+    def choose(self, job: Job, config: Config, device: torch.device) -> None:
+        """Have a kernel with the tile sizes of ``config`` from now on, here and on disk.
+
+        Raises:
+            BackendError: They do not fit the device. Whatever is raised, all is as before.
+        """
+        with self._lock:
+            machine = current_machine(device)
+            job = job.on(machine)
+            key = _key(job, job.kernel.family, job.kernel.name, machine)
+            before = self._modules.get(key) or self._stored(key)
+            try:
+                module, executable = self._attempt(job, config, key, machine, device)
+            except BaseException:
+                # An interruption too must not leave a kernel that may not fit.
+                if before is not None:
+                    entry = self._store.save(key, before.source, before.meta)
+                    self._keep(key, entry, before.meta)
+                raise
+            self._publish(module, executable, job, device)
+
+    def _stored(self, key: str) -> _Module | None:
+        entry = self._store.load(key)
+        if entry is None or not {"config", "listed", "compiled"} <= set(entry.meta):
+            return None
+        return self._keep(key, entry, dict(entry.meta))
+
+    def _keep(self, key: str, entry: Entry, meta: dict[str, Any]) -> _Module:
+        module = _Module(key, entry.source, module_of(entry.source, entry.path, key), meta)
+        self._modules[key] = module
+        return module
+
+    def _publish(
+        self, module: _Module, executable: Executable, job: Job, device: torch.device
+    ) -> _Module:
+        """Store ``module`` for others to find, since a later attempt may have been another one."""
+        key = module.key
+        entry = self._store.save(key, module.source, module.meta)
+        self._executables[key, job.kernel.name, device, ()] = executable
+        return self._keep(key, entry, module.meta)
+
+    def _generate(self, job: Job, key: str, machine: Machine, device: torch.device) -> _Module:
+        """The module for the first tile size that the device has the resources for.
+
+        The loops of a text are those of one tile size, so that each attempt is a text of its own.
+        A kernel that spills many registers is kept only if the next candidates are no better.
+        """
+        attempts = _ATTEMPTS_OF_SINGLES if job.facts.dtype == "fp32" else _ATTEMPTS
+        best: tuple[int, _Module, Executable] | None = None
+        refusals = []
+        for number, config in enumerate(job.kernel.configs(job, machine)):
+            if best is not None and (number >= attempts or is_hopeless(config, best[2].config)):
+                continue
+            try:
+                module, executable = self._attempt(job, config, key, machine, device)
+            except BackendError as refusal:
+                refusals.append(refusal.message)
+                continue
+            if best is None or executable.spills < best[0]:
+                best = executable.spills, module, executable
+            most = MAX_SPILLS_OF_HALF if config.most_registers else MAX_SPILLS
+            if best[0] <= most:
+                break
+        if best is None:
+            raise BackendError(
+                "no tile size of this kernel fits the device: " + "; ".join(refusals),
+                hint="report the program and head dims; backend='reference' computes it meanwhile",
+            )
+        return self._publish(*best[1:], job, device)
+
+    def _attempt(
+        self, job: Job, config: Config, key: str, machine: Machine, device: torch.device
+    ) -> tuple[_Module, Executable]:
+        """The module with one tile size, not kept, nor stored for others to find.
+
+        Raises:
+            BackendError: It does not fit.
+        """
+        plan = job.plan(config)
+        meta: dict[str, Any] = {
+            "config": asdict(config),
+            "listed": plan.listed is not None,
+            "compiled": {},
+        }
+        text = job.kernel.text(job, config, plan, machine.products(job.facts))
+        self._forget(key)
+        try:
+            # Described once it has compiled: whoever interrupts that leaves nothing to be found.
+            module = self._keep(key, self._store.save(key, text, {}), meta)
+            function = _entry_of(module, job, config)
+            return module, self._executable(module, function, machine, device)
+        finally:
+            self._forget(key)
+
+    def _forget(self, key: str) -> None:
+        self._modules.pop(key, None)
+        for place in [place for place in self._executables if place[0] == key]:
+            del self._executables[place]
+
+    def _executable(
+        self, module: _Module, what: _Function, machine: Machine, device: torch.device
+    ) -> Executable:
+        constants = tuple(what.more.values())
+        place = (module.key, what.name, device, constants)
+        executable = self._executables.get(place)
+        if executable is not None:
+            return executable
+        slot = "_".join([what.name, *map(str, constants)])
+        recorded = module.meta["compiled"].get(slot)
+        if recorded is not None and machine.target is not None:
+            executable = restore(what.function, what.arguments, recorded)
+        if executable is None:
+            executable = build(
+                what.function, what.arguments, what.configs, machine.target, machine.shared,
+                load=True,
+            )  # fmt: skip
+            self.built += 1
+            if machine.target is not None:
+                module.meta["compiled"][slot] = record(executable)
+                self._store.save(module.key, module.source, module.meta)
+        self._executables[place] = executable
+        return executable
+
+
+def _entry_of(module: _Module, job: Job, config: Config) -> _Function:
+    function = getattr(module.module, job.kernel.entry)
+    arguments = job.kernel.arguments(function, job.facts, config)
+    return _Function(job.kernel.name, function, arguments, (config,), {})
+
+
+def _fixed_function(fixed: FixedKernel, job: Job, machine: Machine, has_dlse: bool) -> _Function:
+    more = {"ROWS": STATISTICS_ROWS, **fixed.constants(job.facts), "HAS_DLSE": has_dlse}
+    arguments = arguments_of(fixed.function, job.facts, more)
+    configs = fixed.configs(job, machine)
+    return _Function(fixed.name, fixed.function, arguments, configs, more)
+
+
+def _key(job: Job, family: str, kind: str, machine: Machine) -> str:
+    """Digest of what a module depends on."""
+    precision = machine.products(job.facts).precision if family else "ieee"
+    return KernelKey(
+        program=job.lowered.digest,
+        kind=f"{family} {kind}".strip(),
+        facts=repr(job.facts),
+        options=f"precision={precision}",
+        target=machine.name,
+        torch=torch.__version__,
+        triton=triton.__version__,
+        attndsl=version_of("attndsl"),
+        fingerprint=source_fingerprint(),
+    ).digest()
+
+
+def list_config(block_m: int, block_n: int, parts: int) -> tuple[Config, dict[str, int | bool]]:
+    """Of kernels that write lists of tiles: how they run, and their constants."""
+    rows = block_m // parts
+    sizes = {"BLOCK_M": rows, "BLOCK_N": block_n, "CHUNK": LIST_CHUNK}
+    return Config(rows, block_n, *_LIST_CONFIG), {
+        **sizes,
+        "PARTS": parts,
+        "WIDTH": row_width(parts),
+    }

@@ -1,0 +1,214 @@
+"""The portable family of kernels: every GPU that Triton has, and its interpreter on CPU tensors."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from ..base import Gradients
+from ..emit.facts import facts_of, strides, with_gradients
+from ..gradients.lines import line_gradients
+from ..gradients.pairs import with_pair_sums
+from ..gradients.shares import share_out
+from ..kernels.arguments import capture_arguments, origin
+from ..kernels.device import why_no_gpu
+from ..kernels.kernel import Task, jobs_of
+from ..kernels.signature import PADDING
+from ..kernels.streams import on_device, stream_of
+from ..kernels.tile_lists import STATISTICS_ROWS, lists_of
+from ..memory_order import empty_rows
+from .kernels import FIXED, KERNELS
+from .tangents import launch_tangent
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from attndsl.pipeline import Lowered
+
+    from ..base import Backward, Call, Wants
+    from ..gradients.shares import Shares
+    from ..kernels.kernel import FixedKernel, Job, Kernel
+    from ..kernels.layout import Layout
+    from ..kernels.moving import Moving
+
+MAX_HEAD_DIM = 512
+_WITH_FP32_RESULTS = frozenset({Task.FORWARD, Task.BACKWARD})
+
+
+class Portable:
+    """Plain Triton. Has kernels for all tasks but results together with tangents."""
+
+    name = "triton"
+    kernels: tuple[Kernel, ...] = KERNELS
+    fixed: tuple[FixedKernel, ...] = FIXED
+
+    def why_no_device(self, device: torch.device) -> str | None:
+        """See :class:`~..kernels.kernel.Family`."""
+        return why_no_gpu(device)
+
+    def why_not(
+        self, lowered: Lowered, call: Call, task: Task, grad_out: torch.Tensor | None,
+        wanted: Wants | None,
+    ) -> str | None:  # fmt: skip
+        """None: these kernels run all calls."""
+        return None
+
+    def most_head_dim(self, task: Task) -> int:
+        """See :class:`~..kernels.kernel.Family`."""
+        return MAX_HEAD_DIM
+
+    def places(self, call: Call) -> tuple[object, ...]:
+        """Nothing: positions are arguments."""
+        return ()
+
+    def plan_key(self, call: Call) -> tuple[object, ...]:
+        """Nothing."""
+        return ()
+
+    def plan_gradients(self, lowered: Lowered, call: Call, wanted: Wants) -> Shares:
+        """See :class:`~..kernels.kernel.Family`."""
+        return share_out(lowered, call, wanted)
+
+    def readable(self, grad_out: torch.Tensor, wanted: Wants) -> torch.Tensor:
+        """``grad_out`` with last stride 1."""
+        if grad_out.numel() and grad_out.stride(-1) != 1:
+            return grad_out.contiguous()
+        return grad_out
+
+    def jobs(
+        self, lowered: Lowered, call: Call, task: Task, grad_out: torch.Tensor | None,
+        wanted: Wants | None,
+    ) -> tuple[Job, ...]:  # fmt: skip
+        """See :class:`~..kernels.kernel.Family`."""
+        facts = facts_of(lowered.program, call, *(() if grad_out is None else (grad_out,)))
+        if wanted is not None:
+            facts = with_gradients(facts, wanted)
+        if task in (Task.PAIRS, Task.STORED):
+            facts = with_pair_sums(facts, lowered, call)
+        if task not in _WITH_FP32_RESULTS:
+            facts = replace(facts, wide_out=False, wide_gradients=False)
+        return jobs_of(self, task, lowered, facts)
+
+    def layout(
+        self, layout: Layout, jobs: tuple[Job, ...], call: Call, more: Mapping[str, torch.Tensor],
+        wanted: Wants | None,
+    ) -> Layout:  # fmt: skip
+        """``layout``: launches need nothing besides."""
+        return layout
+
+    def forward(
+        self, layout: Layout, lowered: Lowered, call: Call
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See :class:`~..kernels.kernel.Family`."""
+        q = call.q
+        batch, heads, q_len, _ = q.shape
+        order = layout.orders.out
+        out = order.empty(q, torch.float32) if call.wide else order.empty(q)
+        lse = empty_rows(q, batch, heads, q_len)
+        kernel = layout.executables["forward"]
+        tiles = -(-q_len // kernel.config.block_m)
+        stream = stream_of(q.device)
+        with on_device(q.device):
+            lists = lists_of(layout, lowered, call, "forward", stream)
+            kernel.launch(
+                tiles * batch * heads,
+                stream,
+                [
+                    q, call.k, call.v, out, lse, *layout.strides, *layout.orders.out.strides[:3],
+                    call.scale, *layout.sizes, *_origins(call), layout.heads_per_wave["forward"],
+                    *capture_arguments(layout.facts, call), *lists,
+                ],
+            )  # fmt: skip
+        return out, lse
+
+    def backward(
+        self, layout: Layout, lowered: Lowered, call: Call, backward: Backward
+    ) -> tuple[Gradients, torch.Tensor]:
+        """See :class:`~..kernels.kernel.Family`."""
+        _, lse, grad_out, _, wanted = backward
+        q, k, v = call.q, call.k, call.v
+        batch, heads, q_len, _ = q.shape
+        kv_len, orders, lines = k.shape[2], layout.orders, layout.lines
+        kind = torch.float32 if wanted.wide else None
+        dq, dk, dv = orders.q.empty(q, kind), orders.k.empty(k, kind), orders.v.empty(v, kind)
+        row_sums = column_sums = None
+        if lines.rows:
+            row_sums = lse.new_empty((len(lines.rows), batch, heads, q_len))
+        if lines.columns:
+            column_sums = lse.new_empty((len(lines.columns), batch, heads, kv_len))
+        with on_device(q.device):
+            lse2, delta = _row_statistics(layout, backward)
+            statistics = [
+                lse2, delta, *layout.strides, *strides(grad_out)[:3], call.scale, *layout.sizes,
+                *_origins(call),
+            ]  # fmt: skip
+            if (wanted.k or wanted.v or column_sums is not None) and kv_len:
+                block = layout.executables["backward_kv"].config.block_n
+                first = [q, k, v, grad_out, dk, dv, *statistics, *orders.k.rows, *orders.v.rows]
+                programs = -(-kv_len // block) * batch * k.shape[1]
+                _launch(layout, lowered, call, "backward_kv", programs, first, column_sums)
+            if wanted.q or (row_sums is not None and kv_len):
+                block = layout.executables["backward_q"].config.block_m
+                first = [q, k, v, grad_out, dq, *statistics, *orders.q.rows]
+                programs = -(-q_len // block) * batch * heads
+                _launch(layout, lowered, call, "backward_q", programs, first, row_sums)
+        tensors: dict[str, torch.Tensor] = {}
+        params: dict[str, torch.Tensor] = {}
+        if wanted.tensors or wanted.params:
+            some = (row_sums, column_sums) if kv_len else (None, None)
+            tensors, params = line_gradients(call, wanted, lines, *some)
+        gradients = Gradients(
+            q=dq if wanted.q else None,
+            k=dk if wanted.k else None,
+            v=dv if wanted.v else None,
+            tensors=tensors,
+            params=params,
+        )
+        return gradients, delta
+
+    def movable(self, moving: Moving) -> Moving:
+        """``moving``: the kernel reads any strides."""
+        return moving
+
+    def tangents(
+        self, layout: Layout, moving: Moving, results: tuple[torch.Tensor, torch.Tensor] | None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """See :class:`~..kernels.kernel.Family`."""
+        assert results is not None
+        return (*results, *launch_tangent(moving, layout, *results))
+
+
+def _origins(call: Call) -> tuple[int | torch.Tensor, int | torch.Tensor]:
+    return origin(call.q_offset, call.q_index), origin(call.kv_offset, call.kv_index)
+
+
+def _row_statistics(layout: Layout, backward: Backward) -> tuple[torch.Tensor, torch.Tensor]:
+    """Lse in base 2, and delta; both (batch, heads, padded rows) fp32."""
+    out, lse, grad_out, grad_lse, _ = backward
+    batch, heads, q_len = lse.shape
+    padded = -(-q_len // PADDING) * PADDING
+    lse2 = lse.new_empty((batch, heads, padded))
+    delta = torch.empty_like(lse2)
+    layout.executables["row_statistics"].launch(
+        padded // STATISTICS_ROWS * batch * heads, stream_of(lse.device),
+        [out, grad_out, lse, lse if grad_lse is None else grad_lse.contiguous(), lse2, delta,
+         *strides(out)[:3], *strides(grad_out)[:3], heads, q_len],
+    )  # fmt: skip
+    return lse2, delta
+
+
+def _launch(
+    layout: Layout, lowered: Lowered, call: Call, name: str, programs: int,
+    first: Sequence[object], sums: torch.Tensor | None,
+) -> None:  # fmt: skip
+    """Launch a kernel of a backward, whose arguments begin with ``first``."""
+    stream = stream_of(call.q.device)
+    arguments = [
+        *first, layout.heads_per_wave[name], *capture_arguments(layout.facts, call),
+        *lists_of(layout, lowered, call, name, stream),
+    ]  # fmt: skip
+    if sums is not None:
+        arguments.append(sums)
+    layout.executables[name].launch(programs, stream, arguments)
