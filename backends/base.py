@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields, replace
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeGuard, runtime_checkable
 
 import torch
 
@@ -386,7 +386,10 @@ class ForwardMode(Protocol):
 
 @runtime_checkable
 class FusedForwardMode(ForwardMode, Protocol):
-    """A backend that has a kernel for results and tangents together."""
+    """A backend that may have a kernel for results and tangents together."""
+
+    fused: bool
+    """Whether it has."""
 
     def forward_with_tangents(
         self, lowered: Lowered, call: Call, moved: Tangents
@@ -398,6 +401,11 @@ class FusedForwardMode(ForwardMode, Protocol):
             call: Its arguments.
             moved: The direction.
         """
+
+
+def is_fused(backend: Backend) -> TypeGuard[FusedForwardMode]:
+    """Whether ``backend`` has a kernel for results and tangents together."""
+    return isinstance(backend, FusedForwardMode) and backend.fused
 
 
 @dataclass(frozen=True, slots=True)

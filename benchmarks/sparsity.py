@@ -84,19 +84,24 @@ def call_of(tensors: dict[str, torch.Tensor], length: int, device: str) -> Call:
 def documents(length: int, device: str) -> dict[str, Any]:
     """Time and memory of the kernels that list the tiles of packed documents."""
     from attndsl.backends.emit.facts import facts_of
+    from attndsl.backends.kernels.config import Config
+    from attndsl.backends.kernels.kernel import Job
+    from attndsl.backends.kernels.modules import Modules
     from attndsl.backends.kernels.tile_lists import list_arguments
-    from attndsl.backends.triton.kernels import Kernels
+    from attndsl.backends.triton.kernels import KERNELS
     from attndsl.runtime.programs import default_cache
 
     lowered = lower(Source(DOCUMENTS), {})
     ids = (torch.arange(length, device=device) // DOCUMENT).to(torch.int32)
     call = call_of({"doc": ids}, length, device)
     facts = facts_of(lowered.program, call)
-    kernels = Kernels(default_cache()).tile_lists(lowered, facts, ids.device, 128, 128)
+    (forward, *_) = KERNELS
+    job = Job(forward, lowered, facts)
+    kernels = Modules(default_cache()).tile_lists(job, Config(128, 128, 4, 1), ids.device)
     stream = torch.cuda.current_stream().cuda_stream
 
     def find() -> None:
-        list_arguments(kernels, lowered.sparsity, facts, call, "forward", stream)
+        list_arguments(kernels, lowered.sparsity, facts, call, stream)
 
     return {"find_ms": gpu_ms(find), "device_bytes": peak_bytes(find)}
 

@@ -419,7 +419,7 @@ def quickest() -> Callable[[Callable[[], object]], float]:
 def counted(tmp_path: Any) -> Any:
     """A Triton backend of its own, whose ``kernels_built`` starts at 0 and finds no cache."""
     from attndsl.backends.base import Entry
-    from attndsl.backends.triton import TritonBackend
+    from attndsl.backends.generated.triton import triton_backend
 
     class Folder:
         """A store in a folder."""
@@ -432,16 +432,16 @@ def counted(tmp_path: Any) -> Any:
             path.write_text(source, "utf-8")
             return Entry(path, source, meta)
 
-    return TritonBackend(Folder())
+    return triton_backend(Folder())
 
 
 @pytest.fixture
 def own_cache(request: Any, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     """A cache folder and backends of the test's own; the module's CONFIGS for the interpreter."""
-    from attndsl.backends.triton import kernels
+    from attndsl.backends.triton import tiles
 
     monkeypatch.setenv("ATTNDSL_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(kernels, "INTERPRETED", request.module.CONFIGS)
+    monkeypatch.setattr(tiles, "INTERPRETED", request.module.CONFIGS)
     get_backend.cache_clear()
     yield tmp_path
     get_backend.cache_clear()

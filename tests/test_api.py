@@ -245,7 +245,7 @@ def test_without_gluon_hopper_gpus_get_the_portable_kernels(monkeypatch) -> None
     device = torch.device("cuda", 0)
     monkeypatch.setattr(dispatch, "_is_hopper", lambda index: True)
     assert dispatch._default(device, torch.bfloat16)[0] == "hopper"
-    monkeypatch.setitem(sys.modules, "attndsl.backends.hopper.backend", None)
+    monkeypatch.setitem(sys.modules, "attndsl.backends.hopper.family", None)
     dispatch.why_no_hopper_kernels.cache_clear()
     try:
         name, reason = dispatch._default(device, torch.bfloat16)

@@ -15,17 +15,14 @@ MOST_PARAMETERS = 8
 
 LONG_FUNCTIONS = {
     "attndsl/attention.py:Attention.__call__": 139,
-    "backends/hopper/backend.py:HopperBackend._gradients": 85,
     "backends/hopper/generate.py:generate": 119,
     "backends/hopper/generate_tangent.py:generate_tangent": 78,
-    "backends/triton/backend.py:TritonBackend._gradients": 79,
 }
 MANY_PARAMETERS = {
     "attndsl/cli/plotting.py:plot": 10,
     "attndsl/cli/running.py:run": 10,
     "attndsl/flex/block_mask.py:_create": 9,
     "attndsl/picture/data.py:picture_data": 16,
-    "backends/hopper/learned.py:gradients_of_parts": 9,
 }
 PUBLIC = {
     "attndsl/analysis.py:Analysis.tiles",

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.autograd import forward_ad
 
-from attndsl.backends.base import FusedForwardMode
+from attndsl.backends.base import is_fused
 
 from .higher import tangents_at
 
@@ -65,7 +65,7 @@ class Ahead:
     ) -> Tensors | None:
         """``out`` and ``lse`` of plain ``inputs``; None where tangents cannot come with them."""
         known, self.known = self.known, {}
-        if not known or not isinstance(backend, FusedForwardMode):
+        if not known or not is_fused(backend):
             return None
         places, tangents = tuple(known), tuple(known.values())
         found = backend.forward_with_tangents(

@@ -52,6 +52,7 @@ class GeneratedBackend(Backend):
         """A backend of ``families``; the last one runs all calls."""
         self.name = name
         self.families = families
+        self.fused = first_with(families, Task.FORWARD_TANGENT) is not None
         self.modules = Modules(store)
         self._plans: dict[Hashable, Shares] = {}
         self._layouts: dict[tuple[object, ...], Layout] = {}

@@ -10,7 +10,7 @@ import torch
 import attndsl
 import attndsl.errors
 from attndsl.backends.kernels.config import Config
-from attndsl.backends.triton import kernels as triton_kernels
+from attndsl.backends.triton import tiles
 from attndsl.runtime.dispatch import get_backend
 
 SEED = 0x1234_5678_9ABC_DEF
@@ -77,7 +77,7 @@ def test_tile_sizes_do_not(monkeypatch, tmp_path):
     found = []
     for number, config in enumerate((Config(16, 16, 4, 1), Config(32, 64, 4, 1))):
         monkeypatch.setenv("ATTNDSL_CACHE_DIR", str(tmp_path / str(number)))
-        monkeypatch.setattr(triton_kernels, "INTERPRETED", (config,))
+        monkeypatch.setattr(tiles, "INTERPRETED", (config,))
         get_backend.cache_clear()
         found.append(_kept(SimpleNamespace(backend="triton", device="cpu"), SEED))
     get_backend.cache_clear()

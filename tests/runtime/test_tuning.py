@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import attndsl
+from attndsl.backends.kernels import modules
 from attndsl.backends.kernels.config import Config
-from attndsl.backends.triton import kernels
 from attndsl.errors import ArgumentError, UnsupportedError
 from attndsl.runtime import tuning
 from attndsl.runtime.dispatch import get_backend
@@ -26,7 +26,7 @@ def config_of(name):
     """The config that a call's kernel was built with last."""
     found = [
         executable.config
-        for place, executable in get_backend("triton", False)._kernels._executables.items()
+        for place, executable in get_backend("triton", False).modules._executables.items()
         if place[1] == name
     ]
     assert len(found) == 1
@@ -73,21 +73,21 @@ def test_what_does_not_fit_is_said_and_loses_nothing(own_cache, monkeypatch):
     attention = attndsl.compile(PROGRAM, backend="triton")
     qkv, gain = inputs(requires_grad=False)
     before = attention(*qkv, gain=gain)
-    build = kernels.build
+    build = modules.build
 
     def refuse(function, arguments, configs, *rest, **options):
         if configs[0] != CONFIGS[2]:
-            raise kernels.BackendError("too large")
+            raise modules.BackendError("too large")
         return build(function, arguments, configs, *rest, **options)
 
-    monkeypatch.setattr(kernels, "build", refuse)
+    monkeypatch.setattr(modules, "build", refuse)
     found = attention.tune(*qkv, gain=gain)
     assert [m.why for m in found.measurements] == ["too large", "too large", ""]
     assert "too large" in str(found)
-    monkeypatch.setattr(kernels, "build", lambda *rest, **options: refuse(None, None, CONFIGS))
-    with pytest.raises(kernels.BackendError, match="no config of forward fits: too large"):
+    monkeypatch.setattr(modules, "build", lambda *rest, **options: refuse(None, None, CONFIGS))
+    with pytest.raises(modules.BackendError, match="no config of forward fits: too large"):
         attention.tune(*qkv, gain=gain)
-    monkeypatch.setattr(kernels, "build", build)
+    monkeypatch.setattr(modules, "build", build)
     torch.testing.assert_close(attention(*qkv, gain=gain), before, atol=2e-3, rtol=2e-3)
     assert config_of("forward") == CONFIGS[2]
 
@@ -109,11 +109,11 @@ def test_an_interrupted_run_keeps_the_best_so_far(own_cache, monkeypatch):
     def interrupted(*rest, **options):
         raise KeyboardInterrupt
 
-    build = kernels.build
-    monkeypatch.setattr(kernels, "build", interrupted)
+    build = modules.build
+    monkeypatch.setattr(modules, "build", interrupted)
     with pytest.raises(KeyboardInterrupt):
         attention.tune(*qkv, gain=gain)
-    monkeypatch.setattr(kernels, "build", build)
+    monkeypatch.setattr(modules, "build", build)
     get_backend.cache_clear()
     attndsl.compile(PROGRAM, backend="triton")(*qkv, gain=gain)
     assert config_of("forward") == CONFIGS[0]

@@ -11,7 +11,7 @@ from attndsl.backends.dense.philox import kept as kept_pairs
 from attndsl.backends.device.library import STATISTICS_PADDING
 from attndsl.backends.emit.facts import PairTile
 from attndsl.backends.kernels.config import Config
-from attndsl.backends.triton.cross import example_call
+from attndsl.backends.kernels.example import example_call
 from attndsl.pipeline import lower
 from attndsl.source import Source
 

@@ -10,7 +10,7 @@ import torch
 from attndsl.backends.emit.facts import PairTile
 from attndsl.backends.hopper.own_tiles import own_tiles
 from attndsl.backends.kernels.config import Config
-from attndsl.backends.triton.cross import example_call
+from attndsl.backends.kernels.example import example_call
 from attndsl.pipeline import lower
 from attndsl.source import Source
 

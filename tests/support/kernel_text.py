@@ -14,11 +14,11 @@ import torch
 from attndsl.backends.emit.facts import facts_of, with_forms
 from attndsl.backends.hopper.generate import generate
 from attndsl.backends.hopper.generate_tangent import generate_tangent
-from attndsl.backends.triton.cross import parse_target
-from attndsl.backends.triton.kernels import plan_loop
+from attndsl.backends.kernels.machine import parse_target
 
 from .gluon_machine import Machine, Pointer, number
 from .gluon_operations import Operations
+from .jobs import plan_loop
 from .mutation import set_constants
 
 if TYPE_CHECKING:

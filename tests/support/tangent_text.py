@@ -9,7 +9,7 @@ import torch
 
 from attndsl.backends.hopper.own_tiles import own_tiles
 from attndsl.backends.kernels.config import Config
-from attndsl.backends.triton.cross import example_call
+from attndsl.backends.kernels.example import example_call
 from attndsl.pipeline import lower
 from attndsl.source import Source
 

@@ -7,14 +7,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from support.jobs import configs_of, plan_loop
 
 import attndsl
 from attndsl.backends.emit.facts import facts_of, with_forms
 from attndsl.backends.hopper.generate import generate
-from attndsl.backends.hopper.kernels import configs_of
 from attndsl.backends.kernels.config import Config
-from attndsl.backends.triton.cross import example_call, parse_target
-from attndsl.backends.triton.kernels import plan_loop
+from attndsl.backends.kernels.example import example_call
+from attndsl.backends.kernels.machine import parse_target
 
 CONFIG = Config(16, 8, 4, 2, 2, 240)
 TEXTS = {

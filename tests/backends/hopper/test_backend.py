@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
+from support.jobs import HOPPER, job_of, why_portable
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from attndsl.backends.base import Call, Wants
 from attndsl.backends.emit.facts import facts_of
+from attndsl.backends.generated.hopper import hopper_backend
 from attndsl.backends.hopper.arguments import blocks_of, descriptor_strides
-from attndsl.backends.hopper.backend import HopperBackend
-from attndsl.backends.hopper.kernels import HopperKernels
 from attndsl.backends.hopper.launch import view
-from attndsl.backends.hopper.portable import why_portable
 from attndsl.backends.hopper.tiles import candidates
+from attndsl.backends.kernels.kernel import Task
+from attndsl.backends.kernels.machine import machine_of
 from attndsl.pipeline import lower
 from attndsl.runtime.programs import default_cache
 from attndsl.source import Source
@@ -51,9 +51,8 @@ def test_what_the_portable_kernels_run(name):
     call, kind, wants, reason = REFUSED[name]
     grad = None if kind == "forward" else torch.empty(2, 4, call.q.shape[2], call.v.shape[3])
     assert reason in why_portable(LOWERED, call, kind, grad, wants)
-    layout = HopperBackend(default_cache())._hopper_layout(LOWERED, call, kind, grad, wants)
-    assert reason in layout.why_portable
-    assert not layout.executables
+    backend = hopper_backend(default_cache())
+    assert backend._family(LOWERED, call, Task(kind), grad, wants).name == "triton"
 
 
 def test_what_hopper_kernels_run():
@@ -70,21 +69,22 @@ def test_what_hopper_kernels_run():
     assert why_portable(LOWERED, call_of(deterministic=True), "forward") is None
 
 
-@pytest.mark.parametrize("name", [n for names in HopperKernels.directions.values() for n in names])
+@pytest.mark.parametrize("name", HOPPER)
 def test_each_kernel_is_found_in_its_module(name):
     """Which no test of a launch sees where what is compiled is a stand-in."""
-    own = SimpleNamespace(**{f"attention_{name}": name})
-    kernels = HopperBackend(default_cache())._kernels
-    assert kernels._function(SimpleNamespace(module=own), name) == name
+    job = job_of(LOWERED, facts_of(LOWERED.program, call_of()), name)
+    if name == "forward_tangent":
+        job = replace(job, facts=replace(job.facts, moving_operands="qkv"))
+    assert f"def {job.kernel.entry}(" in job.text(machine_of("cuda:90"))
 
 
 def test_a_deterministic_call_has_a_layout_of_its_own():
-    backend, lowered = HopperBackend(default_cache()), lower(Source("score"), {})
+    backend, lowered = hopper_backend(default_cache()), lower(Source("score"), {})
     grad = torch.empty(2, 4, 40, 64, dtype=torch.float32)
     calls = [call_of(torch.float32), call_of(torch.float32, deterministic=True)]
-    layouts = [backend._hopper_layout(lowered, call, "backward", grad, ALL) for call in calls]
+    layouts = [backend._layout(lowered, call, Task.BACKWARD, grad, ALL) for call in calls]
     assert layouts[0] is not layouts[1]
-    assert backend._hopper_layout(lowered, calls[0], "backward", grad, ALL) is layouts[0]
+    assert backend._layout(lowered, calls[0], Task.BACKWARD, grad, ALL) is layouts[0]
 
 
 def test_views_make_the_descriptors_that_the_constructor_makes():

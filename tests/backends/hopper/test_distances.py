@@ -7,21 +7,16 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from support.jobs import hopper_source, shares_of, why_portable
 
 import attndsl
 from attndsl.backends.base import Gradients, Wants
-from attndsl.backends.hopper.backend import HopperBackend
-from attndsl.backends.hopper.distances import (
-    among,
-    empty_sums,
-    split,
-    with_distances,
-)
-from attndsl.backends.hopper.portable import why_portable
-from attndsl.backends.hopper.shares import shares_of
-from attndsl.backends.hopper.source import hopper_source
+from attndsl.backends.generated.hopper import hopper_backend
+from attndsl.backends.hopper.distances import among, empty_sums, split, with_distances
+from attndsl.backends.hopper.family import Hopper
 from attndsl.backends.kernels.config import Config
-from attndsl.backends.triton.cross import example_call
+from attndsl.backends.kernels.example import example_call
+from attndsl.backends.kernels.kernel import Task
 from attndsl.runtime.programs import default_cache
 
 BATCH, HEADS, KV_HEADS, Q_LEN, KV_LEN = 2, 4, 2, 40, 24
@@ -97,7 +92,8 @@ def test_what_the_backward_adds_up(name):
     assert others.tensors == {"beside columns": {"c"}}.get(name, frozenset())
     assert not found.distances.tensors | found.distances.params
     assert why_portable(lowered, call, "backward", wants=found.lines) is None
-    facts = HopperBackend(default_cache())._facts(lowered, call, (call.q,), found.lines)
+    (job,) = Hopper().jobs(lowered, call, Task.BACKWARD, call.q, found.lines)
+    facts = job.facts
     assert facts.adds_diagonals
     assert {*facts.tensor_gradients, *facts.param_gradients} == others.tensors
     text = hopper_source(lowered, call, "backward", wants)
@@ -115,13 +111,13 @@ def test_what_has_a_kernel_of_its_own(name):
 
 
 def test_calls_that_portable_kernels_run_have_their_shares():
-    backend = HopperBackend(default_cache())
+    backend = hopper_backend(default_cache())
     lowered, call = call_of(TEXTS["slopes"], captures_of("slopes"))
     wants = Wants(tensors=frozenset("t"))
-    assert backend._shared_out(lowered, call, wants).lines.tensors == {"t"}
+    assert backend._plan(lowered, call, wants).lines.tensors == {"t"}
     odd = torch.zeros(BATCH, HEADS, Q_LEN, 65, dtype=BF16)[..., :64]
     for other in (replace(call, q=odd), replace(call, deterministic=True)):
-        found = backend._shared_out(lowered, other, wants)
+        found = backend._plan(lowered, other, wants)
         assert found.lines.tensors == frozenset()
         assert found.distances.tensors == {"t"}
 

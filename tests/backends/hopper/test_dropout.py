@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from support.jobs import why_portable
 
 import attndsl
 from attndsl.backends.base import Wants
-from attndsl.backends.hopper.portable import why_portable
-from attndsl.backends.triton.cross import example_call
+from attndsl.backends.kernels.example import example_call
 from attndsl.pipeline import lower
 from attndsl.source import Source
 

@@ -6,30 +6,34 @@ import ast
 import warnings
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 import triton
+from support.jobs import configs_of, plan_loop
 from triton.backends.nvidia import driver as nvidia
 from triton.experimental.gluon.language import NVMMASharedLayout
 
-import attndsl.backends.hopper.backend as hopper_backend
 import attndsl.backends.hopper.launch as launch_module
+import attndsl.backends.hopper.layout as layout_module
 import attndsl.backends.hopper.shim as shim
 from attndsl.backends.base import Backward, Call, Tangents, Wants
 from attndsl.backends.emit.facts import facts_of
+from attndsl.backends.generated.hopper import hopper_backend
 from attndsl.backends.hopper.arguments import Block, blocks_of
-from attndsl.backends.hopper.backend import HopperBackend
 from attndsl.backends.hopper.generate_tangent import generate_tangent
-from attndsl.backends.hopper.kernels import HopperKernels, configs_of
 from attndsl.backends.hopper.launch import TensorMaps, launch_of, view
 from attndsl.backends.kernels.compile import Executable
-from attndsl.backends.triton.kernels import Prepared, plan_loop
+from attndsl.backends.kernels.kernel import Task
+from attndsl.backends.kernels.modules import Modules, Prepared
 from attndsl.errors import LaunchWarning
 from attndsl.pipeline import lower
 from attndsl.runtime.programs import default_cache
 from attndsl.source import Source
+
+if TYPE_CHECKING:
+    from attndsl.backends.generated.backend import GeneratedBackend
 
 LOWERED = lower(Source("score"), {})
 WANTS = Wants()
@@ -105,24 +109,24 @@ def kernel_of(name: str, blocks: dict[str, Block], **metadata: Any) -> SimpleNam
 
 
 def backend_of(
-    monkeypatch: pytest.MonkeyPatch, built: list[str] | None = None, persistent: bool = False
-) -> HopperBackend:
+    monkeypatch: pytest.MonkeyPatch, built: list[Task] | None = None, persistent: bool = False
+) -> GeneratedBackend:
     """A backend whose kernels are never compiled, but launched as if they were."""
 
-    def attention(self, lowered, kind, facts, device, has_dlse):
+    def prepare(self, jobs, fixed, device, has_dlse):
+        (job,) = jobs
+        name, facts = job.kernel.name, job.facts
         if built is not None:
-            built.append(kind)
-        executables = {}
-        for name in (*self.directions[kind], *(self.fixed if kind == "backward" else ())):
-            blocks, config = {}, None
-            if name in self.directions[kind]:
-                config = replace(configs_of(lowered, facts, name)[0], persistent=persistent)
-                blocks = blocks_of(name, facts, config)
-            executables[name] = Executable(kernel_of(name, blocks), config, False, (64,))
+            built.extend(job.kernel.tasks)
+        config = replace(configs_of(job.lowered, facts, name)[0], persistent=persistent)
+        blocks = blocks_of(name, facts, config)
+        executables = {name: Executable(kernel_of(name, blocks), config, False, (64,))}
+        for each in fixed:
+            executables[each.name] = Executable(kernel_of(each.name, {}), None, False, (64,))
         return Prepared(executables, frozenset())
 
-    monkeypatch.setattr(HopperKernels, "attention", attention)
-    return HopperBackend(default_cache())
+    monkeypatch.setattr(Modules, "prepare", prepare)
+    return hopper_backend(default_cache())
 
 
 def call_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Call:
@@ -136,7 +140,7 @@ def tensors() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return torch.randn(2, 4, 40, 64, dtype=torch.bfloat16), k, torch.randn_like(k)
 
 
-def both_directions(backend: HopperBackend, call: Call, grad_out: torch.Tensor) -> None:
+def both_directions(backend: GeneratedBackend, call: Call, grad_out: torch.Tensor) -> None:
     out, lse = backend.forward(LOWERED, call)
     backend.backward(LOWERED, call, Backward(out, lse, grad_out, None, WANTS))
 
@@ -190,14 +194,14 @@ def test_results_lie_as_their_inputs(functions, monkeypatch):
 
 
 def test_maps_are_made_once(functions, monkeypatch):
-    built: list[str] = []
+    built: list[Task] = []
     backend, (q, k, v) = backend_of(monkeypatch, built), tensors()
     grad_out = torch.randn(2, 4, 40, 64, dtype=torch.bfloat16)
     other = torch.randn_like(k)
     inputs = {x.data_ptr() for x in (q, k, v, grad_out)}
     for _ in range(3):
         both_directions(backend, call_of(q, k, v), grad_out)
-    assert built == ["forward", "backward"]
+    assert built == [Task.FORWARD, Task.BACKWARD]
     # Three by the forward's blocks, four by the backward's; outputs lie where they may.
     assert [each[0] in inputs for each in functions.encoded].count(True) == 3 + 4
     backend.forward(LOWERED, call_of(q, other, v))
@@ -252,14 +256,14 @@ BLOCK = {"q_desc": Block((1, 1, 64, 64), "bf16", NVMMASharedLayout(128, 16, rank
 @pytest.mark.parametrize("processors", [5, 100])
 @pytest.mark.parametrize("text", ["score", "causal()"])
 def test_persistent_programs_are_as_many_as_run(functions, monkeypatch, text, processors):
-    monkeypatch.setattr(hopper_backend, "processors_of", lambda device: processors)
+    monkeypatch.setattr(layout_module, "processors_of", lambda device: processors)
     backend, lowered = backend_of(monkeypatch, persistent=True), lower(Source(text), {})
     call = call_of(*tensors())
     for _ in range(2):
         backend.forward(lowered, call)
     # One tile of each of 4 heads of 2 batch entries.
     assert [launch[0] for launch in functions.launched] == [min(processors, 8)] * 2
-    counters = list(backend._counters._found.values())
+    counters = list(backend.families[0]._counters._found.values())
     # Without a mask each program knows which items are its own.
     assert len(counters) == (text != "score")
     for counter in counters:
@@ -299,7 +303,7 @@ def test_this_triton_is_expected(functions):
 
 @pytest.mark.parametrize("moving", ["qkv", "q", "kv"])
 def test_tangents_are_launched_with_the_results(functions, monkeypatch, moving):
-    built: list[str] = []
+    built: list[Task] = []
     backend, call = backend_of(monkeypatch, built), call_of(*tensors())
     # One of any strides, and one that no map can be made of.
     rows = {"q": torch.randn_like(call.q), "k": torch.randn(50, 2, 64, 2, dtype=torch.bfloat16)}
@@ -328,7 +332,7 @@ def test_tangents_are_launched_with_the_results(functions, monkeypatch, moving):
         assert str(lse.data_ptr()) in str(_plain(launched))
         numbers = (lse_moved.data_ptr(), 0.125, 2, 4, 2, 40, 50, 0, 0, 2)
         assert str(numbers)[1:-1] in str(_plain(launched))
-    assert built == ["tangent"]
+    assert built == [Task.FORWARD_TANGENT]
     fields = {"gain": torch.ones(2)}
     assert backend.forward_with_tangents(LOWERED, call, replace(moved, captures=fields)) is None
 

@@ -6,13 +6,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from support.jobs import why_portable
 
 import attndsl
 from attndsl.backends.base import Wants
-from attndsl.backends.hopper.backend import HopperBackend
-from attndsl.backends.hopper.learned import Learned, gradients_of_parts, learned_parts
-from attndsl.backends.hopper.portable import why_portable
-from attndsl.backends.triton.cross import example_call
+from attndsl.backends.generated.hopper import hopper_backend
+from attndsl.backends.hopper.learned import Learned, Statistics, gradients_of_parts, learned_parts
+from attndsl.backends.kernels.example import example_call
 from attndsl.runtime.programs import default_cache
 
 GAIN = "tensor gain[heads]: float; mask = causal(); score = gain[h] * score"
@@ -97,8 +97,8 @@ def test_rows_do_not_learn_from_results_of_more_keys():
         partial = Wants(tensors=names, partial=True)
         found = why_portable(lowered, call, "backward", wants=partial)
         assert (found is None) == alone
-        backend = HopperBackend(default_cache())
-        shares = backend._share_out(lowered, call, partial)
+        backend = hopper_backend(default_cache())
+        shares = backend._plan(lowered, call, partial)
         assert shares.lines.partial
         assert shares.lines.tensors == names
     assert "results are of all keys" in why_portable(
@@ -165,8 +165,11 @@ def test_gradients_from_sums_are_those_of_the_reference(name):
     learned = learned_parts(lowered, frozenset(names))
     assert isinstance(learned, Learned)
     found, of_params = gradients_of_parts(
-        lowered, call, learned, wants, lse, delta, dlse,
-        factors if learned.factor else None, columns if learned.column else None,
+        lowered, call, learned, wants,
+        Statistics(
+            lse, delta, dlse, factors if learned.factor else None,
+            columns if learned.column else None,
+        ),
     )  # fmt: skip
     for leaf, gradient in zip(leaves, expected, strict=True):
         torch.testing.assert_close((found | of_params)[leaf], gradient, atol=1e-9, rtol=1e-9)

@@ -9,21 +9,26 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from support.jobs import configs_of, hopper_source
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 import attndsl
 from attndsl.backends.base import Backward, Call, Wants
 from attndsl.backends.emit.facts import PairTile, facts_of, with_forms
-from attndsl.backends.hopper import backend as hopper
+from attndsl.backends.generated.hopper import hopper_backend
+from attndsl.backends.hopper import family as family_module
+from attndsl.backends.hopper import layout as layout_module
 from attndsl.backends.hopper import pair_tiles as pair_tiles_module
 from attndsl.backends.hopper.arguments import blocks_of
-from attndsl.backends.hopper.backend import HopperBackend
 from attndsl.backends.hopper.copies import room_for
-from attndsl.backends.hopper.kernels import HopperKernels, configs_of
+from attndsl.backends.hopper.family import Hopper
 from attndsl.backends.hopper.memory import has_own_output, shared_bytes
 from attndsl.backends.hopper.pair_tiles import is_readable, pair_tiles, window, with_pair_tiles
-from attndsl.backends.hopper.source import hopper_source
-from attndsl.backends.triton.cross import example_call, parse_target
+from attndsl.backends.kernels import modules
+from attndsl.backends.kernels.example import example_call
+from attndsl.backends.kernels.kernel import Task
+from attndsl.backends.kernels.machine import machine_of, parse_target
+from attndsl.backends.triton.family import Portable
 from attndsl.runtime.programs import default_cache
 
 BATCH, HEADS, KV_HEADS, Q_LEN, KV_LEN = 2, 4, 2, 48, 64
@@ -291,12 +296,12 @@ def test_texts_say_how_tensors_are_read():
 
 
 def test_calls_of_other_strides_have_other_kernels():
-    backend = HopperBackend(default_cache())
+    machine = machine_of("cuda:90")
 
     def key(tensor, **changes):
         lowered, call = call_of(BIAS, {"bias": tensor}, **changes)
-        facts = backend._facts(lowered, call, (), None)
-        return backend._kernels._key(lowered, "forward", facts, "ieee", parse_target("cuda:90"))
+        (job,) = Hopper().jobs(lowered, call, Task.FORWARD, None, None)
+        return modules._key(job, "hopper", "forward", machine)
 
     one_row = torch.zeros(HEADS, 1, KV_LEN, dtype=torch.bfloat16).expand(-1, Q_LEN, -1)
     tiled, looked_up = key(padded(HEADS, Q_LEN, KV_LEN)), key(one_row)
@@ -308,20 +313,20 @@ def test_calls_of_other_strides_have_other_kernels():
 
 
 def test_calls_from_other_positions_have_other_views():
-    backend = HopperBackend(default_cache())
+    family = Hopper()
     _, call = call_of(BIAS, {"bias": padded(HEADS, 2 * Q_LEN, KV_LEN)})
-    assert backend._places(call) == ()
-    places = {backend._places(replace(call, q_offset=n)) for n in (1, 2)}
+    assert family.places(call) == ()
+    places = {family.places(replace(call, q_offset=n)) for n in (1, 2)}
     assert len(places) == 2
-    assert backend._places(replace(call, q_offset=torch.tensor(1))) == (0,)
+    assert family.places(replace(call, q_offset=torch.tensor(1))) == (0,)
     plain = Call(call.q, call.k, call.v, 1.0, {}, q_offset=3)
-    assert backend._places(plain) == ()
+    assert family.places(plain) == ()
 
 
 def test_the_portable_backend_has_no_tiles():
-    backend = HopperBackend(default_cache())._portable
     lowered, call = call_of(BIAS, {"bias": padded(HEADS, Q_LEN, KV_LEN)})
-    assert backend._facts(lowered, call, (), None).pair_tiles == ()
+    (job,) = Portable().jobs(lowered, call, Task.FORWARD, None, None)
+    assert job.facts.pair_tiles == ()
 
 
 CAUSAL = "mask = causal(); "
@@ -377,7 +382,7 @@ def choices(monkeypatch):
         found.append(len(facts.pair_tiles))
         return facts
 
-    monkeypatch.setattr(hopper, "with_pair_tiles", noted)
+    monkeypatch.setattr(family_module, "with_pair_tiles", noted)
     return found
 
 
@@ -429,19 +434,19 @@ def test_calls_of_one_program_are_told_apart(check):
 
 @pytest.mark.parametrize("copied", [False, True])
 def test_arguments_are_those_that_kernels_take(monkeypatch, copied):
-    backend, launched = HopperBackend(default_cache()), {}
+    backend, launched = hopper_backend(default_cache()), {}
     monkeypatch.setattr(pair_tiles_module, "is_worth_a_copy", lambda *_: True)
     bias = torch.randn(HEADS, Q_LEN, KV_LEN + copied).bfloat16()[..., :KV_LEN]
     lowered, call = call_of(BIAS, {"bias": bias})
     wants = Wants()
     configs = {}
 
-    def attention(lowered, kind, facts, device, has_dlse):
-        for name in HopperKernels.directions[kind]:
-            configs[name] = replace(configs_of(lowered, facts, name)[0], persistent=False)
-        fixed = HopperKernels.fixed if kind == "backward" else ()
+    def prepare(jobs, fixed, device, has_dlse):
+        (job,) = jobs
+        name = job.kernel.name
+        configs[name] = replace(configs_of(job.lowered, job.facts, name)[0], persistent=False)
         executables = {name: SimpleNamespace(name=name, config=c) for name, c in configs.items()}
-        executables |= {name: SimpleNamespace(name=name, config=None) for name in fixed}
+        executables |= {each.name: SimpleNamespace(name=each.name, config=None) for each in fixed}
         return SimpleNamespace(executables=executables, listed=())
 
     def launch_of(executable):
@@ -450,10 +455,10 @@ def test_arguments_are_those_that_kernels_take(monkeypatch, copied):
 
         return SimpleNamespace(executable=executable, run=run, encoders={})
 
-    monkeypatch.setattr(backend._kernels, "attention", attention)
-    monkeypatch.setattr(hopper, "launch_of", launch_of)
-    monkeypatch.setattr(hopper, "stream_of", lambda device: 0)
-    monkeypatch.setattr(hopper, "on_device", lambda device: nullcontext())
+    monkeypatch.setattr(backend.modules, "prepare", prepare)
+    monkeypatch.setattr(layout_module, "launch_of", launch_of)
+    monkeypatch.setattr(family_module, "stream_of", lambda device: 0)
+    monkeypatch.setattr(family_module, "on_device", lambda device: nullcontext())
     out, lse = backend.forward(lowered, call)
     backend.backward(lowered, call, Backward(out, lse, torch.zeros_like(out), None, wants))
     for name, direction in (("forward", "forward"), ("backward_kv", "backward")):

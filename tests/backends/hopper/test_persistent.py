@@ -6,14 +6,15 @@ from dataclasses import replace
 
 import pytest
 import torch
+from support.jobs import configs_of, job_of
 
 import attndsl
 from attndsl.backends.base import Backward, Call, Wants
 from attndsl.backends.emit.facts import facts_of
-from attndsl.backends.hopper.backend import HopperBackend
-from attndsl.backends.hopper.kernels import HopperKernels, configs_of
+from attndsl.backends.generated.hopper import hopper_backend
 from attndsl.backends.hopper.tiles import CANDIDATES
-from attndsl.backends.triton.cross import example_call
+from attndsl.backends.kernels.example import example_call
+from attndsl.backends.kernels.machine import machine_of
 from attndsl.pipeline import lower
 from attndsl.runtime.programs import default_cache
 from attndsl.source import Source
@@ -54,32 +55,35 @@ SIZES = (
         ("mask = causal()\nscore = alibi()", 16, False),
     ],
 )
-def test_which_are_persistent(monkeypatch, text, dim, persistent):
+def test_which_are_persistent(text, dim, persistent):
     """``tune`` measures the others too. Head dim 16 stands for fp16."""
     lowered = lower(Source(text), {})
     dtype = torch.float16 if dim == 16 else torch.bfloat16
     facts = facts_of(lowered.program, example_call(lowered, dim, dim, dtype, {}))
     usual = configs_of(lowered, facts, "forward")
     assert {config.persistent for config in usual} == {persistent}
-    monkeypatch.setattr("attndsl.backends.triton.kernels.current_target", lambda: None)
-    kernels = HopperKernels(default_cache())
-    found = kernels.configs(lowered, "forward", facts, torch.device("cpu"))
+
+    def choices(name):
+        job, machine = job_of(lowered, facts, name), machine_of("cuda:90")
+        found = job.kernel.configs(job, machine)
+        return (*found, *job.kernel.more_configs(found, job))
+
+    found = choices("forward")
     others = tuple(replace(config, persistent=not persistent) for config in usual)
     assert found == (*usual, *others)
     assert len(set(map(str, found))) == len(found)
-    backward = kernels.configs(lowered, "backward_kv", facts, torch.device("cpu"))
+    backward = choices("backward_kv")
     assert backward[0].persistent == (dim <= 128)
     assert {config.persistent for config in backward} == {dim <= 128, False}
     if dim <= 128:
-        tangents = kernels.configs(lowered, "forward_tangent", facts, torch.device("cpu"))
-        found = [config.persistent for config in tangents[:: len(tangents) // 2]]
-        assert found == [dim < 128, dim == 128]
+        tangents = configs_of(lowered, facts, "forward_tangent")
+        assert tangents[0].persistent == (dim < 128)
 
 
 def forwards(name: str, call: Call, number: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Output and log-sum-exp with a program a query tile, then thrice with persistent ones."""
     lowered = attndsl.compile(TEXTS[name]).lowered
-    backend = HopperBackend(default_cache())
+    backend = hopper_backend(default_cache())
     widest = max(call.q.shape[3], call.v.shape[3])
     config = CANDIDATES["forward"][max(64, 1 << (widest - 1).bit_length())][number]
     found = []
@@ -163,7 +167,7 @@ def test_backwards(name, dim, number, sizes):
         call_of(name, sizes, dim, dim, torch.bfloat16),
         attndsl.compile(TEXTS[name]).lowered,
     )
-    backend, config = HopperBackend(default_cache()), CANDIDATES["backward_kv"][dim][number]
+    backend, config = hopper_backend(default_cache()), CANDIDATES["backward_kv"][dim][number]
     out, lse = backend.forward(lowered, call)
     grad_out, wants = (
         torch.randn_like(out),
@@ -189,7 +193,7 @@ def test_backwards(name, dim, number, sizes):
 @pytest.mark.gpu
 def test_graphs_and_streams():
     """Launches of graphs and of other streams count for themselves."""
-    lowered, backend = attndsl.compile("causal()").lowered, HopperBackend(default_cache())
+    lowered, backend = attndsl.compile("causal()").lowered, hopper_backend(default_cache())
     call = call_of("causal", SIZES[4], 128, 128, torch.bfloat16)
     config = replace(CANDIDATES["forward"][128][0], persistent=True)
     backend.choose(lowered, call, "forward", None, None, "forward", config)

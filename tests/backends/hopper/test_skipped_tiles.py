@@ -13,7 +13,7 @@ from support.mutation import before, constant, drop, is_noticed, swap
 
 from attndsl.backends.emit.facts import facts_of
 from attndsl.backends.hopper.own_tiles import own_tiles, parts_of_lists
-from attndsl.backends.triton.cross import example_call
+from attndsl.backends.kernels.example import example_call
 from attndsl.passes.tiles.plan import FORWARD
 from attndsl.passes.tiles.sparsity import Sparsity
 from attndsl.pipeline import lower

@@ -7,16 +7,16 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from support.jobs import hopper_source, shares_of, why_portable
 
 import attndsl
 from attndsl.backends.base import Wants
-from attndsl.backends.hopper.backend import HopperBackend
-from attndsl.backends.hopper.portable import why_portable
-from attndsl.backends.hopper.shares import shares_of
-from attndsl.backends.hopper.source import hopper_source
+from attndsl.backends.generated.hopper import hopper_backend
+from attndsl.backends.hopper.family import Hopper
 from attndsl.backends.hopper.stored import among, empty_slopes
 from attndsl.backends.kernels.config import Config
-from attndsl.backends.triton.cross import example_call
+from attndsl.backends.kernels.example import example_call
+from attndsl.backends.kernels.kernel import Task
 from attndsl.runtime.programs import default_cache
 
 BATCH, HEADS, KV_HEADS, Q_LEN, KV_LEN = 2, 4, 2, 40, 24
@@ -80,7 +80,8 @@ def test_what_is_stored(name):
     assert [own.tensors for own in found.stored] == [T]
     assert found.pairs == ()
     assert why_portable(lowered, call, "backward", wants=found.lines) is None
-    facts = HopperBackend(default_cache())._facts(lowered, call, (call.q,), found.lines)
+    (job,) = Hopper().jobs(lowered, call, Task.BACKWARD, call.q, found.lines)
+    facts = job.facts
     assert facts.stores_slopes
     assert facts.tensor_gradients == ()
     text = hopper_source(lowered, call, "backward", wants)
@@ -121,12 +122,12 @@ def test_tensors_share_what_is_stored():
 
 
 def test_calls_that_portable_kernels_run_store_nothing():
-    backend = HopperBackend(default_cache())
+    backend = hopper_backend(default_cache())
     lowered, call = call_of(("h", "q", "kv"))
-    assert backend._shared_out(lowered, call, Wants(tensors=T)).lines.slopes
+    assert backend._plan(lowered, call, Wants(tensors=T)).lines.slopes
     odd = torch.zeros(BATCH, HEADS, Q_LEN, 65, dtype=BF16)[..., :64]
     for other in (replace(call, q=odd), replace(call, deterministic=True)):
-        found = backend._shared_out(lowered, other, Wants(tensors=T))
+        found = backend._plan(lowered, other, Wants(tensors=T))
         assert not found.lines.slopes
         assert [own.tensors for own in found.pairs] == [T]
 

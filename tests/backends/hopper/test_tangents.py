@@ -8,8 +8,7 @@ import pytest
 import torch
 
 import attndsl
-from attndsl.backends.hopper.backend import HopperBackend
-from attndsl.backends.triton import TritonBackend
+from attndsl.backends.generated.backend import GeneratedBackend
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -120,7 +119,7 @@ def pushed(attend: Any, points: Any, moved: Any, moving: str) -> dict[str, torch
 def ran(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Which kernels made tangents."""
     found: list[str] = []
-    both, alone = HopperBackend.forward_with_tangents, TritonBackend.tangent
+    both, alone = GeneratedBackend.forward_with_tangents, GeneratedBackend.tangent
 
     def noted_both(self: Any, *arguments: Any) -> Any:
         results = both(self, *arguments)
@@ -131,8 +130,8 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         found.append("alone")
         return alone(self, *arguments)
 
-    monkeypatch.setattr(HopperBackend, "forward_with_tangents", noted_both)
-    monkeypatch.setattr(TritonBackend, "tangent", noted_alone)
+    monkeypatch.setattr(GeneratedBackend, "forward_with_tangents", noted_both)
+    monkeypatch.setattr(GeneratedBackend, "tangent", noted_alone)
     return found
 
 

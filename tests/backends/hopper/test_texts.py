@@ -8,20 +8,18 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.jobs import job_of, why_portable
 
 import attndsl
 from attndsl import errors
 from attndsl.backends.base import Wants
-from attndsl.backends.emit.facts import facts_of, with_forms, with_gradients
-from attndsl.backends.emit.template import IEEE
-from attndsl.backends.hopper import backend as hopper
-from attndsl.backends.hopper import portable
-from attndsl.backends.hopper.backend import HopperBackend
-from attndsl.backends.hopper.kernels import HopperKernels
-from attndsl.backends.hopper.portable import why_portable
+from attndsl.backends.emit.facts import facts_of, with_gradients
+from attndsl.backends.generated.hopper import hopper_backend
+from attndsl.backends.hopper import family
+from attndsl.backends.hopper import why_not as why_not_module
 from attndsl.backends.hopper.tiles import CANDIDATES, candidates
-from attndsl.backends.triton.cross import example_call, parse_target
-from attndsl.backends.triton.kernels import plan_loop
+from attndsl.backends.kernels.example import example_call
+from attndsl.backends.kernels.machine import machine_of
 from attndsl.runtime import dispatch
 from attndsl.runtime.programs import default_cache
 
@@ -31,7 +29,7 @@ DIMS = (8, 36, 64, 72, 128, 136, 192, 256, 264, 512)
 
 
 def lines_of(text: str, head_dim: int) -> list[str]:
-    return HopperBackend(default_cache()).describe(attndsl.compile(text).lowered, head_dim)
+    return hopper_backend(default_cache()).describe(attndsl.compile(text).lowered, head_dim)
 
 
 @pytest.mark.parametrize("direction", KERNELS)
@@ -53,7 +51,7 @@ def test_a_text_is_python_with_the_programs_score(direction):
 def test_no_name_in_a_kernel_hides_a_function_of_the_library():
     trees = [
         ast.parse(path.read_text("utf-8"))
-        for path in sorted((Path(hopper.__file__).parent / "templates").glob("*.py"))
+        for path in sorted((Path(family.__file__).parent / "templates").glob("*.py"))
     ]
     imported = {
         name.name
@@ -88,12 +86,8 @@ def test_a_text_is_what_calls_run(direction, head_dim, program):
     call = example_call(lowered, head_dim, head_dim, torch.bfloat16, {})
     grads = [torch.empty_like(call.q)] * (direction == "backward")
     facts = with_gradients(facts_of(lowered.program, call, *grads), Wants())
-    target = parse_target("cuda:90")
-    facts = with_forms(facts, lowered.program, target)
-    kernels, name = HopperKernels(default_cache()), KERNELS[direction]
-    config, *_ = kernels._configs(lowered, name, facts, target, torch.device("cuda"))
-    loop = plan_loop(lowered, facts, name, config)
-    expected = kernels._text(lowered, facts, name, loop, config, IEEE)
+    machine = machine_of("cuda:90")
+    expected = job_of(lowered, facts, KERNELS[direction]).on(machine).text(machine)
     found = attndsl.compile(program).source(direction, head_dim=head_dim, backend="hopper")
     assert found == expected
 
@@ -296,7 +290,7 @@ def test_explanations_say_what_calls_do(head_dim):
 
 def test_explanations_follow_the_table_of_configs(monkeypatch):
     fewer = {width: CANDIDATES["forward"][width] for width in (64, 128)}
-    monkeypatch.setattr(portable, "CANDIDATES", {**CANDIDATES, "forward": fewer})
+    monkeypatch.setattr(why_not_module, "CANDIDATES", {**CANDIDATES, "forward": fewer})
     assert "  forward    hopper kernels, head dims up to 128" in lines_of("score", 128)
     assert lines_of("score", 256)[0].endswith("the Hopper forward takes head dims up to 128")
 

@@ -13,7 +13,7 @@ from attndsl import errors
 from attndsl.backends.base import Wants
 from attndsl.backends.emit.facts import facts_of, with_gradients
 from attndsl.backends.kernels.arguments import capture_arguments, template_argument
-from attndsl.backends.triton.cross import example_call
+from attndsl.backends.kernels.example import example_call
 
 ATTENTION = attndsl.compile("param w: int\nmask = q - kv < w")
 

@@ -12,7 +12,7 @@ import pytest
 SCRIPT = textwrap.dedent(
     """
     import sys
-    from attndsl.backends.triton.cross import cross_compile
+    from attndsl.backends.generated.cross import cross_compile
     from attndsl.backends.emit.expression import Capture
     from attndsl.backends.emit.facts import ParamKind, KernelFacts
     from attndsl.ir import DType
@@ -69,9 +69,10 @@ WIDE_BOUNDS = textwrap.dedent(
     import sys
     from dataclasses import replace
     import torch
-    from attndsl.backends.triton.cross import cross_compile, example_call
+    from attndsl.backends.generated.cross import cross_compile
+    from attndsl.backends.kernels.example import example_call
     from attndsl.backends.emit.facts import facts_of
-    from attndsl.backends.triton.tiles import Config
+    from attndsl.backends.kernels.config import Config
     from attndsl.passes.tiles.plan import DIRECTIONS
     from attndsl.pipeline import lower
     from attndsl.source import Source
@@ -99,9 +100,10 @@ RESULTS_IN_FP32 = textwrap.dedent(
     """
     from dataclasses import replace
     import torch
-    from attndsl.backends.triton.cross import cross_compile, example_call
+    from attndsl.backends.generated.cross import cross_compile
+    from attndsl.backends.kernels.example import example_call
     from attndsl.backends.emit.facts import facts_of
-    from attndsl.backends.triton.tiles import Config
+    from attndsl.backends.kernels.config import Config
     from attndsl.pipeline import lower
     from attndsl.source import Source
 
@@ -126,9 +128,10 @@ SOFTCAP = textwrap.dedent(
     import sys
     from dataclasses import replace
     import torch
-    from attndsl.backends.triton.cross import cross_compile, example_call
+    from attndsl.backends.generated.cross import cross_compile
+    from attndsl.backends.kernels.example import example_call
     from attndsl.backends.emit.facts import facts_of
-    from attndsl.backends.triton.tiles import Config
+    from attndsl.backends.kernels.config import Config
     from attndsl.passes.tiles.plan import DIRECTIONS
     from attndsl.pipeline import lower
     from attndsl.source import Source
@@ -153,9 +156,10 @@ PARTS = textwrap.dedent(
     from dataclasses import replace
     import torch
     from attndsl.backends.base import Part
-    from attndsl.backends.triton.cross import cross_compile, example_call
+    from attndsl.backends.generated.cross import cross_compile
+    from attndsl.backends.kernels.example import example_call
     from attndsl.backends.emit.facts import facts_of
-    from attndsl.backends.triton.tiles import Config
+    from attndsl.backends.kernels.config import Config
     from attndsl.passes.tiles.plan import DIRECTIONS
     from attndsl.pipeline import lower
     from attndsl.runtime.parts import localised

@@ -12,7 +12,7 @@ from attndsl.backends.base import Wants
 from attndsl.backends.gradients.distances import by_distance
 from attndsl.backends.gradients.shares import wants_of_kernels
 from attndsl.backends.kernels.config import Config
-from attndsl.backends.triton.cross import example_call
+from attndsl.backends.kernels.example import example_call
 
 interpreted = pytest.mark.skipif(
     torch.cuda.is_available(), reason="the kernels are compiled, not interpreted, here"

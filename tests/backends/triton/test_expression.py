@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -14,10 +15,13 @@ from attndsl.backends.base import Backward, Call, Wants
 from attndsl.backends.dense.reference import ReferenceBackend
 from attndsl.backends.emit.expression import Capture, Names, print_expressions
 from attndsl.backends.emit.facts import facts_of
-from attndsl.backends.triton import TritonBackend
+from attndsl.backends.generated.triton import triton_backend
 from attndsl.ir import DType, Node, Op, Program, TensorDecl, const, load, node, size, var
 from attndsl.pipeline import lower_program
 from attndsl.runtime.cache import KernelCache
+
+if TYPE_CHECKING:
+    from attndsl.backends.generated.backend import GeneratedBackend
 
 Q, KV, B, H = var("q"), var("kv"), var("b"), var("h")
 SCORE = ir.SCORE
@@ -99,8 +103,8 @@ def test_every_op_is_covered() -> None:
 
 
 @pytest.fixture(scope="module")
-def backend(tmp_path_factory: pytest.TempPathFactory) -> TritonBackend:
-    return TritonBackend(KernelCache(tmp_path_factory.mktemp("kernels")))
+def backend(tmp_path_factory: pytest.TempPathFactory) -> GeneratedBackend:
+    return triton_backend(KernelCache(tmp_path_factory.mktemp("kernels")))
 
 
 def _call(lengths: tuple[int, int] = (17, 33)) -> Call:
@@ -114,7 +118,7 @@ def _call(lengths: tuple[int, int] = (17, 33)) -> Call:
     torch.cuda.is_available(), reason="the kernels are compiled, not interpreted, here"
 )
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_op_matches_reference(name: str, backend: TritonBackend) -> None:
+def test_op_matches_reference(name: str, backend: GeneratedBackend) -> None:
     # Bounded, so that the softmax neither saturates nor hides differences.
     bounded = node(Op.MUL, const(3.0), node(Op.SIN, PROGRAMS[name]))
     lowered = lower_program(Program(bounded))
@@ -130,7 +134,7 @@ def test_op_matches_reference(name: str, backend: TritonBackend) -> None:
     torch.cuda.is_available(), reason="the kernels are compiled, not interpreted, here"
 )
 @pytest.mark.parametrize("op", sorted(ir.FLOAT_UNARY - {Op.FLOOR, Op.CEIL, Op.ROUND}, key=str))
-def test_gradient_of_op_matches_reference(op: Op, backend: TritonBackend) -> None:
+def test_gradient_of_op_matches_reference(op: Op, backend: GeneratedBackend) -> None:
     # Small, so that neither poles nor exponentials of squares magnify roundings.
     root = node(op, _positive(node(Op.MUL, SCORE, const(0.2))))
     lowered = lower_program(Program(root))
@@ -229,7 +233,7 @@ def test_no_dim_of_an_empty_tensor_is_stepped_along() -> None:
     assert capture.unit_dims == frozenset()
 
 
-def test_lookup_in_an_empty_tensor_reads_zero(backend: TritonBackend) -> None:
+def test_lookup_in_an_empty_tensor_reads_zero(backend: GeneratedBackend) -> None:
     decl = TensorDecl("table", DType.FLOAT, (size("n"),))
     root = node(Op.ADD, SCORE, load("table", DType.FLOAT, Q))
     lowered = lower_program(Program(root, tensors=(decl,)))

@@ -228,11 +228,13 @@ def test_other_operands_take_fast_forms() -> None:
 def test_masks_and_their_tiles_agree(tmp_path: Path) -> None:
     """A pair is live or not: what finds tiles must see the kernels' own mask."""
     from attndsl.backends.base import Wants
-    from attndsl.backends.triton.cross import example_call, kernel_source
+    from attndsl.backends.generated.source import source_of
+    from attndsl.backends.kernels.example import example_call
+    from attndsl.backends.triton.family import Portable
 
     lowered = lower(Source("tensor t[q_len]: float; mask = tanh(t[q]) >= tanh(t[kv])"), {})
     call = example_call(lowered, 16, 16, torch.bfloat16, {"t": torch.zeros(2)})
-    assert "tanh_" not in kernel_source(lowered, call, "forward", Wants())
+    assert "tanh_" not in source_of((Portable(),), lowered, call, "forward", Wants())
 
 
 def test_exact_programs_have_kernels_of_their_own(counted: Any) -> None:

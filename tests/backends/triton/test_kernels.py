@@ -9,9 +9,9 @@ import torch
 
 import attndsl
 from attndsl.backends.kernels import compile as compiling
+from attndsl.backends.kernels import modules
 from attndsl.backends.kernels.config import Config
-from attndsl.backends.triton import kernels
-from attndsl.backends.triton.cross import parse_target
+from attndsl.backends.kernels.machine import parse_target
 from attndsl.errors import BackendError
 from attndsl.runtime.dispatch import get_backend
 
@@ -25,12 +25,12 @@ def attend():
 
 
 def test_an_interrupted_compilation_leaves_no_kernel(own_cache, monkeypatch):
-    build = kernels.build
+    build = modules.build
 
     def interrupted(*rest, **options):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(kernels, "build", interrupted)
+    monkeypatch.setattr(modules, "build", interrupted)
     with pytest.raises(KeyboardInterrupt):
         attend()
 
@@ -39,11 +39,11 @@ def test_an_interrupted_compilation_leaves_no_kernel(own_cache, monkeypatch):
             raise BackendError("too large")
         return build(function, arguments, configs, *rest, **options)
 
-    monkeypatch.setattr(kernels, "build", small_only)
+    monkeypatch.setattr(modules, "build", small_only)
     # As another process would: all that is left is in the folder.
     get_backend.cache_clear()
     small = attend()
-    monkeypatch.setattr(kernels, "build", build)
+    monkeypatch.setattr(modules, "build", build)
     get_backend.cache_clear()
     assert torch.equal(attend(), small)
 

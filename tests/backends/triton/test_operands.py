@@ -82,9 +82,10 @@ SCRIPT = textwrap.dedent(
     """
     import sys
     import torch
-    from attndsl.backends.triton.cross import cross_compile, example_call
+    from attndsl.backends.generated.cross import cross_compile
+    from attndsl.backends.kernels.example import example_call
     from attndsl.backends.emit.facts import facts_of
-    from attndsl.backends.triton.tiles import Config
+    from attndsl.backends.kernels.config import Config
     from attndsl.pipeline import lower
     from attndsl.source import Source
 

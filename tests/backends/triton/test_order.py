@@ -9,11 +9,12 @@ import triton
 import triton.language as tl
 
 import attndsl
-import attndsl.backends.triton.backend as triton_backend
+import attndsl.backends.generated.backend as backend_module
 from attndsl.backends.device.library import place_of_item
+from attndsl.backends.generated.cross import PORTABLE
 from attndsl.backends.kernels import order
 from attndsl.backends.kernels.config import Config
-from attndsl.backends.kernels.order import together_of
+from attndsl.backends.kernels.order import heads_per_wave
 
 CONFIG = Config(128, 128, 4, 2)
 PROCESSORS = 132
@@ -68,7 +69,8 @@ def call_of(batch, heads, kv_heads, length, dim=128):
 
 def waiting(direction, batch, heads, kv_heads, length):
     """By how much a causal call of bare items takes longer than its share of the work."""
-    together = together_of(call_of(batch, heads, kv_heads, length), direction, CONFIG, True)
+    call = call_of(batch, heads, kv_heads, length)
+    together = heads_per_wave(call, PORTABLE[direction], CONFIG, True)
     tiles, all_heads = -(-length // 128), batch * heads
     repeated = 1
     if direction == "backward_kv":
@@ -99,7 +101,7 @@ def test_no_call_waits_long_for_its_longest_items(direction, shape):
 @pytest.mark.usefixtures("h200")
 def test_heads_fit_the_cache():
     def heads(direction, *sizes, masked=True):
-        return together_of(call_of(*sizes), direction, CONFIG, masked)
+        return heads_per_wave(call_of(*sizes), PORTABLE[direction], CONFIG, masked)
 
     assert heads("forward", 2, 16, 16, 8192) == 8
     assert heads("backward_kv", 2, 16, 16, 8192) == 4
@@ -120,17 +122,17 @@ def test_kernels_that_are_interpreted_run_one_program_at_a_time():
     assert order.processors_of(torch.device("cpu")) == 1
     x = torch.randn(1, 4, 512, 16)
     call = SimpleNamespace(q=x, k=x, v=x)
-    assert together_of(call, "forward", CONFIG, True) == 1
+    assert heads_per_wave(call, PORTABLE["forward"], CONFIG, True) == 1
 
 
 @pytest.mark.parametrize("text", ["causal()", "kv >= q", "q >= kv and (h % 2 == 0 or kv < 9)"])
 @pytest.mark.parametrize("together", [2, 3, 7])
 def test_groups_of_heads_give_what_heads_give(monkeypatch, device, together, text):
-    def some(call, direction, config, masked):
-        heads = call.k.shape[1] if direction == "backward_kv" else call.q.shape[1]
+    def some(call, kernel, config, masked):
+        heads = call.k.shape[1] if kernel.loop.own == "kv" else call.q.shape[1]
         return min(together, call.q.shape[0] * heads)
 
-    monkeypatch.setattr(triton_backend, "together_of", some)
+    monkeypatch.setattr(backend_module, "heads_per_wave", some)
     # Two tiles. No call before had this length, whose layout would be used again.
     length = 34 + together
     q = torch.randn(2, 6, length, 16, device=device, requires_grad=True)

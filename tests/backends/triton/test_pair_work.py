@@ -7,11 +7,14 @@ import torch
 
 from attndsl.backends.base import Wants
 from attndsl.backends.emit.facts import facts_of, with_forms, with_gradients
+from attndsl.backends.generated.cross import PORTABLE
 from attndsl.backends.kernels.config import Config, is_hopeless
+from attndsl.backends.kernels.example import example_call
+from attndsl.backends.kernels.kernel import Job
+from attndsl.backends.kernels.machine import machine_of, parse_target
 from attndsl.backends.kernels.pair_work import work_of_pair
-from attndsl.backends.triton.cross import candidates_of, example_call, parse_target
-from attndsl.backends.triton.kernels import pairs_of, work_of
-from attndsl.backends.triton.tiles import candidates
+from attndsl.backends.triton import tiles
+from attndsl.backends.triton.tiles import Tiles, Widths
 from attndsl.pipeline import lower
 from attndsl.source import Source
 
@@ -58,23 +61,25 @@ def test_divisions_of_64_bits_take_more() -> None:
 
 @pytest.mark.parametrize("width", [16, 64, 128, 256, 512])
 @pytest.mark.parametrize("element_bytes", [2, 4])
-@pytest.mark.parametrize("kernel", ["forward", "backward_kv", "backward_q", "distances", "pairs"])
-def test_much_work_makes_small_tiles(kernel: str, width: int, element_bytes: int) -> None:
-    few = candidates(kernel, width, width, element_bytes, SHARED, of_pair=10)
-    assert few == candidates(kernel, width, width, element_bytes, SHARED)
-    many = candidates(kernel, width, width, element_bytes, SHARED, of_pair=300)
+@pytest.mark.parametrize("name", ["FORWARD", "BACKWARD_KV", "BACKWARD_Q", "DISTANCES", "PAIRS"])
+def test_much_work_makes_small_tiles(name: str, width: int, element_bytes: int) -> None:
+    kernel: Tiles = getattr(tiles, name)
+    widths = Widths(width, width, element_bytes)
+    few = kernel.candidates(widths, SHARED, of_pair=10)
+    assert few == kernel.candidates(widths, SHARED)
+    many = kernel.candidates(widths, SHARED, of_pair=300)
     assert max(config.elements for config in many) <= 8
-    if kernel == "forward":
-        some = candidates(kernel, width, width, element_bytes, SHARED, of_pair=100)
+    if kernel is tiles.FORWARD:
+        some = kernel.candidates(widths, SHARED, of_pair=100)
         assert max(config.elements for config in some) <= 32
 
 
 @pytest.mark.parametrize(("width", "value"), [(16, 128), (128, 16), (16, 256)])
 def test_narrow_products_of_fp32_are_not_shared_by_too_many_warps(width: int, value: int) -> None:
     # Triton 3.6 on an H200: dK was wrong, or the kernel failed, with 64 keys and eight warps.
-    for kernel in ("forward", "backward_kv", "backward_q"):
-        for config in candidates(kernel, width, value, 4, SHARED):
-            rows = config.block_n if kernel == "backward_kv" else config.block_m
+    for kernel in (tiles.FORWARD, tiles.BACKWARD_KV, tiles.BACKWARD_Q):
+        for config in kernel.candidates(Widths(width, value, 4), SHARED):
+            rows = config.block_n if kernel is tiles.BACKWARD_KV else config.block_m
             assert config.warps < 8 or rows >= 128
 
 
@@ -89,9 +94,10 @@ def test_what_is_not_tried_after_a_kernel_that_spilled() -> None:
 def test_kernels_that_are_shown_have_the_tiles_of_those_that_run() -> None:
     lowered = lower(Source("score = score + sin(score) + cos(score); mask = q >= kv"), {})
     facts = facts_of(lowered.program, example_call(lowered, 64, 64, torch.bfloat16, {}))
-    facts = with_forms(facts, lowered.program, parse_target("cuda:90"))
-    for name in ("forward", "backward_kv", "backward_q"):
-        work, of_pair = work_of(lowered, facts, name), pairs_of(lowered, facts, name)
-        assert of_pair > 100
-        found = candidates_of(lowered, facts, name, SHARED)
-        assert found == candidates(name, 64, 64, 2, SHARED, work, of_pair)
+    machine, widths = machine_of("cuda:90"), Widths(64, 64, 2)
+    own = {"forward": tiles.FORWARD, "backward_kv": tiles.BACKWARD_KV}
+    for name, kernel in (own | {"backward_q": tiles.BACKWARD_Q}).items():
+        job = Job(PORTABLE[name], lowered, facts).on(machine)
+        assert job.work_of_pair > 100
+        found = kernel.candidates(widths, SHARED, job.work, job.work_of_pair)
+        assert job.kernel.configs(job, machine) == found

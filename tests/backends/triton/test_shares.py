@@ -9,10 +9,12 @@ import torch
 
 import attndsl
 from attndsl.backends.base import Wants
+from attndsl.backends.generated.source import source_of
 from attndsl.backends.gradients.pairs import PROGRAMS, Rest, parts_of, rest_of, sums_of
 from attndsl.backends.gradients.shares import key_of, share_out
 from attndsl.backends.gradients.terms import terms_of
-from attndsl.backends.triton.cross import example_call, kernel_source
+from attndsl.backends.kernels.example import example_call
+from attndsl.backends.triton.family import Portable
 
 CASES = {
     "heads": ("tensor t[heads]: float; score = score * t[h]", "lines"),
@@ -163,7 +165,7 @@ def test_long_sequences_have_one_part():
 )
 def test_the_text_of_a_backward_has_all_its_kernels(name, kernels):
     lowered, call = call_of(CASES[name][0])
-    text = kernel_source(lowered, call, "backward", Wants(tensors=frozenset({"t"})))
+    text = source_of((Portable(),), lowered, call, "backward", Wants(tensors=frozenset({"t"})))
     apart = [
         line[4:-1] for line in text.split("\n")
         if line in ("def distances(", "def pairs(", "def scattered(")

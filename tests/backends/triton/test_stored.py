@@ -11,15 +11,15 @@ from typing import Any
 
 import pytest
 import torch
+from support.jobs import shares_of
 
 import attndsl
 from attndsl.backends.base import Gradients, Slopes, Wants
+from attndsl.backends.generated.triton import triton_backend
 from attndsl.backends.gradients import pairs
-from attndsl.backends.hopper.shares import shares_of
-from attndsl.backends.triton import TritonBackend
-from attndsl.backends.triton.apart import Again, add_apart
-from attndsl.backends.triton.cross import example_call
-from attndsl.backends.triton.tiles import candidates
+from attndsl.backends.kernels.example import example_call
+from attndsl.backends.triton.extra_kernels import BackwardState, run_extra
+from attndsl.backends.triton.tiles import STORED, Widths
 from attndsl.runtime.programs import default_cache
 
 interpreted = pytest.mark.skipif(
@@ -103,10 +103,10 @@ def run(text: str, tensors: dict[str, torch.Tensor], names: str, sizes: Sizes, *
     call = replace(call, q=q, k=k, v=k, **more)
     shares = shares_of(lowered, call, Wants(tensors=frozenset(names)))
     assert frozenset().union(*(own.tensors for own in shares.stored)) == frozenset(names)
-    backend = TritonBackend(default_cache())
+    backend = triton_backend(default_cache())
     lse = torch.zeros(q.shape[:3])
-    again = Again(lowered, call, lse, lse, q, backend._layout)
-    found = add_apart(again, shares, Gradients(None, None, None, slopes=slopes))
+    again = BackwardState(lowered, call, lse, lse, q, backend._layout)
+    found = run_extra(again, shares, Gradients(None, None, None, slopes=slopes))
     assert found.slopes is None
     return found.tensors
 
@@ -216,7 +216,7 @@ def test_whole_tiles_make_those_of_backwards():
     from attndsl.backends.hopper.tiles import CANDIDATES
 
     for backward in (config for row in CANDIDATES["backward_kv"].values() for config in row):
-        for own in candidates("stored", 128, 128, 2, 232448):
+        for own in STORED.candidates(Widths(128, 128, 2), 232448):
             assert backward.block_m % own.block_m == backward.block_n % own.block_n == 0
 
 
@@ -224,7 +224,8 @@ COMPILED = textwrap.dedent(
     """
     import torch
     from attndsl.backends.base import Wants
-    from attndsl.backends.triton.cross import cross_compile, example_call
+    from attndsl.backends.generated.cross import cross_compile
+    from attndsl.backends.kernels.example import example_call
     from attndsl.backends.emit.facts import facts_of, with_gradients
     from attndsl.pipeline import lower
     from attndsl.source import Source

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import attndsl
 from attndsl.backends.emit.tangents import moved_name, with_tangents
-from attndsl.backends.triton import TritonBackend
+from attndsl.backends.generated.backend import GeneratedBackend
 from attndsl.pipeline import lower
 from attndsl.runtime import higher
 from attndsl.runtime.dispatch import get_backend
@@ -107,24 +107,19 @@ def there(request, kernels_ran):
 def kernels_ran(monkeypatch):
     """Whether each call of the kernel found something."""
     ran = []
-    tangent = TritonBackend.tangent
+    tangent, both = GeneratedBackend.tangent, GeneratedBackend.forward_with_tangents
 
     def counted(self, *arguments):
         ran.append(tangent(self, *arguments))
         return ran[-1]
 
-    monkeypatch.setattr(TritonBackend, "tangent", counted)
-    if torch.cuda.is_available():
-        from attndsl.backends.hopper.backend import HopperBackend
+    def counted_both(self, *arguments):
+        found = both(self, *arguments)
+        ran.extend([] if found is None else [found[2:]])
+        return found
 
-        both = HopperBackend.forward_with_tangents
-
-        def counted_both(self, *arguments):
-            found = both(self, *arguments)
-            ran.extend([] if found is None else [found[2:]])
-            return found
-
-        monkeypatch.setattr(HopperBackend, "forward_with_tangents", counted_both)
+    monkeypatch.setattr(GeneratedBackend, "tangent", counted)
+    monkeypatch.setattr(GeneratedBackend, "forward_with_tangents", counted_both)
     return ran
 
 
@@ -271,13 +266,13 @@ def test_what_does_not_move_is_not_multiplied(there, monkeypatch):
     """Nothing of it reaches the kernel, not as zeros either."""
     q, k, v = (torch.randn(1, 2, 9, 16, device=there.device) for _ in ALL)
     given = []
-    tangent = TritonBackend.tangent
+    tangent = GeneratedBackend.tangent
 
     def seen(self, lowered, call, moved, *rest):
         given.append(moved)
         return tangent(self, lowered, call, moved, *rest)
 
-    monkeypatch.setattr(TritonBackend, "tangent", seen)
+    monkeypatch.setattr(GeneratedBackend, "tangent", seen)
     attention = attndsl.compile("causal()", backend=there.backend)
     torch.func.jvp(lambda k: attention(q, k, v), (k,), (q,))
     assert given

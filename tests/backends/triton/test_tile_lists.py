@@ -10,9 +10,20 @@ from support.brute import call_of, lowered_of, true_kinds
 
 from attndsl.backends.emit.facts import facts_of
 from attndsl.backends.emit.loops import row_width
+from attndsl.backends.kernels.config import Config
+from attndsl.backends.kernels.kernel import Job
+from attndsl.backends.kernels.modules import Modules
 from attndsl.backends.kernels.tile_lists import find_kinds, list_arguments
-from attndsl.backends.triton.backend import TritonBackend
+from attndsl.backends.triton.kernels import KERNELS
 from attndsl.runtime.programs import default_cache
+
+
+def lists_of_size(modules, lowered, facts, device, block_m, block_n, parts=1):
+    """The kernels that list tiles of a forward."""
+    forward = next(kernel for kernel in KERNELS if kernel.name == "forward")
+    forward = replace(forward, parts_of_lists=lambda job, config: parts)
+    config = Config(block_m, block_n, 4, 1)
+    return modules.tile_lists(Job(forward, lowered, facts), config, device)
 
 
 @pytest.mark.parametrize(
@@ -34,10 +45,10 @@ def test_kinds_found_are_those_of_brute_force(device, text, sizes):
     wanted = true_kinds(lowered, call, *sizes)
     q = torch.empty(1, 1, length, 1, device=device)
     call = replace(call, q=q, k=q, v=q, tensors={"seg": seg.to(device)})
-    kernels = TritonBackend(default_cache())._kernels
+    modules = Modules(default_cache())
     facts = facts_of(lowered.program, call)
     found = find_kinds(
-        kernels.tile_lists(lowered, facts, torch.device(device), *sizes),
+        lists_of_size(modules, lowered, facts, torch.device(device), *sizes),
         lowered.sparsity, facts, call, 0,
     ).cpu()  # fmt: skip
     assert not (wanted[found == 0] != 0).any()
@@ -68,11 +79,12 @@ def test_lists_tell_of_parts_of_rows(device, block_m, parts, length):
     call = call_of(lowered, length, length, seg=seg)
     q = torch.empty(1, 1, length, 1, device=device)
     call = replace(call, q=q, k=q, v=q, tensors={"seg": seg.to(device)})
-    kernels = TritonBackend(default_cache())._kernels
+    modules = Modules(default_cache())
     facts = facts_of(lowered.program, call)
-    of_size = kernels.tile_lists(lowered, facts, torch.device(device), block_m, block_n, parts)
+    own = torch.device(device)
+    of_size = lists_of_size(modules, lowered, facts, own, block_m, block_n, parts)
     wanted = find_kinds(of_size, lowered.sparsity, facts, call, 0)[0, 0].cpu()
-    tile_rows, tile_list, *_ = list_arguments(of_size, lowered.sparsity, facts, call, "forward", 0)
+    tile_rows, tile_list, *_ = list_arguments(of_size, lowered.sparsity, facts, call, 0)
     tile_rows, tile_list = tile_rows[0, 0].cpu(), tile_list[0, 0].cpu()
     assert tile_rows.shape == (-(-length // block_m), row_width(parts))
     along, whole = wanted.shape[1], length // block_n
