@@ -419,7 +419,7 @@ def quickest() -> Callable[[Callable[[], object]], float]:
 def counted(tmp_path: Any) -> Any:
     """A Triton backend of its own, whose ``kernels_built`` starts at 0 and finds no cache."""
     from attndsl.backends.base import Entry
-    from attndsl.backends.generated.triton import triton_backend
+    from attndsl.backends.generated.for_any_gpu import triton_backend
 
     class Folder:
         """A store in a folder."""

@@ -125,13 +125,13 @@ def _cpu(checked: bool) -> Backend:
 
 
 def _triton(checked: bool) -> Backend:
-    from attndsl.backends.generated.triton import triton_backend
+    from attndsl.backends.generated.for_any_gpu import triton_backend
 
     return triton_backend(default_cache())
 
 
 def _hopper(checked: bool) -> Backend:
-    from attndsl.backends.generated.hopper import hopper_backend
+    from attndsl.backends.generated.for_hopper import hopper_backend
 
     return hopper_backend(default_cache())
 

@@ -465,7 +465,7 @@ def test_a_warm_start_imports_no_compiler(tmp_path: Path) -> None:
 
 def test_other_lengths_and_param_values_make_no_new_kernel(tmp_path: Path) -> None:
     from attndsl.backends.base import Call
-    from attndsl.backends.generated.triton import triton_backend
+    from attndsl.backends.generated.for_any_gpu import triton_backend
     from attndsl.pipeline import lower
     from attndsl.source import Source
 

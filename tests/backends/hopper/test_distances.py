@@ -11,7 +11,7 @@ from support.jobs import hopper_source, shares_of, why_portable
 
 import attndsl
 from attndsl.backends.base import Gradients, Wants
-from attndsl.backends.generated.hopper import hopper_backend
+from attndsl.backends.generated.for_hopper import hopper_backend
 from attndsl.backends.hopper.distances import among, empty_sums, split, with_distances
 from attndsl.backends.hopper.family import Hopper
 from attndsl.backends.kernels.config import Config

@@ -20,7 +20,7 @@ import attndsl.backends.hopper.layout as layout_module
 import attndsl.backends.hopper.shim as shim
 from attndsl.backends.base import Backward, Call, Tangents, Wants
 from attndsl.backends.emit.facts import facts_of
-from attndsl.backends.generated.hopper import hopper_backend
+from attndsl.backends.generated.for_hopper import hopper_backend
 from attndsl.backends.hopper.arguments import Block, blocks_of
 from attndsl.backends.hopper.generate_tangent import generate_tangent
 from attndsl.backends.hopper.launch import TensorMaps, launch_of, view

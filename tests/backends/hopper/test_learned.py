@@ -10,7 +10,7 @@ from support.jobs import why_portable
 
 import attndsl
 from attndsl.backends.base import Wants
-from attndsl.backends.generated.hopper import hopper_backend
+from attndsl.backends.generated.for_hopper import hopper_backend
 from attndsl.backends.hopper.learned import Learned, Statistics, gradients_of_parts, learned_parts
 from attndsl.backends.kernels.example import example_call
 from attndsl.runtime.programs import default_cache

@@ -15,7 +15,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 import attndsl
 from attndsl.backends.base import Backward, Call, Wants
 from attndsl.backends.emit.facts import PairTile, facts_of, with_forms
-from attndsl.backends.generated.hopper import hopper_backend
+from attndsl.backends.generated.for_hopper import hopper_backend
 from attndsl.backends.hopper import family as family_module
 from attndsl.backends.hopper import layout as layout_module
 from attndsl.backends.hopper import pair_tiles as pair_tiles_module

@@ -11,7 +11,7 @@ from support.jobs import configs_of, job_of
 import attndsl
 from attndsl.backends.base import Backward, Call, Wants
 from attndsl.backends.emit.facts import facts_of
-from attndsl.backends.generated.hopper import hopper_backend
+from attndsl.backends.generated.for_hopper import hopper_backend
 from attndsl.backends.hopper.tiles import CANDIDATES
 from attndsl.backends.kernels.example import example_call
 from attndsl.backends.kernels.machine import machine_of

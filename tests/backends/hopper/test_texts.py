@@ -14,7 +14,7 @@ import attndsl
 from attndsl import errors
 from attndsl.backends.base import Wants
 from attndsl.backends.emit.facts import facts_of, with_gradients
-from attndsl.backends.generated.hopper import hopper_backend
+from attndsl.backends.generated.for_hopper import hopper_backend
 from attndsl.backends.hopper import family
 from attndsl.backends.hopper import why_not as why_not_module
 from attndsl.backends.hopper.tiles import CANDIDATES, candidates

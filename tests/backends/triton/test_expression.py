@@ -15,7 +15,7 @@ from attndsl.backends.base import Backward, Call, Wants
 from attndsl.backends.dense.reference import ReferenceBackend
 from attndsl.backends.emit.expression import Capture, Names, print_expressions
 from attndsl.backends.emit.facts import facts_of
-from attndsl.backends.generated.triton import triton_backend
+from attndsl.backends.generated.for_any_gpu import triton_backend
 from attndsl.ir import DType, Node, Op, Program, TensorDecl, const, load, node, size, var
 from attndsl.pipeline import lower_program
 from attndsl.runtime.cache import KernelCache

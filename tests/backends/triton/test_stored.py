@@ -15,7 +15,7 @@ from support.jobs import shares_of
 
 import attndsl
 from attndsl.backends.base import Gradients, Slopes, Wants
-from attndsl.backends.generated.triton import triton_backend
+from attndsl.backends.generated.for_any_gpu import triton_backend
 from attndsl.backends.gradients import pairs
 from attndsl.backends.kernels.example import example_call
 from attndsl.backends.triton.extra_kernels import BackwardState, run_extra
