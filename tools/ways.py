@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from types import FrameType
 
 ROOT = Path(__file__).resolve().parents[1]
-CLOSED = frozenset(("Kernels.attention", "Kernels.tile_lists", "Executable.launch"))
+CLOSED = frozenset(("Modules.prepare", "Modules.tile_lists", "Executable.launch"))
 """Qualified names of functions whose own calls are not followed."""
 _FOLDERS = {"attndsl": ("attndsl",), "backends": ("attndsl", "backends"),
             "grammar": ("attndsl", "grammar")}  # fmt: skip

@@ -220,20 +220,21 @@ class GeneratedBackend(Backend):
         has_dlse: bool = False,
     ) -> Layout:
         """What calls of this signature share: kernels, strides and sizes."""
-        signature = signature_of(lowered, call, task, grad_out)
-        key = (signature, self.families[0].places(call), wanted, has_dlse)
+        signature = (signature_of(lowered, call, task, grad_out), wanted, has_dlse)
+        key = (signature, self.families[0].places(call))
         layout = self._layouts.get(key)
         if layout is None:
             family = self._family(lowered, call, task, grad_out, wanted)
-            # The family's own key may be one that calls at other places share.
-            own = (family.name, signature, family.places(call), wanted, has_dlse)
+            # Calls that the first family tells apart by their places may be one to this family.
+            own = (signature, family.name, family.places(call))
             layout = self._layouts.get(own)
             if layout is None:
                 jobs = family.jobs(lowered, call, task, grad_out, wanted)
                 more = {} if grad_out is None else {"do": grad_out}
-                layout = self._layout_of(family, jobs, call, task, has_dlse)
+                layout = self._layout_of(family, jobs, call, has_dlse)
                 layout = family.layout(layout, jobs, call, more, wanted)
-                self._keep(own, layout)
+                if family is not self.families[0]:
+                    self._keep(own, layout)
             self._keep(key, layout)
         return layout
 
@@ -244,7 +245,7 @@ class GeneratedBackend(Backend):
         layout = self._layouts.get(key)
         if layout is None:
             jobs = jobs_of(family, task, lowered, moving.facts())
-            layout = self._layout_of(family, jobs, call, task, False)
+            layout = self._layout_of(family, jobs, call, False)
             layout = family.layout(layout, jobs, call, moving.operands, None)
             self._keep(key, layout)
         return layout
@@ -255,11 +256,12 @@ class GeneratedBackend(Backend):
         self._layouts[key] = layout
 
     def _layout_of(
-        self, family: Family, jobs: tuple[Job, ...], call: Call, task: Task, has_dlse: bool
+        self, family: Family, jobs: tuple[Job, ...], call: Call, has_dlse: bool
     ) -> Layout:
         """What every family's launches need."""
         lowered, facts, device = jobs[0].lowered, jobs[0].facts, call.q.device
-        fixed = family.fixed if task is Task.BACKWARD else ()
+        is_backward = Task.BACKWARD in jobs[0].kernel.tasks
+        fixed = family.fixed if is_backward else ()
         prepared = self.modules.prepare(jobs, fixed, device, has_dlse)
         steps = tuple(s for t in (call.q, call.k, call.v) for s in strides(t)[:3])
         batch, heads, q_len, _ = call.q.shape
@@ -284,7 +286,7 @@ class GeneratedBackend(Backend):
                 for name, job in own.items()
                 if job.kernel.waves
             },
-            lines=lines_among(lowered, names) if task is Task.BACKWARD else NO_LINES,
+            lines=lines_among(lowered, names) if is_backward else NO_LINES,
         )
 
 
