@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from attndsl.backends.base import ForwardMode, is_fused
+from attndsl.backends.base import ForwardMode, as_fused
 from attndsl.backends.forms import describe_forms
 from attndsl.errors import BackendError, UnsupportedError
 from attndsl.ir import (
@@ -108,7 +108,7 @@ def _higher(backend: Backend, checked: bool) -> str:
     """The part of the work that runs as torch operations."""
     chunks = "torch operations, some rows of queries at a time"
     if isinstance(backend, ForwardMode):
-        kernel = "kernels" if is_fused(backend) else "a triton kernel"
+        kernel = "kernels" if as_fused(backend) is not None else "a triton kernel"
         return f"tangents: {kernel}; second derivatives, vmap, other torch.func: {chunks}"
     if not backend.differentiable:
         return f"tangents, second derivatives, torch.func: {chunks}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields, replace
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeGuard, runtime_checkable
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 
@@ -403,9 +403,9 @@ class FusedForwardMode(ForwardMode, Protocol):
         """
 
 
-def is_fused(backend: Backend) -> TypeGuard[FusedForwardMode]:
-    """Whether ``backend`` has a kernel for results and tangents together."""
-    return isinstance(backend, FusedForwardMode) and backend.fused
+def as_fused(backend: Backend) -> FusedForwardMode | None:
+    """``backend`` if it has a kernel for results and tangents together, or None."""
+    return backend if isinstance(backend, FusedForwardMode) and backend.fused else None
 
 
 @dataclass(frozen=True, slots=True)

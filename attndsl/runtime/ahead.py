@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.autograd import forward_ad
 
-from attndsl.backends.base import is_fused
+from attndsl.backends.base import as_fused
 
 from .higher import tangents_at
 
@@ -65,10 +65,11 @@ class Ahead:
     ) -> Tensors | None:
         """``out`` and ``lse`` of plain ``inputs``; None where tangents cannot come with them."""
         known, self.known = self.known, {}
-        if not known or not is_fused(backend):
+        fused = as_fused(backend)
+        if not known or fused is None:
             return None
         places, tangents = tuple(known), tuple(known.values())
-        found = backend.forward_with_tangents(
+        found = fused.forward_with_tangents(
             lowered, form.call(inputs), tangents_at(form, places, tangents)
         )
         if found is None:

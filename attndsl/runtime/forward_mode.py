@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 from torch.autograd import forward_ad
 
-from attndsl.backends.base import ForwardMode, is_fused
+from attndsl.backends.base import ForwardMode, as_fused
 
 from .ahead import Ahead, tangents_of
 from .higher import attend_in_chunks, flattened, tangent_in_chunks, tangents_at
@@ -44,7 +44,7 @@ def attend_with_tangents(
         return attend_in_chunks(lowered, call)
     form, tensors = flattened(call)
     ahead = None
-    if is_fused(backend) and _modes() == 0:
+    if as_fused(backend) is not None and _modes() == 0:
         ahead = Ahead(tangents_of(tensors))
     out, lse = recomputed(_Whole(backend, lowered, form, ahead), *tensors)
     return out, lse

@@ -136,16 +136,11 @@ def _of_backward(job: Job, call: Call, config: Config) -> dict[str, torch.Tensor
 
 
 def _programs(job: Job, call: Call, config: Config) -> int:
-    """Programs of a kernel: one for each of its items, or as many as run at a time.
+    """Programs of a kernel: one for each work tile, or as many as run at a time.
 
     The registers of one program are all that a processor has.
     """
-    assert job.kernel.loop is not None
-    if job.kernel.loop.own == "kv":
-        batch, heads, length, _ = call.k.shape
-        block = config.block_n
-    else:
-        batch, heads, length, _ = call.q.shape
-        block = config.block_m
-    items = -(-length // block) * batch * heads
-    return min(items, processors_of(call.q.device)) if config.persistent else items
+    work_tiles = job.kernel.work_tiles(config, call)
+    if not config.persistent:
+        return work_tiles
+    return min(work_tiles, processors_of(call.q.device))

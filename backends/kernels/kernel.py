@@ -118,6 +118,15 @@ class Kernel:
     most_work: int | None = None
     """Instructions a pair beyond which another family runs the call; None for any number."""
 
+    def work_tiles(self, config: Config, call: Call) -> int:
+        """How many work tiles a call has: those of its rows, or of its keys if these own tiles."""
+        assert self.loop is not None
+        if self.loop.own == "kv":
+            batch, heads, length, _ = call.k.shape
+            return -(-length // config.block_n) * batch * heads
+        batch, heads, length, _ = call.q.shape
+        return -(-length // config.block_m) * batch * heads
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FixedKernel:

@@ -19,7 +19,7 @@ from ..kernels.signature import PADDING
 from ..kernels.streams import on_device, stream_of
 from ..kernels.tile_lists import STATISTICS_ROWS, lists_of
 from ..memory_order import empty_rows
-from .kernels import FIXED, KERNELS
+from .kernels import BACKWARD_KV, BACKWARD_Q, FIXED, FORWARD, KERNELS
 from .tangents import launch_tangent
 
 if TYPE_CHECKING:
@@ -108,12 +108,11 @@ class Portable:
         out = order.empty(q, torch.float32) if call.wide else order.empty(q)
         lse = empty_rows(q, batch, heads, q_len)
         kernel = layout.executables["forward"]
-        tiles = -(-q_len // kernel.config.block_m)
         stream = stream_of(q.device)
         with on_device(q.device):
             lists = lists_of(layout, lowered, call, "forward", stream)
             kernel.launch(
-                tiles * batch * heads,
+                FORWARD.work_tiles(kernel.config, call),
                 stream,
                 [
                     q, call.k, call.v, out, lse, *layout.strides, *layout.orders.out.strides[:3],
@@ -145,15 +144,11 @@ class Portable:
                 *_origins(call),
             ]  # fmt: skip
             if (wanted.k or wanted.v or column_sums is not None) and kv_len:
-                block = layout.executables["backward_kv"].config.block_n
                 first = [q, k, v, grad_out, dk, dv, *statistics, *orders.k.rows, *orders.v.rows]
-                programs = -(-kv_len // block) * batch * k.shape[1]
-                _launch(layout, lowered, call, "backward_kv", programs, first, column_sums)
+                _launch(layout, lowered, call, BACKWARD_KV, first, column_sums)
             if wanted.q or (row_sums is not None and kv_len):
-                block = layout.executables["backward_q"].config.block_m
                 first = [q, k, v, grad_out, dq, *statistics, *orders.q.rows]
-                programs = -(-q_len // block) * batch * heads
-                _launch(layout, lowered, call, "backward_q", programs, first, row_sums)
+                _launch(layout, lowered, call, BACKWARD_Q, first, row_sums)
         tensors: dict[str, torch.Tensor] = {}
         params: dict[str, torch.Tensor] = {}
         if wanted.tensors or wanted.params:
@@ -200,15 +195,15 @@ def _row_statistics(layout: Layout, backward: Backward) -> tuple[torch.Tensor, t
 
 
 def _launch(
-    layout: Layout, lowered: Lowered, call: Call, name: str, programs: int,
-    first: Sequence[object], sums: torch.Tensor | None,
+    layout: Layout, lowered: Lowered, call: Call, kernel: Kernel, first: Sequence[object],
+    sums: torch.Tensor | None,
 ) -> None:  # fmt: skip
     """Launch a kernel of a backward, whose arguments begin with ``first``."""
-    stream = stream_of(call.q.device)
+    executable, stream = layout.executables[kernel.name], stream_of(call.q.device)
     arguments = [
-        *first, layout.heads_per_wave[name], *capture_arguments(layout.facts, call),
-        *lists_of(layout, lowered, call, name, stream),
+        *first, layout.heads_per_wave[kernel.name], *capture_arguments(layout.facts, call),
+        *lists_of(layout, lowered, call, kernel.name, stream),
     ]  # fmt: skip
     if sums is not None:
         arguments.append(sums)
-    layout.executables[name].launch(programs, stream, arguments)
+    executable.launch(kernel.work_tiles(executable.config, call), stream, arguments)

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from attndsl.passes.tiles.plan import BACKWARD_KV, BACKWARD_Q, FORWARD
+from attndsl.passes.tiles import plan
 
 from ..device.library import row_statistics
 from ..kernels.arguments import arguments_of
 from ..kernels.config import INTERPRETED
 from ..kernels.kernel import FixedKernel, Kernel, Task
+from . import generate_gradients as sums
 from . import tiles
 from .generate import attention_text, extra_text, stored_text
-from .generate_gradients import BOUNDS, COLUMNS, DIAGONALS, EXACT, PAIRS, ROWS, STORED
 
 if TYPE_CHECKING:
     from ..emit.facts import KernelFacts
@@ -40,119 +41,102 @@ def _like_dq(job: Job, machine: Machine) -> tuple[Config, ...]:
     return tiles.BACKWARD_Q.candidates(tiles.widths_of(job.facts), machine.shared)
 
 
-KERNELS: tuple[Kernel, ...] = (
-    Kernel(
-        name="forward",
-        family="portable",
-        tasks=frozenset({Task.FORWARD}),
-        entry="attention_forward",
-        text=attention_text,
-        configs=tiles.FORWARD.configs,
-        arguments=_arguments,
-        loop=FORWARD,
-        loop_name="forward",
-        templates=("forward",),
-        derives=False,
-        waves=_FOUR_WAVES,
-    ),
-    Kernel(
-        name="backward_kv",
-        family="portable",
-        tasks=frozenset({Task.BACKWARD}),
-        entry="attention_backward_kv",
-        text=attention_text,
-        configs=tiles.BACKWARD_KV.configs,
-        arguments=_arguments,
-        loop=BACKWARD_KV,
-        loop_name="kv_pass",
-        templates=("weights", "backward_kv"),
-        sums=COLUMNS,
-        waves=(2, 1),
-    ),
-    Kernel(
-        name="backward_q",
-        family="portable",
-        tasks=frozenset({Task.BACKWARD}),
-        entry="attention_backward_q",
-        text=attention_text,
-        configs=tiles.BACKWARD_Q.configs,
-        arguments=_arguments,
-        loop=BACKWARD_Q,
-        loop_name="q_pass",
-        templates=("weights", "backward_q"),
-        sums=ROWS,
-        waves=_FOUR_WAVES,
-    ),
-    Kernel(
-        name="tangent",
-        family="portable",
-        tasks=frozenset({Task.TANGENT}),
-        entry="attention_tangent",
-        text=attention_text,
-        configs=tiles.TANGENT.configs,
-        arguments=_arguments,
-        loop=BACKWARD_Q,
-        loop_name="q_pass",
-        templates=("weights", "tangent"),
-        waves=_FOUR_WAVES,
-    ),
-    Kernel(
-        name="distances",
-        family="portable",
-        tasks=frozenset({Task.DISTANCES}),
-        entry="distances",
-        text=extra_text,
-        configs=tiles.DISTANCES.configs,
-        arguments=_arguments,
-        templates=(*_EXTRA, "distances"),
-        sums=DIAGONALS,
-    ),
-    Kernel(
-        name="pairs",
-        family="portable",
-        tasks=frozenset({Task.PAIRS}),
-        entry="pairs",
-        text=extra_text,
-        configs=tiles.PAIRS.configs,
-        arguments=_arguments,
-        templates=(*_EXTRA, "pair_sums", "pairs"),
-        sums=PAIRS,
-    ),
-    Kernel(
-        name="stored",
-        family="portable",
-        tasks=frozenset({Task.STORED}),
-        entry="stored",
-        text=stored_text,
-        configs=tiles.STORED.configs,
-        arguments=_arguments,
-        templates=("stored", "pair_sums"),
-        sums=STORED,
-    ),
-    Kernel(
-        name="scatter_bounds",
-        family="portable",
-        tasks=frozenset({Task.SCATTERED}),
-        entry="scattered",
-        text=extra_text,
-        configs=tiles.SCATTER_BOUNDS.configs,
-        arguments=_arguments,
-        templates=(*_EXTRA, "scattered"),
-        derives=False,
-        sums=BOUNDS,
-    ),
-    Kernel(
-        name="scatter_sums",
-        family="portable",
-        tasks=frozenset({Task.SCATTERED, Task.BOUNDED}),
-        entry="scattered",
-        text=extra_text,
-        configs=tiles.SCATTER_SUMS.configs,
-        arguments=_arguments,
-        templates=(*_EXTRA, "scattered"),
-        sums=EXACT,
-    ),
+_kernel = partial(Kernel, family="portable", arguments=_arguments)
+_of_loop = partial(_kernel, text=attention_text)
+
+FORWARD = _of_loop(
+    name="forward",
+    tasks=frozenset({Task.FORWARD}),
+    entry="attention_forward",
+    configs=tiles.FORWARD.configs,
+    loop=plan.FORWARD,
+    loop_name="forward",
+    templates=("forward",),
+    derives=False,
+    waves=_FOUR_WAVES,
 )
+BACKWARD_KV = _of_loop(
+    name="backward_kv",
+    tasks=frozenset({Task.BACKWARD}),
+    entry="attention_backward_kv",
+    configs=tiles.BACKWARD_KV.configs,
+    loop=plan.BACKWARD_KV,
+    loop_name="kv_pass",
+    templates=("weights", "backward_kv"),
+    sums=sums.COLUMNS,
+    waves=(2, 1),
+)
+BACKWARD_Q = _of_loop(
+    name="backward_q",
+    tasks=frozenset({Task.BACKWARD}),
+    entry="attention_backward_q",
+    configs=tiles.BACKWARD_Q.configs,
+    loop=plan.BACKWARD_Q,
+    loop_name="q_pass",
+    templates=("weights", "backward_q"),
+    sums=sums.ROWS,
+    waves=_FOUR_WAVES,
+)
+TANGENT = _of_loop(
+    name="tangent",
+    tasks=frozenset({Task.TANGENT}),
+    entry="attention_tangent",
+    configs=tiles.TANGENT.configs,
+    loop=plan.BACKWARD_Q,
+    loop_name="q_pass",
+    templates=("weights", "tangent"),
+    waves=_FOUR_WAVES,
+)
+DISTANCES = _kernel(
+    name="distances",
+    tasks=frozenset({Task.DISTANCES}),
+    entry="distances",
+    text=extra_text,
+    configs=tiles.DISTANCES.configs,
+    templates=(*_EXTRA, "distances"),
+    sums=sums.DIAGONALS,
+)
+PAIRS = _kernel(
+    name="pairs",
+    tasks=frozenset({Task.PAIRS}),
+    entry="pairs",
+    text=extra_text,
+    configs=tiles.PAIRS.configs,
+    templates=(*_EXTRA, "pair_sums", "pairs"),
+    sums=sums.PAIRS,
+)
+STORED = _kernel(
+    name="stored",
+    tasks=frozenset({Task.STORED}),
+    entry="stored",
+    text=stored_text,
+    configs=tiles.STORED.configs,
+    templates=("stored", "pair_sums"),
+    sums=sums.STORED,
+)
+SCATTER_BOUNDS = _kernel(
+    name="scatter_bounds",
+    tasks=frozenset({Task.SCATTERED}),
+    entry="scattered",
+    text=extra_text,
+    configs=tiles.SCATTER_BOUNDS.configs,
+    templates=(*_EXTRA, "scattered"),
+    derives=False,
+    sums=sums.BOUNDS,
+)
+SCATTER_SUMS = _kernel(
+    name="scatter_sums",
+    tasks=frozenset({Task.SCATTERED, Task.BOUNDED}),
+    entry="scattered",
+    text=extra_text,
+    configs=tiles.SCATTER_SUMS.configs,
+    templates=(*_EXTRA, "scattered"),
+    sums=sums.EXACT,
+)
+KERNELS: tuple[Kernel, ...] = (
+    FORWARD, BACKWARD_KV, BACKWARD_Q, TANGENT,
+    DISTANCES, PAIRS, STORED, SCATTER_BOUNDS, SCATTER_SUMS,
+)  # fmt: skip
 """In the order in which a task launches them."""
 
 FIXED: tuple[FixedKernel, ...] = (

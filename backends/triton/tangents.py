@@ -11,6 +11,7 @@ from ..kernels.arguments import capture_arguments, origin
 from ..kernels.streams import on_device, stream_of
 from ..kernels.tile_lists import lists_of
 from ..memory_order import arranged
+from .kernels import TANGENT
 
 if TYPE_CHECKING:
     from ..kernels.layout import Layout
@@ -35,12 +36,11 @@ def launch_tangent(
     # Of what does not move nothing is read.
     tangents = [moving.operands.get(name, getattr(call, name)) for name in ("q", "k", "v")]
     kernel = layout.executables["tangent"]
-    batch, heads, q_len, _ = call.q.shape
     stream = stream_of(call.q.device)
     with on_device(call.q.device):
         lists = lists_of(layout, moving.lowered, call, "tangent", stream)
         kernel.launch(
-            -(-q_len // kernel.config.block_m) * batch * heads, stream,
+            TANGENT.work_tiles(kernel.config, call), stream,
             [
                 call.q, call.k, call.v, out, lse, *tangents, out_moved, lse_moved,
                 *layout.strides, *(step for x in tangents for step in strides(x)[:3]), call.scale,

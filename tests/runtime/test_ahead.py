@@ -11,7 +11,7 @@ from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import attndsl
-from attndsl.backends.base import Call, is_fused
+from attndsl.backends.base import Call, as_fused
 from attndsl.backends.dense.reference import ReferenceBackend
 from attndsl.backends.dense.tangent import tangent
 from attndsl.runtime.ahead import Ahead, tangents_of
@@ -92,7 +92,8 @@ def same(found: Any, wanted: Any) -> None:
 
 
 def test_it_is_a_fused_backend():
-    assert is_fused(Fused())
+    fused = Fused()
+    assert as_fused(fused) is fused
 
 
 @pytest.mark.parametrize("moved", [(0,), (1,), (2,), (0, 2), (0, 1, 2), (3,), (0, 3)])
