@@ -184,7 +184,7 @@ def block_widths(facts: KernelFacts) -> tuple[int, int]:
 
 
 def facts_of(program: Program, call: Call, *grads: torch.Tensor) -> KernelFacts:
-    """The specialisation of a forward call, or with ``grads`` (the output's) of a backward one."""
+    """What kernels of a forward call depend on, or with ``grads`` (the output's) of a backward."""
     operands = (call.q, call.k, call.v, *grads)
     results = result_orders(call.q, call.k, call.v)
     captures = [_capture(decl, call.tensors[decl.name]) for decl in program.tensors]

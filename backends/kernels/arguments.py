@@ -44,7 +44,7 @@ def arguments_of(
 
     Args:
         function: The kernel (its parameter names say what each argument is).
-        facts: The specialisation that it was generated for.
+        facts: What it was generated for.
         more: Constants of this kernel alone.
     """
     block_dv = block_widths(facts)[1]
