@@ -56,7 +56,7 @@ def cross_compile(
     configs: dict[str, tuple[Config, ...]] | None = None,
     kernels: Collection[str] | None = None,
 ) -> list[CrossCompiled]:
-    """Kernels that are generated for the same facts, each with the first config that fits ``target``.
+    """Kernels of the same facts, each with the first config that fits ``target``.
 
     Args:
         lowered: The program.
