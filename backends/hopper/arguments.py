@@ -10,8 +10,9 @@ from triton.experimental.gluon.language import NVMMASharedLayout
 from ..base import Wants
 from ..kernels.arguments import Layout, capture_types, template_argument
 from ..kernels.compile import Argument
+from .blocks import ADDRESS_BYTES, BYTES_OF_TYPES, block_width
+from .features.bias import pair_block
 from .learned import Learned
-from .memory import ADDRESS_BYTES, BYTES_OF_TYPES, block_width, pair_block
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

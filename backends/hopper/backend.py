@@ -24,15 +24,15 @@ from .arguments import (
     descriptor_strides,
     is_drawn,
 )
+from .blocks import block_width
 from .copies import room_for
 from .counters import Counters
 from .describe import describe_kernels
 from .distances import empty_sums, split, with_diagonals, with_distances
+from .features.skips import parts_of_lists
 from .kernels import HopperKernels
 from .launch import TensorMaps, launch_of, view
 from .learned import gradients_of_parts, learned_in_kernel
-from .memory import block_width
-from .own_tiles import parts_of_lists
 from .pair_tiles import is_readable, window, with_pair_tiles
 from .portable import why_portable
 from .shares import shares_of

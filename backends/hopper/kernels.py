@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from ..kernels.pair_work import work_of_pair
 from ..triton.kernels import Kernels, work_of
 from .arguments import arguments_of
+from .blocks import block_width, widest
 from .generate import generate
 from .generate_tangent import generate_tangent
-from .memory import block_width, widest
 from .pair_tiles import fitting
 from .sums import dq_from_sums, prepare_backward
 from .tiles import CANDIDATES, candidates, for_busy_producers

@@ -10,11 +10,11 @@ from attndsl.ir import leaf_names
 
 from ..emit.draws import why_pairs
 from .arguments import descriptor_strides
+from .blocks import block_width
 from .busy import why_busy
 from .distances import among
 from .kernels import HopperKernels
 from .learned import learned_parts
-from .memory import block_width
 from .tiles import CANDIDATES
 
 if TYPE_CHECKING:

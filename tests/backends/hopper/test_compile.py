@@ -21,13 +21,14 @@ SCRIPT = textwrap.dedent(
     from attndsl.backends.hopper.generate import generate
     from attndsl.backends.hopper.generate_tangent import generate_tangent
     from attndsl.backends.hopper.kernels import configs_of
-    from attndsl.backends.hopper.memory import has_own_output, shared_bytes, widest
+    from attndsl.backends.hopper.blocks import widest
+    from attndsl.backends.hopper.memory import has_own_output, shared_bytes
     from attndsl.backends.hopper.pair_tiles import with_pair_tiles
     from attndsl.backends.hopper.tiles import CANDIDATES, for_busy_producers
     from attndsl.backends.kernels.arguments import arguments_of as portable_arguments
     from attndsl.backends.kernels.compile import build, load_module
     from attndsl.backends.triton.cross import example_call, parse_target
-    from attndsl.backends.hopper.own_tiles import own_tiles
+    from attndsl.backends.hopper.features.skips import own_tiles
     from attndsl.backends.emit.tile_lists import generate_lists
     from attndsl.backends.triton.kernels import list_config, plan_loop
     from attndsl.backends.emit.facts import facts_of, with_forms
