@@ -9,7 +9,8 @@ from triton.experimental.gluon.language import NVMMASharedLayout
 
 from ..kernels.arguments import capture_types, template_argument
 from ..kernels.compile import Argument
-from .memory import ADDRESS_BYTES, BYTES_OF_TYPES, block_width, pair_block
+from .blocks import ADDRESS_BYTES, BYTES_OF_TYPES, block_width
+from .features.bias import pair_block
 
 if TYPE_CHECKING:
     import torch

@@ -17,7 +17,7 @@ from attndsl.ir import leaf_names
 from attndsl.layout import pad_strides
 from attndsl.passes.tiles.plan import DIRECTIONS
 
-from .memory import ADDRESS_BYTES
+from .blocks import ADDRESS_BYTES
 
 if TYPE_CHECKING:
     from attndsl.pipeline import Lowered

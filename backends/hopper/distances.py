@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 
 _MOST_KEYS = 1 << 14
 """Beyond, sums take more than twice the memory of dQ's at head dim 128."""
-_INDENT = "    "
 
 
 def with_summed(found: Shares, lowered: Lowered, call: Call) -> Shares:
@@ -99,44 +98,3 @@ def with_distances(
     """``found`` with the gradients ``own``, by distance, of sums as :func:`empty_sums`."""
     first = -sums.shape[2] * config.block_n
     return add_distance_gradients(lowered, call, sums.sum(2), first, own, found)
-
-
-def diagonal_hooks(summed: bool) -> dict[str, list[str]]:
-    """Lines of the backward's templates by which the producer adds up dS, if it is ``summed``.
-
-    In its order, the producer loads tile t + 1 and then adds up dS of t, or at once where t is an
-    item's last. No warpgroup waits for itself: the load waits for consumers to leave a tile no
-    later than t, and dS of t needs the loads up to t alone. Nothing need say that dS has been read:
-    that of t + 2 takes its place, whose load comes after.
-    """
-    memory = "ds_s, lines_s, ds_full"
-    add = f"add_tile(count - 1, sums_before, {memory})"
-    found = {
-        "diagonal_producer": [f"DISTANCE_SUMS, {memory},"],
-        "diagonal_consumer": ["ds_full,"],
-        "distance_sums": ["DISTANCE_SUMS,"],
-        "no_tile_before": ["sums_before = DISTANCE_SUMS"],
-        "line_of_sums": ["line = line_of_sums(DISTANCE_SUMS, tile, head, sizes, padded)"],
-        "add_tile_before": [
-            "if count > done:",
-            f"{_INDENT}{add}",
-            "sums_before = line + first",
-        ],
-        "add_last_tile": ["if count > done:", f"{_INDENT}{add}"],
-        "let_add": [
-            "if PART == 0:",
-            f"{_INDENT}mbarrier.arrive(ds_full.index(count & 1), count=1)",
-        ],
-        "diagonal_memory": [
-            "LINES: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])",
-            "lines_s = gl.allocate_shared_memory(gl.float32, [2, 2, 128], LINES)",
-            "ds_full = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)",
-            "for place in gl.static_range(2):",
-            f"{_INDENT}mbarrier.init(ds_full.index(place), count=1)",
-        ],
-    }
-    return {name: lines * summed for name, lines in found.items()}
-
-
-DIAGONAL_IMPORTS = ("from attndsl.backends.hopper.diagonals import add_diagonals",)
-"""Of kernels that add up diagonals."""

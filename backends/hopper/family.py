@@ -17,6 +17,7 @@ from ..kernels.streams import on_device, stream_of
 from ..kernels.tile_lists import STATISTICS_ROWS, lists_of
 from ..memory_order import empty_rows, wide_dtype
 from .arguments import addresses, descriptor_strides
+from .blocks import block_width
 from .copies import room_for
 from .counters import Counters
 from .distances import empty_sums, with_diagonals, with_distances, with_summed
@@ -24,7 +25,6 @@ from .kernels import FIXED, KERNELS
 from .launch import TensorMaps
 from .layout import HopperLayout, layout_of
 from .learned import Statistics, gradients_of_parts
-from .memory import block_width
 from .pair_tiles import window, with_pair_tiles
 from .stored import empty_slopes, with_stored
 from .tangents import launch_with_tangents, readable

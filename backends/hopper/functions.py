@@ -3,7 +3,7 @@
 Those of pairs are the portable kernels' but for lookups by one position alone: these are made once
 for each row of a tile before the loop, and once for its columns at each step, by neighbouring
 threads, while the products run. And but for lookups of pairs whose values come by tiles
-(:mod:`.pair_texts`).
+(:mod:`.features.bias`).
 
 Non-goals: functions of loops (:mod:`..emit.loops`).
 """
@@ -23,8 +23,8 @@ from attndsl.passes.widths import fits, ranges
 from ..emit.device_functions import PAIR, program_function
 from ..emit.expression import print_expressions
 from ..emit.template import pair_body
+from .features.bias import pair_params
 from .learned import slope_for_factor
-from .pair_texts import pair_params
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -117,11 +117,10 @@ def _pair_function(
     body, used = ["return live"], set[str]()
     if root is not None:
         body, used = pair_body(root, names)
-        lines, more = _spread_parts(root)
+        lines, more = _spread_parts(root, "parts.{}")
         body, used = lines + body, used | more
-    first = f"score, live, q_parts, kv_parts, {PAIR}"
-    last = ", pair_parts" * bool(facts.pair_tiles)
-    return program_function(name, first, facts, doc, body, root is not None, last), used
+    first = f"score, live, parts, {PAIR}"
+    return program_function(name, first, facts, doc, body, root is not None), used
 
 
 def _part_function(
@@ -135,7 +134,7 @@ def _part_function(
         if result != printed.values[0]:
             # A number has no dims, since vectors of the callers have layouts of their own.
             result = f"tl.full([], {result}, tl.float32)"
-        lines, used = _spread_parts(root)
+        lines, used = _spread_parts(root, "{}_parts")
         body, used = [*lines, *printed.lines, f"return {result}"], used | printed.helpers
     first = f"head, {positions}sizes"
     return program_function(name, first, facts, doc, body, root is not None), used
@@ -165,8 +164,11 @@ def _parts_function(
     ), used
 
 
-def _spread_parts(root: Node) -> tuple[list[str], set[str]]:
-    """Lines that give the parts that ``root`` mentions the shape of its positions."""
+def _spread_parts(root: Node, given: str) -> tuple[list[str], set[str]]:
+    """Lines that give the parts that ``root`` mentions the shape of its positions.
+
+    ``given`` is the expression that has them, with a place for ``q``, ``kv`` or ``pairs``.
+    """
     lines, used = [], set[str]()
     for item in toposort(root):
         name = str(item.value)[1:]
@@ -175,10 +177,11 @@ def _spread_parts(root: Node) -> tuple[list[str], set[str]]:
             continue
         known = "" if item.dtype is not DType.BOOL else " != 0"
         if variable == "pair":
-            lines.append(f"{name} = pair_parts[{place}]" + (known or ".to(tl.float32)"))
+            found = f"{given.format('pairs')}[{place}]"
+            lines.append(f"{name} = {found}" + (known or ".to(tl.float32)"))
             continue
         used.add("spread")
-        lines.append(f"{name} = spread({variable}_parts[{place}], {variable}){known}")
+        lines.append(f"{name} = spread({given.format(variable)}[{place}], {variable}){known}")
     return sorted(lines), used
 
 

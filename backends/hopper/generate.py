@@ -1,34 +1,37 @@
 """A program's Hopper kernels as the text of a Python module.
 
 Functions of loops are those of the portable kernels, letter by letter, those of pairs nearly
-(:mod:`.functions`); the name ``tl`` in the module is :mod:`.dialect`.
+(:mod:`.functions`); the name ``tl`` in the module is :mod:`.dialect`. What a kernel has beside its
+loop says :mod:`.features`.
 
 Non-goals: compiling the text, and choosing tile sizes.
 """
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING
 
 from attndsl.ir import Op, const, dependencies, reads_score
-from attndsl.passes.magnitude import magnitude
-from attndsl.passes.tiles.plan import DIRECTIONS
+from attndsl.passes.tiles.plan import DIRECTIONS, FORWARD
 
 from ..emit.device_functions import param_values, parameters, record_of_given
-from ..emit.draws import drop_function
 from ..emit.loops import LIST_PARAMETERS, print_loop
 from ..emit.template import Literal, fill_template, import_lines
-from ..forms import APPROX
-from .arguments import is_drawn
-from .distances import DIAGONAL_IMPORTS, diagonal_hooks
+from ..emit.text import wrapped
+from .blocks import block_width, is_above_128
+from .features.bias import BIAS
+from .features.diagonals import DIAGONALS
+from .features.dropout import DROPOUT
+from .features.feature import Job, parts_of
+from .features.persistence import PERSISTENCE
+from .features.row_max import BOUNDED, FIXED_MAX, HALVES
+from .features.skips import SKIPS, own_tiles
+from .features.stored_ds import STORED_DS
+from .features.sums import COLUMN_SUMS, FACTOR_SUMS
+from .features.tangents import TANGENTS
 from .functions import print_functions, weights_and_factor
-from .learned import learned_in_kernel
-from .memory import block_width, has_own_output, widest
-from .own_tiles import flags_of_rows, own_tiles, print_rows
-from .pair_texts import pair_hooks, print_pair_functions
-from .rows import row_hooks
-from .stored import slope_hooks
+from .learned import Learned, learned_in_kernel
+from .memory import has_own_output
 
 if TYPE_CHECKING:
     from attndsl.ir import Node
@@ -39,69 +42,22 @@ if TYPE_CHECKING:
     from ..emit.template import Flags
     from ..kernels.config import Config
 
-FORWARD_PRODUCER = (
-    "q_desc, k_desc, v_desc, q_s, k_s, v_s, q_full, k_full, k_empty, v_full, v_empty,",
-    "sizes, origins, together,",
-)
-FORWARD_CONSUMER = (
-    "o_desc, LSE, q_s, k_s, v_s, q_full, k_full, k_empty, v_full, v_empty,",
-    "scale, sizes, origins, together,",
-)
-_BACKWARD_PRODUCER = (
-    "q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc,",
-    "q_s, k_s, v_s, do_s, lse_s, delta_s, k_full, v_full, q_full, do_full, q_empty, do_empty,",
-    "sizes, origins, padded, together,",
-)
-_BACKWARD_CONSUMER = (
-    "SUMS, results, q_s, k_s, v_s, do_s, lse_s, delta_s, ds_s,",
-    "k_full, v_full, q_full, do_full, q_empty, do_empty,",
-    "scale, sizes, origins, padded, together,",
-)
-_WIDE_CONSUMER = (
-    "SUMS, results, q_s, k_s, v_s, do_s, lse_s, delta_s, ds_s, steep_s,",
-    *_BACKWARD_CONSUMER[1:],
-)
-_FAMILIES = {
-    "forward": (
-        ("forward_shared", "forward_produce", "forward", "forward_kernel"),
-        "forward",
-        FORWARD_PRODUCER,
-        FORWARD_CONSUMER,
-    ),
-    "backward_kv": (
-        ("backward_shared", "backward", "backward_kernel"),
-        "kv_pass",
-        _BACKWARD_PRODUCER,
-        _BACKWARD_CONSUMER,
-    ),
-    "wide backward_kv": (
-        ("backward_shared", "backward_wide", "backward_kernel"),
-        "kv_pass",
-        _BACKWARD_PRODUCER,
-        _WIDE_CONSUMER,
-    ),
+FEATURES = (
+    BIAS, STORED_DS, PERSISTENCE, COLUMN_SUMS, FACTOR_SUMS, DIAGONALS, DROPOUT, BOUNDED, FIXED_MAX,
+    HALVES, SKIPS, TANGENTS,
+)  # fmt: skip
+"""Their order is that of the kernel's arguments."""
+_TEMPLATES = {
+    "forward": ("forward_produce", "forward", "forward_kernel", "forward_entry"),
+    "forward_tangent": ("forward_produce", "forward_tangent", "forward_kernel", "tangent_entry"),
+    "backward_kv": ("backward", "backward_kernel"),
+    "above 128": ("backward_wide", "backward_kernel"),
 }
-"""Templates, what they call their loop, what they hand to their warpgroups. By direction, and above
-head dim 128 the backward's are others."""
-_MOST_EXPONENT = {"bf16": 80.0, "fp16": 10.0}
-"""In weights 2^x, and 2^-x, by dtype. Sums of 2^32 weights 2^80, of values up to 2^15, fit fp32."""
-OWN_HELPERS = {"as_block", "spread"}
+"""What follows the head and the features' device code."""
+_LOOPS = {"forward": "forward", "forward_tangent": "forward", "backward_kv": "kv_pass"}
+"""What templates call the loop of each kernel."""
+_OWN_HELPERS = {"as_block", "spread"}
 """Library functions that are others here."""
-_MIXED = {64: 3, 128: 2, 256: 0}
-"""How many of 16 weights of bounded scores are made of multiplications, by head dim: see M3 in
-docs/measured.md."""
-_DROPOUT = {
-    "forward": (
-        "factor_of_kept, keep_packed,",
-        "keep_of_rows as keep_of_tile, layout_of_row_bits as layout_of_bits,",
-    ),
-    "backward_kv": (
-        "factor_of_kept, halves_of_kept, keep,",
-        "keep_of_keys as keep_of_tile, layout_of_key_bits as layout_of_bits,",
-    ),
-}
-"""What kernels with dropout call of ``dropout``."""
-_INDENT = "    "
 
 
 def generate(
@@ -112,129 +68,48 @@ def generate(
     Args:
         lowered: The program.
         facts: What the call is like.
-        direction: ``forward`` or ``backward_kv``, which makes all three gradients.
+        direction: ``forward``, ``forward_tangent`` (of programs with the softmax's weights, and
+            without dropout) or ``backward_kv``, which makes all three gradients.
         loop: The plan of its loop.
         config: How many warpgroups share a tile, and whether loops are peeled.
     """
-    program, placed = lowered.program, lowered.placed
-    forward = direction == "forward"
-    wide = not forward and widest(facts) > 128
-    family, name, producer, consumer = _FAMILIES["wide " * wide + direction]
-    learned = learned_in_kernel(lowered, facts)
+    job = Job(lowered, facts, direction, loop, config)
+    parts = parts_of(FEATURES, job)
+    learned = Learned() if job.is_forward else learned_in_kernel(lowered, facts)
     functions, helpers = print_functions(lowered, facts, direction, learned)
-    own_rows = own_tiles(lowered, facts, direction, config)
     texts, used = print_loop(
-        name,
-        DIRECTIONS[direction].along,
+        _LOOPS[direction],
+        FORWARD.along if job.is_forward else DIRECTIONS[direction].along,
         loop,
         param_values(facts, scalar=True),
         facts.names(),
-        own_rows.parts,
+        own_tiles(lowered, facts, direction, config).parts,
     )
-    visits, needed = print_rows(own_rows, facts)
-    texts += visits
-    used |= needed
-    modified, own = placed.pair.op is not Op.SCORE, program.weights is not None
-    dropped = program.dropout is not None
-    assert not (wide and dropped)
-    listed = loop.listed is not None
-    drawn = is_drawn(lowered, config)
-    scaled_first = modified or own or reads_score(program.mask) or facts.scale_first
-    bounded = is_bounded(lowered, facts)
-    full = listed or bool(loop.full)
-    anchored = forward and config.persistent and full and not (own or bounded)
-    anchored = anchored and facts.dtype == "bf16"
-    # The next tile's k has to come while one is read.
-    halved = anchored and config.stages > 1 and comes_by_halves(lowered, facts, loop)
-    flags = {
-        **constants_of(facts, config),
-        **flags_of_scores(lowered, name, loop),
-        "SCALED_FIRST": scaled_first,
-        "SIGNED": placed.inner is not None and placed.column is None and not scaled_first,
-        "LEARNS_COLUMN": learned.column,
-        "LEARNS_FACTOR": learned.factor,
-        "PEELED": config.peeled,
-        "WIDE": wide,
-        "EARLY": config.early,
-        # If exponents need more than a multiplication, a branch costs more than it saves: see M1 in
-        # docs/measured.md.
-        "LAZY": not own and not modified and placed.column is None,
-        "HAS_COMMON": weights_and_factor(lowered, facts, direction)[1] is not None,
-        "BOUNDED": bounded,
-        "NEEDS_TILE": True,
-        "MOVES_Q": False,
-        "MOVES_K": False,
-        "MOVES_V": False,
-        "ANCHORED": anchored,
-        "MIXED": _MIXED[widest(facts)] if bounded and facts.forms == APPROX else 0,
-        # A soft cap gains, plain scores lose: see M8 in docs/measured.md.
-        "LEAVE_EACH": not (forward or wide) and is_pairwise(placed.slope),
-        "PERSISTENT": config.persistent,
-        "DRAWN": drawn,
-        **flags_of_rows(own_rows),
-        "HAS_DROPOUT": dropped,
-        "SIGNED_WEIGHTS": dropped and not own,
-        "HALVED": halved,
-        "OWN_OUTPUT": forward and has_own_output(facts, config),
-    }
-    given_names = [*parameters(facts), *(LIST_PARAMETERS if listed else ())]
-    sums = ["COLUMN_SUMS,"] * learned.column + ["FACTOR_SUMS,"] * learned.factor
-    left = "q_empty" if forward else "kv_empty"
-    again = [f"{left}, item_s, item_full, item_empty,"] * config.persistent
-    again += ["lost_s,"] * anchored
-    counter = ["COUNTER,"] * drawn
-    pairs = pair_hooks(lowered, facts, direction, wide)
-    slopes = slope_hooks(facts)
-    tiles = (*pairs["pair_consumer"], *slopes["slopes_desc"])
-    output = ["o_s,"] * bool(flags["OWN_OUTPUT"])
-    kept = ["kept_s, kept_full,"] * dropped
-    summed = facts.adds_diagonals
-    diagonals = diagonal_hooks(summed)
-    given = [*counter, *kept, *diagonals["diagonal_producer"], *again, *pairs["pair_producer"]]
-    taken = [*sums, *output, *kept, *diagonals["diagonal_consumer"], *again, *tiles]
-    extra = [*["draws"] * bool(kept), *["diagonals"] * summed, *["forward_halves"] * halved]
-    templates = (family[0], *extra, *family[1:])
-    helpers |= used
-    more = {
-        "imports": [
-            *import_lines("device", helpers - OWN_HELPERS),
-            *import_lines("hopper", helpers & OWN_HELPERS),
-            *(_imports_of_dropout(direction, facts) if dropped else []),
-            *DIAGONAL_IMPORTS * summed,
-        ],
-        "learned": sums,
-        "counter": counter,
-        "again": again,
-        "output": output,
-        "kept": kept,
-        "drawing": ["done, first_row, tile_before, drop,", *kept] if kept else [],
-        "taking": ["keep_factor, factor2, inverse,", *kept] if kept else [],
-        "steep": ["steep_s,"] * wide,
-        "also_loaded": pairs["pair_producer"],
-        "also_read": pairs["pair_consumer"],
-        "also_given": pairs["pair_descs"],
-        "more_memory": pairs["pair_memory"],
-        "load_parameters": pairs["pair_load_parameters"],
-        "moved_query": [],
-        **row_hooks(facts),
-        **slopes,
-        **diagonals,
-        **pairs,
-        "partitions": partitions(
-            (*producer, *given),
-            (*consumer, *taken),
-            config.consumers,
-        ),
-    }
-    texts += print_pair_functions(lowered, facts, direction)
-    if dropped:
-        functions.append(drop_function(facts.draws))
-    texts = [record_of_given(given_names), *functions, *texts]
-    return fill_template(__package__, templates, texts, helpers, flags, given_names, more)
+    helpers |= used | parts.texts.helpers
+    given = [*parts.given, *parameters(facts), *(LIST_PARAMETERS if job.is_listed else ())]
+    head = "forward_shared" if job.is_forward else "backward_shared"
+    own = "above 128" if is_above_128(facts, direction) else direction
+    return fill_template(
+        __package__,
+        (head, *parts.templates, *_TEMPLATES[own]),
+        [record_of_given(given), *functions, *texts, *parts.texts.functions],
+        helpers,
+        {**_constants(job), **_flags(job), **parts.flags},
+        given,
+        {
+            "imports": [
+                *import_lines("device", helpers - _OWN_HELPERS),
+                *import_lines("hopper", helpers & _OWN_HELPERS),
+                *parts.imports,
+            ],
+            "arguments": wrapped(parts.arguments),
+        },
+    )
 
 
-def constants_of(facts: KernelFacts, config: Config) -> Flags:
+def _constants(job: Job) -> Flags:
     """What every call decides: sizes of tiles, dims, how positions are given, the dtype."""
+    facts, config = job.facts, job.config
     return {
         "BLOCK_M": config.block_m,
         "BLOCK_N": config.block_n,
@@ -251,12 +126,16 @@ def constants_of(facts: KernelFacts, config: Config) -> Flags:
     }
 
 
-def flags_of_scores(lowered: Lowered, name: str, loop: LoopPlan) -> dict[str, bool | float]:
-    """Flags of every module: what scores are made of, and which tiles the loop ``name`` has."""
-    program, placed, listed = lowered.program, lowered.placed, loop.listed is not None
+def _flags(job: Job) -> Flags:
+    """What scores are made of, which tiles the loop has, and how results are stored."""
+    lowered, facts, loop = job.lowered, job.facts, job.loop
+    program, placed = lowered.program, lowered.placed
+    name = _LOOPS[job.direction].upper()
+    modified, scaled = placed.pair.op is not Op.SCORE, _is_scaled_first(job)
+    wide = is_above_128(facts, job.direction)
     return {
         "MASKED": program.mask is not None,
-        "MODIFIED": placed.pair.op is not Op.SCORE,
+        "MODIFIED": modified,
         "OWN_WEIGHTS": program.weights is not None,
         "HAS_ROW": placed.row is not None,
         "HAS_COLUMN": placed.column is not None,
@@ -264,57 +143,34 @@ def flags_of_scores(lowered: Lowered, name: str, loop: LoopPlan) -> dict[str, bo
         "HAS_SINK": program.sink is not None,
         "HAS_FACTOR": placed.inner is not None,
         "HAS_DERIVATIVE": placed.slope is not const(1.0),
-        "PAIRWISE_DERIVATIVE": is_pairwise(placed.slope),
+        "PAIRWISE_DERIVATIVE": _is_pairwise(placed.slope),
+        "HAS_COMMON": weights_and_factor(lowered, facts, job.direction)[1] is not None,
         "OUTER": placed.outer,
-        f"{name.upper()}_HAS_FULL": listed or bool(loop.full),
-        f"{name.upper()}_HAS_PARTIAL": listed or bool(loop.partial),
-        f"{name.upper()}_DESCENDING": loop.descending,
+        "SCALED_FIRST": scaled,
+        "SIGNED": placed.inner is not None and placed.column is None and not scaled,
+        f"{name}_HAS_FULL": job.is_listed or bool(loop.full),
+        f"{name}_HAS_PARTIAL": job.is_listed or bool(loop.partial),
+        f"{name}_DESCENDING": loop.descending,
+        "NEEDS_TILE": job.direction == "forward",
+        "PEELED": job.config.peeled,
+        "EARLY": job.config.early,
+        "ABOVE_128": wide,
+        # A soft cap gains, plain scores lose: see M8 in docs/measured.md.
+        "RELEASE_PER_THREAD": not (job.is_forward or wide) and _is_pairwise(placed.slope),
+        "OWN_OUTPUT": job.is_forward and has_own_output(facts, job.config),
+        "FP32_ROWS": facts.wide_gradients,
     }
 
 
-def comes_by_halves(lowered: Lowered, facts: KernelFacts, loop: LoopPlan) -> bool:
-    """Whether an anchored forward has the scores of FULL tiles half by half.
-
-    Products of D128 take longer than their exponentials. A soft cap needs twice as many
-    exponentials. Items with few tiles wait when they begin. See M2 in docs/measured.md.
-    """
-    placed = lowered.placed
-    plain = placed.pair.op is Op.SCORE and placed.column is None
-    plain = plain and lowered.program.dropout is None and not facts.pair_tiles
-    return plain and widest(facts) <= 64 and loop.listed is None and not loop.short
+def _is_scaled_first(job: Job) -> bool:
+    """Whether scores are multiplied by the scale before anything else is done with them."""
+    program, placed = job.lowered.program, job.lowered.placed
+    found = placed.pair.op is not Op.SCORE or program.weights is not None
+    # The running maximum needs a factor that is positive; tangents have no code for its sign.
+    found = found or (job.direction == "forward_tangent" and placed.inner is not None)
+    return found or reads_score(program.mask) or job.facts.scale_first
 
 
-def is_pairwise(slope: Node) -> bool:
+def _is_pairwise(slope: Node) -> bool:
     """Whether a score's derivative varies within a head."""
     return not dependencies(slope)[slope] <= {"b", "h"}
-
-
-def is_bounded(lowered: Lowered, facts: KernelFacts) -> bool:
-    """Whether weights of all scores fit as they are, in base 2, without a maximum taken off."""
-    placed = lowered.placed
-    if lowered.program.weights is not None or placed.column is not None:
-        return False
-    exponent = placed.outer * magnitude(placed.pair) * math.log2(math.e)
-    return exponent <= _MOST_EXPONENT[facts.dtype]
-
-
-def _imports_of_dropout(direction: str, facts: KernelFacts) -> list[str]:
-    first = "from attndsl.backends.hopper.dropout import ("
-    names = (_INDENT + line for line in _DROPOUT[direction])
-    drawing = "drop_of_head" if facts.draws is None else "drop_of_part"
-    return [f"from attndsl.backends.device.dropout import {drawing}", first, *names, ")"]
-
-
-def partitions(producer: tuple[str, ...], consumer: tuple[str, ...], consumers: int) -> list[str]:
-    """The statement that sets the warpgroups to work."""
-    lines = ["gl.warp_specialize(", _INDENT + "[", *_call("produce", producer)]
-    for part in range(consumers):
-        lines += _call("consume", (f"{part},", *consumer))
-    warps = ", ".join(["4"] * consumers)
-    registers = ", ".join(["REGISTERS"] * consumers)
-    return [*lines, _INDENT + "],", f"{_INDENT}[{warps}],", f"{_INDENT}[{registers}],", ")"]
-
-
-def _call(function: str, own: tuple[str, ...]) -> list[str]:
-    inner = [3 * _INDENT + line for line in (*own, "given,")]
-    return [2 * _INDENT + f"({function}, (", *inner, 2 * _INDENT + ")),"]

@@ -11,10 +11,10 @@ from attndsl.passes.tiles.plan import BACKWARD_KV, FORWARD
 from ..kernels.config import Config
 from ..kernels.kernel import FixedKernel, Kernel, Task
 from .arguments import arguments_of
+from .blocks import block_width, widest
+from .features.skips import parts_of_lists
 from .generate import generate
 from .generate_tangent import generate_tangent
-from .memory import block_width, widest
-from .own_tiles import parts_of_lists
 from .pair_tiles import fitting
 from .sums import dq_from_sums, prepare_backward
 from .tiles import CANDIDATES, candidates, for_busy_producers

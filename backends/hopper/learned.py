@@ -24,7 +24,7 @@ from attndsl.passes.place import AWAY
 from ..tiled.capture_gradients import CaptureSums
 from ..tiled.plan import Step
 from ..tiled.torch_tiles import Expressions
-from .memory import block_width
+from .blocks import block_width
 
 if TYPE_CHECKING:
     from attndsl.ir import Node

@@ -45,7 +45,7 @@ def places_of(
 def count_up(begin, NUMBER: gl.constexpr, LAYOUT: gl.constexpr):
     """``begin + (0 ... NUMBER - 1)`` in ``LAYOUT``, that of the columns of a product.
 
-    One instruction a column, as in :func:`line`; of a plain range the places within the tile would
+    One instruction a column, as in :func:`ramp`; of a plain range the places within the tile would
     be kept through the loop, in a register each.
     """
     EIGHTHS: gl.constexpr = gl.BlockedLayout([NUMBER // 8, 2], [8, 4], [4, 1], [1, 0])
@@ -56,7 +56,7 @@ def count_up(begin, NUMBER: gl.constexpr, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def line(begin, steepness, NUMBER: gl.constexpr, LAYOUT: gl.constexpr):
+def ramp(begin, steepness, NUMBER: gl.constexpr, LAYOUT: gl.constexpr):
     """``begin + steepness * (0 ... NUMBER - 1)`` in ``LAYOUT``, that of the columns of a product.
 
     A thread has two neighbours of each eight columns: as a sum of multiples of eight, which are
@@ -70,8 +70,8 @@ def line(begin, steepness, NUMBER: gl.constexpr, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def lines(begins, steepness, NUMBER: gl.constexpr, SCORES: gl.constexpr):
-    """As :func:`line`, for each row of a product from its own begin."""
+def ramps(begins, steepness, NUMBER: gl.constexpr, SCORES: gl.constexpr):
+    """As :func:`ramp`, for each row of a product from its own begin."""
     ROWS: gl.constexpr = begins.shape[0]
     zeros = gl.full([ROWS, NUMBER], 0.0, gl.float32, layout=SCORES)
     EIGHTHS: gl.constexpr = gl.reshape(zeros, [ROWS, NUMBER // 8, 8]).type.layout
@@ -85,12 +85,12 @@ def lines(begins, steepness, NUMBER: gl.constexpr, SCORES: gl.constexpr):
 
 
 @gluon.jit
-def joint(peak):
+def max_of_two_rows(row_max):
     """For each row of a product the larger of its value and of that 8 rows apart: one a thread."""
-    ROWS: gl.constexpr = peak.shape[0]
-    pairs = gl.reshape(peak, [ROWS // 16, 2, 8])
+    ROWS: gl.constexpr = row_max.shape[0]
+    pairs = gl.reshape(row_max, [ROWS // 16, 2, 8])
     both, pairs = gl.broadcast(gl.max(pairs, 1)[:, None, :], pairs)
-    return gl.convert_layout(gl.reshape(both, [ROWS]), peak.type.layout, assert_trivial=True)
+    return gl.convert_layout(gl.reshape(both, [ROWS]), row_max.type.layout, assert_trivial=True)
 
 
 @triton.constexpr_function
@@ -136,21 +136,21 @@ def mixed_exp2(x, NUMBER: gl.constexpr):
 
 
 @gluon.jit
-def leave(barrier, EACH: gl.constexpr):
+def release(barrier, PER_THREAD: gl.constexpr):
     """Say that this warpgroup has read what ``barrier`` guards.
 
-    Where EACH, every thread says so (128 arrivals) when its copies by cp.async have come, of which
-    there are none: the plain way, once for all, makes the four warps wait for each other first. It
-    waits for no load of a thread's own from there: what was loaded must have been used before.
+    If PER_THREAD, every thread says so (128 arrivals) when its copies by cp.async have come. There
+    are none: the plain way, once for all, makes the four warps wait for each other first. It waits
+    for no load of a thread's own from there: what was loaded must have been used before.
     """
-    if EACH:
+    if PER_THREAD:
         async_copy.mbarrier_arrive(barrier, increment_count=False)
     else:
         mbarrier.arrive(barrier, count=1)
 
 
 @gluon.jit
-def words(values):
+def pack_fields(values):
     """Up to 16 integers, each known to all threads, as a vector."""
     places = gl.arange(0, 16, layout=gl.BlockedLayout([1], [32], [4], [0]))
     found = places * 0
@@ -160,8 +160,8 @@ def words(values):
 
 
 @gluon.jit
-def word(memory, NUMBER: gl.constexpr):
-    """Number ``NUMBER`` of :func:`words` in shared memory, known to all threads."""
+def read_field(memory, NUMBER: gl.constexpr):
+    """Number ``NUMBER`` of :func:`pack_fields` in shared memory, known to all threads."""
     return gl.sum(memory.slice(NUMBER, 1).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
 
 
@@ -254,7 +254,7 @@ def registers(number):
 
 
 @gluon.jit
-def finish(values, zero):
+def pin_before_wait(values, zero):
     """Compute ``values``, words or fp32, before whatever comes next is waited for.
 
     ptxas moves waits for products up, over arithmetic that was meant to run during the product. A
@@ -273,8 +273,8 @@ def finish(values, zero):
 
 
 @gluon.jit
-def raised(peak, highest):
-    """Maxima to subtract from now on: ``peak`` unless a row of the warp is past it by more than 8.
+def lazy_max(row_max, highest):
+    """Maxima to subtract from now on: ``row_max`` unless a row of the warp is past that by over 8.
 
     Weights of at most 2^8 are as exact as those of at most 1, and sums of a row need not be scaled
     down for each small step of its maximum: conditional rescaling, as in FlashAttention-4 (arXiv
@@ -296,7 +296,7 @@ def raised(peak, highest):
         }
         """,
         "=&f,=&f,f,f,f,f",
-        [peak, highest],
+        [row_max, highest],
         dtype=gl.float32,
         is_pure=True,
         pack=2,
@@ -325,7 +325,7 @@ def scaling_operands(number):
 
 
 @gluon.jit
-def scaled(sums, factors):
+def lazy_rescale(sums, factors):
     """A product's tile times a factor for each row; warps whose factors are 1 skip it."""
     EACH: gl.constexpr = sums.shape[0] * sums.shape[1] // 128
     return gl.inline_asm_elementwise(
@@ -339,19 +339,19 @@ def scaled(sums, factors):
 
 
 @gluon.jit
-def eighths_of_sums(tile):
+def partial_row_sums(tile):
     """Eight sums a row of a product's tile: each thread's own need no exchange."""
     return gl.sum(gl.reshape(tile, [tile.shape[0], tile.shape[1] // 8, 8]), 1)
 
 
 @gluon.jit
-def paired(eighths):
+def fold_partials(eighths):
     """Four sums a row from eight: each thread's two become one."""
     return gl.sum(gl.reshape(eighths, [eighths.shape[0], 4, 2]), 2)
 
 
 @gluon.jit
-def meet():
+def sync_consumers():
     """Wait until both consumer warpgroups are here (named barrier 9)."""
     in_each_thread("bar.sync 9, 256")
 
@@ -363,14 +363,14 @@ def await_written():
 
 
 @gluon.jit
-def announce():
+def signal_p():
     """Say that what was stored before may be read (named barrier 10), and go on."""
     in_each_thread("bar.arrive 10, 256")
 
 
 @gluon.jit
-def await_announced():
-    """Wait until the other consumer warpgroup has called :func:`announce` as often."""
+def wait_for_p():
+    """Wait until the other consumer warpgroup has called :func:`signal_p` as often."""
     in_each_thread("bar.sync 10, 256")
 
 

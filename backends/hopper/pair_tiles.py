@@ -16,19 +16,20 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from attndsl.ir import DType, Op, toposort
+from attndsl.ir import DType
 from attndsl.passes.inside import reads_inside
 
 from ..emit.facts import TRITON_TYPES, PairTile, strides
 from ..kernels.config import shared_memory_of
+from .blocks import ADDRESS_BYTES, widest
 from .copies import is_worth_a_copy
-from .memory import ADDRESS_BYTES, shared_bytes, widest
+from .features.bias import indices_of, lookups_of_pairs
+from .memory import shared_bytes
 from .tiles import CANDIDATES
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from attndsl.ir import Node
     from attndsl.pipeline import Lowered
 
     from ..base import Call
@@ -84,25 +85,6 @@ def pair_tiles(lowered: Lowered, call: Call, direction: str) -> tuple[PairTile, 
             if is_readable(own) or is_worth_a_copy(own, name, lowered, call, direction):
                 found.append(tile)
     return tuple(found)
-
-
-def lookups_of_pairs(lowered: Lowered) -> list[Node]:
-    """LOADs by at most each of ``b``, ``h`` and ``hkv``, then by ``q``, then by ``kv``."""
-    program = lowered.program
-    roots = (program.mask, lowered.placed.pair, program.weights)
-    found = []
-    for item in toposort(*(root for root in roots if root is not None)):
-        if item.op is Op.LOAD and all(index.op is Op.VAR for index in item.args):
-            indices = indices_of(item)
-            others = indices[:-2]
-            if indices[-2:] == ("q", "kv") and len({*others} - {"q", "kv"}) == len(others):
-                found.append(item)
-    return found
-
-
-def indices_of(item: Node) -> tuple[str, ...]:
-    """The variables by which a LOAD looks up."""
-    return tuple(str(index.value) for index in item.args)
 
 
 def _reads_inside(tensor: torch.Tensor, indices: tuple[str, ...], call: Call) -> bool:

@@ -25,13 +25,11 @@ if TYPE_CHECKING:
     from attndsl.pipeline import Lowered
 
     from ..base import Call, Wants
-    from ..emit.facts import KernelFacts
     from ..gradients.shares import Shares
     from ..kernels.config import Config
 
 _MOST = 4
 """Bytes that stored dS may take for each byte of the gradients that are made of it."""
-_INDENT = "    "
 
 
 def with_stored(found: Shares, lowered: Lowered, call: Call) -> Shares:
@@ -81,32 +79,3 @@ def empty_slopes(call: Call, config: Config) -> Slopes:
     lengths = counts[0] * config.block_n, counts[1] * config.block_m
     stored = torch.zeros((batch, heads, *counts), dtype=torch.int8, device=call.q.device)
     return Slopes(call.q.new_empty((batch, heads, *lengths)), stored)
-
-
-def slope_hooks(facts: KernelFacts) -> dict[str, list[str]]:
-    """Lines of the backward's templates by which dS goes from shared to global memory.
-
-    One consumer stores the tile that both have written, and the other notes that in STORED_TILES
-    (batch, heads, tiles of keys, tiles of queries). Before both meet again, one tile later, it has
-    been read; the tile after that takes its place.
-    """
-    stores = facts.stores_slopes
-    wait = ["if PART == 0:", f"{_INDENT}tma_wait(0)"]
-    store = [
-        "number = head.b * sizes.heads + head.h",
-        "slope_row = number * tl.cdiv(sizes.kv_len, BLOCK_N) * BLOCK_N + own",
-        "if PART == 0:",
-        f"{_INDENT}tma_store(slopes_desc, [slope_row, first], shared)",
-        "else:",
-        f"{_INDENT}q_tiles = tl.cdiv(sizes.q_len, BLOCK_M)",
-        f"{_INDENT}slope_tile = slope_row // BLOCK_N * q_tiles + q_tile_index",
-        f"{_INDENT}gl.store(STORED_TILES + slope_tile, 1)",
-    ]
-    found = {
-        "slopes_desc": ["slopes_desc, STORED_TILES,"],
-        "storing": ["slopes_desc, STORED_TILES, own,"],
-        "storing_imports": ["from attndsl.backends.hopper.shim import tma_store, tma_wait"],
-        "slopes_are_stored": wait,
-        "store_slopes": store,
-    }
-    return {name: lines * stores for name, lines in found.items()}

@@ -13,10 +13,10 @@ from ..emit.facts import facts_of, with_gradients
 from ..kernels.kernel import Job, Task
 from ..kernels.machine import machine_of
 from .arguments import descriptor_strides
+from .blocks import block_width
 from .distances import among
 from .kernels import KERNELS
 from .learned import learned_parts
-from .memory import block_width
 from .tiles import CANDIDATES
 
 if TYPE_CHECKING:

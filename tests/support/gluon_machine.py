@@ -262,7 +262,10 @@ class Tiles:
 
     @property
     def block_type(self) -> SimpleNamespace:
-        return SimpleNamespace(nbytes=self.rows * self.columns * self.tensor.element_size())
+        return SimpleNamespace(
+            nbytes=self.rows * self.columns * self.tensor.element_size(),
+            shape=[*(1 for _ in self.tensor.shape[:-2]), self.rows, self.columns],
+        )
 
     def block(self, place: list[Any]) -> torch.Tensor:
         *leading, row, column = map(int, place)

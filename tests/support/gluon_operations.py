@@ -11,6 +11,7 @@ import torch
 from attndsl.backends.dense.philox import kept_at
 from attndsl.backends.device import records
 from attndsl.backends.device.library import head_of, place_of_item
+from attndsl.backends.hopper import records as hopper_records
 from attndsl.backends.hopper.library import slot_of
 
 from .gluon_machine import (
@@ -37,7 +38,7 @@ def keep(values: torch.Tensor, bits: torch.Tensor, negated: bool = False) -> tor
     return torch.where(kept.mT if keys_first else kept, values, -values if negated else 0.0)
 
 
-def eighths_of_sums(tile: torch.Tensor) -> torch.Tensor:
+def partial_row_sums(tile: torch.Tensor) -> torch.Tensor:
     """Half a tile has fewer columns here."""
     padded = torch.nn.functional.pad(tile, (0, -tile.shape[1] % 8))
     return padded.reshape(len(tile), -1, 8).sum(1)
@@ -70,38 +71,40 @@ class Operations:
             "attndsl.backends.hopper": SimpleNamespace(dialect=language),
             "attndsl.backends.hopper.dialect": language,
             "attndsl.backends.hopper.library": SimpleNamespace(
-                add_to_sums=self.add_tile, announce=self.announce,
-                await_announced=self.await_announced, await_written=lambda: self.wait_stores(0),
-                meet=self.meet,
+                add_to_sums=self.add_tile, signal_p=self.signal_p,
+                wait_for_p=self.wait_for_p, await_written=lambda: self.wait_stores(0),
+                sync_consumers=self.sync_consumers,
                 count_up=lambda begin, size, layout: begin + language.arange(0, size),
-                eighths_of_sums=eighths_of_sums,
-                finish=lambda values, zero: None,
+                partial_row_sums=partial_row_sums,
+                pin_before_wait=lambda values, zero: None,
                 halves=lambda words, half, layout: words,
                 multiply=self.multiply_rows,
                 # Rows side by side here, so that any number of them will do.
-                joint=lambda peak: peak.view(-1, 2).amax(1).repeat_interleave(2),
-                leave=lambda barrier, each: self.arrive(barrier, 128 if each else 1),
-                lines=lambda begins, slope, size, layout: (
+                max_of_two_rows=lambda peak: peak.view(-1, 2).amax(1).repeat_interleave(2),
+                release=lambda barrier, each: self.arrive(barrier, 128 if each else 1),
+                ramps=lambda begins, slope, size, layout: (
                     begins[:, None] + slope * language.arange(0, size)
                 ),
                 mixed_exp2=lambda x, number: torch.exp2(x),
-                line=lambda begin, slope, size, layout: begin + slope * language.arange(0, size),
+                ramp=lambda begin, slope, size, layout: begin + slope * language.arange(0, size),
                 # Halves are fp16 here, and hold less than bf16.
                 pack=lambda tile, half: tile.clamp(-65504, 65504).to(half),
                 places_of=lambda first, length, origin, kind, size, layout: (
                     first + origin + language.arange(0, size)
                 ),
-                paired=lambda eighths: eighths.reshape(len(eighths), 4, 2).sum(2),
-                raised=torch.maximum,
+                fold_partials=lambda eighths: eighths.reshape(len(eighths), 4, 2).sum(2),
+                lazy_max=torch.maximum,
                 slot_of=FunctionType(slot_of.fn.__code__, {}),
-                scaled=lambda tile, factors: tile * factors[:, None],
+                lazy_rescale=lambda tile, factors: tile * factors[:, None],
                 spread=lambda values, places: (
                     values[None, :] if places.shape[0] == 1 else values[:, None]
                 ),
                 unpack=lambda words, zero, half, layout: words,
                 widened=lambda words, half, layout: words.float(),
-                word=lambda memory, number: memory.load(None)[number],
-                words=lambda values: torch.tensor([*map(int, values), *[-1] * (16 - len(values))]),
+                read_field=lambda memory, number: memory.load(None)[number],
+                pack_fields=lambda values: torch.tensor(
+                    [*map(int, values), *[-1] * (16 - len(values))]
+                ),
             ),
             "attndsl.backends.hopper.dropout": SimpleNamespace(
                 factor_of_kept=lambda p: 1 / (1 - torch.as_tensor(p)),
@@ -116,6 +119,7 @@ class Operations:
                 tma_load=self.load_tile, tma_store=self.store_tile, tma_wait=self.wait_stores
             ),
             "attndsl.backends.device.records": records,
+            "attndsl.backends.hopper.records": hopper_records,
             "attndsl.backends.device.dropout": SimpleNamespace(
                 drop_of_head=lambda p, number, seed: (round(1e6 * float(p)), int(number), seed),
                 drop_of_part=lambda p, number, seed, row, key: (
@@ -249,20 +253,20 @@ class Operations:
         self.machine.events.append(complete)
         self.machine.pause()
 
-    def meet(self) -> None:
+    def sync_consumers(self) -> None:
         """Both consumers of a program pass, or none."""
         program = self.machine.current.program
         self.meetings[program] += 1
         last = -(-self.meetings[program] // 2) * 2
         self.machine.pause(lambda: self.meetings[program] >= last)
 
-    def announce(self) -> None:
+    def signal_p(self) -> None:
         program = self.machine.current.program
         assert self.announced[program] == self.heard[program], "announced before it was heard"
         self.announced[program] += 1
         self.machine.pause()
 
-    def await_announced(self) -> None:
+    def wait_for_p(self) -> None:
         program = self.machine.current.program
         self.machine.pause(lambda: self.announced[program] > self.heard[program])
         self.heard[program] += 1

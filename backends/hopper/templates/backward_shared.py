@@ -30,27 +30,33 @@ from attndsl.backends.device.records import (
 )
 from attndsl.backends.hopper import dialect as tl
 from attndsl.backends.hopper.library import (
-    add_to_sums, announce, await_announced, count_up, eighths_of_sums, finish, leave, meet,
-    multiply,
-    places_of, slot_of, word, words,
+    add_to_sums, count_up, multiply, pack_fields, partial_row_sums, pin_before_wait, places_of,
+    read_field, release, signal_p, slot_of, sync_consumers, wait_for_p,
 )
-from attndsl.backends.hopper.shim import tma_load
-#: storing_imports
+from attndsl.backends.hopper.records import (
+    BackwardMemory, BackwardResults, Call, Kept, KeyRows, KeySums, Parts, Ring, Work,
+)
+from attndsl.backends.hopper.shim import tma_load, tma_store, tma_wait
 from attndsl.backends.device.library import place_of_item, positions, shift_of
 #: imports
 
 #: flags
 LOG2E = tl.constexpr(1.4426950408889634)
+SCORES = tl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16]))
+BIAS_PARTS = tl.constexpr(1 if ABOVE_128 else 2)
+BIAS_QUERIES = tl.constexpr(BLOCK_M)
+BIAS_KEYS = tl.constexpr(BLOCK_N // BIAS_PARTS)
 
 
 #: functions
 
 
 @gluon.jit
-def place_of_kv_item(item, sizes, together):
+def place_of_work(work_tile, call):
     """Key-value tile, batch entry and kv head."""
+    sizes = call.sizes
     tile, head_of_batch = place_of_item(
-        item, tl.cdiv(sizes.kv_len, BLOCK_N), sizes.batch * sizes.kv_heads, together,
+        work_tile, tl.cdiv(sizes.kv_len, BLOCK_N), sizes.batch * sizes.kv_heads, call.together,
         True, KV_PASS_DESCENDING,
     )
     return tile, head_of_batch // sizes.kv_heads, head_of_batch % sizes.kv_heads
@@ -69,204 +75,218 @@ def count_tiles(tile, head, sizes, shift, given):
 
 
 @gluon.jit
-def q_tile_of(step, visits, tile, head, sizes, shift, PARTIAL: gl.constexpr, given):
+def work_of_head(tile, head, visits, shift, call):
+    """The work tile as the functions of one of its query heads read it."""
+    return Work(
+        tile, head, visits, None, None, call.sizes, call.origins, shift, call.given
+    )
+
+
+@gluon.jit
+def tile_at(step, work, PARTIAL: gl.constexpr):
+    """Index of tile number ``step`` of the PARTIAL ones, or of the FULL ones."""
+    return kv_pass_tile(
+        step, work.visits, work.tile, work.head, work.sizes, work.shift, work.given, PARTIAL
+    )
+
+
+@gluon.jit
+def q_tile_at(step, work, PARTIAL: gl.constexpr):
     """Index of query tile number ``step``: PARTIAL ones, then FULL ones."""
     found = 0
     if KV_PASS_HAS_FULL:
-        found = kv_pass_tile(step - visits.partial, visits, tile, head, sizes, shift, given, False)
+        found = tile_at(step - work.visits.partial, work, False)
     if PARTIAL and KV_PASS_HAS_PARTIAL:
-        partial = kv_pass_tile(step, visits, tile, head, sizes, shift, given, True)
-        found = gl.where(step < visits.partial, partial, found)
+        partial = tile_at(step, work, True)
+        found = gl.where(step < work.visits.partial, partial, found)
     return found
 
 
 @gluon.jit
-def announce_item(turn, item, tile, b, hkv, item_s, item_full, item_empty):
-    """Tell the consumers what the item is, as soon as they know what the one before was."""
-    mbarrier.wait(item_empty, (turn & 1) ^ 1)
-    item_s.store(words((item, tile, b, hkv)))
-    mbarrier.arrive(item_full, count=1)
+def announce_work(work_index, work_tile, tile, b, hkv, fields):
+    """Tell the consumers what the work tile is, as soon as they know what the one before was."""
+    mbarrier.wait(fields.empty, (work_index & 1) ^ 1)
+    fields.data.store(pack_fields((work_tile, tile, b, hkv)))
+    mbarrier.arrive(fields.full, count=1)
 
 
 @gluon.jit
-def load_keys(
-    turn, tile, b, hkv, k_desc, v_desc, k_s, v_s, k_full, v_full,
-    #: again
-):
+def load_keys(work_index, tile, b, hkv, k, v):
     """Load the tile of k and of v; where PERSISTENT, as soon as the consumers have left them."""
     if PERSISTENT:
-        mbarrier.wait(kv_empty, (turn & 1) ^ 1)
-    mbarrier.expect(k_full, k_desc.block_type.nbytes)
-    tma_load(k_desc, [b, hkv, tile * BLOCK_N, 0], k_full, k_s.index(0))
-    mbarrier.expect(v_full, v_desc.block_type.nbytes)
-    tma_load(v_desc, [b, hkv, tile * BLOCK_N, 0], v_full, v_s.index(0))
+        mbarrier.wait(k.empty, (work_index & 1) ^ 1)
+    mbarrier.expect(k.full, k.desc.block_type.nbytes)
+    tma_load(k.desc, [b, hkv, tile * BLOCK_N, 0], k.full, k.data.index(0))
+    mbarrier.expect(v.full, v.desc.block_type.nbytes)
+    tma_load(v.desc, [b, hkv, tile * BLOCK_N, 0], v.full, v.data.index(0))
 
 
 @gluon.jit
-def load_item(
-    item, turn, done, q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, q_s, k_s, v_s, do_s,
-    lse_s, delta_s, k_full, v_full, q_full, do_full, q_empty, do_empty, sizes, origins, padded,
-    together,
-    #: kept
-    #: diagonal_producer
-    #: again
-    #: pair_producer
-    given,
-):
+def load_query_tile(tile_index, first, row, head, memory):
+    """Load rows of q and of dO from ``first`` on, and their statistics: a head's begin at ``row``."""
+    q, do, lse, delta = memory.q, memory.do, memory.lse, memory.delta
+    stage, phase = slot_of(tile_index, STAGES)
+    mbarrier.wait(q.empty.index(stage), phase ^ 1)
+    ready = q.full.index(stage)
+    mbarrier.expect(ready, q.desc.block_type.nbytes + lse.desc.block_type.nbytes)
+    tma_load(lse.desc, [row + first], ready, lse.data.index(stage))
+    tma_load(q.desc, [head.b, head.h, first, 0], ready, q.data.index(stage))
+    mbarrier.wait(do.empty.index(stage), phase ^ 1)
+    ready = do.full.index(stage)
+    mbarrier.expect(ready, do.desc.block_type.nbytes + delta.desc.block_type.nbytes)
+    tma_load(delta.desc, [row + first], ready, delta.data.index(stage))
+    tma_load(do.desc, [head.b, head.h, first, 0], ready, do.data.index(stage))
+
+
+@gluon.jit
+def load_work(work_tile, work_index, tiles_before, memory, call):
     """Load k and v once, and every query tile's q, dO and row statistics.
 
-    Returns the program's number of query tiles so far, ``done`` of which were before this item.
+    Returns the program's number of query tiles so far, ``tiles_before`` of which were before this
+    work tile.
     """
-    tile, b, hkv = place_of_kv_item(item, sizes, together)
-    shift = shift_of(origins, Q_KIND, KV_KIND)
+    sizes, given = call.sizes, call.given
+    tile, b, hkv = place_of_work(work_tile, call)
+    shift = shift_of(call.origins, Q_KIND, KV_KIND)
     if PERSISTENT:
-        announce_item(turn, item, tile, b, hkv, item_s, item_full, item_empty)
+        announce_work(work_index, work_tile, tile, b, hkv, memory.fields)
     else:
-        load_keys(
-            turn, tile, b, hkv, k_desc, v_desc, k_s, v_s, k_full, v_full,
-            #: again
-        )
+        load_keys(work_index, tile, b, hkv, memory.k, memory.v)
     group = sizes.heads // sizes.kv_heads
-    count = done
-    #: no_tile_before
+    tile_index = tiles_before
+    if ADDS_DIAGONALS:
+        sums_before = given.DISTANCE_SUMS
     for member in range(0, group):
         head = Head(b, hkv * group + member, hkv)
         visits, masked = count_tiles(tile, head, sizes, shift, given)
-        row = (b * sizes.heads + head.h) * padded
-        #: line_of_sums
+        work = work_of_head(tile, head, visits, shift, call)
+        row = (b * sizes.heads + head.h) * call.padded
+        if ADDS_DIAGONALS:
+            line = line_of_sums(tile, head, call)
         if HAS_DROPOUT:
             drop = drop_of_item(head, sizes, given)
         for step in range(0, visits.partial + visits.full):
-            first = BLOCK_M * q_tile_of(step, visits, tile, head, sizes, shift, True, given)
-            stage, phase = slot_of(count, STAGES)
-            mbarrier.wait(q_empty.index(stage), phase ^ 1)
-            q_ready = q_full.index(stage)
-            mbarrier.expect(q_ready, q_desc.block_type.nbytes + lse_desc.block_type.nbytes)
-            tma_load(lse_desc, [row + first], q_ready, lse_s.index(stage))
-            tma_load(q_desc, [b, head.h, first, 0], q_ready, q_s.index(stage))
-            mbarrier.wait(do_empty.index(stage), phase ^ 1)
-            do_ready = do_full.index(stage)
-            mbarrier.expect(do_ready, do_desc.block_type.nbytes + delta_desc.block_type.nbytes)
-            tma_load(delta_desc, [row + first], do_ready, delta_s.index(stage))
-            tma_load(do_desc, [b, head.h, first, 0], do_ready, do_s.index(stage))
-            #: load_pairs
+            first = BLOCK_M * q_tile_at(step, work, True)
+            load_query_tile(tile_index, first, row, head, memory)
+            if HAS_BIAS:
+                load_bias(
+                    tile_index, step < masked if BIAS_IN_MASK else True, head, first + shift.q,
+                    tile * BLOCK_N + shift.kv, memory.bias,
+                )
             if PERSISTENT:
-                # The consumers may be busy with the item before, and its keys with them.
-                if count == done:
-                    load_keys(
-                        turn, tile, b, hkv, k_desc, v_desc, k_s, v_s, k_full, v_full,
-                        #: again
-                    )
+                # The consumers may be busy with the work tile before, and its keys with them.
+                if tile_index == tiles_before:
+                    load_keys(work_index, tile, b, hkv, memory.k, memory.v)
             if HAS_DROPOUT:
-                draw_tile(drop, count, tile * BLOCK_N, first, kept_s, kept_full, 2, BLOCK_M)
-            #: add_tile_before
-            count += 1
+                draw_tile(drop, tile_index, tile * BLOCK_N, first, memory.kept, 2, BLOCK_M)
+            if ADDS_DIAGONALS:
+                if tile_index > tiles_before:
+                    add_tile(tile_index - 1, sums_before, memory)
+                sums_before = line + first
+            tile_index += 1
     if PERSISTENT:
-        if count == done:
-            load_keys(
-                turn, tile, b, hkv, k_desc, v_desc, k_s, v_s, k_full, v_full,
-                #: again
-            )
-    #: add_last_tile
-    return count
+        if tile_index == tiles_before:
+            load_keys(work_index, tile, b, hkv, memory.k, memory.v)
+    if ADDS_DIAGONALS:
+        if tile_index > tiles_before:
+            add_tile(tile_index - 1, sums_before, memory)
+    return tile_index
 
 
 @gluon.jit
-def parts_of_queries(first, head, sizes, q_origin, given):
+def keys_of_tile(first, NUMBER: gl.constexpr, sizes, origins):
+    """Numbers and logical positions of a consumer's keys from ``first`` on."""
+    numbers = first + gl.arange(0, NUMBER, layout=gl.SliceLayout(1, SCORES))
+    return numbers, positions(numbers, sizes.kv_len, origins.kv, KV_KIND)
+
+
+@gluon.jit
+def keys_of_head(first, numbers, places, kv, origin, ragged, scale, work):
+    """A consumer's keys as one query head sees them."""
+    head, sizes, given = work.head, work.sizes, work.given
+    kv_parts = kv_parts_of_pairs(head, places, sizes, given)
+    column2 = LOG2E * column_of_score(
+        head, places, (places - origin).to(gl.float32), kv_parts, sizes, given,
+    )
+    if HAS_FACTOR:
+        scale = scale * factor_of_score(head, sizes, given)
+    return KeyRows(first, numbers, kv, kv_parts, column2, origin, ragged, scale)
+
+
+@gluon.jit
+def parts_of_queries(first, work):
     """What is looked up by the tile's queries: by neighbouring threads, once."""
     rows = first + gl.arange(0, BLOCK_M, layout=gl.BlockedLayout([1], [32], [4], [0]))
-    return q_parts_of_pairs(head, positions(rows, sizes.q_len, q_origin, Q_KIND), sizes, given)
+    q = positions(rows, work.sizes.q_len, work.origins.q, Q_KIND)
+    return q_parts_of_pairs(work.head, q, work.sizes, work.given)
 
 
 @gluon.jit
-def weights_of_tile(
-    score, q_parts, kv_parts, lse2, columns, column2, first, kv, scale, origin, ragged, head, sizes,
-    q_origin, PARTIAL: gl.constexpr, SCORES: gl.constexpr, given,
-    #: pair_parts
-):
+def weights_of_tile(score, first, parts, lse2, keys, work, PARTIAL: gl.constexpr):
     """From the tile's k . q: weights, their slopes, and the derivative of the score by its raw one.
 
     A softmax weight's slope is the weight itself, once delta is taken off the weight's gradient.
-    ``column2`` is what the score has of each key alone, in base 2.
     """
+    head, sizes, given, kv = work.head, work.sizes, work.given, keys.kv
     QUERIES: gl.constexpr = gl.SliceLayout(0, SCORES)
     rows = count_up(first, BLOCK_M, QUERIES)
-    places = places_of(first, sizes.q_len, q_origin, Q_KIND, BLOCK_M, QUERIES)
+    places = places_of(first, sizes.q_len, work.origins.q, Q_KIND, BLOCK_M, QUERIES)
     derivative = 1.0
     if HAS_ROW:
-        part = row_of_score(head, places, origin, q_parts, sizes, given)
+        part = row_of_score(head, places, keys.origin, parts.q, sizes, given)
         lse2 = lse2 - part * LOG2E
     if PARTIAL or MODIFIED or HAS_DERIVATIVE or OWN_WEIGHTS:
         q = places[None, :]
-        live = (rows < sizes.q_len)[None, :] & (columns < sizes.kv_len)[:, None]
-        raw = score * scale
+        live = (rows < sizes.q_len)[None, :] & (keys.numbers < sizes.kv_len)[:, None]
+        raw = score * keys.scale
     if HAS_DERIVATIVE:
         derivative, _ = gl.broadcast(
-            derivative_of_pair(
-                raw, live, q_parts, kv_parts, head, q, kv, sizes, given,
-                #: pair_parts
-            ),
-            score,
+            derivative_of_pair(raw, live, parts, head, q, kv, sizes, given), score
         )
     if MODIFIED:
         final, _ = gl.broadcast(
-            score_of_pair(
-                raw, live, q_parts, kv_parts, head, q, kv, sizes, given,
-                #: pair_parts
-            ),
-            score,
+            score_of_pair(raw, live, parts, head, q, kv, sizes, given), score
         )
     if PARTIAL and MASKED:
-        allowed = mask_of_pair(
-            raw, live, q_parts, kv_parts, head, q, kv, sizes, given,
-            #: pair_parts
-        )
+        allowed = mask_of_pair(raw, live, parts, head, q, kv, sizes, given)
     if OWN_WEIGHTS:
         if not MODIFIED:
             final = raw
-        weight, _ = gl.broadcast(
-            weight_of_pair(
-                final, live, q_parts, kv_parts, head, q, kv, sizes, given,
-                #: pair_parts
-            ),
-            score,
+        p, _ = gl.broadcast(
+            weight_of_pair(final, live, parts, head, q, kv, sizes, given), score
         )
-        slope, _ = gl.broadcast(
-            slope_of_weight(
-                final, live, q_parts, kv_parts, head, q, kv, sizes, given,
-                #: pair_parts
-            ),
-            score,
+        p_slope, _ = gl.broadcast(
+            slope_of_weight(final, live, parts, head, q, kv, sizes, given), score
         )
         if PARTIAL:
             if MASKED:
                 live = live & allowed
-            weight = gl.where(live, weight, 0.0)
-            slope = gl.where(live, slope, 0.0)
+            p = gl.where(live, p, 0.0)
+            p_slope = gl.where(live, p_slope, 0.0)
     else:
         if MODIFIED:
             exponent = final * (OUTER * LOG2E)
         else:
-            exponent = score * (scale * (OUTER * LOG2E))
+            exponent = score * (keys.scale * (OUTER * LOG2E))
         if HAS_COLUMN:
-            exponent = exponent + column2[:, None]
+            exponent = exponent + keys.column2[:, None]
         exponent = exponent - lse2[None, :]
         if PARTIAL and MASKED:
             exponent = gl.where(allowed, exponent, float("-inf"))
         if PARTIAL:
-            if ragged | (first + BLOCK_M > sizes.q_len):
+            if keys.ragged | (first + BLOCK_M > sizes.q_len):
                 exponent = gl.where(live, exponent, float("-inf"))
-        weight = gl.exp2(exponent)
-        slope = weight
-    return weight, slope, derivative
+        p = gl.exp2(exponent)
+        p_slope = p
+    return p, p_slope, derivative
 
 
 @gluon.jit
-def gradient_of_score(steep, dweight, delta):
-    """From the gradient of the weights: that of the score, ``steep`` slopes of the weights by it."""
+def gradient_of_score(p_slope, dp, delta):
+    """From the gradient of the weights: that of the score, ``p_slope`` slopes of the weights by it."""
     if not OWN_WEIGHTS:
-        dweight = dweight - delta[None, :]
-    return steep * dweight
+        dp = dp - delta[None, :]
+    return p_slope * dp
 
 
 @gluon.jit

@@ -7,12 +7,12 @@ Follows ``backward_shared`` in one module.
 Whatever one consumer wrote, the other reads after a named barrier, which both pass once for each
 query tile. For a tile,
 
-1. the first stores P times the score's derivative in ``steep_s`` and announces it, without waiting;
-   the second waits for that, and stores dS in ``ds_s``;
-2. both meet, and make dQ from ``ds_s``.
+1. the first stores P times the score's derivative in ``p_slope`` and signals that, without waiting;
+   the second waits for that, and stores dS in ``ds``;
+2. both meet, and make dQ from ``ds``.
 
-So one buffer of each is enough. The first writes ``steep_s`` for the next tile after they met, when
-the second has read it. The second writes ``ds_s`` for the next tile once the first has announced
+So one buffer of each is enough. The first writes ``p_slope`` for the next tile after they met, when
+the second has read it. The second writes ``ds`` for the next tile once the first has announced
 that tile's weights, before which it waited for its half of this tile's dQ.
 
 After the last tile, or without any, both meet once more: nobody reads k and v any longer, and dK
@@ -23,167 +23,158 @@ and dV take their places on the way out.
 #: begin
 
 
+# Of the last columns of keys, those that are all zeros make none of dQ.
+SHORT_WIDTH = tl.constexpr(64 if D == 256 and HEAD_DIM <= 192 else D // 2)
+
+
 @gluon.jit
 def add_query_tile(
-    PART: gl.constexpr, count, q_tile_index, total, zeros, no_dq, kv_parts, columns, column2, kv,
-    origin, ragged, SUMS, q_s, k_s, v_s, do_s, lse_s, delta_s, ds_s, steep_s, q_full, do_full,
-    q_empty, do_empty, scale, head, sizes, q_origin, padded, PARTIAL: gl.constexpr,
-    SCORES: gl.constexpr, OPERAND: gl.constexpr, given,
-    #: pair_reader_parameters
+    PART: gl.constexpr, tile_index, q_index, total, keys, results, memory, work, padded,
+    PARTIAL: gl.constexpr, OPERAND: gl.constexpr,
 ):
     """Add one query tile's part to dQ, and to ``total``: dV, or dK before the scale.
 
     Tiles are (keys, queries).
     """
-    stage, phase = slot_of(count, STAGES)
-    first = q_tile_index * BLOCK_M
+    head, sizes = work.head, work.sizes
+    stage, phase = slot_of(tile_index, STAGES)
+    first = q_index * BLOCK_M
     # An index that no compiler knows to be zero: see ``backward``.
-    only = count >> 31
-    k_tile = k_s.index(only).reshape([BLOCK_N, D])
-    q = q_s.index(stage).reshape([BLOCK_M, D])
-    do = do_s.index(stage).reshape([BLOCK_M, DV])
-    slopes = ds_s.index(only)
+    only = tile_index >> 31
+    k_tile = memory.k.data.index(only).reshape([BLOCK_N, D])
+    q_tile = memory.q.data.index(stage).reshape([BLOCK_M, D])
+    do_tile = memory.do.data.index(stage).reshape([BLOCK_M, DV])
+    shared = memory.ds.data.index(only)
+    zeros = gl.zeros([BLOCK_N, BLOCK_M], gl.float32, layout=SCORES)
     if PART == 0:
-        mbarrier.wait(q_full.index(stage), phase)
-        scoring = multiply(k_tile, q, zeros, HEAD_DIM)
-        lse2 = lse_s.index(stage).load(gl.SliceLayout(0, SCORES))
-        q_parts = parts_of_queries(first, head, sizes, q_origin, given)
+        mbarrier.wait(memory.q.full.index(stage), phase)
+        scoring = multiply(k_tile, q_tile, zeros, HEAD_DIM)
+        lse2 = memory.lse.data.index(stage).load(gl.SliceLayout(0, SCORES))
+        q_parts = parts_of_queries(first, work)
         score = warpgroup_mma_wait(0, deps=[scoring])
-        mbarrier.arrive(q_empty.index(stage), count=1)
-        #: read_pairs
-        weight, steep, derivative = weights_of_tile(
-            score, q_parts, kv_parts, lse2, columns, column2, first, kv, scale, origin, ragged,
-            head, sizes, q_origin, PARTIAL, SCORES, given,
-            #: pair_parts
-        )
-        #: leave_pairs
-        operand = gl.convert_layout(weight.to(HALF), OPERAND)
+        mbarrier.arrive(memory.q.empty.index(stage), count=1)
+        pair_parts = read_bias(PART, tile_index, PARTIAL, memory.bias) if HAS_BIAS else None
+        parts = Parts(q_parts, keys.parts, pair_parts)
+        p, p_slope, derivative = weights_of_tile(score, first, parts, lse2, keys, work, PARTIAL)
+        if HAS_BIAS:
+            mbarrier.arrive(memory.bias.empty.index(PART), count=1)
+        operand = gl.convert_layout(p.to(HALF), OPERAND)
         if HAS_DERIVATIVE:
-            slope = steep
-            steep = slope * derivative
+            by_final = p_slope
+            p_slope = by_final * derivative
             if PARTIAL:
                 # A dead pair's derivative may be infinite.
-                steep = gl.where(slope == 0.0, 0.0, steep)
-        steep_s.store(steep)
-        announce()
+                p_slope = gl.where(by_final == 0.0, 0.0, p_slope)
+        memory.p_slope.store(p_slope)
+        signal_p()
         # dV runs while the other warpgroup computes dS.
-        mbarrier.wait(do_full.index(stage), phase)
-        adding = warpgroup_mma(operand, do, total, is_async=True)
+        mbarrier.wait(memory.do.full.index(stage), phase)
+        adding = warpgroup_mma(operand, do_tile, total, is_async=True)
     else:
-        mbarrier.wait(do_full.index(stage), phase)
-        v_tile = v_s.index(only).reshape([BLOCK_N, DV])
-        weighing = multiply(v_tile, do, zeros, VALUE_DIM)
-        delta = delta_s.index(stage).load(gl.SliceLayout(0, SCORES))
-        dweight = warpgroup_mma_wait(0, deps=[weighing])
-        mbarrier.arrive(do_empty.index(stage), count=1)
-        await_announced()
-        slope = gradient_of_score(steep_s.load(SCORES), dweight, delta)
-        slope_half = slope.to(HALF)
-        slopes.store(slope_half)
-        operand = gl.convert_layout(slope_half, OPERAND)
+        mbarrier.wait(memory.do.full.index(stage), phase)
+        v_tile = memory.v.data.index(only).reshape([BLOCK_N, DV])
+        weighing = multiply(v_tile, do_tile, zeros, VALUE_DIM)
+        delta = memory.delta.data.index(stage).load(gl.SliceLayout(0, SCORES))
+        dp = warpgroup_mma_wait(0, deps=[weighing])
+        mbarrier.arrive(memory.do.empty.index(stage), count=1)
+        wait_for_p()
+        ds = gradient_of_score(memory.p_slope.load(SCORES), dp, delta)
+        ds_half = ds.to(HALF)
+        shared.store(ds_half)
+        operand = gl.convert_layout(ds_half, OPERAND)
         fence_async_shared()
-        mbarrier.wait(q_full.index(stage), phase)
-    meet()
+        mbarrier.wait(memory.q.full.index(stage), phase)
+    sync_consumers()
+    DQ_WIDTH: gl.constexpr = SHORT_WIDTH if PART == 1 else D // 2
+    DQ_ROWS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DQ_WIDTH, 16])
+    no_dq = gl.zeros([64, DQ_WIDTH], gl.float32, layout=DQ_ROWS)
     making_q = warpgroup_mma(
-        slopes.permute((1, 0)), k_tile.slice(PART * (D // 2), no_dq.shape[1], dim=1), no_dq,
+        shared.permute((1, 0)), k_tile.slice(PART * (D // 2), DQ_WIDTH, dim=1), no_dq,
         use_acc=False, is_async=True,
     )
     if PART == 0:
         total = warpgroup_mma_wait(1, deps=[adding])
-        mbarrier.arrive(do_empty.index(stage), count=1)
+        mbarrier.arrive(memory.do.empty.index(stage), count=1)
         dq = warpgroup_mma_wait(0, deps=[making_q])
     else:
         # dQ comes before dK, so that it is added up while dK is computed.
-        adding = warpgroup_mma(operand, q, total, is_async=True)
+        adding = warpgroup_mma(operand, q_tile, total, is_async=True)
         dq = warpgroup_mma_wait(1, deps=[making_q])
     row = (head.b * sizes.heads + head.h).to(gl.int64) * padded + first
-    add_to_sums(SUMS + row * D + PART * (BLOCK_M * D // 2), dq)
+    add_to_sums(results.dq_sums + row * D + PART * (BLOCK_M * D // 2), dq)
     if PART == 1:
         total = warpgroup_mma_wait(0, deps=[adding])
-        mbarrier.arrive(q_empty.index(stage), count=1)
+        mbarrier.arrive(memory.q.empty.index(stage), count=1)
     return total
 
 
 @gluon.jit
-def consume_item(
-    item, turn, done, PART: gl.constexpr, SUMS, results, q_s, k_s, v_s, do_s, lse_s, delta_s, ds_s,
-    steep_s, k_full, v_full, q_full,
-    do_full, q_empty, do_empty, scale, sizes, origins, padded, together,
-    #: learned
-    #: kept
-    #: again
-    #: pair_consumer
-    #: slopes_desc
-    given,
+def consume_work(
+    work_tile, work_index, tiles_before, PART: gl.constexpr, results, memory, call
 ):
     """The tile's dV (part 0) or dK (part 1), and half the columns of dQ.
 
-    Returns the number of query tiles. Its programs have one item each, since the way out takes the
-    place of k and v: ``turn`` and ``done`` are 0.
+    Returns the number of query tiles. Its programs have one work tile each, since the way out takes
+    the place of k and v: ``work_index`` and ``tiles_before`` are 0.
     """
     OWN_WIDTH: gl.constexpr = DV if PART == 0 else D
-    # Of the last columns of keys, those that are all zeros make none of dQ.
-    DQ_WIDTH: gl.constexpr = 64 if PART == 1 and D == 256 and HEAD_DIM <= 192 else D // 2
-    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
     OWN_ROWS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, OWN_WIDTH, 16])
-    DQ_ROWS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DQ_WIDTH, 16])
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, OWN_ROWS, 2)
-    tile, b, hkv = place_of_kv_item(item, sizes, together)
-    shift = shift_of(origins, Q_KIND, KV_KIND)
+    sizes, given = call.sizes, call.given
+    tile, b, hkv = place_of_work(work_tile, call)
+    shift = shift_of(call.origins, Q_KIND, KV_KIND)
     own = tile * BLOCK_N
-    columns = own + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, SCORES))
-    places = positions(columns, sizes.kv_len, origins.kv, KV_KIND)
+    numbers, places = keys_of_tile(own, BLOCK_N, sizes, call.origins)
     kv = places[:, None]
     origin = own + shift.kv
     ragged = own + BLOCK_N > sizes.kv_len
     total = gl.zeros([BLOCK_N, OWN_WIDTH], gl.float32, layout=OWN_ROWS)
-    zeros = gl.zeros([BLOCK_N, BLOCK_M], gl.float32, layout=SCORES)
-    no_dq = gl.zeros([64, DQ_WIDTH], gl.float32, layout=DQ_ROWS)
-    mbarrier.wait(k_full, turn)
-    mbarrier.wait(v_full, turn)
+    mbarrier.wait(memory.k.full, work_index)
+    mbarrier.wait(memory.v.full, work_index)
     group = sizes.heads // sizes.kv_heads
-    count = done
+    tile_index = tiles_before
     for member in range(0, group):
         head = Head(b, hkv * group + member, hkv)
         visits, masked = count_tiles(tile, head, sizes, shift, given)
-        kv_parts = kv_parts_of_pairs(head, places, sizes, given)
-        column2 = LOG2E * column_of_score(
-            head, places, (places - origin).to(gl.float32), kv_parts, sizes, given,
-        )
-        factored = scale
-        if HAS_FACTOR:
-            factored = scale * factor_of_score(head, sizes, given)
+        work = work_of_head(tile, head, visits, shift, call)
+        keys = keys_of_head(own, numbers, places, kv, origin, ragged, call.scale, work)
         for step in range(0, masked):
-            q_tile_index = q_tile_of(step, visits, tile, head, sizes, shift, True, given)
             total = add_query_tile(
-                PART, count, q_tile_index, total, zeros, no_dq, kv_parts, columns, column2, kv,
-                origin, ragged, SUMS, q_s, k_s, v_s, do_s, lse_s, delta_s, ds_s, steep_s, q_full,
-                do_full, q_empty, do_empty, factored, head, sizes, origins.q, padded, True, SCORES,
-                OPERAND, given,
-                #: pair_reader
+                PART, tile_index, q_tile_at(step, work, True), total, keys, results, memory, work,
+                call.padded, True, OPERAND,
             )
-            count += 1
+            tile_index += 1
         if KV_PASS_HAS_FULL and PEELED:
             for step in range(masked, visits.partial + visits.full):
-                q_tile_index = q_tile_of(step, visits, tile, head, sizes, shift, False, given)
                 total = add_query_tile(
-                    PART, count, q_tile_index, total, zeros, no_dq, kv_parts, columns, column2, kv,
-                    origin, ragged, SUMS, q_s, k_s, v_s, do_s, lse_s, delta_s, ds_s, steep_s,
-                    q_full, do_full, q_empty, do_empty, factored, head, sizes, origins.q, padded,
-                    False, SCORES, OPERAND, given,
-                    #: pair_reader
+                    PART, tile_index, q_tile_at(step, work, False), total, keys, results, memory,
+                    work, call.padded, False, OPERAND,
                 )
-                count += 1
-    meet()
-    #: rows_layout
+                tile_index += 1
+    sync_consumers()
+    out = results.keys
     if PART == 0:
-        v_tile = v_s.index(0).reshape([BLOCK_N, DV])
         if HAS_COMMON:
             total = total * factor_of_weights(Head(b, 0, hkv), sizes, given)
-        dv_out = Tensor(results.dv, results.dv_b, results.dv_h, results.dv_n)
-        #: store_dv
+        rows = rows_to_store(total, memory.v.data.index(0).reshape([BLOCK_N, DV]))
+        dv_out = Tensor(out.dv, out.dv_b, out.dv_h, out.dv_n)
+        store_rows(dv_out, rows, own, b, hkv, sizes.kv_len, VALUE_DIM)
     else:
-        k_tile = k_s.index(0).reshape([BLOCK_N, D])
-        dk_out = Tensor(results.dk, results.dk_b, results.dk_h, results.dk_n)
-        #: store_dk
-    return count
+        rows = rows_to_store(total * call.scale, memory.k.data.index(0).reshape([BLOCK_N, D]))
+        dk_out = Tensor(out.dk, out.dk_b, out.dk_h, out.dk_n)
+        store_rows(dk_out, rows, own, b, hkv, sizes.kv_len, HEAD_DIM)
+    return tile_index
+
+
+@gluon.jit
+def rows_to_store(rows, place):
+    """Rows of dK or of dV as threads store them.
+
+    Halves go through shared memory, so that each thread stores 16 bytes. Rows in fp32 would take
+    twice the memory there: each thread stores what it holds, 8 bytes at a time.
+    """
+    if not FP32_ROWS:
+        STORED: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+        place.store(rows.to(HALF))
+        rows = place.load(STORED)
+    return rows

@@ -1,7 +1,9 @@
 """Gradients by distance in the backward: the producer adds up dS along diagonals.
 
-It does so when it has loaded the next tile, so that no consumer waits for it. The one after takes
-the place of dS, but is loaded only then.
+The producer loads tile t + 1 and then adds up dS of t, or at once where t is a work tile's last: no
+consumer waits for it. No warpgroup waits for itself: the load waits for consumers to leave a tile no
+later than t, and dS of t needs the loads up to t alone. Nothing need say that dS has been read: that
+of t + 2 takes its place, whose load comes after.
 """
 # ruff: noqa: F821
 
@@ -9,19 +11,21 @@ the place of dS, but is loaded only then.
 
 
 @gluon.jit
-def line_of_sums(DISTANCE_SUMS, tile, head, sizes, padded):
+def line_of_sums(tile, head, call):
     """Where sums of a tile of keys lie that are of the first query less the tile's end."""
+    sizes = call.sizes
     kv_tiles = tl.cdiv(sizes.kv_len, BLOCK_N)
-    start = ((head.b * sizes.heads + head.h) * kv_tiles + tile).to(gl.int64) * (padded + kv_tiles * BLOCK_N)
-    return DISTANCE_SUMS + (start + (kv_tiles - 1 - tile) * BLOCK_N)
+    number = (head.b * sizes.heads + head.h) * kv_tiles + tile
+    start = number.to(gl.int64) * (call.padded + kv_tiles * BLOCK_N)
+    return call.given.DISTANCE_SUMS + (start + (kv_tiles - 1 - tile) * BLOCK_N)
 
 
 @gluon.jit
-def add_tile(count, sums, ds_s, lines_s, ds_full):
-    """Add dS of tile number ``count`` to sums along its diagonals, 64 queries at a time."""
-    place, phase = slot_of(count, 2)
-    mbarrier.wait(ds_full.index(place), phase)
-    slopes = ds_s.index(place)
-    PARTS: gl.constexpr = slopes.shape[1] // 64
+def add_tile(tile_index, sums, memory):
+    """Add dS of tile number ``tile_index`` to sums along its diagonals, 64 queries at a time."""
+    place, phase = slot_of(tile_index, 2)
+    mbarrier.wait(memory.ds.full.index(place), phase)
+    ds = memory.ds.data.index(place)
+    PARTS: gl.constexpr = ds.shape[1] // 64
     for part in gl.static_range(PARTS):
-        add_diagonals(sums + 64 * part, slopes, part, lines_s)
+        add_diagonals(sums + 64 * part, ds, part, memory.lines)

@@ -12,72 +12,76 @@ section 3.2, a half of a tile at a time.
 
 #: begin
 @gluon.jit
-def weigh_half(score, sums, peak, factor, scale, q_len):
-    """Packed weights of one half of a FULL tile, relative to ``peak``; the sums with theirs."""
+def weigh_half(score, row_sum, row_max, factors, q_len):
+    """Packed weights of one half of a FULL tile, relative to ``row_max``; the sums with theirs."""
     if SCALED_FIRST:
-        score = score * scale
-    weight = gl.exp2(score * factor - peak[:, None])
-    own = gl.convert_layout(eighths_of_sums(weight), sums.type.layout, assert_trivial=True)
-    sums = sums + own
-    finish(sums, q_len >> 31)
-    return pack(weight, HALF), sums
+        score = score * factors.scale
+    p = gl.exp2(score * factors.factor - row_max[:, None])
+    own = gl.convert_layout(partial_row_sums(p), row_sum.type.layout, assert_trivial=True)
+    row_sum = row_sum + own
+    pin_before_wait(row_sum, q_len >> 31)
+    return pack(p, HALF), row_sum
 
 
 @gluon.jit
-def attend_by_halves(
-    first, end, acc, weight, sums, peak, q_part, k_s, v_s, k_full, k_empty, v_full, v_empty, factor,
-    scale, q_len, ROWS: gl.constexpr, WEIGHTS: gl.constexpr,
-):
+def attend_by_halves(first, end, softmax, q_tile, factors, memory, q_len):
     """Outputs and sums with tiles number ``first`` to ``end - 1``, of which there is one at least.
 
-    ``weight`` is that of the tile before; no weights are left that are yet to be multiplied.
+    ``softmax.p`` is that of the tile before; no weights are left that are yet to be multiplied.
     """
+    k, v = memory.k, memory.v
     SIDE: gl.constexpr = BLOCK_N // 2
-    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, SIDE, 16])
-    zeros = gl.zeros([ROWS, SIDE], gl.float32, layout=SCORES)
-    peak = gl.convert_layout(peak, gl.SliceLayout(1, SCORES), assert_trivial=True)
+    HALF_SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, SIDE, 16])
+    zeros = gl.zeros([ROWS, SIDE], gl.float32, layout=HALF_SCORES)
+    acc, row_sum = softmax.acc, softmax.row_sum
+    row_max = gl.convert_layout(
+        softmax.row_max, gl.SliceLayout(1, HALF_SCORES), assert_trivial=True
+    )
     stage, phase = slot_of(first, STAGES)
     before, phase_before = slot_of(first - 1, STAGES)
-    mbarrier.wait(k_full.index(stage), phase)
-    scoring = multiply(q_part, k_s.index(stage).reshape([BLOCK_N, D]).slice(0, SIDE), zeros, HEAD_DIM)
-    mbarrier.wait(v_full.index(before), phase_before)
-    v = v_s.index(before).reshape([BLOCK_N, DV])
-    adding = warpgroup_mma(halves(weight, HALF, WEIGHTS), v, acc, is_async=True)
+    mbarrier.wait(k.full.index(stage), phase)
+    k_tile = k.data.index(stage).reshape([BLOCK_N, D])
+    scoring = multiply(q_tile, k_tile.slice(0, SIDE), zeros, HEAD_DIM)
+    mbarrier.wait(v.full.index(before), phase_before)
+    v_tile = v.data.index(before).reshape([BLOCK_N, DV])
+    adding = warpgroup_mma(halves(softmax.p, HALF, WEIGHTS), v_tile, acc, is_async=True)
     score, acc = warpgroup_mma_wait(0, deps=[scoring, adding])
-    mbarrier.arrive(v_empty.index(before), count=1)
-    for count in range(first, end):
-        stage, phase = slot_of(count, STAGES)
-        k = k_s.index(stage).reshape([BLOCK_N, D])
-        scoring = multiply(q_part, k.slice(SIDE, SIDE), zeros, HEAD_DIM)
-        left, sums = weigh_half(score, sums, peak, factor, scale, q_len)
-        mbarrier.wait(v_full.index(stage), phase)
-        v = v_s.index(stage).reshape([BLOCK_N, DV])
-        adding = warpgroup_mma(halves(left, HALF, WEIGHTS), v.slice(0, SIDE), acc, is_async=True)
+    mbarrier.arrive(v.empty.index(before), count=1)
+    for tile_index in range(first, end):
+        stage, phase = slot_of(tile_index, STAGES)
+        k_tile = k.data.index(stage).reshape([BLOCK_N, D])
+        scoring = multiply(q_tile, k_tile.slice(SIDE, SIDE), zeros, HEAD_DIM)
+        left, row_sum = weigh_half(score, row_sum, row_max, factors, q_len)
+        mbarrier.wait(v.full.index(stage), phase)
+        v_tile = v.data.index(stage).reshape([BLOCK_N, DV])
+        operand = halves(left, HALF, WEIGHTS)
+        adding = warpgroup_mma(operand, v_tile.slice(0, SIDE), acc, is_async=True)
         # Behind the last tile, once more its own scores, which nobody asks for.
-        more = count + 1 < end
-        then = gl.where(more, count + 1, count)
+        more = tile_index + 1 < end
+        then = gl.where(more, tile_index + 1, tile_index)
         next_stage, next_phase = slot_of(then, STAGES)
-        mbarrier.wait(k_full.index(next_stage), next_phase)
-        k = k_s.index(next_stage).reshape([BLOCK_N, D])
-        next_scoring = multiply(q_part, k.slice(0, SIDE), zeros, HEAD_DIM)
+        mbarrier.wait(k.full.index(next_stage), next_phase)
+        k_tile = k.data.index(next_stage).reshape([BLOCK_N, D])
+        next_scoring = multiply(q_tile, k_tile.slice(0, SIDE), zeros, HEAD_DIM)
         score = warpgroup_mma_wait(2, deps=[scoring])
-        mbarrier.arrive(k_empty.index(stage), count=1, pred=more)
-        right, sums = weigh_half(score, sums, peak, factor, scale, q_len)
-        adding = warpgroup_mma(halves(right, HALF, WEIGHTS), v.slice(SIDE, SIDE), adding, is_async=True)
+        mbarrier.arrive(k.empty.index(stage), count=1, pred=more)
+        right, row_sum = weigh_half(score, row_sum, row_max, factors, q_len)
+        operand = halves(right, HALF, WEIGHTS)
+        adding = warpgroup_mma(operand, v_tile.slice(SIDE, SIDE), adding, is_async=True)
         score, acc = warpgroup_mma_wait(0, deps=[next_scoring, adding])
-        mbarrier.arrive(v_empty.index(stage), count=1)
+        mbarrier.arrive(v.empty.index(stage), count=1)
     stage, phase = slot_of(end - 1, STAGES)
-    mbarrier.arrive(k_empty.index(stage), count=1)
-    return acc, sums
+    mbarrier.arrive(k.empty.index(stage), count=1)
+    return acc, row_sum
 
 
 @gluon.jit
-def add_last(last, acc, weight, v_s, v_full, v_empty, q_len, WEIGHTS: gl.constexpr):
+def add_last(last, acc, p, v, q_len):
     """Outputs with tile number ``last``, whose weights are those that are left."""
     stage, phase = slot_of(last, STAGES)
-    mbarrier.wait(v_full.index(stage), phase)
-    v = v_s.index(stage).reshape([BLOCK_N, DV])
-    adding = warpgroup_mma(unpack(weight, q_len >> 31, HALF, WEIGHTS), v, acc, is_async=True)
+    mbarrier.wait(v.full.index(stage), phase)
+    v_tile = v.data.index(stage).reshape([BLOCK_N, DV])
+    adding = warpgroup_mma(unpack(p, q_len >> 31, HALF, WEIGHTS), v_tile, acc, is_async=True)
     acc = warpgroup_mma_wait(0, deps=[adding])
-    mbarrier.arrive(v_empty.index(stage), count=1)
+    mbarrier.arrive(v.empty.index(stage), count=1)
     return acc

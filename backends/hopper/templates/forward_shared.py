@@ -19,9 +19,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from attndsl.backends.device.records import Head, Origins, Sizes, Visits
 from attndsl.backends.hopper import dialect as tl
 from attndsl.backends.hopper.library import (
-    await_written, count_up, eighths_of_sums, finish, halves, joint, line, lines, mixed_exp2,
-    multiply,
-    pack, paired, places_of, raised, scaled, slot_of, unpack, widened, word, words,
+    await_written, count_up, fold_partials, halves, lazy_max, lazy_rescale, max_of_two_rows,
+    mixed_exp2, multiply, pack, pack_fields, partial_row_sums, pin_before_wait, places_of, ramp,
+    ramps, read_field, release, slot_of, unpack, widened,
+)
+from attndsl.backends.hopper.records import (
+    Call, Columns, Draw, Factors, ForwardMemory, ForwardResults, MaxRule, Parts, Ring, Rows,
+    RunningSoftmax, RunningTangent, Tangent, Work,
 )
 from attndsl.backends.hopper.shim import tma_load, tma_store, tma_wait
 from attndsl.backends.device.library import head_of, place_of_item, positions, shift_of
@@ -33,37 +37,46 @@ LN2 = tl.constexpr(0.6931471805599453)
 TINY = tl.constexpr(2.0**-100)
 MOST_TOTAL = tl.constexpr(2.0**48)
 LEAST_TOTAL = tl.constexpr(2.0**-48)
+ROWS = tl.constexpr(BLOCK_M // CONSUMERS)
+SCORES = tl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16]))
+OUTPUT = tl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DV, 16]))
+WEIGHTS = tl.constexpr(gl.DotOperandLayout(0, OUTPUT, 2))
+BIAS_PARTS = tl.constexpr(CONSUMERS)
+BIAS_QUERIES = tl.constexpr(ROWS)
+BIAS_KEYS = tl.constexpr(BLOCK_N)
 
 
 #: functions
 
 
 @gluon.jit
-def place_of_q_item(item, sizes, together):
+def place_of_work(work_tile, call):
     """Query tile and head."""
+    sizes = call.sizes
     tile, head_of_batch = place_of_item(
-        item, tl.cdiv(sizes.q_len, BLOCK_M), sizes.batch * sizes.heads, together,
+        work_tile, tl.cdiv(sizes.q_len, BLOCK_M), sizes.batch * sizes.heads, call.together,
         True, FORWARD_DESCENDING,
     )
     return tile, head_of(head_of_batch, sizes)
 
 
 @gluon.jit
-def parts_of_keys(kv_tile, head, sizes, kv_origin, given):
+def parts_of_keys(kv_tile, work):
     """What is looked up by the tile's keys: by neighbouring threads, once."""
+    sizes = work.sizes
     columns = kv_tile * BLOCK_N + gl.arange(0, BLOCK_N, layout=gl.BlockedLayout([1], [32], [4], [0]))
-    return kv_parts_of_pairs(
-        head, positions(columns, sizes.kv_len, kv_origin, KV_KIND), sizes, given,
-    )
+    kv = positions(columns, sizes.kv_len, work.origins.kv, KV_KIND)
+    return kv_parts_of_pairs(work.head, kv, sizes, work.given)
 
 
 @gluon.jit
-def factors_of_scores(scale, head, sizes, given):
+def factors_of_scores(scale, work):
     """Of ``q . k`` first, of final scores then, which are in base 2 after it; steepness of columns.
 
     The running maximum needs a positive factor, so a negative scale is applied to the scores, and
     the sign of a factor that programs know to the queries.
     """
+    head, sizes, given = work.head, work.sizes, work.given
     if HAS_FACTOR:
         scale = scale * factor_of_score(head, sizes, given)
     if SCALED_FIRST:
@@ -73,150 +86,152 @@ def factors_of_scores(scale, head, sizes, given):
     steepness = 0.0
     if HAS_STEEPNESS:
         steepness = LOG2E * steepness_of_column(head, sizes, given)
-    return scale, factor, steepness
+    return Factors(scale, factor, steepness)
+
+
+@gluon.jit
+def add_column(score, places, columns, rows, row_max, factors, work, FIXED: gl.constexpr):
+    """Scores in base 2 with what they have of the column alone; FIXED: less the maximum."""
+    factor, steepness = factors.factor, factors.steepness
+    first = columns.tile * BLOCK_N
+    KEYS: gl.constexpr = gl.SliceLayout(0, SCORES)
+    if KV_KIND == "index":
+        away = (places - rows.origin).to(gl.float32)
+    else:
+        # Positions are rows plus an offset.
+        begin = positions(first, work.sizes.kv_len, work.origins.kv, KV_KIND) - rows.origin
+        begin = begin.to(gl.float32)
+        away = ramp(begin, 1.0, BLOCK_N, KEYS)
+    if HAS_STEEPNESS and KV_KIND != "index":
+        if FIXED:
+            column = ramps(begin * steepness - max_of_two_rows(row_max), steepness, BLOCK_N, SCORES)
+        else:
+            column = ramp(begin * steepness, steepness, BLOCK_N, KEYS)[None, :]
+    else:
+        column = LOG2E * column_of_score(
+            work.head, places, away, columns.parts, work.sizes, work.given
+        )[None, :]
+        if FIXED:
+            column = column - max_of_two_rows(row_max)[:, None]
+    return score * factor + column
 
 
 @gluon.jit
 def final_scores(
-    score, q, q_parts, kv_parts, kv_tile, peak, factor, steepness, scale, origin, head, sizes,
-    kv_origin, PARTIAL: gl.constexpr, FIXED: gl.constexpr, SCORES: gl.constexpr, given,
-    #: pair_parts
+    score, rows, columns, row_max, factors, work, PARTIAL: gl.constexpr, FIXED: gl.constexpr
 ):
     """Scores of one tile without what varies with the row alone; -inf for pairs that take no part.
 
-    In base 2 where a column's part has been added, else yet to be multiplied by ``factor``.
+    In base 2 where a column's part has been added, else yet to be multiplied by the factor.
     Of programs with weights of their own, these, 0 for such pairs; and 0 for rows with others.
     """
-    reached = 0.0
+    any_live = 0.0
+    head, sizes, given = work.head, work.sizes, work.given
     if SCALED_FIRST:
-        score = score * scale
+        score = score * factors.scale
     if PARTIAL or MODIFIED or HAS_COLUMN or OWN_WEIGHTS:
         KEYS: gl.constexpr = gl.SliceLayout(0, SCORES)
-        columns = count_up(kv_tile * BLOCK_N, BLOCK_N, KEYS)
-        places = places_of(kv_tile * BLOCK_N, sizes.kv_len, kv_origin, KV_KIND, BLOCK_N, KEYS)
+        first = columns.tile * BLOCK_N
+        numbers = count_up(first, BLOCK_N, KEYS)
+        places = places_of(first, sizes.kv_len, work.origins.kv, KV_KIND, BLOCK_N, KEYS)
         kv = places[None, :]
-        live = (columns < sizes.kv_len)[None, :]
+        live = (numbers < sizes.kv_len)[None, :]
+        parts = Parts(rows.parts, columns.parts, columns.pairs)
         if PARTIAL and MASKED:
-            allowed = mask_of_pair(
-                score, live, q_parts, kv_parts, head, q, kv, sizes, given,
-                #: pair_parts
-            )
+            allowed = mask_of_pair(score, live, parts, head, rows.q, kv, sizes, given)
         if MODIFIED:
             score, _ = gl.broadcast(
-                score_of_pair(
-                    score, live, q_parts, kv_parts, head, q, kv, sizes, given,
-                    #: pair_parts
-                ),
-                score,
+                score_of_pair(score, live, parts, head, rows.q, kv, sizes, given), score
             )
         if HAS_COLUMN:
-            if KV_KIND == "index":
-                away = (places - origin).to(gl.float32)
-            else:
-                # Positions are rows plus an offset.
-                begin = positions(kv_tile * BLOCK_N, sizes.kv_len, kv_origin, KV_KIND) - origin
-                begin = begin.to(gl.float32)
-                away = line(begin, 1.0, BLOCK_N, gl.SliceLayout(0, SCORES))
-            if HAS_STEEPNESS and KV_KIND != "index":
-                if FIXED:
-                    column = lines(begin * steepness - joint(peak), steepness, BLOCK_N, SCORES)
-                else:
-                    column = line(begin * steepness, steepness, BLOCK_N, gl.SliceLayout(0, SCORES))[None, :]
-            else:
-                column = LOG2E * column_of_score(head, places, away, kv_parts, sizes, given)[None, :]
-                if FIXED:
-                    column = column - joint(peak)[:, None]
-            score = score * factor + column
+            score = add_column(score, places, columns, rows, row_max, factors, work, FIXED)
         if OWN_WEIGHTS:
             score, _ = gl.broadcast(
-                weight_of_pair(
-                    score, live, q_parts, kv_parts, head, q, kv, sizes, given,
-                    #: pair_parts
-                ),
-                score,
+                weight_of_pair(score, live, parts, head, rows.q, kv, sizes, given), score
             )
             if PARTIAL:
                 if MASKED:
                     live = live & allowed
                 live, _ = gl.broadcast(live, score)
                 score = gl.where(live, score, 0.0)
-                reached = gl.max(gl.where(live, 0.0, float("-inf")), 1)
+                any_live = gl.max(gl.where(live, 0.0, float("-inf")), 1)
         elif PARTIAL:
             if MASKED:
                 score = gl.where(allowed, score, float("-inf"))
-            if (kv_tile + 1) * BLOCK_N > sizes.kv_len:
+            if (columns.tile + 1) * BLOCK_N > sizes.kv_len:
                 score = gl.where(live, score, float("-inf"))
-    return score, reached
+    return score, any_live
 
 
 @gluon.jit
 def soften(
-    score, reached, peak, floor, anchored, factor, PARTIAL: gl.constexpr, FIXED: gl.constexpr,
+    score, any_live, row_max, rule, factor, PARTIAL: gl.constexpr, FIXED: gl.constexpr
 ):
-    """Weights of one tile; their sums, decay, new maximum, which is at least ``floor``.
+    """Weights of one tile; their sums, decay, new maximum, which is at least ``rule.least_max``.
 
     FIXED: they are relative to the maximum so far, and may be larger than 1. Where columns have a
-    part, it is without that maximum, which a thread's two rows share if ``anchored``.
+    part, it is without that maximum, which a thread's two rows share if ``rule.uses_fixed_max``.
     """
     if OWN_WEIGHTS:
-        weight = score
+        p = score
         decay = 1.0
-        new_peak = gl.maximum(peak, reached)
+        new_max = gl.maximum(row_max, any_live)
     elif BOUNDED:
         # No score is so large that its weight would not fit, whatever the others of its row are.
         if MIXED and not PARTIAL:
-            weight = mixed_exp2(score * factor, MIXED)
+            p = mixed_exp2(score * factor, MIXED)
         else:
-            weight = gl.exp2(score * factor)
-        decay, new_peak = 1.0, peak
+            p = gl.exp2(score * factor)
+        decay, new_max = 1.0, row_max
     elif FIXED:
         if not HAS_COLUMN:
-            score = score * factor - peak[:, None]
-        weight = gl.exp2(score)
-        decay, new_peak = 1.0, peak
+            score = score * factor - row_max[:, None]
+        p = gl.exp2(score)
+        decay, new_max = 1.0, row_max
     else:
         highest = gl.max(score, 1)
         if not HAS_COLUMN:
             highest = highest * factor
-        if ANCHORED:
-            highest = gl.maximum(highest, floor)
+        if FIXED_MAX:
+            highest = gl.maximum(highest, rule.least_max)
             if HAS_COLUMN:
-                highest = gl.where(anchored, joint(highest), highest)
-        new_peak = raised(peak, highest) if LAZY else gl.maximum(peak, highest)
-        shift = new_peak
+                highest = gl.where(rule.uses_fixed_max, max_of_two_rows(highest), highest)
+        new_max = lazy_max(row_max, highest) if LAZY else gl.maximum(row_max, highest)
+        shift = new_max
         if (PARTIAL and MASKED) or MODIFIED or HAS_COLUMN:
-            shift = gl.where(new_peak == float("-inf"), 0.0, new_peak)
+            shift = gl.where(new_max == float("-inf"), 0.0, new_max)
         if HAS_COLUMN:
-            weight = gl.exp2(score - shift[:, None])
+            p = gl.exp2(score - shift[:, None])
         else:
-            weight = gl.exp2(score * factor - shift[:, None])
-        decay = gl.exp2(peak - shift)
-    return weight, eighths_of_sums(weight), decay, new_peak
+            p = gl.exp2(score * factor - shift[:, None])
+        decay = gl.exp2(row_max - shift)
+    return p, partial_row_sums(p), decay, new_max
 
 
 @gluon.jit
-def normalise(total, peak, row_places, origin, q_parts, head, sizes, given):
+def normalise(total, row_max, rows, work):
     """Log-sum-exp of each row, and the factor of sums by its weights, from these and its maximum.
 
     A row with no live pair gives zeros and a log-sum-exp of -inf.
     """
+    head, sizes, given = work.head, work.sizes, work.given
     empty = total == 0.0
     if HAS_ROW:
-        part = row_of_score(head, row_places, origin, q_parts, sizes, given)
+        part = row_of_score(head, rows.places, rows.origin, rows.parts, sizes, given)
         empty = empty | (part == float("-inf"))
-    kept = 1.0
+    decay = 1.0
     if HAS_SINK:
         sink = LOG2E * sink_of_head(head, sizes, given)
         if HAS_ROW:
             # Weights are without the row's part, so that their sums are.
             sink = sink - LOG2E * part
-        top = gl.where(empty, 0.0, gl.maximum(peak, sink))
-        kept = gl.exp2(peak - top)
-        total = total * kept + gl.exp2(sink - top)
-        peak = gl.where(empty, peak, top)
+        top = gl.where(empty, 0.0, gl.maximum(row_max, sink))
+        decay = gl.exp2(row_max - top)
+        total = total * decay + gl.exp2(sink - top)
+        row_max = gl.where(empty, row_max, top)
     total = gl.where(empty, 1.0, total)
-    lse = peak * LN2 + gl.log(total)
-    inverse = kept / total
+    lse = row_max * LN2 + gl.log(total)
+    inverse = decay / total
     if HAS_ROW:
         lse = lse + part
         # Infinite and NaN parts do to their rows what they would do to all their pairs.

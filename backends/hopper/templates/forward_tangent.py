@@ -14,241 +14,235 @@ products of the other consumer run.
 
 #: begin
 @gluon.jit
-def slopes_of_scores(
-    score, q, q_parts, kv_parts, kv_tile, head, sizes, kv_origin, SCORES: gl.constexpr, given,
-):
+def slopes_of_scores(score, rows, columns, work):
     """Derivatives of a tile's final scores by ``scale * (q . k)``.
 
     ``score`` is that times the factor that :func:`factor_of_score` gives its head.
     """
+    sizes = work.sizes
     KEYS: gl.constexpr = gl.SliceLayout(0, SCORES)
-    columns = count_up(kv_tile * BLOCK_N, BLOCK_N, KEYS)
-    kv = places_of(kv_tile * BLOCK_N, sizes.kv_len, kv_origin, KV_KIND, BLOCK_N, KEYS)[None, :]
-    live = (columns < sizes.kv_len)[None, :]
+    first = columns.tile * BLOCK_N
+    numbers = count_up(first, BLOCK_N, KEYS)
+    kv = places_of(first, sizes.kv_len, work.origins.kv, KV_KIND, BLOCK_N, KEYS)[None, :]
+    live = (numbers < sizes.kv_len)[None, :]
+    parts = Parts(rows.parts, columns.parts, None)
     slope, _ = gl.broadcast(
-        derivative_of_pair(score, live, q_parts, kv_parts, head, q, kv, sizes, given),
-        score,
+        derivative_of_pair(score, live, parts, work.head, rows.q, kv, sizes, work.given), score
     )
     return slope
 
 
 @gluon.jit
-def add_to_moved_sums(moved_sums, rounded, decays, moved, moved_words, SCORES: gl.constexpr):
-    """Add a tile's tangents of weights to their sums, and ``moved_words``, what they are rounded to."""
-    moved_sums = moved_sums * decays + paired(eighths_of_sums(moved))
-    rounded = rounded * decays + paired(eighths_of_sums(widened(moved_words, HALF, SCORES)))
-    return moved_sums, rounded
+def add_to_tangent_sums(sums, rounded, decays, p_tangent, packed):
+    """Add a tile's tangents of weights to their sums, and ``packed``, what they are rounded to."""
+    sums = sums * decays + fold_partials(partial_row_sums(p_tangent))
+    rounded = rounded * decays + fold_partials(partial_row_sums(widened(packed, HALF, SCORES)))
+    return sums, rounded
+
+
+@gluon.jit
+def tangents_of_scores(part, q_tile, k_tile, stage, memory):
+    """Begin the products of S'."""
+    zeros = gl.zeros([ROWS, BLOCK_N], gl.float32, layout=SCORES)
+    if HAS_TANGENT_Q:
+        q_tangent = memory.q.tangent.data.index(part).reshape([ROWS, D])
+        moving = multiply(q_tangent, k_tile, zeros, HEAD_DIM)
+    if HAS_TANGENT_K:
+        k_tangent = memory.k.tangent.data.index(stage).reshape([BLOCK_N, D])
+        if HAS_TANGENT_Q:
+            moving = warpgroup_mma(q_tile, k_tangent.permute((1, 0)), moving, is_async=True)
+        else:
+            moving = multiply(q_tile, k_tangent, zeros, HEAD_DIM)
+    return moving
 
 
 @gluon.jit
 def attend(
-    PART: gl.constexpr, count, kv_tile, acc, moved_acc, sums, moved_sums, rounded, peak, q, q_parts,
-    zeros, q_s, k_s, v_s, q_moved_s, k_moved_s, v_moved_s, k_full, k_empty, v_full, v_empty, factor,
-    speed, steepness, scale, origin, head, sizes, kv_origin, PARTIAL: gl.constexpr,
-    SCORES: gl.constexpr, OUTPUT: gl.constexpr, WEIGHTS: gl.constexpr, given,
+    PART: gl.constexpr, tile_index, kv_tile, state, rows, factors, speed, memory, work,
+    PARTIAL: gl.constexpr,
 ):
-    """Add what tile number ``count`` has to all sums."""
-    stage, phase = slot_of(count, STAGES)
+    """Add what one tile has to all sums."""
+    k, v, q_len = memory.k, memory.v, work.sizes.q_len
+    acc, acc_tangent, row_max, row_sum, sum_tangent, rounded = state
+    stage, phase = slot_of(tile_index, STAGES)
     # PART, since tiles' indices are less than the number of keys, but no compiler knows: it would
     # keep in registers where each part of q lies.
-    part = PART + 1 + ((kv_tile - sizes.kv_len) >> 31)
-    q_part = q_s.index(part).reshape([zeros.shape[0], D])
-    mbarrier.wait(k_full.index(stage), phase)
-    k = k_s.index(stage).reshape([BLOCK_N, D])
-    scoring = multiply(q_part, k, zeros, HEAD_DIM)
-    if MOVES_Q:
-        q_moved = q_moved_s.index(part).reshape([zeros.shape[0], D])
-        moving = multiply(q_moved, k, zeros, HEAD_DIM)
-    if MOVES_K:
-        k_moved = k_moved_s.index(stage).reshape([BLOCK_N, D])
-        if MOVES_Q:
-            moving = warpgroup_mma(q_part, k_moved.permute((1, 0)), moving, is_async=True)
-        else:
-            moving = multiply(q_part, k_moved, zeros, HEAD_DIM)
-    kv_parts = parts_of_keys(kv_tile, head, sizes, kv_origin, given)
-    score = warpgroup_mma_wait(MOVES_Q + MOVES_K, deps=[scoring])
+    part = PART + 1 + ((kv_tile - work.sizes.kv_len) >> 31)
+    q_tile = memory.q.data.index(part).reshape([ROWS, D])
+    mbarrier.wait(k.full.index(stage), phase)
+    k_tile = k.data.index(stage).reshape([BLOCK_N, D])
+    zeros = gl.zeros([ROWS, BLOCK_N], gl.float32, layout=SCORES)
+    scoring = multiply(q_tile, k_tile, zeros, HEAD_DIM)
+    if MOVES_WEIGHTS:
+        moving = tangents_of_scores(part, q_tile, k_tile, stage, memory)
+    columns = Columns(kv_tile, parts_of_keys(kv_tile, work), None)
+    score = warpgroup_mma_wait(HAS_TANGENT_Q + HAS_TANGENT_K, deps=[scoring])
     if MOVES_WEIGHTS and PAIRWISE_DERIVATIVE:
         # Scores and slopes take registers, which S' leaves where it has been multiplied by these.
-        moved = warpgroup_mma_wait(0, deps=[moving]) * speed
-        slope = slopes_of_scores(
-            score * scale, q, q_parts, kv_parts, kv_tile, head, sizes, kv_origin, SCORES, given,
-        )
+        p_tangent = warpgroup_mma_wait(0, deps=[moving]) * speed
+        slope = slopes_of_scores(score * factors.scale, rows, columns, work)
         # Where the slope is infinite, a score that does not move still does not.
-        moved = gl.where(moved == 0.0, 0.0, moved * slope)
-    score, reached = final_scores(
-        score, q, q_parts, kv_parts, kv_tile, peak, factor, steepness, scale, origin, head, sizes,
-        kv_origin, PARTIAL, False, SCORES, given,
-    )
-    weight, own, decay, peak = soften(
-        score, reached, peak, float("-inf"), False, factor, PARTIAL, False,
+        p_tangent = gl.where(p_tangent == 0.0, 0.0, p_tangent * slope)
+    score, any_live = final_scores(score, rows, columns, row_max, factors, work, PARTIAL, False)
+    p, own, decay, row_max = soften(
+        score, any_live, row_max, MaxRule(float("-inf"), False), factors.factor, PARTIAL, False
     )
     if EARLY:
-        weight_words = pack(weight, HALF)
-    own = paired(own)
+        packed = pack(p, HALF)
+    own = fold_partials(own)
     decays = 1.0
     if BOUNDED:
-        sums = sums + own
+        row_sum = row_sum + own
     else:
         decays = gl.convert_layout(decay, gl.SliceLayout(1, own.type.layout))[:, None]
-        sums = sums * decays + own
-        factors = gl.convert_layout(decay, gl.SliceLayout(1, OUTPUT))
-        acc = scaled(acc, factors) if LAZY else acc * factors[:, None]
-        moved_acc = scaled(moved_acc, factors) if LAZY else moved_acc * factors[:, None]
+        row_sum = row_sum * decays + own
+        rescale = gl.convert_layout(decay, gl.SliceLayout(1, OUTPUT))
+        acc = lazy_rescale(acc, rescale) if LAZY else acc * rescale[:, None]
+        acc_tangent = lazy_rescale(acc_tangent, rescale) if LAZY else acc_tangent * rescale[:, None]
     if not EARLY:
         # ptxas orders nothing across a wait: with this one behind S', weights and their tangents would
         # be kept both before and after they are rounded.
-        mbarrier.wait(v_full.index(stage), phase)
+        mbarrier.wait(v.full.index(stage), phase)
     if MOVES_WEIGHTS:
         if not PAIRWISE_DERIVATIVE:
-            finish(sums, sizes.q_len >> 31)
-            moved = warpgroup_mma_wait(0, deps=[moving]) * speed
-        mbarrier.arrive(k_empty.index(stage), count=1)
-        moved = weight * moved
+            pin_before_wait(row_sum, q_len >> 31)
+            p_tangent = warpgroup_mma_wait(0, deps=[moving]) * speed
+        mbarrier.arrive(k.empty.index(stage), count=1)
+        p_tangent = p * p_tangent
         if PARTIAL or MODIFIED:
             # What takes no part may move by what is no number.
-            moved = gl.where(weight == 0.0, 0.0, moved)
-        moved_words = pack(moved, HALF)
+            p_tangent = gl.where(p == 0.0, 0.0, p_tangent)
+        packed_tangent = pack(p_tangent, HALF)
         if EARLY:
-            moved_sums, rounded = add_to_moved_sums(
-                moved_sums, rounded, decays, moved, moved_words, SCORES,
+            sum_tangent, rounded = add_to_tangent_sums(
+                sum_tangent, rounded, decays, p_tangent, packed_tangent
             )
-        moved_operand = halves(moved_words, HALF, WEIGHTS)
+        operand_tangent = halves(packed_tangent, HALF, WEIGHTS)
     else:
-        mbarrier.arrive(k_empty.index(stage), count=1)
+        mbarrier.arrive(k.empty.index(stage), count=1)
     if EARLY:
-        mbarrier.wait(v_full.index(stage), phase)
+        mbarrier.wait(v.full.index(stage), phase)
     else:
-        weight_words = pack(weight, HALF)
-    operand = halves(weight_words, HALF, WEIGHTS)
-    v = v_s.index(stage).reshape([BLOCK_N, DV])
-    adding = warpgroup_mma(operand, v, acc, is_async=True)
+        packed = pack(p, HALF)
+    operand = halves(packed, HALF, WEIGHTS)
+    v_tile = v.data.index(stage).reshape([BLOCK_N, DV])
+    adding = warpgroup_mma(operand, v_tile, acc, is_async=True)
     if MOVES_WEIGHTS:
-        moved_acc = warpgroup_mma(moved_operand, v, moved_acc, is_async=True)
-    if MOVES_V:
-        v_moved = v_moved_s.index(stage).reshape([BLOCK_N, DV])
-        moved_acc = warpgroup_mma(operand, v_moved, moved_acc, is_async=True)
+        acc_tangent = warpgroup_mma(operand_tangent, v_tile, acc_tangent, is_async=True)
+    if HAS_TANGENT_V:
+        v_tangent = v.tangent.data.index(stage).reshape([BLOCK_N, DV])
+        acc_tangent = warpgroup_mma(operand, v_tangent, acc_tangent, is_async=True)
     if MOVES_WEIGHTS and not EARLY:
         # While the products run.
-        moved_sums, rounded = add_to_moved_sums(
-            moved_sums, rounded, decays, moved, moved_words, SCORES,
+        sum_tangent, rounded = add_to_tangent_sums(
+            sum_tangent, rounded, decays, p_tangent, packed_tangent
         )
-        finish(moved_sums, sizes.q_len >> 31)
-        finish(rounded, sizes.q_len >> 31)
-    acc, moved_acc = warpgroup_mma_wait(0, deps=[adding, moved_acc])
-    mbarrier.arrive(v_empty.index(stage), count=1)
-    return acc, moved_acc, sums, moved_sums, rounded, peak
+        pin_before_wait(sum_tangent, q_len >> 31)
+        pin_before_wait(rounded, q_len >> 31)
+    acc, acc_tangent = warpgroup_mma_wait(0, deps=[adding, acc_tangent])
+    mbarrier.arrive(v.empty.index(stage), count=1)
+    return RunningTangent(acc, acc_tangent, row_max, row_sum, sum_tangent, rounded)
 
 
 @gluon.jit
-def consume_item(
-    item, turn, done, PART: gl.constexpr, o_desc, LSE, q_s, k_s, v_s, q_full, k_full, k_empty,
-    v_full, v_empty, scale, sizes, origins, together,
-    #: output
-    #: again
-    #: also_read
-    given,
+def consume_work(
+    work_tile, work_index, tiles_before, PART: gl.constexpr, results, memory, call
 ):
-    """Results of the query tile's rows number ``PART``; returns as :func:`load_item`."""
-    ROWS: gl.constexpr = BLOCK_M // CONSUMERS
-    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
-    OUTPUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DV, 16])
-    WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, OUTPUT, 2)
-    shift = shift_of(origins, Q_KIND, KV_KIND)
-    tile, head, visits, nothing, _ = take_item(
-        item, sizes, shift, together,
-        #: again
-        given,
-    )
-    begin_partial, end_partial, own_full = tiles_of_rows(
-        PART, nothing, visits, tile, head, sizes, shift, given
-    )
+    """Results of the query tile's rows number ``PART``; returns as :func:`load_work`."""
+    k, v, sizes, given = memory.k, memory.v, call.sizes, call.given
+    shift = shift_of(call.origins, Q_KIND, KV_KIND)
+    work = take_work(work_tile, shift, memory.fields, call)
+    tile, head, visits = work.tile, work.head, work.visits
+    begin_partial, end_partial, own_full = tiles_of_rows(PART, work)
     first = tile * BLOCK_M + PART * ROWS
-    rows = first + gl.arange(0, ROWS, layout=gl.SliceLayout(1, SCORES))
-    row_places = positions(rows, sizes.q_len, origins.q, Q_KIND)
-    q = row_places[:, None]
-    q_parts = q_parts_of_pairs(head, row_places, sizes, given)
-    origin = tile * BLOCK_M + shift.q
+    numbers = first + gl.arange(0, ROWS, layout=gl.SliceLayout(1, SCORES))
+    places = positions(numbers, sizes.q_len, call.origins.q, Q_KIND)
+    q = places[:, None]
+    q_parts = q_parts_of_pairs(head, places, sizes, given)
+    rows = Rows(numbers, places, q, q_parts, tile * BLOCK_M + shift.q, None)
     acc = gl.zeros([ROWS, DV], gl.float32, layout=OUTPUT)
-    moved_acc = gl.zeros([ROWS, DV], gl.float32, layout=OUTPUT)
     zeros = gl.zeros([ROWS, BLOCK_N], gl.float32, layout=SCORES)
     lowest = 0.0 if BOUNDED else float("-inf")
-    peak = gl.full([ROWS], lowest, gl.float32, layout=gl.SliceLayout(1, SCORES))
-    sums = paired(eighths_of_sums(zeros))
-    moved_sums, rounded = sums, sums
+    row_max = gl.full([ROWS], lowest, gl.float32, layout=gl.SliceLayout(1, SCORES))
+    sums = fold_partials(partial_row_sums(zeros))
+    state = RunningTangent(acc, acc, row_max, sums, sums, sums)
     # How fast final scores are where q . k has a speed of 1, but for what differs from pair to pair.
-    speed = scale
+    speed = call.scale
     if HAS_DERIVATIVE and not PAIRWISE_DERIVATIVE:
         speed = speed * derivative_of_pair(
-            zeros, q == q, q_parts, q_parts, head, q, q, sizes, given,
+            zeros, q == q, Parts(q_parts, q_parts, None), head, q, q, sizes, given
         )
-    scale, factor, steepness = factors_of_scores(scale, head, sizes, given)
+    factors = factors_of_scores(call.scale, work)
     tiles = visits.partial + visits.full
     if SKIPS:
-        leave_tiles(done, done + begin_partial, k_full, k_empty, v_full, v_empty)
-    mbarrier.wait(q_full.index(PART), turn & 1)
+        skip_tiles(tiles_before, tiles_before + begin_partial, k, v)
+    mbarrier.wait(memory.q.full.index(PART), work_index & 1)
 
     if FORWARD_HAS_PARTIAL:
-        kv_tile = partial_tile(begin_partial, nothing, visits, tile, head, sizes, shift, given)
+        kv_tile = partial_tile(begin_partial, work)
         for step in range(begin_partial, end_partial):
-            acc, moved_acc, sums, moved_sums, rounded, peak = attend(
-                PART, done + step, kv_tile, acc, moved_acc, sums, moved_sums, rounded, peak, q,
-                q_parts, zeros, q_s, k_s, v_s, q_moved_s, k_moved_s, v_moved_s, k_full, k_empty,
-                v_full, v_empty, factor, speed, steepness, scale, origin, head, sizes, origins.kv,
-                True, SCORES, OUTPUT, WEIGHTS, given,
+            state = attend(
+                PART, tiles_before + step, kv_tile, state, rows, factors, speed, memory, work, True
             )
-            kv_tile = partial_tile(step + 1, nothing, visits, tile, head, sizes, shift, given)
+            kv_tile = partial_tile(step + 1, work)
     if FORWARD_HAS_FULL:
-        kv_tile = forward_tile(0, visits, tile, head, sizes, shift, given, False)
+        kv_tile = tile_at(0, work, False)
         for step in range(0, own_full):
-            acc, moved_acc, sums, moved_sums, rounded, peak = attend(
-                PART, done + visits.partial + step, kv_tile, acc, moved_acc, sums, moved_sums,
-                rounded, peak, q, q_parts, zeros, q_s, k_s, v_s, q_moved_s, k_moved_s, v_moved_s,
-                k_full, k_empty, v_full, v_empty, factor, speed, steepness, scale, origin, head,
-                sizes, origins.kv, False, SCORES, OUTPUT, WEIGHTS, given,
+            state = attend(
+                PART, tiles_before + visits.partial + step, kv_tile, state, rows, factors, speed,
+                memory, work, False,
             )
-            kv_tile = forward_tile(step + 1, visits, tile, head, sizes, shift, given, False)
+            kv_tile = tile_at(step + 1, work, False)
 
     if SKIPS:
         left = gl.where(own_full > 0, tiles, end_partial)
-        leave_tiles(done + left, done + tiles, k_full, k_empty, v_full, v_empty)
+        skip_tiles(tiles_before + left, tiles_before + tiles, k, v)
     if PERSISTENT and OWN_OUTPUT:
-        # The next item's rows of q may come.
-        mbarrier.arrive(q_empty.index(PART), count=1)
-    total, moved_total, common = whole(sums, SCORES), whole(moved_sums, SCORES), whole(
-        rounded, SCORES,
-    )
-    lse, inverse = normalise(total, peak, row_places, origin, q_parts, head, sizes, given)
+        # The next work tile's rows of q may come.
+        mbarrier.arrive(memory.q.empty.index(PART), count=1)
+    total, sum_tangent = whole(state.row_sum), whole(state.row_sum_tangent)
+    common = whole(state.rounded)
+    lse, inverse = normalise(total, state.row_max, rows, work)
     row = (head.b * sizes.heads + head.h).to(gl.int64) * sizes.q_len
-    gl.store(LSE + row + rows, lse, mask=rows < sizes.q_len)
-    gl.store(LSE_MOVED + row + rows, moved_total * inverse, mask=rows < sizes.q_len)
-    if OWN_OUTPUT:
-        place = o_s.index(PART)
-        if PERSISTENT:
-            # The item before has been read from there.
-            tma_wait(0)
-    else:
-        # The rows of q have been read for the last time.
-        place = q_s.index(PART)
-    inverse = gl.convert_layout(inverse, gl.SliceLayout(1, OUTPUT))[:, None]
-    out = acc * inverse
-    place.reshape([ROWS, DV]).store(out.to(HALF))
-    fence_async_shared()
-    tma_store(o_desc, [head.b, head.h, first, 0], place)
-    # Of the tangents of weights, the sum of what they were rounded to cancels better.
-    common = gl.convert_layout(common, gl.SliceLayout(1, OUTPUT))[:, None] * inverse
-    out_moved = moved_acc * inverse - common * out
-    tma_wait(0)
-    place.reshape([ROWS, DV]).store(out_moved.to(HALF))
-    fence_async_shared()
-    tma_store(o_moved_desc, [head.b, head.h, first, 0], place)
-    if not (PERSISTENT and OWN_OUTPUT):
-        tma_wait(0)
-    if PERSISTENT and not OWN_OUTPUT:
-        mbarrier.arrive(q_empty.index(PART), count=1)
-    return done + visits.partial + visits.full
+    gl.store(results.lse + row + numbers, lse, mask=numbers < sizes.q_len)
+    gl.store(results.lse_tangent + row + numbers, sum_tangent * inverse, mask=numbers < sizes.q_len)
+    store_outputs(PART, state, inverse, common, first, results, memory, head)
+    return tiles_before + visits.partial + visits.full
 
 
 @gluon.jit
-def whole(quarters, SCORES: gl.constexpr):
+def whole(quarters):
     """Rows' sums from four each."""
     return gl.convert_layout(gl.sum(quarters, 1), gl.SliceLayout(1, SCORES))
+
+
+@gluon.jit
+def store_outputs(PART: gl.constexpr, state, inverse, common, first, results, memory, head):
+    """Store a consumer's rows of the output and of its tangent, from row ``first`` on.
+
+    ``inverse`` is the factor of sums by weights, ``common`` the sum of these weights' tangents.
+    """
+    if OWN_OUTPUT:
+        place = memory.out.index(PART)
+        if PERSISTENT:
+            # The work tile before has been read from there.
+            tma_wait(0)
+    else:
+        # The rows of q have been read for the last time.
+        place = memory.q.data.index(PART)
+    inverse = gl.convert_layout(inverse, gl.SliceLayout(1, OUTPUT))[:, None]
+    out = state.acc * inverse
+    place.reshape([ROWS, DV]).store(out.to(HALF))
+    fence_async_shared()
+    tma_store(results.out, [head.b, head.h, first, 0], place)
+    # Of the tangents of weights, the sum of what they were rounded to cancels better.
+    common = gl.convert_layout(common, gl.SliceLayout(1, OUTPUT))[:, None] * inverse
+    out_tangent = state.acc_tangent * inverse - common * out
+    tma_wait(0)
+    place.reshape([ROWS, DV]).store(out_tangent.to(HALF))
+    fence_async_shared()
+    tma_store(results.out_tangent, [head.b, head.h, first, 0], place)
+    if not (PERSISTENT and OWN_OUTPUT):
+        tma_wait(0)
+    if PERSISTENT and not OWN_OUTPUT:
+        mbarrier.arrive(memory.q.empty.index(PART), count=1)

@@ -53,7 +53,7 @@ def test_which_kernels_are_anchored(text, dtype, persistent, anchored):
     config = replace(configs_of(lowered, facts, "forward")[0], persistent=persistent)
     loop = plan_loop(lowered, facts, "forward", config)
     text = generate(lowered, facts, "forward", loop, config)
-    assert f"ANCHORED = tl.constexpr({anchored})" in text
+    assert f"FIXED_MAX = tl.constexpr({anchored})" in text
 
 
 @pytest.mark.parametrize(

@@ -66,11 +66,11 @@ def test_gradients_of_scores_are_stored(config, shape):
 
 NEEDED_TO_STORE = {
     "they have been read": drop("tma_wait(...)", "add_query_tile"),
-    "both have written": drop("meet()", "add_query_tile"),
+    "both have written": drop("sync_consumers()", "add_query_tile"),
     "heads": swap(
-        "number = head.b * sizes.heads + head.h", "number = head.b * sizes.heads", "add_query_tile"
+        "number = head.b * sizes.heads + head.h", "number = head.b * sizes.heads", "store_ds"
     ),
-    "what is stored": swap("slope_row // _tile", "own // _tile"),
+    "what is stored": swap("row // _tile", "keys.first // _tile", "store_ds"),
 }
 
 
@@ -123,20 +123,22 @@ def test_sums_along_diagonals(name, shape):
         torch.testing.assert_close(found, expected, atol=0.02, rtol=4e-3)
 
 
-ANNOUNCE = "mbarrier.arrive(ds_full.index(...), ...)"
+ANNOUNCE = "mbarrier.arrive(ds.full.index(...), ...)"
 NEEDED_TO_ADD = {
-    "dS is there": drop("mbarrier.wait(ds_full.index(...), ...)"),
+    "dS is there": drop("mbarrier.wait(ds.full.index(...), ...)"),
     "phases of dS": swap(
-        "mbarrier.wait(ds_full.index(_place), ...)", "mbarrier.wait(ds_full.index(_place), 0)"
+        "mbarrier.wait(ds.full.index(_place), ...)", "mbarrier.wait(ds.full.index(_place), 0)"
     ),
     "dS is announced": drop(ANNOUNCE),
-    "both have written": early(f"if PART == 0: {ANNOUNCE}", to="meet()"),
+    "both have written": early(
+        f"if ADDS_DIAGONALS and PART == 0: {ANNOUNCE}", to="sync_consumers()"
+    ),
     "dS has been read": swap(
-        "if count > done: add_tile(count - 1, *_sums)",
-        "if count > done + 1: add_tile(count - 2, *_sums)",
+        "if tile_index > tiles_before: add_tile(tile_index - 1, *_sums)",
+        "if tile_index > tiles_before + 1: add_tile(tile_index - 2, *_sums)",
         nth=1,
     ),
-    "the last tile": swap("count > done", "False", "load_item", nth=2),
+    "the last tile": swap("tile_index > tiles_before", "False", "load_work", nth=2),
     "heads": swap("(head.b * sizes.heads + head.h) * kv_tiles", "head.b * sizes.heads * kv_tiles"),
     "places": swap("sums_before = line + first", "sums_before = line"),
 }

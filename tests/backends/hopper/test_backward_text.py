@@ -69,12 +69,12 @@ def test_persistent_programs_compute_the_same(name, shape):
 
 
 NEEDED = {
-    "room for q": (False, drop("leave(q_empty.index(...), ...)")),
-    "room for dO": (False, drop("leave(do_empty.index(...), ...)")),
-    "phases of q": (False, drop("mbarrier.wait(q_full.index(...), ...)")),
-    "both halves of dS": (False, drop("meet()")),
-    "both halves of dS, wide": (True, drop("meet()", "add_query_tile")),
-    "the slopes are there": (True, drop("await_announced()")),
+    "room for q": (False, drop("release(q.empty.index(...), ...)")),
+    "room for dO": (False, drop("release(do.empty.index(...), ...)")),
+    "phases of q": (False, drop("mbarrier.wait(q.full.index(...), ...)")),
+    "both halves of dS": (False, drop("sync_consumers()")),
+    "both halves of dS, wide": (True, drop("sync_consumers()", "add_query_tile")),
+    "the slopes are there": (True, drop("wait_for_p()")),
 }
 
 
@@ -97,15 +97,15 @@ def test_the_machine_notices(name):
 
 
 NEEDED_AGAIN = {
-    "room for keys": drop("mbarrier.arrive(kv_empty, ...)"),
-    "keys have been read": drop("mbarrier.wait(kv_empty, ...)"),
-    "phases of k": drop("mbarrier.wait(k_full, ...)"),
-    "phases of v": drop("mbarrier.wait(v_full, ...)"),
-    "items are read": drop("mbarrier.wait(item_empty, ...)"),
-    "items are written": drop("mbarrier.wait(item_full, ...)", "consume", nth=2),
-    "query tiles go on": swap("count = done", "count = 0", "consume_item"),
-    "zero at the end": drop("gl.store(COUNTER, ...)"),
-    "bits are there": drop("mbarrier.wait(kept_full.index(...), ...)"),
+    "room for keys": drop("mbarrier.arrive(k.empty, ...)"),
+    "keys have been read": drop("mbarrier.wait(k.empty, ...)"),
+    "phases of k": drop("mbarrier.wait(k.full, ...)"),
+    "phases of v": drop("mbarrier.wait(v.full, ...)"),
+    "items are read": drop("mbarrier.wait(fields.empty, ...)"),
+    "items are written": drop("mbarrier.wait(fields.full, ...)", "consume", nth=2),
+    "query tiles go on": swap("tile_index = tiles_before", "tile_index = 0", "consume_work"),
+    "zero at the end": drop("gl.store(counter, ...)"),
+    "bits are there": drop("mbarrier.wait(kept.full.index(...), ...)"),
 }
 
 
@@ -124,19 +124,16 @@ def test_the_machine_notices_in_persistent_programs(name):
     assert is_noticed(differs, 6)
 
 
-LEAVE = "mbarrier.arrive(pairs_empty.index(...), ...)"
+LEAVE = "mbarrier.arrive(bias.empty.index(...), ...)"
 NEEDED_FOR_PAIRS = {
-    "tiles have come": drop("mbarrier.wait(pairs_full.index(...), ...)"),
+    "tiles have come": drop("mbarrier.wait(bias.full.index(...), ...)"),
     "phases": swap(
-        "mbarrier.wait(pairs_full.index(_part), ...)", "mbarrier.wait(pairs_full.index(_part), 0)"
+        "mbarrier.wait(bias.full.index(_part), ...)", "mbarrier.wait(bias.full.index(_part), 0)"
     ),
     "room for tiles": drop(LEAVE),
-    "tiles have been read": drop("mbarrier.wait(pairs_empty.index(...), ...)"),
-    "read before they go": early(LEAVE, to="pair_parts = read_pairs(...)"),
-    "heads": swap(
-        "tma_load(pair0_desc, [h, *_place], *_rest)",
-        "tma_load(pair0_desc, [0 * h, *_place], *_rest)",
-    ),
+    "tiles have been read": drop("mbarrier.wait(bias.empty.index(...), ...)"),
+    "read before they go": early(LEAVE, to="pair_parts = _read if HAS_BIAS else None"),
+    "heads": swap("(h, *_place)", "(0 * h, *_place)", "places_of_bias"),
 }
 
 

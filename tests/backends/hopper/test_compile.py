@@ -21,14 +21,15 @@ SCRIPT = textwrap.dedent(
     from attndsl.backends.hopper.generate import generate
     from attndsl.backends.hopper.generate_tangent import generate_tangent
     from support.jobs import configs_of
-    from attndsl.backends.hopper.memory import has_own_output, shared_bytes, widest
+    from attndsl.backends.hopper.blocks import widest
+    from attndsl.backends.hopper.memory import has_own_output, shared_bytes
     from attndsl.backends.hopper.pair_tiles import with_pair_tiles
     from attndsl.backends.hopper.tiles import CANDIDATES, for_busy_producers
     from attndsl.backends.kernels.arguments import arguments_of as portable_arguments
     from attndsl.backends.kernels.compile import build, load_module
     from attndsl.backends.kernels.example import example_call
     from attndsl.backends.kernels.machine import parse_target
-    from attndsl.backends.hopper.own_tiles import own_tiles
+    from attndsl.backends.hopper.features.skips import own_tiles
     from attndsl.backends.emit.tile_lists import generate_lists
     from attndsl.backends.kernels.modules import list_config
     from support.jobs import plan_loop

@@ -82,40 +82,40 @@ def test_positions_and_scales(name):
 
 # What it must not do without: taken out of the text, the machine notices.
 NEEDED = {
-    "room for k": drop("mbarrier.wait(k_empty.index(...), ...)"),
-    "room for v": drop("mbarrier.wait(v_empty.index(...), ...)"),
-    "k has been read": drop("mbarrier.arrive(k_empty.index(...), ...)"),
-    "v has been read": drop("mbarrier.arrive(v_empty.index(...), ...)"),
-    "k has come": drop("mbarrier.wait(k_full.index(...), ...)"),
-    "v has come": drop("mbarrier.wait(v_full.index(...), ...)"),
-    "q has come": drop("mbarrier.wait(q_full.index(...), ...)"),
-    "the first ones pass": drop("leave_tiles(...)", "consume_item", nth=1),
-    "the last ones pass": drop("leave_tiles(...)", "consume_item", nth=2),
-    "phases": swap("slot_of(count, ...)", "(count % STAGES, 0)"),
-    "all bytes of q": swap("2 if MOVES_Q else 1", "1"),
-    "all bytes of k": swap("2 if MOVES_K else 1", "1"),
-    "all bytes of v": swap("2 if MOVES_V else 1", "1"),
-    "the output is read": drop("tma_wait(...)", "consume_item", nth=2),
-    "the output is seen": drop("fence_async_shared()", "consume_item", nth=2),
+    "room for k": drop("mbarrier.wait(k.empty.index(...), ...)"),
+    "room for v": drop("mbarrier.wait(v.empty.index(...), ...)"),
+    "k has been read": drop("mbarrier.arrive(k.empty.index(...), ...)"),
+    "v has been read": drop("mbarrier.arrive(v.empty.index(...), ...)"),
+    "k has come": drop("mbarrier.wait(k.full.index(...), ...)"),
+    "v has come": drop("mbarrier.wait(v.full.index(...), ...)"),
+    "q has come": drop("mbarrier.wait(q.full.index(...), ...)"),
+    "the first ones pass": drop("skip_tiles(...)", "consume_work", nth=1),
+    "the last ones pass": drop("skip_tiles(...)", "consume_work", nth=2),
+    "phases": swap("slot_of(tile_index, ...)", "(tile_index % STAGES, 0)"),
+    "all bytes of q": swap("2 if HAS_TANGENT_Q else 1", "1"),
+    "all bytes of k": swap("2 if HAS_TANGENT_K else 1", "1"),
+    "all bytes of v": swap("2 if HAS_TANGENT_V else 1", "1"),
+    "the output is read": drop("tma_wait(...)", "store_outputs", nth=2),
+    "the output is seen": drop("fence_async_shared()", "store_outputs", nth=2),
 }
-LEAVE_Q = "mbarrier.arrive(q_empty.index(...), ...)"
+LEAVE_Q = "mbarrier.arrive(q.empty.index(...), ...)"
 NEEDED_WHERE_PERSISTENT = {
     "room for q": drop(LEAVE_Q),
-    "q has been read": drop("mbarrier.wait(q_empty.index(...), ...)"),
-    "q is read to the end": early(LEAVE_Q, to="if FORWARD_HAS_PARTIAL: ...", within="consume_item"),
+    "q has been read": drop("mbarrier.wait(q.empty.index(...), ...)"),
+    "q is read to the end": early(LEAVE_Q, to="if FORWARD_HAS_PARTIAL: ...", within="consume_work"),
     "phases of q": swap(
-        "mbarrier.wait(q_full.index(_part), ...)", "mbarrier.wait(q_full.index(_part), 0)"
+        "mbarrier.wait(q.full.index(_part), ...)", "mbarrier.wait(q.full.index(_part), 0)"
     ),
-    "items before": swap("done + step", "step", "consume_item"),
-    "PARTIAL tiles before": swap("done + visits.partial + step", "done + step", "consume_item"),
-    "the output is read": drop("tma_wait(...)", "consume_item", nth=1),
-    "items are read": drop("mbarrier.wait(item_empty, ...)"),
-    "items are written": drop("mbarrier.wait(item_full, ...)", "consume", nth=2),
-    "zero at the end": drop("gl.store(COUNTER, ...)"),
+    "items before": swap("tiles_before + step", "step", "consume_work"),
+    "PARTIAL tiles before": swap("tiles_before + visits.partial", "tiles_before", "consume_work"),
+    "the output is read": drop("tma_wait(...)", "store_outputs", nth=1),
+    "items are read": drop("mbarrier.wait(fields.empty, ...)"),
+    "items are written": drop("mbarrier.wait(fields.full, ...)", "consume", nth=2),
+    "zero at the end": drop("gl.store(counter, ...)"),
 }
 NEEDED_IN_PLACE_OF_Q = {
-    "the output is read": drop("tma_wait(...)", "consume_item", nth=3),
-    "room for q": drop("mbarrier.arrive(q_empty.index(...), ...)", "consume_item", nth=2),
+    "the output is read": drop("tma_wait(...)", "store_outputs", nth=3),
+    "room for q": drop("mbarrier.arrive(q.empty.index(...), ...)", "store_outputs"),
 }
 ALL_NEEDED = {
     "one item": NEEDED,

@@ -53,12 +53,12 @@ NEEDED = {
     "k stays": swap(
         "mbarrier.arrive(_barrier, count=1, pred=more)", "mbarrier.arrive(_barrier, count=1)"
     ),
-    "k is left": drop("mbarrier.arrive(k_empty.index(...), ...)", HALVES, nth=2),
-    "v is left": drop("mbarrier.arrive(v_empty.index(...), ...)", HALVES, nth=1),
-    "v has come": drop("mbarrier.wait(v_full.index(...), ...)", HALVES, nth=2),
-    "the next k has come": drop("mbarrier.wait(k_full.index(...), ...)", HALVES, nth=2),
-    "the other half": swap("v.slice(SIDE, SIDE)", "v.slice(0, SIDE)"),
-    "weights are used up": swap("not anchored", "True", "consume_item"),
+    "k is left": drop("mbarrier.arrive(k.empty.index(...), ...)", HALVES, nth=2),
+    "v is left": drop("mbarrier.arrive(v.empty.index(...), ...)", HALVES, nth=1),
+    "v has come": drop("mbarrier.wait(v.full.index(...), ...)", HALVES, nth=2),
+    "the next k has come": drop("mbarrier.wait(k.full.index(...), ...)", HALVES, nth=2),
+    "the other half": swap("v_tile.slice(SIDE, SIDE)", "v_tile.slice(0, SIDE)"),
+    "weights are used up": swap("not uses_fixed_max", "True", "consume_work"),
 }
 
 

@@ -18,7 +18,7 @@ from support.forward_text import (
     run_forward,
 )  # fmt: skip
 from support.kernel_text import Run, cases_of, slow
-from support.mutation import before, constant_of, drop, early, is_noticed, number_of, swap
+from support.mutation import before, constant, constant_of, drop, early, is_noticed, number_of, swap
 
 from attndsl.backends.dense.philox import kept as kept_pairs
 
@@ -100,8 +100,8 @@ def growing(name: str, shape: tuple[int, int, int, int], size: float = 40.0) -> 
 
 def counted(text: str) -> str:
     """Of an anchored kernel, whose programs tell how many turns they took."""
-    assert constant_of(text, "ANCHORED")
-    return before("return turn", "noted(turn)")(text)
+    assert constant_of(text, "FIXED_MAX")
+    return before("return work_index", "noted(work_index)")(text)
 
 
 GROWING = [
@@ -172,15 +172,17 @@ def test_forms(form, programs):
 
 # What it must not do without: taken out of the text, the machine notices.
 NEEDED = {
-    "room for v": drop("mbarrier.arrive(v_empty.index(...), ...)", "consume_item"),
-    "room for q": drop("mbarrier.arrive(q_empty.index(...), ...)"),
-    "q has been read": drop("mbarrier.wait(q_empty.index(...), ...)"),
-    "phases of q": drop("mbarrier.wait(q_full.index(...), ...)"),
-    "phases of k": swap("slot_of(count, ...)", "(0, count // STAGES & 1)", "consume_item"),
-    "the output is read": drop("tma_wait(...)", "consume_item", nth=1),
-    "items are read": drop("mbarrier.wait(item_empty, ...)"),
-    "items are written": drop("mbarrier.wait(item_full, ...)", "consume", nth=2),
-    "zero at the end": drop("gl.store(COUNTER, ...)"),
+    "room for v": drop("mbarrier.arrive(v.empty.index(...), ...)", "consume_work"),
+    "room for q": drop("mbarrier.arrive(q.empty.index(...), ...)"),
+    "q has been read": drop("mbarrier.wait(q.empty.index(...), ...)"),
+    "phases of q": drop("mbarrier.wait(q.full.index(...), ...)"),
+    "phases of k": swap(
+        "slot_of(tile_index, ...)", "(0, tile_index // STAGES & 1)", "consume_work"
+    ),
+    "the output is read": drop("tma_wait(...)", "store_output", nth=1),
+    "items are read": drop("mbarrier.wait(fields.empty, ...)"),
+    "items are written": drop("mbarrier.wait(fields.full, ...)", "consume", nth=2),
+    "zero at the end": drop("gl.store(counter, ...)"),
 }
 
 
@@ -207,14 +209,14 @@ def test_padding_is_nothing_to_be_relative_to():
 
 
 NEEDED_WHEN_LOST = {
-    "a place for each turn": swap("(turn & 1) * CONSUMERS", "0"),
+    "a place for each turn": swap("(work_index & 1) * CONSUMERS", "0"),
     "each consumer's": swap("lost | _word", "lost & _word"),
-    "the last one's": swap("(item >= items) & (last >= 0)", "item > 999999"),
+    "the last one's": swap("(work_tile >= work_tiles) & (last >= 0)", "work_tile > 999999"),
     "to be taken still": swap("gl.where(pause, 0, 1 - lost)", "gl.where(pause, 0, 1)"),
     "the one that was lost": swap(
         "gl.where(lost != 0, older, _then)", "gl.where(lost != 0, last, _then)"
     ),
-    "phases of q": drop("mbarrier.arrive(q_full.index(...), ...)"),
+    "phases of q": drop("mbarrier.arrive(q.full.index(...), ...)"),
     "how large": swap("total <= MOST_TOTAL", "total <= 1e30"),
     "how small": swap("total >= LEAST_TOTAL", "total >= 0.0"),
 }
@@ -243,17 +245,17 @@ def test_tiles_of_pairs_from_any_position(form):
     assert torch.allclose(out.float(), expected(inputs, "bias"), atol=4e-3)
 
 
-LEAVE = "mbarrier.arrive(pairs_empty.index(...), ...)"
+LEAVE = "mbarrier.arrive(bias.empty.index(...), ...)"
 NEEDED_FOR_PAIRS = {
-    "tiles have come": drop("mbarrier.wait(pairs_full.index(...), ...)"),
+    "tiles have come": drop("mbarrier.wait(bias.full.index(...), ...)"),
     "phases": swap(
-        "mbarrier.wait(pairs_full.index(_part), ...)", "mbarrier.wait(pairs_full.index(_part), 0)"
+        "mbarrier.wait(bias.full.index(_part), ...)", "mbarrier.wait(bias.full.index(_part), 0)"
     ),
     "room for tiles": drop(LEAVE),
-    "tiles have been read": drop("mbarrier.wait(pairs_empty.index(...), ...)"),
-    "read before they go": early(LEAVE, to="pair_parts = read_pairs(...)"),
-    "all bytes": swap("_others + pair1_desc.block_type.nbytes", "_others"),
-    "rows of each consumer": swap("first_query + part * pair0_s.shape[1]", "first_query"),
+    "tiles have been read": drop("mbarrier.wait(bias.empty.index(...), ...)"),
+    "read before they go": early(LEAVE, to="pair_parts = _read if HAS_BIAS else None"),
+    "all bytes": constant("BIAS_BYTES", 1),
+    "rows of each consumer": swap("first_query + part * _rows % _all", "first_query"),
 }
 
 
@@ -282,4 +284,4 @@ def test_full_tiles_load_no_mask():
     assert number_of(texts[0], "if wanted: ...")
     # A row of tiles that are all FULL reads the first one's mask.
     assert not torch.equal(found, out)
-    assert number_of(texts[0], "read_pairs(PART, count, PARTIAL, SCORES, ...)")
+    assert number_of(texts[0], "read_bias(PART, tile_index, PARTIAL, ...)")

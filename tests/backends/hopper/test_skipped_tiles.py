@@ -12,7 +12,7 @@ from support.kernel_text import Run
 from support.mutation import before, constant, drop, is_noticed, swap
 
 from attndsl.backends.emit.facts import facts_of
-from attndsl.backends.hopper.own_tiles import own_tiles, parts_of_lists
+from attndsl.backends.hopper.features.skips import own_tiles, parts_of_lists
 from attndsl.backends.kernels.example import example_call
 from attndsl.passes.tiles.plan import FORWARD
 from attndsl.passes.tiles.sparsity import Sparsity
@@ -71,11 +71,13 @@ def test_tiles_are_left_out(name, config, q_len, kv_len, items, fewer):
 
 
 NEEDED = {
-    "the first ones pass": drop("leave_tiles(...)", "consume_item", nth=1),
-    "the last ones pass": drop("leave_tiles(...)", "consume_item", nth=2),
-    "room for v": drop("mbarrier.arrive(v_empty.index(...), ...)", "leave_tiles"),
+    "the first ones pass": drop("skip_tiles(...)", "consume_work", nth=1),
+    "the last ones pass": drop("skip_tiles(...)", "consume_work", nth=2),
+    "room for v": drop("mbarrier.arrive(v.empty.index(...), ...)", "skip_tiles"),
     "which is the last": swap("gl.where(own_full > 0, tiles, ended)", "tiles"),
-    "whose weights are first": swap("count = done + begin_partial", "count = done"),
+    "whose weights are first": swap(
+        "tile_index = tiles_before + begin_partial", "tile_index = tiles_before"
+    ),
     "whether they attend": swap("there & rows_have(*_tile)", "there & ~rows_have(*_tile)"),
 }
 

@@ -14,15 +14,18 @@ from typing import TYPE_CHECKING
 
 from attndsl.passes.tiles.plan import FORWARD
 
-from ..emit.device_functions import param_values
-from ..emit.loops import print_visited
+from ...emit.device_functions import param_values
+from ...emit.loops import print_visited
+from .feature import Feature, Texts
 
 if TYPE_CHECKING:
     from attndsl.passes.tiles.plan import LoopPlan
     from attndsl.pipeline import Lowered
 
-    from ..emit.facts import KernelFacts
-    from ..kernels.config import Config
+    from ...emit.facts import KernelFacts
+    from ...emit.template import Flags
+    from ...kernels.config import Config
+    from .feature import Job
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,19 +70,27 @@ def _may_leave_out(lowered: Lowered, facts: KernelFacts, direction: str) -> bool
     return forward and not facts.pair_tiles and not dropped
 
 
-def print_rows(own: OwnTiles, facts: KernelFacts) -> tuple[list[str], set[str]]:
-    """The function ``rows_have`` if rows have a plan, and the library functions that it uses."""
+def _of_job(job: Job) -> OwnTiles:
+    return own_tiles(job.lowered, job.facts, job.direction, job.config)
+
+
+def _skips(job: Job) -> bool:
+    return _of_job(job).skips
+
+
+def _flags(job: Job) -> Flags:
+    own = _of_job(job)
+    return {"ROWS_HAVE_TILES": own.loop is not None, "ROWS_ARE_LISTED": own.parts > 1}
+
+
+def _functions(job: Job) -> Texts:
+    """The function ``rows_have`` if rows have a plan."""
+    own, facts = _of_job(job), job.facts
     if own.loop is None:
-        return [], set()
+        return Texts()
     values = param_values(facts, scalar=True)
     text, used = print_visited("rows", FORWARD.along, own.loop, values, facts.names())
-    return [text], used
+    return Texts([text], frozenset(used))
 
 
-def flags_of_rows(own: OwnTiles) -> dict[str, bool]:
-    """What templates ask."""
-    return {
-        "SKIPS": own.skips,
-        "ROWS_HAVE_TILES": own.loop is not None,
-        "ROWS_ARE_LISTED": own.parts > 1,
-    }
+SKIPS = Feature("SKIPS", _skips, _flags, functions=_functions)

@@ -1,0 +1,30 @@
+"""Tiles of Hopper kernels: how wide they are, how many bytes elements take.
+
+Non-goals: what they take together (:mod:`.memory`).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ..emit.facts import KernelFacts
+
+BYTES_OF_TYPES = {"fp32": 4, "fp16": 2, "bf16": 2, "i8": 1}
+ADDRESS_BYTES = 16
+"""Addresses and strides that the tensor memory accelerator takes are multiples of this."""
+
+
+def block_width(head_dim: int) -> int:
+    """Columns of a tile that holds rows of ``head_dim`` elements; the rest is zeros."""
+    return max(64, 1 << (head_dim - 1).bit_length())
+
+
+def widest(facts: KernelFacts) -> int:
+    """Columns of the wider ones of a kernel's tiles."""
+    return max(map(block_width, (facts.head_dim, facts.value_dim)))
+
+
+def is_above_128(facts: KernelFacts, direction: str) -> bool:
+    """Whether a kernel is the backward that each consumer makes a part of, for wide rows."""
+    return direction == "backward_kv" and widest(facts) > 128

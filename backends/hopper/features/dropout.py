@@ -1,0 +1,59 @@
+"""Dropout: the producer draws which pairs are kept, the consumers take a bit of each pair."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ...emit.draws import drop_function
+from .feature import Feature, Texts
+
+if TYPE_CHECKING:
+    from ...emit.facts import KernelFacts
+    from ...emit.template import Flags
+    from ...kernels.config import Config
+    from .feature import Job
+
+_ROWS = (
+    "factor_of_kept, keep_packed, keep_of_rows as keep_of_tile, "
+    "layout_of_row_bits as layout_of_bits"
+)
+_KEYS = (
+    "factor_of_kept, halves_of_kept, keep, keep_of_keys as keep_of_tile, "
+    "layout_of_key_bits as layout_of_bits"
+)
+"""What kernels call of ``dropout``, if the rows of their products are queries, or keys."""
+
+
+def kept_bytes(direction: str, facts: KernelFacts, config: Config) -> int:
+    """What says which pairs are kept: of each stage two words a thread, or a bit a pair."""
+    if direction == "forward":
+        size = 2 * 4 * 128 * config.consumers
+    else:
+        size = config.block_m * config.block_n // 8
+    return facts.dropout * config.stages * size
+
+
+def _is_dropped(job: Job) -> bool:
+    return job.lowered.program.dropout is not None
+
+
+def _flags(job: Job) -> Flags:
+    return {"SIGNED_WEIGHTS": _is_dropped(job) and job.lowered.program.weights is None}
+
+
+def _imports(job: Job) -> list[str]:
+    drawing = "drop_of_head" if job.facts.draws is None else "drop_of_part"
+    names = _ROWS if job.is_forward else _KEYS
+    return [
+        f"from attndsl.backends.device.dropout import {drawing}",
+        f"from attndsl.backends.hopper.dropout import {names}",
+    ]
+
+
+def _functions(job: Job) -> Texts:
+    return Texts([drop_function(job.facts.draws)])
+
+
+DROPOUT = Feature(
+    "HAS_DROPOUT", _is_dropped, _flags, "dropout", imports=_imports, functions=_functions
+)

@@ -1,0 +1,112 @@
+"""A feature of Hopper kernels as data, and what a kernel's text is made for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from attndsl.passes.tiles.plan import LoopPlan
+    from attndsl.pipeline import Lowered
+
+    from ...emit.facts import KernelFacts
+    from ...emit.template import Flags
+    from ...kernels.config import Config
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What one module is generated for."""
+
+    lowered: Lowered
+    facts: KernelFacts
+    direction: str
+    """``forward``, ``forward_tangent`` or ``backward_kv``."""
+    loop: LoopPlan
+    """The plan of its loop."""
+    config: Config
+
+    @property
+    def is_forward(self) -> bool:
+        """Whether a work tile is one of queries."""
+        return self.direction != "backward_kv"
+
+    @property
+    def is_listed(self) -> bool:
+        """Whether the loop's tiles are listed."""
+        return self.loop.listed is not None
+
+
+@dataclass(frozen=True, slots=True)
+class Texts:
+    """Device functions that a program has for a feature."""
+
+    functions: Sequence[str] = ()
+    helpers: frozenset[str] = frozenset()
+    """The library functions that they use."""
+
+
+def _no_flags(job: Job) -> Flags:
+    return {}
+
+
+def _no_lines(job: Job) -> Sequence[str]:
+    return ()
+
+
+def _no_texts(job: Job) -> Texts:
+    return Texts()
+
+
+@dataclass(frozen=True, slots=True)
+class Feature:
+    """When kernels have something, and what they then have for it."""
+
+    flag: str
+    """The constant that says so in device code."""
+    applies: Callable[[Job], bool]
+    flags: Callable[[Job], Flags] = _no_flags
+    """Further constants, of kernels without it as well."""
+    template: str | None = None
+    """The file of its device code."""
+    imports: Callable[[Job], Sequence[str]] = _no_lines
+    """Import statements, each a line."""
+    functions: Callable[[Job], Texts] = _no_texts
+    arguments: Callable[[Job], Sequence[str]] = _no_lines
+    """Arguments of the kernel between its operands and its sizes."""
+    given: Callable[[Job], Sequence[str]] = _no_lines
+    """Arguments that stand before those of the program, as fields of its record."""
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What features add to one module."""
+
+    flags: Mapping[str, bool | float | str] = field(default_factory=dict)
+    templates: tuple[str, ...] = ()
+    imports: tuple[str, ...] = ()
+    texts: Texts = field(default_factory=Texts)
+    arguments: tuple[str, ...] = ()
+    given: tuple[str, ...] = ()
+
+
+def parts_of(features: Sequence[Feature], job: Job) -> Parts:
+    """What ``features`` add to the module of ``job``, in their order."""
+    found = [feature for feature in features if feature.applies(job)]
+    flags: dict[str, bool | float | str] = {}
+    for feature in features:
+        flags |= {feature.flag: feature in found, **feature.flags(job)}
+    texts = [feature.functions(job) for feature in found]
+    return Parts(
+        flags,
+        tuple(feature.template for feature in found if feature.template is not None),
+        tuple(line for feature in found for line in feature.imports(job)),
+        Texts(
+            [text for own in texts for text in own.functions],
+            frozenset[str]().union(*(own.helpers for own in texts)),
+        ),
+        tuple(name for feature in found for name in feature.arguments(job)),
+        tuple(name for feature in found for name in feature.given(job)),
+    )

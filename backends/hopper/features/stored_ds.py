@@ -1,0 +1,21 @@
+"""dS that the backward stores, tile by tile, for the kernel that adds up gradients of biases."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from .feature import Feature
+
+if TYPE_CHECKING:
+    from .feature import Job
+
+
+def _is_stored(job: Job) -> bool:
+    return job.facts.stores_slopes
+
+
+def _arguments(job: Job) -> list[str]:
+    return ["slopes_desc", "STORED_TILES"]
+
+
+STORED_DS = Feature("STORES_DS", _is_stored, template="stored_ds", arguments=_arguments)

@@ -1,0 +1,23 @@
+"""Tangents of q, k and v in the kernel that makes a forward's results and their tangents."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from .feature import Feature
+
+if TYPE_CHECKING:
+    from ...emit.template import Flags
+    from .feature import Job
+
+
+def _moves_weights(job: Job) -> bool:
+    return job.direction == "forward_tangent" and bool(set(job.facts.moving_operands) & {"q", "k"})
+
+
+def _flags(job: Job) -> Flags:
+    moving = job.facts.moving_operands if job.direction == "forward_tangent" else ""
+    return {f"HAS_TANGENT_{name.upper()}": name in moving for name in ("q", "k", "v")}
+
+
+TANGENTS = Feature("MOVES_WEIGHTS", _moves_weights, _flags)

@@ -1,0 +1,251 @@
+"""Records that Hopper's device functions take: rings of shared memory, and what a program works on.
+
+They are NamedTuples, as those that both families of kernels have (:mod:`..device.records`). A field
+that a kernel has no use for is None; a flag of the generated module says so, and nobody reads it.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+
+class Ring(NamedTuple):
+    """Stages of shared memory that tiles go through in turn."""
+
+    desc: Any
+    """Describes where tiles come from: a tuple where several tensors have one each."""
+    data: Any
+    """The stages; of several tensors a tuple."""
+    full: Any
+    """Barriers: the tile has come."""
+    empty: Any
+    """Barriers: all consumers have read the tile."""
+    tangent: Any
+    """A :class:`Tangent`, which comes with the tile."""
+
+
+class Tangent(NamedTuple):
+    """Tiles of an operand's tangent: where they come from, and their stages."""
+
+    desc: Any
+    data: Any
+
+
+class ForwardMemory(NamedTuple):
+    """Shared memory of a forward."""
+
+    q: Ring
+    k: Ring
+    v: Ring
+    out: Any
+    """Place of the output; None where it takes that of q."""
+    fields: Any
+    """Ring of one stage, in which the producer says what a work tile is (``announce_work``)."""
+    kept: Any
+    """Ring of which pairs dropout keeps."""
+    bias: Any
+    """Ring of what each pair looks up: one stage a consumer."""
+    overflowed: Any
+    """Whether weights were too large or too small: of two work tiles, for each consumer."""
+
+
+class BackwardMemory(NamedTuple):
+    """Shared memory of a backward."""
+
+    q: Ring
+    k: Ring
+    v: Ring
+    do: Ring
+    lse: Ring
+    """Log-sum-exp in base 2; comes with q."""
+    delta: Ring
+    """rowsum(dO * O) - dlse; comes with dO."""
+    ds: Ring
+    """dS (keys, queries), which both consumers read; ``desc`` says where it is stored."""
+    p_slope: Any
+    """Above head dim 128: weights' derivatives by the score (keys, queries)."""
+    fields: Any
+    """Ring of one stage, in which the producer says what a work tile is."""
+    kept: Any
+    """Ring of which pairs dropout keeps."""
+    bias: Any
+    """Ring of what each pair looks up."""
+    lines: Any
+    """Where the producer adds up dS along diagonals."""
+
+
+class Call(NamedTuple):
+    """What all work tiles of a launch share."""
+
+    scale: Any
+    sizes: Any
+    origins: Any
+    padded: Any
+    """Rows of a head that statistics and sums of dQ have; None in forwards."""
+    together: Any
+    """How many heads' work tiles are side by side in the order of these."""
+    counter: Any
+    """How many work tiles were drawn; None where programs take them in turn."""
+    given: Any
+
+
+class ForwardResults(NamedTuple):
+    """Where results go: descriptors of tiles, pointers to numbers of each row."""
+
+    out: Any
+    lse: Any
+    out_tangent: Any
+    lse_tangent: Any
+
+
+class BackwardResults(NamedTuple):
+    """Where gradients go."""
+
+    dq_sums: Any
+    keys: Any
+    """A ``KeyGradients``."""
+    ds: Any
+    """Describes where dS is stored; None where it is not."""
+    stored_tiles: Any
+    """Which tiles of dS have been stored."""
+
+
+class Work(NamedTuple):
+    """A work tile of one head, and what its functions read."""
+
+    tile: Any
+    """Its index: of queries in a forward, of keys in a backward."""
+    head: Any
+    visits: Any
+    nothing: Any
+    """Whether it has no tile, so that one beyond all keys stands for it."""
+    uses_fixed_max: Any
+    """Whether FULL tiles may keep the maximum that they find."""
+    sizes: Any
+    origins: Any
+    shift: Any
+    given: Any
+
+
+class Rows(NamedTuple):
+    """A consumer's rows of a query tile."""
+
+    numbers: Any
+    places: Any
+    """Logical positions."""
+    q: Any
+    """The same as a column."""
+    parts: Any
+    """What is looked up by them."""
+    origin: Any
+    """Logical position of the query tile's first row."""
+    tile: Any
+    """Their q in shared memory."""
+
+
+class Columns(NamedTuple):
+    """A tile of keys, as its pairs with a consumer's rows see it."""
+
+    tile: Any
+    parts: Any
+    """What is looked up by the keys."""
+    pairs: Any
+    """What is looked up by the pairs, if that comes by tiles."""
+
+
+class KeyRows(NamedTuple):
+    """A consumer's keys of a tile, the rows of a backward's products, for one query head."""
+
+    first: Any
+    numbers: Any
+    kv: Any
+    """Logical positions as a column."""
+    parts: Any
+    """What is looked up by them."""
+    column2: Any
+    """What the score has of each key alone, in base 2."""
+    origin: Any
+    """Logical position of the tile's first key."""
+    ragged: Any
+    """Whether the tile reaches beyond the last key."""
+    scale: Any
+    """Factor of ``q . k``."""
+
+
+class KeySums(NamedTuple):
+    """Sums of a backward over query tiles."""
+
+    dk: Any
+    """Before the scale."""
+    dv: Any
+    column: Any
+    """Sums of dS of each key, eight a row."""
+
+
+class Kept(NamedTuple):
+    """The factor of weights that dropout keeps."""
+
+    factor: Any
+    log2: Any
+    inverse: Any
+
+
+class Parts(NamedTuple):
+    """What has been looked up for a tile of pairs: by queries, by keys, by pairs."""
+
+    q: Any
+    kv: Any
+    pairs: Any
+
+
+class Factors(NamedTuple):
+    """Factors of scores, see ``factors_of_scores``."""
+
+    scale: Any
+    """Of ``q . k``."""
+    factor: Any
+    """Of the program's score, which is in base 2 after it."""
+    steepness: Any
+    """Change of a column's part from one key to the next."""
+
+
+class MaxRule(NamedTuple):
+    """How a row's maximum is followed."""
+
+    least_max: Any
+    uses_fixed_max: Any
+    """Whether FULL tiles after the first will keep it."""
+
+
+class RunningSoftmax(NamedTuple):
+    """The running softmax of a consumer's rows."""
+
+    acc: Any
+    """Sums of weights times values, without those of the last tile."""
+    row_max: Any
+    """The greatest score so far, in base 2."""
+    row_sum: Any
+    """Eight sums of weights a row."""
+    p: Any
+    """Weights of the last tile, packed."""
+
+
+class RunningTangent(NamedTuple):
+    """The running softmax of a consumer's rows, with tangents; sums are four a row."""
+
+    acc: Any
+    acc_tangent: Any
+    row_max: Any
+    row_sum: Any
+    row_sum_tangent: Any
+    rounded: Any
+    """Sums of weights' tangents as they were rounded."""
+
+
+class Draw(NamedTuple):
+    """What a producer draws for the tile before the one that it loads."""
+
+    drop: Any
+    first_row: Any
+    tile_before: Any
+    tiles_before: Any

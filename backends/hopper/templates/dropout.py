@@ -1,0 +1,25 @@
+"""Dropout by the producer: it draws, the consumers take a bit of each pair."""
+# ruff: noqa: F821
+
+#: begin
+
+
+@gluon.jit
+def draw_tile(
+    drop, tile_index, first_row, first_column, kept, PARTS: gl.constexpr, COLUMNS: gl.constexpr
+):
+    """Draw for the pairs of tile number ``tile_index``.
+
+    The consumers took the bits before of the same stage.
+    """
+    stage, _ = slot_of(tile_index, STAGES)
+    keep_of_tile(kept.data, stage * PARTS, drop, first_row, first_column, PARTS, COLUMNS)
+    mbarrier.arrive(kept.full.index(stage), count=1)
+
+
+@gluon.jit
+def take_kept(PART: gl.constexpr, tile_index, kept, PARTS: gl.constexpr, COLUMNS: gl.constexpr):
+    """Which pairs of tile number ``tile_index`` are kept, of its 64 rows number PART."""
+    stage, phase = slot_of(tile_index, STAGES)
+    mbarrier.wait(kept.full.index(stage), phase)
+    return kept.data.index(stage * PARTS + PART).load(layout_of_bits(COLUMNS))
