@@ -16,8 +16,6 @@ MOST_PARAMETERS = 8
 LONG_FUNCTIONS = {
     "attndsl/attention.py:Attention.__call__": 139,
     "backends/hopper/backend.py:HopperBackend._gradients": 85,
-    "backends/hopper/generate.py:generate": 119,
-    "backends/hopper/generate_tangent.py:generate_tangent": 78,
     "backends/triton/backend.py:TritonBackend._gradients": 79,
 }
 MANY_PARAMETERS = {
