@@ -66,8 +66,24 @@ source = SimpleNamespace(name="k", signature={"Q": "*bf16", "d": "tensordesc<bf1
                                               "heads": "i32", "N": "constexpr"})
 print(json.dumps([
     kernel_trace.roles_of(source),
-    [kernel_trace.normalise_ptx(text, source) for text in json.load(sys.stdin)],
+    [
+        (kernel_trace.normalise if "ttg." in text else kernel_trace.normalise_ptx)(text, *more)
+        for text in json.load(sys.stdin)
+        for more in [[["Q", "K"]] if "ttg." in text else [source]]
+    ],
 ]))
+"""
+FORM = """#mma = #ttg.a<1>
+#mma1 = #ttg.b<parent = #mma>
+  %true_0 = arith.constant true
+    ttg.warp_specialize(%arg0, %1, %arg1) attributes {x}
+    default {
+      use %arg0, %true_0 : #mma1
+    }
+    partition0(%arg7: !a, %arg8: !b, %arg9: !c) num_warps(4) {
+      use %arg7, %arg8, %arg9, %arg10 : #mma
+    } : (!a, !b, !c) -> ()
+    use %arg1
 """
 PTX = """
 .version 8.7
@@ -105,6 +121,19 @@ def test_ptx_is_compared_by_what_it_does():
     assert "comment" not in text
     assert same == text
     assert other != text
+
+
+def test_forms_are_compared_by_what_warpgroups_are_handed():
+    shuffled = FORM.replace("(%arg0, %1, %arg1)", "(%arg1, %arg0, %1)")
+    shuffled = shuffled.replace("use %arg7, %arg8, %arg9", "use %arg8, %arg9, %arg7")
+    shuffled = shuffled.replace("(!a, !b, !c)", "(!c, !a, !b)")
+    shuffled = shuffled.replace("#mma1", "#mma7").replace("%true_0", "%true_3")
+    other = FORM.replace("use %arg7, %arg8", "use %arg8, %arg7")
+    _, (text, same, different) = traced(FORM, shuffled, other)
+    assert "use %Q.handed, %1.handed, %K.handed, %arg10 : #ttg.a<1>" in text
+    assert "use %Q, [true] : #ttg.b<parent = #ttg.a<1>>" in text
+    assert same == text
+    assert different != text
 
 
 def test_cases_and_settings_have_names_of_their_own():

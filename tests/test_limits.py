@@ -15,8 +15,6 @@ MOST_PARAMETERS = 8
 
 LONG_FUNCTIONS = {
     "attndsl/attention.py:Attention.__call__": 139,
-    "backends/hopper/generate.py:generate": 119,
-    "backends/hopper/generate_tangent.py:generate_tangent": 78,
 }
 MANY_PARAMETERS = {
     "attndsl/cli/plotting.py:plot": 10,

@@ -175,16 +175,19 @@ def roles_of(source: Any) -> list[str]:
 
 
 def normalise(text: str, roles: list[str]) -> str:
-    """The intermediate form with its parameters called by their roles, and in no order."""
+    """The intermediate form with its parameters called by their roles, and in no order.
+
+    Layouts stand where they are used, and what warpgroups are handed is called by what it is.
+    """
     lines = []
     constants: dict[str, str] = {}
-    for line in text.split("\n"):
+    for line in _by_capture(_without_aliases(text.split("\n"))):
         constant = re.match(r"\s*(%[\w-]+) = arith\.constant (.*)", line)
         if constant:
             # Where constants stand says nothing: they are made where they are used.
             constants[constant[1]] = f"[{constant[2]}]"
             continue
-        line = re.sub(r"%c[\w-]+|%true|%false", lambda m: constants.get(m[0], m[0]), line)
+        line = re.sub(r"%(?:c|true|false)[\w-]*", lambda m: constants.get(m[0], m[0]), line)
         if line.lstrip().startswith("tt.func public"):
             inside = line[line.index("(") + 1 : line.rindex("attributes")]
             parts = sorted(
@@ -195,6 +198,44 @@ def normalise(text: str, roles: list[str]) -> str:
         elif not line.startswith(("#loc", "module attributes")):
             lines.append(_by_role(line, roles))
     return "\n".join(lines)
+
+
+def _without_aliases(lines: list[str]) -> list[str]:
+    """Lines with each layout in full: aliases have numbers in the order of their first use."""
+    layouts: dict[str, str] = {}
+    found = []
+    for line in lines:
+        whole = re.sub(r"#\w+", lambda m: layouts.get(m[0], m[0]), line)
+        alias = re.match(r"(#\w+) = (.*)", line)
+        if alias and not line.startswith("#loc"):
+            layouts[alias[1]] = whole.partition(" = ")[2]
+        else:
+            found.append(whole)
+    return found
+
+
+def _by_capture(lines: list[str]) -> list[str]:
+    """Lines in which a warpgroup's arguments are called by what it is handed, in no order."""
+    handed: list[str] = []
+    names: dict[str, str] = {}
+    found = []
+    for line in lines:
+        start = re.match(r"(\s*ttg\.warp_specialize\()(.*?)(\).*)", line)
+        if start:
+            handed = start[2].split(", ")
+            line = start[1] + ", ".join(sorted(handed)) + start[3]
+        elif handed and (part := re.match(r"(\s*partition\d+)\((.*)\)( num_warps.*)", line)):
+            own = re.findall(r"(%\w+): ", part[2])
+            names = dict(zip(own, (f"{name}.handed" for name in handed), strict=True))
+            line = part[1] + part[3]
+        elif names and re.match(r"\s*\} : \(.*\) -> \(\)$", line):
+            # The types of what is handed.
+            handed, names = [], {}
+            line = line.partition(" : ")[0]
+        elif names:
+            line = re.sub(r"%arg\d+\b", lambda m, own=names: own.get(m[0], m[0]), line)
+        found.append(line)
+    return found
 
 
 def _by_role(text: str, roles: list[str]) -> str:

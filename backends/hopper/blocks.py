@@ -26,5 +26,5 @@ def widest(facts: KernelFacts) -> int:
 
 
 def is_above_128(facts: KernelFacts, direction: str) -> bool:
-    """Whether a kernel is the backward that each consumer makes a part of, for wide rows."""
+    """Whether a kernel is the backward for head dims above 128, whose consumers share the work."""
     return direction == "backward_kv" and widest(facts) > 128

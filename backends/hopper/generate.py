@@ -151,7 +151,7 @@ def _flags(job: Job) -> Flags:
         f"{name}_HAS_FULL": job.is_listed or bool(loop.full),
         f"{name}_HAS_PARTIAL": job.is_listed or bool(loop.partial),
         f"{name}_DESCENDING": loop.descending,
-        "NEEDS_TILE": job.direction == "forward",
+        "NEEDS_TILE": job.is_forward and not job.has_tangents,
         "PEELED": job.config.peeled,
         "EARLY": job.config.early,
         "ABOVE_128": wide,
@@ -167,7 +167,7 @@ def _is_scaled_first(job: Job) -> bool:
     program, placed = job.lowered.program, job.lowered.placed
     found = placed.pair.op is not Op.SCORE or program.weights is not None
     # The running maximum needs a factor that is positive; tangents have no code for its sign.
-    found = found or (job.direction == "forward_tangent" and placed.inner is not None)
+    found = found or (job.has_tangents and placed.inner is not None)
     return found or reads_score(program.mask) or job.facts.scale_first
 
 

@@ -1,5 +1,5 @@
 """What a Hopper kernel may have beside its loop: one module a feature.
 
 Each says when kernels have it, and what they have for it: constants, device code, arguments, shared
-memory. Device code lies in ``templates/`` under the same name.
+memory. Their device code lies in ``templates/``.
 """

@@ -34,6 +34,11 @@ class Job:
         return self.direction != "backward_kv"
 
     @property
+    def has_tangents(self) -> bool:
+        """Whether it is the forward that makes tangents as well."""
+        return self.direction == "forward_tangent"
+
+    @property
     def is_listed(self) -> bool:
         """Whether the loop's tiles are listed."""
         return self.loop.listed is not None

@@ -34,7 +34,7 @@ def _is_bounded(job: Job) -> bool:
     placed, dtype = job.lowered.placed, job.facts.dtype
     if job.lowered.program.weights is not None or placed.column is not None:
         return False
-    if job.direction == "forward_tangent" and dtype != "bf16":
+    if job.has_tangents and dtype != "bf16":
         return False
     exponent = placed.outer * magnitude(placed.pair) * math.log2(math.e)
     return exponent <= _MOST_EXPONENT[dtype]
@@ -42,8 +42,8 @@ def _is_bounded(job: Job) -> bool:
 
 def _flags_of_max(job: Job) -> Flags:
     placed, weights = job.lowered.placed, job.lowered.program.weights
-    mixed = job.direction != "forward_tangent" and _is_bounded(job) and job.facts.forms == APPROX
-    if job.direction == "forward_tangent":
+    mixed = not job.has_tangents and _is_bounded(job) and job.facts.forms == APPROX
+    if job.has_tangents:
         # As above: sums relative to a smaller maximum need the room of bf16.
         lazy = job.facts.dtype == "bf16"
     else:
@@ -55,7 +55,7 @@ def _flags_of_max(job: Job) -> Flags:
 
 def _has_fixed_max(job: Job) -> bool:
     full = job.is_listed or bool(job.loop.full)
-    found = job.direction == "forward" and job.config.persistent and full
+    found = job.is_forward and not job.has_tangents and job.config.persistent and full
     found = found and job.lowered.program.weights is None and not _is_bounded(job)
     return found and job.facts.dtype == "bf16"
 

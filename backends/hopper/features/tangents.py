@@ -12,11 +12,11 @@ if TYPE_CHECKING:
 
 
 def _moves_weights(job: Job) -> bool:
-    return job.direction == "forward_tangent" and bool(set(job.facts.moving_operands) & {"q", "k"})
+    return job.has_tangents and bool(set(job.facts.moving_operands) & {"q", "k"})
 
 
 def _flags(job: Job) -> Flags:
-    moving = job.facts.moving_operands if job.direction == "forward_tangent" else ""
+    moving = job.facts.moving_operands if job.has_tangents else ""
     return {f"HAS_TANGENT_{name.upper()}": name in moving for name in ("q", "k", "v")}
 
 

@@ -154,13 +154,15 @@ def consume_work(
     sync_consumers()
     out = results.keys
     if PART == 0:
+        v_tile = memory.v.data.index(0).reshape([BLOCK_N, DV])
         if HAS_COMMON:
             total = total * factor_of_weights(Head(b, 0, hkv), sizes, given)
-        rows = rows_to_store(total, memory.v.data.index(0).reshape([BLOCK_N, DV]))
+        rows = rows_to_store(total, v_tile)
         dv_out = Tensor(out.dv, out.dv_b, out.dv_h, out.dv_n)
         store_rows(dv_out, rows, own, b, hkv, sizes.kv_len, VALUE_DIM)
     else:
-        rows = rows_to_store(total * call.scale, memory.k.data.index(0).reshape([BLOCK_N, D]))
+        k_tile = memory.k.data.index(0).reshape([BLOCK_N, D])
+        rows = rows_to_store(total * call.scale, k_tile)
         dk_out = Tensor(out.dk, out.dk_b, out.dk_h, out.dk_n)
         store_rows(dk_out, rows, own, b, hkv, sizes.kv_len, HEAD_DIM)
     return tile_index

@@ -85,11 +85,11 @@ def test_what_is_stored(name):
     assert facts.stores_slopes
     assert facts.tensor_gradients == ()
     text = hopper_source(lowered, call, "backward", wants)
-    assert "tma_store(slopes_desc" in text
+    assert "def store_ds(" in text
     assert "def stored(" in text
     for other in (("backward", Wants()), ("forward", Wants())):
         text = hopper_source(lowered, call, *other)
-        assert "slopes_desc" not in text
+        assert "def store_ds(" not in text
         assert "def stored(" not in text
 
 
