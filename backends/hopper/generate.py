@@ -230,7 +230,8 @@ def generate(
     if dropped:
         functions.append(drop_function(facts.draws))
     texts = [record_of_given(given_names), *functions, *texts]
-    return fill_template(__package__, templates, texts, helpers, flags, given_names, more)
+    entries = (f"attention_{direction}",)
+    return fill_template(__package__, templates, entries, texts, helpers, flags, given_names, more)
 
 
 def constants_of(facts: KernelFacts, config: Config) -> Flags:

@@ -120,7 +120,8 @@ def generate_tangent(lowered: Lowered, facts: KernelFacts, loop: LoopPlan, confi
         ),
     }
     texts = [record_of_given(given), *functions, *texts]
-    text = fill_template(__package__, _TEMPLATES, texts, helpers, flags, given, more)
+    entries = ("attention_forward",)
+    text = fill_template(__package__, _TEMPLATES, entries, texts, helpers, flags, given, more)
     return text.replace("def attention_forward(", "def attention_forward_tangent(")
 
 

@@ -95,7 +95,8 @@ def generate_attention(
     given = [*parameters(facts), *(LIST_PARAMETERS if listed else ()), *learned.given]
     templates = ("forward",) if direction == "forward" else ("weights", direction)
     texts = [record_of_given(given), *functions, *texts]
-    return fill_template(__package__, templates, texts, helpers | used, flags, given)
+    entries = (entry_of(direction),)
+    return fill_template(__package__, templates, entries, texts, helpers | used, flags, given)
 
 
 def _generate_stored(lowered: Lowered, facts: KernelFacts, config: Config) -> str:
@@ -108,7 +109,8 @@ def _generate_stored(lowered: Lowered, facts: KernelFacts, config: Config) -> st
     learned = stored_texts(lowered, facts)
     texts = [record_of_given(learned.given), *learned.functions]
     templates = ("stored", "pair_sums")
-    return fill_template(__package__, templates, texts, set(), flags, list(learned.given))
+    given = list(learned.given)
+    return fill_template(__package__, templates, ("stored",), texts, set(), flags, given)
 
 
 def _tells_heads_apart(lowered: Lowered, facts: KernelFacts) -> bool:
@@ -145,7 +147,9 @@ def _generate_apart(
         "weights", "tile_gradients", *["pair_sums"] * (direction == "pairs"), entry_of(direction)
     )  # fmt: skip
     texts = [record_of_given(given), *functions, *learned.functions]
-    return fill_template(__package__, templates, texts, helpers | learned.helpers, flags, given)
+    helpers |= learned.helpers
+    entries = (entry_of(direction),)
+    return fill_template(__package__, templates, entries, texts, helpers, flags, given)
 
 
 def entry_of(direction: str) -> str:

@@ -92,17 +92,19 @@ NEEDED = {
     "the first ones pass": drop("leave_tiles(...)", "consume_item", nth=1),
     "the last ones pass": drop("leave_tiles(...)", "consume_item", nth=2),
     "phases": swap("slot_of(count, ...)", "(count % STAGES, 0)"),
-    "all bytes of q": swap("2 if MOVES_Q else 1", "1"),
-    "all bytes of k": swap("2 if MOVES_K else 1", "1"),
-    "all bytes of v": swap("2 if MOVES_V else 1", "1"),
-    "the output is read": drop("tma_wait(...)", "consume_item", nth=2),
+    "all bytes of q": swap("q_desc.block_type.nbytes * 2", "q_desc.block_type.nbytes"),
+    "all bytes of k": swap("k_desc.block_type.nbytes * 2", "k_desc.block_type.nbytes"),
+    "all bytes of v": swap("v_desc.block_type.nbytes * 2", "v_desc.block_type.nbytes"),
+    "the output is read": drop("tma_wait(...)", "consume_item", nth=1),
     "the output is seen": drop("fence_async_shared()", "consume_item", nth=2),
 }
 LEAVE_Q = "mbarrier.arrive(q_empty.index(...), ...)"
 NEEDED_WHERE_PERSISTENT = {
     "room for q": drop(LEAVE_Q),
     "q has been read": drop("mbarrier.wait(q_empty.index(...), ...)"),
-    "q is read to the end": early(LEAVE_Q, to="if FORWARD_HAS_PARTIAL: ...", within="consume_item"),
+    "q is read to the end": early(
+        LEAVE_Q, to="for step in range(begin_partial, _end): ...", within="consume_item"
+    ),
     "phases of q": swap(
         "mbarrier.wait(q_full.index(_part), ...)", "mbarrier.wait(q_full.index(_part), 0)"
     ),
@@ -114,8 +116,8 @@ NEEDED_WHERE_PERSISTENT = {
     "zero at the end": drop("gl.store(COUNTER, ...)"),
 }
 NEEDED_IN_PLACE_OF_Q = {
-    "the output is read": drop("tma_wait(...)", "consume_item", nth=3),
-    "room for q": drop("mbarrier.arrive(q_empty.index(...), ...)", "consume_item", nth=2),
+    "the output is read": drop("tma_wait(...)", "consume_item", nth=2),
+    "room for q": drop("mbarrier.arrive(q_empty.index(...), ...)", "consume_item"),
 }
 ALL_NEEDED = {
     "one item": NEEDED,
