@@ -44,7 +44,7 @@ _PURE = {
 }  # fmt: skip
 """Functions of the language, and methods, that only make a value."""
 _PURE_OF_LIBRARY = {
-    "count_up", "head_of", "place_of_item", "places_of", "positions", "range", "rows_of",
+    "count_up", "float", "head_of", "place_of_item", "places_of", "positions", "range", "rows_of",
     "shift_of", "slot_of",
 }  # fmt: skip
 """The same, of the library and of Python."""
@@ -77,8 +77,8 @@ class _Function:
     """Parameters that are constants."""
     definitions: dict[str, list[ast.stmt]] = field(default_factory=dict)
     """Statements without effects, by the locals that they define."""
-    within: dict[ast.stmt, ast.stmt] = field(default_factory=dict)
-    """What each statement is under."""
+    within: dict[ast.stmt, tuple[ast.stmt, int]] = field(default_factory=dict)
+    """What each statement is under, and in which of its branches."""
     needed: set[str] = field(default_factory=set)
     """Parameters and locals."""
 
@@ -91,8 +91,8 @@ class _Needs:
         """Constants of the module whose values are literals."""
         self.names: set[str] = set()
         """Names of the module that are needed."""
-        self.statements: set[ast.stmt] = set()
-        """Statements that are needed."""
+        self.statements: dict[ast.stmt, int] = {}
+        """Statements that are needed, and the last branch that is, of those that have branches."""
         self._lines = lines
         self._items: dict[str, ast.stmt] = {}
         self._branches: dict[ast.If, list[Branch]] = {}
@@ -157,6 +157,11 @@ class _Needs:
     def decided(self, node: ast.IfExp, function: str) -> bool | ast.expr:
         """What is left of the condition of an expression."""
         return decide(node.test, self._values_at(node, self._functions[function]))
+
+    def shortened(self) -> list[str]:
+        """The functions whose parameters are not all needed."""
+        functions = self._functions.items()
+        return [name for name, own in functions if not own.needed.issuperset(own.parameters)]
 
     def parameters(self, function: str) -> list[ast.arg] | None:
         """The parameters that are needed; None for all."""
@@ -226,16 +231,19 @@ class _Needs:
             self._enter(function, function.node.body, None)
         return function
 
-    def _enter(self, function: _Function, body: list[ast.stmt], above: ast.stmt | None) -> None:
+    def _enter(
+        self, function: _Function, body: list[ast.stmt], above: tuple[ast.stmt, int] | None
+    ) -> None:
         """Need the statements of ``body`` that have effects, and note what others define."""
         live = list(self._live(function, body))
         for number, statement in enumerate(live):
             if above is not None:
                 function.within[statement] = above
-            for inner in self._bodies(function, statement):
-                self._enter(function, inner, statement)
+            bodies = self._bodies(function, statement)
+            for place, inner in enumerate(bodies):
+                self._enter(function, inner, (statement, place))
             if self._has_effect(function, statement):
-                self._need_statement(function, statement)
+                self._need_statement(function, statement, max(len(bodies) - 1, 0))
                 continue
             if _is_overwritten(live, number):
                 continue
@@ -345,17 +353,20 @@ class _Needs:
         for statement in function.definitions.get(name, []):
             self._need_statement(function, statement)
 
-    def _need_statement(self, function: _Function, statement: ast.stmt) -> None:
-        if statement in self.statements:
+    def _need_statement(self, function: _Function, statement: ast.stmt, branch: int = 0) -> None:
+        """Need a statement with its branches up to ``branch``."""
+        before = self.statements.get(statement, -1)
+        if branch <= before:
             return
-        self.statements.add(statement)
+        self.statements[statement] = branch
         if statement in function.within:
-            self._need_statement(function, function.within[statement])
+            self._need_statement(function, *function.within[statement])
         match statement:
             case ast.If():
-                for branch in self.branches(statement, function.node.name):
-                    if isinstance(branch.test, ast.expr):
-                        self._visit(branch.test, function)
+                branches = self.branches(statement, function.node.name)
+                for tested in branches[before + 1 : branch + 1]:
+                    if isinstance(tested.test, ast.expr):
+                        self._visit(tested.test, function)
             case ast.For(iter=value):
                 self._visit(value, function)
             case ast.While(test=value):

@@ -30,8 +30,8 @@ class Needed(Protocol):
 
     names: set[str]
     """What the module defines or imports."""
-    statements: set[ast.stmt]
-    """Statements of functions."""
+    statements: dict[ast.stmt, int]
+    """Statements of functions, and the last branch that is needed, of those that have branches."""
 
     def branches(self, node: ast.If, function: str) -> list[Branch]:
         """The branches that may be taken, with what is left to decide."""
@@ -39,6 +39,10 @@ class Needed(Protocol):
 
     def decided(self, node: ast.IfExp, function: str) -> bool | ast.expr:
         """Whether the condition holds, or what is left of it."""
+        ...
+
+    def shortened(self) -> list[str]:
+        """The functions whose parameters are not all needed."""
         ...
 
     def parameters(self, function: str) -> list[ast.arg] | None:
@@ -58,6 +62,9 @@ class Removal:
         self._lines = text.split("\n")
         self._starts = [0, *accumulate(len(line) + 1 for line in self._lines)]
         self._needed = needed
+        # Most lines need no look at their trees.
+        words = "|".join(["if", *needed.shortened()])
+        self._may_change = re.compile(rf"\b(?:{words})\b").search
         self._function = ""
         self._shift = 0
 
@@ -169,13 +176,12 @@ class Removal:
             return [], False
         found: list[str] = []
         ends = []
-        for number, branch in enumerate(branches):
+        for branch in branches[: self._needed.statements[node] + 1]:
+            found += self._condition(branch, "elif" if found else "if")
             body, ended = self._block(branch.body, self._header_of(branch) + 1)
+            found += body or [self._pass(node)]
             ends.append(ended)
-            if body or number < len(branches) - 1 or not found:
-                found += self._condition(branch, "elif" if found else "if")
-                found += body or [self._pass(node)]
-        return found, all(ends) and branches[-1].test is True
+        return found, all(ends) and branches[len(ends) - 1].test is True
 
     def _pass(self, above: ast.stmt) -> str:
         return (above.col_offset - self._shift) * " " + f"{_STEP}pass"
@@ -218,12 +224,13 @@ class Removal:
 
     def _changed(self, first: int, last: int, nodes: Sequence[ast.AST]) -> list[str]:
         """Lines from ``first`` to ``last``, without what ``nodes`` there do not need."""
-        edits: list[tuple[int, int, str]] = []
-        for node in nodes:
-            self._collect(node, edits)
         lines = self._lines[first : last + 1]
-        if edits:
-            lines = self._apply(self._starts[first], self._starts[last + 1] - 1, edits).split("\n")
+        if any(map(self._may_change, lines)):
+            edits: list[tuple[int, int, str]] = []
+            for node in nodes:
+                self._collect(node, edits)
+            text = self._apply(self._starts[first], self._starts[last + 1] - 1, edits)
+            lines = text.split("\n")
         return self._moved(lines)
 
     def _apply(self, start: int, end: int, edits: list[tuple[int, int, str]]) -> str:
