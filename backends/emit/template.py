@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from importlib import resources
 from typing import TYPE_CHECKING
@@ -11,6 +11,7 @@ from attndsl.ir import DType, reads_score
 
 from .device_functions import PAIR, program_function
 from .expression import Printed, print_expressions
+from .needed import only_needed
 from .text import wrapped
 
 if TYPE_CHECKING:
@@ -48,17 +49,19 @@ IEEE = Products()
 def fill_template(
     package: str,
     templates: tuple[str, ...],
+    entries: Collection[str],
     functions: list[str],
     helpers: set[str],
     flags: Flags,
     given: list[str],
     more: Mapping[str, list[str]] | None = None,
 ) -> str:
-    """A module's text: the templates one after the other, their hooks filled.
+    """A module's text: what its entries need of the templates, one after the other, and filled.
 
     Args:
         package: Where ``templates/`` lies.
         templates: Its files, by their stems.
+        entries: Names of the kernels.
         functions: Texts of the program's own record and device functions.
         helpers: Library functions that these use.
         flags: Constants of the module.
@@ -72,12 +75,8 @@ def fill_template(
         "given": wrapped(given),
         **(more or {}),
     }
-    lines = []
-    for template in templates:
-        lines += _fill(_template(package, template), fills)
-    while "\n\n\n\n" in (text := "\n".join(lines)):
-        lines = text.replace("\n\n\n\n", "\n\n\n").split("\n")
-    return text.rstrip() + "\n"
+    lines = [line for name in templates for line in _fill(_template(package, name), fills)]
+    return only_needed("\n".join(lines), entries)
 
 
 def import_lines(folder: str, names: set[str]) -> list[str]:

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
     from .facts import KernelFacts
 
+_KERNELS = ("summarise", "classify", "refine", "list_tiles")
+
 
 def generate_lists(lowered: Lowered, facts: KernelFacts) -> str:
     """The module of the kernels that find the tiles of a masked program."""
@@ -37,7 +39,7 @@ def generate_lists(lowered: Lowered, facts: KernelFacts) -> str:
     given = parameters(facts)
     flags = {"Q_KIND": facts.q_kind, "KV_KIND": facts.kv_kind}
     texts = [record_of_given(given), *texts]
-    return fill_template(__package__, ("tile_lists",), texts, helpers, flags, given)
+    return fill_template(__package__, ("tile_lists",), _KERNELS, texts, helpers, flags, given)
 
 
 def value_counts(bounds: Bounds) -> dict[str, int]:

@@ -92,6 +92,7 @@ def generate(
     return fill_template(
         __package__,
         (head, *parts.templates, *_TEMPLATES[own]),
+        (f"attention_{direction}",),
         [record_of_given(given), *functions, *texts, *parts.texts.functions],
         helpers,
         {**_constants(job), **_flags(job), **parts.flags},

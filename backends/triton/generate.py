@@ -80,7 +80,10 @@ def attention_text(job: Job, config: Config, loop: LoopPlan, products: Products)
     }
     given = [*parameters(facts), *(LIST_PARAMETERS if listed else ()), *learned.given]
     texts = [record_of_given(given), *functions, *texts]
-    return fill_template(__package__, kernel.templates, texts, helpers | used, flags, given)
+    entries = (kernel.entry,)
+    return fill_template(
+        __package__, kernel.templates, entries, texts, helpers | used, flags, given
+    )
 
 
 def stored_text(job: Job, config: Config, loop: LoopPlan, products: Products) -> str:
@@ -92,9 +95,8 @@ def stored_text(job: Job, config: Config, loop: LoopPlan, products: Products) ->
     }
     learned = stored_texts(job.lowered, job.facts, job.kernel.sums)
     texts = [record_of_given(learned.given), *learned.functions]
-    return fill_template(
-        __package__, job.kernel.templates, texts, set(), flags, list(learned.given)
-    )
+    templates, entries, given = job.kernel.templates, (job.kernel.entry,), list(learned.given)
+    return fill_template(__package__, templates, entries, texts, set(), flags, given)
 
 
 def _tells_heads_apart(lowered: Lowered, facts: KernelFacts) -> bool:
@@ -128,7 +130,8 @@ def extra_text(job: Job, config: Config, loop: LoopPlan, products: Products) -> 
     given = [*parameters(facts), *learned.given]
     texts = [record_of_given(given), *functions, *learned.functions]
     helpers |= learned.helpers
-    return fill_template(__package__, kernel.templates, texts, helpers, flags, given)
+    entries = (kernel.entry,)
+    return fill_template(__package__, kernel.templates, entries, texts, helpers, flags, given)
 
 
 def _flags(program: Program) -> Flags:

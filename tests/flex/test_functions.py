@@ -33,7 +33,7 @@ PYTHON = {"and": "and_", "or": "or_", "invert": "invert"}
 
 def functions_named(name):
     """What torch, and Python's operators, call ``name``; methods as they are called."""
-    homes = (torch, F, torch.facts, operator)
+    homes = (torch, F, torch.special, operator)
     found = [getattr(home, PYTHON.get(name, name), None) for home in homes]
     for method in (name, f"__{name}__"):
         if hasattr(torch.Tensor, method) and method != "__div__":

@@ -41,10 +41,10 @@ def test_sources_of_tangents() -> None:
     )
     text = attention.source("tangent", gain=torch.ones(2, requires_grad=True))
     assert "def attention_tangent" in text
-    assert "MOVES_Q = tl.constexpr(True)" in text
-    assert "MOVES_SCORE = tl.constexpr(True)" in text
+    assert "dot(q_moved, " in text
+    assert "moved_score_of_pair(" in text
     assert "t_moved_gain" in text
-    assert "MOVES_SCORE = tl.constexpr(False)" in attention.source("tangent")
+    assert "moved_score_of_pair(" not in attention.source("tangent")
     both = attention.source("tangent", backend="hopper", gain=torch.ones(2, requires_grad=True))
     assert "def attention_forward_tangent" in both
     assert attention.source("tangent", backend="hopper") == both

@@ -212,7 +212,8 @@ def run_backward(
         **of_pairs, **stored.arguments(config), "seed": SEED,
     }  # fmt: skip
     items = -(-kv_len // config.block_n) * batch * kv_heads
-    launch(kernel.text(), kernel, items, arguments, tile_sizes(config, WIDTH, WIDTH), run)
+    text = kernel.text(flags=run.flags)
+    launch(text, kernel, items, arguments, tile_sizes(config, WIDTH, WIDTH), run)
     # Blocks of 64 rows: the half of each warpgroup behind the other.
     dq = sums.view(batch, heads, padded // ROWS, 2, ROWS, WIDTH // 2).transpose(3, 4)
     dq = dq.reshape(batch, heads, padded, WIDTH)[:, :, :q_len] * WIDTH**-0.5

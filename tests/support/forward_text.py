@@ -16,7 +16,7 @@ from attndsl.source import Source
 
 from .gluon_machine import Descriptor, Pointer, Tiles, lists_of, number
 from .kernel_text import PLAIN, Kernel, Run, launch, sizes_of, specialised, tile_sizes
-from .mutation import constant_of
+from .mutation import number_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -146,16 +146,16 @@ def run_forward(
     facts = specialised(lowered, call, pair_tiles=tiles)
     if width != WIDTH:
         facts = replace(facts, value_dim=128)
-    shown, constants = config, tile_sizes(config, WIDTH, width)
+    shown, constants, flags = config, tile_sizes(config, WIDTH, width), dict(run.flags)
     if run.wide:
         facts = replace(facts, head_dim=256, value_dim=256)
         shown = replace(config, block_m=128, block_n=64)
         # Its plan of rows is for other tiles.
-        constants["ROWS_HAVE_TILES"] = False
+        flags["ROWS_HAVE_TILES"] = False
     kernel = Kernel("forward", lowered, facts, config)
-    text = kernel.text(shown)
+    text = kernel.text(shown, flags)
     own = width != WIDTH or (config.persistent and not run.wide)
-    assert constant_of(text, "OWN_OUTPUT") == own
+    assert bool(number_of(text, "gl.allocate_shared_memory(o_desc.dtype, ...)")) == own
     out = torch.full((*q.shape[:3], width), float("nan"), dtype=torch.float16)
     lse = torch.full((q.shape[:3].numel(),), float("nan"))
     rows = config.block_m // config.consumers

@@ -5,13 +5,17 @@ from __future__ import annotations
 import ast
 import builtins
 import inspect
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import pytest
 import torch
 
+from attndsl.backends.emit import template
 from attndsl.backends.emit.facts import facts_of, with_forms
+from attndsl.backends.emit.needed import only_needed
 from attndsl.backends.hopper.generate import generate
 from attndsl.backends.hopper.generate_tangent import generate_tangent
 from attndsl.backends.kernels.machine import parse_target
@@ -19,10 +23,10 @@ from attndsl.backends.kernels.machine import parse_target
 from .gluon_machine import Machine, Pointer, number
 from .gluon_operations import Operations
 from .jobs import plan_loop
-from .mutation import set_constants
+from .mutation import set_constants, with_constants
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Collection, Iterable, Mapping
     from types import CodeType
 
     from attndsl.backends.base import Call
@@ -55,6 +59,8 @@ class Run:
     together: int = 3
     noted: Callable[[Any], object] | None = None
     """What an altered text may call."""
+    flags: Mapping[str, bool] = field(default_factory=dict)
+    """Constants that the text is made with instead of the program's."""
 
 
 PLAIN = Run()
@@ -69,13 +75,23 @@ class Kernel:
     facts: KernelFacts
     config: Config
 
-    def text(self, shown: Config | None = None) -> str:
-        """The text for the machine's tiles, or for those of another config."""
+    def text(
+        self, shown: Config | None = None, flags: Mapping[str, bool] = MappingProxyType({})
+    ) -> str:
+        """The text for the machine's tiles, or for those of another config.
+
+        ``flags``: constants that have other values, before what they decide is left out.
+        """
         loop = plan_loop(self.lowered, self.facts, self.family, self.config)
         shown = shown or self.config
-        if self.family == "forward_tangent":
-            return generate_tangent(self.lowered, self.facts, loop, shown)
-        return generate(self.lowered, self.facts, self.family, loop, shown)
+
+        def changed(text: str, entries: Collection[str]) -> str:
+            return only_needed(with_constants(text, flags), entries)
+
+        with mock.patch.object(template, "only_needed", changed):
+            if self.family == "forward_tangent":
+                return generate_tangent(self.lowered, self.facts, loop, shown)
+            return generate(self.lowered, self.facts, self.family, loop, shown)
 
 
 def specialised(lowered: Lowered, call: Call, **changes: Any) -> KernelFacts:

@@ -17,7 +17,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Mapping
 
     Mutation = Callable[[str], str]
     Found = dict[str, Any]
@@ -72,13 +72,30 @@ def constant(name: str, value: Any) -> Mutation:
     """Another value of a module's constant, which must not have it already."""
 
     def change(text: str) -> str:
-        tree = ast.parse(text)
         if constant_of(text, name) == value:
             raise LookupError(f"{name} is {value} already")
-        set_constants(tree, {name: ast.Constant(value)})
-        return ast.unparse(tree)
+        return with_constants(text, {name: value})
 
     return change
+
+
+def with_constants(text: str, values: Mapping[str, Any]) -> str:
+    """The text with other values of the module's constants.
+
+    Raises:
+        LookupError: The module has none of a name.
+    """
+    if not values:
+        return text
+    tree = ast.parse(text)
+    for name, statement in _constants(tree):
+        if name in values:
+            call = statement.value
+            assert isinstance(call, ast.Call)
+            call.args = [ast.Constant(values[name])]
+    for name in values:
+        constant_of(text, name)
+    return ast.unparse(tree)
 
 
 def constant_of(text: str, name: str) -> Any:

@@ -15,7 +15,7 @@ from attndsl.source import Source
 
 from .gluon_machine import Descriptor, Pointer, lists_of, number
 from .kernel_text import PLAIN, Kernel, Run, cases_of, launch, sizes_of, specialised, tile_sizes
-from .mutation import constant_of
+from .mutation import number_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -145,14 +145,14 @@ def run_tangent(
     call = replace(call, q_offset=run.origins[0], kv_offset=run.origins[1], scale=scale)
     facts = specialised(lowered, call, moving_operands=moving)
     kernel = Kernel("forward_tangent", lowered, facts, config)
-    shown, constants = config, tile_sizes(config, WIDTH, width)
+    shown, constants, flags = config, tile_sizes(config, WIDTH, width), dict(run.flags)
     if run.wide:
         shown = replace(config, block_n=64, stages=9)
         # Its plan of rows is for other tiles.
-        constants["ROWS_HAVE_TILES"] = False
-    text = kernel.text(shown)
+        flags["ROWS_HAVE_TILES"] = False
+    text = kernel.text(shown, flags)
     own = width != WIDTH or (config.persistent and not run.wide)
-    assert constant_of(text, "OWN_OUTPUT") == own
+    assert bool(number_of(text, "gl.allocate_shared_memory(o_desc.dtype, ...)")) == own
     outs = [torch.full((*q.shape[:3], width), torch.nan, dtype=torch.float16) for _ in range(2)]
     rows = [torch.full((q.shape[:3].numel(),), torch.nan) for _ in range(2)]
     parts = own_tiles(lowered, facts, "forward_tangent", config).parts

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import textwrap
+from pathlib import Path
 
 import pytest
 
@@ -334,6 +335,7 @@ CASES = {
 )
 def test_compiles_for_hopper(cases):
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = str(Path(__file__).parents[2])  # Of ``support``.
     done = subprocess.run(
         [sys.executable, "-P", "-c", SCRIPT, json.dumps(CASES[cases])],
         env=environment, capture_output=True, text=True, timeout=600, check=False,

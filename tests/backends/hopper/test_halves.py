@@ -8,7 +8,7 @@ import pytest
 import torch
 from support.forward_text import FORMS, PERSISTENT, SMALL, inputs_of, run_forward
 from support.kernel_text import Run
-from support.mutation import constant, constant_of, drop, is_noticed, number_of, swap
+from support.mutation import drop, is_noticed, number_of, swap
 
 USUAL = ("full", "causal", "sink", "signs")
 FORMED = ("two consumers", "three stages", "three consumers", "early")
@@ -28,10 +28,10 @@ def test_halves_make_what_whole_tiles_make(name, form):
 
         def change(text: str, texts: list[str] = texts) -> str:
             texts.append(text)
-            return constant("HALVED", False)(text)
+            return text
 
-        out, lse = run_forward(name, inputs, config, Run(1, 3, change))
-        found, found_lse = run_forward(name, inputs, config, Run(2, 5))
+        out, lse = run_forward(name, inputs, config, Run(1, 3, flags={"HALVED": False}))
+        found, found_lse = run_forward(name, inputs, config, Run(2, 5, change))
         assert number_of(texts[0], "attend_by_halves(...)")
         assert torch.allclose(found.float(), out.float(), atol=1e-3, rtol=1e-3)
         assert torch.allclose(found_lse, lse, atol=1e-4)
@@ -40,7 +40,7 @@ def test_halves_make_what_whole_tiles_make(name, form):
 @pytest.mark.parametrize("name", ["window", "alibi", "cap", "documents", "dropout", "bias"])
 def test_others_have_whole_tiles(name):
     def change(text: str) -> str:
-        assert constant_of(text, "HALVED") is False
+        assert not number_of(text, "attend_by_halves(...)")
         return text
 
     run_forward(name, inputs_of(name, 9, 9, 4, 8), PERSISTENT, Run(change=change))

@@ -57,7 +57,7 @@ def lines_of(mutation):
         (before("return _all", "note(_all)"), [], ["note(tiles + stage)"]),
         (early("leave(stage)", to="wait(full.index(0), ...)"), ["leave(stage)"],
          ["leave(stage)", "pass"]),
-        (constant("SIZE", 4), ["SIZE = gl.constexpr(8)"], ["SIZE = 4"]),
+        (constant("SIZE", 4), ["SIZE = gl.constexpr(8)"], ["SIZE = gl.constexpr(4)"]),
     ],
 )  # fmt: skip
 def test_a_mutation_changes_what_it_says(mutation, gone, new):

@@ -9,7 +9,7 @@ import pytest
 import torch
 from support.forward_text import FORMS, PAIRS, PERSISTENT, SMALL, TEXTS, inputs_of, run_forward
 from support.kernel_text import Run
-from support.mutation import before, constant, drop, is_noticed, swap
+from support.mutation import before, drop, is_noticed, swap
 
 from attndsl.backends.emit.facts import facts_of
 from attndsl.backends.hopper.features.skips import own_tiles, parts_of_lists
@@ -30,11 +30,10 @@ def worked(name: str, inputs: Any, config: Config, skips: bool) -> tuple[int, An
     seen: list[int] = []
 
     def change(text: str) -> str:
-        if not skips:
-            text = constant("SKIPS", False)(text)
         return before("score = warpgroup_mma_wait(...)", "noted(1)")(text)
 
-    out, lse = run_forward(name, inputs, config, Run(1, 3, change, noted=seen.append))
+    flags = {} if skips else {"SKIPS": False}
+    out, lse = run_forward(name, inputs, config, Run(1, 3, change, noted=seen.append, flags=flags))
     return len(seen), out, lse
 
 
