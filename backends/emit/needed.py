@@ -155,7 +155,9 @@ class _Needs:
                         self._known[part] = values
 
     def decided(self, node: ast.IfExp, function: str) -> bool | ast.expr:
-        """What is left of the condition of an expression."""
+        """What is left of the condition of an expression, in a function or in none."""
+        if not function:
+            return decide(node.test, self.values)
         return decide(node.test, self._values_at(node, self._functions[function]))
 
     def shortened(self) -> list[str]:
@@ -172,7 +174,7 @@ class _Needs:
 
     def arguments(self, node: ast.AST, function: str) -> list[ast.expr | ast.keyword] | None:
         """The arguments of a call in ``function`` that are needed; None for all."""
-        name = called_function(node)
+        name = called_function(node) if function else None
         if name is None or name in self._functions[function].locals or name in self._pinned:
             return None
         called = self._functions.get(name)
@@ -197,9 +199,15 @@ class _Needs:
             self._visit_outside(item)
 
     def _visit_outside(self, node: ast.AST) -> None:
-        for part in ast.walk(node):
-            if isinstance(part, ast.Name):
-                self._need_name(part.id)
+        """Need what the module itself reads, outside functions."""
+        if isinstance(node, ast.Name):
+            self._need_name(node.id)
+        taken = decide(node.test, self.values) if isinstance(node, ast.IfExp) else None
+        if isinstance(node, ast.IfExp) and isinstance(taken, bool):
+            self._visit_outside(node.body if taken else node.orelse)
+            return
+        for child in ast.iter_child_nodes(node):
+            self._visit_outside(child)
 
     def _function(self, name: str) -> _Function:
         if name not in self._functions:

@@ -94,6 +94,9 @@ class Removal:
             return self._device_function(item, first)
         if isinstance(item, ast.Import | ast.ImportFrom):
             return self._import(item, lines)
+        if isinstance(item, ast.Assign):
+            self._function, self._shift = "", 0
+            return self._changed(first, (item.end_lineno or 1) - 1, [item])
         return lines
 
     def _import(self, item: ast.Import | ast.ImportFrom, lines: list[str]) -> list[str]:

@@ -130,9 +130,7 @@ NEEDED_TO_ADD = {
         "mbarrier.wait(ds.full.index(_place), ...)", "mbarrier.wait(ds.full.index(_place), 0)"
     ),
     "dS is announced": drop(ANNOUNCE),
-    "both have written": early(
-        f"if ADDS_DIAGONALS and PART == 0: {ANNOUNCE}", to="sync_consumers()"
-    ),
+    "both have written": early(f"if PART == 0: {ANNOUNCE}", to="sync_consumers()"),
     "dS has been read": swap(
         "if tile_index > tiles_before: add_tile(tile_index - 1, *_sums)",
         "if tile_index > tiles_before + 1: add_tile(tile_index - 2, *_sums)",

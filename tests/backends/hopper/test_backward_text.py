@@ -132,7 +132,7 @@ NEEDED_FOR_PAIRS = {
     ),
     "room for tiles": drop(LEAVE),
     "tiles have been read": drop("mbarrier.wait(bias.empty.index(...), ...)"),
-    "read before they go": early(LEAVE, to="pair_parts = _read if HAS_BIAS else None"),
+    "read before they go": early(LEAVE, to="pair_parts = read_bias(...)"),
     "heads": swap("(h, *_place)", "(0 * h, *_place)", "places_of_bias"),
 }
 

@@ -92,9 +92,9 @@ NEEDED = {
     "the first ones pass": drop("skip_tiles(...)", "consume_work", nth=1),
     "the last ones pass": drop("skip_tiles(...)", "consume_work", nth=2),
     "phases": swap("slot_of(tile_index, ...)", "(tile_index % STAGES, 0)"),
-    "all bytes of q": swap("2 if HAS_TANGENT_Q else 1", "1"),
-    "all bytes of k": swap("2 if HAS_TANGENT_K else 1", "1"),
-    "all bytes of v": swap("2 if HAS_TANGENT_V else 1", "1"),
+    "all bytes of q": swap("q.desc.block_type.nbytes * 2", "q.desc.block_type.nbytes"),
+    "all bytes of k": swap("k.desc.block_type.nbytes * 2", "k.desc.block_type.nbytes"),
+    "all bytes of v": swap("v.desc.block_type.nbytes * 2", "v.desc.block_type.nbytes"),
     "the output is read": drop("tma_wait(...)", "store_outputs", nth=2),
     "the output is seen": drop("fence_async_shared()", "store_outputs", nth=2),
 }
@@ -102,7 +102,9 @@ LEAVE_Q = "mbarrier.arrive(q.empty.index(...), ...)"
 NEEDED_WHERE_PERSISTENT = {
     "room for q": drop(LEAVE_Q),
     "q has been read": drop("mbarrier.wait(q.empty.index(...), ...)"),
-    "q is read to the end": early(LEAVE_Q, to="if FORWARD_HAS_PARTIAL: ...", within="consume_work"),
+    "q is read to the end": early(
+        LEAVE_Q, to="for step in range(begin_partial, _end): ...", within="consume_work"
+    ),
     "phases of q": swap(
         "mbarrier.wait(q.full.index(_part), ...)", "mbarrier.wait(q.full.index(_part), 0)"
     ),
@@ -114,7 +116,7 @@ NEEDED_WHERE_PERSISTENT = {
     "zero at the end": drop("gl.store(counter, ...)"),
 }
 NEEDED_IN_PLACE_OF_Q = {
-    "the output is read": drop("tma_wait(...)", "store_outputs", nth=3),
+    "the output is read": drop("tma_wait(...)", "store_outputs", nth=2),
     "room for q": drop("mbarrier.arrive(q.empty.index(...), ...)", "store_outputs"),
 }
 ALL_NEEDED = {

@@ -172,7 +172,7 @@ def test_forms(form, programs):
 
 # What it must not do without: taken out of the text, the machine notices.
 NEEDED = {
-    "room for v": drop("mbarrier.arrive(v.empty.index(...), ...)", "consume_work"),
+    "room for v": drop("mbarrier.arrive(v.empty.index(...), ...)", "add_last"),
     "room for q": drop("mbarrier.arrive(q.empty.index(...), ...)"),
     "q has been read": drop("mbarrier.wait(q.empty.index(...), ...)"),
     "phases of q": drop("mbarrier.wait(q.full.index(...), ...)"),
@@ -253,7 +253,7 @@ NEEDED_FOR_PAIRS = {
     ),
     "room for tiles": drop(LEAVE),
     "tiles have been read": drop("mbarrier.wait(bias.empty.index(...), ...)"),
-    "read before they go": early(LEAVE, to="pair_parts = _read if HAS_BIAS else None"),
+    "read before they go": early(LEAVE, to="pair_parts = read_bias(...)"),
     "all bytes": constant("BIAS_BYTES", 1),
     "rows of each consumer": swap("first_query + part * _rows % _all", "first_query"),
 }
