@@ -57,8 +57,12 @@ def consume(PART: gl.constexpr, results, memory, call):
 
 
 @gluon.jit
-def backward_memory(operands, statistics, ds_desc, bias_descs):
-    """The program's shared memory: descriptors of q, k, v and dO; of row statistics; of others."""
+def run_backward(operands, statistics, bias_descs, results, call):
+    """Set the program's warpgroups to work on its shared memory.
+
+    ``operands`` are descriptors of q, k, v and dO, ``statistics`` of lse and delta, ``bias_descs``
+    of what pairs look up, or None.
+    """
     q_desc, k_desc, v_desc, do_desc = operands
     lse_desc, delta_desc = statistics
     q_s = gl.allocate_shared_memory(HALF, [STAGES, 1, 1, BLOCK_M, D], q_desc.layout)
@@ -112,16 +116,26 @@ def backward_memory(operands, statistics, ds_desc, bias_descs):
         for place in gl.static_range(2):
             mbarrier.init(ds_full.index(place), count=1)
     if HAS_BIAS:
-        bias = bias_memory(bias_descs)
-    return BackwardMemory(
+        data, full, empty = bias_memory(bias_descs)
+        bias = Ring(bias_descs, data, full, empty, None)
+    memory = BackwardMemory(
         Ring(q_desc, q_s, q_full, q_empty, None),
         Ring(k_desc, k_s, k_full, k_empty, None),
         Ring(v_desc, v_s, v_full, k_empty, None),
         Ring(do_desc, do_s, do_full, do_empty, None),
         Ring(lse_desc, lse_s, q_full, q_empty, None),
         Ring(delta_desc, delta_s, do_full, do_empty, None),
-        Ring(ds_desc, ds_s, ds_full, None, None),
+        Ring(results.ds, ds_s, ds_full, None, None),
         p_slope, fields, kept, bias, lines,
+    )
+    gl.warp_specialize(
+        [
+            (produce, (memory, call)),
+            (consume, (0, results, memory, call)),
+            (consume, (1, results, memory, call)),
+        ],
+        [4, 4],
+        [REGISTERS, REGISTERS],
     )
 
 
@@ -155,17 +169,8 @@ def attention_backward_kv(
         ds_desc, stored_tiles = slopes_desc, STORED_TILES
     if HAS_BIAS:
         bias_descs = (pair0_desc, pair1_desc) if BIAS_TILES == 2 else (pair0_desc,)
-    memory = backward_memory(
-        (q_desc, k_desc, v_desc, do_desc), (lse_desc, delta_desc), ds_desc, bias_descs
-    )
     keys = KeyGradients(DK, DV_OUT, rows_dkb, rows_dkh, rows_dkn, rows_dvb, rows_dvh, rows_dvn)
     results = BackwardResults(SUMS, keys, ds_desc, stored_tiles)
-    gl.warp_specialize(
-        [
-            (produce, (memory, call)),
-            (consume, (0, results, memory, call)),
-            (consume, (1, results, memory, call)),
-        ],
-        [4, 4],
-        [REGISTERS, REGISTERS],
+    run_backward(
+        (q_desc, k_desc, v_desc, do_desc), (lse_desc, delta_desc), bias_descs, results, call
     )

@@ -75,14 +75,6 @@ def count_tiles(tile, head, sizes, shift, given):
 
 
 @gluon.jit
-def work_of_head(tile, head, visits, shift, call):
-    """The work tile as the functions of one of its query heads read it."""
-    return Work(
-        tile, head, visits, None, None, call.sizes, call.origins, shift, call.given
-    )
-
-
-@gluon.jit
 def tile_at(step, work, PARTIAL: gl.constexpr):
     """Index of tile number ``step`` of the PARTIAL ones, or of the FULL ones."""
     return kv_pass_tile(
@@ -159,7 +151,7 @@ def load_work(work_tile, work_index, tiles_before, memory, call):
     for member in range(0, group):
         head = Head(b, hkv * group + member, hkv)
         visits, masked = count_tiles(tile, head, sizes, shift, given)
-        work = work_of_head(tile, head, visits, shift, call)
+        work = Work(tile, head, visits, None, None, sizes, call.origins, shift, given)
         row = (b * sizes.heads + head.h) * call.padded
         if ADDS_DIAGONALS:
             line = line_of_sums(tile, head, call)

@@ -136,7 +136,7 @@ def consume_work(
     for member in range(0, group):
         head = Head(b, hkv * group + member, hkv)
         visits, masked = count_tiles(tile, head, sizes, shift, given)
-        work = work_of_head(tile, head, visits, shift, call)
+        work = Work(tile, head, visits, None, None, sizes, call.origins, shift, given)
         keys = keys_of_head(own, numbers, places, kv, origin, ragged, call.scale, work)
         for step in range(0, masked):
             total = add_query_tile(

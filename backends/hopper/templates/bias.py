@@ -14,7 +14,7 @@ of them.
 
 @gluon.jit
 def bias_memory(descs):
-    """The ring of what pairs look up by tiles: one stage a consumer, of each tensor."""
+    """Stages of what pairs look up by tiles, one a consumer, for each tensor; barriers full, empty."""
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     data = ()
     for n in gl.static_range(BIAS_TILES):
@@ -28,7 +28,7 @@ def bias_memory(descs):
     for part in gl.static_range(BIAS_PARTS):
         mbarrier.init(full.index(part), count=1)
         mbarrier.init(empty.index(part), count=1)
-    return Ring(descs, data, full, empty, None)
+    return data, full, empty
 
 
 @gluon.jit

@@ -28,15 +28,5 @@ def attention_forward(
     bias_descs = None
     if HAS_BIAS:
         bias_descs = (pair0_desc, pair1_desc) if BIAS_TILES == 2 else (pair0_desc,)
-    memory = forward_memory(q_desc, k_desc, v_desc, o_desc, None, bias_descs)
     results = ForwardResults(o_desc, LSE, None, None)
-    gl.warp_specialize(
-        [
-            (produce, (memory, call)),
-            (consume, (0, results, memory, call)),
-            (consume, (1, results, memory, call)),
-            (consume, (2, results, memory, call)),
-        ][: CONSUMERS + 1],
-        [4, 4, 4][:CONSUMERS],
-        [REGISTERS, REGISTERS, REGISTERS][:CONSUMERS],
-    )
+    run_forward(q_desc, k_desc, v_desc, None, bias_descs, results, call)

@@ -120,8 +120,13 @@ def consume(PART: gl.constexpr, results, memory, call):
 
 
 @gluon.jit
-def forward_memory(q_desc, k_desc, v_desc, o_desc, tangents, bias_descs):
-    """The program's shared memory: descriptors of operands, of their tangents, of pairs' lookups."""
+def run_forward(q_desc, k_desc, v_desc, tangents, bias_descs, results, call):
+    """Set the program's warpgroups to work on its shared memory.
+
+    ``tangents`` are three descriptors as those of the operands, ``bias_descs`` those of what pairs
+    look up; None where there are none.
+    """
+    o_desc = results.out
     q_s = gl.allocate_shared_memory(q_desc.dtype, [CONSUMERS, 1, 1, ROWS, D], q_desc.layout)
     k_s = gl.allocate_shared_memory(k_desc.dtype, [STAGES, 1, 1, BLOCK_N, D], k_desc.layout)
     v_s = gl.allocate_shared_memory(v_desc.dtype, [STAGES, 1, 1, BLOCK_N, DV], v_desc.layout)
@@ -162,7 +167,8 @@ def forward_memory(q_desc, k_desc, v_desc, o_desc, tangents, bias_descs):
     if FIXED_MAX:
         overflowed = gl.allocate_shared_memory(gl.int32, [2 * CONSUMERS, 16], FIELDS)
     if HAS_BIAS:
-        bias = bias_memory(bias_descs)
+        data, full, empty = bias_memory(bias_descs)
+        bias = Ring(bias_descs, data, full, empty, None)
     q_tangent, k_tangent, v_tangent = None, None, None
     if HAS_TANGENT_Q:
         tiles = gl.allocate_shared_memory(
@@ -179,9 +185,19 @@ def forward_memory(q_desc, k_desc, v_desc, o_desc, tangents, bias_descs):
             tangents[2].dtype, [STAGES, 1, 1, BLOCK_N, DV], tangents[2].layout
         )
         v_tangent = Tangent(tangents[2], tiles)
-    return ForwardMemory(
+    memory = ForwardMemory(
         Ring(q_desc, q_s, q_full, q_empty, q_tangent),
         Ring(k_desc, k_s, k_full, k_empty, k_tangent),
         Ring(v_desc, v_s, v_full, v_empty, v_tangent),
         out, fields, kept, bias, overflowed,
+    )
+    gl.warp_specialize(
+        [
+            (produce, (memory, call)),
+            (consume, (0, results, memory, call)),
+            (consume, (1, results, memory, call)),
+            (consume, (2, results, memory, call)),
+        ][: CONSUMERS + 1],
+        [4, 4, 4][:CONSUMERS],
+        [REGISTERS, REGISTERS, REGISTERS][:CONSUMERS],
     )

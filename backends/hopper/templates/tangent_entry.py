@@ -21,15 +21,5 @@ def attention_forward_tangent(
         together, COUNTER if DRAWN else None, given,
     )
     tangents = (q_moved_desc, k_moved_desc, v_moved_desc)
-    memory = forward_memory(q_desc, k_desc, v_desc, o_desc, tangents, None)
     results = ForwardResults(o_desc, LSE, o_moved_desc, LSE_MOVED)
-    gl.warp_specialize(
-        [
-            (produce, (memory, call)),
-            (consume, (0, results, memory, call)),
-            (consume, (1, results, memory, call)),
-            (consume, (2, results, memory, call)),
-        ][: CONSUMERS + 1],
-        [4, 4, 4][:CONSUMERS],
-        [REGISTERS, REGISTERS, REGISTERS][:CONSUMERS],
-    )
+    run_forward(q_desc, k_desc, v_desc, tangents, None, results, call)
