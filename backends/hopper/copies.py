@@ -15,7 +15,7 @@ import torch
 
 from attndsl.ir import leaf_names
 from attndsl.layout import pad_strides
-from attndsl.passes.tiles.plan import DIRECTIONS
+from attndsl.passes.tiles.plan import DIRECTIONS, FORWARD
 
 from .blocks import ADDRESS_BYTES
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from ..base import Call
 
-_PAIRS_A_BYTE = {"forward": 1.5, "backward_kv": 0.15}
+_PAIRS_A_BYTE_FORWARD, _PAIRS_A_BYTE_BACKWARD = 1.5, 0.15
 """How many pairs read each byte of a tensor where a copy takes as long as it saves."""
 
 
@@ -43,7 +43,8 @@ def is_worth_a_copy(
     size = own.numel() * own.element_size()
     batch, heads, q_len, _ = call.q.shape
     pairs = batch * heads * q_len * call.k.shape[2] * _share(lowered, call, name, direction)
-    return pairs >= size * _PAIRS_A_BYTE[direction]
+    forward = DIRECTIONS[direction] is FORWARD
+    return pairs >= size * (_PAIRS_A_BYTE_FORWARD if forward else _PAIRS_A_BYTE_BACKWARD)
 
 
 def _share(lowered: Lowered, call: Call, name: str, direction: str) -> float:

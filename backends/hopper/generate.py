@@ -22,7 +22,7 @@ from .blocks import block_width, is_above_128
 from .features.bias import BIAS
 from .features.diagonals import DIAGONALS
 from .features.dropout import DROPOUT
-from .features.feature import Job, parts_of
+from .features.feature import ModuleSpec, parts_of
 from .features.persistence import PERSISTENCE
 from .features.row_max import BOUNDED, FIXED_MAX, HALVES
 from .features.skips import SKIPS, own_tiles
@@ -54,8 +54,6 @@ _TEMPLATES = {
     "above 128": ("backward_wide", "backward_kernel"),
 }
 """What follows the head and the features' device code."""
-_LOOPS = {"forward": "forward", "forward_tangent": "forward", "backward_kv": "kv_pass"}
-"""What templates call the loop of each kernel."""
 _OWN_HELPERS = {"as_block", "spread"}
 """Library functions that are others here."""
 
@@ -73,21 +71,21 @@ def generate(
         loop: The plan of its loop.
         config: How many warpgroups share a tile, and whether loops are peeled.
     """
-    job = Job(lowered, facts, direction, loop, config)
-    parts = parts_of(FEATURES, job)
-    learned = Learned() if job.is_forward else learned_in_kernel(lowered, facts)
+    spec = ModuleSpec(lowered, facts, direction, loop, config)
+    parts = parts_of(FEATURES, spec)
+    learned = Learned() if spec.is_forward else learned_in_kernel(lowered, facts)
     functions, helpers = print_functions(lowered, facts, direction, learned)
     texts, used = print_loop(
-        _LOOPS[direction],
-        FORWARD.along if job.is_forward else DIRECTIONS[direction].along,
+        spec.loop_name,
+        FORWARD.along if spec.is_forward else DIRECTIONS[direction].along,
         loop,
         param_values(facts, scalar=True),
         facts.names(),
         own_tiles(lowered, facts, direction, config).parts,
     )
     helpers |= used | parts.texts.helpers
-    given = [*parts.given, *parameters(facts), *(LIST_PARAMETERS if job.is_listed else ())]
-    head = "forward_shared" if job.is_forward else "backward_shared"
+    given = [*parts.given, *parameters(facts), *(LIST_PARAMETERS if spec.is_listed else ())]
+    head = "forward_shared" if spec.is_forward else "backward_shared"
     own = "above 128" if is_above_128(facts, direction) else direction
     return fill_template(
         __package__,
@@ -95,7 +93,7 @@ def generate(
         (f"attention_{direction}",),
         [record_of_given(given), *functions, *texts, *parts.texts.functions],
         helpers,
-        {**_constants(job), **_flags(job), **parts.flags},
+        {**_constants(spec), **_flags(spec), **parts.flags},
         given,
         {
             "imports": [
@@ -108,9 +106,9 @@ def generate(
     )
 
 
-def _constants(job: Job) -> Flags:
+def _constants(spec: ModuleSpec) -> Flags:
     """What every call decides: sizes of tiles, dims, how positions are given, the dtype."""
-    facts, config = job.facts, job.config
+    facts, config = spec.facts, spec.config
     return {
         "BLOCK_M": config.block_m,
         "BLOCK_N": config.block_n,
@@ -127,13 +125,13 @@ def _constants(job: Job) -> Flags:
     }
 
 
-def _flags(job: Job) -> Flags:
+def _flags(spec: ModuleSpec) -> Flags:
     """What scores are made of, which tiles the loop has, and how results are stored."""
-    lowered, facts, loop = job.lowered, job.facts, job.loop
+    lowered, facts, loop = spec.lowered, spec.facts, spec.loop
     program, placed = lowered.program, lowered.placed
-    name = _LOOPS[job.direction].upper()
-    modified, scaled = placed.pair.op is not Op.SCORE, _is_scaled_first(job)
-    wide = is_above_128(facts, job.direction)
+    name = spec.loop_name.upper()
+    modified, scaled = placed.pair.op is not Op.SCORE, _is_scaled_first(spec)
+    wide = is_above_128(facts, spec.direction)
     return {
         "MASKED": program.mask is not None,
         "MODIFIED": modified,
@@ -145,31 +143,31 @@ def _flags(job: Job) -> Flags:
         "HAS_FACTOR": placed.inner is not None,
         "HAS_DERIVATIVE": placed.slope is not const(1.0),
         "PAIRWISE_DERIVATIVE": _is_pairwise(placed.slope),
-        "HAS_COMMON": weights_and_factor(lowered, facts, job.direction)[1] is not None,
+        "HAS_COMMON": weights_and_factor(lowered, facts, spec.direction)[1] is not None,
         "OUTER": placed.outer,
         "SCALED_FIRST": scaled,
         "SIGNED": placed.inner is not None and placed.column is None and not scaled,
-        f"{name}_HAS_FULL": job.is_listed or bool(loop.full),
-        f"{name}_HAS_PARTIAL": job.is_listed or bool(loop.partial),
+        f"{name}_HAS_FULL": spec.is_listed or bool(loop.full),
+        f"{name}_HAS_PARTIAL": spec.is_listed or bool(loop.partial),
         f"{name}_DESCENDING": loop.descending,
-        "NEEDS_TILE": job.is_forward and not job.has_tangents,
-        "PEELED": job.config.peeled,
-        "EARLY": job.config.early,
+        "NEEDS_TILE": spec.is_forward and not spec.has_tangents,
+        "PEELED": spec.config.peeled,
+        "EARLY": spec.config.early,
         "ABOVE_128": wide,
         # A soft cap gains, plain scores lose: see M8 in docs/measured.md.
-        "RELEASE_PER_THREAD": not (job.is_forward or wide) and _is_pairwise(placed.slope),
-        "OWN_OUTPUT": job.is_forward and has_own_output(facts, job.config),
+        "RELEASE_PER_THREAD": not (spec.is_forward or wide) and _is_pairwise(placed.slope),
+        "OWN_OUTPUT": spec.is_forward and has_own_output(facts, spec.config),
         "FP32_ROWS": facts.wide_gradients,
     }
 
 
-def _is_scaled_first(job: Job) -> bool:
+def _is_scaled_first(spec: ModuleSpec) -> bool:
     """Whether scores are multiplied by the scale before anything else is done with them."""
-    program, placed = job.lowered.program, job.lowered.placed
+    program, placed = spec.lowered.program, spec.lowered.placed
     found = placed.pair.op is not Op.SCORE or program.weights is not None
     # The running maximum needs a factor that is positive; tangents have no code for its sign.
-    found = found or (job.has_tangents and placed.inner is not None)
-    return found or reads_score(program.mask) or job.facts.scale_first
+    found = found or (spec.has_tangents and placed.inner is not None)
+    return found or reads_score(program.mask) or spec.facts.scale_first
 
 
 def _is_pairwise(slope: Node) -> bool:

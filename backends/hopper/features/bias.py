@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from ...emit.facts import KernelFacts
     from ...emit.template import Flags
     from ...kernels.config import Config
-    from .feature import Job
+    from .feature import ModuleSpec
 
 
 def lookups_of_pairs(lowered: Lowered) -> list[Node]:
@@ -73,26 +73,26 @@ def _element_bytes(facts: KernelFacts) -> int:
     return sum(BYTES_OF_TYPES[tile.dtype] for tile in facts.pair_tiles)
 
 
-def _has_tiles(job: Job) -> bool:
-    return bool(job.facts.pair_tiles)
+def _has_tiles(spec: ModuleSpec) -> bool:
+    return bool(spec.facts.pair_tiles)
 
 
-def _flags(job: Job) -> Flags:
-    placed, weights = job.lowered.placed, job.lowered.program.weights
+def _flags(spec: ModuleSpec) -> Flags:
+    placed, weights = spec.lowered.placed, spec.lowered.program.weights
     used = toposort(*(root for root in (placed.pair, weights) if root is not None))
     return {
-        "BIAS_TILES": len(job.facts.pair_tiles),
+        "BIAS_TILES": len(spec.facts.pair_tiles),
         # Of one pair, of all tensors together.
-        "BIAS_BYTES": _element_bytes(job.facts),
-        "BIAS_IN_MASK": set(used).isdisjoint(pair_params(job.lowered, job.facts)),
+        "BIAS_BYTES": _element_bytes(spec.facts),
+        "BIAS_IN_MASK": set(used).isdisjoint(pair_params(spec.lowered, spec.facts)),
         # Rows of a backward's products are keys.
-        "BIAS_TURNED": not job.is_forward,
+        "BIAS_TURNED": not spec.is_forward,
     }
 
 
-def _functions(job: Job) -> Texts:
+def _functions(spec: ModuleSpec) -> Texts:
     places = []
-    for tile in job.facts.pair_tiles:
+    for tile in spec.facts.pair_tiles:
         leading = "".join(f"head.{name}, " for name in tile.leading)
         places.append(f"({leading}query, key)")
     doc = "Where the tiles of each tensor begin."
@@ -100,8 +100,8 @@ def _functions(job: Job) -> Texts:
     return Texts([device_function("places_of_bias", "head, query, key", doc, body)])
 
 
-def _arguments(job: Job) -> list[str]:
-    return [f"pair{number}_desc" for number in range(len(job.facts.pair_tiles))]
+def _arguments(spec: ModuleSpec) -> list[str]:
+    return [f"pair{number}_desc" for number in range(len(spec.facts.pair_tiles))]
 
 
 BIAS = Feature("HAS_BIAS", _has_tiles, _flags, "bias", functions=_functions, arguments=_arguments)

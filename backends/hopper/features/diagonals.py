@@ -8,7 +8,7 @@ from .feature import Feature
 
 if TYPE_CHECKING:
     from ...emit.facts import KernelFacts
-    from .feature import Job
+    from .feature import ModuleSpec
 
 _LINES = 2048
 """Bytes in which sums along a tile's diagonals get from warp to warp."""
@@ -19,15 +19,15 @@ def diagonal_bytes(facts: KernelFacts) -> int:
     return _LINES * facts.adds_diagonals
 
 
-def _is_summed(job: Job) -> bool:
-    return job.facts.adds_diagonals
+def _is_summed(spec: ModuleSpec) -> bool:
+    return spec.facts.adds_diagonals
 
 
-def _imports(job: Job) -> list[str]:
+def _imports(spec: ModuleSpec) -> list[str]:
     return ["from attndsl.backends.hopper.diagonals import add_diagonals"]
 
 
-def _given(job: Job) -> list[str]:
+def _given(spec: ModuleSpec) -> list[str]:
     return ["DISTANCE_SUMS"]
 
 

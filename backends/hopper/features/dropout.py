@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from ...emit.facts import KernelFacts
     from ...emit.template import Flags
     from ...kernels.config import Config
-    from .feature import Job
+    from .feature import ModuleSpec
 
 _ROWS = (
     "factor_of_kept, keep_packed, keep_of_rows as keep_of_tile, "
@@ -33,25 +33,25 @@ def kept_bytes(direction: str, facts: KernelFacts, config: Config) -> int:
     return facts.dropout * config.stages * size
 
 
-def _is_dropped(job: Job) -> bool:
-    return job.lowered.program.dropout is not None
+def _is_dropped(spec: ModuleSpec) -> bool:
+    return spec.lowered.program.dropout is not None
 
 
-def _flags(job: Job) -> Flags:
-    return {"SIGNED_WEIGHTS": _is_dropped(job) and job.lowered.program.weights is None}
+def _flags(spec: ModuleSpec) -> Flags:
+    return {"SIGNED_WEIGHTS": _is_dropped(spec) and spec.lowered.program.weights is None}
 
 
-def _imports(job: Job) -> list[str]:
-    drawing = "drop_of_head" if job.facts.draws is None else "drop_of_part"
-    names = _ROWS if job.is_forward else _KEYS
+def _imports(spec: ModuleSpec) -> list[str]:
+    drawing = "drop_of_head" if spec.facts.draws is None else "drop_of_part"
+    names = _ROWS if spec.is_forward else _KEYS
     return [
         f"from attndsl.backends.device.dropout import {drawing}",
         f"from attndsl.backends.hopper.dropout import {names}",
     ]
 
 
-def _functions(job: Job) -> Texts:
-    return Texts([drop_function(job.facts.draws)])
+def _functions(spec: ModuleSpec) -> Texts:
+    return Texts([drop_function(spec.facts.draws)])
 
 
 DROPOUT = Feature(

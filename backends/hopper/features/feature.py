@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class ModuleSpec:
     """What one module is generated for."""
 
     lowered: Lowered
@@ -39,6 +39,11 @@ class Job:
         return self.direction == "forward_tangent"
 
     @property
+    def loop_name(self) -> str:
+        """What templates call the loop."""
+        return "forward" if self.is_forward else "kv_pass"
+
+    @property
     def is_listed(self) -> bool:
         """Whether the loop's tiles are listed."""
         return self.loop.listed is not None
@@ -53,15 +58,15 @@ class Texts:
     """The library functions that they use."""
 
 
-def _no_flags(job: Job) -> Flags:
+def _no_flags(spec: ModuleSpec) -> Flags:
     return {}
 
 
-def _no_lines(job: Job) -> Sequence[str]:
+def _no_lines(spec: ModuleSpec) -> Sequence[str]:
     return ()
 
 
-def _no_texts(job: Job) -> Texts:
+def _no_texts(spec: ModuleSpec) -> Texts:
     return Texts()
 
 
@@ -71,17 +76,17 @@ class Feature:
 
     flag: str
     """The constant that says so in device code."""
-    applies: Callable[[Job], bool]
-    flags: Callable[[Job], Flags] = _no_flags
+    applies: Callable[[ModuleSpec], bool]
+    flags: Callable[[ModuleSpec], Flags] = _no_flags
     """Further constants, of kernels without it as well."""
     template: str | None = None
     """The file of its device code."""
-    imports: Callable[[Job], Sequence[str]] = _no_lines
+    imports: Callable[[ModuleSpec], Sequence[str]] = _no_lines
     """Import statements, each a line."""
-    functions: Callable[[Job], Texts] = _no_texts
-    arguments: Callable[[Job], Sequence[str]] = _no_lines
+    functions: Callable[[ModuleSpec], Texts] = _no_texts
+    arguments: Callable[[ModuleSpec], Sequence[str]] = _no_lines
     """Arguments of the kernel between its operands and its sizes."""
-    given: Callable[[Job], Sequence[str]] = _no_lines
+    given: Callable[[ModuleSpec], Sequence[str]] = _no_lines
     """Arguments that stand before those of the program, as fields of its record."""
 
 
@@ -97,21 +102,21 @@ class Parts:
     given: tuple[str, ...] = ()
 
 
-def parts_of(features: Sequence[Feature], job: Job) -> Parts:
-    """What ``features`` add to the module of ``job``, in their order."""
-    found = [feature for feature in features if feature.applies(job)]
+def parts_of(features: Sequence[Feature], spec: ModuleSpec) -> Parts:
+    """What ``features`` add to the module of ``spec``, in their order."""
+    found = [feature for feature in features if feature.applies(spec)]
     flags: dict[str, bool | float | str] = {}
     for feature in features:
-        flags |= {feature.flag: feature in found, **feature.flags(job)}
-    texts = [feature.functions(job) for feature in found]
+        flags |= {feature.flag: feature in found, **feature.flags(spec)}
+    texts = [feature.functions(spec) for feature in found]
     return Parts(
         flags,
         tuple(feature.template for feature in found if feature.template is not None),
-        tuple(line for feature in found for line in feature.imports(job)),
+        tuple(line for feature in found for line in feature.imports(spec)),
         Texts(
             [text for own in texts for text in own.functions],
             frozenset[str]().union(*(own.helpers for own in texts)),
         ),
-        tuple(name for feature in found for name in feature.arguments(job)),
-        tuple(name for feature in found for name in feature.given(job)),
+        tuple(name for feature in found for name in feature.arguments(spec)),
+        tuple(name for feature in found for name in feature.given(spec)),
     )

@@ -9,23 +9,23 @@ from .feature import Feature
 
 if TYPE_CHECKING:
     from ...emit.template import Flags
-    from .feature import Job
+    from .feature import ModuleSpec
 
 
-def _is_persistent(job: Job) -> bool:
-    return job.config.persistent
+def _is_persistent(spec: ModuleSpec) -> bool:
+    return spec.config.persistent
 
 
-def _is_drawn(job: Job) -> bool:
-    return is_drawn(job.lowered, job.config)
+def _is_drawn(spec: ModuleSpec) -> bool:
+    return is_drawn(spec.lowered, spec.config)
 
 
-def _flags(job: Job) -> Flags:
-    return {"DRAWN": _is_drawn(job)}
+def _flags(spec: ModuleSpec) -> Flags:
+    return {"DRAWN": _is_drawn(spec)}
 
 
-def _arguments(job: Job) -> list[str]:
-    return ["COUNTER"] * _is_drawn(job)
+def _arguments(spec: ModuleSpec) -> list[str]:
+    return ["COUNTER"] * _is_drawn(spec)
 
 
 PERSISTENCE = Feature("PERSISTENT", _is_persistent, _flags, arguments=_arguments)

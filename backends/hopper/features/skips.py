@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from ...emit.facts import KernelFacts
     from ...emit.template import Flags
     from ...kernels.config import Config
-    from .feature import Job
+    from .feature import ModuleSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,22 +70,22 @@ def _may_leave_out(lowered: Lowered, facts: KernelFacts, direction: str) -> bool
     return forward and not facts.pair_tiles and not dropped
 
 
-def _of_job(job: Job) -> OwnTiles:
-    return own_tiles(job.lowered, job.facts, job.direction, job.config)
+def _of_spec(spec: ModuleSpec) -> OwnTiles:
+    return own_tiles(spec.lowered, spec.facts, spec.direction, spec.config)
 
 
-def _skips(job: Job) -> bool:
-    return _of_job(job).skips
+def _skips(spec: ModuleSpec) -> bool:
+    return _of_spec(spec).skips
 
 
-def _flags(job: Job) -> Flags:
-    own = _of_job(job)
+def _flags(spec: ModuleSpec) -> Flags:
+    own = _of_spec(spec)
     return {"ROWS_HAVE_TILES": own.loop is not None, "ROWS_ARE_LISTED": own.parts > 1}
 
 
-def _functions(job: Job) -> Texts:
+def _functions(spec: ModuleSpec) -> Texts:
     """The function ``rows_have`` if rows have a plan."""
-    own, facts = _of_job(job), job.facts
+    own, facts = _of_spec(spec), spec.facts
     if own.loop is None:
         return Texts()
     values = param_values(facts, scalar=True)

@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING
 from .feature import Feature
 
 if TYPE_CHECKING:
-    from .feature import Job
+    from .feature import ModuleSpec
 
 
-def _is_stored(job: Job) -> bool:
-    return job.facts.stores_slopes
+def _is_stored(spec: ModuleSpec) -> bool:
+    return spec.facts.stores_slopes
 
 
-def _arguments(job: Job) -> list[str]:
+def _arguments(spec: ModuleSpec) -> list[str]:
     return ["slopes_desc", "STORED_TILES"]
 
 

@@ -8,16 +8,16 @@ from ..learned import learned_in_kernel
 from .feature import Feature
 
 if TYPE_CHECKING:
-    from .feature import Job
+    from .feature import ModuleSpec
 
 
-def _of_column(job: Job) -> bool:
-    return not job.is_forward and learned_in_kernel(job.lowered, job.facts).column
+def _of_column(spec: ModuleSpec) -> bool:
+    return not spec.is_forward and learned_in_kernel(spec.lowered, spec.facts).column
 
 
-def _of_factor(job: Job) -> bool:
-    return not job.is_forward and learned_in_kernel(job.lowered, job.facts).factor
+def _of_factor(spec: ModuleSpec) -> bool:
+    return not spec.is_forward and learned_in_kernel(spec.lowered, spec.facts).factor
 
 
-COLUMN_SUMS = Feature("GRAD_OF_COLUMN", _of_column, given=lambda job: ["COLUMN_SUMS"])
-FACTOR_SUMS = Feature("GRAD_OF_FACTOR", _of_factor, given=lambda job: ["FACTOR_SUMS"])
+COLUMN_SUMS = Feature("GRAD_OF_COLUMN", _of_column, given=lambda spec: ["COLUMN_SUMS"])
+FACTOR_SUMS = Feature("GRAD_OF_FACTOR", _of_factor, given=lambda spec: ["FACTOR_SUMS"])

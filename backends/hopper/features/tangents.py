@@ -8,15 +8,15 @@ from .feature import Feature
 
 if TYPE_CHECKING:
     from ...emit.template import Flags
-    from .feature import Job
+    from .feature import ModuleSpec
 
 
-def _moves_weights(job: Job) -> bool:
-    return job.has_tangents and bool(set(job.facts.moving_operands) & {"q", "k"})
+def _moves_weights(spec: ModuleSpec) -> bool:
+    return spec.has_tangents and bool(set(spec.facts.moving_operands) & {"q", "k"})
 
 
-def _flags(job: Job) -> Flags:
-    moving = job.facts.moving_operands if job.has_tangents else ""
+def _flags(spec: ModuleSpec) -> Flags:
+    moving = spec.facts.moving_operands if spec.has_tangents else ""
     return {f"HAS_TANGENT_{name.upper()}": name in moving for name in ("q", "k", "v")}
 
 
