@@ -3,6 +3,7 @@
 import ast
 from pathlib import Path
 
+import counts
 import pytest
 
 ROOT = Path(__file__).parents[1]
@@ -12,6 +13,9 @@ MOST_LINES = 60
 """Of a function, without its docstring."""
 MOST_PARAMETERS = 8
 """Of a function, without ``self``, ``cls`` and autograd's ``ctx``."""
+
+MOST_DEVICE_PARAMETERS = 12
+"""Of a device function, but not of an entry: the launcher takes what it takes."""
 
 LONG_FUNCTIONS = {
     "attndsl/attention.py:Attention.__call__": 139,
@@ -122,6 +126,16 @@ def test_functions_have_few_parameters():
     assert not gone, f"no longer over the limit: {gone}"
     others = {name: number for name, number in found.items() if name not in PUBLIC}
     check(others, MANY_PARAMETERS, "parameters", MOST_PARAMETERS)
+
+
+def test_device_functions_have_few_parameters():
+    found = counts.device_functions(FILES)
+    entries = counts.entries(found)
+    assert len(found) > 100
+    assert len(entries) > 10
+    for function in found:
+        if function not in entries:
+            assert function.parameters <= MOST_DEVICE_PARAMETERS, function
 
 
 def test_what_is_counted():

@@ -6,7 +6,8 @@ working tree. Commits are read with ``git archive``; nothing is checked out.
 What is counted, all of it in ``backends/``:
 
 - *Device functions* are those decorated with ``triton.jit`` or ``gluon.jit``. *Entries* are
-  those that are launched: functions of templates called ``attention_...`` or as ``ENTRIES`` says.
+  those that are launched: functions of templates called ``attention_...`` or as ``ENTRIES`` says,
+  and ``FIXED_ENTRIES``.
 - A *parameter* is a name in such a function's signature. A *hook* (a line ``#: name``, which text
   replaces) in a signature stands for any number of parameters and counts as one, in its own row.
 - A *line that only passes arguments* is a line of a template that lies within the parentheses of a
@@ -46,6 +47,8 @@ KERNEL_NAMES = frozenset(
 ENTRIES = frozenset(
     ("distances", "pairs", "stored", "scattered", "summarise", "classify", "refine", "list_tiles")
 )
+FIXED_ENTRIES = frozenset(("row_statistics", "prepare_backward", "dq_from_sums"))
+"""Entries that lie outside templates, since their text is the same for all programs."""
 UNPACKINGS = (
     ("attndsl/runtime/autograd.py", "_restore"),
     ("attndsl/runtime/second.py", "_call"),
@@ -129,8 +132,11 @@ def entries(functions: Sequence[Function]) -> list[Function]:
     return [
         function
         for function in functions
-        if "templates" in PurePosixPath(function.path).parts
-        and (function.name in ENTRIES or function.name.startswith("attention_"))
+        if function.name in FIXED_ENTRIES
+        or (
+            "templates" in PurePosixPath(function.path).parts
+            and (function.name in ENTRIES or function.name.startswith("attention_"))
+        )
     ]
 
 

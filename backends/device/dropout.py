@@ -147,7 +147,7 @@ def kept_of_head(of_head, first_row, first_column, ROWS: tl.constexpr, COLUMNS: 
 
 @triton.jit
 def kept_single_pairs(
-    first_row, first_column, p, head_of_batch, seed, q, kv, row, key,
+    first_row, first_column, p, head_of_batch, seed, q, kv, starts,
     BY_Q: tl.constexpr, BY_KV: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """As :func:`kept_pairs`, drawn for each pair alone: for a part that begins within blocks.
@@ -160,14 +160,14 @@ def kept_single_pairs(
         seed: As there.
         q: The tile's logical positions of queries, in any shape.
         kv: The same of keys.
-        row: Number of the part's first row in the whole, int32.
-        key: The same of its first key.
+        starts: Numbers of the part's first row and of its first key in the whole, int32.
         BY_Q: Whether logical positions are the rows that are counted.
         BY_KV: The same of keys.
         ROWS: Rows of the tile.
         COLUMNS: Its columns.
     """
     row_word, key_word, word2, word3, begin, fraction, least = drop_of_head(p, head_of_batch, seed)
+    row, key = starts
     rows = first_row + row + tl.arange(0, ROWS)
     keys = first_column + key + tl.arange(0, COLUMNS)
     if BY_Q:

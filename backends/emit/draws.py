@@ -82,7 +82,7 @@ def kept_function(kinds: Kinds | None) -> str:
     elif kinds is not None:
         function = "kept_single_pairs"
         by_position = ", ".join(str(kind == POSITION) for kind in kinds)
-        more = f"q, kv, given.draws_row, given.draws_key, {by_position}, "
+        more = f"q, kv, (given.draws_row, given.draws_key), {by_position}, "
     return device_function(
         "kept_of_tile",
         "row, column, p, head, q, kv, sizes, given, ROWS: tl.constexpr, COLUMNS: tl.constexpr",
