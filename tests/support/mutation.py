@@ -68,47 +68,21 @@ def early(pattern: str, to: str, within: str | None = None) -> Mutation:
     return change
 
 
-def constant(name: str, value: Any) -> Mutation:
-    """Another value of a module's constant, which must not have it already."""
-
-    def change(text: str) -> str:
-        if constant_of(text, name) == value:
-            raise LookupError(f"{name} is {value} already")
-        return with_constants(text, {name: value})
-
-    return change
-
-
 def with_constants(text: str, values: Mapping[str, Any]) -> str:
     """The text with other values of the module's constants.
 
     Raises:
-        LookupError: The module has none of a name.
+        LookupError: The module has no constant of a name.
     """
     if not values:
         return text
     tree = ast.parse(text)
-    for name, statement in _constants(tree):
-        if name in values:
-            call = statement.value
-            assert isinstance(call, ast.Call)
-            call.args = [ast.Constant(values[name])]
-    for name in values:
-        constant_of(text, name)
+    known = dict(_constants(tree))
+    for name, value in values.items():
+        call = known[name].value
+        assert isinstance(call, ast.Call)
+        call.args = [ast.Constant(value)]
     return ast.unparse(tree)
-
-
-def constant_of(text: str, name: str) -> Any:
-    """What a module's constant is.
-
-    Raises:
-        LookupError: The module has none of that name.
-    """
-    for target, statement in _constants(ast.parse(text)):
-        if target == name:
-            value = statement.value
-            return ast.literal_eval(value.args[0] if isinstance(value, ast.Call) else value)
-    raise LookupError(name)
 
 
 def set_constants(tree: ast.Module, values: dict[str, ast.expr]) -> None:

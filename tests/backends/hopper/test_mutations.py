@@ -8,13 +8,12 @@ import pytest
 from support.kernel_text import module_of
 from support.mutation import (
     before,
-    constant,
-    constant_of,
     drop,
     early,
     is_noticed,
     number_of,
     swap,
+    with_constants,
 )  # fmt: skip
 
 TEXT = """
@@ -57,7 +56,8 @@ def lines_of(mutation):
         (before("return _all", "note(_all)"), [], ["note(tiles + stage)"]),
         (early("leave(stage)", to="wait(full.index(0), ...)"), ["leave(stage)"],
          ["leave(stage)", "pass"]),
-        (constant("SIZE", 4), ["SIZE = gl.constexpr(8)"], ["SIZE = gl.constexpr(4)"]),
+        (lambda text: with_constants(text, {"SIZE": 4}), ["SIZE = gl.constexpr(8)"],
+         ["SIZE = gl.constexpr(4)"]),
     ],
 )  # fmt: skip
 def test_a_mutation_changes_what_it_says(mutation, gone, new):
@@ -74,8 +74,7 @@ def test_a_mutation_changes_what_it_says(mutation, gone, new):
         swap("wait(full.index(...))", "leave(0)"),
         swap("full - stage", "0"),
         early("leave(9)", to="leave(0)"),
-        constant("WIDTH", 4),
-        constant("SIZE", 8),
+        lambda text: with_constants(text, {"WIDTH": 4}),
     ],
 )
 def test_a_mutation_that_changes_nothing_is_an_error(mutation):
@@ -86,7 +85,6 @@ def test_a_mutation_that_changes_nothing_is_an_error(mutation):
 def test_what_a_text_has():
     assert number_of(TEXT, "wait(full.index(...), ...)") == 3
     assert number_of(TEXT, "wait(full.index(...))") == 0
-    assert constant_of(TEXT, "SIZE") == 8
 
 
 def test_errors_of_the_machine_alone_are_noticed():
