@@ -252,7 +252,7 @@ class Wants:
     v: bool = True
     tensors: frozenset[str] = frozenset()
     params: frozenset[str] = frozenset()
-    slopes: bool = False
+    stores_ds: bool = False
     """Whether attention kernels store the gradient of each score, of which others are made."""
     wide: bool = False
     """Whether the gradients of q, k and v are in fp32, and q, k and v of a half type."""
@@ -276,7 +276,7 @@ class Backward(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Slopes:
+class StoredDS:
     """The gradient of each score, by tiles, as attention kernels store it."""
 
     values: torch.Tensor
@@ -299,7 +299,7 @@ class Gradients:
     v: torch.Tensor | None
     tensors: Mapping[str, torch.Tensor] = field(default_factory=dict)
     params: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    slopes: Slopes | None = None
+    stored_ds: StoredDS | None = None
 
 
 @dataclass(frozen=True, slots=True)

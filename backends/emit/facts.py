@@ -126,8 +126,8 @@ class KernelFacts:
     """Which set of fast forms the score and its derivatives may take (``..forms``)."""
     pair_tiles: tuple[PairTile, ...] = ()
     """Of the kernels that read such tiles."""
-    stores_slopes: bool = False
-    """Whether the backward stores the gradient of each score (``Wants.slopes``)."""
+    stores_ds: bool = False
+    """Whether the backward stores the gradient of each score (``Wants.stores_ds``)."""
     adds_diagonals: bool = False
     """Whether a Hopper backward adds up the gradients of scores along diagonals."""
     wide_out: bool = False
@@ -221,7 +221,7 @@ def with_gradients(facts: KernelFacts, wants: Wants) -> KernelFacts:
         facts,
         tensor_gradients=tuple(sorted(wants.tensors)),
         param_gradients=tuple(sorted(wants.params)),
-        stores_slopes=wants.slopes,
+        stores_ds=wants.stores_ds,
         wide_gradients=wants.wide,
     )
 
@@ -230,7 +230,7 @@ def for_lists(facts: KernelFacts) -> KernelFacts:
     """``facts`` for kernels that find tiles, of which one module serves all kernels of a call."""
     return replace(
         facts, tensor_gradients=(), param_gradients=(), moving_operands="", moving_captures=(),
-        pair_tiles=(), stores_slopes=False, adds_diagonals=False, wide_out=False,
+        pair_tiles=(), stores_ds=False, adds_diagonals=False, wide_out=False,
         wide_gradients=False,
     )  # fmt: skip
 

@@ -11,7 +11,7 @@ from attndsl.errors import UnsupportedError
 from ..base import Backend, Gradients, Wants
 from ..emit.facts import strides
 from ..gradients.lines import line_gradients, lines_among
-from ..gradients.shares import key_of
+from ..gradients.plan import key_of
 from ..gradients.sinks import add_sink_gradients
 from ..kernels.kernel import Job, Task, first_with, jobs_of, kernels_of
 from ..kernels.layout import NO_LINES, Layout
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from attndsl.pipeline import Lowered
 
     from ..base import Backward, Call, Store, Tangents
-    from ..gradients.shares import Shares
+    from ..gradients.plan import GradientPlan
     from ..kernels.config import Config
     from ..kernels.kernel import Family
     from ..kernels.moving import Moving
@@ -54,7 +54,7 @@ class GeneratedBackend(Backend):
         self.families = families
         self.fused = first_with(families, Task.FORWARD_TANGENT) is not None
         self.modules = Modules(store)
-        self._plans: dict[Hashable, Shares] = {}
+        self._plans: dict[Hashable, GradientPlan] = {}
         self._layouts: dict[tuple[object, ...], Layout] = {}
 
     @property
@@ -186,7 +186,7 @@ class GeneratedBackend(Backend):
         family = self._family(lowered, call, task, grad_out, wanted)
         return family.jobs(lowered, call, task, grad_out, wanted)
 
-    def _plan(self, lowered: Lowered, call: Call, wanted: Wants) -> Shares:
+    def _plan(self, lowered: Lowered, call: Call, wanted: Wants) -> GradientPlan:
         """Which kernels make which gradients."""
         own = tuple(family.plan_key(call) for family in self.families)
         key = (key_of(lowered, call, wanted), own)

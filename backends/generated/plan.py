@@ -10,11 +10,13 @@ if TYPE_CHECKING:
     from attndsl.pipeline import Lowered
 
     from ..base import Call, Wants
-    from ..gradients.shares import Shares
+    from ..gradients.plan import GradientPlan
     from ..kernels.kernel import Family
 
 
-def plan_of(families: tuple[Family, ...], lowered: Lowered, call: Call, wanted: Wants) -> Shares:
+def plan_of(
+    families: tuple[Family, ...], lowered: Lowered, call: Call, wanted: Wants
+) -> GradientPlan:
     """Which kernels make which gradients, by the first family whose backward runs."""
     plan = None
     for family in families:

@@ -69,7 +69,7 @@ def blocks_of(direction: str, facts: KernelFacts, config: Config) -> dict[str, B
             own |= {moved_argument(name): block for name, block in own.items()}
         return pairs | own
     statistics = Block((m,), "fp32", _STATISTICS)
-    if facts.stores_slopes:
+    if facts.stores_ds:
         pairs["slopes_desc"] = Block((n, m), facts.dtype, _SLOPES)
     return pairs | {
         "q_desc": rows(m, d),

@@ -24,14 +24,14 @@ if TYPE_CHECKING:
 
     from ..base import Call, Gradients, Wants
     from ..emit.facts import KernelFacts
-    from ..gradients.shares import Shares
+    from ..gradients.plan import GradientPlan
     from ..kernels.config import Config
 
 _MOST_KEYS = 1 << 14
 """Beyond, sums take more than twice the memory of dQ's at head dim 128."""
 
 
-def with_summed(found: Shares, lowered: Lowered, call: Call) -> Shares:
+def with_summed(found: GradientPlan, lowered: Lowered, call: Call) -> GradientPlan:
     """``found``, where the backward makes gradients by distance too."""
     apart = found.distances
     if not among(lowered, call, apart.tensors | apart.params):

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from ..base import Gradients, Slopes
+from ..base import Gradients, StoredDS
 from ..emit.facts import facts_of, strides, with_gradients
-from ..gradients.shares import share_out
+from ..gradients.plan import plan_gradients
 from ..kernels.arguments import capture_arguments, origin
 from ..kernels.device import why_no_gpu
 from ..kernels.kernel import Task, jobs_of
@@ -26,7 +26,7 @@ from .launch import TensorMaps
 from .layout import HopperLayout, layout_of
 from .learned import Statistics, gradients_of_parts
 from .pair_tiles import window, with_pair_tiles
-from .stored import empty_slopes, with_stored
+from .stored import empty_ds, with_stored
 from .tangents import launch_with_tangents, readable
 from .why_not import most_head_dim, why_not
 
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from attndsl.pipeline import Lowered
 
     from ..base import Backward, Call, Wants
-    from ..gradients.shares import Shares
+    from ..gradients.plan import GradientPlan
     from ..kernels.kernel import FixedKernel, Job, Kernel
     from ..kernels.layout import Layout
     from ..kernels.moving import Moving
@@ -88,9 +88,9 @@ class Hopper:
         dtypes = (call.q.dtype, *(tensor.dtype for tensor in call.tensors.values()))
         return call.deterministic, dtypes, call.v.shape, readable
 
-    def plan_gradients(self, lowered: Lowered, call: Call, wanted: Wants) -> Shares:
-        """As ``share_out``; the backward adds up diagonals and stores dS for what needs them."""
-        stored = with_stored(share_out(lowered, call, wanted), lowered, call)
+    def plan_gradients(self, lowered: Lowered, call: Call, wanted: Wants) -> GradientPlan:
+        """As ``plan_gradients``; the backward adds up diagonals and stores dS for what needs them."""
+        stored = with_stored(plan_gradients(lowered, call, wanted), lowered, call)
         return with_summed(stored, lowered, call)
 
     def readable(self, grad_out: torch.Tensor, wanted: Wants) -> torch.Tensor:
@@ -99,7 +99,7 @@ class Hopper:
         Other kernels have other shares of the gradients of captures.
         """
         if descriptor_strides(grad_out) is None and (
-            wanted.tensors or wanted.params or wanted.slopes or not grad_out.is_contiguous()
+            wanted.tensors or wanted.params or wanted.stores_ds or not grad_out.is_contiguous()
         ):
             return grad_out.clone(memory_format=torch.contiguous_format)
         return grad_out
@@ -178,7 +178,7 @@ class Hopper:
             v=buffers.dv if wanted.v else None,
             tensors=tensors,
             params=params,
-            slopes=buffers.slopes,
+            stored_ds=buffers.stored_ds,
         )
         if buffers.distances is not None:
             config = layout.launches["backward_kv"].executable.config
@@ -191,7 +191,7 @@ class Hopper:
         buffers: _Buffers, of_pairs: list[torch.Tensor],
     ) -> None:  # fmt: skip
         views, of, orders = layout.views, self._maps.of, layout.orders
-        stream, slopes = stream_of(call.q.device), buffers.slopes
+        stream, stored_ds = stream_of(call.q.device), buffers.stored_ds
         sums = (buffers.columns, buffers.factors, buffers.distances)
         layout.launches["backward_kv"].run(
             layout.programs, stream,
@@ -201,8 +201,8 @@ class Hopper:
                 *of(views["lse_desc"], buffers.lse2), *of(views["delta_desc"], buffers.delta),
                 *addresses(buffers.dq_sums, buffers.dk, buffers.dv),
                 *self._pair_maps(layout, of_pairs),
-                *(() if slopes is None else of(views["slopes_desc"], slopes.values)),
-                *(() if slopes is None else addresses(slopes.stored)),
+                *(() if stored_ds is None else of(views["slopes_desc"], stored_ds.values)),
+                *(() if stored_ds is None else addresses(stored_ds.stored)),
                 *self._counter(layout, call.q.device, stream), call.scale,
                 *layout.sizes, origin(call.q_offset, call.q_index),
                 origin(call.kv_offset, call.kv_index), buffers.lse2.shape[2],
@@ -250,7 +250,7 @@ class _Buffers(NamedTuple):
     """(batch, heads, kv_len) fp32: sums of dS, where columns learn."""
     factors: torch.Tensor | None
     """(batch, heads, parts) fp32: sums of K * dK before the scale, where factors learn."""
-    slopes: Slopes | None
+    stored_ds: StoredDS | None
     distances: torch.Tensor | None
     """See :func:`.distances.empty_sums`."""
 
@@ -271,7 +271,7 @@ def _buffers(layout: HopperLayout, call: Call, backward: Backward) -> _Buffers:
         dv=orders.v.empty(v, kind),
         columns=lse.new_empty((batch, heads, k.shape[2])) if learned.column else None,
         factors=lse.new_empty((batch, heads, 2 * kv_tiles)) if learned.factor else None,
-        slopes=empty_slopes(call, config) if wanted.slopes else None,
+        stored_ds=empty_ds(call, config) if wanted.stores_ds else None,
         distances=empty_sums(call, config) if layout.facts.adds_diagonals else None,
     )
 

@@ -19,7 +19,7 @@ from .distances import split
 from .launch import launch_of, view
 from .learned import Learned, learned_in_kernel
 from .pair_tiles import is_readable, window
-from .stored import empty_slopes
+from .stored import empty_ds
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -129,9 +129,9 @@ def _of_backward(job: Job, call: Call, config: Config) -> dict[str, torch.Tensor
     padded = -(-q_len // PADDING) * PADDING
     rows = torch.empty(batch * heads * padded, device=call.q.device)
     found = {"lse_desc": rows, "delta_desc": rows}
-    if job.facts.stores_slopes:
-        slopes = empty_slopes(replace(call, q=call.q.to("meta")), config)
-        found["slopes_desc"] = slopes.values.flatten(0, 2)
+    if job.facts.stores_ds:
+        stored_ds = empty_ds(replace(call, q=call.q.to("meta")), config)
+        found["slopes_desc"] = stored_ds.values.flatten(0, 2)
     return found
 
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..base import Slopes
+from ..base import StoredDS
 from ..gradients.pairs import by_pairs, rest_of
 from ..gradients.terms import ONE, is_plain, terms_of
 from .learned import holds_score_gradient
@@ -25,14 +25,14 @@ if TYPE_CHECKING:
     from attndsl.pipeline import Lowered
 
     from ..base import Call, Wants
-    from ..gradients.shares import Shares
+    from ..gradients.plan import GradientPlan
     from ..kernels.config import Config
 
 _MOST = 4
 """Bytes that stored dS may take for each byte of the gradients that are made of it."""
 
 
-def with_stored(found: Shares, lowered: Lowered, call: Call) -> Shares:
+def with_stored(found: GradientPlan, lowered: Lowered, call: Call) -> GradientPlan:
     """``found``, where the backward stores dS if that is worth its memory."""
     names = frozenset[str]().union(*(own.tensors for own in found.pairs))
     stored = among(lowered, call, names)
@@ -45,7 +45,7 @@ def with_stored(found: Shares, lowered: Lowered, call: Call) -> Shares:
 
     return replace(
         found,
-        lines=replace(found.lines, slopes=True),
+        lines=replace(found.lines, stores_ds=True),
         pairs=only(names - stored),
         stored=only(stored),
     )
@@ -72,10 +72,10 @@ def among(lowered: Lowered, call: Call, names: frozenset[str]) -> frozenset[str]
     return frozenset(found) if call.q.element_size() <= _MOST * room else frozenset()
 
 
-def empty_slopes(call: Call, config: Config) -> Slopes:
+def empty_ds(call: Call, config: Config) -> StoredDS:
     """Room for dS, of which nothing is stored yet."""
     batch, heads, q_len, _ = call.q.shape
     counts = -(-call.k.shape[2] // config.block_n), -(-q_len // config.block_m)
     lengths = counts[0] * config.block_n, counts[1] * config.block_m
     stored = torch.zeros((batch, heads, *counts), dtype=torch.int8, device=call.q.device)
-    return Slopes(call.q.new_empty((batch, heads, *lengths)), stored)
+    return StoredDS(call.q.new_empty((batch, heads, *lengths)), stored)

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from ..base import Backward, Call, Gradients, Wants
     from ..emit.facts import KernelFacts
     from ..emit.template import Products
-    from ..gradients.shares import Shares
+    from ..gradients.plan import GradientPlan
     from .compile import Argument
     from .config import Config
     from .layout import Layout
@@ -208,9 +208,9 @@ class Family(Protocol):
         """What a layout depends on of the positions' values."""
 
     def plan_key(self, call: Call) -> tuple[object, ...]:
-        """What the plan of gradients depends on besides :func:`..gradients.shares.key_of`."""
+        """What the plan of gradients depends on besides :func:`..gradients.plan.key_of`."""
 
-    def plan_gradients(self, lowered: Lowered, call: Call, wanted: Wants) -> Shares:
+    def plan_gradients(self, lowered: Lowered, call: Call, wanted: Wants) -> GradientPlan:
         """Which kernels make which gradients, if this family's backward runs."""
 
     def readable(self, grad_out: torch.Tensor, wanted: Wants) -> torch.Tensor:

@@ -30,9 +30,9 @@ if TYPE_CHECKING:
 
     from attndsl.pipeline import Lowered
 
-    from ..base import Call, Gradients, Slopes, Wants
+    from ..base import Call, Gradients, StoredDS, Wants
     from ..gradients.pairs import Rest, Sums
-    from ..gradients.shares import Shares
+    from ..gradients.plan import GradientPlan
     from ..kernels.compile import Executable
     from ..kernels.layout import Layout
 
@@ -92,35 +92,35 @@ def task_of_exact(lowered: Lowered, wants: Wants) -> Task:
     return Task.SCATTERED if constant_factors(lowered, wants.tensors) is None else Task.BOUNDED
 
 
-def extra_tasks(lowered: Lowered, shares: Shares) -> list[tuple[Task, Wants | None]]:
+def extra_tasks(lowered: Lowered, plan: GradientPlan) -> list[tuple[Task, Wants | None]]:
     """The tasks that :func:`run_extra` launches, and the tensors that each is for."""
     found: list[tuple[Task, Wants | None]] = []
-    if shares.distances.tensors or shares.distances.params:
+    if plan.distances.tensors or plan.distances.params:
         found.append((Task.DISTANCES, None))
-    found += [(Task.PAIRS, group) for group in shares.pairs]
-    found += [(Task.STORED, group) for group in shares.stored]
-    if shares.others.tensors:
-        found.append((task_of_exact(lowered, shares.others), shares.others))
+    found += [(Task.PAIRS, group) for group in plan.pairs]
+    found += [(Task.STORED, group) for group in plan.stored]
+    if plan.others.tensors:
+        found.append((task_of_exact(lowered, plan.others), plan.others))
     return found
 
 
-def run_extra(state: BackwardState, shares: Shares, found: Gradients) -> Gradients:
-    """``found`` with the gradients that ``shares`` has kernels of their own for."""
+def run_extra(state: BackwardState, plan: GradientPlan, found: Gradients) -> Gradients:
+    """``found`` with the gradients that ``plan`` has kernels of their own for."""
     tensors: dict[str, torch.Tensor] = {}
-    for wants in shares.pairs:
+    for wants in plan.pairs:
         tensors |= _pairs(state, wants)
-    for wants in shares.stored:
-        assert found.slopes is not None
-        tensors |= _stored(state, wants, found.slopes)
-    if shares.others.tensors:
-        tensors |= _scattered(state, shares.others)
-    found = replace(found, tensors={**found.tensors, **tensors}, slopes=None)
-    if shares.distances.tensors or shares.distances.params:
+    for wants in plan.stored:
+        assert found.stored_ds is not None
+        tensors |= _stored(state, wants, found.stored_ds)
+    if plan.others.tensors:
+        tensors |= _scattered(state, plan.others)
+    found = replace(found, tensors={**found.tensors, **tensors}, stored_ds=None)
+    if plan.distances.tensors or plan.distances.params:
         sums = _distances(state)
         block = sums.shape[-1]
         first = 1 - block * -(-state.call.k.shape[2] // block)
         found = add_distance_gradients(
-            state.lowered, state.call, sums_of_distances(sums), first, shares.distances, found
+            state.lowered, state.call, sums_of_distances(sums), first, plan.distances, found
         )
     return found
 
@@ -184,17 +184,18 @@ def _pairs(state: BackwardState, wants: Wants) -> dict[str, torch.Tensor]:
     return gradients_of(own.sums, state.call)
 
 
-def _stored(state: BackwardState, wants: Wants, slopes: Slopes) -> dict[str, torch.Tensor]:
+def _stored(state: BackwardState, wants: Wants, stored_ds: StoredDS) -> dict[str, torch.Tensor]:
     """Gradients of such tensors, each a sum of dS, which the attention kernels have stored."""
     own = _of_pairs(state, wants, Task.STORED)
     batch, heads, q_len = state.lse.shape
-    rest, device = own.rest, slopes.values.device
+    rest, device = own.rest, stored_ds.values.device
     members = rest.batches * rest.heads
     with on_device(device):
         own.kernel.launch(
             own.programs, stream_of(device),
             [
-                slopes.values, slopes.stored, *slopes.values.shape[2:], *slopes.stored.shape[2:],
+                stored_ds.values, stored_ds.stored, *stored_ds.values.shape[2:],
+                *stored_ds.stored.shape[2:],
                 heads, heads // rest.heads, batch // rest.batches, rest.heads,
                 members, -(-members // own.parts), q_len, state.call.k.shape[2], *own.arguments(),
             ],

@@ -11,7 +11,7 @@ from ..base import Gradients
 from ..emit.facts import facts_of, strides, with_gradients
 from ..gradients.lines import line_gradients
 from ..gradients.pairs import with_pair_sums
-from ..gradients.shares import share_out
+from ..gradients.plan import plan_gradients
 from ..kernels.arguments import capture_arguments, origin
 from ..kernels.device import why_no_gpu
 from ..kernels.kernel import Task, jobs_of
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from attndsl.pipeline import Lowered
 
     from ..base import Backward, Call, Wants
-    from ..gradients.shares import Shares
+    from ..gradients.plan import GradientPlan
     from ..kernels.kernel import FixedKernel, Job, Kernel
     from ..kernels.layout import Layout
     from ..kernels.moving import Moving
@@ -67,9 +67,9 @@ class Portable:
         """Nothing."""
         return ()
 
-    def plan_gradients(self, lowered: Lowered, call: Call, wanted: Wants) -> Shares:
+    def plan_gradients(self, lowered: Lowered, call: Call, wanted: Wants) -> GradientPlan:
         """See :class:`~..kernels.kernel.Family`."""
-        return share_out(lowered, call, wanted)
+        return plan_gradients(lowered, call, wanted)
 
     def readable(self, grad_out: torch.Tensor, wanted: Wants) -> torch.Tensor:
         """``grad_out`` with last stride 1."""

@@ -1,6 +1,6 @@
 """Texts of what kernels add up for gradients of captured tensors and params.
 
-Non-goals: which kernel adds up which (``shares.py``), and all other texts (``generate.py``).
+Non-goals: which kernel adds up which (``gradients/plan.py``), and all other texts (``generate.py``).
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def gradient_texts(lowered: Lowered, facts: KernelFacts, kind: Sums) -> Gradient
     for source in SOURCES:
         own = tuple(term for term in terms if source in term.factors)
         adds = bool(own) or (kind is DIAGONALS and source == "score")
-        flags[f"LEARNS_{source.upper()}"] = adds
+        flags[f"GRAD_OF_{source.upper()}"] = adds
         if adds:
             body, used = _body(source, own, numbers, count, facts, kind)
             helpers |= used

@@ -40,7 +40,7 @@ def tangent_texts(lowered: Lowered, facts: KernelFacts) -> GradientTexts:
     functions: list[str] = []
     helpers: set[str] = set()
     flags: dict[str, bool | float] = {
-        f"MOVES_{name.upper()}": name in facts.moving_operands for name in ("q", "k", "v")
+        f"HAS_TANGENT_{name.upper()}": name in facts.moving_operands for name in ("q", "k", "v")
     }
     moves = {}
     for source in ("score", "weight", "dropout", "sink"):
@@ -48,13 +48,13 @@ def tangent_texts(lowered: Lowered, facts: KernelFacts) -> GradientTexts:
         if source in sources:
             root = _moved(program, sources[source], facts.moving_captures)
         moves[source] = root is not None
-        flags[f"MOVES_{source.upper()}"] = root is not None
+        flags[f"HAS_TANGENT_{source.upper()}"] = root is not None
         if root is not None:
             text, used = _function(source, root, facts)
             functions.append(text)
             helpers |= used
     pairs = moves["score"] or moves["weight"] or moves["dropout"]
-    flags["MOVES_WEIGHTS"] = pairs or bool(flags["MOVES_Q"] or flags["MOVES_K"])
+    flags["HAS_TANGENT_WEIGHTS"] = pairs or bool(flags["HAS_TANGENT_Q"] or flags["HAS_TANGENT_K"])
     return GradientTexts(tuple(functions), frozenset(helpers), flags)
 
 

@@ -21,7 +21,7 @@ from .kernel_text import PLAIN, Kernel, Run, cases_of, launch, sizes_of, special
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from attndsl.backends.base import Slopes
+    from attndsl.backends.base import StoredDS
     from attndsl.pipeline import Lowered
 
 ROWS, WIDTH = 64, 16
@@ -159,7 +159,7 @@ class Stored:
 
     kind: torch.dtype = torch.float16
     """That of dK and dV."""
-    slopes: Slopes | None = None
+    slopes: StoredDS | None = None
     """Get dS."""
     distances: torch.Tensor | None = None
     """Gets sums of dS."""
@@ -193,7 +193,7 @@ def run_backward(
     tiles, of_pairs = pairs_of(lowered, tensors, config, run.wide)
     facts = specialised(
         lowered, example_call(lowered, 64, 64, dtype, {}), pair_tiles=tiles,
-        stores_slopes=stored.slopes is not None, adds_diagonals=stored.distances is not None,
+        stores_ds=stored.slopes is not None, adds_diagonals=stored.distances is not None,
         wide_gradients=stored.kind is torch.float32,
     )  # fmt: skip
     if run.wide:

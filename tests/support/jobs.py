@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from attndsl.backends.base import Call, Wants
     from attndsl.backends.emit.facts import KernelFacts
-    from attndsl.backends.gradients.shares import Shares
+    from attndsl.backends.gradients.plan import GradientPlan
     from attndsl.backends.kernels.config import Config
     from attndsl.passes.tiles.plan import LoopPlan
     from attndsl.pipeline import Lowered
@@ -48,7 +48,7 @@ def hopper_source(lowered: Lowered, call: Call, direction: str, wants: Wants) ->
     return source_of((Hopper(), Portable()), lowered, call, direction, wants)
 
 
-def shares_of(lowered: Lowered, call: Call, wants: Wants) -> Shares:
+def shares_of(lowered: Lowered, call: Call, wants: Wants) -> GradientPlan:
     return Hopper().plan_gradients(lowered, call, wants)
 
 

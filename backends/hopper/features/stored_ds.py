@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def _is_stored(spec: ModuleSpec) -> bool:
-    return spec.facts.stores_slopes
+    return spec.facts.stores_ds
 
 
 def _arguments(spec: ModuleSpec) -> list[str]:

@@ -20,4 +20,4 @@ def _flags(spec: ModuleSpec) -> Flags:
     return {f"HAS_TANGENT_{name.upper()}": name in moving for name in ("q", "k", "v")}
 
 
-TANGENTS = Feature("MOVES_WEIGHTS", _moves_weights, _flags)
+TANGENTS = Feature("HAS_TANGENT_WEIGHTS", _moves_weights, _flags)

@@ -73,11 +73,11 @@ def attend(
     k_tile = k.data.index(stage).reshape([BLOCK_N, D])
     zeros = gl.zeros([ROWS, BLOCK_N], gl.float32, layout=SCORES)
     scoring = multiply(q_tile, k_tile, zeros, HEAD_DIM)
-    if MOVES_WEIGHTS:
+    if HAS_TANGENT_WEIGHTS:
         moving = tangents_of_scores(part, q_tile, k_tile, stage, memory)
     columns = Columns(kv_tile, parts_of_keys(kv_tile, work), None)
     score = warpgroup_mma_wait(HAS_TANGENT_Q + HAS_TANGENT_K, deps=[scoring])
-    if MOVES_WEIGHTS and PAIRWISE_DERIVATIVE:
+    if HAS_TANGENT_WEIGHTS and PAIRWISE_DERIVATIVE:
         # Scores and slopes take registers, which S' leaves where it has been multiplied by these.
         p_tangent = warpgroup_mma_wait(0, deps=[moving]) * speed
         slope = slopes_of_scores(score * factors.scale, rows, columns, work)
@@ -103,7 +103,7 @@ def attend(
         # ptxas orders nothing across a wait: with this one behind S', weights and their tangents would
         # be kept both before and after they are rounded.
         mbarrier.wait(v.full.index(stage), phase)
-    if MOVES_WEIGHTS:
+    if HAS_TANGENT_WEIGHTS:
         if not PAIRWISE_DERIVATIVE:
             pin_before_wait(row_sum, q_len >> 31)
             p_tangent = warpgroup_mma_wait(0, deps=[moving]) * speed
@@ -127,12 +127,12 @@ def attend(
     operand = halves(packed, HALF, WEIGHTS)
     v_tile = v.data.index(stage).reshape([BLOCK_N, DV])
     adding = warpgroup_mma(operand, v_tile, acc, is_async=True)
-    if MOVES_WEIGHTS:
+    if HAS_TANGENT_WEIGHTS:
         acc_tangent = warpgroup_mma(operand_tangent, v_tile, acc_tangent, is_async=True)
     if HAS_TANGENT_V:
         v_tangent = v.tangent.data.index(stage).reshape([BLOCK_N, DV])
         acc_tangent = warpgroup_mma(operand, v_tangent, acc_tangent, is_async=True)
-    if MOVES_WEIGHTS and not EARLY:
+    if HAS_TANGENT_WEIGHTS and not EARLY:
         # While the products run.
         sum_tangent, rounded = add_to_tangent_sums(
             sum_tangent, rounded, decays, p_tangent, packed_tangent

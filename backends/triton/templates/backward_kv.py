@@ -39,7 +39,7 @@ def add_query_tile(
         keep = keep_factor(tl.trans(stays), drop)
         dp = dp * keep
         kept = weights.p * keep
-    if LEARNS_WEIGHT:
+    if GRAD_OF_WEIGHT:
         sums = add_weight_gradients(
             sums, tl.where(exists, dp, 0.0), weights.final, exists,
             head, pairs.q, pairs.kv, sizes, given,
@@ -47,7 +47,7 @@ def add_query_tile(
     if not OWN_WEIGHTS:
         dp = dp - delta[None, :]
     ds = weights.p_slope * dp
-    if LEARNS_SCORE:
+    if GRAD_OF_SCORE:
         sums = add_score_gradients(
             sums, tl.where(exists, ds, 0.0), weights.raw, exists,
             head, pairs.q, pairs.kv, sizes, given,

@@ -15,7 +15,7 @@ def with_dropout(
     )
     keep = keep_factor(stays, drop)
     dp = dp * keep
-    if LEARNS_DROPOUT:
+    if GRAD_OF_DROPOUT:
         # keep is 1 / (1 - p), whose derivative is its square; outside of [0, 1) it is constant.
         varies = exists & (drop >= 0.0) & (drop < 1.0)
         sums = add_dropout_gradients(
@@ -48,7 +48,7 @@ def add_key_tile(
         dp, sums = with_dropout(
             dp, sums, weights, exists, pairs, corner, head, sizes, given, query.q.shape[0]
         )
-    if LEARNS_WEIGHT:
+    if GRAD_OF_WEIGHT:
         sums = add_weight_gradients(
             sums, tl.where(exists, dp, 0.0), weights.final, exists,
             head, pairs.q, pairs.kv, sizes, given,
@@ -56,7 +56,7 @@ def add_key_tile(
     if not OWN_WEIGHTS:
         dp = dp - query.delta[:, None]
     ds = weights.p_slope * dp
-    if LEARNS_SCORE:
+    if GRAD_OF_SCORE:
         sums = add_score_gradients(
             sums, tl.where(exists, ds, 0.0), weights.raw, exists,
             head, pairs.q, pairs.kv, sizes, given,

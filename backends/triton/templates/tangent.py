@@ -13,11 +13,11 @@ the keys needs no row sum beforehand (``backends/tangent.py`` has the formulas i
 def moved_score(tiles, keys_moved, first, weights, pairs, scale, head, sizes, given, PARTIAL: tl.constexpr):
     """The final score's tangent; where the slope is infinite, one that does not move has none."""
     q_tile, q_moved, k_tile = tiles
-    if MOVES_Q:
+    if HAS_TANGENT_Q:
         moved = dot(q_moved, tl.trans(k_tile), PRECISION, UPCAST)
     else:
         moved = tl.zeros(weights.raw.shape, tl.float32)
-    if MOVES_K:
+    if HAS_TANGENT_K:
         k_moved = load_tile(keys_moved.k, first, sizes.kv_len, D, BLOCK_N, BLOCK_D, PARTIAL)
         moved = dot_add(q_tile, tl.trans(k_moved), moved, PRECISION, UPCAST)
     moved = moved * scale
@@ -26,7 +26,7 @@ def moved_score(tiles, keys_moved, first, weights, pairs, scale, head, sizes, gi
             weights.raw, weights.live, head, pairs.q, pairs.kv, sizes, given
         )
         moved = tl.where(moved == 0.0, 0.0, moved * slope)
-    if MOVES_SCORE:
+    if HAS_TANGENT_SCORE:
         moved = moved + moved_score_of_pair(
             weights.raw, weights.live, head, pairs.q, pairs.kv, sizes, given
         )
@@ -48,7 +48,7 @@ def moved_weights(
         )
     else:
         moved = weights.p_slope * moved
-    if MOVES_WEIGHT:
+    if HAS_TANGENT_WEIGHT:
         moved = moved + moved_weight_of_pair(
             weights.final, weights.live, head, pairs.q, pairs.kv, sizes, given
         )
@@ -65,9 +65,9 @@ def dropped(moved, weights, pairs, corner, head, sizes, given, ROWS: tl.constexp
         corner.q, corner.kv, drop, head, pairs.q, pairs.kv, sizes, given, ROWS, BLOCK_N
     )
     keep = keep_factor(stays, drop)
-    if MOVES_WEIGHTS:
+    if HAS_TANGENT_WEIGHTS:
         moved = moved * keep
-    if MOVES_DROPOUT:
+    if HAS_TANGENT_DROPOUT:
         # keep is 1 / (1 - p), whose derivative is its square; outside of [0, 1) it is constant.
         moved_p = moved_dropout_of_pair(
             weights.raw, weights.live, head, pairs.q, pairs.kv, sizes, given
@@ -95,7 +95,7 @@ def add_key_tile(
     weights = weights_of_tile(s, pairs, query.lse2[:, None], scale, head, sizes, given, PARTIAL)
     p = weights.p
     moved = 0.0
-    if MOVES_WEIGHTS:
+    if HAS_TANGENT_WEIGHTS:
         moved = moved_weights(
             (query.q, q_moved, k_tile), keys_moved, corner.kv, weights, pairs, scale, head, sizes,
             given, PARTIAL,
@@ -104,13 +104,13 @@ def add_key_tile(
             dlse += tl.sum(moved, 1)
     if HAS_DROPOUT:
         p, moved = dropped(moved, weights, pairs, corner, head, sizes, given, query.q.shape[0])
-    if MOVES_WEIGHTS:
+    if HAS_TANGENT_WEIGHTS:
         v_tile = load_tile(keys.v, corner.kv, sizes.kv_len, DV, BLOCK_N, BLOCK_DV, PARTIAL)
         moved = moved.to(v_tile.dtype)
         if not OWN_WEIGHTS and not HAS_DROPOUT:
             rounded += tl.sum(moved.to(tl.float32), 1)
         acc = dot_add(moved, v_tile, acc, PRECISION, UPCAST)
-    if MOVES_V:
+    if HAS_TANGENT_V:
         v_moved = load_tile(keys_moved.v, corner.kv, sizes.kv_len, DV, BLOCK_N, BLOCK_DV, PARTIAL)
         acc = dot_add(p.to(v_moved.dtype), v_moved, acc, PRECISION, UPCAST)
     return acc, dlse, rounded
@@ -159,7 +159,7 @@ def attention_tangent(
     q_rows = rows_of(Tensor(Q, stride_qb, stride_qh, stride_qm), head.b, head.h)
     q_tile = load_tile(q_rows, first, q_len, D, BLOCK_M, BLOCK_D, True)
     q_moved = q_tile
-    if MOVES_Q:
+    if HAS_TANGENT_Q:
         q_moved_rows = rows_of(Tensor(Q_MOVED, stride_tqb, stride_tqh, stride_tqm), head.b, head.h)
         q_moved = load_tile(q_moved_rows, first, q_len, D, BLOCK_M, BLOCK_D, True)
     lse_head = LSE + head_of_batch.to(tl.int64) * q_len
@@ -184,7 +184,7 @@ def attention_tangent(
                 )
                 kv_tile = q_pass_tile(step + 1, visits, tile, head, sizes, shift, given, PARTIAL)
     acc, dlse, rounded = tangents
-    if MOVES_SINK:
+    if HAS_TANGENT_SINK:
         sink = sink_of_head(head, sizes, given)
         sink_moved = moved_sink_of_head(head, sizes, given)
         sink_weight = tl.exp2(sink * LOG2E - lse2)

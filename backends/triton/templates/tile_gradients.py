@@ -38,13 +38,13 @@ def add_pairs(sums, query, keys, scale, head, sizes, given, PARTIAL: tl.constexp
             query.q.shape[0], keys.k.shape[0],
         )
         dp = dp * keep_factor(stays, drop)
-    if LEARNS_WEIGHT:
+    if GRAD_OF_WEIGHT:
         sums = add_weight_gradients(
             sums, tl.where(live, dp, 0.0), weights.final, live, head, pairs.q, pairs.kv, sizes, given
         )
     if not OWN_WEIGHTS:
         dp = dp - query.delta[:, None]
-    if LEARNS_SCORE:
+    if GRAD_OF_SCORE:
         ds = tl.where(live, weights.p_slope * dp, 0.0)
         sums = add_score_gradients(
             sums, ds, weights.raw, live, head, pairs.q, pairs.kv, sizes, given

@@ -23,7 +23,7 @@ from support.backward_text import (
 from support.kernel_text import Run
 from support.mutation import drop, early, is_noticed, swap
 
-from attndsl.backends.base import Slopes
+from attndsl.backends.base import StoredDS
 from attndsl.backends.device.library import STATISTICS_PADDING
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ def run_with_slopes(tensors: list[torch.Tensor], config: Config, run: Run) -> to
     (batch, heads, q_len, _), kv_len = tensors[0].shape, tensors[1].shape[2]
     counts = -(-kv_len // config.block_n), -(-q_len // ROWS)
     shape = (batch, heads, counts[0] * config.block_n, counts[1] * ROWS)
-    slopes = Slopes(
+    slopes = StoredDS(
         torch.full(shape, torch.nan, dtype=torch.float16),
         torch.zeros(batch, heads, *counts, dtype=torch.int8),
     )

@@ -128,7 +128,7 @@ SCRIPT = textwrap.dedent(
             call = replace(call, q=rows[0], k=rows[1], v=rows[2], tensors=tensors)
         facts = with_forms(facts_of(lowered.program, call), lowered.program, target)
         facts = replace(
-            facts, stores_slopes=stored, adds_diagonals=summed, moving_operands=moving,
+            facts, stores_ds=stored, adds_diagonals=summed, moving_operands=moving,
             wide_gradients=wide,
         )
         if not moving:

@@ -13,7 +13,7 @@ import attndsl
 from attndsl.backends.base import Wants
 from attndsl.backends.generated.for_hopper import hopper_backend
 from attndsl.backends.hopper.family import Hopper
-from attndsl.backends.hopper.stored import among, empty_slopes
+from attndsl.backends.hopper.stored import among, empty_ds
 from attndsl.backends.kernels.config import Config
 from attndsl.backends.kernels.example import example_call
 from attndsl.backends.kernels.kernel import Task
@@ -75,14 +75,14 @@ def test_what_is_stored(name):
     lowered, call = call_of(indices, **changes)
     wants = Wants(tensors=T)
     found = shares_of(lowered, call, wants)
-    assert found.lines.slopes
+    assert found.lines.stores_ds
     assert not found.lines.tensors
     assert [own.tensors for own in found.stored] == [T]
     assert found.pairs == ()
     assert why_portable(lowered, call, "backward", wants=found.lines) is None
     (job,) = Hopper().jobs(lowered, call, Task.BACKWARD, call.q, found.lines)
     facts = job.facts
-    assert facts.stores_slopes
+    assert facts.stores_ds
     assert facts.tensor_gradients == ()
     text = hopper_source(lowered, call, "backward", wants)
     assert "def store_ds(" in text
@@ -99,7 +99,7 @@ def test_what_has_kernels_of_its_own(name):
     lowered, call = call_of(indices, **changes)
     assert among(lowered, call, T) == frozenset()
     found = shares_of(lowered, call, Wants(tensors=T))
-    assert not found.lines.slopes
+    assert not found.lines.stores_ds
     assert found.stored == ()
 
 
@@ -124,17 +124,17 @@ def test_tensors_share_what_is_stored():
 def test_calls_that_portable_kernels_run_store_nothing():
     backend = hopper_backend(default_cache())
     lowered, call = call_of(("h", "q", "kv"))
-    assert backend._plan(lowered, call, Wants(tensors=T)).lines.slopes
+    assert backend._plan(lowered, call, Wants(tensors=T)).lines.stores_ds
     odd = torch.zeros(BATCH, HEADS, Q_LEN, 65, dtype=BF16)[..., :64]
     for other in (replace(call, q=odd), replace(call, deterministic=True)):
         found = backend._plan(lowered, other, Wants(tensors=T))
-        assert not found.lines.slopes
+        assert not found.lines.stores_ds
         assert [own.tensors for own in found.pairs] == [T]
 
 
 def test_room_for_whole_tiles():
     _, call = call_of(("h", "q", "kv"))
-    found = empty_slopes(call, Config(64, 16, 4, 2, 2, 240))
+    found = empty_ds(call, Config(64, 16, 4, 2, 2, 240))
     assert found.values.shape == (BATCH, HEADS, 32, 64)
     assert found.stored.shape == (BATCH, HEADS, 2, 1)
     assert not found.stored.any()

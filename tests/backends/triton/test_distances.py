@@ -10,7 +10,7 @@ import torch
 import attndsl
 from attndsl.backends.base import Wants
 from attndsl.backends.gradients.distances import by_distance
-from attndsl.backends.gradients.shares import wants_of_kernels
+from attndsl.backends.gradients.plan import wants_of_kernels
 from attndsl.backends.kernels.config import Config
 from attndsl.backends.kernels.example import example_call
 

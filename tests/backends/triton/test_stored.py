@@ -14,7 +14,7 @@ import torch
 from support.jobs import shares_of
 
 import attndsl
-from attndsl.backends.base import Gradients, Slopes, Wants
+from attndsl.backends.base import Gradients, StoredDS, Wants
 from attndsl.backends.generated.for_any_gpu import triton_backend
 from attndsl.backends.gradients import pairs
 from attndsl.backends.kernels.example import example_call
@@ -71,7 +71,7 @@ def live_of(mask: str, sizes: Sizes, offset: int) -> torch.Tensor:
     return found.expand(sizes.batch, sizes.heads, sizes.kv_len, sizes.q_len)
 
 
-def stored_slopes(live: torch.Tensor) -> tuple[torch.Tensor, Slopes]:
+def stored_slopes(live: torch.Tensor) -> tuple[torch.Tensor, StoredDS]:
     """dS of pairs, and as a backward leaves it: NaN where nothing was stored."""
     *leading, keys, queries = live.shape
     slopes = torch.randn(live.shape).bfloat16().masked_fill(~live, 0.0)
@@ -81,7 +81,7 @@ def stored_slopes(live: torch.Tensor) -> tuple[torch.Tensor, Slopes]:
     some = whole.unflatten(3, (-1, BLOCK_M)).unflatten(2, (-1, BLOCK_N)).amax((3, 5), keepdim=True)
     whole[:, :, :keys, :queries] = slopes
     empty = (some == 0).expand(-1, -1, -1, BLOCK_N, -1, BLOCK_M).flatten(4).flatten(2, 3)
-    return slopes, Slopes(whole.masked_fill(empty, torch.nan), some[:, :, :, 0, :, 0].char())
+    return slopes, StoredDS(whole.masked_fill(empty, torch.nan), some[:, :, :, 0, :, 0].char())
 
 
 def expected_of(slopes: torch.Tensor, indices: tuple[str, ...], sizes: Sizes) -> torch.Tensor:
@@ -106,8 +106,8 @@ def run(text: str, tensors: dict[str, torch.Tensor], names: str, sizes: Sizes, *
     backend = triton_backend(default_cache())
     lse = torch.zeros(q.shape[:3])
     again = BackwardState(lowered, call, lse, lse, q, backend._layout)
-    found = run_extra(again, shares, Gradients(None, None, None, slopes=slopes))
-    assert found.slopes is None
+    found = run_extra(again, shares, Gradients(None, None, None, stored_ds=slopes))
+    assert found.stored_ds is None
     return found.tensors
 
 

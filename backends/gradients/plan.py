@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Shares:
+class GradientPlan:
     """A partition of the wanted tensors and params; those of a sink alone are in none."""
 
     lines: Wants
@@ -36,10 +36,10 @@ class Shares:
     """One for each kernel launch."""
     others: Wants
     stored: tuple[Wants, ...] = ()
-    """Sums of what the attention kernels store (``Wants.slopes``), one for each kernel launch."""
+    """Sums of what the attention kernels store (``Wants.stores_ds``), one for each kernel launch."""
 
 
-def share_out(lowered: Lowered, call: Call, wants: Wants) -> Shares:
+def plan_gradients(lowered: Lowered, call: Call, wants: Wants) -> GradientPlan:
     """How the gradients that ``wants`` names are made."""
     scored = without_sinks(lowered, wants)
     nothing = replace(scored, q=False, k=False, v=False, tensors=frozenset(), params=frozenset())
@@ -56,7 +56,7 @@ def share_out(lowered: Lowered, call: Call, wants: Wants) -> Shares:
         tensors=scored.tensors - diagonal - apart,
         params=scored.params - diagonal,
     )
-    return Shares(
+    return GradientPlan(
         lines=lines,
         distances=replace(
             nothing, tensors=scored.tensors & diagonal, params=scored.params & diagonal
@@ -68,11 +68,11 @@ def share_out(lowered: Lowered, call: Call, wants: Wants) -> Shares:
 
 def wants_of_kernels(lowered: Lowered, call: Call, wants: Wants) -> Wants:
     """What the attention kernels themselves add up."""
-    return share_out(lowered, call, wants).lines
+    return plan_gradients(lowered, call, wants).lines
 
 
 def key_of(lowered: Lowered, call: Call, wants: Wants) -> Hashable:
-    """What the shares of a call depend on."""
+    """What the plan of a call depends on."""
     offsets = tuple(
         offset if isinstance(offset, int) else None for offset in (call.q_offset, call.kv_offset)
     )

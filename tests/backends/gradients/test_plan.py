@@ -11,7 +11,7 @@ import attndsl
 from attndsl.backends.base import Wants
 from attndsl.backends.generated.source import source_of
 from attndsl.backends.gradients.pairs import PROGRAMS, Rest, parts_of, rest_of, sums_of
-from attndsl.backends.gradients.shares import key_of, share_out
+from attndsl.backends.gradients.plan import key_of, plan_gradients
 from attndsl.backends.gradients.terms import terms_of
 from attndsl.backends.kernels.example import example_call
 from attndsl.backends.triton.family import Portable
@@ -66,7 +66,7 @@ def where(lowered, call):
         tensors=frozenset({"t"} & {decl.name for decl in program.tensors}),
         params=frozenset(decl.name for decl in program.params),
     )
-    shares = share_out(lowered, call, wants)
+    shares = plan_gradients(lowered, call, wants)
     found = {"lines": shares.lines, "distances": shares.distances, "others": shares.others}
     names = [name for name, one in found.items() if one.tensors | one.params]
     assert all(one.tensors for one in shares.pairs)
@@ -110,7 +110,7 @@ def test_tensors_go_together_where_they_do_not_tell_the_same_apart():
         tensor w[heads, q_len, kv_len]: float
         score = score * t[q, kv] + u[kv, q] + w[h, q, kv]
     """
-    shares = share_out(*call_of(text), Wants(tensors=frozenset("tuw")))
+    shares = plan_gradients(*call_of(text), Wants(tensors=frozenset("tuw")))
     assert {one.tensors for one in shares.pairs} == {frozenset("tu"), frozenset("w")}
 
 
