@@ -36,7 +36,7 @@ class GradientPlan:
     """One for each kernel launch."""
     others: Wants
     stored: tuple[Wants, ...] = ()
-    """Sums of what the attention kernels store (``Wants.stores_ds``), one for each kernel launch."""
+    """Sums of dS that the attention kernels store, one for each kernel launch."""
 
 
 def plan_gradients(lowered: Lowered, call: Call, wants: Wants) -> GradientPlan:

@@ -89,7 +89,7 @@ class Hopper:
         return call.deterministic, dtypes, call.v.shape, readable
 
     def plan_gradients(self, lowered: Lowered, call: Call, wanted: Wants) -> GradientPlan:
-        """As ``plan_gradients``; the backward adds up diagonals and stores dS for what needs them."""
+        """The usual plan, but the backward adds up diagonals and stores dS where these are needed."""
         stored = with_stored(plan_gradients(lowered, call, wanted), lowered, call)
         return with_summed(stored, lowered, call)
 

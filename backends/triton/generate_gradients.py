@@ -1,6 +1,6 @@
 """Texts of what kernels add up for gradients of captured tensors and params.
 
-Non-goals: which kernel adds up which (``gradients/plan.py``), and all other texts (``generate.py``).
+Non-goals: which kernel adds up which (``gradients/plan.py``), and all other texts.
 """
 
 from __future__ import annotations
