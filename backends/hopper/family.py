@@ -10,19 +10,17 @@ from ..base import Gradients, StoredDS
 from ..emit.facts import facts_of, strides, with_gradients
 from ..gradients.plan import plan_gradients
 from ..kernels.arguments import capture_arguments, origin
-from ..kernels.device import why_no_gpu
+from ..kernels.device import on_device, stream_of, why_no_gpu
 from ..kernels.kernel import Task, jobs_of
 from ..kernels.signature import PADDING
-from ..kernels.streams import on_device, stream_of
 from ..kernels.tile_lists import STATISTICS_ROWS, lists_of
 from ..memory_order import empty_rows, wide_dtype
 from .arguments import addresses, descriptor_strides
 from .blocks import block_width
 from .copies import room_for
-from .counters import Counters
 from .distances import empty_sums, with_diagonals, with_distances, with_summed
 from .kernels import FIXED, KERNELS
-from .launch import TensorMaps
+from .launch import Counters, TensorMaps
 from .layout import HopperLayout, layout_of
 from .learned import Statistics, gradients_of_parts
 from .pair_tiles import window, with_pair_tiles
@@ -89,7 +87,7 @@ class Hopper:
         return call.deterministic, dtypes, call.v.shape, readable
 
     def plan_gradients(self, lowered: Lowered, call: Call, wanted: Wants) -> GradientPlan:
-        """The usual plan, but the backward adds up diagonals and stores dS where these are needed."""
+        """The usual plan, but the backward adds up diagonals and stores dS if needed."""
         stored = with_stored(plan_gradients(lowered, call, wanted), lowered, call)
         return with_summed(stored, lowered, call)
 

@@ -106,6 +106,22 @@ def generate(
     )
 
 
+def generate_tangent(lowered: Lowered, facts: KernelFacts, loop: LoopPlan, config: Config) -> str:
+    """The module of ``attention_forward_tangent``.
+
+    Args:
+        lowered: A program with the softmax's weights, and no dropout.
+        facts: What the call is like, and which of ``q``, ``k`` and ``v`` move.
+        loop: The plan of its loop.
+        config: How many warpgroups share a tile, and whether programs have one after the other.
+    """
+    assert lowered.program.weights is None
+    assert lowered.program.dropout is None
+    assert not facts.moving_captures
+    assert not facts.pair_tiles
+    return generate(lowered, facts, "forward_tangent", loop, config)
+
+
 def _constants(spec: ModuleSpec) -> Flags:
     """What every call decides: sizes of tiles, dims, how positions are given, the dtype."""
     facts, config = spec.facts, spec.config

@@ -13,8 +13,7 @@ from ..kernels.kernel import FixedKernel, Kernel, Task
 from .arguments import arguments_of
 from .blocks import block_width, widest
 from .features.skips import parts_of_lists
-from .generate import generate
-from .generate_tangent import generate_tangent
+from .generate import generate, generate_tangent
 from .pair_tiles import fitting
 from .sums import dq_from_sums, prepare_backward
 from .tiles import CANDIDATES, candidates, for_busy_producers

@@ -9,15 +9,14 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..kernels.arguments import capture_arguments, origin
-from ..kernels.streams import on_device, stream_of
+from ..kernels.device import on_device, stream_of
 from ..kernels.tile_lists import lists_of
 from .arguments import descriptor_strides
 from .layout import described
 
 if TYPE_CHECKING:
     from ..kernels.moving import Moving
-    from .counters import Counters
-    from .launch import TensorMaps
+    from .launch import Counters, TensorMaps
     from .layout import HopperLayout
 
 _DIRECTION = "forward_tangent"

@@ -1,9 +1,13 @@
-"""Which devices generated kernels run on."""
+"""Devices: which ones generated kernels run on, and the streams of launches."""
 
 from __future__ import annotations
 
+import contextlib
+
 import torch
 import triton
+
+_UNCHANGED = contextlib.nullcontext()
 
 
 def why_no_gpu(device: torch.device) -> str | None:
@@ -22,3 +26,15 @@ def why_no_gpu(device: torch.device) -> str | None:
     if torch.version.hip is None and torch.cuda.get_device_capability(device)[0] < 8:
         return "the kernels need compute capability 8.0 or higher"
     return None
+
+
+def stream_of(device: torch.device) -> int:
+    """Handle of the current stream."""
+    return int(torch._C._cuda_getCurrentRawStream(device.index)) if device.type == "cuda" else 0
+
+
+def on_device(device: torch.device) -> contextlib.AbstractContextManager[object]:
+    """Makes ``device`` the current one meanwhile, where it is not."""
+    if device.type == "cuda" and torch.cuda.current_device() != device.index:
+        return torch.cuda.device(device)
+    return _UNCHANGED

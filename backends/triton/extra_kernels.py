@@ -22,8 +22,8 @@ from ..gradients.scattered import (
 )
 from ..gradients.terms import terms_of
 from ..kernels.arguments import capture_arguments, origin
+from ..kernels.device import on_device, stream_of
 from ..kernels.kernel import Task
-from ..kernels.streams import on_device, stream_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -13,10 +13,9 @@ from ..gradients.lines import line_gradients
 from ..gradients.pairs import with_pair_sums
 from ..gradients.plan import plan_gradients
 from ..kernels.arguments import capture_arguments, origin
-from ..kernels.device import why_no_gpu
+from ..kernels.device import on_device, stream_of, why_no_gpu
 from ..kernels.kernel import Task, jobs_of
 from ..kernels.signature import PADDING
-from ..kernels.streams import on_device, stream_of
 from ..kernels.tile_lists import STATISTICS_ROWS, lists_of
 from ..memory_order import empty_rows
 from .kernels import BACKWARD_KV, BACKWARD_Q, FIXED, FORWARD, KERNELS

@@ -8,7 +8,7 @@ import torch
 
 from ..emit.facts import strides
 from ..kernels.arguments import capture_arguments, origin
-from ..kernels.streams import on_device, stream_of
+from ..kernels.device import on_device, stream_of
 from ..kernels.tile_lists import lists_of
 from ..memory_order import arranged
 from .kernels import TANGENT

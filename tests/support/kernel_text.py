@@ -16,8 +16,7 @@ import torch
 from attndsl.backends.emit import template
 from attndsl.backends.emit.facts import facts_of, with_forms
 from attndsl.backends.emit.needed import only_needed
-from attndsl.backends.hopper.generate import generate
-from attndsl.backends.hopper.generate_tangent import generate_tangent
+from attndsl.backends.hopper.generate import generate, generate_tangent
 from attndsl.backends.kernels.machine import parse_target
 
 from .gluon_machine import Machine, Pointer, number

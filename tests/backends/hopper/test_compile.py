@@ -20,7 +20,7 @@ SCRIPT = textwrap.dedent(
     from attndsl.backends.base import Draws, Part
     from attndsl.backends.hopper.arguments import arguments_of
     from attndsl.backends.hopper.generate import generate
-    from attndsl.backends.hopper.generate_tangent import generate_tangent
+    from attndsl.backends.hopper.generate import generate_tangent
     from support.jobs import configs_of
     from attndsl.backends.hopper.blocks import widest
     from attndsl.backends.hopper.memory import has_own_output, shared_bytes

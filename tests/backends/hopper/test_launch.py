@@ -22,7 +22,7 @@ from attndsl.backends.base import Backward, Call, Tangents, Wants
 from attndsl.backends.emit.facts import facts_of
 from attndsl.backends.generated.for_hopper import hopper_backend
 from attndsl.backends.hopper.arguments import Block, blocks_of
-from attndsl.backends.hopper.generate_tangent import generate_tangent
+from attndsl.backends.hopper.generate import generate_tangent
 from attndsl.backends.hopper.launch import TensorMaps, launch_of, view
 from attndsl.backends.kernels.compile import Executable
 from attndsl.backends.kernels.kernel import Task

@@ -18,7 +18,7 @@ from support.forward_text import (
     run_forward,
 )  # fmt: skip
 from support.kernel_text import Run, cases_of, slow
-from support.mutation import before, constant, drop, early, is_noticed, number_of, swap
+from support.mutation import before, drop, early, is_noticed, number_of, swap
 
 from attndsl.backends.dense.philox import kept as kept_pairs
 
@@ -254,7 +254,7 @@ NEEDED_FOR_PAIRS = {
     "room for tiles": drop(LEAVE),
     "tiles have been read": drop("mbarrier.wait(bias.empty.index(...), ...)"),
     "read before they go": early(LEAVE, to="pair_parts = read_bias(...)"),
-    "all bytes": constant("BIAS_BYTES", 1),
+    "all bytes": swap("BIAS_BYTES * _pairs * _keys", "_pairs * _keys"),
     "rows of each consumer": swap("first_query + part * _rows % _all", "first_query"),
 }
 
