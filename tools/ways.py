@@ -182,8 +182,8 @@ def cpu_forward() -> Callable[[], object]:
     return lambda: backend.forward(lowered, call)
 
 
-def backward(backend: str) -> Callable[[], object]:
-    """The first backward of a signature by the kernels of ``backend``."""
+def backward(backend: str, known: bool = False) -> Callable[[], object]:
+    """A backward by kernels of ``backend``: the first of its signature, or one that is known."""
     import torch
 
     from attndsl.backends.base import Backward, Wants
@@ -193,7 +193,13 @@ def backward(backend: str) -> Callable[[], object]:
     kernels = get_backend(backend)
     out, lse = kernels.forward(lowered, call)
     grad_out = torch.ones_like(out)
-    return lambda: kernels.backward(lowered, call, Backward(out, lse, grad_out, None, Wants()))
+
+    def run() -> object:
+        return kernels.backward(lowered, call, Backward(out, lse, grad_out, None, Wants()))
+
+    if known:
+        run()
+    return run
 
 
 def _causal_call(dtype: str) -> tuple[Any, Any]:
@@ -213,7 +219,9 @@ WAYS: dict[str, Callable[[], Callable[[], object]]] = {
     "lower": lower_text,
     "cpu": cpu_forward,
     "triton backward": lambda: backward("triton"),
+    "triton backward again": lambda: backward("triton", known=True),
     "hopper backward": lambda: backward("hopper"),
+    "hopper backward again": lambda: backward("hopper", known=True),
     "triton text": lambda: score_to_text("triton"),
     "hopper text": lambda: score_to_text("hopper"),
 }

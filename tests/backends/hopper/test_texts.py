@@ -275,6 +275,17 @@ def test_explanation_of_weights_of_ones_own():
     assert line.endswith("gradients of captures in weights are added up pair by pair)")
 
 
+def test_a_backward_shows_the_portable_kernels_that_it_runs_too():
+    program = "tensor t[n, n]: float; tensor ty[batch, kv_len]: int; "
+    attention = attndsl.compile(program + "score = score + t[ty[b, q], ty[b, kv]]")
+    table = torch.zeros(3, 3, requires_grad=True)
+    text = attention.source("backward", backend="hopper", t=table)
+    assert "def attention_backward_kv(" in text
+    assert text.count("def scattered(") == 1
+    still = attention.source("backward", backend="hopper", t=table.detach())
+    assert "def scattered(" not in still
+
+
 @pytest.mark.parametrize("head_dim", DIMS)
 def test_explanations_say_what_calls_do(head_dim):
     lowered = attndsl.compile("score").lowered
