@@ -55,20 +55,14 @@ def record_of_given(names: Sequence[str]) -> str:
 
 
 def program_function(
-    name: str,
-    arguments: str,
-    facts: KernelFacts,
-    doc: str,
-    body: list[str],
-    reads: bool,
-    last: str = "",
+    name: str, arguments: str, facts: KernelFacts, doc: str, body: list[str], reads: bool
 ) -> str:
-    """A device function that takes ``arguments``, ``given`` and ``last``.
+    """A device function that takes ``arguments`` and ``given``.
 
     ``reads``: it may read params.
     """
     prologue = param_values(facts) if reads else []
-    return device_function(name, f"{arguments}, given{last}", doc, [*prologue, *body])
+    return device_function(name, f"{arguments}, given", doc, [*prologue, *body])
 
 
 def param_values(facts: KernelFacts, scalar: bool = False) -> list[str]:

@@ -66,11 +66,6 @@ def plan_gradients(lowered: Lowered, call: Call, wants: Wants) -> GradientPlan:
     )
 
 
-def wants_of_kernels(lowered: Lowered, call: Call, wants: Wants) -> Wants:
-    """What the attention kernels themselves add up."""
-    return plan_gradients(lowered, call, wants).lines
-
-
 def key_of(lowered: Lowered, call: Call, wants: Wants) -> Hashable:
     """What the plan of a call depends on."""
     offsets = tuple(

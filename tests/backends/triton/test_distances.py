@@ -10,7 +10,7 @@ import torch
 import attndsl
 from attndsl.backends.base import Wants
 from attndsl.backends.gradients.distances import by_distance
-from attndsl.backends.gradients.plan import wants_of_kernels
+from attndsl.backends.gradients.plan import plan_gradients
 from attndsl.backends.kernels.config import Config
 from attndsl.backends.kernels.example import example_call
 
@@ -95,7 +95,7 @@ def test_what_is_summed_along_diagonals(name):
     apart = by_distance(lowered, call, wants.tensors | wants.params)
     others = {"gain too": {"gain"}, "with a sink": {"z"}}.get(name, set())
     assert apart == (wants.tensors | wants.params) - others
-    left = wants_of_kernels(lowered, call, wants)
+    left = plan_gradients(lowered, call, wants).lines
     # The sink's own gradient is no kernel's.
     assert left.tensors | left.params == others - {"z"}
 
