@@ -13,7 +13,7 @@ from attndsl.passes.differentiate import vjp
 
 from ..base import Wants
 from ..kernels.example import example_call
-from ..kernels.kernel import Task
+from ..kernels.kernel import Task, kernels_of
 
 if TYPE_CHECKING:
     from attndsl.pipeline import Lowered
@@ -47,6 +47,9 @@ def describe_kernels(
     rows = []
     for task in (Task.FORWARD, Task.FORWARD_TANGENT, Task.BACKWARD):
         kind = task.direction
+        if not kernels_of(first, task):
+            rows.append(f"  {kind:<10} {last.name} kernels")
+            continue
         refused = first.why_not(lowered, call, task, None, None)
         if refused is not None:
             rows.append(f"  {kind:<10} {last.name} kernels at head dim {head_dim}: {refused}")
