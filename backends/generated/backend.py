@@ -114,8 +114,10 @@ class GeneratedBackend(Backend):
         lse, wanted = backward.lse, backward.wanted
         if lse.numel() == 0:
             return _no_gradients(call, wanted), lse
+        grad_out = backward.grad_out
         for family in self.families:
-            grad_out = family.readable(backward.grad_out, wanted)
+            grad_out = family.readable(grad_out, wanted)
+        if grad_out is not backward.grad_out:
             backward = backward._replace(grad_out=grad_out)
         has_dlse = backward.grad_lse is not None
         layout = self._layout(lowered, call, Task.BACKWARD, grad_out, wanted, has_dlse)
@@ -273,18 +275,22 @@ class GeneratedBackend(Backend):
         }
         names = {*facts.tensor_gradients, *facts.param_gradients}
         masked = lowered.program.mask is not None
+        sizes = (batch, heads, call.k.shape[1], q_len, call.k.shape[2])
+        of_heads = {name: job.kernel for name, job in own.items() if job.kernel.waves}
         return Layout(
             family=family,
             facts=facts,
             executables=prepared.executables,
             strides=steps,
             orders=result_orders(call.q, call.k, call.v),
-            sizes=(batch, heads, call.k.shape[1], q_len, call.k.shape[2]),
+            sizes=sizes,
             lists=lists,
             heads_per_wave={
-                name: heads_per_wave(call, job.kernel, configs[name], masked)
-                for name, job in own.items()
-                if job.kernel.waves
+                name: heads_per_wave(call, kernel, configs[name], masked)
+                for name, kernel in of_heads.items()
+            },
+            work_tiles={
+                name: kernel.work_tiles(configs[name], sizes) for name, kernel in of_heads.items()
             },
             lines=lines_among(lowered, names) if is_backward else NO_LINES,
         )

@@ -80,7 +80,7 @@ def layout_of(
         **{each.name: getattr(layout, each.name) for each in fields(layout)},
         launches=launches,
         views=views,
-        programs=_programs(job, call, config),
+        programs=_programs(job, layout, call, config),
         drawn=is_drawn(job.lowered, config),
         copied=tuple(copied),
     )
@@ -135,12 +135,12 @@ def _of_backward(job: Job, call: Call, config: Config) -> dict[str, torch.Tensor
     return found
 
 
-def _programs(job: Job, call: Call, config: Config) -> int:
+def _programs(job: Job, layout: Layout, call: Call, config: Config) -> int:
     """Programs of a kernel: one for each work tile, or as many as run at a time.
 
     The registers of one program are all that a processor has.
     """
-    work_tiles = job.kernel.work_tiles(config, call)
+    work_tiles = layout.work_tiles[job.kernel.name]
     if not config.persistent:
         return work_tiles
     return min(work_tiles, processors_of(call.q.device))

@@ -57,6 +57,9 @@ class Task(enum.Enum):
     BOUNDED = "bounded"
     """Exact sums of a bound that the operands give."""
 
+    # Each call looks its task up, and Enum's own hash is a function of Python.
+    __hash__ = object.__hash__
+
     @property
     def direction(self) -> str:
         """What users call it: ``forward``, ``backward`` or ``tangent``, or the task's own name."""
@@ -118,14 +121,16 @@ class Kernel:
     most_work: int | None = None
     """Instructions a pair beyond which another family runs the call; None for any number."""
 
-    def work_tiles(self, config: Config, call: Call) -> int:
-        """How many work tiles a call has: those of its rows, or of its keys if these own tiles."""
+    def work_tiles(self, config: Config, sizes: tuple[int, ...]) -> int:
+        """How many work tiles a call has: those of its rows, or of its keys if these own tiles.
+
+        ``sizes`` are those of :class:`~.layout.Layout`.
+        """
+        batch, heads, kv_heads, q_len, kv_len = sizes
         assert self.loop is not None
         if self.loop.own == "kv":
-            batch, heads, length, _ = call.k.shape
-            return -(-length // config.block_n) * batch * heads
-        batch, heads, length, _ = call.q.shape
-        return -(-length // config.block_m) * batch * heads
+            return -(-kv_len // config.block_n) * batch * kv_heads
+        return -(-q_len // config.block_m) * batch * heads
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -37,5 +37,7 @@ class Layout:
     """The kernels that list the tiles, for each kernel whose tiles are listed."""
     heads_per_wave: Mapping[str, int]
     """Heads whose tiles run side by side, for each kernel whose programs take a tile of one."""
+    work_tiles: Mapping[str, int]
+    """How many work tiles a call has, for the same kernels."""
     lines: Lines = NO_LINES
     """What the kernels of a backward add up along rows and columns."""

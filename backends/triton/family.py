@@ -18,11 +18,11 @@ from ..kernels.kernel import Task, jobs_of
 from ..kernels.signature import PADDING
 from ..kernels.tile_lists import STATISTICS_ROWS, lists_of
 from ..memory_order import empty_rows
-from .kernels import BACKWARD_KV, BACKWARD_Q, FIXED, FORWARD, KERNELS
+from .kernels import FIXED, KERNELS
 from .tangents import launch_tangent
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Mapping
 
     from attndsl.pipeline import Lowered
 
@@ -72,7 +72,7 @@ class Portable:
 
     def readable(self, grad_out: torch.Tensor, wanted: Wants) -> torch.Tensor:
         """``grad_out`` with last stride 1."""
-        if grad_out.numel() and grad_out.stride(-1) != 1:
+        if grad_out.stride(-1) != 1 and grad_out.numel():
             return grad_out.contiguous()
         return grad_out
 
@@ -111,11 +111,12 @@ class Portable:
         with on_device(q.device):
             lists = lists_of(layout, lowered, call, "forward", stream)
             kernel.launch(
-                FORWARD.work_tiles(kernel.config, call),
+                layout.work_tiles["forward"],
                 stream,
                 [
                     q, call.k, call.v, out, lse, *layout.strides, *layout.orders.out.strides[:3],
-                    call.scale, *layout.sizes, *_origins(call), layout.heads_per_wave["forward"],
+                    call.scale, *layout.sizes, origin(call.q_offset, call.q_index),
+                    origin(call.kv_offset, call.kv_index), layout.heads_per_wave["forward"],
                     *capture_arguments(layout.facts, call), *lists,
                 ],
             )  # fmt: skip
@@ -137,17 +138,28 @@ class Portable:
         if lines.columns:
             column_sums = lse.new_empty((len(lines.columns), batch, heads, kv_len))
         with on_device(q.device):
-            lse2, delta = _row_statistics(layout, backward)
-            statistics = [
-                lse2, delta, *layout.strides, *strides(grad_out)[:3], call.scale, *layout.sizes,
-                *_origins(call),
-            ]  # fmt: skip
+            stream, steps = stream_of(q.device), strides(grad_out)[:3]
+            lse2, delta = _row_statistics(layout, backward, steps, stream)
+            shared = (
+                lse2, delta, *layout.strides, *steps, call.scale, *layout.sizes,
+                origin(call.q_offset, call.q_index), origin(call.kv_offset, call.kv_index),
+            )  # fmt: skip
+            captures = capture_arguments(layout.facts, call)
+
+            def launch(name: str, own: list[object], sums: torch.Tensor | None) -> None:
+                lists = lists_of(layout, lowered, call, name, stream)
+                last = [] if sums is None else [sums]
+                layout.executables[name].launch(
+                    layout.work_tiles[name], stream,
+                    [*own, layout.heads_per_wave[name], *captures, *lists, *last],
+                )  # fmt: skip
+
             if (wanted.k or wanted.v or column_sums is not None) and kv_len:
-                first = [q, k, v, grad_out, dk, dv, *statistics, *orders.k.rows, *orders.v.rows]
-                _launch(layout, lowered, call, BACKWARD_KV, first, column_sums)
+                own = [q, k, v, grad_out, dk, dv, *shared, *orders.k.rows, *orders.v.rows]
+                launch("backward_kv", own, column_sums)
             if wanted.q or (row_sums is not None and kv_len):
-                first = [q, k, v, grad_out, dq, *statistics, *orders.q.rows]
-                _launch(layout, lowered, call, BACKWARD_Q, first, row_sums)
+                own = [q, k, v, grad_out, dq, *shared, *orders.q.rows]
+                launch("backward_q", own, row_sums)
         tensors: dict[str, torch.Tensor] = {}
         params: dict[str, torch.Tensor] = {}
         if wanted.tensors or wanted.params:
@@ -174,35 +186,21 @@ class Portable:
         return (*results, *launch_tangent(moving, layout, *results))
 
 
-def _origins(call: Call) -> tuple[int | torch.Tensor, int | torch.Tensor]:
-    return origin(call.q_offset, call.q_index), origin(call.kv_offset, call.kv_index)
+def _row_statistics(
+    layout: Layout, backward: Backward, steps: tuple[int, ...], stream: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-sum-exps in base 2, and delta; both (batch, heads, padded rows) fp32.
 
-
-def _row_statistics(layout: Layout, backward: Backward) -> tuple[torch.Tensor, torch.Tensor]:
-    """Lse in base 2, and delta; both (batch, heads, padded rows) fp32."""
+    ``steps`` are the strides of the output's gradient by batch entry, head and row.
+    """
     out, lse, grad_out, grad_lse, _ = backward
-    batch, heads, q_len = lse.shape
+    batch, heads, _, q_len, _ = layout.sizes
     padded = -(-q_len // PADDING) * PADDING
     lse2 = lse.new_empty((batch, heads, padded))
     delta = torch.empty_like(lse2)
     layout.executables["row_statistics"].launch(
-        padded // STATISTICS_ROWS * batch * heads, stream_of(lse.device),
+        padded // STATISTICS_ROWS * batch * heads, stream,
         [out, grad_out, lse, lse if grad_lse is None else grad_lse.contiguous(), lse2, delta,
-         *strides(out)[:3], *strides(grad_out)[:3], heads, q_len],
+         *strides(out)[:3], *steps, heads, q_len],
     )  # fmt: skip
     return lse2, delta
-
-
-def _launch(
-    layout: Layout, lowered: Lowered, call: Call, kernel: Kernel, first: Sequence[object],
-    sums: torch.Tensor | None,
-) -> None:  # fmt: skip
-    """Launch a kernel of a backward, whose arguments begin with ``first``."""
-    executable, stream = layout.executables[kernel.name], stream_of(call.q.device)
-    arguments = [
-        *first, layout.heads_per_wave[kernel.name], *capture_arguments(layout.facts, call),
-        *lists_of(layout, lowered, call, kernel.name, stream),
-    ]  # fmt: skip
-    if sums is not None:
-        arguments.append(sums)
-    executable.launch(kernel.work_tiles(executable.config, call), stream, arguments)

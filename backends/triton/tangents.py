@@ -11,7 +11,6 @@ from ..kernels.arguments import capture_arguments, origin
 from ..kernels.device import on_device, stream_of
 from ..kernels.tile_lists import lists_of
 from ..memory_order import arranged
-from .kernels import TANGENT
 
 if TYPE_CHECKING:
     from ..kernels.layout import Layout
@@ -40,7 +39,7 @@ def launch_tangent(
     with on_device(call.q.device):
         lists = lists_of(layout, moving.lowered, call, "tangent", stream)
         kernel.launch(
-            TANGENT.work_tiles(kernel.config, call), stream,
+            layout.work_tiles["tangent"], stream,
             [
                 call.q, call.k, call.v, out, lse, *tangents, out_moved, lse_moved,
                 *layout.strides, *(step for x in tangents for step in strides(x)[:3]), call.scale,
