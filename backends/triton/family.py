@@ -22,7 +22,7 @@ from .kernels import FIXED, KERNELS
 from .tangents import launch_tangent
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from attndsl.pipeline import Lowered
 
@@ -146,7 +146,7 @@ class Portable:
             )  # fmt: skip
             captures = capture_arguments(layout.facts, call)
 
-            def launch(name: str, own: list[object], sums: torch.Tensor | None) -> None:
+            def launch(name: str, own: Sequence[object], sums: torch.Tensor | None) -> None:
                 lists = lists_of(layout, lowered, call, name, stream)
                 last = [] if sums is None else [sums]
                 layout.executables[name].launch(
