@@ -270,8 +270,9 @@ class GeneratedBackend(Backend):
         own = {job.kernel.name: job for job in jobs}
         configs = {name: prepared.executables[name].config for name in own}
         lists = {
-            name: self.modules.tile_lists(own[name], configs[name], device)
-            for name in prepared.listed
+            name: self.modules.tile_lists(job, configs[name], device)
+            for name, job in own.items()
+            if name in prepared.listed
         }
         names = {*facts.tensor_gradients, *facts.param_gradients}
         masked = lowered.program.mask is not None
