@@ -92,6 +92,7 @@ class Kernel:
     name: str
     """Unique in its family; ``tune`` prints it."""
     family: str
+    """By which users know the family (``Family.name``)."""
     tasks: frozenset[Task]
     entry: str
     """The function in a generated module that is launched."""

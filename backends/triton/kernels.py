@@ -41,7 +41,7 @@ def _like_dq(job: Job, machine: Machine) -> tuple[Config, ...]:
     return tiles.BACKWARD_Q.candidates(tiles.widths_of(job.facts), machine.shared)
 
 
-_kernel = partial(Kernel, family="portable", arguments=_arguments)
+_kernel = partial(Kernel, family="triton", arguments=_arguments)
 _of_loop = partial(_kernel, text=attention_text)
 
 FORWARD = _of_loop(
