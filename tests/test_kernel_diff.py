@@ -181,3 +181,11 @@ def test_a_changed_template_is_noticed(tmp_path):
     ]
     assert len(told) == 2, found.stdout
     assert "attention_backward_q" in told[0]
+
+
+def test_labels_that_nothing_jumps_to_are_no_difference():
+    old = "L1:\n\tadd;\n\t@%p1 bra \tL2;\nL2:\n\tret;"
+    new = "L1:\n\tadd;\nL2:\n\t@%p1 bra \tL3;\nL3:\n\tret;"
+    assert kernel_diff.named_labels(old) == kernel_diff.named_labels(new)
+    other = new.replace("bra \tL3", "bra \tL2")
+    assert kernel_diff.named_labels(other) != kernel_diff.named_labels(old)

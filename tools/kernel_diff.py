@@ -24,6 +24,7 @@ import hashlib
 import json
 import os
 import queue
+import re
 import subprocess
 import sys
 import tempfile
@@ -245,13 +246,32 @@ def _launches(kernel: dict[str, Any], other: dict[str, Any]) -> list[dict[str, A
 
 
 def lines_between(tree: Tree, old: str, new: str) -> list[str]:
-    """The lines that differ between two kept texts."""
-    texts = [(tree.texts / digest).read_text().split("\n") for digest in (old, new)]
+    """The lines that differ between two kept texts, whatever labels are called."""
+    texts = [named_labels((tree.texts / digest).read_text()) for digest in (old, new)]
     return [
         line
         for line in difflib.unified_diff(*texts, lineterm="", n=0)
         if line[:1] in "+-" and line[:3] not in ("+++", "---")
     ]
+
+
+def named_labels(ptx: str) -> list[str]:
+    """Lines of PTX without labels that nothing jumps to, the others numbered in their order.
+
+    Triton 3.6 leaves a label where a block of an inlined function ended.
+    """
+    used = set(re.findall(r"\b(L\d+);", ptx))
+    lines = [line for line in ptx.split("\n") if not _is_label(line) or line.strip()[:-1] in used]
+    numbers: dict[str, str] = {}
+
+    def numbered(found: re.Match[str]) -> str:
+        return numbers.setdefault(found.group(), f"L{len(numbers)}")
+
+    return [re.sub(r"\bL\d+\b", numbered, line) for line in lines]
+
+
+def _is_label(line: str) -> bool:
+    return re.fullmatch(r"L\d+:", line.strip()) is not None
 
 
 def calls_of(arguments: argparse.Namespace) -> list[Call]:
@@ -313,6 +333,8 @@ def report(
         old, new = (found[call] for found in replies)
         kernels += len(new["kernels"])
         for name, what in compare(old, new):
+            if what == "code" and not _code_between(trees[0], old, new, name):
+                continue
             differing += 1
             print(f"{' | '.join(call)} | {name}: {what}{_count(trees[0], old, new, name, what)}")
             if arguments.show:
@@ -329,8 +351,12 @@ def report(
 def _count(tree: Tree, old: dict[str, Any], new: dict[str, Any], name: str, what: str) -> str:
     if what != "code":
         return ""
+    return f", {len(_code_between(tree, old, new, name))} lines of PTX"
+
+
+def _code_between(tree: Tree, old: dict[str, Any], new: dict[str, Any], name: str) -> list[str]:
     pair = [_by_name(reply["kernels"])[name]["ptx"] for reply in (old, new)]
-    return f", {len(lines_between(tree, *pair))} lines of PTX"
+    return lines_between(tree, *pair)
 
 
 def _show(tree: Tree, old: dict[str, Any], new: dict[str, Any], name: str, what: str) -> None:
