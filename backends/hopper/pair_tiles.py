@@ -68,7 +68,9 @@ def pair_tiles(lowered: Lowered, call: Call, direction: str) -> tuple[PairTile, 
     rows of the call, tiles are zeros, as the lookups of pairs that do not exist are.
 
     The hardware asks for neighbours along ``kv`` side by side, and for addresses and other strides
-    of multiples of 16 bytes. Tensors that lie otherwise are among them where a copy pays.
+    of multiples of 16 bytes. Tensors that lie otherwise are among them where a copy pays. It stops
+    with an illegal instruction where a tile begins between two multiples of 16 bytes, so that the
+    position of the first key decides as well.
     """
     if call.indexed or not (isinstance(call.q_offset, int) and isinstance(call.kv_offset, int)):
         return ()
@@ -76,7 +78,11 @@ def pair_tiles(lowered: Lowered, call: Call, direction: str) -> tuple[PairTile, 
     for item in lookups_of_pairs(lowered):
         name, indices = str(item.value), indices_of(item)
         tensor = call.tensors[name]
-        if _reads_inside(tensor, indices, call) and _has_elements(tensor, item.dtype):
+        if (
+            _reads_inside(tensor, indices, call)
+            and _has_elements(tensor, item.dtype)
+            and call.kv_offset * tensor.element_size() % ADDRESS_BYTES == 0
+        ):
             steps = strides(tensor)
             leading = tuple(v for v, step in zip(indices[:-2], steps[:-2], strict=True) if step)
             kind = "i8" if item.dtype is DType.BOOL else TRITON_TYPES[tensor.dtype]

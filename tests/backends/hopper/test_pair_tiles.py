@@ -195,6 +195,9 @@ ODD = {
     "keys that would be clamped": (BIAS, {"bias": padded(HEADS, Q_LEN, KV_LEN - 1)}, {}),
     "heads that would be clamped": (BIAS, {"bias": padded(HEADS - 1, Q_LEN, KV_LEN)}, {}),
     "a position beyond": (BIAS, {"bias": padded(HEADS, Q_LEN, KV_LEN)}, {"q_offset": 1}),
+    "a position between multiples of 16 bytes": (
+        BIAS, {"bias": padded(HEADS, Q_LEN, 2 * KV_LEN)}, {"kv_offset": 4},
+    ),
     "a position before": (BIAS, {"bias": padded(HEADS, Q_LEN, KV_LEN)}, {"kv_offset": -1}),
     "a position on the device": (
         BIAS, {"bias": padded(HEADS, Q_LEN, KV_LEN)}, {"q_offset": torch.tensor(0)},
@@ -224,6 +227,19 @@ def test_tensors_that_are_looked_up(name):
     text, tensors, changes = ODD[name]
     lowered, call = call_of(text, tensors, **changes)
     assert pair_tiles(lowered, call, "forward") == ()
+
+
+MASK_BY_HEAD = "tensor bias[heads, q_len, kv_len]: bool; mask = bias[h, q, kv]"
+
+
+def test_positions_at_multiples_of_16_bytes():
+    bias = padded(HEADS, Q_LEN, 2 * KV_LEN)
+    for tensor, first in ((bias, 8), (bias.float(), 4), (bias > 0, 16)):
+        text = BIAS if tensor.is_floating_point() else MASK_BY_HEAD
+        for offset in (first // 2, first, 2 * first):
+            lowered, call = call_of(text, {"bias": tensor}, kv_offset=offset)
+            found = pair_tiles(lowered, call, "forward")
+            assert len(found) == (offset % first == 0)
 
 
 def test_from_positions_within_the_tensor():
