@@ -42,8 +42,8 @@ def scaled_dot_product_attention(
     """Attention with the signature of ``torch.nn.functional.scaled_dot_product_attention``.
 
     Args:
-        query: (..., Hq, Lq, D), (Hq, Lq, D) or (Lq, D), in fp16, bf16, fp32, or fp64 where the
-            backend has it; or a jagged nested tensor (B, Hq, j, D) or (B, j, D).
+        query: (..., Hq, Lq, D), (Hq, Lq, D) or (Lq, D), in fp16, bf16, fp32 or fp64; or
+            a jagged nested tensor (B, Hq, j, D) or (B, j, D).
         key: (..., Hkv, Lk, D). Leading dims broadcast to those of ``query``, and those of ``query``
             to them; a single head serves all.
         value: (..., Hkv, Lk, Dv).

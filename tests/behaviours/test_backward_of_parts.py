@@ -109,7 +109,11 @@ def test_the_output_in_fp32(place, dtype):
     wide, same = attention(q, k, v, return_lse=True, **FP32)
     assert wide.dtype is torch.float32
     assert wide.stride() == out.stride()
-    assert torch.equal(lse, same)
+    if place.backend == "hopper" and dtype is not torch.float32:
+        # Kernels of another family, which add in another order, store outputs in fp32.
+        torch.testing.assert_close(lse, same, atol=1e-5, rtol=1e-5)
+    else:
+        assert torch.equal(lse, same)
     assert torch.equal(attention(q, k, v, out_dtype=dtype), out)
     golden = attndsl.compile("causal()", backend="reference")(q.double(), k.double(), v.double())
     errors = [(x - golden).norm() / golden.norm() for x in (wide, out)]
@@ -143,10 +147,15 @@ def test_gradients_of_an_output_in_fp32(place):
     rounded = [grads[0].float(), grads[1]]
     results, _, found = _whole(attention, operands, captures, rounded, **FP32)
     assert results[0].dtype is torch.float32
-    for one, other in zip(wanted, found, strict=True):
+    doubles = [x.detach().double().requires_grad_() for x in operands]
+    wide = {name: x.detach().double().requires_grad_() for name, x in captures.items()}
+    golden = attndsl.compile(SUNK, backend="reference")
+    _, _, exact = _whole(golden, doubles, wide, [x.double() for x in grads])
+    for one, other, true in zip(wanted, found, exact, strict=True):
         assert one.dtype is other.dtype
-        # delta is made of an output that is not rounded.
-        torch.testing.assert_close(one, other, atol=0.03, rtol=0.03)
+        # delta is made of an output that is not rounded. A number is the sum of all pairs' terms.
+        floor = 0.5 if true.dim() == 0 else 2e-3 * (true.dim() == 1) * true.norm()
+        assert (other - true).norm() <= 1.1 * (one - true).norm() + floor
 
 
 def test_derivatives_of_an_output_in_fp32(kernels):

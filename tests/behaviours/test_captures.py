@@ -230,7 +230,7 @@ def test_gradients_of_one_capture_in_several_calls_add_up(check, place):
 )
 def test_variables_on_dims_of_others_are_clamped(check, place, text, shape):
     """What lies behind the tensor in memory is no part of it."""
-    inputs = check.inputs(place, torch.float32, heads=4, kv_heads=2)
+    inputs = check.inputs(place, torch.float32, batch=2, heads=4, kv_heads=2)
     size = torch.Size(shape).numel()
     expected = {}
     for backend in ("reference", place.backend):

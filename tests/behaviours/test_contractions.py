@@ -293,7 +293,7 @@ def test_key_rows_by_head_change_no_other_head(check, kernels):
         "bias": draw(2, 2, 13), "logit": draw(2, 2),
     }  # fmt: skip
     inputs = check.inputs(
-        kernels, torch.float32, heads=4, kv_heads=2, q_len=11, kv_len=13, captures=captures
+        kernels, torch.float32, batch=2, heads=4, kv_heads=2, q_len=11, kv_len=13, captures=captures
     )
     check(kernels, APART, inputs)
 

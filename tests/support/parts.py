@@ -301,13 +301,14 @@ def _merged(
         return outs.sum(0), None
     lses = torch.stack([lse for _, lse in found if lse is not None])
     alive = lses > -torch.inf
-    shift = torch.where(alive, lses, -1e30).amax(0).detach()
+    some = alive.any(0)
+    # Of rows without a live pair too, exponents are no differences of infinities.
+    shift = torch.where(some, lses.amax(0), 0.0).detach()
     powers = torch.where(alive, (torch.where(alive, lses, 0.0) - shift).exp(), 0.0)
     total = powers.sum(0)
     if case.lowered.program.sink is not None:
         surplus = (alive.sum(0) - 1).clamp(min=0)
         total = total - surplus * (sinks_of(case) - shift).exp()
-    some = alive.any(0)
     safe = torch.where(some, total, 1.0)
     out = (outs * (powers / safe).unsqueeze(-1).to(outs.dtype)).sum(0)
     return out, torch.where(some, shift + safe.log(), -torch.inf)

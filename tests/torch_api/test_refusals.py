@@ -214,11 +214,3 @@ def test_nested_tensors_of_the_other_layout():
         x = torch.nested.nested_tensor([torch.randn(4, 3, 8), torch.randn(4, 2, 8)])
     with pytest.raises(ArgumentError, match=r"query is a nested tensor of layout torch\.strided"):
         scaled_dot_product_attention(x, x, x)
-
-
-def test_dtypes_that_a_backend_has_not(device):
-    if device == "cpu":
-        pytest.skip("the CPU backend has them all")
-    x = torch.randn(1, 1, 4, 8, dtype=torch.float64, device=device)
-    with pytest.raises(AttnDSLError, match="float64"):
-        scaled_dot_product_attention(x, x, x)

@@ -57,6 +57,15 @@ def test_masks_of_any_shape(against_torch, name, kind):
     torch.testing.assert_close(found, scaled_dot_product_attention(**operands, attn_mask=full))
 
 
+def test_fp64(device):
+    operands = {name: x.double() for name, x in _operands(device=device).items()}
+    torch.testing.assert_close(
+        scaled_dot_product_attention(**operands, is_causal=True),
+        torch.nn.functional.scaled_dot_product_attention(**operands, is_causal=True),
+        atol=1e-13, rtol=1e-13,
+    )  # fmt: skip
+
+
 @pytest.mark.parametrize("kv_len", [15, 16])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("causal", [False, True])
