@@ -51,6 +51,11 @@ class ResultOrders:
         return max(each.strides[2] for each in (self.out, self.q, self.k, self.v))
 
 
+def strides(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Strides, with 0 for dims of size 1 or less, whose strides mean nothing."""
+    return tuple(s if n > 1 else 0 for s, n in zip(tensor.stride(), tensor.shape, strict=True))
+
+
 def order_of(
     sizes: Sequence[int], strides: Sequence[int], less: Callable[[int, int], bool] = operator.lt
 ) -> tuple[int, int, int]:

@@ -1,6 +1,6 @@
 """What a condition comes to where some names have known values.
 
-Non-goals: texts; what the rest of a condition is written as (``fold.py``).
+Non-goals: texts; what the rest of a condition is written as (``removal.py``).
 """
 
 from __future__ import annotations
@@ -84,10 +84,13 @@ def _has_opposites(parts: list[ast.expr]) -> bool:
 
 
 def _value(side: ast.expr, values: Values) -> tuple[bool, Any]:
-    """Whether the value of one side of a comparison is known, and the value."""
+    """Whether the value of one side of a comparison is known, and the value.
+
+    ``True`` is none: what a branch tells of a constant is that it is true, which 2 is as well.
+    """
     if isinstance(side, ast.Constant):
         return True, side.value
-    if isinstance(side, ast.Name) and side.id in values:
+    if isinstance(side, ast.Name) and not isinstance(values.get(side.id, True), bool):
         return True, values[side.id]
     return False, None
 

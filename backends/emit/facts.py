@@ -16,7 +16,7 @@ from attndsl.ir import DType
 from attndsl.passes.inside import dim_of
 
 from ..forms import EXACT, forms_for
-from ..memory_order import result_orders
+from ..memory_order import result_orders, strides
 from .draws import kinds_of_draws
 from .expression import Capture, Names
 
@@ -242,11 +242,6 @@ def with_forms(facts: KernelFacts, program: Program, target: GPUTarget | None) -
     """
     kind = None if target is None else target.backend
     return replace(facts, forms=forms_for(facts.dtype, kind, program.exact))
-
-
-def strides(tensor: torch.Tensor) -> tuple[int, ...]:
-    """Strides, with 0 for dims of size 1 or less, whose strides mean nothing."""
-    return tuple(s if n > 1 else 0 for s, n in zip(tensor.stride(), tensor.shape, strict=True))
 
 
 def position_kind(offset: int | torch.Tensor, index: torch.Tensor | None) -> str:

@@ -202,10 +202,11 @@ class _Needs:
         """Need what the module itself reads, outside functions."""
         if isinstance(node, ast.Name):
             self._need_name(node.id)
-        taken = decide(node.test, self.values) if isinstance(node, ast.IfExp) else None
-        if isinstance(node, ast.IfExp) and isinstance(taken, bool):
-            self._visit_outside(node.body if taken else node.orelse)
-            return
+        if isinstance(node, ast.IfExp):
+            taken = decide(node.test, self.values)
+            if isinstance(taken, bool):
+                self._visit_outside(node.body if taken else node.orelse)
+                return
         for child in ast.iter_child_nodes(node):
             self._visit_outside(child)
 

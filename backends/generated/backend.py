@@ -9,7 +9,6 @@ import torch
 from attndsl.errors import UnsupportedError
 
 from ..base import Backend, Gradients, Wants
-from ..emit.facts import strides
 from ..gradients.lines import line_gradients, lines_among
 from ..gradients.plan import key_of
 from ..gradients.sinks import add_sink_gradients
@@ -20,7 +19,7 @@ from ..kernels.modules import Modules
 from ..kernels.moving import moving_of
 from ..kernels.order import heads_per_wave
 from ..kernels.signature import signature_of
-from ..memory_order import empty_like, result_orders, wide_dtype
+from ..memory_order import empty_like, result_orders, strides, wide_dtype
 from ..triton.extra_kernels import BackwardState, run_extra
 from ..triton.family import MAX_HEAD_DIM
 from .describe import describe_kernels

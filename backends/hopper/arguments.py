@@ -1,4 +1,4 @@
-"""Arguments of Hopper kernels: their types for the compiler, and what all of one layout share."""
+"""Arguments of Hopper kernels: their types for the compiler."""
 
 from __future__ import annotations
 
@@ -9,12 +9,10 @@ from triton.experimental.gluon.language import NVMMASharedLayout
 
 from ..kernels.arguments import capture_types, template_argument
 from ..kernels.compile import Argument
-from .blocks import ADDRESS_BYTES, BYTES_OF_TYPES, block_width
+from .blocks import BYTES_OF_TYPES, block_width
 from .features.bias import pair_block
 
 if TYPE_CHECKING:
-    import torch
-
     from attndsl.pipeline import Lowered
 
     from ..emit.facts import KernelFacts, PairTile
@@ -113,23 +111,3 @@ def arguments_of(
         else:
             found.append(captures.get(name) or template_argument(name, facts))
     return found
-
-
-def descriptor_strides(tensor: torch.Tensor) -> tuple[int, ...] | None:
-    """Strides as the hardware wants them; None if it cannot read ``tensor``."""
-    unit = ADDRESS_BYTES // tensor.element_size()
-    if tensor.data_ptr() % ADDRESS_BYTES or (tensor.shape[3] > 1 and tensor.stride(3) != 1):
-        return None
-    steps = []
-    for dim in range(3):
-        # The stride of a dim of size 1 is never used, but has to be a possible one.
-        step = tensor.stride(dim) if tensor.shape[dim] > 1 else unit
-        if step <= 0 or step % unit or step * tensor.element_size() >= 1 << 40:
-            return None
-        steps.append(step)
-    return (*steps, 1)
-
-
-def addresses(*tensors: torch.Tensor) -> list[int]:
-    """Pointers as numbers, of which the launcher does not ask the driver what they point to."""
-    return [tensor.data_ptr() for tensor in tensors]

@@ -7,20 +7,18 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from ..base import Gradients, StoredDS
-from ..emit.facts import facts_of, strides, with_gradients
+from ..emit.facts import facts_of, with_gradients
 from ..gradients.plan import plan_gradients
 from ..kernels.arguments import capture_arguments, origin
 from ..kernels.device import on_device, stream_of, why_no_gpu
-from ..kernels.kernel import Task, jobs_of
+from ..kernels.kernel import Job, Task, kernels_of
 from ..kernels.signature import PADDING
 from ..kernels.tile_lists import STATISTICS_ROWS, lists_of
-from ..memory_order import empty_rows, wide_dtype
-from .arguments import addresses, descriptor_strides
-from .blocks import block_width
+from ..memory_order import empty_rows, strides, wide_dtype
 from .copies import room_for
 from .distances import empty_sums, with_diagonals, with_distances, with_summed
 from .kernels import FIXED, KERNELS
-from .launch import Counters, TensorMaps
+from .launch import Counters, TensorMaps, addresses, descriptor_strides
 from .layout import HopperLayout, layout_of
 from .learned import Statistics, gradients_of_parts
 from .pair_tiles import window, with_pair_tiles
@@ -35,7 +33,7 @@ if TYPE_CHECKING:
 
     from ..base import Backward, Call, Wants
     from ..gradients.plan import GradientPlan
-    from ..kernels.kernel import FixedKernel, Job, Kernel
+    from ..kernels.kernel import FixedKernel, Kernel
     from ..kernels.layout import Layout
     from ..kernels.moving import Moving
 
@@ -110,9 +108,8 @@ class Hopper:
         facts = facts_of(lowered.program, call, *(() if grad_out is None else (grad_out,)))
         if wanted is not None:
             facts = with_diagonals(with_gradients(facts, wanted), lowered, call)
-        (job,) = jobs_of(self, task, lowered, facts)
-        facts = with_pair_tiles(facts, lowered, call, job.kernel.name)
-        return jobs_of(self, task, lowered, facts)
+        (kernel,) = kernels_of(self, task)
+        return (Job(kernel, lowered, with_pair_tiles(facts, lowered, call, kernel.name)),)
 
     def layout(
         self, layout: Layout, jobs: tuple[Job, ...], call: Call, more: Mapping[str, torch.Tensor],
@@ -134,7 +131,7 @@ class Hopper:
         stream = stream_of(q.device)
         with on_device(q.device):
             of_pairs = _read_by_tiles(layout, call)
-            lists = lists_of(layout, lowered, call, "forward", stream)
+            lists = lists_of(layout, lowered, call, "forward", stream) if layout.lists else ()
             layout.launches["forward"].run(
                 layout.programs,
                 stream,
@@ -189,9 +186,9 @@ class Hopper:
         buffers: _Buffers, of_pairs: list[torch.Tensor],
     ) -> None:  # fmt: skip
         views, of, orders = layout.views, self._maps.of, layout.orders
-        stream, stored_ds = stream_of(call.q.device), buffers.stored_ds
+        name, stream, stored_ds = "backward_kv", stream_of(call.q.device), buffers.stored_ds
         sums = (buffers.columns, buffers.factors, buffers.distances)
-        layout.launches["backward_kv"].run(
+        layout.launches[name].run(
             layout.programs, stream,
             [
                 *of(views["q_desc"], call.q), *of(views["k_desc"], call.k),
@@ -204,10 +201,10 @@ class Hopper:
                 *self._counter(layout, call.q.device, stream), call.scale,
                 *layout.sizes, origin(call.q_offset, call.q_index),
                 origin(call.kv_offset, call.kv_index), buffers.lse2.shape[2],
-                *orders.k.rows, *orders.v.rows, layout.heads_per_wave["backward_kv"],
+                *orders.k.rows, *orders.v.rows, layout.heads_per_wave[name],
                 *(part for part in sums if part is not None),
                 *capture_arguments(layout.facts, call),
-                *lists_of(layout, lowered, call, "backward_kv", stream),
+                *(lists_of(layout, lowered, call, name, stream) if layout.lists else ()),
             ],
         )  # fmt: skip
 
@@ -257,14 +254,14 @@ def _buffers(layout: HopperLayout, call: Call, backward: Backward) -> _Buffers:
     lse, wanted, learned = backward.lse, backward.wanted, layout.learned
     k, v, orders, kind = call.k, call.v, layout.orders, wide_dtype(wanted.wide)
     config = layout.launches["backward_kv"].executable.config
-    batch, heads, q_len, head_dim = call.q.shape
+    batch, heads, q_len, _ = call.q.shape
     rows = (batch, heads, -(-q_len // PADDING) * PADDING)
     lse2 = lse.new_empty(rows)
     kv_tiles = -(-k.shape[2] // config.block_n)
     return _Buffers(
         lse2=lse2,
         delta=torch.empty_like(lse2),
-        dq_sums=lse.new_empty((*rows, block_width(head_dim))),
+        dq_sums=lse.new_empty((*rows, layout.columns)),
         dk=orders.k.empty(k, kind),
         dv=orders.v.empty(v, kind),
         columns=lse.new_empty((batch, heads, k.shape[2])) if learned.column else None,

@@ -71,7 +71,8 @@ def generate(
         loop: The plan of its loop.
         config: How many warpgroups share a tile, and whether loops are peeled.
     """
-    spec = ModuleSpec(lowered, facts, direction, loop, config)
+    own = own_tiles(lowered, facts, direction, config)
+    spec = ModuleSpec(lowered, facts, direction, loop, config, own)
     parts = parts_of(FEATURES, spec)
     learned = Learned() if spec.is_forward else learned_in_kernel(lowered, facts)
     functions, helpers = print_functions(lowered, facts, direction, learned)
@@ -81,15 +82,15 @@ def generate(
         loop,
         param_values(facts, scalar=True),
         facts.names(),
-        own_tiles(lowered, facts, direction, config).parts,
+        own.parts,
     )
     helpers |= used | parts.texts.helpers
     given = [*parts.given, *parameters(facts), *(LIST_PARAMETERS if spec.is_listed else ())]
     head = "forward_shared" if spec.is_forward else "backward_shared"
-    own = "above 128" if is_above_128(facts, direction) else direction
+    kind = "above 128" if is_above_128(facts, direction) else direction
     return fill_template(
         __package__,
-        (head, *parts.templates, *_TEMPLATES[own]),
+        (head, *parts.templates, *_TEMPLATES[kind]),
         (f"attention_{direction}",),
         [record_of_given(given), *functions, *texts, *parts.texts.functions],
         helpers,

@@ -16,6 +16,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from attndsl.errors import LaunchWarning
 
+from .blocks import ADDRESS_BYTES
 from .shim import direct_launch, tensor_map_encoders, why_wrapped
 
 if TYPE_CHECKING:
@@ -142,3 +143,23 @@ class Counters:
             found = torch.zeros(1, dtype=torch.int32, device=device)
             self._found[device, stream] = found
         return found
+
+
+def descriptor_strides(tensor: torch.Tensor) -> tuple[int, ...] | None:
+    """Strides as the hardware wants them; None if it cannot read ``tensor``."""
+    unit = ADDRESS_BYTES // tensor.element_size()
+    if tensor.data_ptr() % ADDRESS_BYTES or (tensor.shape[3] > 1 and tensor.stride(3) != 1):
+        return None
+    steps = []
+    for dim in range(3):
+        # The stride of a dim of size 1 is never used, but has to be a possible one.
+        step = tensor.stride(dim) if tensor.shape[dim] > 1 else unit
+        if step <= 0 or step % unit or step * tensor.element_size() >= 1 << 40:
+            return None
+        steps.append(step)
+    return (*steps, 1)
+
+
+def addresses(*tensors: torch.Tensor) -> list[int]:
+    """Pointers as numbers, of which the launcher does not ask the driver what they point to."""
+    return [tensor.data_ptr() for tensor in tensors]

@@ -8,15 +8,16 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..base import Wants
-from ..emit.facts import strides
 from ..kernels.kernel import Task
 from ..kernels.layout import Layout
 from ..kernels.order import processors_of
 from ..kernels.signature import PADDING
-from .arguments import blocks_of, descriptor_strides, is_drawn, moved_argument
+from ..memory_order import strides
+from .arguments import blocks_of, is_drawn, moved_argument
+from .blocks import block_width
 from .copies import room_for
 from .distances import split
-from .launch import launch_of, view
+from .launch import descriptor_strides, launch_of, view
 from .learned import Learned, learned_in_kernel
 from .pair_tiles import is_readable, window
 from .stored import empty_ds
@@ -40,6 +41,8 @@ class HopperLayout(Layout):
     """By kernel argument."""
     grad_strides: tuple[int, ...] = ()
     """Of a backward: batch, head and row strides of the output's gradient."""
+    columns: int = 0
+    """Of a backward: columns of the sums of dQ."""
     learned: Learned = field(default_factory=Learned)
     """Parts of the score of which gradients are wanted."""
     programs: int = 0
@@ -90,6 +93,7 @@ def layout_of(
     return replace(
         found,
         grad_strides=strides(more["do"])[:3],
+        columns=block_width(call.q.shape[3]),
         learned=learned_in_kernel(job.lowered, facts),
         distances=distances,
         others=others,

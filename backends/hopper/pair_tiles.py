@@ -19,8 +19,9 @@ import torch
 from attndsl.ir import DType
 from attndsl.passes.inside import reads_inside
 
-from ..emit.facts import TRITON_TYPES, PairTile, strides
+from ..emit.facts import TRITON_TYPES, PairTile
 from ..kernels.config import shared_memory_of
+from ..memory_order import strides
 from .blocks import ADDRESS_BYTES, widest
 from .copies import is_worth_a_copy
 from .features.bias import indices_of, lookups_of_pairs

@@ -11,7 +11,7 @@ import torch
 from ..kernels.arguments import capture_arguments, origin
 from ..kernels.device import on_device, stream_of
 from ..kernels.tile_lists import lists_of
-from .arguments import descriptor_strides
+from .launch import descriptor_strides
 from .layout import described
 
 if TYPE_CHECKING:

@@ -12,10 +12,10 @@ from ..emit.draws import why_pairs
 from ..emit.facts import facts_of, with_gradients
 from ..kernels.kernel import Job, Task
 from ..kernels.machine import machine_of
-from .arguments import descriptor_strides
 from .blocks import block_width
 from .distances import among
 from .kernels import KERNELS
+from .launch import descriptor_strides
 from .learned import learned_parts
 from .tiles import CANDIDATES
 

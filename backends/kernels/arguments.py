@@ -9,7 +9,8 @@ import triton
 from attndsl.errors import UnsupportedError
 
 from ..emit.draws import PARAMETERS, draws_arguments
-from ..emit.facts import block_widths, strides
+from ..emit.facts import block_widths
+from ..memory_order import strides
 from .compile import Argument
 
 if TYPE_CHECKING:
@@ -49,12 +50,10 @@ def arguments_of(
     """
     block_dv = block_widths(facts)[1]
     # Of kernels whose text is the same for all programs.
-    constants: dict[str, int | str | bool | None] = {
+    constants: dict[str, int | str | bool] = {
         "D": facts.head_dim,
         "DV": facts.value_dim,
         "BLOCK_DV": block_dv,
-        "BLOCK_M": None,
-        "BLOCK_N": None,
         **more,
     }
     captures = capture_types(facts)

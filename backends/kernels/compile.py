@@ -92,7 +92,6 @@ def is_interpreted(function: object) -> bool:
 def compile_kernel(
     function: object,
     arguments: Sequence[Argument],
-    blocks: Mapping[str, int],
     config: Config,
     target: GPUTarget,
     shared_memory: int,
@@ -102,7 +101,6 @@ def compile_kernel(
     Args:
         function: The kernel.
         arguments: All its arguments, in order.
-        blocks: Values of the constants that ``config`` decides.
         config: Tile sizes and launch options.
         target: Architecture.
         shared_memory: Bytes that one program may use.
@@ -110,7 +108,7 @@ def compile_kernel(
     Raises:
         OutOfResources: The compiled kernel needs more shared memory than that.
     """
-    source = _source(function, arguments, blocks)
+    source = _source(function, arguments)
     options = {"num_warps": config.warps, "num_stages": config.stages, "enable_fp_fusion": True}
     if config.most_registers and target.backend == "cuda":
         options["maxnreg"] = config.most_registers
@@ -143,12 +141,11 @@ def build(
     """
     if target is None:
         config = configs[0]
-        return Executable(function, config, True, _constants(arguments, config))
+        return Executable(function, config, True, _constants(arguments))
     refusals = []
     for config in configs:
-        blocks = _blocks(arguments, config)
         try:
-            kernel = compile_kernel(function, arguments, blocks, config, target, shared_memory)
+            kernel = compile_kernel(function, arguments, config, target, shared_memory)
             if load:
                 kernel._init_handles()
         except (OutOfResources, PTXASError) as refusal:
@@ -161,7 +158,7 @@ def build(
                 raise
             refusals.append(f"{config}: {failure}")
             continue
-        return Executable(kernel, config, False, _constants(arguments, config))
+        return Executable(kernel, config, False, _constants(arguments))
     raise BackendError(
         "no tile size of this kernel fits the device: " + "; ".join(refusals),
         hint="report the program and head dims; backend='reference' computes it meanwhile",
@@ -189,32 +186,20 @@ def restore(
     """
     try:
         config = Config(**recorded["config"])
-        source = _source(function, arguments, _blocks(arguments, config))
+        source = _source(function, arguments)
         kernel = CompiledKernel(source, recorded["files"], recorded["hash"])
         kernel._init_handles()
     except (OSError, KeyError, TypeError, ValueError, StopIteration, RuntimeError):
         return None
-    return Executable(kernel, config, False, _constants(arguments, config))
+    return Executable(kernel, config, False, _constants(arguments))
 
 
-def _blocks(arguments: Sequence[Argument], config: Config) -> dict[str, int]:
-    blocks = {
-        "BLOCK_M": config.block_m,
-        "BLOCK_N": config.block_n,
-        "STAGES": config.stages,
-        "CONSUMERS": config.consumers,
-        "REGISTERS": config.registers,
-    }
-    return {a.name: blocks[a.name] for a in arguments if a.name in blocks}
+def _constants(arguments: Sequence[Argument]) -> tuple[object, ...]:
+    return tuple(a.constant for a in arguments if a.type == "constexpr")
 
 
-def _constants(arguments: Sequence[Argument], config: Config) -> tuple[object, ...]:
-    blocks = _blocks(arguments, config)
-    return tuple(blocks.get(a.name, a.constant) for a in arguments if a.type == "constexpr")
-
-
-def _source(function: Any, arguments: Sequence[Argument], blocks: Mapping[str, int]) -> ASTSource:
-    constants = {a.name: a.constant for a in arguments if a.type == "constexpr"} | dict(blocks)
+def _source(function: Any, arguments: Sequence[Argument]) -> ASTSource:
+    constants = {a.name: a.constant for a in arguments if a.type == "constexpr"}
     signature = {a.name: a.type for a in arguments}
     attributes = {
         (position,): [["tt.divisibility", 16]]

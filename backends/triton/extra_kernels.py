@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..emit.facts import strides
 from ..gradients.distances import add_distance_gradients, sums_of_distances
 from ..gradients.pairs import gradients_of, parts_of, rest_of, sums_of
 from ..gradients.scattered import (
@@ -24,6 +23,7 @@ from ..gradients.terms import terms_of
 from ..kernels.arguments import capture_arguments, origin
 from ..kernels.device import on_device, stream_of
 from ..kernels.kernel import Task
+from ..memory_order import strides
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..base import Gradients
-from ..emit.facts import facts_of, strides, with_gradients
+from ..emit.facts import facts_of, with_gradients
 from ..gradients.lines import line_gradients
 from ..gradients.pairs import with_pair_sums
 from ..gradients.plan import plan_gradients
@@ -17,7 +17,7 @@ from ..kernels.device import on_device, stream_of, why_no_gpu
 from ..kernels.kernel import Task, jobs_of
 from ..kernels.signature import PADDING
 from ..kernels.tile_lists import STATISTICS_ROWS, lists_of
-from ..memory_order import empty_rows
+from ..memory_order import empty_rows, strides
 from .kernels import FIXED, KERNELS
 from .tangents import launch_tangent
 

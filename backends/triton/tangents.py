@@ -6,11 +6,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..emit.facts import strides
 from ..kernels.arguments import capture_arguments, origin
 from ..kernels.device import on_device, stream_of
 from ..kernels.tile_lists import lists_of
-from ..memory_order import arranged
+from ..memory_order import arranged, strides
 
 if TYPE_CHECKING:
     from ..kernels.layout import Layout

@@ -17,6 +17,18 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
+class OwnTiles:
+    """How consumers know which tiles of their work tile to leave out."""
+
+    skips: bool = False
+    """Whether they leave out any."""
+    loop: LoopPlan | None = None
+    """The plan of one consumer's rows, if it has a closed form and differs from the tile's."""
+    parts: int = 1
+    """Of how many consumers the lists of tiles tell."""
+
+
+@dataclass(frozen=True, slots=True)
 class ModuleSpec:
     """What one module is generated for."""
 
@@ -27,6 +39,7 @@ class ModuleSpec:
     loop: LoopPlan
     """The plan of its loop."""
     config: Config
+    own: OwnTiles
 
     @property
     def is_forward(self) -> bool:

@@ -9,35 +9,21 @@ Non-goals: backward kernels.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from attndsl.passes.tiles.plan import FORWARD
 
 from ...emit.device_functions import param_values
 from ...emit.loops import print_visited
-from .feature import Feature, Texts
+from .feature import Feature, OwnTiles, Texts
 
 if TYPE_CHECKING:
-    from attndsl.passes.tiles.plan import LoopPlan
     from attndsl.pipeline import Lowered
 
     from ...emit.facts import KernelFacts
     from ...emit.template import Flags
     from ...kernels.config import Config
     from .feature import ModuleSpec
-
-
-@dataclass(frozen=True, slots=True)
-class OwnTiles:
-    """How consumers know which tiles to leave out."""
-
-    skips: bool = False
-    """Whether they leave out any."""
-    loop: LoopPlan | None = None
-    """The plan of one consumer's rows, if it has a closed form and differs from the tile's."""
-    parts: int = 1
-    """Of how many consumers the lists of tiles tell."""
 
 
 def own_tiles(lowered: Lowered, facts: KernelFacts, direction: str, config: Config) -> OwnTiles:
@@ -70,26 +56,22 @@ def _may_leave_out(lowered: Lowered, facts: KernelFacts, direction: str) -> bool
     return forward and not facts.pair_tiles and not dropped
 
 
-def _of_spec(spec: ModuleSpec) -> OwnTiles:
-    return own_tiles(spec.lowered, spec.facts, spec.direction, spec.config)
-
-
 def _skips(spec: ModuleSpec) -> bool:
-    return _of_spec(spec).skips
+    return spec.own.skips
 
 
 def _flags(spec: ModuleSpec) -> Flags:
-    own = _of_spec(spec)
+    own = spec.own
     return {"ROWS_HAVE_TILES": own.loop is not None, "ROWS_ARE_LISTED": own.parts > 1}
 
 
 def _functions(spec: ModuleSpec) -> Texts:
     """The function ``rows_have`` if rows have a plan."""
-    own, facts = _of_spec(spec), spec.facts
-    if own.loop is None:
+    loop, facts = spec.own.loop, spec.facts
+    if loop is None:
         return Texts()
     values = param_values(facts, scalar=True)
-    text, used = print_visited("rows", FORWARD.along, own.loop, values, facts.names())
+    text, used = print_visited("rows", FORWARD.along, loop, values, facts.names())
     return Texts([text], frozenset(used))
 
 

@@ -277,6 +277,25 @@ def test_arguments_with_effects_and_with_comments_stay():
     assert only_needed(text, ["entry"]) == expected
 
 
+def test_a_constant_that_is_true_is_not_one():
+    text = dedent("""
+        def inner(PART: gl.constexpr, x):
+            if PART:
+                if PART == 1:
+                    f(x)
+                if PART:
+                    f(2)
+            elif PART == 0:
+                f(3)
+
+
+        def entry(x):
+            inner(2, x)
+    """).lstrip()
+    expected = text.replace("        if PART:\n            f(2)", "        f(2)")
+    assert only_needed(text, ["entry"]) == expected
+
+
 NAMES = st.sampled_from(["YES", "NO", "P", "Q", "SIZE == 64", "KIND == 'index'", "P == 3"])
 CONDITIONS = st.recursive(
     NAMES,

@@ -12,8 +12,8 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from attndsl.backends.base import Call, Wants
 from attndsl.backends.emit.facts import facts_of
 from attndsl.backends.generated.for_hopper import hopper_backend
-from attndsl.backends.hopper.arguments import blocks_of, descriptor_strides
-from attndsl.backends.hopper.launch import view
+from attndsl.backends.hopper.arguments import blocks_of
+from attndsl.backends.hopper.launch import descriptor_strides, view
 from attndsl.backends.hopper.tiles import candidates
 from attndsl.backends.kernels.kernel import Task
 from attndsl.backends.kernels.machine import machine_of

@@ -53,7 +53,7 @@ def test_a_pass_that_fails_costs_a_tile_size(monkeypatch, message):
     configs = (Config(128, 64, 4, 3), Config(32, 32, 4, 1))
     kernel = SimpleNamespace(metadata=SimpleNamespace(shared=0))
 
-    def compiled(function, arguments, blocks, config, target, shared_memory):
+    def compiled(function, arguments, config, target, shared_memory):
         if config.stages > 1:
             raise RuntimeError(message)
         return kernel
