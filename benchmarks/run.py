@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 FOLDER = Path(__file__).parent
-HELPERS = ("chart", "common", "comparison", "run", "summary", "table")
+HELPERS = ("chart", "commits", "common", "comparison", "run", "summary", "table")
 ON_GPUS = ("attention", "gradients", "gpt", "layouts", "odd_shapes")
 EVERYWHERE = tuple(
     path.stem

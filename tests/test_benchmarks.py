@@ -480,3 +480,49 @@ def test_the_model_of_the_defaults_has_124_million_parameters(script):
     with gpt.torch.device("meta"):
         model = gpt.GPT(gpt.Sizes(12, 768, 12, 16, 1024, 50257))
     assert round(sum(x.numel() for x in model.parameters()) / 1e6) == 124
+
+
+SIDE = """
+import json, sys, attndsl
+for cell in json.loads(sys.argv[2]):
+    if cell["case"] == attndsl.FAILS and "--quick" not in sys.argv:
+        sys.exit(3)
+    slow = attndsl.SLOW * (1 + (cell["direction"] == "backward"))
+    print(json.dumps({"start": cell}))
+    print(json.dumps({"cell": cell, "found": {"ms": slow}}))
+"""
+
+
+def test_commits_take_turns(script, tmp_path, monkeypatch, capsys):
+    commits = script("commits")
+    folders = []
+    for name, slow, fails in (("old", 2.0, None), ("new", 1.5, "alibi")):
+        package = tmp_path / name / "attndsl"
+        package.mkdir(parents=True)
+        (package / "__init__.py").write_text(f"SLOW, FAILS = {slow}, {fails!r}")
+        folders.append(str(package.parent))
+    monkeypatch.setattr(commits, "WORKER", tmp_path / "worker.py")
+    commits.WORKER.write_text(SIDE)
+    monkeypatch.setattr(commits.common, "machine", lambda _: "a machine")
+    output = tmp_path / "found.json"
+    arguments = [*folders, "--cases", "causal,alibi", "--shapes", "1x2x16x8", "--output", output]
+    monkeypatch.setattr(sys, "argv", ["commits.py", *map(str, arguments)])
+    assert commits.main() == 1
+    rows = json.loads(output.read_text())["rows"]
+    assert [(r["case"], r["direction"], r["before_ms"], r["after_ms"]) for r in rows] == [
+        ("causal", "forward", 2.0, 1.5), ("causal", "backward", 4.0, 3.0),
+        ("alibi", "forward", 2.0, None), ("alibi", "backward", 4.0, None),
+    ]  # fmt: skip
+    assert rows[0]["change"] == 0.75
+    assert (rows[0]["before"], rows[0]["after"], rows[0]["spread"]) == ("old", "new", 0.0)
+    said = capsys.readouterr().out
+    assert "round 3 of 3: after" in said
+    assert "after, alibi forward: the process ended with code 3" in said
+
+
+def test_commits_need_packages(script, tmp_path, monkeypatch, capsys):
+    commits = script("commits")
+    monkeypatch.setattr(sys, "argv", ["commits.py", str(tmp_path), str(tmp_path)])
+    with pytest.raises(SystemExit):
+        commits.main()
+    assert "has no package attndsl" in capsys.readouterr().err
