@@ -16,19 +16,17 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import queue
-import subprocess
 import sys
-import threading
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import worker
+
 import common
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
 Shape = tuple[int, int, int, int, int]
 """Batch, heads, kv heads, length, head dim."""
@@ -43,10 +41,6 @@ COLUMNS = ("attndsl", "deterministic", "portable", "cudnn", "fa2", "fa4", "flex"
 """``deterministic``: attndsl with gradients equal bit for bit; ``portable``: its kernels for every
 GPU, where it has others for this one."""
 DIRECTIONS = ("forward", "backward")
-CELL_SECONDS = 150.0
-"""Longest a cell may take, compilation included."""
-REPLACE = 75
-"""Exit code of a worker that has said all, and can measure no more."""
 
 
 @dataclass(frozen=True)
@@ -94,24 +88,7 @@ def work(cells: list[dict[str, Any]], quick: bool) -> None:
     # Flex compiles once for each case and shape, more often than the limit expects.
     torch._dynamo.config.cache_size_limit = 512
     bench = Bench(quick)
-    for cell in cells:
-        say(start=cell)
-        try:
-            found = bench.measure(**cell)
-        except Exception as error:  # A cell that fails must not end the others.
-            found = {"why": f"{type(error).__name__}: {str(error)[:300]}"}
-        say(cell=cell, found=found)
-        if "why" in found:
-            try:
-                torch.cuda.synchronize()
-                torch.cuda.empty_cache()
-            except RuntimeError:  # A kernel's fault stays with the process until its end.
-                sys.exit(REPLACE)
-
-
-def say(**message: Any) -> None:
-    """One JSON line to the parent."""
-    print(json.dumps(message), flush=True)
+    worker.serve(cells, lambda cell: bench.measure(**cell))
 
 
 class Bench:
@@ -362,7 +339,8 @@ def main() -> int:
         for column in columns
     ]
     output = options.output
-    for number, (cell, found) in enumerate(_measure(cells, options.quick), 1):
+    answers = worker.measured(Path(__file__), cells, ["--quick"] * options.quick)
+    for number, (cell, found) in enumerate(answers, 1):
         row = rows[cell["case"], tuple(cell["shape"]), cell["direction"]]
         _enter(row, cell["column"], found)
         batch, heads, kv_heads, length, dim = cell["shape"]
@@ -432,49 +410,6 @@ def _enter(row: dict[str, Any], column: str, found: dict[str, Any]) -> None:
     for name in ("backend", "difference"):
         if name in found:
             row[name] = found[name]
-
-
-def _measure(
-    cells: list[dict[str, Any]], quick: bool
-) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
-    """Each cell and what was found; workers are replaced until every cell has an answer."""
-    while cells:
-        command = [sys.executable, __file__, "--worker", json.dumps(cells)]
-        worker = subprocess.Popen(
-            command + ["--quick"] * quick, stdout=subprocess.PIPE, text=True, env=os.environ
-        )
-        lines: queue.Queue[str | None] = queue.Queue()
-        pump = threading.Thread(target=_pump, args=(worker, lines), daemon=True)
-        pump.start()
-        why = None
-        while cells and why is None:
-            try:
-                line = lines.get(timeout=CELL_SECONDS)
-            except queue.Empty:
-                why = f"no answer within {CELL_SECONDS:.0f} s"
-                break
-            if line is None:
-                if worker.wait() == REPLACE:
-                    break
-                why = f"the process ended with code {worker.returncode}"
-            elif line.startswith('{"cell"'):
-                message = json.loads(line)
-                cells = cells[1:]
-                yield message["cell"], message["found"]
-        worker.kill()
-        worker.wait()
-        pump.join()
-        if cells and why is not None:
-            yield cells[0], {"why": why}
-            cells = cells[1:]
-
-
-def _pump(worker: subprocess.Popen[str], lines: queue.Queue[str | None]) -> None:
-    assert worker.stdout is not None
-    with worker.stdout:
-        for line in worker.stdout:
-            lines.put(line)
-    lines.put(None)
 
 
 if __name__ == "__main__":

@@ -10,8 +10,10 @@ import sys
 from pathlib import Path
 
 FOLDER = Path(__file__).parent
-HELPERS = ("chart", "commits", "common", "comparison", "run", "summary", "table")
-ON_GPUS = ("attention", "gradients", "gpt", "layouts", "odd_shapes")
+HELPERS = (
+    "chart", "commits", "common", "comparison", "exponentials", "run", "summary", "table", "worker",
+)  # fmt: skip
+ON_GPUS = ("attention", "gradients", "gpt", "layouts", "odd_shapes", "short")
 EVERYWHERE = tuple(
     path.stem
     for path in sorted(FOLDER.glob("*.py"))

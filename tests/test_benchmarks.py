@@ -111,15 +111,13 @@ for cell in cells:
 """
 
 
-def test_a_cell_that_dies_or_hangs_costs_itself_alone(script, tmp_path, monkeypatch):
-    attention = script("attention")
+def test_a_cell_that_dies_or_hangs_costs_itself_alone(script, tmp_path):
     worker = tmp_path / "worker.py"
     worker.write_text(WORKER)
-    monkeypatch.setattr(attention, "__file__", str(worker))
-    monkeypatch.setattr(attention, "CELL_SECONDS", 1.5)
     columns = ["a", "dies", "b", "hangs", "c", "faulty", "d"]
     cells = [{"column": column} for column in columns]
-    found = {cell["column"]: result for cell, result in attention._measure(cells, quick=False)}
+    answers = script("worker").measured(worker, cells, seconds=1.5)
+    found = {cell["column"]: result for cell, result in answers}
     assert list(found) == columns
     assert {name for name, result in found.items() if "ms" in result} == set("abcd")
     assert found["dies"] == {"why": "the process ended with code 9"}
@@ -526,3 +524,126 @@ def test_commits_need_packages(script, tmp_path, monkeypatch, capsys):
     with pytest.raises(SystemExit):
         commits.main()
     assert "has no package attndsl" in capsys.readouterr().err
+
+
+def test_short_rows_are_what_they_should_be(script):
+    short = script("short")
+    assert len({row.name for row in short.ROWS}) == len(short.ROWS) >= 25
+    assert {row.program for row in short.ROWS} == set(short.TEXTS)
+    assert {row.dtype for row in short.ROWS} == {"bf16", "fp16"}
+    assert {min(row.dim for row in short.ROWS), max(row.dim for row in short.ROWS)} == {32, 256}
+    assert all(row.heads % row.kv_heads == 0 for row in short.ROWS)
+
+
+@pytest.mark.parametrize("name", ["full", "causal", "window", "alibi", "soft cap", "padding"])
+def test_short_programs_are_those_of_flex_attention(script, monkeypatch, name):
+    short = script("short")
+    row = short.Row("small", 3, 4, 2, 300, 290, 8, name)
+    q, k, v = (torch.randn(3, heads, n, 8) for heads, n in ((4, 300), (2, 290), (2, 290)))
+    lengths = torch.tensor(short.lengths_of(row), dtype=torch.int32)
+    score, mask = short.flex_functions(name, 4, lengths)
+    b, h = torch.arange(3)[:, None, None, None], torch.arange(4)[:, None, None]
+    rows, keys = torch.arange(300)[:, None], torch.arange(290)
+    dense = q @ k.repeat_interleave(2, 1).mT * 8**-0.5
+    dense = dense if score is None else score(dense, b, h, rows, keys)
+    alive = torch.ones(3, 4, 300, 290, dtype=torch.bool)
+    if mask is not None:
+        alive &= mask(b, h, rows, keys)
+    assert short.live_pairs(row) == int(alive.sum())
+    weights = dense.masked_fill(~alive, -torch.inf).softmax(-1).nan_to_num()
+    given = {"lengths": lengths} if name == "padding" else {}
+    found = attndsl.compile(short.TEXTS[name])(q, k, v, **given)
+    torch.testing.assert_close(found, weights @ v.repeat_interleave(2, 1), atol=1e-5, rtol=1e-5)
+
+
+def test_columns_of_short_rows_agree(script):
+    short = script("short")
+    for program in ("full", "causal"):
+        calls = short.Calls(short.Row("small", 2, 4, 2, 40, 40, 16, program), "cpu")
+        results = {column: calls.of(column)[1] for column in ("attndsl", "fa2")}
+        assert [len(found) for found in results.values()] == [4, 4]
+        assert 0 < max(short._differences(results).values()) < 0.02
+    with pytest.raises(ValueError, match="no such score"):
+        short.Calls(short.Row("small", 2, 4, 2, 40, 40, 16, "alibi"), "cpu").of("cudnn")
+
+
+def test_limits_of_short_rows(script):
+    short = script("short")
+    row = short.Row("even", 2, 4, 2, 100, 50, 64)
+    needs = short.needs_of(row, "forward")
+    # q and the output, k and v, in bytes; lse.
+    assert needs["copy"] == 2 * 64 * (2 * 800 + 2 * 200) + 4 * 800
+    assert needs["products"] == 4 * 64 * 2 * 4 * 100 * 50
+    assert needs["exponentials"] == 2 * 4 * 100 * 50
+    rates = {"copy": 1e12, "products": 1e12, "exponentials": 1e9}
+    assert short.limit_us(row, "forward", rates) == pytest.approx(40.0)
+    assert short.limit_us(row, "backward", {**rates, "products": 1e11}) == pytest.approx(256.0)
+
+
+def test_what_short_rows_say(script):
+    short = script("short")
+    row = short.Row("even", 2, 4, 2, 100, 50, 64)
+    rates = {"copy": 1e12, "products": 1e12, "exponentials": 1e9}
+
+    def found(ours, cudnn, flex):
+        columns = {
+            "attndsl": {"eager": 2 * ours, "device": ours}, "fa2": {"why": "a reason"},
+            "cudnn": {"eager": 2 * cudnn, "device": cudnn} if cudnn else {"why": "another"},
+            "flex": {"eager": 2 * flex, "device": flex},
+        }  # fmt: skip
+        return {"forward": columns, "backward": columns, "difference": {"forward": 0.001}}
+
+    lines = short.lines_of(row, found(80.0, 100.0, 40.0), rates)
+    assert [line["direction"] for line in lines] == ["forward", "backward"]
+    assert lines[0]["best_eager"] == lines[0]["best_device"] == 1.25
+    assert lines[0]["of_limit"] == 0.5
+    assert lines[0]["fa2_why"] == "a reason"
+    lines += short.lines_of(row, found(80.0, None, 40.0), rates)
+    # Three percent are allowed to rows below 5 us.
+    lines += short.lines_of(row, found(4.1, 4.0, 4.0), None)
+    said = short.summary(lines)
+    mean = (1.25 * 0.5 * 4.0 / 4.1) ** (1 / 3)
+    assert said[0] == f"forward, eager: {mean:.3f} of 3 rows; behind: even"
+    failed = short.lines_of(row, {"why": "no answer within 150 s"}, rates)
+    assert failed[0]["attndsl_why"] == "no answer within 150 s"
+    assert short.summary(failed) == [
+        "forward, not compared: even", "backward, not compared: even",
+    ]  # fmt: skip
+
+
+class Clock:
+    """Stands in for a GPU's events, streams and graphs: each call takes as long as it says."""
+
+    now = 0.0
+
+    class Event:
+        def __init__(self, enable_timing):
+            self.at = None
+
+        def record(self):
+            self.at = Clock.now
+
+        def synchronize(self):
+            assert self.at is not None
+
+        def elapsed_time(self, other):
+            return other.at - self.at
+
+
+def test_short_rows_take_turns(script, monkeypatch):
+    short = script("short")
+    monkeypatch.setattr(torch.cuda, "Event", Clock.Event)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    order = []
+
+    def run(name, took):
+        def call():
+            Clock.now += took
+            if order[-1:] != [name]:
+                order.append(name)
+
+        return short.Run(call)
+
+    found = short.by_turns({"slow": run("slow", 2.0), "fast": run("fast", 0.5)}, 3)
+    assert found == {"slow": pytest.approx(2000.0), "fast": pytest.approx(500.0)}
+    assert order == ["slow", "fast"] * 4

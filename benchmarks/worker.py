@@ -1,0 +1,98 @@
+"""Measurements in a process of their own, one cell after the other.
+
+A cell is what is measured at once: a dict that JSON can say. A worker that dies or hangs costs the
+cell that it was at, and another one goes on with the rest.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import subprocess
+import sys
+import threading
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+    from pathlib import Path
+
+Cell = dict[str, Any]
+Found = dict[str, Any]
+"""What was measured, or ``why`` nothing was."""
+CELL_SECONDS = 150.0
+"""Longest a cell may take, compilation included."""
+REPLACE = 75
+"""Exit code of a worker that has said all, and can measure no more."""
+
+
+def serve(cells: Sequence[Cell], measure: Callable[[Cell], Found]) -> None:
+    """The worker: measure ``cells`` in their order and say what was found."""
+    import torch
+
+    for cell in cells:
+        _say(start=cell)
+        try:
+            found = measure(cell)
+        except Exception as error:  # A cell that fails must not end the others.
+            found = {"why": f"{type(error).__name__}: {str(error)[:300]}"}
+        _say(cell=cell, found=found)
+        if "why" in found:
+            try:
+                torch.cuda.synchronize()
+                torch.cuda.empty_cache()
+            except RuntimeError:  # A kernel's fault stays with the process until its end.
+                sys.exit(REPLACE)
+
+
+def measured(
+    script: Path, cells: Sequence[Cell], flags: Sequence[str] = (), seconds: float = CELL_SECONDS
+) -> Iterator[tuple[Cell, Found]]:
+    """Each cell and what was found; workers are replaced until every cell has an answer.
+
+    A worker is ``script --worker CELLS`` with ``flags``, which calls :func:`serve`.
+    """
+    left = list(cells)
+    while left:
+        worker = subprocess.Popen(
+            [sys.executable, str(script), "--worker", json.dumps(left), *flags],
+            stdout=subprocess.PIPE, text=True, env=os.environ,
+        )  # fmt: skip
+        lines: queue.Queue[str | None] = queue.Queue()
+        pump = threading.Thread(target=_pump, args=(worker, lines), daemon=True)
+        pump.start()
+        why = None
+        while left and why is None:
+            try:
+                line = lines.get(timeout=seconds)
+            except queue.Empty:
+                why = f"no answer within {seconds:.0f} s"
+                break
+            if line is None:
+                if worker.wait() == REPLACE:
+                    break
+                why = f"the process ended with code {worker.returncode}"
+            elif line.startswith('{"cell"'):
+                message = json.loads(line)
+                left = left[1:]
+                yield message["cell"], message["found"]
+        worker.kill()
+        worker.wait()
+        pump.join()
+        if left and why is not None:
+            yield left[0], {"why": why}
+            left = left[1:]
+
+
+def _say(**message: Any) -> None:
+    """One JSON line to the parent."""
+    print(json.dumps(message), flush=True)
+
+
+def _pump(worker: subprocess.Popen[str], lines: queue.Queue[str | None]) -> None:
+    assert worker.stdout is not None
+    with worker.stdout:
+        for line in worker.stdout:
+            lines.put(line)
+    lines.put(None)
