@@ -21,7 +21,7 @@ from .program import Apply, Dot, Invoke, Load, Masked, everything
 from .shrink import shrink
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Generator, Iterator, Sequence
 
     from .program import Case
 
@@ -74,6 +74,7 @@ class Report:
     failures: list[Failure] = field(default_factory=list)
     slow: list[tuple[int, Place, float]] = field(default_factory=list)
     seconds: float = 0.0
+    interrupted: bool = False
 
     @property
     def cases(self) -> int:
@@ -169,12 +170,13 @@ def operators_of(case: Case) -> frozenset[str]:
     return frozenset(found)
 
 
-def run(plan: Plan, progress: Callable[[str], None] | None = None) -> Report:
-    """Run a plan.
+def run(plan: Plan, progress: Callable[[str], None] | None = None, every: float = 10.0) -> Report:
+    """Run a plan. An interrupt ends it early: the report says so, and has all that was found.
 
     Args:
         plan: What to run.
         progress: Called with a line now and then, and with each failure's reproduction.
+        every: Seconds between such lines.
     """
     report, say = Report(), progress or (lambda line: None)
     begin = time.monotonic()
@@ -182,13 +184,18 @@ def run(plan: Plan, progress: Callable[[str], None] | None = None) -> Report:
             for place in plan.places]  # fmt: skip
     found = _alone(jobs, plan, begin) if plan.processes <= 1 else _together(jobs, plan, begin)
     last = begin
-    for item in found:
-        report.add(item)
-        if item.outcome.verdict.failed:
-            say(f"--- seed {item.seed}\n{item.reproduction}\n")
-        if time.monotonic() - last > 10:
-            last = time.monotonic()
-            say(f"{report.cases} cases, {len(report.failures)} failures, {last - begin:.0f} s")
+    try:
+        for item in found:
+            report.add(item)
+            if item.outcome.verdict.failed:
+                say(f"--- seed {item.seed}\n{item.reproduction}\n")
+            if time.monotonic() - last > every:
+                last = time.monotonic()
+                say(f"{report.cases} cases, {len(report.failures)} failures, {last - begin:.0f} s")
+    except KeyboardInterrupt:
+        report.interrupted = True
+    finally:
+        found.close()
     report.seconds = time.monotonic() - begin
     return report
 
@@ -204,7 +211,9 @@ def _one_thread() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def _alone(jobs: Sequence[tuple[int, Place]], plan: Plan, begin: float) -> Iterator[Found]:
+def _alone(
+    jobs: Sequence[tuple[int, Place]], plan: Plan, begin: float
+) -> Generator[Found, None, None]:
     hasten()
     with _one_thread():
         for seed, place in jobs:
@@ -253,7 +262,9 @@ def _serve(jobs: multiprocessing.Queue, found: multiprocessing.Queue, shrinking:
             found.put(try_seed(*job, shrinking))
 
 
-def _together(jobs: Sequence[tuple[int, Place]], plan: Plan, begin: float) -> Iterator[Found]:
+def _together(
+    jobs: Sequence[tuple[int, Place]], plan: Plan, begin: float
+) -> Generator[Found, None, None]:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     context = multiprocessing.get_context("spawn")
     left = iter(jobs)
@@ -291,7 +302,8 @@ def _together(jobs: Sequence[tuple[int, Place]], plan: Plan, begin: float) -> It
 
 def table(report: Report) -> str:
     """A short account of a run."""
-    lines = [f"{report.cases} cases in {report.seconds:.0f} s"]
+    how = ", interrupted" if report.interrupted else ""
+    lines = [f"{report.cases} cases in {report.seconds:.0f} s{how}"]
     places = sorted({key[:2] for key in report.verdicts})
     lines.append(f"{'backend':12}{'dtype':10}" + "".join(f"{v.value:>10}" for v in Verdict))
     for place in places:

@@ -1,6 +1,7 @@
 """Run random programs for as long as you like: ``python tests/fuzz/run.py --count 20000``.
 
-Exits with 1 if a case failed. Each failure is printed with a program that shows it.
+Exits with 1 if a case failed, or if it was interrupted. Each failure is printed with a program that
+shows it. The report of an interrupted run has all cases until then.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import argparse
 import os
 import random
+import signal
 import sys
 from pathlib import Path
 
@@ -24,6 +26,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--minutes", type=float, default=float("inf"))
     parser.add_argument("--shrink", type=float, default=60.0, help="seconds to shrink a failure")
+    parser.add_argument("--every", type=float, default=10.0, help="seconds between lines")
     parser.add_argument("--parts", action="store_true", help="calls are cut into parts")
     parser.add_argument("--operators", action="store_true", help="how often each stands")
     return parser.parse_args()
@@ -48,14 +51,13 @@ def main() -> int:
         for dtype in given.dtype.split(",")
     )
     plan = Plan(places, given.count, seed, given.processes, given.minutes, given.shrink)
-    try:
-        report = run(plan, lambda line: print(line, flush=True))
-    except KeyboardInterrupt:
-        return 1
+    # What ends a run after some time (``timeout``) is as good as an interrupt from the keyboard.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    report = run(plan, lambda line: print(line, flush=True), given.every)
     if given.operators:
         print(", ".join(f"{name} {count}" for name, count in report.operators.most_common()))
     print(table(report))
-    return int(bool(report.failures))
+    return int(bool(report.failures) or report.interrupted)
 
 
 if __name__ == "__main__":

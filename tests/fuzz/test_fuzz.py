@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -85,6 +87,21 @@ def test_a_defect_is_found_and_shrunk(monkeypatch):
         [sys.executable, "-c", found.reproduction], capture_output=True, text=True, check=True
     )
     assert wanted[:4] in run_alone.stdout
+
+
+def test_an_interrupted_run_says_what_it_found():
+    script = Path(__file__).with_name("run.py")
+    command = [sys.executable, str(script), "--seed", "7", "--processes", "2", "--every", "0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        lines = iter(process.stdout.readline, "")
+        # The first line comes before the workers, the second one when there are cases.
+        assert next(lines) == "seed 7\n"
+        assert " cases, 0 failures, " in next(lines)
+        process.terminate()
+        rest = "".join(lines)
+    assert process.returncode == 1
+    assert re.search(r"^\d+ cases in \d+ s, interrupted$", rest, re.MULTILINE), rest
+    assert "programs judged: " in rest
 
 
 def test_programs_are_valid_and_cover_the_language():
