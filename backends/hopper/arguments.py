@@ -9,6 +9,7 @@ from triton.experimental.gluon.language import NVMMASharedLayout
 
 from ..kernels.arguments import capture_types, template_argument
 from ..kernels.compile import Argument
+from ..kernels.kernel import Task
 from .blocks import BYTES_OF_TYPES, block_width
 from .features.bias import pair_block
 
@@ -43,7 +44,7 @@ def moved_argument(name: str) -> str:
     return name.replace("_desc", "_moved_desc")
 
 
-def blocks_of(direction: str, facts: KernelFacts, config: Config) -> dict[str, Block]:
+def blocks_of(task: Task, facts: KernelFacts, config: Config) -> dict[str, Block]:
     """Blocks of the descriptors that a kernel takes."""
     d, dv = block_width(facts.head_dim), block_width(facts.value_dim)
     m, n = config.block_m, config.block_n
@@ -52,10 +53,10 @@ def blocks_of(direction: str, facts: KernelFacts, config: Config) -> dict[str, B
         return Block((1, 1, number, width), facts.dtype, _ROWS)
 
     pairs = {
-        f"pair{number}_desc": _pair_block(tile, pair_block(direction, facts, config))
+        f"pair{number}_desc": _pair_block(tile, pair_block(task, facts, config))
         for number, tile in enumerate(facts.pair_tiles)
     }
-    if direction != "backward_kv":
+    if task is not Task.BACKWARD:
         m = m // config.consumers
         own = {
             "q_desc": rows(m, d),
@@ -63,7 +64,7 @@ def blocks_of(direction: str, facts: KernelFacts, config: Config) -> dict[str, B
             "v_desc": rows(n, dv),
             "o_desc": rows(m, dv),
         }
-        if direction == "forward_tangent":
+        if task is Task.FORWARD_TANGENT:
             own |= {moved_argument(name): block for name, block in own.items()}
         return pairs | own
     statistics = Block((m,), "fp32", _STATISTICS)
@@ -94,11 +95,9 @@ def is_drawn(lowered: Lowered, config: Config) -> bool:
     return config.persistent and lowered.program.mask is not None
 
 
-def arguments_of(
-    direction: str, function: Any, facts: KernelFacts, config: Config
-) -> list[Argument]:
-    """Types of all arguments of ``attention_{direction}``, by their names."""
-    blocks = blocks_of(direction, facts, config)
+def arguments_of(task: Task, function: Any, facts: KernelFacts, config: Config) -> list[Argument]:
+    """Types of all arguments of the kernel of a task, by their names."""
+    blocks = blocks_of(task, facts, config)
     captures = capture_types(facts)
     found = []
     for name in function.arg_names:

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from ..kernels.kernel import Task
+
 if TYPE_CHECKING:
     from ..emit.facts import KernelFacts
 
@@ -25,6 +27,6 @@ def widest(facts: KernelFacts) -> int:
     return max(map(block_width, (facts.head_dim, facts.value_dim)))
 
 
-def is_above_128(facts: KernelFacts, direction: str) -> bool:
+def is_above_128(facts: KernelFacts, task: Task) -> bool:
     """Whether a kernel is the backward for head dims above 128, whose consumers share the work."""
-    return direction == "backward_kv" and widest(facts) > 128
+    return task is Task.BACKWARD and widest(facts) > 128

@@ -15,8 +15,9 @@ import torch
 
 from attndsl.ir import leaf_names
 from attndsl.layout import pad_strides
-from attndsl.passes.tiles.plan import DIRECTIONS, FORWARD
+from attndsl.passes.tiles.plan import BACKWARD_KV, FORWARD
 
+from ..kernels.kernel import Task
 from .blocks import ADDRESS_BYTES
 
 if TYPE_CHECKING:
@@ -28,9 +29,7 @@ _PAIRS_A_BYTE_FORWARD, _PAIRS_A_BYTE_BACKWARD = 1.5, 0.15
 """How many pairs read each byte of a tensor where a copy takes as long as it saves."""
 
 
-def is_worth_a_copy(
-    own: torch.Tensor, name: str, lowered: Lowered, call: Call, direction: str
-) -> bool:
+def is_worth_a_copy(own: torch.Tensor, name: str, lowered: Lowered, call: Call, task: Task) -> bool:
     """Whether reading ``own`` by tiles saves more time than copying it takes.
 
     Args:
@@ -38,18 +37,19 @@ def is_worth_a_copy(
         name: Of the tensor.
         lowered: The program.
         call: The call.
-        direction: ``forward`` or ``backward_kv``.
+        task: ``FORWARD`` or ``BACKWARD``.
     """
     size = own.numel() * own.element_size()
     batch, heads, q_len, _ = call.q.shape
-    pairs = batch * heads * q_len * call.k.shape[2] * _share(lowered, call, name, direction)
-    forward = DIRECTIONS[direction] is FORWARD
-    return pairs >= size * (_PAIRS_A_BYTE_FORWARD if forward else _PAIRS_A_BYTE_BACKWARD)
+    pairs = batch * heads * q_len * call.k.shape[2] * _share(lowered, call, name, task)
+    backward = task is Task.BACKWARD
+    return pairs >= size * (_PAIRS_A_BYTE_BACKWARD if backward else _PAIRS_A_BYTE_FORWARD)
 
 
-def _share(lowered: Lowered, call: Call, name: str, direction: str) -> float:
+def _share(lowered: Lowered, call: Call, name: str, task: Task) -> float:
     """About how many of the pairs take part, as far as that is known before they are looked at."""
-    work = lowered.sparsity.work(DIRECTIONS[direction], call.shifted, call.indexed)
+    loop = BACKWARD_KV if task is Task.BACKWARD else FORWARD
+    work = lowered.sparsity.work(loop, call.shifted, call.indexed)
     if work == "dense":
         return 1.0
     mask = lowered.program.mask

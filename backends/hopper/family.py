@@ -109,7 +109,7 @@ class Hopper:
         if wanted is not None:
             facts = with_diagonals(with_gradients(facts, wanted), lowered, call)
         (kernel,) = kernels_of(self, task)
-        return (Job(kernel, lowered, with_pair_tiles(facts, lowered, call, kernel.name)),)
+        return (Job(kernel, lowered, with_pair_tiles(facts, lowered, call, task)),)
 
     def layout(
         self, layout: Layout, jobs: tuple[Job, ...], call: Call, more: Mapping[str, torch.Tensor],

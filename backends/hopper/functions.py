@@ -23,6 +23,7 @@ from attndsl.passes.widths import fits, ranges
 from ..emit.device_functions import PAIR, program_function
 from ..emit.expression import print_expressions
 from ..emit.template import pair_body
+from ..kernels.kernel import Task
 from .features.bias import pair_params
 from .learned import slope_for_factor
 
@@ -38,14 +39,14 @@ if TYPE_CHECKING:
 
 
 def print_functions(
-    lowered: Lowered, facts: KernelFacts, direction: str, learned: Learned
+    lowered: Lowered, facts: KernelFacts, task: Task, learned: Learned
 ) -> tuple[list[str], set[str]]:
-    """Device functions of ``attention_{direction}``, and the names of the library's they call."""
+    """Device functions of the kernel of a task, and the names of the library's they call."""
     program, placed = lowered.program, lowered.placed
-    forward = direction != "backward_kv"
-    derived = direction != "forward"
+    forward = task is not Task.BACKWARD
+    derived = task is not Task.FORWARD
     slope = slope_for_factor(placed) if learned.factor else placed.slope
-    weights, common = weights_and_factor(lowered, facts, direction)
+    weights, common = weights_and_factor(lowered, facts, task)
     by_score = None
     if weights is not None and not forward:
         by_score = vjp(weights, const(1.0)).get(SCORE, const(0.0))
@@ -95,7 +96,7 @@ def print_functions(
 
 
 def weights_and_factor(
-    lowered: Lowered, facts: KernelFacts, direction: str
+    lowered: Lowered, facts: KernelFacts, task: Task
 ) -> tuple[Node | None, Node | None]:
     """Weights of the program's own, and what is multiplied with their sums instead; None for none.
 
@@ -106,7 +107,7 @@ def weights_and_factor(
     if weights is None or facts.dtype != "bf16":
         return weights, None
     rest, common = split_factor(weights)
-    if direction != "forward" and common is not None and dependencies(common)[common]:
+    if task is not Task.FORWARD and common is not None and dependencies(common)[common]:
         return weights, None
     return rest, common
 

@@ -12,12 +12,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from attndsl.ir import Op, const, dependencies, reads_score
-from attndsl.passes.tiles.plan import DIRECTIONS, FORWARD
 
 from ..emit.device_functions import param_values, parameters, record_of_given
 from ..emit.loops import LIST_PARAMETERS, print_loop
 from ..emit.template import Literal, fill_template, import_lines
 from ..emit.text import wrapped
+from ..kernels.kernel import Task
 from .blocks import block_width, is_above_128
 from .features.bias import BIAS
 from .features.diagonals import DIAGONALS
@@ -36,11 +36,10 @@ from .memory import has_own_output
 if TYPE_CHECKING:
     from attndsl.ir import Node
     from attndsl.passes.tiles.plan import LoopPlan
-    from attndsl.pipeline import Lowered
 
-    from ..emit.facts import KernelFacts
     from ..emit.template import Flags
     from ..kernels.config import Config
+    from ..kernels.kernel import Job
 
 FEATURES = (
     BIAS, STORED_DS, PERSISTENCE, COLUMN_SUMS, FACTOR_SUMS, DIAGONALS, DROPOUT, BOUNDED, FIXED_MAX,
@@ -48,37 +47,43 @@ FEATURES = (
 )  # fmt: skip
 """Their order is that of the kernel's arguments."""
 _TEMPLATES = {
-    "forward": ("forward_produce", "forward", "forward_kernel", "forward_entry"),
-    "forward_tangent": ("forward_produce", "forward_tangent", "forward_kernel", "tangent_entry"),
-    "backward_kv": ("backward", "backward_kernel"),
-    "above 128": ("backward_wide", "backward_kernel"),
+    Task.FORWARD: ("forward_produce", "forward", "forward_kernel", "forward_entry"),
+    Task.FORWARD_TANGENT: ("forward_produce", "forward_tangent", "forward_kernel", "tangent_entry"),
+    Task.BACKWARD: ("backward", "backward_kernel"),
 }
 """What follows the head and the features' device code."""
+_ABOVE_128 = ("backward_wide", "backward_kernel")
+"""The same, of backwards for head dims above 128."""
 _OWN_HELPERS = {"as_block", "spread"}
 """Library functions that are others here."""
 
 
-def generate(
-    lowered: Lowered, facts: KernelFacts, direction: str, loop: LoopPlan, config: Config
-) -> str:
-    """The module of ``attention_{direction}``.
+def generate(job: Job, loop: LoopPlan, config: Config) -> str:
+    """The module of a kernel.
 
     Args:
-        lowered: The program.
-        facts: What the call is like.
-        direction: ``forward``, ``forward_tangent`` (of programs with the softmax's weights, and
-            without dropout) or ``backward_kv``, which makes all three gradients.
+        job: The kernel, the program, and what the call is like. A forward with tangents is of
+            programs with the softmax's weights, and without dropout; a backward makes all three
+            gradients.
         loop: The plan of its loop.
         config: How many warpgroups share a tile, and whether loops are peeled.
     """
-    own = own_tiles(lowered, facts, direction, config)
-    spec = ModuleSpec(lowered, facts, direction, loop, config, own)
+    kernel, lowered, facts = job.kernel, job.lowered, job.facts
+    (task,) = kernel.tasks
+    assert kernel.loop is not None
+    if task is Task.FORWARD_TANGENT:
+        assert lowered.program.weights is None
+        assert lowered.program.dropout is None
+        assert not facts.moving_captures
+        assert not facts.pair_tiles
+    own = own_tiles(lowered, facts, task, config)
+    spec = ModuleSpec(lowered, facts, task, loop, config, own)
     parts = parts_of(FEATURES, spec)
     learned = Learned() if spec.is_forward else learned_in_kernel(lowered, facts)
-    functions, helpers = print_functions(lowered, facts, direction, learned)
+    functions, helpers = print_functions(lowered, facts, task, learned)
     texts, used = print_loop(
         spec.loop_name,
-        FORWARD.along if spec.is_forward else DIRECTIONS[direction].along,
+        kernel.loop.along,
         loop,
         param_values(facts, scalar=True),
         facts.names(),
@@ -87,11 +92,11 @@ def generate(
     helpers |= used | parts.texts.helpers
     given = [*parts.given, *parameters(facts), *(LIST_PARAMETERS if spec.is_listed else ())]
     head = "forward_shared" if spec.is_forward else "backward_shared"
-    kind = "above 128" if is_above_128(facts, direction) else direction
+    rest = _ABOVE_128 if is_above_128(facts, task) else _TEMPLATES[task]
     return fill_template(
         __package__,
-        (head, *parts.templates, *_TEMPLATES[kind]),
-        (f"attention_{direction}",),
+        (head, *parts.templates, *rest),
+        (kernel.entry,),
         [record_of_given(given), *functions, *texts, *parts.texts.functions],
         helpers,
         {**_constants(spec), **_flags(spec), **parts.flags},
@@ -105,22 +110,6 @@ def generate(
             "arguments": wrapped(parts.arguments),
         },
     )
-
-
-def generate_tangent(lowered: Lowered, facts: KernelFacts, loop: LoopPlan, config: Config) -> str:
-    """The module of ``attention_forward_tangent``.
-
-    Args:
-        lowered: A program with the softmax's weights, and no dropout.
-        facts: What the call is like, and which of ``q``, ``k`` and ``v`` move.
-        loop: The plan of its loop.
-        config: How many warpgroups share a tile, and whether programs have one after the other.
-    """
-    assert lowered.program.weights is None
-    assert lowered.program.dropout is None
-    assert not facts.moving_captures
-    assert not facts.pair_tiles
-    return generate(lowered, facts, "forward_tangent", loop, config)
 
 
 def _constants(spec: ModuleSpec) -> Flags:
@@ -148,7 +137,7 @@ def _flags(spec: ModuleSpec) -> Flags:
     program, placed = lowered.program, lowered.placed
     name = spec.loop_name.upper()
     modified, scaled = placed.pair.op is not Op.SCORE, _is_scaled_first(spec)
-    wide = is_above_128(facts, spec.direction)
+    wide = is_above_128(facts, spec.task)
     return {
         "MASKED": program.mask is not None,
         "MODIFIED": modified,
@@ -160,7 +149,7 @@ def _flags(spec: ModuleSpec) -> Flags:
         "HAS_FACTOR": placed.inner is not None,
         "HAS_DERIVATIVE": placed.slope is not const(1.0),
         "PAIRWISE_DERIVATIVE": _is_pairwise(placed.slope),
-        "HAS_COMMON": weights_and_factor(lowered, facts, spec.direction)[1] is not None,
+        "HAS_COMMON": weights_and_factor(lowered, facts, spec.task)[1] is not None,
         "OUTER": placed.outer,
         "SCALED_FIRST": scaled,
         "SIGNED": placed.inner is not None and placed.column is None and not scaled,

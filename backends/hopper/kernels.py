@@ -13,7 +13,7 @@ from ..kernels.kernel import FixedKernel, Kernel, Task
 from .arguments import arguments_of
 from .blocks import block_width, widest
 from .features.skips import parts_of_lists
-from .generate import generate, generate_tangent
+from .generate import generate
 from .pair_tiles import fitting
 from .sums import dq_from_sums, prepare_backward
 from .tiles import CANDIDATES, candidates, for_busy_producers
@@ -38,44 +38,46 @@ _STATISTICS = {64: Config(128, 64, 8, 2), 128: Config(128, 64, 8, 3), 256: Confi
 
 
 def _text(job: Job, config: Config, loop: LoopPlan, products: Products) -> str:
-    return generate(job.lowered, job.facts, job.kernel.name, loop, config)
+    return generate(job, loop, config)
 
 
-def _tangent_text(job: Job, config: Config, loop: LoopPlan, products: Products) -> str:
-    return generate_tangent(job.lowered, job.facts, loop, config)
+def task_of(job: Job) -> Task:
+    """The one task that a kernel has here."""
+    (task,) = job.kernel.tasks
+    return task
 
 
 def _tangent_configs(job: Job, machine: Machine) -> tuple[Config, ...]:
-    return CANDIDATES[job.kernel.name][widest(job.facts)]
+    return CANDIDATES[task_of(job)][widest(job.facts)]
 
 
 def _configs(job: Job, machine: Machine) -> tuple[Config, ...]:
     """Tile sizes of a forward or backward, in order of preference."""
-    lowered, facts, name = job.lowered, job.facts, job.kernel.name
+    lowered, facts, task = job.lowered, job.facts, task_of(job)
     # Relative to a maximum that is not followed, weights take fewer registers, columns or not.
     column = lowered.placed.column is not None and facts.dtype != "bf16"
     dropped, own = lowered.program.dropout is not None, lowered.program.weights is not None
     plain = lowered.program.mask is None or (lowered.sparsity.plain and not own)
-    forward = Task.FORWARD in job.kernel.tasks
+    forward = task is Task.FORWARD
     if not forward and job.work_of_pair > _MOST_WORK_OF_LARGE:
         plain = False
-    found = candidates(name, widest(facts), plain, job.work, column, dropped, own)
+    found = candidates(task, widest(facts), plain, job.work, column, dropped, own)
     if forward and job.work_of_pair > _MOST_WORK_OF_THREE:
         found = tuple(config for config in found if config.consumers < 3)
     if facts.adds_diagonals:
         found = for_busy_producers(found)
-    return fitting(name, facts, found) if facts.pair_tiles else found
+    return fitting(task, facts, found) if facts.pair_tiles else found
 
 
 def _more_configs(found: tuple[Config, ...], job: Job) -> tuple[Config, ...]:
     """Those that are persistent or not instead; backwards above head dim 128 are not."""
-    if Task.BACKWARD in job.kernel.tasks and widest(job.facts) > 128:
+    if task_of(job) is Task.BACKWARD and widest(job.facts) > 128:
         return ()
     return tuple(replace(config, persistent=not config.persistent) for config in found)
 
 
 def _parts_of_lists(job: Job, config: Config) -> int:
-    return parts_of_lists(job.lowered, job.facts, job.kernel.name, config)
+    return parts_of_lists(job.lowered, job.facts, task_of(job), config)
 
 
 KERNELS: tuple[Kernel, ...] = (
@@ -86,7 +88,7 @@ KERNELS: tuple[Kernel, ...] = (
         entry="attention_forward",
         text=_text,
         configs=_configs,
-        arguments=partial(arguments_of, "forward"),
+        arguments=partial(arguments_of, Task.FORWARD),
         loop=FORWARD,
         derives=False,
         waves=(4, 2, 1),
@@ -99,9 +101,9 @@ KERNELS: tuple[Kernel, ...] = (
         family="hopper",
         tasks=frozenset({Task.FORWARD_TANGENT}),
         entry="attention_forward_tangent",
-        text=_tangent_text,
+        text=_text,
         configs=_tangent_configs,
-        arguments=partial(arguments_of, "forward_tangent"),
+        arguments=partial(arguments_of, Task.FORWARD_TANGENT),
         loop=FORWARD,
         waves=(4, 2, 1),
         parts_of_lists=_parts_of_lists,
@@ -114,7 +116,7 @@ KERNELS: tuple[Kernel, ...] = (
         entry="attention_backward_kv",
         text=_text,
         configs=_configs,
-        arguments=partial(arguments_of, "backward_kv"),
+        arguments=partial(arguments_of, Task.BACKWARD),
         loop=BACKWARD_KV,
         waves=(2, 1),
         parts_of_lists=_parts_of_lists,

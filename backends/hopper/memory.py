@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ..kernels.config import shared_memory_of
+from ..kernels.kernel import Task
 from .blocks import block_width, widest
 from .features.bias import bias_bytes
 from .features.diagonals import diagonal_bytes
@@ -33,26 +34,26 @@ def has_own_output(facts: KernelFacts, config: Config) -> bool:
         return d != dv
     q, k, v = (1 + (name in facts.moving_operands) for name in "qkv")
     elements = config.block_m * (q * d + dv) + config.stages * config.block_n * (k * d + v * dv)
-    more = _feature_bytes("forward", facts, config)
+    more = _feature_bytes(Task.FORWARD, facts, config)
     return 2 * elements + more + (_REST + _OVERFLOWED) * bool(more) < shared_memory_of("cuda:90")
 
 
-def shared_bytes(direction: str, facts: KernelFacts, config: Config) -> int:
+def shared_bytes(task: Task, facts: KernelFacts, config: Config) -> int:
     """What a kernel takes at least, in bytes: a forward's output in the place of q, if it can."""
     d, dv = block_width(facts.head_dim), block_width(facts.value_dim)
     m, n, stages = config.block_m, config.block_n, config.stages
-    if direction == "forward":
+    if task is Task.FORWARD:
         elements = m * d + stages * n * (d + dv) + m * dv * (d != dv)
     else:
         elements = (n + stages * m) * (d + dv)
         # dS; above head dim 128 once, and weights' slopes in fp32. Row statistics are two of fp32.
         elements += 3 * n * m if widest(facts) > 128 else 2 * n * m
         elements += 4 * stages * m
-    turned = _TURNED * (direction != "forward" and widest(facts) <= 128)
-    more = _feature_bytes(direction, facts, config)
-    return 2 * elements + more + turned + _REST + _OVERFLOWED * (direction == "forward")
+    turned = _TURNED * (task is not Task.FORWARD and widest(facts) <= 128)
+    more = _feature_bytes(task, facts, config)
+    return 2 * elements + more + turned + _REST + _OVERFLOWED * (task is Task.FORWARD)
 
 
-def _feature_bytes(direction: str, facts: KernelFacts, config: Config) -> int:
-    found = bias_bytes(direction, facts, config) + kept_bytes(direction, facts, config)
+def _feature_bytes(task: Task, facts: KernelFacts, config: Config) -> int:
+    found = bias_bytes(task, facts, config) + kept_bytes(task, facts, config)
     return found + diagonal_bytes(facts)

@@ -36,31 +36,30 @@ if TYPE_CHECKING:
     from ..base import Call
     from ..emit.facts import KernelFacts
     from ..kernels.config import Config
+    from ..kernels.kernel import Task
 
 _MOST = 2
 """Tensors of one kernel."""
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 
 
-def with_pair_tiles(
-    facts: KernelFacts, lowered: Lowered, call: Call, direction: str
-) -> KernelFacts:
-    """``facts`` for a Hopper kernel, ``forward`` or ``backward_kv``, of calls like ``call``."""
+def with_pair_tiles(facts: KernelFacts, lowered: Lowered, call: Call, task: Task) -> KernelFacts:
+    """``facts`` for the Hopper kernel of a task, of calls like ``call``."""
     chosen: tuple[PairTile, ...] = ()
-    for tile in pair_tiles(lowered, call, direction):
+    for tile in pair_tiles(lowered, call, task):
         more = replace(facts, pair_tiles=(*chosen, tile))
-        if len(chosen) < _MOST and fitting(direction, more, CANDIDATES[direction][widest(more)]):
+        if len(chosen) < _MOST and fitting(task, more, CANDIDATES[task][widest(more)]):
             chosen = more.pair_tiles
     return replace(facts, pair_tiles=chosen)
 
 
-def fitting(direction: str, facts: KernelFacts, configs: Sequence[Config]) -> tuple[Config, ...]:
+def fitting(task: Task, facts: KernelFacts, configs: Sequence[Config]) -> tuple[Config, ...]:
     """Those of ``configs`` whose tiles find room in shared memory."""
     room = shared_memory_of("cuda:90")
-    return tuple(c for c in configs if shared_bytes(direction, facts, c) <= room)
+    return tuple(c for c in configs if shared_bytes(task, facts, c) <= room)
 
 
-def pair_tiles(lowered: Lowered, call: Call, direction: str) -> tuple[PairTile, ...]:
+def pair_tiles(lowered: Lowered, call: Call, task: Task) -> tuple[PairTile, ...]:
     """The lookups of a program that may be read by tiles, in the order of their first use.
 
     The values must be those that the lookups have, for every pair that takes part: positions are
@@ -89,7 +88,7 @@ def pair_tiles(lowered: Lowered, call: Call, direction: str) -> tuple[PairTile, 
             kind = "i8" if item.dtype is DType.BOOL else TRITON_TYPES[tensor.dtype]
             tile = PairTile(name, indices, leading, kind)
             own = window(tile, call)
-            if is_readable(own) or is_worth_a_copy(own, name, lowered, call, direction):
+            if is_readable(own) or is_worth_a_copy(own, name, lowered, call, task):
                 found.append(tile)
     return tuple(found)
 

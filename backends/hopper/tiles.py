@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ..kernels.config import Config
+from ..kernels.kernel import Task
 
 _FORWARD = {
     64: (Config(192, 128, 4, 2, 3, 160), Config(128, 128, 4, 2, 2, 240)),
@@ -45,14 +46,14 @@ _SHARED = 232
 """Registers of consumers that leave a producer 40 instead of 24."""
 _DRAWING = {2: 216, 3: 152}
 """The same, of two or three consumers whose producer draws for all of them: it has 56 or more."""
-CANDIDATES: dict[str, dict[int, tuple[Config, ...]]] = {
-    "forward": _FORWARD, "forward_tangent": _FORWARD_TANGENT, "backward_kv": _BACKWARD
+CANDIDATES: dict[Task, dict[int, tuple[Config, ...]]] = {
+    Task.FORWARD: _FORWARD, Task.FORWARD_TANGENT: _FORWARD_TANGENT, Task.BACKWARD: _BACKWARD
 }  # fmt: skip
-"""Configs worth compiling, by direction and head dim, a power of two."""
+"""Configs worth compiling, by task and head dim, a power of two."""
 
 
 def candidates(
-    direction: str, width: int, plain: bool, work: str, column: bool, dropped: bool, own: bool
+    task: Task, width: int, plain: bool, work: str, column: bool, dropped: bool, own: bool
 ) -> tuple[Config, ...]:
     """Configs for a program, best first.
 
@@ -64,7 +65,7 @@ def candidates(
     it, and so do forwards of head dim 256. See M5 in docs/measured.md.
 
     Args:
-        direction: ``forward`` or ``backward_kv``.
+        task: ``FORWARD`` or ``BACKWARD``.
         width: Head dim, a power of two.
         plain: Whether it has scores that are ``scale * (q . k)``, or no mask.
         work: What its loop is like, see ``Sparsity.work``.
@@ -73,21 +74,21 @@ def candidates(
         dropped: Whether it has dropout.
         own: Whether it says what weights are.
     """
-    found = CANDIDATES[direction][width]
+    found = CANDIDATES[task][width]
     if own and not dropped:
         # Without a softmax their sums are no work for that time: see M6 in docs/measured.md.
         found = tuple(sorted(found, key=lambda config: not config.early))
     crowded = dropped or not plain
-    if dropped and direction == "forward":
+    if dropped and task is Task.FORWARD:
         found = tuple(
             replace(config, registers=_DRAWING[config.consumers])
             for config in sorted(found, key=lambda config: config.consumers)
         )
-    if (crowded and direction == "backward_kv") or work == "short partial":
+    if (crowded and task is Task.BACKWARD) or work == "short partial":
         found = tuple(sorted(found, key=lambda config: (config.block_m, config.block_n)))
-    if dropped and direction == "backward_kv" and width <= 64:
+    if dropped and task is Task.BACKWARD and width <= 64:
         found = for_busy_producers(found)
-    persistent = width <= 128 and not (direction == "forward" and column)
+    persistent = width <= 128 and not (task is Task.FORWARD and column)
     return tuple(replace(config, persistent=persistent) for config in found)
 
 

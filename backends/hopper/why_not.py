@@ -103,4 +103,4 @@ def _kernel(task: Task) -> Kernel:
 
 def most_head_dim(task: Task) -> int:
     """The largest head dim that the kernel of a task has configs for."""
-    return max(CANDIDATES[_kernel(task).name])
+    return max(CANDIDATES[task])

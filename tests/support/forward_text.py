@@ -11,6 +11,7 @@ from attndsl.backends.emit.facts import PairTile
 from attndsl.backends.hopper.features.skips import own_tiles
 from attndsl.backends.kernels.config import Config
 from attndsl.backends.kernels.example import example_call
+from attndsl.backends.kernels.kernel import Task
 from attndsl.pipeline import lower
 from attndsl.source import Source
 
@@ -160,7 +161,7 @@ def run_forward(
     lse = torch.full((q.shape[:3].numel(),), float("nan"))
     rows = config.block_m // config.consumers
     blocks = (config.block_m, config.block_n)
-    parts = own_tiles(lowered, facts, "forward", config).parts
+    parts = own_tiles(lowered, facts, Task.FORWARD, config).parts
     arguments = {
         "q_desc": Descriptor(q, rows), "k_desc": Descriptor(k, config.block_n),
         "v_desc": Descriptor(v, config.block_n), "o_desc": Descriptor(out, rows),

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from attndsl.backends.generated.source import source_of
 from attndsl.backends.hopper.family import Hopper
+from attndsl.backends.hopper.generate import generate
 from attndsl.backends.hopper.kernels import KERNELS
 from attndsl.backends.hopper.why_not import why_not
 from attndsl.backends.kernels.kernel import Job, Task
@@ -34,6 +35,16 @@ TASKS = {
 
 def job_of(lowered: Lowered, facts: KernelFacts, name: str) -> Job:
     return Job(HOPPER[name], lowered, facts)
+
+
+def task_of(name: str) -> Task:
+    """What the kernel of a name does."""
+    (task,) = HOPPER[name].tasks
+    return task
+
+
+def text_of(lowered: Lowered, facts: KernelFacts, name: str, loop: LoopPlan, config: Config) -> str:
+    return generate(job_of(lowered, facts, name), loop, config)
 
 
 def plan_loop(lowered: Lowered, facts: KernelFacts, name: str, config: Config) -> LoopPlan:

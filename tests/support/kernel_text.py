@@ -16,12 +16,11 @@ import torch
 from attndsl.backends.emit import template
 from attndsl.backends.emit.facts import facts_of, with_forms
 from attndsl.backends.emit.needed import only_needed
-from attndsl.backends.hopper.generate import generate, generate_tangent
 from attndsl.backends.kernels.machine import parse_target
 
 from .gluon_machine import Machine, Pointer, number
 from .gluon_operations import Operations
-from .jobs import plan_loop
+from .jobs import plan_loop, text_of
 from .mutation import set_constants, with_constants
 
 if TYPE_CHECKING:
@@ -88,9 +87,7 @@ class Kernel:
             return only_needed(with_constants(text, flags), entries)
 
         with mock.patch.object(template, "only_needed", changed):
-            if self.family == "forward_tangent":
-                return generate_tangent(self.lowered, self.facts, loop, shown)
-            return generate(self.lowered, self.facts, self.family, loop, shown)
+            return text_of(self.lowered, self.facts, self.family, loop, shown)
 
 
 def specialised(lowered: Lowered, call: Call, **changes: Any) -> KernelFacts:

@@ -10,6 +10,7 @@ import torch
 from attndsl.backends.hopper.features.skips import own_tiles
 from attndsl.backends.kernels.config import Config
 from attndsl.backends.kernels.example import example_call
+from attndsl.backends.kernels.kernel import Task
 from attndsl.pipeline import lower
 from attndsl.source import Source
 
@@ -155,7 +156,7 @@ def run_tangent(
     assert bool(number_of(text, "gl.allocate_shared_memory(o_desc.dtype, ...)")) == own
     outs = [torch.full((*q.shape[:3], width), torch.nan, dtype=torch.float16) for _ in range(2)]
     rows = [torch.full((q.shape[:3].numel(),), torch.nan) for _ in range(2)]
-    parts = own_tiles(lowered, facts, "forward_tangent", config).parts
+    parts = own_tiles(lowered, facts, Task.FORWARD_TANGENT, config).parts
     block = config.block_m // config.consumers
     doc = documents(inputs)[: q.shape[2]]
     arguments = {

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from attndsl.ir import Op, param, toposort
 
 from ...emit.text import device_function
+from ...kernels.kernel import Task
 from ..blocks import BYTES_OF_TYPES, widest
 from .feature import Feature, Texts
 
@@ -54,18 +55,18 @@ def pair_params(lowered: Lowered, facts: KernelFacts) -> dict[Node, Node]:
     return found
 
 
-def pair_block(direction: str, facts: KernelFacts, config: Config) -> tuple[int, int, int]:
+def pair_block(task: Task, facts: KernelFacts, config: Config) -> tuple[int, int, int]:
     """Tiles of what pairs look up: how many consumers have one, its queries, its keys."""
     m, n = config.block_m, config.block_n
-    if direction == "forward":
+    if task is Task.FORWARD:
         return config.consumers, m // config.consumers, n
     # Above head dim 128 one consumer alone computes weights.
     return (1, m, n) if widest(facts) > 128 else (2, m, n // 2)
 
 
-def bias_bytes(direction: str, facts: KernelFacts, config: Config) -> int:
+def bias_bytes(task: Task, facts: KernelFacts, config: Config) -> int:
     """Shared memory of the tiles."""
-    parts, queries, keys = pair_block(direction, facts, config)
+    parts, queries, keys = pair_block(task, facts, config)
     return parts * queries * keys * _element_bytes(facts)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ...emit.draws import drop_function
+from ...kernels.kernel import Task
 from .feature import Feature, Texts
 
 if TYPE_CHECKING:
@@ -24,9 +25,9 @@ _KEYS = (
 """What kernels call of ``dropout``, if the rows of their products are queries, or keys."""
 
 
-def kept_bytes(direction: str, facts: KernelFacts, config: Config) -> int:
+def kept_bytes(task: Task, facts: KernelFacts, config: Config) -> int:
     """What says which pairs are kept: of each stage two words a thread, or a bit a pair."""
-    if direction == "forward":
+    if task is Task.FORWARD:
         size = 2 * 4 * 128 * config.consumers
     else:
         size = config.block_m * config.block_n // 8

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from ...kernels.kernel import Task
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
@@ -34,8 +36,8 @@ class ModuleSpec:
 
     lowered: Lowered
     facts: KernelFacts
-    direction: str
-    """``forward``, ``forward_tangent`` or ``backward_kv``."""
+    task: Task
+    """``FORWARD``, ``FORWARD_TANGENT`` or ``BACKWARD``."""
     loop: LoopPlan
     """The plan of its loop."""
     config: Config
@@ -44,12 +46,12 @@ class ModuleSpec:
     @property
     def is_forward(self) -> bool:
         """Whether a work tile is one of queries."""
-        return self.direction != "backward_kv"
+        return self.task is not Task.BACKWARD
 
     @property
     def has_tangents(self) -> bool:
         """Whether it is the forward that makes tangents as well."""
-        return self.direction == "forward_tangent"
+        return self.task is Task.FORWARD_TANGENT
 
     @property
     def loop_name(self) -> str:

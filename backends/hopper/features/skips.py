@@ -15,6 +15,7 @@ from attndsl.passes.tiles.plan import FORWARD
 
 from ...emit.device_functions import param_values
 from ...emit.loops import print_visited
+from ...kernels.kernel import Task
 from .feature import Feature, OwnTiles, Texts
 
 if TYPE_CHECKING:
@@ -26,13 +27,13 @@ if TYPE_CHECKING:
     from .feature import ModuleSpec
 
 
-def own_tiles(lowered: Lowered, facts: KernelFacts, direction: str, config: Config) -> OwnTiles:
+def own_tiles(lowered: Lowered, facts: KernelFacts, task: Task, config: Config) -> OwnTiles:
     """What consumers of one kernel leave out.
 
     Rows beyond the last query are many where tiles have a length that few lengths are multiples
     of. What comes by tiles, or is drawn, comes to all consumers.
     """
-    if not _may_leave_out(lowered, facts, direction):
+    if not _may_leave_out(lowered, facts, task):
         return OwnTiles()
     sizes = config.block_m, config.block_m // config.consumers, config.block_n
     how = facts.shifted, facts.indexed, facts.wide
@@ -42,18 +43,17 @@ def own_tiles(lowered: Lowered, facts: KernelFacts, direction: str, config: Conf
     return OwnTiles(loop is not None or config.block_m & (config.block_m - 1) != 0, loop)
 
 
-def parts_of_lists(lowered: Lowered, facts: KernelFacts, direction: str, config: Config) -> int:
+def parts_of_lists(lowered: Lowered, facts: KernelFacts, task: Task, config: Config) -> int:
     """Of how many consumers the lists tell of a kernel that has lists.
 
     Looks at no tiles, so that a start from the cache derives no plan.
     """
-    return config.consumers if _may_leave_out(lowered, facts, direction) else 1
+    return config.consumers if _may_leave_out(lowered, facts, task) else 1
 
 
-def _may_leave_out(lowered: Lowered, facts: KernelFacts, direction: str) -> bool:
+def _may_leave_out(lowered: Lowered, facts: KernelFacts, task: Task) -> bool:
     dropped = lowered.program.dropout is not None
-    forward = direction in ("forward", "forward_tangent")
-    return forward and not facts.pair_tiles and not dropped
+    return task is not Task.BACKWARD and not facts.pair_tiles and not dropped
 
 
 def _skips(spec: ModuleSpec) -> bool:

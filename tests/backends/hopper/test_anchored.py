@@ -7,12 +7,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from support.jobs import configs_of, plan_loop
+from support.jobs import configs_of, plan_loop, text_of
 from support.mutation import number_of
 
 import attndsl
 from attndsl.backends.emit.facts import facts_of, with_forms
-from attndsl.backends.hopper.generate import generate
 from attndsl.backends.kernels.config import Config
 from attndsl.backends.kernels.example import example_call
 from attndsl.backends.kernels.machine import parse_target
@@ -53,7 +52,7 @@ def test_which_kernels_are_anchored(text, dtype, persistent, anchored):
     facts = with_forms(facts, lowered.program, parse_target("cuda:90"))
     config = replace(configs_of(lowered, facts, "forward")[0], persistent=persistent)
     loop = plan_loop(lowered, facts, "forward", config)
-    text = generate(lowered, facts, "forward", loop, config)
+    text = text_of(lowered, facts, "forward", loop, config)
     assert bool(number_of(text, "await_written()")) == anchored
 
 
@@ -71,7 +70,7 @@ def test_which_scores_are_bounded(text, dtype, bounded):
     facts = facts_of(lowered.program, example_call(lowered, 64, 64, kind, {}))
     facts = with_forms(facts, lowered.program, parse_target("cuda:90"))
     loop = plan_loop(lowered, facts, "forward", CONFIG)
-    text = generate(lowered, facts, "forward", loop, CONFIG)
+    text = text_of(lowered, facts, "forward", loop, CONFIG)
     assert bool(number_of(text, "gl.max(...)")) != bounded
     assert ("MIXED = tl.constexpr(3)" in text) == (bounded and dtype == "bf16")
     assert bool(number_of(text, "mixed_exp2(...)")) == (bounded and dtype == "bf16")

@@ -91,9 +91,9 @@ def test_views_make_the_descriptors_that_the_constructor_makes():
     call = call_of()
     facts = facts_of(lower(Source("score"), {}).program, call)
     (config, *_) = candidates(
-        "forward", 64, plain=True, work="dense", column=False, dropped=False, own=False
+        Task.FORWARD, 64, plain=True, work="dense", column=False, dropped=False, own=False
     )
-    for name, block in blocks_of("forward", facts, config).items():
+    for name, block in blocks_of(Task.FORWARD, facts, config).items():
         first, second = torch.empty_like(call.q), torch.empty_like(call.q)
         steps = descriptor_strides(first)
         assert steps is not None
@@ -122,27 +122,29 @@ def test_strides_that_the_hardware_takes(shape, strides, wanted):
 
 
 def test_crowded_programs_prefer_smaller_tiles():
-    def blocks(direction, width, plain, work, dropped=False):
-        found = candidates(direction, width, plain, work, column=False, dropped=dropped, own=False)
+    def blocks(task, width, plain, work, dropped=False):
+        found = candidates(task, width, plain, work, column=False, dropped=dropped, own=False)
         return [(config.block_m, config.block_n) for config in found]
 
-    assert blocks("backward_kv", 64, False, "masked")[0][0] == 64
+    assert blocks(Task.BACKWARD, 64, False, "masked")[0][0] == 64
     for work in ("dense", "masked", "short"):
-        assert blocks("backward_kv", 64, True, work)[0][0] == 128
-    assert blocks("backward_kv", 64, True, "short partial")[0][0] == 64
-    assert blocks("backward_kv", 64, True, "dense", dropped=True)[0][0] == 64
-    assert blocks("forward", 64, True, "dense", dropped=True)[0] == (128, 128)
+        assert blocks(Task.BACKWARD, 64, True, work)[0][0] == 128
+    assert blocks(Task.BACKWARD, 64, True, "short partial")[0][0] == 64
+    assert blocks(Task.BACKWARD, 64, True, "dense", dropped=True)[0][0] == 64
+    assert blocks(Task.FORWARD, 64, True, "dense", dropped=True)[0] == (128, 128)
     for width in (64, 128):
-        dense = blocks("forward", width, True, "dense")
-        assert blocks("forward", width, True, "masked") == dense
-        few = blocks("forward", width, True, "short partial")
+        dense = blocks(Task.FORWARD, width, True, "dense")
+        assert blocks(Task.FORWARD, width, True, "masked") == dense
+        few = blocks(Task.FORWARD, width, True, "short partial")
         assert few[0] < dense[0]
         assert set(few) == set(dense)
 
 
 def test_weights_of_ones_own_are_rounded_early():
     def early(dropped, own):
-        found = candidates("forward", 128, True, "masked", column=False, dropped=dropped, own=own)
+        found = candidates(
+            Task.FORWARD, 128, True, "masked", column=False, dropped=dropped, own=own
+        )
         return found[0].early
 
     assert early(dropped=False, own=True)

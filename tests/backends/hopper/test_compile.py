@@ -19,8 +19,6 @@ SCRIPT = textwrap.dedent(
     import torch, triton
     from attndsl.backends.base import Draws, Part
     from attndsl.backends.hopper.arguments import arguments_of
-    from attndsl.backends.hopper.generate import generate
-    from attndsl.backends.hopper.generate import generate_tangent
     from support.jobs import configs_of
     from attndsl.backends.hopper.blocks import widest
     from attndsl.backends.hopper.memory import has_own_output, shared_bytes
@@ -33,7 +31,7 @@ SCRIPT = textwrap.dedent(
     from attndsl.backends.hopper.features.skips import own_tiles
     from attndsl.backends.emit.tile_lists import generate_lists
     from attndsl.backends.kernels.modules import list_config
-    from support.jobs import plan_loop
+    from support.jobs import plan_loop, task_of, text_of
     from attndsl.backends.emit.facts import facts_of, with_forms
     from attndsl.pipeline import lower
     from attndsl.runtime.parts import localised
@@ -100,6 +98,7 @@ SCRIPT = textwrap.dedent(
         persistent=None, tiles=None, stored=False, summed=False, moving="", wide=False,
         drawn=False, part="",
     ):
+        task = task_of(direction)
         lowered = lower(Source(TEXTS[case]), {})
         call = example_call(lowered, head_dim, value_dim or head_dim, getattr(torch, dtype), {})
         if indexed:
@@ -132,9 +131,9 @@ SCRIPT = textwrap.dedent(
             wide_gradients=wide,
         )
         if not moving:
-            facts = with_pair_tiles(facts, lowered, call, direction)
+            facts = with_pair_tiles(facts, lowered, call, task)
         assert len(facts.pair_tiles) == len(tiles and call.tensors or ())
-        config = CANDIDATES[direction][widest(facts)][number]
+        config = CANDIDATES[task][widest(facts)][number]
         if lowered.program.dropout is not None:
             # Their registers are others.
             config = configs_of(lowered, facts, direction)[number]
@@ -146,22 +145,19 @@ SCRIPT = textwrap.dedent(
         loop = plan_loop(lowered, facts, direction, config)
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "hopper.py"
-            if moving:
-                text = generate_tangent(lowered, facts, loop, config)
-            else:
-                text = generate(lowered, facts, direction, loop, config)
+            text = text_of(lowered, facts, direction, loop, config)
             assert ("drop_of_part" in text) == drawn
             assert ("n_h_offset" in text or "n_hkv_offset" in text) == bool(part)
             path.write_text(text, "utf-8")
             function = getattr(load_module(path, "hopper"), f"attention_{direction}")
-            arguments = arguments_of(direction, function, facts, config)
+            arguments = arguments_of(task, function, facts, config)
             if loop.listed is not None:
                 compile_lists(lowered, facts, config, Path(folder), target)
             built = build(function, arguments, (config,), target, 232448, load=False)
             # A forward's output may have a place of its own.
             own = direction == "forward" and has_own_output(facts, config)
             if direction != "forward_tangent" and not own:
-                assert built.kernel.metadata.shared <= shared_bytes(direction, facts, config)
+                assert built.kernel.metadata.shared <= shared_bytes(task, facts, config)
             return built
 
     def has_registers(kernel):
@@ -184,7 +180,7 @@ SCRIPT = textwrap.dedent(
         path = folder / "lists.py"
         path.write_text(generate_lists(lowered, facts), "utf-8")
         module = load_module(path, "lists")
-        parts = own_tiles(lowered, facts, "forward", config).parts
+        parts = own_tiles(lowered, facts, task_of("forward"), config).parts
         config, sizes = list_config(config.block_m, config.block_n, parts)
         for name in ("summarise", "classify", "refine", "list_tiles"):
             function = getattr(module, name)

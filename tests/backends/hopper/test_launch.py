@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 import triton
-from support.jobs import configs_of, plan_loop
+from support.jobs import configs_of, plan_loop, task_of, text_of
 from triton.backends.nvidia import driver as nvidia
 from triton.experimental.gluon.language import NVMMASharedLayout
 
@@ -22,7 +22,6 @@ from attndsl.backends.base import Backward, Call, Tangents, Wants
 from attndsl.backends.emit.facts import facts_of
 from attndsl.backends.generated.for_hopper import hopper_backend
 from attndsl.backends.hopper.arguments import Block, blocks_of
-from attndsl.backends.hopper.generate import generate_tangent
 from attndsl.backends.hopper.launch import TensorMaps, launch_of, view
 from attndsl.backends.kernels.compile import Executable
 from attndsl.backends.kernels.kernel import Task
@@ -119,7 +118,7 @@ def backend_of(
         if built is not None:
             built.extend(job.kernel.tasks)
         config = replace(configs_of(job.lowered, facts, name)[0], persistent=persistent)
-        blocks = blocks_of(name, facts, config)
+        blocks = blocks_of(task_of(name), facts, config)
         executables = {name: Executable(kernel_of(name, blocks), config, False, (64,))}
         for each in fixed:
             executables[each.name] = Executable(kernel_of(each.name, {}), None, False, (64,))
@@ -344,9 +343,9 @@ def test_kernels_of_tangents_take_their_descriptors_in_order():
     loop = plan_loop(LOWERED, facts, "forward_tangent", config)
     (function,) = [
         item
-        for item in ast.parse(generate_tangent(LOWERED, facts, loop, config)).body
+        for item in ast.parse(text_of(LOWERED, facts, "forward_tangent", loop, config)).body
         if getattr(item, "name", "") == "attention_forward_tangent"
     ]
     taken = [item.arg for item in function.args.args]
-    blocks = list(blocks_of("forward_tangent", facts, config))
+    blocks = list(blocks_of(Task.FORWARD_TANGENT, facts, config))
     assert taken[:11] == [*blocks[:4], "LSE", *blocks[4:], "LSE_MOVED", "scale"]

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from support.jobs import configs_of, hopper_source
+from support.jobs import configs_of, hopper_source, task_of
 from support.mutation import number_of
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
@@ -71,7 +71,7 @@ def test_tensors_that_are_read_by_tiles(dims, leading, dtype):
     kind = "bool" if dtype is torch.bool else "float"
     tensor = torch.zeros([SIZES[dim] for dim in dims], dtype=dtype)
     lowered, call = call_of(program_of(dims, kind), {"t": tensor})
-    (tile,) = pair_tiles(lowered, call, "forward")
+    (tile,) = pair_tiles(lowered, call, Task.FORWARD)
     name = {"torch.bool": "i8", "torch.float32": "fp32", "torch.float16": "fp16"}
     assert tile == PairTile(
         "t", tuple(INDEX[dim] for dim in dims), leading, name.get(str(dtype), "bf16")
@@ -87,19 +87,19 @@ def test_dims_of_one_element_and_of_stride_zero_are_none():
     one = torch.zeros(1, 1, Q_LEN, KV_LEN, dtype=torch.bfloat16)
     for tensor in (one, one.expand(BATCH, HEADS, -1, -1)):
         lowered, call = call_of(program_of(dims), {"t": tensor})
-        (tile,) = pair_tiles(lowered, call, "forward")
+        (tile,) = pair_tiles(lowered, call, Task.FORWARD)
         assert (tile.indices, tile.leading) == (("b", "h", "q", "kv"), ())
         assert window(tile, call).shape == (Q_LEN, KV_LEN)
     some = torch.zeros(1, HEADS, Q_LEN, KV_LEN, dtype=torch.bfloat16).expand(BATCH, -1, -1, -1)
     lowered, call = call_of(program_of(dims), {"t": some})
-    (tile,) = pair_tiles(lowered, call, "forward")
+    (tile,) = pair_tiles(lowered, call, Task.FORWARD)
     assert tile.leading == ("h",)
 
 
 def test_one_row_has_a_stride_that_is_possible():
     lowered, call = call_of(BIAS, {"bias": torch.zeros(HEADS, 1, KV_LEN).bfloat16()})
     call = replace(call, q=call.q[:, :, :1])
-    (tile,) = pair_tiles(lowered, call, "forward")
+    (tile,) = pair_tiles(lowered, call, Task.FORWARD)
     assert window(tile, call).stride() == (KV_LEN, 16, 1)
 
 
@@ -122,7 +122,7 @@ COPIED = {
 def test_tensors_that_are_copied_first(name):
     tensor = COPIED[name]
     lowered, call = call_of(BIAS, {"bias": tensor})
-    (tile,) = pair_tiles(lowered, call, "backward_kv")
+    (tile,) = pair_tiles(lowered, call, Task.BACKWARD)
     own = window(tile, call)
     assert own.shape == tensor.shape
     assert own.stride() == tensor.stride()
@@ -131,18 +131,18 @@ def test_tensors_that_are_copied_first(name):
     assert is_readable(room)
     assert room.shape == own.shape
     # A forward saves less: two batch entries are too few, four are not, of half of the pairs are.
-    assert pair_tiles(lowered, call, "forward") == ()
+    assert pair_tiles(lowered, call, Task.FORWARD) == ()
     call = replace(call, q=call.q.repeat(2, 1, 1, 1))
-    assert pair_tiles(lowered, call, "forward") == (tile,)
+    assert pair_tiles(lowered, call, Task.FORWARD) == (tile,)
     lowered = attndsl.compile("mask = causal(); " + BIAS).lowered
-    assert pair_tiles(lowered, call, "forward") == ()
-    assert pair_tiles(lowered, call, "backward_kv") == (tile,)
+    assert pair_tiles(lowered, call, Task.FORWARD) == ()
+    assert pair_tiles(lowered, call, Task.BACKWARD) == (tile,)
 
 
 def test_copies_have_but_what_calls_read():
     bias = torch.zeros(HEADS, 3 * Q_LEN, 4 * KV_LEN + 1)
     lowered, call = call_of(BIAS, {"bias": bias.bfloat16()}, q_offset=7, kv_offset=KV_LEN)
-    (tile,) = pair_tiles(lowered, call, "backward_kv")
+    (tile,) = pair_tiles(lowered, call, Task.BACKWARD)
     assert window(tile, call).shape == (HEADS, 7 + Q_LEN, 2 * KV_LEN)
 
 
@@ -181,7 +181,7 @@ def test_what_is_worth_a_copy(name):
     lowered, _ = call_of(text, {})
     tensors = {tensor.name: tensors[tensor.name] for tensor in lowered.program.tensors}
     lowered, call = call_of(text, tensors)
-    assert bool(pair_tiles(lowered, call, "backward_kv")) == worth
+    assert bool(pair_tiles(lowered, call, Task.BACKWARD)) == worth
 
 
 ODD = {
@@ -226,7 +226,7 @@ ODD = {
 def test_tensors_that_are_looked_up(name):
     text, tensors, changes = ODD[name]
     lowered, call = call_of(text, tensors, **changes)
-    assert pair_tiles(lowered, call, "forward") == ()
+    assert pair_tiles(lowered, call, Task.FORWARD) == ()
 
 
 MASK_BY_HEAD = "tensor bias[heads, q_len, kv_len]: bool; mask = bias[h, q, kv]"
@@ -238,14 +238,14 @@ def test_positions_at_multiples_of_16_bytes():
         text = BIAS if tensor.is_floating_point() else MASK_BY_HEAD
         for offset in (first // 2, first, 2 * first):
             lowered, call = call_of(text, {"bias": tensor}, kv_offset=offset)
-            found = pair_tiles(lowered, call, "forward")
+            found = pair_tiles(lowered, call, Task.FORWARD)
             assert len(found) == (offset % first == 0)
 
 
 def test_from_positions_within_the_tensor():
     bias = padded(HEADS, 2 * Q_LEN, 2 * KV_LEN)
     lowered, call = call_of(BIAS, {"bias": bias}, q_offset=7, kv_offset=KV_LEN)
-    (tile,) = pair_tiles(lowered, call, "forward")
+    (tile,) = pair_tiles(lowered, call, Task.FORWARD)
     # Rows and keys that are not the call's are zeros.
     assert window(tile, call).shape == (HEADS, 7 + Q_LEN, 2 * KV_LEN)
 
@@ -256,7 +256,7 @@ def chosen(text, tensors, direction, dim=128):
     call = replace(call, v=call.k)
     facts = facts_of(lowered.program, call)
     facts = with_forms(facts, lowered.program, parse_target("cuda:90"))
-    return lowered, with_pair_tiles(facts, lowered, call, direction)
+    return lowered, with_pair_tiles(facts, lowered, call, task_of(direction))
 
 
 @pytest.mark.parametrize("direction", ["forward", "backward_kv"])
@@ -272,12 +272,12 @@ def test_tiles_find_room(direction, dim, dtype):
     assert configs
     for config in configs:
         if there:
-            assert shared_bytes(direction, facts, config) <= 232448
-            block = blocks_of(direction, facts, config)["pair0_desc"]
+            assert shared_bytes(task_of(direction), facts, config) <= 232448
+            block = blocks_of(task_of(direction), facts, config)["pair0_desc"]
             assert block.shape[0] == 1
             assert block.shape[2] * block.layout.element_bitwidth // 8 % 16 == 0
         else:
-            assert "pair0_desc" not in blocks_of(direction, facts, config)
+            assert "pair0_desc" not in blocks_of(task_of(direction), facts, config)
 
 
 def test_a_tile_takes_the_outputs_place():

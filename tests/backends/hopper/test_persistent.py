@@ -14,6 +14,7 @@ from attndsl.backends.emit.facts import facts_of
 from attndsl.backends.generated.for_hopper import hopper_backend
 from attndsl.backends.hopper.tiles import CANDIDATES
 from attndsl.backends.kernels.example import example_call
+from attndsl.backends.kernels.kernel import Task
 from attndsl.backends.kernels.machine import machine_of
 from attndsl.pipeline import lower
 from attndsl.runtime.programs import default_cache
@@ -85,7 +86,7 @@ def forwards(name: str, call: Call, number: int) -> list[tuple[torch.Tensor, tor
     lowered = attndsl.compile(TEXTS[name]).lowered
     backend = hopper_backend(default_cache())
     widest = max(call.q.shape[3], call.v.shape[3])
-    config = CANDIDATES["forward"][max(64, 1 << (widest - 1).bit_length())][number]
+    config = CANDIDATES[Task.FORWARD][max(64, 1 << (widest - 1).bit_length())][number]
     found = []
     for persistent in (False, True):
         chosen = replace(config, persistent=persistent)
@@ -148,7 +149,7 @@ def test_head_dims(name, dims):
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     ("dim", "number"),
-    [(dim, n) for dim, found in CANDIDATES["forward"].items() for n in range(len(found))],
+    [(dim, n) for dim, found in CANDIDATES[Task.FORWARD].items() for n in range(len(found))],
 )
 @pytest.mark.parametrize("name", ["full", "causal", "documents", "cap"])
 def test_configs(name, dim, number):
@@ -159,7 +160,7 @@ def test_configs(name, dim, number):
 @pytest.mark.parametrize("sizes", SIZES)
 @pytest.mark.parametrize(
     ("dim", "number"),
-    [(dim, n) for dim in (64, 128) for n in range(len(CANDIDATES["backward_kv"][dim]))],
+    [(dim, n) for dim in (64, 128) for n in range(len(CANDIDATES[Task.BACKWARD][dim]))],
 )
 @pytest.mark.parametrize("name", ["full", "causal", "window", "documents", "gain", "nothing"])
 def test_backwards(name, dim, number, sizes):
@@ -167,7 +168,7 @@ def test_backwards(name, dim, number, sizes):
         call_of(name, sizes, dim, dim, torch.bfloat16),
         attndsl.compile(TEXTS[name]).lowered,
     )
-    backend, config = hopper_backend(default_cache()), CANDIDATES["backward_kv"][dim][number]
+    backend, config = hopper_backend(default_cache()), CANDIDATES[Task.BACKWARD][dim][number]
     out, lse = backend.forward(lowered, call)
     grad_out, wants = (
         torch.randn_like(out),
@@ -195,7 +196,7 @@ def test_graphs_and_streams():
     """Launches of graphs and of other streams count for themselves."""
     lowered, backend = attndsl.compile("causal()").lowered, hopper_backend(default_cache())
     call = call_of("causal", SIZES[4], 128, 128, torch.bfloat16)
-    config = replace(CANDIDATES["forward"][128][0], persistent=True)
+    config = replace(CANDIDATES[Task.FORWARD][128][0], persistent=True)
     backend.choose(lowered, call, "forward", None, None, "forward", config)
     expected, _ = backend.forward(lowered, call)
     graph = torch.cuda.CUDAGraph()

@@ -14,6 +14,7 @@ from support.mutation import before, drop, is_noticed, swap
 from attndsl.backends.emit.facts import facts_of
 from attndsl.backends.hopper.features.skips import own_tiles, parts_of_lists
 from attndsl.backends.kernels.example import example_call
+from attndsl.backends.kernels.kernel import Task
 from attndsl.passes.tiles.plan import FORWARD
 from attndsl.passes.tiles.sparsity import Sparsity
 from attndsl.pipeline import lower
@@ -110,13 +111,13 @@ def test_the_parts_of_lists_need_no_plan(monkeypatch, mask):
     lowered = lower(Source(mask), {})
     facts = facts_of(lowered.program, example_call(lowered, 64, 64, torch.bfloat16, {}))
     config = replace(THREE, block_m=192, block_n=128)
-    assert own_tiles(lowered, facts, "forward", config).parts == 3
+    assert own_tiles(lowered, facts, Task.FORWARD, config).parts == 3
     monkeypatch.setattr(Sparsity, "loop", None)
-    assert parts_of_lists(lowered, facts, "forward", config) == 3
-    assert parts_of_lists(lowered, facts, "forward_tangent", config) == 3
-    assert parts_of_lists(lowered, facts, "backward_kv", config) == 1
+    assert parts_of_lists(lowered, facts, Task.FORWARD, config) == 3
+    assert parts_of_lists(lowered, facts, Task.FORWARD_TANGENT, config) == 3
+    assert parts_of_lists(lowered, facts, Task.BACKWARD, config) == 1
     tiles = replace(facts, pair_tiles=(PAIRS["bias"],))
-    assert parts_of_lists(lowered, tiles, "forward", config) == 1
+    assert parts_of_lists(lowered, tiles, Task.FORWARD, config) == 1
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.jobs import job_of, why_portable
+from support.jobs import job_of, task_of, why_portable
 
 import attndsl
 from attndsl import errors
@@ -19,6 +19,7 @@ from attndsl.backends.hopper import family
 from attndsl.backends.hopper import why_not as why_not_module
 from attndsl.backends.hopper.tiles import CANDIDATES, candidates
 from attndsl.backends.kernels.example import example_call
+from attndsl.backends.kernels.kernel import Task
 from attndsl.backends.kernels.machine import machine_of
 from attndsl.runtime import dispatch
 from attndsl.runtime.programs import default_cache
@@ -94,10 +95,16 @@ def test_a_text_is_what_calls_run(direction, head_dim, program):
 
 @pytest.mark.parametrize("direction", KERNELS)
 def test_every_width_has_a_text(direction):
-    for width in CANDIDATES[KERNELS[direction]]:
+    for width in CANDIDATES[task_of(KERNELS[direction])]:
         text = attndsl.compile("causal()").source(direction, head_dim=width, backend="hopper")
         (config, *_) = candidates(
-            KERNELS[direction], width, True, "masked", column=False, dropped=False, own=False
+            task_of(KERNELS[direction]),
+            width,
+            True,
+            "masked",
+            column=False,
+            dropped=False,
+            own=False,
         )
         if direction == "backward":
             assert text.count("(consume, (") == config.consumers
@@ -302,8 +309,8 @@ def test_explanations_say_what_calls_do(head_dim):
 
 
 def test_explanations_follow_the_table_of_configs(monkeypatch):
-    fewer = {width: CANDIDATES["forward"][width] for width in (64, 128)}
-    monkeypatch.setattr(why_not_module, "CANDIDATES", {**CANDIDATES, "forward": fewer})
+    fewer = {width: CANDIDATES[Task.FORWARD][width] for width in (64, 128)}
+    monkeypatch.setattr(why_not_module, "CANDIDATES", {**CANDIDATES, Task.FORWARD: fewer})
     assert "  forward    hopper kernels, head dims up to 128" in lines_of("score", 128)
     assert lines_of("score", 256)[0].endswith("the Hopper forward takes head dims up to 128")
 

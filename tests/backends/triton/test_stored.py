@@ -18,6 +18,7 @@ from attndsl.backends.base import Gradients, StoredDS, Wants
 from attndsl.backends.generated.for_any_gpu import triton_backend
 from attndsl.backends.gradients import pairs
 from attndsl.backends.kernels.example import example_call
+from attndsl.backends.kernels.kernel import Task
 from attndsl.backends.triton.extra_kernels import BackwardState, run_extra
 from attndsl.backends.triton.tiles import STORED, Widths
 from attndsl.runtime.programs import default_cache
@@ -215,7 +216,7 @@ def test_tensors_that_tell_others_apart():
 def test_whole_tiles_make_those_of_backwards():
     from attndsl.backends.hopper.tiles import CANDIDATES
 
-    for backward in (config for row in CANDIDATES["backward_kv"].values() for config in row):
+    for backward in (config for row in CANDIDATES[Task.BACKWARD].values() for config in row):
         for own in STORED.candidates(Widths(128, 128, 2), 232448):
             assert backward.block_m % own.block_m == backward.block_n % own.block_n == 0
 
