@@ -183,7 +183,7 @@ class Attention(Analysis):
                 location or Location(q_offset, kv_offset, q_index, kv_index),
                 CallOptions(scale, seed, deterministic, out_dtype),
             )  # fmt: skip
-            call = call if drawn is None else replace(call, seed=drawn)
+            call = call if drawn is None else call._replace(seed=drawn)
             from attndsl.runtime.graph import attend_in_graph  # Imports torch.compile.
 
             found = attend_in_graph(self._request, call, scale)
@@ -213,12 +213,12 @@ class Attention(Analysis):
                 call = bind(lowered.program, (q, k, v), captures, location, options)
                 terms = None if call.part is None else terms_of(lowered, call)
                 backend, *_ = self._dispatched(call)
-            call = replace(call, signature=object())
+            call = call._replace(signature=object())
             if len(self._prepared) >= _MAX_SIGNATURES:
                 self._prepared.clear()
             # No q.new_empty(0), which a transform of torch.func would make a tensor of its own.
             empty = torch.empty(0, dtype=q.dtype, device=q.device)
-            template = replace(call, q=empty, k=empty, v=empty, tensors={}, params={})
+            template = call._replace(q=empty, k=empty, v=empty, tensors={}, params={})
             as_given = call.q is q and call.k is k and call.v is v
             has_values = values_differ(lowered.program, call)
             self._prepared[key] = backend, template, as_given, has_values, terms
@@ -244,7 +244,7 @@ class Attention(Analysis):
         if terms is not None:
             lowered, call = terms.lowered, terms.applied(call)
         if tiles is not None:
-            call = replace(call, tiles=given_tiles(lowered, call, tiles))
+            call = call._replace(tiles=given_tiles(lowered, call, tiles))
         try:
             return attend(backend, lowered, call, return_lse)
         except AttnDSLError as error:  # A context manager would take a microsecond.

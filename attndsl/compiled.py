@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from dataclasses import fields, replace
+from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -143,7 +143,7 @@ class Compiled:
         with pointing_into(self._source):
             check_values(program, call)
             backend, lowered, own = self._dispatched(call)
-            own = replace(own, tiles=given_tiles(lowered, own, tiles))
+            own = own._replace(tiles=given_tiles(lowered, own, tiles))
             if lowered.program.dropout is not None:
                 check_probability(lowered.program.dropout, own)
             backend = seen_by_modes(backend, self._request, call)
@@ -179,7 +179,7 @@ class Compiled:
         sink = lowered.program.sink
         if sink is None:
             return None
-        call = replace(call, q=q[:, :, :1], k=k[:, :, :1], q_index=None, kv_index=None)
+        call = call._replace(q=q[:, :, :1], k=k[:, :, :1], q_index=None, kv_index=None)
         work = torch.float64 if q.dtype is torch.float64 else torch.float32
         (found,) = evaluate((sink,), scope_of(call, q.new_zeros((1,) * 4, dtype=work)))
         return found.expand(found.shape[0], q.shape[1], 1, 1)[..., 0, 0]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
@@ -70,9 +71,13 @@ class Draws:
     kv_start: int | None = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Call:
+_NONE: Mapping[str, Any] = MappingProxyType({})
+
+
+class Call(NamedTuple):
     """One call's arguments, checked and complete.
+
+    A tuple, since each call makes one: a frozen dataclass takes a microsecond more.
 
     ``q`` (B, Hq, Lq, D), ``k`` (B, Hkv, Lk, D), ``v`` (B, Hkv, Lk, Dv): one floating dtype, one
     device, last stride 1, Hq a multiple of Hkv; any other strides, any size 0.
@@ -87,9 +92,9 @@ class Call:
     """Every name of ``ir.SIZES`` and ``Program.dim_names()``. Backends find the sizes of q and k
     under the former; where these are a part of a larger call, its sizes have names of the latter
     kind (:mod:`attndsl.passes.localise`)."""
-    tensors: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    tensors: Mapping[str, torch.Tensor] = _NONE
     """One per ``Program.tensors``, in that order; shape checked, any strides."""
-    params: Mapping[str, Scalar | torch.Tensor] = field(default_factory=dict)
+    params: Mapping[str, Scalar | torch.Tensor] = _NONE
     """One per ``Program.params``, in that order; a tensor is 0-d and on ``q``'s device."""
     q_offset: int | torch.Tensor = 0
     """Logical position of query row 0; int or 0-d int tensor on ``q``'s device."""
@@ -178,8 +183,7 @@ def _positions_apart(
 
 _LENGTHS = "kv_lengths"
 """A tensor of the call's part."""
-_NAMES = tuple(each.name for each in fields(Call))
-_PLAIN = _NAMES[_NAMES.index("params") + 1 :]
+_PLAIN = Call._fields[Call._fields.index("params") + 1 :]
 """The fields of a call behind its params."""
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -67,8 +66,7 @@ def without_neg(call: Call) -> Call:
         or (call.tensors and any(x.is_neg() for x in call.tensors.values()))
     ):  # fmt: skip
         return call
-    return replace(
-        call,
+    return call._replace(
         q=call.q.resolve_neg(),
         k=call.k.resolve_neg(),
         v=call.v.resolve_neg(),

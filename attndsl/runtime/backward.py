@@ -10,7 +10,7 @@ Non-goals: derivatives of these gradients.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -140,7 +140,7 @@ def lse_or_zeros(call: Call, given: Results) -> torch.Tensor:
 
 def with_out_of(call: Call, out: torch.Tensor) -> Call:
     """``call`` with an output of the dtype of ``out``."""
-    return replace(call, wide=out.dtype is not call.q.dtype, signature=None)
+    return call._replace(wide=out.dtype is not call.q.dtype, signature=None)
 
 
 def settled(call: Call, backward: Backward) -> Backward:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -95,7 +95,7 @@ def bind(
     _check_index("q_index", location.q_index, q.shape[2], q.device)
     _check_index("kv_index", location.kv_index, k.shape[2], q.device)
     call = narrowed(program, call)
-    return replace(call, wide=True) if is_wide("out_dtype", options.out_dtype, q.dtype) else call
+    return call._replace(wide=True) if is_wide("out_dtype", options.out_dtype, q.dtype) else call
 
 
 def call_of(

@@ -9,7 +9,7 @@ Non-goals: skipping dead tiles; speed beside the kernels.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
@@ -153,7 +153,7 @@ def _wide(tensor: torch.Tensor) -> torch.Tensor:
 
 def flattened(call: Call) -> tuple[Form, Tensors]:
     """As :meth:`~attndsl.backends.base.Call.flatten`, without what holds for all rows alone."""
-    return replace(call, tiles=None, signature=None).flatten()
+    return call._replace(tiles=None, signature=None).flatten()
 
 
 def tangents_at(form: Form, places: tuple[int, ...], given: Tensors) -> Tangents:
@@ -170,7 +170,7 @@ def _call_of_rows(form: Form, tensors: Tensors, first: int) -> Call:
     call = form.call((*map(_wide, tensors[:3]), *tensors[3:]))
     if call.q_index is not None:
         return call
-    return replace(call, q_offset=call.q_offset + first)
+    return call._replace(q_offset=call.q_offset + first)
 
 
 def _as_output(out: torch.Tensor, call: Call, dtype: torch.dtype) -> torch.Tensor:

@@ -5,7 +5,6 @@ Kernels do not return it. This takes work proportional to q_len * kv_len, and no
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -42,7 +41,7 @@ def row_maxima(lowered: Lowered, call: Call) -> torch.Tensor:
         for first in range(0, q_len, together):
             rows = query[:, :, first : first + together].to(work)
             raw = rows @ keys * call.scale
-            scope = scope_of(replace(call, q=rows, q_offset=first), raw)
+            scope = scope_of(call._replace(q=rows, q_offset=first), raw)
             (score,) = evaluate((program.score,), scope)
             if program.mask is not None:
                 (live,) = evaluate((program.mask,), scope)

@@ -6,7 +6,6 @@ made of torch operations a crowd of small ones, so calls then go by way of the o
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -94,4 +93,4 @@ class ThroughOperators(Backend):
         found: Mapping[str, Any] = {**call.tensors, **call.params}
         captures = (found[name] for name in form.captures)
         given = form.call((call.q, call.k, call.v, *captures, *positions))
-        return replace(given, scale=call.scale, seed=call.seed, wide=call.wide)
+        return given._replace(scale=call.scale, seed=call.seed, wide=call.wide)

@@ -159,7 +159,7 @@ def _call(given: Operands) -> tuple[Lowered, Call, Any]:
     seed = given.seed if given.drawn is None else seed_argument(given.drawn)
     options = CallOptions(next(floats, None), seed, given.deterministic)
     call = call_of(program, (q, given.k, given.v), (captures, params), _location(given), options)
-    call = replace(call, wide=given.wide)
+    call = call._replace(wide=given.wide)
     check_values(program, call)
     lowered, call = localised(lowered, call)
     if lowered.program.dropout is not None:

@@ -134,7 +134,7 @@ def narrowed(program: Program, call: Call) -> Call:
             tensors[name] = tensors[name].narrow(dim, start, count)
             less.add((name, dim))
     shares, own_now = part.shares.union(less), part.narrowed.union(less)
-    return replace(call, tensors=tensors, part=replace(part, shares=shares, narrowed=own_now))
+    return call._replace(tensors=tensors, part=replace(part, shares=shares, narrowed=own_now))
 
 
 def gradients_of_wholes(

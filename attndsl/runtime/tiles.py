@@ -95,7 +95,7 @@ def call_of_lengths(
     k = one.expand(sizes.batch, kv_heads, sizes.kv_len, 1)
     call = bind(lowered.program, (q, k, k), captures, location, CallOptions(scale=1.0))
     check_values(lowered.program, call)
-    return replace(call, sizes={**call.sizes, "head_dim": sizes.head_dim})
+    return call._replace(sizes={**call.sizes, "head_dim": sizes.head_dim})
 
 
 def find_tiles(
@@ -191,7 +191,7 @@ def count_tiles(lowered: Lowered, call: Call, block_m: int, block_n: int) -> Til
             counts = _counts(kinds_by_segments(loop, FORWARD, sparsity, grid))
         else:
             # Positions take 8 bytes each, and of these the first is needed.
-            first_row = replace(call, q=call.q[:, :, :1], k=call.k[:, :, :1])
+            first_row = call._replace(q=call.q[:, :, :1], k=call.k[:, :, :1])
             grid = grid_of(first_row, block_m, block_n)
             counts = segment_counts(loop, FORWARD, grid, (batch, heads))
     return TileCounts(rows, columns, total, counts[FULL], counts[PARTIAL])

@@ -76,7 +76,7 @@ class ReferenceBackend(Backend):
         order = memory_order(call.q, call.v.shape[3])
         if torch.is_grad_enabled():
             q, k, v = map(_ordered, (call.q, call.k, call.v))
-            call = replace(call, q=q, k=k, v=v)
+            call = call._replace(q=q, k=k, v=v)
         inputs = (call.q, call.k, call.v, *call.tensors.values(), *call.params.values())
         anchors = [x for x in inputs if isinstance(x, torch.Tensor) and x.requires_grad]
         out, lse = attend_pairs(program, call, self._dense(program, call))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -78,8 +77,8 @@ def _other_calls(lowered: Lowered, call: Call, task: Task) -> list[tuple[str, Ca
     single = {name: getattr(call, name).float() for name in ("q", "k", "v")}
     half = {name: getattr(call, name).half() for name in ("q", "k", "v")}
     found = [
-        ("in fp16", replace(call, **half), Wants()),
-        ("in fp32", replace(call, **single), Wants()),
+        ("in fp16", call._replace(**half), Wants()),
+        ("in fp32", call._replace(**single), Wants()),
     ]
     tensors = frozenset(str(gradient.load.value) for gradient in lowered.derivative.tensors)
     params = frozenset(gradient.name for gradient in lowered.derivative.params)
@@ -92,7 +91,7 @@ def _other_calls(lowered: Lowered, call: Call, task: Task) -> list[tuple[str, Ca
         names = ", ".join([*sorted(tensors), *sorted(params)])
         learned = Wants(tensors=tensors, params=params)
         found.append((f"with gradients of {names}", call, learned))
-        found.append((f"with gradients of {names} in fp16", replace(call, **half), learned))
-    found.append(("with out_dtype=torch.float32", replace(call, wide=True), Wants()))
-    found.append(("with deterministic=True", replace(call, deterministic=True), Wants()))
+        found.append((f"with gradients of {names} in fp16", call._replace(**half), learned))
+    found.append(("with out_dtype=torch.float32", call._replace(wide=True), Wants()))
+    found.append(("with deterministic=True", call._replace(deterministic=True), Wants()))
     return found

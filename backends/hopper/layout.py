@@ -135,7 +135,7 @@ def _of_backward(job: Job, call: Call, config: Config) -> dict[str, torch.Tensor
     rows = torch.empty(batch * heads * padded, device=call.q.device)
     found = {"lse_desc": rows, "delta_desc": rows}
     if job.facts.stores_ds:
-        stored_ds = empty_ds(replace(call, q=call.q.to("meta")), config)
+        stored_ds = empty_ds(call._replace(q=call.q.to("meta")), config)
         found["slopes_desc"] = stored_ds.values.flatten(0, 2)
     return found
 

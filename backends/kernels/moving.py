@@ -64,7 +64,7 @@ def moving_of(lowered: Lowered, call: Call, moved: Tangents) -> Moving:
         if name in moved.captures and moved.captures[name].numel()
     }
     tensors = {moved_name(program, name): tangent for name, tangent in captures.items()}
-    call = replace(call, tensors={**call.tensors, **tensors})
+    call = call._replace(tensors={**call.tensors, **tensors})
     return Moving(lowered, call, operands, tuple(captures))
 
 

@@ -73,7 +73,7 @@ class WidenedBackend(Backend):
             x.new_empty((1, 1, 1, 1)).expand(*x.shape[:3], -(-width // _STEP) * _STEP)
             for x in (call.q, call.k)
         )
-        self.kernels.check(lowered.contractions.wide, replace(call, q=q, k=k))
+        self.kernels.check(lowered.contractions.wide, call._replace(q=q, k=k))
 
     def forward(self, lowered: Lowered, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
         """See :class:`~attndsl.backends.base.Backend`."""
@@ -243,8 +243,7 @@ class Wide:
         q = _joined(call.q, [rows.scaled(self._factor) for rows in self._queries])
         k = _joined(k, [rows.scaled(1.0) for rows in self._keys])
         program = self.lowered.program
-        self.call = replace(
-            call, q=q, k=k, v=v,
+        self.call = call._replace(q=q, k=k, v=v,
             sizes=sizes,
             tensors={decl.name: call.tensors[decl.name] for decl in program.tensors},
             params={decl.name: call.params[decl.name] for decl in program.params},
@@ -348,8 +347,8 @@ def _is_by_head(term: Term) -> bool:
 def _with_heads_of_keys(call: Call) -> Call:
     """``call`` as if each key head had one query head."""
     batch, _, q_len, width = call.q.shape
-    return replace(
-        call, q=call.q.new_empty((1, 1, 1, width)).expand(batch, call.k.shape[1], q_len, width)
+    return call._replace(
+        q=call.q.new_empty((1, 1, 1, width)).expand(batch, call.k.shape[1], q_len, width)
     )
 
 

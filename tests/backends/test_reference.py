@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 import pytest
 import torch
@@ -176,12 +175,12 @@ def test_offsets_and_maps_give_logical_positions():
     call = make_call(q_offset=20, kv_offset=5)
     expected = by_hand(call, lambda s: s + (Q + 20 - KV - 5).double() * 0.1, Q + 20 >= KV + 5)[0]
     exact(BACKEND.forward(text, call)[0], expected)
-    as_tensors = replace(
-        call, q_offset=torch.tensor(20), kv_offset=torch.tensor(5, dtype=torch.int32)
+    as_tensors = call._replace(
+        q_offset=torch.tensor(20), kv_offset=torch.tensor(5, dtype=torch.int32)
     )
     exact(BACKEND.forward(text, as_tensors)[0], expected)
-    mapped = replace(
-        call, q_offset=0, q_index=torch.arange(20, 29), kv_index=torch.arange(5, 12).int()
+    mapped = call._replace(
+        q_offset=0, q_index=torch.arange(20, 29), kv_index=torch.arange(5, 12).int()
     )
     exact(BACKEND.forward(text, mapped)[0], expected)
 

@@ -143,7 +143,7 @@ def run_tangent(
     q, k, v = inputs.points
     width = v.shape[3]
     call = example_call(lowered, 64, 64 * width // WIDTH, dtype, {})
-    call = replace(call, q_offset=run.origins[0], kv_offset=run.origins[1], scale=scale)
+    call = call._replace(q_offset=run.origins[0], kv_offset=run.origins[1], scale=scale)
     facts = specialised(lowered, call, moving_operands=moving)
     kernel = Kernel("forward_tangent", lowered, facts, config)
     shown, constants, flags = config, tile_sizes(config, WIDTH, width), dict(run.flags)

@@ -56,7 +56,7 @@ def part(device, start, q_offset=0, kv_offset=0, index=False, **captures) -> Cal
         }
     else:
         positions = {"q_offset": torch.tensor(q_offset, device=device), "kv_offset": kv_offset}
-    return replace(call, draws=draws, **positions)
+    return call._replace(draws=draws, **positions)
 
 
 def kept(call: Call) -> torch.Tensor:
@@ -98,7 +98,7 @@ def test_gradients_of_a_part(device, name):
     shapes = {"gain": (2,), "bias": (24, 16), "table": (5,), "near": (5,)}
     captures = {name: torch.randn(shape, device=device) for name, shape in shapes.items()}
     sizes = {**call.sizes, "n": 5}
-    call = replace(call, q=q, k=k, v=v, sizes=sizes, tensors=captures, q_offset=0)
+    call = call._replace(q=q, k=k, v=v, sizes=sizes, tensors=captures, q_offset=0)
     inputs = {"q": q, "k": k, "v": v, **captures}
     leaves = {n: x.double().cpu().requires_grad_() for n, x in inputs.items()}
     rows, columns = torch.arange(24)[:, None], torch.arange(16)

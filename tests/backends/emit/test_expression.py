@@ -228,7 +228,7 @@ def test_no_dim_of_an_empty_tensor_is_stepped_along() -> None:
     """Kernels get one zero in its place."""
     decl = TensorDecl("t", DType.FLOAT, (size("heads"), size("n")))
     program = Program(load("t", DType.FLOAT, H, KV), tensors=(decl,))
-    call = replace(_call(), tensors={"t": torch.empty(2, 0)})
+    call = _call()._replace(tensors={"t": torch.empty(2, 0)})
     (capture,) = facts_of(program, call).captures
     assert capture.unit_dims == frozenset()
 

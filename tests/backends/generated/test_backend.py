@@ -90,7 +90,7 @@ def test_texts_are_of_the_first_family_or_refused(backend):
     with pytest.raises(UnsupportedError, match="several queries") as refusal:
         source_of(backend.families, LOWERED, call, "forward", Wants())
     assert "backend='triton'" in str(refusal.value)
-    one = replace(call, q=call.q[:, :, :1], k=call.k, v=call.v)
+    one = call._replace(q=call.q[:, :, :1], k=call.k, v=call.v)
     text = source_of(backend.families, LOWERED, one, "forward", Wants())
     assert text == source_of((Portable(),), LOWERED, one, "forward", Wants())
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 
@@ -56,7 +54,7 @@ CASES = {
 def call_of(text, **changes):
     lowered = attndsl.compile(text).lowered
     call = example_call(lowered, 16, 16, torch.float32, {})
-    return lowered, replace(call, **changes)
+    return lowered, call._replace(**changes)
 
 
 def where(lowered, call):

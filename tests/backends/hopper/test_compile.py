@@ -102,19 +102,19 @@ SCRIPT = textwrap.dedent(
         lowered = lower(Source(TEXTS[case]), {})
         call = example_call(lowered, head_dim, value_dim or head_dim, getattr(torch, dtype), {})
         if indexed:
-            call = replace(call, q_index=torch.arange(2), kv_offset=torch.tensor(3))
+            call = call._replace(q_index=torch.arange(2), kv_offset=torch.tensor(3))
         if part:
             batch, heads, q_len, _ = call.q.shape
             sizes = {**call.sizes, "batch": 3 * batch, "heads": 2 * heads, "q_len": 5 * q_len}
             sizes["kv_heads"] = 2 * call.k.shape[1]
             if part == "entries":
                 firsts = torch.zeros(batch, dtype=torch.int64)
-                call = replace(call, q_offset=firsts, part=Part(batch, heads, kv_lengths=firsts))
+                call = call._replace(q_offset=firsts, part=Part(batch, heads, kv_lengths=firsts))
             else:
-                call = replace(call, q_offset=64, part=Part(batch, heads, frozenset("q")))
-            lowered, call = localised(lowered, replace(call, sizes=sizes))
+                call = call._replace(q_offset=64, part=Part(batch, heads, frozenset("q")))
+            lowered, call = localised(lowered, call._replace(sizes=sizes))
         if drawn:
-            call = replace(call, draws=Draws(8, 1, 2, 32, 256))
+            call = call._replace(draws=Draws(8, 1, 2, 32, 256))
         target = parse_target("cuda:90")
         if tiles:
             rows = [x.new_empty(2, 2, 64, x.shape[3]) for x in (call.q, call.k, call.v)]
@@ -124,7 +124,7 @@ SCRIPT = textwrap.dedent(
                 )
                 for name, x in call.tensors.items()
             }
-            call = replace(call, q=rows[0], k=rows[1], v=rows[2], tensors=tensors)
+            call = call._replace(q=rows[0], k=rows[1], v=rows[2], tensors=tensors)
         facts = with_forms(facts_of(lowered.program, call), lowered.program, target)
         facts = replace(
             facts, stores_ds=stored, adds_diagonals=summed, moving_operands=moving,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -71,7 +70,7 @@ def call_of(text, captures, dim=64, dtype=BF16, kv_len=KV_LEN, **changes):
     k = torch.zeros(BATCH, KV_HEADS, kv_len, dim, dtype=dtype)
     sizes = {**call.sizes, "q_len": Q_LEN, "kv_len": kv_len}
     changes = {"tensors": tensors, "sizes": sizes} | changes
-    return lowered, replace(call, q=q, k=k, v=k, **changes)
+    return lowered, call._replace(q=q, k=k, v=k, **changes)
 
 
 def wants_of(lowered):
@@ -117,7 +116,7 @@ def test_calls_that_portable_kernels_run_have_their_shares():
     wants = Wants(tensors=frozenset("t"))
     assert backend._plan(lowered, call, wants).lines.tensors == {"t"}
     odd = torch.zeros(BATCH, HEADS, Q_LEN, 65, dtype=BF16)[..., :64]
-    for other in (replace(call, q=odd), replace(call, deterministic=True)):
+    for other in (call._replace(q=odd), call._replace(deterministic=True)):
         found = backend._plan(lowered, other, wants)
         assert found.lines.tensors == frozenset()
         assert found.distances.tensors == {"t"}

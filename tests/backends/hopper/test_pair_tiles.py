@@ -42,7 +42,7 @@ def call_of(text, tensors, **changes):
     call = example_call(lowered, 64, 64, torch.bfloat16, tensors)
     q = torch.empty(BATCH, HEADS, Q_LEN, 64, dtype=torch.bfloat16)
     k = torch.empty(BATCH, KV_HEADS, KV_LEN, 64, dtype=torch.bfloat16)
-    return lowered, replace(call, q=q, k=k, v=k, **changes)
+    return lowered, call._replace(q=q, k=k, v=k, **changes)
 
 
 def padded(*shape, dtype=torch.bfloat16, by=8):
@@ -98,7 +98,7 @@ def test_dims_of_one_element_and_of_stride_zero_are_none():
 
 def test_one_row_has_a_stride_that_is_possible():
     lowered, call = call_of(BIAS, {"bias": torch.zeros(HEADS, 1, KV_LEN).bfloat16()})
-    call = replace(call, q=call.q[:, :, :1])
+    call = call._replace(q=call.q[:, :, :1])
     (tile,) = pair_tiles(lowered, call, Task.FORWARD)
     assert window(tile, call).stride() == (KV_LEN, 16, 1)
 
@@ -132,7 +132,7 @@ def test_tensors_that_are_copied_first(name):
     assert room.shape == own.shape
     # A forward saves less: two batch entries are too few, four are not, of half of the pairs are.
     assert pair_tiles(lowered, call, Task.FORWARD) == ()
-    call = replace(call, q=call.q.repeat(2, 1, 1, 1))
+    call = call._replace(q=call.q.repeat(2, 1, 1, 1))
     assert pair_tiles(lowered, call, Task.FORWARD) == (tile,)
     lowered = attndsl.compile("mask = causal(); " + BIAS).lowered
     assert pair_tiles(lowered, call, Task.FORWARD) == ()
@@ -252,8 +252,8 @@ def test_from_positions_within_the_tensor():
 
 def chosen(text, tensors, direction, dim=128):
     lowered, call = call_of(text, tensors)
-    call = replace(call, q=call.q.repeat(1, 1, 1, dim // 64), k=call.k.repeat(1, 1, 1, dim // 64))
-    call = replace(call, v=call.k)
+    call = call._replace(q=call.q.repeat(1, 1, 1, dim // 64), k=call.k.repeat(1, 1, 1, dim // 64))
+    call = call._replace(v=call.k)
     facts = facts_of(lowered.program, call)
     facts = with_forms(facts, lowered.program, parse_target("cuda:90"))
     return lowered, with_pair_tiles(facts, lowered, call, task_of(direction))
@@ -334,9 +334,9 @@ def test_calls_from_other_positions_have_other_views():
     family = Hopper()
     _, call = call_of(BIAS, {"bias": padded(HEADS, 2 * Q_LEN, KV_LEN)})
     assert family.places(call) == ()
-    places = {family.places(replace(call, q_offset=n)) for n in (1, 2)}
+    places = {family.places(call._replace(q_offset=n)) for n in (1, 2)}
     assert len(places) == 2
-    assert family.places(replace(call, q_offset=torch.tensor(1))) == (0,)
+    assert family.places(call._replace(q_offset=torch.tensor(1))) == (0,)
     plain = Call(call.q, call.k, call.v, 1.0, {}, q_offset=3)
     assert family.places(plain) == ()
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 from support import backward_text
@@ -39,7 +37,7 @@ def part_of(arguments, **location) -> OfPart:
         lengths = location.get("kv_lengths")
         part = Part(batch, heads, frozenset("q"), kv_lengths=lengths)
         positions = {"q_offset": location.get("q_offset", 16)}
-        return localised(lowered, replace(call, sizes=sizes, part=part, **positions))
+        return localised(lowered, call._replace(sizes=sizes, part=part, **positions))
 
     numbers = {"whole_batch": 3, "whole_heads": 8, "whole_kv_heads": 8, "whole_q_len": 100}
     numbers |= {"b_offset": B, "h_offset": H, "hkv_offset": H}

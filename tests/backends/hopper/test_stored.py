@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -35,7 +34,7 @@ def call_of(indices, use="score = score + {}", dim=64, dtype=BF16, own=FP32, **c
     call = example_call(lowered, dim, dim, dtype, {"t": t})
     q = torch.zeros(BATCH, HEADS, Q_LEN, dim, dtype=dtype)
     k = torch.zeros(BATCH, KV_HEADS, KV_LEN, dim, dtype=dtype)
-    return lowered, replace(call, q=q, k=k, v=k, **changes)
+    return lowered, call._replace(q=q, k=k, v=k, **changes)
 
 
 STORED = {
@@ -115,7 +114,7 @@ def test_tensors_share_what_is_stored():
     _, call = call_of(("h", "q", "kv"))
     t = torch.zeros(HEADS, Q_LEN, KV_LEN)
     u = torch.zeros(Q_LEN, KV_LEN, dtype=BF16)
-    call = replace(call, tensors={"t": t, "u": u, "w": t})
+    call = call._replace(tensors={"t": t, "u": u, "w": t})
     found = shares_of(lowered, call, Wants(tensors=frozenset("tuw")))
     assert {own.tensors for own in found.stored} == {frozenset("t"), frozenset("u")}
     assert [own.tensors for own in found.pairs] == [frozenset("w")]
@@ -126,7 +125,7 @@ def test_calls_that_portable_kernels_run_store_nothing():
     lowered, call = call_of(("h", "q", "kv"))
     assert backend._plan(lowered, call, Wants(tensors=T)).lines.stores_ds
     odd = torch.zeros(BATCH, HEADS, Q_LEN, 65, dtype=BF16)[..., :64]
-    for other in (replace(call, q=odd), replace(call, deterministic=True)):
+    for other in (call._replace(q=odd), call._replace(deterministic=True)):
         found = backend._plan(lowered, other, Wants(tensors=T))
         assert not found.lines.stores_ds
         assert [own.tensors for own in found.pairs] == [T]

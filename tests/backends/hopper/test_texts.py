@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -304,7 +303,7 @@ def test_explanations_say_what_calls_do(head_dim):
         assert ("hopper kernels" in line) == (refused is None)
         assert refused is None or line.endswith(f": {refused}")
     usual = why_portable(lowered, call, "backward") is None
-    again = why_portable(lowered, replace(call, deterministic=True), "backward") is None
+    again = why_portable(lowered, call._replace(deterministic=True), "backward") is None
     assert (DETERMINISTIC in lines) == (usual and not again)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import replace
 
 import pytest
 import torch
@@ -49,6 +48,6 @@ def test_results_in_fp32():
 
     half, wide = "*bf16", "*fp32"
     assert types(call, Wants()) == [half] * 8 + [wide]
-    own = replace(call, wide=True)
+    own = call._replace(wide=True)
     assert types(own, Wants()) == [wide] * 2 + [half] * 6 + [wide]
     assert types(call, Wants(wide=True)) == [half] * 2 + [wide] * 3 + [half] * 3 + [wide]

@@ -44,7 +44,7 @@ def test_kinds_found_are_those_of_brute_force(device, text, sizes):
     call = call_of(lowered, length, length, seg=seg)
     wanted = true_kinds(lowered, call, *sizes)
     q = torch.empty(1, 1, length, 1, device=device)
-    call = replace(call, q=q, k=q, v=q, tensors={"seg": seg.to(device)})
+    call = call._replace(q=q, k=q, v=q, tensors={"seg": seg.to(device)})
     modules = Modules(default_cache())
     facts = facts_of(lowered.program, call)
     found = find_kinds(
@@ -78,7 +78,7 @@ def test_lists_tell_of_parts_of_rows(device, block_m, parts, length):
     seg = torch.arange(length) // 60
     call = call_of(lowered, length, length, seg=seg)
     q = torch.empty(1, 1, length, 1, device=device)
-    call = replace(call, q=q, k=q, v=q, tensors={"seg": seg.to(device)})
+    call = call._replace(q=q, k=q, v=q, tensors={"seg": seg.to(device)})
     modules = Modules(default_cache())
     facts = facts_of(lowered.program, call)
     own = torch.device(device)

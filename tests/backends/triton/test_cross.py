@@ -87,7 +87,7 @@ WIDE_BOUNDS = textwrap.dedent(
     captures = {"n": torch.zeros(2, dtype=torch.int64) if case == "lengths" else 1 << 40}
     call = example_call(lowered, 16, 16, torch.float32, captures)
     if case == "offset":
-        call = replace(call, q_offset=torch.tensor(200), kv_offset=3)
+        call = call._replace(q_offset=torch.tensor(200), kv_offset=3)
     configs = dict.fromkeys(DIRECTIONS, (Config(size, size, 4, 1),))
     facts = facts_of(lowered.program, call)
     for kernel in cross_compile(lowered, facts, "cuda:90", configs, DIRECTIONS):
@@ -112,7 +112,7 @@ RESULTS_IN_FP32 = textwrap.dedent(
     call = example_call(lowered, 32, 32, torch.bfloat16, {})
     for wide in (False, True):
         facts = replace(
-            facts_of(lowered.program, replace(call, wide=wide)), aligned=True,
+            facts_of(lowered.program, call._replace(wide=wide)), aligned=True,
             wide_gradients=wide,
         )
         for kernel in cross_compile(lowered, facts, "cuda:90", configs, configs):
@@ -194,7 +194,7 @@ PARTS = textwrap.dedent(
         offsets["q_offset"] = 5
     elif case == "positions":
         offsets = {"q_offset": torch.tensor(5), "kv_offset": torch.tensor(7)}
-    moved, call = localised(lowered, replace(call, sizes=sizes, part=part, **offsets))
+    moved, call = localised(lowered, call._replace(sizes=sizes, part=part, **offsets))
     facts = replace(facts_of(moved.program, call), aligned=True)
     learned = tuple(decl.name for decl in lowered.program.tensors)
     facts = replace(facts, tensor_gradients=learned)

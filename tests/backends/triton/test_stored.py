@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 import textwrap
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -101,7 +101,7 @@ def run(text: str, tensors: dict[str, torch.Tensor], names: str, sizes: Sizes, *
     q = torch.randn(sizes.batch, sizes.heads, sizes.q_len, 16).bfloat16()
     k = torch.randn(sizes.batch, sizes.kv_heads, sizes.kv_len, 16).bfloat16()
     slopes = more.pop("slopes")
-    call = replace(call, q=q, k=k, v=k, **more)
+    call = call._replace(q=q, k=k, v=k, **more)
     shares = shares_of(lowered, call, Wants(tensors=frozenset(names)))
     assert frozenset().union(*(own.tensors for own in shares.stored)) == frozenset(names)
     backend = triton_backend(default_cache())

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 from support.brute import call_of, lowered_of, true_kinds
@@ -55,6 +53,6 @@ def test_looked_up_positions_have_cells_too() -> None:
     lowered = lowered_of("tensor m[r, c]: bool\nmask = m[q // 16, kv // 8]")
     call = call_of(lowered, 100, 100, m=BLOCKS)
     index = torch.randint(0, 300, (100,), generator=torch.Generator().manual_seed(1))
-    call = replace(call, q_index=index, kv_index=index.flip(0))
+    call = call._replace(q_index=index, kv_index=index.flip(0))
     found = kinds_by_bounds(lowered.sparsity, grid_of(call, 16, 32))
     assert torch.equal(found, true_kinds(lowered, call, 16, 32))
