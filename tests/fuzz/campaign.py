@@ -21,7 +21,7 @@ from .program import Apply, Dot, Invoke, Load, Masked, everything
 from .shrink import shrink
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from .program import Case
 
@@ -170,32 +170,35 @@ def operators_of(case: Case) -> frozenset[str]:
     return frozenset(found)
 
 
-def run(plan: Plan, progress: Callable[[str], None] | None = None, every: float = 10.0) -> Report:
-    """Run a plan. An interrupt ends it early: the report says so, and has all that was found.
+def run(
+    plan: Plan,
+    progress: Callable[[str], None] | None = None,
+    every: float = 10.0,
+    stopped: Callable[[], bool] = lambda: False,
+) -> Report:
+    """Run a plan.
 
     Args:
         plan: What to run.
         progress: Called with a line now and then, and with each failure's reproduction.
         every: Seconds between such lines.
+        stopped: Whether to end early. The report then says so, and has all cases until then.
     """
     report, say = Report(), progress or (lambda line: None)
     begin = time.monotonic()
     jobs = [(seed, place) for seed in range(plan.seed, plan.seed + plan.count)
             for place in plan.places]  # fmt: skip
-    found = _alone(jobs, plan, begin) if plan.processes <= 1 else _together(jobs, plan, begin)
+    runner = _alone if plan.processes <= 1 else _together
+    found = runner(jobs, plan, begin, stopped)
     last = begin
-    try:
-        for item in found:
-            report.add(item)
-            if item.outcome.verdict.failed:
-                say(f"--- seed {item.seed}\n{item.reproduction}\n")
-            if time.monotonic() - last > every:
-                last = time.monotonic()
-                say(f"{report.cases} cases, {len(report.failures)} failures, {last - begin:.0f} s")
-    except KeyboardInterrupt:
-        report.interrupted = True
-    finally:
-        found.close()
+    for item in found:
+        report.add(item)
+        if item.outcome.verdict.failed:
+            say(f"--- seed {item.seed}\n{item.reproduction}\n")
+        if time.monotonic() - last > every:
+            last = time.monotonic()
+            say(f"{report.cases} cases, {len(report.failures)} failures, {last - begin:.0f} s")
+    report.interrupted = stopped()
     report.seconds = time.monotonic() - begin
     return report
 
@@ -212,12 +215,12 @@ def _one_thread() -> Iterator[None]:
 
 
 def _alone(
-    jobs: Sequence[tuple[int, Place]], plan: Plan, begin: float
-) -> Generator[Found, None, None]:
+    jobs: Sequence[tuple[int, Place]], plan: Plan, begin: float, stopped: Callable[[], bool]
+) -> Iterator[Found]:
     hasten()
     with _one_thread():
         for seed, place in jobs:
-            if time.monotonic() - begin > 60 * plan.minutes:
+            if stopped() or time.monotonic() - begin > 60 * plan.minutes:
                 return
             yield try_seed(seed, place, plan.shrinking)
 
@@ -263,15 +266,15 @@ def _serve(jobs: multiprocessing.Queue, found: multiprocessing.Queue, shrinking:
 
 
 def _together(
-    jobs: Sequence[tuple[int, Place]], plan: Plan, begin: float
-) -> Generator[Found, None, None]:
+    jobs: Sequence[tuple[int, Place]], plan: Plan, begin: float, stopped: Callable[[], bool]
+) -> Iterator[Found]:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     context = multiprocessing.get_context("spawn")
     left = iter(jobs)
     end = begin + 60 * plan.minutes
     workers = [_Worker(context, plan) for _ in range(plan.processes)]
     try:
-        while True:
+        while not stopped():
             now, idle = time.monotonic(), True
             for at, worker in enumerate(workers):
                 if worker.job is not None:
@@ -291,8 +294,10 @@ def _together(
                 break
             if idle:
                 time.sleep(_IDLE)
-        for worker in busy:
-            assert worker.job is not None
+        now = time.monotonic()
+        for worker in workers:
+            if worker.job is None:
+                continue
             outcome = Outcome(Verdict.UNFIT, "unfinished", seconds=now - worker.begin)
             yield Found(*worker.job, outcome, frozenset())
     finally:

@@ -12,6 +12,10 @@ import random
 import signal
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 _DTYPES = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32", "fp64": "float64"}
 
@@ -30,6 +34,23 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--parts", action="store_true", help="calls are cut into parts")
     parser.add_argument("--operators", action="store_true", help="how often each stands")
     return parser.parse_args()
+
+
+def _signals() -> Callable[[], bool]:
+    """Whether the keyboard, or a limit of time (``timeout``), asked to stop.
+
+    An exception between any two instructions would leave queues of workers half made. The second
+    interrupt from the keyboard is one all the same.
+    """
+    caught = []
+
+    def note(number: int, frame: object) -> None:
+        caught.append(number)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, note)
+    return lambda: bool(caught)
 
 
 def main() -> int:
@@ -51,9 +72,7 @@ def main() -> int:
         for dtype in given.dtype.split(",")
     )
     plan = Plan(places, given.count, seed, given.processes, given.minutes, given.shrink)
-    # What ends a run after some time (``timeout``) is as good as an interrupt from the keyboard.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-    report = run(plan, lambda line: print(line, flush=True), given.every)
+    report = run(plan, lambda line: print(line, flush=True), given.every, _signals())
     if given.operators:
         print(", ".join(f"{name} {count}" for name, count in report.operators.most_common()))
     print(table(report))
