@@ -21,9 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import worker
-
 import common
+import worker
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -352,17 +351,8 @@ def main() -> int:
             flush=True,
         )
         common.write("attention", "cuda", list(rows.values()), output)
-    names = [
-        "case",
-        "direction",
-        "B",
-        "H",
-        "Hkv",
-        "S",
-        "D",
-        *(f"{c}_ms" for c in columns),
-        "difference",
-    ]
+    times = [f"{c}_ms" for c in columns]
+    names = ["case", "direction", "B", "H", "Hkv", "S", "D", *times, "difference"]
     common.print_table(list(rows.values()), names)
     return 0
 

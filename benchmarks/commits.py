@@ -1,9 +1,9 @@
 """Kernels of two commits by turns on one GPU: what a change costs.
 
-    git worktree add /tmp/sources 1a0a7c2
-    pip install --no-deps --target /tmp/1a0a7c2 /tmp/sources
-    pip install --no-deps --target /tmp/now .
-    python benchmarks/commits.py /tmp/1a0a7c2 /tmp/now [--cases causal,alibi] [--rounds 3]
+    git worktree add ../before COMMIT
+    pip install --no-deps --target ../COMMIT ../before
+    pip install --no-deps --target ../now .
+    python benchmarks/commits.py ../COMMIT ../now [--cases causal,alibi] [--rounds 3]
 
 Each folder has one installed package, and its name stands in the result. Every round measures all
 rows with the one and then with the other, each in a process of its own, as ``attention.py``
@@ -16,18 +16,16 @@ within the spread is none.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
-import subprocess
 import sys
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import attention
-
 import common
+import worker
 
 CASES = "full,causal,softcap,documents1000"
 SHAPES = "2x16x8192x64,2x16x8192x128"
@@ -35,27 +33,17 @@ NAMES = ("before", "after")
 COLUMNS = ["case", "direction", "B", "H", "S", "D", "before_ms", "after_ms", "change", "spread"]
 WORKER = Path(attention.__file__)
 
-Cell = dict[str, Any]
 Key = tuple[str, tuple[int, ...], str]
 
 
-def measured(folder: Path, cells: list[Cell], quick: bool) -> dict[Key, float | str]:
-    """What a process that imports the package of ``folder`` finds: ms, or why there are none."""
-    command = [sys.executable, str(WORKER), "--worker", json.dumps(cells), *["--quick"] * quick]
+def measured(folder: Path, cells: list[worker.Cell], quick: bool) -> dict[Key, float | str]:
+    """What processes that import the package of ``folder`` find: ms, or why there are none."""
     rest = os.environ.get("PYTHONPATH")
     paths = os.pathsep.join([str(folder.resolve()), *([rest] if rest else [])])
-    done = subprocess.run(
-        command, env={**os.environ, "PYTHONPATH": paths}, stdout=subprocess.PIPE, text=True
+    answers = worker.measured(
+        WORKER, cells, ["--quick"] * quick, environ={**os.environ, "PYTHONPATH": paths}
     )
-    found: dict[Key, float | str] = {
-        _key(cell): f"the process ended with code {done.returncode}" for cell in cells
-    }
-    for line in done.stdout.splitlines():
-        if line.startswith('{"cell"'):
-            message = json.loads(line)
-            result = message["found"]
-            found[_key(message["cell"])] = result.get("ms", result.get("why"))
-    return found
+    return {_key(cell): found["why"] if "why" in found else found["ms"] for cell, found in answers}
 
 
 def row_of(
@@ -99,6 +87,8 @@ def main() -> int:
     unknown = set(options.cases.split(",")) - set(attention.CASES)
     if unknown:
         parser.error(f"there is no case {min(unknown)}; there are: {', '.join(attention.CASES)}")
+    if options.rounds < 1:
+        parser.error(f"--rounds is {options.rounds}: a change is seen in one round or more")
     try:
         shapes = [attention.parse_shape(text) for text in options.shapes.split(",")]
     except ValueError as error:
@@ -129,7 +119,7 @@ def main() -> int:
     return int(any(row["before_ms"] is None or row["after_ms"] is None for row in rows))
 
 
-def _key(cell: Cell) -> Key:
+def _key(cell: worker.Cell) -> Key:
     return cell["case"], tuple(cell["shape"]), cell["direction"]
 
 

@@ -1,6 +1,6 @@
 """Short and odd shapes beside cuDNN, FlashAttention-2 and FlexAttention, and what the GPU allows.
 
-    python benchmarks/short.py [--rows ViT-B,Swin] [--quick] [--output FILE]
+    python benchmarks/short.py [--rows "ViT-B;diffusion, cross"] [--quick] [--output FILE]
 
 Each row is one shape and program, each direction a line. All columns of a row take turns in one
 process. ``eager`` is the time of a call as a user makes it, ``device`` that of the same call within
@@ -28,9 +28,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import worker
-
 import common
+import worker
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -436,6 +435,7 @@ def _differences(results: Mapping[str, list[Any]]) -> dict[str, float]:
 def ceilings() -> dict[str, float]:
     """What this GPU does in a second: bytes of a copy, operations of a product, exponentials."""
     import torch
+
     from exponentials import REPEATS, exponentials
 
     source = torch.empty(1 << 30, dtype=torch.int8, device="cuda")

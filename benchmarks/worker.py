@@ -15,7 +15,7 @@ import threading
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from pathlib import Path
 
 Cell = dict[str, Any]
@@ -47,8 +47,9 @@ def serve(cells: Sequence[Cell], measure: Callable[[Cell], Found]) -> None:
 
 
 def measured(
-    script: Path, cells: Sequence[Cell], flags: Sequence[str] = (), seconds: float = CELL_SECONDS
-) -> Iterator[tuple[Cell, Found]]:
+    script: Path, cells: Sequence[Cell], flags: Sequence[str] = (), seconds: float = CELL_SECONDS,
+    environ: Mapping[str, str] = os.environ,
+) -> Iterator[tuple[Cell, Found]]:  # fmt: skip
     """Each cell and what was found; workers are replaced until every cell has an answer.
 
     A worker is ``script --worker CELLS`` with ``flags``, which calls :func:`serve`.
@@ -57,7 +58,7 @@ def measured(
     while left:
         worker = subprocess.Popen(
             [sys.executable, str(script), "--worker", json.dumps(left), *flags],
-            stdout=subprocess.PIPE, text=True, env=os.environ,
+            stdout=subprocess.PIPE, text=True, env=environ,
         )  # fmt: skip
         lines: queue.Queue[str | None] = queue.Queue()
         pump = threading.Thread(target=_pump, args=(worker, lines), daemon=True)

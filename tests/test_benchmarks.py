@@ -516,6 +516,10 @@ def test_commits_take_turns(script, tmp_path, monkeypatch, capsys):
     said = capsys.readouterr().out
     assert "round 3 of 3: after" in said
     assert "after, alibi forward: the process ended with code 3" in said
+    monkeypatch.setattr(sys, "argv", [*sys.argv, "--rounds", "0"])
+    with pytest.raises(SystemExit):
+        commits.main()
+    assert "--rounds is 0" in capsys.readouterr().err
 
 
 def test_commits_need_packages(script, tmp_path, monkeypatch, capsys):
