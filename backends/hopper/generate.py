@@ -69,7 +69,7 @@ def generate(job: Job, loop: LoopPlan, config: Config) -> str:
         config: How many warpgroups share a tile, and whether loops are peeled.
     """
     kernel, lowered, facts = job.kernel, job.lowered, job.facts
-    (task,) = kernel.tasks
+    task = kernel.task
     assert kernel.loop is not None
     if task is Task.FORWARD_TANGENT:
         assert lowered.program.weights is None

@@ -41,19 +41,13 @@ def _text(job: Job, config: Config, loop: LoopPlan, products: Products) -> str:
     return generate(job, loop, config)
 
 
-def _task_of(job: Job) -> Task:
-    """The one task that a kernel has here."""
-    (task,) = job.kernel.tasks
-    return task
-
-
 def _tangent_configs(job: Job, machine: Machine) -> tuple[Config, ...]:
-    return CANDIDATES[_task_of(job)][widest(job.facts)]
+    return CANDIDATES[job.kernel.task][widest(job.facts)]
 
 
 def _configs(job: Job, machine: Machine) -> tuple[Config, ...]:
     """Tile sizes of a forward or backward, in order of preference."""
-    lowered, facts, task = job.lowered, job.facts, _task_of(job)
+    lowered, facts, task = job.lowered, job.facts, job.kernel.task
     # Relative to a maximum that is not followed, weights take fewer registers, columns or not.
     column = lowered.placed.column is not None and facts.dtype != "bf16"
     dropped, own = lowered.program.dropout is not None, lowered.program.weights is not None
@@ -71,13 +65,13 @@ def _configs(job: Job, machine: Machine) -> tuple[Config, ...]:
 
 def _more_configs(found: tuple[Config, ...], job: Job) -> tuple[Config, ...]:
     """Those that are persistent or not instead; backwards above head dim 128 are not."""
-    if _task_of(job) is Task.BACKWARD and widest(job.facts) > 128:
+    if job.kernel.task is Task.BACKWARD and widest(job.facts) > 128:
         return ()
     return tuple(replace(config, persistent=not config.persistent) for config in found)
 
 
 def _parts_of_lists(job: Job, config: Config) -> int:
-    return parts_of_lists(job.lowered, job.facts, _task_of(job), config)
+    return parts_of_lists(job.lowered, job.facts, job.kernel.task, config)
 
 
 KERNELS: tuple[Kernel, ...] = (

@@ -64,8 +64,7 @@ def layout_of(
     kernel, facts = job.kernel, layout.facts
     config = layout.executables[kernel.name].config
     launches = {name: launch_of(executable) for name, executable in layout.executables.items()}
-    (task,) = kernel.tasks
-    blocks = blocks_of(task, facts, config)
+    blocks = blocks_of(kernel.task, facts, config)
     encoders = launches[kernel.name].encoders
     views, copied = {}, []
     for number, tile in enumerate(facts.pair_tiles):

@@ -122,6 +122,12 @@ class Kernel:
     most_work: int | None = None
     """Instructions a pair beyond which another family runs the call; None for any number."""
 
+    @property
+    def task(self) -> Task:
+        """What a kernel of one task does."""
+        (task,) = self.tasks
+        return task
+
     def work_tiles(self, config: Config, sizes: tuple[int, ...]) -> int:
         """How many work tiles a call has: those of its rows, or of its keys if these own tiles.
 

@@ -39,8 +39,7 @@ def job_of(lowered: Lowered, facts: KernelFacts, name: str) -> Job:
 
 def task_of(name: str) -> Task:
     """What the kernel of a name does."""
-    (task,) = HOPPER[name].tasks
-    return task
+    return HOPPER[name].task
 
 
 def text_of(lowered: Lowered, facts: KernelFacts, name: str, loop: LoopPlan, config: Config) -> str:
