@@ -77,7 +77,8 @@ def add_distance_gradients(
     batch, heads, number = sums.shape
     distances = torch.arange(first, first + number, device=sums.device)
     # As if each distance were a query, and its key the position 0.
-    as_queries = call._replace(q=call.q.new_empty((batch, heads, len(distances), 1)),
+    as_queries = call._replace(
+        q=call.q.new_empty((batch, heads, len(distances), 1)),
         k=call.k.new_empty((batch, call.k.shape[1], 1, 1)),
         q_offset=0, kv_offset=0, q_index=distances + call.q_offset - call.kv_offset,
     )  # fmt: skip

@@ -243,7 +243,8 @@ class Wide:
         q = _joined(call.q, [rows.scaled(self._factor) for rows in self._queries])
         k = _joined(k, [rows.scaled(1.0) for rows in self._keys])
         program = self.lowered.program
-        self.call = call._replace(q=q, k=k, v=v,
+        self.call = call._replace(
+            q=q, k=k, v=v,
             sizes=sizes,
             tensors={decl.name: call.tensors[decl.name] for decl in program.tensors},
             params={decl.name: call.params[decl.name] for decl in program.params},
