@@ -140,9 +140,8 @@ def _allowed(value: torch.Tensor, spread: torch.Tensor, dtype: str) -> torch.Ten
     if float(typical) > _ILL * float(size) + 1e-4:
         raise Unfit("ill-conditioned")
     epsilon = torch.finfo(getattr(torch, dtype)).eps
-    # Where a kernel multiplies and adds in one step, equal terms leave a rounding of fp32. In fp64
-    # 1 - y * y of a saturated tanh leaves one of 1, far below what any defect makes.
-    least = {"float64": 1e-13, "float32": 1e-4 * epsilon}.get(dtype, 1e-6)
+    # Where a kernel multiplies and adds in one step, equal terms leave a rounding of fp32.
+    least = 1e-4 * epsilon if dtype in ("float64", "float32") else 1e-6
     return _SLACK * (spread + typical) + 4 * epsilon * (finite.abs() + size) + least
 
 

@@ -56,6 +56,8 @@ class Operation:
     """Which side of a jump or kink the operands are on."""
     lazy: bool = False
     """Whether only the chosen branch is evaluated."""
+    rough: bool = False
+    """Whether the derivative is off by as much where it is small as where it is 1."""
 
 
 def _whole_quotient(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -135,6 +137,8 @@ _FUNCTIONS: dict[str, Callable[..., torch.Tensor]] = {
     "sigmoid": torch.sigmoid, "silu": torch.nn.functional.silu, "gelu": _gelu, "erf": torch.erf,
     "softplus": _softplus,
 }  # fmt: skip
+_OF_RESULT = ("tanh", "sigmoid", "expm1", "gelu")
+"""Their derivatives are sums of the result, or of a part of it, and of 1: torch's are too."""
 _BY_OPERAND = ("sin", "cos", "tan", "gelu", "silu")
 """Computed from sums that cancel, or from what is left of the operand after whole turns."""
 _WHOLE: dict[str, Callable[..., torch.Tensor]] = {
@@ -228,6 +232,7 @@ OPERATIONS = (
         Operation(
             word, (FLOAT,), FLOAT, rule,
             rounding=Rounding.OPERAND if word in _BY_OPERAND else Rounding.ALWAYS,
+            rough=word in _OF_RESULT,
         )
         for word, rule in _FUNCTIONS.items()
     ),

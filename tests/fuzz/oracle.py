@@ -109,6 +109,14 @@ class Errors:
         factors = [torch.where(inexact, self.factor(x, size), 1.0) for _ in range(2)]
         return _Err.apply(x, *factors)
 
+    def sloped(self, found: torch.Tensor, operand: torch.Tensor) -> torch.Tensor:
+        """``found`` with an absolute error of its derivative by ``operand``."""
+        if self.precision is EXACT or self.masking:
+            return found
+        slope = self.factor(operand.detach(), self.precision.function) - 1
+        finite = torch.where(operand.isfinite(), operand, 0.0)
+        return found + (finite - finite.detach()) * slope
+
     def decide(self, found: torch.Tensor) -> None:
         found = found.detach()
         if found.is_floating_point() and bool(found.isnan().any()):
@@ -259,7 +267,10 @@ class Interpreter:
             inside = args[0].detach().abs() < _LARGE
             if not bool(inside.all()):
                 raise Unfit("an int of a float that does not fit")
-        return self.errors.operated(operation.rule(*args), operation.rounding, args[0])
+        found = operation.rule(*args)
+        if operation.rough:
+            found = self.errors.sloped(found, args[0])
+        return self.errors.operated(found, operation.rounding, args[0])
 
 
 @dataclass(frozen=True, slots=True)
