@@ -346,6 +346,8 @@ class Calls:
 
         # Flex compiles once for each shape and program, more often than the limit expects.
         torch._dynamo.config.cache_size_limit = 512
+        # A backward is run many times.
+        torch._functorch.config.donated_buffer = False
         row = self._row
         score, mask = flex_functions(row.program, row.heads, self._lengths)
         batch = row.batch if row.program == "padding" else None

@@ -41,10 +41,11 @@ def choose_backend(
 ) -> tuple[Backend, str]:
     """The backend for tensors of ``dtype`` on ``device``, and the reason in words.
 
-    ``auto`` means ``hopper`` on Hopper GPUs (``triton`` where this Triton cannot load Gluon),
-    ``triton`` on other GPUs, and ``cpu`` on CPUs. In fp64, which no kernel computes in, it means
-    ``cpu`` on all devices. In checked mode it means ``reference`` in place of ``cpu``. A backend
-    that fails is never replaced silently.
+    ``auto`` means ``hopper`` on Hopper GPUs (``triton`` where this Triton cannot load Gluon), with
+    the kernels of ``short`` where all keys of a head fit a program. It means ``triton`` on other
+    GPUs, and ``cpu`` on CPUs. In fp64, which no kernel computes in, it means ``cpu`` everywhere. In
+    checked mode it means ``reference`` in place of ``cpu``. A backend that fails is
+    never replaced silently.
 
     Raises:
         BackendError: The backend does not work here; says why.
@@ -62,7 +63,7 @@ def choose_backend(
     refusal = backend.why_not(device)
     if refusal is not None:
         raise BackendError(
-            f"the {name} backend cannot run on {device}: {refusal}",
+            f"the {backend.name} backend cannot run on {device}: {refusal}",
             hint="backend='reference' runs everywhere",
         )
     return backend, reason
@@ -92,7 +93,10 @@ def _default(device: torch.device, dtype: torch.dtype) -> tuple[str, str]:
         missing = why_no_hopper_kernels()
         if missing is not None:
             return "triton", f"the default where Hopper's own kernels cannot be loaded: {missing}"
-        return "hopper", "the default for Hopper GPUs; what it cannot run, the triton kernels do"
+        return _FASTEST, (
+            "the default for Hopper GPUs: short kernels where all keys fit a program, "
+            "triton kernels for what the hopper ones cannot run"
+        )
     return "triton", f"the default for {device.type} tensors"
 
 
@@ -136,6 +140,18 @@ def _hopper(checked: bool) -> Backend:
     return hopper_backend(default_cache())
 
 
+def _short(checked: bool) -> Backend:
+    from attndsl.backends.generated.for_short import short_backend
+
+    return short_backend(default_cache())
+
+
+def _fastest(checked: bool) -> Backend:
+    from attndsl.backends.generated.for_hopper import fastest_backend
+
+    return fastest_backend(default_cache())
+
+
 def _nothing_missing() -> str | None:
     return None
 
@@ -160,7 +176,10 @@ _KNOWN = {
     "cpu": _Known(_cpu),
     "triton": _Known(_triton, generated=True),
     "hopper": _Known(_hopper, generated=True, missing=_missing_for_hopper),
+    "short": _Known(_short, generated=True),
 }
+_FASTEST = "auto"
+"""What ``auto`` runs on Hopper GPUs has no other name."""
 BACKENDS = tuple(_KNOWN)
 """Names of the backends of this version."""
 GENERATED = tuple(name for name, known in _KNOWN.items() if known.generated)
@@ -176,7 +195,7 @@ def why_not_loaded(name: str) -> str | None:
 def get_backend(name: str, checked: bool = False) -> Backend:
     """The one object of a backend in this process; it holds the compiled kernels."""
     try:
-        return _KNOWN[name].make(checked)
+        return _fastest(checked) if name == _FASTEST else _KNOWN[name].make(checked)
     except ImportError as error:
         raise BackendError(
             f"Triton cannot be imported: {error}", hint="install triton, or use backend='reference'"

@@ -131,6 +131,14 @@ class KeyTile(NamedTuple):
     exists: Any
 
 
+class Piece(NamedTuple):
+    """Some keys of a head with their values, and which key is the first of them."""
+
+    k: Any
+    v: Any
+    first: Any
+
+
 class Pairs(NamedTuple):
     """Logical positions of a tile's queries and keys, and which of both exist; they broadcast."""
 

@@ -172,10 +172,14 @@ _MAX_ROWS = 512
 """Rows of the largest tile; offsets within a tile are below this times the row stride."""
 
 
+def tile_width(head_dim: int) -> int:
+    """Columns of a tile that holds rows of ``head_dim`` elements."""
+    return max(16, int(triton.next_power_of_2(head_dim)))
+
+
 def block_widths(facts: KernelFacts) -> tuple[int, int]:
     """Columns of the tiles that hold rows of q and k, and of v."""
-    d = max(16, int(triton.next_power_of_2(facts.head_dim)))
-    dv = max(16, int(triton.next_power_of_2(facts.value_dim)))
+    d, dv = tile_width(facts.head_dim), tile_width(facts.value_dim)
     if not facts.aligned:
         # Triton 3.6 multiplies by wrong elements of v where its tile is narrower than k's and its
         # rows cannot be copied asynchronously; tiles of one width are right.

@@ -51,6 +51,7 @@ class GeneratedBackend(Backend):
         """A backend of ``families``; the last one runs all calls."""
         self.name = name
         self.families = families
+        self._placed = next((family for family in families if family.tells_places), None)
         self.fused = first_with(families, Task.FORWARD_TANGENT) is not None
         self.modules = Modules(store)
         self._plans: dict[Hashable, GradientPlan] = {}
@@ -222,11 +223,12 @@ class GeneratedBackend(Backend):
     ) -> Layout:
         """What calls of this signature share: kernels, strides and sizes."""
         signature = (signature_of(lowered, call, task, grad_out), wanted, has_dlse)
-        key = (signature, self.families[0].places(call))
+        placed = self._placed
+        key = (signature, () if placed is None else placed.places(call))
         layout = self._layouts.get(key)
         if layout is None:
             family = self._family(lowered, call, task, grad_out, wanted)
-            # Calls that the first family tells apart by their places may be one to this family.
+            # Calls that one family tells apart by their places may be one to this family.
             own = (signature, family.name, family.places(call))
             layout = self._layouts.get(own)
             if layout is None:
@@ -234,7 +236,7 @@ class GeneratedBackend(Backend):
                 more = {} if grad_out is None else {"do": grad_out}
                 layout = self._layout_of(family, jobs, call, has_dlse)
                 layout = family.layout(layout, jobs, call, more, wanted)
-                if family is not self.families[0]:
+                if family is not placed:
                     self._keep(own, layout)
             self._keep(key, layout)
         return layout

@@ -24,7 +24,7 @@ from ..triton.kernels import FIXED, KERNELS
 from .source import with_all_tangents
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping
+    from collections.abc import Collection, Mapping, Sequence
 
     from attndsl.pipeline import Lowered
 
@@ -95,6 +95,21 @@ def cross_compile(
                 function = getattr(module, name)
                 found.append(_compile(name, function, own, (config,), machine, sizes))
     return found
+
+
+def compile_jobs(jobs: Sequence[Job], target: str) -> list[CrossCompiled]:
+    """The kernels of ``jobs``, each with the first config of its table that fits ``target``.
+
+    Raises:
+        BackendError: No config of a kernel fits.
+    """
+    machine = machine_of(target)
+    with tempfile.TemporaryDirectory() as folder:
+        own = [job.on(machine) for job in jobs]
+        return [
+            _first_that_fits(job, job.kernel.configs(job, machine), machine, Path(folder))
+            for job in own
+        ]
 
 
 def _first_that_fits(

@@ -21,13 +21,17 @@ if TYPE_CHECKING:
     from ..kernels.kernel import Family
 
 
+_OF_SHORT = (Task.FORWARD, Task.BACKWARD)
+
+
 def describe_kernels(
     backend: Backend, families: tuple[Family, ...], lowered: Lowered, head_dim: int
 ) -> list[str]:
     """A line for each direction in bf16, then one for each reason why a call runs otherwise.
 
     They say what the first family answers for such calls, as it does when they are made, and call
-    families of kernels by the names of their backends. One family alone is not described.
+    families of kernels by the names of their backends. One family alone is not described. Before
+    them stands how many keys families take that take few.
 
     Args:
         backend: Of the families; needs no GPU.
@@ -35,6 +39,22 @@ def describe_kernels(
         lowered: The program.
         head_dim: Head dim of q, k and v.
     """
+    short = [family for family in families if family.most_keys(Task.FORWARD, 64) is not None]
+    families = tuple(family for family in families if family not in short)
+    found = [_line_of_short(family, task, head_dim) for family in short for task in _OF_SHORT]
+    return [*found, *_described(backend, families, lowered, head_dim)]
+
+
+def _line_of_short(family: Family, task: Task, head_dim: int) -> str:
+    most = family.most_keys(task, head_dim)
+    said = f"up to {most} keys at head dim {head_dim}" if most else f"none at head dim {head_dim}"
+    return f"  {task.direction:<10} {family.name} kernels, {said}"
+
+
+def _described(
+    backend: Backend, families: tuple[Family, ...], lowered: Lowered, head_dim: int
+) -> list[str]:
+    """The lines of families whose kernels go along any number of keys."""
     first, last = families[0], families[-1]
     if first is last:
         return []

@@ -44,6 +44,7 @@ class Hopper:
     name = "hopper"
     kernels: tuple[Kernel, ...] = KERNELS
     fixed: tuple[FixedKernel, ...] = FIXED
+    tells_places = True
 
     def __init__(self) -> None:
         self._maps = TensorMaps()
@@ -71,6 +72,10 @@ class Hopper:
     def most_head_dim(self, task: Task) -> int:
         """See :class:`~..kernels.kernel.Family`."""
         return most_head_dim(task)
+
+    def most_keys(self, task: Task, head_dim: int) -> int | None:
+        """None: kernels go along any number."""
+        return None
 
     def places(self, call: Call) -> tuple[object, ...]:
         """Where views of what pairs look up end; a number on the device is none."""

@@ -200,6 +200,8 @@ class Family(Protocol):
     kernels: tuple[Kernel, ...]
     fixed: tuple[FixedKernel, ...]
     """Kernels beside those of ``Task.BACKWARD``."""
+    tells_places: bool
+    """Whether :meth:`places` says anything. At most one family of a backend does."""
 
     def why_no_device(self, device: torch.device) -> str | None:
         """Why the kernels cannot run on ``device``, or None."""
@@ -215,6 +217,9 @@ class Family(Protocol):
 
     def most_head_dim(self, task: Task) -> int:
         """The largest head dim that the kernels of a task have tile sizes for."""
+
+    def most_keys(self, task: Task, head_dim: int) -> int | None:
+        """How many keys the kernels of a task take in half precision; None for any number."""
 
     def places(self, call: Call) -> tuple[object, ...]:
         """What a layout depends on of the positions' values."""

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from attndsl.pipeline import Lowered
 
     from ..base import Backward, Call, Wants
+    from ..emit.facts import KernelFacts
     from ..gradients.plan import GradientPlan
     from ..kernels.kernel import FixedKernel, Job, Kernel
     from ..kernels.layout import Layout
@@ -36,12 +37,27 @@ MAX_HEAD_DIM = 512
 _WITH_FP32_RESULTS = frozenset({Task.FORWARD, Task.BACKWARD})
 
 
+def facts_of_task(
+    lowered: Lowered, call: Call, task: Task, grad_out: torch.Tensor | None, wanted: Wants | None
+) -> KernelFacts:
+    """What the kernels of a task depend on."""
+    facts = facts_of(lowered.program, call, *(() if grad_out is None else (grad_out,)))
+    if wanted is not None:
+        facts = with_gradients(facts, wanted)
+    if task in (Task.PAIRS, Task.STORED):
+        facts = with_pair_sums(facts, lowered, call)
+    if task not in _WITH_FP32_RESULTS:
+        facts = replace(facts, wide_out=False, wide_gradients=False)
+    return facts
+
+
 class Portable:
     """Plain Triton. Has kernels for all tasks but results together with tangents."""
 
     name = "triton"
     kernels: tuple[Kernel, ...] = KERNELS
     fixed: tuple[FixedKernel, ...] = FIXED
+    tells_places = False
 
     def why_no_device(self, device: torch.device) -> str | None:
         """See :class:`~..kernels.kernel.Family`."""
@@ -57,6 +73,10 @@ class Portable:
     def most_head_dim(self, task: Task) -> int:
         """See :class:`~..kernels.kernel.Family`."""
         return MAX_HEAD_DIM
+
+    def most_keys(self, task: Task, head_dim: int) -> int | None:
+        """None: kernels go along any number."""
+        return None
 
     def places(self, call: Call) -> tuple[object, ...]:
         """Nothing: positions are arguments."""
@@ -81,13 +101,7 @@ class Portable:
         wanted: Wants | None,
     ) -> tuple[Job, ...]:  # fmt: skip
         """See :class:`~..kernels.kernel.Family`."""
-        facts = facts_of(lowered.program, call, *(() if grad_out is None else (grad_out,)))
-        if wanted is not None:
-            facts = with_gradients(facts, wanted)
-        if task in (Task.PAIRS, Task.STORED):
-            facts = with_pair_sums(facts, lowered, call)
-        if task not in _WITH_FP32_RESULTS:
-            facts = replace(facts, wide_out=False, wide_gradients=False)
+        facts = facts_of_task(lowered, call, task, grad_out, wanted)
         return jobs_of(self, task, lowered, facts)
 
     def layout(

@@ -47,7 +47,7 @@ def attention_text(job: Job, config: Config, loop: LoopPlan, products: Products)
     """
     lowered, facts, kernel = job.lowered, job.facts, job.kernel
     program, sparsity = lowered.program, lowered.sparsity
-    functions, helpers = _functions(lowered, facts)
+    functions, helpers = functions_of_program(lowered, facts)
     if Task.TANGENT in kernel.tasks:
         learned = tangent_texts(lowered, facts)
     else:
@@ -55,8 +55,7 @@ def attention_text(job: Job, config: Config, loop: LoopPlan, products: Products)
     functions += learned.functions
     helpers |= learned.helpers
     if kernel.tasks & _RESULTS:
-        doc = "The logit that is in the denominator of each row of a head."
-        text, used = _head_function("sink_of_head", program.sink, facts, doc, "tl.sum({})")
+        text, used = sink_of_program(program, facts)
         functions.append(text)
         helpers |= used
     assert kernel.loop is not None
@@ -65,14 +64,9 @@ def attention_text(job: Job, config: Config, loop: LoopPlan, products: Products)
     texts, used = print_loop(name, kernel.loop.along, loop, values, facts.names())
     listed = loop.listed is not None
     flags: Flags = {
-        **_flags(program),
-        **_constants(facts, config, products),
-        "SCALED_FIRST": program.score.op is not Op.SCORE
-        or reads_score(program.mask)
-        or program.weights is not None
-        or facts.scale_first,
+        **flags_of_program(program, facts),
+        **constants(facts, config, products),
         "RAGGED_FULL": sparsity.plain,
-        "HAS_SINK": program.sink is not None,
         f"{name.upper()}_HAS_FULL": listed or bool(loop.full),
         f"{name.upper()}_HAS_PARTIAL": listed or bool(loop.partial),
         f"{name.upper()}_DESCENDING": loop.descending,
@@ -110,15 +104,15 @@ def _tells_heads_apart(lowered: Lowered, facts: KernelFacts) -> bool:
 def extra_text(job: Job, config: Config, loop: LoopPlan, products: Products) -> str:
     """The module of a kernel that makes gradients of captured tensors and params alone."""
     lowered, facts, kernel = job.lowered, job.facts, job.kernel
-    functions, helpers = _functions(lowered, facts)
+    functions, helpers = functions_of_program(lowered, facts)
     learned = gradient_texts(lowered, facts, kernel.sums)
     program = lowered.program
     mask = program.mask
     varies = frozenset[str]() if mask is None else dependencies(mask)[mask]
     roots = (mask, program.score, program.weights, program.dropout)
     flags: Flags = {
-        **_flags(program),
-        **_constants(facts, config, products),
+        **flags_of_program(program, facts),
+        **constants(facts, config, products),
         **learned.flags,
         "HEADS_APART": _tells_heads_apart(lowered, facts),
         "MASK_READS_SCORE": reads_score(mask),
@@ -134,17 +128,22 @@ def extra_text(job: Job, config: Config, loop: LoopPlan, products: Products) -> 
     return fill_template(__package__, kernel.templates, entries, texts, helpers, flags, given)
 
 
-def _flags(program: Program) -> Flags:
+def flags_of_program(program: Program, facts: KernelFacts) -> Flags:
     """What every program decides."""
     return {
         "MASKED": program.mask is not None,
         "MODIFIED": program.score.op is not Op.SCORE,
         "OWN_WEIGHTS": program.weights is not None,
         "HAS_DROPOUT": program.dropout is not None,
+        "HAS_SINK": program.sink is not None,
+        "SCALED_FIRST": program.score.op is not Op.SCORE
+        or reads_score(program.mask)
+        or program.weights is not None
+        or facts.scale_first,
     }
 
 
-def _constants(facts: KernelFacts, config: Config, products: Products) -> Flags:
+def constants(facts: KernelFacts, config: Config, products: Products) -> Flags:
     """What every call decides: sizes of tiles, dims, how positions are given, precision."""
     block_d, block_dv = block_widths(facts)
     return {
@@ -161,7 +160,7 @@ def _constants(facts: KernelFacts, config: Config, products: Products) -> Flags:
     }
 
 
-def _functions(lowered: Lowered, facts: KernelFacts) -> tuple[list[str], set[str]]:
+def functions_of_program(lowered: Lowered, facts: KernelFacts) -> tuple[list[str], set[str]]:
     """The program's own device functions, and the library functions that they use."""
     program, derivative = lowered.program, lowered.derivative
     found = derivatives(lowered)
@@ -190,6 +189,12 @@ def _functions(lowered: Lowered, facts: KernelFacts) -> tuple[list[str], set[str
     if program.dropout is not None:
         texts.append(kept_function(facts.draws))
     return texts, helpers
+
+
+def sink_of_program(program: Program, facts: KernelFacts) -> tuple[str, set[str]]:
+    """The function that gives a head's sink, and the library functions that it uses."""
+    doc = "The logit that is in the denominator of each row of a head."
+    return _head_function("sink_of_head", program.sink, facts, doc, "tl.sum({})")
 
 
 def _head_function(

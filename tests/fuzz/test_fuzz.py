@@ -52,13 +52,14 @@ def test_random_programs(place, count):
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="kernels run on the GPU here")
-def test_random_programs_in_interpreted_kernels():
-    _holds(Plan((Place("triton", "float32"),), 5, SEED))
+@pytest.mark.parametrize("backend", ["triton", "short"])
+def test_random_programs_in_interpreted_kernels(backend):
+    _holds(Plan((Place(backend, "float32"),), 5, SEED))
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
-@pytest.mark.parametrize("backend", ["auto", "triton"])
+@pytest.mark.parametrize("backend", ["auto", "triton", "short"])
 def test_random_programs_on_the_gpu(backend, dtype):
     count, seed, processes = (
         int(os.environ.get(f"ATTNDSL_FUZZ_{name}", default))

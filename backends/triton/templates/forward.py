@@ -10,7 +10,9 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from attndsl.backends.device.records import Head, Keys, Origins, Sizes, Softmax, Tensor, Visits
+from attndsl.backends.device.records import (
+    Corner, Head, Keys, Origins, Piece, Sizes, Softmax, Tensor, Visits,
+)
 from attndsl.backends.device.dropout import (
     keep_factor, kept_pairs, kept_pairs_of_part, kept_single_pairs,
 )
@@ -29,33 +31,37 @@ LN2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
-def rescale(s, softmax, factor, PARTIAL: tl.constexpr):
-    """A tile's weights before the division, and the running sums scaled down to its maximum."""
-    row_max = tl.maximum(softmax.row_max, tl.max(s, 1) * factor)
+def rescale(s, softmax, factor, PARTIAL: tl.constexpr, FIRST: tl.constexpr):
+    """A tile's weights before the division, and the running sums scaled down to its maximum.
+
+    There are no sums before the FIRST tile.
+    """
+    row_max = tl.max(s, 1) * factor
+    if not FIRST:
+        row_max = tl.maximum(softmax.row_max, row_max)
     shift = row_max
     if (PARTIAL and MASKED) or MODIFIED:
         shift = tl.where(row_max == float("-inf"), 0.0, row_max)
     p = tl.exp2(s * factor - shift[:, None])
+    if FIRST:
+        return p, Softmax(softmax.acc, tl.sum(p, 1), row_max)
     decay = tl.exp2(softmax.row_max - shift)
     row_sum = softmax.row_sum * decay + tl.sum(p, 1)
     return p, Softmax(softmax.acc * decay[:, None], row_sum, row_max)
 
 
 @triton.jit
-def attend(
-    softmax, q_tile, first_row, q, kv_tile, keys, scale, factor, head, sizes, given,
-    PARTIAL: tl.constexpr,
+def weigh(
+    s, softmax, corner, q, origin, scale, factor, head, sizes, given,
+    PARTIAL: tl.constexpr, FIRST: tl.constexpr,
 ):
-    """Take one key-value tile into the running softmax of a query tile."""
-    first = kv_tile * BLOCK_N
-    columns = first + tl.arange(0, BLOCK_N)
-    k_tile = load_tile(keys.k, first, sizes.kv_len, D, BLOCK_N, BLOCK_D, PARTIAL)
-    s = dot(q_tile, tl.trans(k_tile), PRECISION, UPCAST)
+    """A tile's weights from its q . k, and the running sums scaled down to its maximum."""
+    columns = corner.kv + tl.arange(0, s.shape[1])
     live = tl.full([], 1, tl.int1)
     if SCALED_FIRST:
         s = s * scale
     if PARTIAL or MODIFIED or HAS_DROPOUT or OWN_WEIGHTS:
-        kv = positions(columns, sizes.kv_len, keys.origin, KV_KIND)[None, :]
+        kv = positions(columns, sizes.kv_len, origin, KV_KIND)[None, :]
         if PARTIAL:
             live = (columns < sizes.kv_len)[None, :]
             if MASKED:
@@ -70,13 +76,29 @@ def attend(
         if PARTIAL:
             p = tl.where(live, p, 0.0)
     else:
-        p, softmax = rescale(s, softmax, factor, PARTIAL)
+        p, softmax = rescale(s, softmax, factor, PARTIAL, FIRST)
     if HAS_DROPOUT:
         drop = drop_probability(head, sizes, given)
         stays = kept_of_tile(
-            first_row, first, drop, head, q, kv, sizes, given, q_tile.shape[0], BLOCK_N
+            corner.q, corner.kv, drop, head, q, kv, sizes, given, s.shape[0], s.shape[1]
         )
         p = p * keep_factor(stays, drop)
+    return p, softmax
+
+
+@triton.jit
+def attend(
+    softmax, q_tile, first_row, q, kv_tile, keys, scale, factor, head, sizes, given,
+    PARTIAL: tl.constexpr,
+):
+    """Take one key-value tile into the running softmax of a query tile."""
+    first = kv_tile * BLOCK_N
+    k_tile = load_tile(keys.k, first, sizes.kv_len, D, BLOCK_N, BLOCK_D, PARTIAL)
+    s = dot(q_tile, tl.trans(k_tile), PRECISION, UPCAST)
+    p, softmax = weigh(
+        s, softmax, Corner(first_row, first), q, keys.origin, scale, factor, head, sizes, given,
+        PARTIAL, False,
+    )
     v_tile = load_tile(keys.v, first, sizes.kv_len, DV, BLOCK_N, BLOCK_DV, PARTIAL)
     acc = dot_add(p.to(v_tile.dtype), v_tile, softmax.acc, PRECISION, UPCAST)
     return Softmax(acc, softmax.row_sum, softmax.row_max)
@@ -91,6 +113,20 @@ def with_sink(softmax, empty, head, sizes, given):
     row_sum = softmax.row_sum * decay + tl.exp2(sink - top)
     acc = softmax.acc * decay[:, None]
     return Softmax(acc, row_sum, tl.where(empty, softmax.row_max, top))
+
+
+@triton.jit
+def results_of(softmax, head, sizes, given):
+    """A query tile's output and log-sum-exp.
+
+    A row with no live pair gives zeros and a log-sum-exp of -inf. Weights of the program's own are
+    not divided by anything.
+    """
+    empty = softmax.row_sum == 0.0
+    if HAS_SINK:
+        softmax = with_sink(softmax, empty, head, sizes, given)
+    row_sum = tl.where(empty, 1.0, softmax.row_sum)
+    return softmax.acc / row_sum[:, None], softmax.row_max * LN2 + tl.log(row_sum)
 
 
 @triton.jit
@@ -144,14 +180,7 @@ def attention_forward(
                 )
                 kv_tile = forward_tile(step + 1, visits, tile, head, sizes, shift, given, PARTIAL)
 
-    # A row with no live pair gives zeros and a log-sum-exp of -inf; weights of the program's own are
-    # not divided by anything.
-    empty = softmax.row_sum == 0.0
-    if HAS_SINK:
-        softmax = with_sink(softmax, empty, head, sizes, given)
-    row_sum = tl.where(empty, 1.0, softmax.row_sum)
-    out_tile = softmax.acc / row_sum[:, None]
-    lse = softmax.row_max * LN2 + tl.log(row_sum)
+    out_tile, lse = results_of(softmax, head, sizes, given)
     out = rows_of(Tensor(OUT, stride_ob, stride_oh, stride_om), head.b, head.h)
     store_tile(out, first, q_len, out_tile, DV, BLOCK_M, BLOCK_DV)
     tl.store(LSE + head_of_batch.to(tl.int64) * q_len + rows, lse, mask=rows < q_len)

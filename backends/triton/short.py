@@ -1,0 +1,157 @@
+"""The family of kernels for keys that fit: a program holds all keys of a head.
+
+A forward loads them once for many rows, and a backward is one kernel: nothing runs before or after
+it, and its sums have a fixed order.
+
+Non-goals: gradients of captures that are sums along rows or keys, which other families make.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from ..base import Gradients
+from ..emit.facts import tile_width
+from ..kernels.arguments import capture_arguments, origin
+from ..kernels.device import on_device, stream_of
+from ..kernels.kernel import Job, Task
+from ..kernels.order import processors_of
+from ..kernels.signature import PADDING
+from ..memory_order import empty_rows, strides
+from .family import Portable, facts_of_task
+from .short_kernels import BACKWARDS, FORWARDS, KERNELS, NAME
+from .short_tiles import keys_held, most_keys, shape_of
+from .tiles import Widths
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from attndsl.pipeline import Lowered
+
+    from ..base import Backward, Call, Wants
+    from ..kernels.kernel import FixedKernel, Kernel
+    from ..kernels.layout import Layout
+
+_PROGRAMS = 4
+"""Forward programs for each processor, where heads are fewer: more would read keys again."""
+_MOST_ROWS = 1024
+"""Of all query heads that share keys, which one backward program goes along. The limit does not
+depend on the number of heads, so that parts of a batch have the bits of the whole."""
+
+
+class Short(Portable):
+    """Keys that fit. Has forwards and backwards; of a backward's plan it makes dQ, dK and dV."""
+
+    name = NAME
+    kernels: tuple[Kernel, ...] = KERNELS
+    fixed: tuple[FixedKernel, ...] = ()
+
+    def why_not(
+        self, lowered: Lowered, call: Call, task: Task, grad_out: torch.Tensor | None,
+        wanted: Wants | None,
+    ) -> str | None:  # fmt: skip
+        """See :class:`~..kernels.kernel.Family`."""
+        backward = task is Task.BACKWARD
+        if keys_held(call.k.shape[2], _widths(call), backward) is None:
+            return f"no program of the short {task.direction} holds {call.k.shape[2]} keys"
+        if not backward:
+            return None
+        if wanted is not None and (wanted.tensors or wanted.params):
+            return "the short backward adds up no gradients of captures"
+        if call.q.shape[2] * call.q.shape[1] // call.k.shape[1] > _MOST_ROWS:
+            return f"programs of the short backward go along up to {_MOST_ROWS} rows of queries"
+        return None
+
+    def most_keys(self, task: Task, head_dim: int) -> int | None:
+        """See :class:`~..kernels.kernel.Family`."""
+        width = tile_width(head_dim)
+        return most_keys(Widths(width, width, 2), task is Task.BACKWARD)
+
+    def jobs(
+        self, lowered: Lowered, call: Call, task: Task, grad_out: torch.Tensor | None,
+        wanted: Wants | None,
+    ) -> tuple[Job, ...]:  # fmt: skip
+        """One: the kernel of the call's lengths."""
+        table = BACKWARDS if task is Task.BACKWARD else FORWARDS
+        keys = keys_held(call.k.shape[2], _widths(call), task is Task.BACKWARD)
+        assert keys is not None
+        kernel = table[shape_of(call.q.shape[2], keys)]
+        return (Job(kernel, lowered, facts_of_task(lowered, call, task, grad_out, wanted)),)
+
+    def layout(
+        self, layout: Layout, jobs: tuple[Job, ...], call: Call, more: Mapping[str, torch.Tensor],
+        wanted: Wants | None,
+    ) -> Layout:  # fmt: skip
+        """``layout`` with the rows that a forward program takes, and the number of programs."""
+        (kernel,) = layout.executables.values()
+        batch, heads, q_len, _ = call.q.shape
+        tiles = -(-q_len // kernel.config.block_m)
+        most = _PROGRAMS * processors_of(call.q.device) // (batch * heads)
+        rows = -(-tiles // max(1, min(tiles, most))) * kernel.config.block_m
+        return replace(layout, part=(rows, -(-q_len // rows) * batch * heads))
+
+    def forward(
+        self, layout: Layout, lowered: Lowered, call: Call
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See :class:`~..kernels.kernel.Family`."""
+        q = call.q
+        batch, heads, q_len, _ = q.shape
+        order = layout.orders.out
+        out = order.empty(q, torch.float32) if call.wide else order.empty(q)
+        lse = empty_rows(q, batch, heads, q_len)
+        (kernel,) = layout.executables.values()
+        rows, programs = layout.part
+        with on_device(q.device):
+            kernel.launch(
+                programs,
+                stream_of(q.device),
+                [
+                    q, call.k, call.v, out, lse, *layout.strides, *order.strides[:3],
+                    call.scale, *layout.sizes, origin(call.q_offset, call.q_index),
+                    origin(call.kv_offset, call.kv_index), rows,
+                    *capture_arguments(layout.facts, call),
+                ],
+            )  # fmt: skip
+        return out, lse
+
+    def backward(
+        self, layout: Layout, lowered: Lowered, call: Call, backward: Backward
+    ) -> tuple[Gradients, torch.Tensor]:
+        """See :class:`~..kernels.kernel.Family`."""
+        out, lse, grad_out, grad_lse, wanted = backward
+        q, k, v, orders = call.q, call.k, call.v, layout.orders
+        batch, heads, q_len, _ = q.shape
+        kind = torch.float32 if wanted.wide else None
+        dq, dk, dv = orders.q.empty(q, kind), orders.k.empty(k, kind), orders.v.empty(v, kind)
+        delta = empty_rows(lse, batch, heads, -(-q_len // PADDING) * PADDING)
+        dlse = lse if grad_lse is None else grad_lse.contiguous()
+        (kernel,) = layout.executables.values()
+        with on_device(q.device):
+            kernel.launch(
+                batch * k.shape[1],
+                stream_of(q.device),
+                [
+                    q, k, v, out, grad_out, dq, dk, dv, lse, dlse, delta, *layout.strides,
+                    *strides(out)[:3], *strides(grad_out)[:3], call.scale, *layout.sizes,
+                    origin(call.q_offset, call.q_index), origin(call.kv_offset, call.kv_index),
+                    *orders.q.rows, *orders.k.rows, *orders.v.rows, int(grad_lse is not None),
+                    *capture_arguments(layout.facts, call),
+                ],
+            )  # fmt: skip
+        gradients = Gradients(
+            q=dq if wanted.q else None,
+            k=dk if wanted.k else None,
+            v=dv if wanted.v else None,
+            tensors={},
+            params={},
+        )
+        return gradients, delta
+
+
+def _widths(call: Call) -> Widths:
+    """At least those of the kernel's tiles."""
+    width = max(tile_width(call.q.shape[3]), tile_width(call.v.shape[3]))
+    return Widths(width, width, call.q.element_size())

@@ -1,0 +1,45 @@
+"""The table of the kernels for keys that fit: an entry for each size of tiles.
+
+How many keys a call has is no part of what a module depends on, so that each size is a kernel.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from ..kernels.arguments import arguments_of
+from ..kernels.kernel import Kernel, Task
+from .generate_short import short_text
+from .short_tiles import Shape, configs_of, shapes
+
+if TYPE_CHECKING:
+    from ..emit.facts import KernelFacts
+    from ..kernels.compile import Argument
+    from ..kernels.config import Config
+
+NAME = "short"
+
+
+def _arguments(function: Any, facts: KernelFacts, config: Config) -> list[Argument]:
+    return arguments_of(function, facts, {})
+
+
+def _kernel(task: Task, shape: Shape) -> Kernel:
+    backward = task is Task.BACKWARD
+    return Kernel(
+        name=f"{task.value}_{shape}",
+        family=NAME,
+        tasks=frozenset({task}),
+        entry=f"attention_short_{task.value}",
+        text=short_text,
+        configs=partial(configs_of, shape),
+        arguments=_arguments,
+        templates=("weights" if backward else "forward", f"short_{task.value}"),
+        derives=backward,
+    )
+
+
+FORWARDS = {shape: _kernel(Task.FORWARD, shape) for shape in shapes(backward=False)}
+BACKWARDS = {shape: _kernel(Task.BACKWARD, shape) for shape in shapes(backward=True)}
+KERNELS: tuple[Kernel, ...] = (*FORWARDS.values(), *BACKWARDS.values())

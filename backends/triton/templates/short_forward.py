@@ -1,0 +1,95 @@
+"""Forward where all keys of a head fit: a program loads them once for several query tiles.
+
+Keys are one to three pieces, since tiles have powers of two rows: 197 keys take 128 + 64 + 16.
+Follows ``forward.py`` in one module.
+"""
+# ruff: noqa: F821
+
+#: begin
+
+
+@triton.jit
+def piece_of(keys, sizes, FIRST: tl.constexpr, COUNT: tl.constexpr):
+    """Keys ``FIRST ... FIRST + COUNT`` of a head."""
+    first = tl.full([], FIRST, tl.int32)
+    k = load_tile(keys.k, first, sizes.kv_len, D, COUNT, BLOCK_D, True)
+    v = load_tile(keys.v, first, sizes.kv_len, DV, COUNT, BLOCK_DV, True)
+    return Piece(k, v, first)
+
+
+@triton.jit
+def attend_piece(
+    softmax, q_tile, first_row, q, piece, origin, scale, factor, head, sizes, given,
+    FIRST: tl.constexpr, LAST: tl.constexpr,
+):
+    """Take one piece of the keys into the running softmax of a query tile."""
+    s = dot(q_tile, tl.trans(piece.k), PRECISION, UPCAST)
+    p, softmax = weigh(
+        s, softmax, Corner(first_row, piece.first), q, origin, scale, factor, head, sizes, given,
+        LAST or MASKED, FIRST,
+    )
+    acc = dot_add(p.to(piece.v.dtype), piece.v, softmax.acc, PRECISION, UPCAST)
+    return Softmax(acc, softmax.row_sum, softmax.row_max)
+
+
+@triton.jit
+def attention_short_forward(
+    Q, K, V, OUT, LSE,
+    stride_qb, stride_qh, stride_qm, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh,
+    stride_vn, stride_ob, stride_oh, stride_om,
+    scale, batch, heads, kv_heads, q_len, kv_len, q_origin, kv_origin, part_rows,
+    #: given
+):
+    """One program: ``part_rows`` rows of one head. LSE (batch, heads, q_len) is contiguous fp32."""
+    sizes = Sizes(batch, heads, kv_heads, q_len, kv_len)
+    given = Given(
+        #: given
+    )
+    parts = tl.cdiv(q_len, part_rows)
+    head_of_batch = tl.program_id(0) // parts
+    start = tl.program_id(0) % parts * part_rows
+    head = head_of(head_of_batch, sizes)
+    q_rows = rows_of(Tensor(Q, stride_qb, stride_qh, stride_qm), head.b, head.h)
+    out = rows_of(Tensor(OUT, stride_ob, stride_oh, stride_om), head.b, head.h)
+    keys = Keys(
+        rows_of(Tensor(K, stride_kb, stride_kh, stride_kn), head.b, head.hkv),
+        rows_of(Tensor(V, stride_vb, stride_vh, stride_vn), head.b, head.hkv),
+        kv_origin,
+    )
+    piece = piece_of(keys, sizes, 0, KEYS_0)
+    if KEYS_1:
+        second = piece_of(keys, sizes, KEYS_0, KEYS_1)
+    if KEYS_2:
+        third = piece_of(keys, sizes, KEYS_0 + KEYS_1, KEYS_2)
+    # The running maximum needs a positive factor, so a negative scale is applied to the scores.
+    if SCALED_FIRST:
+        factor = LOG2E
+    else:
+        factor = scale * LOG2E
+    for tile in tl.range(0, tl.cdiv(tl.minimum(part_rows, q_len - start), BLOCK_M)):
+        first = start + tile * BLOCK_M
+        rows = first + tl.arange(0, BLOCK_M)
+        q = positions(rows, q_len, q_origin, Q_KIND)[:, None]
+        q_tile = load_tile(q_rows, first, q_len, D, BLOCK_M, BLOCK_D, True)
+        softmax = Softmax(
+            tl.zeros([BLOCK_M, BLOCK_DV], tl.float32),
+            tl.zeros([BLOCK_M], tl.float32),
+            tl.full([BLOCK_M], float("-inf"), tl.float32),
+        )
+        softmax = attend_piece(
+            softmax, q_tile, first, q, piece, kv_origin, scale, factor, head, sizes, given,
+            True, KEYS_1 == 0,
+        )
+        if KEYS_1:
+            softmax = attend_piece(
+                softmax, q_tile, first, q, second, kv_origin, scale, factor, head, sizes, given,
+                False, KEYS_2 == 0,
+            )
+        if KEYS_2:
+            softmax = attend_piece(
+                softmax, q_tile, first, q, third, kv_origin, scale, factor, head, sizes, given,
+                False, True,
+            )
+        out_tile, lse = results_of(softmax, head, sizes, given)
+        store_tile(out, first, q_len, out_tile, DV, BLOCK_M, BLOCK_DV)
+        tl.store(LSE + head_of_batch.to(tl.int64) * q_len + rows, lse, mask=rows < q_len)

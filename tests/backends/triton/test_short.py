@@ -1,0 +1,237 @@
+"""Kernels for keys that fit: what they give, which calls have them, and what they look like."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import torch
+from support.parts import PROGRAMS, Sizes, make_case, results, whole_of
+
+import attndsl
+from attndsl.backends.base import Wants
+from attndsl.backends.generated.describe import describe_kernels
+from attndsl.backends.generated.source import source_of
+from attndsl.backends.kernels.example import example_call
+from attndsl.backends.kernels.kernel import Task
+from attndsl.backends.triton.family import Portable
+from attndsl.backends.triton.short import Short
+from attndsl.backends.triton.short_kernels import BACKWARDS, FORWARDS
+from attndsl.backends.triton.short_tiles import KEYS, keys_held, most_keys, pieces_of, shape_of
+from attndsl.backends.triton.tiles import Widths
+from attndsl.errors import UnsupportedError
+from attndsl.runtime.dispatch import get_backend
+
+SOME = (
+    "all", "lower right", "by key head", "nothing for some", "alibi", "lengths", "by score", "bias",
+    "relative", "sink", "dropout", "dropped sigmoid",
+)  # fmt: skip
+LENGTHS = [(1, 7), (16, 16), (20, 49), (70, 80), (33, 97), (130, 128)]
+NARROW = Widths(64, 64, 2)
+FAMILIES = (Short(), Portable())
+
+
+@pytest.fixture
+def ran(monkeypatch):
+    """The tasks that the family has run."""
+    found = []
+    for task in (Task.FORWARD, Task.BACKWARD):
+        real = getattr(Short, task.value)
+
+        def seen(self, *args, real=real, task=task):
+            found.append(task)
+            return real(self, *args)
+
+        monkeypatch.setattr(Short, task.value, seen)
+    return found
+
+
+def check(name, sizes, device, dtype, tolerance):
+    found = {}
+    for backend in ("short", "reference"):
+        torch.manual_seed(0)
+        case = make_case(name, backend, dtype, sizes, device)
+        found[backend] = results(whole_of(case), case.leaves())
+    for key, value in found["reference"].items():
+        scale = max(1.0, float(value[value.isfinite()].abs().amax()))
+        torch.testing.assert_close(
+            found["short"][key], value, rtol=tolerance, atol=tolerance * scale, equal_nan=True
+        )
+
+
+@pytest.mark.parametrize("name", SOME)
+def test_programs(device, name, ran):
+    sizes = Sizes(batch=1, heads=2, kv_heads=1, q_len=37, kv_len=75)
+    check(name, sizes, device, torch.float32, 2e-3 if device == "cuda" else 2e-4)
+    assert Task.FORWARD in ran
+
+
+@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
+def test_lengths(device, lengths, ran):
+    q_len, kv_len = lengths
+    sizes = Sizes(batch=1, heads=2, kv_heads=1, q_len=q_len, kv_len=kv_len)
+    check("causal", sizes, device, torch.float32, 2e-3 if device == "cuda" else 2e-4)
+    assert set(ran) == {Task.FORWARD, Task.BACKWARD}
+
+
+def test_forwards_hold_three_pieces(device, ran):
+    sizes = Sizes(batch=1, heads=2, kv_heads=2, q_len=20, kv_len=197)
+    check("all", sizes, device, torch.float32, 2e-3 if device == "cuda" else 2e-4)
+    assert ran == [Task.FORWARD]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("lengths", [(49, 49), (197, 197), (600, 77), (16, 16)], ids=str)
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_programs_on_gpus(name, lengths):
+    q_len, kv_len = lengths
+    sizes = Sizes(batch=3, q_len=q_len, kv_len=kv_len, head_dim=64)
+    check(name, sizes, "cuda", torch.bfloat16, 3e-2)
+
+
+@pytest.mark.gpu
+def test_a_hundred_backwards_have_the_same_bits():
+    torch.manual_seed(0)
+    q, k, v = (
+        torch.randn(8, 12, 128, 64, device="cuda", dtype=torch.bfloat16).requires_grad_()
+        for _ in range(3)
+    )
+    out = attndsl.compile("mask = causal(); score = alibi()", backend="short")(q, k, v)
+    grad = torch.randn_like(out)
+    first = torch.autograd.grad(out, (q, k, v), grad, retain_graph=True)
+    for _ in range(100):
+        again = torch.autograd.grad(out, (q, k, v), grad, retain_graph=True)
+        assert all(map(torch.equal, first, again))
+
+
+def test_gradients_of_lse_and_extra_kernels(device, ran):
+    """Other kernels read delta, whose padding the backward writes."""
+    torch.manual_seed(0)
+    text = "tensor table[n]: float; score = score + table[clamp(q - kv + 9, 0, 18)]"
+    q, k, v = (torch.randn(1, 2, 20, 16, device=device).requires_grad_() for _ in range(3))
+    table = torch.randn(19, device=device).requires_grad_()
+    found = []
+    for backend in ("short", "reference"):
+        out, lse = attndsl.compile(text, backend=backend)(q, k, v, table=table, return_lse=True)
+        total = (out * out).sum() + lse.cos().sum()
+        found.append(torch.autograd.grad(total, (q, k, v, table)))
+    for own, other in zip(*found, strict=True):
+        torch.testing.assert_close(own, other, atol=2e-3, rtol=2e-3)
+    assert Task.FORWARD in ran
+
+
+def test_programs_hold_all_keys():
+    for keys in KEYS:
+        pieces = pieces_of(keys)
+        assert sum(pieces) == keys
+        # Each piece has keys where the number before does not do.
+        assert all(piece & (piece - 1) == 0 and piece >= 16 for piece in pieces)
+    assert keys_held(197, NARROW, backward=False) == 208
+    assert keys_held(257, NARROW, backward=False) is None
+    assert keys_held(128, NARROW, backward=True) == 128
+    assert keys_held(129, NARROW, backward=True) is None
+    assert keys_held(0, NARROW, backward=False) is None
+    assert keys_held(129, Widths(128, 128, 2), backward=False) is None
+    assert most_keys(Widths(128, 128, 2), backward=True) == 64
+    assert most_keys(Widths(512, 512, 4), backward=True) == 0
+
+
+def test_every_shape_has_a_kernel():
+    for q_len in (1, 16, 17, 64, 512, 513, 5000):
+        for keys in KEYS:
+            assert shape_of(q_len, keys) in FORWARDS
+            assert (shape_of(q_len, keys) in BACKWARDS) == (keys <= 128)
+    names = [kernel.name for kernel in Short.kernels]
+    assert len(set(names)) == len(names)
+
+
+def call_of(q_len, kv_len, heads=2, head_dim=64):
+    q = torch.empty(1, heads, q_len, head_dim, dtype=torch.bfloat16)
+    k = torch.empty(1, 1, kv_len, head_dim, dtype=torch.bfloat16)
+    lowered = attndsl.compile("score").lowered
+    return lowered, example_call(lowered, head_dim, head_dim, q.dtype, {})._replace(q=q, k=k, v=k)
+
+
+def test_what_other_families_run():
+    def why(task, *lengths, wants=None, **more):
+        lowered, call = call_of(*lengths, **more)
+        return FAMILIES[0].why_not(lowered, call, task, None, wants)
+
+    assert why(Task.FORWARD, 5000, 256) is None
+    assert "holds 257 keys" in why(Task.FORWARD, 16, 257)
+    assert "holds 129 keys" in why(Task.BACKWARD, 16, 129)
+    assert why(Task.BACKWARD, 512, 128) is None
+    # Two heads share the keys.
+    assert "up to 1024 rows" in why(Task.BACKWARD, 513, 128)
+    wants = Wants(tensors=frozenset({"gain"}))
+    assert "no gradients of captures" in why(Task.BACKWARD, 16, 16, wants=wants)
+
+
+def test_texts_are_plain_and_the_same_each_time():
+    lowered, call = call_of(64, 64)
+    text = source_of(FAMILIES, lowered, call, "forward", Wants())
+    assert text == source_of(FAMILIES, lowered, call, "forward", Wants())
+    assert "attention_short_forward" in text
+    # One piece is there, and no mask but that of keys beyond the last.
+    assert "second" not in text
+    assert "mask_of_pair" not in text
+    backward = source_of(FAMILIES, lowered, call, "backward", Wants())
+    assert backward.count("@triton.jit\ndef attention_") == 1
+    lowered, call = call_of(64, 300)
+    with pytest.raises(UnsupportedError, match="holds 300 keys"):
+        source_of(FAMILIES, lowered, call, "forward", Wants())
+
+
+COMPILE = textwrap.dedent(
+    """
+    import sys
+    import torch
+    import attndsl
+    from attndsl.backends.base import Wants
+    from attndsl.backends.generated.cross import compile_jobs
+    from attndsl.backends.kernels.example import example_call
+    from attndsl.backends.kernels.kernel import Task
+    from attndsl.backends.triton.short import Short
+
+    dtype = getattr(torch, sys.argv[1])
+    short = Short()
+    rich = "tensor n[batch]: int; mask = valid_keys(n); score = softcap(9.0); sink = 0.5"
+    for text in ("score", rich):
+        lowered = attndsl.compile(text).lowered
+        for q_len, kv_len, dim in ((16, 16, 32), (49, 49, 32), (197, 197, 64), (600, 77, 64)):
+            q = torch.empty(2, 2, q_len, dim, dtype=dtype)
+            k = torch.empty(2, 2, kv_len, dim, dtype=dtype)
+            call = example_call(lowered, dim, dim, dtype, {})._replace(q=q, k=k, v=k)
+            for task in (Task.FORWARD, Task.BACKWARD):
+                if short.why_not(lowered, call, task, None, None) is None:
+                    grad = None if task is Task.FORWARD else q
+                    jobs = short.jobs(lowered, call, task, grad, Wants())
+                    for kernel in compile_jobs(jobs, "cuda:90"):
+                        print(kernel.name, kernel.shared)
+    """
+)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.slow)])
+def test_they_compile_for_gpus_that_are_not_there(dtype):
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    command = [sys.executable, "-c", COMPILE, dtype]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 0, done.stderr
+    rows = [line.split() for line in done.stdout.splitlines()]
+    names = {name for name, _ in rows}
+    assert {"forward_16x16", "backward_64x64", "backward_64x80_long"} & names
+    # Two programs fit a processor.
+    assert all(int(shared) <= 115 * 1024 for name, shared in rows if "long" not in name), rows
+
+
+def test_they_are_described_before_the_families_of_all_lengths():
+    lowered = attndsl.compile("score").lowered
+    lines = describe_kernels(get_backend("short", False), FAMILIES, lowered, 128)
+    assert [line.strip() for line in lines] == [
+        "forward    short kernels, up to 128 keys at head dim 128",
+        "backward   short kernels, up to 64 keys at head dim 128",
+    ]
