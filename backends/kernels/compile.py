@@ -55,12 +55,18 @@ class Executable:
 
     def launch(self, programs: int, stream: int, arguments: Sequence[object]) -> None:
         """Run ``programs`` programs on ``stream`` with the run-time arguments, in order."""
+        self.launch_grid((programs, 1, 1), stream, arguments)
+
+    def launch_grid(
+        self, grid: tuple[int, int, int], stream: int, arguments: Sequence[object]
+    ) -> None:
+        """As :meth:`launch`, for programs that are told apart by up to three numbers."""
         if self.interpreted:
-            self.kernel[(programs,)](*arguments, *self.constants)
+            self.kernel[grid](*arguments, *self.constants)
             return
         kernel = self.kernel
         kernel.run(
-            programs, 1, 1, stream, kernel.function, kernel.packed_metadata, None, None, None,
+            *grid, stream, kernel.function, kernel.packed_metadata, None, None, None,
             *arguments, *self.constants,
         )  # fmt: skip
 

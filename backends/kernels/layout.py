@@ -41,5 +41,5 @@ class Layout:
     """How many work tiles a call has, for the same kernels."""
     lines: Lines = NO_LINES
     """What the kernels of a backward add up along rows and columns."""
-    part: tuple[int, int] = (0, 0)
-    """Rows that a program takes, and how many programs there are, where rows are parted so."""
+    part_rows: int = 0
+    """Rows that a program takes, where the rows of a head are parted so."""

@@ -35,6 +35,7 @@ def short_text(job: Job, config: Config, loop: LoopPlan, products: Products) -> 
     flags: Flags = {
         **flags_of_program(program, facts),
         **constants(facts, config, products),
+        "PIECES": len(pieces),
         **{
             f"KEYS_{number}": pieces[number] if number < len(pieces) else 0
             for number in range(_MOST_PIECES)

@@ -23,7 +23,7 @@ from ..kernels.signature import PADDING
 from ..memory_order import empty_rows, strides
 from .family import Portable, facts_of_task
 from .short_kernels import BACKWARDS, FORWARDS, KERNELS, NAME
-from .short_tiles import keys_held, most_keys, shape_of
+from .short_tiles import ROWS, keys_held, most_keys, shape_of
 from .tiles import Widths
 
 if TYPE_CHECKING:
@@ -37,6 +37,8 @@ if TYPE_CHECKING:
 
 _PROGRAMS = 4
 """Forward programs for each processor, where heads are fewer: more would read keys again."""
+_MOST_OF_GRID = 65535
+"""CUDA's limit for the second and third number of a program."""
 _MOST_ROWS = 1024
 """Of all query heads that share keys, which one backward program goes along. The limit does not
 depend on the number of heads, so that parts of a batch have the bits of the whole."""
@@ -55,6 +57,8 @@ class Short(Portable):
     ) -> str | None:  # fmt: skip
         """See :class:`~..kernels.kernel.Family`."""
         backward = task is Task.BACKWARD
+        if max(call.q.shape[1], call.q.shape[2] // ROWS[-1]) > _MOST_OF_GRID:
+            return "grids of programs are too small for so many heads, or rows of queries"
         if keys_held(call.k.shape[2], _widths(call), backward) is None:
             return f"no program of the short {task.direction} holds {call.k.shape[2]} keys"
         if not backward:
@@ -85,13 +89,13 @@ class Short(Portable):
         self, layout: Layout, jobs: tuple[Job, ...], call: Call, more: Mapping[str, torch.Tensor],
         wanted: Wants | None,
     ) -> Layout:  # fmt: skip
-        """``layout`` with the rows that a forward program takes, and the number of programs."""
+        """``layout`` with the rows that a forward program takes."""
         (kernel,) = layout.executables.values()
         batch, heads, q_len, _ = call.q.shape
         tiles = -(-q_len // kernel.config.block_m)
         most = _PROGRAMS * processors_of(call.q.device) // (batch * heads)
         rows = -(-tiles // max(1, min(tiles, most))) * kernel.config.block_m
-        return replace(layout, part=(rows, -(-q_len // rows) * batch * heads))
+        return replace(layout, part_rows=rows)
 
     def forward(
         self, layout: Layout, lowered: Lowered, call: Call
@@ -103,10 +107,10 @@ class Short(Portable):
         out = order.empty(q, torch.float32) if call.wide else order.empty(q)
         lse = empty_rows(q, batch, heads, q_len)
         (kernel,) = layout.executables.values()
-        rows, programs = layout.part
+        rows = layout.part_rows
         with on_device(q.device):
-            kernel.launch(
-                programs,
+            kernel.launch_grid(
+                (batch, heads, -(-q_len // rows)),
                 stream_of(q.device),
                 [
                     q, call.k, call.v, out, lse, *layout.strides, *order.strides[:3],
@@ -130,8 +134,8 @@ class Short(Portable):
         dlse = lse if grad_lse is None else grad_lse.contiguous()
         (kernel,) = layout.executables.values()
         with on_device(q.device):
-            kernel.launch(
-                batch * k.shape[1],
+            kernel.launch_grid(
+                (batch, k.shape[1], 1),
                 stream_of(q.device),
                 [
                     q, k, v, out, grad_out, dq, dk, dv, lse, dlse, delta, *layout.strides,

@@ -44,10 +44,10 @@ def query_tile(operands, out, dlse, first, head_of_batch, q_origin, sizes):
 
 
 @triton.jit
-def add_piece(grads, query, piece, scale, head, sizes, given, LAST: tl.constexpr):
-    """Add what one piece of the keys gives to dQ and dK (before the scale), and to dV."""
+def add_piece(grads, query, piece, scale, head, sizes, given, NUMBER: tl.constexpr):
+    """Add what piece NUMBER of the keys gives to dQ and dK (before the scale), and to dV."""
     dq, dk, dv = grads
-    PARTIAL: tl.constexpr = LAST or MASKED
+    PARTIAL: tl.constexpr = MASKED or NUMBER == PIECES - 1
     s = dot(query.q, tl.trans(piece.k), PRECISION, UPCAST)
     pairs = Pairs(
         query.places[:, None], piece.places[None, :], query.exists[:, None], piece.exists[None, :]
@@ -103,8 +103,8 @@ def attention_short_backward(
     given = Given(
         #: given
     )
-    b = tl.program_id(0) // kv_heads
-    hkv = tl.program_id(0) % kv_heads
+    b = tl.program_id(0)
+    hkv = tl.program_id(1)
     group = heads // kv_heads
     keys = Keys(
         rows_of(Tensor(K, stride_kb, stride_kh, stride_kn), b, hkv),
@@ -114,14 +114,15 @@ def attention_short_backward(
     piece = piece_of(keys, sizes, 0, KEYS_0)
     dk = tl.zeros([KEYS_0, BLOCK_D], tl.float32)
     dv = tl.zeros([KEYS_0, BLOCK_DV], tl.float32)
-    if KEYS_1:
+    if PIECES > 1:
         second = piece_of(keys, sizes, KEYS_0, KEYS_1)
         second_dk = tl.zeros([KEYS_1, BLOCK_D], tl.float32)
         second_dv = tl.zeros([KEYS_1, BLOCK_DV], tl.float32)
+    # One loop for all rows of all heads: two would keep addresses of both in registers.
+    h = hkv * group
+    first = tl.full([], 0, tl.int32)
     tiles = tl.cdiv(q_len, BLOCK_M)
     for item in tl.range(0, group * tiles):
-        h = hkv * group + item // tiles
-        first = hkv * 0 + item % tiles * BLOCK_M
         head = Head(b, h, hkv)
         operands = Operands(
             rows_of(Tensor(Q, stride_qb, stride_qh, stride_qm), b, h), keys.k, keys.v,
@@ -133,24 +134,25 @@ def attention_short_backward(
             operands, out, Rows(DLSE, has_dlse), first, b * heads + h, q_origin, sizes
         )
         dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-        dq, dk, dv = add_piece(
-            (dq, dk, dv), query, piece, scale, head, sizes, given, KEYS_1 == 0
-        )
-        if KEYS_1:
+        dq, dk, dv = add_piece((dq, dk, dv), query, piece, scale, head, sizes, given, 0)
+        if PIECES > 1:
             dq, second_dk, second_dv = add_piece(
-                (dq, second_dk, second_dv), query, second, scale, head, sizes, given, True
+                (dq, second_dk, second_dv), query, second, scale, head, sizes, given, 1
             )
         dq_rows = rows_of_result(Tensor(DQ, rows_dqb, rows_dqh, rows_dqm), b, h, D)
         store_tile(dq_rows, first, q_len, dq * scale, D, BLOCK_M, BLOCK_D)
+        first += BLOCK_M
+        h = tl.where(first >= q_len, h + 1, h)
+        first = tl.where(first >= q_len, 0, first)
     # Rows of padding have no gradient.
-    padding = tl.cdiv(q_len, STATISTICS_PADDING) * (STATISTICS_PADDING // BLOCK_M) - tiles
-    for item in tl.range(0, group * padding):
-        h = hkv * group + item // padding
-        delta_rows = DELTA + statistics_rows(b * heads + h, q_len) + tl.arange(0, BLOCK_M)
-        first = (tiles + item % padding) * BLOCK_M
-        tl.store(delta_rows + first, tl.zeros([BLOCK_M], tl.float32))
+    padded = tl.cdiv(q_len, STATISTICS_PADDING) * (STATISTICS_PADDING // BLOCK_M)
+    for member in tl.range(0, group):
+        number = b * heads + hkv * group + member
+        delta_rows = DELTA + statistics_rows(number, q_len) + tl.arange(0, BLOCK_M)
+        for tile in tl.range(tiles, padded):
+            tl.store(delta_rows + tile * BLOCK_M, tl.zeros([BLOCK_M], tl.float32))
     results = Tensor(DK, rows_dkb, rows_dkh, rows_dkn), Tensor(DV_OUT, rows_dvb, rows_dvh, rows_dvn)
     head = Head(b, hkv * group, hkv)
     store_piece(dk, dv, results, head, scale, sizes, 0, KEYS_0)
-    if KEYS_1:
+    if PIECES > 1:
         store_piece(second_dk, second_dv, results, head, scale, sizes, KEYS_0, KEYS_1)

@@ -20,13 +20,13 @@ def piece_of(keys, sizes, FIRST: tl.constexpr, COUNT: tl.constexpr):
 @triton.jit
 def attend_piece(
     softmax, q_tile, first_row, q, piece, origin, scale, factor, head, sizes, given,
-    FIRST: tl.constexpr, LAST: tl.constexpr,
+    NUMBER: tl.constexpr,
 ):
-    """Take one piece of the keys into the running softmax of a query tile."""
+    """Take piece NUMBER of the keys into the running softmax of a query tile."""
     s = dot(q_tile, tl.trans(piece.k), PRECISION, UPCAST)
     p, softmax = weigh(
         s, softmax, Corner(first_row, piece.first), q, origin, scale, factor, head, sizes, given,
-        LAST or MASKED, FIRST,
+        MASKED or NUMBER == PIECES - 1, NUMBER == 0,
     )
     acc = dot_add(p.to(piece.v.dtype), piece.v, softmax.acc, PRECISION, UPCAST)
     return Softmax(acc, softmax.row_sum, softmax.row_max)
@@ -45,10 +45,11 @@ def attention_short_forward(
     given = Given(
         #: given
     )
-    parts = tl.cdiv(q_len, part_rows)
-    head_of_batch = tl.program_id(0) // parts
-    start = tl.program_id(0) % parts * part_rows
-    head = head_of(head_of_batch, sizes)
+    # Numbers by three dims spare short programs divisions.
+    b = tl.program_id(0)
+    h = tl.program_id(1)
+    start = tl.program_id(2) * part_rows
+    head = Head(b, h, h // (heads // kv_heads))
     q_rows = rows_of(Tensor(Q, stride_qb, stride_qh, stride_qm), head.b, head.h)
     out = rows_of(Tensor(OUT, stride_ob, stride_oh, stride_om), head.b, head.h)
     keys = Keys(
@@ -57,9 +58,9 @@ def attention_short_forward(
         kv_origin,
     )
     piece = piece_of(keys, sizes, 0, KEYS_0)
-    if KEYS_1:
+    if PIECES > 1:
         second = piece_of(keys, sizes, KEYS_0, KEYS_1)
-    if KEYS_2:
+    if PIECES > 2:
         third = piece_of(keys, sizes, KEYS_0 + KEYS_1, KEYS_2)
     # The running maximum needs a positive factor, so a negative scale is applied to the scores.
     if SCALED_FIRST:
@@ -78,18 +79,18 @@ def attention_short_forward(
         )
         softmax = attend_piece(
             softmax, q_tile, first, q, piece, kv_origin, scale, factor, head, sizes, given,
-            True, KEYS_1 == 0,
+            0,
         )
-        if KEYS_1:
+        if PIECES > 1:
             softmax = attend_piece(
                 softmax, q_tile, first, q, second, kv_origin, scale, factor, head, sizes, given,
-                False, KEYS_2 == 0,
+                1,
             )
-        if KEYS_2:
+        if PIECES > 2:
             softmax = attend_piece(
                 softmax, q_tile, first, q, third, kv_origin, scale, factor, head, sizes, given,
-                False, True,
+                2,
             )
         out_tile, lse = results_of(softmax, head, sizes, given)
         store_tile(out, first, q_len, out_tile, DV, BLOCK_M, BLOCK_DV)
-        tl.store(LSE + head_of_batch.to(tl.int64) * q_len + rows, lse, mask=rows < q_len)
+        tl.store(LSE + (b * heads + h).to(tl.int64) * q_len + rows, lse, mask=rows < q_len)
