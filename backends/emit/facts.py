@@ -130,6 +130,8 @@ class KernelFacts:
     """Whether the backward stores the gradient of each score (``Wants.stores_ds``)."""
     adds_diagonals: bool = False
     """Whether a Hopper backward adds up the gradients of scores along diagonals."""
+    narrow_rows: bool = False
+    """Whether the rows of a call fill smaller work tiles of a Hopper forward better."""
     wide_out: bool = False
     """Whether the output is in fp32 (``Call.wide``)."""
     wide_gradients: bool = False
@@ -234,7 +236,7 @@ def for_lists(facts: KernelFacts) -> KernelFacts:
     """``facts`` for kernels that find tiles, of which one module serves all kernels of a call."""
     return replace(
         facts, tensor_gradients=(), param_gradients=(), moving_operands="", moving_captures=(),
-        pair_tiles=(), stores_ds=False, adds_diagonals=False, wide_out=False,
+        pair_tiles=(), stores_ds=False, adds_diagonals=False, narrow_rows=False, wide_out=False,
         wide_gradients=False,
     )  # fmt: skip
 

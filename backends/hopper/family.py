@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -15,6 +16,7 @@ from ..kernels.kernel import Job, Task, kernels_of
 from ..kernels.signature import PADDING
 from ..kernels.tile_lists import STATISTICS_ROWS, lists_of
 from ..memory_order import empty_rows, strides, wide_dtype
+from .blocks import widest
 from .copies import room_for
 from .distances import empty_sums, with_diagonals, with_distances, with_summed
 from .kernels import FIXED, KERNELS
@@ -24,6 +26,7 @@ from .learned import Statistics, gradients_of_parts
 from .pair_tiles import window, with_pair_tiles
 from .stored import empty_ds, with_stored
 from .tangents import launch_with_tangents, readable
+from .tiles import has_narrow_rows
 from .why_not import most_head_dim, why_not
 
 if TYPE_CHECKING:
@@ -113,6 +116,8 @@ class Hopper:
         facts = facts_of(lowered.program, call, *(() if grad_out is None else (grad_out,)))
         if wanted is not None:
             facts = with_diagonals(with_gradients(facts, wanted), lowered, call)
+        if task is Task.FORWARD and widest(facts) == 64 and has_narrow_rows(call.q.shape[2]):
+            facts = replace(facts, narrow_rows=True)
         (kernel,) = kernels_of(self, task)
         return (Job(kernel, lowered, with_pair_tiles(facts, lowered, call, task)),)
 

@@ -56,7 +56,7 @@ def _configs(job: Job, machine: Machine) -> tuple[Config, ...]:
     if not forward and job.work_of_pair > _MOST_WORK_OF_LARGE:
         plain = False
     found = candidates(task, widest(facts), plain, job.work, column, dropped, own)
-    if forward and job.work_of_pair > _MOST_WORK_OF_THREE:
+    if forward and (facts.narrow_rows or job.work_of_pair > _MOST_WORK_OF_THREE):
         found = tuple(config for config in found if config.consumers < 3)
     if facts.adds_diagonals:
         found = for_busy_producers(found)

@@ -52,6 +52,21 @@ CANDIDATES: dict[Task, dict[int, tuple[Config, ...]]] = {
 """Configs worth compiling, by task and head dim, a power of two."""
 
 
+_FEWEST_ROWS = 128
+"""Calls of no more rows have one work tile a head, of whatever size."""
+_LEFT_OVER = 1.04
+"""How many times as many rows the larger work tiles of a forward may have as the smaller ones."""
+
+
+def has_narrow_rows(q_len: int) -> bool:
+    """Whether work tiles of 128 rows make a forward of D64 faster than those of 192 do.
+
+    Short rows leave much of the last large tile empty: see M28 in docs/measured.md.
+    """
+    large, small = (-(-q_len // rows) * rows for rows in (192, 128))
+    return q_len > _FEWEST_ROWS and large > _LEFT_OVER * small
+
+
 def candidates(
     task: Task, width: int, plain: bool, work: str, column: bool, dropped: bool, own: bool
 ) -> tuple[Config, ...]:

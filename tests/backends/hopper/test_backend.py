@@ -13,6 +13,7 @@ from attndsl.backends.base import Call, Wants
 from attndsl.backends.emit.facts import facts_of
 from attndsl.backends.generated.for_hopper import hopper_backend
 from attndsl.backends.hopper.arguments import blocks_of
+from attndsl.backends.hopper.family import Hopper
 from attndsl.backends.hopper.launch import descriptor_strides, view
 from attndsl.backends.hopper.tiles import candidates
 from attndsl.backends.kernels.kernel import Task
@@ -67,6 +68,23 @@ def test_what_hopper_kernels_run():
     grad = torch.empty(2, 4, 40, 256, dtype=torch.bfloat16)
     assert why_portable(LOWERED, call_of(value_dim=256), "backward", grad, ALL) is None
     assert why_portable(LOWERED, call_of(deterministic=True), "forward") is None
+
+
+@pytest.mark.parametrize(
+    ("q_len", "rows"),
+    [(2, 192), (128, 192), (197, 128), (384, 192), (512, 128), (577, 128), (1024, 128),
+     (2048, 192), (4096, 192), (8192, 192)],
+)  # fmt: skip
+def test_short_rows_get_the_work_tiles_that_they_fill(q_len, rows):
+    """Of one size where that leaves little over, since larger ones are faster."""
+    machine = machine_of("cuda:90")
+    for head_dim, own in ((64, rows), (128, 128)):
+        call = call_of(q_len=q_len, head_dim=head_dim, value_dim=head_dim)
+        (job,) = Hopper().jobs(LOWERED, call, Task.FORWARD, None, None)
+        found = job.kernel.configs(job.on(machine), machine)
+        assert found[0].block_m == own
+        assert job.facts.narrow_rows == (own == 128 and head_dim == 64)
+        assert found[0].persistent
 
 
 @pytest.mark.parametrize("name", HOPPER)

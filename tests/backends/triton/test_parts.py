@@ -27,9 +27,9 @@ if TYPE_CHECKING:
     from support.parts import Case
 
 SMALL = Sizes(batch=1, heads=2, kv_heads=2, q_len=20, kv_len=24)
-LARGE = Sizes(q_len=600, kv_len=460, head_dim=64)
+LARGE = Sizes(q_len=768, kv_len=460, head_dim=64)
 TILE = 384
-"""Rows at which tiles of all kernels begin."""
+"""Rows at which tiles of all kernels begin. Of the whole and of its halves they have one size."""
 OTHER_TILES = {"global", "diffusion", "tiles"}
 """Programs whose plans for rows from any number on have other kinds of tiles, or lists: kernels may
 take tiles of other sizes, or in another order."""
