@@ -53,8 +53,8 @@ def compile(  # noqa: A001
 
     Args:
         text: The program, in the language of ``docs/language.md``.
-        backend: ``auto`` (``hopper`` or ``triton`` on GPUs, ``cpu`` on CPUs), one of these, or
-            ``reference``.
+        backend: ``auto`` (``hopper`` or ``triton`` on GPUs, ``cpu`` on CPUs), one of these,
+            ``short`` or ``reference``.
         name: Name of the text in errors, such as a file's name.
         checked: Whether out-of-range lookups of live pairs are errors (reference backend only);
             by default what ``ATTNDSL_CHECKED`` says.

@@ -293,8 +293,8 @@ class Attention(Analysis):
             head_dim: Head dim of q and k.
             value_dim: Head dim of v; ``head_dim`` by default.
             dtype: dtype of q, k and v.
-            backend: ``triton`` or ``hopper``; by default ``hopper`` where the program was compiled
-                for it by name, else ``triton``.
+            backend: ``triton``, ``hopper`` or ``short``; by default the one of these that the
+                program was compiled for by name, or ``triton``.
             captures: Values of the program's tensors and params, where the defaults (fp32, int32
                 and bool tensors; numbers) differ from the values that calls will pass.
             **named: The same, by keywords.

@@ -118,7 +118,9 @@ def explain(
     param: Params = [],  # noqa: B006
     tensor: Tensors = [],  # noqa: B006
     device: Annotated[str, typer.Option(help="Where it would run.")] = "cpu",
-    backend: Annotated[str, typer.Option(help="auto, reference, cpu, triton or hopper.")] = "auto",
+    backend: Annotated[
+        str, typer.Option(help="auto, reference, cpu, triton, hopper or short.")
+    ] = "auto",
     exact: Exact = False,
     q_len: Annotated[int | None, typer.Option(min=0, help="What this many queries cost.")] = None,
     kv_len: Annotated[int | None, typer.Option(min=0, help="Keys; --q-len by default.")] = None,
@@ -144,7 +146,9 @@ def show(
     tensor: Tensors = [],  # noqa: B006
     head_dim: Annotated[int, typer.Option(min=1, help="Of kernel sources.")] = 64,
     dtype: Annotated[str, typer.Option(help="Of kernel sources: fp16, bf16, fp32.")] = "bf16",
-    backend: Annotated[str, typer.Option(help="Of kernel sources: triton, hopper.")] = "triton",
+    backend: Annotated[
+        str, typer.Option(help="Of kernel sources: triton, hopper, short.")
+    ] = "triton",
     exact: Exact = False,
 ) -> None:
     """Print a stage of compilation, from the surface tree to the kernels."""

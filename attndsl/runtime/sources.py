@@ -87,7 +87,7 @@ def source_of(
     captures = some_captures(lowered.program, captures, head_dim)
     if backend not in GENERATED:
         close = difflib.get_close_matches(str(backend), GENERATED, n=1)
-        hint = f"did you mean '{close[0]}'?" if close else "use 'triton' or 'hopper'"
+        hint = f"did you mean '{close[0]}'?" if close else f"use one of {', '.join(GENERATED)}"
         raise ArgumentError(f"no kernels are generated for backend {backend!r}", hint=hint)
     from attndsl.backends.kernels.example import example_call
 

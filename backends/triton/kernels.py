@@ -51,7 +51,7 @@ FORWARD = _of_loop(
     configs=tiles.FORWARD.configs,
     loop=plan.FORWARD,
     loop_name="forward",
-    templates=("forward",),
+    templates=("softmax", "forward"),
     derives=False,
     waves=_FOUR_WAVES,
 )

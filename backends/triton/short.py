@@ -23,7 +23,7 @@ from ..kernels.signature import PADDING
 from ..memory_order import empty_rows, strides
 from .family import Portable, facts_of_task
 from .short_kernels import BACKWARDS, FORWARDS, KERNELS, NAME
-from .short_tiles import ROWS, keys_held, most_keys, shape_of
+from .short_tiles import keys_held, most_keys, shape_of
 from .tiles import Widths
 
 if TYPE_CHECKING:
@@ -37,8 +37,8 @@ if TYPE_CHECKING:
 
 _PROGRAMS = 4
 """Forward programs for each processor, where heads are fewer: more would read keys again."""
-_MOST_OF_GRID = 65535
-"""CUDA's limit for the second and third number of a program."""
+_MOST_HEADS = 65535
+"""CUDA's limit for the second number of a program."""
 _MOST_ROWS = 1024
 """Of all query heads that share keys, which one backward program goes along. The limit does not
 depend on the number of heads, so that parts of a batch have the bits of the whole."""
@@ -57,8 +57,8 @@ class Short(Portable):
     ) -> str | None:  # fmt: skip
         """See :class:`~..kernels.kernel.Family`."""
         backward = task is Task.BACKWARD
-        if max(call.q.shape[1], call.q.shape[2] // ROWS[-1]) > _MOST_OF_GRID:
-            return "grids of programs are too small for so many heads, or rows of queries"
+        if call.q.shape[1] > _MOST_HEADS:
+            return f"the short kernels take up to {_MOST_HEADS} heads"
         if keys_held(call.k.shape[2], _widths(call), backward) is None:
             return f"no program of the short {task.direction} holds {call.k.shape[2]} keys"
         if not backward:

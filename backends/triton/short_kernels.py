@@ -35,7 +35,7 @@ def _kernel(task: Task, shape: Shape) -> Kernel:
         text=short_text,
         configs=partial(configs_of, shape),
         arguments=_arguments,
-        templates=("weights" if backward else "forward", f"short_{task.value}"),
+        templates=("weights" if backward else "softmax", f"short_{task.value}"),
         derives=backward,
     )
 

@@ -102,10 +102,10 @@ def test_sources_take_captures_of_any_lengths() -> None:
     [
         ("hoper", "did you mean 'hopper'?"),
         ("Triton", "did you mean 'triton'?"),
-        ("auto", "use 'triton' or 'hopper'"),
-        ("cpu", "use 'triton' or 'hopper'"),
-        ("reference", "use 'triton' or 'hopper'"),
-        ("", "use 'triton' or 'hopper'"),
+        ("auto", "use one of triton, hopper, short"),
+        ("cpu", "use one of triton, hopper, short"),
+        ("reference", "use one of triton, hopper, short"),
+        ("", "use one of triton, hopper, short"),
     ],
 )
 def test_sources_of_backends_that_generate_none(name: str, hint: str) -> None:

@@ -1,89 +1,7 @@
-"""Forward kernel: softmax(S) @ V one key-value tile at a time, with the row's log-sum-exp.
-
-Algorithm: T. Dao, FlashAttention-2 (arXiv 2307.08691), over the online softmax of M. Milakov and
-N. Gimelshein (arXiv 1805.02867). Exponentials are base 2.
-"""
+"""Forward: softmax(S) @ V one key-value tile at a time. Follows ``softmax.py`` in one module."""
 # ruff: noqa: F821
 
-from typing import NamedTuple
-
-import triton
-import triton.language as tl
-
-from attndsl.backends.device.records import (
-    Corner, Head, Keys, Origins, Piece, Sizes, Softmax, Tensor, Visits,
-)
-from attndsl.backends.device.dropout import (
-    keep_factor, kept_pairs, kept_pairs_of_part, kept_single_pairs,
-)
-from attndsl.backends.device.library import (
-    dot, dot_add, head_of, load_tile, place_of_item, positions, rows_of, shift_of, store_tile,
-)
-
-#: imports
-
-#: flags
-
-LOG2E = tl.constexpr(1.4426950408889634)
-LN2 = tl.constexpr(0.6931471805599453)
-
-#: functions
-
-
-@triton.jit
-def rescale(s, softmax, factor, PARTIAL: tl.constexpr, FIRST: tl.constexpr):
-    """A tile's weights before the division, and the running sums scaled down to its maximum.
-
-    There are no sums before the FIRST tile.
-    """
-    row_max = tl.max(s, 1) * factor
-    if not FIRST:
-        row_max = tl.maximum(softmax.row_max, row_max)
-    shift = row_max
-    if (PARTIAL and MASKED) or MODIFIED:
-        shift = tl.where(row_max == float("-inf"), 0.0, row_max)
-    p = tl.exp2(s * factor - shift[:, None])
-    if FIRST:
-        return p, Softmax(softmax.acc, tl.sum(p, 1), row_max)
-    decay = tl.exp2(softmax.row_max - shift)
-    row_sum = softmax.row_sum * decay + tl.sum(p, 1)
-    return p, Softmax(softmax.acc * decay[:, None], row_sum, row_max)
-
-
-@triton.jit
-def weigh(
-    s, softmax, corner, q, origin, scale, factor, head, sizes, given,
-    PARTIAL: tl.constexpr, FIRST: tl.constexpr,
-):
-    """A tile's weights from its q . k, and the running sums scaled down to its maximum."""
-    columns = corner.kv + tl.arange(0, s.shape[1])
-    live = tl.full([], 1, tl.int1)
-    if SCALED_FIRST:
-        s = s * scale
-    if PARTIAL or MODIFIED or HAS_DROPOUT or OWN_WEIGHTS:
-        kv = positions(columns, sizes.kv_len, origin, KV_KIND)[None, :]
-        if PARTIAL:
-            live = (columns < sizes.kv_len)[None, :]
-            if MASKED:
-                live = live & mask_of_pair(s, live, head, q, kv, sizes, given)
-        if MODIFIED:
-            s = score_of_pair(s, live, head, q, kv, sizes, given)
-        if PARTIAL and not OWN_WEIGHTS:
-            s = tl.where(live, s, float("-inf"))
-
-    if OWN_WEIGHTS:
-        p = weight_of_pair(s, live, head, q, kv, sizes, given)
-        if PARTIAL:
-            p = tl.where(live, p, 0.0)
-    else:
-        p, softmax = rescale(s, softmax, factor, PARTIAL, FIRST)
-    if HAS_DROPOUT:
-        drop = drop_probability(head, sizes, given)
-        stays = kept_of_tile(
-            corner.q, corner.kv, drop, head, q, kv, sizes, given, s.shape[0], s.shape[1]
-        )
-        p = p * keep_factor(stays, drop)
-    return p, softmax
+#: begin
 
 
 @triton.jit
@@ -102,31 +20,6 @@ def attend(
     v_tile = load_tile(keys.v, first, sizes.kv_len, DV, BLOCK_N, BLOCK_DV, PARTIAL)
     acc = dot_add(p.to(v_tile.dtype), v_tile, softmax.acc, PRECISION, UPCAST)
     return Softmax(acc, softmax.row_sum, softmax.row_max)
-
-
-@triton.jit
-def with_sink(softmax, empty, head, sizes, given):
-    """The running softmax with the head's sink in its denominator, where rows have live pairs."""
-    sink = LOG2E * sink_of_head(head, sizes, given)
-    top = tl.where(empty, 0.0, tl.maximum(softmax.row_max, sink))
-    decay = tl.exp2(softmax.row_max - top)
-    row_sum = softmax.row_sum * decay + tl.exp2(sink - top)
-    acc = softmax.acc * decay[:, None]
-    return Softmax(acc, row_sum, tl.where(empty, softmax.row_max, top))
-
-
-@triton.jit
-def results_of(softmax, head, sizes, given):
-    """A query tile's output and log-sum-exp.
-
-    A row with no live pair gives zeros and a log-sum-exp of -inf. Weights of the program's own are
-    not divided by anything.
-    """
-    empty = softmax.row_sum == 0.0
-    if HAS_SINK:
-        softmax = with_sink(softmax, empty, head, sizes, given)
-    row_sum = tl.where(empty, 1.0, softmax.row_sum)
-    return softmax.acc / row_sum[:, None], softmax.row_max * LN2 + tl.log(row_sum)
 
 
 @triton.jit

@@ -1,7 +1,7 @@
 """Forward where all keys of a head fit: a program loads them once for several query tiles.
 
 Keys are one to three pieces, since tiles have powers of two rows: 197 keys take 128 + 64 + 16.
-Follows ``forward.py`` in one module.
+Follows ``softmax.py`` in one module.
 """
 # ruff: noqa: F821
 

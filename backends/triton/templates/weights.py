@@ -1,9 +1,9 @@
 """Weights again, from the log-sum-exp: what kernels of gradients and of tangents begin with.
 
-Gradients of q, k and v take two passes, dK and dV by key-value tile, then dQ by query tile, so that
-each is a sum in a fixed order, without atomics (T. Dao, FlashAttention-2, arXiv 2307.08691, algorithm
-2, split in two). With P the weights, dP = dO V^T and delta = rowsum(dO * O) - dlse, the gradient of
-the final score is dS = P * (dP - delta).
+Gradients of q, k and v take two passes: dK and dV by key-value tile, then dQ by query tile. So each is
+a sum in a fixed order, without atomics (T. Dao, FlashAttention-2, arXiv 2307.08691, algorithm 2, split
+in two). Where a program holds all keys of a head, one pass makes all three. With P the weights,
+dP = dO V^T and delta = rowsum(dO * O) - dlse, the gradient of the final score is dS = P * (dP - delta).
 """
 # ruff: noqa: F821
 
