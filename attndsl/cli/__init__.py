@@ -182,7 +182,7 @@ def run(
     ] = [],  # noqa: B006
     dtype: Annotated[str, typer.Option(help="fp16, bf16, fp32 or fp64.")] = "fp32",
     device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...")] = "cpu",
-    backend: Annotated[str, typer.Option(help="auto, reference or triton.")] = "auto",
+    backend: Annotated[str, typer.Option(help="auto, or a name that doctor lists.")] = "auto",
     exact: Exact = False,
     backward: Annotated[bool, typer.Option("--backward", help="Gradients too.")] = False,
     check: Annotated[

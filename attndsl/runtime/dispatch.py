@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from functools import lru_cache
+from functools import cache, lru_cache
 from importlib import import_module
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -191,7 +191,7 @@ def why_not_loaded(name: str) -> str | None:
     return _KNOWN[name].missing()
 
 
-@lru_cache(maxsize=8)
+@cache
 def get_backend(name: str, checked: bool = False) -> Backend:
     """The one object of a backend in this process; it holds the compiled kernels."""
     try:

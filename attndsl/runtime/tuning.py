@@ -1,7 +1,7 @@
 """Tile sizes measured on a call's own tensors.
 
-The choice is kept beside the kernels, in memory and on disk: by program, dtypes and head dims, not
-by lengths, so that the call that matters most is the one to tune on.
+The choice is kept beside the kernels, in memory and on disk: by program, dtypes and head dims.
+Lengths count only where they choose the kernel, so tune on the call that matters most.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Measurement:
         """One line of the table."""
         time = "-" if self.milliseconds is None else f"{self.milliseconds:.4f} ms"
         note = " <- chosen" if self.chosen else f" ({self.why})" if self.why else ""
-        return f"{self.kernel:<12} {time:>14}  {self.config}{note}"
+        return f"{self.kernel:<20} {time:>14}  {self.config}{note}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -131,12 +131,20 @@ class KeyTile(NamedTuple):
     exists: Any
 
 
+class Columns(NamedTuple):
+    """Keys of a tile: the first one, the numbers of all, and what gives their positions."""
+
+    first: Any
+    numbers: Any
+    origin: Any
+
+
 class Piece(NamedTuple):
-    """Some keys of a head with their values, and which key is the first of them."""
+    """Some keys of a head with their values."""
 
     k: Any
     v: Any
-    first: Any
+    columns: Any
 
 
 class Pairs(NamedTuple):

@@ -70,13 +70,13 @@ class GeneratedBackend(Backend):
         """Refuse by name what these kernels cannot do."""
         if call.q.dtype not in _DTYPES:
             raise UnsupportedError(
-                f"the triton backend computes in fp16, bf16 and fp32, not {call.q.dtype}",
+                f"the {self.name} backend computes in fp16, bf16 and fp32, not {call.q.dtype}",
                 hint="convert q, k and v, or use backend='auto': it runs fp64 by torch operations",
             )
         for name, width in (("q", call.q.shape[-1]), ("v", call.v.shape[-1])):
             if not 1 <= width <= MAX_HEAD_DIM:
                 raise UnsupportedError(
-                    f"the triton backend takes head dims from 1 to {MAX_HEAD_DIM}, "
+                    f"the {self.name} backend takes head dims from 1 to {MAX_HEAD_DIM}, "
                     f"and {name} has {width}",
                     hint="use backend='reference'",
                 )
@@ -236,7 +236,7 @@ class GeneratedBackend(Backend):
                 more = {} if grad_out is None else {"do": grad_out}
                 layout = self._layout_of(family, jobs, call, has_dlse)
                 layout = family.layout(layout, jobs, call, more, wanted)
-                if family is not placed:
+                if placed is not None and family is not placed:
                     self._keep(own, layout)
             self._keep(key, layout)
         return layout

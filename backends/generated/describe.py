@@ -21,17 +21,14 @@ if TYPE_CHECKING:
     from ..kernels.kernel import Family
 
 
-_OF_SHORT = (Task.FORWARD, Task.BACKWARD)
-
-
 def describe_kernels(
     backend: Backend, families: tuple[Family, ...], lowered: Lowered, head_dim: int
 ) -> list[str]:
     """A line for each direction in bf16, then one for each reason why a call runs otherwise.
 
     They say what the first family answers for such calls, as it does when they are made, and call
-    families of kernels by the names of their backends. One family alone is not described. Before
-    them stands how many keys families take that take few.
+    families of kernels by the names of their backends. One family alone is not described. The first
+    lines are of families that take few keys.
 
     Args:
         backend: Of the families; needs no GPU.
@@ -39,30 +36,38 @@ def describe_kernels(
         lowered: The program.
         head_dim: Head dim of q, k and v.
     """
-    short = [family for family in families if family.most_keys(Task.FORWARD, 64) is not None]
-    families = tuple(family for family in families if family not in short)
-    found = [_line_of_short(family, task, head_dim) for family in short for task in _OF_SHORT]
-    return [*found, *_described(backend, families, lowered, head_dim)]
-
-
-def _line_of_short(family: Family, task: Task, head_dim: int) -> str:
-    most = family.most_keys(task, head_dim)
-    said = f"up to {most} keys at head dim {head_dim}" if most else f"none at head dim {head_dim}"
-    return f"  {task.direction:<10} {family.name} kernels, {said}"
-
-
-def _described(
-    backend: Backend, families: tuple[Family, ...], lowered: Lowered, head_dim: int
-) -> list[str]:
-    """The lines of families whose kernels go along any number of keys."""
-    first, last = families[0], families[-1]
-    if first is last:
-        return []
     call = example_call(lowered, head_dim, head_dim, torch.bfloat16, {})
     try:
         backend.check(lowered, call)
     except UnsupportedError as refusal:
         return [f"  refused    {refusal.message}"]
+    short = [family for family in families if family.most_keys(Task.FORWARD, 64) is not None]
+    families = tuple(family for family in families if family not in short)
+    rows = [row for family in short for row in _of_short(family, lowered, call)]
+    return [*rows, *_described(families, lowered, call)]
+
+
+def _of_short(family: Family, lowered: Lowered, call: Call) -> list[str]:
+    """How many keys the kernels of a family take, and why other families run some such calls."""
+    rows, head_dim = [], call.q.shape[3]
+    for task in (Task.FORWARD, Task.BACKWARD):
+        most = family.most_keys(task, head_dim)
+        told = f"up to {most} keys" if most else "none"
+        rows.append(f"  {task.direction:<10} {family.name} kernels, {told} at head dim {head_dim}")
+        for condition, other, wants in _other_calls(lowered, call, task) if most else ():
+            learned = wants.tensors or wants.params
+            lines = family.plan_gradients(lowered, other, wants).lines
+            refused = family.why_not(lowered, other, task, None, lines)
+            if learned and refused is not None and other.q.dtype is torch.bfloat16:
+                rows.append(f"    {condition}: others ({refused})")
+    return rows
+
+
+def _described(families: tuple[Family, ...], lowered: Lowered, call: Call) -> list[str]:
+    """The lines of families whose kernels go along any number of keys."""
+    first, last, head_dim = families[0], families[-1], call.q.shape[3]
+    if first is last:
+        return []
     rows = []
     for task in (Task.FORWARD, Task.FORWARD_TANGENT, Task.BACKWARD):
         kind = task.direction

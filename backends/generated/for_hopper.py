@@ -19,5 +19,5 @@ def hopper_backend(store: Store) -> GeneratedBackend:
 
 
 def fastest_backend(store: Store) -> GeneratedBackend:
-    """The same, but where all keys of a head fit a program, the kernels for these."""
+    """The same, with the kernels for keys that fit before all others."""
     return GeneratedBackend("hopper", (Short(), Hopper(), Portable()), store)

@@ -38,6 +38,8 @@ def source_of(
         UnsupportedError: The first family does not run ``call``; says why.
     """
     task = _task_of(families[0], direction)
+    if not kernels_of(families[0], task):
+        families = families[1:]
     if task is Task.FORWARD_TANGENT:
         wanted = Wants()
     lines = plan_of(families, lowered, call, wanted).lines if task is Task.BACKWARD else wanted

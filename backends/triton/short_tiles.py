@@ -7,13 +7,14 @@ Non-goals: lengths beyond those that a program can hold.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 import triton
 
 from ..kernels.config import Config
 from ..kernels.kernel import Task
-from .tiles import widths_of
+from .tiles import NARROW, widths_of
 
 if TYPE_CHECKING:
     from ..kernels.kernel import Job
@@ -29,8 +30,14 @@ KEYS = tuple(_PIECES)
 KEYS_OF_BACKWARD = tuple(keys for keys in KEYS if keys <= 128)
 ROWS = (16, 32, 64)
 """Rows of a query tile, for calls of so many rows; calls of more have several tiles."""
+_ROWS_OF_BACKWARD = 32
+"""Rows of a query tile where a backward's rows are few."""
 _FEW_ROWS = 512
-_WARPS = {16: 1, 32: 2, 64: 4, 128: 8}
+"""Rows up to which a program has so few query tiles that it loads none ahead."""
+_WARPS = {16: 1, 32: 2, 64: 4}
+"""By rows of a query tile."""
+_MOST_WIDTH = 256
+"""Columns of the widest rows: wider ones leave no room for tiles of queries."""
 _MOST_WARPS = 8
 _SUMS_OF_WARP = 4096
 """Elements of dK and dV that a warp holds: 128 registers of each thread."""
@@ -59,13 +66,10 @@ class Shape(NamedTuple):
 
 def shapes(backward: bool) -> list[Shape]:
     """All of a direction."""
-    return [
-        Shape(rows, keys, long)
-        for rows in ROWS
-        for keys in (KEYS_OF_BACKWARD if backward else KEYS)
-        for long in (False, True)
-        if rows == ROWS[-1] or not long
-    ]
+    known = KEYS_OF_BACKWARD if backward else KEYS
+    lengths = (*ROWS, _FEW_ROWS + 1)
+    found = [shape_of(q_len, keys, backward) for keys in known for q_len in lengths]
+    return list(dict.fromkeys(found))
 
 
 def pieces_of(keys: int) -> tuple[int, ...]:
@@ -78,7 +82,9 @@ def keys_held(kv_len: int, widths: Widths, backward: bool) -> int | None:
     known = KEYS_OF_BACKWARD if backward else KEYS
     found = next((keys for keys in known if keys >= kv_len > 0), None)
     most = _MOST_BYTES_OF_BACKWARD if backward else _MOST_BYTES
-    if found is None or found * widths.both * widths.element_bytes > most:
+    if found is None or max(widths.d, widths.dv) > _MOST_WIDTH:
+        return None
+    if found * widths.both * widths.element_bytes > most:
         return None
     return found
 
@@ -89,24 +95,29 @@ def most_keys(widths: Widths, backward: bool) -> int:
     return max((keys for keys in known if keys_held(keys, widths, backward)), default=0)
 
 
-def shape_of(q_len: int, keys: int) -> Shape:
+def shape_of(q_len: int, keys: int, backward: bool) -> Shape:
     """What programs hold in a call of ``q_len`` rows."""
-    rows = next((rows for rows in ROWS if rows >= q_len), ROWS[-1])
-    return Shape(rows, keys, q_len > _FEW_ROWS)
+    long = q_len > _FEW_ROWS
+    most = _ROWS_OF_BACKWARD if backward and not long else ROWS[-1]
+    return Shape(next((rows for rows in ROWS if rows >= min(q_len, most)), most), keys, long)
 
 
 def configs_of(shape: Shape, job: Job, machine: Machine) -> tuple[Config, ...]:
     """Candidates of a kernel, in order; one alone for the interpreter."""
     if machine.target is None:
         return (Config(shape.rows, shape.keys, 4, 1),)
-    of_task = _of_backward if Task.BACKWARD in job.kernel.tasks else _of_forward
-    found = of_task(shape, widths_of(job.facts))
+    backward, widths = Task.BACKWARD in job.kernel.tasks, widths_of(job.facts)
+    found = (_of_backward if backward else _of_forward)(shape, widths)
     if job.work_of_pair > _MUCH_WORK:
         first = found[0]
-        fewer = Config(min(first.block_m, 32), shape.keys, first.warps, 1)
-        found = [fewer, *found]
+        found.insert(0, Config(min(first.block_m, 32), shape.keys, first.warps, 1))
     last = found[-1]
-    found.append(Config(last.block_m, last.block_n, min(_MOST_WARPS, 2 * last.warps), 1))
+    found.append(replace(last, warps=min(_MOST_WARPS, 2 * last.warps), stages=1))
+    # Smaller tiles are for rows so wide, or GPUs so small, that larger ones do not fit.
+    found += [Config(rows, shape.keys, 4, 1) for rows in (32, 16) if rows < last.block_m]
+    if widths.element_bytes > 2 and min(widths.d, widths.dv) <= NARROW:
+        # Triton 3.6 reads other elements of such tiles than it should: see ``Tiles``.
+        found = [config for config in found if config.warps < _MOST_WARPS]
     return tuple(dict.fromkeys(found))
 
 
@@ -125,11 +136,11 @@ def _of_forward(shape: Shape, widths: Widths) -> list[Config]:
 def _of_backward(shape: Shape, widths: Widths) -> list[Config]:
     rows, keys, long = shape
     least = triton.next_power_of_2(max(1, keys * widths.both // _SUMS_OF_WARP))
-    small = min(rows, 32)
+    small = min(rows, _ROWS_OF_BACKWARD)
     ahead = 32 < keys <= 64 and widths.both <= 128
     few = Config(small, keys, max(_WARPS[small], least), 3 if ahead else 1)
-    if not long:
-        return [few]
-    if keys <= 32:
+    if long and keys <= 32:
         return [Config(rows, keys, max(_WARPS[rows], least), 3), few]
-    return [Config(128, keys, _MOST_WARPS, 3), few] if keys <= 96 else [few]
+    if long and keys <= 96:
+        return [Config(128, keys, _MOST_WARPS, 3), few]
+    return [few]

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from ..kernels.machine import Machine
 
 _FALL_BACK = (Config(32, 32, 4, 1), Config(32, 16, 4, 1), Config(16, 16, 4, 1))
-_NARROW = 16
+NARROW = 16
 """Head dims of so many columns."""
 _FEW_ELEMENTS = (Config(64, 64, 4, 2), Config(64, 32, 4, 2))
 _OF_MUCH_WORK = ((200, 8),)
@@ -108,7 +108,7 @@ class Tiles:
             preferred = (*preferred, *_FEW_ELEMENTS)
             preferred = tuple(config for config in preferred if config.elements <= most)
         preferred = tuple(dict.fromkeys((*preferred, *_FALL_BACK)))
-        if widths.element_bytes > 2 and min(widths.d, widths.dv) <= _NARROW:
+        if widths.element_bytes > 2 and min(widths.d, widths.dv) <= NARROW:
             preferred = tuple(config for config in preferred if not self._misread(config))
         if self.whole_diagonals:
             preferred = tuple(c for c in preferred if c.block_m % c.block_n == 0)

@@ -173,7 +173,8 @@ class _Guess(dict[str, bool | int | float]):
 
 def analyse(program: Program) -> Sparsity:
     """The sparsity of the mask of ``program``, for every length and tile size."""
-    mask, plain = program.mask, program.score.op is Op.SCORE
+    mask = program.mask
+    plain = program.score.op is Op.SCORE and program.weights is None
     if mask is None:
         return Sparsity(None, plain, None, None, False, False, False)
     deps = dependencies(mask)[mask]

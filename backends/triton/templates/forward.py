@@ -11,11 +11,11 @@ def attend(
 ):
     """Take one key-value tile into the running softmax of a query tile."""
     first = kv_tile * BLOCK_N
+    columns = Columns(first, first + tl.arange(0, BLOCK_N), keys.origin)
     k_tile = load_tile(keys.k, first, sizes.kv_len, D, BLOCK_N, BLOCK_D, PARTIAL)
     s = dot(q_tile, tl.trans(k_tile), PRECISION, UPCAST)
     p, softmax = weigh(
-        s, softmax, Corner(first_row, first), q, keys.origin, scale, factor, head, sizes, given,
-        PARTIAL, False,
+        s, softmax, first_row, q, columns, scale, factor, head, sizes, given, PARTIAL, False
     )
     v_tile = load_tile(keys.v, first, sizes.kv_len, DV, BLOCK_N, BLOCK_DV, PARTIAL)
     acc = dot_add(p.to(v_tile.dtype), v_tile, softmax.acc, PRECISION, UPCAST)

@@ -47,7 +47,8 @@ def query_tile(operands, out, dlse, first, head_of_batch, q_origin, sizes):
 def add_piece(grads, query, piece, scale, head, sizes, given, NUMBER: tl.constexpr):
     """Add what piece NUMBER of the keys gives to dQ and dK (before the scale), and to dV."""
     dq, dk, dv = grads
-    PARTIAL: tl.constexpr = MASKED or NUMBER == PIECES - 1
+    # A score of its own may make NaN of the zeros that rows beyond q_len have.
+    PARTIAL: tl.constexpr = MASKED or MODIFIED or OWN_WEIGHTS or NUMBER == PIECES - 1
     s = dot(query.q, tl.trans(piece.k), PRECISION, UPCAST)
     pairs = Pairs(
         query.places[:, None], piece.places[None, :], query.exists[:, None], piece.exists[None, :]

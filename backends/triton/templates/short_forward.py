@@ -14,18 +14,18 @@ def piece_of(keys, sizes, FIRST: tl.constexpr, COUNT: tl.constexpr):
     first = tl.full([], FIRST, tl.int32)
     k = load_tile(keys.k, first, sizes.kv_len, D, COUNT, BLOCK_D, True)
     v = load_tile(keys.v, first, sizes.kv_len, DV, COUNT, BLOCK_DV, True)
-    return Piece(k, v, first)
+    return Piece(k, v, Columns(first, first + tl.arange(0, COUNT), keys.origin))
 
 
 @triton.jit
 def attend_piece(
-    softmax, q_tile, first_row, q, piece, origin, scale, factor, head, sizes, given,
+    softmax, q_tile, first_row, q, piece, scale, factor, head, sizes, given,
     NUMBER: tl.constexpr,
 ):
     """Take piece NUMBER of the keys into the running softmax of a query tile."""
     s = dot(q_tile, tl.trans(piece.k), PRECISION, UPCAST)
     p, softmax = weigh(
-        s, softmax, Corner(first_row, piece.first), q, origin, scale, factor, head, sizes, given,
+        s, softmax, first_row, q, piece.columns, scale, factor, head, sizes, given,
         MASKED or NUMBER == PIECES - 1, NUMBER == 0,
     )
     acc = dot_add(p.to(piece.v.dtype), piece.v, softmax.acc, PRECISION, UPCAST)
@@ -78,17 +78,17 @@ def attention_short_forward(
             tl.full([BLOCK_M], float("-inf"), tl.float32),
         )
         softmax = attend_piece(
-            softmax, q_tile, first, q, piece, kv_origin, scale, factor, head, sizes, given,
+            softmax, q_tile, first, q, piece, scale, factor, head, sizes, given,
             0,
         )
         if PIECES > 1:
             softmax = attend_piece(
-                softmax, q_tile, first, q, second, kv_origin, scale, factor, head, sizes, given,
+                softmax, q_tile, first, q, second, scale, factor, head, sizes, given,
                 1,
             )
         if PIECES > 2:
             softmax = attend_piece(
-                softmax, q_tile, first, q, third, kv_origin, scale, factor, head, sizes, given,
+                softmax, q_tile, first, q, third, scale, factor, head, sizes, given,
                 2,
             )
         out_tile, lse = results_of(softmax, head, sizes, given)

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from attndsl.backends.device.records import (
-    Corner, Head, Keys, Origins, Piece, Sizes, Softmax, Tensor, Visits,
+    Columns, Head, Keys, Origins, Piece, Sizes, Softmax, Tensor, Visits,
 )
 from attndsl.backends.device.dropout import (
     keep_factor, kept_pairs, kept_pairs_of_part, kept_single_pairs,
@@ -52,18 +52,17 @@ def rescale(s, softmax, factor, PARTIAL: tl.constexpr, FIRST: tl.constexpr):
 
 @triton.jit
 def weigh(
-    s, softmax, corner, q, origin, scale, factor, head, sizes, given,
+    s, softmax, first_row, q, columns, scale, factor, head, sizes, given,
     PARTIAL: tl.constexpr, FIRST: tl.constexpr,
 ):
     """A tile's weights from its q . k, and the running sums scaled down to its maximum."""
-    columns = corner.kv + tl.arange(0, s.shape[1])
     live = tl.full([], 1, tl.int1)
     if SCALED_FIRST:
         s = s * scale
     if PARTIAL or MODIFIED or HAS_DROPOUT or OWN_WEIGHTS:
-        kv = positions(columns, sizes.kv_len, origin, KV_KIND)[None, :]
+        kv = positions(columns.numbers, sizes.kv_len, columns.origin, KV_KIND)[None, :]
         if PARTIAL:
-            live = (columns < sizes.kv_len)[None, :]
+            live = (columns.numbers < sizes.kv_len)[None, :]
             if MASKED:
                 live = live & mask_of_pair(s, live, head, q, kv, sizes, given)
         if MODIFIED:
@@ -80,7 +79,7 @@ def weigh(
     if HAS_DROPOUT:
         drop = drop_probability(head, sizes, given)
         stays = kept_of_tile(
-            corner.q, corner.kv, drop, head, q, kv, sizes, given, s.shape[0], s.shape[1]
+            first_row, columns.first, drop, head, q, kv, sizes, given, s.shape[0], s.shape[1]
         )
         p = p * keep_factor(stays, drop)
     return p, softmax
