@@ -44,8 +44,8 @@ def choose_backend(
     ``auto`` means ``hopper`` on Hopper GPUs (``triton`` where this Triton cannot load Gluon), with
     the kernels of ``short`` where all keys of a head fit a program. It means ``triton`` on other
     GPUs, and ``cpu`` on CPUs. In fp64, which no kernel computes in, it means ``cpu`` everywhere. In
-    checked mode it means ``reference`` in place of ``cpu``. A backend that fails is
-    never replaced silently.
+    checked mode it means ``reference`` in place of ``cpu``. A backend that fails is never replaced
+    silently.
 
     Raises:
         BackendError: The backend does not work here; says why.

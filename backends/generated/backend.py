@@ -68,16 +68,16 @@ class GeneratedBackend(Backend):
 
     def check(self, lowered: Lowered, call: Call) -> None:
         """Refuse by name what these kernels cannot do: the limits are the last family's."""
-        widest = self.families[-1].name
+        last = self.families[-1].name
         if call.q.dtype not in _DTYPES:
             raise UnsupportedError(
-                f"the {widest} backend computes in fp16, bf16 and fp32, not {call.q.dtype}",
+                f"the {last} backend computes in fp16, bf16 and fp32, not {call.q.dtype}",
                 hint="convert q, k and v, or use backend='auto': it runs fp64 by torch operations",
             )
         for name, width in (("q", call.q.shape[-1]), ("v", call.v.shape[-1])):
             if not 1 <= width <= MAX_HEAD_DIM:
                 raise UnsupportedError(
-                    f"the {widest} backend takes head dims from 1 to {MAX_HEAD_DIM}, "
+                    f"the {last} backend takes head dims from 1 to {MAX_HEAD_DIM}, "
                     f"and {name} has {width}",
                     hint="use backend='reference'",
                 )

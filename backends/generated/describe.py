@@ -55,10 +55,11 @@ def _of_short(family: Family, lowered: Lowered, call: Call) -> list[str]:
         told = f"up to {most} keys" if most else "none"
         rows.append(f"  {task.direction:<10} {family.name} kernels, {told} at head dim {head_dim}")
         for condition, other, wants in _other_calls(lowered, call, task) if most else ():
-            learned = wants.tensors or wants.params
+            if other.q.dtype is not call.q.dtype or not (wants.tensors or wants.params):
+                continue
             lines = family.plan_gradients(lowered, other, wants).lines
             refused = family.why_not(lowered, other, task, None, lines)
-            if learned and refused is not None and other.q.dtype is torch.bfloat16:
+            if refused is not None:
                 rows.append(f"    {condition}: others ({refused})")
     return rows
 

@@ -116,10 +116,7 @@ class Portable:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See :class:`~..kernels.kernel.Family`."""
         q = call.q
-        batch, heads, q_len, _ = q.shape
-        order = layout.orders.out
-        out = order.empty(q, torch.float32) if call.wide else order.empty(q)
-        lse = empty_rows(q, batch, heads, q_len)
+        out, lse = empty_results(layout, call)
         kernel = layout.executables["forward"]
         stream = stream_of(q.device)
         with on_device(q.device):
@@ -198,6 +195,13 @@ class Portable:
         """See :class:`~..kernels.kernel.Family`."""
         assert results is not None
         return (*results, *launch_tangent(moving, layout, *results))
+
+
+def empty_results(layout: Layout, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
+    """Room for the output, in q's memory order, and for the log-sum-exp (batch, heads, q_len)."""
+    q, order = call.q, layout.orders.out
+    out = order.empty(q, torch.float32) if call.wide else order.empty(q)
+    return out, empty_rows(q, *q.shape[:3])
 
 
 def _row_statistics(

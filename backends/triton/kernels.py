@@ -27,7 +27,8 @@ _FOUR_WAVES = (4, 2, 1)
 """Forwards gain by four: see M14 in docs/measured.md."""
 
 
-def _arguments(function: Any, facts: KernelFacts, config: Config) -> list[Argument]:
+def arguments(function: Any, facts: KernelFacts, config: Config) -> list[Argument]:
+    """Types of all arguments of a kernel of plain Triton."""
     return arguments_of(function, facts, {})
 
 
@@ -41,7 +42,7 @@ def _like_dq(job: Job, machine: Machine) -> tuple[Config, ...]:
     return tiles.BACKWARD_Q.candidates(tiles.widths_of(job.facts), machine.shared)
 
 
-_kernel = partial(Kernel, family="triton", arguments=_arguments)
+_kernel = partial(Kernel, family="triton", arguments=arguments)
 _of_loop = partial(_kernel, text=attention_text)
 
 FORWARD = _of_loop(

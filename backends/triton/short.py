@@ -21,7 +21,7 @@ from ..kernels.kernel import Job, Task
 from ..kernels.order import processors_of
 from ..kernels.signature import PADDING
 from ..memory_order import empty_rows, strides
-from .family import Portable, facts_of_task
+from .family import Portable, empty_results, facts_of_task
 from .short_kernels import BACKWARDS, FORWARDS, KERNELS, NAME
 from .short_tiles import keys_held, most_keys, shape_of
 from .tiles import Widths
@@ -105,9 +105,7 @@ class Short(Portable):
         """See :class:`~..kernels.kernel.Family`."""
         q = call.q
         batch, heads, q_len, _ = q.shape
-        order = layout.orders.out
-        out = order.empty(q, torch.float32) if call.wide else order.empty(q)
-        lse = empty_rows(q, batch, heads, q_len)
+        out, lse = empty_results(layout, call)
         (kernel,) = layout.executables.values()
         rows = layout.part_rows
         with on_device(q.device):
@@ -115,7 +113,7 @@ class Short(Portable):
                 (batch, heads, -(-q_len // rows)),
                 stream_of(q.device),
                 [
-                    q, call.k, call.v, out, lse, *layout.strides, *order.strides[:3],
+                    q, call.k, call.v, out, lse, *layout.strides, *layout.orders.out.strides[:3],
                     call.scale, *layout.sizes, origin(call.q_offset, call.q_index),
                     origin(call.kv_offset, call.kv_index), rows,
                     *capture_arguments(layout.facts, call),

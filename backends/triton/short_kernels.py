@@ -6,23 +6,13 @@ How many keys a call has is no part of what a module depends on, so that each si
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Any
 
-from ..kernels.arguments import arguments_of
 from ..kernels.kernel import Kernel, Task
 from .generate_short import short_text
+from .kernels import arguments
 from .short_tiles import Shape, configs_of, shapes
 
-if TYPE_CHECKING:
-    from ..emit.facts import KernelFacts
-    from ..kernels.compile import Argument
-    from ..kernels.config import Config
-
 NAME = "short"
-
-
-def _arguments(function: Any, facts: KernelFacts, config: Config) -> list[Argument]:
-    return arguments_of(function, facts, {})
 
 
 def _kernel(task: Task, shape: Shape) -> Kernel:
@@ -34,7 +24,7 @@ def _kernel(task: Task, shape: Shape) -> Kernel:
         entry=f"attention_short_{task.value}",
         text=short_text,
         configs=partial(configs_of, shape),
-        arguments=_arguments,
+        arguments=arguments,
         templates=("weights" if backward else "softmax", f"short_{task.value}"),
         derives=backward,
     )

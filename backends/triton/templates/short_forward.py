@@ -1,6 +1,7 @@
 """Forward where all keys of a head fit: a program loads them once for several query tiles.
 
-Keys are one to three pieces, since tiles have powers of two rows: 197 keys take 128 + 64 + 16.
+The number of rows of a tile is a power of two, so keys are one to three pieces: 197 keys take
+128 + 64 + 16.
 Follows ``softmax.py`` in one module.
 """
 # ruff: noqa: F821
@@ -78,18 +79,15 @@ def attention_short_forward(
             tl.full([BLOCK_M], float("-inf"), tl.float32),
         )
         softmax = attend_piece(
-            softmax, q_tile, first, q, piece, scale, factor, head, sizes, given,
-            0,
+            softmax, q_tile, first, q, piece, scale, factor, head, sizes, given, 0
         )
         if PIECES > 1:
             softmax = attend_piece(
-                softmax, q_tile, first, q, second, scale, factor, head, sizes, given,
-                1,
+                softmax, q_tile, first, q, second, scale, factor, head, sizes, given, 1
             )
         if PIECES > 2:
             softmax = attend_piece(
-                softmax, q_tile, first, q, third, scale, factor, head, sizes, given,
-                2,
+                softmax, q_tile, first, q, third, scale, factor, head, sizes, given, 2
             )
         out_tile, lse = results_of(softmax, head, sizes, given)
         store_tile(out, first, q_len, out_tile, DV, BLOCK_M, BLOCK_DV)

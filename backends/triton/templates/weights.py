@@ -20,8 +20,8 @@ from attndsl.backends.device.dropout import (
     keep_factor, kept_pairs, kept_pairs_of_part, kept_single_pairs,
 )
 from attndsl.backends.device.library import (
-    STATISTICS_PADDING, dot, dot_add, head_of, head_of_result, load_tile, operands_of, place_of_item, positions, rows_of,
-    rows_of_result, shift_of, statistics_rows, store_tile,
+    STATISTICS_PADDING, dot, dot_add, head_of, head_of_result, load_tile, operands_of,
+    place_of_item, positions, rows_of, rows_of_result, shift_of, statistics_rows, store_tile,
     with_statistics,
 )
 
