@@ -7,7 +7,7 @@ gradients.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -186,6 +186,16 @@ def make_case(
     options = {"seed": SEED} if program.dropout is not None else {}
     q = draw(sizes.batch, sizes.heads, sizes.q_len, sizes.head_dim)
     return Case(attention.lowered, attention, sizes, q, draw(*keys), draw(*keys), captures, options)
+
+
+def widened(case: Case) -> Case:
+    """The same call in fp64, with leaves of its own."""
+
+    def wide(value: torch.Tensor) -> torch.Tensor:
+        return value.detach().double().requires_grad_() if value.is_floating_point() else value
+
+    captures = {name: wide(value) for name, value in case.captures.items()}
+    return replace(case, q=wide(case.q), k=wide(case.k), v=wide(case.v), captures=captures)
 
 
 def cuts(split: str, sizes: Sizes, block: int = 16) -> Iterator[Cut]:

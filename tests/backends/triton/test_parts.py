@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -24,6 +25,8 @@ from support.parts import (
 import attndsl
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from support.parts import Case
 
 SMALL = Sizes(batch=1, heads=2, kv_heads=2, q_len=20, kv_len=24)
@@ -36,6 +39,9 @@ take tiles of other sizes, or in another order."""
 REPEATED = {"slopes"}
 """Programs whose scores grow so far along the keys that Hopper's forward does work tiles again. It
 repeats all rows of one, and a call of few rows has smaller work tiles."""
+CANCELS = {("slopes", "slope"): 5.0}
+"""Times the tolerance of bf16. dS of a row sums to nothing, and this gradient weighs it by up to
+768: with the output alone rounded to bf16, it moved from 20,478 to 18,787 in fp64."""
 SOME = {
     "lower right": ("all", False),
     "key heads": ("groups", False),
@@ -54,7 +60,13 @@ SOME = {
 
 
 def has_same_bits(case: Case, split: str, name: str) -> bool:
-    """Whether parts give the very bits of the whole: where kernels take the same tiles."""
+    """Whether parts give the very bits of the whole: where kernels take the same tiles.
+
+    Interpreted kernels need not: a product of numpy's has other bits for the same row in another
+    place, on some processors.
+    """
+    if not case.q.is_cuda:
+        return False
     products = case.lowered.contractions
     # Torch's own products of other shapes have other bits.
     by_kernels = products is None or products.wide is not None
@@ -64,9 +76,10 @@ def has_same_bits(case: Case, split: str, name: str) -> bool:
 
 
 def check_parts(
-    case: Case, split: str, shares: bool, tolerance: float, block: int = 16, same: bool = False
-) -> None:
-    """Parts give the whole's results within ``tolerance``: ``same``, the very bits of these."""
+    case: Case, split: str, shares: bool, tolerances: Mapping[str, float], block: int = 16,
+    same: bool = False,
+) -> None:  # fmt: skip
+    """Parts give the whole's results within ``tolerances``: ``same``, the very bits of these."""
     leaves = case.leaves()
     whole = results(part_of_whole(whole_of(case), case, split), leaves)
     found = results(parts_of(case, split, shares, block), leaves)
@@ -74,6 +87,7 @@ def check_parts(
         if same and name in ("out", "lse"):
             assert torch.equal(found[name], value), (name, shares)
         scale = max(1.0, float(value[value.isfinite()].abs().max()))
+        tolerance = tolerances[name]
         torch.testing.assert_close(
             found[name], value, rtol=tolerance, atol=tolerance * scale, equal_nan=True
         )
@@ -84,7 +98,8 @@ def test_some_parts_equal_the_whole(device, name):
     split, shares = SOME[name]
     sizes = replace(SMALL, kv_heads=1) if split == "groups" else SMALL
     case = make_case(name, "triton", torch.float32, sizes, device)
-    check_parts(case, split, shares, 2e-4, same=has_same_bits(case, split, name))
+    tolerances = defaultdict(lambda: 2e-4)
+    check_parts(case, split, shares, tolerances, same=has_same_bits(case, split, name))
 
 
 @pytest.mark.gpu
@@ -95,9 +110,13 @@ def test_parts_equal_the_whole_on_gpus(backend, name, split):
     dtype = torch.bfloat16 if backend == "hopper" else torch.float32
     torch.manual_seed(0)
     case = make_case(name, backend, dtype, LARGE, "cuda")
-    same, tolerance = has_same_bits(case, split, name), 3e-2 if backend == "hopper" else 1e-3
+    usual = 3e-2 if backend == "hopper" else 1e-3
+    tolerances = defaultdict(lambda: usual)
+    if backend == "hopper":
+        tolerances |= {key: usual * times for (own, key), times in CANCELS.items() if own == name}
+    same = has_same_bits(case, split, name)
     for shares in (False, True):
-        check_parts(case, split, shares, tolerance, TILE, same)
+        check_parts(case, split, shares, tolerances, TILE, same)
 
 
 def check_ragged(case: Case, offsets: list[int], lengths: list[int], tolerance: float) -> None:
