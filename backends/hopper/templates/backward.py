@@ -178,17 +178,12 @@ def consume_work(
             keep_factor = factor_of_kept(chance)
             kept = Kept(keep_factor, gl.log2(keep_factor), 1.0 / keep_factor)
         column_sums = partial_row_sums(zeros)
-        for step in range(0, masked):
-            dk, dv, column_sums = add_query_tile(
-                PART, tile_index, q_tile_at(step, work, True), KeySums(dk, dv, column_sums), keys,
-                kept, results, memory, work, call.padded, True,
-            )
-            tile_index += 1
-        if KV_PASS_HAS_FULL and PEELED:
-            for step in range(masked, visits.partial + visits.full):
+        for FULL in gl.static_range(2 if KV_PASS_HAS_FULL and PEELED else 1):
+            end = visits.partial + visits.full if FULL else masked
+            for step in range(masked if FULL else 0, end):
                 dk, dv, column_sums = add_query_tile(
-                    PART, tile_index, q_tile_at(step, work, False), KeySums(dk, dv, column_sums),
-                    keys, kept, results, memory, work, call.padded, False,
+                    PART, tile_index, q_tile_at(step, work, not FULL), KeySums(dk, dv, column_sums),
+                    keys, kept, results, memory, work, call.padded, not FULL,
                 )
                 tile_index += 1
         number = (head.b * sizes.heads + head.h).to(gl.int64)

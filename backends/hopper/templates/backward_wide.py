@@ -138,17 +138,12 @@ def consume_work(
         visits, masked = count_tiles(tile, head, sizes, shift, given)
         work = Work(tile, head, visits, None, None, sizes, call.origins, shift, given)
         keys = keys_of_head(own, numbers, places, kv, origin, ragged, call.scale, work)
-        for step in range(0, masked):
-            total = add_query_tile(
-                PART, tile_index, q_tile_at(step, work, True), total, keys, results, memory, work,
-                call.padded, True, OPERAND,
-            )
-            tile_index += 1
-        if KV_PASS_HAS_FULL and PEELED:
-            for step in range(masked, visits.partial + visits.full):
+        for FULL in gl.static_range(2 if KV_PASS_HAS_FULL and PEELED else 1):
+            end = visits.partial + visits.full if FULL else masked
+            for step in range(masked if FULL else 0, end):
                 total = add_query_tile(
-                    PART, tile_index, q_tile_at(step, work, False), total, keys, results, memory,
-                    work, call.padded, False, OPERAND,
+                    PART, tile_index, q_tile_at(step, work, not FULL), total, keys, results, memory,
+                    work, call.padded, not FULL, OPERAND,
                 )
                 tile_index += 1
     sync_consumers()

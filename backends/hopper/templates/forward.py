@@ -132,7 +132,7 @@ def consume_work(
     q_tile = memory.q.data.index(PART).reshape([ROWS, D])
     rows = Rows(numbers, places, q, q_parts, origin, q_tile)
 
-    first_tile = partial_tile(begin_partial, work)
+    first_tile = tile_at(begin_partial, work, True)
     if FORWARD_HAS_FULL:
         full_tile = tile_at(0, work, False)
         first_tile = gl.where(begin_partial < visits.partial, first_tile, full_tile)
@@ -164,36 +164,31 @@ def consume_work(
     )
     softmax = RunningSoftmax(acc, row_max, row_sum, p)
 
-    if FORWARD_HAS_PARTIAL:
-        kv_tile = partial_tile(begin_partial + 1, work)
-        for step in range(begin_partial + 1, end_partial):
-            softmax = attend(
-                PART, tiles_before + step, kv_tile, softmax,
-                MaxRule(float("-inf"), uses_fixed_max), rows, factors, memory, work, True, False,
-            )
-            kv_tile = partial_tile(step + 1, work)
-    if FORWARD_HAS_FULL:
-        least_max = gl.where(uses_fixed_max, 0.0, float("-inf"))
-        for form in gl.static_range(2 if FIXED_MAX else 1):
-            kv_tile = tile_at(begin, work, False)
-            if HALVED and form == 1:
-                if uses_fixed_max:
-                    acc, row_sum = attend_by_halves(
-                        tiles_before + visits.partial + begin, tiles_before + tiles, softmax,
-                        q_tile, factors, memory, sizes.q_len,
-                    )
-                    # Else these would stay in registers for what comes behind all tiles.
-                    p = gl.full(softmax.p.shape, 0, gl.int32, layout=softmax.p.type.layout)
-                    softmax = RunningSoftmax(acc, softmax.row_max, row_sum, p)
-            else:
-                for step in range(begin, end):
-                    softmax = attend(
-                        PART, tiles_before + visits.partial + step, kv_tile, softmax,
-                        MaxRule(least_max, uses_fixed_max), rows, factors, memory, work, False,
-                        form == 1,
-                    )
-                    kv_tile = tile_at(step + 1, work, False)
-            begin, end = end, own_full
+    # 0: PARTIAL tiles. 1: FULL ones. 2: FULL ones, relative to a maximum that stays.
+    for FORM in gl.static_range(3 if FIXED_MAX else 2):
+        if HALVED and FORM == 2:
+            if uses_fixed_max:
+                acc, row_sum = attend_by_halves(
+                    tiles_before + visits.partial + end, tiles_before + tiles, softmax,
+                    q_tile, factors, memory, sizes.q_len,
+                )
+                # Otherwise these would stay in registers for what comes behind all tiles.
+                p = gl.full(softmax.p.shape, 0, gl.int32, layout=softmax.p.type.layout)
+                softmax = RunningSoftmax(acc, softmax.row_max, row_sum, p)
+        elif FORWARD_HAS_PARTIAL if FORM == 0 else FORWARD_HAS_FULL:
+            if FORM == 1:
+                least_max = gl.where(uses_fixed_max, 0.0, float("-inf"))
+            start = begin_partial + 1 if FORM == 0 else begin if FORM == 1 else end
+            stop = end_partial if FORM == 0 else end if FORM == 1 else own_full
+            kv_tile = tile_at(start, work, FORM == 0)
+            for step in range(start, stop):
+                before = tiles_before if FORM == 0 else tiles_before + visits.partial
+                softmax = attend(
+                    PART, before + step, kv_tile, softmax,
+                    MaxRule(float("-inf") if FORM == 0 else least_max, uses_fixed_max), rows,
+                    factors, memory, work, FORM == 0, FORM == 2,
+                )
+                kv_tile = tile_at(step + 1, work, FORM == 0)
 
     if PERSISTENT and OWN_OUTPUT:
         # The next work tile's rows of q may come.

@@ -19,25 +19,22 @@ def count_tiles(tile, head, sizes, shift, given):
 
 @gluon.jit
 def tile_at(step, work, PARTIAL: gl.constexpr):
-    """Index of tile number ``step`` of the PARTIAL ones, or of the FULL ones."""
-    return forward_tile(
-        step, work.visits, work.tile, work.head, work.sizes, work.shift, work.given, PARTIAL
-    )
+    """Index of tile number ``step`` of the PARTIAL ones, or of the FULL ones.
 
-
-@gluon.jit
-def partial_tile(step, work):
-    """Index of PARTIAL tile number ``step``: the last one first where later rows have later tiles.
-
-    Those that only the last rows of a query tile attend to are then the first ones.
+    Where later rows have later tiles, the last PARTIAL one is the first to be visited. Those that
+    only the last rows of a query tile attend to are then visited first.
     """
     beyond = tl.cdiv(work.sizes.kv_len, BLOCK_N)
     found = beyond
-    if FORWARD_HAS_PARTIAL:
-        if FORWARD_DESCENDING or ROWS_ARE_LISTED:
+    if FORWARD_HAS_PARTIAL or not PARTIAL:
+        if PARTIAL and (FORWARD_DESCENDING or ROWS_ARE_LISTED):
             step = gl.maximum(work.visits.partial - 1 - step, 0)
-        found = tile_at(step, work, True)
-    return gl.where(work.nothing, beyond, found)
+        found = forward_tile(
+            step, work.visits, work.tile, work.head, work.sizes, work.shift, work.given, PARTIAL
+        )
+    if PARTIAL:
+        found = gl.where(work.nothing, beyond, found)
+    return found
 
 
 @gluon.jit
@@ -45,7 +42,7 @@ def attends(step, row_tile, work):
     """Whether rows ``row_tile * ROWS ...`` may have a live pair in PARTIAL tile number ``step``."""
     there = row_tile * ROWS < work.sizes.q_len
     if ROWS_HAVE_TILES:
-        kv_tile = partial_tile(step, work)
+        kv_tile = tile_at(step, work, True)
         there = there & rows_have(
             kv_tile, row_tile, work.head, work.sizes, work.shift, work.given
         )
@@ -220,24 +217,17 @@ def load_work(work_tile, uses_fixed_max, work_index, tiles_before, memory, call)
     if HAS_DROPOUT:
         drop = drop_of_item(head, sizes, given)
         first_row, tile_before = tile * BLOCK_M, 0
-    for step in range(0, visits.partial):
-        kv_tile = partial_tile(step, work)
-        load_tiles(
-            tiles_before + step, kv_tile, memory, work,
-            Draw(drop, first_row, tile_before, tiles_before) if HAS_DROPOUT else None,
-            (True, tile * BLOCK_M + shift.q) if HAS_BIAS else None,
-        )
-        if HAS_DROPOUT:
-            tile_before = kv_tile
-    if FORWARD_HAS_FULL:
-        for step in range(0, visits.full):
-            kv_tile = tile_at(step, work, False)
+    for FULL in gl.static_range(2 if FORWARD_HAS_FULL else 1):
+        for step in range(0, visits.full if FULL else visits.partial):
+            kv_tile = tile_at(step, work, not FULL)
+            before = tiles_before + visits.partial if FULL else tiles_before
             # The first tile may take the mask's code though it is FULL.
             load_tiles(
-                tiles_before + visits.partial + step, kv_tile, memory, work,
+                before + step, kv_tile, memory, work,
                 Draw(drop, first_row, tile_before, tiles_before) if HAS_DROPOUT else None,
                 (
-                    visits.partial + step == 0 if BIAS_IN_MASK else True, tile * BLOCK_M + shift.q,
+                    visits.partial + step == 0 if BIAS_IN_MASK and FULL else True,
+                    tile * BLOCK_M + shift.q,
                 ) if HAS_BIAS else None,
             )
             if HAS_DROPOUT:

@@ -178,21 +178,17 @@ def consume_work(
         skip_tiles(tiles_before, tiles_before + begin_partial, k, v)
     mbarrier.wait(memory.q.full.index(PART), work_index & 1)
 
-    if FORWARD_HAS_PARTIAL:
-        kv_tile = partial_tile(begin_partial, work)
-        for step in range(begin_partial, end_partial):
-            state = attend(
-                PART, tiles_before + step, kv_tile, state, rows, factors, speed, memory, work, True
-            )
-            kv_tile = partial_tile(step + 1, work)
-    if FORWARD_HAS_FULL:
-        kv_tile = tile_at(0, work, False)
-        for step in range(0, own_full):
-            state = attend(
-                PART, tiles_before + visits.partial + step, kv_tile, state, rows, factors, speed,
-                memory, work, False,
-            )
-            kv_tile = tile_at(step + 1, work, False)
+    for FULL in gl.static_range(2):
+        if FORWARD_HAS_FULL if FULL else FORWARD_HAS_PARTIAL:
+            begin = 0 if FULL else begin_partial
+            kv_tile = tile_at(begin, work, not FULL)
+            for step in range(begin, own_full if FULL else end_partial):
+                before = tiles_before + visits.partial if FULL else tiles_before
+                state = attend(
+                    PART, before + step, kv_tile, state, rows, factors, speed, memory, work,
+                    not FULL,
+                )
+                kv_tile = tile_at(step + 1, work, not FULL)
 
     if SKIPS:
         left = gl.where(own_full > 0, tiles, end_partial)

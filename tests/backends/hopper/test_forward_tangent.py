@@ -103,12 +103,12 @@ NEEDED_WHERE_PERSISTENT = {
     "room for q": drop(LEAVE_Q),
     "q has been read": drop("mbarrier.wait(q.empty.index(...), ...)"),
     "q is read to the end": early(
-        LEAVE_Q, to="for step in range(begin_partial, _end): ...", within="consume_work"
+        LEAVE_Q, to="for FULL in gl.static_range(2): ...", within="consume_work"
     ),
     "phases of q": swap(
         "mbarrier.wait(q.full.index(_part), ...)", "mbarrier.wait(q.full.index(_part), 0)"
     ),
-    "items before": swap("tiles_before + step", "step", "consume_work"),
+    "items before": swap("before + step", "step", "consume_work"),
     "PARTIAL tiles before": swap("tiles_before + visits.partial", "tiles_before", "consume_work"),
     "the output is read": drop("tma_wait(...)", "store_outputs", nth=1),
     "items are read": drop("mbarrier.wait(fields.empty, ...)"),
