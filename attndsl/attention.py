@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from attndsl.analysis import Analysis
-from attndsl.backends.base import Call
+from attndsl.backends.base import NONE, Call
 from attndsl.errors import ArgumentError, AttnDSLError, UnsupportedError
 from attndsl.runtime.arguments import autocast, joined, kinds_of, rows_contiguous
 from attndsl.runtime.autograd import attend
@@ -231,8 +231,9 @@ class Attention(Analysis):
                 v if as_given else rows_contiguous(v),
                 q.shape[3] ** -0.5 if scale is None else float(scale),
                 template.sizes,
-                {decl.name: captures[decl.name] for decl in program.tensors},  # type: ignore[misc]
-                {decl.name: captures.get(decl.name, decl.default) for decl in program.params},  # type: ignore[arg-type]
+                {d.name: captures[d.name] for d in program.tensors} if program.tensors else NONE,  # type: ignore[misc]
+                {d.name: captures.get(d.name, d.default) for d in program.params}  # type: ignore[arg-type]
+                if program.params else NONE,
                 q_offset, kv_offset, q_index, kv_index, seed, deterministic, None,
                 template.signature, template.wide, None,
                 None if part is None else replace(part, kv_lengths=kv_lengths),

@@ -71,7 +71,8 @@ class Draws:
     kv_start: int | None = 0
 
 
-_NONE: Mapping[str, Any] = MappingProxyType({})
+NONE: Mapping[str, Any] = MappingProxyType({})
+"""Of a call without captures."""
 
 
 class Call(NamedTuple):
@@ -93,9 +94,9 @@ class Call(NamedTuple):
     """Every name of ``ir.SIZES`` and ``Program.dim_names()``. Backends find the sizes of q and k
     under the former; where these are a part of a larger call, its sizes have names of the latter
     kind (:mod:`attndsl.passes.localise`)."""
-    tensors: Mapping[str, torch.Tensor] = _NONE
+    tensors: Mapping[str, torch.Tensor] = NONE
     """One per ``Program.tensors``, in that order; shape checked, any strides."""
-    params: Mapping[str, Scalar | torch.Tensor] = _NONE
+    params: Mapping[str, Scalar | torch.Tensor] = NONE
     """One per ``Program.params``, in that order; a tensor is 0-d and on ``q``'s device."""
     q_offset: int | torch.Tensor = 0
     """Logical position of query row 0; int or 0-d int tensor on ``q``'s device."""
@@ -143,10 +144,7 @@ class Call(NamedTuple):
         given: tuple[str, ...] = ()
         places: tuple[str, ...] = ()
         others: tuple[torch.Tensor, ...] = ()
-        plain: tuple[Any, ...] = (
-            self.q_offset, self.kv_offset, self.q_index, self.kv_index, self.seed,
-            self.deterministic, self.tiles, self.signature, self.wide, self.draws, self.part,
-        )  # fmt: skip
+        plain: tuple[Any, ...] = self[_FIRST_PLAIN:]
         # Most calls have neither of the two, and a part of a microsecond counts.
         if params and (found := _tensors_among(params)):
             given, others, params = tuple(found), tuple(found.values()), _without(found, params)
@@ -184,7 +182,8 @@ def _positions_apart(
 
 _LENGTHS = "kv_lengths"
 """A tensor of the call's part."""
-_PLAIN = Call._fields[Call._fields.index("params") + 1 :]
+_FIRST_PLAIN = Call._fields.index("params") + 1
+_PLAIN = Call._fields[_FIRST_PLAIN:]
 """The fields of a call behind its params."""
 
 

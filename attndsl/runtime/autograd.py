@@ -17,6 +17,8 @@ from .probability import check_probability
 from .second import differentiable_gradients, in_order, wants_of
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from attndsl.backends.base import Backend, Call, Form
     from attndsl.pipeline import Lowered
 
@@ -51,7 +53,7 @@ def attend(
         return both if return_lse else both[0]
     if not backend.differentiable and torch.is_grad_enabled() and _needs_grad(call):
         form, tensors = call.flatten()
-        found: torch.Tensor | tuple[torch.Tensor, torch.Tensor] = _Attend.apply(  # type: ignore[no-untyped-call]
+        found: torch.Tensor | tuple[torch.Tensor, torch.Tensor] = _apply(
             (backend, lowered, call, form, return_lse), *tensors
         )
         return found
@@ -114,3 +116,8 @@ class _Attend(torch.autograd.Function):
         if torch.is_grad_enabled() or is_transformed():
             return (None, *differentiable_gradients(backend, lowered, call, results))
         return (None, *in_order(backend.backward(lowered, call, results), form))
+
+
+_apply: Callable[..., Any] = super(torch.autograd.Function, _Attend).apply
+"""What ``_Attend.apply`` does once it has looked for transforms, without that: see M29 in
+docs/measured.md. Within a transform no call comes here."""

@@ -279,6 +279,7 @@ class GeneratedBackend(Backend):
         names = {*facts.tensor_gradients, *facts.param_gradients}
         masked = lowered.program.mask is not None
         sizes = (batch, heads, call.k.shape[1], q_len, call.k.shape[2])
+        number = torch.empty((), dtype=torch.float32, device=device)
         of_heads = {name: job.kernel for name, job in own.items() if job.kernel.waves}
         return Layout(
             family=family,
@@ -295,6 +296,7 @@ class GeneratedBackend(Backend):
             work_tiles={
                 name: kernel.work_tiles(configs[name], sizes) for name, kernel in of_heads.items()
             },
+            rows=number.expand(batch, heads, q_len),
             lines=lines_among(lowered, names) if is_backward else NO_LINES,
         )
 

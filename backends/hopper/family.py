@@ -15,7 +15,7 @@ from ..kernels.device import on_device, stream_of, why_no_gpu
 from ..kernels.kernel import Job, Task, kernels_of
 from ..kernels.signature import PADDING
 from ..kernels.tile_lists import STATISTICS_ROWS, lists_of
-from ..memory_order import empty_rows, strides, wide_dtype
+from ..memory_order import strides, wide_dtype
 from .blocks import widest
 from .copies import room_for
 from .distances import empty_sums, with_diagonals, with_distances, with_summed
@@ -136,8 +136,7 @@ class Hopper:
         assert isinstance(layout, HopperLayout)
         q, views, of = call.q, layout.views, self._maps.of
         out = layout.orders.out.empty(q)
-        batch, heads, q_len, _ = q.shape
-        lse = empty_rows(q, batch, heads, q_len)
+        lse = torch.empty_like(layout.rows)
         stream = stream_of(q.device)
         with on_device(q.device):
             of_pairs = _read_by_tiles(layout, call)

@@ -166,6 +166,8 @@ def _checked(name: str, value: int) -> int:
 def capture_arguments(facts: KernelFacts, call: Call) -> list[Any]:
     """Values of the arguments that the program adds, in the order of ``generate.parameters``."""
     values: list[Any] = []
+    if not (call.tensors or call.params or facts.dim_names or facts.dropout):
+        return values
     for capture in facts.captures:
         tensor = call.tensors[capture.name]
         if tensor.numel() == 0:

@@ -10,6 +10,8 @@ from ..gradients.lines import Lines
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    import torch
+
     from ..emit.facts import KernelFacts
     from ..memory_order import ResultOrders
     from .compile import Executable
@@ -39,6 +41,9 @@ class Layout:
     """Heads whose tiles run side by side, for each kernel whose programs take a tile of one."""
     work_tiles: Mapping[str, int]
     """How many work tiles a call has, for the same kernels."""
+    rows: torch.Tensor
+    """(batch, heads, q_len) fp32, one element of memory. Room for a number a row is made like it,
+    in half the time that sizes and a dtype take (M29)."""
     lines: Lines = NO_LINES
     """What the kernels of a backward add up along rows and columns."""
     part_rows: int = 0

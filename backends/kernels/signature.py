@@ -27,6 +27,7 @@ def signature_of(
     bits = q.data_ptr() | k.data_ptr() | v.data_ptr()
     if grad_out is not None:
         bits |= grad_out.data_ptr()
+    q_offset, kv_offset = call.q_offset, call.kv_offset
     found: tuple[object, ...] = (
         task,
         call.scale <= 0,
@@ -35,8 +36,8 @@ def signature_of(
         not isinstance(call.seed, int),
         bits % 16 == 0,
         None if grad_out is None else grad_out.stride(),
-        call.q_offset != 0 if isinstance(call.q_offset, int) else call.q_offset.dtype,
-        call.kv_offset != 0 if isinstance(call.kv_offset, int) else call.kv_offset.dtype,
+        q_offset != 0 if isinstance(q_offset, int) else q_offset.dtype,
+        kv_offset != 0 if isinstance(kv_offset, int) else kv_offset.dtype,
     )
     if call.tensors or call.params:
         aligned = tuple(t.data_ptr() % 16 == 0 for t in call.tensors.values())
@@ -44,7 +45,7 @@ def signature_of(
     if call.draws is not None:
         found = (*found, kinds_of_draws(call))
     if call.signature is not None:
-        return (call.signature, *found)
+        return (call.signature, found)
     return (
         lowered.digest,
         *found,

@@ -17,7 +17,7 @@ from ..kernels.device import on_device, stream_of, why_no_gpu
 from ..kernels.kernel import Task, jobs_of
 from ..kernels.signature import PADDING
 from ..kernels.tile_lists import STATISTICS_ROWS, lists_of
-from ..memory_order import empty_rows, strides
+from ..memory_order import strides
 from .kernels import FIXED, KERNELS
 from .tangents import launch_tangent
 
@@ -201,7 +201,7 @@ def empty_results(layout: Layout, call: Call) -> tuple[torch.Tensor, torch.Tenso
     """Room for the output, in q's memory order, and for the log-sum-exp (batch, heads, q_len)."""
     q, order = call.q, layout.orders.out
     out = order.empty(q, torch.float32) if call.wide else order.empty(q)
-    return out, empty_rows(q, *q.shape[:3])
+    return out, torch.empty_like(layout.rows)
 
 
 def _row_statistics(
