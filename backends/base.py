@@ -334,6 +334,13 @@ class Backend(Protocol):
     def check(self, lowered: Lowered, call: Call) -> None:
         """Raise :class:`~attndsl.errors.UnsupportedError` naming what this backend cannot do."""
 
+    def start(self, lowered: Lowered, call: Call, wanted: Wants) -> None:
+        """Begin with what takes long of a forward and of the backward that may follow.
+
+        Both do without it. ``wanted`` is what the backward will be asked for.
+        """
+        return
+
     def forward(self, lowered: Lowered, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
         """Output and log-sum-exp.
 

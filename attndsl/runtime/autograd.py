@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn import functional
 
 from attndsl.backends.base import Backward
-from attndsl.errors import UnsupportedError
+from attndsl.errors import AttnDSLError, UnsupportedError
 
 from .distributed import OF_TORCH, refuse_context_parallel
 from .forward_mode import attend_with_tangents, has_tangents
@@ -59,6 +60,18 @@ def attend(
         return found
     out, lse = backend.forward(lowered, call)
     return (out, lse) if return_lse else out
+
+
+def start(backend: Backend, lowered: Lowered, call: Call) -> None:
+    """Have a call's kernels compiled side by side, those of its backward among them."""
+    if backend.differentiable or is_transformed() or not torch.is_grad_enabled():
+        return
+    if _needs_grad(call):
+        form, tensors = call.flatten()
+        needs = tuple(x.requires_grad for x in tensors)
+        # What cannot run is refused where it would.
+        with suppress(AttnDSLError):
+            backend.start(lowered, call, wants_of(needs, form.tensors, form.given))
 
 
 def without_neg(call: Call) -> Call:

@@ -82,6 +82,20 @@ class GeneratedBackend(Backend):
                     hint="use backend='reference'",
                 )
 
+    def start(self, lowered: Lowered, call: Call, wanted: Wants) -> None:
+        """See :class:`~attndsl.backends.base.Backend`."""
+        device = call.q.device
+        if call.q.numel() == 0 or current_machine(device).target is None:
+            return
+        # What will come back is like the output, as far as anybody knows.
+        grad_out = empty_like(call.q, call.v.shape[-1])
+        for task, gradient, wants in (
+            (Task.FORWARD, None, None), (Task.BACKWARD, grad_out, wanted)
+        ):  # fmt: skip
+            jobs = self._jobs(lowered, call, task, gradient, wants)
+            family = self._family(lowered, call, task, gradient, wants)
+            self.modules.start(jobs, () if wants is None else family.fixed, device, False)
+
     def forward(self, lowered: Lowered, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
         """See :class:`~attndsl.backends.base.Backend`."""
         q = call.q

@@ -17,7 +17,7 @@ from attndsl.errors import BackendError
 from .config import Config
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
     from triton.backends.compiler import GPUTarget
@@ -131,6 +131,7 @@ def build(
     target: GPUTarget | None,
     shared_memory: int,
     load: bool,
+    compiled: Callable[[], Any] | None = None,
 ) -> Executable:
     """The first of ``configs`` that the device has resources for.
 
@@ -141,6 +142,7 @@ def build(
         target: Architecture; None for the interpreter.
         shared_memory: Bytes that one program may use.
         load: Whether to load the code onto the current device, where registers run out.
+        compiled: Gives what :func:`compile_kernel` does for the first config, or raises the same.
 
     Raises:
         BackendError: None fits; says what each lacked.
@@ -151,7 +153,11 @@ def build(
     refusals = []
     for config in configs:
         try:
-            kernel = compile_kernel(function, arguments, config, target, shared_memory)
+            begun, compiled = compiled, None
+            if begun is None:
+                kernel = compile_kernel(function, arguments, config, target, shared_memory)
+            else:
+                kernel = begun()
             if load:
                 kernel._init_handles()
         except (OutOfResources, PTXASError) as refusal:

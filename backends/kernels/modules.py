@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,9 +17,10 @@ from ..emit.loops import row_width
 from ..emit.tile_lists import generate_lists
 from ..key import KernelKey, source_fingerprint, version_of
 from .arguments import arguments_of
-from .compile import Executable, build, module_of, record, restore
+from .compile import Executable, build, compile_kernel, module_of, record, restore
 from .config import MAX_SPILLS, MAX_SPILLS_OF_HALF, Config, is_hopeless
 from .machine import current_machine
+from .side_by_side import Compilations
 from .tile_lists import LIST_CHUNK, STATISTICS_ROWS, ListKernels
 
 if TYPE_CHECKING:
@@ -30,8 +32,11 @@ if TYPE_CHECKING:
     from .kernel import FixedKernel, Job
     from .machine import Machine
 
+_Place = tuple[str, str, Config, tuple[int | bool, ...]]
+"""What is compiled: a module's key, the function, its tile size, and constants of it alone."""
 _LIST_CONFIG = (4, 1)
 """Warps and stages of the kernels that find tiles."""
+_LISTINGS = ("summarise", "classify", "refine", "list_tiles")
 _ATTEMPTS = 3
 """Candidates that are compiled in search of one that does not spill."""
 _ATTEMPTS_OF_SINGLES = 2
@@ -79,8 +84,36 @@ class Modules:
         self._lock = threading.RLock()
         self._modules: dict[str, _Module] = {}
         self._executables: dict[tuple[object, ...], Executable] = {}
+        self._compilations = Compilations()
+        self._begun: dict[_Place, _Module] = {}
+        """Modules whose kernels are being compiled, and that nobody has asked for."""
         self.built = 0
         """Kernels compiled (or taken into the interpreter) by this object so far."""
+
+    def start(
+        self, jobs: Sequence[Job], fixed: Sequence[FixedKernel], device: torch.device,
+        has_dlse: bool,
+    ) -> None:  # fmt: skip
+        """Begin to compile what :meth:`prepare` with the same arguments will wait for.
+
+        Of each kernel the tile size that is tried first. The interpreter compiles nothing.
+        """
+        with self._lock:
+            machine = current_machine(device)
+            if machine.target is None:
+                return
+            for given in jobs:
+                job = given.on(machine)
+                key = _key(job, job.kernel.family, job.kernel.name, machine)
+                module = self._modules.get(key) or self._stored(key)
+                if module is None:
+                    config = job.kernel.configs(job, machine)[0]
+                    if self._begin(job, config, key, machine).meta["listed"]:
+                        self._start_lists(given, config, machine, device)
+            for each in fixed:
+                function = _fixed_function(each, jobs[0], machine, has_dlse)
+                if module is None or not self._is_known(module, function, device):
+                    self._compile(key, function, machine)
 
     def prepare(
         self, jobs: Sequence[Job], fixed: Sequence[FixedKernel], device: torch.device,
@@ -92,6 +125,7 @@ class Modules:
             BackendError: No tile size fits the device.
         """
         with self._lock:
+            self.start(jobs, fixed, device, has_dlse)
             machine = current_machine(device)
             executables, listed = {}, set()
             for job in (job.on(machine) for job in jobs):
@@ -113,27 +147,50 @@ class Modules:
 
     def tile_lists(self, job: Job, config: Config, device: torch.device) -> ListKernels:
         """The kernels that list tiles for the kernel of a job, which was made with ``config``."""
-        parts = job.kernel.parts_of_lists(job, config)
-        loop = job.kernel.loop
-        assert loop is not None
-        job = replace(job, facts=for_lists(job.facts))
         with self._lock:
             machine = current_machine(device)
-            key = _key(job, "", "tiles", machine)
-            module = self._modules.get(key)
-            if module is None:
-                entry = self._store.load(key)
-                if entry is None:
-                    entry = self._store.save(key, generate_lists(job.lowered, job.facts), {})
-                module = self._keep(key, entry, {"compiled": {}} | dict(entry.meta))
-            own, sizes = list_config(config.block_m, config.block_n, parts)
-            executables = {}
-            for name in ("summarise", "classify", "refine", "list_tiles"):
-                function = getattr(module.module, name)
-                arguments = arguments_of(function, job.facts, sizes)
-                listing = _Function(name, function, arguments, (own,), sizes)
-                executables[name] = self._executable(module, listing, machine, device)
-            return ListKernels(executables, parts, loop)
+            self._start_lists(job, config, machine, device)
+            module, listings = self._listings(job, config, machine)
+            executables = {
+                listing.name: self._executable(module, listing, machine, device)
+                for listing in listings
+            }
+        assert job.kernel.loop is not None
+        return ListKernels(executables, job.kernel.parts_of_lists(job, config), job.kernel.loop)
+
+    def _start_lists(
+        self, job: Job, config: Config, machine: Machine, device: torch.device
+    ) -> None:
+        """Begin to compile what :meth:`tile_lists` will wait for."""
+        if machine.target is not None:
+            module, listings = self._listings(job, config, machine)
+            for listing in listings:
+                if not self._is_known(module, listing, device):
+                    self._compile(module.key, listing, machine)
+
+    def _listings(
+        self, job: Job, config: Config, machine: Machine
+    ) -> tuple[_Module, tuple[_Function, ...]]:
+        """The module that lists tiles, and its functions."""
+        own, sizes = list_config(
+            config.block_m, config.block_n, job.kernel.parts_of_lists(job, config)
+        )
+        job = replace(job, facts=for_lists(job.facts))
+        key = _key(job, "", "tiles", machine)
+        module = self._modules.get(key)
+        if module is None:
+            entry = self._store.load(key)
+            if entry is None:
+                entry = self._store.save(key, generate_lists(job.lowered, job.facts), {})
+            module = self._keep(key, entry, {"compiled": {}} | dict(entry.meta))
+
+        def listing(name: str) -> _Function:
+            function = getattr(module.module, name)
+            return _Function(
+                name, function, arguments_of(function, job.facts, sizes), (own,), sizes
+            )
+
+        return module, tuple(map(listing, _LISTINGS))
 
     def choose(self, job: Job, config: Config, device: torch.device) -> None:
         """Have a kernel with the tile sizes of ``config`` from now on, here and on disk.
@@ -185,9 +242,15 @@ class Modules:
         attempts = _ATTEMPTS_OF_SINGLES if job.facts.dtype == "fp32" else _ATTEMPTS
         best: tuple[int, _Module, Executable] | None = None
         refusals = []
-        for number, config in enumerate(job.kernel.configs(job, machine)):
+        configs = job.kernel.configs(job, machine)
+        for number, config in enumerate(configs):
             if best is not None and (number >= attempts or is_hopeless(config, best[2].config)):
                 continue
+            if number == 1 and machine.target is not None:
+                # At most two in a row: all that may follow the first one, side by side.
+                for other in configs[1:attempts]:
+                    if best is None or not is_hopeless(other, best[2].config):
+                        self._begin(job, other, key, machine)
             try:
                 module, executable = self._attempt(job, config, key, machine, device)
             except BackendError as refusal:
@@ -198,6 +261,7 @@ class Modules:
             most = MAX_SPILLS_OF_HALF if config.most_registers else MAX_SPILLS
             if best[0] <= most:
                 break
+        self._leave(key, job.kernel.name)
         if best is None:
             raise BackendError(
                 "no tile size of this kernel fits the device: " + "; ".join(refusals),
@@ -213,6 +277,20 @@ class Modules:
         Raises:
             BackendError: It does not fit.
         """
+        self._forget(key)
+        try:
+            # Described once it has compiled: whoever interrupts that leaves nothing to be found.
+            module = self._begun.pop((key, job.kernel.name, config, ()), None)
+            if module is None:
+                module = self._made(job, config, key, machine)
+            self._modules[key] = module
+            function = _entry_of(module, job, config)
+            return module, self._executable(module, function, machine, device)
+        finally:
+            self._forget(key)
+
+    def _made(self, job: Job, config: Config, key: str, machine: Machine) -> _Module:
+        """The module with one tile size. Its file has the text, and says nothing of it yet."""
         plan = job.plan(config)
         meta: dict[str, Any] = {
             "config": asdict(config),
@@ -220,14 +298,43 @@ class Modules:
             "compiled": {},
         }
         text = job.kernel.text(job, config, plan, machine.products(job.facts))
-        self._forget(key)
-        try:
-            # Described once it has compiled: whoever interrupts that leaves nothing to be found.
-            module = self._keep(key, self._store.save(key, text, {}), meta)
-            function = _entry_of(module, job, config)
-            return module, self._executable(module, function, machine, device)
-        finally:
-            self._forget(key)
+        entry = self._store.save(key, text, {})
+        return _Module(key, entry.source, module_of(entry.source, entry.path, key), meta)
+
+    def _begin(self, job: Job, config: Config, key: str, machine: Machine) -> _Module:
+        """The module with one tile size, whose kernel is compiled meanwhile."""
+        place = (key, job.kernel.name, config, ())
+        module = self._begun.get(place)
+        if module is None:
+            module = self._begun[place] = self._made(job, config, key, machine)
+            self._compile(key, _entry_of(module, job, config), machine)
+        return module
+
+    def _compile(self, key: str, what: _Function, machine: Machine) -> None:
+        """Have the first tile size of a function compiled meanwhile."""
+        target = machine.target
+        assert target is not None
+        config = what.configs[0]
+        self._compilations.begin(
+            _place_of(key, what), f"{what.name} for {machine.name}, {config}",
+            partial(
+                compile_kernel, what.function, what.arguments, config, target, machine.shared
+            ),
+        )  # fmt: skip
+
+    def _leave(self, key: str, name: str) -> None:
+        """Forget what was begun for a kernel, which is there by now."""
+
+        def unwanted(place: _Place) -> bool:
+            return place[:2] == (key, name)
+
+        self._begun = {place: x for place, x in self._begun.items() if not unwanted(place)}
+        self._compilations.drop(unwanted)
+
+    def _is_known(self, module: _Module, what: _Function, device: torch.device) -> bool:
+        """Whether a function was compiled before, here or by another process."""
+        place = (module.key, what.name, device, tuple(what.more.values()))
+        return place in self._executables or _slot(what) in module.meta["compiled"]
 
     def _forget(self, key: str) -> None:
         self._modules.pop(key, None)
@@ -242,14 +349,18 @@ class Modules:
         executable = self._executables.get(place)
         if executable is not None:
             return executable
-        slot = "_".join([what.name, *map(str, constants)])
+        slot = _slot(what)
         recorded = module.meta["compiled"].get(slot)
         if recorded is not None and machine.target is not None:
             executable = restore(what.function, what.arguments, recorded)
         if executable is None:
+            begun = _place_of(module.key, what)
+            compiled = None
+            if self._compilations.has(begun):
+                compiled = partial(self._compilations.take, begun)
             executable = build(
                 what.function, what.arguments, what.configs, machine.target, machine.shared,
-                load=True,
+                load=True, compiled=compiled,
             )  # fmt: skip
             self.built += 1
             if machine.target is not None:
@@ -257,6 +368,15 @@ class Modules:
                 self._store.save(module.key, module.source, module.meta)
         self._executables[place] = executable
         return executable
+
+
+def _place_of(key: str, what: _Function) -> _Place:
+    return key, what.name, what.configs[0], tuple(what.more.values())
+
+
+def _slot(what: _Function) -> str:
+    """What a function is called where compiled code is recorded."""
+    return "_".join([what.name, *map(str, what.more.values())])
 
 
 def _entry_of(module: _Module, job: Job, config: Config) -> _Function:

@@ -1,0 +1,94 @@
+"""Compilations side by side, with each other and with what their caller does meanwhile.
+
+Threads are enough. Triton gives up Python's lock while it lowers a kernel, and ptxas is a process
+of its own: a kernel holds the lock for a twentieth of its compilation (M30 in docs/measured.md).
+
+Non-goals: a limit of time; kernels of a process that ends before they are compiled.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import threading
+import time
+from concurrent.futures import Future, wait
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Hashable
+
+_LOG = logging.getLogger("attndsl")
+_QUIET = 1.0
+"""Seconds before a terminal hears of a compilation."""
+_TICK = 0.5
+"""Seconds between two lines on it, each in the place of the one before."""
+_CLEAR = "\r\033[K"
+
+
+def processors() -> int:
+    """How many this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+class Compilations:
+    """What threads compile, by places that name it; each result is taken once."""
+
+    def __init__(self) -> None:
+        """Nothing runs before the first :meth:`begin`."""
+        self._begun: dict[Hashable, Future[Any]] = {}
+        self._free = threading.Semaphore(processors())
+
+    def begin(self, place: Hashable, name: str, compiled: Callable[[], Any]) -> None:
+        """Have a thread call ``compiled``, unless one does for this place.
+
+        Args:
+            place: What :meth:`take` will ask for.
+            name: As the log calls it.
+            compiled: Gives the result. What it raises, :meth:`take` raises.
+        """
+        if place not in self._begun:
+            future = self._begun[place] = Future[Any]()
+            thread = threading.Thread(target=self._run, args=(future, name, compiled))
+            thread.name = f"attndsl compiles {name}"
+            thread.start()
+
+    def has(self, place: Hashable) -> bool:
+        """Whether a compilation for this place was begun and not taken."""
+        return place in self._begun
+
+    def take(self, place: Hashable) -> Any:
+        """The result for a place that :meth:`has` one; waits for it, and tells a terminal so."""
+        future = self._begun.pop(place)
+        begin = time.perf_counter()
+        told = False
+        try:
+            while not wait([future], _TICK).done:
+                seconds = time.perf_counter() - begin
+                if seconds >= _QUIET and sys.stderr.isatty():
+                    told = True
+                    print(f"{_CLEAR}attndsl: compiling kernels, {seconds:.0f} s", end="",
+                          file=sys.stderr, flush=True)  # fmt: skip
+        finally:
+            if told:
+                print(_CLEAR, end="", file=sys.stderr, flush=True)
+        return future.result()
+
+    def drop(self, unwanted: Callable[[Any], bool]) -> None:
+        """Forget the places that are ``unwanted``. What runs by now runs on, for nobody."""
+        for place in [place for place in self._begun if unwanted(place)]:
+            self._begun.pop(place).cancel()
+
+    def _run(self, future: Future[Any], name: str, compiled: Callable[[], Any]) -> None:
+        with self._free:
+            if not future.set_running_or_notify_cancel():
+                return
+            begin = time.perf_counter()
+            try:
+                found = compiled()
+            except BaseException as error:  # Of whoever takes it.
+                future.set_exception(error)
+                return
+            _LOG.info("compiled %s in %.1f s", name, time.perf_counter() - begin)
+            future.set_result(found)
