@@ -11,7 +11,7 @@ from attndsl.analysis import Analysis
 from attndsl.backends.base import NONE, Call
 from attndsl.errors import ArgumentError, AttnDSLError, UnsupportedError
 from attndsl.runtime.arguments import autocast, joined, kinds_of, rows_contiguous
-from attndsl.runtime.autograd import attend, start
+from attndsl.runtime.autograd import attend
 from attndsl.runtime.bind import CallOptions, bind
 from attndsl.runtime.dispatch import GENERATED
 from attndsl.runtime.distributed import is_dtensor
@@ -247,9 +247,7 @@ class Attention(Analysis):
         if tiles is not None:
             call = call._replace(tiles=given_tiles(lowered, call, tiles))
         try:
-            if prepared is None:
-                start(backend, lowered, call)
-            return attend(backend, lowered, call, return_lse)
+            return attend(backend, lowered, call, return_lse, prepared is None)
         except AttnDSLError as error:  # A context manager would take a microsecond.
             point_into(error, self._source)
             raise

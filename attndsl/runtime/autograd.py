@@ -25,11 +25,12 @@ if TYPE_CHECKING:
 
 
 def attend(
-    backend: Backend, lowered: Lowered, call: Call, return_lse: bool
+    backend: Backend, lowered: Lowered, call: Call, return_lse: bool, first: bool = False
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """``out`` or ``(out, lse)`` of ``call``.
 
-    Both are differentiable in q, k, v, float captures and float params, any number of times.
+    Both are differentiable in q, k, v, float captures and float params, any number of times. If the
+    call is the ``first`` of its signature, the backend begins to prepare for its backward too.
 
     Raises:
         ArgumentError: A dropout probability that is none.
@@ -54,24 +55,16 @@ def attend(
         return both if return_lse else both[0]
     if not backend.differentiable and torch.is_grad_enabled() and _needs_grad(call):
         form, tensors = call.flatten()
+        if first:
+            needs = tuple(x.requires_grad for x in tensors)
+            with suppress(AttnDSLError):  # What cannot run is refused where it would.
+                backend.start(lowered, call, wants_of(needs, form.tensors, form.given))
         found: torch.Tensor | tuple[torch.Tensor, torch.Tensor] = _apply(
             (backend, lowered, call, form, return_lse), *tensors
         )
         return found
     out, lse = backend.forward(lowered, call)
     return (out, lse) if return_lse else out
-
-
-def start(backend: Backend, lowered: Lowered, call: Call) -> None:
-    """Have a call's kernels compiled side by side, those of its backward among them."""
-    if backend.differentiable or is_transformed() or not torch.is_grad_enabled():
-        return
-    if _needs_grad(call):
-        form, tensors = call.flatten()
-        needs = tuple(x.requires_grad for x in tensors)
-        # What cannot run is refused where it would.
-        with suppress(AttnDSLError):
-            backend.start(lowered, call, wants_of(needs, form.tensors, form.given))
 
 
 def without_neg(call: Call) -> Call:

@@ -1,7 +1,7 @@
 """Compilations side by side, with each other and with what their caller does meanwhile.
 
 Threads are enough. Triton gives up Python's lock while it lowers a kernel, and ptxas is a process
-of its own: a kernel holds the lock for a twentieth of its compilation (M30 in docs/measured.md).
+of its own: a kernel holds the lock for a twentieth of its compilation. See M30 in docs/measured.md.
 
 Non-goals: a limit of time; kernels of a process that ends before they are compiled.
 """
@@ -41,7 +41,7 @@ class Compilations:
         self._free = threading.Semaphore(processors())
 
     def begin(self, place: Hashable, name: str, compiled: Callable[[], Any]) -> None:
-        """Have a thread call ``compiled``, unless one does for this place.
+        """Have a thread call ``compiled``, unless one does for this place, or none can be had.
 
         Args:
             place: What :meth:`take` will ask for.
@@ -52,7 +52,10 @@ class Compilations:
             future = self._begun[place] = Future[Any]()
             thread = threading.Thread(target=self._run, args=(future, name, compiled))
             thread.name = f"attndsl compiles {name}"
-            thread.start()
+            try:
+                thread.start()
+            except RuntimeError:  # Python ends, or the system has no more threads.
+                del self._begun[place]
 
     def has(self, place: Hashable) -> bool:
         """Whether a compilation for this place was begun and not taken."""
@@ -66,7 +69,7 @@ class Compilations:
         try:
             while not wait([future], _TICK).done:
                 seconds = time.perf_counter() - begin
-                if seconds >= _QUIET and sys.stderr.isatty():
+                if seconds >= _QUIET and sys.stderr is not None and sys.stderr.isatty():
                     told = True
                     print(f"{_CLEAR}attndsl: compiling kernels, {seconds:.0f} s", end="",
                           file=sys.stderr, flush=True)  # fmt: skip

@@ -208,6 +208,18 @@ def test_the_log_says_what_took_how_long(monkeypatch):
     assert said == ["compiled forward for cuda:90 in 0.0 s"]
 
 
+def test_without_threads_the_caller_compiles(on_gpu, monkeypatch):
+    def refuse(self):
+        raise RuntimeError("can't start new thread")
+
+    compiler = Compiler(together=1)
+    backend = on_gpu(compiler)
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    prepared(backend, "causal()", Task.BACKWARD, Wants())
+    assert compiler.threads == {threading.current_thread()}
+    assert len(compiler.names) == 3
+
+
 def test_what_is_dropped_is_nobodys():
     found, release = Compilations(), threading.Event()
     found.begin(("a", 1), "a kernel", lambda: release.wait(SECONDS))
