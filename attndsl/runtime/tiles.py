@@ -30,7 +30,7 @@ from attndsl.passes.tiles.plan import (
     PARTIAL,
 )
 from attndsl.passes.widths import POSITION_LIMIT
-from attndsl.settings import read_settings
+from attndsl.settings import asks_to_verify
 from attndsl.tilemap import TileMap
 
 from .bind import CallOptions, bind
@@ -293,7 +293,7 @@ class Verification:
 
 def verify_if_asked(lowered: Lowered, call: Call) -> None:
     """As :func:`verify_call`, of tiles that kernels use, where the settings ask for it."""
-    if read_settings().verify and not needs_score(lowered):
+    if asks_to_verify() and not needs_score(lowered):
         for direction, size in _CHECKED_TILES.items():
             verify_call(lowered, call, *size, direction)
 

@@ -20,6 +20,7 @@ Non-goals: checked mode, second derivatives (:mod:`attndsl.runtime.higher` has t
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -34,7 +35,7 @@ from ..dense.interpret import gated
 from ..dense.philox import keep_factor, kept_at
 from ..memory_order import arranged_like, empty_like, wide_dtype
 from .capture_gradients import CaptureSums
-from .plan import Plans
+from .plan import BLOCK_M, Plans
 from .torch_tiles import Expressions, work_dtype
 
 if TYPE_CHECKING:
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
     from .plan import Range, Span, Step
     from .torch_tiles import Tile
 
+_UNCHANGED: AbstractContextManager[object] = nullcontext()
 _ONE = const(1.0)
 _FINAL, _RAW = range(2)
 """Buffers of scores; :class:`Scorer` fills them."""
@@ -73,15 +75,20 @@ class CPUBackend(Backend):
 
     def forward(self, lowered: Lowered, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
         """See :class:`~attndsl.backends.base.Backend`."""
-        # Autocast would round the products' operands, which are of the dtype to compute in.
-        with torch.no_grad(), torch.autocast(call.q.device.type, enabled=False):
+        with torch.no_grad(), _without_autocast(call.q.device.type):
             return _forward(lowered, call, self._plans.of(lowered, call))
 
     def backward(self, lowered: Lowered, call: Call, backward: Backward) -> Gradients:
         """See :class:`~attndsl.backends.base.Backend`."""
-        with torch.no_grad(), torch.autocast(call.q.device.type, enabled=False):
+        with torch.no_grad(), _without_autocast(call.q.device.type):
             steps = self._plans.of(lowered, call)
             return _backward(lowered, call, backward, steps)
+
+
+def _without_autocast(kind: str) -> AbstractContextManager[object]:
+    """Autocast would round the products' operands, which are of the dtype to compute in."""
+    # To turn off what is not on takes 10 us.
+    return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else _UNCHANGED
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,8 +142,15 @@ def matrices(tensor: torch.Tensor, call: Call) -> torch.Tensor:
 
 
 def keys_of(tensor: torch.Tensor, call: Call) -> torch.Tensor:
-    """Keys or values as contiguous (batch * kv_heads, length, width)."""
-    return tensor.to(work_dtype(call)).contiguous().flatten(0, 1)
+    """Keys or values as (batch * kv_heads, length, width).
+
+    They are copied to be contiguous where several tile rows read them. One row of a long cache
+    reads them once, which is what a copy takes.
+    """
+    found = tensor.to(work_dtype(call))
+    if call.q.shape[2] > BLOCK_M:
+        found = found.contiguous()
+    return found.flatten(0, 1)
 
 
 @dataclass(frozen=True, slots=True)

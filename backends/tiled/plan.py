@@ -30,6 +30,11 @@ PAIRS = 1 << 19
 """Most pairs of a step's span, of all its heads (as far as one kv head's queries allow)."""
 DEVICE_PAIRS = 1 << 22
 """The same on other devices than CPUs, where what counts is how many operations are started."""
+_FEW_PAIRS = 1 << 13
+"""Most pairs of a head whose tiles are all taken for PARTIAL ones. Each length of a growing cache
+has a plan of its own, and to find kinds of tiles takes longer than a few keys too many."""
+_FEW_NUMBERS = 1 << 19
+"""Most numbers of the keys of such a call."""
 _SPARE = 32
 """Tiles (of one head each) whose work costs about what one more step costs."""
 _LIVE = re.compile(rb"[\x01\x02]+")
@@ -117,8 +122,11 @@ def make_plan(lowered: Lowered, call: Call) -> list[Step]:
         return []
     group = heads // kv_heads
     tiles = -(-q_len // BLOCK_M)
-    if lowered.program.mask is None:
-        table = [[[b"\x02" * -(-kv_len // BLOCK_N)]]] * tiles
+    mask = lowered.program.mask
+    few = q_len * kv_len <= _FEW_PAIRS and call.k.numel() <= _FEW_NUMBERS and call.tiles is None
+    if mask is None or few:
+        kind = b"\x02" if mask is None else b"\x01"
+        table = [[[kind * -(-kv_len // BLOCK_N)]]] * tiles
     else:
         kinds = tile_kinds(lowered, call, BLOCK_M, BLOCK_N).to("cpu")
         table = [

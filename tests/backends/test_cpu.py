@@ -54,7 +54,9 @@ class Bound:
 @pytest.fixture
 def small_tiles(monkeypatch):
     """Many tiles, spans and steps at lengths that the reference does in no time."""
-    for name, value in {"BLOCK_M": 8, "BLOCK_N": 4, "SPAN": 12, "PAIRS": 256, "_SPARE": 0}.items():
+    for name, value in {
+        "BLOCK_M": 8, "BLOCK_N": 4, "SPAN": 12, "PAIRS": 256, "_SPARE": 0, "_FEW_PAIRS": 0,
+    }.items():  # fmt: skip
         monkeypatch.setattr(plan, name, value)
     monkeypatch.setattr(BACKEND, "_plans", plan.Plans())
 
@@ -423,6 +425,7 @@ def test_plans_are_remembered_by_all_that_they_depend_on(monkeypatch):
         return tile_kinds(lowered, call, block_m, block_n)
 
     monkeypatch.setattr(plan, "tile_kinds", counted)
+    monkeypatch.setattr(plan, "_FEW_PAIRS", 0)
     backend = CPUBackend()
     q, k, v = (leaf(1, 2, 20, 4) for _ in range(3))
     window = Bound("param w: int\nmask = 0 <= q - kv and q - kv < w", backend)
@@ -442,6 +445,26 @@ def test_plans_are_remembered_by_all_that_they_depend_on(monkeypatch):
     window(q, k, v, w=3, q_offset=offset)
     window(q, k, v, w=3, q_offset=offset.add_(5))
     assert len(made) == len(numbers) + 5
+
+
+def test_a_growing_cache_is_not_analysed(monkeypatch):
+    def refuse(*_):
+        raise AssertionError("kinds of tiles")
+
+    monkeypatch.setattr(plan, "tile_kinds", refuse)
+    attention, reference = (
+        attndsl.compile("causal() and q - kv < 100", backend=name) for name in ("cpu", "reference")
+    )
+    k, v = torch.randn(2, 1, 2, 300, 16)
+    q = torch.randn(1, 2, 1, 16)
+    monkeypatch.setattr(BACKEND, "_plans", plan.Plans())
+    for length in (1, 2, 63, 64, 65, 250, 300):
+        # A cache with room for more: keys of a head lie apart from those of the next.
+        found, wanted = (
+            run(q, k[:, :, :length], v[:, :, :length], q_offset=length - 1, return_lse=True)
+            for run in (attention, reference)
+        )
+        torch.testing.assert_close(found, wanted)
 
 
 def test_plans_of_one_mask_at_several_sizes_of_a_capture():
