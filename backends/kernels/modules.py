@@ -93,15 +93,19 @@ class Modules:
     def start(
         self, jobs: Sequence[Job], fixed: Sequence[FixedKernel], device: torch.device,
         has_dlse: bool,
-    ) -> None:  # fmt: skip
+    ) -> list[_Place]:  # fmt: skip
         """Begin to compile what :meth:`prepare` with the same arguments will wait for.
 
         Of each kernel the tile size that is tried first. The interpreter compiles nothing.
+
+        Returns:
+            What that is.
         """
+        places: list[_Place] = []
         with self._lock:
             machine = current_machine(device)
             if machine.target is None:
-                return
+                return places
             for given in jobs:
                 job = given.on(machine)
                 key = _key(job, job.kernel.family, job.kernel.name, machine)
@@ -110,10 +114,13 @@ class Modules:
                     config = job.kernel.configs(job, machine)[0]
                     if self._begin(job, config, key, machine).meta["listed"]:
                         self._start_lists(given, config, machine, device)
+                    places.append((key, job.kernel.name, config, ()))
             for each in fixed:
                 function = _fixed_function(each, jobs[0], machine, has_dlse)
                 if module is None or not self._is_known(module, function, device):
                     self._compile(key, function, machine)
+                    places.append(_place_of(key, function))
+        return places
 
     def prepare(
         self, jobs: Sequence[Job], fixed: Sequence[FixedKernel], device: torch.device,
@@ -124,8 +131,9 @@ class Modules:
         Raises:
             BackendError: No tile size fits the device.
         """
+        # Without the lock, so that other threads begin with other programs meanwhile.
+        self._compilations.wait(self.start(jobs, fixed, device, has_dlse))
         with self._lock:
-            self.start(jobs, fixed, device, has_dlse)
             machine = current_machine(device)
             executables, listed = {}, set()
             for job in (job.on(machine) for job in jobs):

@@ -17,7 +17,7 @@ from concurrent.futures import Future, wait
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable
+    from collections.abc import Callable, Hashable, Iterable
 
 _LOG = logging.getLogger("attndsl")
 _QUIET = 1.0
@@ -61,13 +61,16 @@ class Compilations:
         """Whether a compilation for this place was begun and not taken."""
         return place in self._begun
 
-    def take(self, place: Hashable) -> Any:
-        """The result for a place that :meth:`has` one; waits for it, and tells a terminal so."""
-        future = self._begun.pop(place)
+    def wait(self, places: Iterable[Hashable]) -> None:
+        """Wait for the results of these places, as far as somebody has begun them.
+
+        A terminal is told how long that takes.
+        """
+        waiting = [future for place in places if (future := self._begun.get(place)) is not None]
         begin = time.perf_counter()
         told = False
         try:
-            while not wait([future], _TICK).done:
+            while wait(waiting, _TICK).not_done:
                 seconds = time.perf_counter() - begin
                 if seconds >= _QUIET and sys.stderr is not None and sys.stderr.isatty():
                     told = True
@@ -76,7 +79,11 @@ class Compilations:
         finally:
             if told:
                 print(_CLEAR, end="", file=sys.stderr, flush=True)
-        return future.result()
+
+    def take(self, place: Hashable) -> Any:
+        """The result for a place that :meth:`has` one, as soon as it is there."""
+        self.wait([place])
+        return self._begun.pop(place).result()
 
     def drop(self, unwanted: Callable[[Any], bool]) -> None:
         """Forget the places that are ``unwanted``. What runs by now runs on, for nobody."""

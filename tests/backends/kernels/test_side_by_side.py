@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
@@ -108,6 +109,24 @@ def test_kernels_that_list_tiles(on_gpu):
     (job,) = backend.families[0].jobs(lowered, call, Task.FORWARD, None, None)
     backend.modules.tile_lists(job, forward.config, call.q.device)
     assert len(compiler.names) == 5
+
+
+def test_programs_of_several_threads(on_gpu):
+    compiler = Compiler(together=3)
+    backend = on_gpu(compiler)
+    texts = ("causal()", "softcap(30.0)", "q - kv < 7")
+    with ThreadPoolExecutor(3) as pool:
+        found = list(pool.map(lambda text: prepared(backend, text, Task.FORWARD), texts))
+    assert [set(each) for each in found] == [{"forward"}] * 3
+
+
+def test_one_program_of_several_threads(on_gpu):
+    compiler = Compiler(together=1)
+    backend = on_gpu(compiler)
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(lambda _: prepared(backend, "causal()", Task.FORWARD), range(4)))
+    assert len(compiler.names) == 1
+    assert all(each["forward"] is found[0]["forward"] for each in found)
 
 
 def test_at_most_two_attempts_in_a_row(on_gpu):
