@@ -6,6 +6,8 @@ saved graphs are known from then on, whether torch is imported before or after.
 
 from __future__ import annotations
 
+import os
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -14,9 +16,11 @@ from attndsl.after_torch import register_operators
 if TYPE_CHECKING:
     from attndsl import errors, flex, layout, nn
     from attndsl.api import Attention, compile, load, verify  # noqa: A004
+    from attndsl.comparing import compare
     from attndsl.errors import AttnDSLError
     from attndsl.flex.tracing import trace
     from attndsl.frontend.declare import tensor
+    from attndsl.joining import join
     from attndsl.merging import merge
     from attndsl.runtime.backward import Gradients
     from attndsl.tilemap import TileMap
@@ -24,21 +28,26 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = [
-    "Attention", "AttnDSLError", "Gradients", "TileMap", "compile", "errors", "flex", "layout",
-    "load", "merge", "nn", "scaled_dot_product_attention", "tensor", "trace", "verify",
+    "Attention", "AttnDSLError", "Gradients", "TileMap", "compare", "compile", "errors", "flex",
+    "join", "layout", "load", "merge", "nn", "scaled_dot_product_attention", "tensor", "trace",
+    "verify",
 ]  # fmt: skip
 
 _HOMES = {
     "Attention": "attndsl.api",
     "AttnDSLError": "attndsl.errors",
     "Gradients": "attndsl.runtime.backward",
+    "compare": "attndsl.comparing",
     "compile": "attndsl.api",
+    "join": "attndsl.joining",
     "load": "attndsl.api",
+    "load_ipython_extension": "attndsl.notebook",
     "merge": "attndsl.merging",
     "TileMap": "attndsl.tilemap",
     "scaled_dot_product_attention": "attndsl.torch_api.sdpa",
     "tensor": "attndsl.frontend.declare",
     "trace": "attndsl.flex.tracing",
+    "unload_ipython_extension": "attndsl.notebook",
     "verify": "attndsl.api",
 }
 _MODULES = ("errors", "flex", "layout", "nn")
@@ -51,11 +60,16 @@ if not TYPE_CHECKING:
             return getattr(import_module(_HOMES[name]), name)
         if name in _MODULES:
             return import_module(f"attndsl.{name}")
-        raise AttributeError(f"module 'attndsl' has no attribute {name!r}")
+        message = f"module 'attndsl' has no attribute {name!r}"
+        if isinstance(getattr(import_module("attndsl.errors"), name, None), type):
+            message += f": it is attndsl.errors.{name}"
+        raise AttributeError(message, name=name, obj=sys.modules[__name__])
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *_HOMES, *_MODULES])
+    return sorted([*__all__, "__version__"])
 
 
+if os.environ.get("ATTNDSL_LOG"):
+    import_module("attndsl.logs").set_up()
 register_operators()

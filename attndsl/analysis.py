@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import html
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from attndsl.compiled import Compiled
-from attndsl.errors import ArgumentError, AttnDSLError
+from attndsl.errors import ArgumentError
 from attndsl.runtime.arguments import joined
-from attndsl.runtime.location import WHOLE, Location, Sizes, sizes_of_whole
+from attndsl.runtime.lengths import AskedSizes, call_of_lengths, completed
+from attndsl.runtime.location import WHOLE, Location, Sizes, plain_int, sizes_of_whole
 from attndsl.runtime.parts import localised
 from attndsl.runtime.programs import pointing_into
+from attndsl.runtime.retained import Request, retained_keys
 from attndsl.runtime.sources import check_head_dims, device_of
-from attndsl.runtime.tiles import call_of_lengths, find_tiles
+from attndsl.runtime.tiles import find_tiles
 from attndsl.runtime.to_flex import FLEX_OPTIONS, flex_functions
 
 if TYPE_CHECKING:
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
 
     from attndsl.backends.base import Call, Scalar
     from attndsl.compiled import Captures
+    from attndsl.picture import Picture
+    from attndsl.runtime.retained import Retained
     from attndsl.tilemap import TileMap
 
 
@@ -37,8 +40,8 @@ class Analysis(Compiled):
         kv_len: int,
         block_m: int = 128,
         block_n: int = 128,
-        batch: int = 1,
-        heads: int = 1,
+        batch: int | None = None,
+        heads: int | None = None,
         direction: str = "forward",
         *,
         kv_heads: int | None = None,
@@ -65,7 +68,8 @@ class Analysis(Compiled):
             kv_len: Number of keys.
             block_m: Query rows of a tile, 1 or more.
             block_n: Key rows of a tile.
-            batch: Batch entries; the map has one only, where the mask does not depend on them.
+            batch: Batch entries; those of the captures by default, or 1. The map has one only,
+                where the mask does not depend on them.
             heads: Query heads, likewise.
             direction: The loop whose plan is used: ``forward``, ``backward_q`` (dQ) or
                 ``backward_kv`` (dK and dV; also ``backward``).
@@ -81,22 +85,60 @@ class Analysis(Compiled):
             h_offset: As for a call of a part, like the two that follow.
             b_offset: Number in the whole of the first batch entry.
             kv_lengths: (batch,) numbers of keys.
-            captures: The program's tensors and run-time params.
+            captures: The program's tensors and run-time params; those that the mask does not
+                mention may be left out.
             **named: The same, by keywords.
 
         Raises:
             ArgumentError: A size or a direction that cannot be; a missing capture.
+            ShapeError: A capture that contradicts a size.
         """
         location = Location(
             q_offset, kv_offset, q_index, kv_index, h_offset=h_offset, b_offset=b_offset,
             kv_lengths=kv_lengths, **sizes_of_whole(whole_sizes),
         )  # fmt: skip
-        given = joined(captures, named)
-        call = self.call_of_lengths(
-            given, q_len, kv_len, batch, heads, kv_heads, head_dim, device, location
-        )
+        sizes = AskedSizes(q_len, kv_len, batch, heads, kv_heads, head_dim)
+        call = self.call_of_mask(joined(captures, named), sizes, location, device)
         with pointing_into(self._source):
             return find_tiles(*localised(self._lowered, call), block_m, block_n, direction)
+
+    def retained(
+        self,
+        next_q: int,
+        kv_len: int,
+        *,
+        heads: int = 1,
+        kv_heads: int | None = None,
+        b: int = 0,
+        captures: Captures | None = None,
+        **named: torch.Tensor | Scalar,
+    ) -> Retained:
+        """Which of the first ``kv_len`` keys queries from ``next_q`` on can still see.
+
+        For caches: a key that no later query sees need not be kept. One projection of the mask's
+        integer set answers for all positions (:mod:`attndsl.passes.tiles.retained`). A condition
+        that sets cannot decide, such as a lookup by position, counts as one that may hold.
+
+        Args:
+            next_q: Logical position of the next query. Any number of queries may follow it.
+            kv_len: Number of keys that there are now. There may be more later.
+            heads: Query heads. A key is kept if one of them may see it.
+            kv_heads: Key heads; ``heads`` by default.
+            b: The batch entry, for masks that mention it.
+            captures: The tensors and params that the mask reads; others may be left out.
+            **named: The same, by keywords.
+
+        Raises:
+            ArgumentError: A number that cannot be, or what the mask reads is missing.
+
+        Example:
+            >>> attn = attndsl.compile("causal() and (q - kv < 64 or kv < 4)")
+            >>> print(attn.retained(next_q=1000, kv_len=1000))
+            keys 0 to 3, 937 to 999; 67 of 1000
+        """
+        given = {**self._defaults, **joined(captures, named)}
+        own = heads if kv_heads is None else kv_heads
+        return retained_keys(self._lowered.program, Request(next_q, kv_len, b, heads, own), given)
 
     def to_flex(
         self, q_len: int, kv_len: int, batch: int = 1, heads: int = 1, block_size: int = 128,
@@ -121,8 +163,8 @@ class Analysis(Compiled):
         *,
         q_len: int | None = None,
         kv_len: int | None = None,
-        batch: int = 1,
-        heads: int = 1,
+        batch: int | None = None,
+        heads: int | None = None,
         head_dim: int = 64,
         block_m: int = 128,
         block_n: int = 64,
@@ -136,7 +178,7 @@ class Analysis(Compiled):
         captures: Captures | None = None,
         **named: torch.Tensor | Scalar,
     ) -> str:
-        """What the program is to the compiler, as text to read.
+        """What the program saves, in a sentence, and what it is to the compiler, as text to read.
 
         Its parts; which way each part of the mask takes to its tiles, and why; the loops as
         formulas of the tile's index; what would run it. With lengths also how many tiles are live,
@@ -146,8 +188,8 @@ class Analysis(Compiled):
             device: Where calls would run.
             q_len: Number of queries; given together with ``kv_len``.
             kv_len: Number of keys.
-            batch: Batch entries.
-            heads: Query heads.
+            batch: Batch entries; those of the captures by default, or 1.
+            heads: Query heads, likewise.
             head_dim: Head dim of q, k and v.
             block_m: Query rows of a tile.
             block_n: Key rows of a tile.
@@ -159,11 +201,13 @@ class Analysis(Compiled):
             h_offset: Number in the whole of the first query head.
             b_offset: The same of the first batch entry.
             kv_lengths: (batch,) numbers of keys.
-            captures: The program's tensors and params, where lengths are given.
+            captures: The program's tensors and params, where lengths are given; those that the
+                mask does not mention may be left out.
             **named: The same, by keywords.
         """
-        from attndsl.explain import explain, explain_tiles
+        from attndsl.explain import Question, explain
 
+        block_m, block_n, head_dim = map(plain_int, (block_m, block_n, head_dim))
         check_head_dims(head_dim)
         location = Location(
             q_offset, kv_offset, h_offset=h_offset, b_offset=b_offset, kv_lengths=kv_lengths,
@@ -171,19 +215,15 @@ class Analysis(Compiled):
         )  # fmt: skip
         lowered, call = self._lowered, None
         if q_len is not None and kv_len is not None:
-            given = joined(captures, named)
-            call = self.call_of_lengths(
-                given, q_len, kv_len, batch, heads, kv_heads, head_dim, None, location
-            )
+            sizes = AskedSizes(q_len, kv_len, batch, heads, kv_heads, head_dim)
+            call = self.call_of_mask(joined(captures, named), sizes, location)
             lowered, call = localised(lowered, call)
         elif q_len is not None or kv_len is not None or not location.plain:
             raise ArgumentError("a length is missing", hint="pass both q_len and kv_len")
-        text = explain(
-            lowered, self._backend, self._checked, device_of(device), block_m, block_n, head_dim
+        asked = Question(
+            self._backend, self._checked, device_of(device), (block_m, block_n), head_dim
         )
-        if call is None:
-            return text
-        return f"{text}\n{explain_tiles(lowered, call, block_m, block_n)}"
+        return explain(lowered, asked, call)
 
     def plot(
         self,
@@ -193,8 +233,8 @@ class Analysis(Compiled):
         kv_len: int = 64,
         block_m: int = 16,
         block_n: int = 16,
-        batch: int = 1,
-        heads: int = 1,
+        batch: int | None = None,
+        heads: int | None = None,
         b: int = 0,
         h: int = 0,
         kv_heads: int | None = None,
@@ -206,17 +246,17 @@ class Analysis(Compiled):
         kv_lengths: torch.Tensor | None = None,
         captures: Captures | None = None,
         **named: torch.Tensor | Scalar,
-    ) -> str:
+    ) -> Picture:
         """A picture of the mask, its tiles and the score at a small length.
 
         Args:
-            path: File to write, ``.svg``, ``.png``, ``.html`` or ``.txt``.
+            path: File to write, ``.svg``, ``.png``, ``.pdf``, ``.html`` or ``.txt``.
             q_len: Number of queries.
             kv_len: Number of keys.
             block_m: Query rows of a tile.
             block_n: Key rows of a tile.
-            batch: Batch entries.
-            heads: Query heads.
+            batch: Batch entries; those of the captures by default, or 1.
+            heads: Query heads, likewise.
             b: The batch entry shown, of these.
             h: The head shown, of these.
             kv_heads: Key heads; ``heads`` by default.
@@ -226,11 +266,12 @@ class Analysis(Compiled):
             h_offset: Number in the whole of the first query head.
             b_offset: The same of the first batch entry.
             kv_lengths: (batch,) numbers of keys.
-            captures: The program's tensors and run-time params.
+            captures: The program's tensors and run-time params; those that neither mask nor score
+                mention may be left out.
             **named: The same, by keywords.
 
         Returns:
-            The picture as SVG.
+            The picture as SVG, a ``str`` that notebooks draw.
         """
         from attndsl import picture  # It takes long to import, and few draw.
 
@@ -238,25 +279,29 @@ class Analysis(Compiled):
             q_offset, kv_offset, h_offset=h_offset, b_offset=b_offset, kv_lengths=kv_lengths,
             **sizes_of_whole(whole_sizes),
         )  # fmt: skip
-        given = self._given(captures, named)
-        params = {decl.name for decl in self._lowered.program.params}
+        program = self._lowered.program
+        given, sizes = completed(
+            program, (program.mask, program.score), self._given(captures, named),
+            AskedSizes(q_len, kv_len, batch, heads, kv_heads), location,
+        )  # fmt: skip
+        params = {decl.name for decl in program.params}
         data = picture.picture_data(
             self._lowered, q_len=q_len, kv_len=kv_len, block_m=block_m, block_n=block_n,
-            batch=batch, heads=heads, kv_heads=kv_heads, b=b, h=h, location=location,
+            batch=sizes.batch, heads=sizes.heads, kv_heads=sizes.kv_heads, b=b, h=h,
+            location=location,
             title=self.text,
             tensors={n: torch.as_tensor(x) for n, x in given.items() if n not in params},
             params={n: x for n, x in given.items() if n in params},
         )  # fmt: skip
         if path is not None:
             picture.write(data, path)
-        return picture.svg(data)
+        return picture.Picture.of(data)
 
     def _repr_html_(self) -> str:
-        """The picture, where the program can be drawn without captures; else its text."""
-        try:
-            return self.plot()
-        except AttnDSLError as refusal:
-            return f"<pre>{html.escape(repr(self))}\n{html.escape(refusal.message)}</pre>"
+        """The picture, with made-up captures where there are none, and the text."""
+        from attndsl import picture
+
+        return picture.program_html(self._lowered, self._described, self._defaults)
 
     def call_of_lengths(
         self, captures: Mapping[str, torch.Tensor | Scalar], q_len: int, kv_len: int, batch: int,
@@ -267,4 +312,16 @@ class Analysis(Compiled):
         with pointing_into(self._source):
             sizes = Sizes(q_len, kv_len, batch, heads, kv_heads, head_dim)
             given = {**self._defaults, **captures}
+            return call_of_lengths(self._lowered, sizes, given, location, device)
+
+    def call_of_mask(
+        self, captures: Captures, asked: AskedSizes, location: Location = WHOLE,
+        device: str | torch.device | None = None,
+    ) -> Call:  # fmt: skip
+        """The same for who looks at the mask: captures that it does not need may be missing."""
+        program = self._lowered.program
+        with pointing_into(self._source):
+            given, sizes = completed(
+                program, (program.mask,), {**self._defaults, **captures}, asked, location, device
+            )
             return call_of_lengths(self._lowered, sizes, given, location, device)

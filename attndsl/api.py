@@ -2,26 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from attndsl.attention import Attention
 from attndsl.config import read_config
-from attndsl.errors import ArgumentError
+from attndsl.errors import ArgumentError, AttnDSLError, ProgramErrors, flatten
 from attndsl.frontend.declare import Bound, ParamSpec, TensorSpec
+from attndsl.frontend.imports import expand
 from attndsl.runtime.arguments import joined
 from attndsl.runtime.dispatch import check_backend_name
+from attndsl.runtime.lengths import AskedSizes
 from attndsl.runtime.location import Location, sizes_of_whole
 from attndsl.runtime.parts import localised
 from attndsl.runtime.programs import lowered_at, make_spec
 from attndsl.runtime.tiles import Verification, verify_call
+from attndsl.scalars import as_number
 from attndsl.settings import read_settings
 from attndsl.source import Source
+from attndsl.warming import warm_up_programs
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
     from os import PathLike
 
     from attndsl.backends.base import Scalar
@@ -39,6 +44,15 @@ class Options:
     exact: bool = False
 
 
+class Programs(dict[str, Attention]):
+    """Programs by name: a dict that notebooks show as a table."""
+
+    def _repr_html_(self) -> str:
+        from attndsl import picture  # It takes long to import, and few draw.
+
+        return picture.table_html({name: program._described for name, program in self.items()})
+
+
 def compile(  # noqa: A001
     text: str,
     *,
@@ -47,6 +61,8 @@ def compile(  # noqa: A001
     checked: bool | None = None,
     exact: bool = False,
     first_line: int = 1,
+    params: Mapping[str, Scalar | torch.Tensor] | None = None,
+    tensors: Mapping[str, torch.Tensor | TensorSpec] | None = None,
     **names: Scalar | torch.Tensor | TensorSpec,
 ) -> Attention:
     """Compile an attention program.
@@ -54,18 +70,21 @@ def compile(  # noqa: A001
     Args:
         text: The program, in the language of ``docs/language.md``.
         backend: ``auto`` (``hopper`` or ``triton`` on GPUs, ``cpu`` on CPUs), one of these,
-            ``short`` or ``reference``.
-        name: Name of the text in errors, such as a file's name.
+            ``short``, ``decode`` or ``reference``.
+        name: Name of the text in errors, such as a file's name. If it is not that of a file, it is
+            the program's name in profiles and logs too.
         checked: Whether out-of-range lookups of live pairs are errors (reference backend only);
             by default what ``ATTNDSL_CHECKED`` says.
         exact: Whether functions such as tanh keep their exact forms in half precision on NVIDIA
             GPUs, where hardware has faster ones; ``explain`` lists these and their errors.
         first_line: Line number of the text's first line within ``name``.
-        **names: Names that count as declared: a number is a param bound to that value; a tensor is
-            a captured tensor (0-d: a param), and its value unless a call gives another;
-            ``attndsl.tensor("heads")`` declares one without a value. A param called ``backend``,
-            ``name``, ``checked``, ``exact`` or ``first_line`` gets its value in the text
-            (``param name: int = 4``), at the call or in a configuration.
+        params: Params by name, which count as declared. A number is bound to the param: folded into
+            the program. For an int param a whole float is an int. A 0-d tensor is the param's
+            value unless a call gives another.
+        tensors: Captured tensors by name, which count as declared. A tensor is also the value
+            unless a call gives another; ``attndsl.tensor("heads")`` declares one without a value.
+        **names: Params and tensors by keyword. Those called like an argument of this function
+            stand in the mappings.
 
     Returns:
         A callable; nothing is compiled for a device before its first call.
@@ -90,7 +109,8 @@ def compile(  # noqa: A001
             raise _no_param(key, value)
     if not (checked is None or isinstance(checked, bool)):
         raise _no_param("checked", checked)
-    return compile_source(Source(text, name, first_line), names, Options(backend, checked, exact))
+    given = _names(params, tensors, names)
+    return compile_source(Source(text, name, first_line), given, Options(backend, checked, exact))
 
 
 def compile_source(
@@ -102,6 +122,7 @@ def compile_source(
         AttnDSLError: All that is wrong with the program, as in :func:`compile`.
     """
     check_backend_name(options.backend)
+    source = expand(source)
     declared = {key: _declared(key, value) for key, value in names.items()}
     defaults = {key: value for key, value in names.items() if isinstance(value, torch.Tensor)}
     spec = make_spec(source.text, declared, options.exact)
@@ -111,34 +132,57 @@ def compile_source(
 
 
 def load(
-    path: str | PathLike[str],
+    path: str | PathLike[str] | Mapping[str, Any],
     *,
+    key: str | None = None,
     backend: str = "auto",
     checked: bool | None = None,
     exact: bool = False,
+    warmup: Mapping[str, Any] | None = None,
 ) -> dict[str, Attention]:
-    """Compile all programs of a YAML, TOML or JSON file.
+    """Compile all programs of a YAML, TOML or JSON file or of a mapping, or that of a program file.
 
     Args:
-        path: The file: a mapping from names to programs, or to ``{program: ..., params: {...}}``.
+        path: The file, or what it would hold: a mapping from names to programs, or to
+            ``{program: ..., params: {...}, description: ...}``. Any Mapping will do, such as a
+            config of OmegaConf, whose interpolations are resolved. A program file (``local.attn``)
+            holds one program, which has its name (``local``). Programs may import program files in
+            the folder of the file, or below it.
+        key: Where in it the programs stand, if they stand in a larger configuration:
+            ``model.attention``. The rest may be anything. A name with a dot in it stands in quotes.
         backend: As for :func:`compile`.
         checked: As for :func:`compile`.
         exact: As for :func:`compile`.
+        warmup: The arguments of a call, ``{"q": q, "k": k, "v": v}`` and more, for which all
+            programs have their kernels when this returns. They are compiled side by side, those of
+            the backward too if an input requires a gradient. ``"captures"`` may hold the captures
+            of all programs: each takes its own.
 
     Returns:
         The compiled programs by name, in the order of the file.
 
     Raises:
-        ConfigError: The file does not hold programs in that form.
-        AttnDSLError: A program has errors; they name the file and the line in it.
+        ConfigError: The file does not hold programs in that form, or nothing stands at ``key``.
+        ArgumentError: ``path`` or ``key`` is of another type; ``warmup`` does not hold a call's
+            arguments.
+        AttnDSLError: Programs have errors, all of which come at once
+            (:class:`~attndsl.errors.ProgramErrors`); they name the file and the line in it. Or a
+            program refuses the call of ``warmup``.
     """
+    check_backend_name(backend)
     options = Options(backend, checked, exact)
-    return {
-        entry.name: compile_source(
-            Source(entry.text, entry.source_name, entry.first_line), entry.params, options
-        )
-        for entry in read_config(path)
-    }
+    programs = Programs()
+    errors: list[AttnDSLError] = []
+    for entry in read_config(path, key):
+        try:
+            programs[entry.name] = compile_source(entry.source, entry.params, options)
+        except AttnDSLError as error:
+            errors += flatten(error)
+    if errors:
+        raise ProgramErrors(errors) if len(errors) > 1 else errors[0]
+    if warmup is not None:
+        warm_up_programs(programs, warmup)
+    return programs
 
 
 def verify(
@@ -146,8 +190,8 @@ def verify(
     q_len: int,
     kv_len: int,
     *,
-    batch: int = 1,
-    heads: int = 1,
+    batch: int | None = None,
+    heads: int | None = None,
     kv_heads: int | None = None,
     head_dim: int = 64,
     block_m: int = 128,
@@ -170,8 +214,8 @@ def verify(
         program: The text, or a compiled program.
         q_len: Number of queries.
         kv_len: Number of keys.
-        batch: Batch entries.
-        heads: Query heads.
+        batch: Batch entries; those of the captures by default, or 1.
+        heads: Query heads, likewise.
         kv_heads: Key-value heads; ``heads`` by default.
         head_dim: For masks that mention it.
         block_m: Query rows of a tile.
@@ -185,7 +229,8 @@ def verify(
         h_offset: Number in the whole of the first query head.
         b_offset: Number in the whole of the first batch entry.
         kv_lengths: (batch,) numbers of keys.
-        captures: The program's tensors and params.
+        captures: The program's tensors and params; those that the mask does not mention may be
+            left out.
         **names: The same, by keywords.
 
     Returns:
@@ -205,9 +250,8 @@ def verify(
         q_offset, kv_offset, q_index, kv_index, h_offset=h_offset, b_offset=b_offset,
         kv_lengths=kv_lengths, **sizes_of_whole(whole_sizes),
     )  # fmt: skip
-    call = attention.call_of_lengths(
-        given, q_len, kv_len, batch, heads, kv_heads, head_dim, None, location
-    )
+    sizes = AskedSizes(q_len, kv_len, batch, heads, kv_heads, head_dim)
+    call = attention.call_of_mask(given, sizes, location)
     lowered, call = localised(attention.lowered, call)
     found = [verify_call(lowered, call, block_m, block_n, d) for d in directions]
     return Verification(
@@ -215,18 +259,60 @@ def verify(
     )
 
 
+def _names(
+    params: Mapping[str, object] | None,
+    tensors: Mapping[str, object] | None,
+    named: Mapping[str, object],
+) -> dict[str, Any]:
+    """The names that :func:`compile` got, in whichever way.
+
+    Raises:
+        ArgumentError: ``params`` or ``tensors`` is no mapping from names, or holds what the other
+            one is for; a name is given twice.
+    """
+    for argument, given in (("params", params), ("tensors", tensors)):
+        if given is None:
+            continue
+        if not isinstance(given, Mapping) or not all(isinstance(name, str) for name in given):
+            raise ArgumentError(
+                f"{argument} is a {type(given).__name__} that is no mapping from names",
+                hint=f'pass {argument}={{"name": ...}}; one called {argument} stands in it too',
+            )
+        for name, value in given.items():
+            has_dims = isinstance(value, TensorSpec) or (
+                isinstance(value, torch.Tensor) and value.dim() > 0
+            )
+            if has_dims is not (argument == "tensors"):
+                raise ArgumentError(
+                    f"{name} in {argument} is a {type(value).__name__}"
+                    + (" with dims" if has_dims else ""),
+                    hint="pass numbers and 0-d tensors in params, and tensors with dims and "
+                    "attndsl.tensor(...) in tensors",
+                )
+    params, tensors = params or {}, tensors or {}
+    found = {**params, **tensors, **named}
+    twice = [n for n in found if (n in params) + (n in tensors) + (n in named) > 1]
+    if twice:
+        raise ArgumentError(
+            f"{', '.join(twice)} is given twice: by keyword, in params or in tensors",
+            hint="keep one of them",
+        )
+    return found
+
+
 def _no_param(key: str, value: object) -> ArgumentError:
     return ArgumentError(
         f"{key}= is an argument of compile() and no {type(value).__name__}",
-        hint=f"give a param '{key}' its value in the text (param {key}: int = 4) or at the call",
+        hint=f"give a param '{key}' its value by params={{'{key}': ...}}",
     )
 
 
 def _declared(name: str, value: object) -> Declared:
     if isinstance(value, Bound | TensorSpec):
         return value
-    if isinstance(value, bool | int | float):
-        return Bound(value)
+    number = as_number(value)
+    if number is not None:
+        return Bound(number)
     if isinstance(value, torch.Tensor):
         kind = (
             "float" if value.is_floating_point() else "bool" if value.dtype is torch.bool else "int"

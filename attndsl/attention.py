@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 
 from attndsl.analysis import Analysis
-from attndsl.backends.base import NONE, Call
+from attndsl.backends.base import NONE, Call, Signature
 from attndsl.errors import ArgumentError, AttnDSLError, UnsupportedError
+from attndsl.introspection import Introspection
 from attndsl.runtime.arguments import autocast, joined, kinds_of, rows_contiguous
 from attndsl.runtime.autograd import attend
 from attndsl.runtime.bind import CallOptions, bind
 from attndsl.runtime.dispatch import GENERATED
 from attndsl.runtime.distributed import is_dtensor
-from attndsl.runtime.location import Location
+from attndsl.runtime.location import Location, plain_int
 from attndsl.runtime.modes import modes_on, seen_by_modes
 from attndsl.runtime.parts import terms_of
+from attndsl.runtime.profiling import tell_name
 from attndsl.runtime.programs import (
     lowered_program,
     point_into,
@@ -28,7 +30,8 @@ from attndsl.runtime.seed import draw_seed, seed_argument
 from attndsl.runtime.sources import source_of
 from attndsl.runtime.tiles import given_tiles, tiles_key
 from attndsl.runtime.tuning import Tuning, tune
-from attndsl.runtime.values import check_values, params_of_dims, values_differ
+from attndsl.runtime.values import Values, check_values, needs_of_values, params_of_dims
+from attndsl.views import Views
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -43,7 +46,7 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _MAX_SIGNATURES = 4096
 
 
-class Attention(Analysis):
+class Attention(Analysis, Views, Introspection):
     """A compiled program: call it with q, k and v. Immutable; made by :func:`compile`."""
 
     __slots__ = (
@@ -59,10 +62,51 @@ class Attention(Analysis):
         self._checked = checked
         self._defaults = defaults
         self._lowered = lowered_program(spec)
+        if source.label:
+            tell_name(spec, source.label)
         self._dims = params_of_dims(self._lowered.program)
-        # By a call's signature: what was found, if q, k, v are as given, if values are checked, and
-        # how a part is put into its program's terms.
-        self._prepared: dict[Any, tuple[Backend, Call, bool, bool, Terms | None]] = {}
+        # By a call's signature: what was found, if q, k, v are as given, what values need, and how
+        # a part is put into its program's terms.
+        self._prepared: dict[Any, tuple[Backend, Call, bool, Values, Terms | None]] = {}
+
+    @overload
+    def __call__(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float | None = None,
+        return_lse: Literal[False] = False, q_offset: int | torch.Tensor = 0,
+        kv_offset: int | torch.Tensor = 0, q_index: torch.Tensor | None = None,
+        kv_index: torch.Tensor | None = None, q_len: int | None = None, kv_len: int | None = None,
+        heads: int | None = None, kv_heads: int | None = None, batch: int | None = None,
+        h_offset: int = 0, b_offset: int = 0, kv_lengths: torch.Tensor | None = None,
+        deterministic: bool | None = None, seed: int | torch.Tensor | None = None,
+        tiles: TileMap | None = None, out_dtype: torch.dtype | None = None,
+        captures: Captures | None = None, **named: torch.Tensor | Scalar,
+    ) -> torch.Tensor: ...  # fmt: skip
+
+    @overload
+    def __call__(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float | None = None,
+        return_lse: Literal[True], q_offset: int | torch.Tensor = 0,
+        kv_offset: int | torch.Tensor = 0, q_index: torch.Tensor | None = None,
+        kv_index: torch.Tensor | None = None, q_len: int | None = None, kv_len: int | None = None,
+        heads: int | None = None, kv_heads: int | None = None, batch: int | None = None,
+        h_offset: int = 0, b_offset: int = 0, kv_lengths: torch.Tensor | None = None,
+        deterministic: bool | None = None, seed: int | torch.Tensor | None = None,
+        tiles: TileMap | None = None, out_dtype: torch.dtype | None = None,
+        captures: Captures | None = None, **named: torch.Tensor | Scalar,
+    ) -> tuple[torch.Tensor, torch.Tensor]: ...  # fmt: skip
+
+    @overload
+    def __call__(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float | None = None,
+        return_lse: bool, q_offset: int | torch.Tensor = 0,
+        kv_offset: int | torch.Tensor = 0, q_index: torch.Tensor | None = None,
+        kv_index: torch.Tensor | None = None, q_len: int | None = None, kv_len: int | None = None,
+        heads: int | None = None, kv_heads: int | None = None, batch: int | None = None,
+        h_offset: int = 0, b_offset: int = 0, kv_lengths: torch.Tensor | None = None,
+        deterministic: bool | None = None, seed: int | torch.Tensor | None = None,
+        tiles: TileMap | None = None, out_dtype: torch.dtype | None = None,
+        captures: Captures | None = None, **named: torch.Tensor | Scalar,
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...  # fmt: skip
 
     def __call__(
         self,
@@ -213,17 +257,17 @@ class Attention(Analysis):
                 call = bind(lowered.program, (q, k, v), captures, location, options)
                 terms = None if call.part is None else terms_of(lowered, call)
                 backend, *_ = self._dispatched(call)
-            call = call._replace(signature=object())
+            call = call._replace(signature=Signature(self.name))
             if len(self._prepared) >= _MAX_SIGNATURES:
                 self._prepared.clear()
             # No q.new_empty(0), which a transform of torch.func would make a tensor of its own.
             empty = torch.empty(0, dtype=q.dtype, device=q.device)
             template = call._replace(q=empty, k=empty, v=empty, tensors={}, params={})
             as_given = call.q is q and call.k is k and call.v is v
-            has_values = values_differ(lowered.program, call)
-            self._prepared[key] = backend, template, as_given, has_values, terms
+            needs = needs_of_values(lowered.program, call, captures, (q_offset, kv_offset, seed))
+            self._prepared[key] = backend, template, as_given, needs, terms
         else:
-            backend, template, as_given, has_values, terms = prepared
+            backend, template, as_given, needs, terms = prepared
             program, part = lowered.program, template.part
             call = Call(
                 q if as_given else rows_contiguous(q),
@@ -238,8 +282,8 @@ class Attention(Analysis):
                 template.signature, template.wide, None,
                 None if part is None else replace(part, kv_lengths=kv_lengths),
             )  # fmt: skip
-        if has_values or q_offset or kv_offset:
-            check_values(lowered.program, call)
+        if needs or q_offset or kv_offset:
+            call = check_values(lowered.program, call, needs)
         if modes_on():
             backend = seen_by_modes(backend, self._request, call)
         if terms is not None:
@@ -294,8 +338,8 @@ class Attention(Analysis):
             head_dim: Head dim of q and k.
             value_dim: Head dim of v; ``head_dim`` by default.
             dtype: dtype of q, k and v.
-            backend: ``triton``, ``hopper`` or ``short``; by default the one of these that the
-                program was compiled for by name, or ``triton``.
+            backend: ``triton``, ``hopper``, ``short`` or ``decode``; by default the one of these
+                that the program was compiled for by name, or ``triton``.
             captures: Values of the program's tensors and params, where the defaults (fp32, int32
                 and bool tensors; numbers) differ from the values that calls will pass.
             **named: The same, by keywords.
@@ -308,7 +352,7 @@ class Attention(Analysis):
         if backend is None:
             backend = self._backend if self._backend in GENERATED else "triton"
         return source_of(
-            self._lowered, backend, direction, head_dim, value_dim, dtype,
+            self._lowered, backend, direction, plain_int(head_dim), plain_int(value_dim), dtype,
             self._given(captures, named),
         )  # fmt: skip
 
@@ -372,3 +416,9 @@ class Attention(Analysis):
             return self
         spec = spec_without_sink(self._spec)
         return Attention(spec, self._source, self._backend, self._checked, self._defaults)
+
+
+def on_reference(attention: Attention) -> Attention:
+    """The same program on the reference backend, to which others are held."""
+    kept = attention.made_of._replace(backend="reference", checked=False)
+    return Attention(*kept)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from dataclasses import fields
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from torch.autograd import profiler
 
 from attndsl.backends.dense.interpret import evaluate, scope_of
+from attndsl.backends.dense.reference import ReferenceBackend
 from attndsl.errors import ArgumentError, UnsupportedError
 from attndsl.runtime.arguments import autocast, joined
 from attndsl.runtime.backward import (
@@ -21,15 +23,17 @@ from attndsl.runtime.backward import (
     wants_for,
 )
 from attndsl.runtime.bind import CallOptions, bind
-from attndsl.runtime.dispatch import backend_of
+from attndsl.runtime.dispatch import backend_of, tell_choice
 from attndsl.runtime.location import LOCATION, Location
 from attndsl.runtime.modes import seen_by_modes
 from attndsl.runtime.operator import Request
 from attndsl.runtime.parts import gradients_of_wholes, localised
 from attndsl.runtime.probability import check_probability
-from attndsl.runtime.programs import pointing_into
+from attndsl.runtime.profiling import BACKWARD, event_named
+from attndsl.runtime.programs import bound_numbers, pointing_into
 from attndsl.runtime.tiles import given_tiles, verify_if_asked
 from attndsl.runtime.values import check_values
+from attndsl.source import NAME_LENGTH, shorten
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
@@ -40,6 +44,20 @@ if TYPE_CHECKING:
     from attndsl.tilemap import TileMap
 
     Captures = Mapping[str, torch.Tensor | Scalar]
+
+
+class Made(NamedTuple):
+    """What a compiled program is made of: all that it is."""
+
+    spec: str
+    source: Source
+    """The text, where errors point."""
+    backend: str
+    """As asked for."""
+    checked: bool
+    defaults: dict[str, Any]
+    """Tensors that captures have unless a call gives others."""
+
 
 _OPTIONS = tuple(each.name for each in fields(CallOptions))
 
@@ -57,8 +75,17 @@ class Compiled:
 
     @property
     def text(self) -> str:
-        """The program's text."""
+        """The program's text, with that of its imports."""
         return self._source.text
+
+    @property
+    def name(self) -> str:
+        """The name that profiles and logs show.
+
+        That given to ``compile``, if it is not that of a file, or the key in a configuration;
+        otherwise the beginning of the text.
+        """
+        return self._source.label or shorten(self.text, NAME_LENGTH)
 
     @property
     def backend(self) -> str:
@@ -69,6 +96,11 @@ class Compiled:
     def lowered(self) -> Lowered:
         """The program as backends get it."""
         return self._lowered
+
+    @property
+    def made_of(self) -> Made:
+        """The parts that pickles and :func:`attndsl.join` take."""
+        return Made(self._spec, self._source, self._backend, self._checked, self._defaults)
 
     def backward(
         self,
@@ -147,7 +179,9 @@ class Compiled:
             if lowered.program.dropout is not None:
                 check_probability(lowered.program.dropout, own)
             backend = seen_by_modes(backend, self._request, call)
-            found = gradients_of_results(backend, lowered, own, given, asked)
+            shown = profiler._is_profiler_enabled and not backend.has_events
+            with event_named(self.name, BACKWARD) if shown else nullcontext():
+                found = gradients_of_results(backend, lowered, own, given, asked)
             return found._replace(captures=gradients_of_wholes(program, call, found.captures))
 
     def sink_logits(
@@ -188,8 +222,8 @@ class Compiled:
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, arguments: dict[str, Any]
     ) -> Call:
         """The checked call; takes the options out of ``arguments``, whose rest are captures."""
-        options = CallOptions(**_taken(arguments, _OPTIONS))
-        location = Location(**_taken(arguments, LOCATION))
+        options = CallOptions(**taken(arguments, _OPTIONS))
+        location = Location(**taken(arguments, LOCATION))
         captures = self._given(arguments.pop("captures", None), arguments)
         # Graphs cannot follow it, and calls in them do without too.
         with nullcontext() if torch.compiler.is_compiling() else pointing_into(self._source):
@@ -202,8 +236,13 @@ class Compiled:
             AttnDSLError: It cannot run; tiles are wrong, where these are to be checked.
         """
         lowered, call = localised(self._lowered, call)
-        backend, _ = backend_of(lowered, self._backend, call.q.device, self._checked, call.q.dtype)
+        backend, reason = backend_of(
+            lowered, self._backend, call.q.device, self._checked, call.q.dtype
+        )
+        if self._checked:  # Errors of its backward have to know where the program was written.
+            backend = ReferenceBackend(checked=True, source=self._source)
         backend.check(lowered, call)
+        tell_choice(self.name, call, backend, reason)
         verify_if_asked(lowered, call)
         return backend, lowered, call
 
@@ -215,10 +254,15 @@ class Compiled:
     def _request(self) -> Request:
         return Request(self._spec, self._backend, self._checked)
 
+    @property
+    def _described(self) -> str:
+        """The text, and as a comment the numbers that its names are bound to."""
+        bound = (f"{name} = {value!r}" for name, value in bound_numbers(self._spec).items())
+        comment = ", ".join(bound)
+        return f"{self.text.rstrip()}\n# {comment}" if comment else self.text
+
     def __repr__(self) -> str:
-        line = " ".join(self.text.split())
-        shown = line if len(line) <= 60 else line[:57] + "..."
-        return f"Attention({shown!r}, backend={self._backend!r})"
+        return f"Attention({shorten(self.text, NAME_LENGTH)!r}, backend={self._backend!r})"
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Compiled):
@@ -232,11 +276,30 @@ class Compiled:
         return hash(self._request)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        kept = self._spec, self._source, self._backend, self._checked, self._defaults
-        return type(self), kept
+        return type(self), tuple(self.made_of)
 
 
-def _taken(arguments: dict[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
+def bound_call(
+    attention: Compiled, operands: tuple[torch.Tensor, ...], arguments: Mapping[str, Any]
+) -> tuple[Call, str]:
+    """The checked call that is not made, and the name of the backend that would run it.
+
+    Args:
+        attention: What would be called.
+        operands: q, k and v.
+        arguments: Captures and options of the call.
+
+    Raises:
+        AttnDSLError: The call would be refused.
+    """
+    q, k, v = map(autocast, operands)
+    call = attention._bound(q, k, v, dict(arguments))
+    with pointing_into(attention._source):
+        check_values(attention.lowered.program, call)
+        return call, attention._dispatched(call)[0].name
+
+
+def taken(arguments: dict[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
     """Takes those of ``names`` out of ``arguments``; None stands for the default."""
     found = {name: arguments.pop(name) for name in names if name in arguments}
     return {name: x for name, x in found.items() if x is not None}

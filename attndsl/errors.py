@@ -83,6 +83,10 @@ class BackendError(AttnDSLError):
     """A backend that does not exist or does not work on this machine."""
 
 
+class NonFiniteError(AttnDSLError):
+    """A result or gradient in checked mode that is not finite; says what made it so."""
+
+
 class PlanError(AttnDSLError):
     """A tile plan that contradicts the mask it was derived from: a defect of the compiler."""
 
@@ -104,7 +108,7 @@ class CacheWarning(UserWarning):
 
 
 class ProgramErrors(AttnDSLError):
-    """Several errors of one program, in the order of their places."""
+    """Several errors of a program or of a configuration, in the order of their places."""
 
     def __init__(self, errors: Sequence[AttnDSLError]) -> None:
         self.errors = tuple(errors)
@@ -119,20 +123,27 @@ class ProgramErrors(AttnDSLError):
         return type(self), (self.errors,)
 
 
+def flatten(error: AttnDSLError) -> tuple[AttnDSLError, ...]:
+    """The errors that ``error`` stands for."""
+    return error.errors if isinstance(error, ProgramErrors) else (error,)
+
+
 def raise_all(errors: Sequence[AttnDSLError]) -> None:
     """Raise nothing, the only error, or :class:`ProgramErrors`, sorted by place."""
     if not errors:
         return
-    ordered = sorted(errors, key=_place)
+    # Each file by itself, in the order in which the errors first name them.
+    files = list(dict.fromkeys(e.span.source.name for e in errors if e.span))
+    ordered = sorted(errors, key=lambda error: _place(error, files))
     if len(ordered) == 1:
         raise ordered[0]
     raise ProgramErrors(ordered)
 
 
-def _place(error: AttnDSLError) -> tuple[int, ...]:
+def _place(error: AttnDSLError, files: Sequence[str]) -> tuple[int, ...]:
     # By lines, since spans of a configuration and of a program in it count from different places.
     span = error.span
-    return (span.line, span.column, span.end) if span else ()
+    return (files.index(span.source.name), span.line, span.column, span.end) if span else ()
 
 
 def render(error: AttnDSLError) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -26,6 +27,7 @@ from attndsl.passes.tiles.describe import print_tiles
 from attndsl.passes.tiles.sparsity import EVALUATION, SCORES
 from attndsl.runtime.dispatch import backend_of
 from attndsl.runtime.tiles import count_tiles
+from attndsl.saving import saving, smaller_tiles
 
 if TYPE_CHECKING:
     from attndsl.backends.base import Backend, Call
@@ -34,12 +36,39 @@ if TYPE_CHECKING:
     from attndsl.runtime.tiles import TileCounts
 
 
-def explain(
-    lowered: Lowered, backend: str, checked: bool, device: torch.device, block_m: int, block_n: int,
-    head_dim: int,
-) -> str:  # fmt: skip
-    """Lines of plain text: parts, captures, gradients, tiles, and the backend for ``device``."""
-    program = lowered.program
+@dataclass(frozen=True, slots=True)
+class Question:
+    """What a program is to be explained for."""
+
+    backend: str
+    """The backend asked for."""
+    checked: bool
+    device: torch.device
+    blocks: tuple[int, int]
+    """Queries and keys of a tile."""
+    head_dim: int
+
+
+def explain(lowered: Lowered, asked: Question, call: Call | None = None) -> str:
+    """A sentence for people, and then lines of plain text.
+
+    These are the program's parts, its captures, gradients and tiles, and the backend. With a
+    ``call`` they are also how many tiles are live, and what they cost.
+    """
+    counts, refusal = None, ""
+    if call is not None:
+        try:
+            counts = count_tiles(lowered, call, *asked.blocks)
+        except UnsupportedError as error:
+            refusal = f"{error.message}; {error.hint}"
+    rows = [saving(lowered, asked.blocks, call, counts), *_parts(lowered, asked)]
+    if call is not None:
+        rows += _cost(lowered, call, asked.blocks, counts, refusal)
+    return "\n".join(rows)
+
+
+def _parts(lowered: Lowered, asked: Question) -> list[str]:
+    program, device = lowered.program, asked.device
     rows = ["program"]
     rows.append(f"  score      {_describe(program.score)}")
     rows.append(f"  mask       {_describe(program.mask) if program.mask else 'none: all pairs'}")
@@ -56,18 +85,19 @@ def explain(
     rows += _gradients(lowered)
     rows += _forms(lowered)
     rows += _atoms(lowered)
-    rows += [f"  {line}" for line in print_tiles(lowered.sparsity, block_m, block_n).split("\n")]
+    rows += [f"  {line}" for line in print_tiles(lowered.sparsity, *asked.blocks).split("\n")]
     try:
-        chosen, reason = backend_of(lowered, backend, device, checked, torch.bfloat16)
-        rows.append(f"higher       {_higher(chosen, checked)}")
+        where = asked.backend, device, asked.checked
+        chosen, reason = backend_of(lowered, *where, torch.bfloat16)
+        rows.append(f"higher       {_higher(chosen, asked.checked)}")
         rows.append(f"backend      {chosen.name} on {device.type}: {reason}")
-        in_fp64, _ = backend_of(lowered, backend, device, checked, torch.float64)
+        in_fp64, _ = backend_of(lowered, *where, torch.float64)
         if in_fp64.name != chosen.name:
             rows.append(f"  in fp64    {in_fp64.name}, whose torch operations run on all devices")
-        rows += chosen.describe(lowered, head_dim)
+        rows += chosen.describe(lowered, asked.head_dim)
     except BackendError as error:
         rows.append(f"backend      none on {device.type}: {error.message}")
-    return "\n".join(rows)
+    return rows
 
 
 def _gradients(lowered: Lowered) -> list[str]:
@@ -140,8 +170,14 @@ def _describe(root: Node) -> str:
     return f"{count} operation(s) on {', '.join(order) or 'constants'}"
 
 
-def explain_tiles(lowered: Lowered, call: Call, block_m: int, block_n: int) -> str:
-    """Lines of plain text: how many tiles are live at these lengths, and what they cost.
+def _cost(
+    lowered: Lowered,
+    call: Call,
+    blocks: tuple[int, int],
+    tiles: TileCounts | None,
+    refusal: str,
+) -> list[str]:
+    """How many tiles are live at these lengths, and what they cost; or why nobody counts them.
 
     Work counts two matrix products a visited tile forward, five backward in one pass and seven in
     two, of 2 * block_m * block_n * head_dim operations each.
@@ -150,23 +186,22 @@ def explain_tiles(lowered: Lowered, call: Call, block_m: int, block_n: int) -> s
         call.sizes[name] for name in ("q_len", "kv_len", "batch", "heads", "head_dim")
     )
     head = f"at {q_len} queries x {kv_len} keys, {batch} x {heads} heads of {head_dim}"
-    try:
-        tiles = count_tiles(lowered, call, block_m, block_n)
-    except UnsupportedError as refusal:
-        return f"{head}\n  live       not counted: {refusal.message}; {refusal.hint}"
+    if tiles is None:
+        return [head, f"  live       not counted: {refusal}"]
     total = max(1, tiles.total)
     visited = (tiles.full + tiles.partial) / total
     product = 2.0 * q_len * kv_len * head_dim * batch * heads
-    rows = [
+    advice = _advice(lowered)
+    smaller = smaller_tiles(lowered, call, blocks, tiles)
+    return [
         head,
         f"  live       {visited:.2%} of {tiles.rows} x {tiles.columns} tiles: "
         f"{tiles.full / total:.2%} FULL, {tiles.partial / total:.2%} PARTIAL",
         f"  work       {2 * product * visited / 1e12:.4g} TFLOP forward, "
         f"{7 * product * visited / 1e12:.4g} backward (two passes); "
         f"dense: {2 * product / 1e12:.4g} and {7 * product / 1e12:.4g}",
+        *(f"  cheaper    {line}" for line in (*advice, *([smaller] if smaller else []))),
     ]
-    advice = _advice(lowered, tiles, min(block_m, block_n))
-    return "\n".join(rows + [f"  cheaper    {line}" for line in advice])
 
 
 def _atoms(lowered: Lowered) -> list[str]:
@@ -180,8 +215,8 @@ def _atoms(lowered: Lowered) -> list[str]:
     return rows
 
 
-def _advice(lowered: Lowered, tiles: TileCounts, block: int) -> list[str]:
-    """Changes that would make the program cheaper; empty if none is known."""
+def _advice(lowered: Lowered) -> list[str]:
+    """Changes of the program that would make it cheaper; empty if none is known."""
     sparsity = lowered.sparsity
     lines: list[str] = []
     if sparsity.mask is None:
@@ -198,6 +233,4 @@ def _advice(lowered: Lowered, tiles: TileCounts, block: int) -> list[str]:
             )
         elif atom.way == SCORES:
             lines.append("a mask of positions alone would skip tiles; this one needs the scores")
-    if tiles.partial > 4 * max(1, tiles.full) and block > 32:
-        lines.append("most live tiles are PARTIAL: smaller tiles would leave more of them out")
     return lines

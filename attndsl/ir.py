@@ -321,6 +321,15 @@ def dependencies(*roots: Node) -> dict[Node, frozenset[str]]:
     return found
 
 
+def mentions(*roots: Node, name: str) -> frozenset[Node]:
+    """The nodes below ``roots`` that are, or are made of, the variable ``name`` of :data:`VARS`."""
+    found: set[Node] = set()
+    for item in toposort(*roots):
+        if (item.op is Op.VAR and item.value == name) or not found.isdisjoint(item.args):
+            found.add(item)
+    return frozenset(found)
+
+
 def reads_score(root: Node | None) -> bool:
     """Whether an expression, if there is one, varies with the incoming score."""
     return root is not None and "score" in dependencies(root)[root]

@@ -84,6 +84,7 @@ _LISTS = ("tensors", "given")
 _RUNS = "attndsl.runtime.operator"
 _ORDERS = "attndsl.backends.memory_order"
 _COUNTER = "torch.utils.flop_counter"
+_FLOPS = "attndsl.runtime.flops"
 _LIBRARY: Any = torch.library.Library("attndsl", "DEF")  # type: ignore[no-untyped-call]
 _LIBRARY.define(f"forward({_COMMON}) -> (Tensor, Tensor)")
 _LIBRARY.define(f"row_maxima({_COMMON}) -> Tensor")
@@ -201,26 +202,28 @@ def _no_second(ctx: Any, *grads: Any) -> tuple[Any, ...]:
 
 
 def _forward_flops(*args: Any, **rest: Any) -> int:
-    """Two products over all pairs, as torch counts its own attention: masks take nothing off."""
-    q, k, v = _operands_among(args)
-    return _flops_of_products(q, k, q[3] + v[3])
+    """Two products over all pairs, as torch counts its own attention, less what is left out."""
+    given = _operands_among(args)
+    return _flops_of_products(given, given.q.shape[3] + given.v.shape[3])
 
 
 def _backward_flops(*args: Any, **rest: Any) -> int:
     """Five products, of which three are along q and k's head dim: scores, dQ and dK."""
-    q, k, v = _operands_among(args)
-    return _flops_of_products(q, k, 3 * q[3] + 2 * v[3])
+    given = _operands_among(args)
+    return _flops_of_products(given, 3 * given.q.shape[3] + 2 * given.v.shape[3])
 
 
-def _operands_among(args: tuple[Any, ...]) -> tuple[Any, Any, Any]:
-    """q, k and v of an operator's arguments, the last of which are those of every operator."""
-    given = Operands(*args[-len(Operands._fields) :])
-    return given.q, given.k, given.v
+def _operands_among(args: tuple[Any, ...]) -> Operands:
+    """The last of an operator's arguments, which are those of every operator."""
+    return Operands(*args[-len(Operands._fields) :])
 
 
-def _flops_of_products(q: torch.Size, k: torch.Size, width: int) -> int:
+def _flops_of_products(given: Operands, width: int) -> int:
     """A multiplication and an addition for each pair and each element of rows of ``width``."""
-    return 2 * q[0] * q[1] * q[2] * k[2] * width
+    live, total = import_module(_FLOPS).live_share(given)
+    q, k = given.q.shape, given.k.shape
+    found: int = 2 * q[0] * q[1] * q[2] * k[2] * width * live // total
+    return found
 
 
 def tell_counters() -> None:
@@ -237,7 +240,7 @@ def tell_counters() -> None:
     }
     for operator, formula in formulas.items():
         if operator not in counter.flop_registry:
-            counter.register_flop_formula(operator)(formula)
+            counter.register_flop_formula(operator, get_raw=True)(formula)
         # A counter has a copy of what was registered when it was made.
         for mode in _get_current_dispatch_mode_stack():
             registry = getattr(getattr(mode, "counter", mode), "flop_registry", None)

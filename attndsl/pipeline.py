@@ -78,10 +78,12 @@ def stages(source: Source, declared: Mapping[str, Declared]) -> dict[str, str]:
     Raises:
         AttnDSLError: All that is wrong with the program.
     """
+    from attndsl.frontend.imports import expand
     from attndsl.frontend.parse import parse
     from attndsl.passes.print_ir import print_derivative, print_program
     from attndsl.passes.tiles.describe import print_tiles
 
+    source = expand(source)
     program = read(source, declared)
     lowered = lower_program(program)
     return {

@@ -27,8 +27,8 @@ _FLAGS = (
 )
 
 
-def read_bytes(path: str | PathLike[str], most: int) -> bytes:
-    """All bytes of the regular file or pipe at ``path``.
+def read_bytes(path: str | PathLike[str], most: int, pipes: bool = True) -> bytes:
+    """All bytes of the regular file at ``path``, or with ``pipes`` of the pipe.
 
     Raises:
         OSError: The file cannot be opened or read.
@@ -36,28 +36,28 @@ def read_bytes(path: str | PathLike[str], most: int) -> bytes:
             ``most`` bytes.
     """
     # Before open(), which has effects on some devices.
-    _check_kind(path, os.stat(path).st_mode)
+    _check_kind(path, os.stat(path).st_mode, pipes)
     handle = os.open(path, _FLAGS)
     with os.fdopen(handle, "rb", buffering=0) as stream:
         mode = os.fstat(handle).st_mode
-        _check_kind(path, mode)
+        _check_kind(path, mode, pipes)
         content = _first_of_pipe(path, handle, most + 1) if stat.S_ISFIFO(mode) else b""
         while len(content) <= most and (more := stream.read(most + 1 - len(content))):
             content += more
     return _bounded(content, os.fspath(path), most)
 
 
-def read_text(path: str | PathLike[str]) -> str:
+def read_text(path: str | PathLike[str], pipes: bool = True) -> str:
     """The text of the file at ``path``, which is UTF-8, with or without a byte order mark.
 
-    Line endings stay as they are.
+    Line endings stay as they are. ``pipes`` says whether it may be a pipe.
 
     Raises:
         ConfigError: The file cannot be read, is of the wrong kind or too large, or is not UTF-8.
     """
     name = os.fspath(path)
     try:
-        content = read_bytes(path, MAX_TEXT)
+        content = read_bytes(path, MAX_TEXT, pipes)
     except OSError as error:
         raise ConfigError(f"cannot read {name}: {error.strerror or error}") from error
     except ValueError as error:
@@ -83,13 +83,12 @@ def read_standard_input() -> str:
     return _decoded(_bounded(content, name, MAX_TEXT), name)
 
 
-def _check_kind(path: str | PathLike[str], mode: int) -> None:
+def _check_kind(path: str | PathLike[str], mode: int, pipes: bool) -> None:
     if stat.S_ISDIR(mode):
         raise ConfigError(f"{os.fspath(path)} is a folder", hint="name a file in it")
-    if not (stat.S_ISREG(mode) or stat.S_ISFIFO(mode)):
-        raise ConfigError(
-            f"{os.fspath(path)} is no regular file", hint="name a file, or - for standard input"
-        )
+    if not (stat.S_ISREG(mode) or (pipes and stat.S_ISFIFO(mode))):
+        hint = "name a file, or - for standard input" if pipes else "name a file"
+        raise ConfigError(f"{os.fspath(path)} is no regular file", hint=hint)
 
 
 def _first_of_pipe(path: str | PathLike[str], handle: int, most: int) -> bytes:

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _FALSE = frozenset({"", "0", "false", "no", "off"})
+LOG_LEVELS = ("info", "debug")
+"""Values of ``ATTNDSL_LOG``, beside those that say no."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +45,12 @@ def read_settings() -> Settings:
 def asks_to_verify() -> bool:
     """``Settings.verify`` alone, since every new kind of call asks, and folders take 40 us."""
     return os.environ.get("ATTNDSL_VERIFY", "0").lower() not in _FALSE
+
+
+def log_level() -> str:
+    """``ATTNDSL_LOG``: what is printed of the log, in lower case; empty for nothing."""
+    found = os.environ.get("ATTNDSL_LOG", "").strip().lower()
+    return "" if found in _FALSE else found
 
 
 def _megabytes(text: str) -> int:

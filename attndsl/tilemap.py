@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import zipfile
 from dataclasses import dataclass, field
+from html import escape
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,6 +24,8 @@ _FORMAT = 1
 _SHOWN = 64
 """Tiles along a side of the largest picture in ``str``."""
 _MARKS = {EMPTY: ".", PARTIAL: "+", FULL: "#"}
+_COLOURS = {".": "#8c959f", "+": "#e69f00", "#": "#0072b2"}
+"""Of marks in notebooks."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -132,6 +136,24 @@ class TileMap:
     __hash__ = None  # type: ignore[assignment]
 
     def __str__(self) -> str:
+        return "\n".join([*self._head(), *self._rows()])
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        rows = (
+            re.sub(
+                r"#+|\++|\.+",
+                lambda run: f'<span style="color:{_COLOURS[run[0][0]]}">{run[0]}</span>',
+                row,
+            )
+            for row in self._rows()
+        )
+        head = escape("\n".join(self._head()))
+        return f'<pre style="line-height:1">{head}\n\n{chr(10).join(rows)}</pre>'
+
+    def _head(self) -> list[str]:
+        """Sizes, counts, and how the kinds were found."""
         counts = {kind: int((self.kinds == kind).sum()) for kind in _MARKS}
         batch, heads, rows, columns = self.kinds.shape
         lines = [
@@ -142,19 +164,32 @@ class TileMap:
         ]
         if self.reason:
             lines.append(self.reason)
-        if batch and heads:
-            row_step, column_step = (max(1, -(-n // _SHOWN)) for n in (rows, columns))
-            if row_step * column_step > 1:
-                lines.append(f"one character for {row_step} x {column_step} tiles")
-            # The greatest kind of a group would hide that some of it is EMPTY.
-            for first in range(0, rows, row_step):
-                marks = []
-                for start in range(0, columns, column_step):
-                    part = self.kinds[0, 0, first : first + row_step, start : start + column_step]
-                    low, high = int(part.min()), int(part.max())
-                    marks.append(_MARKS[low if low == high else PARTIAL])
-                lines.append("".join(marks))
-        return "\n".join(lines)
+        if batch and heads and (steps := self._steps()) != (1, 1):
+            lines.append(f"one character for {steps[0]} x {steps[1]} tiles")
+        return lines
+
+    def _steps(self) -> tuple[int, int]:
+        """Tiles down and across that a character stands for."""
+        rows, columns = (max(1, -(-n // _SHOWN)) for n in self.kinds.shape[2:])
+        return rows, columns
+
+    def _rows(self) -> list[str]:
+        """The first head's tiles, a character for one or more."""
+        batch, heads, rows, columns = self.kinds.shape
+        if not (batch and heads):
+            return []
+        row_step, column_step = self._steps()
+        kinds = self.kinds[0, 0].cpu().numpy()  # At once: a GPU is waited for each time.
+        lines = []
+        # The greatest kind of a group would hide that some of it is EMPTY.
+        for first in range(0, rows, row_step):
+            marks = []
+            for start in range(0, columns, column_step):
+                part = kinds[first : first + row_step, start : start + column_step]
+                low, high = int(part.min()), int(part.max())
+                marks.append(_MARKS[low if low == high else PARTIAL])
+            lines.append("".join(marks))
+        return lines
 
 
 def _as_list(chosen: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

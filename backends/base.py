@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
@@ -10,6 +10,7 @@ import torch
 
 from attndsl.errors import UnsupportedError
 from attndsl.ir import reads_score
+from attndsl.passes.print_ir import short_form
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -71,6 +72,16 @@ class Draws:
     kv_start: int | None = 0
 
 
+class Signature:
+    """What calls of one signature share: that they do, and the program's name."""
+
+    __slots__ = ("name",)
+
+    def __init__(self, name: str) -> None:
+        """Equal to itself alone."""
+        self.name = name
+
+
 NONE: Mapping[str, Any] = MappingProxyType({})
 """Of a call without captures."""
 
@@ -109,8 +120,8 @@ class Call(NamedTuple):
     deterministic: bool = False
     tiles: TileKinds | None = None
     """Used in place of finding the tiles of this call anew, where they have no closed form."""
-    signature: object | None = None
-    """One object for all calls of one program whose tensors agree in shape, strides, dtype and
+    signature: Signature | None = None
+    """One for all calls of one program whose tensors agree in shape, strides, dtype and
     device, whose sizes agree, whose other arguments agree in type, and whose outputs agree in
     dtype; None where nobody compared them."""
     wide: bool = False
@@ -226,6 +237,11 @@ class Form(NamedTuple):
         return Call(q, k, v, self.scale, self.sizes, captured, params, *plain)
 
 
+def name_of_call(lowered: Lowered, call: Call) -> str:
+    """What profiles and logs call the program of ``call``."""
+    return short_form(lowered) if call.signature is None else call.signature.name
+
+
 def check_meaning(program: Program) -> None:
     """Refuse a sink beside ``weights``, and a dropout probability that scores decide.
 
@@ -325,6 +341,8 @@ class Backend(Protocol):
     """True: ``forward`` is made of torch operations, and torch differentiates it."""
     checked: bool = False
     """Whether it looks at lookups' values, which forward mode and ``torch.func`` do not show."""
+    has_events: bool = False
+    """Whether profiles have events of its forwards and backwards that say the program's name."""
     contracts: bool = True
     """Whether it runs programs with contractions; others do by :mod:`.widened`."""
 
@@ -417,6 +435,32 @@ class FusedForwardMode(ForwardMode, Protocol):
 def as_fused(backend: Backend) -> FusedForwardMode | None:
     """``backend`` if it has a kernel for results and tangents together, or None."""
     return backend if isinstance(backend, FusedForwardMode) and backend.fused else None
+
+
+SHORT_FORM = 100
+"""Characters of a program's text that an entry holds."""
+
+
+@dataclass(frozen=True, slots=True)
+class About:
+    """What an entry is, in words; empty where it does not say."""
+
+    text: str = ""
+    """The program, in one line."""
+    program: str = ""
+    """Digest of what it means: that of :attr:`attndsl.Attention.lowered`."""
+    kernel: str = ""
+    """The family and the name of the kernel; empty for checked programs."""
+    target: str = ""
+    """The architecture, such as ``cuda:90``."""
+    dtype: str = ""
+    """Of q, k and v."""
+    head_dim: int = 0
+    value_dim: int = 0
+
+    def to_json(self) -> dict[str, str | int]:
+        """What an entry's description holds."""
+        return {name: value for name, value in asdict(self).items() if value}
 
 
 @dataclass(frozen=True, slots=True)

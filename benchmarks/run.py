@@ -11,9 +11,10 @@ from pathlib import Path
 
 FOLDER = Path(__file__).parent
 HELPERS = (
-    "chart", "commits", "common", "comparison", "exponentials", "run", "summary", "table", "worker",
+    "chart", "commits", "common", "comparison", "exponentials", "run", "summary", "table", "turns",
+    "worker",
 )  # fmt: skip
-ON_GPUS = ("attention", "gradients", "gpt", "layouts", "odd_shapes", "short")
+ON_GPUS = ("attention", "decode", "gradients", "gpt", "layouts", "odd_shapes", "short")
 EVERYWHERE = tuple(
     path.stem
     for path in sorted(FOLDER.glob("*.py"))

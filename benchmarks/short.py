@@ -23,19 +23,16 @@ import json
 import math
 import statistics
 import sys
-from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import common
 import worker
+from turns import Run, by_turns, graph_of, said_by
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
-    from contextlib import AbstractContextManager
-
-    Call = Callable[[], Any]
+    from collections.abc import Iterable, Mapping
 
 COLUMNS = ("attndsl", "cudnn", "fa2", "flex")
 DIRECTIONS = ("forward", "backward")
@@ -52,7 +49,6 @@ TEXTS = {
     "padding": "tensor lengths[batch]: int\nmask = valid_keys(lengths)",
 }
 _ROUNDS, _QUICK_ROUNDS = 15, 3
-_ROUND_MS = 3.0
 _CALLS_OF_GRAPH = 10
 
 
@@ -99,13 +95,6 @@ ROWS = (
     Row("D256, short", 8, 8, 8, 512, 512, 256),
     Row("one request", 1, 8, 8, 2048, 2048, 128, "causal"),
 )
-
-
-class Run(NamedTuple):
-    """What is timed, and what it runs within: entering that is no part of a call."""
-
-    call: Call
-    within: Callable[[], AbstractContextManager[Any]] = nullcontext
 
 
 def lengths_of(row: Row) -> list[int]:
@@ -229,7 +218,7 @@ class Bench:
                 try:
                     own, results[column] = calls.of(column)
                 except Exception as error:
-                    why = _said_by(error)
+                    why = said_by(error)
                     for direction in DIRECTIONS:
                         found[direction][column] = {"why": why}
                     continue
@@ -248,17 +237,12 @@ class Bench:
         graphs = {}
         for column, run in runs.items():
             try:
-                graphs[column] = Run(graph_of(run, stream).replay)
+                graphs[column] = Run(graph_of(run, stream, _CALLS_OF_GRAPH).replay)
             except Exception as error:
-                found[column]["device_why"] = _said_by(error)
+                found[column]["device_why"] = said_by(error)
         for column, us in by_turns(graphs, self._rounds).items():
             found[column]["device"] = us / _CALLS_OF_GRAPH
         return found
-
-
-def _said_by(error: Exception) -> str:
-    """One line."""
-    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
 
 
 class Calls:
@@ -378,48 +362,6 @@ def flex_functions(program: str, heads: int, lengths: Any) -> tuple[Any, Any]:
         "padding": lambda b, h, q, kv: kv < lengths[b],
     }
     return scores.get(program), masks.get(program, causal)
-
-
-def by_turns(runs: Mapping[str, Run], rounds: int) -> dict[str, float]:
-    """Microseconds of a call of each: medians of rounds in which all take turns."""
-    import torch
-
-    calls = {}
-    for name, run in runs.items():
-        _batch_ms(run, 5)
-        calls[name] = max(3, math.ceil(_ROUND_MS / max(_batch_ms(run, 5), 1e-4)))
-    times: dict[str, list[float]] = {name: [] for name in runs}
-    for _ in range(rounds):
-        for name, run in runs.items():
-            torch.cuda.synchronize()
-            times[name].append(1e3 * _batch_ms(run, calls[name]))
-    return {name: statistics.median(found) for name, found in times.items()}
-
-
-def _batch_ms(run: Run, calls: int) -> float:
-    """Milliseconds of one of ``calls`` calls."""
-    import torch
-
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    with run.within():
-        begin.record()
-        for _ in range(calls):
-            run.call()
-        end.record()
-    end.synchronize()
-    return float(begin.elapsed_time(end)) / calls
-
-
-def graph_of(run: Run, stream: Any) -> Any:
-    """A CUDA graph of some calls. Backwards run on the stream that their forwards ran on."""
-    import torch
-
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with run.within(), torch.cuda.graph(graph, stream=stream):
-        for _ in range(_CALLS_OF_GRAPH):
-            run.call()
-    return graph
 
 
 def _differences(results: Mapping[str, list[Any]]) -> dict[str, float]:

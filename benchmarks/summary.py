@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from statistics import geometric_mean
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -81,13 +82,36 @@ def _odd(rows: Rows) -> str:
 
 
 def _start(rows: Rows) -> str:
-    times = {(row["system"], row["cache"]): row["first_output_ms"] for row in rows}
-    parts = [
-        f"{times['attndsl', cache] / 1000:.2f} s with {cache} caches, "
-        f"FlexAttention {times['flex', cache] / 1000:.2f} s"
-        for cache in ("cold", "warm")
-    ]
+    parts = []
+    for cache in ("cold", "warm"):
+        own = {
+            system: [
+                row["first_step_ms"] / 1000
+                for row in rows
+                if (row["system"], row["cache"]) == (system, cache)
+            ]
+            for system in ("attndsl", "flex")
+        }
+        ours, theirs = (f"{min(x):.1f} to {max(x):.1f} s" for x in own.values())
+        parts.append(f"{ours} with {cache} caches, FlexAttention {theirs}")
     return "; ".join(parts)
+
+
+def _short(direction: str) -> Callable[[Rows], str]:
+    def answer(rows: Rows) -> str:
+        found = [
+            row["best_device"]
+            for row in rows
+            if row.get("direction") == direction and row["best_device"] is not None
+        ]
+        behind = sum(ratio < 1.0 for ratio in found)
+        return (
+            "the faster one of cuDNN and FlashAttention-2, or FlexAttention where neither runs, "
+            f"takes {span(found)} times as long, {geometric_mean(found):.2f} in the geometric mean "
+            f"of {len(found)} shapes, and is faster at {behind}"
+        )
+
+    return answer
 
 
 def _step(rows: Rows) -> str:
@@ -127,6 +151,7 @@ OTHER_SHAPES = "Other shapes"
 WIDE_HEADS = "Head dim 256"
 GRADIENTS = "Gradients of captures"
 ODD_SHAPES = "Odd shapes"
+SHORT_SHAPES = "Short shapes"
 PORTABLE = "Portable kernels"
 OTHER_FILES = "Host and CPU"
 
@@ -184,7 +209,9 @@ QUESTIONS = (
         beside("cudnn", "cuDNN", "backward", _PLAIN),
     ),
     Question("Odd shapes", "odd_shapes", ODD_SHAPES, _odd),
-    Question("Start to first output", "start_cuda", OTHER_FILES, _start),
+    Question("Short shapes, device time, forward", "short", SHORT_SHAPES, _short("forward")),
+    Question("Short shapes, device time, backward", "short", SHORT_SHAPES, _short("backward")),
+    Question("Start to first step", "start_cuda", OTHER_FILES, _start),
     Question("Training step of a GPT", "gpt", OTHER_FILES, _step),
     Question("Tiles of a mask of 1048576 rows", "sparsity", OTHER_FILES, _plans),
     Question("A call without its kernel, in Python", "call_overhead", OTHER_FILES, _calls),

@@ -41,8 +41,8 @@ _ODD = {
     "cost": "quotient",
 }  # fmt: skip
 _START = {
-    "system": "system", "device": "device", "cache": "caches",
-    "first_output_ms": "first output, ms",
+    "program": "program", "system": "system", "device": "device", "cache": "caches",
+    "first_output_ms": "first output, ms", "first_step_ms": "first step, ms",
     "context_ms": "CUDA context, ms", "import_torch_ms": "import torch, ms",
 }  # fmt: skip
 _STEP = {
@@ -57,6 +57,13 @@ _TILES = {
 _CALLS = {
     "program": "program", "call_us": "call, us", "with_grad_us": "with grad, us",
     "with_backward_us": "with backward, us",
+}  # fmt: skip
+_OF_SHORT = "device time of one call in a CUDA graph"
+_SHORT = {
+    "name": "shape", "program": "program", "direction": "direction",
+    "attndsl_device": "attndsl, us", "cudnn_device": "cuDNN, us", "fa2_device": "FA-2, us",
+    "flex_device": "FlexAttention, us", "limit_us": "limit, us", "attndsl_eager": "eager, us",
+    "best_eager": "best eager peer / attndsl",
 }  # fmt: skip
 _ON_CPUS = {
     "case": "mask or score", "direction": "direction", "S": "length", "attndsl_ms": "attndsl, ms",
@@ -144,7 +151,8 @@ def rows(name: str, title: str, columns: dict[str, str]) -> str:
         return ""
     lines = [list(columns.values()), ["---"] * len(columns)]
     for row in results["rows"]:
-        lines.append([_cell(row.get(key)) for key in columns])
+        if len(columns.keys() & row.keys()) > 1:  # The line of ceilings has a name alone.
+            lines.append([_cell(row.get(key)) for key in columns])
     head = f"`{name}.json`: {title}; one {results['machine']}, {results['date']}."
     return f"{head}\n\n" + "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
@@ -185,6 +193,7 @@ def sections() -> list[str]:
         folded(summary.WIDE_HEADS, tables("wide_heads")),
         folded(summary.GRADIENTS, rows("gradients", _OF_GRADIENTS, _GRADIENTS)),
         folded(summary.ODD_SHAPES, rows("odd_shapes", _OF_ODD, _ODD)),
+        folded(summary.SHORT_SHAPES, rows("short", _OF_SHORT, _SHORT)),
         folded(summary.PORTABLE, tables("portable"), tables("portable_sparse")),
         folded(
             summary.OTHER_FILES,

@@ -3,8 +3,10 @@
 import importlib.util
 import itertools
 import json
+import math
 import re
 import shutil
+import statistics
 import subprocess
 import sys
 import xml.etree.ElementTree as ET
@@ -151,9 +153,29 @@ def test_every_benchmark_can_be_run(script):
 @pytest.mark.slow
 def test_start_is_measured_in_processes_of_its_own(script, tmp_path):
     start = script("start")
-    rows = start.row("attndsl", "cpu", 1)
-    assert [row["cache"] for row in rows] == ["cold", "warm"]
-    assert all(row["first_output_ms"] > 0 for row in rows)
+    for name in start.PROGRAMS:
+        rows = start.row(name, "attndsl", "cpu", 1)
+        assert [row["cache"] for row in rows] == ["cold", "warm"]
+        assert all(row["first_step_ms"] > row["first_output_ms"] > 0 for row in rows)
+
+
+def test_flex_attention_starts_with_the_programs_of_attndsl(script):
+    start = script("start")
+    for program in start.PROGRAMS.values():
+        code = start.code_of(program, "flex", "cuda")
+        compile(code, "start", "exec")
+        mask = eval(f"lambda b, h, q, kv, doc: {program.mask}")
+        shape, (batch, heads, length) = (1, 4, 40, 40), (1, 4, 40)
+        doc = (torch.arange(length) // 7)[None]
+        b, h, q, kv = torch.meshgrid(*map(torch.arange, shape), indexing="ij")
+        attention = attndsl.compile(program.text)
+        given = {"doc": doc.int()} if "doc" in program.text else {}
+        raw = torch.randn(shape)
+        scores = eval(f"lambda score, b, h, q, kv: {program.score}", {"torch": torch})
+        expected = scores(raw, b, h, q, kv).masked_fill(~mask(b, h, q, kv, doc), -math.inf)
+        v = torch.eye(length).expand(batch, heads, length, length)
+        found = attention(raw, torch.eye(length).expand_as(raw), v, scale=1.0, **given)
+        torch.testing.assert_close(found, expected.softmax(-1))
 
 
 def test_the_overhead_of_calls_is_measured(tmp_path):
@@ -634,8 +656,8 @@ class Clock:
             return other.at - self.at
 
 
-def test_short_rows_take_turns(script, monkeypatch):
-    short = script("short")
+def test_calls_take_turns(script, monkeypatch):
+    turns = script("turns")
     monkeypatch.setattr(torch.cuda, "Event", Clock.Event)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     order = []
@@ -646,8 +668,90 @@ def test_short_rows_take_turns(script, monkeypatch):
             if order[-1:] != [name]:
                 order.append(name)
 
-        return short.Run(call)
+        return turns.Run(call)
 
-    found = short.by_turns({"slow": run("slow", 2.0), "fast": run("fast", 0.5)}, 3)
+    found = turns.by_turns({"slow": run("slow", 2.0), "fast": run("fast", 0.5)}, 3)
     assert found == {"slow": pytest.approx(2000.0), "fast": pytest.approx(500.0)}
     assert order == ["slow", "fast"] * 4
+
+
+def test_decode_rows_are_what_they_should_be(script):
+    decode = script("decode")
+    assert len({row.name for row in decode.ROWS}) == len(decode.ROWS)
+    assert {row.program for row in decode.ROWS} == set(decode.TEXTS)
+    assert {row.q_len for row in decode.ROWS} == {1, 4, 16}
+    assert {row.dim for row in decode.ROWS} == {64, 128, 256}
+    assert all(row.heads % row.kv_heads == 0 for row in decode.ROWS)
+
+
+def test_live_bytes_of_decode_rows(script):
+    decode = script("decode")
+    plain = decode.Row("one", 2, 1000, 4, 2, 64, 3)
+    # k and v of 2 heads, q and the output of 4; 2 bytes each.
+    assert decode.live_bytes(plain) == 2 * 64 * (2 * 2 * 2 * 1000 + 2 * 2 * 4 * 3)
+    window = decode.Row("two", 1, 5000, 1, 1, 64, 4, "window")
+    assert decode.live_bytes(window) == 2 * 64 * (2 * 1027 + 2 * 4)
+    ragged = decode.Row("three", 500, 32768, ragged=True)
+    lengths = decode.lengths_of(ragged)
+    assert min(lengths) >= 16
+    assert max(lengths) <= 32768
+    assert 1600 < statistics.median(lengths) < 2600
+    assert decode.copies_of(decode.ROWS[0]) == 1
+    assert decode.copies_of(decode.Row("small", 1, 1024)) == 32
+
+
+@pytest.mark.parametrize("program", ["plain", "window", "soft cap", "alibi", "distances", "sinks"])
+@pytest.mark.parametrize("ragged", [False, True])
+def test_columns_of_decode_rows_agree(script, monkeypatch, program, ragged):
+    """``auto`` on a CPU beside torch's attention, and FlexAttention's functions beside both."""
+    decode = script("decode")
+    monkeypatch.setattr(decode, "WINDOW", 9)
+    monkeypatch.setattr(decode, "_MEDIAN", 30)
+    monkeypatch.setitem(decode.TEXTS, "window", "sliding_window(9)")
+    row = decode.Row("one", 3, 60, 4, 2, 16, 2, program, ragged)
+    calls = decode.Calls(row, "cpu", 2)
+    assert calls.number == 10
+    calls.of("auto")
+    found = calls.first("auto").double()
+    k, v = (x.double().repeat_interleave(2, 1) for x in calls._caches[0])
+    b, h = torch.arange(3)[:, None, None, None], torch.arange(4)[:, None, None]
+    rows, keys = torch.arange(2)[:, None], torch.arange(60)
+    score, mask = decode.flex_functions(row, calls._lengths, calls._captures)
+    dense = calls._q.double() @ k.mT * 0.25
+    dense = dense if score is None else score(dense, b, h, rows, keys)
+    dense = dense.masked_fill(~mask(b, h, rows, keys), -torch.inf)
+    if program == "sinks":
+        sinks = calls._captures["logit"].double()[:, None, None].expand(3, 4, 2, 1)
+        weights = torch.cat((dense, sinks), -1).softmax(-1)[..., :-1]
+    else:
+        weights = dense.softmax(-1)
+    wanted = weights.nan_to_num() @ v
+    torch.testing.assert_close(found, wanted, atol=0.02, rtol=0.02)
+    if program in ("plain", "window") and min(decode.lengths_of(row)) > 1:
+        calls.of("sdpa")
+        torch.testing.assert_close(calls.first("sdpa").double(), wanted, atol=0.02, rtol=0.02)
+        results = {"attndsl": found, "sdpa": calls.first("sdpa")}
+        assert 0 < decode.difference(results) < 0.02
+    elif program == "sinks":
+        for column, match in (("sdpa", "no such score"), ("flex", "no sinks")):
+            with pytest.raises(ValueError, match=match):
+                calls.of(column)
+
+
+def test_what_decode_rows_say(script):
+    decode = script("decode")
+    row = decode.Row("one", 1, 1000, 1, 1, 64)
+    found = {
+        "attndsl": {"eager": 20.0, "device": 10.0}, "auto": {"eager": 30.0, "device": 40.0},
+        "sdpa": {"eager": 25.0, "device": 9.0}, "flex": {"why": "a reason"}, "difference": 0.001,
+    }  # fmt: skip
+    line = decode.line_of(row, found, {"copy": 1e12})
+    assert line["best_eager"] == 1.25
+    assert line["best_device"] == 0.9
+    assert line["flex_why"] == "a reason"
+    assert line["flex_tbs"] is None
+    assert line["attndsl_tbs"] == pytest.approx(decode.live_bytes(row) / 10e-6 * 1e-12)
+    assert line["of_copy"] == pytest.approx(line["attndsl_tbs"])
+    failed = decode.line_of(row, {"why": "no answer within 150 s"}, None)
+    assert failed["attndsl_why"] == "no answer within 150 s"
+    assert failed["best_device"] is failed["of_copy"] is None

@@ -3,6 +3,7 @@ import os
 import resource
 import subprocess
 import sys
+from datetime import datetime
 from pathlib import Path
 
 import jsonschema
@@ -11,6 +12,9 @@ import torch
 
 from attndsl import cli
 from attndsl.cli import running
+from attndsl.runtime.cache import KernelCache
+from attndsl.runtime.dispatch import BACKENDS, get_backend
+from attndsl.runtime.programs import lowered_program
 
 ROOT = Path(__file__).parents[1]
 GOOD = "mask = causal() and q - kv < 8\n"
@@ -134,7 +138,32 @@ def test_check_as_json(attndsl, write):
     assert first["kind"] == "NameResolutionError"
     assert "causal" in first["hint"]
     code, out, _ = attndsl("check", "--json", write("good.attn", GOOD))
-    assert (code, json.loads(out)) == (0, {"ok": True, "programs": 1, "errors": []})
+    assert code == 0
+    assert json.loads(out) == {
+        "ok": True, "programs": 1, "errors": [], "descriptions": [], "skipped": [],
+    }  # fmt: skip
+
+
+def test_every_command_takes_imports(attndsl, write):
+    write("near.attn", "param reach: int = 8\ndef near(x, y) = abs(x - y) < reach\n")
+    write("local.attn", 'import "near.attn"\nmask = causal() and near(q, kv)\n')
+    write("model.yaml", 'local: |\n  import "local.attn"\n  score = softcap(9.0)\n')
+    for file in ("local.attn", "model.yaml"):
+        assert attndsl("check", file)[:2] == (0, "1 program: no errors\n")
+        lengths = ("--q-len", "32", "-p", "reach=4")
+        assert "kv <= q and abs(q - kv) < 4" in attndsl("show", file, "-p", "reach=4")[1]
+        assert "live pairs" in attndsl("plot", file, *lengths)[1]
+        assert "q - kv" in attndsl("explain", file, *lengths[:2])[1]
+        assert attndsl("run", file, *lengths, "--device", "cpu")[0] == 0
+    assert attndsl("fmt", "--check", "local.attn", "near.attn")[0] == 0
+    write("near.attn", "def near(x, y) = abs(x - z) < 8\n")
+    code, out, _ = attndsl("check", "model.yaml", "near.attn", "--json")
+    assert code == 1
+    (found,) = json.loads(out)["errors"]
+    assert (found["file"], found["line"], found["column"]) == ("near.attn", 1, 26)
+    code, out, _ = attndsl("check", "-", stdin='import "near.attn"\nmask = near(q, kv)')
+    assert code == 1
+    assert "<stdin>:1:1: 'near.attn' cannot be found: this text stands in no file" in out
 
 
 def test_names_declared_on_the_command_line(attndsl, write):
@@ -255,7 +284,7 @@ def test_programs_come_through_pipes(attndsl, tmp_path):
     assert attndsl("fmt", "--check", pipe(b"q>=kv"))[0] == 1
     (tmp_path / "-").mkdir()
     assert attndsl("check", "-", stdin="causal()")[0] == 0
-    code, _, err = attndsl("check", str(tmp_path))
+    code, _, err = attndsl("run", str(tmp_path))
     assert code == 2
     assert "is a folder" in err
     code, _, err = attndsl("check", str(tmp_path / "none.attn"))
@@ -347,16 +376,15 @@ def test_run_holds_gradients_of_captures_to_the_reference(attndsl, write, monkey
     assert list(checks) == ["out", "dq", "dk", "dv", "ds", "dgain", "dnear", "dp", "dcap"]
     assert all(each["ok"] for each in checks.values())
     assert checks["dnear"]["allowed"] < 1e-5  # It is 0: the mask alone reads it.
-    right = running._call
+    right = running.results
     for name in ("ds", "dgain", "dp", "dcap"):
 
-        def wrong(attention, *rest, name=name):
-            found = right(attention, *rest)
-            if attention.backend != "reference":
-                found[name] = found[name] * 1.01
+        def wrong(attention, case, name=name):
+            found = right(attention, case)
+            found[name] = found[name] * 1.01
             return found
 
-        monkeypatch.setattr(running, "_call", wrong)
+        monkeypatch.setattr(running, "results", wrong)
         code, out, _ = attndsl(*arguments)
         assert code == 1
         failed = [each["name"] for each in json.loads(out)["checks"] if not each["ok"]]
@@ -386,13 +414,12 @@ def test_run_can_leave_the_check_out(attndsl, write):
 
 
 def test_run_fails_when_the_result_is_wrong(attndsl, write, monkeypatch):
-    right = running._call
+    right = running.results
 
-    def wrong(attention, *rest):
-        found = right(attention, *rest)
-        return found if attention.backend == "reference" else {"out": found["out"] * 1.01}
+    def wrong(attention, case):
+        return {"out": right(attention, case)["out"] * 1.01}
 
-    monkeypatch.setattr(running, "_call", wrong)
+    monkeypatch.setattr(running, "results", wrong)
     code, out, _ = attndsl("run", write("a.attn", GOOD), "--q-len", 16)
     assert code == 1
     assert "FAILED" in out
@@ -424,6 +451,60 @@ def test_cache_commands(attndsl, write, tmp_path, monkeypatch):
     assert attndsl("cache", "list")[1] == ""
 
 
+def test_the_cache_is_listed_in_words(attndsl, write, tmp_path, monkeypatch):
+    folder = tmp_path / "cache"
+    monkeypatch.setenv("ATTNDSL_CACHE_DIR", str(folder))
+    lowered_program.cache_clear()
+    get_backend.cache_clear()
+    file = write("a.attn", "# near\nparam w: int\nmask = q >= kv and q - kv < w\n")
+    code, _, err = attndsl(
+        "run", file, "-p", "w=3", "--backend", "triton", "--q-len", 8, "--head-dim", 8,
+        "--value-dim", 4,
+    )  # fmt: skip
+    assert code == 0, err
+    code, out, _ = attndsl("cache", "list", "--json")
+    found = json.loads(out)
+    assert code == 0
+    text = "mask = q >= kv and q - kv < w  # w = 3"
+    (program,) = (entry for entry in found if entry["kind"] == "program")
+    (kernel,) = (entry for entry in found if entry["kernel"])
+    assert program["text"] == kernel["text"] == text
+    assert program["program"] == kernel["program"]
+    said = {name: kernel[name] for name in ("kernel", "target", "dtype", "head_dim", "value_dim")}
+    assert said == {
+        "kernel": "triton forward", "target": "interpreter", "dtype": "fp32", "head_dim": 8,
+        "value_dim": 4,
+    }  # fmt: skip
+    assert all(len(entry["key"]) == 64 and entry["bytes"] > 0 for entry in found)
+    assert datetime.fromisoformat(kernel["used"]).tzinfo is not None
+    lines = attndsl("cache", "list")[1].splitlines()
+    assert len(lines) == len(found)
+    (line,) = (line for line in lines if line.startswith(kernel["key"][:16]))
+    assert line.endswith(f"  triton forward interpreter fp32 D8/4  {text}")
+    # No path is kept, and the text of a kernel whose program is gone is that of its expressions.
+    assert not any(str(tmp_path) in path.read_text() for path in folder.iterdir())
+    (folder / f"{program['key']}.json").unlink()
+    assert attndsl("cache", "list")[1].splitlines()[0].endswith("kv <= q and q - kv < 3")
+
+
+def test_hostile_entries_of_the_cache_are_listed_without_harm(attndsl, tmp_path, monkeypatch):
+    monkeypatch.setenv("ATTNDSL_CACHE_DIR", str(tmp_path / "cache"))
+    cache = KernelCache(tmp_path / "cache")
+    about = {"text": "\x1b[31mred\nline\u202e", "program": "x", "kernel": "\x07", "head_dim": -3}
+    for number, meta in enumerate(({"about": about, "kind": "\x1b[2J"}, {"about": [1]}, {})):
+        cache.save(f"{number:064x}", "", meta)
+    (tmp_path / "cache" / f"{9:064x}.json").write_text("[" * 1000)
+    code, out, _ = attndsl("cache", "list")
+    assert code == 0
+    assert out.count("\n") == 4
+    assert out.replace("\n", "").isprintable()
+    assert "damaged" in out
+    assert len(json.loads(attndsl("cache", "list", "--json")[1])) == 4
+    code, out, _ = attndsl("cache", "stats")
+    assert code == 0
+    assert out.replace("\n", "").isprintable()
+
+
 def test_schema_describes_the_examples(attndsl):
     import yaml
 
@@ -437,14 +518,53 @@ def test_schema_describes_the_examples(attndsl):
         jsonschema.validate({"a": {"programm": "q >= kv"}}, schema)
 
 
-def test_doctor(attndsl):
+def test_doctor(attndsl, monkeypatch):
+    monkeypatch.setenv("ATTNDSL_LOG", "in\x1b[31mfo")
+    monkeypatch.setenv("ATTNDSL_CACHE_MB", "100")
+    monkeypatch.setenv("SOME_TOKEN", "secret")
     code, out, _ = attndsl("doctor")
     assert code == 0
     assert "reference  cpu      works" in out
+    assert f"\ntorch        {torch.__version__}\n" in out
+    assert "\n  torch is built for " in out
+    assert "\n  ATTNDSL_CACHE_MB=100\n" in out
+    assert "\n  ATTNDSL_LOG=in\\x1b[31mfo\n" in out
+    assert "secret" not in out
+    assert f"\ncache        {os.environ['ATTNDSL_CACHE_DIR']}\n" in out
     found = json.loads(attndsl("doctor", "--json")[1])
     assert found["backends"]["reference"]["cpu"] is None
     assert found["versions"]["attndsl"] == "0.1.0"
+    assert found["environment"]["ATTNDSL_CACHE_MB"] == "100"
+    assert "SOME_TOKEN" not in found["environment"]
     assert found["cache"]["writable"]
+
+
+@pytest.mark.parametrize(
+    ("words", "completed"),
+    [
+        ("attndsl ca", ["cache"]),
+        ("attndsl cache pr", ["prune"]),
+        ("attndsl plot --bl", ["--block-m", "--block-n"]),
+        ("attndsl run --dtype f", ["fp16", "fp32", "fp64"]),
+        ("attndsl run --backend h", ["hopper"]),
+        ("attndsl show --stage source-", ["source-backward", "source-tangent"]),
+    ],
+)
+def test_shells_complete_words(words, completed):
+    asked = {"_ATTNDSL_COMPLETE": "complete_bash", "COMP_WORDS": words}
+    asked["COMP_CWORD"] = str(words.count(" "))
+    code = "import sys; sys.argv[0] = 'attndsl'; from attndsl.cli import main; main()"
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", code], env={**os.environ, **asked}, capture_output=True,
+        text=True, timeout=60, check=True,
+    )  # fmt: skip
+    assert done.stdout.split() == completed
+    assert done.stderr == ""
+
+
+def test_completed_backends_are_all_there_are():
+    assert set(cli._BACKENDS) == {"auto", *BACKENDS}
+    assert tuple(running.DTYPES) == cli._DTYPES
 
 
 def _process(*arguments, **options):

@@ -12,9 +12,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 from layers import LAYERS
 
-from attndsl import errors
+from attndsl import config, errors, reading
 from attndsl.config import read_config
 from attndsl.errors import AttnDSLError
 from attndsl.frontend.format import format_source
@@ -26,7 +27,8 @@ from attndsl.source import Source
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 FENCE = re.compile(r"^```(\w*)([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-KINDS = {"attn", "python", "yaml", "console", "shell", "text"}
+KINDS = {"attn", "python", "yaml", "toml", "console", "shell", "text"}
+CONFIGS = {"yaml", "toml"}
 
 
 def _snippets(kind):
@@ -37,6 +39,14 @@ def _snippets(kind):
         for number, (found, info, text) in enumerate(FENCE.findall(page.read_text("utf-8")))
         if found == kind
     ]
+
+
+def _config(kind, info):
+    """Name of a configuration's file, and where its programs stand: ``train.yaml key=model``."""
+    words = info.split()
+    keys = [word.removeprefix("key=") for word in words if word.startswith("key=")]
+    names = [word for word in words if not word.startswith("key=")]
+    return names[0] if names else f"model.{kind}", keys[0] if keys else None
 
 
 def _script(name):
@@ -72,33 +82,42 @@ def test_example_programs(path):
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_python(page, tmp_path, monkeypatch):
-    # One after the other in one namespace, as they are read; yaml before them is their model.yaml.
+    # One after the other in one namespace, as they are read; configurations before them are files.
     monkeypatch.chdir(tmp_path)
     names = {"__name__": "__main__"}
-    for kind, _, text in FENCE.findall(page.read_text("utf-8")):
-        if kind == "yaml":
-            (tmp_path / "model.yaml").write_text(text)
+    for kind, info, text in FENCE.findall(page.read_text("utf-8")):
+        if kind in CONFIGS:
+            (tmp_path / _config(kind, info)[0]).write_text(text)
         elif kind == "python":
             with contextlib.redirect_stdout(io.StringIO()):
                 exec(compile(text, page.name, "exec"), names)
 
 
-@pytest.mark.parametrize(("page", "info", "text"), _snippets("yaml"))
-def test_configurations(page, info, text, tmp_path):
-    path = tmp_path / "model.yaml"
-    path.write_text(text)
-    entries = read_config(path)
-    assert entries
-    for entry in entries:
-        check(Source(entry.text), entry.params)
+@pytest.mark.parametrize("kind", sorted(CONFIGS))
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_configurations(page, kind, tmp_path):
+    for found, info, text in FENCE.findall(page.read_text("utf-8")):
+        name, key = _config(kind, info)
+        if found != kind:
+            continue
+        if name == ".pre-commit-config.yaml":
+            hooks = yaml.safe_load((ROOT / ".pre-commit-hooks.yaml").read_text("utf-8"))
+            used = yaml.safe_load(text)["repos"][0]["hooks"]
+            assert {hook["id"] for hook in used} == {hook["id"] for hook in hooks}
+            continue
+        (tmp_path / name).write_text(text)
+        entries = read_config(tmp_path / name, key)
+        assert entries
+        for entry in entries:
+            check(entry.source, entry.params)
 
 
 @pytest.mark.parametrize(("page", "info", "text"), _snippets("console"))
 def test_sessions(page, info, text, tmp_path):
     shutil.copy(ROOT / "examples" / "gemma2.attn", tmp_path)
-    for kind, _, yaml in FENCE.findall(page.read_text("utf-8")):
-        if kind == "yaml":
-            (tmp_path / "model.yaml").write_text(yaml)
+    for kind, info, written in FENCE.findall(page.read_text("utf-8")):
+        if kind in CONFIGS:
+            (tmp_path / _config(kind, info)[0]).write_text(written)
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     for part in re.split(r"^\$ ", text, flags=re.MULTILINE)[1:]:
         command, _, expected = part.partition("\n")
@@ -164,7 +183,16 @@ def test_the_limits_in_the_reference_are_those_of_the_code():
     numbers = [int(number) for number in re.findall(r"\d+", text)]
     assert numbers == [
         limits.MAX_SOURCE, limits.MAX_STATEMENTS, limits.MAX_NESTING, limits.MAX_EXPANSIONS,
-        limits.MAX_ERRORS,
+        limits.MAX_IMPORTS, limits.MAX_IMPORT_DEPTH, limits.MAX_ERRORS,
+    ]  # fmt: skip
+
+
+def test_the_limits_of_configurations_are_those_of_the_code():
+    text = (ROOT / "docs" / "configuration.md").read_text("utf-8").partition("## Limits")[2]
+    numbers = [int(number) for number in re.findall(r"\d+", text.partition("\n## ")[0])]
+    assert numbers == [
+        reading.MAX_TEXT >> 20, config.MAX_DEPTH, config.MAX_NODES, config.MAX_ENTRIES,
+        config.MAX_KEYS, config.MAX_DESCRIPTION,
     ]  # fmt: skip
 
 

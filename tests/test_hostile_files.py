@@ -14,6 +14,7 @@ import pytest
 import attndsl
 from attndsl import AttnDSLError, cli, config, reading
 from attndsl.config import read_config
+from attndsl.config.files import _TOML_TOKENS, check_nesting
 from attndsl.errors import ConfigError, visible
 
 SECONDS = 1.0
@@ -46,7 +47,7 @@ def _entries(suffix: str, count: int) -> str:
 @pytest.mark.parametrize("suffix", NAMED)
 def test_a_file_has_as_many_entries_as_its_schema_says(tmp_path, suffix):
     schema = json.loads((Path(__file__).parents[1] / "grammar/config.schema.json").read_text())
-    assert schema["maxProperties"] == config.MAX_ENTRIES
+    assert schema["$defs"]["programs"]["maxProperties"] == config.MAX_ENTRIES
     path = tmp_path / f"model.{suffix}"
     path.write_text(_entries(suffix, config.MAX_ENTRIES))
     assert len(read_config(path)) == config.MAX_ENTRIES
@@ -109,15 +110,15 @@ def test_hostile_files_are_refused_at_once(tmp_path, name, quickest):
 
 
 def test_strings_of_toml_hide_what_they_hold(tmp_path):
-    path = tmp_path / "model.toml"
+    path, many = tmp_path / "model.toml", "[{" * (config.MAX_DEPTH + 1)
     path.write_text(
-        'a = "q >= kv # [[[[ a.b.c.d.e"  # {{{{{\n'
+        f'a = "q >= kv # {many} {".a" * 80}"  # {many}\n'
         '[b."c.d"]\n'
-        '[c]\nprogram = """\n# [[[[[ "quoted" \\" a.b.c.d\nq >= kv # """""\n'
-        "[d]\nprogram = '''\nq >= kv # {{{{{ ''''\nparams.w = 1.5\n"
+        f'[c]\nprogram = """\n# {many} "quoted" \\" {".a" * 80}\nq >= kv # """""\n'
+        f"[d]\nprogram = '''\nq >= kv # {many} ''''\nparams.w = 1.5\n"
     )
     text = path.read_text()
-    config._check_nesting(text, "model.toml", config._TOML_TOKENS)
+    check_nesting(text, "model.toml", _TOML_TOKENS)
     assert set(tomllib.loads(text)) == {"a", "b", "c", "d"}
 
 

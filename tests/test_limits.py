@@ -33,14 +33,17 @@ PUBLIC = {
     "attndsl/analysis.py:Analysis.call_of_lengths",
     "attndsl/api.py:verify",
     "attndsl/attention.py:Attention.__call__",
+    "attndsl/comparing.py:compare",
     "attndsl/cli/__init__.py:explain",
     "attndsl/cli/__init__.py:show",
     "attndsl/cli/__init__.py:run",
     "attndsl/cli/__init__.py:plot",
+    "attndsl/cli/__init__.py:warmup",
     "attndsl/compiled.py:Compiled.backward",
     "attndsl/flex/attention.py:flex_attention",
     "attndsl/flex/block_mask.py:create_block_mask",
     "attndsl/nn.py:MultiheadAttention.__init__",
+    "attndsl/views.py:Views.mask",
 }
 """Signatures that users write, where each parameter is an option of its own."""
 

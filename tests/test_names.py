@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import attndsl
 
 PACKAGE = Path(attndsl.__file__).parent
@@ -26,6 +28,22 @@ def test_modules_are_reachable_and_imported_when_used():
         "assert not hasattr(attndsl, 'nonsense')\n"
     )
     subprocess.run([sys.executable, "-P", "-c", code], check=True, timeout=120)
+
+
+def test_completion_shows_the_public_names_alone():
+    assert set(dir(attndsl)) == {*attndsl.__all__, "__version__"}
+    assert all(hasattr(attndsl, name) for name in dir(attndsl))
+
+
+def test_errors_are_looked_for_where_they_are():
+    with pytest.raises(AttributeError) as caught:
+        _ = attndsl.ShapeError
+    assert str(caught.value) == (
+        "module 'attndsl' has no attribute 'ShapeError': it is attndsl.errors.ShapeError"
+    )
+    for name in ("compil", "visible", "TYPE_CHECKED"):
+        with pytest.raises(AttributeError, match=f"no attribute '{name}'$"):
+            getattr(attndsl, name)
 
 
 def test_type_checkers_know_the_names_and_no_others(tmp_path):

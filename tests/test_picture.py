@@ -1,6 +1,8 @@
 """Pictures say what the mask, the tiles and the score are, and draw any program safely."""
 
 import builtins
+import copy
+import pickle
 import re
 import xml.etree.ElementTree as ET
 from itertools import product
@@ -18,9 +20,9 @@ from attndsl.errors import (
     ShapeError,
     UnsupportedError,
 )
-from attndsl.picture import picture_data, png, svg, text, write
-from attndsl.picture.plain import shorten
+from attndsl.picture import highlighted, picture_data, png, svg, text, write
 from attndsl.runtime.location import Location
+from attndsl.source import shorten
 
 SVG = "{http://www.w3.org/2000/svg}"
 EMPTY, PARTIAL, FULL = 0, 1, 2
@@ -380,7 +382,7 @@ def test_scores_as_far_apart_as_they_can_be():
         ({"q_len": 4097}, "4096"),
         ({"kv_len": 10**30}, "4096"),
         ({"q_len": True}, "q_len"),
-        ({"kv_len": 8.0}, "kv_len"),
+        ({"kv_len": 8.5}, "kv_len"),
         ({"block_m": 0}, "block_m"),
         ({"block_n": 10**9}, "block_n"),
         ({"q_len": 1000, "block_m": 2}, "at least 4"),
@@ -461,3 +463,137 @@ def test_png_without_matplotlib_says_what_to_install(monkeypatch, tmp_path):
     assert isinstance(caught.value, AttnDSLError)
     assert not list(tmp_path.iterdir())
     write(_data("causal()"), tmp_path / "a.svg")
+
+
+def _curve(program, **options):
+    return _data(program, **options).curve
+
+
+@pytest.mark.parametrize(
+    ("program", "formula", "end"),
+    [
+        ("score = 50 * tanh(score / 50)", lambda x: 50 * torch.tanh(x / 50), 100),
+        ("score = relu(score - 2)", lambda x: torch.relu(x - 2), 10),
+        ("score = 3 * score", lambda x: 3 * x, 10),
+        ("score = relu(score - 0.5 * (q - kv))", lambda x: torch.relu(x - 0.5 * (31 - 16)), 10),
+    ],
+)
+def test_a_curve_is_the_formula_at_the_pair_that_it_states(program, formula, end):
+    curve = _curve(f"mask = causal(); {program}")
+    assert (curve.q, curve.kv, float(curve.raw[0]), float(curve.raw[-1])) == (31, 16, -end, end)
+    torch.testing.assert_close(curve.value, formula(curve.raw))
+    assert bool(curve.live.all())
+    assert curve.caption == "score of a raw score, at q = 31, kv = 16"
+
+
+@pytest.mark.parametrize("program", ["causal()", "mask = causal(); score = score - (q - kv)"])
+def test_scores_that_are_only_added_to_have_no_curve(program):
+    assert _curve(program) is None
+
+
+def test_a_curve_stands_in_place_of_a_flat_panel_and_beside_others():
+    capped = _data("mask = causal(); score = softcap(5.0)")
+    assert list(_panels(capped)) == ["mask", "tiles", "curve", "legend"]
+    both = _data("mask = causal(); score = softcap(5.0) - (q - kv)")
+    assert list(_panels(both)) == ["mask", "tiles", "score", "curve", "legend"]
+    curve = _panels(capped)["curve"]
+    assert {"score of a raw score, at q = 31, kv = 16", "raw score", "-10", "10"} <= set(
+        _said(curve)
+    )
+    (line,) = [path for path in curve.iter(f"{SVG}path") if path.get("stroke-width")]
+    points = [tuple(map(float, p.split())) for p in re.split("[ML]", line.get("d"))[1:]]
+    assert len(points) == capped.curve.raw.numel()
+    # Upwards, in pixels from the top: tanh is odd, and 0 at the middle.
+    assert points[0][1] == 256
+    assert points[-1] == (256, 0)
+    assert points[len(points) // 2] == (128, 128)
+
+
+def test_text_has_a_line_of_the_curve():
+    lines = text(_data("mask = causal(); score = softcap(5.0)", 16, 16, 4, 4)).splitlines()
+    assert lines[-1] == (
+        "score of a raw score, at q = 15, kv = 8: "
+        "-10 -> -4.82, -5 -> -3.808, 0 -> 0, 5 -> 3.808, 10 -> 4.82"
+    )
+    assert not any("from a raw score" in line for line in lines)
+
+
+def test_weights_of_the_programs_own_have_a_curve():
+    data = _data("mask = causal(); score = 2 * score; weights = sigmoid(score - 1)")
+    assert data.curve.what == "weight"
+    torch.testing.assert_close(data.curve.value, torch.sigmoid(2 * data.curve.raw - 1))
+    assert list(_panels(data)) == ["mask", "tiles", "curve", "legend"]
+
+
+def test_curves_of_scores_that_are_not_everywhere():
+    masked = _curve("mask = causal() and score > 1.0; score = softcap(5.0)", raw_score=2.0)
+    assert torch.equal(masked.live, masked.raw > 1)
+    assert "-10 -> left out" in masked.line
+    log = _data("score = log(score)")
+    assert log.curve.line.endswith("-10 -> nan, -5 -> nan, 0 -> -inf, 5 -> 1.609, 10 -> 2.303")
+    assert "nan" not in svg(log)
+    never = _data("score = sqrt(-1.0 - score * score)")
+    assert never.curve.ends is None
+    # Where no pair is live, the curve is that of the last query and the first key.
+    nowhere = _curve("mask = q < 0; score = relu(score)")
+    assert (nowhere.q, nowhere.kv) == (31, 0)
+    huge = _data("score = where(score < 5, 1.7e308, -1.7e308) + 0 * score")
+    assert ET.fromstring(svg(huge)).tag == f"{SVG}svg"
+
+
+def test_curves_are_drawn_by_matplotlib_too(tmp_path):
+    data = _data("mask = causal(); score = softcap(5.0) - (q - kv)", 8, 8)
+    for name, head in (("a.pdf", b"%PDF-"), ("a.png", b"\x89PNG")):
+        write(data, tmp_path / name)
+        assert (tmp_path / name).read_bytes().startswith(head)
+    first = (tmp_path / "a.pdf").read_bytes()
+    write(data, tmp_path / "b.pdf")
+    assert (tmp_path / "b.pdf").read_bytes() == first
+
+
+def test_plot_gives_text_that_notebooks_draw(tmp_path):
+    attention = attndsl.compile("causal()")
+    picture = attention.plot(tmp_path / "a.svg", q_len=32, kv_len=48)
+    assert isinstance(picture, str)
+    assert type(str(picture)) is str
+    assert (tmp_path / "a.svg").read_text().endswith(picture)
+    assert picture._repr_svg_() == picture._repr_html_() == str(picture)
+    shown = f"<picture of 'causal()', 32 x 48 pairs; {len(picture)} characters of SVG>"
+    assert repr(picture) == shown
+    for again in (pickle.loads(pickle.dumps(picture)), copy.deepcopy(picture)):
+        assert (again, repr(again)) == (picture, shown)
+
+
+def test_programs_are_drawn_with_made_up_captures():
+    program = (
+        "param w: int\nparam cap: float = 3.0\nparam on: bool\n"
+        "tensor doc[batch, kv_len]: int  # <ids>\ntensor gain[heads, n]: float\n"
+        "mask = q - kv < w and doc[b, q] == doc[b, kv] and on\nscore = gain[h, 0] * softcap(cap)"
+    )
+    page = attndsl.compile(program)._repr_html_()
+    drawing, _, rest = page.rpartition("</svg>\n")
+    root = ET.fromstring(f"{drawing}</svg>")
+    notes = "made up: w = 16, on = True, doc (sorted ids), gain (normal numbers)"
+    assert notes in _said(root)
+    assert "".join(ET.fromstring(rest).itertext()) == program
+    assert attndsl.compile(program)._repr_html_() == page
+    # Captures that are bound are drawn.
+    text = "mask = doc[b, q] == doc[b, kv]"
+    bound = attndsl.compile(text, doc=torch.arange(64)[None])._repr_html_()
+    assert "live pairs 2 % (64 of 4096)" in bound
+    assert "made up" not in bound
+
+
+def test_programs_that_cannot_be_drawn_are_text():
+    program = "tensor x[head_dim - 100]: float; score = score + x[0]"
+    page = attndsl.compile(program)._repr_html_()
+    assert "<svg" not in page
+    assert "no picture: dim 1 of &#x27;x&#x27; would be -36" in page
+
+
+@pytest.mark.parametrize("title", HOSTILE, ids=range(len(HOSTILE)))
+def test_hostile_text_is_only_highlighted(title):
+    drawn = highlighted(title)
+    root = ET.fromstring(drawn.encode("utf-8", "surrogatepass"))
+    assert {each.tag for each in root.iter()} <= {"pre", "span"}
+    assert {name for each in root.iter() for name in each.attrib} <= {"style"}

@@ -7,7 +7,7 @@ layer and those below.
 from __future__ import annotations
 
 LAYERS: tuple[frozenset[str], ...] = (
-    frozenset({"errors", "source", "settings", "after_torch", "reading"}),
+    frozenset({"errors", "source", "settings", "logs", "after_torch", "reading", "scalars"}),
     frozenset({"operators"}),
     frozenset({"ir"}),
     frozenset({"frontend", "passes", "serialise", "grammar"}),
@@ -26,14 +26,19 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"tilemap", "merging"}),
     frozenset({"runtime", "config"}),
     frozenset({"parallel"}),
-    frozenset({"explain", "picture"}),
+    frozenset({"saving"}),
+    frozenset({"explain", "picture", "made_up"}),
     frozenset({"compiled"}),
-    frozenset({"analysis"}),
+    frozenset({"analysis", "introspection", "views"}),
     frozenset({"attention"}),
+    frozenset({"warming", "comparing"}),
     frozenset({"api"}),
+    frozenset({"notebook"}),
+    frozenset({"joining"}),
     frozenset({"torch_api"}),
     frozenset({"nn"}),
     frozenset({"flex"}),
+    frozenset({"play"}),
     frozenset({"cli", "__main__"}),
 )
 """Names of modules within ``attndsl``, each for itself and all below it."""

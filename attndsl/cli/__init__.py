@@ -9,21 +9,26 @@ from __future__ import annotations
 import io
 import os
 import sys
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from attndsl import __version__
+from attndsl.config import key_parts
 from attndsl.errors import AttnDSLError, visible
 
+from .folders import is_pattern
+from .formats import Format
 from .usage import UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 app = typer.Typer(
     name="attndsl",
     help="Attention variants as text: check, format, look into, time and verify programs.",
     no_args_is_help=True,
     rich_markup_mode=None,
-    add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
@@ -43,8 +48,21 @@ def _file(value: str) -> str:
     return value
 
 
-def _files(values: list[str]) -> list[str]:
-    return [_file(value) for value in values]
+def _optional_file(value: str | None) -> str | None:
+    return None if value is None else _file(value)
+
+
+def _paths(values: list[str]) -> list[str]:
+    return [v if os.path.isdir(v) or is_pattern(v) else _file(v) for v in values]
+
+
+def _key(value: str | None) -> str | None:
+    try:
+        if value is not None:
+            key_parts(value)
+    except AttnDSLError as error:
+        raise typer.BadParameter(f"{error.message}: {error.hint}") from None
+    return value
 
 
 def _version(value: bool) -> None:
@@ -53,12 +71,36 @@ def _version(value: bool) -> None:
         raise typer.Exit
 
 
-Files = Annotated[
+_DTYPES = ("fp16", "bf16", "fp32", "fp64")
+_BACKENDS = ("auto", "reference", "cpu", "triton", "hopper", "short", "decode")
+
+
+def _among(*names: str) -> Callable[[str], list[str]]:
+    """Completions of a word that is one of ``names``."""
+    return lambda incomplete: [name for name in names if name.startswith(incomplete)]
+
+
+def _stages(incomplete: str) -> list[str]:
+    from .stages import STAGES
+
+    return [name for name in ("list", *STAGES) if name.startswith(incomplete)]
+
+
+Paths = Annotated[
     list[str],
     typer.Argument(
-        metavar="FILE...",
-        callback=_files,
-        help="Program files (*.attn), configurations (*.yaml, *.toml, *.json), or - for stdin.",
+        metavar="PATH...",
+        callback=_paths,
+        help="Program files (*.attn), configurations (*.yaml, *.toml, *.json), folders, patterns, "
+        "or - for stdin.",
+    ),
+]
+ProgramPaths = Annotated[
+    list[str],
+    typer.Argument(
+        metavar="PATH...",
+        callback=_paths,
+        help="Program files (*.attn), folders and patterns of them, or - for stdin.",
     ),
 ]
 File = Annotated[
@@ -68,6 +110,14 @@ File = Annotated[
     ),
 ]
 Name = Annotated[str | None, typer.Option("--name", help="Which program of a configuration.")]
+Key = Annotated[
+    str | None,
+    typer.Option(
+        "--key",
+        callback=_key,
+        help="Where the programs stand in a larger configuration, such as model.attention.",
+    ),
+]
 Params = Annotated[
     list[str], typer.Option("-p", "--param", metavar="NAME=VALUE", help="Bind a param.")
 ]
@@ -77,6 +127,25 @@ Tensors = Annotated[
 ]
 Exact = Annotated[
     bool, typer.Option("--exact", help="No fast forms of functions; explain says which there are.")
+]
+Count = Annotated[int, typer.Option(min=1)]
+KvHeads = Annotated[int | None, typer.Option(min=1, help="As --heads.")]
+KvLen = Annotated[int | None, typer.Option(min=1, help="As --q-len.")]
+ValueDim = Annotated[int | None, typer.Option(min=1, help="As --head-dim.")]
+Dims = Annotated[
+    list[str],
+    typer.Option(
+        "--dim", metavar="NAME=SIZE", help="Size of a tensor's own dim; kv_len if not given."
+    ),
+]
+DType = Annotated[
+    str,
+    typer.Option(help="fp16, bf16, fp32 or fp64.", autocompletion=_among(*_DTYPES)),
+]
+Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...")]
+Backend = Annotated[
+    str,
+    typer.Option(help="auto, or a name that doctor lists.", autocompletion=_among(*_BACKENDS)),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
@@ -91,36 +160,47 @@ def _root(
 
 
 @app.command()
-def check(files: Files, param: Params = [], tensor: Tensors = [], json: Json = False) -> None:  # noqa: B006
+def check(
+    paths: Paths,
+    key: Key = None,
+    param: Params = [],  # noqa: B006
+    tensor: Tensors = [],  # noqa: B006
+    form: Annotated[
+        Format | None, typer.Option("--format", help="What to print; text if not given.")
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="As --format json.")] = False,
+) -> None:
     """Report all errors of programs."""
     from .checking import check as work
     from .inputs import read_declarations
 
-    raise typer.Exit(work(files, read_declarations(param, tensor), json))
+    if json and form not in (None, Format.JSON):
+        raise UsageError(f"--json and --format {form} are both given", hint="keep one of them")
+    chosen = Format.JSON if json else form or Format.TEXT
+    raise typer.Exit(work(paths, read_declarations(param, tensor), chosen, key))
 
 
 @app.command()
 def fmt(
-    files: Files,
+    paths: ProgramPaths,
     check: Annotated[bool, typer.Option("--check", help="Only say what would change.")] = False,
     diff: Annotated[bool, typer.Option("--diff", help="Only show what would change.")] = False,
 ) -> None:
     """Format program files in place (stdin: to stdout)."""
     from .formatting import format_files
 
-    raise typer.Exit(format_files(files, check, diff))
+    raise typer.Exit(format_files(paths, check, diff))
 
 
 @app.command()
 def explain(
     file: File,
     name: Name = None,
+    key: Key = None,
     param: Params = [],  # noqa: B006
     tensor: Tensors = [],  # noqa: B006
     device: Annotated[str, typer.Option(help="Where it would run.")] = "cpu",
-    backend: Annotated[
-        str, typer.Option(help="auto, reference, cpu, triton, hopper or short.")
-    ] = "auto",
+    backend: Backend = "auto",
     exact: Exact = False,
     q_len: Annotated[int | None, typer.Option(min=0, help="What this many queries cost.")] = None,
     kv_len: Annotated[int | None, typer.Option(min=0, help="Keys; --q-len by default.")] = None,
@@ -130,7 +210,7 @@ def explain(
     from .inputs import read_declarations, read_program
     from .stages import explain_program
 
-    program = read_program(file, name)
+    program = read_program(file, name, key)
     length = kv_len if q_len is None else q_len
     lengths = None if length is None else (length, length if kv_len is None else kv_len)
     declared = read_declarations(param, tensor)
@@ -140,14 +220,18 @@ def explain(
 @app.command()
 def show(
     file: File,
-    stage: Annotated[str, typer.Option(help="What to print; --stage list names them.")] = "split",
+    stage: Annotated[
+        str,
+        typer.Option(help="What to print; --stage list names them.", autocompletion=_stages),
+    ] = "split",
     name: Name = None,
+    key: Key = None,
     param: Params = [],  # noqa: B006
     tensor: Tensors = [],  # noqa: B006
     head_dim: Annotated[int, typer.Option(min=1, help="Of kernel sources.")] = 64,
     dtype: Annotated[str, typer.Option(help="Of kernel sources: fp16, bf16, fp32.")] = "bf16",
     backend: Annotated[
-        str, typer.Option(help="Of kernel sources: triton, hopper, short.")
+        str, typer.Option(help="Of kernel sources: triton, hopper, short, decode.")
     ] = "triton",
     exact: Exact = False,
 ) -> None:
@@ -158,7 +242,7 @@ def show(
     if stage == "list":
         print(list_stages())
         return
-    program = read_program(file, name)
+    program = read_program(file, name, key)
     declared = read_declarations(param, tensor)
     print(show_stage(program, declared, stage, head_dim, dtype, exact, backend))
 
@@ -167,22 +251,20 @@ def show(
 def run(
     file: File,
     name: Name = None,
+    key: Key = None,
     param: Params = [],  # noqa: B006
     tensor: Tensors = [],  # noqa: B006
-    batch: Annotated[int, typer.Option(min=1)] = 1,
-    heads: Annotated[int, typer.Option(min=1)] = 4,
-    kv_heads: Annotated[int | None, typer.Option(min=1, help="As --heads.")] = None,
-    q_len: Annotated[int, typer.Option(min=1)] = 256,
-    kv_len: Annotated[int | None, typer.Option(min=1, help="As --q-len.")] = None,
-    head_dim: Annotated[int, typer.Option(min=1)] = 64,
-    value_dim: Annotated[int | None, typer.Option(min=1, help="As --head-dim.")] = None,
-    dim: Annotated[
-        list[str],
-        typer.Option(metavar="NAME=SIZE", help="Size of a tensor's own dim; kv_len if not given."),
-    ] = [],  # noqa: B006
-    dtype: Annotated[str, typer.Option(help="fp16, bf16, fp32 or fp64.")] = "fp32",
-    device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...")] = "cpu",
-    backend: Annotated[str, typer.Option(help="auto, or a name that doctor lists.")] = "auto",
+    batch: Count = 1,
+    heads: Count = 4,
+    kv_heads: KvHeads = None,
+    q_len: Count = 256,
+    kv_len: KvLen = None,
+    head_dim: Count = 64,
+    value_dim: ValueDim = None,
+    dim: Dims = [],  # noqa: B006
+    dtype: DType = "fp32",
+    device: Device = "cpu",
+    backend: Backend = "auto",
     exact: Exact = False,
     backward: Annotated[bool, typer.Option("--backward", help="Gradients too.")] = False,
     check: Annotated[
@@ -196,7 +278,7 @@ def run(
     from .running import Shapes
     from .running import run as work
 
-    program = read_program(file, name)
+    program = read_program(file, name, key)
     shapes = Shapes(
         batch, heads, kv_heads or heads, q_len, kv_len or q_len, head_dim, value_dim or head_dim,
         dtype, device,
@@ -219,9 +301,49 @@ def run(
 
 
 @app.command()
+def warmup(
+    file: File,
+    name: Name = None,
+    key: Key = None,
+    param: Params = [],  # noqa: B006
+    tensor: Tensors = [],  # noqa: B006
+    batch: Count = 1,
+    heads: Count = 4,
+    kv_heads: KvHeads = None,
+    q_len: Count = 2048,
+    kv_len: KvLen = None,
+    head_dim: Count = 64,
+    value_dim: ValueDim = None,
+    dim: Dims = [],  # noqa: B006
+    dtype: DType = "bf16",
+    device: Device = "cuda",
+    backend: Backend = "auto",
+    exact: Exact = False,
+    backward: Annotated[bool, typer.Option("--backward", help="Kernels of gradients too.")] = False,
+    json: Json = False,
+) -> None:
+    """Compile the kernels of all programs of a file, side by side, into the cache."""
+    from .inputs import check_key, read_declarations, read_program, read_programs, read_sizes
+    from .running import Shapes
+    from .warming import Kind
+    from .warming import warm_up as work
+
+    check_key(file, key)
+    programs = read_programs(file, key) if name is None else [read_program(file, name, key)]
+    shapes = Shapes(
+        batch, heads, kv_heads or heads, q_len, kv_len or q_len, head_dim, value_dim or head_dim,
+        dtype, device,
+    )  # fmt: skip
+    declared, dims = read_declarations(param, tensor), read_sizes(dim)
+    kind = Kind(backend, exact, backward)
+    raise typer.Exit(work(programs, declared, shapes, dims, kind, json))
+
+
+@app.command()
 def plot(
     file: File,
     name: Name = None,
+    key: Key = None,
     param: Params = [],  # noqa: B006
     tensor: Tensors = [],  # noqa: B006
     q_len: Annotated[int, typer.Option(min=1, max=4096)] = 64,
@@ -229,13 +351,10 @@ def plot(
     block_m: Annotated[int, typer.Option(min=1, help="Queries of a tile.")] = 16,
     block_n: Annotated[int, typer.Option(min=1, help="Keys of a tile.")] = 16,
     batch: Annotated[int | None, typer.Option(min=1, help="--batch-entry + 1.")] = None,
-    heads: Annotated[int, typer.Option(min=1)] = 4,
-    kv_heads: Annotated[int | None, typer.Option(min=1, help="As --heads.")] = None,
-    head_dim: Annotated[int, typer.Option(min=1)] = 64,
-    dim: Annotated[
-        list[str],
-        typer.Option(metavar="NAME=SIZE", help="Size of a tensor's own dim; kv_len if not given."),
-    ] = [],  # noqa: B006
+    heads: Count = 4,
+    kv_heads: KvHeads = None,
+    head_dim: Count = 64,
+    dim: Dims = [],  # noqa: B006
     batch_entry: Annotated[int, typer.Option(min=0, help="Which to show.")] = 0,
     head: Annotated[int, typer.Option(min=0, help="Which to show.")] = 0,
     q_offset: Annotated[int, typer.Option(help="Position of the first query.")] = 0,
@@ -244,14 +363,14 @@ def plot(
     seed: Annotated[int, typer.Option(help="Of made-up tensors.")] = 0,
     output: Annotated[
         str | None,
-        typer.Option("-o", "--output", metavar="FILE", help=".svg, .png, .html or .txt."),
+        typer.Option("-o", "--output", metavar="FILE", help=".svg, .png, .pdf, .html or .txt."),
     ] = None,
 ) -> None:
     """Show which pairs and tiles a program keeps, and its scores."""
     from .inputs import read_declarations, read_program, read_sizes
     from .plotting import plot as work
 
-    program = read_program(file, name)
+    program = read_program(file, name, key)
     dims = read_sizes(dim)
     work(
         program,
@@ -275,6 +394,30 @@ def plot(
 
 
 @app.command()
+def play(
+    file: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[FILE]", callback=_optional_file, help="What to begin with, as for show."
+        ),
+    ] = None,
+    name: Name = None,
+    key: Key = None,
+    port: Annotated[
+        int | None, typer.Option(min=0, max=65535, help="Where to listen; any by default.")
+    ] = None,
+    browser: Annotated[
+        bool, typer.Option("--browser/--no-browser", help="Open the page in a browser.")
+    ] = True,
+) -> None:
+    """Open a page on which one types a program and sees what the compiler makes of it."""
+    from .inputs import read_program
+    from .playing import play as work
+
+    work(None if file is None else read_program(file, name, key), port, browser)
+
+
+@app.command()
 def schema() -> None:
     """Print the JSON schema of configuration files."""
     from importlib import resources
@@ -292,11 +435,11 @@ def doctor(json: Json = False) -> None:
 
 
 @cache_app.command("list")
-def cache_list() -> None:
-    """One line an entry."""
+def cache_list(json: Json = False) -> None:
+    """One line an entry: its program, what it is for, and when it was last used."""
     from .caching import list_entries
 
-    list_entries()
+    list_entries(json)
 
 
 @cache_app.command("stats")

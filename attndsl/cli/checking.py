@@ -1,13 +1,16 @@
-"""``attndsl check``: all the errors of programs, as text or as JSON. Never imports torch."""
+"""``attndsl check``: all the errors of programs, in several formats. Never imports torch."""
 
 from __future__ import annotations
 
 import json
 from typing import TYPE_CHECKING, Any
 
-from attndsl.errors import AttnDSLError, ProgramErrors, render
+from attndsl.config import PROGRAM_SUFFIX, SUFFIXES
+from attndsl.errors import AttnDSLError, flatten, render
 from attndsl.pipeline import check as check_program
 
+from .folders import find_files, tell_skipped
+from .formats import Format, github_line
 from .inputs import read_programs
 
 if TYPE_CHECKING:
@@ -15,37 +18,74 @@ if TYPE_CHECKING:
 
     from attndsl.frontend import Declared
 
+    from .folders import Skipped
+    from .inputs import NamedProgram
 
-def check(files: Sequence[str], declared: Mapping[str, Declared], as_json: bool) -> int:
-    """Check all programs of ``files`` and print the errors; 1 if there are any, otherwise 0."""
+
+def check(
+    arguments: Sequence[str],
+    declared: Mapping[str, Declared],
+    form: Format,
+    key: str | None = None,
+) -> int:
+    """Check all programs that ``arguments`` stand for and print the errors.
+
+    Args:
+        arguments: Files, folders and patterns.
+        declared: What the command line declares.
+        form: How to print.
+        key: Where programs stand in configurations.
+
+    Returns:
+        1 if there are errors, otherwise 0.
+
+    Raises:
+        UsageError: An argument stands for no file.
+    """
+    files = find_files(arguments, (PROGRAM_SUFFIX, *SUFFIXES), key)
     found: list[tuple[str, AttnDSLError]] = []
-    count = 0
-    for file in files:
+    checked: list[tuple[str, NamedProgram]] = []
+    for file in files.files:
         try:
-            programs = read_programs(file)
+            programs = read_programs(file, key)
         except AttnDSLError as error:
             found += [(file, each) for each in flatten(error)]
             continue
         for program in programs:
-            count += 1
+            checked.append((file, program))
             try:
                 check_program(program.source, program.declared(declared))
             except AttnDSLError as error:
                 found += [(file, each) for each in flatten(error)]
-    if as_json:
-        errors = [describe(file, each) for file, each in found]
-        print(json.dumps({"ok": not found, "programs": count, "errors": errors}, indent=1))
+    if form is Format.JSON:
+        _print_json(checked, found, files.skipped)
     else:
-        for _, each in found:
-            print(render(each) + "\n")
+        tell_skipped(files.skipped)
+        for file, problem in found:
+            github = form is Format.GITHUB
+            print(github_line(file, describe(file, problem)) if github else render(problem) + "\n")
         wrong = f"{len(found)} error{'s' * (len(found) != 1)}" if found else "no errors"
-        print(f"{count} program{'s' * (count != 1)}: {wrong}")
+        print(f"{len(checked)} program{'s' * (len(checked) != 1)}: {wrong}")
     return 1 if found else 0
 
 
-def flatten(error: AttnDSLError) -> tuple[AttnDSLError, ...]:
-    """The errors that ``error`` stands for."""
-    return error.errors if isinstance(error, ProgramErrors) else (error,)
+def _print_json(
+    checked: Sequence[tuple[str, NamedProgram]],
+    found: Sequence[tuple[str, AttnDSLError]],
+    skipped: Sequence[Skipped],
+) -> None:
+    described = [(file, each) for file, each in checked if each.description is not None]
+    whole = {
+        "ok": not found,
+        "programs": len(checked),
+        "errors": [describe(file, each) for file, each in found],
+        "descriptions": [
+            {"file": file, "name": each.name, "description": each.description}
+            for file, each in described
+        ],
+        "skipped": [each._asdict() for each in skipped],
+    }
+    print(json.dumps(whole, indent=1))
 
 
 def describe(file: str, error: AttnDSLError) -> dict[str, Any]:

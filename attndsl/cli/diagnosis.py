@@ -1,10 +1,11 @@
-"""``attndsl doctor``: which backends work on this machine, and why others do not."""
+"""``attndsl doctor``: the environment, which backends work in it, and why others do not."""
 
 from __future__ import annotations
 
 import json
 import os
 import platform
+import re
 import sys
 import warnings
 from importlib import metadata
@@ -19,7 +20,16 @@ from attndsl.settings import read_settings
 
 from .caching import open_cache
 
-_PACKAGES = ("torch", "triton", "lark", "sympy", "islpy", "numpy", "typer", "rich")
+_PACKAGES = (
+    "torch", "triton", "lark", "sympy", "islpy", "numpy", "platformdirs", "PyYAML", "typer", "rich",
+    "matplotlib", "ipython",
+)  # fmt: skip
+_VARIABLES = re.compile(
+    r"ATTNDSL_\w+|TRITON_\w+|CUDA_VISIBLE_DEVICES|CUDA_LAUNCH_BLOCKING|OMP_NUM_THREADS|TORCH_LOGS"
+)
+"""Names of environment variables that change what calls do or show."""
+_MOST_SHOWN = 200
+"""Characters of the value of one."""
 
 
 def doctor(as_json: bool) -> int:
@@ -34,7 +44,7 @@ def doctor(as_json: bool) -> int:
 
 
 def gather() -> dict[str, Any]:
-    """Versions, devices, backends and cache as JSON values.
+    """Versions, devices, variables, backends and cache as JSON values.
 
     ``backends[name][device]`` is None where the backend works, else the reason why it does not.
     """
@@ -48,7 +58,11 @@ def gather() -> dict[str, Any]:
         "machine": {
             "system": f"{platform.system()} {platform.machine()}",
             "cpus": os.cpu_count(),
+            "torch_build": _build(),
             "gpus": [_gpu(index) for index in range(torch.cuda.device_count())],
+        },
+        "environment": {
+            name: os.environ[name] for name in sorted(os.environ) if _VARIABLES.fullmatch(name)
         },
         "backends": {
             name: {device: _why_not(name, device) for device in devices} for name in BACKENDS
@@ -62,6 +76,16 @@ def _version(package: str) -> str | None:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return None
+
+
+def _build() -> str:
+    """What torch was built for."""
+    if torch.version.hip is not None:
+        return f"ROCm {torch.version.hip}"
+    if torch.version.cuda is None:
+        return "CPU"
+    cudnn = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]
+    return f"CUDA {torch.version.cuda}, cuDNN {cudnn}"
 
 
 def _gpu(index: int) -> dict[str, Any]:
@@ -105,21 +129,27 @@ def _cache() -> dict[str, Any]:
 
 def _print(facts: dict[str, Any]) -> None:
     for name, version in facts["versions"].items():
-        print(f"{name:<10} {version or 'not installed'}")
+        print(f"{name:<12} {version or 'not installed'}")
     machine = facts["machine"]
-    print(f"\nmachine    {machine['system']}, {machine['cpus']} CPUs, {len(machine['gpus'])} GPUs")
+    print(
+        f"\nmachine      {machine['system']}, {machine['cpus']} CPUs, {len(machine['gpus'])} GPUs"
+    )
     for gpu in machine["gpus"]:
         print(
             f"  {gpu['name']}, compute capability {gpu['capability']}, {gpu['memory_gib']} GiB, "
             f"{gpu['multiprocessors']} multiprocessors, "
             f"{gpu['shared_memory_per_block']} bytes of shared memory a block"
         )
+    print(f"  torch is built for {machine['torch_build']}")
+    print("\nenvironment" + ("" if facts["environment"] else "  no variable is set"))
+    for name, value in facts["environment"].items():
+        print(f"  {name}={visible(value[:_MOST_SHOWN])}")
     print("\nbackends")
     for name, devices in facts["backends"].items():
         for device, why in devices.items():
             print(f"  {name:<10} {device:<8} {'works' if why is None else f'no: {why}'}")
     cache = facts["cache"]
-    print(f"\ncache      {visible(cache['folder'])}")
+    print(f"\ncache        {visible(cache['folder'])}")
     state = "enabled" if cache["enabled"] else "off (ATTNDSL_CACHE=0)"
     if not cache["writable"]:
         state += ", not writable"

@@ -11,9 +11,11 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from attndsl.config import PROGRAM_SUFFIX
 from attndsl.errors import ConfigError, visible
 from attndsl.frontend.format import format_source
 
+from .folders import find_files, tell_skipped
 from .inputs import is_config, read_text
 from .usage import UsageError
 
@@ -21,11 +23,11 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 
-def format_files(files: Sequence[str], check: bool, diff: bool) -> int:
-    """Format ``files`` in place, and standard input and pipes to standard output.
+def format_files(arguments: Sequence[str], check: bool, diff: bool) -> int:
+    """Format program files in place, and standard input and pipes to standard output.
 
     Args:
-        files: Program files; ``-`` is standard input.
+        arguments: Program files, and folders and patterns of them; ``-`` is standard input.
         check: Change nothing; name the files that would change.
         diff: Change nothing; print the changes.
 
@@ -33,10 +35,13 @@ def format_files(files: Sequence[str], check: bool, diff: bool) -> int:
         1 if ``check`` or ``diff`` is set and a file would change, else 0.
 
     Raises:
-        UsageError: A configuration file, whose own layout would be lost.
+        UsageError: A configuration file, whose own layout would be lost. An argument stands for no
+            file.
         ConfigError: A file cannot be written; it is as it was.
         AttnDSLError: A program with errors; it and those after it are left alone.
     """
+    files, skipped = find_files(arguments, (PROGRAM_SUFFIX,))
+    tell_skipped(skipped)
     for file in files:
         if is_config(file):
             raise UsageError(

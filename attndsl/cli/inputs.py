@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from attndsl import reading
-from attndsl.config import read_config
+from attndsl.config import SUFFIXES, read_config
 from attndsl.errors import visible
 from attndsl.frontend.declare import Bound, TensorSpec
 from attndsl.source import Source
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
     from attndsl.frontend.declare import Declared
 
-CONFIG_SUFFIXES = (".yaml", ".yml", ".toml", ".json")
 _TENSOR = re.compile(r"\s*([A-Za-z_]\w*)\s*\[([^\]]*)\]\s*(?::\s*(int|float|bool))?\s*")
 _NAME = re.compile(r"[A-Za-z_]\w*")
 _DIGITS = 18
@@ -41,6 +40,8 @@ class NamedProgram:
     source: Source
     params: Mapping[str, Bound] = field(default_factory=dict)
     """Values that the configuration binds."""
+    description: str | None = None
+    """What the configuration says of it to people."""
 
     def declared(self, more: Mapping[str, Declared]) -> dict[str, Declared]:
         """Its bound params, and ``more`` from the command line, which comes first."""
@@ -49,7 +50,7 @@ class NamedProgram:
 
 def is_config(file: str) -> bool:
     """Whether ``file`` is read as a configuration rather than as one program."""
-    return Path(file).suffix.lower() in CONFIG_SUFFIXES
+    return Path(file).suffix.lower() in SUFFIXES
 
 
 def read_text(file: str) -> Source:
@@ -60,32 +61,49 @@ def read_text(file: str) -> Source:
     """
     if file == "-":
         return Source(reading.read_standard_input(), "<stdin>")
-    return Source(reading.read_text(file), file)
+    return Source(reading.read_text(file), file, file=file)
 
 
-def read_programs(file: str) -> list[NamedProgram]:
+def read_programs(file: str, key: str | None = None) -> list[NamedProgram]:
     """All programs of ``file``.
 
+    Args:
+        file: A program file, a configuration, or ``-``.
+        key: Where the programs stand in a configuration; of no matter to other files.
+
     Raises:
-        ConfigError: It cannot be read, or is no configuration of the documented form.
+        ConfigError: It cannot be read, nothing stands at ``key``, or that is no configuration of
+            the documented form.
     """
     if not is_config(file):
         source = read_text(file)
         return [NamedProgram(source.name, source)]
-    return [
-        NamedProgram(e.name, Source(e.text, e.source_name, e.first_line), e.params)
-        for e in read_config(file)
-    ]
+    return [NamedProgram(e.name, e.source, e.params, e.description) for e in read_config(file, key)]
 
 
-def read_program(file: str, name: str | None) -> NamedProgram:
+def check_key(file: str, key: str | None) -> None:
+    """Refuse a key of a file that has none.
+
+    Raises:
+        UsageError: ``file`` is no configuration.
+    """
+    if key is not None and not is_config(file):
+        raise UsageError(
+            f"--key is given, and {file} is no configuration",
+            hint=f"configurations are {', '.join(f'*{suffix}' for suffix in SUFFIXES)}",
+        )
+
+
+def read_program(file: str, name: str | None, key: str | None = None) -> NamedProgram:
     """The one program of ``file``, or its program ``name``.
 
     Raises:
-        ConfigError: The file cannot be read.
-        UsageError: It has several programs and ``name`` is None, or none of that name.
+        ConfigError: The file cannot be read, or nothing stands at ``key``.
+        UsageError: It has several programs and ``name`` is None, or none of that name; ``key`` is
+            given, and the file is no configuration.
     """
-    programs = read_programs(file)
+    check_key(file, key)
+    programs = read_programs(file, key)
     names = ", ".join(visible(program.name) for program in programs[:_NAMED]) or "none"
     names += ", ..." if len(programs) > _NAMED else ""
     if name is not None and is_config(file):

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import re
 import sys
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
-import torch
-
 from attndsl.errors import ArgumentError
-from attndsl.ir import DType, Op
+from attndsl.made_up import make_for_picture
 from attndsl.picture import check_path, picture_data, text, write
 from attndsl.runtime.location import Location
 
-from .captures import check_dim_names, make_captures
+from .captures import check_dim_names
 from .stages import compile_program
 from .usage import UsageError
 
@@ -21,13 +19,9 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from attndsl.frontend.declare import Declared
-    from attndsl.ir import Program, TensorDecl
+    from attndsl.ir import Program
 
     from .inputs import NamedProgram
-
-_IDS = re.compile(r"doc|seg|ids", re.IGNORECASE)
-_RUNS = 4
-"""Documents that made-up ids have, so that small pictures show several."""
 
 
 def plot(
@@ -67,9 +61,11 @@ def plot(
         # What would run it is of no matter here, and the reference is always there.
         attention = compile_program(program, declared, "reference")
         lowered = attention.lowered
-        check_dim_names(lowered.program, dims)
+        check_dim_names([lowered.program], dims)
         _check_params(lowered.program)
-        tensors = _make_up(lowered.program, {**sizes, **dims}, seed)
+        made = make_for_picture(lowered.program, {**sizes, **dims}, seed)
+        if made.what:
+            print(f"made up, seed {seed}: {made.what}", file=sys.stderr)
         data = picture_data(
             lowered,
             q_len=sizes["q_len"],
@@ -83,10 +79,11 @@ def plot(
             b=place[0],
             h=place[1],
             location=Location(*offsets),
-            tensors=tensors,
+            tensors=made.tensors,
             raw_score=raw_score,
-            title=attention.text,
+            title=program.description or attention.text,
         )
+        data = replace(data, made_up=made.what)
         if output is None:
             print(text(data), end="")
         else:
@@ -103,34 +100,3 @@ def _check_params(program: Program) -> None:
             f"no value is given for {', '.join(lacking)}",
             hint="add " + " ".join(f"-p {name}=..." for name in lacking),
         )
-
-
-def _make_up(program: Program, sizes: Mapping[str, int], seed: int) -> dict[str, torch.Tensor]:
-    """Values for the program's tensors, those of ``attndsl run`` but for ids; says so on stderr."""
-    generator = torch.Generator().manual_seed(seed)
-    tensors = make_captures(program, sizes, "cpu", generator)
-    said = []
-    for decl in program.tensors:
-        value = tensors[decl.name]
-        if _are_ids(decl):
-            drawn = torch.randint(0, _RUNS, value.shape, generator=generator, dtype=torch.int32)
-            tensors[decl.name] = drawn.sort(-1).values
-            said.append(f"{decl.name} (sorted ids)")
-        elif decl.dtype is DType.FLOAT:
-            said.append(f"{decl.name} (normal numbers)")
-        elif decl.dtype is DType.BOOL:
-            said.append(f"{decl.name} (fair coins)")
-        elif value.numel():
-            said.append(f"{decl.name} (ints from {int(value.min())} to {int(value.max())})")
-    if said:
-        print(f"made up, seed {seed}: {', '.join(said)}", file=sys.stderr)
-    return tensors
-
-
-def _are_ids(decl: TensorDecl) -> bool:
-    """Whether ``decl`` numbers documents, by its name or by running along positions."""
-    if decl.dtype is not DType.INT or not decl.dims:
-        return False
-    last = decl.dims[-1]
-    by_position = last.op is Op.SIZE and last.value in ("q_len", "kv_len")
-    return by_position or _IDS.search(decl.name) is not None

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from attndsl.comparing import Case, held_to_reference, results
+from attndsl.comparing import table as table_of
 from attndsl.errors import visible
 from attndsl.ir import DType
 from attndsl.runtime.dispatch import choose_backend
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
     from rich.progress import Progress
 
     from attndsl.api import Attention
+    from attndsl.comparing import Check
     from attndsl.frontend.declare import Declared
     from attndsl.ir import ParamDecl, TensorDecl
 
@@ -37,14 +40,6 @@ DTYPES = {
     "fp32": torch.float32,
     "fp64": torch.float64,
 }
-FACTORS = {"fp16": 1.1, "bf16": 1.1, "fp32": 10.0, "fp64": 10.0}
-"""How much further than the reference in the same dtype the output may be from exact."""
-GRADIENT_FACTORS = {"out": 1.0, "dq": 2.5, "dk": 4.0, "dv": 4.0}
-_CAPTURE_FACTOR = 4.0
-_CAPTURE_ROUNDINGS = 8
-"""A capture's gradient may have few elements, whose errors in the reference may be small by chance.
-So one element may also be off by this many times the dtype's precision, n by n ** -0.5 of that."""
-_FLOOR = 16 * torch.finfo(torch.float32).eps
 _CHECK_BYTES = 8 << 30
 _CPU_SECONDS = 1.0
 _CPU_RUNS = 3
@@ -81,18 +76,6 @@ class Timing:
 
 
 @dataclass(frozen=True, slots=True)
-class Check:
-    """One result against the reference in fp64."""
-
-    name: str
-    max_error: float
-    mean_error: float
-    allowed: float
-    """Of ``mean_error``: a factor times the mean error of the reference in the tested dtype."""
-    ok: bool
-
-
-@dataclass(frozen=True, slots=True)
 class Report:
     """All that a run found."""
 
@@ -121,32 +104,23 @@ def run(
     Raises:
         AttnDSLError: The program has errors, or cannot run on these shapes.
     """
-    _check_shapes(shapes, check)
+    check_shapes(shapes, check)
     attention = compile_program(program, declared, backend, exact)
     chosen, _ = choose_backend(backend, torch.device(shapes.device), False, DTYPES[shapes.dtype])
-    check_dim_names(attention.lowered.program, dims)
+    check_dim_names([attention.lowered.program], dims)
     generator = torch.Generator().manual_seed(seed)
-    inputs = _inputs(shapes, generator)
+    inputs = random_inputs(shapes, generator)
     sizes = {**shapes.sizes(), **dims}
     captures = make_captures(attention.lowered.program, sizes, shapes.device, generator)
     # Both must drop the same weights.
     drawn = None if attention.lowered.program.dropout is None else seed
-
-    def call(which: Attention, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-        return _call(which, inputs, captures, drawn, dtype, backward)
-
+    case = _case(attention, inputs, captures, drawn, backward)
     progress = _progress() if sys.stderr.isatty() else None
     with progress or nullcontext():
         step = _stepper(progress, 2 + 2 * check + backward)
         step(f"first call on {chosen.name}")
-        found = call(attention, DTYPES[shapes.dtype])
-        checks: tuple[Check, ...] = ()
-        if check:
-            reference = compile_program(program, declared, "reference")
-            step("reference in fp64")
-            golden = call(reference, torch.float64)
-            step(f"reference in {shapes.dtype}")
-            checks = _compare(golden, call(reference, DTYPES[shapes.dtype]), found, shapes.dtype)
+        found = results(attention, case)
+        checks = held_to_reference(attention, case, found, step) if check else ()
         del found
         timings = []
         for direction in ("forward", "backward")[: 1 + backward]:
@@ -179,7 +153,12 @@ def median_ms(function: Callable[[], object], device: str) -> float:
     return statistics.median(times)
 
 
-def _check_shapes(shapes: Shapes, check: bool) -> None:
+def check_shapes(shapes: Shapes, check: bool) -> None:
+    """Refuse shapes that cannot be run, or that the reference has no memory for if it is to check.
+
+    Raises:
+        UsageError: Says what to give instead.
+    """
     if shapes.dtype not in DTYPES:
         raise UsageError(f"there is no dtype '{shapes.dtype}'", hint=f"use {', '.join(DTYPES)}")
     for name in ("batch", "heads", "kv_heads", "q_len", "kv_len", "head_dim", "value_dim"):
@@ -200,7 +179,7 @@ def _check_shapes(shapes: Shapes, check: bool) -> None:
         )
 
 
-def _inputs(shapes: Shapes, generator: torch.Generator) -> list[torch.Tensor]:
+def random_inputs(shapes: Shapes, generator: torch.Generator) -> list[torch.Tensor]:
     """q, k, v and the gradient of the output."""
     s = shapes
     wanted = (
@@ -215,33 +194,27 @@ def _inputs(shapes: Shapes, generator: torch.Generator) -> list[torch.Tensor]:
     ]
 
 
-def _call(
+def _case(
     attention: Attention,
     inputs: list[torch.Tensor],
     captures: Mapping[str, Any],
     seed: int | None,
-    dtype: torch.dtype,
     backward: bool,
-) -> dict[str, torch.Tensor]:
-    """The output, and with ``backward`` the gradients of q, k, v and the float captures."""
-    q, k, v, grad = (x.to(dtype) for x in inputs)
-    if not backward:
-        with torch.no_grad():
-            return {"out": attention(q, k, v, seed=seed, captures=captures)}
-    leaves, learned = _leaves(attention, [q, k, v], captures)
-    if dtype is torch.float64:
-        learned = {name: x.detach().double().requires_grad_() for name, x in learned.items()}
-    out = attention(*leaves, seed=seed, captures={**captures, **learned})
-    names = ("dq", "dk", "dv", *(f"d{name}" for name in learned))
-    inputs = [*leaves, *learned.values()]
-    found = torch.autograd.grad(out, inputs, grad, allow_unused=True)
-    gradients = (
-        torch.zeros_like(x) if each is None else each for x, each in zip(inputs, found, strict=True)
+) -> Case:
+    """The call, and with ``backward`` the gradients of q, k, v and the float captures."""
+    *operands, grad = inputs
+    q, k, v = operands
+    _, learned = leaves_of(attention, operands, captures) if backward else ([], {})
+    return Case(
+        (q, k, v),
+        {**captures, **learned},
+        {"seed": seed},
+        tuple(learned),
+        grad_out=grad if backward else None,
     )
-    return {"out": out.detach(), **dict(zip(names, gradients, strict=True))}
 
 
-def _leaves(
+def leaves_of(
     attention: Attention, operands: list[torch.Tensor], captures: Mapping[str, Any]
 ) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
     """q, k and v, and float tensors and run-time params by name, as leaves that require grad."""
@@ -275,31 +248,10 @@ def _direction(
                 return attention(*operands, seed=seed, captures=captures)
 
         return forward
-    leaves, learned = _leaves(attention, operands, captures)
+    leaves, learned = leaves_of(attention, operands, captures)
     out = attention(*leaves, seed=seed, captures={**captures, **learned})
     wanted = [*leaves, *learned.values()]
     return lambda: torch.autograd.grad(out, wanted, grad, retain_graph=True, allow_unused=True)
-
-
-def _compare(
-    golden: Mapping[str, torch.Tensor],
-    usual: Mapping[str, torch.Tensor],
-    found: Mapping[str, torch.Tensor],
-    dtype: str,
-) -> tuple[Check, ...]:
-    checks = []
-    for name, exact in golden.items():
-        error = (found[name].double() - exact).abs()
-        mean = float(error.mean())
-        factor = FACTORS[dtype] * GRADIENT_FACTORS.get(name, _CAPTURE_FACTOR)
-        allowed = factor * float((usual[name].double() - exact).abs().mean()) + _FLOOR
-        if name not in GRADIENT_FACTORS:
-            size = float(exact.square().mean().sqrt())
-            few = _CAPTURE_ROUNDINGS * max(1, exact.numel()) ** -0.5
-            allowed += (few * torch.finfo(DTYPES[dtype]).eps + _FLOOR) * size
-        # A NaN is never below the limit; where the exact result has one, nothing can be compared.
-        checks.append(Check(name, float(error.max()), mean, allowed, mean <= allowed))
-    return tuple(checks)
 
 
 def _flops(shapes: Shapes, direction: str) -> int:
@@ -346,15 +298,12 @@ def _print(report: Report) -> None:
     if not report.checks:
         console.print("not checked")
         return
-    table = Table("result", "max error", "mean error", "allowed", "verdict", box=None)
-    for each in report.checks:
-        verdict = "ok" if each.ok else "FAILED"
-        table.add_row(
-            each.name,
-            f"{each.max_error:.2e}",
-            f"{each.mean_error:.2e}",
-            f"{each.allowed:.2e}",
-            verdict,
-            style=None if each.ok else "bold red",
+    for line in table_of(report.checks):
+        failed = line.rpartition("  ")[2].startswith("FAILED")
+        console.print(
+            line,
+            style="bold red" if failed else None,
+            markup=False,
+            highlight=False,
+            soft_wrap=True,
         )
-    console.print(table)

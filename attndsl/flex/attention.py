@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
 
 import torch
 
@@ -61,6 +61,42 @@ class Prepared:
     attention: Attention
     captures: Mapping[str, Any]
     tiles: TileMap | None = None
+
+
+@overload
+def flex_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, score_mod: Mod | None = None,
+    block_mask: TorchBlockMask | None = None, scale: float | None = None, enable_gqa: bool = False,
+    return_lse: Literal[False] = False, kernel_options: Mapping[str, Any] | None = None, *,
+    return_aux: None = None,
+) -> torch.Tensor: ...  # fmt: skip
+
+
+@overload
+def flex_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, score_mod: Mod | None = None,
+    block_mask: TorchBlockMask | None = None, scale: float | None = None, enable_gqa: bool = False,
+    *, return_lse: Literal[True], kernel_options: Mapping[str, Any] | None = None,
+    return_aux: None = None,
+) -> tuple[torch.Tensor, torch.Tensor]: ...  # fmt: skip
+
+
+@overload
+def flex_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, score_mod: Mod | None = None,
+    block_mask: TorchBlockMask | None = None, scale: float | None = None, enable_gqa: bool = False,
+    return_lse: bool = False, kernel_options: Mapping[str, Any] | None = None, *,
+    return_aux: AuxRequest,
+) -> tuple[torch.Tensor, AuxOutput]: ...  # fmt: skip
+
+
+@overload
+def flex_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, score_mod: Mod | None = None,
+    block_mask: TorchBlockMask | None = None, scale: float | None = None, enable_gqa: bool = False,
+    return_lse: bool = False, kernel_options: Mapping[str, Any] | None = None, *,
+    return_aux: AuxRequest | None = None,
+) -> Any: ...  # fmt: skip
 
 
 def flex_attention(
@@ -133,11 +169,11 @@ def flex_attention(
         found = attend_in_graph(query, key, value, score_mod, mask_mod, options)
         return _results(*found, return_lse, return_aux)
     prepared = prepare(query, key, score_mod, block_mask, backend)
-    found = prepared.attention(
+    called = prepared.attention(
         query, key, value, scale=scale, return_lse=asked.lse, tiles=prepared.tiles,
         **prepared.captures,
     )  # fmt: skip
-    out, lse = found if asked.lse else (found, None)
+    out, lse = called if isinstance(called, tuple) else (called, None)
     maxima = None
     if asked.max_scores:
         maxima = find_maxima(prepared.attention, query, key, scale, prepared.captures)

@@ -59,6 +59,17 @@ class Trace:
     def __str__(self) -> str:
         return self.text
 
+    def __repr__(self) -> str:
+        """The program, with its captures as a comment."""
+        shown = (f"{name} {_described(value)}" for name, value in self.captures.items())
+        more = f"# captures: {', '.join(shown)}\n" if self.captures else ""
+        return (self.text + more).rstrip("\n")
+
+    def _repr_html_(self) -> str:
+        from attndsl import picture  # It takes long to import, and few draw.
+
+        return picture.highlighted(repr(self))
+
 
 def trace(
     score_mod: Mod | None = None,
@@ -197,6 +208,13 @@ def trace_graph(
     score = _score(given["score"], mods) if "score" in given else SCORE
     mask = _mask(given["mask"], mods) if "mask" in given else None
     return _program(tracer, score, mask, {}, found)
+
+
+def _described(value: torch.Tensor | int | float) -> str:
+    """A capture in few words."""
+    if not isinstance(value, torch.Tensor):
+        return repr(value)
+    return f"{str(value.dtype).removeprefix('torch.')} {tuple(value.shape)}"
 
 
 def _score(node: Node, mod: Mod) -> Node:

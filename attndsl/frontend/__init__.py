@@ -22,6 +22,7 @@ def read(source: Source, declared: Mapping[str, Declared]) -> Program:
         AttnDSLError: All that is wrong with it.
     """
     from .check import check
+    from .imports import expand
     from .parse import parse
 
-    return check(parse(source), declared)
+    return check(parse(expand(source)), declared)

@@ -6,6 +6,7 @@ Non-goals: simplification; a program's IR is what was written, with functions in
 from __future__ import annotations
 
 import difflib
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from attndsl import ir
@@ -18,12 +19,16 @@ from attndsl.errors import (
 )
 from attndsl.ir import DType, Node, Op, ParamDecl, Program, TensorDecl
 from attndsl.passes.simplify import simplify_node
+from attndsl.scalars import as_int
 
 from . import promote
 from . import surface as s
-from .declare import GIVEN, Bound, ParamSpec
+from .declare import GIVEN, Bound, ParamSpec, TensorSpec
 from .expressions import ALWAYS, Inliner, Scope
+from .imports import homeless
+from .keywords import refuse_keywords
 from .limits import MAX_ERRORS
+from .names import TARGETS as _TARGETS
 from .parse import parse
 
 if TYPE_CHECKING:
@@ -33,7 +38,6 @@ if TYPE_CHECKING:
 
     from .declare import Declared
 
-_TARGETS = frozenset({"mask", "score", "sink", "weights"})
 _TYPES = {t.value: t for t in DType}
 
 
@@ -89,13 +93,18 @@ class _Checker:
         )
 
     def run(self) -> None:
-        for name, given in self.declared.items():
-            if name not in self.in_text:
-                self._declare(name, given)
-        # Declarations come first, so that their order in the text does not matter.
+        raise_all([homeless(x) for x in self.tree.statements if isinstance(x, s.Import)])
+        given = {name: x for name, x in self.declared.items() if name not in self.in_text}
+        # Declarations come first, so that their order does not matter. Dims mention params.
+        for name, scalar in given.items():
+            if not isinstance(scalar, TensorSpec):
+                self._declare(name, scalar)
         for statement in self.tree.statements:
             if isinstance(statement, s.Param):
                 self._guard(self._param, statement)
+        for name, tensor in given.items():
+            if isinstance(tensor, TensorSpec):
+                self._declare(name, tensor)
         for statement in self.tree.statements:
             if isinstance(statement, s.Tensor):
                 self._guard(self._tensor, statement)
@@ -130,7 +139,8 @@ class _Checker:
             )
         if name.name in self.bound_at:
             raise NameResolutionError(
-                f"'{name.name}' is already bound in line {self.bound_at[name.name].line}",
+                f"'{name.name}' is already bound in "
+                f"{self.bound_at[name.name].line_from(name.span)}",
                 name.span,
                 "names are bound once: choose another (only 'score' lines replace one another)",
             )
@@ -213,12 +223,19 @@ class _Checker:
     def _literal(self, written: s.Expr, dtype: DType) -> bool | int | float:
         node = self.inliner.node(written)
         if node is not None and node.op is Op.CONST and isinstance(node.value, bool | int | float):
-            return self._bound("the default", Bound(node.value), dtype, written.span).value  # type: ignore[return-value]
+            return self._typed("the default", Bound(node.value), dtype, written.span).value  # type: ignore[return-value]
         raise TypeMismatchError(
             "a default is a literal", written.span, "write a number, true or false"
         )
 
     def _bound(self, name: str, given: Bound, dtype: DType, span: Span) -> Node:
+        """A param's value from outside of the text, where a whole float is as good as an int."""
+        number = as_int(given.value) if dtype is DType.INT else None
+        if number is not None and -(1 << 63) <= number < 1 << 63:
+            given = replace(given, value=number)
+        return self._typed(name, given, dtype, span)
+
+    def _typed(self, name: str, given: Bound, dtype: DType, span: Span) -> Node:
         unusable = _unusable(name, given)
         if unusable is not None:
             raise unusable
@@ -228,7 +245,7 @@ class _Checker:
         if node.dtype is not dtype:
             raise TypeMismatchError(
                 f"'{name}' is of type {dtype.value}, and {given.value!r} is not", span,
-                f"pass a {dtype.value}",
+                "pass an int" if dtype is DType.INT else f"pass a {dtype.value}",
             )  # fmt: skip
         return node
 
@@ -328,13 +345,17 @@ class _Checker:
             self.scope.values[name] = self.inliner.node(statement.value)
             self.scope.defining = None
             return
+        if name == "mask":
+            self._mask(statement)
+            return
         if name in self.parts:
             raise NameResolutionError(
-                f"'{name}' is already given",
+                f"'{name}' is already given in {self.bound_at[name].line_from(statement.span)}",
                 statement.name.span,
-                "join the conditions with 'and'" if name == "mask" else "write one expression",
+                f"a program has one '{name}': write one expression",
             )
         self.parts[name] = None
+        self.bound_at[name] = statement.name.span
         if name == "weights":
             self._weights(statement)
             return
@@ -342,11 +363,19 @@ class _Checker:
         if value is None:
             return
         at = statement.value.span
-        if name == "mask":
-            self.parts[name] = promote.need_bool(value, at, "the mask")
-            return
         self._needs_only(value, {"b", "h"}, "a sink is one logit a row: it", at)
         self.parts[name] = promote.as_float(promote.need_number(value, at, "the sink"))
+
+    def _mask(self, statement: s.Assign) -> None:
+        """One more condition: mask lines mean what ``and`` between them means."""
+        value = self.inliner.node(statement.value)
+        if value is None:
+            return
+        value = promote.need_bool(value, statement.value.span, "the mask")
+        before = self.parts.get("mask")
+        self.parts["mask"] = (
+            value if before is None else ir.node(Op.AND, before, value, span=statement.value.span)
+        )
 
     def _needs_only(self, value: Node, allowed: set[str], what: str, at: Span) -> None:
         found = ir.dependencies(value)[value] - allowed
@@ -360,6 +389,7 @@ class _Checker:
         """``softmax(score)``, another expression of the final score, or dropout of either."""
         written = statement.value
         if isinstance(written, s.FunctionCall) and written.name == "dropout":
+            refuse_keywords(written)
             if len(written.args) != 2:
                 raise TypeMismatchError(
                     "dropout takes the weights and a probability",
@@ -369,6 +399,7 @@ class _Checker:
             written, probability = written.args
             self.dropout = self._probability(probability)
         if isinstance(written, s.FunctionCall) and written.name == "softmax":
+            refuse_keywords(written)
             if len(written.args) != 1 or written.args[0] != s.Name("score", written.args[0].span):
                 raise TypeMismatchError(
                     "softmax is taken of the score",

@@ -22,6 +22,7 @@ from attndsl.ir import DType, Node, TensorDecl
 
 from . import contraction, functions, promote
 from . import surface as s
+from .keywords import parameters_of, refuse_keywords
 from .limits import MAX_EXPANSIONS, MAX_NESTING
 from .prelude import prelude_function, prelude_names
 
@@ -303,9 +304,11 @@ class Inliner:
         name = expr.name
         own = self.scope.definitions.get(name)
         if own is None and name == contraction.NAME:
+            refuse_keywords(expr)
             return self._dot(expr)
-        args = [self.value(arg) for arg in expr.args]
+        args = [self.value(arg) for arg in (*expr.args, *(k.value for k in expr.keywords))]
         if own is None and name in functions.NAMES:
+            refuse_keywords(expr)
             nodes = [self._argument(a, written) for a, written in zip(args, expr.args, strict=True)]
             found = [n for n in nodes if n is not None]
             if len(found) < len(nodes):
@@ -314,13 +317,7 @@ class Inliner:
         definition = own or prelude_function(name)
         if definition is None:
             raise self._unknown_function(expr)
-        if len(args) != len(definition.parameters):
-            wanted = ", ".join(p.name for p in definition.parameters)
-            raise RankError(
-                f"{name} takes {len(definition.parameters)} argument(s), and has {len(args)}",
-                expr.span,
-                f"write {name}({wanted})",
-            )
+        names = parameters_of(expr, [p.name for p in definition.parameters])
         if name in self._calls:
             raise NameResolutionError(
                 f"'{name}' calls itself", expr.span, "functions are inlined: write out the steps"
@@ -329,7 +326,7 @@ class Inliner:
         if own is None and outer is None:
             self._blame = expr.span
         self._calls.append(name)
-        self._frames.append(dict(zip((p.name for p in definition.parameters), args, strict=True)))
+        self._frames.append(dict(zip(names, args, strict=True)))
         try:
             return self.node(definition.body)
         finally:

@@ -49,7 +49,7 @@ def format_source(text: str, name: str = "<program>") -> str:
         # A continuation is indented under its statement; statements are not.
         indent = "    " if depth > 0 and (code.strip() or comment) else ""
         shown = []
-        for statement in code.split(";") if depth == 0 else [code]:
+        for statement in code.split(";"):  # It stands in no brackets: the text parses.
             laid, depth = _lay_out(statement, depth, source, number)
             if laid:
                 shown.append(laid)
@@ -74,7 +74,7 @@ def _lay_out(code: str, depth: int, source: Source, number: int) -> tuple[str, i
     before: Any = None
     for token in lexer().lex(code):
         kind = token.type
-        if before is not None and _space(before, kind, out):
+        if before is not None and _space(before, kind, depth > 0):
             out += " "
         out += str(token)
         if kind in _OPENING:
@@ -102,10 +102,12 @@ def _is_unary(before: _Seen | None, kind: str) -> bool:
     return signs and (before is None or before.kind not in _OPERANDS)
 
 
-def _space(before: _Seen, kind: str, out: str) -> bool:
+def _space(before: _Seen, kind: str, in_brackets: bool) -> bool:
     """Whether a space stands between two tokens."""
     if kind in _NO_SPACE_BEFORE or before.kind in _OPENING:
         return False
+    if in_brackets and "EQUAL" in (kind, before.kind):
+        return False  # An argument with its name.
     if kind == "COLON":
         return bool(before.kind == "COMMA")
     if kind in _OPENING:

@@ -20,6 +20,12 @@ if TYPE_CHECKING:
 FLOAT_FUNCTIONS = {op.value: op for op in FLOAT_UNARY}
 _COUNTS = {"where": 3, "clamp": 3, "abs": 1, "sign": 1, "int": 1, "float": 1, "bool": 1}
 NAMES = frozenset({*FLOAT_FUNCTIONS, *_COUNTS, "min", "max"})
+FORMS = {
+    "where": "where(c, x, y)", "clamp": "clamp(x, low, high)", "min": "min(x, y)",
+    "max": "max(x, y)", "dot": "dot(u[b, h, q, :], w[b, hkv, kv, :])",
+    "softmax": "softmax(score)", "dropout": "dropout(softmax(score), 0.1)",
+}  # fmt: skip
+"""How those functions are called that are not of one number ``x``."""
 REDUCTIONS = frozenset(
     {
         "sum", "mean", "cumsum", "cumprod", "prod", "amax", "amin", "argmax", "argmin", "any",

@@ -8,5 +8,9 @@ MAX_NESTING = 64
 """Depth of brackets and of operators that nest to the right; also of function calls."""
 MAX_EXPANSIONS = 20_000
 """Operators and names of a program once all its functions are inlined."""
+MAX_IMPORTS = 100
+"""Files that a program imports, directly or through others."""
+MAX_IMPORT_DEPTH = 16
+"""Files that import one another in a chain."""
 MAX_ERRORS = 20
 """Errors reported at once."""

@@ -35,7 +35,10 @@ _ELSEWHERE = {
     ":": "it gives types in 'param' and 'tensor' lines, and whole rows in dot(u[q, :], w[kv, :])",
     "\\": "break lines inside brackets instead",
 }
-_KEYWORDS = {"lambda": "write 'def NAME(x) = ...'", "import": "nothing can be imported"}
+_KEYWORDS = {
+    "lambda": "write 'def NAME(x) = ...'",
+    "import": 'write import "FILE.attn" in a line of its own, with a file beside this one',
+}
 
 
 def parse(source: Source) -> s.Tree:
@@ -49,7 +52,7 @@ def parse(source: Source) -> s.Tree:
     statements = []
     for span in spans:
         try:
-            statements.append(parse_statement(span))
+            statements.append(parse_statement(span.origin()))
         except AttnDSLError as error:
             errors.append(error)
             if len(errors) > MAX_ERRORS:
@@ -89,19 +92,22 @@ def _bad_character(span: Span, offset: int) -> LexError:
     found = next((k for k in sorted(_ELSEWHERE, key=len, reverse=True) if rest.startswith(k)), None)
     shown = found or rest[0]
     at = Span(span.source, span.start + offset, span.start + offset + len(shown))
-    return LexError(f"'{shown}' is not part of the language", at, _ELSEWHERE.get(shown))
+    imports = span.text.split()[:1] == ["import"]
+    hint = _KEYWORDS["import"] if imports else _ELSEWHERE.get(shown)
+    return LexError(f"'{shown}' is not part of the language", at, hint)
 
 
-def _bad_token(span: Span, error: Any) -> ParseError:
+def _bad_token(span: Span, error: Any) -> LexError | ParseError:
     token = error.token
     text = span.text
+    if token.type == "FILE":
+        return _bad_character(span, token.start_pos)
     if token.type == "$END":
         end = span.start + len(_without_comments(text).rstrip())
         at = Span(span.source, max(span.start, end - 1), end)
-        return ParseError(
-            "the statement ends too early", at, "complete the expression, or put it in brackets "
-            "to go on in the next line"
-        )  # fmt: skip
+        hint = "complete the expression, or put it in brackets to go on in the next line"
+        hint = _KEYWORDS["import"] if text.split()[:1] == ["import"] else hint
+        return ParseError("the statement ends too early", at, hint)
     start, end = token.start_pos, token.end_pos
     for two in ("&&", "||", "===", "->"):
         at = max(0, start - 1)
@@ -116,8 +122,8 @@ def _bad_token(span: Span, error: Any) -> ParseError:
 
 def _hint(text: str, start: int, token: str) -> str:
     before = text[:start].split()
-    if before and before[-1] in _KEYWORDS:
-        return _KEYWORDS[before[-1]]
+    if before and (before[-1] in _KEYWORDS or before[0] == "import"):
+        return _KEYWORDS.get(before[-1], _KEYWORDS["import"])
     if token == "=":
         return "write '==' to compare; '=' gives a name to a whole expression"
     if token == ":":
@@ -150,6 +156,8 @@ class _Builder:
     def statement(self, tree: Any) -> s.Statement:
         parts = tree.children
         first = parts[0] if hasattr(parts[0], "start_pos") else None
+        if tree.data == "use":
+            return s.Import(str(parts[1])[1:-1], self.span(first, parts[1]))
         if tree.data == "param":
             default = self.expr(parts[2]) if len(parts) > 2 else None
             name, dtype = self.name(parts[0]), self.name(parts[1])
@@ -170,7 +178,7 @@ class _Builder:
         return s.Bare(value, value.span)
 
     def expr(self, root: Any) -> s.Expr:
-        built: dict[int, tuple[s.Expr, int]] = {}
+        built: dict[int, tuple[Any, int]] = {}
         stack = [(root, False)]
         while stack:
             tree, ready = stack.pop()
@@ -184,6 +192,8 @@ class _Builder:
             # The left operand of an operator does not nest: long sums are flat.
             if isinstance(made, s.Binary):
                 depth = max(depths[0], depths[1] + 1)
+            elif isinstance(made, s.Keyword):
+                depth = depths[0]
             else:
                 depth = 1 + max(depths, default=0)
             if depth > MAX_NESTING:
@@ -193,9 +203,10 @@ class _Builder:
                     "give an inner part a name in a line of its own",
                 )
             built[id(tree)] = made, depth
-        return built[id(root)][0]
+        found: s.Expr = built[id(root)][0]
+        return found
 
-    def _node(self, tree: Any, parts: list[s.Expr]) -> s.Expr:
+    def _node(self, tree: Any, parts: list[Any]) -> s.Expr | s.Keyword:
         kind, children = tree.data, tree.children
         if kind == "number":
             return s.Number(str(children[0]).replace("_", ""), self.span(children[0]))
@@ -215,17 +226,39 @@ class _Builder:
             return s.Ternary(parts[1], parts[0], parts[2], parts[0].span.to(parts[2].span))
         if kind == "group":
             return s.Group(parts[0], self._closed(parts[0].span, ")", back="("))
-        closing = ")" if kind == "call" else "]"
         start = self.span(children[0])
-        end = self._closed(parts[-1].span if parts else start, closing)
-        build = s.FunctionCall if kind == "call" else s.Index
-        return build(str(children[0]), tuple(parts), start.to(end))
+        if kind == "keyword":
+            return s.Keyword(self.name(children[0]), parts[0], start.to(parts[0].span))
+        end = self._closed(parts[-1].span if parts else start, ")" if kind == "call" else "]")
+        if kind == "index":
+            return s.Index(str(children[0]), tuple(parts), start.to(end))
+        return s.FunctionCall(str(children[0]), *_by_name(parts, start.to(end)))
 
     def _closed(self, inner: Span, bracket: str, back: str = "") -> Span:
         """``inner`` widened to the bracket that closes it (and to the one that opens it)."""
         end = self.source.text.find(bracket, inner.end)
         start = self.source.text.rfind(back, 0, inner.start) if back else inner.start
         return Span(self.source, start, end + 1)
+
+
+def _by_name(
+    parts: list[s.Expr | s.Keyword], span: Span
+) -> tuple[tuple[s.Expr, ...], Span, tuple[s.Keyword, ...]]:
+    """The arguments of a call: those without a name, where the call stands, those with one."""
+    args: list[s.Expr] = []
+    named: list[s.Keyword] = []
+    for part in parts:
+        if isinstance(part, s.Keyword):
+            named.append(part)
+        elif named:
+            raise ParseError(
+                f"an argument without a name stands behind '{named[-1].name.name}='",
+                part.span,
+                "write arguments without a name first, or give this one its name too",
+            )
+        else:
+            args.append(part)
+    return tuple(args), span, tuple(named)
 
 
 def _subtrees(child: Any) -> list[Any]:

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from attndsl.source import Source, Span
 
 
@@ -64,12 +66,23 @@ class Ternary:
 
 
 @dataclass(frozen=True, slots=True)
+class Keyword:
+    """``NAME=value`` among the arguments of a call."""
+
+    name: Name
+    value: Expr
+    span: Span
+
+
+@dataclass(frozen=True, slots=True)
 class FunctionCall:
     """A function applied to arguments."""
 
     name: str
     args: tuple[Expr, ...]
     span: Span
+    keywords: tuple[Keyword, ...] = ()
+    """Those with a name, which stand behind the others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +110,37 @@ class Group:
 
 
 Expr = Number | Name | Unary | Binary | Compare | Ternary | FunctionCall | Index | Whole | Group
+
+
+def walk(root: Expr) -> Iterator[Expr]:
+    """``root`` and all expressions below it; iterative, since long sums are deep trees."""
+    stack = [root]
+    while stack:
+        item = stack.pop()
+        yield item
+        if isinstance(item, FunctionCall):
+            stack += [*item.args, *(keyword.value for keyword in item.keywords)]
+        elif isinstance(item, Binary):
+            stack += [item.left, item.right]
+        elif isinstance(item, Compare):
+            stack += item.operands
+        elif isinstance(item, Ternary):
+            stack += [item.condition, item.yes, item.no]
+        elif isinstance(item, Index):
+            stack += item.indices
+        elif isinstance(item, Unary):
+            stack.append(item.operand)
+        elif isinstance(item, Group):
+            stack.append(item.inner)
+
+
+@dataclass(frozen=True, slots=True)
+class Import:
+    """``import "FILE"``."""
+
+    file: str
+    """As written, without quotes."""
+    span: Span
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +190,18 @@ class Bare:
     span: Span
 
 
-Statement = Param | Tensor | Define | Assign | Bare
+Statement = Import | Param | Tensor | Define | Assign | Bare
+
+
+def expressions(statement: Statement) -> tuple[Expr, ...]:
+    """The expressions of a statement."""
+    if isinstance(statement, Import):
+        return ()
+    if isinstance(statement, Param):
+        return () if statement.default is None else (statement.default,)
+    if isinstance(statement, Tensor):
+        return statement.dims
+    return (statement.body if isinstance(statement, Define) else statement.value,)
 
 
 @dataclass(frozen=True, slots=True)

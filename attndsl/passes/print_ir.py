@@ -11,11 +11,13 @@ import math
 from typing import TYPE_CHECKING
 
 from attndsl.ir import FLOAT_UNARY, SCORE, DType, Node, Op, Program, sides, toposort
+from attndsl.source import NAME_LENGTH, shorten
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
     from .differentiate import Derivative
+    from .lowered import Lowered
 
 (_OR, _AND, _NOT, _COMPARE, _BIT_OR, _BIT_XOR, _BIT_AND, _SHIFT, _SUM, _PRODUCT, _UNARY, _POWER,
  _ATOM) = range(13)  # fmt: skip
@@ -45,6 +47,14 @@ _PREFIX = {Op.NOT: ("not ", _NOT), Op.NEG: ("-", _UNARY), Op.BITNOT: ("~", _UNAR
 _CALLS = {op: op.value for op in FLOAT_UNARY} | {
     op: op.value for op in (Op.MIN, Op.MAX, Op.ABS, Op.SIGN, Op.WHERE)
 }
+
+
+def short_form(lowered: Lowered, most: int = NAME_LENGTH) -> str:
+    """A program in one line of at most ``most`` characters, where nobody knows its text."""
+    try:
+        return shorten(print_program(lowered.program), most)
+    except ValueError:
+        return f"program {lowered.digest[:12]}"
 
 
 def print_program(program: Program) -> str:

@@ -21,9 +21,11 @@ from attndsl.ir import reads_score
 from attndsl.passes.print_ir import print_program
 from attndsl.passes.tiles.plan import EMPTY, FULL, PARTIAL
 from attndsl.runtime.bind import bind
-from attndsl.runtime.location import LOCATION, WHOLE
+from attndsl.runtime.location import LOCATION, WHOLE, plain_int
 from attndsl.runtime.parts import localised
 from attndsl.runtime.values import check_values
+
+from .curve import curve_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -31,6 +33,8 @@ if TYPE_CHECKING:
     from attndsl.backends.base import Call, Scalar
     from attndsl.pipeline import Lowered
     from attndsl.runtime.location import Location
+
+    from .curve import Curve
 
 MAX_LENGTH = 4096
 MAX_COUNT = 1 << 16
@@ -71,6 +75,10 @@ class PictureData:
     """PARTIAL tiles without a live pair."""
     could_be_full: int = 0
     """PARTIAL tiles with live pairs only."""
+    curve: Curve | None = None
+    """What the program makes of other raw scores; None where it adds to them, if anything."""
+    made_up: str = ""
+    """Which of the captures are nobody's, in words."""
 
     @property
     def q_len(self) -> int:
@@ -118,6 +126,15 @@ class PictureData:
         return (float(finite.min()), float(finite.max())) if finite.numel() else None
 
     @property
+    def shows_scores(self) -> bool:
+        """Whether the scores of pairs say anything that the curve does not."""
+        if not self.changes_score or self.curve is None:
+            return self.changes_score
+        live = self.score[self.mask]
+        ends = self.score_range
+        return not bool(live.isfinite().all()) or (ends is not None and ends[0] < ends[1])
+
+    @property
     def remarks(self) -> tuple[str, ...]:
         """Notes for the reader of a picture."""
         found = []
@@ -127,6 +144,8 @@ class PictureData:
             found.append(f"{self.could_be_full} of the PARTIAL tiles have live pairs only")
         if self.mask_reads_score:
             found.append(f"the mask depends on the score: pairs are those of {self.raw_score:g}")
+        if self.made_up:
+            found.append(f"made up: {self.made_up}")
         return tuple(found)
 
 
@@ -175,6 +194,9 @@ def picture_data(
         DTypeError: A tensor that does not have the type that the program declares.
     """
     kv_heads = heads if kv_heads is None else kv_heads
+    q_len, kv_len, block_m, block_n = map(plain_int, (q_len, kv_len, block_m, block_n))
+    batch, heads, kv_heads, head_dim = map(plain_int, (batch, heads, kv_heads, head_dim))
+    b, h = plain_int(b), plain_int(h)
     for name, value, most in (
         ("q_len", q_len, MAX_LENGTH), ("kv_len", kv_len, MAX_LENGTH),
         ("block_m", block_m, MAX_LENGTH), ("block_n", block_n, MAX_LENGTH),
@@ -261,6 +283,7 @@ def _look(
         kv_offset=_first(whole.kv_offset, place[0]),
         could_be_empty=int((loose & (exact == EMPTY)).sum()),
         could_be_full=int((loose & (exact == FULL)).sum()),
+        curve=curve_of(lowered, scope, mask),
     )
 
 

@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from attndsl.errors import ArgumentError
+from attndsl.source import shorten
 
-from .plain import shorten, text
-from .raster import png
+from .plain import text
+from .raster import by_matplotlib
 from .vector import svg
 
 if TYPE_CHECKING:
@@ -17,19 +18,19 @@ if TYPE_CHECKING:
 
     from .data import PictureData
 
-SUFFIXES = (".svg", ".png", ".html", ".txt")
+SUFFIXES = (".svg", ".png", ".html", ".txt", ".pdf")
 
 
 def write(data: PictureData, path: str | PathLike[str]) -> None:
-    """Write ``data`` as a file of the kind that the suffix names: .svg, .png, .html or .txt.
+    """Write ``data`` as a file of the kind that the suffix names: one of :data:`SUFFIXES`.
 
     Raises:
         ArgumentError: Another suffix, or a file that cannot be written.
-        UnsupportedError: PNG without matplotlib.
+        UnsupportedError: PNG or PDF without matplotlib.
     """
     suffix = check_path(path)
-    if suffix == ".png":
-        png(data, path)
+    if suffix in (".png", ".pdf"):
+        by_matplotlib(data, path, suffix[1:])
         return
     if suffix == ".svg":
         content = '<?xml version="1.0" encoding="UTF-8"?>\n' + svg(data)

@@ -1,10 +1,11 @@
-"""Plain-text pictures, and programs as headings."""
+"""Plain-text pictures."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 from attndsl.passes.tiles.plan import EMPTY, FULL, PARTIAL
+from attndsl.source import shorten
 
 if TYPE_CHECKING:
     from .data import PictureData
@@ -27,32 +28,13 @@ def text(data: PictureData) -> str:
         lines.append(f"{label:>{width}} " + "".join(_CHARACTERS[kind] for kind in kinds))
     lines += ["", "rows are queries, columns are keys; # FULL, + PARTIAL, . EMPTY", data.summary]
     lines += data.remarks
-    if data.changes_score:
+    if data.shows_scores:
         ends = data.score_range
         span = "nowhere finite" if ends is None else f"{ends[0]:.4g} to {ends[1]:.4g}"
         lines.append(f"scores of live pairs, from a raw score of {data.raw_score:g}: {span}")
+    if data.curve is not None:
+        lines.append(data.curve.line)
     return "\n".join(lines) + "\n"
-
-
-def shorten(program: str, most: int) -> str:
-    """``program`` in one line of at most ``most`` characters, without comments or declarations.
-
-    Control characters, which XML cannot hold and terminals obey, are replaced.
-    """
-    parts: list[str] = []
-    depth = 0
-    for line in program.splitlines():
-        for piece in line.partition("#")[0].split(";"):
-            code = " ".join(piece.split())
-            # Within brackets a statement goes on.
-            if depth > 0 and parts:
-                parts[-1] += f" {code}" if code else ""
-            elif code:
-                parts.append(code)
-            depth += sum(code.count(c) for c in "([") - sum(code.count(c) for c in ")]")
-    said = [part for part in parts if part.split()[:1] not in (["param"], ["tensor"])]
-    shown = "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in "; ".join(said))
-    return shown if len(shown) <= most else shown[: max(0, most - 3)] + "..."
 
 
 def ascii_only(shown: str) -> str:

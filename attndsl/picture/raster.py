@@ -1,12 +1,13 @@
-"""PNG pictures, by matplotlib, which is imported when the first one is drawn."""
+"""PNG and PDF pictures, by matplotlib, which is imported when the first one is drawn."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
 from attndsl.errors import ArgumentError, UnsupportedError
+from attndsl.source import shorten
 
-from .plain import ascii_only, shorten
+from .plain import ascii_only
 from .vector import DEAD, INK, KIND_COLOURS, ODD, PAPER, SCALE
 
 if TYPE_CHECKING:
@@ -19,7 +20,12 @@ _SIDE = 3.6
 
 
 def png(data: PictureData, path: str | PathLike[str]) -> None:
-    """Write ``data`` as a PNG file.
+    """Write ``data`` as a PNG file; see :func:`by_matplotlib`."""
+    by_matplotlib(data, path, "png")
+
+
+def by_matplotlib(data: PictureData, path: str | PathLike[str], kind: str) -> None:
+    """Write ``data`` as a file of ``kind``, ``png`` or ``pdf``.
 
     Raises:
         UnsupportedError: matplotlib is not installed.
@@ -29,15 +35,17 @@ def png(data: PictureData, path: str | PathLike[str]) -> None:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise UnsupportedError(
-            f"PNG pictures need matplotlib, which cannot be imported: {error}",
+            f"{kind.upper()} pictures need matplotlib, which cannot be imported: {error}",
             hint="pip install 'attndsl[plot]', or write .svg, .html or .txt, which need nothing",
         ) from error
-    count = 3 if data.changes_score else 2
+    count = 2 + data.shows_scores + (data.curve is not None)
     # A figure of its own, not pyplot's: nothing of the program's state is touched.
     figure = Figure(figsize=(count * (_SIDE + 0.9), _SIDE + 1.4), dpi=150, layout="constrained")
     _draw(data, figure, count)
+    # No time of writing, so that equal pictures are equal files.
+    metadata = {"CreationDate": None} if kind == "pdf" else None
     try:
-        figure.savefig(path, format="png")
+        figure.savefig(path, format=kind, metadata=metadata)
     except OSError as error:
         raise ArgumentError(
             f"cannot write {path}: {error.strerror or error}",
@@ -68,7 +76,7 @@ def _draw(data: PictureData, figure: Any, count: int) -> None:
     axes[0].imshow(tiles.numpy(), alpha=0.4, **kinds)
     axes[1].set_title("tiles", fontsize=9)
     axes[1].imshow(tiles.numpy(), **kinds)
-    if data.changes_score:
+    if data.shows_scores:
         low, high = data.score_range or (0.0, 0.0)
         odd = data.mask & ~data.score.isfinite()
         finite = data.score.where(data.score.isfinite(), float("nan"))
@@ -79,7 +87,15 @@ def _draw(data: PictureData, figure: Any, count: int) -> None:
             finite.numpy(), cmap=ListedColormap(SCALE), vmin=low, vmax=high, **how
         )
         figure.colorbar(image, ax=axes[2])
-    for panel in axes:
+    for panel in axes[: 2 + data.shows_scores]:
         panel.set_xlabel("key position")
         panel.set_ylabel("query position")
+    if data.curve is not None:
+        panel = axes[-1]
+        panel.set_title(data.curve.caption, fontsize=9)
+        shown = data.curve.value.where(data.curve.live, float("nan"))
+        panel.plot(data.curve.raw.numpy(), shown.numpy(), color=KIND_COLOURS[2])
+        panel.grid(visible=True, color=DEAD)
+        panel.set_xlabel("raw score")
+        panel.set_ylabel(data.curve.what)
     figure.supxlabel("\n".join((data.summary, data.place, *data.remarks)), fontsize=8)

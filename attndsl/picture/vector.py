@@ -13,9 +13,10 @@ from xml.sax.saxutils import escape
 
 import torch
 
-from .plain import shorten
+from attndsl.source import shorten
 
 if TYPE_CHECKING:
+    from .curve import Curve
     from .data import PictureData
 
 KIND_COLOURS = ("#e8eaed", "#e69f00", "#0072b2")
@@ -39,6 +40,8 @@ _LETTER = 6.5
 _SHADES = 4
 _LEAST_TILE = 3
 """Pixels of a tile, below which neither its edges nor its colour over the pairs can be seen."""
+_LEAST_CURVE = 120
+"""Pixels of a curve's sides, at least: a few queries make panels flat."""
 
 
 def svg(data: PictureData) -> str:
@@ -46,23 +49,29 @@ def svg(data: PictureData) -> str:
     longest = max(data.q_len, data.kv_len)
     width = max(_LEAST, round(_SIDE * data.kv_len / longest))
     height = max(_LEAST, round(_SIDE * data.q_len / longest))
-    panels = [
-        ("mask", "pairs kept", _mask(data, width, height)),
-        ("tiles", "tiles", _tiles(data, width, height, 1.0)),
-    ]
-    if data.changes_score:
-        caption = f"score of a raw score of {data.raw_score:g}"
-        panels.append(("score", caption, _scores(data, width, height)))
     left = _row_label_width(data) + 30
     # Narrow panels have room for their captions too.
     step = left + max(width, 110) + _GAP
+    axes = _axes(data, width, height)
+    panels = [
+        ("mask", "pairs kept", _mask(data, width, height) + axes, step),
+        ("tiles", "tiles", _tiles(data, width, height, 1.0) + axes, step),
+    ]
+    if data.shows_scores:
+        caption = f"score of a raw score of {data.raw_score:g}"
+        panels.append(("score", caption, _scores(data, width, height) + axes, step + _BAR))
+    tall = height
+    if data.curve is not None:
+        tall, across = max(height, _LEAST_CURVE), max(width, _LEAST_CURVE)
+        room = max(across + _BAR, _letters(data.curve.caption)) + left
+        panels.append(("curve", data.curve.caption, _curve(data.curve, across, tall), room))
     legend, legend_width = _legend(data)
     notes = [data.place, *data.remarks, *_cell_note(data)]
     total = max(
-        len(panels) * step + _RIGHT + _BAR * data.changes_score,
+        sum(room for *_, room in panels) + _RIGHT,
         left + _RIGHT + max(legend_width, *(_letters(note) for note in notes)),
     )
-    foot = _TOP + height + _BOTTOM
+    foot = _TOP + tall + _BOTTOM
     total_height = foot + 30 + 16 * len(notes)
     # A letter of this font is 0.6 of its size wide.
     title = shorten(data.title, int((total - left - _RIGHT) / 7.9))
@@ -74,11 +83,12 @@ def svg(data: PictureData) -> str:
         f'<rect width="{total}" height="{total_height}" fill="{PAPER}"/>',
         _text(left, 24, title, INK, 'font-family="monospace" font-size="13"'),
     ]
-    for number, (name, caption, inside) in enumerate(panels):
-        x = left + number * step
+    x = left
+    for name, caption, inside, room in panels:
         parts.append(f'<g data-panel="{name}" transform="translate({x},{_TOP})">')
         parts.append(_text(0, -10, caption, INK, 'font-weight="bold"'))
-        parts += [*inside, *_axes(data, width, height), "</g>"]
+        parts += [*inside, "</g>"]
+        x += room
     parts.append(f'<g data-panel="legend" transform="translate({left},{foot + 10})">')
     parts += legend
     for number, note in enumerate(notes):
@@ -159,6 +169,40 @@ def _scores(data: PictureData, width: int, height: int) -> list[str]:
     return parts
 
 
+def _curve(curve: Curve, width: int, height: int) -> list[str]:
+    """A line for each run of finite values, and thin ones where the two axes are."""
+    ends = curve.ends
+    # Halved, so that no difference of two finite values overflows.
+    low, high = (-0.5, 0.5) if ends is None else (ends[0] / 2, ends[1] / 2)
+    if low == high:
+        room = max(0.5, abs(low) / 8)
+        low, high = low - room, high + room
+    up = height - (curve.value / 2 - low) / (high - low) * height
+    across = torch.linspace(0.0, width, up.numel(), dtype=torch.float64)
+    parts, pen = [], "M"
+    drawn = curve.live & up.isfinite()
+    for x, y, there in zip(across.tolist(), up.tolist(), drawn.tolist(), strict=True):
+        if there:
+            parts.append(f"{pen}{_px(x)} {_px(y)}")
+        pen = "L" if there else "M"
+    zero = height + low / (high - low) * height
+    lines = f"M{_px(width / 2)} 0V{height}" + f"M0 {_px(zero)}H{width}" * (0 <= zero <= height)
+    reach = float(curve.raw[-1])
+    marks = (("start", 0.0, -reach), ("middle", width / 2, 0.0), ("end", float(width), reach))
+    return [
+        f'<rect width="{width}" height="{height}" fill="{PAPER}" stroke="{_FAINT}"/>',
+        f'<path d="{lines}" stroke="{DEAD}" fill="none"/>',
+        f'<path d="{"".join(parts)}" stroke="{KIND_COLOURS[2]}" stroke-width="2" fill="none"/>',
+        *(_text(_px(x), height + 15, f"{n:g}", _FAINT, f'text-anchor="{anchor}"')
+          for anchor, x, n in marks),
+        _text(_px(width / 2), height + 30, "raw score", INK, 'text-anchor="middle"'),
+        *([] if ends is None else [
+            _text(width + 6, 9, f"{ends[1]:.4g}", INK),
+            _text(width + 6, height, f"{ends[0]:.4g}", INK),
+        ]),
+    ]  # fmt: skip
+
+
 def _axes(data: PictureData, width: int, height: int) -> list[str]:
     parts = [
         f'<rect width="{width}" height="{height}" fill="none" stroke="{_FAINT}" stroke-width="1"/>'
@@ -196,7 +240,7 @@ def _legend(data: PictureData) -> tuple[list[str], int]:
     ]
     rows.append((INK, data.live))
     odd = int((data.mask & ~data.score.isfinite()).sum())
-    if data.changes_score and odd:
+    if data.shows_scores and odd:
         rows.append((ODD, f"{odd} scores that are not finite"))
     parts = []
     x = 0

@@ -13,9 +13,10 @@ from attndsl.errors import ArgumentError, DeviceError, DTypeError, ShapeError
 from attndsl.frontend.declare import CALL_ARGUMENTS
 from attndsl.ir import DType, Op, sides, toposort
 from attndsl.passes.evaluate import Environment, evaluate
+from attndsl.scalars import as_number
 
 from .location import INTS, kind_of
-from .values import check_int
+from .values import check_int, plain_number
 
 if TYPE_CHECKING:
     from attndsl.backends.base import Scalar
@@ -76,7 +77,8 @@ def autocast(value: Any) -> Any:
 
 def check_scale(scale: object) -> None:
     """Refuse what is no factor."""
-    if scale is not None and not isinstance(scale, Real | torch.SymInt | torch.SymFloat):
+    fits = scale is None or isinstance(scale, Real | torch.SymInt | torch.SymFloat)
+    if not fits and (isinstance(scale, torch.Tensor) or as_number(scale) is None):
         raise ArgumentError(
             f"scale is a {type(scale).__name__}",
             hint="pass a number, or None for 1 / sqrt(head dim)",
@@ -351,9 +353,12 @@ def checked_param(
         return value
     fits = isinstance(value, _PYTHON[decl.dtype])
     if not fits or (isinstance(value, bool) and decl.dtype is not DType.BOOL):
-        raise ArgumentError(
-            f"{decl.name} is {value!r}", hint=f"the program declares it as {decl.dtype.value}"
-        )
+        number = plain_number(decl.dtype, value)
+        if number is None:
+            raise ArgumentError(
+                f"{decl.name} is {value!r}", hint=f"the program declares it as {decl.dtype.value}"
+            )
+        value = number
     if decl.dtype is DType.FLOAT:
         return as_float(value)
     check_int(decl.name, value)

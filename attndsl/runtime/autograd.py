@@ -6,6 +6,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.autograd import profiler
 from torch.nn import functional
 
 from attndsl.backends.base import Backward
@@ -15,6 +16,7 @@ from .distributed import OF_TORCH, refuse_context_parallel
 from .forward_mode import attend_with_tangents, has_tangents
 from .higher import attend_in_chunks, is_transformed
 from .probability import check_probability
+from .profiling import BACKWARD, event_of_call
 from .second import differentiable_gradients, in_order, wants_of
 
 if TYPE_CHECKING:
@@ -25,18 +27,23 @@ if TYPE_CHECKING:
 
 
 def attend(
-    backend: Backend, lowered: Lowered, call: Call, return_lse: bool, first: bool = False
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    backend: Backend, lowered: Lowered, call: Call, return_lse: bool, first: bool = False,
+    in_event: bool = False,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """``out`` or ``(out, lse)`` of ``call``.
 
     Both are differentiable in q, k, v, float captures and float params, any number of times. If the
-    call is the ``first`` of its signature, the backend begins to prepare for its backward too.
+    call is the ``first`` of its signature, the backend begins to prepare for its backward too. A
+    profile has an event of the call, unless the caller has made it one already.
 
     Raises:
         ArgumentError: A dropout probability that is none.
         UnsupportedError: Checked mode, with tangents or within a transform of ``torch.func``; any
             call within torch's ``context_parallel``.
     """
+    if profiler._is_profiler_enabled and not in_event:
+        with event_of_call(backend, lowered, call):
+            return attend(backend, lowered, call, return_lse, first, in_event=True)
     if functional.scaled_dot_product_attention is not OF_TORCH:
         refuse_context_parallel()
     call = without_neg(call)
@@ -119,9 +126,18 @@ class _Attend(torch.autograd.Function):
             grad_out = torch.zeros_like(out)
         wanted = wants_of(ctx.needs_input_grad[1:], form.tensors, form.given)
         results = Backward(out, lse, grad_out, grad_lse, wanted)
-        if torch.is_grad_enabled() or is_transformed():
-            return (None, *differentiable_gradients(backend, lowered, call, results))
-        return (None, *in_order(backend.backward(lowered, call, results), form))
+        if profiler._is_profiler_enabled:
+            with event_of_call(backend, lowered, call, BACKWARD):
+                return (None, *_gradients(backend, lowered, call, form, results))
+        return (None, *_gradients(backend, lowered, call, form, results))
+
+
+def _gradients(
+    backend: Backend, lowered: Lowered, call: Call, form: Form, results: Backward
+) -> tuple[torch.Tensor | None, ...]:
+    if torch.is_grad_enabled() or is_transformed():
+        return differentiable_gradients(backend, lowered, call, results)
+    return in_order(backend.backward(lowered, call, results), form)
 
 
 _apply: Callable[..., Any] = super(torch.autograd.Function, _Attend).apply

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -24,7 +24,7 @@ from .arguments import (
     sizes_of,
 )
 from .distributed import is_dtensor
-from .location import INTS, WHOLE, check_lengths, part_of
+from .location import INTS, WHOLE, check_lengths, part_of, plain_int
 from .parts import narrowed, with_shares
 from .values import check_offset
 
@@ -77,6 +77,9 @@ def bind(
         ShapeError, DTypeError, DeviceError, ArgumentError: What does not fit, and what would.
     """
     q, k, v = operands
+    location = location.with_ints()
+    if type(options.seed) is not int:
+        options = replace(options, seed=plain_int(options.seed))
     _check_plain({"q": q, "k": k, "v": v, **captures})
     check_operands(q, k, v)
     check_names(program, captures)  # Before options, which may be meant as captures.

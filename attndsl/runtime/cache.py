@@ -35,13 +35,14 @@ import stat
 import tempfile
 import warnings
 import weakref
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from attndsl.backends.base import Entry
+from attndsl.backends.base import About, Entry
 from attndsl.backends.key import FORMAT_VERSION
 from attndsl.errors import CacheWarning, ConfigError
+from attndsl.logs import LOG
 from attndsl.reading import read_bytes
 
 if TYPE_CHECKING:
@@ -60,6 +61,12 @@ _CHANCE = random.SystemRandom()
 """Apart from the generator that programs seed, of which forked processes would draw the same."""
 _MAX_FILE = 1 << 28
 """Bytes of a file of an entry."""
+_MOST_SAID, _MOST_OF_KIND = 200, 20
+"""Characters of what an entry says of itself, beyond which it is not shown."""
+
+
+NOTHING = About()
+"""What damaged entries, and those of older versions, say of themselves."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +79,7 @@ class EntryInfo:
     bytes: int
     used: float
     """When it was last read, in seconds since the epoch."""
+    about: About = NOTHING
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +122,11 @@ class KernelCache:
 
     def load(self, key: str) -> Entry | None:
         """The entry of ``key``, or None; a damaged one is reported and removed."""
+        found = self._load(key)
+        LOG.debug("cache: %s %s in %s", "found" if found else "no", key[:16], self.folder)
+        return found
+
+    def _load(self, key: str) -> Entry | None:
         private = _read(self._private, key) if self._private else None
         if private is not None or not self._enabled or not self._trusted():
             return private
@@ -148,7 +161,7 @@ class KernelCache:
     def entries(self) -> list[EntryInfo]:
         """All entries, the most recently used first."""
         found = [
-            EntryInfo(key, _kind(self.folder, key), files.bytes, files.used)
+            EntryInfo(key, *_described(self.folder, key, files))
             for key, files in self._files().items()
             if f"{key}.json" in files.names
         ]
@@ -290,10 +303,14 @@ def _verified(folder: Path, key: str) -> Entry:
         raise ValueError("it is of another format")
     if _digest(rest, source) != head[1].decode():
         raise ValueError("it is not the one that was written")
-    described = json.loads(content)
-    if described["format"] != FORMAT_VERSION or described["key"] != key:
+    try:
+        described = json.loads(content)
+        form, own, meta = (described[name] for name in ("format", "key", "meta"))
+    except (RecursionError, KeyError, TypeError) as error:
+        raise ValueError("it is of another form") from error
+    if form != FORMAT_VERSION or own != key or not isinstance(meta, dict):
         raise ValueError("it is of another format or of another key")
-    return Entry(path, source.decode(), described["meta"])
+    return Entry(path, source.decode(), meta)
 
 
 def _read_file(path: Path) -> bytes:
@@ -302,11 +319,27 @@ def _read_file(path: Path) -> bytes:
     return read_bytes(path, _MAX_FILE)
 
 
-def _kind(folder: Path, key: str) -> str:
+def _described(folder: Path, key: str, files: _Files) -> tuple[str, int, float, About]:
+    """What a listing shows of an entry."""
     try:
-        return str(_verified(folder, key).meta.get("kind", "kernel"))
+        meta = _verified(folder, key).meta
     except (OSError, ValueError):
-        return "damaged"
+        return "damaged", files.bytes, files.used, NOTHING
+    kind = meta.get("kind", "kernel")
+    shown = kind if isinstance(kind, str) and len(kind) <= _MOST_OF_KIND else "kernel"
+    return shown, files.bytes, files.used, _about(meta.get("about"))
+
+
+def _about(found: object) -> About:
+    """What an entry says of itself, as far as it is of the form that is written."""
+    given = found if isinstance(found, dict) else {}
+    kept: dict[str, Any] = {}
+    for each in fields(About):
+        value = given.get(each.name)
+        # Bools are ints to Python.
+        if type(value) is type(each.default) and len(str(value)) <= _MOST_SAID:
+            kept[each.name] = value
+    return About(**kept)
 
 
 def _write(folder: Path, key: str, source: str, meta: Mapping[str, object]) -> Entry:

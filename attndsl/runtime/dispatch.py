@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import logging
 from functools import cache, lru_cache
 from importlib import import_module
 from typing import TYPE_CHECKING, NamedTuple
@@ -13,13 +14,14 @@ from attndsl.backends.dense.reference import ReferenceBackend
 from attndsl.backends.tiled.cpu import CPUBackend
 from attndsl.backends.tiled.dots import WidenedBackend
 from attndsl.errors import BackendError
+from attndsl.logs import LOG, tell_once
 
 from .programs import default_cache
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from attndsl.backends.base import Backend
+    from attndsl.backends.base import Backend, Call
     from attndsl.pipeline import Lowered
 
 
@@ -81,6 +83,15 @@ def backend_of(
     if lowered.contractions is not None and not chosen.contracts:
         return WidenedBackend(chosen, get_backend("cpu")), reason
     return chosen, reason
+
+
+def tell_choice(name: str, call: Call, backend: Backend, reason: str) -> None:
+    """Log what runs calls of the program ``name`` like ``call``, once for all of one kind."""
+    if LOG.isEnabledFor(logging.INFO):
+        q, kv_len = call.q, call.k.shape[2]
+        kind = f"{str(q.dtype).removeprefix('torch.')} on {q.device}"
+        what = f"q {tuple(q.shape)}, {kv_len} keys, {kind}"
+        tell_once(f"{name}: {what}: backend {backend.name}, {reason}")
 
 
 def _default(device: torch.device, dtype: torch.dtype) -> tuple[str, str]:
@@ -146,6 +157,12 @@ def _short(checked: bool) -> Backend:
     return short_backend(default_cache())
 
 
+def _decode(checked: bool) -> Backend:
+    from attndsl.backends.generated.for_decode import decode_backend
+
+    return decode_backend(default_cache())
+
+
 def _fastest(checked: bool) -> Backend:
     from attndsl.backends.generated.for_hopper import fastest_backend
 
@@ -177,6 +194,7 @@ _KNOWN = {
     "triton": _Known(_triton, generated=True),
     "hopper": _Known(_hopper, generated=True, missing=_missing_for_hopper),
     "short": _Known(_short, generated=True),
+    "decode": _Known(_decode, generated=True),
 }
 _FASTEST = "auto"
 """What ``auto`` runs on Hopper GPUs has no other name."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +16,7 @@ from attndsl.errors import (
     ShapeError,
 )
 from attndsl.ir import Op, toposort
+from attndsl.scalars import as_int
 
 from .values import check_rows_within
 
@@ -32,6 +33,8 @@ LOCATION = (
 """Arguments of a call that say where it lies in a larger one."""
 _NUMBERS = frozenset({bool, int, float, type(None)})
 _GIVEN = ("batch", "heads", "kv_heads", "q_len", "kv_len")
+_OWN_NUMBERS = (*_GIVEN, "h_offset", "b_offset")
+_INT_FIELDS = (*_OWN_NUMBERS, "q_offset", "kv_offset")
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,15 +74,20 @@ class Location:
         Raises:
             ArgumentError: One that is no int.
         """
-        for name in (*_GIVEN, "h_offset", "b_offset"):
-            _check_int(name, getattr(self, name))
+        numbers = [_own_number(name, getattr(self, name)) for name in _OWN_NUMBERS]
         by_row = has_rows(program) or self.kv_lengths is not None
         offsets = (self.q_offset, self.kv_offset) if by_row else ()
         return (
-            self.q_len, self.kv_len, self.heads, self.kv_heads, self.batch, self.h_offset,
-            self.b_offset, kind_of(self.kv_lengths),
-            *(x if isinstance(x, int) else None for x in offsets),
+            *numbers, kind_of(self.kv_lengths),
+            *(plain_int(x) if not isinstance(x, torch.Tensor) else None for x in offsets),
         )  # fmt: skip
+
+    def with_ints(self) -> Location:
+        """The same, whose whole numbers of other types are ints."""
+        given = {name: getattr(self, name) for name in _INT_FIELDS}
+        ints = {name: plain_int(value) for name, value in given.items()}
+        changed = {name: value for name, value in ints.items() if value is not given[name]}
+        return replace(self, **changed) if changed else self
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +103,10 @@ class Sizes:
     """None for as many."""
     head_dim: int = 64
     """Of q and k."""
+
+    def with_ints(self) -> Sizes:
+        """The same, whose whole numbers of other types are ints."""
+        return Sizes(*(plain_int(getattr(self, field.name)) for field in fields(self)))
 
 
 def sizes_of_whole(given: Mapping[str, int] | None) -> dict[str, Any]:
@@ -148,8 +160,8 @@ def part_of(
         ArgumentError: What cannot be, or what is missing, and what to pass.
     """
     given = {name: getattr(location, name) for name in _GIVEN}
-    for name in (*_GIVEN, "h_offset", "b_offset"):
-        _check_int(name, getattr(location, name))
+    for name in _OWN_NUMBERS:
+        _own_number(name, getattr(location, name))
     for offset, whole in (("h_offset", "heads"), ("b_offset", "batch")):
         start = getattr(location, offset)
         if given[whole] is None and start != 0:
@@ -180,13 +192,30 @@ def _counted(location: Location) -> frozenset[str]:
     )  # fmt: skip
 
 
-def _check_int(name: str, value: object) -> None:
+def plain_int(value: Any) -> Any:
+    """``value`` as an int where it is a whole number of another type; otherwise as it is."""
+    if type(value) is int or value is None or isinstance(value, torch.Tensor | torch.SymInt):
+        return value
+    number = as_int(value)
+    return value if number is None else number
+
+
+def _own_number(name: str, value: Any) -> int | torch.SymInt | None:
+    """A number that says which part a call is; None for a size that it does not say.
+
+    Raises:
+        ArgumentError: It is no int, or negative.
+    """
+    if type(value) is int and value >= 0:
+        return value
     if value is None and name in _GIVEN:
-        return
-    if not isinstance(value, int | torch.SymInt) or isinstance(value, bool):
+        return None
+    number = plain_int(value)
+    if not isinstance(number, int | torch.SymInt) or isinstance(number, bool):
         raise ArgumentError(f"{name} is {value!r}", hint="pass an int")
-    if value < 0:
+    if number < 0:
         raise ArgumentError(f"{name} is {value}", hint="pass 0 or more")
+    return number
 
 
 def _kv_heads(program: Program, location: Location, sizes: Mapping[str, int]) -> int:

@@ -48,6 +48,8 @@ class ThroughOperators(Backend):
 
     differentiable = False
     """Torch does not look into an operator."""
+    has_events = True
+    """Those of the operators."""
 
     def __init__(self, backend: Backend, request: Request, call: Call) -> None:
         """As of :func:`seen_by_modes`."""

@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from attndsl.backends.base import Backward, Gradients, Wants
+from attndsl.backends.dense.reference import ReferenceBackend
 from attndsl.ir import DType
+from attndsl.logs import LOG
 from attndsl.operators import Operands, tell_counters
 
 from .backward import settled
 from .bind import CallOptions, call_of
-from .dispatch import backend_of
+from .dispatch import backend_of, tell_choice
 from .location import WHOLE, Location, is_by_entry
 from .maxima import row_maxima
 from .parts import localised
 from .probability import check_probability
-from .programs import lowered_program
+from .profiling import BACKWARD, event_of_operator, name_of
+from .programs import lowered_program, source_of_spec
 from .seed import seed_argument
 from .values import check_values
 
@@ -107,7 +111,7 @@ def _whole(call: Call, part: Part) -> list[int]:
     ]
 
 
-def _location(given: Operands) -> Location:
+def location_of(given: Operands) -> Location:
     """Where the call lies, with lengths only where it is a part."""
     whole = given.whole
     if not whole:
@@ -136,7 +140,7 @@ def _location(given: Operands) -> Location:
     return replace(numbers, **fields)
 
 
-def _params(program: Program, given: Operands, floats: Iterator[float]) -> dict[str, Any]:
+def params_of(program: Program, given: Operands, floats: Iterator[float]) -> dict[str, Any]:
     """The params by name; takes those that are floats from ``floats``."""
     tensors, ints = iter(given.given or ()), iter(given.ints or ())
     params: dict[str, Any] = {}
@@ -154,18 +158,22 @@ def _call(given: Operands) -> tuple[Lowered, Call, Any]:
     lowered = lowered_program(given.spec)
     program, q = lowered.program, given.q
     floats = iter(given.floats if given.varying is None else given.varying.tolist())
-    params = _params(program, given, floats)
+    params = params_of(program, given, floats)
     captures = dict(zip((d.name for d in program.tensors), given.tensors or (), strict=True))
     seed = given.seed if given.drawn is None else seed_argument(given.drawn)
     options = CallOptions(next(floats, None), seed, given.deterministic)
-    call = call_of(program, (q, given.k, given.v), (captures, params), _location(given), options)
+    call = call_of(program, (q, given.k, given.v), (captures, params), location_of(given), options)
     call = call._replace(wide=given.wide)
     check_values(program, call)
     lowered, call = localised(lowered, call)
     if lowered.program.dropout is not None:
         check_probability(lowered.program.dropout, call)
-    chosen, _ = backend_of(lowered, given.backend, q.device, given.checked, q.dtype)
+    chosen, reason = backend_of(lowered, given.backend, q.device, given.checked, q.dtype)
+    if given.checked:
+        chosen = ReferenceBackend(checked=True, source=source_of_spec(given.spec))
     chosen.check(lowered, call)
+    if LOG.isEnabledFor(logging.INFO):
+        tell_choice(name_of(given.spec), call, chosen, reason)
     return lowered, call, chosen
 
 
@@ -197,8 +205,9 @@ def through_operator(given: Operands, call: Call, backward: Backward) -> Gradien
 def run_forward(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """``attndsl::forward``."""
     tell_counters()
-    lowered, call, backend = _call(Operands(*args))
-    with torch.no_grad():
+    given = Operands(*args)
+    lowered, call, backend = _call(given)
+    with torch.no_grad(), event_of_operator(given.spec):
         out, lse = backend.forward(lowered, call)
     return out, lse.contiguous()
 
@@ -220,9 +229,10 @@ def run_backward(
     *args: Any,
 ) -> list[torch.Tensor]:
     """``attndsl::backward``."""
+    spec = Operands(*args).spec
     lowered, call, backend = _call(Operands(*args))
     # A part's program has captures of its own behind the others, which have no gradients.
-    program = lowered_program(Operands(*args).spec).program
+    program = lowered_program(spec).program
     given = [d.name for d in program.params if isinstance(call.params[d.name], torch.Tensor)]
     names = [*(decl.name for decl in program.tensors), *given]
     wanted = {name for name, want in zip(names, wants[3:], strict=True) if want}
@@ -236,7 +246,8 @@ def run_backward(
         partial=partial,
     )
     results = settled(call, Backward(out, lse, grad_out, grad_lse, asked))
-    found = backend.backward(lowered, call, results)
+    with event_of_operator(spec, BACKWARD):
+        found = backend.backward(lowered, call, results)
     captures = {**found.tensors, **found.params}
     gradients = [found.q, found.k, found.v]
     for name in names:

@@ -10,17 +10,22 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
+import time
 from contextlib import contextmanager, suppress
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+from attndsl.backends.base import SHORT_FORM, About
 from attndsl.backends.key import source_fingerprint, version_of
 from attndsl.errors import AttnDSLError
 from attndsl.frontend.declare import Bound, ParamSpec, TensorSpec
+from attndsl.logs import LOG
+from attndsl.passes.print_ir import short_form
 from attndsl.pipeline import Lowered, lower
 from attndsl.serialise import SerialiseError, lowered_from_json, lowered_to_json
 from attndsl.settings import read_settings
-from attndsl.source import Source
+from attndsl.source import Source, shorten
 
 from .cache import KernelCache
 
@@ -43,9 +48,37 @@ def make_spec(text: str, declared: Mapping[str, Declared], exact: bool = False) 
     )
 
 
+class SpecParts(NamedTuple):
+    """What a spec says."""
+
+    text: str
+    declared: dict[str, Declared]
+    exact: bool
+    sink: bool
+    """Whether the sink of the text counts."""
+
+
+def read_spec(spec: str) -> SpecParts:
+    """The parts that ``spec`` was made of."""
+    parts = json.loads(spec)
+    declared = {key: _declared_from_json(value) for key, value in parts["declared"].items()}
+    return SpecParts(parts["text"], declared, parts["exact"], parts.get("sink", True))
+
+
 def spec_without_sink(spec: str) -> str:
     """The program of ``spec`` without its sink."""
     return json.dumps({**json.loads(spec), "sink": False}, sort_keys=True)
+
+
+def bound_numbers(spec: str) -> dict[str, bool | int | float]:
+    """The params of the program of ``spec`` that are bound to numbers, by name."""
+    declared = read_spec(spec).declared.items()
+    return {name: value.value for name, value in declared if isinstance(value, Bound)}
+
+
+def source_of_spec(spec: str) -> Source:
+    """The text of ``spec``, of no file."""
+    return Source(json.loads(spec)["text"])
 
 
 def lowered_at(spec: str, source: Source, declared: Mapping[str, Declared]) -> Lowered:
@@ -89,19 +122,31 @@ def lowered_program(spec: str) -> Lowered:
     Raises:
         AttnDSLError: All that is wrong with the program.
     """
-    parts = json.loads(spec)
+    parts = read_spec(spec)
     cache = default_cache()
     key = _disk_key(spec)
     entry = cache.load(key)
     if entry is not None:
         try:
-            return lowered_from_json(entry.meta["lowered"], parts["text"])
+            return lowered_from_json(entry.meta["lowered"], parts.text)
         except (SerialiseError, KeyError):
             pass  # Of another version of this package, or damaged: it is written again below.
-    declared = {key: _declared_from_json(value) for key, value in parts["declared"].items()}
-    lowered = lower(Source(parts["text"]), declared, parts["exact"], parts.get("sink", True))
-    meta = {"kind": "program", "lowered": lowered_to_json(lowered, parts["text"])}
+    begin = time.perf_counter()
+    lowered = lower(Source(parts.text), parts.declared, parts.exact, parts.sink)
+    bound = ", ".join(f"{name} = {value!r}" for name, value in bound_numbers(spec).items())
+    words = shorten(parts.text, SHORT_FORM) + (f"  # {bound}" if bound else "")
+    about = About(text=words[: 2 * SHORT_FORM], program=lowered.digest)
+    meta = {
+        "kind": "program",
+        "about": about.to_json(),
+        "lowered": lowered_to_json(lowered, parts.text),
+    }
     cache.save(key, "", meta)
+    if LOG.isEnabledFor(logging.DEBUG):
+        ms = (time.perf_counter() - begin) * 1e3
+        LOG.debug(
+            "compiled program %s in %.1f ms: %s", lowered.digest[:12], ms, short_form(lowered)
+        )
     return lowered
 
 

@@ -33,18 +33,15 @@ from attndsl.passes.widths import POSITION_LIMIT
 from attndsl.settings import asks_to_verify
 from attndsl.tilemap import TileMap
 
-from .bind import CallOptions, bind
-from .values import check_values
+from .location import plain_int
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable
 
-    from attndsl.backends.base import Call, Scalar
+    from attndsl.backends.base import Call
     from attndsl.backends.tiled.tile_kinds import Grid
     from attndsl.passes.tiles.plan import Direction, LoopPlan
     from attndsl.pipeline import Lowered
-
-    from .location import Location, Sizes
 
 _DIRECTIONS = {
     "forward": FORWARD,
@@ -68,36 +65,6 @@ _CHECKED_TILES = {"forward": (128, 64), "backward_q": (128, 64), "backward_kv": 
 """Tiles to check a plan with: of the shape that kernels of the direction use."""
 
 
-def call_of_lengths(
-    lowered: Lowered,
-    sizes: Sizes,
-    captures: Mapping[str, torch.Tensor | Scalar],
-    location: Location,
-    device: str | torch.device | None,
-) -> Call:
-    """A call with these sizes and captures whose q, k and v take no memory.
-
-    It is on ``device``; by default on the device of the tensors.
-    """
-    if device is None:
-        given = [
-            *captures.values(), location.q_offset, location.kv_offset, location.q_index,
-            location.kv_index, location.kv_lengths,
-        ]  # fmt: skip
-        device = next((x.device for x in given if isinstance(x, torch.Tensor)), "cpu")
-    for name in ("q_len", "kv_len", "batch"):
-        size = getattr(sizes, name)
-        if not isinstance(size, int) or size < 0:
-            raise ArgumentError(f"{name} is {size!r}", hint="pass a whole number, 0 or more")
-    one = torch.empty((), device=device)
-    kv_heads = sizes.heads if sizes.kv_heads is None else sizes.kv_heads
-    q = one.expand(sizes.batch, sizes.heads, sizes.q_len, 1)
-    k = one.expand(sizes.batch, kv_heads, sizes.kv_len, 1)
-    call = bind(lowered.program, (q, k, k), captures, location, CallOptions(scale=1.0))
-    check_values(lowered.program, call)
-    return call._replace(sizes={**call.sizes, "head_dim": sizes.head_dim})
-
-
 def find_tiles(
     lowered: Lowered, call: Call, block_m: int, block_n: int, direction: str, exact: bool = False
 ) -> TileMap:
@@ -109,6 +76,7 @@ def find_tiles(
     Raises:
         ArgumentError: A tile size below 1, an unknown direction, or more tiles than a map may have.
     """
+    block_m, block_n = plain_int(block_m), plain_int(block_n)
     which = direction_named(direction)
     rows, columns = _sides(call, block_m, block_n)
     number = rows * columns
@@ -172,6 +140,7 @@ def count_tiles(lowered: Lowered, call: Call, block_m: int, block_n: int) -> Til
     """
     sparsity = lowered.sparsity
     batch, heads = sparsity.maps(call.q.shape[0], call.q.shape[1])
+    block_m, block_n = plain_int(block_m), plain_int(block_n)
     rows, columns = _sides(call, block_m, block_n)
     total = batch * heads * rows * columns
     loop = _loop(lowered, call, FORWARD, block_m, block_n)
@@ -290,6 +259,8 @@ class Verification:
             f"{self.surplus} treated with more care than needed"
         )
 
+    __repr__ = __str__
+
 
 def verify_if_asked(lowered: Lowered, call: Call) -> None:
     """As :func:`verify_call`, of tiles that kernels use, where the settings ask for it."""
@@ -307,6 +278,7 @@ def verify_call(
         PlanError: A live pair is left out, a FULL tile has a dead one, or a plan that is to be
             exact is not.
     """
+    block_m, block_n = plain_int(block_m), plain_int(block_n)
     sparsity, which = lowered.sparsity, direction_named(direction)
     if needs_score(lowered):
         raise UnsupportedError(

@@ -10,9 +10,10 @@ import torch
 from attndsl.errors import UnsupportedError
 from attndsl.ir import Op, const, dependencies, node, toposort
 
+from .lengths import call_of_lengths
 from .location import Location, Sizes, sizes_of_whole
 from .parts import localised
-from .tiles import call_of_lengths, find_tiles, needs_score
+from .tiles import find_tiles, needs_score
 from .torch_source import torch_function
 
 if TYPE_CHECKING:

@@ -5,21 +5,45 @@ What shapes, strides and types decide is checked once a signature (:mod:`.argume
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from enum import IntEnum
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from attndsl.errors import ArgumentError
 from attndsl.ir import DType, Op, toposort
 from attndsl.passes.widths import POSITION_LIMIT
+from attndsl.scalars import as_int, as_number
 
 if TYPE_CHECKING:
-    from attndsl.backends.base import Call, Part
+    from collections.abc import Mapping
+
+    from attndsl.backends.base import Call, Part, Scalar
     from attndsl.ir import Program
 
 _NARROW = (torch.int8, torch.uint8, torch.int16)
 """Ints that hold no position at the limit."""
+_LEAST, _GREATEST = -(1 << 63), (1 << 63) - 1
+"""Ints of 64 bits."""
 _is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
+_NUMBERS: dict[DType, tuple[type, ...]] = {
+    DType.FLOAT: (float, int), DType.INT: (int,), DType.BOOL: (bool,),
+}  # fmt: skip
+"""Types of a param's value that need no change."""
+
+
+class Values(IntEnum):
+    """What the values of calls of one signature need before a backend gets them."""
+
+    SAME = 0
+    """Nothing: they fit in every such call, with offsets of 0 where these are numbers."""
+    DIFFER = 1
+    """A check."""
+    FOREIGN = 2
+    """A check. Some are numbers of types that backends do not know, such as numpy's."""
+
+
+_FOREIGN = Values.FOREIGN  # An attribute of the class takes longer to look up.
 
 
 def params_of_dims(program: Program) -> tuple[str, ...]:
@@ -31,29 +55,87 @@ def params_of_dims(program: Program) -> tuple[str, ...]:
 
 def check_int(name: str, value: object) -> None:
     """Refuse an int param that 64 bits do not hold."""
-    if isinstance(value, int) and not -(1 << 63) <= value < 1 << 63:
+    if isinstance(value, int) and not _LEAST <= value <= _GREATEST:
         raise ArgumentError(f"{name} does not fit 64 bits", hint="pass a smaller int")
 
 
-def values_differ(program: Program, call: Call) -> bool:
-    """Whether calls of this signature, with offsets of 0 where they are numbers, may be refused."""
+def plain_number(dtype: DType, value: object) -> bool | int | float | None:
+    """``value`` as a param of that type has it; None if it is no number, or one of another type.
+
+    A whole float is as good as an int. Bools are neither ints nor floats.
+    """
+    if dtype is DType.INT:
+        return as_int(value)
+    number = as_number(value)
+    if number is None or isinstance(number, bool) is not (dtype is DType.BOOL):
+        return None
+    return float(number) if dtype is DType.FLOAT else number
+
+
+def needs_of_values(
+    program: Program,
+    call: Call,
+    captures: Mapping[str, torch.Tensor | Scalar],
+    numbers: tuple[object, ...],
+) -> Values:
+    """What the values of calls of this signature need.
+
+    Args:
+        program: What is called.
+        call: Such a call, bound.
+        captures: Its captures as they were given.
+        numbers: Its offsets and its seed as they were given.
+    """
+    params = [(_NUMBERS[decl.dtype], captures.get(decl.name)) for decl in program.params]
+    for types, value in (*params, *(((int,), number) for number in numbers)):
+        if not (value is None or type(value) in types or isinstance(value, torch.Tensor)):
+            return Values.FOREIGN
+    return Values.DIFFER if _may_be_refused(program, call) else Values.SAME
+
+
+def _with_plain_numbers(program: Program, call: Call) -> Call:
+    params = {
+        decl.name: _plain_number(decl.name, decl.dtype, call.params[decl.name])
+        for decl in program.params
+    }
+    numbers = {
+        name: _plain_number(name, DType.INT, getattr(call, name))
+        for name in ("q_offset", "kv_offset", "seed")
+    }
+    return call._replace(params=params, **numbers)
+
+
+def _plain_number(name: str, dtype: DType, value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value
+    number = plain_number(dtype, value)
+    if number is None:  # A float that is whole in some calls of one signature only.
+        raise ArgumentError(f"{name} is {value!r}", hint=f"it is of type {dtype.value}")
+    return number
+
+
+def _may_be_refused(program: Program, call: Call) -> bool:
     if call.part is not None or any(decl.dtype is DType.INT for decl in program.params):
         return True
     positions = (call.q_offset, call.kv_offset, call.q_index, call.kv_index)
     return any(type(each) is not int and each is not None for each in positions)
 
 
-def check_values(program: Program, call: Call) -> None:
-    """Refuse values that a call of this signature may not have.
+def check_values(program: Program, call: Call, needs: Values = Values.DIFFER) -> Call:
+    """``call`` with values that backends know; refuses what a call of this signature may not have.
 
-    Calls for which :func:`values_differ` is false need not be checked where their offsets are 0.
+    Calls whose values need nothing need not come here where their offsets are 0.
 
     Raises:
         ArgumentError: An int that 64 bits do not hold; positions at the limit or beyond.
     """
+    if needs is _FOREIGN:
+        call = _with_plain_numbers(program, call)
     for decl in program.params:
         if decl.dtype is DType.INT:
-            check_int(decl.name, call.params[decl.name])
+            value = call.params[decl.name]
+            if type(value) is not int or not _LEAST <= value <= _GREATEST:
+                check_int(decl.name, value)
     # Most calls have no positions of their own, and a part of a microsecond counts.
     if call.q_index is not None or type(call.q_offset) is not int or call.q_offset:
         _check_positions("q", call.q.shape[2], call.q_offset, call.q_index)
@@ -61,6 +143,7 @@ def check_values(program: Program, call: Call) -> None:
         _check_positions("kv", call.k.shape[2], call.kv_offset, call.kv_index)
     if call.part is not None:
         _check_part(call, call.part)
+    return call
 
 
 def _check_part(call: Call, part: Part) -> None:

@@ -22,24 +22,30 @@ What is defined here for all backends:
 
 from __future__ import annotations
 
-from dataclasses import replace
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from attndsl.ir import SCORE, Op, const
+from attndsl.errors import AttnDSLError
+from attndsl.ir import Op, const
 from attndsl.passes.differentiate import vjp
 
 from ..base import Backend, Gradients, check_meaning
 from ..memory_order import arranged, arranged_like, memory_order, wide_dtype
+from .adjoints import adjoints
+from .finite import Watched, check_gradient, check_results
 from .interpret import Scope, check_lookups, evaluate, gated, sides_of
-from .pairs import Dense, attend_pairs, dense_pairs, group, own_weights, ungroup, where_live
+from .pairs import Dense, attend_pairs, dense_pairs, group, ungroup
 from .rows import add_elements, add_rows, gradients_of_rows, rows_at
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from attndsl.ir import Node, Program
     from attndsl.passes.differentiate import Derivative
     from attndsl.pipeline import Lowered
+    from attndsl.source import Source
 
     from ..base import Backward, Call, Wants
 
@@ -49,14 +55,17 @@ class ReferenceBackend(Backend):
 
     Args:
         checked: Raise :class:`~attndsl.errors.ArgumentError` where a live pair looks a tensor up
-            out of range, in place of clamping.
+            out of range, in place of clamping, and :class:`~attndsl.errors.NonFiniteError` where a
+            result or a gradient is not finite.
+        source: The text that errors of a backward point into.
     """
 
     name = "reference"
     differentiable = True
 
-    def __init__(self, checked: bool = False) -> None:
+    def __init__(self, checked: bool = False, source: Source | None = None) -> None:
         self.checked = checked
+        self._source = source
 
     def why_not(self, device: torch.device) -> str | None:
         """None: it runs wherever torch does."""
@@ -71,15 +80,26 @@ class ReferenceBackend(Backend):
 
         Raises:
             ArgumentError: In checked mode, for a lookup out of range at a live pair.
+            NonFiniteError: In checked mode, for a row of ``out`` or ``lse`` that is not finite.
         """
         program = lowered.program
         order = memory_order(call.q, call.v.shape[3])
+        watched = None
         if torch.is_grad_enabled():
             q, k, v = map(_ordered, (call.q, call.k, call.v))
             call = call._replace(q=q, k=k, v=v)
+            if self.checked:
+                watched = Watched(lowered, call, self._pointing)
+                call = watched.inputs(call)
         inputs = (call.q, call.k, call.v, *call.tensors.values(), *call.params.values())
         anchors = [x for x in inputs if isinstance(x, torch.Tensor) and x.requires_grad]
-        out, lse = attend_pairs(program, call, self._dense(program, call))
+        dense = self._dense(program, call)
+        out, lse = attend_pairs(program, call, dense)
+        if self.checked:
+            with self._pointed(), torch.no_grad():
+                check_results(program, call, dense, out, lse)
+        if watched is not None:
+            out, lse = watched.results(out, lse)
         # No views: torch refuses to write to views of what an autograd function or no_grad made.
         out, lse = order.empty(out).copy_(out), lse.clone()
         if anchors and torch.is_grad_enabled():
@@ -90,72 +110,76 @@ class ReferenceBackend(Backend):
     def backward(self, lowered: Lowered, call: Call, backward: Backward) -> Gradients:
         """Gradients by the program's symbolic derivative, without torch's autograd.
 
-        Same formulas as the kernels (FlashAttention-2, arXiv 2307.08691, section 3.1): with P the
-        softmax weights, D dropout's factors, dW = dO V^T and delta = rowsum(dO * O) - dlse,
-        the final score's gradient is dS = P * (D * dW - delta).
+        See :mod:`.adjoints` for the formulas.
+
+        Raises:
+            NonFiniteError: In checked mode, for a gradient that is not finite.
         """
         with torch.no_grad():
             return self._backward(lowered, call, backward)
 
     def _backward(self, lowered: Lowered, call: Call, backward: Backward) -> Gradients:
-        out, lse, grad_out, grad_lse, wants = backward
+        grad_out, wants = backward.grad_out, backward.wanted
         program, derivative = lowered.program, lowered.derivative
         dense = self._dense(program, call)
-        scope, work = dense.scope, dense.score.dtype
-        final = replace(scope, score=dense.score)
-        sums = _Sums(call, wants, work)
-        grad_rows = group(grad_out, call)
-        d_kept = ungroup(grad_rows @ call.v.to(grad_out.dtype).mT, call).to(work)
-        d_weights = d_kept if dense.keep is None else d_kept * dense.keep
-        if program.weights is None:
-            denominator = torch.where(lse == -torch.inf, torch.inf, lse).unsqueeze(-1)
-            weights = torch.exp(dense.score - denominator)
-            delta = (grad_out.to(work) * out.to(work)).sum(-1)
-            if grad_lse is not None:
-                delta = delta - grad_lse
-            d_score = weights * (d_weights - delta.unsqueeze(-1))
-            if program.sink is not None:
-                (sink,) = evaluate((program.sink,), scope)
-                d_sink = -torch.exp(sink - denominator) * delta.unsqueeze(-1)
-                sums.add_root(program.sink, d_sink, scope)
-        else:
-            weights = own_weights(program.weights, dense)
-            d_own = where_live(dense.live, d_weights, 0.0)
-            sums.add_root(program.weights, d_own, final)
-            slopes = vjp(program.weights, const(1.0))
-            (slope,) = evaluate((slopes.get(SCORE, const(0.0)),), final)
-            d_score = gated(d_own, d_own * slope)
-        if dense.keep is not None and program.dropout is not None:
-            (p,) = evaluate((program.dropout,), scope)
-            # keep = 1 / (1 - p), so its derivative by p is keep ** 2; clamped p has none.
-            d_p = torch.where((p >= 0) & (p < 1), d_kept * weights * dense.keep**2, 0.0)
-            sums.add_root(program.dropout, d_p, scope)
-        d_score = where_live(dense.live, d_score, 0.0)
+        found = adjoints(program, call, dense, backward)
+        scope, d_score = dense.scope, found.score
+        sums = _Sums(call, wants, dense.score.dtype)
+        for root, seed, within in (
+            (program.sink, found.sink, scope),
+            (program.weights, found.own, found.final),
+            (program.dropout, found.dropout, scope),
+        ):
+            if root is not None and seed is not None:
+                sums.add_root(root, seed, within)
         sums.add_score(derivative, d_score, scope)
         (slope,) = evaluate((derivative.score,), scope)
         d_raw = group((gated(d_score, d_score * slope) * call.scale).to(call.q.dtype), call)
-        kept = weights if dense.keep is None else weights * dense.keep
+        kept = found.weights if dense.keep is None else found.weights * dense.keep
         kept = group(kept.to(call.v.dtype), call)
+        grad_rows = group(grad_out, call)
         # Wide ones are products of rounded operands, not rounded themselves.
         kind = wide_dtype(wants.wide)
         d_raw, kept, grad_rows = (x.to(kind or call.q.dtype) for x in (d_raw, kept, grad_rows))
         d_q = ungroup(d_raw @ call.k.to(d_raw.dtype), call) if wants.q else None
         d_k = d_raw.mT @ group(call.q, call).to(d_raw.dtype) if wants.k else None
         d_v = kept.mT @ grad_rows if wants.v else None
-        return Gradients(
+        made = Gradients(
             q=None if d_q is None else arranged_like(d_q, call.q, kind),
             k=None if d_k is None else arranged_like(d_k, call.k, kind),
             v=None if d_v is None else arranged_like(d_v, call.v, kind),
             tensors={name: sums.tensor(name) for name in wants.tensors},
             params={name: sums.param(name) for name in wants.params},
         )
+        if self.checked:
+            rows = {"q": made.q, "k": made.k, "v": made.v}
+            for name, grad in {**rows, **made.tensors, **made.params}.items():
+                if grad is not None:
+                    with self._pointed():
+                        check_gradient(lowered, call, dense, backward, name, grad)
+        return made
+
+    def _pointing(self, error: AttnDSLError) -> AttnDSLError:
+        """``error``, which points into the program's own text from now on."""
+        if error.span is not None and self._source is not None:
+            error.span = error.span.within(self._source)
+        return error
+
+    @contextmanager
+    def _pointed(self) -> Iterator[None]:
+        try:
+            yield
+        except AttnDSLError as error:
+            self._pointing(error)
+            raise
 
     def _dense(self, program: Program, call: Call) -> Dense:
         dense = dense_pairs(program, call)
         if self.checked:
             everywhere = torch.ones_like(dense.score, dtype=torch.bool)
             live = everywhere if dense.live is None else everywhere & dense.live
-            check_lookups(program.roots(), dense.scope, live)
+            with self._pointed():
+                check_lookups(program.roots(), dense.scope, live)
         return dense
 
 

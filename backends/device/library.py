@@ -382,14 +382,26 @@ def softplus(x):
 
 @triton.jit
 def power(base, exponent):
-    """``base ** exponent``: NaN for a negative base and a fractional exponent; 1 for exponent 0."""
+    """``base ** exponent``: NaN for a negative base and a fractional exponent; 1 for exponent 0.
+
+    An infinite base is as good as a positive one there, as in ``pow`` of IEEE 754. Unlike there, -0
+    is 0: its odd negative powers are positive.
+    """
     size = tl.exp2(exponent * tl.log2(tl.abs(base)))
     whole = tl.floor(exponent) == exponent
     # Half of a whole number is exact.
     odd = whole & (tl.floor(0.5 * exponent) != 0.5 * exponent)
     signed = tl.where(odd, -size, size)
-    result = tl.where(base < 0.0, tl.where(whole, signed, float("nan")), size)
+    result = tl.where((base < 0.0) & (base > float("-inf")), float("nan"), size)
+    result = tl.where((base < 0.0) & whole, signed, result)
     return tl.where((exponent == 0.0) | (base == 1.0), 1.0, result)
+
+
+@triton.jit
+def fractional_power(base, exponent):
+    """:func:`power` for an exponent that is no whole number."""
+    base = tl.where(base == float("-inf"), float("inf"), base)
+    return tl.exp2(exponent * tl.log2(base))
 
 
 @triton.jit

@@ -147,6 +147,44 @@ class Piece(NamedTuple):
     columns: Any
 
 
+class PackedRows(NamedTuple):
+    """Rows of a tile that are queries of several heads: query, head, and whether the row exists."""
+
+    query: Any
+    h: Any
+    exists: Any
+
+
+class Factors(NamedTuple):
+    """What a raw score is multiplied by, and what gives its exponential in base 2."""
+
+    scale: Any
+    of_scores: Any
+
+
+class PartOfTiles(NamedTuple):
+    """Some of the live tiles of rows, by their numbers: the first, and the one behind the last."""
+
+    first: Any
+    last: Any
+
+
+class UnitPlaces(NamedTuple):
+    """Where packed rows lie: their tile of queries, their first head, and the heads of all rows."""
+
+    tile: Any
+    head: Any
+    heads: Any
+
+
+class PartsRoom(NamedTuple):
+    """Where parts of one tile's keys leave sums (parts, rows, width), row sums and row maxima."""
+
+    sums: Any
+    row_sums: Any
+    row_maxes: Any
+
+
 class Pairs(NamedTuple):
     """Logical positions of a tile's queries and keys, and which of both exist; they broadcast."""
 

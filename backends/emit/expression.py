@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from attndsl.ir import COMPARISONS, SIZES, DType, Node, Op, dependencies, toposort
+from attndsl.ir import COMPARISONS, SIZES, DType, Node, Op, dependencies, mentions, toposort
 from attndsl.passes.inside import stays_inside
 from attndsl.passes.widths import fits, ranges
 
@@ -29,6 +29,8 @@ from .operands import (  # fmt: skip
     UNARY,
     Kind,
     Operand,
+    has_fraction,
+    is_small_power,
     known_value,
     number,
 )
@@ -43,8 +45,6 @@ _POSITIONS = ("q", "kv")
 _SHIFTS = {"$q_offset": "shift.q", "$kv_offset": "shift.kv"}
 _MAX_INLINE = 6
 """Operators that one line may nest before a local is introduced."""
-_MAX_PRODUCTS = 16
-"""The largest power of a float that is made of products: each rounds, and errors add up."""
 
 _CALLS = {
     Op.FLOOR: "tl.floor",
@@ -107,6 +107,9 @@ class Names:
     """Whether values are scalars, as in loop bounds, rather than parts of a tile."""
     forms: str = EXACT
     """Which set of fast forms functions may take (``..forms``)."""
+    packed_heads: bool = False
+    """Whether a tile's rows are of several query heads, so that ``h`` varies along them as ``q``
+    does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,6 +175,9 @@ class Printer:
         self._shape = "[]" if names.scalar else "[1, 1]"
         if not names.scalar:
             self._spread_tile_params(roots)
+            if names.packed_heads:
+                for item in mentions(*roots, name="h"):
+                    self.deps[item] |= {"q"}
         order = toposort(*roots)
         for item in order:
             value = known_value(item, names.head_dim, self._known)
@@ -492,9 +498,11 @@ class Printer:
             return self._call("tl.sqrt", self.value(base), kind=kind)
         if value == -1.0:
             return Operand(f"1.0 / {self.factor(base)}", PRODUCT, kind)
-        if isinstance(value, float) and value.is_integer() and 1 < abs(value) <= _MAX_PRODUCTS:
+        if isinstance(value, float) and is_small_power(value):
             found = self._powers(item, self.value(base), int(abs(value)))
             return found if value > 0 else Operand(f"1.0 / ({found.text})", PRODUCT, kind)
+        if isinstance(value, float) and has_fraction(value):
+            return self._call("fractional_power", self._block(base), self._block(item.args[1]))
         return None
 
     def _share(self, item: Node) -> None:

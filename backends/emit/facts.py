@@ -136,6 +136,8 @@ class KernelFacts:
     """Whether the output is in fp32 (``Call.wide``)."""
     wide_gradients: bool = False
     """Whether the gradients of q, k and v are (``Wants.wide``)."""
+    packed_heads: bool = False
+    """Whether the rows of a tile are those of several query heads, which share keys."""
 
     @property
     def indexed(self) -> bool:
@@ -165,7 +167,10 @@ class KernelFacts:
         }
         from_zero = not self.shifted and not self.indexed
         captures = {c.name: c for c in self.captures}
-        return Names(captures, bits, self.head_dim, from_zero, forms=self.forms)
+        return Names(
+            captures, bits, self.head_dim, from_zero, forms=self.forms,
+            packed_heads=self.packed_heads,
+        )  # fmt: skip
 
 
 POSITION_BITS = 31
@@ -237,7 +242,7 @@ def for_lists(facts: KernelFacts) -> KernelFacts:
     return replace(
         facts, tensor_gradients=(), param_gradients=(), moving_operands="", moving_captures=(),
         pair_tiles=(), stores_ds=False, adds_diagonals=False, narrow_rows=False, wide_out=False,
-        wide_gradients=False,
+        wide_gradients=False, packed_heads=False,
     )  # fmt: skip
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import enum
 import math
+import struct
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -38,6 +39,8 @@ INFIX = {
     Op.NE: ("!=", COMPARE),
 }
 """Operations that Triton has a symbol for, and how tightly it binds."""
+_MOST_PRODUCTS = 16
+"""The largest power of a float that is made of products: each rounds, and errors add up."""
 _LEAST_NORMAL, _GREATEST = 2.0**-126, (2.0 - 2.0**-23) * 2.0**127
 _UNKNOWN = frozenset({Op.VAR, Op.PARAM, Op.SCORE, Op.LOAD, Op.DOT, Op.SIZE})
 
@@ -99,6 +102,19 @@ def number(value: Value, shape: str) -> Operand:
     if not is_normal(value):
         return Operand(f"tl.full([], {value!r}, tl.float32)", ATOM, Kind.SCALAR)
     return Operand(repr(value), UNARY if math.copysign(1.0, value) < 0 else ATOM, Kind.NUMBER)
+
+
+def is_small_power(exponent: float) -> bool:
+    """Whether a power is made of products, of a root or of a reciprocal."""
+    return exponent == 0.5 or (exponent.is_integer() and 0 < abs(exponent) <= _MOST_PRODUCTS)
+
+
+def has_fraction(value: float) -> bool:
+    """Whether ``value``, rounded to 32 bits, is finite and no whole number."""
+    if not abs(value) < 2.0**23:
+        return False
+    (rounded,) = struct.unpack("f", struct.pack("f", value))
+    return not rounded.is_integer()
 
 
 def is_normal(value: float) -> bool:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING
 
 import torch
 
 from attndsl.errors import UnsupportedError
+from attndsl.logs import LOG, tell_once
 
-from ..base import Backend, Gradients, Wants
+from ..base import Backend, Gradients, Wants, name_of_call
 from ..gradients.lines import line_gradients, lines_among
 from ..gradients.plan import key_of
 from ..gradients.sinks import add_sink_gradients
@@ -227,6 +229,25 @@ class GeneratedBackend(Backend):
             and family.why_not(lowered, call, task, grad_out, wanted) is None
         )
 
+    def _tell_family(
+        self, lowered: Lowered, call: Call, task: Task, grad_out: torch.Tensor | None,
+        wanted: Wants | None,
+    ) -> None:  # fmt: skip
+        """Log which family's kernels run a task, and what the families before it object."""
+        said = []
+        for family in self.families:
+            refused = "none for it"
+            if kernels_of(family, task):
+                reason = family.why_not(lowered, call, task, grad_out, wanted)
+                if reason is None:
+                    break
+                refused = reason
+            said.append(f"; no {family.name} kernels: {refused}")
+        tell_once(
+            f"{name_of_call(lowered, call)}: {task.direction} by {family.name} kernels"
+            + "".join(said)
+        )
+
     def _layout(
         self,
         lowered: Lowered,
@@ -243,6 +264,8 @@ class GeneratedBackend(Backend):
         layout = self._layouts.get(key)
         if layout is None:
             family = self._family(lowered, call, task, grad_out, wanted)
+            if LOG.isEnabledFor(logging.INFO):
+                self._tell_family(lowered, call, task, grad_out, wanted)
             # Calls that one family tells apart by their places may be one to this family.
             own = (signature, family.name, family.places(call))
             layout = self._layouts.get(own)
@@ -290,6 +313,9 @@ class GeneratedBackend(Backend):
             for name, job in own.items()
             if name in prepared.listed
         }
+        if lists and LOG.isEnabledFor(logging.INFO):
+            reason = next(own[name].plan(configs[name]).listed for name in lists)
+            tell_once(f"{name_of_call(lowered, call)}: tiles by lists: {reason}")
         names = {*facts.tensor_gradients, *facts.param_gradients}
         masked = lowered.program.mask is not None
         sizes = (batch, heads, call.k.shape[1], q_len, call.k.shape[2])

@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from ..kernels.kernel import Family
 
 
+_NONE = "none"
+
+
 def describe_kernels(
     backend: Backend, families: tuple[Family, ...], lowered: Lowered, head_dim: int
 ) -> list[str]:
@@ -41,20 +44,34 @@ def describe_kernels(
         backend.check(lowered, call)
     except UnsupportedError as refusal:
         return [f"  refused    {refusal.message}"]
-    short = [family for family in families if family.most_keys(Task.FORWARD, 64) is not None]
-    families = tuple(family for family in families if family not in short)
-    rows = [row for family in short for row in _of_short(family, lowered, call)]
+    limited = [family for family in families if _limits(family, Task.FORWARD, 64)]
+    families = tuple(family for family in families if family not in limited)
+    rows = [row for family in limited for row in _of_limited(family, lowered, call)]
     return [*rows, *_described(families, lowered, call)]
 
 
-def _of_short(family: Family, lowered: Lowered, call: Call) -> list[str]:
-    """How many keys the kernels of a family take, and why other families run some such calls."""
+def _limits(family: Family, task: Task, head_dim: int) -> str:
+    """How many rows or keys the kernels of a task take; nothing if they take any number."""
+    rows, keys = family.most_queries(task), family.most_keys(task, head_dim)
+    told = [] if rows is None else [f"up to {rows} rows of queries"]
+    if keys is not None:
+        told.append((f"up to {keys} keys" if keys else _NONE) + f" at head dim {head_dim}")
+    return ", ".join(told)
+
+
+def _of_limited(family: Family, lowered: Lowered, call: Call) -> list[str]:
+    """How many rows or keys a family's kernels take, and why others run some such calls."""
     rows, head_dim = [], call.q.shape[3]
     for task in (Task.FORWARD, Task.BACKWARD):
-        most = family.most_keys(task, head_dim)
-        told = f"up to {most} keys" if most else "none"
-        rows.append(f"  {task.direction:<10} {family.name} kernels, {told} at head dim {head_dim}")
-        for condition, other, wants in _other_calls(lowered, call, task) if most else ():
+        if not kernels_of(family, task):
+            continue
+        told = _limits(family, task, head_dim)
+        refused = family.why_not(lowered, call, Task.FORWARD, None, None)
+        if refused is not None:
+            told = f"{_NONE}: {refused}"
+        rows.append(f"  {task.direction:<10} {family.name} kernels, {told}")
+        some = () if told.startswith(_NONE) else _other_calls(lowered, call, task)
+        for condition, other, wants in some:
             if other.q.dtype is not call.q.dtype or not (wants.tensors or wants.params):
                 continue
             lines = family.plan_gradients(lowered, other, wants).lines

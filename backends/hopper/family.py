@@ -11,6 +11,7 @@ from ..base import Gradients, StoredDS
 from ..emit.facts import facts_of, with_gradients
 from ..gradients.plan import plan_gradients
 from ..kernels.arguments import capture_arguments, origin
+from ..kernels.counts import Counts
 from ..kernels.device import on_device, stream_of, why_no_gpu
 from ..kernels.kernel import Job, Task, kernels_of
 from ..kernels.signature import PADDING
@@ -20,7 +21,7 @@ from .blocks import widest
 from .copies import room_for
 from .distances import empty_sums, with_diagonals, with_distances, with_summed
 from .kernels import FIXED, KERNELS
-from .launch import Counters, TensorMaps, addresses, descriptor_strides
+from .launch import TensorMaps, addresses, descriptor_strides
 from .layout import HopperLayout, layout_of
 from .learned import Statistics, gradients_of_parts
 from .pair_tiles import window, with_pair_tiles
@@ -51,7 +52,7 @@ class Hopper:
 
     def __init__(self) -> None:
         self._maps = TensorMaps()
-        self._counters = Counters()
+        self._counts = Counts()
 
     def why_no_device(self, device: torch.device) -> str | None:
         """See :class:`~..kernels.kernel.Family`."""
@@ -77,6 +78,10 @@ class Hopper:
         return most_head_dim(task)
 
     def most_keys(self, task: Task, head_dim: int) -> int | None:
+        """None: kernels go along any number."""
+        return None
+
+    def most_queries(self, task: Task) -> int | None:
         """None: kernels go along any number."""
         return None
 
@@ -227,7 +232,7 @@ class Hopper:
         """See :class:`~..kernels.kernel.Family`."""
         assert isinstance(layout, HopperLayout)
         assert results is None
-        return launch_with_tangents(moving, layout, self._maps, self._counters)
+        return launch_with_tangents(moving, layout, self._maps, self._counts)
 
     def _pair_maps(self, layout: HopperLayout, tensors: list[torch.Tensor]) -> list[object]:
         found: list[object] = []
@@ -236,7 +241,7 @@ class Hopper:
         return found
 
     def _counter(self, layout: HopperLayout, device: torch.device, stream: int) -> list[int]:
-        return [self._counters.of(device, stream).data_ptr()] if layout.drawn else []
+        return [self._counts.of(device, stream).data_ptr()] if layout.drawn else []
 
 
 class _Buffers(NamedTuple):

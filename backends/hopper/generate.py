@@ -155,6 +155,9 @@ def _flags(spec: ModuleSpec) -> Flags:
         "SIGNED": placed.inner is not None and placed.column is None and not scaled,
         f"{name}_HAS_FULL": spec.is_listed or bool(loop.full),
         f"{name}_HAS_PARTIAL": spec.is_listed or bool(loop.partial),
+        # Without a mask the last tile alone may be PARTIAL, and it is the first to be visited.
+        f"{name}_REPEATS_PARTIAL": spec.is_listed
+        or (bool(loop.partial) and program.mask is not None),
         f"{name}_DESCENDING": loop.descending,
         "NEEDS_TILE": spec.is_forward and not spec.has_tangents,
         "PEELED": spec.config.peeled,

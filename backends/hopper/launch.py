@@ -2,7 +2,7 @@
 
 Triton encodes the tensor map of each descriptor at each launch (see M17 in docs/measured.md). This
 module keeps tensor maps by address, and calls the C function beneath with exactly what Triton would
-pass to it. Programs that share out their work count in memory that is kept as well.
+pass to it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import warnings
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-import torch
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from attndsl.errors import LaunchWarning
@@ -21,6 +20,8 @@ from .shim import direct_launch, tensor_map_encoders, why_wrapped
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
+
+    import torch
 
     from ..kernels.compile import Executable
     from .arguments import Block
@@ -122,27 +123,6 @@ class TensorMaps:
     def __len__(self) -> int:
         """How many are kept."""
         return len(self._found)
-
-
-@dataclass(frozen=True, slots=True)
-class Counters:
-    """One int32 for each stream: 0 between launches, since the last program to draw resets it.
-
-    Launches on one stream come one after the other, so that they may share it; those of a CUDA
-    graph run on whatever stream it is replayed on, beside others, and each gets its own.
-    """
-
-    _found: dict[tuple[torch.device, int], torch.Tensor] = field(default_factory=dict)
-
-    def of(self, device: torch.device, stream: int) -> torch.Tensor:
-        """The counter (1) of launches on ``stream``, the current one of ``device``."""
-        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            return torch.zeros(1, dtype=torch.int32, device=device)
-        found = self._found.get((device, stream))
-        if found is None:
-            found = torch.zeros(1, dtype=torch.int32, device=device)
-            self._found[device, stream] = found
-        return found
 
 
 def descriptor_strides(tensor: torch.Tensor) -> tuple[int, ...] | None:

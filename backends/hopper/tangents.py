@@ -15,8 +15,9 @@ from .launch import descriptor_strides
 from .layout import described
 
 if TYPE_CHECKING:
+    from ..kernels.counts import Counts
     from ..kernels.moving import Moving
-    from .launch import Counters, TensorMaps
+    from .launch import TensorMaps
     from .layout import HopperLayout
 
 _DIRECTION = "forward_tangent"
@@ -34,7 +35,7 @@ def readable(moving: Moving) -> Moving:
 
 
 def launch_with_tangents(
-    moving: Moving, layout: HopperLayout, maps: TensorMaps, counters: Counters
+    moving: Moving, layout: HopperLayout, maps: TensorMaps, counts: Counts
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Output, log-sum-exp, and their tangents.
 
@@ -42,7 +43,7 @@ def launch_with_tangents(
         moving: Readable.
         layout: Its kernel.
         maps: Those of earlier calls.
-        counters: By which programs may share out their tiles.
+        counts: By which programs may share out their tiles.
     """
     call = moving.call
     out, out_moved = (layout.orders.out.empty(call.q) for _ in range(2))
@@ -53,7 +54,7 @@ def launch_with_tangents(
         lists = lists_of(layout, moving.lowered, call, _DIRECTION, stream)
         tensors = described(call, out, moving.operands, out_moved)
         seen = [maps.of(layout.views[name], x) for name, x in tensors.items()]
-        counter = [counters.of(call.q.device, stream).data_ptr()] if layout.drawn else []
+        counter = [counts.of(call.q.device, stream).data_ptr()] if layout.drawn else []
         layout.launches[_DIRECTION].run(
             layout.programs,
             stream,

@@ -89,9 +89,7 @@ def _why_busy(lowered: Lowered, call: Call, task: Task, wants: Wants | None) -> 
     facts = facts_of(lowered.program, call)
     if wants is not None:
         facts = with_gradients(facts, wants)
-    kernel = _kernel(task)
-    assert kernel.most_work is not None
-    if Job(kernel, lowered, facts).on(_TARGET).work_of_pair <= kernel.most_work:
+    if not Job(_kernel(task), lowered, facts).on(_TARGET).is_busy:
         return None
     return "the Hopper kernels would spill registers with so much work for each pair"
 

@@ -21,7 +21,9 @@ if TYPE_CHECKING:
     from ..base import Call
     from ..emit.facts import KernelFacts
 
-_STATISTICS = ("LSE", "LSE_MOVED", "DLSE", "LSE2", "DELTA", "SUMS", "DISTANCE_SUMS", "LINE_SUMS")
+_STATISTICS = (
+    "LSE", "LSE_MOVED", "DLSE", "LSE2", "DELTA", "SUMS", "DISTANCE_SUMS", "LINE_SUMS", "PARTS",
+)  # fmt: skip
 _LISTS = {
     "kinds": "*i8",
     "tile_rows": "*i32",
@@ -96,6 +98,8 @@ def template_argument(name: str, facts: KernelFacts) -> Argument:
     if name.startswith("rows_"):
         # Of results: a kernel multiplies them by the width, which says how these are aligned.
         return Argument(name, "i64" if name[-1] in "bh" or facts.wide_rows else "i32")
+    if name == "COUNTS":
+        return Argument(name, "*i32")
     if name == "STORED_TILES":
         return Argument(name, "*i8", aligned=True)
     if name in ("slope_keys", "slope_queries"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import linecache
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -121,6 +122,19 @@ def compile_kernel(
     kernel = triton.compile(source, target=target, options=options)
     if kernel.metadata.shared > shared_memory:
         raise OutOfResources(kernel.metadata.shared, shared_memory, "shared memory")
+    return kernel
+
+
+def with_launcher(compiled: Callable[[], Any]) -> Any:
+    """The kernel that ``compiled`` gives, and in Triton's cache the launcher that it will look for.
+
+    Before version 3.7 Triton has a C compiler make one for each kernel when it loads it. See M32 in
+    docs/measured.md.
+    """
+    kernel = compiled()
+    # What fails here fails again where the kernel is loaded, and is raised there.
+    with suppress(Exception):
+        triton.runtime.driver.active.launcher_cls(kernel.src, kernel.metadata)
     return kernel
 
 

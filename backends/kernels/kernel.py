@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from attndsl.passes.tiles.plan import LoopPlan
 
 from ..emit.facts import with_forms
-from .pair_work import work_of_pair
+from .pair_work import work_of_pair, work_of_score
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -121,6 +121,8 @@ class Kernel:
     """Tile sizes that ``tune`` tries besides, from the usual ones."""
     most_work: int | None = None
     """Instructions a pair beyond which another family runs the call; None for any number."""
+    most_work_of_score: int | None = None
+    """The same, of what reads the score."""
 
     @property
     def task(self) -> Task:
@@ -186,6 +188,14 @@ class Job:
         """Instructions that a pair takes besides products (:mod:`.pair_work`)."""
         return work_of_pair(self.lowered, self.facts, self.kernel.derives)
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether a pair takes more work than the kernel is for."""
+        most, of_score = self.kernel.most_work, self.kernel.most_work_of_score
+        return (most is not None and self.work_of_pair > most) or (
+            of_score is not None and work_of_score(self.lowered, self.facts) > of_score
+        )
+
     def text(self, machine: Machine) -> str:
         """The module with the tile sizes that are tried first."""
         config = self.kernel.configs(self, machine)[0]
@@ -220,6 +230,9 @@ class Family(Protocol):
 
     def most_keys(self, task: Task, head_dim: int) -> int | None:
         """How many keys the kernels of a task take in half precision; None for any number."""
+
+    def most_queries(self, task: Task) -> int | None:
+        """How many rows of queries the kernels of a task take; None for any number."""
 
     def places(self, call: Call) -> tuple[object, ...]:
         """What a layout depends on of the positions' values."""

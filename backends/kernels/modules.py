@@ -11,13 +11,16 @@ import torch
 import triton
 
 from attndsl.errors import BackendError
+from attndsl.logs import LOG
+from attndsl.passes.print_ir import short_form
 
+from ..base import SHORT_FORM, About
 from ..emit.facts import for_lists
 from ..emit.loops import row_width
 from ..emit.tile_lists import generate_lists
 from ..key import KernelKey, source_fingerprint, version_of
 from .arguments import arguments_of
-from .compile import Executable, build, compile_kernel, module_of, record, restore
+from .compile import Executable, build, compile_kernel, module_of, record, restore, with_launcher
 from .config import MAX_SPILLS, MAX_SPILLS_OF_HALF, Config, is_hopeless
 from .machine import current_machine
 from .side_by_side import Compilations
@@ -189,7 +192,8 @@ class Modules:
         if module is None:
             entry = self._store.load(key)
             if entry is None:
-                entry = self._store.save(key, generate_lists(job.lowered, job.facts), {})
+                text = generate_lists(job.lowered, job.facts)
+                entry = self._store.save(key, text, _about(job, "lists of tiles", machine))
             module = self._keep(key, entry, {"compiled": {}} | dict(entry.meta))
 
         def listing(name: str) -> _Function:
@@ -262,8 +266,12 @@ class Modules:
             try:
                 module, executable = self._attempt(job, config, key, machine, device)
             except BackendError as refusal:
+                LOG.info("%s for %s: %s does not fit: %s", job.kernel.name, machine.name, config,
+                         refusal.message)  # fmt: skip
                 refusals.append(refusal.message)
                 continue
+            LOG.debug("%s for %s: %s spills %d registers", job.kernel.name, machine.name, config,
+                      executable.spills)  # fmt: skip
             if best is None or executable.spills < best[0]:
                 best = executable.spills, module, executable
             most = MAX_SPILLS_OF_HALF if config.most_registers else MAX_SPILLS
@@ -300,13 +308,15 @@ class Modules:
     def _made(self, job: Job, config: Config, key: str, machine: Machine) -> _Module:
         """The module with one tile size. Its file has the text, and says nothing of it yet."""
         plan = job.plan(config)
+        about = _about(job, f"{job.kernel.family} {job.kernel.name}", machine)
         meta: dict[str, Any] = {
+            **about,
             "config": asdict(config),
             "listed": plan.listed is not None,
             "compiled": {},
         }
         text = job.kernel.text(job, config, plan, machine.products(job.facts))
-        entry = self._store.save(key, text, {})
+        entry = self._store.save(key, text, about)
         return _Module(key, entry.source, module_of(entry.source, entry.path, key), meta)
 
     def _begin(self, job: Job, config: Config, key: str, machine: Machine) -> _Module:
@@ -323,11 +333,12 @@ class Modules:
         target = machine.target
         assert target is not None
         config = what.configs[0]
+        compiled = partial(
+            compile_kernel, what.function, what.arguments, config, target, machine.shared
+        )
         self._compilations.begin(
             _place_of(key, what), f"{what.name} for {machine.name}, {config}",
-            partial(
-                compile_kernel, what.function, what.arguments, config, target, machine.shared
-            ),
+            partial(with_launcher, compiled),
         )  # fmt: skip
 
     def _leave(self, key: str, name: str) -> None:
@@ -361,6 +372,8 @@ class Modules:
         recorded = module.meta["compiled"].get(slot)
         if recorded is not None and machine.target is not None:
             executable = restore(what.function, what.arguments, recorded)
+            LOG.debug("%s: compiled code of %s is %s", what.name, module.key[:16],
+                      "gone" if executable is None else "there")  # fmt: skip
         if executable is None:
             begun = _place_of(module.key, what)
             compiled = None
@@ -398,6 +411,16 @@ def _fixed_function(fixed: FixedKernel, job: Job, machine: Machine, has_dlse: bo
     arguments = arguments_of(fixed.function, job.facts, more)
     configs = fixed.configs(job, machine)
     return _Function(fixed.name, fixed.function, arguments, configs, more)
+
+
+def _about(job: Job, kernel: str, machine: Machine) -> dict[str, Any]:
+    """A module in words, as its description holds them."""
+    facts = job.facts
+    about = About(
+        short_form(job.lowered, SHORT_FORM), job.lowered.digest, kernel, machine.name, facts.dtype,
+        facts.head_dim, facts.value_dim,
+    )  # fmt: skip
+    return {"about": about.to_json()}
 
 
 def _key(job: Job, family: str, kind: str, machine: Machine) -> str:

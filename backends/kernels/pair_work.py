@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from attndsl.ir import DType, Op, dependencies, toposort
 from attndsl.passes.widths import fits, ranges
 
+from ..emit.operands import is_small_power
 from ..forms import FORMS, fast_nodes
 from ..gradients.terms import terms_of
 
@@ -35,6 +36,8 @@ _USUAL = 2
 """Of all others that do something: what an addition takes."""
 _FAST = 5
 """Of a fast form, and of a quotient by what is the same for all pairs."""
+_OF_SMALL_POWER = 6
+"""Of a power that is made of products."""
 _WIDE = 100
 """Of a division of 64 bits, which is a function of its own."""
 _FREE = frozenset({Op.CONST, Op.VAR, Op.SIZE, Op.PARAM, Op.SCORE, Op.DOT})
@@ -55,8 +58,31 @@ def work_of_pair(lowered: Lowered, facts: KernelFacts, backward: bool) -> int:
     return instructions(tuple(root for root in roots if root is not None), facts)
 
 
-def instructions(roots: tuple[Node, ...], facts: KernelFacts) -> int:
-    """What ``roots`` take together for each pair."""
+def work_of_score(lowered: Lowered, facts: KernelFacts) -> int:
+    """The share of a forward's :func:`work_of_pair` that waits for the product of scores.
+
+    Small powers count as products here. The limits of the whole work were measured without that.
+    """
+    roots = (lowered.placed.pair, lowered.program.weights)
+    present = tuple(root for root in roots if root is not None)
+    varies = dependencies(*present)
+    products = sum(
+        _INSTRUCTIONS[Op.POW] - _OF_SMALL_POWER
+        for item in toposort(*present)
+        if item.op is Op.POW and "score" in varies[item] and _is_small(item.args[1])
+    )
+    return instructions(present, facts, frozenset({"score"})) - products
+
+
+def _is_small(exponent: Node) -> bool:
+    known = exponent.value
+    return exponent.op is Op.CONST and isinstance(known, float) and is_small_power(known)
+
+
+def instructions(
+    roots: tuple[Node, ...], facts: KernelFacts, along: frozenset[str] = frozenset()
+) -> int:
+    """What ``roots`` take together for each pair: what varies along all of ``along``, or at all."""
     names = facts.names()
     varies, limits = dependencies(*roots), ranges(roots, names.int_bits, names.from_zero)
     forms = FORMS[names.forms]
@@ -65,7 +91,7 @@ def instructions(roots: tuple[Node, ...], facts: KernelFacts) -> int:
     total = 0.0
     for item in toposort(*roots):
         found = varies[item] & {"q", "kv", "score"}
-        if not found or item.op in _FREE:
+        if not found or not along <= found or item.op in _FREE:
             continue
         taken: float = _INSTRUCTIONS.get(item.op, _USUAL)
         if item in fast or (item.op is Op.DIV and not varies[item.args[1]]):

@@ -8,7 +8,6 @@ Non-goals: a limit of time; kernels of a process that ends before they are compi
 
 from __future__ import annotations
 
-import logging
 import os
 import sys
 import threading
@@ -16,10 +15,11 @@ import time
 from concurrent.futures import Future, wait
 from typing import TYPE_CHECKING, Any
 
+from attndsl.logs import LOG
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterable
 
-_LOG = logging.getLogger("attndsl")
 _QUIET = 1.0
 """Seconds before a terminal hears of a compilation."""
 _TICK = 0.5
@@ -74,7 +74,9 @@ class Compilations:
                 seconds = time.perf_counter() - begin
                 if seconds >= _QUIET and sys.stderr is not None and sys.stderr.isatty():
                     told = True
-                    print(f"{_CLEAR}attndsl: compiling kernels, {seconds:.0f} s", end="",
+                    left = sum(not future.done() for future in list(self._begun.values()))
+                    what = f"{left} kernel{'s' * (left != 1)}"
+                    print(f"{_CLEAR}attndsl: compiling {what}, {seconds:.0f} s", end="",
                           file=sys.stderr, flush=True)  # fmt: skip
         finally:
             if told:
@@ -95,10 +97,11 @@ class Compilations:
             if not future.set_running_or_notify_cancel():
                 return
             begin = time.perf_counter()
+            LOG.info("compiling %s", name)
             try:
                 found = compiled()
             except BaseException as error:  # Of whoever takes it.
                 future.set_exception(error)
                 return
-            _LOG.info("compiled %s in %.1f s", name, time.perf_counter() - begin)
+            LOG.info("compiled %s in %.1f s", name, time.perf_counter() - begin)
             future.set_result(found)

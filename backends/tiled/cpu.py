@@ -7,6 +7,8 @@ that cover every tile of that row with a live pair (see :mod:`.plan`). One matri
 whole span of all the heads of a step, so that Python's and torch's cost a call is spread over many
 pairs, and the scores of a step at a time are what fits into a cache.
 
+Plain scores are torch's own attention, span by span (:mod:`.plain`).
+
 The forward normalises scores span by span as they come (online softmax: M. Milakov, N. Gimelshein,
 arXiv 1805.02867). The backward makes them again from ``lse``, by the formulas of FlashAttention-2
 (arXiv 2307.08691), section 3.1: with P the softmax weights, D dropout's factors, dW = dO V^T and
@@ -35,6 +37,7 @@ from ..dense.interpret import gated
 from ..dense.philox import keep_factor, kept_at
 from ..memory_order import arranged_like, empty_like, wide_dtype
 from .capture_gradients import CaptureSums
+from .plain import PlainRows, is_plain
 from .plan import BLOCK_M, Plans
 from .torch_tiles import Expressions, work_dtype
 
@@ -265,14 +268,20 @@ def _forward(lowered: Lowered, call: Call, steps: list[Step]) -> tuple[torch.Ten
     rows_of_lse = lse.view(*q.shape[:-1], 1)
     buffers = Buffers(steps, 2, q)
     scorer = Scorer(program, call, buffers, keep_raw=False)
+    plain = is_plain(program, call)
     for step in steps:
         place = place_of(step, call)
         own = _Rows(program, call, step, place, buffers, scorer)
+        plain_rows = PlainRows(program.mask, call, step, place, scorer.expressions)
         queries = place.queries(q)
         for span in step.spans:
             columns = slice(*span.columns)
-            scored = scorer.span(step, place, span, queries, k[place.matrices, columns])
-            own.add(span, scored, v[place.matrices, columns])
+            keys, values = k[place.matrices, columns], v[place.matrices, columns]
+            found = plain_rows.attend(span, queries, keys, values) if plain else None
+            if found is None:
+                own.add(span, scorer.span(step, place, span, queries, keys), values)
+            else:
+                own.merge(*found)
         result, logarithm = own.finish()
         place.store(rows, result)
         place.store(rows_of_lse, logarithm)
@@ -329,7 +338,10 @@ class _Rows:
                 weights.masked_fill_(dead, 0.0)
                 lse.masked_fill_(dead, -torch.inf)
         self._drop(span, scored, weights)
-        part = torch.bmm(weights, values)
+        self.merge(torch.bmm(weights, values), lse)
+
+    def merge(self, part: torch.Tensor, lse: torch.Tensor) -> None:
+        """Take in the output and the log-sum-exp of a span."""
         if self._sum is None:
             self._sum, self._lse = part, lse
             return

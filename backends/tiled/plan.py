@@ -25,7 +25,7 @@ BLOCK_M = 128
 BLOCK_N = 64
 """Keys of a tile; small, since it is by tiles that dead pairs are left out."""
 SPAN = 1024
-"""Longest span; a multiple of BLOCK_N."""
+"""Longest span of a whole tile of rows; a multiple of BLOCK_N. Fewer rows have longer spans."""
 PAIRS = 1 << 19
 """Most pairs of a step's span, of all its heads (as far as one kv head's queries allow)."""
 DEVICE_PAIRS = 1 << 22
@@ -137,7 +137,7 @@ def make_plan(lowered: Lowered, call: Call) -> list[Step]:
         step
         for number, rows in enumerate(table)
         for box, row in _boxes(rows, batch, heads, group)
-        for step in _split(box, number, _spans(row, kv_len), call)
+        for step in _split(box, number, _spans(row, kv_len, _longest_span(number, call)), call)
     ]
 
 
@@ -147,9 +147,26 @@ class _Box:
     heads: Range
 
 
-def _spans(row: bytes, kv_len: int) -> tuple[Span, ...]:
+def _longest_span(number: int, call: Call) -> int:
+    """Keys that a span of tile row ``number`` may have.
+
+    Few rows take few operations so: see M33 in docs/measured.md.
+    """
+    _, heads, q_len, _ = call.q.shape
+    rows = q_len - number * BLOCK_M
+    if rows >= BLOCK_M:
+        return SPAN
+    return max(SPAN, _pairs(call) // (rows * heads) // BLOCK_N * BLOCK_N)
+
+
+def _pairs(call: Call) -> int:
+    """Most pairs of a step's span."""
+    return PAIRS if call.q.device.type == "cpu" else DEVICE_PAIRS
+
+
+def _spans(row: bytes, kv_len: int, longest: int) -> tuple[Span, ...]:
     """The spans of a row of tile kinds."""
-    tiles = SPAN // BLOCK_N
+    tiles = longest // BLOCK_N
     found = []
     for live in _LIVE.finditer(row):
         for first in range(live.start(), live.end(), tiles):
@@ -236,8 +253,7 @@ def _split(box: _Box, number: int, spans: tuple[Span, ...], call: Call) -> Itera
         return
     heads, q_len, group = call.q.shape[1], call.q.shape[2], call.q.shape[1] // call.k.shape[1]
     rows = (number * BLOCK_M, min((number + 1) * BLOCK_M, q_len))
-    pairs = PAIRS if call.q.device.type == "cpu" else DEVICE_PAIRS
-    room = pairs // ((rows[1] - rows[0]) * max(span.width for span in spans))
+    room = _pairs(call) // ((rows[1] - rows[0]) * max(span.width for span in spans))
     (first, last), (low, high) = box.batches, box.heads
     if room >= heads and last - first > 1:
         for b in range(first, last, room // heads):

@@ -37,8 +37,9 @@ class Expressions:
     """
 
     def __init__(self, call: Call) -> None:
-        nothing = torch.empty((1, 1, 1, 1), dtype=work_dtype(call), device=call.q.device)
-        self._base = scope_of(call, nothing)
+        self.nothing = torch.empty((1, 1, 1, 1), dtype=work_dtype(call), device=call.q.device)
+        """A score for tiles of expressions that read none."""
+        self._base = scope_of(call, self.nothing)
         self._step: Step | None = None
         """The step of the last tile, and what its tiles share."""
         self._ranges: dict[str, Range] = {}

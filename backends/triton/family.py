@@ -78,6 +78,10 @@ class Portable:
         """None: kernels go along any number."""
         return None
 
+    def most_queries(self, task: Task) -> int | None:
+        """None: kernels go along any number."""
+        return None
+
     def places(self, call: Call) -> tuple[object, ...]:
         """Nothing: positions are arguments."""
         return ()

@@ -194,7 +194,8 @@ def functions_of_program(lowered: Lowered, facts: KernelFacts) -> tuple[list[str
 def sink_of_program(program: Program, facts: KernelFacts) -> tuple[str, set[str]]:
     """The function that gives a head's sink, and the library functions that it uses."""
     doc = "The logit that is in the denominator of each row of a head."
-    return _head_function("sink_of_head", program.sink, facts, doc, "tl.sum({})")
+    form = "tl.sum({}, 1)" if facts.packed_heads else "tl.sum({})"
+    return _head_function("sink_of_head", program.sink, facts, doc, form)
 
 
 def _head_function(

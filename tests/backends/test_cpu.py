@@ -11,9 +11,9 @@ from support.cpu_programs import OWN_WEIGHTS, PROGRAMS
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import attndsl
-from attndsl.backends.base import Backward, Wants
+from attndsl.backends.base import Backward, Call, Wants
 from attndsl.backends.dense.reference import ReferenceBackend
-from attndsl.backends.tiled import plan
+from attndsl.backends.tiled import cpu, plan
 from attndsl.backends.tiled.cpu import CPUBackend
 from attndsl.backends.tiled.tile_kinds import tile_kinds
 from attndsl.errors import UnsupportedError
@@ -467,6 +467,39 @@ def test_a_growing_cache_is_not_analysed(monkeypatch):
         torch.testing.assert_close(found, wanted)
 
 
+@pytest.mark.parametrize(
+    ("rows", "heads", "widths"),
+    [(1, 8, [4096]), (16, 8, [4096]), (16, 16, [2048] * 2), (128, 8, [1024] * 4), (512, 1, [1024])],
+)
+def test_few_rows_have_long_spans(rows, heads, widths):
+    lowered = attndsl.compile("score").lowered
+    q, kv = torch.empty(1, heads, rows, 8), torch.empty(1, heads, 4096, 8)
+    call = Call(q, kv, kv, 1.0, {})
+    steps = plan.make_plan(lowered, call)
+    assert {span.width for step in steps for span in step.spans} == set(widths)
+    assert len(steps[0].spans) >= len(widths)
+    pairs = (
+        (step.rows[1] - step.rows[0]) * (step.heads[1] - step.heads[0]) * span.width
+        for step in steps
+        for span in step.spans
+    )
+    assert max(pairs) <= plan.PAIRS
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_long_spans_give_what_the_reference_does(backward):
+    q = torch.randn(2, 4, 3, 16, requires_grad=backward)
+    k, v = (torch.randn(2, 2, 3000, 16, requires_grad=backward) for _ in range(2))
+    doc = (torch.arange(3000) // 700).expand(2, -1).int()
+    text = "tensor doc[batch, kv_len]: int\nmask = doc[b, kv] != 2 and kv % 5 != q % 5"
+    results = []
+    for name in ("cpu", "reference"):
+        out, lse = attndsl.compile(text, backend=name)(q, k, v, doc=doc, return_lse=True)
+        grads = torch.autograd.grad(out.sum() + lse.sum(), (q, k, v)) if backward else ()
+        results.append((out, lse, *grads))
+    torch.testing.assert_close(*results)
+
+
 def test_plans_of_one_mask_at_several_sizes_of_a_capture():
     """A kept plan is of its own numbers: the mask speaks of the tensor's size, not its elements."""
     text = "tensor t[n]: float\nmask = kv < n\nscore = score + t[0]"
@@ -475,3 +508,36 @@ def test_plans_of_one_mask_at_several_sizes_of_a_capture():
     for count in (8, 200, 8):
         t = torch.zeros(count)
         torch.testing.assert_close(cpu(q, k, v, t=t), reference(q, k, v, t=t))
+
+
+MASKS = {
+    "none": "score",
+    "causal": "causal()",
+    "by head": "q - kv < 6 * (h + 1) and q >= kv",
+    "by entry": "q >= kv and kv != 2 * b",
+    "dead rows": "kv > q + 3",
+    "sink": "mask = q >= kv + 2\nsink = 0.3 * h",
+}
+
+
+@pytest.mark.parametrize("name", MASKS)
+@pytest.mark.parametrize("heads", [(4, 2), (1, 1)])
+def test_plain_scores_are_torchs_own_attention(monkeypatch, small_tiles, name, heads):
+    """Of the same results as scores that are not known to be plain, dead rows included."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, n, 37, 8, dtype=torch.float64) for n in (*heads, heads[1]))
+    plain = Bound(MASKS[name])(q, k, v, return_lse=True, scale=-0.4)
+    monkeypatch.setattr(cpu, "is_plain", lambda program, call: False)
+    usual = Bound(MASKS[name])(q, k, v, return_lse=True, scale=-0.4)
+    for found, wanted in zip(plain, usual, strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_dead_keys_that_are_no_numbers_change_nothing(value):
+    """torch adds a mask to scores, and a sum with NaN is NaN."""
+    q, k, v = (torch.randn(1, 2, 9, 8) for _ in range(3))
+    spoilt = k.clone()
+    spoilt[:, :, 5:] = value
+    attention = Bound("kv < 5")
+    torch.testing.assert_close(attention(q, spoilt, v), attention(q, k, v))

@@ -84,7 +84,9 @@ CASES = [
     ("tensor t[heads]: float\nscore * t", errors.RankError, 2, 9, "t[...]"),
     ("tensor t[heads]: float\nscore * t[score]", errors.TypeMismatchError, 2, 11, "int("),
     ("tensor t[heads]: flot\nscore", errors.TypeMismatchError, 1, 18, "float"),
-    ("mask = q > kv\nmask = q < kv", errors.NameResolutionError, 2, 1, "'and'"),
+    ("sink = 1\nmask = q > kv\nsink = 2", errors.NameResolutionError, 3, 1, "one 'sink'"),
+    ("weights = score\nweights = score", errors.NameResolutionError, 2, 1, "one 'weights'"),
+    ("mask = q > kv\nmask = q", errors.TypeMismatchError, 2, 8, "compare"),
     ("q >= (kv", errors.ParseError, 1, 6, "')'"),
     ("q >= kv)", errors.ParseError, 1, 8, "bracket"),
     ("q && kv", errors.ParseError, 1, 3, "'and'"),
@@ -225,6 +227,14 @@ def test_formatting_keeps_the_meaning_and_is_idempotent(text: str) -> None:
     assert format_source(shown) == shown
     assert "# why" in shown
     assert program(shown) == program(squeezed)
+
+
+def test_statements_after_a_bracket_of_the_line_before_are_laid_out() -> None:
+    text = "x=(q\n- kv) ;y=(\nkv);mask=x<y  # why\nscore=score*2"
+    shown = "x = (q\n    -kv); y = (\n    kv); mask = x < y  # why\nscore = score * 2\n"
+    assert format_source(text) == shown
+    assert format_source(shown) == shown
+    assert program(shown) == program(text)
 
 
 def _live(text: str, n: int, **sizes: int) -> list[list[bool]]:

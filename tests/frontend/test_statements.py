@@ -6,8 +6,9 @@ import random
 
 import pytest
 
+from attndsl import ir
 from attndsl.errors import AttnDSLError, NameResolutionError, ProgramErrors
-from attndsl.frontend import Bound, ParamSpec, TensorSpec
+from attndsl.frontend import Bound, ParamSpec, TensorSpec, read
 from attndsl.pipeline import check
 from attndsl.source import Source
 
@@ -28,6 +29,18 @@ def test_names_are_bound_before_they_are_read_and_once(text, at, message):
     with pytest.raises(NameResolutionError, match=message) as caught:
         check(Source(text), {})
     assert caught.value.span.text == at
+
+
+@pytest.mark.parametrize("name", ["a", "z"])
+def test_dims_declared_in_python_mention_params_whatever_their_order(name):
+    bound = {"n": Bound(4), name: TensorSpec(("n",))}
+    texts = {f"score * {name}[0] * n": bound, f"param n: int\nscore * {name}[0] * n": bound}
+    for text, declared in texts.items():
+        for given in (declared, dict(reversed(declared.items()))):
+            (tensor,) = read(Source(text), given).tensors
+            assert [dim.value for dim in tensor.dims] == [4]
+    found = read(Source(f"param n: int\nscore * {name}[0] * n"), {name: TensorSpec(("n",))})
+    assert found.tensors[0].dims == (ir.param("n", ir.DType.INT),)
 
 
 def test_uses_of_a_failed_name_add_no_error():

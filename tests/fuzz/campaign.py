@@ -16,7 +16,7 @@ import torch
 from support.interpreter import hasten
 
 from .compare import Outcome, Place, Verdict, judge, reproduction
-from .generate import DEVICE, SMALL, TILED, Scale, generate
+from .generate import DEVICE, SHARED_KEYS, SMALL, TILED, Scale, generate
 from .program import Apply, Dot, Invoke, Load, Masked, everything
 from .shrink import shrink
 
@@ -110,6 +110,8 @@ def scale_of(place: Place) -> Scale:
     """How large the calls are that a place can afford."""
     if place.device != "cpu":
         return DEVICE
+    if place.backend == "decode":
+        return SHARED_KEYS
     return TILED if place.backend in ("triton", "hopper") else SMALL
 
 

@@ -319,7 +319,7 @@ def traits_of(result: Result) -> frozenset[str]:
 def reproduction(case: Case, place: Place, outcome: Outcome) -> str:
     """Python that shows the failure without the fuzzer."""
     call = python_call(case, place.dtype, place.device)
-    interpreted = place.device == "cpu" and place.backend in ("triton", "auto", "hopper")
+    interpreted = place.device == "cpu" and place.backend not in ("cpu", "reference")
     lines = ["import os; os.environ['TRITON_INTERPRET'] = '1'"] if interpreted else []
     lines += ["import torch, attndsl", "", f'text = """\n{text(case)}\n"""']
     there = f".to({place.device!r})" if place.device != "cpu" else ""

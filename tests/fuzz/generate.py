@@ -61,6 +61,8 @@ SMALL = Scale((0, 1, 1, 2, 3, 5, 7, 8, 9, 12, 16, 19), (1, 2, 4, 8, 16), 3000)
 """For torch operations on CPUs."""
 TILED = Scale((1, 2, 3, 5, 7, 9, 16, 19, 33), (2, 4, 8, 16), 1500, 0.35)
 """For kernels under the interpreter, whose tiles have 32 rows: one or two."""
+SHARED_KEYS = Scale((1, 2, 3, 5, 9, 16, 33, 70, 130), (2, 4, 8, 16), 2500, 0.1)
+"""For interpreted kernels of few rows, which share out more than 32 keys."""
 DEVICE = Scale((1, 7, 16, 33, 64, 65, 100, 108, 128, 130, 200, 257), (16, 32, 64, 64, 128), 300000)
 """For GPUs."""
 

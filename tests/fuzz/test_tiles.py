@@ -20,8 +20,9 @@ from attndsl.backends.tiled.tile_kinds import grid_of, kinds_by_bounds, segment_
 from attndsl.errors import AttnDSLError
 from attndsl.passes.tiles.plan import DIRECTIONS, EMPTY, FULL
 from attndsl.pipeline import lower
+from attndsl.runtime.lengths import call_of_lengths
 from attndsl.runtime.location import Location, Sizes
-from attndsl.runtime.tiles import call_of_lengths, find_tiles, verify_call
+from attndsl.runtime.tiles import find_tiles, verify_call
 from attndsl.source import Source
 
 if TYPE_CHECKING:

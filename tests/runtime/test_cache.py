@@ -17,6 +17,8 @@ import pytest
 import torch
 
 import attndsl
+from attndsl.backends.base import About
+from attndsl.backends.key import FORMAT_VERSION
 from attndsl.errors import CacheWarning
 from attndsl.runtime import cache as cache_module
 from attndsl.runtime.cache import KernelCache
@@ -59,6 +61,10 @@ def test_what_is_saved_is_loaded(cache: KernelCache) -> None:
         lambda f: _edit(f, format=99),
         lambda f: _edit(f, key="b" * 64),
         lambda f: _edit(f, meta=[1]),
+        lambda f: _sign(f, "[1]"),
+        lambda f: _sign(f, "{}"),
+        lambda f: _sign(f, '{"meta": ' + "[" * 100_000 + "]" * 100_000 + "}"),
+        lambda f: _sign(f, json.dumps({"format": FORMAT_VERSION, "key": KEY, "meta": [1]})),
     ],
 )
 def test_damaged_entries_are_reported_dropped_and_made_again(cache: KernelCache, damage) -> None:
@@ -77,6 +83,13 @@ def test_damaged_entries_are_reported_dropped_and_made_again(cache: KernelCache,
 def _edit(folder: Path, **changes: object) -> None:
     path = folder / f"{KEY}.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def _sign(folder: Path, described: str) -> None:
+    """Write a description that has the right digest."""
+    rest, path = described.encode()[1:], folder / f"{KEY}.json"
+    digest = cache_module._digest(rest, (folder / f"{KEY}.py").read_bytes())
+    path.write_bytes(f'{{"sha256": "{digest}",\n'.encode() + rest)
 
 
 def _replace(folder: Path, old: str, new: str) -> None:
@@ -357,6 +370,29 @@ def test_many_processes_write_at_once(cache: KernelCache) -> None:
         loaded = cache.load(entry.key)
         assert loaded is not None
         assert loaded.source == f"x = {int(entry.key)}\n" * 500
+
+
+def test_entries_say_what_they_are(cache: KernelCache) -> None:
+    about = About("causal()", "d" * 64, "hopper forward", "cuda:90", "bf16", 128, 64)
+    cache.save(KEY, "x = 1\n", {"about": about.to_json(), "kind": "kernel"})
+    (entry,) = cache.entries()
+    assert (entry.kind, entry.about) == ("kernel", about)
+    assert About().to_json() == {}
+    # Of older versions.
+    cache.save(KEY, "x = 1\n", {"config": {}})
+    (entry,) = cache.entries()
+    assert (entry.kind, entry.about) == ("kernel", About())
+
+
+@pytest.mark.parametrize(
+    "about",
+    [None, [], "text", 7, {"text": 7}, {"text": ["x"]}, {"text": "x" * 1_000_000},
+     {"head_dim": "64"}, {"head_dim": True}, {"head_dim": 10**300}, {"other": "x"}],
+)  # fmt: skip
+def test_what_is_no_description_is_not_shown(cache: KernelCache, about) -> None:
+    cache.save(KEY, "", {"about": about, "kind": ["forward"]})
+    (entry,) = cache.entries()
+    assert (entry.kind, entry.about) == ("kernel", About())
 
 
 def test_old_entries_make_room(tmp_path: Path) -> None:

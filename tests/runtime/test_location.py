@@ -49,7 +49,7 @@ CASES = {
         "q_index has values from 0 to 10",
     ),
     "keys too far": (PLAIN, {"kv_len": 9}, ArgumentError, "kv_len is 9"),
-    "a float": (PLAIN, {"q_len": 12.0}, ArgumentError, "q_len is 12.0"),
+    "a float": (PLAIN, {"q_len": 12.5}, ArgumentError, "q_len is 12.5"),
     "a bool": (PLAIN, {"heads": True}, ArgumentError, "heads is True"),
     "a tensor": (PLAIN, {"h_offset": torch.tensor(1), "heads": 8}, ArgumentError, "h_offset is"),
     "negative": (PLAIN, {"b_offset": -1, "batch": 4}, ArgumentError, "b_offset is -1"),

@@ -102,10 +102,10 @@ def test_sources_take_captures_of_any_lengths() -> None:
     [
         ("hoper", "did you mean 'hopper'?"),
         ("Triton", "did you mean 'triton'?"),
-        ("auto", "use one of triton, hopper, short"),
-        ("cpu", "use one of triton, hopper, short"),
-        ("reference", "use one of triton, hopper, short"),
-        ("", "use one of triton, hopper, short"),
+        ("auto", "use one of triton, hopper, short, decode"),
+        ("cpu", "use one of triton, hopper, short, decode"),
+        ("reference", "use one of triton, hopper, short, decode"),
+        ("", "use one of triton, hopper, short, decode"),
     ],
 )
 def test_sources_of_backends_that_generate_none(name: str, hint: str) -> None:

@@ -6,6 +6,7 @@ with DTensors. Outputs, log-sum-exps and gradients, gathered, equal the whole's.
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
 import traceback
@@ -443,7 +444,13 @@ CASES: dict[str, Case] = {
 
 
 def work(rank: int, world: int, folder: str, names: list[str], gpus: bool) -> None:
-    """Run cases as one of ``world`` processes; what failed is written to ``folder``."""
+    """Run cases as one of ``world`` processes; what failed is written to ``folder``.
+
+    ``RANK.log`` there says how far a process came, and where it stood when a signal ended it.
+    """
+    # Never closed: a process may fault while it ends.
+    log = os.open(Path(folder, f"{rank}.log"), os.O_CREAT | os.O_WRONLY | os.O_APPEND)
+    faulthandler.enable(log)
     torch.set_num_threads(1)
     kind = "cuda" if gpus else "cpu"
     if gpus:
@@ -458,6 +465,7 @@ def work(rank: int, world: int, folder: str, names: list[str], gpus: bool) -> No
     place = Place(one, grid, "auto", torch.bfloat16, 0.03, 64) if gpus else Place(one, grid)
     found = {}
     for name in names:
+        os.write(log, f"{name}\n".encode())
         try:
             CASES[name](place)
             found[name] = ""
@@ -466,11 +474,24 @@ def work(rank: int, world: int, folder: str, names: list[str], gpus: bool) -> No
         # Where one process failed, the others go on with the next case together.
         dist.barrier()
     Path(folder, f"{rank}.json").write_text(json.dumps(found), "utf-8")
+    os.write(log, b"all cases ran\n")
     dist.destroy_process_group()
+    os.write(log, b"the group is gone\n")
 
 
 def run_all(world: int, folder: Path, names: list[str], gpus: bool = False) -> dict[str, str]:
-    """What went wrong in each case, by its name; nothing where all was well."""
-    torch.multiprocessing.spawn(work, (world, str(folder), names, gpus), nprocs=world)
+    """What went wrong in each case, by its name; nothing where all was well.
+
+    Raises:
+        AssertionError: A process ended without a result. The message says how far each one came.
+    """
+    try:
+        torch.multiprocessing.spawn(work, (world, str(folder), names, gpus), nprocs=world)
+    except torch.multiprocessing.ProcessExitedException as error:
+        logs = [
+            f"process {path.stem}:\n{path.read_text('utf-8')}"
+            for path in sorted(Path(folder).glob("*.log"))
+        ]
+        raise AssertionError("\n".join([str(error), *logs])) from error
     results = [json.loads(Path(folder, f"{rank}.json").read_text("utf-8")) for rank in range(world)]
     return {name: "\n".join(filter(None, (one[name] for one in results))) for name in names}

@@ -175,7 +175,7 @@ def consume_work(
                 # Otherwise these would stay in registers for what comes behind all tiles.
                 p = gl.full(softmax.p.shape, 0, gl.int32, layout=softmax.p.type.layout)
                 softmax = RunningSoftmax(acc, softmax.row_max, row_sum, p)
-        elif FORWARD_HAS_PARTIAL if FORM == 0 else FORWARD_HAS_FULL:
+        elif FORWARD_REPEATS_PARTIAL if FORM == 0 else FORWARD_HAS_FULL:
             if FORM == 1:
                 least_max = gl.where(uses_fixed_max, 0.0, float("-inf"))
             start = begin_partial + 1 if FORM == 0 else begin if FORM == 1 else end

@@ -68,7 +68,7 @@ def _programs() -> dict[str, Node]:
         found[f"float {op.name}"] = node(op, SCORE, const(0.75))
         found[f"float {op.name} reversed"] = node(op, _as_float(KV), _positive(SCORE))
     found["float POW"] = node(Op.POW, _positive(SCORE), const(1.5))
-    for exponent in (-4.0, -3.0, -1.0, 0.5, 1.0, 2.0, 3.0):
+    for exponent in (-4.0, -3.0, -1.7, -1.0, 0.5, 1.0, 2.0, 3.0):
         found[f"float POW {exponent}"] = node(Op.POW, _positive(SCORE), const(exponent))
     found["float POW whole"] = node(Op.POW, SCORE, node(Op.ADD, _as_float(H), const(3.0)))
     for op in (Op.NEG, Op.ABS, Op.SIGN):
@@ -162,6 +162,39 @@ def test_parentheses_only_where_needed() -> None:
     assert _text(node(Op.ADD, node(Op.ADD, a, const(1.0)), const(2.0))) == "score + 1.0 + 2.0"
     assert _text(node(Op.MUL, a, const(-2.0))) == "score * -2.0"
     assert _text(node(Op.NOT, node(Op.LT, Q, KV))) == "~(q < kv)"
+
+
+@pytest.mark.parametrize(
+    ("exponent", "function"),
+    [(1.7, "fractional_power("), (-0.3, "fractional_power("), (2.0**22 + 0.5, "fractional_power("),
+     (17.0, "power("), (1.0 - 2.0**-30, "power("), (2.0**30 + 0.5, "power("), (1e300, "power(")],
+)  # fmt: skip
+def test_exponents_that_are_fractions_in_32_bits(exponent: float, function: str) -> None:
+    assert _text(node(Op.POW, SCORE, const(exponent))).startswith(function)
+
+
+@pytest.mark.skipif(
+    torch.cuda.is_available(), reason="the kernels are compiled, not interpreted, here"
+)
+@pytest.mark.parametrize(
+    "exponent",
+    [const(1.7), const(-0.3), *(node(Op.MUL, _as_float(H), const(x)) for x in (1.5, -2.0, 3.0))],
+    ids=["1.7", "-0.3", "1.5 h", "-2 h", "3 h"],
+)
+def test_powers_of_every_base(exponent: Node, backend: GeneratedBackend) -> None:
+    bases = torch.tensor([0.0, -0.0, 1.0, -1.0, 2.5, -2.5, math.inf, -math.inf, math.nan, 1e-41])
+    table = load("t", DType.FLOAT, KV)
+    powers = node(Op.POW, table, exponent)
+    is_nan = node(Op.NE, powers, powers)
+    # A pair's weight says what the power is; an infinite one would hide all others.
+    shown = node(Op.WHERE, is_nan, const(-3.0), node(Op.MIN, powers, const(5.0)))
+    shown = node(Op.MAX, shown, const(-4.0))
+    program = Program(shown, tensors=(TensorDecl("t", DType.FLOAT, (size("kv_len"),)),))
+    lowered = lower_program(program)
+    call = _call((2, len(bases)))._replace(tensors={"t": bases})
+    torch.testing.assert_close(
+        backend.forward(lowered, call), ReferenceBackend().forward(lowered, call)
+    )
 
 
 def test_positions_stay_in_32_bits_and_products_do_not() -> None:

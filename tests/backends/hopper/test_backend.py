@@ -9,6 +9,7 @@ import torch
 from support.jobs import HOPPER, job_of, why_portable
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+import attndsl
 from attndsl.backends.base import Call, Wants
 from attndsl.backends.emit.facts import facts_of
 from attndsl.backends.generated.for_hopper import hopper_backend
@@ -68,6 +69,28 @@ def test_what_hopper_kernels_run():
     grad = torch.empty(2, 4, 40, 256, dtype=torch.bfloat16)
     assert why_portable(LOWERED, call_of(value_dim=256), "backward", grad, ALL) is None
     assert why_portable(LOWERED, call_of(deterministic=True), "forward") is None
+
+
+@pytest.mark.parametrize(
+    ("text", "busy"),
+    [("weights = relu(score - 1.0) ** 2", False), ("score = score + score ** 3", False),
+     ("weights = gelu(score)", True), ("score = erf(score)", True),
+     ("score = abs(score) ** 1.7", True),
+     ("score = 50.0 * tanh(score / 50.0)", False), ("score = sqrt(abs(score) + 1)", False),
+     # While products are made there is time for what positions alone decide.
+     ("score = score + sin(float(q - kv))", False), ("mask = kv <= q or kv % 7 == 0", False)],
+)  # fmt: skip
+def test_forwards_with_much_to_do_for_each_score_are_portable(text, busy):
+    lowered = attndsl.compile(text).lowered
+    found = why_portable(lowered, call_of(), "forward")
+    assert ("for each pair" in found) if busy else found is None
+    assert why_portable(lowered, call_of(), "backward", torch.empty(2, 4, 40, 64), ALL) is None
+
+
+@pytest.mark.parametrize(("text", "repeats"), [("score", False), ("causal()", True)])
+def test_programs_without_a_mask_have_no_loop_over_partial_tiles(text, repeats):
+    source = attndsl.compile(text).source(backend="hopper")
+    assert f"FORWARD_REPEATS_PARTIAL = tl.constexpr({repeats})" in source
 
 
 @pytest.mark.parametrize(

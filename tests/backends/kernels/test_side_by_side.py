@@ -199,6 +199,28 @@ def test_errors_are_those_of_the_compilation(on_gpu):
         prepared(on_gpu(compiled), "causal()", Task.FORWARD)
 
 
+def test_the_thread_that_compiles_a_kernel_has_its_launcher_made(on_gpu, monkeypatch):
+    compiler, made = Compiler(together=1), []
+
+    def launcher(source, metadata):
+        made.append((threading.current_thread(), source, metadata))
+        raise RuntimeError("whoever loads the kernel is told")
+
+    def compiled(*arguments):
+        kernel = compiler(*arguments)
+        kernel.src, kernel.metadata = "source", "metadata"
+        return kernel
+
+    driver = SimpleNamespace(active=SimpleNamespace(launcher_cls=launcher))
+    monkeypatch.setattr(compiling.triton.runtime, "driver", driver)
+    found = prepared(on_gpu(compiled), "causal()", Task.FORWARD)
+    assert found["forward"].kernel.src == "source"
+    ((thread, *what),) = made
+    assert what == ["source", "metadata"]
+    assert compiler.threads == {thread}
+    assert thread is not threading.current_thread()
+
+
 @pytest.mark.parametrize("terminal", [True, False])
 def test_a_terminal_hears_of_long_ones(monkeypatch, terminal):
     stream = io.StringIO()
@@ -212,7 +234,7 @@ def test_a_terminal_hears_of_long_ones(monkeypatch, terminal):
     threading.Timer(0.3, done.set).start()
     assert found.take("place")
     text = stream.getvalue()
-    assert ("attndsl: compiling kernels, 0 s" in text) is terminal
+    assert ("attndsl: compiling 1 kernel, 0 s" in text) is terminal
     assert text.endswith("\r\033[K") is terminal
     assert not found.has("place")
 
@@ -224,7 +246,9 @@ def test_the_log_says_what_took_how_long(monkeypatch):
     found = Compilations()
     found.begin("place", "forward for cuda:90", lambda: 3)
     assert found.take("place") == 3
-    assert said == ["compiled forward for cuda:90 in 0.0 s"]
+    assert said == [
+        "compiling forward for cuda:90", "compiled forward for cuda:90 in 0.0 s",
+    ]  # fmt: skip
 
 
 def test_without_threads_the_caller_compiles(on_gpu, monkeypatch):

@@ -1,0 +1,67 @@
+"""``attndsl play``: the page on which programs are tried."""
+
+from __future__ import annotations
+
+import re
+import threading
+import webbrowser
+from importlib import import_module
+from typing import TYPE_CHECKING
+from urllib.parse import quote
+
+from attndsl.errors import ArgumentError, UnsupportedError
+from attndsl.frontend.imports import expand
+
+from .usage import UsageError
+
+if TYPE_CHECKING:
+    from .inputs import NamedProgram
+
+
+def play(program: NamedProgram | None, port: int | None, browser: bool) -> None:
+    """Serve the page until the command is interrupted.
+
+    Args:
+        program: What the page begins with; an example by default.
+        port: Where to listen; None for any.
+        browser: Whether to open a browser.
+
+    Raises:
+        UnsupportedError: starlette or uvicorn is not installed.
+        UsageError: Another program listens on that port.
+        AttnDSLError: A file that ``program`` imports cannot be read.
+    """
+    try:
+        server = import_module("attndsl.play.server")
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.startswith("attndsl"):
+            raise
+        module = error.name.partition(".")[0]
+        raise UnsupportedError(
+            f"the page needs starlette and uvicorn, and there is no module '{module}'",
+            hint="pip install 'attndsl[play]'",
+        ) from error
+    try:
+        listening = server.listen(port)
+    except ArgumentError as error:
+        raise UsageError(error.message, error.span, error.hint) from error
+    address = f"http://{server.HOST}:{listening.getsockname()[1]}/{_fragment(program)}"
+    print(f"attndsl play: {address}\nPress Ctrl+C to end it.", flush=True)
+    if browser:
+        # Browsers of terminals take the terminal until they are left.
+        threading.Thread(target=webbrowser.open, args=(address,), daemon=True).start()
+    server.run(listening)
+
+
+def _fragment(program: NamedProgram | None) -> str:
+    """What stands behind the address: the program, and values that a configuration gives it."""
+    if program is None:
+        return ""
+    text, fragment = expand(program.source).text, ""
+    for name, declared in program.params.items():
+        if re.search(rf"^\s*param\s+{re.escape(name)}\b", text, re.MULTILINE):
+            fragment += f"&param.{quote(name)}={declared.value}"
+        else:
+            kind = type(declared.value).__name__
+            text = f"param {name}: {kind} = {str(declared.value).lower()}\n{text}"
+    return f"#program={quote(text, safe='')}{fragment}"

@@ -1,0 +1,221 @@
+"""What the page is told about a program: functions from a request to an answer."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from attndsl.api import Options, compile_source
+from attndsl.errors import AttnDSLError, ProgramErrors
+from attndsl.frontend.format import format_source
+from attndsl.ir import DType, leaf_names
+from attndsl.made_up import make_captures, make_for_picture
+from attndsl.passes.print_ir import print_derivative
+from attndsl.passes.tiles.describe import print_tiles
+from attndsl.picture import picture_data, svg
+from attndsl.runtime.location import Location
+from attndsl.runtime.programs import pointing_into
+from attndsl.source import Source
+
+from .records import (
+    Answer,
+    Asked,
+    DetailsAnswer,
+    HalfType,
+    Kind,
+    ParamField,
+    PictureAnswer,
+    Problem,
+    TextAnswer,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from attndsl.api import Attention
+    from attndsl.ir import Program
+    from attndsl.made_up import MadeUp
+
+    from .records import Number, View
+
+_BLOCKS = (128, 64)
+"""Tiles that loops are shown for: those of ``attndsl show --stage tiles``."""
+_HEAD_DIM = 64
+"""That pictures and costs are for."""
+_DTYPES = {
+    HalfType.BF16: torch.bfloat16,
+    HalfType.FP16: torch.float16,
+    HalfType.FP32: torch.float32,
+}
+
+
+def answer(asked: Asked) -> Answer:
+    """The result of ``asked``, or all that is wrong with its program or its settings.
+
+    Raises nothing for any text: a failure of the compiler is a problem like any other.
+    """
+    source = Source(asked.text)
+    try:
+        with pointing_into(source):
+            return Answer(result=_WAYS[asked.kind](asked, source))
+    except AttnDSLError as error:
+        found = error.errors if isinstance(error, ProgramErrors) else (error,)
+        return Answer(tuple(problem(each, source) for each in found))
+    except MemoryError:
+        return Answer((_MEMORY,))
+    except RecursionError:
+        return Answer((Problem("the program nests too deeply", "split it into local names"),))
+    except Exception as error:
+        if isinstance(error, RuntimeError) and "memory" in str(error):
+            return Answer((_MEMORY,))
+        said = f"{type(error).__name__}: {error}".partition("\n")[0][:200]
+        return Answer((Problem(f"the compiler failed: {said}", "please report this program"),))
+
+
+_MEMORY = Problem("this takes more memory than the page may use", "give shorter lengths")
+
+
+def problem(error: AttnDSLError, source: Source) -> Problem:
+    """``error`` for people who look at the text of ``source``."""
+    span = error.span
+    if span is None:
+        return Problem(error.message, error.hint)
+    place = f"line {span.line}, column {span.column}"
+    if span.source.text != source.text:  # Of the prelude.
+        return Problem(error.message, error.hint, where=f"{span.source.name}, {place}")
+    start, end = (_units(source.text[:offset]) for offset in (span.start, span.end))
+    return Problem(error.message, error.hint, start, end, place)
+
+
+def _units(text: str) -> int:
+    """Units of UTF-16, which browsers count."""
+    return len(text) + sum(character > "\uffff" for character in text)
+
+
+def _picture(asked: Asked, source: Source) -> PictureAnswer:
+    attention = compile_source(source, {}, Options("reference"))
+    lowered, view = attention.lowered, asked.view
+    given = _given(lowered.program, asked.params)
+    made = make_for_picture(_with_defaults(lowered.program, given), _sizes(view), view.seed)
+    params = {**made.params, **given}
+    data = picture_data(
+        lowered, q_len=view.q_len, kv_len=view.kv_len, block_m=view.block_m, block_n=view.block_n,
+        batch=view.batch, heads=view.heads, kv_heads=view.kv_heads, head_dim=_HEAD_DIM,
+        b=view.b, h=view.h, location=Location(view.q_offset, view.kv_offset),
+        tensors=made.tensors, params=params, raw_score=view.raw_score, title=asked.text,
+    )  # fmt: skip
+    data = replace(data, made_up=made.what)
+    return PictureAnswer(
+        svg(data),
+        "; ".join([data.place, data.summary, *data.remarks]),
+        "" if data.curve is None else data.curve.line,
+        made.what,
+        _fields(lowered.program, given, made),
+        print_derivative(lowered.derivative),
+    )
+
+
+def _details(asked: Asked, source: Source) -> DetailsAnswer:
+    attention = compile_source(source, {}, Options())
+    lowered, view = attention.lowered, asked.view
+    program, trouble, costs, made_up = lowered.program, None, "", ""
+    given = _given(program, asked.params)
+    try:
+        explanation, made_up = _explained(attention, view, given)
+        costs = explanation[explanation.rindex(f"\nat {view.cost_len} queries") + 1 :]
+    except (AttnDSLError, RuntimeError, MemoryError) as error:
+        # What needs no lengths is known all the same.
+        explanation = attention.explain(head_dim=_HEAD_DIM)
+        trouble = problem(error, source) if isinstance(error, AttnDSLError) else _MEMORY
+    return DetailsAnswer(
+        loops=print_tiles(lowered.sparsity, *_BLOCKS),
+        cost=explanation.partition("\n")[0],
+        costs=costs,
+        explanation=explanation,
+        made_up=made_up,
+        cost_problem=trouble,
+    )
+
+
+def _explained(attention: Attention, view: View, given: Mapping[str, Number]) -> tuple[str, str]:
+    """What ``explain`` says at the lengths of ``view``, and which captures were made up for it."""
+    n, program = view.cost_len, attention.lowered.program
+    sizes = {**_sizes(view), "q_len": n, "kv_len": n}
+    read = leaf_names(program.mask)
+    # Their numbers alone: tensors of a picture have a few short documents.
+    numbers = make_for_picture(replace(program, tensors=()), sizes).params
+    known = _with_defaults(program, {**numbers, **given})
+    generator = torch.Generator().manual_seed(view.seed)
+    captures = make_captures(known, sizes, "cpu", generator, read)
+    text = attention.explain(
+        q_len=n, kv_len=n, batch=view.batch, heads=view.heads, kv_heads=view.kv_heads,
+        head_dim=_HEAD_DIM, captures={**captures, **numbers, **given},
+    )  # fmt: skip
+    said = [f"{name} = {x!r}" for name, x in numbers.items() if name not in given and name in read]
+    said += [f"{name} (random)" for name in captures if name in read]
+    return text, ", ".join(said)
+
+
+def _kernel(asked: Asked, source: Source) -> TextAnswer:
+    attention = compile_source(source, {}, Options())
+    chosen = asked.kernel
+    given = _given(attention.lowered.program, asked.params)
+    dtype = _DTYPES[chosen.dtype]
+    text = attention.source(
+        chosen.direction, backend=chosen.family, head_dim=chosen.head_dim, dtype=dtype,
+        captures=given,
+    )  # fmt: skip
+    return TextAnswer(text)
+
+
+def _layout(asked: Asked, source: Source) -> TextAnswer:
+    return TextAnswer(format_source(source.text))
+
+
+_WAYS: dict[Kind, Callable[[Asked, Source], PictureAnswer | DetailsAnswer | TextAnswer]] = {
+    Kind.PICTURE: _picture,
+    Kind.DETAILS: _details,
+    Kind.KERNEL: _kernel,
+    Kind.LAYOUT: _layout,
+}
+
+
+def _sizes(view: View) -> dict[str, int]:
+    return {
+        "batch": view.batch, "heads": view.heads, "kv_heads": view.kv_heads,
+        "q_len": view.q_len, "kv_len": view.kv_len, "head_dim": _HEAD_DIM,
+    }  # fmt: skip
+
+
+def _given(program: Program, params: Mapping[str, Number]) -> dict[str, Number]:
+    """Those of ``params`` that the program has: it changes as people type."""
+    return {decl.name: params[decl.name] for decl in program.params if decl.name in params}
+
+
+def _with_defaults(program: Program, values: Mapping[str, Number]) -> Program:
+    """``program`` whose params have ``values`` by default: dims of tensors may depend on them."""
+    return replace(
+        program,
+        params=tuple(
+            replace(decl, default=values[decl.name]) if decl.name in values else decl
+            for decl in program.params
+        ),
+    )
+
+
+def _fields(program: Program, given: Mapping[str, Number], made: MadeUp) -> tuple[ParamField, ...]:
+    return tuple(
+        ParamField(
+            decl.name,
+            decl.dtype.value,
+            _written({**made.params, **given}.get(decl.name, decl.default), decl.dtype),
+            made_up=decl.name in made.params and decl.name not in given,
+        )
+        for decl in program.params
+    )
+
+
+def _written(value: Number | None, dtype: DType) -> str:
+    return str(value).lower() if dtype is DType.BOOL else f"{value}"

@@ -1,0 +1,133 @@
+"""How much of a call's work is left out, as counters of operations take it.
+
+FlexAttention's formula takes off the share of tiles that its block mask leaves out, and has tiles
+of 128 x 128 (``torch.utils.flop_counter``). So does this one, by the program's own tiles. It looks
+at no tensor's values, so that nothing waits for a GPU and a count does not depend on data: what
+captured tensors, scores and positions given as tensors decide counts as computed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+
+from attndsl.errors import UnsupportedError
+from attndsl.operators import Operands
+from attndsl.passes.tiles.sandwich import relaxed
+from attndsl.passes.tiles.sparsity import analyse
+
+from .bind import CallOptions, call_of
+from .operator import location_of, params_of
+from .parts import localised
+from .programs import lowered_program
+from .tiles import count_tiles
+
+if TYPE_CHECKING:
+    from attndsl.ir import Program
+    from attndsl.passes.tiles.sparsity import Sparsity
+
+_TILE = 128
+"""Rows of a tile, and keys."""
+_ALL = 1, 1
+
+
+class _Asked(NamedTuple):
+    """What a share depends on."""
+
+    spec: str
+    shapes: tuple[tuple[int, ...], ...]
+    """Of q, k, v and the captured tensors."""
+    is_given: tuple[bool, ...]
+    numbers: tuple[int | float, ...]
+    """The params that are numbers: ints and bools, and behind them floats."""
+    ints: int
+    """How many ints and bools these are."""
+    offsets: tuple[int, int]
+    whole: tuple[int, ...]
+    has_lengths: bool
+
+
+def live_share(given: Operands) -> tuple[int, int]:
+    """Tiles that a call computes, and all tiles, each of all maps that differ.
+
+    Both are 1 where everything may be computed, as far as is known without looking at tensors.
+    """
+    tensors = [given.q, given.k, given.v, *(given.tensors or ())]
+    offsets, whole = (given.q_offset, given.kv_offset), tuple(given.whole or ())
+    # Positions in tensors, and numbers that are others in each run of a graph.
+    if given.q_origin is not None or given.kv_origin is not None or given.varying is not None:
+        return _ALL
+    asked = _Asked(
+        given.spec,
+        tuple(tuple(x.shape) for x in tensors),
+        tuple(given.is_given),
+        (*(given.ints or ()), *given.floats),
+        len(given.ints or ()),
+        offsets,
+        whole,
+        given.kv_lengths is not None,
+    )
+    sizes = [*offsets, *whole, *asked.numbers, *(size for shape in asked.shapes for size in shape)]
+    if not all(type(size) in (int, float, bool) for size in sizes):
+        return _ALL  # Sizes of a graph that is being made.
+    with _disable_current_modes():
+        return _share(asked)
+
+
+@lru_cache(maxsize=1024)
+def _share(asked: _Asked) -> tuple[int, int]:
+    program = lowered_program(asked.spec).program
+    if program.mask is None:
+        return _ALL
+    given = _stand_in(asked)
+    captures = dict(zip((d.name for d in program.tensors), given.tensors or (), strict=True))
+    params = params_of(program, given, iter(given.floats))
+    call = call_of(
+        program, (given.q, given.k, given.v), (captures, params), location_of(given), CallOptions()
+    )
+    lowered, call = localised(lowered_program(asked.spec), call)
+    # Those of params that are tensors, and of what the program of a part looks up.
+    unknown = frozenset(name for name, x in call.params.items() if isinstance(x, torch.Tensor))
+    sparsity = _known_sparsity(lowered.program, unknown)
+    if sparsity.mask is None:
+        return _ALL
+    call = call._replace(
+        tensors={}, params={name: x for name, x in call.params.items() if name not in unknown}
+    )
+    try:
+        tiles = count_tiles(replace(lowered, sparsity=sparsity), call, _TILE, _TILE)
+    except UnsupportedError:  # Too many to look at each.
+        return _ALL
+    return tiles.full + tiles.partial, max(1, tiles.total)
+
+
+@lru_cache(maxsize=256)
+def _known_sparsity(program: Program, unknown: frozenset[str]) -> Sparsity:
+    """The sparsity of what is known of a mask."""
+    mask = None if program.mask is None else relaxed(program.mask, unknown)
+    known = analyse(replace(program, mask=mask))
+    # Bounds alone: to evaluate tiles would take seconds.
+    return replace(known, evaluate=False)
+
+
+def _stand_in(asked: _Asked) -> Operands:
+    """Operands of these shapes that take no memory."""
+    q, k, v, *tensors = (torch.zeros(()).expand(shape) for shape in asked.shapes)
+    batch = q.shape[0]
+    fields: dict[str, Any] = dict.fromkeys(Operands._fields)
+    fields |= {"spec": asked.spec, "q": q, "k": k, "v": v, "tensors": tensors, "seed": 0}
+    fields |= {
+        "given": [torch.zeros(()) for is_tensor in asked.is_given if is_tensor],
+        "is_given": list(asked.is_given),
+        "ints": list(asked.numbers[: asked.ints]),
+        "floats": list(asked.numbers[asked.ints :]),
+        "q_offset": asked.offsets[0],
+        "kv_offset": asked.offsets[1],
+        "whole": list(asked.whole) or None,
+        "kv_lengths": torch.zeros(batch, dtype=torch.int32) if asked.has_lengths else None,
+    }
+    return Operands(**fields)

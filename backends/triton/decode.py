@@ -1,0 +1,124 @@
+"""The family of kernels for few rows of queries over many keys, as in decoding.
+
+A program of another family goes along all live keys of its rows. Where rows are few there are few
+programs, and most of the GPU waits. Here programs share the live tiles of the same rows.
+
+Non-goals: gradients, tangents and dropout, which other families run.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from attndsl.ir import mentions
+
+from ..emit.facts import block_widths
+from ..kernels.arguments import capture_arguments, origin
+from ..kernels.counts import Counts
+from ..kernels.device import on_device, stream_of
+from ..kernels.kernel import Job, Task
+from ..kernels.tile_lists import lists_of
+from .decode_kernels import FORWARDS, KERNELS, NAME
+from .decode_tiles import Shape, members_of, most_parts, shape_of
+from .family import Portable, empty_results, facts_of_task
+
+if TYPE_CHECKING:
+    import torch
+
+    from attndsl.ir import Program
+    from attndsl.pipeline import Lowered
+
+    from ..base import Call, Wants
+    from ..kernels.kernel import FixedKernel, Kernel
+    from ..kernels.layout import Layout
+
+_MOST_QUERIES = 64
+"""Rows of a call. Beyond, tiles of other families are full enough."""
+_MOST_PROGRAMS = 65535
+"""CUDA's limit for the second and the third number of a program."""
+
+
+class Decode(Portable):
+    """Few rows. Has forwards alone."""
+
+    name = NAME
+    kernels: tuple[Kernel, ...] = KERNELS
+    fixed: tuple[FixedKernel, ...] = ()
+
+    def __init__(self) -> None:
+        self._counts = Counts()
+
+    def why_not(
+        self, lowered: Lowered, call: Call, task: Task, grad_out: torch.Tensor | None,
+        wanted: Wants | None,
+    ) -> str | None:  # fmt: skip
+        """See :class:`~..kernels.kernel.Family`."""
+        batch, heads, q_len, _ = call.q.shape
+        if q_len > _MOST_QUERIES:
+            return f"the decode kernels take up to {_MOST_QUERIES} rows of queries"
+        if lowered.program.dropout is not None:
+            return "the decode kernels drop no weights"
+        if max(batch, heads * q_len) > _MOST_PROGRAMS:
+            return f"the decode kernels take up to {_MOST_PROGRAMS} batch entries and rows of heads"
+        return None
+
+    def most_queries(self, task: Task) -> int | None:
+        """See :class:`~..kernels.kernel.Family`."""
+        return _MOST_QUERIES
+
+    def jobs(
+        self, lowered: Lowered, call: Call, task: Task, grad_out: torch.Tensor | None,
+        wanted: Wants | None,
+    ) -> tuple[Job, ...]:  # fmt: skip
+        """One: the kernel of the call's rows."""
+        facts = facts_of_task(lowered, call, task, grad_out, wanted)
+        facts = replace(facts, packed_heads=True)
+        return (Job(FORWARDS[_shape(lowered, call)], lowered, facts),)
+
+    def forward(
+        self, layout: Layout, lowered: Lowered, call: Call
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See :class:`~..kernels.kernel.Family`."""
+        q = call.q
+        batch, heads, q_len, _ = q.shape
+        out, lse = empty_results(layout, call)
+        ((name, kernel),) = layout.executables.items()
+        shape, members = _shape(lowered, call), _members(lowered.program, call)
+        units = heads // members * -(-q_len // shape.queries)
+        parts = most_parts(call.k.shape[2], kernel.config)
+        stream = stream_of(q.device)
+        with on_device(q.device):
+            lists = lists_of(layout, lowered, call, name, stream)
+            room, counts = lse, lse
+            if parts > 1:
+                numbers = batch * units * parts * shape.rows
+                room = lse.new_empty(numbers * (_width(layout) + 2))
+                counts = self._counts.of(q.device, stream, batch * units)
+            kernel.launch_grid(
+                (parts, units, batch),
+                stream,
+                [
+                    q, call.k, call.v, out, lse, room, counts, *layout.strides,
+                    *layout.orders.out.strides[:3], call.scale, *layout.sizes,
+                    origin(call.q_offset, call.q_index), origin(call.kv_offset, call.kv_index),
+                    members, *capture_arguments(layout.facts, call), *lists,
+                ],
+            )  # fmt: skip
+        return out, lse
+
+
+def _width(layout: Layout) -> int:
+    """Columns of a tile of values."""
+    return block_widths(layout.facts)[1]
+
+
+def _shape(lowered: Lowered, call: Call) -> Shape:
+    return shape_of(call.q.shape[2], _members(lowered.program, call))
+
+
+def _members(program: Program, call: Call) -> int:
+    """Heads of a tile's rows."""
+    mask = program.mask
+    together = mask is None or mask not in mentions(mask, name="h")
+    return members_of(call.q.shape[1] // call.k.shape[1], together)

@@ -1,0 +1,108 @@
+"""Shapes of the kernels for few rows: which rows are one tile, and how keys are shared out.
+
+The sizes are those of a counting of bytes (``docs/kernels.md``) until a GPU has measured them.
+
+Non-goals: which calls have so few rows.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import triton
+
+from ..kernels.config import Config
+from .tiles import widths_of
+
+if TYPE_CHECKING:
+    from ..kernels.kernel import Job
+    from ..kernels.machine import Machine
+
+LEAST_ROWS = 16
+"""Rows of the smallest product on tensor cores."""
+MOST_ROWS = 64
+"""Rows of the largest tile."""
+MOST_PARTS = 32
+"""Of one unit: more would take longer to merge than they save."""
+_STAGE_BYTES = 32768
+"""Of keys and values that are loaded together; three stages of two programs fit a processor."""
+_WARPS = 4
+
+
+class Shape(NamedTuple):
+    """Which rows are one tile."""
+
+    group: int
+    """Heads that share keys, rounded up to a power of two."""
+    queries: int
+    """A power of two."""
+
+    @property
+    def rows(self) -> int:
+        """Rows of the tile, some of which may be none of the call's."""
+        return max(LEAST_ROWS, self.group * self.queries)
+
+    def __str__(self) -> str:
+        """For names of kernels."""
+        return f"{self.group}x{self.queries}"
+
+
+def _powers(most: int) -> list[int]:
+    return [1 << exponent for exponent in range(most.bit_length())]
+
+
+SHAPES = tuple(
+    Shape(group, queries) for group in _powers(MOST_ROWS) for queries in _powers(MOST_ROWS // group)
+)
+
+
+def shape_of(q_len: int, members: int) -> Shape:
+    """The tile of ``members`` heads in a call of ``q_len`` rows."""
+    group = int(triton.next_power_of_2(members))
+    return Shape(group, min(int(triton.next_power_of_2(q_len)), MOST_ROWS // group))
+
+
+def members_of(heads_of_key: int, together: bool) -> int:
+    """How many heads that share keys are rows of one tile.
+
+    Args:
+        heads_of_key: Query heads that share a head of keys.
+        together: Whether all of them have the same live tiles.
+    """
+    if not together:
+        return 1
+    return next(
+        heads_of_key // parts
+        for parts in range(1, heads_of_key + 1)
+        if heads_of_key % parts == 0 and heads_of_key // parts <= MOST_ROWS
+    )
+
+
+def tiles_of_part(config: Config) -> int:
+    """How many tiles of keys a program takes at least, if there are so many.
+
+    One more than it loads ahead. Its own sums are then a small part of what it reads.
+    """
+    return config.stages + 1
+
+
+def most_parts(kv_len: int, config: Config) -> int:
+    """The most programs that share the keys of one tile of rows in a call of ``kv_len`` keys."""
+    return max(1, min(MOST_PARTS, -(-kv_len // (config.block_n * tiles_of_part(config)))))
+
+
+def configs_of(shape: Shape, job: Job, machine: Machine) -> tuple[Config, ...]:
+    """Candidates of a kernel, in order; one alone for the interpreter."""
+    if machine.target is None:
+        return (Config(shape.queries, 16, _WARPS, 1),)
+    widths = widths_of(job.facts)
+    most = max(16, min(128, _STAGE_BYTES // (widths.both * widths.element_bytes)))
+    keys = 1 << (most.bit_length() - 1)
+    found = [
+        Config(shape.queries, keys, _WARPS, 3),
+        Config(shape.queries, keys, _WARPS, 2),
+        Config(shape.queries, max(16, keys // 2), _WARPS, 3),
+        Config(shape.queries, max(16, keys // 2), _WARPS, 2),
+        Config(shape.queries, 16, _WARPS, 1),
+    ]
+    return tuple(dict.fromkeys(found))

@@ -1,0 +1,206 @@
+"""Forward of few rows: programs share the keys of a head, and the last one puts their parts together.
+
+A program has one part of the live tiles of some rows. Query heads that share keys are rows of one
+tile: row r is head ``r % GROUP`` of query ``r // GROUP``. How many parts there are follows from the
+number of live tiles of these rows alone, so that their bits do not depend on what else a batch has.
+
+Algorithm: split keys as in Flash-Decoding (T. Dao, D. Haziza, F. Massa, G. Sizov, 2023), over the
+online softmax of ``softmax.py``; parts are merged in the order of their keys by whichever program
+is the last to end.
+Follows ``softmax.py`` and ``forward.py`` in one module.
+"""
+# ruff: noqa: F821
+
+#: begin
+
+
+@triton.jit
+def packed_rows(first_query, first_head, members, sizes):
+    """Rows of the tile: ``members`` heads from ``first_head`` on, of the queries of the tile."""
+    numbers = tl.arange(0, ROWS)
+    query = first_query + numbers // GROUP
+    member = numbers % GROUP
+    exists = (member < members) & (numbers < BLOCK_M * GROUP) & (query < sizes.q_len)
+    # Heads beyond the last look up what the last one does.
+    return PackedRows(query, first_head + tl.minimum(member, members - 1), exists)
+
+
+@triton.jit
+def addresses_of(tensor, b, rows, WIDTH: tl.constexpr, BLOCK_WIDTH: tl.constexpr):
+    """Where the rows of a tile lie in a tensor, and which elements exist."""
+    columns = tl.arange(0, BLOCK_WIDTH)
+    base = tensor.base + b * tensor.stride_b
+    lines = rows.h.to(tl.int64) * tensor.stride_h + rows.query.to(tl.int64) * tensor.stride_n
+    exist = rows.exists[:, None] & (columns < WIDTH)[None, :]
+    return base + lines[:, None] + columns[None, :], exist
+
+
+@triton.jit
+def parts_of(tiles):
+    """How many programs share so many live tiles, and how many tiles each of them takes."""
+    wanted = tl.minimum(tl.cdiv(tiles, TILES_OF_PART), MOST_PARTS)
+    taken = tl.maximum(tl.cdiv(tiles, tl.maximum(wanted, 1)), 1)
+    return tl.maximum(tl.cdiv(tiles, taken), 1), taken
+
+
+@triton.jit
+def attend_part(softmax, q_tile, q, keys, factors, visits, part, places, sizes, shift, given):
+    """Take the live tiles of one part into the running softmax: FULL tiles come before PARTIAL."""
+    for PARTIAL in tl.static_range(2):
+        if (PARTIAL and FORWARD_HAS_PARTIAL) or (not PARTIAL and FORWARD_HAS_FULL):
+            before = visits.full if PARTIAL else 0
+            number = visits.partial if PARTIAL else visits.full
+            first = tl.minimum(tl.maximum(part.first - before, 0), number)
+            last = tl.minimum(tl.maximum(part.last - before, 0), number)
+            kv_tile = forward_tile(
+                first, visits, places.tile, places.head, sizes, shift, given, PARTIAL
+            )
+            for step in tl.range(first, last):
+                softmax = attend(
+                    softmax, q_tile, 0, q, kv_tile, keys, factors.scale, factors.of_scores,
+                    places.heads, sizes, given, PARTIAL,
+                )
+                kv_tile = forward_tile(
+                    step + 1, visits, places.tile, places.head, sizes, shift, given, PARTIAL
+                )
+    return softmax
+
+
+@triton.jit
+def room_of(buffer, unit, units, most_parts):
+    """Where a unit's parts lie in a buffer: sums of all units, then row sums, then row maxima."""
+    lines = most_parts * ROWS
+    row_sums = buffer + units.to(tl.int64) * lines * BLOCK_DV
+    row_maxes = row_sums + units.to(tl.int64) * lines
+    start = unit.to(tl.int64) * lines
+    return PartsRoom(buffer + start * BLOCK_DV, row_sums + start, row_maxes + start)
+
+
+@triton.jit
+def store_part(softmax, room, part, exists):
+    """Leave a part's sums for the program that puts the parts together."""
+    columns = tl.arange(0, BLOCK_DV)
+    line = part * ROWS + tl.arange(0, ROWS)
+    places = room.sums + line[:, None] * BLOCK_DV + columns[None, :]
+    tl.store(places, softmax.acc, mask=exists[:, None])
+    if not OWN_WEIGHTS:
+        tl.store(room.row_sums + line, softmax.row_sum, mask=exists)
+        tl.store(room.row_maxes + line, softmax.row_max, mask=exists)
+
+
+@triton.jit
+def merged(softmax, room, parts, exists):
+    """The running softmax of all parts, taken in the order of their numbers.
+
+    Other processors have written them: loads go past the cache of this one.
+    """
+    columns = tl.arange(0, BLOCK_DV)
+    for part in tl.range(0, parts):
+        line = part * ROWS + tl.arange(0, ROWS)
+        places = room.sums + line[:, None] * BLOCK_DV + columns[None, :]
+        acc = tl.load(places, mask=exists[:, None], other=0.0, cache_modifier=".cg")
+        if OWN_WEIGHTS:
+            softmax = Softmax(softmax.acc + acc, softmax.row_sum, softmax.row_max)
+        else:
+            row_sum = tl.load(room.row_sums + line, mask=exists, other=0.0, cache_modifier=".cg")
+            row_max = tl.load(
+                room.row_maxes + line, mask=exists, other=float("-inf"), cache_modifier=".cg"
+            )
+            top = tl.maximum(softmax.row_max, row_max)
+            shift = tl.where(top == float("-inf"), 0.0, top)
+            decay = tl.exp2(softmax.row_max - shift)
+            own = tl.exp2(row_max - shift)
+            acc = softmax.acc * decay[:, None] + acc * own[:, None]
+            softmax = Softmax(acc, softmax.row_sum * decay + row_sum * own, top)
+    return softmax
+
+
+@triton.jit
+def empty_softmax():
+    """That of rows before their first tile."""
+    return Softmax(
+        tl.zeros([ROWS, BLOCK_DV], tl.float32),
+        tl.zeros([ROWS], tl.float32),
+        tl.full([ROWS], float("-inf"), tl.float32),
+    )
+
+
+@triton.jit
+def store_results(softmax, out, lse, rows, head, sizes, given):
+    """Write a tile's output and log-sum-exp."""
+    result, logarithm = results_of(softmax, head, sizes, given)
+    places, exist = addresses_of(out, head.b, rows, DV, BLOCK_DV)
+    tl.store(places, result.to(out.base.dtype.element_ty), mask=exist)
+    line = (head.b * sizes.heads + rows.h).to(tl.int64) * sizes.q_len + rows.query
+    tl.store(lse + line, logarithm, mask=rows.exists)
+
+
+@triton.jit
+def attention_decode(
+    Q, K, V, OUT, LSE, PARTS, COUNTS,
+    stride_qb, stride_qh, stride_qm, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh,
+    stride_vn, stride_ob, stride_oh, stride_om,
+    scale, batch, heads, kv_heads, q_len, kv_len, q_origin, kv_origin, members,
+    #: given
+):
+    """One program: one part of the keys of ``members`` heads and BLOCK_M queries.
+
+    Programs are numbered by part, by heads and queries, and by batch entry. LSE (batch, heads,
+    q_len) is contiguous fp32. A unit is the rows of one tile. PARTS has (units, parts, ROWS,
+    BLOCK_DV), then twice (units, parts, ROWS), all fp32. COUNTS (units) int32 is 0 before and after.
+    """
+    sizes = Sizes(batch, heads, kv_heads, q_len, kv_len)
+    origins = Origins(q_origin, kv_origin)
+    given = Given(
+        #: given
+    )
+    number = tl.program_id(0)
+    tiles_of_queries = tl.cdiv(q_len, BLOCK_M)
+    b = tl.program_id(2)
+    tile = tl.program_id(1) % tiles_of_queries
+    first_head = tl.program_id(1) // tiles_of_queries * members
+    shift = shift_of(origins, Q_KIND, KV_KIND)
+    hkv = first_head // (heads // kv_heads)
+    # Tiles are those of all heads of the unit.
+    first = Head(b, first_head, hkv)
+    visits = forward_visits(tile, first, sizes, shift, given)
+    live = visits.full + visits.partial
+    parts, taken = parts_of(live)
+    if number >= parts:
+        return
+    rows = packed_rows(tile * BLOCK_M, first_head, members, sizes)
+    head = Head(b, rows.h[:, None], hkv)
+    q = positions(rows.query, q_len, q_origin, Q_KIND)[:, None]
+    at, exist = addresses_of(
+        Tensor(Q, stride_qb, stride_qh, stride_qm), b, rows, D, BLOCK_D
+    )
+    q_tile = tl.load(at, mask=exist, other=0.0)
+    keys = Keys(
+        rows_of(Tensor(K, stride_kb, stride_kh, stride_kn), b, hkv),
+        rows_of(Tensor(V, stride_vb, stride_vh, stride_vn), b, hkv),
+        kv_origin,
+    )
+    # The running maximum needs a positive factor, so a negative scale is applied to the scores.
+    if SCALED_FIRST:
+        factor = LOG2E
+    else:
+        factor = scale * LOG2E
+    part = PartOfTiles(number * taken, tl.minimum((number + 1) * taken, live))
+    softmax = attend_part(
+        empty_softmax(), q_tile, q, keys, Factors(scale, factor), visits, part,
+        UnitPlaces(tile, first, head), sizes, shift, given,
+    )
+    out = Tensor(OUT, stride_ob, stride_oh, stride_om)
+    if parts == 1:
+        store_results(softmax, out, LSE, rows, head, sizes, given)
+        return
+    unit = b * tl.num_programs(1) + tl.program_id(1)
+    room = room_of(PARTS, unit, batch * tl.num_programs(1), tl.num_programs(0))
+    store_part(softmax, room, number, rows.exists)
+    # All of the part is written before it counts.
+    tl.debug_barrier()
+    before = tl.atomic_add(COUNTS + unit, 1, sem="acq_rel")
+    if before == parts - 1:
+        tl.store(COUNTS + unit, 0)
+        softmax = merged(empty_softmax(), room, parts, rows.exists)
+        store_results(softmax, out, LSE, rows, head, sizes, given)

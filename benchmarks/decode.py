@@ -1,0 +1,384 @@
+"""Few queries over long caches beside torch's attention and FlexAttention.
+
+    python benchmarks/decode.py [--rows "B8 x 32k;window"] [--columns attndsl,auto] [--quick]
+
+Each row is one shape and program. All columns of a row take turns in one process. ``device`` is the
+time of a call within a CUDA graph in microseconds, the median of rounds of at least 3 ms by CUDA
+events. Keys and values are copied so often that a graph's calls read twice what the L2 cache holds:
+each call reads them from memory. ``eager`` is the time of the same calls as a user makes them.
+
+``tbs`` are terabytes a second of live bytes: the keys and values that some query of the call may
+see, the queries, and the output. The row ``ceilings`` has the bandwidth of a copy, measured in the
+same run. ``best`` is the time of the best peer over that of attndsl, so below 1 is slower.
+``difference`` is the largest relative distance of attndsl's results to those of a peer.
+
+``attndsl`` asks for the kernels for few rows by name, and ``auto`` for whatever calls get.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import random
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import common
+import worker
+from turns import Run, by_turns, graph_of, said_by
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+COLUMNS = ("attndsl", "auto", "sdpa", "flex")
+PEERS = ("sdpa", "flex")
+CEILINGS = "ceilings"
+WINDOW, CAP, REACH = 1024, 50.0, 4096
+TEXTS = {
+    "plain": "causal()",
+    "window": f"sliding_window({WINDOW})",
+    "soft cap": f"mask = causal()\nscore = softcap({CAP})",
+    "alibi": "mask = causal()\nscore = alibi()",
+    "distances": f"""
+        tensor near[heads, {REACH}]: float
+        mask = causal()
+        score = score + where(q - kv < {REACH}, near[h, clamp(q - kv, 0, {REACH - 1})], 0.0)
+    """,
+    "sinks": "tensor logit[heads]: float\nmask = causal()\nsink = logit[h]",
+}
+_ROUNDS, _QUICK_ROUNDS = 15, 3
+_CACHE_BYTES = 1 << 27
+"""Twice the L2 cache of an H200, and a little more."""
+_MOST_COPIES, _LEAST_CALLS = 64, 10
+_MEDIAN, _SIGMA, _LEAST, _MOST = 2048, 1.2, 16, 32768
+"""Of the log-normal lengths of requests."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One shape and program."""
+
+    name: str
+    batch: int
+    kv_len: int
+    heads: int = 32
+    kv_heads: int = 8
+    dim: int = 128
+    q_len: int = 1
+    program: str = "plain"
+    ragged: bool = False
+    """Whether requests have lengths of their own."""
+
+
+ROWS = (
+    Row("B8 x 32k", 8, 32768),
+    Row("B1 x 128k", 1, 131072),
+    Row("B64 x 4k", 64, 4096),
+    Row("B1 x 1k", 1, 1024),
+    Row("D64", 8, 32768, dim=64),
+    Row("D256", 8, 32768, dim=256),
+    Row("8/8 heads", 8, 32768, 8, 8),
+    Row("64/8 heads", 8, 32768, 64, 8),
+    Row("4 queries", 8, 32768, q_len=4),
+    Row("16 queries", 8, 32768, q_len=16),
+    Row("window", 1, 131072, program="window"),
+    Row("soft cap", 8, 32768, program="soft cap"),
+    Row("ALiBi", 8, 32768, program="alibi"),
+    Row("distances", 8, 32768, program="distances"),
+    Row("sinks", 8, 32768, program="sinks"),
+    Row("64 requests", 64, 32768, ragged=True),
+)
+
+
+def lengths_of(row: Row) -> list[int]:
+    """Keys of each request, the queries' own included."""
+    if not row.ragged:
+        return [row.kv_len] * row.batch
+    rng = random.Random(0)
+    drawn = (round(rng.lognormvariate(math.log(_MEDIAN), _SIGMA)) for _ in range(row.batch))
+    return [min(max(length, _LEAST), _MOST, row.kv_len) for length in drawn]
+
+
+def live_bytes(row: Row) -> int:
+    """What a call reads and writes at least."""
+    reach = WINDOW + row.q_len - 1 if row.program == "window" else row.kv_len
+    keys = sum(min(length, reach) for length in lengths_of(row))
+    queries = row.batch * row.heads * row.q_len
+    return 2 * row.dim * (2 * row.kv_heads * keys + 2 * queries)
+
+
+def copies_of(row: Row) -> int:
+    """How many caches take turns, so that none stays in the L2 cache."""
+    return max(1, min(_MOST_COPIES, -(-_CACHE_BYTES // live_bytes(row))))
+
+
+def line_of(row: Row, found: worker.Found, ceilings: Mapping[str, float] | None) -> dict[str, Any]:
+    """A row's line, from what its worker found."""
+    line: dict[str, Any] = {**asdict(row), "live_bytes": live_bytes(row)}
+    for column in COLUMNS:
+        given = found.get(column, {"why": found.get("why", "nothing was measured")})
+        line |= {f"{column}_{what}": value for what, value in given.items()}
+        device = line.get(f"{column}_device")
+        line[f"{column}_tbs"] = device and live_bytes(row) / device * 1e-6
+    line["difference"] = found.get("difference")
+    for kind in ("eager", "device"):
+        peers = [line[f"{c}_{kind}"] for c in PEERS if line.get(f"{c}_{kind}") is not None]
+        ours = line.get(f"attndsl_{kind}")
+        line[f"best_{kind}"] = min(peers) / ours if ours and peers else None
+    tbs = line["attndsl_tbs"]
+    line["of_copy"] = tbs and ceilings and tbs / (ceilings["copy"] * 1e-12)
+    return line
+
+
+class Bench:
+    """Runs one row after the other in a worker."""
+
+    def __init__(self, quick: bool, columns: tuple[str, ...]) -> None:
+        """Nothing is made before the first row."""
+        self._rounds = _QUICK_ROUNDS if quick else _ROUNDS
+        self._columns = columns
+
+    def measure(self, cell: worker.Cell) -> worker.Found:
+        """Times of all columns of a row, or the bandwidth of a copy."""
+        import torch
+
+        torch.cuda.empty_cache()
+        if cell["row"] == CEILINGS:
+            return ceilings()
+        row = next(row for row in ROWS if row.name == cell["row"])
+        calls, found = Calls(row), {}
+        runs: dict[str, Run] = {}
+        results: dict[str, Any] = {}
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.no_grad(), torch.cuda.stream(stream):
+            for column in self._columns:
+                try:
+                    runs[column] = calls.of(column)
+                    results[column] = calls.first(column)
+                except Exception as error:
+                    found[column] = {"why": said_by(error)}
+                    runs.pop(column, None)
+            found |= {column: {"eager": us} for column, us in by_turns(runs, self._rounds).items()}
+            graphs = {}
+            for column, run in runs.items():
+                try:
+                    graphs[column] = Run(graph_of(run, stream, calls.number).replay)
+                except Exception as error:
+                    found[column]["device_why"] = said_by(error)
+            for column, us in by_turns(graphs, self._rounds).items():
+                found[column]["device"] = us / calls.number
+        found["difference"] = difference(results)
+        return found
+
+
+def difference(results: Mapping[str, Any]) -> float | None:
+    """Of our output from that of the first peer, as a share of the latter."""
+    peer = next((results[column] for column in PEERS if column in results), None)
+    if peer is None or "attndsl" not in results:
+        return None
+    return float((results["attndsl"].float() - peer.float()).norm() / peer.float().norm())
+
+
+class Calls:
+    """How each column runs a row: each call with the next one of some caches."""
+
+    def __init__(self, row: Row, device: str = "cuda", copies: int | None = None) -> None:
+        """Make the inputs.
+
+        Args:
+            row: The shape and program.
+            device: Where to.
+            copies: How many caches there are; by default as many as leave none in the L2 cache.
+        """
+        import torch
+
+        torch.manual_seed(0)
+        self._row = row
+        copies = copies_of(row) if copies is None else copies
+        self.number = -(-_LEAST_CALLS // copies) * copies
+        """Calls of a graph: whole turns of the caches."""
+        shape = (row.batch, row.kv_heads, row.kv_len, row.dim)
+        kind = {"device": device, "dtype": torch.bfloat16}
+        self._q = torch.randn(row.batch, row.heads, row.q_len, row.dim, **kind)
+        self._caches = [tuple(torch.randn(shape, **kind) for _ in range(2)) for _ in range(copies)]
+        self._lengths = torch.tensor(lengths_of(row), device=device, dtype=torch.int32)
+        self._captures = {
+            "distances": {"near": torch.randn(row.heads, REACH, device=device)},
+            "sinks": {"logit": torch.randn(row.heads, device=device)},
+        }.get(row.program, {})
+        self._turn = 0
+        self._functions: dict[str, Any] = {}
+
+    def of(self, column: str) -> Run:
+        """A column's call.
+
+        Raises:
+            Exception: Whatever the column says of a call that it does not run.
+        """
+        function = self._functions[column] = getattr(self, f"_{column}")()
+
+        def call() -> Any:
+            self._turn = (self._turn + 1) % len(self._caches)
+            return function(*self._caches[self._turn])
+
+        call()
+        return Run(call)
+
+    def first(self, column: str) -> Any:
+        """A column's output for the first cache."""
+        return self._functions[column](*self._caches[0])
+
+    def _attndsl(self) -> Any:
+        return self._program("decode")
+
+    def _auto(self) -> Any:
+        return self._program("auto")
+
+    def _program(self, backend: str) -> Any:
+        import attndsl
+
+        attention = attndsl.compile(TEXTS[self._row.program], backend=backend)
+        starts = self._lengths - self._row.q_len
+        return lambda k, v: attention(
+            self._q, k, v, q_offset=starts, kv_lengths=self._lengths, **self._captures
+        )
+
+    def _sdpa(self) -> Any:
+        import torch
+        from torch.nn.attention.bias import causal_lower_right
+        from torch.nn.functional import scaled_dot_product_attention
+
+        row, mask = self._row, None
+        if row.program not in ("plain", "window"):
+            raise ValueError("it has no such score")
+        keys = torch.arange(row.kv_len, device=self._q.device)
+        if row.ragged or row.program == "window":
+            positions = (
+                self._lengths[:, None] - row.q_len + torch.arange(row.q_len, device=self._q.device)
+            )
+            mask = keys <= positions[..., None]
+            if row.program == "window":
+                mask &= positions[..., None] - keys < WINDOW
+            mask = mask[:, None]
+        elif row.q_len > 1:
+            mask = causal_lower_right(row.q_len, row.kv_len)
+        return lambda k, v: scaled_dot_product_attention(
+            self._q, k, v, attn_mask=mask, enable_gqa=row.heads != row.kv_heads
+        )
+
+    def _flex(self) -> Any:
+        import torch
+        from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+        # Flex compiles once for each shape and program, more often than the limit expects.
+        torch._dynamo.config.cache_size_limit = 512
+        row = self._row
+        if row.program == "sinks":
+            raise ValueError("it has no sinks")
+        score, mask = flex_functions(row, self._lengths, self._captures)
+        batch = row.batch if row.ragged else None
+        blocks = create_block_mask(
+            mask, batch, None, row.q_len, row.kv_len, device=self._q.device, _compile=True
+        )
+        compiled = torch.compile(flex_attention, dynamic=False)
+        grouped = row.heads != row.kv_heads
+        return lambda k, v: compiled(
+            self._q, k, v, score_mod=score, block_mask=blocks, enable_gqa=grouped
+        )
+
+
+def flex_functions(row: Row, lengths: Any, captures: Mapping[str, Any]) -> tuple[Any, Any]:
+    """FlexAttention's score function, or None, and its mask function."""
+    import torch
+
+    def distance(b: Any, q: Any, kv: Any) -> Any:
+        return lengths[b] - row.q_len + q - kv
+
+    def near(s: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
+        back = distance(b, q, kv)
+        looked = captures["near"][h, back.clamp(0, REACH - 1)]
+        return s + torch.where(back < REACH, looked, 0.0)
+
+    def mask(b: Any, h: Any, q: Any, kv: Any) -> Any:
+        back = distance(b, q, kv)
+        return (back >= 0) & (back < WINDOW) if row.program == "window" else back >= 0
+
+    scores = {
+        "alibi": lambda s, b, h, q, kv: (
+            s - torch.exp2(-8.0 * (h + 1) / row.heads) * distance(b, q, kv)
+        ),
+        "soft cap": lambda s, b, h, q, kv: CAP * torch.tanh(s / CAP),
+        "distances": near,
+    }
+    return scores.get(row.program), mask
+
+
+def ceilings() -> dict[str, float]:
+    """Bytes a second of a copy, what it reads and what it writes."""
+    import torch
+
+    source = torch.empty(1 << 30, dtype=torch.int8, device="cuda")
+    target = torch.empty_like(source)
+    times = by_turns({"copy": Run(lambda: target.copy_(source))}, 9)
+    return {"copy": 2 * source.numel() / (times["copy"] * 1e-6)}
+
+
+def main() -> int:
+    """Parse the command line, measure, print and write; 1 if a row of ours has no figure."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rows", help="names, by semicolons; all by default")
+    parser.add_argument("--columns", default=",".join(COLUMNS), help="names, by commas")
+    parser.add_argument("--quick", action="store_true", help="few rounds")
+    parser.add_argument("--output", type=Path, help="result file")
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    columns = tuple(options.columns.split(","))
+    if unknown := [name for name in columns if name not in COLUMNS]:
+        parser.error(f"there is no column {unknown[0]!r}; there are: {', '.join(COLUMNS)}")
+    if options.worker:
+        worker.serve(json.loads(options.worker), Bench(options.quick, columns).measure)
+        return 0
+    rows = {row.name: row for row in ROWS}
+    names = options.rows.split(";") if options.rows else list(rows)
+    if unknown := [name for name in names if name not in rows]:
+        parser.error(f"there is no row {unknown[0]!r}; there are: {'; '.join(rows)}")
+    import torch
+
+    if not torch.cuda.is_available():
+        parser.error("this benchmark needs a CUDA device")
+    cells = [{"row": name} for name in (CEILINGS, *names)]
+    flags = ["--columns", options.columns, *["--quick"] * options.quick]
+    rates: dict[str, float] | None = None
+    lines: list[dict[str, Any]] = []
+    for number, (cell, found) in enumerate(worker.measured(Path(__file__), cells, flags)):
+        if cell["row"] == CEILINGS:
+            rates = None if "why" in found else found
+            print(f"[{number}/{len(names)}] {CEILINGS}: {found}", flush=True)
+            continue
+        lines.append(line_of(rows[cell["row"]], found, rates))
+        print(f"[{number}/{len(names)}] {_shown(lines[-1])}", flush=True)
+        written = [{"name": CEILINGS, **(rates or {})}, *lines]
+        common.write("decode", "cuda", written, options.output)
+    common.print_table(lines, [
+        "name", *(f"{c}_device" for c in columns), *(f"{c}_tbs" for c in columns), "of_copy",
+        *(f"{c}_eager" for c in columns), "best_device", "best_eager", "difference",
+    ])  # fmt: skip
+    return int(any(line.get("attndsl_device") is None for line in lines))
+
+
+def _shown(line: Mapping[str, Any]) -> str:
+    times = ", ".join(
+        f"{c} {line[f'{c}_device']:.1f} us"
+        if line.get(f"{c}_device") is not None
+        else f"{c}: {line.get(f'{c}_why') or line.get(f'{c}_device_why')}"
+        for c in COLUMNS
+    )
+    return f"{line['name']}: {times}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,339 @@
+"""Kernels for few rows over many keys: their results, their calls, their texts."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import torch
+from support.parts import PROGRAMS, Sizes, make_case, whole_of, widened
+
+import attndsl
+from attndsl.backends.base import Wants
+from attndsl.backends.generated.describe import describe_kernels
+from attndsl.backends.generated.source import source_of
+from attndsl.backends.kernels.config import Config
+from attndsl.backends.kernels.counts import Counts
+from attndsl.backends.kernels.example import example_call
+from attndsl.backends.kernels.kernel import Task
+from attndsl.backends.triton.decode import Decode
+from attndsl.backends.triton.decode_kernels import FORWARDS
+from attndsl.backends.triton.decode_tiles import MOST_PARTS, members_of, most_parts, shape_of
+from attndsl.backends.triton.family import Portable
+from attndsl.runtime.dispatch import get_backend
+
+SOME = (
+    "all", "by head", "by key head", "nothing for some", "alibi", "by score", "groups", "gains",
+    "bias", "documents", "flags", "sink", "dropped sigmoid",
+)  # fmt: skip
+FAMILIES = (Decode(), Portable())
+KEYS = 100
+"""Four parts at most: under the interpreter a program takes two tiles of 16 keys at least."""
+
+
+@pytest.fixture
+def ran(monkeypatch):
+    """How many calls the family has run."""
+    found = []
+    real = Decode.forward
+
+    def seen(self, *args):
+        found.append(args)
+        return real(self, *args)
+
+    monkeypatch.setattr(Decode, "forward", seen)
+    return found
+
+
+def check(name, sizes, device, dtype, tolerance):
+    """The reference runs in fp64: in bf16 it rounds scores, and ``relu`` then cuts other pairs."""
+    found = {}
+    for backend in ("decode", "reference"):
+        torch.manual_seed(0)
+        case = make_case(name, backend, dtype, sizes, device)
+        if backend == "reference":
+            case = widened(case)
+        found[backend] = [x.detach() for x in whole_of(case) if x is not None]
+    for own, other in zip(found["decode"], found["reference"], strict=True):
+        torch.testing.assert_close(
+            own.double(), other.double(), rtol=tolerance, atol=tolerance, equal_nan=True
+        )
+
+
+def few_rows(heads=4, kv_heads=2, q_len=3, kv_len=KEYS, **more):
+    return Sizes(batch=2, heads=heads, kv_heads=kv_heads, q_len=q_len, kv_len=kv_len, **more)
+
+
+@pytest.mark.parametrize("name", SOME)
+def test_programs(device, name, ran):
+    check(name, few_rows(), device, torch.float32, 2e-3 if device == "cuda" else 2e-4)
+    assert bool(ran) == ("dropped" not in name)
+
+
+@pytest.mark.parametrize("kv_len", [1, 16, 33, 65, 200])
+def test_lengths(device, kv_len, ran):
+    sizes = few_rows(2, 1, q_len=2, kv_len=kv_len)
+    check("lower right", sizes, device, torch.float32, 2e-3 if device == "cuda" else 2e-4)
+    assert ran
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "q_len"),
+    [(1, 1, 1), (3, 1, 1), (6, 2, 5), (12, 1, 7), (2, 2, 64), (8, 2, 17), (130, 1, 1)],
+)
+def test_groups_of_heads(device, heads, kv_heads, q_len, ran):
+    """Groups that are no powers of two, more rows than a tile has, more heads than a tile has."""
+    sizes = few_rows(heads, kv_heads, q_len, 70)
+    check("alibi", sizes, device, torch.float32, 2e-3 if device == "cuda" else 2e-4)
+    assert ran
+
+
+RAGGED = {
+    "causal": ("causal()", {}),
+    "window": ("causal() and q - kv < 40", {}),
+    "soft cap and sink": ("mask = causal(); score = softcap(3.0); sink = 0.5", {}),
+    "per head": ("causal() and q - kv < 20 * (h + 1)", {}),
+    "nothing": ("mask = kv < 0", {}),
+    "own weights": ("mask = causal(); weights = sigmoid(score)", {}),
+}
+
+
+def ragged_call(device, entries, room=KEYS, heads=4, dim=16, dtype=torch.float32):
+    """Queries and a cache, one entry for each of ``entries`` (numbers of keys)."""
+    generator = torch.Generator().manual_seed(3)
+
+    def random(*shape):
+        return torch.randn(*shape, generator=generator, dtype=torch.float32).to(device, dtype)
+
+    batch = len(entries)
+    lengths = torch.tensor(entries, dtype=torch.int32, device=device)
+    q, k, v = random(batch, heads, 1, dim), *(random(batch, 2, room, dim) for _ in range(2))
+    return q, k, v, lengths
+
+
+@pytest.mark.parametrize("name", RAGGED)
+def test_each_entry_has_its_own_keys(device, name, ran):
+    text, captures = RAGGED[name]
+    q, k, v, lengths = ragged_call(device, (1, 17, 100))
+    found, wanted = (
+        attndsl.compile(text, backend=backend)(
+            q.to(kind), k.to(kind), v.to(kind), q_offset=lengths - 1, kv_lengths=lengths, **captures
+        )
+        for backend, kind in (("decode", q.dtype), ("reference", torch.float64))
+    )
+    torch.testing.assert_close(found.double(), wanted, atol=2e-3, rtol=2e-3)
+    assert len(ran) == 1
+
+
+def test_bits_do_not_depend_on_the_batch(device):
+    """Of a request alone, and in batches of other requests in other places."""
+    attention = attndsl.compile(
+        "mask = causal() and q - kv < 80; score = alibi()", backend="decode"
+    )
+    entries = (1, 100, 33, 66, 98)
+    q, k, v, lengths = ragged_call(device, entries)
+    whole = attention(q, k, v, q_offset=lengths - 1, kv_lengths=lengths, return_lse=True)
+    for some in ([1], [3, 1], [4, 2, 0, 1], [1, 1, 1]):
+        part = torch.tensor(some, device=device)
+        own = lengths[part]
+        found = attention(
+            q[part], k[part], v[part], q_offset=own - 1, kv_lengths=own, return_lse=True
+        )
+        for x, y in zip(found, whole, strict=True):
+            assert torch.equal(x, y[part])
+
+
+def test_bits_do_not_depend_on_the_room(device):
+    """A cache with room for more keys has more programs, some of which have nothing to do."""
+    attention = attndsl.compile("causal()", backend="decode")
+    q, k, v, lengths = ragged_call(device, (100, 7))
+    small = attention(q, k, v, q_offset=lengths - 1, kv_lengths=lengths)
+    k, v = (torch.cat((x, torch.zeros(2, 2, 300, 16, device=device)), 2) for x in (k, v))
+    assert torch.equal(small, attention(q, k, v, q_offset=lengths - 1, kv_lengths=lengths))
+
+
+def test_counts_are_zero_again(device, ran):
+    q, k, v, lengths = ragged_call(device, (100, 90, 2))
+    attention = attndsl.compile("causal()", backend="decode")
+    for _ in range(3):
+        attention(q, k, v, q_offset=lengths - 1, kv_lengths=lengths)
+    family = get_backend("decode", False).families[0]
+    kept = list(family._counts._found.values())
+    assert kept
+    assert not any(bool(counts.any()) for counts in kept)
+
+
+def test_counts_grow_and_are_shared_by_a_stream():
+    counts = Counts()
+    device = torch.device("cpu")
+    first = counts.of(device, 0)
+    assert counts.of(device, 0, 1000) is first
+    assert counts.of(device, 1) is not first
+    more = counts.of(device, 0, 5000)
+    assert more.numel() >= 5000
+    assert not more.any()
+    assert counts.of(device, 0, 3000) is more
+
+
+def test_gradients_come_from_another_family(device, ran):
+    torch.manual_seed(0)
+    found = []
+    operands = [torch.randn(1, 4, n, 16, device=device).requires_grad_() for n in (2, 70, 70)]
+    for backend in ("decode", "reference"):
+        out = attndsl.compile("mask = causal_lower_right(); score = alibi()", backend=backend)(
+            *operands
+        )
+        found.append(torch.autograd.grad((out * out).sum(), operands))
+    for own, other in zip(*found, strict=True):
+        torch.testing.assert_close(own, other, atol=2e-3, rtol=2e-3)
+    assert len(ran) == 1
+
+
+def test_shapes():
+    assert members_of(8, together=True) == 8
+    assert members_of(8, together=False) == 1
+    assert members_of(128, together=True) == 64
+    assert members_of(130, together=True) == 26
+    assert members_of(97, together=True) == 1
+    for q_len in (1, 2, 3, 16, 64):
+        for heads in (1, 3, 7, 8, 26, 64):
+            shape = shape_of(q_len, heads)
+            assert shape in FORWARDS
+            assert shape.group >= heads
+            assert 16 <= shape.rows <= 64
+    config = Config(1, 64, 4, 3)
+    assert [most_parts(keys, config) for keys in (0, 1, 256, 257, 1024)] == [1, 1, 1, 2, 4]
+    assert most_parts(1 << 20, config) == MOST_PARTS
+
+
+def call_of(text, q_len, heads=4, head_dim=64):
+    lowered = attndsl.compile(text).lowered
+    q = torch.empty(1, heads, q_len, head_dim, dtype=torch.bfloat16)
+    k = torch.empty(1, 2, 4096, head_dim, dtype=torch.bfloat16)
+    return lowered, example_call(lowered, head_dim, head_dim, q.dtype, {})._replace(q=q, k=k, v=k)
+
+
+def test_what_other_families_run():
+    def why(text, q_len, **more):
+        lowered, call = call_of(text, q_len, **more)
+        return FAMILIES[0].why_not(lowered, call, Task.FORWARD, None, None)
+
+    assert why("causal()", 64) is None
+    assert "up to 64 rows" in why("causal()", 65)
+    assert "drop no weights" in why("weights = dropout(softmax(score), 0.5)", 1)
+    assert "65535" in why("causal()", 1, heads=65536)
+
+
+def test_texts_are_plain_and_the_same_each_time():
+    lowered, call = call_of("causal()", 1)
+    text = source_of(FAMILIES, lowered, call, "forward", Wants())
+    assert text == source_of(FAMILIES, lowered, call, "forward", Wants())
+    assert "def attention_decode" in text
+    assert "def attention_forward" not in text
+    for absent in ("dropout", "sink", "score_of_pair", "weight_of_pair"):
+        assert absent not in text
+    assert "attention_decode" in attndsl.compile("causal()").source(backend="decode")
+
+
+def test_they_are_described():
+    backend = get_backend("decode", False)
+    lowered = attndsl.compile("score").lowered
+    (line,) = describe_kernels(backend, FAMILIES, lowered, 128)
+    assert line.strip() == "forward    decode kernels, up to 64 rows of queries"
+    lowered = attndsl.compile("weights = dropout(softmax(score), 0.5)").lowered
+    (line,) = describe_kernels(backend, FAMILIES, lowered, 128)
+    assert line.strip() == "forward    decode kernels, none: the decode kernels drop no weights"
+
+
+COMPILE = textwrap.dedent(
+    """
+    import sys
+    import torch
+    import attndsl
+    from attndsl.backends.generated.cross import compile_jobs
+    from attndsl.backends.kernels.example import example_call
+    from attndsl.backends.kernels.kernel import Task
+    from attndsl.backends.triton.decode import Decode
+
+    dtype, target = getattr(torch, sys.argv[1]), sys.argv[2]
+    rich = "tensor n[batch]: int; mask = valid_keys(n); score = softcap(9.0) + h; sink = 0.5 * h"
+    for text in ("causal()", rich):
+        lowered = attndsl.compile(text).lowered
+        for q_len, heads, dim in ((1, 8, 128), (1, 2, 64), (16, 8, 64), (1, 16, 256)):
+            q = torch.empty(2, heads, q_len, dim, dtype=dtype)
+            k = torch.empty(2, 2, 4096, dim, dtype=dtype)
+            call = example_call(lowered, dim, dim, dtype, {})._replace(q=q, k=k, v=k)
+            jobs = Decode().jobs(lowered, call, Task.FORWARD, None, None)
+            for kernel in compile_jobs(jobs, target):
+                print(kernel.name, kernel.shared)
+    """
+)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "target"),
+    [
+        ("bfloat16", "cuda:90"),
+        pytest.param("bfloat16", "cuda:80", marks=pytest.mark.slow),
+        pytest.param("float32", "cuda:90", marks=pytest.mark.slow),
+    ],
+)
+def test_they_compile_for_gpus_that_are_not_there(dtype, target):
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    command = [sys.executable, "-c", COMPILE, dtype, target]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 0, done.stderr
+    rows = [line.split() for line in done.stdout.splitlines()]
+    assert {name for name, _ in rows} == {
+        "forward_4x1", "forward_1x1", "forward_4x16", "forward_8x1",
+    }  # fmt: skip
+    # Two programs fit a processor.
+    assert all(int(shared) <= 113 * 1024 for _, shared in rows), rows
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("sizes", [(4, 2, 1, 1000), (12, 4, 7, 3000), (8, 8, 64, 600)], ids=str)
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_programs_on_gpus(name, sizes):
+    heads, kv_heads, q_len, kv_len = sizes
+    own = few_rows(heads, kv_heads, q_len, kv_len, head_dim=64)
+    check(name, own, "cuda", torch.bfloat16, 3e-2)
+
+
+@pytest.mark.gpu
+def test_a_graph_serves_other_lengths_with_the_same_bits():
+    """Without a wait for the device, and with what the same requests give alone."""
+    attention = attndsl.compile("causal() and q - kv < 3000", backend="decode")
+    entries = [4096, 1, 777, 2048]
+    q, k, v, lengths = ragged_call("cuda", entries, 4096, 16, 128, torch.bfloat16)
+    attention(q, k, v, q_offset=lengths - 1, kv_lengths=lengths)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        attention(q, k, v, q_offset=lengths - 1, kv_lengths=lengths)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = attention(q, k, v, q_offset=lengths - 1, kv_lengths=lengths)
+    for more in (entries, [5, 4000, 256, 257], [4096] * 4, entries):
+        lengths.copy_(torch.tensor(more))
+        graph.replay()
+        for number in range(4):
+            one = slice(number, number + 1)
+            alone = attention(
+                q[one], k[one], v[one], q_offset=lengths[one] - 1, kv_lengths=lengths[one]
+            )
+            assert torch.equal(out[one], alone)
+
+
+@pytest.mark.gpu
+def test_a_hundred_calls_have_the_same_bits():
+    attention = attndsl.compile("mask = causal(); score = alibi()", backend="decode")
+    q, k, v, lengths = ragged_call("cuda", [8192, 100] * 8, 8192, 32, 128, torch.bfloat16)
+    first = attention(q, k, v, q_offset=lengths - 1, kv_lengths=lengths)
+    for _ in range(100):
+        assert torch.equal(first, attention(q, k, v, q_offset=lengths - 1, kv_lengths=lengths))
