@@ -16,7 +16,7 @@ import torch
 from support.interpreter import hasten
 
 from .compare import Outcome, Place, Verdict, judge, reproduction
-from .generate import DEVICE, SHARED_KEYS, SMALL, TILED, Scale, generate
+from .generate import DEVICE, SHARED_KEYS, SMALL, TILED, Scale, generate, ragged
 from .program import Apply, Dot, Invoke, Load, Masked, everything
 from .shrink import shrink
 
@@ -117,7 +117,9 @@ def scale_of(place: Place) -> Scale:
 
 def case_of(seed: int, place: Place) -> Case:
     """The case of a seed at a place."""
-    return generate(random.Random(seed), scale_of(place))
+    rng = random.Random(seed)
+    case = generate(rng, scale_of(place))
+    return ragged(rng, case) if place.ragged else case
 
 
 def try_seed(seed: int, place: Place, shrinking: float = 60.0) -> Found:

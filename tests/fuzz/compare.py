@@ -64,6 +64,8 @@ class Place:
     device: str = "cpu"
     parts: bool = False
     """Whether calls are cut into parts."""
+    ragged: bool = False
+    """Whether batch entries have keys of different lengths."""
 
     @property
     def exact(self) -> bool:

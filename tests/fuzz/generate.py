@@ -163,6 +163,20 @@ def _positions(rng: random.Random, sizes: Sizes) -> Positions:
     return found
 
 
+def ragged(rng: random.Random, case: Case) -> Case:
+    """The same with rooms of keys that batch entries fill to different lengths.
+
+    Their queries are the last ones, as in decoding, or lie anywhere.
+    """
+    sizes = case.sizes
+    lengths = tuple(rng.randint(0, sizes.kv_len) for _ in range(sizes.batch))
+    if rng.random() < 0.6:
+        starts = tuple(length - sizes.q_len for length in lengths)
+    else:
+        starts = tuple(rng.randint(-3, sizes.kv_len + 3) for _ in lengths)
+    return replace(case, positions=Positions(q_starts=starts, kv_lengths=lengths))
+
+
 def _index(rng: random.Random, length: int) -> tuple[int, ...]:
     start = rng.choice((0, 0, -3, 10))
     index = [start + rng.randrange(2 * length) for _ in range(length)]

@@ -139,6 +139,9 @@ def _options(case: Case, device: str) -> dict[str, str]:
         index = getattr(at, name)
         if index is not None:
             found[name] = _scalar(list(index), "int64", device)
+    for name, numbers in (("q_offset", at.q_starts), ("kv_lengths", at.kv_lengths)):
+        if numbers is not None:
+            found[name] = _scalar(list(numbers), "int64", device)
     if case.scale is not None:
         found["scale"] = repr(case.scale)
     if case.dropout is not None:

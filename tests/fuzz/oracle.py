@@ -363,6 +363,7 @@ class Oracle:
         kv_at = torch.tensor(at.kv_index or range(s.kv_len), dtype=torch.int64, device=self.device)
         if at.q_index is None:
             q_at = q_at + at.q_offset
+        firsts = torch.tensor(at.q_starts or [0] * s.batch, dtype=torch.int64, device=self.device)
         if at.kv_index is None:
             kv_at = kv_at + at.kv_offset
         axes = (
@@ -374,12 +375,18 @@ class Oracle:
         products = tensors["q"] @ tensors["k"][:, heads // group].mT * scale
         size = 4 * errors.precision.score
         raw = errors.rounded(products.flatten(), size, size)
-        names = {"b": b, "h": h, "hkv": h // group, "q": q_at[i], "kv": kv_at[j]}
+        names = {"b": b, "h": h, "hkv": h // group, "q": q_at[i] + firsts[b],
+                 "kv": kv_at[j]}  # fmt: skip
+        if at.kv_lengths is not None:
+            lengths = torch.tensor(at.kv_lengths, dtype=torch.int64, device=self.device)
+            names["kv_len"] = lengths[b]
         return Pairs(torch.arange(len(b), device=self.device), names, raw)
 
     def _liveness(self, interpreter: Interpreter, pairs: Pairs) -> tuple[torch.Tensor, Frame]:
         """Which pairs take part, and what names stand for after the last line."""
         live = torch.ones(pairs.row.shape, dtype=torch.bool, device=self.device)
+        if self.case.positions.kv_lengths is not None:
+            live = pairs.variables["kv"] < pairs.variables["kv_len"]
         frame = Frame()
         interpreter.errors.masking = True
         for line in self.case.lines:

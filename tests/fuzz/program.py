@@ -224,6 +224,10 @@ class Positions:
     """Whether offsets are 0-d tensors."""
     q_index: tuple[int, ...] | None = None
     kv_index: tuple[int, ...] | None = None
+    q_starts: tuple[int, ...] | None = None
+    """The first position of each batch entry, in place of ``q_offset``."""
+    kv_lengths: tuple[int, ...] | None = None
+    """Keys of each batch entry; there is room for more."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -101,7 +101,7 @@ def _simpler_call(case: Case) -> Iterator[Case]:
     if case.positions != Positions():
         yield replace(case, positions=Positions())
         yield replace(case, positions=replace(case.positions, as_tensors=False))
-        for name in ("q_index", "kv_index"):
+        for name in ("q_index", "kv_index", "q_starts", "kv_lengths"):
             yield replace(case, positions=replace(case.positions, **{name: None}))
         for name in ("q_offset", "kv_offset"):
             yield replace(case, positions=replace(case.positions, **{name: 0}))
@@ -139,11 +139,22 @@ def _smaller(case: Case) -> Iterator[Case]:
 
 
 def _indexed(case: Case) -> Case:
-    """With indices of positions as long as its rows."""
+    """With positions of as many rows, keys and batch entries as it has."""
     at, sizes = case.positions, case.sizes
     q_index = None if at.q_index is None else at.q_index[: sizes.q_len]
     kv_index = None if at.kv_index is None else at.kv_index[: sizes.kv_len]
-    return replace(case, positions=replace(at, q_index=q_index, kv_index=kv_index))
+    q_starts, lengths = at.q_starts, at.kv_lengths
+    return replace(
+        case,
+        positions=replace(
+            at,
+            q_index=q_index,
+            kv_index=kv_index,
+            q_starts=None if q_starts is None else q_starts[: sizes.batch],
+            kv_lengths=lengths
+            and tuple(min(length, sizes.kv_len) for length in lengths[: sizes.batch]),
+        ),
+    )
 
 
 def _simpler(item: Expr) -> Iterator[Expr]:

@@ -34,6 +34,8 @@ PLACES = [
     (Place("cpu", "float32"), 30),
     (Place("reference", parts=True), 40),
     (Place("cpu", parts=True), 40),
+    (Place("reference", ragged=True), 30),
+    (Place("cpu", ragged=True), 50),
 ]
 
 
