@@ -109,6 +109,17 @@ File = Annotated[
         metavar="FILE", callback=_file, help="A program file, a configuration, or - for stdin."
     ),
 ]
+Rows = Annotated[int | None, typer.Option(min=1, help="256 by default; 1 with --decode.")]
+Decode = Annotated[
+    bool,
+    typer.Option("--decode", help="The rows are the last ones of a cache with kv_len keys."),
+]
+Lengths = Annotated[
+    str | None,
+    typer.Option(
+        metavar="N,N,...", help="Keys of each batch entry, with --decode; kv_len is the room."
+    ),
+]
 Name = Annotated[str | None, typer.Option("--name", help="Which program of a configuration.")]
 Key = Annotated[
     str | None,
@@ -257,7 +268,7 @@ def run(
     batch: Count = 1,
     heads: Count = 4,
     kv_heads: KvHeads = None,
-    q_len: Count = 256,
+    q_len: Rows = None,
     kv_len: KvLen = None,
     head_dim: Count = 64,
     value_dim: ValueDim = None,
@@ -267,6 +278,8 @@ def run(
     backend: Backend = "auto",
     exact: Exact = False,
     backward: Annotated[bool, typer.Option("--backward", help="Gradients too.")] = False,
+    decode: Decode = False,
+    lengths: Lengths = None,
     check: Annotated[
         bool, typer.Option("--check/--no-check", help="Compare with the reference.")
     ] = True,
@@ -274,15 +287,19 @@ def run(
     json: Json = False,
 ) -> None:
     """Time a program on random inputs and hold it to the reference."""
+    from .decoding import shapes_of
     from .inputs import read_declarations, read_program, read_sizes
     from .running import Shapes
     from .running import run as work
 
     program = read_program(file, name, key)
+    rows = q_len or (1 if decode else 256)
     shapes = Shapes(
-        batch, heads, kv_heads or heads, q_len, kv_len or q_len, head_dim, value_dim or head_dim,
+        batch, heads, kv_heads or heads, rows, kv_len or rows, head_dim, value_dim or head_dim,
         dtype, device,
     )  # fmt: skip
+    if decode or lengths is not None:
+        shapes = shapes_of(shapes, kv_len, lengths if decode else "", backward)
     dims = read_sizes(dim)
     raise typer.Exit(
         work(

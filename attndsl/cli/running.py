@@ -15,7 +15,7 @@ import torch
 from attndsl.comparing import Case, held_to_reference, results
 from attndsl.comparing import table as table_of
 from attndsl.errors import visible
-from attndsl.ir import DType
+from attndsl.ir import DType, reads_score
 from attndsl.runtime.dispatch import choose_backend
 
 from .captures import check_dim_names, make_captures
@@ -58,6 +58,16 @@ class Shapes:
     value_dim: int
     dtype: str
     device: str
+    lengths: tuple[int, ...] = ()
+    """Keys of each batch entry, where the call decodes: its rows are the last ones, and ``kv_len``
+    is the room. Otherwise empty."""
+
+    def positions(self) -> dict[str, torch.Tensor]:
+        """Arguments of a call that decodes, on its device."""
+        if not self.lengths:
+            return {}
+        keys = torch.tensor(self.lengths, dtype=torch.int32, device=self.device)
+        return {"q_offset": keys - self.q_len, "kv_lengths": keys}
 
     def sizes(self) -> dict[str, int]:
         """The sizes that programs know."""
@@ -73,6 +83,9 @@ class Timing:
     ms: float
     """Median."""
     tflops: float
+    live_gbs: float | None = None
+    """Of a call that decodes: gigabytes a second of q, the output, and the keys and values that
+    some query sees."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +127,8 @@ def run(
     captures = make_captures(attention.lowered.program, sizes, shapes.device, generator)
     # Both must drop the same weights.
     drawn = None if attention.lowered.program.dropout is None else seed
-    case = _case(attention, inputs, captures, drawn, backward)
+    positions = shapes.positions()
+    case = _case(attention, inputs, captures, {"seed": drawn, **positions}, backward)
     progress = _progress() if sys.stderr.isatty() else None
     with progress or nullcontext():
         step = _stepper(progress, 2 + 2 * check + backward)
@@ -125,9 +139,10 @@ def run(
         timings = []
         for direction in ("forward", "backward")[: 1 + backward]:
             step(f"timing {direction}")
-            timed = _direction(attention, inputs, captures, drawn, direction)
+            timed = _direction(attention, inputs, captures, case.options, direction)
             ms = median_ms(timed, shapes.device)
-            timings.append(Timing(direction, ms, _flops(shapes, direction) / ms / 1e9))
+            rate = live_bytes(attention, shapes, captures) / ms / 1e6 if shapes.lengths else None
+            timings.append(Timing(direction, ms, _flops(shapes, direction) / ms / 1e9, rate))
     report = Report(program.name, chosen.name, shapes, tuple(timings), checks)
     failed = not all(each.ok for each in checks)
     if as_json:
@@ -164,6 +179,13 @@ def check_shapes(shapes: Shapes, check: bool) -> None:
     for name in ("batch", "heads", "kv_heads", "q_len", "kv_len", "head_dim", "value_dim"):
         if getattr(shapes, name) < 1:
             raise UsageError(f"{name} is {getattr(shapes, name)}", hint="give at least 1")
+    short = [n for n in shapes.lengths if not shapes.q_len <= n <= shapes.kv_len]
+    if short:
+        raise UsageError(
+            f"an entry has {short[0]} keys, with {shapes.q_len} rows and room for {shapes.kv_len}",
+            hint="the rows are the last positions: give at least as many keys as rows, and as "
+            "much room",
+        )
     try:
         torch.empty(0, device=shapes.device)
     except (RuntimeError, AssertionError) as error:
@@ -198,7 +220,7 @@ def _case(
     attention: Attention,
     inputs: list[torch.Tensor],
     captures: Mapping[str, Any],
-    seed: int | None,
+    options: Mapping[str, Any],
     backward: bool,
 ) -> Case:
     """The call, and with ``backward`` the gradients of q, k, v and the float captures."""
@@ -208,7 +230,7 @@ def _case(
     return Case(
         (q, k, v),
         {**captures, **learned},
-        {"seed": seed},
+        options,
         tuple(learned),
         grad_out=grad if backward else None,
     )
@@ -237,7 +259,7 @@ def _direction(
     attention: Attention,
     inputs: list[torch.Tensor],
     captures: Mapping[str, Any],
-    seed: int | None,
+    options: Mapping[str, Any],
     direction: str,
 ) -> Callable[[], object]:
     *operands, grad = inputs
@@ -245,13 +267,40 @@ def _direction(
 
         def forward() -> object:
             with torch.no_grad():
-                return attention(*operands, seed=seed, captures=captures)
+                return attention(*operands, captures=captures, **options)
 
         return forward
     leaves, learned = leaves_of(attention, operands, captures)
-    out = attention(*leaves, seed=seed, captures={**captures, **learned})
+    out = attention(*leaves, captures={**captures, **learned}, **options)
     wanted = [*leaves, *learned.values()]
     return lambda: torch.autograd.grad(out, wanted, grad, retain_graph=True, allow_unused=True)
+
+
+def live_bytes(attention: Attention, shapes: Shapes, captures: Mapping[str, Any]) -> int:
+    """Bytes of q, the output, and the keys and values that some query of the call sees.
+
+    Where the mask depends on the score, a query sees all keys of its entry.
+    """
+    s = shapes
+    mask = attention.lowered.program.mask
+    if mask is not None and reads_score(mask):
+        keys = sum(s.lengths) * s.kv_heads
+    else:
+        keys = sum(_live_keys(attention, s, captures, entry) for entry in range(s.batch))
+    rows = s.batch * s.heads * s.q_len
+    return (rows + keys) * (s.head_dim + s.value_dim) * DTYPES[s.dtype].itemsize
+
+
+def _live_keys(
+    attention: Attention, shapes: Shapes, captures: Mapping[str, Any], entry: int
+) -> int:
+    """Keys of all heads of one batch entry that some query sees."""
+    s = shapes
+    seen = attention.mask(
+        s.q_len, s.kv_len, s.batch, s.heads, b=entry, kv_heads=s.kv_heads, head_dim=s.head_dim,
+        device=s.device, captures=captures, max_bytes=_CHECK_BYTES, **s.positions(),
+    )  # fmt: skip
+    return int(seen.reshape(s.kv_heads, -1, s.kv_len).any(1).sum())
 
 
 def _flops(shapes: Shapes, direction: str) -> int:
@@ -261,6 +310,12 @@ def _flops(shapes: Shapes, direction: str) -> int:
     if direction == "forward":
         return 2 * pairs * (s.head_dim + s.value_dim)
     return 2 * pairs * (3 * s.head_dim + 2 * s.value_dim)
+
+
+def _few(lengths: tuple[int, ...]) -> str:
+    if len(set(lengths)) == 1:
+        return str(lengths[0])
+    return f"{min(lengths)} to {max(lengths)}"
 
 
 def _progress() -> Progress:
@@ -288,12 +343,16 @@ def _print(report: Report) -> None:
         f"{visible(report.program)}: {report.backend} on {s.device}, {s.dtype}, B {s.batch}, "
         f"H {s.heads}/{s.kv_heads}, L {s.q_len}x{s.kv_len}, D {s.head_dim}/{s.value_dim}"
     )
+    if s.lengths:
+        title += f", {_few(s.lengths)} keys"
     console = Console(width=None if sys.stdout.isatty() else 100)
     # Not Console.print's markup: a program's name may hold brackets.
     console.print(title, markup=False, highlight=False)
-    table = Table("direction", "median ms", "TFLOP/s, all pairs", box=None)
+    last = "GB/s, live keys" if s.lengths else "TFLOP/s, all pairs"
+    table = Table("direction", "median ms", last, box=None)
     for timing in report.timings:
-        table.add_row(timing.direction, f"{timing.ms:.4g}", f"{timing.tflops:.4g}")
+        rate = timing.tflops if timing.live_gbs is None else timing.live_gbs
+        table.add_row(timing.direction, f"{timing.ms:.4g}", f"{rate:.4g}")
     console.print(table)
     if not report.checks:
         console.print("not checked")
