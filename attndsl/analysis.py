@@ -17,6 +17,7 @@ from attndsl.runtime.retained import Request, retained_keys
 from attndsl.runtime.sources import check_head_dims, device_of
 from attndsl.runtime.tiles import find_tiles
 from attndsl.runtime.to_flex import FLEX_OPTIONS, flex_functions
+from attndsl.runtime.variants import absent_names
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from attndsl.backends.base import Call, Scalar
     from attndsl.compiled import Captures
     from attndsl.picture import Picture
+    from attndsl.pipeline import Lowered
     from attndsl.runtime.retained import Retained
     from attndsl.tilemap import TileMap
 
@@ -98,9 +100,9 @@ class Analysis(Compiled):
             kv_lengths=kv_lengths, **sizes_of_whole(whole_sizes),
         )  # fmt: skip
         sizes = AskedSizes(q_len, kv_len, batch, heads, kv_heads, head_dim)
-        call = self.call_of_mask(joined(captures, named), sizes, location, device)
+        lowered, call = self.call_of_mask(joined(captures, named), sizes, location, device)
         with pointing_into(self._source):
-            return find_tiles(*localised(self._lowered, call), block_m, block_n, direction)
+            return find_tiles(*localised(lowered, call), block_m, block_n, direction)
 
     def retained(
         self,
@@ -136,9 +138,10 @@ class Analysis(Compiled):
             >>> print(attn.retained(next_q=1000, kv_len=1000))
             keys 0 to 3, 937 to 999; 67 of 1000
         """
-        given = {**self._defaults, **joined(captures, named)}
-        own = heads if kv_heads is None else kv_heads
-        return retained_keys(self._lowered.program, Request(next_q, kv_len, b, heads, own), given)
+        own, given = self.variant(self._given(captures, named))
+        of_keys = heads if kv_heads is None else kv_heads
+        asked = Request(next_q, kv_len, b, heads, of_keys)
+        return retained_keys(own.lowered.program, asked, given)
 
     def to_flex(
         self, q_len: int, kv_len: int, batch: int = 1, heads: int = 1, block_size: int = 128,
@@ -153,9 +156,10 @@ class Analysis(Compiled):
         """
         sizes = (q_len, kv_len, batch, heads)
         options = {name: arguments.pop(name) for name in FLEX_OPTIONS if name in arguments}
-        given = self._given(captures, arguments)
+        known = {"q_len": q_len, "kv_len": kv_len, "batch": batch, "heads": heads}
+        own, given = self.variant(self._given(captures, arguments), known)
         with pointing_into(self._source):
-            return flex_functions(self._lowered, sizes, block_size, options, given)
+            return flex_functions(own.lowered, sizes, block_size, options, given)
 
     def explain(
         self,
@@ -202,7 +206,8 @@ class Analysis(Compiled):
             b_offset: The same of the first batch entry.
             kv_lengths: (batch,) numbers of keys.
             captures: The program's tensors and params, where lengths are given; those that the
-                mask does not mention may be left out.
+                mask does not mention may be left out. Those declared with ``= none`` are absent
+                unless they are given.
             **named: The same, by keywords.
         """
         from attndsl.explain import Question, explain
@@ -213,16 +218,18 @@ class Analysis(Compiled):
             q_offset, kv_offset, h_offset=h_offset, b_offset=b_offset, kv_lengths=kv_lengths,
             **sizes_of_whole(whole_sizes),
         )  # fmt: skip
-        lowered, call = self._lowered, None
+        given, call = joined(captures, named), None
+        lowered = self.variant({**self._defaults, **given})[0].lowered
         if q_len is not None and kv_len is not None:
             sizes = AskedSizes(q_len, kv_len, batch, heads, kv_heads, head_dim)
-            call = self.call_of_mask(joined(captures, named), sizes, location)
+            lowered, call = self.call_of_mask(given, sizes, location)
             lowered, call = localised(lowered, call)
         elif q_len is not None or kv_len is not None or not location.plain:
             raise ArgumentError("a length is missing", hint="pass both q_len and kv_len")
         asked = Question(
-            self._backend, self._checked, device_of(device), (block_m, block_n), head_dim
-        )
+            self._backend, self._checked, device_of(device), (block_m, block_n), head_dim,
+            absent_names(self._optional, {**self._defaults, **given}),
+        )  # fmt: skip
         return explain(lowered, asked, call)
 
     def plot(
@@ -279,14 +286,14 @@ class Analysis(Compiled):
             q_offset, kv_offset, h_offset=h_offset, b_offset=b_offset, kv_lengths=kv_lengths,
             **sizes_of_whole(whole_sizes),
         )  # fmt: skip
-        program = self._lowered.program
-        given, sizes = completed(
-            program, (program.mask, program.score), self._given(captures, named),
-            AskedSizes(q_len, kv_len, batch, heads, kv_heads), location,
-        )  # fmt: skip
+        asked = AskedSizes(q_len, kv_len, batch, heads, kv_heads)
+        own, given = self.variant(self._given(captures, named), asked.known(), location)
+        program = own.lowered.program
+        roots = program.mask, program.score
+        given, sizes = completed(program, roots, given, asked, location)
         params = {decl.name for decl in program.params}
         data = picture.picture_data(
-            self._lowered, q_len=q_len, kv_len=kv_len, block_m=block_m, block_n=block_n,
+            own.lowered, q_len=q_len, kv_len=kv_len, block_m=block_m, block_n=block_n,
             batch=sizes.batch, heads=sizes.heads, kv_heads=sizes.kv_heads, b=b, h=h,
             location=location,
             title=self.text,
@@ -301,14 +308,15 @@ class Analysis(Compiled):
         """The picture, with made-up captures where there are none, and the text."""
         from attndsl import picture
 
-        return picture.program_html(self._lowered, self._described, self._defaults)
+        own, given = self.variant(self._defaults)
+        return picture.program_html(own.lowered, self._described, given)
 
     def call_of_lengths(
         self, captures: Mapping[str, torch.Tensor | Scalar], q_len: int, kv_len: int, batch: int,
         heads: int, kv_heads: int | None = None, head_dim: int = 64,
         device: str | torch.device | None = None, location: Location = WHOLE,
     ) -> Call:  # fmt: skip
-        """The checked call of these sizes, whose q, k and v take no memory."""
+        """The checked call of these sizes, whose q, k and v take no memory, of all captures."""
         with pointing_into(self._source):
             sizes = Sizes(q_len, kv_len, batch, heads, kv_heads, head_dim)
             given = {**self._defaults, **captures}
@@ -317,11 +325,13 @@ class Analysis(Compiled):
     def call_of_mask(
         self, captures: Captures, asked: AskedSizes, location: Location = WHOLE,
         device: str | torch.device | None = None,
-    ) -> Call:  # fmt: skip
-        """The same for who looks at the mask: captures that it does not need may be missing."""
-        program = self._lowered.program
+    ) -> tuple[Lowered, Call]:  # fmt: skip
+        """The call for who looks at the mask, and its program.
+
+        Captures that the mask does not need may be missing.
+        """
+        own, given = self.variant({**self._defaults, **captures}, asked.known(), location)
+        program = own.lowered.program
         with pointing_into(self._source):
-            given, sizes = completed(
-                program, (program.mask,), {**self._defaults, **captures}, asked, location, device
-            )
-            return call_of_lengths(self._lowered, sizes, given, location, device)
+            given, sizes = completed(program, (program.mask,), given, asked, location, device)
+            return own.lowered, call_of_lengths(own.lowered, sizes, given, location, device)

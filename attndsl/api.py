@@ -11,7 +11,7 @@ import torch
 from attndsl.attention import Attention
 from attndsl.config import read_config
 from attndsl.errors import ArgumentError, AttnDSLError, ProgramErrors, flatten
-from attndsl.frontend.declare import Bound, ParamSpec, TensorSpec
+from attndsl.frontend.declare import Absent, Bound, ParamSpec, TensorSpec
 from attndsl.frontend.imports import expand
 from attndsl.runtime.arguments import joined
 from attndsl.runtime.dispatch import check_backend_name
@@ -61,9 +61,9 @@ def compile(  # noqa: A001
     checked: bool | None = None,
     exact: bool = False,
     first_line: int = 1,
-    params: Mapping[str, Scalar | torch.Tensor] | None = None,
-    tensors: Mapping[str, torch.Tensor | TensorSpec] | None = None,
-    **names: Scalar | torch.Tensor | TensorSpec,
+    params: Mapping[str, Scalar | torch.Tensor | None] | None = None,
+    tensors: Mapping[str, torch.Tensor | TensorSpec | None] | None = None,
+    **names: Scalar | torch.Tensor | TensorSpec | None,
 ) -> Attention:
     """Compile an attention program.
 
@@ -80,7 +80,8 @@ def compile(  # noqa: A001
         first_line: Line number of the text's first line within ``name``.
         params: Params by name, which count as declared. A number is bound to the param: folded into
             the program. For an int param a whole float is an int. A 0-d tensor is the param's
-            value unless a call gives another.
+            value unless a call gives another. None leaves out what the program declares with
+            ``= none``, for good.
         tensors: Captured tensors by name, which count as declared. A tensor is also the value
             unless a call gives another; ``attndsl.tensor("heads")`` declares one without a value.
         **names: Params and tensors by keyword. Those called like an argument of this function
@@ -114,7 +115,7 @@ def compile(  # noqa: A001
 
 
 def compile_source(
-    source: Source, names: Mapping[str, Scalar | torch.Tensor | Declared], options: Options
+    source: Source, names: Mapping[str, Scalar | torch.Tensor | Declared | None], options: Options
 ) -> Attention:
     """Compile the program of ``source``; ``names`` may be any, those of :func:`compile` included.
 
@@ -251,8 +252,7 @@ def verify(
         kv_lengths=kv_lengths, **sizes_of_whole(whole_sizes),
     )  # fmt: skip
     sizes = AskedSizes(q_len, kv_len, batch, heads, kv_heads, head_dim)
-    call = attention.call_of_mask(given, sizes, location)
-    lowered, call = localised(attention.lowered, call)
+    lowered, call = localised(*attention.call_of_mask(given, sizes, location))
     found = [verify_call(lowered, call, block_m, block_n, d) for d in directions]
     return Verification(
         sum(f.tiles for f in found), sum(f.live for f in found), sum(f.surplus for f in found)
@@ -279,6 +279,8 @@ def _names(
                 hint=f'pass {argument}={{"name": ...}}; one called {argument} stands in it too',
             )
         for name, value in given.items():
+            if value is None:
+                continue
             has_dims = isinstance(value, TensorSpec) or (
                 isinstance(value, torch.Tensor) and value.dim() > 0
             )
@@ -308,8 +310,10 @@ def _no_param(key: str, value: object) -> ArgumentError:
 
 
 def _declared(name: str, value: object) -> Declared:
-    if isinstance(value, Bound | TensorSpec):
+    if isinstance(value, Bound | Absent | TensorSpec):
         return value
+    if value is None:
+        return Absent()
     number = as_number(value)
     if number is not None:
         return Bound(number)

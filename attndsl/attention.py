@@ -9,6 +9,7 @@ import torch
 
 from attndsl.analysis import Analysis
 from attndsl.backends.base import NONE, Call, Signature
+from attndsl.compiled import Traced
 from attndsl.errors import ArgumentError, AttnDSLError, UnsupportedError
 from attndsl.introspection import Introspection
 from attndsl.runtime.arguments import autocast, joined, kinds_of, rows_contiguous
@@ -16,7 +17,7 @@ from attndsl.runtime.autograd import attend
 from attndsl.runtime.bind import CallOptions, bind
 from attndsl.runtime.dispatch import GENERATED
 from attndsl.runtime.distributed import is_dtensor
-from attndsl.runtime.location import Location, plain_int
+from attndsl.runtime.location import WHOLE, Location, plain_int
 from attndsl.runtime.modes import modes_on, seen_by_modes
 from attndsl.runtime.parts import terms_of
 from attndsl.runtime.profiling import tell_name
@@ -25,12 +26,14 @@ from attndsl.runtime.programs import (
     point_into,
     pointing_into,
     spec_without_sink,
+    written_as,
 )
 from attndsl.runtime.seed import draw_seed, seed_argument
 from attndsl.runtime.sources import source_of
 from attndsl.runtime.tiles import given_tiles, tiles_key
 from attndsl.runtime.tuning import Tuning, tune
 from attndsl.runtime.values import Values, check_values, needs_of_values, params_of_dims
+from attndsl.runtime.variants import dims_of_one, optional_names, sizes_of_operands
 from attndsl.views import Views
 
 if TYPE_CHECKING:
@@ -50,7 +53,8 @@ class Attention(Analysis, Views, Introspection):
     """A compiled program: call it with q, k and v. Immutable; made by :func:`compile`."""
 
     __slots__ = (
-        "_backend", "_checked", "_defaults", "_dims", "_lowered", "_prepared", "_source", "_spec",
+        "_backend", "_checked", "_defaults", "_dims", "_lowered", "_names", "_of_ones", "_optional",
+        "_prepared", "_source", "_spec", "_traced", "_variants",
     )  # fmt: skip
 
     def __init__(
@@ -65,6 +69,12 @@ class Attention(Analysis, Views, Introspection):
         if source.label:
             tell_name(spec, source.label)
         self._dims = params_of_dims(self._lowered.program)
+        program = self._lowered.program
+        self._optional = optional_names(program)
+        self._names = frozenset(x.name for x in (*program.params, *program.tensors))
+        self._variants: dict[Any, Attention] = {}
+        self._traced = Traced()
+        self._of_ones: dict[Any, Attention] = {}  # By a call's signature, as `_prepared`.
         # By a call's signature: what was found, if q, k, v are as given, what values need, and how
         # a part is put into its program's terms.
         self._prepared: dict[Any, tuple[Backend, Call, bool, Values, Terms | None]] = {}
@@ -186,16 +196,26 @@ class Attention(Analysis, Views, Introspection):
         captures = named if captures is None else joined(captures, named)
         if self._defaults:
             captures = {**self._defaults, **captures}
+        if self._optional:
+            self, captures = self._present(captures)
         if deterministic is None:
             deterministic = torch.are_deterministic_algorithms_enabled()
         in_graph = torch.compiler.is_compiling() or type(q) not in _PLAIN
+        location = (
+            None
+            if q_len is kv_len is heads is kv_heads is batch is None and kv_lengths is None
+            and not h_offset and not b_offset
+            else Location(
+                q_offset, kv_offset, q_index, kv_index, q_len, kv_len, heads, kv_heads, batch,
+                h_offset, b_offset, kv_lengths,
+            )
+        )  # fmt: skip
+        if in_graph:
+            self = self._for_ones(q, k, captures, location or WHOLE)
         if in_graph and is_dtensor(q):
             return self._call_of_shards(
                 (q, k, v), captures, tiles,
-                Location(
-                    q_offset, kv_offset, q_index, kv_index, q_len, kv_len, heads, kv_heads, batch,
-                    h_offset, b_offset, kv_lengths,
-                ),
+                location or Location(q_offset, kv_offset, q_index, kv_index),
                 {"scale": scale, "return_lse": return_lse, "deterministic": deterministic,
                  "seed": seed, "out_dtype": out_dtype},
             )  # fmt: skip
@@ -207,20 +227,8 @@ class Attention(Analysis, Views, Introspection):
             seed = 0 if drawn is None or in_graph else seed_argument(drawn)
         elif isinstance(seed, torch.Tensor):
             seed = drawn = seed.clone()  # The backward reads it again.
-        if return_lse and self._lowered.program.weights is not None:
-            raise UnsupportedError(
-                "return_lse asks for a softmax's log-sum-exp, and the program has other weights",
-                hint="drop return_lse; the outputs of parts of the keys are added up",
-            )
-        location = (
-            None
-            if q_len is kv_len is heads is kv_heads is batch is None and kv_lengths is None
-            and not h_offset and not b_offset
-            else Location(
-                q_offset, kv_offset, q_index, kv_index, q_len, kv_len, heads, kv_heads, batch,
-                h_offset, b_offset, kv_lengths,
-            )
-        )  # fmt: skip
+        if return_lse:
+            self._check_has_lse()
         if in_graph:
             call = bind(
                 self._lowered.program, (q, k, v), captures,
@@ -248,8 +256,10 @@ class Attention(Analysis, Views, Introspection):
             v.shape, v.stride(), v.dtype, v.device, deterministic, type(scale),
             kinds, tuple(map(captures.get, self._dims)) if self._dims else None, out_dtype,
         )  # fmt: skip
+        if (prepared := self._prepared.get(key)) is None and captures:
+            self = self._for_ones(q, k, captures, location or WHOLE, key)
+            prepared = self._prepared.get(key)
         lowered = self._lowered
-        prepared = self._prepared.get(key)
         if prepared is None:
             location = location or Location(q_offset, kv_offset, q_index, kv_index)
             with pointing_into(self._source):
@@ -295,6 +305,43 @@ class Attention(Analysis, Views, Introspection):
         except AttnDSLError as error:  # A context manager would take a microsecond.
             point_into(error, self._source)
             raise
+
+    def _check_has_lse(self) -> None:
+        if self._lowered.program.weights is not None:
+            raise UnsupportedError(
+                "return_lse asks for a softmax's log-sum-exp, and the program has other weights",
+                hint="drop return_lse; the outputs of parts of the keys are added up",
+            )
+
+    def _for_ones(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        captures: Captures,
+        location: Location,
+        key: object = None,
+    ) -> Attention:
+        """The program of a call whose captures may have size 1 in place of a declared size.
+
+        Args:
+            q: As of the call.
+            k: The same.
+            captures: The same.
+            location: Where the call lies in a larger one.
+            key: The call's signature; None in graphs.
+        """
+        kept = None if key is None else self._of_ones.get(key)
+        if kept is not None:
+            return kept
+        ones = dims_of_one(self._lowered.program, captures, sizes_of_operands(q, k), location)
+        if not ones:
+            return self
+        found = self._variant((), ones)
+        if key is not None:
+            if len(self._of_ones) >= _MAX_SIGNATURES:
+                self._of_ones.clear()
+            self._of_ones[key] = found
+        return found
 
     def _call_of_shards(
         self,
@@ -351,9 +398,10 @@ class Attention(Analysis, Views, Introspection):
         """
         if backend is None:
             backend = self._backend if self._backend in GENERATED else "triton"
+        own, given = self.variant(self._given(captures, named))
         return source_of(
-            self._lowered, backend, direction, plain_int(head_dim), plain_int(value_dim), dtype,
-            self._given(captures, named),
+            own.lowered, backend, direction, plain_int(head_dim), plain_int(value_dim), dtype,
+            given, written_as(self._spec),
         )  # fmt: skip
 
     def warmup(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **arguments: Any) -> None:
@@ -393,9 +441,10 @@ class Attention(Analysis, Views, Introspection):
         Raises:
             UnsupportedError: The backend has one way to run the call.
         """
-        call = self._bound(q, k, v, arguments)
+        own, arguments = self._of_call(q, k, arguments)
+        call = own._bound(q, k, v, arguments)
         with pointing_into(self._source):
-            backend, lowered, call = self._dispatched(call)
+            backend, lowered, call = own._dispatched(call)
         return tune(*backend.runner(lowered, call), progress)
 
     def without_sink(self) -> Attention:

@@ -14,13 +14,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from attndsl.attention import Attention, on_reference
-from attndsl.compiled import bound_call
+from attndsl.compiled import bound_call, taken
 from attndsl.errors import ArgumentError, ShapeError, UnsupportedError, visible
 from attndsl.frontend.declare import CALL_ARGUMENTS
 from attndsl.ir import DType, dependencies, toposort
 from attndsl.runtime.arguments import autocast, joined
 from attndsl.runtime.backward import Asked, wants_for
+from attndsl.runtime.location import LOCATION, Location
 from attndsl.runtime.seed import draw_seed
+from attndsl.runtime.variants import sizes_of_operands
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
@@ -210,6 +212,9 @@ def compare(
     given: dict[str, Any] = {x.name: x.default for x in attn.tensors if x.default is not None}
     given |= {x.name: x.default for x in attn.params if x.default is not None}
     given |= joined(captures, arguments)
+    # In which nothing is optional, so that all that follows is of one program.
+    location = Location(**taken(dict(options), LOCATION))
+    attn, given = attn.variant(given, sizes_of_operands(q, k), location)
     program = attn.lowered.program
     checked = {name: x for name, x in options.items() if name != "tiles"}
     with torch.inference_mode(False), torch.enable_grad():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from dataclasses import fields
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import torch
 from torch.autograd import profiler
@@ -12,7 +12,7 @@ from torch.autograd import profiler
 from attndsl.backends.dense.interpret import evaluate, scope_of
 from attndsl.backends.dense.reference import ReferenceBackend
 from attndsl.errors import ArgumentError, UnsupportedError
-from attndsl.runtime.arguments import autocast, joined
+from attndsl.runtime.arguments import autocast, check_known, joined
 from attndsl.runtime.backward import (
     OPERANDS,
     Asked,
@@ -24,26 +24,39 @@ from attndsl.runtime.backward import (
 )
 from attndsl.runtime.bind import CallOptions, bind
 from attndsl.runtime.dispatch import backend_of, tell_choice
-from attndsl.runtime.location import LOCATION, Location
+from attndsl.runtime.location import LOCATION, WHOLE, Location
 from attndsl.runtime.modes import seen_by_modes
 from attndsl.runtime.operator import Request
 from attndsl.runtime.parts import gradients_of_wholes, localised
 from attndsl.runtime.probability import check_probability
 from attndsl.runtime.profiling import BACKWARD, event_named
-from attndsl.runtime.programs import bound_numbers, pointing_into
+from attndsl.runtime.programs import (
+    bound_numbers,
+    pointing_into,
+    spec_of_variant,
+)
 from attndsl.runtime.tiles import given_tiles, verify_if_asked
 from attndsl.runtime.values import check_values
+from attndsl.runtime.variants import absent_names, dims_of_one, sizes_of_operands
 from attndsl.source import NAME_LENGTH, shorten
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
 
     from attndsl.backends.base import Backend, Call, Scalar
+    from attndsl.passes.broadcast import Dims
     from attndsl.pipeline import Lowered
     from attndsl.source import Source
     from attndsl.tilemap import TileMap
 
     Captures = Mapping[str, torch.Tensor | Scalar]
+
+
+class Traced:
+    """Programs that graphs of torch.compile call, as attributes.
+
+    A graph depends on the attributes that it uses, and on all of a dict.
+    """
 
 
 class Made(NamedTuple):
@@ -60,6 +73,7 @@ class Made(NamedTuple):
 
 
 _OPTIONS = tuple(each.name for each in fields(CallOptions))
+_MAX_VARIANTS = 1024
 
 
 class Compiled:
@@ -72,6 +86,13 @@ class Compiled:
     _checked: bool
     _defaults: dict[str, Any]
     _lowered: Lowered
+    _optional: tuple[str, ...]
+    """Captures that calls may leave out."""
+    _variants: dict[tuple[tuple[str, ...], Dims], Any]
+    """The programs of calls that do so, or whose tensors have size 1 in place of another."""
+    _names: frozenset[str]
+    """Of all captures."""
+    _traced: Traced
 
     @property
     def text(self) -> str:
@@ -94,7 +115,7 @@ class Compiled:
 
     @property
     def lowered(self) -> Lowered:
-        """The program as backends get it."""
+        """The program as backends get it, with all its captures."""
         return self._lowered
 
     @property
@@ -151,6 +172,12 @@ class Compiled:
             UnsupportedError: The backend cannot do what the program says; ``torch.func``.
             BackendError: The backend does not work here.
         """
+        own, arguments = self._of_call(q, k, arguments)
+        if own is not self:
+            return own.backward(
+                q, k, v, out, lse, grad_out, grad_lse, wants=wants, wants_captures=wants_captures,
+                grad_dtype=grad_dtype, tiles=tiles, **arguments,
+            )  # fmt: skip
         program = self._lowered.program
         plain = type(q) is torch.Tensor or type(q) is torch.nn.Parameter
         in_graph = torch.compiler.is_compiling() or not plain
@@ -206,10 +233,11 @@ class Compiled:
                 "graphs of torch.compile have no sink_logits",
                 hint="give the graph the logits: for sink = s[h], merge(parts, sink=s)",
             )
-        call = self._bound(q, k, k, arguments)
+        own, arguments = self._of_call(q, k, arguments)
+        call = own._bound(q, k, k, arguments)
         with pointing_into(self._source):
-            check_values(self._lowered.program, call)
-            lowered, call = localised(self._lowered, call)
+            check_values(own.lowered.program, call)
+            lowered, call = localised(own.lowered, call)
         sink = lowered.program.sink
         if sink is None:
             return None
@@ -249,6 +277,70 @@ class Compiled:
     def _given(self, captures: Captures | None, named: Captures) -> dict[str, Any]:
         """The captures of a call: given at once, by keywords, or to ``compile``."""
         return {**self._defaults, **joined(captures, named)}
+
+    def variant(
+        self,
+        captures: Captures,
+        sizes: Mapping[str, int | None] | None = None,
+        location: Location = WHOLE,
+    ) -> tuple[Self, Captures]:
+        """The program that a call is of, in which nothing is optional, and the call's captures.
+
+        Args:
+            captures: All that the call has, given to ``compile`` or by itself.
+            sizes: Those of the call that are known, by name. Where there are none, each tensor has
+                its declared dims.
+            location: Where the call lies in a larger one.
+
+        Raises:
+            AttnDSLError: The program has no meaning without these captures.
+        """
+        own = self
+        if self._optional:
+            own, captures = self._present(captures)
+        if sizes is not None:
+            ones = dims_of_one(own._lowered.program, captures, sizes, location)
+            own = own._variant((), ones) if ones else own
+        return own, captures
+
+    def _present(self, captures: Captures) -> tuple[Self, Captures]:
+        """The program without the captures that a call leaves out."""
+        absent = absent_names(self._optional, captures)
+        left = {name: x for name, x in captures.items() if name not in absent}
+        if not self._names.issuperset(left):
+            check_known(self._lowered.program, left)  # Among all names there are, to tell the near.
+        return self._variant(absent, ()), left
+
+    def _variant(self, absent: tuple[str, ...], ones: Dims) -> Self:
+        """The program without some captures, and with size 1 along dims of others."""
+        if torch.compiler.is_dynamo_compiling():
+            from attndsl.runtime.graph import keep_variant  # Imports torch.compile.
+
+            found: Self = getattr(self._traced, keep_variant(self, absent, ones))
+            return found
+        kept = self._variants.get((absent, ones))
+        if kept is None:
+            with pointing_into(self._source):
+                spec = spec_of_variant(self._spec, absent, ones)
+                defaults = {n: x for n, x in self._defaults.items() if n not in absent}
+                kept = type(self)(spec, self._source, self._backend, self._checked, defaults)
+            kept._optional = ()
+            if len(self._variants) >= _MAX_VARIANTS:
+                self._variants.clear()
+            self._variants[absent, ones] = kept
+        chosen: Self = kept
+        return chosen
+
+    def _of_call(
+        self, q: torch.Tensor, k: torch.Tensor, arguments: dict[str, Any]
+    ) -> tuple[Self, dict[str, Any]]:
+        """The program of a call, and its arguments: all captures stand in ``captures``."""
+        rest = dict(arguments)
+        options = {name: rest.pop(name) for name in (*_OPTIONS, *LOCATION) if name in rest}
+        given = self._given(rest.pop("captures", None), rest)
+        location = Location(**taken(dict(options), LOCATION))
+        own, given = self.variant(given, sizes_of_operands(q, k), location)
+        return own, {**options, "captures": given}
 
     @property
     def _request(self) -> Request:
@@ -293,10 +385,11 @@ def bound_call(
         AttnDSLError: The call would be refused.
     """
     q, k, v = map(autocast, operands)
-    call = attention._bound(q, k, v, dict(arguments))
-    with pointing_into(attention._source):
-        check_values(attention.lowered.program, call)
-        return call, attention._dispatched(call)[0].name
+    own, arguments = attention._of_call(q, k, dict(arguments))
+    call = own._bound(q, k, v, arguments)
+    with pointing_into(own._source):
+        check_values(own.lowered.program, call)
+        return call, own._dispatched(call)[0].name
 
 
 def taken(arguments: dict[str, Any], names: tuple[str, ...]) -> dict[str, Any]:

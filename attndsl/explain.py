@@ -47,6 +47,8 @@ class Question:
     blocks: tuple[int, int]
     """Queries and keys of a tile."""
     head_dim: int
+    absent: tuple[str, ...] = ()
+    """Captures that are not there, and that calls may give."""
 
 
 def explain(lowered: Lowered, asked: Question, call: Call | None = None) -> str:
@@ -82,6 +84,8 @@ def _parts(lowered: Lowered, asked: Question) -> list[str]:
     for param in program.params:
         default = "no default" if param.default is None else f"default {param.default}"
         rows.append(f"  param      {param.name}: {param.dtype.value}, at run time, {default}")
+    for name in asked.absent:
+        rows.append(f"  absent     {name}: a call that gives it is of another program")
     rows += _gradients(lowered)
     rows += _forms(lowered)
     rows += _atoms(lowered)

@@ -31,10 +31,13 @@ class Param:
     """What calls use that give no value: a number of the text, or the 0-d tensor that ``compile``
     got. None where each call must give a value."""
 
+    optional: bool = field(default=False, repr=False)
+    """Whether calls may leave it out without a default, as ``= none`` declares."""
+
     @property
     def required(self) -> bool:
         """Whether each call must give it."""
-        return self.default is None
+        return self.default is None and not self.optional
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,10 +53,13 @@ class Tensor:
     """The tensor that ``compile`` got, which calls use by default; None where each call must give
     one."""
 
+    optional: bool = field(default=False, repr=False)
+    """Whether calls may leave it out, as ``= none`` declares."""
+
     @property
     def required(self) -> bool:
         """Whether each call must give it."""
-        return self.default is None
+        return self.default is None and not self.optional
 
 
 class _OfInstance:
@@ -76,7 +82,12 @@ class Introspection(Compiled):
     def params(self) -> tuple[Param, ...]:
         """The run-time params, in the order of their declarations."""
         return tuple(
-            Param(decl.name, decl.dtype.value, self._defaults.get(decl.name, decl.default))
+            Param(
+                decl.name,
+                decl.dtype.value,
+                self._defaults.get(decl.name, decl.default),
+                decl.optional,
+            )
             for decl in self._lowered.program.params
         )
 
@@ -89,6 +100,7 @@ class Introspection(Compiled):
                 decl.dtype.value,
                 tuple(print_expression(dim) for dim in decl.dims),
                 self._defaults.get(decl.name),
+                decl.optional,
             )
             for decl in self._lowered.program.tensors
         )
@@ -101,19 +113,19 @@ def _signature(attention: Introspection) -> inspect.Signature:
     """
     whole = inspect.signature(type(attention).__call__)
     _, *arguments = whole.parameters.values()  # Without self.
-    own = [_parameter(x.name, "torch.Tensor", x.default) for x in attention.tensors]
-    own += [_parameter(x.name, _TYPES[x.dtype], x.default) for x in attention.params]
+    own = [_parameter(x, "torch.Tensor") for x in attention.tensors]
+    own += [_parameter(x, _TYPES[x.dtype]) for x in attention.params]
     rows = [x for x in arguments if x.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
     options = [x for x in arguments if x.kind is inspect.Parameter.KEYWORD_ONLY]
     return whole.replace(parameters=[*rows, *(x for x in own if x is not None), *options])
 
 
-def _parameter(
-    name: str, annotation: str, default: Scalar | torch.Tensor | None
-) -> inspect.Parameter | None:
+def _parameter(capture: Param | Tensor, annotation: str) -> inspect.Parameter | None:
+    name, default = capture.name, capture.default
     if name in CALL_ARGUMENTS or keyword.iskeyword(name) or not name.isidentifier():
         return None
-    shown: object = inspect.Parameter.empty if default is None else default
+    shown: object = inspect.Parameter.empty if capture.required else default
+    annotation += " | None" if capture.optional else ""
     if isinstance(default, torch.Tensor):
         shown = ...  # As stubs say it: there is one, too long to show.
     return inspect.Parameter(

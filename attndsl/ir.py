@@ -354,6 +354,8 @@ class ParamDecl:
     span: Span | None = field(default=None, compare=False, repr=False)
     is_position: bool = False
     """Whether values are lengths or positions: ints below 2**30 in size."""
+    optional: bool = field(default=False, compare=False)
+    """Whether calls may leave it out. They are calls of another program then, without it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -366,6 +368,8 @@ class TensorDecl:
     span: Span | None = field(default=None, compare=False, repr=False)
     is_position: bool = False
     """Whether elements are lengths or positions: ints below 2**30 in size."""
+    optional: bool = field(default=False, compare=False)
+    """As of :class:`ParamDecl`."""
 
 
 @dataclass(frozen=True, slots=True)

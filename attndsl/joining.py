@@ -13,6 +13,7 @@ import torch
 from attndsl.api import Options, compile_source
 from attndsl.attention import Attention
 from attndsl.errors import ArgumentError, UnsupportedError
+from attndsl.frontend.declare import Absent
 from attndsl.frontend.joining import Part, join_texts, some_prefixes
 from attndsl.runtime.dispatch import check_backend_name
 from attndsl.runtime.programs import lowered_at, make_spec, read_spec
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from attndsl.compiled import Made
+    from attndsl.runtime.programs import SpecParts
 
 _Option = TypeVar("_Option", str, bool)
 
@@ -92,9 +94,9 @@ def join(
         _option("exact", exact, [read_spec(x.spec).exact for x in given], False),
     )
     check_backend_name(options.backend)
-    joined = join_texts(
-        [Part(x.text, x.declared, x.sink, p) for x, p in zip(specs, before, strict=True)], share
-    )
+    _check_whole(specs)
+    pairs = zip(specs, before, strict=True)
+    joined = join_texts([Part(x.text, x.declared, x.variant.sink, p) for x, p in pairs], share)
     source = Source(joined.text, "<joined>")
     spec = make_spec(source.text, {}, options.exact)
     lowered_at(spec, source, {})
@@ -113,6 +115,19 @@ def _made(number: int, program: object) -> Made:
         hint="pass a compiled program or a text; of what trace() found, "
         "attndsl.compile(found.text, **found.captures)",
     )
+
+
+def _check_whole(specs: Sequence[SpecParts]) -> None:
+    """Refuse programs that say by themselves what calls of the joined one could not say."""
+    for number, spec in enumerate(specs, start=1):
+        absent = [name for name, x in spec.declared.items() if isinstance(x, Absent)]
+        if absent or spec.variant.absent or spec.variant.ones:
+            name = next(iter(absent or spec.variant.absent), None)
+            which = "has tensors of size 1" if name is None else f"leaves out '{name}' for good"
+            raise ArgumentError(
+                f"program {number} {which}",
+                hint="join the program in which all is there, and leave it out at the call",
+            )
 
 
 def _prefixes(count: int, given: object) -> Sequence[str]:

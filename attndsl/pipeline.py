@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
-from attndsl.frontend import read
+from attndsl.frontend import Absent, read, read_locals
+from attndsl.ir import Op
+from attndsl.passes.broadcast import with_ones
 from attndsl.passes.differentiate import differentiate
 from attndsl.passes.lowered import Lowered, contractions_of
 from attndsl.passes.place import place
-from attndsl.passes.simplify import simplify, simplify_derivative
+from attndsl.passes.simplify import simplify, simplify_derivative, simplify_node
 from attndsl.passes.split_mask import split_mask
 from attndsl.passes.tiles.sparsity import analyse
 from attndsl.serialise import digest
@@ -18,11 +20,27 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from attndsl.frontend import Declared
-    from attndsl.ir import Program
+    from attndsl.ir import Node, Program
+    from attndsl.passes.broadcast import Dims
     from attndsl.source import Source
 
 
-__all__ = ["Lowered", "check", "lower", "lower_program", "stages"]
+__all__ = ["Lowered", "Variant", "check", "lower", "lower_program", "names_of", "stages"]
+
+
+class Variant(NamedTuple):
+    """Which of the programs of a text and its declarations is meant."""
+
+    sink: bool = True
+    """Whether the program's sink stays. Tensors that it alone mentions do."""
+    absent: tuple[str, ...] = ()
+    """Captures that are declared with ``= none`` and are not there."""
+    ones: Dims = ()
+    """Dims of tensors that have size 1 in place of the declared one."""
+
+
+WHOLE = Variant()
+"""The program as it is written, in which nothing is absent."""
 
 
 def check(source: Source, declared: Mapping[str, Declared]) -> None:
@@ -31,11 +49,16 @@ def check(source: Source, declared: Mapping[str, Declared]) -> None:
     Raises:
         AttnDSLError: All that is wrong with the program.
     """
-    split_mask(read(source, declared))
+    program = read(source, declared)
+    split_mask(program)
+    _check_variants(source, declared, program)
 
 
 def lower(
-    source: Source, declared: Mapping[str, Declared], exact: bool = False, sink: bool = True
+    source: Source,
+    declared: Mapping[str, Declared],
+    exact: bool = False,
+    variant: Variant = WHOLE,
 ) -> Lowered:
     """Text to the input of backends.
 
@@ -43,14 +66,42 @@ def lower(
         source: The text.
         declared: Names that the text need not declare.
         exact: See :class:`~attndsl.ir.Program`.
-        sink: Whether the program's sink stays. Tensors that it alone mentions do.
+        variant: Which of its programs.
 
     Raises:
         AttnDSLError: All that is wrong with the program.
     """
     # Text -> surface tree -> typed IR, with functions inlined and bound params folded in.
-    program = replace(read(source, declared), exact=exact)
-    return lower_program(program if sink else replace(program, sink=None))
+    # Absent captures are gone from it.
+    absent = dict.fromkeys(variant.absent, Absent())
+    program = replace(read(source, {**declared, **absent}), exact=exact)
+    if not variant.absent:
+        _check_variants(source, declared, program)
+    if variant.ones:
+        program = with_ones(program, variant.ones)
+    return lower_program(program if variant.sink else replace(program, sink=None))
+
+
+def _check_variants(source: Source, declared: Mapping[str, Declared], program: Program) -> None:
+    """Refuse a program that has no meaning once captures are absent.
+
+    One capture at a time, all that give a size its value, and all together. What then remains to be
+    refused shows when a call leaves out such a set.
+
+    Raises:
+        AttnDSLError: What is wrong.
+    """
+    optional = [x.name for x in (*program.params, *program.tensors) if x.optional]
+    sets = [frozenset({name}) for name in optional]
+    for size in program.dim_names():
+        tells = [x for x in program.tensors
+                 if any(dim.op is Op.SIZE and dim.value == size for dim in x.dims)]  # fmt: skip
+        if all(x.optional for x in tells):
+            sets.append(frozenset(x.name for x in tells))
+    if len(optional) > 1:
+        sets.append(frozenset(optional))
+    for absent in dict.fromkeys(sets):
+        split_mask(read(source, {**declared, **dict.fromkeys(sorted(absent), Absent())}))
 
 
 def lower_program(program: Program) -> Lowered:
@@ -68,6 +119,21 @@ def lower_program(program: Program) -> Lowered:
     # Last, since it looks at the mask that the passes above have completed. Loops over tiles are
     # planned by backends, which know tile sizes: `sparsity.loop`.
     return Lowered(program, derivative, placed, analyse(program), digest(program), contractions)
+
+
+def names_of(source: Source, declared: Mapping[str, Declared]) -> dict[Node, str]:
+    """The local names of a text, by what they stand for as written and as simplified.
+
+    Of two names of one expression the first counts.
+
+    Raises:
+        AttnDSLError: All that is wrong with the program.
+    """
+    found: dict[Node, str] = {}
+    for name, item in read_locals(source, declared).items():
+        found.setdefault(item, name)
+        found.setdefault(simplify_node(item), name)
+    return found
 
 
 def stages(source: Source, declared: Mapping[str, Declared]) -> dict[str, str]:

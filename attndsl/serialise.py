@@ -36,7 +36,10 @@ def program_to_json(program: Program, text: str | None = None) -> dict[str, Any]
     """``program`` as JSON values, with the places of its nodes in ``text`` if that is given."""
     dims = [dim for tensor in program.tensors for dim in tensor.dims]
     table, numbers = _table([*program.roots(), *dims])
-    places = {} if text is None else {"places": _places(numbers, text)}
+    places: dict[str, Any] = {} if text is None else {"places": _places(numbers, text)}
+    optional = [x.name for x in (*program.params, *program.tensors) if x.optional]
+    if text is not None and optional:  # A digest is that of the program in which all are there.
+        places["optional"] = optional
     return {
         **places,
         "format": FORMAT,
@@ -62,9 +65,14 @@ def program_from_json(data: dict[str, Any], text: str | None = None) -> Program:
             raise SerialiseError(f"format {data['format']!r}, not {FORMAT}")
         nodes = _nodes(data["nodes"], _spans(data.get("places", {}), text))
         parts = {name: None if (i := data["parts"][name]) is None else nodes[i] for name in _PARTS}
-        params = tuple(ParamDecl(n, DType(t), _unliteral(d)) for n, t, d in data["params"])
+        optional = frozenset(data.get("optional", ()))
+        params = tuple(
+            ParamDecl(n, DType(t), _unliteral(d), optional=n in optional)
+            for n, t, d in data["params"]
+        )
         tensors = tuple(
-            TensorDecl(n, DType(t), tuple(nodes[i] for i in dims)) for n, t, dims in data["tensors"]
+            TensorDecl(n, DType(t), tuple(nodes[i] for i in dims), optional=n in optional)
+            for n, t, dims in data["tensors"]
         )
         return Program(
             _present(parts["score"]),

@@ -10,7 +10,7 @@ from attndsl.backends.base import check_meaning
 from attndsl.compiled import Compiled, taken
 from attndsl.errors import ArgumentError, UnsupportedError
 from attndsl.ir import reads_score
-from attndsl.runtime.arguments import autocast, check_operands, joined
+from attndsl.runtime.arguments import autocast, check_operands
 from attndsl.runtime.bind import CallOptions, bind
 from attndsl.runtime.dense import (
     MAX_BYTES,
@@ -26,6 +26,7 @@ from attndsl.runtime.parts import localised
 from attndsl.runtime.probability import check_probability
 from attndsl.runtime.programs import pointing_into
 from attndsl.runtime.values import check_values
+from attndsl.runtime.variants import sizes_of_operands
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -101,31 +102,23 @@ class Views(Compiled):
             ArgumentError: A size that cannot be; a missing capture; more than ``max_bytes``.
             UnsupportedError: The mask depends on the score: :meth:`scores` shows it.
         """
-        mask = self._lowered.program.mask
         if isinstance(q_len, torch.Tensor) or isinstance(kv_len, torch.Tensor):
             raise ArgumentError(
                 "mask() takes lengths, and a tensor is given",
                 hint="pass mask(q.shape[2], k.shape[2], ...); scores(q, k, ...) takes tensors",
             )
-        if mask is not None and reads_score(mask):
-            error = UnsupportedError(
-                "the mask depends on the score, which lengths do not tell",
-                mask.span,
-                "look at scores(q, k, ...), which are -inf where a pair is masked out",
-            )
-            with pointing_into(self._source):
-                raise error
         location = Location(
             q_offset, kv_offset, q_index, kv_index, h_offset=h_offset, b_offset=b_offset,
             kv_lengths=kv_lengths, **sizes_of_whole(whole_sizes),
         )  # fmt: skip
         asked = AskedSizes(q_len, kv_len, batch, heads, kv_heads, head_dim)
+        own, given = self.variant(self._given(captures, named), asked.known(), location)
+        program = own.lowered.program
         with pointing_into(self._source):
-            given = {**self._defaults, **joined(captures, named)}
-            program = self._lowered.program
-            given, sizes = completed(program, (mask,), given, asked, location, device)
-            call = call_of_lengths(self._lowered, sizes, given, location, device)
-            lowered, call = localised(self._lowered, call)
+            _check_mask(program.mask)
+            given, sizes = completed(program, (program.mask,), given, asked, location, device)
+            call = call_of_lengths(own.lowered, sizes, given, location, device)
+            lowered, call = localised(own.lowered, call)
         chosen = choose(call, b, h, rows)
         entries, shown_heads, count = chosen.shape
         maps = lowered.sparsity.maps(entries, shown_heads)
@@ -168,9 +161,8 @@ class Views(Compiled):
             ArgumentError, ShapeError, DTypeError, DeviceError: As a call; more than ``max_bytes``.
             UnsupportedError: In a graph of ``torch.compile``.
         """
-        program = self._lowered.program
-        roots = (None, None) if raw else (program.mask, program.score)
-        lowered, call = self._call_of(q, k, captures, arguments, roots)
+        parts = () if raw else ("mask", "score")
+        lowered, call = self._call_of(q, k, captures, arguments, parts)
         chosen = _chosen("scores", call, (b, h, rows), max_bytes)
         return dense_scores(lowered, call, chosen, raw)
 
@@ -210,14 +202,12 @@ class Views(Compiled):
             ArgumentError, ShapeError, DTypeError, DeviceError: As a call; more than ``max_bytes``.
             UnsupportedError: In a graph of ``torch.compile``; a program without a meaning.
         """
-        program = self._lowered.program
         dropped = seed is not None
-        p = program.dropout if dropped else None
-        roots = (program.mask, program.score, program.sink, program.weights, p)
         arguments["seed"] = seed
-        lowered, call = self._call_of(q, k, captures, arguments, roots)
+        parts = ("mask", "score", "sink", "weights", *(("dropout",) if dropped else ()))
+        lowered, call = self._call_of(q, k, captures, arguments, parts)
         with pointing_into(self._source):
-            check_meaning(program)
+            check_meaning(lowered.program)
             if dropped and lowered.program.dropout is not None:
                 check_probability(lowered.program.dropout, call)
         chosen = _chosen("weights", call, (b, h, rows), max_bytes)
@@ -229,9 +219,9 @@ class Views(Compiled):
         k: torch.Tensor,
         captures: Captures | None,
         arguments: dict[str, Any],
-        roots: tuple[Node | None, ...],
+        parts: tuple[str, ...],
     ) -> tuple[Lowered, Call]:
-        """The checked call of q and k, for who looks at ``roots``, as backends get it."""
+        """The checked call of q and k, for who looks at ``parts``, as backends get it."""
         if torch.compiler.is_dynamo_compiling():
             raise UnsupportedError(
                 "graphs of torch.compile have no dense views",
@@ -239,16 +229,28 @@ class Views(Compiled):
             )
         options = CallOptions(**taken(arguments, ("scale", "seed")))
         location = Location(**taken(arguments, LOCATION))
-        given = self._given(captures, arguments)
         q, k = autocast(q), autocast(k)
         check_operands(q, k, k)
-        program, (batch, heads, q_len, head_dim) = self._lowered.program, q.shape
+        given = self._given(captures, arguments)
+        own, given = self.variant(given, sizes_of_operands(q, k), location)
+        program, (batch, heads, q_len, head_dim) = own.lowered.program, q.shape
+        roots = tuple(getattr(program, part) for part in parts)
         sizes = Sizes(q_len, k.shape[2], batch, heads, k.shape[1], head_dim)
         with pointing_into(self._source):
             given = filled(program, roots, given, sizes, location, q.device)
             call = bind(program, (q, k, k), given, location, options)
             check_values(program, call)
-            return localised(self._lowered, call)
+            return localised(own.lowered, call)
+
+
+def _check_mask(mask: Node | None) -> None:
+    """Refuse a mask that lengths do not tell."""
+    if mask is not None and reads_score(mask):
+        raise UnsupportedError(
+            "the mask depends on the score, which lengths do not tell",
+            mask.span,
+            "look at scores(q, k, ...), which are -inf where a pair is masked out",
+        )
 
 
 def _chosen(what: str, call: Call, asked: tuple[Choice, Choice, Choice], max_bytes: int) -> Chosen:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
 
-    from attndsl.ir import Program
+    from attndsl.ir import Node, Program
     from attndsl.pipeline import Lowered
 
 Scalar = bool | int | float
@@ -333,6 +333,21 @@ class Tangents:
     """Of tensors and params, by name."""
 
 
+@dataclass(frozen=True, slots=True)
+class Written:
+    """A program as a person wrote it, for texts of kernels that people read."""
+
+    text: str = ""
+    bound: Mapping[str, bool | int | float] = field(default_factory=dict)
+    """Params that are folded into the program."""
+    names: Mapping[Node, str] = field(default_factory=dict)
+    """Expressions that the text gives a name, before and after simplification."""
+
+
+UNWRITTEN = Written()
+"""Of texts that are compiled: they are the same for all programs that mean the same."""
+
+
 class Backend(Protocol):
     """How a lowered program runs. Stateless but for caches."""
 
@@ -384,8 +399,13 @@ class Backend(Protocol):
         """
         return []
 
-    def source(self, lowered: Lowered, call: Call, direction: str, wants: Wants) -> str:
+    def source(
+        self, lowered: Lowered, call: Call, direction: str, wants: Wants,
+        written: Written = UNWRITTEN,
+    ) -> str:  # fmt: skip
         """Text of the modules that ``call`` would use, ``forward``, ``backward`` or ``tangent``.
+
+        ``written`` is the program as the text shows it.
 
         Raises:
             UnsupportedError: No kernels are generated for it; says why.

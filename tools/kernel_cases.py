@@ -211,5 +211,23 @@ CASES = (
     Case("square", "score = score * score + 0.1 * score"),
     Case("powers", "score = score ** 3 + log(1 + score * score)"),
     Case("waves", "score = score + sin(0.01 * (q - kv)) * cos(score)"),
+    Case(
+        "constants of ints",
+        "tensor t[heads, 7]: float; tensor i[8]: int; tensor f[8]: bool; "
+        "d = q - kv; mask = (d // 5 + d % 3 != min(d, 7)) and 3 < h + 4 * b "
+        "and 100 // (kv + 1) < d "
+        "and max(d, -(d << 2)) >= (1 << (kv % 9)) and (f[3] or i[2] < d); "
+        "score = score * t[h, 2] + 3 * q * kv + where(d < 9, 2, d) + 1000 % (q + 1) + t[2, h + 9]",
+        {"t": ((H, 7), "s"), "i": ((8,), "i"), "f": ((8,), "b")}, learned=("t",),
+    ),
+    Case(
+        "constants of floats",
+        "param c: float; r = score + 2.0; "
+        "score = max(r, 0.5) + min(-1.5, score) + (r // 3.0) % 0.75 + 7.5 // (r * r + 1.0) "
+        "+ where(q < 4, 1.0, -2.0) + abs(r) ** 1.5 + r ** 17.0 + 1.5 ** c + 2.5 * r ** 6.0 "
+        "+ c * 0.5",
+        params={"c": 0.5}, learned=("c",), tangents=("qkv", "c"),
+    ),
+    Case("constant score", "mask = causal(); score = 2.5"),
     Case("heads apart", "mask = q - kv < 64 * (h + 1) and q >= kv; score = score + h * 0.1"),
 )  # fmt: skip

@@ -62,7 +62,7 @@ class Shapes:
     """Keys of each batch entry, where the call decodes: its rows are the last ones, and ``kv_len``
     is the room. Otherwise empty."""
 
-    def positions(self) -> dict[str, torch.Tensor]:
+    def positions(self) -> dict[str, Any]:
         """Arguments of a call that decodes, on its device."""
         if not self.lengths:
             return {}

@@ -89,6 +89,10 @@ class Document(ABC):
             ConfigError: It is a number that no program can use.
         """
 
+    @abstractmethod
+    def is_none(self, value: Any) -> bool:
+        """Whether ``value`` is what stands for no value: null."""
+
     def names(self, value: Any) -> list[str] | None:
         """The names of a mapping; None if ``value`` is none."""
         items = self.items(value)
@@ -164,6 +168,10 @@ class PlainDocument(Document):
         """A number of Python or of numpy."""
         self._check(value)
         return as_number(value)
+
+    def is_none(self, value: Any) -> bool:
+        """None, which TOML cannot say."""
+        return value is None
 
     def _check(self, value: Any) -> None:
         if isinstance(value, Unusable):

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from attndsl.errors import AttnDSLError, ConfigError, raise_all
-from attndsl.frontend.declare import Bound
+from attndsl.frontend.declare import Absent, Bound
 from attndsl.frontend.limits import MAX_ERRORS
 from attndsl.source import Source
 
@@ -42,8 +42,8 @@ class ConfigEntry:
     """Name of the text in errors."""
     first_line: int = 1
     """Line of the file where the text begins, where that is known."""
-    params: dict[str, Bound] = field(default_factory=dict)
-    """Values to bind, which know where they stand."""
+    params: dict[str, Bound | Absent] = field(default_factory=dict)
+    """Values to bind, which know where they stand; absent ones are null."""
     description: str | None = None
     """What the file says of the program to people."""
     file: str | None = None
@@ -170,22 +170,25 @@ class _Reader:
                 found[item.name] = item.value
         return found
 
-    def _params(self, label: str, value: Any) -> dict[str, Bound]:
+    def _params(self, label: str, value: Any) -> dict[str, Bound | Absent]:
         """The params of an entry, each with where it stands."""
         items = self.document.items(value)
         if items is None:
             self.errors.append(self._bad_params(label, value))
             return {}
         self.keys += len(items)
-        found: dict[str, Bound] = {}
+        found: dict[str, Bound | Absent] = {}
         for item in items:
             is_name = item.name is not None and _NAME.fullmatch(item.name)
-            number = self.document.number(item.value) if is_name else None
+            absent = is_name and self.document.is_none(item.value)
+            number = self.document.number(item.value) if is_name and not absent else None
             if item.name is None or not is_name:
                 span = item.span
                 self.errors.append(_params_error(label, span, _PARAMS_HINT))
             elif item.name in found:
                 self._tell_twice(item.name, item.span, "remove one")
+            elif absent:
+                found[item.name] = Absent(f"is given in the params of '{label}'", item.span)
             elif number is None:
                 self.errors.append(self._bad_params(label, item.value))
             else:
@@ -234,7 +237,7 @@ class _Reader:
         return _params_error(label, self.document.span(value), hint or _PARAMS_HINT)
 
 
-_PARAMS_HINT = "write params: {window: 1024}"
+_PARAMS_HINT = "write params: {window: 1024}; null leaves out what is declared with '= none'"
 
 
 def _params_error(label: str, span: Span | None, hint: str) -> ConfigError:

@@ -27,6 +27,7 @@ _EXPONENT = re.compile(r"[-+]?(?:[0-9]+\.?|[0-9]*\.[0-9]+)[eE][-+]?[0-9]+")
 """A float that YAML 1.1 takes for a text, such as 1e3."""
 _PROPERTIES = re.compile(r"(?:[&!]\S*\s+)*[|>]?")
 """Anchors and tags before a text, and how a block begins."""
+_NULLS = frozenset({"null", "Null", "NULL", "~"})
 _LONGEST_NUMBER = 400
 """Characters of a number."""
 _MAX_MERGES = 16
@@ -181,6 +182,11 @@ class YamlDocument(Document):
             return None
         overflows = isinstance(found, float) and math.isinf(found) and "inf" not in text.lower()
         return None if overflows else found
+
+    def is_none(self, value: Any) -> bool:
+        """``null`` or ``~``; a key without a value is more likely unfinished."""
+        written = isinstance(value, yaml.ScalarNode) and value.value in _NULLS
+        return written and value.tag == f"{_TAG}null"
 
     def span(self, value: Any) -> Span | None:
         """The first line of a node."""

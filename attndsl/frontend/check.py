@@ -23,11 +23,12 @@ from attndsl.scalars import as_int
 
 from . import promote
 from . import surface as s
-from .declare import GIVEN, Bound, ParamSpec, TensorSpec
+from .absent import Gone, finished, lacks
+from .declare import GIVEN, Absent, Bound, ParamSpec, TensorSpec
 from .expressions import ALWAYS, Inliner, Scope
 from .imports import homeless
 from .keywords import refuse_keywords
-from .limits import MAX_ERRORS
+from .limits import MAX_ERRORS, MAX_OPTIONAL
 from .names import TARGETS as _TARGETS
 from .parse import parse
 
@@ -60,6 +61,20 @@ def check(tree: s.Tree, declared: Mapping[str, Declared]) -> Program:
     return checker.program()
 
 
+def locals_of(tree: s.Tree, declared: Mapping[str, Declared]) -> dict[str, Node]:
+    """What the local names of a program without errors stand for, in the order of their lines.
+
+    Raises:
+        AttnDSLError: As :func:`check`.
+    """
+    checker = _Checker(tree, declared)
+    checker.run()
+    raise_all(checker.errors[:MAX_ERRORS])
+    names = [x.name.name for x in tree.statements if isinstance(x, s.Assign)]
+    found = {name: checker.scope.values.get(name) for name in names if name not in _TARGETS}
+    return {name: value for name, value in found.items() if isinstance(value, Node)}
+
+
 class _Checker:
     def __init__(self, tree: s.Tree, declared: Mapping[str, Declared]) -> None:
         self.tree = tree
@@ -75,6 +90,7 @@ class _Checker:
         self.in_text = {x.name.name for x in tree.statements if isinstance(x, s.Param | s.Tensor)}
         definitions = {x.name.name: x for x in tree.statements if isinstance(x, s.Define)}
         self.scope = Scope({}, definitions)
+        self.scope.lacking = any(isinstance(x, Absent) for x in declared.values())
         self.inliner = Inliner(self.scope, self.errors)
 
     def program(self) -> Program:
@@ -110,6 +126,7 @@ class _Checker:
                 self._guard(self._tensor, statement)
             elif isinstance(statement, s.Define):
                 self._guard(self._define, statement)
+        self._check_optional()
         for statement in self.tree.statements:
             if isinstance(statement, s.Assign):
                 self._guard(self._assign, statement)
@@ -162,6 +179,9 @@ class _Checker:
                     "choose another name",
                 )
             )
+        elif isinstance(given, Absent):
+            self.errors.append(_no_optional(name, given))
+            self.scope.values[name] = Gone(frozenset({name}))
         elif isinstance(given, Bound):
             unusable = _unusable(name, given)
             if unusable is not None:
@@ -208,6 +228,11 @@ class _Checker:
         if statement.default is not None:
             default = self._literal(statement.default, dtype)
         given = self.declared.get(name)
+        if statement.optional:
+            self.scope.optional.add(name)
+        if isinstance(given, Absent):
+            self._leave_out(statement, given)
+            return
         if isinstance(given, Bound):
             self.scope.values[name] = self._bound(name, given, dtype, statement.span)
             return
@@ -217,8 +242,26 @@ class _Checker:
                 statement.span,
                 f"pass a {dtype.value}",
             )
-        self.params[name] = ParamDecl(name, dtype, default, statement.name.span)
+        self.params[name] = ParamDecl(
+            name, dtype, default, statement.name.span, optional=statement.optional
+        )
         self.scope.values[name] = ir.param(name, dtype, statement.name.span)
+
+    def _leave_out(self, statement: s.Param | s.Tensor, given: Absent) -> None:
+        """A capture that is not there, and sizes that it alone would have."""
+        name = statement.name.name
+        self.scope.values[name] = Gone(frozenset({name}))
+        if not statement.optional:
+            raise _no_optional(name, given)
+        for dim in statement.dims if isinstance(statement, s.Tensor) else ():
+            if isinstance(dim, s.Name) and self._is_free(dim.name):
+                self.scope.values[dim.name] = Gone(frozenset(), frozenset({dim.name}))
+
+    def _is_free(self, name: str) -> bool:
+        """Whether a dim may give ``name`` its meaning."""
+        found = self.scope.values.get(name)
+        of_absent = isinstance(found, Gone) and not found.names
+        return name not in ALWAYS and (name not in self.scope.values or of_absent)
 
     def _literal(self, written: s.Expr, dtype: DType) -> bool | int | float:
         node = self.inliner.node(written)
@@ -255,6 +298,11 @@ class _Checker:
         self.scope.values[name] = None
         dtype = self._type(statement.dtype)
         given = self.declared.get(name)
+        if statement.optional:
+            self.scope.optional.add(name)
+        if isinstance(given, Absent):
+            self._leave_out(statement, given)
+            return
         if isinstance(given, Bound | ParamSpec) or (
             given is not None
             and (len(given.dims), given.dtype) != (len(statement.dims), dtype.value)
@@ -276,20 +324,28 @@ class _Checker:
         if any(dim is None for dim in dims):
             return
         found = TensorDecl(
-            name, dtype, tuple(d for d in dims if d is not None), statement.name.span
-        )
+            name, dtype, tuple(d for d in dims if d is not None), statement.name.span,
+            optional=statement.optional,
+        )  # fmt: skip
         self.tensors[name] = self.scope.values[name] = found
 
     def _dim(self, written: s.Expr) -> Node | None:
         """An int of sizes and params; a new name stands for a size of its own."""
         if isinstance(written, s.Name):
             name = written.name
-            if name not in ALWAYS and name not in self.scope.values:
+            if self._is_free(name):
                 self.scope.values[name] = ir.size(name, written.span)
                 self.bound_at.setdefault(name, written.span)
-        dim = self.inliner.node(written)
+        dim = self.inliner.node(written, "a dim")
         if dim is None:
             return None
+        read = ir.leaf_names(dim) & {name for name, x in self.params.items() if x.optional}
+        if read:
+            raise TypeMismatchError(
+                f"a dim cannot depend on '{min(read)}', which calls may leave out",
+                written.span,
+                "declare that param without '= none', or write a new name for the dim's own size",
+            )
         allowed = all(x.op not in (Op.VAR, Op.SCORE, Op.LOAD, Op.DOT) for x in ir.toposort(dim))
         if dim.dtype is not DType.INT or not allowed:
             raise TypeMismatchError(
@@ -309,6 +365,25 @@ class _Checker:
                 )
             seen.add(parameter.name)
 
+    def _left(self, written: s.Expr, keeps_score: bool = False) -> Node | Gone | None:
+        """What absent names leave of a line: Gone if the line goes, None if it has errors."""
+        part = self.inliner.part(written)
+        if not lacks(part):
+            return part  # type: ignore[return-value]
+        left = finished(part, written.span)  # type: ignore[arg-type]
+        if isinstance(part, Gone) and (left is None or not keeps_score):
+            return part
+        return left
+
+    def _check_optional(self) -> None:
+        """Each set of absent names makes a program of its own."""
+        if len(self.scope.optional) > MAX_OPTIONAL:
+            raise LimitError(
+                f"the program has {len(self.scope.optional)} params and tensors with '= none'; at "
+                f"most {MAX_OPTIONAL} are allowed",
+                hint="write two programs, or bind some of them",
+            )
+
     def _bare(self, statement: s.Bare) -> None:
         others = [x for x in self.tree.statements if isinstance(x, s.Bare | s.Assign)]
         named = {x.name.name for x in others if isinstance(x, s.Assign)}
@@ -319,7 +394,9 @@ class _Checker:
                 statement.span,
                 "write 'mask = ...' or 'score = ...' before it",
             )
-        value = self.inliner.node(statement.value)
+        value = self._left(statement.value, keeps_score=True)
+        if isinstance(value, Gone) or (value is ir.SCORE and self.scope.lacking):
+            return
         if value is None:
             self.scope.score = None
         elif value.dtype is DType.BOOL:
@@ -331,7 +408,11 @@ class _Checker:
     def _assign(self, statement: s.Assign) -> None:
         name = statement.name.name
         if name == "score":
-            value = self.inliner.node(statement.value)
+            value = self._left(statement.value, keeps_score=True)
+            if isinstance(value, Gone) or (
+                value is not None and value is self.scope.score and self.scope.lacking
+            ):
+                return
             if value is not None:
                 value = promote.as_float(
                     promote.need_number(value, statement.value.span, "the score")
@@ -342,7 +423,7 @@ class _Checker:
         if name not in _TARGETS:
             self._bind(statement.name, "a local name")
             self.scope.defining = name
-            self.scope.values[name] = self.inliner.node(statement.value)
+            self.scope.values[name] = self.inliner.part(statement.value)
             self.scope.defining = None
             return
         if name == "mask":
@@ -359,8 +440,8 @@ class _Checker:
         if name == "weights":
             self._weights(statement)
             return
-        value = self.inliner.node(statement.value)
-        if value is None:
+        value = self._left(statement.value)
+        if value is None or isinstance(value, Gone):
             return
         at = statement.value.span
         self._needs_only(value, {"b", "h"}, "a sink is one logit a row: it", at)
@@ -368,8 +449,8 @@ class _Checker:
 
     def _mask(self, statement: s.Assign) -> None:
         """One more condition: mask lines mean what ``and`` between them means."""
-        value = self.inliner.node(statement.value)
-        if value is None:
+        value = self._left(statement.value)
+        if value is None or isinstance(value, Gone):
             return
         value = promote.need_bool(value, statement.value.span, "the mask")
         before = self.parts.get("mask")
@@ -410,7 +491,7 @@ class _Checker:
         # Within weights, `score` is the final score, wherever the line stands.
         before, self.scope.score = self.scope.score, ir.SCORE
         self.scope.in_weights = True
-        value = self.inliner.node(written)
+        value = self.inliner.node(written, "the weights")
         self.scope.score, self.scope.in_weights = before, False
         if value is not None:
             at = written.span
@@ -418,8 +499,9 @@ class _Checker:
             self.weights_span = at
 
     def _probability(self, written: s.Expr) -> Node | None:
-        value = self.inliner.node(written)
-        if value is None:
+        """The probability, or None where it is absent: nothing is dropped then."""
+        value = self._left(written)
+        if value is None or isinstance(value, Gone):
             return None
         value = promote.as_float(promote.need_number(value, written.span, "a probability"))
         self._needs_only(value, set(), "the dropout probability", written.span)
@@ -477,9 +559,17 @@ def _unusable(name: str, given: Bound) -> TypeMismatchError | None:
     return None
 
 
+def _no_optional(name: str, given: Absent) -> TypeMismatchError:
+    return TypeMismatchError(
+        f"'{name[:40]}' {given.origin} as none, and the program does not declare that it may be",
+        given.span,
+        f"declare it so: 'param {name[:40]}: float = none', or pass a value",
+    )
+
+
 def _origin(given: Declared) -> str:
-    return given.origin if isinstance(given, Bound) else GIVEN
+    return given.origin if isinstance(given, Bound | Absent) else GIVEN
 
 
 def _span(given: Declared) -> Span | None:
-    return given.span if isinstance(given, Bound) else None
+    return given.span if isinstance(given, Bound | Absent) else None

@@ -32,6 +32,16 @@ class Bound:
 
 
 @dataclass(frozen=True, slots=True)
+class Absent:
+    """A capture that the text declares with ``= none`` and that is not there."""
+
+    origin: str = field(default=GIVEN, compare=False)
+    """Who leaves it out, for errors."""
+    span: Span | None = field(default=None, compare=False)
+    """Where a file says so."""
+
+
+@dataclass(frozen=True, slots=True)
 class ParamSpec:
     """A run-time param; ``dtype`` is ``int``, ``float`` or ``bool``."""
 
@@ -46,7 +56,7 @@ class TensorSpec:
     dtype: str = "float"
 
 
-Declared = Bound | ParamSpec | TensorSpec
+Declared = Bound | Absent | ParamSpec | TensorSpec
 
 
 def tensor(*dims: str | int, dtype: str = "float") -> TensorSpec:

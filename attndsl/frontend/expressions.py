@@ -20,8 +20,9 @@ from attndsl.errors import (
 )
 from attndsl.ir import DType, Node, TensorDecl
 
-from . import contraction, functions, promote
+from . import absent, contraction, functions, promote
 from . import surface as s
+from .absent import Gone, Part, Place, Rest
 from .keywords import parameters_of, refuse_keywords
 from .limits import MAX_EXPANSIONS, MAX_NESTING
 from .prelude import prelude_function, prelude_names
@@ -31,8 +32,11 @@ if TYPE_CHECKING:
 
     from attndsl.source import Span
 
-Value = Node | TensorDecl
+Value = Part | TensorDecl
 """The meaning of a name; a tensor may only be indexed or handed to a function."""
+
+_DECIDED_BY = {"and": False, "or": True}
+"""The left operand that decides alone."""
 
 CONSTANTS: dict[str, Node] = {
     "inf": ir.const(float("inf")),
@@ -65,6 +69,11 @@ class Scope:
     """Whether ``score`` is the final one here, which no name before can have read."""
     early: list[tuple[str, Span]] = field(default_factory=list)
     """Names that weights mention, and that read the score as it was before."""
+    optional: set[str] = field(default_factory=set)
+    """Captures that may be absent, which :data:`.absent.NAME` asks for."""
+    lacking: bool = False
+    """Whether some are. What conditions then leave out is not read, as it may have no meaning; the
+    program in which all are there is checked as a whole."""
 
 
 class Inliner:
@@ -79,8 +88,19 @@ class Inliner:
         self._blame: Span | None = None
         self._frames: list[dict[str, Value | None]] = []
 
-    def node(self, expr: s.Expr) -> Node | None:
-        """The IR of ``expr``, or None where it has errors."""
+    def node(self, expr: s.Expr, what: str = "what stands here") -> Node | None:
+        """The IR of ``expr``, or None where it has errors, such as reading what is absent."""
+        part = self.part(expr)
+        if not absent.lacks(part):
+            return part  # type: ignore[return-value]
+        try:
+            return absent.needed(part, what, expr.span)  # type: ignore[arg-type]
+        except AttnDSLError as error:
+            self._error(error)
+            return None
+
+    def part(self, expr: s.Expr) -> Part | None:
+        """What is left of ``expr`` without absent names, or None where it has errors."""
         value = self.value(expr)
         if isinstance(value, TensorDecl):
             rank = len(value.dims)
@@ -95,7 +115,7 @@ class Inliner:
         return value
 
     def value(self, expr: s.Expr) -> Value | None:
-        """Like :meth:`node`, but a tensor's name is allowed too."""
+        """Like :meth:`part`, but a tensor's name is allowed too."""
         self._expansions += 1
         self._depth += 1
         if self._expansions > MAX_EXPANSIONS:
@@ -138,23 +158,40 @@ class Inliner:
         if isinstance(expr, s.Binary):
             return self._binary(expr)
         if isinstance(expr, s.Unary):
-            operand = self.node(expr.operand)
+            operand = self.part(expr.operand)
             if operand is None:
                 return None
-            return promote.unary(expr.op, operand, expr.operand.span, expr.span)
+            return absent.unary(expr.op, operand, expr.operand.span, self._here(expr.span))
         if isinstance(expr, s.Compare):
             return self._compare(expr)
         if isinstance(expr, s.Ternary):
-            parts = [self.node(p) for p in (expr.condition, expr.yes, expr.no)]
-            if parts[0] is None or parts[1] is None or parts[2] is None:
-                return None
-            condition = promote.need_bool(parts[0], expr.condition.span, "the condition of if")
-            return promote.where(condition, parts[1], parts[2], expr.span)
+            return self._ternary(expr)
         if isinstance(expr, s.Index):
             return self._index(expr)
         if isinstance(expr, s.Whole):
             raise RankError("':' is no index of a pair's element", expr.span, _WHOLE)
         return self._call(expr)
+
+    def _here(self, span: Span) -> Place:
+        return Place(span, self.scope.score)
+
+    def _ternary(self, expr: s.Ternary) -> Part | None:
+        condition = self.part(expr.condition)
+        known = self._known(condition)
+        if known is not None:
+            return self.part(expr.yes if known else expr.no)
+        yes, no = self.part(expr.yes), self.part(expr.no)
+        if condition is None or yes is None or no is None:
+            return None
+        if isinstance(condition, Node):
+            promote.need_bool(condition, expr.condition.span, "the condition of if")
+            if isinstance(yes, Node) and isinstance(no, Node):
+                return promote.where(condition, yes, no, expr.span)
+        return absent.where(condition, yes, no, self._here(expr.span))
+
+    def _known(self, condition: Part | None) -> bool | None:
+        """What a condition is for all pairs, if that decides what is there."""
+        return absent.known(condition) if self.scope.lacking else None
 
     def _name(self, expr: s.Name) -> Value | None:
         name = expr.name
@@ -181,7 +218,7 @@ class Inliner:
             return ir.size(name, expr.span)
         if name in CONSTANTS:
             return CONSTANTS[name]
-        builtin = name in functions.NAMES or name == contraction.NAME
+        builtin = name in functions.NAMES or name in (contraction.NAME, absent.NAME)
         if name in self.scope.definitions or builtin or name in prelude_names():
             raise NameResolutionError(f"'{name}' is a function", expr.span, f"call it: {name}(...)")
         raise NameResolutionError(
@@ -201,23 +238,25 @@ class Inliner:
         forms = f"'param {name}: float', 'tensor {name}[...]: float'"
         return f"declare it ({forms}), or give it to compile()"
 
-    def _binary(self, expr: s.Binary) -> Node | None:
+    def _binary(self, expr: s.Binary) -> Part | None:
         # Chains lean left: walk them down, so that a long sum does not nest.
         chain = [expr]
         while isinstance(chain[-1].left, s.Binary):
             chain.append(chain[-1].left)
-        total = self.node(chain[-1].left)
+        total = self.part(chain[-1].left)
         for link in reversed(chain):
-            right = self.node(link.right)
+            if link.op in _DECIDED_BY and self._known(total) is _DECIDED_BY[link.op]:
+                continue
+            right = self.part(link.right)
             self._expansions += 1
             if total is not None and right is not None:
                 spans = (link.left.span, link.right.span)
-                total = promote.binary(link.op, total, right, spans, link.span)
+                total = absent.binary(link.op, total, right, spans, self._here(link.span))
             else:
                 total = None
         return total
 
-    def _compare(self, expr: s.Compare) -> Node | None:
+    def _compare(self, expr: s.Compare) -> Part | None:
         for operand in expr.operands:
             if isinstance(operand, s.Binary) and operand.op in ("&", "|", "^"):
                 raise TypeMismatchError(
@@ -227,32 +266,37 @@ class Inliner:
                      "|": "write 'or', or parentheses where bits are meant",
                      "^": "write parentheses where bits are meant"}[operand.op],
                 )  # fmt: skip
-        nodes = [self.node(operand) for operand in expr.operands]
-        result: Node | None = None
+        nodes = [self.part(operand) for operand in expr.operands]
+        result: Part | None = None
+        here = self._here(expr.span)
         for op, a, b, x, y in zip(
             expr.ops, nodes, nodes[1:], expr.operands, expr.operands[1:], strict=False
         ):
             if a is None or b is None:
                 return None
-            link = promote.compare(op, a, b, (x.span, y.span), expr.span)
-            result = link if result is None else ir.node(ir.Op.AND, result, link, span=expr.span)
+            link = absent.compare(op, a, b, (x.span, y.span), here)
+            if result is not None:
+                link = absent.conjunction(result, link, (expr.span, expr.span), here)
+            result = link
         return result
 
-    def _index(self, expr: s.Index) -> Node | None:
+    def _index(self, expr: s.Index) -> Part | None:
         found = self._lookup(expr, expr.indices)
-        if found is None:
-            return None
+        if found is None or isinstance(found, Gone):
+            return found
         tensor, indices = found
         return ir.load(tensor.name, tensor.dtype, *indices, span=expr.span)
 
     def _lookup(
         self, expr: s.Index, places: tuple[s.Expr, ...]
-    ) -> tuple[TensorDecl, tuple[Node, ...]] | None:
+    ) -> tuple[TensorDecl, tuple[Node, ...]] | Gone | None:
         """What ``expr`` looks up in, and where: ``places`` are those of its indices that count."""
-        indices = [self.node(index) for index in places]
+        indices = [self.part(index) for index in places]
         tensor = self._name(s.Name(expr.name, expr.span))
         if tensor is None:
             return None
+        if isinstance(tensor, Gone):
+            return tensor
         if not isinstance(tensor, TensorDecl):
             raise RankError(f"'{expr.name}' is a single value and has no elements", expr.span)
         if len(expr.indices) != len(tensor.dims):
@@ -266,6 +310,9 @@ class Inliner:
         for index, written in zip(indices, places, strict=True):
             if index is None:
                 return None
+            if not isinstance(index, Node):
+                absent.needed(index, "an index", written.span)
+                return None
             if index.dtype is not DType.INT:
                 raise TypeMismatchError(
                     f"an index is an int, and this is of type {index.dtype.value}",
@@ -275,7 +322,7 @@ class Inliner:
             found.append(index)
         return tensor, tuple(found)
 
-    def _dot(self, expr: s.FunctionCall) -> Node | None:
+    def _dot(self, expr: s.FunctionCall) -> Part | None:
         if len(expr.args) != 2:
             raise RankError(
                 f"dot takes 2 rows, and has {len(expr.args)}", expr.span, contraction.FORM
@@ -294,26 +341,78 @@ class Inliner:
                     f"write ':' for the last index, along which dot adds up: {row.name}[..., :]",
                 )
             rows.append((self._lookup(row, row.indices[:-1]), row.span))
-        found = [(*row, span) for row, span in rows if row is not None]
+        gone = [row for row, _ in rows if isinstance(row, Gone)]
+        if gone:
+            return absent.through(gone, self._here(expr.span))
+        found = [(*row, span) for row, span in rows if isinstance(row, tuple)]
         if len(found) < 2:
             return None
         tensors, indices, spans = zip(*found, strict=True)
         return contraction.contract(tensors, indices, spans, expr.span)
 
-    def _call(self, expr: s.FunctionCall) -> Node | None:
+    def _given(self, expr: s.FunctionCall) -> Node:
+        """``given(x)``: whether a capture, or an argument of this function, is there."""
+        refuse_keywords(expr)
+        written = expr.args[0] if len(expr.args) == 1 else None
+        if not isinstance(written, s.Name):
+            raise RankError("given asks for one name", expr.span, functions.FORMS[absent.NAME])
+        value = self._name(written)
+        name = written.name
+        in_frame = bool(self._frames) and name in self._frames[-1]
+        if not in_frame and name not in self.scope.optional:
+            raise NameResolutionError(
+                f"'{name}' is nothing that a call may leave out",
+                written.span,
+                f"declare it with '= none', or drop given({name})",
+            )
+        if isinstance(value, Rest):
+            absent.needed(value, f"given({name})", written.span)
+        return ir.const(not isinstance(value, Gone), expr.span)
+
+    def _builtin(self, expr: s.FunctionCall, args: list[Value | None]) -> Part | None:
+        refuse_keywords(expr)
+        parts = [self._argument(a, written) for a, written in zip(args, expr.args, strict=True)]
+        found = [part for part in parts if part is not None]
+        if len(found) < len(parts):
+            return None
+        spans = [a.span for a in expr.args]
+        here = self._here(expr.span)
+
+        def make(nodes: list[Node]) -> Node:
+            return functions.apply(expr.name, nodes, spans, expr.span)
+
+        if expr.name in ("min", "max", "clamp"):
+            return absent.choice(make, found, here)
+        return absent.apply(make, found, here, expr.name != "bool")
+
+    def _where(self, expr: s.FunctionCall) -> Part | None:
+        """``where(condition, yes, no)``, where something is absent."""
+        condition = self.part(expr.args[0])
+        known = self._known(condition)
+        if known is not None:
+            return self.part(expr.args[1 if known else 2])
+        yes, no = self.part(expr.args[1]), self.part(expr.args[2])
+        if condition is None or yes is None or no is None:
+            return None
+        if isinstance(condition, Node) and isinstance(yes, Node) and isinstance(no, Node):
+            spans = [a.span for a in expr.args]
+            return functions.apply("where", [condition, yes, no], spans, expr.span)
+        return absent.where(condition, yes, no, self._here(expr.span))
+
+    def _call(self, expr: s.FunctionCall) -> Part | None:
         name = expr.name
         own = self.scope.definitions.get(name)
+        if own is None and name == absent.NAME:
+            return self._given(expr)
         if own is None and name == contraction.NAME:
             refuse_keywords(expr)
             return self._dot(expr)
+        if own is None and name == "where" and self.scope.lacking and len(expr.args) == 3:
+            refuse_keywords(expr)
+            return self._where(expr)
         args = [self.value(arg) for arg in (*expr.args, *(k.value for k in expr.keywords))]
         if own is None and name in functions.NAMES:
-            refuse_keywords(expr)
-            nodes = [self._argument(a, written) for a, written in zip(args, expr.args, strict=True)]
-            found = [n for n in nodes if n is not None]
-            if len(found) < len(nodes):
-                return None
-            return functions.apply(name, found, [a.span for a in expr.args], expr.span)
+            return self._builtin(expr, args)
         definition = own or prelude_function(name)
         if definition is None:
             raise self._unknown_function(expr)
@@ -328,13 +427,13 @@ class Inliner:
         self._calls.append(name)
         self._frames.append(dict(zip(names, args, strict=True)))
         try:
-            return self.node(definition.body)
+            return self.part(definition.body)
         finally:
             self._frames.pop()
             self._calls.pop()
             self._blame = outer
 
-    def _argument(self, value: Value | None, written: s.Expr) -> Node | None:
+    def _argument(self, value: Value | None, written: s.Expr) -> Part | None:
         if isinstance(value, TensorDecl):
             raise RankError(
                 f"'{value.name}' is a tensor; a program speaks of one pair and takes its elements",
@@ -360,7 +459,8 @@ class Inliner:
         if name in self.scope.values or name in ALWAYS:
             return NameResolutionError(f"'{name}' is no function", expr.span, "remove the call")
         names = [
-            *self.scope.definitions, *sorted(functions.NAMES), contraction.NAME, *prelude_names(),
+            *self.scope.definitions, *sorted(functions.NAMES), contraction.NAME, absent.NAME,
+            *prelude_names(),
         ]  # fmt: skip
         close = difflib.get_close_matches(name[:100].lower(), names, n=1)
         hint = (

@@ -23,7 +23,7 @@ NAMES = frozenset({*FLOAT_FUNCTIONS, *_COUNTS, "min", "max"})
 FORMS = {
     "where": "where(c, x, y)", "clamp": "clamp(x, low, high)", "min": "min(x, y)",
     "max": "max(x, y)", "dot": "dot(u[b, h, q, :], w[b, hkv, kv, :])",
-    "softmax": "softmax(score)", "dropout": "dropout(softmax(score), 0.1)",
+    "given": "given(x)", "softmax": "softmax(score)", "dropout": "dropout(softmax(score), 0.1)",
 }  # fmt: skip
 """How those functions are called that are not of one number ``x``."""
 REDUCTIONS = frozenset(

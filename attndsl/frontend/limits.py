@@ -12,5 +12,7 @@ MAX_IMPORTS = 100
 """Files that a program imports, directly or through others."""
 MAX_IMPORT_DEPTH = 16
 """Files that import one another in a chain."""
+MAX_OPTIONAL = 16
+"""Params and tensors that calls may leave out."""
 MAX_ERRORS = 20
 """Errors reported at once."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from . import contraction, functions
+from . import absent, contraction, functions
 from . import surface as s
 from .expressions import ALWAYS
 from .parse import lexer
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 TARGETS = frozenset({"mask", "score", "sink", "weights"})
 """What a statement gives the program, rather than a name of its own."""
-WORDS = frozenset({"import", "param", "tensor", "def", "if", "else", "and", "or", "not"})
+WORDS = frozenset({"import", "param", "tensor", "def", "if", "else", "and", "or", "not", "none"})
 """Names that the grammar has for itself."""
 _FORMS = frozenset({"softmax", "dropout"})
 """Calls that stand for themselves in weights, whatever functions a program has."""
@@ -88,7 +88,13 @@ def is_reserved(name: str) -> bool:
 
 def is_free(name: str) -> bool:
     """Whether ``name`` means nothing before a program binds it."""
-    called = (_FORMS, functions.NAMES, functions.REDUCTIONS, (contraction.NAME,), prelude_names())
+    called = (
+        _FORMS,
+        functions.NAMES,
+        functions.REDUCTIONS,
+        (contraction.NAME, absent.NAME),
+        prelude_names(),
+    )
     return not is_reserved(name) and not any(name in names for names in called)
 
 

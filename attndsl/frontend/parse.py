@@ -36,6 +36,7 @@ _ELSEWHERE = {
     "\\": "break lines inside brackets instead",
 }
 _KEYWORDS = {
+    "none": "it stands behind '=' in 'param' and 'tensor' lines alone; ask for a name by given(x)",
     "lambda": "write 'def NAME(x) = ...'",
     "import": 'write import "FILE.attn" in a line of its own, with a file beside this one',
 }
@@ -116,6 +117,8 @@ def _bad_token(span: Span, error: Any) -> LexError | ParseError:
             where = Span(span.source, span.start + place, span.start + place + len(two))
             return ParseError(f"'{two}' is not part of the language", where, _ELSEWHERE[two])
     hint = _KEYWORDS.get(str(token)) or _hint(text, start, str(token))
+    if token.type != "NONE" and set(error.expected) == {"NONE"}:
+        hint = "a tensor has no default but 'none', with which calls may leave it out"
     where = Span(span.source, span.start + start, span.start + end)
     return ParseError(f"'{str(token)[:40]}' cannot stand here", where, hint)
 
@@ -159,15 +162,19 @@ class _Builder:
         if tree.data == "use":
             return s.Import(str(parts[1])[1:-1], self.span(first, parts[1]))
         if tree.data == "param":
-            default = self.expr(parts[2]) if len(parts) > 2 else None
             name, dtype = self.name(parts[0]), self.name(parts[1])
+            if _is_none(parts[-1]):
+                return s.Param(name, dtype, None, name.span.to(self.span(parts[-1])), True)
+            default = self.expr(parts[2]) if len(parts) > 2 else None
             return s.Param(
                 name, dtype, default, name.span.to(default.span if default else dtype.span)
             )
         if tree.data == "tensor":
-            dims = tuple(map(self.expr, parts[1].children)) if len(parts) > 2 else ()
-            name, dtype = self.name(parts[0]), self.name(parts[-1])
-            return s.Tensor(name, dims, dtype, name.span.to(dtype.span))
+            *parts, last = parts
+            optional = _is_none(last)
+            name, dtype = self.name(parts[0]), self.name(parts.pop() if optional else last)
+            dims = tuple(map(self.expr, parts[1].children)) if len(parts) > 1 else ()
+            return s.Tensor(name, dims, dtype, name.span.to(self.span(last)), optional)
         if tree.data == "define":
             names = tuple(map(self.name, parts[1].children)) if len(parts) > 2 else ()
             body = self.expr(parts[-1])
@@ -259,6 +266,10 @@ def _by_name(
         else:
             args.append(part)
     return tuple(args), span, tuple(named)
+
+
+def _is_none(child: Any) -> bool:
+    return getattr(child, "type", None) == "NONE"
 
 
 def _subtrees(child: Any) -> list[Any]:

@@ -145,22 +145,26 @@ class Import:
 
 @dataclass(frozen=True, slots=True)
 class Param:
-    """``param NAME: TYPE [= literal]``."""
+    """``param NAME: TYPE [= literal]``, or ``= none``."""
 
     name: Name
     dtype: Name
     default: Expr | None
     span: Span
+    optional: bool = False
+    """Whether calls may leave it out, and nothing stands in its place: ``= none``."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """``tensor NAME[dim, ...]: TYPE``."""
+    """``tensor NAME[dim, ...]: TYPE [= none]``."""
 
     name: Name
     dims: tuple[Expr, ...]
     dtype: Name
     span: Span
+    optional: bool = False
+    """Whether calls may leave it out."""
 
 
 @dataclass(frozen=True, slots=True)

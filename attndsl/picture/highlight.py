@@ -9,8 +9,8 @@ from attndsl.frontend.expressions import ALWAYS
 from attndsl.frontend.functions import NAMES
 from attndsl.frontend.prelude import prelude_names
 
-_WORDS = frozenset({"param", "tensor", "def", "and", "or", "not", "if", "else"})
-_PARTS = frozenset({"mask", "sink", "weights", "softmax", "dropout", "dot"})
+_WORDS = frozenset({"param", "tensor", "def", "and", "or", "not", "if", "else", "none"})
+_PARTS = frozenset({"mask", "sink", "weights", "softmax", "dropout", "dot", "given"})
 _TOKEN = re.compile(
     r"(?P<comment>#[^\n]*)|(?P<number>(?:\d[\w.]*|\.\d[\w.]*))|(?P<name>[A-Za-z_]\w*)", re.ASCII
 )

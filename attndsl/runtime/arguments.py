@@ -161,7 +161,7 @@ def joined(
 
 def check_names(program: Program, captures: Mapping[str, object]) -> None:
     """Refuse missing and unknown captures."""
-    _check_known(program, captures)
+    check_known(program, captures)
     missing = [d.name for d in program.tensors if d.name not in captures]
     missing += [p.name for p in program.params if p.name not in captures and p.default is None]
     if missing:
@@ -183,7 +183,7 @@ def some_captures(
     Raises:
         ShapeError, DTypeError, ArgumentError: What no call could take, or not together.
     """
-    _check_known(program, captures)
+    check_known(program, captures)
     tensors = {
         decl.name: checked_tensor(decl, captures[decl.name], None)
         for decl in program.tensors
@@ -198,7 +198,8 @@ def some_captures(
     return {**tensors, **params}
 
 
-def _check_known(program: Program, captures: Mapping[str, object]) -> None:
+def check_known(program: Program, captures: Mapping[str, object]) -> None:
+    """Refuse unknown captures."""
     needed = [d.name for d in program.tensors] + [d.name for d in program.params]
     for name in captures:
         if name not in needed:
@@ -311,7 +312,8 @@ def checked_tensor(decl: TensorDecl, value: object, device: torch.device | None)
     """
     if not isinstance(value, torch.Tensor):
         raise ArgumentError(
-            f"{decl.name} is a {type(value).__name__}", hint="the program declares it as a tensor"
+            f"{decl.name} is a {type(value).__name__}",
+            hint=_none_hint(decl) if value is None else "the program declares it as a tensor",
         )
     if value.dim() != len(decl.dims):
         raise ShapeError(
@@ -320,6 +322,10 @@ def checked_tensor(decl: TensorDecl, value: object, device: torch.device | None)
         )
     _check_dtype(decl.name, decl.dtype, value, device)
     return value
+
+
+def _none_hint(decl: TensorDecl | ParamDecl) -> str:
+    return f"pass a value, or declare {decl.name} with '= none', so that calls may leave it out"
 
 
 def _check_dtype(name: str, dtype: DType, value: torch.Tensor, device: torch.device | None) -> None:
@@ -356,7 +362,10 @@ def checked_param(
         number = plain_number(decl.dtype, value)
         if number is None:
             raise ArgumentError(
-                f"{decl.name} is {value!r}", hint=f"the program declares it as {decl.dtype.value}"
+                f"{decl.name} is {value!r}",
+                hint=_none_hint(decl)
+                if value is None
+                else f"the program declares it as {decl.dtype.value}",
             )
         value = number
     if decl.dtype is DType.FLOAT:

@@ -5,7 +5,7 @@ Apart from eager calls, since it needs parts of torch that take seconds to impor
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.fx.experimental import symbolic_shapes
@@ -85,6 +85,18 @@ def maxima_in_graph(request: Request, call: Call, scale: float | None) -> torch.
     given = operands(request, call, scale, _varying)
     found: torch.Tensor = torch.ops.attndsl.row_maxima(*given)
     return found
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def keep_variant(attention: Any, absent: tuple[str, ...], ones: tuple[tuple[str, int], ...]) -> str:
+    """Keep the program that a graph is to call; the name under which it is kept.
+
+    This runs while a graph is made, and no graph holds it.
+    """
+    key = f"{absent} {ones}".encode().hex()
+    name = f"of_{key}"
+    setattr(attention._traced, name, attention._variant(absent, ones))
+    return name
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]

@@ -55,6 +55,13 @@ class AskedSizes:
         """The same, whose whole numbers of other types are ints."""
         return AskedSizes(*(plain_int(getattr(self, field.name)) for field in fields(self)))
 
+    def known(self) -> dict[str, int | None]:
+        """The sizes by name, where they are ints; None stands for what captures tell."""
+        given = self.with_ints()
+        sizes = {field.name: getattr(given, field.name) for field in fields(self)}
+        sizes["kv_heads"] = given.heads if given.kv_heads is None else given.kv_heads
+        return {name: n if isinstance(n, int) else None for name, n in sizes.items()}
+
 
 def call_of_lengths(
     lowered: Lowered,

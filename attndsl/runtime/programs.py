@@ -16,13 +16,13 @@ from contextlib import contextmanager, suppress
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from attndsl.backends.base import SHORT_FORM, About
+from attndsl.backends.base import SHORT_FORM, About, Written
 from attndsl.backends.key import source_fingerprint, version_of
 from attndsl.errors import AttnDSLError
-from attndsl.frontend.declare import Bound, ParamSpec, TensorSpec
+from attndsl.frontend.declare import Absent, Bound, ParamSpec, TensorSpec
 from attndsl.logs import LOG
 from attndsl.passes.print_ir import short_form
-from attndsl.pipeline import Lowered, lower
+from attndsl.pipeline import Lowered, Variant, lower, names_of
 from attndsl.serialise import SerialiseError, lowered_from_json, lowered_to_json
 from attndsl.settings import read_settings
 from attndsl.source import Source, shorten
@@ -30,10 +30,11 @@ from attndsl.source import Source, shorten
 from .cache import KernelCache
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Collection, Iterator, Mapping
     from pathlib import Path
 
     from attndsl.frontend.declare import Declared
+    from attndsl.passes.broadcast import Dims
 
 
 def make_spec(text: str, declared: Mapping[str, Declared], exact: bool = False) -> str:
@@ -54,20 +55,46 @@ class SpecParts(NamedTuple):
     text: str
     declared: dict[str, Declared]
     exact: bool
-    sink: bool
-    """Whether the sink of the text counts."""
+    variant: Variant
+    """Which of the text's programs."""
 
 
 def read_spec(spec: str) -> SpecParts:
     """The parts that ``spec`` was made of."""
     parts = json.loads(spec)
     declared = {key: _declared_from_json(value) for key, value in parts["declared"].items()}
-    return SpecParts(parts["text"], declared, parts["exact"], parts.get("sink", True))
+    return SpecParts(parts["text"], declared, parts["exact"], _variant_of(parts))
 
 
 def spec_without_sink(spec: str) -> str:
     """The program of ``spec`` without its sink."""
-    return json.dumps({**json.loads(spec), "sink": False}, sort_keys=True)
+    return _with(spec, {"sink": False})
+
+
+def spec_of_variant(spec: str, absent: Collection[str] = (), ones: Dims = ()) -> str:
+    """The program of ``spec`` without some captures, and with size 1 along dims of others.
+
+    Args:
+        spec: A program.
+        absent: Captures declared with ``= none`` that are not there.
+        ones: Dims that have size 1 in place of the declared one.
+    """
+    before = _variant_of(json.loads(spec))
+    changes: dict[str, Any] = {}
+    if absent:
+        changes["absent"] = sorted({*before.absent, *absent})
+    if ones:
+        changes["ones"] = sorted({*before.ones, *ones})
+    return _with(spec, changes)
+
+
+def _with(spec: str, changes: Mapping[str, Any]) -> str:
+    return json.dumps({**json.loads(spec), **changes}, sort_keys=True)
+
+
+def _variant_of(parts: Mapping[str, Any]) -> Variant:
+    ones = tuple((name, dim) for name, dim in parts.get("ones", ()))
+    return Variant(parts.get("sink", True), tuple(parts.get("absent", ())), ones)
 
 
 def bound_numbers(spec: str) -> dict[str, bool | int | float]:
@@ -79,6 +106,16 @@ def bound_numbers(spec: str) -> dict[str, bool | int | float]:
 def source_of_spec(spec: str) -> Source:
     """The text of ``spec``, of no file."""
     return Source(json.loads(spec)["text"])
+
+
+def written_as(spec: str) -> Written:
+    """The program of ``spec`` as it was written, for texts that people read.
+
+    ``spec`` is one of a program without errors.
+    """
+    parts = read_spec(spec)
+    names = names_of(Source(parts.text), parts.declared)
+    return Written(parts.text, bound_numbers(spec), names)
 
 
 def lowered_at(spec: str, source: Source, declared: Mapping[str, Declared]) -> Lowered:
@@ -95,7 +132,7 @@ def lowered_at(spec: str, source: Source, declared: Mapping[str, Declared]) -> L
     with suppress(AttnDSLError):
         return lowered_program(spec)
     # The spec does not know of any file, so that its errors do not either.
-    lower(source, declared)
+    lower(source, declared, variant=read_spec(spec).variant)
     return lowered_program(spec)
 
 
@@ -132,7 +169,7 @@ def lowered_program(spec: str) -> Lowered:
         except (SerialiseError, KeyError):
             pass  # Of another version of this package, or damaged: it is written again below.
     begin = time.perf_counter()
-    lowered = lower(Source(parts.text), parts.declared, parts.exact, parts.sink)
+    lowered = lower(Source(parts.text), parts.declared, parts.exact, parts.variant)
     bound = ", ".join(f"{name} = {value!r}" for name, value in bound_numbers(spec).items())
     words = shorten(parts.text, SHORT_FORM) + (f"  # {bound}" if bound else "")
     about = About(text=words[: 2 * SHORT_FORM], program=lowered.digest)
@@ -173,6 +210,8 @@ def _declared_to_json(value: Declared) -> list[Any]:
         return ["bound", written]
     if isinstance(value, ParamSpec):
         return ["param", value.dtype]
+    if isinstance(value, Absent):
+        return ["absent"]
     return ["tensor", list(value.dims), value.dtype]
 
 
@@ -183,4 +222,6 @@ def _declared_from_json(value: list[Any]) -> Declared:
         return Bound(number)
     if value[0] == "param":
         return ParamSpec(value[1])
+    if value[0] == "absent":
+        return Absent()
     return TensorSpec(tuple(value[1]), value[2])

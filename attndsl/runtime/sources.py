@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from attndsl.backends.base import Wants
+from attndsl.backends.base import UNWRITTEN, Wants
 from attndsl.backends.tiled.dots import Wide, why_tiles
 from attndsl.errors import ArgumentError, BackendError, UnsupportedError
 
@@ -17,7 +17,7 @@ from .dispatch import GENERATED, get_backend, why_not_loaded
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from attndsl.backends.base import Scalar
+    from attndsl.backends.base import Scalar, Written
     from attndsl.pipeline import Lowered
 
 _DIRECTIONS = ("forward", "backward", "tangent")
@@ -56,6 +56,7 @@ def source_of(
     value_dim: int | None,
     dtype: torch.dtype,
     captures: Mapping[str, torch.Tensor | Scalar],
+    written: Written = UNWRITTEN,
 ) -> str:
     """Text of the kernels that ``backend`` has for calls of this kind; needs no GPU.
 
@@ -68,6 +69,7 @@ def source_of(
         value_dim: Head dim of v; ``head_dim`` for None.
         dtype: dtype of q, k and v.
         captures: Values of tensors and params; others are made up.
+        written: The program as the text shows it.
 
     Raises:
         ArgumentError: There is no such direction, or ``backend`` has no generated kernels.
@@ -115,4 +117,4 @@ def source_of(
         )
     chosen = get_backend(backend)
     chosen.check(lowered, call)
-    return chosen.source(lowered, call, direction, wants)
+    return chosen.source(lowered, call, direction, wants, written)

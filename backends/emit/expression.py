@@ -10,7 +10,7 @@ Non-goals: choosing what to hoist out of loops.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from attndsl.ir import COMPARISONS, SIZES, DType, Node, Op, dependencies, mentions, toposort
@@ -69,7 +69,7 @@ _CALLS = {
     Op.GELU: "gelu",
     Op.SOFTPLUS: "softplus",
 }
-_FLOAT_TWO = {Op.FLOORDIV: "float_floordiv", Op.MOD: "float_mod", Op.POW: "power"}
+_FLOAT_TWO = {Op.FLOORDIV: "float_floordiv", Op.MOD: "float_mod"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +110,8 @@ class Names:
     packed_heads: bool = False
     """Whether a tile's rows are of several query heads, so that ``h`` varies along them as ``q``
     does."""
+    locals: Mapping[Node, str] = field(default_factory=dict)
+    """What locals of some expressions are called, which then have lines of their own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,6 +174,7 @@ class Printer:
         self.operands: dict[Node, Operand] = {}
         self.depths: dict[Node, int] = {}
         self._known: dict[Node, Value] = {}
+        self._own: set[str] = set()
         self._shape = "[]" if names.scalar else "[1, 1]"
         if not names.scalar:
             self._spread_tile_params(roots)
@@ -196,9 +199,10 @@ class Printer:
             return
         found = self._operand(item)
         depth = 1 + max((self.depths[arg] for arg in item.args), default=0)
-        if item.op is Op.LOAD or (item.args and (uses > 1 or depth > _MAX_INLINE)):
+        own = self.names.locals.get(item) if item.args else None
+        if item.op is Op.LOAD or own or (item.args and (uses > 1 or depth > _MAX_INLINE)):
             stem = f"{item.value}_" if item.op is Op.LOAD else "x"
-            found, depth = replace(found, text=self._local(stem, found.text), level=ATOM), 0
+            found, depth = replace(found, text=self._local(stem, found.text, own), level=ATOM), 0
         self.operands[item] = found
         self.depths[item] = depth
 
@@ -228,21 +232,26 @@ class Printer:
         own = self.operands[item]
         return own.text if own.level >= level else f"({own.text})"
 
-    def value(self, item: Node, bits: int = 0) -> str:
-        """Text of ``item`` as a Triton value; an int of 64 bits if ``bits`` says so."""
+    def value(self, item: Node) -> str:
+        """Text of ``item`` as a Triton value, where a Python number will not do."""
         own = self.operands[item]
         if own.kind is Kind.NUMBER:
-            kind = "float32" if item.dtype is DType.FLOAT else f"int{bits or own.bits}"
+            kind = "float32" if item.dtype is DType.FLOAT else f"int{own.bits}"
             return f"tl.full({self._shape}, {own.text}, tl.{kind})"
-        if bits > own.bits:
-            return f"({own.text}).to(tl.int{bits})"
         return own.text
 
+    def _text(self, item: Node) -> str:
+        """Text of ``item`` as an argument: a Python number takes the type of what it meets."""
+        return self.operands[item].text
+
+    def _is_number(self, item: Node) -> bool:
+        return self.operands[item].kind is Kind.NUMBER
+
     def _block(self, item: Node) -> str:
-        """Text of ``item`` as a value that has the dims of a tile."""
+        """Text of ``item`` as an argument that has the dims of a tile, or is a Python number."""
         if self.names.scalar or self.operands[item].kind is not Kind.SCALAR:
-            return self.value(item)
-        return self._call("as_block", self.operands[item].text).text
+            return self._text(item)
+        return self._call("as_block", self._text(item)).text
 
     def _call(self, name: str, *args: str, kind: Kind = Kind.BLOCK, bits: int = 32) -> Operand:
         if not name.startswith("tl."):
@@ -264,7 +273,7 @@ class Printer:
         if item.op is Op.LOAD:
             return self._load(item)
         if item.op is Op.WHERE:
-            texts = (self.operands[arg].text for arg in item.args)
+            texts = map(self._text, item.args)
             bits = self._bits(item) if item.dtype is DType.INT else 32
             return self._call("tl.where", *texts, kind=self._kind(item), bits=bits)
         if item.op is Op.CAST:
@@ -299,30 +308,37 @@ class Printer:
         if op is Op.NEG:
             return Operand(f"-{self.at(args[0], UNARY)}", UNARY, kind)
         if op is Op.ABS:
-            return self._call("tl.abs", self.value(args[0]), kind=kind)
+            return self._call("tl.abs", self._text(args[0]), kind=kind)
         if op is Op.SIGN:
-            return self._call("sign", self.value(args[0]), kind=kind)
+            return self._call("sign", self._text(args[0]), kind=kind)
         if op in (Op.MIN, Op.MAX):
             name = "tl.minimum" if op is Op.MIN else "tl.maximum"
-            texts = (*map(self.value, args), "propagate_nan=tl.PropagateNan.ALL")
+            texts = (*map(self._text, args), "propagate_nan=tl.PropagateNan.ALL")
             return self._call(name, *texts, kind=kind)
         if op is Op.POW and (chain := self._small_power(item)) is not None:
             return chain
+        if op is Op.POW:
+            # Functions of Triton's own take no Python numbers.
+            blocks = (self.value(x) if self._is_number(x) else self._block(x) for x in args)
+            return self._call("power", *blocks)
         if op in _FLOAT_TWO:
             return self._call(_FLOAT_TWO[op], *map(self._block, args))
         name = self.forms[op].function if item in self.fast else _CALLS[op]
-        return self._call(name, self.value(args[0]), kind=kind)
+        return self._call(name, self._text(args[0]), kind=kind)
 
     def _infix(self, item: Node) -> Operand:
         symbol, level = INFIX[item.op]
         left, right = item.args
         # Comparisons do not chain here, and the others associate to the left.
         first = self.at(left, level + 1 if level == COMPARE else level)
-        kind = self._kind(item)
+        second, kind = self.at(right, level + 1), self._kind(item)
         if item.op in COMPARISONS and kind is not Kind.BLOCK:
-            first = self._block(left)
             kind = Kind.SCALAR if self.names.scalar else Kind.BLOCK
-        return Operand(f"{first} {symbol} {self.at(right, level + 1)}", level, kind)
+            if not self.names.scalar and self._is_number(left):
+                second = self._block(right)
+            elif not self.names.scalar:
+                first = self._block(left)
+        return Operand(f"{first} {symbol} {second}", level, kind)
 
     def _cast(self, item: Node) -> Operand:
         operand = item.args[0]
@@ -335,6 +351,11 @@ class Printer:
         bits = 32 if operand.dtype is DType.BOOL else 64
         return Operand(f"{self._converted(operand)}.to(tl.int{bits})", ATOM, kind, bits)
 
+    def _wide(self, item: Node) -> str:
+        """Text of an int that is no Python number, in 64 bits."""
+        own = self.operands[item]
+        return own.text if own.bits == 64 else f"({own.text}).to(tl.int64)"
+
     def _converted(self, item: Node) -> str:
         """Text of what ``.to`` may follow."""
         return self.value(item) if self.operands[item].kind is Kind.NUMBER else self.at(item, ATOM)
@@ -344,12 +365,15 @@ class Printer:
         capture = self.names.captures[str(load.value)]
         texts = []
         for dim, arg in enumerate(load.args):
+            # Where no index has the dims of a tile, the constant gives them to what is read.
+            plain = self._is_number(arg) and self._kind(load) is Kind.BLOCK
             if self._is_inside(load, dim, capture):
-                texts.append(self._converted(arg))
+                texts.append(
+                    self._text(arg) if plain and not capture.wide else self._converted(arg)
+                )
                 continue
-            text = (
-                f"tl.minimum(tl.maximum({self.value(arg)}, 0), given.size{dim}_{capture.name} - 1)"
-            )
+            index = self._text(arg) if plain else self.value(arg)
+            text = f"tl.minimum(tl.maximum({index}, 0), given.size{dim}_{capture.name} - 1)"
             if not capture.wide and not fits(self.ranges[arg]):
                 text += ".to(tl.int32)"
             texts.append(self._local("i", text))
@@ -372,8 +396,9 @@ class Printer:
         """Whether dead pairs read nothing."""
         return {"q", "kv"} <= self.deps[load] or "score" in self.deps[load]
 
-    def _local(self, stem: str, text: str) -> str:
-        name = f"{stem}{len(self.lines)}"
+    def _local(self, stem: str, text: str, own: str | None = None) -> str:
+        name = own if own and own not in self._own else f"{stem}{len(self.lines)}"
+        self._own.add(name)
         self.lines.append(f"{name} = {text}")
         return name
 
@@ -405,12 +430,17 @@ class Printer:
         if op is Op.POW:
             return self._whole_power(item)
         # One operand of 64 bits makes the operation one of 64 bits.
-        first = 64 if all(self.operands[arg].bits < bits for arg in args) else 0
+        widened = None
+        if all(self.operands[arg].bits < bits for arg in args):
+            widened = next(arg for arg in args if not self._is_number(arg))
         if op in INFIX:
             symbol, level = INFIX[op]
-            left = self.value(args[0], first) if first else self.at(args[0], level)
-            return Operand(f"{left} {symbol} {self.at(args[1], level + 1)}", level, kind, bits)
-        texts = [self.value(args[0], first), *map(self.value, args[1:])]
+            left, right = (
+                self._wide(arg) if arg is widened else self.at(arg, own)
+                for arg, own in zip(args, (level, level + 1), strict=True)
+            )
+            return Operand(f"{left} {symbol} {right}", level, kind, bits)
+        texts = [self._wide(arg) if arg is widened else self._text(arg) for arg in args]
         if op in (Op.FLOORDIV, Op.MOD):
             return self._divide(item, texts[0], texts[1], bits)
         if op in (Op.MIN, Op.MAX):
@@ -452,14 +482,16 @@ class Printer:
         low, high = self.ranges[amount]
         known = self._known.get(amount)
         if known is not None:
-            clamped = max(0, min(int(known), top))
-            by = f"tl.full({self._shape}, {clamped}, tl.int{64 if wide else 32})"
+            by = str(max(0, min(int(known), top)))
         else:
-            by = self.value(amount)
+            by = self._text(amount)
             if low < 0 or high > top:
                 by = f"tl.minimum(tl.maximum({by}, 0), {top})"
             by = f"({by}).to(tl.int64)" if wide and self.operands[amount].bits < 64 else by
-        text = f"({self.value(value, 64 if wide else 0)}) {symbol} ({by})"
+            by = f"({by})"
+        # Of two operands one of 64 bits will do.
+        plain = not wide or self._is_number(value)
+        text = f"({self._text(value) if plain else self._wide(value)}) {symbol} {by}"
         bits = 64 if wide else max(self.operands[arg].bits for arg in item.args)
         return Operand(text, SHIFT, self._kind(item), bits)
 
@@ -467,7 +499,8 @@ class Printer:
         base, exponent = item.args[0], self._known[item.args[1]]
         assert isinstance(exponent, int)
         bits = self._bits(item)
-        return replace(self._powers(item, self.value(base, bits), exponent), bits=bits)
+        text = self._text(base) if bits < 64 else self._wide(base)
+        return replace(self._powers(item, text, exponent), bits=bits)
 
     def _powers(self, item: Node, square: str, exponent: int) -> Operand:
         """A power, 1 or more, by squaring: D. Knuth, The Art of Computer Programming, 4.6.3."""
@@ -495,11 +528,11 @@ class Printer:
             self._share(base)
             return Operand(" * ".join([self.factor(base)] * int(value)), PRODUCT, kind)
         if value == 0.5:
-            return self._call("tl.sqrt", self.value(base), kind=kind)
+            return self._call("tl.sqrt", self._text(base), kind=kind)
         if value == -1.0:
             return Operand(f"1.0 / {self.factor(base)}", PRODUCT, kind)
         if isinstance(value, float) and is_small_power(value):
-            found = self._powers(item, self.value(base), int(abs(value)))
+            found = self._powers(item, self._text(base), int(abs(value)))
             return found if value > 0 else Operand(f"1.0 / ({found.text})", PRODUCT, kind)
         if isinstance(value, float) and has_fraction(value):
             return self._call("fractional_power", self._block(base), self._block(item.args[1]))

@@ -6,7 +6,7 @@ that change the code: whether addresses are aligned, and whether offsets need 64
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -21,9 +21,11 @@ from .draws import kinds_of_draws
 from .expression import Capture, Names
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from triton.backends.compiler import GPUTarget
 
-    from attndsl.ir import ParamDecl, Program, TensorDecl
+    from attndsl.ir import Node, ParamDecl, Program, TensorDecl
 
     from ..base import Call, Scalar, Wants
     from .draws import Kinds
@@ -138,6 +140,9 @@ class KernelFacts:
     """Whether the gradients of q, k and v are (``Wants.wide``)."""
     packed_heads: bool = False
     """Whether the rows of a tile are those of several query heads, which share keys."""
+    locals: Mapping[Node, str] = field(default_factory=dict, compare=False, repr=False)
+    """What locals of some expressions are called, in texts for people (:mod:`.local_names`). They
+    select no module."""
 
     @property
     def indexed(self) -> bool:
@@ -169,7 +174,7 @@ class KernelFacts:
         captures = {c.name: c for c in self.captures}
         return Names(
             captures, bits, self.head_dim, from_zero, forms=self.forms,
-            packed_heads=self.packed_heads,
+            packed_heads=self.packed_heads, locals=self.locals,
         )  # fmt: skip
 
 

@@ -98,7 +98,7 @@ def pair_body(root: Node, names: Names) -> tuple[list[str], set[str]]:
     printed: Printed = print_expressions((root,), names)
     result = printed.results[0]
     if root.dtype is DType.FLOAT and not reads_score(root):
-        result = f"{printed.values[0]} + tl.zeros(score.shape, tl.float32)"
+        result = f"{printed.terms[0]} + tl.zeros(score.shape, tl.float32)"
     return [*printed.lines, f"return {result}"], set(printed.helpers)
 
 

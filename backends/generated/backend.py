@@ -10,7 +10,7 @@ import torch
 from attndsl.errors import UnsupportedError
 from attndsl.logs import LOG, tell_once
 
-from ..base import Backend, Gradients, Wants, name_of_call
+from ..base import UNWRITTEN, Backend, Gradients, Wants, name_of_call
 from ..gradients.lines import line_gradients, lines_among
 from ..gradients.plan import key_of
 from ..gradients.sinks import add_sink_gradients
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from attndsl.pipeline import Lowered
 
-    from ..base import Backward, Call, Store, Tangents
+    from ..base import Backward, Call, Store, Tangents, Written
     from ..gradients.plan import GradientPlan
     from ..kernels.config import Config
     from ..kernels.kernel import Family
@@ -191,9 +191,12 @@ class GeneratedBackend(Backend):
         """See :class:`~attndsl.backends.base.Backend`."""
         return describe_kernels(self, self.families, lowered, head_dim)
 
-    def source(self, lowered: Lowered, call: Call, direction: str, wants: Wants) -> str:
+    def source(
+        self, lowered: Lowered, call: Call, direction: str, wants: Wants,
+        written: Written = UNWRITTEN,
+    ) -> str:  # fmt: skip
         """See :class:`~attndsl.backends.base.Backend`."""
-        return source_of(self.families, lowered, call, direction, wants)
+        return source_of(self.families, lowered, call, direction, wants, written)
 
     def _jobs(
         self, lowered: Lowered, call: Call, task: Task, grad_out: torch.Tensor | None,

@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING
 from attndsl.errors import UnsupportedError
 from attndsl.ir import DType
 
-from ..base import Wants
+from ..base import UNWRITTEN, Wants
 from ..emit.expression import Capture
 from ..emit.facts import facts_of, with_gradients
+from ..emit.local_names import placeholders, with_names
 from ..emit.tangents import moved_name
+from ..kernels.heads import TAIL, headed
 from ..kernels.kernel import Task, first_with, jobs_of, kernels_of
 from ..kernels.machine import machine_of
 from ..triton.extra_kernels import extra_tasks
@@ -22,17 +24,20 @@ if TYPE_CHECKING:
 
     from attndsl.pipeline import Lowered
 
-    from ..base import Call
+    from ..base import Call, Written
     from ..emit.facts import KernelFacts
     from ..kernels.kernel import Family, Job
+    from ..kernels.machine import Machine
 
 
 def source_of(
-    families: tuple[Family, ...], lowered: Lowered, call: Call, direction: str, wanted: Wants
-) -> str:
+    families: tuple[Family, ...], lowered: Lowered, call: Call, direction: str, wanted: Wants,
+    written: Written = UNWRITTEN,
+) -> str:  # fmt: skip
     """Text of the modules that ``call`` would use, ``forward``, ``backward`` or ``tangent``.
 
-    Tangents are along q, k, v and, if a kernel moves them, what ``wanted`` names.
+    Tangents are along q, k, v and, if a kernel moves them, what ``wanted`` names. The text differs
+    from the compiled one in what ``written`` says: its head, and names and lines of locals.
 
     Raises:
         UnsupportedError: The first family does not run ``call``; says why.
@@ -51,7 +56,15 @@ def source_of(
         )
     machine = machine_of("cuda:90")
     jobs = _jobs(families, lowered, call, task, wanted)
-    return "\n\n".join(job.on(machine).text(machine) for job in jobs)
+    return "\n\n".join(_shown(job.on(machine), machine, written) for job in jobs) + TAIL
+
+
+def _shown(job: Job, machine: Machine, written: Written) -> str:
+    """A job's module with the tile sizes that are tried first, for people to read."""
+    job = replace(job, facts=replace(job.facts, locals=placeholders(written.names)))
+    config = job.kernel.configs(job, machine)[0]
+    text = with_names(job.text(config, machine), written.names)
+    return headed(text, job, config, machine, written)
 
 
 def _task_of(family: Family, direction: str) -> Task:

@@ -58,11 +58,12 @@ def print_functions(
     of_q = lookups((*pairs, None if forward else placed.row), "q")
     of_kv = lookups((*pairs, placed.column if forward else None), "kv")
     of_tiles = pair_params(lowered, facts)
-    names = facts.names()
+    replaced = {**of_q, **of_kv, **of_tiles}
+    names = _with_locals(facts.names(), replaced)
     names = replace(names, int_bits={**names.int_bits, **_bits(of_q, names), **_bits(of_kv, names)})
 
     def without(root: Node | None) -> Node | None:
-        return None if root is None else substitute(root, {**of_q, **of_kv, **of_tiles})
+        return None if root is None else substitute(root, replaced)
 
     mask, pair, slope, weights, by_score = map(without, pairs)
     row = placed.row if forward else without(placed.row)
@@ -93,6 +94,12 @@ def print_functions(
         _parts_function("kv", of_kv, facts),
     ]
     return [text for text, _ in printed], set[str]().union(*(used for _, used in printed))
+
+
+def _with_locals(names: Names, replaced: dict[Node, Node]) -> Names:
+    """``names`` with those of locals for what they are where lookups are ``replaced`` too."""
+    found = {substitute(item, replaced): name for item, name in names.locals.items()}
+    return replace(names, locals={**names.locals, **found})
 
 
 def weights_and_factor(

@@ -196,11 +196,9 @@ class Job:
             of_score is not None and work_of_score(self.lowered, self.facts) > of_score
         )
 
-    def text(self, machine: Machine) -> str:
-        """The module with the tile sizes that are tried first."""
-        config = self.kernel.configs(self, machine)[0]
-        products = machine.products(self.facts)
-        return self.kernel.text(self, config, self.plan(config), products)
+    def text(self, config: Config, machine: Machine) -> str:
+        """The module with these tile sizes, without a head."""
+        return self.kernel.text(self, config, self.plan(config), machine.products(self.facts))
 
 
 class Family(Protocol):

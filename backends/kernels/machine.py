@@ -17,6 +17,9 @@ from .config import shared_memory_of
 if TYPE_CHECKING:
     from ..emit.facts import KernelFacts
 
+INTERPRETER = "interpreter"
+"""Name of what is no GPU."""
+
 
 @dataclass(frozen=True, slots=True)
 class Machine:
@@ -31,7 +34,7 @@ class Machine:
     def name(self) -> str:
         """As it stands in the keys of caches."""
         target = self.target
-        return "interpreter" if target is None else f"{target.backend}:{target.arch}"
+        return INTERPRETER if target is None else f"{target.backend}:{target.arch}"
 
     def products(self, facts: KernelFacts) -> Products:
         """How kernels multiply: fp32 as torch's own matrix products are set."""

@@ -22,6 +22,7 @@ from ..key import KernelKey, source_fingerprint, version_of
 from .arguments import arguments_of
 from .compile import Executable, build, compile_kernel, module_of, record, restore, with_launcher
 from .config import MAX_SPILLS, MAX_SPILLS_OF_HALF, Config, is_hopeless
+from .heads import TAIL, headed
 from .machine import current_machine
 from .side_by_side import Compilations
 from .tile_lists import LIST_CHUNK, STATISTICS_ROWS, ListKernels
@@ -316,6 +317,7 @@ class Modules:
             "compiled": {},
         }
         text = job.kernel.text(job, config, plan, machine.products(job.facts))
+        text = headed(text, job, config, machine) + TAIL
         entry = self._store.save(key, text, about)
         return _Module(key, entry.source, module_of(entry.source, entry.path, key), meta)
 

@@ -173,14 +173,14 @@ def list_tiles(
     rows = kinds + number.to(tl.int64) * map_step + (own * PARTS + parts).to(tl.int64)[:, None] * own_step
     place = tl.program_id(0).to(tl.int64)
     found = tile_list + place * along_tiles
-    full_tiles = tl.full([], 0, tl.int32)
-    partial_tiles = tl.full([], 0, tl.int32)
-    first_live = along_tiles + tl.full([], 0, tl.int32)
-    first_full = along_tiles + tl.full([], 0, tl.int32)
-    last_live = tl.full([], -1, tl.int32)
-    last_full = tl.full([], -1, tl.int32)
-    first_of_part = along_tiles + tl.full([SLOTS], 0, tl.int32)
-    behind_part = tl.full([SLOTS], 0, tl.int32)
+    full_tiles = 0
+    partial_tiles = 0
+    first_live = along_tiles
+    first_full = along_tiles
+    last_live = -1
+    last_full = -1
+    first_of_part = along_tiles + tl.zeros([SLOTS], tl.int32)
+    behind_part = tl.zeros([SLOTS], tl.int32)
     for first in tl.range(0, along_tiles, CHUNK):
         tile = first + tl.arange(0, CHUNK)
         inside = there & (tile < along_tiles)[None, :]

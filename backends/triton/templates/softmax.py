@@ -57,7 +57,7 @@ def weigh(
     PARTIAL: tl.constexpr, FIRST: tl.constexpr,
 ):
     """A tile's weights from its q . k, and the running sums scaled down to its maximum."""
-    live = tl.full([], 1, tl.int1)
+    live = True
     if SCALED_FIRST:
         s = s * scale
     if PARTIAL or MODIFIED or HAS_DROPOUT or OWN_WEIGHTS:

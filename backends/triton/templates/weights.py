@@ -38,7 +38,7 @@ LOG2E = tl.constexpr(1.4426950408889634)
 def weights_of_tile(s, pairs, lse2, scale, head, sizes, given, PARTIAL: tl.constexpr):
     """A tile's weights from its q . k. ``lse2`` broadcasts along keys."""
     raw = s * scale
-    live = tl.full([], 1, tl.int1)
+    live = True
     if PARTIAL:
         live = pairs.rows_ok & pairs.columns_ok
         if MASKED:

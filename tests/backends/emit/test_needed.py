@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 import attndsl
 from attndsl.backends.emit.conditions import decide
 from attndsl.backends.emit.needed import only_needed
+from attndsl.backends.kernels.heads import FIRST_LINE, TAIL
 from attndsl.errors import UnsupportedError
 
 from kernel_cases import CASES
@@ -390,7 +391,7 @@ def modules_of(case):
             text = attention.source(direction, backend=backend, **captures)
         except UnsupportedError:
             continue
-        yield from re.split(r'\n\n\n(?=""")', text)
+        yield from re.split(rf"\n\n\n(?={FIRST_LINE}\n)", text.removesuffix(TAIL))
 
 
 KINDS = [

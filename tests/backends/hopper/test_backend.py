@@ -116,7 +116,9 @@ def test_each_kernel_is_found_in_its_module(name):
     job = job_of(LOWERED, facts_of(LOWERED.program, call_of()), name)
     if name == "forward_tangent":
         job = replace(job, facts=replace(job.facts, moving_operands="qkv"))
-    assert f"def {job.kernel.entry}(" in job.text(machine_of("cuda:90"))
+    machine = machine_of("cuda:90")
+    config = job.kernel.configs(job, machine)[0]
+    assert f"def {job.kernel.entry}(" in job.text(config, machine)
 
 
 def test_a_deterministic_call_has_a_layout_of_its_own():

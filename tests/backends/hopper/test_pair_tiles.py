@@ -431,7 +431,8 @@ def test_kernels(check, choices, monkeypatch, name, kind, dim, lengths, way):
     check.close(golden, ref, found, torch.bfloat16)
     room = (dim, kind, boolean) != (256, "fp32", False)
     tiled = way != "lookups"
-    assert choices == [int(tiled), int(tiled and room)]
+    # Both are chosen where the first call begins to compile its backward, and where each runs.
+    assert choices == 2 * [int(tiled), int(tiled and room)]
 
 
 @pytest.mark.gpu

@@ -58,8 +58,10 @@ def check(name, sizes, device, dtype, tolerance):
             case = widened(case)
         found[backend] = [x.detach() for x in whole_of(case) if x is not None]
     for own, other in zip(found["decode"], found["reference"], strict=True):
+        # Weights of the program's own are not divided by anything, and their sums grow with keys.
+        size = max(1.0, float(other.double().std())) if "weights" in PROGRAMS[name] else 1.0
         torch.testing.assert_close(
-            own.double(), other.double(), rtol=tolerance, atol=tolerance, equal_nan=True
+            own.double(), other.double(), rtol=tolerance, atol=tolerance * size, equal_nan=True
         )
 
 
@@ -156,7 +158,9 @@ def test_bits_do_not_depend_on_the_room(device):
 
 
 def test_counts_are_zero_again(device, ran):
-    q, k, v, lengths = ragged_call(device, (100, 90, 2))
+    # A GPU's programs take more keys each than the interpreter's.
+    room = 2000 if device == "cuda" else KEYS
+    q, k, v, lengths = ragged_call(device, (room, 90, 2), room)
     attention = attndsl.compile("causal()", backend="decode")
     for _ in range(3):
         attention(q, k, v, q_offset=lengths - 1, kv_lengths=lengths)
@@ -304,6 +308,7 @@ def test_programs_on_gpus(name, sizes):
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype:UserWarning")
 def test_a_graph_serves_other_lengths_with_the_same_bits():
     """Without a wait for the device, and with what the same requests give alone."""
     attention = attndsl.compile("causal() and q - kv < 3000", backend="decode")
