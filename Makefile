@@ -8,7 +8,7 @@ STAMP := $(VENV)/.installed
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint fuzz bench kernel-diff clean
+.PHONY: help setup demo test lint docs fuzz bench kernel-diff clean
 
 help: ## Show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -29,6 +29,10 @@ lint: $(STAMP) ## Check style, formatting and types
 	rm -rf build
 	$(BIN)/pip install --quiet --no-deps --no-build-isolation --no-compile --target build/typed .
 	cd build/typed && ../../$(BIN)/mypy --config-file ../../pyproject.toml --cache-dir ../../.mypy_cache
+
+docs: $(STAMP) ## Build the documentation site into build/site, with all links checked
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[docs]'
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 
 fuzz: $(STAMP) ## Run random programs, fresh ones until stopped (FUZZ="--count 20000 --processes 2")
 	$(BIN)/python tests/fuzz/run.py $(FUZZ)

@@ -28,7 +28,9 @@ DARK = {"back": "#0d1117", "ink": "#e6edf3", "faint": "#9198a1", "grid": "#30363
 
 TITLE = "Speed of attndsl beside other attention kernels"
 MEANING = "Their time divided by attndsl's: above 1 attndsl is faster, below 1 it is slower."
-NOTE = "A system is left out where it cannot run a case."
+NOTE = "A system is left out where it cannot run a case. A broken bar is longer than the scale."
+LONGEST = 8.0
+"""Ratio at which the scale ends, so that one far figure does not flatten all others."""
 
 WIDTH, MARGIN = 900, 24
 RIVAL_X, FIRST_X, PANEL, ROOM = 150, 240, 310, 40
@@ -72,7 +74,7 @@ def tick(number: int) -> float:
 
 def svg(found: list[Section]) -> str:
     """The chart as a drawing, the same bytes for the same results."""
-    scale, parts, y = Scale.over(ratios(found)), [], MARGIN + 44
+    scale, parts, y = _scale(found), [], MARGIN + 60
     for section in found:
         parts.append(_text(MARGIN, y, section.heading, "h"))
         y += 22
@@ -94,19 +96,20 @@ def svg(found: list[Section]) -> str:
         "text{font:11px sans-serif}.t{font:600 16px sans-serif}.h{font:600 14px sans-serif}",
         ".s{font:600 11.5px sans-serif}.e{text-anchor:end}.m{text-anchor:middle}",
         # A figure stays readable where a line of the grid runs through it.
-        ".v{paint-order:stroke;stroke-width:3px}",
+        ".v{paint-order:stroke;stroke-width:3px}.break{stroke-width:3px}",
         f"@media (prefers-color-scheme:dark){{{_style(DARK)}}}",
         "</style>",
         f'<rect class="back" width="{WIDTH}" height="{height}"/>',
         _text(MARGIN, MARGIN, TITLE, "t"),
-        _text(MARGIN, MARGIN + 18, f"{MEANING} {NOTE}", "f"),
+        _text(MARGIN, MARGIN + 18, MEANING, "f"),
+        _text(MARGIN, MARGIN + 33, NOTE, "f"),
     ]
     return "\n".join([*head, *parts, "</svg>", ""])
 
 
 def text(found: list[Section]) -> str:
     """The chart in ASCII, no line over 100 characters."""
-    scale, lines = Scale.over(ratios(found)), [TITLE, MEANING, NOTE]
+    scale, lines = _scale(found), [TITLE, MEANING, NOTE]
     for section in found:
         lines += ["", section.heading]
         for group in section.groups:
@@ -134,6 +137,10 @@ def main() -> int:
     else:
         print(text(found), end="")
     return 0
+
+
+def _scale(found: list[Section]) -> Scale:
+    return Scale.over([min(ratio, LONGEST) for ratio in ratios(found)])
 
 
 def _ranges(section: Section) -> str:
@@ -189,13 +196,17 @@ def _mark(column: str, ratio: float | None, left: int, top: int, scale: Scale) -
     one = _x(left, scale, 1)
     if ratio is None:
         return [_text(one + 5, top + 10, _figure(ratio), "v")]
-    end = _x(left, scale, ratio)
+    most = tick(scale.last)
+    end = _x(left, scale, min(ratio, most))
     figure = (end + 4, "v") if ratio >= 1 else (end - 4, "v e")
-    return [
+    parts = [
         f'<rect class="{column}" x="{min(one, end):.1f}" y="{top + 1}" '
         f'width="{abs(end - one):.1f}" height="{BAR}"/>',
         _text(figure[0], top + 10, _figure(ratio), figure[1]),
     ]
+    if ratio > most:
+        parts.append(f'<path class="break" d="M{end - 16:.1f} {top + 1 + BAR}l6 -{BAR}"/>')
+    return parts
 
 
 def _x(left: int, scale: Scale, ratio: float) -> float:
@@ -210,13 +221,14 @@ def _text(x: float, y: float, words: str, kinds: str) -> str:
 def _style(colours: dict[str, str]) -> str:
     return (
         "text{{fill:{ink}}}.f{{fill:{faint}}}.back{{fill:{back}}}.grid{{stroke:{grid}}}"
-        ".one{{stroke:{ink}}}.v{{stroke:{back}}}"
+        ".one{{stroke:{ink}}}.v,.break{{stroke:{back}}}"
     ).format(**colours)
 
 
 def _bar(ratio: float | None, scale: Scale) -> str:
     one = scale.place(1)
-    length = 0.0 if ratio is None else (scale.place(ratio) - one) * TEXT_WIDTH
+    shown = 1.0 if ratio is None else min(ratio, tick(scale.last))
+    length = (scale.place(shown) - one) * TEXT_WIDTH
     left, right = "#" * round(-length), "#" * round(length)
     before = round(one * TEXT_WIDTH)
     return f"{left:>{before}}|{right:<{TEXT_WIDTH - before}}"

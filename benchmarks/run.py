@@ -11,8 +11,8 @@ from pathlib import Path
 
 FOLDER = Path(__file__).parent
 HELPERS = (
-    "chart", "commits", "common", "comparison", "exponentials", "run", "summary", "table", "turns",
-    "worker",
+    "chart", "commits", "common", "comparison", "exponentials", "run", "speed", "summary", "table",
+    "turns", "worker",
 )  # fmt: skip
 ON_GPUS = ("attention", "decode", "gradients", "gpt", "layouts", "odd_shapes", "short")
 EVERYWHERE = tuple(

@@ -69,6 +69,8 @@ _ON_CPUS = {
     "case": "mask or score", "direction": "direction", "S": "length", "attndsl_ms": "attndsl, ms",
     "sdpa_ms": "SDPA, ms",
 }  # fmt: skip
+FAR = 100
+"""Quotient from which on a time is said in words too."""
 SHAPE = ("B", "H", "Hkv", "S", "D")
 DIRECTIONS = {"forward": "forward", "backward": "backward"}
 
@@ -127,12 +129,28 @@ def caption(results: dict[str, Any], shape: tuple[int, ...]) -> str:
     return f"{size(shape)}, on one {conditions(results)}"
 
 
+def far(results: dict[str, Any], shape: tuple[int, ...]) -> str:
+    """In words, the times of other systems that are far from attndsl's; empty if none is."""
+    found = [
+        f"{COLUMNS[key]}'s {row['direction']} takes {row[f'{key}_ms'] / row['attndsl_ms']:.0f} "
+        f"times as long at `{row['case']}`."
+        for row in results["rows"]
+        if tuple(row[size] for size in SHAPE) == shape
+        for key in COLUMNS
+        if key != "attndsl" and row.get(f"{key}_ms") and row["attndsl_ms"]
+        if row[f"{key}_ms"] > FAR * row["attndsl_ms"]
+    ]
+    return " ".join(found)
+
+
 def figures(results: dict[str, Any] | None, most: int | None = None) -> str:
     """Tables with captions, of the first ``most`` shapes."""
     if results is None:
         return "No results are committed: `make bench` on a machine with a GPU writes them."
-    parts = [f"{caption(results, s)}\n\n{table(results, s)}" for s in shapes(results)[:most]]
-    return "\n\n".join(parts)
+    parts: list[str] = []
+    for shape in shapes(results)[:most]:
+        parts += [caption(results, shape), table(results, shape), far(results, shape)]
+    return "\n\n".join(part for part in parts if part)
 
 
 def tables(name: str) -> str:
@@ -140,8 +158,10 @@ def tables(name: str) -> str:
     results = load(name)
     if results is None:
         return ""
-    parts = [f"{size(s)}:\n\n{table(results, s)}" for s in shapes(results)]
-    return "\n\n".join([f"`{name}.json`: times in ms, on one {conditions(results)}", *parts])
+    parts = [f"`{name}.json`: times in ms, on one {conditions(results)}"]
+    for shape in shapes(results):
+        parts += [f"{size(shape)}:", table(results, shape), far(results, shape)]
+    return "\n\n".join(part for part in parts if part)
 
 
 def rows(name: str, title: str, columns: dict[str, str]) -> str:

@@ -19,6 +19,11 @@ SIDE = LENGTH * CELL
 GAP, HEAD = 28, 46
 LEVELS = 12
 HEADS, SHOWN = 8, 2
+TITLE = "Attention weights of six programs: queries down, keys across"
+LIGHT = {"back": "#ffffff", "ink": "#1b1f24", "faint": "#57606a", "dead": "#f3f5f8",
+         "edge": "#c9d1d9", "live": "#1f5fbf"}  # fmt: skip
+DARK = {"back": "#0d1117", "ink": "#e6edf3", "faint": "#9198a1", "dead": "#161b22",
+        "edge": "#30363d", "live": "#6cb0ff"}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -72,6 +77,8 @@ def draw(panel: Panel, x: int, y: int) -> list[str]:
         f'<text y="30" class="p">{escape(panel.program)}</text>',
         f'<g transform="translate(0,{HEAD - 6})">',
         f'<rect width="{SIDE}" height="{SIDE}" class="b"/>',
+        # Edges on whole pixels: between smoothed ones the background would show as a line.
+        '<g class="w" shape-rendering="crispEdges">',
     ]
     for row, values in enumerate(weights(panel).tolist()):
         levels = [1 + round(w * (LEVELS - 1)) if w > 0 else 0 for w in values]
@@ -81,7 +88,7 @@ def draw(panel: Panel, x: int, y: int) -> list[str]:
             for first, last, level in runs(levels)
             if level
         ]
-    return [*parts, "</g></g>"]
+    return [*parts, "</g></g></g>"]
 
 
 def picture() -> str:
@@ -91,15 +98,24 @@ def picture() -> str:
     width, height = across * (SIDE + GAP) + GAP, down * (SIDE + HEAD + GAP) + GAP
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '
-        f'width="{width}" height="{height}">',
-        "<style>.t{font:600 13px sans-serif;fill:#1b1f24}.p{font:10px monospace;fill:#57606a}"
-        ".b{fill:#f3f5f8;stroke:#c9d1d9}rect{fill:#1f5fbf}</style>",
-        f'<rect width="{width}" height="{height}" style="fill:#fff"/>',
+        f'width="{width}" height="{height}" role="img">',
+        f"<title>{TITLE}</title>",
+        "<style>.t{font:600 13px sans-serif}.p{font:10px monospace}",
+        _style(LIGHT),
+        f"@media (prefers-color-scheme:dark){{{_style(DARK)}}}</style>",
+        f'<rect class="back" width="{width}" height="{height}"/>',
     ]
     for place, panel in enumerate(PANELS):
         row, column = divmod(place, across)
         parts += draw(panel, GAP + column * (SIDE + GAP), GAP + row * (SIDE + HEAD + GAP))
     return "\n".join([*parts, "</svg>", ""])
+
+
+def _style(colours: dict[str, str]) -> str:
+    return (
+        ".back{{fill:{back}}}.t{{fill:{ink}}}.p{{fill:{faint}}}"
+        ".b{{fill:{dead};stroke:{edge}}}.w{{fill:{live}}}"
+    ).format(**colours)
 
 
 if __name__ == "__main__":

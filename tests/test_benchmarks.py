@@ -305,6 +305,95 @@ def test_bars_are_as_long_as_their_ratios_say(script, tmp_path):
     assert figures == ["2.00", "0.50", "0.75", "1.00", "1.50", "-"]
 
 
+def test_a_bar_that_is_longer_than_the_scale_is_broken(script, tmp_path):
+    chart, comparison = script("chart"), script("comparison")
+    rows = [
+        ("softcap", "forward", _times(attndsl=1.0, flex=7.5, cudnn=None)),
+        ("softcap", "backward", _times(attndsl=1.0, flex=700.0, cudnn=None)),
+    ]
+    section = _section(comparison, tmp_path / "far.json", rows)
+    root = ET.fromstring(chart.svg([section]))
+    one, other = (
+        float(each.get("width")) for each in root.iter(f"{SVG}rect") if each.get("class") != "back"
+    )
+    longest = math.log(chart.LONGEST)
+    assert one / other == pytest.approx(math.log(7.5) / longest, abs=0.01)
+    assert [each.get("class") for each in root.iter(f"{SVG}path")].count("break") == 1
+    assert {"7.50", "700"} <= {each.text for each in root.iter(f"{SVG}text")}
+    bars = [len(part) for part in re.findall(r"#+", chart.text([section]))]
+    assert len(bars) == 2
+    assert bars[0] in (bars[1], bars[1] - 1)
+
+
+def _of_speed(case, system, length, ms, direction="forward", **sizes):
+    shape = {"B": 1, "H": 2, "Hkv": 2, "S": length, "D": 128} | sizes
+    times = {"attndsl_ms": 1.0, f"{system}_ms": ms}
+    return {"case": case, "direction": direction, "dtype": "bf16", **shape, **times}
+
+
+def test_the_chart_of_speed_is_that_of_the_result_files(script):
+    speed = script("speed")
+    assert speed.OUTPUT.read_text("utf-8") == speed.svg(speed.committed()), (
+        "run benchmarks/speed.py --write"
+    )
+    assert "](speed.svg)" in (speed.OUTPUT.parent / "benchmarks.md").read_text("utf-8")
+
+
+def test_bars_of_speed(script):
+    speed = script("speed")
+    rows = [_of_speed("causal", "fa4", 1000, 2.0, d) for d in ("forward", "backward")]
+    ignored = [
+        _of_speed("full", "fa4", 1000, 9.0), _of_speed("causal", "fa4", 1000, 9.0, D=64),
+        _of_speed("causal", "fa4", 1000, 9.0, Hkv=1),
+    ]  # fmt: skip
+    other = [_of_speed("causal", "cudnn", 500, None, d) for d in ("forward", "backward")]
+    flex = [_of_speed("causal", "flex", 1000, 4.0, d) for d in ("forward", "backward")]
+    flex = [row | {"attndsl_ms": 0.5} for row in flex]
+    found = speed.chart({
+        "attention": _result([]) | {"rows": [*ignored, *rows]},
+        "other_shapes": _result([]) | {"rows": other},
+        "sparse_attention": _result([]) | {"rows": flex},
+    })  # fmt: skip
+    # 1 x 2 heads x 1000^2 pairs, 2 products of 2 x 128 operations, half of the pairs, in 1 ms.
+    plain = 2 * 1000**2 * 4 * 128 / 2 / 1e9
+    at = {bar.system: bar.tflops for bar in found.bars["forward"][1000]}
+    assert at == pytest.approx({"attndsl": plain, "fa4": plain / 2, "flex": plain / 4})
+    back = {bar.system: bar.tflops for bar in found.bars["backward"][1000]}
+    assert back["attndsl"] == pytest.approx(2.5 * plain)
+    assert [bar.system for bar in found.bars["forward"][500]] == ["attndsl"]
+    assert found.sizes == {500: "1 x 2", 1000: "1 x 2"}
+    assert f"attndsl has {2 * plain:.0f} forward and {5 * plain:.0f} backward" in found.notes[-1]
+    root = ET.fromstring(speed.svg(found))
+    bars = [each.attrib for each in root.iter(f"{SVG}rect") if each.get("width") == str(speed.BAR)]
+    heights = [float(bar["height"]) for bar in bars if float(bar["x"]) > speed.WIDTH / 2]
+    assert heights[0] == pytest.approx(2 * heights[1], abs=0.2)
+    assert heights[0] == pytest.approx(4 * heights[2], abs=0.2)
+    assert "length 1000: attndsl" in root.find(f"{SVG}desc").text
+    with pytest.raises(ValueError, match="no rows of causal"):
+        speed.chart({name: _result([]) for name in ("attention", *speed.OTHERS)})
+
+
+def test_texts_of_the_chart_of_speed_do_not_cover_another(script):
+    speed = script("speed")
+    root = ET.fromstring(speed.svg(speed.committed()))
+    sizes = {"t": 16, "h": 13, "n": 10, "o": 10, "f": 11}
+    assert all(f"{size}px sans-serif}}" in root.find(f"{SVG}style").text for size in sizes.values())
+    boxes = []
+    for each in root.findall(f"{SVG}text"):
+        kinds = each.get("class", "").split()
+        size = next((sizes[kind] for kind in kinds if kind in sizes), 12)
+        width, x, y = len(each.text) * size * 0.6, float(each.get("x")), float(each.get("y"))
+        x -= width if "e" in kinds else width / 2 if "m" in kinds else 0
+        boxes.append((each.text, (x, y - 0.75 * size, x + width, y + 0.2 * size)))
+    width, height = map(float, root.get("viewBox").split()[2:])
+    for words, (left, top, right, bottom) in boxes:
+        assert 0 <= left <= right <= width, words
+        assert 0 <= top <= bottom <= height, words
+    for (one, a), (other, b) in itertools.combinations(boxes, 2):
+        apart = a[2] <= b[0] or b[2] <= a[0] or a[3] <= b[1] or b[3] <= a[1]
+        assert apart, (one, other)
+
+
 def test_the_chart_as_text(script, tmp_path):
     chart, comparison = script("chart"), script("comparison")
     section = _section(comparison, tmp_path / "known.json", KNOWN)

@@ -25,7 +25,7 @@ from attndsl.pipeline import check
 from attndsl.source import Source
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 FENCE = re.compile(r"^```(\w*)([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 KINDS = {"attn", "python", "yaml", "toml", "console", "shell", "text"}
 CONFIGS = {"yaml", "toml"}
@@ -157,7 +157,9 @@ def test_links_lead_somewhere(page):
         assert path.exists(), target
         if anchor:
             heads = re.findall(r"^#+ (.*)$", path.read_text("utf-8"), re.MULTILINE)
-            assert anchor in [head.lower().replace(" ", "-").replace("`", "") for head in heads]
+            assert anchor in [
+                re.sub(r"[^\w -]", "", head.lower()).replace(" ", "-") for head in heads
+            ], target
 
 
 def test_the_language_reference_names_everything():

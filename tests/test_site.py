@@ -1,0 +1,345 @@
+"""Pages that scripts write, the programs of known models, and the site that is built of them."""
+
+import ast
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+import tomllib
+import xml.etree.ElementTree as ET
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+import attndsl
+from attndsl.frontend.prelude import prelude_names
+
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+@pytest.fixture
+def script(monkeypatch):
+    """``script(name)``: a script of docs/ as a module."""
+    monkeypatch.syspath_prepend(str(DOCS))
+
+    def load(name):
+        spec = importlib.util.spec_from_file_location(f"docs_{name}", DOCS / f"{name}.py")
+        module = importlib.util.module_from_spec(spec)
+        monkeypatch.setitem(sys.modules, spec.name, module)
+        spec.loader.exec_module(module)
+        return module
+
+    return load
+
+
+def test_the_gallery_is_that_of_the_prelude_and_the_examples(script):
+    gallery = script("gallery")
+    assert gallery.PAGE.read_text("utf-8") == gallery.page(), "run docs/gallery.py"
+    entries = [*gallery.prelude_entries(), *gallery.example_entries()]
+    assert [e.name for e in entries if e.definition] == list(prelude_names())
+    scripts = {path.name for path in (ROOT / "examples").glob("*.py")} - {"picture.py"}
+    assert {e.file for e in entries if e.file} == scripts | {"gemma2.attn"}
+    assert set(gallery.PICTURES.iterdir()) == {e.picture for e in entries}
+    for entry in entries:
+        # What is drawn; shades of random numbers may differ elsewhere.
+        root = ET.fromstring(entry.picture.read_text("utf-8"))
+        data = gallery.data(entry)
+        assert root.find(f"{SVG}title").text == entry.name
+        assert root.find(f"{SVG}desc").text == data.summary, "run docs/gallery.py"
+        assert "prefers-color-scheme:dark" in root.find(f"{SVG}style").text
+
+
+def test_a_function_without_a_program_is_an_error(script, monkeypatch):
+    gallery = script("gallery")
+    groups = gallery.of_play()
+    fewer = groups[1]._replace(examples=groups[1].examples[1:])
+    monkeypatch.setattr(gallery, "of_play", lambda: (groups[0], fewer))
+    with pytest.raises(ValueError, match=r"no program for \{'causal'\}"):
+        gallery.prelude_entries()
+
+
+def test_times_of_the_gallery_are_those_of_the_files(script):
+    gallery = script("gallery")
+    said = gallery.measured("sparse_attention:window1024")
+    rows = json.loads((ROOT / "benchmarks/results/sparse_attention.json").read_text())["rows"]
+    found = [r for r in rows if r["case"] == "window1024" and r["D"] == 128]
+    times = [f"{r[key]:.3g}" for key in ("attndsl_ms", "flex_ms") for r in found]
+    assert re.findall(r"\d\.\d+", said) == times
+    assert said.startswith("`sliding_window(1024)`: ")
+    entries = [*gallery.prelude_entries(), *gallery.example_entries()]
+    page = gallery.PAGE.read_text("utf-8")
+    assert page.count("- Measured: ") == len(entries)
+    assert page.count("- Measured: not yet") == sum(not e.setting.measured for e in entries) > 0
+
+
+def test_the_notebook_is_the_tutorial_and_runs(script, tmp_path):
+    notebook = script("notebook")
+    text = notebook.NOTEBOOK.read_text("utf-8")
+    assert text == notebook.notebook(notebook.PAGE.read_text("utf-8")), "run docs/notebook.py"
+    printed = notebook.run(text, tmp_path)
+    assert "did you mean 'causal'?" in printed
+    assert re.search(r"loss \d\.\d+ at first, \d\.\d+ now", printed)
+    drawn = (tmp_path / notebook.DRAWN).read_text("utf-8")
+    now, then = (
+        ET.fromstring(each).find(f"{SVG}desc").text
+        for each in (drawn, notebook.PICTURE.read_text("utf-8"))
+    )
+    assert now == then, "run docs/notebook.py"
+
+
+def _program(heading, number=0):
+    """A program of the page of models."""
+    text = (DOCS / "models.md").read_text("utf-8").partition(f"\n## {heading}\n")[2]
+    part = text.partition("\n## ")[0]
+    return re.findall(r"^```attn\n(.*?)^```$", part, re.MULTILINE | re.DOTALL)[number]
+
+
+L = 96
+IDS = torch.arange(L) // 40
+FLAGS = torch.arange(L) % 31 == 0
+MASKS = [
+    ("Causal", 0, {}, lambda q, kv: kv <= q),
+    ("Causal window", 0, {"window": 9}, lambda q, kv: (kv <= q) & (kv > q - 9)),
+    ("Soft cap", 0, {"window": 9}, lambda q, kv: (kv <= q) & (kv > q - 9)),
+    (
+        "Images in a text", 0, {"image": torch.where(IDS == 1, 0, -1)[None]},
+        lambda q, kv: (kv <= q) | ((IDS[q] == 1) & (IDS[kv] == 1)),
+    ),
+    ("Sinks", 0, {"window": 9}, lambda q, kv: (kv <= q) & (kv > q - 9)),
+    ("Chunks", 0, {"chunk": 20}, lambda q, kv: (kv <= q) & (q // 20 == kv // 20)),
+    ("Padding", 0, {"lengths": torch.tensor([50])}, lambda q, kv: kv < 50),
+    ("Padding", 1, {"keep": FLAGS[None]}, lambda q, kv: FLAGS[kv]),
+    ("Window on both sides", 0, {"reach": 5}, lambda q, kv: (q - kv).abs() <= 5),
+    ("Packed texts", 0, {"doc": IDS[None]}, lambda q, kv: IDS[q] == IDS[kv]),
+    (
+        "Window and global tokens", 0, {"reach": 5, "whole": FLAGS[None]},
+        lambda q, kv: ((q - kv).abs() <= 5) | FLAGS[q] | FLAGS[kv],
+    ),
+    (
+        "Random blocks", 0, {"block": 16, "drawn": torch.eye(6).flip(0).bool()[None]},
+        lambda q, kv: (
+            (q // 16 % 5 == 0) | (kv // 16 % 5 == 0) | ((q // 16 - kv // 16).abs() <= 1)
+            | (q // 16 + kv // 16 == 5)
+        ),
+    ),
+    (
+        "Text and image together", 0, {"room": 20, "text_len": torch.tensor([7])},
+        lambda q, kv: (kv < 7) | (kv >= 20),
+    ),
+    ("Prefix", 0, {"prefix": torch.tensor([30])}, lambda q, kv: (kv <= q) | (kv < 30)),
+    (
+        "Block diffusion", 0, {"n": 48, "w": 8},
+        lambda q, kv: torch.where(
+            q < 48,
+            torch.where(kv < 48, q // 8 == kv // 8, (kv - 48) // 8 < q // 8),
+            (kv >= 48) & (kv // 8 <= q // 8),
+        ),
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("heading", "number", "captures", "live"), MASKS)
+def test_masks_of_models(heading, number, captures, live):
+    attention = attndsl.compile(_program(heading, number))
+    found = attention.mask(L, L, captures=captures)
+    q, kv = torch.meshgrid(torch.arange(L), torch.arange(L), indexing="ij")
+    assert torch.equal(found[0, 0], live(q, kv))
+
+
+def test_the_scores_of_models():
+    torch.manual_seed(0)
+    q, k = torch.randn(2, 2, 3, 24, 8, dtype=torch.float64).unbind()
+    raw = q @ k.mT
+    back = torch.arange(24)[:, None] - torch.arange(24)
+    dead = torch.zeros(24, 24).double().masked_fill(back < 0, -torch.inf)
+    rope_q, rope_k = torch.randn(2, 3, 24, 4).double(), torch.randn(2, 24, 4).double()
+    latent = attndsl.compile(_program("Latent attention"))
+    found = latent.scores(q, k, scale=1.0, rate=0.3, q_rope=rope_q, k_rope=rope_k)
+    torch.testing.assert_close(found, 0.3 * (raw + rope_q @ rope_k[:, None].mT) + dead)
+    default = re.search(r"rate: float = ([\d.]+)", _program("Latent attention"))[1]
+    assert float(default) == pytest.approx((128 + 64) ** -0.5)
+    slope = torch.rand(3).double()
+    found = attndsl.compile(_program("ALiBi", 1)).scores(q, k, scale=1.0, slope=slope)
+    torch.testing.assert_close(found, raw - slope[:, None, None] * back + dead)
+    found = attndsl.compile(_program("ALiBi")).scores(q[:, :2], k[:, :2], scale=1.0)
+    torch.testing.assert_close(
+        found, raw[:, :2] - torch.tensor([2.0**-4, 2.0**-8]).double()[:, None, None] * back + dead
+    )
+    capped = attndsl.compile(_program("Soft cap", 1)).scores(q, k, scale=1.0)
+    torch.testing.assert_close(capped, 50 * torch.tanh(raw / 50) + dead)
+    assert torch.equal(attndsl.compile(_program("All pairs")).scores(q, k, scale=1.0), raw)
+
+
+def _t5_bucket(relative, bidirectional, buckets=32, longest=128):
+    """T5's own rule (arXiv 1910.10683; mesh_tensorflow's ``_relative_position_bucket``).
+
+    ``relative`` is the key's position less the query's.
+    """
+    found = torch.zeros_like(relative)
+    if bidirectional:
+        buckets //= 2
+        found = (relative > 0).long() * buckets
+        back = relative.abs()
+    else:
+        back = (-relative).clamp_min(0)
+    exact = buckets // 2
+    ratio = (back.float().clamp_min(1) / exact).log() / torch.tensor(longest / exact).log()
+    far = exact + (ratio * (buckets - exact)).long()
+    return found + torch.where(back < exact, back, far.clamp_max(buckets - 1))
+
+
+@pytest.mark.parametrize(("number", "bidirectional"), [(0, True), (1, False)])
+def test_the_bias_of_t5(number, bidirectional):
+    length = 300
+    zeros = torch.zeros(1, 2, length, 4)
+    table = torch.randn(2, 32)
+    given = {"lengths": torch.tensor([length])} if bidirectional else {}
+    program = attndsl.compile(_program("T5", number))
+    found = program.scores(zeros, zeros, scale=1.0, table=table, captures=given)[0]
+    relative = torch.arange(length) - torch.arange(length)[:, None]
+    wanted = table[:, _t5_bucket(relative, bidirectional)]
+    if not bidirectional:
+        wanted = wanted.masked_fill(relative > 0, -torch.inf)
+    # At powers of two of the ratio, logarithms may round to either side.
+    assert (found == wanted).float().mean() > 0.99
+
+
+def test_the_windows_of_swin():
+    side, heads, windows = 3, 2, 2
+    n = side * side
+    table = torch.randn(heads, (2 * side - 1) ** 2)
+    region = torch.tensor([[0] * n, [0, 0, 1, 0, 0, 1, 2, 2, 3]])
+    zeros = torch.zeros(4, heads, n, 4)
+    found = attndsl.compile(_program("Swin")).scores(
+        zeros, zeros, side=side, table=table, region=region
+    )
+    # Swin's own index (arXiv 2103.14030): of differences along both axes.
+    y, x = torch.arange(n) // side, torch.arange(n) % side
+    down, across = y[:, None] - y + side - 1, x[:, None] - x + side - 1
+    bias = table[:, down * (2 * side - 1) + across]
+    same = region[:, :, None] == region[:, None]
+    wanted = torch.where(same[:, None], bias, -torch.inf)
+    assert torch.equal(found, wanted.repeat(4 // windows, 1, 1, 1))
+
+
+def test_every_row_of_the_models_leads_to_a_program():
+    text = (DOCS / "models.md").read_text("utf-8")
+    rows = re.findall(r"^\| (?!model|---).*$", text, re.MULTILINE)
+    assert len(rows) > 15
+    for row in rows:
+        anchors = re.findall(r"\]\(#([\w-]+)\)", row)
+        assert anchors, row
+        for anchor in anchors:
+            heading = next(
+                h for h in re.findall(r"^## (.*)$", text, re.MULTILINE)
+                if h.lower().replace(" ", "-") == anchor
+            )  # fmt: skip
+            assert attndsl.compile(_program(heading))
+
+
+def _settings():
+    """mkdocs.yml, whose tags name functions of Python."""
+    text = (ROOT / "mkdocs.yml").read_text("utf-8")
+    return yaml.safe_load(re.sub(r"!!python\S+", "", text))
+
+
+def _pages(nav):
+    for item in nav:
+        (found,) = item.values() if isinstance(item, dict) else (item,)
+        yield from _pages(found) if isinstance(found, list) else [found]
+
+
+def test_the_site_has_every_page_once_and_nothing_from_elsewhere():
+    settings = _settings()
+    pages = list(_pages(settings["nav"]))
+    assert sorted(pages) == sorted(p.relative_to(DOCS).as_posix() for p in DOCS.rglob("*.md"))
+    assert settings["theme"]["font"] is False
+    for path in (*DOCS.rglob("*.css"), *DOCS.rglob("*.svg")):
+        text = re.sub(r"http://www\.w3\.org/\S+", "", path.read_text("utf-8"))
+        assert "http" not in text, path
+        assert "url(" not in text, path
+
+
+def test_the_api_pages_have_every_public_name():
+    pages = {path.stem: path.read_text("utf-8") for path in (DOCS / "api").glob("*.md")}
+    shown = set(re.findall(r"^::: (\S+)$", "\n".join(pages.values()), re.MULTILINE))
+    modules = {"errors", "flex", "layout", "nn"}
+    for name in set(attndsl.__all__) - modules - {"AttnDSLError"}:
+        assert f"attndsl.{name}" in shown, name
+    listed = set(re.findall(r"^        - (\w+)$", pages["errors"], re.MULTILINE))
+    tree = ast.parse((ROOT / "attndsl" / "errors.py").read_text("utf-8"))
+    assert listed == {node.name for node in tree.body if isinstance(node, ast.ClassDef)}
+    for name in attndsl.flex.__all__:
+        assert f"attndsl.flex.{name}" in shown or name in pages["flex"] or name == "trace"
+
+
+def test_what_github_shows_and_the_site_would_not(script):
+    hooks = script("hooks")
+    page = "```yaml train.yaml key=a\nx\n```\n<details>\n```attn error\ny\n```\n"
+    assert hooks.on_page_markdown(page, page=None, config=None, files=None) == (
+        '```yaml title="train.yaml"\nx\n```\n<details markdown="1">\n'
+        '```attn title="An error"\ny\n```\n'
+    )
+
+
+def test_docstrings_of_the_site(script):
+    pytest.importorskip("griffe")
+    docstrings = script("docstrings")
+    assert docstrings.plain("See :func:`compile`, :class:`~a.b.C`.\n\n    Example:\n") == (
+        "See `compile`, `C`.\n\n    Examples:\n"
+    )
+
+
+def test_the_files_beside_the_readme_name_the_project_as_it_is():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+    cited = yaml.safe_load((ROOT / "CITATION.cff").read_text("utf-8"))
+    assert {"cff-version", "message", "title", "authors"} <= set(cited)
+    assert (cited["version"], cited["license"]) == (project["version"], project["license"])
+    security = (ROOT / "SECURITY.md").read_text("utf-8")
+    for target, anchor in re.findall(r"\]\(([^)#]+)#?([^)]*)\)", security):
+        headings = re.findall(r"^#+ (.*)$", (ROOT / target).read_text("utf-8"), re.MULTILINE)
+        assert not anchor or anchor in [h.lower().replace(" ", "-") for h in headings]
+    assert f"version {project['version']}" in (DOCS / "versions.md").read_text("utf-8")
+
+
+def test_a_release_is_published_only_under_the_name_of_its_version():
+    path = ROOT / ".github" / "workflows" / "publish.yml"
+    workflow = yaml.safe_load(path.read_text("utf-8"))
+    steps = workflow["jobs"]["build"]["steps"]
+    (check,) = (step["run"] for step in steps if step.get("name") == "The tag is the version")
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]["version"]
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    for tag, code in ((f"v{version}", 0), (version, 1), ("v99.0.0", 1)):
+        environment = {**os.environ, "PATH": path, "GITHUB_REF_NAME": tag}
+        done = subprocess.run(["bash", "-ec", check], cwd=ROOT, env=environment)
+        assert done.returncode == code, tag
+    assert workflow["jobs"]["publish"]["needs"] == "build"
+    assert workflow["jobs"]["publish"]["permissions"] == {"id-token": "write"}
+
+
+def test_the_charts_and_pictures_are_dark_on_dark_pages():
+    for name in ("pictures", "speed", "benchmarks", "tutorial"):
+        root = ET.fromstring((DOCS / f"{name}.svg").read_text("utf-8"))
+        assert "prefers-color-scheme:dark" in root.find(f"{SVG}style").text, name
+    pictures = ET.fromstring((DOCS / "pictures.svg").read_text("utf-8"))
+    cells = [group for group in pictures.iter(f"{SVG}g") if group.get("class") == "w"]
+    assert len(cells) == 6
+    assert {group.get("shape-rendering") for group in cells} == {"crispEdges"}
+
+
+@pytest.mark.slow
+def test_the_site_is_built_without_a_warning(tmp_path):
+    pytest.importorskip("mkdocs")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    for path in tmp_path.rglob("*.html"):
+        for found in re.findall(r'(?:src|href)="(https?://[^"]+)"', path.read_text("utf-8")):
+            # Links that a reader may follow; nothing that a browser fetches.
+            assert "arxiv.org" in found or "pre-commit.com" in found or "semver.org" in found, found
