@@ -71,13 +71,18 @@ class Attention(Analysis, Views, Introspection):
         self._dims = params_of_dims(self._lowered.program)
         program = self._lowered.program
         self._optional = optional_names(program)
-        self._names = frozenset(x.name for x in (*program.params, *program.tensors))
+        self._names = frozenset(x.name for x in program.captures())
         self._variants: dict[Any, Attention] = {}
         self._traced = Traced()
         self._of_ones: dict[Any, Attention] = {}  # By a call's signature, as `_prepared`.
         # By a call's signature: what was found, if q, k, v are as given, what values need, and how
         # a part is put into its program's terms.
         self._prepared: dict[Any, tuple[Backend, Call, bool, Values, Terms | None]] = {}
+
+    def _like(self, spec: str, defaults: dict[str, Any]) -> Attention:
+        variant = Attention(spec, self._source, self._backend, self._checked, defaults)
+        variant._optional = ()
+        return variant
 
     @overload
     def __call__(

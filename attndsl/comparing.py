@@ -214,7 +214,8 @@ def compare(
     given |= joined(captures, arguments)
     # In which nothing is optional, so that all that follows is of one program.
     location = Location(**taken(dict(options), LOCATION))
-    attn, given = attn.variant(given, sizes_of_operands(q, k), location)
+    attn, present = attn.variant(given, sizes_of_operands(q, k), location)
+    given = dict(present)
     program = attn.lowered.program
     checked = {name: x for name, x in options.items() if name != "tiles"}
     with torch.inference_mode(False), torch.enable_grad():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from contextlib import nullcontext
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
@@ -93,6 +94,10 @@ class Compiled:
     _names: frozenset[str]
     """Of all captures."""
     _traced: Traced
+
+    @abstractmethod
+    def _like(self, spec: str, defaults: dict[str, Any]) -> Self:
+        """This program with another spec and other captures, in which nothing is optional."""
 
     @property
     def text(self) -> str:
@@ -201,14 +206,14 @@ class Compiled:
             return found._replace(captures=gradients_of_wholes(program, call, found.captures))
         with pointing_into(self._source):
             check_values(program, call)
-            backend, lowered, own = self._dispatched(call)
-            own = own._replace(tiles=given_tiles(lowered, own, tiles))
+            backend, lowered, part = self._dispatched(call)
+            part = part._replace(tiles=given_tiles(lowered, part, tiles))
             if lowered.program.dropout is not None:
-                check_probability(lowered.program.dropout, own)
+                check_probability(lowered.program.dropout, part)
             backend = seen_by_modes(backend, self._request, call)
             shown = profiler._is_profiler_enabled and not backend.has_events
             with event_named(self.name, BACKWARD) if shown else nullcontext():
-                found = gradients_of_results(backend, lowered, own, given, asked)
+                found = gradients_of_results(backend, lowered, part, given, asked)
             return found._replace(captures=gradients_of_wholes(program, call, found.captures))
 
     def sink_logits(
@@ -323,8 +328,7 @@ class Compiled:
             with pointing_into(self._source):
                 spec = spec_of_variant(self._spec, absent, ones)
                 defaults = {n: x for n, x in self._defaults.items() if n not in absent}
-                kept = type(self)(spec, self._source, self._backend, self._checked, defaults)
-            kept._optional = ()
+                kept = self._like(spec, defaults)
             if len(self._variants) >= _MAX_VARIANTS:
                 self._variants.clear()
             self._variants[absent, ones] = kept
@@ -337,9 +341,9 @@ class Compiled:
         """The program of a call, and its arguments: all captures stand in ``captures``."""
         rest = dict(arguments)
         options = {name: rest.pop(name) for name in (*_OPTIONS, *LOCATION) if name in rest}
-        given = self._given(rest.pop("captures", None), rest)
+        captures = self._given(rest.pop("captures", None), rest)
         location = Location(**taken(dict(options), LOCATION))
-        own, given = self.variant(given, sizes_of_operands(q, k), location)
+        own, given = self.variant(captures, sizes_of_operands(q, k), location)
         return own, {**options, "captures": given}
 
     @property

@@ -405,6 +405,10 @@ class Program:
     weights_span: Span | None = field(default=None, compare=False, repr=False)
     """Where ``weights`` were written."""
 
+    def captures(self) -> tuple[ParamDecl | TensorDecl, ...]:
+        """All that calls give it: params, then tensors."""
+        return (*self.params, *self.tensors)
+
     def roots(self) -> tuple[Node, ...]:
         """The expressions present, in a fixed order."""
         parts = (self.score, self.mask, self.sink, self.weights, self.dropout)

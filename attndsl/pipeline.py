@@ -91,7 +91,7 @@ def _check_variants(source: Source, declared: Mapping[str, Declared], program: P
     Raises:
         AttnDSLError: What is wrong.
     """
-    optional = [x.name for x in (*program.params, *program.tensors) if x.optional]
+    optional = [x.name for x in program.captures() if x.optional]
     sets = [frozenset({name}) for name in optional]
     for size in program.dim_names():
         tells = [x for x in program.tensors

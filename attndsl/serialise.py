@@ -37,7 +37,7 @@ def program_to_json(program: Program, text: str | None = None) -> dict[str, Any]
     dims = [dim for tensor in program.tensors for dim in tensor.dims]
     table, numbers = _table([*program.roots(), *dims])
     places: dict[str, Any] = {} if text is None else {"places": _places(numbers, text)}
-    optional = [x.name for x in (*program.params, *program.tensors) if x.optional]
+    optional = [x.name for x in program.captures() if x.optional]
     if text is not None and optional:  # A digest is that of the program in which all are there.
         places["optional"] = optional
     return {

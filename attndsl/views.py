@@ -231,8 +231,9 @@ class Views(Compiled):
         location = Location(**taken(arguments, LOCATION))
         q, k = autocast(q), autocast(k)
         check_operands(q, k, k)
-        given = self._given(captures, arguments)
-        own, given = self.variant(given, sizes_of_operands(q, k), location)
+        own, given = self.variant(
+            self._given(captures, arguments), sizes_of_operands(q, k), location
+        )
         program, (batch, heads, q_len, head_dim) = own.lowered.program, q.shape
         roots = tuple(getattr(program, part) for part in parts)
         sizes = Sizes(q_len, k.shape[2], batch, heads, k.shape[1], head_dim)

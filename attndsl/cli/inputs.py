@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from attndsl import reading
 from attndsl.config import SUFFIXES, read_config
 from attndsl.errors import visible
-from attndsl.frontend.declare import Bound, TensorSpec
+from attndsl.frontend.declare import Absent, Bound, TensorSpec
 from attndsl.source import Source
 
 from .usage import UsageError
@@ -38,7 +38,7 @@ class NamedProgram:
     name: str
     """Its name within a configuration file; the file's own name otherwise."""
     source: Source
-    params: Mapping[str, Bound] = field(default_factory=dict)
+    params: Mapping[str, Bound | Absent] = field(default_factory=dict)
     """Values that the configuration binds."""
     description: str | None = None
     """What the configuration says of it to people."""

@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING
 from urllib.parse import quote
 
 from attndsl.errors import ArgumentError, UnsupportedError
+from attndsl.frontend import Absent
 from attndsl.frontend.imports import expand
+from attndsl.play.records import ABSENT
 
 from .usage import UsageError
 
@@ -59,7 +61,9 @@ def _fragment(program: NamedProgram | None) -> str:
         return ""
     text, fragment = expand(program.source).text, ""
     for name, declared in program.params.items():
-        if re.search(rf"^\s*param\s+{re.escape(name)}\b", text, re.MULTILINE):
+        if isinstance(declared, Absent):
+            fragment += f"&param.{quote(name)}={ABSENT}"
+        elif re.search(rf"^\s*param\s+{re.escape(name)}\b", text, re.MULTILINE):
             fragment += f"&param.{quote(name)}={declared.value}"
         else:
             kind = type(declared.value).__name__

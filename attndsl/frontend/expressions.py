@@ -191,7 +191,9 @@ class Inliner:
 
     def _known(self, condition: Part | None) -> bool | None:
         """What a condition is for all pairs, if that decides what is there."""
-        return absent.known(condition) if self.scope.lacking else None
+        if condition is None or not self.scope.lacking:
+            return None
+        return absent.known(condition)
 
     def _name(self, expr: s.Name) -> Value | None:
         name = expr.name

@@ -34,14 +34,17 @@ def with_ones(program: Program, ones: Collection[tuple[str, int]]) -> Program:
             if tuple(looked_up) in ones:
                 args[place] = const(0)
         done[item] = item if tuple(args) == item.args else rebuild(item, tuple(args))
-    parts = {
-        name: None if (part := getattr(program, name)) is None else done[part]
-        for name in ("mask", "sink", "weights", "dropout")
-    }
+
+    def part(root: Node | None) -> Node | None:
+        return None if root is None else done[root]
+
     return replace(
         program,
         score=done[program.score],
-        **parts,
+        mask=part(program.mask),
+        sink=part(program.sink),
+        weights=part(program.weights),
+        dropout=part(program.dropout),
         lines=tuple(replace(line, value=done[line.value]) for line in program.lines),
         tensors=tuple(
             replace(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from html import escape
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -48,7 +48,7 @@ class Picture(str):
         return str(self)
 
 
-def program_html(lowered: Lowered, text: str, given: Mapping[str, torch.Tensor]) -> str:
+def program_html(lowered: Lowered, text: str, given: Mapping[str, Any]) -> str:
     """The picture of a program over its text. What it lacks is made up, and the picture says so.
 
     Args:
@@ -63,7 +63,7 @@ def program_html(lowered: Lowered, text: str, given: Mapping[str, torch.Tensor])
         return f"{program}<pre>no picture: {escape(refusal.message)}</pre>"
 
 
-def _with_made_up(lowered: Lowered, text: str, given: Mapping[str, torch.Tensor]) -> PictureData:
+def _with_made_up(lowered: Lowered, text: str, given: Mapping[str, Any]) -> PictureData:
     sizes = {"batch": 1, "heads": 1, "kv_heads": 1, "q_len": _LENGTH, "kv_len": _LENGTH}
     made = make_for_picture(lowered.program, {**sizes, "head_dim": _HEAD_DIM}, 0, given)
     numbers = {decl.name for decl in lowered.program.params}

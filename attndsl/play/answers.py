@@ -20,6 +20,7 @@ from attndsl.runtime.programs import pointing_into
 from attndsl.source import Source
 
 from .records import (
+    ABSENT,
     Answer,
     Asked,
     DetailsAnswer,
@@ -95,7 +96,8 @@ def _units(text: str) -> int:
 
 
 def _picture(asked: Asked, source: Source) -> PictureAnswer:
-    attention = compile_source(source, {}, Options("reference"))
+    whole = compile_source(source, {}, Options("reference"))
+    attention = _present(whole, asked)
     lowered, view = attention.lowered, asked.view
     given = _given(lowered.program, asked.params)
     made = make_for_picture(_with_defaults(lowered.program, given), _sizes(view), view.seed)
@@ -112,13 +114,13 @@ def _picture(asked: Asked, source: Source) -> PictureAnswer:
         "; ".join([data.place, data.summary, *data.remarks]),
         "" if data.curve is None else data.curve.line,
         made.what,
-        _fields(lowered.program, given, made),
+        _fields(whole.lowered.program, given, made, lowered.program),
         print_derivative(lowered.derivative),
     )
 
 
 def _details(asked: Asked, source: Source) -> DetailsAnswer:
-    attention = compile_source(source, {}, Options())
+    attention = _present(compile_source(source, {}, Options()), asked)
     lowered, view = attention.lowered, asked.view
     program, trouble, costs, made_up = lowered.program, None, "", ""
     given = _given(program, asked.params)
@@ -159,7 +161,7 @@ def _explained(attention: Attention, view: View, given: Mapping[str, Number]) ->
 
 
 def _kernel(asked: Asked, source: Source) -> TextAnswer:
-    attention = compile_source(source, {}, Options())
+    attention = _present(compile_source(source, {}, Options()), asked)
     chosen = asked.kernel
     given = _given(attention.lowered.program, asked.params)
     dtype = _DTYPES[chosen.dtype]
@@ -189,9 +191,18 @@ def _sizes(view: View) -> dict[str, int]:
     }  # fmt: skip
 
 
-def _given(program: Program, params: Mapping[str, Number]) -> dict[str, Number]:
+def _present(attention: Attention, asked: Asked) -> Attention:
+    """The program without the params that ``asked`` leaves out. All other captures are there."""
+    program = attention.lowered.program
+    absent = {name for name, value in asked.params.items() if value is None}
+    there = [decl.name for decl in program.captures() if decl.optional and decl.name not in absent]
+    return attention.variant(dict.fromkeys(there, 0))[0]
+
+
+def _given(program: Program, params: Mapping[str, Number | None]) -> dict[str, Number]:
     """Those of ``params`` that the program has: it changes as people type."""
-    return {decl.name: params[decl.name] for decl in program.params if decl.name in params}
+    values = {decl.name: params.get(decl.name) for decl in program.params}
+    return {name: value for name, value in values.items() if value is not None}
 
 
 def _with_defaults(program: Program, values: Mapping[str, Number]) -> Program:
@@ -205,13 +216,20 @@ def _with_defaults(program: Program, values: Mapping[str, Number]) -> Program:
     )
 
 
-def _fields(program: Program, given: Mapping[str, Number], made: MadeUp) -> tuple[ParamField, ...]:
+def _fields(
+    program: Program, given: Mapping[str, Number], made: MadeUp, present: Program
+) -> tuple[ParamField, ...]:
+    there = {decl.name for decl in present.params}
+    values = {**made.params, **given}
     return tuple(
         ParamField(
             decl.name,
             decl.dtype.value,
-            _written({**made.params, **given}.get(decl.name, decl.default), decl.dtype),
+            _written(values.get(decl.name, decl.default), decl.dtype)
+            if decl.name in there
+            else ABSENT,
             made_up=decl.name in made.params and decl.name not in given,
+            optional=decl.optional,
         )
         for decl in program.params
     )

@@ -25,6 +25,8 @@ MOST_ANSWER = 1 << 23
 _MAX_NAME = 200
 _MAX_NUMBER = 400
 """Characters of a param's value."""
+ABSENT = "none"
+"""The value of a param that is left out."""
 _POSITION = 1 << 20
 
 Number = bool | int | float
@@ -138,14 +140,15 @@ class Asked:
 
     kind: Kind
     text: str
-    params: Mapping[str, Number] = field(default_factory=dict)
-    """Values of run-time params; others have their defaults, or are made up."""
+    params: Mapping[str, Number | None] = field(default_factory=dict)
+    """Values of run-time params; others have their defaults, or are made up. None leaves out one
+    that is declared with ``= none``."""
     view: View = View()
     kernel: KernelChoice = KernelChoice()
 
     def as_json(self) -> dict[str, Any]:
         """JSON values from which :func:`read_asked` makes an equal record."""
-        params = {name: str(value).lower() for name, value in self.params.items()}
+        params = {name: str(value).lower() for name, value in self.params.items()}  # None too.
         return {**asdict(self), "params": params}
 
 
@@ -175,6 +178,8 @@ class ParamField:
     """What the answer was computed with, as text, since JSON has no large ints and no infinity."""
     made_up: bool
     """Whether nobody gave the value: neither the program nor the request."""
+    optional: bool = False
+    """Whether the value may be ``none``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -280,13 +285,14 @@ def read_number(text: str) -> Number | None:
     return None if math.isinf(value) and "inf" not in text else value
 
 
-def _params(values: object) -> dict[str, Number]:
+def _params(values: object) -> dict[str, Number | None]:
     if not isinstance(values, dict) or len(values) > MAX_PARAMS:
         raise ArgumentError(f"'params' is no mapping of at most {MAX_PARAMS} names")
-    found = {}
+    found: dict[str, Number | None] = {}
     for name, written in values.items():
-        value = read_number(written) if isinstance(written, str) else None
-        if len(name) > _MAX_NAME or value is None:
+        absent = written == ABSENT
+        value = read_number(written) if isinstance(written, str) and not absent else None
+        if len(name) > _MAX_NAME or (value is None and not absent):
             raise ArgumentError(
                 f"the value of '{name[:_MAX_NAME]}' is no number",
                 hint="write a number, such as 16 or 0.5",

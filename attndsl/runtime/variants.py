@@ -36,7 +36,7 @@ _OF_WHOLE = tuple(name for name in SIZES if name in LOCATION)
 
 def optional_names(program: Program) -> tuple[str, ...]:
     """The captures that calls may leave out."""
-    return tuple(x.name for x in (*program.params, *program.tensors) if x.optional)
+    return tuple(x.name for x in program.captures() if x.optional)
 
 
 def absent_names(optional: tuple[str, ...], captures: Mapping[str, Any]) -> tuple[str, ...]:

@@ -57,6 +57,27 @@ def test_what_nobody_gives_is_made_up_and_said():
     assert ask("picture", sized, params={"n": "7"}).problems == ()
 
 
+def test_a_param_that_may_be_absent_is_left_out_by_none():
+    text = "param cap: float = none\nparam w: int = none\nmask = q - kv < w\nscore = softcap(cap)"
+    found = ask("picture", text, params={"cap": "none", "w": "5"}).result
+    assert found.svg == str(attndsl.compile(text).plot(q_len=64, kv_len=64, heads=4, w=5))
+    assert [(p.name, p.value, p.optional) for p in found.params] == [
+        ("cap", "none", True), ("w", "5", True)
+    ]  # fmt: skip
+    whole = ask("picture", text).result
+    assert [p.value for p in whole.params] != ["none", "none"]
+    assert whole.curve
+    assert not found.curve
+    kernels = [ask("kernel", text, params=x).result.text for x in ({"cap": "none"}, {})]
+    assert "tanh" not in kernels[0]
+    assert "tanh" in kernels[1]
+    details = ask("details", text, params={"w": "none"}).result
+    assert details.cost_problem is None
+    assert details.cost == ask("details", "score = softcap(5.0)").result.cost
+    wrong = ask("picture", text.replace("int = none", "int"), params={"w": "none"})
+    assert wrong.problems == ()  # A required one has a made-up value then.
+
+
 def test_params_that_the_text_no_longer_has_are_left_out():
     assert ask("picture", "q >= kv", params={"gone": "3"}).problems == ()
     wrong = ask("picture", "param w: int\nmask = q < w", params={"w": "1.5"})

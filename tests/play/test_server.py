@@ -366,12 +366,16 @@ def test_command_takes_programs_of_configurations(command, tmp_path):
     (tmp_path / "m.yaml").write_text(
         'a:\n  program: "param w: int; mask = q - kv < w"\n  params: {w: 4}\n'
         'b:\n  program: "mask = q - kv < w"\n  params: {w: 8}\n'
+        'c:\n  program: "param w: int = none; mask = q - kv < w"\n  params: {w: null}\n'
     )
     code, out, _ = command(tmp_path / "m.yaml", "--name", "a", "--port", 0, "--no-browser")
     assert code == 0
     assert out.split("\n")[0].endswith("kv%20%3C%20w&param.w=4")
     _, out, _ = command(tmp_path / "m.yaml", "--name", "b", "--port", 0, "--no-browser")
     assert "#program=param%20w%3A%20int%20%3D%208%0Amask" in out
+    code, out, _ = command(tmp_path / "m.yaml", "--name", "c", "--port", 0, "--no-browser")
+    assert code == 0
+    assert out.split("\n")[0].endswith("kv%20%3C%20w&param.w=none")
 
 
 def test_command_refuses_a_busy_port(command):

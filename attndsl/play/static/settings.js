@@ -16,6 +16,12 @@ const SETTINGS = [
   { name: "seed", label: "Seed of tensors", value: 0, min: 0, max: 1048576 },
   { name: "cost_len", label: "Length for costs", value: 8192, min: 1, max: 131072 },
 ];
+const ABSENT = "none"; // The value of a param that is left out.
+const FORMS = {
+  int: /^[-+]?\d+$/,
+  float: /^[-+]?(inf|(\d+\.?\d*|\.\d+)(e[-+]?\d+)?)$/i,
+  bool: /^(true|false)$/,
+};
 const CHOICES = ["direction", "family", "dtype", "head_dim"];
 
 export class Settings {
@@ -88,7 +94,7 @@ export class Settings {
       this.given.set(field.name, text);
       this.onInput();
     };
-    if (field.dtype === "bool") {
+    if (field.dtype === "bool" && !field.optional) {
       input.type = "checkbox";
       input.addEventListener("input", () => set(`${input.checked}`));
       row.append(label, input, note);
@@ -99,10 +105,10 @@ export class Settings {
     slider.setAttribute("aria-label", `${field.name}, slider`);
     range(slider, field);
     input.type = "text";
-    input.inputMode = "decimal";
+    if (!field.optional) input.inputMode = "decimal";
     input.addEventListener("input", () => {
       const text = input.value.trim();
-      const wrong = !(field.dtype === "int" ? /^[-+]?\d+$/ : /^[-+]?(inf|(\d+\.?\d*|\.\d+)(e[-+]?\d+)?)$/i).test(text);
+      const wrong = !FORMS[field.dtype].test(text) && !(field.optional && text === ABSENT);
       input.setCustomValidity(wrong ? `'${field.name}' is of type ${field.dtype}` : "");
       if (!wrong) set(text);
     });
@@ -163,7 +169,8 @@ function update(row, field) {
   }
   const note = row.querySelector(".note");
   note.textContent = field.made_up ? "made up: the program gives no default" : "";
-  note.hidden = !field.made_up;
+  if (field.optional) note.textContent = field.value === ABSENT ? "left out" : `${note.textContent}${field.made_up ? "; " : ""}none leaves it out`;
+  note.hidden = note.textContent === "";
 }
 
 function range(slider, field) {
