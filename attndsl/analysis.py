@@ -9,6 +9,7 @@ import torch
 from attndsl.compiled import Compiled
 from attndsl.errors import ArgumentError
 from attndsl.runtime.arguments import joined
+from attndsl.runtime.doubts import doubts_of_call
 from attndsl.runtime.lengths import AskedSizes, call_of_lengths, completed
 from attndsl.runtime.location import WHOLE, Location, Sizes, plain_int, sizes_of_whole
 from attndsl.runtime.parts import localised
@@ -219,16 +220,19 @@ class Analysis(Compiled):
             **sizes_of_whole(whole_sizes),
         )  # fmt: skip
         given, call = joined(captures, named), None
+        doubts: tuple[str, ...] = ()
         lowered = self.variant({**self._defaults, **given})[0].lowered
         if q_len is not None and kv_len is not None:
             sizes = AskedSizes(q_len, kv_len, batch, heads, kv_heads, head_dim)
             lowered, call = self.call_of_mask(given, sizes, location)
+            found = doubts_of_call(lowered.program, call, location)
+            doubts = tuple(f"{each.message}; {each.hint}" for each in found)
             lowered, call = localised(lowered, call)
         elif q_len is not None or kv_len is not None or not location.plain:
             raise ArgumentError("a length is missing", hint="pass both q_len and kv_len")
         asked = Question(
             self._backend, self._checked, device_of(device), (block_m, block_n), head_dim,
-            absent_names(self._optional, {**self._defaults, **given}),
+            absent_names(self._optional, {**self._defaults, **given}), doubts,
         )  # fmt: skip
         return explain(lowered, asked, call)
 

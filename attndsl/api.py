@@ -15,10 +15,11 @@ from attndsl.frontend.declare import Absent, Bound, ParamSpec, TensorSpec
 from attndsl.frontend.imports import expand
 from attndsl.runtime.arguments import joined
 from attndsl.runtime.dispatch import check_backend_name
+from attndsl.runtime.doubts import tell
 from attndsl.runtime.lengths import AskedSizes
 from attndsl.runtime.location import Location, sizes_of_whole
 from attndsl.runtime.parts import localised
-from attndsl.runtime.programs import lowered_at, make_spec
+from attndsl.runtime.programs import lowered_at, make_spec, warnings_at
 from attndsl.runtime.tiles import Verification, verify_call
 from attndsl.scalars import as_number
 from attndsl.settings import read_settings
@@ -42,6 +43,8 @@ class Options:
     backend: str = "auto"
     checked: bool | None = None
     exact: bool = False
+    warns: bool = False
+    """Whether the program and its calls are asked what they hardly can mean: a person wrote it."""
 
 
 class Programs(dict[str, Attention]):
@@ -94,6 +97,11 @@ def compile(  # noqa: A001
         AttnDSLError: All that is wrong with the program; :class:`~attndsl.errors.ProgramErrors`
             where there is more than one error.
 
+    Warns:
+        ProgramWarning: A name that nothing reads, a mask that is the same for all pairs, an empty
+            text. Later calls warn of a shape that looks like (batch, length, heads, dim), and of
+            ``causal()`` with lengths that differ and no offset.
+
     Example:
         >>> import torch, attndsl
         >>> attn = attndsl.compile("causal() and q - kv < window", window=1024)
@@ -111,7 +119,9 @@ def compile(  # noqa: A001
     if not (checked is None or isinstance(checked, bool)):
         raise _no_param("checked", checked)
     given = _names(params, tensors, names)
-    return compile_source(Source(text, name, first_line), given, Options(backend, checked, exact))
+    return compile_source(
+        Source(text, name, first_line), given, Options(backend, checked, exact, True)
+    )
 
 
 def compile_source(
@@ -128,8 +138,10 @@ def compile_source(
     defaults = {key: value for key, value in names.items() if isinstance(value, torch.Tensor)}
     spec = make_spec(source.text, declared, options.exact)
     lowered_at(spec, source, declared)  # All its errors, at their places.
+    if options.warns:
+        tell(warnings_at(spec, source))
     checked = read_settings().checked if options.checked is None else options.checked
-    return Attention(spec, source, options.backend, checked, defaults)
+    return Attention(spec, source, options.backend, checked, defaults, options.warns)
 
 
 def load(
@@ -171,7 +183,7 @@ def load(
             program refuses the call of ``warmup``.
     """
     check_backend_name(backend)
-    options = Options(backend, checked, exact)
+    options = Options(backend, checked, exact, True)
     programs = Programs()
     errors: list[AttnDSLError] = []
     for entry in read_config(path, key):

@@ -17,6 +17,7 @@ from attndsl.runtime.autograd import attend
 from attndsl.runtime.bind import CallOptions, bind
 from attndsl.runtime.dispatch import GENERATED
 from attndsl.runtime.distributed import is_dtensor
+from attndsl.runtime.doubts import doubts_of_call, tell
 from attndsl.runtime.location import WHOLE, Location, plain_int
 from attndsl.runtime.modes import modes_on, seen_by_modes
 from attndsl.runtime.parts import terms_of
@@ -54,17 +55,19 @@ class Attention(Analysis, Views, Introspection):
 
     __slots__ = (
         "_backend", "_checked", "_defaults", "_dims", "_lowered", "_names", "_of_ones", "_optional",
-        "_prepared", "_source", "_spec", "_traced", "_variants",
+        "_prepared", "_source", "_spec", "_traced", "_variants", "_warns",
     )  # fmt: skip
 
     def __init__(
-        self, spec: str, source: Source, backend: str, checked: bool, defaults: dict[str, Any]
-    ) -> None:
+        self, spec: str, source: Source, backend: str, checked: bool, defaults: dict[str, Any],
+        warns: bool = False,
+    ) -> None:  # fmt: skip
         self._spec = spec
         self._source = source
         self._backend = backend
         self._checked = checked
         self._defaults = defaults
+        self._warns = warns
         self._lowered = lowered_program(spec)
         if source.label:
             tell_name(spec, source.label)
@@ -80,7 +83,8 @@ class Attention(Analysis, Views, Introspection):
         self._prepared: dict[Any, tuple[Backend, Call, bool, Values, Terms | None]] = {}
 
     def _like(self, spec: str, defaults: dict[str, Any]) -> Attention:
-        variant = Attention(spec, self._source, self._backend, self._checked, defaults)
+        made = self.made_of._replace(spec=spec, defaults=defaults)
+        variant = Attention(*made)
         variant._optional = ()
         return variant
 
@@ -272,7 +276,7 @@ class Attention(Analysis, Views, Introspection):
                 call = bind(lowered.program, (q, k, v), captures, location, options)
                 terms = None if call.part is None else terms_of(lowered, call)
                 backend, *_ = self._dispatched(call)
-            call = call._replace(signature=Signature(self.name))
+            call = self._questioned(call, location)._replace(signature=Signature(self.name))
             if len(self._prepared) >= _MAX_SIGNATURES:
                 self._prepared.clear()
             # No q.new_empty(0), which a transform of torch.func would make a tensor of its own.
@@ -310,6 +314,12 @@ class Attention(Analysis, Views, Introspection):
         except AttnDSLError as error:  # A context manager would take a microsecond.
             point_into(error, self._source)
             raise
+
+    def _questioned(self, call: Call, location: Location) -> Call:
+        """``call``, which somebody is told of if it is hardly meant so."""
+        if self._warns:
+            tell(doubts_of_call(self._lowered.program, call, location))
+        return call
 
     def _check_has_lse(self) -> None:
         if self._lowered.program.weights is not None:
@@ -469,10 +479,10 @@ class Attention(Analysis, Views, Introspection):
         if self._lowered.program.sink is None:
             return self
         spec = spec_without_sink(self._spec)
-        return Attention(spec, self._source, self._backend, self._checked, self._defaults)
+        return Attention(*self.made_of._replace(spec=spec))
 
 
 def on_reference(attention: Attention) -> Attention:
     """The same program on the reference backend, to which others are held."""
-    kept = attention.made_of._replace(backend="reference", checked=False)
+    kept = attention.made_of._replace(backend="reference", checked=False, warns=False)
     return Attention(*kept)

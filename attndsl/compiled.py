@@ -71,6 +71,8 @@ class Made(NamedTuple):
     checked: bool
     defaults: dict[str, Any]
     """Tensors that captures have unless a call gives others."""
+    warns: bool = False
+    """Whether calls that are hardly meant so are told: somebody wrote the program."""
 
 
 _OPTIONS = tuple(each.name for each in fields(CallOptions))
@@ -86,6 +88,8 @@ class Compiled:
     _backend: str
     _checked: bool
     _defaults: dict[str, Any]
+    _warns: bool
+    """As of :class:`Made`."""
     _lowered: Lowered
     _optional: tuple[str, ...]
     """Captures that calls may leave out."""
@@ -126,7 +130,9 @@ class Compiled:
     @property
     def made_of(self) -> Made:
         """The parts that pickles and :func:`attndsl.join` take."""
-        return Made(self._spec, self._source, self._backend, self._checked, self._defaults)
+        return Made(
+            self._spec, self._source, self._backend, self._checked, self._defaults, self._warns
+        )
 
     def backward(
         self,

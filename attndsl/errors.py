@@ -99,6 +99,14 @@ class ConfigError(AttnDSLError):
     """A configuration file that does not hold programs in the documented form."""
 
 
+class ProgramWarning(AttnDSLError, UserWarning):
+    """What a correct program or call says, and hardly can mean; a warning, with place and hint."""
+
+
+class UnusedWarning(ProgramWarning):
+    """A name of a program that nothing reads."""
+
+
 class LaunchWarning(UserWarning):
     """Kernels are launched in a slower way than usual, since this Triton is not as expected."""
 

@@ -49,6 +49,8 @@ class Question:
     head_dim: int
     absent: tuple[str, ...] = ()
     """Captures that are not there, and that calls may give."""
+    doubts: tuple[str, ...] = ()
+    """What a call of these lengths hardly can mean."""
 
 
 def explain(lowered: Lowered, asked: Question, call: Call | None = None) -> str:
@@ -66,6 +68,7 @@ def explain(lowered: Lowered, asked: Question, call: Call | None = None) -> str:
     rows = [saving(lowered, asked.blocks, call, counts), *_parts(lowered, asked)]
     if call is not None:
         rows += _cost(lowered, call, asked.blocks, counts, refusal)
+    rows += [f"warning      {doubt}" for doubt in asked.doubts]
     return "\n".join(rows)
 
 

@@ -101,7 +101,7 @@ def join(
     spec = make_spec(source.text, {}, options.exact)
     lowered_at(spec, source, {})
     values = _values(made, joined.names)
-    return Attention(spec, source, options.backend, bool(options.checked), values)
+    return Attention(spec, source, options.backend, bool(options.checked), values, True)
 
 
 def _made(number: int, program: object) -> Made:

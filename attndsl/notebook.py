@@ -66,7 +66,9 @@ class Cells:
                 f"{name!r} is no name of a variable" if name else "there is no name", hint=_FORM
             )
         declared = dict(self._binding(binding) for binding in bindings)
-        return name, compile_source(Source(cell, f"%%attn {name}", 2, name), declared, Options())
+        return name, compile_source(
+            Source(cell, f"%%attn {name}", 2, name), declared, Options(warns=True)
+        )
 
     def _binding(self, text: str) -> tuple[str, Any]:
         """The name and the value of ``PARAM=VALUE``."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
-from attndsl.frontend import Absent, read, read_locals
+from attndsl.errors import ProgramWarning
+from attndsl.frontend import Absent, Bound, read, read_locals, read_mask_span, read_unused
 from attndsl.ir import Op
 from attndsl.passes.broadcast import with_ones
 from attndsl.passes.differentiate import differentiate
@@ -13,6 +14,7 @@ from attndsl.passes.lowered import Lowered, contractions_of
 from attndsl.passes.place import place
 from attndsl.passes.simplify import simplify, simplify_derivative, simplify_node
 from attndsl.passes.split_mask import split_mask
+from attndsl.passes.tiles.extent import verdict
 from attndsl.passes.tiles.sparsity import analyse
 from attndsl.serialise import digest
 
@@ -22,10 +24,19 @@ if TYPE_CHECKING:
     from attndsl.frontend import Declared
     from attndsl.ir import Node, Program
     from attndsl.passes.broadcast import Dims
-    from attndsl.source import Source
+    from attndsl.source import Source, Span
 
 
-__all__ = ["Lowered", "Variant", "check", "lower", "lower_program", "names_of", "stages"]
+__all__ = [
+    "Lowered",
+    "Variant",
+    "check",
+    "lower",
+    "lower_program",
+    "names_of",
+    "stages",
+    "warnings_of",
+]
 
 
 class Variant(NamedTuple):
@@ -52,6 +63,34 @@ def check(source: Source, declared: Mapping[str, Declared]) -> None:
     program = read(source, declared)
     split_mask(program)
     _check_variants(source, declared, program)
+
+
+def warnings_of(source: Source, declared: Mapping[str, Declared]) -> tuple[ProgramWarning, ...]:
+    """What a program without errors says and hardly can mean, in the order of the text.
+
+    Args:
+        source: The text.
+        declared: Names that the text need not declare.
+
+    Raises:
+        AttnDSLError: All that is wrong with the program.
+    """
+    found = read_unused(source)
+    program = simplify(split_mask(read(source, declared)))
+    if program.mask is not None and (value := verdict(program.mask)) is not None:
+        # A value may well switch a mask off, but nobody asks for no pairs at all.
+        bound = any(isinstance(given, Bound) for given in declared.values())
+        if not value or not bound:
+            found.append(_of_mask(value, read_mask_span(source)))
+    return tuple(found)
+
+
+def _of_mask(value: bool, span: Span | None) -> ProgramWarning:
+    if value:
+        hint = "remove the mask, or look at its conditions with 'attndsl plot'"
+        return ProgramWarning("the mask is true for all pairs", span, hint)
+    hint = "look at its conditions with 'attndsl plot'; all outputs are 0"
+    return ProgramWarning("the mask is false for all pairs", span, hint)
 
 
 def lower(

@@ -14,7 +14,7 @@ from attndsl import cli
 from attndsl.cli import running
 from attndsl.runtime.cache import KernelCache
 from attndsl.runtime.dispatch import BACKENDS, get_backend
-from attndsl.runtime.programs import lowered_program
+from attndsl.runtime.programs import compiled_program
 
 ROOT = Path(__file__).parents[1]
 GOOD = "mask = causal() and q - kv < 8\n"
@@ -140,7 +140,7 @@ def test_check_as_json(attndsl, write):
     code, out, _ = attndsl("check", "--json", write("good.attn", GOOD))
     assert code == 0
     assert json.loads(out) == {
-        "ok": True, "programs": 1, "errors": [], "descriptions": [], "skipped": [],
+        "ok": True, "programs": 1, "errors": [], "warnings": [], "descriptions": [], "skipped": [],
     }  # fmt: skip
 
 
@@ -454,7 +454,7 @@ def test_cache_commands(attndsl, write, tmp_path, monkeypatch):
 def test_the_cache_is_listed_in_words(attndsl, write, tmp_path, monkeypatch):
     folder = tmp_path / "cache"
     monkeypatch.setenv("ATTNDSL_CACHE_DIR", str(folder))
-    lowered_program.cache_clear()
+    compiled_program.cache_clear()
     get_backend.cache_clear()
     file = write("a.attn", "# near\nparam w: int\nmask = q >= kv and q - kv < w\n")
     code, _, err = attndsl(

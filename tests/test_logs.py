@@ -15,7 +15,7 @@ import attndsl
 from attndsl import logs
 from attndsl.backends.triton import tiles
 from attndsl.runtime.dispatch import get_backend
-from attndsl.runtime.programs import lowered_program
+from attndsl.runtime.programs import compiled_program
 
 CONFIGS = tiles.INTERPRETED
 TEXT = "tensor doc[batch, kv_len]: int\nmask = q >= kv and doc[b, q] == doc[b, kv]"
@@ -27,7 +27,7 @@ def told(caplog):
 
     def listen(level, action):
         logs.tell_once.cache_clear()
-        lowered_program.cache_clear()
+        compiled_program.cache_clear()
         caplog.clear()
         with caplog.at_level(level, "attndsl"):
             action()

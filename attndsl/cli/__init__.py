@@ -180,15 +180,16 @@ def check(
         Format | None, typer.Option("--format", help="What to print; text if not given.")
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="As --format json.")] = False,
+    strict: Annotated[bool, typer.Option("--strict", help="Exit with 1 for warnings too.")] = False,
 ) -> None:
-    """Report all errors of programs."""
+    """Report all errors of programs, and what they hardly can mean."""
     from .checking import check as work
     from .inputs import read_declarations
 
     if json and form not in (None, Format.JSON):
         raise UsageError(f"--json and --format {form} are both given", hint="keep one of them")
     chosen = Format.JSON if json else form or Format.TEXT
-    raise typer.Exit(work(paths, read_declarations(param, tensor), chosen, key))
+    raise typer.Exit(work(paths, read_declarations(param, tensor), chosen, key, strict))
 
 
 @app.command()

@@ -1,4 +1,7 @@
-"""``attndsl check``: all the errors of programs, in several formats. Never imports torch."""
+"""``attndsl check``: all errors and warnings of programs, in several formats.
+
+Never imports torch.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +9,9 @@ import json
 from typing import TYPE_CHECKING, Any
 
 from attndsl.config import PROGRAM_SUFFIX, SUFFIXES
-from attndsl.errors import AttnDSLError, flatten, render
+from attndsl.errors import AttnDSLError, ProgramWarning, flatten, render
 from attndsl.pipeline import check as check_program
+from attndsl.pipeline import warnings_of
 
 from .folders import find_files, tell_skipped
 from .formats import Format, github_line
@@ -27,17 +31,19 @@ def check(
     declared: Mapping[str, Declared],
     form: Format,
     key: str | None = None,
+    strict: bool = False,
 ) -> int:
-    """Check all programs that ``arguments`` stand for and print the errors.
+    """Check all programs that ``arguments`` stand for and print the errors and the warnings.
 
     Args:
         arguments: Files, folders and patterns.
         declared: What the command line declares.
         form: How to print.
         key: Where programs stand in configurations.
+        strict: Whether warnings count as errors do.
 
     Returns:
-        1 if there are errors, otherwise 0.
+        1 if there is something that counts, otherwise 0.
 
     Raises:
         UsageError: An argument stands for no file.
@@ -53,20 +59,44 @@ def check(
             continue
         for program in programs:
             checked.append((file, program))
+            given = program.declared(declared)
             try:
-                check_program(program.source, program.declared(declared))
+                check_program(program.source, given)
+                found += [(file, each) for each in warnings_of(program.source, given)]
             except AttnDSLError as error:
                 found += [(file, each) for each in flatten(error)]
+    warned = sum(_is_warning(each) for _, each in found)
+    wrong = len(found) - warned
     if form is Format.JSON:
         _print_json(checked, found, files.skipped)
     else:
         tell_skipped(files.skipped)
         for file, problem in found:
-            github = form is Format.GITHUB
-            print(github_line(file, describe(file, problem)) if github else render(problem) + "\n")
-        wrong = f"{len(found)} error{'s' * (len(found) != 1)}" if found else "no errors"
-        print(f"{len(checked)} program{'s' * (len(checked) != 1)}: {wrong}")
-    return 1 if found else 0
+            print(_line(file, problem) if form is Format.GITHUB else _shown(problem) + "\n")
+        said = [_counted(wrong, "error") if wrong else "no errors"]
+        said += [_counted(warned, "warning")] if warned else []
+        print(f"{_counted(len(checked), 'program')}: {', '.join(said)}")
+    return 1 if wrong or (strict and warned) else 0
+
+
+def _is_warning(problem: AttnDSLError) -> bool:
+    return isinstance(problem, ProgramWarning)
+
+
+def _counted(count: int, noun: str) -> str:
+    return f"{count} {noun}{'s' * (count != 1)}"
+
+
+def _shown(problem: AttnDSLError) -> str:
+    if not _is_warning(problem):
+        return render(problem)
+    named = type(problem)(f"warning: {problem.message}", problem.span, problem.hint)
+    return render(named)
+
+
+def _line(file: str, problem: AttnDSLError) -> str:
+    level = "warning" if _is_warning(problem) else "error"
+    return github_line(file, describe(file, problem), level)
 
 
 def _print_json(
@@ -76,9 +106,10 @@ def _print_json(
 ) -> None:
     described = [(file, each) for file, each in checked if each.description is not None]
     whole = {
-        "ok": not found,
+        "ok": all(_is_warning(each) for _, each in found),
         "programs": len(checked),
-        "errors": [describe(file, each) for file, each in found],
+        "errors": [describe(file, each) for file, each in found if not _is_warning(each)],
+        "warnings": [describe(file, each) for file, each in found if _is_warning(each)],
         "descriptions": [
             {"file": file, "name": each.name, "description": each.description}
             for file, each in described

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from attndsl.api import compile as compile_program
+from attndsl.api import Options, compile_source
 from attndsl.runtime.programs import make_spec
+from attndsl.source import Source
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -23,7 +24,7 @@ _NAME = "<traced>"
 @lru_cache(maxsize=512)
 def compiled(text: str, backend: str) -> Attention:
     """The compiled program of ``text``."""
-    return compile_program(text, backend=backend, name=_NAME)
+    return compile_source(Source(text, _NAME), {}, Options(backend))
 
 
 def spec_of(text: str) -> str:

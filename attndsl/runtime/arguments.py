@@ -280,8 +280,20 @@ def bind_dims(
                 raise ShapeError(
                     f"{decl.name} has shape {tuple(shape)}, and its dim {number} is declared as "
                     f"{_dim_text(dim)}, which is {wanted} in this call",
-                    hint=f"pass {decl.name} with {wanted} elements along dim {number}",
+                    hint=f"pass {decl.name} with {wanted} elements along dim {number}"
+                    + _swapped(str(dim.value), size, sizes),
                 )
+
+
+_SWAPPED = {"q_len": "heads", "kv_len": "kv_heads", "heads": "q_len", "kv_heads": "kv_len"}
+
+
+def _swapped(dim: str, size: int, sizes: Mapping[str, int]) -> str:
+    """The end of a hint where ``size`` fits once heads and lengths change places."""
+    other = _SWAPPED.get(dim)
+    if other is None or sizes.get(other) != size:
+        return ""
+    return "; if q, k and v are (batch, length, heads, dim), pass each one's transpose(1, 2)"
 
 
 def check_rows(program: Program, tensors: Mapping[str, torch.Tensor]) -> None:

@@ -18,14 +18,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from attndsl.backends.base import SHORT_FORM, About, Written
 from attndsl.backends.key import source_fingerprint, version_of
-from attndsl.errors import AttnDSLError
+from attndsl.errors import AttnDSLError, ProgramWarning, UnusedWarning
 from attndsl.frontend.declare import Absent, Bound, ParamSpec, TensorSpec
 from attndsl.logs import LOG
 from attndsl.passes.print_ir import short_form
-from attndsl.pipeline import Lowered, Variant, lower, names_of
+from attndsl.pipeline import Lowered, Variant, lower, names_of, warnings_of
 from attndsl.serialise import SerialiseError, lowered_from_json, lowered_to_json
 from attndsl.settings import read_settings
-from attndsl.source import Source, shorten
+from attndsl.source import Source, Span, shorten
 
 from .cache import KernelCache
 
@@ -152,12 +152,50 @@ def pointing_into(source: Source) -> Iterator[None]:
         raise
 
 
-@lru_cache(maxsize=1024)
 def lowered_program(spec: str) -> Lowered:
     """What backends get of ``spec``.
 
     Raises:
         AttnDSLError: All that is wrong with the program.
+    """
+    return compiled_program(spec).lowered
+
+
+def warnings_at(spec: str, source: Source) -> list[ProgramWarning]:
+    """What the program of ``spec`` says and hardly can mean.
+
+    Args:
+        spec: A program without errors.
+        source: Its text, where warnings are to point.
+    """
+    found = []
+    for kind, message, hint, start, end in compiled_program(spec).warnings:
+        text = Source(read_spec(spec).text)
+        span = None if start is None or end is None else Span(text, start, end).within(source)
+        warning = UnusedWarning if kind == UnusedWarning.__name__ else ProgramWarning
+        # An imported file may have more than this program uses.
+        if kind != UnusedWarning.__name__ or span is None or span.source.name == source.name:
+            found.append(warning(message, span, hint))
+    return found
+
+
+Row = tuple[str, str, str | None, int | None, int | None]
+
+
+class CompiledProgram(NamedTuple):
+    """What a process keeps of a spec."""
+
+    lowered: Lowered
+    warnings: tuple[Row, ...]
+    """Class, message, hint, and the place in the spec's text of each."""
+
+
+@lru_cache(maxsize=1024)
+def compiled_program(spec: str) -> CompiledProgram:
+    """The program of ``spec`` and its warnings.
+
+    Raises:
+        AttnDSLError: What is wrong with the program.
     """
     parts = read_spec(spec)
     cache = default_cache()
@@ -165,11 +203,17 @@ def lowered_program(spec: str) -> Lowered:
     entry = cache.load(key)
     if entry is not None:
         try:
-            return lowered_from_json(entry.meta["lowered"], parts.text)
-        except (SerialiseError, KeyError):
+            lowered = lowered_from_json(entry.meta["lowered"], parts.text)
+            rows: Any = entry.meta["warnings"]
+            return CompiledProgram(lowered, tuple((a, b, c, d, e) for a, b, c, d, e in rows))
+        except (SerialiseError, KeyError, TypeError, ValueError):
             pass  # Of another version of this package, or damaged: it is written again below.
     begin = time.perf_counter()
-    lowered = lower(Source(parts.text), parts.declared, parts.exact, parts.variant)
+    source = Source(parts.text)
+    lowered = lower(source, parts.declared, parts.exact, parts.variant)
+    # Variants are programs that calls ask for, and nobody has written.
+    whole = parts.variant == Variant()
+    found = [_row(each) for each in warnings_of(source, parts.declared)] if whole else []
     bound = ", ".join(f"{name} = {value!r}" for name, value in bound_numbers(spec).items())
     words = shorten(parts.text, SHORT_FORM) + (f"  # {bound}" if bound else "")
     about = About(text=words[: 2 * SHORT_FORM], program=lowered.digest)
@@ -177,6 +221,7 @@ def lowered_program(spec: str) -> Lowered:
         "kind": "program",
         "about": about.to_json(),
         "lowered": lowered_to_json(lowered, parts.text),
+        "warnings": found,
     }
     cache.save(key, "", meta)
     if LOG.isEnabledFor(logging.DEBUG):
@@ -184,7 +229,12 @@ def lowered_program(spec: str) -> Lowered:
         LOG.debug(
             "compiled program %s in %.1f ms: %s", lowered.digest[:12], ms, short_form(lowered)
         )
-    return lowered
+    return CompiledProgram(lowered, tuple(found))
+
+
+def _row(found: ProgramWarning) -> Row:
+    place = (None, None) if found.span is None else (found.span.start, found.span.end)
+    return type(found).__name__, found.message, found.hint, *place
 
 
 def default_cache() -> KernelCache:

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from attndsl.api import compile as compile_program
+from attndsl.api import Options, compile_source
+from attndsl.source import Source
 
 if TYPE_CHECKING:
     from attndsl.attention import Attention
@@ -74,4 +75,4 @@ def program_text(reach: str, captures: Key, dropout: bool) -> str:
 @lru_cache(maxsize=1024)
 def program(reach: str, captures: Key, dropout: bool) -> Attention:
     """The compiled program; see :func:`program_text`."""
-    return compile_program(program_text(reach, captures, dropout))
+    return compile_source(Source(program_text(reach, captures, dropout)), {}, Options())

@@ -1,0 +1,93 @@
+"""Warnings about programs and calls that are correct and hardly meant so.
+
+Python's ``warnings`` prints each of them once for a place in the caller's code.
+
+Non-goals: errors; calls in graphs, which are traced and not made.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import warnings
+from dataclasses import fields
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from attndsl.errors import ProgramWarning
+from attndsl.ir import Op, node, var
+
+from .location import Location
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from attndsl.backends.base import Call
+    from attndsl.ir import Node, Program
+
+_ROOT = Path(__file__).parents[1]
+_FOLDERS = (f"{_ROOT}{os.sep}", f"{_ROOT.parent / 'backends'}{os.sep}")
+"""Where the package's own code lies, also in a checkout."""
+_NOWHERE = {each.name: each.default for each in fields(Location)}
+"""Where a call lies that does not say so."""
+_MANY_HEADS = 256
+"""More heads than models have."""
+
+
+def tell(found: Iterable[ProgramWarning]) -> None:
+    """Warn of ``found`` at the line of the caller that is not of this package."""
+    for warning in found:
+        warnings.warn(warning, stacklevel=_level())
+
+
+def _level() -> int:
+    """The ``stacklevel`` of :func:`tell`'s caller that lies outside of the package."""
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_FOLDERS):
+        level, frame = level + 1, frame.f_back
+    return level
+
+
+def doubts_of_call(program: Program, call: Call, location: Location) -> Iterator[ProgramWarning]:
+    """What a call is given and hardly can mean.
+
+    Args:
+        program: What is called.
+        call: The checked call.
+        location: Where it says that it lies.
+    """
+    heads, q_len, kv_len = call.q.shape[1], call.q.shape[2], call.k.shape[2]
+    if heads > _MANY_HEADS and q_len < heads:
+        yield ProgramWarning(
+            f"q has {heads} heads and {q_len} rows: its shape looks like (batch, length, heads, "
+            "dim)",
+            hint="pass (batch, heads, length, dim): q.transpose(1, 2), which copies nothing",
+        )
+        return
+    placed = any(getattr(location, name) is not value for name, value in _NOWHERE.items())
+    if q_len == kv_len or placed or not _is_causal(program.mask):
+        return
+    unseen = "" if q_len > kv_len else f", and no row sees the last {kv_len - q_len}"
+    yield ProgramWarning(
+        f"the mask is causal, and a call of {q_len} rows and {kv_len} keys has no offset: row 0 "
+        f"sees key 0 alone{unseen}",
+        hint=f"pass q_offset={kv_len - q_len} if the rows are the last ones, or write "
+        "causal_lower_right()"
+        if q_len < kv_len
+        else "pass q_offset or kv_offset, the positions of the first row and the first key",
+    )
+
+
+_CAUSAL = node(Op.LE, var("kv"), var("q"))
+
+
+def _is_causal(mask: Node | None) -> bool:
+    """Whether a pair must have ``kv <= q``, in the words of ``causal()``, to be live."""
+    ahead = [] if mask is None else [mask]
+    while ahead:
+        condition = ahead.pop()
+        if condition is _CAUSAL:
+            return True
+        if condition.op is Op.AND:
+            ahead += condition.args
+    return False
