@@ -10,7 +10,13 @@ import torch
 
 from attndsl.attention import Attention
 from attndsl.config import read_config
-from attndsl.errors import ArgumentError, AttnDSLError, ProgramErrors, flatten
+from attndsl.errors import (
+    ArgumentError,
+    AttnDSLError,
+    ProgramErrors,
+    UnsupportedError,
+    flatten,
+)
 from attndsl.frontend.declare import Absent, Bound, ParamSpec, TensorSpec
 from attndsl.frontend.imports import expand
 from attndsl.runtime.arguments import joined
@@ -109,6 +115,11 @@ def compile(  # noqa: A001
         >>> attn(q, k, v).shape
         torch.Size([1, 2, 16, 8])
     """
+    if torch.compiler.is_dynamo_compiling():
+        return _compiled_in_graph(
+            {"text": text, "backend": backend, "name": name, "checked": checked, "exact": exact,
+             "first_line": first_line, "params": params, "tensors": tensors, "names": names}
+        )  # fmt: skip
     if not isinstance(text, str):
         raise ArgumentError(
             f"the program is a {type(text).__name__}", hint="pass the program's text"
@@ -122,6 +133,35 @@ def compile(  # noqa: A001
     return compile_source(
         Source(text, name, first_line), given, Options(backend, checked, exact, True)
     )
+
+
+def _compiled_in_graph(arguments: dict[str, Any]) -> Attention:
+    """What :func:`compile` gives of constants of a graph of ``torch.compile``.
+
+    Raises:
+        UnsupportedError: A tensor is among them.
+    """
+    from attndsl.runtime.graph import KEPT, constant, keep  # Imports torch.compile.
+
+    constants = dict(arguments)
+    for argument in ("names", "params", "tensors"):
+        given = arguments[argument] or {}
+        for key, value in given.items():
+            if isinstance(value, torch.Tensor):
+                raise UnsupportedError(
+                    f"graphs of torch.compile compile no program that keeps a tensor, and {key} is "
+                    "one",
+                    hint=f"declare it in the text, as 'tensor {key}[...]: float', and give it to "
+                    "the call",
+                )
+        constants[argument] = {key: constant(value) for key, value in given.items()}
+    found: Attention = getattr(KEPT, keep(_compile, constants))
+    return found
+
+
+def _compile(names: Mapping[str, Any], **arguments: Any) -> Attention:
+    """:func:`compile`, whose keywords may be called like its arguments."""
+    return compile(**arguments, **names)
 
 
 def compile_source(

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn.attention.flex_attention import BlockMask as TorchBlockMask
+from torch.nn.attention.flex_attention import create_block_mask as torch_blocks
 
 from attndsl.errors import ArgumentError, UnsupportedError
 from attndsl.passes.tiles.plan import EMPTY, FORWARD, FULL, PARTIAL
@@ -160,11 +161,22 @@ def create_block_mask(
         compute_dq_write_order: For torch's FLASH backend only, and refused.
         dq_kv_order: The order of that.
 
+    Within a graph of ``torch.compile`` torch's own function finds the blocks, by all pairs. Calls
+    of :func:`flex_attention` go by ``mask_mod`` and leave them to the compiler, which drops them.
+
     Raises:
         TraceError: The function cannot be traced.
         ArgumentError: A size that cannot be.
         UnsupportedError: ``compute_dq_write_order`` is asked for.
     """
+    if torch.compiler.is_dynamo_compiling() and not compute_dq_write_order:
+        # Dynamo follows torch's function. Calls go by the mask, so compilers drop the blocks.
+        more = {} if separate_full_blocks else {"separate_full_blocks": False}  # Of newer torch.
+        blocks = _adopt(
+            torch_blocks(mask_mod, B, H, Q_LEN, KV_LEN, _device(device), BLOCK_SIZE, **more)
+        )
+        blocks.by_mask, blocks.varies = True, (B is not None, H is not None)
+        return blocks
     batch, heads = (1 if size is None else number_of(size) for size in (B, H))
     made: BlockMask = _CREATE(
         mask_mod, batch, heads, number_of(Q_LEN), number_of(KV_LEN), device, BLOCK_SIZE,
@@ -190,9 +202,7 @@ def _create(
             "create_block_mask got a function of 5 arguments",
             "pass a mask_mod, a function of (b, h, q_idx, kv_idx)",
         )
-    if device is None:
-        device = torch.accelerator.current_accelerator() or "cpu"
-    device = torch.device(device)
+    device = _device(device)
     sizes = tuple(block_size) if isinstance(block_size, tuple | list) else (block_size,) * 2
     if len(sizes) != 2 or not all(isinstance(size, int) and size > 0 for size in sizes):
         raise ArgumentError(
@@ -236,9 +246,13 @@ def _create(
     return made
 
 
+def _device(given: torch.device | str | None) -> torch.device:
+    """Where the captured tensors are."""
+    return torch.device(given or torch.accelerator.current_accelerator() or "cpu")
+
+
 _REASON = (
-    "attndsl.flex.create_block_mask reads the function's Python: call it before the graph and pass "
-    "the block mask in"
+    "attndsl.flex.create_block_mask with compute_dq_write_order is refused: drop that argument"
 )
 _CREATE: Any = torch.compiler.disable(_create, reason=_REASON)  # type: ignore[no-untyped-call]
 

@@ -88,19 +88,55 @@ def trace(
         device: What ``score.device`` is to them.
 
     Returns:
-        The program, with the tensors and 0-d tensors that the functions capture.
+        The program, with the tensors and 0-d tensors that the functions capture. A graph of
+        ``torch.compile`` keeps it, and the numbers of closures in it.
 
     Raises:
-        TraceError: What a function does cannot be said of one pair; names its file and line.
+        TraceError: What a function does cannot be said of one pair; names its file and line. Or, in
+            a graph, a function captures a tensor.
 
     Example:
         >>> import attndsl
         >>> print(attndsl.trace(lambda b, h, q_idx, kv_idx: q_idx >= kv_idx), end="")
         mask = kv <= q
     """
+    if torch.compiler.is_dynamo_compiling():
+        from attndsl.runtime.graph import KEPT, keep  # Imports torch.compile.
+
+        given = {"score_mod": score_mod, "mask_mod": mask_mod, "dtype": dtype, "device": device}
+        found: Trace = getattr(KEPT, keep(_trace_in_graph, given))
+        return found
     if score_mod is not None and mask_mod is None and arguments_of(score_mod) == 4:
         score_mod, mask_mod = None, score_mod
     return trace_mods(score_mod, mask_mod, dtype, torch.device(device), {}, (), None)
+
+
+def _trace_in_graph(
+    score_mod: Mod | None, mask_mod: Mod | None, dtype: torch.dtype, device: torch.device | str
+) -> Trace:
+    """The trace of functions that are the same in each run of a graph of ``torch.compile``.
+
+    Raises:
+        TraceError: A function reads what may change from run to run, which no guard would see.
+    """
+    for mod in (score_mod, mask_mod):
+        if mod is None:
+            continue
+        found = reach(mod)
+        own = [cell.cell_contents for cell in getattr(mod, "__closure__", None) or ()]
+        numbers = sum(isinstance(x, int | float) and not isinstance(x, bool) for x in own)
+        changing = "a tensor" if found.tensors else "an object" if found.opaque else ""
+        if len(found.numbers) > numbers:
+            changing = changing or "a number of a module, a default or another function"
+        if changing:
+            raise refusal_at(
+                getattr(mod, "__code__", None),
+                f"within a graph of torch.compile, trace got a function that reads {changing}, "
+                "which the graph would keep",
+                "trace it before the graph, or give it to attndsl.flex.flex_attention, which "
+                "graphs follow",
+            )
+    return trace(score_mod, mask_mod, dtype=dtype, device=device)
 
 
 def arguments_of(function: Mod) -> int:

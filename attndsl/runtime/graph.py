@@ -5,6 +5,7 @@ Apart from eager calls, since it needs parts of torch that take seconds to impor
 
 from __future__ import annotations
 
+import hashlib
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,7 +20,7 @@ from .higher import is_transformed
 from .operator import operands, through_operator
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from attndsl.backends.base import Call, Wants
 
@@ -96,6 +97,40 @@ def keep_variant(attention: Any, absent: tuple[str, ...], ones: tuple[tuple[str,
     key = f"{absent} {ones}".encode().hex()
     name = f"of_{key}"
     setattr(attention._traced, name, attention._variant(absent, ones))
+    return name
+
+
+class Kept:
+    """What is made while graphs are made, as attributes, so that graphs depend on each alone."""
+
+
+KEPT = Kept()
+
+
+def constant(value: Any) -> Any:
+    """``value``; a number that varies from run to run is a constant of each graph then."""
+    is_number = isinstance(value, int | float | torch.SymInt | torch.SymFloat)
+    is_open = is_number and not isinstance(value, bool)
+    return symbolic_shapes.guard_scalar(value) if is_open else value
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def keep(make: Callable[..., object], arguments: Mapping[str, object]) -> str:
+    """Make an object of constants of a graph; the name under which :data:`KEPT` has it.
+
+    This runs while a graph is made, and no graph holds it. Dynamo cannot follow the compiler, and
+    need not: the object is the same in each run.
+
+    Args:
+        make: Takes ``arguments``.
+        arguments: By name, all known when the graph is made.
+    """
+    key = repr((make.__qualname__, sorted(arguments.items(), key=lambda item: item[0])))
+    name = f"of_{hashlib.sha256(key.encode()).hexdigest()}"
+    if any(map(callable, arguments.values())):
+        name += f"_{len(vars(KEPT))}"  # Another function may be what a name in its text means.
+    if not hasattr(KEPT, name):
+        setattr(KEPT, name, make(**arguments))
     return name
 
 
