@@ -392,6 +392,24 @@ def bound_call(
         return call, own._dispatched(call)[0].name
 
 
+def located_call(
+    attention: Compiled, operands: tuple[torch.Tensor, ...], arguments: Mapping[str, Any]
+) -> tuple[Lowered, Call]:
+    """What a backend gets of a call that is not made.
+
+    Args:
+        attention: What would be called.
+        operands: q, k and v.
+        arguments: Captures and options of the call.
+
+    Raises:
+        AttnDSLError: The call would be refused.
+    """
+    q, k, v = operands
+    own, arguments = attention._of_call(q, k, dict(arguments))
+    return localised(own.lowered, own._bound(q, k, v, arguments))
+
+
 def taken(arguments: dict[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
     """Takes those of ``names`` out of ``arguments``; None stands for the default."""
     found = {name: arguments.pop(name) for name in names if name in arguments}

@@ -27,6 +27,7 @@ from attndsl.serialise import SerialiseError, lowered_from_json, lowered_to_json
 from attndsl.settings import read_settings
 from attndsl.source import Source, shorten
 
+from .bundled import BundledCache
 from .cache import KernelCache
 
 if TYPE_CHECKING:
@@ -170,15 +171,7 @@ def lowered_program(spec: str) -> Lowered:
             pass  # Of another version of this package, or damaged: it is written again below.
     begin = time.perf_counter()
     lowered = lower(Source(parts.text), parts.declared, parts.exact, parts.variant)
-    bound = ", ".join(f"{name} = {value!r}" for name, value in bound_numbers(spec).items())
-    words = shorten(parts.text, SHORT_FORM) + (f"  # {bound}" if bound else "")
-    about = About(text=words[: 2 * SHORT_FORM], program=lowered.digest)
-    meta = {
-        "kind": "program",
-        "about": about.to_json(),
-        "lowered": lowered_to_json(lowered, parts.text),
-    }
-    cache.save(key, "", meta)
+    cache.save(key, "", _program_meta(spec, lowered))
     if LOG.isEnabledFor(logging.DEBUG):
         ms = (time.perf_counter() - begin) * 1e3
         LOG.debug(
@@ -187,15 +180,36 @@ def lowered_program(spec: str) -> Lowered:
     return lowered
 
 
-def default_cache() -> KernelCache:
-    """The cache that the environment names; one object for each folder."""
+def program_entry(spec: str) -> tuple[str, dict[str, Any]]:
+    """The key and the content of the entry that keeps the program of ``spec``.
+
+    Raises:
+        AttnDSLError: All that is wrong with the program.
+    """
+    return _disk_key(spec), _program_meta(spec, lowered_program(spec))
+
+
+def _program_meta(spec: str, lowered: Lowered) -> dict[str, Any]:
+    text = read_spec(spec).text
+    bound = ", ".join(f"{name} = {value!r}" for name, value in bound_numbers(spec).items())
+    words = shorten(text, SHORT_FORM) + (f"  # {bound}" if bound else "")
+    about = About(text=words[: 2 * SHORT_FORM], program=lowered.digest)
+    return {
+        "kind": "program",
+        "about": about.to_json(),
+        "lowered": lowered_to_json(lowered, text),
+    }
+
+
+def default_cache() -> BundledCache:
+    """The cache that the environment names, and bundles; one object for each folder."""
     settings = read_settings()
     return _cache_at(settings.cache_dir, settings.cache_bytes, settings.cache)
 
 
 @lru_cache(maxsize=16)
-def _cache_at(folder: Path, limit: int, enabled: bool) -> KernelCache:
-    return KernelCache(folder, limit, enabled)
+def _cache_at(folder: Path, limit: int, enabled: bool) -> BundledCache:
+    return BundledCache(KernelCache(folder, limit, enabled))
 
 
 def _disk_key(spec: str) -> str:

@@ -434,7 +434,6 @@ def _key(job: Job, family: str, kind: str, machine: Machine) -> str:
         facts=repr(job.facts),
         options=f"precision={precision}",
         target=machine.name,
-        torch=torch.__version__,
         triton=triton.__version__,
         attndsl=version_of("attndsl"),
         fingerprint=source_fingerprint(),
