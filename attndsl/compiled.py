@@ -23,9 +23,9 @@ from attndsl.runtime.backward import (
     wants_for,
 )
 from attndsl.runtime.bind import CallOptions, bind
-from attndsl.runtime.dispatch import backend_of, tell_choice
+from attndsl.runtime.dispatch import backend_of, get_backend, tell_choice
 from attndsl.runtime.location import LOCATION, WHOLE, Location
-from attndsl.runtime.modes import seen_by_modes
+from attndsl.runtime.modes import ThroughOperators, seen_by_modes
 from attndsl.runtime.operator import Request
 from attndsl.runtime.parts import gradients_of_wholes, localised
 from attndsl.runtime.probability import check_probability
@@ -74,6 +74,7 @@ class Made(NamedTuple):
 
 _OPTIONS = tuple(each.name for each in fields(CallOptions))
 _MAX_VARIANTS = 1024
+_EXPORT = "use torch.export, whose programs serve all lengths: see docs/deployment.md"
 
 
 class Compiled:
@@ -117,6 +118,21 @@ class Compiled:
     def lowered(self) -> Lowered:
         """The program as backends get it, with all its captures."""
         return self._lowered
+
+    @property
+    def _torchscript_modifier(self) -> None:
+        """What ``torch.jit.script`` asks of what it meets in a function that it compiles.
+
+        Raises:
+            UnsupportedError: Always.
+        """
+        raise UnsupportedError(
+            "torch.jit.script compiles Python's text, and a program is none", hint=_EXPORT
+        )
+
+    def __prepare_scriptable__(self) -> None:
+        """As :attr:`_torchscript_modifier`, for a program that is compiled itself."""
+        return self._torchscript_modifier
 
     @property
     def made_of(self) -> Made:
@@ -263,7 +279,11 @@ class Compiled:
         Raises:
             AttnDSLError: It cannot run; tiles are wrong, where these are to be checked.
         """
+        given = call
         lowered, call = localised(self._lowered, call)
+        if call.q.device.type == "meta":  # Operators know shapes, and backends values.
+            shapes = ThroughOperators(get_backend("reference"), self._request, given)
+            return shapes, lowered, call
         backend, reason = backend_of(
             lowered, self._backend, call.q.device, self._checked, call.q.dtype
         )
@@ -272,6 +292,12 @@ class Compiled:
         backend.check(lowered, call)
         tell_choice(self.name, call, backend, reason)
         verify_if_asked(lowered, call)
+        if torch._C._get_tracing_state() is not None:
+            raise UnsupportedError(
+                "torch.jit.trace would record the operations of these lengths, and be wrong at "
+                "others",
+                hint=_EXPORT,
+            )
         return backend, lowered, call
 
     def _given(self, captures: Captures | None, named: Captures) -> dict[str, Any]:

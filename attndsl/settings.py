@@ -118,7 +118,7 @@ def _check_digest(text: str) -> None:
     if not _DIGEST.fullmatch(text):
         raise ConfigError(
             f"{text[:80]!r} is no digest of a bundle",
-            hint="write the 64 letters and digits that attndsl build prints: /path/to/bundle@DIGEST",
+            hint="write the 64 letters and digits that attndsl build prints: /path/bundle@DIGEST",
         )
 
 

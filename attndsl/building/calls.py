@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from attndsl.errors import ArgumentError
 from attndsl.ir import DType
 from attndsl.made_up import make_captures
 from attndsl.runtime.variants import optional_names
@@ -89,7 +88,7 @@ def examples(attention: Attention, asked: Asked) -> Iterator[Example]:
     """The calls of one program that ``asked`` means.
 
     Raises:
-        ArgumentError: A program cannot be called like that.
+        ArgumentError: No captures can be made for the lengths.
     """
     for dtype in asked.dtypes:
         for dim in asked.head_dims:
@@ -139,33 +138,17 @@ def _with_gradients(
     captures: dict[str, Any],
 ) -> Iterator[Example]:
     program = attention.lowered.program
-    names = _floats(program)
-    sets = (names, ()) if asked.learned is None else (_present(program, asked.learned, names),)
+    names = float_names(program)
+    own = names if asked.learned is None else tuple(x for x in names if x in asked.learned)
+    sets = (own, ()) if asked.learned is None else (own,)
     has_lse = program.weights is None
     for wanted in dict.fromkeys(sets):
         leaves = tuple(x.detach().requires_grad_() for x in operands)
-        own = {name: _leaf(captures[name]) for name in wanted}
+        given = {name: _leaf(captures[name]) for name in wanted}
         for return_lse in (False, True)[: 1 + has_lse]:
-            arguments = options | {"captures": captures | own}
+            arguments = options | {"captures": captures | given}
             q, k, v = leaves
-            yield Example(attention, (q, k, v), arguments, (*leaves, *own.values()), return_lse)
-
-
-def _present(
-    program: Program, learned: tuple[str, ...], floats: tuple[str, ...]
-) -> tuple[str, ...]:
-    """Those of ``learned`` that the program has.
-
-    Raises:
-        ArgumentError: One of them has no gradient.
-    """
-    known = {x.name for x in (*program.tensors, *program.params)}
-    wrong = [name for name in learned if name in known and name not in floats]
-    if wrong:
-        raise ArgumentError(
-            f"{wrong[0]} has no gradient, since it is no float", hint="leave it out of --learned"
-        )
-    return tuple(name for name in floats if name in learned)
+            yield Example(attention, (q, k, v), arguments, (*leaves, *given.values()), return_lse)
 
 
 def _leaf(value: Any) -> torch.Tensor:
@@ -175,17 +158,16 @@ def _leaf(value: Any) -> torch.Tensor:
 
 def _names(attention: Attention) -> list[str]:
     program = attention.lowered.program
-    return [x.name for x in (*program.tensors, *program.params)]
+    return [*(x.name for x in program.tensors), *(x.name for x in program.params)]
 
 
-def _floats(program: Program) -> tuple[str, ...]:
-    found = (*program.tensors, *program.params)
-    return tuple(x.name for x in found if x.dtype is DType.FLOAT)
+def float_names(program: Program) -> tuple[str, ...]:
+    """The captures that may have gradients."""
+    kinds = {x.name: x.dtype for x in program.tensors} | {x.name: x.dtype for x in program.params}
+    return tuple(name for name, kind in kinds.items() if kind is DType.FLOAT)
 
 
-def _captures(
-    program: Program, asked: Asked, q: torch.Tensor, k: torch.Tensor
-) -> dict[str, Any]:
+def _captures(program: Program, asked: Asked, q: torch.Tensor, k: torch.Tensor) -> dict[str, Any]:
     """Values of the program's captures, of the dtypes that are asked for."""
     sizes = {
         "batch": q.shape[0], "heads": q.shape[1], "kv_heads": k.shape[1], "q_len": q.shape[2],
@@ -194,17 +176,8 @@ def _captures(
     found: dict[str, Any] = {}
     for param in program.params:
         found[param.name] = _NUMBERS[param.dtype] if param.default is None else param.default
-    known = {name: value for name, value in asked.captures.items()}
     for name, tensor in make_captures(program, sizes, "cpu", torch.Generator()).items():
-        kind = known.get(name, tensor.dtype)
-        if kind.is_floating_point != tensor.dtype.is_floating_point:
-            raise ArgumentError(
-                f"{name} is declared as {'float' if tensor.is_floating_point() else 'int or bool'}, "
-                f"and --capture gives it {kind}",
-                hint=f"write a dtype of its own kind: --capture {name}="
-                + ("bf16" if tensor.is_floating_point() else "int64"),
-            )
-        found[name] = tensor.to(kind)
+        found[name] = tensor.to(asked.captures.get(name, tensor.dtype))
     return found
 
 

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import triton
 
-from attndsl.backends.base import About
 from attndsl.backends.kernels.absent import DRIVER
 from attndsl.backends.key import source_fingerprint, version_of
 from attndsl.errors import ConfigError
@@ -21,6 +20,8 @@ from attndsl.runtime.bundles import FORMAT, MANIFEST, Versions, python_suffix
 from attndsl.runtime.cache import described_entry, entry_text
 
 if TYPE_CHECKING:
+    from attndsl.backends.base import About
+
     from .build import Built
 
 
@@ -69,7 +70,7 @@ def pack(built: Built, target: str, folder: Path) -> Packed:
         raise ConfigError(
             f"the bundle cannot be written to {folder}: {error.strerror or error}"
         ) from error
-    return Packed(digest, tuple(kernels), programs, writer.bytes)
+    return Packed(digest, tuple(kernels), programs, writer.size)
 
 
 def check_output(folder: Path) -> None:
@@ -99,7 +100,7 @@ class _Writer:
         folder.chmod(0o755)
 
     @property
-    def bytes(self) -> int:
+    def size(self) -> int:
         return sum(file["bytes"] for file in self.files.values())
 
     def add(self, name: str, content: bytes) -> str:
@@ -189,4 +190,3 @@ def words(about: About) -> str:
     dims = "/".join(dict.fromkeys(str(n) for n in (about.head_dim, about.value_dim) if n))
     parts = (about.kernel, about.dtype, dims and f"D{dims}")
     return " ".join(part for part in parts if part)
-

@@ -405,8 +405,10 @@ def build(
     exact: Exact = False,
     json: Json = False,
 ) -> None:
-    """Compile kernels for a GPU that need not be here, into a bundle. Options take several values:
-    --dtype bf16,fp16."""
+    """Compile kernels for a GPU that need not be here, into a bundle.
+
+    Options of several values take them with commas: --dtype bf16,fp16.
+    """
     from .building import What, build_bundle, read_asked
     from .inputs import read_declarations, read_sizes
 

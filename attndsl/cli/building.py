@@ -18,9 +18,11 @@ from attndsl.building.calls import (
     LENGTHS,
     POSITIONS,
     Asked,
+    float_names,
 )
 from attndsl.building.pack import check_output, pack, words
-from attndsl.errors import AttnDSLError, render, visible
+from attndsl.errors import render, visible
+from attndsl.ir import DType
 from attndsl.warming import errors_of
 
 from .captures import check_dim_names
@@ -109,22 +111,31 @@ def _programs(what: What) -> dict[str, Attention]:
 
 
 def _check_captures(programs: Mapping[str, Attention], asked: Asked) -> None:
-    """Refuse names that no program has.
+    """Refuse names and types that no program has.
 
     Raises:
         UsageError: Names those that there are.
     """
-    tensors = {d.name for x in programs.values() for d in x.lowered.program.tensors}
-    params = {d.name for x in programs.values() for d in x.lowered.program.params}
+    all_of = [x.lowered.program for x in programs.values()]
+    tensors = {decl.name: decl for program in all_of for decl in program.tensors}
+    floats = {name for program in all_of for name in float_names(program)}
     for option, names, known in (
-        ("--capture", asked.captures, tensors), ("--learned", asked.learned or (), tensors | params)
+        ("--capture", asked.captures, set(tensors)), ("--learned", asked.learned or (), floats)
     ):  # fmt: skip
         for name in names:
             if name not in known:
+                what = "captured tensor" if option == "--capture" else "float capture"
                 raise UsageError(
-                    f"{option} names '{name[:_SHOWN]}', which no program has",
+                    f"{option} names '{name[:_SHOWN]}', which is no {what} of a program",
                     hint=f"there are: {', '.join(sorted(known)) or 'none'}",
                 )
+    for name, kind in asked.captures.items():
+        if kind.is_floating_point != (tensors[name].dtype is DType.FLOAT):
+            other = "bf16" if tensors[name].dtype is DType.FLOAT else "int64"
+            raise UsageError(
+                f"--capture gives '{name}' another type than its declaration",
+                hint=f"write a dtype of its own kind, such as --capture {name}={other}",
+            )
 
 
 class _Shown:
@@ -173,9 +184,7 @@ def read_asked(options: Mapping[str, Any]) -> Asked:
     ):  # fmt: skip
         wrong = [x for x in given if x not in known]
         if wrong:
-            raise UsageError(
-                f"{name} has no '{wrong[0][:_SHOWN]}'", hint=f"use {', '.join(known)}"
-            )
+            raise UsageError(f"{name} has no '{wrong[0][:_SHOWN]}'", hint=f"use {', '.join(known)}")
     learned = _words(options["learned"])
     if learned and not options["backward"]:
         raise UsageError("--learned is given without --backward", hint="add --backward")
@@ -270,7 +279,9 @@ def _print(
 ) -> None:
     for kernel in packed.kernels:
         took = f"{kernel.seconds:6.1f} s" if kernel.seconds else "  cached"
-        line = f"{took} {kernel.bytes:>8} bytes  {words(kernel.about)}: {kernel.name}  {kernel.text}"
+        line = (
+            f"{took} {kernel.bytes:>8} bytes  {words(kernel.about)}: {kernel.name}  {kernel.text}"
+        )
         print(visible(line))
     own = (f"{name}: {line}" for name, line in _summary(packed, built, what, seconds))
     print("\n".join([*own, *(f"covers: {line}" for line in covers(asked))]))

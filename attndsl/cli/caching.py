@@ -82,9 +82,7 @@ def _print_entry(entry: EntryInfo, facts: Mapping[str, Any]) -> None:
     print(visible("  ".join(shown)))
 
 
-def _described(
-    entry: EntryInfo, texts: Mapping[str, str], bundle: Bundle | None
-) -> dict[str, Any]:
+def _described(entry: EntryInfo, texts: Mapping[str, str], bundle: Bundle | None) -> dict[str, Any]:
     """An entry as JSON values. A kernel's program is as it was written, if its entry is there."""
     about = entry.about
     used = datetime.fromtimestamp(entry.used, UTC).isoformat(timespec="seconds")
@@ -111,7 +109,7 @@ def import_from(bundle: str, digest: str | None) -> None:
     own = found.bundle
     versions = f"attndsl {own.versions.attndsl}, triton {own.versions.triton}"
     done = "imported" if found.new else "there already"
-    print(f"{done}: {len(own.keys())} entries, {own.bytes} bytes, for {', '.join(own.targets)}, "
+    print(f"{done}: {len(own.keys())} entries, {own.size} bytes, for {', '.join(own.targets)}, "
           f"{versions}")  # fmt: skip
     print(f"digest: {own.digest}")
     for reason in (own.why_not(), own.why_no_launchers()):
@@ -134,7 +132,7 @@ def print_stats() -> None:
     print(f"limit    {cache.limit} bytes")
     bundles = _bundles()
     if bundles:
-        print(f"bundles  {len(bundles)}, {sum(bundle.bytes for bundle in bundles)} bytes")
+        print(f"bundles  {len(bundles)}, {sum(bundle.size for bundle in bundles)} bytes")
     print(f"entries  {len(entries)}, {sum(entry.bytes for entry in entries)} bytes")
     for kind, count in sorted(counts.items()):
         size = sum(entry.bytes for entry in entries if entry.kind == kind)

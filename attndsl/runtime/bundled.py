@@ -90,12 +90,12 @@ class BundledCache:
             except ConfigError as error:
                 self._warn(f"{error.message}; kernels are compiled as without it", error.hint)
                 continue
-            for reason in (bundle.why_not(), bundle.why_no_launchers()):
+            for reason, done in (
+                (bundle.why_not(), "kernels are compiled as without it"),
+                (bundle.why_no_launchers(), "a C compiler makes them here"),
+            ):
                 if reason is not None:
-                    self._warn(
-                        f"the bundle {bundle.folder} does not fit: {reason}; what it lacks for "
-                        "this environment is compiled here"
-                    )
+                    self._warn(f"the bundle {bundle.folder} does not fit: {reason}; {done}")
                     break
             found.append(bundle)
         return found
@@ -140,12 +140,15 @@ class BundledCache:
             return
         what = f"{about.kernel} for {about.target} {about.dtype} D{about.head_dim}: {about.text}"
         LOG.info("in no bundle, compiled here: %s", what)
-        if any(about.target in bundle.targets for bundle in bundles):
+        fitting = [bundle for bundle in bundles if bundle.why_not() is None]
+        if not fitting:
+            return  # Which has been told.
+        if any(about.target in bundle.targets for bundle in fitting):
             if not read_bundles():
                 return  # What was imported for one model says nothing of others.
             why = "the bundles have other programs, dtypes, head dims or kinds of calls"
         else:
-            targets = dict.fromkeys(target for bundle in bundles for target in bundle.targets)
+            targets = dict.fromkeys(target for bundle in fitting for target in bundle.targets)
             why = f"the bundles are for {', '.join(targets)}"
         self._warn(
             "a kernel is in no bundle and is compiled here, like others that the log names "
@@ -196,9 +199,9 @@ def import_bundle(source: Path, cache: KernelCache, demanded: str | None = None)
             folder = Path(found) / bundle.digest
             folder.mkdir(mode=0o700)
             for name in bundle.files:
-                path = folder / name
-                path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-                _write(path, read(name))
+                for parent in reversed((folder / name).relative_to(folder).parents[:-1]):
+                    (folder / parent).mkdir(mode=0o700, exist_ok=True)
+                _write(folder / name, read(name))
             # Last, as in the cache: a copy without it is none.
             manifest = (bundle.folder / MANIFEST).read_bytes()
             _write(folder / MANIFEST, manifest)

@@ -94,8 +94,8 @@ class Bundle:
     """The module of Triton's driver, among the launchers."""
 
     @property
-    def bytes(self) -> int:
-        """Of all files but ``bundle.json``."""
+    def size(self) -> int:
+        """Bytes of all files except ``bundle.json``."""
         return sum(file.bytes for file in self.files.values())
 
     def keys(self) -> list[str]:
@@ -297,7 +297,7 @@ def _bundle(folder: Path, digest: str, found: dict[str, Any]) -> Bundle:
     if driver is not None and driver not in files:
         raise ValueError(f"it has no file {driver!r}")
     bundle = Bundle(folder, digest, tuple(map(_text, found["targets"])), versions, files, driver)
-    if bundle.bytes > MAX_BYTES:
+    if bundle.size > MAX_BYTES:
         raise ValueError(f"its files have more than {MAX_BYTES} bytes")
     return bundle
 

@@ -125,7 +125,8 @@ class AbsentGPU:
             )
         if triton.knobs.runtime.interpret:
             raise BackendError(
-                "TRITON_INTERPRET is set, so that nothing is compiled", hint="unset TRITON_INTERPRET"
+                "TRITON_INTERPRET is set, so that nothing is compiled",
+                hint="unset TRITON_INTERPRET",
             )
         self._target = parse_target(target)
         self.utils = _Utilities(self._target, SHARED_MEMORY[target])
@@ -191,7 +192,14 @@ class AbsentGPU:
         compiler = sysconfig.get_config_var("CC") or "cc"
         for command in ("gcc", "clang", compiler.split()[0]):
             with suppress(FileNotFoundError):
-                line = [command, "-shared", f"-Wl,-soname,{_LIBRARY}", "-o", folder / _LIBRARY, text]
+                line = [
+                    command,
+                    "-shared",
+                    f"-Wl,-soname,{_LIBRARY}",
+                    "-o",
+                    folder / _LIBRARY,
+                    text,
+                ]
                 subprocess.run(line, check=True, capture_output=True)
                 triton.knobs.nvidia.libcuda_path = str(folder)
                 return

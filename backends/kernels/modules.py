@@ -7,7 +7,6 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import torch
 import triton
 
 from attndsl.errors import BackendError
@@ -30,6 +29,8 @@ from .tile_lists import LIST_CHUNK, STATISTICS_ROWS, ListKernels
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from types import ModuleType
+
+    import torch
 
     from ..base import Entry, Store
     from .compile import Argument
