@@ -11,10 +11,12 @@ Non-goals: AMD's GPUs; results, since nothing runs.
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sysconfig
 import tempfile
 import threading
+import weakref
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -135,7 +137,6 @@ class AbsentGPU:
         self.without_launchers = "" if HAS_LAUNCHERS else "this Triton needs none"
         """Why there are none, or empty."""
         self._lock, self._asked = threading.Lock(), threading.local()
-        self._stub = tempfile.TemporaryDirectory(prefix="attndsl-cuda-")
 
     def activate(self) -> None:
         """Let this process compile for the GPU, and for no other from now on."""
@@ -186,7 +187,8 @@ class AbsentGPU:
 
     def _make_library(self) -> None:
         """An empty library, of which launchers know the name alone."""
-        folder = Path(self._stub.name)
+        folder = Path(tempfile.mkdtemp(prefix="attndsl-cuda-"))
+        weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
         text = folder / "empty.c"
         text.write_text("")
         compiler = sysconfig.get_config_var("CC") or "cc"

@@ -29,7 +29,7 @@ def local_bytes(code: bytes) -> int:
     """
     try:
         return max(_frames(code), default=0)
-    except (struct.error, IndexError, ValueError) as error:
+    except (struct.error, IndexError, OverflowError, ValueError) as error:
         raise BackendError(
             f"compiled code cannot be read: {error}", hint="report the version of Triton"
         ) from error
