@@ -175,7 +175,7 @@ def test_entries_of_bundles_are_listed_in_words(place: Workplace, command, monke
 
 @pytest.mark.slow
 def test_calls_of_many_kinds_compile_nothing(place: Workplace) -> None:
-    """Hopper's kernels, keys that fit, dropout in eager mode, offsets of entries, dtypes."""
+    """Hopper's kernels, keys that fit, dropout, offsets, learned captures and numbers."""
     texts = {
         "causal.attn": "mask = causal()",
         "gained.attn": "param p: float\ntensor t[heads, 32]: float\n"
@@ -186,8 +186,8 @@ def test_calls_of_many_kinds_compile_nothing(place: Workplace) -> None:
         (place.folder / name).write_text(text)
     first, *others = texts
     place.build(
-        first, "hopper", *others, "--target", "cuda:90", "--dtype", "bf16,fp16", "--head-dim", "64",
-        "--backward", "--lengths", "1024,1007,100", "--positions", "whole,entries,chunk",
+        first, "hopper", *others, "--target", "cuda:90", "--dtype", "bf16", "--head-dim", "64",
+        "--backward", "--lengths", "1024,1007,100", "--positions", "whole,chunk",
     )  # fmt: skip
     shapes = {
         "long": {"q": [1, 4, 2048, 64], "k": [1, 4, 2048, 64]},
@@ -196,23 +196,16 @@ def test_calls_of_many_kinds_compile_nothing(place: Workplace) -> None:
     }
     calls = []
     for shape in shapes.values():
-        for dtype in ("bf16", "fp16"):
-            common = {"dtype": dtype, **shape}
-            heads = shape["q"][1]
-            captures = {"captures": {"t": [[heads, 32], "fp32"]}, "params": {"p": 0.5}}
-            calls += [
-                {"text": texts["causal.attn"], **common},
-                {"text": texts["causal.attn"], **common, "learned": [], "lse": True},
-                {"text": texts["gained.attn"], **common, **captures, "learned": ["t", "p"]},
-                {"text": texts["gained.attn"], **common, **captures, "learned": []},
-                {"text": texts["dropped.attn"], **common, "options": {"seed": 3}, "learned": []},
-                {"text": texts["causal.attn"], **common, "options": {"q_offset": 64}},
-            ]
-    entries = {"q_offset": [90, 70], "kv_lengths": [1000, 900]}
-    calls.append({
-        "text": texts["causal.attn"], "dtype": "bf16", "q": [2, 6, 512, 64], "k": [2, 3, 1500, 64],
-        "options": entries,
-    })  # fmt: skip
+        common = {"dtype": "bf16", **shape}
+        captures = {"captures": {"t": [[shape["q"][1], 32], "fp32"]}, "params": {"p": 0.5}}
+        calls += [
+            {"text": texts["causal.attn"], **common},
+            {"text": texts["causal.attn"], **common, "learned": [], "lse": True},
+            {"text": texts["gained.attn"], **common, **captures, "learned": ["t", "p"]},
+            {"text": texts["gained.attn"], **common, **captures, "learned": []},
+            {"text": texts["dropped.attn"], **common, "options": {"seed": 3}, "learned": []},
+            {"text": texts["causal.attn"], **common, "options": {"q_offset": 64}},
+        ]
     found = place.counted("cuda:90", calls, cache="slow", bundles=str(place.folder / "hopper"))
     assert (found["compiled"], found["launchers"]) == (0, 0)
 
@@ -227,6 +220,41 @@ class NotActive(AbsentGPU):
 
     def activate(self) -> None:
         pass
+
+
+@pytest.mark.slow
+def test_calls_of_serving_compile_nothing(place: Workplace) -> None:
+    """Lengths of each entry, ids in int64, dtypes, an optional capture, the decode backend."""
+    texts = {
+        "served.attn": "mask = causal()",
+        "ids.attn": "tensor doc[batch, kv_len]: int = none\n"
+        "mask = causal()\nmask = doc[b, q] == doc[b, kv]",
+    }
+    for name, text in texts.items():
+        (place.folder / name).write_text(text)
+    common = ("--dtype", "fp16,bf16", "--head-dim", "32", "--positions", "entries")
+    place.build("served.attn", "serving", "--target", "cuda:80", *common, "--lengths", "1x512,64")
+    place.build(
+        "served.attn", "decoding", "--target", "cuda:80", *common, "--lengths", "1x512",
+        "--backend", "decode", "--heads", "8/2",
+    )  # fmt: skip
+    place.build(
+        "ids.attn", "ids", "--target", "cuda:80", "--dtype", "fp16", "--head-dim", "32",
+        "--capture", "doc=int64",
+    )  # fmt: skip
+    k = {"k": [2, 2, 700, 32], "options": {"q_offset": [600, 30], "kv_lengths": [601, 31]}}
+    served = {"text": texts["served.attn"], "q": [2, 8, 1, 32], **k}
+    whole = {"q": [2, 8, 333, 32], "k": [2, 8, 333, 32], "dtype": "fp16"}
+    calls = [
+        {**served, "dtype": "bf16"},
+        {**served, "dtype": "fp16", "backend": "decode"},
+        {**served, "dtype": "fp16", "q": [2, 4, 50, 32]},
+        {"text": texts["ids.attn"], **whole},
+        {"text": texts["ids.attn"], **whole, "captures": {"doc": [[2, 333], "int64"]}},
+    ]
+    own = (str(place.folder / name) for name in ("serving", "decoding", "ids"))
+    found = place.counted("cuda:80", calls, cache="served", bundles=os.pathsep.join(own))
+    assert (found["compiled"], found["launchers"]) == (0, 0)
 
 
 @pytest.mark.parametrize(
