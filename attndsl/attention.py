@@ -54,8 +54,8 @@ class Attention(Analysis, Views, Introspection):
     """A compiled program: call it with q, k and v. Immutable; made by :func:`compile`."""
 
     __slots__ = (
-        "_backend", "_checked", "_defaults", "_dims", "_lowered", "_names", "_of_ones", "_optional",
-        "_prepared", "_source", "_spec", "_traced", "_variants", "_warns",
+        "__weakref__", "_backend", "_checked", "_defaults", "_dims", "_lowered", "_names",
+        "_of_ones", "_optional", "_prepared", "_source", "_spec", "_traced", "_variants", "_warns",
     )  # fmt: skip
 
     def __init__(

@@ -24,9 +24,9 @@ from attndsl.runtime.backward import (
     wants_for,
 )
 from attndsl.runtime.bind import CallOptions, bind
-from attndsl.runtime.dispatch import backend_of, tell_choice
+from attndsl.runtime.dispatch import backend_of, get_backend, tell_choice
 from attndsl.runtime.location import LOCATION, WHOLE, Location
-from attndsl.runtime.modes import seen_by_modes
+from attndsl.runtime.modes import ThroughOperators, seen_by_modes
 from attndsl.runtime.operator import Request
 from attndsl.runtime.parts import gradients_of_wholes, localised
 from attndsl.runtime.probability import check_probability
@@ -77,6 +77,7 @@ class Made(NamedTuple):
 
 _OPTIONS = tuple(each.name for each in fields(CallOptions))
 _MAX_VARIANTS = 1024
+_EXPORT = "use torch.export, whose programs serve all lengths: see docs/deployment.md"
 
 
 class Compiled:
@@ -126,6 +127,21 @@ class Compiled:
     def lowered(self) -> Lowered:
         """The program as backends get it, with all its captures."""
         return self._lowered
+
+    @property
+    def _torchscript_modifier(self) -> None:
+        """What ``torch.jit.script`` asks of what it meets in a function that it compiles.
+
+        Raises:
+            UnsupportedError: Always.
+        """
+        raise UnsupportedError(
+            "torch.jit.script compiles Python's text, and a program is none", hint=_EXPORT
+        )
+
+    def __prepare_scriptable__(self) -> None:
+        """As :attr:`_torchscript_modifier`, for a program that is compiled itself."""
+        return self._torchscript_modifier
 
     @property
     def made_of(self) -> Made:
@@ -274,7 +290,11 @@ class Compiled:
         Raises:
             AttnDSLError: It cannot run; tiles are wrong, where these are to be checked.
         """
+        given = call
         lowered, call = localised(self._lowered, call)
+        if call.q.device.type == "meta":  # Operators know shapes, and backends values.
+            shapes = ThroughOperators(get_backend("reference"), self._request, given)
+            return shapes, lowered, call
         backend, reason = backend_of(
             lowered, self._backend, call.q.device, self._checked, call.q.dtype
         )
@@ -283,6 +303,12 @@ class Compiled:
         backend.check(lowered, call)
         tell_choice(self.name, call, backend, reason)
         verify_if_asked(lowered, call)
+        if torch._C._get_tracing_state() is not None:
+            raise UnsupportedError(
+                "torch.jit.trace would record the operations of these lengths, and be wrong at "
+                "others",
+                hint=_EXPORT,
+            )
         return backend, lowered, call
 
     def _given(self, captures: Captures | None, named: Captures) -> dict[str, Any]:
@@ -400,6 +426,24 @@ def bound_call(
     with pointing_into(own._source):
         check_values(own.lowered.program, call)
         return call, own._dispatched(call)[0].name
+
+
+def located_call(
+    attention: Compiled, operands: tuple[torch.Tensor, ...], arguments: Mapping[str, Any]
+) -> tuple[Lowered, Call]:
+    """What a backend gets of a call that is not made.
+
+    Args:
+        attention: What would be called.
+        operands: q, k and v.
+        arguments: Captures and options of the call.
+
+    Raises:
+        AttnDSLError: The call would be refused.
+    """
+    q, k, v = operands
+    own, arguments = attention._of_call(q, k, dict(arguments))
+    return localised(own.lowered, own._bound(q, k, v, arguments))
 
 
 def taken(arguments: dict[str, Any], names: tuple[str, ...]) -> dict[str, Any]:

@@ -3,12 +3,25 @@
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 _FALSE = frozenset({"", "0", "false", "no", "off"})
 LOG_LEVELS = ("info", "debug")
 """Values of ``ATTNDSL_LOG``, beside those that say no."""
+
+_BUNDLES = "ATTNDSL_BUNDLES"
+_DIGEST = re.compile(r"[0-9a-f]{64}")
+
+
+class BundlePlace(NamedTuple):
+    """Where a bundle of compiled kernels lies."""
+
+    path: Path
+    digest: str | None = None
+    """The digest that it has to have, or None for any."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +34,8 @@ class Settings:
     """``ATTNDSL_CACHE=0`` keeps nothing on disk beyond the process."""
     cache_bytes: int
     """``ATTNDSL_CACHE_MB``: size beyond which the least recently used entries are removed."""
+    bundles: tuple[BundlePlace, ...]
+    """``ATTNDSL_BUNDLES``: bundles of compiled kernels that calls look into before they compile."""
     checked: bool
     """``ATTNDSL_CHECKED=1``: out-of-range lookups of live pairs are errors (reference backend)."""
     verify: bool
@@ -37,6 +52,7 @@ def read_settings() -> Settings:
         cache_dir=Path(folder).expanduser() if folder else default,
         cache=os.environ.get("ATTNDSL_CACHE", "1").lower() not in _FALSE,
         cache_bytes=_megabytes(os.environ.get("ATTNDSL_CACHE_MB", "256")),
+        bundles=read_bundles(),
         checked=os.environ.get("ATTNDSL_CHECKED", "0").lower() not in _FALSE,
         verify=asks_to_verify(),
     )
@@ -45,6 +61,65 @@ def read_settings() -> Settings:
 def asks_to_verify() -> bool:
     """``Settings.verify`` alone, since every new kind of call asks, and folders take 40 us."""
     return os.environ.get("ATTNDSL_VERIFY", "0").lower() not in _FALSE
+
+
+def read_bundles() -> tuple[BundlePlace, ...]:
+    """``Settings.bundles`` alone: paths, each with ``@DIGEST`` behind it or without.
+
+    Raises:
+        ConfigError: What stands behind ``@`` begins like a digest and is none.
+    """
+    return tuple(
+        _bundle_place(part) for part in os.environ.get(_BUNDLES, "").split(os.pathsep) if part
+    )
+
+
+def add_bundle(path: str | os.PathLike[str], digest: str | None = None) -> None:
+    """Have this process, and those that it starts, look into one more bundle.
+
+    Packages that bring kernels call this when they are imported. It adds to the environment
+    variable ``ATTNDSL_BUNDLES``. Calls that have their kernels already do not look again.
+
+    Args:
+        path: The bundle's folder.
+        digest: The digest that it has to have: the one that ``attndsl build`` printed.
+
+    Raises:
+        ConfigError: ``digest`` is none, or ``path`` cannot stand in the variable.
+    """
+    from attndsl.errors import ConfigError
+
+    folder = os.path.abspath(os.fspath(path))
+    if os.pathsep in folder:
+        raise ConfigError(
+            f"the path of a bundle holds {os.pathsep!r}: {folder}",
+            hint="put the bundle where no part of its path has this character",
+        )
+    if digest is not None:
+        _check_digest(digest)
+    added = folder if digest is None else f"{folder}@{digest}"
+    before = os.environ.get(_BUNDLES, "")
+    if added not in before.split(os.pathsep):
+        os.environ[_BUNDLES] = f"{before}{os.pathsep}{added}" if before else added
+
+
+def _bundle_place(text: str) -> BundlePlace:
+    path, at, digest = text.rpartition("@")
+    # A path may hold @ itself, as in /opt/node@20/lib.
+    if not at or os.sep in digest:
+        return BundlePlace(Path(text).expanduser())
+    _check_digest(digest)
+    return BundlePlace(Path(path).expanduser(), digest)
+
+
+def _check_digest(text: str) -> None:
+    from attndsl.errors import ConfigError
+
+    if not _DIGEST.fullmatch(text):
+        raise ConfigError(
+            f"{text[:80]!r} is no digest of a bundle",
+            hint="write the 64 letters and digits that attndsl build prints: /path/bundle@DIGEST",
+        )
 
 
 def log_level() -> str:

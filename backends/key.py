@@ -9,7 +9,7 @@ from functools import cache
 from importlib import metadata
 from pathlib import Path
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 """Changes whenever entries written before can no longer be read."""
 
 
@@ -27,10 +27,8 @@ class KernelKey:
     """Canonical text of the options that change code: dot precision, interpreter."""
     target: str
     """Architecture, such as ``cuda:90``."""
-    torch: str
-    """Version of torch."""
     triton: str
-    """Version of triton."""
+    """Version of triton. No kernel depends on that of torch."""
     attndsl: str
     """Version of this package."""
     fingerprint: str
@@ -46,17 +44,27 @@ class KernelKey:
 
 @cache
 def source_fingerprint() -> str:
-    """SHA-256 over the package's own source files (names and contents)."""
+    """SHA-256 over the package's own source files: names and contents.
+
+    The same in a checkout, where ``backends`` and ``grammar`` lie beside the package, as where they
+    are installed inside it: bundles of one serve the other.
+    """
     backends = Path(__file__).resolve().parent
     package = Path(_package_file()).resolve().parent
-    digest = hashlib.sha256()
     grammar = package / "grammar" if (package / "grammar").is_dir() else package.parent / "grammar"
-    for root in (package, backends, grammar):
+    roots = {"attndsl": package, "backends": backends, "grammar": grammar}
+    digest = hashlib.sha256()
+    for name, root in roots.items():
+        inside = [other for other in roots.values() if other != root and root in other.parents]
         for path in sorted(root.rglob("*")):
-            if path.suffix in (".py", ".lark", ".attn"):
-                digest.update(str(path.relative_to(root)).encode() + b"\0")
+            if path.suffix in (".py", ".lark", ".attn") and not _is_within(path, inside):
+                digest.update(f"{name}/{path.relative_to(root).as_posix()}".encode() + b"\0")
                 digest.update(path.read_bytes())
     return digest.hexdigest()
+
+
+def _is_within(path: Path, folders: list[Path]) -> bool:
+    return any(folder in path.parents for folder in folders)
 
 
 @cache

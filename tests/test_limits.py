@@ -34,6 +34,7 @@ PUBLIC = {
     "attndsl/api.py:verify",
     "attndsl/attention.py:Attention.__call__",
     "attndsl/comparing.py:compare",
+    "attndsl/cli/__init__.py:build",
     "attndsl/cli/__init__.py:explain",
     "attndsl/cli/__init__.py:show",
     "attndsl/cli/__init__.py:run",

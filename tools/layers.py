@@ -32,6 +32,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"analysis", "introspection", "views"}),
     frozenset({"attention"}),
     frozenset({"warming", "comparing"}),
+    frozenset({"building"}),
     frozenset({"api"}),
     frozenset({"notebook"}),
     frozenset({"joining"}),

@@ -56,6 +56,10 @@ def _paths(values: list[str]) -> list[str]:
     return [v if os.path.isdir(v) or is_pattern(v) else _file(v) for v in values]
 
 
+def _files(values: list[str]) -> list[str]:
+    return [_file(value) for value in values]
+
+
 def _key(value: str | None) -> str | None:
     try:
         if value is not None:
@@ -358,6 +362,67 @@ def warmup(
 
 
 @app.command()
+def build(
+    files: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="FILE...", callback=_files, help="Program files and configurations."
+        ),
+    ],
+    target: Annotated[str, typer.Option(help="The GPU: cuda:90, cuda:80 ...")],
+    output: Annotated[str, typer.Option("-o", "--output", metavar="FOLDER", help="The bundle.")],
+    name: Name = None,
+    key: Key = None,
+    param: Params = [],  # noqa: B006
+    tensor: Tensors = [],  # noqa: B006
+    dtype: Annotated[list[str], typer.Option(help="fp16, bf16, fp32; bf16 if not given.")] = [],  # noqa: B006
+    head_dim: Annotated[
+        list[str], typer.Option(metavar="N", help="Of q and k; 64 if not given.")
+    ] = [],  # noqa: B006
+    value_dim: ValueDim = None,
+    heads: Annotated[
+        list[str], typer.Option(metavar="N/N", help="Heads/key heads; 8/8 and 8/2 if not given.")
+    ] = [],  # noqa: B006
+    lengths: Annotated[
+        list[str],
+        typer.Option(metavar="N, NxN", help="Rows x keys; 1024 and 1007 if not given."),
+    ] = [],  # noqa: B006
+    positions: Annotated[
+        list[str],
+        typer.Option(help="Of the rows: whole, chunk (behind others), entries (serving)."),
+    ] = [],  # noqa: B006
+    backward: Annotated[bool, typer.Option("--backward", help="Kernels of gradients too.")] = False,
+    learned: Annotated[
+        list[str], typer.Option(metavar="NAME", help="Exactly these captures have gradients.")
+    ] = [],  # noqa: B006
+    capture: Annotated[
+        list[str], typer.Option(metavar="NAME=DTYPE", help="dtype of a captured tensor.")
+    ] = [],  # noqa: B006
+    dim: Dims = [],  # noqa: B006
+    deterministic: Annotated[
+        bool, typer.Option("--deterministic", help="As calls with deterministic=True.")
+    ] = False,
+    backend: Backend = "auto",
+    exact: Exact = False,
+    json: Json = False,
+) -> None:
+    """Compile kernels for a GPU that need not be here, into a bundle.
+
+    Options of several values take them with commas: --dtype bf16,fp16.
+    """
+    from .building import What, build_bundle, read_asked
+    from .inputs import read_declarations, read_sizes
+
+    asked = read_asked({
+        "dtype": dtype, "head_dim": head_dim, "value_dim": value_dim, "heads": heads,
+        "lengths": lengths, "positions": positions, "backward": backward, "learned": learned,
+        "capture": capture, "dims": read_sizes(dim), "deterministic": deterministic,
+    })  # fmt: skip
+    what = What(files, name, key, read_declarations(param, tensor), exact, backend, target)
+    raise typer.Exit(build_bundle(what, asked, output, json))
+
+
+@app.command()
 def plot(
     file: File,
     name: Name = None,
@@ -458,6 +523,19 @@ def cache_list(json: Json = False) -> None:
     from .caching import list_entries
 
     list_entries(json)
+
+
+@cache_app.command("import")
+def cache_import(
+    bundle: Annotated[str, typer.Argument(metavar="BUNDLE", help="A folder of attndsl build.")],
+    digest: Annotated[
+        str | None, typer.Option(metavar="SHA256", help="The digest that it has to have.")
+    ] = None,
+) -> None:
+    """Copy a bundle of compiled kernels into the cache. A bundle is code."""
+    from .caching import import_from
+
+    import_from(bundle, digest)
 
 
 @cache_app.command("stats")

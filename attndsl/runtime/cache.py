@@ -48,6 +48,8 @@ from attndsl.reading import read_bytes
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
+IMPORTED = "bundles"
+"""The folder within the cache's that holds bundles which were imported (:mod:`.bundled`)."""
 _KEY_LENGTH = 64
 _ATTEMPTS = 4
 """Of a writer, while others publish or remove the same entry."""
@@ -144,7 +146,7 @@ class KernelCache:
         """Publish an entry; in this process's own folder where ``folder`` cannot be written."""
         if self._enabled:
             try:
-                self._make_folder()
+                self.make_folder()
                 entry = _write(self.folder, key, source, meta)
             except OSError as error:
                 self._warn(f"cannot keep kernels in {self.folder}: {error}; they are made anew")
@@ -187,7 +189,11 @@ class KernelCache:
         removed: list[_Files] = []
         try:
             removed = self._evict(limit)
-            foreign = sorted(each.name for each in _scan(self.folder) if not _is_own(each))
+            foreign = sorted(
+                each.name
+                for each in _scan(self.folder)
+                if not _is_own(each) and each.name != IMPORTED
+            )
         except OSError as error:
             raise ConfigError(
                 f"cannot remove entries of {self.folder}: {error.strerror or error}"
@@ -211,7 +217,12 @@ class KernelCache:
                 )
         return found
 
-    def _make_folder(self) -> None:
+    def make_folder(self) -> None:
+        """Have the folder, with no rights for others.
+
+        Raises:
+            OSError: It cannot be had, or others may write to it.
+        """
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         if not self._trusted():
             raise PermissionError("others may write to it")
@@ -297,6 +308,15 @@ def _read(folder: Path, key: str) -> Entry | None:
 def _verified(folder: Path, key: str) -> Entry:
     path = folder / f"{key}.py"
     content, source = (_read_file(each) for each in (folder / f"{key}.json", path))
+    return verified_entry(path, key, content, source)
+
+
+def verified_entry(path: Path, key: str, content: bytes, source: bytes) -> Entry:
+    """The entry of ``key`` that the contents of its two files are.
+
+    Raises:
+        ValueError: It is not as it was written.
+    """
     first, _, rest = content.partition(b"\n")
     head = _HEAD.fullmatch(first)
     if head is None:
@@ -325,9 +345,15 @@ def _described(folder: Path, key: str, files: _Files) -> tuple[str, int, float, 
         meta = _verified(folder, key).meta
     except (OSError, ValueError):
         return "damaged", files.bytes, files.used, NOTHING
+    kind, about = described_entry(meta)
+    return kind, files.bytes, files.used, about
+
+
+def described_entry(meta: Mapping[str, object]) -> tuple[str, About]:
+    """The kind of an entry, and what it says of itself."""
     kind = meta.get("kind", "kernel")
     shown = kind if isinstance(kind, str) and len(kind) <= _MOST_OF_KIND else "kernel"
-    return shown, files.bytes, files.used, _about(meta.get("about"))
+    return shown, _about(meta.get("about"))
 
 
 def _about(found: object) -> About:
@@ -343,16 +369,13 @@ def _about(found: object) -> About:
 
 
 def _write(folder: Path, key: str, source: str, meta: Mapping[str, object]) -> Entry:
-    described = {"format": FORMAT_VERSION, "key": key, "meta": dict(meta)}
-    # Without the opening brace, which the line of the digest has.
-    rest = json.dumps(described, indent=1).removeprefix("{\n")
     path = folder / f"{key}.py"
-    digest = _digest(rest.encode(), source.encode())
+    described = entry_text(key, source, meta)
     for attempt in range(1, _ATTEMPTS + 1):
         try:
             if not _holds(path, source):
                 _publish(path, source)
-            _publish(folder / f"{key}.json", f'{{"sha256": "{digest}",\n{rest}')
+            _publish(folder / f"{key}.json", described)
         except FileNotFoundError:  # Another process has removed what was half written.
             if attempt == _ATTEMPTS:
                 raise
@@ -360,6 +383,14 @@ def _write(folder: Path, key: str, source: str, meta: Mapping[str, object]) -> E
             if _holds(path, source):
                 break
     return Entry(path, source, dict(meta))
+
+
+def entry_text(key: str, source: str, meta: Mapping[str, object]) -> str:
+    """What the ``.json`` of an entry holds."""
+    described = {"format": FORMAT_VERSION, "key": key, "meta": dict(meta)}
+    # Without the opening brace, which the line of the digest has.
+    rest = json.dumps(described, indent=1).removeprefix("{\n")
+    return f'{{"sha256": "{_digest(rest.encode(), source.encode())}",\n{rest}'
 
 
 def _holds(path: Path, text: str) -> bool:

@@ -21,7 +21,7 @@ from .programs import default_cache
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from attndsl.backends.base import Backend, Call
+    from attndsl.backends.base import Backend, Call, Store
     from attndsl.pipeline import Lowered
 
 
@@ -139,34 +139,41 @@ def _cpu(checked: bool) -> Backend:
 # Triton takes long to import, and CPU users never need it.
 
 
+def _store() -> Store:
+    """Where kernels are kept, with what loading them needs."""
+    store = default_cache()
+    store.prepare()
+    return store
+
+
 def _triton(checked: bool) -> Backend:
     from attndsl.backends.generated.for_any_gpu import triton_backend
 
-    return triton_backend(default_cache())
+    return triton_backend(_store())
 
 
 def _hopper(checked: bool) -> Backend:
     from attndsl.backends.generated.for_hopper import hopper_backend
 
-    return hopper_backend(default_cache())
+    return hopper_backend(_store())
 
 
 def _short(checked: bool) -> Backend:
     from attndsl.backends.generated.for_short import short_backend
 
-    return short_backend(default_cache())
+    return short_backend(_store())
 
 
 def _decode(checked: bool) -> Backend:
     from attndsl.backends.generated.for_decode import decode_backend
 
-    return decode_backend(default_cache())
+    return decode_backend(_store())
 
 
 def _fastest(checked: bool) -> Backend:
     from attndsl.backends.generated.for_hopper import fastest_backend
 
-    return fastest_backend(default_cache())
+    return fastest_backend(_store())
 
 
 def _nothing_missing() -> str | None:

@@ -27,6 +27,7 @@ from attndsl.serialise import SerialiseError, lowered_from_json, lowered_to_json
 from attndsl.settings import read_settings
 from attndsl.source import Source, Span, shorten
 
+from .bundled import BundledCache
 from .cache import KernelCache
 
 if TYPE_CHECKING:
@@ -214,22 +215,14 @@ def compiled_program(spec: str) -> CompiledProgram:
     # Variants are programs that calls ask for, and nobody has written.
     whole = parts.variant == Variant()
     found = [_row(each) for each in warnings_of(source, parts.declared)] if whole else []
-    bound = ", ".join(f"{name} = {value!r}" for name, value in bound_numbers(spec).items())
-    words = shorten(parts.text, SHORT_FORM) + (f"  # {bound}" if bound else "")
-    about = About(text=words[: 2 * SHORT_FORM], program=lowered.digest)
-    meta = {
-        "kind": "program",
-        "about": about.to_json(),
-        "lowered": lowered_to_json(lowered, parts.text),
-        "warnings": found,
-    }
-    cache.save(key, "", meta)
+    made = CompiledProgram(lowered, tuple(found))
+    cache.save(key, "", _program_meta(spec, made))
     if LOG.isEnabledFor(logging.DEBUG):
         ms = (time.perf_counter() - begin) * 1e3
         LOG.debug(
             "compiled program %s in %.1f ms: %s", lowered.digest[:12], ms, short_form(lowered)
         )
-    return CompiledProgram(lowered, tuple(found))
+    return made
 
 
 def _row(found: ProgramWarning) -> Row:
@@ -237,15 +230,37 @@ def _row(found: ProgramWarning) -> Row:
     return type(found).__name__, found.message, found.hint, *place
 
 
-def default_cache() -> KernelCache:
-    """The cache that the environment names; one object for each folder."""
+def program_entry(spec: str) -> tuple[str, dict[str, Any]]:
+    """The key and the content of the entry that keeps the program of ``spec``.
+
+    Raises:
+        AttnDSLError: All that is wrong with the program.
+    """
+    return _disk_key(spec), _program_meta(spec, compiled_program(spec))
+
+
+def _program_meta(spec: str, made: CompiledProgram) -> dict[str, Any]:
+    text = read_spec(spec).text
+    bound = ", ".join(f"{name} = {value!r}" for name, value in bound_numbers(spec).items())
+    words = shorten(text, SHORT_FORM) + (f"  # {bound}" if bound else "")
+    about = About(text=words[: 2 * SHORT_FORM], program=made.lowered.digest)
+    return {
+        "kind": "program",
+        "about": about.to_json(),
+        "lowered": lowered_to_json(made.lowered, text),
+        "warnings": made.warnings,
+    }
+
+
+def default_cache() -> BundledCache:
+    """The cache that the environment names, and bundles; one object for each folder."""
     settings = read_settings()
     return _cache_at(settings.cache_dir, settings.cache_bytes, settings.cache)
 
 
 @lru_cache(maxsize=16)
-def _cache_at(folder: Path, limit: int, enabled: bool) -> KernelCache:
-    return KernelCache(folder, limit, enabled)
+def _cache_at(folder: Path, limit: int, enabled: bool) -> BundledCache:
+    return BundledCache(KernelCache(folder, limit, enabled))
 
 
 def _disk_key(spec: str) -> str:

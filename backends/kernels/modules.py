@@ -7,7 +7,6 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import torch
 import triton
 
 from attndsl.errors import BackendError
@@ -30,6 +29,8 @@ from .tile_lists import LIST_CHUNK, STATISTICS_ROWS, ListKernels
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from types import ModuleType
+
+    import torch
 
     from ..base import Entry, Store
     from .compile import Argument
@@ -434,7 +435,6 @@ def _key(job: Job, family: str, kind: str, machine: Machine) -> str:
         facts=repr(job.facts),
         options=f"precision={precision}",
         target=machine.name,
-        torch=torch.__version__,
         triton=triton.__version__,
         attndsl=version_of("attndsl"),
         fingerprint=source_fingerprint(),

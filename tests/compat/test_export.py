@@ -12,6 +12,7 @@ from torch.export import Dim
 
 import attndsl
 from attndsl import scaled_dot_product_attention
+from attndsl.errors import ShapeError, UnsupportedError
 from attndsl.flex import create_block_mask, flex_attention
 
 ALIBI = attndsl.compile(
@@ -19,6 +20,7 @@ ALIBI = attndsl.compile(
     "mask = causal() and q - kv < near; score = gain * score - slope[h] * (q - kv)"
 )
 DROPPED = attndsl.compile("mask = causal(); weights = dropout(softmax(score), 0.5)")
+ATTENTION = attndsl.compile("causal()")
 Q, KV = Dim("q", min=1, max=1 << 20), Dim("kv", min=1, max=1 << 20)
 
 
@@ -152,17 +154,31 @@ def test_dropout_of_an_exported_program_is_drawn_at_each_run():
     assert not torch.equal(first, second)
 
 
+RUN_PACKAGE = """
+import attndsl, sys, torch
+package = torch._inductor.aoti_load_package(f"{sys.argv[1]}/layer.pt2")
+for inputs, expected in torch.load(f"{sys.argv[1]}/layer.runs"):
+    torch.testing.assert_close(package(*inputs), expected)
+"""
+PACKAGED = {
+    "no captures": ("causal()", {}),
+    "captures": (
+        "tensor t[heads]: float; param n: int; param a: float; mask = q - kv < n\n"
+        "score = a * score * t[h]",
+        {"t": torch.rand(4), "n": 3, "a": 0.5},
+    ),
+    "ids and a sink": (
+        "tensor doc[kv_len]: int; tensor s[heads]: float; mask = doc[q] == doc[kv]; sink = s[h]",
+        {"doc": torch.arange(64) // 5, "s": torch.rand(4)},
+    ),
+}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("text", "captures"),
-    [
-        ("causal()", {}),
-        ("tensor t[heads]: float; param n: int; param a: float; mask = q - kv < n\n"
-         "score = a * score * t[h]", {"t": torch.rand(4), "n": 3, "a": 0.5}),
-    ],
-)  # fmt: skip
-def test_packages_of_aot_inductor_run(tmp_path, text, captures):
-    """Which call the operator with None for empty lists."""
+@pytest.mark.filterwarnings("ignore:.*LeafSpec.*:FutureWarning")  # torch's own, in torch.
+@pytest.mark.parametrize(("text", "captures"), PACKAGED.values(), ids=PACKAGED)
+def test_packages_of_aot_inductor_run_in_another_process(tmp_path, text, captures):
+    """They call the operator with None for empty lists; lengths are open."""
     attention = attndsl.compile(text)
 
     class Layer(nn.Module):
@@ -172,16 +188,73 @@ def test_packages_of_aot_inductor_run(tmp_path, text, captures):
                 if isinstance(value, torch.Tensor):
                     self.register_buffer(name, value)
 
-        def forward(self, x):
+        def forward(self, q, k):
             given = {name: getattr(self, name, value) for name, value in captures.items()}
-            return attention(x, x, x, **given) + 1
+            if "doc" in given:
+                given["doc"] = given["doc"][: k.shape[2]]
+            out, lse = attention(q, k, k, **given, return_lse=True)
+            return out * lse[..., None]
 
-    x = _heads(8)
-    package = torch._inductor.aoti_compile_and_package(
-        torch.export.export(Layer(), (x,)), package_path=str(tmp_path / "layer.pt2")
+    layer, length = Layer(), Dim("length", min=2, max=64)
+    with torch.no_grad():
+        runs = [((_heads(n), _heads(n)), None) for n in (8, 13, 40)]
+        runs = [(inputs, layer(*inputs)) for inputs, _ in runs]
+    exported = torch.export.export(layer, runs[0][0], dynamic_shapes=({2: length}, {2: length}))
+    torch._inductor.aoti_compile_and_package(exported, package_path=str(tmp_path / "layer.pt2"))
+    torch.save(runs, tmp_path / "layer.runs")
+    code = [sys.executable, "-P", "-W", "ignore", "-c", RUN_PACKAGE, str(tmp_path)]
+    subprocess.run(code, check=True, timeout=300)
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
+@pytest.mark.parametrize(
+    "made", [lambda x: ATTENTION(x, x, x), attndsl.nn.MultiheadAttention(8, 2)]
+)
+def test_traces_of_one_length_are_refused(made):
+    x = torch.randn(2, 4, 8) if isinstance(made, nn.Module) else _heads(8)
+    inputs = (x, x, x) if isinstance(made, nn.Module) else (x,)
+    with pytest.raises(UnsupportedError, match="would record the operations of these lengths"):
+        torch.jit.trace(made, inputs)
+
+
+def test_torch_script_is_refused_in_words():
+    class Layer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.attention = ATTENTION
+
+        def forward(self, x):
+            return self.attention(x, x, x)
+
+    for made in (ATTENTION, Layer()):
+        with pytest.raises(UnsupportedError, match=r"torch\.jit\.script compiles Python") as error:
+            torch.jit.script(made)
+        assert "torch.export" in error.value.hint
+
+
+@pytest.mark.parametrize("backend", ["auto", "cpu", "reference", "triton"])
+def test_tensors_without_elements_give_shapes(backend):
+    def meta(*shape, **more):
+        return torch.empty(*shape, device="meta", **more)
+
+    program = attndsl.compile(
+        "tensor doc[batch, kv_len]: int; tensor gain[heads]: float; param near: int\n"
+        "mask = q - kv < near and doc[b, kv] > 0; score = gain[h] * score",
+        backend=backend,
     )
-    found = torch._inductor.aoti_load_package(package)(x)
-    torch.testing.assert_close(found, attention(x, x, x, **captures) + 1)
+    q = meta(2, 4, 6, 8, dtype=torch.bfloat16, requires_grad=True)
+    k, v = meta(2, 2, 9, 8, dtype=torch.bfloat16), meta(2, 2, 9, 16, dtype=torch.bfloat16)
+    gain = meta(4, requires_grad=True)
+    doc = meta(2, 9, dtype=torch.int64)
+    out, lse = program(q, k, v, doc=doc, gain=gain, near=3, return_lse=True)
+    assert (out.shape, out.dtype, out.device.type) == ((2, 4, 6, 16), torch.bfloat16, "meta")
+    assert (lse.shape, lse.dtype) == ((2, 4, 6), torch.float32)
+    (out.sum() + lse.sum()).backward()
+    assert (q.grad.shape, q.grad.device.type, gain.grad.shape) == (q.shape, "meta", (4,))
+    part = {"q_offset": meta(2, dtype=torch.int32), "kv_lengths": meta(2, dtype=torch.int32)}
+    assert program(q, k, v, doc=doc, gain=gain, near=3, **part).shape == (2, 4, 6, 16)
+    with pytest.raises(ShapeError):
+        program(q, k, meta(2, 2, 8, 16, dtype=torch.bfloat16), doc=doc, gain=gain, near=3)
 
 
 def test_operators_take_none_for_empty_lists():

@@ -1,0 +1,1 @@
+"""Bundles of compiled kernels, made where no GPU is."""

@@ -1,0 +1,186 @@
+"""The kernels of programs for a GPU that is not there, compiled side by side into a folder.
+
+Calls run up to their launches, which do nothing: so they find their kernels in the way in which
+they find them on the GPU. What they compute means nothing.
+
+Non-goals: tuned tile sizes, which only a GPU can measure.
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from attndsl.backends.kernels.absent import AbsentGPU
+from attndsl.backends.tiled.dots import WidenedBackend
+from attndsl.compiled import located_call
+from attndsl.errors import AttnDSLError, BackendError, LaunchWarning
+from attndsl.runtime.autograd import attend
+from attndsl.runtime.cache import KernelCache
+from attndsl.runtime.dispatch import GENERATED, get_backend, why_no_hopper_kernels
+from attndsl.runtime.programs import program_entry
+from attndsl.warming import warm_up
+
+from .calls import examples
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+    from pathlib import Path
+
+    from attndsl.attention import Attention
+    from attndsl.backends.generated.backend import GeneratedBackend
+    from attndsl.warming import Warmed
+
+    from .calls import Asked, Example
+
+_HOPPER = "cuda:90"
+_UNLIMITED = 1 << 50
+
+
+class Compiled(NamedTuple):
+    """One kernel that Triton has compiled, or found in its own cache."""
+
+    name: str
+    seconds: float
+    cached: bool
+    """Whether it was in Triton's cache."""
+
+
+class Progress(NamedTuple):
+    """Who is told what happens, in whichever thread it does."""
+
+    compiled: Callable[[Compiled], None]
+    done: Callable[[Warmed], None]
+
+
+@dataclass(slots=True)
+class Built:
+    """What came of a build."""
+
+    store: KernelCache
+    """Entries of kernels and programs."""
+    gpu: AbsentGPU
+    warmed: list[Warmed]
+    """One for each program."""
+    seconds: dict[str, float] = field(default_factory=dict)
+    """Of compilation, by hash of a kernel."""
+    calls: int = 0
+
+
+def build(
+    programs: Mapping[str, Attention], asked: Asked, target: str, folder: Path, progress: Progress
+) -> Built:
+    """Compile the kernels of all programs for all calls that ``asked`` means.
+
+    The process compiles for ``target`` alone from then on, and launches nothing.
+
+    Args:
+        programs: By names.
+        asked: Which calls.
+        target: ``cuda:90`` and the like.
+        folder: An empty folder for the entries.
+        progress: Who is told.
+
+    Returns:
+        What was made. Errors of programs are in it.
+
+    Raises:
+        BackendError: There is no such target.
+    """
+    import triton
+
+    gpu = AbsentGPU(target)
+    gpu.activate()
+    # Nobody else writes there, and nothing may be removed.
+    built = Built(KernelCache(folder, limit=_UNLIMITED), gpu, [])
+    lock = threading.Lock()
+
+    def heard(**what: Any) -> None:
+        hit = bool(what["cache_hit"])
+        seconds = 0.0 if hit else what["times"].total / 1e6
+        with lock:
+            built.seconds.setdefault(str(what["metadata"]["hash"]), seconds)
+        progress.compiled(Compiled(what["metadata"]["name"], seconds, hit))
+
+    triton.knobs.compilation.listener = heard
+    backends = {x.made_of.backend: None for x in programs.values()}
+    known = {name: _backend(name, target, built.store) for name in backends}
+
+    def call(attention: Attention) -> Callable[[], object]:
+        def run() -> None:
+            for example in examples(attention, asked):
+                with lock:
+                    built.calls += 1
+                key, meta = program_entry(example.attention.made_of.spec)
+                built.store.save(key, "", meta)
+                try:
+                    run_example(example, known[attention.made_of.backend])
+                except AttnDSLError as error:
+                    error.message = f"{error.message} (in the call with {example})"
+                    raise
+
+        return run
+
+    calls = {name: call(attention) for name, attention in programs.items()}
+    # Nothing is launched, by whatever launcher.
+    warnings.filterwarnings("ignore", category=LaunchWarning)
+    try:
+        built.warmed = warm_up(calls, torch.device("cpu"), progress.done)
+    finally:
+        triton.knobs.compilation.listener = None
+    return built
+
+
+def run_example(example: Example, backend: GeneratedBackend) -> None:
+    """Have the kernels of one call, and of its backward if it has gradients."""
+    lowered, call = located_call(example.attention, example.operands, example.arguments)
+    whole = backend
+    if lowered.contractions is not None:
+        whole = WidenedBackend(backend, get_backend("cpu"))  # type: ignore[assignment]
+    whole.check(lowered, call)
+    with torch.set_grad_enabled(bool(example.learned)):
+        found = attend(whole, lowered, call, example.return_lse, first=True)
+        outputs = found if isinstance(found, tuple) else (found,)
+        if example.learned:
+            grads = [torch.zeros_like(x) for x in outputs]
+            torch.autograd.grad(outputs, example.learned, grads, allow_unused=True)
+
+
+def check_backend(name: str, target: str) -> None:
+    """Refuse a backend that compiles nothing for ``target``.
+
+    Raises:
+        BackendError: Says which do.
+    """
+    if name != "auto" and name not in GENERATED:
+        raise BackendError(
+            f"the {name} backend compiles no kernels",
+            hint=f"use auto, {', '.join(GENERATED)}",
+        )
+    if name == "hopper" and target != _HOPPER:
+        raise BackendError(
+            f"the hopper backend compiles for {_HOPPER}, not for {target}", hint="use auto"
+        )
+    missing = why_no_hopper_kernels() if name == "hopper" else None
+    if missing is not None:
+        raise BackendError(f"Hopper's kernels cannot be loaded here: {missing}")
+
+
+def _backend(name: str, target: str, store: KernelCache) -> GeneratedBackend:
+    """What runs calls that ask for ``name`` on ``target``, as ``runtime.dispatch`` chooses."""
+    from attndsl.backends.generated.for_any_gpu import triton_backend
+    from attndsl.backends.generated.for_decode import decode_backend
+    from attndsl.backends.generated.for_short import short_backend
+
+    check_backend(name, target)
+    hopper = target == _HOPPER and why_no_hopper_kernels() is None
+    if name in ("auto", "hopper") and hopper:
+        from attndsl.backends.generated.for_hopper import fastest_backend, hopper_backend
+
+        return fastest_backend(store) if name == "auto" else hopper_backend(store)
+    makers = {"short": short_backend, "decode": decode_backend}
+    return makers.get(name, triton_backend)(store)

@@ -1,0 +1,192 @@
+"""From what a build has compiled to a bundle: a folder whose files are all named by digests."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import triton
+
+from attndsl.backends.kernels.absent import DRIVER
+from attndsl.backends.key import source_fingerprint, version_of
+from attndsl.errors import ConfigError
+from attndsl.runtime.bundles import FORMAT, MANIFEST, Versions, python_suffix
+from attndsl.runtime.cache import described_entry, entry_text
+
+if TYPE_CHECKING:
+    from attndsl.backends.base import About
+
+    from .build import Built
+
+
+class Kernel(NamedTuple):
+    """One kernel of a bundle."""
+
+    about: About
+    text: str
+    """Its program, as it was written."""
+    name: str
+    """Of the function, with its constants."""
+    seconds: float
+    """Of its compilation; 0 where Triton had it."""
+    bytes: int
+    """Of what was compiled."""
+
+
+class Packed(NamedTuple):
+    """A bundle, as it was written."""
+
+    digest: str
+    kernels: tuple[Kernel, ...]
+    programs: int
+    bytes: int
+    """Of all files."""
+
+
+def pack(built: Built, target: str, folder: Path) -> Packed:
+    """Write the bundle; a bundle that is there already is replaced.
+
+    Raises:
+        ConfigError: ``folder`` holds something else, or cannot be written.
+    """
+    check_output(folder)
+    folder = Path(os.path.abspath(folder))
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as found:
+            writer = _Writer(Path(found) / "bundle")
+            kernels, programs = _entries(built, writer)
+            digest = writer.finish(built, target)
+            if folder.is_dir():
+                shutil.rmtree(folder)
+            os.replace(writer.folder, folder)
+    except OSError as error:
+        raise ConfigError(
+            f"the bundle cannot be written to {folder}: {error.strerror or error}"
+        ) from error
+    return Packed(digest, tuple(kernels), programs, writer.size)
+
+
+def check_output(folder: Path) -> None:
+    """Refuse to write a bundle over something else.
+
+    Raises:
+        ConfigError: ``folder`` is neither an empty folder nor a bundle.
+    """
+    if not os.path.lexists(folder):
+        return
+    if folder.is_symlink() or not folder.is_dir():
+        raise ConfigError(f"{folder} is no folder", hint="give -o another name")
+    if any(folder.iterdir()) and not (folder / MANIFEST).is_file():
+        raise ConfigError(
+            f"{folder} holds other files than a bundle's", hint="give -o a folder of its own"
+        )
+
+
+class _Writer:
+    """A bundle that is being written."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.files: dict[str, dict[str, Any]] = {}
+        self.driver: str | None = None
+        folder.mkdir()
+        folder.chmod(0o755)
+
+    @property
+    def size(self) -> int:
+        return sum(file["bytes"] for file in self.files.values())
+
+    def add(self, name: str, content: bytes) -> str:
+        """Write a file, unless it is there. Whoever reads a bundle, no others may write to it."""
+        if name not in self.files:
+            path = self.folder
+            for part in name.split("/")[:-1]:
+                path = path / part
+                if not path.exists():
+                    path.mkdir()
+                    path.chmod(0o755)
+            path = self.folder / name
+            path.write_bytes(content)
+            path.chmod(0o644)
+            digest = hashlib.sha256(content).hexdigest()
+            self.files[name] = {"bytes": len(content), "sha256": digest}
+        return name
+
+    def add_launcher(self, path: Path) -> str:
+        return self.add(f"launchers/{path.parent.name}/{path.name}", path.read_bytes())
+
+    def finish(self, built: Built, target: str) -> str:
+        """Write the manifest: its digest."""
+        driver = built.gpu.launchers.get(DRIVER)
+        versions = Versions(
+            version_of("attndsl"), source_fingerprint(), triton.__version__, python_suffix()
+        )
+        manifest = {
+            "format": FORMAT,
+            "targets": [target],
+            **asdict(versions),
+            "driver": None if driver is None else self.add_launcher(driver),
+            "files": dict(sorted(self.files.items())),
+        }
+        content = json.dumps(manifest, indent=1).encode()
+        path = self.folder / MANIFEST
+        path.write_bytes(content)
+        path.chmod(0o644)
+        return hashlib.sha256(content).hexdigest()
+
+
+def _entries(built: Built, writer: _Writer) -> tuple[list[Kernel], int]:
+    """Write all entries: the kernels in them, and how many are programs."""
+    kernels: list[Kernel] = []
+    infos = sorted(built.store.entries(), key=lambda entry: entry.key)
+    texts = {e.about.program: e.about.text for e in infos if e.kind == "program"}
+    programs = 0
+    for info in infos:
+        entry = built.store.load(info.key)
+        assert entry is not None
+        meta: dict[str, Any] = dict(entry.meta)
+        about = described_entry(meta)[1]
+        if meta.get("kind") == "program":
+            programs += 1
+        elif not meta.get("compiled"):
+            continue  # Of a tile size that did not fit.
+        else:
+            compiled = {}
+            for slot, recorded in meta["compiled"].items():
+                compiled[slot], size = _code(recorded, built, writer)
+                seconds = built.seconds.get(recorded["hash"], 0.0)
+                text = texts.get(about.program, about.text)
+                kernels.append(Kernel(about, text, slot, seconds, size))
+            meta["compiled"] = compiled
+        described = entry_text(info.key, entry.source, meta)
+        writer.add(f"entries/{info.key}.py", entry.source.encode())
+        writer.add(f"entries/{info.key}.json", described.encode())
+    return sorted(kernels, key=lambda x: (x.text, words(x.about), x.name)), programs
+
+
+def _code(recorded: dict[str, Any], built: Built, writer: _Writer) -> tuple[dict[str, Any], int]:
+    """Write what was compiled for one kernel: what its entry records, and bytes."""
+    files, size = {}, 0
+    for name, path in recorded["files"].items():
+        content = Path(path).read_bytes()
+        files[name] = writer.add(f"code/{recorded['hash']}/{name}", content)
+        size += len(content)
+    found = {**recorded, "files": files}
+    launcher = built.gpu.launchers.get(recorded["hash"])
+    if launcher is not None:
+        found["launcher"] = writer.add_launcher(launcher)
+    return found, size
+
+
+def words(about: About) -> str:
+    """What a kernel is, without its program."""
+    dims = "/".join(dict.fromkeys(str(n) for n in (about.head_dim, about.value_dim) if n))
+    parts = (about.kernel, about.dtype, dims and f"D{dims}")
+    return " ".join(part for part in parts if part)

@@ -1,0 +1,293 @@
+"""The cache with bundles beside it: calls look into both before they compile.
+
+An entry of the cache comes first, since ``tune`` writes there. Where both have the same text, the
+bundle's compiled code is used: that of the cache may be gone.
+
+Bundles are those of ``ATTNDSL_BUNDLES``, in order, then those that ``attndsl cache import`` copied
+into the cache's folder. The environment is read whenever an entry is looked up, which happens once
+for each kernel. A bundle that cannot be used is told once and passed over: no call fails for its
+sake, and no call uses it.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+import warnings
+from contextlib import suppress
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from attndsl.backends.base import About, Entry
+from attndsl.errors import CacheWarning, ConfigError
+from attndsl.logs import LOG
+from attndsl.settings import BundlePlace, read_bundles
+
+from .bundles import MANIFEST, is_digest, open_bundle, python_suffix
+from .cache import IMPORTED, described_entry
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from .bundles import Bundle
+    from .cache import KernelCache
+
+_PROGRAM = "program"
+
+
+class Imported(NamedTuple):
+    """What an import did."""
+
+    bundle: Bundle
+    """The copy."""
+    new: bool
+    """False if the cache had it already."""
+
+
+class BundledCache:
+    """A cache and bundles. Implements :class:`attndsl.backends.base.Store`."""
+
+    def __init__(self, cache: KernelCache) -> None:
+        """Bundles beside ``cache``, which gets what no bundle has."""
+        self.cache = cache
+        self._told: set[str] = set()
+        self._missed: set[str] = set()
+
+    def load(self, key: str) -> Entry | None:
+        """The entry of ``key``, or None; see the module."""
+        own, found = self.cache.load(key), None
+        for bundle in self._bundles():
+            found = self._entry(bundle, key)
+            if found is not None:
+                LOG.debug("bundle: found %s in %s", key[:16], bundle.folder)
+                break
+        if own is None or found is None:
+            return own or found
+        if own.source != found.source:
+            return own
+        return Entry(found.path, found.source, {**own.meta, "compiled": _joined(own, found)})
+
+    def save(self, key: str, source: str, meta: Mapping[str, object]) -> Entry:
+        """Publish an entry in the cache, and tell once that a bundle lacks it."""
+        if key not in self._missed and meta.get("kind") != _PROGRAM:
+            self._missed.add(key)
+            self._tell_missed(described_entry(meta)[1])
+        return self.cache.save(key, source, meta)
+
+    def prepare(self) -> None:
+        """Give Triton the module of its driver, before it looks for it."""
+        for bundle in self._bundles():
+            if bundle.driver is not None and bundle.why_not() is None:
+                self._lay_out(bundle, bundle.driver)
+
+    def _bundles(self) -> list[Bundle]:
+        found = []
+        for place in (*read_bundles(), *imported_places(self.cache.folder)):
+            try:
+                bundle = _opened(place, _stamp(place.path))
+            except ConfigError as error:
+                self._warn(f"{error.message}; kernels are compiled as without it", error.hint)
+                continue
+            for reason, done in (
+                (bundle.why_not(), "kernels are compiled as without it"),
+                (bundle.why_no_launchers(), "a C compiler makes them here"),
+            ):
+                if reason is not None:
+                    self._warn(f"the bundle {bundle.folder} does not fit: {reason}; {done}")
+                    break
+            found.append(bundle)
+        return found
+
+    def _entry(self, bundle: Bundle, key: str) -> Entry | None:
+        """The entry of one bundle, with what loading it needs."""
+        try:
+            found = bundle.entry(key)
+        except (ConfigError, OSError, ValueError) as error:
+            told = error.message if isinstance(error, ConfigError) else error
+            self._warn(f"an entry of the bundle {bundle.folder} is not used: {told}")
+            return None
+        if found is not None:
+            slots: Any = found.meta.get("compiled", {})
+            for slot in slots.values():
+                if isinstance(slot.get("launcher"), str):
+                    self._lay_out(bundle, slot["launcher"])
+        return found
+
+    def _lay_out(self, bundle: Bundle, name: str) -> None:
+        """Put a launcher where Triton looks for it, unless there is one."""
+        if not name.endswith(python_suffix()):
+            return
+        import triton  # Whoever asks for kernels has it.
+
+        _, key, file = name.split("/")
+        path = Path(triton.knobs.cache.dir) / key / file
+        if path.exists():
+            return
+        try:
+            content = bundle.read(name)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            _write(path, content)
+        except (OSError, ValueError) as error:  # ConfigError is a ValueError.
+            told = error.message if isinstance(error, ConfigError) else error
+            self._warn(f"a launcher of the bundle {bundle.folder} is compiled here: {told}")
+
+    def _tell_missed(self, about: About) -> None:
+        """Say that what is compiled now is in no bundle, if there are any."""
+        bundles = self._bundles()
+        if not bundles:
+            return
+        what = f"{about.kernel} for {about.target} {about.dtype} D{about.head_dim}: {about.text}"
+        LOG.info("in no bundle, compiled here: %s", what)
+        fitting = [bundle for bundle in bundles if bundle.why_not() is None]
+        if not fitting:
+            return  # Which has been told.
+        if any(about.target in bundle.targets for bundle in fitting):
+            if not read_bundles():
+                return  # What was imported for one model says nothing of others.
+            why = "the bundles have other programs, dtypes, head dims or kinds of calls"
+        else:
+            targets = dict.fromkeys(target for bundle in fitting for target in bundle.targets)
+            why = f"the bundles are for {', '.join(targets)}"
+        self._warn(
+            "a kernel is in no bundle and is compiled here, like others that the log names "
+            f"(ATTNDSL_LOG=info): {what}; {why}",
+            kind="missed",
+        )
+
+    def _warn(self, text: str, hint: str | None = None, kind: str = "") -> None:
+        if (kind or text) not in self._told:
+            self._told.add(kind or text)
+            LOG.info("%s", text)
+            whole = f"{text} ({hint})" if hint else text
+            warnings.warn(whole, CacheWarning, stacklevel=4)
+
+
+def imported_places(folder: Path) -> list[BundlePlace]:
+    """Where the bundles lie that the cache in ``folder`` has imported."""
+    places = folder / IMPORTED
+    if not places.is_dir():
+        return []
+    names = sorted(os.listdir(places))
+    # An import that was cut off leaves a folder of another name.
+    return [BundlePlace(places / name, name) for name in names if is_digest(name)]
+
+
+def import_bundle(source: Path, cache: KernelCache, demanded: str | None = None) -> Imported:
+    """Copy the bundle in ``source`` into the cache's folder, file by file, each one checked.
+
+    Args:
+        source: A bundle. If a digest is demanded, it may lie where others write.
+        cache: Where to.
+        demanded: The digest that it has to have.
+
+    Raises:
+        ConfigError: It cannot be used, or the cache's folder cannot.
+    """
+    bundle = open_bundle(source, demanded, trusted=demanded is not None)
+    read = bundle.read if demanded is None else bundle.content
+    target = cache.folder / IMPORTED / bundle.digest
+    try:
+        return Imported(checked_bundle(target, bundle.digest), False)
+    except ConfigError:
+        pass  # It is not there, or damaged.
+    try:
+        cache.make_folder()
+        target.parent.mkdir(mode=0o700, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=target.parent, prefix="importing-") as found:
+            folder = Path(found) / bundle.digest
+            folder.mkdir(mode=0o700)
+            for name in bundle.files:
+                for parent in reversed((folder / name).relative_to(folder).parents[:-1]):
+                    (folder / parent).mkdir(mode=0o700, exist_ok=True)
+                _write(folder / name, read(name))
+            # Last, as in the cache: a copy without it is none.
+            manifest = (bundle.folder / MANIFEST).read_bytes()
+            _write(folder / MANIFEST, manifest)
+            open_bundle(folder, bundle.digest)
+            if target.is_dir() and not target.is_symlink():
+                shutil.rmtree(target)
+            os.replace(folder, target)
+    except ConfigError:
+        raise
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"the bundle {source} cannot be imported: {error}",
+            hint="build it again, or look at what the folder of the cache is: attndsl cache path",
+        ) from error
+    return Imported(open_bundle(target, bundle.digest), True)
+
+
+def checked_bundle(folder: Path, demanded: str | None = None) -> Bundle:
+    """The bundle in ``folder``, all its files held to their digests.
+
+    Raises:
+        ConfigError: It is not as it was built.
+    """
+    bundle = open_bundle(folder, demanded)
+    for name in bundle.files:
+        try:
+            bundle.read(name)
+        except ConfigError:
+            raise
+        except (OSError, ValueError) as error:
+            raise ConfigError(
+                f"the bundle {folder} is not as it was built: {error}",
+                hint="build it again, or copy it again",
+            ) from error
+    return bundle
+
+
+def remove_imported(folder: Path) -> tuple[int, int]:
+    """Remove the bundles that the cache in ``folder`` has imported: how many, and their bytes.
+
+    Raises:
+        ConfigError: They cannot be removed.
+    """
+    count, size = 0, 0
+    for place in imported_places(folder):
+        if place.path.is_symlink() or not place.path.is_dir():
+            continue
+        try:
+            own = sum(x.stat().st_size for x in place.path.rglob("*") if x.is_file())
+            shutil.rmtree(place.path)
+        except OSError as error:
+            raise ConfigError(f"cannot remove the bundle {place.path}: {error}") from error
+        count, size = count + 1, size + own
+    with suppress(OSError):
+        (folder / IMPORTED).rmdir()  # Unless somebody keeps other things there.
+    return count, size
+
+
+def _joined(own: Entry, found: Entry) -> dict[str, Any]:
+    """What both record of compiled code, the second one first."""
+    slots: list[Any] = [own.meta.get("compiled", {}), found.meta.get("compiled", {})]
+    return {**slots[0], **slots[1]}
+
+
+def _stamp(folder: Path) -> tuple[int, ...]:
+    """What tells a bundle from the one that took its place."""
+    try:
+        found = (folder / MANIFEST).stat()
+    except (OSError, ValueError):
+        return ()
+    return found.st_ino, found.st_mtime_ns, found.st_size
+
+
+@lru_cache(maxsize=64)
+def _opened(place: BundlePlace, stamp: tuple[int, ...]) -> Bundle:
+    return open_bundle(*place)
+
+
+def _write(path: Path, content: bytes) -> None:
+    """Put ``content`` at ``path`` so that readers see all of it or nothing."""
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix="tmp.")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(content)
+        os.replace(name, path)
+    except BaseException:
+        with suppress(OSError):
+            os.unlink(name)
+        raise

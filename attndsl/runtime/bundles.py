@@ -1,0 +1,308 @@
+"""Bundles: folders of compiled kernels, made by ``attndsl build`` and read by calls.
+
+``bundle.json`` names every other file with its size and SHA-256. So the digest of ``bundle.json``
+is the digest of all. Beside it lie
+
+- ``entries/``: entries of the cache, as the cache has them, but that paths are within the bundle;
+- ``code/``: what Triton has compiled;
+- ``launchers/``: what a C compiler has, for versions of Triton that have such.
+
+A bundle is code: its texts are imported and its libraries are loaded. So nothing is read from a
+bundle that others than its user or root may write to, nor through links, and what is read is held
+to the digests first. No name of a file leads out of the bundle.
+
+Non-goals: signatures; bundles that lie in archives.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import stat
+import sysconfig
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from attndsl.backends.base import Entry
+from attndsl.backends.key import source_fingerprint, version_of
+from attndsl.errors import ConfigError
+from attndsl.reading import read_bytes
+
+from .cache import EntryInfo, described_entry, verified_entry
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+    from pathlib import Path
+
+MANIFEST = "bundle.json"
+FORMAT = 1
+MAX_MANIFEST = 16 << 20
+"""Bytes of ``bundle.json``."""
+MAX_FILE = 1 << 28
+"""Bytes of any other file."""
+MAX_BYTES = 4 << 30
+"""Of all files together."""
+_MAX_TEXT = 200
+"""Characters of a version."""
+_NAME = r"[A-Za-z0-9_][A-Za-z0-9_.+=-]{0,200}"
+_NAMES = re.compile(
+    rf"entries/[0-9a-f]{{64}}\.(?:py|json)|code/{_NAME}/{_NAME}\.(?:cubin|json)"
+    rf"|launchers/{_NAME}/{_NAME}\.so"
+)
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+_SHARED_WRITE = stat.S_IWGRP | stat.S_IWOTH
+
+
+class File(NamedTuple):
+    """What a bundle says of one of its files."""
+
+    bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True, slots=True)
+class Versions:
+    """What the kernels of a bundle were compiled with."""
+
+    attndsl: str
+    fingerprint: str
+    """Of the sources of attndsl."""
+    triton: str
+    python: str
+    """The suffix of Python's libraries, on which launchers depend."""
+
+    @staticmethod
+    def here() -> Versions:
+        """Those of this process."""
+        return Versions(
+            version_of("attndsl"), source_fingerprint(), version_of("triton"), python_suffix()
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Bundle:
+    """A bundle, opened: what it says of itself has been checked, its files not yet."""
+
+    folder: Path
+    digest: str
+    targets: tuple[str, ...]
+    versions: Versions
+    files: Mapping[str, File]
+    driver: str | None
+    """The module of Triton's driver, among the launchers."""
+
+    @property
+    def size(self) -> int:
+        """Bytes of all files except ``bundle.json``."""
+        return sum(file.bytes for file in self.files.values())
+
+    def keys(self) -> list[str]:
+        """Those of its entries."""
+        names = (n for n in self.files if n.startswith("entries/") and n.endswith(".json"))
+        return [name.removeprefix("entries/").removesuffix(".json") for name in names]
+
+    def why_not(self) -> str | None:
+        """Why no kernel of it can be used in this process, whatever the GPU; or None."""
+        here = Versions.here()
+        wrong = [
+            f"{name} {own}, and here is {found}"
+            for name, own, found in (
+                ("attndsl", self.versions.attndsl, here.attndsl),
+                ("triton", self.versions.triton, here.triton),
+            )
+            if own != found
+        ]
+        if not wrong and self.versions.fingerprint != here.fingerprint:
+            wrong = [f"attndsl {here.attndsl} with other sources than those here"]
+        return None if not wrong else f"it is for {'; '.join(wrong)}"
+
+    def why_no_launchers(self) -> str | None:
+        """Why launchers are compiled here although the kernels are not; or None."""
+        if self.driver is None or self.versions.python == (here := python_suffix()):
+            return None
+        return f"its launchers are for Python's {self.versions.python}, and here is {here}"
+
+    def entry(self, key: str) -> Entry | None:
+        """The entry of ``key`` with the paths of its code, all of it checked; or None.
+
+        Raises:
+            ConfigError, OSError, ValueError: The bundle is not as it was built.
+        """
+        if f"entries/{key}.json" not in self.files:
+            return None
+        text, described = self.read(f"entries/{key}.py"), self.read(f"entries/{key}.json")
+        found = verified_entry(self.folder / "entries" / f"{key}.py", key, described, text)
+        compiled = found.meta.get("compiled")
+        if not isinstance(compiled, dict):
+            return found
+        own = {slot: self._resolved(key, recorded) for slot, recorded in compiled.items()}
+        return Entry(found.path, found.source, {**found.meta, "compiled": own})
+
+    def _resolved(self, key: str, recorded: Any) -> dict[str, Any]:
+        """What an entry records of compiled code, with paths of files that were checked."""
+        try:
+            files = {str(name): str(path) for name, path in recorded["files"].items()}
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"entry {key[:16]} is of another form") from error
+        for name in files.values():
+            self.read(name)
+        return {**recorded, "files": {n: str(self.folder / path) for n, path in files.items()}}
+
+    def read(self, name: str) -> bytes:
+        """The content of a file that will be imported or loaded from where it lies.
+
+        Raises:
+            ConfigError, OSError, ValueError: The bundle has no such file, or not as it was built;
+                others may write to it.
+        """
+        if name in self.files:
+            for path in _way(self.folder, name):
+                check_owner(path)
+        return self.content(name)
+
+    def content(self, name: str) -> bytes:
+        """The content of a file, whoever may write to it afterwards.
+
+        Raises:
+            ConfigError, OSError, ValueError: The bundle has no such file, or not as it was built.
+        """
+        file = self.files.get(name)
+        if file is None:
+            raise ValueError(f"it has no file {name!r}")
+        content = read_bytes(self.folder / name, file.bytes, pipes=False)
+        if len(content) != file.bytes or hashlib.sha256(content).hexdigest() != file.sha256:
+            raise ValueError(f"{name} is not the file that was built")
+        return content
+
+    def entries(self) -> list[EntryInfo]:
+        """All entries, as listings show them; those that are not as they were built as damaged."""
+        found = []
+        for key in self.keys():
+            names = (f"entries/{key}.py", f"entries/{key}.json")
+            size = sum(self.files[name].bytes for name in names if name in self.files)
+            try:
+                text, described = (self.read(name) for name in names)
+                entry = verified_entry(self.folder, key, described, text)
+            except (ConfigError, OSError, ValueError):
+                found.append(EntryInfo(key, "damaged", size, 0.0))
+                continue
+            kind, about = described_entry(entry.meta)
+            found.append(EntryInfo(key, kind, size + self._code_bytes(entry), 0.0, about))
+        return found
+
+    def _code_bytes(self, entry: Entry) -> int:
+        compiled: Any = entry.meta.get("compiled", {})
+        names = (name for slot in compiled.values() for name in slot["files"].values())
+        return sum(self.files[name].bytes for name in names if name in self.files)
+
+
+def is_digest(text: str) -> bool:
+    """Whether ``text`` is the name of a digest."""
+    return _SHA256.fullmatch(text) is not None
+
+
+def python_suffix() -> str:
+    """What libraries for this Python end with."""
+    return str(sysconfig.get_config_var("EXT_SUFFIX") or "")
+
+
+def open_bundle(folder: Path, demanded: str | None = None, trusted: bool = False) -> Bundle:
+    """The bundle in ``folder``.
+
+    Args:
+        folder: Where it lies. It may be a link.
+        demanded: The digest that it has to have; any for None.
+        trusted: Whether it may lie where others write: only for who copies all that it reads.
+
+    Raises:
+        ConfigError: There is none, it is not as it was built, it has another digest, or others
+            may write to it.
+    """
+    name = f"the bundle {folder}"
+    try:
+        folder = folder.resolve(strict=True)
+        path = folder / MANIFEST
+        if not trusted:
+            check_owner(folder)
+            check_owner(path)
+        content = read_bytes(path, MAX_MANIFEST, pipes=False)
+    except ConfigError as error:
+        raise ConfigError(f"{name} cannot be used: {error.message}", hint=error.hint) from error
+    except (OSError, ValueError, RuntimeError) as error:
+        told = error.strerror if isinstance(error, OSError) and error.strerror else error
+        raise ConfigError(
+            f"{name} cannot be used: {told}",
+            hint="give the folder that attndsl build has written, which holds bundle.json",
+        ) from error
+    digest = hashlib.sha256(content).hexdigest()
+    if demanded is not None and digest != demanded:
+        raise ConfigError(
+            f"{name} has the digest {digest}, and {demanded} is demanded",
+            hint="use the bundle that was built, or the digest that was printed when it was",
+        )
+    try:
+        return _bundle(folder, digest, json.loads(content))
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ConfigError(
+            f"{name} cannot be read: {error}", hint="build it again with attndsl build"
+        ) from error
+
+
+def check_owner(path: Path) -> None:
+    """Refuse what others than this user and root may have written, and links.
+
+    Raises:
+        ConfigError: Says which file, and what to do.
+        OSError: There is no such file.
+    """
+    found = path.lstat()
+    if stat.S_ISLNK(found.st_mode):
+        raise ConfigError(f"{path} is a link", hint="copy the bundle with what its links lead to")
+    own = not hasattr(os, "getuid") or found.st_uid in (0, os.getuid())
+    if not own or found.st_mode & _SHARED_WRITE:
+        raise ConfigError(
+            f"{path} belongs to another user or is writable by others",
+            hint="chown it to root or to the user that runs, and chmod -R go-w the bundle",
+        )
+
+
+def _way(folder: Path, name: str) -> Iterator[Path]:
+    """The folders and the file that ``name`` goes through."""
+    path = folder
+    for part in name.split("/"):
+        path = path / part
+        yield path
+
+
+def _bundle(folder: Path, digest: str, found: dict[str, Any]) -> Bundle:
+    """The bundle that a manifest describes.
+
+    Raises:
+        ValueError, KeyError, TypeError, AttributeError: It is of another form.
+    """
+    if found["format"] != FORMAT:
+        raise ValueError("it is of another format")
+    files = {name: File(x["bytes"], x["sha256"]) for name, x in found["files"].items()}
+    for name, file in files.items():
+        if not _NAMES.fullmatch(name):
+            raise ValueError(f"{name[:80]!r} is no name of a file in a bundle")
+        if type(file.bytes) is not int or not 0 <= file.bytes <= MAX_FILE:
+            raise ValueError(f"{name} is said to have {str(file.bytes)[:40]} bytes")
+        if not isinstance(file.sha256, str) or not _SHA256.fullmatch(file.sha256):
+            raise ValueError(f"{name} has no digest")
+    versions = Versions(**{name: _text(found[name]) for name in Versions.__slots__})
+    driver = None if found["driver"] is None else _text(found["driver"])
+    if driver is not None and driver not in files:
+        raise ValueError(f"it has no file {driver!r}")
+    bundle = Bundle(folder, digest, tuple(map(_text, found["targets"])), versions, files, driver)
+    if bundle.size > MAX_BYTES:
+        raise ValueError(f"its files have more than {MAX_BYTES} bytes")
+    return bundle
+
+
+def _text(value: object) -> str:
+    if not isinstance(value, str) or len(value) > _MAX_TEXT or not value.isprintable():
+        raise ValueError(f"{str(value)[:40]!r} is no version")
+    return value

@@ -1,0 +1,86 @@
+"""The driver of a GPU that is not there."""
+
+from types import SimpleNamespace
+
+import pytest
+import triton
+
+from attndsl.backends.kernels import absent
+from attndsl.backends.kernels.absent import TARGETS, AbsentGPU
+from attndsl.errors import BackendError
+
+
+@pytest.mark.parametrize("target", ["cuda:12", "hip:gfx942", "cuda", "", "x" * 1000])
+def test_other_targets_are_refused(target):
+    with pytest.raises(BackendError, match="cannot be compiled for") as error:
+        AbsentGPU(target)
+    assert "cuda:90" in error.value.hint
+    assert len(error.value.message) < 100
+
+
+@pytest.fixture
+def compiles(monkeypatch):
+    """Kernels are compiled, as Triton says."""
+    runtime = SimpleNamespace(interpret=False)
+    monkeypatch.setattr(absent, "triton", SimpleNamespace(knobs=SimpleNamespace(runtime=runtime)))
+
+
+def test_the_interpreter_is_refused(monkeypatch, compiles):
+    absent.triton.knobs.runtime.interpret = True
+    with pytest.raises(BackendError, match="TRITON_INTERPRET is set"):
+        AbsentGPU("cuda:90")
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_it_says_what_the_gpu_would(target, compiles, monkeypatch):
+    gpu = AbsentGPU(target)
+    assert f"cuda:{gpu.get_current_target().arch}" == target
+    assert gpu.get_current_device() == 0
+    assert gpu.utils.get_device_properties(0)["max_shared_mem"] >= 101376
+    monkeypatch.setattr(absent, "local_bytes", lambda code: 96)
+    assert gpu.utils.load_binary("name", b"code", 0, 0)[2:] == (0, 24, 1024)
+
+
+def test_a_launcher_launches_nothing(compiles, monkeypatch):
+    gpu = AbsentGPU("cuda:90")
+    monkeypatch.setattr(gpu, "without_launchers", "none")
+    assert gpu.launcher_cls(None, None)(1, 1, 1, 0) is None
+    assert gpu.launchers == {}
+
+
+def test_what_a_compiler_made_is_found_and_not_loaded(compiles, monkeypatch, tmp_path):
+    """As Triton before 3.7 looks for a launcher: in its cache, then by a C compiler."""
+    monkeypatch.setattr(triton.knobs.cache, "dir", str(tmp_path))
+    gpu = AbsentGPU("cuda:90")
+    monkeypatch.setattr(gpu, "without_launchers", "")
+    manager = absent._finding(gpu._asked)
+    made = []
+
+    def make():
+        cache = manager("KEY")
+        if cache.get_file("launcher.so") is None:
+            made.append(cache.put(b"library", "launcher.so", binary=True))
+        raise AssertionError("loaded")
+
+    for name in ("first", "second", "first"):
+        gpu._find(name, make)
+    path = tmp_path / "KEY" / "launcher.so"
+    assert gpu.launchers == {"first": path, "second": path}
+    assert path.read_bytes() == b"library"
+    assert made == []  # Each is left where it would be loaded.
+    assert manager("KEY").get_file("launcher.so") == str(path)  # Others get it as ever.
+
+
+def test_a_compiler_that_fails_is_told_once(compiles, monkeypatch):
+    gpu = AbsentGPU("cuda:90")
+    monkeypatch.setattr(gpu, "without_launchers", "")
+    calls = []
+
+    def make():
+        calls.append(1)
+        raise RuntimeError("no Python.h")
+
+    for name in ("first", "second"):
+        gpu._find(name, make)
+    assert len(calls) == 1
+    assert "no Python.h" in gpu.without_launchers

@@ -1,0 +1,300 @@
+"""Bundles that are built without a GPU, and processes that compile nothing with them."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from attndsl import cli
+from attndsl.backends.kernels.absent import TARGETS, AbsentGPU
+from attndsl.building import build
+from attndsl.building.pack import check_output
+from attndsl.errors import ConfigError
+
+COUNTED = Path(__file__).parents[1] / "support" / "counted_calls.py"
+PROGRAMS = """
+packed: |
+  tensor doc[batch, kv_len]: int
+  tensor gain[heads]: float
+  mask = causal() and doc[b, q] == doc[b, kv]
+  score = gain[h] * score
+"""
+PACKED = (
+    "tensor doc[batch, kv_len]: int\ntensor gain[heads]: float\n"
+    "same = doc[b, q] == doc[b, kv]; mask = causal() and same; score = gain[h] * score"
+)
+"""``packed``, written in another way."""
+
+
+class Workplace:
+    """A folder with caches of its own; commands run as on a machine without a GPU."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.digests: dict[str, str] = {}
+
+    def run(
+        self, *command: object, cache: str = "cache", bundles: str = "", triton: str = ""
+    ) -> str:
+        """The standard output of Python with these arguments, in a process of its own."""
+        environment = os.environ | {
+            "ATTNDSL_CACHE_DIR": str(self.folder / cache),
+            "ATTNDSL_BUNDLES": bundles,
+            "TRITON_CACHE_DIR": str(self.folder / (triton or f"triton-{cache}")),
+            "OMP_NUM_THREADS": "1",
+        }
+        environment.pop("TRITON_INTERPRET", None)
+        done = subprocess.run(
+            [sys.executable, *map(str, command)], cwd=self.folder, env=environment, text=True,
+            capture_output=True, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        self.errors = done.stderr
+        return done.stdout
+
+    def build(self, file: str, output: str, *options: str) -> str:
+        printed = self.run("-m", "attndsl", "build", file, "-o", output, *options, cache="builder")
+        self.digests[output] = printed.rsplit("digest: ", 1)[1].strip()
+        return printed
+
+    def counted(self, target: str, calls: list[dict], **more: str) -> dict:
+        """What calls of a fresh process compile; its seconds are printed."""
+        found = json.loads(self.run(COUNTED, target, json.dumps(calls), **more).splitlines()[-1])
+        print(f"{target}, {len(calls)} calls: {found}")
+        return found
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Workplace:
+    """With a bundle of one program, forward and backward, for cuda:80."""
+    found = Workplace(tmp_path_factory.mktemp("bundles"))
+    (found.folder / "model.yaml").write_text(PROGRAMS)
+    found.printed = found.build(
+        "model.yaml", "bundle", "--target", "cuda:80", "--head-dim", "16", "--backward",
+        "--learned", "gain", "--lengths", "96,100",
+    )  # fmt: skip
+    return found
+
+
+@pytest.fixture
+def command(monkeypatch, capsys):
+    """``command(cache, *arguments)``: what ``attndsl`` prints."""
+
+    def call(cache: Path, *arguments: str) -> str:
+        monkeypatch.setenv("ATTNDSL_CACHE_DIR", str(cache))
+        monkeypatch.setattr(sys, "argv", ["attndsl", *arguments])
+        with pytest.raises(SystemExit) as end:
+            cli.main()
+        assert not end.value.code
+        return str(capsys.readouterr().out)
+
+    return call
+
+
+def packed_call(length: int, heads: int, kv_heads: int, **more: object) -> dict:
+    return {
+        "text": PACKED, "dtype": "bf16",
+        "q": [1, heads, length, 16], "k": [1, kv_heads, length, 16],
+        "captures": {"doc": [[1, length], "int32"], "gain": [[heads], "fp32"]},
+        "learned": ["gain"], **more,
+    }  # fmt: skip
+
+
+CALLS = [
+    packed_call(512, 4, 4),
+    packed_call(512, 6, 2, lse=True),
+    packed_call(257, 2, 1),
+    packed_call(33, 2, 2, lse=True),
+]
+"""Lengths, heads and batch of a call are none of the bundle's."""
+
+
+def test_a_fresh_process_compiles_nothing_after_an_import(place: Workplace, command) -> None:
+    digest = place.digests["bundle"]
+    arguments = ("cache", "import", str(place.folder / "bundle"), "--digest", digest)
+    printed = command(place.folder / "cache", *arguments)
+    assert printed.startswith("imported: ")
+    assert f"digest: {digest}\n" in printed
+    assert command(place.folder / "cache", *arguments).startswith("there already: ")
+    found = place.counted("cuda:80", CALLS)
+    assert (found["compiled"], found["launchers"]) == (0, 0)
+    assert len(found["seconds"]["backward"]) == len(CALLS)
+    assert "CacheWarning" not in place.errors
+
+
+def test_a_bundle_in_the_path_is_read_where_it_lies(place: Workplace) -> None:
+    own = f"{place.folder / 'bundle'}@{place.digests['bundle']}"
+    for path in (place.folder / "bundle").rglob("*"):
+        path.chmod(path.stat().st_mode & ~0o222)
+    nothing = place.folder / "nothing"
+    found = place.counted("cuda:80", CALLS[:2], cache="unused", bundles=f"{nothing}:{own}")
+    assert (found["compiled"], found["launchers"]) == (0, 0)
+    kept = [path.name for path in (place.folder / "unused").iterdir()]
+    assert len(kept) == 2, "the other text of the program alone, and no kernel"
+    assert f"the bundle {nothing} cannot be used" in place.errors
+
+
+def test_the_counting_counts(place: Workplace) -> None:
+    """What the bundle lacks is compiled: another GPU, and said once."""
+    own = str(place.folder / "bundle")
+    call = {"text": "causal()", "dtype": "bf16", "q": [1, 2, 64, 16], "k": [1, 2, 64, 16]}
+    found = place.counted("cuda:89", [call], cache="other", bundles=own)
+    assert found["compiled"] == 1
+    assert "the bundles are for cuda:80" in place.errors
+    assert place.errors.count("is in no bundle") == 1
+
+
+def test_a_build_says_what_it_compiled(place: Workplace) -> None:
+    lines = place.printed.splitlines()
+    assert lines[0].startswith("packed: compiled in ")
+    kernels = [line for line in lines if " bytes  triton " in line]
+    assert {line.split("bytes  ")[1].split(" ")[1] for line in kernels} == {
+        "forward", "backward_kv", "backward_q"
+    }  # fmt: skip
+    assert all("mask = causal() and doc[b, q] == doc[b, kv]" in line for line in kernels)
+    assert "covers: gradients of q, k, v and gain, of lse too" in lines
+    assert any(line.startswith("for: cuda:80, triton ") for line in lines)
+    assert len(place.digests["bundle"]) == 64
+
+
+def test_entries_of_bundles_are_listed_in_words(place: Workplace, command, monkeypatch) -> None:
+    own = str(place.folder / "bundle")
+    monkeypatch.setenv("ATTNDSL_BUNDLES", own)
+    lines = command(place.folder / "none", "cache", "list").splitlines()
+    assert lines[0].endswith(f"cuda:80, digest {place.digests['bundle']}")
+    assert any("triton forward cuda:80 bf16 D16  mask = causal() and doc" in line for line in lines)
+    found = json.loads(command(place.folder / "none", "cache", "list", "--json"))
+    assert {entry["bundle"] for entry in found} == {own}
+    assert "damaged" not in {entry["kind"] for entry in found}
+
+
+@pytest.mark.slow
+def test_calls_of_many_kinds_compile_nothing(place: Workplace) -> None:
+    """Hopper's kernels, keys that fit, dropout, offsets, learned captures and numbers."""
+    texts = {
+        "causal.attn": "mask = causal()",
+        "gained.attn": "param p: float\ntensor t[heads, 32]: float\n"
+        "mask = causal(); score = p * score + t[h, t5_bucket(q - kv, 32, 128)]",
+        "dropped.attn": "weights = dropout(softmax(score), 0.1)",
+    }
+    for name, text in texts.items():
+        (place.folder / name).write_text(text)
+    first, *others = texts
+    place.build(
+        first, "hopper", *others, "--target", "cuda:90", "--dtype", "bf16", "--head-dim", "64",
+        "--backward", "--lengths", "1024,1007,100", "--positions", "whole,chunk",
+    )  # fmt: skip
+    shapes = {
+        "long": {"q": [1, 4, 2048, 64], "k": [1, 4, 2048, 64]},
+        "shared": {"q": [2, 6, 1500, 64], "k": [2, 3, 1500, 64]},
+        "short": {"q": [2, 6, 100, 64], "k": [2, 3, 100, 64]},
+    }
+    calls = []
+    for shape in shapes.values():
+        common = {"dtype": "bf16", **shape}
+        captures = {"captures": {"t": [[shape["q"][1], 32], "fp32"]}, "params": {"p": 0.5}}
+        calls += [
+            {"text": texts["causal.attn"], **common},
+            {"text": texts["causal.attn"], **common, "learned": [], "lse": True},
+            {"text": texts["gained.attn"], **common, **captures, "learned": ["t", "p"]},
+            {"text": texts["gained.attn"], **common, **captures, "learned": []},
+            {"text": texts["dropped.attn"], **common, "options": {"seed": 3}, "learned": []},
+            {"text": texts["causal.attn"], **common, "options": {"q_offset": 64}},
+        ]
+    found = place.counted("cuda:90", calls, cache="slow", bundles=str(place.folder / "hopper"))
+    assert (found["compiled"], found["launchers"]) == (0, 0)
+
+
+class NotActive(AbsentGPU):
+    """In this process kernels are interpreted, whatever the options say."""
+
+    def __init__(self, target: str) -> None:
+        if target not in TARGETS:
+            super().__init__(target)
+        self.launchers, self.without_launchers = {}, "nothing is compiled"
+
+    def activate(self) -> None:
+        pass
+
+
+@pytest.mark.slow
+def test_calls_of_serving_compile_nothing(place: Workplace) -> None:
+    """Lengths of each entry, ids in int64, dtypes, an optional capture, the decode backend."""
+    texts = {
+        "served.attn": "mask = causal()",
+        "ids.attn": "tensor doc[batch, kv_len]: int = none\n"
+        "mask = causal()\nmask = doc[b, q] == doc[b, kv]",
+    }
+    for name, text in texts.items():
+        (place.folder / name).write_text(text)
+    common = ("--dtype", "fp16,bf16", "--head-dim", "32", "--positions", "entries")
+    place.build("served.attn", "serving", "--target", "cuda:80", *common, "--lengths", "1x512,64")
+    place.build(
+        "served.attn", "decoding", "--target", "cuda:80", *common, "--lengths", "1x512",
+        "--backend", "decode", "--heads", "8/2",
+    )  # fmt: skip
+    place.build(
+        "ids.attn", "ids", "--target", "cuda:80", "--dtype", "fp16", "--head-dim", "32",
+        "--capture", "doc=int64",
+    )  # fmt: skip
+    k = {"k": [2, 2, 700, 32], "options": {"q_offset": [600, 30], "kv_lengths": [601, 31]}}
+    served = {"text": texts["served.attn"], "q": [2, 8, 1, 32], **k}
+    whole = {"q": [2, 8, 333, 32], "k": [2, 8, 333, 32], "dtype": "fp16"}
+    calls = [
+        {**served, "dtype": "bf16"},
+        {**served, "dtype": "fp16", "backend": "decode"},
+        {**served, "dtype": "fp16", "q": [2, 4, 50, 32]},
+        {"text": texts["ids.attn"], **whole},
+        {"text": texts["ids.attn"], **whole, "captures": {"doc": [[2, 333], "int64"]}},
+    ]
+    own = (str(place.folder / name) for name in ("serving", "decoding", "ids"))
+    found = place.counted("cuda:80", calls, cache="served", bundles=os.pathsep.join(own))
+    assert (found["compiled"], found["launchers"]) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--target", "cuda:12"], "kernels cannot be compiled for 'cuda:12' without it"),
+        (["--target", "cuda:80", "--backend", "hopper"], "the hopper backend compiles for cuda:90"),
+        (["--target", "cuda:80", "--backend", "cpu"], "the cpu backend compiles no kernels"),
+        (["--target", "cuda:80", "--dtype", "fp64"], "--dtype has no 'fp64'"),
+        (["--target", "cuda:80", "--lengths", "0"], "--lengths '0' is no size"),
+        (["--target", "cuda:80", "--heads", "8/3"], "8 heads cannot share 3 key heads"),
+        (["--target", "cuda:80", "--positions", "x"], "--positions has no 'x'"),
+        (["--target", "cuda:80", "--capture", "doc"], "--capture 'doc' gives no name a dtype"),
+        (["--target", "cuda:80", "--capture", "d=int64"], "--capture names 'd'"),
+        (["--target", "cuda:80", "--learned", "gain"], "--learned is given without --backward"),
+        (["--target", "cuda:80", "--dim", "n=4"], "--dim gives 'n'"),
+        (["--target", "cuda:80", "--head-dim", "999"], "takes head dims from 1 to 512"),
+        (["--target", "cuda:80", "--capture", "gain=int32"], "--capture gives 'gain' another type"),
+        (
+            ["--target", "cuda:80", "--backward", "--learned", "doc"],
+            "--learned names 'doc', which is no float capture",
+        ),
+    ],
+)
+def test_wrong_use_is_refused(options, said, tmp_path, monkeypatch, capsys) -> None:
+    monkeypatch.setattr(build, "AbsentGPU", NotActive)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "model.yaml").write_text(PROGRAMS)
+    monkeypatch.setattr(sys, "argv", ["attndsl", "build", "model.yaml", "-o", "out", *options])
+    with pytest.raises(SystemExit) as end:
+        cli.main()
+    assert end.value.code in (1, 2)
+    assert said in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_nothing_else_is_written_over(tmp_path) -> None:
+    (tmp_path / "notes").write_text("mine")
+    with pytest.raises(ConfigError, match="holds other files than a bundle's"):
+        check_output(tmp_path)
+    with pytest.raises(ConfigError, match="is no folder"):
+        check_output(tmp_path / "notes")
+    check_output(tmp_path / "new")

@@ -1,0 +1,431 @@
+"""Bundles as files: what is read, what is refused, and that nothing of what is refused is used."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import stat
+import sys
+import sysconfig
+import warnings
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+import attndsl
+from attndsl import cli, settings
+from attndsl.backends.key import KernelKey, source_fingerprint, version_of
+from attndsl.errors import CacheWarning, ConfigError
+from attndsl.runtime import bundled, bundles
+from attndsl.runtime.bundled import BundledCache, import_bundle, imported_places, remove_imported
+from attndsl.runtime.bundles import Versions, open_bundle
+from attndsl.runtime.cache import KernelCache, entry_text
+from attndsl.settings import BundlePlace, add_bundle, read_bundles
+
+KEY = "a" * 64
+CODE = "code/00ff/attention.cubin"
+SUFFIX = sysconfig.get_config_var("EXT_SUFFIX")
+LAUNCHER = f"launchers/KEY/launcher{SUFFIX}"
+SOURCE = "x = 1\n"
+
+
+def entry_files(slot: dict | None = None, source: str = SOURCE) -> dict[str, bytes]:
+    recorded = {"files": {"attention.cubin": CODE}, "hash": "00ff", "launcher": LAUNCHER}
+    about = {"text": "causal()", "kernel": "triton forward", "target": "cuda:80", "head_dim": 64}
+    meta = {"compiled": {"forward": slot or recorded}, "about": about, "config": {}}
+    return {
+        f"entries/{KEY}.py": source.encode(),
+        f"entries/{KEY}.json": entry_text(KEY, source, meta).encode(),
+        CODE: b"code",
+        LAUNCHER: b"library",
+    }
+
+
+def write_bundle(folder: Path, contents: dict[str, bytes] | None = None, **changes: object) -> str:
+    """A bundle of one made-up kernel; its digest."""
+    contents = entry_files() if contents is None else contents
+    here = Versions.here()
+    manifest = {
+        "format": bundles.FORMAT, "targets": ["cuda:80"], "attndsl": here.attndsl,
+        "fingerprint": here.fingerprint, "triton": here.triton, "python": here.python,
+        "driver": None,
+        "files": {
+            name: {"bytes": len(x), "sha256": hashlib.sha256(x).hexdigest()}
+            for name, x in contents.items()
+        },
+    }  # fmt: skip
+    for name, content in contents.items():
+        path = folder / name
+        if path.resolve().is_relative_to(folder.resolve()):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(content)
+    text = json.dumps(manifest | changes)
+    folder.mkdir(exist_ok=True)
+    (folder / "bundle.json").write_text(text)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    write_bundle(tmp_path / "bundle")
+    return tmp_path / "bundle"
+
+
+@pytest.fixture
+def store(tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> BundledCache:
+    monkeypatch.setenv("ATTNDSL_BUNDLES", str(folder))
+    monkeypatch.setitem(sys.modules, "triton", fake_triton(tmp_path))
+    return BundledCache(KernelCache(tmp_path / "cache"))
+
+
+def fake_triton(tmp_path: Path) -> SimpleNamespace:
+    return SimpleNamespace(knobs=SimpleNamespace(cache=SimpleNamespace(dir=str(tmp_path / "tc"))))
+
+
+def test_an_entry_of_a_bundle_is_found_with_its_code(store, folder, tmp_path) -> None:
+    entry = store.load(KEY)
+    assert entry.source == SOURCE
+    slot = entry.meta["compiled"]["forward"]
+    assert slot["files"] == {"attention.cubin": str(folder / CODE)}
+    assert (tmp_path / "tc" / "KEY" / f"launcher{SUFFIX}").read_bytes() == b"library"
+    assert store.load("b" * 64) is None
+    assert not (tmp_path / "cache").exists()
+
+
+def test_the_cache_comes_first_unless_the_text_is_the_same(store, folder) -> None:
+    store.cache.save(KEY, "x = 2\n", {"compiled": {}})
+    assert store.load(KEY).source == "x = 2\n"
+    gone = {"files": {"attention.cubin": "/gone"}}
+    store.cache.save(KEY, SOURCE, {"compiled": {"forward": gone, "other": gone}})
+    found = store.load(KEY).meta["compiled"]
+    assert found["forward"]["files"] == {"attention.cubin": str(folder / CODE)}
+    assert found["other"] == gone
+
+
+def test_the_first_bundle_that_has_an_entry_gives_it(store, folder, tmp_path, monkeypatch) -> None:
+    write_bundle(tmp_path / "second", entry_files(source="x = 2\n"))
+    write_bundle(tmp_path / "empty", {})
+    paths = [tmp_path / "empty", tmp_path / "second", folder]
+    monkeypatch.setenv("ATTNDSL_BUNDLES", os.pathsep.join(map(str, paths)))
+    assert store.load(KEY).source == "x = 2\n"
+
+
+def test_a_launcher_of_another_python_is_left(store, folder, tmp_path) -> None:
+    files = entry_files()
+    other = "launchers/KEY/launcher.cpython-99-plan9.so"
+    files = {**entry_files({"files": {}, "launcher": other}), other: b"library"}
+    write_bundle(folder, files, driver=other, python=".cpython-99-plan9.so")
+    with pytest.warns(CacheWarning, match="a C compiler makes them here"):
+        assert store.load(KEY) is not None
+    assert not (tmp_path / "tc").exists()
+
+
+def _edit(folder: Path, name: str, content: bytes) -> None:
+    (folder / name).write_bytes(content)
+
+
+def _linked(folder: Path, name: str) -> None:
+    target = folder.parent / "elsewhere"
+    (folder / name).rename(target)
+    (folder / name).symlink_to(target)
+
+
+DAMAGE = {
+    "changed text": lambda f: _edit(f, f"entries/{KEY}.py", b"import os\n"),
+    "changed words": lambda f: _edit(f, f"entries/{KEY}.json", b"{}"),
+    "changed code": lambda f: _edit(f, CODE, b"CODE"),
+    "truncated code": lambda f: _edit(f, CODE, b"cod"),
+    "longer code": lambda f: _edit(f, CODE, b"code" * 1000),
+    "lost code": lambda f: (f / CODE).unlink(),
+    "linked code": lambda f: _linked(f, CODE),
+    "linked folder": lambda f: _linked(f, "code"),
+    "open code": lambda f: (f / CODE).chmod(0o666),
+    "open folder": lambda f: (f / "code").chmod(0o777),
+    "a pipe": lambda f: ((f / CODE).unlink(), os.mkfifo(f / CODE, 0o600)),
+    "a folder": lambda f: ((f / CODE).unlink(), (f / CODE).mkdir()),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE)
+def test_damaged_entries_are_told_and_not_used(damage, store, folder) -> None:
+    damage(folder)
+    with pytest.warns(CacheWarning, match="an entry of the bundle .* is not used"):
+        assert store.load(KEY) is None
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert store.load(KEY) is None  # Told once.
+
+
+@pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE)
+def test_damaged_bundles_are_not_imported(damage, folder, tmp_path) -> None:
+    damage(folder)
+    cache = KernelCache(tmp_path / "cache")
+    with pytest.raises(ConfigError):
+        import_bundle(folder, cache)
+    assert imported_places(cache.folder) == []
+    assert not list((tmp_path / "cache" / "bundles").iterdir() if cache.folder.exists() else [])
+
+
+MANIFESTS = {
+    "no json": "{",
+    "deep": "[" * 100_000,
+    "a list": "[]",
+    "no fields": "{}",
+    "not text": b"\xff\xfe",
+    "another format": {"format": 99},
+    "a path up": {"files": {"../../x.py": {"bytes": 1, "sha256": "0" * 64}}},
+    "a path in code": {"files": {"code/../x.cubin": {"bytes": 1, "sha256": "0" * 64}}},
+    "a path from the root": {"files": {"/etc/passwd": {"bytes": 1, "sha256": "0" * 64}}},
+    "a hidden file": {"files": {"code/.x/.y.cubin": {"bytes": 1, "sha256": "0" * 64}}},
+    "another kind of file": {"files": {"code/x/y.py": {"bytes": 1, "sha256": "0" * 64}}},
+    "a line": {"files": {"code/x/y.cubin\n": {"bytes": 1, "sha256": "0" * 64}}},
+    "huge": {"files": {CODE: {"bytes": 1 << 40, "sha256": "0" * 64}}},
+    "negative": {"files": {CODE: {"bytes": -1, "sha256": "0" * 64}}},
+    "no number": {"files": {CODE: {"bytes": True, "sha256": "0" * 64}}},
+    "no digest": {"files": {CODE: {"bytes": 1, "sha256": "x"}}},
+    "huge together": {
+        "files": {f"code/{n}/x.cubin": {"bytes": 1 << 28, "sha256": "0" * 64} for n in range(17)}
+    },
+    "another driver": {"driver": "launchers/x/y.so"},
+    "versions of no text": {"triton": 3},
+    "control characters": {"triton": "\x1b[31m"},
+    "a long version": {"triton": "3" * 1000},
+    "targets of no text": {"targets": [1]},
+}
+
+
+@pytest.mark.parametrize("manifest", MANIFESTS.values(), ids=MANIFESTS)
+def test_hostile_manifests_are_refused(manifest, folder, store, tmp_path) -> None:
+    if isinstance(manifest, dict):
+        write_bundle(folder, **manifest)
+    else:
+        content = manifest if isinstance(manifest, bytes) else manifest.encode()
+        (folder / "bundle.json").write_bytes(content)
+    with pytest.raises(ConfigError, match="cannot be read") as error:
+        open_bundle(folder)
+    assert error.value.hint
+    with pytest.raises(ConfigError):
+        import_bundle(folder, KernelCache(tmp_path / "cache"))
+    with pytest.warns(CacheWarning, match="cannot be read"):
+        assert store.load(KEY) is None
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda f: (f / "bundle.json").unlink(), "No such file"),
+        (lambda f: f.chmod(0o777), "writable by others"),
+        (lambda f: (f / "bundle.json").chmod(0o666), "writable by others"),
+        (lambda f: _linked(f, "bundle.json"), "is a link"),
+        (lambda f: os.truncate(f / "bundle.json", bundles.MAX_MANIFEST + 1), "larger than"),
+        (lambda f: ((f / "bundle.json").unlink(), (f / "bundle.json").mkdir()), "is a folder"),
+    ],
+)
+def test_bundles_that_others_may_write_to_are_refused(change, said, folder) -> None:
+    change(folder)
+    with pytest.raises(ConfigError, match=said) as error:
+        open_bundle(folder)
+    assert error.value.hint
+
+
+def test_another_owner_is_refused(folder, monkeypatch) -> None:
+    monkeypatch.setattr(os, "getuid", lambda: 12345)
+    open_bundle(folder)  # Root's, as in images.
+    if os.geteuid() == 0:
+        os.chown(folder / CODE, 54321, -1)
+        with pytest.raises(ConfigError, match="belongs to another user"):
+            open_bundle(folder).read(CODE)
+
+
+def test_a_link_to_a_whole_bundle_is_followed(folder, tmp_path) -> None:
+    (tmp_path / "link").symlink_to(folder)
+    assert open_bundle(tmp_path / "link").folder == folder
+
+
+def test_digests_are_demanded(folder, tmp_path, store, monkeypatch) -> None:
+    digest = open_bundle(folder).digest
+    assert open_bundle(folder, digest).digest == digest
+    with pytest.raises(ConfigError, match=f"has the digest {digest}, and {'0' * 64} is demanded"):
+        open_bundle(folder, "0" * 64)
+    monkeypatch.setenv("ATTNDSL_BUNDLES", f"{folder}@{digest}")
+    assert store.load(KEY) is not None
+    monkeypatch.setenv("ATTNDSL_BUNDLES", f"{folder}@{'0' * 64}")
+    with pytest.warns(CacheWarning, match="is demanded; kernels are compiled as without it"):
+        assert store.load(KEY) is None
+
+
+def test_an_import_is_a_copy_that_only_its_user_may_write(folder, tmp_path) -> None:
+    cache = KernelCache(tmp_path / "cache")
+    found = import_bundle(folder, cache)
+    assert found.new
+    own = tmp_path / "cache" / "bundles" / found.bundle.digest
+    modes = {stat.S_IMODE(p.stat().st_mode) & 0o077 for p in own.rglob("*")}
+    assert modes == {0}
+    assert not import_bundle(folder, cache).new
+    assert imported_places(cache.folder) == [BundlePlace(own, found.bundle.digest)]
+    store = BundledCache(cache)
+    for path in sorted(folder.rglob("*"), reverse=True):
+        path.rmdir() if path.is_dir() else path.unlink()
+    assert store._entry(open_bundle(own), KEY).source == SOURCE
+    assert remove_imported(cache.folder)[0] == 1
+    assert imported_places(cache.folder) == []
+
+
+def test_a_demanded_digest_allows_a_folder_that_others_write_to(folder, tmp_path) -> None:
+    for path in folder.rglob("*"):
+        path.chmod(0o777)
+    cache = KernelCache(tmp_path / "cache")
+    with pytest.raises(ConfigError, match="writable by others"):
+        import_bundle(folder, cache)
+    content = (folder / "bundle.json").read_bytes()
+    assert import_bundle(folder, cache, hashlib.sha256(content).hexdigest()).new
+
+
+def test_a_damaged_copy_is_imported_anew(folder, tmp_path) -> None:
+    cache = KernelCache(tmp_path / "cache")
+    own = import_bundle(folder, cache).bundle.folder
+    (own / CODE).write_bytes(b"CODE")
+    assert import_bundle(folder, cache).new
+    assert (own / CODE).read_bytes() == b"code"
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"triton": "2.0.0"}, "it is for triton 2.0.0, and here is"),
+        ({"attndsl": "9.9"}, "it is for attndsl 9.9, and here is"),
+        ({"fingerprint": "0"}, "with other sources than those here"),
+    ],
+)
+def test_other_versions_are_told_once(changes, said, folder, store) -> None:
+    write_bundle(folder, {}, **changes)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        store.load(KEY)
+        store.load(KEY)
+        store.save(KEY, SOURCE, {"about": {"text": "causal()", "target": "cuda:80"}})
+    assert [each.category for each in caught] == [CacheWarning]
+    assert len(caught) == 1
+    assert said in str(caught[0].message)
+    assert "kernels are compiled as without it" in str(caught[0].message)
+
+
+@pytest.mark.parametrize(
+    ("target", "said"),
+    [("cuda:90", "the bundles are for cuda:80"), ("cuda:80", "have other programs, dtypes")],
+)
+def test_what_a_bundle_lacks_is_told_once(target, said, store) -> None:
+    about = {"text": "q > kv", "kernel": "triton forward", "target": target, "head_dim": 32}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        store.save("b" * 64, SOURCE, {"about": about})
+        store.save("c" * 64, SOURCE, {"about": about})
+        store.save("d" * 64, "", {"kind": "program"})
+    assert len(caught) == 1
+    assert "is in no bundle and is compiled here" in str(caught[0].message)
+    assert "triton forward" in str(caught[0].message)
+    assert said in str(caught[0].message)
+
+
+def test_nothing_is_told_without_bundles(tmp_path, monkeypatch) -> None:
+    monkeypatch.delenv("ATTNDSL_BUNDLES", raising=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        BundledCache(KernelCache(tmp_path)).save(KEY, SOURCE, {"about": {"target": "cuda:90"}})
+
+
+def test_paths_of_bundles(monkeypatch, tmp_path) -> None:
+    digest = "0123456789abcdef" * 4
+    monkeypatch.setenv("ATTNDSL_BUNDLES", f"/a::/b@{digest}:/node@20/c")
+    assert read_bundles() == (
+        BundlePlace(Path("/a")), BundlePlace(Path("/b"), digest), BundlePlace(Path("/node@20/c"))
+    )  # fmt: skip
+    assert settings.read_settings().bundles == read_bundles()
+    monkeypatch.setenv("ATTNDSL_BUNDLES", "/b@123")
+    with pytest.raises(ConfigError, match="'123' is no digest of a bundle"):
+        read_bundles()
+
+
+def test_packages_add_bundles(monkeypatch, tmp_path) -> None:
+    monkeypatch.setenv("ATTNDSL_BUNDLES", "")
+    add_bundle(tmp_path / "a")
+    add_bundle(tmp_path / "a")
+    add_bundle(tmp_path / "b", "0" * 64)
+    assert read_bundles() == (BundlePlace(tmp_path / "a"), BundlePlace(tmp_path / "b", "0" * 64))
+    with pytest.raises(ConfigError, match="is no digest"):
+        add_bundle(tmp_path / "c", "1")
+    with pytest.raises(ConfigError, match="holds ':'"):
+        add_bundle("/a:b")
+
+
+def test_the_command_imports_and_clears(folder, tmp_path, monkeypatch, capsys) -> None:
+    monkeypatch.setenv("ATTNDSL_CACHE_DIR", str(tmp_path / "cache"))
+
+    def run(*arguments: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["attndsl", "cache", *arguments])
+        with pytest.raises(SystemExit) as end:
+            cli.main()
+        return end.value.code or 0, *capsys.readouterr()
+
+    digest = open_bundle(folder).digest
+    code, _, error = run("import", str(folder), "--digest", "0" * 64)
+    assert (code, f"has the digest {digest}" in error) == (1, True)
+    assert run("import", str(folder), "--digest", "short")[0] == 2
+    code, out, _ = run("import", str(folder), "--digest", digest)
+    assert (code, out.endswith(f"digest: {digest}\n")) == (0, True)
+    assert "triton forward cuda:80 D64  causal()" in run("list")[1]
+    assert "bundles  1, " in run("stats")[1]
+    out = run("clear")[1]
+    assert "removed 1 imported bundle, " in out
+    assert "not of the cache" not in out
+    assert run("list")[1] == ""
+
+
+def test_keys_do_not_depend_on_torch() -> None:
+    assert not any("torch" in name for name in KernelKey.__dataclass_fields__)
+
+
+def test_the_key_of_a_kernel_is_the_same_for_another_torch(monkeypatch) -> None:
+    import torch
+
+    from attndsl.backends.generated import source
+    from attndsl.backends.kernels import modules
+    from attndsl.backends.kernels.example import example_call
+    from attndsl.backends.kernels.kernel import Task
+    from attndsl.backends.kernels.machine import machine_of
+    from attndsl.backends.triton.family import Portable
+
+    lowered = attndsl.compile(
+        "tensor t[heads]: float; mask = causal(); score = t[h] * score"
+    ).lowered
+    call = example_call(lowered, 64, 64, torch.bfloat16, {})
+    machine = machine_of("cuda:90")
+    (job,) = Portable().jobs(lowered, call, Task.FORWARD, None, None)
+
+    def made() -> tuple[str, str]:
+        own = job.on(machine)
+        return modules._key(own, "triton", "forward", machine), source._shown(
+            own, machine, source.UNWRITTEN
+        )
+
+    before = made()
+    monkeypatch.setattr(torch, "__version__", "1.0.0")
+    assert made() == before
+    assert version_of("torch") not in before[1]
+    assert len(source_fingerprint()) == 64
+
+
+def test_an_import_that_was_cut_off_leaves_nothing_that_is_read(
+    folder, tmp_path, monkeypatch
+) -> None:
+    cache = KernelCache(tmp_path / "cache")
+
+    def fails(*_: object) -> None:
+        raise OSError("the disk is full")
+
+    monkeypatch.setattr(bundled.os, "replace", fails)
+    with pytest.raises(ConfigError, match="the disk is full"):
+        import_bundle(folder, cache)
+    assert imported_places(cache.folder) == []
