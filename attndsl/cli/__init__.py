@@ -435,6 +435,14 @@ def play(
 
 
 @app.command()
+def lsp() -> None:
+    """Serve an editor over standard input and output: errors, hovers, completion, layout."""
+    from .serving_editors import serve
+
+    serve()
+
+
+@app.command()
 def schema() -> None:
     """Print the JSON schema of configuration files."""
     from importlib import resources

@@ -48,6 +48,8 @@ class ConfigEntry:
     """What the file says of the program to people."""
     file: str | None = None
     """Path of the file, beside which imported files lie; None for a mapping."""
+    written: Span | None = field(default=None, compare=False)
+    """Where the text stands in the file, as :attr:`.documents.Text.written` says."""
 
     @property
     def source(self) -> Source:
@@ -154,7 +156,7 @@ class _Reader:
         source_name = document.name if document.has_lines else label
         return ConfigEntry(
             item.name, program.text, source_name, program.first_line, params, description,
-            document.file,
+            document.file, program.written,
         )  # fmt: skip
 
     def _parts(self, label: str, items: list[Item]) -> dict[str, Any]:

@@ -5,9 +5,10 @@ Non-goals: simplification; a program's IR is what was written, with functions in
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from attndsl import ir
 from attndsl.errors import (
@@ -73,6 +74,27 @@ def locals_of(tree: s.Tree, declared: Mapping[str, Declared]) -> dict[str, Node]
     names = [x.name.name for x in tree.statements if isinstance(x, s.Assign)]
     found = {name: checker.scope.values.get(name) for name in names if name not in _TARGETS}
     return {name: value for name, value in found.items() if isinstance(value, Node)}
+
+
+class Values(NamedTuple):
+    """What is known of the names of a program."""
+
+    names: Mapping[str, Node | TensorDecl]
+    """Params, tensors, sizes and locals."""
+    parts: Mapping[str, Node]
+    """Mask, sink and weights."""
+    lines: tuple[ir.Line, ...]
+    """What the score is after each of its lines, in order."""
+
+
+def values_of(tree: s.Tree, declared: Mapping[str, Declared]) -> Values:
+    """What is known of a program that may have errors, without those names that have them."""
+    checker = _Checker(tree, declared)
+    with contextlib.suppress(AttnDSLError):
+        checker.run()
+    known = {n: x for n, x in checker.scope.values.items() if isinstance(x, Node | TensorDecl)}
+    parts = {name: value for name, value in checker.parts.items() if value is not None}
+    return Values(known, parts, tuple(checker.lines))
 
 
 class _Checker:

@@ -1,0 +1,123 @@
+"""What is wrong with a file, at the places of the file.
+
+Non-goals: what calls get wrong; programs of files other than the one that is open.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from functools import lru_cache
+from typing import TYPE_CHECKING, NamedTuple
+
+from attndsl.errors import AttnDSLError, flatten
+from attndsl.frontend import surface as s
+from attndsl.frontend.tolerant import statements_of
+from attndsl.pipeline import check
+
+from .embedded import programs_in
+
+if TYPE_CHECKING:
+    from attndsl.frontend import Declared
+    from attndsl.source import Source, Span
+
+    from .embedded import Program
+
+MOST_SECONDS = 2.0
+"""For all programs of a file; those after that are left for the command line."""
+_COLUMN = 80
+
+
+class Problem(NamedTuple):
+    """One error of a file."""
+
+    start: int
+    end: int
+    message: str
+    """With the hint in a line of its own."""
+    kind: str
+    """Name of the error's class."""
+    elsewhere: Span | None = None
+    """Where it is, if that is another file, which this one imports."""
+    serious: bool = True
+    """Whether it is an error; it is a remark otherwise."""
+
+
+def problems_in(text: str, path: str) -> list[Problem]:
+    """All that is wrong with the file at ``path`` whose text is ``text``, in order."""
+    found = programs_in(text, path)
+    problems = [_of_file(error, text) for error in found.errors]
+    end = time.monotonic() + MOST_SECONDS
+    for program in found.programs:
+        if time.monotonic() > end:
+            start, stop = program.in_file(0, 1)
+            message = f"checks took too long: programs from '{program.name}' on are not checked"
+            hint = f"run attndsl check {os.path.basename(path)}"
+            problems.append(
+                Problem(start, stop, f"{message}\nhint: {hint}", "LimitError", None, False)
+            )
+            break
+        problems += [_of_program(error, program, text) for error in _errors_of(program)]
+    return sorted(problems, key=lambda problem: problem[:3])
+
+
+def _errors_of(program: Program) -> tuple[AttnDSLError, ...]:
+    declared = tuple(program.declared.items())
+    if "import" in program.source.text:  # Other files may change meanwhile.
+        return _check(program.source, declared)
+    return _remembered(program.source, declared)
+
+
+def _check(
+    source: Source, declared: tuple[tuple[str, Declared], ...]
+) -> tuple[AttnDSLError, ...]:
+    try:
+        check(source, dict(declared))
+    except AttnDSLError as error:
+        return flatten(error)
+    return ()
+
+
+_remembered = lru_cache(maxsize=256)(_check)
+"""As :func:`_check`: a change of one program in a file leaves the others as they are."""
+
+
+def _told(error: AttnDSLError, where: str = "") -> str:
+    hint = f"\nhint: {error.hint}" if error.hint else ""
+    return f"{where}{error.message}{hint}"
+
+
+def _of_file(error: AttnDSLError, text: str) -> Problem:
+    start, end = (0, _first_line(text)) if error.span is None else (error.span.start, error.span.end)
+    return Problem(start, end, _told(error), type(error).__name__)
+
+
+def _first_line(text: str) -> int:
+    end = text.find("\n", 0, _COLUMN)
+    return min(len(text), _COLUMN) if end < 0 else end
+
+
+def _of_program(error: AttnDSLError, program: Program, text: str) -> Problem:
+    kind, span = type(error).__name__, error.span
+    if span is None:
+        return Problem(*program.in_file(0, _first_line(program.source.text)), _told(error), kind)
+    if span.source == program.source:
+        return Problem(*program.in_file(span.start, span.end), _told(error), kind)
+    if span.source.text == text:  # A param that the configuration binds.
+        return Problem(span.start, span.end, _told(error), kind)
+    where = f"{os.path.basename(span.source.name)}:{span.line}:{span.column}: "
+    place = _import_of(span.source.file, program.source)
+    return Problem(*program.in_file(*place), _told(error, where), kind, span)
+
+
+def _import_of(file: str | None, source: Source) -> tuple[int, int]:
+    """The import in ``source`` that reads ``file``, or its first one, which may lead there."""
+    imports = [x for x in statements_of(source) if isinstance(x, s.Import)]
+    if not imports:
+        return 0, _first_line(source.text)
+    folder = os.path.dirname(source.file or "")
+    wanted = os.path.normpath(file or "")
+    for each in imports:
+        if os.path.normpath(os.path.join(folder, each.file)) == wanted:
+            return each.span.start, each.span.end
+    return imports[0].span.start, imports[0].span.end
