@@ -148,9 +148,7 @@ def definition_at(program: FileProgram, offset: int) -> Definition | None:
     if bound is not None:
         span = bound.span
         own = span.source == program.source
-        return Definition(
-            span.source.name, None if own else span.source.text, span.start, span.end
-        )
+        return Definition(span.source.name, None if own else span.source.text, span.start, span.end)
     span_in_prelude = prelude_span(token.text)
     if span_in_prelude is None:
         return None

@@ -1,4 +1,4 @@
-"""What the words and names of the language mean, in a sentence each, for those who point at them."""
+"""What the words and names of the language mean, in a sentence each."""
 
 from __future__ import annotations
 
@@ -29,7 +29,10 @@ class Meaning(NamedTuple):
 
 _WORDS = {
     "import": ('import "FILE.attn"', "The statements of a program file beside this one."),
-    "param": ("param NAME: TYPE = DEFAULT", "A number that calls give; `= none` makes it optional."),
+    "param": (
+        "param NAME: TYPE = DEFAULT",
+        "A number that calls give; `= none` makes it optional.",
+    ),
     "tensor": (
         "tensor NAME[DIM, ...]: TYPE",
         "A tensor that calls give; `= none` makes it optional. A new name as a dim is a size.",

@@ -68,9 +68,7 @@ def _errors_of(program: Program) -> tuple[AttnDSLError, ...]:
     return _remembered(program.source, declared)
 
 
-def _check(
-    source: Source, declared: tuple[tuple[str, Declared], ...]
-) -> tuple[AttnDSLError, ...]:
+def _check(source: Source, declared: tuple[tuple[str, Declared], ...]) -> tuple[AttnDSLError, ...]:
     try:
         check(source, dict(declared))
     except AttnDSLError as error:
@@ -88,7 +86,9 @@ def _told(error: AttnDSLError, where: str = "") -> str:
 
 
 def _of_file(error: AttnDSLError, text: str) -> Problem:
-    start, end = (0, _first_line(text)) if error.span is None else (error.span.start, error.span.end)
+    start, end = (
+        (0, _first_line(text)) if error.span is None else (error.span.start, error.span.end)
+    )
     return Problem(start, end, _told(error), type(error).__name__)
 
 

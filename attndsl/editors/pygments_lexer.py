@@ -1,4 +1,4 @@
-"""The language for Pygments, which finds this lexer by its entry point once attndsl is installed."""
+"""The language for Pygments, which finds this lexer by its entry point."""
 
 from __future__ import annotations
 

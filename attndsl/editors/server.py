@@ -23,6 +23,7 @@ from pygls.lsp.server import LanguageServer
 from attndsl import __version__
 from attndsl.config import PROGRAM_SUFFIX, SUFFIXES
 
+from .colouring import LEGEND, colours_in
 from .completing import Proposal, proposals_at
 from .embedded import program_at, programs_in
 from .knowing import Definition, Note, definition_at, note_at
@@ -203,9 +204,7 @@ def _completion(proposal: Proposal, snippets: bool) -> t.CompletionItem:
         documentation=t.MarkupContent(t.MarkupKind.Markdown, proposal.markdown),
         sort_text=f"{proposal.rank} {proposal.label}",
         insert_text=proposal.insert if snippets else proposal.label,
-        insert_text_format=t.InsertTextFormat.Snippet
-        if snippets
-        else t.InsertTextFormat.PlainText,
+        insert_text_format=t.InsertTextFormat.Snippet if snippets else t.InsertTextFormat.PlainText,
     )
 
 
@@ -231,6 +230,11 @@ def outline_of(file: File) -> list[t.DocumentSymbol]:
     """The statements of a file."""
     found = symbols_in(programs_in(file.lines.text, file.path))
     return [_symbol(each, file) for each in found]
+
+
+def colours_of(file: File) -> t.SemanticTokens:
+    """The tokens of a file's programs."""
+    return t.SemanticTokens(colours_in(programs_in(file.lines.text, file.path), file.lines))
 
 
 def _symbol(symbol: Symbol, file: File) -> t.DocumentSymbol:
@@ -290,6 +294,13 @@ def make_server() -> AttnServer:
     async def symbols(params: t.DocumentSymbolParams) -> list[t.DocumentSymbol] | None:
         file = server.file(params.text_document.uri)
         return None if file is None else await server.answer(outline_of, file)
+
+    legend = t.SemanticTokensLegend(list(LEGEND), [])
+
+    @server.feature(t.TEXT_DOCUMENT_SEMANTIC_TOKENS_FULL, legend)
+    async def colours(params: t.SemanticTokensParams) -> t.SemanticTokens | None:
+        file = server.file(params.text_document.uri)
+        return None if file is None else await server.answer(colours_of, file)
 
     return server
 
