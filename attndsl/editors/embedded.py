@@ -19,8 +19,13 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from attndsl.config import MAX_ENTRIES, SUFFIXES, parse_document
 from attndsl.config.form import read_entries
-from attndsl.config.keys import Place, find_place
-from attndsl.config.places import holds_programs, places_of_programs, speaks_of_programs
+from attndsl.config.keys import Place, find_place, key_parts
+from attndsl.config.places import (
+    holds_programs,
+    places_of_programs,
+    speaks_of_programs,
+    surely_holds_programs,
+)
 from attndsl.errors import AttnDSLError, ConfigError, LimitError, flatten
 from attndsl.source import Source, Span
 
@@ -125,7 +130,19 @@ def _keys(document: Document) -> list[str | None]:
     root = Place(document.root)
     if holds_programs(document, root):
         return [None]
-    return list(places_of_programs(document, root)[:_MAX_PLACES])
+    found: dict[tuple[str, ...], str] = {}
+    for key in places_of_programs(document, root):
+        try:
+            parts, place = key_parts(key), find_place(document, key)
+        except AttnDSLError:  # A name that no key can spell.
+            continue
+        inside = any(parts[: len(outer)] == outer for outer in found)
+        # Nobody has said that programs stand there, so that texts of other software are left alone.
+        if not inside and surely_holds_programs(document, place):
+            found[parts] = key
+        if len(found) == _MAX_PLACES:
+            break
+    return list(found.values())
 
 
 def _too_long(text: str, path: str) -> tuple[AttnDSLError, ...]:

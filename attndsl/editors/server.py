@@ -110,8 +110,9 @@ class AttnServer(LanguageServer):
             if suffix is None:
                 return None
             path += suffix
-        encoding = str(getattr(self.workspace.position_encoding, "value", "utf-16"))
-        return File(uri, path, lines_of(document.source, encoding), document.version)
+        encoding = self.workspace.position_encoding or t.PositionEncodingKind.Utf16
+        lines = lines_of(document.source, t.PositionEncodingKind(encoding).value)
+        return File(uri, path, lines, document.version)
 
     async def answer(self, work: Callable[..., _R], *arguments: Any) -> _R:
         """``work(*arguments)``, while the server goes on listening."""

@@ -78,7 +78,7 @@ def by_the_rules(line):
 
 def test_files_are_what_the_script_writes():
     written = textmate.files()
-    assert {path for path in (FOLDER / "syntaxes").iterdir()} == set(written)
+    assert set((FOLDER / "syntaxes").iterdir()) == set(written)
     for path, text in written.items():
         assert path.read_text("utf-8") == text, "run tools/textmate.py"
 
