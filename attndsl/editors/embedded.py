@@ -56,6 +56,9 @@ _ESCAPE = re.compile(
 )
 _LOW_HALF = re.compile(r"\\u[dD][c-fC-F][0-9a-fA-F]{2}")
 """The second half of a letter that JSON spells as two."""
+_PROPERTIES = re.compile(r"(?:[&!]\S*\s+)*")
+"""Anchors and tags of YAML."""
+_HEAD = re.compile(r"[|>][^\n]*\n")
 _BLANKS = " \t\r\n"
 
 
@@ -84,7 +87,9 @@ class Program(NamedTuple):
         """Where an offset of the file is in the program; None if it is outside."""
         if self.places is None:
             return offset
-        if not self.places[0] <= offset <= self.places[-1]:
+        # Behind the last line end there is the next line of the file.
+        last = self.places[-1] - self.source.text.endswith("\n")
+        if not self.places[0] <= offset <= last:
             return None
         return bisect_left(self.places, offset)
 
@@ -214,6 +219,8 @@ def _align(text: str, whole: str, start: int, end: int) -> tuple[int, ...]:
     Quotes, indentation, line ends that a folded text has as blanks, and escapes are passed over.
     Where a character is not found, it and those after it are said to be where the search ended.
     """
+    properties = _PROPERTIES.match(whole, start, end)
+    start = start if properties is None else properties.end()
     at = start + _opening(whole, start, end)
     escaped = whole.startswith('"', start)
     places: list[int] = []
@@ -245,9 +252,9 @@ def _align(text: str, whole: str, start: int, end: int) -> tuple[int, ...]:
 
 def _opening(whole: str, start: int, end: int) -> int:
     """Characters before the text itself: quotes, or the head of a block of YAML."""
-    head = re.match(r"(?:[&!]\S*\s+)*[|>][^\n]*\n", whole[start : min(end, start + 300)])
+    head = _HEAD.match(whole, start, end)
     if head is not None:
-        return head.end()
+        return head.end() - start
     for quotes in ('"""', "'''", '"', "'"):
         if whole.startswith(quotes, start) and end - start >= 2 * len(quotes):
             return len(quotes)

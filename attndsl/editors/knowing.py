@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 from functools import lru_cache
 from importlib import resources
+from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, NamedTuple
 
 from attndsl import ir
 from attndsl.errors import AttnDSLError
 from attndsl.frontend import surface as s
+from attndsl.frontend.imports import SUFFIX
 from attndsl.frontend.prelude import prelude_span
 from attndsl.frontend.statements import comment_above
 from attndsl.frontend.tolerant import Draft, read_draft
@@ -159,7 +161,8 @@ def definition_at(program: FileProgram, offset: int) -> Definition | None:
 
 def _imported(file: str, source: Source) -> Definition | None:
     """The file that an import reads, if it is there. Nothing is read of it."""
-    if source.file is None or not file.endswith(".attn") or "\\" in file or ":" in file:
+    parts = PurePosixPath(file)
+    if source.file is None or parts.suffix != SUFFIX or parts.is_absolute() or ".." in parts.parts:
         return None
     path = os.path.normpath(os.path.join(os.path.dirname(source.file), file))
     return Definition(path, "", 0, 0) if os.path.isfile(path) else None

@@ -33,7 +33,7 @@ class Edit(NamedTuple):
 def edits_of(text: str, path: str) -> list[Edit]:
     """What lays the programs of a file out. Programs with errors of syntax stay as they are."""
     found = programs_in(text, path)
-    edits = []
+    edits: list[Edit] = []
     for program in found.programs:
         laid = _laid_out(program.source.text)
         if laid == program.source.text:
@@ -41,6 +41,7 @@ def edits_of(text: str, path: str) -> list[Edit]:
         if program.places is None:
             return [Edit(0, len(text), laid)]
         edits += _in_block(text, program, laid)
+    edits = list(dict.fromkeys(edits))  # An alias is the program that it names.
     return edits if _leaves_the_rest(text, path, found, edits) else []
 
 

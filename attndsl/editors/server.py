@@ -150,7 +150,7 @@ class AttnServer(LanguageServer):
         """End, without waiting for what is still being looked at."""
         self.checks.shutdown(wait=False, cancel_futures=True)
         self.answers.shutdown(wait=False, cancel_futures=True)
-        super().shutdown()
+        super().shutdown()  # type: ignore[no-untyped-call]
 
 
 def safe_problems(file: File) -> list[t.Diagnostic]:

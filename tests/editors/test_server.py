@@ -184,9 +184,10 @@ def test_layout(editor, tmp_path):
 
     assert laid("b.attn", "mask=q>=kv", "attn") == "mask = q >= kv\n"
     assert laid("c.attn", "mask = = q", "attn") == "mask = = q"
-    text = "a:\n  program: |\n    mask=q>=kv  # é🙂\n    score=softcap( 5.0 )\n  params: {}\nb:  q>=kv\n"
-    wanted = "a:\n  program: |\n    mask = q >= kv  # é🙂\n    score = softcap(5.0)\n  params: {}\nb:  q>=kv\n"
-    assert laid("d.yaml", text, "yaml") == wanted
+    text = "a:\n  program: |\n    mask={}  # é🙂\n    score={}\n  params: {{}}\nb:  q>=kv\n"
+    written = text.format("q>=kv", "softcap( 5.0 )")
+    wanted = text.replace("=", " = ").replace("> = kv", ">=kv").format("q >= kv", "softcap(5.0)")
+    assert laid("d.yaml", written, "yaml") == wanted
 
 
 @pytest.mark.slow
