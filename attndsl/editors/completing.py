@@ -6,6 +6,7 @@ import re
 from typing import TYPE_CHECKING, NamedTuple
 
 from attndsl.frontend import surface as s
+from attndsl.frontend.hints import USUAL_INDEX
 from attndsl.frontend.statements import comment_above
 from attndsl.frontend.vocabulary import Kind
 from attndsl.ir import DType, TensorDecl
@@ -98,8 +99,7 @@ def _dims(statement: s.Statement) -> list[str]:
 
 
 def _index(dim: str) -> str:
-    usual = {"batch": "b", "heads": "h", "kv_heads": "hkv", "q_len": "q", "kv_len": "kv"}
-    return usual.get(dim, "i")
+    return USUAL_INDEX.get(dim, "i")
 
 
 def _of_meaning(meaning: Meaning, starts: bool = False) -> Proposal:

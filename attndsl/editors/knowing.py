@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from attndsl import ir
 from attndsl.errors import AttnDSLError
 from attndsl.frontend import surface as s
+from attndsl.frontend.hints import USUAL_INDEX
 from attndsl.frontend.imports import SUFFIX
 from attndsl.frontend.prelude import prelude_span
 from attndsl.frontend.statements import comment_above
@@ -216,8 +217,7 @@ def _of_binding(bound: Binding, draft: Draft) -> str:
 
 
 def _element(tensor: TensorDecl) -> str:
-    usual = {"batch": "b", "heads": "h", "kv_heads": "hkv", "q_len": "q", "kv_len": "kv"}
-    names = [usual.get(print_expression(dim), "...") for dim in tensor.dims]
+    names = [USUAL_INDEX.get(print_expression(dim), "...") for dim in tensor.dims]
     return f"`{tensor.name}[{', '.join(names)}]`"
 
 

@@ -22,7 +22,7 @@ from attndsl.ir import DType, Node, Op, ParamDecl, Program, TensorDecl
 from attndsl.passes.simplify import simplify_node
 from attndsl.scalars import as_int
 
-from . import promote
+from . import hints, promote
 from . import surface as s
 from .absent import Gone, finished, lacks
 from .declare import GIVEN, Absent, Bound, ParamSpec, TensorSpec
@@ -41,6 +41,8 @@ if TYPE_CHECKING:
     from .declare import Declared
 
 _TYPES = {t.value: t for t in DType}
+_SHOWN = 40
+"""Characters of an expression that a hint repeats."""
 
 
 def check(tree: s.Tree, declared: Mapping[str, Declared]) -> Program:
@@ -248,7 +250,7 @@ class _Checker:
         dtype = self._type(statement.dtype)
         default = None
         if statement.default is not None:
-            default = self._literal(statement.default, dtype)
+            default = self._literal(name, statement.default, dtype)
         given = self.declared.get(name)
         if statement.optional:
             self.scope.optional.add(name)
@@ -285,10 +287,24 @@ class _Checker:
         of_absent = isinstance(found, Gone) and not found.names
         return name not in ALWAYS and (name not in self.scope.values or of_absent)
 
-    def _literal(self, written: s.Expr, dtype: DType) -> bool | int | float:
+    def _default(
+        self, name: str, value: bool | int | float, dtype: DType, span: Span
+    ) -> bool | int | float:
+        node = ir.const(value, span)
+        if node.dtype is not dtype and (node.dtype, dtype) != (DType.INT, DType.FLOAT):
+            shown = str(value).lower()
+            raise TypeMismatchError(
+                f"'{name}' is of type {dtype.value}, and its default {shown} is of type "
+                f"{node.dtype.value}",
+                span,
+                hints.of_default(name, dtype.value, value),
+            )
+        return self._typed("the default", Bound(value), dtype, span).value  # type: ignore[return-value]
+
+    def _literal(self, name: str, written: s.Expr, dtype: DType) -> bool | int | float:
         node = self.inliner.node(written)
         if node is not None and node.op is Op.CONST and isinstance(node.value, bool | int | float):
-            return self._typed("the default", Bound(node.value), dtype, written.span).value  # type: ignore[return-value]
+            return self._default(name, node.value, dtype, written.span)
         raise TypeMismatchError(
             "a default is a literal", written.span, "write a number, true or false"
         )
@@ -474,6 +490,13 @@ class _Checker:
         value = self._left(statement.value)
         if value is None or isinstance(value, Gone):
             return
+        if value.dtype is DType.FLOAT and ir.reads_score(value):
+            text = " ".join(statement.value.span.text.split())
+            raise TypeMismatchError(
+                "the mask takes bools, and this is a score",
+                statement.value.span,
+                f"write 'score = {text}'" if len(text) <= _SHOWN else "write 'score = ...'",
+            )
         value = promote.need_bool(value, statement.value.span, "the mask")
         before = self.parts.get("mask")
         self.parts["mask"] = (
