@@ -64,6 +64,19 @@ def read_entries(document: Document, place: Place) -> list[ConfigEntry]:
         ConfigError: They are not of the form; several errors come as
             :class:`~attndsl.errors.ProgramErrors`.
     """
+    entries, errors = read_right_entries(document, place)
+    raise_all(errors)
+    return entries
+
+
+def read_right_entries(
+    document: Document, place: Place
+) -> tuple[list[ConfigEntry], list[AttnDSLError]]:
+    """The programs at ``place`` that are of the form, and what is wrong with the other entries.
+
+    Raises:
+        ConfigError: Nothing there is of the form, or there is too much.
+    """
     where = told_place(document, place)
     items = document.items(place.value)
     if items is None:
@@ -80,8 +93,7 @@ def read_entries(document: Document, place: Place) -> list[ConfigEntry]:
         check_counts(len(items), reader.keys, where)
         if len(reader.errors) >= MAX_ERRORS:
             break
-    raise_all(reader.errors[:MAX_ERRORS])
-    return list(reader.found.values())
+    return list(reader.found.values()), reader.errors[:MAX_ERRORS]
 
 
 def _refuse_one_program(document: Document, items: list[Item], where: str) -> None:

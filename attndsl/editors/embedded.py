@@ -18,7 +18,7 @@ from pathlib import PurePath
 from typing import TYPE_CHECKING, NamedTuple
 
 from attndsl.config import MAX_ENTRIES, SUFFIXES, parse_document
-from attndsl.config.form import read_entries
+from attndsl.config.form import read_right_entries
 from attndsl.config.keys import Place, find_place, key_parts
 from attndsl.config.places import (
     holds_programs,
@@ -122,10 +122,11 @@ def programs_in(text: str, path: str) -> Found:
     errors: list[AttnDSLError] = []
     for key in keys:
         try:
-            entries = read_entries(document, find_place(document, key))
+            entries, wrong = read_right_entries(document, find_place(document, key))
         except AttnDSLError as error:
             errors += flatten(error)
             continue
+        errors += wrong
         programs += _located(entries, text, suffix)
     return Found(tuple(programs[:MAX_ENTRIES]), tuple(errors))
 

@@ -7,25 +7,29 @@ from __future__ import annotations
 
 import os
 import time
+from dataclasses import replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
 from attndsl.errors import AttnDSLError, flatten
+from attndsl.frontend import Absent, Bound
 from attndsl.frontend import surface as s
 from attndsl.frontend.tolerant import statements_of
 from attndsl.pipeline import check
+from attndsl.source import Source, Span
 
 from .embedded import programs_in
 
 if TYPE_CHECKING:
     from attndsl.frontend import Declared
-    from attndsl.source import Source, Span
 
     from .embedded import Program
 
 MOST_SECONDS = 2.0
 """For all programs of a file; those after that are left for the command line."""
 _COLUMN = 80
+_BOUND = "<param> "
+"""Before the names of params that a configuration binds, in place of the names of files."""
 
 
 class Problem(NamedTuple):
@@ -57,12 +61,18 @@ def problems_in(text: str, path: str) -> list[Problem]:
                 Problem(start, stop, f"{message}\nhint: {hint}", "LimitError", None, False)
             )
             break
-        problems += [_of_program(error, program, text) for error in _errors_of(program)]
+        problems += [_of_program(error, program) for error in _errors_of(program)]
     return sorted(problems, key=lambda problem: problem[:3])
 
 
 def _errors_of(program: Program) -> tuple[AttnDSLError, ...]:
-    declared = tuple(program.declared.items())
+    # The file moves around what it binds, so that places in it are no part of what is remembered.
+    declared = tuple(
+        (name, replace(given, span=Span(Source("", _BOUND + name), 0, 0)))
+        if isinstance(given, Bound | Absent)
+        else (name, given)
+        for name, given in program.declared.items()
+    )
     if "import" in program.source.text:  # Other files may change meanwhile.
         return _check(program.source, declared)
     return _remembered(program.source, declared)
@@ -86,9 +96,10 @@ def _told(error: AttnDSLError, where: str = "") -> str:
 
 
 def _of_file(error: AttnDSLError, text: str) -> Problem:
-    start, end = (
-        (0, _first_line(text)) if error.span is None else (error.span.start, error.span.end)
-    )
+    start, end = 0, _first_line(text)
+    if error.span is not None:  # What lacks at the end of a file is said of its last character.
+        start = min(error.span.start, max(0, len(text) - 1))
+        end = min(max(error.span.end, start), len(text))
     return Problem(start, end, _told(error), type(error).__name__)
 
 
@@ -97,17 +108,27 @@ def _first_line(text: str) -> int:
     return min(len(text), _COLUMN) if end < 0 else end
 
 
-def _of_program(error: AttnDSLError, program: Program, text: str) -> Problem:
+def _of_program(error: AttnDSLError, program: Program) -> Problem:
     kind, span = type(error).__name__, error.span
     if span is None:
         return Problem(*program.in_file(0, _first_line(program.source.text)), _told(error), kind)
     if span.source == program.source:
         return Problem(*program.in_file(span.start, span.end), _told(error), kind)
-    if span.source.text == text:  # A param that the configuration binds.
-        return Problem(span.start, span.end, _told(error), kind)
+    if span.source.name.startswith(_BOUND):
+        return _of_param(error, program.declared[span.source.name.removeprefix(_BOUND)], program)
     where = f"{os.path.basename(span.source.name)}:{span.line}:{span.column}: "
     place = _import_of(span.source.file, program.source)
     return Problem(*program.in_file(*place), _told(error, where), kind, span)
+
+
+def _of_param(error: AttnDSLError, given: Declared, program: Program) -> Problem:
+    """An error of a value that the configuration binds, where it does so if that is known."""
+    kind = type(error).__name__
+    at = given.span if isinstance(given, Bound | Absent) else None
+    place = (
+        program.in_file(0, _first_line(program.source.text)) if at is None else (at.start, at.end)
+    )
+    return Problem(*place, _told(error), kind)
 
 
 def _import_of(file: str | None, source: Source) -> tuple[int, int]:

@@ -229,8 +229,12 @@ def test_problems_of_params_and_of_the_form():
     (found,) = problems_in(text, "a.yaml")
     assert text[found.start : found.end] == "x"
     assert found.kind == "NameResolutionError"
-    (found,) = problems_in(text + "  desc: x\n", "a.yaml")
+    unused, found = problems_in(text + "  desc: x\n", "a.yaml")
+    assert unused.message.startswith("'x' is bound")
     assert "unknown key 'desc'" in found.message
+    # An entry that is not written yet hides nothing of the others.
+    unused, found = problems_in(f"{text}c:\n", "a.yaml")
+    assert "'c' has no program" in found.message
     assert problems_in("", "a.attn") == []
     (found,) = problems_in("a.program = 'q >= kv'\n[d]\nprogram = 3\n", "a.toml")
     assert (found.start, found.end) == (0, 21)
