@@ -11,7 +11,7 @@ from attndsl.frontend.statements import comment_above
 from attndsl.frontend.vocabulary import Kind
 from attndsl.ir import DType, TensorDecl
 
-from .knowing import bindings, draft_of
+from .knowing import bindings, draft_of, told_value
 from .meanings import all_meanings
 
 if TYPE_CHECKING:
@@ -61,6 +61,12 @@ def proposals_at(program: Program, offset: int) -> list[Proposal]:
         return [_of_meaning(m) for m in all_meanings() if m.kind is Kind.TYPE]
     draft = draft_of(program)
     own = list(_own(draft))
+    known = {each.label for each in own}
+    own += [
+        Proposal(name, "param", told_value(given), "", name)
+        for name, given in program.declared.items()
+        if name not in known
+    ]
     if _IN_DIMS.match(before):
         sizes = [_of_meaning(m) for m in all_meanings() if m.name in _WORDS_OF_SIZES]
         return [*(x for x in own if x.kind in ("size", "param")), *sizes]

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from attndsl import ir
 from attndsl.errors import AttnDSLError
+from attndsl.frontend import Absent, Bound
 from attndsl.frontend import surface as s
 from attndsl.frontend.hints import USUAL_INDEX
 from attndsl.frontend.imports import SUFFIX
@@ -28,6 +29,7 @@ from .meanings import meaning_of
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from attndsl.frontend import Declared
     from attndsl.frontend.vocabulary import Token
     from attndsl.source import Source, Span
 
@@ -127,7 +129,12 @@ def note_at(program: FileProgram, offset: int) -> Note | None:
         return Note(token.start, token.end, said)
     bound = bindings(draft).get(token.text)
     if bound is not None:
-        return Note(token.start, token.end, _of_binding(bound, draft))
+        parts = [_of_binding(bound, draft)]
+        if token.text in program.declared and bound.kind in ("param", "tensor"):
+            parts.append(told_value(program.declared[token.text]))
+        return Note(token.start, token.end, "\n\n".join(parts))
+    if token.text in program.declared:
+        return Note(token.start, token.end, told_value(program.declared[token.text]))
     meaning = meaning_of(token.text)
     if meaning is None:
         return None
@@ -152,12 +159,23 @@ def definition_at(program: FileProgram, offset: int) -> Definition | None:
         span = bound.span
         own = span.source == program.source
         return Definition(span.source.name, None if own else span.source.text, span.start, span.end)
+    given = program.declared.get(token.text)
+    place = given.span if isinstance(given, Bound | Absent) else None
+    if place is not None:
+        return Definition(place.source.name, place.source.text, place.start, place.end)
     span_in_prelude = prelude_span(token.text)
     if span_in_prelude is None:
         return None
     path = resources.files("attndsl.grammar").joinpath("prelude.attn")
     start = span_in_prelude.start + span_in_prelude.text.index(token.text)
     return Definition(str(path), span_in_prelude.source.text, start, start + len(token.text))
+
+
+def told_value(given: Declared) -> str:
+    """What a configuration binds a name to."""
+    if isinstance(given, Bound):
+        return f"The configuration binds it to `{str(given.value).lower()}`."
+    return "The configuration leaves it out."
 
 
 def _imported(file: str, source: Source) -> Definition | None:

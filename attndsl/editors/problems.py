@@ -86,7 +86,7 @@ def _check(source: Source, declared: tuple[tuple[str, Declared], ...]) -> tuple[
     return ()
 
 
-_remembered = lru_cache(maxsize=256)(_check)
+_remembered = lru_cache(maxsize=2048)(_check)
 """As :func:`_check`: a change of one program in a file leaves the others as they are."""
 
 
@@ -125,10 +125,9 @@ def _of_param(error: AttnDSLError, given: Declared, program: Program) -> Problem
     """An error of a value that the configuration binds, where it does so if that is known."""
     kind = type(error).__name__
     at = given.span if isinstance(given, Bound | Absent) else None
-    place = (
-        program.in_file(0, _first_line(program.source.text)) if at is None else (at.start, at.end)
-    )
-    return Problem(*place, _told(error), kind)
+    if at is not None:
+        return Problem(at.start, at.end, _told(error), kind)
+    return Problem(*program.in_file(0, _first_line(program.source.text)), _told(error), kind)
 
 
 def _import_of(file: str | None, source: Source) -> tuple[int, int]:

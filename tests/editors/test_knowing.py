@@ -167,6 +167,24 @@ def test_completion_knows_where_it_is(line, wanted):
     assert set(labels(PROGRAM, line)) == wanted
 
 
+def test_names_that_a_configuration_binds():
+    text = "a:\n  program: |\n    param w: int\n    mask = q - kv < w + more\n    mask = m\n"
+    text += "  params: {w: 3, more: 4}\n"
+    (found,) = programs_in(text, "/x/a.yaml").programs
+    own = found.source.text
+
+    def said(at):
+        return note_at(found, own.index(at)).markdown
+
+    assert said("w: int").endswith("The configuration binds it to `3`.")
+    assert said("more") == "The configuration binds it to `4`."
+    place = definition_at(found, own.index("more"))
+    assert (place.path, place.text[place.start :][:7]) == ("/x/a.yaml", "more: 4")
+    assert own[definition_at(found, own.index("w + ")).start :].startswith("w: int")
+    labels = {each.label for each in proposals_at(found, own.index("m\n") + 1)}
+    assert {"w", "more"} <= labels
+
+
 def test_every_word_has_a_meaning():
     found = list(all_meanings())
     assert {meaning.name for meaning in found} == set(kinds())
@@ -234,7 +252,10 @@ def test_problems_of_params_and_of_the_form():
     assert "unknown key 'desc'" in found.message
     # An entry that is not written yet hides nothing of the others.
     unused, found = problems_in(f"{text}c:\n", "a.yaml")
-    assert "'c' has no program" in found.message
+    assert "the program of 'c' is no text: nothing" in found.message
+    # What is remembered of a program moves with it.
+    (moved,) = problems_in("# Another line.\n" + text, "a.yaml")
+    assert moved.start == text.index("x: 4") + len("# Another line.\n")
     assert problems_in("", "a.attn") == []
     (found,) = problems_in("a.program = 'q >= kv'\n[d]\nprogram = 3\n", "a.toml")
     assert (found.start, found.end) == (0, 21)
