@@ -6,8 +6,11 @@ stand.
 
 from __future__ import annotations
 
+from bisect import bisect_right
+from itertools import islice
 from typing import TYPE_CHECKING
 
+from attndsl.frontend.limits import MAX_SOURCE
 from attndsl.frontend.vocabulary import Kind, tokens
 
 if TYPE_CHECKING:
@@ -41,14 +44,17 @@ _PUNCTUATION = frozenset("()[],;:")
 def colours_in(found: Found, lines: Lines) -> list[int]:
     """Five numbers a token, as the protocol has them: places are told from the token before."""
     data: list[int] = []
-    line = character = 0
-    for start, end, kind in _coloured(found):
-        first, last = lines.range(start, end)
-        if first.line != last.line or len(data) >= 5 * _MOST or first < (line, character):
+    line = offset = 0
+    for start, end, kind in islice(_coloured(found), _MOST):
+        written = lines.text[start:end]
+        if start < offset or "\n" in written or "\r" in written:
             continue
-        shift = first.character - (character if first.line == line else 0)
-        data += [first.line - line, shift, last.character - first.character, kind, 0]
-        line, character = first
+        # Units are counted from the token before, since a line may be as long as the file.
+        shift = bisect_right(lines.starts, start) - 1 - line
+        begin = lines.starts[line + shift] if shift else offset
+        by = lines.units(lines.text[begin:start])
+        data += [shift, by, lines.units(written), kind, 0]
+        line, offset = line + shift, start
     return data
 
 
@@ -56,6 +62,8 @@ def _coloured(found: Found) -> Iterator[tuple[int, int, int]]:
     """Tokens in the order of the file."""
     programs = sorted(found.programs, key=lambda program: program.in_file(0, 0))
     for program in programs:
+        if len(program.source.text) > MAX_SOURCE:
+            continue
         for token in tokens(program.source.text):
             kind = _KINDS.get(token.kind)
             if kind is not None and token.text not in _PUNCTUATION:

@@ -38,7 +38,7 @@ class Lines:
         """The place of a character of the text."""
         offset = max(0, min(offset, len(self.text)))
         line = bisect_right(self.starts, offset) - 1
-        return Point(line, self._units(self.text[self.starts[line] : offset]))
+        return Point(line, self.units(self.text[self.starts[line] : offset]))
 
     def range(self, start: int, end: int) -> Range:
         """The places of two characters of the text."""
@@ -59,15 +59,16 @@ class Lines:
         for number, character in enumerate(line):
             if units >= point.character:
                 return start + number
-            units += self._units(character)
+            units += self.units(character)
         return start + len(line)
 
-    def _units(self, text: str) -> int:
+    def units(self, text: str) -> int:
+        """How long ``text`` is in units."""
         if self.encoding == "utf-32" or text.isascii():
             return len(text)
         if self.encoding == "utf-8":
             return len(text.encode("utf-8", "surrogatepass"))
-        return len(text) + sum(character > "\uffff" for character in text)
+        return len(text.encode("utf-16-le", "surrogatepass")) // 2
 
 
 def lines_of(text: str, encoding: str = "utf-16") -> Lines:

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 MOST_SECONDS = 2.0
 """For all programs of a file; those after that are left for the command line."""
+_MOST = 500
+"""Errors of a file."""
 _COLUMN = 80
 _BOUND = "<param> "
 """Before the names of params that a configuration binds, in place of the names of files."""
@@ -53,9 +55,11 @@ def problems_in(text: str, path: str) -> list[Problem]:
     problems = [_of_file(error, text) for error in found.errors]
     end = time.monotonic() + MOST_SECONDS
     for program in found.programs:
-        if time.monotonic() > end:
+        many = len(problems) >= _MOST
+        if many or time.monotonic() > end:
             start, stop = program.in_file(0, 1)
-            message = f"checks took too long: programs from '{program.name}' on are not checked"
+            why = f"there are {len(problems)} errors" if many else "checks took too long"
+            message = f"{why}: programs from '{program.name}' on are not checked"
             hint = f"run attndsl check {os.path.basename(path)}"
             problems.append(
                 Problem(start, stop, f"{message}\nhint: {hint}", "LimitError", None, False)

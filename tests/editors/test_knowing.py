@@ -267,4 +267,9 @@ def test_a_file_that_takes_too_long_says_so(monkeypatch):
     text = "a: q >= kv\nb: q >= kvv\n"
     (found,) = problems_in(text, "/x/a.yaml")
     assert not found.serious
+    monkeypatch.undo()
+    monkeypatch.setattr("attndsl.editors.problems._MOST", 1)
+    wrong, remark = problems_in("a: q >= kvv\nb: q >= kvv\n", "/x/a.yaml")
+    assert (wrong.serious, remark.serious) == (True, False)
+    assert remark.message.startswith("there are 1 errors: programs from 'b' on")
     assert "programs from 'a' on are not checked\nhint: run attndsl check a.yaml" in found.message

@@ -250,6 +250,9 @@ HOSTILE_YAML = {
     "large": "program: q >= kv\n" + "# x\n" * 200_000,
     "many": "".join(f"a{i}: q - kv < {i} and kv % {i} == 0\n" for i in range(900)),
     "python": "a: !!python/object/apply:os.system ['touch /tmp/attndsl-was-here']\nb: q >= kv\n",
+    "one line of programs": "{"
+    + ", ".join(f'a{n}: "q + 🙂; q + é; x = y z; q + é; é + é; q + kvv"' for n in range(900))
+    + "}",
     "slow": "".join(
         f"s{i}:\n  program: |\n    " + "score = softcap(50.0) - 0.5 * (q - kv)\n    " * 300 + "\n"
         for i in range(15)
