@@ -193,5 +193,5 @@ def test_in_graphs():
 
 
 def test_a_default_in_the_text_is_a_literal_of_its_type():
-    with pytest.raises(TypeMismatchError, match=r"'the default' is of type int, and 4\.0 "):
+    with pytest.raises(TypeMismatchError, match=r"'w' is of type int, and its default 4\.0 "):
         attndsl.compile("param w: int = 4.0; mask = q - kv < w")

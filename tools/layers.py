@@ -40,6 +40,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"nn"}),
     frozenset({"flex"}),
     frozenset({"play"}),
+    frozenset({"editors"}),
     frozenset({"cli", "__main__"}),
 )
 """Names of modules within ``attndsl``, each for itself and all below it."""

@@ -33,7 +33,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "MAX_DEPTH", "MAX_DESCRIPTION", "MAX_ENTRIES", "MAX_KEYS", "MAX_NODES", "PROGRAM_SUFFIX",
-    "SUFFIXES", "ConfigEntry", "key_parts", "read_config", "read_document", "why_foreign",
+    "SUFFIXES", "ConfigEntry", "key_parts", "parse_document", "read_config", "read_document",
+    "why_foreign",
 ]  # fmt: skip
 
 SUFFIXES = (".yaml", ".yml", ".toml", ".json")
@@ -98,7 +99,16 @@ def read_document(path: str | PathLike[str], all_programs: bool = False) -> Docu
         if not os.path.exists(path):
             hint += "; a text of one program is for attndsl.compile(text)"
         raise ConfigError(f"{name} is no YAML, TOML or JSON file", hint=hint)
-    text = read_text(path)
+    return parse_document(read_text(path), name, all_programs)
+
+
+def parse_document(text: str, name: str, all_programs: bool = False) -> Document:
+    """``text`` as what a file called ``name`` holds; see :func:`read_document`.
+
+    Raises:
+        ConfigError: The text is not of the format that the name says.
+    """
+    suffix = Path(name).suffix.lower()
     if suffix == ".json":
         return read_json(text, name)
     if suffix == ".toml":

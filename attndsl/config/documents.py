@@ -41,6 +41,8 @@ class Text(NamedTuple):
     text: str
     first_line: int = 1
     """Line of the file where it begins, where that is known."""
+    written: Span | None = None
+    """Where it stands in the file, with quotes, escapes and indentation, where that is known."""
 
 
 class Pairs(list[tuple[str, Any]]):

@@ -48,6 +48,8 @@ class ConfigEntry:
     """What the file says of the program to people."""
     file: str | None = None
     """Path of the file, beside which imported files lie; None for a mapping."""
+    written: Span | None = field(default=None, compare=False)
+    """Where the text stands in the file, as :attr:`.documents.Text.written` says."""
 
     @property
     def source(self) -> Source:
@@ -61,6 +63,19 @@ def read_entries(document: Document, place: Place) -> list[ConfigEntry]:
     Raises:
         ConfigError: They are not of the form; several errors come as
             :class:`~attndsl.errors.ProgramErrors`.
+    """
+    entries, errors = read_right_entries(document, place)
+    raise_all(errors)
+    return entries
+
+
+def read_right_entries(
+    document: Document, place: Place
+) -> tuple[list[ConfigEntry], list[AttnDSLError]]:
+    """The programs at ``place`` that are of the form, and what is wrong with the other entries.
+
+    Raises:
+        ConfigError: Nothing there is of the form, or there is too much.
     """
     where = told_place(document, place)
     items = document.items(place.value)
@@ -78,8 +93,7 @@ def read_entries(document: Document, place: Place) -> list[ConfigEntry]:
         check_counts(len(items), reader.keys, where)
         if len(reader.errors) >= MAX_ERRORS:
             break
-    raise_all(reader.errors[:MAX_ERRORS])
-    return list(reader.found.values())
+    return list(reader.found.values()), reader.errors[:MAX_ERRORS]
 
 
 def _refuse_one_program(document: Document, items: list[Item], where: str) -> None:
@@ -154,7 +168,7 @@ class _Reader:
         source_name = document.name if document.has_lines else label
         return ConfigEntry(
             item.name, program.text, source_name, program.first_line, params, description,
-            document.file,
+            document.file, program.written,
         )  # fmt: skip
 
     def _parts(self, label: str, items: list[Item]) -> dict[str, Any]:

@@ -54,6 +54,20 @@ def holds_programs(document: Document, place: Place) -> bool:
     )
 
 
+def surely_holds_programs(document: Document, place: Place) -> bool:
+    """Whether the mapping at ``place`` can hardly be of other software, right or wrong.
+
+    It has programs under ``program``, or all its entries are texts that look like programs.
+    """
+    if not holds_programs(document, place):
+        return False
+    items = document.items(place.value) or []
+    texts = [document.text(item.value) for item in items]
+    return any(_has_program(document, item) == 1.0 for item in items) or all(
+        text is not None and _LIKE_PROGRAM.search(text.text) is not None for text in texts
+    )
+
+
 def speaks_of_programs(text: str) -> bool:
     """Whether a file's text looks like one that holds programs."""
     return _SPEAKS_OF_PROGRAMS.search(text) is not None

@@ -160,7 +160,8 @@ class YamlDocument(Document):
         before = head[0] if head is not None else ""
         # The text of a block begins in the line after its indicator; its columns are shifted.
         line = value.start_mark.line + 1 + before.count("\n") + (value.style in ("|", ">"))
-        return Text(value.value, line)
+        written = Span(self._source, start, value.end_mark.index)
+        return Text(value.value, line, written)
 
     def number(self, value: Any) -> bool | int | float | None:
         """The number that a scalar is in YAML 1.1 or 1.2.

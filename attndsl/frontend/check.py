@@ -5,9 +5,10 @@ Non-goals: simplification; a program's IR is what was written, with functions in
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from attndsl import ir
 from attndsl.errors import (
@@ -21,10 +22,19 @@ from attndsl.ir import DType, Node, Op, ParamDecl, Program, TensorDecl
 from attndsl.passes.simplify import simplify_node
 from attndsl.scalars import as_int
 
-from . import promote
+from . import hints, promote
 from . import surface as s
 from .absent import Gone, finished, lacks
-from .declare import GIVEN, Absent, Bound, ParamSpec, TensorSpec
+from .declare import (
+    Absent,
+    Bound,
+    ParamSpec,
+    TensorSpec,
+    no_optional,
+    origin_of,
+    span_of,
+    unusable,
+)
 from .expressions import ALWAYS, Inliner, Scope
 from .imports import homeless
 from .keywords import refuse_keywords
@@ -40,6 +50,8 @@ if TYPE_CHECKING:
     from .declare import Declared
 
 _TYPES = {t.value: t for t in DType}
+_SHOWN = 40
+"""Characters of an expression that a hint repeats."""
 
 
 def check(tree: s.Tree, declared: Mapping[str, Declared]) -> Program:
@@ -73,6 +85,27 @@ def locals_of(tree: s.Tree, declared: Mapping[str, Declared]) -> dict[str, Node]
     names = [x.name.name for x in tree.statements if isinstance(x, s.Assign)]
     found = {name: checker.scope.values.get(name) for name in names if name not in _TARGETS}
     return {name: value for name, value in found.items() if isinstance(value, Node)}
+
+
+class Values(NamedTuple):
+    """What is known of the names of a program."""
+
+    names: Mapping[str, Node | TensorDecl]
+    """Params, tensors, sizes and locals."""
+    parts: Mapping[str, Node]
+    """Mask, sink and weights."""
+    lines: tuple[ir.Line, ...]
+    """What the score is after each of its lines, in order."""
+
+
+def values_of(tree: s.Tree, declared: Mapping[str, Declared]) -> Values:
+    """What is known of a program that may have errors, without those names that have them."""
+    checker = _Checker(tree, declared)
+    with contextlib.suppress(AttnDSLError):
+        checker.run()
+    known = {n: x for n, x in checker.scope.values.items() if isinstance(x, Node | TensorDecl)}
+    parts = {name: value for name, value in checker.parts.items() if value is not None}
+    return Values(known, parts, tuple(checker.lines))
 
 
 class _Checker:
@@ -163,7 +196,7 @@ class _Checker:
             )
         if name.name in self.declared and what not in ("a param", "a tensor"):
             raise NameResolutionError(
-                f"'{name.name}' {_origin(self.declared[name.name])} and cannot be {what} too",
+                f"'{name.name}' {origin_of(self.declared[name.name])} and cannot be {what} too",
                 name.span,
                 "choose another name",
             )
@@ -175,17 +208,17 @@ class _Checker:
             self.errors.append(
                 NameResolutionError(
                     f"'{name[:40]}' cannot be declared: it has its own meaning or is no name",
-                    _span(given),
+                    span_of(given),
                     "choose another name",
                 )
             )
         elif isinstance(given, Absent):
-            self.errors.append(_no_optional(name, given))
+            self.errors.append(no_optional(name, given))
             self.scope.values[name] = Gone(frozenset({name}))
         elif isinstance(given, Bound):
-            unusable = _unusable(name, given)
-            if unusable is not None:
-                self.errors.append(unusable)
+            refusal = unusable(name, given)
+            if refusal is not None:
+                self.errors.append(refusal)
             self.scope.values[name] = ir.const(given.value)
         elif isinstance(given, ParamSpec):
             self.params[name] = ParamDecl(name, _TYPES[given.dtype])
@@ -226,7 +259,7 @@ class _Checker:
         dtype = self._type(statement.dtype)
         default = None
         if statement.default is not None:
-            default = self._literal(statement.default, dtype)
+            default = self._literal(name, statement.default, dtype)
         given = self.declared.get(name)
         if statement.optional:
             self.scope.optional.add(name)
@@ -252,7 +285,7 @@ class _Checker:
         name = statement.name.name
         self.scope.values[name] = Gone(frozenset({name}))
         if not statement.optional:
-            raise _no_optional(name, given)
+            raise no_optional(name, given)
         for dim in statement.dims if isinstance(statement, s.Tensor) else ():
             if isinstance(dim, s.Name) and self._is_free(dim.name):
                 self.scope.values[dim.name] = Gone(frozenset(), frozenset({dim.name}))
@@ -263,10 +296,24 @@ class _Checker:
         of_absent = isinstance(found, Gone) and not found.names
         return name not in ALWAYS and (name not in self.scope.values or of_absent)
 
-    def _literal(self, written: s.Expr, dtype: DType) -> bool | int | float:
+    def _default(
+        self, name: str, value: bool | int | float, dtype: DType, span: Span
+    ) -> bool | int | float:
+        node = ir.const(value, span)
+        if node.dtype is not dtype and (node.dtype, dtype) != (DType.INT, DType.FLOAT):
+            shown = str(value).lower()
+            raise TypeMismatchError(
+                f"'{name}' is of type {dtype.value}, and its default {shown} is of type "
+                f"{node.dtype.value}",
+                span,
+                hints.of_default(name, dtype.value, value),
+            )
+        return self._typed("the default", Bound(value), dtype, span).value  # type: ignore[return-value]
+
+    def _literal(self, name: str, written: s.Expr, dtype: DType) -> bool | int | float:
         node = self.inliner.node(written)
         if node is not None and node.op is Op.CONST and isinstance(node.value, bool | int | float):
-            return self._typed("the default", Bound(node.value), dtype, written.span).value  # type: ignore[return-value]
+            return self._default(name, node.value, dtype, written.span)
         raise TypeMismatchError(
             "a default is a literal", written.span, "write a number, true or false"
         )
@@ -279,9 +326,9 @@ class _Checker:
         return self._typed(name, given, dtype, span)
 
     def _typed(self, name: str, given: Bound, dtype: DType, span: Span) -> Node:
-        unusable = _unusable(name, given)
-        if unusable is not None:
-            raise unusable
+        refusal = unusable(name, given)
+        if refusal is not None:
+            raise refusal
         node = ir.const(given.value, span)
         if dtype is DType.FLOAT and node.dtype is DType.INT:
             return promote.as_float(node)
@@ -309,7 +356,7 @@ class _Checker:
         ):
             raise TypeMismatchError(
                 f"'{name}' is a {dtype.value} tensor with {len(statement.dims)} dim(s) here, "
-                f"and {_origin(given)} as another kind",
+                f"and {origin_of(given)} as another kind",
                 statement.span,
             )
         if not statement.dims:
@@ -452,6 +499,13 @@ class _Checker:
         value = self._left(statement.value)
         if value is None or isinstance(value, Gone):
             return
+        if value.dtype is DType.FLOAT and ir.reads_score(value):
+            text = " ".join(statement.value.span.text.split())
+            raise TypeMismatchError(
+                "the mask takes bools, and this is a score",
+                statement.value.span,
+                f"write 'score = {text}'" if len(text) <= _SHOWN else "write 'score = ...'",
+            )
         value = promote.need_bool(value, statement.value.span, "the mask")
         before = self.parts.get("mask")
         self.parts["mask"] = (
@@ -537,39 +591,8 @@ class _Checker:
             close = difflib.get_close_matches(name, names, n=1)
             self.errors.append(
                 NameResolutionError(
-                    f"'{name[:40]}' {_origin(given)}, but the program never uses it",
-                    _span(given),
+                    f"'{name[:40]}' {origin_of(given)}, but the program never uses it",
+                    span_of(given),
                     f"did you mean '{close[0]}'?" if close else "remove it, or use it",
                 )
             )
-
-
-def _unusable(name: str, given: Bound) -> TypeMismatchError | None:
-    """The error of a bound value that no literal of the language could have."""
-    if isinstance(given.value, int) and not -(1 << 63) <= given.value < 1 << 63:
-        return TypeMismatchError(
-            f"'{name}' {given.origin}, and its value does not fit 64 bits",
-            given.span,
-            "write a float, such as 1e30",
-        )
-    if given.value != given.value:
-        return TypeMismatchError(
-            f"'{name}' {given.origin}, and its value is NaN", given.span, "write a number"
-        )
-    return None
-
-
-def _no_optional(name: str, given: Absent) -> TypeMismatchError:
-    return TypeMismatchError(
-        f"'{name[:40]}' {given.origin} as none, and the program does not declare that it may be",
-        given.span,
-        f"declare it so: 'param {name[:40]}: float = none', or pass a value",
-    )
-
-
-def _origin(given: Declared) -> str:
-    return given.origin if isinstance(given, Bound | Absent) else GIVEN
-
-
-def _span(given: Declared) -> Span | None:
-    return given.span if isinstance(given, Bound | Absent) else None

@@ -20,7 +20,7 @@ from attndsl.errors import (
 )
 from attndsl.ir import DType, Node, TensorDecl
 
-from . import absent, contraction, functions, promote
+from . import absent, contraction, functions, hints, promote
 from . import surface as s
 from .absent import Gone, Part, Place, Rest
 from .keywords import parameters_of, refuse_keywords
@@ -49,6 +49,8 @@ ALWAYS = frozenset({*ir.VARS, *ir.SIZES, *CONSTANTS, "score"})
 """Names that a program cannot bind."""
 
 
+_LONG_INDEX = 20
+"""Characters of an index that a hint does not repeat."""
 _WHOLE = f"write an index; whole rows stand in dot only: {contraction.FORM.removeprefix('write ')}"
 
 
@@ -108,7 +110,7 @@ class Inliner:
                 RankError(
                     f"'{value.name}' is a tensor with {rank} dim(s); a pair needs one element",
                     expr.span,
-                    f"write {value.name}[{', '.join(['...'] * rank)}]",
+                    hints.of_element(value.name, _dim_names(value)),
                 )
             )
             return None
@@ -233,6 +235,9 @@ class Inliner:
 
     def _nearest(self, name: str, names: list[str]) -> str:
         lowered = {n.lower(): n for n in reversed(names)}
+        elsewhere = None if name in names else hints.of_name(name)
+        if elsewhere is not None:
+            return elsewhere
         close = difflib.get_close_matches(name[:100].lower(), list(lowered), n=1)
         if close:
             return f"did you mean '{lowered[close[0]]}'?"
@@ -306,7 +311,14 @@ class Inliner:
             raise RankError(
                 f"'{expr.name}' has {len(tensor.dims)} dim(s), and {count} index(es) here",
                 expr.span,
-                f"write {expr.name}[{', '.join(['...'] * len(tensor.dims))}]",
+                hints.of_element(
+                    expr.name,
+                    _dim_names(tensor),
+                    [
+                        "..." if len(x.span.text) > _LONG_INDEX else x.span.text
+                        for x in expr.indices
+                    ],
+                ),
             )
         found = []
         for index, written in zip(indices, places, strict=True):
@@ -456,7 +468,8 @@ class Inliner:
             return NameResolutionError(
                 f"'{name}' stands only in 'weights'",
                 expr.span,
-                "write 'weights = dropout(softmax(score), p)'",
+                "write 'weights = dropout(softmax(score), p)'; weights have no threshold: compare "
+                "the score",
             )
         if name in self.scope.values or name in ALWAYS:
             return NameResolutionError(f"'{name}' is no function", expr.span, "remove the call")
@@ -465,10 +478,15 @@ class Inliner:
             *prelude_names(),
         ]  # fmt: skip
         close = difflib.get_close_matches(name[:100].lower(), names, n=1)
-        hint = (
+        hint = hints.of_function(name) or (
             f"did you mean '{close[0]}'?" if close else f"define it: 'def {name[:40]}(...) = ...'"
         )
         return NameResolutionError(f"there is no function '{name}'", expr.span, hint)
+
+
+def _dim_names(tensor: TensorDecl) -> list[str]:
+    """The sizes that the dims of a tensor are; empty texts for other expressions."""
+    return [str(dim.value) if dim.op is ir.Op.SIZE else "" for dim in tensor.dims]
 
 
 def _mentions_score(value: Node) -> bool:

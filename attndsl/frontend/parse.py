@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from attndsl.errors import AttnDSLError, LexError, LimitError, ParseError, raise_all
 from attndsl.source import Span
 
+from . import hints
 from . import surface as s
 from .limits import MAX_ERRORS, MAX_NESTING
 from .statements import split_statements
@@ -116,7 +117,11 @@ def _bad_token(span: Span, error: Any) -> LexError | ParseError:
             place = at if text.startswith(two, at) else start
             where = Span(span.source, span.start + place, span.start + place + len(two))
             return ParseError(f"'{two}' is not part of the language", where, _ELSEWHERE[two])
-    hint = _KEYWORDS.get(str(token)) or _hint(text, start, str(token))
+    hint = (
+        _KEYWORDS.get(str(token))
+        or hints.of_statement(text, start, str(token))
+        or _hint(text, start, str(token))
+    )
     if token.type != "NONE" and set(error.expected) == {"NONE"}:
         hint = "a tensor has no default but 'none', with which calls may leave it out"
     where = Span(span.source, span.start + start, span.start + end)

@@ -9,7 +9,7 @@ from attndsl.source import Source, Span
 
 from . import surface as s
 from .parse import parse_statement
-from .statements import split_statements
+from .statements import comment_above, split_statements
 
 
 @cache
@@ -27,6 +27,16 @@ def _spans() -> dict[str, Span]:
 def prelude_names() -> tuple[str, ...]:
     """Names of all prelude functions, in the order of the file."""
     return tuple(_spans())
+
+
+def prelude_span(name: str) -> Span | None:
+    """Where ``name`` is defined in the file of the prelude, or None."""
+    return _spans().get(name)
+
+
+def prelude_comment(name: str) -> str:
+    """What the comment above the definition of ``name`` says, in one line."""
+    return comment_above(_spans()[name])
 
 
 @cache

@@ -101,6 +101,15 @@ def split_statements(source: Source) -> tuple[list[Span], list[AttnDSLError]]:
     return spans, errors
 
 
+def comment_above(span: Span) -> str:
+    """What the lines of comment right above a statement say, in one line."""
+    lines = span.source.text[: span.start].split("\n")[:-1]
+    found: list[str] = []
+    while lines and lines[-1].lstrip().startswith("#"):
+        found.append(lines.pop().strip().removeprefix("#").strip())
+    return " ".join(reversed(found))
+
+
 def _controls(source: Source, start: int, end: int) -> list[LexError]:
     """An error where a comment would command the terminal that shows it."""
     for at in range(start, end):

@@ -2,39 +2,33 @@
 
 from __future__ import annotations
 
-import re
 from html import escape
 
-from attndsl.frontend.expressions import ALWAYS
-from attndsl.frontend.functions import NAMES
-from attndsl.frontend.prelude import prelude_names
+from attndsl.frontend.vocabulary import Kind, tokens
 
-_WORDS = frozenset({"param", "tensor", "def", "and", "or", "not", "if", "else", "none"})
-_PARTS = frozenset({"mask", "sink", "weights", "softmax", "dropout", "dot", "given"})
-_TOKEN = re.compile(
-    r"(?P<comment>#[^\n]*)|(?P<number>(?:\d[\w.]*|\.\d[\w.]*))|(?P<name>[A-Za-z_]\w*)", re.ASCII
-)
+_COMMENT = "color:#6e7781;font-style:italic"
+_NUMBER = "color:#bc4c00"
+_WORD = "font-weight:bold"
+_KNOWN = "color:#1f6feb"
 _STYLES = {
-    "comment": "color:#6e7781;font-style:italic",
-    "number": "color:#bc4c00",
-    "word": "font-weight:bold",
-    "known": "color:#1f6feb",
-}
+    Kind.COMMENT: _COMMENT,
+    Kind.NUMBER: _NUMBER,
+    Kind.DECLARATION: _WORD,
+    Kind.WORD: _WORD,
+} | dict.fromkeys(
+    (Kind.TYPE, Kind.CONSTANT, Kind.VARIABLE, Kind.TARGET, Kind.FUNCTION, Kind.PRELUDE), _KNOWN
+)
 """Colours that can be read on white and on black."""
 
 
 def highlighted(program: str) -> str:
     """``program`` as a ``<pre>`` element, which says the same without its colours."""
-    known = {*ALWAYS, *NAMES, *prelude_names(), *_PARTS}
     parts, end = [], 0
-    for found in _TOKEN.finditer(program):
-        kind, shown = found.lastgroup or "", found[0]
-        if kind == "name":
-            kind = "word" if shown in _WORDS else "known" if shown in known else ""
-        parts.append(escape(_plain(program[end : found.start()])))
-        text = escape(_plain(shown))
-        parts.append(f'<span style="{_STYLES[kind]}">{text}</span>' if kind else text)
-        end = found.end()
+    for token in tokens(program):
+        parts.append(escape(_plain(program[end : token.start])))
+        text, style = escape(_plain(token.text)), _STYLES.get(token.kind)
+        parts.append(f'<span style="{style}">{text}</span>' if style else text)
+        end = token.end
     parts.append(escape(_plain(program[end:])))
     return f'<pre style="margin:0;line-height:1.3">{"".join(parts)}</pre>'
 

@@ -1,0 +1,142 @@
+"""What people write who know Python, torch or FlexAttention, and what it is called here.
+
+Non-goals: finding errors. These are words for errors that others have found.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+USUAL_INDEX = {"batch": "b", "heads": "h", "kv_heads": "hkv", "q_len": "q", "kv_len": "kv"}
+"""The index that mostly stands for a dim."""
+_NAMES = {
+    "q": ("q_idx", "q_pos", "q_index", "query_idx", "idx_q", "q_i", "qi"),
+    "kv": ("kv_idx", "k_idx", "kv_pos", "k_pos", "kv_index", "key_idx", "idx_kv", "idx_k", "ki"),
+    "b": ("batch_idx", "b_idx", "batch_index", "bidx"),
+    "h": ("head_idx", "h_idx", "head_index", "head", "hidx"),
+    "heads": ("num_heads", "n_heads", "nheads", "n_head", "num_head"),
+    "kv_heads": ("num_kv_heads", "n_kv_heads", "num_key_value_heads"),
+    "batch": ("batch_size", "bsz"),
+    "q_len": ("q_length", "seqlen_q", "seq_len_q", "len_q"),
+    "kv_len": ("kv_length", "k_len", "seqlen_k", "seqlen_kv", "seq_len_k", "seq_len_kv", "len_k"),
+    "true": ("True",),
+    "false": ("False",),
+    "inf": ("Infinity", "infinity"),
+}
+_MEANT = {other: name for name, others in _NAMES.items() for other in others}
+_ROTATE = "rotate q and k before the call: the score is made of what the call gets"
+_RANDOM = "a program has no random numbers; 'weights = dropout(softmax(score), p)' drops weights"
+_CHOOSE = (
+    "a program speaks of one pair: choose keys before the call, and pass a bool tensor to look up"
+)
+_PRODUCT = (
+    "q . k is the score itself; rows of other tensors are multiplied by dot(u[q, :], w[kv, :])"
+)
+_FUNCTIONS = {
+    **dict.fromkeys(
+        ("rope", "rotary", "rotary_emb", "apply_rope", "apply_rotary_pos_emb"), _ROTATE
+    ),
+    **dict.fromkeys(("random", "rand", "randn", "randint", "uniform", "bernoulli"), _RANDOM),
+    **dict.fromkeys(("top_k", "topk", "kthvalue", "argsort", "quantile"), _CHOOSE),
+    **dict.fromkeys(("matmul", "einsum", "mm", "bmm"), _PRODUCT),
+    "masked_fill": "write where(condition, -inf, score), or a 'mask' line",
+    "arange": "positions are q and kv",
+    "tril": "write q >= kv",
+    "triu": "write q <= kv",
+    "pow": "write x ** y",
+    "print": "look at a program with 'attndsl show' or attn.scores(q, k)",
+}
+_NEAR = 80
+"""Characters before an "=" that are looked at."""
+_AUGMENTED = re.compile(r"(\w+)\s*(\*\*|//|<<|>>|[-+*/%&|^])=$")
+_PARAM = re.compile(r"param\s+(\w+)\s*=\s*([^\s#;]*)")
+_TYPED_FIRST = re.compile(r"tensor\s+(\w+)\s*:\s*(\w+)\s*\[([^\]]*)\]")
+_NO_LOOPS = "there are no loops: a program speaks of one pair, and kernels go over all pairs"
+_NO_RETURN = "write 'mask = ...' or 'score = ...'; a function is 'def f(x) = ...'"
+_FIRST = {
+    "for": _NO_LOOPS,
+    "while": _NO_LOOPS,
+    "return": _NO_RETURN,
+    "class": "there are no classes; a function is 'def f(x) = ...'",
+    "from": 'write import "FILE.attn", with a file beside this one',
+}
+
+
+def of_name(name: str) -> str | None:
+    """The hint for a name that is not declared here, and that something has elsewhere."""
+    return f"write '{_MEANT[name]}'" if name in _MEANT else None
+
+
+def of_function(name: str) -> str | None:
+    """The hint for a function that does not exist here, and does elsewhere."""
+    return _FUNCTIONS.get(name)
+
+
+def of_statement(text: str, start: int, token: str) -> str | None:
+    """The hint for a statement of another language.
+
+    Args:
+        text: The statement.
+        start: Where in it the parser has stopped.
+        token: What it has found there.
+    """
+    code = text.lstrip()
+    at = start - (len(text) - len(code))
+    first = code.split(maxsplit=1)[0] if code else ""
+    augmented = _AUGMENTED.search(code[max(0, at - _NEAR) : at + 1])
+    if token == "=" and augmented is not None:
+        name, operator = augmented.groups()
+        return f"write '{name} = {name} {operator} ...'"
+    if first == "param" and token == "=":
+        return _declared(code)
+    if first == "tensor" and token == ":":
+        typed = _TYPED_FIRST.match(code)
+        form = f"{typed[1]}[{typed[3]}]: {typed[2]}" if typed else "doc[batch, kv_len]: int"
+        return f"write 'tensor {form[:80]}'"
+    if first in ("param", "tensor") and token in ("int", "float", "bool"):
+        return f"write ': {token}'"
+    if first == "def" and token in (":", "->"):
+        head = code[:at].strip()
+        return f"write '{head[:60]} = ...', without 'return'"
+    return _FIRST.get(first)
+
+
+def _declared(code: str) -> str:
+    """A ``param`` line with the type that its default has."""
+    found = _PARAM.match(code)
+    name, default = found.groups() if found is not None else ("window", "4")
+    if default in ("true", "false", "True", "False"):
+        dtype, default = "bool", default.lower()
+    else:
+        dtype = "int" if re.fullmatch(r"-?[\d_]+", default) else "float"
+    return f"write 'param {name[:40]}: {dtype} = {default[:40]}'"
+
+
+def of_default(name: str, wanted: str, value: bool | int | float) -> str:
+    """The hint for a default of another type than the param's."""
+    kind = "bool" if isinstance(value, bool) else "float" if isinstance(value, float) else "int"
+    declared = f"'param {name[:40]}: {kind} = {str(value).lower()}'"
+    if wanted == "bool":
+        return f"write true or false, or {declared}"
+    if isinstance(value, float) and not value.is_integer():
+        return f"write {declared}"
+    return f"write {int(value) if wanted == 'int' else float(value)}"
+
+
+def of_element(name: str, dims: Sequence[str], written: Sequence[str] = ()) -> str:
+    """How an element of a tensor is read.
+
+    Args:
+        name: The tensor.
+        dims: Its dims, as text.
+        written: The indices that stand there. If they are too few, they are those of the last dims.
+    """
+    lacking = max(0, len(dims) - len(written))
+    kept = written if lacking and len(written) < len(dims) else ()
+    usual = [USUAL_INDEX.get(dim, "...") for dim in dims]
+    places = [*usual[: len(dims) - len(kept)], *kept]
+    return f"write {name}[{', '.join(places)}]"

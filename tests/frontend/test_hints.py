@@ -1,0 +1,86 @@
+"""What people write who know Python, torch or FlexAttention gets a hint that says what to write."""
+
+import time
+
+import pytest
+
+from attndsl.errors import AttnDSLError, flatten
+from attndsl.frontend import hints
+from attndsl.frontend.names import is_free
+from attndsl.pipeline import check
+from attndsl.source import Source
+
+TENSOR = "tensor doc[batch, kv_len]: int\n"
+CASES = [
+    ("param window = 4\nmask = q - kv < window", "write 'param window: int = 4'"),
+    ("param c = 4.5\nscore = c * score", "write 'param c: float = 4.5'"),
+    ("param on = True\nmask = on", "write 'param on: bool = true'"),
+    ("score += 1", "write 'score = score + ...'"),
+    ("score -= 0.1 * (q - kv)", "write 'score = score - ...'"),
+    ("x = 2; score **= x", "write 'score = score ** ...'"),
+    ("tensor doc: int[batch, n]\nmask = doc[b, q] == 0", "write 'tensor doc[batch, n]: int'"),
+    ("tensor doc: int\nmask = doc[b, q] == 0", "write 'tensor doc[batch, kv_len]: int'"),
+    ("tensor doc[batch, n] int\nmask = doc[b, q] == 0", "write ': int'"),
+    ("mask = q_idx >= kv", "write 'q'"),
+    ("mask = q >= kv_idx", "write 'kv'"),
+    ("mask = q >= k_idx", "write 'kv'"),
+    ("mask = batch_idx == 0", "write 'b'"),
+    ("score = score / num_heads", "write 'heads'"),
+    ("mask = q >= kv and True", "write 'true'"),
+    ("mask = alibi()", "write 'score = alibi()'"),
+    ("mask = softcap(50.0)  # capped", "write 'score = softcap(50.0)'"),
+    (f"mask = {' + '.join(['score'] * 20)}", "write 'score = ...'"),
+    ("mask = q - kv", "compare it with something, such as '!= 0'"),
+    ("score = score * rope(q)", "rotate q and k before the call"),
+    ("score = score + random()", "weights = dropout(softmax(score), p)"),
+    ("mask = top_k(score, 5)", "choose keys before the call"),
+    ("score = matmul(q, kv)", "dot(u[q, :], w[kv, :])"),
+    ("mask = tril(q)", "write q >= kv"),
+    ("mask = softmax(score) > 0.1", "weights have no threshold: compare the score"),
+    ("weights = softmax(score) > 0.1", "weights have no threshold: compare the score"),
+    (f"{TENSOR}mask = doc[q] == 3", "write doc[b, q]"),
+    (f"{TENSOR}mask = doc[kv] == 3", "write doc[b, kv]"),
+    (f"{TENSOR}mask = doc[b, q, kv] == 3", "write doc[b, kv]"),
+    (f"{TENSOR}mask = doc == 3", "write doc[b, kv]"),
+    (f"{TENSOR}mask = doc[(q + 1) * 2 + (kv - 1) * 3] == 3", "write doc[b, ...]"),
+    ("tensor t[n, 2]: int\nmask = t[q] == 3", "write t[..., q]"),
+    ("def f(x): return x + 1\nscore = f(score)", "write 'def f(x) = ...', without 'return'"),
+    ("for i in range(3): x = i", "there are no loops"),
+    ("while true", "there are no loops"),
+    ("return q >= kv", "write 'mask = ...' or 'score = ...'"),
+    ("class A: pass", "there are no classes"),
+    ("from torch import nn", 'write import "FILE.attn"'),
+    ("param window: int = 4.0\nmask = q - kv < window", "write 4"),
+    ("param window: int = 4.5\nmask = q - kv < window", "write 'param window: float = 4.5'"),
+    ("param window: int = inf\nmask = q - kv < window", "write 'param window: float = inf'"),
+    ("param c: float = true\nscore = c * score", "write 1.0"),
+    ("param on: bool = 1\nmask = on", "write true or false, or 'param on: int = 1'"),
+]
+
+
+@pytest.mark.parametrize(("text", "hint"), CASES)
+def test_hints_say_what_to_write(text, hint):
+    with pytest.raises(AttnDSLError) as caught:
+        check(Source(text), {})
+    (found,) = (each for each in flatten(caught.value) if hint in (each.hint or ""))
+    assert found.span is not None
+
+
+def test_defaults_of_the_other_number_are_as_they_were():
+    check(Source("param c: float = 4\nscore = c * score"), {})
+
+
+def test_names_of_others_are_free_here():
+    """A program may bind them, and then they mean what it says."""
+    for name in hints._MEANT | hints._FUNCTIONS:
+        assert is_free(name), name
+    check(Source("param q_idx: int\nmask = q - kv < q_idx"), {})
+    check(Source("def rope(x) = x + 1\nmask = rope(q) > kv"), {})
+
+
+def test_hints_of_long_statements_come_quickly():
+    start = time.perf_counter()
+    for text in ("a" * 16_000 + " += = 1", "tensor " * 2_000, "param a" + "=" * 16_000):
+        with pytest.raises(AttnDSLError):
+            check(Source(text), {})
+    assert time.perf_counter() - start < 5
