@@ -25,7 +25,16 @@ from attndsl.scalars import as_int
 from . import hints, promote
 from . import surface as s
 from .absent import Gone, finished, lacks
-from .declare import GIVEN, Absent, Bound, ParamSpec, TensorSpec
+from .declare import (
+    Absent,
+    Bound,
+    ParamSpec,
+    TensorSpec,
+    no_optional,
+    origin_of,
+    span_of,
+    unusable,
+)  # fmt: skip
 from .expressions import ALWAYS, Inliner, Scope
 from .imports import homeless
 from .keywords import refuse_keywords
@@ -187,7 +196,7 @@ class _Checker:
             )
         if name.name in self.declared and what not in ("a param", "a tensor"):
             raise NameResolutionError(
-                f"'{name.name}' {_origin(self.declared[name.name])} and cannot be {what} too",
+                f"'{name.name}' {origin_of(self.declared[name.name])} and cannot be {what} too",
                 name.span,
                 "choose another name",
             )
@@ -199,17 +208,17 @@ class _Checker:
             self.errors.append(
                 NameResolutionError(
                     f"'{name[:40]}' cannot be declared: it has its own meaning or is no name",
-                    _span(given),
+                    span_of(given),
                     "choose another name",
                 )
             )
         elif isinstance(given, Absent):
-            self.errors.append(_no_optional(name, given))
+            self.errors.append(no_optional(name, given))
             self.scope.values[name] = Gone(frozenset({name}))
         elif isinstance(given, Bound):
-            unusable = _unusable(name, given)
-            if unusable is not None:
-                self.errors.append(unusable)
+            found = unusable(name, given)
+            if found is not None:
+                self.errors.append(found)
             self.scope.values[name] = ir.const(given.value)
         elif isinstance(given, ParamSpec):
             self.params[name] = ParamDecl(name, _TYPES[given.dtype])
@@ -276,7 +285,7 @@ class _Checker:
         name = statement.name.name
         self.scope.values[name] = Gone(frozenset({name}))
         if not statement.optional:
-            raise _no_optional(name, given)
+            raise no_optional(name, given)
         for dim in statement.dims if isinstance(statement, s.Tensor) else ():
             if isinstance(dim, s.Name) and self._is_free(dim.name):
                 self.scope.values[dim.name] = Gone(frozenset(), frozenset({dim.name}))
@@ -317,9 +326,9 @@ class _Checker:
         return self._typed(name, given, dtype, span)
 
     def _typed(self, name: str, given: Bound, dtype: DType, span: Span) -> Node:
-        unusable = _unusable(name, given)
-        if unusable is not None:
-            raise unusable
+        found = unusable(name, given)
+        if found is not None:
+            raise found
         node = ir.const(given.value, span)
         if dtype is DType.FLOAT and node.dtype is DType.INT:
             return promote.as_float(node)
@@ -347,7 +356,7 @@ class _Checker:
         ):
             raise TypeMismatchError(
                 f"'{name}' is a {dtype.value} tensor with {len(statement.dims)} dim(s) here, "
-                f"and {_origin(given)} as another kind",
+                f"and {origin_of(given)} as another kind",
                 statement.span,
             )
         if not statement.dims:
@@ -582,39 +591,8 @@ class _Checker:
             close = difflib.get_close_matches(name, names, n=1)
             self.errors.append(
                 NameResolutionError(
-                    f"'{name[:40]}' {_origin(given)}, but the program never uses it",
-                    _span(given),
+                    f"'{name[:40]}' {origin_of(given)}, but the program never uses it",
+                    span_of(given),
                     f"did you mean '{close[0]}'?" if close else "remove it, or use it",
                 )
             )
-
-
-def _unusable(name: str, given: Bound) -> TypeMismatchError | None:
-    """The error of a bound value that no literal of the language could have."""
-    if isinstance(given.value, int) and not -(1 << 63) <= given.value < 1 << 63:
-        return TypeMismatchError(
-            f"'{name}' {given.origin}, and its value does not fit 64 bits",
-            given.span,
-            "write a float, such as 1e30",
-        )
-    if given.value != given.value:
-        return TypeMismatchError(
-            f"'{name}' {given.origin}, and its value is NaN", given.span, "write a number"
-        )
-    return None
-
-
-def _no_optional(name: str, given: Absent) -> TypeMismatchError:
-    return TypeMismatchError(
-        f"'{name[:40]}' {given.origin} as none, and the program does not declare that it may be",
-        given.span,
-        f"declare it so: 'param {name[:40]}: float = none', or pass a value",
-    )
-
-
-def _origin(given: Declared) -> str:
-    return given.origin if isinstance(given, Bound | Absent) else GIVEN
-
-
-def _span(given: Declared) -> Span | None:
-    return given.span if isinstance(given, Bound | Absent) else None

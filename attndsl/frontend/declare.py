@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from attndsl.errors import TypeMismatchError
+
 if TYPE_CHECKING:
     from attndsl.source import Span
 
@@ -62,3 +64,37 @@ Declared = Bound | Absent | ParamSpec | TensorSpec
 def tensor(*dims: str | int, dtype: str = "float") -> TensorSpec:
     """Declare a captured tensor in a call of ``compile()``: ``gain=attndsl.tensor("heads")``."""
     return TensorSpec(dims, dtype)
+
+
+def unusable(name: str, given: Bound) -> TypeMismatchError | None:
+    """The error of a bound value that no literal of the language could have."""
+    if isinstance(given.value, int) and not -(1 << 63) <= given.value < 1 << 63:
+        return TypeMismatchError(
+            f"'{name}' {given.origin}, and its value does not fit 64 bits",
+            given.span,
+            "write a float, such as 1e30",
+        )
+    if given.value != given.value:
+        return TypeMismatchError(
+            f"'{name}' {given.origin}, and its value is NaN", given.span, "write a number"
+        )
+    return None
+
+
+def no_optional(name: str, given: Absent) -> TypeMismatchError:
+    """The error of an absent capture that the text does not declare as optional."""
+    return TypeMismatchError(
+        f"'{name[:40]}' {given.origin} as none, and the program does not declare that it may be",
+        given.span,
+        f"declare it so: 'param {name[:40]}: float = none', or pass a value",
+    )
+
+
+def origin_of(given: Declared) -> str:
+    """Who declares a name, for errors."""
+    return given.origin if isinstance(given, Bound | Absent) else GIVEN
+
+
+def span_of(given: Declared) -> Span | None:
+    """Where a file declares a name, if one does."""
+    return given.span if isinstance(given, Bound | Absent) else None
