@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from attndsl import cli
-from attndsl.cli import running
+from attndsl.cli import arguments, running
 from attndsl.runtime.cache import KernelCache
 from attndsl.runtime.dispatch import BACKENDS, get_backend
 from attndsl.runtime.programs import compiled_program
@@ -563,8 +563,8 @@ def test_shells_complete_words(words, completed):
 
 
 def test_completed_backends_are_all_there_are():
-    assert set(cli._BACKENDS) == {"auto", *BACKENDS}
-    assert tuple(running.DTYPES) == cli._DTYPES
+    assert set(arguments.BACKENDS) == {"auto", *BACKENDS}
+    assert tuple(running.DTYPES) == arguments.DTYPES
 
 
 def _process(*arguments, **options):

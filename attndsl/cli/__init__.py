@@ -9,13 +9,12 @@ from __future__ import annotations
 import io
 import os
 import sys
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from attndsl import __version__
-from attndsl.config import key_parts
-from attndsl.errors import AttnDSLError, visible
+from attndsl.errors import AttnDSLError
 
 from .arguments import (
     Backend,
@@ -39,14 +38,11 @@ from .arguments import (
     Tensors,
     ValueDim,
     files,
+    names_of_stages,
     optional_file,
-    stages,
 )
 from .formats import Format
 from .usage import UsageError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 app = typer.Typer(
     name="attndsl",
@@ -141,7 +137,9 @@ def show(
     file: File,
     stage: Annotated[
         str,
-        typer.Option(help="What to print; --stage list names them.", autocompletion=stages),
+        typer.Option(
+            help="What to print; --stage list names them.", autocompletion=names_of_stages
+        ),
     ] = "split",
     name: Name = None,
     key: Key = None,

@@ -27,6 +27,7 @@ def _file(value: str) -> str:
 
 
 def optional_file(value: str | None) -> str | None:
+    """Refuse a path that is given and is no file."""
     return None if value is None else _file(value)
 
 
@@ -35,6 +36,7 @@ def _paths(values: list[str]) -> list[str]:
 
 
 def files(values: list[str]) -> list[str]:
+    """Refuse paths that are no files."""
     return [_file(value) for value in values]
 
 
@@ -56,7 +58,8 @@ def _among(*names: str) -> Callable[[str], list[str]]:
     return lambda incomplete: [name for name in names if name.startswith(incomplete)]
 
 
-def stages(incomplete: str) -> list[str]:
+def names_of_stages(incomplete: str) -> list[str]:
+    """Completions of a stage."""
     from .stages import STAGES
 
     return [name for name in ("list", *STAGES) if name.startswith(incomplete)]

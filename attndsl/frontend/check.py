@@ -34,7 +34,7 @@ from .declare import (
     origin_of,
     span_of,
     unusable,
-)
+)  # fmt: skip
 from .expressions import ALWAYS, Inliner, Scope
 from .imports import homeless
 from .keywords import refuse_keywords
@@ -216,9 +216,9 @@ class _Checker:
             self.errors.append(no_optional(name, given))
             self.scope.values[name] = Gone(frozenset({name}))
         elif isinstance(given, Bound):
-            refusal = unusable(name, given)
-            if refusal is not None:
-                self.errors.append(refusal)
+            found = unusable(name, given)
+            if found is not None:
+                self.errors.append(found)
             self.scope.values[name] = ir.const(given.value)
         elif isinstance(given, ParamSpec):
             self.params[name] = ParamDecl(name, _TYPES[given.dtype])
@@ -326,9 +326,9 @@ class _Checker:
         return self._typed(name, given, dtype, span)
 
     def _typed(self, name: str, given: Bound, dtype: DType, span: Span) -> Node:
-        refusal = unusable(name, given)
-        if refusal is not None:
-            raise refusal
+        found = unusable(name, given)
+        if found is not None:
+            raise found
         node = ir.const(given.value, span)
         if dtype is DType.FLOAT and node.dtype is DType.INT:
             return promote.as_float(node)

@@ -82,7 +82,7 @@ def unusable(name: str, given: Bound) -> TypeMismatchError | None:
 
 
 def no_optional(name: str, given: Absent) -> TypeMismatchError:
-    """The error of a name that is left out and may not be."""
+    """The error of an absent capture that the text does not declare as optional."""
     return TypeMismatchError(
         f"'{name[:40]}' {given.origin} as none, and the program does not declare that it may be",
         given.span,
@@ -91,10 +91,10 @@ def no_optional(name: str, given: Absent) -> TypeMismatchError:
 
 
 def origin_of(given: Declared) -> str:
-    """Who gives it, for errors."""
+    """Who declares a name, for errors."""
     return given.origin if isinstance(given, Bound | Absent) else GIVEN
 
 
 def span_of(given: Declared) -> Span | None:
-    """Where a file does so."""
+    """Where a file declares a name, if one does."""
     return given.span if isinstance(given, Bound | Absent) else None

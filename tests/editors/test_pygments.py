@@ -28,9 +28,9 @@ def test_kinds():
         (Keyword.Declaration, "param"), (Name, "w"), (Punctuation, ":"), (Keyword.Type, "int"),
         (Operator, "="), (Number.Integer, "4"), (Comment.Single, "# hi"),
         (Name.Builtin.Pseudo, "mask"), (Operator, "="), (Operator.Word, "not"),
-        (Name.Function.Magic, "causal"), (Punctuation, "("), (Punctuation, ")"),
+        (Name.Function, "causal"), (Punctuation, "("), (Punctuation, ")"),
         (Operator, "=="), (Punctuation, "("), (Number.Float, "1.5"), (Operator, ">"),
-        (Name.Builtin, "tanh"), (Punctuation, "("), (Name.Variable.Magic, "q"),
+        (Name.Builtin, "tanh"), (Punctuation, "("), (Name.Variable, "q"),
         (Punctuation, ")"), (Punctuation, ")"), (Error, "$"),
     ]  # fmt: skip
 
@@ -46,7 +46,7 @@ def test_programs_of_the_project_have_no_errors_and_lose_nothing(path):
 def test_the_prelude_is_known():
     for name in prelude_names():
         (kind, _), *_ = AttnLexer().get_tokens(f"{name}(q)")
-        assert kind is Name.Function.Magic
+        assert kind is Name.Function
 
 
 def test_torch_is_not_needed():
