@@ -1,0 +1,164 @@
+"""Fourteen families of transformers' models, tiny and random, with inputs for each."""
+
+from __future__ import annotations
+
+import torch
+import transformers as tf
+
+VOCAB = 97
+SIZES = {
+    "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128,
+    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+
+
+def _llama():
+    return tf.LlamaForCausalLM, tf.LlamaConfig(**SIZES)
+
+
+def _mistral():
+    return tf.MistralForCausalLM, tf.MistralConfig(**SIZES, sliding_window=5)
+
+
+def _qwen3():
+    return tf.Qwen3ForCausalLM, tf.Qwen3Config(**SIZES, head_dim=8)
+
+
+def _qwen2():
+    config = tf.Qwen2Config(**SIZES, use_sliding_window=True, sliding_window=5, max_window_layers=1)
+    return tf.Qwen2ForCausalLM, config
+
+
+def _gemma2():
+    config = tf.Gemma2Config(
+        **SIZES, head_dim=8, sliding_window=5, attn_logit_softcapping=0.4, query_pre_attn_scalar=1,
+    )  # fmt: skip
+    return tf.Gemma2ForCausalLM, config
+
+
+def _gemma3():
+    kinds = ["sliding_attention", "full_attention"]
+    config = tf.Gemma3TextConfig(**SIZES, head_dim=8, sliding_window=5, layer_types=kinds)
+    return tf.Gemma3ForCausalLM, config
+
+
+def _gpt_oss():
+    kinds = ["sliding_attention", "full_attention"]
+    config = tf.GptOssConfig(
+        **SIZES, head_dim=8, sliding_window=5, layer_types=kinds, num_local_experts=4,
+        num_experts_per_tok=2,
+    )  # fmt: skip
+    return tf.GptOssForCausalLM, config
+
+
+def _llama4():
+    kinds = ["chunked_attention", "full_attention"]
+    config = tf.Llama4TextConfig(
+        **SIZES, head_dim=8, intermediate_size_mlp=48, layer_types=kinds, attention_chunk_size=4,
+        num_local_experts=2, no_rope_layers=[1, 0], moe_layers=[],
+    )  # fmt: skip
+    return tf.Llama4ForCausalLM, config
+
+
+def _deepseek_v3():
+    sizes = {**SIZES, "num_key_value_heads": 4}
+    config = tf.DeepseekV3Config(
+        **sizes, kv_lora_rank=16, q_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=4,
+        v_head_dim=8, first_k_dense_replace=2, n_routed_experts=4, moe_intermediate_size=16,
+    )  # fmt: skip
+    return tf.DeepseekV3ForCausalLM, config
+
+
+def _t5():
+    config = tf.T5Config(
+        vocab_size=VOCAB, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4, dropout_rate=0.0,
+        decoder_start_token_id=0, pad_token_id=0, eos_token_id=2, relative_attention_max_distance=16,
+    )  # fmt: skip
+    return tf.T5ForConditionalGeneration, config
+
+
+def _bert():
+    sizes = {k: v for k, v in SIZES.items() if k != "num_key_value_heads"}
+    config = tf.BertConfig(
+        **sizes, attention_probs_dropout_prob=0.0, hidden_dropout_prob=0.0
+    )
+    return tf.BertForMaskedLM, config
+
+
+def _modernbert():
+    sizes = {k: v for k, v in SIZES.items() if k not in ("num_key_value_heads",)}
+    config = tf.ModernBertConfig(
+        **sizes, local_attention=6, global_attn_every_n_layers=2, cls_token_id=1, sep_token_id=2,
+    )  # fmt: skip
+    return tf.ModernBertForMaskedLM, config
+
+
+def _vit():
+    config = tf.ViTConfig(
+        hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        image_size=24, patch_size=6, attention_probs_dropout_prob=0.0, hidden_dropout_prob=0.0,
+        num_labels=5,
+    )  # fmt: skip
+    return tf.ViTForImageClassification, config
+
+
+def _whisper():
+    config = tf.WhisperConfig(
+        vocab_size=VOCAB, d_model=32, encoder_layers=2, decoder_layers=2, encoder_attention_heads=4,
+        decoder_attention_heads=4, encoder_ffn_dim=48, decoder_ffn_dim=48, num_mel_bins=8,
+        max_source_positions=20, max_target_positions=64, pad_token_id=0, bos_token_id=1,
+        eos_token_id=2, decoder_start_token_id=1, dropout=0.0, suppress_tokens=None,
+        begin_suppress_tokens=None,
+    )  # fmt: skip
+    return tf.WhisperForConditionalGeneration, config
+
+
+DECODERS = {
+    "Llama": _llama, "Mistral": _mistral, "Qwen3": _qwen3, "Qwen2": _qwen2, "Gemma 2": _gemma2,
+    "Gemma 3": _gemma3, "GPT-OSS": _gpt_oss, "Llama 4": _llama4, "DeepSeek V3": _deepseek_v3,
+}  # fmt: skip
+"""Decoders of text."""
+OTHERS = {"T5": _t5, "BERT": _bert, "ModernBERT": _modernbert, "ViT": _vit, "Whisper": _whisper}
+FAMILIES = {**DECODERS, **OTHERS}
+GENERATES = (*DECODERS, "T5", "Whisper")
+
+
+def make(family, implementation="eager", **changes):
+    """The family's model in evaluation, with the same weights for every implementation."""
+    kind, config = FAMILIES[family]()
+    for name, value in changes.items():
+        setattr(config, name, value)
+    torch.manual_seed(0)
+    config._attn_implementation = implementation
+    model = kind(config).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            # What attention does has to show: larger weights, and sinks and biases that differ.
+            if "norm" not in name:
+                parameter.copy_(torch.randn_like(parameter) * 0.3)
+    return model
+
+
+def inputs(family, length=13):
+    """What the model is called with: two sequences, without padding."""
+    torch.manual_seed(1)
+    ids = torch.randint(3, VOCAB, (2, length))
+    if family == "ViT":
+        return {"pixel_values": torch.randn(2, 3, 24, 24)}
+    if family == "Whisper":
+        return {"input_features": torch.randn(2, 8, 40), "decoder_input_ids": ids}
+    if family == "T5":
+        return {"input_ids": ids, "decoder_input_ids": ids[:, :7]}
+    return {"input_ids": ids}
+
+
+def padded(family, side, length=13):
+    """The same with padding, and which positions of the output count."""
+    given = inputs(family, length)
+    keep = torch.arange(length) < torch.tensor([length, length - 4])[:, None]
+    keep = keep.flip(1) if side == "left" else keep
+    given["attention_mask"] = keep.long()
+    if family == "T5":
+        return given, torch.ones(2, 7, dtype=torch.bool)
+    return given, keep
