@@ -41,8 +41,8 @@ one for each other tensor of the call."""
 
 
 Attend = Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
-"""The call that a trace comes to. It takes the trace, query, key, value, a tuple of the call's other
-tensors, and the operator's options; it gives output, log-sum-exp and largest scores."""
+"""The call that a trace comes to. It takes the trace, query, key, value, a tuple of the call's
+other tensors, and the operator's options. It gives output, log-sum-exp and largest scores."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,9 +67,7 @@ def _decompose(
     results = graph.graph.output_node().args[0]
     # Dynamo orders inputs as it likes, and adds sizes to them: results say which is which.
     marks = _MARKS + others
-    query_at, _, _, key_at, value_at, *places = (
-        holders.index(x.args[0]) for x in results[:marks]
-    )
+    query_at, _, _, key_at, value_at, *places = (holders.index(x.args[0]) for x in results[:marks])
     pair_at, others_at = places[: len(_PAIR)], places[len(_PAIR) :]
     query, key, value = (operands[place] for place in (query_at, key_at, value_at))
     pruned = copy.deepcopy(graph)

@@ -9,14 +9,14 @@ import torch
 from attndsl.errors import ArgumentError, UnsupportedError
 from attndsl.runtime.seed import draw_seed
 
-from .masks import Mask
-from .programs import CAUSAL, NO_MASK, PREFIX, composed
+from .programs import PREFIX
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from attndsl.attention import Attention
 
+    from .masks import Mask
     from .programs import Own
 
 _MISSING: Any = object()
@@ -112,7 +112,9 @@ def check_options(
     config = getattr(module, "config", None)
     if own is None or not own.reads_positions or config is None:
         return
-    if getattr(config, "is_encoder_decoder", False) or getattr(config, "add_cross_attention", False):
+    if getattr(config, "is_encoder_decoder", False) or getattr(
+        config, "add_cross_attention", False
+    ):
         raise UnsupportedError(
             "the program compares positions, and the model has cross-attention, where queries and "
             "keys are positions of two sequences",
@@ -120,33 +122,33 @@ def check_options(
         )
 
 
-def program_without_mask(
+def is_causal(
     own: Own | None,
     module: torch.nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,
-    is_causal: bool | None,
-) -> Attention:
-    """The program of an attention for which the model made no mask.
+    asked: bool | None,
+) -> bool:
+    """Whether an attention is causal for which the model made no mask.
 
     Raises:
         UnsupportedError: Queries and keys differ in number, so that their positions are unknown.
     """
     rows, keys = query.shape[2], key.shape[2]
-    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    causal = getattr(module, "is_causal", True) if asked is None else asked
     causal = bool(causal) and rows > 1
     if rows != keys and (causal or (own is not None and own.reads_positions)):
         raise UnsupportedError(
             f"the model gives {rows} queries, {keys} keys and no mask: their positions are unknown",
             hint="let the model make its mask: pass no attention_mask, or (batch, length)",
         )
-    return composed(own, CAUSAL if causal else NO_MASK)
+    return causal
 
 
-def program_of_pairs(
+def captures_of_pairs(
     own: Own | None, mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor
-) -> tuple[Attention, dict[str, Any]]:
-    """The program for a mask of all pairs, and what it captures.
+) -> dict[str, Any]:
+    """What a program without a mask captures for a mask of all pairs.
 
     Args:
         own: The user's program, if there is one.
@@ -172,8 +174,7 @@ def program_of_pairs(
             hint="pass an attention_mask of shape (batch, length)",
         )
     name = "live" if mask.dtype is torch.bool else "added"
-    mask = mask.expand(-1, -1, rows, -1)
-    return composed(own, NO_MASK), {f"{PREFIX}{name}": mask}
+    return {f"{PREFIX}{name}": mask.expand(-1, -1, rows, -1)}
 
 
 def located(mask: Mask, captures: dict[str, Any]) -> dict[str, Any]:

@@ -19,15 +19,15 @@ from attndsl.errors import ArgumentError, UnsupportedError
 from .calls import (
     Call,
     captures_of,
+    captures_of_pairs,
     check_options,
+    is_causal,
     located,
-    program_of_pairs,
-    program_without_mask,
     run,
 )
 from .graphs import attend_in_graph
 from .masks import Asked, Mask, make_mask
-from .programs import Own, own_program
+from .programs import CAUSAL, NO_MASK, Own, composed, own_program
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -43,6 +43,9 @@ class Adapter:
 
     name: str
     own: Own | None
+    unmasked: Attention
+    """The program of attentions without a mask. Graphs compile no programs, so that it is here."""
+    causal: Attention
 
     def attend(
         self,
@@ -84,11 +87,11 @@ class Adapter:
                 call = Call(query, key, value, scale, captures, location)
                 return self._within_graph(attention_mask, call, weights_too)
         elif attention_mask is None:
-            causal = options.get("is_causal")
-            attention = program_without_mask(self.own, module, query, key, causal)
+            causal = is_causal(self.own, module, query, key, options.get("is_causal"))
+            attention = self.causal if causal else self.unmasked
         else:
-            attention, more = program_of_pairs(self.own, attention_mask, query, key)
-            captures |= more
+            attention = self.unmasked
+            captures |= captures_of_pairs(self.own, attention_mask, query, key)
         return run(attention, Call(query, key, value, scale, captures, location), weights_too)
 
     def _within_graph(
@@ -152,8 +155,8 @@ def register(
     """Make attndsl known to transformers as attention implementations.
 
     ``"attndsl"`` runs each model's own attention: its masks, soft caps, sinks, biases and dropout.
-    ``"attndsl:TEXT"`` adds a program to that: ``"attndsl:q - kv < 1024"``. A pair takes part if both
-    masks keep it, and the program's score lines read the model's final score.
+    ``"attndsl:TEXT"`` adds a program to that: ``"attndsl:q - kv < 1024"``. A pair takes part if
+    both masks keep it, and the program's score lines read the model's final score.
 
     Args:
         programs: Programs by name, each of which is then ``"attndsl:NAME"``: texts, compiled
@@ -186,7 +189,7 @@ def register(
             )
         found[f"{_BEFORE_TEXT}{name}"] = own_program(program)
     for name, own in found.items():
-        _tell(Adapter(name, own))
+        _tell(name, own)
     _know_texts()
     return tuple(found)
 
@@ -194,10 +197,13 @@ def register(
 def _given_programs(programs: object, key: str | None) -> Mapping[str, Any]:
     if programs is None:
         return {}
-    if isinstance(programs, Mapping) and key is None:
-        # Values of other kinds are those of a configuration.
-        if all(isinstance(program, str | Attention) for program in programs.values()):
-            return programs
+    # Values of other kinds are those of a configuration.
+    if (
+        isinstance(programs, Mapping)
+        and key is None
+        and all(isinstance(program, str | Attention) for program in programs.values())
+    ):
+        return programs
     if isinstance(programs, str | PathLike | Mapping):
         return load(programs, key=key)
     raise ArgumentError(
@@ -206,8 +212,9 @@ def _given_programs(programs: object, key: str | None) -> Mapping[str, Any]:
     )
 
 
-def _tell(adapter: Adapter) -> None:
+def _tell(name: str, own: Own | None) -> None:
     """Add an implementation to those of transformers."""
+    adapter = Adapter(name, own, composed(own, NO_MASK), composed(own, CAUSAL))
     AttentionInterface.register(adapter.name, adapter.attend)
     AttentionMaskInterface.register(adapter.name, adapter.mask)
 
@@ -235,10 +242,14 @@ def _tell_text(name: str) -> None:
     if not name.startswith(_BEFORE_TEXT) or name in AttentionInterface():
         return
     text = name.removeprefix(_BEFORE_TEXT).strip()
+    if not text:
+        raise ArgumentError(
+            f"{name!r} has no program", hint=f'write "{NAME}", or a program behind the colon'
+        )
     if text.isidentifier():
         raise ArgumentError(
             f"there is no program '{text}'",
             hint=f"register it first: attndsl.hf.register({{'{text}': ...}}) or the path of a "
             "configuration file",
         )
-    _tell(Adapter(name, own_program(compile_program(text))))
+    _tell(name, own_program(compile_program(text)))

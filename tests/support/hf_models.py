@@ -73,16 +73,15 @@ def _deepseek_v3():
 def _t5():
     config = tf.T5Config(
         vocab_size=VOCAB, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4, dropout_rate=0.0,
-        decoder_start_token_id=0, pad_token_id=0, eos_token_id=2, relative_attention_max_distance=16,
+        decoder_start_token_id=0, pad_token_id=0, eos_token_id=2,
+        relative_attention_max_distance=16,
     )  # fmt: skip
     return tf.T5ForConditionalGeneration, config
 
 
 def _bert():
     sizes = {k: v for k, v in SIZES.items() if k != "num_key_value_heads"}
-    config = tf.BertConfig(
-        **sizes, attention_probs_dropout_prob=0.0, hidden_dropout_prob=0.0
-    )
+    config = tf.BertConfig(**sizes, attention_probs_dropout_prob=0.0, hidden_dropout_prob=0.0)
     return tf.BertForMaskedLM, config
 
 
@@ -162,3 +161,52 @@ def padded(family, side, length=13):
     if family == "T5":
         return given, torch.ones(2, 7, dtype=torch.bool)
     return given, keep
+
+
+PACKED = torch.tensor([0, 1, 2, 3, 4, 0, 1, 2, 3, 4, 5, 6, 7]).expand(2, -1)
+"""position_ids of two sequences in each row."""
+
+
+def cases(family):
+    """Calls of the family by name, each with what of the output counts."""
+    found = {"plain": (inputs(family), None)}
+    if family not in ("ViT", "Whisper"):
+        found["padded right"] = padded(family, "right")
+        found["padded left"] = padded(family, "left")
+    if family in DECODERS:
+        found["packed"] = ({**inputs(family), "position_ids": PACKED}, None)
+    return found
+
+
+def step(model, call, keep=None):
+    """Logits that count, and gradients of a random sum of them by parameter."""
+    model.zero_grad()
+    found = call().logits
+    found = found if keep is None else found[keep]
+    torch.manual_seed(3)
+    (found * torch.randn_like(found)).sum().backward()
+    return found.detach(), {
+        n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None
+    }
+
+
+def errors(found, wanted):
+    """Largest error of the logits, and that of a parameter's gradient relative to its norm.
+
+    Gradients that are 0 but for rounding, as of a bias of all keys, count relative to others.
+    """
+    assert found[1].keys() == wanted[1].keys()
+    logits = float((found[0] - wanted[0]).abs().max())
+    norms = {name: float(grad.norm()) for name, grad in wanted[1].items()}
+    least = 1e-3 * max(norms.values())
+    gradients = max(
+        float((found[1][name] - grad).norm()) / max(norms[name], least)
+        for name, grad in wanted[1].items()
+    )
+    return logits, gradients
+
+
+def generation_inputs(family, side=None):
+    """What ``generate`` is called with; decoders' prompts may be padded on the left."""
+    given = padded(family, side)[0] if side else inputs(family)
+    return {name: x for name, x in given.items() if not name.startswith("decoder")}
