@@ -38,22 +38,11 @@ def test_logits_and_gradients_are_those_of_eager_attention(family):
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 @pytest.mark.parametrize("family", families(hf_models.GENERATES))
 def test_generate_gives_the_tokens_of_eager_attention(family, cache):
-    mine, eager = hf_models.make(family, "attndsl"), hf_models.make(family)
-    sides = (None, "left") if family in hf_models.DECODERS else (None,)
-    for side in sides:
+    for side in (None, "left") if family in hf_models.DECODERS else (None,):
         given = hf_models.generation_inputs(family, side)
-        found, wanted = (
-            model.generate(
-                **given,
-                max_new_tokens=8,
-                min_new_tokens=8,
-                do_sample=False,
-                cache_implementation=cache,
-                disable_compile=True,
-            )  # fmt: skip
-            for model in (mine, eager)
+        hf_models.assert_generate_alike(
+            family, given, cache_implementation=cache, disable_compile=True
         )
-        assert torch.equal(found, wanted), side
 
 
 @pytest.mark.slow
@@ -61,11 +50,7 @@ def test_generate_gives_the_tokens_of_eager_attention(family, cache):
 @pytest.mark.parametrize("options", [{"num_beams": 3}, {"use_cache": False}])
 def test_generate_with_beams_and_without_a_cache(family, options):
     given = hf_models.generation_inputs(family, "left" if family in hf_models.DECODERS else None)
-    found, wanted = (
-        hf_models.make(family, name).generate(**given, max_new_tokens=8, do_sample=False, **options)
-        for name in ("attndsl", "eager")
-    )
-    assert torch.equal(found, wanted)
+    hf_models.assert_generate_alike(family, given, **options)
 
 
 @pytest.mark.parametrize("family", families(hf_models.FAMILIES, ["GPT-OSS"]))

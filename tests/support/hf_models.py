@@ -129,6 +129,8 @@ def make(family, implementation="eager", **changes):
     for name, value in changes.items():
         setattr(config, name, value)
     torch.manual_seed(0)
+    # Tied heads repeat the last token for ever.
+    config.tie_word_embeddings = False
     config._attn_implementation = implementation
     model = kind(config).eval()
     with torch.no_grad():
@@ -210,3 +212,23 @@ def generation_inputs(family, side=None):
     """What ``generate`` is called with; decoders' prompts may be padded on the left."""
     given = padded(family, side)[0] if side else inputs(family)
     return {name: x for name, x in given.items() if not name.startswith("decoder")}
+
+
+def generate(model, given, **options):
+    """Tokens of ten steps, which differ from one another, and the logits of each."""
+    found = model.generate(
+        **given, max_new_tokens=10, min_new_tokens=10, do_sample=False, output_logits=True,
+        return_dict_in_generate=True, **options,
+    )  # fmt: skip
+    return found.sequences, torch.stack(found.logits)
+
+
+def assert_generate_alike(family, given, **options):
+    """Tokens and logits of both implementations are the same."""
+    found, wanted = (
+        generate(make(family, name), given, **options) for name in ("attndsl", "eager")
+    )
+    assert len(wanted[0][0].unique()) > 4
+    assert torch.equal(found[0], wanted[0])
+    # transformers masks logits of its own with -inf.
+    torch.testing.assert_close(found[1], wanted[1], atol=5e-5, rtol=1e-5)
