@@ -38,6 +38,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"torch_api"}),
     frozenset({"nn"}),
     frozenset({"flex"}),
+    frozenset({"hf"}),
     frozenset({"play"}),
     frozenset({"cli", "__main__"}),
 )

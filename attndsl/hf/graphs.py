@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 _NAME = "attndsl_hf"
 _NUMBERS = (bool, int, float)
+Given = tuple[tuple[str, ...], tuple[tuple[str, Any], ...], tuple[str, ...]]
+"""Names of the call's other tensors, its numbers by name, and which of both say where it lies."""
 
 
 def _attend(
@@ -33,18 +35,17 @@ def _attend(
     others: tuple[torch.Tensor, ...],
     *,
     implementation: str,
-    names: tuple[str, ...],
-    numbers: tuple[tuple[str, Any], ...],
-    located: tuple[str, ...],
     scale: float | None,
+    given: Given,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The output; transformers wants no other results."""
     adapter = AttentionInterface()[implementation].__self__
-    given = {**dict(numbers), **dict(zip(names, others, strict=True))}
-    location = {name: given.pop(name) for name in located}
-    given |= {f"{MASK_PREFIX}{name}": tensor for name, tensor in traced.captures.items()}
+    tensors, numbers, located = given
+    captures = {**dict(numbers), **dict(zip(tensors, others, strict=True))}
+    location = {name: captures.pop(name) for name in located}
+    captures |= {f"{MASK_PREFIX}{name}": tensor for name, tensor in traced.captures.items()}
     attention = composed(adapter.own, traced.text)
-    out = attention(query, key, value, scale=scale, captures=given, **location)
+    out = attention(query, key, value, scale=scale, captures=captures, **location)
     lse = torch.empty(query.shape[:3], dtype=torch.float32, device=query.device)
     return out, lse, lse.new_empty(0)
 
@@ -67,6 +68,6 @@ def attend_in_graph(implementation: str, mask: Mask, call: Call) -> torch.Tensor
     followed = Followed(mask_mod=mask.function, others=tuple(tensors.values()))
     found = follow(
         OPERATOR, (call.query, call.key, call.value), followed, implementation=implementation,
-        names=tuple(tensors), numbers=numbers, located=tuple(call.location), scale=call.scale,
+        scale=call.scale, given=(tuple(tensors), numbers, tuple(call.location)),
     )  # fmt: skip
     return found[0]

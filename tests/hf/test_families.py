@@ -72,19 +72,18 @@ def test_one_graph_holds_the_model_with_its_masks(family):
 
 @pytest.mark.parametrize("family", families(hf_models.DECODERS, ["Gemma 2"]))
 @pytest.mark.parametrize("side", [pytest.param(None, marks=pytest.mark.slow), "left"])
-def test_a_step_with_a_static_cache_is_one_graph(family, side, monkeypatch):
+def test_a_step_with_a_static_cache_is_one_graph(family, side):
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     given = hf_models.generation_inputs(family, side)
-    options = {"max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False}
-    wanted = hf_models.make(family).generate(**given, **options)
+    wanted = hf_models.generate(hf_models.make(family), given)
     model = hf_models.make(family, "attndsl")
-    # On CPUs generate() does not compile by itself.
-    monkeypatch.setattr(model, "_valid_auto_compile_criteria", lambda *_: True, raising=True)
-    model.generation_config.compile_config = CompileConfig(
-        fullgraph=True, backend="aot_eager", mode=None
-    )
-    found = model.generate(**given, **options, cache_implementation="static")
-    assert torch.equal(found, wanted)
-    # One more where transformers' own caches of a window fill up, or numbers begin to vary.
-    assert 1 <= torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 2
+    config = CompileConfig(fullgraph=True, backend="aot_eager", mode=None)
+    config._compile_all_devices = True  # generate() compiles on GPUs alone by itself.
+    model.generation_config.compile_config = config
+    found = hf_models.generate(model, given, cache_implementation="static")
+    assert torch.equal(found[0], wanted[0])
+    torch.testing.assert_close(found[1], wanted[1], atol=5e-5, rtol=1e-5)
+    # generate() compiles no Llama 4. A cache of a window makes a second graph once it is full.
+    least, most = (0, 0) if family == "Llama 4" else (1, 2)
+    assert least <= torch._dynamo.utils.counters["stats"]["unique_graphs"] <= most

@@ -124,9 +124,7 @@ def test_positions_go_on_in_a_cache(family, cache):
     options = {"max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False}
     model = hf_models.make(family, text)
     wanted = model.generate(**given, **options, use_cache=False)
-    found = model.generate(
-        **given, **options, cache_implementation=cache, disable_compile=True
-    )
+    found = model.generate(**given, **options, cache_implementation=cache, disable_compile=True)
     assert torch.equal(found, wanted)
     assert not torch.equal(wanted, hf_models.make(family, "attndsl").generate(**given, **options))
 
@@ -161,7 +159,7 @@ def test_a_program_may_have_the_sink_and_the_weights():
         ("attndsl:", errors.ArgumentError, "has no program"),
         ("attndsl:unheard", errors.ArgumentError, "no program 'unheard'"),
         ("attndsl:causl()", errors.NameResolutionError, "no function 'causl'"),
-        ("attndsl:tensor hf_pad[heads]: float\nscore = score + hf_pad[h]", errors.ArgumentError, "hf_pad"),
+        ("attndsl:param hf_pad: float\nscore = hf_pad * score", errors.ArgumentError, "hf_pad"),
     ],
 )  # fmt: skip
 def test_names_that_cannot_be(name, error, match):
