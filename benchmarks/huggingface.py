@@ -1,7 +1,9 @@
 """Fourteen families of transformers' models beside eager attention: errors, tokens, graphs.
 
     python benchmarks/huggingface.py [--families NAME ...] [--output FILE]
+    python benchmarks/huggingface.py --write
 
+``--write`` measures nothing. It puts the table of the result file into ``docs/huggingface.md``.
 The models are tiny and random, in fp32, on the CPU; ``tests/support/hf_models.py`` makes them. The
 errors are the largest ones over calls without padding, with padding on either side, and with packed
 sequences, as far as a family has them: of logits absolutely, of a parameter's gradient relative to
@@ -11,6 +13,7 @@ its norm (to a hundredth of the largest norm, if its own is smaller).
 from __future__ import annotations
 
 import argparse
+import json
 import logging
 import sys
 from importlib import metadata
@@ -26,6 +29,9 @@ import common
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
 import hf_models
 
+PAGE = Path(__file__).parents[1] / "docs" / "huggingface.md"
+BEGIN = "<!-- table: begin (benchmarks/huggingface.py --write) -->"
+END = "<!-- table: end -->"
 CACHES = (
     {}, {"cache_implementation": "static", "disable_compile": True}, {"num_beams": 3},
     {"use_cache": False},
@@ -89,11 +95,41 @@ def measured(family: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def table(rows: list[dict[str, Any]]) -> str:
+    """The rows as a table of Markdown."""
+    words = {True: "yes", False: "**no**", None: "–"}
+    lines = [
+        "| family | logits | gradients | calls | `generate` equal | one graph |",
+        "| --- | ---: | ---: | --- | --- | --- |",
+    ]
+    for row in rows:
+        numbers = [f"{row[name]:.1e}".replace("e-0", "e-") for name in ("logits", "gradients")]
+        numbers = ["0" if number.startswith("0.0") else number for number in numbers]
+        cells = [
+            row["family"], *numbers, ", ".join(row["calls"]), words[row["generate"]],
+            words[row["fullgraph"]],
+        ]  # fmt: skip
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def write_page(page: Path = PAGE) -> None:
+    """Put the table of the result file between the page's marks."""
+    rows = json.loads((common.RESULTS / "huggingface.json").read_text("utf-8"))["rows"]
+    before, rest = page.read_text("utf-8").split(BEGIN)
+    after = rest.split(END)[1]
+    page.write_text(f"{before}{BEGIN}\n\n{table(rows)}\n{END}{after}", "utf-8")
+
+
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--families", nargs="*", default=list(hf_models.FAMILIES))
     parser.add_argument("--output", type=Path)
+    parser.add_argument("--write", action="store_true", help="only write the page's table")
     options = parser.parse_args(arguments)
+    if options.write:
+        write_page()
+        return
     attndsl.hf.register()
     logging.getLogger("transformers").setLevel(logging.ERROR)
     rows = []
