@@ -97,7 +97,7 @@ def measured(family: str) -> dict[str, Any]:
 
 def table(rows: list[dict[str, Any]]) -> str:
     """The rows as a table of Markdown."""
-    words = {True: "yes", False: "**no**", None: "–"}
+    words = {True: "yes", False: "**no**", None: "does not"}
     lines = [
         "| family | logits | gradients | calls | `generate` equal | one graph |",
         "| --- | ---: | ---: | --- | --- | --- |",

@@ -62,7 +62,7 @@ def test_a_family_is_measured(script, tmp_path):
 def test_tokens_a_second_are_measured(script, tmp_path):
     script("huggingface_speed").main([
         "--tiny", "--device", "cpu", "--backend", "aot_eager", "--contexts", "20", "30",
-        "--batches", "1", "2", "--tokens", "4", "--turns", "1",
+        "--batches", "1", "2", "--tokens", "48", "--turns", "3",
         "--output", str(tmp_path / "found.json"),
     ])  # fmt: skip
     rows = json.loads((tmp_path / "found.json").read_text())["rows"]
