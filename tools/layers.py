@@ -35,7 +35,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"api"}),
     frozenset({"notebook"}),
     frozenset({"joining"}),
-    frozenset({"torch_api"}),
+    frozenset({"torch_api", "compat"}),
     frozenset({"nn"}),
     frozenset({"flex"}),
     frozenset({"hf"}),
