@@ -51,7 +51,7 @@ _HOMES = {
     "verify": "attndsl.api",
 }
 _MODULES = ("compat", "errors", "flex", "layout", "nn")
-_OF_EXTRAS = ("hf",)
+_OF_EXTRAS = ("hf", "torchtitan")
 """Modules for packages that need not be installed: no names of ``import *`` or of ``dir``."""
 
 # Type checkers know the names above. To them this function would make any other name one too.

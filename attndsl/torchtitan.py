@@ -58,11 +58,11 @@ def _composed(text: str) -> Program:
         return join(_TEXT, prefixes=[_PREFIX])
     own = compile_program(text, name="<torchtitan>")
     found = own.lowered.program
-    names = [x.name for x in (*found.params, *found.tensors)]
+    names = [*(x.name for x in found.params), *(x.name for x in found.tensors)]
     if names:
         raise ArgumentError(
             f"the program captures {', '.join(names)}",
-            hint="write its numbers in the text; a subclass of the module may pass captures",
+            hint="write its numbers in the text",
         )
     return join(_TEXT, own, prefixes=[_PREFIX, ""])
 
@@ -157,6 +157,7 @@ class Attention(VarlenAttention):  # type: ignore[misc]
             q_BLNH.transpose(1, 2), k_BLNH.transpose(1, 2), v_BLNH.transpose(1, 2), scale=scale,
             return_lse=out_transform is not None, captures=captures,
         )  # fmt: skip
-        if out_transform is None:
-            return found.transpose(1, 2)
-        return out_transform(found[0].transpose(1, 2), found[1].transpose(1, 2))
+        out, lse = found if isinstance(found, tuple) else (found, None)
+        if out_transform is None or lse is None:
+            return out.transpose(1, 2)
+        return out_transform(out.transpose(1, 2), lse.transpose(1, 2))

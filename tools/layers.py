@@ -38,7 +38,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"torch_api", "compat"}),
     frozenset({"nn"}),
     frozenset({"flex"}),
-    frozenset({"hf"}),
+    frozenset({"hf", "torchtitan"}),
     frozenset({"play"}),
     frozenset({"cli", "__main__"}),
 )

@@ -122,10 +122,7 @@ class BlockDiagonalMask(AttentionBias):
 
     def split(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         """The rows (1, total, ...) of queries, a tensor (1, length, ...) for each sequence."""
-        sizes = [
-            after - start for start, after in zip(self.q_starts, self.q_starts[1:], strict=False)
-        ]
-        return list(tensor.split(sizes, 1))
+        return list(torch.tensor_split(tensor, self.q_starts[1:-1], 1))
 
     def make_causal(self) -> BlockDiagonalCausalMask:
         """Query i of a sequence sees its keys 0 to i."""

@@ -148,9 +148,12 @@ def _of_sequences(
                 hint="pass the sequences one behind the other, as BlockDiagonalMask."
                 "from_tensor_list packs them",
             )
-    starts = (torch.tensor(x, device=q.device) for x in (bias.q_starts, bias.k_starts[:-1]))
-    lengths = torch.tensor(bias.k_lengths, device=q.device)
-    rows_of = packed_rows(q.shape[1], *starts, lengths, isinstance(bias, _LOWER_RIGHT))
+    q_starts, first_keys, lengths = (
+        torch.tensor(x, device=q.device)
+        for x in (bias.q_starts, bias.k_starts[:-1], bias.k_lengths)
+    )
+    lower_right = isinstance(bias, _LOWER_RIGHT)
+    rows_of = packed_rows(q.shape[1], q_starts, first_keys, lengths, lower_right)
     causal = isinstance(bias, _CAUSAL)
     window = getattr(bias, "window_size", None)
     # Rows then stand at the keys of the same number, which closed forms of the mask say.

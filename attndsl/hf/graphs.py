@@ -39,7 +39,8 @@ def _attend(
     given: Given,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The output; transformers wants no other results."""
-    adapter = AttentionInterface()[implementation].__self__
+    known: Any = AttentionInterface()  # type: ignore[no-untyped-call]
+    adapter = known[implementation].__self__
     tensors, numbers, located = given
     captures = {**dict(numbers), **dict(zip(tensors, others, strict=True))}
     location = {name: captures.pop(name) for name in located}

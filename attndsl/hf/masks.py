@@ -93,17 +93,17 @@ def make_mask(own: Own | None, asked: Asked, function: Callable[..., Any]) -> Ma
     lengths = _whole_lengths(asked) if own is not None and own.reads_lengths else None
     pad = None if asked.padding is None else _padding_of_keys(asked, asked.padding)
     captures: dict[str, Any] = {} if pad is None else {f"{PREFIX}pad": pad}
-    kept = [_kept_offset(offset, asked) for offset in offsets]
+    q_offset, kv_offset = (_kept_offset(offset, asked) for offset in offsets)
     shape = (asked.batch, 1, asked.rows, asked.keys)
     if torch.compiler.is_dynamo_compiling():
-        return Mask(shape, None, function, captures, *kept, lengths)
+        return Mask(shape, None, function, captures, q_offset, kv_offset, lengths)
     if any(is_tracing(x) for x in (*offsets, pad) if isinstance(x, torch.Tensor)):
         # Tensors without data would stay in the cache.
         traced = trace_mods(None, function, torch.float32, asked.device, {}, (), None)
     else:
         traced = default_traces().trace(None, function, torch.float32, asked.device, {})
     captures |= {f"{MASK_PREFIX}{name}": value for name, value in traced.captures.items()}
-    return Mask(shape, composed(own, traced.text), None, captures, *kept, lengths)
+    return Mask(shape, composed(own, traced.text), None, captures, q_offset, kv_offset, lengths)
 
 
 def _whole_lengths(asked: Asked) -> tuple[int, int] | None:

@@ -63,10 +63,10 @@ def own_program(program: Attention) -> Own:
     sizes = {str(item.value) for item in nodes if item.op is Op.SIZE}
     variables = {str(item.value) for item in nodes if item.op is Op.VAR}
     defaults = program.made_of.defaults
-    names = [
-        (x.name, not x.optional and x.name not in defaults and getattr(x, "default", None) is None)
-        for x in (*found.params, *found.tensors)
-    ]
+    without = {x.name for x in found.params if x.optional or x.default is not None}
+    without |= {x.name for x in found.tensors if x.optional} | defaults.keys()
+    captured = [*(x.name for x in found.params), *(x.name for x in found.tensors)]
+    names = [(name, name not in without) for name in captured]
     return Own(
         program,
         tuple(names),

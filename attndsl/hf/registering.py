@@ -235,11 +235,11 @@ def _know_texts() -> None:
         return before(self, requested_attention, is_init_check)
 
     setattr(known, _MARK, True)
-    PreTrainedModel.get_correct_attn_implementation = known
+    PreTrainedModel.get_correct_attn_implementation = known  # type: ignore[method-assign]
 
 
 def _tell_text(name: str) -> None:
-    if not name.startswith(_BEFORE_TEXT) or name in AttentionInterface():
+    if not name.startswith(_BEFORE_TEXT) or name in AttentionInterface():  # type: ignore[no-untyped-call]
         return
     text = name.removeprefix(_BEFORE_TEXT).strip()
     if not text:
