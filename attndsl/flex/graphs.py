@@ -14,7 +14,6 @@ Non-goals: tile maps, which graphs do not take.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +28,8 @@ from .maxima import find_maxima
 from .tracing import trace_graph
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from .tracing import Mod, Trace
 
 _NAME = "attndsl_flex"
@@ -36,13 +37,7 @@ _PAIR = (SCORE, *(var(name) for name in ("b", "h", "q", "kv")))
 _RESULTS = 3
 """The output, the log-sum-exp and the largest scores, which the query gives their device."""
 _MARKS = _RESULTS + 2 + len(_PAIR)
-"""Results that are there for their operands: those three, then key, value and the pair; after them
-one for each other tensor of the call."""
-
-
-Attend = Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
-"""The call that a trace comes to. It takes the trace, query, key, value, a tuple of the call's
-other tensors, and the operator's options. It gives output, log-sum-exp and largest scores."""
+"""Results that are there for their operands: those three, then key, value and the pair."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,27 +50,27 @@ class GraphOptions:
 
 
 def _decompose(
-    attend: Attend,
     graph: Any,
     *operands: Any,
+    backend: str,
+    scale: float | None,
+    max_scores: bool,
     parts: tuple[str, ...],
-    others: int = 0,
-    **options: Any,
 ) -> tuple[Any, ...]:
     """The call that a graph of both functions comes to, and stand-ins for the graph's results."""
     holders = [item for item in graph.graph.nodes if item.op == "placeholder"]
     results = graph.graph.output_node().args[0]
     # Dynamo orders inputs as it likes, and adds sizes to them: results say which is which.
-    marks = _MARKS + others
-    query_at, _, _, key_at, value_at, *places = (holders.index(x.args[0]) for x in results[:marks])
-    pair_at, others_at = places[: len(_PAIR)], places[len(_PAIR) :]
+    query_at, _, _, key_at, value_at, *pair_at = (
+        holders.index(x.args[0]) for x in results[:_MARKS]
+    )
     query, key, value = (operands[place] for place in (query_at, key_at, value_at))
     pruned = copy.deepcopy(graph)
     output = pruned.graph.output_node()
-    marked = output.args[0][:marks]
-    output.args = (tuple(output.args[0][marks:]),)
+    marks = output.args[0][:_MARKS]
+    output.args = (tuple(output.args[0][_MARKS:]),)
     # Not all that has no users: what changes a value in place may have none.
-    for mark in reversed(marked):
+    for mark in reversed(marks):
         pruned.graph.erase_node(mark)
     pruned.recompile()
     used = [bool(item.users) for item in pruned.graph.nodes if item.op == "placeholder"]
@@ -94,8 +89,7 @@ def _decompose(
         return pruned(*(symbols.get(place, x) for place, x in enumerate(given)))
 
     traced = trace_graph(mods, _PAIR, parts, dtype, query.device, lengths, names)
-    given_others = tuple(operands[place] for place in others_at)
-    found = attend(traced, query, key, value, given_others, **options)
+    found = _attend(traced, query, key, value, GraphOptions(scale, backend, max_scores))
     rest = (x.meta["example_value"] for x in results[len(found) :])
     return *found, *(query.new_empty(x.shape, dtype=x.dtype) for x in rest)
 
@@ -105,43 +99,38 @@ def _attend(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    others: tuple[torch.Tensor, ...],
-    *,
-    backend: str,
-    scale: float | None,
-    max_scores: bool,
+    options: GraphOptions,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The output, the log-sum-exp and the largest scores, empty where they are not asked for."""
-    attention = compiled(traced.text, backend)
+    attention, scale = compiled(traced.text, options.backend), options.scale
     named = near(traced.captures, query.device)
     out, lse = attention(query, key, value, scale=scale, return_lse=True, **named)
-    if max_scores:
+    if options.max_scores:
         return out, lse, find_maxima(attention, query, key, scale, named)
     return out, lse, lse.new_empty(0)
 
 
 def _attend_after_break(
-    attend: Attend,
     both: Callable[..., tuple[Any, ...]],
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    *tensors: torch.Tensor,
+    *pair: torch.Tensor,
+    backend: str,
+    scale: float | None,
+    max_scores: bool,
     parts: tuple[str, ...],
-    others: int = 0,
-    **options: Any,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The call where Dynamo could not follow the functions and left the graph before it."""
-    rest = tensors[len(_PAIR) :]
 
     def mods(*symbols: Any) -> Any:
-        return both(query, key, value, *symbols, *rest)[_MARKS + others :]
+        return both(query, key, value, *symbols)[_MARKS:]
 
     sizes = (query.shape[0], query.shape[1], query.shape[2], key.shape[2])
     dtype = torch.float64 if query.dtype is torch.float64 else torch.float32
     lengths = position_ranges(*sizes)
     traced = trace_graph(mods, _PAIR, parts, dtype, query.device, lengths, {}, in_graph=False)
-    return attend(traced, query, key, value, rest, **options)
+    return _attend(traced, query, key, value, GraphOptions(scale, backend, max_scores))
 
 
 _ATTEND_AFTER_BREAK: Any = torch.compiler.disable(_attend_after_break)  # type: ignore[no-untyped-call]
@@ -153,54 +142,38 @@ def _own_name(holder: str) -> str:
 
 
 class FlexInGraph(BaseHOP):
-    """Both functions on one pair, as a graph, with query, key, value and other tensors."""
+    """Both functions on one pair, as a graph, with query, key and value."""
 
-    def __init__(self, name: str, attend: Attend) -> None:
-        super().__init__(name)
-        self.attend = attend
+    def __init__(self) -> None:
+        super().__init__(_NAME)
 
     def __call__(self, subgraph: Any, *operands: Any, **kwargs: Any) -> Any:
         """The call's results; nothing is dispatched, since they are made of operators that are."""
         if isinstance(subgraph, torch.fx.GraphModule):
-            return _decompose(self.attend, subgraph, *operands, **kwargs)
-        return _ATTEND_AFTER_BREAK(self.attend, subgraph, *operands, **kwargs)
+            return _decompose(subgraph, *operands, **kwargs)
+        return _ATTEND_AFTER_BREAK(subgraph, *operands, **kwargs)
 
 
-OPERATOR = FlexInGraph(_NAME, _attend)
+OPERATOR = FlexInGraph()
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def allow_views(name: str) -> None:
+def _allow_views() -> None:
     """Let Dynamo take operands that are views of one tensor, as a packed projection gives them.
 
     Dynamo refuses them for operators of functions in general, whose bodies run as graphs of their
     own and may write to what they share. The operator's body is only read.
-
-    Args:
-        name: Of the operator.
     """
     from torch._dynamo.variables import higher_order_ops as dynamo
 
-    if name not in dynamo._hop_name_to_variable_class:
+    if _NAME not in dynamo._hop_name_to_variable_class:
 
         class FlexVariable(dynamo.BaseHOPVariable):
             """How Dynamo follows a call of the operator."""
 
             supports_aliasing = True
 
-        dynamo._hop_name_to_variable_class[name] = FlexVariable
-
-
-@dataclass(frozen=True, slots=True)
-class Followed:
-    """What Dynamo is to follow."""
-
-    score_mod: Mod | None = None
-    mask_mod: Mod | None = None
-    max_scores: bool = False
-    """Whether the largest scores of each row are a result."""
-    others: tuple[torch.Tensor, ...] = ()
-    """Further tensors of the call."""
+        dynamo._hop_name_to_variable_class[_NAME] = FlexVariable
 
 
 def attend_in_graph(
@@ -213,50 +186,23 @@ def attend_in_graph(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """The output, the log-sum-exp and the largest scores of a call that Dynamo is following."""
     # Dynamo asks how to follow the operator where it first sees it.
-    allow_views(_NAME)
-    followed = Followed(score_mod, mask_mod, options.max_scores)
-    found = follow(
-        OPERATOR, (query, key, value), followed, backend=options.backend, scale=options.scale,
-        max_scores=options.max_scores,
-    )  # fmt: skip
-    return found[0], found[1], found[2] if options.max_scores else None
-
-
-def follow(
-    operator: FlexInGraph,
-    operands: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-    followed: Followed,
-    **options: Any,
-) -> tuple[torch.Tensor, ...]:
-    """The results of ``operator``, while Dynamo follows the functions.
-
-    Args:
-        operator: What calls the program that the functions make. :func:`allow_views` knows it.
-        operands: Query, key and value.
-        followed: The functions.
-        **options: Constants for the operator's call.
-
-    Returns:
-        Its output, log-sum-exp and largest scores.
-    """
-    query, key, value = operands
+    _allow_views()
     work = torch.float64 if query.dtype is torch.float64 else torch.float32
     kinds = (work, torch.int64, torch.int64, torch.int64, torch.int64)
     pair = [torch.empty((1,), dtype=kind, device=query.device) for kind in kinds]
     # Here, since all that is computed within is taken for a part of the program.
     order = memory_order(query, value.shape[3])
-    score_mod, mask_mod = followed.score_mod, followed.mask_mod
 
     def both(
         query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, score: Any, b: Any, h: Any,
-        q_idx: Any, kv_idx: Any, *others: Any,
+        q_idx: Any, kv_idx: Any,
     ) -> tuple[Any, ...]:  # fmt: skip
         shape = (query.shape[0], query.shape[1], query.shape[2])
         results = [query.new_empty_strided(order.shape, order.strides)]
         results.append(query.new_empty(shape, dtype=work))
-        results.append(query.new_empty(shape if followed.max_scores else (0,), dtype=work))
+        results.append(query.new_empty(shape if options.max_scores else (0,), dtype=work))
         # Dynamo drops inputs that nothing uses.
-        results += [x.new_empty(()) for x in (key, value, score, b, h, q_idx, kv_idx, *others)]
+        results += [x.new_empty(()) for x in (key, value, score, b, h, q_idx, kv_idx)]
         # Functions may change their arguments in place, which inputs of a graph may not be.
         if score_mod is not None:
             results.append(score_mod(*(x.clone() for x in (score, b, h, q_idx, kv_idx))))
@@ -265,8 +211,8 @@ def follow(
         return tuple(results)
 
     parts = ("score",) * (score_mod is not None) + ("mask",) * (mask_mod is not None)
-    others = followed.others
-    found: tuple[torch.Tensor, ...] = operator(
-        both, query, key, value, *pair, *others, parts=parts, others=len(others), **options
-    )
-    return found
+    found = OPERATOR(
+        both, query, key, value, *pair, backend=options.backend, scale=options.scale,
+        max_scores=options.max_scores, parts=parts,
+    )  # fmt: skip
+    return found[0], found[1], found[2] if options.max_scores else None

@@ -1,7 +1,7 @@
 """Attentions whose mask is made within the same graph of ``torch.compile``.
 
 Dynamo follows the mask's function, and its graph is traced into a program where the operator below
-is run (:mod:`attndsl.flex.graphs`), which is joined with the rest of the composed program there.
+is run (:mod:`.following`), which is joined with the rest of the composed program there.
 """
 
 from __future__ import annotations
@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import AttentionInterface
 
-from attndsl.flex.graphs import FlexInGraph, Followed, allow_views, follow
-
+from .following import Followed, MaskInGraph, allow_views, follow
 from .programs import MASK_PREFIX, composed
 
 if TYPE_CHECKING:
@@ -51,7 +50,7 @@ def _attend(
     return out, lse, lse.new_empty(0)
 
 
-OPERATOR = FlexInGraph(_NAME, _attend)
+OPERATOR = MaskInGraph(_NAME, _attend)
 
 
 def attend_in_graph(implementation: str, mask: Mask, call: Call) -> torch.Tensor:
