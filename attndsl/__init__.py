@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from attndsl.after_torch import register_operators
 
 if TYPE_CHECKING:
-    from attndsl import errors, flex, layout, nn
+    from attndsl import compat, errors, flex, hf, layout, nn  # noqa: F401
     from attndsl.api import Attention, compile, load, verify  # noqa: A004
     from attndsl.comparing import compare
     from attndsl.errors import AttnDSLError
@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = [
-    "Attention", "AttnDSLError", "Gradients", "TileMap", "compare", "compile", "errors", "flex",
-    "join", "layout", "load", "merge", "nn", "scaled_dot_product_attention", "tensor", "trace",
-    "verify",
+    "Attention", "AttnDSLError", "Gradients", "TileMap", "compare", "compat", "compile", "errors",
+    "flex", "join", "layout", "load", "merge", "nn", "scaled_dot_product_attention", "tensor",
+    "trace", "verify",
 ]  # fmt: skip
 
 _HOMES = {
@@ -50,7 +50,9 @@ _HOMES = {
     "unload_ipython_extension": "attndsl.notebook",
     "verify": "attndsl.api",
 }
-_MODULES = ("errors", "flex", "layout", "nn")
+_MODULES = ("compat", "errors", "flex", "layout", "nn")
+_OF_EXTRAS = ("hf", "torchtitan")
+"""Modules for packages that need not be installed: no names of ``import *`` or of ``dir``."""
 
 # Type checkers know the names above. To them this function would make any other name one too.
 if not TYPE_CHECKING:
@@ -58,7 +60,7 @@ if not TYPE_CHECKING:
     def __getattr__(name: str) -> Any:
         if name in _HOMES:
             return getattr(import_module(_HOMES[name]), name)
-        if name in _MODULES:
+        if name in (*_MODULES, *_OF_EXTRAS):
             return import_module(f"attndsl.{name}")
         message = f"module 'attndsl' has no attribute {name!r}"
         if isinstance(getattr(import_module("attndsl.errors"), name, None), type):

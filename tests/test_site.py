@@ -269,7 +269,7 @@ def test_the_site_has_every_page_once_and_nothing_from_elsewhere():
 def test_the_api_pages_have_every_public_name():
     pages = {path.stem: path.read_text("utf-8") for path in (DOCS / "api").glob("*.md")}
     shown = set(re.findall(r"^::: (\S+)$", "\n".join(pages.values()), re.MULTILINE))
-    modules = {"errors", "flex", "layout", "nn"}
+    modules = {"compat", "errors", "flex", "layout", "nn"}
     for name in set(attndsl.__all__) - modules - {"AttnDSLError"}:
         assert f"attndsl.{name}" in shown, name
     listed = set(re.findall(r"^        - (\w+)$", pages["errors"], re.MULTILINE))
@@ -277,6 +277,8 @@ def test_the_api_pages_have_every_public_name():
     assert listed == {node.name for node in tree.body if isinstance(node, ast.ClassDef)}
     for name in attndsl.flex.__all__:
         assert f"attndsl.flex.{name}" in shown or name in pages["flex"] or name == "trace"
+    for name in attndsl.compat.__all__:
+        assert f"attndsl.compat.{name}" in shown or f"`{name}`" in pages["compat"]
 
 
 def test_what_github_shows_and_the_site_would_not(script):

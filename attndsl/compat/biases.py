@@ -1,0 +1,221 @@
+"""The attention biases of xFormers, with its names and constructors.
+
+They hold what their callers give; :mod:`.xformers` makes captures of it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Self
+
+import torch
+
+from attndsl.errors import ArgumentError, ShapeError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+@dataclass(frozen=True)
+class AttentionBias:
+    """What all biases are."""
+
+
+@dataclass(frozen=True)
+class LowerTriangularMask(AttentionBias):
+    """Query i sees keys 0 to i."""
+
+    def add_bias(self, bias: torch.Tensor) -> LowerTriangularMaskWithTensorBias:
+        """The same mask with a tensor that is added to the scores."""
+        return LowerTriangularMaskWithTensorBias(bias)
+
+
+@dataclass(frozen=True)
+class LowerTriangularMaskWithTensorBias(AttentionBias):
+    """Query i sees keys 0 to i, and ``bias`` (..., heads, queries, keys) is added to the scores."""
+
+    bias: torch.Tensor
+
+
+@dataclass(frozen=True)
+class LowerTriangularFromBottomRightMask(AttentionBias):
+    """The last query sees all keys, the one before all but one, and so on."""
+
+    def make_local_attention(
+        self, window_size: int
+    ) -> LowerTriangularFromBottomRightLocalAttentionMask:
+        """The same mask, with at most ``window_size`` keys for each query."""
+        return LowerTriangularFromBottomRightLocalAttentionMask(window_size)
+
+
+@dataclass(frozen=True)
+class LowerTriangularFromBottomRightLocalAttentionMask(AttentionBias):
+    """Each query sees at most ``window_size`` keys: its own and those before."""
+
+    window_size: int
+
+    def __post_init__(self) -> None:
+        _check_window(self.window_size)
+
+
+@dataclass(frozen=True)
+class LocalAttentionFromBottomRightMask(AttentionBias):
+    """Each query sees ``window_left`` keys before its own and ``window_right`` behind it."""
+
+    window_left: int
+    window_right: int
+
+    def __post_init__(self) -> None:
+        if self.window_left < 0 or self.window_right < 0:
+            raise ArgumentError(
+                f"the window reaches {self.window_left} keys back and {self.window_right} on",
+                hint="pass numbers that are not negative",
+            )
+
+
+def _starts(lengths: Sequence[int]) -> tuple[int, ...]:
+    """Where sequences begin, and the end."""
+    found = [0]
+    for length in lengths:
+        if length < 0:
+            raise ArgumentError(f"a sequence has {length} rows", hint="pass lengths from 0 on")
+        found.append(found[-1] + length)
+    return tuple(found)
+
+
+@dataclass(frozen=True)
+class BlockDiagonalMask(AttentionBias):
+    """Sequences one behind the other, in tensors of batch 1. Each sees its own keys."""
+
+    q_starts: tuple[int, ...]
+    """The row at which each sequence begins, and the end."""
+    k_starts: tuple[int, ...]
+    """The key at which each begins, and the end."""
+    k_lengths: tuple[int, ...]
+    """Numbers of keys, which may have room behind them."""
+
+    @classmethod
+    def from_seqlens(cls, q_seqlen: Sequence[int], kv_seqlen: Sequence[int] | None = None) -> Self:
+        """A mask for sequences of these lengths.
+
+        Args:
+            q_seqlen: Queries of each sequence.
+            kv_seqlen: Keys of each; as many as queries by default.
+
+        Raises:
+            ShapeError: The numbers of sequences differ.
+        """
+        lengths = tuple(q_seqlen if kv_seqlen is None else kv_seqlen)
+        if len(lengths) != len(q_seqlen):
+            raise ShapeError(
+                f"q_seqlen is of {len(q_seqlen)} sequences, and kv_seqlen of {len(lengths)}",
+                hint="pass a length for each sequence",
+            )
+        return cls(_starts(q_seqlen), _starts(lengths), lengths)
+
+    @classmethod
+    def from_tensor_list(cls, tensors: Sequence[torch.Tensor]) -> tuple[Self, torch.Tensor]:
+        """A mask and the tensors (batch, length, ...) behind one another, as one of batch 1."""
+        lengths = [x.shape[1] for x in tensors for _ in range(x.shape[0])]
+        packed = torch.cat([x.reshape(1, -1, *x.shape[2:]) for x in tensors], 1)
+        return cls.from_seqlens(lengths), packed
+
+    def split(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """The rows (1, total, ...) of queries, a tensor (1, length, ...) for each sequence."""
+        return list(torch.tensor_split(tensor, self.q_starts[1:-1], 1))
+
+    def make_causal(self) -> BlockDiagonalCausalMask:
+        """Query i of a sequence sees its keys 0 to i."""
+        return BlockDiagonalCausalMask(self.q_starts, self.k_starts, self.k_lengths)
+
+    def make_causal_from_bottomright(self) -> BlockDiagonalCausalFromBottomRightMask:
+        """The last query of a sequence sees all its keys, the one before all but one, and so on."""
+        return BlockDiagonalCausalFromBottomRightMask(self.q_starts, self.k_starts, self.k_lengths)
+
+    def make_local_attention(self, window_size: int) -> BlockDiagonalCausalLocalAttentionMask:
+        """Causal, with at most ``window_size`` keys for each query."""
+        return BlockDiagonalCausalLocalAttentionMask(
+            self.q_starts, self.k_starts, self.k_lengths, window_size
+        )
+
+    def make_local_attention_from_bottomright(
+        self, window_size: int
+    ) -> BlockDiagonalCausalLocalAttentionFromBottomRightMask:
+        """The same, aligned to the last key of each sequence."""
+        return BlockDiagonalCausalLocalAttentionFromBottomRightMask(
+            self.q_starts, self.k_starts, self.k_lengths, window_size
+        )
+
+
+@dataclass(frozen=True)
+class BlockDiagonalCausalMask(BlockDiagonalMask):
+    """Sequences one behind the other; query i of each sees its keys 0 to i."""
+
+
+@dataclass(frozen=True)
+class BlockDiagonalCausalFromBottomRightMask(BlockDiagonalMask):
+    """Sequences one behind the other; the last query of each sees all its keys, and so on."""
+
+
+@dataclass(frozen=True)
+class _Windowed(BlockDiagonalMask):
+    window_size: int = 1
+
+    def __post_init__(self) -> None:
+        _check_window(self.window_size)
+
+
+@dataclass(frozen=True)
+class BlockDiagonalCausalLocalAttentionMask(_Windowed):
+    """As :class:`BlockDiagonalCausalMask`, with at most ``window_size`` keys for each query."""
+
+
+@dataclass(frozen=True)
+class BlockDiagonalCausalLocalAttentionFromBottomRightMask(_Windowed):
+    """As :class:`BlockDiagonalCausalFromBottomRightMask`, with at most ``window_size`` keys."""
+
+
+@dataclass(frozen=True)
+class BlockDiagonalPaddedKeysMask(AttentionBias):
+    """Packed queries, and keys with the same room for each sequence, as in a cache."""
+
+    q_starts: tuple[int, ...]
+    k_starts: tuple[int, ...]
+    k_lengths: tuple[int, ...]
+
+    @classmethod
+    def from_seqlens(
+        cls, q_seqlen: Sequence[int], kv_padding: int, kv_seqlen: Sequence[int]
+    ) -> Self:
+        """A mask for sequences of these lengths.
+
+        Args:
+            q_seqlen: Queries of each sequence.
+            kv_padding: Room for keys of each.
+            kv_seqlen: Keys of each.
+
+        Raises:
+            ShapeError: The numbers of sequences differ.
+            ArgumentError: A sequence has more keys than there is room for.
+        """
+        if len(q_seqlen) != len(kv_seqlen):
+            raise ShapeError(
+                f"q_seqlen is of {len(q_seqlen)} sequences, and kv_seqlen of {len(kv_seqlen)}",
+                hint="pass a length for each sequence",
+            )
+        if any(not 0 <= length <= kv_padding for length in kv_seqlen):
+            raise ArgumentError(
+                f"kv_seqlen is {list(kv_seqlen)}, with room for {kv_padding} keys each",
+                hint="pass lengths from 0 to kv_padding",
+            )
+        return cls(_starts(q_seqlen), _starts([kv_padding] * len(kv_seqlen)), tuple(kv_seqlen))
+
+
+@dataclass(frozen=True)
+class BlockDiagonalCausalWithOffsetPaddedKeysMask(BlockDiagonalPaddedKeysMask):
+    """The same, where the last query of each sequence sees all its keys, and so on."""
+
+
+def _check_window(window_size: int) -> None:
+    if window_size < 1:
+        raise ArgumentError(f"window_size is {window_size}", hint="pass a number from 1 on")

@@ -1,0 +1,306 @@
+"""The functions of flash-attn 2.8: tensors (batch, length, heads, dim), and packed rows."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from attndsl.errors import ArgumentError, ShapeError, UnsupportedError
+
+from .programs import (
+    attend,
+    check_layout,
+    check_offsets,
+    packed_rows,
+    present,
+    probability_of,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+_DENSE = "(batch, length, heads, dim)"
+_PACKED = "(total, heads, dim)"
+Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def flash_attn_func(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Sequence[int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Result:
+    """``flash_attn.flash_attn_func``, on every device and in every dtype of attndsl.
+
+    Args:
+        q: (batch, length, heads, dim).
+        k: (batch, keys, key heads, dim); heads are a multiple of key heads.
+        v: (batch, keys, key heads, value dim).
+        dropout_p: Probability with which a weight is dropped.
+        softmax_scale: Factor of q . k; 1 / sqrt(dim) by default.
+        causal: Whether the last query sees all keys, the one before all but one, and so on.
+        window_size: How many keys to the left and to the right of its position a query sees; -1
+            for all. Causal queries see none to the right.
+        softcap: Limit of scores, 0 for none.
+        alibi_slopes: (heads,) or (batch, heads): ``slope * |distance|`` is taken from the score.
+            Gets its gradient, unlike in flash-attn.
+        deterministic: Whether gradients are the same bit for bit in each run.
+        return_attn_probs: Whether to return the log-sum-exp too.
+
+    Returns:
+        The output (batch, length, heads, value dim). With ``return_attn_probs`` a tuple: the
+        output, the log-sum-exp (batch, heads, length), fp32 and differentiable, and an empty
+        tensor.
+
+    Raises:
+        ShapeError, ArgumentError: Arguments that do not go together.
+        UnsupportedError: ``return_attn_probs`` with dropout: flash-attn returns its own weights
+            then, with the dropped ones negative.
+    """
+    check_layout(q, k, v, 4, _DENSE)
+    _check_probabilities(dropout_p, return_attn_probs)
+    captures = {
+        **_window(causal, window_size), **probability_of(dropout_p),
+        **present(cap=softcap or None, slopes=_slopes(alibi_slopes, q.shape[0], q.shape[2])),
+    }  # fmt: skip
+    options = _options(softmax_scale, deterministic, return_attn_probs)
+    options["q_offset"] = k.shape[1] - q.shape[1]
+    out, lse = attend(q, k, v, captures, options)
+    return out if lse is None else (out, lse, q.new_empty(0))
+
+
+def flash_attn_varlen_func(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Sequence[int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    block_table: torch.Tensor | None = None,
+) -> Result:
+    """``flash_attn.flash_attn_varlen_func``: sequences that lie one behind the other.
+
+    Args:
+        q: (total queries, heads, dim).
+        k: (total keys, key heads, dim).
+        v: (total keys, key heads, value dim).
+        cu_seqlens_q: (batch + 1,) ints, the row at which each sequence begins, and the end.
+        cu_seqlens_k: The same of keys. The same tensor as ``cu_seqlens_q`` is the faster way to
+            say that lengths are equal.
+        max_seqlen_q: Not needed, and not read.
+        max_seqlen_k: The same.
+        dropout_p: As for :func:`flash_attn_func`, like all that follow.
+        softmax_scale: Factor of q . k.
+        causal: Aligned to the last key of each sequence.
+        window_size: Keys to the left and to the right.
+        softcap: Limit of scores.
+        alibi_slopes: (heads,) or (batch, heads).
+        deterministic: Whether gradients are the same bit for bit in each run.
+        return_attn_probs: Whether to return the log-sum-exp too.
+        block_table: Refused.
+
+    Returns:
+        The output (total queries, heads, value dim). With ``return_attn_probs`` also the
+        log-sum-exp (heads, total queries), and an empty tensor. Rows behind the last sequence are
+        0.
+
+    Raises:
+        ShapeError, ArgumentError: Arguments that do not go together.
+        UnsupportedError: Keys in pages; ``return_attn_probs`` with dropout.
+    """
+    check_layout(q, k, v, 3, _PACKED)
+    _check_probabilities(dropout_p, return_attn_probs)
+    _check_no_pages(block_table, "k")
+    check_offsets("cu_seqlens_q", cu_seqlens_q)
+    check_offsets("cu_seqlens_k", cu_seqlens_k)
+    if cu_seqlens_q.shape != cu_seqlens_k.shape:
+        raise ShapeError(
+            f"cu_seqlens_q is of {cu_seqlens_q.shape[0] - 1} sequences, and cu_seqlens_k of "
+            f"{cu_seqlens_k.shape[0] - 1}",
+            hint="pass the beginnings of the same sequences",
+        )
+    lengths = cu_seqlens_k.diff()
+    rows = packed_rows(q.shape[0], cu_seqlens_q, cu_seqlens_k[:-1], lengths, True)
+    slopes = _slopes(alibi_slopes, lengths.shape[0], q.shape[1])
+    # Rows of equal sequences stand at keys of the same number, which the mask then says.
+    aligned = None if cu_seqlens_q is cu_seqlens_k else rows.aligned
+    captures = {
+        **_window(causal, window_size), **probability_of(dropout_p),
+        **present(
+            cap=softcap or None, slopes=slopes, first=rows.first, end=rows.end, aligned=aligned,
+            entry=None if slopes is None else rows.entry,
+        ),
+    }  # fmt: skip
+    options = _options(softmax_scale, deterministic, return_attn_probs)
+    out, lse = attend(q[None], k[None], v[None], captures, options)
+    return out[0] if lse is None else (out[0], lse[0], q.new_empty(0))
+
+
+def flash_attn_with_kvcache(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    k: torch.Tensor | None = None,
+    v: torch.Tensor | None = None,
+    rotary_cos: torch.Tensor | None = None,
+    rotary_sin: torch.Tensor | None = None,
+    cache_seqlens: int | torch.Tensor | None = None,
+    cache_batch_idx: torch.Tensor | None = None,
+    cache_leftpad: torch.Tensor | None = None,
+    block_table: torch.Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Sequence[int] = (-1, -1),
+    softcap: float = 0.0,
+    rotary_interleaved: bool = True,
+    alibi_slopes: torch.Tensor | None = None,
+    num_splits: int = 0,
+    return_softmax_lse: bool = False,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """``flash_attn.flash_attn_with_kvcache``: queries over a cache that has room for more keys.
+
+    Args:
+        q: (batch, length, heads, dim).
+        k_cache: (entries, room, key heads, dim). Elements without a key have to be finite.
+        v_cache: (entries, room, key heads, value dim).
+        k: (batch, new keys, key heads, dim), written into the cache behind its keys, in place.
+        v: The same of values.
+        rotary_cos: Refused, as are ``rotary_sin`` and pages.
+        rotary_sin: See above.
+        cache_seqlens: (batch,) ints, the number of keys in the cache, or one int for all; without
+            ``k`` the whole room by default.
+        cache_batch_idx: (batch,) ints, the entry of the cache of each sequence; copies these.
+        cache_leftpad: (batch,) ints, the first key of each entry.
+        block_table: Refused.
+        softmax_scale: Factor of q . k.
+        causal: Aligned to the last key of each sequence, the new ones included.
+        window_size: Keys to the left and to the right.
+        softcap: Limit of scores.
+        rotary_interleaved: Not read.
+        alibi_slopes: (heads,) or (batch, heads).
+        num_splits: Not read: how work is shared out follows from the call.
+        return_softmax_lse: Whether to return the log-sum-exp too.
+
+    Returns:
+        The output (batch, length, heads, value dim), and the log-sum-exp (batch, heads, length).
+
+    Raises:
+        ShapeError, ArgumentError: Arguments that do not go together.
+        UnsupportedError: Rotary embeddings, or keys in pages.
+    """
+    check_layout(q, k_cache, v_cache, 4, _DENSE)
+    _check_no_pages(block_table, "k_cache")
+    if rotary_cos is not None or rotary_sin is not None:
+        raise UnsupportedError(
+            "rotary_cos and rotary_sin are given", hint="rotate q and k before the call"
+        )
+    if (k is None) is not (v is None):
+        raise ArgumentError("one of k and v is given", hint="pass both, or neither")
+    batch, room = q.shape[0], k_cache.shape[1]
+    if cache_seqlens is None:
+        if k is not None:
+            raise ArgumentError(
+                "k is given without cache_seqlens", hint="pass the number of keys in the cache"
+            )
+        cache_seqlens = room
+    lengths = torch.as_tensor(cache_seqlens, device=q.device).expand(batch)
+    if k is not None and v is not None:
+        _append(k_cache, v_cache, (k, v), lengths, cache_batch_idx)
+        lengths = lengths + k.shape[1]
+    if cache_batch_idx is not None:
+        k_cache, v_cache = k_cache[cache_batch_idx.long()], v_cache[cache_batch_idx.long()]
+    slopes = _slopes(alibi_slopes, batch, q.shape[2])
+    captures = {
+        **_window(causal, window_size),
+        **present(cap=softcap or None, slopes=slopes, start=cache_leftpad),
+    }
+    options = _options(softmax_scale, None, return_softmax_lse)
+    options |= {"q_offset": lengths - q.shape[1], "kv_lengths": lengths}
+    out, lse = attend(q, k_cache, v_cache, captures, options)
+    return out if lse is None else (out, lse)
+
+
+def _append(
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    new: tuple[torch.Tensor, torch.Tensor],
+    lengths: torch.Tensor,
+    entries: torch.Tensor | None,
+) -> None:
+    """Write new keys and values behind those of the cache.
+
+    Raises:
+        ShapeError: They do not fit the cache.
+    """
+    for name, cache, x in (("k", k_cache, new[0]), ("v", v_cache, new[1])):
+        if x.dim() != 4 or x.shape[2:] != cache.shape[2:] or x.shape[0] != lengths.shape[0]:
+            raise ShapeError(
+                f"{name} has shape {tuple(x.shape)}, for a cache of {tuple(cache.shape)}",
+                hint="pass (batch, new keys, key heads, dim)",
+            )
+        rows = torch.arange(x.shape[0], device=x.device) if entries is None else entries.long()
+        places = lengths.long()[:, None] + torch.arange(x.shape[1], device=x.device)
+        cache[rows[:, None], places] = x
+
+
+def _window(causal: bool, window_size: Sequence[int]) -> dict[str, int]:
+    """Reach to the left and to the right, where it is limited."""
+    if len(window_size) != 2:
+        raise ArgumentError(
+            f"window_size is {tuple(window_size)}", hint="pass (left, right), -1 for no limit"
+        )
+    left, right = window_size
+    found = {"left": left} if left >= 0 else {}
+    if causal:
+        return {**found, "right": 0}
+    return {**found, "right": right} if right >= 0 else found
+
+
+def _slopes(slopes: torch.Tensor | None, entries: int, heads: int) -> torch.Tensor | None:
+    """(entries, heads)."""
+    if slopes is None:
+        return None
+    if slopes.shape not in ((heads,), (entries, heads)):
+        raise ShapeError(
+            f"alibi_slopes has shape {tuple(slopes.shape)}",
+            hint=f"pass ({heads},) or ({entries}, {heads})",
+        )
+    return slopes.expand(entries, heads)
+
+
+def _options(scale: float | None, deterministic: bool | None, return_lse: bool) -> dict[str, Any]:
+    # None is what torch.use_deterministic_algorithms says.
+    return {"scale": scale, "deterministic": deterministic or None, "return_lse": return_lse}
+
+
+def _check_probabilities(dropout_p: float, return_attn_probs: bool) -> None:
+    if dropout_p > 0 and return_attn_probs:
+        raise UnsupportedError(
+            "return_attn_probs is given with dropout_p",
+            hint="drop return_attn_probs; attn.weights(q, k, seed=...) shows which are dropped",
+        )
+
+
+def _check_no_pages(block_table: torch.Tensor | None, name: str) -> None:
+    if block_table is not None:
+        raise UnsupportedError(
+            "block_table is given, and calls take no keys in pages",
+            hint=f"gather them first: {name}[block_table].flatten(1, 2), and so the values",
+        )

@@ -1,0 +1,150 @@
+"""Masks of transformers as texts and captures, in place of arrays of all pairs.
+
+Where a mask is made outside of graphs, its function is traced at once. Within a graph of
+``torch.compile`` the function is kept, and each attention follows it (:mod:`.graphs`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers.utils.import_utils import is_tracing
+
+from attndsl.errors import ArgumentError, UnsupportedError
+from attndsl.flex.cache import default_traces
+from attndsl.flex.tracing import trace_mods
+
+from .programs import MASK_PREFIX, PREFIX, composed
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from attndsl.attention import Attention
+
+    from .programs import Own
+
+Offset = int | torch.Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Mask:
+    """What a model hands from its masks to its attentions."""
+
+    shape: tuple[int, int, int, int]
+    """(batch, 1, queries, keys); transformers looks at it."""
+    attention: Attention | None
+    """The composed program; None within graphs."""
+    function: Callable[..., Any] | None
+    """Of (b, h, q, kv), where there is no program yet."""
+    captures: Mapping[str, Any] = field(default_factory=dict)
+    q_offset: Offset = 0
+    kv_offset: Offset = 0
+    lengths: tuple[int, int] | None = None
+    """Numbers of rows and keys of the whole sequence, where the user's program reads them."""
+
+    @property
+    def ndim(self) -> int:
+        """Number of dims, as of a mask of all pairs."""
+        return len(self.shape)
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What transformers says of a mask, beside its function."""
+
+    batch: int
+    rows: int
+    keys: int
+    q_offset: Offset
+    """Position of the first query: an int or a 0-d tensor, which the cache may change in place."""
+    kv_offset: Offset
+    padding: torch.Tensor | None
+    """(batch, n) bool, whether each position has a token. If n is less than the number of keys,
+    the other keys have none."""
+    plain: bool
+    """Whether each query sees no key behind it, and nothing was added to the mask."""
+    device: torch.device
+
+    @property
+    def steady(self) -> bool:
+        """Whether this may be a step of a compiled cache, outside of its graph.
+
+        What differs between such steps has to be a tensor, or each step compiles a graph.
+        """
+        return self.rows == 1 and not self.plain and not torch.compiler.is_dynamo_compiling()
+
+
+def make_mask(own: Own | None, asked: Asked, function: Callable[..., Any]) -> Mask:
+    """A mask.
+
+    Args:
+        own: The user's program, if there is one.
+        asked: The call that it is for.
+        function: Of (b, h, q, kv), at positions.
+
+    Raises:
+        ArgumentError: The padding has another shape.
+        TraceError: The function cannot be traced.
+        UnsupportedError: The user's program reads lengths that the host does not know.
+    """
+    offsets = (asked.q_offset, asked.kv_offset)
+    lengths = _whole_lengths(asked) if own is not None and own.reads_lengths else None
+    pad = None if asked.padding is None else _padding_of_keys(asked, asked.padding)
+    captures: dict[str, Any] = {} if pad is None else {f"{PREFIX}pad": pad}
+    q_offset, kv_offset = (_kept_offset(offset, asked) for offset in offsets)
+    shape = (asked.batch, 1, asked.rows, asked.keys)
+    if torch.compiler.is_dynamo_compiling():
+        return Mask(shape, None, function, captures, q_offset, kv_offset, lengths)
+    if any(is_tracing(x) for x in (*offsets, pad) if isinstance(x, torch.Tensor)):
+        # Tensors without data would stay in the cache.
+        traced = trace_mods(None, function, torch.float32, asked.device, {}, (), None)
+    else:
+        traced = default_traces().trace(None, function, torch.float32, asked.device, {})
+    captures |= {f"{MASK_PREFIX}{name}": value for name, value in traced.captures.items()}
+    return Mask(shape, composed(own, traced.text), None, captures, q_offset, kv_offset, lengths)
+
+
+def _whole_lengths(asked: Asked) -> tuple[int, int] | None:
+    """Numbers of rows and keys up to the last ones here; None where these are all."""
+    q_offset, kv_offset = asked.q_offset, asked.kv_offset
+    if isinstance(q_offset, torch.Tensor) or isinstance(kv_offset, torch.Tensor):
+        raise UnsupportedError(
+            "the program reads q_len or kv_len, and a static cache knows no length on the host",
+            hint="write the program in terms of q and kv, or use a dynamic cache",
+        )
+    if q_offset == 0 and kv_offset == 0:
+        return None
+    return q_offset + asked.rows, kv_offset + asked.keys
+
+
+def _padding_of_keys(asked: Asked, padding: torch.Tensor) -> torch.Tensor | None:
+    """Which keys of this call have a token, (batch, keys); None where all that count have one."""
+    if padding.dim() != 2:
+        raise ArgumentError(
+            f"attention_mask has {padding.dim()} dims",
+            hint="pass (batch, length), or all pairs as (batch, heads or 1, queries, keys)",
+        )
+    start = asked.kv_offset
+    if isinstance(start, torch.Tensor):
+        raise UnsupportedError(
+            "the cache gives the position of its first key as a tensor",
+            hint="use another cache of transformers, such as a static or a dynamic one",
+        )
+    missing = start + asked.keys - padding.shape[1]
+    looks = not asked.steady and not is_tracing(padding)
+    # Keys without an entry lie behind the last query, which a plain mask keeps from seeing them.
+    if looks and (missing <= 0 or asked.plain) and bool(padding.all()):
+        return None
+    if missing > 0:
+        padding = torch.nn.functional.pad(padding, (0, missing))
+    return padding[:, start : start + asked.keys].to(torch.bool)
+
+
+def _kept_offset(offset: Offset, asked: Asked) -> Offset:
+    if isinstance(offset, torch.Tensor):
+        return offset.clone()
+    if asked.steady:
+        return torch.tensor(offset, device=asked.device)
+    return offset

@@ -1,0 +1,163 @@
+"""An attention for models of torchtitan, whose mask and score are a program.
+
+``Attention.Config(program="q - kv < 1024")`` stands where ``VarlenAttention.Config()`` stands.
+Needs torchtitan 0.3.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from attndsl.api import compile as compile_program
+from attndsl.errors import ArgumentError, UnsupportedError
+from attndsl.ir import Op, toposort
+from attndsl.joining import join
+
+if find_spec("torchtitan") is None:
+    raise UnsupportedError(
+        "attndsl.torchtitan is for models of torchtitan, which is not installed",
+        hint="pip install torchtitan==0.3.0, as its README says",
+    )
+
+from torchtitan.models.common.attention import VarlenAttention, VarlenMetadata
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from attndsl.attention import Attention as Program
+
+    Epilogue = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+__all__ = ["Attention"]
+
+_TEXT = """
+param left: int = none
+param right: int = none
+tensor document[batch, q_len]: int
+mask = q - kv <= left
+mask = kv - q <= right
+mask = document[b, q] == document[b, kv]
+"""
+_PREFIX = "titan_"
+
+
+@lru_cache(maxsize=64)
+def _composed(text: str) -> Program:
+    """Torchtitan's mask and a user's program.
+
+    Raises:
+        AttnDSLError: The program has errors.
+        ArgumentError: It captures something, which no configuration of torchtitan gives.
+    """
+    if not text.strip():
+        return join(_TEXT, prefixes=[_PREFIX])
+    own = compile_program(text, name="<torchtitan>")
+    found = own.lowered.program
+    names = [*(x.name for x in found.params), *(x.name for x in found.tensors)]
+    if names:
+        raise ArgumentError(
+            f"the program captures {', '.join(names)}",
+            hint="write its numbers in the text",
+        )
+    return join(_TEXT, own, prefixes=[_PREFIX, ""])
+
+
+def _reads_heads(program: Program) -> bool:
+    nodes = toposort(*program.lowered.program.roots())
+    words = {str(item.value) for item in nodes if item.op in (Op.VAR, Op.SIZE)}
+    return not words.isdisjoint({"h", "hkv", "heads", "kv_heads"})
+
+
+class Attention(VarlenAttention):  # type: ignore[misc]
+    """Attention of packed documents by a program of attndsl; eager, compiled, on CPUs too.
+
+    torchtitan gives it what it gives ``VarlenAttention``. A pair takes part if it lies in one
+    document and in the window, and the program's mask keeps it. ``q`` and ``kv`` are positions in
+    the row of the batch.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(VarlenAttention.Config):  # type: ignore[misc]
+        """What stands in a model's configuration, as ``inner_attention``."""
+
+        program: str = ""
+        """Added to the mask of documents and of ``window_size``. It captures nothing."""
+        heads: int | None = None
+        """Number of query heads of the model. Programs that read heads need it: under tensor
+        parallelism a process has some of them, and cannot tell which."""
+
+    def __init__(self, config: Attention.Config) -> None:
+        # VarlenAttention's own would choose kernels of FlashAttention.
+        super(VarlenAttention, self).__init__()
+        self.window_size = config.window_size
+        self.heads = config.heads
+        self.attention = _composed(config.program)
+        if config.heads is None and _reads_heads(self.attention):
+            raise ArgumentError(
+                "the program reads heads, and the configuration has no number of heads",
+                hint="write Attention.Config(program=..., heads=16)",
+            )
+
+    def forward(
+        self,
+        q_BLNH: torch.Tensor,
+        k_BLNH: torch.Tensor,
+        v_BLNH: torch.Tensor,
+        *,
+        attention_masks: Any,
+        scale: float | None = None,
+        out_transform: Epilogue | None = None,
+        **unused: Any,
+    ) -> torch.Tensor:
+        """The attention of one layer.
+
+        Args:
+            q_BLNH: (batch, length, heads, dim).
+            k_BLNH: (batch, length, key heads, dim).
+            v_BLNH: (batch, length, key heads, value dim).
+            attention_masks: A ``VarlenMetadata``: where documents begin in the rows of the batch,
+                one behind the other.
+            scale: Factor of q . k; 1 / sqrt(dim) by default.
+            out_transform: Given the output and the log-sum-exp (batch, length, heads).
+            **unused: ``enable_gqa``, which is always so.
+
+        Returns:
+            (batch, length, heads, value dim).
+
+        Raises:
+            ArgumentError: Another kind of ``attention_masks``.
+            UnsupportedError: Some of the heads, for a program that reads heads.
+        """
+        if not isinstance(attention_masks, VarlenMetadata):
+            raise ArgumentError(
+                f"attention_masks is a {type(attention_masks).__name__}",
+                hint="pass what the model's get_attention_masks(positions) gives",
+            )
+        batch, length, heads = q_BLNH.shape[:3]
+        if self.heads is not None and heads != self.heads:
+            raise UnsupportedError(
+                f"the program reads heads, and this process has {heads} of {self.heads}",
+                hint="set tensor_parallel_degree to 1, or leave heads out of the program",
+            )
+        starts = attention_masks.cu_seq_q[1:].contiguous()
+        rows = torch.arange(batch * length, device=q_BLNH.device)
+        document = torch.searchsorted(starts, rows, right=True).view(batch, length)
+        left, right = self.window_size
+        captures: dict[str, Any] = {f"{_PREFIX}document": document}
+        if left >= 0:
+            captures[f"{_PREFIX}left"] = left
+        if right >= 0:
+            captures[f"{_PREFIX}right"] = right
+        found = self.attention(
+            q_BLNH.transpose(1, 2), k_BLNH.transpose(1, 2), v_BLNH.transpose(1, 2), scale=scale,
+            return_lse=out_transform is not None, captures=captures,
+        )  # fmt: skip
+        out, lse = found if isinstance(found, tuple) else (found, None)
+        if out_transform is None or lse is None:
+            return out.transpose(1, 2)
+        return out_transform(out.transpose(1, 2), lse.transpose(1, 2))

@@ -1,0 +1,265 @@
+"""flash-attn's functions beside plain torch formulas."""
+
+import math
+
+import pytest
+import torch
+
+from attndsl import compat, errors
+
+
+def plain(q, k, v, *, mask, scale=None, softcap=0.0, slopes=None, distance=None):
+    """Attention of one sequence, (length, heads, dim), by torch operations in fp64.
+
+    mask and distance are (length, keys).
+    """
+    q, k, v = (x.double() for x in (q, k, v))
+    groups = q.shape[1] // k.shape[1]
+    k, v = (x.repeat_interleave(groups, 1) for x in (k, v))
+    score = torch.einsum("qhd,khd->hqk", q, k) * (q.shape[-1] ** -0.5 if scale is None else scale)
+    if softcap:
+        score = softcap * torch.tanh(score / softcap)
+    if slopes is not None:
+        score = score - slopes.double()[:, None, None] * distance.abs()
+    score = score.masked_fill(~mask, -math.inf)
+    lse = score.logsumexp(-1)
+    weights = (score - lse[..., None]).exp().masked_fill(lse[..., None] == -math.inf, 0.0)
+    return torch.einsum("hqk,khd->qhd", weights, v), lse
+
+
+def reach(q_len, k_len, causal, window, aligned=None):
+    """mask and distance of queries aligned to the last key."""
+    rows = torch.arange(q_len)[:, None] + k_len - q_len
+    away = rows - torch.arange(k_len)
+    left, right = window
+    mask = torch.ones(q_len, k_len, dtype=torch.bool)
+    if causal:
+        right = 0
+    if left >= 0:
+        mask &= away <= left
+    if right >= 0:
+        mask &= -away <= right
+    return mask, away
+
+
+def close(found, wanted, **limits):
+    torch.testing.assert_close(found.double(), wanted, **{"atol": 2e-5, "rtol": 2e-5, **limits})
+
+
+CALLS = [
+    {},
+    {"causal": True},
+    {"window_size": (3, 2)},
+    {"window_size": (-1, 2), "softmax_scale": 0.4},
+    {"causal": True, "window_size": (4, 7), "softcap": 1.5},
+    {"causal": True, "alibi_slopes": torch.tensor([0.5, 0.1, 0.3, 0.7])},
+    {"alibi_slopes": torch.rand(3, 4), "softcap": 2.0},
+]
+
+
+def expected(q, k, v, call, entry):
+    slopes = call.get("alibi_slopes")
+    if slopes is not None:
+        slopes = slopes if slopes.dim() == 1 else slopes[entry]
+    mask, away = reach(
+        q.shape[0], k.shape[0], call.get("causal", False), call.get("window_size", (-1, -1))
+    )
+    return plain(
+        q, k, v, mask=mask, scale=call.get("softmax_scale"), softcap=call.get("softcap", 0.0),
+        slopes=slopes, distance=away,
+    )  # fmt: skip
+
+
+def grads(out, inputs):
+    torch.manual_seed(1)
+    return torch.autograd.grad(out, inputs, torch.randn(out.shape).to(out.dtype))
+
+
+@pytest.mark.parametrize("call", CALLS, ids=range(len(CALLS)))
+@pytest.mark.parametrize(("q_len", "k_len"), [(9, 9), (5, 12), (12, 5)])
+def test_flash_attn_func(call, q_len, k_len):
+    torch.manual_seed(0)
+    q = torch.randn(3, q_len, 4, 8, requires_grad=True)
+    k, v = (torch.randn(3, k_len, 2, 8, requires_grad=True) for _ in range(2))
+    out, lse, empty = compat.flash_attn_func(q, k, v, **call, return_attn_probs=True)
+    assert (out.shape, lse.shape, empty.numel()) == (q.shape, (3, 4, q_len), 0)
+    pairs = [expected(q[n], k[n], v[n], call, n) for n in range(3)]
+    wanted = torch.stack([pair[0] for pair in pairs])
+    close(out, wanted)
+    close(lse, torch.stack([pair[1] for pair in pairs]))
+    for found, grad in zip(grads(out, (q, k, v)), grads(wanted, (q, k, v)), strict=True):
+        close(found, grad.double())
+    assert torch.equal(compat.flash_attn_func(q, k, v, **call), out)
+    assert out.is_contiguous()
+
+
+@pytest.mark.parametrize("call", CALLS, ids=range(len(CALLS)))
+@pytest.mark.parametrize("equal", [True, False])
+def test_flash_attn_varlen_func(call, equal):
+    torch.manual_seed(0)
+    cu_q = torch.tensor([0, 4, 4, 13], dtype=torch.int32)
+    cu_k = cu_q if equal else torch.tensor([0, 7, 9, 15], dtype=torch.int32)
+    q = torch.randn(13, 4, 8, requires_grad=True)
+    k, v = (torch.randn(int(cu_k[-1]), 2, 8, requires_grad=True) for _ in range(2))
+    out, lse, _ = compat.flash_attn_varlen_func(
+        q, k, v, cu_q, cu_k, 9, 7, **call, return_attn_probs=True
+    )
+    assert (out.shape, lse.shape) == (q.shape, (4, 13))
+    spans = [
+        (slice(int(a), int(b)), slice(int(c), int(d)))
+        for a, b, c, d in zip(cu_q, cu_q[1:], cu_k, cu_k[1:], strict=False)
+    ]
+    pairs = [expected(q[a], k[b], v[b], call, n) for n, (a, b) in enumerate(spans)]
+    wanted = torch.cat([pair[0] for pair in pairs])
+    close(out, wanted)
+    close(lse, torch.cat([pair[1] for pair in pairs], 1))
+    for found, grad in zip(grads(out, (q, k, v)), grads(wanted, (q, k, v)), strict=True):
+        close(found, grad.double())
+
+
+def test_rows_behind_the_last_sequence_are_zero():
+    x = torch.randn(10, 2, 8)
+    cu = torch.tensor([0, 3, 7])
+    out = compat.flash_attn_varlen_func(x, x, x, cu, cu, 4, 4)
+    assert torch.equal(out[7:], torch.zeros(3, 2, 8))
+    close(out[3:7], expected(x[3:7], x[3:7], x[3:7], {}, 0)[0])
+
+
+@pytest.mark.parametrize("call", CALLS, ids=range(len(CALLS)))
+@pytest.mark.parametrize("new", [0, 2])
+def test_flash_attn_with_kvcache(call, new):
+    torch.manual_seed(0)
+    q = torch.randn(3, 2, 4, 8)
+    k_cache, v_cache = torch.randn(2, 3, 16, 2, 8)
+    lengths = torch.tensor([5, 14, 2], dtype=torch.int32)
+    more = torch.randn(2, 3, new, 2, 8)
+    keys, values = k_cache.clone(), v_cache.clone()
+    written = {"k": more[0], "v": more[1]} if new else {}
+    out, lse = compat.flash_attn_with_kvcache(
+        q, k_cache, v_cache, **written, cache_seqlens=lengths, **call, return_softmax_lse=True
+    )
+    assert lse.shape == (3, 4, 2)
+    for n, length in enumerate(lengths.tolist()):
+        own = torch.cat([keys[n, :length], more[0, n]]), torch.cat([values[n, :length], more[1, n]])
+        wanted, wanted_lse = expected(q[n], *own, call, n)
+        close(out[n], wanted)
+        close(lse[n], wanted_lse)
+        assert torch.equal(k_cache[n, length : length + new], more[0, n])
+        assert torch.equal(k_cache[n, length + new :], keys[n, length + new :])
+
+
+def test_a_cache_with_entries_elsewhere_and_padding_on_the_left():
+    torch.manual_seed(0)
+    q = torch.randn(2, 1, 4, 8)
+    k_cache, v_cache = torch.randn(2, 5, 16, 4, 8)
+    entries, start = torch.tensor([3, 1]), torch.tensor([2, 0], dtype=torch.int32)
+    out = compat.flash_attn_with_kvcache(
+        q, k_cache, v_cache, cache_seqlens=torch.tensor([9, 4]), cache_batch_idx=entries,
+        cache_leftpad=start, causal=True,
+    )  # fmt: skip
+    for n, (entry, first, end) in enumerate(((3, 2, 9), (1, 0, 4))):
+        own = k_cache[entry, first:end], v_cache[entry, first:end]
+        close(out[n], expected(q[n], *own, {"causal": True}, n)[0])
+    leaves = [x.requires_grad_() for x in (q, k_cache, v_cache)]
+    whole = compat.flash_attn_with_kvcache(q, k_cache[:2], v_cache[:2])
+    wanted = torch.stack([expected(q[n], k_cache[n], v_cache[n], {}, n)[0] for n in range(2)])
+    close(whole, wanted)
+    for found, grad in zip(grads(whole, leaves), grads(wanted, leaves), strict=True):
+        close(found, grad.double())
+
+
+def test_new_keys_of_entries_elsewhere():
+    q, new = torch.randn(2, 1, 2, 8), torch.randn(2, 1, 2, 8)
+    cache = torch.zeros(4, 6, 2, 8)
+    entries = torch.tensor([2, 0])
+    compat.flash_attn_with_kvcache(
+        q, cache, cache.clone(), new, new, cache_seqlens=3, cache_batch_idx=entries
+    )
+    assert torch.equal(cache[entries, 3], new[:, 0])
+    assert torch.count_nonzero(cache).item() == new.numel()
+
+
+def test_no_copies_of_packed_projections():
+    projected = torch.randn(2, 7, 3, 4, 8)
+    q, k, v = projected.unbind(2)
+    close(compat.flash_attn_func(q, k, v)[0], expected(q[0], k[0], v[0], {}, 0)[0])
+
+
+def test_gradients_of_slopes():
+    x = torch.randn(1, 6, 2, 8)
+    slopes = torch.rand(2, requires_grad=True)
+    out = compat.flash_attn_func(x, x, x, alibi_slopes=slopes)
+    wanted = expected(x[0], x[0], x[0], {"alibi_slopes": slopes}, 0)[0][None]
+    close(grads(out, (slopes,))[0], grads(wanted, (slopes,))[0].double())
+
+
+def test_dropout_drops_and_keeps_the_mean():
+    torch.manual_seed(0)
+    q, v = torch.zeros(1, 4, 2, 8), torch.ones(1, 4096, 2, 8)
+    k = torch.randn(1, 4096, 2, 8)
+    out = compat.flash_attn_func(q, k, v, dropout_p=0.5)
+    assert 0.9 < out.mean() < 1.1
+    assert out.std() > 1e-3
+    assert not torch.equal(out, compat.flash_attn_func(q, k, v, dropout_p=0.5))
+
+
+def test_one_graph():
+    x = torch.randn(12, 2, 8, requires_grad=True)
+    cu = torch.tensor([0, 5, 12])
+
+    def both(x, cu):
+        packed = compat.flash_attn_varlen_func(x, x, x, cu, cu, 7, 7, causal=True)
+        return packed + compat.flash_attn_func(x[None], x[None], x[None], window_size=(3, 0))[0]
+
+    found = torch.compile(both, fullgraph=True, backend="aot_eager")(x, cu)
+    wanted = both(x, cu)
+    torch.testing.assert_close(found, wanted)
+    torch.testing.assert_close(grads(found, (x,)), grads(wanted, (x,)))
+
+
+X = torch.randn(1, 4, 2, 8)
+CU = torch.tensor([0, 4])
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "match"),
+    [
+        (lambda: compat.flash_attn_func(X[0], X[0], X[0]), errors.ShapeError, "3 dims"),
+        (
+            lambda: compat.flash_attn_func(X, X, X, dropout_p=0.1, return_attn_probs=True),
+            errors.UnsupportedError, "return_attn_probs",
+        ),
+        (lambda: compat.flash_attn_func(X, X, X, dropout_p=1.5), errors.ArgumentError, "1.5"),
+        (lambda: compat.flash_attn_func(X, X, X, window_size=(1,)), errors.ArgumentError, "window"),
+        (
+            lambda: compat.flash_attn_func(X, X, X, alibi_slopes=torch.rand(3)),
+            errors.ShapeError, "alibi_slopes",
+        ),
+        (
+            lambda: compat.flash_attn_varlen_func(X[0], X[0], X[0], CU, [0, 4], 4, 4),
+            errors.ArgumentError, "cu_seqlens_k",
+        ),
+        (
+            lambda: compat.flash_attn_varlen_func(X[0], X[0], X[0], CU, torch.arange(3), 4, 4),
+            errors.ShapeError, "sequences",
+        ),
+        (
+            lambda: compat.flash_attn_varlen_func(X[0], X[0], X[0], CU, CU, 4, 4, block_table=CU),
+            errors.UnsupportedError, "pages",
+        ),
+        (
+            lambda: compat.flash_attn_with_kvcache(X, X, X, rotary_cos=X, rotary_sin=X),
+            errors.UnsupportedError, "rotary",
+        ),
+        (lambda: compat.flash_attn_with_kvcache(X, X, X, k=X), errors.ArgumentError, "one of"),
+        (lambda: compat.flash_attn_with_kvcache(X, X, X, X, X), errors.ArgumentError, "seqlens"),
+        (
+            lambda: compat.flash_attn_with_kvcache(X, X, X, X[0], X[0], cache_seqlens=0),
+            errors.ShapeError, "k has shape",
+        ),
+    ],
+)  # fmt: skip
+def test_what_is_refused(call, error, match):
+    with pytest.raises(error, match=match) as caught:
+        call()
+    assert caught.value.hint

@@ -1,0 +1,127 @@
+"""Torchtitan's Llama debug model with its attention replaced.
+
+torchtitan 0.3.0 is no dependency of the tests: it asks for ``datasets`` below 4.8, which does not
+go with the versions in ``constraints.txt``. What these tests need of it:
+
+    pip install --no-deps torchtitan==0.3.0 spmd_types==0.2.3 einops tyro torchdata
+"""
+
+import importlib
+import importlib.util
+import sys
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from attndsl import errors
+
+
+@pytest.mark.slow
+class TestModel:
+    """With torchtitan."""
+
+    @pytest.fixture(autouse=True)
+    def titan(self):
+        pytest.importorskip("torchtitan")
+        self.attention = importlib.import_module("attndsl.torchtitan").Attention
+        self.common = importlib.import_module("torchtitan.models.common.attention")
+        self.llama = importlib.import_module("torchtitan.models.llama3")
+
+    def dense(self):
+        """A module of torch's own attention for packed documents, in place of VarlenAttention."""
+        base = self.common.VarlenAttention
+
+        class Dense(base):
+            @dataclass(kw_only=True, slots=True)
+            class Config(base.Config):
+                pass
+
+            def __init__(self, config):
+                super(base, self).__init__()
+
+            def forward(self, q, k, v, *, attention_masks, scale=None, **unused):
+                batch, length = q.shape[:2]
+                starts = attention_masks.cu_seq_q[1:].contiguous()
+                rows = torch.arange(batch * length)
+                doc = torch.searchsorted(starts, rows, right=True).view(batch, 1, length)
+                mask = (doc[..., None] == doc[..., None, :]) & torch.ones(
+                    length, length
+                ).tril().bool()
+                q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+                out = torch.nn.functional.scaled_dot_product_attention(
+                    q, k, v, mask, scale=scale, enable_gqa=True
+                )
+                return out.transpose(1, 2)
+
+        return Dense.Config()
+
+    def model(self, inner):
+        torch.manual_seed(0)
+        config = self.llama._debugmodel("varlen")
+        for layer in config.layers:
+            layer.attention.inner_attention = inner
+        model = config.build()
+        model.init_states()
+        return model
+
+    def losses(self, inner, steps=3, compiled=False):
+        model = self.model(inner)
+        call = torch.compile(model, backend="aot_eager", fullgraph=True) if compiled else model
+        optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
+        positions = torch.cat([torch.arange(20), torch.arange(12)]).expand(2, -1)
+        found = []
+        for step in range(steps):
+            ids = torch.randint(0, 2048, (2, 33), generator=torch.Generator().manual_seed(step))
+            masks = model.get_attention_masks(positions)
+            logits = call(ids[:, :-1], positions=positions, attention_masks=masks)
+            loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(loss.item())
+        return found
+
+    def test_losses_are_those_of_torchs_attention(self):
+        wanted = self.losses(self.dense())
+        assert self.losses(self.attention.Config()) == pytest.approx(wanted, abs=1e-4)
+        compiled = self.losses(self.attention.Config(), compiled=True)
+        assert compiled == pytest.approx(wanted, abs=1e-4)
+
+    def test_programs_are_added(self):
+        plain = self.losses(self.attention.Config(), 1)
+        near = self.losses(self.attention.Config(program="q - kv < 4"), 1)
+        window = self.losses(self.attention.Config(window_size=(3, 0)), 1)
+        assert near == pytest.approx(window, abs=1e-5)
+        assert near != pytest.approx(plain, abs=1e-5)
+
+    def test_the_log_sum_exp_goes_to_the_epilogue(self):
+        module = self.attention.Config(program="score = alibi()", heads=2).build()
+        x = torch.randn(1, 8, 2, 4)
+        masks = self.common.create_varlen_metadata_for_document(torch.arange(8)[None])
+        out = module(x, x, x, attention_masks=masks, out_transform=lambda out, lse: (out, lse))
+        assert out[0].shape == x.shape
+        assert out[1].shape == (1, 8, 2)
+        with pytest.raises(errors.UnsupportedError, match="1 of 2"):
+            module(*[x[:, :, :1]] * 3, attention_masks=masks)
+        with pytest.raises(errors.ArgumentError, match="NoneType"):
+            module(x, x, x, attention_masks=None)
+
+    @pytest.mark.parametrize(
+        ("program", "match"),
+        [("score = alibi()", "reads heads"), ("param w: int\nmask = q - kv < w", "captures w")],
+    )
+    def test_what_a_configuration_refuses(self, program, match):
+        with pytest.raises(errors.ArgumentError, match=match) as caught:
+            self.attention.Config(program=program).build()
+        assert caught.value.hint
+
+
+def test_without_torchtitan_the_error_says_what_to_install(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.delitem(sys.modules, "attndsl.torchtitan", raising=False)
+    with pytest.raises(
+        errors.UnsupportedError, match="torchtitan, which is not installed"
+    ) as caught:
+        importlib.import_module("attndsl.torchtitan")
+    assert "torchtitan==0.3.0" in caught.value.hint
