@@ -10,9 +10,12 @@ from pathlib import Path
 
 import pytest
 
+import attndsl
 from attndsl import cli
+from attndsl.backends.hopper.tiles import has_narrow_rows
 from attndsl.backends.kernels.absent import TARGETS, AbsentGPU
 from attndsl.building import build
+from attndsl.building.calls import LENGTHS, Asked, examples
 from attndsl.building.pack import check_output
 from attndsl.errors import ConfigError
 
@@ -171,6 +174,24 @@ def test_entries_of_bundles_are_listed_in_words(place: Workplace, command, monke
     found = json.loads(command(place.folder / "none", "cache", "list", "--json"))
     assert {entry["bundle"] for entry in found} == {own}
     assert "damaged" not in {entry["kind"] for entry in found}
+
+
+@pytest.mark.parametrize(
+    ("dim", "lengths", "rows"),
+    [
+        (64, ((4096, 4096),), {4096, 1024, 1536}),
+        (64, ((4095, 4095),), {4095, 1007, 1535}),
+        (64, LENGTHS, {1024, 1007, 1536, 1535}),
+        (64, ((1, 4096), (100, 100)), {1, 100}),
+        (128, ((4096, 4096),), {4096}),
+    ],
+)
+def test_both_sizes_of_hopper_work_tiles_are_built(dim, lengths, rows) -> None:
+    asked = Asked(head_dims=(dim,), lengths=lengths)
+    made = list(examples(attndsl.compile("causal()"), asked))
+    assert {x.operands[0].shape[2] for x in made} == rows
+    narrow = {has_narrow_rows(n) for n in rows}
+    assert narrow == ({False, True} if dim == 64 and min(rows) > 128 else {False})
 
 
 @pytest.mark.slow
