@@ -43,6 +43,12 @@ LENGTHS = ((1024, 1024), (1007, 1007))
 _NUMBERS: dict[DType, bool | int | float] = {DType.BOOL: True, DType.INT: 16, DType.FLOAT: 1.0}
 """Run-time params; kernels depend on their types."""
 _BATCH = 2
+_NARROW = 64
+"""Columns up to which rows decide between two kernels."""
+_FEW_ROWS = 128
+"""Rows up to which they do not."""
+_ALIGNED, _UNALIGNED = (1024, 1536), (1007, 1535)
+"""Rows that fill small work tiles better, and rows that fill both alike."""
 _SEED = 7
 
 
@@ -93,10 +99,24 @@ def examples(attention: Attention, asked: Asked) -> Iterator[Example]:
     for dtype in asked.dtypes:
         for dim in asked.head_dims:
             for heads in asked.heads:
-                for lengths in asked.lengths:
+                for lengths in _lengths(asked, max(dim, asked.value_dim or dim)):
                     for position in asked.positions:
                         operands = _operands(asked, DTYPES[dtype], dim, heads, lengths)
                         yield from _of_operands(attention, asked, operands, position)
+
+
+def _lengths(asked: Asked, dim: int) -> tuple[tuple[int, int], ...]:
+    """Those that are asked for, and others whose rows fill tiles of both sizes.
+
+    Hopper's forward of up to 64 columns has two kernels, by how its rows fill work tiles.
+    """
+    found = dict.fromkeys(asked.lengths)
+    if dim <= _NARROW:
+        for rows, keys in asked.lengths:
+            if rows > _FEW_ROWS:
+                for own in _UNALIGNED if rows % 16 else _ALIGNED:
+                    found[own, own if rows == keys else max(own, keys)] = None
+    return tuple(found)
 
 
 def _operands(

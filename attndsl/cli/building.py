@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from attndsl.building.build import build, check_backend
+from attndsl.building.build import Progress, build, check_backend
 from attndsl.building.calls import (
     CAPTURE_DTYPES,
     DTYPES,
@@ -72,7 +72,8 @@ def build_bundle(what: What, asked: Asked, output: str, as_json: bool) -> int:
     _check_captures(programs, asked)
     shown = _Shown(as_json)
     with tempfile.TemporaryDirectory(prefix="attndsl-build-") as found:
-        built = build(programs, asked, what.target, Path(found), shown)  # type: ignore[arg-type]
+        progress = Progress(shown.compiled, shown.done)
+        built = build(programs, asked, what.target, Path(found), progress)
         errors = errors_of(each for each in built.warmed if each.error is not None)
         shown.end()
         if errors:

@@ -10,9 +10,12 @@ from pathlib import Path
 
 import pytest
 
+import attndsl
 from attndsl import cli
+from attndsl.backends.hopper.tiles import has_narrow_rows
 from attndsl.backends.kernels.absent import TARGETS, AbsentGPU
 from attndsl.building import build
+from attndsl.building.calls import LENGTHS, Asked, examples
 from attndsl.building.pack import check_output
 from attndsl.errors import ConfigError
 
@@ -173,40 +176,49 @@ def test_entries_of_bundles_are_listed_in_words(place: Workplace, command, monke
     assert "damaged" not in {entry["kind"] for entry in found}
 
 
+@pytest.mark.parametrize(
+    ("dim", "lengths", "rows"),
+    [
+        (64, ((4096, 4096),), {4096, 1024, 1536}),
+        (64, ((4095, 4095),), {4095, 1007, 1535}),
+        (64, LENGTHS, {1024, 1007, 1536, 1535}),
+        (64, ((1, 4096), (100, 100)), {1, 100}),
+        (128, ((4096, 4096),), {4096}),
+    ],
+)
+def test_both_sizes_of_hopper_work_tiles_are_built(dim, lengths, rows) -> None:
+    asked = Asked(head_dims=(dim,), lengths=lengths)
+    made = list(examples(attndsl.compile("causal()"), asked))
+    assert {x.operands[0].shape[2] for x in made} == rows
+    narrow = {has_narrow_rows(n) for n in rows}
+    assert narrow == ({False, True} if dim == 64 and min(rows) > 128 else {False})
+
+
 @pytest.mark.slow
-def test_calls_of_many_kinds_compile_nothing(place: Workplace) -> None:
-    """Hopper's kernels, keys that fit, dropout, offsets, learned captures and numbers."""
+def test_calls_on_hopper_compile_nothing(place: Workplace) -> None:
+    """Kernels of Hopper and of keys that fit, dropout, gradients of q, k and v."""
     texts = {
         "causal.attn": "mask = causal()",
-        "gained.attn": "param p: float\ntensor t[heads, 32]: float\n"
-        "mask = causal(); score = p * score + t[h, t5_bucket(q - kv, 32, 128)]",
-        "dropped.attn": "weights = dropout(softmax(score), 0.1)",
+        "drop.attn": "weights = dropout(softmax(score), 0.1)",
     }
     for name, text in texts.items():
         (place.folder / name).write_text(text)
-    first, *others = texts
-    place.build(
-        first, "hopper", *others, "--target", "cuda:90", "--dtype", "bf16", "--head-dim", "64",
-        "--backward", "--lengths", "1024,1007,100", "--positions", "whole,chunk",
-    )  # fmt: skip
-    shapes = {
-        "long": {"q": [1, 4, 2048, 64], "k": [1, 4, 2048, 64]},
-        "shared": {"q": [2, 6, 1500, 64], "k": [2, 3, 1500, 64]},
-        "short": {"q": [2, 6, 100, 64], "k": [2, 3, 100, 64]},
-    }
-    calls = []
-    for shape in shapes.values():
-        common = {"dtype": "bf16", **shape}
-        captures = {"captures": {"t": [[shape["q"][1], 32], "fp32"]}, "params": {"p": 0.5}}
-        calls += [
-            {"text": texts["causal.attn"], **common},
-            {"text": texts["causal.attn"], **common, "learned": [], "lse": True},
-            {"text": texts["gained.attn"], **common, **captures, "learned": ["t", "p"]},
-            {"text": texts["gained.attn"], **common, **captures, "learned": []},
-            {"text": texts["dropped.attn"], **common, "options": {"seed": 3}, "learned": []},
-            {"text": texts["causal.attn"], **common, "options": {"q_offset": 64}},
-        ]
-    found = place.counted("cuda:90", calls, cache="slow", bundles=str(place.folder / "hopper"))
+    common = ("--target", "cuda:90", "--head-dim", "64", "--heads", "4/4")
+    place.build("drop.attn", "dropped", *common, "--lengths", "1024")
+    place.build("causal.attn", "hopper", *common, "--lengths", "1024,100", "--backward")
+    causal, dropped = texts.values()
+    long, odd, short = (
+        {"q": [1, heads, length, 64], "k": [1, kv_heads, length, 64], "dtype": "bf16"}
+        for heads, kv_heads, length in ((4, 4, 2048), (6, 3, 1007), (6, 2, 100))
+    )
+    calls = [
+        *({"text": causal, **shape} for shape in (long, odd, short)),
+        *({"text": causal, **shape, "learned": [], "lse": True} for shape in (long, odd, short)),
+        {"text": causal, **long, "learned": []},
+        *({"text": dropped, **shape, "options": {"seed": 3}} for shape in (long, odd)),
+    ]
+    own = (str(place.folder / name) for name in ("dropped", "hopper"))
+    found = place.counted("cuda:90", calls, cache="slow", bundles=os.pathsep.join(own))
     assert (found["compiled"], found["launchers"]) == (0, 0)
 
 
