@@ -32,6 +32,19 @@ class TileKinds:
     block_n: int
 
 
+class Packed(NamedTuple):
+    """Where the queries of packed requests lie: a call's rows are theirs, with room for more."""
+
+    starts: torch.Tensor
+    """(B,) int: the token that is each request's row 0."""
+    tokens: int
+    """How many there are, those of no request included."""
+    room: int
+    """The most keys of a request: what ``q_len`` and ``kv_len`` are in the dims of tensors."""
+    positions: torch.Tensor | None
+    """(tokens,) int: logical positions, where they are not the request's last ones."""
+
+
 @dataclass(frozen=True, slots=True)
 class Part:
     """Which part of a larger call a call is.
@@ -52,6 +65,8 @@ class Part:
     """Those of the shares that are what was left of whole tensors."""
     kv_lengths: torch.Tensor | None = None
     """(B,) int: number of keys of each batch entry; ``kv_len`` is the number of rows of k."""
+    packed: Packed | None = None
+    """Of requests that are served together; see :mod:`attndsl.runtime.packed`."""
 
 
 @dataclass(frozen=True, slots=True)
