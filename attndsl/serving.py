@@ -2,30 +2,43 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from attndsl.backends.base import Pages, ReadsPages
 from attndsl.compiled import Compiled
 from attndsl.errors import ArgumentError, DeviceError, DTypeError, ShapeError, UnsupportedError
+from attndsl.logs import tell_once
 from attndsl.passes.widths import POSITION_LIMIT
 from attndsl.runtime.appending import FP8
-from attndsl.runtime.arguments import FLOATS, is_wide
+from attndsl.runtime.arguments import FLOATS, is_wide, rows_contiguous
 from attndsl.runtime.autograd import attend
 from attndsl.runtime.bind import CallOptions, bind
 from attndsl.runtime.location import Location
-from attndsl.runtime.packed import Step, keys_of_run, location_of, queries_of, runs_of, store
+from attndsl.runtime.packed import Run, Step, keys_of_run, location_of, queries_of, runs_of, store
 from attndsl.runtime.paged import PagedCache, check_starts, looks_at_values
 from attndsl.runtime.programs import pointing_into
 from attndsl.runtime.values import check_values
 from attndsl.runtime.variants import dims_of_one
 
 if TYPE_CHECKING:
-    from attndsl.backends.base import Scalar
+    from attndsl.backends.base import Backend, Call, Scalar
     from attndsl.compiled import Captures
-    from attndsl.runtime.packed import Run
+    from attndsl.pipeline import Lowered
 
+READS_PAGES = "decode"
+"""The backend whose kernels do. No GPU has run them yet, so that it has to be asked for."""
 _INTS = (torch.int32, torch.int64)
+
+
+class _Rest(NamedTuple):
+    """What a step is beside its tensors."""
+
+    heads: Location
+    """Which heads it has."""
+    scale: float
+    out_dtype: torch.dtype
 
 
 class Serving(Compiled):
@@ -110,8 +123,10 @@ class Serving(Compiled):
         counts = starts.long()
         step = Step(q.detach(), counts, q_index, most_queries)
         scale = q.shape[2] ** -0.5 if scale is None else scale
-        out, lse = own._attend_step(step, cache, given, of_heads, scale)
-        out = out.to(q.dtype if out_dtype is None else out_dtype)
+        rest = _Rest(of_heads, scale, q.dtype if out_dtype is None else out_dtype)
+        with torch.no_grad(), pointing_into(self._source):
+            found = own._attend_pages(step, cache, given, rest)
+            out, lse = own._attend_step(step, cache, given, rest) if found is None else found
         return (out, lse) if return_lse else out
 
     def _check_forward(self, given: tuple[object, ...]) -> None:
@@ -151,43 +166,74 @@ class Serving(Compiled):
         ones = dims_of_one(own._lowered.written, given, sizes, of_heads)
         return (own._variant((), ones) if ones else own), given
 
+    def _attend_pages(
+        self, step: Step, cache: PagedCache, given: Captures, rest: _Rest
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Output and log-sum-exp by kernels that read pages; None where keys are to be gathered."""
+        tokens, heads, dim = step.q.shape
+        if step.most_queries is None or self._backend != READS_PAGES or not tokens * cache.batch:
+            return None
+        most = min(step.most_queries, tokens)
+        q = rows_contiguous(step.q)
+        kv_heads, value_dim = cache.k_pages.shape[2], cache.v_pages.shape[3]
+        # Of q, k and v such a call tells sizes. What is read are the pages.
+        queries = q.as_strided((cache.batch, heads, most, dim), (0, q.stride(1), q.stride(0), 1))
+        k, v = (
+            q.new_empty((1, 1, 1, width)).expand(cache.batch, kv_heads, cache.room, -1)
+            for width in (dim, value_dim)
+        )
+        run = Run(slice(0, cache.batch), most, cache.room, False)
+        wide = None if rest.out_dtype is q.dtype else rest.out_dtype
+        backend, lowered, call = self._bound_run(
+            (queries, k, v), step, cache, run, given, rest, wide
+        )
+        if not isinstance(backend, ReadsPages):
+            return None
+        reason = backend.why_not_pages(lowered, call)
+        if reason is not None:
+            tell_once(f"{self.name}: keys are gathered: {reason}")
+            return None
+        pages = Pages(
+            q, step.starts, cache.k_pages, cache.v_pages, cache.table, cache.lengths,
+            cache.k_scale, cache.v_scale,
+        )  # fmt: skip
+        return backend.serve(lowered, call, pages)
+
     def _attend_step(
-        self, step: Step, cache: PagedCache, given: Captures, of_heads: Location, scale: float
+        self, step: Step, cache: PagedCache, given: Captures, rest: _Rest
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Output and log-sum-exp of all tokens, in the dtype that they are computed in."""
+        """Output and log-sum-exp of all tokens by calls of gathered keys."""
         q = step.q
         dtype = cache.k_pages.dtype
         if dtype is FP8:
             dtype = torch.float64 if q.dtype is torch.float64 else torch.float32
             step = step._replace(q=q.to(dtype))
         exact = torch.float64 if dtype is torch.float64 else torch.float32
+        wide = torch.float32 if dtype in (torch.float16, torch.bfloat16) else None
         tokens, heads, _ = q.shape
         out = q.new_zeros((tokens, heads, cache.v_pages.shape[3]), dtype=exact)
         lse = q.new_full((tokens, heads), -torch.inf, dtype=exact)
-        with torch.no_grad(), pointing_into(self._source):
-            for run in runs_of(step, cache):
-                found, sums = self._attend_run(step, cache, run, given, (of_heads, scale))
-                store(step, run, found, out)
-                store(step, run, sums, lse)
-        return out, lse
+        for run in runs_of(step, cache):
+            keys = keys_of_run(cache, run, dtype)
+            operands = (queries_of(step, run), keys.k, keys.v)
+            bound = self._bound_run(operands, step, cache, run, given, rest, wide)
+            found: Any = attend(*bound, True)
+            store(step, run, found[0], out)
+            store(step, run, found[1], lse)
+        return out.to(rest.out_dtype), lse
 
-    def _attend_run(
-        self, step: Step, cache: PagedCache, run: Run, given: Captures,
-        rest: tuple[Location, float],
-    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-        """The same of the requests of a run, (requests, heads, rows, ...)."""
-        of_heads, scale = rest
+    def _bound_run(
+        self, operands: tuple[torch.Tensor, ...], step: Step, cache: PagedCache, run: Run,
+        given: Captures, rest: _Rest, wide: torch.dtype | None,
+    ) -> tuple[Backend, Lowered, Call]:  # fmt: skip
+        """What runs the call of some requests, its program, and the call."""
         program = self._lowered.written
-        queries = queries_of(step, run)
-        keys = keys_of_run(cache, run, step.q.dtype)
-        wide = torch.float32 if step.q.dtype in (torch.float16, torch.bfloat16) else None
+        q, k, v = operands
         call = bind(
-            program, (queries, keys.k, keys.v), given,
-            location_of(step, cache, run, of_heads), CallOptions(scale, out_dtype=wide),
+            program, (q, k, v), given, location_of(step, cache, run, rest.heads),
+            CallOptions(rest.scale, out_dtype=wide),
         )  # fmt: skip
-        backend, lowered, call = self._dispatched(check_values(program, call))
-        found: Any = attend(backend, lowered, call, True)
-        return found  # type: ignore[no-any-return]
+        return self._dispatched(check_values(program, call))
 
 
 def _check_queries(q: object, cache: object, starts: object, index: object, most: object) -> None:

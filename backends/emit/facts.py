@@ -77,6 +77,25 @@ class PairTile:
 
 
 @dataclass(frozen=True, slots=True)
+class PageFacts:
+    """What a kernel that reads pages depends on besides."""
+
+    size: int
+    """Keys of a page."""
+    dtype: str
+    """Triton's name of the pages' dtype."""
+    table: str
+    """Of the page numbers', and of lengths and starts."""
+    lengths: str
+    starts: str
+    k_scales: int
+    """0 for none, 1 for a number, and one in memory for all (2), each head (3), each key (4)."""
+    v_scales: int
+    aligned: bool
+    """Whether addresses and strides of pages are multiples of 16."""
+
+
+@dataclass(frozen=True, slots=True)
 class KernelFacts:
     """Everything that selects one generated module."""
 
@@ -140,6 +159,8 @@ class KernelFacts:
     """Whether the gradients of q, k and v are (``Wants.wide``)."""
     packed_heads: bool = False
     """Whether the rows of a tile are those of several query heads, which share keys."""
+    pages: PageFacts | None = None
+    """Of kernels of packed requests."""
     locals: Mapping[Node, str] = field(default_factory=dict, compare=False, repr=False)
     """What locals of some expressions are called, in texts for people (:mod:`.local_names`). They
     select no module."""
@@ -247,7 +268,7 @@ def for_lists(facts: KernelFacts) -> KernelFacts:
     return replace(
         facts, tensor_gradients=(), param_gradients=(), moving_operands="", moving_captures=(),
         pair_tiles=(), stores_ds=False, adds_diagonals=False, narrow_rows=False, wide_out=False,
-        wide_gradients=False, packed_heads=False,
+        wide_gradients=False, packed_heads=False, pages=None,
     )  # fmt: skip
 
 

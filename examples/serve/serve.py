@@ -17,9 +17,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from model import DIM, KV_HEADS, LAYERS, Decoder, plain
 
 import attndsl
+
+from model import DIM, KV_HEADS, LAYERS, Decoder, plain
 
 CONFIG = Path(__file__).with_name("model.yaml")
 SLOTS, PAGE, PAGES, PAGES_OF_A_REQUEST = 4, 4, 160, 40

@@ -97,7 +97,7 @@ SCRIPT = textwrap.dedent("""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
-    from attndsl.backends.triton.append import attention_append
+    from attndsl.backends.device.append import attention_append
 
     names = attention_append.arg_names
     for page, scales, fp8 in (("bf16", 0, False), ("fp8e4nv", 2, True), ("fp8e4nv", 3, True)):
