@@ -250,7 +250,7 @@ def run(case: Case, place: Place) -> dict[str, torch.Tensor | None]:
     attention = _attention(case, place)
     attend = InParts(attention, case.seed) if place.parts else attention
     if case.positions.counts is not None:
-        most = case.sizes.q_len if case.seed % 3 == 0 else None
+        most = _most_queries(case, place)
         attend = Served(attention, case.positions.counts, case.positions.page, most)
     returned = attend(**values, **_options(call))
     out, lse = returned if case.lse else (returned, None)
@@ -267,6 +267,12 @@ def run(case: Case, place: Place) -> dict[str, torch.Tensor | None]:
     leaves = [values[name] for name in call.learned]
     grads = torch.autograd.grad(outputs, leaves, seeds, allow_unused=True)
     return found | {f"d{name}": grad for name, grad in zip(call.learned, grads, strict=True)}
+
+
+def _most_queries(case: Case, place: Place) -> int | None:
+    """What a served call says of that. Kernels that read pages want to know it."""
+    tells = place.backend == "decode" or case.seed % 3 == 0
+    return case.sizes.q_len if tells else None
 
 
 def _attention(case: Case, place: Place) -> attndsl.Attention:
@@ -347,7 +353,7 @@ def reproduction(case: Case, place: Place, outcome: Outcome) -> str:
         lines.append(f"from fuzz.parts import InParts; attn = InParts(attn, {case.seed})")
     at = case.positions
     if at.counts is not None:
-        most = case.sizes.q_len if case.seed % 3 == 0 else None
+        most = _most_queries(case, place)
         lines.append("from fuzz.serving import Served")
         lines.append(f"attn = Served(attn, {at.counts}, {at.page}, {most})")
     lines.append(f"{'out, lse' if case.lse else 'out'} = attn({arguments})")
