@@ -14,8 +14,6 @@ whose output is closest to the value of that key, among all values.
 from __future__ import annotations
 
 import argparse
-import json
-import platform
 import sys
 from pathlib import Path
 from typing import Any
@@ -24,6 +22,8 @@ import torch
 
 import attndsl
 
+import common
+
 HEADS, KV_HEADS, DIM, PAGE, QUERIES, LARGE, FACTOR = 4, 2, 128, 16, 4, 4, 8.0
 QUIETER = 1 / 1024
 """Size of the keys and values of the second head, as a part of those of the first."""
@@ -31,7 +31,6 @@ NEEDLE = 20.0
 """Score of the key that a query looks for."""
 TEXTS = {"causal": "causal()", "soft cap": "mask = causal()\nscore = softcap(15.0)"}
 KINDS = ("bf16", "fp8, one scale", "fp8, heads", "fp8, positions")
-RESULTS = Path(__file__).with_name("results") / "fp8.json"
 
 
 def inputs(length: int, data: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -103,7 +102,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Prints rows and writes them."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--lengths", default="4096,32768,131072")
-    parser.add_argument("--output", type=Path, default=RESULTS)
+    parser.add_argument("--output", type=Path, help="result file")
     given = parser.parse_args(arguments)
     rows = []
     for length in map(int, given.lengths.split(",")):
@@ -113,8 +112,7 @@ def main(arguments: list[str] | None = None) -> int:
                 print(
                     "  ".join(f"{x:.2e}" if isinstance(x, float) else str(x) for x in row.values())
                 )
-    about = {"machine": platform.machine(), "torch": torch.__version__, "device": "cpu"}
-    given.output.write_text(json.dumps({"about": about, "rows": rows}, indent=1) + "\n")
+        common.write("fp8", "cpu", rows, given.output)
     return 0
 
 
