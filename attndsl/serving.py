@@ -173,15 +173,17 @@ class Serving(Compiled):
         tokens, heads, dim = step.q.shape
         if step.most_queries is None or self._backend != READS_PAGES or not tokens * cache.batch:
             return None
-        most = min(step.most_queries, tokens)
+        # Not less where there are fewer tokens: tiles, and so the bits, follow from it.
+        most = step.most_queries
         q = rows_contiguous(step.q)
         kv_heads, value_dim = cache.k_pages.shape[2], cache.v_pages.shape[3]
         # Of q, k and v such a call tells sizes. What is read are the pages.
-        queries = q.as_strided((cache.batch, heads, most, dim), (0, q.stride(1), q.stride(0), 1))
-        k, v = (
-            q.new_empty((1, 1, 1, width)).expand(cache.batch, kv_heads, cache.room, -1)
-            for width in (dim, value_dim)
-        )
+        queries, k, v = (
+            q.new_empty((1, 1, 1, width)).expand(cache.batch, count, length, -1)
+            for count, length, width in (
+                (heads, most, dim), (kv_heads, cache.room, dim), (kv_heads, cache.room, value_dim)
+            )
+        )  # fmt: skip
         run = Run(slice(0, cache.batch), most, cache.room, False)
         wide = None if rest.out_dtype is q.dtype else rest.out_dtype
         backend, lowered, call = self._bound_run(

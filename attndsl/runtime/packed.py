@@ -49,7 +49,8 @@ class Run(NamedTuple):
 def runs_of(step: Step, cache: PagedCache) -> list[Run]:
     """The calls of a step. Reads values where ``most_queries`` is None."""
     if step.most_queries is not None:
-        return [Run(slice(0, cache.batch), step.most_queries, cache.room, False)]
+        rows = min(step.most_queries, step.q.shape[0])
+        return [Run(slice(0, cache.batch), rows, cache.room, False)]
     counts = step.starts.diff().tolist()
     lengths = cache.lengths.tolist()
     found: list[Run] = []

@@ -93,6 +93,10 @@ class PageFacts:
     v_scales: int
     aligned: bool
     """Whether addresses and strides of pages are multiples of 16."""
+    q_aligned: bool
+    """The same of q."""
+    wide_rows: bool
+    """Whether offsets within one tile of rows of q need 64 bits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,7 +205,7 @@ class KernelFacts:
 
 POSITION_BITS = 31
 """Bits of a signed int that is a position."""
-_MAX_ROWS = 512
+MAX_ROWS = 512
 """Rows of the largest tile; offsets within a tile are below this times the row stride."""
 
 
@@ -247,7 +251,7 @@ def facts_of(program: Program, call: Call, *grads: torch.Tensor) -> KernelFacts:
         draws=kinds_of_draws(call),
         seed_type="*i64" if isinstance(call.seed, torch.Tensor) else "i64",
         wide_out=call.wide,
-        wide_rows=_MAX_ROWS * max(results.longest_step, *(strides(t)[2] for t in operands))
+        wide_rows=MAX_ROWS * max(results.longest_step, *(strides(t)[2] for t in operands))
         >= 1 << 31,
     )
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..emit.facts import TRITON_TYPES, PageFacts, block_widths
+from ..emit.facts import MAX_ROWS, TRITON_TYPES, PageFacts, block_widths
 from ..kernels.arguments import capture_arguments
 from ..kernels.counts import Counts
 from ..kernels.device import on_device, stream_of
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from ..base import Call, Pages
     from ..kernels.kernel import FixedKernel, Kernel
     from ..kernels.layout import Layout
+    from .decode_tiles import Shape
 
 _MOST_PROGRAMS = 65535
 """CUDA's limit for the second and the third number of a program."""
@@ -47,19 +48,20 @@ class Serve(Portable):
 
     def why_not_pages(self, lowered: Lowered, call: Call) -> str | None:
         """Why these kernels do not run a call of packed requests, or None."""
-        batch, heads, q_len, _ = call.q.shape
         if lowered.contractions is not None:
             return "the program multiplies rows of captured tensors"
-        if max(batch, heads * q_len) > _MOST_PROGRAMS:
-            return f"the kernels take up to {_MOST_PROGRAMS} requests and rows of heads"
+        if max(call.q.shape[0], _units(lowered, call)[0]) > _MOST_PROGRAMS:
+            return f"the kernels take up to {_MOST_PROGRAMS} requests, and tiles of rows of each"
         return None
 
     def jobs_of_pages(self, lowered: Lowered, call: Call, pages: Pages) -> tuple[Job, ...]:
         """One: the kernel of the call's rows."""
         facts = facts_of_task(lowered, call, Task.FORWARD, None, None)
-        facts = replace(facts, packed_heads=True, pages=page_facts(pages))
-        shape = shape_of(call.q.shape[2], members_of_call(lowered.program, call))
-        return (Job(SERVES[shape], lowered, facts),)
+        own = page_facts(pages)
+        facts = replace(
+            facts, packed_heads=True, pages=own, aligned=own.q_aligned, wide_rows=own.wide_rows
+        )
+        return (Job(SERVES[_units(lowered, call)[1]], lowered, facts),)
 
     def serve(
         self, layout: Layout, lowered: Lowered, call: Call, pages: Pages
@@ -73,9 +75,7 @@ class Serve(Portable):
         )
         lse = torch.full((tokens, heads), -torch.inf, dtype=torch.float32, device=q.device)
         ((name, kernel),) = layout.executables.items()
-        members = members_of_call(lowered.program, call)
-        shape = shape_of(q_len, members)
-        units = heads // members * -(-q_len // shape.queries)
+        units, shape, members = _units(lowered, call)
         # Where a request may have many rows, there are programs enough, and room would be large.
         parts = most_parts(call.k.shape[2], kernel.config) if q_len <= MOST_ROWS else 1
         stream = stream_of(q.device)
@@ -104,6 +104,13 @@ class Serve(Portable):
         return out, lse
 
 
+def _units(lowered: Lowered, call: Call) -> tuple[int, Shape, int]:
+    """Tiles of rows of a request, the shape of one, and how many heads it has."""
+    members = members_of_call(lowered.program, call)
+    shape = shape_of(call.q.shape[2], members)
+    return call.q.shape[1] // members * -(-call.q.shape[2] // shape.queries), shape, members
+
+
 def _scale(
     scale: float | torch.Tensor | None,
 ) -> tuple[torch.Tensor | None, tuple[int, ...], float]:
@@ -121,16 +128,17 @@ def _kind(scale: float | torch.Tensor | None) -> int:
 
 def page_facts(pages: Pages) -> PageFacts:
     """What kernels depend on of pages."""
-    both = (pages.k, pages.v)
     bytes_of = pages.k.element_size()
-    aligned = all(
-        x.data_ptr() % 16 == 0
-        and all(step * bytes_of % 16 == 0 and step % 16 == 0 for step in x.stride()[:3])
-        for x in both
-    )
+    rows = pages.q.stride()[:2]
     dtype = "fp8e4nv" if bytes_of == 1 else TRITON_TYPES[pages.k.dtype]
     return PageFacts(
         pages.k.shape[1], dtype, TRITON_TYPES[pages.table.dtype],
         TRITON_TYPES[pages.lengths.dtype], TRITON_TYPES[pages.starts.dtype],
-        _kind(pages.k_scale), _kind(pages.v_scale), aligned,
+        _kind(pages.k_scale), _kind(pages.v_scale),
+        _aligned(pages.k) and _aligned(pages.v), _aligned(pages.q), MAX_ROWS * max(rows) >= 1 << 31,
     )  # fmt: skip
+
+
+def _aligned(tensor: torch.Tensor) -> bool:
+    """Whether its address, in bytes, and all strides but the last are multiples of 16."""
+    return tensor.data_ptr() % 16 == 0 and all(step % 16 == 0 for step in tensor.stride()[:-1])
