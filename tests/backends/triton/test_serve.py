@@ -155,18 +155,38 @@ def test_pages_of_fp8(device, kind):
     close((found,), (attndsl.compile(text).serve(step.q, cache, step.starts),))
 
 
-def test_bits_of_a_request_do_not_depend_on_the_others(device):
+TREE = """
+tensor context[batch]: int
+tensor ancestor[tokens, n]: bool
+mask = kv < context[b] or ancestor[token, max(kv - context[b], 0)]
+score = alibi()
+"""
+
+
+@pytest.mark.parametrize("text", ["mask = causal(); score = alibi()", TREE])
+def test_bits_of_a_request_do_not_depend_on_the_others(device, text):
     """Alone, in batches, behind other tokens, with more room: for one number of most queries."""
-    attention = attndsl.compile("mask = causal(); score = alibi()", backend="decode")
+    attention = attndsl.compile(text, backend="decode")
     step = make_step((150, 3, 90), (2, 1, 4), SHAPE)
     q, cache, starts = on(device, step)
-    whole = attention.serve(q, cache, starts, most_queries=4)
+    context, seen = cache.lengths - starts.diff(), torch.rand(len(q), 4, device=q.device) < 0.5
+
+    def captures(requests, tokens):
+        if text != TREE:
+            return {}
+        return {"context": context[requests], "ancestor": seen[tokens]}
+
+    whole = attention.serve(q, cache, starts, most_queries=4, **captures(slice(None), slice(None)))
     for b in range(3):
         first, last = int(starts[b]), int(starts[b + 1])
         table = torch.cat((cache.table[b : b + 1], cache.table[:1]), 1)
         alone = attndsl.PagedCache(cache.k_pages, cache.v_pages, table, cache.lengths[b : b + 1])
         found = attention.serve(
-            q[first:last].contiguous(), alone, starts[b : b + 2] - first, most_queries=4
+            q[first:last].contiguous(),
+            alone,
+            starts[b : b + 2] - first,
+            most_queries=4,
+            **captures(slice(b, b + 1), slice(first, last)),
         )
         assert torch.equal(found, whole[first:last])
 
