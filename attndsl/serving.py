@@ -104,24 +104,18 @@ class Serving(Compiled):
         """
         _check_queries(q, cache, starts, q_index, most_queries)
         given: Captures = self._given(captures, dict(named))
-        self._check_forward((q, cache.k_pages, cache.v_pages, *given.values()))
-        if return_lse and self._lowered.program.weights is not None:
-            raise UnsupportedError(
-                "return_lse asks for a softmax's log-sum-exp, and the program has other weights",
-                hint="drop return_lse; the outputs of parts of the keys are added up",
-            )
+        _check_forward((q, cache.k_pages, cache.v_pages, *given.values()))
+        is_wide("out_dtype", out_dtype, q.dtype)
         if looks_at_values(q.device):
             cache.validate(starts, q.shape[0])
             _check_most(starts, most_queries)
             _check_positions(q_index)
         if most_queries is None and q.device.type != "cpu":
             most_queries = q.shape[0]
-        if not cache.is_fp8:
-            is_wide("out_dtype", out_dtype, q.dtype)
         of_heads = Location(heads=heads, kv_heads=kv_heads, h_offset=h_offset)
         own, given = self._of_step(q, cache, given, of_heads)
-        counts = starts.long()
-        step = Step(q.detach(), counts, q_index, most_queries)
+        own._check_program(return_lse)
+        step = Step(q.detach(), starts.long(), q_index, most_queries)
         scale = q.shape[2] ** -0.5 if scale is None else scale
         rest = _Rest(of_heads, scale, q.dtype if out_dtype is None else out_dtype)
         with torch.no_grad(), pointing_into(self._source):
@@ -129,29 +123,24 @@ class Serving(Compiled):
             out, lse = own._attend_step(step, cache, given, rest) if found is None else found
         return (out, lse) if return_lse else out
 
-    def _check_forward(self, given: tuple[object, ...]) -> None:
-        """Refuse calls that need more than a forward.
+    def _check_program(self, return_lse: bool) -> None:
+        """Refuse programs that draw numbers, and those without what is asked for.
 
         Raises:
             UnsupportedError: Says what to write instead.
         """
-        if torch.compiler.is_dynamo_compiling():
+        program = self._lowered.program
+        if program.dropout is not None:
+            with pointing_into(self._source):
+                raise UnsupportedError(
+                    "serve drops no weights, and the program has dropout",
+                    program.dropout.span,
+                    "serve the program without dropout, as models are in evaluation",
+                )
+        if return_lse and program.weights is not None:
             raise UnsupportedError(
-                "serve cannot be in a graph of torch.compile",
-                hint="call it outside of the graph: torch.compiler.disable",
-            )
-        if torch.is_grad_enabled() and any(
-            isinstance(x, torch.Tensor) and x.requires_grad for x in given
-        ):
-            raise UnsupportedError(
-                "an input requires grad, and serve is forward only",
-                hint="call it within torch.no_grad(), or train with a dense call",
-            )
-        if self._lowered.program.dropout is not None:
-            raise UnsupportedError(
-                "serve drops no weights, and the program has dropout",
-                self._lowered.program.dropout.span,
-                "serve the program without dropout, as models are in evaluation",
+                "return_lse asks for a softmax's log-sum-exp, and the program has other weights",
+                hint="drop return_lse; the outputs of parts of the keys are added up",
             )
 
     def _of_step(
@@ -236,6 +225,26 @@ class Serving(Compiled):
             CallOptions(rest.scale, out_dtype=wide),
         )  # fmt: skip
         return self._dispatched(check_values(program, call))
+
+
+def _check_forward(given: tuple[object, ...]) -> None:
+    """Refuse calls that need more than a forward.
+
+    Raises:
+        UnsupportedError: Says what to write instead.
+    """
+    if torch.compiler.is_dynamo_compiling():
+        raise UnsupportedError(
+            "serve cannot be in a graph of torch.compile",
+            hint="call it outside of the graph: torch.compiler.disable",
+        )
+    if torch.is_grad_enabled() and any(
+        isinstance(x, torch.Tensor) and x.requires_grad for x in given
+    ):
+        raise UnsupportedError(
+            "an input requires grad, and serve is forward only",
+            hint="call it within torch.no_grad(), or train with a dense call",
+        )
 
 
 def _check_queries(q: object, cache: object, starts: object, index: object, most: object) -> None:

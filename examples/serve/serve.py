@@ -1,6 +1,6 @@
 """Continuous batching: requests of all lengths in one call a layer, keys in pages, trees of drafts.
 
-    python examples/serve/serve.py [--requests 12] [--device cuda] [--backend auto]
+    python examples/serve/serve.py [--requests 12] [--device cuda] [--backend decode]
 
 Each step packs the next chunk of some prompts and the drafts of other requests into one tensor of
 tokens. Drafts are what followed the last byte before. Those that the model would have written
@@ -191,11 +191,12 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--requests", type=int, default=12)
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--backend", default="auto")
+    parser.add_argument("--backend", default="auto", help="decode: kernels that read pages")
+    # In fp64 sums in another order choose no other byte. Kernels compute in fp32.
+    parser.add_argument("--dtype", default="float64", choices=("float32", "float64"))
     given = parser.parse_args(arguments)
     torch.manual_seed(0)
-    # In fp64 sums in another order choose no other byte.
-    model = Decoder().to(given.device, torch.float64).eval()
+    model = Decoder().to(given.device, getattr(torch, given.dtype)).eval()
     prompts = [
         (bytes(torch.randint(97, 123, (int(n),)).tolist()), int(m))
         for n, m in zip(

@@ -332,6 +332,7 @@ REFUSED = [
     ),
     (lambda a, s, c: a.serve(s.q, c, s.starts, most_queries=2), errors.ArgumentError, "has 6 quer"),
     (lambda a, s, c: a.serve(s.q, c, s.starts, most_queries=-1), errors.ArgumentError, "is -1"),
+    (lambda a, s, c: a.serve(s.q, c, s.starts, out_dtype="x"), errors.DTypeError, "out_dtype is x"),
     (lambda a, s, c: a.serve(s.q, c, s.starts, gain=1), errors.ArgumentError, "gain"),
     (
         lambda a, s, c: a.serve(s.q.requires_grad_(), c, s.starts),
@@ -392,6 +393,16 @@ def test_refusals(make, kind, message):
     with pytest.raises(kind, match=message) as caught:
         make(attndsl.compile("causal()"), step, step.cache)
     assert caught.value.hint
+
+
+def test_dropout_that_a_call_leaves_out():
+    text = "param p: float = none\nmask = causal()\nweights = dropout(softmax(score), p)"
+    attention = attndsl.compile(text)
+    step = make_step(LENGTHS, COUNTS)
+    wanted = attndsl.compile("causal()").serve(step.q, step.cache, step.starts)
+    same(attention.serve(step.q, step.cache, step.starts, return_lse=True)[0], wanted)
+    with pytest.raises(errors.UnsupportedError, match="dropout"):
+        attention.serve(step.q, step.cache, step.starts, p=0.5)
 
 
 def test_without_gradients_learned_captures_serve():
