@@ -67,20 +67,32 @@ def close(found, wanted, tolerance=1e-5):
         torch.testing.assert_close(own.cpu(), other, atol=tolerance, rtol=tolerance)
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
+SLOW = {"sizes", "none", "by score", "numbers", "tensors"}
+
+
+def some(names):
+    """Names, of which some are for the heavy grids."""
+    return [pytest.param(x, marks=[pytest.mark.slow] if x in SLOW else []) for x in names]
+
+
+@pytest.mark.parametrize("name", some(PROGRAMS))
 def test_programs(device, ran, name):
     step = make_step(LENGTHS, COUNTS, SHAPE)
     close(*both(PROGRAMS[name], step, device))
     assert len(ran) == 1
 
 
-@pytest.mark.parametrize(("page", "most"), [(1, 6), (3, 17), (16, 6)])
+@pytest.mark.parametrize(
+    ("page", "most"), [pytest.param(1, 6, marks=pytest.mark.slow), (3, 17), (16, 6)]
+)
 def test_pages_of_any_size(device, page, most):
     step = make_step(LENGTHS, COUNTS, SHAPE._replace(page=page))
     close(*both("mask = causal() and q - kv < 40", step, device, most))
 
 
-@pytest.mark.parametrize("sizes", [(3, 1, 9, 21), (6, 6, 40, 8)])
+@pytest.mark.parametrize(
+    "sizes", [(3, 1, 9, 21), pytest.param((6, 6, 40, 8), marks=pytest.mark.slow)]
+)
 def test_heads_and_dims(device, sizes):
     heads, kv_heads, dim, value_dim = sizes
     step = make_step((19, 40), (1, 5), Shape(heads, kv_heads, dim, value_dim, 4, torch.float32))
@@ -92,6 +104,7 @@ def test_chunks_of_prompts(device):
     close(*both("mask = causal() and q - kv < 30", step, device, most=81))
 
 
+@pytest.mark.slow
 def test_layouts(device):
     step = make_step(LENGTHS, COUNTS, SHAPE)
     c = step.cache
@@ -137,7 +150,7 @@ SCALES = {
 }
 
 
-@pytest.mark.parametrize("kind", SCALES)
+@pytest.mark.parametrize("kind", some(SCALES))
 def test_pages_of_fp8(device, kind):
     step = make_step(LENGTHS, COUNTS, SHAPE)
     c = step.cache
