@@ -23,14 +23,15 @@ if TYPE_CHECKING:
     from attndsl.joining import join
     from attndsl.merging import merge
     from attndsl.runtime.backward import Gradients
+    from attndsl.runtime.paged import PagedCache
     from attndsl.tilemap import TileMap
     from attndsl.torch_api.sdpa import scaled_dot_product_attention
 
 __version__ = "0.1.0"
 __all__ = [
-    "Attention", "AttnDSLError", "Gradients", "TileMap", "compare", "compat", "compile", "errors",
-    "flex", "join", "layout", "load", "merge", "nn", "scaled_dot_product_attention", "tensor",
-    "trace", "verify",
+    "Attention", "AttnDSLError", "Gradients", "PagedCache", "TileMap", "compare", "compat",
+    "compile", "errors", "flex", "join", "layout", "load", "merge", "nn",
+    "scaled_dot_product_attention", "tensor", "trace", "verify",
 ]  # fmt: skip
 
 _HOMES = {
@@ -43,6 +44,7 @@ _HOMES = {
     "load": "attndsl.api",
     "load_ipython_extension": "attndsl.notebook",
     "merge": "attndsl.merging",
+    "PagedCache": "attndsl.runtime.paged",
     "TileMap": "attndsl.tilemap",
     "scaled_dot_product_attention": "attndsl.torch_api.sdpa",
     "tensor": "attndsl.frontend.declare",

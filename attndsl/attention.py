@@ -35,6 +35,7 @@ from attndsl.runtime.tiles import given_tiles, tiles_key
 from attndsl.runtime.tuning import Tuning, tune
 from attndsl.runtime.values import Values, check_values, needs_of_values, params_of_dims
 from attndsl.runtime.variants import dims_of_one, optional_names, sizes_of_operands
+from attndsl.serving import Serving
 from attndsl.views import Views
 
 if TYPE_CHECKING:
@@ -50,7 +51,7 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _MAX_SIGNATURES = 4096
 
 
-class Attention(Analysis, Views, Introspection):
+class Attention(Analysis, Views, Introspection, Serving):
     """A compiled program: call it with q, k and v. Immutable; made by :func:`compile`."""
 
     __slots__ = (
@@ -213,7 +214,7 @@ class Attention(Analysis, Views, Introspection):
         location = (
             None
             if q_len is kv_len is heads is kv_heads is batch is None and kv_lengths is None
-            and not h_offset and not b_offset
+            and not h_offset and not b_offset and not self._lowered.program.by_token
             else Location(
                 q_offset, kv_offset, q_index, kv_index, q_len, kv_len, heads, kv_heads, batch,
                 h_offset, b_offset, kv_lengths,

@@ -39,7 +39,7 @@ class Op(enum.Enum):
     """Operations; comments give operand types -> result type (N: all int or all float)."""
 
     CONST = "const"  # value: the constant
-    VAR = "var"  # value in VARS -> INT
+    VAR = "var"  # value in VARS, or TOKEN -> INT
     SIZE = "size"  # value in SIZES, or a dim name that a tensor declaration introduced -> INT
     PARAM = "param"  # value: a name in Program.params -> its dtype
     SCORE = "score"  # the incoming score -> FLOAT
@@ -97,6 +97,12 @@ class Op(enum.Enum):
 
 VARS = ("b", "h", "hkv", "q", "kv")
 """Batch, query head, key-value head, logical query position, logical key position."""
+
+TOKEN = "token"
+"""The variable that counts the rows of q of all batch entries. Backends never see it: see
+:mod:`attndsl.passes.tokens`."""
+TOKENS = "tokens"
+"""The size that counts them."""
 
 SIZES = ("batch", "heads", "kv_heads", "q_len", "kv_len", "head_dim")
 """Sizes that every call has."""
@@ -304,6 +310,10 @@ def rebuild(original: Node, args: tuple[Node, ...]) -> Node:
     return node(original.op, *args, value=original.value, dtype=original.dtype, span=original.span)
 
 
+_VARIES = {"hkv": frozenset({"h"}), TOKEN: frozenset({"b", "q"})}
+"""What variables of other names vary with."""
+
+
 def dependencies(*roots: Node) -> dict[Node, frozenset[str]]:
     """Per node below ``roots``: which of ``b``, ``h``, ``q``, ``kv``, ``score`` it varies with.
 
@@ -314,7 +324,7 @@ def dependencies(*roots: Node) -> dict[Node, frozenset[str]]:
         if item.op is Op.SCORE:
             found[item] = frozenset({"score"})
         elif item.op is Op.VAR:
-            found[item] = frozenset({"h" if item.value == "hkv" else str(item.value)})
+            found[item] = _VARIES.get(str(item.value)) or frozenset({str(item.value)})
         else:
             own = {"score"} if item.op is Op.DOT else ()
             found[item] = frozenset(own).union(*(found[arg] for arg in item.args))
@@ -404,6 +414,9 @@ class Program:
     ``score``."""
     weights_span: Span | None = field(default=None, compare=False, repr=False)
     """Where ``weights`` were written."""
+    by_token: bool = False
+    """Whether it was written with ``token`` or ``tokens``, which stand here as what they are in a
+    call that is no part: see :mod:`attndsl.passes.tokens`."""
 
     def captures(self) -> tuple[ParamDecl | TensorDecl, ...]:
         """All that calls give it: params, then tensors."""

@@ -16,6 +16,7 @@ from attndsl.passes.simplify import simplify, simplify_derivative, simplify_node
 from attndsl.passes.split_mask import split_mask
 from attndsl.passes.tiles.extent import verdict
 from attndsl.passes.tiles.sparsity import analyse
+from attndsl.passes.tokens import expanded, mentions_tokens, without_tokens
 from attndsl.serialise import digest
 
 if TYPE_CHECKING:
@@ -148,7 +149,10 @@ def lower_program(program: Program) -> Lowered:
     # First, while it is known which line each part of the score comes from. It simplifies each line
     # by itself, so that `where(true, ...)` of bound params does not hide a mask. Before
     # differentiation, which must not see -inf; it may leave `true` or `x and x` behind.
-    program = simplify(split_mask(program))
+    written = program = simplify(split_mask(program))
+    # Here what `token` is in most calls takes its place. Parts start from the program as written.
+    program = simplify(expanded(written))
+    by_token = written if mentions_tokens(written) else None
     # Of the simplified score, so that the derivative shares its nodes.
     derivative = simplify_derivative(differentiate(program))
     # Of the simplified score too, and of its derivative, which is that of the part of pairs.
@@ -157,7 +161,9 @@ def lower_program(program: Program) -> Lowered:
     contractions = contractions_of(program, lower_program)
     # Last, since it looks at the mask that the passes above have completed. Loops over tiles are
     # planned by backends, which know tile sizes: `sparsity.loop`.
-    return Lowered(program, derivative, placed, analyse(program), digest(program), contractions)
+    return Lowered(
+        program, derivative, placed, analyse(program), digest(program), contractions, by_token
+    )
 
 
 def names_of(source: Source, declared: Mapping[str, Declared]) -> dict[Node, str]:
@@ -172,6 +178,7 @@ def names_of(source: Source, declared: Mapping[str, Declared]) -> dict[Node, str
     for name, item in read_locals(source, declared).items():
         found.setdefault(item, name)
         found.setdefault(simplify_node(item), name)
+        found.setdefault(simplify_node(without_tokens(item)), name)
     return found
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from attndsl.ir import DType, Node, Op, ParamDecl, Program, TensorDecl, node, toposort
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
 FORMAT = 3
+_FIELDS = {"program", "derivative", "wide", "by_token"}
+"""Of a lowered program."""
 _PARTS = ("score", "mask", "sink", "weights", "dropout")
 
 
@@ -135,6 +138,7 @@ def lowered_to_json(lowered: Lowered, text: str | None = None) -> dict[str, Any]
         "program": program_to_json(lowered.program, text),
         "derivative": derivative_to_json(lowered.derivative),
         "wide": None if found is None or found.wide is None else lowered_to_json(found.wide),
+        "by_token": (None if lowered.by_token is None else program_to_json(lowered.by_token, text)),
     }
 
 
@@ -144,13 +148,19 @@ def lowered_from_json(data: Any, text: str | None = None) -> Lowered:
     Raises:
         SerialiseError: ``data`` is damaged or of another format.
     """
-    if not isinstance(data, dict) or not {"program", "derivative", "wide"} <= set(data):
+    if not isinstance(data, dict) or not set(data) >= _FIELDS:
         raise SerialiseError("not a serialised lowered program")
     program = program_from_json(data["program"], text)
+    by_token = None
+    if data["by_token"] is not None:
+        by_token = program_from_json(data["by_token"], text)
+        program = replace(program, by_token=True)
     derivative = derivative_from_json(data["derivative"])
     placed = place(program, derivative)
     contractions = contractions_of(program, lambda _: lowered_from_json(data["wide"]))
-    return Lowered(program, derivative, placed, analyse(program), digest(program), contractions)
+    return Lowered(
+        program, derivative, placed, analyse(program), digest(program), contractions, by_token
+    )
 
 
 def digest(program: Program) -> str:

@@ -32,6 +32,35 @@ class TileKinds:
     block_n: int
 
 
+class Packed(NamedTuple):
+    """Where the queries of packed requests lie: a call's rows are theirs, with room for more."""
+
+    starts: torch.Tensor
+    """(B,) int: the token that is each request's row 0."""
+    tokens: int
+    """How many there are, those of no request included."""
+    room: int
+    """The most keys of a request: what ``q_len`` and ``kv_len`` are in the dims of tensors."""
+    positions: torch.Tensor | None
+    """(tokens,) int: logical positions, where they are not the request's last ones."""
+
+
+class Pages(NamedTuple):
+    """Packed queries, and keys and values in pages: see :class:`attndsl.PagedCache`."""
+
+    q: torch.Tensor
+    """(tokens, Hq, D)."""
+    starts: torch.Tensor
+    """(batch + 1,)."""
+    k: torch.Tensor
+    """(pages, size, Hkv, D)."""
+    v: torch.Tensor
+    table: torch.Tensor
+    lengths: torch.Tensor
+    k_scale: float | torch.Tensor | None
+    v_scale: float | torch.Tensor | None
+
+
 @dataclass(frozen=True, slots=True)
 class Part:
     """Which part of a larger call a call is.
@@ -52,6 +81,8 @@ class Part:
     """Those of the shares that are what was left of whole tensors."""
     kv_lengths: torch.Tensor | None = None
     """(B,) int: number of keys of each batch entry; ``kv_len`` is the number of rows of k."""
+    packed: Packed | None = None
+    """Of requests that are served together; see :mod:`attndsl.runtime.packed`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -413,6 +444,26 @@ class Backend(Protocol):
         raise UnsupportedError(
             f"the {self.name} backend generates no kernels", hint="use backend='triton'"
         )
+
+
+@runtime_checkable
+class ReadsPages(Protocol):
+    """A backend that may have kernels for packed requests; others get keys that are gathered."""
+
+    def why_not_pages(self, lowered: Lowered, call: Call) -> str | None:
+        """Why keys have to be gathered for ``call``, or None."""
+
+    def serve(
+        self, lowered: Lowered, call: Call, pages: Pages
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Output (tokens, Hq, Dv) and log-sum-exp (tokens, Hq), 0 and -inf for other tokens.
+
+        Args:
+            lowered: The program.
+            call: Sizes, captures and the scale: its q has room for the most queries of a request,
+                and its k and v have no elements of their own.
+            pages: What is read.
+        """
 
 
 @runtime_checkable

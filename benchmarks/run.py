@@ -14,7 +14,7 @@ HELPERS = (
     "chart", "commits", "common", "comparison", "exponentials", "run", "speed", "summary", "table",
     "turns", "worker",
 )  # fmt: skip
-ON_GPUS = ("attention", "decode", "gradients", "gpt", "layouts", "odd_shapes", "short")
+ON_GPUS = ("attention", "decode", "gradients", "gpt", "layouts", "odd_shapes", "serving", "short")
 EVERYWHERE = tuple(
     path.stem
     for path in sorted(FOLDER.glob("*.py"))

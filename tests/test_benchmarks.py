@@ -844,3 +844,51 @@ def test_what_decode_rows_say(script):
     failed = decode.line_of(row, {"why": "no answer within 150 s"}, None)
     assert failed["attndsl_why"] == "no answer within 150 s"
     assert failed["best_device"] is failed["of_copy"] is None
+
+
+def test_rows_of_serving_are_what_they_should_be(script):
+    serving = script("serving")
+    assert len({row.name for row in serving.ROWS}) == len(serving.ROWS)
+    assert {row.program for row in serving.ROWS} == set(serving.TEXTS)
+    assert {row.page for row in serving.ROWS} == {1, 16, 128}
+    row = serving.Row("one", 2, 1000, 16, 4, 2, 64, 3)
+    # k and v of 2 heads, q and the output of 4; 2 bytes each.
+    assert serving.live_bytes(row) == 2 * 64 * (2 * 2 * 2 * 1000 + 2 * 2 * 4 * 3)
+    fp8 = serving.Row("two", 1, 5000, heads=1, kv_heads=1, dim=64, program="window", fp8=True)
+    assert serving.live_bytes(fp8) == 64 * (2 * 1024 + 4)
+    assert serving.copies_of(serving.Row("small", 1, 1024)) == 32
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="times are those of a made-up clock")
+@pytest.mark.parametrize("program", ["plain", "window", "soft cap", "tree"])
+def test_columns_of_serving_rows_agree(script, monkeypatch, program):
+    serving = script("serving")
+    monkeypatch.setattr(serving, "by_turns", lambda runs, rounds: dict.fromkeys(runs, 20.0))
+    monkeypatch.setattr(serving, "graph_of", lambda run, stream, calls: run._replace())
+    monkeypatch.setattr(serving.Run, "replay", property(lambda run: run.call), raising=False)
+    fp8 = program == "soft cap"
+    row = serving.Row("one", 2, 37, 4, 4, 2, 16, 3, program, fp8)
+    found = serving.measured(serving.Calls(row, "cpu", 2), 1, None)
+    line = serving.line_of(row, found)
+    assert line["difference"] < 0.02
+    assert line["of_dense"] == 1.0
+    assert line["pages_device"] == 2.0
+    assert line["pages_tbs"] == pytest.approx(serving.live_bytes(row) / 2.0 * 1e-6)
+
+
+def test_accuracy_of_fp8_is_measured_and_shown(script, tmp_path):
+    fp8 = script("fp8")
+    assert fp8.main(["--lengths", "100", "--output", str(tmp_path / "found.json")]) == 0
+    rows = json.loads((tmp_path / "found.json").read_text())["rows"]
+    assert {row["pages"] for row in rows} == set(fp8.KINDS)
+    assert all(row["error"] < 1e-3 for row in rows if row["pages"] == "bf16")
+    assert all(1e-3 < row["error"] < 0.2 for row in rows if row["pages"] != "bf16")
+    page = (FOLDER.parent / "docs" / "serving.md").read_text("utf-8")
+    kept = json.loads((FOLDER / "results" / "fp8.json").read_text())["rows"]
+    assert {row["length"] for row in kept} == {4096, 32768, 131072}
+    for row in kept:
+        if row["pages"] == fp8.KINDS[0]:
+            same = [x for x in kept if all(x[n] == row[n] for n in ("length", "program", "data"))]
+            errors = " | ".join(f"{x['error']:.2g}" for x in same)
+            name = "needle" if row["data"] == "needle" else row["program"]
+            assert f"| {name} | {row['length']} | {errors} |" in page

@@ -38,6 +38,18 @@ def train(monkeypatch):
     return runpy.run_path(str(folder / "train.py"))
 
 
+def test_served_bytes_are_those_of_the_plain_model(monkeypatch, capsys):
+    folder = EXAMPLES / "serve"
+    monkeypatch.syspath_prepend(str(folder))
+    monkeypatch.delitem(sys.modules, "model", raising=False)
+    serve = runpy.run_path(str(folder / "serve.py"))
+    monkeypatch.delitem(sys.modules, "model")
+    assert serve["main"](["--requests", "7"]) == 0
+    out = capsys.readouterr().out
+    assert "7 of 7 requests have the bytes of the plain model" in out
+    assert int(re.search(r"(\d+) drafts kept", out)[1]) > 10
+
+
 def test_the_character_model_learns(train, capsys):
     assert train["main"](["--steps", "12", "--write", "20", "--device", "cpu"]) == 0
     out = capsys.readouterr().out

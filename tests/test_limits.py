@@ -46,6 +46,7 @@ PUBLIC = {
     "attndsl/compiled.py:Compiled.backward",
     "attndsl/flex/attention.py:flex_attention",
     "attndsl/flex/block_mask.py:create_block_mask",
+    "attndsl/serving.py:Serving.serve",
     "attndsl/nn.py:MultiheadAttention.__init__",
     "attndsl/views.py:Views.mask",
 }

@@ -47,7 +47,9 @@ KERNEL_NAMES = frozenset(
 ENTRIES = frozenset(
     ("distances", "pairs", "stored", "scattered", "summarise", "classify", "refine", "list_tiles")
 )
-FIXED_ENTRIES = frozenset(("row_statistics", "prepare_backward", "dq_from_sums"))
+FIXED_ENTRIES = frozenset(
+    ("row_statistics", "prepare_backward", "dq_from_sums", "attention_append")
+)
 """Entries that lie outside templates, since their text is the same for all programs."""
 UNPACKINGS = (
     ("attndsl/runtime/autograd.py", "_restore"),

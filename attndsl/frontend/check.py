@@ -398,7 +398,7 @@ class _Checker:
             raise TypeMismatchError(
                 "a dim is an int made of sizes, params and numbers",
                 written.span,
-                f"sizes are {', '.join(ir.SIZES)}",
+                f"sizes are {', '.join((*ir.SIZES, ir.TOKENS))}",
             )
         return dim
 

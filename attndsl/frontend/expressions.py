@@ -45,7 +45,7 @@ CONSTANTS: dict[str, Node] = {
     "true": ir.const(True),
     "false": ir.const(False),
 }
-ALWAYS = frozenset({*ir.VARS, *ir.SIZES, *CONSTANTS, "score"})
+ALWAYS = frozenset({*ir.VARS, *ir.SIZES, ir.TOKEN, ir.TOKENS, *CONSTANTS, "score"})
 """Names that a program cannot bind."""
 
 
@@ -216,9 +216,9 @@ class Inliner:
             return value
         if name == "score":
             return self.scope.score
-        if name in ir.VARS:
+        if name in ir.VARS or name == ir.TOKEN:
             return ir.var(name, expr.span)
-        if name in ir.SIZES:
+        if name in ir.SIZES or name == ir.TOKENS:
             return ir.size(name, expr.span)
         if name in CONSTANTS:
             return CONSTANTS[name]

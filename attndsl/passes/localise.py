@@ -5,7 +5,8 @@ of its own tensors. So the numbers and the sizes that the program speaks of beco
 other names: ``h`` becomes ``h + h_offset``, and ``heads`` becomes ``whole_heads``, whose values a
 call has among its sizes. Kernels know of no parts, and those of whole calls stay as they are.
 
-Offsets and lengths of each batch entry become captured tensors: ``q + q_offsets[b]``.
+Offsets and lengths of each batch entry become captured tensors: ``q + q_offsets[b]``. So does the
+first token of each request of a packed call: ``token`` becomes ``q + token_starts[b]``.
 
 Non-goals: dropout, which counts pairs in no expression (:class:`attndsl.backends.base.Draws`).
 """
@@ -17,6 +18,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from attndsl.ir import (
+    TOKEN,
+    TOKENS,
     DType,
     Node,
     Op,
@@ -55,6 +58,19 @@ class Start(enum.Enum):
     """The row and an element for each batch entry, ``q_starts[b]``."""
     ROWS = "rows"
     """An element for each row, ``q_positions[q]``."""
+    TOKENS = "tokens"
+    """An element for each token of a packed call, ``q_positions[q + token_starts[b]]``."""
+
+
+class Tokens(enum.Enum):
+    """What ``token`` is."""
+
+    ROWS = "rows"
+    """``b * q_len`` and the row of q, whose position is another."""
+    POSITIONS = "positions"
+    """``b * q_len`` and the position: rows are those of the whole."""
+    PACKED = "packed"
+    """The row and the request's first token, ``token_starts[b]``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +85,7 @@ class Changes:
     kv: Start = Start.CALL
     lengths: bool = False
     """Whether batch entries have numbers of keys of their own, ``kv_lengths[b]``."""
+    tokens: Tokens = Tokens.ROWS
     shares: frozenset[tuple[str, int]] = frozenset()
     """Dims of tensors that have the part's rows alone: plain variables look them up."""
 
@@ -97,10 +114,17 @@ def localised_program(program: Program, changes: Changes) -> Localised:
             tensors.append(_positions(names[f"{name}_starts"], "batch"))
         elif start is Start.ROWS:
             tensors.append(_positions(names[f"{name}_positions"], f"{name}_len"))
+        elif start is Start.TOKENS:
+            tensors.append(_positions(names[f"{name}_positions"], names[TOKENS]))
+    if changes.tokens is Tokens.PACKED:
+        tensors.append(_positions(names["token_starts"], "batch"))
     if changes.lengths:
         lengths = load(names["kv_lengths"], DType.INT, var("b"))
         tensors.append(_positions(names["kv_lengths"], "batch"))
         known[size("kv_len")] = lengths
+        if changes.tokens is Tokens.PACKED:
+            # The whole is the request's sequence so far, as many queries as keys.
+            known[size("q_len")] = lengths
         dead = node(Op.LT, var("kv"), lengths)
     mask = None if program.mask is None else _moved(program.mask, known, changes.shares)
     if dead is not None:
@@ -128,6 +152,10 @@ def _positions(name: str, dim: str) -> TensorDecl:
     return TensorDecl(name, DType.INT, (size(dim),), is_position=True)
 
 
+_OTHER_NAMES = {TOKENS: "packed_tokens"}
+"""Names of sizes that programs use for something else."""
+
+
 class _Names(dict[str, str]):
     """Names that a program does not have, made when they are asked for."""
 
@@ -137,7 +165,7 @@ class _Names(dict[str, str]):
         self._taken |= {decl.name for decl in program.params}
 
     def __missing__(self, what: str) -> str:
-        name = f"whole_{what}" if what in VARIABLE_OF else what
+        name = f"whole_{what}" if what in VARIABLE_OF else _OTHER_NAMES.get(what, what)
         while name in self._taken:
             name += "_"
         self._taken.add(name)
@@ -168,7 +196,30 @@ def _numbers(changes: Changes, names: _Names) -> dict[Node, Node]:
             known[row] = node(Op.ADD, row, first)
         elif start is Start.ROWS:
             known[row] = load(names[f"{name}_positions"], DType.INT, row)
+        elif start is Start.TOKENS:
+            known[row] = load(names[f"{name}_positions"], DType.INT, _packed_token(names))
+    _add_tokens(known, changes, names)
     return known
+
+
+def _packed_token(names: _Names) -> Node:
+    return node(Op.ADD, var("q"), load(names["token_starts"], DType.INT, var("b")))
+
+
+def _add_tokens(known: dict[Node, Node], changes: Changes, names: _Names) -> None:
+    """What ``token`` and ``tokens`` are, after all other names are known."""
+    if changes.tokens is Tokens.PACKED:
+        known[var(TOKEN)] = _packed_token(names)
+        known[size(TOKENS)] = size(names[TOKENS])
+        return
+    whole = {name: size(names[name] if name in changes.sizes else name)
+             for name in ("batch", "q_len")}  # fmt: skip
+    row = var("q")
+    if changes.tokens is Tokens.POSITIONS:
+        row = known.get(row, row)
+    first = node(Op.MUL, known.get(var("b"), var("b")), whole["q_len"])
+    known[var(TOKEN)] = node(Op.ADD, first, row)
+    known[size(TOKENS)] = node(Op.MUL, whole["batch"], whole["q_len"])
 
 
 def _with_dims(

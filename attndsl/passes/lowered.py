@@ -32,6 +32,13 @@ class Lowered:
     """Hex digest of the program's meaning: the same after renaming a local or reformatting."""
     contractions: Contractions | None = None
     """None where the program has none."""
+    by_token: Program | None = None
+    """The program as it was written, with ``token`` and ``tokens``; None where it has neither."""
+
+    @property
+    def written(self) -> Program:
+        """The program that parts of larger calls start from."""
+        return self.program if self.by_token is None else self.by_token
 
 
 def contractions_of(program: Program, lower: Callable[[Program], Lowered]) -> Contractions | None:

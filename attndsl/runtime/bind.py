@@ -9,6 +9,7 @@ import torch
 
 from attndsl.backends.base import Call
 from attndsl.errors import ArgumentError, DeviceError, DTypeError, ShapeError
+from attndsl.ir import TOKENS
 
 from .arguments import (
     as_float,
@@ -155,12 +156,23 @@ def _sizes_and_part(
         ShapeError, DTypeError, DeviceError, ArgumentError: What does not fit, and what would.
     """
     own = sizes_of(q, k)
-    if location.plain:
+    if location.plain and not (program.by_token and _rows_are_moved(location)):
         return own, None
     if location.kv_lengths is not None:
         check_lengths(location.kv_lengths, q.shape[0], q.device)
     sizes, part = part_of(program, location, own)
+    if location.packed is not None:
+        more = {"q_len": location.packed.room, "kv_len": location.packed.room}
+        sizes |= {**more, TOKENS: location.packed.tokens}
+        # Rows, keys and requests of a call are nobody's share of a tensor.
+        own |= {**more, "batch": sizes["batch"]}
     return sizes, with_shares(program, part, tensors, sizes, own)
+
+
+def _rows_are_moved(location: Location) -> bool:
+    """Whether logical positions of queries may be others than the numbers of their rows."""
+    offset = location.q_offset
+    return location.q_index is not None or isinstance(offset, torch.Tensor) or offset != 0
 
 
 def _check_plain(given: Mapping[str, object]) -> None:

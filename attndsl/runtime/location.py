@@ -23,6 +23,7 @@ from .values import check_rows_within
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from attndsl.backends.base import Packed
     from attndsl.ir import Program
 
 INTS = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)
@@ -56,6 +57,8 @@ class Location:
     h_offset: int = 0
     b_offset: int = 0
     kv_lengths: torch.Tensor | None = None
+    packed: Packed | None = None
+    """Of :meth:`attndsl.Attention.serve` alone."""
 
     @property
     def plain(self) -> bool:
@@ -75,7 +78,7 @@ class Location:
             ArgumentError: One that is no int.
         """
         numbers = [_own_number(name, getattr(self, name)) for name in _OWN_NUMBERS]
-        by_row = has_rows(program) or self.kv_lengths is not None
+        by_row = has_rows(program) or program.by_token or self.kv_lengths is not None
         offsets = (self.q_offset, self.kv_offset) if by_row else ()
         return (
             *numbers, kind_of(self.kv_lengths),
@@ -181,8 +184,9 @@ def part_of(
         _check_kv_lengths(location)
     counted = _counted(location)
     return found, Part(
-        location.b_offset, location.h_offset, counted, kv_lengths=location.kv_lengths
-    )
+        location.b_offset, location.h_offset, counted, kv_lengths=location.kv_lengths,
+        packed=location.packed,
+    )  # fmt: skip
 
 
 def _counted(location: Location) -> frozenset[str]:

@@ -9,19 +9,21 @@ Non-goals: putting parts together.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from attndsl.backends.base import Call, Draws
 from attndsl.errors import ArgumentError, ShapeError, UnsupportedError
-from attndsl.ir import Op, size, toposort
+from attndsl.ir import TOKENS, Op, size, toposort
 from attndsl.passes.localise import (
     SIZE_OF,
     VARIABLE_OF,
     Changes,
     Start,
+    Tokens,
     localised_program,
     other_lookup,
     plain_lookups,
@@ -31,7 +33,7 @@ from attndsl.pipeline import lower_program
 from .location import is_by_entry
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from attndsl.backends.base import Part
     from attndsl.ir import Program, TensorDecl
@@ -233,7 +235,7 @@ class Terms:
             if found[name].shape[dim] != count:
                 found[name] = found[name].narrow(dim, start, count)
         for name, given in self.captures:
-            value = getattr(call.part if given == "kv_lengths" else call, given)
+            value = _GIVEN[given](call)
             found[name] = _narrow(value) if isinstance(value, torch.Tensor) else value
         program, moved = self.lowered.program, self.moved
         return Call(
@@ -270,6 +272,27 @@ class Terms:
         return None if draws == Draws(call.q.shape[1]) else draws
 
 
+def _of_part(name: str, call: Call) -> Any:
+    return getattr(call.part, name)
+
+
+def _of_packed(name: str, call: Call) -> Any:
+    assert call.part is not None
+    return getattr(call.part.packed, name)
+
+
+_GIVEN: Mapping[str, Callable[[Call], Any]] = {
+    "q_offset": attrgetter("q_offset"),
+    "kv_offset": attrgetter("kv_offset"),
+    "q_index": attrgetter("q_index"),
+    "kv_index": attrgetter("kv_index"),
+    "kv_lengths": partial(_of_part, "kv_lengths"),
+    "token_starts": partial(_of_packed, "starts"),
+    "token_positions": partial(_of_packed, "positions"),
+}
+"""What captures of :class:`Terms` are given."""
+
+
 def terms_of(lowered: Lowered, call: Call) -> Terms:
     """How calls of the signature of ``call``, which is a part, become calls that backends get.
 
@@ -284,7 +307,7 @@ def terms_of(lowered: Lowered, call: Call) -> Terms:
     assert part is not None
     own = own_sizes(call)
     _check_probability(lowered.program, part)
-    changes = _changes(lowered.program, call, part, own)
+    changes = _changes(lowered, call, part, own)
     moved, found = _lowered(lowered, changes)
     group = _group(call.sizes)
     values = {
@@ -295,12 +318,15 @@ def terms_of(lowered: Lowered, call: Call) -> Terms:
         "hkv_offset": part.h_offset // group,
     }
     captures = {} if part.kv_lengths is None else {"kv_lengths": "kv_lengths"}
+    if part.packed is not None:
+        values[TOKENS] = part.packed.tokens
+        captures["token_starts"] = "token_starts"
     for name, start in (("q", changes.q), ("kv", changes.kv)):
         if start is Start.NUMBER:
             values[f"{name}_start"] = getattr(call, f"{name}_offset")
         elif start in _CAPTURES:
             what, given = _CAPTURES[start]
-            captures[f"{name}_{what}"] = f"{name}_{given}"
+            captures[f"{name}_{what}"] = given.format(name)
     sizes = {found.names[what]: value for what, value in values.items() if what in found.names}
     draws, by_offset = None, (False, False)
     if moved.program.dropout is not None:
@@ -317,9 +343,10 @@ def terms_of(lowered: Lowered, call: Call) -> Terms:
 
 
 _CAPTURES = {
-    Start.SCALAR: ("start", "offset"),
-    Start.ENTRIES: ("starts", "offset"),
-    Start.ROWS: ("positions", "index"),
+    Start.SCALAR: ("start", "{}_offset"),
+    Start.ENTRIES: ("starts", "{}_offset"),
+    Start.ROWS: ("positions", "{}_index"),
+    Start.TOKENS: ("positions", "token_positions"),
 }
 """What the program's capture is called after ``q_``, and what of a call it is."""
 
@@ -349,17 +376,31 @@ def _narrow(positions: torch.Tensor) -> torch.Tensor:
     return positions if positions.dtype is torch.int32 else positions.to(torch.int32)
 
 
-def _changes(program: Program, call: Call, part: Part, own: Mapping[str, int]) -> Changes:
+def _changes(lowered: Lowered, call: Call, part: Part, own: Mapping[str, int]) -> Changes:
     """What the program's names mean otherwise in the part than in a call of its own."""
+    program, packed = lowered.written, part.packed
+    tokens = (
+        Tokens.PACKED
+        if packed is not None
+        else Tokens.POSITIONS
+        if "q" in part.counted
+        else Tokens.ROWS
+    )
+    by_row = lowered.by_token is not None and tokens is Tokens.ROWS
     larger = {name for name in VARIABLE_OF if call.sizes[name] != own[name]}
     shared = {decl.dims[dim].value for decl in program.tensors for name, dim in part.shares
               if decl.name == name}  # fmt: skip
     return Changes(
         sizes=frozenset(larger),
         replicated=_group(call.sizes) != _group(own),
-        q=_start(call.q_offset, call.q_index, "q_len" in shared),
+        q=(
+            _start(call.q_offset, call.q_index, "q_len" in shared or by_row)
+            if packed is None or packed.positions is None
+            else Start.TOKENS
+        ),
         kv=_start(call.kv_offset, call.kv_index, "kv_len" in shared or part.kv_lengths is not None),
         lengths=part.kv_lengths is not None,
+        tokens=tokens,
         shares=part.shares,
     )
 
@@ -407,5 +448,5 @@ def _localised(program: Program, changes: Changes) -> tuple[Lowered | None, Loca
 
 
 def _lowered(lowered: Lowered, changes: Changes) -> tuple[Lowered, Localised]:
-    moved, found = _localised(lowered.program, changes)
+    moved, found = _localised(lowered.written, changes)
     return (lowered if moved is None else moved), found

@@ -177,6 +177,42 @@ class UnitPlaces(NamedTuple):
     heads: Any
 
 
+class PageRows(NamedTuple):
+    """Rows of a head in pages (pages, size, heads, width), and what they are multiplied by.
+
+    ``scale`` is a number, or where one or all lie: a scale of the first page's first row.
+    """
+
+    base: Any
+    stride_p: Any
+    stride_n: Any
+    scale: Any
+    scale_p: Any
+    scale_n: Any
+
+
+class PagedKeys(NamedTuple):
+    """Keys and values of a request's head, the request's row of the table, and how many there are.
+
+    ``pages`` is the number of pages in the pool, ``length`` that of the request's keys.
+    """
+
+    k: Any
+    v: Any
+    table: Any
+    stride_t: Any
+    pages: Any
+    length: Any
+
+
+class PageOfKeys(NamedTuple):
+    """The page of each key of a tile, its row there, and whether the request has the key."""
+
+    page: Any
+    row: Any
+    exists: Any
+
+
 class PartsRoom(NamedTuple):
     """Where parts of one tile's keys leave sums (parts, rows, width), row sums and row maxima."""
 

@@ -77,6 +77,29 @@ class PairTile:
 
 
 @dataclass(frozen=True, slots=True)
+class PageFacts:
+    """What a kernel that reads pages depends on besides."""
+
+    size: int
+    """Keys of a page."""
+    dtype: str
+    """Triton's name of the pages' dtype."""
+    table: str
+    """Of the page numbers', and of lengths and starts."""
+    lengths: str
+    starts: str
+    k_scales: int
+    """0 for none, 1 for a number, and one in memory for all (2), each head (3), each key (4)."""
+    v_scales: int
+    aligned: bool
+    """Whether addresses and strides of pages are multiples of 16."""
+    q_aligned: bool
+    """The same of q."""
+    wide_rows: bool
+    """Whether offsets within one tile of rows of q need 64 bits."""
+
+
+@dataclass(frozen=True, slots=True)
 class KernelFacts:
     """Everything that selects one generated module."""
 
@@ -140,6 +163,8 @@ class KernelFacts:
     """Whether the gradients of q, k and v are (``Wants.wide``)."""
     packed_heads: bool = False
     """Whether the rows of a tile are those of several query heads, which share keys."""
+    pages: PageFacts | None = None
+    """Of kernels of packed requests."""
     locals: Mapping[Node, str] = field(default_factory=dict, compare=False, repr=False)
     """What locals of some expressions are called, in texts for people (:mod:`.local_names`). They
     select no module."""
@@ -180,7 +205,7 @@ class KernelFacts:
 
 POSITION_BITS = 31
 """Bits of a signed int that is a position."""
-_MAX_ROWS = 512
+MAX_ROWS = 512
 """Rows of the largest tile; offsets within a tile are below this times the row stride."""
 
 
@@ -226,7 +251,7 @@ def facts_of(program: Program, call: Call, *grads: torch.Tensor) -> KernelFacts:
         draws=kinds_of_draws(call),
         seed_type="*i64" if isinstance(call.seed, torch.Tensor) else "i64",
         wide_out=call.wide,
-        wide_rows=_MAX_ROWS * max(results.longest_step, *(strides(t)[2] for t in operands))
+        wide_rows=MAX_ROWS * max(results.longest_step, *(strides(t)[2] for t in operands))
         >= 1 << 31,
     )
 
@@ -247,7 +272,7 @@ def for_lists(facts: KernelFacts) -> KernelFacts:
     return replace(
         facts, tensor_gradients=(), param_gradients=(), moving_operands="", moving_captures=(),
         pair_tiles=(), stores_ds=False, adds_diagonals=False, narrow_rows=False, wide_out=False,
-        wide_gradients=False, packed_heads=False,
+        wide_gradients=False, packed_heads=False, pages=None,
     )  # fmt: skip
 
 

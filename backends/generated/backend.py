@@ -24,6 +24,7 @@ from ..kernels.signature import signature_of
 from ..memory_order import empty_like, result_orders, strides, wide_dtype
 from ..triton.extra_kernels import BackwardState, run_extra
 from ..triton.family import MAX_HEAD_DIM
+from ..triton.serve import page_facts
 from .describe import describe_kernels
 from .plan import plan_of
 from .source import source_of
@@ -33,11 +34,12 @@ if TYPE_CHECKING:
 
     from attndsl.pipeline import Lowered
 
-    from ..base import Backward, Call, Store, Tangents, Written
+    from ..base import Backward, Call, Pages, Store, Tangents, Written
     from ..gradients.plan import GradientPlan
     from ..kernels.config import Config
     from ..kernels.kernel import Family
     from ..kernels.moving import Moving
+    from ..triton.serve import Serve
 
 _MAX_LAYOUTS = 4096
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -49,12 +51,15 @@ class GeneratedBackend(Backend):
     differentiable = False
     contracts = False
 
-    def __init__(self, name: str, families: tuple[Family, ...], store: Store) -> None:
-        """A backend of ``families``; the last one runs all calls."""
+    def __init__(
+        self, name: str, families: tuple[Family, ...], store: Store, pages: Serve | None = None
+    ) -> None:
+        """A backend of ``families``; the last one runs all calls. ``pages`` reads pages."""
         self.name = name
         self.families = families
         self._placed = next((family for family in families if family.tells_places), None)
         self.fused = first_with(families, Task.FORWARD_TANGENT) is not None
+        self._pages = pages
         self.modules = Modules(store)
         self._plans: dict[Hashable, GradientPlan] = {}
         self._layouts: dict[tuple[object, ...], Layout] = {}
@@ -106,6 +111,26 @@ class GeneratedBackend(Backend):
             return empty_like(q, call.v.shape[-1], wide_dtype(call.wide)), lse
         layout = self._layout(lowered, call, Task.FORWARD)
         return layout.family.forward(layout, lowered, call)
+
+    def why_not_pages(self, lowered: Lowered, call: Call) -> str | None:
+        """See :class:`~attndsl.backends.base.ReadsPages`."""
+        if self._pages is None:
+            return f"the {self.name} backend reads no pages"
+        return self._pages.why_not_pages(lowered, call)
+
+    def serve(
+        self, lowered: Lowered, call: Call, pages: Pages
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See :class:`~attndsl.backends.base.ReadsPages`."""
+        assert self._pages is not None
+        facts = page_facts(pages)
+        key = (signature_of(lowered, call, Task.FORWARD, None), facts)
+        layout = self._layouts.get(key)
+        if layout is None:
+            jobs = self._pages.jobs_of_pages(lowered, call, pages)
+            layout = self._layout_of(self._pages, jobs, call, False)
+            self._keep(key, layout)
+        return self._pages.serve(layout, lowered, call, pages)
 
     def backward(self, lowered: Lowered, call: Call, backward: Backward) -> Gradients:
         """See :class:`~attndsl.backends.base.Backend`."""

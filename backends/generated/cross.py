@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from attndsl.pipeline import Lowered
 
     from ..emit.facts import KernelFacts
+    from ..kernels.compile import Argument
     from ..kernels.config import Config
     from ..kernels.kernel import Kernel
     from ..kernels.machine import Machine
@@ -84,16 +85,17 @@ def cross_compile(
         more: dict[str, int | bool] = {"ROWS": STATISTICS_ROWS, "HAS_DLSE": True}
         first = jobs[0]
         options = statistics.configs(first, machine)
-        found.append(_compile(statistics.name, row_statistics, first, options, machine, more))
+        own_arguments = arguments_of(row_statistics, first.facts, more)
+        found.append(_compile(statistics.name, row_statistics, own_arguments, options, machine))
         if lowered.sparsity.bounds is not None:
             path = Path(folder) / "tile_lists.py"
             path.write_text(generate_lists(lowered, facts), "utf-8")
             module = load_module(path, path.stem)
             config, sizes = list_config(found[0].config.block_m, found[0].config.block_n, 1)
-            own = replace(first, facts=facts)
             for name in ("summarise", "classify", "refine", "list_tiles"):
                 function = getattr(module, name)
-                found.append(_compile(name, function, own, (config,), machine, sizes))
+                arguments = arguments_of(function, facts, sizes)
+                found.append(_compile(name, function, arguments, (config,), machine))
     return found
 
 
@@ -122,7 +124,8 @@ def _first_that_fits(
         path.write_text(text, "utf-8")
         function = getattr(load_module(path, path.stem), job.kernel.entry)
         try:
-            return _compile(job.kernel.name, function, job, (config,), machine, {})
+            arguments = job.kernel.arguments(function, job.facts, config)
+            return _compile(job.kernel.name, function, arguments, (config,), machine)
         except BackendError as error:
             refusal = error
     assert refusal is not None
@@ -130,10 +133,9 @@ def _first_that_fits(
 
 
 def _compile(
-    name: str, function: Any, job: Job, configs: tuple[Config, ...], machine: Machine,
-    more: Mapping[str, int | bool],
+    name: str, function: Any, arguments: list[Argument], configs: tuple[Config, ...],
+    machine: Machine,
 ) -> CrossCompiled:  # fmt: skip
-    arguments = arguments_of(function, job.facts, more)
     assert machine.target is not None
     built = build(function, arguments, configs, machine.target, machine.shared, load=False)
     return CrossCompiled(name, built.config, built.kernel.metadata.shared, built.kernel)

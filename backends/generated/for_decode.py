@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from ..triton.decode import Decode
 from ..triton.family import Portable
+from ..triton.serve import Serve
 from .backend import GeneratedBackend
 
 if TYPE_CHECKING:
@@ -14,4 +15,4 @@ if TYPE_CHECKING:
 
 def decode_backend(store: Store) -> GeneratedBackend:
     """Runs on every GPU that Triton has, and by its interpreter on CPU tensors."""
-    return GeneratedBackend("decode", (Decode(), Portable()), store)
+    return GeneratedBackend("decode", (Decode(), Portable()), store, Serve())

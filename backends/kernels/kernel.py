@@ -172,7 +172,7 @@ class Job:
             return LoopPlan()
         return self.lowered.sparsity.loop(
             self.kernel.loop, config.block_m, config.block_n, facts.shifted, facts.indexed,
-            facts.wide,
+            facts.wide, bounded=facts.pages is not None,
         )  # fmt: skip
 
     @property

@@ -84,7 +84,7 @@ class Decode(Portable):
         batch, heads, q_len, _ = q.shape
         out, lse = empty_results(layout, call)
         ((name, kernel),) = layout.executables.items()
-        shape, members = _shape(lowered, call), _members(lowered.program, call)
+        shape, members = _shape(lowered, call), members_of_call(lowered.program, call)
         units = heads // members * -(-q_len // shape.queries)
         parts = most_parts(call.k.shape[2], kernel.config)
         stream = stream_of(q.device)
@@ -114,10 +114,10 @@ def _width(layout: Layout) -> int:
 
 
 def _shape(lowered: Lowered, call: Call) -> Shape:
-    return shape_of(call.q.shape[2], _members(lowered.program, call))
+    return shape_of(call.q.shape[2], members_of_call(lowered.program, call))
 
 
-def _members(program: Program, call: Call) -> int:
+def members_of_call(program: Program, call: Call) -> int:
     """Heads of a tile's rows."""
     mask = program.mask
     together = mask is None or mask not in mentions(mask, name="h")

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..emit.device_functions import param_values, parameters, record_of_given
 from ..emit.loops import LIST_PARAMETERS, print_loop
-from ..emit.template import Flags, Products, fill_template
+from ..emit.template import Products, fill_template
 from .decode_tiles import MOST_PARTS, Shape, tiles_of_part
 from .generate import constants, flags_of_program, functions_of_program, sink_of_program
 
@@ -27,7 +27,7 @@ def decode_text(shape: Shape, job: Job, config: Config, loop: LoopPlan, products
     values = param_values(facts, scalar=True)
     loops, more = print_loop(kernel.loop_name, kernel.loop.along, loop, values, facts.names())
     listed = loop.listed is not None
-    flags: Flags = {
+    flags: dict[str, Any] = {
         **flags_of_program(program, facts),
         **constants(facts, config, products),
         "ROWS": shape.rows,
@@ -37,6 +37,9 @@ def decode_text(shape: Shape, job: Job, config: Config, loop: LoopPlan, products
         "FORWARD_HAS_FULL": listed or bool(loop.full),
         "FORWARD_HAS_PARTIAL": listed or bool(loop.partial),
     }
+    pages = facts.pages
+    if pages is not None:
+        flags |= {"PAGE": pages.size, "K_SCALES": pages.k_scales, "V_SCALES": pages.v_scales}
     given = [*parameters(facts), *(LIST_PARAMETERS if listed else ())]
     texts = [record_of_given(given), *functions, sink, *loops]
     return fill_template(

@@ -18,6 +18,7 @@ from support.interpreter import hasten
 from .compare import Outcome, Place, Verdict, judge, reproduction
 from .generate import DEVICE, SHARED_KEYS, SMALL, TILED, Scale, generate, ragged
 from .program import Apply, Dot, Invoke, Load, Masked, everything
+from .serving import served
 from .shrink import shrink
 
 if TYPE_CHECKING:
@@ -119,6 +120,8 @@ def case_of(seed: int, place: Place) -> Case:
     """The case of a seed at a place."""
     rng = random.Random(seed)
     case = generate(rng, scale_of(place))
+    if place.served:
+        return served(rng, case)
     return ragged(rng, case) if place.ragged else case
 
 

@@ -21,6 +21,7 @@ from attndsl.errors import AttnDSLError, LimitError, UnsupportedError
 from .inputs import arriving, python_call, value_of
 from .oracle import PRECISIONS, Errors, Oracle, Result, Unfit
 from .parts import InParts
+from .serving import Served, served_rows
 from .text import text
 
 if TYPE_CHECKING:
@@ -66,6 +67,8 @@ class Place:
     """Whether calls are cut into parts."""
     ragged: bool = False
     """Whether batch entries have keys of different lengths."""
+    served: bool = False
+    """Whether they are packed requests over pages."""
 
     @property
     def exact(self) -> bool:
@@ -179,6 +182,10 @@ def judge(case: Case, place: Place, runs: int = _RUNS) -> Outcome:
         if name == "lse" and not case.lse:
             continue
         allowed = expected.allowed[name]
+        if case.positions.counts is not None and name in ("out", "lse") and found[name] is not None:
+            rows = served_rows(case)
+            rows = rows if name == "lse" else rows[..., None]
+            value = torch.where(rows, value, 0.0)
         if place.parts and found[name] is not None and value.numel():
             # Gradients of parts are rounded before they are added up.
             allowed = allowed + 8 * torch.finfo(found[name].dtype).eps * value.abs().amax()
@@ -242,6 +249,9 @@ def run(case: Case, place: Place) -> dict[str, torch.Tensor | None]:
         values[name] = values[name].detach().requires_grad_()
     attention = _attention(case, place)
     attend = InParts(attention, case.seed) if place.parts else attention
+    if case.positions.counts is not None:
+        most = _most_queries(case, place)
+        attend = Served(attention, case.positions.counts, case.positions.page, most)
     returned = attend(**values, **_options(call))
     out, lse = returned if case.lse else (returned, None)
     found: dict[str, torch.Tensor | None] = {"out": out, "lse": lse}
@@ -257,6 +267,12 @@ def run(case: Case, place: Place) -> dict[str, torch.Tensor | None]:
     leaves = [values[name] for name in call.learned]
     grads = torch.autograd.grad(outputs, leaves, seeds, allow_unused=True)
     return found | {f"d{name}": grad for name, grad in zip(call.learned, grads, strict=True)}
+
+
+def _most_queries(case: Case, place: Place) -> int | None:
+    """What a served call says of that. Kernels that read pages want to know it."""
+    tells = place.backend == "decode" or case.seed % 3 == 0
+    return case.sizes.q_len if tells else None
 
 
 def _attention(case: Case, place: Place) -> attndsl.Attention:
@@ -335,6 +351,11 @@ def reproduction(case: Case, place: Place, outcome: Outcome) -> str:
     lines.append(f'attn = attndsl.compile(text, backend="{place.backend}"{bound})')
     if place.parts:  # Beside tests/.
         lines.append(f"from fuzz.parts import InParts; attn = InParts(attn, {case.seed})")
+    at = case.positions
+    if at.counts is not None:
+        most = _most_queries(case, place)
+        lines.append("from fuzz.serving import Served")
+        lines.append(f"attn = Served(attn, {at.counts}, {at.page}, {most})")
     lines.append(f"{'out, lse' if case.lse else 'out'} = attn({arguments})")
     lines += _gradient_lines(case, call.learned, there)
     lines.append(f"# {outcome.verdict.value}: {outcome.reason}")

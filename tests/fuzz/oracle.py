@@ -380,6 +380,10 @@ class Oracle:
         if at.kv_lengths is not None:
             lengths = torch.tensor(at.kv_lengths, dtype=torch.int64, device=self.device)
             names["kv_len"] = lengths[b]
+        if at.counts is not None:
+            counts = torch.tensor(at.counts, dtype=torch.int64, device=self.device)
+            names["q_len"] = names["kv_len"]
+            names["token"] = (counts.cumsum(0) - s.q_len)[b] + i
         return Pairs(torch.arange(len(b), device=self.device), names, raw)
 
     def _liveness(self, interpreter: Interpreter, pairs: Pairs) -> tuple[torch.Tensor, Frame]:

@@ -228,6 +228,10 @@ class Positions:
     """The first position of each batch entry, in place of ``q_offset``."""
     kv_lengths: tuple[int, ...] | None = None
     """Keys of each batch entry; there is room for more."""
+    counts: tuple[int, ...] | None = None
+    """Of served entries: how many of the last rows are tokens."""
+    page: int = 1
+    """Keys of a page of served entries."""
 
 
 @dataclass(frozen=True, slots=True)

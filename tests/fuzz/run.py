@@ -33,6 +33,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--every", type=float, default=10.0, help="seconds between lines")
     parser.add_argument("--parts", action="store_true", help="calls are cut into parts")
     parser.add_argument("--ragged", action="store_true", help="lengths of each batch entry")
+    parser.add_argument("--serve", action="store_true", help="packed requests over pages")
     parser.add_argument("--operators", action="store_true", help="how often each stands")
     return parser.parse_args()
 
@@ -68,7 +69,7 @@ def main() -> int:
     seed = random.SystemRandom().randrange(1 << 40) if given.seed is None else given.seed
     print(f"seed {seed}", flush=True)
     places = tuple(
-        Place(backend, _DTYPES[dtype], given.device, given.parts, given.ragged)
+        Place(backend, _DTYPES[dtype], given.device, given.parts, given.ragged, given.serve)
         for backend in backends
         for dtype in given.dtype.split(",")
     )

@@ -101,7 +101,9 @@ def _simpler_call(case: Case) -> Iterator[Case]:
     if case.positions != Positions():
         yield replace(case, positions=Positions())
         yield replace(case, positions=replace(case.positions, as_tensors=False))
-        for name in ("q_index", "kv_index", "q_starts", "kv_lengths"):
+        names = ("q_index", "kv_index", "q_starts", "kv_lengths")
+        # Packed requests have all of theirs.
+        for name in () if case.positions.counts else names:
             yield replace(case, positions=replace(case.positions, **{name: None}))
         for name in ("q_offset", "kv_offset"):
             yield replace(case, positions=replace(case.positions, **{name: 0}))
@@ -151,6 +153,7 @@ def _indexed(case: Case) -> Case:
             q_index=q_index,
             kv_index=kv_index,
             q_starts=None if q_starts is None else q_starts[: sizes.batch],
+            counts=at.counts and at.counts[: sizes.batch],
             kv_lengths=lengths
             and tuple(min(length, sizes.kv_len) for length in lengths[: sizes.batch]),
         ),

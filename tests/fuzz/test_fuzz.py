@@ -25,6 +25,7 @@ from fuzz.text import text
 import attndsl
 from attndsl.backends.dense import interpret
 from attndsl.ir import Op
+from attndsl.runtime import packed
 
 SEED = 5
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -36,6 +37,8 @@ PLACES = [
     (Place("cpu", parts=True), 40),
     (Place("reference", ragged=True), 30),
     (Place("cpu", ragged=True), 50),
+    (Place("reference", served=True), 40),
+    (Place("cpu", served=True), 60),
 ]
 
 
@@ -96,6 +99,18 @@ def test_a_defect_is_found_and_shrunk(monkeypatch):
         [sys.executable, "-c", found.reproduction], capture_output=True, text=True, check=True
     )
     assert wanted[:4] in run_alone.stdout
+
+
+def test_a_token_that_is_off_by_one_is_found(monkeypatch):
+    real = packed.Packed
+
+    def off(starts, *rest):
+        return real(starts + 1, *rest)
+
+    monkeypatch.setattr(packed, "Packed", off)
+    report = run(Plan((Place("cpu", served=True),), 60, SEED, shrinking=0.0))
+    assert any("token" in failure.reproduction for failure in report.failures)
+    assert any("Served(attn" in failure.reproduction for failure in report.failures)
 
 
 def test_an_interrupted_run_says_what_it_found():

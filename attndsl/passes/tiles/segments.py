@@ -57,10 +57,11 @@ def closed_segments(
     shifted: bool,
     ragged_full: bool,
     wide: frozenset[str] = frozenset(),
+    sure: Node | None = None,
 ) -> tuple[tuple[Segment, ...], tuple[Segment, ...]]:
     """The FULL and the PARTIAL segments of ``mask``.
 
-    They hold where the mask's guard does (see :func:`.affine.guard_of`).
+    They hold where the guard of both masks does (see :func:`.affine.guard_of`).
 
     Args:
         mask: Quasi-affine.
@@ -69,6 +70,8 @@ def closed_segments(
         shifted: Whether logical positions are rows plus run-time offsets.
         ragged_full: Whether FULL may name the ragged last tile of the loop.
         wide: Names of the mask's int params and int tensors that may have more than 32 bits.
+        sure: Quasi-affine, where ``mask`` says of pairs only that they may be live: it holds where
+            they surely are, and FULL tiles have no others. None where ``mask`` is exact.
 
     Raises:
         NoClosedForm: There is none that is worth it.
@@ -81,11 +84,12 @@ def closed_segments(
     # With it isl writes (tile + n) mod 64 as tile % 64 where only tile is known not to be negative.
     context.set_ast_build_prefer_pdiv(0)
     try:
-        builder = SetBuilder(context, shifted, guard_of(mask, wide).cut)
-        found = _Derivation(builder).segments(mask, own, along, ragged_full)
+        both = mask if sure is None else node(Op.AND, mask, sure)
+        builder = SetBuilder(context, shifted, guard_of(both, wide).cut)
+        found = _Derivation(builder).segments((mask, sure), own, along, ragged_full)
     except islpy.Error as error:
         raise NoClosedForm("the integer sets of its tiles are too complicated") from error
-    _check_widths([segment for kind in found for segment in kind], symbols_of(mask))
+    _check_widths([segment for kind in found for segment in kind], symbols_of(both))
     return found
 
 
@@ -98,10 +102,13 @@ class _Derivation:
         self.strides: tuple[int, ...] = _STRIDES
 
     def segments(
-        self, mask: Node, owner: tuple[str, int], loop: tuple[str, int], ragged_full: bool
-    ) -> tuple[tuple[Segment, ...], tuple[Segment, ...]]:
-        live = self.builder.live(mask).intersect(self._set("{ [q, kv] : q >= 0 and kv >= 0 }"))
-        dead = self._set("{ [q, kv] : q >= 0 and kv >= 0 }").subtract(live)
+        self, masks: tuple[Node, Node | None], owner: tuple[str, int], loop: tuple[str, int],
+        ragged_full: bool,
+    ) -> tuple[tuple[Segment, ...], tuple[Segment, ...]]:  # fmt: skip
+        mask, sure = masks
+        pairs = self._set("{ [q, kv] : q >= 0 and kv >= 0 }")
+        live = self.builder.live(mask).intersect(pairs)
+        dead = pairs.subtract(live if sure is None else self.builder.live(sure))
         (owner_name, own), (loop_name, along) = owner, loop
         self.strides = (*_periods(mask, along), *_STRIDES)
         self.slopes = sorted({own // along, 0}, reverse=True)

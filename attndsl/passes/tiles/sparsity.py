@@ -13,13 +13,14 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from attndsl.ir import Op, const, dependencies, leaf_names
+from attndsl.ir import Op, const, dependencies, leaf_names, node
 from attndsl.passes.evaluate import Environment, evaluate
 
 from .affine import guard_of, why_not_affine
 from .cells import cells_of
 from .intervals import SCORE_DEPENDENT, Bounds, bound_mask
 from .plan import FORWARD, LoopPlan, guarded
+from .sandwich import lower, upper
 from .segments import NoClosedForm, closed_segments
 
 if TYPE_CHECKING:
@@ -69,7 +70,7 @@ class Sparsity:
 
     def loop(
         self, direction: Direction, block_m: int, block_n: int, shifted: bool, indexed: bool,
-        wide: frozenset[str] = frozenset(),
+        wide: frozenset[str] = frozenset(), bounded: bool = False,
     ) -> LoopPlan:  # fmt: skip
         """The plan of one loop at one tile size.
 
@@ -80,20 +81,32 @@ class Sparsity:
             shifted: Whether the call gives offsets.
             indexed: Whether the call gives ``q_index`` or ``kv_index``.
             wide: Names of the int params and int tensors that may have more than 32 bits.
+            bounded: Whether formulas that bound the mask's tiles from both sides take the place of
+                lists. A condition that they do not decide leaves tiles PARTIAL.
         """
-        if self.mask is not None and self.not_affine is not None:
+        sandwiched = bounded and self.mask is not None and self.not_affine is not None
+        if self.mask is not None and self.not_affine is not None and not bounded:
             return LoopPlan(listed=self.not_affine)
         if self.mask is not None and indexed:
             return LoopPlan(listed="positions are looked up in q_index or kv_index")
         mask = const(True) if self.mask is None else self.mask
-        wide = wide & leaf_names(mask)
+        sure = lower(mask) if sandwiched else None
+        mask = upper(mask) if sandwiched else mask
+        both = mask if sure is None else node(Op.AND, mask, sure)
+        wide = wide & leaf_names(both)
         blocks = {"q": block_m, "kv": block_n}
         own, along = blocks[direction.own], blocks[direction.along]
         # Rows beyond the length have weights of 0, unless a score expression makes NaN of zeros.
         ragged_full = direction.along == "q" and self.plain
         try:
             full, partial = closed_segments(
-                mask, (direction.own, own), (direction.along, along), shifted, ragged_full, wide
+                mask,
+                (direction.own, own),
+                (direction.along, along),
+                shifted,
+                ragged_full,
+                wide,
+                sure,
             )
         except NoClosedForm as reason:
             return LoopPlan(listed=str(reason))
@@ -101,7 +114,7 @@ class Sparsity:
         first, last = (_visited(found, own, along, _MANY, end) for end in (0.0, 1.0))
         middle, twice = (_visited(found, own, along, scale, 0.5) for scale in (_MANY, 2 * _MANY))
         found = replace(found, descending=last > first, short=middle == twice)
-        return guarded(found, guard_of(mask, wide).within)
+        return guarded(found, guard_of(both, wide).within)
 
     def loop_of_rows(
         self, block_m: int, rows: int, block_n: int, shifted: bool, indexed: bool,

@@ -6,13 +6,15 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.brute import lowered_of
+from support.brute import call_of, lowered_of
 
 import attndsl
 from attndsl.backends.dense.interpret import Scope, evaluate
+from attndsl.backends.tiled.tile_kinds import grid_of, kinds_by_segments
 from attndsl.errors import ArgumentError
 from attndsl.ir import const
 from attndsl.passes.tiles.affine import why_not_affine
+from attndsl.passes.tiles.plan import DIRECTIONS, EMPTY, FORWARD, FULL, PARTIAL
 from attndsl.passes.tiles.retained import projection
 from attndsl.passes.tiles.sandwich import lower, upper
 
@@ -155,3 +157,46 @@ def test_bad_input(given, match):
 def test_questions_do_not_run_out_of_operations():
     attention = attndsl.compile("natten2d(64, 64, 7, 7)")
     assert len({str(attention.retained(n, 4096)) for n in range(2000, 4000, 5)}) > 100
+
+
+@settings(max_examples=60, deadline=None)
+@given(MASKS)
+def test_formulas_bound_the_tiles_of_any_mask(text):
+    """Tiles that are left out have no live pair, FULL ones no dead pair, whatever is looked up."""
+    lowered = lowered_of(f"tensor ids[n]: int\nmask = {text}")
+    mask, sparsity = lowered.program.mask, lowered.sparsity
+    if mask is None:
+        return
+    call = call_of(lowered, LENGTH, LENGTH, ids=IDS)
+    grid = grid_of(call, 8, 16)
+    pairs = live(mask)
+    for direction in DIRECTIONS.values():
+        loop = sparsity.loop(direction, 8, 16, False, False, bounded=True)
+        if loop.listed is not None:
+            continue
+        kinds = kinds_by_segments(loop, direction, sparsity, grid)[0, 0]
+        for i in range(kinds.shape[0]):
+            for j in range(kinds.shape[1]):
+                tile = pairs[8 * i : 8 * i + 8, 16 * j : 16 * j + 16]
+                assert kinds[i, j] != EMPTY or not tile.any()
+                assert kinds[i, j] != FULL or tile.all()
+
+
+def test_a_tree_is_full_below_its_context():
+    text = """
+tensor context[batch]: int
+tensor lengths[batch]: int
+tensor ancestor[q_len, n]: bool
+mask = kv < lengths[b] and (kv < context[b] or ancestor[q, max(kv - context[b], 0)])
+"""
+    lowered = lowered_of(text)
+    captures = {
+        "context": torch.tensor([70, 0]), "lengths": torch.tensor([78, 5]),
+        "ancestor": torch.ones(8, 8, dtype=torch.bool),
+    }  # fmt: skip
+    grid = grid_of(call_of(lowered, 8, 100, batch=2, **captures), 8, 16)
+    assert lowered.sparsity.loop(FORWARD, 8, 16, False, False).listed is not None
+    loop = lowered.sparsity.loop(FORWARD, 8, 16, False, False, bounded=True)
+    kinds = kinds_by_segments(loop, FORWARD, lowered.sparsity, grid)
+    assert kinds[0, 0, 0].tolist() == [FULL] * 4 + [PARTIAL, EMPTY, EMPTY]
+    assert kinds[1, 0, 0].tolist() == [PARTIAL] + [EMPTY] * 6

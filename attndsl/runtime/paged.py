@@ -1,0 +1,337 @@
+"""Keys and values in pages: what a cache is, what may be wrong with it, and its keys as tensors.
+
+A page holds the keys of some consecutive positions of one request. ``table`` says which page has
+which positions. A cache owns nothing: it is the engine's tensors under one name.
+
+Non-goals: which pages are free; writing (:mod:`.appending`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from attndsl.errors import ArgumentError, DeviceError, DTypeError, ShapeError
+from attndsl.passes.widths import POSITION_LIMIT
+from attndsl.settings import asks_to_verify
+
+from .appending import FP8, Scale, append
+from .arguments import FLOATS
+
+_INTS = (torch.int32, torch.int64)
+_DIMS = 4
+_LAYOUT = (
+    "(pages, page size, key heads, dim); transpose(1, 2) makes it of (pages, heads, size, dim)"
+)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PagedCache:
+    """Keys and values of several requests, in pages. All tensors are views of the engine's.
+
+    Position ``p`` of request ``b`` lies in page ``table[b, p // size]``, row ``p % size``.
+
+    Args:
+        k_pages: (pages, size, Hkv, D), of q's dtype, or ``torch.float8_e4m3fn``. Any strides whose
+            last one is 1.
+        v_pages: (pages, size, Hkv, Dv), of the same dtype.
+        table: (batch, pages of a request), int32 or int64. Elements beyond a request's length are
+            not read.
+        lengths: (batch,), int32 or int64: keys of each request, those of this step included.
+        k_scale: Of fp8 pages: what each stored key is multiplied by. A number or 0-d tensor for
+            all, (Hkv,) for each head, or (pages, size, Hkv) for each position and head; fp32. None
+            stands for 1.
+        v_scale: The same of values.
+
+    Raises:
+        ShapeError, DTypeError, DeviceError, ArgumentError: Says which, and what to pass.
+    """
+
+    k_pages: torch.Tensor
+    v_pages: torch.Tensor
+    table: torch.Tensor
+    lengths: torch.Tensor
+    k_scale: Scale = None
+    v_scale: Scale = None
+
+    def __post_init__(self) -> None:
+        """Refuse tensors that do not go together."""
+        _check_pages(self.k_pages, self.v_pages)
+        _check_table(self)
+        for name in ("k_scale", "v_scale"):
+            _check_scale(self, name, getattr(self, name))
+
+    @property
+    def page_size(self) -> int:
+        """Positions of a page."""
+        return self.k_pages.shape[1]
+
+    @property
+    def room(self) -> int:
+        """The most keys of a request, by the shapes of the table and of pages."""
+        return self.table.shape[1] * self.page_size
+
+    @property
+    def batch(self) -> int:
+        """Requests."""
+        return self.table.shape[0]
+
+    @property
+    def is_fp8(self) -> bool:
+        """Whether pages hold numbers of 8 bits."""
+        return self.k_pages.dtype is FP8
+
+    def append(self, k: torch.Tensor, v: torch.Tensor, starts: torch.Tensor) -> None:
+        """Write the keys and values of this step into the pages.
+
+        ``lengths`` include them already: the keys of request ``b`` become its positions from
+        ``lengths[b] - n_b`` on. Numbers beyond the range of fp8 become its largest one. Where
+        scales are by position and head, those of the new keys are made and written too, so that the
+        largest element becomes the largest number of fp8. All other scales are given.
+
+        Args:
+            k: (tokens, Hkv, D), in any float dtype. Rows of no request are not written.
+            v: (tokens, Hkv, Dv).
+            starts: (batch + 1,) ints: request ``b`` has tokens ``starts[b]`` to
+                ``starts[b + 1] - 1``.
+
+        Raises:
+            ShapeError, DTypeError, DeviceError: Tensors do not go together.
+            ArgumentError: On CPUs, or with ``ATTNDSL_VERIFY=1``: as :meth:`validate`.
+        """
+        check_starts(self, starts)
+        _check_rows(self, k, v)
+        if looks_at_values(self.table.device):
+            self.validate(starts, k.shape[0])
+        append(self, k, v, starts)
+
+    def validate(self, starts: torch.Tensor | None = None, tokens: int | None = None) -> None:
+        """Look at all values, which takes a synchronisation on a GPU.
+
+        Args:
+            starts: As of a call, if there is one.
+            tokens: Number of its tokens; by default the last start.
+
+        Raises:
+            ArgumentError: The first request that has a page number out of range, a length that is
+                negative or beyond its table, starts that fall, or more queries than keys.
+        """
+        _check_lengths(self)
+        _check_numbers(self)
+        if starts is not None:
+            check_starts(self, starts)
+            _check_start_values(self, starts, tokens)
+
+
+def looks_at_values(device: torch.device) -> bool:
+    """Whether calls validate: where nothing waits for a device, or where settings ask for it."""
+    return device.type == "cpu" or asks_to_verify()
+
+
+class Keys(NamedTuple):
+    """Keys and values of some requests, as a call takes them; zeros beyond their lengths."""
+
+    k: torch.Tensor
+    """(requests, Hkv, length, D)."""
+    v: torch.Tensor
+
+
+def gathered(cache: PagedCache, requests: slice, length: int, dtype: torch.dtype) -> Keys:
+    """The first ``length`` keys and values of ``requests``, scaled, in ``dtype``.
+
+    Reads nothing outside of the pool, whatever the table holds.
+    """
+    table, size = cache.table[requests], cache.page_size
+    positions = torch.arange(length, device=table.device)
+    exist = positions < cache.lengths[requests, None]
+    if cache.k_pages.shape[0] == 0 or not length:
+        shape = table.shape[0], cache.k_pages.shape[2], length
+        both = (cache.k_pages, cache.v_pages)
+        return Keys(*(x.new_zeros((*shape, x.shape[3]), dtype=dtype) for x in both))
+    pages = table[:, : -(-length // size)].long().repeat_interleave(size, 1)[:, :length]
+    pages = torch.where(exist, pages, 0).clamp(0, cache.k_pages.shape[0] - 1)
+    rows = positions % size
+    found = []
+    for stored, scale in ((cache.k_pages, cache.k_scale), (cache.v_pages, cache.v_scale)):
+        values = stored[pages, rows].to(dtype)
+        if isinstance(scale, torch.Tensor) and scale.dim() == 3:
+            values = values * scale[pages, rows].to(dtype).unsqueeze(-1)
+        elif isinstance(scale, torch.Tensor) and scale.dim() == 1:
+            values = values * scale.to(dtype).unsqueeze(-1)
+        elif scale is not None:
+            values = values * scale
+        # What lies there may be no number.
+        values = torch.where(exist[..., None, None], values, 0.0)
+        found.append(values.transpose(1, 2))
+    return Keys(*found)
+
+
+def _check_pages(k: object, v: object) -> None:
+    for name, pages in (("k_pages", k), ("v_pages", v)):
+        if not isinstance(pages, torch.Tensor) or pages.dim() != _DIMS:
+            what = (
+                f"has shape {tuple(pages.shape)}"
+                if isinstance(pages, torch.Tensor)
+                else f"is a {type(pages).__name__}"
+            )
+            raise ShapeError(f"{name} {what}", hint=f"pass {_LAYOUT}")
+        if pages.dtype not in FLOATS and pages.dtype is not FP8:
+            raise DTypeError(
+                f"{name} is of dtype {pages.dtype}",
+                hint="use q's dtype, or torch.float8_e4m3fn with scales",
+            )
+        if pages.stride(3) != 1 and pages.shape[3] > 1:
+            raise ShapeError(
+                f"{name} has stride {pages.stride(3)} along its last dim",
+                hint=f"a cache is no copy: pass {_LAYOUT}, whose rows lie together",
+            )
+    assert isinstance(k, torch.Tensor)
+    assert isinstance(v, torch.Tensor)
+    if k.shape[:3] != v.shape[:3]:
+        raise ShapeError(
+            f"k_pages is {tuple(k.shape)} and v_pages is {tuple(v.shape)}",
+            hint="both have the same pages, page size and key heads",
+        )
+    if k.shape[1] == 0 or k.shape[2] == 0 or k.shape[3] == 0:
+        raise ShapeError(f"k_pages is {tuple(k.shape)}", hint=f"pass {_LAYOUT}, none but pages 0")
+    if v.dtype is not k.dtype or v.device != k.device:
+        raise DTypeError(
+            f"k_pages is {k.dtype} on {k.device}, and v_pages {v.dtype} on {v.device}",
+            hint="both have one dtype and one device",
+        )
+
+
+def _check_table(cache: PagedCache) -> None:
+    device = cache.k_pages.device
+    for name, dims in (("table", 2), ("lengths", 1)):
+        value = getattr(cache, name)
+        hint = (
+            f"pass (batch, pages of a request) ints on {device}"
+            if name == "table"
+            else f"pass (batch,) ints on {device}, the number of keys of each request"
+        )
+        if not isinstance(value, torch.Tensor) or value.dtype not in _INTS:
+            raise DTypeError(f"{name} is no int32 or int64 tensor", hint=hint)
+        if value.dim() != dims:
+            raise ShapeError(f"{name} has shape {tuple(value.shape)}", hint=hint)
+        if value.device != device:
+            raise DeviceError(f"{name} is on {value.device}", hint=hint)
+    if cache.table.shape[0] != cache.lengths.shape[0]:
+        raise ShapeError(
+            f"table has {cache.table.shape[0]} requests and lengths {cache.lengths.shape[0]}",
+            hint="both have a row for each request",
+        )
+    if cache.room >= POSITION_LIMIT:
+        raise ShapeError(
+            f"the table has room for {cache.room} keys a request",
+            hint=f"positions are below {POSITION_LIMIT}: pass a narrower table",
+        )
+
+
+def _check_scale(cache: PagedCache, name: str, scale: object) -> None:
+    if scale is None:
+        return
+    if not cache.is_fp8:
+        raise ArgumentError(
+            f"{name} is given, and the pages are {cache.k_pages.dtype}",
+            hint="scales belong to pages of torch.float8_e4m3fn: drop it",
+        )
+    heads = cache.k_pages.shape[2]
+    hint = (
+        f"pass a number, or an fp32 tensor of shape (), ({heads},) or "
+        f"{tuple(cache.k_pages.shape[:3])}"
+    )
+    if isinstance(scale, int | float) and not isinstance(scale, bool):
+        return
+    if not isinstance(scale, torch.Tensor) or scale.dtype is not torch.float32:
+        raise DTypeError(f"{name} is no fp32 tensor and no number", hint=hint)
+    if tuple(scale.shape) not in ((), (heads,), tuple(cache.k_pages.shape[:3])):
+        raise ShapeError(f"{name} has shape {tuple(scale.shape)}", hint=hint)
+    if scale.device != cache.k_pages.device:
+        raise DeviceError(f"{name} is on {scale.device}", hint=f"{name}.to(k_pages.device)")
+
+
+def _check_rows(cache: PagedCache, k: torch.Tensor, v: torch.Tensor) -> None:
+    """Refuse keys and values of a step that do not fit the pages."""
+    for name, rows, pages in (("k", k, cache.k_pages), ("v", v, cache.v_pages)):
+        hint = f"pass (tokens, {pages.shape[2]}, {pages.shape[3]}) floats on {pages.device}"
+        if not isinstance(rows, torch.Tensor) or rows.dtype not in FLOATS:
+            raise DTypeError(f"{name} is no float tensor", hint=hint)
+        if rows.dim() != 3 or tuple(rows.shape[1:]) != tuple(pages.shape[2:]):
+            raise ShapeError(f"{name} has shape {tuple(rows.shape)}", hint=hint)
+        if rows.device != pages.device:
+            raise DeviceError(f"{name} is on {rows.device}", hint=hint)
+    if k.shape[0] != v.shape[0]:
+        raise ShapeError(
+            f"k has {k.shape[0]} tokens and v has {v.shape[0]}", hint="both have one row a token"
+        )
+
+
+def check_starts(cache: PagedCache, starts: object) -> None:
+    """Refuse what are no starts of the cache's requests, by shape, dtype and device.
+
+    Raises:
+        ShapeError, DTypeError, DeviceError: Says which, and what to pass.
+    """
+    hint = f"pass ({cache.batch + 1},) ints: request b has tokens starts[b] to starts[b + 1] - 1"
+    if not isinstance(starts, torch.Tensor) or starts.dtype not in _INTS:
+        raise DTypeError("starts is no int32 or int64 tensor", hint=hint)
+    if tuple(starts.shape) != (cache.batch + 1,):
+        raise ShapeError(f"starts has shape {tuple(starts.shape)}", hint=hint)
+    if starts.device != cache.table.device:
+        raise DeviceError(f"starts is on {starts.device}", hint="starts.to(table.device)")
+
+
+def _first(bad: torch.Tensor) -> int | None:
+    """The first place where ``bad`` holds."""
+    found = bad.nonzero()
+    return int(found[0, 0]) if found.numel() else None
+
+
+def _check_lengths(cache: PagedCache) -> None:
+    b = _first((cache.lengths < 0) | (cache.lengths > cache.room))
+    if b is not None:
+        raise ArgumentError(
+            f"request {b} has length {int(cache.lengths[b])}, and its row of the table has room "
+            f"for {cache.room} keys ({cache.table.shape[1]} pages of {cache.page_size})",
+            hint="lengths are from 0 to that room; pass a wider table",
+        )
+
+
+def _check_numbers(cache: PagedCache) -> None:
+    pages, size = cache.k_pages.shape[0], cache.page_size
+    columns = torch.arange(cache.table.shape[1], device=cache.table.device)
+    used = columns * size < cache.lengths[:, None]
+    bad = used & ((cache.table < 0) | (cache.table >= pages))
+    b = _first(bad.any(1))
+    if b is not None:
+        column = int(bad[b].nonzero()[0, 0])
+        raise ArgumentError(
+            f"request {b} has page {int(cache.table[b, column])} for its keys from "
+            f"{column * size} on, and there are {pages} pages",
+            hint="page numbers are from 0 to the number of pages less 1",
+        )
+
+
+def _check_start_values(cache: PagedCache, starts: torch.Tensor, tokens: int | None) -> None:
+    counts = starts.diff()
+    b = _first(counts < 0)
+    if b is not None:
+        raise ArgumentError(
+            f"starts falls at request {b}: from {int(starts[b])} to {int(starts[b + 1])}",
+            hint="starts are sums of the requests' numbers of queries, from 0 on",
+        )
+    last = int(starts[-1])
+    if int(starts[0]) < 0 or (tokens is not None and last > tokens):
+        raise ArgumentError(
+            f"starts goes from {int(starts[0])} to {last}, and there are {tokens} tokens",
+            hint="starts are from 0 to the number of tokens",
+        )
+    b = _first(counts > cache.lengths)
+    if b is not None:
+        raise ArgumentError(
+            f"request {b} has {int(counts[b])} queries, and its length is {int(cache.lengths[b])}",
+            hint="lengths include the keys of this step: add its queries to them before the call",
+        )

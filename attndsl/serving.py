@@ -1,0 +1,308 @@
+"""Calls of an engine: queries of several requests packed into one tensor, keys in pages."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from attndsl.backends.base import Pages, ReadsPages
+from attndsl.compiled import Compiled
+from attndsl.errors import ArgumentError, DeviceError, DTypeError, ShapeError, UnsupportedError
+from attndsl.logs import tell_once
+from attndsl.passes.widths import POSITION_LIMIT
+from attndsl.runtime.appending import FP8
+from attndsl.runtime.arguments import FLOATS, is_wide, rows_contiguous
+from attndsl.runtime.autograd import attend
+from attndsl.runtime.bind import CallOptions, bind
+from attndsl.runtime.location import Location
+from attndsl.runtime.packed import Run, Step, keys_of_run, location_of, queries_of, runs_of, store
+from attndsl.runtime.paged import PagedCache, check_starts, looks_at_values
+from attndsl.runtime.programs import pointing_into
+from attndsl.runtime.values import check_values
+from attndsl.runtime.variants import dims_of_one
+
+if TYPE_CHECKING:
+    from attndsl.backends.base import Backend, Call, Scalar
+    from attndsl.compiled import Captures
+    from attndsl.pipeline import Lowered
+
+READS_PAGES = "decode"
+"""The backend whose kernels do. No GPU has run them yet, so that it has to be asked for."""
+_INTS = (torch.int32, torch.int64)
+
+
+class _Rest(NamedTuple):
+    """What a step is beside its tensors."""
+
+    heads: Location
+    """Which heads it has."""
+    scale: float
+    out_dtype: torch.dtype
+
+
+class Serving(Compiled):
+    """The part of :class:`~attndsl.Attention` that engines call."""
+
+    __slots__ = ()
+
+    def serve(
+        self,
+        q: torch.Tensor,
+        cache: PagedCache,
+        starts: torch.Tensor,
+        *,
+        q_index: torch.Tensor | None = None,
+        most_queries: int | None = None,
+        scale: float | None = None,
+        return_lse: bool = False,
+        out_dtype: torch.dtype | None = None,
+        heads: int | None = None,
+        kv_heads: int | None = None,
+        h_offset: int = 0,
+        captures: Captures | None = None,
+        **named: torch.Tensor | Scalar,
+    ) -> Any:
+        """Attention of packed queries over a paged cache: decoding, chunks of prompts, or both.
+
+        Request ``b`` has tokens ``starts[b]`` to ``starts[b + 1] - 1``. They are its last
+        positions, up to ``lengths[b] - 1``, and the cache has their keys already. In the program
+        ``b`` is the request, ``q`` and ``kv`` are positions in it, ``q_len`` and ``kv_len`` are
+        ``lengths[b]`` (in the dims of tensors the cache's room), and ``token`` is the row of ``q``
+        here. Nothing is differentiable.
+
+        Args:
+            q: (tokens, Hq, D), of the pages' dtype; any float dtype for pages of fp8.
+            cache: Keys and values.
+            starts: (batch + 1,), int32 or int64, on the device of the cache.
+            q_index: (tokens,) ints: the logical position of each query, where these are not the
+                request's last ones, as in a tree of drafts.
+            most_queries: The most tokens of a request: a capacity, so that lengths are not read on
+                the host to make the call. On other devices than CPUs it is by default the number of
+                all tokens.
+            scale: Factor of ``q . k`` in the raw score; 1 / sqrt(D) by default.
+            return_lse: Whether to return the log-sum-exp of each row too.
+            out_dtype: dtype of the output: q's by default, or ``torch.float32``.
+            heads: Number of query heads in the whole, where this call has some of them.
+            kv_heads: The same of key heads.
+            h_offset: Number in the whole of the first query head here.
+            captures: The program's tensors, and its run-time params.
+            **named: The same, by keywords; those called like an argument go into ``captures``.
+
+        Returns:
+            out (tokens, Hq, Dv); with ``return_lse`` also lse (tokens, Hq), natural logarithm, fp32
+            (fp64 for fp64). Tokens of no request, and rows with no live pair, have out 0 and lse
+            -inf.
+
+        Raises:
+            ShapeError, DTypeError, DeviceError: What does not go together.
+            ArgumentError: Missing or unusable arguments. On CPUs, and with ``ATTNDSL_VERIFY=1``,
+                also values that :meth:`attndsl.PagedCache.validate` refuses. Without a check a
+                request with such values has a result of no meaning, and others have theirs.
+            UnsupportedError: Gradients are asked for; the program drops weights; in a graph of
+                ``torch.compile``.
+        """
+        _check_queries(q, cache, starts, q_index, most_queries)
+        given: Captures = self._given(captures, dict(named))
+        _check_forward((q, cache.k_pages, cache.v_pages, *given.values()))
+        is_wide("out_dtype", out_dtype, q.dtype)
+        if looks_at_values(q.device):
+            cache.validate(starts, q.shape[0])
+            _check_most(starts, most_queries)
+            _check_positions(q_index)
+        if most_queries is None and q.device.type != "cpu":
+            most_queries = q.shape[0]
+        of_heads = Location(heads=heads, kv_heads=kv_heads, h_offset=h_offset)
+        own, given = self._of_step(q, cache, given, of_heads)
+        own._check_program(return_lse)
+        step = Step(q.detach(), starts.long(), q_index, most_queries)
+        scale = q.shape[2] ** -0.5 if scale is None else scale
+        rest = _Rest(of_heads, scale, q.dtype if out_dtype is None else out_dtype)
+        with torch.no_grad(), pointing_into(self._source):
+            found = own._attend_pages(step, cache, given, rest)
+            out, lse = own._attend_step(step, cache, given, rest) if found is None else found
+        return (out, lse) if return_lse else out
+
+    def _check_program(self, return_lse: bool) -> None:
+        """Refuse programs that draw numbers, and those without what is asked for.
+
+        Raises:
+            UnsupportedError: Says what to write instead.
+        """
+        program = self._lowered.program
+        if program.dropout is not None:
+            with pointing_into(self._source):
+                raise UnsupportedError(
+                    "serve drops no weights, and the program has dropout",
+                    program.dropout.span,
+                    "serve the program without dropout, as models are in evaluation",
+                )
+        if return_lse and program.weights is not None:
+            raise UnsupportedError(
+                "return_lse asks for a softmax's log-sum-exp, and the program has other weights",
+                hint="drop return_lse; the outputs of parts of the keys are added up",
+            )
+
+    def _of_step(
+        self, q: torch.Tensor, cache: PagedCache, given: Captures, of_heads: Location
+    ) -> tuple[Serving, Captures]:
+        """The program of a step, and its captures; see :meth:`Compiled.variant`."""
+        own, given = self.variant(given)
+        sizes: dict[str, int | None] = {
+            "batch": cache.batch, "heads": q.shape[1], "kv_heads": cache.k_pages.shape[2],
+            "q_len": cache.room, "kv_len": cache.room, "head_dim": q.shape[2],
+        }  # fmt: skip
+        ones = dims_of_one(own._lowered.written, given, sizes, of_heads)
+        return (own._variant((), ones) if ones else own), given
+
+    def _attend_pages(
+        self, step: Step, cache: PagedCache, given: Captures, rest: _Rest
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Output and log-sum-exp by kernels that read pages; None where keys are to be gathered."""
+        tokens, heads, dim = step.q.shape
+        if step.most_queries is None or self._backend != READS_PAGES or not tokens * cache.batch:
+            return None
+        # Not less where there are fewer tokens: tiles, and so the bits, follow from it.
+        most = step.most_queries
+        q = rows_contiguous(step.q)
+        kv_heads, value_dim = cache.k_pages.shape[2], cache.v_pages.shape[3]
+        # Of q, k and v such a call tells sizes. What is read are the pages.
+        queries, k, v = (
+            q.new_empty((1, 1, 1, width)).expand(cache.batch, count, length, -1)
+            for count, length, width in (
+                (heads, most, dim), (kv_heads, cache.room, dim), (kv_heads, cache.room, value_dim)
+            )
+        )  # fmt: skip
+        run = Run(slice(0, cache.batch), most, cache.room, False)
+        wide = None if rest.out_dtype is q.dtype else rest.out_dtype
+        backend, lowered, call = self._bound_run(
+            (queries, k, v), step, cache, run, given, rest, wide
+        )
+        if not isinstance(backend, ReadsPages):
+            return None
+        reason = backend.why_not_pages(lowered, call)
+        if reason is not None:
+            tell_once(f"{self.name}: keys are gathered: {reason}")
+            return None
+        pages = Pages(
+            q, step.starts, cache.k_pages, cache.v_pages, cache.table, cache.lengths,
+            cache.k_scale, cache.v_scale,
+        )  # fmt: skip
+        return backend.serve(lowered, call, pages)
+
+    def _attend_step(
+        self, step: Step, cache: PagedCache, given: Captures, rest: _Rest
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Output and log-sum-exp of all tokens by calls of gathered keys."""
+        q = step.q
+        dtype = cache.k_pages.dtype
+        if dtype is FP8:
+            dtype = torch.float64 if q.dtype is torch.float64 else torch.float32
+            step = step._replace(q=q.to(dtype))
+        exact = torch.float64 if dtype is torch.float64 else torch.float32
+        wide = torch.float32 if dtype in (torch.float16, torch.bfloat16) else None
+        tokens, heads, _ = q.shape
+        out = q.new_zeros((tokens, heads, cache.v_pages.shape[3]), dtype=exact)
+        lse = q.new_full((tokens, heads), -torch.inf, dtype=exact)
+        for run in runs_of(step, cache):
+            keys = keys_of_run(cache, run, dtype)
+            operands = (queries_of(step, run), keys.k, keys.v)
+            bound = self._bound_run(operands, step, cache, run, given, rest, wide)
+            found: Any = attend(*bound, True)
+            store(step, run, found[0], out)
+            store(step, run, found[1], lse)
+        return out.to(rest.out_dtype), lse
+
+    def _bound_run(
+        self, operands: tuple[torch.Tensor, ...], step: Step, cache: PagedCache, run: Run,
+        given: Captures, rest: _Rest, wide: torch.dtype | None,
+    ) -> tuple[Backend, Lowered, Call]:  # fmt: skip
+        """What runs the call of some requests, its program, and the call."""
+        program = self._lowered.written
+        q, k, v = operands
+        call = bind(
+            program, (q, k, v), given, location_of(step, cache, run, rest.heads),
+            CallOptions(rest.scale, out_dtype=wide),
+        )  # fmt: skip
+        return self._dispatched(check_values(program, call))
+
+
+def _check_forward(given: tuple[object, ...]) -> None:
+    """Refuse calls that need more than a forward.
+
+    Raises:
+        UnsupportedError: Says what to write instead.
+    """
+    if torch.compiler.is_dynamo_compiling():
+        raise UnsupportedError(
+            "serve cannot be in a graph of torch.compile",
+            hint="call it outside of the graph: torch.compiler.disable",
+        )
+    if torch.is_grad_enabled() and any(
+        isinstance(x, torch.Tensor) and x.requires_grad for x in given
+    ):
+        raise UnsupportedError(
+            "an input requires grad, and serve is forward only",
+            hint="call it within torch.no_grad(), or train with a dense call",
+        )
+
+
+def _check_queries(q: object, cache: object, starts: object, index: object, most: object) -> None:
+    """Refuse what does not go together, by types and shapes."""
+    if not isinstance(cache, PagedCache):
+        raise ArgumentError(
+            f"cache is a {type(cache).__name__}",
+            hint="pass attndsl.PagedCache(k_pages, v_pages, table, lengths)",
+        )
+    heads, dim = cache.k_pages.shape[2:]
+    hint = f"pass (tokens, heads, {dim}), where heads is a multiple of {heads}"
+    if not isinstance(q, torch.Tensor) or q.dim() != 3:
+        what = f"has shape {tuple(q.shape)}" if isinstance(q, torch.Tensor) else "is no tensor"
+        raise ShapeError(f"q {what}", hint=hint)
+    if q.shape[2] != dim or q.shape[1] == 0 or q.shape[1] % heads:
+        raise ShapeError(
+            f"q has shape {tuple(q.shape)}, and the pages have {heads} heads of dim {dim}",
+            hint=hint,
+        )
+    if q.dtype not in FLOATS or not (cache.is_fp8 or q.dtype is cache.k_pages.dtype):
+        raise DTypeError(
+            f"q is {q.dtype} and the pages are {cache.k_pages.dtype}",
+            hint="convert q to the pages' dtype, or store pages in q's or in fp8",
+        )
+    if q.device != cache.k_pages.device:
+        raise DeviceError(f"q is on {q.device}", hint="q.to(k_pages.device)")
+    check_starts(cache, starts)
+    if most is not None and (not isinstance(most, int) or isinstance(most, bool) or most < 0):
+        raise ArgumentError(f"most_queries is {most!r}", hint="pass an int, 0 or more")
+    if index is None:
+        return
+    tokens = q.shape[0]
+    if not isinstance(index, torch.Tensor) or index.dtype not in _INTS:
+        raise DTypeError("q_index is no int32 or int64 tensor", hint=f"pass ({tokens},) ints")
+    if tuple(index.shape) != (tokens,):
+        raise ShapeError(
+            f"q_index has shape {tuple(index.shape)}",
+            hint=f"it has one position a token: ({tokens},)",
+        )
+    if index.device != q.device:
+        raise DeviceError(f"q_index is on {index.device}", hint="q_index.to(q.device)")
+
+
+def _check_most(starts: torch.Tensor, most: int | None) -> None:
+    found = int(starts.diff().max()) if most is not None and starts.shape[0] > 1 else 0
+    if most is not None and found > most:
+        raise ArgumentError(
+            f"most_queries is {most}, and a request has {found} queries",
+            hint=f"pass {found} or more: it is a capacity",
+        )
+
+
+def _check_positions(index: torch.Tensor | None) -> None:
+    if index is None or not index.numel():
+        return
+    least, greatest = (int(x) for x in torch.aminmax(index))
+    if least <= -POSITION_LIMIT or greatest >= POSITION_LIMIT:
+        raise ArgumentError(
+            f"q_index has values from {least} to {greatest}",
+            hint=f"positions are below {POSITION_LIMIT} in size",
+        )

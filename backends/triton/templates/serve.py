@@ -1,0 +1,188 @@
+"""Forward of packed requests: keys in pages, rows of q of all requests in one tensor.
+
+A program has one part of the live tiles of some rows of one request, as in ``decode.py``. It looks
+up the page of each key, and widens numbers of 8 bits in registers. What the program's text sees is
+the score of scaled keys.
+Follows ``softmax.py``, ``forward.py`` and ``decode.py`` in one module.
+"""
+# ruff: noqa: F821
+
+#: begin
+
+
+@triton.jit
+def pages_of(numbers, keys):
+    """Where the keys of these numbers lie. A wrong page number is some page of the pool."""
+    exists = numbers < keys.length
+    page = tl.load(keys.table + (numbers // PAGE) * keys.stride_t, mask=exists, other=0)
+    page = tl.minimum(tl.maximum(page.to(tl.int64), 0), keys.pages - 1)
+    return PageOfKeys(page, numbers % PAGE, exists)
+
+
+@triton.jit
+def load_rows(rows, at, WIDTH: tl.constexpr, BLOCK_WIDTH: tl.constexpr):
+    """Rows of keys or values as they are stored; zeros where there are none."""
+    columns = tl.arange(0, BLOCK_WIDTH)
+    lines = at.page * rows.stride_p + at.row * rows.stride_n
+    exist = at.exists[:, None] & (columns < WIDTH)[None, :]
+    return tl.load(rows.base + lines[:, None] + columns[None, :], mask=exist, other=0.0)
+
+
+@triton.jit
+def scales_of(rows, at):
+    """What each row is multiplied by, where each has a number of its own."""
+    lines = at.page * rows.scale_p + at.row * rows.scale_n
+    return tl.load(rows.scale + lines, mask=at.exists, other=0.0)
+
+
+@triton.jit
+def attend_pages(
+    softmax, q_tile, q, kv_tile, keys, factors, head, sizes, given, PARTIAL: tl.constexpr
+):
+    """Take one tile of keys into the running softmax of packed rows."""
+    first = kv_tile * BLOCK_N
+    numbers = first + tl.arange(0, BLOCK_N)
+    at = pages_of(numbers, keys)
+    k_tile = load_rows(keys.k, at, D, BLOCK_D).to(q_tile.dtype)
+    s = dot(q_tile, tl.trans(k_tile), PRECISION, UPCAST)
+    if K_SCALES == 4:
+        s = s * scales_of(keys.k, at)[None, :]
+    elif K_SCALES != 0:
+        s = s * keys.k.scale
+    p, softmax = weigh(
+        s, softmax, 0, q, Columns(first, numbers, 0), factors.scale, factors.of_scores, head, sizes,
+        given, PARTIAL, False,
+    )
+    v_tile = load_rows(keys.v, at, DV, BLOCK_DV)
+    if V_SCALES == 4:
+        v_tile = v_tile.to(tl.float32) * scales_of(keys.v, at)[:, None]
+    v_tile = v_tile.to(q_tile.dtype)
+    acc = dot_add(p.to(v_tile.dtype), v_tile, softmax.acc, PRECISION, UPCAST)
+    return Softmax(acc, softmax.row_sum, softmax.row_max)
+
+
+@triton.jit
+def attend_part_of_pages(
+    softmax, q_tile, q, keys, factors, visits, part, places, sizes, shift, given
+):
+    """As ``attend_part``, of keys in pages."""
+    for PARTIAL in tl.static_range(2):
+        if (PARTIAL and FORWARD_HAS_PARTIAL) or (not PARTIAL and FORWARD_HAS_FULL):
+            before = visits.full if PARTIAL else 0
+            number = visits.partial if PARTIAL else visits.full
+            first = tl.minimum(tl.maximum(part.first - before, 0), number)
+            last = tl.minimum(tl.maximum(part.last - before, 0), number)
+            kv_tile = forward_tile(
+                first, visits, places.tile, places.head, sizes, shift, given, PARTIAL
+            )
+            for step in tl.range(first, last):
+                softmax = attend_pages(
+                    softmax, q_tile, q, kv_tile, keys, factors, places.heads, sizes, given, PARTIAL
+                )
+                kv_tile = forward_tile(
+                    step + 1, visits, places.tile, places.head, sizes, shift, given, PARTIAL
+                )
+    if V_SCALES != 0 and V_SCALES != 4:
+        softmax = Softmax(softmax.acc * keys.v.scale, softmax.row_sum, softmax.row_max)
+    return softmax
+
+
+@triton.jit
+def store_tokens(softmax, out, lse, rows, first_token, head, sizes, given):
+    """Write a tile's output and log-sum-exp, (tokens, heads)."""
+    result, logarithm = results_of(softmax, head, sizes, given)
+    places, exist = addresses_of(out, first_token, rows, DV, BLOCK_DV)
+    tl.store(places, result.to(out.base.dtype.element_ty), mask=exist)
+    line = (first_token + rows.query) * sizes.heads + rows.h
+    tl.store(lse + line, logarithm, mask=rows.exists)
+
+
+@triton.jit
+def attention_serve(
+    Q, K_PAGES, V_PAGES, OUT, LSE, PARTS, COUNTS, TABLE, LENGTHS, STARTS, K_SCALE, V_SCALE,
+    stride_qh, stride_qm, stride_oh, stride_om,
+    step_kp, step_kn, step_kh, step_vp, step_vn, step_vh,
+    step_ap, step_an, step_ah, step_bp, step_bn, step_bh, step_tb, step_tp, step_l, step_s,
+    scale, k_factor, v_factor, batch, heads, kv_heads, q_len, kv_len, tokens, pages, members,
+    #: given
+):
+    """One program: one part of the keys of ``members`` heads and BLOCK_M queries of a request.
+
+    Programs are numbered by part, by heads and queries, and by request. ``q_len`` is the most
+    queries of a request, ``kv_len`` the most keys. LSE (tokens, heads) is contiguous fp32. PARTS
+    and COUNTS are those of ``attention_decode``.
+    """
+    given = Given(
+        #: given
+    )
+    number = tl.program_id(0)
+    tiles_of_queries = tl.cdiv(q_len, BLOCK_M)
+    b = tl.program_id(2)
+    tile = tl.program_id(1) % tiles_of_queries
+    first_head = tl.program_id(1) // tiles_of_queries * members
+    # Values that nobody has looked at are cut to what can be.
+    first_token = tl.load(STARTS + b * step_s).to(tl.int64)
+    first_token = tl.minimum(tl.maximum(first_token, 0), tokens.to(tl.int64))
+    end = tl.load(STARTS + (b + 1) * step_s).to(tl.int64)
+    count = tl.minimum(tl.minimum(end, tokens.to(tl.int64)) - first_token, q_len).to(tl.int32)
+    if tile * BLOCK_M >= count:
+        return
+    length = tl.minimum(tl.load(LENGTHS + b * step_l).to(tl.int64), kv_len).to(tl.int32)
+    sizes = Sizes(batch, heads, kv_heads, count, kv_len)
+    shift = shift_of(Origins(0, 0), Q_KIND, KV_KIND)
+    hkv = first_head // (heads // kv_heads)
+    # Tiles are those of all heads of the unit.
+    first = Head(b, first_head, hkv)
+    visits = forward_visits(tile, first, sizes, shift, given)
+    live = visits.full + visits.partial
+    wanted = tl.minimum(tl.cdiv(live, TILES_OF_PART), tl.num_programs(0))
+    taken = tl.maximum(tl.cdiv(live, tl.maximum(wanted, 1)), 1)
+    parts = tl.maximum(tl.cdiv(live, taken), 1)
+    if number >= parts:
+        return
+    rows = packed_rows(tile * BLOCK_M, first_head, members, sizes)
+    head = Head(b, rows.h[:, None], hkv)
+    q = rows.query[:, None]
+    at, exist = addresses_of(
+        Tensor(Q, stride_qm, stride_qh, stride_qm), first_token, rows, D, BLOCK_D
+    )
+    q_tile = tl.load(at, mask=exist, other=0.0)
+    k_scale = k_factor
+    if K_SCALES == 4:
+        k_scale = K_SCALE + hkv * step_ah
+    elif K_SCALES > 1:
+        k_scale = tl.load(K_SCALE + hkv * step_ah)
+    v_scale = v_factor
+    if V_SCALES == 4:
+        v_scale = V_SCALE + hkv * step_bh
+    elif V_SCALES > 1:
+        v_scale = tl.load(V_SCALE + hkv * step_bh)
+    keys = PagedKeys(
+        PageRows(K_PAGES + hkv * step_kh, step_kp, step_kn, k_scale, step_ap, step_an),
+        PageRows(V_PAGES + hkv * step_vh, step_vp, step_vn, v_scale, step_bp, step_bn),
+        TABLE + b * step_tb, step_tp, pages, length,
+    )
+    # The running maximum needs a positive factor, so a negative scale is applied to the scores.
+    if SCALED_FIRST:
+        factor = LOG2E
+    else:
+        factor = scale * LOG2E
+    part = PartOfTiles(number * taken, tl.minimum((number + 1) * taken, live))
+    softmax = attend_part_of_pages(
+        empty_softmax(), q_tile, q, keys, Factors(scale, factor), visits, part,
+        UnitPlaces(tile, first, head), sizes, shift, given,
+    )
+    out = Tensor(OUT, stride_om, stride_oh, stride_om)
+    if parts == 1:
+        store_tokens(softmax, out, LSE, rows, first_token, head, sizes, given)
+        return
+    unit = b * tl.num_programs(1) + tl.program_id(1)
+    room = room_of(PARTS, unit, batch * tl.num_programs(1), tl.num_programs(0))
+    store_part(softmax, room, number, rows.exists)
+    # All of the part is written before it counts.
+    tl.debug_barrier()
+    before = tl.atomic_add(COUNTS + unit, 1, sem="acq_rel")
+    if before == parts - 1:
+        tl.store(COUNTS + unit, 0)
+        softmax = merged(empty_softmax(), room, parts, rows.exists)
+        store_tokens(softmax, out, LSE, rows, first_token, head, sizes, given)

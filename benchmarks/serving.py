@@ -1,0 +1,282 @@
+"""Packed requests over pages beside the same requests over dense caches.
+
+    python benchmarks/serving.py [--rows "B32 x 4k, pages of 16;tree"] [--quick]
+
+Each row is one step. All columns of a row take turns in one process. ``pages`` are the kernels that
+read pages, ``gathered`` is what ``serve`` does by default, and ``dense`` are the kernels for few
+rows over a cache that is not in pages. Dense columns hold the same keys, in bf16.
+
+``device`` is the time of a call within a CUDA graph in microseconds, the median of rounds of at
+least 3 ms by CUDA events. Keys and values are copied so often that a graph's calls read twice what
+the L2 cache holds. ``eager`` is the time of the same calls as a user makes them. ``tbs`` are
+terabytes a second of live bytes, in the pages' dtype. ``of_dense`` is the time of ``dense`` over
+that of ``pages``, so below 1 is slower. ``difference`` is the largest relative distance of results
+to those of ``gathered``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import common
+import worker
+from turns import Run, by_turns, graph_of, said_by
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+COLUMNS = ("pages", "gathered", "dense")
+WINDOW, CAP = 1024, 50.0
+TREE = """
+tensor context[batch]: int
+tensor ancestor[tokens, n]: bool
+mask = kv < context[b] or ancestor[token, max(kv - context[b], 0)]
+"""
+TEXTS = {
+    "plain": "causal()",
+    "window": f"sliding_window({WINDOW})",
+    "soft cap": f"mask = causal()\nscore = softcap({CAP})",
+    "tree": TREE,
+}
+_ROUNDS, _QUICK_ROUNDS = 15, 3
+_CACHE_BYTES = 1 << 27
+"""Twice the L2 cache of an H200, and a little more."""
+_MOST_COPIES, _LEAST_CALLS = 64, 10
+
+
+@dataclass(frozen=True)
+class Row:
+    """One step of requests of one length."""
+
+    name: str
+    batch: int
+    kv_len: int
+    page: int = 16
+    heads: int = 32
+    kv_heads: int = 8
+    dim: int = 128
+    q_len: int = 1
+    program: str = "plain"
+    fp8: bool = False
+
+
+ROWS = (
+    *(Row(f"B32 x 4k, pages of {page}", 32, 4096, page) for page in (1, 16, 128)),
+    *(Row(f"B1 x 128k, pages of {page}", 1, 131072, page) for page in (16, 128)),
+    Row("B1 x 1k", 1, 1024),
+    Row("window", 1, 131072, program="window"),
+    Row("soft cap", 8, 32768, program="soft cap"),
+    Row("fp8", 1, 262144, heads=32, kv_heads=4, fp8=True),
+    Row("causal, 64 drafts", 1, 16384 + 64, q_len=64),
+    Row("tree", 1, 16384 + 64, q_len=64, program="tree"),
+    Row("chunk", 1, 16384 + 2048, q_len=2048),
+)
+
+
+def live_bytes(row: Row) -> int:
+    """What a call reads and writes at least."""
+    keys = min(row.kv_len, WINDOW + row.q_len - 1) if row.program == "window" else row.kv_len
+    of_keys = (1 if row.fp8 else 2) * 2 * row.kv_heads * keys
+    return row.batch * row.dim * (of_keys + 4 * row.heads * row.q_len)
+
+
+def copies_of(row: Row) -> int:
+    """How many caches take turns, so that none stays in the L2 cache."""
+    return max(1, min(_MOST_COPIES, -(-_CACHE_BYTES // live_bytes(row))))
+
+
+class Calls:
+    """How each column runs a row: each call with the next one of some caches."""
+
+    def __init__(self, row: Row, device: str = "cuda", copies: int | None = None) -> None:
+        """Make the inputs; ``copies`` is how many caches there are."""
+        import torch
+
+        import attndsl
+
+        torch.manual_seed(0)
+        self._row = row
+        copies = copies_of(row) if copies is None else copies
+        self.number = -(-_LEAST_CALLS // copies) * copies
+        """Calls of a graph: whole turns of the caches."""
+        kind = {"device": device, "dtype": torch.bfloat16}
+        tokens, each = row.batch * row.q_len, -(-row.kv_len // row.page)
+        self._q = torch.randn(tokens, row.heads, row.dim, **kind)
+        self._starts = torch.arange(row.batch + 1, device=device).int() * row.q_len
+        lengths = torch.full((row.batch,), row.kv_len, dtype=torch.int32, device=device)
+        self._lengths = lengths
+        self._captures: dict[str, Any] = {}
+        if row.program == "tree":
+            ancestor = torch.rand(tokens, row.q_len, device=device) < 0.3
+            self._captures = {"context": lengths - row.q_len, "ancestor": ancestor}
+        shape = (row.batch * each, row.page, row.kv_heads, row.dim)
+        self._caches = []
+        for _ in range(copies):
+            pools = [torch.randn(shape, **kind) for _ in range(2)]
+            if row.fp8:
+                pools = [x.to(torch.float8_e4m3fn) for x in pools]
+            table = torch.randperm(shape[0], device=device).view(row.batch, each).int()
+            self._caches.append(attndsl.PagedCache(*pools, table, lengths))
+        self._turn = 0
+        self._functions: dict[str, Any] = {}
+
+    def of(self, column: str) -> Run:
+        """A column's call.
+
+        Raises:
+            Exception: Whatever the column says of a call that it does not run.
+        """
+        function = self._functions[column] = getattr(self, f"_{column}")()
+
+        def call() -> Any:
+            self._turn = (self._turn + 1) % len(self._caches)
+            return function(self._turn)
+
+        call()
+        return Run(call)
+
+    def first(self, column: str) -> Any:
+        """A column's output for the first cache, (tokens, heads, dim)."""
+        found = self._functions[column](0)
+        return found.transpose(1, 2).flatten(0, 1) if column == "dense" else found
+
+    def _pages(self) -> Any:
+        return self._served("decode")
+
+    def _gathered(self) -> Any:
+        return self._served("auto")
+
+    def _served(self, backend: str) -> Any:
+        import attndsl
+
+        attention = attndsl.compile(TEXTS[self._row.program], backend=backend)
+        return lambda turn: attention.serve(
+            self._q, self._caches[turn], self._starts, most_queries=self._row.q_len,
+            **self._captures,
+        )  # fmt: skip
+
+    def _dense(self) -> Any:
+        import torch
+
+        import attndsl
+
+        row = self._row
+        attention = attndsl.compile(TEXTS[row.program], backend="decode")
+        caches = []
+        for cache in self._caches:
+            pools = (cache.k_pages, cache.v_pages)
+            rows = [x[cache.table.long()].flatten(1, 2)[:, : row.kv_len] for x in pools]
+            caches.append([x.to(torch.bfloat16).transpose(1, 2).contiguous() for x in rows])
+        q = self._q.view(row.batch, row.q_len, row.heads, row.dim).transpose(1, 2).contiguous()
+        starts = self._lengths - row.q_len
+        return lambda turn: attention(
+            q, *caches[turn], q_offset=starts, kv_lengths=self._lengths, **self._captures
+        )
+
+
+class Bench:
+    """Runs one row after the other in a worker."""
+
+    def __init__(self, quick: bool) -> None:
+        """Nothing is made before the first row."""
+        self._rounds = _QUICK_ROUNDS if quick else _ROUNDS
+
+    def measure(self, cell: worker.Cell) -> worker.Found:
+        """Times of all columns of a row."""
+        import torch
+
+        torch.cuda.empty_cache()
+        row = next(row for row in ROWS if row.name == cell["row"])
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.no_grad(), torch.cuda.stream(stream):
+            return measured(Calls(row), self._rounds, stream)
+
+
+def measured(calls: Calls, rounds: int, stream: Any) -> worker.Found:
+    """Times and results of all columns; graphs are made on ``stream``."""
+    runs: dict[str, Run] = {}
+    results: dict[str, Any] = {}
+    found: worker.Found = {}
+    for column in COLUMNS:
+        try:
+            runs[column] = calls.of(column)
+            results[column] = calls.first(column)
+        except Exception as error:
+            found[column] = {"why": said_by(error)}
+            runs.pop(column, None)
+    found |= {column: {"eager": us} for column, us in by_turns(runs, rounds).items()}
+    graphs = {}
+    for column, run in runs.items():
+        try:
+            graphs[column] = Run(graph_of(run, stream, calls.number).replay)
+        except Exception as error:
+            found[column]["device_why"] = said_by(error)
+    for column, us in by_turns(graphs, rounds).items():
+        found[column]["device"] = us / calls.number
+    found["difference"] = difference(results)
+    return found
+
+
+def difference(results: Mapping[str, Any]) -> float | None:
+    """The largest relative distance of a column's output to that of gathered keys."""
+    wanted = results.get("gathered")
+    others = [x.float() for name, x in results.items() if name != "gathered"]
+    if wanted is None or not others:
+        return None
+    return max(float((x - wanted.float()).norm() / wanted.float().norm()) for x in others)
+
+
+def line_of(row: Row, found: worker.Found) -> dict[str, Any]:
+    """A row's line, from what its worker found."""
+    line: dict[str, Any] = {**asdict(row), "live_bytes": live_bytes(row)}
+    for column in COLUMNS:
+        given = found.get(column, {"why": found.get("why", "nothing was measured")})
+        line |= {f"{column}_{what}": value for what, value in given.items()}
+        device = line.get(f"{column}_device")
+        line[f"{column}_tbs"] = device and live_bytes(row) / device * 1e-6
+    ours, dense = line.get("pages_device"), line.get("dense_device")
+    line["of_dense"] = dense / ours if ours and dense else None
+    line["difference"] = found.get("difference")
+    return line
+
+
+def main() -> int:
+    """Parse the command line, measure, print and write; 1 if a row of ours has no figure."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rows", help="names, by semicolons; all by default")
+    parser.add_argument("--quick", action="store_true", help="few rounds")
+    parser.add_argument("--output", type=Path, help="result file")
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.worker:
+        worker.serve(json.loads(options.worker), Bench(options.quick).measure)
+        return 0
+    rows = {row.name: row for row in ROWS}
+    names = options.rows.split(";") if options.rows else list(rows)
+    if unknown := [name for name in names if name not in rows]:
+        parser.error(f"there is no row {unknown[0]!r}; there are: {'; '.join(rows)}")
+    import torch
+
+    if not torch.cuda.is_available():
+        parser.error("this benchmark needs a CUDA device")
+    lines: list[dict[str, Any]] = []
+    cells = [{"row": name} for name in names]
+    for cell, found in worker.measured(Path(__file__), cells, ["--quick"] * options.quick):
+        lines.append(line_of(rows[cell["row"]], found))
+        print(lines[-1], flush=True)
+        common.write("serving", "cuda", lines, options.output)
+    common.print_table(lines, [
+        "name", *(f"{c}_device" for c in COLUMNS), *(f"{c}_tbs" for c in COLUMNS), "of_dense",
+        *(f"{c}_eager" for c in COLUMNS), "difference",
+    ])  # fmt: skip
+    return int(any(line.get("pages_device") is None for line in lines))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

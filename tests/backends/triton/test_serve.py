@@ -1,0 +1,287 @@
+"""Kernels for packed requests over pages: their results, their bits, what they read."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import torch
+from support.serving import Shape, make_step
+
+import attndsl
+from attndsl.backends.generated.backend import GeneratedBackend
+
+LENGTHS, COUNTS = (37, 1, 53, 5, 70, 2), (1, 1, 6, 0, 3, 2)
+SHAPE = Shape(dtype=torch.float32, dim=16, value_dim=16)
+FP8 = torch.float8_e4m3fn
+PROGRAMS = {
+    "window": "mask = causal_lower_right() and (q - kv < 25 or kv < 2); score = softcap(9.0)",
+    "sizes": "mask = causal(); score = alibi() + kv_len / 7 - q_len / 9 + 0.1 * b / batch",
+    "heads": "mask = causal() and q - kv < 9 * (h + 1); score = score + hkv / kv_heads",
+    "sink": "mask = causal(); sink = 0.5 * h",
+    "sigmoid": "mask = causal(); weights = sigmoid(score)",
+    "none": "q - kv < -100",
+    "by score": "mask = causal() and score > 0",
+}
+
+
+@pytest.fixture(autouse=True)
+def ran(monkeypatch):
+    """How many steps the kernels have run."""
+    found = []
+    real = GeneratedBackend.serve
+
+    def seen(self, *args):
+        found.append(args)
+        return real(self, *args)
+
+    monkeypatch.setattr(GeneratedBackend, "serve", seen)
+    return found
+
+
+def on(device, step):
+    """The step with its tensors on a device."""
+    c = step.cache
+    tensors = (c.k_pages, c.v_pages, c.table, c.lengths)
+    cache = attndsl.PagedCache(*(x.to(device) for x in tensors), c.k_scale, c.v_scale)
+    return step.q.to(device), cache, step.starts.to(device)
+
+
+def both(text, step, device, most=6, **captures):
+    """Results of kernels, and of gathered keys on a CPU in the same dtype."""
+    lse = "weights" not in text
+    given = {"return_lse": lse, "out_dtype": torch.float32}
+    there = {name: x.to(device) for name, x in captures.items()}
+    own = attndsl.compile(text, backend="decode").serve(
+        *on(device, step), most_queries=most, **given, **there
+    )
+    wanted = attndsl.compile(text).serve(step.q, step.cache, step.starts, **given, **captures)
+    return [x if lse else (x,) for x in (own, wanted)]
+
+
+def close(found, wanted, tolerance=1e-5):
+    for own, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(own.cpu(), other, atol=tolerance, rtol=tolerance)
+
+
+SLOW = {"sizes", "none", "by score", "numbers", "tensors"}
+
+
+def some(names):
+    """Names, of which some are for the heavy grids."""
+    return [pytest.param(x, marks=[pytest.mark.slow] if x in SLOW else []) for x in names]
+
+
+@pytest.mark.parametrize("name", some(PROGRAMS))
+def test_programs(device, ran, name):
+    step = make_step(LENGTHS, COUNTS, SHAPE)
+    close(*both(PROGRAMS[name], step, device))
+    assert len(ran) == 1
+
+
+@pytest.mark.parametrize(
+    ("page", "most"), [pytest.param(1, 6, marks=pytest.mark.slow), (3, 17), (16, 6)]
+)
+def test_pages_of_any_size(device, page, most):
+    step = make_step(LENGTHS, COUNTS, SHAPE._replace(page=page))
+    close(*both("mask = causal() and q - kv < 40", step, device, most))
+
+
+@pytest.mark.parametrize(
+    "sizes", [(3, 1, 9, 21), pytest.param((6, 6, 40, 8), marks=pytest.mark.slow)]
+)
+def test_heads_and_dims(device, sizes):
+    heads, kv_heads, dim, value_dim = sizes
+    step = make_step((19, 40), (1, 5), Shape(heads, kv_heads, dim, value_dim, 4, torch.float32))
+    close(*both("causal()", step, device, most=5))
+
+
+def test_chunks_of_prompts(device):
+    step = make_step((90, 33), (80, 1), SHAPE)
+    close(*both("mask = causal() and q - kv < 30", step, device, most=81))
+
+
+@pytest.mark.slow
+def test_layouts(device):
+    step = make_step(LENGTHS, COUNTS, SHAPE)
+    c = step.cache
+    turned = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (c.k_pages, c.v_pages)]
+    other = step._replace(cache=attndsl.PagedCache(*turned, c.table.long(), c.lengths.int()))
+    first, second = (both("causal()", x, device)[0] for x in (step, other))
+    for own, same in zip(first, second, strict=True):
+        assert torch.equal(own, same)
+
+
+def test_a_tree_of_drafts(device, ran):
+    """Tiles of looked-up masks are listed; tokens are packed rows."""
+    text = """
+tensor context[batch]: int
+tensor ancestor[tokens, n]: bool
+mask = kv < context[b] or ancestor[token, max(kv - context[b], 0)]
+score = score - 0.1 * (q - min(kv, context[b]))
+"""
+    counts = (5, 1, 3)
+    step = make_step((41, 38, 23), counts, SHAPE)
+    ancestor = torch.rand(len(step.q), 5) < 0.5
+    ancestor[:, 0] = True
+    context = torch.tensor((41, 38, 23)) - torch.tensor(counts)
+    close(*both(text, step, device, most=5, context=context, ancestor=ancestor))
+    index = torch.arange(len(step.q)) + 17
+    attention = attndsl.compile(text, backend="decode")
+    q, cache, starts = on(device, step)
+    captures = {"context": context.to(device), "ancestor": ancestor.to(device)}
+    found = attention.serve(q, cache, starts, most_queries=5, q_index=index.to(device), **captures)
+    wanted = attndsl.compile(text).serve(
+        step.q, step.cache, step.starts, q_index=index, context=context, ancestor=ancestor
+    )
+    close((found,), (wanted,))
+    assert len(ran) == 2
+
+
+SCALES = {
+    "none": (None, None),
+    "numbers": (0.5, 0.25),
+    "tensors": (torch.tensor(0.5), torch.tensor(0.25)),
+    "heads": (torch.tensor([0.5, 2.0]), torch.tensor([0.25, 1.0])),
+    "positions": (None, None),
+}
+
+
+@pytest.mark.parametrize("kind", some(SCALES))
+def test_pages_of_fp8(device, kind):
+    step = make_step(LENGTHS, COUNTS, SHAPE)
+    c = step.cache
+    pools = [torch.nan_to_num(x).to(FP8) for x in (c.k_pages, c.v_pages)]
+    scales = SCALES[kind]
+    if kind == "positions":
+        scales = torch.rand(2, *pools[0].shape[:3]).unbind()
+    cache = attndsl.PagedCache(*pools, c.table, c.lengths, *scales)
+    own = [x.to(device) if isinstance(x, torch.Tensor) else x for x in scales]
+    there = attndsl.PagedCache(*(x.to(device) for x in (*pools, c.table, c.lengths)), *own)
+    text = "mask = causal() and q - kv < 40; score = softcap(2.0)"
+    found = attndsl.compile(text, backend="decode").serve(
+        step.q.to(device), there, step.starts.to(device), most_queries=6
+    )
+    close((found,), (attndsl.compile(text).serve(step.q, cache, step.starts),))
+
+
+TREE = """
+tensor context[batch]: int
+tensor ancestor[tokens, n]: bool
+mask = kv < context[b] or ancestor[token, max(kv - context[b], 0)]
+score = alibi()
+"""
+
+
+@pytest.mark.parametrize("text", ["mask = causal(); score = alibi()", TREE])
+def test_bits_of_a_request_do_not_depend_on_the_others(device, text):
+    """Alone, in batches, behind other tokens, with more room: for one number of most queries."""
+    attention = attndsl.compile(text, backend="decode")
+    step = make_step((150, 3, 90), (2, 1, 4), SHAPE)
+    q, cache, starts = on(device, step)
+    context, seen = cache.lengths - starts.diff(), torch.rand(len(q), 4, device=q.device) < 0.5
+
+    def captures(requests, tokens):
+        if text != TREE:
+            return {}
+        return {"context": context[requests], "ancestor": seen[tokens]}
+
+    whole = attention.serve(q, cache, starts, most_queries=4, **captures(slice(None), slice(None)))
+    for b in range(3):
+        first, last = int(starts[b]), int(starts[b + 1])
+        table = torch.cat((cache.table[b : b + 1], cache.table[:1]), 1)
+        alone = attndsl.PagedCache(cache.k_pages, cache.v_pages, table, cache.lengths[b : b + 1])
+        found = attention.serve(
+            q[first:last].contiguous(),
+            alone,
+            starts[b : b + 2] - first,
+            most_queries=4,
+            **captures(slice(b, b + 1), slice(first, last)),
+        )
+        assert torch.equal(found, whole[first:last])
+
+
+def test_tokens_of_nobody_and_wrong_values(device, monkeypatch):
+    """Where nobody looks, others are right and nothing outside of the pool is read."""
+    step = make_step(LENGTHS, COUNTS, SHAPE)
+    wanted = attndsl.compile("causal()").serve(step.q, step.cache, step.starts)
+    monkeypatch.setattr("attndsl.serving.looks_at_values", lambda device: False)
+    step.cache.table[2] = 1 << 30
+    step.cache.table[2, 1:] = -7
+    step.cache.lengths[4] = 1000
+    q, cache, starts = on(device, step)
+    attention = attndsl.compile("causal()", backend="decode")
+    found = attention.serve(q, cache, starts, most_queries=6)
+    good = [0, 1, 11, 12, 13, 14]
+    close((found[good],), (wanted[good],))
+    assert (found[13:] == 0).all()
+    starts[3], starts[6] = 1 << 40, 2
+    attention.serve(q, cache, starts, most_queries=6)
+
+
+def test_what_kernels_do_not_run_is_gathered(device, ran):
+    text = """
+tensor u[tokens, r]: float
+tensor w[batch, kv_len, r]: float
+mask = causal()
+score = score + dot(u[token, :], w[b, kv, :])
+"""
+    step = make_step((9, 7), (2, 1), SHAPE)
+    u, w = torch.randn(len(step.q), 4), torch.randn(2, step.cache.room, 4)
+    close(*both(text, step, device, most=2, u=u, w=w), tolerance=1e-4)
+    assert not ran
+
+
+COMPILE = textwrap.dedent("""
+    import torch
+    import attndsl
+    from attndsl.backends.generated.backend import GeneratedBackend
+    from attndsl.backends.generated.cross import compile_jobs
+    from attndsl.backends.triton.serve import Serve
+
+    class Caught(Exception):
+        pass
+
+    def catch(self, *given):
+        raise Caught(*given)
+
+    GeneratedBackend.why_not = lambda self, device: None
+    GeneratedBackend.serve = catch
+    rich = "mask = causal() and q - kv < 1024; score = softcap(9.0) + h; sink = 0.5 * h"
+    for text, fp8, heads, most in (
+        ("causal()", False, 8, 1), (rich, True, 8, 1), ("causal()", True, 2, 16)
+    ):
+        pool = torch.zeros(8, 16, 2, 128, dtype=torch.bfloat16)
+        scales = (None, None)
+        if fp8:
+            pool, scales = pool.to(torch.float8_e4m3fn), torch.ones(2, 8, 16, 2).unbind()
+        table, lengths = torch.arange(8).view(2, 4).int(), torch.tensor([60, 33])
+        cache = attndsl.PagedCache(pool, pool, table, lengths, *scales)
+        q = torch.zeros(2 * most, heads, 128, dtype=torch.bfloat16)
+        try:
+            attndsl.compile(text, backend="decode").serve(
+                q, cache, torch.tensor([0, most, 2 * most]), most_queries=most
+            )
+        except Caught as found:
+            jobs = Serve().jobs_of_pages(*found.args)
+        for kernel in compile_jobs(jobs, "cuda:90"):
+            print(kernel.name, kernel.shared)
+""")
+
+
+def test_they_compile_for_hopper():
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-c", COMPILE],
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=500,
+    )
+    assert done.returncode == 0, done.stderr
+    rows = [line.split() for line in done.stdout.splitlines()]
+    assert [name for name, _ in rows] == ["serve_4x1", "serve_4x1", "serve_1x16"]
+    assert all(int(shared) <= 113 * 1024 for _, shared in rows), rows
