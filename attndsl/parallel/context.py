@@ -1,0 +1,587 @@
+"""One sequence on many ranks: each holds some rows of everything, and calls take these.
+
+Non-goals: decoding; rings, which merge partial results.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, overload
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from attndsl.errors import ArgumentError, AttnDSLError, ShapeError, UnsupportedError
+from attndsl.ir import Op
+from attndsl.runtime.arguments import autocast, check_operands, joined
+from attndsl.runtime.distributed import is_dtensor
+from attndsl.runtime.location import WHOLE
+
+from .agreement import FAILED, agree
+from .costs import Machine, Shape
+from .exchange import all_to_all
+from .layouts import LAYOUTS, choose_layout, chunk_size
+from .planning import EXCHANGES, Asked, demand_of, mask_names, plan_call, seen_by
+from .report import report
+from .sharded import Job, attend, everywhere
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from torch.distributed import ProcessGroup
+
+    from .layouts import Layout
+    from .planning import Plan, Seen
+    from .sharded import Program
+
+_WHOLE_SIZES = ("batch", "heads", "kv_heads")
+_PLACES = ("h_offset", "b_offset")
+_OPTIONS = ("scale", "deterministic", "seed", "out_dtype")
+_MAX_PLANS = 1024
+_MIX = 0x9E3779B97F4A7C15
+"""An odd number, so that seeds of different layers differ (Knuth's multiplicative hashing)."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Batch:
+    """What :meth:`ContextParallel.shard` has decided."""
+
+    layout: Layout
+    made_for: object
+    """The programs and sizes of the layout; None where nothing was asked."""
+    seen: tuple[Seen, ...]
+    seed: int | None
+    rows: int
+    """Of this rank."""
+    length: int
+
+
+class ContextParallel:
+    """Calls of a sequence whose rows several ranks hold.
+
+    Each rank fetches the keys that its rows can see, to where they lie in the whole sequence, and
+    makes ordinary calls. Results are those of one process. Which rank holds which rows, and who
+    sends what, follows from the masks alone.
+
+    Args:
+        mesh: A mesh of one dim, such as ``mesh["cp"]``, or a process group. Its ranks hold parts of
+            the same sequences.
+        layout: ``contiguous``; ``head_tail``, a piece of both ends for each rank; ``balanced``,
+            chunks swapped until the slowest rank is fastest; or ``auto``, the fastest of these.
+        exchange: ``gather``: keys travel to the rows that see them; ``heads``: each rank computes
+            some heads of all rows; ``auto``: what takes least, also a mixture.
+        reduce: Whether gradients of captured tensors are added up over the ranks. Leave it to data
+            parallelism over all ranks where there is one (FSDP2 over ``("dp", "cp")``).
+        check: ``plans``: ranks compare what they plan, when they plan. ``calls``: they also compare
+            each call, which waits for all of them: to find out why a run stands still.
+        machine: Speeds that plans are made for.
+
+    Raises:
+        ArgumentError: An argument that cannot be.
+    """
+
+    def __init__(
+        self,
+        mesh: DeviceMesh | ProcessGroup,
+        layout: str = "auto",
+        *,
+        exchange: str = "auto",
+        reduce: bool = False,
+        check: str = "plans",
+        machine: Machine | None = None,
+    ) -> None:
+        for name, value, known in (
+            ("layout", layout, LAYOUTS), ("exchange", exchange, EXCHANGES),
+            ("check", check, ("plans", "calls")),
+        ):  # fmt: skip
+            if value not in known:
+                raise ArgumentError(f"{name} is {value!r}", hint=f"it is one of {', '.join(known)}")
+        self._group, self._device = _group_of(mesh)
+        self._layout, self._exchange, self._reduce = layout, exchange, bool(reduce)
+        self._check, self._machine = check, Machine() if machine is None else machine
+        self._rank = dist.get_rank(self._group)
+        self._ranks = dist.get_world_size(self._group)
+        self._batch: _Batch | None = None
+        self._plans: dict[Any, Plan] = {}
+
+    @property
+    def rank(self) -> int:
+        """Of this process among those of the sequence."""
+        return self._rank
+
+    @property
+    def ranks(self) -> int:
+        """How many there are."""
+        return self._ranks
+
+    def __call__(self, attention: Program) -> Sharded:
+        """``attention`` for calls with this rank's rows of q, k and v."""
+        return Sharded(self, attention)
+
+    def plan(
+        self,
+        length: int,
+        programs: Sequence[Program] | Program = (),
+        *,
+        batch: int = 1,
+        heads: int = 1,
+        kv_heads: int | None = None,
+        head_dim: int = 128,
+        seed: int | None = None,
+        captures: Mapping[str, Any] | None = None,
+        **named: Any,
+    ) -> None:
+        """Decide who holds which rows of sequences of ``length``; all ranks come here together.
+
+        Args:
+            length: Rows of the whole sequence.
+            programs: The model's programs, one for each layer, that ``auto`` and ``balanced``
+                are made for together: compiled ones, or those of :meth:`__call__`.
+            batch: Batch entries of calls, to weigh work against bytes.
+            heads: Query heads, likewise.
+            kv_heads: Key heads; ``heads`` by default.
+            head_dim: Of q, k and v.
+            seed: Of this batch's dropout, the same on all ranks; see :meth:`seed`.
+            captures: What the masks read, by name: each program takes those that it declares.
+            **named: The same, by keywords.
+
+        Raises:
+            ArgumentError: On all ranks, where they do not say the same; ``auto`` without programs.
+            AttnDSLError: What a program says of its captures.
+        """
+        some = [programs] if hasattr(programs, "lowered") or isinstance(programs, Sharded) else [*programs]  # type: ignore[arg-type]  # fmt: skip
+        models = [x.attention if isinstance(x, Sharded) else x for x in some]
+        given = joined(captures or {}, named)
+        shape = Shape(batch, heads, heads if kv_heads is None else kv_heads, head_dim, head_dim)
+        problem: AttnDSLError | None = None
+        made: _Batch | None = None
+        try:
+            made = self._planned(length, models, shape, given, seed)
+        except AttnDSLError as error:
+            problem = error
+        fields = {
+            "length": length, "layout": self._layout,
+            "list of programs": [x.made_of.spec for x in models], "sizes": shape,
+            "exchange": self._exchange, "seed": seed,
+            "plan": None if made is None else made.layout.owner.tolist(),
+            FAILED: None if problem is None else str(problem),
+        }  # fmt: skip
+        _agreed(fields, self._group, self._device, problem)
+        assert made is not None
+        if self._batch is None or made.layout is not self._batch.layout:
+            self._plans.clear()
+        self._batch = made
+
+    def _planned(
+        self, length: int, models: Sequence[Any], shape: Shape, given: Mapping[str, Any],
+        seed: int | None,
+    ) -> _Batch:  # fmt: skip
+        if not isinstance(length, int) or length < self._ranks:
+            raise ArgumentError(
+                f"the sequence has {length!r} rows for {self._ranks} ranks",
+                hint="each rank holds one or more",
+            )
+        if not models and self._layout in ("auto", "balanced"):
+            raise ArgumentError(
+                f"layout is {self._layout!r}, and no programs are given to choose it for",
+                hint="pass programs=[...], those of the model's layers; or "
+                "layout='contiguous' for windows, 'head_tail' for causal masks",
+            )
+        counted: dict[str, list[Any]] = {}
+        for model in models:
+            defaults = model.made_of.defaults
+            own, found = model.variant({**defaults, **_fitting(model, given)})
+            entry = counted.setdefault(repr((own.made_of.spec, _numbers(found))), [own, found, 0])
+            entry[2] += 1
+        seen = tuple(seen_by(own, found) for own, found, _ in counted.values())
+        made_for = length, shape, tuple((name, x[2]) for name, x in counted.items())
+        old = self._batch
+        if old is not None and old.made_for == made_for and all(
+            before.is_same(now.tensors) and before.tensors.keys() == now.tensors.keys()
+            for before, now in zip(old.seen, seen, strict=True)
+        ):  # fmt: skip
+            return replace(old, seed=seed)
+        chunk = chunk_size(length, self._ranks)
+        demands = [] if self._layout in ("contiguous", "head_tail") else [
+            demand_of(own, length, chunk, shape, found, self._machine, weight)
+            for own, found, weight in counted.values()
+        ]  # fmt: skip
+        layout = choose_layout(self._layout, length, self._ranks, demands)
+        return _Batch(layout, made_for, seen, seed, layout.rows(self._rank), length)
+
+    @overload
+    def shard(
+        self, values: torch.Tensor, dims: int = 1, programs: Any = (), **sizes: Any
+    ) -> torch.Tensor: ...
+    @overload
+    def shard(
+        self, values: Mapping[str, Any], dims: Mapping[str, int], programs: Any = (), **sizes: Any
+    ) -> dict[str, Any]: ...
+    def shard(
+        self, values: Any, dims: Any = 1, programs: Any = (), **sizes: Any
+    ) -> Any:  # fmt: skip
+        """This rank's rows of ``values``, whole tensors that all ranks have.
+
+        Shift labels before: the next token of a rank's last row may be another rank's.
+
+        Args:
+            values: A tensor, or tensors by name.
+            dims: The dim of its rows, or such a dim by name; others stay whole.
+            programs: As of :meth:`plan`, which is called with them and the length.
+            **sizes: The other arguments of :meth:`plan`.
+
+        Returns:
+            A tensor, or a dict of all values.
+
+        Raises:
+            ShapeError: Tensors of different lengths.
+            ArgumentError, AttnDSLError: As of :meth:`plan`.
+        """
+        if isinstance(values, torch.Tensor):
+            return self.shard({"": values}, {"": dims}, programs, **sizes)[""]
+        lengths = {name: values[name].shape[dim] for name, dim in dims.items()}
+        if len(set(lengths.values())) != 1:
+            raise ShapeError(
+                f"values to shard have lengths {lengths}", hint="shard tensors of one sequence"
+            )
+        length = next(iter(lengths.values()))
+        if programs or sizes or self._batch is None or self._batch.layout.length != length:
+            self.plan(length, programs, **sizes)
+        runs = self._now().layout.runs(self._rank)
+        return {
+            name: torch.cat([x.narrow(dims[name], a, b - a) for a, b in runs], dims[name])
+            if name in dims else x
+            for name, x in values.items()
+        }  # fmt: skip
+
+    def positions(self, device: torch.device | str | None = None) -> torch.Tensor:
+        """(rows,) int64, the logical positions of this rank's rows, as for rotary embeddings."""
+        runs = self._now().layout.runs(self._rank)
+        return torch.cat([torch.arange(a, b, device=device) for a, b in runs])
+
+    def unshard(self, values: torch.Tensor, dim: int = 1) -> torch.Tensor:
+        """The whole tensor of which each rank gives its rows, on all ranks; no gradients pass.
+
+        Args:
+            values: This rank's rows.
+            dim: The dim that they lie along.
+
+        Raises:
+            ShapeError: Not this rank's number of rows.
+        """
+        layout = self._now().layout
+        rows = [layout.rows(rank) for rank in range(self._ranks)]
+        if values.shape[dim] != rows[self._rank]:
+            raise ShapeError(
+                f"there are {values.shape[dim]} rows along dim {dim}, and this rank holds "
+                f"{rows[self._rank]}",
+                hint="pass what follows from this rank's shards",
+            )
+        own = values.detach().movedim(dim, 0).contiguous()
+        each, flat = own[0].numel(), own.reshape(-1)
+        sizes = [n * each for n in rows]
+        found = all_to_all(
+            flat.repeat(self._ranks), sizes, [flat.numel()] * self._ranks, self._group
+        )
+        parts = []
+        for rank, part in enumerate(found.split(sizes)):
+            shape, row = part.view(rows[rank], *own.shape[1:]), 0
+            for start, stop in layout.runs(rank):
+                parts.append((start, shape[row : row + stop - start]))
+                row += stop - start
+        parts.sort(key=lambda item: item[0])
+        return torch.cat([x for _, x in parts]).movedim(0, dim)
+
+    def seed(self, number: int) -> int:
+        """A seed of dropout for layer ``number``, the same on all ranks.
+
+        Raises:
+            ArgumentError: :meth:`plan` or :meth:`shard` got no seed.
+        """
+        seed = self._now().seed
+        if seed is None:
+            raise ArgumentError(
+                "this batch has no seed", hint="pass seed=... to shard, the same on all ranks"
+            )
+        return (seed * 6364136223846793005 + (number + 1) * _MIX) % (1 << 62)
+
+    def explain(self) -> str:
+        """What each planned program makes ranks do, as text: the same on all ranks."""
+        layout = self._now().layout
+        plans = [(name, plan.figures) for (name, *_), plan in self._plans.items()]
+        return report(layout, plans)
+
+    def _now(self) -> _Batch:
+        if self._batch is None:
+            raise ArgumentError(
+                "nothing says which rank holds which rows", hint="call shard or plan first"
+            )
+        return self._batch
+
+    def plan_for(
+        self, attention: Program, captures: Mapping[str, Any], asked: Asked, seed: Any
+    ) -> Plan:
+        """The plan of a call: one of before, or a new one that all ranks agree on."""
+        layout = self._now().layout
+        key = (attention.name, attention.made_of.spec, asked, _numbers(captures))
+        known = self._plans.get(key)
+        if torch.compiler.is_compiling():
+            if known is None or known.seen.tensors:
+                raise UnsupportedError(
+                    f"a graph of torch.compile calls {attention.name!r}, which is not planned, or "
+                    "whose mask looks tensors up",
+                    hint="make one call of each program outside of the graph after shard; "
+                    "leave calls whose masks look tensors up outside",
+                )
+            return known
+        fresh = known is None or not known.seen.is_same(captures)
+        if not fresh and self._check == "plans":
+            assert known is not None
+            return known
+        problem: AttnDSLError | None = None
+        found = known
+        try:
+            if fresh:
+                found = plan_call(attention, layout, self._rank, captures, asked, self._machine)
+        except AttnDSLError as error:
+            problem = error
+        fields = {
+            "program": attention.made_of.spec, "length": layout.length,
+            "layout": layout.owner.tolist(), "shape of q, k and v": asked,
+            "set of params": _numbers(captures),
+            "mask": [_digestible(captures[n]) for n in mask_names(attention) if n in captures],
+            "seed": seed if isinstance(seed, int) else type(seed),
+            FAILED: None if problem is None else str(problem),
+        }  # fmt: skip
+        _agreed(fields, self._group, self._device, problem)
+        assert found is not None
+        if len(self._plans) >= _MAX_PLANS:
+            self._plans.clear()
+        self._plans[key] = found
+        return found
+
+    def call(
+        self, attention: Program, operands: Sequence[torch.Tensor], captures: Mapping[str, Any],
+        options: Mapping[str, Any],
+    ) -> Any:  # fmt: skip
+        """The call of :class:`Sharded`, of plain tensors."""
+        q, k, v = (autocast(x) for x in operands)
+        batch = self._now()
+        shares = _shares(attention, captures, batch.rows, batch.length)
+        asked = self._asked(q, k, v, options, bool(shares))
+        program = attention.lowered.program
+        has_lse = program.weights is None
+        if options["return_lse"] and not has_lse:
+            raise UnsupportedError(
+                "return_lse asks for a softmax's log-sum-exp, and the program has other weights",
+                hint="drop return_lse",
+            )
+        if program.dropout is not None and options["seed"] is None:
+            raise ArgumentError(
+                "the program has dropout, and each rank would draw a seed of its own",
+                hint="pass shard(..., seed=...), and seed=cp.seed(layer) here",
+            )
+        plan = self.plan_for(attention, captures, asked, options["seed"])
+        names = tuple(n for n, x in captures.items() if isinstance(x, torch.Tensor))
+        tensors = [captures[name] for name in names]
+        if self._reduce:
+            tensors = [
+                everywhere(x, self._group) if x.requires_grad and name not in shares else x
+                for name, x in zip(names, tensors, strict=True)
+            ]
+        plain = {name: x for name, x in captures.items() if name not in names}
+        sizes = {name: options[name] for name in (*_WHOLE_SIZES, *_PLACES)}
+        if plan.table.group > 1 and sizes["heads"] is None:
+            sizes |= {"heads": q.shape[1], "kv_heads": k.shape[1]}
+        own = {name: options[name] for name in _OPTIONS}
+        job = Job(
+            attention, plan.table, self._group, {**own, **sizes}, (q.shape[1], k.shape[1]),
+            plain, names, shares, has_lse,
+        )  # fmt: skip
+        found = attend(job, q, k, v, tensors)
+        return (found[0], found[1]) if options["return_lse"] else found[0]
+
+    def _asked(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Mapping[str, Any],
+        shares: bool,
+    ) -> Asked:  # fmt: skip
+        """What the plan of a call with these operands depends on.
+
+        Raises:
+            ShapeError: They are not this rank's rows.
+        """
+        rows = self._now().rows
+        for name, x in (("q", q), ("k", k), ("v", v)):
+            if x.dim() != 4 or x.shape[2] != rows:
+                raise ShapeError(
+                    f"{name} has shape {tuple(x.shape)}, and this rank holds {rows} of the "
+                    f"{self._now().length} rows of the sequence",
+                    hint="pass (batch, heads, rows, head dim) of this rank's shard; call shard "
+                    "for a sequence of another length",
+                )
+        shape = Shape(
+            options["batch"] or q.shape[0], options["heads"] or q.shape[1],
+            options["kv_heads"] or k.shape[1], q.shape[3], v.shape[3], q.element_size(),
+        )  # fmt: skip
+        if options["heads"] is not None or options["batch"] is not None:
+            # Costs are those of the part; the mask is that of the whole.
+            return Asked(shape, "gather", shares)
+        return Asked(shape, self._exchange, shares)
+
+
+class Sharded:
+    """A program whose calls take this rank's rows; made by :meth:`ContextParallel.__call__`."""
+
+    def __init__(self, cp: ContextParallel, attention: Program) -> None:
+        self._cp = cp
+        self.attention = attention
+        """The compiled program."""
+
+    def __call__(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        *,
+        captures: Mapping[str, Any] | None = None,
+        **named: Any,
+    ) -> Any:
+        """Attention of this rank's rows over all keys that they see.
+
+        Args:
+            q: (B, Hq, rows of this rank, D), or a DTensor of these with shards of heads or batch
+                entries, like k and v.
+            k: (B, Hkv, rows, D).
+            v: (B, Hkv, rows, Dv).
+            captures: As of :meth:`attndsl.Attention.__call__`. Tensors are those of the whole
+                sequence; one declared along ``q_len`` may have this rank's rows alone.
+            **named: Captures, and ``scale``, ``return_lse``, ``deterministic``, ``seed``,
+                ``out_dtype``, ``heads``, ``kv_heads``, ``batch``, ``h_offset``, ``b_offset``.
+
+        Returns:
+            ``out`` (B, Hq, rows, Dv), or ``(out, lse)``, as of such a call.
+
+        Raises:
+            ShapeError: Operands that are not this rank's rows.
+            ArgumentError: Arguments that follow from the plan; ranks that do not call alike.
+            AttnDSLError: As of such a call.
+        """
+        options = _options_of(self.attention, named)
+        defaults = self.attention.made_of.defaults
+        given = {**defaults, **joined(captures or {}, named)}
+        attention, given = self.attention.variant(given)
+        if is_dtensor(q):
+            from .dtensor import attend_shards  # Imports torch.distributed.tensor.
+
+            options = {
+                name: x for name, x in options.items() if name not in (*_WHOLE_SIZES, *_PLACES)
+            }
+
+            def of_shards(*operands: Any, captures: Any, **rest: Any) -> Any:
+                return self._of_shards(attention, operands, captures, rest)
+
+            program = attention.lowered.program
+            return attend_shards(of_shards, program, (q, k, v), given, WHOLE, options)
+        check_operands(q, k, v)
+        return self._cp.call(attention, (q, k, v), given, options)
+
+    def _of_shards(
+        self, attention: Program, operands: Any, captures: Any, rest: Mapping[str, Any]
+    ) -> Any:
+        """A process's part of a call of DTensors."""
+        own = {name: rest.get(name) for name in (*_OPTIONS, "return_lse", *_WHOLE_SIZES)}
+        own |= {name: rest.get(name, 0) for name in _PLACES}
+        return self._cp.call(attention, operands, captures, own)
+
+
+_FOLLOWS = (
+    "q_offset", "kv_offset", "q_index", "kv_index", "q_len", "kv_len", "kv_lengths", "tiles",
+)  # fmt: skip
+
+
+def _options_of(attention: Program, named: dict[str, Any]) -> dict[str, Any]:
+    """Takes the options out of ``named``, whose rest are captures.
+
+    Raises:
+        ArgumentError: One that the plan says.
+    """
+    for name in _FOLLOWS:
+        if name in named:
+            raise ArgumentError(
+                f"{name} is given to a call of a rank's rows",
+                hint=f"drop {name}: the plan says where the rows lie",
+            )
+    found = {name: named.pop(name, None) for name in (*_OPTIONS, *_WHOLE_SIZES)}
+    found |= {name: named.pop(name, 0) for name in _PLACES}
+    found["return_lse"] = bool(named.pop("return_lse", False))
+    return found
+
+
+def _shares(
+    attention: Program, captures: Mapping[str, Any], rows: int, length: int
+) -> dict[str, int]:
+    """Captured tensors that have this rank's rows alone, and the dim that these lie along."""
+    found = {}
+    for decl in attention.lowered.program.tensors:
+        value = captures.get(decl.name)
+        if not isinstance(value, torch.Tensor) or rows == length:
+            continue
+        for dim, size in enumerate(decl.dims[: value.dim()]):
+            if size.op is Op.SIZE and size.value == "q_len" and value.shape[dim] == rows:
+                found[decl.name] = dim
+    return found
+
+
+def _numbers(captures: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
+    """Captures that are numbers."""
+    return tuple(sorted(
+        (name, x) for name, x in captures.items() if isinstance(x, bool | int | float)
+    ))  # fmt: skip
+
+
+def _digestible(value: Any) -> object:
+    if isinstance(value, torch.Tensor):
+        from .agreement import digest
+
+        return digest(value)
+    return value
+
+
+def _fitting(program: Program, captures: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of ``captures`` that ``program`` declares."""
+    found = program.lowered.program
+    names = {decl.name for decl in (*found.params, *found.tensors)}
+    return {name: x for name, x in captures.items() if name in names}
+
+
+def _group_of(mesh: Any) -> tuple[ProcessGroup, torch.device]:
+    """The group, and the device of its collectives."""
+    if isinstance(mesh, DeviceMesh):
+        if mesh.ndim != 1:
+            raise ArgumentError(
+                f"the mesh has {mesh.ndim} dims", hint='pass one of them, such as mesh["cp"]'
+            )
+        group = mesh.get_group()
+    elif isinstance(mesh, dist.ProcessGroup):
+        group = mesh
+    else:
+        raise ArgumentError(
+            f"mesh is a {type(mesh).__name__}",
+            hint='pass a DeviceMesh of one dim, such as mesh["cp"], or a process group',
+        )
+    on_gpu = "nccl" in dist.get_backend(group)
+    return group, torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+
+
+def _agreed(
+    fields: Mapping[str, object], group: ProcessGroup, device: torch.device,
+    problem: AttnDSLError | None,
+) -> None:  # fmt: skip
+    """Agree, and raise this rank's own problem where it has one."""
+    try:
+        agree(fields, group, device)
+    except ArgumentError:
+        if problem is not None:
+            raise problem from None
+        raise
