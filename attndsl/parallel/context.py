@@ -18,7 +18,7 @@ from attndsl.runtime.arguments import autocast, check_operands, joined
 from attndsl.runtime.distributed import is_dtensor
 from attndsl.runtime.location import WHOLE
 
-from .agreement import FAILED, agree
+from .agreement import FAILED, agree, digest
 from .costs import Machine, Shape
 from .exchange import all_to_all
 from .layouts import LAYOUTS, choose_layout, chunk_size
@@ -55,6 +55,8 @@ class _Batch:
     rows: int
     """Of this rank."""
     length: int
+    token: str
+    """What tells layouts apart. Graphs take numbers that change for variables, but no strings."""
 
 
 class ContextParallel:
@@ -169,7 +171,7 @@ class ContextParallel:
         }  # fmt: skip
         _agreed(fields, self._group, self._device, problem)
         assert made is not None
-        if self._batch is None or made.layout is not self._batch.layout:
+        if self._batch is None or made.token != self._batch.token:
             self._plans.clear()
         self._batch = made
 
@@ -208,7 +210,8 @@ class ContextParallel:
             for own, found, weight in counted.values()
         ]  # fmt: skip
         layout = choose_layout(self._layout, length, self._ranks, demands)
-        return _Batch(layout, made_for, seen, seed, layout.rows(self._rank), length)
+        token = f"{layout.name} {length} {digest(layout.owner.tolist())}"
+        return _Batch(layout, made_for, seen, seed, layout.rows(self._rank), length, token)
 
     @overload
     def shard(
@@ -323,8 +326,8 @@ class ContextParallel:
         self, attention: Program, captures: Mapping[str, Any], asked: Asked, seed: Any
     ) -> Plan:
         """The plan of a call: one of before, or a new one that all ranks agree on."""
-        layout = self._now().layout
-        key = (attention.name, attention.made_of.spec, asked, _numbers(captures))
+        batch = self._now()
+        key = (attention.name, attention.made_of.spec, batch.token, asked, _numbers(captures))
         known = self._plans.get(key)
         if torch.compiler.is_compiling():
             if known is None or known.seen.tensors:
@@ -343,12 +346,11 @@ class ContextParallel:
         found = known
         try:
             if fresh:
-                found = plan_call(attention, layout, self._rank, captures, asked, self._machine)
+                found = plan_call(attention, batch.layout, self._rank, captures, asked, self._machine)
         except AttnDSLError as error:
             problem = error
         fields = {
-            "program": attention.made_of.spec, "length": layout.length,
-            "layout": layout.owner.tolist(), "shape of q, k and v": asked,
+            "program": attention.made_of.spec, "layout": batch.token, "shape of q, k and v": asked,
             "set of params": _numbers(captures),
             "mask": [_digestible(captures[n]) for n in mask_names(attention) if n in captures],
             "seed": seed if isinstance(seed, int) else type(seed),
@@ -541,11 +543,7 @@ def _numbers(captures: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
 
 
 def _digestible(value: Any) -> object:
-    if isinstance(value, torch.Tensor):
-        from .agreement import digest
-
-        return digest(value)
-    return value
+    return digest(value) if isinstance(value, torch.Tensor) else value
 
 
 def _fitting(program: Program, captures: Mapping[str, Any]) -> dict[str, Any]:

@@ -127,21 +127,15 @@ def fetched(
     parcels = [(rank % table.group, rows) for rank, rows in enumerate(table.sends)]
     heads = [x.shape[1] // table.group for x in (k, v)]
     pieces = swap((k, v), parcels, [_count(x) for x in table.reads], heads, table, group)
-    placed = [
-        (run, [x.narrow(2, at, run[1] - run[0]) for x in pieces[rank]])
-        for rank, runs in enumerate(table.reads) for run, at in _places(runs)
-    ]  # fmt: skip
-    placed.sort(key=lambda item: item[0])
     low, high = table.keys
     # Rows of all ranks, even none: the gradient goes back to all of them, which wait for it.
     whole = [[pieces[rank][n].narrow(2, 0, 0) for rank in range(table.ranks)] for n in (0, 1)]
-    for (start, stop), both in [*placed, ((high, high), None)]:
-        if start > low:
-            for some, x, count in zip(whole, (k, v), heads, strict=True):
+    for start, stop, source, at in (*table.keys_in_order, (high, high, 0, 0)):
+        for some, x, sent, count in zip(whole, (k, v), pieces[source], heads, strict=True):
+            if start > low:
                 some.append(x.new_zeros((x.shape[0], count, start - low, x.shape[3])))
-        if both is not None:
-            for some, x in zip(whole, both, strict=True):
-                some.append(x)
+            if start < stop:
+                some.append(sent.narrow(2, at, stop - start))
         low = stop
     return torch.cat(whole[0], 2), torch.cat(whole[1], 2)
 
@@ -195,15 +189,12 @@ def to_heads(
     ]
     heads = [x.shape[1] // table.group for x in tensors]
     pieces = swap(tensors, parcels, arriving, heads, table, group)
-    placed = [
-        (run, [x.narrow(2, at, run[1] - run[0]) for x in pieces[table.first + number]])
-        for number, runs in enumerate(table.places) for run, at in _places(runs)
-    ]  # fmt: skip
-    placed.sort(key=lambda item: item[0])
     own = pieces[table.first : table.first + table.group]
     return [
         torch.cat([
-            *(some[number].narrow(2, 0, 0) for some in own), *(both[number] for _, both in placed),
+            *(some[number].narrow(2, 0, 0) for some in own),
+            *(own[source][number].narrow(2, at, stop - start)
+              for start, stop, source, at in table.rows_in_order),
         ], 2)
         for number in range(len(tensors))
     ]  # fmt: skip

@@ -28,6 +28,18 @@ _ALIGNED = 1024
 """Keys that a call begins and ends at multiples of, so that it has the tiles of a whole call."""
 
 
+class Piece(NamedTuple):
+    """Rows of one rank, put among those of others."""
+
+    start: int
+    """Where they begin there."""
+    stop: int
+    source: int
+    """Whose they are: a number in the table of ranks."""
+    at: int
+    """Where they begin in what that rank has sent."""
+
+
 class Part(NamedTuple):
     """Consecutive rows of a call, which are one call of the program."""
 
@@ -57,10 +69,14 @@ class Table(NamedTuple):
     """The group's rows."""
     places: tuple[tuple[Run, ...], ...]
     """By rank of the group: where its rows lie among the group's."""
+    rows_in_order: tuple[Piece, ...]
+    """The same in the order of rows."""
     sends: tuple[tuple[Run, ...], ...]
     """By rank: which of this rank's rows it reads keys of."""
     reads: tuple[tuple[Run, ...], ...]
     """By rank: positions of its keys that this rank reads."""
+    keys_in_order: tuple[Piece, ...]
+    """The same in the order of positions."""
 
     @property
     def first(self) -> int:
@@ -117,8 +133,7 @@ def table_of(layout: Layout, demand: Demand, rank: int, group: int) -> Table:
     runs = layout.runs(first, group)
     parts, row = [], 0
     for start, stop in runs:
-        keys = _hull(demand, start, stop)
-        parts.append(Part(row, stop - start, start, keys))
+        parts.append(Part(row, stop - start, start, _hull(demand, start, stop)))
         row += stop - start
     seen = [part.keys for part in parts if part.keys[0] < part.keys[1]]
     hull = (min(k[0] for k in seen), max(k[1] for k in seen)) if seen else (0, 0)
@@ -126,12 +141,24 @@ def table_of(layout: Layout, demand: Demand, rank: int, group: int) -> Table:
     reads = need[rank // group][None] & (owner[None] == np.arange(layout.ranks)[:, None])
     sends = need.repeat(group, 0) & mine
     own = layout.runs(rank)
+    places = tuple(_within(layout.runs(first + n), runs) for n in range(group))
+    keys = _runs_of(reads, grain, length)
     return Table(
         rank, layout.ranks, group, length, layout.rows(rank), hull, tuple(parts),
-        tuple(_within(layout.runs(first + n), runs) for n in range(group)),
-        tuple(_within(x, own) for x in _runs_of(sends, grain, length)),
-        _runs_of(reads, grain, length),
+        places, _in_order(places), tuple(_within(x, own) for x in _runs_of(sends, grain, length)),
+        keys, _in_order(keys),
     )  # fmt: skip
+
+
+def _in_order(runs: Sequence[Sequence[Run]]) -> tuple[Piece, ...]:
+    """Rows that several ranks send, in the order of where they go."""
+    found = []
+    for source, some in enumerate(runs):
+        at = 0
+        for start, stop in some:
+            found.append(Piece(start, stop, source, at))
+            at += stop - start
+    return tuple(sorted(found))
 
 
 def _hull(demand: Demand, start: int, stop: int) -> Run:

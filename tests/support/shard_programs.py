@@ -66,7 +66,7 @@ PROGRAMS: dict[str, Case] = {
     ),
     "sigmoid": Case("mask = causal(); weights = sigmoid(score - log(kv_len))", has_lse=False),
     "full": Case("score * 0.5"),
-    "dropout": Case("mask = causal(); dropout = 0.2", seed=7),
+    "dropout": Case("mask = causal(); weights = dropout(softmax(score), 0.2)", seed=7),
     "block_diffusion": Case("block_diffusion(kv_len // 2, 96)"),
     "natten": Case("natten2d(32, kv_len // 32, 7, 7)"),
     "windows_by_head": Case("causal() and q - kv < 64 * (h + 1)"),
