@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from attndsl.after_torch import register_operators
 
 if TYPE_CHECKING:
-    from attndsl import errors, flex, layout, nn
+    from attndsl import errors, flex, layout, nn, parallel
     from attndsl.api import Attention, compile, load, verify  # noqa: A004
     from attndsl.comparing import compare
     from attndsl.errors import AttnDSLError
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = [
     "Attention", "AttnDSLError", "Gradients", "TileMap", "compare", "compile", "errors", "flex",
-    "join", "layout", "load", "merge", "nn", "scaled_dot_product_attention", "tensor", "trace",
-    "verify",
+    "join", "layout", "load", "merge", "nn", "parallel", "scaled_dot_product_attention", "tensor",
+    "trace", "verify",
 ]  # fmt: skip
 
 _HOMES = {
@@ -50,7 +50,7 @@ _HOMES = {
     "unload_ipython_extension": "attndsl.notebook",
     "verify": "attndsl.api",
 }
-_MODULES = ("errors", "flex", "layout", "nn")
+_MODULES = ("errors", "flex", "layout", "nn", "parallel")
 
 # Type checkers know the names above. To them this function would make any other name one too.
 if not TYPE_CHECKING:

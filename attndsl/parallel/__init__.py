@@ -10,11 +10,14 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .context import ContextParallel, Sharded
-    from .costs import Machine
+    from .calls import Sharded
+    from .context import ContextParallel
+    from .costs import Machine, Shape
 
-__all__ = ["ContextParallel", "Machine", "Sharded"]
-_HOMES = {"ContextParallel": ".context", "Machine": ".costs", "Sharded": ".context"}
+__all__ = ["ContextParallel", "Machine", "Shape", "Sharded"]
+_HOMES = {
+    "ContextParallel": ".context", "Machine": ".costs", "Shape": ".costs", "Sharded": ".calls",
+}  # fmt: skip
 
 if not TYPE_CHECKING:
 

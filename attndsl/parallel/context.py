@@ -13,18 +13,15 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from attndsl.errors import ArgumentError, AttnDSLError, ShapeError, UnsupportedError
-from attndsl.ir import Op
-from attndsl.runtime.arguments import autocast, check_operands, joined
-from attndsl.runtime.distributed import is_dtensor
-from attndsl.runtime.location import WHOLE
+from attndsl.runtime.arguments import joined
 
 from .agreement import FAILED, agree, digest
+from .calls import Sharded
 from .costs import Machine, Shape
 from .exchange import all_to_all
 from .layouts import LAYOUTS, choose_layout, chunk_size
 from .planning import EXCHANGES, Asked, demand_of, mask_names, plan_call, seen_by
 from .report import report
-from .sharded import Job, attend, everywhere
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -35,16 +32,13 @@ if TYPE_CHECKING:
     from .planning import Plan, Seen
     from .sharded import Program
 
-_WHOLE_SIZES = ("batch", "heads", "kv_heads")
-_PLACES = ("h_offset", "b_offset")
-_OPTIONS = ("scale", "deterministic", "seed", "out_dtype")
 _MAX_PLANS = 1024
 _MIX = 0x9E3779B97F4A7C15
 """An odd number, so that seeds of different layers differ (Knuth's multiplicative hashing)."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Batch:
+class Batch:
     """What :meth:`ContextParallel.shard` has decided."""
 
     layout: Layout
@@ -104,7 +98,7 @@ class ContextParallel:
         self._check, self._machine = check, Machine() if machine is None else machine
         self._rank = dist.get_rank(self._group)
         self._ranks = dist.get_world_size(self._group)
-        self._batch: _Batch | None = None
+        self._batch: Batch | None = None
         self._plans: dict[Any, Plan] = {}
 
     @property
@@ -124,12 +118,9 @@ class ContextParallel:
     def plan(
         self,
         length: int,
-        programs: Sequence[Program] | Program = (),
+        programs: Sequence[Program | Sharded] | Program | Sharded = (),
         *,
-        batch: int = 1,
-        heads: int = 1,
-        kv_heads: int | None = None,
-        head_dim: int = 128,
+        shape: Shape | None = None,
         seed: int | None = None,
         captures: Mapping[str, Any] | None = None,
         **named: Any,
@@ -140,10 +131,8 @@ class ContextParallel:
             length: Rows of the whole sequence.
             programs: The model's programs, one for each layer, that ``auto`` and ``balanced``
                 are made for together: compiled ones, or those of :meth:`__call__`.
-            batch: Batch entries of calls, to weigh work against bytes.
-            heads: Query heads, likewise.
-            kv_heads: Key heads; ``heads`` by default.
-            head_dim: Of q, k and v.
+            shape: Sizes of the calls, to weigh work against bytes, and for masks that mention
+                them; by default those of :class:`Shape`.
             seed: Of this batch's dropout, the same on all ranks; see :meth:`seed`.
             captures: What the masks read, by name: each program takes those that it declares.
             **named: The same, by keywords.
@@ -152,12 +141,12 @@ class ContextParallel:
             ArgumentError: On all ranks, where they do not say the same; ``auto`` without programs.
             AttnDSLError: What a program says of its captures.
         """
-        some = [programs] if hasattr(programs, "lowered") or isinstance(programs, Sharded) else [*programs]  # type: ignore[arg-type]  # fmt: skip
+        some = [*programs] if isinstance(programs, list | tuple) else [programs]
         models = [x.attention if isinstance(x, Sharded) else x for x in some]
         given = joined(captures or {}, named)
-        shape = Shape(batch, heads, heads if kv_heads is None else kv_heads, head_dim, head_dim)
+        shape = Shape() if shape is None else shape
         problem: AttnDSLError | None = None
-        made: _Batch | None = None
+        made: Batch | None = None
         try:
             made = self._planned(length, models, shape, given, seed)
         except AttnDSLError as error:
@@ -178,7 +167,7 @@ class ContextParallel:
     def _planned(
         self, length: int, models: Sequence[Any], shape: Shape, given: Mapping[str, Any],
         seed: int | None,
-    ) -> _Batch:  # fmt: skip
+    ) -> Batch:  # fmt: skip
         if not isinstance(length, int) or length < self._ranks:
             raise ArgumentError(
                 f"the sequence has {length!r} rows for {self._ranks} ranks",
@@ -211,7 +200,7 @@ class ContextParallel:
         ]  # fmt: skip
         layout = choose_layout(self._layout, length, self._ranks, demands)
         token = f"{layout.name} {length} {digest(layout.owner.tolist())}"
-        return _Batch(layout, made_for, seen, seed, layout.rows(self._rank), length, token)
+        return Batch(layout, made_for, seen, seed, layout.rows(self._rank), length, token)
 
     @overload
     def shard(
@@ -251,7 +240,7 @@ class ContextParallel:
         length = next(iter(lengths.values()))
         if programs or sizes or self._batch is None or self._batch.layout.length != length:
             self.plan(length, programs, **sizes)
-        runs = self._now().layout.runs(self._rank)
+        runs = self.now().layout.runs(self._rank)
         return {
             name: torch.cat([x.narrow(dims[name], a, b - a) for a, b in runs], dims[name])
             if name in dims else x
@@ -260,7 +249,7 @@ class ContextParallel:
 
     def positions(self, device: torch.device | str | None = None) -> torch.Tensor:
         """(rows,) int64, the logical positions of this rank's rows, as for rotary embeddings."""
-        runs = self._now().layout.runs(self._rank)
+        runs = self.now().layout.runs(self._rank)
         return torch.cat([torch.arange(a, b, device=device) for a, b in runs])
 
     def unshard(self, values: torch.Tensor, dim: int = 1) -> torch.Tensor:
@@ -273,7 +262,7 @@ class ContextParallel:
         Raises:
             ShapeError: Not this rank's number of rows.
         """
-        layout = self._now().layout
+        layout = self.now().layout
         rows = [layout.rows(rank) for rank in range(self._ranks)]
         if values.shape[dim] != rows[self._rank]:
             raise ShapeError(
@@ -302,7 +291,7 @@ class ContextParallel:
         Raises:
             ArgumentError: :meth:`plan` or :meth:`shard` got no seed.
         """
-        seed = self._now().seed
+        seed = self.now().seed
         if seed is None:
             raise ArgumentError(
                 "this batch has no seed", hint="pass seed=... to shard, the same on all ranks"
@@ -311,11 +300,31 @@ class ContextParallel:
 
     def explain(self) -> str:
         """What each planned program makes ranks do, as text: the same on all ranks."""
-        layout = self._now().layout
+        layout = self.now().layout
         plans = [(name, plan.figures) for (name, *_), plan in self._plans.items()]
         return report(layout, plans)
 
-    def _now(self) -> _Batch:
+    @property
+    def group(self) -> ProcessGroup:
+        """The ranks of the sequence."""
+        return self._group
+
+    @property
+    def reduces(self) -> bool:
+        """Whether gradients of captured tensors are added up."""
+        return self._reduce
+
+    @property
+    def exchange(self) -> str:
+        """As given."""
+        return self._exchange
+
+    def now(self) -> Batch:
+        """What :meth:`plan` has decided.
+
+        Raises:
+            ArgumentError: It has not been called.
+        """
         if self._batch is None:
             raise ArgumentError(
                 "nothing says which rank holds which rows", hint="call shard or plan first"
@@ -326,7 +335,7 @@ class ContextParallel:
         self, attention: Program, captures: Mapping[str, Any], asked: Asked, seed: Any
     ) -> Plan:
         """The plan of a call: one of before, or a new one that all ranks agree on."""
-        batch = self._now()
+        batch = self.now()
         key = (attention.name, attention.made_of.spec, batch.token, asked, _numbers(captures))
         known = self._plans.get(key)
         if torch.compiler.is_compiling():
@@ -346,7 +355,9 @@ class ContextParallel:
         found = known
         try:
             if fresh:
-                found = plan_call(attention, batch.layout, self._rank, captures, asked, self._machine)
+                found = plan_call(
+                    attention, batch.layout, self._rank, captures, asked, self._machine
+                )
         except AttnDSLError as error:
             problem = error
         fields = {
@@ -362,177 +373,6 @@ class ContextParallel:
             self._plans.clear()
         self._plans[key] = found
         return found
-
-    def call(
-        self, attention: Program, operands: Sequence[torch.Tensor], captures: Mapping[str, Any],
-        options: Mapping[str, Any],
-    ) -> Any:  # fmt: skip
-        """The call of :class:`Sharded`, of plain tensors."""
-        q, k, v = (autocast(x) for x in operands)
-        batch = self._now()
-        shares = _shares(attention, captures, batch.rows, batch.length)
-        asked = self._asked(q, k, v, options, bool(shares))
-        program = attention.lowered.program
-        has_lse = program.weights is None
-        if options["return_lse"] and not has_lse:
-            raise UnsupportedError(
-                "return_lse asks for a softmax's log-sum-exp, and the program has other weights",
-                hint="drop return_lse",
-            )
-        if program.dropout is not None and options["seed"] is None:
-            raise ArgumentError(
-                "the program has dropout, and each rank would draw a seed of its own",
-                hint="pass shard(..., seed=...), and seed=cp.seed(layer) here",
-            )
-        plan = self.plan_for(attention, captures, asked, options["seed"])
-        names = tuple(n for n, x in captures.items() if isinstance(x, torch.Tensor))
-        tensors = [captures[name] for name in names]
-        if self._reduce:
-            tensors = [
-                everywhere(x, self._group) if x.requires_grad and name not in shares else x
-                for name, x in zip(names, tensors, strict=True)
-            ]
-        plain = {name: x for name, x in captures.items() if name not in names}
-        sizes = {name: options[name] for name in (*_WHOLE_SIZES, *_PLACES)}
-        if plan.table.group > 1 and sizes["heads"] is None:
-            sizes |= {"heads": q.shape[1], "kv_heads": k.shape[1]}
-        own = {name: options[name] for name in _OPTIONS}
-        job = Job(
-            attention, plan.table, self._group, {**own, **sizes}, (q.shape[1], k.shape[1]),
-            plain, names, shares, has_lse,
-        )  # fmt: skip
-        found = attend(job, q, k, v, tensors)
-        return (found[0], found[1]) if options["return_lse"] else found[0]
-
-    def _asked(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Mapping[str, Any],
-        shares: bool,
-    ) -> Asked:  # fmt: skip
-        """What the plan of a call with these operands depends on.
-
-        Raises:
-            ShapeError: They are not this rank's rows.
-        """
-        rows = self._now().rows
-        for name, x in (("q", q), ("k", k), ("v", v)):
-            if x.dim() != 4 or x.shape[2] != rows:
-                raise ShapeError(
-                    f"{name} has shape {tuple(x.shape)}, and this rank holds {rows} of the "
-                    f"{self._now().length} rows of the sequence",
-                    hint="pass (batch, heads, rows, head dim) of this rank's shard; call shard "
-                    "for a sequence of another length",
-                )
-        shape = Shape(
-            options["batch"] or q.shape[0], options["heads"] or q.shape[1],
-            options["kv_heads"] or k.shape[1], q.shape[3], v.shape[3], q.element_size(),
-        )  # fmt: skip
-        if options["heads"] is not None or options["batch"] is not None:
-            # Costs are those of the part; the mask is that of the whole.
-            return Asked(shape, "gather", shares)
-        return Asked(shape, self._exchange, shares)
-
-
-class Sharded:
-    """A program whose calls take this rank's rows; made by :meth:`ContextParallel.__call__`."""
-
-    def __init__(self, cp: ContextParallel, attention: Program) -> None:
-        self._cp = cp
-        self.attention = attention
-        """The compiled program."""
-
-    def __call__(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        *,
-        captures: Mapping[str, Any] | None = None,
-        **named: Any,
-    ) -> Any:
-        """Attention of this rank's rows over all keys that they see.
-
-        Args:
-            q: (B, Hq, rows of this rank, D), or a DTensor of these with shards of heads or batch
-                entries, like k and v.
-            k: (B, Hkv, rows, D).
-            v: (B, Hkv, rows, Dv).
-            captures: As of :meth:`attndsl.Attention.__call__`. Tensors are those of the whole
-                sequence; one declared along ``q_len`` may have this rank's rows alone.
-            **named: Captures, and ``scale``, ``return_lse``, ``deterministic``, ``seed``,
-                ``out_dtype``, ``heads``, ``kv_heads``, ``batch``, ``h_offset``, ``b_offset``.
-
-        Returns:
-            ``out`` (B, Hq, rows, Dv), or ``(out, lse)``, as of such a call.
-
-        Raises:
-            ShapeError: Operands that are not this rank's rows.
-            ArgumentError: Arguments that follow from the plan; ranks that do not call alike.
-            AttnDSLError: As of such a call.
-        """
-        options = _options_of(self.attention, named)
-        defaults = self.attention.made_of.defaults
-        given = {**defaults, **joined(captures or {}, named)}
-        attention, given = self.attention.variant(given)
-        if is_dtensor(q):
-            from .dtensor import attend_shards  # Imports torch.distributed.tensor.
-
-            options = {
-                name: x for name, x in options.items() if name not in (*_WHOLE_SIZES, *_PLACES)
-            }
-
-            def of_shards(*operands: Any, captures: Any, **rest: Any) -> Any:
-                return self._of_shards(attention, operands, captures, rest)
-
-            program = attention.lowered.program
-            return attend_shards(of_shards, program, (q, k, v), given, WHOLE, options)
-        check_operands(q, k, v)
-        return self._cp.call(attention, (q, k, v), given, options)
-
-    def _of_shards(
-        self, attention: Program, operands: Any, captures: Any, rest: Mapping[str, Any]
-    ) -> Any:
-        """A process's part of a call of DTensors."""
-        own = {name: rest.get(name) for name in (*_OPTIONS, "return_lse", *_WHOLE_SIZES)}
-        own |= {name: rest.get(name, 0) for name in _PLACES}
-        return self._cp.call(attention, operands, captures, own)
-
-
-_FOLLOWS = (
-    "q_offset", "kv_offset", "q_index", "kv_index", "q_len", "kv_len", "kv_lengths", "tiles",
-)  # fmt: skip
-
-
-def _options_of(attention: Program, named: dict[str, Any]) -> dict[str, Any]:
-    """Takes the options out of ``named``, whose rest are captures.
-
-    Raises:
-        ArgumentError: One that the plan says.
-    """
-    for name in _FOLLOWS:
-        if name in named:
-            raise ArgumentError(
-                f"{name} is given to a call of a rank's rows",
-                hint=f"drop {name}: the plan says where the rows lie",
-            )
-    found = {name: named.pop(name, None) for name in (*_OPTIONS, *_WHOLE_SIZES)}
-    found |= {name: named.pop(name, 0) for name in _PLACES}
-    found["return_lse"] = bool(named.pop("return_lse", False))
-    return found
-
-
-def _shares(
-    attention: Program, captures: Mapping[str, Any], rows: int, length: int
-) -> dict[str, int]:
-    """Captured tensors that have this rank's rows alone, and the dim that these lie along."""
-    found = {}
-    for decl in attention.lowered.program.tensors:
-        value = captures.get(decl.name)
-        if not isinstance(value, torch.Tensor) or rows == length:
-            continue
-        for dim, size in enumerate(decl.dims[: value.dim()]):
-            if size.op is Op.SIZE and size.value == "q_len" and value.shape[dim] == rows:
-                found[decl.name] = dim
-    return found
 
 
 def _numbers(captures: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
@@ -569,7 +409,8 @@ def _group_of(mesh: Any) -> tuple[ProcessGroup, torch.device]:
             hint='pass a DeviceMesh of one dim, such as mesh["cp"], or a process group',
         )
     on_gpu = "nccl" in dist.get_backend(group)
-    return group, torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+    kind = f"cuda:{torch.cuda.current_device()}" if on_gpu else "cpu"
+    return group, torch.device(kind)
 
 
 def _agreed(

@@ -228,9 +228,7 @@ def _settled(start: Layout, parts: Sequence[_Parts]) -> Layout:
     for _ in range(_ROUNDS * ranks):
         slow = int(state.cost.argmax())
         others = [int(r) for r in state.cost.argsort(kind="stable")[:_OTHERS] if r != slow]
-        if not any([state.swap(slow, other) for other in others[:1]]) and not any(
-            state.swap(slow, other) for other in others[1:]
-        ):
+        if not any(state.swap(slow, other) for other in others):
             break
     return Layout("balanced", start.length, start.chunk, owner, ranks)
 

@@ -34,7 +34,7 @@ _SIDE = 2048
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Seen:
-    """A program's captures that decide which keys its rows see, as they were when it was planned."""
+    """The captures of a program that decide which keys its rows see, when it was planned."""
 
     tensors: Mapping[str, torch.Tensor]
     versions: Mapping[str, int]

@@ -40,7 +40,8 @@ def _of_program(layout: Layout, figures: Figures) -> list[str]:
     lines = [
         "exchange     "
         + way.get(figures.group, f"groups of {figures.group} ranks exchange heads, and fetch keys"),
-        f"load         slowest {max(work) / mean:.2f} of the mean; live tiles by rank: {_list(work)}",
+        f"load         slowest {max(work) / mean:.2f} of the mean; live tiles by rank: "
+        + _list(work),
         f"keys fetched {_list(fetched)} of {layout.length}",
         f"bytes        {_bytes(received)} in all, forward and backward, {_bytes(most)} at most a "
         f"rank: {share:.2f} of an all-gather of keys and a reduce-scatter of gradients",

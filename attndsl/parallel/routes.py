@@ -223,7 +223,7 @@ def figures_of(
         received = received + _head_bytes(rows, together, group, costs)
     work = load_of(layout, demand).reshape(-1, group).sum(1).repeat(group) / group
     times = work * demand.tile + received * (demand.key / grain / costs.journey)
-    hull = max((table_hull(layout, demand, r * group, group) for r in range(ranks // group)))
+    hull = max(table_hull(layout, demand, r * group, group) for r in range(ranks // group))
     return Figures(
         layout.name, group, rows, work.astype(np.int64), fetched, received,
         2 * (ranks - 1) * (length // ranks) * costs.key_bytes

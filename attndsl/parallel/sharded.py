@@ -37,15 +37,28 @@ class Program(Protocol):
     """What a compiled program is to this package; :class:`attndsl.Attention` is one."""
 
     @property
-    def name(self) -> str: ...
+    def name(self) -> str:
+        """As of a compiled program, like all that follow."""
+
     @property
-    def made_of(self) -> Any: ...
+    def made_of(self) -> Any:
+        """Its text and its defaults."""
+
     @property
-    def lowered(self) -> Lowered: ...
-    def __call__(self, q: Any, k: Any, v: Any, **arguments: Any) -> Any: ...
-    def backward(self, q: Any, k: Any, v: Any, *results: Any, **arguments: Any) -> Any: ...
-    def reach(self, q_len: int, kv_len: int, *sizes: Any, **named: Any) -> Reach: ...
-    def variant(self, captures: Any) -> tuple[Any, Any]: ...
+    def lowered(self) -> Lowered:
+        """The program as backends get it."""
+
+    def __call__(self, q: Any, k: Any, v: Any, **arguments: Any) -> Any:
+        """A call."""
+
+    def backward(self, q: Any, k: Any, v: Any, *results: Any, **arguments: Any) -> Any:
+        """Its gradients from given results."""
+
+    def reach(self, q_len: int, kv_len: int, *sizes: Any, **named: Any) -> Reach:
+        """Which keys rows see."""
+
+    def variant(self, captures: Any) -> tuple[Any, Any]:
+        """The program of a call, and all captures of it."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

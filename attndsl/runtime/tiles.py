@@ -169,6 +169,7 @@ def count_tiles(lowered: Lowered, call: Call, block_m: int, block_n: int) -> Til
 def loop_of(
     lowered: Lowered, call: Call, direction: Direction, block_m: int, block_n: int
 ) -> LoopPlan:
+    """The loop of a direction over tiles of these sizes."""
     return lowered.sparsity.loop(
         direction, block_m, block_n, call.shifted, call.indexed, wide_ints(call)
     )

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.utils.checkpoint import checkpoint
 
 import attndsl
-from attndsl.parallel import ContextParallel, Machine
+from attndsl.parallel import ContextParallel, Machine, Shape
 
 from .shard_programs import Setting, run
 
@@ -113,7 +113,7 @@ def heads_of_dtensors(group: ProcessGroup) -> None:
     wanted = attention(*whole)
     wanted.square().sum().backward()
     cp = ContextParallel(mesh["cp"], "head_tail")
-    cp.plan(L, attention, heads=H, kv_heads=HKV)
+    cp.plan(L, attention, shape=Shape(B, H, HKV, D, D))
     place = mesh["tp"].get_local_rank()
     own = []
     for x in whole:
@@ -393,7 +393,7 @@ def words(group: ProcessGroup) -> str:
     """What ``explain`` says, the same on all ranks."""
     attention = attndsl.compile("causal() and q - kv < 100", name="local")
     cp = ContextParallel(group)
-    cp.plan(L, attention, heads=H, kv_heads=HKV, batch=B)
+    cp.plan(L, attention, shape=Shape(B, H, HKV, D, D))
     before = cp.explain()
     assert "no program is planned yet" in before
     cp(attention)(*_rows(cp, *_whole(torch.bfloat16)))

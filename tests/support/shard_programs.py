@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 import attndsl
-from attndsl.parallel import ContextParallel
+from attndsl.parallel import ContextParallel, Shape
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -151,7 +151,8 @@ def run(setting: Setting, group: ProcessGroup) -> Outcome:
     one = results_of(attention, case, operands, weights, captures)
     cp = ContextParallel(group, setting.layout, exchange=setting.exchange, reduce=True)
     shard = lambda x: cp.shard(x, 2)  # noqa: E731
-    cp.plan(length, attention, batch=2, heads=heads, kv_heads=kv_heads, captures=captures)
+    shape = Shape(2, heads, kv_heads, WIDTH, WIDTH, setting.dtype.itemsize)
+    cp.plan(length, attention, shape=shape, captures=captures)
     own = dict(captures)
     if case.rows is not None:
         own[case.rows] = cp.shard(captures[case.rows], 1)
