@@ -181,3 +181,58 @@ def _error(x: torch.Tensor, exact: torch.Tensor) -> float:
     norm = float(exact.norm())
     difference = float((x - exact).norm())
     return difference / norm if norm else difference
+
+
+DTYPES = (torch.float64, torch.float32, torch.bfloat16)
+GRID = [
+    Setting(name, layout, exchange, dtype, length)
+    for name, case in PROGRAMS.items()
+    for dtype in DTYPES
+    for length in (LENGTH, 1001)
+    for exchange in ("gather", "heads")
+    for layout in ("contiguous", "head_tail", "balanced")
+    if exchange == "gather" or (layout != "balanced" and case.rows is None)
+]
+"""All programs, layouts, exchanges and dtypes; 1001 rows are no whole tiles."""
+SAMPLE = [
+    Setting("documents", "balanced", "gather", torch.bfloat16, 768),
+    Setting("sink", "head_tail", "gather", torch.float32, 768),
+    Setting("distances", "contiguous", "gather", torch.float64, 501),
+    Setting("bias", "head_tail", "gather", torch.float32, 768),
+    Setting("windows_by_head", "balanced", "gather", torch.bfloat16, 768),
+    Setting("dropout", "head_tail", "gather", torch.bfloat16, 768),
+]
+"""What the default run looks at, with three ranks."""
+
+
+def _job(setting: Setting) -> Callable[[ProcessGroup], list[Any]]:
+    def job(group: ProcessGroup) -> list[Any]:
+        if setting.exchange == "heads" and KV_HEADS % group.size():
+            return []
+        outcome = run(setting, group)
+        return [outcome.same, outcome.error, outcome.alone, outcome.again]
+
+    return job
+
+
+JOBS = {str(setting): _job(setting) for setting in (*GRID, *SAMPLE)}
+
+
+def check(setting: Setting, told: list[Any]) -> bool:
+    """Hold what all ranks have told to one process; False where the setting needs other ranks.
+
+    Raises:
+        AssertionError: A rank failed, or its results are not those of one process.
+    """
+    for one in told:
+        assert isinstance(one, list), one
+        if not one:
+            return False
+        same, error, alone, again = one
+        # Heads of masks of their own share steps on CPUs: whose steps, bits depend on.
+        if not (setting.program == "windows_by_head" and setting.exchange == "heads"):
+            assert all(same), f"{setting}: {same}"
+        assert again, f"{setting}: a second run gave other bits"
+        bound = 1e-13 if setting.dtype is torch.float64 else 1.1 * alone + 1e-7
+        assert error <= bound, f"{setting}: error {error}, of one process {alone}"
+    return True
