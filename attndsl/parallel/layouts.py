@@ -42,6 +42,8 @@ _OTHERS = 2
 """Ranks that the slowest one may swap with."""
 _TRIED = 3
 """Pairs of chunks whose costs are found exactly in a round, for each of these ranks."""
+_MOST_NUMBERS = 1 << 23
+"""Numbers of ranges that are added up together."""
 _GAIN = 1e-3
 """Least part of the slowest rank's cost that a swap must save."""
 
@@ -190,11 +192,17 @@ def _covered(starts: Ints, stops: Ints, readers: Ints, shape: tuple[int, int]) -
     number, columns = shape
     rows = np.broadcast_to(readers[:, None], starts.shape)
     there = starts < stops
-    base = rows[there].astype(np.int64) * (columns + 1)
-    size = number * (columns + 1)
-    begun = np.bincount(base + starts[there], minlength=size)
-    begun -= np.bincount(base + stops[there], minlength=size)
-    found: Bools = np.cumsum(begun.reshape(number, columns + 1), 1)[:, :columns] > 0
+    reader, start, stop = rows[there].astype(np.int64), starts[there], stops[there]
+    together = max(1, _MOST_NUMBERS // (columns + 1))
+    parts = []
+    for first in range(0, number, together):
+        count = min(together, number - first)
+        chosen = (reader >= first) & (reader < first + count)
+        base, size = (reader[chosen] - first) * (columns + 1), count * (columns + 1)
+        begun = np.bincount(base + start[chosen], minlength=size)
+        begun -= np.bincount(base + stop[chosen], minlength=size)
+        parts.append(np.cumsum(begun.reshape(count, columns + 1), 1)[:, :columns] > 0)
+    found: Bools = np.concatenate(parts)
     return found
 
 
