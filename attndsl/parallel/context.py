@@ -141,7 +141,7 @@ class ContextParallel:
             ArgumentError: On all ranks, where they do not say the same; ``auto`` without programs.
             AttnDSLError: What a program says of its captures.
         """
-        some = [*programs] if isinstance(programs, list | tuple) else [programs]
+        some: list[Any] = [*programs] if isinstance(programs, list | tuple) else [programs]
         models = [x.attention if isinstance(x, Sharded) else x for x in some]
         given = joined(captures or {}, named)
         shape = Shape() if shape is None else shape
@@ -277,7 +277,7 @@ class ContextParallel:
             flat.repeat(self._ranks), sizes, [flat.numel()] * self._ranks, self._group
         )
         parts = []
-        for rank, part in enumerate(found.split(sizes)):
+        for rank, part in enumerate(torch.split(found, sizes)):
             shape, row = part.view(rows[rank], *own.shape[1:]), 0
             for start, stop in layout.runs(rank):
                 parts.append((start, shape[row : row + stop - start]))
@@ -389,7 +389,7 @@ def _digestible(value: Any) -> object:
 def _fitting(program: Program, captures: Mapping[str, Any]) -> dict[str, Any]:
     """Those of ``captures`` that ``program`` declares."""
     found = program.lowered.program
-    names = {decl.name for decl in (*found.params, *found.tensors)}
+    names = {x.name for x in found.params} | {x.name for x in found.tensors}
     return {name: x for name, x in captures.items() if name in names}
 
 

@@ -160,7 +160,8 @@ def step_cost(layout: Layout, demands: Sequence[Demand]) -> float:
 def load_of(layout: Layout, demand: Demand) -> Floats:
     """Live tiles of each rank."""
     owner = tile_owners(layout, demand.grain)
-    return np.bincount(owner, demand.reach.work, layout.ranks)
+    found: Floats = np.bincount(owner, demand.reach.work, layout.ranks).astype(np.float64)
+    return found
 
 
 def fetched_by(layout: Layout, demand: Demand) -> Ints:
@@ -231,7 +232,7 @@ def _parts(demand: Demand, chunk: int, length: int) -> _Parts:
 def _settled(start: Layout, parts: Sequence[_Parts]) -> Layout:
     """``start`` after swaps of chunks of the slowest rank with others', as long as both gain."""
     ranks, owner = start.ranks, start.owner.copy()
-    work = np.sum([part.work for part in parts], 0)
+    work: Floats = np.sum([part.work for part in parts], 0).astype(np.float64)
     state = _Swaps(owner, work, parts, ranks)
     for _ in range(_ROUNDS * ranks):
         slow = int(state.cost.argmax())

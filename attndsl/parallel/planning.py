@@ -72,7 +72,7 @@ def mask_names(program: Program) -> tuple[str, ...]:
     names: dict[str, None] = {}
     for root in roots:
         names |= dict.fromkeys(leaf_names(root))
-    known = {decl.name for decl in (*found.params, *found.tensors)}
+    known = {x.name for x in found.params} | {x.name for x in found.tensors}
     return tuple(name for name in names if name in known)
 
 
