@@ -88,6 +88,7 @@ def _torchs(mesh: Any, operands: list[torch.Tensor]) -> dict[str, Any]:
 
 def _times(name: str, call: Callable[[], torch.Tensor]) -> dict[str, float]:
     """Medians of the forward, and of forward and backward, of the slowest rank."""
+
     def step() -> None:
         out = call()
         out.backward(torch.ones_like(out))

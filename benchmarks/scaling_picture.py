@@ -22,7 +22,7 @@ def draw(rows: list[dict[str, Any]], ranks: tuple[int, ...]) -> str:
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {TOP + PANEL + 50}" '
         'font-family="system-ui, sans-serif" font-size="13" fill="#57606a">',
-        f'<title>{escape("Simulated: part of perfect that is left, by number of GPUs")}</title>',
+        f"<title>{escape('Simulated: part of perfect that is left, by number of GPUs')}</title>",
         f'<text x="{LEFT}" y="24" font-size="15">Simulated, not measured: 8,192 tokens a GPU, '
         "no overlap</text>",
     ]
