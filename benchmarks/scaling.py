@@ -14,6 +14,7 @@ work of a GPU's own tokens is what it is compared with.
 from __future__ import annotations
 
 import argparse
+import datetime
 import json
 import os
 import signal
@@ -232,7 +233,10 @@ def run(arguments: argparse.Namespace) -> None:
     output = Path(arguments.output)
     gpu = torch.cuda.is_available()
     rows: list[dict[str, Any]] = []
-    head = {"benchmark": "scaling", "machine": machine("cuda" if gpu else "cpu")}
+    head = {
+        "benchmark": "scaling", "machine": machine("cuda" if gpu else "cpu"),
+        "date": datetime.date.today().isoformat(),
+    }  # fmt: skip
     for ranks in map(int, arguments.run.split(",")):
         for tokens in map(int, arguments.tokens.split(",")):
             for name in arguments.programs.split(","):
@@ -309,9 +313,8 @@ GAIN = "tensor x[heads]: float\nmask = causal(); score = x[h] * score"
 def write(rows: list[dict[str, Any]]) -> None:
     """The results, the table of the page, and its picture."""
     data = {
-        "benchmark": "scaling_simulated", "tokens": TOKENS, "heads": [HEADS, KV_HEADS],
-        "head_dim": HEAD_DIM, "host_bytes_per_second": HOST, "network_bytes_per_second": NETWORK,
-        "tiles": TILES, "versions": versions(), "rows": rows,
+        "benchmark": "scaling_simulated", "machine": "none: simulated",
+        "date": datetime.date.today().isoformat(), "versions": versions(), "rows": rows,
     }  # fmt: skip
     SIMULATED.write_text(json.dumps(data, indent=1) + "\n", "utf-8")
     PICTURE.write_text(draw(best_rows(rows), RANKS), "utf-8")

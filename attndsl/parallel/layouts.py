@@ -222,7 +222,8 @@ class _Parts:
 def _parts(demand: Demand, chunk: int, length: int) -> _Parts:
     number, each = -(-length // chunk), chunk // demand.grain
     reader = np.arange(len(demand.reach.work)) // each
-    work = np.bincount(reader, demand.reach.work, number) * demand.tile * demand.weight
+    weighed = np.bincount(reader, demand.reach.work, number) * (demand.tile * demand.weight)
+    work: Floats = weighed.astype(np.float64)
     starts, stops = demand.reach.starts // each, -(-demand.reach.stops // each)
     stops = np.where(demand.reach.starts < demand.reach.stops, stops, starts)
     seen = _covered(starts, stops, reader, (number, number))
