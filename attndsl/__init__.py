@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from attndsl.after_torch import register_operators
 
 if TYPE_CHECKING:
-    from attndsl import compat, errors, flex, hf, layout, nn  # noqa: F401
+    from attndsl import compat, errors, flex, hf, layout, nn, parallel  # noqa: F401
     from attndsl.api import Attention, compile, load, verify  # noqa: A004
     from attndsl.comparing import compare
     from attndsl.errors import AttnDSLError
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = [
     "Attention", "AttnDSLError", "Gradients", "PagedCache", "TileMap", "compare", "compat",
-    "compile", "errors", "flex", "join", "layout", "load", "merge", "nn",
+    "compile", "errors", "flex", "join", "layout", "load", "merge", "nn", "parallel",
     "scaled_dot_product_attention", "tensor", "trace", "verify",
 ]  # fmt: skip
 
@@ -52,7 +52,7 @@ _HOMES = {
     "unload_ipython_extension": "attndsl.notebook",
     "verify": "attndsl.api",
 }
-_MODULES = ("compat", "errors", "flex", "layout", "nn")
+_MODULES = ("compat", "errors", "flex", "layout", "nn", "parallel")
 _OF_EXTRAS = ("hf", "torchtitan")
 """Modules for packages that need not be installed: no names of ``import *`` or of ``dir``."""
 

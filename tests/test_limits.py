@@ -29,6 +29,7 @@ MANY_PARAMETERS = {
 PUBLIC = {
     "attndsl/analysis.py:Analysis.tiles",
     "attndsl/analysis.py:Analysis.explain",
+    "attndsl/analysis.py:Analysis.reach",
     "attndsl/analysis.py:Analysis.plot",
     "attndsl/analysis.py:Analysis.call_of_lengths",
     "attndsl/api.py:verify",

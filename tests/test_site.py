@@ -269,7 +269,7 @@ def test_the_site_has_every_page_once_and_nothing_from_elsewhere():
 def test_the_api_pages_have_every_public_name():
     pages = {path.stem: path.read_text("utf-8") for path in (DOCS / "api").glob("*.md")}
     shown = set(re.findall(r"^::: (\S+)$", "\n".join(pages.values()), re.MULTILINE))
-    modules = {"compat", "errors", "flex", "layout", "nn"}
+    modules = {"compat", "errors", "flex", "layout", "nn", "parallel"}
     for name in set(attndsl.__all__) - modules - {"AttnDSLError"}:
         assert f"attndsl.{name}" in shown, name
     listed = set(re.findall(r"^        - (\w+)$", pages["errors"], re.MULTILINE))

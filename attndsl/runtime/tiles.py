@@ -78,7 +78,7 @@ def find_tiles(
     """
     block_m, block_n = plain_int(block_m), plain_int(block_n)
     which = direction_named(direction)
-    rows, columns = _sides(call, block_m, block_n)
+    rows, columns = sides_of(call, block_m, block_n)
     number = rows * columns
     if number > _MOST_TILES:
         raise ArgumentError(
@@ -88,7 +88,7 @@ def find_tiles(
     sparsity, grid = lowered.sparsity, grid_of(call, block_m, block_n)
     sparsity = replace(sparsity, evaluate=sparsity.evaluate or exact)
     with torch.no_grad():
-        loop = _loop(lowered, call, which, block_m, block_n)
+        loop = loop_of(lowered, call, which, block_m, block_n)
         if loop.listed is None and fits_plan(loop, grid):
             kinds = kinds_by_segments(loop, which, sparsity, grid)
             reason = "in closed form"
@@ -110,7 +110,7 @@ def kinds_by_pairs(lowered: Lowered, call: Call, block_m: int, block_n: int) -> 
     Returns:
         int8 (batch or 1, heads or 1, q tiles, kv tiles), as of :class:`~attndsl.tilemap.TileMap`.
     """
-    _sides(call, block_m, block_n)
+    sides_of(call, block_m, block_n)
     with torch.no_grad():
         return _true_kinds(lowered, call, grid_of(call, block_m, block_n))
 
@@ -141,9 +141,9 @@ def count_tiles(lowered: Lowered, call: Call, block_m: int, block_n: int) -> Til
     sparsity = lowered.sparsity
     batch, heads = sparsity.maps(call.q.shape[0], call.q.shape[1])
     block_m, block_n = plain_int(block_m), plain_int(block_n)
-    rows, columns = _sides(call, block_m, block_n)
+    rows, columns = sides_of(call, block_m, block_n)
     total = batch * heads * rows * columns
-    loop = _loop(lowered, call, FORWARD, block_m, block_n)
+    loop = loop_of(lowered, call, FORWARD, block_m, block_n)
     with torch.no_grad():
         if loop.listed is not None:
             if total > (_MOST_EVALUATED if sparsity.evaluate else _MOST_COUNTED):
@@ -153,7 +153,7 @@ def count_tiles(lowered: Lowered, call: Call, block_m: int, block_n: int) -> Til
                 )
             grid = grid_of(call, block_m, block_n)
             together = max(1, _TILES_AT_ONCE * rows // max(1, total))
-            parts = (_rows(grid, first, together) for first in range(0, rows, together))
+            parts = (rows_of(grid, first, together) for first in range(0, rows, together))
             counts = sum((_counts(kinds_by_bounds(sparsity, part)) for part in parts), Counter())
         elif total <= _TILES_AT_ONCE and (rows + columns) * block_m * block_n <= _EDGE_PAIRS:
             grid = grid_of(call, block_m, block_n)
@@ -166,9 +166,10 @@ def count_tiles(lowered: Lowered, call: Call, block_m: int, block_n: int) -> Til
     return TileCounts(rows, columns, total, counts[FULL], counts[PARTIAL])
 
 
-def _loop(
+def loop_of(
     lowered: Lowered, call: Call, direction: Direction, block_m: int, block_n: int
 ) -> LoopPlan:
+    """The loop of a direction over tiles of these sizes."""
     return lowered.sparsity.loop(
         direction, block_m, block_n, call.shifted, call.indexed, wide_ints(call)
     )
@@ -178,7 +179,7 @@ def _counts(kinds: torch.Tensor) -> Counter[int]:
     return Counter({kind: int((kinds == kind).sum()) for kind in (FULL, PARTIAL)})
 
 
-def _sides(call: Call, block_m: int, block_n: int) -> tuple[int, int]:
+def sides_of(call: Call, block_m: int, block_n: int) -> tuple[int, int]:
     """Query tiles and key-value tiles, where there may be such tiles."""
     for name, size in (("block_m", block_m), ("block_n", block_n)):
         if not isinstance(size, int) or size < 1:
@@ -289,7 +290,7 @@ def verify_call(
     grid = grid_of(call, block_m, block_n)
     with torch.no_grad():
         true = _true_kinds(lowered, call, grid)
-        loop = _loop(lowered, call, which, block_m, block_n)
+        loop = loop_of(lowered, call, which, block_m, block_n)
         found = find_tiles(lowered, call, block_m, block_n, direction).kinds
         exact = loop.listed is None or sparsity.evaluate
         _compare(found, true, exact, lowered, f"tile map of {direction}")
@@ -311,7 +312,7 @@ def _true_kinds(lowered: Lowered, call: Call, grid: Grid) -> torch.Tensor:
         return kinds
     together = max(1, _ROWS_AT_ONCE // (max(1, batch * heads * kv_len) * grid.block_m))
     for first in range(0, rows, together):
-        scope = _rows(grid, first, together).scope
+        scope = rows_of(grid, first, together).scope
         (live,) = evaluate((mask,), scope)
         live = live.expand(batch, heads, scope.variables["q"].shape[2], kv_len)
         some = _pool(live, grid)
@@ -320,7 +321,7 @@ def _true_kinds(lowered: Lowered, call: Call, grid: Grid) -> torch.Tensor:
     return kinds
 
 
-def _rows(grid: Grid, first: int, count: int) -> Grid:
+def rows_of(grid: Grid, first: int, count: int) -> Grid:
     """``count`` rows of tiles from the one at ``first``."""
     variables = grid.scope.variables
     part = variables["q"][:, :, first * grid.block_m : (first + count) * grid.block_m]

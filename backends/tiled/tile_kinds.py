@@ -197,7 +197,7 @@ def segment_kinds(
     device = grid.scope.device
     kinds = torch.zeros((*outer, rows, columns), dtype=torch.int8, device=device)
     steps = torch.arange(columns, device=device)
-    for kind, step, start, stop, guard in _ranges(loop, direction, grid):
+    for kind, step, start, stop, guard in segment_ranges(loop, direction, grid):
         inside = (steps >= start) & (steps < stop) & ((steps - start) % step == 0)
         if guard is not None:
             inside = inside & guard
@@ -219,7 +219,7 @@ def segment_counts(
     rows, columns = _sides(direction, grid)
     if 0 in (rows, columns):
         return counts
-    for kind, step, start, stop, guard in _ranges(loop, direction, grid):
+    for kind, step, start, stop, guard in segment_ranges(loop, direction, grid):
         length = ((stop - start + step - 1) // step).clamp(min=0)
         if guard is not None:
             length = length * guard
@@ -227,7 +227,7 @@ def segment_counts(
     return counts
 
 
-def _ranges(
+def segment_ranges(
     loop: LoopPlan, direction: Direction, grid: Grid
 ) -> Iterator[tuple[int, int, torch.Tensor, torch.Tensor, torch.Tensor | None]]:
     """Kind, step, start, stop and guard of each segment; (batch or 1, heads or 1, own tiles, 1)."""

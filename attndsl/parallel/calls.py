@@ -1,0 +1,209 @@
+"""Calls of one rank's rows: their arguments, checked, and what the plan adds to them.
+
+Non-goals: who holds which rows (:mod:`.context`); what is sent (:mod:`.sharded`).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from attndsl.errors import ArgumentError, ShapeError, UnsupportedError
+from attndsl.ir import Op
+from attndsl.runtime.arguments import autocast, check_operands, joined
+from attndsl.runtime.distributed import is_dtensor
+from attndsl.runtime.location import WHOLE
+
+from .costs import Shape
+from .planning import Asked
+from .sharded import Job, attend, everywhere
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from .context import ContextParallel
+    from .sharded import Program
+
+_WHOLE_SIZES = ("batch", "heads", "kv_heads")
+_PLACES = ("h_offset", "b_offset")
+_OPTIONS = ("scale", "deterministic", "seed", "out_dtype")
+_FOLLOWS = (
+    "q_offset", "kv_offset", "q_index", "kv_index", "q_len", "kv_len", "kv_lengths", "tiles",
+)  # fmt: skip
+"""Arguments of calls that the plan says."""
+
+
+class Sharded:
+    """A program whose calls take this rank's rows; made by :meth:`ContextParallel.__call__`."""
+
+    def __init__(self, cp: ContextParallel, attention: Program) -> None:
+        self._cp = cp
+        self.attention = attention
+        """The compiled program."""
+
+    def __call__(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        *,
+        captures: Mapping[str, Any] | None = None,
+        **named: Any,
+    ) -> Any:
+        """Attention of this rank's rows over all keys that they see.
+
+        Args:
+            q: (B, Hq, rows of this rank, D), or a DTensor of these with shards of heads or batch
+                entries, like k and v.
+            k: (B, Hkv, rows, D).
+            v: (B, Hkv, rows, Dv).
+            captures: As of :meth:`attndsl.Attention.__call__`. Tensors are those of the whole
+                sequence; one declared along ``q_len`` may have this rank's rows alone.
+            **named: Captures, and ``scale``, ``return_lse``, ``deterministic``, ``seed``,
+                ``out_dtype``, ``heads``, ``kv_heads``, ``batch``, ``h_offset``, ``b_offset``.
+
+        Returns:
+            ``out`` (B, Hq, rows, Dv), or ``(out, lse)``, as of such a call.
+
+        Raises:
+            ShapeError: Operands that are not this rank's rows.
+            ArgumentError: Arguments that follow from the plan; ranks that do not call alike.
+            AttnDSLError: As of such a call.
+        """
+        options = _options_of(self.attention, named)
+        defaults = self.attention.made_of.defaults
+        given = {**defaults, **joined(captures or {}, named)}
+        attention, given = self.attention.variant(given)
+        if is_dtensor(q):
+            from .dtensor import attend_shards  # Imports torch.distributed.tensor.
+
+            options = {
+                name: x for name, x in options.items() if name not in (*_WHOLE_SIZES, *_PLACES)
+            }
+
+            def of_shards(*operands: Any, captures: Any, **rest: Any) -> Any:
+                return self._of_shards(attention, operands, captures, rest)
+
+            program = attention.lowered.program
+            return attend_shards(of_shards, program, (q, k, v), given, WHOLE, options)
+        check_operands(q, k, v)
+        return _call(self._cp, attention, (q, k, v), given, options)
+
+    def _of_shards(
+        self, attention: Program, operands: Any, captures: Any, rest: Mapping[str, Any]
+    ) -> Any:
+        """A process's part of a call of DTensors."""
+        own = {name: rest.get(name) for name in (*_OPTIONS, "return_lse", *_WHOLE_SIZES)}
+        own |= {name: rest.get(name, 0) for name in _PLACES}
+        return _call(self._cp, attention, operands, captures, own)
+
+
+def _call(
+    cp: ContextParallel,
+    attention: Program,
+    operands: Sequence[torch.Tensor],
+    captures: Mapping[str, Any],
+    options: Mapping[str, Any],
+) -> Any:
+    """A call of plain tensors."""
+    q, k, v = (autocast(x) for x in operands)
+    batch = cp.now()
+    shares = _shares(attention, captures, batch.rows, batch.length)
+    asked = _asked(cp, q, k, v, options, bool(shares))
+    program = attention.lowered.program
+    has_lse = program.weights is None
+    if options["return_lse"] and not has_lse:
+        raise UnsupportedError(
+            "return_lse asks for a softmax's log-sum-exp, and the program has other weights",
+            hint="drop return_lse",
+        )
+    if program.dropout is not None and options["seed"] is None:
+        raise ArgumentError(
+            "the program has dropout, and each rank would draw a seed of its own",
+            hint="pass shard(..., seed=...), and seed=cp.seed(layer) here",
+        )
+    plan = cp.plan_for(attention, captures, asked, options["seed"])
+    names = tuple(n for n, x in captures.items() if isinstance(x, torch.Tensor))
+    tensors = [captures[name] for name in names]
+    if cp.reduces:
+        tensors = [
+            everywhere(x, cp.group) if x.requires_grad and name not in shares else x
+            for name, x in zip(names, tensors, strict=True)
+        ]
+    plain = {name: x for name, x in captures.items() if name not in names}
+    sizes = {name: options[name] for name in (*_WHOLE_SIZES, *_PLACES)}
+    if plan.table.group > 1 and sizes["heads"] is None:
+        sizes |= {"heads": q.shape[1], "kv_heads": k.shape[1]}
+    own = {name: options[name] for name in _OPTIONS}
+    job = Job(
+        attention, plan.table, cp.group, {**own, **sizes}, (q.shape[1], k.shape[1]),
+        plain, names, shares, has_lse,
+    )  # fmt: skip
+    found = attend(job, q, k, v, tensors)
+    return (found[0], found[1]) if options["return_lse"] else found[0]
+
+
+def _asked(
+    cp: ContextParallel,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    options: Mapping[str, Any],
+    shares: bool,
+) -> Asked:
+    """What the plan of a call with these operands depends on.
+
+    Raises:
+        ShapeError: They are not this rank's rows.
+    """
+    rows = cp.now().rows
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.dim() != 4 or x.shape[2] != rows:
+            raise ShapeError(
+                f"{name} has shape {tuple(x.shape)}, and this rank holds {rows} of the "
+                f"{cp.now().length} rows of the sequence",
+                hint="pass (batch, heads, rows, head dim) of this rank's shard; call shard "
+                "for a sequence of another length",
+            )
+    shape = Shape(
+        options["batch"] or q.shape[0], options["heads"] or q.shape[1],
+        options["kv_heads"] or k.shape[1], q.shape[3], v.shape[3], q.element_size(),
+    )  # fmt: skip
+    if options["heads"] is not None or options["batch"] is not None:
+        # Costs are those of the part; the mask is that of the whole.
+        return Asked(shape, "gather", shares)
+    return Asked(shape, cp.exchange, shares)
+
+
+def _options_of(attention: Program, named: dict[str, Any]) -> dict[str, Any]:
+    """Takes the options out of ``named``, whose rest are captures.
+
+    Raises:
+        ArgumentError: One that the plan says.
+    """
+    for name in _FOLLOWS:
+        if name in named:
+            raise ArgumentError(
+                f"{name} is given to a call of a rank's rows",
+                hint=f"drop {name}: the plan says where the rows lie",
+            )
+    found = {name: named.pop(name, None) for name in (*_OPTIONS, *_WHOLE_SIZES)}
+    found |= {name: named.pop(name, 0) for name in _PLACES}
+    found["return_lse"] = bool(named.pop("return_lse", False))
+    return found
+
+
+def _shares(
+    attention: Program, captures: Mapping[str, Any], rows: int, length: int
+) -> dict[str, int]:
+    """Captured tensors that have this rank's rows alone, and the dim that these lie along."""
+    found = {}
+    for decl in attention.lowered.program.tensors:
+        value = captures.get(decl.name)
+        if not isinstance(value, torch.Tensor) or rows == length:
+            continue
+        for dim, size in enumerate(decl.dims[: value.dim()]):
+            if size.op is Op.SIZE and size.value == "q_len" and value.shape[dim] == rows:
+                found[decl.name] = dim
+    return found

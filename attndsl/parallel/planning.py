@@ -1,0 +1,178 @@
+"""Plans of calls: what a program's rows see, which exchange costs least, and a rank's table.
+
+Masks with closed forms are planned once. Those that look tensors up are planned again for other
+tensors, and only then. Numbers alone decide, so that all ranks find the same.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from attndsl.errors import ArgumentError
+from attndsl.ir import DType, Op, leaf_names, toposort
+from attndsl.runtime.arguments import check_names
+
+from .costs import TILE, costs_of
+from .layouts import Demand
+from .routes import figures_of, groups_for, table_of
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from .costs import Machine, Shape
+    from .layouts import Layout
+    from .routes import Figures, Table
+    from .sharded import Program
+
+EXCHANGES = ("auto", "gather", "heads")
+_SIDE = 2048
+"""Tiles along a side that are looked at one by one, about."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Seen:
+    """The captures of a program that decide which keys its rows see, when it was planned."""
+
+    tensors: Mapping[str, torch.Tensor]
+    versions: Mapping[str, int]
+
+    def is_same(self, captures: Mapping[str, Any]) -> bool:
+        """Whether ``captures`` has the same tensors, unchanged."""
+        return all(
+            captures.get(name) is x and x._version == self.versions[name]
+            for name, x in self.tensors.items()
+        )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Plan:
+    """How a program's calls of one shape are done."""
+
+    table: Table
+    figures: Figures
+    seen: Seen
+
+
+class Asked(NamedTuple):
+    """What a plan depends on beside the layout and the tensors of the mask."""
+
+    shape: Shape
+    exchange: str
+    shares: bool
+    """Whether a capture holds this rank's rows, for which ranks exchange no heads."""
+
+
+def mask_names(program: Program) -> tuple[str, ...]:
+    """The captures that decide which pairs take part."""
+    found = program.lowered.program
+    roots = [x for x in (found.mask, program.lowered.sparsity.mask) if x is not None]
+    names: dict[str, None] = {}
+    for root in roots:
+        names |= dict.fromkeys(leaf_names(root))
+    known = {x.name for x in found.params} | {x.name for x in found.tensors}
+    return tuple(name for name in names if name in known)
+
+
+def looks_up(program: Program) -> bool:
+    """Whether the mask looks tensors up, so that its tiles may have no closed form."""
+    root = program.lowered.program.mask
+    return root is not None and any(x.op in (Op.LOAD, Op.DOT) for x in toposort(root))
+
+
+def seen_by(program: Program, captures: Mapping[str, Any]) -> Seen:
+    """The captures that decide what rows of ``program`` see."""
+    tensors = {
+        name: captures[name] for name in mask_names(program)
+        if isinstance(captures.get(name), torch.Tensor)
+    }  # fmt: skip
+    return Seen(tensors, {name: x._version for name, x in tensors.items()})
+
+
+def demand_of(
+    program: Program,
+    length: int,
+    chunk: int,
+    shape: Shape,
+    captures: Mapping[str, Any],
+    machine: Machine,
+    weight: float = 1.0,
+) -> Demand:
+    """What ``program`` makes ranks compute and fetch, in tiles that divide ``chunk``.
+
+    Raises:
+        AttnDSLError: Captures that are missing, or that do not fit.
+    """
+    grain = min(TILE, chunk)
+    if looks_up(program):
+        while chunk % (2 * grain) == 0 and length > _SIDE * grain:
+            grain *= 2
+    given = {name: _on_cpu(program, name, captures[name]) for name in mask_names(program)
+             if name in captures}  # fmt: skip
+    reach = program.reach(
+        length, length, grain, grain, shape.batch, shape.heads, kv_heads=shape.kv_heads,
+        head_dim=shape.head_dim, captures=given,
+    )  # fmt: skip
+    costs = costs_of(machine, shape)
+    tile = costs.tile * shape.batch * shape.heads / max(1, reach.maps) * (grain / TILE) ** 2
+    return Demand(reach, grain, tile, costs.key * grain, weight)
+
+
+def _on_cpu(program: Program, name: str, value: Any) -> Any:
+    """What a plan reads: numbers, and tensors of the host."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    found = value.detach().cpu()
+    params = {decl.name: decl.dtype for decl in program.lowered.program.params}
+    if name in params and found.dim() == 0:
+        number = found.item()
+        return int(number) if params[name] is DType.INT else number
+    return found
+
+
+def plan_call(
+    program: Program,
+    layout: Layout,
+    rank: int,
+    captures: Mapping[str, Any],
+    asked: Asked,
+    machine: Machine,
+) -> Plan:
+    """The plan of ``program`` on ``layout``, with the exchange that takes least.
+
+    Raises:
+        ArgumentError: An exchange that these numbers of heads do not allow.
+        AttnDSLError: As a call.
+    """
+    check_names(program.lowered.program, captures)
+    shape = asked.shape
+    demand = demand_of(program, layout.length, layout.chunk, shape, captures, machine)
+    costs = costs_of(machine, shape)
+    groups = _groups(layout.ranks, asked)
+    found = [figures_of(layout, demand, n, costs, machine.latency) for n in groups]
+    best = min(found, key=lambda figures: figures.seconds)
+    return Plan(table_of(layout, demand, rank, best.group), best, seen_by(program, captures))
+
+
+def _groups(ranks: int, asked: Asked) -> tuple[int, ...]:
+    """Sizes of groups to choose from."""
+    shape = asked.shape
+    possible = groups_for(ranks, shape.heads, shape.kv_heads)
+    if asked.exchange == "gather" or (asked.shares and asked.exchange == "auto"):
+        return (1,)
+    if asked.exchange == "auto":
+        return possible
+    if asked.shares and ranks > 1:
+        raise ArgumentError(
+            "a capture holds this rank's rows alone, and exchange is 'heads'",
+            hint="pass the whole tensor, or exchange='gather'",
+        )
+    if ranks not in possible:
+        raise ArgumentError(
+            f"exchange is 'heads', and {ranks} ranks cannot share {shape.heads} query heads and "
+            f"{shape.kv_heads} key heads",
+            hint="use exchange='auto', or a number of ranks that divides the key heads",
+        )
+    return (ranks,)

@@ -1,0 +1,320 @@
+"""A call of one rank's rows: keys fetched to their places, ordinary calls, gradients sent back.
+
+The keys lie where they lie in the whole sequence. So each row sees all its keys in one kernel, in
+the usual order: nothing is merged, a sink counts once, and results are those of one process.
+
+Gradients of k and v are added up over ranks in fp32. A node of autograd gives gradients of its
+inputs' dtype, so one node holds the fetch and the calls. Derivatives of gradients
+(``create_graph=True``) take plain differentiable operations in its place.
+
+Non-goals: which rows go where (:mod:`.routes`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch.distributed import _functional_collectives as functional
+
+from .exchange import fetched, from_heads, returned, to_heads, waited
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from torch.distributed import ProcessGroup
+
+    from attndsl.pipeline import Lowered
+    from attndsl.runtime.reach import Reach
+
+    from .routes import Part, Table
+
+_HALVES = (torch.float16, torch.bfloat16)
+
+
+class Program(Protocol):
+    """What a compiled program is to this package; :class:`attndsl.Attention` is one."""
+
+    @property
+    def name(self) -> str:
+        """As of a compiled program, like all that follow."""
+
+    @property
+    def made_of(self) -> Any:
+        """Its text and its defaults."""
+
+    @property
+    def lowered(self) -> Lowered:
+        """The program as backends get it."""
+
+    def __call__(self, q: Any, k: Any, v: Any, **arguments: Any) -> Any:
+        """A call."""
+
+    def backward(self, q: Any, k: Any, v: Any, *results: Any, **arguments: Any) -> Any:
+        """Its gradients from given results."""
+
+    def reach(self, q_len: int, kv_len: int, *sizes: Any, **named: Any) -> Reach:
+        """Which keys rows see."""
+
+    def variant(self, captures: Any) -> tuple[Any, Any]:
+        """The program of a call, and all captures of it."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Job:
+    """A call but its tensors."""
+
+    attention: Program
+    table: Table
+    group: ProcessGroup
+    options: Mapping[str, Any]
+    """Options of the call, and the sizes of the whole."""
+    heads: tuple[int, int]
+    """Query heads and key heads of the rank's operands."""
+    plain: Mapping[str, Any]
+    """Captures that are no tensors."""
+    names: tuple[str, ...]
+    """Of captured tensors, in the order in which they are given."""
+    shares: Mapping[str, int]
+    """Captured tensors of this rank's rows, and the dim that these lie along."""
+    has_lse: bool
+
+    def places(self, part: Part) -> dict[str, Any]:
+        """Where the calls of ``part`` lie in the whole."""
+        found = {
+            **self.options,
+            "q_offset": part.position, "kv_offset": part.keys[0],
+            "q_len": self.table.length, "kv_len": self.table.length,
+        }  # fmt: skip
+        if self.table.group > 1:
+            heads = self.heads[0] // self.table.group
+            found["h_offset"] = self.options["h_offset"] + self.table.share * heads
+        return found
+
+    def captures(self, tensors: Sequence[torch.Tensor], part: Part) -> dict[str, Any]:
+        """What ``part`` captures."""
+        found = dict(self.plain)
+        for name, x in zip(self.names, tensors, strict=True):
+            dim = self.shares.get(name)
+            found[name] = x if dim is None else x.narrow(dim, part.row, part.rows)
+        return found
+
+
+def attend(
+    job: Job, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, captured: Sequence[torch.Tensor]
+) -> tuple[torch.Tensor, ...]:
+    """``(out, lse)`` of this rank's rows; ``(out,)`` of programs with weights of their own.
+
+    Args:
+        job: The call.
+        q: (B, heads, rows of this rank, D), like k and v.
+        k: (B, key heads, rows, D).
+        v: (B, key heads, rows, Dv).
+        captured: Tensors by ``job.names``.
+    """
+    found: tuple[torch.Tensor, ...] = _Sharded.apply(job, q, k, v, *captured)  # type: ignore[no-untyped-call]
+    return found
+
+
+class _Sharded(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, job: Job, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+        *captured: torch.Tensor,
+    ) -> tuple[torch.Tensor, ...]:  # fmt: skip
+        ctx.set_materialize_grads(False)
+        ctx.job = job
+        (own,) = to_heads([q], job.table, job.group)
+        keys, values = fetched(k, v, job.table, job.group)
+        results = _results(job, own, keys, values, captured)
+        shown = [_whole_heads(x, job) for x in results]
+        more = [own, *results] if job.table.group > 1 else list(shown)
+        ctx.save_for_backward(q, k, v, *captured, *more)
+        return tuple(shown)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
+        job, number = ctx.job, len(ctx.job.names)
+        saved = ctx.saved_tensors
+        inputs, more = saved[: 3 + number], saved[3 + number :]
+        wanted = ctx.needs_input_grad[1:]
+        if torch.is_grad_enabled():
+            return None, *_differentiable(job, inputs, grads, wanted)
+        own = more[0] if job.table.group > 1 else inputs[0]
+        results = more[1:] if job.table.group > 1 else more
+        return None, *_gradients(job, inputs, own, results, grads, wanted)
+
+
+def _results(
+    job: Job, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, captured: Sequence[torch.Tensor]
+) -> list[torch.Tensor]:
+    """Results of the group's rows, part by part; keys lie from ``job.table.keys`` on."""
+    found = []
+    for part in job.table.parts:
+        some = job.attention(
+            q.narrow(2, part.row, part.rows), *_seen(job, part, k, v),
+            return_lse=job.has_lse, captures=job.captures(captured, part), **job.places(part),
+        )  # fmt: skip
+        found.append(some if job.has_lse else (some,))
+    if not found:
+        return _no_rows(job, q, k, v)
+    return [torch.cat(some, 2) if len(some) > 1 else some[0] for some in zip(*found, strict=True)]
+
+
+def _no_rows(
+    job: Job, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+) -> list[torch.Tensor]:  # fmt: skip
+    """Results without rows, which have gradients all the same: other ranks wait for these."""
+    kind = torch.float64 if q.dtype is torch.float64 else torch.float32
+    zero = q.sum(dtype=kind) + k.sum(dtype=kind) + v.sum(dtype=kind)
+    out = q.new_zeros((*q.shape[:3], v.shape[3]), dtype=kind) + zero
+    found = [out.to(job.options["out_dtype"] or q.dtype)]
+    return [*found, q.new_zeros(q.shape[:3], dtype=kind) + zero] if job.has_lse else found
+
+
+def _seen(job: Job, part: Part, *tensors: torch.Tensor) -> list[torch.Tensor]:
+    """Of tensors along the fetched keys, those of ``part``."""
+    start, stop = part.keys
+    return [x.narrow(2, start - job.table.keys[0] if start < stop else 0, stop - start)
+            for x in tensors]  # fmt: skip
+
+
+def _whole_heads(x: torch.Tensor, job: Job) -> torch.Tensor:
+    return _moved(from_heads, x, job)
+
+
+def _moved(way: Callable[..., list[torch.Tensor]], x: torch.Tensor, job: Job) -> torch.Tensor:
+    """``x`` by a way between heads and rows; a log-sum-exp has no last dim."""
+    if x.dim() == 4:
+        return way([x], job.table, job.group)[0]
+    return way([x.unsqueeze(-1)], job.table, job.group)[0].squeeze(-1)
+
+
+def _gradients(
+    job: Job,
+    inputs: Sequence[torch.Tensor],
+    own: torch.Tensor,
+    results: Sequence[torch.Tensor],
+    grads: Sequence[torch.Tensor | None],
+    wanted: Sequence[bool],
+) -> list[torch.Tensor | None]:
+    """Gradients of ``inputs`` (q, k, v, captures), from what the forward has kept.
+
+    Keys are fetched again: kept, those of all layers would take the memory of the whole sequence.
+    """
+    _, k, v, *captured = inputs
+    table, group = job.table, job.group
+    keys, values = fetched(k, v, table, group)
+    grad_out, grad_lse = (None if g is None else _moved(to_heads, g, job) for g in _two(grads))
+    out, lse = _two(results)
+    assert out is not None
+    if grad_out is None:
+        grad_out = torch.zeros_like(out)
+    wide = torch.float32 if own.dtype in _HALVES else own.dtype
+    found_q = []
+    grad_k, grad_v = (torch.zeros_like(x, dtype=wide) for x in (keys, values))
+    learned: list[list[torch.Tensor]] = [[] for _ in captured]
+    names = [name for name, want in zip(job.names, wanted[3:], strict=True) if want]
+    for part in table.parts:
+        rows = [
+            None if x is None else x.narrow(2, part.row, part.rows)
+            for x in (own, out, lse, grad_out, grad_lse)
+        ]
+        some = job.attention.backward(
+            rows[0], *_seen(job, part, keys, values), *rows[1:],
+            wants_captures=names, grad_dtype=None if wide is own.dtype else wide,
+            captures=job.captures(captured, part), **_backward_options(job, part),
+        )  # fmt: skip
+        found_q.append(some.q.to(own.dtype))
+        for total, grad in zip((grad_k, grad_v), (some.k, some.v), strict=True):
+            _seen(job, part, total)[0].add_(grad)
+        for number, name in enumerate(job.names):
+            if name in some.captures:
+                learned[number].append(some.captures[name])
+    grad_q = torch.cat(found_q, 2) if found_q else torch.zeros_like(own)
+    back = returned((grad_k, grad_v), [job.heads[1]] * 2, table, group)
+    captures = [
+        _added(job, name, x, learned[number]) if want else None
+        for number, (name, x, want) in enumerate(zip(job.names, captured, wanted[3:], strict=True))
+    ]
+    return [
+        _moved(from_heads, grad_q, job), back[0].to(k.dtype), back[1].to(v.dtype), *captures
+    ]  # fmt: skip
+
+
+def _two(values: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    return values[0], values[1] if len(values) > 1 else None
+
+
+def _backward_options(job: Job, part: Part) -> dict[str, Any]:
+    """Those of the call, but what the results have already said."""
+    return {name: x for name, x in job.places(part).items() if name != "out_dtype"}
+
+
+def _added(
+    job: Job, name: str, x: torch.Tensor, grads: Sequence[torch.Tensor]
+) -> torch.Tensor:  # fmt: skip
+    """A capture's gradient, from those of the parts in their order."""
+    if not grads:
+        return torch.zeros_like(x)
+    if name in job.shares:
+        return torch.cat(list(grads), job.shares[name])
+    total = grads[0]
+    for grad in grads[1:]:
+        total = total + grad
+    return total
+
+
+def _differentiable(
+    job: Job,
+    inputs: Sequence[torch.Tensor],
+    grads: Sequence[torch.Tensor | None],
+    wanted: Sequence[bool],
+) -> list[torch.Tensor | None]:
+    """Gradients that have derivatives: of the same call by operations that autograd knows."""
+    q, k, v, *captured = inputs
+    (own,) = to_heads([q], job.table, job.group)
+    keys, values = fetched(k, v, job.table, job.group)
+    results = [_whole_heads(x, job) for x in _results(job, own, keys, values, captured)]
+    pairs = [(x, g) for x, g in zip(results, grads, strict=True) if g is not None]
+    leaves = [x for x, want in zip(inputs, wanted, strict=True) if want]
+    found = iter(
+        torch.autograd.grad(
+            [x for x, _ in pairs], leaves, [g for _, g in pairs], create_graph=True,
+            allow_unused=True,
+        )
+    )  # fmt: skip
+    return [next(found) if want else None for want in wanted]
+
+
+class _Sum(torch.autograd.Function):
+    """The sum over ranks, whose gradient is such a sum again."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
+        ctx.group = group
+        return waited(functional.all_reduce(x.contiguous(), "sum", group))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return _Sum.apply(grads[0], ctx.group), None  # type: ignore[no-untyped-call]
+
+
+class _Everywhere(torch.autograd.Function):
+    """What all ranks have: its gradient is the sum of theirs."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return _Sum.apply(grads[0], ctx.group), None  # type: ignore[no-untyped-call]
+
+
+def everywhere(x: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
+    """``x`` with the sum of all ranks' gradients."""
+    found: torch.Tensor = _Everywhere.apply(x, group)  # type: ignore[no-untyped-call]
+    return found

@@ -1,0 +1,328 @@
+"""One sequence on many GPUs: simulated to 1,024 ranks, and measured where there are GPUs.
+
+python benchmarks/scaling.py --simulate           # print plans, loads, bytes and predicted times
+python benchmarks/scaling.py --simulate --write   # write results, the table and docs/scale.svg
+python benchmarks/scaling.py --plans              # how long plans take at a million tokens
+python benchmarks/scaling.py --run 2,4,8          # measure on GPUs of this host, part by part
+
+The simulation takes the time of a live tile from the committed results of one H200, and speeds of
+links as stated below. It has no overlap: all bytes are waited for. ``--run`` starts each part as
+processes of its own, ends them after a while, and writes each row when it comes. Weak scaling: the
+work of a GPU's own tokens is what it is compared with.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from scaling_parts import measure
+from scaling_picture import draw
+
+import attndsl
+from attndsl.parallel import Machine, Shape
+from attndsl.parallel.costs import costs_of
+from attndsl.parallel.layouts import Demand, choose_layout, chunk_size, fetched_by, load_of
+from attndsl.runtime.reach import Reach
+
+from common import RESULTS, machine, versions
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+ROOT = Path(__file__).parents[1]
+PAGE, PICTURE = ROOT / "docs" / "scale.md", ROOT / "docs" / "scale.svg"
+SIMULATED, MEASURED = RESULTS / "scaling_simulated.json", RESULTS / "scaling.json"
+BEGIN, END = "<!-- simulated: begin -->", "<!-- simulated: end -->"
+TILES = "sparse_attention.json"
+"""The result file with the times of tiles."""
+TILE = 128
+HEADS, KV_HEADS, HEAD_DIM = 64, 8, 128
+TOKENS = 8192
+"""Of each rank."""
+RANKS = (2, 8, 64, 256, 1024)
+FIXED = ("contiguous", "head_tail")
+LAYOUTS = ("contiguous", "head_tail", "balanced")
+HOST, NETWORK = 300e9, 50e9
+"""Bytes a second that a GPU receives: over NVLink within a host of 8, otherwise 400 Gbit/s."""
+LATENCY = 20e-6
+DOCUMENTS = "tensor doc[kv_len]: int\nmask = causal() and doc[q] == doc[kv]"
+MEDIANS = {"documents2000": 2000, "documents12000": 12000}
+SPREAD = 1.2
+"""Of the logarithms of documents' lengths."""
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """A program, and the case whose measured time of a tile it has."""
+
+    text: str
+    case: str
+
+
+PROGRAMS = {
+    "causal": Program("causal()", "causal"),
+    "window1024": Program("causal() and q - kv < 1024", "window1024"),
+    "softcap": Program("mask = causal(); score = softcap(50.0)", "softcap"),
+    "documents2000": Program(DOCUMENTS, "documents1000"),
+    "documents12000": Program(DOCUMENTS, "documents1000"),
+    "block_diffusion": Program("param n: int\nmask = block_diffusion(n, 1024)", "causal"),
+}
+
+
+def document_ids(length: int, median: int) -> np.ndarray[Any, Any]:
+    """Which document each row is of: lengths are log-normal, and at most a quarter of all rows."""
+    rng = np.random.default_rng(0)
+    number = 16 + 8 * length // median
+    lengths = np.clip(np.exp(rng.normal(0.0, SPREAD, number)) * median, 64, max(64, length // 4))
+    return np.searchsorted(np.cumsum(lengths.astype(np.int64)), np.arange(length), side="right")
+
+
+def reach_of_documents(length: int, median: int) -> Reach:
+    """Of causal documents, as tiles have it: from the first row's document to the diagonal."""
+    ids = document_ids(length, median)
+    first = np.concatenate([[0], np.flatnonzero(np.diff(ids)) + 1])
+    rows = length // TILE
+    starts = first[ids[::TILE] - ids[0]] // TILE
+    stops = np.arange(rows) + 1
+    return Reach(
+        starts[:, None], stops[:, None], stops - starts, 1, length, length, TILE, TILE
+    )  # fmt: skip
+
+
+def seconds_of_tiles() -> dict[str, float]:
+    """By case: seconds of a live tile of one head, forward and backward, as measured."""
+    found = json.loads((RESULTS / TILES).read_text("utf-8"))
+    times: dict[str, dict[str, float]] = {}
+    for row in found["rows"]:
+        if (row["S"], row["B"], row["D"], row["dtype"]) == (8192, 2, HEAD_DIM, "bf16"):
+            maps = row["B"] * row["H"]
+            times.setdefault(row["case"], {})[row["direction"]] = row["attndsl_ms"] / 1e3 / maps
+    seconds = {}
+    for name, program in PROGRAMS.items():
+        if name == "block_diffusion":
+            continue
+        if program.case == "documents1000":
+            ids = torch.arange(8192) // 1000
+            reach = attndsl.compile(DOCUMENTS).reach(8192, 8192, TILE, TILE, doc=ids)
+        else:
+            reach = attndsl.compile(program.text).reach(8192, 8192, TILE, TILE, heads=1)
+        seconds[program.case] = sum(times[program.case].values()) / int(reach.work.sum())
+    return seconds
+
+
+def simulated(
+    ranks: int, names: tuple[str, ...] = tuple(PROGRAMS), tiles: dict[str, float] | None = None
+) -> Iterator[dict[str, Any]]:
+    """Rows of one number of ranks: a program and a layout each.
+
+    Chunks are swapped for documents alone: other masks are even by fixed layouts.
+    """
+    length, tiles = TOKENS * ranks, seconds_of_tiles() if tiles is None else tiles
+    link = HOST if ranks <= 8 else NETWORK
+    shape = Shape(1, HEADS, KV_HEADS, HEAD_DIM, HEAD_DIM)
+    costs = costs_of(Machine(link=link), shape)
+    for name in names:
+        if name == "block_diffusion" and ranks > 256:
+            continue  # Its closed form needs more than 32 bits at that length.
+        program = PROGRAMS[name]
+        if name in MEDIANS:
+            reach = reach_of_documents(length, MEDIANS[name])
+        else:
+            # A number: half of kv_len has no closed form.
+            known = {"n": length // 2} if name == "block_diffusion" else {}
+            attention = attndsl.compile(program.text, **known)
+            reach = attention.reach(length, length, TILE, TILE, heads=1)
+        demand = Demand(reach, TILE, tiles[program.case] * HEADS, costs.key * TILE)
+        for layout in LAYOUTS if name in MEDIANS else FIXED:
+            started = time.perf_counter()
+            found = choose_layout(layout, length, ranks, [demand])
+            planned = time.perf_counter() - started
+            work, fetched = load_of(found, demand), fetched_by(found, demand) * TILE
+            seconds = work * demand.tile + fetched * costs.key + 2 * LATENCY
+            yield {
+                "program": name, "ranks": ranks, "layout": layout, "chunk": found.chunk,
+                "imbalance": round(float(work.max() / work.mean()), 3),
+                "fetched": round(float(fetched.mean() / max(1, length - TOKENS)), 4),
+                "megabytes": round(float(fetched.max()) * costs.journey / 1e6, 1),
+                "milliseconds": round(float(seconds.max()) * 1e3, 3),
+                "efficiency": round(float(work.mean() * demand.tile / seconds.max()), 3),
+                "runs": max(len(found.runs(rank)) for rank in range(ranks)),
+                "plan_ms": round(planned * 1e3, 1),
+            }  # fmt: skip
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """The layout of each program that is fastest, by number of ranks, in Markdown."""
+    lines = [
+        "| program | ranks | layout | slowest / mean | keys fetched | MB at most | ms "
+        "| of perfect |",
+        "| --- | ---: | --- | ---: | ---: | ---: | ---: | ---: |",
+    ]
+    for row in best_rows(rows):
+        lines.append(
+            f"| {row['program']} | {row['ranks']:,} | {row['layout']} | {row['imbalance']:.2f} | "
+            f"{row['fetched']:.1%} | {row['megabytes']:,.0f} | {row['milliseconds']:.1f} | "
+            f"{row['efficiency']:.0%} |"
+        )
+    return "\n".join(lines)
+
+
+def best_rows(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Of each program and number of ranks the row of the fastest layout, the first among equals."""
+    best: dict[tuple[str, int], dict[str, Any]] = {}
+    for row in rows:
+        key = row["program"], row["ranks"]
+        if key not in best or row["milliseconds"] < best[key]["milliseconds"]:
+            best[key] = row
+    return [best[name, ranks] for name in PROGRAMS for ranks in RANKS if (name, ranks) in best]
+
+
+def plans(ranks: tuple[int, ...] = (8, 64, 1024), length: int = 1 << 20) -> list[dict[str, Any]]:
+    """How long plans of a million tokens take, and the largest buffer of a rank.
+
+    The first reach of a program finds its closed form, which later plans have.
+    """
+    from attndsl.parallel.planning import demand_of
+    from attndsl.parallel.routes import figures_of, table_of
+
+    rows = []
+    shape = Shape(1, HEADS, KV_HEADS, HEAD_DIM, HEAD_DIM)
+    costs = costs_of(Machine(), shape)
+    for name in ("causal", "window1024", "block_diffusion", "documents2000"):
+        half = {"n": length // 2} if name == "block_diffusion" else {}
+        attention = attndsl.compile(PROGRAMS[name].text, **half)
+        doc = torch.from_numpy(document_ids(length, 2000)) if name in MEDIANS else None
+        given = {} if doc is None else {"doc": doc}
+        for number in ranks:
+            chunk = chunk_size(length, number)
+            times = []
+            for _ in range(3):
+                started = time.perf_counter()
+                demand = demand_of(attention, length, chunk, shape, given, Machine())
+                reached = time.perf_counter()
+                layout = choose_layout("auto", length, number, [demand])
+                chosen = time.perf_counter()
+                table_of(layout, demand, number // 2, 1)
+                ended = time.perf_counter()
+                times.append((reached - started, chosen - reached, ended - chosen))
+            figures = figures_of(layout, demand, 1, costs, 0.0)
+            reach, choice, routes = (round(min(x) * 1e3, 1) for x in zip(*times, strict=True))
+            rows.append({
+                "program": name, "ranks": number, "layout": layout.name, "reach_ms": reach,
+                "layout_ms": choice, "routes_ms": routes,
+                "plan_ms": round(min(map(sum, times)) * 1e3, 1),
+                "buffer_gb": round(figures.buffer / 1e9, 2),
+            })  # fmt: skip
+    return rows
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Measure part by part; what takes too long, or fails, is a row that says so."""
+    output = Path(arguments.output)
+    gpu = torch.cuda.is_available()
+    rows: list[dict[str, Any]] = []
+    head = {
+        "benchmark": "scaling", "machine": machine("cuda" if gpu else "cpu"),
+        "date": datetime.date.today().isoformat(),
+    }  # fmt: skip
+    for ranks in map(int, arguments.run.split(",")):
+        for tokens in map(int, arguments.tokens.split(",")):
+            for name in arguments.programs.split(","):
+                part = {"program": name, "ranks": ranks, "tokens": tokens,
+                        "heads": arguments.heads}  # fmt: skip
+                rows.append({**part, **measured(part, arguments.limit)})
+                print(json.dumps(rows[-1]), flush=True)
+                text = json.dumps({**head, "versions": versions(), "rows": rows}, indent=1)
+                output.write_text(text + "\n", "utf-8")
+
+
+def measured(part: dict[str, Any], limit: float) -> dict[str, Any]:
+    """The figures of one part, by processes of their own; or why there are none."""
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node",
+        str(part["ranks"]), str(Path(__file__)), "--part", json.dumps(part),
+    ]  # fmt: skip
+    # A session of its own, so that all its processes can be ended at once.
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    try:
+        out, err = process.communicate(timeout=limit)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+        return {"why": f"took more than {limit:g} s"}
+    told = [line for line in out.splitlines() if line.startswith("{")]
+    if process.returncode or not told:
+        reasons = [line for line in err.splitlines() if "Error" in line or "there is no" in line]
+        return {"why": (reasons or ["nothing was printed"])[0].strip()[:300]}
+    found: dict[str, Any] = json.loads(told[-1])
+    return found
+
+
+def main() -> None:
+    """Read the arguments, and do what they say."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--simulate", action="store_true")
+    parser.add_argument("--write", action="store_true")
+    parser.add_argument("--plans", action="store_true")
+    parser.add_argument("--run", help="numbers of GPUs, such as 2,4,8")
+    parser.add_argument("--tokens", default="8192,32768", help="of each GPU")
+    parser.add_argument("--heads", default="64,8", help="query heads and key heads")
+    default = "causal,window1024,softcap,gain,documents2000,documents12000"
+    parser.add_argument("--programs", default=default)
+    parser.add_argument("--limit", type=float, default=300.0, help="seconds of a part")
+    parser.add_argument("--output", default=str(MEASURED))
+    parser.add_argument("--part", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.part:
+        part = json.loads(arguments.part)
+        texts = {name: program.text for name, program in PROGRAMS.items()} | {"gain": GAIN}
+        name = part["program"]
+        if name not in texts or name == "block_diffusion":
+            raise SystemExit(f"there is no program {name} to measure")
+        measure(part, texts[name], MEDIANS.get(name), document_ids)
+    elif arguments.plans:
+        for row in plans():
+            print(json.dumps(row), flush=True)
+    elif arguments.run:
+        run(arguments)
+    else:
+        tiles = seconds_of_tiles()
+        rows = [row for ranks in RANKS for row in simulated(ranks, tiles=tiles)]
+        print(table(rows))
+        if arguments.write:
+            write(rows)
+
+
+GAIN = "tensor x[heads]: float\nmask = causal(); score = x[h] * score"
+
+
+def write(rows: list[dict[str, Any]]) -> None:
+    """The results, the table of the page, and its picture."""
+    data = {
+        "benchmark": "scaling_simulated", "machine": "none: simulated",
+        "date": datetime.date.today().isoformat(), "versions": versions(), "rows": rows,
+    }  # fmt: skip
+    SIMULATED.write_text(json.dumps(data, indent=1) + "\n", "utf-8")
+    PICTURE.write_text(draw(best_rows(rows), RANKS), "utf-8")
+    page = PAGE.read_text("utf-8")
+    before, rest = page.split(BEGIN)
+    after = rest.split(END)[1]
+    PAGE.write_text(f"{before}{BEGIN}\n\n{table(rows)}\n\n{END}{after}", "utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,158 @@
+"""Layouts and tables: who holds, computes and sends what."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+import attndsl
+from attndsl.errors import ArgumentError
+from attndsl.parallel.costs import Machine, Shape, costs_of
+from attndsl.parallel.layouts import (
+    Demand,
+    choose_layout,
+    chunk_size,
+    fetched_by,
+    fixed_layout,
+    load_of,
+    step_cost,
+)
+from attndsl.parallel.planning import demand_of
+from attndsl.parallel.report import report
+from attndsl.parallel.routes import figures_of, groups_for, table_of
+
+DOCUMENTS = "tensor doc[kv_len]: int\nmask = causal() and doc[q] == doc[kv]"
+SHAPE = Shape(1, 64, 8)
+
+
+def demand(text, length, ranks, **captures):
+    attention = attndsl.compile(text)
+    return demand_of(attention, length, chunk_size(length, ranks), SHAPE, captures, Machine())
+
+
+def documents(length, median):
+    lengths = (torch.randn(length // 64, generator=torch.Generator().manual_seed(0)) * 1.2).exp()
+    ends = (lengths * median).clamp(64, length // 4).int().cumsum(0)
+    return torch.searchsorted(ends, torch.arange(length), right=True)
+
+
+@pytest.mark.parametrize("length", [64, 509, 1024, 3072, 10000, 1 << 17])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 8])
+def test_each_row_is_held_once(length, ranks):
+    chunk = chunk_size(length, ranks)
+    for name in ("contiguous", "head_tail"):
+        layout = fixed_layout(name, length, ranks, chunk)
+        rows = [n for rank in range(ranks) for a, b in layout.runs(rank) for n in range(a, b)]
+        assert sorted(rows) == list(range(length))
+        counts = [layout.rows(rank) for rank in range(ranks)]
+        assert min(counts) > 0
+        if length % (2 * ranks * 128) == 0:
+            assert len(set(counts)) == 1
+            assert all(a % 128 == 0 for rank in range(ranks) for a, _ in layout.runs(rank))
+
+
+def test_auto_chooses_what_each_mask_needs():
+    length, ranks = 1 << 16, 8
+    for text, name in (
+        ("causal()", "head_tail"), ("causal() and q - kv < 512", "contiguous"),
+        ("true", "contiguous"),
+    ):  # fmt: skip
+        found = choose_layout("auto", length, ranks, [demand(text, length, ranks)])
+        assert found.name == name, text
+
+
+def test_balanced_documents():
+    """Better than what is fixed, and not by fetching all keys."""
+    length, ranks = 1 << 16, 8
+    asked = demand(DOCUMENTS, length, ranks, doc=documents(length, 2000))
+    chunk = chunk_size(length, ranks)
+    fixed = [fixed_layout(x, length, ranks, chunk) for x in ("contiguous", "head_tail")]
+    found = choose_layout("auto", length, ranks, [asked])
+    assert found.name == "balanced"
+    load = load_of(found, asked)
+    assert load.max() / load.mean() < 1.1
+    assert load.sum() == asked.reach.work.sum()
+    assert step_cost(found, [asked]) < 0.8 * min(step_cost(x, [asked]) for x in fixed)
+    assert fetched_by(found, asked).mean() * asked.grain < 0.2 * length
+    again = choose_layout("balanced", length, ranks, [asked])
+    assert np.array_equal(found.owner, again.owner)
+
+
+def test_layers_are_balanced_together():
+    """Many causal layers outweigh a few windows, and the other way round."""
+    length, ranks = 1 << 15, 4
+    whole, local = (demand(x, length, ranks) for x in ("causal()", "causal() and q - kv < 256"))
+    few = Demand(whole.reach, whole.grain, whole.tile, whole.key, 1e-6)
+    assert choose_layout("auto", length, ranks, [whole, local]).name == "head_tail"
+    assert choose_layout("contiguous", length, ranks, []).name == "contiguous"
+    cost = [
+        step_cost(fixed_layout(x, length, ranks, chunk_size(length, ranks)), [few, local])
+        for x in ("contiguous", "head_tail")
+    ]
+    assert cost[0] < cost[1]
+
+
+def test_there_is_no_other_layout():
+    with pytest.raises(ArgumentError, match="no layout 'zigzag'"):
+        choose_layout("zigzag", 64, 2, [])
+
+
+@pytest.mark.parametrize("text", ["causal()", "abs(q - kv) < 300", "kv < 200 or q >= kv + 700"])
+@pytest.mark.parametrize("group", [1, 2, 4])
+@pytest.mark.parametrize("name", ["contiguous", "head_tail"])
+def test_ranks_send_what_others_read(text, group, name):
+    """What one table says that it sends is what another one reads, and rows have all their keys."""
+    length, ranks = 2000, 4
+    asked = demand(text, length, ranks)
+    layout = fixed_layout(name, length, ranks, chunk_size(length, ranks))
+    tables = [table_of(layout, asked, rank, group) for rank in range(ranks)]
+    places = [[n for a, b in layout.runs(rank) for n in range(a, b)] for rank in range(ranks)]
+    mask = attndsl.compile(text).mask(length, length)[0, 0]
+    for table in tables:
+        got = set()
+        for rank, runs in enumerate(table.reads):
+            rows = [places[rank][n] for a, b in tables[rank].sends[table.rank] for n in range(a, b)]
+            assert rows == [n for a, b in runs for n in range(a, b)]
+            got |= set(rows)
+        for part in table.parts:
+            rows = mask[part.position : part.position + part.rows]
+            wanted = set(rows.any(0).nonzero().flatten().tolist())
+            assert wanted <= got
+            assert wanted <= set(range(*part.keys))
+            assert table.keys[0] <= part.keys[0] <= part.keys[1] <= table.keys[1] or not wanted
+        assert sum(part.rows for part in table.parts) == sum(
+            len(places[rank]) for rank in range(table.first, table.first + group)
+        )
+
+
+def test_figures():
+    length, ranks = 4096, 4
+    asked = demand("causal()", length, ranks)
+    costs = costs_of(Machine(), SHAPE)
+    layout = fixed_layout("contiguous", length, ranks, chunk_size(length, ranks))
+    figures = figures_of(layout, asked, 1, costs, 0.0)
+    assert figures.fetched.tolist() == [0, 1024, 2048, 3072]
+    assert figures.rows.tolist() == [1024] * 4
+    # Half of what an all-gather and a reduce-scatter of all keys would bring.
+    assert figures.received.sum() == figures.gathered * ranks / 2
+    assert figures.gathered == 3 * 1024 * 8 * 256 * (2 + 2 + 4)
+    heads = figures_of(layout, asked, 4, costs, 0.0)
+    assert heads.work.tolist() == [int(asked.reach.work.sum()) // 4] * 4
+    assert heads.fetched.tolist() == [3072] * 4
+    assert groups_for(4, 64, 8) == (1, 2, 4)
+    assert groups_for(3, 64, 8) == (1,)
+    text = report(layout, [("one", figures), ("two", heads)])
+    assert "keys fetched 0 1024 2048 3072 of 4096" in text
+    assert "ranks exchange heads" in text
+
+
+def test_many_ranks_in_words():
+    length, ranks = 1 << 15, 32
+    asked = demand("kv < 100", length, ranks)
+    layout = fixed_layout("contiguous", length, ranks, chunk_size(length, ranks))
+    text = report(layout, [("x", figures_of(layout, asked, 1, costs_of(Machine(), SHAPE), 0.0))])
+    assert "and 16 more, 0 to 128" in text
+    nothing = demand("kv > q + 100000", length, ranks)
+    text = report(layout, [("x", figures_of(layout, nothing, 1, costs_of(Machine(), SHAPE), 0.0))])
+    assert "dead ranks   0 1 2" in text

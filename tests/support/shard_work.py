@@ -1,0 +1,54 @@
+"""Several processes of gloo that run jobs together, and what each of them tells."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import traceback
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+def run_jobs(world: int, folder: Path, home: str, names: list[str]) -> dict[str, list[Any]]:
+    """What each rank returned for each job: a text that begins with ``Traceback`` where it failed.
+
+    Args:
+        world: How many processes.
+        folder: An empty one, for what they tell.
+        home: The module with ``JOBS``: functions of the process group by name.
+        names: The jobs, in order.
+
+    Raises:
+        AssertionError: The processes did not end. The message says how far each one came.
+    """
+    try:
+        torch.multiprocessing.spawn(_work, (world, str(folder), home, names), nprocs=world)
+    except Exception as error:
+        logs = [f"{path.name}: {path.read_text('utf-8')}" for path in sorted(folder.glob("*.json"))]
+        raise AssertionError("\n".join([str(error), *logs])) from error
+    told = [json.loads(Path(folder, f"{rank}.json").read_text("utf-8")) for rank in range(world)]
+    return {name: [one[name] for one in told] for name in names}
+
+
+def _work(rank: int, world: int, folder: str, home: str, names: list[str]) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", store=dist.FileStore(os.path.join(folder, "store"), world),
+        rank=rank, world_size=world, timeout=timedelta(seconds=60),
+    )  # fmt: skip
+    jobs = importlib.import_module(home).JOBS
+    found = {}
+    for name in names:
+        try:
+            found[name] = jobs[name](dist.group.WORLD)
+        except BaseException:  # pytest.raises raises such a one.
+            found[name] = traceback.format_exc()
+        # Before the ranks wait: one that fails alone leaves the others in its job.
+        Path(folder, f"{rank}.json").write_text(json.dumps(found), "utf-8")
+        dist.barrier()
+    dist.destroy_process_group()

@@ -1,0 +1,75 @@
+"""The simulation of many ranks is what its page shows, and measuring ends whatever happens."""
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture
+def scaling(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    spec = importlib.util.spec_from_file_location("scaling", ROOT / "benchmarks" / "scaling.py")
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "scaling", module)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_page_shows_the_results(scaling):
+    rows = json.loads(scaling.SIMULATED.read_text("utf-8"))["rows"]
+    page = scaling.PAGE.read_text("utf-8")
+    shown = page.split(scaling.BEGIN)[1].split(scaling.END)[0].strip()
+    assert shown == scaling.table(rows)
+    drawn = scaling.draw(scaling.best_rows(rows), scaling.RANKS)
+    assert scaling.PICTURE.read_text("utf-8") == drawn
+
+
+def test_the_results_are_those_of_this_code(scaling):
+    rows = json.loads(scaling.SIMULATED.read_text("utf-8"))["rows"]
+    old = {(row["program"], row["ranks"], row["layout"]): row for row in rows}
+    names = ("causal", "window1024", "documents2000")
+    found = list(scaling.simulated(8, names))
+    assert len(found) == 7
+    for row in found:
+        kept = old[row["program"], 8, row["layout"]]
+        assert {**row, "plan_ms": 0} == {**kept, "plan_ms": 0}
+
+
+def test_documents_are_what_the_program_says(scaling):
+    import torch
+
+    import attndsl
+
+    ids = scaling.document_ids(4096, 200)
+    assert (ids[1:] >= ids[:-1]).all()
+    made = scaling.reach_of_documents(4096, 200)
+    doc = torch.from_numpy(ids)
+    found = attndsl.compile(scaling.DOCUMENTS).reach(4096, 4096, doc=doc)
+    assert made.work.tolist() == found.work.tolist()
+    assert made.ranges(9) == found.ranges(9)
+
+
+def test_a_part_that_takes_too_long_is_ended(scaling):
+    part = {"program": "causal", "ranks": 2, "tokens": 128, "heads": "4,2"}
+    assert scaling.measured(part, 0.2) == {"why": "took more than 0.2 s"}
+
+
+@pytest.mark.slow
+def test_parts_run_on_cpus(scaling, tmp_path, monkeypatch):
+    output = tmp_path / "scaling.json"
+    names = "causal,documents2000,gain,unknown"
+    arguments = ["--run", "2", "--tokens", "256", "--heads", "4,2", "--programs", names]
+    monkeypatch.setattr(sys, "argv", ["scaling.py", *arguments, "--output", str(output)])
+    scaling.main()
+    rows = json.loads(output.read_text("utf-8"))["rows"]
+    assert [row["program"] for row in rows] == names.split(",")
+    for row in rows[:3]:
+        assert row["attndsl_forward_ms"] > 0, row
+        assert row["alone_step_ms"] > 0
+    assert "torch_forward_ms" in rows[0] or "torch_why" in rows[0]
+    assert "unknown" in rows[3]["why"]
