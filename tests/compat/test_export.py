@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import subprocess
 import sys
 
@@ -217,19 +218,36 @@ def test_traces_of_one_length_are_refused(made):
         torch.jit.trace(made, inputs)
 
 
-def test_torch_script_is_refused_in_words():
-    class Layer(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.attention = ATTENTION
+class Switched(nn.Module):
+    """Models that are traced without the program that they hold."""
 
-        def forward(self, x):
-            return self.attention(x, x, x)
+    def __init__(self, uses: bool):
+        super().__init__()
+        self.attention, self.uses = ATTENTION, uses
 
-    for made in (ATTENTION, Layer()):
-        with pytest.raises(UnsupportedError, match=r"torch\.jit\.script compiles Python") as error:
-            torch.jit.script(made)
-        assert "torch.export" in error.value.hint
+    def forward(self, x):
+        return self.attention(x, x, x) if self.uses else 2 * x
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
+def test_a_model_is_traced_that_holds_a_program_and_does_not_call_it():
+    x = _heads(8)
+    assert torch.equal(torch.jit.trace(Switched(False), (x,))(x), 2 * x)
+    with pytest.raises(UnsupportedError, match=r"torch\.jit\.trace would record"):
+        torch.jit.trace(Switched(True), (x,))
+
+
+def test_torch_script_is_refused():
+    with pytest.raises(UnsupportedError, match=r"torch\.jit\.script compiles Python") as error:
+        torch.jit.script(ATTENTION)
+    assert "torch.export" in error.value.hint
+    with pytest.raises(RuntimeError, match="Attention"):
+        torch.jit.script(Switched(True))
+
+
+def test_all_members_of_a_program_can_be_looked_at():
+    """As tools for documentation and mocks do."""
+    assert dict(inspect.getmembers(ATTENTION))["text"] == "causal()"
 
 
 @pytest.mark.parametrize("backend", ["auto", "cpu", "reference", "triton"])
