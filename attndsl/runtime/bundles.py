@@ -198,6 +198,11 @@ class Bundle:
         return sum(self.files[name].bytes for name in names if name in self.files)
 
 
+def is_name(name: str) -> bool:
+    """Whether a file of a bundle may have this name, besides ``bundle.json``."""
+    return _NAMES.fullmatch(name) is not None
+
+
 def is_digest(text: str) -> bool:
     """Whether ``text`` is the name of a digest."""
     return _SHA256.fullmatch(text) is not None
@@ -286,7 +291,7 @@ def _bundle(folder: Path, digest: str, found: dict[str, Any]) -> Bundle:
         raise ValueError("it is of another format")
     files = {name: File(x["bytes"], x["sha256"]) for name, x in found["files"].items()}
     for name, file in files.items():
-        if not _NAMES.fullmatch(name):
+        if not is_name(name):
             raise ValueError(f"{name[:80]!r} is no name of a file in a bundle")
         if type(file.bytes) is not int or not 0 <= file.bytes <= MAX_FILE:
             raise ValueError(f"{name} is said to have {str(file.bytes)[:40]} bytes")
