@@ -97,7 +97,9 @@ def add_bundle(path: str | os.PathLike[str], digest: str | None = None) -> None:
         )
     if digest is not None:
         _check_digest(digest)
-    added = folder if digest is None else f"{folder}@{digest}"
+    # What stands behind the last @ is no digest if a / ends it.
+    end = "" if "@" not in os.path.basename(folder) else os.sep
+    added = f"{folder}{end}" if digest is None else f"{folder}@{digest}"
     before = os.environ.get(_BUNDLES, "")
     if added not in before.split(os.pathsep):
         os.environ[_BUNDLES] = f"{before}{os.pathsep}{added}" if before else added
@@ -118,7 +120,8 @@ def _check_digest(text: str) -> None:
     if not _DIGEST.fullmatch(text):
         raise ConfigError(
             f"{text[:80]!r} is no digest of a bundle",
-            hint="write the 64 letters and digits that attndsl build prints: /path/bundle@DIGEST",
+            hint="write the 64 letters and digits that attndsl build prints: /path/bundle@DIGEST; "
+            "a path with @ in its last part ends with /",
         )
 
 

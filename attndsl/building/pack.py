@@ -10,12 +10,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import triton
-
 from attndsl.backends.kernels.absent import DRIVER
-from attndsl.backends.key import source_fingerprint, version_of
 from attndsl.errors import ConfigError
-from attndsl.runtime.bundles import FORMAT, MANIFEST, Versions, is_name, python_suffix
+from attndsl.runtime.bundles import FORMAT, MANIFEST, Versions, is_name
 from attndsl.runtime.cache import described_entry, entry_text
 
 if TYPE_CHECKING:
@@ -129,13 +126,10 @@ class _Writer:
     def finish(self, built: Built, target: str) -> str:
         """Write the manifest: its digest."""
         driver = built.gpu.launchers.get(DRIVER)
-        versions = Versions(
-            version_of("attndsl"), source_fingerprint(), triton.__version__, python_suffix()
-        )
         manifest = {
             "format": FORMAT,
             "targets": [target],
-            **asdict(versions),
+            **asdict(Versions.here()),
             "driver": None if driver is None else self.add_launcher(driver),
             "files": dict(sorted(self.files.items())),
         }

@@ -124,6 +124,10 @@ class Bundle:
             return None
         return f"its launchers are for Python's {self.versions.python}, and here is {here}"
 
+    def has_launcher(self, name: str) -> bool:
+        """Whether it has the launcher ``name``, for this Python."""
+        return name in self.files and name.endswith(python_suffix())
+
     def entry(self, key: str) -> Entry | None:
         """The entry of ``key`` with the paths of its code, all of it checked; or None.
 
