@@ -59,6 +59,8 @@ class BundledCache:
         self.cache = cache
         self._told: set[str] = set()
         self._missed: set[str] = set()
+        self._lent: set[str] = set()
+        """Files of bundles, which are checked whenever they are looked up there."""
 
     def load(self, key: str) -> Entry | None:
         """The entry of ``key``, or None; see the module."""
@@ -79,7 +81,13 @@ class BundledCache:
         if key not in self._missed and meta.get("kind") != _PROGRAM:
             self._missed.add(key)
             self._tell_missed(described_entry(meta)[1])
-        return self.cache.save(key, source, meta)
+        return self.cache.save(key, source, self._without_lent(meta))
+
+    def _without_lent(self, meta: Mapping[str, object]) -> Mapping[str, object]:
+        """``meta`` without code of bundles: the cache's entries are read without their digests."""
+        slots: Any = meta.get("compiled", {})
+        own = {s: x for s, x in slots.items() if self._lent.isdisjoint(x["files"].values())}
+        return meta if len(own) == len(slots) else {**meta, "compiled": own}
 
     def prepare(self) -> None:
         """Give Triton the module of its driver, before it looks for it."""
@@ -112,10 +120,12 @@ class BundledCache:
         except (ConfigError, OSError, ValueError) as error:
             told = error.message if isinstance(error, ConfigError) else error
             self._warn(f"an entry of the bundle {bundle.folder} is not used: {told}")
+            self._missed.add(key)  # Which tells why it is compiled here.
             return None
         if found is not None:
             slots: Any = found.meta.get("compiled", {})
             for slot in slots.values():
+                self._lent.update(slot["files"].values())
                 if isinstance(slot.get("launcher"), str):
                     self._lay_out(bundle, slot["launcher"])
         return found

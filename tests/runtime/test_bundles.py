@@ -106,6 +106,19 @@ def test_the_cache_comes_first_unless_the_text_is_the_same(store, folder) -> Non
     assert found["other"] == gone
 
 
+def test_the_cache_keeps_no_paths_into_bundles(store, monkeypatch) -> None:
+    """Who puts other files there when the bundle is gone would have them loaded unchecked."""
+    entry = store.load(KEY)
+    made = {"files": {"attention.cubin": "/made/here"}}
+    compiled = {**entry.meta["compiled"], "other": made}
+    with pytest.warns(CacheWarning, match="is in no bundle"):  # Part of the entry.
+        store.save(KEY, SOURCE, {**entry.meta, "compiled": compiled})
+    assert store.cache.load(KEY).meta["compiled"] == {"other": made}
+    assert set(store.load(KEY).meta["compiled"]) == {"forward", "other"}
+    monkeypatch.setenv("ATTNDSL_BUNDLES", "")
+    assert store.load(KEY).meta["compiled"] == {"other": made}
+
+
 def test_the_first_bundle_that_has_an_entry_gives_it(store, folder, tmp_path, monkeypatch) -> None:
     write_bundle(tmp_path / "second", entry_files(source="x = 2\n"))
     write_bundle(tmp_path / "empty", {})
@@ -166,6 +179,7 @@ def test_damaged_entries_are_told_and_not_used(damage, store, folder) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert store.load(KEY) is None  # Told once.
+        store.save(KEY, SOURCE, {"about": {"target": "cuda:80"}})
 
 
 @pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE)
