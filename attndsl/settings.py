@@ -49,7 +49,7 @@ def read_settings() -> Settings:
     folder = os.environ.get("ATTNDSL_CACHE_DIR")
     default = platformdirs.user_cache_path("attndsl", appauthor=False)
     return Settings(
-        cache_dir=Path(folder).expanduser() if folder else default,
+        cache_dir=Path(os.path.expanduser(folder)) if folder else default,
         cache=os.environ.get("ATTNDSL_CACHE", "1").lower() not in _FALSE,
         cache_bytes=_megabytes(os.environ.get("ATTNDSL_CACHE_MB", "256")),
         bundles=read_bundles(),
@@ -109,9 +109,9 @@ def _bundle_place(text: str) -> BundlePlace:
     path, at, digest = text.rpartition("@")
     # A path may hold @ itself, as in /opt/node@20/lib.
     if not at or os.sep in digest:
-        return BundlePlace(Path(text).expanduser())
+        return BundlePlace(Path(os.path.expanduser(text)))
     _check_digest(digest)
-    return BundlePlace(Path(path).expanduser(), digest)
+    return BundlePlace(Path(os.path.expanduser(path)), digest)
 
 
 def _check_digest(text: str) -> None:

@@ -416,6 +416,12 @@ def test_paths_of_bundles(monkeypatch, tmp_path) -> None:
         read_bundles()
 
 
+def test_a_home_that_nobody_has_is_no_bundle(monkeypatch, tmp_path) -> None:
+    monkeypatch.setenv("ATTNDSL_BUNDLES", "~nobody-of-this-name/bundle")
+    with pytest.warns(CacheWarning, match="No such file"):
+        assert BundledCache(KernelCache(tmp_path)).load(KEY) is None
+
+
 def test_packages_add_bundles(monkeypatch, tmp_path) -> None:
     monkeypatch.setenv("ATTNDSL_BUNDLES", "")
     add_bundle(tmp_path / "a")
