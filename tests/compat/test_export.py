@@ -275,6 +275,17 @@ def test_tensors_without_elements_give_shapes(backend):
         program(q, k, meta(2, 2, 8, 16, dtype=torch.bfloat16), doc=doc, gain=gain, near=3)
 
 
+def test_tensors_without_elements_have_weights_and_all_derivatives():
+    x = torch.empty(2, 4, 6, 8, device="meta", requires_grad=True)
+    (first,) = torch.autograd.grad(ATTENTION(x, x, x).sum(), x, create_graph=True)
+    assert torch.autograd.grad(first.sum(), x)[0].shape == x.shape
+    _, tangent = torch.func.jvp(lambda y: ATTENTION(y, y, y), (x.detach(),), (x.detach(),))
+    assert (tangent.shape, tangent.device.type) == (x.shape, "meta")
+    layer = attndsl.nn.MultiheadAttention(8, 2, device="meta", batch_first=True)
+    out, weights = layer(*[torch.empty(3, 5, 8, device="meta")] * 3)
+    assert (out.shape, weights.shape) == ((3, 5, 8), (3, 5, 5))
+
+
 def test_operators_take_none_for_empty_lists():
     x = torch.randn(1, 2, 5, 4)
     spec = attndsl.compile("causal()")._spec
