@@ -138,9 +138,11 @@ class Bundle:
             return None
         text, described = self.read(f"entries/{key}.py"), self.read(f"entries/{key}.json")
         found = verified_entry(self.folder / "entries" / f"{key}.py", key, described, text)
-        compiled = found.meta.get("compiled")
-        if not isinstance(compiled, dict):
+        if "compiled" not in found.meta:
             return found
+        compiled = found.meta["compiled"]
+        if not isinstance(compiled, dict):
+            raise ValueError(f"entry {key[:16]} is of another form")
         own = {slot: self._resolved(key, recorded) for slot, recorded in compiled.items()}
         return Entry(found.path, found.source, {**found.meta, "compiled": own})
 
@@ -189,11 +191,12 @@ class Bundle:
             try:
                 text, described = (self.read(name) for name in names)
                 entry = verified_entry(self.folder, key, described, text)
-            except (ConfigError, OSError, ValueError):
+                size += self._code_bytes(entry)
+            except (ConfigError, OSError, ValueError, KeyError, TypeError, AttributeError):
                 found.append(EntryInfo(key, "damaged", size, 0.0))
                 continue
             kind, about = described_entry(entry.meta)
-            found.append(EntryInfo(key, kind, size + self._code_bytes(entry), 0.0, about))
+            found.append(EntryInfo(key, kind, size, 0.0, about))
         return found
 
     def _code_bytes(self, entry: Entry) -> int:

@@ -137,6 +137,19 @@ def test_a_launcher_of_another_python_is_left(store, folder, tmp_path) -> None:
     assert not (tmp_path / "tc").exists()
 
 
+@pytest.mark.parametrize(
+    "compiled", [[], {"forward": []}, {"forward": {}}, {"forward": {"files": [1]}}, None, "x"]
+)
+def test_entries_of_another_form_are_told_and_listed_as_damaged(compiled, store, folder) -> None:
+    contents = entry_files()
+    words = entry_text(KEY, SOURCE, {"compiled": compiled})
+    write_bundle(folder, {**contents, f"entries/{KEY}.json": words.encode()})
+    with pytest.warns(CacheWarning, match="is of another form"):
+        assert store.load(KEY) is None
+    (listed,) = open_bundle(folder).entries()
+    assert listed.kind == "damaged"
+
+
 @pytest.mark.parametrize("name", ["", "a/b/c/d", "x", "launchers/../../x", 3])
 def test_an_entry_may_name_no_launcher_that_is_not_there(name, store, folder, tmp_path) -> None:
     named = f"{name}{SUFFIX}" if isinstance(name, str) else name
