@@ -128,9 +128,8 @@ class Compiled:
         """The program as backends get it, with all its captures."""
         return self._lowered
 
-    @property
-    def _torchscript_modifier(self) -> None:
-        """What ``torch.jit.script`` asks of what it meets in a function that it compiles.
+    def __prepare_scriptable__(self) -> None:
+        """What ``torch.jit.script`` asks of what it is given.
 
         Raises:
             UnsupportedError: Always.
@@ -138,10 +137,6 @@ class Compiled:
         raise UnsupportedError(
             "torch.jit.script compiles Python's text, and a program is none", hint=_EXPORT
         )
-
-    def __prepare_scriptable__(self) -> None:
-        """As :attr:`_torchscript_modifier`, for a program that is compiled itself."""
-        return self._torchscript_modifier
 
     @property
     def made_of(self) -> Made:

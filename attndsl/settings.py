@@ -49,7 +49,7 @@ def read_settings() -> Settings:
     folder = os.environ.get("ATTNDSL_CACHE_DIR")
     default = platformdirs.user_cache_path("attndsl", appauthor=False)
     return Settings(
-        cache_dir=Path(folder).expanduser() if folder else default,
+        cache_dir=Path(os.path.expanduser(folder)) if folder else default,
         cache=os.environ.get("ATTNDSL_CACHE", "1").lower() not in _FALSE,
         cache_bytes=_megabytes(os.environ.get("ATTNDSL_CACHE_MB", "256")),
         bundles=read_bundles(),
@@ -97,7 +97,9 @@ def add_bundle(path: str | os.PathLike[str], digest: str | None = None) -> None:
         )
     if digest is not None:
         _check_digest(digest)
-    added = folder if digest is None else f"{folder}@{digest}"
+    # What stands behind the last @ is no digest if a / ends it.
+    end = "" if "@" not in os.path.basename(folder) else os.sep
+    added = f"{folder}{end}" if digest is None else f"{folder}@{digest}"
     before = os.environ.get(_BUNDLES, "")
     if added not in before.split(os.pathsep):
         os.environ[_BUNDLES] = f"{before}{os.pathsep}{added}" if before else added
@@ -107,9 +109,9 @@ def _bundle_place(text: str) -> BundlePlace:
     path, at, digest = text.rpartition("@")
     # A path may hold @ itself, as in /opt/node@20/lib.
     if not at or os.sep in digest:
-        return BundlePlace(Path(text).expanduser())
+        return BundlePlace(Path(os.path.expanduser(text)))
     _check_digest(digest)
-    return BundlePlace(Path(path).expanduser(), digest)
+    return BundlePlace(Path(os.path.expanduser(path)), digest)
 
 
 def _check_digest(text: str) -> None:
@@ -118,7 +120,8 @@ def _check_digest(text: str) -> None:
     if not _DIGEST.fullmatch(text):
         raise ConfigError(
             f"{text[:80]!r} is no digest of a bundle",
-            hint="write the 64 letters and digits that attndsl build prints: /path/bundle@DIGEST",
+            hint="write the 64 letters and digits that attndsl build prints: /path/bundle@DIGEST; "
+            "a path with @ in its last part ends with /",
         )
 
 

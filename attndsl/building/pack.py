@@ -5,18 +5,14 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import shutil
 import tempfile
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import triton
-
 from attndsl.backends.kernels.absent import DRIVER
-from attndsl.backends.key import source_fingerprint, version_of
 from attndsl.errors import ConfigError
-from attndsl.runtime.bundles import FORMAT, MANIFEST, Versions, python_suffix
+from attndsl.runtime.bundles import FORMAT, MANIFEST, Versions, is_name
 from attndsl.runtime.cache import described_entry, entry_text
 
 if TYPE_CHECKING:
@@ -63,8 +59,9 @@ def pack(built: Built, target: str, folder: Path) -> Packed:
             writer = _Writer(Path(found) / "bundle")
             kernels, programs = _entries(built, writer)
             digest = writer.finish(built, target)
+            check_output(folder)  # Minutes have passed.
             if folder.is_dir():
-                shutil.rmtree(folder)
+                os.replace(folder, Path(found) / "before")
             os.replace(writer.folder, folder)
     except OSError as error:
         raise ConfigError(
@@ -77,16 +74,20 @@ def check_output(folder: Path) -> None:
     """Refuse to write a bundle over something else.
 
     Raises:
-        ConfigError: ``folder`` is neither an empty folder nor a bundle.
+        ConfigError: ``folder`` holds what is no file of a bundle, and would be lost.
     """
     if not os.path.lexists(folder):
         return
     if folder.is_symlink() or not folder.is_dir():
         raise ConfigError(f"{folder} is no folder", hint="give -o another name")
-    if any(folder.iterdir()) and not (folder / MANIFEST).is_file():
-        raise ConfigError(
-            f"{folder} holds other files than a bundle's", hint="give -o a folder of its own"
-        )
+    for path in folder.rglob("*"):
+        name = path.relative_to(folder).as_posix()
+        is_folder = path.is_dir() and not path.is_symlink()
+        if not is_folder and name != MANIFEST and not is_name(name):
+            raise ConfigError(
+                f"{folder} holds other files than a bundle's: {name}",
+                hint="give -o a folder of its own",
+            )
 
 
 class _Writer:
@@ -125,13 +126,10 @@ class _Writer:
     def finish(self, built: Built, target: str) -> str:
         """Write the manifest: its digest."""
         driver = built.gpu.launchers.get(DRIVER)
-        versions = Versions(
-            version_of("attndsl"), source_fingerprint(), triton.__version__, python_suffix()
-        )
         manifest = {
             "format": FORMAT,
             "targets": [target],
-            **asdict(versions),
+            **asdict(Versions.here()),
             "driver": None if driver is None else self.add_launcher(driver),
             "files": dict(sorted(self.files.items())),
         }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping
+from contextlib import nullcontext
 from numbers import Real
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,8 @@ from .location import INTS, kind_of
 from .values import check_int, plain_number
 
 if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
     from attndsl.backends.base import Scalar
     from attndsl.ir import Node, ParamDecl, Program, TensorDecl
 
@@ -73,6 +76,12 @@ def autocast(value: Any) -> Any:
     if kind not in _AUTOCASTS or not torch.is_autocast_enabled(kind):
         return value
     return value.to(torch.get_autocast_dtype(kind))
+
+
+def without_autocast(device: torch.device) -> AbstractContextManager[object]:
+    """Within this block operations on ``device`` are in the dtypes of their operands."""
+    known = device.type in _AUTOCASTS  # Not so ``meta``.
+    return torch.autocast(device.type, enabled=False) if known else nullcontext()
 
 
 def check_scale(scale: object) -> None:

@@ -23,9 +23,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from attndsl.backends.base import About, Entry
 from attndsl.errors import CacheWarning, ConfigError
 from attndsl.logs import LOG
+from attndsl.reading import read_bytes
 from attndsl.settings import BundlePlace, read_bundles
 
-from .bundles import MANIFEST, is_digest, open_bundle, python_suffix
+from .bundles import MANIFEST, MAX_MANIFEST, is_digest, open_bundle
 from .cache import IMPORTED, described_entry
 
 if TYPE_CHECKING:
@@ -35,6 +36,10 @@ if TYPE_CHECKING:
     from .cache import KernelCache
 
 _PROGRAM = "program"
+_ATTEMPTS = 4
+"""Of an import, while others import the same bundle or remove it."""
+_IMPORTING = "importing-"
+"""What folders of imports begin with that are not done."""
 
 
 class Imported(NamedTuple):
@@ -54,6 +59,8 @@ class BundledCache:
         self.cache = cache
         self._told: set[str] = set()
         self._missed: set[str] = set()
+        self._lent: set[str] = set()
+        """Files of bundles, which are checked whenever they are looked up there."""
 
     def load(self, key: str) -> Entry | None:
         """The entry of ``key``, or None; see the module."""
@@ -74,7 +81,13 @@ class BundledCache:
         if key not in self._missed and meta.get("kind") != _PROGRAM:
             self._missed.add(key)
             self._tell_missed(described_entry(meta)[1])
-        return self.cache.save(key, source, meta)
+        return self.cache.save(key, source, self._without_lent(meta))
+
+    def _without_lent(self, meta: Mapping[str, object]) -> Mapping[str, object]:
+        """``meta`` without code of bundles: the cache's entries are read without their digests."""
+        slots: Any = meta.get("compiled", {})
+        own = {s: x for s, x in slots.items() if self._lent.isdisjoint(x["files"].values())}
+        return meta if len(own) == len(slots) else {**meta, "compiled": own}
 
     def prepare(self) -> None:
         """Give Triton the module of its driver, before it looks for it."""
@@ -107,17 +120,19 @@ class BundledCache:
         except (ConfigError, OSError, ValueError) as error:
             told = error.message if isinstance(error, ConfigError) else error
             self._warn(f"an entry of the bundle {bundle.folder} is not used: {told}")
+            self._missed.add(key)  # Which tells why it is compiled here.
             return None
         if found is not None:
             slots: Any = found.meta.get("compiled", {})
             for slot in slots.values():
+                self._lent.update(slot["files"].values())
                 if isinstance(slot.get("launcher"), str):
                     self._lay_out(bundle, slot["launcher"])
         return found
 
     def _lay_out(self, bundle: Bundle, name: str) -> None:
         """Put a launcher where Triton looks for it, unless there is one."""
-        if not name.endswith(python_suffix()):
+        if not bundle.has_launcher(name):
             return
         import triton  # Whoever asks for kernels has it.
 
@@ -195,7 +210,7 @@ def import_bundle(source: Path, cache: KernelCache, demanded: str | None = None)
     try:
         cache.make_folder()
         target.parent.mkdir(mode=0o700, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=target.parent, prefix="importing-") as found:
+        with tempfile.TemporaryDirectory(dir=target.parent, prefix=_IMPORTING) as found:
             folder = Path(found) / bundle.digest
             folder.mkdir(mode=0o700)
             for name in bundle.files:
@@ -203,12 +218,10 @@ def import_bundle(source: Path, cache: KernelCache, demanded: str | None = None)
                     (folder / parent).mkdir(mode=0o700, exist_ok=True)
                 _write(folder / name, read(name))
             # Last, as in the cache: a copy without it is none.
-            manifest = (bundle.folder / MANIFEST).read_bytes()
+            manifest = read_bytes(bundle.folder / MANIFEST, MAX_MANIFEST, pipes=False)
             _write(folder / MANIFEST, manifest)
             open_bundle(folder, bundle.digest)
-            if target.is_dir() and not target.is_symlink():
-                shutil.rmtree(target)
-            os.replace(folder, target)
+            new = _put(folder, target, bundle.digest)
     except ConfigError:
         raise
     except (OSError, ValueError) as error:
@@ -218,7 +231,30 @@ def import_bundle(source: Path, cache: KernelCache, demanded: str | None = None)
             f"the bundle {source} cannot be imported: {error}",
             hint="build it again, or look at what the folder of the cache is: attndsl cache path",
         ) from error
-    return Imported(open_bundle(target, bundle.digest), True)
+    return Imported(open_bundle(target, bundle.digest), new)
+
+
+def _put(folder: Path, target: Path, digest: str) -> bool:
+    """Have ``folder`` at ``target``; False where another process has put a whole copy there.
+
+    Raises:
+        OSError: It cannot be had.
+    """
+    for attempt in range(1, _ATTEMPTS + 1):
+        try:
+            os.rename(folder, target)
+        except OSError:
+            if attempt == _ATTEMPTS:
+                raise
+        else:
+            return True
+        with suppress(ConfigError):
+            checked_bundle(target, digest)
+            return False
+        # A damaged copy is removed from beside this one, with it.
+        with suppress(FileNotFoundError):
+            os.rename(target, folder.parent / f"damaged-{attempt}")
+    raise AssertionError  # The last attempt has raised.
 
 
 def checked_bundle(folder: Path, demanded: str | None = None) -> Bundle:
@@ -257,6 +293,8 @@ def remove_imported(folder: Path) -> tuple[int, int]:
         except OSError as error:
             raise ConfigError(f"cannot remove the bundle {place.path}: {error}") from error
         count, size = count + 1, size + own
+    for left in (folder / IMPORTED).glob(f"{_IMPORTING}*"):
+        shutil.rmtree(left, ignore_errors=True)  # Of imports that were killed.
     with suppress(OSError):
         (folder / IMPORTED).rmdir()  # Unless somebody keeps other things there.
     return count, size

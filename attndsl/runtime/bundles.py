@@ -124,6 +124,10 @@ class Bundle:
             return None
         return f"its launchers are for Python's {self.versions.python}, and here is {here}"
 
+    def has_launcher(self, name: str) -> bool:
+        """Whether it has the launcher ``name``, for this Python."""
+        return name in self.files and name.endswith(python_suffix())
+
     def entry(self, key: str) -> Entry | None:
         """The entry of ``key`` with the paths of its code, all of it checked; or None.
 
@@ -134,9 +138,11 @@ class Bundle:
             return None
         text, described = self.read(f"entries/{key}.py"), self.read(f"entries/{key}.json")
         found = verified_entry(self.folder / "entries" / f"{key}.py", key, described, text)
-        compiled = found.meta.get("compiled")
-        if not isinstance(compiled, dict):
+        if "compiled" not in found.meta:
             return found
+        compiled = found.meta["compiled"]
+        if not isinstance(compiled, dict):
+            raise ValueError(f"entry {key[:16]} is of another form")
         own = {slot: self._resolved(key, recorded) for slot, recorded in compiled.items()}
         return Entry(found.path, found.source, {**found.meta, "compiled": own})
 
@@ -185,17 +191,23 @@ class Bundle:
             try:
                 text, described = (self.read(name) for name in names)
                 entry = verified_entry(self.folder, key, described, text)
-            except (ConfigError, OSError, ValueError):
+                size += self._code_bytes(entry)
+            except (ConfigError, OSError, ValueError, KeyError, TypeError, AttributeError):
                 found.append(EntryInfo(key, "damaged", size, 0.0))
                 continue
             kind, about = described_entry(entry.meta)
-            found.append(EntryInfo(key, kind, size + self._code_bytes(entry), 0.0, about))
+            found.append(EntryInfo(key, kind, size, 0.0, about))
         return found
 
     def _code_bytes(self, entry: Entry) -> int:
         compiled: Any = entry.meta.get("compiled", {})
         names = (name for slot in compiled.values() for name in slot["files"].values())
         return sum(self.files[name].bytes for name in names if name in self.files)
+
+
+def is_name(name: str) -> bool:
+    """Whether a file of a bundle may have this name, besides ``bundle.json``."""
+    return _NAMES.fullmatch(name) is not None
 
 
 def is_digest(text: str) -> bool:
@@ -286,7 +298,7 @@ def _bundle(folder: Path, digest: str, found: dict[str, Any]) -> Bundle:
         raise ValueError("it is of another format")
     files = {name: File(x["bytes"], x["sha256"]) for name, x in found["files"].items()}
     for name, file in files.items():
-        if not _NAMES.fullmatch(name):
+        if not is_name(name):
             raise ValueError(f"{name[:80]!r} is no name of a file in a bundle")
         if type(file.bytes) is not int or not 0 <= file.bytes <= MAX_FILE:
             raise ValueError(f"{name} is said to have {str(file.bytes)[:40]} bytes")

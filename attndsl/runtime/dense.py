@@ -19,6 +19,8 @@ from attndsl.backends.dense.pairs import Dense, own_weights, softmax, where_live
 from attndsl.backends.dense.philox import keep_factor, kept_at
 from attndsl.errors import ArgumentError
 
+from .arguments import without_autocast
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
@@ -117,7 +119,7 @@ def dense_scores(lowered: Lowered, call: Call, chosen: Chosen, raw: bool) -> tor
     def scores(part: Chosen) -> torch.Tensor:
         return _raw(call, part) if raw else _dense(program, call, part).score
 
-    with torch.autocast(call.q.device.type, enabled=False):
+    with without_autocast(call.q.device):
         return _joined(scores, chosen, call.k.shape[2])
 
 
@@ -145,7 +147,7 @@ def dense_weights(lowered: Lowered, call: Call, chosen: Chosen, dropped: bool) -
         rows, keys = rows_of(call, "q", part.rows), rows_of(call, "kv", (0, kv_len))
         return found * keep_factor(kept_at(call.seed, p, numbers, rows, keys), p)
 
-    with torch.autocast(call.q.device.type, enabled=False):
+    with without_autocast(call.q.device):
         return _joined(weights, chosen, kv_len)
 
 

@@ -15,6 +15,8 @@ from torch.autograd import forward_ad
 
 from attndsl.backends.dense.pulled import pulled
 
+from .arguments import without_autocast
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -59,7 +61,7 @@ class _Recomputed(torch.autograd.Function):
                 for x in inputs
             )
         # Autocast would round operands, which are of the dtype to compute in.
-        with torch.autocast(inputs[0].device.type, enabled=False):
+        with without_autocast(inputs[0].device):
             return function(*inputs)
 
     @staticmethod

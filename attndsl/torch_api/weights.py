@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from attndsl.backends.dense.philox import keep_factor, kept
+from attndsl.runtime.arguments import without_autocast
 
 from .programs import POSITION
 
@@ -40,7 +41,7 @@ def dense_weights(
         (B, H, Lq, Lk) in q's dtype; 0 in rows that see no key.
     """
     wide = torch.promote_types(q.dtype, torch.float32)
-    with torch.autocast(q.device.type, enabled=False):
+    with without_autocast(q.device):
         score = q.to(wide) @ k.to(wide).mT * q.shape[-1] ** -0.5
         if reach == "causal":
             q_len, kv_len = score.shape[-2:]

@@ -310,3 +310,16 @@ def test_nothing_else_is_written_over(tmp_path) -> None:
     with pytest.raises(ConfigError, match="is no folder"):
         check_output(tmp_path / "notes")
     check_output(tmp_path / "new")
+
+
+@pytest.mark.parametrize("own", ["README.md", "code/x/y.py", "entries/notes.txt"])
+def test_a_bundle_with_other_files_in_it_is_not_replaced(own, tmp_path) -> None:
+    entry = tmp_path / "entries" / f"{'0' * 64}.py"
+    entry.parent.mkdir()
+    entry.write_text("")
+    (tmp_path / "bundle.json").write_text("{}")
+    check_output(tmp_path)
+    (tmp_path / own).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / own).write_text("mine")
+    with pytest.raises(ConfigError, match=f"holds other files than a bundle's: {own}"):
+        check_output(tmp_path)

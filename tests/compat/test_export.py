@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import subprocess
 import sys
 
@@ -217,19 +218,36 @@ def test_traces_of_one_length_are_refused(made):
         torch.jit.trace(made, inputs)
 
 
-def test_torch_script_is_refused_in_words():
-    class Layer(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.attention = ATTENTION
+class Switched(nn.Module):
+    """Models that are traced without the program that they hold."""
 
-        def forward(self, x):
-            return self.attention(x, x, x)
+    def __init__(self, uses: bool):
+        super().__init__()
+        self.attention, self.uses = ATTENTION, uses
 
-    for made in (ATTENTION, Layer()):
-        with pytest.raises(UnsupportedError, match=r"torch\.jit\.script compiles Python") as error:
-            torch.jit.script(made)
-        assert "torch.export" in error.value.hint
+    def forward(self, x):
+        return self.attention(x, x, x) if self.uses else 2 * x
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
+def test_a_model_is_traced_that_holds_a_program_and_does_not_call_it():
+    x = _heads(8)
+    assert torch.equal(torch.jit.trace(Switched(False), (x,))(x), 2 * x)
+    with pytest.raises(UnsupportedError, match=r"torch\.jit\.trace would record"):
+        torch.jit.trace(Switched(True), (x,))
+
+
+def test_torch_script_is_refused():
+    with pytest.raises(UnsupportedError, match=r"torch\.jit\.script compiles Python") as error:
+        torch.jit.script(ATTENTION)
+    assert "torch.export" in error.value.hint
+    with pytest.raises(RuntimeError, match="Attention"):
+        torch.jit.script(Switched(True))
+
+
+def test_all_members_of_a_program_can_be_looked_at():
+    """As tools for documentation and mocks do."""
+    assert dict(inspect.getmembers(ATTENTION))["text"] == "causal()"
 
 
 @pytest.mark.parametrize("backend", ["auto", "cpu", "reference", "triton"])
@@ -255,6 +273,17 @@ def test_tensors_without_elements_give_shapes(backend):
     assert program(q, k, v, doc=doc, gain=gain, near=3, **part).shape == (2, 4, 6, 16)
     with pytest.raises(ShapeError):
         program(q, k, meta(2, 2, 8, 16, dtype=torch.bfloat16), doc=doc, gain=gain, near=3)
+
+
+def test_tensors_without_elements_have_weights_and_all_derivatives():
+    x = torch.empty(2, 4, 6, 8, device="meta", requires_grad=True)
+    (first,) = torch.autograd.grad(ATTENTION(x, x, x).sum(), x, create_graph=True)
+    assert torch.autograd.grad(first.sum(), x)[0].shape == x.shape
+    _, tangent = torch.func.jvp(lambda y: ATTENTION(y, y, y), (x.detach(),), (x.detach(),))
+    assert (tangent.shape, tangent.device.type) == (x.shape, "meta")
+    layer = attndsl.nn.MultiheadAttention(8, 2, device="meta", batch_first=True)
+    out, weights = layer(*[torch.empty(3, 5, 8, device="meta")] * 3)
+    assert (out.shape, weights.shape) == ((3, 5, 8), (3, 5, 5))
 
 
 def test_operators_take_none_for_empty_lists():

@@ -8,7 +8,9 @@ import os
 import stat
 import sys
 import sysconfig
+import threading
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -104,6 +106,19 @@ def test_the_cache_comes_first_unless_the_text_is_the_same(store, folder) -> Non
     assert found["other"] == gone
 
 
+def test_the_cache_keeps_no_paths_into_bundles(store, monkeypatch) -> None:
+    """Who puts other files there when the bundle is gone would have them loaded unchecked."""
+    entry = store.load(KEY)
+    made = {"files": {"attention.cubin": "/made/here"}}
+    compiled = {**entry.meta["compiled"], "other": made}
+    with pytest.warns(CacheWarning, match="is in no bundle"):  # Part of the entry.
+        store.save(KEY, SOURCE, {**entry.meta, "compiled": compiled})
+    assert store.cache.load(KEY).meta["compiled"] == {"other": made}
+    assert set(store.load(KEY).meta["compiled"]) == {"forward", "other"}
+    monkeypatch.setenv("ATTNDSL_BUNDLES", "")
+    assert store.load(KEY).meta["compiled"] == {"other": made}
+
+
 def test_the_first_bundle_that_has_an_entry_gives_it(store, folder, tmp_path, monkeypatch) -> None:
     write_bundle(tmp_path / "second", entry_files(source="x = 2\n"))
     write_bundle(tmp_path / "empty", {})
@@ -119,6 +134,27 @@ def test_a_launcher_of_another_python_is_left(store, folder, tmp_path) -> None:
     write_bundle(folder, files, driver=other, python=".cpython-99-plan9.so")
     with pytest.warns(CacheWarning, match="a C compiler makes them here"):
         assert store.load(KEY) is not None
+    assert not (tmp_path / "tc").exists()
+
+
+@pytest.mark.parametrize(
+    "compiled", [[], {"forward": []}, {"forward": {}}, {"forward": {"files": [1]}}, None, "x"]
+)
+def test_entries_of_another_form_are_told_and_listed_as_damaged(compiled, store, folder) -> None:
+    contents = entry_files()
+    words = entry_text(KEY, SOURCE, {"compiled": compiled})
+    write_bundle(folder, {**contents, f"entries/{KEY}.json": words.encode()})
+    with pytest.warns(CacheWarning, match="is of another form"):
+        assert store.load(KEY) is None
+    (listed,) = open_bundle(folder).entries()
+    assert listed.kind == "damaged"
+
+
+@pytest.mark.parametrize("name", ["", "a/b/c/d", "x", "launchers/../../x", 3])
+def test_an_entry_may_name_no_launcher_that_is_not_there(name, store, folder, tmp_path) -> None:
+    named = f"{name}{SUFFIX}" if isinstance(name, str) else name
+    write_bundle(folder, entry_files({"files": {}, "launcher": named}))
+    assert store.load(KEY) is not None
     assert not (tmp_path / "tc").exists()
 
 
@@ -156,6 +192,7 @@ def test_damaged_entries_are_told_and_not_used(damage, store, folder) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert store.load(KEY) is None  # Told once.
+        store.save(KEY, SOURCE, {"about": {"target": "cuda:80"}})
 
 
 @pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE)
@@ -291,6 +328,50 @@ def test_a_damaged_copy_is_imported_anew(folder, tmp_path) -> None:
     assert (own / CODE).read_bytes() == b"code"
 
 
+def test_many_processes_import_at_once(folder, tmp_path) -> None:
+    """As those of a cluster that have one home; each finds a whole copy afterwards."""
+    cache = KernelCache(tmp_path / "cache")
+    cache.make_folder()
+    gate = threading.Barrier(8)
+
+    def imported(_: int) -> bool:
+        gate.wait()
+        return import_bundle(folder, cache).new
+
+    with ThreadPoolExecutor(8) as pool:
+        assert any(pool.map(imported, range(8)))
+    (place,) = imported_places(cache.folder)
+    assert bundled.checked_bundle(*place).digest == place.digest
+    assert [path.name for path in place.path.parent.iterdir()] == [place.digest]
+
+
+def test_a_copy_that_another_process_has_put_there_meanwhile_stays(
+    folder, tmp_path, monkeypatch
+) -> None:
+    cache, asked = KernelCache(tmp_path / "cache"), []
+
+    def late(target: Path, digest: str):
+        if not asked:  # The copy is not there yet, and comes while this process makes its own.
+            asked.append(target)
+            import_bundle(folder, cache)
+            raise ConfigError("no such folder")
+        return checked(target, digest)
+
+    checked = bundled.checked_bundle
+    monkeypatch.setattr(bundled, "checked_bundle", late)
+    assert not import_bundle(folder, cache).new
+    assert imported_places(cache.folder) == [BundlePlace(asked[0], asked[0].name)]
+
+
+def test_what_killed_imports_leave_is_cleared(folder, tmp_path) -> None:
+    cache = KernelCache(tmp_path / "cache")
+    left = import_bundle(folder, cache).bundle.folder.parent / "importing-x"
+    left.mkdir()
+    (left / "file").write_text("")
+    assert remove_imported(cache.folder)[0] == 1
+    assert not left.parent.exists()
+
+
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
@@ -348,6 +429,12 @@ def test_paths_of_bundles(monkeypatch, tmp_path) -> None:
         read_bundles()
 
 
+def test_a_home_that_nobody_has_is_no_bundle(monkeypatch, tmp_path) -> None:
+    monkeypatch.setenv("ATTNDSL_BUNDLES", "~nobody-of-this-name/bundle")
+    with pytest.warns(CacheWarning, match="No such file"):
+        assert BundledCache(KernelCache(tmp_path)).load(KEY) is None
+
+
 def test_packages_add_bundles(monkeypatch, tmp_path) -> None:
     monkeypatch.setenv("ATTNDSL_BUNDLES", "")
     add_bundle(tmp_path / "a")
@@ -358,6 +445,12 @@ def test_packages_add_bundles(monkeypatch, tmp_path) -> None:
         add_bundle(tmp_path / "c", "1")
     with pytest.raises(ConfigError, match="holds ':'"):
         add_bundle("/a:b")
+    monkeypatch.setenv("ATTNDSL_BUNDLES", "")
+    add_bundle("/opt/kernels@2")
+    add_bundle("/opt/kernels@2", "0" * 64)
+    assert read_bundles() == (
+        BundlePlace(Path("/opt/kernels@2")), BundlePlace(Path("/opt/kernels@2"), "0" * 64)
+    )  # fmt: skip
 
 
 def test_the_command_imports_and_clears(folder, tmp_path, monkeypatch, capsys) -> None:
@@ -425,7 +518,7 @@ def test_an_import_that_was_cut_off_leaves_nothing_that_is_read(
     def fails(*_: object) -> None:
         raise OSError("the disk is full")
 
-    monkeypatch.setattr(bundled.os, "replace", fails)
+    monkeypatch.setattr(bundled.os, "rename", fails)
     with pytest.raises(ConfigError, match="the disk is full"):
         import_bundle(folder, cache)
     assert imported_places(cache.folder) == []
