@@ -67,7 +67,7 @@ def check(source: Source, declared: Mapping[str, Declared]) -> None:
 
 
 def warnings_of(source: Source, declared: Mapping[str, Declared]) -> tuple[ProgramWarning, ...]:
-    """What a program without errors says and hardly can mean, in the order of the text.
+    """As :func:`check`, and what a program without errors says and hardly can mean.
 
     Args:
         source: The text.
@@ -76,9 +76,12 @@ def warnings_of(source: Source, declared: Mapping[str, Declared]) -> tuple[Progr
     Raises:
         AttnDSLError: All that is wrong with the program.
     """
+    program = read(source, declared)
+    masked = split_mask(program)
+    _check_variants(source, declared, program)
     found = read_unused(source)
-    program = simplify(split_mask(read(source, declared)))
-    if program.mask is not None and (value := verdict(program.mask)) is not None:
+    mask = None if masked.mask is None else simplify_node(masked.mask)
+    if mask is not None and (value := verdict(mask)) is not None:
         # A value may well switch a mask off, but nobody asks for no pairs at all.
         bound = any(isinstance(given, Bound) for given in declared.values())
         if not value or not bound:

@@ -16,7 +16,7 @@ from attndsl.errors import AttnDSLError, ProgramWarning, flatten
 from attndsl.frontend import Absent, Bound
 from attndsl.frontend import surface as s
 from attndsl.frontend.tolerant import statements_of
-from attndsl.pipeline import check, warnings_of
+from attndsl.pipeline import warnings_of
 from attndsl.source import Source, Span
 
 from .embedded import programs_in
@@ -95,11 +95,11 @@ def _errors_of(program: Program) -> tuple[AttnDSLError, ...]:
 def _check(source: Source, declared: tuple[tuple[str, Declared], ...]) -> tuple[AttnDSLError, ...]:
     """The errors, or the warnings of a program without errors."""
     try:
-        check(source, dict(declared))
-        # A file that somebody has just made is empty.
-        return warnings_of(source, dict(declared)) if source.text.strip() else ()
+        found = warnings_of(source, dict(declared))
     except AttnDSLError as error:
         return flatten(error)
+    # A file that somebody has just made is empty.
+    return found if source.text.strip() else ()
 
 
 _remembered = lru_cache(maxsize=2048)(_check)
