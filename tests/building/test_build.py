@@ -174,6 +174,20 @@ def test_entries_of_bundles_are_listed_in_words(place: Workplace, command, monke
 
 
 @pytest.mark.slow
+def test_two_builds_have_the_same_code(place: Workplace) -> None:
+    """Where Triton has nothing yet; no folder of a build is in what it compiles."""
+    options = ("--target", "cuda:80", "--head-dim", "16", "--lengths", "96", "--heads", "2/2")
+    found = []
+    for name in ("once", "again"):
+        build = ("-m", "attndsl", "build", "model.yaml", "-o", name, *options)
+        place.run(*build, cache=f"cache-{name}")
+        # Launchers of Triton 3.6 hold the folder in which a C compiler made them.
+        files = json.loads((place.folder / name / "bundle.json").read_text())["files"]
+        found.append({x: y for x, y in files.items() if not x.startswith("launchers/")})
+    assert found[0] == found[1]
+
+
+@pytest.mark.slow
 def test_calls_of_many_kinds_compile_nothing(place: Workplace) -> None:
     """Hopper's kernels, keys that fit, dropout, offsets, learned captures and numbers."""
     texts = {
