@@ -11,10 +11,12 @@ from __future__ import annotations
 import threading
 import warnings
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from attndsl.backends.base import Entry
 from attndsl.backends.kernels.absent import AbsentGPU
 from attndsl.backends.tiled.dots import WidenedBackend
 from attndsl.compiled import located_call
@@ -29,7 +31,6 @@ from .calls import examples
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
-    from pathlib import Path
 
     from attndsl.attention import Attention
     from attndsl.backends.generated.backend import GeneratedBackend
@@ -71,6 +72,23 @@ class Built:
     calls: int = 0
 
 
+class _Placeless(KernelCache):
+    """A cache whose texts lie nowhere: compiled code holds their path, and digests depend on it."""
+
+    def load(self, key: str) -> Entry | None:
+        """See :class:`KernelCache`."""
+        found = super().load(key)
+        return None if found is None else _placeless(key, found)
+
+    def save(self, key: str, source: str, meta: Mapping[str, object]) -> Entry:
+        """See :class:`KernelCache`."""
+        return _placeless(key, super().save(key, source, meta))
+
+
+def _placeless(key: str, found: Entry) -> Entry:
+    return Entry(Path("attndsl") / f"{key}.py", found.source, found.meta)
+
+
 def build(
     programs: Mapping[str, Attention], asked: Asked, target: str, folder: Path, progress: Progress
 ) -> Built:
@@ -96,7 +114,7 @@ def build(
     gpu = AbsentGPU(target)
     gpu.activate()
     # Nobody else writes there, and nothing may be removed.
-    built = Built(KernelCache(folder, limit=_UNLIMITED), gpu, [])
+    built = Built(_Placeless(folder, limit=_UNLIMITED), gpu, [])
     lock = threading.Lock()
 
     def heard(**what: Any) -> None:

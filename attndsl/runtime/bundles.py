@@ -154,7 +154,11 @@ class Bundle:
             raise ValueError(f"entry {key[:16]} is of another form") from error
         for name in files.values():
             self.read(name)
-        return {**recorded, "files": {n: str(self.folder / path) for n, path in files.items()}}
+        return {
+            **recorded,
+            "files": {name: str(self.folder / path) for name, path in files.items()},
+            "sha256": [self.files[path].sha256 for path in files.values()],
+        }
 
     def read(self, name: str) -> bytes:
         """The content of a file that will be imported or loaded from where it lies.

@@ -195,6 +195,20 @@ def test_both_sizes_of_hopper_work_tiles_are_built(dim, lengths, rows) -> None:
 
 
 @pytest.mark.slow
+def test_two_builds_have_the_same_code(place: Workplace) -> None:
+    """Where Triton has nothing yet; no folder of a build is in what it compiles."""
+    options = ("--target", "cuda:80", "--head-dim", "16", "--lengths", "96", "--heads", "2/2")
+    found = []
+    for name in ("once", "again"):
+        build = ("-m", "attndsl", "build", "model.yaml", "-o", name, *options)
+        place.run(*build, cache=f"cache-{name}")
+        # Launchers of Triton 3.6 hold the folder in which a C compiler made them.
+        files = json.loads((place.folder / name / "bundle.json").read_text())["files"]
+        found.append({x: y for x, y in files.items() if not x.startswith("launchers/")})
+    assert found[0] == found[1]
+
+
+@pytest.mark.slow
 def test_calls_on_hopper_compile_nothing(place: Workplace) -> None:
     """Kernels of Hopper and of keys that fit, dropout, gradients of q, k and v."""
     texts = {

@@ -91,9 +91,29 @@ def test_an_entry_of_a_bundle_is_found_with_its_code(store, folder, tmp_path) ->
     assert entry.source == SOURCE
     slot = entry.meta["compiled"]["forward"]
     assert slot["files"] == {"attention.cubin": str(folder / CODE)}
+    assert slot["sha256"] == [hashlib.sha256(b"code").hexdigest()]
     assert (tmp_path / "tc" / "KEY" / f"launcher{SUFFIX}").read_bytes() == b"library"
     assert store.load("b" * 64) is None
     assert not (tmp_path / "cache").exists()
+
+
+@pytest.mark.parametrize("now", [b"code", b"CODE"])
+def test_code_that_changed_after_it_was_checked_is_not_loaded(now, folder, monkeypatch):
+    from attndsl.backends.kernels import compile as kernels
+
+    slot = open_bundle(folder).entry(KEY).meta["compiled"]["forward"]
+    config = {"block_m": 64, "block_n": 64, "warps": 4, "stages": 1}
+    (folder / CODE).write_bytes(now)
+    loaded = []
+
+    def reads(source, files, name):
+        code = Path(files["attention.cubin"]).read_bytes()
+        return SimpleNamespace(kernel=code, _init_handles=lambda: loaded.append(code))
+
+    monkeypatch.setattr(kernels, "CompiledKernel", reads)
+    monkeypatch.setattr(kernels, "_source", lambda *_: None)
+    found = kernels.restore(None, [], {**slot, "config": config})
+    assert (found is not None, loaded) == ((True, [now]) if now == b"code" else (False, []))
 
 
 def test_the_cache_comes_first_unless_the_text_is_the_same(store, folder) -> None:
