@@ -105,6 +105,9 @@ def trace(
 
         given = {"score_mod": score_mod, "mask_mod": mask_mod, "dtype": dtype, "device": device}
         found: Trace = getattr(KEPT, keep(_trace_in_graph, given))
+        for mod in (score_mod, mask_mod):
+            if mod is not None:
+                _followed(mod, dtype, device)
         return found
     if score_mod is not None and mask_mod is None and arguments_of(score_mod) == 4:
         score_mod, mask_mod = None, score_mod
@@ -167,6 +170,21 @@ def arguments_of(function: Mod) -> int:
             "a score_mod takes (score, b, h, q_idx, kv_idx), a mask_mod (b, h, q_idx, kv_idx)",
         )
     return len(given)
+
+
+_arguments_in_graph: Any = torch.compiler.assume_constant_result(arguments_of)  # type: ignore[no-untyped-call]
+
+
+def _followed(mod: Mod, dtype: torch.dtype, device: torch.device | str) -> None:
+    """Have Dynamo follow a function, which guards all that it reads: flags, names, other functions.
+
+    Compilers drop what it gives.
+    """
+    pair = [torch.zeros((), dtype=torch.int64, device=device) for _ in range(4)]
+    if _arguments_in_graph(mod) == 5:
+        mod(torch.zeros((), dtype=dtype, device=device), *pair)
+    else:
+        mod(*pair)
 
 
 def trace_mods(

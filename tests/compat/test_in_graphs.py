@@ -116,6 +116,50 @@ def test_functions_that_may_change_are_traced_before(compiled, mask_mod):
         compiled(lambda q: traced(q, mask_mod))(rows())
 
 
+FORWARD = True
+
+
+def ahead(q, kv):
+    return q >= kv
+
+
+def changing():
+    """Functions that read something, and what changes it."""
+    width, past = 3, True
+
+    def of_closure(b, h, q, kv):
+        return (q >= kv if past else q <= kv) & (q - kv < width) & (kv - q < width)
+
+    def set_closure():
+        nonlocal width, past
+        width, past = 6, False
+
+    return {
+        "module": (
+            lambda b, h, q, kv: q >= kv if FORWARD else q <= kv,
+            lambda patch: patch.setitem(globals(), "FORWARD", False),
+        ),
+        "function": (
+            lambda b, h, q, kv: ahead(q, kv),
+            lambda patch: patch.setitem(globals(), "ahead", lambda q, kv: q <= kv),
+        ),
+        "closure": (of_closure, lambda _: set_closure()),
+    }
+
+
+@pytest.mark.parametrize("name", list(changing()))
+def test_a_graph_is_made_anew_if_what_a_traced_function_reads_changes(compiled, monkeypatch, name):
+    mask_mod, change = changing()[name]
+    function = compiled(lambda q: traced(q, mask_mod))
+    q = rows()
+    before = traced(q, mask_mod)
+    torch.testing.assert_close(function(q), before)
+    change(monkeypatch)
+    after = traced(q, mask_mod)
+    assert not torch.allclose(after, before)
+    torch.testing.assert_close(function(q), after)
+
+
 def test_what_cannot_be_constant_is_refused(compiled):
     text = "tensor g[heads]: float\nscore = score * g[h]"
     with pytest.raises(Exception, match="compile no program that keeps a tensor, and g is one"):

@@ -1,6 +1,7 @@
 """Whether a mask is the same for all pairs, whatever the lengths and the captures are.
 
-Non-goals: masks that are the same for all pairs of some lengths only.
+Non-goals: masks that are the same for all pairs of some lengths only; masks of many operations,
+which nobody wrote by hand and which would take longer to decide than to compile.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ from attndsl.passes.simplify import simplify_node
 
 from .affine import guard_of
 from .sandwich import lower, upper
-from .segments import MAX_OPERATIONS
 from .sets import SetBuilder
 
 if TYPE_CHECKING:
@@ -24,6 +24,10 @@ if TYPE_CHECKING:
     from attndsl.ir import Node
 
 _TRUE, _FALSE = const(True), const(False)
+_MOST_NODES = 128
+"""Nodes of a mask that is looked at. Time grows with their square."""
+_MAX_OPERATIONS = 20_000
+"""isl's own count of operations on sets, a tenth of what finding tiles may take."""
 _SAMPLES = (0, 1, 7, 30, 1000)
 """Positions of pairs that are looked at first."""
 _SIZE_OF = {"b": "batch", "h": "heads", "hkv": "kv_heads"}
@@ -35,8 +39,10 @@ def verdict(mask: Node) -> bool | None:
     """False where no pair can be live, True where every pair is, None where neither is known.
 
     Positions are 0 or more and have no upper bound, since a call may begin anywhere. A condition
-    that integer sets cannot decide may hold or not.
+    that integer sets cannot decide may hold or not, and masks of many operations are not known.
     """
+    if len(toposort(mask)) > _MOST_NODES:
+        return None
     most, least = simplify_node(upper(mask)), simplify_node(lower(mask))
     if most is _FALSE or least is _TRUE:
         return least is _TRUE
@@ -55,7 +61,7 @@ def _all_or_none(mask: Node, wanted: bool) -> bool:
     import islpy
 
     context = islpy.Context()
-    context.set_max_operations(MAX_OPERATIONS)
+    context.set_max_operations(_MAX_OPERATIONS)
     try:
         builder = SetBuilder(context, False, guard_of(mask, leaf_names(mask)).cut)
         live = builder.live(mask)
