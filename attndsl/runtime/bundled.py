@@ -225,8 +225,6 @@ def import_bundle(source: Path, cache: KernelCache, demanded: str | None = None)
     except ConfigError:
         raise
     except (OSError, ValueError) as error:
-        with suppress(ConfigError):  # Another process has imported it meanwhile.
-            return Imported(checked_bundle(target, bundle.digest), False)
         raise ConfigError(
             f"the bundle {source} cannot be imported: {error}",
             hint="build it again, or look at what the folder of the cache is: attndsl cache path",

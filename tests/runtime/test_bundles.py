@@ -542,17 +542,3 @@ def test_an_import_that_was_cut_off_leaves_nothing_that_is_read(
     with pytest.raises(ConfigError, match="the disk is full"):
         import_bundle(folder, cache)
     assert imported_places(cache.folder) == []
-
-
-def test_another_process_may_import_it_meanwhile(folder, tmp_path, monkeypatch) -> None:
-    cache, replace = KernelCache(tmp_path / "cache"), os.replace
-
-    def raced(found: object, target: object) -> None:
-        replace(found, target)
-        if Path(target).parent.name == "bundles":
-            raise OSError("Directory not empty")
-
-    monkeypatch.setattr(bundled.os, "replace", raced)
-    found = import_bundle(folder, cache)
-    assert not found.new
-    assert found.bundle.read(CODE) == b"code"
