@@ -11,10 +11,14 @@ from pathlib import Path
 
 FOLDER = Path(__file__).parent
 HELPERS = (
-    "chart", "commits", "common", "comparison", "exponentials", "run", "speed", "summary", "table",
-    "turns", "worker",
+    "bundles", "chart", "commits", "common", "comparison", "exponentials", "run", "scaling",
+    "scaling_parts", "scaling_picture", "speed", "summary", "table", "turns", "worker",
 )  # fmt: skip
-ON_GPUS = ("attention", "decode", "gradients", "gpt", "layouts", "odd_shapes", "serving", "short")
+"""Modules, and scripts that do nothing without arguments."""
+ON_GPUS = (
+    "attention", "decode", "gradients", "gpt", "huggingface_speed", "layouts", "odd_shapes",
+    "serving", "short",
+)  # fmt: skip
 EVERYWHERE = tuple(
     path.stem
     for path in sorted(FOLDER.glob("*.py"))
