@@ -180,14 +180,14 @@ class Serving(Compiled):
         )
         if not isinstance(backend, ReadsPages):
             return None
-        reason = backend.why_not_pages(lowered, call)
-        if reason is not None:
-            tell_once(f"{self.name}: keys are gathered: {reason}")
-            return None
         pages = Pages(
             q, step.starts, cache.k_pages, cache.v_pages, cache.table, cache.lengths,
             cache.k_scale, cache.v_scale,
         )  # fmt: skip
+        reason = backend.why_not_pages(lowered, call, pages)
+        if reason is not None:
+            tell_once(f"{self.name}: keys are gathered: {reason}")
+            return None
         return backend.serve(lowered, call, pages)
 
     def _attend_step(
