@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from .dispatch import choose_backend
+from attndsl.errors import BackendError
+
+from .dispatch import get_backend
 
 if TYPE_CHECKING:
     from .paged import PagedCache
@@ -48,7 +50,12 @@ def append(
     if not k.shape[0] * cache.room * cache.batch * cache.k_pages.shape[0]:
         return
     if backend != AUTO:
-        choose_backend(backend, k.device, False, k.dtype)
+        reason = get_backend(backend).why_not(k.device)
+        if reason is not None:
+            raise BackendError(
+                f"the kernel that appends cannot run on {k.device}: {reason}",
+                hint="append by torch operations: backend='auto'",
+            )
         from attndsl.backends.triton.append import launch_append  # Imports Triton.
 
         for rows, pages, scale in ((k, cache.k_pages, cache.k_scale),

@@ -8,6 +8,7 @@ from support.serving import in_pages
 
 import attndsl
 from attndsl import errors
+from attndsl.backends.generated.backend import GeneratedBackend
 
 FP8 = torch.float8_e4m3fn
 HEADS, DIM, VALUE_DIM, PAGE = 2, 8, 6, 3
@@ -162,6 +163,16 @@ def test_where_no_token_has_a_place_nothing_is_written(dtype, monkeypatch):
         assert torch.equal(pages.contiguous().view(torch.uint8), kept)
     with pytest.raises(errors.ArgumentError, match="append has no backend 'cpu'"):
         cache.append(k, k[..., :VALUE_DIM], torch.tensor([0, 1, 2, 3]), backend="cpu")
+
+
+def test_a_kernel_that_cannot_run_is_an_error(monkeypatch):
+    cache = empty_cache(torch.float32)
+    cache.lengths.fill_(1)
+    k = torch.ones(3, HEADS, DIM)
+    monkeypatch.setattr(GeneratedBackend, "why_not", lambda self, device: "no GPU")
+    with pytest.raises(errors.BackendError, match="cannot run on cpu: no GPU") as caught:
+        cache.append(k, k[..., :VALUE_DIM], torch.tensor([0, 1, 2, 3]), backend="decode")
+    assert "backend='auto'" in caught.value.hint
 
 
 def test_nothing_else_is_written():
