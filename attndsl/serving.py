@@ -104,13 +104,17 @@ class Serving(Compiled):
         """
         _check_queries(q, cache, starts, q_index, most_queries)
         given: Captures = self._given(captures, dict(named))
-        _check_forward((q, cache.k_pages, cache.v_pages, *given.values()))
+        held = (cache.k_pages, cache.v_pages, cache.k_scale, cache.v_scale)
+        _check_forward((q, *held, *given.values()))
         is_wide("out_dtype", out_dtype, q.dtype)
-        if looks_at_values(q.device):
+        if self._checked or looks_at_values(q.device):
             cache.validate(starts, q.shape[0])
             _check_most(starts, most_queries)
             _check_positions(q_index)
-        if most_queries is None and q.device.type != "cpu":
+        if self._checked:
+            # Rows that stand for no query may look up what is not there.
+            most_queries = None
+        elif most_queries is None and q.device.type != "cpu":
             most_queries = q.shape[0]
         of_heads = Location(heads=heads, kv_heads=kv_heads, h_offset=h_offset)
         own, given = self._of_step(q, cache, given, of_heads)
@@ -160,7 +164,8 @@ class Serving(Compiled):
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Output and log-sum-exp by kernels that read pages; None where keys are to be gathered."""
         tokens, heads, dim = step.q.shape
-        if step.most_queries is None or self._backend != READS_PAGES or not tokens * cache.batch:
+        # None of 0 queries, and capacities that are not known.
+        if self._backend != READS_PAGES or not (step.most_queries and tokens * cache.batch):
             return None
         # Not less where there are fewer tokens: tiles, and so the bits, follow from it.
         most = step.most_queries
@@ -180,14 +185,14 @@ class Serving(Compiled):
         )
         if not isinstance(backend, ReadsPages):
             return None
-        reason = backend.why_not_pages(lowered, call)
-        if reason is not None:
-            tell_once(f"{self.name}: keys are gathered: {reason}")
-            return None
         pages = Pages(
             q, step.starts, cache.k_pages, cache.v_pages, cache.table, cache.lengths,
             cache.k_scale, cache.v_scale,
         )  # fmt: skip
+        reason = backend.why_not_pages(lowered, call, pages)
+        if reason is not None:
+            tell_once(f"{self.name}: keys are gathered: {reason}")
+            return None
         return backend.serve(lowered, call, pages)
 
     def _attend_step(

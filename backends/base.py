@@ -450,8 +450,8 @@ class Backend(Protocol):
 class ReadsPages(Protocol):
     """A backend that may have kernels for packed requests; others get keys that are gathered."""
 
-    def why_not_pages(self, lowered: Lowered, call: Call) -> str | None:
-        """Why keys have to be gathered for ``call``, or None."""
+    def why_not_pages(self, lowered: Lowered, call: Call, pages: Pages) -> str | None:
+        """Why keys of ``pages`` have to be gathered for ``call``, or None."""
 
     def serve(
         self, lowered: Lowered, call: Call, pages: Pages

@@ -17,7 +17,7 @@ from attndsl.errors import ArgumentError, DeviceError, DTypeError, ShapeError
 from attndsl.passes.widths import POSITION_LIMIT
 from attndsl.settings import asks_to_verify
 
-from .appending import FP8, Scale, append
+from .appending import AUTO, BY_KERNEL, FP8, Scale, append
 from .arguments import FLOATS
 
 _INTS = (torch.int32, torch.int64)
@@ -83,7 +83,9 @@ class PagedCache:
         """Whether pages hold numbers of 8 bits."""
         return self.k_pages.dtype is FP8
 
-    def append(self, k: torch.Tensor, v: torch.Tensor, starts: torch.Tensor) -> None:
+    def append(
+        self, k: torch.Tensor, v: torch.Tensor, starts: torch.Tensor, *, backend: str = AUTO
+    ) -> None:
         """Write the keys and values of this step into the pages.
 
         ``lengths`` include them already: the keys of request ``b`` become its positions from
@@ -96,16 +98,24 @@ class PagedCache:
             v: (tokens, Hkv, Dv).
             starts: (batch + 1,) ints: request ``b`` has tokens ``starts[b]`` to
                 ``starts[b + 1] - 1``.
+            backend: ``auto`` writes by torch operations, ``decode`` by a kernel. Neither reads a
+                value on the host.
 
         Raises:
             ShapeError, DTypeError, DeviceError: Tensors do not go together.
-            ArgumentError: On CPUs, or with ``ATTNDSL_VERIFY=1``: as :meth:`validate`.
+            BackendError: The kernel does not run on this device.
+            ArgumentError: Another backend. On CPUs, or with ``ATTNDSL_VERIFY=1``: as
+                :meth:`validate`.
         """
         check_starts(self, starts)
         _check_rows(self, k, v)
+        if backend not in (AUTO, BY_KERNEL):
+            raise ArgumentError(
+                f"append has no backend {backend!r}", hint=f"use {AUTO!r} or {BY_KERNEL!r}"
+            )
         if looks_at_values(self.table.device):
             self.validate(starts, k.shape[0])
-        append(self, k, v, starts)
+        append(self, k, v, starts, backend)
 
     def validate(self, starts: torch.Tensor | None = None, tokens: int | None = None) -> None:
         """Look at all values, which takes a synchronisation on a GPU.

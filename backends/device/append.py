@@ -47,7 +47,9 @@ def attention_append(
             factor = scale
             if SCALES == 3:
                 largest = tl.max(tl.abs(values), 0)
-                factor = tl.where(largest > 0, largest / MOST, 1.0)
+                factor = largest / MOST
+                # Numbers so small that their quotient is 0 become zeros.
+                factor = tl.where(factor > 0, factor, 1.0)
                 there = SCALE + page * stride_sp + row * stride_sn + h * stride_sh
                 tl.store(there, factor)
             if SCALES == 2:

@@ -112,11 +112,11 @@ class GeneratedBackend(Backend):
         layout = self._layout(lowered, call, Task.FORWARD)
         return layout.family.forward(layout, lowered, call)
 
-    def why_not_pages(self, lowered: Lowered, call: Call) -> str | None:
+    def why_not_pages(self, lowered: Lowered, call: Call, pages: Pages) -> str | None:
         """See :class:`~attndsl.backends.base.ReadsPages`."""
         if self._pages is None:
             return f"the {self.name} backend reads no pages"
-        return self._pages.why_not_pages(lowered, call)
+        return self._pages.why_not_pages(lowered, call, pages)
 
     def serve(
         self, lowered: Lowered, call: Call, pages: Pages

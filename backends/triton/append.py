@@ -7,19 +7,31 @@ Non-goals: checks of arguments.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
+import torch
 import triton
+
+from attndsl.errors import BackendError
 
 from ..device.append import attention_append
 from ..kernels.device import on_device
 
-if TYPE_CHECKING:
-    import torch
-
 _MOST = 448.0
 _BLOCK_BATCH = 128
 _NONE, _ONE, _HEADS, _POSITIONS = range(4)
+_FP8_CAPABILITY = (8, 9)
+"""Of the first GPUs whose kernels know numbers of 8 bits as pages have them."""
+
+
+def why_not_fp8(pages: torch.Tensor) -> str | None:
+    """Why kernels neither read nor write such pages, or None."""
+    device = pages.device
+    if pages.element_size() != 1 or device.type != "cuda" or torch.version.hip is not None:
+        return None
+    capability = torch.cuda.get_device_capability(device)
+    if capability >= _FP8_CAPABILITY:
+        return None
+    own, least = (".".join(map(str, x)) for x in (capability, _FP8_CAPABILITY))
+    return f"kernels for pages of fp8 need compute capability {least}, and the GPU has {own}"
 
 
 def launch_append(
@@ -35,7 +47,13 @@ def launch_append(
         pages: The pool.
         scale: Of fp8 pages; see :class:`attndsl.PagedCache`.
         places: The cache's table and lengths, and the starts of requests.
+
+    Raises:
+        BackendError: The GPU's kernels know no numbers of 8 bits.
     """
+    reason = why_not_fp8(pages)
+    if reason is not None:
+        raise BackendError(reason, hint="append by torch operations: backend='auto'")
     table, lengths, starts = places
     tokens, heads, dim = rows.shape
     if not tokens or not table.shape[0]:

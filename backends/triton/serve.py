@@ -19,6 +19,7 @@ from ..kernels.counts import Counts
 from ..kernels.device import on_device, stream_of
 from ..kernels.kernel import Job, Task
 from ..kernels.tile_lists import lists_of
+from .append import why_not_fp8
 from .decode import members_of_call
 from .decode_tiles import MOST_ROWS, most_parts, shape_of
 from .family import Portable, facts_of_task
@@ -46,8 +47,11 @@ class Serve(Portable):
     def __init__(self) -> None:
         self._counts = Counts()
 
-    def why_not_pages(self, lowered: Lowered, call: Call) -> str | None:
+    def why_not_pages(self, lowered: Lowered, call: Call, pages: Pages) -> str | None:
         """Why these kernels do not run a call of packed requests, or None."""
+        reason = why_not_fp8(pages.k)
+        if reason is not None:
+            return reason
         if lowered.contractions is not None:
             return "the program multiplies rows of captured tensors"
         if max(call.q.shape[0], _units(lowered, call)[0]) > _MOST_PROGRAMS:

@@ -83,6 +83,7 @@ class Engine:
         self.model, self.device = model, weight.device
         programs = attndsl.load(CONFIG, backend=backend)
         self.attentions = [programs[name] for name in LAYERS]
+        self.append_by = "decode" if backend == "decode" else "auto"
         shape = (len(LAYERS), 2, PAGES, PAGE, KV_HEADS, DIM)
         self.pools = torch.zeros(shape, dtype=weight.dtype, device=self.device)
         self.free = list(range(PAGES))
@@ -140,7 +141,7 @@ class Engine:
 
         def attend(number: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
             cache = attndsl.PagedCache(*self.pools[number], table, lengths)
-            cache.append(k, v, starts)
+            cache.append(k, v, starts, backend=self.append_by)
             return self.attentions[number].serve(
                 q, cache, starts, q_index=positions, most_queries=max(CHUNK, MOST_DRAFTS),
                 context=context, ancestor=ancestor,

@@ -8,6 +8,7 @@ from support.serving import in_pages
 
 import attndsl
 from attndsl import errors
+from attndsl.backends.generated.backend import GeneratedBackend
 
 FP8 = torch.float8_e4m3fn
 HEADS, DIM, VALUE_DIM, PAGE = 2, 8, 6, 3
@@ -136,6 +137,42 @@ def test_rows_of_zeros_have_a_scale():
     zeros = torch.zeros(1, HEADS, DIM)
     cache.append(zeros, zeros[..., :VALUE_DIM], torch.tensor([0, 1, 1, 1]))
     assert (cache.k_scale[int(cache.table[0, 0]), 0] == 1).all()
+
+
+def test_numbers_too_small_for_a_scale_are_zeros():
+    cache = empty_cache(FP8, scales_of("positions"))
+    cache.lengths[0] = 1
+    small = torch.zeros(1, HEADS, DIM)
+    small[..., 0] = 1e-44
+    cache.append(small, small[..., :VALUE_DIM], torch.tensor([0, 1, 1, 1]))
+    page = int(cache.table[0, 0])
+    assert (cache.k_scale[page, 0] == 1).all()
+    assert (cache.k_pages[page, 0].float() == 0).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, FP8])
+def test_where_no_token_has_a_place_nothing_is_written(dtype, monkeypatch):
+    monkeypatch.setattr("attndsl.runtime.paged.looks_at_values", lambda device: False)
+    cache = empty_cache(dtype, scales_of("positions") if dtype is FP8 else (None, None))
+    cache.table.fill_(99)
+    cache.lengths.fill_(1)
+    before = [x.contiguous().view(torch.uint8).clone() for x in (cache.k_pages, cache.v_pages)]
+    k = torch.ones(3, HEADS, DIM)
+    cache.append(k, k[..., :VALUE_DIM], torch.tensor([0, 1, 2, 3]))
+    for pages, kept in zip((cache.k_pages, cache.v_pages), before, strict=True):
+        assert torch.equal(pages.contiguous().view(torch.uint8), kept)
+    with pytest.raises(errors.ArgumentError, match="append has no backend 'cpu'"):
+        cache.append(k, k[..., :VALUE_DIM], torch.tensor([0, 1, 2, 3]), backend="cpu")
+
+
+def test_a_kernel_that_cannot_run_is_an_error(monkeypatch):
+    cache = empty_cache(torch.float32)
+    cache.lengths.fill_(1)
+    k = torch.ones(3, HEADS, DIM)
+    monkeypatch.setattr(GeneratedBackend, "why_not", lambda self, device: "no GPU")
+    with pytest.raises(errors.BackendError, match="cannot run on cpu: no GPU") as caught:
+        cache.append(k, k[..., :VALUE_DIM], torch.tensor([0, 1, 2, 3]), backend="decode")
+    assert "backend='auto'" in caught.value.hint
 
 
 def test_nothing_else_is_written():

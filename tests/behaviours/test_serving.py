@@ -340,6 +340,20 @@ REFUSED = [
         "forward only",
     ),
     (
+        lambda a, s, c: a.serve(
+            s.q,
+            attndsl.PagedCache(
+                *(torch.zeros_like(x).to(torch.float8_e4m3fn) for x in (c.k_pages, c.v_pages)),
+                c.table,
+                c.lengths,
+                torch.ones(2, requires_grad=True),
+            ),
+            s.starts,
+        ),
+        errors.UnsupportedError,
+        "forward only",
+    ),
+    (
         lambda a, s, c: attndsl.compile("weights = dropout(softmax(score), 0.5)").serve(
             s.q, c, s.starts
         ),
@@ -431,6 +445,15 @@ def test_backends_and_checked_mode(backend):
     wanted = attndsl.compile("causal()").serve(step.q, step.cache, step.starts)
     same(
         attndsl.compile("causal()", backend=backend).serve(step.q, step.cache, step.starts), wanted
+    )
+    by_token = "tensor gain[tokens]: float\nmask = causal(); score = score * gain[token]"
+    checked = attndsl.compile(by_token, checked=True)
+    # Rows of room look up what no token has.
+    end = int(step.starts[-1])
+    gain = torch.ones(end)
+    same(
+        checked.serve(step.q[:end], step.cache, step.starts, most_queries=6, gain=gain),
+        wanted[:end],
     )
     checked = attndsl.compile("tensor t[3]: float\nscore = score + t[kv]", checked=True)
     with pytest.raises(errors.ArgumentError, match="t"):

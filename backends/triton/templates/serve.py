@@ -13,7 +13,7 @@ Follows ``softmax.py``, ``forward.py`` and ``decode.py`` in one module.
 @triton.jit
 def pages_of(numbers, keys):
     """Where the keys of these numbers lie. A wrong page number is some page of the pool."""
-    exists = numbers < keys.length
+    exists = (numbers < keys.length)
     page = tl.load(keys.table + (numbers // PAGE) * keys.stride_t, mask=exists, other=0)
     page = tl.minimum(tl.maximum(page.to(tl.int64), 0), keys.pages - 1)
     return PageOfKeys(page, numbers % PAGE, exists)
@@ -127,7 +127,9 @@ def attention_serve(
     count = tl.minimum(tl.minimum(end, tokens.to(tl.int64)) - first_token, q_len).to(tl.int32)
     if tile * BLOCK_M >= count:
         return
-    length = tl.minimum(tl.load(LENGTHS + b * step_l).to(tl.int64), kv_len).to(tl.int32)
+    # Where there are no pages, there are no keys.
+    room = tl.minimum(kv_len, pages.to(tl.int64) * kv_len)
+    length = tl.minimum(tl.load(LENGTHS + b * step_l).to(tl.int64), room).to(tl.int32)
     sizes = Sizes(batch, heads, kv_heads, count, kv_len)
     shift = shift_of(Origins(0, 0), Q_KIND, KV_KIND)
     hkv = first_head // (heads // kv_heads)

@@ -6,12 +6,14 @@ import os
 import subprocess
 import sys
 import textwrap
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import attndsl
-from attndsl.backends.triton.append import launch_append
+from attndsl import errors
+from attndsl.backends.triton.append import launch_append, why_not_fp8
 
 FP8 = torch.float8_e4m3fn
 SCALES = {
@@ -91,6 +93,41 @@ def test_wrong_places_are_left_alone(device):
     empty = (cache.table[:0], cache.lengths[:0], starts[:1])
     launch_append(rows, cache.k_pages, None, empty)
     launch_append(rows[:0], cache.k_pages, None, (cache.table, cache.lengths, starts))
+
+
+def test_kernels_of_pages_are_asked_for(device, monkeypatch):
+    """No GPU has run them: torch operations write unless a call names the backend."""
+    launched = []
+
+    def launch(rows, pages, scale, places):
+        launched.append(rows)
+        launch_append(rows, pages, scale, places)
+
+    monkeypatch.setattr("attndsl.backends.triton.append.launch_append", launch)
+    caches = [cache_of(torch.float32, (None, None), device) for _ in range(2)]
+    k, v = (torch.randn(10, 2, width, device=device) for width in (8, 6))
+    starts = torch.tensor([0, 3, 3, 10], device=device)
+    caches[0].append(k, v, starts)
+    assert not launched
+    caches[1].append(k, v, starts, backend="decode")
+    assert len(launched) == 2
+    for name in ("k_pages", "v_pages"):
+        found, wanted = (getattr(cache, name) for cache in caches)
+        assert torch.equal(found, wanted)
+        assert found.any()
+
+
+def test_gpus_without_fp8_are_told(monkeypatch):
+    pages = SimpleNamespace(device=torch.device("cuda"), element_size=lambda: 1)
+    monkeypatch.setattr(torch.version, "hip", None)
+    for capability, told in (((8, 0), True), ((8, 9), False), ((9, 0), False)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, x=capability: x)
+        assert (why_not_fp8(pages) is not None) == told
+    monkeypatch.setattr("attndsl.backends.triton.append.why_not_fp8", lambda pages: "no 8 bits")
+    cache = cache_of(FP8, (None, None), "cpu")
+    rows = torch.ones(10, 2, 8)
+    with pytest.raises(errors.BackendError, match="no 8 bits"):
+        launch_append(rows, cache.k_pages, None, (cache.table, cache.lengths, cache.lengths))
 
 
 SCRIPT = textwrap.dedent("""

@@ -222,6 +222,21 @@ def test_tokens_of_nobody_and_wrong_values(device, monkeypatch):
     attention.serve(q, cache, starts, most_queries=6)
 
 
+@pytest.mark.parametrize("text", ["causal()", "mask = causal(); weights = sigmoid(score)"])
+def test_a_pool_without_pages_and_steps_without_queries(device, monkeypatch, text):
+    """No page number is right where there are none, so no key is read."""
+    attention = attndsl.compile(text, backend="decode")
+    step = make_step((3, 2), (0, 0), SHAPE)
+    q, cache, starts = on(device, step)
+    assert (attention.serve(q, cache, starts, most_queries=0) == 0).all()
+    monkeypatch.setattr("attndsl.serving.looks_at_values", lambda device: False)
+    # Before the first of no pages lie numbers that a kernel may not read.
+    pools = [torch.full((1, 4, 2, 16), torch.nan, device=device)[1:] for _ in range(2)]
+    empty = attndsl.PagedCache(*pools, cache.table, cache.lengths)
+    starts = torch.tensor([0, 1, 2], device=device)
+    assert (attention.serve(q, empty, starts, most_queries=1) == 0).all()
+
+
 def test_what_kernels_do_not_run_is_gathered(device, ran):
     text = """
 tensor u[tokens, r]: float
