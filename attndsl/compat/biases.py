@@ -150,9 +150,7 @@ class BlockDiagonalMask(AttentionBias):
 
     def make_causal(self) -> BlockDiagonalCausalMask:
         """Query i of a sequence sees its keys 0 to i."""
-        return BlockDiagonalCausalMask(
-            self.q_starts, self.k_starts, self.k_lengths, self.batches
-        )
+        return BlockDiagonalCausalMask(self.q_starts, self.k_starts, self.k_lengths, self.batches)
 
     def make_causal_from_bottomright(self) -> BlockDiagonalCausalFromBottomRightMask:
         """The last query of a sequence sees all its keys, the one before all but one, and so on."""

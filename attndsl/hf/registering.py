@@ -109,7 +109,8 @@ class Adapter:
                 "the mask was made in a graph of torch.compile, and the attention is outside of it",
                 hint="compile the whole model, or each of its layers",
             )
-        return attend_in_graph((self.name, self.meaning), mask, call).transpose(1, 2).contiguous(), None
+        out = attend_in_graph((self.name, self.meaning), mask, call)
+        return out.transpose(1, 2).contiguous(), None
 
     def mask(
         self,
