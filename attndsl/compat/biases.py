@@ -6,7 +6,7 @@ They hold what their callers give; :mod:`.xformers` makes captures of it.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from typing import TYPE_CHECKING, Self
 
 import torch
@@ -139,10 +139,8 @@ class BlockDiagonalMask(AttentionBias):
             )
         count = len(self.q_starts) - 1
         batches = (1,) * count if self.batches is None else self.batches
-        ends = list(accumulate(batches, initial=0))
-        starts = [self.q_starts[end] for end in ends]
-        lengths = [end - start for start, end in pairwise(starts)]
-        parts = tensor[0].split(lengths)
+        starts = tuple(self.q_starts[end] for end in accumulate(batches))
+        parts = torch.tensor_split(tensor[0], starts[:-1])
         return [
             x.unflatten(0, (batch, x.shape[0] // max(batch, 1)))
             for x, batch in zip(parts, batches, strict=True)
