@@ -142,7 +142,7 @@ class BlockDiagonalMask(AttentionBias):
         starts = tuple(self.q_starts[end] for end in accumulate(batches))
         parts = torch.tensor_split(tensor[0], starts[:-1])
         return [
-            x.unflatten(0, (batch, x.shape[0] // max(batch, 1)))
+            x.reshape(batch, x.shape[0] // max(batch, 1), *x.shape[1:])
             for x, batch in zip(parts, batches, strict=True)
         ]
 
