@@ -5,7 +5,8 @@ They hold what their callers give; :mod:`.xformers` makes captures of it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import TYPE_CHECKING, Self
 
 import torch
@@ -93,6 +94,8 @@ class BlockDiagonalMask(AttentionBias):
     """The key at which each begins, and the end."""
     k_lengths: tuple[int, ...]
     """Numbers of keys, which may have room behind them."""
+    batches: tuple[int, ...] | None = None
+    """How many sequences each tensor had that :meth:`from_tensor_list` packed."""
 
     @classmethod
     def from_seqlens(cls, q_seqlen: Sequence[int], kv_seqlen: Sequence[int] | None = None) -> Self:
@@ -117,25 +120,46 @@ class BlockDiagonalMask(AttentionBias):
     def from_tensor_list(cls, tensors: Sequence[torch.Tensor]) -> tuple[Self, torch.Tensor]:
         """A mask and the tensors (batch, length, ...) behind one another, as one of batch 1."""
         lengths = [x.shape[1] for x in tensors for _ in range(x.shape[0])]
-        packed = torch.cat([x.reshape(1, -1, *x.shape[2:]) for x in tensors], 1)
-        return cls.from_seqlens(lengths), packed
+        packed = torch.cat([x.flatten(0, 1)[None] for x in tensors], 1)
+        made = cls.from_seqlens(lengths)
+        return replace(made, batches=tuple(x.shape[0] for x in tensors)), packed
 
     def split(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """The rows (1, total, ...) of queries, a tensor (1, length, ...) for each sequence."""
-        return list(torch.tensor_split(tensor, self.q_starts[1:-1], 1))
+        """The rows (1, total, ...) of queries as tensors (batch, length, ...).
+
+        They are those of :meth:`from_tensor_list`, or one of batch 1 for each sequence.
+
+        Raises:
+            ShapeError: The tensor has other rows.
+        """
+        if tensor.shape[:2] != (1, self.q_starts[-1]):
+            raise ShapeError(
+                f"the tensor has shape {tuple(tensor.shape)}, for {self.q_starts[-1]} rows",
+                hint=f"pass (1, {self.q_starts[-1]}, ...), as the call returns it",
+            )
+        count = len(self.q_starts) - 1
+        batches = (1,) * count if self.batches is None else self.batches
+        starts = tuple(self.q_starts[end] for end in accumulate(batches))
+        parts = torch.tensor_split(tensor[0], starts[:-1])
+        return [
+            x.reshape(batch, x.shape[0] // max(batch, 1), *x.shape[1:])
+            for x, batch in zip(parts, batches, strict=True)
+        ]
 
     def make_causal(self) -> BlockDiagonalCausalMask:
         """Query i of a sequence sees its keys 0 to i."""
-        return BlockDiagonalCausalMask(self.q_starts, self.k_starts, self.k_lengths)
+        return BlockDiagonalCausalMask(self.q_starts, self.k_starts, self.k_lengths, self.batches)
 
     def make_causal_from_bottomright(self) -> BlockDiagonalCausalFromBottomRightMask:
         """The last query of a sequence sees all its keys, the one before all but one, and so on."""
-        return BlockDiagonalCausalFromBottomRightMask(self.q_starts, self.k_starts, self.k_lengths)
+        return BlockDiagonalCausalFromBottomRightMask(
+            self.q_starts, self.k_starts, self.k_lengths, self.batches
+        )
 
     def make_local_attention(self, window_size: int) -> BlockDiagonalCausalLocalAttentionMask:
         """Causal, with at most ``window_size`` keys for each query."""
         return BlockDiagonalCausalLocalAttentionMask(
-            self.q_starts, self.k_starts, self.k_lengths, window_size
+            self.q_starts, self.k_starts, self.k_lengths, self.batches, window_size
         )
 
     def make_local_attention_from_bottomright(
@@ -143,7 +167,7 @@ class BlockDiagonalMask(AttentionBias):
     ) -> BlockDiagonalCausalLocalAttentionFromBottomRightMask:
         """The same, aligned to the last key of each sequence."""
         return BlockDiagonalCausalLocalAttentionFromBottomRightMask(
-            self.q_starts, self.k_starts, self.k_lengths, window_size
+            self.q_starts, self.k_starts, self.k_lengths, self.batches, window_size
         )
 
 

@@ -6,12 +6,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from attndsl.errors import ArgumentError, ShapeError, UnsupportedError
+from attndsl.errors import ArgumentError, DTypeError, ShapeError, UnsupportedError
 
 from .programs import (
     attend,
     check_layout,
     check_offsets,
+    check_within,
     packed_rows,
     present,
     probability_of,
@@ -49,7 +50,7 @@ def flash_attn_func(
         causal: Whether the last query sees all keys, the one before all but one, and so on.
         window_size: How many keys to the left and to the right of its position a query sees; -1
             for all. Causal queries see none to the right.
-        softcap: Limit of scores, 0 for none.
+        softcap: Limit of scores; none if it is not above 0.
         alibi_slopes: (heads,) or (batch, heads): ``slope * |distance|`` is taken from the score.
             Gets its gradient, unlike in flash-attn.
         deterministic: Whether gradients are the same bit for bit in each run.
@@ -69,7 +70,7 @@ def flash_attn_func(
     _check_probabilities(dropout_p, return_attn_probs)
     captures = {
         **_window(causal, window_size), **probability_of(dropout_p),
-        **present(cap=softcap or None, slopes=_slopes(alibi_slopes, q.shape[0], q.shape[2])),
+        **present(cap=_cap(softcap), slopes=_slopes(alibi_slopes, q.shape[0], q.shape[2])),
     }  # fmt: skip
     options = _options(softmax_scale, deterministic, return_attn_probs)
     options["q_offset"] = k.shape[1] - q.shape[1]
@@ -128,8 +129,8 @@ def flash_attn_varlen_func(
     check_layout(q, k, v, 3, _PACKED)
     _check_probabilities(dropout_p, return_attn_probs)
     _check_no_pages(block_table, "k")
-    check_offsets("cu_seqlens_q", cu_seqlens_q)
-    check_offsets("cu_seqlens_k", cu_seqlens_k)
+    check_offsets("cu_seqlens_q", cu_seqlens_q, q.shape[0])
+    check_offsets("cu_seqlens_k", cu_seqlens_k, k.shape[0])
     if cu_seqlens_q.shape != cu_seqlens_k.shape:
         raise ShapeError(
             f"cu_seqlens_q is of {cu_seqlens_q.shape[0] - 1} sequences, and cu_seqlens_k of "
@@ -144,7 +145,7 @@ def flash_attn_varlen_func(
     captures = {
         **_window(causal, window_size), **probability_of(dropout_p),
         **present(
-            cap=softcap or None, slopes=slopes, first=rows.first, end=rows.end, aligned=aligned,
+            cap=_cap(softcap), slopes=slopes, first=rows.first, end=rows.end, aligned=aligned,
             entry=None if slopes is None else rows.entry,
         ),
     }  # fmt: skip
@@ -211,6 +212,8 @@ def flash_attn_with_kvcache(
         raise UnsupportedError(
             "rotary_cos and rotary_sin are given", hint="rotate q and k before the call"
         )
+    if cache_batch_idx is not None:
+        _numbers("cache_batch_idx", cache_batch_idx, q, ((q.shape[0],),))
     if (k is None) is not (v is None):
         raise ArgumentError("one of k and v is given", hint="pass both, or neither")
     batch, room = q.shape[0], k_cache.shape[1]
@@ -220,7 +223,7 @@ def flash_attn_with_kvcache(
                 "k is given without cache_seqlens", hint="pass the number of keys in the cache"
             )
         cache_seqlens = room
-    lengths = torch.as_tensor(cache_seqlens, device=q.device).expand(batch)
+    lengths = _numbers("cache_seqlens", cache_seqlens, q, ((), (1,), (batch,))).expand(batch)
     if k is not None and v is not None:
         _append(k_cache, v_cache, (k, v), lengths, cache_batch_idx)
         lengths = lengths + k.shape[1]
@@ -229,12 +232,30 @@ def flash_attn_with_kvcache(
     slopes = _slopes(alibi_slopes, batch, q.shape[2])
     captures = {
         **_window(causal, window_size),
-        **present(cap=softcap or None, slopes=slopes, start=cache_leftpad),
+        **present(cap=_cap(softcap), slopes=slopes, start=cache_leftpad),
     }
     options = _options(softmax_scale, None, return_softmax_lse)
     options |= {"q_offset": lengths - q.shape[1], "kv_lengths": lengths}
     out, lse = attend(q, k_cache, v_cache, captures, options)
     return out if lse is None else (out, lse)
+
+
+def _numbers(
+    name: str, given: object, q: torch.Tensor, shapes: Sequence[tuple[int, ...]]
+) -> torch.Tensor:
+    """Ints of one of these shapes.
+
+    Raises:
+        ArgumentError: They are no such ints.
+    """
+    found = torch.as_tensor(given, device=q.device)
+    integral = not (found.is_floating_point() or found.is_complex() or found.dtype is torch.bool)
+    if not integral or found.shape not in shapes:
+        raise ArgumentError(
+            f"{name} has shape {tuple(found.shape)} and dtype {found.dtype}",
+            hint=f"pass ({q.shape[0]},) ints",
+        )
+    return found
 
 
 def _append(
@@ -248,6 +269,8 @@ def _append(
 
     Raises:
         ShapeError: They do not fit the cache.
+        DTypeError: The cache has another dtype.
+        ArgumentError: The cache has no room for them.
     """
     for name, cache, x in (("k", k_cache, new[0]), ("v", v_cache, new[1])):
         if x.dim() != 4 or x.shape[2:] != cache.shape[2:] or x.shape[0] != lengths.shape[0]:
@@ -255,6 +278,15 @@ def _append(
                 f"{name} has shape {tuple(x.shape)}, for a cache of {tuple(cache.shape)}",
                 hint="pass (batch, new keys, key heads, dim)",
             )
+        if x.dtype is not cache.dtype:
+            raise DTypeError(
+                f"{name} is of {x.dtype}, for a cache of {cache.dtype}",
+                hint=f"pass {name}.to({name}_cache.dtype)",
+            )
+        room = cache.shape[1] - x.shape[1]
+        told = f"the cache has room for {cache.shape[1]} keys, {x.shape[1]} of them new"
+        check_within("cache_seqlens", lengths, room, told)
+    for cache, x in ((k_cache, new[0]), (v_cache, new[1])):
         rows = torch.arange(x.shape[0], device=x.device) if entries is None else entries.long()
         places = lengths.long()[:, None] + torch.arange(x.shape[1], device=x.device)
         cache[rows[:, None], places] = x
@@ -271,6 +303,10 @@ def _window(causal: bool, window_size: Sequence[int]) -> dict[str, int]:
     if causal:
         return {**found, "right": 0}
     return {**found, "right": right} if right >= 0 else found
+
+
+def _cap(softcap: float) -> float | None:
+    return softcap if softcap > 0 else None
 
 
 def _slopes(slopes: torch.Tensor | None, entries: int, heads: int) -> torch.Tensor | None:

@@ -8,6 +8,7 @@ import torch
 
 from attndsl.api import compile as compile_program
 from attndsl.errors import ArgumentError, ShapeError
+from attndsl.runtime.values import check_range
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -83,11 +84,26 @@ def packed_rows(
     return Rows(first, end, aligned, entry)
 
 
-def check_offsets(name: str, offsets: object) -> None:
-    """Refuse what does not say where sequences begin.
+def check_within(name: str, values: torch.Tensor, greatest: int, told: str) -> None:
+    """Refuse ints outside of 0 to ``greatest``. Graphs of ``torch.compile`` do not look.
 
     Raises:
-        ArgumentError: It is no (n + 1,) tensor of ints.
+        ArgumentError: Some lie outside, and are not on a GPU, where that is an assertion.
+    """
+    if not torch.compiler.is_compiling():
+        check_range(name, values, 0, greatest, told)
+
+
+def check_offsets(name: str, offsets: object, rows: int) -> None:
+    """Refuse what does not say where sequences begin.
+
+    Args:
+        name: Of the argument.
+        offsets: Its value.
+        rows: Number of packed rows.
+
+    Raises:
+        ArgumentError: It is no (n + 1,) tensor of ints, or there are fewer rows.
     """
     good = (
         isinstance(offsets, torch.Tensor) and offsets.dim() == 1 and offsets.shape[0] > 1
@@ -98,6 +114,8 @@ def check_offsets(name: str, offsets: object) -> None:
             f"{name} does not say where sequences begin",
             hint=f"pass {name}=torch.tensor([0, 5, 12]) for sequences of 5 and 7, on the device",
         )
+    assert isinstance(offsets, torch.Tensor)
+    check_within(name, offsets, rows, f"there are {rows} rows")
 
 
 def check_layout(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dims: int, layout: str) -> None:

@@ -79,6 +79,8 @@ def _heads(x: torch.Tensor) -> torch.Tensor:
 
 def _key_heads(x: torch.Tensor) -> torch.Tensor:
     """The same of keys and values. Of heads that are one expanded head, one."""
+    if x.requires_grad and (x.is_leaf or x.retains_grad):
+        return _heads(x)  # Each head has a gradient of its own.
     if x.dim() == 5 and x.stride(3) == 0:
         return x[:, :, :, 0]
     if x.dim() == 4 and x.stride(2) == 0:

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 _MISSING: Any = object()
 _FLAT = ("cu_seq_lens_q", "cu_seq_lens_k", "cu_seqlens")
 """How callers of FlashAttention say where packed sequences begin."""
+_CHOSEN = ("indices", "block_indices")
+"""How models say which keys their indexer chose, to all but transformers' own attentions."""
 
 
 class Call(NamedTuple):
@@ -104,20 +106,25 @@ def check_options(
             f"packed sequences are given by {flat}",
             hint="pass position_ids that begin at 0 in each sequence, and no attention_mask",
         )
+    if any(options.get(name) is not None for name in _CHOSEN):
+        raise UnsupportedError(
+            "the model's indexer chose keys for each query, and no mask says which",
+            hint="use attn_implementation='sdpa' for this model",
+        )
     if query.dim() != 4:
         raise UnsupportedError(
             f"the model's queries have {query.dim()} dims",
             hint="use attn_implementation='sdpa' for this model",
         )
     config = getattr(module, "config", None)
-    if own is None or not own.reads_positions or config is None:
+    if own is None or not (own.reads_positions or own.reads_lengths) or config is None:
         return
     if getattr(config, "is_encoder_decoder", False) or getattr(
         config, "add_cross_attention", False
     ):
         raise UnsupportedError(
-            "the program compares positions, and the model has cross-attention, where queries and "
-            "keys are positions of two sequences",
+            "the program compares positions or reads lengths, and the model has cross-attention, "
+            "where queries and keys are positions of two sequences",
             hint='use attn_implementation="attndsl" for this model',
         )
 
@@ -137,7 +144,8 @@ def is_causal(
     rows, keys = query.shape[2], key.shape[2]
     causal = getattr(module, "is_causal", True) if asked is None else asked
     causal = bool(causal) and rows > 1
-    if rows != keys and (causal or (own is not None and own.reads_positions)):
+    reads = own is not None and (own.reads_positions or own.reads_lengths)
+    if rows != keys and (causal or reads):
         raise UnsupportedError(
             f"the model gives {rows} queries, {keys} keys and no mask: their positions are unknown",
             hint="let the model make its mask: pass no attention_mask, or (batch, length)",
@@ -167,10 +175,10 @@ def captures_of_pairs(
             f"attention_mask has shape {tuple(mask.shape)}, for {rows} queries and {keys} keys",
             hint="pass (batch, heads or 1, queries, keys), with all keys of the cache",
         )
-    if own is not None and own.reads_positions and rows != keys:
+    if own is not None and (own.reads_positions or own.reads_lengths) and rows != keys:
         raise UnsupportedError(
             f"attention_mask gives all pairs of {rows} queries and {keys} keys, and the program "
-            "compares positions, which it does not tell",
+            "compares positions or reads lengths, which it does not tell",
             hint="pass an attention_mask of shape (batch, length)",
         )
     name = "live" if mask.dtype is torch.bool else "added"

@@ -33,13 +33,13 @@ def _attend(
     value: torch.Tensor,
     others: tuple[torch.Tensor, ...],
     *,
-    implementation: str,
+    implementation: tuple[str, str],
     scale: float | None,
     given: Given,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The output; transformers wants no other results."""
     known: Any = AttentionInterface()  # type: ignore[no-untyped-call]
-    adapter = known[implementation].__self__
+    adapter = known[implementation[0]].__self__
     tensors, numbers, located = given
     captures = {**dict(numbers), **dict(zip(tensors, others, strict=True))}
     location = {name: captures.pop(name) for name in located}
@@ -53,11 +53,11 @@ def _attend(
 OPERATOR = MaskInGraph(_NAME, _attend)
 
 
-def attend_in_graph(implementation: str, mask: Mask, call: Call) -> torch.Tensor:
+def attend_in_graph(implementation: tuple[str, str], mask: Mask, call: Call) -> torch.Tensor:
     """(batch, heads, length, dim).
 
     Args:
-        implementation: The name under which transformers knows the adapter.
+        implementation: The name under which transformers knows the adapter, and its meaning.
         mask: With a function.
         call: With all captures but those of the mask's function.
     """

@@ -49,6 +49,31 @@ class Mask:
         """Number of dims, as of a mask of all pairs."""
         return len(self.shape)
 
+    def __getitem__(self, index: tuple[slice, slice, slice, slice]) -> Mask:
+        """The mask of some of the rows, ``mask[:, :, -1:, :]``, as Gemma 4 takes it.
+
+        Raises:
+            UnsupportedError: Anything but rows that lie one behind the other.
+        """
+        parts = index if isinstance(index, tuple) else ()
+        plain = len(parts) == len(self.shape) and all(isinstance(x, slice) for x in parts)
+        if not plain or any(x != slice(None) for x in (*parts[:2], parts[3])):
+            raise UnsupportedError(
+                "the model takes a part of its mask, as if it were an array of all pairs",
+                hint="use attn_implementation='sdpa' for this model",
+            )
+        batch, heads, count, keys = self.shape
+        rows = range(count)[parts[2]]
+        if rows.step != 1 or not rows:
+            raise UnsupportedError(
+                f"the model takes rows {parts[2]} of its mask",
+                hint="use attn_implementation='sdpa' for this model",
+            )
+        return Mask(
+            (batch, heads, len(rows), keys), self.attention, self.function, self.captures,
+            self.q_offset + rows.start, self.kv_offset, self.lengths,
+        )  # fmt: skip
+
 
 @dataclass(frozen=True)
 class Asked:

@@ -8,14 +8,12 @@ compiled once.
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from attndsl.api import compile as compile_program
+from attndsl.attention import Attention
 from attndsl.ir import Op, toposort
 from attndsl.joining import join
-
-if TYPE_CHECKING:
-    from attndsl.attention import Attention
 
 PREFIX = "hf_"
 MASK_PREFIX = "hf_mask_"
@@ -94,9 +92,12 @@ def composed(own: Own | None, mask: str) -> Attention:
         parts.append(mask)
         prefixes.append(MASK_PREFIX)
     if own is None:
-        return join(*parts, prefixes=prefixes, backend="auto")
-    made = own.program.made_of
-    return join(
-        *parts, own.program, prefixes=[*prefixes, ""], backend=made.backend, checked=made.checked,
-        exact=own.program.lowered.program.exact,
-    )  # fmt: skip
+        joined = join(*parts, prefixes=prefixes, backend="auto")
+    else:
+        made = own.program.made_of
+        joined = join(
+            *parts, own.program, prefixes=[*prefixes, ""], backend=made.backend,
+            checked=made.checked, exact=own.program.lowered.program.exact,
+        )  # fmt: skip
+    # Models say where their rows lie. A prompt has fewer rows than a static cache has keys.
+    return Attention(*joined.made_of._replace(warns=False))

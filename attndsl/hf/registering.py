@@ -46,6 +46,8 @@ class Adapter:
     unmasked: Attention
     """The program of attentions without a mask. Graphs compile no programs, so that it is here."""
     causal: Attention
+    meaning: str
+    """Tells programs apart that had the same name, one after the other. Graphs depend on it."""
 
     def attend(
         self,
@@ -107,7 +109,8 @@ class Adapter:
                 "the mask was made in a graph of torch.compile, and the attention is outside of it",
                 hint="compile the whole model, or each of its layers",
             )
-        return attend_in_graph(self.name, mask, call).transpose(1, 2).contiguous(), None
+        out = attend_in_graph((self.name, self.meaning), mask, call)
+        return out.transpose(1, 2).contiguous(), None
 
     def mask(
         self,
@@ -214,7 +217,8 @@ def _given_programs(programs: object, key: str | None) -> Mapping[str, Any]:
 
 def _tell(name: str, own: Own | None) -> None:
     """Add an implementation to those of transformers."""
-    adapter = Adapter(name, own, composed(own, NO_MASK), composed(own, CAUSAL))
+    meaning = "" if own is None else repr(own.program.made_of[:4])
+    adapter = Adapter(name, own, composed(own, NO_MASK), composed(own, CAUSAL), meaning)
     AttentionInterface.register(adapter.name, adapter.attend)
     AttentionMaskInterface.register(adapter.name, adapter.mask)
 

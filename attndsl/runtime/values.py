@@ -154,15 +154,15 @@ def _check_part(call: Call, part: Part) -> None:
         offset, index = getattr(call, f"{name}_offset"), getattr(call, f"{name}_index")
         whole = call.sizes[f"{name}_len"]
         if index is not None:
-            _check_range(f"{name}_index", index, 0, whole - 1, f"{name}_len is {whole}")
+            check_range(f"{name}_index", index, 0, whole - 1, f"{name}_len is {whole}")
         elif isinstance(offset, torch.Tensor):
             told = f"{name}_len is {whole}, and the call has {rows} rows of it"
-            _check_range(f"{name}_offset", offset, 0, whole - rows, told)
+            check_range(f"{name}_offset", offset, 0, whole - rows, told)
         elif isinstance(offset, int) and isinstance(whole, int) and isinstance(rows, int):
             check_rows_within(name, offset, rows, whole)
     if part.kv_lengths is not None:
         room = call.k.shape[2]
-        _check_range("kv_lengths", part.kv_lengths, 0, room, f"k has room for {room} keys")
+        check_range("kv_lengths", part.kv_lengths, 0, room, f"k has room for {room} keys")
 
 
 def check_rows_within(name: str, offset: int, rows: int, whole: int) -> None:
@@ -187,8 +187,19 @@ def check_rows_within(name: str, offset: int, rows: int, whole: int) -> None:
         )
 
 
-def _check_range(name: str, values: torch.Tensor, low: int, high: int, told: str) -> None:
-    """Refuse elements outside of ``low ... high``; see :func:`_check_positions` for GPUs."""
+def check_range(name: str, values: torch.Tensor, low: int, high: int, told: str) -> None:
+    """Refuse elements outside of ``low ... high``; see :func:`_check_positions` for GPUs.
+
+    Args:
+        name: What the caller calls them.
+        values: Ints.
+        low: The least that may be.
+        high: The greatest.
+        told: Why that is the greatest.
+
+    Raises:
+        ArgumentError: Some lie outside, and are not on a GPU.
+    """
     if values.numel() == 0 or values.is_meta or _is_wrapped(values):
         return
     if values.device.type == "cuda":

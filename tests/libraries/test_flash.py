@@ -179,6 +179,25 @@ def test_new_keys_of_entries_elsewhere():
     assert torch.count_nonzero(cache).item() == new.numel()
 
 
+def test_caches_of_one_number_for_all():
+    q, cache = torch.randn(2, 1, 2, 8), torch.randn(2, 6, 2, 8)
+    found = compat.flash_attn_with_kvcache(q, cache, cache, cache_seqlens=torch.tensor([3]))
+    wanted = compat.flash_attn_with_kvcache(q, cache, cache, cache_seqlens=3)
+    assert torch.equal(found, wanted)
+    before = cache.clone()
+    with pytest.raises(errors.ArgumentError, match="room for 6 keys"):
+        compat.flash_attn_with_kvcache(q, cache, cache, q, q, cache_seqlens=torch.tensor([0, 6]))
+    with pytest.raises(errors.ArgumentError, match="from -1"):
+        compat.flash_attn_with_kvcache(q, cache, cache, q, q, cache_seqlens=-1)
+    assert torch.equal(cache, before)
+
+
+def test_a_soft_cap_that_is_not_above_0_is_none():
+    assert torch.equal(
+        compat.flash_attn_func(X, X, X, softcap=-1.0), compat.flash_attn_func(X, X, X)
+    )
+
+
 def test_no_copies_of_packed_projections():
     projected = torch.randn(2, 7, 3, 4, 8)
     q, k, v = projected.unbind(2)
@@ -250,6 +269,28 @@ CU = torch.tensor([0, 4])
         (
             lambda: compat.flash_attn_with_kvcache(X, X, X, rotary_cos=X, rotary_sin=X),
             errors.UnsupportedError, "rotary",
+        ),
+        (
+            lambda: compat.flash_attn_varlen_func(X[0], X[0], X[0], CU, CU + 1, 4, 4),
+            errors.ArgumentError, "there are 4 rows",
+        ),
+        (
+            lambda: compat.flash_attn_with_kvcache(X, X, X, cache_seqlens=torch.tensor([1, 2])),
+            errors.ArgumentError, "cache_seqlens has shape",
+        ),
+        (
+            lambda: compat.flash_attn_with_kvcache(X, X, X, cache_batch_idx=torch.arange(2)),
+            errors.ArgumentError, "cache_batch_idx has shape",
+        ),
+        (
+            lambda: compat.flash_attn_with_kvcache(X, X, X, cache_seqlens=torch.tensor([1.0])),
+            errors.ArgumentError, "float32",
+        ),
+        (
+            lambda: compat.flash_attn_with_kvcache(
+                X, X, X, X.double(), X.double(), cache_seqlens=0
+            ),
+            errors.DTypeError, "float64",
         ),
         (lambda: compat.flash_attn_with_kvcache(X, X, X, k=X), errors.ArgumentError, "one of"),
         (lambda: compat.flash_attn_with_kvcache(X, X, X, X, X), errors.ArgumentError, "seqlens"),

@@ -146,8 +146,28 @@ def test_tensors_are_packed_and_split():
     bias, packed = compat.BlockDiagonalMask.from_tensor_list(tensors)
     out = compat.memory_efficient_attention(packed, packed, packed, bias)
     parts = bias.split(out)
-    assert [part.shape[1] for part in parts] == [3, 4, 4]
-    close(parts[2], compat.memory_efficient_attention(*[tensors[1][1:]] * 3))
+    assert [part.shape for part in parts] == [x.shape for x in tensors]
+    for part, x in zip(parts, tensors, strict=True):
+        close(part, compat.memory_efficient_attention(x, x, x))
+    # As in xFormers, other masks made of it know the tensors too.
+    local = bias.make_local_attention(2)
+    assert [x.shape for x in local.split(packed)] == [x.shape for x in tensors]
+    single = compat.BlockDiagonalMask.from_seqlens([3, 0, 4]).make_causal()
+    assert [x.shape[:2] for x in single.split(packed[:, :7])] == [(1, 3), (1, 0), (1, 4)]
+    with pytest.raises(errors.ShapeError, match="for 7 rows"):
+        single.split(packed)
+
+
+def test_expanded_leaves_get_a_gradient_for_each_head():
+    q, k, v = operands(5, 7)
+    shared = k.detach()[:, :, :1].expand(-1, -1, 4, -1).requires_grad_()
+    found = compat.memory_efficient_attention(q, shared, v)
+    held(found, plain(q, shared, v, torch.tensor(True)), (q, shared, v))
+    groups = q.reshape(2, 5, 2, 2, 8)
+    keys = k.detach()[:, :, :2, None].expand(-1, -1, 2, 2, -1).requires_grad_()
+    found = compat.memory_efficient_attention(groups, keys, keys).flatten(2, 3)
+    wide = keys.flatten(2, 3)
+    held(found, plain(q, wide, wide, torch.tensor(True)), (q, keys))
 
 
 def test_layouts():
