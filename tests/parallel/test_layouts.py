@@ -52,6 +52,16 @@ def test_each_row_is_held_once(length, ranks):
             assert all(a % 128 == 0 for rank in range(ranks) for a, _ in layout.runs(rank))
 
 
+@pytest.mark.parametrize("ranks", [4, 5, 8])
+def test_no_rank_is_without_rows(ranks):
+    for length in range(ranks, 4 * ranks):
+        for name in ("contiguous", "head_tail"):
+            layout = fixed_layout(name, length, ranks, chunk_size(length, ranks))
+            counts = [layout.rows(rank) for rank in range(ranks)]
+            assert min(counts) > 0, (name, length, counts)
+            assert sum(counts) == length
+
+
 def test_auto_chooses_what_each_mask_needs():
     length, ranks = 1 << 16, 8
     for text, name in (
