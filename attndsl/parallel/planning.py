@@ -66,12 +66,12 @@ class Asked(NamedTuple):
 
 
 def mask_names(program: Program) -> tuple[str, ...]:
-    """The captures that decide which pairs take part."""
+    """The captures that decide which pairs take part, in an order that all processes have."""
     found = program.lowered.program
     roots = [x for x in (found.mask, program.lowered.sparsity.mask) if x is not None]
     names: dict[str, None] = {}
     for root in roots:
-        names |= dict.fromkeys(leaf_names(root))
+        names |= dict.fromkeys(sorted(leaf_names(root)))
     known = {x.name for x in found.params} | {x.name for x in found.tensors}
     return tuple(name for name in names if name in known)
 

@@ -18,7 +18,7 @@ from attndsl.parallel.layouts import (
     load_of,
     step_cost,
 )
-from attndsl.parallel.planning import demand_of
+from attndsl.parallel.planning import demand_of, mask_names
 from attndsl.parallel.report import report
 from attndsl.parallel.routes import figures_of, groups_for, table_of
 
@@ -60,6 +60,13 @@ def test_no_rank_is_without_rows(ranks):
             counts = [layout.rows(rank) for rank in range(ranks)]
             assert min(counts) > 0, (name, length, counts)
             assert sum(counts) == length
+
+
+def test_all_processes_name_the_captures_of_a_mask_in_one_order():
+    names = [f"{x}{n}" for n in range(3) for x in "zax"]
+    text = "".join(f"param {name}: int\n" for name in names)
+    text += "mask = causal() and q - kv < " + " + ".join(names)
+    assert mask_names(attndsl.compile(text)) == tuple(sorted(names))
 
 
 def test_auto_chooses_what_each_mask_needs():
