@@ -9,6 +9,7 @@ import contextlib
 import re
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -370,6 +371,39 @@ def documents_by_batch(group: ProcessGroup) -> None:
         assert torch.equal(found, cp.shard(attention(*whole, doc=doc), 2))
 
 
+def changed_masks(group: ProcessGroup) -> None:
+    """No call has another mask's plan, be changes uncounted or numbers those of NumPy."""
+    whole, rank = _whole(), dist.get_rank(group)
+
+    def same(**captures: Any) -> None:
+        found = call(*_rows(cp, *whole), **captures)
+        assert torch.equal(found, cp.shard(attention(*whole, **captures), 2))
+
+    attention = attndsl.compile("param n: int\nmask = causal() and q - kv < n")
+    cp = ContextParallel(group, "contiguous")
+    cp.plan(L, attention, n=np.int64(9))
+    call = cp(attention)
+    for size in (np.int64(20), np.int64(300), 20, np.float64(400)):
+        same(n=size)
+    text = "tensor doc[kv_len]: int\nmask = causal() and doc[q] == doc[kv]"
+    attention = attndsl.compile(text)
+    for layout in ("contiguous", "balanced"):
+        cp = ContextParallel(group, layout)
+        call, doc = cp(attention), torch.zeros(L, dtype=torch.int64)
+        for size in (20, 300, 50):
+            if rank == 0:
+                doc.numpy()[:] = np.arange(L) // size
+            dist.broadcast(doc, 0, group=group)  # Torch counts no change of the others' buffer.
+            cp.plan(L, attention, doc=doc)
+            same(doc=doc)
+        with torch.inference_mode():
+            doc = torch.arange(L) // 20
+            cp.plan(L, attention, doc=doc)
+            same(doc=doc)
+            doc //= 10
+            same(doc=doc)
+
+
 def few_rows(group: ProcessGroup) -> None:
     """Lengths that leave ranks without tiles of their own, and ranks that see nothing."""
     for text in ("causal()", "kv > q + 1000", "kv < 3"):
@@ -426,6 +460,7 @@ def bytes_sent(group: ProcessGroup) -> list[int]:
 CASES = (
     checkpointing, second_derivatives, second_derivatives_of_sums, heads_of_dtensors, compiled,
     compiled_looks_nothing_up, fsdp, positions_and_unshard, autocast, declared_captures,
-    mixed_exchange, faults, refusals, documents_by_batch, few_rows,
+    mixed_exchange, faults, refusals, documents_by_batch, changed_masks,
+    few_rows,
 )  # fmt: skip
 JOBS: dict[str, Any] = {job.__name__: job for job in (*CASES, words, bytes_sent)}
