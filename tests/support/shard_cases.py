@@ -348,6 +348,10 @@ def refusals(group: ProcessGroup) -> None:
     _told(lambda: cp(attndsl.compile("weights = sigmoid(score)"))(*shards, return_lse=True),
           "drop return_lse")  # fmt: skip
     _told(lambda: cp(attention)(*shards, captures={"nonsense": 1}), "nonsense")
+    rows = attndsl.compile("tensor last[q_len]: int\nmask = kv <= last[q]")
+    last = torch.arange(L)
+    _told(lambda: cp(rows)(*shards, last=cp.shard(last, 0)), "the mask reads it")
+    cp(rows)(*shards, last=last)
     three = [x[:, :1] for x in shards]
     heads = ContextParallel(group, "contiguous", exchange="heads")
     heads.plan(L)
@@ -402,6 +406,24 @@ def changed_masks(group: ProcessGroup) -> None:
             same(doc=doc)
             doc //= 10
             same(doc=doc)
+
+
+def one_row(group: ProcessGroup) -> None:
+    """A tensor that says the same of all rows is no rank's share, though the rank has one row."""
+    attention = attndsl.compile(
+        "tensor x[heads, q_len, kv_len]: float\nmask = causal(); score = score + x[h, q, kv]"
+    )
+    length = dist.get_world_size(group) + 1
+    whole = [x[:, :, :length] for x in _whole()]
+    bias = torch.linspace(-1, 1, H * length, dtype=torch.float64).view(H, 1, length)
+    cp = ContextParallel(group, "contiguous", reduce=True)
+    cp.plan(length)
+    grads = []
+    for call, operands in ((attention, whole), (cp(attention), _rows(cp, *whole))):
+        x = bias.clone().requires_grad_()
+        call(*operands, x=x).square().sum().backward()
+        grads.append(x.grad)
+    torch.testing.assert_close(*grads)
 
 
 def few_rows(group: ProcessGroup) -> None:
@@ -461,6 +483,6 @@ CASES = (
     checkpointing, second_derivatives, second_derivatives_of_sums, heads_of_dtensors, compiled,
     compiled_looks_nothing_up, fsdp, positions_and_unshard, autocast, declared_captures,
     mixed_exchange, faults, refusals, documents_by_batch, changed_masks,
-    few_rows,
+    one_row, few_rows,
 )  # fmt: skip
 JOBS: dict[str, Any] = {job.__name__: job for job in (*CASES, words, bytes_sent)}
