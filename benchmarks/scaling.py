@@ -7,8 +7,8 @@ python benchmarks/scaling.py --run 2,4,8          # measure on GPUs of this host
 
 The simulation takes the time of a live tile from the committed results of one H200, and speeds of
 links as stated below. It has no overlap: all bytes are waited for. ``--run`` starts each part as
-processes of its own, ends them after a while, and writes each row when it comes. Weak scaling: the
-work of a GPU's own tokens is what it is compared with.
+processes of its own, ends them after a while, and writes each row when it comes. ``alone`` is a
+call of a GPU's own number of tokens: less work for a causal mask, so compare operations a second.
 """
 
 from __future__ import annotations

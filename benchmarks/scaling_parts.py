@@ -16,6 +16,7 @@ import attndsl
 from attndsl.parallel import ContextParallel, Shape
 
 HEAD_DIM = 128
+TILE = 128
 REPEATS = 10
 Ids = Callable[[int, int], Any]
 
@@ -58,19 +59,37 @@ def measure(part: dict[str, Any], text: str, median: int | None, ids: Ids) -> No
     ]
     call = cp(attention)
     found = {"plan_ms": planned * 1e3, **_times("attndsl", lambda: call(*operands, **captures))}
-    own = {n: x[: part["tokens"]] if n == "doc" else x for n, x in captures.items()}
+    own = {n: x[:rows] if n == "doc" else x for n, x in captures.items()}
     found |= _times("alone", lambda: attention(*operands, **own))
     if part["program"] == "causal":
         found |= _torchs(mesh["cp"], operands)
-    reach = attention.reach(length, length, captures={n: x.detach().cpu() for n, x in
-                            captures.items() if n == "doc"})  # fmt: skip
-    flops = 4 * HEAD_DIM * 128 * 128 * heads * int(reach.work.sum()) / reach.maps
-    found["tflops_per_gpu_forward"] = flops / ranks / found["attndsl_forward_ms"] / 1e9
+    for name, size, given, among in (
+        ("attndsl", length, captures, ranks), ("alone", rows, own, 1)
+    ):  # fmt: skip
+        flops = forward_flops(attention, size, (heads, width), given.get("doc"))
+        found[f"{name}_tflops_per_gpu_forward"] = flops / among / found[f"{name}_forward_ms"] / 1e9
     found["explain"] = cp.explain()
     if rank == 0:
         print(json.dumps(found), flush=True)
     dist.barrier()
     dist.destroy_process_group()
+
+
+def forward_flops(
+    attention: Any, length: int, sizes: tuple[int, int], doc: torch.Tensor | None
+) -> float:
+    """Operations of the two products of a forward of one batch entry, in live tiles.
+
+    Args:
+        attention: The program.
+        length: Rows and keys.
+        sizes: Query heads, and the head dim of queries and of values.
+        doc: What the mask looks up, if anything.
+    """
+    heads, width = sizes
+    captures = {} if doc is None else {"doc": doc.cpu()}
+    reach = attention.reach(length, length, TILE, TILE, captures=captures)
+    return 4 * width * TILE * TILE * heads * int(reach.work.sum()) / reach.maps
 
 
 def _torchs(mesh: Any, operands: list[torch.Tensor]) -> dict[str, Any]:

@@ -59,6 +59,21 @@ def test_a_part_that_takes_too_long_is_ended(scaling):
     assert scaling.measured(part, 0.2) == {"why": "took more than 0.2 s"}
 
 
+def test_operations_are_those_of_live_tiles(scaling):
+    import torch
+
+    import attndsl
+
+    flops = sys.modules["scaling_parts"].forward_flops
+    full, causal = attndsl.compile("score"), attndsl.compile("causal()")
+    assert flops(full, 512, (4, 16), None) == 2 * (2 * 512 * 512 * 16) * 4
+    assert flops(full, 512, (4, 128), None) == 8 * flops(full, 512, (4, 16), None)
+    assert flops(causal, 512, (4, 16), None) == flops(full, 512, (4, 16), None) * 10 / 16
+    apart = torch.arange(512) // 128
+    documents = attndsl.compile(scaling.DOCUMENTS)
+    assert flops(documents, 512, (4, 16), apart) == flops(full, 512, (4, 16), None) / 4
+
+
 @pytest.mark.slow
 def test_parts_run_on_cpus(scaling, tmp_path, monkeypatch):
     output = tmp_path / "scaling.json"
@@ -71,5 +86,6 @@ def test_parts_run_on_cpus(scaling, tmp_path, monkeypatch):
     for row in rows[:3]:
         assert row["attndsl_forward_ms"] > 0, row
         assert row["alone_step_ms"] > 0
+        assert row["alone_tflops_per_gpu_forward"] > 0
     assert "torch_forward_ms" in rows[0] or "torch_why" in rows[0]
     assert "unknown" in rows[3]["why"]

@@ -16,7 +16,7 @@ from attndsl.runtime.distributed import is_dtensor
 from attndsl.runtime.location import WHOLE
 
 from .costs import Shape
-from .planning import Asked
+from .planning import Asked, mask_names
 from .sharded import Job, attend, everywhere
 
 if TYPE_CHECKING:
@@ -59,7 +59,8 @@ class Sharded:
             k: (B, Hkv, rows, D).
             v: (B, Hkv, rows, Dv).
             captures: As of :meth:`attndsl.Attention.__call__`. Tensors are those of the whole
-                sequence; one declared along ``q_len`` may have this rank's rows alone.
+                sequence; one declared along ``q_len`` that the mask does not read may have this
+                rank's rows alone.
             **named: Captures, and ``scale``, ``return_lse``, ``deterministic``, ``seed``,
                 ``out_dtype``, ``heads``, ``kv_heads``, ``batch``, ``h_offset``, ``b_offset``.
 
@@ -110,6 +111,8 @@ def _call(
     q, k, v = (autocast(x) for x in operands)
     batch = cp.now()
     shares = _shares(attention, captures, batch.rows, batch.length)
+    if shares and not torch.compiler.is_compiling():
+        _check_shares(attention, shares)
     asked = _asked(cp, q, k, v, options, bool(shares))
     program = attention.lowered.program
     has_lse = program.weights is None
@@ -201,9 +204,25 @@ def _shares(
     found = {}
     for decl in attention.lowered.program.tensors:
         value = captures.get(decl.name)
-        if not isinstance(value, torch.Tensor) or rows == length:
+        # A size of 1 is that of a tensor that says the same of all rows.
+        if not isinstance(value, torch.Tensor) or rows in (1, length):
             continue
         for dim, size in enumerate(decl.dims[: value.dim()]):
             if size.op is Op.SIZE and size.value == "q_len" and value.shape[dim] == rows:
                 found[decl.name] = dim
     return found
+
+
+def _check_shares(attention: Program, shares: Mapping[str, int]) -> None:
+    """Raise if the mask reads one of ``shares``: all ranks plan from the whole mask.
+
+    Raises:
+        ShapeError: It does.
+    """
+    for name in mask_names(attention):
+        if name in shares:
+            raise ShapeError(
+                f"{name} has this rank's rows alone along dim {shares[name]}, and the mask reads "
+                "it",
+                hint=f"pass the whole {name}: all ranks plan from the same mask",
+            )

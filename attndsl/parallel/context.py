@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from attndsl.errors import ArgumentError, AttnDSLError, ShapeError, UnsupportedError
 from attndsl.runtime.arguments import joined
+from attndsl.runtime.values import plain_number
 
 from .agreement import FAILED, agree, digest
 from .calls import Sharded
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from .layouts import Layout
-    from .planning import Plan, Seen
+    from .planning import Plan
     from .sharded import Program
 
 _MAX_PLANS = 1024
@@ -44,7 +45,6 @@ class Batch:
     layout: Layout
     made_for: object
     """The programs and sizes of the layout; None where nothing was asked."""
-    seen: tuple[Seen, ...]
     seed: int | None
     rows: int
     """Of this rank."""
@@ -162,6 +162,8 @@ class ContextParallel:
         assert made is not None
         if self._batch is None or made.token != self._batch.token:
             self._plans.clear()
+        # Tensors may have changed behind torch's back: each batch reads them anew.
+        self._plans = {key: x for key, x in self._plans.items() if not x.seen.tensors}
         self._batch = made
 
     def _planned(
@@ -183,15 +185,14 @@ class ContextParallel:
         for model in models:
             defaults = model.made_of.defaults
             own, found = model.variant({**defaults, **_fitting(model, given)})
-            entry = counted.setdefault(repr((own.made_of.spec, _numbers(found))), [own, found, 0])
+            entry = counted.setdefault(
+                repr((own.made_of.spec, _numbers(own, found))), [own, found, 0]
+            )
             entry[2] += 1
-        seen = tuple(seen_by(own, found) for own, found, _ in counted.values())
         made_for = length, shape, tuple((name, x[2]) for name, x in counted.items())
         old = self._batch
-        if old is not None and old.made_for == made_for and all(
-            before.is_same(now.tensors) and before.tensors.keys() == now.tensors.keys()
-            for before, now in zip(old.seen, seen, strict=True)
-        ):  # fmt: skip
+        looked_up = any(seen_by(own, found).tensors for own, found, _ in counted.values())
+        if old is not None and old.made_for == made_for and not looked_up:
             return replace(old, seed=seed)
         chunk = chunk_size(length, self._ranks)
         demands = [] if self._layout in ("contiguous", "head_tail") else [
@@ -200,7 +201,7 @@ class ContextParallel:
         ]  # fmt: skip
         layout = choose_layout(self._layout, length, self._ranks, demands)
         token = f"{layout.name} {length} {digest(layout.owner.tolist())}"
-        return Batch(layout, made_for, seen, seed, layout.rows(self._rank), length, token)
+        return Batch(layout, made_for, seed, layout.rows(self._rank), length, token)
 
     @overload
     def shard(
@@ -336,7 +337,13 @@ class ContextParallel:
     ) -> Plan:
         """The plan of a call: one of before, or a new one that all ranks agree on."""
         batch = self.now()
-        key = (attention.name, attention.made_of.spec, batch.token, asked, _numbers(captures))
+        key = (
+            attention.name,
+            attention.made_of.spec,
+            batch.token,
+            asked,
+            _numbers(attention, captures),
+        )
         known = self._plans.get(key)
         if torch.compiler.is_compiling():
             if known is None or known.seen.tensors:
@@ -362,7 +369,7 @@ class ContextParallel:
             problem = error
         fields = {
             "program": attention.made_of.spec, "layout": batch.token, "shape of q, k and v": asked,
-            "set of params": _numbers(captures),
+            "set of params": _numbers(attention, captures),
             "mask": [_digestible(captures[n]) for n in mask_names(attention) if n in captures],
             "seed": seed if isinstance(seed, int) else type(seed),
             FAILED: None if problem is None else str(problem),
@@ -375,11 +382,15 @@ class ContextParallel:
         return found
 
 
-def _numbers(captures: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
-    """Captures that are numbers."""
-    return tuple(sorted(
-        (name, x) for name, x in captures.items() if isinstance(x, bool | int | float)
-    ))  # fmt: skip
+def _numbers(program: Program, captures: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
+    """Captures that are numbers, as Python's own: NumPy's are as good."""
+    found = []
+    for decl in program.lowered.program.params:
+        x = captures.get(decl.name, decl.default)
+        if not isinstance(x, torch.Tensor):
+            plain = isinstance(x, bool | int | float)
+            found.append((decl.name, x if plain else plain_number(decl.dtype, x)))
+    return tuple(found)
 
 
 def _digestible(value: Any) -> object:

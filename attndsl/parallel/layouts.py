@@ -104,10 +104,13 @@ def chunk_size(length: int, ranks: int) -> int:
 
 
 def fixed_layout(name: str, length: int, ranks: int, chunk: int) -> Layout:
-    """``contiguous``, or ``head_tail``, which gives each rank a piece of both ends."""
+    """``contiguous``, or ``head_tail``, which gives each rank a piece of both ends.
+
+    Where there are no two chunks for each rank, ``head_tail`` is as ``contiguous``.
+    """
     number = -(-length // chunk)
     place = np.arange(number)
-    if name == "contiguous":
+    if name == "contiguous" or number < 2 * ranks:
         owner = place * ranks // max(1, number)
     else:
         piece = place * 2 * ranks // max(1, number)

@@ -37,14 +37,23 @@ class Seen:
     """The captures of a program that decide which keys its rows see, when it was planned."""
 
     tensors: Mapping[str, torch.Tensor]
-    versions: Mapping[str, int]
+    versions: Mapping[str, int | None]
 
     def is_same(self, captures: Mapping[str, Any]) -> bool:
-        """Whether ``captures`` has the same tensors, unchanged."""
+        """Whether ``captures`` has the same tensors, and torch has counted no change of them.
+
+        NumPy, ``.data`` and collectives change tensors without a count.
+        """
         return all(
-            captures.get(name) is x and x._version == self.versions[name]
+            captures.get(name) is x and self.versions[name] is not None
+            and _version(x) == self.versions[name]
             for name, x in self.tensors.items()
-        )
+        )  # fmt: skip
+
+
+def _version(x: torch.Tensor) -> int | None:
+    """How often ``x`` has been changed; of tensors of inference mode nobody knows."""
+    return None if x.is_inference() else x._version
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -66,12 +75,12 @@ class Asked(NamedTuple):
 
 
 def mask_names(program: Program) -> tuple[str, ...]:
-    """The captures that decide which pairs take part."""
+    """The captures that decide which pairs take part, in an order that all processes have."""
     found = program.lowered.program
     roots = [x for x in (found.mask, program.lowered.sparsity.mask) if x is not None]
     names: dict[str, None] = {}
     for root in roots:
-        names |= dict.fromkeys(leaf_names(root))
+        names |= dict.fromkeys(sorted(leaf_names(root)))
     known = {x.name for x in found.params} | {x.name for x in found.tensors}
     return tuple(name for name in names if name in known)
 
@@ -88,7 +97,7 @@ def seen_by(program: Program, captures: Mapping[str, Any]) -> Seen:
         name: captures[name] for name in mask_names(program)
         if isinstance(captures.get(name), torch.Tensor)
     }  # fmt: skip
-    return Seen(tensors, {name: x._version for name, x in tensors.items()})
+    return Seen(tensors, {name: _version(x) for name, x in tensors.items()})
 
 
 def demand_of(

@@ -95,10 +95,14 @@ def dims_of_one(program: Program, captures: Captures, own: Known, whole: Locatio
 
 
 def _is_larger(dim: Node, told: Mapping[str, int], known: Environment) -> bool:
-    """Whether a dim is declared as more than 1 in this call. A part may have one of its own."""
+    """Whether a dim is declared as more than 1 in this call.
+
+    A part may have one of its own. A part may also have none, of a whole that has some.
+    """
     if dim.op is Op.SIZE:
         name = str(dim.value)
-        return name in SIZES and told.get(name, 1) > 1
+        if name not in SIZES or told.get(name, 1) != 0:
+            return name in SIZES and told.get(name, 1) > 1
     try:
         return bool(evaluate(dim, known) > 1)
     except KeyError:

@@ -117,6 +117,22 @@ def test_sizes_vary_from_call_to_call_and_in_parts_of_a_call() -> None:
     )
 
 
+def test_a_part_without_keys_takes_them() -> None:
+    attention = attndsl.compile(
+        "tensor x[heads, q_len, kv_len]: float\nmask = causal(); score = score + x[h, q, kv]"
+    )
+    q, k, v = (torch.randn(1, 2, rows, DIM) for rows in (3, 0, 0))
+    for shape in ((2, 3, 1), (2, 7, 1), (1, 1, 1), (2, 7, 7)):
+        x = torch.randn(shape, requires_grad=True)
+        out = attention(q, k, v, x=x, q_len=7, kv_len=7)
+        assert out.eq(0).all()
+        (grad,) = torch.autograd.grad(out.sum(), x)
+        assert grad.eq(0).all()
+        assert grad.shape == x.shape
+    with pytest.raises(ShapeError, match="kv_len, which is 0 in this call"):
+        attention(q, k, v, x=torch.randn(2, 3, 1))
+
+
 def test_what_looks_at_a_program_takes_them_too() -> None:
     q, k, v = operands()
     attention = attndsl.compile(TEXT)

@@ -18,7 +18,7 @@ from attndsl.parallel.layouts import (
     load_of,
     step_cost,
 )
-from attndsl.parallel.planning import demand_of
+from attndsl.parallel.planning import demand_of, mask_names
 from attndsl.parallel.report import report
 from attndsl.parallel.routes import figures_of, groups_for, table_of
 
@@ -50,6 +50,23 @@ def test_each_row_is_held_once(length, ranks):
         if length % (2 * ranks * 128) == 0:
             assert len(set(counts)) == 1
             assert all(a % 128 == 0 for rank in range(ranks) for a, _ in layout.runs(rank))
+
+
+@pytest.mark.parametrize("ranks", [4, 5, 8])
+def test_no_rank_is_without_rows(ranks):
+    for length in range(ranks, 4 * ranks):
+        for name in ("contiguous", "head_tail"):
+            layout = fixed_layout(name, length, ranks, chunk_size(length, ranks))
+            counts = [layout.rows(rank) for rank in range(ranks)]
+            assert min(counts) > 0, (name, length, counts)
+            assert sum(counts) == length
+
+
+def test_all_processes_name_the_captures_of_a_mask_in_one_order():
+    names = [f"{x}{n}" for n in range(3) for x in "zax"]
+    text = "".join(f"param {name}: int\n" for name in names)
+    text += "mask = causal() and q - kv < " + " + ".join(names)
+    assert mask_names(attndsl.compile(text)) == tuple(sorted(names))
 
 
 def test_auto_chooses_what_each_mask_needs():

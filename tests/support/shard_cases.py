@@ -9,6 +9,7 @@ import contextlib
 import re
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -347,6 +348,10 @@ def refusals(group: ProcessGroup) -> None:
     _told(lambda: cp(attndsl.compile("weights = sigmoid(score)"))(*shards, return_lse=True),
           "drop return_lse")  # fmt: skip
     _told(lambda: cp(attention)(*shards, captures={"nonsense": 1}), "nonsense")
+    rows = attndsl.compile("tensor last[q_len]: int\nmask = kv <= last[q]")
+    last = torch.arange(L)
+    _told(lambda: cp(rows)(*shards, last=cp.shard(last, 0)), "the mask reads it")
+    cp(rows)(*shards, last=last)
     three = [x[:, :1] for x in shards]
     heads = ContextParallel(group, "contiguous", exchange="heads")
     heads.plan(L)
@@ -368,6 +373,57 @@ def documents_by_batch(group: ProcessGroup) -> None:
         doc += (torch.arange(L) > 60).int()  # In place: the plan of before is no more.
         found = cp(attention)(*own, doc=doc)
         assert torch.equal(found, cp.shard(attention(*whole, doc=doc), 2))
+
+
+def changed_masks(group: ProcessGroup) -> None:
+    """No call has another mask's plan, be changes uncounted or numbers those of NumPy."""
+    whole, rank = _whole(), dist.get_rank(group)
+
+    def same(**captures: Any) -> None:
+        found = call(*_rows(cp, *whole), **captures)
+        assert torch.equal(found, cp.shard(attention(*whole, **captures), 2))
+
+    attention = attndsl.compile("param n: int\nmask = causal() and q - kv < n")
+    cp = ContextParallel(group, "contiguous")
+    cp.plan(L, attention, n=np.int64(9))
+    call = cp(attention)
+    for size in (np.int64(20), np.int64(300), 20, np.float64(400)):
+        same(n=size)
+    text = "tensor doc[kv_len]: int\nmask = causal() and doc[q] == doc[kv]"
+    attention = attndsl.compile(text)
+    for layout in ("contiguous", "balanced"):
+        cp = ContextParallel(group, layout)
+        call, doc = cp(attention), torch.zeros(L, dtype=torch.int64)
+        for size in (20, 300, 50):
+            if rank == 0:
+                doc.numpy()[:] = np.arange(L) // size
+            dist.broadcast(doc, 0, group=group)  # Torch counts no change of the others' buffer.
+            cp.plan(L, attention, doc=doc)
+            same(doc=doc)
+        with torch.inference_mode():
+            doc = torch.arange(L) // 20
+            cp.plan(L, attention, doc=doc)
+            same(doc=doc)
+            doc //= 10
+            same(doc=doc)
+
+
+def one_row(group: ProcessGroup) -> None:
+    """A tensor that says the same of all rows is no rank's share, though the rank has one row."""
+    attention = attndsl.compile(
+        "tensor x[heads, q_len, kv_len]: float\nmask = causal(); score = score + x[h, q, kv]"
+    )
+    length = dist.get_world_size(group) + 1
+    whole = [x[:, :, :length] for x in _whole()]
+    bias = torch.linspace(-1, 1, H * length, dtype=torch.float64).view(H, 1, length)
+    cp = ContextParallel(group, "contiguous", reduce=True)
+    cp.plan(length)
+    grads = []
+    for call, operands in ((attention, whole), (cp(attention), _rows(cp, *whole))):
+        x = bias.clone().requires_grad_()
+        call(*operands, x=x).square().sum().backward()
+        grads.append(x.grad)
+    torch.testing.assert_close(*grads)
 
 
 def few_rows(group: ProcessGroup) -> None:
@@ -426,6 +482,7 @@ def bytes_sent(group: ProcessGroup) -> list[int]:
 CASES = (
     checkpointing, second_derivatives, second_derivatives_of_sums, heads_of_dtensors, compiled,
     compiled_looks_nothing_up, fsdp, positions_and_unshard, autocast, declared_captures,
-    mixed_exchange, faults, refusals, documents_by_batch, few_rows,
+    mixed_exchange, faults, refusals, documents_by_batch, changed_masks,
+    one_row, few_rows,
 )  # fmt: skip
 JOBS: dict[str, Any] = {job.__name__: job for job in (*CASES, words, bytes_sent)}
