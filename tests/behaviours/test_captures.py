@@ -90,20 +90,20 @@ def test_int32_scalar(check, place, dtype):
 def test_token_batch_and_head_scales_together(check, place, dtype):
     batch, heads, length, _ = place.shape
     captures = {
-        "token": _learned(length, place, dtype),
+        "row": _learned(length, place, dtype),
         "lot": _learned(batch, place, dtype),
         "head": _learned(heads, place, dtype),
     }
     check(
         place,
         """
-        tensor token[q_len]: float
+        tensor row[q_len]: float
         tensor lot[batch]: float
         tensor head[heads]: float
-        score = score * token[q] * lot[b] * head[h]
+        score = score * row[q] * lot[b] * head[h]
         """,
         check.inputs(place, dtype, captures=captures),
-        lambda s, e: s * e.token[e.q] * e.lot[e.b] * e.head[e.h],
+        lambda s, e: s * e.row[e.q] * e.lot[e.b] * e.head[e.h],
     )
 
 

@@ -132,8 +132,8 @@ def lay_out(table: torch.Tensor, layout: str) -> torch.Tensor:
 def program_of(name: str, mask: str) -> str:
     pattern = PATTERNS[name]
     lines = [f"tensor t[{pattern.declared}]: float" if pattern.declared else "param t: float"]
-    lines += ["tensor ty[batch, tokens]: int"] * pattern.types
-    lines += ["tensor doc[batch, tokens]: int"] * (mask == "documents")
+    lines += ["tensor ty[batch, positions]: int"] * pattern.types
+    lines += ["tensor doc[batch, positions]: int"] * (mask == "documents")
     return "\n".join([*lines, f"mask = {MASKS[mask]}", f"score = {pattern.score}"])
 
 
