@@ -62,6 +62,8 @@ _WORDS = {
     "q_len": ("q_len", "The number of queries."),
     "kv_len": ("kv_len", "The number of keys; in expressions each batch entry's own."),
     "head_dim": ("head_dim", "The number of elements of a row of q."),
+    "token": ("token", "The number of the row of q, counted over all batch entries or requests."),
+    "tokens": ("tokens", "The number of rows of q, over all batch entries or requests."),
     "inf": ("inf", "Infinity. A score of `-inf` from `where` is a mask."),
     "pi": ("pi", "3.14159..."),
     "e": ("e", "2.71828..."),

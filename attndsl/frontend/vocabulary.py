@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from attndsl import ir
 
 from . import absent, contraction, functions
-from .expressions import CONSTANTS
+from .expressions import ALWAYS, CONSTANTS
 from .names import TARGETS
 from .prelude import prelude_names
 
@@ -113,7 +113,7 @@ def kinds() -> Mapping[str, Kind]:
         ((dtype.value for dtype in ir.DType), Kind.TYPE),
         (CONSTANTS, Kind.CONSTANT),
         (TARGETS, Kind.TARGET),
-        ((*ir.VARS, *ir.SIZES, "score"), Kind.VARIABLE),
+        (ALWAYS - CONSTANTS.keys(), Kind.VARIABLE),
         (terminals().words, Kind.WORD),
         (declarations(), Kind.DECLARATION),
     )

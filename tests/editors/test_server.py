@@ -327,8 +327,8 @@ def test_json_of_the_protocol_is_all_that_is_written(uri):
     code = (
         "import sys; sys.argv = ['attndsl', 'lsp']\n"
         "import attndsl.editors.problems as p\n"
-        "old = p.check\n"
-        "p.check = lambda *a: (print('stray'), old(*a))[1]\n"
+        "old = p.warnings_of\n"
+        "p.warnings_of = lambda *a: (print('stray'), old(*a))[1]\n"
         "from attndsl.cli import main; main()"
     )
     with Editor(code=code) as editor:
