@@ -200,12 +200,19 @@ def _nodes(rows: list[list[Any]], spans: Mapping[int, Span] | None = None) -> li
 
 
 def _places(numbers: Mapping[Node, int], text: str) -> dict[str, list[int]]:
-    """Offsets in ``text`` of the nodes that were written there, by their numbers."""
-    return {
-        str(number): [item.span.start, item.span.end]
-        for item, number in numbers.items()
-        if item.span is not None and item.span.source.text == text
-    }
+    """Offsets in ``text`` of the nodes that were written there, by their numbers.
+
+    A node has the span of the text that first had it in this process. Products of rows, which calls
+    may refuse, are looked for in ``text`` then.
+    """
+    source, found = Source(text), {}
+    for item, number in numbers.items():
+        span = item.span
+        if span is not None and span.source.text != text:
+            span = span.within(source) if item.op is Op.DOT else None
+        if span is not None:
+            found[str(number)] = [span.start, span.end]
+    return found
 
 
 def _spans(places: Mapping[str, list[int]], text: str | None) -> dict[int, Span]:

@@ -19,6 +19,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 import attndsl
 from attndsl.errors import ShapeError
+from attndsl.serialise import lowered_to_json
 
 ROWS = """
   tensor u[kv_len, r]: float
@@ -114,9 +115,10 @@ def test_errors_at_calls_name_the_file_and_the_entry(layers):
         assert str(caught.value).startswith(f"{path}:{line}:17: dot multiplies rows")
     # Another process has the programs from the cache, whose entry knows places in the text only.
     code = [sys.executable, "-P", "-c", CALL, str(path)]
-    found = subprocess.run(code, check=True, timeout=120, capture_output=True, text=True).stdout
+    done = subprocess.run(code, timeout=120, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
     dot = "dot(w[q, :], u[kv, :])"
-    assert found.splitlines() == [f"{path}|5|{dot}", f"{path}|40|{dot}"]
+    assert done.stdout.splitlines() == [f"{path}|5|{dot}", f"{path}|40|{dot}"]
 
 
 def test_equal_texts_are_equal_operators(layers):
@@ -142,3 +144,14 @@ def test_errors_of_equal_texts_name_their_own_file(tmp_path):
         assert {error.span.source.name for error in caught.value.errors} == {
             str(tmp_path / name / "programs.yaml")
         }
+
+
+def test_places_are_kept_where_another_text_had_the_expression_first():
+    dot = "dot(left[q, :], right[kv, :])"
+    declared = "tensor left[q_len, n]: float\ntensor right[kv_len, n]: float\n"
+    first = attndsl.compile(f"{declared}score = 2.0 * {dot}")
+    text = f"{declared}\n\nscore = score + {dot}"
+    second = attndsl.compile(text)
+    places = lowered_to_json(second.lowered, text)["program"]["places"]
+    assert [text.index(dot), text.index(dot) + len(dot)] in places.values()
+    assert first.lowered.program.score is not second.lowered.program.score
