@@ -67,7 +67,7 @@ def _reached(tree: s.Tree) -> set[str]:
 
 
 def _read(statement: s.Statement) -> set[str]:
-    """Names in the expressions of a statement, but for the parameters of a function."""
+    """Names in the expressions of a statement, without the parameters of a function."""
     own = {x.name for x in statement.parameters} if isinstance(statement, s.Define) else set()
     found = {
         item.name
