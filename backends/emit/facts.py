@@ -10,7 +10,6 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import torch
-import triton
 
 from attndsl.ir import DType
 from attndsl.passes.inside import dim_of
@@ -211,7 +210,7 @@ MAX_ROWS = 512
 
 def tile_width(head_dim: int) -> int:
     """Columns of a tile that holds rows of ``head_dim`` elements."""
-    return max(16, int(triton.next_power_of_2(head_dim)))
+    return max(16, 1 << (head_dim - 1).bit_length())
 
 
 def block_widths(facts: KernelFacts) -> tuple[int, int]:

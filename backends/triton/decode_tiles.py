@@ -9,8 +9,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-import triton
-
 from ..kernels.config import Config
 from .tiles import widths_of
 
@@ -22,8 +20,15 @@ LEAST_ROWS = 16
 """Rows of the smallest product on tensor cores."""
 MOST_ROWS = 64
 """Rows of the largest tile."""
-MOST_PARTS = 32
-"""Of one unit: more would take longer to merge than they save."""
+PROGRAMS = 128
+"""Of one batch entry, where they are few: about as many as a GPU has processors."""
+LEAST_PARTS, MOST_PARTS = 16, 128
+"""Of one unit, if it has so many tiles. More than the first only where there are few units: they
+take longer to merge, and write more."""
+PARTS_AT_ONCE = 16
+"""Of those that are merged, so that their loads wait for memory together."""
+_MERGED_NUMBERS = 8192
+"""Sums that are merged together: 64 registers of a thread."""
 _STAGE_BYTES = 32768
 """Of keys and values that are loaded together; three stages of two programs fit a processor."""
 _WARPS = 4
@@ -40,11 +45,21 @@ class Shape(NamedTuple):
     @property
     def rows(self) -> int:
         """Rows of the tile, some of which may be none of the call's."""
-        return max(LEAST_ROWS, self.group * self.queries)
+        return max(LEAST_ROWS, self.lines)
+
+    @property
+    def lines(self) -> int:
+        """Rows that may be the call's."""
+        return self.group * self.queries
 
     def __str__(self) -> str:
         """For names of kernels."""
         return f"{self.group}x{self.queries}"
+
+
+def _power(least: int) -> int:
+    """The least power of two that is as large. That of Triton takes microseconds of a call."""
+    return 1 << (least - 1).bit_length()
 
 
 def _powers(most: int) -> list[int]:
@@ -58,8 +73,8 @@ SHAPES = tuple(
 
 def shape_of(q_len: int, members: int) -> Shape:
     """The tile of ``members`` heads in a call of ``q_len`` rows."""
-    group = int(triton.next_power_of_2(members))
-    return Shape(group, min(int(triton.next_power_of_2(q_len)), MOST_ROWS // group))
+    group = _power(members)
+    return Shape(group, min(_power(q_len), MOST_ROWS // group))
 
 
 def members_of(heads_of_key: int, together: bool) -> int:
@@ -86,9 +101,21 @@ def tiles_of_part(config: Config) -> int:
     return config.stages + 1
 
 
-def most_parts(kv_len: int, config: Config) -> int:
-    """The most programs that share the keys of one tile of rows in a call of ``kv_len`` keys."""
-    return max(1, min(MOST_PARTS, -(-kv_len // (config.block_n * tiles_of_part(config)))))
+def most_parts(kv_len: int, units: int, config: Config) -> int:
+    """The most programs that share the keys of one tile of rows.
+
+    Args:
+        kv_len: Keys of the call.
+        units: Tiles of rows that a batch entry has at least.
+        config: The kernel's.
+    """
+    most = min(max(PROGRAMS // units, LEAST_PARTS), MOST_PARTS)
+    return max(1, min(most, -(-kv_len // (config.block_n * tiles_of_part(config)))))
+
+
+def lines_at_once(shape: Shape, width: int) -> int:
+    """Rows that are merged together, of so many columns: a power of two."""
+    return max(1, min(shape.lines, _MERGED_NUMBERS // (PARTS_AT_ONCE * width)))
 
 
 def configs_of(shape: Shape, job: Job, machine: Machine) -> tuple[Config, ...]:

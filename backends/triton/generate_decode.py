@@ -4,13 +4,25 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from attndsl.ir import Op, mentions
+
 from ..emit.device_functions import param_values, parameters, record_of_given
+from ..emit.facts import block_widths
 from ..emit.loops import LIST_PARAMETERS, print_loop
 from ..emit.template import Products, fill_template
-from .decode_tiles import MOST_PARTS, Shape, tiles_of_part
+from .decode_tiles import (
+    LEAST_PARTS,
+    MOST_PARTS,
+    PARTS_AT_ONCE,
+    PROGRAMS,
+    Shape,
+    lines_at_once,
+    tiles_of_part,
+)
 from .generate import constants, flags_of_program, functions_of_program, sink_of_program
 
 if TYPE_CHECKING:
+    from attndsl.ir import Node
     from attndsl.passes.tiles.plan import LoopPlan
 
     from ..kernels.config import Config
@@ -32,8 +44,14 @@ def decode_text(shape: Shape, job: Job, config: Config, loop: LoopPlan, products
         **constants(facts, config, products),
         "ROWS": shape.rows,
         "GROUP": shape.group,
+        "LINES": shape.lines,
         "TILES_OF_PART": tiles_of_part(config),
+        "PROGRAMS": PROGRAMS,
+        "LEAST_PARTS": LEAST_PARTS,
         "MOST_PARTS": MOST_PARTS,
+        "PARTS_AT_ONCE": PARTS_AT_ONCE,
+        "LINES_AT_ONCE": lines_at_once(shape, block_widths(facts)[1]),
+        "PEELED": _is_looked_up(program.mask),
         "FORWARD_HAS_FULL": listed or bool(loop.full),
         "FORWARD_HAS_PARTIAL": listed or bool(loop.partial),
     }
@@ -45,3 +63,10 @@ def decode_text(shape: Shape, job: Job, config: Config, loop: LoopPlan, products
     return fill_template(
         __package__, kernel.templates, (kernel.entry,), texts, helpers | used | more, flags, given
     )
+
+
+def _is_looked_up(mask: Node | None) -> bool:
+    """Whether a pair's mask is read from memory, by the number of the key."""
+    if mask is None:
+        return False
+    return any(item.op in (Op.LOAD, Op.DOT) for item in mentions(mask, name="kv"))

@@ -81,14 +81,16 @@ class Serve(Portable):
         ((name, kernel),) = layout.executables.items()
         units, shape, members = _units(lowered, call)
         # Where a request may have many rows, there are programs enough, and room would be large.
-        parts = most_parts(call.k.shape[2], kernel.config) if q_len <= MOST_ROWS else 1
+        parts = 1
+        if q_len <= MOST_ROWS:
+            parts = most_parts(call.k.shape[2], heads // members, kernel.config)
         stream = stream_of(q.device)
         with on_device(q.device):
             lists = lists_of(layout, lowered, call, name, stream)
             room, counts = lse, lse
             if parts > 1:
                 width = block_widths(layout.facts)[1] + 2
-                room = lse.new_empty(batch * units * parts * shape.rows * width)
+                room = lse.new_empty(batch * units * parts * shape.lines * width)
                 counts = self._counts.of(q.device, stream, batch * units)
             scales = [_scale(x) for x in (pages.k_scale, pages.v_scale)]
             kernel.launch_grid(
@@ -110,7 +112,7 @@ class Serve(Portable):
 
 def _units(lowered: Lowered, call: Call) -> tuple[int, Shape, int]:
     """Tiles of rows of a request, the shape of one, and how many heads it has."""
-    members = members_of_call(lowered.program, call)
+    members = members_of_call(lowered, call)
     shape = shape_of(call.q.shape[2], members)
     return call.q.shape[1] // members * -(-call.q.shape[2] // shape.queries), shape, members
 

@@ -67,7 +67,7 @@ def attend_part_of_pages(
 ):
     """As ``attend_part``, of keys in pages."""
     for PARTIAL in tl.static_range(2):
-        if (PARTIAL and FORWARD_HAS_PARTIAL) or (not PARTIAL and FORWARD_HAS_FULL):
+        if PEELED and ((PARTIAL and FORWARD_HAS_PARTIAL) or (not PARTIAL and FORWARD_HAS_FULL)):
             before = visits.full if PARTIAL else 0
             number = visits.partial if PARTIAL else visits.full
             first = tl.minimum(tl.maximum(part.first - before, 0), number)
@@ -82,6 +82,14 @@ def attend_part_of_pages(
                 kv_tile = forward_tile(
                     step + 1, visits, places.tile, places.head, sizes, shift, given, PARTIAL
                 )
+    if not PEELED:
+        kv_tile = live_tile(part.first, visits, places, sizes, shift, given)
+        for step in tl.range(part.first, part.last):
+            softmax = attend_pages(
+                softmax, q_tile, q, kv_tile, keys, factors, places.heads, sizes, given,
+                FORWARD_HAS_PARTIAL,
+            )
+            kv_tile = live_tile(step + 1, visits, places, sizes, shift, given)
     if V_SCALES != 0 and V_SCALES != 4:
         softmax = Softmax(softmax.acc * keys.v.scale, softmax.row_sum, softmax.row_max)
     return softmax
@@ -95,6 +103,17 @@ def store_tokens(softmax, out, lse, rows, first_token, head, sizes, given):
     tl.store(places, result.to(out.base.dtype.element_ty), mask=exist)
     line = (first_token + rows.query) * sizes.heads + rows.h
     tl.store(lse + line, logarithm, mask=rows.exists)
+
+
+@triton.jit
+def store_merged_tokens(room, parts, out, lse, places, first_token, members, sizes, given):
+    """As ``store_merged``, of packed rows."""
+    for line in tl.range(0, LINES, LINES_AT_ONCE):
+        numbers = line + tl.arange(0, LINES_AT_ONCE)
+        rows = packed_rows(numbers, places.tile * BLOCK_M, places.head.h, members, sizes)
+        softmax = merged(room, numbers, parts, rows.exists)
+        head = Head(places.head.b, rows.h[:, None], places.head.hkv)
+        store_tokens(softmax, out, lse, rows, first_token, head, sizes, given)
 
 
 @triton.jit
@@ -137,12 +156,11 @@ def attention_serve(
     first = Head(b, first_head, hkv)
     visits = forward_visits(tile, first, sizes, shift, given)
     live = visits.full + visits.partial
-    wanted = tl.minimum(tl.cdiv(live, TILES_OF_PART), tl.num_programs(0))
-    taken = tl.maximum(tl.cdiv(live, tl.maximum(wanted, 1)), 1)
-    parts = tl.maximum(tl.cdiv(live, taken), 1)
+    most = tl.minimum(most_parts_of(members, sizes), tl.num_programs(0))
+    parts, taken = parts_of(live, most)
     if number >= parts:
         return
-    rows = packed_rows(tile * BLOCK_M, first_head, members, sizes)
+    rows = packed_rows(tl.arange(0, ROWS), tile * BLOCK_M, first_head, members, sizes)
     head = Head(b, rows.h[:, None], hkv)
     q = rows.query[:, None]
     at, exist = addresses_of(
@@ -170,9 +188,10 @@ def attention_serve(
     else:
         factor = scale * LOG2E
     part = PartOfTiles(number * taken, tl.minimum((number + 1) * taken, live))
+    places = UnitPlaces(tile, first, head)
     softmax = attend_part_of_pages(
-        empty_softmax(), q_tile, q, keys, Factors(scale, factor), visits, part,
-        UnitPlaces(tile, first, head), sizes, shift, given,
+        empty_softmax(ROWS), q_tile, q, keys, Factors(scale, factor), visits, part, places, sizes,
+        shift, given,
     )
     out = Tensor(OUT, stride_om, stride_oh, stride_om)
     if parts == 1:
@@ -186,5 +205,4 @@ def attention_serve(
     before = tl.atomic_add(COUNTS + unit, 1, sem="acq_rel")
     if before == parts - 1:
         tl.store(COUNTS + unit, 0)
-        softmax = merged(empty_softmax(), room, parts, rows.exists)
-        store_tokens(softmax, out, LSE, rows, first_token, head, sizes, given)
+        store_merged_tokens(room, parts, out, LSE, places, first_token, members, sizes, given)
