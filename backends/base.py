@@ -417,6 +417,13 @@ class Backend(Protocol):
     def backward(self, lowered: Lowered, call: Call, backward: Backward) -> Gradients:
         """Gradients of ``(out * grad_out).sum() + (lse * grad_lse).sum()``."""
 
+    def marks_entries(self, lowered: Lowered, call: Call) -> bool:
+        """Whether batch entries with wrong ``kv_lengths`` or offsets have results of NaN.
+
+        Otherwise callers look at the values before.
+        """
+        return False
+
     def runner(self, lowered: Lowered, call: Call) -> tuple[Backend, Lowered, Call]:
         """What runs ``call`` in the end: a backend, and the program and call that it gets."""
         return self, lowered, call

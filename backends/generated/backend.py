@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from attndsl.errors import UnsupportedError
+from attndsl.ir import NO_ENTRIES
 from attndsl.logs import LOG, tell_once
 
 from ..base import UNWRITTEN, Backend, Gradients, Wants, name_of_call
@@ -111,6 +112,12 @@ class GeneratedBackend(Backend):
             return empty_like(q, call.v.shape[-1], wide_dtype(call.wide)), lse
         layout = self._layout(lowered, call, Task.FORWARD)
         return layout.family.forward(layout, lowered, call)
+
+    def marks_entries(self, lowered: Lowered, call: Call) -> bool:
+        """See :class:`~attndsl.backends.base.Backend`."""
+        if lowered.program.entries == NO_ENTRIES or call.q.numel() == 0:
+            return False
+        return self._family(lowered, call, Task.FORWARD, None, None).marks_entries
 
     def why_not_pages(self, lowered: Lowered, call: Call, pages: Pages) -> str | None:
         """See :class:`~attndsl.backends.base.ReadsPages`."""

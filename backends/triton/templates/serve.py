@@ -188,7 +188,7 @@ def attention_serve(
     else:
         factor = scale * LOG2E
     part = PartOfTiles(number * taken, tl.minimum((number + 1) * taken, live))
-    places = UnitPlaces(tile, first, head)
+    places = UnitPlaces(tile, first, head, False)
     softmax = attend_part_of_pages(
         empty_softmax(ROWS), q_tile, q, keys, Factors(scale, factor), visits, part, places, sizes,
         shift, given,

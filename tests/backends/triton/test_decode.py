@@ -224,7 +224,7 @@ def test_shapes():
             assert shape.group >= heads
             assert 16 <= shape.rows <= 64
     config = Config(1, 64, 4, 3)
-    assert [most_parts(keys, 8, config) for keys in (0, 1, 256, 257, 1024)] == [1, 1, 1, 2, 4]
+    assert [most_parts(keys, 8, config) for keys in (0, 1, 256, 257, 1024)] == [1, 1, 2, 3, 8]
     long = [most_parts(1 << 20, units, config) for units in (1, 2, 8, 64)]
     assert long == [MOST_PARTS, 64, LEAST_PARTS, LEAST_PARTS]
     assert [lines_at_once(shape_of(16, 4), width) for width in (16, 64, 128, 512)] == [32, 8, 4, 1]
@@ -313,6 +313,32 @@ def test_they_compile_for_gpus_that_are_not_there(dtype, target):
     }  # fmt: skip
     # Two programs fit a processor.
     assert all(int(shared) <= 113 * 1024 for _, shared in rows), rows
+
+
+@pytest.mark.parametrize("text", ["causal()", "mask = causal(); sink = 0.5"])
+def test_entries_with_wrong_numbers_of_keys_are_nan(device, text, ran, monkeypatch):
+    """On GPUs nobody looks at the numbers before."""
+    entries = [50, KEYS + 1, KEYS, -1, 60]
+    q, k, v, lengths = ragged_call(device, entries)
+    starts = torch.tensor([49, 9, KEYS - 1, 9, (1 << 30) - 1], dtype=torch.int32, device=device)
+    attention = attndsl.compile(text, backend="decode")
+
+    def run():
+        return attention(q, k, v, q_offset=starts, kv_lengths=lengths, return_lse=True)
+
+    if device == "cpu":
+        with pytest.raises(attndsl.errors.ArgumentError, match="q_offset has values from 9"):
+            run()
+        monkeypatch.setattr("attndsl.runtime.values._check_tensor", lambda *given: None)
+        with pytest.raises(attndsl.errors.ArgumentError, match="kv_lengths has values from -1"):
+            run()
+        monkeypatch.setattr("attndsl.runtime.values.check_range", lambda *given: None)
+    for _ in range(2):
+        out, lse = run()
+        for found in (out, lse):
+            assert found.flatten(1).isnan().all(1).tolist() == [False, True, False, True, True]
+            assert not found[[0, 2]].isnan().any()
+    assert ran
 
 
 @pytest.mark.gpu
