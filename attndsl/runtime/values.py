@@ -129,13 +129,7 @@ def check_values(program: Program, call: Call, needs: Values = Values.DIFFER) ->
     Raises:
         ArgumentError: An int that 64 bits do not hold; positions at the limit or beyond.
     """
-    if needs is _FOREIGN:
-        call = _with_plain_numbers(program, call)
-    for decl in program.params:
-        if decl.dtype is DType.INT:
-            value = call.params[decl.name]
-            if type(value) is not int or not _LEAST <= value <= _GREATEST:
-                check_int(decl.name, value)
+    call = check_params(program, call, needs)
     # Most calls have no positions of their own, and a part of a microsecond counts.
     if call.q_index is not None or type(call.q_offset) is not int or call.q_offset:
         _check_positions("q", call.q.shape[2], call.q_offset, call.q_index)
@@ -143,6 +137,18 @@ def check_values(program: Program, call: Call, needs: Values = Values.DIFFER) ->
         _check_positions("kv", call.k.shape[2], call.kv_offset, call.kv_index)
     if call.part is not None:
         _check_part(call, call.part)
+    return call
+
+
+def check_params(program: Program, call: Call, needs: Values) -> Call:
+    """As :func:`check_values`, of calls whose positions cannot be wrong."""
+    if needs is _FOREIGN:
+        call = _with_plain_numbers(program, call)
+    for decl in program.params:
+        if decl.dtype is DType.INT:
+            value = call.params[decl.name]
+            if type(value) is not int or not _LEAST <= value <= _GREATEST:
+                check_int(decl.name, value)
     return call
 
 

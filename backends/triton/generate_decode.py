@@ -7,14 +7,18 @@ from typing import TYPE_CHECKING, Any
 from attndsl.ir import Op, mentions
 
 from ..emit.device_functions import param_values, parameters, record_of_given
+from ..emit.expression import made_field
 from ..emit.facts import block_widths
 from ..emit.loops import LIST_PARAMETERS, print_loop
 from ..emit.template import Products, fill_template
+from ..emit.text import wrapped
 from .decode_tiles import (
     LEAST_PARTS,
     MOST_PARTS,
     PARTS_AT_ONCE,
     PROGRAMS,
+    REQUESTS_AT_ONCE,
+    TOKENS_AT_ONCE,
     Shape,
     lines_at_once,
     tiles_of_part,
@@ -58,11 +62,16 @@ def decode_text(shape: Shape, job: Job, config: Config, loop: LoopPlan, products
     pages = facts.pages
     if pages is not None:
         flags |= {"PAGE": pages.size, "K_SCALES": pages.k_scales, "V_SCALES": pages.v_scales}
-    given = [*parameters(facts), *(LIST_PARAMETERS if listed else ())]
-    texts = [record_of_given(given), *functions, sink, *loops]
+        flags |= {"TOKENS_AT_ONCE": TOKENS_AT_ONCE, "REQUESTS_AT_ONCE": REQUESTS_AT_ONCE}
+    given = [*parameters(facts.without_made()), *(LIST_PARAMETERS if listed else ())]
+    made = () if pages is None else pages.made
+    fields = [*given, *(made_field(name) for name, _ in made)]
+    values = [*given, *(what for _, what in made)]
     return fill_template(
-        __package__, kernel.templates, (kernel.entry,), texts, helpers | used | more, flags, given
-    )
+        __package__, kernel.templates, (kernel.entry,),
+        [record_of_given(fields), *functions, sink, *loops], helpers | used | more, flags, given,
+        {"values": wrapped(values)},
+    )  # fmt: skip
 
 
 def _is_looked_up(mask: Node | None) -> bool:
