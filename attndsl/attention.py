@@ -31,6 +31,7 @@ from attndsl.runtime.programs import (
 )
 from attndsl.runtime.seed import draw_seed, seed_argument
 from attndsl.runtime.sources import source_of
+from attndsl.runtime.steps import speaks_of_tokens
 from attndsl.runtime.tiles import given_tiles, tiles_key
 from attndsl.runtime.tuning import Tuning, tune
 from attndsl.runtime.values import Values, check_values, needs_of_values, params_of_dims
@@ -55,8 +56,9 @@ class Attention(Analysis, Views, Introspection, Serving):
     """A compiled program: call it with q, k and v. Immutable; made by :func:`compile`."""
 
     __slots__ = (
-        "__weakref__", "_backend", "_checked", "_defaults", "_dims", "_lowered", "_names",
-        "_of_ones", "_optional", "_prepared", "_source", "_spec", "_traced", "_variants", "_warns",
+        "__weakref__", "_backend", "_by_token", "_checked", "_defaults", "_dims", "_lowered",
+        "_names", "_of_ones", "_optional", "_prepared", "_source", "_spec", "_steps", "_traced",
+        "_variants", "_warns",
     )  # fmt: skip
 
     def __init__(
@@ -78,6 +80,8 @@ class Attention(Analysis, Views, Introspection, Serving):
         self._names = frozenset(x.name for x in program.captures())
         self._variants: dict[Any, Attention] = {}
         self._traced = Traced()
+        self._by_token = speaks_of_tokens(program)
+        self._steps = {}
         self._of_ones: dict[Any, Attention] = {}  # By a call's signature, as `_prepared`.
         # By a call's signature: what was found, if q, k, v are as given, what values need, and how
         # a part is put into its program's terms.

@@ -138,13 +138,7 @@ def check_values(
     Raises:
         ArgumentError: An int that 64 bits do not hold; positions at the limit or beyond.
     """
-    if needs is _FOREIGN:
-        call = _with_plain_numbers(program, call)
-    for decl in program.params:
-        if decl.dtype is DType.INT:
-            value = call.params[decl.name]
-            if type(value) is not int or not _LEAST <= value <= _GREATEST:
-                check_int(decl.name, value)
+    call = check_params(program, call, needs)
     # Most calls have no positions of their own, and a part of a microsecond counts.
     if (
         call.q_index is not None or type(call.q_offset) is not int or call.q_offset
@@ -160,6 +154,18 @@ def check_values(
 def _is_of_entries(numbers: object) -> bool:
     """Whether they are numbers of batch entries in 32 bits."""
     return isinstance(numbers, torch.Tensor) and numbers.dtype is torch.int32 and numbers.dim() == 1
+
+
+def check_params(program: Program, call: Call, needs: Values) -> Call:
+    """As :func:`check_values`, of calls whose positions cannot be wrong."""
+    if needs is _FOREIGN:
+        call = _with_plain_numbers(program, call)
+    for decl in program.params:
+        if decl.dtype is DType.INT:
+            value = call.params[decl.name]
+            if type(value) is not int or not _LEAST <= value <= _GREATEST:
+                check_int(decl.name, value)
+    return call
 
 
 def _check_part(call: Call, part: Part, marks: bool) -> None:

@@ -209,6 +209,18 @@ class PagedKeys(NamedTuple):
     length: Any
 
 
+class RequestTokens(NamedTuple):
+    """Where the first token of each request stands, and behind it that of the next.
+
+    ``tokens`` is the number of all tokens, ``most`` that of a request's which are computed.
+    """
+
+    starts: Any
+    stride: Any
+    tokens: Any
+    most: Any
+
+
 class PageOfKeys(NamedTuple):
     """The page of each key of a tile, its row there, and whether the request has the key."""
 

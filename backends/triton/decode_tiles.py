@@ -30,6 +30,8 @@ TILES_OF_PART = 2
 1.4 us where keys are few (H100, D128)."""
 PARTS_AT_ONCE = 16
 """Of those that are merged, so that their loads wait for memory together."""
+TOKENS_AT_ONCE = REQUESTS_AT_ONCE = 32
+"""Tokens that a program clears if they are no request's, and requests that it asks together."""
 _MERGED_NUMBERS = 8192
 """Sums that are merged together: 64 registers of a thread."""
 _STAGE_BYTES = 32768

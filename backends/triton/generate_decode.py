@@ -16,16 +16,19 @@ from ..emit.device_functions import (
     program_function,
     record_of_given,
 )
-from ..emit.expression import print_expressions
+from ..emit.expression import made_field, print_expressions
 from ..emit.facts import block_widths
 from ..emit.loops import LIST_PARAMETERS, print_loop
 from ..emit.template import Products, fill_template
+from ..emit.text import wrapped
 from .decode_tiles import (
     LEAST_PARTS,
     MOST_PARTS,
     PARTS_AT_ONCE,
     PROGRAMS,
+    REQUESTS_AT_ONCE,
     TILES_OF_PART,
+    TOKENS_AT_ONCE,
     Shape,
     lines_at_once,
 )
@@ -71,10 +74,17 @@ def decode_text(shape: Shape, job: Job, config: Config, loop: LoopPlan, products
     pages = facts.pages
     if pages is not None:
         flags |= {"PAGE": pages.size, "K_SCALES": pages.k_scales, "V_SCALES": pages.v_scales}
-    given = [*parameters(facts), *(LIST_PARAMETERS if listed else ())]
-    texts = [record_of_given(given), *functions, sink, wrong, *loops]
+        flags |= {"TOKENS_AT_ONCE": TOKENS_AT_ONCE, "REQUESTS_AT_ONCE": REQUESTS_AT_ONCE}
+    given = [*parameters(facts.without_made()), *(LIST_PARAMETERS if listed else ())]
+    made = () if pages is None else pages.made
+    fields = [*given, *(made_field(name) for name, _ in made)]
+    values = [*given, *(what for _, what in made)]
+    texts = [record_of_given(fields), *functions, sink, wrong, *loops]
     used |= helpers | found | more
-    return fill_template(__package__, kernel.templates, (kernel.entry,), texts, used, flags, given)
+    return fill_template(
+        __package__, kernel.templates, (kernel.entry,), texts, used, flags, given,
+        {"values": wrapped(values)},
+    )  # fmt: skip
 
 
 def _wrong_entries(program: Program, facts: KernelFacts) -> tuple[str, set[str]]:
