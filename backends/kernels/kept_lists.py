@@ -117,7 +117,8 @@ class KeptLists:
         # What serves models writes tensors by kernels of its own. Cached tensors are results of the
         # graphs that torch.compile replays.
         return not torch.is_inference_mode_enabled() and not any(
-            x.is_inference() or torch._C._is_cached_tensor(x) for x in tensors
+            x.is_inference() or torch._C._is_cached_tensor(x)  # type: ignore[attr-defined]
+            for x in tensors
         )
 
     def _keep(self, key: Hashable, kept: _Kept) -> None:

@@ -48,6 +48,12 @@ class ListKernels:
     kept: KeptLists
     """What earlier calls made."""
 
+    def place(self) -> tuple[object, ...]:
+        """What tells these lists from those of other kernels."""
+        # Of the four kernels this one has all sizes of tiles among its constants.
+        classify = self.executables["classify"]
+        return classify.kernel, classify.constants, self.parts, self.loop.along
+
 
 def find_kinds(
     kernels: ListKernels,
@@ -107,8 +113,8 @@ def lists_of(layout: Layout, lowered: Lowered, call: Call, kernel: str, stream: 
     # As texts, since 0.0 and -0.0 are equal, and so are 1 and True.
     numbers = tuple("" if isinstance(x, torch.Tensor) else repr(x) for x in values)
     place = (
-        kernels.executables["list_tiles"], kernels.loop.along, stream, numbers,
-        call.q.shape[:3], call.k.shape[1:3], tuple(call.sizes.values()),
+        kernels.place(), stream, numbers, call.q.shape[:3], call.k.shape[1:3],
+        tuple(call.sizes.values()),
     )  # fmt: skip
     return kernels.kept.of(place, tensors, call.q.device, make)
 
