@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 _MOST_LISTS = 64
 """A training step of two kinds of layers reads six."""
 _MOST_BYTES = 1 << 26
-"""Of all lists of a device. Finding larger ones takes little beside the attention that reads them,
+"""Of all lists. Finding larger ones takes little beside the attention that reads them,
 and memory that is kept is missing elsewhere."""
 
 

@@ -105,16 +105,19 @@ def lists_of(layout: Layout, lowered: Lowered, call: Call, kernel: str, stream: 
     if kernels is None:
         return []
     make = partial(list_arguments, kernels, lowered.sparsity, layout.facts, call, stream)
-    if call.tiles is not None or call.within_graph:
+    if call.within_graph:
         return kernels.kept.anew(make)
-    values = [_value(call, name) for name in kernels.names]
-    values += [origin(call.q_offset, call.q_index), origin(call.kv_offset, call.kv_index)]
+    if call.tiles is None:
+        values = [_value(call, name) for name in kernels.names]
+        values += [origin(call.q_offset, call.q_index), origin(call.kv_offset, call.kv_index)]
+    else:
+        values = [call.tiles.kinds, call.tiles.block_m, call.tiles.block_n]
     tensors = [x for x in values if isinstance(x, torch.Tensor)]
     # As texts, since 0.0 and -0.0 are equal, and so are 1 and True.
     numbers = tuple("" if isinstance(x, torch.Tensor) else repr(x) for x in values)
     place = (
-        kernels.place(), stream, numbers, call.q.shape[:3], call.k.shape[1:3],
-        tuple(call.sizes.values()),
+        kernels.place(), stream, call.tiles is None, numbers,
+        call.q.shape[:3], call.k.shape[1:3], tuple(call.sizes.values()),
     )  # fmt: skip
     return kernels.kept.of(place, tensors, call.q.device, make)
 

@@ -178,6 +178,20 @@ def test_views_of_one_table(device):
         table[0, :, 40:] = False
 
 
+def test_maps_that_are_given(device):
+    """Their lists are kept for as long as the map is as it was."""
+    doc, qkv = documents(device), operands(device)
+    attention = attndsl.compile(DOCUMENTS, backend="triton")
+    wanted = attention(*qkv, doc=doc)
+    found = attention.tiles(LENGTH, LENGTH, 16, 16, doc=doc)
+    with making(1):
+        for _ in range(2):
+            assert torch.equal(attention(*qkv, doc=doc, tiles=found), wanted)
+    found.kinds.zero_()
+    assert (attention(*qkv, doc=doc, tiles=found) == 0).all()
+    assert torch.equal(attention(*qkv, doc=doc), wanted)
+
+
 def test_where_no_version_can_be_seen(device):
     doc, qkv = documents(device), operands(device)
     attention = attndsl.compile(DOCUMENTS, backend="triton")
