@@ -114,10 +114,10 @@ class KeptLists:
                 return False
         if not tensors:
             return True
-        # What serves models writes tensors by kernels of its own. Cached tensors are results of the
-        # graphs that torch.compile replays.
+        # What serves models writes tensors by kernels of its own, and fused optimizers write those
+        # that learn. Cached tensors are results of the graphs that torch.compile replays.
         return not torch.is_inference_mode_enabled() and not any(
-            x.is_inference() or torch._C._is_cached_tensor(x)  # type: ignore[attr-defined]
+            x.requires_grad or x.is_inference() or torch._C._is_cached_tensor(x)  # type: ignore[attr-defined]
             for x in tensors
         )
 

@@ -153,6 +153,22 @@ def test_inference_shows_no_versions(lists):
     assert not lists.made_by(doc)
 
 
+def test_what_fused_optimizers_write_is_not_trusted(lists):
+    """Torch does not count it."""
+    limit = torch.rand(8, requires_grad=True)
+    optimizer = torch.optim.AdamW([limit], lr=0.1, fused=True)
+    limit.grad = torch.ones(8)
+    for _ in range(3):
+        for read in (limit, limit[2:]):
+            assert lists.made_by(read)
+            with torch.no_grad():
+                assert lists.made_by(read)
+        optimizer.step()
+    still = torch.rand(8)
+    assert lists.made_by(still)
+    assert not lists.made_by(still)
+
+
 def test_results_of_replayed_graphs_are_not_trusted(lists):
     """torch.compile's trees of CUDA graphs give the same tensor with other values each time."""
     doc = torch.arange(10)
