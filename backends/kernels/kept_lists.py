@@ -72,13 +72,12 @@ class KeptLists:
         owners = [x if x._base is None else x._base for x in tensors]
         if not self._may_keep(owners, device):
             return self.anew(make)
-        storages = [x.untyped_storage() for x in tensors]
         key = (
             device,
             place,
             *(
-                (id(owner), id(storage), x.data_ptr(), x.dtype, x.shape, x.stride())
-                for owner, storage, x in zip(owners, storages, tensors, strict=True)
+                (id(owner), x.data_ptr(), x.dtype, x.shape, x.stride())
+                for owner, x in zip(owners, tensors, strict=True)
             ),
         )
         # Before the lists are begun: a change meanwhile makes them old.
@@ -91,8 +90,12 @@ class KeptLists:
         lists = self.anew(make)
         size = sum(x.nbytes for x in lists if isinstance(x, torch.Tensor))
         held = lists[:]
-        # What is called when an object goes knows the lists alone, so that no cycle keeps them.
-        watched = tuple(weakref.ref(x, _emptying(held)) for x in (*owners, *storages))
+        # Until all of these go, no id and no address comes again. What is called then knows the
+        # lists alone, so that no cycle keeps them.
+        watched = tuple(
+            weakref.ref(x, _emptying(held))
+            for x in (*owners, *(tensor.untyped_storage() for tensor in tensors))
+        )
         self._keep(key, _Kept(versions, held, size, watched))
         return lists
 

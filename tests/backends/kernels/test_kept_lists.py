@@ -120,6 +120,18 @@ def test_a_new_tensor_in_the_place_of_an_old_one_is_another(lists):
     assert len(lists.kept) == 0
 
 
+def test_a_new_count_of_changes_in_the_same_memory_is_another(lists):
+    memory, seen = torch.arange(10), set()
+    for _ in range(20):
+        doc = memory.data
+        seen.add((id(doc), doc._version))
+        assert lists.made_by(doc)
+        assert not lists.made_by(doc)
+        del doc
+        memory.add_(1)
+    assert len(seen) < 20, "ids come again, and each count begins at 0"
+
+
 def test_views_are_told_apart_and_found_again(lists):
     base = torch.arange(24).view(4, 6)
     assert lists.made_by(base[0])
@@ -127,6 +139,10 @@ def test_views_are_told_apart_and_found_again(lists):
     assert lists.made_by(base[:, 0])
     assert lists.made_by(base[0, ::2])
     assert lists.made_by(base[0].expand(3, 6))
+    assert lists.made_by(base[:3])
+    assert lists.made_by(base[:2])
+    assert lists.made_by(base[:, :4])
+    assert lists.made_by(base[:, :4].mT)
     assert not lists.made_by(base[1])
     assert not lists.made_by(base.view(-1)[6:12])
     base[3, 3] = 77
@@ -211,6 +227,31 @@ def test_the_least_recently_used_go_first(lists, monkeypatch):
     assert not lists.made_by(docs[0])
     assert len(lists.kept) == 3
     assert lists.made_by(docs[1])
+
+
+def test_lists_that_are_made_again_are_recent(lists, monkeypatch):
+    monkeypatch.setattr(kept_lists, "_MOST_LISTS", 2)
+    first, second, third = (torch.full((4,), n) for n in range(3))
+    assert lists.made_by(first)
+    assert lists.made_by(second)
+    first.add_(1)
+    assert lists.made_by(first)
+    assert lists.made_by(third)
+    assert not lists.made_by(first)
+    assert lists.made_by(second)
+
+
+def test_a_call_has_its_lists_until_it_ends(lists):
+    doc = torch.arange(10)
+    for _ in range(2):
+        found = lists.of(doc)
+    del doc
+    assert len(lists.kept) == 0
+    assert found[0][0] == 45
+    doc = torch.arange(10)
+    found = lists.of(doc)
+    del doc
+    assert found[0][0] == 45
 
 
 def test_memory_is_bounded(lists, monkeypatch):
