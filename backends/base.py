@@ -190,6 +190,9 @@ class Call(NamedTuple):
     part: Part | None = None
     """None in calls that backends get. Elsewhere ``sizes`` are those of the whole, and offsets may
     be (B,) ints, one for each batch entry."""
+    within_graph: bool = False
+    """Whether a graph of torch makes the call. Its memory holds one tensor after the other, and
+    no version says so."""
 
     @property
     def shifted(self) -> bool:
