@@ -93,9 +93,11 @@ def _wrong_entries(program: Program, facts: KernelFacts) -> tuple[str, set[str]]
     ranges = [(program.entries.lengths, const(0), size("kv_len"))]
     most = node(Op.SUB, const(POSITION_LIMIT - 1), size("q_len"))
     ranges.append((program.entries.starts, node(Op.NEG, most), most))
+    # What no expression reads is no argument, and decides nothing.
+    read = {capture.name for capture in facts.captures}
     wrong = []
     for name, low, high in ranges:
-        if name is not None:
+        if name in read:
             number = load(name, DType.INT, var("b"))
             wrong.append(node(Op.OR, node(Op.LT, number, low), node(Op.LT, high, number)))
     if not wrong:
