@@ -33,7 +33,8 @@ from scaling_picture import draw
 import attndsl
 from attndsl.parallel import Machine, Shape
 from attndsl.parallel.costs import costs_of
-from attndsl.parallel.layouts import Demand, choose_layout, chunk_size, fetched_by, load_of
+from attndsl.parallel.demands import demand_from
+from attndsl.parallel.layouts import choose_layout, chunk_size, fetched_by, load_of
 from attndsl.runtime.reach import Reach
 
 from common import RESULTS, machine, versions
@@ -144,12 +145,14 @@ def simulated(
             known = {"n": length // 2} if name == "block_diffusion" else {}
             attention = attndsl.compile(program.text, **known)
             reach = attention.reach(length, length, TILE, TILE, heads=1)
-        demand = Demand(reach, TILE, tiles[program.case] * HEADS, costs.key * TILE)
+        demand = demand_from(
+            reach, chunk_size(length, ranks), tiles[program.case] * HEADS, costs.key * TILE
+        )
         for layout in LAYOUTS if name in MEDIANS else FIXED:
             started = time.perf_counter()
             found = choose_layout(layout, length, ranks, [demand])
             planned = time.perf_counter() - started
-            work, fetched = load_of(found, demand), fetched_by(found, demand) * TILE
+            work, fetched = load_of(found, demand), fetched_by(found, demand)
             seconds = work * demand.tile + fetched * costs.key + 2 * LATENCY
             yield {
                 "program": name, "ranks": ranks, "layout": layout, "chunk": found.chunk,

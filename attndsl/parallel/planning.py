@@ -12,17 +12,19 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from attndsl.errors import ArgumentError
-from attndsl.ir import DType, Op, leaf_names, toposort
+from attndsl.ir import DType, leaf_names
+from attndsl.passes.tiles.plan import FORWARD
 from attndsl.runtime.arguments import check_names
 
 from .costs import TILE, costs_of
-from .layouts import Demand
+from .demands import demand_from
 from .routes import figures_of, groups_for, table_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from .costs import Machine, Shape
+    from .demands import Demand
     from .layouts import Layout
     from .routes import Figures, Table
     from .sharded import Program
@@ -85,10 +87,10 @@ def mask_names(program: Program) -> tuple[str, ...]:
     return tuple(name for name in names if name in known)
 
 
-def looks_up(program: Program) -> bool:
-    """Whether the mask looks tensors up, so that its tiles may have no closed form."""
-    root = program.lowered.program.mask
-    return root is not None and any(x.op in (Op.LOAD, Op.DOT) for x in toposort(root))
+def is_listed(program: Program) -> bool:
+    """Whether the tiles of the mask have no closed form, so that they are looked at."""
+    sparsity = program.lowered.sparsity
+    return sparsity.loop(FORWARD, TILE, TILE, shifted=False, indexed=False).listed is not None
 
 
 def seen_by(program: Program, captures: Mapping[str, Any]) -> Seen:
@@ -115,7 +117,7 @@ def demand_of(
         AttnDSLError: Captures that are missing, or that do not fit.
     """
     grain = min(TILE, chunk)
-    if looks_up(program):
+    if length > _SIDE * grain and is_listed(program):
         while chunk % (2 * grain) == 0 and length > _SIDE * grain:
             grain *= 2
     given = {name: _on_cpu(program, name, captures[name]) for name in mask_names(program)
@@ -126,7 +128,7 @@ def demand_of(
     )  # fmt: skip
     costs = costs_of(machine, shape)
     tile = costs.tile * shape.batch * shape.heads / max(1, reach.maps) * (grain / TILE) ** 2
-    return Demand(reach, grain, tile, costs.key * grain, weight)
+    return demand_from(reach, chunk, tile, costs.key * grain, weight)
 
 
 def _on_cpu(program: Program, name: str, value: Any) -> Any:

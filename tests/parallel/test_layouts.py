@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -10,7 +12,6 @@ import attndsl
 from attndsl.errors import ArgumentError
 from attndsl.parallel.costs import Machine, Shape, costs_of
 from attndsl.parallel.layouts import (
-    Demand,
     choose_layout,
     chunk_size,
     fetched_by,
@@ -89,9 +90,9 @@ def test_balanced_documents():
     assert found.name == "balanced"
     load = load_of(found, asked)
     assert load.max() / load.mean() < 1.1
-    assert load.sum() == asked.reach.work.sum()
+    assert load.sum() == asked.work.sum()
     assert step_cost(found, [asked]) < 0.8 * min(step_cost(x, [asked]) for x in fixed)
-    assert fetched_by(found, asked).mean() * asked.grain < 0.2 * length
+    assert fetched_by(found, asked).mean() < 0.2 * length
     again = choose_layout("balanced", length, ranks, [asked])
     assert np.array_equal(found.owner, again.owner)
 
@@ -100,7 +101,7 @@ def test_layers_are_balanced_together():
     """Many causal layers outweigh a few windows, and the other way round."""
     length, ranks = 1 << 15, 4
     whole, local = (demand(x, length, ranks) for x in ("causal()", "causal() and q - kv < 256"))
-    few = Demand(whole.reach, whole.grain, whole.tile, whole.key, 1e-6)
+    few = replace(whole, weight=1e-6)
     assert choose_layout("auto", length, ranks, [whole, local]).name == "head_tail"
     assert choose_layout("contiguous", length, ranks, []).name == "contiguous"
     cost = [
@@ -155,7 +156,7 @@ def test_figures():
     assert figures.received.sum() == figures.gathered * ranks / 2
     assert figures.gathered == 3 * 1024 * 8 * 256 * (2 + 2 + 4)
     heads = figures_of(layout, asked, 4, costs, 0.0)
-    assert heads.work.tolist() == [int(asked.reach.work.sum()) // 4] * 4
+    assert heads.work.tolist() == [int(asked.work.sum()) // 4] * 4
     assert heads.fetched.tolist() == [3072] * 4
     assert groups_for(4, 64, 8) == (1, 2, 4)
     assert groups_for(3, 64, 8) == (1,)
