@@ -192,41 +192,46 @@ def best_rows(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [best[name, ranks] for name in PROGRAMS for ranks in RANKS if (name, ranks) in best]
 
 
-def plans(ranks: tuple[int, ...] = (8, 64, 1024), length: int = 1 << 20) -> list[dict[str, Any]]:
+def plans(
+    ranks: tuple[int, ...] = (8, 64, 1024), length: int = 1 << 20, repeats: int = 5
+) -> list[dict[str, Any]]:
     """How long plans of a million tokens take, and the largest buffer of a rank.
 
-    The first reach of a program finds its closed form, which later plans have.
+    A plan is all that a rank computes for a batch: what rows see, who holds them, which exchange
+    costs least, and its own routes. Times are the least of ``repeats``: the first one of a program
+    also finds its closed form, which later plans have.
     """
-    from attndsl.parallel.planning import demand_of
-    from attndsl.parallel.routes import figures_of, table_of
+    from attndsl.parallel.planning import Asked, plan_call, sight_key, sight_of, weighed
 
     rows = []
-    shape = Shape(1, HEADS, KV_HEADS, HEAD_DIM, HEAD_DIM)
-    costs = costs_of(Machine(), shape)
+    shape, speeds = Shape(1, HEADS, KV_HEADS, HEAD_DIM, HEAD_DIM), Machine()
     for name in ("causal", "window1024", "block_diffusion", "documents2000"):
         half = {"n": length // 2} if name == "block_diffusion" else {}
         attention = attndsl.compile(PROGRAMS[name].text, **half)
         doc = torch.from_numpy(document_ids(length, 2000)) if name in MEDIANS else None
         given = {} if doc is None else {"doc": doc}
         for number in ranks:
-            chunk = chunk_size(length, number)
-            times = []
-            for _ in range(3):
+            chunk, times = chunk_size(length, number), []
+            for _ in range(repeats):
                 started = time.perf_counter()
-                demand = demand_of(attention, length, chunk, shape, given, Machine())
+                sight = sight_of(attention, length, chunk, shape, given)
+                key = sight_key(attention, chunk, shape, given)
                 reached = time.perf_counter()
+                demand = weighed(sight, shape, speeds)
                 layout = choose_layout("auto", length, number, [demand])
                 chosen = time.perf_counter()
-                table_of(layout, demand, number // 2, 1)
+                plan = plan_call(
+                    attention, layout, number // 2, given, Asked(shape, "auto", False), speeds,
+                    {key: sight},
+                )  # fmt: skip
                 ended = time.perf_counter()
                 times.append((reached - started, chosen - reached, ended - chosen))
-            figures = figures_of(layout, demand, 1, costs, 0.0)
             reach, choice, routes = (round(min(x) * 1e3, 1) for x in zip(*times, strict=True))
             rows.append({
-                "program": name, "ranks": number, "layout": layout.name, "reach_ms": reach,
-                "layout_ms": choice, "routes_ms": routes,
-                "plan_ms": round(min(map(sum, times)) * 1e3, 1),
-                "buffer_gb": round(figures.buffer / 1e9, 2),
+                "program": name, "ranks": number, "layout": layout.name,
+                "group": plan.figures.group, "reach_ms": reach, "layout_ms": choice,
+                "routes_ms": routes, "plan_ms": round(min(map(sum, times)) * 1e3, 1),
+                "buffer_gb": round(plan.figures.buffer / 1e9, 2),
             })  # fmt: skip
     return rows
 

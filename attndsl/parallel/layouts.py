@@ -9,7 +9,7 @@ Non-goals: the search for swaps (:mod:`.swaps`); which rank sends what to which 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -131,7 +131,9 @@ def step_cost(layout: Layout, demands: Sequence[Demand]) -> float:
     """Seconds of all layers, each of which waits for its slowest rank."""
     total = 0.0
     for demand in demands:
-        work, keys = load_of(layout, demand), fetched_by(layout, demand) / demand.grain
+        # The last tile costs as a whole one, of keys as of rows.
+        whole = replace(demand, length=-(-demand.length // demand.grain) * demand.grain)
+        work, keys = load_of(layout, demand), fetched_by(layout, whole) // demand.grain
         total += demand.weight * float((demand.tile * work + demand.key * keys).max(initial=0))
     return total
 

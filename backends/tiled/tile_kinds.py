@@ -109,15 +109,17 @@ def ends_of(
         ("q", 2, grid.block_m, bounds.rows, "row"),
         ("kv", 3, grid.block_n, bounds.columns, "column"),
     ):
-        along = scope.variables[name].shape[dim]
-        ends = {name: _extremes(scope.variables[name], dim, size)}
-        for number, value in enumerate(evaluate(values, scope)):
-            full = value.expand(*value.shape[:dim], along, *value.shape[dim + 1 :])
-            ends[f"{stem}{number}"] = _extremes(full, dim, size)
-        found.append({
-            f"${stem}_{end}": x for stem, both in ends.items()
-            for end, x in zip(("low", "high"), both, strict=True)
-        })  # fmt: skip
+        whole = scope.variables[name]
+        together = _CHUNKS.get(whole.device.type, whole.shape[dim])
+        parts: dict[str, list[torch.Tensor]] = {}
+        for part in torch.split(whole, -(-together // size) * size, dim):
+            inner = replace(scope, variables={**scope.variables, name: part})
+            for number, value in enumerate((part, *evaluate(values, inner))):
+                full = value.expand(*value.shape[:dim], part.shape[dim], *value.shape[dim + 1 :])
+                label = f"${stem}{number - 1}" if number else f"${name}"
+                for end, x in zip(("low", "high"), _extremes(full, dim, size), strict=True):
+                    parts.setdefault(f"{label}_{end}", []).append(x)
+        found.append({label: torch.cat(some, dim) for label, some in parts.items()})
     return found[0], found[1]
 
 

@@ -19,7 +19,7 @@ from attndsl.parallel.layouts import (
     load_of,
     step_cost,
 )
-from attndsl.parallel.planning import demand_of, mask_names
+from attndsl.parallel.planning import mask_names, sight_of, weighed
 from attndsl.parallel.report import report
 from attndsl.parallel.routes import figures_of, groups_for, table_of
 
@@ -29,7 +29,8 @@ SHAPE = Shape(1, 64, 8)
 
 def demand(text, length, ranks, **captures):
     attention = attndsl.compile(text)
-    return demand_of(attention, length, chunk_size(length, ranks), SHAPE, captures, Machine())
+    sight = sight_of(attention, length, chunk_size(length, ranks), SHAPE, captures)
+    return weighed(sight, SHAPE, Machine())
 
 
 def documents(length, median):
