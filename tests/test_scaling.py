@@ -40,6 +40,14 @@ def test_the_results_are_those_of_this_code(scaling):
         assert {**row, "plan_ms": 0} == {**kept, "plan_ms": 0}
 
 
+def test_plans_are_timed(scaling):
+    rows = scaling.plans((2, 8), 1 << 14, 1)
+    layouts = {(row["program"], row["ranks"]): row["layout"] for row in rows}
+    assert layouts["causal", 8] == "head_tail"
+    assert layouts["window1024", 2] == "contiguous"
+    assert all(row["plan_ms"] > 0 and row["buffer_gb"] > 0 for row in rows)
+
+
 def test_documents_are_what_the_program_says(scaling):
     import torch
 
