@@ -198,8 +198,8 @@ def plans(
     """How long plans of a million tokens take, and the largest buffer of a rank.
 
     A plan is all that a rank computes for a batch: what rows see, who holds them, which exchange
-    costs least, and its own routes. Times are the least of ``repeats``: the first one of a program
-    also finds its closed form, which later plans have.
+    costs least, its own routes, and digests of tensors for ranks to compare. Times are the least of
+    ``repeats``: the first one of a program also finds its closed form, which later plans have.
     """
     from attndsl.parallel.planning import Asked, plan_call, sight_key, sight_of, weighed
 
@@ -215,15 +215,14 @@ def plans(
             for _ in range(repeats):
                 started = time.perf_counter()
                 sight = sight_of(attention, length, chunk, shape, given)
-                key = sight_key(attention, chunk, shape, given)
+                sight_key(attention, chunk, shape, given)
                 reached = time.perf_counter()
                 demand = weighed(sight, shape, speeds)
                 layout = choose_layout("auto", length, number, [demand])
                 chosen = time.perf_counter()
-                plan = plan_call(
-                    attention, layout, number // 2, given, Asked(shape, "auto", False), speeds,
-                    {key: sight},
-                )  # fmt: skip
+                asked = Asked(shape, "auto", False)
+                sight_key(attention, chunk, shape, given)
+                plan = plan_call(attention, layout, number // 2, given, asked, speeds, sight)
                 ended = time.perf_counter()
                 times.append((reached - started, chosen - reached, ended - chosen))
             reach, choice, routes = (round(min(x) * 1e3, 1) for x in zip(*times, strict=True))

@@ -27,7 +27,7 @@ def digest(value: object) -> int:
     if isinstance(value, torch.Tensor):
         data = value.detach().cpu().contiguous()
         text = f"{tuple(data.shape)} {data.dtype}"
-        elements = data.flatten().view(torch.uint8).numpy() if data.numel() else None
+        elements = data.flatten().view(torch.uint8).numpy().data if data.numel() else None
     else:
         text, elements = repr(value), None
     # Made to find differences fast, and not to withstand anyone.

@@ -26,7 +26,6 @@ from .planning import (
     EXCHANGES,
     Asked,
     PlanKey,
-    mask_names,
     numbers_of,
     plan_call,
     sight_key,
@@ -387,9 +386,9 @@ class ContextParallel:
             seed: Of the call.
         """
         batch = self.now()
-        self._taken = True
         known = self._plans.get(key)
         if torch.compiler.is_compiling():
+            self._taken = True
             if known is None or known.seen.tensors:
                 raise UnsupportedError(
                     f"a graph of torch.compile calls {attention.name!r}, which is not planned, or "
@@ -398,7 +397,7 @@ class ContextParallel:
                     "leave calls whose masks look tensors up outside",
                 )
             return known
-        self._check_recomputed(batch)
+        self._take(batch)
         fresh = known is None or not known.seen.is_same(captures)
         if not fresh and self._check == "plans":
             assert known is not None
@@ -407,15 +406,15 @@ class ContextParallel:
         found = known
         fields: dict[str, object] = {}
         try:
+            mask = sight_key(attention, batch.layout.chunk, key.asked.shape, captures)
             if fresh:
                 found = plan_call(
                     attention, batch.layout, self._rank, captures, key.asked, self._machine,
-                    batch.sights,
+                    batch.sights.get(mask),
                 )  # fmt: skip
             fields = {
                 "program": key.spec, "layout": batch.token, "shape of q, k and v": key.asked,
-                "set of params": key.numbers,
-                "mask": [_digestible(captures[n]) for n in mask_names(attention) if n in captures],
+                "set of params": key.numbers, "mask": mask,
                 "seed": seed if isinstance(seed, int) else type(seed),
             }  # fmt: skip
         except Exception as error:
@@ -436,10 +435,14 @@ class ContextParallel:
         numbers = numbers_of(attention, captures)
         return PlanKey(attention.name, attention.made_of.spec, self.now().token, asked, numbers)
 
-    def _check_recomputed(self, batch: Batch) -> None:
-        """Refuse a call that a checkpoint makes again after its rows have another layout."""
+    def _take(self, batch: Batch) -> None:
+        """A call takes rows: those of ``batch``, unless a checkpoint makes an earlier call again.
+
+        Raises:
+            ArgumentError: It does so, and the layout is another one since.
+        """
         if not _in_backward():
-            self._called = batch.token
+            self._taken, self._called = True, batch.token
         elif self._called is not None and self._called != batch.token:
             raise ArgumentError(
                 "a backward makes a call again whose rows are of an earlier shard, and the layout "
@@ -464,10 +467,6 @@ class ContextParallel:
 def _in_backward() -> bool:
     """Whether autograd is at work, as where a checkpoint recomputes a forward."""
     return torch._C._current_graph_task_id() != -1
-
-
-def _digestible(value: Any) -> object:
-    return digest(value) if isinstance(value, torch.Tensor) else value
 
 
 def _fitting(program: Program, captures: Mapping[str, Any]) -> dict[str, Any]:

@@ -210,7 +210,7 @@ def plan_call(
     captures: Mapping[str, Any],
     asked: Asked,
     machine: Machine,
-    sights: Mapping[object, Sight],
+    sight: Sight | None = None,
 ) -> Plan:
     """The plan of ``program`` on ``layout``, with the exchange that takes least.
 
@@ -221,7 +221,7 @@ def plan_call(
         captures: Of the call.
         asked: Its sizes.
         machine: Speeds.
-        sights: What is known already, by :func:`sight_key`.
+        sight: What the rows see, where that is known.
 
     Raises:
         ArgumentError: An exchange that these numbers of heads do not allow.
@@ -229,9 +229,7 @@ def plan_call(
     """
     check_names(program.lowered.program, captures)
     shape, chunk = asked.shape, layout.chunk
-    # Now, since the key reads the tensors now.
     seen = seen_by(program, captures)
-    sight = sights.get(sight_key(program, chunk, shape, captures)) if sights else None
     if sight is None:
         sight = sight_of(program, layout.length, chunk, shape, captures)
     demand, costs = weighed(sight, shape, machine), costs_of(machine, shape)

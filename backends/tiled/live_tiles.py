@@ -57,7 +57,7 @@ def live_tiles(
         together: How many tiles are looked at together.
     """
     sides = [grid.shape]
-    ends = [ends_of(bounds, grid)]
+    ends: list[tuple[Ends, Ends]] = [ends_of(bounds, grid)]
     while max(sides[-1]) > _SIDE:
         by_row, by_column = ends[-1]
         ends.append((_of_squares(by_row, 2), _of_squares(by_column, 3)))
@@ -84,7 +84,8 @@ def _parts(
 ) -> Iterator[LiveTiles]:
     """The live tiles in the ``squares``, so many of these at once."""
     found, each = squares
-    for some in zip(found.rows.split(each), found.columns.split(each), strict=True):
+    parts = torch.split(found.rows, each), torch.split(found.columns, each)
+    for some in zip(*parts, strict=True):
         yield _inside(bounds, scope, *level, outer, some)
 
 
