@@ -39,6 +39,8 @@ _MATTERS = {
     "kv_heads": ("hkv", "kv_heads"), "head_dim": ("head_dim",),
 }  # fmt: skip
 """By size of a call: by which variables and sizes a mask may depend on it."""
+_POSITIONS = frozenset({"q", "kv", "q_len", "kv_len"})
+"""Variables and sizes that depend on none of these."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -159,8 +161,10 @@ def _sizes_of(program: Program) -> list[str]:
     found, names = program.lowered.program, mask_names(program)
     roots = [x for x in (found.mask, program.lowered.sparsity.mask) if x is not None]
     roots += [dim for decl in found.tensors if decl.name in names for dim in decl.dims]
-    values = {str(x.value) for x in toposort(*roots) if x.op in (Op.VAR, Op.SIZE)}
-    return [size for size, some in _MATTERS.items() if not values.isdisjoint(some)]
+    values = {str(x.value) for x in toposort(*roots) if x.op in (Op.VAR, Op.SIZE)} - _POSITIONS
+    # A name that is none of these may stand for any size.
+    known = values <= {name for some in _MATTERS.values() for name in some}
+    return [size for size, some in _MATTERS.items() if not known or not values.isdisjoint(some)]
 
 
 def sight_of(

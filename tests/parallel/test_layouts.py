@@ -19,7 +19,7 @@ from attndsl.parallel.layouts import (
     load_of,
     step_cost,
 )
-from attndsl.parallel.planning import mask_names, sight_of, weighed
+from attndsl.parallel.planning import mask_names, sight_key, sight_of, weighed
 from attndsl.parallel.report import report
 from attndsl.parallel.routes import figures_of, groups_for, table_of
 
@@ -69,6 +69,31 @@ def test_all_processes_name_the_captures_of_a_mask_in_one_order():
     text = "".join(f"param {name}: int\n" for name in names)
     text += "mask = causal() and q - kv < " + " + ".join(names)
     assert mask_names(attndsl.compile(text)) == tuple(sorted(names))
+
+
+def test_what_rows_see_is_found_again_for_other_masks_alone():
+    """The mask's text and numbers, elements of its tensors, and sizes that it may depend on."""
+    doc = torch.arange(512) // 100
+
+    def key(text, shape=SHAPE, **captures):
+        return sight_key(attndsl.compile(text), 128, shape, captures)
+
+    other = Shape(2, 32, 4, 64)
+    assert key(DOCUMENTS, doc=doc) == key(DOCUMENTS, other, doc=doc.clone())
+    assert key(DOCUMENTS, doc=doc) != key(DOCUMENTS, doc=doc // 2)
+    assert key(DOCUMENTS, doc=doc) != key(DOCUMENTS, doc=doc.float())
+    assert key("causal()") == key("causal()", other)
+    assert key("causal()") != key("q > kv")
+    window = "param n: int\nmask = causal() and q - kv < n"
+    assert key(window, n=9) == key(window, other, n=np.int64(9)) != key(window, n=8)
+    for text, changed in (
+        ("q - kv < 9 * (h + 1)", Shape(1, 32, 8)), ("q - kv < heads", Shape(1, 32, 8)),
+        ("q - kv < kv_heads", Shape(1, 64, 4)), ("q - kv < batch", Shape(2, 64, 8)),
+        ("q - kv < head_dim", Shape(1, 64, 8, 64)),
+    ):  # fmt: skip
+        assert key(text) != key(text, changed), text
+    by_batch = "tensor doc[batch, kv_len]: int\nmask = doc[0, q] == doc[0, kv]"
+    assert key(by_batch, doc=doc[None]) != key(by_batch, other, doc=doc[None])
 
 
 def test_auto_chooses_what_each_mask_needs():
