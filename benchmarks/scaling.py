@@ -3,6 +3,7 @@
 python benchmarks/scaling.py --simulate           # print plans, loads, bytes and predicted times
 python benchmarks/scaling.py --simulate --write   # write results, the table and docs/scale.svg
 python benchmarks/scaling.py --plans              # how long plans take at a million tokens
+python benchmarks/scaling.py --plans --write      # write results and their table
 python benchmarks/scaling.py --run 2,4,8          # measure on GPUs of this host, part by part
 
 The simulation takes the time of a live tile from the committed results of one H200, and speeds of
@@ -45,7 +46,9 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).parents[1]
 PAGE, PICTURE = ROOT / "docs" / "scale.md", ROOT / "docs" / "scale.svg"
 SIMULATED, MEASURED = RESULTS / "scaling_simulated.json", RESULTS / "scaling.json"
+PLANNED = RESULTS / "scaling_plans.json"
 BEGIN, END = "<!-- simulated: begin -->", "<!-- simulated: end -->"
+PLANS_BEGIN, PLANS_END = "<!-- plans: begin -->", "<!-- plans: end -->"
 TILES = "sparse_attention.json"
 """The result file with the times of tiles."""
 TILE = 128
@@ -235,6 +238,21 @@ def plans(
     return rows
 
 
+def table_of_plans(rows: list[dict[str, Any]]) -> str:
+    """Times and buffers of plans, in Markdown."""
+    lines = [
+        "| program | ranks | layout | ms | what rows see | who holds them | routes | buffer, GB |",
+        "| --- | ---: | --- | ---: | ---: | ---: | ---: | ---: |",
+    ]
+    lines += [
+        f"| {row['program']} | {row['ranks']:,} | {row['layout']} | {row['plan_ms']:.1f} | "
+        f"{row['reach_ms']:.1f} | {row['layout_ms']:.1f} | {row['routes_ms']:.1f} | "
+        f"{row['buffer_gb']:.2f} |"
+        for row in rows
+    ]
+    return "\n".join(lines)
+
+
 def run(arguments: argparse.Namespace) -> None:
     """Measure part by part; what takes too long, or fails, is a row that says so."""
     output = Path(arguments.output)
@@ -302,8 +320,12 @@ def main() -> None:
             raise SystemExit(f"there is no program {name} to measure")
         measure(part, texts[name], MEDIANS.get(name), document_ids)
     elif arguments.plans:
-        for row in plans():
-            print(json.dumps(row), flush=True)
+        torch.set_num_threads(1)
+        found = plans()
+        print(table_of_plans(found))
+        if arguments.write:
+            keep(PLANNED, "scaling_plans", f"{machine('cpu')}, one thread", found)
+            put(table_of_plans(found), PLANS_BEGIN, PLANS_END)
     elif arguments.run:
         run(arguments)
     else:
@@ -318,17 +340,25 @@ GAIN = "tensor x[heads]: float\nmask = causal(); score = x[h] * score"
 
 
 def write(rows: list[dict[str, Any]]) -> None:
-    """The results, the table of the page, and its picture."""
-    data = {
-        "benchmark": "scaling_simulated", "machine": "none: simulated",
-        "date": datetime.date.today().isoformat(), "versions": versions(), "rows": rows,
-    }  # fmt: skip
-    SIMULATED.write_text(json.dumps(data, indent=1) + "\n", "utf-8")
+    """The results of the simulation, the table of the page, and its picture."""
+    keep(SIMULATED, "scaling_simulated", "none: simulated", rows)
     PICTURE.write_text(draw(best_rows(rows), RANKS), "utf-8")
-    page = PAGE.read_text("utf-8")
-    before, rest = page.split(BEGIN)
-    after = rest.split(END)[1]
-    PAGE.write_text(f"{before}{BEGIN}\n\n{table(rows)}\n\n{END}{after}", "utf-8")
+    put(table(rows), BEGIN, END)
+
+
+def keep(path: Path, benchmark: str, where: str, rows: list[dict[str, Any]]) -> None:
+    """Write results."""
+    data = {
+        "benchmark": benchmark, "machine": where, "date": datetime.date.today().isoformat(),
+        "versions": versions(), "rows": rows,
+    }  # fmt: skip
+    path.write_text(json.dumps(data, indent=1) + "\n", "utf-8")
+
+
+def put(text: str, begin: str, end: str) -> None:
+    """Write a table into the page."""
+    before, rest = PAGE.read_text("utf-8").split(begin)
+    PAGE.write_text(f"{before}{begin}\n\n{text}\n\n{end}{rest.split(end)[1]}", "utf-8")
 
 
 if __name__ == "__main__":

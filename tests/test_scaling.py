@@ -25,6 +25,10 @@ def test_the_page_shows_the_results(scaling):
     page = scaling.PAGE.read_text("utf-8")
     shown = page.split(scaling.BEGIN)[1].split(scaling.END)[0].strip()
     assert shown == scaling.table(rows)
+    plans = json.loads(scaling.PLANNED.read_text("utf-8"))["rows"]
+    assert page.split(scaling.PLANS_BEGIN)[1].split(scaling.PLANS_END)[0].strip() == (
+        scaling.table_of_plans(plans)
+    )
     drawn = scaling.draw(scaling.best_rows(rows), scaling.RANKS)
     assert scaling.PICTURE.read_text("utf-8") == drawn
 

@@ -114,8 +114,10 @@ class ContextParallel:
         self._plans: dict[PlanKey, Plan] = {}
         # Whether shard has given rows of this plan, and whether a call has taken them.
         self._given, self._taken = False, False
-        # The layout of the latest call: a checkpoint may recompute it.
+        # The layout of the latest call, and the seed of the latest draw: a checkpoint may make
+        # them again.
         self._called: str | None = None
+        self._drawn: int | None = None
 
     @property
     def rank(self) -> int:
@@ -332,13 +334,23 @@ class ContextParallel:
         """A seed of dropout for layer ``number``, the same on all ranks.
 
         Raises:
-            ArgumentError: :meth:`plan` or :meth:`shard` got no seed.
+            ArgumentError: :meth:`plan` or :meth:`shard` got no seed; a checkpoint draws again, and
+                the seed is another one since.
         """
         seed = self.now().seed
         if seed is None:
             raise ArgumentError(
                 "this batch has no seed", hint="pass seed=... to shard, the same on all ranks"
             )
+        if not torch.compiler.is_compiling():
+            if not _in_backward():
+                self._drawn = seed
+            elif self._drawn is not None and self._drawn != seed:
+                raise ArgumentError(
+                    f"a backward draws again for a call of an earlier shard, whose seed was "
+                    f"{self._drawn}, and the seed is {seed} since",
+                    hint="shard the next batch after the backward of this one",
+                )
         return (seed * 6364136223846793005 + (number + 1) * _MIX) % (1 << 62)
 
     def explain(self) -> str:

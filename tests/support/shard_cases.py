@@ -391,12 +391,15 @@ def early_shards(group: ProcessGroup) -> None:
         _told(out.backward, "makes a call again whose rows are of an earlier shard")
         cp.plan(L, attention, doc=first)
         shard(first)
-    # Another batch of the same layout changes nothing.
-    window = attndsl.compile("causal() and q - kv < 9")
+    # Another batch of the same layout changes nothing, but what is drawn.
+    window = attndsl.compile("mask = q - kv < 9; weights = dropout(softmax(score), 0.1)")
     cp = ContextParallel(group)
-    own = [cp.shard(x, 2, window) for x in whole]
-    cp.shard(whole[0], 2, window, seed=3)
-    cp(window)(*own)
+    own = _leaves([cp.shard(x, 2, window, seed=3) for x in whole])
+    cp.shard(whole[0], 2, window, seed=4)
+    out = checkpoint(lambda *x: cp(window)(*x, seed=cp.seed(0)), *own, use_reentrant=False).sum()
+    out.backward(retain_graph=True)
+    cp.shard(whole[0], 2, window, seed=5)
+    _told(out.backward, "whose seed was 4, and the seed is 5")
 
 
 def refusals(group: ProcessGroup) -> None:
