@@ -201,8 +201,9 @@ def plans(
     """How long plans of a million tokens take, and the largest buffer of a rank.
 
     A plan is all that a rank computes for a batch: what rows see, who holds them, which exchange
-    costs least, its own routes, and digests of tensors for ranks to compare. Times are the least of
-    ``repeats``: the first one of a program also finds its closed form, which later plans have.
+    costs least, its own routes, and digests of tensors for ranks to compare. Times are those of
+    the processor, the least of ``repeats``: the first one of a program also finds its closed form,
+    which later plans have.
     """
     from attndsl.parallel.planning import Asked, plan_call, sight_key, sight_of, weighed
 
@@ -216,17 +217,17 @@ def plans(
         for number in ranks:
             chunk, times = chunk_size(length, number), []
             for _ in range(repeats):
-                started = time.perf_counter()
+                started = time.process_time()
                 sight = sight_of(attention, length, chunk, shape, given)
                 sight_key(attention, chunk, shape, given)
-                reached = time.perf_counter()
+                reached = time.process_time()
                 demand = weighed(sight, shape, speeds)
                 layout = choose_layout("auto", length, number, [demand])
-                chosen = time.perf_counter()
+                chosen = time.process_time()
                 asked = Asked(shape, "auto", False)
                 sight_key(attention, chunk, shape, given)
                 plan = plan_call(attention, layout, number // 2, given, asked, speeds, sight)
-                ended = time.perf_counter()
+                ended = time.process_time()
                 times.append((reached - started, chosen - reached, ended - chosen))
             reach, choice, routes = (round(min(x) * 1e3, 1) for x in zip(*times, strict=True))
             rows.append({
