@@ -67,7 +67,7 @@ class _Program:
     def __init__(self, demand: Demand) -> None:
         self.key = demand.key
         self._needs, self._number = demand.needs, len(demand.work)
-        self._ends = np.searchsorted(demand.needs.reader, np.arange(self._number + 1)).tolist()
+        self._ends = np.searchsorted(demand.needs.reader, np.arange(self._number + 1))
         self._covers: dict[int, Ints] = {}
 
     def cover(self, rank: int, owner: Ints) -> Ints:
@@ -81,15 +81,20 @@ class _Program:
 
     def seen(self, which: Ints, by: Ints) -> Ints:
         """(chunks of ``by``,) how many of ``which``, (chunks,) bools, each of these sees."""
-        sums = np.concatenate([[0], np.cumsum(which)])
-        counts = sums[self._needs.stop] - sums[self._needs.start]
-        return np.bincount(self._needs.reader, counts, self._number).astype(np.int64)[by]
+        sums = np.zeros(self._number + 1, np.int64)
+        np.cumsum(which, out=sums[1:])
+        first, number = self._ends[by], self._ends[by + 1] - self._ends[by]
+        spans = np.arange(number.sum()) + (first - np.cumsum(number) + number).repeat(number)
+        counts = sums[self._needs.stop[spans]] - sums[self._needs.start[spans]]
+        reader = np.arange(len(by)).repeat(number)
+        return np.bincount(reader, counts, len(by)).astype(np.int64)
 
     def move(self, chunk: int, source: int, target: int, owner: Ints) -> None:
         """``chunk`` of rank ``source`` goes to ``target``; ``owner`` is before that."""
         both = self.cover(source, owner), self.cover(target, owner)
-        for number in range(self._ends[chunk], self._ends[chunk + 1]):
-            some = slice(self._needs.start[number], self._needs.stop[number])
+        mine = slice(self._ends[chunk], self._ends[chunk + 1])
+        ranges = self._needs.start[mine].tolist(), self._needs.stop[mine].tolist()
+        for some in map(slice, *ranges):
             both[0][some] -= 1
             both[1][some] += 1
 
@@ -101,7 +106,8 @@ class _Swaps:
         self.owner = owner.copy()
         self._work: Floats = np.sum([x.work * x.tile for x in demands], 0)
         self._programs = [_Program(x) for x in demands]
-        self._chunks = [np.flatnonzero(owner == rank) for rank in range(ranks)]
+        order = owner.argsort(kind="stable")
+        self._chunks = np.split(order, np.searchsorted(owner[order], np.arange(1, ranks)))
         keys = np.zeros(ranks)
         for demand in demands:
             needs = needs_of(demand, owner)
