@@ -157,7 +157,7 @@ def test_numbers_that_are_equal_and_not_the_same(device):
     """A mask can tell 0.0 from -0.0, and a param of a tensor changes where the tensor does."""
     text = "param p: float\nmask = (q ^ kv) % 2 == 0 and 1.0 / p > 0.0 or q == kv"
     qkv = operands(device)
-    for number in (0.0, -0.0, 0.0, 2.0):
+    for number in (-0.0, 0.0, -0.0, 2.0):
         check(text, qkv, p=number)
     number = torch.tensor(0.5, device=device)
     check(text, qkv, p=number)
@@ -165,6 +165,13 @@ def test_numbers_that_are_equal_and_not_the_same(device):
     with making(1):
         check(text, qkv, p=number)
         check(text, qkv, p=number)
+
+
+def test_sizes_that_a_mask_reads(device):
+    text = "tensor t[n]: float\nmask = (q ^ kv) % (40 * n) < 8\nscore = score + t[0]"
+    qkv, t = operands(device), torch.randn(3, device=device)
+    for number in (3, 1, 2):
+        check(text, qkv, t=t[:number])
 
 
 def test_views_of_one_table(device):
