@@ -81,7 +81,7 @@ def test_what_a_compiler_made_is_found_and_not_loaded(compiles, monkeypatch, tmp
 def test_a_launcher_has_a_name_on_machines_that_know_less(
     own, other, compiles, monkeypatch, tmp_path
 ):
-    """Triton's name of a launcher has what the command ``file`` says, or nothing where it is not."""
+    """Its name has what the command ``file`` says, where that is there."""
     from triton.runtime import build
 
     monkeypatch.setattr(triton.knobs.cache, "dir", str(tmp_path))
