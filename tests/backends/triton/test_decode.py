@@ -379,6 +379,36 @@ def test_a_graph_serves_other_lengths_with_the_same_bits():
 
 
 @pytest.mark.gpu
+def test_graphs_of_torch_find_nothing_of_ours_in_their_memory():
+    """The first call of a process is one that torch makes with a graph's memory."""
+    done = subprocess.run(
+        [sys.executable, "-c", IN_GRAPHS], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+IN_GRAPHS = """
+import torch, attndsl
+attention = attndsl.compile("causal()")
+q, k, v = (torch.randn(2, 8, n, 64, device="cuda", dtype=torch.bfloat16) for n in (1, 4096, 4096))
+lengths = torch.tensor([4096, 1000], dtype=torch.int32, device="cuda")
+
+@torch.compile(fullgraph=True, mode="reduce-overhead")
+def step(q, k, v, lengths):
+    return attention(q, k, v, q_offset=lengths - 1, kv_lengths=lengths) * 2.0
+
+wanted = 2.0 * attndsl.compile("causal()", backend="reference")(
+    q, k, v, q_offset=lengths - 1, kv_lengths=lengths
+)
+with torch.no_grad():
+    for _ in range(4):
+        torch.compiler.cudagraph_mark_step_begin()
+        torch.testing.assert_close(step(q, k, v, lengths), wanted, atol=2e-2, rtol=2e-2)
+"""
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:.*Profiler clears events:UserWarning")
 def test_a_graph_has_one_kernel_a_call_and_numbers_of_its_own():
     attention = attndsl.compile("causal()", backend="decode")
     q, k, v, lengths = ragged_call("cuda", [4096, 4000], 4096, 16, 128, torch.bfloat16)
