@@ -48,6 +48,7 @@ PAGE, PICTURE = ROOT / "docs" / "scale.md", ROOT / "docs" / "scale.svg"
 SIMULATED, MEASURED = RESULTS / "scaling_simulated.json", RESULTS / "scaling.json"
 PLANNED = RESULTS / "scaling_plans.json"
 BEGIN, END = "<!-- simulated: begin -->", "<!-- simulated: end -->"
+MEASURED_BEGIN, MEASURED_END = "<!-- measured: begin -->", "<!-- measured: end -->"
 PLANS_BEGIN, PLANS_END = "<!-- plans: begin -->", "<!-- plans: end -->"
 TILES = "sparse_attention.json"
 """The result file with the times of tiles."""
@@ -254,6 +255,35 @@ def table_of_plans(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+def table_of_measured(rows: list[dict[str, Any]]) -> str:
+    """What each GPU keeps of the operations a second that it has alone, in Markdown.
+
+    A backward has as many times a forward's operations in both.
+    """
+    lines = [
+        "| program | GPUs | tokens of each | forward, ms | step, ms | forward, of one GPU "
+        "| step, of one GPU |",
+        "| --- | ---: | ---: | ---: | ---: | ---: | ---: |",
+    ]
+    for row in rows:
+        if "why" in row:
+            lines.append(
+                f"| {row['program']} | {row['ranks']} | {row['tokens']:,} | - | - | - | - |"
+            )
+            continue
+        forward, alone = (
+            (row[f"{name}_forward_ms"], row[f"{name}_tflops_per_gpu_forward"])
+            for name in ("attndsl", "alone")
+        )
+        work = forward[0] * forward[1] / (alone[0] * alone[1])
+        step = row["alone_step_ms"] * work / row["attndsl_step_ms"]
+        lines.append(
+            f"| {row['program']} | {row['ranks']} | {row['tokens']:,} | {forward[0]:.2f} | "
+            f"{row['attndsl_step_ms']:.2f} | {forward[1] / alone[1]:.2f} | {step:.2f} |"
+        )
+    return "\n".join(lines)
+
+
 def run(arguments: argparse.Namespace) -> None:
     """Measure part by part; what takes too long, or fails, is a row that says so."""
     output = Path(arguments.output)
@@ -304,6 +334,7 @@ def main() -> None:
     parser.add_argument("--simulate", action="store_true")
     parser.add_argument("--write", action="store_true")
     parser.add_argument("--plans", action="store_true")
+    parser.add_argument("--measured", action="store_true", help="the table of what was measured")
     parser.add_argument("--run", help="numbers of GPUs, such as 2,4,8")
     parser.add_argument("--tokens", default="8192,32768", help="of each GPU")
     parser.add_argument("--heads", default="64,8", help="query heads and key heads")
@@ -327,6 +358,11 @@ def main() -> None:
         if arguments.write:
             keep(PLANNED, "scaling_plans", f"{machine('cpu')}, one thread", found)
             put(table_of_plans(found), PLANS_BEGIN, PLANS_END)
+    elif arguments.measured:
+        text = table_of_measured(json.loads(MEASURED.read_text("utf-8"))["rows"])
+        print(text)
+        if arguments.write:
+            put(text, MEASURED_BEGIN, MEASURED_END)
     elif arguments.run:
         run(arguments)
     else:

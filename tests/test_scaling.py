@@ -29,6 +29,9 @@ def test_the_page_shows_the_results(scaling):
     assert page.split(scaling.PLANS_BEGIN)[1].split(scaling.PLANS_END)[0].strip() == (
         scaling.table_of_plans(plans)
     )
+    found = json.loads(scaling.MEASURED.read_text("utf-8"))["rows"]
+    shown = page.split(scaling.MEASURED_BEGIN)[1].split(scaling.MEASURED_END)[0].strip()
+    assert shown == scaling.table_of_measured(found)
     drawn = scaling.draw(scaling.best_rows(rows), scaling.RANKS)
     assert scaling.PICTURE.read_text("utf-8") == drawn
 
