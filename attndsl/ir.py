@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Container, Iterator, Mapping
 
     from attndsl.source import Span
 
@@ -166,12 +166,17 @@ def node(
         TypeError: The operands do not have the types of the operation. (A defect of the caller:
             users' type errors are found by the frontend.)
     """
-    result = _result_type(op, args, value, dtype)
-    key = (op, result, args, type(value), repr(value))
+    return _interned_node(op, args, value, _result_type(op, args, value, dtype), span)
+
+
+def _interned_node(
+    op: Op, args: tuple[Node, ...], value: Literal | None, dtype: DType, span: Span | None
+) -> Node:
+    key = (op, dtype, args, type(value), repr(value))
     with _intern_lock:
         found = _interned.get(key)
         if found is None:
-            found = _interned[key] = Node(op, result, args, value, span)
+            found = _interned[key] = Node(op, dtype, args, value, span)
     return found
 
 
@@ -224,6 +229,16 @@ def cast(operand: Node, dtype: DType, span: Span | None = None) -> Node:
     return operand if operand.dtype is dtype else node(Op.CAST, operand, dtype=dtype, span=span)
 
 
+_OPERANDS = (
+    dict.fromkeys(Op, frozenset({DType.INT, DType.FLOAT}))
+    | dict.fromkeys(LOGICAL, frozenset({DType.BOOL}))
+    | dict.fromkeys(BITWISE, frozenset({DType.INT}))
+    | dict.fromkeys(FLOAT_UNARY | {Op.DIV}, frozenset({DType.FLOAT}))
+    | dict.fromkeys((Op.EQ, Op.NE), frozenset(DType))
+)
+"""Types that operations take whose operands are all of one."""
+
+
 def _result_type(
     op: Op, args: tuple[Node, ...], value: Literal | None, dtype: DType | None
 ) -> DType:
@@ -252,17 +267,7 @@ def _result_type(
         if types[0] is not DType.BOOL or types[1] is not types[2]:
             raise TypeError(f"WHERE of {types}")
         return types[1]
-    allowed = (
-        {DType.BOOL}
-        if op in LOGICAL
-        else {DType.INT}
-        if op in BITWISE
-        else {DType.FLOAT}
-        if op in FLOAT_UNARY or op is Op.DIV
-        else set(DType)
-        if op in (Op.EQ, Op.NE)
-        else {DType.INT, DType.FLOAT}
-    )
+    allowed = _OPERANDS[op]
     if len(set(types)) != 1 or types[0] not in allowed:
         raise TypeError(f"{op.name} of {tuple(t.value for t in types)}")
     return DType.BOOL if op in COMPARISONS else types[0]
@@ -272,20 +277,25 @@ SCORE = node(Op.SCORE)
 """The incoming score: ``scale * (q . k)`` in a program's score, the final score in its weights."""
 
 
-def toposort(*roots: Node) -> list[Node]:
-    """All nodes below ``roots``, each once, operands first; iterative, so depth is no limit."""
+def toposort(*roots: Node, known: Container[Node] = ()) -> list[Node]:
+    """All nodes below ``roots``, each once, operands first; iterative, so depth is no limit.
+
+    Args:
+        *roots: Where to begin.
+        known: Nodes to leave out, with what only they are made of.
+    """
     order: list[Node] = []
     seen: set[Node] = set()
     stack: list[tuple[Node, Iterator[Node]]] = []
     for root in roots:
-        if root in seen:
+        if root in seen or root in known:
             continue
         seen.add(root)
         stack.append((root, iter(root.args)))
         while stack:
             current, remaining = stack[-1]
             for arg in remaining:
-                if arg not in seen:
+                if arg not in seen and arg not in known:
                     seen.add(arg)
                     stack.append((arg, iter(arg.args)))
                     break
@@ -295,19 +305,31 @@ def toposort(*roots: Node) -> list[Node]:
     return order
 
 
-def substitute(root: Node, replacements: dict[Node, Node]) -> Node:
+def substitute(root: Node, replacements: Mapping[Node, Node]) -> Node:
     """``root`` with nodes replaced; replacements are not searched again."""
-    done = dict(replacements)
-    for current in toposort(root):
-        if current not in done:
-            args = tuple(done[arg] for arg in current.args)
-            done[current] = current if args == current.args else rebuild(current, args)
+    return substitute_on(root, dict(replacements))
+
+
+def substitute_on(root: Node, done: dict[Node, Node]) -> Node:
+    """As :func:`substitute`; ``done`` has the replacements, and gets what each other node became.
+
+    So the next call with it goes over nodes that are new to it only.
+    """
+    for current in toposort(root, known=done):
+        args = tuple(done[arg] for arg in current.args)
+        done[current] = current if args == current.args else rebuild(current, args)
     return done[root]
 
 
 def rebuild(original: Node, args: tuple[Node, ...]) -> Node:
-    """``original`` with other operands of the same types."""
-    return node(original.op, *args, value=original.value, dtype=original.dtype, span=original.span)
+    """``original`` with other operands of the same types.
+
+    Raises:
+        TypeError: The types are others. (A defect of the caller.)
+    """
+    if [arg.dtype for arg in args] != [arg.dtype for arg in original.args]:
+        raise TypeError(f"{original.op.name} of other types than before")
+    return _interned_node(original.op, args, original.value, original.dtype, original.span)
 
 
 _VARIES = {"hkv": frozenset({"h"}), TOKEN: frozenset({"b", "q"})}

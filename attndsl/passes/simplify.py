@@ -81,9 +81,7 @@ def simplify_derivative(derivative: Derivative) -> Derivative:
 def simplify_node(root: Node, memo: dict[Node, Node] | None = None) -> Node:
     """The simplest form of ``root`` that the rules reach; ``memo`` is shared between roots."""
     done = {} if memo is None else memo
-    for item in toposort(root):
-        if item in done:
-            continue
+    for item in toposort(root, known=done):
         args = tuple(done[arg] for arg in item.args)
         current = item if args == item.args else rebuild(item, args)
         # A rule's result is made of simplified parts, so few steps settle it; the bound makes
