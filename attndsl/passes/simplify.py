@@ -30,6 +30,8 @@ from .differentiate import Derivative, ParamGradient, ProductGradient, TensorGra
 from .evaluate import apply
 
 TRUE, FALSE = const(True), const(False)
+_MOST_TERMS = 64
+"""Of a sum in which terms may cancel. sympy takes half a second for all parts of such a one."""
 Rule = Callable[[Node], Node | None]
 """The node that may stand in place of the one given, or None."""
 
@@ -211,12 +213,17 @@ def _compare_same(item: Node) -> Node | None:
 
 
 def _cancel(item: Node) -> Node | None:
-    """Integer sums in which a term may cancel, by their normal form."""
+    """Integer sums in which a term may cancel, by their normal form.
+
+    Sums of very many terms stay as they are: each of their parts is a sum that would be looked at.
+    """
     if item.dtype is not DType.INT:
         return None
     terms: list[Node] = []
     stack = [item]
     while stack:
+        if len(terms) + len(stack) > _MOST_TERMS:
+            return None
         current = stack.pop()
         if current.op in (Op.ADD, Op.SUB, Op.NEG):
             stack += current.args
