@@ -89,7 +89,7 @@ def _parser() -> Any:
 
 @lru_cache(maxsize=1024)
 def _remembered(text: str) -> Any:
-    """lark's tree of a statement: a change of one line leaves the others of a program as they are.
+    """The parser's tree of a statement: a change of one line leaves a program's others as they are.
 
     Nobody changes such a tree.
     """
