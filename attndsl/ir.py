@@ -16,6 +16,7 @@ import enum
 import threading
 import weakref
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -242,23 +243,28 @@ _OPERANDS = (
 def _result_type(
     op: Op, args: tuple[Node, ...], value: Literal | None, dtype: DType | None
 ) -> DType:
-    types = tuple(arg.dtype for arg in args)
     if op is Op.CONST:
         return {bool: DType.BOOL, int: DType.INT, float: DType.FLOAT}[type(value)]
+    return _type_of(op, tuple([arg.dtype for arg in args]), dtype)
+
+
+@lru_cache(maxsize=1024)
+def _type_of(op: Op, types: tuple[DType, ...], dtype: DType | None) -> DType:
+    """The result type of an operation, which depends on types alone."""
     if op in (Op.VAR, Op.SIZE):
         return DType.INT
     if op is Op.SCORE:
         return DType.FLOAT
     if op is Op.DOT:
         if any(t is not DType.INT for t in types):
-            raise TypeError(f"DOT {value!r} needs int indices, has {types}")
+            raise TypeError(f"DOT needs int indices, has {types}")
         return DType.FLOAT
     if op in (Op.PARAM, Op.LOAD):
         if dtype is None or any(t is not DType.INT for t in types):
-            raise TypeError(f"{op.name} {value!r} needs a dtype and int indices, has {types}")
+            raise TypeError(f"{op.name} needs a dtype and int indices, has {types}")
         return dtype
-    if len(args) != ARITY.get(op, 2):
-        raise TypeError(f"{op.name} takes {ARITY.get(op, 2)} operands, has {len(args)}")
+    if len(types) != ARITY.get(op, 2):
+        raise TypeError(f"{op.name} takes {ARITY.get(op, 2)} operands, has {len(types)}")
     if op is Op.CAST:
         if dtype is None:
             raise TypeError("CAST needs a dtype")
@@ -267,8 +273,7 @@ def _result_type(
         if types[0] is not DType.BOOL or types[1] is not types[2]:
             raise TypeError(f"WHERE of {types}")
         return types[1]
-    allowed = _OPERANDS[op]
-    if len(set(types)) != 1 or types[0] not in allowed:
+    if len(set(types)) != 1 or types[0] not in _OPERANDS[op]:
         raise TypeError(f"{op.name} of {tuple(t.value for t in types)}")
     return DType.BOOL if op in COMPARISONS else types[0]
 

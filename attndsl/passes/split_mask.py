@@ -92,7 +92,9 @@ class _Lines:
         Raises:
             TypeMismatchError: As :func:`split_mask`.
         """
-        memos = (self._simple, self._reads, self._parts, self._whole)
+        memos: tuple[dict[Node, Any], ...] = (
+            self._simple, self._reads, self._parts, self._whole,
+        )  # fmt: skip
         sizes = [len(memo) for memo in memos]
         root = simplify_node(self._opened(line.value), self._simple)
         if self.alive and not _always_reads(root, self._reads):
@@ -186,6 +188,8 @@ def _split(root: Node, ends: Collection[Op], line: Line, parts: dict[Node, _Both
                 if part.wrong or (part.alive is not TRUE and arg.op is not Op.CONST):
                     what = "a conversion" if item.op is Op.CAST else f"'{item.op.value}'"
                     raise _refusal(part, what, line)
+            parts[item] = dict.fromkeys((1, -1), _Part(item))
+        elif item.args and all(part.source is None for x in floats for part in parts[x].values()):
             parts[item] = dict.fromkeys((1, -1), _Part(item))
         else:
             parts[item] = {sign: rule(item, parts, sign) for sign in (1, -1)}
