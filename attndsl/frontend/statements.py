@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 _CLOSING = {"(": ")", "[": "]"}
 _SPECIAL = re.compile(r"[#()\[\];\n]|[^\t\r -~]")
-"""What may mean something between statements: # ( ) [ ] ; newlines, and all that is not ASCII."""
+"""Marks that may end a statement or keep it open, and all that is no printable ASCII."""
 
 
 def check_text(source: Source) -> None:

@@ -201,7 +201,7 @@ def test_places_in_the_encoding_that_the_editor_speaks(encoding, uri):
         assert covered(text, found["range"]) == "scor"
         assert editor.change(uri, broken) == []
         # The letter before is 1, 2 or 4 units wide.
-        text = "a = 1;# 🙂\nmask = q >= kv"
+        text = "a = q;# 🙂\nmask = a >= kv"
         assert editor.change(uri, text) == []
         data = editor.ask("textDocument/semanticTokens/full", {"textDocument": {"uri": uri}})
         lengths = data["data"][2::5]
