@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from attndsl.backends.base import Pages, ReadsPages
+from attndsl.backends.base import ReadsPages, Signature
 from attndsl.compiled import Compiled
-from attndsl.errors import ArgumentError, DeviceError, DTypeError, ShapeError, UnsupportedError
+from attndsl.errors import (
+    ArgumentError,
+    AttnDSLError,
+    DeviceError,
+    DTypeError,
+    ShapeError,
+    UnsupportedError,
+)
 from attndsl.logs import tell_once
 from attndsl.passes.widths import POSITION_LIMIT
 from attndsl.runtime.appending import FP8
@@ -18,18 +26,27 @@ from attndsl.runtime.bind import CallOptions, bind
 from attndsl.runtime.location import Location
 from attndsl.runtime.packed import Run, Step, keys_of_run, location_of, queries_of, runs_of, store
 from attndsl.runtime.paged import PagedCache, check_starts, looks_at_values
-from attndsl.runtime.programs import pointing_into
+from attndsl.runtime.programs import point_into, pointing_into
+from attndsl.runtime.steps import (
+    Prepared,
+    Request,
+    are_positions_right,
+    key_of_step,
+    pages_of,
+    prepared_step,
+    with_signs,
+)
 from attndsl.runtime.values import check_values
 from attndsl.runtime.variants import dims_of_one
 
 if TYPE_CHECKING:
-    from attndsl.backends.base import Backend, Call, Scalar
+    from attndsl.backends.base import Call, Scalar
     from attndsl.compiled import Captures
-    from attndsl.pipeline import Lowered
 
 READS_PAGES = "decode"
-"""The backend whose kernels do. No GPU has run them yet, so that it has to be asked for."""
+"""The backend whose kernels do. It has to be asked for."""
 _INTS = (torch.int32, torch.int64)
+_MAX_SIGNATURES = 4096
 
 
 class _Rest(NamedTuple):
@@ -45,6 +62,12 @@ class Serving(Compiled):
     """The part of :class:`~attndsl.Attention` that engines call."""
 
     __slots__ = ()
+    _dims: tuple[str, ...]
+    """Params that declared dims depend on."""
+    _by_token: bool
+    """Whether the program speaks of tokens, or of their number."""
+    _steps: dict[tuple[object, ...], Prepared]
+    """By signature: steps that kernels for pages have run."""
 
     def serve(
         self,
@@ -102,30 +125,64 @@ class Serving(Compiled):
             UnsupportedError: Gradients are asked for; the program drops weights; in a graph of
                 ``torch.compile``.
         """
+        _refuse_graphs()
+        request = Request(
+            q, cache, starts, q_index, (most_queries, heads, kv_heads, h_offset), scale,
+            (out_dtype, bool(return_lse)),
+        )  # fmt: skip
+        given: Captures = self._given(captures, named)
+        key = None
+        if self._backend == READS_PAGES and not self._checked:
+            key = key_of_step(request, given, self._dims, self._by_token)
+        prepared = None if key is None else self._steps.get(key)
+        if prepared is None:
+            found = self._serve_anew(request, given, key)
+        else:
+            _check_forward((q, *_held(cache), *given.values()))
+            if looks_at_values(q.device):
+                _check_values(request)
+            try:
+                found = prepared.run(request, given)
+            except AttnDSLError as error:  # A context manager would take a microsecond.
+                point_into(error, self._source)
+                raise
+        return found if return_lse else found[0]
+
+    def _serve_anew(
+        self, request: Request, given: Captures, key: tuple[object, ...] | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Output and log-sum-exp of a step that is checked in full; ``key`` is its signature."""
+        q, cache, starts, q_index, numbers, scale, (out_dtype, return_lse) = request
+        most_queries: Any = numbers[0]
         _check_queries(q, cache, starts, q_index, most_queries)
-        given: Captures = self._given(captures, dict(named))
-        held = (cache.k_pages, cache.v_pages, cache.k_scale, cache.v_scale)
-        _check_forward((q, *held, *given.values()))
+        _check_forward((q, *_held(cache), *given.values()))
         is_wide("out_dtype", out_dtype, q.dtype)
         if self._checked or looks_at_values(q.device):
-            cache.validate(starts, q.shape[0])
-            _check_most(starts, most_queries)
-            _check_positions(q_index)
+            _check_values(request)
         if self._checked:
             # Rows that stand for no query may look up what is not there.
             most_queries = None
         elif most_queries is None and q.device.type != "cpu":
             most_queries = q.shape[0]
-        of_heads = Location(heads=heads, kv_heads=kv_heads, h_offset=h_offset)
+        heads: Any = numbers[1:]
+        dtype: Any = q.dtype if out_dtype is None else out_dtype
+        of_heads = Location(heads=heads[0], kv_heads=heads[1], h_offset=heads[2])
         own, given = self._of_step(q, cache, given, of_heads)
-        own._check_program(return_lse)
-        step = Step(q.detach(), starts.long(), q_index, most_queries)
-        scale = q.shape[2] ** -0.5 if scale is None else scale
-        rest = _Rest(of_heads, scale, q.dtype if out_dtype is None else out_dtype)
+        own._check_program(bool(return_lse))
+        # Kernels read what is stored.
+        q, given = q.detach().resolve_neg(), with_signs(given)
+        step = Step(q, starts, q_index, most_queries)
+        factor: Any = q.shape[2] ** -0.5 if scale is None else scale
+        rest = _Rest(of_heads, factor, dtype)
         with torch.no_grad(), pointing_into(self._source):
-            found = own._attend_pages(step, cache, given, rest)
-            out, lse = own._attend_step(step, cache, given, rest) if found is None else found
-        return (out, lse) if return_lse else out
+            prepared = own._prepared_step(step, request, given, rest)
+            if prepared is None:
+                return own._attend_step(step, cache, given, rest)
+            if key is not None and are_positions_right(request, step.most_queries or 0):
+                if len(self._steps) >= _MAX_SIGNATURES:
+                    self._steps.clear()
+                self._steps[key] = prepared
+            return prepared.run(request._replace(q=q), given)
 
     def _check_program(self, return_lse: bool) -> None:
         """Refuse programs that draw numbers, and those without what is asked for.
@@ -159,10 +216,11 @@ class Serving(Compiled):
         ones = dims_of_one(own._lowered.written, given, sizes, of_heads)
         return (own._variant((), ones) if ones else own), given
 
-    def _attend_pages(
-        self, step: Step, cache: PagedCache, given: Captures, rest: _Rest
-    ) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Output and log-sum-exp by kernels that read pages; None where keys are to be gathered."""
+    def _prepared_step(
+        self, step: Step, request: Request, given: Captures, rest: _Rest
+    ) -> Prepared | None:
+        """What kernels that read pages need for steps like this; None if keys are gathered."""
+        cache = request.cache
         tokens, heads, dim = step.q.shape
         # None of 0 queries, and capacities that are not known.
         if self._backend != READS_PAGES or not (step.most_queries and tokens * cache.batch):
@@ -180,20 +238,16 @@ class Serving(Compiled):
         )  # fmt: skip
         run = Run(slice(0, cache.batch), most, cache.room, False)
         wide = None if rest.out_dtype is q.dtype else rest.out_dtype
-        backend, lowered, call = self._bound_run(
-            (queries, k, v), step, cache, run, given, rest, wide
-        )
+        call = self._call_of_run((queries, k, v), step, cache, run, given, rest, wide)
+        backend, lowered, own = self._dispatched(call)
         if not isinstance(backend, ReadsPages):
             return None
-        pages = Pages(
-            q, step.starts, cache.k_pages, cache.v_pages, cache.table, cache.lengths,
-            cache.k_scale, cache.v_scale,
-        )  # fmt: skip
-        reason = backend.why_not_pages(lowered, call, pages)
+        reason = backend.why_not_pages(lowered, own, pages_of(request._replace(q=q), ()))
         if reason is not None:
             tell_once(f"{self.name}: keys are gathered: {reason}")
             return None
-        return backend.serve(lowered, call, pages)
+        call = call._replace(signature=Signature(self.name))
+        return prepared_step(backend, self._lowered, call, given)
 
     def _attend_step(
         self, step: Step, cache: PagedCache, given: Captures, rest: _Rest
@@ -212,24 +266,37 @@ class Serving(Compiled):
         for run in runs_of(step, cache):
             keys = keys_of_run(cache, run, dtype)
             operands = (queries_of(step, run), keys.k, keys.v)
-            bound = self._bound_run(operands, step, cache, run, given, rest, wide)
-            found: Any = attend(*bound, True)
+            call = self._call_of_run(operands, step, cache, run, given, rest, wide)
+            found: Any = attend(*self._dispatched(call), True)
             store(step, run, found[0], out)
             store(step, run, found[1], lse)
         return out.to(rest.out_dtype), lse
 
-    def _bound_run(
+    def _call_of_run(
         self, operands: tuple[torch.Tensor, ...], step: Step, cache: PagedCache, run: Run,
         given: Captures, rest: _Rest, wide: torch.dtype | None,
-    ) -> tuple[Backend, Lowered, Call]:  # fmt: skip
-        """What runs the call of some requests, its program, and the call."""
+    ) -> Call:  # fmt: skip
+        """The checked call of some requests."""
         program = self._lowered.written
         q, k, v = operands
         call = bind(
             program, (q, k, v), given, location_of(step, cache, run, rest.heads),
             CallOptions(rest.scale, out_dtype=wide),
         )  # fmt: skip
-        return self._dispatched(check_values(program, call))
+        return check_values(program, call)
+
+
+def _refuse_graphs() -> None:
+    if torch.compiler.is_dynamo_compiling():
+        raise UnsupportedError(
+            "serve cannot be in a graph of torch.compile",
+            hint="call it outside of the graph: torch.compiler.disable",
+        )
+
+
+def _held(cache: PagedCache) -> tuple[object, ...]:
+    """What a cache has that may require a gradient."""
+    return cache.k_pages, cache.v_pages, cache.k_scale, cache.v_scale
 
 
 def _check_forward(given: tuple[object, ...]) -> None:
@@ -238,11 +305,6 @@ def _check_forward(given: tuple[object, ...]) -> None:
     Raises:
         UnsupportedError: Says what to write instead.
     """
-    if torch.compiler.is_dynamo_compiling():
-        raise UnsupportedError(
-            "serve cannot be in a graph of torch.compile",
-            hint="call it outside of the graph: torch.compiler.disable",
-        )
     if torch.is_grad_enabled() and any(
         isinstance(x, torch.Tensor) and x.requires_grad for x in given
     ):
@@ -293,9 +355,23 @@ def _check_queries(q: object, cache: object, starts: object, index: object, most
         raise DeviceError(f"q_index is on {index.device}", hint="q_index.to(q.device)")
 
 
+def _check_values(request: Request) -> None:
+    """Look at the values of a step, which may wait for the device.
+
+    Raises:
+        ArgumentError: Says which request is wrong, and why.
+    """
+    request.cache.validate(request.starts, request.q.shape[0])
+    most: Any = request.numbers[0]
+    _check_most(request.starts, most)
+    _check_positions(request.q_index)
+
+
 def _check_most(starts: torch.Tensor, most: int | None) -> None:
-    found = int(starts.diff().max()) if most is not None and starts.shape[0] > 1 else 0
-    if most is not None and found > most:
+    if most is None:
+        return
+    found = max((end - begin for begin, end in pairwise(starts.tolist())), default=0)
+    if found > most:
         raise ArgumentError(
             f"most_queries is {most}, and a request has {found} queries",
             hint=f"pass {found} or more: it is a capacity",

@@ -59,6 +59,33 @@ class Pages(NamedTuple):
     lengths: torch.Tensor
     k_scale: float | torch.Tensor | None
     v_scale: float | torch.Tensor | None
+    made: tuple[tuple[str, str], ...] = ()
+    """Captures of the call that follow from ``starts`` and ``lengths``, by name, and which field of
+    :class:`Requests` each of them is. Their values in the call may be those of another step."""
+
+
+class Requests(NamedTuple):
+    """What programs read of the requests of a step: (batch,) ints each."""
+
+    first_query: torch.Tensor
+    """Position of the first query, as if all of a request's queries were its last positions."""
+    first_token: torch.Tensor
+    length: torch.Tensor
+    """Number of keys."""
+
+
+def requests_of(starts: torch.Tensor, lengths: torch.Tensor, tokens: int, room: int) -> Requests:
+    """The requests of a step. Values that nobody has looked at are cut to what can be.
+
+    Args:
+        starts: (batch + 1,) ints.
+        lengths: (batch,) ints.
+        tokens: Rows of q.
+        room: The most keys of a request.
+    """
+    length = lengths.long().clamp(0, room)
+    starts = starts.long().clamp(0, tokens)
+    return Requests(length - starts.diff(), starts[:-1], length)
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,6 +190,9 @@ class Call(NamedTuple):
     part: Part | None = None
     """None in calls that backends get. Elsewhere ``sizes`` are those of the whole, and offsets may
     be (B,) ints, one for each batch entry."""
+    within_graph: bool = False
+    """Whether a graph of torch makes the call. Its memory holds one tensor after the other, and
+    no version says so."""
 
     @property
     def shifted(self) -> bool:
@@ -417,6 +447,13 @@ class Backend(Protocol):
     def backward(self, lowered: Lowered, call: Call, backward: Backward) -> Gradients:
         """Gradients of ``(out * grad_out).sum() + (lse * grad_lse).sum()``."""
 
+    def marks_entries(self, lowered: Lowered, call: Call) -> bool:
+        """Whether batch entries with wrong ``kv_lengths`` or offsets have results of NaN.
+
+        Otherwise callers look at the values before.
+        """
+        return False
+
     def runner(self, lowered: Lowered, call: Call) -> tuple[Backend, Lowered, Call]:
         """What runs ``call`` in the end: a backend, and the program and call that it gets."""
         return self, lowered, call
@@ -461,7 +498,9 @@ class ReadsPages(Protocol):
         Args:
             lowered: The program.
             call: Sizes, captures and the scale: its q has room for the most queries of a request,
-                and its k and v have no elements of their own.
+                and its k and v have no elements of their own. In calls of one signature the tensors
+                of ``pages`` agree in shape, strides and dtype too, but not in how many tokens
+                there are.
             pages: What is read.
         """
 

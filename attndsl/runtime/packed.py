@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from attndsl.backends.base import Packed
+from attndsl.backends.base import Packed, requests_of
 
 from .location import Location
 from .paged import gathered
@@ -27,7 +27,7 @@ class Step(NamedTuple):
     q: torch.Tensor
     """(tokens, Hq, D)."""
     starts: torch.Tensor
-    """(batch + 1,), int64."""
+    """(batch + 1,)."""
     positions: torch.Tensor | None
     """(tokens,): logical positions, where they are not the last ones of each request."""
     most_queries: int | None
@@ -91,19 +91,19 @@ def location_of(step: Step, cache: PagedCache, run: Run, heads: Location) -> Loc
         heads: Which of the heads a call has; nothing else.
     """
     first, last = run.requests.start, run.requests.stop
-    # Values that nobody has looked at are cut to what can be.
-    lengths = cache.lengths[run.requests].long().clamp(0, cache.room)
-    starts = step.starts.clamp(0, step.q.shape[0])
-    begins, ends = starts[run.requests], starts[first + 1 : last + 1]
-    packed = Packed(begins, step.q.shape[0], cache.room, step.positions)
+    tokens = step.q.shape[0]
+    own = requests_of(
+        step.starts[first : last + 1], cache.lengths[run.requests], tokens, cache.room
+    )
+    packed = Packed(own.first_token, tokens, cache.room, step.positions)
     return Location(
-        q_offset=lengths - (ends - begins),
+        q_offset=own.first_query,
         heads=heads.heads,
         kv_heads=heads.kv_heads,
         h_offset=heads.h_offset,
         batch=cache.batch,
         b_offset=first,
-        kv_lengths=lengths.clamp(0, run.length),
+        kv_lengths=own.length.clamp(max=run.length),
         packed=packed,
     )
 
@@ -116,7 +116,7 @@ def store(step: Step, run: Run, found: torch.Tensor, packed: torch.Tensor) -> No
         return
     # Each token takes its row: no number of rows is read.
     tokens = torch.arange(packed.shape[0], device=packed.device)
-    b = torch.searchsorted(step.starts[1:].contiguous(), tokens, right=True)
+    b = torch.searchsorted(step.starts[1:].long().contiguous(), tokens, right=True)
     own = b.clamp(max=max(0, rows.shape[0] - 1))
     row = tokens - step.starts[own]
     exist = (b < rows.shape[0]) & (row >= 0) & (row < run.rows)

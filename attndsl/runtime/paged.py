@@ -9,6 +9,7 @@ Non-goals: which pages are free; writing (:mod:`.appending`).
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -128,6 +129,8 @@ class PagedCache:
             ArgumentError: The first request that has a page number out of range, a length that is
                 negative or beyond its table, starts that fall, or more queries than keys.
         """
+        if starts is not None and _is_right(self, starts, tokens):
+            return
         _check_lengths(self)
         _check_numbers(self)
         if starts is not None:
@@ -292,6 +295,22 @@ def check_starts(cache: PagedCache, starts: object) -> None:
         raise ShapeError(f"starts has shape {tuple(starts.shape)}", hint=hint)
     if starts.device != cache.table.device:
         raise DeviceError(f"starts is on {starts.device}", hint="starts.to(table.device)")
+
+
+def _is_right(cache: PagedCache, starts: torch.Tensor, tokens: int | None) -> bool:
+    """Whether all values are right, page numbers beyond lengths too: most steps need no more."""
+    check_starts(cache, starts)
+    lengths, begins = cache.lengths.tolist(), starts.tolist()
+    room = cache.room
+    if begins[0] < 0 or (tokens is not None and begins[-1] > tokens):
+        return False
+    counts = [end - begin for begin, end in pairwise(begins)]
+    if not all(0 <= n <= length <= room for n, length in zip(counts, lengths, strict=True)):
+        return False
+    if not cache.table.numel():
+        return True
+    least, greatest = torch.aminmax(cache.table)
+    return int(least) >= 0 and int(greatest) < cache.k_pages.shape[0]
 
 
 def _first(bad: torch.Tensor) -> int | None:

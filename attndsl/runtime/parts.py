@@ -293,6 +293,27 @@ _GIVEN: Mapping[str, Callable[[Call], Any]] = {
 """What captures of :class:`Terms` are given."""
 
 
+_MADE = {"q_offset": "first_query", "token_starts": "first_token", "kv_lengths": "length"}
+"""What of a packed call follows from its starts and lengths, and what backends call it."""
+
+
+def made_captures(terms: Terms) -> tuple[tuple[str, str], ...]:
+    """See :class:`attndsl.backends.base.Pages`, of a packed call of all requests."""
+    return tuple((name, _MADE[given]) for name, given in terms.captures if given in _MADE)
+
+
+def with_narrow_positions(call: Call) -> Call:
+    """A packed call whose positions and lengths :meth:`Terms.applied` need not convert."""
+    part = call.part
+    assert part is not None
+    assert part.packed is not None
+    assert part.kv_lengths is not None
+    assert isinstance(call.q_offset, torch.Tensor)
+    packed = part.packed._replace(starts=_narrow(part.packed.starts))
+    part = replace(part, packed=packed, kv_lengths=_narrow(part.kv_lengths))
+    return call._replace(q_offset=_narrow(call.q_offset), part=part)
+
+
 def terms_of(lowered: Lowered, call: Call) -> Terms:
     """How calls of the signature of ``call``, which is a part, become calls that backends get.
 

@@ -170,11 +170,15 @@ class PartOfTiles(NamedTuple):
 
 
 class UnitPlaces(NamedTuple):
-    """Where packed rows lie: their tile of queries, their first head, and the heads of all rows."""
+    """Where packed rows lie: their tile of queries, their first head, and the heads of all rows.
+
+    ``wrong`` tells whether their batch entry has a number of keys or an offset that cannot be.
+    """
 
     tile: Any
     head: Any
     heads: Any
+    wrong: Any
 
 
 class PageRows(NamedTuple):
@@ -203,6 +207,18 @@ class PagedKeys(NamedTuple):
     stride_t: Any
     pages: Any
     length: Any
+
+
+class RequestTokens(NamedTuple):
+    """Where the first token of each request stands, and behind it that of the next.
+
+    ``tokens`` is the number of all tokens, ``most`` that of a request's which are computed.
+    """
+
+    starts: Any
+    stride: Any
+    tokens: Any
+    most: Any
 
 
 class PageOfKeys(NamedTuple):

@@ -112,6 +112,13 @@ class Names:
     does."""
     locals: Mapping[Node, str] = field(default_factory=dict)
     """What locals of some expressions are called, which then have lines of their own."""
+    made: frozenset[str] = frozenset()
+    """Captures with one int for each batch entry, of which the kernel has that of its own."""
+
+
+def made_field(name: str) -> str:
+    """What ``given`` calls the value of a capture that the kernel makes itself."""
+    return f"own_{name}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -404,6 +411,8 @@ class Printer:
 
     def _load(self, item: Node) -> Operand:
         capture = self.names.captures[str(item.value)]
+        if capture.name in self.names.made:
+            return Operand(f"given.{made_field(capture.name)}", ATOM, Kind.SCALAR)
         offset = element_offset(
             self.indices(item), "stride", capture.name, capture.wide, capture.unit_dims
         )

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import torch
-import triton
 
 from attndsl.ir import DType
 from attndsl.passes.inside import dim_of
@@ -97,6 +96,9 @@ class PageFacts:
     """The same of q."""
     wide_rows: bool
     """Whether offsets within one tile of rows of q need 64 bits."""
+    made: tuple[tuple[str, str], ...] = ()
+    """Captures that the kernel makes itself of starts and lengths, by name, and which value each
+    of them is (:class:`attndsl.backends.base.Requests`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,7 +202,21 @@ class KernelFacts:
         return Names(
             captures, bits, self.head_dim, from_zero, forms=self.forms,
             packed_heads=self.packed_heads, locals=self.locals,
+            made=frozenset() if self.pages is None else frozenset(dict(self.pages.made)),
         )  # fmt: skip
+
+    def without_made(self) -> KernelFacts:
+        """The facts without the captures that a kernel of pages makes itself."""
+        if self.pages is None or not self.pages.made:
+            return self
+        made = dict(self.pages.made)
+        kept = [number for number, x in enumerate(self.captures) if x.name not in made]
+        return replace(
+            self,
+            captures=tuple(self.captures[number] for number in kept),
+            capture_types=tuple(self.capture_types[number] for number in kept),
+            capture_aligned=tuple(self.capture_aligned[number] for number in kept),
+        )
 
 
 POSITION_BITS = 31
@@ -211,7 +227,7 @@ MAX_ROWS = 512
 
 def tile_width(head_dim: int) -> int:
     """Columns of a tile that holds rows of ``head_dim`` elements."""
-    return max(16, int(triton.next_power_of_2(head_dim)))
+    return max(16, 1 << (head_dim - 1).bit_length())
 
 
 def block_widths(facts: KernelFacts) -> tuple[int, int]:

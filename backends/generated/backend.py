@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from attndsl.errors import UnsupportedError
+from attndsl.ir import NO_ENTRIES
 from attndsl.logs import LOG, tell_once
 
 from ..base import UNWRITTEN, Backend, Gradients, Wants, name_of_call
@@ -24,7 +25,7 @@ from ..kernels.signature import signature_of
 from ..memory_order import empty_like, result_orders, strides, wide_dtype
 from ..triton.extra_kernels import BackwardState, run_extra
 from ..triton.family import MAX_HEAD_DIM
-from ..triton.serve import page_facts
+from ..triton.serve import bits_of_pages, kinds_of_pages, page_facts
 from .describe import describe_kernels
 from .plan import plan_of
 from .source import source_of
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
     from ..kernels.config import Config
     from ..kernels.kernel import Family
     from ..kernels.moving import Moving
-    from ..triton.serve import Serve
+    from ..triton.serve import PagesLayout, Serve
 
 _MAX_LAYOUTS = 4096
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -63,6 +64,7 @@ class GeneratedBackend(Backend):
         self.modules = Modules(store)
         self._plans: dict[Hashable, GradientPlan] = {}
         self._layouts: dict[tuple[object, ...], Layout] = {}
+        self._steps: dict[tuple[object, ...], PagesLayout] = {}
 
     @property
     def kernels_built(self) -> int:
@@ -112,6 +114,12 @@ class GeneratedBackend(Backend):
         layout = self._layout(lowered, call, Task.FORWARD)
         return layout.family.forward(layout, lowered, call)
 
+    def marks_entries(self, lowered: Lowered, call: Call) -> bool:
+        """See :class:`~attndsl.backends.base.Backend`."""
+        if lowered.program.entries == NO_ENTRIES or call.q.numel() == 0:
+            return False
+        return self._family(lowered, call, Task.FORWARD, None, None).marks_entries
+
     def why_not_pages(self, lowered: Lowered, call: Call, pages: Pages) -> str | None:
         """See :class:`~attndsl.backends.base.ReadsPages`."""
         if self._pages is None:
@@ -123,14 +131,19 @@ class GeneratedBackend(Backend):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See :class:`~attndsl.backends.base.ReadsPages`."""
         assert self._pages is not None
-        facts = page_facts(pages)
-        key = (signature_of(lowered, call, Task.FORWARD, None), facts)
-        layout = self._layouts.get(key)
-        if layout is None:
+        signature = signature_of(lowered, call, Task.FORWARD, None)
+        key: tuple[object, ...] = (signature, bits_of_pages(pages))
+        if call.signature is None:
+            key = (*key, page_facts(pages), kinds_of_pages(pages))
+        launch = self._steps.get(key)
+        if launch is None:
             jobs = self._pages.jobs_of_pages(lowered, call, pages)
             layout = self._layout_of(self._pages, jobs, call, False)
-            self._keep(key, layout)
-        return self._pages.serve(layout, lowered, call, pages)
+            launch = self._pages.layout_of_pages(layout, lowered, call, pages)
+            if len(self._steps) >= _MAX_LAYOUTS:
+                self._steps.clear()
+            self._steps[key] = launch
+        return self._pages.serve(launch, lowered, call, pages)
 
     def backward(self, lowered: Lowered, call: Call, backward: Backward) -> Gradients:
         """See :class:`~attndsl.backends.base.Backend`."""
@@ -211,6 +224,7 @@ class GeneratedBackend(Backend):
         (job,) = (job for job in jobs if job.kernel.name == kernel)
         self.modules.choose(job, config, call.q.device)
         self._layouts.clear()
+        self._steps.clear()
 
     def describe(self, lowered: Lowered, head_dim: int) -> list[str]:
         """See :class:`~attndsl.backends.base.Backend`."""

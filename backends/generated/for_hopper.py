@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ..hopper.family import Hopper
+from ..triton.decode import Decode
 from ..triton.family import Portable
 from ..triton.short import Short
 from .backend import GeneratedBackend
@@ -19,5 +20,6 @@ def hopper_backend(store: Store) -> GeneratedBackend:
 
 
 def fastest_backend(store: Store) -> GeneratedBackend:
-    """The same, with the kernels for keys that fit before all others."""
-    return GeneratedBackend("hopper", (Short(), Hopper(), Portable()), store)
+    """The same, with the kernels for keys that fit, and those for few rows, before all others."""
+    families = (Short(), Decode(in_one_tile=True), Hopper(), Portable())
+    return GeneratedBackend("hopper", families, store)

@@ -11,8 +11,6 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from attndsl.ir import mentions
-
 from ..emit.facts import block_widths
 from ..kernels.arguments import capture_arguments, origin
 from ..kernels.counts import Counts
@@ -20,13 +18,12 @@ from ..kernels.device import on_device, stream_of
 from ..kernels.kernel import Job, Task
 from ..kernels.tile_lists import lists_of
 from .decode_kernels import FORWARDS, KERNELS, NAME
-from .decode_tiles import Shape, members_of, most_parts, shape_of
+from .decode_tiles import MOST_ROWS, members_of, most_parts, shape_of
 from .family import Portable, empty_results, facts_of_task
 
 if TYPE_CHECKING:
     import torch
 
-    from attndsl.ir import Program
     from attndsl.pipeline import Lowered
 
     from ..base import Call, Wants
@@ -45,9 +42,12 @@ class Decode(Portable):
     name = NAME
     kernels: tuple[Kernel, ...] = KERNELS
     fixed: tuple[FixedKernel, ...] = ()
+    marks_entries = True
 
-    def __init__(self) -> None:
+    def __init__(self, in_one_tile: bool = False) -> None:
+        """Make it; ``in_one_tile`` leaves calls to others whose heads' rows are several tiles."""
         self._counts = Counts()
+        self._in_one_tile = in_one_tile
 
     def why_not(
         self, lowered: Lowered, call: Call, task: Task, grad_out: torch.Tensor | None,
@@ -57,6 +57,8 @@ class Decode(Portable):
         batch, heads, q_len, _ = call.q.shape
         if q_len > _MOST_QUERIES:
             return f"the decode kernels take up to {_MOST_QUERIES} rows of queries"
+        if self._in_one_tile and q_len * members_of_call(lowered, call) > MOST_ROWS:
+            return f"rows of heads that share keys are more than a tile's {MOST_ROWS}"
         if lowered.program.dropout is not None:
             return "the decode kernels drop no weights"
         if max(batch, heads * q_len) > _MOST_PROGRAMS:
@@ -74,7 +76,8 @@ class Decode(Portable):
         """One: the kernel of the call's rows."""
         facts = facts_of_task(lowered, call, task, grad_out, wanted)
         facts = replace(facts, packed_heads=True)
-        return (Job(FORWARDS[_shape(lowered, call)], lowered, facts),)
+        shape = shape_of(call.q.shape[2], members_of_call(lowered, call))
+        return (Job(FORWARDS[shape], lowered, facts),)
 
     def forward(
         self, layout: Layout, lowered: Lowered, call: Call
@@ -84,15 +87,16 @@ class Decode(Portable):
         batch, heads, q_len, _ = q.shape
         out, lse = empty_results(layout, call)
         ((name, kernel),) = layout.executables.items()
-        shape, members = _shape(lowered, call), members_of_call(lowered.program, call)
+        members = members_of_call(lowered, call)
+        shape = shape_of(q_len, members)
         units = heads // members * -(-q_len // shape.queries)
-        parts = most_parts(call.k.shape[2], kernel.config)
+        parts = most_parts(call.k.shape[2], units, kernel.config)
         stream = stream_of(q.device)
         with on_device(q.device):
             lists = lists_of(layout, lowered, call, name, stream)
             room, counts = lse, lse
             if parts > 1:
-                numbers = batch * units * parts * shape.rows
+                numbers = batch * units * parts * shape.lines
                 room = lse.new_empty(numbers * (_width(layout) + 2))
                 counts = self._counts.of(q.device, stream, batch * units)
             kernel.launch_grid(
@@ -113,12 +117,6 @@ def _width(layout: Layout) -> int:
     return block_widths(layout.facts)[1]
 
 
-def _shape(lowered: Lowered, call: Call) -> Shape:
-    return shape_of(call.q.shape[2], members_of_call(lowered.program, call))
-
-
-def members_of_call(program: Program, call: Call) -> int:
+def members_of_call(lowered: Lowered, call: Call) -> int:
     """Heads of a tile's rows."""
-    mask = program.mask
-    together = mask is None or mask not in mentions(mask, name="h")
-    return members_of(call.q.shape[1] // call.k.shape[1], together)
+    return members_of(call.q.shape[1] // call.k.shape[1], not lowered.sparsity.by_head)

@@ -1,6 +1,6 @@
 """Shapes of the kernels for few rows: which rows are one tile, and how keys are shared out.
 
-The sizes are those of a counting of bytes (``docs/kernels.md``) until a GPU has measured them.
+The sizes are those of a search on an H100 (``docs/kernels.md``).
 
 Non-goals: which calls have so few rows.
 """
@@ -8,8 +8,6 @@ Non-goals: which calls have so few rows.
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
-
-import triton
 
 from ..kernels.config import Config
 from .tiles import widths_of
@@ -22,8 +20,20 @@ LEAST_ROWS = 16
 """Rows of the smallest product on tensor cores."""
 MOST_ROWS = 64
 """Rows of the largest tile."""
-MOST_PARTS = 32
-"""Of one unit: more would take longer to merge than they save."""
+PROGRAMS = 128
+"""Of one batch entry, where they are few: about as many as a GPU has processors."""
+LEAST_PARTS, MOST_PARTS = 16, 128
+"""Of one unit, if it has so many tiles. More than the first only where there are few units: they
+take longer to merge, and write more."""
+TILES_OF_PART = 2
+"""That a program takes at least, if there are so many: it loads them together, and each more takes
+1.4 us where keys are few (H100, D128)."""
+PARTS_AT_ONCE = 16
+"""Of those that are merged, so that their loads wait for memory together."""
+TOKENS_AT_ONCE = REQUESTS_AT_ONCE = 32
+"""Tokens that a program clears if they are no request's, and requests that it asks together."""
+_MERGED_NUMBERS = 8192
+"""Sums that are merged together: 64 registers of a thread."""
 _STAGE_BYTES = 32768
 """Of keys and values that are loaded together; three stages of two programs fit a processor."""
 _WARPS = 4
@@ -40,11 +50,21 @@ class Shape(NamedTuple):
     @property
     def rows(self) -> int:
         """Rows of the tile, some of which may be none of the call's."""
-        return max(LEAST_ROWS, self.group * self.queries)
+        return max(LEAST_ROWS, self.lines)
+
+    @property
+    def lines(self) -> int:
+        """Rows that may be the call's."""
+        return self.group * self.queries
 
     def __str__(self) -> str:
         """For names of kernels."""
         return f"{self.group}x{self.queries}"
+
+
+def _power(least: int) -> int:
+    """The least power of two that is as large. That of Triton takes microseconds of a call."""
+    return 1 << (least - 1).bit_length()
 
 
 def _powers(most: int) -> list[int]:
@@ -58,8 +78,8 @@ SHAPES = tuple(
 
 def shape_of(q_len: int, members: int) -> Shape:
     """The tile of ``members`` heads in a call of ``q_len`` rows."""
-    group = int(triton.next_power_of_2(members))
-    return Shape(group, min(int(triton.next_power_of_2(q_len)), MOST_ROWS // group))
+    group = _power(members)
+    return Shape(group, min(_power(q_len), MOST_ROWS // group))
 
 
 def members_of(heads_of_key: int, together: bool) -> int:
@@ -78,17 +98,21 @@ def members_of(heads_of_key: int, together: bool) -> int:
     )
 
 
-def tiles_of_part(config: Config) -> int:
-    """How many tiles of keys a program takes at least, if there are so many.
+def most_parts(kv_len: int, units: int, config: Config) -> int:
+    """The most programs that share the keys of one tile of rows.
 
-    One more than it loads ahead. Its own sums are then a small part of what it reads.
+    Args:
+        kv_len: Keys of the call.
+        units: Tiles of rows that a batch entry has at least.
+        config: The kernel's.
     """
-    return config.stages + 1
+    most = min(max(PROGRAMS // units, LEAST_PARTS), MOST_PARTS)
+    return max(1, min(most, -(-kv_len // (config.block_n * TILES_OF_PART))))
 
 
-def most_parts(kv_len: int, config: Config) -> int:
-    """The most programs that share the keys of one tile of rows in a call of ``kv_len`` keys."""
-    return max(1, min(MOST_PARTS, -(-kv_len // (config.block_n * tiles_of_part(config)))))
+def lines_at_once(shape: Shape, width: int) -> int:
+    """Rows that are merged together, of so many columns: a power of two."""
+    return max(1, min(shape.lines, _MERGED_NUMBERS // (PARTS_AT_ONCE * width)))
 
 
 def configs_of(shape: Shape, job: Job, machine: Machine) -> tuple[Config, ...]:

@@ -9,11 +9,12 @@ Non-goals: what a request is, and values that are wrong (:mod:`attndsl.runtime.p
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from ..emit.facts import MAX_ROWS, TRITON_TYPES, PageFacts, block_widths
+from ..base import requests_of
+from ..emit.facts import MAX_ROWS, TRITON_TYPES, PageFacts, block_widths, for_lists
 from ..kernels.arguments import capture_arguments
 from ..kernels.counts import Counts
 from ..kernels.device import on_device, stream_of
@@ -29,12 +30,36 @@ if TYPE_CHECKING:
     from attndsl.pipeline import Lowered
 
     from ..base import Call, Pages
+    from ..emit.facts import KernelFacts
+    from ..kernels.compile import Executable
     from ..kernels.kernel import FixedKernel, Kernel
     from ..kernels.layout import Layout
     from .decode_tiles import Shape
 
 _MOST_PROGRAMS = 65535
 """CUDA's limit for the second and the third number of a program."""
+
+
+class PagesLayout(NamedTuple):
+    """What steps of one signature share."""
+
+    layout: Layout
+    kernel: Executable
+    facts: KernelFacts
+    """Of the captures that the kernel takes."""
+    grid: tuple[int, int, int]
+    counted: int
+    """Units that count the parts of their keys; 0 where all keys are one part."""
+    room: int
+    """Numbers that parts leave in memory."""
+    row: tuple[int, int]
+    """Heads and columns of a token's output."""
+    strides: tuple[int, ...]
+    """Arguments of the kernel, in its order."""
+    sizes: tuple[int, ...]
+    """The same, in front of the number of tokens."""
+    more_sizes: tuple[int, ...]
+    """The same, behind it."""
 
 
 class Serve(Portable):
@@ -52,10 +77,14 @@ class Serve(Portable):
         reason = why_not_fp8(pages.k)
         if reason is not None:
             return reason
+        held = (pages.k, pages.v, pages.k_scale, pages.v_scale)
+        if any(isinstance(x, torch.Tensor) and x.is_neg() for x in held):
+            return "torch has yet to change the signs of pages"
         if lowered.contractions is not None:
             return "the program multiplies rows of captured tensors"
-        if max(call.q.shape[0], _units(lowered, call)[0]) > _MOST_PROGRAMS:
-            return f"the kernels take up to {_MOST_PROGRAMS} requests, and tiles of rows of each"
+        if max(call.q.shape[0] + 1, _units(lowered, call)[0]) > _MOST_PROGRAMS:
+            most = _MOST_PROGRAMS - 1
+            return f"the kernels take up to {most} requests, and tiles of rows of each"
         return None
 
     def jobs_of_pages(self, lowered: Lowered, call: Call, pages: Pages) -> tuple[Job, ...]:
@@ -67,42 +96,78 @@ class Serve(Portable):
         )
         return (Job(SERVES[_units(lowered, call)[1]], lowered, facts),)
 
-    def serve(
+    def layout_of_pages(
         self, layout: Layout, lowered: Lowered, call: Call, pages: Pages
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Output (tokens, heads, dim) and log-sum-exp (tokens, heads)."""
+    ) -> PagesLayout:
+        """What steps of one signature share.
+
+        Args:
+            layout: With the kernel of :meth:`jobs_of_pages`.
+            lowered: The program.
+            call: A call of the signature.
+            pages: What it reads.
+        """
         q = pages.q
-        tokens, heads, _ = q.shape
-        batch, _, q_len, _ = call.q.shape
-        out = q.new_zeros(
-            (tokens, heads, pages.v.shape[3]), dtype=torch.float32 if call.wide else q.dtype
-        )
-        lse = torch.full((tokens, heads), -torch.inf, dtype=torch.float32, device=q.device)
-        ((name, kernel),) = layout.executables.items()
+        batch, heads, q_len, _ = call.q.shape
+        width = pages.v.shape[3]
+        (kernel,) = layout.executables.values()
         units, shape, members = _units(lowered, call)
         # Where a request may have many rows, there are programs enough, and room would be large.
-        parts = most_parts(call.k.shape[2], kernel.config) if q_len <= MOST_ROWS else 1
+        parts = 1
+        if q_len <= MOST_ROWS:
+            parts = most_parts(call.k.shape[2], heads // members, kernel.config)
+        numbers = batch * units * parts * shape.lines * (block_widths(layout.facts)[1] + 2)
+        return PagesLayout(
+            layout,
+            kernel,
+            layout.facts.without_made(),
+            # One request more: its programs clear tokens of nobody.
+            (parts, units, batch + 1),
+            batch * units if parts > 1 else 0,
+            numbers,
+            (heads, width),
+            (
+                q.stride(1), q.stride(0), width, heads * width, *pages.k.stride()[:3],
+                *pages.v.stride()[:3], *_scale_strides(pages.k_scale),
+                *_scale_strides(pages.v_scale), *pages.table.stride(), pages.lengths.stride(0),
+                pages.starts.stride(0),
+            ),
+            (batch, heads, call.k.shape[1], q_len, call.k.shape[2]),
+            (pages.k.shape[0], members),
+        )  # fmt: skip
+
+    def serve(
+        self, launch: PagesLayout, lowered: Lowered, call: Call, pages: Pages
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Output (tokens, heads, dim) and log-sum-exp (tokens, heads)."""
+        q, layout = pages.q, launch.layout
+        tokens = q.shape[0]
+        out = torch.empty(
+            (tokens, *launch.row), dtype=torch.float32 if call.wide else q.dtype, device=q.device
+        )
+        lse = torch.empty((tokens, launch.row[0]), dtype=torch.float32, device=q.device)
         stream = stream_of(q.device)
         with on_device(q.device):
-            lists = lists_of(layout, lowered, call, name, stream)
-            room, counts = lse, lse
-            if parts > 1:
-                width = block_widths(layout.facts)[1] + 2
-                room = lse.new_empty(batch * units * parts * shape.rows * width)
-                counts = self._counts.of(q.device, stream, batch * units)
-            scales = [_scale(x) for x in (pages.k_scale, pages.v_scale)]
-            kernel.launch_grid(
-                (parts, units, batch),
+            lists: list[object] = []
+            if layout.lists:
+                lists = _lists(layout, lowered, call, pages, stream)
+            room = counts = lse
+            if launch.counted:
+                room = torch.empty(launch.room, dtype=torch.float32, device=q.device)
+                counts = self._counts.of(q.device, stream, launch.counted)
+            k_scale, v_scale = pages.k_scale, pages.v_scale
+            of_k, of_v = isinstance(k_scale, torch.Tensor), isinstance(v_scale, torch.Tensor)
+            launch.kernel.launch_grid(
+                launch.grid,
                 stream,
                 [
                     q, pages.k, pages.v, out, lse, room, counts, pages.table, pages.lengths,
-                    pages.starts, *(pages.v if x[0] is None else x[0] for x in scales),
-                    q.stride(1), q.stride(0), out.stride(1), out.stride(0),
-                    *pages.k.stride()[:3], *pages.v.stride()[:3], *scales[0][1], *scales[1][1],
-                    *pages.table.stride(), pages.lengths.stride(0), pages.starts.stride(0),
-                    call.scale, scales[0][2], scales[1][2], batch, heads, call.k.shape[1], q_len,
-                    call.k.shape[2], tokens, pages.k.shape[0], members,
-                    *capture_arguments(layout.facts, call), *lists,
+                    pages.starts, k_scale if of_k else pages.v, v_scale if of_v else pages.v,
+                    *launch.strides, call.scale,
+                    1.0 if of_k or k_scale is None else float(k_scale),
+                    1.0 if of_v or v_scale is None else float(v_scale),
+                    *launch.sizes, tokens, *launch.more_sizes,
+                    *capture_arguments(launch.facts, call), *lists,
                 ],
             )  # fmt: skip
         return out, lse
@@ -110,18 +175,26 @@ class Serve(Portable):
 
 def _units(lowered: Lowered, call: Call) -> tuple[int, Shape, int]:
     """Tiles of rows of a request, the shape of one, and how many heads it has."""
-    members = members_of_call(lowered.program, call)
+    members = members_of_call(lowered, call)
     shape = shape_of(call.q.shape[2], members)
     return call.q.shape[1] // members * -(-call.q.shape[2] // shape.queries), shape, members
 
 
-def _scale(
-    scale: float | torch.Tensor | None,
-) -> tuple[torch.Tensor | None, tuple[int, ...], float]:
-    """Scales in memory, their strides by page, row and head, and a scale that is a number."""
+def _lists(layout: Layout, lowered: Lowered, call: Call, pages: Pages, stream: int) -> list[object]:
+    """Tiles that no formulas tell, found by kernels that read all captures from memory."""
+    found = requests_of(pages.starts, pages.lengths, pages.q.shape[0], call.k.shape[2])
+    made = {name: getattr(found, what).to(torch.int32) for name, what in pages.made}
+    call = call._replace(tensors={**call.tensors, **made})
+    layout = replace(layout, facts=for_lists(layout.facts))
+    (name,) = layout.executables
+    return lists_of(layout, lowered, call, name, stream)
+
+
+def _scale_strides(scale: float | torch.Tensor | None) -> tuple[int, ...]:
+    """Steps of scales in memory by page, row and head."""
     if isinstance(scale, torch.Tensor):
-        return scale, (*[0] * (3 - scale.dim()), *scale.stride()), 1.0
-    return None, (0, 0, 0), 1.0 if scale is None else float(scale)
+        return (*[0] * (3 - scale.dim()), *scale.stride())
+    return (0, 0, 0)
 
 
 def _kind(scale: float | torch.Tensor | None) -> int:
@@ -140,7 +213,18 @@ def page_facts(pages: Pages) -> PageFacts:
         TRITON_TYPES[pages.lengths.dtype], TRITON_TYPES[pages.starts.dtype],
         _kind(pages.k_scale), _kind(pages.v_scale),
         _aligned(pages.k) and _aligned(pages.v), _aligned(pages.q), MAX_ROWS * max(rows) >= 1 << 31,
+        pages.made,
     )  # fmt: skip
+
+
+def bits_of_pages(pages: Pages) -> tuple[bool, bool]:
+    """What :func:`page_facts` depends on in steps of one signature: addresses that are aligned."""
+    return (pages.k.data_ptr() | pages.v.data_ptr()) % 16 == 0, pages.q.data_ptr() % 16 == 0
+
+
+def kinds_of_pages(pages: Pages) -> tuple[object, ...]:
+    """What :class:`PagesLayout` depends on besides, in steps whose signature nobody knows."""
+    return (pages.made, *((x.shape, x.stride()) for x in pages if isinstance(x, torch.Tensor)))
 
 
 def _aligned(tensor: torch.Tensor) -> bool:

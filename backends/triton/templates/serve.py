@@ -67,7 +67,7 @@ def attend_part_of_pages(
 ):
     """As ``attend_part``, of keys in pages."""
     for PARTIAL in tl.static_range(2):
-        if (PARTIAL and FORWARD_HAS_PARTIAL) or (not PARTIAL and FORWARD_HAS_FULL):
+        if PEELED and ((PARTIAL and FORWARD_HAS_PARTIAL) or (not PARTIAL and FORWARD_HAS_FULL)):
             before = visits.full if PARTIAL else 0
             number = visits.partial if PARTIAL else visits.full
             first = tl.minimum(tl.maximum(part.first - before, 0), number)
@@ -82,6 +82,14 @@ def attend_part_of_pages(
                 kv_tile = forward_tile(
                     step + 1, visits, places.tile, places.head, sizes, shift, given, PARTIAL
                 )
+    if not PEELED:
+        kv_tile = live_tile(part.first, visits, places, sizes, shift, given)
+        for step in tl.range(part.first, part.last):
+            softmax = attend_pages(
+                softmax, q_tile, q, kv_tile, keys, factors, places.heads, sizes, given,
+                FORWARD_HAS_PARTIAL,
+            )
+            kv_tile = live_tile(step + 1, visits, places, sizes, shift, given)
     if V_SCALES != 0 and V_SCALES != 4:
         softmax = Softmax(softmax.acc * keys.v.scale, softmax.row_sum, softmax.row_max)
     return softmax
@@ -98,6 +106,59 @@ def store_tokens(softmax, out, lse, rows, first_token, head, sizes, given):
 
 
 @triton.jit
+def store_merged_tokens(room, parts, out, lse, places, first_token, members, sizes, given):
+    """As ``store_merged``, of packed rows."""
+    for line in tl.range(0, LINES, LINES_AT_ONCE):
+        numbers = line + tl.arange(0, LINES_AT_ONCE)
+        rows = packed_rows(numbers, places.tile * BLOCK_M, places.head.h, members, sizes)
+        softmax = merged(room, numbers, parts, rows.exists)
+        head = Head(places.head.b, rows.h[:, None], places.head.hkv)
+        store_tokens(softmax, out, lse, rows, first_token, head, sizes, given)
+
+
+@triton.jit
+def cut(number, most):
+    """A number that nobody has looked at, from 0 to ``most`` in 64 bits."""
+    return tl.minimum(tl.maximum(number.to(tl.int64), 0), most)
+
+
+@triton.jit
+def tokens_of(requests, b, exists):
+    """The first tokens of some requests, and numbers behind the last tokens that are computed."""
+    at = requests.starts + b * requests.stride
+    first = cut(tl.load(at, mask=exists, other=0), requests.tokens)
+    end = cut(tl.load(at + requests.stride, mask=exists, other=0), requests.tokens)
+    return first, tl.minimum(end, first + requests.most)
+
+
+@triton.jit
+def clear_tokens(requests, out, lse, number, programs, sizes):
+    """Results of tokens that no request has: 0, and -inf. Nothing else is written.
+
+    Each token asks all requests, so that no values of ``starts`` make two programs write one token.
+    """
+    for start in tl.range(number * TOKENS_AT_ONCE, requests.tokens, programs * TOKENS_AT_ONCE):
+        tokens = start + tl.arange(0, TOKENS_AT_ONCE)
+        served = tokens >= requests.tokens
+        for request in tl.range(0, sizes.batch, REQUESTS_AT_ONCE):
+            b = request + tl.arange(0, REQUESTS_AT_ONCE)
+            first, end = tokens_of(requests, b, b < sizes.batch)
+            own = (first[None, :] <= tokens[:, None]) & (tokens[:, None] < end[None, :])
+            served = served | (tl.max(own.to(tl.int32), 1) != 0)
+        if tl.min(served.to(tl.int32), 0) == 0:
+            columns = tl.arange(0, BLOCK_DV)
+            free = served == 0
+            exist = free[:, None] & (columns < DV)[None, :]
+            line = tokens.to(tl.int64)
+            zeros = tl.zeros([TOKENS_AT_ONCE, BLOCK_DV], out.base.dtype.element_ty)
+            nothing = tl.full([TOKENS_AT_ONCE], float("-inf"), tl.float32)
+            for h in tl.range(0, sizes.heads):
+                places = line[:, None] * out.stride_n + h * out.stride_h + columns[None, :]
+                tl.store(out.base + places, zeros, mask=exist)
+                tl.store(lse + line * sizes.heads + h, nothing, mask=free)
+
+
+@triton.jit
 def attention_serve(
     Q, K_PAGES, V_PAGES, OUT, LSE, PARTS, COUNTS, TABLE, LENGTHS, STARTS, K_SCALE, V_SCALE,
     stride_qh, stride_qm, stride_oh, stride_om,
@@ -108,28 +169,34 @@ def attention_serve(
 ):
     """One program: one part of the keys of ``members`` heads and BLOCK_M queries of a request.
 
-    Programs are numbered by part, by heads and queries, and by request. ``q_len`` is the most
-    queries of a request, ``kv_len`` the most keys. LSE (tokens, heads) is contiguous fp32. PARTS
-    and COUNTS are those of ``attention_decode``.
+    Programs are numbered by part, by heads and queries, and by request. Those behind the last
+    request clear tokens. ``q_len`` is the most queries of a request, ``kv_len`` the most keys. LSE
+    (tokens, heads) is contiguous fp32. PARTS and COUNTS are those of ``attention_decode``.
     """
-    given = Given(
-        #: given
-    )
     number = tl.program_id(0)
     tiles_of_queries = tl.cdiv(q_len, BLOCK_M)
     b = tl.program_id(2)
     tile = tl.program_id(1) % tiles_of_queries
     first_head = tl.program_id(1) // tiles_of_queries * members
-    # Values that nobody has looked at are cut to what can be.
-    first_token = tl.load(STARTS + b * step_s).to(tl.int64)
-    first_token = tl.minimum(tl.maximum(first_token, 0), tokens.to(tl.int64))
-    end = tl.load(STARTS + (b + 1) * step_s).to(tl.int64)
-    count = tl.minimum(tl.minimum(end, tokens.to(tl.int64)) - first_token, q_len).to(tl.int32)
+    out = Tensor(OUT, stride_om, stride_oh, stride_om)
+    requests = RequestTokens(STARTS, step_s, tokens, q_len)
+    if b == batch:
+        clear_tokens(
+            requests, out, LSE, number * tl.num_programs(1) + tl.program_id(1),
+            tl.num_programs(0) * tl.num_programs(1), Sizes(batch, heads, kv_heads, q_len, kv_len),
+        )
+        return
+    begin, behind = tokens_of(requests, b, b < batch)
+    count = (behind - begin).to(tl.int32)
     if tile * BLOCK_M >= count:
         return
-    # Where there are no pages, there are no keys.
-    room = tl.minimum(kv_len, pages.to(tl.int64) * kv_len)
-    length = tl.minimum(tl.load(LENGTHS + b * step_l).to(tl.int64), room).to(tl.int32)
+    length = cut(tl.load(LENGTHS + b * step_l), kv_len).to(tl.int32)
+    end = cut(tl.load(STARTS + (b + 1) * step_s), tokens)
+    first_query = (length - (end - begin)).to(tl.int32)
+    first_token = begin.to(tl.int32)
+    given = Given(
+        #: values
+    )
     sizes = Sizes(batch, heads, kv_heads, count, kv_len)
     shift = shift_of(Origins(0, 0), Q_KIND, KV_KIND)
     hkv = first_head // (heads // kv_heads)
@@ -137,16 +204,15 @@ def attention_serve(
     first = Head(b, first_head, hkv)
     visits = forward_visits(tile, first, sizes, shift, given)
     live = visits.full + visits.partial
-    wanted = tl.minimum(tl.cdiv(live, TILES_OF_PART), tl.num_programs(0))
-    taken = tl.maximum(tl.cdiv(live, tl.maximum(wanted, 1)), 1)
-    parts = tl.maximum(tl.cdiv(live, taken), 1)
+    most = tl.minimum(most_parts_of(members, sizes), tl.num_programs(0))
+    parts, taken = parts_of(live, most)
     if number >= parts:
         return
-    rows = packed_rows(tile * BLOCK_M, first_head, members, sizes)
+    rows = packed_rows(tl.arange(0, ROWS), tile * BLOCK_M, first_head, members, sizes)
     head = Head(b, rows.h[:, None], hkv)
     q = rows.query[:, None]
     at, exist = addresses_of(
-        Tensor(Q, stride_qm, stride_qh, stride_qm), first_token, rows, D, BLOCK_D
+        Tensor(Q, stride_qm, stride_qh, stride_qm), begin, rows, D, BLOCK_D
     )
     q_tile = tl.load(at, mask=exist, other=0.0)
     k_scale = k_factor
@@ -162,7 +228,8 @@ def attention_serve(
     keys = PagedKeys(
         PageRows(K_PAGES + hkv * step_kh, step_kp, step_kn, k_scale, step_ap, step_an),
         PageRows(V_PAGES + hkv * step_vh, step_vp, step_vn, v_scale, step_bp, step_bn),
-        TABLE + b * step_tb, step_tp, pages, length,
+        # Where there are no pages, there are no keys.
+        TABLE + b * step_tb, step_tp, pages, length * tl.minimum(pages, 1),
     )
     # The running maximum needs a positive factor, so a negative scale is applied to the scores.
     if SCALED_FIRST:
@@ -170,13 +237,13 @@ def attention_serve(
     else:
         factor = scale * LOG2E
     part = PartOfTiles(number * taken, tl.minimum((number + 1) * taken, live))
+    places = UnitPlaces(tile, first, head, False)
     softmax = attend_part_of_pages(
-        empty_softmax(), q_tile, q, keys, Factors(scale, factor), visits, part,
-        UnitPlaces(tile, first, head), sizes, shift, given,
+        empty_softmax(ROWS), q_tile, q, keys, Factors(scale, factor), visits, part, places, sizes,
+        shift, given,
     )
-    out = Tensor(OUT, stride_om, stride_oh, stride_om)
     if parts == 1:
-        store_tokens(softmax, out, LSE, rows, first_token, head, sizes, given)
+        store_tokens(softmax, out, LSE, rows, begin, head, sizes, given)
         return
     unit = b * tl.num_programs(1) + tl.program_id(1)
     room = room_of(PARTS, unit, batch * tl.num_programs(1), tl.num_programs(0))
@@ -186,5 +253,4 @@ def attention_serve(
     before = tl.atomic_add(COUNTS + unit, 1, sem="acq_rel")
     if before == parts - 1:
         tl.store(COUNTS + unit, 0)
-        softmax = merged(empty_softmax(), room, parts, rows.exists)
-        store_tokens(softmax, out, LSE, rows, first_token, head, sizes, given)
+        store_merged_tokens(room, parts, out, LSE, places, begin, members, sizes, given)

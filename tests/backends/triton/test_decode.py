@@ -21,7 +21,14 @@ from attndsl.backends.kernels.example import example_call
 from attndsl.backends.kernels.kernel import Task
 from attndsl.backends.triton.decode import Decode
 from attndsl.backends.triton.decode_kernels import FORWARDS
-from attndsl.backends.triton.decode_tiles import MOST_PARTS, members_of, most_parts, shape_of
+from attndsl.backends.triton.decode_tiles import (
+    LEAST_PARTS,
+    MOST_PARTS,
+    lines_at_once,
+    members_of,
+    most_parts,
+    shape_of,
+)  # fmt: skip
 from attndsl.backends.triton.family import Portable
 from attndsl.runtime.dispatch import get_backend
 
@@ -90,6 +97,14 @@ def test_groups_of_heads(device, heads, kv_heads, q_len, ran):
     """Groups that are no powers of two, more rows than a tile has, more heads than a tile has."""
     sizes = few_rows(heads, kv_heads, q_len, 70)
     check("alibi", sizes, device, torch.float32, 2e-3 if device == "cuda" else 2e-4)
+    assert ran
+
+
+@pytest.mark.parametrize("name", ["alibi", "by score"])
+def test_more_parts_than_are_merged_at_once(device, name, ran):
+    """One tile of rows has many parts: 22 of 2 tiles each under the interpreter."""
+    sizes = few_rows(2, 1, q_len=1, kv_len=20000 if device == "cuda" else 700)
+    check(name, sizes, device, torch.float32, 2e-3 if device == "cuda" else 2e-4)
     assert ran
 
 
@@ -209,8 +224,10 @@ def test_shapes():
             assert shape.group >= heads
             assert 16 <= shape.rows <= 64
     config = Config(1, 64, 4, 3)
-    assert [most_parts(keys, config) for keys in (0, 1, 256, 257, 1024)] == [1, 1, 1, 2, 4]
-    assert most_parts(1 << 20, config) == MOST_PARTS
+    assert [most_parts(keys, 8, config) for keys in (0, 1, 256, 257, 1024)] == [1, 1, 2, 3, 8]
+    long = [most_parts(1 << 20, units, config) for units in (1, 2, 8, 64)]
+    assert long == [MOST_PARTS, 64, LEAST_PARTS, LEAST_PARTS]
+    assert [lines_at_once(shape_of(16, 4), width) for width in (16, 64, 128, 512)] == [32, 8, 4, 1]
 
 
 def call_of(text, q_len, heads=4, head_dim=64):
@@ -298,6 +315,32 @@ def test_they_compile_for_gpus_that_are_not_there(dtype, target):
     assert all(int(shared) <= 113 * 1024 for _, shared in rows), rows
 
 
+@pytest.mark.parametrize("text", ["causal()", "mask = causal(); sink = 0.5"])
+def test_entries_with_wrong_numbers_of_keys_are_nan(device, text, ran, monkeypatch):
+    """On GPUs nobody looks at the numbers before."""
+    entries = [50, KEYS + 1, KEYS, -1, 60]
+    q, k, v, lengths = ragged_call(device, entries)
+    starts = torch.tensor([49, 9, KEYS - 1, 9, (1 << 30) - 1], dtype=torch.int32, device=device)
+    attention = attndsl.compile(text, backend="decode")
+
+    def run():
+        return attention(q, k, v, q_offset=starts, kv_lengths=lengths, return_lse=True)
+
+    if device == "cpu":
+        with pytest.raises(attndsl.errors.ArgumentError, match="q_offset has values from 9"):
+            run()
+        monkeypatch.setattr("attndsl.runtime.values._check_tensor", lambda *given: None)
+        with pytest.raises(attndsl.errors.ArgumentError, match="kv_lengths has values from -1"):
+            run()
+        monkeypatch.setattr("attndsl.runtime.values.check_range", lambda *given: None)
+    for _ in range(2):
+        out, lse = run()
+        for found in (out, lse):
+            assert found.flatten(1).isnan().all(1).tolist() == [False, True, False, True, True]
+            assert not found[[0, 2]].isnan().any()
+    assert ran
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("sizes", [(4, 2, 1, 1000), (12, 4, 7, 3000), (8, 8, 64, 600)], ids=str)
 @pytest.mark.parametrize("name", PROGRAMS)
@@ -333,6 +376,35 @@ def test_a_graph_serves_other_lengths_with_the_same_bits():
                 q[one], k[one], v[one], q_offset=lengths[one] - 1, kv_lengths=lengths[one]
             )
             assert torch.equal(out[one], alone)
+
+
+@pytest.mark.gpu
+def test_a_graph_has_one_kernel_a_call_and_numbers_of_its_own():
+    attention = attndsl.compile("causal()", backend="decode")
+    q, k, v, lengths = ragged_call("cuda", [4096, 4000], 4096, 16, 128, torch.bfloat16)
+    wanted = attention(q, k, v, q_offset=lengths - 1, kv_lengths=lengths)
+    starts = lengths - 1
+    counts = get_backend("decode", False).families[0]._counts._of_graphs
+    left = [x.numel() for x in counts.values()]
+    graphs, found = [torch.cuda.CUDAGraph() for _ in range(2)], []
+    for graph in graphs:
+        with torch.cuda.graph(graph):
+            found.append(attention(q, k, v, q_offset=starts, kv_lengths=lengths))
+    assert [x.numel() for x in counts.values()] == [left[0] - 2 * 2 * 2]
+    # The two run at the same time, and again.
+    streams = [torch.cuda.Stream() for _ in graphs]
+    for _ in range(20):
+        for stream, graph in zip(streams, graphs, strict=True):
+            with torch.cuda.stream(stream):
+                graph.replay()
+    torch.cuda.synchronize()
+    assert all(torch.equal(out, wanted) for out in found)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        graphs[0].replay()
+        torch.cuda.synchronize()
+    kernels = [x.name for x in profile.events() if x.device_type == torch.autograd.DeviceType.CUDA]
+    assert [name for name in kernels if "attention_decode" not in name] == []
+    assert len(kernels) == 1
 
 
 @pytest.mark.gpu

@@ -1,0 +1,184 @@
+"""What steps of one signature share, so that a step again is checked and bound once.
+
+A signature has all that the outcome depends on beside values that kernels read: shapes, strides,
+dtypes, kinds of captures and scales, capacities, and what numbers of the call stand for themselves.
+
+Non-goals: what a step is (:mod:`.packed`), and values that are wrong (:mod:`.paged`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from attndsl.backends.base import Call, Pages, ReadsPages
+from attndsl.ir import TOKENS, size, toposort
+from attndsl.passes.widths import POSITION_LIMIT
+from attndsl.settings import asks_to_verify
+
+from .arguments import rows_contiguous
+from .higher import is_transformed
+from .paged import PagedCache
+from .parts import made_captures, terms_of, with_narrow_positions
+from .values import Values, check_params, needs_of_values
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from attndsl.backends.base import Scalar
+    from attndsl.ir import Program
+    from attndsl.pipeline import Lowered
+
+    from .parts import Terms
+
+    Captures = Mapping[str, torch.Tensor | Scalar]
+
+_TENSORS = (torch.Tensor, torch.nn.Parameter)
+_NUMBERS = (int, type(None))
+_MANY_TOKENS = POSITION_LIMIT // 4
+"""Numbers of tokens from which on positions of each step are looked at."""
+
+
+class Request(NamedTuple):
+    """The arguments of a step."""
+
+    q: torch.Tensor
+    cache: PagedCache
+    starts: torch.Tensor
+    q_index: torch.Tensor | None
+    numbers: tuple[object, ...]
+    """``most_queries``, ``heads``, ``kv_heads`` and ``h_offset``."""
+    scale: object
+    kinds: tuple[object, ...]
+    """``out_dtype``, and whether there is a log-sum-exp."""
+
+
+class Prepared(NamedTuple):
+    """What steps of one signature share."""
+
+    backend: ReadsPages
+    program: Program
+    """Whose captures a step has."""
+    terms: Terms
+    call: Call
+    """One of them, checked. Its tensors say shapes."""
+    needs: Values
+    made: tuple[tuple[str, str], ...]
+    """As of :class:`~attndsl.backends.base.Pages`."""
+
+    def run(self, request: Request, captures: Captures) -> tuple[torch.Tensor, torch.Tensor]:
+        """Output and log-sum-exp of a step of the signature.
+
+        Raises:
+            ArgumentError: A number among the captures that cannot be.
+        """
+        program, scale, call = self.program, request.scale, self.call
+        part = call.part
+        if request.q_index is not None:
+            assert part is not None
+            assert part.packed is not None
+            part = replace(part, packed=part.packed._replace(positions=request.q_index))
+        call = call._replace(
+            scale=request.q.shape[2] ** -0.5 if scale is None else float(scale),  # type: ignore[arg-type]
+            tensors={d.name: captures[d.name] for d in program.tensors},  # type: ignore[misc]
+            params={d.name: captures.get(d.name, d.default) for d in program.params},  # type: ignore[arg-type]
+            part=part,
+        )  # fmt: skip
+        if program.params:
+            call = check_params(program, call, self.needs)
+        pages = pages_of(request, self.made)
+        return self.backend.serve(self.terms.lowered, self.terms.applied(call), pages)
+
+
+def pages_of(request: Request, made: tuple[tuple[str, str], ...]) -> Pages:
+    """What kernels read of a step."""
+    q, cache = request.q, request.cache
+    q = q.detach() if q.requires_grad else q
+    return Pages(
+        rows_contiguous(q), request.starts, cache.k_pages, cache.v_pages, cache.table,
+        cache.lengths, cache.k_scale, cache.v_scale, made,
+    )  # fmt: skip
+
+
+def prepared_step(
+    backend: ReadsPages, lowered: Lowered, call: Call, captures: Captures
+) -> Prepared:
+    """What steps like a checked ``call`` share, which has the ``captures`` as they were given."""
+    terms = terms_of(lowered, call)
+    program = lowered.written
+    needs = needs_of_values(program, call, captures, ())
+    return Prepared(
+        backend, program, terms, with_narrow_positions(call), needs, made_captures(terms)
+    )
+
+
+def with_signs(captures: Captures) -> Captures:
+    """``captures`` without tensors whose signs torch has yet to change."""
+    if not any(isinstance(x, torch.Tensor) and x.is_neg() for x in captures.values()):
+        return captures
+    return {
+        name: x.resolve_neg() if isinstance(x, torch.Tensor) else x for name, x in captures.items()
+    }
+
+
+def are_positions_right(request: Request, most: int) -> bool:
+    """Whether no values of lengths and starts make positions that are too large."""
+    return max(_MANY_TOKENS, request.cache.room) + most < POSITION_LIMIT
+
+
+def speaks_of_tokens(program: Program) -> bool:
+    """Whether ``token`` or ``tokens`` stand in a program, or in a declared dim."""
+    dims = [dim for decl in program.tensors for dim in decl.dims]
+    return program.by_token or size(TOKENS) in toposort(*program.roots(), *dims)
+
+
+def key_of_step(
+    request: Request, captures: Captures, names: tuple[str, ...], by_token: bool
+) -> tuple[object, ...] | None:
+    """The signature of a step; None where it has to be looked at anew.
+
+    Args:
+        request: Its arguments, not checked.
+        captures: Its captures.
+        names: Those of params whose values declared dims depend on.
+        by_token: Whether the program knows how many tokens there are. Steps of other programs have
+            any number, if the most queries of a request are given.
+    """
+    q, cache, starts = request.q, request.cache, request.starts
+    if type(q) not in _TENSORS or type(cache) is not PagedCache or type(starts) not in _TENSORS:
+        return None
+    k, v, table, lengths = cache.k_pages, cache.v_pages, cache.table, cache.lengths
+    index, kinds = request.q_index, request.kinds
+    if not (
+        type(k) in _TENSORS and type(v) in _TENSORS and type(table) in _TENSORS
+        and type(lengths) in _TENSORS and (index is None or type(index) in _TENSORS)
+        and all(type(number) in _NUMBERS for number in request.numbers)
+        and (kinds[0] is None or type(kinds[0]) is torch.dtype)
+    ):  # fmt: skip
+        return None
+    if q.is_neg() or k.is_neg() or v.is_neg() or with_signs(captures) is not captures:
+        return None
+    if torch._C._get_tracing_state() is not None or is_transformed():
+        return None
+    if q.dim() != 3 or not 0 < q.shape[0] < _MANY_TOKENS:
+        return None
+    return (
+        q.shape if by_token or index is not None or request.numbers[0] is None else q.shape[1:],
+        q.stride(), q.dtype, q.device, k.shape, k.stride(), k.dtype, k.device, v.shape,
+        v.stride(), table.shape, table.stride(), table.dtype, lengths.shape, lengths.stride(),
+        lengths.dtype, starts.shape, starts.stride(), starts.dtype, starts.device,
+        _kind(cache.k_scale), _kind(cache.v_scale), _kind(index), request.numbers, kinds,
+        type(request.scale), asks_to_verify(),
+        *[(name, _kind(value)) for name, value in captures.items()],
+        *[captures.get(name) for name in names],
+    )  # fmt: skip
+
+
+def _kind(value: object) -> object:
+    if isinstance(value, torch.Tensor):
+        return (
+            type(value), value.shape, value.stride(), value.dtype, value.device, value.is_neg()
+        )  # fmt: skip
+    return type(value)
