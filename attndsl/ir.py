@@ -16,10 +16,11 @@ import enum
 import threading
 import weakref
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Container, Iterator, Mapping
 
     from attndsl.source import Span
 
@@ -166,12 +167,17 @@ def node(
         TypeError: The operands do not have the types of the operation. (A defect of the caller:
             users' type errors are found by the frontend.)
     """
-    result = _result_type(op, args, value, dtype)
-    key = (op, result, args, type(value), repr(value))
+    return _interned_node(op, args, value, _result_type(op, args, value, dtype), span)
+
+
+def _interned_node(
+    op: Op, args: tuple[Node, ...], value: Literal | None, dtype: DType, span: Span | None
+) -> Node:
+    key = (op, dtype, args, type(value), repr(value))
     with _intern_lock:
         found = _interned.get(key)
         if found is None:
-            found = _interned[key] = Node(op, result, args, value, span)
+            found = _interned[key] = Node(op, dtype, args, value, span)
     return found
 
 
@@ -224,26 +230,41 @@ def cast(operand: Node, dtype: DType, span: Span | None = None) -> Node:
     return operand if operand.dtype is dtype else node(Op.CAST, operand, dtype=dtype, span=span)
 
 
+_OPERANDS = (
+    dict.fromkeys(Op, frozenset({DType.INT, DType.FLOAT}))
+    | dict.fromkeys(LOGICAL, frozenset({DType.BOOL}))
+    | dict.fromkeys(BITWISE, frozenset({DType.INT}))
+    | dict.fromkeys(FLOAT_UNARY | {Op.DIV}, frozenset({DType.FLOAT}))
+    | dict.fromkeys((Op.EQ, Op.NE), frozenset(DType))
+)
+"""Types that operations take whose operands are all of one."""
+
+
 def _result_type(
     op: Op, args: tuple[Node, ...], value: Literal | None, dtype: DType | None
 ) -> DType:
-    types = tuple(arg.dtype for arg in args)
     if op is Op.CONST:
         return {bool: DType.BOOL, int: DType.INT, float: DType.FLOAT}[type(value)]
+    return _type_of(op, tuple([arg.dtype for arg in args]), dtype)
+
+
+@lru_cache(maxsize=1024)
+def _type_of(op: Op, types: tuple[DType, ...], dtype: DType | None) -> DType:
+    """The result type of an operation, which depends on types alone."""
     if op in (Op.VAR, Op.SIZE):
         return DType.INT
     if op is Op.SCORE:
         return DType.FLOAT
     if op is Op.DOT:
         if any(t is not DType.INT for t in types):
-            raise TypeError(f"DOT {value!r} needs int indices, has {types}")
+            raise TypeError(f"DOT needs int indices, has {types}")
         return DType.FLOAT
     if op in (Op.PARAM, Op.LOAD):
         if dtype is None or any(t is not DType.INT for t in types):
-            raise TypeError(f"{op.name} {value!r} needs a dtype and int indices, has {types}")
+            raise TypeError(f"{op.name} needs a dtype and int indices, has {types}")
         return dtype
-    if len(args) != ARITY.get(op, 2):
-        raise TypeError(f"{op.name} takes {ARITY.get(op, 2)} operands, has {len(args)}")
+    if len(types) != ARITY.get(op, 2):
+        raise TypeError(f"{op.name} takes {ARITY.get(op, 2)} operands, has {len(types)}")
     if op is Op.CAST:
         if dtype is None:
             raise TypeError("CAST needs a dtype")
@@ -252,18 +273,7 @@ def _result_type(
         if types[0] is not DType.BOOL or types[1] is not types[2]:
             raise TypeError(f"WHERE of {types}")
         return types[1]
-    allowed = (
-        {DType.BOOL}
-        if op in LOGICAL
-        else {DType.INT}
-        if op in BITWISE
-        else {DType.FLOAT}
-        if op in FLOAT_UNARY or op is Op.DIV
-        else set(DType)
-        if op in (Op.EQ, Op.NE)
-        else {DType.INT, DType.FLOAT}
-    )
-    if len(set(types)) != 1 or types[0] not in allowed:
+    if len(set(types)) != 1 or types[0] not in _OPERANDS[op]:
         raise TypeError(f"{op.name} of {tuple(t.value for t in types)}")
     return DType.BOOL if op in COMPARISONS else types[0]
 
@@ -272,20 +282,25 @@ SCORE = node(Op.SCORE)
 """The incoming score: ``scale * (q . k)`` in a program's score, the final score in its weights."""
 
 
-def toposort(*roots: Node) -> list[Node]:
-    """All nodes below ``roots``, each once, operands first; iterative, so depth is no limit."""
+def toposort(*roots: Node, known: Container[Node] = ()) -> list[Node]:
+    """All nodes below ``roots``, each once, operands first; iterative, so depth is no limit.
+
+    Args:
+        *roots: Where to begin.
+        known: Nodes to leave out, with what only they are made of.
+    """
     order: list[Node] = []
     seen: set[Node] = set()
     stack: list[tuple[Node, Iterator[Node]]] = []
     for root in roots:
-        if root in seen:
+        if root in seen or root in known:
             continue
         seen.add(root)
         stack.append((root, iter(root.args)))
         while stack:
             current, remaining = stack[-1]
             for arg in remaining:
-                if arg not in seen:
+                if arg not in seen and arg not in known:
                     seen.add(arg)
                     stack.append((arg, iter(arg.args)))
                     break
@@ -295,19 +310,31 @@ def toposort(*roots: Node) -> list[Node]:
     return order
 
 
-def substitute(root: Node, replacements: dict[Node, Node]) -> Node:
+def substitute(root: Node, replacements: Mapping[Node, Node]) -> Node:
     """``root`` with nodes replaced; replacements are not searched again."""
-    done = dict(replacements)
-    for current in toposort(root):
-        if current not in done:
-            args = tuple(done[arg] for arg in current.args)
-            done[current] = current if args == current.args else rebuild(current, args)
+    return substitute_on(root, dict(replacements))
+
+
+def substitute_on(root: Node, done: dict[Node, Node]) -> Node:
+    """As :func:`substitute`; ``done`` has the replacements, and gets what each other node became.
+
+    So the next call with it goes over nodes that are new to it only.
+    """
+    for current in toposort(root, known=done):
+        args = tuple(done[arg] for arg in current.args)
+        done[current] = current if args == current.args else rebuild(current, args)
     return done[root]
 
 
 def rebuild(original: Node, args: tuple[Node, ...]) -> Node:
-    """``original`` with other operands of the same types."""
-    return node(original.op, *args, value=original.value, dtype=original.dtype, span=original.span)
+    """``original`` with other operands of the same types.
+
+    Raises:
+        TypeError: The types are others. (A defect of the caller.)
+    """
+    if [arg.dtype for arg in args] != [arg.dtype for arg in original.args]:
+        raise TypeError(f"{original.op.name} of other types than before")
+    return _interned_node(original.op, args, original.value, original.dtype, original.span)
 
 
 _VARIES = {"hkv": frozenset({"h"}), TOKEN: frozenset({"b", "q"})}

@@ -6,7 +6,15 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from attndsl.errors import ProgramWarning
-from attndsl.frontend import Absent, Bound, read, read_locals, read_mask_span, read_unused
+from attndsl.frontend import (
+    Absent,
+    Bound,
+    parsed,
+    read,
+    read_locals,
+    read_mask_span,
+    read_unused,
+)
 from attndsl.ir import Op
 from attndsl.passes.broadcast import with_ones
 from attndsl.passes.differentiate import differentiate
@@ -23,6 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from attndsl.frontend import Declared
+    from attndsl.frontend.surface import Tree
     from attndsl.ir import Node, Program
     from attndsl.passes.broadcast import Dims
     from attndsl.source import Source, Span
@@ -61,9 +70,10 @@ def check(source: Source, declared: Mapping[str, Declared]) -> None:
     Raises:
         AttnDSLError: All that is wrong with the program.
     """
-    program = read(source, declared)
+    tree = parsed(source)
+    program = read(tree, declared)
     split_mask(program)
-    _check_variants(source, declared, program)
+    _check_variants(tree, declared, program)
 
 
 def warnings_of(source: Source, declared: Mapping[str, Declared]) -> tuple[ProgramWarning, ...]:
@@ -76,16 +86,17 @@ def warnings_of(source: Source, declared: Mapping[str, Declared]) -> tuple[Progr
     Raises:
         AttnDSLError: All that is wrong with the program.
     """
-    program = read(source, declared)
+    tree = parsed(source)
+    program = read(tree, declared)
     masked = split_mask(program)
-    _check_variants(source, declared, program)
-    found = read_unused(source)
+    _check_variants(tree, declared, program)
+    found = read_unused(tree)
     mask = None if masked.mask is None else simplify_node(masked.mask)
     if mask is not None and (value := verdict(mask)) is not None:
         # A value may well switch a mask off, but nobody asks for no pairs at all.
         bound = any(isinstance(given, Bound) for given in declared.values())
         if not value or not bound:
-            found.append(_of_mask(value, read_mask_span(source)))
+            found.append(_of_mask(value, read_mask_span(tree)))
     return tuple(found)
 
 
@@ -117,15 +128,16 @@ def lower(
     # Text -> surface tree -> typed IR, with functions inlined and bound params folded in.
     # Absent captures are gone from it.
     absent = dict.fromkeys(variant.absent, Absent())
-    program = replace(read(source, {**declared, **absent}), exact=exact)
+    tree = parsed(source)
+    program = replace(read(tree, {**declared, **absent}), exact=exact)
     if not variant.absent:
-        _check_variants(source, declared, program)
+        _check_variants(tree, declared, program)
     if variant.ones:
         program = with_ones(program, variant.ones)
     return lower_program(program if variant.sink else replace(program, sink=None))
 
 
-def _check_variants(source: Source, declared: Mapping[str, Declared], program: Program) -> None:
+def _check_variants(tree: Tree, declared: Mapping[str, Declared], program: Program) -> None:
     """Refuse a program that has no meaning once captures are absent.
 
     One capture at a time, all that give a size its value, and all together. What then remains to be
@@ -144,7 +156,7 @@ def _check_variants(source: Source, declared: Mapping[str, Declared], program: P
     if len(optional) > 1:
         sets.append(frozenset(optional))
     for absent in dict.fromkeys(sets):
-        split_mask(read(source, {**declared, **dict.fromkeys(sorted(absent), Absent())}))
+        split_mask(read(tree, {**declared, **dict.fromkeys(sorted(absent), Absent())}))
 
 
 def lower_program(program: Program) -> Lowered:
@@ -193,16 +205,14 @@ def stages(source: Source, declared: Mapping[str, Declared]) -> dict[str, str]:
     Raises:
         AttnDSLError: All that is wrong with the program.
     """
-    from attndsl.frontend.imports import expand
-    from attndsl.frontend.parse import parse
     from attndsl.passes.print_ir import print_derivative, print_program
     from attndsl.passes.tiles.describe import print_tiles
 
-    source = expand(source)
-    program = read(source, declared)
+    tree = parsed(source)
+    program = read(tree, declared)
     lowered = lower_program(program)
     return {
-        "tree": "\n".join(map(repr, parse(source).statements)),
+        "tree": "\n".join(map(repr, tree.statements)),
         "ir": print_program(program),
         "simplified": print_program(simplify(program)),
         "split": print_program(lowered.program),

@@ -17,7 +17,6 @@ same run. ``best`` is the time of the best peer over that of attndsl, so below 1
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import random
@@ -28,7 +27,20 @@ from typing import TYPE_CHECKING, Any
 
 import common
 import worker
-from turns import Run, by_turns, graph_of, said_by
+from columns import (
+    QUICK_ROUNDS,
+    ROUNDS,
+    TurningCalls,
+    apart,
+    chosen_columns,
+    chosen_rows,
+    copies_for,
+    measured,
+    parser_of,
+    said_of_columns,
+    side_stream,
+)
+from turns import Run, by_turns
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -49,10 +61,6 @@ TEXTS = {
     """,
     "sinks": "tensor logit[heads]: float\nmask = causal()\nsink = logit[h]",
 }
-_ROUNDS, _QUICK_ROUNDS = 15, 3
-_CACHE_BYTES = 1 << 27
-"""Twice the L2 cache of an H200, and a little more."""
-_MOST_COPIES, _LEAST_CALLS = 64, 10
 _MEDIAN, _SIGMA, _LEAST, _MOST = 2048, 1.2, 16, 32768
 """Of the log-normal lengths of requests."""
 
@@ -110,19 +118,11 @@ def live_bytes(row: Row) -> int:
     return 2 * row.dim * (2 * row.kv_heads * keys + 2 * queries)
 
 
-def copies_of(row: Row) -> int:
-    """How many caches take turns, so that none stays in the L2 cache."""
-    return max(1, min(_MOST_COPIES, -(-_CACHE_BYTES // live_bytes(row))))
-
-
 def line_of(row: Row, found: worker.Found, ceilings: Mapping[str, float] | None) -> dict[str, Any]:
     """A row's line, from what its worker found."""
-    line: dict[str, Any] = {**asdict(row), "live_bytes": live_bytes(row)}
-    for column in COLUMNS:
-        given = found.get(column, {"why": found.get("why", "nothing was measured")})
-        line |= {f"{column}_{what}": value for what, value in given.items()}
-        device = line.get(f"{column}_device")
-        line[f"{column}_tbs"] = device and live_bytes(row) / device * 1e-6
+    live = live_bytes(row)
+    line: dict[str, Any] = {**asdict(row), "live_bytes": live}
+    line |= said_of_columns(COLUMNS, found, live)
     line["difference"] = found.get("difference")
     for kind in ("eager", "device"):
         peers = [line[f"{c}_{kind}"] for c in PEERS if line.get(f"{c}_{kind}") is not None]
@@ -138,7 +138,7 @@ class Bench:
 
     def __init__(self, quick: bool, columns: tuple[str, ...]) -> None:
         """Nothing is made before the first row."""
-        self._rounds = _QUICK_ROUNDS if quick else _ROUNDS
+        self._rounds = QUICK_ROUNDS if quick else ROUNDS
         self._columns = columns
 
     def measure(self, cell: worker.Cell) -> worker.Found:
@@ -149,28 +149,9 @@ class Bench:
         if cell["row"] == CEILINGS:
             return ceilings()
         row = next(row for row in ROWS if row.name == cell["row"])
-        calls, found = Calls(row), {}
-        runs: dict[str, Run] = {}
-        results: dict[str, Any] = {}
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.no_grad(), torch.cuda.stream(stream):
-            for column in self._columns:
-                try:
-                    runs[column] = calls.of(column)
-                    results[column] = calls.first(column)
-                except Exception as error:
-                    found[column] = {"why": said_by(error)}
-                    runs.pop(column, None)
-            found |= {column: {"eager": us} for column, us in by_turns(runs, self._rounds).items()}
-            graphs = {}
-            for column, run in runs.items():
-                try:
-                    graphs[column] = Run(graph_of(run, stream, calls.number).replay)
-                except Exception as error:
-                    found[column]["device_why"] = said_by(error)
-            for column, us in by_turns(graphs, self._rounds).items():
-                found[column]["device"] = us / calls.number
+        calls = Calls(row)
+        with side_stream() as stream:
+            found, results = measured(calls, self._columns, self._rounds, stream)
         found["difference"] = difference(results)
         return found
 
@@ -180,11 +161,11 @@ def difference(results: Mapping[str, Any]) -> float | None:
     peer = next((results[column] for column in PEERS if column in results), None)
     if peer is None or "attndsl" not in results:
         return None
-    return float((results["attndsl"].float() - peer.float()).norm() / peer.float().norm())
+    return apart(results["attndsl"], peer)
 
 
-class Calls:
-    """How each column runs a row: each call with the next one of some caches."""
+class Calls(TurningCalls):
+    """How each column runs a row."""
 
     def __init__(self, row: Row, device: str = "cuda", copies: int | None = None) -> None:
         """Make the inputs.
@@ -196,11 +177,10 @@ class Calls:
         """
         import torch
 
+        copies = copies_for(live_bytes(row)) if copies is None else copies
+        super().__init__(copies)
         torch.manual_seed(0)
         self._row = row
-        copies = copies_of(row) if copies is None else copies
-        self.number = -(-_LEAST_CALLS // copies) * copies
-        """Calls of a graph: whole turns of the caches."""
         shape = (row.batch, row.kv_heads, row.kv_len, row.dim)
         kind = {"device": device, "dtype": torch.bfloat16}
         self._q = torch.randn(row.batch, row.heads, row.q_len, row.dim, **kind)
@@ -210,27 +190,6 @@ class Calls:
             "distances": {"near": torch.randn(row.heads, REACH, device=device)},
             "sinks": {"logit": torch.randn(row.heads, device=device)},
         }.get(row.program, {})
-        self._turn = 0
-        self._functions: dict[str, Any] = {}
-
-    def of(self, column: str) -> Run:
-        """A column's call.
-
-        Raises:
-            Exception: Whatever the column says of a call that it does not run.
-        """
-        function = self._functions[column] = getattr(self, f"_{column}")()
-
-        def call() -> Any:
-            self._turn = (self._turn + 1) % len(self._caches)
-            return function(*self._caches[self._turn])
-
-        call()
-        return Run(call)
-
-    def first(self, column: str) -> Any:
-        """A column's output for the first cache."""
-        return self._functions[column](*self._caches[0])
 
     def _attndsl(self) -> Any:
         return self._program("decode")
@@ -243,9 +202,10 @@ class Calls:
 
         attention = attndsl.compile(TEXTS[self._row.program], backend=backend)
         starts = self._lengths - self._row.q_len
-        return lambda k, v: attention(
-            self._q, k, v, q_offset=starts, kv_lengths=self._lengths, **self._captures
-        )
+        return lambda turn: attention(
+            self._q, *self._caches[turn], q_offset=starts, kv_lengths=self._lengths,
+            **self._captures,
+        )  # fmt: skip
 
     def _sdpa(self) -> Any:
         import torch
@@ -266,8 +226,8 @@ class Calls:
             mask = mask[:, None]
         elif row.q_len > 1:
             mask = causal_lower_right(row.q_len, row.kv_len)
-        return lambda k, v: scaled_dot_product_attention(
-            self._q, k, v, attn_mask=mask, enable_gqa=row.heads != row.kv_heads
+        return lambda turn: scaled_dot_product_attention(
+            self._q, *self._caches[turn], attn_mask=mask, enable_gqa=row.heads != row.kv_heads
         )
 
     def _flex(self) -> Any:
@@ -286,8 +246,8 @@ class Calls:
         )
         compiled = torch.compile(flex_attention, dynamic=False)
         grouped = row.heads != row.kv_heads
-        return lambda k, v: compiled(
-            self._q, k, v, score_mod=score, block_mask=blocks, enable_gqa=grouped
+        return lambda turn: compiled(
+            self._q, *self._caches[turn], score_mod=score, block_mask=blocks, enable_gqa=grouped
         )
 
 
@@ -329,27 +289,14 @@ def ceilings() -> dict[str, float]:
 
 def main() -> int:
     """Parse the command line, measure, print and write; 1 if a row of ours has no figure."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rows", help="names, by semicolons; all by default")
-    parser.add_argument("--columns", default=",".join(COLUMNS), help="names, by commas")
-    parser.add_argument("--quick", action="store_true", help="few rounds")
-    parser.add_argument("--output", type=Path, help="result file")
-    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    parser = parser_of(__doc__, COLUMNS)
     options = parser.parse_args()
-    columns = tuple(options.columns.split(","))
-    if unknown := [name for name in columns if name not in COLUMNS]:
-        parser.error(f"there is no column {unknown[0]!r}; there are: {', '.join(COLUMNS)}")
+    columns = chosen_columns(parser, options.columns, COLUMNS)
     if options.worker:
         worker.serve(json.loads(options.worker), Bench(options.quick, columns).measure)
         return 0
     rows = {row.name: row for row in ROWS}
-    names = options.rows.split(";") if options.rows else list(rows)
-    if unknown := [name for name in names if name not in rows]:
-        parser.error(f"there is no row {unknown[0]!r}; there are: {'; '.join(rows)}")
-    import torch
-
-    if not torch.cuda.is_available():
-        parser.error("this benchmark needs a CUDA device")
+    names = chosen_rows(parser, options.rows, rows)
     cells = [{"row": name} for name in (CEILINGS, *names)]
     flags = ["--columns", options.columns, *["--quick"] * options.quick]
     rates: dict[str, float] | None = None

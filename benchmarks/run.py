@@ -11,8 +11,8 @@ from pathlib import Path
 
 FOLDER = Path(__file__).parent
 HELPERS = (
-    "bundles", "chart", "commits", "common", "comparison", "exponentials", "run", "scaling",
-    "scaling_parts", "scaling_picture", "speed", "summary", "table", "turns", "worker",
+    "bundles", "chart", "columns", "commits", "common", "comparison", "exponentials", "run",
+    "scaling", "scaling_parts", "scaling_picture", "speed", "summary", "table", "turns", "worker",
 )  # fmt: skip
 """Modules, and scripts that do nothing without arguments."""
 ON_GPUS = (

@@ -16,7 +16,6 @@ to those of ``gathered``.
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from dataclasses import asdict, dataclass
@@ -25,7 +24,18 @@ from typing import TYPE_CHECKING, Any
 
 import common
 import worker
-from turns import Run, by_turns, graph_of, said_by
+from columns import (
+    QUICK_ROUNDS,
+    ROUNDS,
+    TurningCalls,
+    apart,
+    chosen_rows,
+    copies_for,
+    measured,
+    parser_of,
+    said_of_columns,
+    side_stream,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -43,10 +53,6 @@ TEXTS = {
     "soft cap": f"mask = causal()\nscore = softcap({CAP})",
     "tree": TREE,
 }
-_ROUNDS, _QUICK_ROUNDS = 15, 3
-_CACHE_BYTES = 1 << 27
-"""Twice the L2 cache of an H200, and a little more."""
-_MOST_COPIES, _LEAST_CALLS = 64, 10
 
 
 @dataclass(frozen=True)
@@ -85,13 +91,8 @@ def live_bytes(row: Row) -> int:
     return row.batch * row.dim * (of_keys + 4 * row.heads * row.q_len)
 
 
-def copies_of(row: Row) -> int:
-    """How many caches take turns, so that none stays in the L2 cache."""
-    return max(1, min(_MOST_COPIES, -(-_CACHE_BYTES // live_bytes(row))))
-
-
-class Calls:
-    """How each column runs a row: each call with the next one of some caches."""
+class Calls(TurningCalls):
+    """How each column runs a row."""
 
     def __init__(self, row: Row, device: str = "cuda", copies: int | None = None) -> None:
         """Make the inputs; ``copies`` is how many caches there are."""
@@ -99,11 +100,10 @@ class Calls:
 
         import attndsl
 
+        copies = copies_for(live_bytes(row)) if copies is None else copies
+        super().__init__(copies)
         torch.manual_seed(0)
         self._row = row
-        copies = copies_of(row) if copies is None else copies
-        self.number = -(-_LEAST_CALLS // copies) * copies
-        """Calls of a graph: whole turns of the caches."""
         kind = {"device": device, "dtype": torch.bfloat16}
         tokens, each = row.batch * row.q_len, -(-row.kv_len // row.page)
         self._q = torch.randn(tokens, row.heads, row.dim, **kind)
@@ -122,27 +122,10 @@ class Calls:
                 pools = [x.to(torch.float8_e4m3fn) for x in pools]
             table = torch.randperm(shape[0], device=device).view(row.batch, each).int()
             self._caches.append(attndsl.PagedCache(*pools, table, lengths))
-        self._turn = 0
-        self._functions: dict[str, Any] = {}
-
-    def of(self, column: str) -> Run:
-        """A column's call.
-
-        Raises:
-            Exception: Whatever the column says of a call that it does not run.
-        """
-        function = self._functions[column] = getattr(self, f"_{column}")()
-
-        def call() -> Any:
-            self._turn = (self._turn + 1) % len(self._caches)
-            return function(self._turn)
-
-        call()
-        return Run(call)
 
     def first(self, column: str) -> Any:
         """A column's output for the first cache, (tokens, heads, dim)."""
-        found = self._functions[column](0)
+        found = super().first(column)
         return found.transpose(1, 2).flatten(0, 1) if column == "dense" else found
 
     def _pages(self) -> Any:
@@ -184,7 +167,7 @@ class Bench:
 
     def __init__(self, quick: bool) -> None:
         """Nothing is made before the first row."""
-        self._rounds = _QUICK_ROUNDS if quick else _ROUNDS
+        self._rounds = QUICK_ROUNDS if quick else ROUNDS
 
     def measure(self, cell: worker.Cell) -> worker.Found:
         """Times of all columns of a row."""
@@ -192,33 +175,13 @@ class Bench:
 
         torch.cuda.empty_cache()
         row = next(row for row in ROWS if row.name == cell["row"])
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.no_grad(), torch.cuda.stream(stream):
-            return measured(Calls(row), self._rounds, stream)
+        with side_stream() as stream:
+            return found_of(Calls(row), self._rounds, stream)
 
 
-def measured(calls: Calls, rounds: int, stream: Any) -> worker.Found:
-    """Times and results of all columns; graphs are made on ``stream``."""
-    runs: dict[str, Run] = {}
-    results: dict[str, Any] = {}
-    found: worker.Found = {}
-    for column in COLUMNS:
-        try:
-            runs[column] = calls.of(column)
-            results[column] = calls.first(column)
-        except Exception as error:
-            found[column] = {"why": said_by(error)}
-            runs.pop(column, None)
-    found |= {column: {"eager": us} for column, us in by_turns(runs, rounds).items()}
-    graphs = {}
-    for column, run in runs.items():
-        try:
-            graphs[column] = Run(graph_of(run, stream, calls.number).replay)
-        except Exception as error:
-            found[column]["device_why"] = said_by(error)
-    for column, us in by_turns(graphs, rounds).items():
-        found[column]["device"] = us / calls.number
+def found_of(calls: Calls, rounds: int, stream: Any) -> worker.Found:
+    """Times of all columns and how far their results are apart; graphs are made on ``stream``."""
+    found, results = measured(calls, COLUMNS, rounds, stream)
     found["difference"] = difference(results)
     return found
 
@@ -226,20 +189,17 @@ def measured(calls: Calls, rounds: int, stream: Any) -> worker.Found:
 def difference(results: Mapping[str, Any]) -> float | None:
     """The largest relative distance of a column's output to that of gathered keys."""
     wanted = results.get("gathered")
-    others = [x.float() for name, x in results.items() if name != "gathered"]
+    others = [x for name, x in results.items() if name != "gathered"]
     if wanted is None or not others:
         return None
-    return max(float((x - wanted.float()).norm() / wanted.float().norm()) for x in others)
+    return max(apart(x, wanted) for x in others)
 
 
 def line_of(row: Row, found: worker.Found) -> dict[str, Any]:
     """A row's line, from what its worker found."""
-    line: dict[str, Any] = {**asdict(row), "live_bytes": live_bytes(row)}
-    for column in COLUMNS:
-        given = found.get(column, {"why": found.get("why", "nothing was measured")})
-        line |= {f"{column}_{what}": value for what, value in given.items()}
-        device = line.get(f"{column}_device")
-        line[f"{column}_tbs"] = device and live_bytes(row) / device * 1e-6
+    live = live_bytes(row)
+    line: dict[str, Any] = {**asdict(row), "live_bytes": live}
+    line |= said_of_columns(COLUMNS, found, live)
     ours, dense = line.get("pages_device"), line.get("dense_device")
     line["of_dense"] = dense / ours if ours and dense else None
     line["difference"] = found.get("difference")
@@ -248,23 +208,13 @@ def line_of(row: Row, found: worker.Found) -> dict[str, Any]:
 
 def main() -> int:
     """Parse the command line, measure, print and write; 1 if a row of ours has no figure."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rows", help="names, by semicolons; all by default")
-    parser.add_argument("--quick", action="store_true", help="few rounds")
-    parser.add_argument("--output", type=Path, help="result file")
-    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    parser = parser_of(__doc__)
     options = parser.parse_args()
     if options.worker:
         worker.serve(json.loads(options.worker), Bench(options.quick).measure)
         return 0
     rows = {row.name: row for row in ROWS}
-    names = options.rows.split(";") if options.rows else list(rows)
-    if unknown := [name for name in names if name not in rows]:
-        parser.error(f"there is no row {unknown[0]!r}; there are: {'; '.join(rows)}")
-    import torch
-
-    if not torch.cuda.is_available():
-        parser.error("this benchmark needs a CUDA device")
+    names = chosen_rows(parser, options.rows, rows)
     lines: list[dict[str, Any]] = []
     cells = [{"row": name} for name in names]
     for cell, found in worker.measured(Path(__file__), cells, ["--quick"] * options.quick):

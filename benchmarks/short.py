@@ -18,7 +18,6 @@ a wrong result.
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import statistics
@@ -29,6 +28,7 @@ from typing import TYPE_CHECKING, Any
 
 import common
 import worker
+from columns import chosen_rows, parser_of
 from turns import Run, by_turns, graph_of, said_by
 
 if TYPE_CHECKING:
@@ -398,24 +398,13 @@ def ceilings() -> dict[str, float]:
 
 def main() -> int:
     """Parse the command line, measure, print and write; 1 if a row of ours has no figure."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rows", help="names, by semicolons; all by default")
-    parser.add_argument("--quick", action="store_true", help="few rounds")
-    parser.add_argument("--output", type=Path, help="result file")
-    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    parser = parser_of(__doc__)
     options = parser.parse_args()
     if options.worker:
         worker.serve(json.loads(options.worker), Bench(options.quick).measure)
         return 0
     rows = {row.name: row for row in ROWS}
-    names = options.rows.split(";") if options.rows else list(rows)
-    unknown = [name for name in names if name not in rows]
-    if unknown:
-        parser.error(f"there is no row {unknown[0]!r}; there are: {'; '.join(rows)}")
-    import torch
-
-    if not torch.cuda.is_available():
-        parser.error("this benchmark needs a CUDA device")
+    names = chosen_rows(parser, options.rows, rows)
     cells = [{"row": name} for name in (CEILINGS, *names)]
     rates: dict[str, float] | None = None
     lines: list[dict[str, Any]] = []

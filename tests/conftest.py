@@ -453,3 +453,19 @@ def own_cache(request: Any, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> A
     get_backend.cache_clear()
     yield tmp_path
     get_backend.cache_clear()
+
+
+@pytest.fixture
+def graphs() -> Any:
+    """``graphs(function, dynamic=...)`` compiles without breaks; ``graphs.counter`` has them."""
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+
+    def make(function: Any, backend: Any = counter, **options: Any) -> Any:
+        return torch.compile(function, backend=backend, fullgraph=True, **options)
+
+    make.counter = counter  # type: ignore[attr-defined]
+    yield make
+    torch._dynamo.reset()

@@ -797,8 +797,8 @@ def test_live_bytes_of_decode_rows(script):
     assert min(lengths) >= 16
     assert max(lengths) <= 32768
     assert 1600 < statistics.median(lengths) < 2600
-    assert decode.copies_of(decode.ROWS[0]) == 1
-    assert decode.copies_of(decode.Row("small", 1, 1024)) == 32
+    assert decode.copies_for(decode.live_bytes(decode.ROWS[0])) == 1
+    assert decode.copies_for(decode.live_bytes(decode.Row("small", 1, 1024))) == 32
 
 
 @pytest.mark.parametrize("program", ["plain", "window", "soft cap", "alibi", "distances", "sinks"])
@@ -868,19 +868,19 @@ def test_rows_of_serving_are_what_they_should_be(script):
     assert serving.live_bytes(row) == 2 * 64 * (2 * 2 * 2 * 1000 + 2 * 2 * 4 * 3)
     fp8 = serving.Row("two", 1, 5000, heads=1, kv_heads=1, dim=64, program="window", fp8=True)
     assert serving.live_bytes(fp8) == 64 * (2 * 1024 + 4)
-    assert serving.copies_of(serving.Row("small", 1, 1024)) == 32
+    assert serving.copies_for(serving.live_bytes(serving.Row("small", 1, 1024))) == 32
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="times are those of a made-up clock")
 @pytest.mark.parametrize("program", ["plain", "window", "soft cap", "tree"])
 def test_columns_of_serving_rows_agree(script, monkeypatch, program):
     serving = script("serving")
-    monkeypatch.setattr(serving, "by_turns", lambda runs, rounds: dict.fromkeys(runs, 20.0))
-    monkeypatch.setattr(serving, "graph_of", lambda run, stream, calls: run._replace())
-    monkeypatch.setattr(serving.Run, "replay", property(lambda run: run.call), raising=False)
+    monkeypatch.setattr("columns.by_turns", lambda runs, rounds: dict.fromkeys(runs, 20.0))
+    monkeypatch.setattr("columns.graph_of", lambda run, stream, calls: run._replace())
+    monkeypatch.setattr("columns.Run.replay", property(lambda run: run.call), raising=False)
     fp8 = program == "soft cap"
     row = serving.Row("one", 2, 37, 4, 4, 2, 16, 3, program, fp8)
-    found = serving.measured(serving.Calls(row, "cpu", 2), 1, None)
+    found = serving.found_of(serving.Calls(row, "cpu", 2), 1, None)
     line = serving.line_of(row, found)
     assert line["difference"] < 0.02
     assert line["of_dense"] == 1.0

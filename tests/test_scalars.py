@@ -12,7 +12,7 @@ import torch
 
 import attndsl
 from attndsl.errors import ArgumentError, TypeMismatchError
-from attndsl.scalars import as_int, as_number
+from attndsl.scalars import as_int, as_number, read_number
 
 KINDS = [np.int64, np.uint8, np.float32, np.float64, np.array, float, Fraction]
 """Each makes a whole number of an int."""
@@ -195,3 +195,10 @@ def test_in_graphs():
 def test_a_default_in_the_text_is_a_literal_of_its_type():
     with pytest.raises(TypeMismatchError, match=r"'w' is of type int, and its default 4\.0 "):
         attndsl.compile("param w: int = 4.0; mask = q - kv < w")
+
+
+def test_numbers_that_are_written():
+    written = (" 16 ", "0.5", "True", "-inf", "1_000", "1e400", "x", "", "9" * 401)
+    found = [read_number(x) for x in written]
+    assert found == [16, 0.5, True, -float("inf"), 1000, None, None, None, None]
+    assert [type(x) for x in found[:4]] == [int, float, bool, float]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,6 +11,7 @@ from attndsl import reading
 from attndsl.config import SUFFIXES, read_config
 from attndsl.errors import visible
 from attndsl.frontend.declare import Absent, Bound, TensorSpec
+from attndsl.scalars import read_number
 from attndsl.source import Source
 
 from .usage import UsageError
@@ -25,7 +25,6 @@ _TENSOR = re.compile(r"\s*([A-Za-z_]\w*)\s*\[([^\]]*)\]\s*(?::\s*(int|float|bool
 _NAME = re.compile(r"[A-Za-z_]\w*")
 _DIGITS = 18
 """Of an int that fits 64 bits in any case; the program's own reader refuses longer ones."""
-_LONGEST_NUMBER = 400
 _SHOWN = 60
 _NAMED = 20
 """Programs of a configuration whose names an error gives."""
@@ -146,7 +145,7 @@ def read_assignment(text: str, option: str) -> tuple[str, bool | int | float]:
         UsageError: It is not of that form.
     """
     name, _, written = (part.strip() for part in text.partition("="))
-    value = _number(written)
+    value = read_number(written)
     if value is None or not _NAME.fullmatch(name):
         raise UsageError(
             f"{option} {text[:_SHOWN]!r} gives no name a number", hint=f"write {option} window=1024"
@@ -167,24 +166,6 @@ def read_sizes(written: Iterable[str]) -> dict[str, int]:
             raise UsageError(f"--dim {text[:_SHOWN]!r} gives no size", hint=f"write --dim {name}=8")
         found[name] = value
     return found
-
-
-def _number(text: str) -> bool | int | float | None:
-    """The number that ``text`` is, or None; nothing becomes infinite without saying so."""
-    lower = text.lower()
-    if lower in ("true", "false"):
-        return lower == "true"
-    if len(text) > _LONGEST_NUMBER:
-        return None
-    try:
-        return int(text)
-    except ValueError:
-        pass
-    try:
-        value = float(text)
-    except ValueError:
-        return None
-    return None if math.isinf(value) and "inf" not in lower else value
 
 
 def _dim(text: str) -> str | int:

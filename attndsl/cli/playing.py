@@ -5,16 +5,15 @@ from __future__ import annotations
 import re
 import threading
 import webbrowser
-from importlib import import_module
 from typing import TYPE_CHECKING
 from urllib.parse import quote
 
-from attndsl.errors import ArgumentError, UnsupportedError
+from attndsl.errors import ArgumentError
 from attndsl.frontend import Absent
 from attndsl.frontend.imports import expand
 from attndsl.play.records import ABSENT
 
-from .usage import UsageError
+from .usage import UsageError, module_of_extra
 
 if TYPE_CHECKING:
     from .inputs import NamedProgram
@@ -33,16 +32,7 @@ def play(program: NamedProgram | None, port: int | None, browser: bool) -> None:
         UsageError: Another program listens on that port.
         AttnDSLError: A file that ``program`` imports cannot be read.
     """
-    try:
-        server = import_module("attndsl.play.server")
-    except ModuleNotFoundError as error:
-        if error.name is None or error.name.startswith("attndsl"):
-            raise
-        module = error.name.partition(".")[0]
-        raise UnsupportedError(
-            f"the page needs starlette and uvicorn, and there is no module '{module}'",
-            hint="pip install 'attndsl[play]'",
-        ) from error
+    server = module_of_extra("attndsl.play.server", "the page needs starlette and uvicorn", "play")
     try:
         listening = server.listen(port)
     except ArgumentError as error:

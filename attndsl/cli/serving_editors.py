@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from importlib import import_module
-
-from attndsl.errors import UnsupportedError
+from .usage import module_of_extra
 
 
 def serve() -> None:
@@ -13,14 +11,4 @@ def serve() -> None:
     Raises:
         UnsupportedError: pygls is not installed.
     """
-    try:
-        server = import_module("attndsl.editors.server")
-    except ModuleNotFoundError as error:
-        if error.name is None or error.name.startswith("attndsl"):
-            raise
-        module = error.name.partition(".")[0]
-        raise UnsupportedError(
-            f"the language server needs pygls, and there is no module '{module}'",
-            hint="pip install 'attndsl[lsp]'",
-        ) from error
-    server.run()
+    module_of_extra("attndsl.editors.server", "the language server needs pygls", "lsp").run()

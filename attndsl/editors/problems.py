@@ -97,9 +97,15 @@ def _check(source: Source, declared: tuple[tuple[str, Declared], ...]) -> tuple[
     try:
         found = warnings_of(source, dict(declared))
     except AttnDSLError as error:
-        return flatten(error)
+        return tuple(_without_frames(each) for each in flatten(error))
     # A file that somebody has just made is empty.
     return found if source.text.strip() else ()
+
+
+def _without_frames(error: AttnDSLError) -> AttnDSLError:
+    """``error`` without what raised it: those frames hold all trees and nodes of the program."""
+    error.__traceback__ = error.__context__ = error.__cause__ = None
+    return error
 
 
 _remembered = lru_cache(maxsize=2048)(_check)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import os
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -326,4 +327,17 @@ def run() -> None:
         os.fdopen(os.dup(1), "wb") as answers,
         contextlib.redirect_stdout(sys.stderr),
     ):
-        make_server().start_io(requests, answers)
+        server = make_server()
+        server.checks.submit(warm_up)
+        server.start_io(requests, answers)
+
+
+def warm_up() -> None:
+    """Have everything imported and read that checks need, and out of the way of collections.
+
+    A full collection would look at all of it again, for about 50 ms, while somebody types.
+    """
+    text = "param w: int\nscore = softcap(5.0)\nmask = q - kv < w + 1 + w + 1"  # Needs sympy.
+    problems_in(text, f"warm{PROGRAM_SUFFIX}")
+    gc.collect()
+    gc.freeze()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from attndsl.source import Source
+
 from .declare import Absent, Bound, Declared, ParamSpec, TensorSpec, tensor
 
 if TYPE_CHECKING:
@@ -11,7 +13,9 @@ if TYPE_CHECKING:
 
     from attndsl.errors import ProgramWarning
     from attndsl.ir import Node, Program
-    from attndsl.source import Source, Span
+    from attndsl.source import Span
+
+    from .surface import Tree
 
 __all__ = [
     "Absent",
@@ -19,6 +23,7 @@ __all__ = [
     "Declared",
     "ParamSpec",
     "TensorSpec",
+    "parsed",
     "read",
     "read_locals",
     "read_mask_span",
@@ -27,57 +32,68 @@ __all__ = [
 ]
 
 
-def read(source: Source, declared: Mapping[str, Declared]) -> Program:
-    """The checked program of ``source``.
+def parsed(source: Source) -> Tree:
+    """The statements of ``source``, with those of the files that it imports.
+
+    Whoever asks several questions about one text parses it once, and asks them of the result.
+
+    Raises:
+        AttnDSLError: All that does not parse.
+    """
+    from .imports import expand
+    from .parse import parse
+
+    return parse(expand(source))
+
+
+def read(text: Source | Tree, declared: Mapping[str, Declared]) -> Program:
+    """The checked program of a text, or of what :func:`parsed` made of one.
 
     Raises:
         AttnDSLError: All that is wrong with it.
     """
     from .check import check
-    from .imports import expand
-    from .parse import parse
 
-    return check(parse(expand(source)), declared)
+    return check(_tree(text), declared)
 
 
-def read_locals(source: Source, declared: Mapping[str, Declared]) -> dict[str, Node]:
-    """What the local names of ``source`` stand for, in the order of their lines.
+def read_locals(text: Source | Tree, declared: Mapping[str, Declared]) -> dict[str, Node]:
+    """What the local names of a text stand for, in the order of their lines.
 
     Raises:
         AttnDSLError: All that is wrong with it.
     """
     from .check import locals_of
-    from .imports import expand
-    from .parse import parse
 
-    return locals_of(parse(expand(source)), declared)
+    return locals_of(_tree(text), declared)
 
 
-def read_unused(source: Source) -> list[ProgramWarning]:
+def read_unused(text: Source | Tree) -> list[ProgramWarning]:
     """What the text of a program without errors has and does not use.
 
     An imported file may have more than this program uses.
     """
-    from .imports import expand
-    from .parse import parse
     from .unused import unused
 
-    found = unused(parse(expand(source)))
-    return [x for x in found if x.span is None or x.span.origin().source.name == source.name]
+    tree = _tree(text)
+    name = tree.source.name
+    return [x for x in unused(tree) if x.span is None or x.span.origin().source.name == name]
 
 
-def read_mask_span(source: Source) -> Span | None:
+def read_mask_span(text: Source | Tree) -> Span | None:
     """Where a program without errors says its mask first; None where a score does.
 
     Nodes keep the span of the text that first had them, which may be another one.
     """
     from . import surface as s
-    from .imports import expand
-    from .parse import parse
 
-    for statement in parse(expand(source)).statements:
+    for statement in _tree(text).statements:
         if isinstance(statement, s.Bare):
             return statement.value.span
         if isinstance(statement, s.Assign) and statement.name.name == "mask":
             return statement.value.span
     return None
+
+
+def _tree(text: Source | Tree) -> Tree:
+    return parsed(text) if isinstance(text, Source) else text

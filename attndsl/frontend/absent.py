@@ -242,10 +242,10 @@ def where(condition: Part, yes: Part, no: Part, place: Place) -> Part:
 
 def choice(make: Callable[[list[Node]], Node], operands: Sequence[Part], place: Place) -> Part:
     """``min``, ``max`` or ``clamp``: limits of the score are absent all together or not at all."""
-    nodes = [x for x in operands if isinstance(x, Node)]
-    limits = [x for x in nodes if not place.reads_score(x)]
-    if lacks(*operands) and limits and any(_of_score(x, place) for x in operands):
-        raise _unclear(_causes(*operands), "other limits of the score are there", place.span)
+    if lacks(*operands) and any(_of_score(x, place) for x in operands):
+        nodes = [x for x in operands if isinstance(x, Node)]
+        if any(not place.reads_score(x) for x in nodes):
+            raise _unclear(_causes(*operands), "other limits of the score are there", place.span)
     return apply(make, operands, place)
 
 

@@ -5,7 +5,7 @@ Non-goals: names and types.
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, lru_cache
 from importlib import resources
 from typing import TYPE_CHECKING, Any
 
@@ -41,6 +41,8 @@ _KEYWORDS = {
     "lambda": "write 'def NAME(x) = ...'",
     "import": 'write import "FILE.attn" in a line of its own, with a file beside this one',
 }
+_SHORT = 120
+"""Characters of a statement whose tree is kept. A thousand usual trees take 5 MB, dense ones 40."""
 
 
 def parse(source: Source) -> s.Tree:
@@ -67,8 +69,9 @@ def parse_statement(span: Span) -> s.Statement:
     """The statement that ``span`` covers."""
     import lark
 
+    text = span.text
     try:
-        tree = _parser().parse(span.text)
+        tree = _remembered(text) if len(text) <= _SHORT else _parser().parse(text)
     except lark.exceptions.UnexpectedCharacters as error:
         raise _bad_character(span, error.pos_in_stream or 0) from None
     except lark.exceptions.UnexpectedToken as error:
@@ -82,6 +85,15 @@ def _parser() -> Any:
 
     grammar = resources.files("attndsl.grammar").joinpath("attndsl.lark").read_text("utf-8")
     return lark.Lark(grammar, parser="lalr", lexer="basic", maybe_placeholders=False)
+
+
+@lru_cache(maxsize=1024)
+def _remembered(text: str) -> Any:
+    """The parser's tree of a statement: a change of one line leaves a program's others as they are.
+
+    Nobody changes such a tree.
+    """
+    return _parser().parse(text)
 
 
 def lexer() -> Any:

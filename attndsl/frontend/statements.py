@@ -7,6 +7,7 @@ Non-goals: the grammar within a statement.
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING
 from unicodedata import category
 
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
     from attndsl.source import Source
 
 _CLOSING = {"(": ")", "[": "]"}
+_SPECIAL = re.compile(r"[#()\[\];\n]|[^\t\r -~]")
+"""Marks that may end a statement or keep it open, and all that is no printable ASCII."""
 
 
 def check_text(source: Source) -> None:
@@ -46,7 +49,8 @@ def split_statements(source: Source) -> tuple[list[Span], list[AttnDSLError]]:
     opened: list[tuple[str, int]] = []
     start, position, length = 0, 0, len(text)
     broken = False
-    while position < length and len(errors) < MAX_ERRORS:
+    while len(errors) < MAX_ERRORS and (found := _SPECIAL.search(text, position)) is not None:
+        position = found.start()
         c = text[position]
         if c == "#":
             end = text.find("\n", position)

@@ -1,7 +1,7 @@
 """Attentions whose mask is made within the same graph of ``torch.compile``.
 
 Dynamo follows the mask's function, and its graph is traced into a program where the operator below
-is run (:mod:`.following`), which is joined with the rest of the composed program there.
+is run (:mod:`attndsl.flex.following`), which is joined with the rest of the composed program there.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import AttentionInterface
 
-from .following import Followed, MaskInGraph, allow_views, follow
+from attndsl.flex.following import PairInGraph, allow_views, follow
+
 from .programs import MASK_PREFIX, composed
 
 if TYPE_CHECKING:
@@ -50,7 +51,7 @@ def _attend(
     return out, lse, lse.new_empty(0)
 
 
-OPERATOR = MaskInGraph(_NAME, _attend)
+OPERATOR = PairInGraph(_NAME, _attend)
 
 
 def attend_in_graph(implementation: tuple[str, str], mask: Mask, call: Call) -> torch.Tensor:
@@ -65,9 +66,9 @@ def attend_in_graph(implementation: tuple[str, str], mask: Mask, call: Call) -> 
     given = {**call.captures, **call.location}
     tensors = {name: x for name, x in given.items() if isinstance(x, torch.Tensor)}
     numbers = tuple((name, x) for name, x in given.items() if isinstance(x, _NUMBERS))
-    followed = Followed(mask_mod=mask.function, others=tuple(tensors.values()))
     found = follow(
-        OPERATOR, (call.query, call.key, call.value), followed, implementation=implementation,
-        scale=call.scale, given=(tuple(tensors), numbers, tuple(call.location)),
+        OPERATOR, (call.query, call.key, call.value), tuple(tensors.values()), None, mask.function,
+        False, implementation=implementation, scale=call.scale,
+        given=(tuple(tensors), numbers, tuple(call.location)),
     )  # fmt: skip
     return found[0]

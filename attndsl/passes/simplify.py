@@ -30,6 +30,8 @@ from .differentiate import Derivative, ParamGradient, ProductGradient, TensorGra
 from .evaluate import apply
 
 TRUE, FALSE = const(True), const(False)
+_MOST_TERMS = 64
+"""Of a sum in which terms may cancel. sympy takes half a second for all parts of such a one."""
 Rule = Callable[[Node], Node | None]
 """The node that may stand in place of the one given, or None."""
 
@@ -81,9 +83,7 @@ def simplify_derivative(derivative: Derivative) -> Derivative:
 def simplify_node(root: Node, memo: dict[Node, Node] | None = None) -> Node:
     """The simplest form of ``root`` that the rules reach; ``memo`` is shared between roots."""
     done = {} if memo is None else memo
-    for item in toposort(root):
-        if item in done:
-            continue
+    for item in toposort(root, known=done):
         args = tuple(done[arg] for arg in item.args)
         current = item if args == item.args else rebuild(item, args)
         # A rule's result is made of simplified parts, so few steps settle it; the bound makes
@@ -213,12 +213,17 @@ def _compare_same(item: Node) -> Node | None:
 
 
 def _cancel(item: Node) -> Node | None:
-    """Integer sums in which a term may cancel, by their normal form."""
+    """Integer sums in which a term may cancel, by their normal form.
+
+    Sums of very many terms stay as they are: each of their parts is a sum that would be looked at.
+    """
     if item.dtype is not DType.INT:
         return None
     terms: list[Node] = []
     stack = [item]
     while stack:
+        if len(terms) + len(stack) > _MOST_TERMS:
+            return None
         current = stack.pop()
         if current.op in (Op.ADD, Op.SUB, Op.NEG):
             stack += current.args

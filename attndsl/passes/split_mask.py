@@ -11,11 +11,23 @@ Non-goals: -inf that arises from run-time values, which is a number like any oth
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
 
 from attndsl.errors import TypeMismatchError
-from attndsl.ir import SCORE, DType, Line, Node, Op, const, node, param, substitute, toposort
+from attndsl.ir import (
+    SCORE,
+    DType,
+    Line,
+    Node,
+    Op,
+    const,
+    node,
+    param,
+    substitute,
+    substitute_on,
+    toposort,
+)
 
 from .simplify import simplify_node
 
@@ -38,38 +50,100 @@ def split_mask(program: Program) -> Program:
         TypeMismatchError: An operation would make a number of -inf, or a line leaves out the score
             of pairs that a line before has masked.
     """
-    values: dict[Node, Node] = {}
-    alive: list[Node] = []
-    before: Node | None = None
-    score = SCORE
+    lines = _Lines()
     for line in program.lines or (Line(program.score),):
-        known = values if before is None else {**values, before: BEFORE}
-        root = simplify_node(substitute(line.value, known))
-        if alive and not _always_reads(root, BEFORE):
+        lines.add(line)
+    if program.weights is not None:
+        _check_weights(Line(simplify_node(program.weights), program.weights_span))
+    mask = None if program.mask is None else substitute(program.mask, lines.values)
+    for condition in lines.alive:
+        mask = condition if mask is None else node(Op.AND, mask, condition)
+    return replace(program, score=lines.score, mask=mask, lines=())
+
+
+@dataclass(slots=True)
+class _Lines:
+    """Score lines, split one after the other.
+
+    A line is looked at with ``BEFORE`` in place of the score before it. What is found out about a
+    node is kept for the lines after, without what is made of ``BEFORE``: there it is another score.
+    So no line goes over the lines before it again, and the time grows with the length of the text.
+    """
+
+    score: Node = SCORE
+    """What the score is after these lines, for live pairs."""
+    alive: list[Node] = field(default_factory=list)
+    """BOOL: the mask of each line that has one."""
+    values: dict[Node, Node] = field(default_factory=dict)
+    """``score`` after each line, by what the line says."""
+    _before: Node | None = None
+    """What the line before says, if a line after it may read it as ``BEFORE``."""
+    _known: dict[Node, Node] = field(default_factory=dict)
+    """Nodes of lines as written, with ``values`` in place of lines."""
+    _simple: dict[Node, Node] = field(default_factory=dict)
+    _reads: dict[Node, bool] = field(default_factory=dict)
+    _parts: dict[Node, _Both] = field(default_factory=dict)
+    _whole: dict[Node, Node] = field(default_factory=dict)
+    """Nodes of lines that are split, with the score in place of ``BEFORE``."""
+
+    def add(self, line: Line) -> None:
+        """Split one more line.
+
+        Raises:
+            TypeMismatchError: As :func:`split_mask`.
+        """
+        memos: tuple[dict[Node, Any], ...] = (
+            self._simple, self._reads, self._parts, self._whole,
+        )  # fmt: skip
+        sizes = [len(memo) for memo in memos]
+        root = simplify_node(self._opened(line.value), self._simple)
+        if self.alive and not _always_reads(root, self._reads):
             raise TypeMismatchError(
                 "this line leaves out the score, and a line before has masked some of its pairs",
                 line.span,
                 "write that condition in 'mask = ...', which stays whatever the score becomes",
             )
-        part = _split(root, frozenset(), line)
+        part = _split(root, frozenset(), line, self._parts)
+        self._whole[BEFORE] = self.score
         if part.alive is not TRUE:
-            alive.append(substitute(part.alive, {BEFORE: score}))
-        score = substitute(part.value, {BEFORE: score})
+            self.alive.append(substitute_on(part.alive, self._whole))
+        self.score = substitute_on(part.value, self._whole)
+        for memo, size in zip(memos, sizes, strict=True):
+            _forget(memo, size, BEFORE)
         # A constant is the same wherever it stands, as -inf in the line after `score = -inf`.
-        before = None if root.op is Op.CONST else line.value
-        if before is not None:
-            values[before] = score
-    if program.weights is not None:
-        _check_weights(Line(simplify_node(program.weights), program.weights_span))
-    mask = None if program.mask is None else substitute(program.mask, values)
-    for condition in alive:
-        mask = condition if mask is None else node(Op.AND, mask, condition)
-    return replace(program, score=score, mask=mask, lines=())
+        self._before = None if root.op is Op.CONST else line.value
+        if self._before is not None:
+            self.values[self._before] = self.score
+
+    def _opened(self, value: Node) -> Node:
+        """What a line says, with ``BEFORE`` and ``values`` in place of the lines before it."""
+        if value in self._known:
+            # Lines after this one read it as ``BEFORE``, within what is known too.
+            self._known = dict(self.values)
+        if self._before is None:
+            return substitute_on(value, self._known)
+        self._known.pop(self._before, None)
+        size = len(self._known)
+        self._known[self._before] = BEFORE
+        found = substitute_on(value, self._known)
+        _forget(self._known, size, self._before)
+        self._known[self._before] = self.values[self._before]
+        return found
+
+
+def _forget(memo: dict[Node, Any], size: int, leaf: Node) -> None:
+    """Take out of ``memo`` what came after its first ``size`` entries and is made of ``leaf``."""
+    made = {leaf}
+    for item, found in reversed([memo.popitem() for _ in range(len(memo) - size)]):
+        if item is leaf or not made.isdisjoint(item.args):
+            made.add(item)
+        else:
+            memo[item] = found
 
 
 def _check_weights(weights: Line) -> None:
     """Refuse -inf in the program's own weights, where it does not make the weight 0."""
-    part = _split(weights.value, _ZERO_OF_MINUS_INFINITY, weights)
+    part = _split(weights.value, _ZERO_OF_MINUS_INFINITY, weights, {})
     if part.alive is not TRUE:
         raise TypeMismatchError(
             "a weight of -inf has no meaning",
@@ -96,16 +170,16 @@ _Both = dict[int, _Part]
 """How an expression splits where it counts as it is (1), and where its negation counts (-1)."""
 
 
-def _split(root: Node, ends: Collection[Op], line: Line) -> _Part:
+def _split(root: Node, ends: Collection[Op], line: Line, parts: dict[Node, _Both]) -> _Part:
     """``root`` split.
 
     Args:
         root: FLOAT.
         ends: Operations that may read -inf.
         line: Where errors point if no ``where`` is known to blame.
+        parts: What is known of nodes, with the same ``ends``. It gets all below ``root``.
     """
-    parts: dict[Node, _Both] = {}
-    for item in toposort(root):
+    for item in toposort(root, known=parts):
         floats = [arg for arg in item.args if arg.dtype is DType.FLOAT]
         rule = _RULES.get(item.op) if item.dtype is DType.FLOAT else None
         if rule is None:
@@ -114,6 +188,8 @@ def _split(root: Node, ends: Collection[Op], line: Line) -> _Part:
                 if part.wrong or (part.alive is not TRUE and arg.op is not Op.CONST):
                     what = "a conversion" if item.op is Op.CAST else f"'{item.op.value}'"
                     raise _refusal(part, what, line)
+            parts[item] = dict.fromkeys((1, -1), _Part(item))
+        elif item.args and all(part.source is None for x in floats for part in parts[x].values()):
             parts[item] = dict.fromkeys((1, -1), _Part(item))
         else:
             parts[item] = {sign: rule(item, parts, sign) for sign in (1, -1)}
@@ -135,16 +211,20 @@ def _refusal(part: _Part, what: str, line: Line) -> TypeMismatchError:
     )
 
 
-def _always_reads(root: Node, leaf: Node) -> bool:
-    """Whether the value of ``root`` depends on ``leaf``, or is -inf, for every pair."""
-    reads: dict[Node, bool] = {}
-    for item in toposort(root):
+def _always_reads(root: Node, reads: dict[Node, bool]) -> bool:
+    """Whether the value of ``root`` depends on ``BEFORE``, or is -inf, for every pair.
+
+    Args:
+        root: FLOAT.
+        reads: The answer for nodes that are known. It gets all below ``root``.
+    """
+    for item in toposort(root, known=reads):
         found = [reads[arg] for arg in item.args]
         if item.op is Op.WHERE:
             condition, yes, no = found
             reads[item] = condition or (yes and no)
         else:
-            reads[item] = item is leaf or _is_infinity(item, -1) or any(found)
+            reads[item] = item is BEFORE or _is_infinity(item, -1) or any(found)
     return reads[root]
 
 

@@ -6,13 +6,13 @@ the bounds that are stated here.
 
 from __future__ import annotations
 
-import math
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
 from attndsl.errors import ArgumentError, LimitError
 from attndsl.frontend.limits import MAX_SOURCE
+from attndsl.scalars import read_number
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -23,8 +23,6 @@ MAX_PARAMS = 100
 MOST_ANSWER = 1 << 23
 """Characters of an answer as JSON."""
 _MAX_NAME = 200
-_MAX_NUMBER = 400
-"""Characters of a param's value."""
 ABSENT = "none"
 """The value of a param that is left out."""
 _POSITION = 1 << 20
@@ -264,25 +262,6 @@ def read_asked(values: object) -> Asked:
         _view(given.get("view", {})),
         _kernel(given.get("kernel", {})),
     )
-
-
-def read_number(text: str) -> Number | None:
-    """The number that ``text`` is, or None: as the command reads ``-p name=text``."""
-    text = text.strip().lower()
-    if len(text) > _MAX_NUMBER:
-        return None
-    if text in ("true", "false"):
-        return text == "true"
-    try:
-        return int(text)
-    except ValueError:
-        pass
-    try:
-        value = float(text)
-    except ValueError:
-        return None
-    # Nothing becomes infinite without saying so.
-    return None if math.isinf(value) and "inf" not in text else value
 
 
 def _params(values: object) -> dict[str, Number | None]:

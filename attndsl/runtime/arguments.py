@@ -94,6 +94,28 @@ def check_scale(scale: object) -> None:
         )
 
 
+def check_is_float(name: str, x: torch.Tensor) -> None:
+    """Refuse an operand of a dtype that kernels do not have."""
+    if x.dtype not in FLOATS:
+        raise DTypeError(
+            f"{name} is of dtype {x.dtype}", hint="use float16, bfloat16, float32 or float64"
+        )
+
+
+def check_is_like(name: str, x: torch.Tensor, query_name: str, query: torch.Tensor) -> None:
+    """Refuse an operand of another dtype than the query's, or on another device."""
+    if x.dtype is not query.dtype:
+        raise DTypeError(
+            f"{name} is {x.dtype} and {query_name} is {query.dtype}",
+            hint=f"convert: {name}.to({query_name}.dtype)",
+        )
+    if x.device != query.device:
+        raise DeviceError(
+            f"{name} is on {x.device} and {query_name} is on {query.device}",
+            hint=f"move it: {name}.to({query_name}.device)",
+        )
+
+
 def check_operands(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
     """Refuse q, k and v that do not go together."""
     for name, x in (("q", q), ("k", k), ("v", v)):
@@ -106,19 +128,9 @@ def check_operands(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
                 f"{name} has {x.dim()} dims {tuple(x.shape)}",
                 hint="pass (batch, heads, length, dim); unsqueeze(0) adds a batch",
             )
-        if x.dtype not in FLOATS:
-            raise DTypeError(
-                f"{name} is of dtype {x.dtype}", hint="use float16, bfloat16, float32 or float64"
-            )
+        check_is_float(name, x)
     for name, x in (("k", k), ("v", v)):
-        if x.dtype is not q.dtype:
-            raise DTypeError(
-                f"{name} is {x.dtype} and q is {q.dtype}", hint=f"convert: {name}.to(q.dtype)"
-            )
-        if x.device != q.device:
-            raise DeviceError(
-                f"{name} is on {x.device} and q is on {q.device}", hint=f"{name}.to(q.device)"
-            )
+        check_is_like(name, x, "q", q)
         if x.shape[0] != q.shape[0]:
             raise ShapeError(
                 f"{name} has batch {x.shape[0]} and q has batch {q.shape[0]}",

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from attndsl.errors import ArgumentError, DeviceError, DTypeError, ShapeError
-from attndsl.runtime.arguments import FLOATS
+from attndsl.errors import ArgumentError, ShapeError
+from attndsl.runtime.arguments import check_is_float, check_is_like
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -42,21 +42,9 @@ def check_operands(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) 
                 f"{name} has {x.dim()} dims {tuple(x.shape)}",
                 hint="it has at least two, (length, dim): add what is missing by unsqueeze(0)",
             )
-        if x.dtype not in FLOATS:
-            raise DTypeError(
-                f"{name} is of dtype {x.dtype}", hint="use float16, bfloat16, float32 or float64"
-            )
+        check_is_float(name, x)
     for name, x in (("key", key), ("value", value)):
-        if x.dtype is not query.dtype:
-            raise DTypeError(
-                f"{name} is {x.dtype} and query is {query.dtype}",
-                hint=f"convert: {name}.to(query.dtype)",
-            )
-        if x.device != query.device:
-            raise DeviceError(
-                f"{name} is on {x.device} and query is on {query.device}",
-                hint=f"move it: {name}.to(query.device)",
-            )
+        check_is_like(name, x, "query", query)
     if query.shape[-1] != key.shape[-1]:
         raise ShapeError(
             f"query has head dim {query.shape[-1]} and key has head dim {key.shape[-1]}",

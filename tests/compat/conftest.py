@@ -1,10 +1,8 @@
-"""What torch's machinery is shown of calls: operators, graphs."""
+"""What torch's machinery is shown of calls: operators."""
 
 from __future__ import annotations
 
 import pytest
-import torch
-from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
@@ -27,17 +25,3 @@ class Recorder(TorchDispatchMode):
 @pytest.fixture
 def recorder():
     return Recorder()
-
-
-@pytest.fixture
-def graphs():
-    """``graphs(function, dynamic=...)`` compiles without breaks; ``graphs.frame_count`` counts."""
-    torch._dynamo.reset()
-    counter = CompileCounterWithBackend("aot_eager")
-
-    def make(function, backend=counter, **options):
-        return torch.compile(function, backend=backend, fullgraph=True, **options)
-
-    make.counter = counter
-    yield make
-    torch._dynamo.reset()

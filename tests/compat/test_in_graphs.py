@@ -18,34 +18,14 @@ def near(window):
     return lambda b, h, q, kv: (q >= kv) & (q - kv < window)
 
 
-@pytest.fixture
-def compiled():
-    """Compiles without breaks, and counts the graphs."""
-    torch._dynamo.reset()
-    graphs = []
-
-    def backend(graph, inputs):
-        from torch._dynamo.backends.debugging import aot_eager
-
-        graphs.append(graph)
-        return aot_eager(graph, inputs)
-
-    def make(function, **options):
-        return torch.compile(function, fullgraph=True, backend=backend, **options)
-
-    make.graphs = graphs
-    yield make
-    torch._dynamo.reset()
-
-
 def rows(seed=0, length=LENGTH):
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(1, 2, length, 8, generator=generator, requires_grad=True)
 
 
-def check(compiled, function, *more):
+def check(graphs, function, *more):
     """Values and gradients of a graph, and of the function itself."""
-    graph, results = compiled(function), []
+    graph, results = graphs(function), []
     for call in (graph, function):
         q = rows()
         out = call(q, *more)
@@ -55,34 +35,34 @@ def check(compiled, function, *more):
     return graph
 
 
-def test_compile_within_a_graph(compiled):
-    check(compiled, lambda q: attndsl.compile("causal()")(q, q, q))
-    check(compiled, lambda q: attndsl.compile("q - kv < w", w=8, name="near")(q, q, q))
-    check(compiled, lambda q: attndsl.compile("q - kv < w", params={"w": 8})(q, q, q))
+def test_compile_within_a_graph(graphs):
+    check(graphs, lambda q: attndsl.compile("causal()")(q, q, q))
+    check(graphs, lambda q: attndsl.compile("q - kv < w", w=8, name="near")(q, q, q))
+    check(graphs, lambda q: attndsl.compile("q - kv < w", params={"w": 8})(q, q, q))
     text = "tensor gain[heads]: float\nparam c: float = none\nscore = softcap(c)\n"
     text += "score = score * gain[h]"
     check(
-        compiled,
+        graphs,
         lambda q, gain: attndsl.compile(text, backend="cpu")(q, q, q, gain=gain, c=3.0),
         torch.tensor([0.5, 2.0]),
     )
     # A param that is called like an argument of the function stands in the mapping.
-    check(compiled, lambda q: attndsl.compile("param text: int; q - kv < text",
+    check(graphs, lambda q: attndsl.compile("param text: int; q - kv < text",
                                               params={"text": 3})(q, q, q))  # fmt: skip
-    assert len(compiled.graphs) == 5
+    assert graphs.counter.frame_count == 5
 
 
-def test_a_graph_serves_all_lengths_and_each_text_has_its_own(compiled):
-    function = compiled(lambda q, text: attndsl.compile(text)(q, q, q), dynamic=True)
+def test_a_graph_serves_all_lengths_and_each_text_has_its_own(graphs):
+    function = graphs(lambda q, text: attndsl.compile(text)(q, q, q), dynamic=True)
     for text in ("causal()", "q - kv < 3", "causal()"):
         for length in (LENGTH, LENGTH + 5, 2 * LENGTH):
             q = rows(length=length)
             torch.testing.assert_close(function(q, text), attndsl.compile(text)(q, q, q))
-    assert len(compiled.graphs) == 2
+    assert graphs.counter.frame_count == 2
 
 
-def test_numbers_of_a_graph_are_guarded(compiled):
-    function = compiled(lambda q, w: attndsl.compile("0 <= q - kv and q - kv < w", w=w)(q, q, q))
+def test_numbers_of_a_graph_are_guarded(graphs):
+    function = graphs(lambda q, w: attndsl.compile("0 <= q - kv and q - kv < w", w=w)(q, q, q))
     for w in (3, 9, 4, 3):
         q = rows()
         expected = attndsl.compile("0 <= q - kv and q - kv < w", w=w)(q, q, q)
@@ -94,11 +74,11 @@ def traced(q, mask_mod):
     return attndsl.compile(program.text)(q, q, q, **program.captures)
 
 
-def test_trace_within_a_graph(compiled):
-    check(compiled, lambda q: traced(q, causal))
-    check(compiled, lambda q: traced(q, lambda b, h, q, kv: (q >= kv) & (h > 0)))
-    check(compiled, lambda q, n: traced(q, near(n)), 3)
-    check(compiled, lambda q: traced(q, near(q.shape[2] // 2)))
+def test_trace_within_a_graph(graphs):
+    check(graphs, lambda q: traced(q, causal))
+    check(graphs, lambda q: traced(q, lambda b, h, q, kv: (q >= kv) & (h > 0)))
+    check(graphs, lambda q, n: traced(q, near(n)), 3)
+    check(graphs, lambda q: traced(q, near(q.shape[2] // 2)))
 
 
 @pytest.mark.parametrize(
@@ -110,10 +90,10 @@ def test_trace_within_a_graph(compiled):
     ],
     ids=["tensor", "global", "default"],
 )
-def test_functions_that_may_change_are_traced_before(compiled, mask_mod):
+def test_functions_that_may_change_are_traced_before(graphs, mask_mod):
     # No guard would see that a name of a module means another value in a later run.
     with pytest.raises(Exception, match="trace it before the graph"):
-        compiled(lambda q: traced(q, mask_mod))(rows())
+        graphs(lambda q: traced(q, mask_mod))(rows())
 
 
 FORWARD = True
@@ -148,9 +128,9 @@ def changing():
 
 
 @pytest.mark.parametrize("name", list(changing()))
-def test_a_graph_is_made_anew_if_what_a_traced_function_reads_changes(compiled, monkeypatch, name):
+def test_a_graph_is_made_anew_if_what_a_traced_function_reads_changes(graphs, monkeypatch, name):
     mask_mod, change = changing()[name]
-    function = compiled(lambda q: traced(q, mask_mod))
+    function = graphs(lambda q: traced(q, mask_mod))
     q = rows()
     before = traced(q, mask_mod)
     torch.testing.assert_close(function(q), before)
@@ -160,24 +140,24 @@ def test_a_graph_is_made_anew_if_what_a_traced_function_reads_changes(compiled, 
     torch.testing.assert_close(function(q), after)
 
 
-def test_what_cannot_be_constant_is_refused(compiled):
+def test_what_cannot_be_constant_is_refused(graphs):
     text = "tensor g[heads]: float\nscore = score * g[h]"
     with pytest.raises(Exception, match="compile no program that keeps a tensor, and g is one"):
-        compiled(lambda q: attndsl.compile(text, g=q[0, :, 0, 0])(q, q, q))(rows())
+        graphs(lambda q: attndsl.compile(text, g=q[0, :, 0, 0])(q, q, q))(rows())
     with pytest.raises(Exception, match="'wrong' is not declared"):
-        compiled(lambda q: attndsl.compile("mask = wrong")(q, q, q))(rows())
+        graphs(lambda q: attndsl.compile("mask = wrong")(q, q, q))(rows())
 
 
 OPTIONAL = "tensor gain[heads]: float = none\nscore = score * gain[h]\nmask = {}"
 
 
-def test_graphs_call_the_program_without_what_is_left_out(compiled):
+def test_graphs_call_the_program_without_what_is_left_out(graphs):
     """Each program its own, although the same graph might be asked to serve it."""
     gain = torch.tensor([0.5, 2.0])
     programs = [
         attndsl.compile(OPTIONAL.format(mask), backend="cpu") for mask in ("causal()", "q - kv < 3")
     ]
-    function = compiled(lambda program, q, gain: program(q, q, q, gain=gain))
+    function = graphs(lambda program, q, gain: program(q, q, q, gain=gain))
     for program in (*programs, programs[0]):
         for given in (None, gain[:1]):
             results = []
@@ -186,4 +166,4 @@ def test_graphs_call_the_program_without_what_is_left_out(compiled):
                 out = call(program, q, given)
                 results.append((out, *torch.autograd.grad(out.square().sum(), q)))
             torch.testing.assert_close(*results)
-    assert len(compiled.graphs) == 4
+    assert graphs.counter.frame_count == 4

@@ -1,7 +1,13 @@
 """What editors are told of names: hovers, definitions, completion, symbols, layout, problems."""
 
+import gc
+import subprocess
+import sys
+import weakref
+
 import pytest
 
+from attndsl.editors import problems
 from attndsl.editors.completing import proposals_at
 from attndsl.editors.embedded import programs_in
 from attndsl.editors.knowing import definition_at, note_at
@@ -9,6 +15,8 @@ from attndsl.editors.laying_out import edits_of
 from attndsl.editors.meanings import all_meanings, meaning_of
 from attndsl.editors.outlining import symbols_in
 from attndsl.editors.problems import Level, problems_in
+from attndsl.errors import ArgumentError
+from attndsl.frontend import read
 from attndsl.frontend.vocabulary import Kind, kinds
 
 PROGRAM = """\
@@ -283,3 +291,30 @@ def test_a_file_that_takes_too_long_says_so(monkeypatch):
     assert (wrong.level, remark.level) == (Level.ERROR, Level.REMARK)
     assert remark.message.startswith("there are 1 errors: programs from 'b' on")
     assert "programs from 'a' on are not checked\nhint: run attndsl check a.yaml" in found.message
+
+
+def test_errors_that_are_remembered_keep_no_program():
+    """Editors send a text for each key that is pressed: what led to an error is let go."""
+    held = weakref.WeakSet()
+
+    def checked(source, declared):
+        program = read(source, declared)
+        held.add(program.mask)
+        raise ArgumentError("wrong")
+
+    text = "mask = q - kv < 4321\nscore = score * 8765.0"
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(problems, "warnings_of", checked)
+        found = problems_in(text, "kept.attn")
+    assert [each.message for each in found] == ["wrong"]
+    gc.collect()
+    assert not held
+
+
+def test_the_server_begins_with_what_checks_need():
+    """What takes long at the first check is over before it, and no collection looks at it again."""
+    code = (
+        "import gc, sys; from attndsl.editors import server; server.warm_up()\n"
+        "assert 'sympy' in sys.modules and gc.get_freeze_count() > 10_000"
+    )
+    subprocess.run([sys.executable, "-P", "-c", code], check=True, timeout=60)

@@ -201,7 +201,7 @@ def test_places_in_the_encoding_that_the_editor_speaks(encoding, uri):
         assert covered(text, found["range"]) == "scor"
         assert editor.change(uri, broken) == []
         # The letter before is 1, 2 or 4 units wide.
-        text = "a = 1;# 🙂\nmask = q >= kv"
+        text = "a = q;# 🙂\nmask = a >= kv"
         assert editor.change(uri, text) == []
         data = editor.ask("textDocument/semanticTokens/full", {"textDocument": {"uri": uri}})
         lengths = data["data"][2::5]
@@ -318,8 +318,9 @@ def test_diagnostics_come_within_100_ms(tmp_path):
     for case in ("a program", "50 programs in YAML"):
         assert len(times[case]) == 20
         assert statistics.median(times[case]) < 100, (case, times[case])
-    # 40 ms where nothing else runs.
-    assert statistics.median(times["a program of 16,000 characters"]) < 400
+    # 40 and 80 ms where nothing else runs.
+    for case in ("a program of 16,000 characters", "a program of 341 score lines"):
+        assert statistics.median(times[case][1::2]) < 400, (case, times[case])
 
 
 def test_json_of_the_protocol_is_all_that_is_written(uri):

@@ -22,28 +22,8 @@ def documents(b, h, q_idx, kv_idx):
     return (q_idx >= kv_idx) & (DOC[b, q_idx] == DOC[b, kv_idx])
 
 
-@pytest.fixture
-def compiled():
-    """Compiles without breaks, and counts the graphs."""
-    torch._dynamo.reset()
-    graphs = []
-
-    def backend(graph, inputs):
-        from torch._dynamo.backends.debugging import aot_eager
-
-        graphs.append(graph)
-        return aot_eager(graph, inputs)
-
-    def make(function, **options):
-        return torch.compile(function, fullgraph=True, backend=backend, **options)
-
-    make.graphs = graphs
-    yield make
-    torch._dynamo.reset()
-
-
 @pytest.mark.parametrize("make_blocks", [create_block_mask, torch_flex.create_block_mask])
-def test_values_and_gradients(compiled, make_blocks):
+def test_values_and_gradients(graphs, make_blocks):
     blocks = make_blocks(documents, B, None, L, L, device="cpu", BLOCK_SIZE=4)
 
     def attention(q, k, v, slopes):
@@ -55,17 +35,17 @@ def test_values_and_gradients(compiled, make_blocks):
         return flex_attention(out, k, v, score_mod).sin().sum() + lse.sum()
 
     results = []
-    for function in (attention, compiled(attention)):
+    for function in (attention, graphs(attention)):
         shapes = [(B, H, L, D)] * 3 + [(H,)]
         leaves = [random(*s, seed=n).requires_grad_() for n, s in enumerate(shapes)]
         loss = function(*leaves)
         results.append([loss, *torch.autograd.grad(loss, leaves)])
     for found, wanted in zip(*results, strict=True):
         torch.testing.assert_close(found, wanted)
-    assert len(compiled.graphs) == 1
+    assert graphs.counter.frame_count == 1
 
 
-def test_captures_that_change_are_seen(compiled):
+def test_captures_that_change_are_seen(graphs):
     q = random(B, H, L, D)
     state = {"factor": 2.0}
     table = random(H)
@@ -76,14 +56,14 @@ def test_captures_that_change_are_seen(compiled):
 
         return flex_attention(q, q, q, score_mod)
 
-    function = compiled(attention)
+    function = graphs(attention)
     for factor in (2.0, 3.0):
         state["factor"] = factor
         for other in (table, table * 2):
             torch.testing.assert_close(function(q, other), attention(q, other))
 
 
-def test_changes_in_place_and_constants_made_inside(compiled):
+def test_changes_in_place_and_constants_made_inside(graphs):
     def attention(q):
         def score_mod(score, b, h, q_idx, kv_idx):
             alias = score
@@ -96,10 +76,10 @@ def test_changes_in_place_and_constants_made_inside(compiled):
         return flex_attention(q, q, q, score_mod)
 
     q = random(B, H, L, D)
-    torch.testing.assert_close(compiled(attention)(q), attention(q))
+    torch.testing.assert_close(graphs(attention)(q), attention(q))
 
 
-def test_modules_and_parameters(compiled):
+def test_modules_and_parameters(graphs):
     class Layer(torch.nn.Module):
         def __init__(self):
             super().__init__()
@@ -114,21 +94,21 @@ def test_modules_and_parameters(compiled):
 
     layer, x = Layer(), random(B, H, L, D)
     gradients = []
-    for function in (layer, compiled(layer)):
+    for function in (layer, graphs(layer)):
         (gradient,) = torch.autograd.grad(function(x), [layer.bias])
         gradients.append(gradient)
     torch.testing.assert_close(*gradients)
 
 
-def test_lengths_that_vary(compiled):
+def test_lengths_that_vary(graphs):
     def attention(q):
         return flex_attention(q, q, q, lambda s, b, h, i, j: s + TABLE[h, i - j + 9])
 
-    function = compiled(attention, dynamic=True)
+    function = graphs(attention, dynamic=True)
     for length in (6, 8, 10):
         q = random(B, H, length, D)
         torch.testing.assert_close(function(q), attention(q))
-    assert len(compiled.graphs) == 1
+    assert graphs.counter.frame_count == 1
 
 
 def chunks(x):
@@ -209,7 +189,7 @@ def test_functions_that_dynamo_cannot_follow_run_outside_of_the_graph():
         torch.compile(branches, backend="eager")(q)
 
 
-def test_largest_scores(compiled):
+def test_largest_scores(graphs):
     q = random(B, H, L, D).requires_grad_()
     table = TABLE.clone().requires_grad_()
     blocks = create_block_mask(lambda b, h, i, j: i > j, None, None, L, L, device="cpu")
@@ -221,7 +201,7 @@ def test_largest_scores(compiled):
         request = AuxRequest(lse=True, max_scores=True)
         return flex_attention(q, q, q, score_mod, blocks, return_aux=request, scale=0.3)
 
-    function = compiled(attention, dynamic=True)
+    function = graphs(attention, dynamic=True)
     for factor in (2.0, 3.0):
         (out, aux), (out_, aux_) = function(q, factor), attention(q, factor)
         torch.testing.assert_close((out, *aux), (out_, *aux_))
@@ -230,7 +210,7 @@ def test_largest_scores(compiled):
         torch.testing.assert_close(*gradients)
 
 
-def test_partial_functions_with_numbers_that_vary(compiled):
+def test_partial_functions_with_numbers_that_vary(graphs):
     def near(b, h, q_idx, kv_idx, *, width):
         return (q_idx - kv_idx).abs() < width
 
@@ -240,18 +220,18 @@ def test_partial_functions_with_numbers_that_vary(compiled):
     def attention(q, width, blocks):
         return flex_attention(q, q, q, functools.partial(scaled, width=width), blocks)
 
-    function, q = compiled(attention, dynamic=True), random(B, H, L, D)
+    function, q = graphs(attention, dynamic=True), random(B, H, L, D)
     for width in (3, 5):
         mask_mod = functools.partial(near, width=width)
         blocks = create_block_mask(mask_mod, None, None, L, L, device="cpu", BLOCK_SIZE=4)
         torch.testing.assert_close(function(q, width, blocks), attention(q, width, blocks))
 
 
-def test_batches_that_vary(compiled):
+def test_batches_that_vary(graphs):
     def attention(q, blocks):
         return flex_attention(q, q, q, None, blocks)
 
-    function = compiled(attention)
+    function = graphs(attention)
     mask_mod = lambda b, h, i, j: i >= j + b % 2  # noqa: E731
     for batch in (5, 7, 3):
         blocks = create_block_mask(mask_mod, batch, None, L, L, device="cpu", BLOCK_SIZE=4)
@@ -264,7 +244,7 @@ def test_batches_that_vary(compiled):
 # A mask_mod under torch.vmap, whose tensors Dynamo indexes by a function of its own.
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 @pytest.mark.parametrize("separate", [True, False])
-def test_blocks_may_be_made_within(compiled, separate):
+def test_blocks_may_be_made_within(graphs, separate):
     def attention(q, doc):
         def mask_mod(b, h, q_idx, kv_idx):
             return (q_idx >= kv_idx) & (doc[b, q_idx] == doc[b, kv_idx])
@@ -274,10 +254,10 @@ def test_blocks_may_be_made_within(compiled, separate):
         )
         return flex_attention(q, q, q, block_mask=blocks)
 
-    q, function = random(B, H, L, D), compiled(attention)
+    q, function = random(B, H, L, D), graphs(attention)
     for doc in (DOC, DOC + 1, torch.zeros_like(DOC)):
         torch.testing.assert_close(function(q, doc), attention(q, doc))
-    (graph,) = compiled.graphs
+    (graph,) = graphs.counter.graphs
     # A compiler drops the blocks: the call has the mask, and reads none of them.
     results = [item for item in graph.graph.nodes if item.op == "output"]
     needed, ahead = set(), list(results)
@@ -304,6 +284,6 @@ def test_blocks_may_be_made_within(compiled, separate):
         ),
     ],
 )
-def test_what_graphs_cannot_have(compiled, function, match):
+def test_what_graphs_cannot_have(graphs, function, match):
     with pytest.raises(Exception, match=match):
-        compiled(function)(random(B, H, L, D))
+        graphs(function)(random(B, H, L, D))

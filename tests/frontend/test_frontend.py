@@ -296,3 +296,13 @@ def test_constants_and_types() -> None:
     assert program("score = 7 / 2").score is not program("score = 7 // 2").score
     assert program("score = q ** 2").score.args[0].dtype is DType.INT
     assert program("score = q ** -2").score.dtype is DType.FLOAT
+
+
+def test_statements_of_several_texts_have_their_own_places():
+    """A statement that was read before in another text is not read again."""
+    line = "mask = q >= kvv"
+    for before in ("", "# A comment.\n", "x = q\n"):
+        with pytest.raises(errors.NameResolutionError) as caught:
+            read(Source(before + line, before), {})
+        assert caught.value.span.start == len(before) + line.index("kvv")
+        assert caught.value.span.source.name == before

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import subprocess
 import sys
+import time
 
 import pytest
 from hypothesis import given, settings
@@ -131,3 +132,17 @@ def test_digests_name_the_meaning() -> None:
     assert named("param w: int; near = q - kv <= w; mask = near and q >= kv") != base
     assert named("param v: int; near = q - kv < v; mask = near and q >= kv") != base
     assert named("param w: int = 3; near = q - kv < w; mask = near and q >= kv") != base
+
+
+@pytest.mark.parametrize("first", ["q + q", "q + 1 - 1"])
+def test_long_sums_with_a_term_twice_do_not_take_long(first: str) -> None:
+    """No part of this one has a shorter normal form, and each was asked for it."""
+    text = f"mask = {first} + {' + '.join(f'kv // {n}' for n in range(2, 1300))} > 3"
+    mask = read(Source(text), {}).mask
+    assert mask is not None
+    start = time.process_time()
+    found = simplify_node(mask)
+    assert time.process_time() - start < 5  # It was hours; a second is usual.
+    for q, kv in ((0, 0), (1, 0), (0, 1), (5, 40)):
+        environment = Environment({"q": q, "kv": kv})
+        assert evaluate(found, environment) is evaluate(mask, environment)

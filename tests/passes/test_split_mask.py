@@ -3,22 +3,30 @@
 from __future__ import annotations
 
 import math
+import random
+import sys
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
 
 from attndsl.errors import TypeMismatchError
 from attndsl.frontend import Bound, read
+from attndsl.ir import SCORE as RAW
+from attndsl.ir import DType, Op, Program, node, param, substitute
 from attndsl.passes.evaluate import Environment, evaluate
+from attndsl.passes.simplify import simplify_node
 from attndsl.passes.split_mask import split_mask
 from attndsl.pipeline import check, lower
 from attndsl.source import Source
 
 if TYPE_CHECKING:
-    from attndsl.ir import Program
+    from attndsl.ir import Node
 
 CAUSAL = "score = where(q >= kv, score, -inf)\n"
 SCORE = -1.5
+PREVIOUS = param("$previous", DType.FLOAT)
+"""The line before, of a line that is looked at alone."""
 
 
 def _split(text: str) -> Program:
@@ -143,3 +151,101 @@ def test_bound_params_decide_first():
 def test_an_additive_mask_costs_what_a_mask_costs():
     text = "score = score + where(q >= kv, 0.0, -inf)"
     assert lower(Source(text), {}).digest == lower(Source("mask = q >= kv"), {}).digest
+
+
+def _line_by_line(program: Program) -> Program:
+    """As ``split_mask``, by a call for each line, which knows nothing of the calls before."""
+    values: dict[Node, Node] = {}
+    alive: list[Node] = []
+    score, known = RAW, values
+    for line in program.lines:
+        root = substitute(line.value, known)
+        found = split_mask(Program(score=root))
+        if found.mask is not None:
+            alive.append(substitute(found.mask, {PREVIOUS: score}))
+        score = substitute(found.score, {PREVIOUS: score})
+        known = values
+        if simplify_node(root).op is not Op.CONST:
+            values = {**values, line.value: score}
+            known = {**values, line.value: PREVIOUS}
+    mask = None if program.mask is None else substitute(program.mask, values)
+    for condition in alive:
+        mask = condition if mask is None else node(Op.AND, mask, condition)
+    return replace(program, score=score, mask=mask, lines=())
+
+
+def _expression(rng: random.Random, names: list[str], depth: int) -> str:
+    def inner() -> str:
+        return _expression(rng, names, depth - 1)
+
+    if depth == 0 or rng.random() < 0.15:
+        return rng.choice(["score", "score", "0.5", "-1.0", "q - kv", "-inf", *names])
+    condition = rng.choice(["q >= kv", "kv > 3", "score < 1", "true", f"{rng.choice(names)} < 2"])
+    return rng.choice(
+        [
+            f"where({condition}, {inner()}, -inf)",
+            f"where({condition}, {inner()}, {inner()})",
+            f"({inner()} {rng.choice('+-*/')} {inner()})",
+            f"(score + {inner()})",
+            f"{rng.choice(['min', 'max'])}({inner()}, {inner()})",
+            f"{rng.choice(['-', 'tanh', 'round', 'int'])}({inner()})",
+        ]
+    )
+
+
+def _lines(seed: int) -> str:
+    """Lines that read the scores of any lines before them, and a mask that does."""
+    rng = random.Random(seed)
+    names, lines = ["raw"], ["raw = score"]
+    for number in range(rng.randrange(2, 9)):
+        value = _expression(rng, names[-4:], rng.randrange(3))
+        if rng.random() < 0.35:
+            names.append(f"x{number}")
+            lines.append(f"x{number} = {value}")
+        else:
+            lines.append(f"score = {value}")
+    return "\n".join([*lines, f"mask = {rng.choice(names)} < 1 or {rng.choice(names)} > 3"])
+
+
+def test_what_is_kept_for_later_lines_changes_nothing():
+    compared = masked = 0
+    for seed in range(300):
+        program = read(Source(_lines(seed)), {})
+        try:
+            found = split_mask(program)
+        except TypeMismatchError:
+            continue
+        wanted = _line_by_line(program)
+        assert found.score is wanted.score, _lines(seed)
+        assert found.mask is wanted.mask, _lines(seed)
+        compared += len(program.lines) > 2
+        masked += found.mask is not program.mask
+    assert compared > 50
+    assert masked > 50
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "score = softcap({0}.0) - 0.5 * (q - kv)\n",
+        "score = where(q - kv < {0}, score * 1.5, -inf)\n",
+        "s{0} = score\nscore = score * 0.9 + 0.1 * s0 + 0.2 * s{1}\n",
+    ],
+)
+def test_the_time_grows_with_the_length_of_the_text(line):
+    def calls(lines: int) -> int:
+        program = read(Source("".join(line.format(n, n // 2) for n in range(lines))), {})
+        counted = 0
+
+        def count(*_: object) -> None:
+            nonlocal counted
+            counted += 1
+
+        sys.setprofile(count)
+        try:
+            split_mask(program)
+        finally:
+            sys.setprofile(None)
+        return counted
+
+    assert calls(120) < 2.3 * calls(60)

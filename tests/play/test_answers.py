@@ -12,7 +12,7 @@ from attndsl.frontend.prelude import prelude_names
 from attndsl.pipeline import stages
 from attndsl.play.answers import answer
 from attndsl.play.examples import examples, words
-from attndsl.play.records import Asked, Kind, Problem, View, read_asked, read_number
+from attndsl.play.records import Asked, Kind, Problem, View, read_asked
 from attndsl.source import Source
 
 GEMMA = """\
@@ -257,12 +257,6 @@ def test_requests_go_through_json_unchanged():
     params = {"a": 1 << 62, "b": float("inf"), "c": True, "d": 0.1}
     asked = Asked(Kind.DETAILS, "q >= kv", params, View(q_len=7, raw_score=0.5))
     assert read_asked(json.loads(json.dumps(asked.as_json()))) == asked
-
-
-def test_numbers():
-    assert [read_number(x) for x in (" 16 ", "0.5", "True", "-inf", "1e400", "x", "")] == [
-        16, 0.5, True, -float("inf"), None, None, None
-    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("example", [e for group in examples() for e in group.examples],

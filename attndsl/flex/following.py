@@ -1,26 +1,31 @@
-"""An operator of mask functions that Dynamo follows, with further tensors of the call.
+"""Operators of mask and score functions that Dynamo follows.
 
-As :mod:`attndsl.flex.graphs`, whose operator has no further tensors: what the functions come to is
-traced where the operator is run, and given to a call of the caller's choice.
+Dynamo follows a ``score_mod`` and a ``mask_mod`` like any other code of the user's, guards what
+they read, and hands what they come to over as one FX graph, with the tensors that it captures.
+Where such an operator is run, that graph is traced into a program, and the program's call, which
+whoever makes the operator chooses, is what remains: ``attndsl::forward``, which compilers see.
+
+Positions are of shape (1,) while Dynamo follows the functions, since an index of no dims would be
+read as a number there.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch._higher_order_ops.base_hop import BaseHOP
 
 from attndsl.backends.memory_order import memory_order
-from attndsl.flex.compiled import position_ranges
-from attndsl.flex.tracing import trace_graph
 from attndsl.ir import SCORE, var
 
+from .compiled import position_ranges
+from .tracing import trace_graph
+
 if TYPE_CHECKING:
-    from attndsl.flex.tracing import Mod
+    from .tracing import Mod
 
 _PAIR = (SCORE, *(var(name) for name in ("b", "h", "q", "kv")))
 _RESULTS = 3
@@ -28,7 +33,6 @@ _RESULTS = 3
 _MARKS = _RESULTS + 2 + len(_PAIR)
 """Results that are there for their operands: those three, then key, value and the pair; after them
 one for each other tensor of the call."""
-
 
 Attend = Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
 """The call that a trace comes to. It takes the trace, query, key, value, a tuple of the call's
@@ -40,7 +44,7 @@ def _decompose(
     graph: Any,
     *operands: Any,
     parts: tuple[str, ...],
-    others: int = 0,
+    others: int,
     **options: Any,
 ) -> tuple[Any, ...]:
     """The call that a graph of both functions comes to, and stand-ins for the graph's results."""
@@ -89,7 +93,7 @@ def _attend_after_break(
     value: torch.Tensor,
     *tensors: torch.Tensor,
     parts: tuple[str, ...],
-    others: int = 0,
+    others: int,
     **options: Any,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The call where Dynamo could not follow the functions and left the graph before it."""
@@ -113,7 +117,7 @@ def _own_name(holder: str) -> str:
     return holder.removeprefix("l_").removeprefix("self_").strip("_")
 
 
-class MaskInGraph(BaseHOP):
+class PairInGraph(BaseHOP):
     """Both functions on one pair, as a graph, with query, key, value and other tensors."""
 
     def __init__(self, name: str, attend: Attend) -> None:
@@ -141,38 +145,35 @@ def allow_views(name: str) -> None:
 
     if name not in dynamo._hop_name_to_variable_class:
 
-        class FlexVariable(dynamo.BaseHOPVariable):
+        class PairVariable(dynamo.BaseHOPVariable):
             """How Dynamo follows a call of the operator."""
 
             supports_aliasing = True
 
-        dynamo._hop_name_to_variable_class[name] = FlexVariable
-
-
-@dataclass(frozen=True, slots=True)
-class Followed:
-    """What Dynamo is to follow."""
-
-    score_mod: Mod | None = None
-    mask_mod: Mod | None = None
-    max_scores: bool = False
-    """Whether the largest scores of each row are a result."""
-    others: tuple[torch.Tensor, ...] = ()
-    """Further tensors of the call."""
+        dynamo._hop_name_to_variable_class[name] = PairVariable
 
 
 def follow(
-    operator: MaskInGraph,
+    operator: PairInGraph,
     operands: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-    followed: Followed,
+    others: tuple[torch.Tensor, ...],
+    score_mod: Mod | None,
+    mask_mod: Mod | None,
+    wants_maxima: bool,
     **options: Any,
 ) -> tuple[torch.Tensor, ...]:
     """The results of ``operator``, while Dynamo follows the functions.
 
+    The functions are arguments of their own: Dynamo reads what they close over where they are put
+    into an object, and then a number that changes is no part of the operator's graph.
+
     Args:
         operator: What calls the program that the functions make. :func:`allow_views` knows it.
         operands: Query, key and value.
-        followed: The functions.
+        others: Further tensors of the call.
+        score_mod: Or None.
+        mask_mod: Or None.
+        wants_maxima: Whether the largest scores of each row are a result.
         **options: Constants for the operator's call.
 
     Returns:
@@ -184,18 +185,17 @@ def follow(
     pair = [torch.empty((1,), dtype=kind, device=query.device) for kind in kinds]
     # Here, since all that is computed within is taken for a part of the program.
     order = memory_order(query, value.shape[3])
-    score_mod, mask_mod, wants_maxima = followed.score_mod, followed.mask_mod, followed.max_scores
 
     def both(
         query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, score: Any, b: Any, h: Any,
-        q_idx: Any, kv_idx: Any, *others: Any,
+        q_idx: Any, kv_idx: Any, *rest: Any,
     ) -> tuple[Any, ...]:  # fmt: skip
         shape = (query.shape[0], query.shape[1], query.shape[2])
         results = [query.new_empty_strided(order.shape, order.strides)]
         results.append(query.new_empty(shape, dtype=work))
         results.append(query.new_empty(shape if wants_maxima else (0,), dtype=work))
         # Dynamo drops inputs that nothing uses.
-        results += [x.new_empty(()) for x in (key, value, score, b, h, q_idx, kv_idx, *others)]
+        results += [x.new_empty(()) for x in (key, value, score, b, h, q_idx, kv_idx, *rest)]
         # Functions may change their arguments in place, which inputs of a graph may not be.
         if score_mod is not None:
             results.append(score_mod(*(x.clone() for x in (score, b, h, q_idx, kv_idx))))
@@ -204,7 +204,6 @@ def follow(
         return tuple(results)
 
     parts = ("score",) * (score_mod is not None) + ("mask",) * (mask_mod is not None)
-    others = followed.others
     found: tuple[torch.Tensor, ...] = operator(
         both, query, key, value, *pair, *others, parts=parts, others=len(others), **options
     )
