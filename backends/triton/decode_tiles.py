@@ -9,10 +9,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
+from ..emit.facts import FP8_TYPE
 from ..kernels.config import Config
 from .tiles import widths_of
 
 if TYPE_CHECKING:
+    from ..emit.facts import KernelFacts
     from ..kernels.kernel import Job
     from ..kernels.machine import Machine
 
@@ -22,6 +24,8 @@ MOST_ROWS = 64
 """Rows of the largest tile."""
 PROGRAMS = 128
 """Of one batch entry, where they are few: about as many as a GPU has processors."""
+_PROGRAMS_OF_FP8 = 2 * PROGRAMS
+"""The same where keys are converted: two programs of a processor wait for each other's."""
 LEAST_PARTS, MOST_PARTS = 16, 128
 """Of one unit, if it has so many tiles. More than the first only where there are few units: they
 take longer to merge, and write more."""
@@ -103,15 +107,21 @@ def tiles_of_part(config: Config) -> int:
     return config.stages + 1
 
 
-def most_parts(kv_len: int, units: int, config: Config) -> int:
+def programs_of(facts: KernelFacts) -> int:
+    """Programs of one batch entry, where they are few."""
+    return PROGRAMS if facts.pages is None or facts.pages.dtype != FP8_TYPE else _PROGRAMS_OF_FP8
+
+
+def most_parts(kv_len: int, units: int, config: Config, programs: int = PROGRAMS) -> int:
     """The most programs that share the keys of one tile of rows.
 
     Args:
         kv_len: Keys of the call.
         units: Tiles of rows that a batch entry has at least.
         config: The kernel's.
+        programs: Of one batch entry, where they are few.
     """
-    most = min(max(PROGRAMS // units, LEAST_PARTS), MOST_PARTS)
+    most = min(max(programs // units, LEAST_PARTS), MOST_PARTS)
     return max(1, min(most, -(-kv_len // (config.block_n * tiles_of_part(config)))))
 
 
@@ -125,7 +135,9 @@ def configs_of(shape: Shape, job: Job, machine: Machine) -> tuple[Config, ...]:
     if machine.target is None:
         return (Config(shape.queries, 16, _WARPS, 1),)
     widths = widths_of(job.facts)
-    most = max(16, min(128, _STAGE_BYTES // (widths.both * widths.element_bytes)))
+    pages = job.facts.pages
+    bytes_of = 1 if pages is not None and pages.dtype == FP8_TYPE else widths.element_bytes
+    most = max(16, min(128, _STAGE_BYTES // (widths.both * bytes_of)))
     keys = 1 << (most.bit_length() - 1)
     found = [
         Config(shape.queries, keys, _WARPS, 3),

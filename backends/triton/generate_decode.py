@@ -8,7 +8,7 @@ from attndsl.ir import Op, mentions
 
 from ..emit.device_functions import param_values, parameters, record_of_given
 from ..emit.expression import made_field
-from ..emit.facts import block_widths
+from ..emit.facts import FP8_TYPE, block_widths
 from ..emit.loops import LIST_PARAMETERS, print_loop
 from ..emit.template import Products, fill_template
 from ..emit.text import wrapped
@@ -16,11 +16,11 @@ from .decode_tiles import (
     LEAST_PARTS,
     MOST_PARTS,
     PARTS_AT_ONCE,
-    PROGRAMS,
     REQUESTS_AT_ONCE,
     TOKENS_AT_ONCE,
     Shape,
     lines_at_once,
+    programs_of,
     tiles_of_part,
 )
 from .generate import constants, flags_of_program, functions_of_program, sink_of_program
@@ -50,7 +50,7 @@ def decode_text(shape: Shape, job: Job, config: Config, loop: LoopPlan, products
         "GROUP": shape.group,
         "LINES": shape.lines,
         "TILES_OF_PART": tiles_of_part(config),
-        "PROGRAMS": PROGRAMS,
+        "PROGRAMS": programs_of(facts),
         "LEAST_PARTS": LEAST_PARTS,
         "MOST_PARTS": MOST_PARTS,
         "PARTS_AT_ONCE": PARTS_AT_ONCE,
@@ -62,6 +62,7 @@ def decode_text(shape: Shape, job: Job, config: Config, loop: LoopPlan, products
     pages = facts.pages
     if pages is not None:
         flags |= {"PAGE": pages.size, "K_SCALES": pages.k_scales, "V_SCALES": pages.v_scales}
+        flags["IN_STEPS"] = pages.dtype == FP8_TYPE and facts.dtype == "bf16"
         flags |= {"TOKENS_AT_ONCE": TOKENS_AT_ONCE, "REQUESTS_AT_ONCE": REQUESTS_AT_ONCE}
     given = [*parameters(facts.without_made()), *(LIST_PARAMETERS if listed else ())]
     made = () if pages is None else pages.made

@@ -29,6 +29,14 @@ def load_rows(rows, at, WIDTH: tl.constexpr, BLOCK_WIDTH: tl.constexpr):
 
 
 @triton.jit
+def widened(tile, TYPE: tl.constexpr):
+    """Rows in the dtype of q, which has each number of fp8. Hopper goes to bf16 fastest this way."""
+    if IN_STEPS:
+        tile = tile.to(tl.float16).to(tl.float32)
+    return tile.to(TYPE)
+
+
+@triton.jit
 def scales_of(rows, at):
     """What each row is multiplied by, where each has a number of its own."""
     lines = at.page * rows.scale_p + at.row * rows.scale_n
@@ -43,7 +51,7 @@ def attend_pages(
     first = kv_tile * BLOCK_N
     numbers = first + tl.arange(0, BLOCK_N)
     at = pages_of(numbers, keys)
-    k_tile = load_rows(keys.k, at, D, BLOCK_D).to(q_tile.dtype)
+    k_tile = widened(load_rows(keys.k, at, D, BLOCK_D), q_tile.dtype)
     s = dot(q_tile, tl.trans(k_tile), PRECISION, UPCAST)
     if K_SCALES == 4:
         s = s * scales_of(keys.k, at)[None, :]
@@ -56,7 +64,9 @@ def attend_pages(
     v_tile = load_rows(keys.v, at, DV, BLOCK_DV)
     if V_SCALES == 4:
         v_tile = v_tile.to(tl.float32) * scales_of(keys.v, at)[:, None]
-    v_tile = v_tile.to(q_tile.dtype)
+        v_tile = v_tile.to(q_tile.dtype)
+    else:
+        v_tile = widened(v_tile, q_tile.dtype)
     acc = dot_add(p.to(v_tile.dtype), v_tile, softmax.acc, PRECISION, UPCAST)
     return Softmax(acc, softmax.row_sum, softmax.row_max)
 

@@ -168,6 +168,26 @@ def test_pages_of_fp8(device, kind):
     close((found,), (attndsl.compile(text).serve(step.q, cache, step.starts),))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_all_numbers_of_fp8_are_exact(device, dtype):
+    """A request of one key has its value, and a score that is one number of the key."""
+    every = torch.arange(256, dtype=torch.uint8).view(FP8)
+    pages = every.view(16, 1, 1, 16).to(device)
+    table = torch.arange(16, device=device)[:, None]
+    cache = attndsl.PagedCache(pages, pages, table, torch.ones_like(table[:, 0]))
+    starts = torch.arange(17, device=device)
+    attention = attndsl.compile("causal()", backend="decode")
+    q = torch.zeros(16, 1, 16, dtype=dtype, device=device)
+    q[:, :, 3] = 1
+    out, lse = attention.serve(q, cache, starts, most_queries=1, scale=1.0, return_lse=True)
+    finite = [b for b in range(16) if b not in (7, 15)]  # Whose last numbers are NaN.
+    exact = every.float().view(16, 16)
+    assert torch.equal(out[finite, 0].float().cpu(), exact[finite])
+    torch.testing.assert_close(lse[finite, 0].cpu(), exact[finite, 3], atol=0, rtol=1e-6)
+    if out.device.type == "cuda":  # Triton's interpreter makes 480 of NaN.
+        assert out[[7, 15]].isnan().any(-1).all()
+
+
 TREE = """
 tensor context[batch]: int
 tensor ancestor[tokens, n]: bool

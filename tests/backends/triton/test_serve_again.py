@@ -195,7 +195,7 @@ def test_tokens_of_nobody_are_cleared_for_all_values_of_starts(device, monkeypat
     """In front, behind, between and beyond the most queries; no request loses a token."""
     monkeypatch.setattr("attndsl.serving.looks_at_values", lambda device: False)
     attention = attndsl.compile("causal()", backend="decode")
-    step = make_step((40,) * 40, (1,) * 40, SHAPE._replace(spare=30))
+    step = make_step((4,) * 40, (1,) * 40, Shape(1, 1, 16, 16, 4, torch.float32, 30))
     q, cache, starts = on(device, step)
     right = attention.serve(q, cache, starts, most_queries=1)
     assert (right[40:] == 0).all()
