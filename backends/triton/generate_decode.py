@@ -62,7 +62,13 @@ def decode_text(shape: Shape, job: Job, config: Config, loop: LoopPlan, products
     pages = facts.pages
     if pages is not None:
         flags |= {"PAGE": pages.size, "K_SCALES": pages.k_scales, "V_SCALES": pages.v_scales}
-        flags["IN_STEPS"] = pages.dtype == FP8_TYPE and facts.dtype == "bf16"
+        in_fp16 = pages.dtype == FP8_TYPE and facts.dtype == "bf16"
+        weighted = pages.v_scales == 4
+        flags |= {
+            "K_IN_FP16": in_fp16,
+            "V_IN_FP16": in_fp16 and program.weights is None and not weighted,
+            "WEIGHTS_VALUES": weighted,
+        }
         flags |= {"TOKENS_AT_ONCE": TOKENS_AT_ONCE, "REQUESTS_AT_ONCE": REQUESTS_AT_ONCE}
     given = [*parameters(facts.without_made()), *(LIST_PARAMETERS if listed else ())]
     made = () if pages is None else pages.made

@@ -30,10 +30,24 @@ def load_rows(rows, at, WIDTH: tl.constexpr, BLOCK_WIDTH: tl.constexpr):
 
 @triton.jit
 def widened(tile, TYPE: tl.constexpr):
-    """Rows in the dtype of q, which has each number of fp8. Hopper goes to bf16 fastest this way."""
-    if IN_STEPS:
+    """Rows in a dtype that has each of their numbers. Hopper goes to bf16 fastest by way of fp32."""
+    if not WEIGHTS_VALUES:
         tile = tile.to(tl.float16).to(tl.float32)
     return tile.to(TYPE)
+
+
+@triton.jit
+def rows_in_fp16(q_tile):
+    """Rows of bf16 as rows of fp16, and the powers of two that products of these lack.
+
+    The largest element of a row becomes 2^14 to 2^15. Those down to 2^-28 of it are exact.
+    """
+    top = tl.max(tl.abs(q_tile.to(tl.float32)), 1)
+    exponent = (top.to(tl.int32, bitcast=True) >> 23) & 255
+    exponent = tl.maximum(exponent, 32)
+    factor = ((268 - exponent) << 23).to(tl.float32, bitcast=True)
+    inverse = ((exponent - 14) << 23).to(tl.float32, bitcast=True)
+    return (q_tile.to(tl.float32) * factor[:, None]).to(tl.float16), inverse
 
 
 @triton.jit
@@ -51,8 +65,10 @@ def attend_pages(
     first = kv_tile * BLOCK_N
     numbers = first + tl.arange(0, BLOCK_N)
     at = pages_of(numbers, keys)
-    k_tile = widened(load_rows(keys.k, at, D, BLOCK_D), q_tile.dtype)
+    k_tile = load_rows(keys.k, at, D, BLOCK_D).to(q_tile.dtype)
     s = dot(q_tile, tl.trans(k_tile), PRECISION, UPCAST)
+    if K_IN_FP16:
+        s = s * factors.of_rows[:, None]
     if K_SCALES == 4:
         s = s * scales_of(keys.k, at)[None, :]
     elif K_SCALES != 0:
@@ -64,10 +80,17 @@ def attend_pages(
     v_tile = load_rows(keys.v, at, DV, BLOCK_DV)
     if V_SCALES == 4:
         v_tile = v_tile.to(tl.float32) * scales_of(keys.v, at)[:, None]
-        v_tile = v_tile.to(q_tile.dtype)
+    if V_IN_FP16:
+        # Weights are 1 or a little more at most. As they are, small ones would be nothing in fp16.
+        p = tl.minimum(p * 16384.0, 65504.0)
+        acc = dot(p.to(tl.float16), v_tile.to(tl.float16), PRECISION, UPCAST)
+        acc = softmax.acc + acc * (1.0 / 16384.0)
+    elif K_IN_FP16:
+        v_tile = widened(v_tile, tl.bfloat16)
+        acc = dot_add(p.to(tl.bfloat16), v_tile, softmax.acc, PRECISION, UPCAST)
     else:
-        v_tile = widened(v_tile, q_tile.dtype)
-    acc = dot_add(p.to(v_tile.dtype), v_tile, softmax.acc, PRECISION, UPCAST)
+        v_tile = v_tile.to(q_tile.dtype)
+        acc = dot_add(p.to(v_tile.dtype), v_tile, softmax.acc, PRECISION, UPCAST)
     return Softmax(acc, softmax.row_sum, softmax.row_max)
 
 
@@ -246,10 +269,13 @@ def attention_serve(
         factor = LOG2E
     else:
         factor = scale * LOG2E
+    of_rows = factor
+    if K_IN_FP16:
+        q_tile, of_rows = rows_in_fp16(q_tile)
     part = PartOfTiles(number * taken, tl.minimum((number + 1) * taken, live))
     places = UnitPlaces(tile, first, head)
     softmax = attend_part_of_pages(
-        empty_softmax(ROWS), q_tile, q, keys, Factors(scale, factor), visits, part, places, sizes,
+        empty_softmax(ROWS), q_tile, q, keys, RowFactors(scale, factor, of_rows), visits, part, places, sizes,
         shift, given,
     )
     if parts == 1:
