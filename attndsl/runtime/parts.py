@@ -303,13 +303,13 @@ def made_captures(terms: Terms) -> tuple[tuple[str, str], ...]:
 
 
 def with_narrow_positions(call: Call) -> Call:
-    """A packed call whose positions and lengths :meth:`Terms.applied` need not convert."""
+    """A packed call whose offsets and lengths need not be converted, without ``q_index``."""
     part = call.part
     assert part is not None
     assert part.packed is not None
     assert part.kv_lengths is not None
     assert isinstance(call.q_offset, torch.Tensor)
-    packed = part.packed._replace(starts=_narrow(part.packed.starts))
+    packed = part.packed._replace(starts=_narrow(part.packed.starts), positions=None)
     part = replace(part, packed=packed, kv_lengths=_narrow(part.kv_lengths))
     return call._replace(q_offset=_narrow(call.q_offset), part=part)
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from attndsl.backends.base import Call, Pages, ReadsPages
+from attndsl.backends.base import NONE, Call, Pages, ReadsPages
 from attndsl.ir import TOKENS, size, toposort
 from attndsl.passes.widths import POSITION_LIMIT
 from attndsl.settings import asks_to_verify
@@ -63,7 +63,7 @@ class Prepared(NamedTuple):
     """Whose captures a step has."""
     terms: Terms
     call: Call
-    """One of them, checked. Its tensors say shapes."""
+    """One of them, checked, without its captures: nobody's tensors are kept alive."""
     needs: Values
     made: tuple[tuple[str, str], ...]
     """As of :class:`~attndsl.backends.base.Pages`."""
@@ -109,9 +109,8 @@ def prepared_step(
     terms = terms_of(lowered, call)
     program = lowered.written
     needs = needs_of_values(program, call, captures, ())
-    return Prepared(
-        backend, program, terms, with_narrow_positions(call), needs, made_captures(terms)
-    )
+    call = with_narrow_positions(call)._replace(tensors=NONE, params=NONE)
+    return Prepared(backend, program, terms, call, needs, made_captures(terms))
 
 
 def with_signs(captures: Captures) -> Captures:

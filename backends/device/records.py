@@ -209,6 +209,14 @@ class PagedKeys(NamedTuple):
     length: Any
 
 
+class RowFactors(NamedTuple):
+    """As ``Factors``, and what products of each row of q are multiplied by."""
+
+    scale: Any
+    of_scores: Any
+    of_rows: Any
+
+
 class RequestTokens(NamedTuple):
     """Where the first token of each request stands, and behind it that of the next.
 

@@ -41,6 +41,8 @@ TRITON_TYPES = {
     torch.int64: "i64",
     torch.bool: "i1",
 }
+FP8_TYPE = "fp8e4nv"
+"""Triton's name of ``torch.float8_e4m3fn``."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
+from ..emit.facts import FP8_TYPE
 from ..kernels.config import Config
 from .tiles import widths_of
 
 if TYPE_CHECKING:
+    from ..emit.facts import KernelFacts
     from ..kernels.kernel import Job
     from ..kernels.machine import Machine
 
@@ -22,12 +24,17 @@ MOST_ROWS = 64
 """Rows of the largest tile."""
 PROGRAMS = 128
 """Of one batch entry, where they are few: about as many as a GPU has processors."""
+_PROGRAMS_OF_PAGES = 2 * PROGRAMS
+"""The same where a program looks up where keys lie: two of a processor wait for each other's loads.
+With half of them 128k keys took 295 us in place of 228 (H100, D128, one request)."""
 LEAST_PARTS, MOST_PARTS = 16, 128
 """Of one unit, if it has so many tiles. More than the first only where there are few units: they
 take longer to merge, and write more."""
 TILES_OF_PART = 2
 """That a program takes at least, if there are so many: it loads them together, and each more takes
 1.4 us where keys are few (H100, D128)."""
+MANY_TILES = 4
+"""Of a program where a unit has more parts than :data:`LEAST_PARTS`."""
 PARTS_AT_ONCE = 16
 """Of those that are merged, so that their loads wait for memory together."""
 TOKENS_AT_ONCE = REQUESTS_AT_ONCE = 32
@@ -98,16 +105,23 @@ def members_of(heads_of_key: int, together: bool) -> int:
     )
 
 
-def most_parts(kv_len: int, units: int, config: Config) -> int:
+def programs_of(facts: KernelFacts) -> int:
+    """Programs of one batch entry, where they are few."""
+    return PROGRAMS if facts.pages is None else _PROGRAMS_OF_PAGES
+
+
+def most_parts(kv_len: int, units: int, config: Config, programs: int = PROGRAMS) -> int:
     """The most programs that share the keys of one tile of rows.
 
     Args:
         kv_len: Keys of the call.
         units: Tiles of rows that a batch entry has at least.
         config: The kernel's.
+        programs: Of one batch entry, where they are few.
     """
-    most = min(max(PROGRAMS // units, LEAST_PARTS), MOST_PARTS)
-    return max(1, min(most, -(-kv_len // (config.block_n * TILES_OF_PART))))
+    tiles = -(-kv_len // config.block_n)
+    most = max(LEAST_PARTS, min(programs // units, tiles // MANY_TILES, MOST_PARTS))
+    return max(1, min(most, -(-tiles // TILES_OF_PART)))
 
 
 def lines_at_once(shape: Shape, width: int) -> int:
@@ -120,7 +134,9 @@ def configs_of(shape: Shape, job: Job, machine: Machine) -> tuple[Config, ...]:
     if machine.target is None:
         return (Config(shape.queries, 16, _WARPS, 1),)
     widths = widths_of(job.facts)
-    most = max(16, min(128, _STAGE_BYTES // (widths.both * widths.element_bytes)))
+    pages = job.facts.pages
+    bytes_of = 1 if pages is not None and pages.dtype == FP8_TYPE else widths.element_bytes
+    most = max(16, min(128, _STAGE_BYTES // (widths.both * bytes_of)))
     keys = 1 << (most.bit_length() - 1)
     found = [
         Config(shape.queries, keys, _WARPS, 3),

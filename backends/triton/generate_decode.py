@@ -17,20 +17,21 @@ from ..emit.device_functions import (
     record_of_given,
 )
 from ..emit.expression import made_field, print_expressions
-from ..emit.facts import block_widths
+from ..emit.facts import FP8_TYPE, block_widths
 from ..emit.loops import LIST_PARAMETERS, print_loop
 from ..emit.template import Products, fill_template
 from ..emit.text import wrapped
 from .decode_tiles import (
     LEAST_PARTS,
+    MANY_TILES,
     MOST_PARTS,
     PARTS_AT_ONCE,
-    PROGRAMS,
     REQUESTS_AT_ONCE,
     TILES_OF_PART,
     TOKENS_AT_ONCE,
     Shape,
     lines_at_once,
+    programs_of,
 )
 from .generate import constants, flags_of_program, functions_of_program, sink_of_program
 
@@ -61,7 +62,8 @@ def decode_text(shape: Shape, job: Job, config: Config, loop: LoopPlan, products
         "GROUP": shape.group,
         "LINES": shape.lines,
         "TILES_OF_PART": TILES_OF_PART,
-        "PROGRAMS": PROGRAMS,
+        "MANY_TILES": MANY_TILES,
+        "PROGRAMS": programs_of(facts),
         "LEAST_PARTS": LEAST_PARTS,
         "MOST_PARTS": MOST_PARTS,
         "PARTS_AT_ONCE": PARTS_AT_ONCE,
@@ -74,6 +76,13 @@ def decode_text(shape: Shape, job: Job, config: Config, loop: LoopPlan, products
     pages = facts.pages
     if pages is not None:
         flags |= {"PAGE": pages.size, "K_SCALES": pages.k_scales, "V_SCALES": pages.v_scales}
+        in_fp16 = pages.dtype == FP8_TYPE and facts.dtype == "bf16"
+        weighted = pages.v_scales == 4
+        flags |= {
+            "K_IN_FP16": in_fp16,
+            "V_IN_FP16": in_fp16 and program.weights is None and not weighted,
+            "WEIGHTS_VALUES": weighted,
+        }
         flags |= {"TOKENS_AT_ONCE": TOKENS_AT_ONCE, "REQUESTS_AT_ONCE": REQUESTS_AT_ONCE}
     given = [*parameters(facts.without_made()), *(LIST_PARAMETERS if listed else ())]
     made = () if pages is None else pages.made

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from ..base import requests_of
-from ..emit.facts import MAX_ROWS, TRITON_TYPES, PageFacts, block_widths, for_lists
+from ..emit.facts import FP8_TYPE, MAX_ROWS, TRITON_TYPES, PageFacts, block_widths, for_lists
 from ..kernels.arguments import capture_arguments
 from ..kernels.counts import Counts
 from ..kernels.device import on_device, stream_of
@@ -22,7 +22,7 @@ from ..kernels.kernel import Job, Task
 from ..kernels.tile_lists import lists_of
 from .append import why_not_fp8
 from .decode import members_of_call
-from .decode_tiles import MOST_ROWS, most_parts, shape_of
+from .decode_tiles import MOST_ROWS, most_parts, programs_of, shape_of
 from .family import Portable, facts_of_task
 from .serve_kernels import KERNELS, SERVES
 
@@ -115,7 +115,8 @@ class Serve(Portable):
         # Where a request may have many rows, there are programs enough, and room would be large.
         parts = 1
         if q_len <= MOST_ROWS:
-            parts = most_parts(call.k.shape[2], heads // members, kernel.config)
+            programs = programs_of(layout.facts)
+            parts = most_parts(call.k.shape[2], heads // members, kernel.config, programs)
         numbers = batch * units * parts * shape.lines * (block_widths(layout.facts)[1] + 2)
         return PagesLayout(
             layout,
@@ -207,7 +208,7 @@ def page_facts(pages: Pages) -> PageFacts:
     """What kernels depend on of pages."""
     bytes_of = pages.k.element_size()
     rows = pages.q.stride()[:2]
-    dtype = "fp8e4nv" if bytes_of == 1 else TRITON_TYPES[pages.k.dtype]
+    dtype = FP8_TYPE if bytes_of == 1 else TRITON_TYPES[pages.k.dtype]
     return PageFacts(
         pages.k.shape[1], dtype, TRITON_TYPES[pages.table.dtype],
         TRITON_TYPES[pages.lengths.dtype], TRITON_TYPES[pages.starts.dtype],

@@ -43,10 +43,11 @@ def parts_of(tiles, most):
 
 
 @triton.jit
-def most_parts_of(members, sizes):
-    """The most programs that share a tile's keys: where a request has few tiles of rows, more."""
+def most_parts_of(tiles, members, sizes):
+    """The most programs that share so many tiles: where a request has few tiles of rows, more."""
     units = sizes.heads // members * tl.cdiv(sizes.q_len, BLOCK_M)
-    return tl.minimum(tl.maximum(PROGRAMS // units, LEAST_PARTS), MOST_PARTS)
+    most = tl.minimum(tl.minimum(PROGRAMS // units, tiles // MANY_TILES), MOST_PARTS)
+    return tl.maximum(most, LEAST_PARTS)
 
 
 @triton.jit
@@ -217,7 +218,7 @@ def attention_decode(
     first = Head(b, first_head, hkv)
     visits = forward_visits(tile, first, sizes, shift, given)
     live = visits.full + visits.partial
-    parts, taken = parts_of(live, most_parts_of(members, sizes))
+    parts, taken = parts_of(live, most_parts_of(live, members, sizes))
     if number >= parts:
         return
     rows = packed_rows(tl.arange(0, ROWS), tile * BLOCK_M, first_head, members, sizes)

@@ -29,6 +29,28 @@ def load_rows(rows, at, WIDTH: tl.constexpr, BLOCK_WIDTH: tl.constexpr):
 
 
 @triton.jit
+def widened(tile, TYPE: tl.constexpr):
+    """Rows in a dtype that has each of their numbers. Hopper goes to bf16 fastest by way of fp32."""
+    if not WEIGHTS_VALUES:
+        tile = tile.to(tl.float16).to(tl.float32)
+    return tile.to(TYPE)
+
+
+@triton.jit
+def rows_in_fp16(q_tile):
+    """Rows of bf16 as rows of fp16, and the powers of two that products of these lack.
+
+    The largest element of a row becomes 2^14 to 2^15. Those down to 2^-28 of it are exact.
+    """
+    top = tl.max(tl.abs(q_tile.to(tl.float32)), 1)
+    exponent = (top.to(tl.int32, bitcast=True) >> 23) & 255
+    exponent = tl.maximum(exponent, 32)
+    factor = ((268 - exponent) << 23).to(tl.float32, bitcast=True)
+    inverse = ((exponent - 14) << 23).to(tl.float32, bitcast=True)
+    return (q_tile.to(tl.float32) * factor[:, None]).to(tl.float16), inverse
+
+
+@triton.jit
 def scales_of(rows, at):
     """What each row is multiplied by, where each has a number of its own."""
     lines = at.page * rows.scale_p + at.row * rows.scale_n
@@ -45,6 +67,8 @@ def attend_pages(
     at = pages_of(numbers, keys)
     k_tile = load_rows(keys.k, at, D, BLOCK_D).to(q_tile.dtype)
     s = dot(q_tile, tl.trans(k_tile), PRECISION, UPCAST)
+    if K_IN_FP16:
+        s = s * factors.of_rows[:, None]
     if K_SCALES == 4:
         s = s * scales_of(keys.k, at)[None, :]
     elif K_SCALES != 0:
@@ -56,8 +80,17 @@ def attend_pages(
     v_tile = load_rows(keys.v, at, DV, BLOCK_DV)
     if V_SCALES == 4:
         v_tile = v_tile.to(tl.float32) * scales_of(keys.v, at)[:, None]
-    v_tile = v_tile.to(q_tile.dtype)
-    acc = dot_add(p.to(v_tile.dtype), v_tile, softmax.acc, PRECISION, UPCAST)
+    if V_IN_FP16:
+        # Weights are 1 or a little more at most. As they are, small ones would be nothing in fp16.
+        p = tl.minimum(p * 16384.0, 65504.0)
+        acc = dot(p.to(tl.float16), v_tile.to(tl.float16), PRECISION, UPCAST)
+        acc = softmax.acc + acc * (1.0 / 16384.0)
+    elif K_IN_FP16:
+        v_tile = widened(v_tile, tl.bfloat16)
+        acc = dot_add(p.to(tl.bfloat16), v_tile, softmax.acc, PRECISION, UPCAST)
+    else:
+        v_tile = v_tile.to(q_tile.dtype)
+        acc = dot_add(p.to(v_tile.dtype), v_tile, softmax.acc, PRECISION, UPCAST)
     return Softmax(acc, softmax.row_sum, softmax.row_max)
 
 
@@ -204,7 +237,7 @@ def attention_serve(
     first = Head(b, first_head, hkv)
     visits = forward_visits(tile, first, sizes, shift, given)
     live = visits.full + visits.partial
-    most = tl.minimum(most_parts_of(members, sizes), tl.num_programs(0))
+    most = tl.minimum(most_parts_of(live, members, sizes), tl.num_programs(0))
     parts, taken = parts_of(live, most)
     if number >= parts:
         return
@@ -236,10 +269,13 @@ def attention_serve(
         factor = LOG2E
     else:
         factor = scale * LOG2E
+    of_rows = factor
+    if K_IN_FP16:
+        q_tile, of_rows = rows_in_fp16(q_tile)
     part = PartOfTiles(number * taken, tl.minimum((number + 1) * taken, live))
     places = UnitPlaces(tile, first, head, False)
     softmax = attend_part_of_pages(
-        empty_softmax(ROWS), q_tile, q, keys, Factors(scale, factor), visits, part, places, sizes,
+        empty_softmax(ROWS), q_tile, q, keys, RowFactors(scale, factor, of_rows), visits, part, places, sizes,
         shift, given,
     )
     if parts == 1:

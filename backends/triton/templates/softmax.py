@@ -12,7 +12,7 @@ import triton.language as tl
 
 from attndsl.backends.device.records import (
     Columns, Factors, Head, Keys, Origins, PackedRows, PagedKeys, PageOfKeys, PageRows, PartOfTiles,
-    PartsRoom, Piece, RequestTokens, Sizes, Softmax, Tensor, UnitPlaces, Visits,
+    PartsRoom, Piece, RequestTokens, RowFactors, Sizes, Softmax, Tensor, UnitPlaces, Visits,
 )
 from attndsl.backends.device.dropout import (
     keep_factor, kept_pairs, kept_pairs_of_part, kept_single_pairs,

@@ -168,6 +168,53 @@ def test_pages_of_fp8(device, kind):
     close((found,), (attndsl.compile(text).serve(step.q, cache, step.starts),))
 
 
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("kind", ["numbers", pytest.param("positions", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("text", "tolerance"), [("causal()", 1e-3), (PROGRAMS["sigmoid"], 3e-2)])
+def test_queries_of_bf16_over_pages_of_fp8(device, text, tolerance, kind):
+    """Of any size, with large and small elements in a row, and with no numbers."""
+    step = make_step(LENGTHS, COUNTS, SHAPE)
+    c = step.cache
+    pools = [torch.nan_to_num(x).to(FP8) for x in (c.k_pages, c.v_pages)]
+    scales = (0.5, 0.25)
+    if kind == "positions":
+        scales, tolerance = torch.rand(2, *pools[0].shape[:3]).unbind(), 3e-2
+    q = step.q.bfloat16()
+    q[:, :, 5] *= 1e-5
+    q[0] *= 1e-38
+    q[1] *= 1e30
+    q[3, 1, 2], q[4, 2, 3] = torch.inf, torch.nan
+    step = step._replace(q=q, cache=attndsl.PagedCache(*pools, c.table, c.lengths, *scales))
+    own = [x.to(device) if isinstance(x, torch.Tensor) else x for x in scales]
+    there = attndsl.PagedCache(*(x.to(device) for x in (*pools, c.table, c.lengths)), *own)
+    given = {"most_queries": 6, "out_dtype": torch.float32}
+    found = attndsl.compile(text, backend="decode").serve(
+        q.to(device), there, step.starts.to(device), **given
+    )
+    wanted = attndsl.compile(text).serve(q, step.cache, step.starts, out_dtype=torch.float32)
+    torch.testing.assert_close(found.cpu(), wanted, atol=tolerance, rtol=tolerance, equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_all_numbers_of_fp8_are_exact(device, dtype):
+    """A request of one key has its value, and a score that is one number of the key."""
+    every = torch.arange(256, dtype=torch.uint8).view(FP8)
+    pages = every.view(16, 1, 1, 16).to(device)
+    table = torch.arange(16, device=device)[:, None]
+    cache = attndsl.PagedCache(pages, pages, table, torch.ones_like(table[:, 0]))
+    starts = torch.arange(17, device=device)
+    attention = attndsl.compile("causal()", backend="decode")
+    q = torch.zeros(16, 1, 16, dtype=dtype, device=device)
+    q[:, :, 3] = 1
+    out, lse = attention.serve(q, cache, starts, most_queries=1, scale=1.0, return_lse=True)
+    finite = [b for b in range(16) if b not in (7, 15)]  # Whose last numbers are NaN.
+    exact = every.float().view(16, 16)
+    assert torch.equal(out[finite, 0].float().cpu(), exact[finite])
+    torch.testing.assert_close(lse[finite, 0].cpu(), exact[finite, 3], atol=0, rtol=1e-6)
+    if out.device.type == "cuda":  # Triton's interpreter makes 480 of NaN.
+        assert out[[7, 15]].isnan().any(-1).all()
+
+
 TREE = """
 tensor context[batch]: int
 tensor ancestor[tokens, n]: bool

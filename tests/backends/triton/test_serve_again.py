@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
 import torch
 from support.serving import Shape, make_step
@@ -10,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import attndsl
 from attndsl import errors
 from attndsl.backends.kernels.compile import Executable
+from attndsl.backends.triton import serve
 from attndsl.serving import Serving
 
 SHAPE = Shape(dtype=torch.float32, dim=16, value_dim=16)
@@ -148,6 +152,38 @@ def test_what_is_refused_is_refused_again(device, anew):
     assert len(anew) == 2
 
 
+def test_lists_of_tiles_are_those_of_each_step(device, anew, monkeypatch):
+    """Kernels that list tiles read lengths and starts from memory."""
+    listed = []
+    real = serve._lists
+    monkeypatch.setattr(serve, "_lists", lambda *args: listed.append(args) or real(*args))
+    text = "mask = natten2d(8, 8, 3, 5) and causal()"
+    attention = attndsl.compile(text, backend="decode")
+    for lengths, counts in (((30, 9), (2, 1)), ((12, 60), (1, 3)), ((64, 64), (3, 2))):
+        step = make_step((*lengths, 64), (*counts, 0), SHAPE)
+        step.cache.table.clamp_(max=len(step.cache.k_pages) - 1)
+        pools = [torch.nn.functional.pad(x, (0, 0, 0, 0, 0, 0, 0, 60 - len(x)))
+                 for x in (step.cache.k_pages, step.cache.v_pages)]  # fmt: skip
+        cache = attndsl.PagedCache(*pools, step.cache.table, step.cache.lengths)
+        step = step._replace(cache=cache)
+        close(attention.serve(*on(device, step), most_queries=3), wanted(text, step))
+    assert len(listed) == 3
+    assert len(anew) == 1
+
+
+def test_tensors_of_a_step_are_not_kept(device):
+    attention = attndsl.compile(
+        "tensor g[tokens]: float\nscore = g[token] * score", backend="decode"
+    )
+    q, cache, starts = on(device, make_step((9, 20), (1, 3), SHAPE))
+    g, index = torch.rand(len(q), device=device), torch.arange(len(q), device=device)
+    kept = [weakref.ref(x) for x in (q, cache.k_pages, cache.lengths, starts, g, index)]
+    attention.serve(q, cache, starts, most_queries=3, g=g, q_index=index)
+    del q, cache, starts, g, index
+    gc.collect()
+    assert [x() for x in kept] == [None] * 6
+
+
 class _Operations(TorchDispatchMode):
     """Names of the operations that torch is asked for."""
 
@@ -195,7 +231,7 @@ def test_tokens_of_nobody_are_cleared_for_all_values_of_starts(device, monkeypat
     """In front, behind, between and beyond the most queries; no request loses a token."""
     monkeypatch.setattr("attndsl.serving.looks_at_values", lambda device: False)
     attention = attndsl.compile("causal()", backend="decode")
-    step = make_step((40,) * 40, (1,) * 40, SHAPE._replace(spare=30))
+    step = make_step((4,) * 40, (1,) * 40, Shape(1, 1, 16, 16, 4, torch.float32, 30))
     q, cache, starts = on(device, step)
     right = attention.serve(q, cache, starts, most_queries=1)
     assert (right[40:] == 0).all()
