@@ -85,7 +85,7 @@ class Attention(Analysis, Views, Introspection, Serving):
         self._of_ones: dict[Any, Attention] = {}  # By a call's signature, as `_prepared`.
         # By a call's signature: what was found, if q, k, v are as given, what values need, and how
         # a part is put into its program's terms.
-        self._prepared: dict[Any, tuple[Backend, Call, bool, Values, Terms | None]] = {}
+        self._prepared: dict[Any, tuple[Backend, Call, bool, Values, Terms | None, bool]] = {}
 
     def _like(self, spec: str, defaults: dict[str, Any]) -> Attention:
         made = self.made_of._replace(spec=spec, defaults=defaults)
@@ -281,17 +281,16 @@ class Attention(Analysis, Views, Introspection, Serving):
                 call = bind(lowered.program, (q, k, v), captures, location, options)
                 terms = None if call.part is None else terms_of(lowered, call)
                 backend, *_ = self._dispatched(call)
+            marks = _marks_entries(backend, terms, call)
             call = self._questioned(call, location)._replace(signature=Signature(self.name))
             if len(self._prepared) >= _MAX_SIGNATURES:
                 self._prepared.clear()
-            # No q.new_empty(0), which a transform of torch.func would make a tensor of its own.
-            empty = torch.empty(0, dtype=q.dtype, device=q.device)
-            template = call._replace(q=empty, k=empty, v=empty, tensors={}, params={})
+            template = _without_tensors(call)
             as_given = call.q is q and call.k is k and call.v is v
             needs = needs_of_values(lowered.program, call, captures, (q_offset, kv_offset, seed))
-            self._prepared[key] = backend, template, as_given, needs, terms
+            self._prepared[key] = backend, template, as_given, needs, terms, marks
         else:
-            backend, template, as_given, needs, terms = prepared
+            backend, template, as_given, needs, terms, marks = prepared
             program, part = lowered.program, template.part
             call = Call(
                 q if as_given else rows_contiguous(q),
@@ -307,7 +306,7 @@ class Attention(Analysis, Views, Introspection, Serving):
                 None if part is None else replace(part, kv_lengths=kv_lengths),
             )  # fmt: skip
         if needs or q_offset or kv_offset:
-            call = check_values(lowered.program, call, needs)
+            call = check_values(lowered.program, call, needs, marks)
         if modes_on():
             backend = seen_by_modes(backend, self._request, call)
         if terms is not None:
@@ -491,3 +490,16 @@ def on_reference(attention: Attention) -> Attention:
     """The same program on the reference backend, to which others are held."""
     kept = attention.made_of._replace(backend="reference", checked=False, warns=False)
     return Attention(*kept)
+
+
+def _without_tensors(call: Call) -> Call:
+    """What calls of one signature share. ``q.new_empty`` would be of a transform of torch.func."""
+    empty = torch.empty(0, dtype=call.q.dtype, device=call.q.device)
+    return call._replace(q=empty, k=empty, v=empty, tensors={}, params={})
+
+
+def _marks_entries(backend: Backend, terms: Terms | None, call: Call) -> bool:
+    """Whether results tell of wrong numbers; on CPUs looking at these waits for nothing."""
+    if terms is None or not call.q.is_cuda:
+        return False
+    return backend.marks_entries(terms.lowered, terms.applied(call))

@@ -346,9 +346,7 @@ class Compiled:
     def _variant(self, absent: tuple[str, ...], ones: Dims) -> Self:
         """The program without some captures, and with size 1 along dims of others."""
         if torch.compiler.is_dynamo_compiling():
-            from attndsl.runtime.graph import keep_variant  # Imports torch.compile.
-
-            found: Self = getattr(self._traced, keep_variant(self, absent, ones))
+            found: Self = getattr(self._traced, self._keep_variant(absent, ones))
             return found
         kept = self._variants.get((absent, ones))
         if kept is None:
@@ -361,6 +359,20 @@ class Compiled:
             self._variants[absent, ones] = kept
         chosen: Self = kept
         return chosen
+
+    def _keep_variant(self, absent: tuple[str, ...], ones: Dims) -> str:
+        """Keep the program that a graph is to call; the name under which it is kept.
+
+        This runs while a graph is made, and no graph holds it. It is a method, since arguments of
+        such functions have to be constants, and Dynamo before torch 2.13 takes no program for one.
+        """
+        key = f"{absent} {ones}".encode().hex()
+        name = f"of_{key}"
+        setattr(self._traced, name, self._variant(absent, ones))
+        return name
+
+    # torch.compiler.assume_constant_result does the same, and takes seconds to import.
+    _keep_variant._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
     def _of_call(
         self, q: torch.Tensor, k: torch.Tensor, arguments: dict[str, Any]

@@ -16,7 +16,7 @@ import enum
 import threading
 import weakref
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -391,6 +391,18 @@ class Line:
     span: Span | None = field(default=None, compare=False, repr=False)
 
 
+class Entries(NamedTuple):
+    """Names of tensors with a number for each batch entry, in programs of parts, where any are."""
+
+    starts: str | None
+    """Of the position of the first query."""
+    lengths: str | None
+    """Of the number of keys."""
+
+
+NO_ENTRIES = Entries(None, None)
+
+
 @dataclass(frozen=True, slots=True)
 class Program:
     """A checked program. Bound params are folded in already; all functions are inlined."""
@@ -417,6 +429,7 @@ class Program:
     by_token: bool = False
     """Whether it was written with ``token`` or ``tokens``, which stand here as what they are in a
     call that is no part: see :mod:`attndsl.passes.tokens`."""
+    entries: Entries = NO_ENTRIES
 
     def captures(self) -> tuple[ParamDecl | TensorDecl, ...]:
         """All that calls give it: params, then tensors."""

@@ -190,6 +190,9 @@ class Call(NamedTuple):
     part: Part | None = None
     """None in calls that backends get. Elsewhere ``sizes`` are those of the whole, and offsets may
     be (B,) ints, one for each batch entry."""
+    within_graph: bool = False
+    """Whether a graph of torch makes the call. Its memory holds one tensor after the other, and
+    no version says so."""
 
     @property
     def shifted(self) -> bool:
@@ -443,6 +446,13 @@ class Backend(Protocol):
 
     def backward(self, lowered: Lowered, call: Call, backward: Backward) -> Gradients:
         """Gradients of ``(out * grad_out).sum() + (lse * grad_lse).sum()``."""
+
+    def marks_entries(self, lowered: Lowered, call: Call) -> bool:
+        """Whether batch entries with wrong ``kv_lengths`` or offsets have results of NaN.
+
+        Otherwise callers look at the values before.
+        """
+        return False
 
     def runner(self, lowered: Lowered, call: Call) -> tuple[Backend, Lowered, Call]:
         """What runs ``call`` in the end: a backend, and the program and call that it gets."""

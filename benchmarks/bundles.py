@@ -83,7 +83,7 @@ def run(given: dict, bundle: str) -> dict:
             "ATTNDSL_BUNDLES": bundle,
         }  # fmt: skip
         done = subprocess.run(
-            [sys.executable, "-c", CHILD, json.dumps(given)], env=environment, text=True,
+            [sys.executable, "-P", "-c", CHILD, json.dumps(given)], env=environment, text=True,
             capture_output=True, check=False,
         )  # fmt: skip
     if done.returncode:

@@ -3,6 +3,7 @@
 python benchmarks/scaling.py --simulate           # print plans, loads, bytes and predicted times
 python benchmarks/scaling.py --simulate --write   # write results, the table and docs/scale.svg
 python benchmarks/scaling.py --plans              # how long plans take at a million tokens
+python benchmarks/scaling.py --plans --write      # write results and their table
 python benchmarks/scaling.py --run 2,4,8          # measure on GPUs of this host, part by part
 
 The simulation takes the time of a live tile from the committed results of one H200, and speeds of
@@ -33,7 +34,8 @@ from scaling_picture import draw
 import attndsl
 from attndsl.parallel import Machine, Shape
 from attndsl.parallel.costs import costs_of
-from attndsl.parallel.layouts import Demand, choose_layout, chunk_size, fetched_by, load_of
+from attndsl.parallel.demands import demand_from
+from attndsl.parallel.layouts import choose_layout, chunk_size, fetched_by, load_of
 from attndsl.runtime.reach import Reach
 
 from common import RESULTS, machine, versions
@@ -44,7 +46,9 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).parents[1]
 PAGE, PICTURE = ROOT / "docs" / "scale.md", ROOT / "docs" / "scale.svg"
 SIMULATED, MEASURED = RESULTS / "scaling_simulated.json", RESULTS / "scaling.json"
+PLANNED = RESULTS / "scaling_plans.json"
 BEGIN, END = "<!-- simulated: begin -->", "<!-- simulated: end -->"
+PLANS_BEGIN, PLANS_END = "<!-- plans: begin -->", "<!-- plans: end -->"
 TILES = "sparse_attention.json"
 """The result file with the times of tiles."""
 TILE = 128
@@ -144,12 +148,14 @@ def simulated(
             known = {"n": length // 2} if name == "block_diffusion" else {}
             attention = attndsl.compile(program.text, **known)
             reach = attention.reach(length, length, TILE, TILE, heads=1)
-        demand = Demand(reach, TILE, tiles[program.case] * HEADS, costs.key * TILE)
+        demand = demand_from(
+            reach, chunk_size(length, ranks), tiles[program.case] * HEADS, costs.key * TILE
+        )
         for layout in LAYOUTS if name in MEDIANS else FIXED:
             started = time.perf_counter()
             found = choose_layout(layout, length, ranks, [demand])
             planned = time.perf_counter() - started
-            work, fetched = load_of(found, demand), fetched_by(found, demand) * TILE
+            work, fetched = load_of(found, demand), fetched_by(found, demand)
             seconds = work * demand.tile + fetched * costs.key + 2 * LATENCY
             yield {
                 "program": name, "ranks": ranks, "layout": layout, "chunk": found.chunk,
@@ -189,43 +195,63 @@ def best_rows(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [best[name, ranks] for name in PROGRAMS for ranks in RANKS if (name, ranks) in best]
 
 
-def plans(ranks: tuple[int, ...] = (8, 64, 1024), length: int = 1 << 20) -> list[dict[str, Any]]:
+def plans(
+    ranks: tuple[int, ...] = (8, 64, 1024), length: int = 1 << 20, repeats: int = 5
+) -> list[dict[str, Any]]:
     """How long plans of a million tokens take, and the largest buffer of a rank.
 
-    The first reach of a program finds its closed form, which later plans have.
+    A plan is all that a rank computes for a batch: what rows see, who holds them, which exchange
+    costs least, its own routes, and digests of tensors for ranks to compare. Times are those of
+    the processor, the least of ``repeats``: the first one of a program also finds its closed form,
+    which later plans have.
     """
-    from attndsl.parallel.planning import demand_of
-    from attndsl.parallel.routes import figures_of, table_of
+    from attndsl.parallel.planning import Asked, plan_call, sight_key, sight_of, weighed
 
     rows = []
-    shape = Shape(1, HEADS, KV_HEADS, HEAD_DIM, HEAD_DIM)
-    costs = costs_of(Machine(), shape)
+    shape, speeds = Shape(1, HEADS, KV_HEADS, HEAD_DIM, HEAD_DIM), Machine()
     for name in ("causal", "window1024", "block_diffusion", "documents2000"):
         half = {"n": length // 2} if name == "block_diffusion" else {}
         attention = attndsl.compile(PROGRAMS[name].text, **half)
         doc = torch.from_numpy(document_ids(length, 2000)) if name in MEDIANS else None
         given = {} if doc is None else {"doc": doc}
         for number in ranks:
-            chunk = chunk_size(length, number)
-            times = []
-            for _ in range(3):
-                started = time.perf_counter()
-                demand = demand_of(attention, length, chunk, shape, given, Machine())
-                reached = time.perf_counter()
+            chunk, times = chunk_size(length, number), []
+            for _ in range(repeats):
+                started = time.process_time()
+                sight = sight_of(attention, length, chunk, shape, given)
+                sight_key(attention, chunk, shape, given)
+                reached = time.process_time()
+                demand = weighed(sight, shape, speeds)
                 layout = choose_layout("auto", length, number, [demand])
-                chosen = time.perf_counter()
-                table_of(layout, demand, number // 2, 1)
-                ended = time.perf_counter()
+                chosen = time.process_time()
+                asked = Asked(shape, "auto", False)
+                sight_key(attention, chunk, shape, given)
+                plan = plan_call(attention, layout, number // 2, given, asked, speeds, sight)
+                ended = time.process_time()
                 times.append((reached - started, chosen - reached, ended - chosen))
-            figures = figures_of(layout, demand, 1, costs, 0.0)
             reach, choice, routes = (round(min(x) * 1e3, 1) for x in zip(*times, strict=True))
             rows.append({
-                "program": name, "ranks": number, "layout": layout.name, "reach_ms": reach,
-                "layout_ms": choice, "routes_ms": routes,
-                "plan_ms": round(min(map(sum, times)) * 1e3, 1),
-                "buffer_gb": round(figures.buffer / 1e9, 2),
+                "program": name, "ranks": number, "layout": layout.name,
+                "group": plan.figures.group, "reach_ms": reach, "layout_ms": choice,
+                "routes_ms": routes, "plan_ms": round(min(map(sum, times)) * 1e3, 1),
+                "buffer_gb": round(plan.figures.buffer / 1e9, 2),
             })  # fmt: skip
     return rows
+
+
+def table_of_plans(rows: list[dict[str, Any]]) -> str:
+    """Times and buffers of plans, in Markdown."""
+    lines = [
+        "| program | ranks | layout | ms | what rows see | who holds them | routes | buffer, GB |",
+        "| --- | ---: | --- | ---: | ---: | ---: | ---: | ---: |",
+    ]
+    lines += [
+        f"| {row['program']} | {row['ranks']:,} | {row['layout']} | {row['plan_ms']:.1f} | "
+        f"{row['reach_ms']:.1f} | {row['layout_ms']:.1f} | {row['routes_ms']:.1f} | "
+        f"{row['buffer_gb']:.2f} |"
+        for row in rows
+    ]
+    return "\n".join(lines)
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -295,8 +321,12 @@ def main() -> None:
             raise SystemExit(f"there is no program {name} to measure")
         measure(part, texts[name], MEDIANS.get(name), document_ids)
     elif arguments.plans:
-        for row in plans():
-            print(json.dumps(row), flush=True)
+        torch.set_num_threads(1)
+        found = plans()
+        print(table_of_plans(found))
+        if arguments.write:
+            keep(PLANNED, "scaling_plans", f"{machine('cpu')}, one thread", found)
+            put(table_of_plans(found), PLANS_BEGIN, PLANS_END)
     elif arguments.run:
         run(arguments)
     else:
@@ -311,17 +341,25 @@ GAIN = "tensor x[heads]: float\nmask = causal(); score = x[h] * score"
 
 
 def write(rows: list[dict[str, Any]]) -> None:
-    """The results, the table of the page, and its picture."""
-    data = {
-        "benchmark": "scaling_simulated", "machine": "none: simulated",
-        "date": datetime.date.today().isoformat(), "versions": versions(), "rows": rows,
-    }  # fmt: skip
-    SIMULATED.write_text(json.dumps(data, indent=1) + "\n", "utf-8")
+    """The results of the simulation, the table of the page, and its picture."""
+    keep(SIMULATED, "scaling_simulated", "none: simulated", rows)
     PICTURE.write_text(draw(best_rows(rows), RANKS), "utf-8")
-    page = PAGE.read_text("utf-8")
-    before, rest = page.split(BEGIN)
-    after = rest.split(END)[1]
-    PAGE.write_text(f"{before}{BEGIN}\n\n{table(rows)}\n\n{END}{after}", "utf-8")
+    put(table(rows), BEGIN, END)
+
+
+def keep(path: Path, benchmark: str, where: str, rows: list[dict[str, Any]]) -> None:
+    """Write results."""
+    data = {
+        "benchmark": benchmark, "machine": where, "date": datetime.date.today().isoformat(),
+        "versions": versions(), "rows": rows,
+    }  # fmt: skip
+    path.write_text(json.dumps(data, indent=1) + "\n", "utf-8")
+
+
+def put(text: str, begin: str, end: str) -> None:
+    """Write a table into the page."""
+    before, rest = PAGE.read_text("utf-8").split(begin)
+    PAGE.write_text(f"{before}{begin}\n\n{text}\n\n{end}{rest.split(end)[1]}", "utf-8")
 
 
 if __name__ == "__main__":

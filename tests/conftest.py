@@ -127,6 +127,14 @@ def _seeded() -> None:
     torch.manual_seed(0)
 
 
+@pytest.fixture(autouse=True)
+def _memory_for_others(request: pytest.FixtureRequest) -> Any:
+    """Processes of one run share a GPU: none keeps memory that it does not use."""
+    yield
+    if request.node.get_closest_marker("gpu") and torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
 @pytest.fixture(autouse=True, scope="session")
 def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """A kernel cache that starts empty and is no user's."""

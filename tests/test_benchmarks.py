@@ -574,6 +574,18 @@ def test_every_row_of_layouts_is_measured(script):
         assert row["cost"] == row["views_ms"] / row["contiguous_ms"]
 
 
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_lists_are_measured_beside_those_that_are_kept(script):
+    lists = script("lists")
+    step, forward, backward = lists.rows(lists.TINY, 1)
+    assert step["made"] == {"kept": 0, "anew": 3 * lists.TINY.layers, "new": 2}
+    assert forward["made"] == {"kept": 0, "anew": 1}
+    assert backward["made"] == {"kept": 0, "anew": 2}
+    assert forward["difference"] < 1e-5
+    assert forward["ahead"] == forward["flex_ms"] / forward["kept_ms"]
+    assert step["cost"] == step["anew_ms"] / step["kept_ms"]
+
+
 def test_a_training_step_is_measured(script, monkeypatch):
     gpt = script("gpt")
     # What compiling finds is tested elsewhere, and takes half a minute.

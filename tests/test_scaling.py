@@ -25,6 +25,10 @@ def test_the_page_shows_the_results(scaling):
     page = scaling.PAGE.read_text("utf-8")
     shown = page.split(scaling.BEGIN)[1].split(scaling.END)[0].strip()
     assert shown == scaling.table(rows)
+    plans = json.loads(scaling.PLANNED.read_text("utf-8"))["rows"]
+    assert page.split(scaling.PLANS_BEGIN)[1].split(scaling.PLANS_END)[0].strip() == (
+        scaling.table_of_plans(plans)
+    )
     drawn = scaling.draw(scaling.best_rows(rows), scaling.RANKS)
     assert scaling.PICTURE.read_text("utf-8") == drawn
 
@@ -38,6 +42,14 @@ def test_the_results_are_those_of_this_code(scaling):
     for row in found:
         kept = old[row["program"], 8, row["layout"]]
         assert {**row, "plan_ms": 0} == {**kept, "plan_ms": 0}
+
+
+def test_plans_are_timed(scaling):
+    rows = scaling.plans((2, 8), 1 << 14, 1)
+    layouts = {(row["program"], row["ranks"]): row["layout"] for row in rows}
+    assert layouts["causal", 8] == "head_tail"
+    assert layouts["window1024", 2] == "contiguous"
+    assert all(row["plan_ms"] > 0 and row["buffer_gb"] > 0 for row in rows)
 
 
 def test_documents_are_what_the_program_says(scaling):

@@ -131,6 +131,7 @@ class _Writer:
             "targets": [target],
             **asdict(Versions.here()),
             "driver": None if driver is None else self.add_launcher(driver),
+            "twins": dict(sorted(built.gpu.twins.items())),
             "files": dict(sorted(self.files.items())),
         }
         content = json.dumps(manifest, indent=1).encode()

@@ -18,51 +18,70 @@ if TYPE_CHECKING:
 
     from torch.distributed import ProcessGroup
 
-FAILED = "failure"
-"""The field of what went wrong on a rank; ``None`` where nothing did."""
+_MOST_FIELDS = 15
+"""Room for them: ranks that compare unlike things exchange as many numbers."""
 
 
 def digest(value: object) -> int:
     """63 bits that tell values apart: of tensors, by their elements."""
     if isinstance(value, torch.Tensor):
         data = value.detach().cpu().contiguous()
-        text = f"{tuple(data.shape)} {data.dtype}".encode()
-        text += data.flatten().view(torch.uint8).numpy().tobytes() if data.numel() else b""
+        text = f"{tuple(data.shape)} {data.dtype}"
+        elements = data.flatten().view(torch.uint8).numpy().data if data.numel() else None
     else:
-        text = repr(value).encode()
-    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 1
+        text, elements = repr(value), None
+    # Made to find differences fast, and not to withstand anyone.
+    found = hashlib.sha1(text.encode(), usedforsecurity=False)
+    if elements is not None:
+        found.update(elements)
+    return int.from_bytes(found.digest()[:8], "big") >> 1
 
 
-def agree(fields: Mapping[str, object], group: ProcessGroup, device: torch.device) -> None:
+def agree(
+    step: str,
+    fields: Mapping[str, object],
+    problem: Exception | None,
+    group: ProcessGroup,
+    device: torch.device,
+) -> None:
     """Wait until all ranks have come here, and go on if they say the same.
 
     Args:
-        fields: What is compared, by its name in the error. Names are the same on all ranks.
+        step: What is compared, in words: ranks may be at different places.
+        fields: What is compared, by its name in the error; empty where this rank has failed.
+        problem: What went wrong on this rank. It is raised here.
         group: The ranks.
         device: Where tensors of the group's collectives lie.
 
     Raises:
-        ArgumentError: On all ranks: they differ, or one of them has failed.
+        ArgumentError: On all ranks: they differ, or another one has failed.
     """
-    ranks = dist.get_world_size(group)
-    own = torch.tensor([digest(x) for x in fields.values()], device=device)
+    ranks, names = dist.get_world_size(group), list(fields)
+    told = [0, digest(step)]
+    try:
+        told += map(digest, fields.values())
+    except Exception as error:
+        problem = problem or error
+    told[0] = int(problem is not None)
+    own = torch.tensor(told + [0] * (_MOST_FIELDS - len(told)), device=device)
     found = [torch.empty_like(own) for _ in range(ranks)]
     dist.all_gather(found, own, group)
-    table = torch.stack(found).tolist()
-    columns = list(zip(*table, strict=True))
-    names = list(fields)
-    failed = [rank for rank, x in enumerate(columns[names.index(FAILED)]) if x != digest(None)]
-    if failed:
+    if problem is not None:
+        raise problem
+    columns = list(zip(*torch.stack(found).tolist(), strict=True))
+    failing = [rank for rank, x in enumerate(columns[0]) if x]
+    if failing:
         raise ArgumentError(
-            f"{_ranks(failed)} could not plan its part of the call",
+            f"{_ranks(failing)} could not plan its part of the call",
             hint="the error there says why",
         )
-    for name, column in zip(names, columns, strict=True):
+    for name, column in zip(["step", *names], columns[1:], strict=False):
         common = max(column, key=lambda x: (column.count(x), -column.index(x)))
         others = [rank for rank, x in enumerate(column) if x != common]
         if others:
+            here = f"; this rank is at {step}" if name == "step" else ""
             raise ArgumentError(
-                f"{_ranks(others)} has another {name} than the other ranks of the sequence",
+                f"{_ranks(others)} has another {name} than the other ranks of the sequence{here}",
                 hint="all ranks of one sequence make the same calls, with the same programs, "
                 "lengths, params, masks and seeds",
             )

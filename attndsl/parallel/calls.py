@@ -72,10 +72,15 @@ class Sharded:
             ArgumentError: Arguments that follow from the plan; ranks that do not call alike.
             AttnDSLError: As of such a call.
         """
-        options = _options_of(self.attention, named)
-        defaults = self.attention.made_of.defaults
-        given = {**defaults, **joined(captures or {}, named)}
-        attention, given = self.attention.variant(given)
+        try:
+            options = _options_of(self.attention, named)
+            defaults = self.attention.made_of.defaults
+            given = {**defaults, **joined(captures or {}, named)}
+            attention, given = self.attention.variant(given)
+            if not is_dtensor(q):
+                check_operands(q, k, v)
+        except Exception as error:
+            self._cp.refuse(self.attention, error)
         if is_dtensor(q):
             from .dtensor import attend_shards  # Imports torch.distributed.tensor.
 
@@ -88,7 +93,6 @@ class Sharded:
 
             program = attention.lowered.program
             return attend_shards(of_shards, program, (q, k, v), given, WHOLE, options)
-        check_operands(q, k, v)
         return _call(self._cp, attention, (q, k, v), given, options)
 
     def _of_shards(
@@ -110,23 +114,16 @@ def _call(
     """A call of plain tensors."""
     q, k, v = (autocast(x) for x in operands)
     batch = cp.now()
-    shares = _shares(attention, captures, batch.rows, batch.length)
-    if shares and not torch.compiler.is_compiling():
-        _check_shares(attention, shares)
-    asked = _asked(cp, q, k, v, options, bool(shares))
-    program = attention.lowered.program
-    has_lse = program.weights is None
-    if options["return_lse"] and not has_lse:
-        raise UnsupportedError(
-            "return_lse asks for a softmax's log-sum-exp, and the program has other weights",
-            hint="drop return_lse",
-        )
-    if program.dropout is not None and options["seed"] is None:
-        raise ArgumentError(
-            "the program has dropout, and each rank would draw a seed of its own",
-            hint="pass shard(..., seed=...), and seed=cp.seed(layer) here",
-        )
-    plan = cp.plan_for(attention, captures, asked, options["seed"])
+    has_lse = attention.lowered.program.weights is None
+    try:
+        shares = _shares(attention, captures, batch.rows, batch.length)
+        if shares and not torch.compiler.is_compiling():
+            _check_shares(attention, shares)
+        key = cp.key_of(attention, captures, _asked(cp, q, k, v, options, bool(shares)))
+        _check_options(attention, options)
+    except Exception as error:
+        cp.refuse(attention, error)
+    plan = cp.plan_for(attention, captures, key, options["seed"])
     names = tuple(n for n, x in captures.items() if isinstance(x, torch.Tensor))
     tensors = [captures[name] for name in names]
     if cp.reduces:
@@ -145,6 +142,26 @@ def _call(
     )  # fmt: skip
     found = attend(job, q, k, v, tensors)
     return (found[0], found[1]) if options["return_lse"] else found[0]
+
+
+def _check_options(attention: Program, options: Mapping[str, Any]) -> None:
+    """Refuse options that the program has no meaning for.
+
+    Raises:
+        UnsupportedError: A log-sum-exp of weights that are no softmax.
+        ArgumentError: Dropout without a seed.
+    """
+    program = attention.lowered.program
+    if options["return_lse"] and program.weights is not None:
+        raise UnsupportedError(
+            "return_lse asks for a softmax's log-sum-exp, and the program has other weights",
+            hint="drop return_lse",
+        )
+    if program.dropout is not None and options["seed"] is None:
+        raise ArgumentError(
+            "the program has dropout, and each rank would draw a seed of its own",
+            hint="pass shard(..., seed=...), and seed=cp.seed(layer) here",
+        )
 
 
 def _asked(

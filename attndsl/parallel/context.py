@@ -6,22 +6,32 @@ Non-goals: decoding; rings, which merge partial results.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any, NoReturn, overload
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from attndsl.errors import ArgumentError, AttnDSLError, ShapeError, UnsupportedError
+from attndsl.errors import ArgumentError, ShapeError, UnsupportedError
 from attndsl.runtime.arguments import joined
-from attndsl.runtime.values import plain_number
+from attndsl.runtime.programs import read_spec
 
-from .agreement import FAILED, agree, digest
+from .agreement import agree, digest
 from .calls import Sharded
+from .checks import length_along, length_of, program_of, programs_of, seed_of, shape_of
 from .costs import Machine, Shape
 from .exchange import all_to_all
 from .layouts import LAYOUTS, choose_layout, chunk_size
-from .planning import EXCHANGES, Asked, demand_of, mask_names, plan_call, seen_by
+from .planning import (
+    EXCHANGES,
+    Asked,
+    PlanKey,
+    numbers_of,
+    plan_call,
+    sight_key,
+    sight_of,
+    weighed,
+)
 from .report import report
 
 if TYPE_CHECKING:
@@ -30,7 +40,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from .layouts import Layout
-    from .planning import Plan
+    from .planning import Plan, Sight
     from .sharded import Program
 
 _MAX_PLANS = 1024
@@ -51,6 +61,8 @@ class Batch:
     length: int
     token: str
     """What tells layouts apart. Graphs take numbers that change for variables, but no strings."""
+    sights: Mapping[object, Sight]
+    """What the programs see that the layout was chosen for, which calls need not find again."""
 
 
 class ContextParallel:
@@ -99,7 +111,13 @@ class ContextParallel:
         self._rank = dist.get_rank(self._group)
         self._ranks = dist.get_world_size(self._group)
         self._batch: Batch | None = None
-        self._plans: dict[Any, Plan] = {}
+        self._plans: dict[PlanKey, Plan] = {}
+        # Whether shard has given rows of this plan, and whether a call has taken them.
+        self._given, self._taken = False, False
+        # The layout of the latest call, and the seed of the latest draw: a checkpoint may make
+        # them again.
+        self._called: str | None = None
+        self._drawn: int | None = None
 
     @property
     def rank(self) -> int:
@@ -112,8 +130,12 @@ class ContextParallel:
         return self._ranks
 
     def __call__(self, attention: Program) -> Sharded:
-        """``attention`` for calls with this rank's rows of q, k and v."""
-        return Sharded(self, attention)
+        """``attention`` for calls with this rank's rows of q, k and v.
+
+        Raises:
+            ArgumentError: It is no compiled program.
+        """
+        return Sharded(self, program_of(attention))
 
     def plan(
         self,
@@ -141,67 +163,81 @@ class ContextParallel:
             ArgumentError: On all ranks, where they do not say the same; ``auto`` without programs.
             AttnDSLError: What a program says of its captures.
         """
-        some: list[Any] = [*programs] if isinstance(programs, list | tuple) else [programs]
-        models = [x.attention if isinstance(x, Sharded) else x for x in some]
-        given = joined(captures or {}, named)
-        shape = Shape() if shape is None else shape
-        problem: AttnDSLError | None = None
+        self._given = False
+        self._decide(length, programs, shape, seed, captures, named)
+
+    def _decide(
+        self, length: Any, programs: Any, shape: Any, seed: Any, captures: Any,
+        named: Mapping[str, Any], problem: Exception | None = None,
+    ) -> None:  # fmt: skip
+        """Plan together. Whatever a rank finds wrong by itself, all ranks are told here."""
         made: Batch | None = None
+        fields: dict[str, object] = {}
         try:
-            made = self._planned(length, models, shape, given, seed)
-        except AttnDSLError as error:
+            if problem is None:
+                rows, models = length_of(length, self._ranks), programs_of(programs)
+                sizes, number = shape_of(shape), seed_of(seed)
+                made = self._planned(rows, models, sizes, joined(captures or {}, named), number)
+                self._check_taken(made)
+                fields = {
+                    "length": rows, "layout": self._layout,
+                    "list of programs": [x.made_of.spec for x in models], "sizes": sizes,
+                    "exchange": self._exchange, "seed": number, "set of masks": [*made.sights],
+                    "plan": made.layout.owner.tolist(),
+                }  # fmt: skip
+        except Exception as error:
             problem = error
-        fields = {
-            "length": length, "layout": self._layout,
-            "list of programs": [x.made_of.spec for x in models], "sizes": shape,
-            "exchange": self._exchange, "seed": seed,
-            "plan": None if made is None else made.layout.owner.tolist(),
-            FAILED: None if problem is None else str(problem),
-        }  # fmt: skip
-        _agreed(fields, self._group, self._device, problem)
+        agree("a plan", fields, problem, self._group, self._device)
         assert made is not None
         if self._batch is None or made.token != self._batch.token:
             self._plans.clear()
         # Tensors may have changed behind torch's back: each batch reads them anew.
         self._plans = {key: x for key, x in self._plans.items() if not x.seen.tensors}
-        self._batch = made
+        self._batch, self._given, self._taken = made, False, False
+
+    def _check_taken(self, made: Batch) -> None:
+        """Refuse another layout while no call has taken the rows of this one."""
+        waiting = self._given and not self._taken
+        if waiting and self._batch is not None and made.token != self._batch.token:
+            raise ArgumentError(
+                "shard chooses another layout, and no call has taken the rows of the shard before: "
+                "calls would take these rows for those of the new layout",
+                hint="shard a batch after the forward and backward of the one before; if its rows "
+                "are no longer wanted, call plan(...) first",
+            )
 
     def _planned(
         self, length: int, models: Sequence[Any], shape: Shape, given: Mapping[str, Any],
         seed: int | None,
     ) -> Batch:  # fmt: skip
-        if not isinstance(length, int) or length < self._ranks:
-            raise ArgumentError(
-                f"the sequence has {length!r} rows for {self._ranks} ranks",
-                hint="each rank holds one or more",
-            )
         if not models and self._layout in ("auto", "balanced"):
             raise ArgumentError(
                 f"layout is {self._layout!r}, and no programs are given to choose it for",
                 hint="pass programs=[...], those of the model's layers; or "
                 "layout='contiguous' for windows, 'head_tail' for causal masks",
             )
-        counted: dict[str, list[Any]] = {}
-        for model in models:
-            defaults = model.made_of.defaults
-            own, found = model.variant({**defaults, **_fitting(model, given)})
-            entry = counted.setdefault(
-                repr((own.made_of.spec, _numbers(own, found))), [own, found, 0]
-            )
-            entry[2] += 1
-        made_for = length, shape, tuple((name, x[2]) for name, x in counted.items())
-        old = self._batch
-        looked_up = any(seen_by(own, found).tensors for own, found, _ in counted.values())
-        if old is not None and old.made_for == made_for and not looked_up:
-            return replace(old, seed=seed)
         chunk = chunk_size(length, self._ranks)
-        demands = [] if self._layout in ("contiguous", "head_tail") else [
-            demand_of(own, length, chunk, shape, found, self._machine, weight)
-            for own, found, weight in counted.values()
-        ]  # fmt: skip
+        # Fixed layouts ask nothing of the masks.
+        asked = self._layout not in ("contiguous", "head_tail")
+        counted: dict[object, list[Any]] = {}
+        for model in models:
+            own, found = model.variant({**model.made_of.defaults, **_fitting(model, given)})
+            mask = sight_key(own, chunk, shape, found) if asked else own.made_of.spec
+            counted.setdefault((mask, numbers_of(own, found)), [own, found, mask, 0])[3] += 1
+        made_for = length, shape, tuple((key, x[3]) for key, x in counted.items())
+        old = self._batch
+        if old is not None and old.made_for == made_for:
+            return replace(old, seed=seed)
+        sights: dict[object, Sight] = {}
+        demands = []
+        for own, found, mask, weight in counted.values() if asked else ():
+            if mask not in sights:
+                sights[mask] = sight_of(own, length, chunk, shape, found)
+            demands.append(weighed(sights[mask], shape, self._machine, weight))
         layout = choose_layout(self._layout, length, self._ranks, demands)
         token = f"{layout.name} {length} {digest(layout.owner.tolist())}"
-        return Batch(layout, made_for, seed, layout.rows(self._rank), length, token)
+        rows = layout.rows(self._rank)
+        return Batch(layout, made_for, seed, rows, length, token, sights)
 
     @overload
     def shard(
@@ -229,18 +265,25 @@ class ContextParallel:
 
         Raises:
             ShapeError: Tensors of different lengths.
-            ArgumentError, AttnDSLError: As of :meth:`plan`.
+            ArgumentError: No tensors, or dims that they do not have; another layout than that of
+                the shard before, whose rows no call has taken.
+            AttnDSLError: As of :meth:`plan`.
         """
         if isinstance(values, torch.Tensor):
             return self.shard({"": values}, {"": dims}, programs, **sizes)[""]
-        lengths = {name: values[name].shape[dim] for name, dim in dims.items()}
-        if len(set(lengths.values())) != 1:
-            raise ShapeError(
-                f"values to shard have lengths {lengths}", hint="shard tensors of one sequence"
-            )
-        length = next(iter(lengths.values()))
-        if programs or sizes or self._batch is None or self._batch.layout.length != length:
-            self.plan(length, programs, **sizes)
+        length, problem = 0, None
+        try:
+            length = length_along(values, dims)
+        except Exception as error:
+            problem = error
+        no_programs = isinstance(programs, list | tuple) and not programs
+        plans = not no_programs or bool(sizes) or self._batch is None
+        if problem is not None and not plans:
+            raise problem
+        if plans or self._batch is None or self._batch.layout.length != length:
+            shape, seed, captures = (sizes.pop(x, None) for x in ("shape", "seed", "captures"))
+            self._decide(length, programs, shape, seed, captures, sizes, problem)
+        self._given = True
         runs = self.now().layout.runs(self._rank)
         return {
             name: torch.cat([x.narrow(dims[name], a, b - a) for a, b in runs], dims[name])
@@ -264,6 +307,7 @@ class ContextParallel:
             ShapeError: Not this rank's number of rows.
         """
         layout = self.now().layout
+        self._taken = True
         rows = [layout.rows(rank) for rank in range(self._ranks)]
         if values.shape[dim] != rows[self._rank]:
             raise ShapeError(
@@ -290,19 +334,29 @@ class ContextParallel:
         """A seed of dropout for layer ``number``, the same on all ranks.
 
         Raises:
-            ArgumentError: :meth:`plan` or :meth:`shard` got no seed.
+            ArgumentError: :meth:`plan` or :meth:`shard` got no seed; a checkpoint draws again, and
+                the seed is another one since.
         """
         seed = self.now().seed
         if seed is None:
             raise ArgumentError(
                 "this batch has no seed", hint="pass seed=... to shard, the same on all ranks"
             )
+        if not torch.compiler.is_compiling():
+            if not _in_backward():
+                self._drawn = seed
+            elif self._drawn is not None and self._drawn != seed:
+                raise ArgumentError(
+                    f"a backward draws again for a call of an earlier shard, whose seed was "
+                    f"{self._drawn}, and the seed is {seed} since",
+                    hint="shard the next batch after the backward of this one",
+                )
         return (seed * 6364136223846793005 + (number + 1) * _MIX) % (1 << 62)
 
     def explain(self) -> str:
         """What each planned program makes ranks do, as text: the same on all ranks."""
         layout = self.now().layout
-        plans = [(name, plan.figures) for (name, *_), plan in self._plans.items()]
+        plans = [(key.name, plan.figures) for key, plan in self._plans.items()]
         return report(layout, plans)
 
     @property
@@ -333,19 +387,20 @@ class ContextParallel:
         return self._batch
 
     def plan_for(
-        self, attention: Program, captures: Mapping[str, Any], asked: Asked, seed: Any
+        self, attention: Program, captures: Mapping[str, Any], key: PlanKey, seed: Any
     ) -> Plan:
-        """The plan of a call: one of before, or a new one that all ranks agree on."""
+        """The plan of a call: one of before, or a new one that all ranks agree on.
+
+        Args:
+            attention: In which nothing is optional.
+            captures: Of the call.
+            key: From :meth:`key_of`.
+            seed: Of the call.
+        """
         batch = self.now()
-        key = (
-            attention.name,
-            attention.made_of.spec,
-            batch.token,
-            asked,
-            _numbers(attention, captures),
-        )
         known = self._plans.get(key)
         if torch.compiler.is_compiling():
+            self._taken = True
             if known is None or known.seen.tensors:
                 raise UnsupportedError(
                     f"a graph of torch.compile calls {attention.name!r}, which is not planned, or "
@@ -354,47 +409,76 @@ class ContextParallel:
                     "leave calls whose masks look tensors up outside",
                 )
             return known
+        self._take(batch)
         fresh = known is None or not known.seen.is_same(captures)
         if not fresh and self._check == "plans":
             assert known is not None
             return known
-        problem: AttnDSLError | None = None
+        problem: Exception | None = None
         found = known
+        fields: dict[str, object] = {}
         try:
+            mask = sight_key(attention, batch.layout.chunk, key.asked.shape, captures)
             if fresh:
                 found = plan_call(
-                    attention, batch.layout, self._rank, captures, asked, self._machine
-                )
-        except AttnDSLError as error:
+                    attention, batch.layout, self._rank, captures, key.asked, self._machine,
+                    batch.sights.get(mask),
+                )  # fmt: skip
+            fields = {
+                "program": key.spec, "layout": batch.token, "shape of q, k and v": key.asked,
+                "set of params": key.numbers, "mask": mask,
+                "seed": seed if isinstance(seed, int) else type(seed),
+            }  # fmt: skip
+        except Exception as error:
             problem = error
-        fields = {
-            "program": attention.made_of.spec, "layout": batch.token, "shape of q, k and v": asked,
-            "set of params": _numbers(attention, captures),
-            "mask": [_digestible(captures[n]) for n in mask_names(attention) if n in captures],
-            "seed": seed if isinstance(seed, int) else type(seed),
-            FAILED: None if problem is None else str(problem),
-        }  # fmt: skip
-        _agreed(fields, self._group, self._device, problem)
+        agree("a call", fields, problem, self._group, self._device)
         assert found is not None
         if len(self._plans) >= _MAX_PLANS:
             self._plans.clear()
         self._plans[key] = found
         return found
 
+    def key_of(self, attention: Program, captures: Mapping[str, Any], asked: Asked) -> PlanKey:
+        """What tells plans of this layout apart, but tensors of masks.
 
-def _numbers(program: Program, captures: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
-    """Captures that are numbers, as Python's own: NumPy's are as good."""
-    found = []
-    for decl in program.lowered.program.params:
-        x = captures.get(decl.name, decl.default)
-        if not isinstance(x, torch.Tensor):
-            plain = isinstance(x, bool | int | float)
-            found.append((decl.name, x if plain else plain_number(decl.dtype, x)))
-    return tuple(found)
+        Raises:
+            AttnDSLError: A param that is no number.
+        """
+        numbers = numbers_of(attention, captures)
+        return PlanKey(attention.name, attention.made_of.spec, self.now().token, asked, numbers)
+
+    def _take(self, batch: Batch) -> None:
+        """A call takes rows: those of ``batch``, unless a checkpoint makes an earlier call again.
+
+        Raises:
+            ArgumentError: It does so, and the layout is another one since.
+        """
+        if not _in_backward():
+            self._taken, self._called = True, batch.token
+        elif self._called is not None and self._called != batch.token:
+            raise ArgumentError(
+                "a backward makes a call again whose rows are of an earlier shard, and the layout "
+                "is another one since",
+                hint="shard the next batch after the backward of this one",
+            )
+
+    def refuse(self, attention: Program, problem: Exception) -> NoReturn:
+        """Raise what is wrong with a call, and tell the ranks that plan such a call now.
+
+        Raises:
+            Exception: ``problem``.
+        """
+        text = read_spec(attention.made_of.spec).text
+        known = any(read_spec(key.spec).text == text for key in self._plans)
+        first = self._batch is not None and not known
+        if not torch.compiler.is_compiling() and (first or self._check == "calls"):
+            agree("a call", {}, problem, self._group, self._device)
+        raise problem
 
 
-def _digestible(value: Any) -> object:
-    return digest(value) if isinstance(value, torch.Tensor) else value
+def _in_backward() -> bool:
+    """Whether autograd is at work, as where a checkpoint recomputes a forward."""
+    return torch._C._current_graph_task_id() != -1
 
 
 def _fitting(program: Program, captures: Mapping[str, Any]) -> dict[str, Any]:
@@ -422,16 +506,3 @@ def _group_of(mesh: Any) -> tuple[ProcessGroup, torch.device]:
     on_gpu = "nccl" in dist.get_backend(group)
     kind = f"cuda:{torch.cuda.current_device()}" if on_gpu else "cpu"
     return group, torch.device(kind)
-
-
-def _agreed(
-    fields: Mapping[str, object], group: ProcessGroup, device: torch.device,
-    problem: AttnDSLError | None,
-) -> None:  # fmt: skip
-    """Agree, and raise this rank's own problem where it has one."""
-    try:
-        agree(fields, group, device)
-    except ArgumentError:
-        if problem is not None:
-            raise problem from None
-        raise

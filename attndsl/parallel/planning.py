@@ -6,23 +6,27 @@ tensors, and only then. Numbers alone decide, so that all ranks find the same.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from attndsl.errors import ArgumentError
 from attndsl.ir import DType, Op, leaf_names, toposort
+from attndsl.passes.tiles.plan import FORWARD
 from attndsl.runtime.arguments import check_names
+from attndsl.runtime.values import plain_number
 
+from .agreement import digest
 from .costs import TILE, costs_of
-from .layouts import Demand
+from .demands import demand_from
 from .routes import figures_of, groups_for, table_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from .costs import Machine, Shape
+    from .demands import Demand
     from .layouts import Layout
     from .routes import Figures, Table
     from .sharded import Program
@@ -30,6 +34,13 @@ if TYPE_CHECKING:
 EXCHANGES = ("auto", "gather", "heads")
 _SIDE = 2048
 """Tiles along a side that are looked at one by one, about."""
+_MATTERS = {
+    "batch": ("b", "token", "batch"), "heads": ("h", "hkv", "heads"),
+    "kv_heads": ("hkv", "kv_heads"), "head_dim": ("head_dim",),
+}  # fmt: skip
+"""By size of a call: by which variables and sizes a mask may depend on it."""
+_POSITIONS = frozenset({"q", "kv", "q_len", "kv_len"})
+"""Variables and sizes that depend on none of these."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -74,6 +85,30 @@ class Asked(NamedTuple):
     """Whether a capture holds this rank's rows, for which ranks exchange no heads."""
 
 
+class PlanKey(NamedTuple):
+    """What tells plans apart, but tensors of masks."""
+
+    name: str
+    """Of the program."""
+    spec: Any
+    """The program as a text and its declarations."""
+    token: str
+    """Of the layout."""
+    asked: Asked
+    numbers: tuple[tuple[str, Any], ...]
+
+
+def numbers_of(program: Program, captures: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
+    """Captures that are numbers, as Python's own: NumPy's are as good."""
+    found = []
+    for decl in program.lowered.program.params:
+        x = captures.get(decl.name, decl.default)
+        if not isinstance(x, torch.Tensor):
+            plain = isinstance(x, bool | int | float)
+            found.append((decl.name, x if plain else plain_number(decl.dtype, x)))
+    return tuple(found)
+
+
 def mask_names(program: Program) -> tuple[str, ...]:
     """The captures that decide which pairs take part, in an order that all processes have."""
     found = program.lowered.program
@@ -85,10 +120,10 @@ def mask_names(program: Program) -> tuple[str, ...]:
     return tuple(name for name in names if name in known)
 
 
-def looks_up(program: Program) -> bool:
-    """Whether the mask looks tensors up, so that its tiles may have no closed form."""
-    root = program.lowered.program.mask
-    return root is not None and any(x.op in (Op.LOAD, Op.DOT) for x in toposort(root))
+def is_listed(program: Program) -> bool:
+    """Whether the tiles of the mask have no closed form, so that they are looked at."""
+    sparsity = program.lowered.sparsity
+    return sparsity.loop(FORWARD, TILE, TILE, shifted=False, indexed=False).listed is not None
 
 
 def seen_by(program: Program, captures: Mapping[str, Any]) -> Seen:
@@ -100,22 +135,48 @@ def seen_by(program: Program, captures: Mapping[str, Any]) -> Seen:
     return Seen(tensors, {name: _version(x) for name, x in tensors.items()})
 
 
-def demand_of(
-    program: Program,
-    length: int,
-    chunk: int,
-    shape: Shape,
-    captures: Mapping[str, Any],
-    machine: Machine,
-    weight: float = 1.0,
-) -> Demand:
-    """What ``program`` makes ranks compute and fetch, in tiles that divide ``chunk``.
+class Sight(NamedTuple):
+    """What the rows of a program see, without costs."""
+
+    demand: Demand
+    maps: int
+    """How many batch entries and heads differ."""
+
+
+def sight_key(
+    program: Program, chunk: int, shape: Shape, captures: Mapping[str, Any]
+) -> object:  # fmt: skip
+    """What tells sights of one length apart: the mask, what it reads, and sizes that matter."""
+    numbers = dict(numbers_of(program, captures))
+    read = tuple(
+        (name, numbers[name] if name in numbers else digest(captures.get(name)))
+        for name in mask_names(program)
+    )
+    sizes = tuple(getattr(shape, name) for name in _sizes_of(program))
+    return program.made_of.spec, chunk, read, sizes
+
+
+def _sizes_of(program: Program) -> list[str]:
+    """The sizes of a call that change what its rows see, or what tensors its mask may read."""
+    found, names = program.lowered.program, mask_names(program)
+    roots = [x for x in (found.mask, program.lowered.sparsity.mask) if x is not None]
+    roots += [dim for decl in found.tensors if decl.name in names for dim in decl.dims]
+    values = {str(x.value) for x in toposort(*roots) if x.op in (Op.VAR, Op.SIZE)} - _POSITIONS
+    # A name that is none of these may stand for any size.
+    known = values <= {name for some in _MATTERS.values() for name in some}
+    return [size for size, some in _MATTERS.items() if not known or not values.isdisjoint(some)]
+
+
+def sight_of(
+    program: Program, length: int, chunk: int, shape: Shape, captures: Mapping[str, Any]
+) -> Sight:
+    """What ``program``'s rows see, in tiles that divide ``chunk``.
 
     Raises:
         AttnDSLError: Captures that are missing, or that do not fit.
     """
     grain = min(TILE, chunk)
-    if looks_up(program):
+    if length > _SIDE * grain and is_listed(program):
         while chunk % (2 * grain) == 0 and length > _SIDE * grain:
             grain *= 2
     given = {name: _on_cpu(program, name, captures[name]) for name in mask_names(program)
@@ -124,9 +185,14 @@ def demand_of(
         length, length, grain, grain, shape.batch, shape.heads, kv_heads=shape.kv_heads,
         head_dim=shape.head_dim, captures=given,
     )  # fmt: skip
-    costs = costs_of(machine, shape)
-    tile = costs.tile * shape.batch * shape.heads / max(1, reach.maps) * (grain / TILE) ** 2
-    return Demand(reach, grain, tile, costs.key * grain, weight)
+    return Sight(demand_from(reach, chunk, 0.0, 0.0), reach.maps)
+
+
+def weighed(sight: Sight, shape: Shape, machine: Machine, weight: float = 1.0) -> Demand:
+    """What ``weight`` layers whose rows see ``sight`` make ranks compute and fetch."""
+    costs, grain = costs_of(machine, shape), sight.demand.grain
+    tile = costs.tile * shape.batch * shape.heads / max(1, sight.maps) * (grain / TILE) ** 2
+    return replace(sight.demand, tile=tile, key=costs.key * grain, weight=weight)
 
 
 def _on_cpu(program: Program, name: str, value: Any) -> Any:
@@ -148,21 +214,33 @@ def plan_call(
     captures: Mapping[str, Any],
     asked: Asked,
     machine: Machine,
+    sight: Sight | None = None,
 ) -> Plan:
     """The plan of ``program`` on ``layout``, with the exchange that takes least.
+
+    Args:
+        program: In which nothing is optional.
+        layout: Who holds which rows.
+        rank: Whose plan it is.
+        captures: Of the call.
+        asked: Its sizes.
+        machine: Speeds.
+        sight: What the rows see, where that is known.
 
     Raises:
         ArgumentError: An exchange that these numbers of heads do not allow.
         AttnDSLError: As a call.
     """
     check_names(program.lowered.program, captures)
-    shape = asked.shape
-    demand = demand_of(program, layout.length, layout.chunk, shape, captures, machine)
-    costs = costs_of(machine, shape)
+    shape, chunk = asked.shape, layout.chunk
+    seen = seen_by(program, captures)
+    if sight is None:
+        sight = sight_of(program, layout.length, chunk, shape, captures)
+    demand, costs = weighed(sight, shape, machine), costs_of(machine, shape)
     groups = _groups(layout.ranks, asked)
     found = [figures_of(layout, demand, n, costs, machine.latency) for n in groups]
     best = min(found, key=lambda figures: figures.seconds)
-    return Plan(table_of(layout, demand, rank, best.group), best, seen_by(program, captures))
+    return Plan(table_of(layout, demand, rank, best.group), best, seen)
 
 
 def _groups(ranks: int, asked: Asked) -> tuple[int, ...]:

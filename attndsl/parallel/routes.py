@@ -5,6 +5,7 @@ and each of its ranks computes some heads of them: one rank a group is a gather 
 of all ranks an exchange of heads (DeepSpeed Ulysses, arXiv 2309.14509). So one table says both.
 
 A rank's table holds numbers alone. Graphs of ``torch.compile`` hold them as constants, with guards.
+A rank makes its own table only: who reads its rows follows from ranges, and from no map.
 """
 
 from __future__ import annotations
@@ -14,13 +15,15 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from .layouts import fetched_by, load_of, needs_of, tile_owners
+from .demands import meetings, needs_of, own_needs
+from .layouts import load_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from .costs import Costs
-    from .layouts import Bools, Demand, Ints, Layout
+    from .demands import Demand, Ints
+    from .layouts import Layout
 
 Run = tuple[int, int]
 """Rows ``run[0] <= row < run[1]``."""
@@ -119,35 +122,63 @@ def groups_for(ranks: int, heads: int, kv_heads: int) -> tuple[int, ...]:
     )  # fmt: skip
 
 
-def needs_of_groups(layout: Layout, demand: Demand, group: int) -> tuple[Bools, Ints]:
-    """(groups, tiles) which tiles of keys the rows of each group see; and who holds each tile."""
-    owner = tile_owners(layout, demand.grain)
-    return needs_of(demand.reach, owner // group, layout.ranks // group, len(owner)), owner
-
-
 def table_of(layout: Layout, demand: Demand, rank: int, group: int) -> Table:
     """What ``rank`` does."""
-    need, owner = needs_of_groups(layout, demand, group)
     first = rank - rank % group
-    grain, length = demand.grain, layout.length
+    length = layout.length
     runs = layout.runs(first, group)
     parts, row = [], 0
     for start, stop in runs:
-        parts.append(Part(row, stop - start, start, _hull(demand, start, stop)))
+        parts.append(Part(row, stop - start, start, _keys_of(demand, start, stop)))
         row += stop - start
     seen = [part.keys for part in parts if part.keys[0] < part.keys[1]]
     hull = (min(k[0] for k in seen), max(k[1] for k in seen)) if seen else (0, 0)
-    mine = owner == rank
-    reads = need[rank // group][None] & (owner[None] == np.arange(layout.ranks)[:, None])
-    sends = need.repeat(group, 0) & mine
     own = layout.runs(rank)
     places = tuple(_within(layout.runs(first + n), runs) for n in range(group))
-    keys = _runs_of(reads, grain, length)
+    reads, sends = _reads(layout, demand, rank, group), _sends(layout, demand, own, group)
     return Table(
         rank, layout.ranks, group, length, layout.rows(rank), hull, tuple(parts),
-        places, _in_order(places), tuple(_within(x, own) for x in _runs_of(sends, grain, length)),
-        keys, _in_order(keys),
+        places, _in_order(places), sends, reads, _in_order(reads),
     )  # fmt: skip
+
+
+def _reads(
+    layout: Layout, demand: Demand, rank: int, group: int
+) -> tuple[tuple[Run, ...], ...]:  # fmt: skip
+    """By rank: positions of its keys that ``rank`` reads."""
+    mine = rank // group
+    needs = needs_of(demand, layout.owner // group).of(mine, mine + 1)
+    first = np.flatnonzero(np.diff(layout.owner, prepend=-1))
+    ends = np.append(first, len(layout.owner)) * demand.each
+    holders = layout.owner[first]
+    number, _, start, stop = meetings((ends[:-1], ends[1:]), (needs.start, needs.stop))
+    order = holders[number].argsort(kind="stable")
+    grain, length = demand.grain, layout.length
+    runs = zip(
+        holders[number][order].tolist(), (start[order] * grain).tolist(),
+        np.minimum(stop[order] * grain, length).tolist(), strict=True,
+    )  # fmt: skip
+    found: list[list[Run]] = [[] for _ in range(layout.ranks)]
+    for holder, low, high in runs:
+        found[holder].append((low, high))
+    return tuple(map(tuple, found))
+
+
+def _sends(
+    layout: Layout, demand: Demand, own: Sequence[Run], group: int
+) -> tuple[tuple[Run, ...], ...]:
+    """By rank: which rows it reads keys of, among the rows of the runs ``own``."""
+    needs, grain = needs_of(demand, layout.owner // group), demand.grain
+    rows = np.array(own, np.int64).reshape(-1, 2)
+    place = np.cumsum(rows[:, 1] - rows[:, 0]) - rows[:, 1]
+    tiles = rows[:, 0] // grain, -(-rows[:, 1] // grain)
+    number, run, start, stop = meetings((needs.start, needs.stop), tiles)
+    start, stop = start * grain + place[run], np.minimum(stop * grain, rows[run, 1]) + place[run]
+    found: list[list[Run]] = [[] for _ in range(layout.ranks // group)]
+    runs = zip(needs.reader[number].tolist(), start.tolist(), stop.tolist(), strict=True)
+    for reader, low, high in runs:
+        found[reader].append((low, high))
+    return tuple(some for one in map(tuple, found) for some in (one,) * group)
 
 
 def _in_order(runs: Sequence[Sequence[Run]]) -> tuple[Piece, ...]:
@@ -161,29 +192,12 @@ def _in_order(runs: Sequence[Sequence[Run]]) -> tuple[Piece, ...]:
     return tuple(sorted(found))
 
 
-def _hull(demand: Demand, start: int, stop: int) -> Run:
+def _keys_of(demand: Demand, start: int, stop: int) -> Run:
     """Keys that rows ``start`` to ``stop`` may see, widened to where a whole call has its tiles."""
-    reach, grain, length = demand.reach, demand.grain, demand.reach.kv_len
-    rows = slice(start // grain, -(-stop // grain))
-    starts, stops = reach.starts[rows], reach.stops[rows]
-    there = starts < stops
-    if not there.any():
-        return (0, 0)
-    low, high = int(starts[there].min()) * grain, int(stops[there].max()) * grain
-    return low - low % _ALIGNED, min(length, high + -high % _ALIGNED)
-
-
-def _runs_of(chosen: Bools, grain: int, length: int) -> tuple[tuple[Run, ...], ...]:
-    """By row of ``chosen`` tiles: the ranges of positions in them."""
-    edges = np.diff(chosen.astype(np.int8), axis=1, prepend=0, append=0)
-    rows, ends = np.nonzero(edges)
-    ends = np.minimum(ends * grain, length)
-    found: list[tuple[Run, ...]] = []
-    splits = np.searchsorted(rows, np.arange(len(chosen) + 1))
-    for a, b in zip(splits[:-1].tolist(), splits[1:].tolist(), strict=True):
-        some = ends[a:b].tolist()
-        found.append(tuple(zip(some[::2], some[1::2], strict=True)))
-    return tuple(found)
+    chunk = demand.chunk
+    low, high = demand.needs.of(start // chunk, -(-stop // chunk)).hull()
+    low, high = low * demand.grain, high * demand.grain
+    return low - low % _ALIGNED, min(demand.length, high + -high % _ALIGNED)
 
 
 def _within(wanted: Sequence[Run], runs: Sequence[Run]) -> tuple[Run, ...]:
@@ -209,35 +223,32 @@ def figures_of(
     layout: Layout, demand: Demand, group: int, costs: Costs, latency: float
 ) -> Figures:  # fmt: skip
     """What all ranks do."""
-    ranks, length, grain = layout.ranks, layout.length, demand.grain
-    need, owner = needs_of_groups(layout, demand, group)
-    size = np.minimum(grain, length - np.arange(len(owner)) * grain)
-    away = need.repeat(group, 0)
-    total = (away * size).sum(1)
-    away[owner, np.arange(len(owner))] = False
-    fetched = (away * size).sum(1)
-    rows = np.bincount(owner, size, ranks).astype(np.int64)
+    ranks, length, owner = layout.ranks, layout.length, layout.owner
+    everyone, groups = np.arange(ranks), ranks // group
+    needs = needs_of(demand, owner // group)
+    size = demand.positions(needs.start, needs.stop)
+    total = np.bincount(needs.reader, size, groups).astype(np.int64)
+    fetched = total.repeat(group) - own_needs(demand, owner, everyone // group, needs)
+    chunks = np.arange(len(owner)) * layout.chunk
+    held = np.minimum(layout.chunk, length - chunks)
+    rows = np.bincount(owner, held, ranks).astype(np.int64)
     together = rows.reshape(-1, group).sum(1).repeat(group)
     received = fetched * costs.journey // group
     if group > 1:
         received = received + _head_bytes(rows, together, group, costs)
     work = load_of(layout, demand).reshape(-1, group).sum(1).repeat(group) / group
-    times = work * demand.tile + received * (demand.key / grain / costs.journey)
-    hull = max(table_hull(layout, demand, r * group, group) for r in range(ranks // group))
+    times = work * demand.tile + received * (demand.key / demand.grain / costs.journey)
+    first = np.flatnonzero(np.diff(needs.reader, prepend=-1))
+    low, high = needs.start[first] * demand.grain, needs.stop[np.roll(first, -1) - 1] * demand.grain
+    widest = np.minimum(high + -high % _ALIGNED, length) - (low - low % _ALIGNED)
+    buffer = int(widest.max(initial=0))
     return Figures(
         layout.name, group, rows, work.astype(np.int64), fetched, received,
         2 * (ranks - 1) * (length // ranks) * costs.key_bytes
         + (ranks - 1) * (length // ranks) * costs.grad_bytes,
-        hull * (costs.key_bytes + costs.grad_bytes) // group,
+        buffer * (costs.key_bytes + costs.grad_bytes) // group,
         float(times.max(initial=0)) + (2 if int(total.sum()) else 0) * latency,
     )  # fmt: skip
-
-
-def table_hull(layout: Layout, demand: Demand, first: int, group: int) -> int:
-    """How many keys the buffer of the group from rank ``first`` on has room for."""
-    hulls = [_hull(demand, *run) for run in layout.runs(first, group)]
-    seen = [keys for keys in hulls if keys[0] < keys[1]]
-    return max((k[1] for k in seen), default=0) - min((k[0] for k in seen), default=0)
 
 
 def _head_bytes(rows: Ints, together: Ints, group: int, costs: Costs) -> Ints:
@@ -245,8 +256,3 @@ def _head_bytes(rows: Ints, together: Ints, group: int, costs: Costs) -> Ints:
     found: Ints = (together - rows) * 2 * costs.row_bytes // group
     found += rows * 2 * costs.row_bytes * (group - 1) // group
     return found
-
-
-__all__ = [
-    "Figures", "Part", "Run", "Table", "fetched_by", "figures_of", "groups_for", "table_of",
-]  # fmt: skip

@@ -21,6 +21,7 @@ from attndsl.ir import (
     TOKEN,
     TOKENS,
     DType,
+    Entries,
     Node,
     Op,
     ParamDecl,
@@ -143,6 +144,10 @@ def localised_program(program: Program, changes: Changes) -> Localised:
         dropout=dropout,
         params=tuple(params),
         tensors=tuple(tensors),
+        entries=Entries(
+            names["q_starts"] if changes.q is Start.ENTRIES else None,
+            names["kv_lengths"] if changes.lengths else None,
+        ),
     )
     return Localised(found, dict(names))
 

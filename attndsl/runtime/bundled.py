@@ -137,13 +137,13 @@ class BundledCache:
         import triton  # Whoever asks for kernels has it.
 
         _, key, file = name.split("/")
-        path = Path(triton.knobs.cache.dir) / key / file
-        if path.exists():
-            return
+        keys = (key, bundle.twins.get(key, key))
+        paths = [Path(triton.knobs.cache.dir) / each / file for each in dict.fromkeys(keys)]
         try:
-            content = bundle.read(name)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            _write(path, content)
+            for path in (path for path in paths if not path.exists()):
+                content = bundle.read(name)
+                path.parent.mkdir(parents=True, exist_ok=True)
+                _write(path, content)
         except (OSError, ValueError) as error:  # ConfigError is a ValueError.
             told = error.message if isinstance(error, ConfigError) else error
             self._warn(f"a launcher of the bundle {bundle.folder} is compiled here: {told}")

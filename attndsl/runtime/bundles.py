@@ -92,6 +92,8 @@ class Bundle:
     files: Mapping[str, File]
     driver: str | None
     """The module of Triton's driver, among the launchers."""
+    twins: Mapping[str, str]
+    """By name of a launcher's folder: what Triton looks for on platforms that it knows less of."""
 
     @property
     def size(self) -> int:
@@ -312,10 +314,18 @@ def _bundle(folder: Path, digest: str, found: dict[str, Any]) -> Bundle:
     driver = None if found["driver"] is None else _text(found["driver"])
     if driver is not None and driver not in files:
         raise ValueError(f"it has no file {driver!r}")
-    bundle = Bundle(folder, digest, tuple(map(_text, found["targets"])), versions, files, driver)
+    twins = {_folder(own): _folder(other) for own, other in found["twins"].items()}
+    targets = tuple(map(_text, found["targets"]))
+    bundle = Bundle(folder, digest, targets, versions, files, driver, twins)
     if bundle.size > MAX_BYTES:
         raise ValueError(f"its files have more than {MAX_BYTES} bytes")
     return bundle
+
+
+def _folder(value: object) -> str:
+    if not isinstance(value, str) or not re.fullmatch(_NAME, value):
+        raise ValueError(f"{str(value)[:40]!r} is no name of a folder")
+    return value
 
 
 def _text(value: object) -> str:

@@ -88,18 +88,6 @@ def maxima_in_graph(request: Request, call: Call, scale: float | None) -> torch.
     return found
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def keep_variant(attention: Any, absent: tuple[str, ...], ones: tuple[tuple[str, int], ...]) -> str:
-    """Keep the program that a graph is to call; the name under which it is kept.
-
-    This runs while a graph is made, and no graph holds it.
-    """
-    key = f"{absent} {ones}".encode().hex()
-    name = f"of_{key}"
-    setattr(attention._traced, name, attention._variant(absent, ones))
-    return name
-
-
 class Kept:
     """What is made while graphs are made, as attributes, so that graphs depend on each alone."""
 

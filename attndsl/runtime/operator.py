@@ -166,6 +166,7 @@ def _call(given: Operands) -> tuple[Lowered, Call, Any]:
     call = call._replace(wide=given.wide)
     check_values(program, call)
     lowered, call = localised(lowered, call)
+    call = call._replace(within_graph=True)
     if lowered.program.dropout is not None:
         check_probability(lowered.program.dropout, call)
     chosen, reason = backend_of(lowered, given.backend, q.device, given.checked, q.dtype)

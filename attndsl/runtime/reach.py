@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from attndsl.backends.tiled.live_tiles import live_tiles
 from attndsl.backends.tiled.tile_kinds import (
     fits_plan,
     grid_of,
@@ -151,26 +152,48 @@ def _of_tiles(lowered: Lowered, call: Call, block_m: int, block_n: int) -> tuple
         )
     if total * block_m * block_n > _MOST_PAIRS and sparsity.bounds is not None:
         sparsity = replace(sparsity, evaluate=False)
+    runs, work = [], np.zeros(rows, np.int64)
+    # A place more in each row, so that no run goes on in the next one.
+    wide = columns + 1
+    bounds = sparsity.by_cells or sparsity.bounds
+    parts = None
+    if not sparsity.evaluate and bounds is not None and not bounds.cells:
+        parts = live_tiles(bounds, grid, outer, _TILES_AT_ONCE)
+    if parts is not None:
+        for part in parts:
+            row, column, count = (x.cpu().numpy() for x in part)
+            work += np.bincount(row, count, rows).astype(np.int64)
+            places = np.sort(row * wide + column)
+            first = np.diff(places, prepend=-2) != 1
+            runs.append((places[first], places[np.roll(first, -1)] + 1))
+        return *_ranges(runs, rows, wide), work
     together = max(1, _TILES_AT_ONCE * rows // max(1, total))
-    live, work = [], []
-    for first in range(0, rows, together):
-        alive = kinds_by_bounds(sparsity, rows_of(grid, first, together)) != EMPTY
-        live.append(alive.flatten(0, 1).any(0).cpu().numpy())
-        work.append(alive.sum((0, 1, 3)).cpu().numpy())
-    starts, stops = _runs(np.concatenate(live))
-    return starts, stops, np.concatenate(work).astype(np.int64)
+    for start in range(0, rows, together):
+        alive = kinds_by_bounds(sparsity, rows_of(grid, start, together)) != EMPTY
+        work[start : start + together] = alive.sum((0, 1, 3)).cpu().numpy()
+        live = alive.flatten(0, 1).any(0).cpu().numpy()
+        flat = np.pad(live, ((0, 0), (0, 1))).ravel()
+        edges = start * wide + np.flatnonzero(np.diff(flat, prepend=False))
+        runs.append((edges[::2], edges[1::2]))
+    return *_ranges(runs, rows, wide), work
 
 
-def _runs(live: NDArray[np.bool_]) -> tuple[Ints, Ints]:
-    """Starts and stops of the runs in each row of ``live``, filled up with empty ranges."""
-    edges = np.diff(live.astype(np.int8), axis=1, prepend=0, append=0)
-    found = []
-    for sign in (1, -1):
-        row, place = np.nonzero(edges == sign)
-        counts = np.bincount(row, minlength=len(live))
-        most = int(counts.max(initial=0))
-        number = np.arange(len(row)) - np.repeat(np.cumsum(counts) - counts, counts)
-        table = np.zeros((len(live), most), np.int64)
-        table[row, number] = place
-        found.append(table)
+def _ranges(runs: list[tuple[Ints, Ints]], rows: int, wide: int) -> tuple[Ints, Ints]:
+    """Starts and stops of ``runs`` by row, filled up with empty ranges.
+
+    Args:
+        runs: First places, and those after the last, of a map row by row.
+        rows: Of the map.
+        wide: Places of a row, the last of which is in no run.
+    """
+    start, stop = (np.sort(np.concatenate(x)) for x in zip(*runs, strict=True))
+    # A run that two parts have pieces of.
+    whole = np.ones(len(start) + 1, np.bool_)
+    whole[1:-1] = start[1:] != stop[:-1]
+    start, stop = start[whole[:-1]], stop[whole[1:]]
+    row = start // wide
+    counts = np.bincount(row, minlength=rows)
+    number = np.arange(len(row)) - np.repeat(np.cumsum(counts) - counts, counts)
+    found = np.zeros((2, rows, int(counts.max(initial=0))), np.int64)
+    found[:, row, number] = start - row * wide, stop - row * wide
     return found[0], found[1]

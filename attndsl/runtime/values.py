@@ -121,23 +121,39 @@ def _may_be_refused(program: Program, call: Call) -> bool:
     return any(type(each) is not int and each is not None for each in positions)
 
 
-def check_values(program: Program, call: Call, needs: Values = Values.DIFFER) -> Call:
+def check_values(
+    program: Program, call: Call, needs: Values = Values.DIFFER, marks: bool = False
+) -> Call:
     """``call`` with values that backends know; refuses what a call of this signature may not have.
 
     Calls whose values need nothing need not come here where their offsets are 0.
+
+    Args:
+        program: Whose call it is.
+        call: The call.
+        needs: What the values of its signature need.
+        marks: Whether the backend makes results of batch entries with wrong numbers NaN. It sees
+            them in 32 bits.
 
     Raises:
         ArgumentError: An int that 64 bits do not hold; positions at the limit or beyond.
     """
     call = check_params(program, call, needs)
     # Most calls have no positions of their own, and a part of a microsecond counts.
-    if call.q_index is not None or type(call.q_offset) is not int or call.q_offset:
+    if (
+        call.q_index is not None or type(call.q_offset) is not int or call.q_offset
+    ) and not (marks and call.q_index is None and _is_of_entries(call.q_offset)):  # fmt: skip
         _check_positions("q", call.q.shape[2], call.q_offset, call.q_index)
     if call.kv_index is not None or type(call.kv_offset) is not int or call.kv_offset:
         _check_positions("kv", call.k.shape[2], call.kv_offset, call.kv_index)
     if call.part is not None:
-        _check_part(call, call.part)
+        _check_part(call, call.part, marks)
     return call
+
+
+def _is_of_entries(numbers: object) -> bool:
+    """Whether they are numbers of batch entries in 32 bits."""
+    return isinstance(numbers, torch.Tensor) and numbers.dtype is torch.int32 and numbers.dim() == 1
 
 
 def check_params(program: Program, call: Call, needs: Values) -> Call:
@@ -152,7 +168,7 @@ def check_params(program: Program, call: Call, needs: Values) -> Call:
     return call
 
 
-def _check_part(call: Call, part: Part) -> None:
+def _check_part(call: Call, part: Part, marks: bool) -> None:
     """Refuse rows that lie outside of the whole, and numbers of keys that k has no room for."""
     for name, rows in (("q", call.q.shape[2]), ("kv", call.k.shape[2])):
         if name not in part.counted:
@@ -166,7 +182,7 @@ def _check_part(call: Call, part: Part) -> None:
             check_range(f"{name}_offset", offset, 0, whole - rows, told)
         elif isinstance(offset, int) and isinstance(whole, int) and isinstance(rows, int):
             check_rows_within(name, offset, rows, whole)
-    if part.kv_lengths is not None:
+    if part.kv_lengths is not None and not (marks and _is_of_entries(part.kv_lengths)):
         room = call.k.shape[2]
         check_range("kv_lengths", part.kv_lengths, 0, room, f"k has room for {room} keys")
 

@@ -70,7 +70,11 @@ def scope_of(call: Call, score: torch.Tensor) -> Scope:
     def positions(
         count: int, offset: int | torch.Tensor, index: torch.Tensor | None
     ) -> torch.Tensor:
-        return steps(count) + offset if index is None else index.to(torch.int64)
+        if index is not None:
+            return index.to(torch.int64)
+        if type(offset) is int:
+            return torch.arange(offset, offset + count, dtype=torch.int64, device=device)
+        return steps(count) + offset
 
     h = steps(heads).reshape(1, heads, 1, 1)
     q = positions(q_len, call.q_offset, call.q_index)

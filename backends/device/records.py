@@ -170,11 +170,15 @@ class PartOfTiles(NamedTuple):
 
 
 class UnitPlaces(NamedTuple):
-    """Where packed rows lie: their tile of queries, their first head, and the heads of all rows."""
+    """Where packed rows lie: their tile of queries, their first head, and the heads of all rows.
+
+    ``wrong`` tells whether their batch entry has a number of keys or an offset that cannot be.
+    """
 
     tile: Any
     head: Any
     heads: Any
+    wrong: Any
 
 
 class PageRows(NamedTuple):

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import logging
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 
 from attndsl.errors import UnsupportedError
+from attndsl.ir import NO_ENTRIES
 from attndsl.logs import LOG, tell_once
 
 from ..base import UNWRITTEN, Backend, Gradients, Wants, name_of_call
 from ..gradients.lines import line_gradients, lines_among
 from ..gradients.plan import key_of
 from ..gradients.sinks import add_sink_gradients
+from ..kernels.device import outside_of_graphs
 from ..kernels.kernel import Job, Task, first_with, jobs_of, kernels_of
 from ..kernels.layout import NO_LINES, Layout
 from ..kernels.machine import current_machine
@@ -57,6 +60,8 @@ class GeneratedBackend(Backend):
         """A backend of ``families``; the last one runs all calls. ``pages`` reads pages."""
         self.name = name
         self.families = families
+        self._numbers: dict[torch.device, torch.Tensor] = {}
+        """By device: one that results of rows take their kind from."""
         self._placed = next((family for family in families if family.tells_places), None)
         self.fused = first_with(families, Task.FORWARD_TANGENT) is not None
         self._pages = pages
@@ -112,6 +117,12 @@ class GeneratedBackend(Backend):
             return empty_like(q, call.v.shape[-1], wide_dtype(call.wide)), lse
         layout = self._layout(lowered, call, Task.FORWARD)
         return layout.family.forward(layout, lowered, call)
+
+    def marks_entries(self, lowered: Lowered, call: Call) -> bool:
+        """See :class:`~attndsl.backends.base.Backend`."""
+        if lowered.program.entries == NO_ENTRIES or call.q.numel() == 0:
+            return False
+        return self._family(lowered, call, Task.FORWARD, None, None).marks_entries
 
     def why_not_pages(self, lowered: Lowered, call: Call, pages: Pages) -> str | None:
         """See :class:`~attndsl.backends.base.ReadsPages`."""
@@ -354,7 +365,11 @@ class GeneratedBackend(Backend):
         names = {*facts.tensor_gradients, *facts.param_gradients}
         masked = lowered.program.mask is not None
         sizes = (batch, heads, call.k.shape[1], q_len, call.k.shape[2])
-        number = torch.empty((), dtype=torch.float32, device=device)
+        number = self._numbers.get(device)
+        if number is None:
+            number = self._numbers[device] = outside_of_graphs(
+                partial(torch.empty, (), dtype=torch.float32, device=device), device
+            )
         of_heads = {name: job.kernel for name, job in own.items() if job.kernel.waves}
         return Layout(
             family=family,

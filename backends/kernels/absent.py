@@ -88,6 +88,18 @@ def _finding(asked: threading.local) -> type[FileCacheManager]:
     return Finding
 
 
+def _other_platform(own: str) -> str | None:
+    """What Triton would call this platform where the command ``file`` is there, or is not.
+
+    ``platform.architecture``, which Triton asks, finds out how programs are linked by ``file``.
+    Slim images have none, and then the name ends in nothing. None for other systems.
+    """
+    linked = ",ELF"
+    if own.endswith(linked):
+        return own.removesuffix("ELF")
+    return own + "ELF" if own.endswith(",") else None
+
+
 class _Launcher:
     """Launches nothing."""
 
@@ -134,6 +146,9 @@ class AbsentGPU:
         self.utils = _Utilities(self._target, SHARED_MEMORY[target])
         self.launchers: dict[str, Path] = {}
         """By hash of a kernel, or ``driver``: what a C compiler made, in Triton's cache."""
+        self.twins: dict[str, str] = {}
+        """By name of a launcher's folder there: its name where Triton knows less, or more, of the
+        platform. See :func:`_other_platform`."""
         self.without_launchers = "" if HAS_LAUNCHERS else "this Triton needs none"
         """Why there are none, or empty."""
         self._lock, self._asked = threading.Lock(), threading.local()
@@ -179,11 +194,32 @@ class AbsentGPU:
                 make()
             except _Found as found:
                 self.launchers[name] = found.path
+                self._find_twin(found.path, make)
             except Exception as error:  # Triton's, the C compiler's: kernels serve without.
                 self.without_launchers = f"Triton cannot make them here: {error}"
                 LOG.warning("no launchers: %s", error)
             finally:
                 del self._asked.now
+
+    def _find_twin(self, path: Path, make: Callable[[], object]) -> None:
+        """What the folder of the launcher at ``path`` is called on the other kind of machine."""
+        from triton.runtime import build
+
+        own, other = build.platform_key, _other_platform(build.platform_key())
+        if other is None:
+            return
+        build.platform_key = lambda: other
+        # Nothing is compiled again.
+        triton.knobs.build.impl = lambda *given: str(path)
+        try:
+            make()
+        except _Found as found:
+            self.twins[path.parent.name] = found.path.parent.name
+        except Exception as error:  # The launcher itself is there.
+            LOG.warning("a launcher has no name for %s: %s", other, error)
+        finally:
+            build.platform_key = own
+            triton.knobs.build.impl = None
 
     def _make_library(self) -> None:
         """An empty library, of which launchers know the name alone."""

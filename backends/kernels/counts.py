@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
 from threading import Lock
 
 import torch
+
+from .device import outside_of_graphs
 
 _LEAST = 1024
 """Numbers that are cleared together, so that calls of more programs seldom need new ones."""
@@ -36,7 +39,10 @@ class Counts:
         if found is None or found.numel() < number:
             if device.type == "cuda":
                 self._prepare_for_graphs(device)
-            found = torch.zeros(max(number, _LEAST), dtype=torch.int32, device=device)
+            if found is not None and device.type == "cuda":
+                # Another thread's stream made it, and this one may use it yet.
+                found.record_stream(torch.cuda.current_stream(device))
+            found = _zeros(max(number, _LEAST), device)
             self._found[device, stream] = found
         return found
 
@@ -52,5 +58,9 @@ class Counts:
         """Once for each device, at its first launch: a graph may run on another stream, at once."""
         with self._lock:
             if device not in self._of_graphs:
-                self._of_graphs[device] = torch.zeros(_OF_GRAPHS, dtype=torch.int32, device=device)
-                torch.cuda.current_stream(device).synchronize()
+                self._of_graphs[device] = _zeros(_OF_GRAPHS, device)
+
+
+def _zeros(number: int, device: torch.device) -> torch.Tensor:
+    make = partial(torch.zeros, number, dtype=torch.int32, device=device)
+    return outside_of_graphs(make, device)

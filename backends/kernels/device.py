@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING
 
 import torch
 import triton
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 _UNCHANGED = contextlib.nullcontext()
 
@@ -39,3 +44,27 @@ def on_device(device: torch.device) -> contextlib.AbstractContextManager[object]
     if device.index is not None and torch._C._cuda_getDevice() != device.index:
         return torch.cuda.device(device)
     return _UNCHANGED
+
+
+def outside_of_graphs(make: Callable[[], torch.Tensor], device: torch.device) -> torch.Tensor:
+    """A tensor that outlives the call, in memory that no CUDA graph has.
+
+    Before torch captures a graph of its own (``mode="reduce-overhead"``) it runs the function with
+    the graph's memory, and refuses what is left there. That memory is a thread's. So another thread
+    makes the tensor, and waits for it.
+
+    Args:
+        make: Makes the tensor on ``device``.
+        device: Where to.
+    """
+    if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
+        return make()
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(_made, make, device).result()
+
+
+def _made(make: Callable[[], torch.Tensor], device: torch.device) -> torch.Tensor:
+    with torch.cuda.device(device):
+        found = make()
+        torch.cuda.current_stream().synchronize()
+    return found

@@ -210,6 +210,8 @@ class Family(Protocol):
     """Kernels beside those of ``Task.BACKWARD``."""
     tells_places: bool
     """Whether :meth:`places` says anything. At most one family of a backend does."""
+    marks_entries: bool
+    """Whether forwards make results NaN of batch entries with a wrong number of keys or offset."""
 
     def why_no_device(self, device: torch.device) -> str | None:
         """Why the kernels cannot run on ``device``, or None."""

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import triton
 
 from attndsl.errors import BackendError
+from attndsl.ir import leaf_names
 from attndsl.logs import LOG
 from attndsl.passes.print_ir import short_form
 
@@ -22,6 +23,7 @@ from .arguments import arguments_of
 from .compile import Executable, build, compile_kernel, module_of, record, restore, with_launcher
 from .config import MAX_SPILLS, MAX_SPILLS_OF_HALF, Config, is_hopeless
 from .heads import TAIL, headed
+from .kept_lists import KeptLists
 from .machine import current_machine
 from .side_by_side import Compilations
 from .tile_lists import LIST_CHUNK, STATISTICS_ROWS, ListKernels
@@ -92,6 +94,8 @@ class Modules:
         self._compilations = Compilations()
         self._begun: dict[_Place, _Module] = {}
         """Modules whose kernels are being compiled, and that nobody has asked for."""
+        self.kept_lists = KeptLists()
+        """Of the masks whose tiles have no closed form."""
         self.built = 0
         """Kernels compiled (or taken into the interpreter) by this object so far."""
 
@@ -169,7 +173,13 @@ class Modules:
                 for listing in listings
             }
         assert job.kernel.loop is not None
-        return ListKernels(executables, job.kernel.parts_of_lists(job, config), job.kernel.loop)
+        return ListKernels(
+            executables,
+            job.kernel.parts_of_lists(job, config),
+            job.kernel.loop,
+            tuple(sorted(leaf_names(job.lowered.program.mask))),
+            self.kept_lists,
+        )
 
     def _start_lists(
         self, job: Job, config: Config, machine: Machine, device: torch.device

@@ -6,6 +6,7 @@ Sizes of all buffers follow from the lengths alone, so that a CUDA graph can hol
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from ..base import Call
     from ..emit.facts import KernelFacts
     from .compile import Executable
+    from .kept_lists import KeptLists
     from .layout import Layout
 
 STATISTICS_ROWS = 64
@@ -41,6 +43,16 @@ class ListKernels:
     """Of how many parts of a query tile's rows lists tell: the tiles of these are found."""
     loop: Direction
     """Of the kernel that reads the lists."""
+    names: tuple[str, ...]
+    """Of the tensors and params that the mask reads."""
+    kept: KeptLists
+    """What earlier calls made."""
+
+    def place(self) -> tuple[object, ...]:
+        """What tells these lists from those of other kernels."""
+        # Of the four kernels this one has all sizes of tiles among its constants.
+        classify = self.executables["classify"]
+        return classify.kernel, classify.constants, self.parts, self.loop.along
 
 
 def find_kinds(
@@ -92,7 +104,26 @@ def lists_of(layout: Layout, lowered: Lowered, call: Call, kernel: str, stream: 
     kernels = layout.lists.get(kernel)
     if kernels is None:
         return []
-    return list_arguments(kernels, lowered.sparsity, layout.facts, call, stream)
+    make = partial(list_arguments, kernels, lowered.sparsity, layout.facts, call, stream)
+    if call.within_graph:
+        return kernels.kept.anew(make)
+    if call.tiles is None:
+        values = [_value(call, name) for name in kernels.names]
+        values += [origin(call.q_offset, call.q_index), origin(call.kv_offset, call.kv_index)]
+    else:
+        values = [call.tiles.kinds, call.tiles.block_m, call.tiles.block_n]
+    tensors = [x for x in values if isinstance(x, torch.Tensor)]
+    # As texts, since 0.0 and -0.0 are equal, and so are 1 and True.
+    numbers = tuple("" if isinstance(x, torch.Tensor) else repr(x) for x in values)
+    place = (
+        kernels.place(), stream, call.tiles is None, numbers,
+        call.q.shape[:3], call.k.shape[1:3], tuple(call.sizes.values()),
+    )  # fmt: skip
+    return kernels.kept.of(place, tensors, call.q.device, make)
+
+
+def _value(call: Call, name: str) -> Any:
+    return call.tensors[name] if name in call.tensors else call.params[name]
 
 
 def list_arguments(

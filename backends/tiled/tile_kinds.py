@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
     from attndsl.ir import Node
     from attndsl.passes.tiles.cells import Cell
+    from attndsl.passes.tiles.intervals import Bounds
     from attndsl.passes.tiles.plan import Direction, LoopPlan
     from attndsl.passes.tiles.sparsity import Sparsity
     from attndsl.pipeline import Lowered
@@ -79,18 +80,8 @@ def kinds_by_bounds(sparsity: Sparsity, grid: Grid) -> torch.Tensor:
     if sparsity.bounds is None or 0 in shape:
         return torch.full(shape, FULL, dtype=torch.int8, device=grid.scope.device)
     scope, bounds = grid.scope, sparsity.by_cells or sparsity.bounds
-    params = dict(scope.params)
-    for name, dim, size, values, stem in (
-        ("q", 2, grid.block_m, bounds.rows, "row"),
-        ("kv", 3, grid.block_n, bounds.columns, "column"),
-    ):
-        ends = _extremes(scope.variables[name], dim, size)
-        params[f"${name}_low"], params[f"${name}_high"] = ends
-        for number, value in enumerate(evaluate(values, scope)):
-            along = scope.variables[name].shape[dim]
-            full = value.expand(*value.shape[:dim], along, *value.shape[dim + 1 :])
-            ends = _extremes(full, dim, size)
-            params[f"${stem}{number}_low"], params[f"${stem}{number}_high"] = ends
+    by_row, by_column = ends_of(bounds, grid)
+    params = {**scope.params, **by_row, **by_column}
     for number, cell in enumerate(bounds.cells):
         ends = cell_extremes(cell, grid)
         params[f"$cell{number}_low"], params[f"$cell{number}_high"] = ends
@@ -102,6 +93,34 @@ def kinds_by_bounds(sparsity: Sparsity, grid: Grid) -> torch.Tensor:
         assert sparsity.mask is not None
         evaluate_tiles(sparsity.mask, grid, kinds, (kinds == PARTIAL) & ~sure)
     return kinds
+
+
+def ends_of(
+    bounds: Bounds, grid: Grid
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:  # fmt: skip
+    """Least and greatest values in the rows and in the columns of tiles, by the bounds' names.
+
+    Returns:
+        Tensors (batch or 1, heads or 1, q tiles, 1), and (batch or 1, heads or 1, 1, kv tiles).
+    """
+    scope = grid.scope
+    found: list[dict[str, torch.Tensor]] = []
+    for name, dim, size, values, stem in (
+        ("q", 2, grid.block_m, bounds.rows, "row"),
+        ("kv", 3, grid.block_n, bounds.columns, "column"),
+    ):
+        whole = scope.variables[name]
+        together = _CHUNKS.get(whole.device.type, whole.shape[dim])
+        parts: dict[str, list[torch.Tensor]] = {}
+        for part in torch.split(whole, -(-together // size) * size, dim):
+            inner = replace(scope, variables={**scope.variables, name: part})
+            for number, value in enumerate((part, *evaluate(values, inner))):
+                full = value.expand(*value.shape[:dim], part.shape[dim], *value.shape[dim + 1 :])
+                label = f"${stem}{number - 1}" if number else f"${name}"
+                for end, x in zip(("low", "high"), _extremes(full, dim, size), strict=True):
+                    parts.setdefault(f"{label}_{end}", []).append(x)
+        found.append({label: torch.cat(some, dim) for label, some in parts.items()})
+    return found[0], found[1]
 
 
 def cell_extremes(cell: Cell, grid: Grid) -> tuple[torch.Tensor, torch.Tensor]:
@@ -336,9 +355,11 @@ def _extremes(values: torch.Tensor, dim: int, block: int) -> tuple[torch.Tensor,
     """Least and greatest of each ``block`` along ``dim``; everything where a NaN is among them."""
     length = values.shape[dim]
     tiles = -(-length // block)
-    index = torch.arange(tiles * block, device=values.device).clamp(max=length - 1)
-    blocks = torch.unflatten(values.index_select(dim, index), dim, (tiles, block))
-    low, high = blocks.amin(dim + 1), blocks.amax(dim + 1)
+    if length % block:
+        index = torch.arange(tiles * block, device=values.device).clamp(max=length - 1)
+        values = values.index_select(dim, index)
+    blocks = torch.unflatten(values, dim, (tiles, block))
+    low, high = torch.aminmax(blocks, dim=dim + 1)
     if values.is_floating_point():
         strange = blocks.isnan().any(dim + 1)
         low = low.masked_fill(strange, -torch.inf)

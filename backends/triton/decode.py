@@ -42,6 +42,7 @@ class Decode(Portable):
     name = NAME
     kernels: tuple[Kernel, ...] = KERNELS
     fixed: tuple[FixedKernel, ...] = ()
+    marks_entries = True
 
     def __init__(self, in_one_tile: bool = False) -> None:
         """Make it; ``in_one_tile`` leaves calls to others whose heads' rows are several tiles."""

@@ -1,6 +1,6 @@
 """Shapes of the kernels for few rows: which rows are one tile, and how keys are shared out.
 
-The sizes are those of a counting of bytes (``docs/kernels.md``) until a GPU has measured them.
+The sizes are those of a search on an H100 (``docs/kernels.md``).
 
 Non-goals: which calls have so few rows.
 """
@@ -29,6 +29,9 @@ _PROGRAMS_OF_FP8 = 2 * PROGRAMS
 LEAST_PARTS, MOST_PARTS = 16, 128
 """Of one unit, if it has so many tiles. More than the first only where there are few units: they
 take longer to merge, and write more."""
+TILES_OF_PART = 2
+"""That a program takes at least, if there are so many: it loads them together, and each more takes
+1.4 us where keys are few (H100, D128)."""
 PARTS_AT_ONCE = 16
 """Of those that are merged, so that their loads wait for memory together."""
 TOKENS_AT_ONCE = REQUESTS_AT_ONCE = 32
@@ -99,14 +102,6 @@ def members_of(heads_of_key: int, together: bool) -> int:
     )
 
 
-def tiles_of_part(config: Config) -> int:
-    """How many tiles of keys a program takes at least, if there are so many.
-
-    One more than it loads ahead. Its own sums are then a small part of what it reads.
-    """
-    return config.stages + 1
-
-
 def programs_of(facts: KernelFacts) -> int:
     """Programs of one batch entry, where they are few."""
     return PROGRAMS if facts.pages is None or facts.pages.dtype != FP8_TYPE else _PROGRAMS_OF_FP8
@@ -122,7 +117,7 @@ def most_parts(kv_len: int, units: int, config: Config, programs: int = PROGRAMS
         programs: Of one batch entry, where they are few.
     """
     most = min(max(programs // units, LEAST_PARTS), MOST_PARTS)
-    return max(1, min(most, -(-kv_len // (config.block_n * tiles_of_part(config)))))
+    return max(1, min(most, -(-kv_len // (config.block_n * TILES_OF_PART))))
 
 
 def lines_at_once(shape: Shape, width: int) -> int:

@@ -58,6 +58,7 @@ class Portable:
     kernels: tuple[Kernel, ...] = KERNELS
     fixed: tuple[FixedKernel, ...] = FIXED
     tells_places = False
+    marks_entries = False
 
     def why_no_device(self, device: torch.device) -> str | None:
         """See :class:`~..kernels.kernel.Family`."""

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import partial, reduce
 from typing import TYPE_CHECKING, Any
 
-from attndsl.ir import Op, mentions
+from attndsl.ir import NO_ENTRIES, DType, Op, const, load, mentions, node, size, var
+from attndsl.passes.widths import POSITION_LIMIT
 
-from ..emit.device_functions import param_values, parameters, record_of_given
-from ..emit.expression import made_field
+from ..emit.device_functions import (
+    HEAD,
+    param_values,
+    parameters,
+    program_function,
+    record_of_given,
+)
+from ..emit.expression import made_field, print_expressions
 from ..emit.facts import FP8_TYPE, block_widths
 from ..emit.loops import LIST_PARAMETERS, print_loop
 from ..emit.template import Products, fill_template
@@ -17,18 +26,19 @@ from .decode_tiles import (
     MOST_PARTS,
     PARTS_AT_ONCE,
     REQUESTS_AT_ONCE,
+    TILES_OF_PART,
     TOKENS_AT_ONCE,
     Shape,
     lines_at_once,
     programs_of,
-    tiles_of_part,
 )
 from .generate import constants, flags_of_program, functions_of_program, sink_of_program
 
 if TYPE_CHECKING:
-    from attndsl.ir import Node
+    from attndsl.ir import Node, Program
     from attndsl.passes.tiles.plan import LoopPlan
 
+    from ..emit.facts import KernelFacts
     from ..kernels.config import Config
     from ..kernels.kernel import Job
 
@@ -39,9 +49,10 @@ def decode_text(shape: Shape, job: Job, config: Config, loop: LoopPlan, products
     program = lowered.program
     functions, helpers = functions_of_program(lowered, facts)
     sink, used = sink_of_program(program, facts)
+    wrong, more = _wrong_entries(program, facts)
     assert kernel.loop is not None
     values = param_values(facts, scalar=True)
-    loops, more = print_loop(kernel.loop_name, kernel.loop.along, loop, values, facts.names())
+    loops, found = print_loop(kernel.loop_name, kernel.loop.along, loop, values, facts.names())
     listed = loop.listed is not None
     flags: dict[str, Any] = {
         **flags_of_program(program, facts),
@@ -49,12 +60,13 @@ def decode_text(shape: Shape, job: Job, config: Config, loop: LoopPlan, products
         "ROWS": shape.rows,
         "GROUP": shape.group,
         "LINES": shape.lines,
-        "TILES_OF_PART": tiles_of_part(config),
+        "TILES_OF_PART": TILES_OF_PART,
         "PROGRAMS": programs_of(facts),
         "LEAST_PARTS": LEAST_PARTS,
         "MOST_PARTS": MOST_PARTS,
         "PARTS_AT_ONCE": PARTS_AT_ONCE,
         "LINES_AT_ONCE": lines_at_once(shape, block_widths(facts)[1]),
+        "MARKED": program.entries != NO_ENTRIES,
         "PEELED": _is_looked_up(program.mask),
         "FORWARD_HAS_FULL": listed or bool(loop.full),
         "FORWARD_HAS_PARTIAL": listed or bool(loop.partial),
@@ -74,11 +86,34 @@ def decode_text(shape: Shape, job: Job, config: Config, loop: LoopPlan, products
     made = () if pages is None else pages.made
     fields = [*given, *(made_field(name) for name, _ in made)]
     values = [*given, *(what for _, what in made)]
+    texts = [record_of_given(fields), *functions, sink, wrong, *loops]
+    used |= helpers | found | more
     return fill_template(
-        __package__, kernel.templates, (kernel.entry,),
-        [record_of_given(fields), *functions, sink, *loops], helpers | used | more, flags, given,
+        __package__, kernel.templates, (kernel.entry,), texts, used, flags, given,
         {"values": wrapped(values)},
     )  # fmt: skip
+
+
+def _wrong_entries(program: Program, facts: KernelFacts) -> tuple[str, set[str]]:
+    """The function that tells which entries are wrong, and the library functions that it uses."""
+    doc = "Whether a batch entry has a number of keys or an offset that cannot be."
+    ranges = [(program.entries.lengths, const(0), size("kv_len"))]
+    most = node(Op.SUB, const(POSITION_LIMIT - 1), size("q_len"))
+    ranges.append((program.entries.starts, node(Op.NEG, most), most))
+    # What no expression reads is no argument, and decides nothing.
+    read = {capture.name for capture in facts.captures}
+    wrong = []
+    for name, low, high in ranges:
+        if name in read:
+            number = load(name, DType.INT, var("b"))
+            wrong.append(node(Op.OR, node(Op.LT, number, low), node(Op.LT, high, number)))
+    if not wrong:
+        return program_function("is_wrong", HEAD, facts, doc, ["return False"], False), set()
+    printed = print_expressions(
+        (reduce(partial(node, Op.OR), wrong),), replace(facts.names(), scalar=True)
+    )
+    body = [*printed.lines, f"return {printed.results[0]}"]
+    return program_function("is_wrong", HEAD, facts, doc, body, False), set(printed.helpers)
 
 
 def _is_looked_up(mask: Node | None) -> bool:

@@ -243,6 +243,7 @@ class NotActive(AbsentGPU):
         if target not in TARGETS:
             super().__init__(target)
         self.launchers, self.without_launchers = {}, "nothing is compiled"
+        self.twins = {}
 
     def activate(self) -> None:
         pass

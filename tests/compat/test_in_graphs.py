@@ -166,3 +166,24 @@ def test_what_cannot_be_constant_is_refused(compiled):
         compiled(lambda q: attndsl.compile(text, g=q[0, :, 0, 0])(q, q, q))(rows())
     with pytest.raises(Exception, match="'wrong' is not declared"):
         compiled(lambda q: attndsl.compile("mask = wrong")(q, q, q))(rows())
+
+
+OPTIONAL = "tensor gain[heads]: float = none\nscore = score * gain[h]\nmask = {}"
+
+
+def test_graphs_call_the_program_without_what_is_left_out(compiled):
+    """Each program its own, although the same graph might be asked to serve it."""
+    gain = torch.tensor([0.5, 2.0])
+    programs = [
+        attndsl.compile(OPTIONAL.format(mask), backend="cpu") for mask in ("causal()", "q - kv < 3")
+    ]
+    function = compiled(lambda program, q, gain: program(q, q, q, gain=gain))
+    for program in (*programs, programs[0]):
+        for given in (None, gain[:1]):
+            results = []
+            for call in (function, lambda program, q, gain: program(q, q, q, gain=gain)):
+                q = rows()
+                out = call(program, q, given)
+                results.append((out, *torch.autograd.grad(out.square().sum(), q)))
+            torch.testing.assert_close(*results)
+    assert len(compiled.graphs) == 4

@@ -104,7 +104,7 @@ class Served:
         both = torch.cat((k, v), -1).transpose(1, 2)
         keys = [each[:n] for each, n in zip(both, lengths.tolist(), strict=True)]
         pool, table = in_pages(keys or [both.new_zeros(1, *both.shape[2:])], page)
-        wide = torch.zeros(batch, k.shape[2] // page, dtype=torch.int32)
+        wide = table.new_zeros(batch, k.shape[2] // page)
         wide[:, : table.shape[1]] = table[:batch, : wide.shape[1]]
         cache = attndsl.PagedCache(pool[..., :dim], pool[..., dim:], wide, lengths)
         packed = q.new_full((batch * rows, heads, dim), torch.nan)
@@ -113,7 +113,11 @@ class Served:
             packed[ends[b] : ends[b + 1]] = q[b, :, rows - count :].transpose(0, 1)
         packed[ends[-1] :] = 0
         found = self.attention.serve(
-            packed, cache, torch.tensor(ends), most_queries=self.most_queries, **arguments
+            packed,
+            cache,
+            torch.tensor(ends, device=q.device),
+            most_queries=self.most_queries,
+            **arguments,
         )
         dense = []
         for part in found if return_lse else (found,):

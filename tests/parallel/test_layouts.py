@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -10,7 +12,6 @@ import attndsl
 from attndsl.errors import ArgumentError
 from attndsl.parallel.costs import Machine, Shape, costs_of
 from attndsl.parallel.layouts import (
-    Demand,
     choose_layout,
     chunk_size,
     fetched_by,
@@ -18,7 +19,7 @@ from attndsl.parallel.layouts import (
     load_of,
     step_cost,
 )
-from attndsl.parallel.planning import demand_of, mask_names
+from attndsl.parallel.planning import mask_names, sight_key, sight_of, weighed
 from attndsl.parallel.report import report
 from attndsl.parallel.routes import figures_of, groups_for, table_of
 
@@ -28,7 +29,8 @@ SHAPE = Shape(1, 64, 8)
 
 def demand(text, length, ranks, **captures):
     attention = attndsl.compile(text)
-    return demand_of(attention, length, chunk_size(length, ranks), SHAPE, captures, Machine())
+    sight = sight_of(attention, length, chunk_size(length, ranks), SHAPE, captures)
+    return weighed(sight, SHAPE, Machine())
 
 
 def documents(length, median):
@@ -69,6 +71,31 @@ def test_all_processes_name_the_captures_of_a_mask_in_one_order():
     assert mask_names(attndsl.compile(text)) == tuple(sorted(names))
 
 
+def test_what_rows_see_is_found_again_for_other_masks_alone():
+    """The mask's text and numbers, elements of its tensors, and sizes that it may depend on."""
+    doc = torch.arange(512) // 100
+
+    def key(text, shape=SHAPE, **captures):
+        return sight_key(attndsl.compile(text), 128, shape, captures)
+
+    other = Shape(2, 32, 4, 64)
+    assert key(DOCUMENTS, doc=doc) == key(DOCUMENTS, other, doc=doc.clone())
+    assert key(DOCUMENTS, doc=doc) != key(DOCUMENTS, doc=doc // 2)
+    assert key(DOCUMENTS, doc=doc) != key(DOCUMENTS, doc=doc.float())
+    assert key("causal()") == key("causal()", other)
+    assert key("causal()") != key("q > kv")
+    window = "param n: int\nmask = causal() and q - kv < n"
+    assert key(window, n=9) == key(window, other, n=np.int64(9)) != key(window, n=8)
+    for text, changed in (
+        ("q - kv < 9 * (h + 1)", Shape(1, 32, 8)), ("q - kv < heads", Shape(1, 32, 8)),
+        ("q - kv < kv_heads", Shape(1, 64, 4)), ("q - kv < batch", Shape(2, 64, 8)),
+        ("q - kv < head_dim", Shape(1, 64, 8, 64)),
+    ):  # fmt: skip
+        assert key(text) != key(text, changed), text
+    by_batch = "tensor doc[batch, kv_len]: int\nmask = doc[0, q] == doc[0, kv]"
+    assert key(by_batch, doc=doc[None]) != key(by_batch, other, doc=doc[None])
+
+
 def test_auto_chooses_what_each_mask_needs():
     length, ranks = 1 << 16, 8
     for text, name in (
@@ -89,9 +116,9 @@ def test_balanced_documents():
     assert found.name == "balanced"
     load = load_of(found, asked)
     assert load.max() / load.mean() < 1.1
-    assert load.sum() == asked.reach.work.sum()
+    assert load.sum() == asked.work.sum()
     assert step_cost(found, [asked]) < 0.8 * min(step_cost(x, [asked]) for x in fixed)
-    assert fetched_by(found, asked).mean() * asked.grain < 0.2 * length
+    assert fetched_by(found, asked).mean() < 0.2 * length
     again = choose_layout("balanced", length, ranks, [asked])
     assert np.array_equal(found.owner, again.owner)
 
@@ -100,7 +127,7 @@ def test_layers_are_balanced_together():
     """Many causal layers outweigh a few windows, and the other way round."""
     length, ranks = 1 << 15, 4
     whole, local = (demand(x, length, ranks) for x in ("causal()", "causal() and q - kv < 256"))
-    few = Demand(whole.reach, whole.grain, whole.tile, whole.key, 1e-6)
+    few = replace(whole, weight=1e-6)
     assert choose_layout("auto", length, ranks, [whole, local]).name == "head_tail"
     assert choose_layout("contiguous", length, ranks, []).name == "contiguous"
     cost = [
@@ -155,7 +182,7 @@ def test_figures():
     assert figures.received.sum() == figures.gathered * ranks / 2
     assert figures.gathered == 3 * 1024 * 8 * 256 * (2 + 2 + 4)
     heads = figures_of(layout, asked, 4, costs, 0.0)
-    assert heads.work.tolist() == [int(asked.reach.work.sum()) // 4] * 4
+    assert heads.work.tolist() == [int(asked.work.sum()) // 4] * 4
     assert heads.fetched.tolist() == [3072] * 4
     assert groups_for(4, 64, 8) == (1, 2, 4)
     assert groups_for(3, 64, 8) == (1,)

@@ -52,7 +52,7 @@ def write_bundle(folder: Path, contents: dict[str, bytes] | None = None, **chang
     manifest = {
         "format": bundles.FORMAT, "targets": ["cuda:80"], "attndsl": here.attndsl,
         "fingerprint": here.fingerprint, "triton": here.triton, "python": here.python,
-        "driver": None,
+        "driver": None, "twins": {},
         "files": {
             name: {"bytes": len(x), "sha256": hashlib.sha256(x).hexdigest()}
             for name, x in contents.items()
@@ -145,6 +145,13 @@ def test_the_first_bundle_that_has_an_entry_gives_it(store, folder, tmp_path, mo
     paths = [tmp_path / "empty", tmp_path / "second", folder]
     monkeypatch.setenv("ATTNDSL_BUNDLES", os.pathsep.join(map(str, paths)))
     assert store.load(KEY).source == "x = 2\n"
+
+
+def test_a_launcher_is_found_by_either_name_of_the_platform(store, folder, tmp_path) -> None:
+    write_bundle(folder, twins={"KEY": "TWIN"})
+    assert store.load(KEY) is not None
+    found = sorted(path.parent.name for path in (tmp_path / "tc").glob("*/launcher*"))
+    assert found == ["KEY", "TWIN"]
 
 
 def test_a_launcher_of_another_python_is_left(store, folder, tmp_path) -> None:
@@ -246,6 +253,10 @@ MANIFESTS = {
         "files": {f"code/{n}/x.cubin": {"bytes": 1 << 28, "sha256": "0" * 64} for n in range(17)}
     },
     "another driver": {"driver": "launchers/x/y.so"},
+    "twins of no names": {"twins": {"KEY": "../x"}},
+    "twins of paths": {"twins": {"a/b": "x"}},
+    "twins of numbers": {"twins": {"KEY": 3}},
+    "a list of twins": {"twins": ["KEY"]},
     "versions of no text": {"triton": 3},
     "control characters": {"triton": "\x1b[31m"},
     "a long version": {"triton": "3" * 1000},

@@ -63,6 +63,48 @@ def test_bounds_stand_in_where_there_are_too_many_pairs(monkeypatch):
         attention.reach(600, 600, x=x)
 
 
+LOOKED_UP = {
+    "tensor doc[kv_len]: int\nmask = causal() and doc[q] == doc[kv]": {"doc": DOC},
+    "tensor doc[batch, kv_len]: int\nmask = doc[b, q] == doc[b, kv]": {
+        "doc": torch.stack([DOC, torch.arange(700) // 40])
+    },
+    "tensor w[kv_len]: float\nmask = causal() and (w[kv] > 0.99 or q - kv < 9 * (h + 1))": {
+        "w": torch.rand(700, generator=torch.Generator().manual_seed(0))
+    },
+    "tensor w[kv_len]: float\nmask = w[kv] + w[q] > 1.99": {
+        "w": torch.rand(700, generator=torch.Generator().manual_seed(1))
+    },
+    "tensor doc[kv_len]: int\nmask = doc[q] > doc[kv]": {"doc": torch.zeros(700).long()},
+    "tensor doc[kv_len]: int\nmask = doc[q] >= doc[kv]": {"doc": torch.zeros(700).long()},
+}
+
+
+@pytest.mark.parametrize("text", LOOKED_UP)
+@pytest.mark.parametrize("block", [(4, 4), (5, 3), (64, 64), (700, 1), (1, 700), (1000, 1000)])
+def test_squares_leave_out_what_a_map_leaves_out(text, block, monkeypatch):
+    """Tiles looked at from large squares to small ones, and some at once, as in a whole map."""
+    from attndsl.backends.tiled import live_tiles
+    from attndsl.runtime import reach as module
+
+    attention, captures = attndsl.compile(text), LOOKED_UP[text]
+    monkeypatch.setattr(module, "_MOST_PAIRS", 1)
+    found = []
+    for sparse, together in ((0.0, 1 << 22), (1.0, 1 << 22), (1.0, 999)):
+        monkeypatch.setattr(live_tiles, "_SPARSE", sparse)
+        monkeypatch.setattr(module, "_TILES_AT_ONCE", together)
+        found.append(attention.reach(700, 700, *block, heads=2, captures=captures))
+    for reach in found[1:]:
+        assert reach.work.tolist() == found[0].work.tolist()
+        for rows, wanted in ((reach.starts, found[0].starts), (reach.stops, found[0].stops)):
+            assert rows.tolist() == wanted.tolist()
+    live = attention.mask(700, 700, heads=2, captures=captures).flatten(0, 1).any(0)
+    for row in range(len(found[0].work)):
+        seen = torch.zeros(700, dtype=torch.bool)
+        for start, stop in found[0].ranges(row):
+            seen[start:stop] = True
+        assert not (live[row * block[0] : (row + 1) * block[0]].any(0) & ~seen).any()
+
+
 def test_no_rows():
     attention = attndsl.compile("causal()")
     assert attention.reach(0, 10).work.shape == (0,)

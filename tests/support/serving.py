@@ -53,8 +53,8 @@ def in_pages(rows: Sequence[torch.Tensor], page: int) -> tuple[torch.Tensor, tor
     counts = [-(-len(each) // page) for each in rows]
     pages = sum(counts) + 2
     order = torch.randperm(pages).tolist()
-    pool = torch.full((pages, page, *rows[0].shape[1:]), torch.nan, dtype=rows[0].dtype)
-    table = torch.full((len(rows), max(counts) + 1), 1 << 29, dtype=torch.int32)
+    pool = rows[0].new_full((pages, page, *rows[0].shape[1:]), torch.nan)
+    table = torch.full((len(rows), max(counts) + 1), 1 << 29, dtype=torch.int32, device=pool.device)
     for b, each in enumerate(rows):
         for i in range(counts[b]):
             part = each[i * page : (i + 1) * page]

@@ -327,6 +327,81 @@ def faults(group: ProcessGroup) -> None:
     _told(lambda: call(*own, n=9 if odd else 8), "rank 1 has another set of params")
 
 
+def arguments_of_one_rank(group: ProcessGroup) -> None:
+    """What one rank alone gives wrongly is told of on all ranks, be it of the wrong type."""
+    odd, window = dist.get_rank(group) == 1, attndsl.compile("causal() and q - kv < 9")
+    cp, whole = ContextParallel(group), _whole()
+
+    def told(words: str, wrong: Callable[[], Any], right: Callable[[], Any]) -> None:
+        _told(wrong if odd else right, f"rank 1 could not plan|{words}")
+
+    def good() -> None:
+        cp.plan(L, window)
+
+    for words, arguments in (
+        ("a str is given for a program: 'causal", (L, "causal()")),
+        ("a NoneType is given for a program", (L, [window, None])),
+        ("a type is given for a program", (L, type(window))),
+        ("has 'many' rows", ("many", window)),
+        ("has 1.5 rows", (1.5, window)),
+    ):
+        told(words, lambda arguments=arguments: cp.plan(*arguments), good)
+    told("shape is 3", lambda: cp.plan(L, window, shape=3), good)
+    told("shape is Shape.batch=0", lambda: cp.plan(L, window, shape=Shape(0)), good)
+    told("seed is a str", lambda: cp.plan(L, window, seed="1"), good)
+    told("captures is a list", lambda: cp.plan(L, window, captures=[1]), good)
+    told(
+        "along dim 9", lambda: cp.shard(whole[0], 9, window), lambda: cp.shard(whole[0], 2, window)
+    )
+    told("dims name 'b'", lambda: cp.shard({"a": whole[0]}, {"b": 2}, window), good)
+    doc = attndsl.compile("tensor doc[kv_len]: int\nmask = doc[q] == doc[kv]")
+    ids = torch.arange(L) // (100 + odd)
+    _told(lambda: cp.plan(L, doc, doc=ids), "rank 1 has another set of masks")
+    _told(lambda: cp.plan(L, doc, doc=ids[:9] if odd else ids), "rank 1 could not plan|doc")
+    good()
+    own = _rows(cp, *whole)
+    told("this rank holds", lambda: cp(window)(*whole), lambda: cp(window)(*own))
+    told("nonsense", lambda: cp(window)(*own, nonsense=1), lambda: cp(window)(*own))
+    _told(lambda: good() if odd else cp(window)(*own), "rank 1 has another step")
+    cp(window)(*own)
+
+
+def early_shards(group: ProcessGroup) -> None:
+    """Rows of a shard are never taken for those of the next one's layout."""
+    text = "tensor doc[kv_len]: int\nmask = causal() and doc[q] == doc[kv]"
+    attention, whole = attndsl.compile(text), _whole()
+    cp = ContextParallel(group, "balanced")
+    first, second = (torch.arange(L) // size for size in (L, 64))  # Head-tail, and contiguous.
+
+    def shard(doc: torch.Tensor) -> list[torch.Tensor]:
+        return [cp.shard(x, 2, attention, doc=doc) for x in whole]
+
+    own = shard(first)
+    _told(lambda: shard(second), "no call has taken the rows")
+    found = cp(attention)(*own, doc=first)
+    assert torch.equal(found, cp.shard(attention(*whole, doc=first), 2))
+    shard(second)
+    cp.plan(L, attention, doc=first)  # Says that those rows are not wanted.
+    own = _leaves(shard(first))
+    for reentrant in (False, True):
+        out = checkpoint(
+            lambda *x: cp(attention)(*x, doc=first), *own, use_reentrant=reentrant
+        ).sum()  # fmt: skip
+        shard(second)
+        _told(out.backward, "makes a call again whose rows are of an earlier shard")
+        cp.plan(L, attention, doc=first)
+        shard(first)
+    # Another batch of the same layout changes nothing, but what is drawn.
+    window = attndsl.compile("mask = q - kv < 9; weights = dropout(softmax(score), 0.1)")
+    cp = ContextParallel(group)
+    own = _leaves([cp.shard(x, 2, window, seed=3) for x in whole])
+    cp.shard(whole[0], 2, window, seed=4)
+    out = checkpoint(lambda *x: cp(window)(*x, seed=cp.seed(0)), *own, use_reentrant=False).sum()
+    out.backward(retain_graph=True)
+    cp.shard(whole[0], 2, window, seed=5)
+    _told(out.backward, "whose seed was 4, and the seed is 5")
+
+
 def refusals(group: ProcessGroup) -> None:
     attention = attndsl.compile("causal()")
     own = _whole()
@@ -482,7 +557,7 @@ def bytes_sent(group: ProcessGroup) -> list[int]:
 CASES = (
     checkpointing, second_derivatives, second_derivatives_of_sums, heads_of_dtensors, compiled,
     compiled_looks_nothing_up, fsdp, positions_and_unshard, autocast, declared_captures,
-    mixed_exchange, faults, refusals, documents_by_batch, changed_masks,
-    one_row, few_rows,
+    mixed_exchange, faults, arguments_of_one_rank, early_shards, refusals, documents_by_batch,
+    changed_masks, one_row, few_rows,
 )  # fmt: skip
 JOBS: dict[str, Any] = {job.__name__: job for job in (*CASES, words, bytes_sent)}

@@ -162,9 +162,13 @@ def empty_softmax(COUNT: tl.constexpr):
 
 
 @triton.jit
-def store_results(softmax, out, lse, rows, head, sizes, given):
+def store_results(softmax, out, lse, rows, places, sizes, given):
     """Write a tile's output and log-sum-exp."""
+    head = places.heads
     result, logarithm = results_of(softmax, head, sizes, given)
+    if MARKED:
+        result = tl.where(places.wrong, float("nan"), result)
+        logarithm = tl.where(places.wrong, float("nan"), logarithm)
     places, exist = addresses_of(out, head.b, rows, DV, BLOCK_DV)
     tl.store(places, result.to(out.base.dtype.element_ty), mask=exist)
     line = (head.b * sizes.heads + rows.h).to(tl.int64) * sizes.q_len + rows.query
@@ -178,8 +182,9 @@ def store_merged(room, parts, out, lse, places, members, sizes, given):
         numbers = line + tl.arange(0, LINES_AT_ONCE)
         rows = packed_rows(numbers, places.tile * BLOCK_M, places.head.h, members, sizes)
         softmax = merged(room, numbers, parts, rows.exists)
-        head = Head(places.head.b, rows.h[:, None], places.head.hkv)
-        store_results(softmax, out, lse, rows, head, sizes, given)
+        heads = Head(places.head.b, rows.h[:, None], places.head.hkv)
+        own = UnitPlaces(places.tile, places.head, heads, places.wrong)
+        store_results(softmax, out, lse, rows, own, sizes, given)
 
 
 @triton.jit
@@ -233,14 +238,14 @@ def attention_decode(
     else:
         factor = scale * LOG2E
     part = PartOfTiles(number * taken, tl.minimum((number + 1) * taken, live))
-    places = UnitPlaces(tile, first, head)
+    places = UnitPlaces(tile, first, head, is_wrong(first, sizes, given))
     softmax = attend_part(
         empty_softmax(ROWS), q_tile, q, keys, Factors(scale, factor), visits, part, places, sizes,
         shift, given,
     )
     out = Tensor(OUT, stride_ob, stride_oh, stride_om)
     if parts == 1:
-        store_results(softmax, out, LSE, rows, head, sizes, given)
+        store_results(softmax, out, LSE, rows, places, sizes, given)
         return
     unit = b * tl.num_programs(1) + tl.program_id(1)
     room = room_of(PARTS, unit, batch * tl.num_programs(1), tl.num_programs(0))

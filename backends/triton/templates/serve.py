@@ -273,10 +273,10 @@ def attention_serve(
     if K_IN_FP16:
         q_tile, of_rows = rows_in_fp16(q_tile)
     part = PartOfTiles(number * taken, tl.minimum((number + 1) * taken, live))
-    places = UnitPlaces(tile, first, head)
+    places = UnitPlaces(tile, first, head, False)
     softmax = attend_part_of_pages(
-        empty_softmax(ROWS), q_tile, q, keys, RowFactors(scale, factor, of_rows), visits, part, places, sizes,
-        shift, given,
+        empty_softmax(ROWS), q_tile, q, keys, RowFactors(scale, factor, of_rows), visits, part,
+        places, sizes, shift, given,
     )
     if parts == 1:
         store_tokens(softmax, out, LSE, rows, begin, head, sizes, given)

@@ -21,8 +21,8 @@ def test_other_targets_are_refused(target):
 @pytest.fixture
 def compiles(monkeypatch):
     """Kernels are compiled, as Triton says."""
-    runtime = SimpleNamespace(interpret=False)
-    monkeypatch.setattr(absent, "triton", SimpleNamespace(knobs=SimpleNamespace(runtime=runtime)))
+    knobs = SimpleNamespace(runtime=SimpleNamespace(interpret=False), build=triton.knobs.build)
+    monkeypatch.setattr(absent, "triton", SimpleNamespace(knobs=knobs))
 
 
 def test_the_interpreter_is_refused(monkeypatch, compiles):
@@ -69,6 +69,50 @@ def test_what_a_compiler_made_is_found_and_not_loaded(compiles, monkeypatch, tmp
     assert path.read_bytes() == b"library"
     assert made == []  # Each is left where it would be loaded.
     assert manager("KEY").get_file("launcher.so") == str(path)  # Others get it as ever.
+
+
+@pytest.mark.parametrize(
+    ("own", "other"),
+    [
+        ("x86_64,Linux,64bit,ELF", "x86_64,Linux,64bit,"),
+        ("aarch64,Linux,64bit,", "aarch64,Linux,64bit,ELF"),
+    ],
+)
+def test_a_launcher_has_a_name_on_machines_that_know_less(
+    own, other, compiles, monkeypatch, tmp_path
+):
+    """Its name has what the command ``file`` says, where that is there."""
+    from triton.runtime import build
+
+    monkeypatch.setattr(triton.knobs.cache, "dir", str(tmp_path))
+    monkeypatch.setattr(build, "platform_key", lambda: own)
+    gpu = AbsentGPU("cuda:90")
+    monkeypatch.setattr(gpu, "without_launchers", "")
+    manager = absent._finding(gpu._asked)
+    compiled = []
+
+    def make():
+        name = build.platform_key().replace(",", "-")
+        cache = manager(name)
+        if cache.get_file("launcher.so") is None:
+            if triton.knobs.build.impl is None:
+                compiled.append(name)
+                library = b"library"
+            else:
+                with open(triton.knobs.build.impl("launcher", "x.c", "", [], [], []), "rb") as file:
+                    library = file.read()
+            cache.put(library, "launcher.so", binary=True)
+        raise AssertionError("loaded")
+
+    gpu._find("first", make)
+    assert gpu.twins == {own.replace(",", "-"): other.replace(",", "-")}
+    assert compiled == [own.replace(",", "-")]
+    assert build.platform_key() == own
+    assert triton.knobs.build.impl is None
+
+
+def test_other_systems_have_one_name():
+    assert absent._other_platform("arm64,Darwin,64bit,Mach-O") is None
 
 
 def test_a_compiler_that_fails_is_told_once(compiles, monkeypatch):

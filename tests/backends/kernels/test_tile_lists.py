@@ -102,3 +102,22 @@ def test_lists_tell_of_parts_of_rows(device, block_m, parts, length):
             assert [first, behind] == ([there[0], there[-1] + 1] if there else [along, 0])
             some_tell |= bool(there) and behind - first < len(partial)
     assert some_tell == (parts > 1)
+
+
+def test_lists_of_other_tile_sizes_are_others(device):
+    """By what kept lists are found: all that the kernels depend on, and the same each time."""
+    text = "tensor seg[kv_len]: int\nmask = q >= kv and seg[q] == seg[kv]"
+    lowered = lowered_of(text)
+    call = call_of(lowered, 64, 64, seg=torch.arange(64) // 20)
+    q = torch.empty(1, 1, 64, 1, device=device)
+    call = call._replace(q=q, k=q, v=q, tensors={"seg": call.tensors["seg"].to(device)})
+    facts, modules = facts_of(lowered.program, call), Modules(default_cache())
+
+    def place(*sizes, of=lowered):
+        return lists_of_size(modules, of, facts, torch.device(device), *sizes).place()
+
+    sizes = [(32, 16), (16, 32), (32, 32), (64, 32, 2), (32, 32, 2)]
+    places = [place(*each) for each in sizes]
+    places.append(place(32, 16, of=lowered_of(text.replace(">=", ">"))))
+    assert len(set(places)) == len(places)
+    assert place(32, 16) == places[0]
