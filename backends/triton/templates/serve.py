@@ -275,8 +275,8 @@ def attention_serve(
     part = PartOfTiles(number * taken, tl.minimum((number + 1) * taken, live))
     places = UnitPlaces(tile, first, head, False)
     softmax = attend_part_of_pages(
-        empty_softmax(ROWS), q_tile, q, keys, RowFactors(scale, factor, of_rows), visits, part, places, sizes,
-        shift, given,
+        empty_softmax(ROWS), q_tile, q, keys, RowFactors(scale, factor, of_rows), visits, part,
+        places, sizes, shift, given,
     )
     if parts == 1:
         store_tokens(softmax, out, LSE, rows, begin, head, sizes, given)
