@@ -30,6 +30,7 @@ from dark import themed
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "gallery.md"
 PICTURES = ROOT / "docs" / "gallery"
+TIMES = ROOT / "benchmarks" / "results" / "gallery_times.json"
 DRAWN, LONG, TILE = 64, 8192, 128
 HEADS = 8
 MEASURED_AT = {"B": 2, "H": 16, "Hkv": 16, "S": 8192, "D": 128}
@@ -230,7 +231,7 @@ def section(entry: Entry, found: Counts) -> str:
     lines.append(f"![{entry.name}: {data(entry).summary}]({relative})")
     facts = [f"- Cost at length {LONG}{_with(entry)}: {cost(entry, found)}"]
     where = entry.setting.measured
-    facts.append(f"- Measured: {measured(where) if where else 'not yet'}")
+    facts.append(f"- Measured: {measured(where) if where else timed(entry)}")
     if entry.file:
         facts.append(f"- File: `examples/{entry.file}`")
     return "\n\n".join([*lines, "\n".join(facts)])
@@ -315,6 +316,20 @@ def measured(where: str) -> str:
         f"{program}: {_ms(forward['attndsl_ms'])} ms forward, {_ms(backward['attndsl_ms'])} ms "
         f"backward; FlexAttention {_ms(forward['flex_ms'])} and {_ms(backward['flex_ms'])} ms "
         f"(`{file}.json`)"
+    )
+
+
+def timed(entry: Entry) -> str:
+    """Times of the program itself, where a committed file has them."""
+    if not TIMES.exists():
+        return "not yet"
+    found = json.loads(TIMES.read_text("utf-8"))
+    row = next((row for row in found["rows"] if row["name"] == entry.heading), None)
+    if row is None or row["text"] != entry.text or "why" in row:
+        return "not yet"
+    return (
+        f"{_ms(row['forward_ms'])} ms forward, {_ms(row['backward_ms'])} ms backward, on one "
+        f"{found['machine']} (`{TIMES.name}`)"
     )
 
 

@@ -1,5 +1,6 @@
 """What benchmarks compare is the same thing, and a row that fails costs itself alone."""
 
+import dataclasses
 import importlib.util
 import itertools
 import json
@@ -904,3 +905,16 @@ def test_accuracy_of_fp8_is_measured_and_shown(script, tmp_path):
             errors = " | ".join(f"{x['error']:.2g}" for x in same)
             name = "needle" if row["data"] == "needle" else row["program"]
             assert f"| {name} | {row['length']} | {errors} |" in page
+
+
+def test_programs_of_the_gallery_are_timed(script, monkeypatch):
+    monkeypatch.setattr("sys.path", list(sys.path))
+    times = script("gallery_times")
+    entries = times.entries()
+    for name in ("softcap", "packed_documents.py"):
+        row = times.measured(entries[name], tiny=True)
+        assert row["difference"] < 1e-5
+        assert row["forward_ms"] > 0
+        assert row["backward_ms"] > 0
+    broken = dataclasses.replace(entries["softcap"], text="score = softcap()")
+    assert "softcap" in times.measured(broken, tiny=True)["why"]

@@ -38,6 +38,22 @@ def script(monkeypatch):
     return load
 
 
+def test_times_of_the_gallery_are_those_of_its_programs(script, monkeypatch, tmp_path):
+    gallery = script("gallery")
+    entry = gallery.prelude_entries()[0]
+    monkeypatch.setattr(gallery, "TIMES", tmp_path / "gallery_times.json")
+    assert gallery.timed(entry) == "not yet"
+    row = {"name": entry.name, "text": entry.text, "forward_ms": 1.2345, "backward_ms": 2.0}
+    for change, said in (
+        ({}, "1.23 ms forward, 2 ms backward, on one GPU X (`gallery_times.json`)"),
+        ({"text": "another"}, "not yet"),
+        ({"name": "another"}, "not yet"),
+        ({"why": "no memory"}, "not yet"),
+    ):
+        gallery.TIMES.write_text(json.dumps({"machine": "GPU X", "rows": [row | change]}))
+        assert gallery.timed(entry) == said
+
+
 def test_the_gallery_is_that_of_the_prelude_and_the_examples(script):
     gallery = script("gallery")
     assert gallery.PAGE.read_text("utf-8") == gallery.page(), "run docs/gallery.py"

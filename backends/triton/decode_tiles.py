@@ -30,9 +30,9 @@ With half of them 128k keys took 295 us in place of 228 (H100, D128, one request
 LEAST_PARTS, MOST_PARTS = 16, 128
 """Of one unit, if it has so many tiles. More than the first only where there are few units: they
 take longer to merge, and write more."""
-TILES_OF_PART = 2
-"""That a program takes at least, if there are so many: it loads them together, and each more takes
-1.4 us where keys are few (H100, D128)."""
+TILES_OF_PART = 1
+"""That a program takes at least. Where keys are few each more takes 0.8 us (1,024 keys: 7.9, 8.7
+and 10.9 us with 1, 2 and 4 on an H100, D128), and where they are many it changes nothing."""
 MANY_TILES = 4
 """Of a program where a unit has more parts than :data:`LEAST_PARTS`."""
 PARTS_AT_ONCE = 16
