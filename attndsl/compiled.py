@@ -220,7 +220,9 @@ class Compiled:
             from attndsl.runtime.graph import backward_in_graph  # Imports torch.compile.
 
             found = backward_in_graph(self._request, call, scale, given, asked)
-            return found._replace(captures=gradients_of_wholes(program, call, found.captures))
+            captures = gradients_of_wholes(program, call, found.captures)
+            # Before torch 2.13 no graph can return what _replace makes.
+            return Gradients(found.q, found.k, found.v, captures)
         with pointing_into(self._source):
             check_values(program, call)
             backend, lowered, part = self._dispatched(call)

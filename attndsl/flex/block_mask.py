@@ -31,6 +31,12 @@ _BLOCKS = frozenset({
     "full_kv_indices",
 })  # fmt: skip
 """Attributes that say which pairs are live."""
+_FIELDS = tuple(
+    name for name in inspect.signature(TorchBlockMask.__init__).parameters if name != "self"
+)
+"""All attributes of torch's masks."""
+_SEPARATES = "separate_full_blocks" in inspect.signature(torch_blocks).parameters
+"""Whether torch's function knows the argument: before torch 2.13 it does not."""
 
 
 class BlockMask(TorchBlockMask):
@@ -171,10 +177,12 @@ def create_block_mask(
     """
     if torch.compiler.is_dynamo_compiling() and not compute_dq_write_order:
         # Dynamo follows torch's function. Calls go by the mask, so compilers drop the blocks.
-        more = {} if separate_full_blocks else {"separate_full_blocks": False}  # Of newer torch.
+        more = {} if separate_full_blocks or not _SEPARATES else {"separate_full_blocks": False}
         blocks = _adopt(
             torch_blocks(mask_mod, B, H, Q_LEN, KV_LEN, _device(device), BLOCK_SIZE, **more)
         )
+        if not (separate_full_blocks or _SEPARATES):
+            blocks = _adopt(_in_one_list(blocks))
         blocks.by_mask, blocks.varies = True, (B is not None, H is not None)
         return blocks
     batch, heads = (1 if size is None else number_of(size) for size in (B, H))
@@ -287,5 +295,20 @@ def _adopt(other: TorchBlockMask) -> BlockMask:
     if isinstance(other, BlockMask):
         return other
     made = BlockMask.__new__(BlockMask)
-    made.__dict__.update(other.__dict__)
+    # One by one, since Dynamo follows no change of a whole __dict__ before torch 2.13.
+    for name in _FIELDS:
+        setattr(made, name, getattr(other, name))
     return made
+
+
+def _in_one_list(blocks: BlockMask) -> TorchBlockMask:
+    """The mask with its full blocks among the others, as ``separate_full_blocks=False`` says."""
+    listed = listed_blocks(blocks.kv_num_blocks, blocks.kv_indices, blocks.kv_indices.shape[-1])
+    if blocks.full_kv_num_blocks is not None and blocks.full_kv_indices is not None:
+        columns = blocks.full_kv_indices.shape[-1]
+        listed |= listed_blocks(blocks.full_kv_num_blocks, blocks.full_kv_indices, columns)
+    numbers, indices = _ordered(listed)
+    return TorchBlockMask.from_kv_blocks(
+        numbers, indices, BLOCK_SIZE=blocks.BLOCK_SIZE, mask_mod=blocks.mask_mod,
+        seq_lengths=blocks.seq_lengths,
+    )  # fmt: skip

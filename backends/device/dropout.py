@@ -132,7 +132,7 @@ def kept_of_head(of_head, first_row, first_column, ROWS: tl.constexpr, COLUMNS: 
     keys = (first_column // 128 * 8 + tl.arange(0, BLOCKS * 8)).to(tl.uint32)[None, :]
     zeros = tl.zeros([ROWS // 2, BLOCKS * 8], tl.uint32)
     spread = begin + rows * 0xC13FA9A9 + keys * 0x91E10DA5
-    kept = tl.where(spread < fraction, zeros, ~zeros)
+    kept = tl.where(spread < fraction, zeros, zeros ^ 0xFFFFFFFF)
     words = philox4x32(
         rows + row_word + zeros, keys + key_word + zeros, word2 + zeros, word3 + zeros
     )
@@ -179,7 +179,7 @@ def kept_single_pairs(
     row_places = ((rows >> 4 << 3) + (rows & 7)).to(tl.uint32)
     key_places = ((keys >> 7 << 3) + (keys & 7)).to(tl.uint32)
     spread = begin + row_places * 0xC13FA9A9 + key_places * 0x91E10DA5
-    kept = tl.where(spread < fraction, zeros, ~zeros)
+    kept = tl.where(spread < fraction, zeros, zeros ^ 0xFFFFFFFF)
     words = philox4x32(
         row_places + row_word + zeros, key_places + key_word + zeros, word2 + zeros, word3 + zeros
     )

@@ -30,8 +30,12 @@ def _count(function, leaves, counter=None):
 
 
 def _dense(shapes):
-    """What torch's formulas count for a forward and a backward."""
-    q, k, v = shapes
+    """What torch's formulas count for a forward and a backward.
+
+    With key heads for all query heads, since torch before 2.13 counts no groups.
+    """
+    q, *others = shapes
+    k, v = ((x[0], q[1], *x[2:]) for x in others)
     out = (*q[:3], v[3])
     return sdpa_flop_count(q, k, v), sdpa_backward_flop_count(out, q, k, v)
 
