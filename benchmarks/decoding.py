@@ -186,14 +186,18 @@ def points(results: Mapping[str, Any] | None) -> str:
 
 
 def in_short(results: Mapping[str, Any] | None) -> str:
-    """A few sentences for a page on something else."""
+    """Two sentences for the README."""
     if results is None:
         return ""
-    rows = results["rows"]
+    plain = [row for row in calls(results["rows"]) if _is_plain(row)]
+    rest = [row for row in calls(results["rows"]) if not _is_plain(row)]
+    sdpa, flex = (ratios(plain, system, "device") for system in ("sdpa", "flex"))
     return (
-        f"Decoding on one {results['machine']}, {results['date']}, in a CUDA graph: with one query "
-        f"and plain scores {plain_decoding(rows)}. With more queries, a window, or requests of "
-        f"several lengths {masked_decoding(rows)}."
+        f"Decoding on one {results['machine']}, {results['date']}, device time: with one query and "
+        f"plain scores SDPA takes {span(sdpa)} times as long as attndsl and FlexAttention "
+        f"{span(flex)} times ({len(plain)} shapes, SDPA is faster at {_behind(sdpa)}). SDPA takes "
+        f"{span(ratios(rest, 'sdpa', 'device'))} times as long with more queries, a window, or "
+        "requests of several lengths."
     )
 
 

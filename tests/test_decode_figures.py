@@ -186,6 +186,10 @@ def test_tables_say_why_a_time_is_missing(script):
     assert f"| small | {head}1 query | 9.04 | memory | failed | 2 | - | - | 0.5 |" in text
     assert f"| one | {head}1 query | 200 | 123 | failed | 0.25 |" in text
     assert decoding.decode_tables(None) == decoding.serving_tables(None) == ""
+    assert (
+        "SDPA takes 0.50 to 2.00 times as long as attndsl and FlexAttention 0.50 times (2 shapes, "
+        "SDPA is faster at 1). SDPA takes 7.00 times as long with more queries"
+    ) in decoding.in_short(_known())
     assert decoding.points(None) == decoding.in_short(None) == decoding.of_memory(None, {}) == ""
 
 
@@ -221,8 +225,11 @@ def test_pages_say_in_words_what_the_figures_say(script):
     assert few["sdpa_eager"] < few["attndsl_eager"] / 2
     assert few["sdpa_device"] > 0.85 * few["attndsl_device"]
     page = _page("docs/serving.md")
-    assert "It is faster in every row." in page
+    assert "It is faster in every row. Its lead is largest beside one long request" in page
     assert all(row["of_dense"] < 1 for row in serving.values())
+    eager = {name for name, row in serving.items() if row["dense_eager"] > row["pages_eager"]}
+    assert eager == {"B1 x 1k", "window"}
+    assert "Called from Python, it is slower beside 1024 keys and beside a window" in page
     slowest = sorted(serving, key=lambda name: serving[name]["of_dense"])[:3]
     assert set(slowest) == {"fp8", "B1 x 128k, pages of 16", "B1 x 128k, pages of 128"}
     assert "Pages of 1 key cost no more than pages of 16." in page
