@@ -83,8 +83,8 @@ def chart(results: dict[str, Any]) -> Chart:
         ValueError: It has no bandwidth of a copy, or no time of ours.
     """
     copy, rows = decoding.copy_tbs(results), decoding.calls(results["rows"])
-    if copy is None:
-        raise ValueError("decode.json has no bandwidth of a copy")
+    if copy is None or not rows:
+        raise ValueError("decode.json has no bandwidth of a copy, or no rows")
     for row in rows:
         if row.get(f"{OWN}_device") is None:
             raise ValueError(f"decode.json has no time of attndsl at {row['name']!r}")

@@ -116,22 +116,24 @@ def scores(rows: Rows) -> str:
         for row in calls(rows)
         if row["program"] == PLAIN
     }
-    found = [
-        row["attndsl_device"] / plain[tuple(row[key] for key in keys)]
+    pairs = [
+        (row["attndsl_device"], plain.get(tuple(row[key] for key in keys)))
         for row in calls(rows)
         if row["program"] not in (PLAIN, "window")
     ]
+    found = [time / least for time, least in pairs if time and least]
     return f"a call takes {span(found)} times as long as the plain one ({count(found)})"
 
 
 def bandwidth(rows: Rows) -> str:
     """Of a copy: of rows that read much, and of the others by their time."""
-    shares = [row["of_copy"] for row in calls(rows) if row["live_bytes"] >= FEW_BYTES]
+    found = [row["of_copy"] for row in calls(rows) if row["live_bytes"] >= FEW_BYTES]
+    shares = [share for share in found if share]
     few = [
         f"`{row['name']}`, which reads {row['live_bytes'] / 1e6:.0f} MB, "
         f"takes {row['attndsl_device']:.1f} us"
         for row in calls(rows)
-        if row["live_bytes"] < FEW_BYTES
+        if row["live_bytes"] < FEW_BYTES and row.get("attndsl_device")
     ]
     rest = "".join(f"; {said}" for said in few)
     return f"{span(shares)} of the bandwidth of a copy ({count(shares)}){rest}"
@@ -139,7 +141,7 @@ def bandwidth(rows: Rows) -> str:
 
 def eager_decoding(rows: Rows) -> str:
     """With the part of the host."""
-    found = [row["best_eager"] for row in calls(rows) if _is_plain(row)]
+    found = [row["best_eager"] for row in calls(rows) if _is_plain(row) and row["best_eager"]]
     return (
         f"with what the host needs, the faster one of SDPA and FlexAttention takes {span(found)} "
         f"times as long ({count(found)})"
@@ -148,13 +150,14 @@ def eager_decoding(rows: Rows) -> str:
 
 def beside_dense(rows: Rows) -> str:
     """Pages beside a dense cache."""
-    found = [row["of_dense"] for row in rows]
+    found = [row["of_dense"] for row in rows if row["of_dense"]]
     return f"a dense cache takes {span(found)} times as long ({count(found)})"
 
 
 def beside_gathered(rows: Rows) -> str:
     """Pages beside gathered keys, which are what calls get that ask for nothing."""
-    found = [row["gathered_device"] / row["pages_device"] for row in rows]
+    pairs = [(row.get("gathered_device"), row.get("pages_device")) for row in rows]
+    found = [gathered / pages for gathered, pages in pairs if gathered and pages]
     return f"gathering keys, the default, takes {span(found)} times as long ({count(found)})"
 
 
@@ -221,7 +224,13 @@ def ratios(rows: Iterable[Row], system: str, kind: str) -> list[float]:
 
 
 def span(values: Sequence[float]) -> str:
-    """The least and the greatest of some numbers, in words."""
+    """The least and the greatest of some numbers, in words.
+
+    Raises:
+        ValueError: There are none.
+    """
+    if not values:
+        raise ValueError("no row of a result file answers a question: it has to have all rows")
     low, high = f"{min(values):.2f}", f"{max(values):.2f}"
     return low if low == high else f"{low} to {high}"
 

@@ -125,8 +125,10 @@ def test_bars_are_as_long_as_their_bandwidth(script):
     )
     assert "one: attndsl 2.00, SDPA 4.00." in root.find(f"{SVG}desc").text
     assert "one         B8 x 32k" in chart.text(found)
-    with pytest.raises(ValueError, match="no bandwidth of a copy"):
+    with pytest.raises(ValueError, match="no bandwidth of a copy, or no rows"):
         chart.chart(_known() | {"rows": KNOWN[1:]})
+    with pytest.raises(ValueError, match="no bandwidth of a copy, or no rows"):
+        chart.chart(_known() | {"rows": KNOWN[:1]})
     with pytest.raises(ValueError, match="no time of attndsl at 'x'"):
         chart.chart(_known() | {"rows": [KNOWN[0], _row("x", attndsl_device=None)]})
 
@@ -190,6 +192,8 @@ def test_tables_say_why_a_time_is_missing(script):
         "SDPA takes 0.50 to 2.00 times as long as attndsl and FlexAttention 0.50 times (2 shapes, "
         "SDPA is faster at 1). SDPA takes 7.00 times as long with more queries"
     ) in decoding.in_short(_known())
+    with pytest.raises(ValueError, match="it has to have all rows"):
+        decoding.points(_known() | {"rows": KNOWN[:1]})
     assert decoding.points(None) == decoding.in_short(None) == decoding.of_memory(None, {}) == ""
 
 
@@ -207,7 +211,10 @@ def test_sentences_say_what_the_rows_say(script):
         "0.50 of the bandwidth of a copy (4 cases); `small`, which reads 1 MB, takes 9.0 us"
     )
     assert decoding.eager_decoding(KNOWN).endswith("takes 0.25 times as long (2 cases)")
-    served = [{"of_dense": 0.5, "gathered_device": 8.0, "pages_device": 2.0}]
+    served = [
+        {"of_dense": 0.5, "gathered_device": 8.0, "pages_device": 2.0},
+        {"of_dense": None, "gathered_why": "x", "pages_device": 2.0},
+    ]
     assert decoding.beside_dense(served) == "a dense cache takes 0.50 times as long (1 case)"
     assert decoding.beside_gathered(served).endswith("takes 4.00 times as long (1 case)")
 
