@@ -44,7 +44,8 @@ if TYPE_CHECKING:
     from attndsl.compiled import Captures
 
 READS_PAGES = "decode"
-"""The backend whose kernels do. It has to be asked for."""
+"""The backend whose kernels do. It has to be asked for: for trees of drafts and chunks of prompts
+there is no measured time yet (``docs/serving.md``)."""
 _INTS = (torch.int32, torch.int64)
 _MAX_SIGNATURES = 4096
 

@@ -234,8 +234,9 @@ class Calls(TurningCalls):
         import torch
         from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-        # Flex compiles once for each shape and program, more often than the limit expects.
-        torch._dynamo.config.cache_size_limit = 512
+        # Each row is compiled anew: what changed since an earlier row in the same process would be
+        # taken for a size that changes, and a mask that reads such a number does not compile.
+        torch._dynamo.reset()
         row = self._row
         if row.program == "sinks":
             raise ValueError("it has no sinks")

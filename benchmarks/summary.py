@@ -6,6 +6,9 @@ from dataclasses import dataclass
 from statistics import geometric_mean
 from typing import TYPE_CHECKING, Any
 
+import decoding
+from decoding import count, span
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
@@ -28,12 +31,6 @@ class Question:
     """Heading of the section that has the figures."""
     answer: Callable[[Rows], str]
     """A sentence from the rows of the file."""
-
-
-def span(values: Sequence[float]) -> str:
-    """The least and the greatest of some numbers, in words."""
-    low, high = f"{min(values):.2f}", f"{max(values):.2f}"
-    return low if low == high else f"{low} to {high}"
 
 
 def beside(
@@ -61,24 +58,24 @@ def beside(
         ]
         if not found:
             return "not measured"
-        return f"{name} takes {span(found)} times as long ({_count(found)})"
+        return f"{name} takes {span(found)} times as long ({count(found)})"
 
     return answer
 
 
 def _learned(rows: Rows) -> str:
     found = [row["cost"] for row in rows if row["case"] in _LEARNED]
-    return f"a backward with them takes {span(found)} times as long as without ({_count(found)})"
+    return f"a backward with them takes {span(found)} times as long as without ({count(found)})"
 
 
 def _deterministic(rows: Rows) -> str:
     found = [row["deterministic_ms"] / row["attndsl_ms"] for row in rows]
-    return f"a backward takes {span(found)} times as long with the option ({_count(found)})"
+    return f"a backward takes {span(found)} times as long with the option ({count(found)})"
 
 
 def _odd(rows: Rows) -> str:
     found = [row["cost"] for row in rows]
-    return f"an odd shape takes {span(found)} times as long as an even one ({_count(found)})"
+    return f"an odd shape takes {span(found)} times as long as an even one ({count(found)})"
 
 
 def _start(rows: Rows) -> str:
@@ -152,11 +149,12 @@ WIDE_HEADS = "Head dim 256"
 GRADIENTS = "Gradients of captures"
 ODD_SHAPES = "Odd shapes"
 SHORT_SHAPES = "Short shapes"
+DECODING = "Decoding"
+SERVING = "Serving over pages"
 PORTABLE = "Portable kernels"
 OTHER_FILES = "Host and CPU"
 
-OPEN = ("Decoding with one query",)
-"""Questions that no result file answers yet."""
+_SECTIONS = {decoding.DECODE: DECODING, decoding.SERVING: SERVING}
 QUESTIONS = (
     Question(
         "Forward, full and causal", "attention", BESIDE_FA4,
@@ -211,6 +209,7 @@ QUESTIONS = (
     Question("Odd shapes", "odd_shapes", ODD_SHAPES, _odd),
     Question("Short shapes, device time, forward", "short", SHORT_SHAPES, _short("forward")),
     Question("Short shapes, device time, backward", "short", SHORT_SHAPES, _short("backward")),
+    *(Question(text, file, _SECTIONS[file], answer) for text, file, answer in decoding.ANSWERS),
     Question("Start to first step", "start_cuda", OTHER_FILES, _start),
     Question("Training step of a GPT", "gpt", OTHER_FILES, _step),
     Question("Tiles of a mask of 1048576 rows", "sparsity", OTHER_FILES, _plans),
@@ -237,9 +236,4 @@ def summary(load: Callable[[str], dict[str, Any] | None]) -> str:
         if results is not None:
             link = f"[`{question.file}.json`]({anchor(question.section)})"
             lines.append([question.text, question.answer(results["rows"]), link])
-    lines += [[question, "not measured yet", "-"] for question in OPEN]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
-def _count(found: Sequence[float]) -> str:
-    return "1 case" if len(found) == 1 else f"{len(found)} cases"

@@ -1,7 +1,7 @@
-"""The tables of measured figures in README.md and docs/benchmarks.md, from the result files.
+"""The measured figures in README.md and pages of docs/, from the result files.
 
 python benchmarks/table.py           # print them
-python benchmarks/table.py --write   # put them between the marks in both files
+python benchmarks/table.py --write   # put them between the marks of each file
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import decoding
 import summary
 
 ROOT = Path(__file__).parents[1]
@@ -214,6 +215,8 @@ def sections() -> list[str]:
         folded(summary.GRADIENTS, rows("gradients", _OF_GRADIENTS, _GRADIENTS)),
         folded(summary.ODD_SHAPES, rows("odd_shapes", _OF_ODD, _ODD)),
         folded(summary.SHORT_SHAPES, rows("short", _OF_SHORT, _SHORT)),
+        folded(summary.DECODING, decoding.decode_tables(load(decoding.DECODE))),
+        folded(summary.SERVING, decoding.serving_tables(load(decoding.SERVING))),
         folded(summary.PORTABLE, tables("portable"), tables("portable_sparse")),
         folded(
             summary.OTHER_FILES,
@@ -229,8 +232,13 @@ def sections() -> list[str]:
 
 def targets() -> dict[Path, str]:
     """What stands between the marks of each file."""
+    decode, serving = load(decoding.DECODE), load(decoding.SERVING)
+    short = decoding.in_short(decode)
     return {
-        ROOT / "README.md": figures(load("sparse_attention"), most=1),
+        ROOT / "README.md": "\n\n".join([figures(load("sparse_attention"), most=1), short]),
+        ROOT / "docs" / "decoding.md": decoding.points(decode),
+        ROOT / "docs" / "serving.md": decoding.points(serving),
+        ROOT / "docs" / "kernels.md": decoding.of_memory(decode, serving),
         ROOT / "docs" / "benchmarks.md": "\n\n".join([summary.summary(load), *sections()]),
     }
 

@@ -526,6 +526,7 @@ def test_results_that_cannot_be_drawn_are_named(tmp_path, change, message):
     for name in (
         "chart.py",
         "comparison.py",
+        "decoding.py",
         "summary.py",
         "table.py",
         *(f"results/{n}.json" for n in FILES),

@@ -342,7 +342,7 @@ def test_a_release_is_published_only_under_the_name_of_its_version():
 
 
 def test_the_charts_and_pictures_are_dark_on_dark_pages():
-    for name in ("pictures", "speed", "benchmarks", "tutorial"):
+    for name in ("pictures", "speed", "decode", "benchmarks", "tutorial"):
         root = ET.fromstring((DOCS / f"{name}.svg").read_text("utf-8"))
         assert "prefers-color-scheme:dark" in root.find(f"{SVG}style").text, name
     pictures = ET.fromstring((DOCS / "pictures.svg").read_text("utf-8"))

@@ -22,7 +22,7 @@ MOST = 448.0
 """The largest number of :data:`FP8`."""
 AUTO = "auto"
 BY_KERNEL = "decode"
-"""Backends of :func:`append`. No GPU has run the kernel yet, so that it has to be asked for."""
+"""Backends of :func:`append`. The kernel has to be asked for: it is not measured yet."""
 
 
 class Places(NamedTuple):

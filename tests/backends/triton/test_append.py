@@ -96,7 +96,7 @@ def test_wrong_places_are_left_alone(device):
 
 
 def test_kernels_of_pages_are_asked_for(device, monkeypatch):
-    """No GPU has run them: torch operations write unless a call names the backend."""
+    """Torch operations write unless a call names the backend."""
     launched = []
 
     def launch(rows, pages, scale, places):
