@@ -221,7 +221,7 @@ class Compiled:
 
             found = backward_in_graph(self._request, call, scale, given, asked)
             captures = gradients_of_wholes(program, call, found.captures)
-            # Before torch 2.13 no graph can return what _replace makes.
+            # With torch 2.11 no graph can return what _replace makes.
             return Gradients(found.q, found.k, found.v, captures)
         with pointing_into(self._source):
             check_values(program, call)
@@ -366,7 +366,7 @@ class Compiled:
         """Keep the program that a graph is to call; the name under which it is kept.
 
         This runs while a graph is made, and no graph holds it. It is a method, since arguments of
-        such functions have to be constants, and Dynamo before torch 2.13 takes no program for one.
+        such functions have to be constants, and Dynamo of torch 2.11 takes no program for one.
         """
         key = f"{absent} {ones}".encode().hex()
         name = f"of_{key}"

@@ -36,7 +36,7 @@ _FIELDS = tuple(
 )
 """All attributes of torch's masks."""
 _SEPARATES = "separate_full_blocks" in inspect.signature(torch_blocks).parameters
-"""Whether torch's function knows the argument: before torch 2.13 it does not."""
+"""Whether torch's function knows the argument: with torch 2.11 it does not."""
 
 
 class BlockMask(TorchBlockMask):
@@ -295,7 +295,7 @@ def _adopt(other: TorchBlockMask) -> BlockMask:
     if isinstance(other, BlockMask):
         return other
     made = BlockMask.__new__(BlockMask)
-    # One by one, since Dynamo follows no change of a whole __dict__ before torch 2.13.
+    # One by one, since Dynamo follows no change of a whole __dict__ with torch 2.11.
     for name in _FIELDS:
         setattr(made, name, getattr(other, name))
     return made

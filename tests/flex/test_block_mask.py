@@ -46,7 +46,7 @@ MASKS = {
 
 
 def blocks_of_torch(arguments, separate):
-    """What torch finds; before torch 2.13 its function lists full blocks apart always."""
+    """What torch finds; with torch 2.11 its function lists full blocks apart always."""
     if "separate_full_blocks" in inspect.signature(torch_flex.create_block_mask).parameters:
         return torch_flex.create_block_mask(*arguments, separate_full_blocks=separate)
     found = torch_flex.create_block_mask(*arguments)

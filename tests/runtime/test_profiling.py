@@ -17,7 +17,7 @@ from attndsl.source import Source
 TEXT = "# Gemma 2\nparam w: int = 8\nmask = causal() and q - kv < w\n"
 SHORT = "mask = causal() and q - kv < w"
 
-# Before torch 2.13 the first profile of a process warns that others have events of their own.
+# With torch 2.11 the first profile of a process warns that others have events of their own.
 pytestmark = pytest.mark.filterwarnings("ignore:Warning. Profiler clears events:UserWarning")
 
 

@@ -4,5 +4,5 @@ from __future__ import annotations
 
 
 def shown(words: str, kind: str) -> str:
-    """A pattern of ``words``; of an error, Dynamo shows the class alone before torch 2.13."""
+    """A pattern of ``words``; of an error, Dynamo shows the class alone with torch 2.11."""
     return rf"{words}|raised exception {kind}\(\(\)\)"
