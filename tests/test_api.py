@@ -246,7 +246,7 @@ def test_without_gluon_hopper_gpus_get_the_portable_kernels(monkeypatch) -> None
     monkeypatch.setattr(dispatch, "_is_hopper", lambda index: True)
     assert dispatch._default(device, torch.bfloat16)[0] == "auto"
     families = dispatch.get_backend("auto", False).families
-    assert [family.name for family in families] == ["short", "hopper", "triton"]
+    assert [family.name for family in families] == ["short", "decode", "hopper", "triton"]
     monkeypatch.setitem(sys.modules, "attndsl.backends.hopper.family", None)
     dispatch.why_no_hopper_kernels.cache_clear()
     try:

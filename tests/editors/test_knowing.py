@@ -297,9 +297,13 @@ def test_errors_that_are_remembered_keep_no_program():
     """Editors send a text for each key that is pressed: what led to an error is let go."""
     held = weakref.WeakSet()
 
+    class Local:
+        """What a frame keeps, and nothing else does."""
+
     def checked(source, declared):
-        program = read(source, declared)
-        held.add(program.mask)
+        local = Local()
+        held.add(local)
+        read(source, declared)
         raise ArgumentError("wrong")
 
     text = "mask = q - kv < 4321\nscore = score * 8765.0"
