@@ -44,7 +44,7 @@ _FLOOR = 16 * torch.finfo(torch.float32).eps
 """Rounding of sums in fp32, exact in the reference by chance; of results of size 1."""
 _FLOOR_64 = 1024 * torch.finfo(torch.float64).eps
 """The same in fp64, where the reference tells nothing of its own errors."""
-_HEADS = ("result", "shape", "max error", "relative", "mean error", "reference", "allowed")
+_HEADS = ("result", "shape", "max error", "relative", "reference", "mean error", "allowed mean")
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +79,8 @@ class Comparison:
     """In which the call computed."""
     seed: int | torch.Tensor | None = field(default=None, compare=False)
     """That of dropout; None where the program has none."""
+    dead_rows: int = 0
+    """Rows of queries without a live pair, over batch entries and heads. Their output is 0."""
 
     @property
     def ok(self) -> bool:
@@ -95,14 +97,23 @@ class Comparison:
             f"beside the reference in float64: {verdict}"
         )
 
+    @property
+    def remark(self) -> str:
+        """A line about rows without a live pair, or an empty text where there are none."""
+        if not self.dead_rows:
+            return ""
+        (out,) = (row.shape for row in self.rows if row.name == "out")
+        return f"{self.dead_rows} of {math.prod(out[:3])} rows have no live pair; their output is 0"
+
     def __str__(self) -> str:
-        return "\n".join([self.title, *table(self.rows)])
+        return "\n".join([self.title, *table(self.rows), *filter(None, [self.remark])])
 
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
         cells = [[*_cells(row)[:-1], _verdict(row)] for row in self.rows]
-        lines = [f"<table><caption>{html.escape(self.title)}</caption>", "<tr>"]
+        said = "; ".join(filter(None, [self.title, self.remark]))
+        lines = [f"<table><caption>{html.escape(said)}</caption>", "<tr>"]
         lines += [f"<th>{head}</th>" for head in (*_HEADS, "verdict")]
         for row in cells:
             lines += ["</tr><tr>", *(f"<td>{html.escape(cell)}</td>" for cell in row)]
@@ -123,7 +134,7 @@ def table(rows: Sequence[Check]) -> list[str]:
 
 def _cells(row: Check) -> list[str]:
     numbers = (
-        row.max_error, row.relative_error, row.mean_error, row.reference_error, row.allowed
+        row.max_error, row.relative_error, row.reference_error, row.mean_error, row.allowed
     )  # fmt: skip
     shape = "x".join(map(str, row.shape)) or "0-d"
     return [visible(row.name), shape, *(f"{number:.2e}" for number in numbers), _verdict(row)]
@@ -190,7 +201,8 @@ def compare(
             seed where none is given, and all calls use that one.
 
     Returns:
-        A table, as text and as records: ``print(found)``, ``found.ok``, ``found.rows``.
+        A table, as text and as records: ``print(found)``, ``found.ok``, ``found.rows``. It also
+        says how many rows of queries have no live pair (``found.dead_rows``).
 
     Raises:
         ArgumentError: More than ``max_bytes``; what no call could take.
@@ -239,8 +251,18 @@ def compare(
         step = progress or _no_progress
         step(f"the call, on {backend}")
         rows = held_to_reference(attn, case, results(attn, case), step)
+        dead = _dead_rows(attn, case, max_bytes)
     seed = options.get("seed") if program.dropout is not None else None
-    return Comparison(rows, backend, str(call.q.device), call.q.dtype, seed)
+    return Comparison(rows, backend, str(call.q.device), call.q.dtype, seed, dead)
+
+
+def _dead_rows(attention: Attention, case: Case, max_bytes: int) -> int:
+    """How many rows of queries have no live pair; :func:`_check_bytes` has allowed the array."""
+    options = {n: x for n, x in case.options.items() if n == "scale" or n in LOCATION}
+    q, k, _ = (x.detach() for x in case.operands)
+    with torch.no_grad():
+        scores = attention.scores(q, k, captures=case.captures, max_bytes=max_bytes, **options)
+        return int((scores == -torch.inf).all(-1).sum())
 
 
 def _no_progress(line: str) -> None:
