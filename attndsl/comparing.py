@@ -509,7 +509,8 @@ def _not_finite(name: str, found: torch.Tensor, usual: torch.Tensor, exact: torc
     wrong = [~(x.isfinite() if right is None else x.isfinite() | right) for x in (found, exact)]
     mine, others = (int(x.sum()) for x in wrong)
     if others:
-        return f"{others} elements of the reference are not finite; checked=True says where from"
+        where = "compile(text, checked=True) says where from"
+        return f"{others} elements of the reference are not finite; {where}"
     if mine:
         too = int((~usual.isfinite() & wrong[0]).sum())
         same = f", {too} of them in the reference of this dtype too" if too else ""

@@ -31,8 +31,8 @@ def scored_twice(tree: s.Tree) -> Iterator[ProgramWarning]:
             for call in sorted(calls, key=lambda x: x.span.start):
                 if call.name in found and any(known & _names(x) for x in _arguments(call)):
                     yield _warning(call, found[call.name])
-            local = isinstance(statement, s.Assign) and statement.name.name not in TARGETS
-            if local and (found or known & _names(root)):
+            reads = bool(found or known & _names(root))
+            if reads and isinstance(statement, s.Assign) and statement.name.name not in TARGETS:
                 scored.add(statement.name.name)
 
 
