@@ -103,7 +103,8 @@ class Comparison:
         if not self.dead_rows:
             return ""
         (out,) = (row.shape for row in self.rows if row.name == "out")
-        return f"{self.dead_rows} of {math.prod(out[:3])} rows have no live pair; their output is 0"
+        told = "has no live pair; its" if self.dead_rows == 1 else "have no live pair; their"
+        return f"{self.dead_rows} of {math.prod(out[:3])} rows {told} output is 0"
 
     def __str__(self) -> str:
         return "\n".join([self.title, *table(self.rows), *filter(None, [self.remark])])
@@ -304,10 +305,10 @@ def _gradients(
     device, dtype = call.q.device, call.q.dtype
     if grad_out is None:
         kind = torch.float32 if call.wide else dtype
-        grad_out = torch.randn(shape, generator=generator).to(device, kind)
+        grad_out = torch.randn(shape, generator=generator, device="cpu").to(device, kind)
     if grad_lse is None and return_lse:
         kind = torch.promote_types(dtype, torch.float32)
-        grad_lse = torch.randn(rows, generator=generator).to(device, kind)
+        grad_lse = torch.randn(rows, generator=generator, device="cpu").to(device, kind)
     return grad_out.to(device), None if grad_lse is None else grad_lse.to(device)
 
 
@@ -408,7 +409,7 @@ def _of_rounding(out: torch.Tensor, grad_out: torch.Tensor, dtype: torch.dtype) 
     products = out.detach() * grad_out
     size = products.square().sum(-1).sqrt() * (torch.finfo(dtype).eps / 2)
     generator = torch.Generator().manual_seed(0)
-    signs = torch.randint(0, 2, size.shape, generator=generator).to(size) * 2 - 1
+    signs = torch.randint(0, 2, size.shape, generator=generator, device="cpu").to(size) * 2 - 1
     return size * signs
 
 

@@ -279,6 +279,12 @@ def test_rows_without_keys_are_counted(text, arguments, dead):
     assert found.remark == (said if dead else "")
 
 
+def test_one_row_without_keys():
+    q = torch.zeros(1, 1, 3, 8)
+    found = attndsl.compare(attndsl.compile("q > 0"), q, q, q)
+    assert found.remark == "1 of 3 rows has no live pair; its output is 0"
+
+
 def test_empty_calls():
     q = torch.zeros(2, 4, 0, 8)
     assert attndsl.compare(attndsl.compile("causal()"), q, q, q).ok

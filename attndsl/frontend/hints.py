@@ -18,16 +18,7 @@ USUAL_INDEX = {"batch": "b", "heads": "h", "kv_heads": "hkv", "q_len": "q", "kv_
 _NAMES: dict[str, tuple[str, ...]] = {
     "q": ("q_idx", "q_pos", "q_index", "query_idx", "idx_q", "q_i", "qi", "i"),
     "kv": (
-        "kv_idx",
-        "k_idx",
-        "kv_pos",
-        "k_pos",
-        "kv_index",
-        "key_idx",
-        "idx_kv",
-        "idx_k",
-        "ki",
-        "j",
+        "kv_idx", "k_idx", "kv_pos", "k_pos", "kv_index", "key_idx", "idx_kv", "idx_k", "ki", "j",
     ),
     "b": ("batch_idx", "b_idx", "batch_index", "bidx"),
     "h": ("head_idx", "h_idx", "head_index", "head", "hidx"),
@@ -40,7 +31,7 @@ _NAMES: dict[str, tuple[str, ...]] = {
     "true": ("True",),
     "false": ("False",),
     "inf": ("Infinity", "infinity"),
-}
+}  # fmt: skip
 _MEANT = {other: name for name, others in _NAMES.items() for other in others}
 _SCALED = "the score already has the factor 1 / sqrt(head_dim)"
 _ROTATE = "rotate q and k before the call: the score is made of what the call gets"
@@ -145,7 +136,8 @@ def of_statement(text: str, start: int, token: str) -> str | None:
         form = f"{typed[1]}[{typed[3]}]: {typed[2]}" if typed else "doc[batch, kv_len]: int"
         return f"write 'tensor {form[:80]}'"
     if first == "param" and token == "[":
-        return "a param is one number: write 'tensor NAME[heads]: float'"
+        name = code[len(first) : at].strip()
+        return f"a param is one number: write 'tensor {name[:40]}[heads]: float'"
     if first in ("param", "tensor") and token in ("int", "float", "bool"):
         return f"write ': {token}'"
     if first == "def" and token in (":", "->"):

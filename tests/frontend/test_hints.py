@@ -26,7 +26,10 @@ CASES = [
     ("tensor s[heads]:  # one a head\nscore = s[h] * score", "add a type: tensor s[heads]: float"),
     ("param c\nscore = c * score", "add a type: param c: float"),
     ("tensor s\nscore = s[h] * score", "write 'tensor s[heads]: float', or 'param s: float'"),
-    ("param s[heads]\nscore = s[h] * score", "a param is one number"),
+    (
+        "param s[heads]\nscore = s[h] * score",
+        "a param is one number: write 'tensor s[heads]: float'",
+    ),
     ("mask = near\nnear = q - kv < 3", "'near' is bound in line 2: move that line up"),
     ("mask = near; near = q - kv < 3", "'near' is bound behind this"),
     ("near = q - kv < 3\nmask = causal() and naer", "did you mean 'near'?"),
