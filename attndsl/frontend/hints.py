@@ -76,6 +76,8 @@ _FIRST = {
 
 def of_name(name: str) -> str | None:
     """The hint for a name that is not declared here, and that something has elsewhere."""
+    if name in ("mask", "sink", "weights"):
+        return f"'{name}' cannot be read: bind what it is to a name, and write that name twice"
     if name not in _MEANT:
         return None
     note = f"; {_SCALED}" if _MEANT[name] == "head_dim" else ""

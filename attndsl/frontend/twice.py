@@ -15,7 +15,7 @@ from .names import TARGETS
 from .prelude import prelude_function
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Container, Iterator
 
 
 def scored_twice(tree: s.Tree) -> Iterator[ProgramWarning]:
@@ -29,9 +29,10 @@ def scored_twice(tree: s.Tree) -> Iterator[ProgramWarning]:
             by_name = {x.name: prelude_function(x.name) for x in calls if x.name not in own}
             found = {name: x for name, x in by_name.items() if x is not None and _takes_score(x)}
             for call in sorted(calls, key=lambda x: x.span.start):
-                if call.name in found and any(known & _names(x) for x in _arguments(call)):
+                within = [x for argument in _arguments(call) for x in s.walk(argument)]
+                if call.name in found and any(_reads(x, known, found) for x in within):
                     yield _warning(call, found[call.name])
-            reads = bool(found or known & _names(root))
+            reads = any(_reads(x, known, found) for x in s.walk(root))
             if reads and isinstance(statement, s.Assign) and statement.name.name not in TARGETS:
                 scored.add(statement.name.name)
 
@@ -46,8 +47,16 @@ def _warning(call: s.FunctionCall, definition: s.Define) -> ProgramWarning:
     )
 
 
+def _reads(item: s.Expr, names: Container[str], functions: Container[str]) -> bool:
+    """Whether ``item`` itself is a name, or a call of a function, that reads the score."""
+    if isinstance(item, s.FunctionCall):
+        return item.name in functions
+    return isinstance(item, s.Name) and item.name in names
+
+
 def _takes_score(definition: s.Define) -> bool:
-    return "score" in _names(definition.body) - _parameters(definition)
+    own = _parameters(definition)
+    return "score" not in own and any(_reads(x, ("score",), ()) for x in s.walk(definition.body))
 
 
 def _parameters(statement: s.Statement) -> set[str]:
@@ -56,7 +65,3 @@ def _parameters(statement: s.Statement) -> set[str]:
 
 def _arguments(call: s.FunctionCall) -> list[s.Expr]:
     return [*call.args, *(keyword.value for keyword in call.keywords)]
-
-
-def _names(root: s.Expr) -> set[str]:
-    return {x.name for x in s.walk(root) if isinstance(x, s.Name)}

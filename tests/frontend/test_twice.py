@@ -31,6 +31,7 @@ def places(text):
             "score = softcap(score) + softcap(-score)",
             [(1, "softcap(score)"), (1, "softcap(-score)")],
         ),
+        ("score = softcap(alibi())", [(1, "softcap(alibi())")]),
         # What may be meant.
         ("score = softcap(30.0)", []),
         ("param c: float = 30.0\nscore = softcap(c)", []),
