@@ -341,7 +341,9 @@ class Analysis(Compiled):
             batch=sizes.batch, heads=sizes.heads, kv_heads=sizes.kv_heads, b=b, h=h,
             location=location,
             title=self.text,
-            tensors={n: torch.as_tensor(x) for n, x in given.items() if n not in params},
+            tensors={
+                n: torch.as_tensor(x, device="cpu") for n, x in given.items() if n not in params
+            },
             params={n: x for n, x in given.items() if n in params},
         )  # fmt: skip
         if path is not None:

@@ -105,8 +105,8 @@ def compile(  # noqa: A001
 
     Warns:
         ProgramWarning: A name that nothing reads, a mask that is the same for all pairs, an empty
-            text. Later calls warn of a shape that looks like (batch, length, heads, dim), and of
-            ``causal()`` with lengths that differ and no offset.
+            text, ``softcap(score)``. Later calls warn of a shape that looks like (batch, length,
+            heads, dim), and of ``causal()`` with lengths that differ and no offset.
 
     Example:
         >>> import torch, attndsl

@@ -44,7 +44,7 @@ _FLOOR = 16 * torch.finfo(torch.float32).eps
 """Rounding of sums in fp32, exact in the reference by chance; of results of size 1."""
 _FLOOR_64 = 1024 * torch.finfo(torch.float64).eps
 """The same in fp64, where the reference tells nothing of its own errors."""
-_HEADS = ("result", "shape", "max error", "relative", "mean error", "reference", "allowed")
+_HEADS = ("result", "shape", "max error", "relative", "reference", "mean error", "allowed mean")
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +79,8 @@ class Comparison:
     """In which the call computed."""
     seed: int | torch.Tensor | None = field(default=None, compare=False)
     """That of dropout; None where the program has none."""
+    dead_rows: int = 0
+    """Rows of queries without a live pair, over batch entries and heads. Their output is 0."""
 
     @property
     def ok(self) -> bool:
@@ -95,14 +97,24 @@ class Comparison:
             f"beside the reference in float64: {verdict}"
         )
 
+    @property
+    def remark(self) -> str:
+        """A line about rows without a live pair, or an empty text where there are none."""
+        if not self.dead_rows:
+            return ""
+        (out,) = (row.shape for row in self.rows if row.name == "out")
+        told = "has no live pair; its" if self.dead_rows == 1 else "have no live pair; their"
+        return f"{self.dead_rows} of {math.prod(out[:3])} rows {told} output is 0"
+
     def __str__(self) -> str:
-        return "\n".join([self.title, *table(self.rows)])
+        return "\n".join([self.title, *table(self.rows), *filter(None, [self.remark])])
 
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
         cells = [[*_cells(row)[:-1], _verdict(row)] for row in self.rows]
-        lines = [f"<table><caption>{html.escape(self.title)}</caption>", "<tr>"]
+        said = "; ".join(filter(None, [self.title, self.remark]))
+        lines = [f"<table><caption>{html.escape(said)}</caption>", "<tr>"]
         lines += [f"<th>{head}</th>" for head in (*_HEADS, "verdict")]
         for row in cells:
             lines += ["</tr><tr>", *(f"<td>{html.escape(cell)}</td>" for cell in row)]
@@ -123,7 +135,7 @@ def table(rows: Sequence[Check]) -> list[str]:
 
 def _cells(row: Check) -> list[str]:
     numbers = (
-        row.max_error, row.relative_error, row.mean_error, row.reference_error, row.allowed
+        row.max_error, row.relative_error, row.reference_error, row.mean_error, row.allowed
     )  # fmt: skip
     shape = "x".join(map(str, row.shape)) or "0-d"
     return [visible(row.name), shape, *(f"{number:.2e}" for number in numbers), _verdict(row)]
@@ -190,7 +202,8 @@ def compare(
             seed where none is given, and all calls use that one.
 
     Returns:
-        A table, as text and as records: ``print(found)``, ``found.ok``, ``found.rows``.
+        A table, as text and as records: ``print(found)``, ``found.ok``, ``found.rows``. It also
+        says how many rows of queries have no live pair (``found.dead_rows``).
 
     Raises:
         ArgumentError: More than ``max_bytes``; what no call could take.
@@ -239,8 +252,18 @@ def compare(
         step = progress or _no_progress
         step(f"the call, on {backend}")
         rows = held_to_reference(attn, case, results(attn, case), step)
+        dead = _dead_rows(attn, case, max_bytes)
     seed = options.get("seed") if program.dropout is not None else None
-    return Comparison(rows, backend, str(call.q.device), call.q.dtype, seed)
+    return Comparison(rows, backend, str(call.q.device), call.q.dtype, seed, dead)
+
+
+def _dead_rows(attention: Attention, case: Case, max_bytes: int) -> int:
+    """How many rows of queries have no live pair; :func:`_check_bytes` has allowed the array."""
+    options = {n: x for n, x in case.options.items() if n == "scale" or n in LOCATION}
+    q, k, _ = (x.detach() for x in case.operands)
+    with torch.no_grad():
+        scores = attention.scores(q, k, captures=case.captures, max_bytes=max_bytes, **options)
+        return int((scores == -torch.inf).all(-1).sum())
 
 
 def _no_progress(line: str) -> None:
@@ -282,10 +305,10 @@ def _gradients(
     device, dtype = call.q.device, call.q.dtype
     if grad_out is None:
         kind = torch.float32 if call.wide else dtype
-        grad_out = torch.randn(shape, generator=generator).to(device, kind)
+        grad_out = torch.randn(shape, generator=generator, device="cpu").to(device, kind)
     if grad_lse is None and return_lse:
         kind = torch.promote_types(dtype, torch.float32)
-        grad_lse = torch.randn(rows, generator=generator).to(device, kind)
+        grad_lse = torch.randn(rows, generator=generator, device="cpu").to(device, kind)
     return grad_out.to(device), None if grad_lse is None else grad_lse.to(device)
 
 
@@ -386,7 +409,7 @@ def _of_rounding(out: torch.Tensor, grad_out: torch.Tensor, dtype: torch.dtype) 
     products = out.detach() * grad_out
     size = products.square().sum(-1).sqrt() * (torch.finfo(dtype).eps / 2)
     generator = torch.Generator().manual_seed(0)
-    signs = torch.randint(0, 2, size.shape, generator=generator).to(size) * 2 - 1
+    signs = torch.randint(0, 2, size.shape, generator=generator, device="cpu").to(size) * 2 - 1
     return size * signs
 
 
@@ -487,7 +510,8 @@ def _not_finite(name: str, found: torch.Tensor, usual: torch.Tensor, exact: torc
     wrong = [~(x.isfinite() if right is None else x.isfinite() | right) for x in (found, exact)]
     mine, others = (int(x.sum()) for x in wrong)
     if others:
-        return f"{others} elements of the reference are not finite; checked=True says where from"
+        where = "compile(text, checked=True) says where from"
+        return f"{others} elements of the reference are not finite; {where}"
     if mine:
         too = int((~usual.isfinite() & wrong[0]).sum())
         same = f", {too} of them in the reference of this dtype too" if too else ""

@@ -98,7 +98,9 @@ def make_for_picture(
         if decl.name in given:
             del tensors[decl.name]
         elif _are_ids(decl):
-            drawn = torch.randint(0, _RUNS, value.shape, generator=generator, dtype=torch.int32)
+            drawn = torch.randint(
+                0, _RUNS, value.shape, generator=generator, dtype=torch.int32, device="cpu"
+            )
             tensors[decl.name] = drawn.sort(-1).values
             said.append(f"{decl.name} (sorted ids)")
         elif decl.dtype is DType.FLOAT:
@@ -137,13 +139,15 @@ def _random(
     decl: TensorDecl, shape: list[int], kv_len: int, generator: torch.Generator
 ) -> torch.Tensor:
     if decl.dtype is DType.FLOAT:
-        return torch.randn(shape, generator=generator)
+        return torch.randn(shape, generator=generator, device="cpu")
     if decl.dtype is DType.BOOL:
-        return torch.rand(shape, generator=generator) < 0.5
+        return torch.rand(shape, generator=generator, device="cpu") < 0.5
     if _by_position(decl):
-        return (torch.rand(shape, generator=generator) < 1 / _DOCUMENT).cumsum(-1).int()
+        return (
+            (torch.rand(shape, generator=generator, device="cpu") < 1 / _DOCUMENT).cumsum(-1).int()
+        )
     high = max(2, kv_len + 1)
-    return torch.randint(1, high, shape, generator=generator, dtype=torch.int32)
+    return torch.randint(1, high, shape, generator=generator, dtype=torch.int32, device="cpu")
 
 
 def _extent(

@@ -257,9 +257,38 @@ def test_rows_without_keys_are_right():
     assert found.ok, found
 
 
+@pytest.mark.parametrize(
+    ("text", "arguments", "dead"),
+    [
+        ("mask = q > 5 and kv > 2", {}, 2 * 4 * 6),
+        ("mask = q >= kv", {"q_offset": -3}, 2 * 4 * 3),
+        ("mask = q >= kv; sink = 0.0", {"q_offset": -3}, 2 * 4 * 3),
+        ("mask = q >= kv; weights = max(score, 0.0)", {"q_offset": -3}, 2 * 4 * 3),
+        ("score = score if q > 1 else -inf", {}, 2 * 4 * 2),
+        ("mask = h > 0", {}, 2 * 24),
+        ("causal()", {"kv_lengths": torch.tensor([0, 24])}, 4 * 24),
+        ("causal()", {}, 0),
+    ],
+)
+def test_rows_without_keys_are_counted(text, arguments, dead):
+    found = attndsl.compare(attndsl.compile(text), *inputs(), **arguments)
+    assert found.ok, found
+    assert found.dead_rows == dead
+    said = f"{dead} of {2 * 4 * 24} rows have no live pair; their output is 0"
+    assert (said in str(found)) == (said in found._repr_html_()) == (dead > 0)
+    assert found.remark == (said if dead else "")
+
+
+def test_one_row_without_keys():
+    q = torch.zeros(1, 1, 3, 8)
+    found = attndsl.compare(attndsl.compile("q > 0"), q, q, q)
+    assert found.remark == "1 of 3 rows has no live pair; its output is 0"
+
+
 def test_empty_calls():
     q = torch.zeros(2, 4, 0, 8)
     assert attndsl.compare(attndsl.compile("causal()"), q, q, q).ok
+    assert attndsl.compare(attndsl.compile("causal()"), q, q, q).dead_rows == 0
 
 
 def test_text_and_html():
@@ -267,8 +296,8 @@ def test_text_and_html():
     lines = str(found).split("\n")
     assert lines[0] == "cpu on cpu, float32, beside the reference in float64: ok"
     assert lines[1].split() == [
-        "result", "shape", "max", "error", "relative", "mean", "error", "reference", "allowed",
-        "verdict",
+        "result", "shape", "max", "error", "relative", "reference", "mean", "error", "allowed",
+        "mean", "verdict",
     ]  # fmt: skip
     assert len({line.rindex("ok") for line in lines[2:]}) == 1  # Columns stand below each other.
     assert lines[-1].split()[:2] == ["dcap", "0-d"]

@@ -101,12 +101,21 @@ def test_the_notebook_is_the_tutorial_and_runs(script, tmp_path):
     printed = notebook.run(text, tmp_path)
     assert "did you mean 'causal'?" in printed
     assert re.search(r"loss \d\.\d+ at first, \d\.\d+ now", printed)
+    shown = re.findall(r"^```text\n(.*?)^```$", notebook.PAGE.read_text("utf-8"), re.M | re.S)
+    assert shown[0] == "pip install .\n"
+    assert len(shown) == 5
+    for block in shown[1:]:  # Numbers may round differently elsewhere.
+        assert _without_numbers(block) in _without_numbers(printed)
     drawn = (tmp_path / notebook.DRAWN).read_text("utf-8")
     now, then = (
         ET.fromstring(each).find(f"{SVG}desc").text
         for each in (drawn, notebook.PICTURE.read_text("utf-8"))
     )
     assert now == then, "run docs/notebook.py"
+
+
+def _without_numbers(text):
+    return re.sub(r"\s+", " ", re.sub(r"\d[\d.]*(e[-+]\d+)?", "0", text))
 
 
 def _program(heading, number=0):

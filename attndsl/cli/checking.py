@@ -73,7 +73,8 @@ def check(
             print(_line(file, problem) if form is Format.GITHUB else _shown(problem) + "\n")
         said = [_counted(wrong, "error") if wrong else "no errors"]
         said += [_counted(warned, "warning")] if warned else []
-        print(f"{_counted(len(checked), 'program')}: {', '.join(said)}")
+        hint = " (--strict makes the exit code 1)" if warned and not wrong and not strict else ""
+        print(f"{_counted(len(checked), 'program')}: {', '.join(said)}{hint}")
     return 1 if wrong or (strict and warned) else 0
 
 

@@ -27,6 +27,7 @@ __all__ = [
     "read",
     "read_locals",
     "read_mask_span",
+    "read_scored_twice",
     "read_unused",
     "tensor",
 ]
@@ -78,6 +79,13 @@ def read_unused(text: Source | Tree) -> list[ProgramWarning]:
     tree = _tree(text)
     name = tree.source.name
     return [x for x in unused(tree) if x.span is None or x.span.origin().source.name == name]
+
+
+def read_scored_twice(text: Source | Tree) -> list[ProgramWarning]:
+    """Calls in the text of a program without errors such as ``softcap(score)``."""
+    from .twice import scored_twice
+
+    return list(scored_twice(_tree(text)))
 
 
 def read_mask_span(text: Source | Tree) -> Span | None:

@@ -122,7 +122,7 @@ class _Checker:
         self.weights_span: Span | None = None
         self.in_text = {x.name.name for x in tree.statements if isinstance(x, s.Param | s.Tensor)}
         definitions = {x.name.name: x for x in tree.statements if isinstance(x, s.Define)}
-        self.scope = Scope({}, definitions)
+        self.scope = Scope({}, definitions, s.lines_of_locals(tree.statements, _TARGETS))
         self.scope.lacking = any(isinstance(x, Absent) for x in declared.values())
         self.inliner = Inliner(self.scope, self.errors)
 

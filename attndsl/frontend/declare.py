@@ -20,6 +20,10 @@ CALL_ARGUMENTS = frozenset(
     }
 )  # fmt: skip
 """Arguments of every call: captures of such names are given in ``captures``, not by keyword."""
+COMPILE_ARGUMENTS = frozenset(
+    {"text", "backend", "name", "checked", "exact", "first_line", "params", "tensors"}
+)
+"""Arguments of ``compile()``, which calls do not take."""
 
 
 @dataclass(frozen=True, slots=True)

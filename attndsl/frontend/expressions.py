@@ -61,6 +61,8 @@ class Scope:
     values: dict[str, Value | None]
     """Params, tensors, sizes and locals; None for a name whose definition has an error."""
     definitions: Mapping[str, s.Define]
+    lines: Mapping[str, Span]
+    """Where each local name stands in the text, those of later lines too."""
     score: Node | None = ir.SCORE
     """The score so far."""
     defining: str | None = None
@@ -225,22 +227,32 @@ class Inliner:
         builtin = name in functions.NAMES or name in (contraction.NAME, absent.NAME)
         if name in self.scope.definitions or builtin or name in prelude_names():
             raise NameResolutionError(f"'{name}' is a function", expr.span, f"call it: {name}(...)")
-        raise NameResolutionError(
-            f"'{name}' is not declared", expr.span, self._nearest(name, self._value_names())
-        )
+        raise NameResolutionError(f"'{name}' is not declared", expr.span, self._nearest(expr))
 
     def _value_names(self) -> list[str]:
         frame = self._frames[-1] if self._frames else {}
-        return [*frame, *self.scope.values, *sorted(ALWAYS)]
+        return [*frame, *self.scope.values, *sorted(ALWAYS), *self.scope.lines]
 
-    def _nearest(self, name: str, names: list[str]) -> str:
-        lowered = {n.lower(): n for n in reversed(names)}
-        elsewhere = None if name in names else hints.of_name(name)
+    def _function_names(self) -> list[str]:
+        return [
+            *self.scope.definitions, *sorted(functions.NAMES), contraction.NAME, absent.NAME,
+            *prelude_names(),
+        ]  # fmt: skip
+
+    def _nearest(self, expr: s.Name) -> str:
+        name = expr.name
+        if name in self.scope.lines:
+            return hints.of_later(name, self.scope.lines[name], self._place(expr.span))
+        lowered = {n.lower(): n for n in reversed(self._value_names())}
+        elsewhere = hints.of_name(name)
         if elsewhere is not None:
             return elsewhere
         close = difflib.get_close_matches(name[:100].lower(), list(lowered), n=1)
         if close:
             return f"did you mean '{lowered[close[0]]}'?"
+        close = difflib.get_close_matches(name[:100].lower(), self._function_names(), n=1)
+        if close:
+            return f"did you mean the function '{close[0]}(...)'?"
         name = name[:40]
         forms = f"'param {name}: float', 'tensor {name}[...]: float'"
         return f"declare it ({forms}), or give it to compile()"
@@ -473,14 +485,13 @@ class Inliner:
             )
         if name in self.scope.values or name in ALWAYS:
             return NameResolutionError(f"'{name}' is no function", expr.span, "remove the call")
-        names = [
-            *self.scope.definitions, *sorted(functions.NAMES), contraction.NAME, absent.NAME,
-            *prelude_names(),
-        ]  # fmt: skip
-        close = difflib.get_close_matches(name[:100].lower(), names, n=1)
+        close = difflib.get_close_matches(name[:100].lower(), self._function_names(), n=1)
+        values = difflib.get_close_matches(name[:100], self._value_names(), n=1)
         hint = hints.of_function(name) or (
-            f"did you mean '{close[0]}'?" if close else f"define it: 'def {name[:40]}(...) = ...'"
-        )
+            f"did you mean '{close[0]}'?" if close
+            else f"did you mean '{values[0]}', which is no function?" if values
+            else f"define it: 'def {name[:40]}(...) = ...'"
+        )  # fmt: skip
         return NameResolutionError(f"there is no function '{name}'", expr.span, hint)
 
 

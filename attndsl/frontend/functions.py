@@ -66,7 +66,11 @@ def _check_count(name: str, args: Sequence[Node], span: Span) -> None:
                 "reduce a tensor before the call and pass the result as a tensor",
             )
     elif len(args) != wanted:
-        raise RankError(f"{name} takes {wanted} argument(s), and has {len(args)}", span)
+        raise RankError(
+            f"{name} takes {wanted} argument(s), and has {len(args)}",
+            span,
+            f"write {FORMS.get(name, f'{name}(x)')}",
+        )
 
 
 def _fold(op: Op, args: Sequence[Node], span: Span) -> Node:

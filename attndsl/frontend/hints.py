@@ -11,11 +11,15 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from attndsl.source import Span
+
 USUAL_INDEX = {"batch": "b", "heads": "h", "kv_heads": "hkv", "q_len": "q", "kv_len": "kv"}
 """The index that mostly stands for a dim."""
-_NAMES = {
-    "q": ("q_idx", "q_pos", "q_index", "query_idx", "idx_q", "q_i", "qi"),
-    "kv": ("kv_idx", "k_idx", "kv_pos", "k_pos", "kv_index", "key_idx", "idx_kv", "idx_k", "ki"),
+_NAMES: dict[str, tuple[str, ...]] = {
+    "q": ("q_idx", "q_pos", "q_index", "query_idx", "idx_q", "q_i", "qi", "i"),
+    "kv": (
+        "kv_idx", "k_idx", "kv_pos", "k_pos", "kv_index", "key_idx", "idx_kv", "idx_k", "ki", "j",
+    ),
     "b": ("batch_idx", "b_idx", "batch_index", "bidx"),
     "h": ("head_idx", "h_idx", "head_index", "head", "hidx"),
     "heads": ("num_heads", "n_heads", "nheads", "n_head", "num_head"),
@@ -23,11 +27,13 @@ _NAMES = {
     "batch": ("batch_size", "bsz"),
     "q_len": ("q_length", "seqlen_q", "seq_len_q", "len_q"),
     "kv_len": ("kv_length", "k_len", "seqlen_k", "seqlen_kv", "seq_len_k", "seq_len_kv", "len_k"),
+    "head_dim": ("d", "dim", "d_k", "dk", "d_head", "head_size", "headdim"),
     "true": ("True",),
     "false": ("False",),
     "inf": ("Infinity", "infinity"),
-}
+}  # fmt: skip
 _MEANT = {other: name for name, others in _NAMES.items() for other in others}
+_SCALED = "the score already has the factor 1 / sqrt(head_dim)"
 _ROTATE = "rotate q and k before the call: the score is made of what the call gets"
 _RANDOM = "a program has no random numbers; 'weights = dropout(softmax(score), p)' drops weights"
 _CHOOSE = (
@@ -55,6 +61,8 @@ _NEAR = 80
 _AUGMENTED = re.compile(r"(\w+)\s*(\*\*|//|<<|>>|[-+*/%&|^])=$")
 _PARAM = re.compile(r"param\s+(\w+)\s*=\s*([^\s#;]*)")
 _TYPED_FIRST = re.compile(r"tensor\s+(\w+)\s*:\s*(\w+)\s*\[([^\]]*)\]")
+_SCALAR = re.compile(r"tensor\s+(\w+)\s*:\s*(int|float|bool)\b")
+_UNTYPED = re.compile(r"(param|tensor)\s+(\w+)\s*(\[[^\]]*\])?\s*:?\Z")
 _NO_LOOPS = "there are no loops: a program speaks of one pair, and kernels go over all pairs"
 _NO_RETURN = "write 'mask = ...' or 'score = ...'; a function is 'def f(x) = ...'"
 _FIRST = {
@@ -68,7 +76,32 @@ _FIRST = {
 
 def of_name(name: str) -> str | None:
     """The hint for a name that is not declared here, and that something has elsewhere."""
-    return f"write '{_MEANT[name]}'" if name in _MEANT else None
+    if name in ("mask", "sink", "weights"):
+        return f"'{name}' cannot be read: bind what it is to a name, and write that name twice"
+    if name not in _MEANT:
+        return None
+    note = f"; {_SCALED}" if _MEANT[name] == "head_dim" else ""
+    return f"write '{_MEANT[name]}'{note}"
+
+
+def of_later(name: str, bound: Span, read: Span) -> str:
+    """The hint for a local name that a line reads before the line that binds it."""
+    if (bound.source.name, bound.line) == (read.source.name, read.line):
+        return f"'{name[:40]}' is bound behind this: move that statement up"
+    return f"'{name[:40]}' is bound in {bound.line_from(read)}: move that line up"
+
+
+def of_end(text: str) -> str | None:
+    """The hint for a declaration without its type. ``text`` is the statement without comments."""
+    found = _UNTYPED.match(text.strip())
+    if found is None:
+        return None
+    kind, name, dims = found[1], found[2][:40], (found[3] or "")[:80]
+    if kind == "tensor" and not dims:
+        return f"write 'tensor {name}[heads]: float', or 'param {name}: float' for one number"
+    if kind == "param" and dims:
+        return f"write 'tensor {name}{dims}: float'"
+    return f"add a type: {kind} {name}{dims}: float"
 
 
 def of_function(name: str) -> str | None:
@@ -94,9 +127,19 @@ def of_statement(text: str, start: int, token: str) -> str | None:
     if first == "param" and token == "=":
         return _declared(code)
     if first == "tensor" and token == ":":
-        typed = _TYPED_FIRST.match(code)
+        scalar, typed = _SCALAR.match(code), _TYPED_FIRST.match(code)
+        if scalar is not None and typed is None:
+            name, kind = scalar[1][:40], scalar[2]
+            dims = "batch, kv_len" if kind == "int" else "heads"
+            declared = f"'param {name}: {kind}'"
+            return (
+                f"a scalar is a param: {declared}; with dims write 'tensor {name}[{dims}]: {kind}'"
+            )
         form = f"{typed[1]}[{typed[3]}]: {typed[2]}" if typed else "doc[batch, kv_len]: int"
         return f"write 'tensor {form[:80]}'"
+    if first == "param" and token == "[":
+        name = code[len(first) : at].strip()
+        return f"a param is one number: write 'tensor {name[:40]}[heads]: float'"
     if first in ("param", "tensor") and token in ("int", "float", "bool"):
         return f"write ': {token}'"
     if first == "def" and token in (":", "->"):

@@ -120,6 +120,7 @@ def _bad_token(span: Span, error: Any) -> LexError | ParseError:
         end = span.start + len(_without_comments(text).rstrip())
         at = Span(span.source, max(span.start, end - 1), end)
         hint = "complete the expression, or put it in brackets to go on in the next line"
+        hint = hints.of_end(_without_comments(text)) or hint
         hint = _KEYWORDS["import"] if text.split()[:1] == ["import"] else hint
         return ParseError("the statement ends too early", at, hint)
     start, end = token.start_pos, token.end_pos

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Container, Iterable, Iterator
 
     from attndsl.source import Source, Span
 
@@ -206,6 +206,20 @@ def expressions(statement: Statement) -> tuple[Expr, ...]:
     if isinstance(statement, Tensor):
         return statement.dims
     return (statement.body if isinstance(statement, Define) else statement.value,)
+
+
+def lines_of_locals(statements: Iterable[Statement], targets: Container[str]) -> dict[str, Span]:
+    """The names that lines bind, such as ``near = ...``, and where each first stands.
+
+    Args:
+        statements: Of a program.
+        targets: Names that give the program something instead, such as ``mask``.
+    """
+    found: dict[str, Span] = {}
+    for statement in statements:
+        if isinstance(statement, Assign) and statement.name.name not in targets:
+            found.setdefault(statement.name.name, statement.name.span)
+    return found
 
 
 @dataclass(frozen=True, slots=True)

@@ -90,7 +90,7 @@ def curve_of(lowered: Lowered, scope: Scope, pairs: torch.Tensor) -> Curve | Non
     q, kv = (int(variables[name].flatten()[0]) for name in ("q", "kv"))
 
     def curve(end: float) -> Curve:
-        raw = torch.linspace(-end, end, _SAMPLES, dtype=torch.float64)
+        raw = torch.linspace(-end, end, _SAMPLES, dtype=torch.float64, device="cpu")
         found = evaluate(roots, replace(at, score=raw.reshape(1, 1, 1, -1)))
         value, live = (x.flatten().expand(raw.shape) for x in found)
         return Curve(what, raw, value, live, q, kv)
@@ -114,6 +114,6 @@ def _bends(values: torch.Tensor) -> bool:
     finite = values[values.isfinite()]
     if finite.numel() < values.numel():
         return True
-    line = torch.linspace(0.0, 1.0, values.numel(), dtype=torch.float64)
+    line = torch.linspace(0.0, 1.0, values.numel(), dtype=torch.float64, device="cpu")
     away = (values - torch.lerp(values[0], values[-1], line)).abs().max()
     return bool(away > _BEND * (values.max() - values.min()))

@@ -221,7 +221,7 @@ def picture_data(
     if not math.isfinite(raw_score):
         raise ArgumentError(f"raw_score is {raw_score}", hint="give a finite number")
     # Operands have their shapes, which are checked, and no values, which are not looked at.
-    element = torch.zeros(head_dim, dtype=torch.float64)
+    element = torch.zeros(head_dim, dtype=torch.float64, device="cpu")
     q = element.expand(batch, heads, q_len, head_dim)
     k = element.expand(batch, kv_heads, kv_len, head_dim)
     captures = {name: _on_cpu(value) for name, value in {**tensors, **params}.items()}
@@ -300,9 +300,9 @@ def _pairs(lowered: Lowered, scope: Scope, raw_score: float) -> tuple[torch.Tens
     program = lowered.program
     q, kv = scope.variables["q"], scope.variables["kv"]
     shape = (q.shape[2], kv.shape[3])
-    mask = torch.ones(shape, dtype=torch.bool)
-    score = torch.empty(shape, dtype=torch.float64)
-    raw = torch.full((1, 1, 1, 1), raw_score, dtype=torch.float64)
+    mask = torch.ones(shape, dtype=torch.bool, device="cpu")
+    score = torch.empty(shape, dtype=torch.float64, device="cpu")
+    raw = torch.full((1, 1, 1, 1), raw_score, dtype=torch.float64, device="cpu")
     roots = (program.score,) if program.mask is None else (program.score, program.mask)
     rows = max(1, _CHUNK // shape[1])
     for first in range(0, shape[0], rows):
@@ -320,13 +320,18 @@ def _exact_kinds(mask: torch.Tensor, block_m: int, block_n: int) -> torch.Tensor
 
     def totals(pairs: torch.Tensor) -> torch.Tensor:
         for dim, block in ((0, block_m), (1, block_n)):
-            tiles = torch.arange(pairs.shape[dim]) // block
+            tiles = torch.arange(pairs.shape[dim], device="cpu") // block
             shape = list(pairs.shape)
             shape[dim] = int(tiles[-1]) + 1
-            pairs = torch.zeros(shape, dtype=torch.int64).index_add_(dim, tiles, pairs)
+            pairs = torch.zeros(shape, dtype=torch.int64, device="cpu").index_add_(
+                dim, tiles, pairs
+            )
         return pairs
 
-    live, there = totals(mask.to(torch.int64)), totals(torch.ones(mask.shape, dtype=torch.int64))
+    live, there = (
+        totals(mask.to(torch.int64)),
+        totals(torch.ones(mask.shape, dtype=torch.int64, device="cpu")),
+    )
     return (live > 0).to(torch.int8) * PARTIAL + (live == there).to(torch.int8) * (FULL - PARTIAL)
 
 

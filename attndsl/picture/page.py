@@ -70,7 +70,9 @@ def _with_made_up(lowered: Lowered, text: str, given: Mapping[str, Any]) -> Pict
     captures = {**given, **made.tensors, **made.params}
     data = picture_data(
         lowered, q_len=_LENGTH, kv_len=_LENGTH, block_m=_BLOCK, block_n=_BLOCK, title=text,
-        tensors={n: torch.as_tensor(x) for n, x in captures.items() if n not in numbers},
+        tensors={
+            n: torch.as_tensor(x, device="cpu") for n, x in captures.items() if n not in numbers
+        },
         params={n: x for n, x in captures.items() if n in numbers},
     )  # fmt: skip
     return replace(data, made_up=made.what)

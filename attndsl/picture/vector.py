@@ -178,7 +178,7 @@ def _curve(curve: Curve, width: int, height: int) -> list[str]:
         room = max(0.5, abs(low) / 8)
         low, high = low - room, high + room
     up = height - (curve.value / 2 - low) / (high - low) * height
-    across = torch.linspace(0.0, width, up.numel(), dtype=torch.float64)
+    across = torch.linspace(0.0, width, up.numel(), dtype=torch.float64, device="cpu")
     parts, pen = [], "M"
     drawn = curve.live & up.isfinite()
     for x, y, there in zip(across.tolist(), up.tolist(), drawn.tolist(), strict=True):
@@ -273,10 +273,12 @@ def _means(values: torch.Tensor, cells: tuple[int, int]) -> torch.Tensor:
     """Means of ``values`` (q_len, kv_len) over each cell, the last ones cut off."""
     for dim, size in enumerate(cells):
         if size > 1:
-            place = torch.arange(values.shape[dim]) // size
+            place = torch.arange(values.shape[dim], device="cpu") // size
             shape = list(values.shape)
             shape[dim] = int(place[-1]) + 1
-            total = torch.zeros(shape, dtype=torch.float64).index_add_(dim, place, values)
+            total = torch.zeros(shape, dtype=torch.float64, device="cpu").index_add_(
+                dim, place, values
+            )
             count = place.bincount()
             values = total / (count[:, None] if dim == 0 else count)
     return values

@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from attndsl.errors import ArgumentError, DeviceError, DTypeError, ShapeError
-from attndsl.frontend.declare import CALL_ARGUMENTS
+from attndsl.frontend.declare import CALL_ARGUMENTS, COMPILE_ARGUMENTS
 from attndsl.ir import DType, Op, sides, toposort
 from attndsl.passes.evaluate import Environment, evaluate
+from attndsl.passes.print_ir import print_expression
 from attndsl.scalars import as_number
 
 from .location import INTS, kind_of
@@ -224,13 +225,20 @@ def check_known(program: Program, captures: Mapping[str, object]) -> None:
     needed = [d.name for d in program.tensors] + [d.name for d in program.params]
     for name in captures:
         if name not in needed:
-            close = difflib.get_close_matches(name, needed, n=1)
             raise ArgumentError(
                 f"the program has no tensor or run-time param '{name}'",
-                hint=f"did you mean '{close[0]}'?"
-                if close
-                else f"it takes {', '.join(needed) or 'none'}",
+                hint=_instead_of(name, needed),
             )
+
+
+def _instead_of(name: str, needed: list[str]) -> str:
+    """The hint for a name that is none of ``needed``."""
+    if name in ("params", "tensors"):
+        return f"'{name}' is an argument of compile(); a call takes captures={{...}}"
+    if name in COMPILE_ARGUMENTS:
+        return f"'{name}' is an argument of compile(): attndsl.compile(text, {name}=...)"
+    close = difflib.get_close_matches(name, needed, n=1)
+    return f"did you mean '{close[0]}'?" if close else f"it takes {', '.join(needed) or 'none'}"
 
 
 def kinds_of(
@@ -349,9 +357,10 @@ def checked_tensor(decl: TensorDecl, value: object, device: torch.device | None)
             hint=_none_hint(decl) if value is None else "the program declares it as a tensor",
         )
     if value.dim() != len(decl.dims):
+        dims = ", ".join(map(print_expression, decl.dims))
         raise ShapeError(
             f"{decl.name} has shape {tuple(value.shape)}",
-            hint=f"the program declares it with {len(decl.dims)} dim(s)",
+            hint=f"the program declares {decl.name}[{dims}], with {len(decl.dims)} dim(s)",
         )
     _check_dtype(decl.name, decl.dtype, value, device)
     return value

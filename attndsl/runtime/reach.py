@@ -126,7 +126,7 @@ def _of_segments(
 ) -> tuple[Ints, Ints, Ints]:
     """Starts, stops and work from closed forms; a range is the hull of a segment with steps."""
     starts, stops = [], []
-    work = torch.zeros(rows, dtype=torch.int64)
+    work = torch.zeros(rows, dtype=torch.int64, device="cpu")
     for step, start, stop, guard in segments:
         start, stop = start.cpu().clamp(min=0), stop.cpu().clamp(max=columns)
         if guard is not None:

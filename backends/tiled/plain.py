@@ -87,7 +87,8 @@ class PlainRows:
         batch, heads, rows = self.place.shape
         if all(live.shape[0] == live.shape[1] == 1 for live in lives):
             batch = heads = 1
-        bias = torch.zeros((batch, heads, rows, span.width), dtype=work_dtype(self.call))
+        shape = (batch, heads, rows, span.width)
+        bias = torch.zeros(shape, dtype=work_dtype(self.call), device=self.call.q.device)
         for columns, live in zip(span.partial, lives, strict=True):
             start = columns[0] - span.columns[0]
             part = bias[..., start : start + columns[1] - columns[0]]

@@ -19,6 +19,7 @@ from support.by_hand import (
     make_call,
 )
 
+import attndsl
 from attndsl.backends.base import Backward, Call, Wants
 from attndsl.backends.dense.philox import kept
 from attndsl.backends.dense.reference import ReferenceBackend
@@ -471,3 +472,15 @@ def test_repeats_are_bitwise_equal():
         torch.autograd.grad(BACKEND.forward(program, call)[0].sum(), leaves) for _ in range(2)
     )
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def test_a_lookup_in_the_branch_that_is_not_chosen_counts():
+    text = "tensor t[n]: float\nmask = causal()\nscore = score + where(q - kv < n, t[{}], 0.0)"
+    q, t = torch.randn(1, 1, 16, 8), torch.randn(4)
+    checked, plain = (
+        attndsl.compile(text.format(index), checked=index != "q - kv")
+        for index in ("clamp(q - kv, 0, n - 1)", "q - kv")
+    )
+    torch.testing.assert_close(checked(q, q, q, t=t), plain(q, q, q, t=t))
+    with pytest.raises(ArgumentError, match="'t' is looked up at 4"):
+        attndsl.compile(text.format("q - kv"), checked=True)(q, q, q, t=t)

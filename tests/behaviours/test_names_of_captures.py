@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import pickle
 import re
@@ -11,7 +12,8 @@ import torch
 
 import attndsl
 from attndsl import cli
-from attndsl.errors import ArgumentError, UnsupportedError
+from attndsl.errors import ArgumentError, ShapeError, UnsupportedError
+from attndsl.frontend.declare import COMPILE_ARGUMENTS
 
 TEXT = """
 tensor k[heads]: float
@@ -132,6 +134,45 @@ def test_what_is_missing_is_told_with_where_it_goes():
     assert 'captures={"scale": ...}' in caught.value.hint
     with pytest.raises(ArgumentError, match="no tensor or run-time param 'x'"):
         attention(q, q, q, w=3, captures={"scale": torch.ones(1), "x": 1})
+
+
+def test_arguments_of_compile_are_none_of_calls():
+    attention = attndsl.compile("tensor gain[heads]: float; gain[h] * score")
+    q, gain = torch.zeros(1, 1, 4, 16), torch.ones(1)
+    own = inspect.signature(attndsl.compile).parameters.values()
+    assert {x.name for x in own if x.kind is not x.VAR_KEYWORD} == COMPILE_ARGUMENTS
+    for name in COMPILE_ARGUMENTS:
+        with pytest.raises(ArgumentError) as caught:
+            attention(q, q, q, gain=gain, **{name: True})
+        assert caught.value.hint.startswith(f"'{name}' is an argument of compile()")
+        end = "captures={...}" if name in ("params", "tensors") else f"(text, {name}=...)"
+        assert caught.value.hint.endswith(end)
+    for ask in (attndsl.compare, attndsl.compile("param c: float = none; score * c")):
+        first = (attention, q) if ask is attndsl.compare else (q,)
+        with pytest.raises(ArgumentError) as caught:
+            ask(*first, q, q, checked=True)
+        assert caught.value.hint == (
+            "'checked' is an argument of compile(): attndsl.compile(text, checked=...)"
+        )
+
+
+@pytest.mark.parametrize("name", sorted(COMPILE_ARGUMENTS))
+def test_captures_may_be_called_like_arguments_of_compile(name):
+    attention = attndsl.compile(f"param {name}: float\nscore = {name} * score")
+    q = torch.zeros(1, 1, 4, 16)
+    assert attention(q, q, q, **{name: 2.0}).shape == q.shape
+
+
+@pytest.mark.parametrize(
+    ("dims", "shown"), [("heads", "heads"), ("batch, 2 * kv_len", "batch, 2 * kv_len")]
+)
+def test_another_number_of_dims_is_told_with_the_declaration(dims, shown):
+    index = ", ".join(["0"] * (1 + dims.count(",")))
+    attention = attndsl.compile(f"tensor slope[{dims}]: float; score * slope[{index}]")
+    q = torch.zeros(1, 1, 4, 16)
+    with pytest.raises(ShapeError) as caught:
+        attention(q, q, q, slope=torch.ones(1, 1, 1))
+    assert f"the program declares slope[{shown}], with " in caught.value.hint
 
 
 def test_all_that_takes_captures(tmp_path):

@@ -13,9 +13,11 @@ def test_check_prints_warnings_and_passes(attndsl, tree):
         "    ^^^^\n"
         "  hint: use it, as in 'mask = near', or remove the line\n"
         "\n"
-        "1 program: no errors, 1 warning\n"
+        "1 program: no errors, 1 warning (--strict makes the exit code 1)\n"
     )
-    assert attndsl("check", "a.attn", "--strict").code == 1
+    strict = attndsl("check", "a.attn", "--strict")
+    assert strict.code == 1
+    assert strict.out.endswith("\n1 program: no errors, 1 warning\n")
     assert attndsl("check", "b.attn", "--strict") == (0, "1 program: no errors\n", "")
 
 

@@ -20,6 +20,27 @@ CASES = [
     ("x = 2; score **= x", "write 'score = score ** ...'"),
     ("tensor doc: int[batch, n]\nmask = doc[b, q] == 0", "write 'tensor doc[batch, n]: int'"),
     ("tensor doc: int\nmask = doc[b, q] == 0", "write 'tensor doc[batch, kv_len]: int'"),
+    ("tensor s: float\nscore = s * score", "a scalar is a param: 'param s: float'"),
+    ("tensor s: float\nscore = s * score", "write 'tensor s[heads]: float'"),
+    ("tensor s[heads]\nscore = s[h] * score", "add a type: tensor s[heads]: float"),
+    ("tensor s[heads]:  # one a head\nscore = s[h] * score", "add a type: tensor s[heads]: float"),
+    ("param c\nscore = c * score", "add a type: param c: float"),
+    ("tensor s\nscore = s[h] * score", "write 'tensor s[heads]: float', or 'param s: float'"),
+    (
+        "param s[heads]\nscore = s[h] * score",
+        "a param is one number: write 'tensor s[heads]: float'",
+    ),
+    ("mask = near\nnear = q - kv < 3", "'near' is bound in line 2: move that line up"),
+    ("mask = near; near = q - kv < 3", "'near' is bound behind this"),
+    ("near = q - kv < 3\nmask = causal() and naer", "did you mean 'near'?"),
+    ("mask = causal() and naer\nnear = q - kv < 3", "did you mean 'near'?"),
+    ("near = q - kv < 3\nmask = causal() and naer()", "did you mean 'near', which is no function?"),
+    ("mask = casual and q - kv < 3", "did you mean the function 'causal(...)'?"),
+    ("mask = i >= kv", "write 'q'"),
+    ("mask = q >= j", "write 'kv'"),
+    ("score = score / sqrt(d)", "write 'head_dim'; the score already has the factor"),
+    ("score = tanh(score, 30)", "write tanh(x)"),
+    ("score = clamp(score, 30)", "write clamp(x, low, high)"),
     ("tensor doc[batch, n] int\nmask = doc[b, q] == 0", "write ': int'"),
     ("mask = q_idx >= kv", "write 'q'"),
     ("mask = q >= kv_idx", "write 'kv'"),
@@ -66,6 +87,29 @@ def test_hints_say_what_to_write(text, hint):
     assert found.span is not None
 
 
+def test_the_mask_is_no_line_to_move():
+    with pytest.raises(AttnDSLError) as caught:
+        check(Source("near = mask\nmask = near"), {})
+    assert caught.value.hint.startswith("'mask' cannot be read: bind what it is to a name")
+
+
+def test_a_later_line_of_an_imported_file_is_named_with_the_file(tmp_path):
+    (tmp_path / "lib.attn").write_text("near = q - kv < 5\n")
+    path = tmp_path / "a.attn"
+    path.write_text('mask = near\nimport "lib.attn"\n')
+    with pytest.raises(AttnDSLError) as caught:
+        check(Source(path.read_text(), str(path), file=str(path)), {})
+    assert caught.value.hint.startswith("'near' is bound in line 1 of ")
+    assert caught.value.hint.endswith("lib.attn: move that line up")
+
+
+def test_a_function_that_is_used_too_early_names_the_line():
+    with pytest.raises(AttnDSLError) as caught:
+        check(Source("def f(x) = x < far\nmask = f(q)\nfar = 3"), {})
+    assert caught.value.hint == "'far' is bound in line 3: move that line up"
+    check(Source("def f(x) = x < far\nfar = 3\nmask = f(q)"), {})
+
+
 def test_defaults_of_the_other_number_are_as_they_were():
     check(Source("param c: float = 4\nscore = c * score"), {})
 
@@ -80,7 +124,12 @@ def test_names_of_others_are_free_here():
 
 def test_hints_of_long_statements_come_quickly():
     start = time.perf_counter()
-    for text in ("a" * 16_000 + " += = 1", "tensor " * 2_000, "param a" + "=" * 16_000):
+    for text in (
+        "a" * 16_000 + " += = 1",
+        "tensor " * 2_000,
+        "param a" + "=" * 16_000,
+        "tensor a" + "[" * 16_000,
+    ):
         with pytest.raises(AttnDSLError):
             check(Source(text), {})
     assert time.perf_counter() - start < 5
