@@ -61,7 +61,7 @@ def measure(part: dict[str, Any], text: str, median: int | None, ids: Ids) -> No
     found = {"plan_ms": planned * 1e3, **_times("attndsl", lambda: call(*operands, **captures))}
     own = {n: x[:rows] if n == "doc" else x for n, x in captures.items()}
     found |= _times("alone", lambda: attention(*operands, **own))
-    if part["program"] == "causal":
+    if gpu and part["program"] == "causal":  # On CPUs torch leaves shards alone.
         found |= _torchs(mesh["cp"], operands)
     for name, size, given, among in (
         ("attndsl", length, captures, ranks), ("alone", rows, own, 1)
@@ -97,10 +97,18 @@ def _torchs(mesh: Any, operands: list[torch.Tensor]) -> dict[str, Any]:
     from torch.distributed.tensor.experimental import context_parallel
     from torch.nn.functional import scaled_dot_product_attention as sdpa
 
+    batch, heads, rows, width = operands[0].shape
     try:
-        # Buffers are sharded in place: whole ones, made for this.
-        with context_parallel(mesh, buffers=[], buffer_seq_dims=[]):
-            return _times("torch", lambda: sdpa(*operands, is_causal=True, enable_gqa=True))
+        # Its ring takes as many heads of keys as of queries. Buffers are sharded in place.
+        whole = [
+            operands[0].new_zeros(batch, heads, rows * mesh.size(), width).normal_()
+            for _ in operands
+        ]
+        with context_parallel(
+            mesh, buffers=whole, buffer_seq_dims=[2] * len(whole), no_restore_buffers=set(whole)
+        ):
+            own = [x.detach().requires_grad_() for x in whole]
+            return _times("torch", lambda: sdpa(*own, is_causal=True))
     except Exception as error:
         return {"torch_why": str(error).splitlines()[0][:200]}
 
