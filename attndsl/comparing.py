@@ -79,8 +79,9 @@ class Comparison:
     """In which the call computed."""
     seed: int | torch.Tensor | None = field(default=None, compare=False)
     """That of dropout; None where the program has none."""
-    dead_rows: int = 0
-    """Rows of queries without a live pair, over batch entries and heads. Their output is 0."""
+    dead_rows: int | None = 0
+    """Rows of queries without a live pair, over batch entries and heads. Their output is 0. None
+    where the program has weights of its own, which may give a score of -inf a weight."""
 
     @property
     def ok(self) -> bool:
@@ -203,7 +204,8 @@ def compare(
 
     Returns:
         A table, as text and as records: ``print(found)``, ``found.ok``, ``found.rows``. It also
-        says how many rows of queries have no live pair (``found.dead_rows``).
+        says how many rows of queries have no live pair (``found.dead_rows``; None where the program
+        has weights of its own).
 
     Raises:
         ArgumentError: More than ``max_bytes``; what no call could take.
@@ -257,8 +259,13 @@ def compare(
     return Comparison(rows, backend, str(call.q.device), call.q.dtype, seed, dead)
 
 
-def _dead_rows(attention: Attention, case: Case, max_bytes: int) -> int:
-    """How many rows of queries have no live pair; :func:`_check_bytes` has allowed the array."""
+def _dead_rows(attention: Attention, case: Case, max_bytes: int) -> int | None:
+    """How many rows of queries have no live pair; :func:`_check_bytes` has allowed the array.
+
+    None where the program has weights of its own: these may give a score of -inf a weight.
+    """
+    if attention.lowered.program.weights is not None:
+        return None
     options = {n: x for n, x in case.options.items() if n == "scale" or n in LOCATION}
     q, k, _ = (x.detach() for x in case.operands)
     with torch.no_grad():

@@ -263,7 +263,6 @@ def test_rows_without_keys_are_right():
         ("mask = q > 5 and kv > 2", {}, 2 * 4 * 6),
         ("mask = q >= kv", {"q_offset": -3}, 2 * 4 * 3),
         ("mask = q >= kv; sink = 0.0", {"q_offset": -3}, 2 * 4 * 3),
-        ("mask = q >= kv; weights = max(score, 0.0)", {"q_offset": -3}, 2 * 4 * 3),
         ("score = score if q > 1 else -inf", {}, 2 * 4 * 2),
         ("mask = h > 0", {}, 2 * 24),
         ("causal()", {"kv_lengths": torch.tensor([0, 24])}, 4 * 24),
@@ -277,6 +276,15 @@ def test_rows_without_keys_are_counted(text, arguments, dead):
     said = f"{dead} of {2 * 4 * 24} rows have no live pair; their output is 0"
     assert (said in str(found)) == (said in found._repr_html_()) == (dead > 0)
     assert found.remark == (said if dead else "")
+
+
+def test_rows_without_keys_are_not_counted_where_weights_are_the_programs_own():
+    """A sigmoid of -inf is a weight like others."""
+    text = "mask = q >= kv; weights = 1.0 / (1.0 + exp(score))"
+    found = attndsl.compare(attndsl.compile(text), *inputs(), q_offset=-3)
+    assert found.ok, found
+    assert found.dead_rows is None
+    assert found.remark == ""
 
 
 def test_one_row_without_keys():

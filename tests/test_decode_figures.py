@@ -263,7 +263,7 @@ def test_pages_name_what_is_not_measured_and_the_machines(script):
         if "NVIDIA" in machine:
             assert ("H100" in machine) == (path.stem in ("decode", "scaling", "serving")), path.stem
     for name in ("docs/benchmarks.md", "docs/versions.md", "README.md"):
-        assert re.search(r"H100, (and )?all .{,30}H200", _page(name)), name
+        assert re.search(r"H100s?, (and )?all .{,40}H200", _page(name)), name
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
