@@ -18,6 +18,7 @@ from attndsl.runtime.bind import CallOptions, bind
 from attndsl.runtime.dispatch import GENERATED
 from attndsl.runtime.distributed import is_dtensor
 from attndsl.runtime.doubts import doubts_of_call, tell
+from attndsl.runtime.higher import is_transformed
 from attndsl.runtime.location import WHOLE, Location, plain_int
 from attndsl.runtime.modes import modes_on, seen_by_modes
 from attndsl.runtime.parts import terms_of
@@ -306,7 +307,7 @@ class Attention(Analysis, Views, Introspection, Serving):
                 None if part is None else replace(part, kv_lengths=kv_lengths),
             )  # fmt: skip
         if needs or q_offset or kv_offset:
-            call = check_values(lowered.program, call, needs, marks)
+            call = check_values(lowered.program, call, needs, marks and _is_plain())
         if modes_on():
             backend = seen_by_modes(backend, self._request, call)
         if terms is not None:
@@ -503,3 +504,8 @@ def _marks_entries(backend: Backend, terms: Terms | None, call: Call) -> bool:
     if terms is None or not call.q.is_cuda:
         return False
     return backend.marks_entries(terms.lowered, terms.applied(call))
+
+
+def _is_plain() -> bool:
+    """Whether one forward is all there will be: gradients and transforms mark no entries."""
+    return not torch.is_grad_enabled() and not is_transformed()

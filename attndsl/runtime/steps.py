@@ -163,6 +163,8 @@ def key_of_step(
         return None
     if q.dim() != 3 or not 0 < q.shape[0] < _MANY_TOKENS:
         return None
+    if any(type(captures.get(name)) not in _NUMBERS for name in names):
+        return None
     return (
         q.shape if by_token or index is not None or request.numbers[0] is None else q.shape[1:],
         q.stride(), q.dtype, q.device, k.shape, k.stride(), k.dtype, k.device, v.shape,

@@ -218,7 +218,12 @@ def attention_decode(
     first = Head(b, first_head, hkv)
     visits = forward_visits(tile, first, sizes, shift, given)
     live = visits.full + visits.partial
-    parts, taken = parts_of(live, most_parts_of(live, members, sizes))
+    wrong = is_wrong(first, sizes, given)
+    if MARKED:
+        # Formulas of tiles say anything where a position is beyond all limits.
+        live = tl.where(wrong, 0, live)
+    most = tl.minimum(most_parts_of(live, members, sizes), tl.num_programs(0))
+    parts, taken = parts_of(live, most)
     if number >= parts:
         return
     rows = packed_rows(tl.arange(0, ROWS), tile * BLOCK_M, first_head, members, sizes)
@@ -239,7 +244,7 @@ def attention_decode(
     else:
         factor = scale * LOG2E
     part = PartOfTiles(number * taken, tl.minimum((number + 1) * taken, live))
-    places = UnitPlaces(tile, first, head, is_wrong(first, sizes, given))
+    places = UnitPlaces(tile, first, head, wrong)
     softmax = attend_part(
         empty_softmax(ROWS), q_tile, q, keys, Factors(scale, factor), visits, part, places, sizes,
         shift, given,

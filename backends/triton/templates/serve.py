@@ -233,6 +233,7 @@ def attention_serve(
     sizes = Sizes(batch, heads, kv_heads, count, kv_len)
     shift = shift_of(Origins(0, 0), Q_KIND, KV_KIND)
     hkv = first_head // (heads // kv_heads)
+    wide_hkv = hkv.to(tl.int64)
     # Tiles are those of all heads of the unit.
     first = Head(b, first_head, hkv)
     visits = forward_visits(tile, first, sizes, shift, given)
@@ -250,17 +251,17 @@ def attention_serve(
     q_tile = tl.load(at, mask=exist, other=0.0)
     k_scale = k_factor
     if K_SCALES == 4:
-        k_scale = K_SCALE + hkv * step_ah
+        k_scale = K_SCALE + wide_hkv * step_ah
     elif K_SCALES > 1:
-        k_scale = tl.load(K_SCALE + hkv * step_ah)
+        k_scale = tl.load(K_SCALE + wide_hkv * step_ah)
     v_scale = v_factor
     if V_SCALES == 4:
-        v_scale = V_SCALE + hkv * step_bh
+        v_scale = V_SCALE + wide_hkv * step_bh
     elif V_SCALES > 1:
-        v_scale = tl.load(V_SCALE + hkv * step_bh)
+        v_scale = tl.load(V_SCALE + wide_hkv * step_bh)
     keys = PagedKeys(
-        PageRows(K_PAGES + hkv * step_kh, step_kp, step_kn, k_scale, step_ap, step_an),
-        PageRows(V_PAGES + hkv * step_vh, step_vp, step_vn, v_scale, step_bp, step_bn),
+        PageRows(K_PAGES + wide_hkv * step_kh, step_kp, step_kn, k_scale, step_ap, step_an),
+        PageRows(V_PAGES + wide_hkv * step_vh, step_vp, step_vn, v_scale, step_bp, step_bn),
         # Where there are no pages, there are no keys.
         TABLE + b * step_tb, step_tp, pages, length * tl.minimum(pages, 1),
     )

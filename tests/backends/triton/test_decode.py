@@ -324,7 +324,8 @@ def test_entries_with_wrong_numbers_of_keys_are_nan(device, text, ran, monkeypat
     attention = attndsl.compile(text, backend="decode")
 
     def run():
-        return attention(q, k, v, q_offset=starts, kv_lengths=lengths, return_lse=True)
+        with torch.no_grad():
+            return attention(q, k, v, q_offset=starts, kv_lengths=lengths, return_lse=True)
 
     if device == "cpu":
         with pytest.raises(attndsl.errors.ArgumentError, match="q_offset has values from 9"):
@@ -338,6 +339,50 @@ def test_entries_with_wrong_numbers_of_keys_are_nan(device, text, ran, monkeypat
         for found in (out, lse):
             assert found.flatten(1).isnan().all(1).tolist() == [False, True, False, True, True]
             assert not found[[0, 2]].isnan().any()
+    assert ran
+
+
+def test_numbers_are_looked_at_where_gradients_or_transforms_may_follow(monkeypatch):
+    """Those make no results NaN. Here calls on CPUs do as calls on GPUs do."""
+    monkeypatch.setattr("attndsl.attention._marks_entries", lambda *given: True)
+    q, k, v, lengths = ragged_call("cpu", [50, KEYS + 1])
+    attention = attndsl.compile("causal()", backend="decode")
+
+    def run(q):
+        return attention(q, k, v, q_offset=lengths - 1, kv_lengths=lengths)
+
+    with torch.no_grad():
+        assert run(q)[1].isnan().all()
+        with pytest.raises(attndsl.errors.ArgumentError, match="kv_lengths"):
+            torch.func.jvp(run, (q,), (torch.ones_like(q),))
+    with pytest.raises(attndsl.errors.ArgumentError, match="kv_lengths"):
+        run(q)
+
+
+FAR = (1 << 31) - 1
+
+
+@pytest.mark.parametrize("kv_len", [16, 64])
+@pytest.mark.parametrize(
+    "text", ["q >= kv", "q - kv < 20", "q >= kv or kv < 20", "q >= kv and q // 16 == kv // 16"]
+)
+def test_positions_beyond_all_limits_change_nothing_else(device, text, kv_len, ran, monkeypatch):
+    """Formulas of tiles say anything for them: no tile is visited, and all counts stay 0."""
+    for name in ("_check_tensor", "check_range"):
+        monkeypatch.setattr(f"attndsl.runtime.values.{name}", lambda *given: None)
+    attention = attndsl.compile(text, backend="decode")
+    q, k, v, lengths = ragged_call(device, [kv_len] * 2, kv_len)
+    starts = torch.full_like(lengths, kv_len - 1)
+    with torch.no_grad():
+        wanted = attention(q, k, v, q_offset=starts, kv_lengths=lengths)
+        for first in (FAR, FAR - 1, -FAR - 1, -FAR + 2, 1 << 30):
+            for length in (kv_len, FAR, -FAR):
+                bad_starts, bad_lengths = starts.clone(), lengths.clone()
+                bad_starts[0], bad_lengths[0] = first, length
+                out = attention(q, k, v, q_offset=bad_starts, kv_lengths=bad_lengths)
+                assert out[0].isnan().all()
+                assert torch.equal(out[1], wanted[1])
+        assert torch.equal(attention(q, k, v, q_offset=starts, kv_lengths=lengths), wanted)
     assert ran
 
 
