@@ -35,12 +35,13 @@ from .declare import (
     span_of,
     unusable,
 )  # fmt: skip
-from .expressions import ALWAYS, Inliner, Scope
+from .expressions import Inliner, Scope
 from .imports import homeless
 from .keywords import refuse_keywords
 from .limits import MAX_ERRORS, MAX_OPTIONAL
-from .names import TARGETS as _TARGETS
 from .parse import parse
+from .reserved import ALWAYS
+from .reserved import TARGETS as _TARGETS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

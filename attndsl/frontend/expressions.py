@@ -26,6 +26,7 @@ from .absent import Gone, Part, Place, Rest
 from .keywords import parameters_of, refuse_keywords
 from .limits import MAX_EXPANSIONS, MAX_NESTING
 from .prelude import prelude_function, prelude_names
+from .reserved import ALWAYS, CONSTANTS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -37,17 +38,6 @@ Value = Part | TensorDecl
 
 _DECIDED_BY = {"and": False, "or": True}
 """The left operand that decides alone."""
-
-CONSTANTS: dict[str, Node] = {
-    "inf": ir.const(float("inf")),
-    "pi": ir.const(3.141592653589793),
-    "e": ir.const(2.718281828459045),
-    "true": ir.const(True),
-    "false": ir.const(False),
-}
-ALWAYS = frozenset({*ir.VARS, *ir.SIZES, ir.TOKEN, ir.TOKENS, *CONSTANTS, "score"})
-"""Names that a program cannot bind."""
-
 
 _LONG_INDEX = 20
 """Characters of an index that a hint does not repeat."""

@@ -8,6 +8,8 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
+from .reserved import is_reserved
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -60,7 +62,8 @@ _NEAR = 80
 """Characters before an "=" that are looked at."""
 _AUGMENTED = re.compile(r"(\w+)\s*(\*\*|//|<<|>>|[-+*/%&|^])=$")
 _PARAM = re.compile(r"param\s+(\w+)\s*=\s*([^\s#;]*)")
-_TYPED_FIRST = re.compile(r"tensor\s+(\w+)\s*:\s*(\w+)\s*\[([^\]]*)\]")
+_DIMS = re.compile(r"param\s+(\w+)\s*\[([^\]]*)\]?(?:\s*:\s*(int|float|bool)\b)?")
+_TYPED_FIRST = re.compile(r"(?:param|tensor)\s+(\w+)\s*:\s*(\w+)\s*\[([^\]]*)\]")
 _SCALAR = re.compile(r"tensor\s+(\w+)\s*:\s*(int|float|bool)\b")
 _UNTYPED = re.compile(r"(param|tensor)\s+(\w+)\s*(\[[^\]]*\])?\s*:?\Z")
 _NO_LOOPS = "there are no loops: a program speaks of one pair, and kernels go over all pairs"
@@ -97,6 +100,10 @@ def of_end(text: str) -> str | None:
     if found is None:
         return None
     kind, name, dims = found[1], found[2][:40], (found[3] or "")[:80]
+    if not dims.strip("[ ]\t\n"):
+        dims = ""
+    if is_reserved(name):
+        return _taken(name)
     if kind == "tensor" and not dims:
         return f"write 'tensor {name}[heads]: float', or 'param {name}: float' for one number"
     if kind == "param" and dims:
@@ -130,16 +137,19 @@ def of_statement(text: str, start: int, token: str) -> str | None:
         scalar, typed = _SCALAR.match(code), _TYPED_FIRST.match(code)
         if scalar is not None and typed is None:
             name, kind = scalar[1][:40], scalar[2]
+            if is_reserved(name):
+                return _taken(name)
             dims = "batch, kv_len" if kind == "int" else "heads"
             declared = f"'param {name}: {kind}'"
             return (
                 f"a scalar is a param: {declared}; with dims write 'tensor {name}[{dims}]: {kind}'"
             )
+        if typed is not None and is_reserved(typed[1]):
+            return _taken(typed[1])
         form = f"{typed[1]}[{typed[3]}]: {typed[2]}" if typed else "doc[batch, kv_len]: int"
         return f"write 'tensor {form[:80]}'"
     if first == "param" and token == "[":
-        name = code[len(first) : at].strip()
-        return f"a param is one number: write 'tensor {name[:40]}[heads]: float'"
+        return _of_dims(code)
     if first in ("param", "tensor") and token in ("int", "float", "bool"):
         return f"write ': {token}'"
     if first == "def" and token in (":", "->"):
@@ -148,10 +158,30 @@ def of_statement(text: str, start: int, token: str) -> str | None:
     return _FIRST.get(first)
 
 
+def _taken(name: str) -> str:
+    return f"'{name}' always has its own meaning: choose another name"
+
+
+def _of_dims(code: str) -> str:
+    """What to write for a ``param`` line with dims."""
+    found, typed = _DIMS.match(code), _TYPED_FIRST.match(code)
+    name, dims, kind = found.groups() if found is not None else ("p", "heads", None)
+    if typed is not None:
+        name, kind, dims = typed.groups()
+    if is_reserved(name):
+        return _taken(name)
+    name, dims, kind = name[:40], " ".join(dims.split())[:80], kind or "float"
+    if not dims:
+        return f"a param is one number: write 'param {name}: {kind}'"
+    return f"a param is one number: write 'tensor {name}[{dims}]: {kind}'"
+
+
 def _declared(code: str) -> str:
     """A ``param`` line with the type that its default has."""
     found = _PARAM.match(code)
     name, default = found.groups() if found is not None else ("window", "4")
+    if is_reserved(name):
+        return _taken(name)
     if default in ("true", "false", "True", "False"):
         dtype, default = "bool", default.lower()
     else:

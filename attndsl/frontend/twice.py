@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 from attndsl.errors import ProgramWarning
 
 from . import surface as s
-from .names import TARGETS
 from .prelude import prelude_function
+from .reserved import TARGETS
 
 if TYPE_CHECKING:
     from collections.abc import Container, Iterator

@@ -30,6 +30,31 @@ CASES = [
         "param s[heads]\nscore = s[h] * score",
         "a param is one number: write 'tensor s[heads]: float'",
     ),
+    (
+        "param p[batch, kv_len]: int\nmask = p[b, kv] > 0",
+        "a param is one number: write 'tensor p[batch, kv_len]: int'",
+    ),
+    ("param p[2 * n]: bool = true\nmask = p[q]", "write 'tensor p[2 * n]: bool'"),
+    ("param p: int[batch]\nmask = p[b] > 0", "write 'tensor p[batch]: int'"),
+    ("param p[]: int\nmask = p > 0", "a param is one number: write 'param p: int'"),
+    ("param p[\nmask = p > 0", "add ']'"),
+    ("tensor p[]", "write 'tensor p[heads]: float', or 'param p: float'"),
+    ("tensor p[ ]:", "write 'tensor p[heads]: float', or 'param p: float'"),
+    ("tensor p[]: int", "write 'param p: int'"),
+    *(
+        (text, f"'{name}' always has its own meaning: choose another name")
+        for text, name in (
+            ("tensor q: float", "q"),
+            ("tensor heads: int", "heads"),
+            ("tensor mask: bool", "mask"),
+            ("tensor kv: int[batch]", "kv"),
+            ("tensor q", "q"),
+            ("tensor e[heads]:", "e"),
+            ("param inf", "inf"),
+            ("param h = 3", "h"),
+            ("param q[heads]: int", "q"),
+        )
+    ),
     ("mask = near\nnear = q - kv < 3", "'near' is bound in line 2: move that line up"),
     ("mask = near; near = q - kv < 3", "'near' is bound behind this"),
     ("near = q - kv < 3\nmask = causal() and naer", "did you mean 'near'?"),
