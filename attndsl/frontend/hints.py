@@ -59,7 +59,7 @@ _FUNCTIONS = {
     "print": "look at a program with 'attndsl show' or attn.scores(q, k)",
 }
 _NEAR = 80
-"""Characters before an "=" that are looked at."""
+"""Characters before an "=" that are looked at, and of expressions that hints repeat."""
 _AUGMENTED = re.compile(r"(\w+)\s*(\*\*|//|<<|>>|[-+*/%&|^])=$")
 _PARAM = re.compile(r"param\s+(\w+)\s*=\s*([^\s#;]*)")
 _DIMS = re.compile(r"param\s+(\w+)\s*\[([^\]]*)\]?(?:\s*:\s*(int|float|bool)\b)?")
@@ -81,10 +81,31 @@ def of_name(name: str) -> str | None:
     """The hint for a name that is not declared here, and that something has elsewhere."""
     if name in ("mask", "sink", "weights"):
         return f"'{name}' cannot be read: bind what it is to a name, and write that name twice"
+    if name.lower() == "nan":
+        return "a program has no NaN: write -inf where no query may see a key"
     if name not in _MEANT:
         return None
     note = f"; {_SCALED}" if _MEANT[name] == "head_dim" else ""
     return f"write '{_MEANT[name]}'{note}"
+
+
+def of_tensor(name: str) -> str:
+    """The hint for a name that is indexed and not declared."""
+    forms = f"'tensor {name[:40]}[...]: int', 'tensor {name[:40]}[...]: float'"
+    return f"declare it ({forms}), or give it to compile()"
+
+
+def of_optional(name: str) -> str:
+    """The hint for a name that ``given`` asks for and that is not declared."""
+    name = name[:40]
+    return f"declare it ('tensor {name}[...]: int = none', 'param {name}: float = none')"
+
+
+def of_joined(others: Sequence[str]) -> str:
+    """The hint for ``mask = mask and ...``, with the texts of what else is joined there."""
+    text = " and ".join(" ".join(each.split()) for each in others)
+    text = text if len(text) <= _NEAR else "..."
+    return f"several masks are joined by 'and': write 'mask = {text}'"
 
 
 def of_later(name: str, bound: Span, read: Span) -> str:
