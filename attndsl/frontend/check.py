@@ -226,11 +226,11 @@ class _Checker:
                 self.errors.append(found)
             self.scope.values[name] = ir.const(given.value)
         elif isinstance(given, ParamSpec):
-            self.params[name] = ParamDecl(name, DType(given.dtype))
-            self.scope.values[name] = ir.param(name, DType(given.dtype))
+            self.params[name] = ParamDecl(name, type_of(given.dtype))
+            self.scope.values[name] = ir.param(name, type_of(given.dtype))
         else:
             dims = tuple(self._declared_dim(name, dim) for dim in given.dims)
-            self.tensors[name] = TensorDecl(name, DType(given.dtype), dims)
+            self.tensors[name] = TensorDecl(name, type_of(given.dtype), dims)
             self.scope.values[name] = self.tensors[name]
 
     def _declared_dim(self, name: str, dim: str | int) -> Node:
@@ -250,7 +250,7 @@ class _Checker:
         self._bind(statement.name, "a param")
         name = statement.name.name
         self.scope.values[name] = None
-        dtype = type_of(statement.dtype)
+        dtype = type_of(statement.dtype.name, statement.dtype.span)
         default = None
         if statement.default is not None:
             default = self._literal(name, statement.default, dtype)
@@ -337,7 +337,7 @@ class _Checker:
         self._bind(statement.name, "a tensor")
         name = statement.name.name
         self.scope.values[name] = None
-        dtype = type_of(statement.dtype)
+        dtype = type_of(statement.dtype.name, statement.dtype.span)
         given = self.declared.get(name)
         if statement.optional:
             self.scope.optional.add(name)

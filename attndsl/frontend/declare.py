@@ -12,8 +12,6 @@ from attndsl.ir import DType
 if TYPE_CHECKING:
     from attndsl.source import Span
 
-    from . import surface as s
-
 _TYPES = {t.value: t for t in DType}
 
 GIVEN = "was given to compile()"
@@ -109,18 +107,18 @@ def span_of(given: Declared) -> Span | None:
     return given.span if isinstance(given, Bound | Absent) else None
 
 
-def type_of(written: s.Name) -> DType:
-    """The type that a declaration in the text names.
+def type_of(name: str, span: Span | None = None) -> DType:
+    """The type that a declaration names.
 
     Raises:
         TypeMismatchError: It is none.
     """
-    found = _TYPES.get(written.name)
+    found = _TYPES.get(name)
     if found is None:
-        close = difflib.get_close_matches(written.name[:40], list(_TYPES), n=1)
+        close = difflib.get_close_matches(name[:40], list(_TYPES), n=1)
         raise TypeMismatchError(
-            f"'{written.name}' is no type",
-            written.span,
+            f"'{name}' is no type",
+            span,
             f"did you mean '{close[0]}'?" if close else "write int, float or bool",
         )
     return found

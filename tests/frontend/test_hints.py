@@ -6,7 +6,7 @@ import pytest
 
 from attndsl.errors import AttnDSLError, flatten
 from attndsl.frontend import hints
-from attndsl.frontend.declare import ParamSpec
+from attndsl.frontend.declare import ParamSpec, TensorSpec
 from attndsl.frontend.names import is_free
 from attndsl.pipeline import check
 from attndsl.source import Source
@@ -169,6 +169,13 @@ def test_a_refused_name_of_the_caller_is_no_second_error():
         check(Source("mask = mask and causal()"), {"mask": ParamSpec("bool")})
     (found,) = flatten(caught.value)
     assert found.hint == "choose another name"
+
+
+def test_a_type_that_the_caller_misspells_gets_the_hint_of_the_text():
+    for text, given in (("c", ParamSpec("flaot")), ("c[h]", TensorSpec(("heads",), "flaot"))):
+        with pytest.raises(AttnDSLError) as caught:
+            check(Source(text), {"c": given})
+        assert caught.value.hint == "did you mean 'float'?"
 
 
 def test_the_mask_is_no_line_to_move():
