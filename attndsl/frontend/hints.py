@@ -62,8 +62,10 @@ _NEAR = 80
 """Characters before an "=" that are looked at, and of expressions that hints repeat."""
 _AUGMENTED = re.compile(r"(\w+)\s*(\*\*|//|<<|>>|[-+*/%&|^])=$")
 _PARAM = re.compile(r"param\s+(\w+)\s*=\s*([^\s#;]*)")
-_DIMS = re.compile(r"param\s+(\w+)\s*\[([^\]]*)\]?(?:\s*:\s*(int|float|bool)\b)?")
-_TYPED_FIRST = re.compile(r"(?:param|tensor)\s+(\w+)\s*:\s*(\w+)\s*\[([^\]]*)\]")
+_DIMS = re.compile(
+    r"param\s+(\w+)\s*(?::\s*(int|float|bool)\s*)?\[([^\]]*)\]?(?:\s*:\s*(int|float|bool)\b)?"
+)
+_TYPED_FIRST = re.compile(r"tensor\s+(\w+)\s*:\s*(\w+)\s*\[\s*([^\]\s][^\]]*)\]")
 _SCALAR = re.compile(r"tensor\s+(\w+)\s*:\s*(int|float|bool)\b")
 _UNTYPED = re.compile(r"(param|tensor)\s+(\w+)\s*(\[[^\]]*\])?\s*:?\Z")
 _NO_LOOPS = "there are no loops: a program speaks of one pair, and kernels go over all pairs"
@@ -185,13 +187,11 @@ def _taken(name: str) -> str:
 
 def _of_dims(code: str) -> str:
     """What to write for a ``param`` line with dims."""
-    found, typed = _DIMS.match(code), _TYPED_FIRST.match(code)
-    name, dims, kind = found.groups() if found is not None else ("p", "heads", None)
-    if typed is not None:
-        name, kind, dims = typed.groups()
+    found = _DIMS.match(code)
+    name, before, dims, behind = found.groups() if found else ("p", None, "heads", None)
     if is_reserved(name):
         return _taken(name)
-    name, dims, kind = name[:40], " ".join(dims.split())[:80], kind or "float"
+    name, dims, kind = name[:40], " ".join(dims.split())[:80], before or behind or "float"
     if not dims:
         return f"a param is one number: write 'param {name}: {kind}'"
     return f"a param is one number: write 'tensor {name}[{dims}]: {kind}'"

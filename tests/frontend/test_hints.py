@@ -37,6 +37,8 @@ CASES = [
     ),
     ("param p[2 * n]: bool = true\nmask = p[q]", "write 'tensor p[2 * n]: bool'"),
     ("param p: int[batch]\nmask = p[b] > 0", "write 'tensor p[batch]: int'"),
+    ("tensor p: int[]", "a scalar is a param: 'param p: int'"),
+    ("param p: int[]\nmask = p > 0", "a param is one number: write 'param p: int'"),
     ("param p[]: int\nmask = p > 0", "a param is one number: write 'param p: int'"),
     ("param p[\nmask = p > 0", "add ']'"),
     ("tensor p[]", "write 'tensor p[heads]: float', or 'param p: float'"),
