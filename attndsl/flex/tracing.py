@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from attndsl.attention import Attention
-from attndsl.frontend.expressions import ALWAYS
 from attndsl.frontend.functions import NAMES
 from attndsl.frontend.prelude import prelude_names
+from attndsl.frontend.reserved import ALWAYS
 from attndsl.ir import SCORE, DType, ParamDecl, Program, TensorDecl, param, size, var
 from attndsl.passes.print_ir import print_program
 

@@ -33,14 +33,16 @@ from .declare import (
     no_optional,
     origin_of,
     span_of,
+    type_of,
     unusable,
 )  # fmt: skip
-from .expressions import ALWAYS, Inliner, Scope
+from .expressions import Inliner, Scope
 from .imports import homeless
 from .keywords import refuse_keywords
 from .limits import MAX_ERRORS, MAX_OPTIONAL
-from .names import TARGETS as _TARGETS
 from .parse import parse
+from .reserved import ALWAYS
+from .reserved import TARGETS as _TARGETS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -49,7 +51,6 @@ if TYPE_CHECKING:
 
     from .declare import Declared
 
-_TYPES = {t.value: t for t in DType}
 _SHOWN = 40
 """Characters of an expression that a hint repeats."""
 
@@ -182,6 +183,8 @@ class _Checker:
     def _bind(self, name: s.Name, what: str) -> None:
         """Refuse a name that already means something."""
         if name.name in ALWAYS or name.name in _TARGETS:
+            if name.name not in ALWAYS and what != "a function":
+                self.scope.values[name.name] = None
             raise NameResolutionError(
                 f"'{name.name}' always has its own meaning and cannot be {what}",
                 name.span,
@@ -205,6 +208,8 @@ class _Checker:
     def _declare(self, name: str, given: Declared) -> None:
         """A name that the caller declares and the text does not."""
         if name in ALWAYS or name in _TARGETS or not name.isidentifier():
+            if name not in ALWAYS:
+                self.scope.values[name] = None
             self.errors.append(
                 NameResolutionError(
                     f"'{name[:40]}' cannot be declared: it has its own meaning or is no name",
@@ -221,11 +226,11 @@ class _Checker:
                 self.errors.append(found)
             self.scope.values[name] = ir.const(given.value)
         elif isinstance(given, ParamSpec):
-            self.params[name] = ParamDecl(name, _TYPES[given.dtype])
-            self.scope.values[name] = ir.param(name, _TYPES[given.dtype])
+            self.params[name] = ParamDecl(name, type_of(given.dtype))
+            self.scope.values[name] = ir.param(name, type_of(given.dtype))
         else:
             dims = tuple(self._declared_dim(name, dim) for dim in given.dims)
-            self.tensors[name] = TensorDecl(name, _TYPES[given.dtype], dims)
+            self.tensors[name] = TensorDecl(name, type_of(given.dtype), dims)
             self.scope.values[name] = self.tensors[name]
 
     def _declared_dim(self, name: str, dim: str | int) -> Node:
@@ -241,22 +246,11 @@ class _Checker:
         found = self._dim(tree.statements[0].value)
         return found if found is not None else ir.const(0)
 
-    def _type(self, written: s.Name) -> DType:
-        found = _TYPES.get(written.name)
-        if found is None:
-            close = difflib.get_close_matches(written.name[:40], list(_TYPES), n=1)
-            raise TypeMismatchError(
-                f"'{written.name}' is no type",
-                written.span,
-                f"did you mean '{close[0]}'?" if close else "write int, float or bool",
-            )
-        return found
-
     def _param(self, statement: s.Param) -> None:
         self._bind(statement.name, "a param")
         name = statement.name.name
         self.scope.values[name] = None
-        dtype = self._type(statement.dtype)
+        dtype = type_of(statement.dtype.name, statement.dtype.span)
         default = None
         if statement.default is not None:
             default = self._literal(name, statement.default, dtype)
@@ -343,7 +337,7 @@ class _Checker:
         self._bind(statement.name, "a tensor")
         name = statement.name.name
         self.scope.values[name] = None
-        dtype = self._type(statement.dtype)
+        dtype = type_of(statement.dtype.name, statement.dtype.span)
         given = self.declared.get(name)
         if statement.optional:
             self.scope.optional.add(name)
@@ -496,6 +490,10 @@ class _Checker:
 
     def _mask(self, statement: s.Assign) -> None:
         """One more condition: mask lines mean what ``and`` between them means."""
+        masks, others = s.joined_with("mask", statement.value)
+        if masks and others and "mask" not in self.scope.values:
+            hint = hints.of_joined([x.span.text for x in others])
+            raise NameResolutionError("'mask' is not declared", masks[0].span, hint)
         value = self._left(statement.value)
         if value is None or isinstance(value, Gone):
             return

@@ -1,15 +1,18 @@
-"""Names that a caller declares in Python rather than in the program's text."""
+"""Names that a caller declares in Python rather than in the text, and the types of both."""
 
 from __future__ import annotations
 
+import difflib
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from attndsl.errors import TypeMismatchError
+from attndsl.ir import DType
 
 if TYPE_CHECKING:
     from attndsl.source import Span
 
+_TYPES = {t.value: t for t in DType}
 
 GIVEN = "was given to compile()"
 CALL_ARGUMENTS = frozenset(
@@ -102,3 +105,20 @@ def origin_of(given: Declared) -> str:
 def span_of(given: Declared) -> Span | None:
     """Where a file declares a name, if one does."""
     return given.span if isinstance(given, Bound | Absent) else None
+
+
+def type_of(name: str, span: Span | None = None) -> DType:
+    """The type that a declaration names.
+
+    Raises:
+        TypeMismatchError: It is none.
+    """
+    found = _TYPES.get(name)
+    if found is None:
+        close = difflib.get_close_matches(name[:40], list(_TYPES), n=1)
+        raise TypeMismatchError(
+            f"'{name}' is no type",
+            span,
+            f"did you mean '{close[0]}'?" if close else "write int, float or bool",
+        )
+    return found

@@ -26,6 +26,7 @@ from .absent import Gone, Part, Place, Rest
 from .keywords import parameters_of, refuse_keywords
 from .limits import MAX_EXPANSIONS, MAX_NESTING
 from .prelude import prelude_function, prelude_names
+from .reserved import ALWAYS, CONSTANTS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -38,17 +39,8 @@ Value = Part | TensorDecl
 _DECIDED_BY = {"and": False, "or": True}
 """The left operand that decides alone."""
 
-CONSTANTS: dict[str, Node] = {
-    "inf": ir.const(float("inf")),
-    "pi": ir.const(3.141592653589793),
-    "e": ir.const(2.718281828459045),
-    "true": ir.const(True),
-    "false": ir.const(False),
-}
-ALWAYS = frozenset({*ir.VARS, *ir.SIZES, ir.TOKEN, ir.TOKENS, *CONSTANTS, "score"})
-"""Names that a program cannot bind."""
-
-
+_LIKE = 0.75
+"""How like a function's name another must be to mean it: 'casual' is, 'nan' is no 'tan'."""
 _LONG_INDEX = 20
 """Characters of an index that a hint does not repeat."""
 _WHOLE = f"write an index; whole rows stand in dot only: {contraction.FORM.removeprefix('write ')}"
@@ -199,7 +191,13 @@ class Inliner:
             return None
         return absent.known(condition)
 
-    def _name(self, expr: s.Name) -> Value | None:
+    def _name(self, expr: s.Name, declare: str | None = None) -> Value | None:
+        """The meaning of a name.
+
+        Args:
+            expr: The name.
+            declare: The hint that says how to declare it, where it can be no function.
+        """
         name = expr.name
         for frame in self._frames[-1:]:
             if name in frame:
@@ -227,7 +225,9 @@ class Inliner:
         builtin = name in functions.NAMES or name in (contraction.NAME, absent.NAME)
         if name in self.scope.definitions or builtin or name in prelude_names():
             raise NameResolutionError(f"'{name}' is a function", expr.span, f"call it: {name}(...)")
-        raise NameResolutionError(f"'{name}' is not declared", expr.span, self._nearest(expr))
+        raise NameResolutionError(
+            f"'{name}' is not declared", expr.span, self._nearest(expr, declare)
+        )
 
     def _value_names(self) -> list[str]:
         frame = self._frames[-1] if self._frames else {}
@@ -239,7 +239,7 @@ class Inliner:
             *prelude_names(),
         ]  # fmt: skip
 
-    def _nearest(self, expr: s.Name) -> str:
+    def _nearest(self, expr: s.Name, declare: str | None) -> str:
         name = expr.name
         if name in self.scope.lines:
             return hints.of_later(name, self.scope.lines[name], self._place(expr.span))
@@ -250,7 +250,9 @@ class Inliner:
         close = difflib.get_close_matches(name[:100].lower(), list(lowered), n=1)
         if close:
             return f"did you mean '{lowered[close[0]]}'?"
-        close = difflib.get_close_matches(name[:100].lower(), self._function_names(), n=1)
+        if declare is not None:
+            return declare
+        close = difflib.get_close_matches(name[:100].lower(), self._function_names(), 1, _LIKE)
         if close:
             return f"did you mean the function '{close[0]}(...)'?"
         name = name[:40]
@@ -311,7 +313,7 @@ class Inliner:
     ) -> tuple[TensorDecl, tuple[Node, ...]] | Gone | None:
         """What ``expr`` looks up in, and where: ``places`` are those of its indices that count."""
         indices = [self.part(index) for index in places]
-        tensor = self._name(s.Name(expr.name, expr.span))
+        tensor = self._name(s.Name(expr.name, expr.span), hints.of_tensor(expr.name))
         if tensor is None:
             return None
         if isinstance(tensor, Gone):
@@ -382,7 +384,7 @@ class Inliner:
         written = expr.args[0] if len(expr.args) == 1 else None
         if not isinstance(written, s.Name):
             raise RankError("given asks for one name", expr.span, functions.FORMS[absent.NAME])
-        value = self._name(written)
+        value = self._name(written, hints.of_optional(written.name))
         name = written.name
         in_frame = bool(self._frames) and name in self._frames[-1]
         if not in_frame and name not in self.scope.optional:
@@ -485,8 +487,14 @@ class Inliner:
             )
         if name in self.scope.values or name in ALWAYS:
             return NameResolutionError(f"'{name}' is no function", expr.span, "remove the call")
+        if name in self.scope.lines and name != self.scope.defining:
+            later = hints.of_later(name, self.scope.lines[name], self._place(expr.span))
+            return NameResolutionError(
+                f"'{name}' is no function", expr.span, f"remove the call; {later}"
+            )
         close = difflib.get_close_matches(name[:100].lower(), self._function_names(), n=1)
-        values = difflib.get_close_matches(name[:100], self._value_names(), n=1)
+        others = [x for x in self._value_names() if x != name]
+        values = difflib.get_close_matches(name[:100], others, n=1)
         hint = hints.of_function(name) or (
             f"did you mean '{close[0]}'?" if close
             else f"did you mean '{values[0]}', which is no function?" if values

@@ -8,6 +8,8 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
+from .reserved import is_reserved
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -57,10 +59,13 @@ _FUNCTIONS = {
     "print": "look at a program with 'attndsl show' or attn.scores(q, k)",
 }
 _NEAR = 80
-"""Characters before an "=" that are looked at."""
+"""Characters before an "=" that are looked at, and of expressions that hints repeat."""
 _AUGMENTED = re.compile(r"(\w+)\s*(\*\*|//|<<|>>|[-+*/%&|^])=$")
 _PARAM = re.compile(r"param\s+(\w+)\s*=\s*([^\s#;]*)")
-_TYPED_FIRST = re.compile(r"tensor\s+(\w+)\s*:\s*(\w+)\s*\[([^\]]*)\]")
+_DIMS = re.compile(
+    r"param\s+(\w+)\s*(?::\s*(int|float|bool)\s*)?\[([^\]]*)\]?(?:\s*:\s*(int|float|bool)\b)?"
+)
+_TYPED_FIRST = re.compile(r"tensor\s+(\w+)\s*:\s*(\w+)\s*\[\s*([^\]\s][^\]]*)\]")
 _SCALAR = re.compile(r"tensor\s+(\w+)\s*:\s*(int|float|bool)\b")
 _UNTYPED = re.compile(r"(param|tensor)\s+(\w+)\s*(\[[^\]]*\])?\s*:?\Z")
 _NO_LOOPS = "there are no loops: a program speaks of one pair, and kernels go over all pairs"
@@ -78,10 +83,31 @@ def of_name(name: str) -> str | None:
     """The hint for a name that is not declared here, and that something has elsewhere."""
     if name in ("mask", "sink", "weights"):
         return f"'{name}' cannot be read: bind what it is to a name, and write that name twice"
+    if name.lower() == "nan":
+        return "a program has no NaN: write -inf where no query may see a key"
     if name not in _MEANT:
         return None
     note = f"; {_SCALED}" if _MEANT[name] == "head_dim" else ""
     return f"write '{_MEANT[name]}'{note}"
+
+
+def of_tensor(name: str) -> str:
+    """The hint for a name that is indexed and not declared."""
+    forms = f"'tensor {name[:40]}[...]: int', 'tensor {name[:40]}[...]: float'"
+    return f"declare it ({forms}), or give it to compile()"
+
+
+def of_optional(name: str) -> str:
+    """The hint for a name that ``given`` asks for and that is not declared."""
+    name = name[:40]
+    return f"declare it ('tensor {name}[...]: int = none', 'param {name}: float = none')"
+
+
+def of_joined(others: Sequence[str]) -> str:
+    """The hint for ``mask = mask and ...``, with the texts of what else is joined there."""
+    text = " and ".join(" ".join(each.split()) for each in others)
+    text = text if len(text) <= _NEAR else "..."
+    return f"several masks are joined by 'and': write 'mask = {text}'"
 
 
 def of_later(name: str, bound: Span, read: Span) -> str:
@@ -97,6 +123,10 @@ def of_end(text: str) -> str | None:
     if found is None:
         return None
     kind, name, dims = found[1], found[2][:40], (found[3] or "")[:80]
+    if not dims.strip("[ ]\t\n"):
+        dims = ""
+    if is_reserved(name):
+        return _taken(name)
     if kind == "tensor" and not dims:
         return f"write 'tensor {name}[heads]: float', or 'param {name}: float' for one number"
     if kind == "param" and dims:
@@ -130,16 +160,19 @@ def of_statement(text: str, start: int, token: str) -> str | None:
         scalar, typed = _SCALAR.match(code), _TYPED_FIRST.match(code)
         if scalar is not None and typed is None:
             name, kind = scalar[1][:40], scalar[2]
+            if is_reserved(name):
+                return _taken(name)
             dims = "batch, kv_len" if kind == "int" else "heads"
             declared = f"'param {name}: {kind}'"
             return (
                 f"a scalar is a param: {declared}; with dims write 'tensor {name}[{dims}]: {kind}'"
             )
+        if typed is not None and is_reserved(typed[1]):
+            return _taken(typed[1])
         form = f"{typed[1]}[{typed[3]}]: {typed[2]}" if typed else "doc[batch, kv_len]: int"
         return f"write 'tensor {form[:80]}'"
     if first == "param" and token == "[":
-        name = code[len(first) : at].strip()
-        return f"a param is one number: write 'tensor {name[:40]}[heads]: float'"
+        return _of_dims(code)
     if first in ("param", "tensor") and token in ("int", "float", "bool"):
         return f"write ': {token}'"
     if first == "def" and token in (":", "->"):
@@ -148,10 +181,28 @@ def of_statement(text: str, start: int, token: str) -> str | None:
     return _FIRST.get(first)
 
 
+def _taken(name: str) -> str:
+    return f"'{name}' always has its own meaning: choose another name"
+
+
+def _of_dims(code: str) -> str:
+    """What to write for a ``param`` line with dims."""
+    found = _DIMS.match(code)
+    name, before, dims, behind = found.groups() if found else ("p", None, "heads", None)
+    if is_reserved(name):
+        return _taken(name)
+    name, dims, kind = name[:40], " ".join(dims.split())[:80], before or behind or "float"
+    if not dims:
+        return f"a param is one number: write 'param {name}: {kind}'"
+    return f"a param is one number: write 'tensor {name}[{dims}]: {kind}'"
+
+
 def _declared(code: str) -> str:
     """A ``param`` line with the type that its default has."""
     found = _PARAM.match(code)
     name, default = found.groups() if found is not None else ("window", "4")
+    if is_reserved(name):
+        return _taken(name)
     if default in ("true", "false", "True", "False"):
         dtype, default = "bool", default.lower()
     else:

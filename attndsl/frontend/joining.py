@@ -21,8 +21,9 @@ from . import surface as s
 from .check import check
 from .declare import Bound, ParamSpec, TensorSpec
 from .format import format_source
-from .names import Names, forms, is_free, is_reserved, names_of
+from .names import Names, forms, is_free, names_of
 from .parse import parse
+from .reserved import is_reserved
 from .statements import split_statements
 
 if TYPE_CHECKING:

@@ -10,19 +10,15 @@ from typing import TYPE_CHECKING
 
 from . import absent, contraction, functions
 from . import surface as s
-from .expressions import ALWAYS
 from .parse import lexer
 from .prelude import prelude_function, prelude_names
+from .reserved import ALWAYS, TARGETS, is_reserved
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping
 
     from attndsl.source import Span
 
-TARGETS = frozenset({"mask", "score", "sink", "weights"})
-"""What a statement gives the program, rather than a name of its own."""
-WORDS = frozenset({"import", "param", "tensor", "def", "if", "else", "and", "or", "not", "none"})
-"""Names that the grammar has for itself."""
 _FORMS = frozenset({"softmax", "dropout"})
 """Calls that stand for themselves in weights, whatever functions a program has."""
 
@@ -79,11 +75,6 @@ def names_of(tree: s.Tree, spans: Iterable[Span], bound: Collection[str]) -> Nam
         replaced,
         frozenset(str(token) for token in tokens if token.type == "NAME"),
     )
-
-
-def is_reserved(name: str) -> bool:
-    """Whether no program may bind ``name``."""
-    return name in ALWAYS or name in TARGETS or name in WORDS
 
 
 def is_free(name: str) -> bool:

@@ -134,6 +134,27 @@ def walk(root: Expr) -> Iterator[Expr]:
             stack.append(item.inner)
 
 
+def joined_with(name: str, root: Expr) -> tuple[list[Name], list[Expr]]:
+    """What ``and`` joins in ``root``: where ``name`` stands alone, and the other operands.
+
+    Both are in the order of the text.
+    """
+    names: list[Name] = []
+    others: list[Expr] = []
+    stack = [root]
+    while stack:
+        item = inner = stack.pop()
+        while isinstance(inner, Group):
+            inner = inner.inner
+        if isinstance(inner, Binary) and inner.op == "and":
+            stack += [inner.right, inner.left]
+        elif isinstance(inner, Name) and inner.name == name:
+            names.append(inner)
+        else:
+            others.append(item)
+    return names, others
+
+
 @dataclass(frozen=True, slots=True)
 class Import:
     """``import "FILE"``."""

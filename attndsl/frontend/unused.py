@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from attndsl.errors import ProgramWarning, UnusedWarning
 
 from . import surface as s
-from .names import TARGETS
+from .reserved import TARGETS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

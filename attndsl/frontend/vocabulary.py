@@ -17,9 +17,8 @@ from typing import TYPE_CHECKING, NamedTuple
 from attndsl import ir
 
 from . import absent, contraction, functions
-from .expressions import ALWAYS, CONSTANTS
-from .names import TARGETS
 from .prelude import prelude_names
+from .reserved import ALWAYS, CONSTANTS, TARGETS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping

@@ -6,9 +6,9 @@ import re
 from importlib import resources
 from typing import NamedTuple
 
-from attndsl.frontend.expressions import ALWAYS
 from attndsl.frontend.functions import NAMES
 from attndsl.frontend.prelude import prelude_names
+from attndsl.frontend.reserved import ALWAYS
 
 _OF_PRELUDE = {
     "causal": "mask = causal()",

@@ -6,6 +6,7 @@ import pytest
 
 from attndsl.errors import AttnDSLError, flatten
 from attndsl.frontend import hints
+from attndsl.frontend.declare import ParamSpec, TensorSpec
 from attndsl.frontend.names import is_free
 from attndsl.pipeline import check
 from attndsl.source import Source
@@ -30,6 +31,50 @@ CASES = [
         "param s[heads]\nscore = s[h] * score",
         "a param is one number: write 'tensor s[heads]: float'",
     ),
+    (
+        "param p[batch, kv_len]: int\nmask = p[b, kv] > 0",
+        "a param is one number: write 'tensor p[batch, kv_len]: int'",
+    ),
+    ("param p[2 * n]: bool = true\nmask = p[q]", "write 'tensor p[2 * n]: bool'"),
+    ("param p: int[batch]\nmask = p[b] > 0", "write 'tensor p[batch]: int'"),
+    ("tensor p: int[]", "a scalar is a param: 'param p: int'"),
+    ("param p: int[]\nmask = p > 0", "a param is one number: write 'param p: int'"),
+    ("param p[]: int\nmask = p > 0", "a param is one number: write 'param p: int'"),
+    ("param p[\nmask = p > 0", "add ']'"),
+    ("tensor p[]", "write 'tensor p[heads]: float', or 'param p: float'"),
+    ("tensor p[ ]:", "write 'tensor p[heads]: float', or 'param p: float'"),
+    ("tensor p[]: int", "write 'param p: int'"),
+    *(
+        (text, f"'{name}' always has its own meaning: choose another name")
+        for text, name in (
+            ("tensor q: float", "q"),
+            ("tensor heads: int", "heads"),
+            ("tensor mask: bool", "mask"),
+            ("tensor kv: int[batch]", "kv"),
+            ("tensor q", "q"),
+            ("tensor e[heads]:", "e"),
+            ("param inf", "inf"),
+            ("param h = 3", "h"),
+            ("param q[heads]: int", "q"),
+        )
+    ),
+    ("score = score + bias[h, q, kv]", "declare it ('tensor bias[...]: int'"),
+    ("score = score + logs[h]", "declare it ('tensor logs[...]: int'"),
+    ("def f(x) = sin_[x]\nscore = f(kv)", "'tensor sin_[...]: float'), or give it to compile()"),
+    ("mask = casual[q]", "declare it ('tensor casual[...]: int'"),
+    ("tensor document[kv_len]: int\nmask = documents[q] == document[kv]", "mean 'document'?"),
+    ("mask = q >= kv and given(doc)", "declare it ('tensor doc[...]: int = none'"),
+    ("score = nan", "a program has no NaN"),
+    ("mask = score == NaN", "a program has no NaN"),
+    ("score = score + man", "declare it ('param man: float'"),
+    ("mask = near(3)\nnear = q - kv", "remove the call; 'near' is bound in line 2: move"),
+    ("near = q - kv\nmask = near(3)", "remove the call"),
+    ("near = near(3)\nmask = near > q", "define it: 'def near(...) = ...'"),
+    ("mask = mask and causal()", "several masks are joined by 'and': write 'mask = causal()'"),
+    ("mask = (mask) and (q > 3 or b == 0)", "write 'mask = (q > 3 or b == 0)'"),
+    ("mask = q > 3 and (mask and b  == 0)", "write 'mask = q > 3 and b == 0'"),
+    (f"mask = mask and q {'+ kv ' * 30} > 3", "write 'mask = ...'"),
+    ("mask = mask or causal()", "'mask' cannot be read"),
     ("mask = near\nnear = q - kv < 3", "'near' is bound in line 2: move that line up"),
     ("mask = near; near = q - kv < 3", "'near' is bound behind this"),
     ("near = q - kv < 3\nmask = causal() and naer", "did you mean 'near'?"),
@@ -85,6 +130,54 @@ def test_hints_say_what_to_write(text, hint):
         check(Source(text), {})
     (found,) = (each for each in flatten(caught.value) if hint in (each.hint or ""))
     assert found.span is not None
+
+
+def test_an_indexed_name_is_no_function():
+    with pytest.raises(AttnDSLError) as caught:
+        check(Source("mask = doc[q] == doc[kv]"), {})
+    wanted = (
+        "declare it ('tensor doc[...]: int', 'tensor doc[...]: float'), or give it to compile()"
+    )
+    assert [each.hint for each in flatten(caught.value)] == [wanted, wanted]
+    check(Source("tensor doc[q_len]: int\nmask = doc[q] == doc[kv]"), {})
+
+
+def test_a_later_name_that_is_called_is_no_function():
+    with pytest.raises(AttnDSLError) as caught:
+        check(Source("mask = near(3)\nnear = q - kv"), {})
+    assert caught.value.message == "'near' is no function"
+    check(Source("near = q - kv\nmask = near > 3"), {})
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "tensor mask[q_len, kv_len]: bool\nscore = where(mask[q, kv], score, -inf)",
+        "param mask: bool\nmask = mask and causal()",
+        "param mask: bool\nscore = where(mask, score, -inf)",
+        "param sink: float\nsink = sink + 1.0",
+        "tensor weights[heads]: float\nscore = score * weights[h]",
+    ],
+)
+def test_names_whose_declaration_is_refused_are_no_second_error(text):
+    with pytest.raises(AttnDSLError) as caught:
+        check(Source(text), {})
+    (found,) = flatten(caught.value)
+    assert found.hint == "choose another name"
+
+
+def test_a_refused_name_of_the_caller_is_no_second_error():
+    with pytest.raises(AttnDSLError) as caught:
+        check(Source("mask = mask and causal()"), {"mask": ParamSpec("bool")})
+    (found,) = flatten(caught.value)
+    assert found.hint == "choose another name"
+
+
+def test_a_type_that_the_caller_misspells_gets_the_hint_of_the_text():
+    for text, given in (("c", ParamSpec("flaot")), ("c[h]", TensorSpec(("heads",), "flaot"))):
+        with pytest.raises(AttnDSLError) as caught:
+            check(Source(text), {"c": given})
+        assert caught.value.hint == "did you mean 'float'?"
 
 
 def test_the_mask_is_no_line_to_move():

@@ -8,10 +8,10 @@ import time
 import pytest
 
 from attndsl import ir
-from attndsl.frontend import functions, names, vocabulary
-from attndsl.frontend.expressions import ALWAYS
+from attndsl.frontend import functions, names, reserved, vocabulary
 from attndsl.frontend.parse import lexer
 from attndsl.frontend.prelude import prelude_comment, prelude_names
+from attndsl.frontend.reserved import ALWAYS
 from attndsl.frontend.vocabulary import Kind, kinds, terminals, tokens
 
 WORDS = ("import", "param", "tensor", "def", "if", "else", "and", "or", "not", "none")
@@ -37,10 +37,10 @@ def test_terminals_are_those_that_the_parser_has():
 
 def test_words_and_names_are_all_there():
     known = kinds()
-    assert set(terminals().words) == set(WORDS) == names.WORDS
+    assert set(terminals().words) == set(WORDS) == reserved.WORDS
     assert vocabulary.declarations() == ("def", "import", "param", "tensor")
     assert {n for n, k in known.items() if k is Kind.PRELUDE} == set(prelude_names())
-    assert names.TARGETS | ALWAYS | functions.NAMES | {d.value for d in ir.DType} <= known.keys()
+    assert reserved.TARGETS | ALWAYS | functions.NAMES | {d.value for d in ir.DType} <= known.keys()
     # A name is free exactly if it is no part of the vocabulary, but for words that only fail.
     for name in known:
         assert not names.is_free(name) or name in ("int", "float", "bool")
