@@ -15,15 +15,14 @@ ON_GPUS = [
 """Each program takes seconds to compile there, and each kind of part again."""
 
 
-@pytest.fixture(scope="module")
-def failures(tmp_path_factory):
-    """Of each case, in four processes; two of them in a row are another mesh."""
-    return run_all(4, tmp_path_factory.mktemp("group"), list(CASES))
+def test_four_processes(tmp_path):
+    """All cases in four processes; two of them in a row are another mesh.
 
-
-@pytest.mark.parametrize("name", CASES)
-def test_four_processes(failures, name):
-    assert not failures[name], failures[name]
+    One test: workers that share out several would start the processes once each.
+    """
+    found = run_all(4, tmp_path, list(CASES))
+    assert set(found) == set(CASES)
+    assert {name: why for name, why in found.items() if why} == {}
 
 
 def test_what_a_process_has_is_by_torchs_rule():
