@@ -1,5 +1,6 @@
 """What is installed is all that is needed, as a wheel and as an editable installation."""
 
+import ast
 import os
 import re
 import shutil
@@ -33,6 +34,45 @@ def _packages():
             parts = path.parent.relative_to(ROOT / folder).parts
             found[".".join([package, *parts])] = path.parent
     return found
+
+
+IMPORTED_AS = {"PyYAML": "yaml"}
+OF_EXTRAS = {
+    "lsprotocol": "attndsl/editors/server.py",
+    "pygls": "attndsl/editors/server.py",
+    "starlette": "attndsl/play/server.py",
+    "torchtitan": "attndsl/torchtitan.py",
+    "transformers": "attndsl/hf/",
+    "uvicorn": "attndsl/play/server.py",
+}
+"""Modules that only these files import as they are loaded."""
+BY_RICH = "pygments"
+
+
+def _imported(path):
+    """Modules that a file imports as it is loaded."""
+    for node in ast.parse(path.read_text("utf-8")).body:
+        if isinstance(node, ast.Import):
+            yield from (alias.name.partition(".")[0] for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            yield node.module.partition(".")[0]
+
+
+def test_what_is_imported_is_a_dependency():
+    """Other packages bring numpy along, or do not: torch 2.14 does not."""
+    needs = SETTINGS["project"]["dependencies"]
+    names = [re.match(r"[\w.-]+", need)[0] for need in needs]
+    declared = {IMPORTED_AS.get(name, name) for name in names}
+    missing = {
+        (module, path.relative_to(ROOT).as_posix())
+        for folder in FOLDERS
+        for path in (ROOT / folder).rglob("*.py")
+        for module in _imported(path)
+        if module not in sys.stdlib_module_names
+        and module not in {"attndsl", BY_RICH, *declared}
+        and not path.relative_to(ROOT).as_posix().startswith(OF_EXTRAS.get(module, "no file"))
+    }
+    assert missing == set()
 
 
 def test_every_package_is_listed():
