@@ -172,12 +172,14 @@ class PartOfTiles(NamedTuple):
 class UnitPlaces(NamedTuple):
     """Where packed rows lie: their tile of queries, their first head, and the heads of all rows.
 
-    ``wrong`` tells whether their batch entry has a number of keys or an offset that cannot be.
+    ``token`` is the first one of their request, 0 where rows are not packed by tokens. ``wrong``
+    tells whether their batch entry has a number of keys or an offset that cannot be.
     """
 
     tile: Any
     head: Any
     heads: Any
+    token: Any
     wrong: Any
 
 

@@ -25,7 +25,7 @@ def _kernel(shape: Shape) -> Kernel:
         arguments=arguments,
         loop=plan.FORWARD,
         loop_name="forward",
-        templates=("softmax", "forward", "decode"),
+        templates=("softmax", "forward", "parts", "decode"),
         derives=False,
     )
 

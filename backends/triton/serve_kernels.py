@@ -57,7 +57,7 @@ def _kernel(shape: Shape) -> Kernel:
         arguments=arguments,
         loop=plan.FORWARD,
         loop_name="forward",
-        templates=("softmax", "forward", "decode", "serve"),
+        templates=("softmax", "parts", "serve"),
         derives=False,
     )
 

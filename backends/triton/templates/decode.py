@@ -1,13 +1,6 @@
-"""Forward of few rows: programs share the keys of a head, and the last one puts their parts together.
+"""Forward of few rows: programs share the keys of a head, as ``parts.py`` says.
 
-A program has one part of the live tiles of some rows. Query heads that share keys are rows of one
-tile: row r is head ``r % GROUP`` of query ``r // GROUP``. How many parts there are follows from the
-number of live tiles of these rows alone, so that their bits do not depend on what else a batch has.
-
-Algorithm: split keys as in Flash-Decoding (T. Dao, D. Haziza, F. Massa, G. Sizov, 2023), over the
-online softmax of ``softmax.py``; parts are merged in the order of their keys by whichever program
-is the last to end, some rows and parts at once: its loads wait for memory together.
-Follows ``softmax.py`` and ``forward.py`` in one module.
+Follows ``softmax.py``, ``forward.py`` and ``parts.py`` in one module.
 """
 # ruff: noqa: F821
 
@@ -15,155 +8,18 @@ Follows ``softmax.py`` and ``forward.py`` in one module.
 
 
 @triton.jit
-def packed_rows(numbers, first_query, first_head, members, sizes):
-    """Rows of a tile by their numbers: ``members`` heads from ``first_head`` on, of its queries."""
-    query = first_query + numbers // GROUP
-    member = numbers % GROUP
-    exists = (member < members) & (numbers < LINES) & (query < sizes.q_len)
-    # Heads beyond the last look up what the last one does.
-    return PackedRows(query, first_head + tl.minimum(member, members - 1), exists)
-
-
-@triton.jit
-def addresses_of(tensor, b, rows, WIDTH: tl.constexpr, BLOCK_WIDTH: tl.constexpr):
-    """Where the rows of a tile lie in a tensor, and which elements exist."""
-    columns = tl.arange(0, BLOCK_WIDTH)
-    base = tensor.base + b * tensor.stride_b
-    lines = rows.h.to(tl.int64) * tensor.stride_h + rows.query.to(tl.int64) * tensor.stride_n
-    exist = rows.exists[:, None] & (columns < WIDTH)[None, :]
-    return base + lines[:, None] + columns[None, :], exist
-
-
-@triton.jit
-def parts_of(tiles, most):
-    """How many programs share so many live tiles, and how many tiles each of them takes."""
-    wanted = tl.minimum(tl.cdiv(tiles, TILES_OF_PART), most)
-    taken = tl.maximum(tl.cdiv(tiles, tl.maximum(wanted, 1)), 1)
-    return tl.maximum(tl.cdiv(tiles, taken), 1), taken
-
-
-@triton.jit
-def most_parts_of(tiles, members, sizes):
-    """The most programs that share so many tiles: where a request has few tiles of rows, more."""
-    units = sizes.heads // members * tl.cdiv(sizes.q_len, BLOCK_M)
-    most = tl.minimum(tl.minimum(PROGRAMS // units, tiles // MANY_TILES), MOST_PARTS)
-    return tl.maximum(most, LEAST_PARTS)
-
-
-@triton.jit
-def live_tile(step, visits, places, sizes, shift, given):
-    """Index of a live tile by its number: FULL tiles come before PARTIAL ones."""
-    if not FORWARD_HAS_PARTIAL:
-        return forward_tile(step, visits, places.tile, places.head, sizes, shift, given, False)
-    if not FORWARD_HAS_FULL:
-        return forward_tile(step, visits, places.tile, places.head, sizes, shift, given, True)
-    full = forward_tile(step, visits, places.tile, places.head, sizes, shift, given, False)
-    behind = tl.maximum(step - visits.full, 0)
-    partial = forward_tile(behind, visits, places.tile, places.head, sizes, shift, given, True)
-    return tl.where(step < visits.full, full, partial)
-
-
-@triton.jit
-def attend_part(softmax, q_tile, q, keys, factors, visits, part, places, sizes, shift, given):
-    """Take the live tiles of one part into the running softmax.
-
-    Tiles are PEELED, FULL ones without the mask's code, only where a pair's mask is looked up:
-    otherwise it is hidden behind the loads of keys, and a second loop would wait for its first.
-    """
-    for PARTIAL in tl.static_range(2):
-        if PEELED and ((PARTIAL and FORWARD_HAS_PARTIAL) or (not PARTIAL and FORWARD_HAS_FULL)):
-            before = visits.full if PARTIAL else 0
-            number = visits.partial if PARTIAL else visits.full
-            first = tl.minimum(tl.maximum(part.first - before, 0), number)
-            last = tl.minimum(tl.maximum(part.last - before, 0), number)
-            kv_tile = forward_tile(
-                first, visits, places.tile, places.head, sizes, shift, given, PARTIAL
-            )
-            for step in tl.range(first, last):
-                softmax = attend(
-                    softmax, q_tile, 0, q, kv_tile, keys, factors.scale, factors.of_scores,
-                    places.heads, sizes, given, PARTIAL,
-                )
-                kv_tile = forward_tile(
-                    step + 1, visits, places.tile, places.head, sizes, shift, given, PARTIAL
-                )
-    if not PEELED:
-        kv_tile = live_tile(part.first, visits, places, sizes, shift, given)
-        for step in tl.range(part.first, part.last):
-            softmax = attend(
-                softmax, q_tile, 0, q, kv_tile, keys, factors.scale, factors.of_scores,
-                places.heads, sizes, given, FORWARD_HAS_PARTIAL,
-            )
-            kv_tile = live_tile(step + 1, visits, places, sizes, shift, given)
-    return softmax
-
-
-@triton.jit
-def room_of(buffer, unit, units, most_parts):
-    """Where a unit's parts lie in a buffer: sums of all units, then row sums, then row maxima."""
-    lines = most_parts * LINES
-    row_sums = buffer + units.to(tl.int64) * lines * BLOCK_DV
-    row_maxes = row_sums + units.to(tl.int64) * lines
-    start = unit.to(tl.int64) * lines
-    return PartsRoom(buffer + start * BLOCK_DV, row_sums + start, row_maxes + start)
-
-
-@triton.jit
-def store_part(softmax, room, part, exists):
-    """Leave a part's sums for the program that puts the parts together."""
-    columns = tl.arange(0, BLOCK_DV)
-    line = part * LINES + tl.arange(0, ROWS)
-    places = room.sums + line[:, None] * BLOCK_DV + columns[None, :]
-    tl.store(places, softmax.acc, mask=exists[:, None])
-    if not OWN_WEIGHTS:
-        tl.store(room.row_sums + line, softmax.row_sum, mask=exists)
-        tl.store(room.row_maxes + line, softmax.row_max, mask=exists)
-
-
-@triton.jit
-def merged(room, numbers, parts, exists):
-    """The running softmax of some of a tile's rows over all parts, in the order of their numbers.
-
-    Other processors have written them: loads go past the cache of this one.
-    """
-    columns = tl.arange(0, BLOCK_DV)
-    softmax = empty_softmax(LINES_AT_ONCE)
-    for first in tl.range(0, parts, PARTS_AT_ONCE):
-        own = first + tl.arange(0, PARTS_AT_ONCE)
-        line = own[:, None] * LINES + numbers[None, :]
-        exist = (own < parts)[:, None] & exists[None, :]
-        places = room.sums + line[:, :, None] * BLOCK_DV + columns[None, None, :]
-        acc = tl.load(places, mask=exist[:, :, None], other=0.0, cache_modifier=".cg")
-        if OWN_WEIGHTS:
-            acc = softmax.acc + tl.sum(acc, 0)
-            softmax = Softmax(acc, softmax.row_sum, softmax.row_max)
-        else:
-            row_sum = tl.load(room.row_sums + line, mask=exist, other=0.0, cache_modifier=".cg")
-            row_max = tl.load(
-                room.row_maxes + line, mask=exist, other=float("-inf"), cache_modifier=".cg"
-            )
-            top = tl.maximum(softmax.row_max, tl.max(row_max, 0))
-            shift = tl.where(top == float("-inf"), 0.0, top)
-            decay = tl.exp2(softmax.row_max - shift)
-            factor = tl.exp2(row_max - shift[None, :])
-            acc = softmax.acc * decay[:, None] + tl.sum(acc * factor[:, :, None], 0)
-            row_sum = softmax.row_sum * decay + tl.sum(row_sum * factor, 0)
-            softmax = Softmax(acc, row_sum, top)
-    return softmax
-
-
-@triton.jit
-def empty_softmax(COUNT: tl.constexpr):
-    """That of rows before their first tile."""
-    return Softmax(
-        tl.zeros([COUNT, BLOCK_DV], tl.float32),
-        tl.zeros([COUNT], tl.float32),
-        tl.full([COUNT], float("-inf"), tl.float32),
+def attend_keys(
+    softmax, q_tile, q, kv_tile, keys, factors, head, sizes, given, PARTIAL: tl.constexpr
+):
+    """Take one tile of keys into the running softmax of packed rows."""
+    return attend(
+        softmax, q_tile, 0, q, kv_tile, keys, factors.scale, factors.of_scores, head, sizes, given,
+        PARTIAL,
     )
 
 
 @triton.jit
-def store_results(softmax, out, lse, rows, places, sizes, given):
+def store_rows(softmax, out, lse, rows, places, sizes, given):
     """Write a tile's output and log-sum-exp."""
     head = places.heads
     result, logarithm = results_of(softmax, head, sizes, given)
@@ -174,18 +30,6 @@ def store_results(softmax, out, lse, rows, places, sizes, given):
     tl.store(places, result.to(out.base.dtype.element_ty), mask=exist)
     line = (head.b * sizes.heads + rows.h).to(tl.int64) * sizes.q_len + rows.query
     tl.store(lse + line, logarithm, mask=rows.exists)
-
-
-@triton.jit
-def store_merged(room, parts, out, lse, places, members, sizes, given):
-    """Put the parts of all rows of a tile together, and write their results."""
-    for line in tl.range(0, LINES, LINES_AT_ONCE):
-        numbers = line + tl.arange(0, LINES_AT_ONCE)
-        rows = packed_rows(numbers, places.tile * BLOCK_M, places.head.h, members, sizes)
-        softmax = merged(room, numbers, parts, rows.exists)
-        heads = Head(places.head.b, rows.h[:, None], places.head.hkv)
-        own = UnitPlaces(places.tile, places.head, heads, places.wrong)
-        store_results(softmax, out, lse, rows, own, sizes, given)
 
 
 @triton.jit
@@ -244,14 +88,14 @@ def attention_decode(
     else:
         factor = scale * LOG2E
     part = PartOfTiles(number * taken, tl.minimum((number + 1) * taken, live))
-    places = UnitPlaces(tile, first, head, wrong)
+    places = UnitPlaces(tile, first, head, 0, wrong)
     softmax = attend_part(
         empty_softmax(ROWS), q_tile, q, keys, Factors(scale, factor), visits, part, places, sizes,
         shift, given,
     )
     out = Tensor(OUT, stride_ob, stride_oh, stride_om)
     if parts == 1:
-        store_results(softmax, out, LSE, rows, places, sizes, given)
+        store_rows(softmax, out, LSE, rows, places, sizes, given)
         return
     unit = b * tl.num_programs(1) + tl.program_id(1)
     room = room_of(PARTS, unit, batch * tl.num_programs(1), tl.num_programs(0))

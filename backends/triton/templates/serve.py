@@ -1,9 +1,9 @@
 """Forward of packed requests: keys in pages, rows of q of all requests in one tensor.
 
-A program has one part of the live tiles of some rows of one request, as in ``decode.py``. It looks
+A program has one part of the live tiles of some rows of one request, as ``parts.py`` says. It looks
 up the page of each key, and widens numbers of 8 bits in registers. What the program's text sees is
 the score of scaled keys.
-Follows ``softmax.py``, ``forward.py`` and ``decode.py`` in one module.
+Follows ``softmax.py`` and ``parts.py`` in one module.
 """
 # ruff: noqa: F821
 
@@ -58,7 +58,7 @@ def scales_of(rows, at):
 
 
 @triton.jit
-def attend_pages(
+def attend_keys(
     softmax, q_tile, q, kv_tile, keys, factors, head, sizes, given, PARTIAL: tl.constexpr
 ):
     """Take one tile of keys into the running softmax of packed rows."""
@@ -95,58 +95,13 @@ def attend_pages(
 
 
 @triton.jit
-def attend_part_of_pages(
-    softmax, q_tile, q, keys, factors, visits, part, places, sizes, shift, given
-):
-    """As ``attend_part``, of keys in pages."""
-    for PARTIAL in tl.static_range(2):
-        if PEELED and ((PARTIAL and FORWARD_HAS_PARTIAL) or (not PARTIAL and FORWARD_HAS_FULL)):
-            before = visits.full if PARTIAL else 0
-            number = visits.partial if PARTIAL else visits.full
-            first = tl.minimum(tl.maximum(part.first - before, 0), number)
-            last = tl.minimum(tl.maximum(part.last - before, 0), number)
-            kv_tile = forward_tile(
-                first, visits, places.tile, places.head, sizes, shift, given, PARTIAL
-            )
-            for step in tl.range(first, last):
-                softmax = attend_pages(
-                    softmax, q_tile, q, kv_tile, keys, factors, places.heads, sizes, given, PARTIAL
-                )
-                kv_tile = forward_tile(
-                    step + 1, visits, places.tile, places.head, sizes, shift, given, PARTIAL
-                )
-    if not PEELED:
-        kv_tile = live_tile(part.first, visits, places, sizes, shift, given)
-        for step in tl.range(part.first, part.last):
-            softmax = attend_pages(
-                softmax, q_tile, q, kv_tile, keys, factors, places.heads, sizes, given,
-                FORWARD_HAS_PARTIAL,
-            )
-            kv_tile = live_tile(step + 1, visits, places, sizes, shift, given)
-    if V_SCALES != 0 and V_SCALES != 4:
-        softmax = Softmax(softmax.acc * keys.v.scale, softmax.row_sum, softmax.row_max)
-    return softmax
-
-
-@triton.jit
-def store_tokens(softmax, out, lse, rows, first_token, head, sizes, given):
+def store_rows(softmax, out, lse, rows, places, sizes, given):
     """Write a tile's output and log-sum-exp, (tokens, heads)."""
-    result, logarithm = results_of(softmax, head, sizes, given)
-    places, exist = addresses_of(out, first_token, rows, DV, BLOCK_DV)
-    tl.store(places, result.to(out.base.dtype.element_ty), mask=exist)
-    line = (first_token + rows.query) * sizes.heads + rows.h
+    result, logarithm = results_of(softmax, places.heads, sizes, given)
+    at, exist = addresses_of(out, places.token, rows, DV, BLOCK_DV)
+    tl.store(at, result.to(out.base.dtype.element_ty), mask=exist)
+    line = (places.token + rows.query) * sizes.heads + rows.h
     tl.store(lse + line, logarithm, mask=rows.exists)
-
-
-@triton.jit
-def store_merged_tokens(room, parts, out, lse, places, first_token, members, sizes, given):
-    """As ``store_merged``, of packed rows."""
-    for line in tl.range(0, LINES, LINES_AT_ONCE):
-        numbers = line + tl.arange(0, LINES_AT_ONCE)
-        rows = packed_rows(numbers, places.tile * BLOCK_M, places.head.h, members, sizes)
-        softmax = merged(room, numbers, parts, rows.exists)
-        head = Head(places.head.b, rows.h[:, None], places.head.hkv)
-        store_tokens(softmax, out, lse, rows, first_token, head, sizes, given)
 
 
 @triton.jit
@@ -274,13 +229,15 @@ def attention_serve(
     if K_IN_FP16:
         q_tile, of_rows = rows_in_fp16(q_tile)
     part = PartOfTiles(number * taken, tl.minimum((number + 1) * taken, live))
-    places = UnitPlaces(tile, first, head, False)
-    softmax = attend_part_of_pages(
+    places = UnitPlaces(tile, first, head, begin, False)
+    softmax = attend_part(
         empty_softmax(ROWS), q_tile, q, keys, RowFactors(scale, factor, of_rows), visits, part,
         places, sizes, shift, given,
     )
+    if V_SCALES != 0 and V_SCALES != 4:
+        softmax = Softmax(softmax.acc * keys.v.scale, softmax.row_sum, softmax.row_max)
     if parts == 1:
-        store_tokens(softmax, out, LSE, rows, begin, head, sizes, given)
+        store_rows(softmax, out, LSE, rows, places, sizes, given)
         return
     unit = b * tl.num_programs(1) + tl.program_id(1)
     room = room_of(PARTS, unit, batch * tl.num_programs(1), tl.num_programs(0))
@@ -290,4 +247,4 @@ def attention_serve(
     before = tl.atomic_add(COUNTS + unit, 1, sem="acq_rel")
     if before == parts - 1:
         tl.store(COUNTS + unit, 0)
-        store_merged_tokens(room, parts, out, LSE, places, begin, members, sizes, given)
+        store_merged(room, parts, out, LSE, places, members, sizes, given)
