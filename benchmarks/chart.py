@@ -11,7 +11,6 @@ start at 1, so that twice as fast and half as fast are equally long.
 
 from __future__ import annotations
 
-import argparse
 import math
 import sys
 from dataclasses import dataclass
@@ -19,6 +18,8 @@ from html import escape
 
 from comparison import Group, Section, ratios, sections
 from table import COLUMNS, DIRECTIONS, RESULTS, ROOT
+
+import common
 
 OUTPUT = ROOT / "docs" / "benchmarks.svg"
 # Of Okabe and Ito's palette, those with a contrast of 3 to both backgrounds.
@@ -124,19 +125,7 @@ def text(found: list[Section]) -> str:
 
 def main() -> int:
     """Print the chart, or draw it; 1 if the results do not allow it."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--write", action="store_true", help=f"draw {OUTPUT.relative_to(ROOT)}")
-    options = parser.parse_args()
-    try:
-        found = sections(RESULTS)
-    except ValueError as error:
-        print(f"chart.py: {error}", file=sys.stderr)
-        return 1
-    if options.write:
-        OUTPUT.write_text(svg(found), "utf-8")
-    else:
-        print(text(found), end="")
-    return 0
+    return common.print_or_draw(__file__, __doc__, OUTPUT, lambda: sections(RESULTS), text, svg)
 
 
 def _scale(found: list[Section]) -> Scale:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import argparse
 import datetime
 import json
 import os
 import platform
 import subprocess
+import sys
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -81,6 +86,39 @@ def write(benchmark: str, device: str, rows: list[dict[str, Any]], path: Path | 
     part.write_text(json.dumps(head, indent=1) + "\n", "utf-8")
     part.replace(path)
     return path
+
+
+def print_or_draw(
+    script: str, purpose: str, output: Path, made: Callable[[], Any], text: Callable[[Any], str],
+    svg: Callable[[Any], str],
+) -> int:  # fmt: skip
+    """The command line of a script that prints a chart, or with ``--write`` draws it.
+
+    Args:
+        script: Its file.
+        purpose: What it is for, in its first line.
+        output: Where the picture lies.
+        made: The chart of the committed results; a ``ValueError`` says what is wrong with these.
+        text: The chart as text.
+        svg: The chart as a picture.
+
+    Returns:
+        The exit status: 1 if there is no chart.
+    """
+    parser = argparse.ArgumentParser(description=purpose.splitlines()[0])
+    shown = output.relative_to(RESULTS.parents[1])
+    parser.add_argument("--write", action="store_true", help=f"draw {shown}")
+    options = parser.parse_args()
+    try:
+        found = made()
+    except ValueError as error:
+        print(f"{Path(script).name}: {error}", file=sys.stderr)
+        return 1
+    if options.write:
+        output.write_text(svg(found), "utf-8")
+    else:
+        print(text(found), end="")
+    return 0
 
 
 def print_table(rows: list[dict[str, Any]], columns: list[str]) -> None:

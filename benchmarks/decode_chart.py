@@ -9,7 +9,6 @@ the bandwidth of a copy. So a system that reads keys that no query may see has a
 
 from __future__ import annotations
 
-import argparse
 import sys
 from dataclasses import dataclass
 from html import escape
@@ -20,6 +19,8 @@ import decoding
 from chart import COLOURS as OTHERS
 from chart import DARK, LIGHT
 from table import ROOT, conditions, load
+
+import common
 
 OUTPUT = ROOT / "docs" / "decode.svg"
 COLOURS = {"sdpa": "#cc79a7", "flex": OTHERS["flex"]}
@@ -163,19 +164,7 @@ def committed() -> Chart:
 
 def main() -> int:
     """Print the figures, or draw them; 1 if the result file is missing."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--write", action="store_true", help=f"draw {OUTPUT.relative_to(ROOT)}")
-    options = parser.parse_args()
-    try:
-        found = committed()
-    except ValueError as error:
-        print(f"decode_chart.py: {error}", file=sys.stderr)
-        return 1
-    if options.write:
-        OUTPUT.write_text(svg(found), "utf-8")
-    else:
-        print(text(found), end="")
-    return 0
+    return common.print_or_draw(__file__, __doc__, OUTPUT, committed, text, svg)
 
 
 def _group(row: decoding.Row) -> str:

@@ -11,7 +11,6 @@ Operations are counted as in FlashAttention-2 (arXiv 2307.08691, section 4.1): t
 
 from __future__ import annotations
 
-import argparse
 import sys
 from dataclasses import dataclass
 from html import escape
@@ -19,6 +18,8 @@ from typing import Any
 
 from chart import COLOURS, DARK, LIGHT
 from table import COLUMNS, DIRECTIONS, ROOT, SHAPE, conditions, load
+
+import common
 
 OUTPUT = ROOT / "docs" / "speed.svg"
 CASE, HEAD_DIM = "causal", 128
@@ -154,19 +155,7 @@ def committed() -> Chart:
 
 def main() -> int:
     """Print the figures, or draw them; 1 if a result file is missing."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--write", action="store_true", help=f"draw {OUTPUT.relative_to(ROOT)}")
-    options = parser.parse_args()
-    try:
-        found = committed()
-    except ValueError as error:
-        print(f"speed.py: {error}", file=sys.stderr)
-        return 1
-    if options.write:
-        OUTPUT.write_text(svg(found), "utf-8")
-    else:
-        print(text(found), end="")
-    return 0
+    return common.print_or_draw(__file__, __doc__, OUTPUT, committed, text, svg)
 
 
 def _drawn(row: dict[str, Any]) -> bool:

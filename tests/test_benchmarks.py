@@ -1,7 +1,6 @@
 """What benchmarks compare is the same thing, and a row that fails costs itself alone."""
 
 import dataclasses
-import importlib.util
 import itertools
 import json
 import math
@@ -15,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.scripts import loader
 
 import attndsl
 
@@ -24,16 +24,7 @@ FOLDER = Path(__file__).parents[1] / "benchmarks"
 @pytest.fixture
 def script(monkeypatch):
     """``script(name)``: a benchmark as a module."""
-    monkeypatch.syspath_prepend(str(FOLDER))
-
-    def load(name):
-        spec = importlib.util.spec_from_file_location(f"benchmark_{name}", FOLDER / f"{name}.py")
-        module = importlib.util.module_from_spec(spec)
-        monkeypatch.setitem(sys.modules, spec.name, module)
-        spec.loader.exec_module(module)
-        return module
-
-    return load
+    return loader(monkeypatch, FOLDER)
 
 
 CASES = [
@@ -525,6 +516,7 @@ def test_results_that_cannot_be_drawn_are_named(tmp_path, change, message):
     (tmp_path / "docs").mkdir()
     for name in (
         "chart.py",
+        "common.py",
         "comparison.py",
         "decoding.py",
         "summary.py",

@@ -1,6 +1,5 @@
 """What pages say of decoding and of serving is what their result files say."""
 
-import importlib.util
 import itertools
 import json
 import re
@@ -10,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.scripts import loader
 
 ROOT = Path(__file__).parents[1]
 SVG = "{http://www.w3.org/2000/svg}"
@@ -18,17 +18,7 @@ SVG = "{http://www.w3.org/2000/svg}"
 @pytest.fixture
 def script(monkeypatch):
     """``script(name)``: a file of benchmarks/ as a module."""
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-
-    def load(name):
-        path = ROOT / "benchmarks" / f"{name}.py"
-        spec = importlib.util.spec_from_file_location(f"figures_{name}", path)
-        module = importlib.util.module_from_spec(spec)
-        monkeypatch.setitem(sys.modules, spec.name, module)
-        spec.loader.exec_module(module)
-        return module
-
-    return load
+    return loader(monkeypatch, ROOT / "benchmarks")
 
 
 def _results(name):

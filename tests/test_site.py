@@ -1,7 +1,6 @@
 """Pages that scripts write, the programs of known models, and the site that is built of them."""
 
 import ast
-import importlib.util
 import json
 import os
 import re
@@ -14,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from support.scripts import loader
 
 import attndsl
 from attndsl.frontend.prelude import prelude_names
@@ -26,16 +26,7 @@ SVG = "{http://www.w3.org/2000/svg}"
 @pytest.fixture
 def script(monkeypatch):
     """``script(name)``: a script of docs/ as a module."""
-    monkeypatch.syspath_prepend(str(DOCS))
-
-    def load(name):
-        spec = importlib.util.spec_from_file_location(f"docs_{name}", DOCS / f"{name}.py")
-        module = importlib.util.module_from_spec(spec)
-        monkeypatch.setitem(sys.modules, spec.name, module)
-        spec.loader.exec_module(module)
-        return module
-
-    return load
+    return loader(monkeypatch, DOCS)
 
 
 def test_times_of_the_gallery_are_those_of_its_programs(script, monkeypatch, tmp_path):

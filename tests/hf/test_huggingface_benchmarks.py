@@ -1,27 +1,17 @@
 """The page's table is that of the result file, and the benchmarks of models run."""
 
-import importlib.util
 import json
-import sys
 from pathlib import Path
 
 import pytest
+from support.scripts import loader
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 
 
 @pytest.fixture
 def script(monkeypatch):
-    monkeypatch.syspath_prepend(str(FOLDER))
-
-    def load(name):
-        spec = importlib.util.spec_from_file_location(f"benchmark_{name}", FOLDER / f"{name}.py")
-        module = importlib.util.module_from_spec(spec)
-        monkeypatch.setitem(sys.modules, spec.name, module)
-        spec.loader.exec_module(module)
-        return module
-
-    return load
+    return loader(monkeypatch, FOLDER)
 
 
 def test_the_table_of_the_page_is_that_of_the_file(script, tmp_path):
