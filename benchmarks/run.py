@@ -18,7 +18,7 @@ HELPERS = (
 """Modules, and scripts that do nothing without arguments."""
 ON_GPUS = (
     "attention", "decode", "gallery_times", "gradients", "gpt", "huggingface_speed", "layouts",
-    "lists", "odd_shapes", "serving", "short",
+    "lists", "odd_shapes", "serving", "short", "short_tune",
 )  # fmt: skip
 EVERYWHERE = tuple(
     path.stem

@@ -9,6 +9,7 @@ import shutil
 import statistics
 import subprocess
 import sys
+import time
 import xml.etree.ElementTree as ET
 from pathlib import Path
 
@@ -117,6 +118,25 @@ def test_a_cell_that_dies_or_hangs_costs_itself_alone(script, tmp_path):
     assert found["dies"] == {"why": "the process ended with code 9"}
     assert found["hangs"] == {"why": "no answer within 2 s"}
     assert found["faulty"] == {"why": "a fault"}
+
+
+def test_cells_that_are_not_reached_in_time_say_so(script, tmp_path):
+    path = tmp_path / "worker.py"
+    path.write_text(WORKER)
+    worker = script("worker")
+    cells = [{"column": column} for column in ("a", "hangs", "b")]
+    begin = time.monotonic()
+    found = [result for _, result in worker.measured(path, cells, until=begin + 1.5)]
+    assert time.monotonic() - begin < 20
+    assert found == [{"ms": 1.0}, {"why": worker.OUT_OF_TIME}, {"why": worker.OUT_OF_TIME}]
+
+
+def test_cells_are_answered_side_by_side(script, tmp_path):
+    path = tmp_path / "worker.py"
+    path.write_text(WORKER)
+    cells = [{"column": column} for column in ("a", "b", "dies", "c", "faulty")]
+    assert script("worker").warmed(path, cells, [], 3, math.inf) == 3
+    assert script("worker").warmed(path, cells, [], 8, math.inf) == 3
 
 
 def test_results_are_written_row_by_row(script, tmp_path):
@@ -730,6 +750,46 @@ def test_what_short_rows_say(script):
     assert short.summary(failed) == [
         "forward, not compared: even", "backward, not compared: even",
     ]  # fmt: skip
+
+
+def test_what_tuned_rows_say(script):
+    short = script("short_tune")
+    row = script("short").Row("even", 2, 4, 2, 100, 50, 64)
+    sizes = [
+        {"kernel": kernel, "size": "128 x 64", "ms": 0.01, "why": ""}
+        for kernel in ("forward_128", "backward_kv")
+    ]
+    found = {
+        "chosen": {"forward": 10.0, "backward": 21.0}, "sizes": sizes,
+        "tuned": {"forward": 10.0, "backward": 18.0},
+    }  # fmt: skip
+    lines = short.lines_of(row, found)
+    assert [line["gain"] for line in lines] == [1.0, pytest.approx(7 / 6)]
+    assert [line["sizes"] for line in lines] == [[sizes[0]], [sizes[1]]]
+    lines += short.lines_of(row, {"why": "a reason"})
+    assert short.summary(lines) == [
+        "2 lines; the most is gained by even backward: 21.0 -> 18.0 us, 1.167; "
+        "1 gain more than 1.05",
+        "even backward: 21.0 -> 18.0 us, 1.167",
+        "even forward: a reason",
+        "even backward: a reason",
+    ]
+
+
+def test_each_tuned_row_starts_with_what_the_tables_choose(script, monkeypatch):
+    from attndsl.runtime.dispatch import get_backend
+    from attndsl.runtime.programs import default_cache
+
+    monkeypatch.setenv("ATTNDSL_CACHE_DIR", "a name that is not used")
+    short = script("short_tune")
+    backends, folders = [], []
+    for _ in range(2):
+        with short.fresh_kernels():
+            backends.append(get_backend("cpu"))
+            assert get_backend("cpu") is backends[-1]
+            folders.append(default_cache())
+    assert backends[0] is not backends[1]
+    assert folders[0] is not folders[1]
 
 
 class Clock:
