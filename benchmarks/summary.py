@@ -119,6 +119,16 @@ def _step(rows: Rows) -> str:
     return f"a step takes {' and '.join(parts)} as long"
 
 
+def _lists(rows: Rows) -> str:
+    found = {row["what"]: row for row in rows}
+    step, forward, backward = (found[what] for what in ("step", "forward", "backward"))
+    return (
+        f"a step of {step['layers']} layers takes {step['cost']:.2f} times as long where each call "
+        f"makes its own, a forward {forward['cost']:.2f} times; FlexAttention takes "
+        f"{forward['ahead']:.2f} times as long forward and {backward['ahead']:.2f} times backward"
+    )
+
+
 def _plans(rows: Rows) -> str:
     found = [row["plan_ms"] for row in rows if row.get("plan_ms") is not None]
     other = [row["flex_compiled_ms"] for row in rows if row.get("plan_ms") is not None]
@@ -212,6 +222,7 @@ QUESTIONS = (
     *(Question(text, file, _SECTIONS[file], answer) for text, file, answer in decoding.ANSWERS),
     Question("Start to first step", "start_cuda", OTHER_FILES, _start),
     Question("Training step of a GPT", "gpt", OTHER_FILES, _step),
+    Question("Lists of data masks that are kept", "lists", OTHER_FILES, _lists),
     Question("Tiles of a mask of 1048576 rows", "sparsity", OTHER_FILES, _plans),
     Question("A call without its kernel, in Python", "call_overhead", OTHER_FILES, _calls),
     Question("CPUs, beside SDPA", "cpu", OTHER_FILES, _on_cpus),
