@@ -7,7 +7,8 @@ of params and tensors are those with which the gallery counts tiles; others are 
 ``forward_ms`` is a call without gradients, ``backward_ms`` the gradients of q, k and v, both the
 median of rounds by CUDA events. ``difference`` is the relative distance of the output to that of
 the reference backend at 512 rows. Several processes compile the kernels of all programs first.
-``--tiny`` is for tests: few rows, on any device.
+``--missing`` leaves out programs that have figures in the file, after a run that was cut; it has to
+be the same commit on the same kind of GPU. ``--tiny`` is for tests: few rows, on any device.
 """
 
 from __future__ import annotations
@@ -151,6 +152,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--rows", help="headings of the gallery, by semicolons; all by default")
     parser.add_argument("--tiny", action="store_true", help="few rows, on a CPU")
     parser.add_argument("--output", type=Path, help="result file")
+    parser.add_argument("--missing", action="store_true", help="go on with the file of --output")
     parser.add_argument("--processes", type=int, default=8, help="that compile first; 8")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     parser.add_argument("--warm", action="store_true", help=argparse.SUPPRESS)
@@ -168,8 +170,9 @@ def main(arguments: list[str] | None = None) -> int:
 
     if not options.tiny and not torch.cuda.is_available():
         parser.error("this benchmark needs a CUDA device; --tiny needs none")
-    rows: list[dict[str, Any]] = []
-    cells = [{"row": name} for name in names]
+    rows = common.rows_with_figures("gallery_times", options.output) if options.missing else []
+    known = {row["name"] for row in rows}
+    cells = [{"row": name} for name in names if name not in known]
     flags = ["--tiny"] * options.tiny
     worker.warmed(Path(__file__), cells, [*flags, "--warm"], options.processes, math.inf)
     for cell, row in worker.measured(Path(__file__), cells, flags):

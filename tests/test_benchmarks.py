@@ -971,3 +971,17 @@ def test_programs_of_the_gallery_are_timed(script, monkeypatch):
         assert row["backward_ms"] > 0
     broken = dataclasses.replace(entries["softcap"], text="score = softcap()")
     assert "softcap" in times.measured(broken, tiny=True)["why"]
+
+
+def test_a_run_of_the_gallery_that_was_cut_goes_on(script, tmp_path, capsys):
+    file = tmp_path / "times.json"
+    rows = [{"name": "causal", "forward_ms": 1.0}, {"name": "alibi", "why": "time was up"}]
+    file.write_text(json.dumps({"rows": rows}))
+    found = script("gallery_times").main(
+        ["--tiny", "--missing", "--rows", "causal", "--output", str(file)]
+    )
+    assert found == 0
+    assert "causal" in capsys.readouterr().out
+    assert json.loads(file.read_text()) == {"rows": rows}  # Nothing was measured.
+    assert script("common").rows_with_figures("x", file) == rows[:1]
+    assert script("common").rows_with_figures("x", tmp_path / "none.json") == []
