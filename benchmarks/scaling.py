@@ -7,28 +7,34 @@ python benchmarks/scaling.py --plans --write      # write results and their tabl
 python benchmarks/scaling.py --run 2,4,8          # measure on GPUs of this host, part by part
 
 The simulation takes the time of a live tile from the committed results of one H200, and speeds of
-links as stated below. It has no overlap: all bytes are waited for. ``--run`` starts each part as
-processes of its own, ends them after a while, and writes each row when it comes. ``alone`` is a
+links as stated below. It has no overlap: all bytes are waited for. ``--run`` starts processes that
+measure one part after the other, ends them where a part takes too long, goes on with the next part,
+and writes each row when it comes. ``--profile`` adds what each GPU's time goes to. ``alone`` is a
 call of a GPU's own number of tokens: less work for a causal mask, so compare operations a second.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import datetime
 import json
 import os
+import queue
 import signal
 import subprocess
 import sys
+import tempfile
+import threading
 import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from scaling_parts import measure
+from scaling_parts import Part, measure_all
 from scaling_picture import draw
 
 import attndsl
@@ -84,6 +90,19 @@ PROGRAMS = {
     "documents12000": Program(DOCUMENTS, "documents1000"),
     "block_diffusion": Program("param n: int\nmask = block_diffusion(n, 1024)", "causal"),
 }
+
+
+TEXTS = {
+    name: program.text for name, program in PROGRAMS.items() if name != "block_diffusion"
+} | {
+    "alibi": "mask = causal(); score = alibi()",
+    "gain": "tensor x[heads]: float\nmask = causal(); score = x[h] * score",
+}  # fmt: skip
+"""What is measured."""
+FIRST = tuple(
+    (name, tokens) for tokens in (8192, 32768) for name in ("window1024", "causal", "documents2000")
+)
+"""What is measured before all else."""
 
 
 def document_ids(length: int, median: int) -> np.ndarray[Any, Any]:
@@ -287,45 +306,89 @@ def table_of_measured(rows: list[dict[str, Any]]) -> str:
 def run(arguments: argparse.Namespace) -> None:
     """Measure part by part; what takes too long, or fails, is a row that says so."""
     output = Path(arguments.output)
-    gpu = torch.cuda.is_available()
     rows: list[dict[str, Any]] = []
     head = {
-        "benchmark": "scaling", "machine": machine("cuda" if gpu else "cpu"),
-        "date": datetime.date.today().isoformat(),
+        "benchmark": "scaling", "machine": machine("cuda" if torch.cuda.is_available() else "cpu"),
+        "date": datetime.date.today().isoformat(), "versions": versions(),
     }  # fmt: skip
+    ended = time.monotonic() + arguments.limit
     for ranks in map(int, arguments.run.split(",")):
-        for tokens in map(int, arguments.tokens.split(",")):
-            for name in arguments.programs.split(","):
-                part = {"program": name, "ranks": ranks, "tokens": tokens,
-                        "heads": arguments.heads}  # fmt: skip
-                rows.append({**part, **measured(part, arguments.limit)})
+        parts = asked(arguments)
+        while parts and time.monotonic() < ended:
+            for part, found in measured(ranks, parts, arguments, ended):
+                parts = parts[1:]
+                name, tokens = part
+                rows.append({"program": name, "ranks": ranks, "tokens": tokens,
+                             "heads": arguments.heads, **found})  # fmt: skip
                 print(json.dumps(rows[-1]), flush=True)
-                text = json.dumps({**head, "versions": versions(), "rows": rows}, indent=1)
-                output.write_text(text + "\n", "utf-8")
+                output.write_text(json.dumps({**head, "rows": rows}, indent=1) + "\n", "utf-8")
 
 
-def measured(part: dict[str, Any], limit: float) -> dict[str, Any]:
-    """The figures of one part, by processes of their own; or why there are none."""
+def asked(arguments: argparse.Namespace) -> list[tuple[str, int]]:
+    """Programs and tokens of a GPU to measure, the most important ones first."""
+    names, tokens = arguments.programs.split(","), list(map(int, arguments.tokens.split(",")))
+    unknown = {*names} - {*TEXTS}
+    if unknown:
+        raise SystemExit(f"there is no program {', '.join(sorted(unknown))} to measure")
+    every = [(name, number) for number in tokens for name in names]
+    return [x for x in FIRST if x in every] + [x for x in every if x not in FIRST]
+
+
+def measured(
+    ranks: int, parts: list[tuple[str, int]], arguments: argparse.Namespace, ended: float
+) -> Iterator[tuple[tuple[str, int], dict[str, Any]]]:
+    """The figures of parts, by processes of their own; or why there are none.
+
+    One part that takes too long, or fails, ends the processes, and is the last one here.
+    """
     command = [
         sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node",
-        str(part["ranks"]), str(Path(__file__)), "--part", json.dumps(part),
+        str(ranks), str(Path(__file__)), "--parts", json.dumps(parts), "--heads", arguments.heads,
+        *(["--profile"] if arguments.profile else []),
     ]  # fmt: skip
-    # A session of its own, so that all its processes can be ended at once.
-    process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
-    )
-    try:
-        out, err = process.communicate(timeout=limit)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.communicate()
-        return {"why": f"took more than {limit:g} s"}
-    told = [line for line in out.splitlines() if line.startswith("{")]
-    if process.returncode or not told:
-        reasons = [line for line in err.splitlines() if "Error" in line or "there is no" in line]
-        return {"why": (reasons or ["nothing was printed"])[0].strip()[:300]}
-    found: dict[str, Any] = json.loads(told[-1])
-    return found
+    with tempfile.TemporaryFile("w+") as err:
+        # A session of its own, so that all its processes can be ended at once.
+        process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=err, text=True, start_new_session=True
+        )
+        try:
+            yield from _told(process, parts, arguments.part_limit, ended, err)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.communicate()
+
+
+def _told(
+    process: subprocess.Popen[str], parts: list[tuple[str, int]], limit: float, ended: float,
+    err: IO[str],
+) -> Iterator[tuple[tuple[str, int], dict[str, Any]]]:  # fmt: skip
+    """What the processes print of each part, and why the first one without a figure has none."""
+    lines: queue.SimpleQueue[str] = queue.SimpleQueue()
+    assert process.stdout is not None
+    reader = threading.Thread(target=_read, args=(process.stdout, lines), daemon=True)
+    reader.start()
+    for part in parts:
+        seconds = max(0.1, min(limit, round(ended - time.monotonic(), 1)))
+        try:
+            line = lines.get(timeout=seconds)
+        except queue.Empty:
+            yield part, {"why": f"took more than {seconds:g} s"}
+            return
+        if not line:
+            err.seek(0)
+            reasons = [x for x in err if "Error" in x or "there is no" in x]
+            yield part, {"why": (reasons or ["nothing was printed"])[0].strip()[:300]}
+            return
+        yield part, json.loads(line)
+
+
+def _read(source: IO[str], lines: queue.SimpleQueue[str]) -> None:
+    """Hand on what is JSON, and an empty line at the end."""
+    for line in source:
+        if line.startswith("{"):
+            lines.put(line)
+    lines.put("")
 
 
 def main() -> None:
@@ -336,21 +399,23 @@ def main() -> None:
     parser.add_argument("--plans", action="store_true")
     parser.add_argument("--measured", action="store_true", help="the table of what was measured")
     parser.add_argument("--run", help="numbers of GPUs, such as 2,4,8")
-    parser.add_argument("--tokens", default="8192,32768", help="of each GPU")
+    parser.add_argument("--tokens", default="8192,32768,131072", help="of each GPU")
     parser.add_argument("--heads", default="64,8", help="query heads and key heads")
-    default = "causal,window1024,softcap,gain,documents2000,documents12000"
-    parser.add_argument("--programs", default=default)
-    parser.add_argument("--limit", type=float, default=300.0, help="seconds of a part")
+    parser.add_argument("--programs", default=",".join(TEXTS))
+    parser.add_argument("--profile", action="store_true", help="also what each GPU's time goes to")
+    parser.add_argument("--limit", type=float, default=3600.0, help="seconds in all")
+    parser.add_argument("--part-limit", type=float, default=300.0, help="seconds of a part")
     parser.add_argument("--output", default=str(MEASURED))
-    parser.add_argument("--part", help=argparse.SUPPRESS)
+    parser.add_argument("--parts", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    if arguments.part:
-        part = json.loads(arguments.part)
-        texts = {name: program.text for name, program in PROGRAMS.items()} | {"gain": GAIN}
-        name = part["program"]
-        if name not in texts or name == "block_diffusion":
-            raise SystemExit(f"there is no program {name} to measure")
-        measure(part, texts[name], MEDIANS.get(name), document_ids)
+    if arguments.parts:
+        heads, kv_heads = map(int, arguments.heads.split(","))
+        measure_all([
+            Part(name, TEXTS[name], tokens, (heads, kv_heads),
+                 partial(document_ids, median=MEDIANS[name]) if name in MEDIANS else None,
+                 arguments.profile)
+            for name, tokens in json.loads(arguments.parts)
+        ])  # fmt: skip
     elif arguments.plans:
         torch.set_num_threads(1)
         found = plans()
@@ -371,9 +436,6 @@ def main() -> None:
         print(table(rows))
         if arguments.write:
             write(rows)
-
-
-GAIN = "tensor x[heads]: float\nmask = causal(); score = x[h] * score"
 
 
 def write(rows: list[dict[str, Any]]) -> None:

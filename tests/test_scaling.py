@@ -3,7 +3,9 @@
 import importlib.util
 import json
 import sys
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -70,8 +72,36 @@ def test_documents_are_what_the_program_says(scaling):
 
 
 def test_a_part_that_takes_too_long_is_ended(scaling):
-    part = {"program": "causal", "ranks": 2, "tokens": 128, "heads": "4,2"}
-    assert scaling.measured(part, 0.2) == {"why": "took more than 0.2 s"}
+    """It has a row that says so, and what follows is measured by other processes."""
+    arguments = SimpleNamespace(heads="4,2", profile=False, part_limit=0.2)
+    parts = [("causal", 128), ("window1024", 128)]
+    told = list(scaling.measured(2, parts, arguments, time.monotonic() + 60))
+    assert told == [(("causal", 128), {"why": "took more than 0.2 s"})]
+
+
+def test_the_most_important_parts_come_first(scaling):
+    arguments = SimpleNamespace(programs="softcap,causal,window1024", tokens="32768,8192")
+    assert scaling.asked(arguments) == [
+        ("window1024", 8192), ("causal", 8192), ("window1024", 32768), ("causal", 32768),
+        ("softcap", 32768), ("softcap", 8192),
+    ]  # fmt: skip
+    with pytest.raises(SystemExit, match="no program zigzag"):
+        scaling.asked(SimpleNamespace(programs="zigzag", tokens="8"))
+
+
+def test_communication_that_nothing_hides(monkeypatch):
+    """Two calls: NCCL alone for 3 of its 8 us, and nothing for 2 of 20."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    import scaling_profile
+
+    runs = [("a", 0, 5), ("ncclX", 3, 8), ("b", 10, 20), ("ncclX", 12, 15), ("a", 11, 13)]
+    events = [{"cat": "kernel", "name": n, "ts": a, "dur": b - a} for n, a, b in runs]
+    events += [{"cat": "cpu_op", "name": "a", "ts": 0, "dur": 90}, {"name": "no category"}]
+    found = scaling_profile.times_of(events, 2)
+    assert found["nccl_ms"] == pytest.approx(4e-3)
+    assert found["exposed_ms"] == pytest.approx(1.5e-3)
+    assert found["idle_ms"] == pytest.approx(1e-3)
+    assert next(iter(found["kernels_ms"])) == "b"
 
 
 def test_operations_are_those_of_live_tiles(scaling):

@@ -356,7 +356,7 @@ class ContextParallel:
     def explain(self) -> str:
         """What each planned program makes ranks do, as text: the same on all ranks."""
         layout = self.now().layout
-        plans = [(key.name, plan.figures) for key, plan in self._plans.items()]
+        plans = [(plan.name, plan.figures) for plan in self._plans.values()]
         return report(layout, plans)
 
     @property
@@ -445,7 +445,7 @@ class ContextParallel:
             AttnDSLError: A param that is no number.
         """
         numbers = numbers_of(attention, captures)
-        return PlanKey(attention.name, attention.made_of.spec, self.now().token, asked, numbers)
+        return PlanKey(attention.made_of.spec, self.now().token, asked, numbers)
 
     def _take(self, batch: Batch) -> None:
         """A call takes rows: those of ``batch``, unless a checkpoint makes an earlier call again.

@@ -71,6 +71,8 @@ def _version(x: torch.Tensor) -> int | None:
 class Plan:
     """How a program's calls of one shape are done."""
 
+    name: str
+    """Of the program."""
     table: Table
     figures: Figures
     seen: Seen
@@ -88,8 +90,6 @@ class Asked(NamedTuple):
 class PlanKey(NamedTuple):
     """What tells plans apart, but tensors of masks."""
 
-    name: str
-    """Of the program."""
     spec: Any
     """The program as a text and its declarations."""
     token: str
@@ -240,7 +240,8 @@ def plan_call(
     groups = _groups(layout.ranks, asked)
     found = [figures_of(layout, demand, n, costs, machine.latency) for n in groups]
     best = min(found, key=lambda figures: figures.seconds)
-    return Plan(table_of(layout, demand, rank, best.group), best, seen)
+    table = table_of(layout, demand, rank, best.group, bool(best.fetched.any()))
+    return Plan(program.name, table, best, seen)
 
 
 def _groups(ranks: int, asked: Asked) -> tuple[int, ...]:

@@ -43,6 +43,14 @@ class Piece(NamedTuple):
     """Where they begin in what that rank has sent."""
 
 
+class Island(NamedTuple):
+    """Positions that follow each other, whose keys are put together from those of several ranks."""
+
+    keys: Run
+    pieces: tuple[Piece, ...]
+    """What is read of these, in order. What this rank holds begins at its own rows."""
+
+
 class Part(NamedTuple):
     """Consecutive rows of a call, which are one call of the program."""
 
@@ -53,6 +61,10 @@ class Part(NamedTuple):
     """Logical position of the first."""
     keys: Run
     """Positions of the keys that the rows may see."""
+    own: int
+    """Which of this rank's rows of keys is the first of these; -1 where others hold some."""
+    island: int
+    """Which island they lie on; -1 where this rank holds all."""
 
 
 class Table(NamedTuple):
@@ -66,6 +78,8 @@ class Table(NamedTuple):
     """Of the whole sequence."""
     rows: int
     """Of this rank."""
+    held: tuple[Run, ...]
+    """Their positions."""
     keys: Run
     """Positions of all keys that the group's rows may see."""
     parts: tuple[Part, ...]
@@ -80,6 +94,14 @@ class Table(NamedTuple):
     """By rank: positions of its keys that this rank reads."""
     keys_in_order: tuple[Piece, ...]
     """The same in the order of positions."""
+    sent: tuple[int, ...]
+    """By rank: how many rows of keys go there; none to this rank itself."""
+    received: tuple[int, ...]
+    """By rank: how many rows of keys come from there."""
+    islands: tuple[Island, ...]
+    """The keys of parts that see others' keys, ascending and apart."""
+    travels: bool
+    """Whether any rank needs keys of another one: the same on all ranks."""
 
     @property
     def first(self) -> int:
@@ -122,24 +144,73 @@ def groups_for(ranks: int, heads: int, kv_heads: int) -> tuple[int, ...]:
     )  # fmt: skip
 
 
-def table_of(layout: Layout, demand: Demand, rank: int, group: int) -> Table:
-    """What ``rank`` does."""
+def table_of(
+    layout: Layout, demand: Demand, rank: int, group: int, travels: bool = True
+) -> Table:  # fmt: skip
+    """What ``rank`` does; ``travels`` is whether any rank needs keys of another one."""
     first = rank - rank % group
-    length = layout.length
-    runs = layout.runs(first, group)
-    parts, row = [], 0
-    for start, stop in runs:
-        parts.append(Part(row, stop - start, start, _keys_of(demand, start, stop)))
-        row += stop - start
-    seen = [part.keys for part in parts if part.keys[0] < part.keys[1]]
-    hull = (min(k[0] for k in seen), max(k[1] for k in seen)) if seen else (0, 0)
-    own = layout.runs(rank)
+    runs, own = layout.runs(first, group), layout.runs(rank)
     places = tuple(_within(layout.runs(first + n), runs) for n in range(group))
     reads, sends = _reads(layout, demand, rank, group), _sends(layout, demand, own, group)
+    in_order, keys = _in_order(reads), [_keys_of(demand, *run) for run in runs]
+    held = [_own_row(own, some) for some in keys]
+    lands = _merged([some for some, row in zip(keys, held, strict=True) if row < 0])
+    parts, at = [], 0
+    for (start, stop), some, row in zip(runs, keys, held, strict=True):
+        island = -1 if row >= 0 else max(n for n, x in enumerate(lands) if x[0] <= some[0])
+        parts.append(Part(at, stop - start, start, some, row, island))
+        at += stop - start
+    hull = _merged(keys)
     return Table(
-        rank, layout.ranks, group, length, layout.rows(rank), hull, tuple(parts),
-        places, _in_order(places), sends, reads, _in_order(reads),
+        rank, layout.ranks, group, layout.length, layout.rows(rank), own,
+        (hull[0][0], hull[-1][1]) if hull else (0, 0), tuple(parts), places, _in_order(places),
+        sends, reads, in_order, _of_others(sends, rank), _of_others(reads, rank),
+        tuple(Island(x, _pieces_within(in_order, x, rank, own)) for x in lands), travels,
     )  # fmt: skip
+
+
+def _own_row(own: Sequence[Run], wanted: Run) -> int:
+    """Which row of the runs ``own`` is the first of ``wanted``; -1 where no run holds all."""
+    if wanted[0] >= wanted[1]:
+        return 0
+    row = 0
+    for start, stop in own:
+        if start <= wanted[0] and wanted[1] <= stop:
+            return row + wanted[0] - start
+        row += stop - start
+    return -1
+
+
+def _merged(runs: Sequence[Run]) -> list[Run]:
+    """All that lies in ``runs``, as runs that ascend and are apart."""
+    found: list[Run] = []
+    for start, stop in sorted(run for run in runs if run[0] < run[1]):
+        if found and start <= found[-1][1]:
+            found[-1] = found[-1][0], max(found[-1][1], stop)
+        else:
+            found.append((start, stop))
+    return found
+
+
+def _of_others(runs: Sequence[Sequence[Run]], rank: int) -> tuple[int, ...]:
+    """By rank: how many rows; none of ``rank`` itself."""
+    return tuple(
+        0 if number == rank else sum(stop - start for start, stop in some)
+        for number, some in enumerate(runs)
+    )
+
+
+def _pieces_within(
+    pieces: Sequence[Piece], land: Run, rank: int, own: Sequence[Run]
+) -> tuple[Piece, ...]:
+    """What of ``pieces`` lies in ``land``; those of ``rank`` begin at its own rows."""
+    found = []
+    for start, stop, source, at in pieces:
+        low, high = max(start, land[0]), min(stop, land[1])
+        if low < high:
+            row = _own_row(own, (low, high)) if source == rank else at + low - start
+            found.append(Piece(low, high, source, row))
+    return tuple(found)
 
 
 def _reads(

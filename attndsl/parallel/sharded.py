@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch.distributed import _functional_collectives as functional
 
+from .eager import Fetch, Sums, is_eager
 from .exchange import fetched, from_heads, returned, to_heads, waited
 
 if TYPE_CHECKING:
@@ -126,8 +127,12 @@ class _Sharded(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.job = job
         (own,) = to_heads([q], job.table, job.group)
-        keys, values = fetched(k, v, job.table, job.group)
-        results = _results(job, own, keys, values, captured)
+        if job.table.parts and is_eager(q, k, v):
+            fetch = Fetch(k, v, job.table, job.group)
+            results = _results(job, own, fetch.of, captured)
+            fetch.end()
+        else:
+            results = _in_one_buffer(job, own, k, v, captured)
         shown = [_whole_heads(x, job) for x in results]
         more = [own, *results] if job.table.group > 1 else list(shown)
         ctx.save_for_backward(q, k, v, *captured, *more)
@@ -146,20 +151,39 @@ class _Sharded(torch.autograd.Function):
         return None, *_gradients(job, inputs, own, results, grads, wanted)
 
 
-def _results(
+def _in_one_buffer(
     job: Job, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, captured: Sequence[torch.Tensor]
 ) -> list[torch.Tensor]:
-    """Results of the group's rows, part by part; keys lie from ``job.table.keys`` on."""
-    found = []
-    for part in job.table.parts:
+    """Results of the group's rows, by operations that graphs and autograd know."""
+    keys, values = fetched(k, v, job.table, job.group)
+    if not job.table.parts:
+        return _no_rows(job, q, keys, values)
+    return _results(job, q, lambda part: _seen(job, part, keys, values), captured)
+
+
+def _results(
+    job: Job,
+    q: torch.Tensor,
+    seen: Callable[[Part], Sequence[torch.Tensor]],
+    captured: Sequence[torch.Tensor],
+) -> list[torch.Tensor]:
+    """Results of the group's rows, part by part: those that wait for nobody come first."""
+    found = {}
+    for part in sorted(job.table.parts, key=_waits):
         some = job.attention(
-            q.narrow(2, part.row, part.rows), *_seen(job, part, k, v),
+            q.narrow(2, part.row, part.rows), *seen(part),
             return_lse=job.has_lse, captures=job.captures(captured, part), **job.places(part),
         )  # fmt: skip
-        found.append(some if job.has_lse else (some,))
-    if not found:
-        return _no_rows(job, q, k, v)
-    return [torch.cat(some, 2) if len(some) > 1 else some[0] for some in zip(*found, strict=True)]
+        found[part.row] = some if job.has_lse else (some,)
+    if len(found) == 1:
+        return list(*found.values())
+    in_order = [found[part.row] for part in job.table.parts]
+    return [torch.cat(some, 2) for some in zip(*in_order, strict=True)]
+
+
+def _waits(part: Part) -> bool:
+    """Whether the rows see keys of others."""
+    return part.island >= 0
 
 
 def _no_rows(
@@ -204,43 +228,90 @@ def _gradients(
     Keys are fetched again: kept, those of all layers would take the memory of the whole sequence.
     """
     _, k, v, *captured = inputs
-    table, group = job.table, job.group
-    keys, values = fetched(k, v, table, group)
+    table, eager = job.table, is_eager(own, k, v) and bool(job.table.parts)
+    # On its way while gradients of outputs are looked at.
+    fetch = Fetch(k, v, table, job.group) if eager else None
     grad_out, grad_lse = (None if g is None else _moved(to_heads, g, job) for g in _two(grads))
     out, lse = _two(results)
     assert out is not None
     if grad_out is None:
         grad_out = torch.zeros_like(out)
-    wide = torch.float32 if own.dtype in _HALVES else own.dtype
-    found_q = []
-    grad_k, grad_v = (torch.zeros_like(x, dtype=wide) for x in (keys, values))
-    learned: list[list[torch.Tensor]] = [[] for _ in captured]
     names = [name for name, want in zip(job.names, wanted[3:], strict=True) if want]
-    for part in table.parts:
-        rows = [
-            None if x is None else x.narrow(2, part.row, part.rows)
-            for x in (own, out, lse, grad_out, grad_lse)
-        ]
-        some = job.attention.backward(
-            rows[0], *_seen(job, part, keys, values), *rows[1:],
-            wants_captures=names, grad_dtype=None if wide is own.dtype else wide,
-            captures=job.captures(captured, part), **_backward_options(job, part),
-        )  # fmt: skip
-        found_q.append(some.q.to(own.dtype))
-        for total, grad in zip((grad_k, grad_v), (some.k, some.v), strict=True):
-            _seen(job, part, total)[0].add_(grad)
-        for number, name in enumerate(job.names):
-            if name in some.captures:
-                learned[number].append(some.captures[name])
-    grad_q = torch.cat(found_q, 2) if found_q else torch.zeros_like(own)
-    back = returned((grad_k, grad_v), [job.heads[1]] * 2, table, group)
+    rows = own, out, lse, grad_out, grad_lse
+    if fetch is None:
+        found, back = _added_in_one_buffer(job, rows, (k, v), captured, names)
+    else:
+        found, sums = {}, Sums(table, job.group)
+        for part in sorted(table.parts, key=_waits):
+            some = _of_part(job, part, rows, fetch.of(part), captured, names)
+            sums.add(part, (some.k, some.v))
+            found[part.row] = some
+        back = sums.returned(fetch.like(_sum_dtype(own)))
+    in_order = [found[part.row] for part in table.parts]
+    in_q = [x.q.to(own.dtype) for x in in_order]
+    grad_q = torch.cat(in_q, 2) if len(in_q) > 1 else (in_q or [torch.zeros_like(own)])[0]
+    learned = [[x.captures[name] for x in in_order if name in x.captures] for name in job.names]
     captures = [
-        _added(job, name, x, learned[number]) if want else None
-        for number, (name, x, want) in enumerate(zip(job.names, captured, wanted[3:], strict=True))
+        _added(job, name, x, some) if want else None
+        for name, x, some, want in zip(job.names, captured, learned, wanted[3:], strict=True)
     ]
     return [
         _moved(from_heads, grad_q, job), back[0].to(k.dtype), back[1].to(v.dtype), *captures
     ]  # fmt: skip
+
+
+def _added_in_one_buffer(
+    job: Job,
+    rows: Sequence[torch.Tensor | None],
+    operands: Sequence[torch.Tensor],
+    captured: Sequence[torch.Tensor],
+    names: Sequence[str],
+) -> tuple[dict[int, Any], list[torch.Tensor]]:
+    """Gradients by first row of each part, and those of keys and values, as graphs know them."""
+    own, found = rows[0], {}
+    assert own is not None
+    keys, values = fetched(*operands, job.table, job.group)
+    totals = [torch.zeros_like(x, dtype=_sum_dtype(own)) for x in (keys, values)]
+    for part in job.table.parts:
+        some = _of_part(job, part, rows, _seen(job, part, keys, values), captured, names)
+        for total, grad in zip(_seen(job, part, *totals), (some.k, some.v), strict=True):
+            total.add_(grad)
+        found[part.row] = some
+    return found, returned(totals, [job.heads[1]] * 2, job.table, job.group)
+
+
+def _of_part(
+    job: Job,
+    part: Part,
+    rows: Sequence[torch.Tensor | None],
+    seen: Sequence[torch.Tensor],
+    captured: Sequence[torch.Tensor],
+    names: Sequence[str],
+) -> Any:
+    """Gradients of one part's rows, and of the keys and values that these have seen.
+
+    Args:
+        job: The call.
+        part: The part.
+        rows: q, out, lse and the gradients of the two, of all parts.
+        seen: Keys and values of the part.
+        captured: Tensors by ``job.names``.
+        names: Of those whose gradients are wanted.
+    """
+    some = [None if x is None else x.narrow(2, part.row, part.rows) for x in rows]
+    q, *results = some
+    assert q is not None
+    kind = _sum_dtype(q)
+    return job.attention.backward(
+        q, *seen, *results,
+        wants_captures=names, grad_dtype=None if kind is q.dtype else kind,
+        captures=job.captures(captured, part), **_backward_options(job, part),
+    )  # fmt: skip
+
+
+def _sum_dtype(x: torch.Tensor) -> torch.dtype:
+    """Of sums of gradients of keys, over calls and ranks."""
+    return torch.float32 if x.dtype in _HALVES else x.dtype
 
 
 def _two(values: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor | None, torch.Tensor | None]:
@@ -275,8 +346,7 @@ def _differentiable(
     """Gradients that have derivatives: of the same call by operations that autograd knows."""
     q, k, v, *captured = inputs
     (own,) = to_heads([q], job.table, job.group)
-    keys, values = fetched(k, v, job.table, job.group)
-    results = [_whole_heads(x, job) for x in _results(job, own, keys, values, captured)]
+    results = [_whole_heads(x, job) for x in _in_one_buffer(job, own, k, v, captured)]
     pairs = [(x, g) for x, g in zip(results, grads, strict=True) if g is not None]
     leaves = [x for x, want in zip(inputs, wanted, strict=True) if want]
     found = iter(

@@ -533,13 +533,11 @@ def words(group: ProcessGroup) -> str:
 
 def bytes_sent(group: ProcessGroup) -> list[int]:
     """What travels in a forward and a backward, counted; the plan's; an all-gather's."""
-    from attndsl.parallel import exchange
+    sent, real = [], dist.all_to_all_single
 
-    sent, real = [], exchange.all_to_all
-
-    def counting(flat: Any, arriving: list[int], leaving: list[int], among: Any) -> Any:
-        sent.append(sum(arriving) * flat.element_size())
-        return real(flat, arriving, leaving, among)
+    def counting(found: torch.Tensor, *given: Any, **named: Any) -> Any:
+        sent.append(found.nbytes)
+        return real(found, *given, **named)
 
     attention = attndsl.compile("causal() and q - kv < 100")
     cp = ContextParallel(group, "contiguous", exchange="gather")
@@ -548,7 +546,7 @@ def bytes_sent(group: ProcessGroup) -> list[int]:
     with contextlib.ExitStack() as stack:
         patch = pytest.MonkeyPatch()
         stack.callback(patch.undo)
-        patch.setattr(exchange, "all_to_all", counting)
+        patch.setattr(dist, "all_to_all_single", counting)
         cp(attention)(*own).sum().backward()
     (plan,) = cp._plans.values()
     return [sum(sent), int(plan.figures.received[cp.rank]), plan.figures.gathered]

@@ -1,0 +1,244 @@
+"""Keys fetched and gradients returned outside of graphs, with as little to do as can be.
+
+What travels does so while calls that see this rank's own keys alone compute; these read k and v
+where they lie. Other calls read islands: keys of several ranks, each at its place. Gradients of
+keys are added up without a buffer of the whole sequence. :mod:`.exchange` does the same by
+operations that graphs and autograd know.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from torch.distributed import ProcessGroup
+
+    from .routes import Island, Part, Run, Table
+
+    Pair = list[torch.Tensor]
+    """Of keys and of values."""
+    Grads = list[tuple[Run, torch.Tensor]]
+    """Gradients of keys, and the positions of these."""
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+def is_eager(*tensors: torch.Tensor) -> bool:
+    """Whether these tensors have data of their own, and nobody makes a graph of what is done."""
+    return not torch.compiler.is_compiling() and all(type(x) in _PLAIN for x in tensors)
+
+
+class _Trip:
+    """What ranks send each other of keys and of values, in one collective."""
+
+    def __init__(self, like: Pair, leaving: Sequence[int], arriving: Sequence[int]) -> None:
+        """Make room.
+
+        Args:
+            like: (B, heads, any, width), two of one dtype.
+            leaving: By rank: how many rows of both go there.
+            arriving: By rank: how many come from there.
+        """
+        self._like, self._leaving, self._arriving = like, leaving, arriving
+        each = sum(x.shape[0] * x.shape[1] * x.shape[3] for x in like)
+        self._splits = [each * n for n in arriving], [each * n for n in leaving]
+        self._sent, self._found = (
+            like[0].new_empty(each * sum(rows)) for rows in (leaving, arriving)
+        )
+        self._work: dist.Work | None = None
+
+    def rooms(self) -> Iterator[tuple[int, Pair]]:
+        """By rank that something goes to: where that has to be put."""
+        return self._blocks(self._sent, self._leaving)
+
+    def begin(self, group: ProcessGroup) -> None:
+        """Send, and go on."""
+        self._work = dist.all_to_all_single(
+            self._found, self._sent, *self._splits, group=group, async_op=True
+        )
+
+    def arrived(self) -> dict[int, Pair]:
+        """By rank that something comes from: what came. What follows waits for it."""
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+        return dict(self._blocks(self._found, self._arriving))
+
+    def _blocks(self, flat: torch.Tensor, rows: Sequence[int]) -> Iterator[tuple[int, Pair]]:
+        at = 0
+        for rank, number in enumerate(rows):
+            if not number:
+                continue
+            found = []
+            for x in self._like:
+                shape = (x.shape[0], x.shape[1], number, x.shape[3])
+                size = shape[0] * shape[1] * shape[2] * shape[3]
+                found.append(flat.narrow(0, at, size).view(shape))
+                at += size
+            yield rank, found
+
+
+class Fetch:
+    """The keys and values that this rank's calls see; what it lacks is on its way."""
+
+    def __init__(self, k: torch.Tensor, v: torch.Tensor, table: Table, group: ProcessGroup) -> None:
+        """Begin to send and to receive.
+
+        Args:
+            k: (B, key heads, rows of this rank, D).
+            v: (B, key heads, rows, Dv).
+            table: Of this rank.
+            group: The ranks.
+        """
+        self._table = table
+        self._own = [_heads(x, table.share, table.group) for x in (k, v)]
+        self._islands: list[Pair] | None = None
+        self._trip: _Trip | None = None
+        if table.travels:
+            self._trip = _Trip(self._own, table.sent, table.received)
+            for rank, rooms in self._trip.rooms():
+                for x, room in zip((k, v), rooms, strict=True):
+                    _pack(_heads(x, rank % table.group, table.group), table.sends[rank], room)
+            self._trip.begin(group)
+
+    def of(self, part: Part) -> Pair:
+        """Keys and values of ``part``; if it sees those of others, what follows waits for them."""
+        number = part.keys[1] - part.keys[0]
+        if part.island < 0:
+            return [x.narrow(2, part.own, number) for x in self._own]
+        if self._islands is None:
+            arrived = {} if self._trip is None else self._trip.arrived()
+            self._islands = [self._filled(island, arrived) for island in self._table.islands]
+        start = part.keys[0] - self._table.islands[part.island].keys[0]
+        return [x.narrow(2, start, number) for x in self._islands[part.island]]
+
+    def end(self) -> None:
+        """Let what follows wait until all has been sent."""
+        if self._trip is not None:
+            self._trip.arrived()
+
+    def like(self, dtype: torch.dtype) -> Pair:
+        """Empty tensors with as many heads of keys and values as this rank's calls see."""
+        return [x.new_empty((*x.shape[:2], 0, x.shape[3]), dtype=dtype) for x in self._own]
+
+    def _filled(self, island: Island, arrived: dict[int, Pair]) -> Pair:
+        """The keys of an island. Where no row sees a key, and nobody sent it, there are zeros."""
+        first, stop = island.keys
+        found = [x.new_empty((*x.shape[:2], stop - first, x.shape[3])) for x in self._own]
+        filled = first
+        for low, high, source, at in island.pieces:
+            pair = self._own if source == self._table.rank else arrived[source]
+            for room, x in zip(found, pair, strict=True):
+                if filled < low:
+                    room.narrow(2, filled - first, low - filled).zero_()
+                room.narrow(2, low - first, high - low).copy_(x.narrow(2, at, high - low))
+            filled = high
+        if filled < stop:
+            for room in found:
+                room.narrow(2, filled - first, stop - filled).zero_()
+        return found
+
+
+class Sums:
+    """Gradients of keys and values, by the calls that computed them."""
+
+    def __init__(self, table: Table, group: ProcessGroup) -> None:
+        """Of a rank with this table in that group."""
+        self._table, self._group = table, group
+        self._grads: tuple[Grads, Grads] = ([], [])
+
+    def add(self, part: Part, pair: Sequence[torch.Tensor]) -> None:
+        """Take the gradients of the keys and values of ``part``, which nobody else needs."""
+        for some, grad in zip(self._grads, pair, strict=True):
+            some.append((part.keys, grad))
+
+    def returned(self, like: Pair) -> Pair:
+        """Gradients of this rank's keys and values, from those of all ranks that saw them.
+
+        This rank's come first and then those of the others in their order, so that sums are the
+        same whichever comes first.
+
+        Args:
+            like: Keys and values of this rank, as many heads of them as it computes; in the dtype
+                of the sums.
+        """
+        table, trip = self._table, None
+        if table.travels:
+            trip = _Trip(like, table.received, table.sent)
+            for rank, rooms in trip.rooms():
+                for some, room in zip(self._grads, rooms, strict=True):
+                    at = 0
+                    for run in table.reads[rank]:
+                        _put(some, run, room.narrow(2, at, run[1] - run[0]))
+                        at += run[1] - run[0]
+            trip.begin(self._group)
+        found = [self._own(some, x) for some, x in zip(self._grads, like, strict=True)]
+        for rank, pair in ({} if trip is None else trip.arrived()).items():
+            for total, part in zip(found, pair, strict=True):
+                room = total.narrow(1, rank % table.group * part.shape[1], part.shape[1])
+                at = 0
+                for start, stop in table.sends[rank]:
+                    rows = part.narrow(2, at, stop - start)
+                    room.narrow(2, start, stop - start).add_(rows)
+                    at += stop - start
+        return found
+
+    def _own(self, grads: Grads, like: torch.Tensor) -> torch.Tensor:
+        """Of all key heads: what this rank has computed for its own rows, otherwise zeros."""
+        table, heads = self._table, like.shape[1]
+        if table.group == 1 and len(table.held) == 1:
+            (run,) = table.held
+            for number, (keys, grad) in enumerate(grads):
+                if keys[0] <= run[0] and run[1] <= keys[1] and 0 not in grad.stride():
+                    found = grad.narrow(2, run[0] - keys[0], run[1] - run[0])
+                    _add([*grads[:number], *grads[number + 1 :]], run, found)
+                    return found
+        shape = (like.shape[0], heads * table.group, table.rows, like.shape[3])
+        found = like.new_empty(shape) if table.group == 1 else like.new_zeros(shape)
+        room, at = _heads(found, table.share, table.group), 0
+        for run in table.held:
+            _put(grads, run, room.narrow(2, at, run[1] - run[0]))
+            at += run[1] - run[0]
+        return found
+
+
+def _heads(x: torch.Tensor, share: int, shares: int) -> torch.Tensor:
+    """A part of the heads of ``x``."""
+    if shares == 1:
+        return x
+    count = x.shape[1] // shares
+    return x.narrow(1, share * count, count)
+
+
+def _pack(x: torch.Tensor, runs: Sequence[Run], room: torch.Tensor) -> None:
+    """Put some rows of ``x`` into ``room``, one run after the other."""
+    pieces = [x.narrow(2, start, stop - start) for start, stop in runs]
+    if len(pieces) == 1:
+        room.copy_(pieces[0])
+    else:
+        torch.cat(pieces, 2, out=room)
+
+
+def _put(grads: Grads, run: Run, room: torch.Tensor) -> None:
+    """Put the sum of all gradients of the keys of ``run`` into ``room``; zeros where none is."""
+    some = [x for x in grads if max(run[0], x[0][0]) < min(run[1], x[0][1])]
+    if some and some[0][0][0] <= run[0] and run[1] <= some[0][0][1]:
+        keys, grad = some.pop(0)
+        room.copy_(grad.narrow(2, run[0] - keys[0], run[1] - run[0]))
+    else:
+        room.zero_()
+    _add(some, run, room)
+
+
+def _add(grads: Grads, run: Run, room: torch.Tensor) -> None:
+    """Add all gradients of the keys of ``run`` to ``room``."""
+    for keys, grad in grads:
+        low, high = max(run[0], keys[0]), min(run[1], keys[1])
+        if low < high:
+            rows = grad.narrow(2, low - keys[0], high - low)
+            room.narrow(2, low - run[0], high - low).add_(rows)
