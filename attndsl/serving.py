@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from attndsl.backends.base import ReadsPages, Signature
+from attndsl.backends.base import NONE, ReadsPages, Signature
 from attndsl.compiled import Compiled
 from attndsl.errors import (
     ArgumentError,
@@ -23,9 +23,20 @@ from attndsl.runtime.appending import FP8
 from attndsl.runtime.arguments import FLOATS, is_wide, rows_contiguous
 from attndsl.runtime.autograd import attend
 from attndsl.runtime.bind import CallOptions, bind
+from attndsl.runtime.chunks import (
+    MOST_FEW,
+    Chunked,
+    empty_slots,
+    example_operands,
+    has_formulas,
+    location_of_slots,
+    slots_of,
+)
+from attndsl.runtime.dispatch import backend_of, tell_choice
 from attndsl.runtime.location import Location
 from attndsl.runtime.packed import Run, Step, keys_of_run, location_of, queries_of, runs_of, store
 from attndsl.runtime.paged import PagedCache, check_starts, looks_at_values
+from attndsl.runtime.parts import terms_of
 from attndsl.runtime.programs import point_into, pointing_into
 from attndsl.runtime.steps import (
     Prepared,
@@ -78,6 +89,7 @@ class Serving(Compiled):
         *,
         q_index: torch.Tensor | None = None,
         most_queries: int | None = None,
+        most_chunks: int | None = None,
         scale: float | None = None,
         return_lse: bool = False,
         out_dtype: torch.dtype | None = None,
@@ -104,6 +116,9 @@ class Serving(Compiled):
             most_queries: The most tokens of a request: a capacity, so that lengths are not read on
                 the host to make the call. On other devices than CPUs it is by default the number of
                 all tokens.
+            most_chunks: The most requests with more than 64 tokens, another capacity. Of these each
+                has room for a copy of its keys, and kernels of its own that end at once where it is
+                not there. By default it is as many as the tokens allow.
             scale: Factor of ``q . k`` in the raw score; 1 / sqrt(D) by default.
             return_lse: Whether to return the log-sum-exp of each row too.
             out_dtype: dtype of the output: q's by default, or ``torch.float32``.
@@ -128,8 +143,8 @@ class Serving(Compiled):
         """
         _refuse_graphs()
         request = Request(
-            q, cache, starts, q_index, (most_queries, heads, kv_heads, h_offset), scale,
-            (out_dtype, bool(return_lse)),
+            q, cache, starts, q_index, (most_queries, most_chunks, heads, kv_heads, h_offset),
+            scale, (out_dtype, bool(return_lse)),
         )  # fmt: skip
         given: Captures = self._given(captures, named)
         key = None
@@ -155,7 +170,7 @@ class Serving(Compiled):
         """Output and log-sum-exp of a step that is checked in full; ``key`` is its signature."""
         q, cache, starts, q_index, numbers, scale, (out_dtype, return_lse) = request
         most_queries: Any = numbers[0]
-        _check_queries(q, cache, starts, q_index, most_queries)
+        _check_queries(q, cache, starts, q_index, numbers[:2])
         _check_forward((q, *_held(cache), *given.values()))
         is_wide("out_dtype", out_dtype, q.dtype)
         if self._checked or looks_at_values(q.device):
@@ -165,7 +180,7 @@ class Serving(Compiled):
             most_queries = None
         elif most_queries is None and q.device.type != "cpu":
             most_queries = q.shape[0]
-        heads: Any = numbers[1:]
+        heads: Any = numbers[2:]
         dtype: Any = q.dtype if out_dtype is None else out_dtype
         of_heads = Location(heads=heads[0], kv_heads=heads[1], h_offset=heads[2])
         own, given = self._of_step(q, cache, given, of_heads)
@@ -229,6 +244,9 @@ class Serving(Compiled):
         # Not less where there are fewer tokens: tiles, and so the bits, follow from it.
         most = step.most_queries
         q = rows_contiguous(step.q)
+        chunked = self._chunked(step._replace(q=q), request, given, rest)
+        if chunked is not None:
+            most = MOST_FEW
         kv_heads, value_dim = cache.k_pages.shape[2], cache.v_pages.shape[3]
         # Of q, k and v such a call tells sizes. What is read are the pages.
         queries, k, v = (
@@ -248,7 +266,36 @@ class Serving(Compiled):
             tell_once(f"{self.name}: keys are gathered: {reason}")
             return None
         call = call._replace(signature=Signature(self.name))
-        return prepared_step(backend, self._lowered, call, given)
+        return prepared_step(backend, self._lowered, call, given)._replace(chunked=chunked)
+
+    def _chunked(
+        self, step: Step, request: Request, given: Captures, rest: _Rest
+    ) -> Chunked | None:
+        """What runs requests with many queries; None where they are run as all others."""
+        cache, most_chunks = request.cache, request.numbers[1]
+        assert most_chunks is None or isinstance(most_chunks, int)
+        slots = slots_of(step, cache, most_chunks)
+        # Scales of fp8 belong to the program's score, which kernels that read pages give it.
+        if slots is None or cache.is_fp8 or not cache.room:
+            return None
+        pages = pages_of(request._replace(q=step.q), ())
+        # Values are those of no request. They are checked where a step's own are.
+        found = empty_slots(slots, step.q.device)
+        location = location_of_slots(slots, found, step, cache, rest.heads)
+        options = CallOptions(
+            rest.scale, out_dtype=None if rest.out_dtype is step.q.dtype else rest.out_dtype
+        )
+        operands = example_operands(slots, pages, cache.room)
+        call = bind(self._lowered.written, operands, given, location, options)
+        terms = terms_of(self._lowered, call)
+        if not has_formulas(terms.lowered):
+            tell_once(f"{self.name}: chunks are run as few queries: their tiles are in lists")
+            return None
+        backend, reason = backend_of(terms.lowered, "auto", step.q.device, False, step.q.dtype)
+        backend.check(terms.lowered, terms.applied(call))
+        tell_choice(self.name, call, backend, reason)
+        call = call._replace(signature=Signature(self.name), tensors=NONE, params=NONE)
+        return Chunked(slots, backend, terms, call)
 
     def _attend_step(
         self, step: Step, cache: PagedCache, given: Captures, rest: _Rest
@@ -315,7 +362,9 @@ def _check_forward(given: tuple[object, ...]) -> None:
         )
 
 
-def _check_queries(q: object, cache: object, starts: object, index: object, most: object) -> None:
+def _check_queries(
+    q: object, cache: object, starts: object, index: object, capacities: tuple[object, ...]
+) -> None:
     """Refuse what does not go together, by types and shapes."""
     if not isinstance(cache, PagedCache):
         raise ArgumentError(
@@ -340,8 +389,9 @@ def _check_queries(q: object, cache: object, starts: object, index: object, most
     if q.device != cache.k_pages.device:
         raise DeviceError(f"q is on {q.device}", hint="q.to(k_pages.device)")
     check_starts(cache, starts)
-    if most is not None and (not isinstance(most, int) or isinstance(most, bool) or most < 0):
-        raise ArgumentError(f"most_queries is {most!r}", hint="pass an int, 0 or more")
+    for name, most in zip(("most_queries", "most_chunks"), capacities, strict=True):
+        if most is not None and (not isinstance(most, int) or isinstance(most, bool) or most < 0):
+            raise ArgumentError(f"{name} is {most!r}", hint="pass an int, 0 or more")
     if index is None:
         return
     tokens = q.shape[0]
@@ -363,19 +413,27 @@ def _check_values(request: Request) -> None:
         ArgumentError: Says which request is wrong, and why.
     """
     request.cache.validate(request.starts, request.q.shape[0])
-    most: Any = request.numbers[0]
-    _check_most(request.starts, most)
+    most: Any = request.numbers
+    _check_most(request.starts, most[0], most[1])
     _check_positions(request.q_index)
 
 
-def _check_most(starts: torch.Tensor, most: int | None) -> None:
-    if most is None:
+def _check_most(starts: torch.Tensor, most: int | None, most_chunks: int | None) -> None:
+    if most is None and most_chunks is None:
         return
-    found = max((end - begin for begin, end in pairwise(starts.tolist())), default=0)
-    if found > most:
+    counts = [end - begin for begin, end in pairwise(starts.tolist())]
+    found = max(counts, default=0)
+    if most is not None and found > most:
         raise ArgumentError(
             f"most_queries is {most}, and a request has {found} queries",
             hint=f"pass {found} or more: it is a capacity",
+        )
+    chunks = sum(count > MOST_FEW for count in counts)
+    if most_chunks is not None and chunks > most_chunks:
+        raise ArgumentError(
+            f"most_chunks is {most_chunks}, and {chunks} requests have more than {MOST_FEW} "
+            f"queries",
+            hint=f"pass {chunks} or more: it is a capacity",
         )
 
 

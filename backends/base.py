@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from attndsl.ir import Node, Program
     from attndsl.pipeline import Lowered
 
+    from .requests import ChunkResults, Packed, Pages
+
 Scalar = bool | int | float
 
 
@@ -30,62 +32,6 @@ class TileKinds:
     """int8 (batch or 1, heads or 1, q tiles, kv tiles): 0 EMPTY, 1 PARTIAL, 2 FULL."""
     block_m: int
     block_n: int
-
-
-class Packed(NamedTuple):
-    """Where the queries of packed requests lie: a call's rows are theirs, with room for more."""
-
-    starts: torch.Tensor
-    """(B,) int: the token that is each request's row 0."""
-    tokens: int
-    """How many there are, those of no request included."""
-    room: int
-    """The most keys of a request: what ``q_len`` and ``kv_len`` are in the dims of tensors."""
-    positions: torch.Tensor | None
-    """(tokens,) int: logical positions, where they are not the request's last ones."""
-
-
-class Pages(NamedTuple):
-    """Packed queries, and keys and values in pages: see :class:`attndsl.PagedCache`."""
-
-    q: torch.Tensor
-    """(tokens, Hq, D)."""
-    starts: torch.Tensor
-    """(batch + 1,)."""
-    k: torch.Tensor
-    """(pages, size, Hkv, D)."""
-    v: torch.Tensor
-    table: torch.Tensor
-    lengths: torch.Tensor
-    k_scale: float | torch.Tensor | None
-    v_scale: float | torch.Tensor | None
-    made: tuple[tuple[str, str], ...] = ()
-    """Captures of the call that follow from ``starts`` and ``lengths``, by name, and which field of
-    :class:`Requests` each of them is. Their values in the call may be those of another step."""
-
-
-class Requests(NamedTuple):
-    """What programs read of the requests of a step: (batch,) ints each."""
-
-    first_query: torch.Tensor
-    """Position of the first query, as if all of a request's queries were its last positions."""
-    first_token: torch.Tensor
-    length: torch.Tensor
-    """Number of keys."""
-
-
-def requests_of(starts: torch.Tensor, lengths: torch.Tensor, tokens: int, room: int) -> Requests:
-    """The requests of a step. Values that nobody has looked at are cut to what can be.
-
-    Args:
-        starts: (batch + 1,) ints.
-        lengths: (batch,) ints.
-        tokens: Rows of q.
-        room: The most keys of a request.
-    """
-    length = lengths.long().clamp(0, room)
-    starts = starts.long().clamp(0, tokens)
-    return Requests(length - starts.diff(), starts[:-1], length)
 
 
 @dataclass(frozen=True, slots=True)
@@ -491,7 +437,7 @@ class ReadsPages(Protocol):
         """Why keys of ``pages`` have to be gathered for ``call``, or None."""
 
     def serve(
-        self, lowered: Lowered, call: Call, pages: Pages
+        self, lowered: Lowered, call: Call, pages: Pages, chunks: ChunkResults | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Output (tokens, Hq, Dv) and log-sum-exp (tokens, Hq), 0 and -inf for other tokens.
 
@@ -502,6 +448,8 @@ class ReadsPages(Protocol):
                 of ``pages`` agree in shape, strides and dtype too, but not in how many tokens
                 there are.
             pages: What is read.
+            chunks: Results of the requests with more queries than the call has rows, if they have
+                been computed. The results of all others are written into its tensors.
         """
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from attndsl.backends.base import Packed, requests_of
+from attndsl.backends.requests import Packed, requests_of
 
 from .location import Location
 from .paged import gathered

@@ -13,12 +13,14 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from attndsl.backends.base import NONE, Call, Pages, ReadsPages
+from attndsl.backends.base import NONE, Call, ReadsPages
+from attndsl.backends.requests import ChunkResults, Pages
 from attndsl.ir import TOKENS, size, toposort
 from attndsl.passes.widths import POSITION_LIMIT
 from attndsl.settings import asks_to_verify
 
 from .arguments import rows_contiguous
+from .chunks import MOST_FEW, attend_chunks, found_chunks
 from .higher import is_transformed
 from .paged import PagedCache
 from .parts import made_captures, terms_of, with_narrow_positions
@@ -31,6 +33,7 @@ if TYPE_CHECKING:
     from attndsl.ir import Program
     from attndsl.pipeline import Lowered
 
+    from .chunks import Chunked
     from .parts import Terms
 
     Captures = Mapping[str, torch.Tensor | Scalar]
@@ -49,7 +52,7 @@ class Request(NamedTuple):
     starts: torch.Tensor
     q_index: torch.Tensor | None
     numbers: tuple[object, ...]
-    """``most_queries``, ``heads``, ``kv_heads`` and ``h_offset``."""
+    """``most_queries``, ``most_chunks``, ``heads``, ``kv_heads`` and ``h_offset``."""
     scale: object
     kinds: tuple[object, ...]
     """``out_dtype``, and whether there is a log-sum-exp."""
@@ -66,7 +69,9 @@ class Prepared(NamedTuple):
     """One of them, checked, without its captures: nobody's tensors are kept alive."""
     needs: Values
     made: tuple[tuple[str, str], ...]
-    """As of :class:`~attndsl.backends.base.Pages`."""
+    """As of :class:`~attndsl.backends.requests.Pages`."""
+    chunked: Chunked | None = None
+    """What runs the requests with many queries, if these are not run as all others."""
 
     def run(self, request: Request, captures: Captures) -> tuple[torch.Tensor, torch.Tensor]:
         """Output and log-sum-exp of a step of the signature.
@@ -89,7 +94,18 @@ class Prepared(NamedTuple):
         if program.params:
             call = check_params(program, call, self.needs)
         pages = pages_of(request, self.made)
-        return self.backend.serve(self.terms.lowered, self.terms.applied(call), pages)
+        chunks = None if self.chunked is None else self._chunks(self.chunked, call, pages)
+        return self.backend.serve(self.terms.lowered, self.terms.applied(call), pages, chunks)
+
+    def _chunks(self, chunked: Chunked, call: Call, pages: Pages) -> ChunkResults | None:
+        """Results of the requests with many queries; None where there is no room for one."""
+        slots = chunked.slots
+        if not slots.capacity:
+            return None
+        tokens, room = pages.q.shape[0], pages.table.shape[1] * pages.k.shape[1]
+        found = found_chunks(slots, pages.starts, pages.lengths, tokens, room)
+        out, lse = attend_chunks(chunked, found, call, pages)
+        return ChunkResults(out, lse, slots.most)
 
 
 def pages_of(request: Request, made: tuple[tuple[str, str], ...]) -> Pages:
@@ -166,7 +182,7 @@ def key_of_step(
     if any(type(captures.get(name)) not in _NUMBERS for name in names):
         return None
     return (
-        q.shape if by_token or index is not None or request.numbers[0] is None else q.shape[1:],
+        q.shape[1:] if has_any_tokens(request) and not by_token and index is None else q.shape,
         q.stride(), q.dtype, q.device, k.shape, k.stride(), k.dtype, k.device, v.shape,
         v.stride(), table.shape, table.stride(), table.dtype, lengths.shape, lengths.stride(),
         lengths.dtype, starts.shape, starts.stride(), starts.dtype, starts.device,
@@ -175,6 +191,12 @@ def key_of_step(
         *[(name, _kind(value)) for name, value in captures.items()],
         *[captures.get(name) for name in names],
     )  # fmt: skip
+
+
+def has_any_tokens(request: Request) -> bool:
+    """Whether steps of a signature may have any number of tokens: none is a dim of a call."""
+    most = request.numbers[0]
+    return isinstance(most, int) and most <= MOST_FEW
 
 
 def _kind(value: object) -> object:

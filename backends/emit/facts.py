@@ -100,7 +100,7 @@ class PageFacts:
     """Whether offsets within one tile of rows of q need 64 bits."""
     made: tuple[tuple[str, str], ...] = ()
     """Captures that the kernel makes itself of starts and lengths, by name, and which value each
-    of them is (:class:`attndsl.backends.base.Requests`)."""
+    of them is (:class:`attndsl.backends.requests.Requests`)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,11 +37,12 @@ if TYPE_CHECKING:
 
     from attndsl.pipeline import Lowered
 
-    from ..base import Backward, Call, Pages, Store, Tangents, Written
+    from ..base import Backward, Call, Store, Tangents, Written
     from ..gradients.plan import GradientPlan
     from ..kernels.config import Config
     from ..kernels.kernel import Family
     from ..kernels.moving import Moving
+    from ..requests import ChunkResults, Pages
     from ..triton.serve import PagesLayout, Serve
 
 _MAX_LAYOUTS = 4096
@@ -131,7 +132,7 @@ class GeneratedBackend(Backend):
         return self._pages.why_not_pages(lowered, call, pages)
 
     def serve(
-        self, lowered: Lowered, call: Call, pages: Pages
+        self, lowered: Lowered, call: Call, pages: Pages, chunks: ChunkResults | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See :class:`~attndsl.backends.base.ReadsPages`."""
         assert self._pages is not None
@@ -147,7 +148,7 @@ class GeneratedBackend(Backend):
             if len(self._steps) >= _MAX_LAYOUTS:
                 self._steps.clear()
             self._steps[key] = launch
-        return self._pages.serve(launch, lowered, call, pages)
+        return self._pages.serve(launch, lowered, call, pages, chunks)
 
     def backward(self, lowered: Lowered, call: Call, backward: Backward) -> Gradients:
         """See :class:`~attndsl.backends.base.Backend`."""

@@ -152,13 +152,16 @@ def attention_serve(
     stride_qh, stride_qm, stride_oh, stride_om,
     step_kp, step_kn, step_kh, step_vp, step_vn, step_vh,
     step_ap, step_an, step_ah, step_bp, step_bn, step_bh, step_tb, step_tp, step_l, step_s,
-    scale, k_factor, v_factor, batch, heads, kv_heads, q_len, kv_len, tokens, pages, members,
+    scale, k_factor, v_factor, batch, heads, kv_heads, q_len, kv_len, tokens, chunk_len, pages,
+    members,
     #: given
 ):
     """One program: one part of the keys of ``members`` heads and BLOCK_M queries of a request.
 
     Programs are numbered by part, by heads and queries, and by request. Those behind the last
-    request clear tokens. ``q_len`` is the most queries of a request, ``kv_len`` the most keys. LSE
+    request clear tokens. ``q_len`` is the most queries of a request, ``kv_len`` the most keys. If
+    ``chunk_len`` is more, results of requests with more than ``q_len`` queries, and up to so many,
+    are there already. LSE
     (tokens, heads) is contiguous fp32. PARTS and COUNTS are those of ``attention_decode``.
     """
     number = tl.program_id(0)
@@ -169,8 +172,9 @@ def attention_serve(
     out = Tensor(OUT, stride_om, stride_oh, stride_om)
     requests = RequestTokens(STARTS, step_s, tokens, q_len)
     if b == batch:
+        kept = RequestTokens(STARTS, step_s, tokens, tl.maximum(q_len, chunk_len))
         clear_tokens(
-            requests, out, LSE, number * tl.num_programs(1) + tl.program_id(1),
+            kept, out, LSE, number * tl.num_programs(1) + tl.program_id(1),
             tl.num_programs(0) * tl.num_programs(1), Sizes(batch, heads, kv_heads, q_len, kv_len),
         )
         return
@@ -180,6 +184,8 @@ def attention_serve(
         return
     length = cut(tl.load(LENGTHS + b * step_l), kv_len).to(tl.int32)
     end = cut(tl.load(STARTS + (b + 1) * step_s), tokens)
+    if (chunk_len > q_len) & (end - begin > q_len):
+        return
     first_query = (length - (end - begin)).to(tl.int32)
     first_token = begin.to(tl.int32)
     given = Given(
