@@ -7,8 +7,8 @@ of params and tensors are those with which the gallery counts tiles; others are 
 ``forward_ms`` is a call without gradients, ``backward_ms`` the gradients of q, k and v, both the
 median of rounds by CUDA events. ``difference`` is the relative distance of the output to that of
 the reference backend at 512 rows. Several processes compile the kernels of all programs first.
-``--missing`` leaves out programs that have figures in the file, after a run that was cut; it has to
-be the same commit on the same kind of GPU. ``--tiny`` is for tests: few rows, on any device.
+``--missing`` goes on with the file of a run that was cut, on the same kind of GPU; each row says
+its commit. ``--tiny`` is for tests: few rows, on any device.
 """
 
 from __future__ import annotations
@@ -176,7 +176,9 @@ def main(arguments: list[str] | None = None) -> int:
     flags = ["--tiny"] * options.tiny
     worker.warmed(Path(__file__), cells, [*flags, "--warm"], options.processes, math.inf)
     for cell, row in worker.measured(Path(__file__), cells, flags):
-        rows.append({"name": cell["row"], "text": found[cell["row"]].text, **row})
+        rows.append({
+            "name": cell["row"], "text": found[cell["row"]].text, **row, "commit": common.commit(),
+        })  # fmt: skip
         print(f"[{len(rows)}/{len(names)}] {rows[-1]['name']}: {row}", flush=True)
         common.write("gallery_times", "cpu" if options.tiny else "cuda", rows, options.output)
     common.print_table(rows, ["name", "forward_ms", "backward_ms", "difference", "why"])

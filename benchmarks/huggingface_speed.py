@@ -7,7 +7,8 @@ is that of the steps alone: the time of a whole ``generate`` less that of one wi
 the median of several turns. All implementations run in one process, turn by turn. ``eager`` runs at
 the first context only, since its prompt takes memory for all pairs. ``difference`` is the largest
 distance of the prompt's last logits from those of sdpa. ``--missing`` goes on with the file of a
-run that was cut, at the same commit on the same kind of GPU. ``--tiny`` is for tests, on CPUs too.
+run that was cut, on the same kind of GPU; each row says its commit. ``--tiny`` is for tests, on
+CPUs too.
 """
 
 from __future__ import annotations
@@ -89,7 +90,7 @@ def measure(batch: int, context: int, options: argparse.Namespace) -> list[dict[
             "implementation": name, "batch": batch, "context": context,
             "tokens_per_s": batch / step, "ms_per_step": 1e3 * step,
             "difference": float((last[name] - last["sdpa"]).abs().max()),
-            "transformers": metadata.version("transformers"),
+            "transformers": metadata.version("transformers"), "commit": common.commit(),
         })  # fmt: skip
     return rows
 
