@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from attndsl.ir import DType
+from attndsl.passes.angles import useful_reach
 from attndsl.passes.inside import dim_of
 
 from ..forms import EXACT, forms_for
@@ -165,6 +166,9 @@ class KernelFacts:
     """Whether the output is in fp32 (``Call.wide``)."""
     wide_gradients: bool = False
     """Whether the gradients of q, k and v are (``Wants.wide``)."""
+    reach: int | None = None
+    """What the row numbers and sizes of the call are below, where that makes angles of the program
+    small (:mod:`attndsl.passes.angles`)."""
     packed_heads: bool = False
     """Whether the rows of a tile are those of several query heads, which share keys."""
     pages: PageFacts | None = None
@@ -202,7 +206,7 @@ class KernelFacts:
         from_zero = not self.shifted and not self.indexed
         captures = {c.name: c for c in self.captures}
         return Names(
-            captures, bits, self.head_dim, from_zero, forms=self.forms,
+            captures, bits, self.head_dim, from_zero, self.reach, forms=self.forms,
             packed_heads=self.packed_heads, locals=self.locals,
             made=frozenset() if self.pages is None else frozenset(dict(self.pages.made)),
         )  # fmt: skip
@@ -247,7 +251,7 @@ def facts_of(program: Program, call: Call, *grads: torch.Tensor) -> KernelFacts:
     operands = (call.q, call.k, call.v, *grads)
     results = result_orders(call.q, call.k, call.v)
     captures = [_capture(decl, call.tensors[decl.name]) for decl in program.tensors]
-    return KernelFacts(
+    facts = KernelFacts(
         head_dim=call.q.shape[-1],
         value_dim=call.v.shape[-1],
         dtype=TRITON_TYPES[call.q.dtype],
@@ -272,6 +276,17 @@ def facts_of(program: Program, call: Call, *grads: torch.Tensor) -> KernelFacts:
         wide_rows=MAX_ROWS * max(results.longest_step, *(strides(t)[2] for t in operands))
         >= 1 << 31,
     )
+    return replace(facts, reach=_reach(program, call, facts))
+
+
+def _reach(program: Program, call: Call, facts: KernelFacts) -> int | None:
+    """See :attr:`KernelFacts.reach`."""
+    if facts.shifted or facts.indexed:
+        return None
+    parts = (program.mask, program.score, program.weights, program.dropout, program.sink)
+    roots = tuple(part for part in parts if part is not None)
+    longest = max(call.q.shape[2], call.k.shape[2], *call.sizes.values())
+    return useful_reach(roots, facts.names().int_bits, longest + MAX_ROWS)
 
 
 def with_gradients(facts: KernelFacts, wants: Wants) -> KernelFacts:

@@ -93,8 +93,9 @@ class Serve(Portable):
         facts = facts_of_task(lowered, call, Task.FORWARD, None, None)
         own = page_facts(pages)
         facts = replace(
-            facts, packed_heads=True, pages=own, aligned=own.q_aligned, wide_rows=own.wide_rows
-        )
+            facts, packed_heads=True, pages=own, aligned=own.q_aligned, wide_rows=own.wide_rows,
+            reach=None,  # Later steps of the signature may have more rows.
+        )  # fmt: skip
         return (Job(SERVES[_units(lowered, call)[1]], lowered, facts),)
 
     def layout_of_pages(
