@@ -452,6 +452,17 @@ class ReadsPages(Protocol):
                 been computed. The results of all others are written into its tensors.
         """
 
+    def launch_of(self, lowered: Lowered, call: Call, pages: Pages) -> Any:
+        """What :meth:`launched` takes, for calls as :meth:`serve` has them.
+
+        It is good for calls whose tensors are aligned alike, and whose scales have one sign.
+        """
+
+    def launched(
+        self, launch: Any, lowered: Lowered, call: Call, pages: Pages, chunks: ChunkResults | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As :meth:`serve`, with what :meth:`launch_of` returned for the same signature."""
+
 
 @runtime_checkable
 class ForwardMode(Protocol):

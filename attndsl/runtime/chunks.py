@@ -51,7 +51,6 @@ class Slots(NamedTuple):
     """How many requests of a step may have many queries, and how their calls hold them."""
 
     capacity: int
-    """A multiple of ``together``."""
     together: int
     """Slots of one call."""
     rows: int
@@ -73,6 +72,16 @@ class Chunked(NamedTuple):
     """One of them, checked, without its captures."""
 
 
+def capacity_of(
+    tokens: int, batch: int, most_queries: int | None, most_chunks: int | None
+) -> int | None:
+    """The most requests of a step with many queries; None where no request may have many."""
+    if most_queries is None or most_queries <= MOST_FEW:
+        return None
+    capacity = min(batch, tokens // (MOST_FEW + 1))
+    return capacity if most_chunks is None else min(capacity, most_chunks)
+
+
 def slots_of(step: Step, cache: PagedCache, most_chunks: int | None) -> Slots | None:
     """The slots of a step by its sizes; None where no request has many queries.
 
@@ -82,17 +91,15 @@ def slots_of(step: Step, cache: PagedCache, most_chunks: int | None) -> Slots | 
         most_chunks: The most requests with many queries, where the caller knows.
     """
     tokens, most = step.q.shape[0], step.most_queries
-    if most is None or most <= MOST_FEW:
+    capacity = capacity_of(tokens, cache.batch, most, most_chunks)
+    if most is None or capacity is None:
         return None
-    capacity = min(cache.batch, tokens // (MOST_FEW + 1))
-    if most_chunks is not None:
-        capacity = min(capacity, most_chunks)
     k, v = cache.k_pages, cache.v_pages
     of_slot = cache.room * k.shape[2] * (k.shape[3] + v.shape[3]) * k.element_size()
     together = max(1, min(capacity, _MOST_BYTES // max(1, of_slot)))
     whole = cache.batch == 1
     rows = tokens if whole else min(most, tokens)
-    return Slots(-(-capacity // together) * together, together, rows, whole, most)
+    return Slots(capacity, together, rows, whole, most)
 
 
 def has_formulas(lowered: Lowered) -> bool:
@@ -102,24 +109,30 @@ def has_formulas(lowered: Lowered) -> bool:
 
 def empty_slots(slots: Slots, device: torch.device) -> torch.Tensor:
     """(5, slots) int32 zeros: slots that no request takes."""
-    return torch.zeros(
-        (_FIELDS, max(slots.together, slots.capacity)), dtype=torch.int32, device=device
-    )
+    return torch.zeros((_FIELDS, max(1, slots.together)), dtype=torch.int32, device=device)
 
 
 def found_chunks(
-    slots: Slots, starts: torch.Tensor, lengths: torch.Tensor, tokens: int, room: int
+    starts: torch.Tensor, lengths: torch.Tensor, capacity: int, numbers: tuple[int, int, int]
 ) -> torch.Tensor:
     """The requests of all slots, (5, slots) int32, found by one kernel.
 
     The rows are the request's number, the token of row 0, the position of row 0, the number of keys
-    and that of queries.
+    and that of queries. There are twice as many slots as the capacity, so that the last call of
+    several slots has its own.
+
+    Args:
+        starts: (batch + 1,) ints.
+        lengths: (batch,) ints.
+        capacity: The most such requests, 1 or more.
+        numbers: Tokens of the step, room of a request, and the most queries of one.
     """
     from attndsl.backends.triton.chunks import launch_find  # Imports Triton.
 
-    found = torch.empty((_FIELDS, slots.capacity), dtype=torch.int32, device=starts.device)
-    if slots.capacity:
-        launch_find(starts, lengths, found, slots.whole, (tokens, room, MOST_FEW + 1, slots.most))
+    tokens, room, most = numbers
+    found = torch.empty((_FIELDS, 2 * capacity), dtype=torch.int32, device=starts.device)
+    whole = lengths.shape[0] == 1
+    launch_find(starts, lengths, found, whole, (tokens, room, MOST_FEW + 1, most))
     return found
 
 

@@ -135,6 +135,19 @@ class GeneratedBackend(Backend):
         self, lowered: Lowered, call: Call, pages: Pages, chunks: ChunkResults | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See :class:`~attndsl.backends.base.ReadsPages`."""
+        launch = self.launch_of(lowered, call, pages)
+        return self.launched(launch, lowered, call, pages, chunks)
+
+    def launched(
+        self, launch: PagesLayout, lowered: Lowered, call: Call, pages: Pages,
+        chunks: ChunkResults | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+        """See :class:`~attndsl.backends.base.ReadsPages`."""
+        assert self._pages is not None
+        return self._pages.serve(launch, lowered, call, pages, chunks)
+
+    def launch_of(self, lowered: Lowered, call: Call, pages: Pages) -> PagesLayout:
+        """See :class:`~attndsl.backends.base.ReadsPages`."""
         assert self._pages is not None
         signature = signature_of(lowered, call, Task.FORWARD, None)
         key: tuple[object, ...] = (signature, bits_of_pages(pages))
@@ -148,7 +161,7 @@ class GeneratedBackend(Backend):
             if len(self._steps) >= _MAX_LAYOUTS:
                 self._steps.clear()
             self._steps[key] = launch
-        return self._pages.serve(launch, lowered, call, pages, chunks)
+        return launch
 
     def backward(self, lowered: Lowered, call: Call, backward: Backward) -> Gradients:
         """See :class:`~attndsl.backends.base.Backend`."""

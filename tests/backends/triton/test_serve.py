@@ -328,7 +328,7 @@ COMPILE = textwrap.dedent("""
                 q, cache, torch.tensor([0, most, 2 * most]), most_queries=most
             )
         except Caught as found:
-            jobs = Serve().jobs_of_pages(*found.args)
+            jobs = Serve().jobs_of_pages(*found.args[:3])
         for kernel in compile_jobs(jobs, "cuda:90"):
             print(kernel.name, kernel.shared)
 """)
