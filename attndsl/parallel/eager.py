@@ -122,6 +122,11 @@ class Fetch:
         if self._trip is not None:
             self._trip.arrived()
 
+    @property
+    def value_dim(self) -> int:
+        """Columns of values."""
+        return self._own[1].shape[3]
+
     def like(self, dtype: torch.dtype) -> Pair:
         """Empty tensors with as many heads of keys and values as this rank's calls see."""
         return [x.new_empty((*x.shape[:2], 0, x.shape[3]), dtype=dtype) for x in self._own]

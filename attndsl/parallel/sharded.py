@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch.distributed import _functional_collectives as functional
 
+from attndsl.backends.memory_order import empty_like
+
 from .eager import Fetch, Sums, is_eager
 from .exchange import fetched, from_heads, returned, to_heads, waited
 
@@ -51,6 +53,9 @@ class Program(Protocol):
 
     def __call__(self, q: Any, k: Any, v: Any, **arguments: Any) -> Any:
         """A call."""
+
+    def put(self, q: Any, k: Any, v: Any, room: Any, **arguments: Any) -> Any:
+        """A call whose output is put into ``room``."""
 
     def backward(self, q: Any, k: Any, v: Any, *results: Any, **arguments: Any) -> Any:
         """Its gradients from given results."""
@@ -129,7 +134,7 @@ class _Sharded(torch.autograd.Function):
         (own,) = to_heads([q], job.table, job.group)
         if job.table.parts and is_eager(q, k, v):
             fetch = Fetch(k, v, job.table, job.group)
-            results = _results(job, own, fetch.of, captured)
+            results = _put_together(job, own, fetch, captured)
             fetch.end()
         else:
             results = _in_one_buffer(job, own, k, v, captured)
@@ -167,18 +172,36 @@ def _results(
     seen: Callable[[Part], Sequence[torch.Tensor]],
     captured: Sequence[torch.Tensor],
 ) -> list[torch.Tensor]:
-    """Results of the group's rows, part by part: those that wait for nobody come first."""
-    found = {}
-    for part in sorted(job.table.parts, key=_waits):
+    """Results of the group's rows, part by part."""
+    found = []
+    for part in job.table.parts:
         some = job.attention(
-            q.narrow(2, part.row, part.rows), *seen(part),
-            return_lse=job.has_lse, captures=job.captures(captured, part), **job.places(part),
+            q.narrow(2, part.row, part.rows), *seen(part), return_lse=job.has_lse,
+            captures=job.captures(captured, part), **job.places(part),
         )  # fmt: skip
-        found[part.row] = some if job.has_lse else (some,)
-    if len(found) == 1:
-        return list(*found.values())
-    in_order = [found[part.row] for part in job.table.parts]
-    return [torch.cat(some, 2) for some in zip(*in_order, strict=True)]
+        found.append(some if job.has_lse else (some,))
+    return [torch.cat(some, 2) if len(some) > 1 else some[0] for some in zip(*found, strict=True)]
+
+
+def _put_together(
+    job: Job, q: torch.Tensor, fetch: Fetch, captured: Sequence[torch.Tensor]
+) -> list[torch.Tensor]:
+    """Results of the group's rows, each part at its place; those that wait for nobody come first.
+
+    A single part makes what its caller gets.
+    """
+    if len(job.table.parts) == 1:
+        return _results(job, q, fetch.of, captured)
+    kind = job.options["out_dtype"] or q.dtype
+    out, lses = empty_like(q, fetch.value_dim, kind), {}
+    for part in sorted(job.table.parts, key=_waits):
+        lses[part.row] = job.attention.put(
+            q.narrow(2, part.row, part.rows), *fetch.of(part), out.narrow(2, part.row, part.rows),
+            captures=job.captures(captured, part), **job.places(part),
+        )  # fmt: skip
+    if not job.has_lse:
+        return [out]
+    return [out, torch.cat([lses[part.row] for part in job.table.parts], 2)]
 
 
 def _waits(part: Part) -> bool:
@@ -239,17 +262,15 @@ def _gradients(
     names = [name for name, want in zip(job.names, wanted[3:], strict=True) if want]
     rows = own, out, lse, grad_out, grad_lse
     if fetch is None:
-        found, back = _added_in_one_buffer(job, rows, (k, v), captured, names)
+        found, grad_q, back = _added_in_one_buffer(job, rows, (k, v), captured, names)
     else:
-        found, sums = {}, Sums(table, job.group)
+        found, sums, grad_q = {}, Sums(table, job.group), empty_like(own)
         for part in sorted(table.parts, key=_waits):
-            some = _of_part(job, part, rows, fetch.of(part), captured, names)
+            some = _of_part(job, part, (*rows, grad_q), fetch.of(part), captured, names)
             sums.add(part, (some.k, some.v))
             found[part.row] = some
         back = sums.returned(fetch.like(_sum_dtype(own)))
     in_order = [found[part.row] for part in table.parts]
-    in_q = [x.q.to(own.dtype) for x in in_order]
-    grad_q = torch.cat(in_q, 2) if len(in_q) > 1 else (in_q or [torch.zeros_like(own)])[0]
     learned = [[x.captures[name] for x in in_order if name in x.captures] for name in job.names]
     captures = [
         _added(job, name, x, some) if want else None
@@ -266,18 +287,21 @@ def _added_in_one_buffer(
     operands: Sequence[torch.Tensor],
     captured: Sequence[torch.Tensor],
     names: Sequence[str],
-) -> tuple[dict[int, Any], list[torch.Tensor]]:
-    """Gradients by first row of each part, and those of keys and values, as graphs know them."""
+) -> tuple[dict[int, Any], torch.Tensor, list[torch.Tensor]]:
+    """Gradients by first row of each part, of q, and of keys and values, as graphs know them."""
     own, found = rows[0], {}
     assert own is not None
     keys, values = fetched(*operands, job.table, job.group)
     totals = [torch.zeros_like(x, dtype=_sum_dtype(own)) for x in (keys, values)]
     for part in job.table.parts:
-        some = _of_part(job, part, rows, _seen(job, part, keys, values), captured, names)
+        seen = _seen(job, part, keys, values)
+        some = _of_part(job, part, (*rows, None), seen, captured, names)
         for total, grad in zip(_seen(job, part, *totals), (some.k, some.v), strict=True):
             total.add_(grad)
         found[part.row] = some
-    return found, returned(totals, [job.heads[1]] * 2, job.table, job.group)
+    in_q = [found[part.row].q.to(own.dtype) for part in job.table.parts]
+    grad_q = torch.cat(in_q, 2) if in_q else torch.zeros_like(own)
+    return found, grad_q, returned(totals, [job.heads[1]] * 2, job.table, job.group)
 
 
 def _of_part(
@@ -293,17 +317,17 @@ def _of_part(
     Args:
         job: The call.
         part: The part.
-        rows: q, out, lse and the gradients of the two, of all parts.
+        rows: q, out, lse and the gradients of the two, of all parts; and room for that of q.
         seen: Keys and values of the part.
         captured: Tensors by ``job.names``.
         names: Of those whose gradients are wanted.
     """
     some = [None if x is None else x.narrow(2, part.row, part.rows) for x in rows]
-    q, *results = some
+    q, *results, room = some
     assert q is not None
     kind = _sum_dtype(q)
     return job.attention.backward(
-        q, *seen, *results,
+        q, *seen, *results, room=room,
         wants_captures=names, grad_dtype=None if kind is q.dtype else kind,
         captures=job.captures(captured, part), **_backward_options(job, part),
     )  # fmt: skip
