@@ -13,7 +13,7 @@ Non-goals: which rows go where (:mod:`.routes`).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch.distributed import _functional_collectives as functional
@@ -132,15 +132,17 @@ class _Sharded(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.job = job
         (own,) = to_heads([q], job.table, job.group)
+        kept: Sequence[torch.Tensor] = ()
         if job.table.parts and is_eager(q, k, v):
             fetch = Fetch(k, v, job.table, job.group)
             results = _put_together(job, own, fetch, captured)
-            fetch.end()
+            islands = fetch.end()
+            kept = islands if job.table.keeps else ()
         else:
             results = _in_one_buffer(job, own, k, v, captured)
         shown = [_whole_heads(x, job) for x in results]
         more = [own, *results] if job.table.group > 1 else list(shown)
-        ctx.save_for_backward(q, k, v, *captured, *more)
+        ctx.save_for_backward(q, k, v, *captured, *more, *kept)
         return tuple(shown)
 
     @staticmethod
@@ -151,9 +153,20 @@ class _Sharded(torch.autograd.Function):
         wanted = ctx.needs_input_grad[1:]
         if torch.is_grad_enabled():
             return None, *_differentiable(job, inputs, grads, wanted)
-        own = more[0] if job.table.group > 1 else inputs[0]
-        results = more[1:] if job.table.group > 1 else more
-        return None, *_gradients(job, inputs, own, results, grads, wanted)
+        own, *more = more if job.table.group > 1 else (inputs[0], *more)
+        number = 2 if job.has_lse else 1
+        saved = _Saved(own, more[:number], more[number:])
+        return None, *_gradients(job, inputs, saved, grads, wanted)
+
+
+class _Saved(NamedTuple):
+    """What a forward has kept beside its inputs."""
+
+    own: torch.Tensor
+    """This rank's heads of the group's rows of q."""
+    results: Sequence[torch.Tensor]
+    islands: Sequence[torch.Tensor]
+    """Of :meth:`.eager.Fetch.end`, where the table keeps them."""
 
 
 def _in_one_buffer(
@@ -241,21 +254,22 @@ def _moved(way: Callable[..., list[torch.Tensor]], x: torch.Tensor, job: Job) ->
 def _gradients(
     job: Job,
     inputs: Sequence[torch.Tensor],
-    own: torch.Tensor,
-    results: Sequence[torch.Tensor],
+    saved: _Saved,
     grads: Sequence[torch.Tensor | None],
     wanted: Sequence[bool],
 ) -> list[torch.Tensor | None]:
     """Gradients of ``inputs`` (q, k, v, captures), from what the forward has kept.
 
-    Keys are fetched again: kept, those of all layers would take the memory of the whole sequence.
+    Keys are fetched again unless they are few: those of all layers would take the memory of the
+    whole sequence. Few are read before all else, and gradients travel beside the other calls.
     """
-    _, k, v, *captured = inputs
+    (_, k, v, *captured), own = inputs, saved.own
     table, eager = job.table, is_eager(own, k, v) and bool(job.table.parts)
     # On its way while gradients of outputs are looked at.
-    fetch = Fetch(k, v, table, job.group) if eager else None
+    kept = saved.islands if table.keeps else None
+    fetch = Fetch(k, v, table, job.group, kept) if eager else None
     grad_out, grad_lse = (None if g is None else _moved(to_heads, g, job) for g in _two(grads))
-    out, lse = _two(results)
+    out, lse = _two(saved.results)
     assert out is not None
     if grad_out is None:
         grad_out = torch.zeros_like(out)
@@ -264,12 +278,7 @@ def _gradients(
     if fetch is None:
         found, grad_q, back = _added_in_one_buffer(job, rows, (k, v), captured, names)
     else:
-        found, sums, grad_q = {}, Sums(table, job.group), empty_like(own)
-        for part in sorted(table.parts, key=_waits):
-            some = _of_part(job, part, (*rows, grad_q), fetch.of(part), captured, names)
-            sums.add(part, (some.k, some.v))
-            found[part.row] = some
-        back = sums.returned(fetch.like(_sum_dtype(own)))
+        found, grad_q, back = _added_where_made(job, rows, fetch, captured, names)
     in_order = [found[part.row] for part in table.parts]
     learned = [[x.captures[name] for x in in_order if name in x.captures] for name in job.names]
     captures = [
@@ -279,6 +288,32 @@ def _gradients(
     return [
         _moved(from_heads, grad_q, job), back[0].to(k.dtype), back[1].to(v.dtype), *captures
     ]  # fmt: skip
+
+
+def _added_where_made(
+    job: Job,
+    rows: Sequence[torch.Tensor | None],
+    fetch: Fetch,
+    captured: Sequence[torch.Tensor],
+    names: Sequence[str],
+) -> tuple[dict[int, Any], torch.Tensor, list[torch.Tensor]]:
+    """Gradients by first row of each part, of q, and of keys and values.
+
+    What travels does so beside the calls that wait for nobody.
+    """
+    own, found, sums = rows[0], {}, Sums(job.table, job.group)
+    assert own is not None
+    grad_q, like = empty_like(own), fetch.like(_sum_dtype(own))
+    waiting = [part for part in job.table.parts if _waits(part)]
+    others = [part for part in job.table.parts if not _waits(part)]
+    for turn in (waiting, others) if job.table.keeps else (others, waiting):
+        for part in turn:
+            some = _of_part(job, part, (*rows, grad_q), fetch.of(part), captured, names)
+            sums.add(part, (some.k, some.v))
+            found[part.row] = some
+        if turn is waiting:
+            sums.send(like)
+    return found, grad_q, sums.returned(like)
 
 
 def _added_in_one_buffer(
