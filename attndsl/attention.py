@@ -14,6 +14,7 @@ from attndsl.errors import ArgumentError, AttnDSLError, UnsupportedError
 from attndsl.introspection import Introspection
 from attndsl.runtime.arguments import autocast, joined, kinds_of, rows_contiguous
 from attndsl.runtime.autograd import attend
+from attndsl.runtime.backward import in_room
 from attndsl.runtime.bind import CallOptions, bind
 from attndsl.runtime.dispatch import GENERATED
 from attndsl.runtime.distributed import is_dtensor
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
 
     from attndsl.backends.base import Backend, Scalar
     from attndsl.compiled import Captures
+    from attndsl.pipeline import Lowered
     from attndsl.runtime.parts import Terms
     from attndsl.source import Source
     from attndsl.tilemap import TileMap
@@ -58,8 +60,8 @@ class Attention(Analysis, Views, Introspection, Serving):
 
     __slots__ = (
         "__weakref__", "_backend", "_by_token", "_checked", "_defaults", "_dims", "_lowered",
-        "_names", "_of_ones", "_optional", "_prepared", "_source", "_spec", "_steps", "_traced",
-        "_variants", "_warns",
+        "_names", "_of_ones", "_optional", "_placed", "_prepared", "_source", "_spec", "_steps",
+        "_traced", "_variants", "_warns",
     )  # fmt: skip
 
     def __init__(
@@ -87,6 +89,9 @@ class Attention(Analysis, Views, Introspection, Serving):
         # By a call's signature: what was found, if q, k, v are as given, what values need, and how
         # a part is put into its program's terms.
         self._prepared: dict[Any, tuple[Backend, Call, bool, Values, Terms | None, bool]] = {}
+
+        # The same of calls whose output has room: what runs them, and as what.
+        self._placed: dict[Any, tuple[Backend, Lowered, Call]] = {}
 
     def _like(self, spec: str, defaults: dict[str, Any]) -> Attention:
         made = self.made_of._replace(spec=spec, defaults=defaults)
@@ -320,6 +325,55 @@ class Attention(Analysis, Views, Introspection, Serving):
             point_into(error, self._source)
             raise
 
+    def put(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, room: torch.Tensor,
+        **arguments: Any,
+    ) -> torch.Tensor:  # fmt: skip
+        """A call whose output is put into ``room``; nothing of it is differentiable.
+
+        Args:
+            q: As of the call, like k and v.
+            k: (B, Hkv, Lk, D).
+            v: (B, Hkv, Lk, Dv).
+            room: (B, Hq, Lq, Dv), any strides, of the output's dtype: where the output is put, such
+                as the rows of a part in that of the whole.
+            **arguments: Captures and options of the call; not ``return_lse``, ``tiles``. Dropout
+                wants a ``seed``.
+
+        Returns:
+            lse (B, Hq, Lq), of programs with weights of their own as backends leave it.
+
+        Raises:
+            AttnDSLError: As of the call.
+        """
+        if arguments.get("deterministic") is None:
+            arguments["deterministic"] = torch.are_deterministic_algorithms_enabled()
+        captures = arguments.pop("captures", None)
+        operands = q, k, v
+        # Calls without captures and seeds differ in what their signature says, and in nothing else.
+        plain = not captures and self._lowered.program.dropout is None
+        key = (*map(_kind_of, operands), *arguments.items()) if plain else None
+        kept = self._placed.get(key)
+        if kept is None or modes_on():
+            own, rest = self._of_call(q, k, {**arguments, "captures": captures})
+            call = own._bound(q, k, v, rest)
+            with pointing_into(self._source):
+                check_values(own.lowered.program, call)
+                backend, lowered, part = own._dispatched(call)
+            if key is not None and not part.tensors and call.q is q and call.k is k and call.v is v:
+                if len(self._placed) >= _MAX_SIGNATURES:
+                    self._placed.clear()
+                shared = part._replace(signature=Signature(self.name))
+                self._placed[key] = backend, lowered, _without_tensors(shared)
+            backend = seen_by_modes(backend, own._request, call)
+        else:
+            backend, lowered, part = kept
+        part = part._replace(q=q, k=k, v=v, room=room)
+        with torch.no_grad():
+            out, lse = attend(backend, lowered, part, True)
+            in_room(room, out)
+        return lse
+
     def _questioned(self, call: Call, location: Location) -> Call:
         """``call``, which somebody is told of if it is hardly meant so."""
         if self._warns:
@@ -497,6 +551,10 @@ def _without_tensors(call: Call) -> Call:
     """What calls of one signature share. ``q.new_empty`` would be of a transform of torch.func."""
     empty = torch.empty(0, dtype=call.q.dtype, device=call.q.device)
     return call._replace(q=empty, k=empty, v=empty, tensors={}, params={})
+
+
+def _kind_of(x: torch.Tensor) -> tuple[object, ...]:
+    return x.shape, x.stride(), x.dtype, x.device
 
 
 def _marks_entries(backend: Backend, terms: Terms | None, call: Call) -> bool:

@@ -21,6 +21,7 @@ from attndsl.runtime.backward import (
     Results,
     check_results,
     gradients_of_results,
+    in_room,
     wants_for,
 )
 from attndsl.runtime.bind import CallOptions, bind
@@ -159,6 +160,7 @@ class Compiled:
         wants_captures: Collection[str] | None = None,
         grad_dtype: torch.dtype | None = None,
         tiles: TileMap | None = None,
+        room: torch.Tensor | None = None,
         **arguments: Any,
     ) -> Gradients:
         """The gradients of a call from given results, without its forward.
@@ -187,6 +189,8 @@ class Compiled:
             grad_dtype: dtype of the gradients of q, k and v: ``torch.float32`` where they are of a
                 half type, so that nothing is lost where parts are added up; by default theirs.
             tiles: As of the call.
+            room: (B, Hq, Lq, D), any strides, q's dtype whatever ``grad_dtype`` is: where the
+                gradient of q is put, such as the rows of a part in that of the whole.
             **arguments: Captures and options of the call. Dropout wants the ``seed`` of it.
 
         Raises:
@@ -198,7 +202,7 @@ class Compiled:
         if own is not self:
             return own.backward(
                 q, k, v, out, lse, grad_out, grad_lse, wants=wants, wants_captures=wants_captures,
-                grad_dtype=grad_dtype, tiles=tiles, **arguments,
+                grad_dtype=grad_dtype, tiles=tiles, room=room, **arguments,
             )  # fmt: skip
         program = self._lowered.program
         plain = type(q) is torch.Tensor or type(q) is torch.nn.Parameter
@@ -222,18 +226,19 @@ class Compiled:
             found = backward_in_graph(self._request, call, scale, given, asked)
             captures = gradients_of_wholes(program, call, found.captures)
             # With torch 2.11 no graph can return what _replace makes.
-            return Gradients(found.q, found.k, found.v, captures)
+            return Gradients(in_room(room, found.q), found.k, found.v, captures)
         with pointing_into(self._source):
             check_values(program, call)
             backend, lowered, part = self._dispatched(call)
-            part = part._replace(tiles=given_tiles(lowered, part, tiles))
+            part = part._replace(tiles=given_tiles(lowered, part, tiles), room=room)
             if lowered.program.dropout is not None:
                 check_probability(lowered.program.dropout, part)
             backend = seen_by_modes(backend, self._request, call)
             shown = profiler._is_profiler_enabled and not backend.has_events
             with event_named(self.name, BACKWARD) if shown else nullcontext():
                 found = gradients_of_results(backend, lowered, part, given, asked)
-            return found._replace(captures=gradients_of_wholes(program, call, found.captures))
+            captures = gradients_of_wholes(program, call, found.captures)
+            return found._replace(q=in_room(room, found.q), captures=captures)
 
     def sink_logits(
         self, q: torch.Tensor, k: torch.Tensor, **arguments: Any

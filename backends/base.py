@@ -139,6 +139,8 @@ class Call(NamedTuple):
     within_graph: bool = False
     """Whether a graph of torch makes the call. Its memory holds one tensor after the other, and
     no version says so."""
+    room: torch.Tensor | None = None
+    """Where the output may be written, or dQ by a backward; what is not written there is copied."""
 
     @property
     def shifted(self) -> bool:
@@ -363,6 +365,8 @@ class Backend(Protocol):
     """True: ``forward`` is made of torch operations, and torch differentiates it."""
     checked: bool = False
     """Whether it looks at lookups' values, which forward mode and ``torch.func`` do not show."""
+    reads_windows: bool = False
+    """Whether the output that a backward gets may have heads and batch entries further apart."""
     has_events: bool = False
     """Whether profiles have events of its forwards and backwards that say the program's name."""
     contracts: bool = True

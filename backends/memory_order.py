@@ -17,6 +17,11 @@ import torch
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from .base import Call
+
+_ALIGNED = 16
+"""Bytes that addresses of results are multiples of."""
+
 
 @dataclass(frozen=True, slots=True)
 class MemoryOrder:
@@ -162,6 +167,25 @@ def arranged_like(
     if tensor.dtype is dtype:
         return arranged(tensor, order)
     return order.empty(like, dtype).copy_(tensor)
+
+
+def is_window(tensor: torch.Tensor, order: MemoryOrder) -> bool:
+    """Whether ``tensor`` lies as ``order`` says, but for steps between heads and batch entries.
+
+    These are whole rows, and it begins where a new tensor could.
+    """
+    steps = tensor.stride()
+    return (
+        tensor.shape == order.shape and steps[2:] == order.strides[2:]
+        and all(step >= 0 and step % order.shape[3] == 0 for step in steps[:2])
+        and tensor.data_ptr() % _ALIGNED == 0
+    )  # fmt: skip
+
+
+def given_room(call: Call, order: MemoryOrder, dtype: torch.dtype) -> torch.Tensor | None:
+    """``call.room``, if a kernel may write a result of ``order`` and ``dtype`` there."""
+    room = call.room
+    return room if room is not None and room.dtype is dtype and is_window(room, order) else None
 
 
 def wide_dtype(wide: bool) -> torch.dtype | None:

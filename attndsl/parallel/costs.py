@@ -21,7 +21,7 @@ class Machine:
     """Speeds that a plan is made for; by default those of H100s of one host.
 
     Raises:
-        ArgumentError: A speed that is not positive.
+        ArgumentError: A speed that is not positive; less than no time for a call.
     """
 
     flops: float = 600e12
@@ -30,8 +30,12 @@ class Machine:
     """Bytes a second that a device receives from others."""
     latency: float = 20e-6
     """Seconds that an exchange takes beside its bytes."""
+    call: float = 60e-6
+    """Seconds that one more call of a kernel takes beside its tiles, forward and backward."""
 
     def __post_init__(self) -> None:
+        if not isinstance(self.call, int | float) or not self.call >= 0:
+            raise ArgumentError(f"call is {self.call!r}", hint="pass seconds: Machine(call=5e-5)")
         for name in ("flops", "link"):
             value = getattr(self, name)
             if not isinstance(value, int | float) or not value > 0:
@@ -66,6 +70,8 @@ class Costs:
     """Bytes of the gradients' journey."""
     row_bytes: int
     """Bytes of a row of q and of out, of all heads, for an exchange of heads."""
+    call: float
+    """Seconds of one more call."""
 
     @property
     def journey(self) -> int:
@@ -87,4 +93,5 @@ def costs_of(machine: Machine, shape: Shape) -> Costs:
         key_bytes=key * shape.itemsize,
         grad_bytes=key * wide,
         row_bytes=row,
+        call=machine.call,
     )

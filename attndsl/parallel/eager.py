@@ -86,7 +86,10 @@ class _Trip:
 class Fetch:
     """The keys and values that this rank's calls see; what it lacks is on its way."""
 
-    def __init__(self, k: torch.Tensor, v: torch.Tensor, table: Table, group: ProcessGroup) -> None:
+    def __init__(
+        self, k: torch.Tensor, v: torch.Tensor, table: Table, group: ProcessGroup,
+        kept: Sequence[torch.Tensor] | None = None,
+    ) -> None:  # fmt: skip
         """Begin to send and to receive.
 
         Args:
@@ -94,12 +97,15 @@ class Fetch:
             v: (B, key heads, rows, Dv).
             table: Of this rank.
             group: The ranks.
+            kept: What :meth:`end` gave of an earlier one, which fetches nothing again.
         """
         self._table = table
         self._own = [_heads(x, table.share, table.group) for x in (k, v)]
         self._islands: list[Pair] | None = None
         self._trip: _Trip | None = None
-        if table.travels:
+        if kept is not None:
+            self._islands = [list(pair) for pair in zip(kept[::2], kept[1::2], strict=True)]
+        elif table.travels:
             self._trip = _Trip(self._own, table.sent, table.received)
             for rank, rooms in self._trip.rooms():
                 for x, room in zip((k, v), rooms, strict=True):
@@ -117,10 +123,16 @@ class Fetch:
         start = part.keys[0] - self._table.islands[part.island].keys[0]
         return [x.narrow(2, start, number) for x in self._islands[part.island]]
 
-    def end(self) -> None:
-        """Let what follows wait until all has been sent."""
+    def end(self) -> Pair:
+        """Let what follows wait until all has been sent; the islands' keys and values."""
         if self._trip is not None:
             self._trip.arrived()
+        return [x for pair in self._islands or () for x in pair]
+
+    @property
+    def value_dim(self) -> int:
+        """Columns of values."""
+        return self._own[1].shape[3]
 
     def like(self, dtype: torch.dtype) -> Pair:
         """Empty tensors with as many heads of keys and values as this rank's calls see."""
@@ -151,11 +163,31 @@ class Sums:
         """Of a rank with this table in that group."""
         self._table, self._group = table, group
         self._grads: tuple[Grads, Grads] = ([], [])
+        self._trip: _Trip | None = None
 
     def add(self, part: Part, pair: Sequence[torch.Tensor]) -> None:
         """Take the gradients of the keys and values of ``part``, which nobody else needs."""
         for some, grad in zip(self._grads, pair, strict=True):
             some.append((part.keys, grad))
+
+    def send(self, like: Pair) -> None:
+        """Send others their gradients: calls that see their keys have been made.
+
+        Args:
+            like: Keys and values of this rank, as many heads of them as it computes; in the dtype
+                of the sums.
+        """
+        table = self._table
+        if not table.travels:
+            return
+        self._trip = _Trip(like, table.received, table.sent)
+        for rank, rooms in self._trip.rooms():
+            for some, room in zip(self._grads, rooms, strict=True):
+                at = 0
+                for run in table.reads[rank]:
+                    _put(some, run, room.narrow(2, at, run[1] - run[0]))
+                    at += run[1] - run[0]
+        self._trip.begin(self._group)
 
     def returned(self, like: Pair) -> Pair:
         """Gradients of this rank's keys and values, from those of all ranks that saw them.
@@ -164,19 +196,9 @@ class Sums:
         same whichever comes first.
 
         Args:
-            like: Keys and values of this rank, as many heads of them as it computes; in the dtype
-                of the sums.
+            like: As of :meth:`send`, which comes before.
         """
-        table, trip = self._table, None
-        if table.travels:
-            trip = _Trip(like, table.received, table.sent)
-            for rank, rooms in trip.rooms():
-                for some, room in zip(self._grads, rooms, strict=True):
-                    at = 0
-                    for run in table.reads[rank]:
-                        _put(some, run, room.narrow(2, at, run[1] - run[0]))
-                        at += run[1] - run[0]
-            trip.begin(self._group)
+        table, trip = self._table, self._trip
         found = [self._own(some, x) for some, x in zip(self._grads, like, strict=True)]
         for rank, pair in ({} if trip is None else trip.arrived()).items():
             for total, part in zip(found, pair, strict=True):

@@ -20,7 +20,7 @@ from attndsl.runtime.values import plain_number
 from .agreement import digest
 from .costs import TILE, costs_of
 from .demands import demand_from
-from .routes import figures_of, groups_for, table_of
+from .routes import Fetched, figures_of, groups_for, table_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -39,6 +39,9 @@ _MATTERS = {
     "kv_heads": ("hkv", "kv_heads"), "head_dim": ("head_dim",),
 }  # fmt: skip
 """By size of a call: by which variables and sizes a mask may depend on it."""
+_KEPT = 8
+"""How many times the bytes of fetched keys those of a rank's rows of q and out are, at least, where
+the former are kept for the backward."""
 _POSITIONS = frozenset({"q", "kv", "q_len", "kv_len"})
 """Variables and sizes that depend on none of these."""
 
@@ -240,7 +243,9 @@ def plan_call(
     groups = _groups(layout.ranks, asked)
     found = [figures_of(layout, demand, n, costs, machine.latency) for n in groups]
     best = min(found, key=lambda figures: figures.seconds)
-    table = table_of(layout, demand, rank, best.group, bool(best.fetched.any()))
+    most = int(best.fetched.max(initial=0))
+    fetched = Fetched(most > 0, most * costs.key_bytes * _KEPT <= layout.rows(0) * costs.row_bytes)
+    table = table_of(layout, demand, rank, best.group, machine.call, fetched)
     return Plan(program.name, table, best, seen)
 
 

@@ -10,12 +10,14 @@ A rank makes its own table only: who reads its rows follows from ranges, and fro
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from .demands import meetings, needs_of, own_needs
+from .demands import meetings, needs_of, own_needs, union
 from .layouts import load_of
 
 if TYPE_CHECKING:
@@ -67,6 +69,18 @@ class Part(NamedTuple):
     """Which island they lie on; -1 where this rank holds all."""
 
 
+class Fetched(NamedTuple):
+    """What all ranks fetch, in a few words that are the same on all of them."""
+
+    travels: bool
+    """Whether any rank needs keys of another one."""
+    keeps: bool
+    """Whether these are few, and kept for the backward."""
+
+
+ALWAYS = Fetched(True, False)
+
+
 class Table(NamedTuple):
     """What one rank sends, receives and computes in a call of one program."""
 
@@ -102,6 +116,8 @@ class Table(NamedTuple):
     """The keys of parts that see others' keys, ascending and apart."""
     travels: bool
     """Whether any rank needs keys of another one: the same on all ranks."""
+    keeps: bool
+    """Whether fetched keys are few, and kept for the backward: the same on all ranks."""
 
     @property
     def first(self) -> int:
@@ -145,12 +161,25 @@ def groups_for(ranks: int, heads: int, kv_heads: int) -> tuple[int, ...]:
 
 
 def table_of(
-    layout: Layout, demand: Demand, rank: int, group: int, travels: bool = True
+    layout: Layout, demand: Demand, rank: int, group: int, call: float = math.inf,
+    fetched: Fetched = ALWAYS,
 ) -> Table:  # fmt: skip
-    """What ``rank`` does; ``travels`` is whether any rank needs keys of another one."""
+    """What ``rank`` does.
+
+    Args:
+        layout: Who holds which rows.
+        demand: What they see.
+        rank: Whose table it is.
+        group: Ranks of a group.
+        call: Seconds that one more call takes: a run of rows becomes several calls where more is
+            saved, since some wait for no others' keys.
+        fetched: What all ranks fetch.
+    """
     first = rank - rank % group
     runs, own = layout.runs(first, group), layout.runs(rank)
     places = tuple(_within(layout.runs(first + n), runs) for n in range(group))
+    if group == 1:
+        runs = tuple(x for run in runs for x in _cut(demand, run, own, call))
     reads, sends = _reads(layout, demand, rank, group), _sends(layout, demand, own, group)
     in_order, keys = _in_order(reads), [_keys_of(demand, *run) for run in runs]
     held = [_own_row(own, some) for some in keys]
@@ -165,8 +194,35 @@ def table_of(
         rank, layout.ranks, group, layout.length, layout.rows(rank), own,
         (hull[0][0], hull[-1][1]) if hull else (0, 0), tuple(parts), places, _in_order(places),
         sends, reads, in_order, _of_others(sends, rank), _of_others(reads, rank),
-        tuple(Island(x, _pieces_within(in_order, x, rank, own)) for x in lands), travels,
+        tuple(Island(x, _pieces_within(in_order, x, rank, own)) for x in lands), *fetched,
     )  # fmt: skip
+
+
+def _cut(demand: Demand, run: Run, own: Sequence[Run], call: float) -> list[Run]:
+    """``run`` in up to three parts, if the longest one that sees keys of ``own`` alone is worth it.
+
+    What others need travels while that one is computed, and its keys are read where they lie.
+    """
+    chunk, start, stop = demand.chunk, *run
+    ends = [*range(start, stop, chunk), stop]
+    alone = [_own_row(own, _keys_of(demand, *x)) >= 0 for x in pairwise(ends)]
+    edges = np.flatnonzero(np.diff(np.array([0, *alone, 0]))).reshape(-1, 2)
+    if all(alone) or not len(edges):
+        return [run]
+    low, high = edges[(edges[:, 1] - edges[:, 0]).argmax()].tolist()
+    needs = demand.needs.of(start // chunk, -(-stop // chunk))
+    tiles = union(needs.reader * 0, needs.start, needs.stop)
+    held = np.array(own, np.int64).reshape(-1, 2) // demand.grain
+    *_, first, last = meetings((tiles.start, tiles.stop), (held[:, 0], held[:, 1]))
+    foreign = int((tiles.stop - tiles.start).sum() - (last - first).sum())
+    work = int(demand.work[start // chunk + low : start // chunk + high].sum())
+    # Half of a key's journey is that of gradients. Copies are some eight times as fast.
+    hidden = min(work * demand.tile, foreign * demand.key / 2)
+    copied = (ends[high] - ends[low]) / demand.grain * demand.key / 8
+    cuts = sorted({start, ends[low], ends[high], stop})
+    if hidden + copied < call * (len(cuts) - 2):
+        return [run]
+    return list(pairwise(cuts))
 
 
 def _own_row(own: Sequence[Run], wanted: Run) -> int:

@@ -13,10 +13,12 @@ Non-goals: which rows go where (:mod:`.routes`).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch.distributed import _functional_collectives as functional
+
+from attndsl.backends.memory_order import empty_like
 
 from .eager import Fetch, Sums, is_eager
 from .exchange import fetched, from_heads, returned, to_heads, waited
@@ -51,6 +53,9 @@ class Program(Protocol):
 
     def __call__(self, q: Any, k: Any, v: Any, **arguments: Any) -> Any:
         """A call."""
+
+    def put(self, q: Any, k: Any, v: Any, room: Any, **arguments: Any) -> Any:
+        """A call whose output is put into ``room``."""
 
     def backward(self, q: Any, k: Any, v: Any, *results: Any, **arguments: Any) -> Any:
         """Its gradients from given results."""
@@ -127,15 +132,17 @@ class _Sharded(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.job = job
         (own,) = to_heads([q], job.table, job.group)
+        kept: Sequence[torch.Tensor] = ()
         if job.table.parts and is_eager(q, k, v):
             fetch = Fetch(k, v, job.table, job.group)
-            results = _results(job, own, fetch.of, captured)
-            fetch.end()
+            results = _put_together(job, own, fetch, captured)
+            islands = fetch.end()
+            kept = islands if job.table.keeps else ()
         else:
             results = _in_one_buffer(job, own, k, v, captured)
         shown = [_whole_heads(x, job) for x in results]
         more = [own, *results] if job.table.group > 1 else list(shown)
-        ctx.save_for_backward(q, k, v, *captured, *more)
+        ctx.save_for_backward(q, k, v, *captured, *more, *kept)
         return tuple(shown)
 
     @staticmethod
@@ -146,9 +153,20 @@ class _Sharded(torch.autograd.Function):
         wanted = ctx.needs_input_grad[1:]
         if torch.is_grad_enabled():
             return None, *_differentiable(job, inputs, grads, wanted)
-        own = more[0] if job.table.group > 1 else inputs[0]
-        results = more[1:] if job.table.group > 1 else more
-        return None, *_gradients(job, inputs, own, results, grads, wanted)
+        own, *more = more if job.table.group > 1 else (inputs[0], *more)
+        number = 2 if job.has_lse else 1
+        saved = _Saved(own, more[:number], more[number:])
+        return None, *_gradients(job, inputs, saved, grads, wanted)
+
+
+class _Saved(NamedTuple):
+    """What a forward has kept beside its inputs."""
+
+    own: torch.Tensor
+    """This rank's heads of the group's rows of q."""
+    results: Sequence[torch.Tensor]
+    islands: Sequence[torch.Tensor]
+    """Of :meth:`.eager.Fetch.end`, where the table keeps them."""
 
 
 def _in_one_buffer(
@@ -167,18 +185,36 @@ def _results(
     seen: Callable[[Part], Sequence[torch.Tensor]],
     captured: Sequence[torch.Tensor],
 ) -> list[torch.Tensor]:
-    """Results of the group's rows, part by part: those that wait for nobody come first."""
-    found = {}
-    for part in sorted(job.table.parts, key=_waits):
+    """Results of the group's rows, part by part."""
+    found = []
+    for part in job.table.parts:
         some = job.attention(
-            q.narrow(2, part.row, part.rows), *seen(part),
-            return_lse=job.has_lse, captures=job.captures(captured, part), **job.places(part),
+            q.narrow(2, part.row, part.rows), *seen(part), return_lse=job.has_lse,
+            captures=job.captures(captured, part), **job.places(part),
         )  # fmt: skip
-        found[part.row] = some if job.has_lse else (some,)
-    if len(found) == 1:
-        return list(*found.values())
-    in_order = [found[part.row] for part in job.table.parts]
-    return [torch.cat(some, 2) for some in zip(*in_order, strict=True)]
+        found.append(some if job.has_lse else (some,))
+    return [torch.cat(some, 2) if len(some) > 1 else some[0] for some in zip(*found, strict=True)]
+
+
+def _put_together(
+    job: Job, q: torch.Tensor, fetch: Fetch, captured: Sequence[torch.Tensor]
+) -> list[torch.Tensor]:
+    """Results of the group's rows, each part at its place; those that wait for nobody come first.
+
+    A single part makes what its caller gets.
+    """
+    if len(job.table.parts) == 1:
+        return _results(job, q, fetch.of, captured)
+    kind = job.options["out_dtype"] or q.dtype
+    out, lses = empty_like(q, fetch.value_dim, kind), {}
+    for part in sorted(job.table.parts, key=_waits):
+        lses[part.row] = job.attention.put(
+            q.narrow(2, part.row, part.rows), *fetch.of(part), out.narrow(2, part.row, part.rows),
+            captures=job.captures(captured, part), **job.places(part),
+        )  # fmt: skip
+    if not job.has_lse:
+        return [out]
+    return [out, torch.cat([lses[part.row] for part in job.table.parts], 2)]
 
 
 def _waits(part: Part) -> bool:
@@ -218,38 +254,32 @@ def _moved(way: Callable[..., list[torch.Tensor]], x: torch.Tensor, job: Job) ->
 def _gradients(
     job: Job,
     inputs: Sequence[torch.Tensor],
-    own: torch.Tensor,
-    results: Sequence[torch.Tensor],
+    saved: _Saved,
     grads: Sequence[torch.Tensor | None],
     wanted: Sequence[bool],
 ) -> list[torch.Tensor | None]:
     """Gradients of ``inputs`` (q, k, v, captures), from what the forward has kept.
 
-    Keys are fetched again: kept, those of all layers would take the memory of the whole sequence.
+    Keys are fetched again unless they are few: those of all layers would take the memory of the
+    whole sequence. Few are read before all else, and gradients travel beside the other calls.
     """
-    _, k, v, *captured = inputs
+    (_, k, v, *captured), own = inputs, saved.own
     table, eager = job.table, is_eager(own, k, v) and bool(job.table.parts)
     # On its way while gradients of outputs are looked at.
-    fetch = Fetch(k, v, table, job.group) if eager else None
+    kept = saved.islands if table.keeps else None
+    fetch = Fetch(k, v, table, job.group, kept) if eager else None
     grad_out, grad_lse = (None if g is None else _moved(to_heads, g, job) for g in _two(grads))
-    out, lse = _two(results)
+    out, lse = _two(saved.results)
     assert out is not None
     if grad_out is None:
         grad_out = torch.zeros_like(out)
     names = [name for name, want in zip(job.names, wanted[3:], strict=True) if want]
     rows = own, out, lse, grad_out, grad_lse
     if fetch is None:
-        found, back = _added_in_one_buffer(job, rows, (k, v), captured, names)
+        found, grad_q, back = _added_in_one_buffer(job, rows, (k, v), captured, names)
     else:
-        found, sums = {}, Sums(table, job.group)
-        for part in sorted(table.parts, key=_waits):
-            some = _of_part(job, part, rows, fetch.of(part), captured, names)
-            sums.add(part, (some.k, some.v))
-            found[part.row] = some
-        back = sums.returned(fetch.like(_sum_dtype(own)))
+        found, grad_q, back = _added_where_made(job, rows, fetch, captured, names)
     in_order = [found[part.row] for part in table.parts]
-    in_q = [x.q.to(own.dtype) for x in in_order]
-    grad_q = torch.cat(in_q, 2) if len(in_q) > 1 else (in_q or [torch.zeros_like(own)])[0]
     learned = [[x.captures[name] for x in in_order if name in x.captures] for name in job.names]
     captures = [
         _added(job, name, x, some) if want else None
@@ -260,24 +290,53 @@ def _gradients(
     ]  # fmt: skip
 
 
+def _added_where_made(
+    job: Job,
+    rows: Sequence[torch.Tensor | None],
+    fetch: Fetch,
+    captured: Sequence[torch.Tensor],
+    names: Sequence[str],
+) -> tuple[dict[int, Any], torch.Tensor, list[torch.Tensor]]:
+    """Gradients by first row of each part, of q, and of keys and values.
+
+    What travels does so beside the calls that wait for nobody.
+    """
+    own, found, sums = rows[0], {}, Sums(job.table, job.group)
+    assert own is not None
+    grad_q, like = empty_like(own), fetch.like(_sum_dtype(own))
+    waiting = [part for part in job.table.parts if _waits(part)]
+    others = [part for part in job.table.parts if not _waits(part)]
+    for turn in (waiting, others) if job.table.keeps else (others, waiting):
+        for part in turn:
+            some = _of_part(job, part, (*rows, grad_q), fetch.of(part), captured, names)
+            sums.add(part, (some.k, some.v))
+            found[part.row] = some
+        if turn is waiting:
+            sums.send(like)
+    return found, grad_q, sums.returned(like)
+
+
 def _added_in_one_buffer(
     job: Job,
     rows: Sequence[torch.Tensor | None],
     operands: Sequence[torch.Tensor],
     captured: Sequence[torch.Tensor],
     names: Sequence[str],
-) -> tuple[dict[int, Any], list[torch.Tensor]]:
-    """Gradients by first row of each part, and those of keys and values, as graphs know them."""
+) -> tuple[dict[int, Any], torch.Tensor, list[torch.Tensor]]:
+    """Gradients by first row of each part, of q, and of keys and values, as graphs know them."""
     own, found = rows[0], {}
     assert own is not None
     keys, values = fetched(*operands, job.table, job.group)
     totals = [torch.zeros_like(x, dtype=_sum_dtype(own)) for x in (keys, values)]
     for part in job.table.parts:
-        some = _of_part(job, part, rows, _seen(job, part, keys, values), captured, names)
+        seen = _seen(job, part, keys, values)
+        some = _of_part(job, part, (*rows, None), seen, captured, names)
         for total, grad in zip(_seen(job, part, *totals), (some.k, some.v), strict=True):
             total.add_(grad)
         found[part.row] = some
-    return found, returned(totals, [job.heads[1]] * 2, job.table, job.group)
+    in_q = [found[part.row].q.to(own.dtype) for part in job.table.parts]
+    grad_q = torch.cat(in_q, 2) if in_q else torch.zeros_like(own)
+    return found, grad_q, returned(totals, [job.heads[1]] * 2, job.table, job.group)
 
 
 def _of_part(
@@ -293,17 +352,17 @@ def _of_part(
     Args:
         job: The call.
         part: The part.
-        rows: q, out, lse and the gradients of the two, of all parts.
+        rows: q, out, lse and the gradients of the two, of all parts; and room for that of q.
         seen: Keys and values of the part.
         captured: Tensors by ``job.names``.
         names: Of those whose gradients are wanted.
     """
     some = [None if x is None else x.narrow(2, part.row, part.rows) for x in rows]
-    q, *results = some
+    q, *results, room = some
     assert q is not None
     kind = _sum_dtype(q)
     return job.attention.backward(
-        q, *seen, *results,
+        q, *seen, *results, room=room,
         wants_captures=names, grad_dtype=None if kind is q.dtype else kind,
         captures=job.captures(captured, part), **_backward_options(job, part),
     )  # fmt: skip

@@ -30,6 +30,8 @@ _OTHERS = 2
 """Ranks that the slowest one may swap with."""
 _TRIED = 3
 """Pairs of chunks whose costs are found exactly in a round, for each of these ranks."""
+_BLOCKS = 16
+"""Blocks of chunks of each rank that are swapped, about."""
 _GAIN = 1e-3
 """Least part of the slowest rank's cost that a swap must save."""
 
@@ -37,27 +39,48 @@ _GAIN = 1e-3
 def settled(owner: Ints, ranks: int, demands: Sequence[Demand]) -> Ints:
     """The owners of chunks after the swaps.
 
+    Where chunks are small, because the length leaves no others that are even, blocks of several are
+    swapped: there are no more swaps for more chunks.
+
     Args:
         owner: (chunks,) before them.
         ranks: How many there are.
         demands: Of all programs.
     """
-    state = _Swaps(owner, ranks, [_in_chunks(x) for x in demands])
+    edges = _blocks(owner, max(1, round(len(owner) / (_BLOCKS * ranks))))
+    state = _Swaps(owner, ranks, edges, [_in_blocks(x, edges) for x in demands])
     for _ in range(_ROUNDS * ranks):
         slow = int(state.cost.argmax())
         others = [int(r) for r in state.cost.argsort(kind="stable")[:_OTHERS] if r != slow]
         if not any(state.swap(slow, other) for other in others):
             break
-    return state.owner
+    return state.owner.repeat(np.diff(edges))
 
 
-def _in_chunks(demand: Demand) -> Demand:
-    """``demand`` with chunks for tiles, and costs of all its layers."""
-    each, number = demand.each, len(demand.work)
-    needs = union(demand.needs.reader, demand.needs.start // each, -(-demand.needs.stop // each))
+def _blocks(owner: Ints, size: int) -> Ints:
+    """Where blocks of up to ``size`` chunks of one owner begin, and where the last one ends."""
+    number = np.arange(len(owner))
+    first = np.flatnonzero(np.diff(owner, prepend=-1))
+    lengths = np.diff(np.append(first, len(owner)))
+    within = number - first.repeat(lengths)
+    return np.append(number[within % size == 0], len(owner))
+
+
+def _in_blocks(demand: Demand, edges: Ints) -> Demand:
+    """``demand`` with blocks of chunks for chunks and tiles, and costs of all its layers.
+
+    A block's keys cost as much as those of a whole one.
+    """
+    each, sizes = demand.each, np.diff(edges)
+    needs = union(
+        np.searchsorted(edges, demand.needs.reader, "right") - 1,
+        np.searchsorted(edges, demand.needs.start // each, "right") - 1,
+        np.searchsorted(edges, -(-demand.needs.stop // each)),
+    )
     return replace(
-        demand, length=number, chunk=1, grain=1, needs=needs,
-        tile=demand.tile * demand.weight, key=demand.key * each * demand.weight, weight=1.0,
+        demand, length=len(sizes), chunk=1, grain=1, needs=needs,
+        work=np.add.reduceat(demand.work, edges[:-1]), tile=demand.tile * demand.weight,
+        key=demand.key * each * int(sizes.max()) * demand.weight, weight=1.0,
     )  # fmt: skip
 
 
@@ -102,8 +125,9 @@ class _Program:
 class _Swaps:
     """Owners of chunks, and what each rank costs, kept up to date while chunks are swapped."""
 
-    def __init__(self, owner: Ints, ranks: int, demands: Sequence[Demand]) -> None:
-        self.owner = owner.copy()
+    def __init__(self, owner: Ints, ranks: int, edges: Ints, demands: Sequence[Demand]) -> None:
+        owner = owner[edges[:-1]]
+        self.owner, self._sizes = owner.copy(), np.diff(edges)
         self._work: Floats = np.sum([x.work * x.tile for x in demands], 0)
         self._programs = [_Program(x) for x in demands]
         order = owner.argsort(kind="stable")
@@ -136,6 +160,8 @@ class _Swaps:
             self.cost[slow] - less[:, None] + more[None, :],
             self.cost[other] - less_there[None, :] + more_there[:, None],
         )
+        # Ranks keep as many rows as they have.
+        after[self._sizes[out][:, None] != self._sizes[into][None, :]] = np.inf
         limit = (1 - _GAIN) * self.cost[slow]
         for place in after.ravel().argsort(kind="stable")[:_TRIED].tolist():
             if after.flat[place] > limit:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from attndsl.backends.base import Backward, Wants
-from attndsl.backends.memory_order import arranged, memory_order
+from attndsl.backends.memory_order import arranged, is_window, memory_order
 from attndsl.errors import ArgumentError, DeviceError, DTypeError, ShapeError, UnsupportedError
 
 from .arguments import is_wide, learned
@@ -143,16 +143,27 @@ def with_out_of(call: Call, out: torch.Tensor) -> Call:
     return call._replace(wide=out.dtype is not call.q.dtype, signature=None)
 
 
-def settled(call: Call, backward: Backward) -> Backward:
-    """The results of ``call`` and their gradients as backends take them: as forwards leave them."""
+def settled(call: Call, backward: Backward, windows: bool = False) -> Backward:
+    """The results of ``call`` and their gradients as backends take them: as forwards leave them.
+
+    With ``windows`` the output may be some rows of such a one.
+    """
     out, lse, grad_out, grad_lse, wanted = backward
     out = out.resolve_neg()
     order = memory_order(call.q, out.shape[3])
-    out = _aligned(out) if out.stride() == order.strides else arranged(out, order)
+    if not (windows and is_window(out, order)):
+        out = _aligned(out) if out.stride() == order.strides else arranged(out, order)
     lse = _aligned(lse.resolve_neg().contiguous())
     if grad_lse is not None:
         grad_lse = _aligned(grad_lse.resolve_neg().contiguous())
     return Backward(out, lse, grad_out.resolve_neg(), grad_lse, wanted)
+
+
+def in_room(room: torch.Tensor | None, found: torch.Tensor | None) -> torch.Tensor | None:
+    """``found``, which is put into ``room`` unless the backend has written there already."""
+    if room is None or found is None:
+        return found
+    return room if found is room else room.copy_(found)
 
 
 def gradients_of_results(
@@ -173,7 +184,8 @@ def gradients_of_results(
     lse = lse_or_zeros(call, given)
     backward = Backward(given.out, lse, given.grad_out, given.grad_lse, wants)
     with torch.no_grad():
-        found = backend.backward(lowered, call, settled(call, backward))
+        own = settled(call, backward, backend.reads_windows)
+        found = backend.backward(lowered, call, own)
     return Gradients(found.q, found.k, found.v, _in_order(call, {**found.tensors, **found.params}))
 
 

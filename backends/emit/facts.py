@@ -169,6 +169,8 @@ class KernelFacts:
     reach: int | None = None
     """What the row numbers and sizes of the call are below, where that makes angles of the program
     small (:mod:`attndsl.passes.angles`)."""
+    narrow_dq: bool = False
+    """Whether that of q is in q's dtype all the same, for which the call has room."""
     packed_heads: bool = False
     """Whether the rows of a tile are those of several query heads, which share keys."""
     pages: PageFacts | None = None
@@ -305,7 +307,7 @@ def for_lists(facts: KernelFacts) -> KernelFacts:
     return replace(
         facts, tensor_gradients=(), param_gradients=(), moving_operands="", moving_captures=(),
         pair_tiles=(), stores_ds=False, adds_diagonals=False, narrow_rows=False, wide_out=False,
-        wide_gradients=False, packed_heads=False, pages=None,
+        wide_gradients=False, narrow_dq=False, packed_heads=False, pages=None,
     )  # fmt: skip
 
 

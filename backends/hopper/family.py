@@ -16,7 +16,7 @@ from ..kernels.device import on_device, stream_of, why_no_gpu
 from ..kernels.kernel import Job, Task, kernels_of
 from ..kernels.signature import PADDING
 from ..kernels.tile_lists import STATISTICS_ROWS, lists_of
-from ..memory_order import strides, wide_dtype
+from ..memory_order import given_room, memory_order, strides, wide_dtype
 from .blocks import widest
 from .copies import room_for
 from .distances import empty_sums, with_diagonals, with_distances, with_summed
@@ -122,6 +122,7 @@ class Hopper:
         facts = facts_of(lowered.program, call, *(() if grad_out is None else (grad_out,)))
         if wanted is not None:
             facts = with_diagonals(with_gradients(facts, wanted), lowered, call)
+            facts = replace(facts, narrow_dq=_is_narrow(call))
         if task is Task.FORWARD and widest(facts) == 64 and has_narrow_rows(call.q.shape[2]):
             facts = replace(facts, narrow_rows=True)
         (kernel,) = kernels_of(self, task)
@@ -141,7 +142,8 @@ class Hopper:
         """See :class:`~..kernels.kernel.Family`."""
         assert isinstance(layout, HopperLayout)
         q, views, of = call.q, layout.views, self._maps.of
-        out = layout.orders.out.empty(q)
+        out = given_room(call, layout.orders.out, q.dtype)
+        out = layout.orders.out.empty(q) if out is None else out
         lse = torch.empty_like(layout.rows)
         stream = stream_of(q.device)
         with on_device(q.device):
@@ -302,12 +304,22 @@ def _prepare(layout: HopperLayout, backward: Backward, buffers: _Buffers, stream
 def _dq(layout: HopperLayout, call: Call, buffers: _Buffers, stream: int) -> torch.Tensor:
     """DQ of its sums."""
     batch, heads, q_len, _ = call.q.shape
-    dq = layout.orders.q.empty(call.q, buffers.dk.dtype)
+    order, narrow = layout.orders.q, layout.facts.narrow_dq
+    kind = call.q.dtype if narrow else buffers.dk.dtype
+    room = given_room(call, order, kind)
+    dq = order.empty(call.q, kind) if room is None else room
+    rows = [step // order.shape[3] for step in dq.stride()[:3]]
     layout.launches["dq_from_sums"].run(
         buffers.lse2.shape[2] // 32 * batch * heads, stream,
-        [*addresses(buffers.dq_sums, dq), call.scale, *layout.orders.q.rows, heads, q_len],
+        [*addresses(buffers.dq_sums, dq), call.scale, *rows, heads, q_len],
     )  # fmt: skip
     return dq
+
+
+def _is_narrow(call: Call) -> bool:
+    """Whether dQ has room in q's dtype, whatever that of other gradients is."""
+    order = memory_order(call.q, call.q.shape[3])
+    return given_room(call, order, call.q.dtype) is not None
 
 
 def _read_by_tiles(layout: HopperLayout, call: Call) -> list[torch.Tensor]:

@@ -12,7 +12,7 @@ from ..kernels.kernel import Task
 from ..kernels.layout import Layout
 from ..kernels.order import processors_of
 from ..kernels.signature import PADDING
-from ..memory_order import strides
+from ..memory_order import given_room, strides
 from .arguments import blocks_of, is_drawn, moved_argument
 from .blocks import block_width
 from .copies import room_for
@@ -119,7 +119,9 @@ def _rows(
     operands = {"q_desc": call.q, "k_desc": call.k, "v_desc": call.v}
     if Task.BACKWARD in job.kernel.tasks:
         return operands | {"do_desc": more["do"]}
-    out = layout.orders.out.empty(call.q)
+    order = layout.orders.out
+    room = given_room(call, order, call.q.dtype)
+    out = order.empty(call.q) if room is None else room
     if Task.FORWARD_TANGENT in job.kernel.tasks:
         return described(call, out, more, out)
     return operands | {"o_desc": out}

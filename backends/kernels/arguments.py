@@ -74,7 +74,7 @@ def template_argument(name: str, facts: KernelFacts) -> Argument:
     """Type of an argument that templates name."""
     if name in _OPERANDS:
         wide = (facts.wide_out and name in _OUTPUTS) or (
-            facts.wide_gradients and name in _GRADIENTS
+            facts.wide_gradients and name in _GRADIENTS and not (name == "DQ" and facts.narrow_dq)
         )
         kind = "fp32" if wide else facts.dtype
         return Argument(name, f"*{kind}", aligned=name in _OWN or facts.aligned)

@@ -38,6 +38,7 @@ def signature_of(
         None if grad_out is None else grad_out.stride(),
         q_offset != 0 if isinstance(q_offset, int) else q_offset.dtype,
         kv_offset != 0 if isinstance(kv_offset, int) else kv_offset.dtype,
+        None if call.room is None else _kind_of_room(call.room),
     )
     if call.tensors or call.params:
         aligned = tuple(t.data_ptr() % 16 == 0 for t in call.tensors.values())
@@ -58,6 +59,10 @@ def signature_of(
         None if call.q_index is None else call.q_index.dtype,
         None if call.kv_index is None else call.kv_index.dtype,
     )
+
+
+def _kind_of_room(room: torch.Tensor) -> tuple[object, ...]:
+    return room.dtype, room.shape, room.stride(), room.data_ptr() % 16 == 0
 
 
 def _param_class(value: Scalar | torch.Tensor) -> object:

@@ -104,7 +104,7 @@ class Decode(Portable):
                 stream,
                 [
                     q, call.k, call.v, out, lse, room, counts, *layout.strides,
-                    *layout.orders.out.strides[:3], call.scale, *layout.sizes,
+                    *out.stride()[:3], call.scale, *layout.sizes,
                     origin(call.q_offset, call.q_index), origin(call.kv_offset, call.kv_index),
                     members, *capture_arguments(layout.facts, call), *lists,
                 ],

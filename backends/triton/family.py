@@ -17,7 +17,7 @@ from ..kernels.device import on_device, stream_of, why_no_gpu
 from ..kernels.kernel import Task, jobs_of
 from ..kernels.signature import PADDING
 from ..kernels.tile_lists import STATISTICS_ROWS, lists_of
-from ..memory_order import strides
+from ..memory_order import given_room, strides
 from .kernels import FIXED, KERNELS
 from .tangents import launch_tangent
 
@@ -130,7 +130,7 @@ class Portable:
                 layout.work_tiles["forward"],
                 stream,
                 [
-                    q, call.k, call.v, out, lse, *layout.strides, *layout.orders.out.strides[:3],
+                    q, call.k, call.v, out, lse, *layout.strides, *out.stride()[:3],
                     call.scale, *layout.sizes, origin(call.q_offset, call.q_index),
                     origin(call.kv_offset, call.kv_index), layout.heads_per_wave["forward"],
                     *capture_arguments(layout.facts, call), *lists,
@@ -205,8 +205,9 @@ class Portable:
 def empty_results(layout: Layout, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
     """Room for the output, in q's memory order, and for the log-sum-exp (batch, heads, q_len)."""
     q, order = call.q, layout.orders.out
-    out = order.empty(q, torch.float32) if call.wide else order.empty(q)
-    return out, torch.empty_like(layout.rows)
+    kind = torch.float32 if call.wide else q.dtype
+    out = given_room(call, order, kind)
+    return order.empty(q, kind) if out is None else out, torch.empty_like(layout.rows)
 
 
 def _row_statistics(

@@ -113,7 +113,7 @@ class Short(Portable):
                 (batch, heads, -(-q_len // rows)),
                 stream_of(q.device),
                 [
-                    q, call.k, call.v, out, lse, *layout.strides, *layout.orders.out.strides[:3],
+                    q, call.k, call.v, out, lse, *layout.strides, *out.stride()[:3],
                     call.scale, *layout.sizes, origin(call.q_offset, call.q_index),
                     origin(call.kv_offset, call.kv_index), rows,
                     *capture_arguments(layout.facts, call),

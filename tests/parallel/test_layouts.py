@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import numpy as np
@@ -106,9 +107,10 @@ def test_auto_chooses_what_each_mask_needs():
         assert found.name == name, text
 
 
-def test_balanced_documents():
-    """Better than what is fixed, and not by fetching all keys."""
-    length, ranks = 1 << 16, 8
+@pytest.mark.parametrize("length", [1 << 16, (1 << 16) + 128])
+def test_balanced_documents(length):
+    """Better than what is fixed, and not by fetching all keys; also where chunks are small."""
+    ranks = 8
     asked = demand(DOCUMENTS, length, ranks, doc=documents(length, 2000))
     chunk = chunk_size(length, ranks)
     fixed = [fixed_layout(x, length, ranks, chunk) for x in ("contiguous", "head_tail")]
@@ -119,6 +121,8 @@ def test_balanced_documents():
     assert load.sum() == asked.work.sum()
     assert step_cost(found, [asked]) < 0.8 * min(step_cost(x, [asked]) for x in fixed)
     assert fetched_by(found, asked).mean() < 0.2 * length
+    held = [found.rows(rank) for rank in range(ranks)]
+    assert max(held) - min(held) <= 128
     again = choose_layout("balanced", length, ranks, [asked])
     assert np.array_equal(found.owner, again.owner)
 
@@ -168,6 +172,43 @@ def test_ranks_send_what_others_read(text, group, name):
         assert sum(part.rows for part in table.parts) == sum(
             len(places[rank]) for rank in range(table.first, table.first + group)
         )
+
+
+@pytest.mark.parametrize("call", [0.0, math.inf])
+@pytest.mark.parametrize("name", ["contiguous", "head_tail"])
+@pytest.mark.parametrize("text", ["causal() and q - kv < 300", "abs(q - kv) < 300", "causal()"])
+def test_islands_have_what_waits(text, name, call):
+    """Parts follow each other; each sees own rows or an island, whose pieces are what is sent."""
+    length, ranks = 8192, 2
+    asked = demand(text, length, ranks)
+    layout = fixed_layout(name, length, ranks, chunk_size(length, ranks))
+    tables = [table_of(layout, asked, rank, 1, call) for rank in range(ranks)]
+    held = [[n for a, b in x.held for n in range(a, b)] for x in tables]
+    for rank, table in enumerate(tables):
+        rows = [p.position + n for p in table.parts for n in range(p.rows)]
+        assert rows == held[rank]
+        assert [p.row for p in table.parts] == [held[rank].index(p.position) for p in table.parts]
+        for part in table.parts:
+            keys = range(*part.keys)
+            if part.island < 0:
+                assert held[rank][part.own : part.own + len(keys)] == list(keys)
+            else:
+                low, high = table.islands[part.island].keys
+                assert low <= keys.start <= keys.stop <= high
+        for start, stop, source, at in (x for land in table.islands for x in land.pieces):
+            sent = [held[source][n] for a, b in tables[source].sends[rank] for n in range(a, b)]
+            some = held[rank] if source == rank else sent
+            assert some[at : at + stop - start] == list(range(start, stop))
+
+
+def test_what_sees_own_keys_alone_waits_for_nobody():
+    """Of a window's rows those near another rank's are a call of their own, if that is worth it."""
+    length, ranks = 16384, 2
+    asked = demand("causal() and q - kv < 1024", length, ranks)
+    layout = fixed_layout("contiguous", length, ranks, chunk_size(length, ranks))
+    cut, whole = (table_of(layout, asked, 1, 1, call).parts for call in (60e-6, 1e-3))
+    assert [(p.position, p.rows, p.island) for p in cut] == [(8192, 1024, 0), (9216, 7168, -1)]
+    assert [(p.position, p.rows, p.island) for p in whole] == [(8192, 8192, 0)]
 
 
 def test_figures():

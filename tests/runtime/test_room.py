@@ -1,0 +1,81 @@
+"""Results that are put where the caller says: rows of a part among those of the whole."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import attndsl
+from attndsl.backends.emit.facts import facts_of
+from attndsl.backends.kernels.arguments import template_argument
+from attndsl.backends.kernels.example import example_call
+from attndsl.pipeline import lower
+from attndsl.source import Source
+
+LENGTH, ROWS = 320, (64, 192)
+PROGRAMS = {
+    "window": ("causal() and q - kv < 100", {}),
+    "gain": ("tensor x[heads]: float\nmask = causal(); score = x[h] * score",
+             {"x": lambda heads: torch.linspace(0.5, 1.5, heads)}),
+    "weights": ("mask = causal(); weights = sigmoid(score - log(kv_len))", {}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_part_is_put_among_the_whole(place, name, transposed):
+    """The bits of a call, twice; rows beside it stay as they are; the backward reads them there."""
+    text, made = PROGRAMS[name]
+    batch, heads, _, width = place.shape
+    kind = torch.float32 if place.device == "cpu" else torch.bfloat16
+    shapes = [(batch, n, LENGTH, width) for n in (heads, heads, heads)]
+    if transposed:
+        shapes = [(b, n, h, d) for b, h, n, d in shapes]
+    q, k, v, grad = (torch.randn(s, device=place.device, dtype=kind) for s in (*shapes, shapes[0]))
+    if transposed:
+        q, k, v, grad = (x.transpose(1, 2) for x in (q, k, v, grad))
+    attention = attndsl.compile(text, backend=place.backend)
+    captures = {n: x(heads).to(place.device) for n, x in made.items()}
+    own = slice(*ROWS)
+    where = {"q_offset": ROWS[0], "q_len": LENGTH, "kv_len": LENGTH, "captures": captures}
+    part = q[:, :, own], k, v
+    has_lse = name != "weights"
+    found = attention(*part, return_lse=has_lse, **where)
+    out, lse = found if has_lse else (found, None)
+    for _ in range(2):
+        whole = torch.full_like(q, 7)
+        told = attention.put(*part, whole[:, :, own], **where)
+        assert torch.equal(whole[:, :, own], out)
+        assert lse is None or torch.equal(told, lse)
+        assert _beside(whole) == {7.0}
+    results = lse, grad[:, :, own]
+    wide = {"grad_dtype": torch.float32} if kind is torch.bfloat16 else {}
+    names = list(captures)
+    plain = attention.backward(*part, out, *results, wants_captures=names, **wide, **where)
+    room = torch.full_like(q, 7)
+    put = attention.backward(
+        *part, whole[:, :, own], *results, wants_captures=names, room=room[:, :, own],
+        **wide, **where,
+    )  # fmt: skip
+    assert put.q.data_ptr() == room[:, :, own].data_ptr()
+    assert _beside(room) == {7.0}
+    exact = place.device == "cpu"  # Elsewhere sums of dQ have no fixed order.
+    for x, y in ((put.q, plain.q.to(kind)), (put.k, plain.k), (put.v, plain.v)):
+        assert x.dtype is y.dtype
+        torch.testing.assert_close(x, y, **({"rtol": 0, "atol": 0} if exact else {}))
+
+
+def _beside(whole):
+    """The elements of rows beside the part."""
+    start, stop = ROWS
+    return {*whole[:, :, :start].unique().tolist(), *whole[:, :, stop:].unique().tolist()}
+
+
+def test_dq_alone_is_narrow_where_it_has_room():
+    lowered = lower(Source("causal()"), {})
+    call = example_call(lowered, 64, 64, torch.bfloat16, {})
+    facts = replace(facts_of(lowered.program, call), wide_gradients=True, narrow_dq=True)
+    kinds = [template_argument(name, facts).type for name in ("DQ", "DK", "DV_OUT")]
+    assert kinds == ["*bf16", "*fp32", "*fp32"]
