@@ -79,11 +79,14 @@ class Draws:
 class Signature:
     """What calls of one signature share: that they do, and the program's name."""
 
-    __slots__ = ("name",)
+    __slots__ = ("name", "steps")
 
     def __init__(self, name: str) -> None:
         """Equal to itself alone."""
         self.name = name
+        self.steps: list[tuple[int, ...]] | None = None
+        """Strides of what a backward of such a call gets: of the call's tensors, of its output and
+        of its log-sum-exp. None before a call with gradients."""
 
 
 NONE: Mapping[str, Any] = MappingProxyType({})
@@ -315,8 +318,7 @@ class StoredDS:
     have is nothing, and their gradients are zeros."""
 
 
-@dataclass(frozen=True, slots=True)
-class Gradients:
+class Gradients(NamedTuple):
     """Gradients, of the shape and dtype of what they are gradients of; None where not wanted.
 
     Those of q, k and v have their memory order too (see :mod:`.memory_order`), and are in fp32
@@ -326,8 +328,8 @@ class Gradients:
     q: torch.Tensor | None
     k: torch.Tensor | None
     v: torch.Tensor | None
-    tensors: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    params: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    tensors: Mapping[str, torch.Tensor] = NONE
+    params: Mapping[str, torch.Tensor] = NONE
     stored_ds: StoredDS | None = None
 
 
