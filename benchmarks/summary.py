@@ -129,6 +129,19 @@ def _lists(rows: Rows) -> str:
     )
 
 
+def _generation(rows: Rows) -> str:
+    def speed(row: Mapping[str, Any]) -> float:
+        return next(
+            one["tokens_per_s"]
+            for one in rows
+            if (one["batch"], one["context"]) == (row["batch"], row["context"])
+            and one["implementation"] == "attndsl"
+        )
+
+    found = [speed(row) / row["tokens_per_s"] for row in rows if row["implementation"] == "sdpa"]
+    return f"with SDPA a step takes {span(found)} times as long ({count(found)})"
+
+
 def _plans(rows: Rows) -> str:
     found = [row["plan_ms"] for row in rows if row.get("plan_ms") is not None]
     other = [row["flex_compiled_ms"] for row in rows if row.get("plan_ms") is not None]
@@ -222,6 +235,7 @@ QUESTIONS = (
     *(Question(text, file, _SECTIONS[file], answer) for text, file, answer in decoding.ANSWERS),
     Question("Start to first step", "start_cuda", OTHER_FILES, _start),
     Question("Training step of a GPT", "gpt", OTHER_FILES, _step),
+    Question("Steps of `generate`, Llama 1B", "huggingface_speed", OTHER_FILES, _generation),
     Question("Lists of data masks that are kept", "lists", OTHER_FILES, _lists),
     Question("Tiles of a mask of 1048576 rows", "sparsity", OTHER_FILES, _plans),
     Question("A call without its kernel, in Python", "call_overhead", OTHER_FILES, _calls),
