@@ -926,7 +926,7 @@ def test_rows_of_serving_are_what_they_should_be(script):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="times are those of a made-up clock")
-@pytest.mark.parametrize("program", ["plain", "window", "soft cap", "tree"])
+@pytest.mark.parametrize("program", ["plain", "window", "soft cap", "tree", "chunk"])
 def test_columns_of_serving_rows_agree(script, monkeypatch, program):
     serving = script("serving")
     monkeypatch.setattr("columns.by_turns", lambda runs, rounds: dict.fromkeys(runs, 20.0))
@@ -934,11 +934,14 @@ def test_columns_of_serving_rows_agree(script, monkeypatch, program):
     monkeypatch.setattr("columns.Run.replay", property(lambda run: run.call), raising=False)
     fp8 = program == "soft cap"
     row = serving.Row("one", 2, 37, 4, 4, 2, 16, 3, program, fp8)
+    if program == "chunk":
+        row = serving.Row("one", 1, 90, 4, 4, 2, 16, 70)
     found = serving.found_of(serving.Calls(row, "cpu", 2), 1, None)
     line = serving.line_of(row, found)
     assert line["difference"] < 0.02
     assert line["of_dense"] == 1.0
     assert line["pages_device"] == 2.0
+    assert "flashinfer" in line["flashinfer_why"]
     assert line["pages_tbs"] == pytest.approx(serving.live_bytes(row) / 2.0 * 1e-6)
 
 

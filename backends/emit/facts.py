@@ -99,6 +99,8 @@ class PageFacts:
     """The same of q."""
     wide_rows: bool
     """Whether offsets within one tile of rows of q need 64 bits."""
+    widens_pairs: bool = False
+    """Whether the GPU has an instruction that makes fp16 of two numbers of 8 bits."""
     made: tuple[tuple[str, str], ...] = ()
     """Captures that the kernel makes itself of starts and lengths, by name, and which value each
     of them is (:class:`attndsl.backends.requests.Requests`)."""
@@ -311,13 +313,20 @@ def for_lists(facts: KernelFacts) -> KernelFacts:
     )  # fmt: skip
 
 
+_WIDENING_ARCH = 89
+
+
 def with_forms(facts: KernelFacts, program: Program, target: GPUTarget | None) -> KernelFacts:
     """``facts`` for attention kernels on ``target``; None for the interpreter.
 
     Kernels that find tiles take no part: what they evaluate must be exactly the mask.
     """
     kind = None if target is None else target.backend
-    return replace(facts, forms=forms_for(facts.dtype, kind, program.exact))
+    pages = facts.pages
+    if pages is not None and target is not None and kind == "cuda":
+        # PTX ISA, cvt: .e4m3x2 from sm_89 on.
+        pages = replace(pages, widens_pairs=int(target.arch) >= _WIDENING_ARCH)
+    return replace(facts, forms=forms_for(facts.dtype, kind, program.exact), pages=pages)
 
 
 def position_kind(offset: int | torch.Tensor, index: torch.Tensor | None) -> str:

@@ -220,7 +220,7 @@ def page_facts(pages: Pages) -> PageFacts:
         TRITON_TYPES[pages.lengths.dtype], TRITON_TYPES[pages.starts.dtype],
         _kind(pages.k_scale), _kind(pages.v_scale),
         _aligned(pages.k) and _aligned(pages.v), _aligned(pages.q), MAX_ROWS * max(rows) >= 1 << 31,
-        pages.made,
+        made=pages.made,
     )  # fmt: skip
 
 

@@ -29,11 +29,24 @@ def load_rows(rows, at, WIDTH: tl.constexpr, BLOCK_WIDTH: tl.constexpr):
 
 
 @triton.jit
-def widened(tile, TYPE: tl.constexpr):
-    """Rows in a dtype that has each of their numbers. Hopper goes to bf16 fastest by way of fp32."""
-    if not WEIGHTS_VALUES:
-        tile = tile.to(tl.float16).to(tl.float32)
-    return tile.to(TYPE)
+def fp16_of_fp8(tile):
+    """Rows of 8 bits as fp16, in the layout of their loads: 16 bytes of a thread lie together.
+
+    Products with values want numbers of several keys together, which lie a row apart. Numbers of 16
+    bits are transposed as they are read from shared memory, and those of 8 bits are read one by one.
+    Triton would convert them there, behind that, and does not move what is not pure.
+    """
+    if WIDENS_PAIRS:
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .b16 low, high;
+            mov.b32 {low, high}, $2;
+            cvt.rn.f16x2.e4m3x2 $0, low;
+            cvt.rn.f16x2.e4m3x2 $1, high;
+            }""",
+            "=r,=r,r", [tile], dtype=tl.float16, is_pure=False, pack=4,
+        )
+    return tile.to(tl.float16)
 
 
 @triton.jit
@@ -78,15 +91,18 @@ def attend_keys(
         given, PARTIAL, False,
     )
     v_tile = load_rows(keys.v, at, DV, BLOCK_DV)
+    if PAGES_IN_FP8:
+        v_tile = fp16_of_fp8(v_tile)
     if V_SCALES == 4:
         v_tile = v_tile.to(tl.float32) * scales_of(keys.v, at)[:, None]
     if V_IN_FP16:
         # Weights are 1 or a little more at most. As they are, small ones would be nothing in fp16.
         p = tl.minimum(p * 16384.0, 65504.0)
-        acc = dot(p.to(tl.float16), v_tile.to(tl.float16), PRECISION, UPCAST)
+        acc = dot(p.to(tl.float16), v_tile, PRECISION, UPCAST)
         acc = softmax.acc + acc * (1.0 / 16384.0)
     elif K_IN_FP16:
-        v_tile = widened(v_tile, tl.bfloat16)
+        # Hopper goes to bf16 fastest by way of fp32.
+        v_tile = v_tile.to(tl.float32).to(tl.bfloat16)
         acc = dot_add(p.to(tl.bfloat16), v_tile, softmax.acc, PRECISION, UPCAST)
     else:
         v_tile = v_tile.to(q_tile.dtype)
