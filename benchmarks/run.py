@@ -18,7 +18,7 @@ HELPERS = (
 """Modules, and scripts that do nothing without arguments."""
 ON_GPUS = (
     "attention", "costs", "decode", "gallery_times", "gradients", "gpt", "huggingface_speed",
-    "layouts", "lists", "odd_shapes", "serving", "short",
+    "layouts", "lists", "odd_shapes", "serving", "short", "training",
 )  # fmt: skip
 EVERYWHERE = tuple(
     path.stem
