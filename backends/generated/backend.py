@@ -25,7 +25,7 @@ from ..kernels.moving import moving_of
 from ..kernels.order import heads_per_wave
 from ..kernels.signature import signature_of
 from ..memory_order import empty_like, result_orders, strides, wide_dtype
-from ..triton.extra_kernels import BackwardState, run_extra
+from ..triton.extra_kernels import BackwardState, extra_tasks, run_extra
 from ..triton.family import MAX_HEAD_DIM
 from ..triton.serve import bits_of_pages, kinds_of_pages, page_facts
 from .describe import describe_kernels
@@ -104,12 +104,16 @@ class GeneratedBackend(Backend):
             return
         # What will come back is like the output, as far as anybody knows.
         grad_out = empty_like(call.q, call.v.shape[-1])
-        for task, gradient, wants in (
-            (Task.FORWARD, None, None), (Task.BACKWARD, grad_out, wanted)
-        ):  # fmt: skip
-            jobs = self._jobs(lowered, call, task, gradient, wants)
+        plan = self._plan(lowered, call, wanted)
+        tasks: list[tuple[Task, torch.Tensor | None, Wants | None]] = [
+            (Task.FORWARD, None, None), (Task.BACKWARD, grad_out, plan.lines),
+            *((task, grad_out, own) for task, own in extra_tasks(lowered, plan)),
+        ]  # fmt: skip
+        for task, gradient, wants in tasks:
             family = self._family(lowered, call, task, gradient, wants)
-            self.modules.start(jobs, () if wants is None else family.fixed, device, False)
+            jobs = family.jobs(lowered, call, task, gradient, wants)
+            fixed = family.fixed if task is Task.BACKWARD else ()
+            self.modules.start(jobs, fixed, device, False)
 
     def forward(self, lowered: Lowered, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
         """See :class:`~attndsl.backends.base.Backend`."""
