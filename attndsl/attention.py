@@ -9,7 +9,7 @@ import torch
 
 from attndsl.analysis import Analysis
 from attndsl.backends.base import NONE, Call, Signature
-from attndsl.compiled import Traced
+from attndsl.compiled import Traced, is_deterministic, without_tensors
 from attndsl.errors import ArgumentError, AttnDSLError, UnsupportedError
 from attndsl.introspection import Introspection
 from attndsl.runtime.arguments import autocast, joined, kinds_of, rows_contiguous
@@ -45,8 +45,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from attndsl.backends.base import Backend, Scalar
-    from attndsl.compiled import Captures
-    from attndsl.pipeline import Lowered
+    from attndsl.compiled import Captures, Ready
     from attndsl.runtime.parts import Terms
     from attndsl.source import Source
     from attndsl.tilemap import TileMap
@@ -60,8 +59,8 @@ class Attention(Analysis, Views, Introspection, Serving):
 
     __slots__ = (
         "__weakref__", "_backend", "_by_token", "_checked", "_defaults", "_dims", "_lowered",
-        "_names", "_of_ones", "_optional", "_placed", "_prepared", "_source", "_spec", "_steps",
-        "_traced", "_variants", "_warns",
+        "_names", "_of_ones", "_optional", "_prepared", "_readied", "_source", "_spec",
+        "_steps", "_traced", "_variants", "_warns",
     )  # fmt: skip
 
     def __init__(
@@ -90,8 +89,8 @@ class Attention(Analysis, Views, Introspection, Serving):
         # a part is put into its program's terms.
         self._prepared: dict[Any, tuple[Backend, Call, bool, Values, Terms | None, bool]] = {}
 
-        # The same of calls whose output has room: what runs them, and as what.
-        self._placed: dict[Any, tuple[Backend, Lowered, Call]] = {}
+        # The same of calls whose results have room, and of backwards.
+        self._readied: dict[Any, Ready] = {}
 
     def _like(self, spec: str, defaults: dict[str, Any]) -> Attention:
         made = self.made_of._replace(spec=spec, defaults=defaults)
@@ -291,7 +290,7 @@ class Attention(Analysis, Views, Introspection, Serving):
             call = self._questioned(call, location)._replace(signature=Signature(self.name))
             if len(self._prepared) >= _MAX_SIGNATURES:
                 self._prepared.clear()
-            template = _without_tensors(call)
+            template = without_tensors(call)
             as_given = call.q is q and call.k is k and call.v is v
             needs = needs_of_values(lowered.program, call, captures, (q_offset, kv_offset, seed))
             self._prepared[key] = backend, template, as_given, needs, terms, marks
@@ -346,31 +345,12 @@ class Attention(Analysis, Views, Introspection, Serving):
         Raises:
             AttnDSLError: As of the call.
         """
-        if arguments.get("deterministic") is None:
-            arguments["deterministic"] = torch.are_deterministic_algorithms_enabled()
-        captures = arguments.pop("captures", None)
-        operands = q, k, v
-        # Calls without captures and seeds differ in what their signature says, and in nothing else.
-        plain = not captures and self._lowered.program.dropout is None
-        key = (*map(_kind_of, operands), *arguments.items()) if plain else None
-        kept = self._placed.get(key)
-        if kept is None or modes_on():
-            own, rest = self._of_call(q, k, {**arguments, "captures": captures})
-            call = own._bound(q, k, v, rest)
-            with pointing_into(self._source):
-                check_values(own.lowered.program, call)
-                backend, lowered, part = own._dispatched(call)
-            if key is not None and not part.tensors and call.q is q and call.k is k and call.v is v:
-                if len(self._placed) >= _MAX_SIGNATURES:
-                    self._placed.clear()
-                shared = part._replace(signature=Signature(self.name))
-                self._placed[key] = backend, lowered, _without_tensors(shared)
+        own, arguments = self._of_call(q, k, arguments)
+        arguments["deterministic"] = is_deterministic(arguments.get("deterministic"))
+        with pointing_into(self._source), torch.no_grad():
+            call, backend, lowered, part = own._ready(q, k, v, arguments)
             backend = seen_by_modes(backend, own._request, call)
-        else:
-            backend, lowered, part = kept
-        part = part._replace(q=q, k=k, v=v, room=room)
-        with torch.no_grad():
-            out, lse = attend(backend, lowered, part, True)
+            out, lse = attend(backend, lowered, part._replace(room=room), True)
             in_room(room, out)
         return lse
 
@@ -545,16 +525,6 @@ def on_reference(attention: Attention) -> Attention:
     """The same program on the reference backend, to which others are held."""
     kept = attention.made_of._replace(backend="reference", checked=False, warns=False)
     return Attention(*kept)
-
-
-def _without_tensors(call: Call) -> Call:
-    """What calls of one signature share. ``q.new_empty`` would be of a transform of torch.func."""
-    empty = torch.empty(0, dtype=call.q.dtype, device=call.q.device)
-    return call._replace(q=empty, k=empty, v=empty, tensors={}, params={})
-
-
-def _kind_of(x: torch.Tensor) -> tuple[object, ...]:
-    return x.shape, x.stride(), x.dtype, x.device
 
 
 def _marks_entries(backend: Backend, terms: Terms | None, call: Call) -> bool:

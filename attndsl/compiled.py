@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 import torch
 from torch.autograd import profiler
 
+from attndsl.backends.base import Signature
 from attndsl.backends.dense.interpret import evaluate, scope_of
 from attndsl.backends.dense.reference import ReferenceBackend
 from attndsl.errors import ArgumentError, UnsupportedError
-from attndsl.runtime.arguments import autocast, check_known, joined
+from attndsl.runtime.arguments import autocast, check_known, joined, kinds_of
 from attndsl.runtime.backward import (
     OPERANDS,
     Asked,
@@ -29,7 +30,7 @@ from attndsl.runtime.dispatch import backend_of, get_backend, tell_choice
 from attndsl.runtime.location import LOCATION, WHOLE, Location
 from attndsl.runtime.modes import ThroughOperators, seen_by_modes
 from attndsl.runtime.operator import Request
-from attndsl.runtime.parts import gradients_of_wholes, localised
+from attndsl.runtime.parts import gradients_of_wholes, localised, terms_of
 from attndsl.runtime.probability import check_probability
 from attndsl.runtime.profiling import BACKWARD, event_named
 from attndsl.runtime.programs import (
@@ -38,16 +39,18 @@ from attndsl.runtime.programs import (
     spec_of_variant,
 )
 from attndsl.runtime.tiles import given_tiles, verify_if_asked
-from attndsl.runtime.values import check_values
+from attndsl.runtime.values import check_values, params_of_dims
 from attndsl.runtime.variants import absent_names, dims_of_one, sizes_of_operands
 from attndsl.source import NAME_LENGTH, shorten
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping
+    from collections.abc import Collection, Mapping, Sequence
 
     from attndsl.backends.base import Backend, Call, Scalar
+    from attndsl.ir import Program
     from attndsl.passes.broadcast import Dims
     from attndsl.pipeline import Lowered
+    from attndsl.runtime.parts import Terms
     from attndsl.source import Source
     from attndsl.tilemap import TileMap
 
@@ -78,7 +81,46 @@ class Made(NamedTuple):
 
 _OPTIONS = tuple(each.name for each in fields(CallOptions))
 _MAX_VARIANTS = 1024
+_PLAIN = (torch.Tensor, torch.nn.Parameter, bool, int, float)
+"""Types of captures that need no change."""
 _EXPORT = "use torch.export, whose programs serve all lengths: see docs/deployment.md"
+
+
+class Ready(NamedTuple):
+    """What calls of one signature share."""
+
+    backend: Backend
+    template: Call
+    """Without tensors."""
+    terms: Terms | None
+    """How a part is put into its program's terms."""
+
+    def call(
+        self, program: Program, operands: Sequence[torch.Tensor], arguments: Mapping[str, Any]
+    ) -> Call:
+        """The call of this signature with these operands and arguments."""
+        q, k, v = operands
+        captures, scale = arguments["captures"], arguments.get("scale")
+        seed = arguments.get("seed")
+        return self.template._replace(
+            q=q, k=k, v=v,
+            scale=self.template.scale if scale is None else float(scale),
+            seed=self.template.seed if seed is None else seed,
+            tensors={d.name: captures[d.name] for d in program.tensors},
+            params={d.name: captures.get(d.name, d.default) for d in program.params},
+            q_offset=arguments.get("q_offset", 0), kv_offset=arguments.get("kv_offset", 0),
+        )  # fmt: skip
+
+
+def without_tensors(call: Call) -> Call:
+    """What calls of one signature share. ``q.new_empty`` would be of a transform of torch.func."""
+    empty = torch.empty(0, dtype=call.q.dtype, device=call.q.device)
+    return call._replace(q=empty, k=empty, v=empty, tensors={}, params={})
+
+
+def is_deterministic(asked: bool | None) -> bool:
+    """What a call asks, or what torch says."""
+    return torch.are_deterministic_algorithms_enabled() if asked is None else asked
 
 
 class Compiled:
@@ -99,6 +141,8 @@ class Compiled:
     """The programs of calls that do so, or whose tensors have size 1 in place of another."""
     _names: frozenset[str]
     """Of all captures."""
+    _readied: dict[Any, Ready]
+    """By signature."""
     _traced: Traced
 
     @abstractmethod
@@ -213,14 +257,14 @@ class Compiled:
             raise ArgumentError(
                 "the program has dropout, and there is no seed", hint="pass the seed= of the call"
             )
-        if arguments.get("deterministic") is None:
-            arguments["deterministic"] = torch.are_deterministic_algorithms_enabled()
-        scale = arguments.get("scale")
-        call = self._bound(q, k, v, arguments)
+        arguments["deterministic"] = is_deterministic(arguments.get("deterministic"))
         given = Results(out, lse, grad_out, grad_lse)
-        check_results(program, call, given)
-        asked = wants_for(call, Asked(wants, wants_captures, grad_dtype))
+        how = Asked(wants, wants_captures, grad_dtype)
         if in_graph:
+            scale = arguments.get("scale")
+            call = self._bound(q, k, v, arguments)
+            check_results(program, call, given)
+            asked = wants_for(call, how)
             from attndsl.runtime.graph import backward_in_graph  # Imports torch.compile.
 
             found = backward_in_graph(self._request, call, scale, given, asked)
@@ -228,8 +272,9 @@ class Compiled:
             # With torch 2.11 no graph can return what _replace makes.
             return Gradients(in_room(room, found.q), found.k, found.v, captures)
         with pointing_into(self._source):
-            check_values(program, call)
-            backend, lowered, part = self._dispatched(call)
+            call, backend, lowered, part = self._ready(q, k, v, arguments)
+            check_results(program, call, given)
+            asked = wants_for(call, how)
             part = part._replace(tiles=given_tiles(lowered, part, tiles), room=room)
             if lowered.program.dropout is not None:
                 check_probability(lowered.program.dropout, part)
@@ -285,6 +330,58 @@ class Compiled:
         # Graphs cannot follow it, and calls in them do without too.
         with nullcontext() if torch.compiler.is_compiling() else pointing_into(self._source):
             return bind(self._lowered.program, (q, k, v), captures, location, options)
+
+    def _ready(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, arguments: dict[str, Any]
+    ) -> tuple[Call, Backend, Lowered, Call]:
+        """The checked call, what runs it, and the program and the call that this gets.
+
+        What calls of one signature share is kept, as that of calls is.
+
+        Args:
+            q: As of a call, like k and v.
+            k: The same.
+            v: The same.
+            arguments: Options and ``captures`` of a call of this very program.
+        """
+        program = self._lowered.program
+        key = self._key_of(q, k, v, arguments)
+        kept = None if key is None else self._readied.get(key)
+        if kept is not None:
+            call = kept.call(program, (q, k, v), arguments)
+            check_values(program, call)
+            if kept.terms is None:
+                return call, kept.backend, self._lowered, call
+            return call, kept.backend, kept.terms.lowered, kept.terms.applied(call)
+        call = self._bound(q, k, v, arguments)
+        check_values(program, call)
+        backend, lowered, part = self._dispatched(call)
+        if key is not None and call.q is q and call.k is k and call.v is v:
+            if len(self._readied) >= _MAX_VARIANTS:
+                self._readied.clear()
+            call = call._replace(signature=Signature(self.name))
+            terms = None if call.part is None else terms_of(self._lowered, call)
+            self._readied[key] = Ready(backend, without_tensors(call), terms)
+            part = part._replace(signature=call.signature)
+        return call, backend, lowered, part
+
+    def _key_of(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, arguments: Mapping[str, Any]
+    ) -> tuple[object, ...] | None:
+        """The signature of a call; None of one that is looked at each time."""
+        location = Location(**{name: arguments[name] for name in LOCATION if name in arguments})
+        seed, captures = arguments.get("seed"), arguments["captures"]
+        positions = location.q_index, location.kv_index, location.kv_lengths
+        numbers = location.q_offset, location.kv_offset, 0 if seed is None else seed
+        plain = all(type(x) is int for x in numbers) and all(x is None for x in positions)
+        if not plain or q.is_meta or any(type(x) not in _PLAIN for x in captures.values()):
+            return None
+        program = self._lowered.program
+        kinds = kinds_of(numbers, None, captures, location.numbers(program))
+        operands = [y for x in (q, k, v) for y in (x.shape, x.stride(), x.dtype, x.device)]
+        options = arguments.get("deterministic"), arguments.get("out_dtype")
+        dims = tuple(map(captures.get, params_of_dims(program)))
+        return *operands, type(arguments.get("scale")), *options, kinds, dims
 
     def _dispatched(self, call: Call) -> tuple[Backend, Lowered, Call]:
         """What runs ``call``, and the program and the call that it gets.

@@ -5,7 +5,8 @@ Non-goals: who holds which rows (:mod:`.context`); what is sent (:mod:`.sharded`
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
+from weakref import ref
 
 import torch
 
@@ -16,18 +17,24 @@ from attndsl.runtime.distributed import is_dtensor
 from attndsl.runtime.location import WHOLE
 
 from .costs import Shape
+from .eager import is_eager
 from .planning import Asked, mask_names
 from .sharded import Job, attend, everywhere
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+    from weakref import ReferenceType
 
     from .context import ContextParallel
+    from .planning import Plan, PlanKey
     from .sharded import Program
 
 _WHOLE_SIZES = ("batch", "heads", "kv_heads")
 _PLACES = ("h_offset", "b_offset")
 _OPTIONS = ("scale", "deterministic", "seed", "out_dtype")
+_PLAIN = (int, float, bool, str, type(None), torch.dtype)
+"""Types of arguments that are told apart by their values."""
+_MAX_KNOWN = 64
 _FOLLOWS = (
     "q_offset", "kv_offset", "q_index", "kv_index", "q_len", "kv_len", "kv_lengths", "tiles",
 )  # fmt: skip
@@ -41,6 +48,8 @@ class Sharded:
         self._cp = cp
         self.attention = attention
         """The compiled program."""
+        self._known: dict[Any, _Known] = {}
+        """Calls that were checked, by what they were given."""
 
     def __call__(
         self,
@@ -72,6 +81,10 @@ class Sharded:
             ArgumentError: Arguments that follow from the plan; ranks that do not call alike.
             AttnDSLError: As of such a call.
         """
+        given_key = _given_key(q, k, v, captures, named)
+        known = None if given_key is None else self._known.get(given_key)
+        if known is not None and known.fits(self._cp):
+            return _run(self._cp, known.job, (q, k, v), known.captures())
         try:
             options = _options_of(self.attention, named)
             defaults = self.attention.made_of.defaults
@@ -93,7 +106,13 @@ class Sharded:
 
             program = attention.lowered.program
             return attend_shards(of_shards, program, (q, k, v), given, WHOLE, options)
-        return _call(self._cp, attention, (q, k, v), given, options)
+        job, key, plan = _planned(self._cp, attention, (q, k, v), given, options)
+        if given_key is not None:
+            if len(self._known) >= _MAX_KNOWN:
+                self._known.clear()
+            tensors = {name: ref(given[name]) for name in job.names}
+            self._known[given_key] = _Known(job, key, plan, tensors)
+        return _run(self._cp, job, (q, k, v), given)
 
     def _of_shards(
         self, attention: Program, operands: Any, captures: Any, rest: Mapping[str, Any]
@@ -104,6 +123,48 @@ class Sharded:
         return _call(self._cp, attention, operands, captures, own)
 
 
+class _Known(NamedTuple):
+    """A call that was checked and planned. Another one of the same arguments is like it."""
+
+    job: Job
+    key: PlanKey
+    plan: Plan
+    tensors: Mapping[str, ReferenceType[torch.Tensor]]
+    """Captured ones by name: they live as long as others want them."""
+
+    def captures(self) -> dict[str, Any]:
+        """The tensors, or None in place of one that is gone."""
+        return {name: known() for name, known in self.tensors.items()}
+
+    def fits(self, cp: ContextParallel) -> bool:
+        """Whether the plan is still that of such calls."""
+        captures = self.captures()
+        gone = any(x is None for x in captures.values())
+        return not gone and cp.is_planned(self.key, self.plan, captures)
+
+
+def _given_key(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, captures: Mapping[str, Any] | None,
+    named: Mapping[str, Any],
+) -> tuple[object, ...] | None:  # fmt: skip
+    """What tells calls apart; None of one that has to be looked at.
+
+    A tensor is told by its identity: one that has it by chance, since the other is gone, is not
+    known, as :class:`_Known` looks at the other.
+    """
+    if not is_eager(q, k, v) or torch._C._is_any_autocast_enabled():
+        return None
+    found: list[object] = [y for x in (q, k, v) for y in (x.shape, x.dtype, x.device)]
+    for name, x in (*(captures or {}).items(), *named.items()):
+        if isinstance(x, torch.Tensor):
+            found += (name, id(x))
+        elif type(x) in _PLAIN:
+            found += (name, type(x), x)
+        else:
+            return None
+    return tuple(found)
+
+
 def _call(
     cp: ContextParallel,
     attention: Program,
@@ -112,6 +173,33 @@ def _call(
     options: Mapping[str, Any],
 ) -> Any:
     """A call of plain tensors."""
+    job, *_ = _planned(cp, attention, operands, captures, options)
+    return _run(cp, job, operands, captures)
+
+
+def _run(
+    cp: ContextParallel, job: Job, operands: Sequence[torch.Tensor], captures: Mapping[str, Any]
+) -> Any:
+    """A call that was checked and planned."""
+    q, k, v = (autocast(x) for x in operands)
+    tensors = [captures[name] for name in job.names]
+    if cp.reduces:
+        tensors = [
+            everywhere(x, cp.group) if x.requires_grad and name not in job.shares else x
+            for name, x in zip(job.names, tensors, strict=True)
+        ]
+    found = attend(job, q, k, v, tensors)
+    return (found[0], found[1]) if job.returns_lse else found[0]
+
+
+def _planned(
+    cp: ContextParallel,
+    attention: Program,
+    operands: Sequence[torch.Tensor],
+    captures: Mapping[str, Any],
+    options: Mapping[str, Any],
+) -> tuple[Job, PlanKey, Plan]:
+    """What a call of plain tensors is to do, and by which plan."""
     q, k, v = (autocast(x) for x in operands)
     batch = cp.now()
     has_lse = attention.lowered.program.weights is None
@@ -125,12 +213,6 @@ def _call(
         cp.refuse(attention, error)
     plan = cp.plan_for(attention, captures, key, options["seed"])
     names = tuple(n for n, x in captures.items() if isinstance(x, torch.Tensor))
-    tensors = [captures[name] for name in names]
-    if cp.reduces:
-        tensors = [
-            everywhere(x, cp.group) if x.requires_grad and name not in shares else x
-            for name, x in zip(names, tensors, strict=True)
-        ]
     plain = {name: x for name, x in captures.items() if name not in names}
     sizes = {name: options[name] for name in (*_WHOLE_SIZES, *_PLACES)}
     if plan.table.group > 1 and sizes["heads"] is None:
@@ -138,10 +220,9 @@ def _call(
     own = {name: options[name] for name in _OPTIONS}
     job = Job(
         attention, plan.table, cp.group, {**own, **sizes}, (q.shape[1], k.shape[1]),
-        plain, names, shares, has_lse,
+        plain, names, shares, has_lse, options["return_lse"],
     )  # fmt: skip
-    found = attend(job, q, k, v, tensors)
-    return (found[0], found[1]) if options["return_lse"] else found[0]
+    return job, key, plan
 
 
 def _check_options(attention: Program, options: Mapping[str, Any]) -> None:

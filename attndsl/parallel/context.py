@@ -438,6 +438,20 @@ class ContextParallel:
         self._plans[key] = found
         return found
 
+    def is_planned(self, key: PlanKey, plan: Plan, captures: Mapping[str, Any]) -> bool:
+        """Whether a call may go by ``plan`` as one before did, which had the same ``key``.
+
+        If so, it takes the rows.
+        """
+        batch = self.now()
+        if (
+            self._check != "plans" or self._plans.get(key) is not plan or key.token != batch.token
+            or not plan.seen.is_same(captures)
+        ):  # fmt: skip
+            return False
+        self._take(batch)
+        return True
+
     def key_of(self, attention: Program, captures: Mapping[str, Any], asked: Asked) -> PlanKey:
         """What tells plans of this layout apart, but tensors of masks.
 

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     """Gradients of keys, and the positions of these."""
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
+_WORD = torch.int64
 
 
 def is_eager(*tensors: torch.Tensor) -> bool:
@@ -148,7 +149,7 @@ class Fetch:
             for room, x in zip(found, pair, strict=True):
                 if filled < low:
                     room.narrow(2, filled - first, low - filled).zero_()
-                room.narrow(2, low - first, high - low).copy_(x.narrow(2, at, high - low))
+                _copy(room.narrow(2, low - first, high - low), x.narrow(2, at, high - low))
             filled = high
         if filled < stop:
             for room in found:
@@ -240,10 +241,32 @@ def _heads(x: torch.Tensor, share: int, shares: int) -> torch.Tensor:
 def _pack(x: torch.Tensor, runs: Sequence[Run], room: torch.Tensor) -> None:
     """Put some rows of ``x`` into ``room``, one run after the other."""
     pieces = [x.narrow(2, start, stop - start) for start, stop in runs]
-    if len(pieces) == 1:
-        room.copy_(pieces[0])
+    at = 0
+    for piece in pieces:
+        _copy(room.narrow(2, at, piece.shape[2]), piece)
+        at += piece.shape[2]
+
+
+def _copy(room: torch.Tensor, x: torch.Tensor) -> None:
+    """``room.copy_(x)`` of one dtype, by words of 8 bytes where rows have these.
+
+    Torch copies some rows of each head element by element, and its GPU kernel for that moves as
+    many elements a second whatever their size is.
+    """
+    a, b = _words(room), _words(x)
+    if a is None or b is None:
+        room.copy_(x)
     else:
-        torch.cat(pieces, 2, out=room)
+        a.copy_(b)
+
+
+def _words(x: torch.Tensor) -> torch.Tensor | None:
+    """``x`` (four dims) as words; None where rows do not begin and end at such."""
+    *steps, last = x.stride()
+    per = _WORD.itemsize // x.element_size()
+    if per < 2 or last != 1 or any(n % per for n in (*steps, x.shape[3], x.storage_offset())):
+        return None
+    return x.view(_WORD)
 
 
 def _put(grads: Grads, run: Run, room: torch.Tensor) -> None:
@@ -251,7 +274,7 @@ def _put(grads: Grads, run: Run, room: torch.Tensor) -> None:
     some = [x for x in grads if max(run[0], x[0][0]) < min(run[1], x[0][1])]
     if some and some[0][0][0] <= run[0] and run[1] <= some[0][0][1]:
         keys, grad = some.pop(0)
-        room.copy_(grad.narrow(2, run[0] - keys[0], run[1] - run[0]))
+        _copy(room, grad.narrow(2, run[0] - keys[0], run[1] - run[0]))
     else:
         room.zero_()
     _add(some, run, room)

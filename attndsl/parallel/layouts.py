@@ -130,11 +130,14 @@ def _imbalance(layout: Layout, demand: Demand) -> float:
 def step_cost(layout: Layout, demands: Sequence[Demand]) -> float:
     """Seconds of all layers, each of which waits for its slowest rank."""
     total = 0.0
+    first = np.flatnonzero(np.diff(layout.owner, prepend=-1))
+    runs = np.bincount(layout.owner[first], minlength=layout.ranks)
     for demand in demands:
         # The last tile costs as a whole one, of keys as of rows.
         whole = replace(demand, length=-(-demand.length // demand.grain) * demand.grain)
         work, keys = load_of(layout, demand), fetched_by(layout, whole) // demand.grain
-        total += demand.weight * float((demand.tile * work + demand.key * keys).max(initial=0))
+        times = demand.tile * work + demand.key * keys + demand.call * runs
+        total += demand.weight * float(times.max(initial=0))
     return total
 
 

@@ -195,7 +195,7 @@ def weighed(sight: Sight, shape: Shape, machine: Machine, weight: float = 1.0) -
     """What ``weight`` layers whose rows see ``sight`` make ranks compute and fetch."""
     costs, grain = costs_of(machine, shape), sight.demand.grain
     tile = costs.tile * shape.batch * shape.heads / max(1, sight.maps) * (grain / TILE) ** 2
-    return replace(sight.demand, tile=tile, key=costs.key * grain, weight=weight)
+    return replace(sight.demand, tile=tile, key=costs.key * grain, weight=weight, call=costs.call)
 
 
 def _on_cpu(program: Program, name: str, value: Any) -> Any:

@@ -85,6 +85,7 @@ class Job:
     shares: Mapping[str, int]
     """Captured tensors of this rank's rows, and the dim that these lie along."""
     has_lse: bool
+    returns_lse: bool
 
     def places(self, part: Part) -> dict[str, Any]:
         """Where the calls of ``part`` lie in the whole."""

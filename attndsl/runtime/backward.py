@@ -137,7 +137,8 @@ def lse_or_zeros(call: Call, given: Results) -> torch.Tensor:
 
 def with_out_of(call: Call, out: torch.Tensor) -> Call:
     """``call`` with an output of the dtype of ``out``."""
-    return call._replace(wide=out.dtype is not call.q.dtype, signature=None)
+    wide = out.dtype is not call.q.dtype
+    return call if wide is call.wide else call._replace(wide=wide, signature=None)
 
 
 def in_room(room: torch.Tensor | None, found: torch.Tensor | None) -> torch.Tensor | None:
