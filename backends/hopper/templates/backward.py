@@ -17,6 +17,10 @@ DV_ROWS = tl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DV, 16]))
 DQ_ROWS = tl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DQ_WIDTH, 16]))
 DS_OPERAND = tl.constexpr(gl.DotOperandLayout(0, DK_ROWS, 2))
 P_OPERAND = tl.constexpr(gl.DotOperandLayout(0, DV_ROWS, 2))
+# Loops over PARTIAL and over FULL tiles; these come first where work tiles take turns.
+LOOPS = tl.constexpr(2 if KV_PASS_HAS_FULL and PEELED else 1)
+FIRST_LOOP = tl.constexpr(LOOPS - 1 if TAKES_TURNS else 0)
+LOOP_STEP = tl.constexpr(-1 if TAKES_TURNS else 1)
 
 
 @gluon.jit
@@ -130,6 +134,9 @@ def add_query_tile(
         # This address needs fewer registers, and other values would be spilled for them. With tiles
         # of 64 rows it is the slower one. See M9 in docs/measured.md.
         own = head_row * D + gl.to_tensor(q_index).to(gl.int64) * (BLOCK_M * D)
+    if TAKES_TURNS:
+        turn_stage, turn_phase = slot_of(tile_index, STAGES)
+        mbarrier.wait(memory.turns.full.index(turn_stage), turn_phase)
     add_to_sums(results.dq_sums + own + PART * (BLOCK_M * D // 2), dq)
     dk = warpgroup_mma_wait(0, deps=[adding_k])
     release(memory.q.empty.index(stage), RELEASE_PER_THREAD)
@@ -178,11 +185,13 @@ def consume_work(
             keep_factor = factor_of_kept(chance)
             kept = Kept(keep_factor, gl.log2(keep_factor), 1.0 / keep_factor)
         column_sums = partial_row_sums(zeros)
-        for FULL in gl.static_range(2 if KV_PASS_HAS_FULL and PEELED else 1):
+        for FULL in gl.static_range(FIRST_LOOP, LOOPS - 1 - FIRST_LOOP + LOOP_STEP, LOOP_STEP):
             end = visits.partial + visits.full if FULL else masked
-            for step in range(masked if FULL else 0, end):
+            begin = masked if FULL else 0
+            for step in range(begin, end):
+                place = begin + end - 1 - step if REVERSED else step
                 dk, dv, column_sums = add_query_tile(
-                    PART, tile_index, q_tile_at(step, work, not FULL), KeySums(dk, dv, column_sums),
+                    PART, tile_index, q_tile_at(place, work, not FULL), KeySums(dk, dv, column_sums),
                     keys, kept, results, memory, work, call.padded, not FULL,
                 )
                 tile_index += 1

@@ -30,7 +30,7 @@ from attndsl.backends.device.records import (
 )
 from attndsl.backends.hopper import dialect as tl
 from attndsl.backends.hopper.library import (
-    add_to_sums, count_up, multiply, pack_fields, partial_row_sums, pin_before_wait, places_of,
+    add_to_sums, await_turn, count_turn, count_up, multiply, pack_fields, partial_row_sums, pin_before_wait, places_of,
     read_field, release, signal_p, slot_of, sync_consumers, wait_for_p,
 )
 from attndsl.backends.hopper.records import (
@@ -92,6 +92,21 @@ def q_tile_at(step, work, PARTIAL: gl.constexpr):
         partial = tile_at(step, work, True)
         found = gl.where(step < work.visits.partial, partial, found)
     return found
+
+
+@gluon.jit
+def place_of_step(step, masked, total):
+    """Number of a loop's query tile, of ``total``, that is visited as number ``step``.
+
+    ``masked`` of them need the mask's code, and are numbered first. Where work tiles take turns they
+    come last.
+    """
+    if TAKES_TURNS:
+        if REVERSED:
+            step = total - 1 - step
+        else:
+            step = gl.where(step < total - masked, step + masked, step - (total - masked))
+    return step
 
 
 @gluon.jit
@@ -158,8 +173,12 @@ def load_work(work_tile, work_index, tiles_before, memory, call):
         if HAS_DROPOUT:
             drop = drop_of_item(head, sizes, given)
         for step in range(0, visits.partial + visits.full):
-            first = BLOCK_M * q_tile_at(step, work, True)
+            first = BLOCK_M * q_tile_at(
+                place_of_step(step, masked, visits.partial + visits.full), work, True
+            )
             load_query_tile(tile_index, first, row, head, memory)
+            if TAKES_TURNS:
+                follow_turns(tile_index, tile, first // BLOCK_M, work, memory)
             if HAS_BIAS:
                 load_bias(
                     tile_index, step < masked if BIAS_IN_MASK else True, head, first + shift.q,
@@ -178,6 +197,8 @@ def load_work(work_tile, work_index, tiles_before, memory, call):
             tile_index += 1
     if PERSISTENT:
         if tile_index == tiles_before:
+            if TAKES_TURNS:
+                finish_turns(tile_index, memory, given)
             load_keys(work_index, tile, b, hkv, memory.k, memory.v)
     if ADDS_DIAGONALS:
         if tile_index > tiles_before:
