@@ -107,16 +107,22 @@ def print_turn(
         param_values: As of :func:`print_loop`.
         names: Likewise.
     """
-    before = _below(loop.visitors)
-    if loop.descending:
-        others = node(Op.SUB, _total(loop.visitors), const(1))
-        before = node(Op.SUB, others, before)
+    before = turn_of(loop)
     names = replace(names, scalar=True)
     printed = print_expressions((before,), names)
     result = _narrow(printed.results[0], (before,), names)
     body = [*_lengths(own), *param_values, *printed.lines, f"return {result}"]
     doc = "How many tiles visit ``tile`` before ``own`` does."
     return _function(f"{name}_turn", "own, tile", doc, body), set(printed.helpers)
+
+
+def turn_of(loop: LoopPlan) -> Node:
+    """How many of the ``visitors`` come before ``OWN``, which is one of them."""
+    below = _below(loop.visitors)
+    if not loop.descending:
+        return below
+    others = node(Op.SUB, _total(loop.visitors), const(1))
+    return node(Op.SUB, others, below)
 
 
 def _below(segments: tuple[Segment, ...]) -> Node:

@@ -173,7 +173,7 @@ class Job:
         if facts.takes_turns:
             return self.lowered.sparsity.loop_in_turn(
                 self.kernel.loop, config.block_m, config.block_n, facts.shifted, facts.indexed,
-                facts.wide,
+                facts.wide, config.peeled,
             )  # fmt: skip
         return self.lowered.sparsity.loop(
             self.kernel.loop, config.block_m, config.block_n, facts.shifted, facts.indexed,

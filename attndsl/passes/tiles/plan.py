@@ -62,6 +62,8 @@ class LoopPlan:
     visitors: tuple[Segment, ...] = ()
     """Where owning tiles take turns: which of them visit a tile along the loop. There ``$tile`` is
     that tile, and ``$tiles`` the number of owning tiles. Exactly those whose segments name it."""
+    two_sided: bool = False
+    """There: whether PARTIAL tiles may lie on both sides of the FULL ones."""
 
 
 def guarded(loop: LoopPlan, within: Node | None) -> LoopPlan:

@@ -29,7 +29,10 @@ def _flags(spec: ModuleSpec) -> Flags:
     taken = _takes_turns(spec)
     # The producer passes on turns of tiles whose places are free again, two tiles later.
     assert not taken or (spec.config.persistent and spec.config.stages == 2)
-    return {"REVERSED": taken and not spec.loop.descending}
+    return {
+        "REVERSED": taken and not spec.loop.descending,
+        "TWO_SIDED": taken and spec.loop.two_sided,
+    }
 
 
 def _functions(spec: ModuleSpec) -> Texts:

@@ -95,18 +95,56 @@ def q_tile_at(step, work, PARTIAL: gl.constexpr):
 
 
 @gluon.jit
-def place_of_step(step, masked, total):
-    """Number of a loop's query tile, of ``total``, that is visited as number ``step``.
-
-    ``masked`` of them need the mask's code, and are numbered first. Where work tiles take turns they
-    come last.
-    """
-    if TAKES_TURNS:
+def tiles_ahead(masked, work):
+    """How many PARTIAL query tiles are visited before the FULL ones, of ``masked``."""
+    ahead = 0
+    if TWO_SIDED:
+        visits = work.visits
+        most = gl.where(masked < visits.partial + visits.full, masked, 0)
+        first = tile_at(0, work, False)
         if REVERSED:
-            step = total - 1 - step
+            while (ahead < most) & (tile_at(visits.partial - 1 - ahead, work, True) > first):
+                ahead += 1
         else:
-            step = gl.where(step < total - masked, step + masked, step - (total - masked))
-    return step
+            while (ahead < most) & (tile_at(ahead, work, True) < first):
+                ahead += 1
+    return ahead
+
+
+@gluon.jit
+def place_of_step(step, ahead, masked, visits, FULL: gl.constexpr):
+    """Number of the query tile that is visited as number ``step``, if it is FULL or if it is not.
+
+    The ``masked`` tiles that need the mask's code are numbered first. Where work tiles take turns,
+    all but ``ahead`` of them are visited last.
+    """
+    place = step
+    if TAKES_TURNS:
+        total = visits.partial + visits.full
+        if REVERSED:
+            place = total - 1 - step
+            if FULL:
+                place += ahead
+            elif TWO_SIDED:
+                place = gl.where(step < ahead, masked - 1 - step, place)
+        else:
+            place = step - (total - masked)
+            if FULL:
+                place = masked + step - ahead
+            elif TWO_SIDED:
+                place = gl.where(step < ahead, step, place)
+    return place
+
+
+@gluon.jit
+def q_tile_of_step(step, ahead, masked, work):
+    """Index of the query tile that is visited as number ``step``, FULL or not."""
+    visits = work.visits
+    place = place_of_step(step, ahead, masked, visits, False)
+    if TAKES_TURNS and KV_PASS_HAS_FULL:
+        is_full = (step >= ahead) & (step < ahead + visits.partial + visits.full - masked)
+        place = gl.where(is_full, place_of_step(step, ahead, masked, visits, True), place)
+    return q_tile_at(place, work, True)
 
 
 @gluon.jit
@@ -167,18 +205,18 @@ def load_work(work_tile, work_index, tiles_before, memory, call):
         head = Head(b, hkv * group + member, hkv)
         visits, masked = count_tiles(tile, head, sizes, shift, given)
         work = Work(tile, head, visits, None, None, sizes, call.origins, shift, given)
+        ahead = tiles_ahead(masked, work)
         row = (b * sizes.heads + head.h) * call.padded
         if ADDS_DIAGONALS:
             line = line_of_sums(tile, head, call)
         if HAS_DROPOUT:
             drop = drop_of_item(head, sizes, given)
         for step in range(0, visits.partial + visits.full):
-            first = BLOCK_M * q_tile_at(
-                place_of_step(step, masked, visits.partial + visits.full), work, True
-            )
+            q_tile = q_tile_of_step(step, ahead, masked, work)
+            first = BLOCK_M * q_tile
             load_query_tile(tile_index, first, row, head, memory)
             if TAKES_TURNS:
-                follow_turns(tile_index, tile, first // BLOCK_M, work, memory)
+                follow_turns(tile_index, tile, q_tile, work, memory)
             if HAS_BIAS:
                 load_bias(
                     tile_index, step < masked if BIAS_IN_MASK else True, head, first + shift.q,
