@@ -238,7 +238,12 @@ def _indices(
     """
     tiles = length // along
     lengths = ("q_len", "kv_len", "whole_q_len", "whole_kv_len")
-    names = {"$tile": tile, "$tiles": tiles + ragged, "$whole": tiles, **dict.fromkeys(lengths, length)}
+    names = {
+        "$tile": tile,
+        "$tiles": tiles + ragged,
+        "$whole": tiles,
+        **dict.fromkeys(lengths, length),
+    }
     begins = dict.fromkeys(("$q_offset", "$kv_offset", "q_start", "kv_start"), 0)
     entries = {"q_starts": 0, "kv_starts": 0, "kv_lengths": length}
     known = Environment(_Guess(names | begins), lambda name, at: entries.get(name, 1024))

@@ -27,8 +27,10 @@ def _takes_turns(spec: ModuleSpec) -> bool:
 
 def _flags(spec: ModuleSpec) -> Flags:
     taken = _takes_turns(spec)
-    # The producer passes on turns of tiles whose places are free again, two tiles later.
+    # The producer passes on turns of tiles whose places are free again, two tiles later. No formula
+    # tells the turns of a listed loop, and so no mask's tensor is loaded for the tiles behind.
     assert not taken or (spec.config.persistent and spec.config.stages == 2)
+    assert not taken or not spec.is_listed
     return {
         "REVERSED": taken and not spec.loop.descending,
         "TWO_SIDED": taken and spec.loop.two_sided,

@@ -6,8 +6,8 @@ import pytest
 import torch
 from support.brute import call_of, lowered_of, true_kinds
 
-from attndsl.backends.tiled.tile_kinds import grid_of, kinds_by_bounds, kinds_by_segments
 from attndsl.backends.emit.loops import turn_of
+from attndsl.backends.tiled.tile_kinds import grid_of, kinds_by_bounds, kinds_by_segments
 from attndsl.passes.evaluate import Environment, evaluate
 from attndsl.passes.tiles.plan import BACKWARD_KV, DIRECTIONS, Segment
 
