@@ -34,6 +34,7 @@ def _flags(spec: ModuleSpec) -> Flags:
     return {
         "REVERSED": taken and not spec.loop.descending,
         "TWO_SIDED": taken and spec.loop.two_sided,
+        "FULL_FIRST": taken and not spec.loop.two_sided,
     }
 
 

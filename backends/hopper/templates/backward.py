@@ -17,9 +17,8 @@ DV_ROWS = tl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DV, 16]))
 DQ_ROWS = tl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DQ_WIDTH, 16]))
 DS_OPERAND = tl.constexpr(gl.DotOperandLayout(0, DK_ROWS, 2))
 P_OPERAND = tl.constexpr(gl.DotOperandLayout(0, DV_ROWS, 2))
-# Loops over PARTIAL and over FULL tiles. Where work tiles take turns, those ahead come first.
+# Loops over tiles that need the mask's code and over the others, in this order or the reverse.
 LOOPS = tl.constexpr(2 if KV_PASS_HAS_FULL and PEELED else 1)
-FULL_FIRST = tl.constexpr(TAKES_TURNS and not TWO_SIDED)
 FIRST_LOOP = tl.constexpr(LOOPS - 1 if FULL_FIRST else 0)
 LOOP_STEP = tl.constexpr(-1 if FULL_FIRST else 1)
 
@@ -149,15 +148,17 @@ def add_query_tiles(
     PART: gl.constexpr, tile_index, begins, ends, sums, keys, kept, order, results, memory, work,
     padded,
 ):
-    """Add parts of the query tiles of some steps: those that need the mask's code, and FULL ones.
+    """Add parts of several query tiles: those that need the mask's code, and those that do not.
 
-    ``begins`` and ``ends`` are the steps of both. ``order`` says which tiles these are, see
-    ``place_of_step``. Returns the program's number of query tiles so far, and the sums.
+    ``begins`` and ``ends`` are the steps of both. Returns the program's number of query tiles so
+    far, and the sums.
     """
     dk, dv, column_sums = sums
     for FULL in gl.static_range(FIRST_LOOP, LOOPS - 1 - FIRST_LOOP + LOOP_STEP, LOOP_STEP):
         for step in range(begins[FULL], ends[FULL]):
-            place = place_of_step(step, order[0], order[1], work.visits, FULL)
+            place = step
+            if TAKES_TURNS:
+                place = place_in_turn(step, order[0], order[1], work.visits, FULL)
             dk, dv, column_sums = add_query_tile(
                 PART, tile_index, q_tile_at(place, work, not FULL), KeySums(dk, dv, column_sums),
                 keys, kept, results, memory, work, padded, not FULL,
@@ -208,28 +209,27 @@ def consume_work(
             keep_factor = factor_of_kept(chance)
             kept = Kept(keep_factor, gl.log2(keep_factor), 1.0 / keep_factor)
         column_sums = partial_row_sums(zeros)
-        order = (tiles_ahead(masked, work), masked)
         total = visits.partial + visits.full
+        order = None
+        if TAKES_TURNS:
+            order = (tiles_ahead(masked, work), masked)
         if TWO_SIDED:
-            # PARTIAL tiles ahead and FULL ones, then the other PARTIAL ones: by the same code.
-            behind = order[0] + total - masked
+            # Tiles ahead and FULL ones, then the others: the same code twice.
+            ahead, behind = order[0], order[0] + total - masked
             for side in range(0, 2):
-                begins = (gl.where(side == 0, 0, behind), gl.where(side == 0, order[0], total))
-                ends = (gl.where(side == 0, order[0], total), gl.where(side == 0, behind, total))
+                begins = (gl.where(side == 0, 0, behind), gl.where(side == 0, ahead, total))
+                ends = (gl.where(side == 0, ahead, total), gl.where(side == 0, behind, total))
                 tile_index, dk, dv, column_sums = add_query_tiles(
                     PART, tile_index, begins, ends, KeySums(dk, dv, column_sums), keys, kept,
                     order, results, memory, work, call.padded,
                 )
-        elif TAKES_TURNS:
-            tile_index, dk, dv, column_sums = add_query_tiles(
-                PART, tile_index, (total - masked, 0), (total, total - masked),
-                KeySums(dk, dv, column_sums), keys, kept, order, results, memory, work,
-                call.padded,
-            )
         else:
+            begins, ends = (0, masked), (masked, total)
+            if TAKES_TURNS:
+                begins, ends = (total - masked, 0), (total, total - masked)
             tile_index, dk, dv, column_sums = add_query_tiles(
-                PART, tile_index, (0, masked), (masked, total), KeySums(dk, dv, column_sums),
-                keys, kept, order, results, memory, work, call.padded,
+                PART, tile_index, begins, ends, KeySums(dk, dv, column_sums), keys, kept, order,
+                results, memory, work, call.padded,
             )
         number = (head.b * sizes.heads + head.h).to(gl.int64)
         if GRAD_OF_COLUMN:

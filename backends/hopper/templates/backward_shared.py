@@ -95,59 +95,6 @@ def q_tile_at(step, work, PARTIAL: gl.constexpr):
 
 
 @gluon.jit
-def tiles_ahead(masked, work):
-    """How many PARTIAL query tiles are visited before the FULL ones, of ``masked``."""
-    ahead = 0
-    if TWO_SIDED:
-        visits = work.visits
-        most = gl.where(masked < visits.partial + visits.full, masked, 0)
-        first = tile_at(0, work, False)
-        if REVERSED:
-            while (ahead < most) & (tile_at(visits.partial - 1 - ahead, work, True) > first):
-                ahead += 1
-        else:
-            while (ahead < most) & (tile_at(ahead, work, True) < first):
-                ahead += 1
-    return ahead
-
-
-@gluon.jit
-def place_of_step(step, ahead, masked, visits, FULL: gl.constexpr):
-    """Number of the query tile that is visited as number ``step``, if it is FULL or if it is not.
-
-    The ``masked`` tiles that need the mask's code are numbered first. Where work tiles take turns,
-    all but ``ahead`` of them are visited last.
-    """
-    place = step
-    if TAKES_TURNS:
-        total = visits.partial + visits.full
-        if REVERSED:
-            place = total - 1 - step
-            if FULL:
-                place += ahead
-            elif TWO_SIDED:
-                place = gl.where(step < ahead, masked - 1 - step, place)
-        else:
-            place = step - (total - masked)
-            if FULL:
-                place = masked + step - ahead
-            elif TWO_SIDED:
-                place = gl.where(step < ahead, step, place)
-    return place
-
-
-@gluon.jit
-def q_tile_of_step(step, ahead, masked, work):
-    """Index of the query tile that is visited as number ``step``, FULL or not."""
-    visits = work.visits
-    place = place_of_step(step, ahead, masked, visits, False)
-    if TAKES_TURNS and KV_PASS_HAS_FULL:
-        is_full = (step >= ahead) & (step < ahead + visits.partial + visits.full - masked)
-        place = gl.where(is_full, place_of_step(step, ahead, masked, visits, True), place)
-    return q_tile_at(place, work, True)
-
-
-@gluon.jit
 def announce_work(work_index, work_tile, tile, b, hkv, fields):
     """Tell the consumers what the work tile is, as soon as they know what the one before was."""
     mbarrier.wait(fields.empty, (work_index & 1) ^ 1)
@@ -205,18 +152,21 @@ def load_work(work_tile, work_index, tiles_before, memory, call):
         head = Head(b, hkv * group + member, hkv)
         visits, masked = count_tiles(tile, head, sizes, shift, given)
         work = Work(tile, head, visits, None, None, sizes, call.origins, shift, given)
-        ahead = tiles_ahead(masked, work)
+        if TAKES_TURNS:
+            ahead = tiles_ahead(masked, work)
         row = (b * sizes.heads + head.h) * call.padded
         if ADDS_DIAGONALS:
             line = line_of_sums(tile, head, call)
         if HAS_DROPOUT:
             drop = drop_of_item(head, sizes, given)
         for step in range(0, visits.partial + visits.full):
-            q_tile = q_tile_of_step(step, ahead, masked, work)
-            first = BLOCK_M * q_tile
+            if TAKES_TURNS:
+                first = BLOCK_M * q_tile_in_turn(step, ahead, masked, work)
+            else:
+                first = BLOCK_M * q_tile_at(step, work, True)
             load_query_tile(tile_index, first, row, head, memory)
             if TAKES_TURNS:
-                follow_turns(tile_index, tile, q_tile, work, memory)
+                follow_turns(tile_index, tile, first // BLOCK_M, work, memory)
             if HAS_BIAS:
                 load_bias(
                     tile_index, step < masked if BIAS_IN_MASK else True, head, first + shift.q,

@@ -18,6 +18,57 @@ same sums, and the bits are the same in every run.
 
 
 @gluon.jit
+def tiles_ahead(masked, work):
+    """How many of the ``masked`` query tiles, which need the mask's code, come before FULL ones."""
+    ahead = 0
+    if TWO_SIDED:
+        visits = work.visits
+        # None where all tiles need that code.
+        most = gl.where(masked < visits.partial + visits.full, masked, 0)
+        first = tile_at(0, work, False)
+        if REVERSED:
+            while (ahead < most) & (tile_at(visits.partial - 1 - ahead, work, True) > first):
+                ahead += 1
+        else:
+            while (ahead < most) & (tile_at(ahead, work, True) < first):
+                ahead += 1
+    return ahead
+
+
+@gluon.jit
+def place_in_turn(step, ahead, masked, visits, FULL: gl.constexpr):
+    """Number of the query tile that is visited as number ``step``, a FULL one or another.
+
+    The ``masked`` ones are numbered first, and all but ``ahead`` of them are visited last.
+    """
+    total = visits.partial + visits.full
+    if REVERSED:
+        place = total - 1 - step
+        if FULL:
+            place += ahead
+        elif TWO_SIDED:
+            place = gl.where(step < ahead, masked - 1 - step, place)
+    else:
+        place = step - (total - masked)
+        if FULL:
+            place = masked + step - ahead
+        elif TWO_SIDED:
+            place = gl.where(step < ahead, step, place)
+    return place
+
+
+@gluon.jit
+def q_tile_in_turn(step, ahead, masked, work):
+    """Index of the query tile that is visited as number ``step``."""
+    visits = work.visits
+    place = place_in_turn(step, ahead, masked, visits, False)
+    if KV_PASS_HAS_FULL:
+        is_full = (step >= ahead) & (step < ahead + visits.partial + visits.full - masked)
+        place = gl.where(is_full, place_in_turn(step, ahead, masked, visits, True), place)
+    return q_tile_at(place, work, True)
+
+
+@gluon.jit
 def clear_turns(turns):
     """No query tile is under way."""
     for place in gl.static_range(2):
