@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.brute import call_of, lowered_of, true_kinds
+from support.brute import call_of, lowered_of, true_kinds, visited
 
 from attndsl.backends.emit.loops import turn_of
 from attndsl.backends.tiled.tile_kinds import grid_of, kinds_by_bounds, kinds_by_segments
 from attndsl.passes.evaluate import Environment, evaluate
-from attndsl.passes.tiles.plan import BACKWARD_KV, DIRECTIONS, Segment
+from attndsl.passes.tiles.plan import BACKWARD_KV, DIRECTIONS
 
 PRELUDE = [
     "causal()", "causal_lower_right()", "sliding_window(37)", "local_window(20)", "prefix_lm(50)",
@@ -40,16 +40,6 @@ def test_prelude_masks(mask: str, offsets: tuple[int, int]) -> None:
             if loop.listed is None:
                 found = kinds_by_segments(loop, direction, lowered.sparsity, grid)
                 assert torch.equal(found, wanted), direction.name
-
-
-def visited(segments: tuple[Segment, ...], known: dict[str, int]) -> list[int]:
-    """Indices of tiles, in their order."""
-    found: list[int] = []
-    for segment in segments:
-        if segment.guard is None or evaluate(segment.guard, Environment(known)):
-            bounds = (evaluate(x, Environment(known)) for x in (segment.start, segment.stop))
-            found += range(*map(int, bounds), segment.step)
-    return found
 
 
 @pytest.mark.parametrize("mask", [*PRELUDE, "kv >= q", "kv >= q and kv - q < 90"])
