@@ -17,6 +17,9 @@ from support.gluon_operations import Operations
 from support.kernel_text import Run
 from support.mutation import drop, is_noticed, swap
 
+import attndsl
+from attndsl.backends.hopper import why_not
+
 CLOSED = [case for case in CASES if "table" not in case.values[0]]
 """Cases whose tiles have formulas."""
 
@@ -102,3 +105,37 @@ def test_the_machine_notices_additions_that_nobody_waits_for(monkeypatch):
     monkeypatch.setattr(Operations, "count_turn", count)
     found = [in_turn("causal", tensors, Run(seed, 5))[0] for seed in range(4)]
     assert not all(torch.equal(usual[0], other[0]) for other in found)
+
+
+ON_GPU = {
+    "full": "score",
+    "causal": "causal()",
+    "window": "sliding_window(300)",
+    "reverse": "kv >= q",
+    "cap": "mask = causal()\nscore = softcap(20.0)",
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("sizes", [(2, 4, 4, 2048, 2048), (1, 4, 2, 1000, 3001)])
+@pytest.mark.parametrize("name", ON_GPU)
+def test_the_bits_are_the_same_in_100_runs(monkeypatch, name, sizes, dim):
+    monkeypatch.setattr(why_not, "TAKES_TURNS", True)
+    batch, heads, kv_heads, q_len, kv_len = sizes
+
+    def rows(number, length):
+        return torch.randn(batch, number, length, dim, device="cuda", dtype=torch.bfloat16)
+
+    leaves = [rows(heads, q_len), rows(kv_heads, kv_len), rows(kv_heads, kv_len)]
+    q, k, v = (x.requires_grad_() for x in leaves)
+    attention, do = attndsl.compile(ON_GPU[name]), rows(heads, q_len)
+    plain = torch.autograd.grad(attention(q, k, v), leaves, do)
+    out = attention(q, k, v, deterministic=True)
+    first = torch.autograd.grad(out, leaves, do, retain_graph=True)
+    for found, other in zip(first, plain, strict=True):
+        difference = torch.linalg.vector_norm(found.float() - other.float())
+        assert difference < 2e-3 * torch.linalg.vector_norm(other.float())
+    for _ in range(99):
+        again = torch.autograd.grad(out, leaves, do, retain_graph=True)
+        assert all(map(torch.equal, again, first))
