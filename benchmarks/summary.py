@@ -85,7 +85,7 @@ def _start(rows: Rows) -> str:
             system: [
                 row["first_step_ms"] / 1000
                 for row in rows
-                if (row["system"], row["cache"]) == (system, cache)
+                if (row["system"], row["cache"]) == (system, cache) and "first_step_ms" in row
             ]
             for system in ("attndsl", "flex")
         }

@@ -54,6 +54,14 @@ _GENERATION = {
     "implementation": "implementation", "batch": "batch", "context": "context",
     "tokens_per_s": "tokens a second", "ms_per_step": "step, ms",
 }  # fmt: skip
+_TRAINING = {
+    "model": "model", "attention": "attention", "step_ms": "step, ms",
+    "ratio": "SDPA's step / this one", "peak_gb": "peak memory, GB",
+}  # fmt: skip
+_COSTS = {
+    "case": "program", "direction": "direction", "ms": "measured, ms",
+    "predicted_ms": "predicted, ms", "ratio": "measured / predicted",
+}  # fmt: skip
 _TILES = {
     "case": "mask", "plan_ms": "closed form, ms", "find_ms": "lists, ms",
     "flex_compiled_ms": "create_block_mask, compiled, ms", "flex_eager_length": "eager: length",
@@ -228,6 +236,8 @@ def sections() -> list[str]:
             rows("start_cpu", "the start of a process on a CPU", _START),
             rows("gpt", "a training step of a GPT of 124 M parameters", _STEP),
             generation(),
+            rows("training", "training steps of five models", _TRAINING),
+            rows("costs", "programs beside a model of their cost", _COSTS),
             rows("sparsity", "the tiles of masks of 1048576 rows", _TILES),
             rows("call_overhead", "a call without its kernel", _CALLS),
             rows("cpu", "the CPU backend and SDPA, fp32, 4 heads, head dim 64", _ON_CPUS),

@@ -166,7 +166,7 @@ def test_every_benchmark_can_be_run(script):
 def test_start_is_measured_in_processes_of_its_own(script, tmp_path):
     start = script("start")
     for name in start.PROGRAMS:
-        rows = start.row(name, "attndsl", "cpu", 1)
+        rows = start.row(name, start.Lane("attndsl", "cpu", 1))
         assert [row["cache"] for row in rows] == ["cold", "warm"]
         assert all(row["first_step_ms"] > row["first_output_ms"] > 0 for row in rows)
 

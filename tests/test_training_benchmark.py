@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 
 import pytest
@@ -75,3 +76,11 @@ def test_a_run_writes_a_row_for_each_way(training, monkeypatch, tmp_path, capsys
 
 def test_a_model_that_fails_has_a_row_that_says_why(training):
     assert training.rows_of("dit", {"why": "a fault"}) == [{"model": "dit", "why": "a fault"}]
+
+
+def test_a_run_on_a_gpu_ends_in_time(training):
+    now = time.monotonic()
+    assert training.seconds_for("cuda", now) == training.PART_SECONDS
+    assert 10 < training.seconds_for("cuda", now - training.ALL_SECONDS + 30) <= 30
+    assert training.seconds_for("cuda", now - training.ALL_SECONDS) == 0
+    assert training.seconds_for("cpu", now - 1e6) > 0

@@ -49,6 +49,8 @@ MINUS_MIDDLE = tl.constexpr(-7.549789415861596e-08)
 MINUS_LOW = tl.constexpr(-5.390302953474238e-15)
 # 1.5 * 2^23: a sum with a small number is rounded to a whole one, which its lowest bits hold.
 ROUNDER = tl.constexpr(12582912.0)
+# Whether the functions below are those of the interpreter: the variable that says so is read when
+# they are decorated.
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 
