@@ -18,8 +18,9 @@ setup: $(STAMP) ## Make the virtual environment and install the project into it
 demo: $(STAMP) ## Train a small character model whose attention is a text program (about 2 minutes)
 	$(BIN)/python examples/char_model/train.py $(DEMO)
 
+# Without bytecode each process compiles the package and rewrites all tests anew.
 test: $(STAMP) ## Run the tests
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(TESTS)
+	env -u PYTHONDONTWRITEBYTECODE OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(TESTS)
 
 test-gpu: $(STAMP) ## Run the tests that need a GPU, on all there are (GPU="--minutes 9 --continue FILE")
 	$(BIN)/python tools/gpu_tests.py $(GPU)

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 import textwrap
 from pathlib import Path
 
 import pytest
+from support.fork_server import run_python
 
 SCRIPT = textwrap.dedent(
     """
@@ -351,10 +350,7 @@ CASES = {
 def test_compiles_for_hopper(cases):
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = str(Path(__file__).parents[2])  # Of ``support``.
-    done = subprocess.run(
-        [sys.executable, "-P", "-c", SCRIPT, json.dumps(CASES[cases])],
-        env=environment, capture_output=True, text=True, timeout=600, check=False,
-    )  # fmt: skip
+    done = run_python(SCRIPT, json.dumps(CASES[cases]), env=environment, limit=600)
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
     for case, line in zip(CASES[cases], done.stdout.splitlines(), strict=True):
         direction, name, head_dim, multiplies, shared = line.split()

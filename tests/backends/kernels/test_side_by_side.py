@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import logging
 import os
-import subprocess
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -13,6 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from support.fork_server import run_python
 from triton.runtime.errors import OutOfResources
 
 import attndsl
@@ -340,9 +340,7 @@ assert alone == together and len(alone) == 2
 print("equal")
 """
     environment = {**os.environ, "TRITON_INTERPRET": "0"}
-    found = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120
-    )
+    found = run_python(code, env=environment)
     assert found.stdout == "equal\n", found.stderr
 
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import textwrap
 
 import pytest
 import torch
+from support.fork_server import run_python
 from support.serving import Shape, make_step
 
 import attndsl
@@ -339,13 +338,7 @@ COMPILE = textwrap.dedent("""
 
 def test_they_compile_for_hopper():
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, "-c", COMPILE],
-        capture_output=True,
-        text=True,
-        env=environment,
-        timeout=500,
-    )
+    done = run_python(COMPILE, env=environment)
     assert done.returncode == 0, done.stderr
     rows = [line.split() for line in done.stdout.splitlines()]
     assert [name for name, *_ in rows] == ["serve_4x1", "serve_4x1", "serve_1x16"]
