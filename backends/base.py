@@ -9,14 +9,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 import torch
 
 from attndsl.errors import UnsupportedError
-from attndsl.ir import reads_score
 from attndsl.passes.print_ir import short_form
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
 
-    from attndsl.ir import Node, Program
+    from attndsl.ir import Node
     from attndsl.pipeline import Lowered
 
     from .requests import ChunkResults, Packed, Pages
@@ -157,25 +156,31 @@ class Call(NamedTuple):
         """Whether logical positions are looked up."""
         return self.q_index is not None or self.kv_index is not None
 
+    @property
+    def has_plain_positions(self) -> bool:
+        """Whether no tensor says where the rows are, nor by which numbers dropout draws."""
+        return (
+            self.q_index is None and self.kv_index is None and self.part is None
+            and type(self.q_offset) is int and type(self.kv_offset) is int
+            and type(self.seed) is int
+        )  # fmt: skip
+
     def flatten(self) -> tuple[Form, tuple[torch.Tensor, ...]]:
         """The call in two parts: what is no tensor, and its tensors in the order of :class:`Form`.
 
         A map of tiles stays with the former: nothing is computed from its elements but which tiles
         are left out.
         """
-        params = self.params
+        params, moved = self.params, not self.has_plain_positions
+        if not (self.tensors or params or moved):  # Most calls, where parts of microseconds count.
+            return Form(self.scale, self.sizes, (), (), params, (), (), self[3:]), self[:3]
         given: tuple[str, ...] = ()
         places: tuple[str, ...] = ()
         others: tuple[torch.Tensor, ...] = ()
         plain: tuple[Any, ...] = self[_FIRST_PLAIN:]
-        # Most calls have neither of the two, and a part of a microsecond counts.
         if params and (found := _tensors_among(params)):
             given, others, params = tuple(found), tuple(found.values()), _without(found, params)
-        if not (
-            self.q_index is None and self.kv_index is None and self.part is None
-            and type(self.q_offset) is int and type(self.kv_offset) is int
-            and type(self.seed) is int
-        ):  # fmt: skip
+        if moved:
             found, plain = _positions_apart(dict(zip(_PLAIN, plain, strict=True)))
             places, others = tuple(found), (*others, *found.values())
         form = Form(self.scale, self.sizes, tuple(self.tensors), given, params, places, plain)
@@ -225,6 +230,8 @@ class Form(NamedTuple):
     """Fields that are tensors, among offsets, indices, the seed and ``kv_lengths``."""
     plain: tuple[Any, ...]
     """The call's fields behind ``params``; None for those that are tensors."""
+    rest: tuple[Any, ...] | None = None
+    """The call's fields behind v, where none of them has tensors; ``plain`` is empty then."""
 
     @property
     def captures(self) -> tuple[str, ...]:
@@ -233,6 +240,8 @@ class Form(NamedTuple):
 
     def call(self, tensors: Sequence[torch.Tensor]) -> Call:
         """The call of ``tensors``, which are in the order that :meth:`Call.flatten` gives."""
+        if self.rest is not None:
+            return Call._make((*tensors, *self.rest))
         q, k, v, *rest = tensors
         plain, params, count = self.plain, self.params, len(self.tensors)
         if self.given:
@@ -252,27 +261,6 @@ class Form(NamedTuple):
 def name_of_call(lowered: Lowered, call: Call) -> str:
     """What profiles and logs call the program of ``call``."""
     return short_form(lowered) if call.signature is None else call.signature.name
-
-
-def check_meaning(program: Program) -> None:
-    """Refuse a sink beside ``weights``, and a dropout probability that scores decide.
-
-    Raises:
-        UnsupportedError: No backend could say what these mean.
-    """
-    p = program.dropout
-    if p is not None and reads_score(p):
-        raise UnsupportedError(
-            "the probability of 'dropout' depends on the score",
-            p.span,
-            "write it in terms of b, h, q, kv, params and tensors",
-        )
-    if program.sink is not None and program.weights is not None:
-        raise UnsupportedError(
-            "'sink' adds to the softmax denominator, and these 'weights' have none",
-            program.sink.span,
-            "drop the sink, or write weights = softmax(score)",
-        )
 
 
 @dataclass(frozen=True, slots=True)

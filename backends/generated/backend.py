@@ -33,7 +33,7 @@ from .plan import plan_of
 from .source import source_of
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Mapping
+    from collections.abc import Callable, Hashable, Mapping
 
     from attndsl.pipeline import Lowered
 
@@ -70,6 +70,8 @@ class GeneratedBackend(Backend):
         self.modules = Modules(store)
         self._plans: dict[Hashable, GradientPlan] = {}
         self._layouts: dict[tuple[object, ...], Layout] = {}
+        self._as_given: dict[tuple[object, ...], Layout] = {}
+        """Of backwards whose families read the output's gradient as it is given."""
         self._steps: dict[tuple[object, ...], PagesLayout] = {}
 
     @property
@@ -177,8 +179,8 @@ class GeneratedBackend(Backend):
         if not wanted.tensors and not wanted.params:
             return self._gradients(lowered, call, backward)[0]
         plan = self._plan(lowered, call, wanted)
-        found, delta = self._gradients(lowered, call, backward._replace(wanted=plan.lines))
-        grad_out = self.families[-1].readable(grad_out, wanted)
+        found, made = self._gradients(lowered, call, backward._replace(wanted=plan.lines))
+        delta, grad_out = made(), self.families[-1].readable(grad_out, wanted)
         state = BackwardState(lowered, call, lse, delta, grad_out, self._layout)
         found = run_extra(state, plan, found)
         if lowered.program.sink is None:
@@ -187,18 +189,26 @@ class GeneratedBackend(Backend):
 
     def _gradients(
         self, lowered: Lowered, call: Call, backward: Backward
-    ) -> tuple[Gradients, torch.Tensor]:
-        """What the kernels of a backward make, and delta (batch, heads, padded rows)."""
-        lse, wanted = backward.lse, backward.wanted
+    ) -> tuple[Gradients, Callable[[], torch.Tensor]]:
+        """What the kernels of a backward make, and what gives delta: as of a family."""
+        _, lse, given, grad_lse, wanted = backward
         if lse.numel() == 0:
-            return _no_gradients(call, wanted), lse
-        grad_out = backward.grad_out
-        for family in self.families:
-            grad_out = family.readable(grad_out, wanted)
-        if grad_out is not backward.grad_out:
-            backward = backward._replace(grad_out=grad_out)
-        has_dlse = backward.grad_lse is not None
-        layout = self._layout(lowered, call, Task.BACKWARD, grad_out, wanted, has_dlse)
+            return _no_gradients(call, wanted), lambda: lse
+        has_dlse = grad_lse is not None
+        key = (
+            *self._key(lowered, call, Task.BACKWARD, given, wanted, has_dlse),
+            given.data_ptr() % 16,
+        )
+        layout = self._as_given.get(key)
+        if layout is None:
+            grad_out = given
+            for family in self.families:
+                grad_out = family.readable(grad_out, wanted)
+            layout = self._layout(lowered, call, Task.BACKWARD, grad_out, wanted, has_dlse)
+            if grad_out is given:
+                self._keep(self._as_given, key, layout)
+            else:
+                backward = backward._replace(grad_out=grad_out)
         return layout.family.backward(layout, lowered, call, backward)
 
     def tangent(
@@ -247,6 +257,7 @@ class GeneratedBackend(Backend):
         (job,) = (job for job in jobs if job.kernel.name == kernel)
         self.modules.choose(job, config, call.q.device)
         self._layouts.clear()
+        self._as_given.clear()
         self._steps.clear()
 
     def describe(self, lowered: Lowered, head_dim: int) -> list[str]:
@@ -323,26 +334,33 @@ class GeneratedBackend(Backend):
         has_dlse: bool = False,
     ) -> Layout:
         """What calls of this signature share: kernels, strides and sizes."""
-        signature = (signature_of(lowered, call, task, grad_out), wanted, has_dlse)
-        placed = self._placed
-        key = (signature, () if placed is None else placed.places(call))
+        key = self._key(lowered, call, task, grad_out, wanted, has_dlse)
         layout = self._layouts.get(key)
         if layout is None:
             family = self._family(lowered, call, task, grad_out, wanted)
             if LOG.isEnabledFor(logging.INFO):
                 self._tell_family(lowered, call, task, grad_out, wanted)
             # Calls that one family tells apart by their places may be one to this family.
-            own = (signature, family.name, family.places(call))
+            own = (key[:3], family.name, family.places(call))
             layout = self._layouts.get(own)
             if layout is None:
                 jobs = family.jobs(lowered, call, task, grad_out, wanted)
                 more = {} if grad_out is None else {"do": grad_out}
                 layout = self._layout_of(family, jobs, call, has_dlse)
                 layout = family.layout(layout, jobs, call, more, wanted)
-                if placed is not None and family is not placed:
-                    self._keep(own, layout)
-            self._keep(key, layout)
+                if self._placed is not None and family is not self._placed:
+                    self._keep(self._layouts, own, layout)
+            self._keep(self._layouts, key, layout)
         return layout
+
+    def _key(
+        self, lowered: Lowered, call: Call, task: Task, grad_out: torch.Tensor | None,
+        wanted: Wants | None, has_dlse: bool,
+    ) -> tuple[object, ...]:  # fmt: skip
+        """What tells a layout from others; last, what one family tells calls apart by."""
+        placed = self._placed
+        places = () if placed is None else placed.places(call)
+        return signature_of(lowered, call, task, grad_out), wanted, has_dlse, places
 
     def _tangent_layout(self, family: Family, moving: Moving, task: Task) -> Layout:
         """As :meth:`_layout`, for a kernel of tangents."""
@@ -353,13 +371,15 @@ class GeneratedBackend(Backend):
             jobs = jobs_of(family, task, lowered, moving.facts())
             layout = self._layout_of(family, jobs, call, False)
             layout = family.layout(layout, jobs, call, moving.operands, None)
-            self._keep(key, layout)
+            self._keep(self._layouts, key, layout)
         return layout
 
-    def _keep(self, key: tuple[object, ...], layout: Layout) -> None:
-        if len(self._layouts) >= _MAX_LAYOUTS:
-            self._layouts.clear()
-        self._layouts[key] = layout
+    def _keep(
+        self, layouts: dict[tuple[object, ...], Layout], key: tuple[object, ...], layout: Layout
+    ) -> None:  # fmt: skip
+        if len(layouts) >= _MAX_LAYOUTS:
+            layouts.clear()
+        layouts[key] = layout
 
     def _layout_of(
         self, family: Family, jobs: tuple[Job, ...], call: Call, has_dlse: bool

@@ -278,8 +278,8 @@ class Family(Protocol):
 
     def backward(
         self, layout: Layout, lowered: Lowered, call: Call, backward: Backward
-    ) -> tuple[Gradients, torch.Tensor]:
-        """Launch ``Task.BACKWARD``: gradients, and delta (batch, heads, padded rows)."""
+    ) -> tuple[Gradients, Callable[[], torch.Tensor]]:
+        """Launch ``Task.BACKWARD``: gradients, and what gives delta (batch, heads, padded rows)."""
 
     def movable(self, moving: Moving) -> Moving:
         """``moving``, with copies of tangents that the kernels cannot read."""
