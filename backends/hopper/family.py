@@ -16,7 +16,7 @@ from ..kernels.counts import Counts
 from ..kernels.device import on_device, stream_of, why_no_gpu
 from ..kernels.kernel import Job, Task, kernels_of
 from ..kernels.tile_lists import STATISTICS_ROWS, lists_of
-from ..memory_order import given_room, memory_order, strides, wide_dtype
+from ..memory_order import given_room, memory_order, wide_dtype
 from .blocks import widest
 from .copies import room_for
 from .distances import empty_sums, with_diagonals, with_distances, with_summed

@@ -11,6 +11,7 @@ Needs no isl, so that a start from the cache does not import it.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import TYPE_CHECKING
 
 from attndsl.ir import Op, const, dependencies, leaf_names, node
@@ -226,32 +227,35 @@ def _goes_on(loop: LoopPlan, own: int, along: int, peeled: bool, two_sided: bool
 
 def _count(loop: LoopPlan, tile: int, length: int, along: int) -> int:
     """Tiles that owning tile number ``tile`` visits, where both lengths are ``length``."""
-    return len(_indices((*loop.full, *loop.partial), tile, length, along))
+    return sum(map(len, _ranges((*loop.full, *loop.partial), tile, length, along)))
 
 
 def _indices(
-    segments: tuple[Segment, ...], tile: int, length: int, along: int, ragged: bool = False
+    segments: tuple[Segment, ...], tile: int, length: int, along: int, ragged: bool
 ) -> list[int]:
-    """The tiles of ``segments`` that owning tile number ``tile`` visits, in their order.
+    """The tiles of ``segments`` that owning tile number ``tile`` visits, in their order."""
+    return list(chain(*_ranges(segments, tile, length, along, ragged)))
 
-    ``ragged``: behind ``length`` there is another tile, which is not whole.
+
+def _ranges(
+    segments: tuple[Segment, ...], tile: int, length: int, along: int, ragged: bool = False
+) -> list[range]:
+    """``segments`` of owning tile number ``tile``, where both lengths are ``length``.
+
+    ``ragged``: behind it there is another tile along the loop, which is not whole.
     """
     tiles = length // along
     lengths = ("q_len", "kv_len", "whole_q_len", "whole_kv_len")
-    names = {
-        "$tile": tile,
-        "$tiles": tiles + ragged,
-        "$whole": tiles,
-        **dict.fromkeys(lengths, length),
-    }
+    names = {"$tile": tile, "$tiles": tiles + ragged, "$whole": tiles}
+    names |= dict.fromkeys(lengths, length)
     begins = dict.fromkeys(("$q_offset", "$kv_offset", "q_start", "kv_start"), 0)
     entries = {"q_starts": 0, "kv_starts": 0, "kv_lengths": length}
     known = Environment(_Guess(names | begins), lambda name, at: entries.get(name, 1024))
-    found: list[int] = []
+    found = []
     for segment in segments:
         if segment.guard is None or evaluate(segment.guard, known):
             start, stop = (int(evaluate(bound, known)) for bound in (segment.start, segment.stop))
-            found += range(start, stop, segment.step)
+            found.append(range(start, stop, segment.step))
     return found
 
 

@@ -30,8 +30,8 @@ from attndsl.backends.device.records import (
 )
 from attndsl.backends.hopper import dialect as tl
 from attndsl.backends.hopper.library import (
-    add_to_sums, await_turn, count_turn, count_up, multiply, pack_fields, partial_row_sums, pin_before_wait, places_of,
-    read_field, release, signal_p, slot_of, sync_consumers, wait_for_p,
+    add_to_sums, await_turn, count_turn, count_up, multiply, pack_fields, partial_row_sums,
+    pin_before_wait, places_of, read_field, release, signal_p, slot_of, sync_consumers, wait_for_p,
 )
 from attndsl.backends.hopper.records import (
     BackwardMemory, BackwardResults, Call, Kept, KeyRows, KeySums, Parts, Ring, Work,
