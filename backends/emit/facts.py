@@ -159,6 +159,8 @@ class KernelFacts:
     """Whether the backward stores the gradient of each score (``Wants.stores_ds``)."""
     adds_diagonals: bool = False
     """Whether a Hopper backward adds up the gradients of scores along diagonals."""
+    takes_turns: bool = False
+    """Whether a Hopper backward adds to sums of dQ in a fixed order (``features/turns.py``)."""
     narrow_rows: bool = False
     """Whether the rows of a call fill smaller work tiles of a Hopper forward better."""
     wide_out: bool = False
@@ -289,8 +291,8 @@ def for_lists(facts: KernelFacts) -> KernelFacts:
     """``facts`` for kernels that find tiles, of which one module serves all kernels of a call."""
     return replace(
         facts, tensor_gradients=(), param_gradients=(), moving_operands="", moving_captures=(),
-        pair_tiles=(), stores_ds=False, adds_diagonals=False, narrow_rows=False, wide_out=False,
-        wide_gradients=False, packed_heads=False, pages=None,
+        pair_tiles=(), stores_ds=False, adds_diagonals=False, takes_turns=False, narrow_rows=False,
+        wide_out=False, wide_gradients=False, packed_heads=False, pages=None,
     )  # fmt: skip
 
 

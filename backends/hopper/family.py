@@ -122,6 +122,7 @@ class Hopper:
         facts = facts_of(lowered.program, call, *(() if grad_out is None else (grad_out,)))
         if wanted is not None:
             facts = with_diagonals(with_gradients(facts, wanted), lowered, call)
+            facts = replace(facts, takes_turns=call.deterministic)
         if task is Task.FORWARD and widest(facts) == 64 and has_narrow_rows(call.q.shape[2]):
             facts = replace(facts, narrow_rows=True)
         (kernel,) = kernels_of(self, task)
@@ -202,7 +203,7 @@ class Hopper:
     ) -> None:  # fmt: skip
         views, of, orders = layout.views, self._maps.of, layout.orders
         name, stream, stored_ds = "backward_kv", stream_of(call.q.device), buffers.stored_ds
-        sums = (buffers.columns, buffers.factors, buffers.distances)
+        sums = (buffers.columns, buffers.factors, buffers.distances, buffers.turns)
         layout.launches[name].run(
             layout.programs, stream,
             [
@@ -263,6 +264,8 @@ class _Buffers(NamedTuple):
     stored_ds: StoredDS | None
     distances: torch.Tensor | None
     """See :func:`.distances.empty_sums`."""
+    turns: torch.Tensor | None
+    """(batch, heads, query tiles) int32, zeros: how many work tiles have added to sums of dQ."""
 
 
 def _buffers(layout: HopperLayout, call: Call, backward: Backward) -> _Buffers:
@@ -283,6 +286,9 @@ def _buffers(layout: HopperLayout, call: Call, backward: Backward) -> _Buffers:
         factors=lse.new_empty((batch, heads, 2 * kv_tiles)) if learned.factor else None,
         stored_ds=empty_ds(call, config) if wanted.stores_ds else None,
         distances=empty_sums(call, config) if layout.facts.adds_diagonals else None,
+        turns=lse.new_zeros((batch, heads, -(-q_len // config.block_m)), dtype=torch.int32)
+        if layout.facts.takes_turns
+        else None,
     )
 
 

@@ -84,7 +84,7 @@ def layout_of(
         launches=launches,
         views=views,
         programs=_programs(job, layout, call, config),
-        drawn=is_drawn(job.lowered, config),
+        drawn=is_drawn(job.lowered, layout.facts, config),
         copied=tuple(copied),
     )
     if Task.BACKWARD not in kernel.tasks:

@@ -170,6 +170,11 @@ class Job:
         facts = self.facts
         if self.kernel.loop is None:
             return LoopPlan()
+        if facts.takes_turns:
+            return self.lowered.sparsity.loop_in_turn(
+                self.kernel.loop, config.block_m, config.block_n, facts.shifted, facts.indexed,
+                facts.wide, config.peeled,
+            )  # fmt: skip
         return self.lowered.sparsity.loop(
             self.kernel.loop, config.block_m, config.block_n, facts.shifted, facts.indexed,
             facts.wide, bounded=facts.pages is not None,
