@@ -51,6 +51,7 @@ class Slots(NamedTuple):
     """How many requests of a step may have many queries, and how their calls hold them."""
 
     capacity: int
+    """The most such requests."""
     together: int
     """Slots of one call."""
     rows: int
