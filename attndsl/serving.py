@@ -235,14 +235,17 @@ class Serving(Compiled):
             runs = tuple(runs_by_values(starts, cache))
         depends = is_looked_at or runs is not None or found is not None
         return ServingPlan(
-            tokens, most_queries, most_chunks, self._lowered.digest, held, cache.page_size, runs,
-            found, versions_of(held) if depends else None, in_capture(device),
+            tokens, most_queries, most_chunks, self._lowered.digest, held,
+            (cache.k_pages.shape[0], cache.page_size), runs, found,
+            versions_of(held) if depends else None, in_capture(device),
         )  # fmt: skip
 
     def _serve_planned(
         self, request: Request, given: Captures, plan: ServingPlan
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Output and log-sum-exp of a layer of a plan."""
+        if not isinstance(request.q, torch.Tensor) or not isinstance(request.cache, PagedCache):
+            check_queries(request)
         plan.check(self._lowered.digest, request)
         layers, key = plan.layers, key_of_layer(request, given, self._dims)
         layer = None if key is None else layers.get(key)

@@ -51,6 +51,7 @@ class Slots(NamedTuple):
     """How many requests of a step may have many queries, and how their calls hold them."""
 
     capacity: int
+    """The most such requests."""
     together: int
     """Slots of one call."""
     rows: int
@@ -136,16 +137,16 @@ def found_chunks(
     return found
 
 
-def example_operands(slots: Slots, pages: Pages, room: int) -> tuple[torch.Tensor, ...]:
+def example_operands(
+    slots: Slots, pages: Pages, room: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """q, k and v with the shapes of those of a call of slots; nothing is read of them."""
     q, k, v = pages.q, pages.k, pages.v
-    shapes = (
-        (q.shape[1], slots.rows, q.shape[2]),
-        *((k.shape[2], room, x.shape[3]) for x in (k, v)),
-    )
-    return tuple(
-        q.new_empty((1, 1, 1, width)).expand(slots.together, heads, length, width)
-        for heads, length, width in shapes
+    rows, keys, values = (q.new_empty((1, 1, 1, x.shape[-1])) for x in (q, k, v))
+    return (
+        rows.expand(slots.together, q.shape[1], slots.rows, -1),
+        keys.expand(slots.together, k.shape[2], room, -1),
+        values.expand(slots.together, k.shape[2], room, -1),
     )
 
 

@@ -116,7 +116,8 @@ class ServingPlan:
     """Digest of the program."""
     held: tuple[torch.Tensor | None, ...]
     """Table, lengths, starts and ``q_index``."""
-    page_size: int
+    pages: tuple[int, int]
+    """Their number, which page numbers were held to, and the size of one."""
     runs: tuple[Run, ...] | None
     """Of calls of gathered keys, where the host has read the numbers of queries."""
     found: torch.Tensor | None
@@ -147,11 +148,18 @@ class ServingPlan:
         for name, own, other in zip(HELD, self.held, given, strict=True):
             if own is not other and not _is_same(own, other):
                 raise ArgumentError(f"the plan was made for another {name}", hint=_HINT)
-        if cache.page_size != self.page_size:
+        count, size = self.pages
+        if cache.page_size != size:
             raise ArgumentError(
-                f"the plan was made for pages of {self.page_size}, and the cache has pages of "
+                f"the plan was made for pages of {size}, and the cache has pages of "
                 f"{cache.page_size}",
                 hint="layers with pages of another size have a plan of their own",
+            )
+        if cache.k_pages.shape[0] < count:
+            raise ArgumentError(
+                f"the plan was made for a pool of {count} pages, and the cache has "
+                f"{cache.k_pages.shape[0]}",
+                hint="make the plan of the cache with the fewest pages",
             )
         if request.q.dim() == 3 and request.q.shape[0] != self.tokens:
             raise ShapeError(
@@ -169,11 +177,14 @@ class ServingPlan:
             raise ArgumentError(
                 "table, lengths, starts or q_index have changed since the plan was made", hint=_HINT
             )
-        if self.found is not None and not self.in_graph and in_capture(self.found.device):
+        if self.found is not None and self.in_graph != in_capture(self.found.device):
+            where = (
+                "within a CUDA graph, whose replays make it"
+                if self.in_graph
+                else "outside of the CUDA graph that is captured: replays would not make it again"
+            )
             raise ArgumentError(
-                "the plan was made outside of the CUDA graph that is captured: replays would not "
-                "make it again",
-                hint="call attn.plan within the graph",
+                f"the plan was made {where}", hint="call attn.plan where its layers are called"
             )
 
 

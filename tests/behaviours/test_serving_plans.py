@@ -127,6 +127,10 @@ def test_what_a_plan_was_not_made_for(device, backend):
     refused(
         "pages of 4, and the cache has pages of 2", q, PagedCache(*halves, table, lengths), starts
     )
+    fewer = PagedCache(k[:-1], v[:-1], table, lengths)
+    refused("pool of .* pages, and the cache has", q, fewer, starts)
+    refused("q is no tensor", 3, cache, starts, kind=ShapeError)
+    refused("cache is a int", q, 3, starts)
     with pytest.raises(ArgumentError, match="plan is a int"):
         attention.serve(q, cache, starts, plan=3)
     # The same memory under another name is the same step.

@@ -198,3 +198,19 @@ def test_bits_and_graphs(text):
     starts.copy_(torch.tensor((0, 300, 301, 551)))
     graph.replay()
     assert torch.equal(again, attention.serve(q, cache, starts, most_queries=512))
+
+
+@pytest.mark.gpu
+def test_chunks_that_end_on_tiles_of_rows():
+    """A prompt has the same bits at once and in chunks that end on tiles of all kernels' rows."""
+    shape = Shape(heads=8, kv_heads=2, dim=128, value_dim=128, page=16, dtype=torch.bfloat16)
+    attention = attndsl.compile("causal()", backend="decode")
+    q, cache, starts = on("cuda", make_step((1152,), (1152,), shape))
+    whole = attention.serve(q, cache, starts, most_queries=1152)
+    for first, last in ((0, 384), (384, 1152)):
+        own = attndsl.PagedCache(
+            cache.k_pages, cache.v_pages, cache.table, torch.tensor([last], device="cuda")
+        )
+        ends = torch.tensor([0, last - first], device="cuda")
+        found = attention.serve(q[first:last].contiguous(), own, ends, most_queries=1152)
+        assert torch.equal(found, whole[first:last])
