@@ -17,7 +17,8 @@ says, once for each direction. So a ratio compares a program with ``full``, and 
 
 ``ratio`` is measured over predicted. Above 1.3 a program costs more than its operations and tiles
 say: the script lists these. What the model leaves out may be the reason: kernels that gradients of
-captures need beside the usual ones, dropout's numbers, lists of tiles, loads from memory.
+captures need beside the usual ones, dropout's numbers, lists of tiles, loads from memory, or
+``kernels`` of another family than those of ``full``.
 
 Kernels are compiled first, by several processes side by side. On a CPU the script runs too, for
 tests: there the times say nothing about kernels.
@@ -27,7 +28,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import os
+import re
 import statistics
 import subprocess
 import sys
@@ -227,11 +230,27 @@ def instructions_of(found: Made, direction: str) -> tuple[int, int]:
     return max(0, work_of_pair(lowered, facts, direction == "backward") - mask), mask
 
 
+class Families(logging.Handler):
+    """Hears from the log which family's kernels run a direction."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.INFO)
+        self.found: dict[str, str] = {}
+        log = logging.getLogger("attndsl")
+        log.setLevel(logging.INFO)
+        log.addHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Keep what a line says."""
+        if told := re.search(r": (forward|backward) by (\w+) kernels", record.getMessage()):
+            self.found[told[1]] = told[2]
+
+
 def measure(cell: worker.Cell, tiny: bool) -> worker.Found:
     """Milliseconds of a case's forward and backward, and the model's terms of both."""
     import torch
 
-    device = device_of(tiny)
+    device, families = device_of(tiny), Families()
     (case,) = (case for case in CASES if case.name == cell["case"])
     own = made(case, device)
     inputs = [*own.operands, *own.learned]
@@ -249,6 +268,8 @@ def measure(cell: worker.Cell, tiny: bool) -> worker.Found:
     for name, run in zip(DIRECTIONS, (forward, backward), strict=True):
         found[name] = work_of(own, name, device)._asdict()
         found[name]["ms"] = milliseconds(run, cell["rounds"], device)
+        found[name]["kernels"] = families.found.get(name)
+    logging.getLogger("attndsl").removeHandler(families)
     return found
 
 
@@ -334,7 +355,7 @@ def outliers(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     over = [row for row in rows if row.get("ratio", 0.0) > OUTLIER]
     return [
         f"{row['case']}, {row['direction']}: {row['ms']:.3f} ms, {row['ratio']:.2f} times"
-        f" the predicted {row['predicted_ms']:.3f}"
+        f" the predicted {row['predicted_ms']:.3f}, by {row.get('kernels')} kernels"
         for row in sorted(over, key=lambda row: -row["ratio"])
     ]
 
@@ -381,7 +402,7 @@ def main() -> int:
             common.write("costs", device, rows_of(found), options.output)
     rows = rows_of(found)
     common.print_table(
-        rows, ["case", "direction", "ms", "predicted_ms", "ratio", "program", "mask"]
+        rows, ["case", "direction", "kernels", "ms", "predicted_ms", "ratio", "program", "mask"]
     )
     print(*(outliers(rows) or [f"nothing above {OUTLIER}"]), sep="\n")
     return int(any("why" in row for row in rows))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import sys
 from pathlib import Path
 
@@ -48,6 +49,17 @@ def test_every_case_can_be_made_in_more_batch_entries(costs):
     for name in ("documents", "offsets of entries", "padded bias", "learned dropout", "value dim"):
         found = costs.made(case_of(costs, name), costs.Device("cpu", 4, 1e6))
         assert found.call().shape[0] == 4
+
+
+def test_the_log_says_which_kernels_run(costs):
+    log = logging.getLogger("attndsl")
+    before = log.level
+    families = costs.Families()
+    log.info("%s", "causal(): forward by hopper kernels")
+    log.info("%s", "causal(): backward by triton kernels; no hopper kernels: none for it")
+    log.removeHandler(families)
+    log.setLevel(before)
+    assert families.found == {"forward": "hopper", "backward": "triton"}
 
 
 def told(ms, ideal):
