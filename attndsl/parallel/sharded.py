@@ -314,6 +314,7 @@ def _added_where_made(
             found[part.row] = some
         if turn is waiting:
             sums.send(like)
+    fetch.end()
     return found, grad_q, sums.returned(like)
 
 
