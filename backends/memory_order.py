@@ -177,7 +177,7 @@ def is_window(tensor: torch.Tensor, order: MemoryOrder) -> bool:
     steps = tensor.stride()
     return (
         tensor.shape == order.shape and steps[2:] == order.strides[2:]
-        and all(step >= 0 and step % order.shape[3] == 0 for step in steps[:2])
+        and all(step > 0 and step % order.shape[3] == 0 for step in steps[:2])
         and tensor.data_ptr() % _ALIGNED == 0
     )  # fmt: skip
 

@@ -307,8 +307,10 @@ def run(arguments: argparse.Namespace) -> None:
     """Measure part by part; what takes too long, or fails, is a row that says so."""
     output = Path(arguments.output)
     rows: list[dict[str, Any]] = []
+    gpus = torch.cuda.device_count()
     head = {
-        "benchmark": "scaling", "machine": machine("cuda" if torch.cuda.is_available() else "cpu"),
+        "benchmark": "scaling",
+        "machine": f"{gpus} x {machine('cuda')}" if gpus else machine("cpu"),
         "date": datetime.date.today().isoformat(), "versions": versions(),
     }  # fmt: skip
     ended = time.monotonic() + arguments.limit

@@ -209,8 +209,9 @@ def _put_together(
     kind = job.options["out_dtype"] or q.dtype
     out, lses = empty_like(q, fetch.value_dim, kind), {}
     for part in sorted(job.table.parts, key=_waits):
+        keys, values = fetch.of(part)
         lses[part.row] = job.attention.put(
-            q.narrow(2, part.row, part.rows), *fetch.of(part), out.narrow(2, part.row, part.rows),
+            q.narrow(2, part.row, part.rows), keys, values, out.narrow(2, part.row, part.rows),
             captures=job.captures(captured, part), **job.places(part),
         )  # fmt: skip
     if not job.has_lse:
@@ -314,13 +315,14 @@ def _added_where_made(
             found[part.row] = some
         if turn is waiting:
             sums.send(like)
+    fetch.end()
     return found, grad_q, sums.returned(like)
 
 
 def _added_in_one_buffer(
     job: Job,
     rows: Sequence[torch.Tensor | None],
-    operands: Sequence[torch.Tensor],
+    operands: tuple[torch.Tensor, torch.Tensor],
     captured: Sequence[torch.Tensor],
     names: Sequence[str],
 ) -> tuple[dict[int, Any], torch.Tensor, list[torch.Tensor]]:

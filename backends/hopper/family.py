@@ -126,7 +126,8 @@ class Hopper:
         facts = facts_of(lowered.program, call, *(() if grad_out is None else (grad_out,)))
         if wanted is not None:
             facts = with_diagonals(with_gradients(facts, wanted), lowered, call)
-            facts = replace(facts, narrow_dq=_is_narrow(call), takes_turns=call.deterministic)
+            narrow = wanted.wide and _is_narrow(call)
+            facts = replace(facts, narrow_dq=narrow, takes_turns=call.deterministic)
         if task is Task.FORWARD and widest(facts) == 64 and has_narrow_rows(call.q.shape[2]):
             facts = replace(facts, narrow_rows=True)
         (kernel,) = kernels_of(self, task)
@@ -341,7 +342,7 @@ def _dq(layout: HopperLayout, call: Call, buffers: _Buffers, stream: int) -> tor
 
 
 def _is_narrow(call: Call) -> bool:
-    """Whether dQ has room in q's dtype, whatever that of other gradients is."""
+    """Whether dQ has room in q's dtype."""
     order = memory_order(call.q, call.q.shape[3])
     return given_room(call, order, call.q.dtype) is not None
 

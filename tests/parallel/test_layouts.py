@@ -141,6 +141,11 @@ def test_layers_are_balanced_together():
     assert cost[0] < cost[1]
 
 
+def test_a_call_takes_no_less_than_no_time():
+    with pytest.raises(ArgumentError, match="call is -1"):
+        Machine(call=-1)
+
+
 def test_there_is_no_other_layout():
     with pytest.raises(ArgumentError, match="no layout 'zigzag'"):
         choose_layout("zigzag", 64, 2, [])
