@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from types import CodeType
+from typing import TYPE_CHECKING, Any
 
 import triton.language as tl
 from triton.runtime import interpreter
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from types import ModuleType
+    from types import FunctionType, ModuleType
+
+    import numpy as np
 
 
 def hasten() -> None:
     """Change the interpreter of this process."""
     _leave_out_unread_checks()
+    _look_up_dtypes_once()
+    _rewrite_equal_functions_once()
     # Versions of Triton whose launches have no scope never end what a call put there.
     if hasattr(interpreter, "_LangPatchScope"):
         _patch_once_a_launch()
@@ -27,6 +33,63 @@ def _leave_out_unread_checks() -> None:
     builder = interpreter.interpreter_builder
     if not builder.options.debug:
         builder.options = replace(builder.options, sanitize_overflow=False)
+
+
+def _look_up_dtypes_once() -> None:
+    """No table of all dtypes for each operand."""
+    find = interpreter._get_np_dtype
+    known: dict[str, np.dtype[Any]] = {}
+
+    def once(kind: tl.dtype) -> np.dtype[Any]:
+        scalar = kind.scalar
+        if isinstance(scalar, tl.pointer_type):
+            return find(kind)
+        if scalar.name not in known:
+            known[scalar.name] = find(kind)
+        return known[scalar.name]
+
+    interpreter._get_np_dtype = once
+
+
+def _rewrite_equal_functions_once() -> None:
+    """Parse a function's text once, however many generated modules have it.
+
+    The interpreter reads, parses and rewrites each function of each module. Many modules have many
+    functions alike. Each is still compiled by itself, with its own file and lines.
+    """
+    rewriter = interpreter.FunctionRewriter
+    rewrite, transform = rewriter.rewrite_ast, rewriter._transform_ast
+    known: dict[tuple[object, ...], tuple[ast.AST, int]] = {}
+
+    def transform_and_keep(self: Any, src: str) -> ast.AST:
+        tree = transform(self, src)
+        known[_content(self.fn)] = tree, self.fn.__code__.co_firstlineno
+        return tree
+
+    def rewrite_once(self: Any) -> Callable:
+        code, content = self.fn.__code__, _content(self.fn)
+        if content not in known:
+            return rewrite(self)
+        tree, line = known[content]
+        ast.increment_lineno(tree, code.co_firstlineno - line)
+        known[content] = tree, code.co_firstlineno
+        self.filename = code.co_filename
+        return self._compile_and_exec(tree)
+
+    rewriter.rewrite_ast, rewriter._transform_ast = rewrite_once, transform_and_keep
+
+
+def _content(function: FunctionType) -> tuple[object, ...]:
+    """What functions of equal texts have alike, and others have not."""
+    code = function.__code__
+    # Functions within another have a place of their own: those with some are like no other.
+    nests = any(isinstance(each, CodeType) for each in code.co_consts)
+    return (
+        code.co_code, code.co_names, code.co_varnames, code.co_name, code.co_linetable,
+        # 0, 0.0 and False are equal, and their texts are not.
+        repr(code.co_consts), repr(function.__annotations__), repr(function.__defaults__),
+        id(code) if nests else 0,
+    )  # fmt: skip
 
 
 def _patch_once_a_launch() -> None:
