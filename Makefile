@@ -8,7 +8,7 @@ STAMP := $(VENV)/.installed
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint docs fuzz bench kernel-diff clean
+.PHONY: help setup demo test test-gpu lint docs fuzz bench kernel-diff clean
 
 help: ## Show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -18,8 +18,12 @@ setup: $(STAMP) ## Make the virtual environment and install the project into it
 demo: $(STAMP) ## Train a small character model whose attention is a text program (about 2 minutes)
 	$(BIN)/python examples/char_model/train.py $(DEMO)
 
+# Without bytecode each process compiles the package and rewrites all tests anew.
 test: $(STAMP) ## Run the tests
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(TESTS)
+	env -u PYTHONDONTWRITEBYTECODE OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(TESTS)
+
+test-gpu: $(STAMP) ## Run the tests that need a GPU, on all there are (GPU="--minutes 9 --continue FILE")
+	$(BIN)/python tools/gpu_tests.py $(GPU)
 
 # mypy cannot follow the mapping of backends/ and grammar/ into the package, so it reads a copy
 # as it would be installed.

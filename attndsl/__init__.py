@@ -24,13 +24,14 @@ if TYPE_CHECKING:
     from attndsl.merging import merge
     from attndsl.runtime.backward import Gradients
     from attndsl.runtime.paged import PagedCache
+    from attndsl.runtime.plans import ServingPlan
     from attndsl.tilemap import TileMap
     from attndsl.torch_api.sdpa import scaled_dot_product_attention
 
 __version__ = "0.1.0"
 __all__ = [
-    "Attention", "AttnDSLError", "Gradients", "PagedCache", "TileMap", "compare", "compat",
-    "compile", "errors", "flex", "join", "layout", "load", "merge", "nn", "parallel",
+    "Attention", "AttnDSLError", "Gradients", "PagedCache", "ServingPlan", "TileMap", "compare",
+    "compat", "compile", "errors", "flex", "join", "layout", "load", "merge", "nn", "parallel",
     "scaled_dot_product_attention", "tensor", "trace", "verify",
 ]  # fmt: skip
 
@@ -45,6 +46,7 @@ _HOMES = {
     "load_ipython_extension": "attndsl.notebook",
     "merge": "attndsl.merging",
     "PagedCache": "attndsl.runtime.paged",
+    "ServingPlan": "attndsl.runtime.plans",
     "TileMap": "attndsl.tilemap",
     "scaled_dot_product_attention": "attndsl.torch_api.sdpa",
     "tensor": "attndsl.frontend.declare",

@@ -2,31 +2,63 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from attndsl.backends.base import ReadsPages, Signature
+from attndsl.backends.base import NONE, ReadsPages, Signature
 from attndsl.compiled import Compiled
 from attndsl.errors import (
     ArgumentError,
     AttnDSLError,
-    DeviceError,
-    DTypeError,
-    ShapeError,
     UnsupportedError,
 )
 from attndsl.logs import tell_once
-from attndsl.passes.widths import POSITION_LIMIT
 from attndsl.runtime.appending import FP8
-from attndsl.runtime.arguments import FLOATS, is_wide, rows_contiguous
+from attndsl.runtime.arguments import is_wide, rows_contiguous
 from attndsl.runtime.autograd import attend
 from attndsl.runtime.bind import CallOptions, bind
+from attndsl.runtime.chunks import (
+    MOST_FEW,
+    Chunked,
+    capacity_of,
+    empty_slots,
+    example_operands,
+    found_chunks,
+    has_formulas,
+    location_of_slots,
+    slots_of,
+)
+from attndsl.runtime.dispatch import backend_of, choose_backend, tell_choice
 from attndsl.runtime.location import Location
-from attndsl.runtime.packed import Run, Step, keys_of_run, location_of, queries_of, runs_of, store
-from attndsl.runtime.paged import PagedCache, check_starts, looks_at_values
+from attndsl.runtime.packed import (
+    Run,
+    Step,
+    keys_of_run,
+    location_of,
+    queries_of,
+    runs_by_values,
+    runs_of,
+    store,
+)
+from attndsl.runtime.paged import PagedCache, looks_at_values
+from attndsl.runtime.parts import terms_of
+from attndsl.runtime.plans import (
+    ServingPlan,
+    held_by,
+    in_capture,
+    key_of_layer,
+    layer_of,
+    versions_of,
+)
 from attndsl.runtime.programs import point_into, pointing_into
+from attndsl.runtime.step_checks import (
+    PackedQueries,
+    check_queries,
+    check_step,
+    check_step_values,
+    packed_queries,
+)
 from attndsl.runtime.steps import (
     Prepared,
     Request,
@@ -78,6 +110,8 @@ class Serving(Compiled):
         *,
         q_index: torch.Tensor | None = None,
         most_queries: int | None = None,
+        most_chunks: int | None = None,
+        plan: ServingPlan | None = None,
         scale: float | None = None,
         return_lse: bool = False,
         out_dtype: torch.dtype | None = None,
@@ -104,6 +138,10 @@ class Serving(Compiled):
             most_queries: The most tokens of a request: a capacity, so that lengths are not read on
                 the host to make the call. On other devices than CPUs it is by default the number of
                 all tokens.
+            most_chunks: The most requests with more than 64 tokens, another capacity. Of these each
+                has room for a copy of its keys, and kernels of its own that end at once where it is
+                not there. By default it is as many as the tokens allow.
+            plan: What :meth:`plan` made of this step. It brings both capacities.
             scale: Factor of ``q . k`` in the raw score; 1 / sqrt(D) by default.
             return_lse: Whether to return the log-sum-exp of each row too.
             out_dtype: dtype of the output: q's by default, or ``torch.float32``.
@@ -127,52 +165,146 @@ class Serving(Compiled):
                 ``torch.compile``.
         """
         _refuse_graphs()
+        if plan is not None:
+            if not isinstance(plan, ServingPlan):
+                raise ArgumentError(
+                    f"plan is a {type(plan).__name__}", hint="pass what attn.plan(...) returned"
+                )
+            most_queries = plan.most_queries if most_queries is None else most_queries
+            most_chunks = plan.most_chunks if most_chunks is None else most_chunks
         request = Request(
-            q, cache, starts, q_index, (most_queries, heads, kv_heads, h_offset), scale,
-            (out_dtype, bool(return_lse)),
+            q, cache, starts, q_index, (most_queries, most_chunks, heads, kv_heads, h_offset),
+            scale, (out_dtype, bool(return_lse)),
         )  # fmt: skip
         given: Captures = self._given(captures, named)
+        if plan is None:
+            found = self._serve(request, given, None)
+        else:
+            found = self._serve_planned(request, given, plan)
+        return found if return_lse else found[0]
+
+    def plan(
+        self,
+        cache: PagedCache,
+        starts: torch.Tensor,
+        tokens: int,
+        *,
+        q_index: torch.Tensor | None = None,
+        most_queries: int | None = None,
+        most_chunks: int | None = None,
+    ) -> ServingPlan:
+        """What the layers of one step share, made once: their calls get it as ``plan``.
+
+        The layers run this program. Their caches have pages of one size, and one table and lengths.
+        The numbers are those of :meth:`serve`. Values of the step are looked at here and not by
+        each layer, where calls look at values. Requests with more than 64 queries are found here,
+        by one kernel. A layer's call that looks like one before skips most checks.
+
+        Args:
+            cache: Of any layer.
+            starts: (batch + 1,) ints, on the device of the cache.
+            tokens: Rows of the packed queries.
+            q_index: As of :meth:`serve`.
+            most_queries: As of :meth:`serve`.
+            most_chunks: As of :meth:`serve`.
+
+        Raises:
+            ShapeError, DTypeError, DeviceError, ArgumentError: As of :meth:`serve`.
+            BackendError: The program's backend cannot run on the device.
+        """
+        _refuse_graphs()
+        step = PackedQueries(cache, starts, tokens, q_index, (most_queries, most_chunks))
+        check_step(step)
+        device, held = cache.table.device, held_by(cache, starts, q_index)
+        is_looked_at = self._checked or looks_at_values(device)
+        if is_looked_at:
+            check_step_values(step)
+        most = most_queries
+        if self._checked:
+            most = None
+        elif most is None and device.type != "cpu":
+            most = tokens
+        runs = found = None
+        if self._backend == READS_PAGES and not self._checked:
+            choose_backend(self._backend, device, False, cache.k_pages.dtype)
+            capacity = capacity_of(tokens, cache.batch, most, most_chunks)
+            if capacity and most and cache.room:
+                numbers = (tokens, cache.room, most)
+                found = found_chunks(starts, cache.lengths, capacity, numbers)
+        if most is None:
+            runs = tuple(runs_by_values(starts, cache))
+        depends = is_looked_at or runs is not None or found is not None
+        return ServingPlan(
+            tokens, most_queries, most_chunks, self._lowered.digest, held, cache.page_size, runs,
+            found, versions_of(held) if depends else None, in_capture(device),
+        )  # fmt: skip
+
+    def _serve_planned(
+        self, request: Request, given: Captures, plan: ServingPlan
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Output and log-sum-exp of a layer of a plan."""
+        plan.check(self._lowered.digest, request)
+        layers, key = plan.layers, key_of_layer(request, given, self._dims)
+        layer = None if key is None else layers.get(key)
+        if layer is None:
+            found = self._serve(request, given, plan)
+            step = key_of_step(request, given, self._dims, self._by_token)
+            prepared = None if key is None or step is None else self._steps.get(step)
+            if key is not None and prepared is not None:
+                layers[key] = layer_of(prepared, request, given)
+            return found
+        _check_forward((request.q, *_held(request.cache), *given.values()))
+        try:
+            return layer.run(request, given, plan.found)
+        except AttnDSLError as error:
+            point_into(error, self._source)
+            raise
+
+    def _serve(
+        self, request: Request, given: Captures, plan: ServingPlan | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Output and log-sum-exp of a step whose signature may be known."""
+        q, cache = request.q, request.cache
         key = None
         if self._backend == READS_PAGES and not self._checked:
             key = key_of_step(request, given, self._dims, self._by_token)
         prepared = None if key is None else self._steps.get(key)
         if prepared is None:
-            found = self._serve_anew(request, given, key)
-        else:
-            _check_forward((q, *_held(cache), *given.values()))
-            if looks_at_values(q.device):
-                _check_values(request)
-            try:
-                found = prepared.run(request, given)
-            except AttnDSLError as error:  # A context manager would take a microsecond.
-                point_into(error, self._source)
-                raise
-        return found if return_lse else found[0]
+            return self._serve_anew(request, given, key, plan)
+        _check_forward((q, *_held(cache), *given.values()))
+        if plan is None and looks_at_values(q.device):
+            check_step_values(packed_queries(request))
+        try:
+            return prepared.run(request, given, None if plan is None else plan.found)
+        except AttnDSLError as error:  # A context manager would take a microsecond.
+            point_into(error, self._source)
+            raise
 
     def _serve_anew(
-        self, request: Request, given: Captures, key: tuple[object, ...] | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self, request: Request, given: Captures, key: tuple[object, ...] | None,
+        plan: ServingPlan | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
         """Output and log-sum-exp of a step that is checked in full; ``key`` is its signature."""
         q, cache, starts, q_index, numbers, scale, (out_dtype, return_lse) = request
         most_queries: Any = numbers[0]
-        _check_queries(q, cache, starts, q_index, most_queries)
+        check_queries(request)
         _check_forward((q, *_held(cache), *given.values()))
         is_wide("out_dtype", out_dtype, q.dtype)
-        if self._checked or looks_at_values(q.device):
-            _check_values(request)
+        if plan is None and (self._checked or looks_at_values(q.device)):
+            check_step_values(packed_queries(request))
         if self._checked:
             # Rows that stand for no query may look up what is not there.
             most_queries = None
         elif most_queries is None and q.device.type != "cpu":
             most_queries = q.shape[0]
-        heads: Any = numbers[1:]
+        heads: Any = numbers[2:]
         dtype: Any = q.dtype if out_dtype is None else out_dtype
         of_heads = Location(heads=heads[0], kv_heads=heads[1], h_offset=heads[2])
         own, given = self._of_step(q, cache, given, of_heads)
         own._check_program(bool(return_lse))
         # Kernels read what is stored.
         q, given = q.detach().resolve_neg(), with_signs(given)
-        step = Step(q, starts, q_index, most_queries)
+        step = Step(q, starts, q_index, most_queries, None if plan is None else plan.runs)
         factor: Any = q.shape[2] ** -0.5 if scale is None else scale
         rest = _Rest(of_heads, factor, dtype)
         with torch.no_grad(), pointing_into(self._source):
@@ -183,7 +315,7 @@ class Serving(Compiled):
                 if len(self._steps) >= _MAX_SIGNATURES:
                     self._steps.clear()
                 self._steps[key] = prepared
-            return prepared.run(request._replace(q=q), given)
+            return prepared.run(request._replace(q=q), given, None if plan is None else plan.found)
 
     def _check_program(self, return_lse: bool) -> None:
         """Refuse programs that draw numbers, and those without what is asked for.
@@ -229,6 +361,9 @@ class Serving(Compiled):
         # Not less where there are fewer tokens: tiles, and so the bits, follow from it.
         most = step.most_queries
         q = rows_contiguous(step.q)
+        chunked = self._chunked(step._replace(q=q), request, given, rest)
+        if chunked is not None:
+            most = MOST_FEW
         kv_heads, value_dim = cache.k_pages.shape[2], cache.v_pages.shape[3]
         # Of q, k and v such a call tells sizes. What is read are the pages.
         queries, k, v = (
@@ -248,7 +383,36 @@ class Serving(Compiled):
             tell_once(f"{self.name}: keys are gathered: {reason}")
             return None
         call = call._replace(signature=Signature(self.name))
-        return prepared_step(backend, self._lowered, call, given)
+        return prepared_step(backend, self._lowered, call, given)._replace(chunked=chunked)
+
+    def _chunked(
+        self, step: Step, request: Request, given: Captures, rest: _Rest
+    ) -> Chunked | None:
+        """What runs requests with many queries; None where they are run as all others."""
+        cache, most_chunks = request.cache, request.numbers[1]
+        assert most_chunks is None or isinstance(most_chunks, int)
+        slots = slots_of(step, cache, most_chunks)
+        # Scales of fp8 belong to the program's score, which kernels that read pages give it.
+        if slots is None or cache.is_fp8 or not cache.room:
+            return None
+        pages = pages_of(request._replace(q=step.q), ())
+        # Values are those of no request. They are checked where a step's own are.
+        found = empty_slots(slots, step.q.device)
+        location = location_of_slots(slots, found, step, cache, rest.heads)
+        options = CallOptions(
+            rest.scale, out_dtype=None if rest.out_dtype is step.q.dtype else rest.out_dtype
+        )
+        operands = example_operands(slots, pages, cache.room)
+        call = bind(self._lowered.written, operands, given, location, options)
+        terms = terms_of(self._lowered, call)
+        if not has_formulas(terms.lowered):
+            tell_once(f"{self.name}: chunks are run as few queries: their tiles are in lists")
+            return None
+        backend, reason = backend_of(terms.lowered, "auto", step.q.device, False, step.q.dtype)
+        backend.check(terms.lowered, terms.applied(call))
+        tell_choice(self.name, call, backend, reason)
+        call = call._replace(signature=Signature(self.name), tensors=NONE, params=NONE)
+        return Chunked(slots, backend, terms, call)
 
     def _attend_step(
         self, step: Step, cache: PagedCache, given: Captures, rest: _Rest
@@ -312,79 +476,4 @@ def _check_forward(given: tuple[object, ...]) -> None:
         raise UnsupportedError(
             "an input requires grad, and serve is forward only",
             hint="call it within torch.no_grad(), or train with a dense call",
-        )
-
-
-def _check_queries(q: object, cache: object, starts: object, index: object, most: object) -> None:
-    """Refuse what does not go together, by types and shapes."""
-    if not isinstance(cache, PagedCache):
-        raise ArgumentError(
-            f"cache is a {type(cache).__name__}",
-            hint="pass attndsl.PagedCache(k_pages, v_pages, table, lengths)",
-        )
-    heads, dim = cache.k_pages.shape[2:]
-    hint = f"pass (tokens, heads, {dim}), where heads is a multiple of {heads}"
-    if not isinstance(q, torch.Tensor) or q.dim() != 3:
-        what = f"has shape {tuple(q.shape)}" if isinstance(q, torch.Tensor) else "is no tensor"
-        raise ShapeError(f"q {what}", hint=hint)
-    if q.shape[2] != dim or q.shape[1] == 0 or q.shape[1] % heads:
-        raise ShapeError(
-            f"q has shape {tuple(q.shape)}, and the pages have {heads} heads of dim {dim}",
-            hint=hint,
-        )
-    if q.dtype not in FLOATS or not (cache.is_fp8 or q.dtype is cache.k_pages.dtype):
-        raise DTypeError(
-            f"q is {q.dtype} and the pages are {cache.k_pages.dtype}",
-            hint="convert q to the pages' dtype, or store pages in q's or in fp8",
-        )
-    if q.device != cache.k_pages.device:
-        raise DeviceError(f"q is on {q.device}", hint="q.to(k_pages.device)")
-    check_starts(cache, starts)
-    if most is not None and (not isinstance(most, int) or isinstance(most, bool) or most < 0):
-        raise ArgumentError(f"most_queries is {most!r}", hint="pass an int, 0 or more")
-    if index is None:
-        return
-    tokens = q.shape[0]
-    if not isinstance(index, torch.Tensor) or index.dtype not in _INTS:
-        raise DTypeError("q_index is no int32 or int64 tensor", hint=f"pass ({tokens},) ints")
-    if tuple(index.shape) != (tokens,):
-        raise ShapeError(
-            f"q_index has shape {tuple(index.shape)}",
-            hint=f"it has one position a token: ({tokens},)",
-        )
-    if index.device != q.device:
-        raise DeviceError(f"q_index is on {index.device}", hint="q_index.to(q.device)")
-
-
-def _check_values(request: Request) -> None:
-    """Look at the values of a step, which may wait for the device.
-
-    Raises:
-        ArgumentError: Says which request is wrong, and why.
-    """
-    request.cache.validate(request.starts, request.q.shape[0])
-    most: Any = request.numbers[0]
-    _check_most(request.starts, most)
-    _check_positions(request.q_index)
-
-
-def _check_most(starts: torch.Tensor, most: int | None) -> None:
-    if most is None:
-        return
-    found = max((end - begin for begin, end in pairwise(starts.tolist())), default=0)
-    if found > most:
-        raise ArgumentError(
-            f"most_queries is {most}, and a request has {found} queries",
-            hint=f"pass {found} or more: it is a capacity",
-        )
-
-
-def _check_positions(index: torch.Tensor | None) -> None:
-    if index is None or not index.numel():
-        return
-    least, greatest = (int(x) for x in torch.aminmax(index))
-    if least <= -POSITION_LIMIT or greatest >= POSITION_LIMIT:
-        raise ArgumentError(
-            f"q_index has values from {least} to {greatest}",
-            hint=f"positions are below {POSITION_LIMIT} in size",
         )

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from attndsl.backends.base import check_meaning
+from attndsl.backends.dense.reference import check_meaning
 from attndsl.compiled import Compiled, taken
 from attndsl.errors import ArgumentError, UnsupportedError
 from attndsl.ir import reads_score

@@ -9,15 +9,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 import torch
 
 from attndsl.errors import UnsupportedError
-from attndsl.ir import reads_score
 from attndsl.passes.print_ir import short_form
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
 
-    from attndsl.ir import Node, Program
+    from attndsl.ir import Node
     from attndsl.pipeline import Lowered
+
+    from .requests import ChunkResults, Packed, Pages
 
 Scalar = bool | int | float
 
@@ -30,62 +31,6 @@ class TileKinds:
     """int8 (batch or 1, heads or 1, q tiles, kv tiles): 0 EMPTY, 1 PARTIAL, 2 FULL."""
     block_m: int
     block_n: int
-
-
-class Packed(NamedTuple):
-    """Where the queries of packed requests lie: a call's rows are theirs, with room for more."""
-
-    starts: torch.Tensor
-    """(B,) int: the token that is each request's row 0."""
-    tokens: int
-    """How many there are, those of no request included."""
-    room: int
-    """The most keys of a request: what ``q_len`` and ``kv_len`` are in the dims of tensors."""
-    positions: torch.Tensor | None
-    """(tokens,) int: logical positions, where they are not the request's last ones."""
-
-
-class Pages(NamedTuple):
-    """Packed queries, and keys and values in pages: see :class:`attndsl.PagedCache`."""
-
-    q: torch.Tensor
-    """(tokens, Hq, D)."""
-    starts: torch.Tensor
-    """(batch + 1,)."""
-    k: torch.Tensor
-    """(pages, size, Hkv, D)."""
-    v: torch.Tensor
-    table: torch.Tensor
-    lengths: torch.Tensor
-    k_scale: float | torch.Tensor | None
-    v_scale: float | torch.Tensor | None
-    made: tuple[tuple[str, str], ...] = ()
-    """Captures of the call that follow from ``starts`` and ``lengths``, by name, and which field of
-    :class:`Requests` each of them is. Their values in the call may be those of another step."""
-
-
-class Requests(NamedTuple):
-    """What programs read of the requests of a step: (batch,) ints each."""
-
-    first_query: torch.Tensor
-    """Position of the first query, as if all of a request's queries were its last positions."""
-    first_token: torch.Tensor
-    length: torch.Tensor
-    """Number of keys."""
-
-
-def requests_of(starts: torch.Tensor, lengths: torch.Tensor, tokens: int, room: int) -> Requests:
-    """The requests of a step. Values that nobody has looked at are cut to what can be.
-
-    Args:
-        starts: (batch + 1,) ints.
-        lengths: (batch,) ints.
-        tokens: Rows of q.
-        room: The most keys of a request.
-    """
-    length = lengths.long().clamp(0, room)
-    starts = starts.long().clamp(0, tokens)
-    return Requests(length - starts.diff(), starts[:-1], length)
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,11 +78,14 @@ class Draws:
 class Signature:
     """What calls of one signature share: that they do, and the program's name."""
 
-    __slots__ = ("name",)
+    __slots__ = ("name", "steps")
 
     def __init__(self, name: str) -> None:
         """Equal to itself alone."""
         self.name = name
+        self.steps: list[tuple[int, ...]] | None = None
+        """Strides of what a backward of such a call gets: of the call's tensors, of its output and
+        of its log-sum-exp. None before a call with gradients."""
 
 
 NONE: Mapping[str, Any] = MappingProxyType({})
@@ -208,25 +156,31 @@ class Call(NamedTuple):
         """Whether logical positions are looked up."""
         return self.q_index is not None or self.kv_index is not None
 
+    @property
+    def has_plain_positions(self) -> bool:
+        """Whether no tensor says where the rows are, nor by which numbers dropout draws."""
+        return (
+            self.q_index is None and self.kv_index is None and self.part is None
+            and type(self.q_offset) is int and type(self.kv_offset) is int
+            and type(self.seed) is int
+        )  # fmt: skip
+
     def flatten(self) -> tuple[Form, tuple[torch.Tensor, ...]]:
         """The call in two parts: what is no tensor, and its tensors in the order of :class:`Form`.
 
         A map of tiles stays with the former: nothing is computed from its elements but which tiles
         are left out.
         """
-        params = self.params
+        params, moved = self.params, not self.has_plain_positions
+        if not (self.tensors or params or moved):  # Most calls, where parts of microseconds count.
+            return Form(self.scale, self.sizes, (), (), params, (), (), self[3:]), self[:3]
         given: tuple[str, ...] = ()
         places: tuple[str, ...] = ()
         others: tuple[torch.Tensor, ...] = ()
         plain: tuple[Any, ...] = self[_FIRST_PLAIN:]
-        # Most calls have neither of the two, and a part of a microsecond counts.
         if params and (found := _tensors_among(params)):
             given, others, params = tuple(found), tuple(found.values()), _without(found, params)
-        if not (
-            self.q_index is None and self.kv_index is None and self.part is None
-            and type(self.q_offset) is int and type(self.kv_offset) is int
-            and type(self.seed) is int
-        ):  # fmt: skip
+        if moved:
             found, plain = _positions_apart(dict(zip(_PLAIN, plain, strict=True)))
             places, others = tuple(found), (*others, *found.values())
         form = Form(self.scale, self.sizes, tuple(self.tensors), given, params, places, plain)
@@ -276,6 +230,8 @@ class Form(NamedTuple):
     """Fields that are tensors, among offsets, indices, the seed and ``kv_lengths``."""
     plain: tuple[Any, ...]
     """The call's fields behind ``params``; None for those that are tensors."""
+    rest: tuple[Any, ...] | None = None
+    """The call's fields behind v, where none of them has tensors; ``plain`` is empty then."""
 
     @property
     def captures(self) -> tuple[str, ...]:
@@ -284,6 +240,8 @@ class Form(NamedTuple):
 
     def call(self, tensors: Sequence[torch.Tensor]) -> Call:
         """The call of ``tensors``, which are in the order that :meth:`Call.flatten` gives."""
+        if self.rest is not None:
+            return Call._make((*tensors, *self.rest))
         q, k, v, *rest = tensors
         plain, params, count = self.plain, self.params, len(self.tensors)
         if self.given:
@@ -303,27 +261,6 @@ class Form(NamedTuple):
 def name_of_call(lowered: Lowered, call: Call) -> str:
     """What profiles and logs call the program of ``call``."""
     return short_form(lowered) if call.signature is None else call.signature.name
-
-
-def check_meaning(program: Program) -> None:
-    """Refuse a sink beside ``weights``, and a dropout probability that scores decide.
-
-    Raises:
-        UnsupportedError: No backend could say what these mean.
-    """
-    p = program.dropout
-    if p is not None and reads_score(p):
-        raise UnsupportedError(
-            "the probability of 'dropout' depends on the score",
-            p.span,
-            "write it in terms of b, h, q, kv, params and tensors",
-        )
-    if program.sink is not None and program.weights is not None:
-        raise UnsupportedError(
-            "'sink' adds to the softmax denominator, and these 'weights' have none",
-            program.sink.span,
-            "drop the sink, or write weights = softmax(score)",
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -369,8 +306,7 @@ class StoredDS:
     have is nothing, and their gradients are zeros."""
 
 
-@dataclass(frozen=True, slots=True)
-class Gradients:
+class Gradients(NamedTuple):
     """Gradients, of the shape and dtype of what they are gradients of; None where not wanted.
 
     Those of q, k and v have their memory order too (see :mod:`.memory_order`), and are in fp32
@@ -380,8 +316,8 @@ class Gradients:
     q: torch.Tensor | None
     k: torch.Tensor | None
     v: torch.Tensor | None
-    tensors: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    params: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    tensors: Mapping[str, torch.Tensor] = NONE
+    params: Mapping[str, torch.Tensor] = NONE
     stored_ds: StoredDS | None = None
 
 
@@ -495,7 +431,7 @@ class ReadsPages(Protocol):
         """Why keys of ``pages`` have to be gathered for ``call``, or None."""
 
     def serve(
-        self, lowered: Lowered, call: Call, pages: Pages
+        self, lowered: Lowered, call: Call, pages: Pages, chunks: ChunkResults | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Output (tokens, Hq, Dv) and log-sum-exp (tokens, Hq), 0 and -inf for other tokens.
 
@@ -506,7 +442,20 @@ class ReadsPages(Protocol):
                 of ``pages`` agree in shape, strides and dtype too, but not in how many tokens
                 there are.
             pages: What is read.
+            chunks: Results of the requests with more queries than the call has rows, if they have
+                been computed. The results of all others are written into its tensors.
         """
+
+    def launch_of(self, lowered: Lowered, call: Call, pages: Pages) -> Any:
+        """What :meth:`launched` takes, for calls as :meth:`serve` has them.
+
+        It is good for calls whose tensors are aligned alike, and whose scales have one sign.
+        """
+
+    def launched(
+        self, launch: Any, lowered: Lowered, call: Call, pages: Pages, chunks: ChunkResults | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As :meth:`serve`, with what :meth:`launch_of` returned for the same signature."""
 
 
 @runtime_checkable

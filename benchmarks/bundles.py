@@ -5,8 +5,9 @@
 ``attndsl build`` makes the bundle elsewhere, for this GPU, this Triton and the same sources. Each
 program runs in fresh processes, whose caches (attndsl's and Triton's) are empty: with the bundle
 and without it. Seconds go from torch and the CUDA context, which are there, to the output and to
-the gradients, with the import of attndsl and of Triton. ``compiled`` counts the kernels that Triton
-compiled and what a C compiler made. Outputs and gradients are held to the reference backend.
+the gradients. The first include the import of attndsl and of Triton and the loading of the program,
+which are also given alone. ``compiled`` counts the kernels that Triton compiled and what a C
+compiler made. Outputs and gradients are held to the reference backend.
 
 Exit status: 1 if a process with the bundle compiled anything, or a result is wrong.
 """
@@ -21,6 +22,8 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+
+import common
 
 CHILD = """
 import json, sys, time
@@ -37,6 +40,7 @@ torch.cuda.synchronize()
 begin = time.perf_counter()
 import attndsl
 import triton
+imports = time.perf_counter() - begin
 counts = {"kernels": 0, "libraries": 0}
 
 def counting(module, name, what):
@@ -49,6 +53,7 @@ def counting(module, name, what):
 counting(triton, "compile", "kernels")
 counting(triton.runtime.build, "_build", "libraries")
 attn = attndsl.load(given["file"], key=given["key"])[given["name"]]
+load = time.perf_counter() - begin - imports
 out = attn(q, k, v)
 torch.cuda.synchronize()
 forward = time.perf_counter() - begin
@@ -67,8 +72,8 @@ errors = [
     float((a.double() - b).abs().mean() / b.abs().mean().clamp_min(1e-12))
     for a, b in zip((out, *grads), (golden, *others))
 ]
-print(json.dumps({"forward": forward, "backward": backward, "compiled": compiled,
-                  "errors": errors, "card": torch.cuda.get_device_name(),
+print(json.dumps({"imports": imports, "load": load, "forward": forward, "backward": backward,
+                  "compiled": compiled, "errors": errors, "card": torch.cuda.get_device_name(),
                   "torch": torch.__version__, "triton": triton.__version__}))
 """
 MOST_ERROR = 0.02
@@ -100,6 +105,8 @@ def row(found: list[dict]) -> dict:
         return round(statistics.median(values), 3) if values else None
 
     return {
+        "imports_s": median("imports"),
+        "load_s": median("load"),
         "forward_s": median("forward"),
         "backward_s": median("backward"),
         "compiled": max(sum(x["compiled"].values()) for x in found),
@@ -125,7 +132,7 @@ def main() -> int:
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--no-backward", action="store_true")
     parser.add_argument("--runs", type=int, default=3)
-    parser.add_argument("--output", type=Path, help="a file for JSON")
+    parser.add_argument("--output", type=Path, help="result file")
     arguments = parser.parse_args()
 
     import torch
@@ -145,7 +152,8 @@ def main() -> int:
         }  # fmt: skip
         for what, path in (("bundle", bundle), ("compiled here", "")):
             found = row([run(given, path) for _ in range(arguments.runs)])
-            rows.append({"program": name, "with": what, **found})
+            rows.append({"program": name, "with": what, "shape": arguments.shape,
+                         "head_dim": arguments.head_dim, **found})  # fmt: skip
             failed |= found["error"] > MOST_ERROR or (what == "bundle" and found["compiled"] > 0)
             print(
                 f"{name:<16} {what:<14} forward {found['forward_s']} s, backward "
@@ -155,8 +163,7 @@ def main() -> int:
                 sep="\n    ",
                 flush=True,
             )
-    if arguments.output is not None:
-        arguments.output.write_text(json.dumps({"shape": shape, "rows": rows}, indent=1) + "\n")
+            common.write("bundles", "cuda", rows, arguments.output)
     return int(failed)
 
 

@@ -7,6 +7,8 @@ holds: each call reads them from memory.
 from __future__ import annotations
 
 import argparse
+import math
+import os
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -135,6 +137,15 @@ def parser_of(description: str, columns: Sequence[str] = ()) -> argparse.Argumen
     parser.add_argument("--output", type=Path, help="result file")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     return parser
+
+
+def add_limit(parser: argparse.ArgumentParser) -> None:
+    """The options of a benchmark that compiles side by side first, and may end early."""
+    parser.add_argument("--limit", type=float, default=math.inf, metavar="SECONDS",
+                        help="end by then; rows that were not reached say so")  # fmt: skip
+    parser.add_argument("--processes", type=int, default=min(32, os.cpu_count() or 1),
+                        help="processes that compile side by side first; 0 for none")  # fmt: skip
+    parser.add_argument("--warm", action="store_true", help=argparse.SUPPRESS)
 
 
 def chosen_columns(

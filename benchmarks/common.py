@@ -64,6 +64,19 @@ def commit() -> str | None:
     return done.stdout.strip() or None
 
 
+def rows_with_figures(benchmark: str, path: Path | None) -> list[dict[str, Any]]:
+    """What a run that was cut has left in its result file, to go on with.
+
+    Args:
+        benchmark: As for :func:`write`.
+        path: As for :func:`write`.
+    """
+    path = path or RESULTS / f"{benchmark}.json"
+    if not path.exists():
+        return []
+    return [row for row in json.loads(path.read_text("utf-8"))["rows"] if "why" not in row]
+
+
 def write(benchmark: str, device: str, rows: list[dict[str, Any]], path: Path | None) -> Path:
     """Write a result file; called again after every row, so that nothing measured is lost.
 

@@ -1,18 +1,21 @@
 """Times of every program of the gallery (docs/gallery.md), forward and backward.
 
-    python benchmarks/gallery_times.py [--rows "causal;alibi"] [--tiny] [--output FILE]
+    python benchmarks/gallery_times.py [--rows "causal;alibi"] [--processes 8] [--output FILE]
 
 Shapes are those of the gallery's times: batch 2, 16 heads, length 8192, head dim 128, bf16. Values
 of params and tensors are those with which the gallery counts tiles; others are made up.
 ``forward_ms`` is a call without gradients, ``backward_ms`` the gradients of q, k and v, both the
 median of rounds by CUDA events. ``difference`` is the relative distance of the output to that of
-the reference backend at 512 rows. ``--tiny`` is for tests: few rows, on any device.
+the reference backend at 512 rows. Several processes compile the kernels of all programs first.
+``--missing`` goes on with the file of a run that was cut, on the same kind of GPU; each row says
+its commit. ``--tiny`` is for tests: few rows, on any device.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import statistics
 import sys
 import time
@@ -78,10 +81,19 @@ class Case:
         import torch
 
         with torch.no_grad():
-            out = self.attention(*self.operands, **self.captures).double()
+            out = self.attention(*self.operands, captures=self.captures).double()
             wide = [x.double() for x in self.operands]
-            wanted = self.reference(*wide, **self.captures)
+            wanted = self.reference(*wide, captures=self.captures)
         return float((out - wanted).norm() / wanted.norm().clamp_min(1e-12))
+
+    def step(self) -> None:
+        """One forward without gradients, and one with all of them."""
+        import torch
+
+        with torch.no_grad():
+            self.attention(*self.operands, captures=self.captures)
+        out = self.attention(*self.operands, captures=self.captures)
+        torch.autograd.grad(out, self.operands, torch.ones_like(out))
 
     def times(self, rounds: int) -> dict[str, float]:
         """Milliseconds of the forward and of the backward."""
@@ -89,9 +101,9 @@ class Case:
 
         def forward() -> Any:
             with torch.no_grad():
-                return self.attention(*self.operands, **self.captures)
+                return self.attention(*self.operands, captures=self.captures)
 
-        out = self.attention(*self.operands, **self.captures)
+        out = self.attention(*self.operands, captures=self.captures)
         grad = torch.randn_like(out)
 
         def backward() -> Any:
@@ -126,18 +138,30 @@ def measured(entry: Any, tiny: bool) -> dict[str, Any]:
     return {**times, "difference": difference}
 
 
+def warm(entry: Any, tiny: bool) -> dict[str, Any]:
+    """Nothing: the calls that are timed have been made once."""
+    device, dim = ("cpu", TINY_DIM) if tiny else ("cuda", DIM)
+    Case(entry, TINY if tiny else LENGTH, dim, device).step()
+    Case(entry, TINY if tiny else CHECKED, dim, device).difference()
+    return {}
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Parse the command line, measure, print and write; 1 if a program has no figure."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--rows", help="headings of the gallery, by semicolons; all by default")
     parser.add_argument("--tiny", action="store_true", help="few rows, on a CPU")
     parser.add_argument("--output", type=Path, help="result file")
+    parser.add_argument("--missing", action="store_true", help="go on with the file of --output")
+    parser.add_argument("--processes", type=int, default=8, help="that compile first; 8")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
+    parser.add_argument("--warm", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     found = entries()
     if options.worker:
         cells = json.loads(options.worker)
-        worker.serve(cells, lambda cell: measured(found[cell["row"]], options.tiny))
+        does = warm if options.warm else measured
+        worker.serve(cells, lambda cell: does(found[cell["row"]], options.tiny))
         return 0
     names = options.rows.split(";") if options.rows else list(found)
     if unknown := [name for name in names if name not in found]:
@@ -146,10 +170,15 @@ def main(arguments: list[str] | None = None) -> int:
 
     if not options.tiny and not torch.cuda.is_available():
         parser.error("this benchmark needs a CUDA device; --tiny needs none")
-    rows: list[dict[str, Any]] = []
-    cells = [{"row": name} for name in names]
-    for cell, row in worker.measured(Path(__file__), cells, ["--tiny"] * options.tiny):
-        rows.append({"name": cell["row"], "text": found[cell["row"]].text, **row})
+    rows = common.rows_with_figures("gallery_times", options.output) if options.missing else []
+    known = {row["name"] for row in rows}
+    cells = [{"row": name} for name in names if name not in known]
+    flags = ["--tiny"] * options.tiny
+    worker.warmed(Path(__file__), cells, [*flags, "--warm"], options.processes, math.inf)
+    for cell, row in worker.measured(Path(__file__), cells, flags):
+        rows.append({
+            "name": cell["row"], "text": found[cell["row"]].text, **row, "commit": common.commit(),
+        })  # fmt: skip
         print(f"[{len(rows)}/{len(names)}] {rows[-1]['name']}: {row}", flush=True)
         common.write("gallery_times", "cpu" if options.tiny else "cuda", rows, options.output)
     common.print_table(rows, ["name", "forward_ms", "backward_ms", "difference", "why"])

@@ -6,7 +6,9 @@ The shape is that of Llama 3.2 1B, in bf16, with a static cache and compiled ste
 is that of the steps alone: the time of a whole ``generate`` less that of one with a single token,
 the median of several turns. All implementations run in one process, turn by turn. ``eager`` runs at
 the first context only, since its prompt takes memory for all pairs. ``difference`` is the largest
-distance of the prompt's last logits from those of sdpa. ``--tiny`` is for tests, on CPUs too.
+distance of the prompt's last logits from those of sdpa. ``--missing`` goes on with the file of a
+run that was cut, on the same kind of GPU; each row says its commit. ``--tiny`` is for tests, on
+CPUs too.
 """
 
 from __future__ import annotations
@@ -88,7 +90,7 @@ def measure(batch: int, context: int, options: argparse.Namespace) -> list[dict[
             "implementation": name, "batch": batch, "context": context,
             "tokens_per_s": batch / step, "ms_per_step": 1e3 * step,
             "difference": float((last[name] - last["sdpa"]).abs().max()),
-            "transformers": metadata.version("transformers"),
+            "transformers": metadata.version("transformers"), "commit": common.commit(),
         })  # fmt: skip
     return rows
 
@@ -103,12 +105,16 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--tokens", type=int, default=129)
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--implementations", nargs="*", default=["attndsl", "sdpa", "eager"])
+    parser.add_argument("--missing", action="store_true", help="go on with the file of --output")
     parser.add_argument("--output", type=Path)
     options = parser.parse_args(arguments)
     attndsl.hf.register()
-    rows = []
+    rows = common.rows_with_figures("huggingface_speed", options.output) if options.missing else []
+    known = {(row["context"], row["batch"]) for row in rows}
     for context in options.contexts:
         for batch in options.batches:
+            if (context, batch) in known:
+                continue
             rows += measure(batch, context, options)
             common.write("huggingface_speed", options.device, rows, options.output)
             torch._dynamo.reset()

@@ -17,8 +17,8 @@ HELPERS = (
 )  # fmt: skip
 """Modules, and scripts that do nothing without arguments."""
 ON_GPUS = (
-    "attention", "decode", "gallery_times", "gradients", "gpt", "huggingface_speed", "layouts",
-    "lists", "odd_shapes", "serving", "short",
+    "attention", "costs", "decode", "gallery_times", "gradients", "gpt", "huggingface_speed",
+    "layouts", "lists", "odd_shapes", "serving", "short", "short_tune", "training",
 )  # fmt: skip
 EVERYWHERE = tuple(
     path.stem

@@ -2,9 +2,12 @@
 
     python benchmarks/serving.py [--rows "B32 x 4k, pages of 16;tree"] [--quick]
 
-Each row is one step. All columns of a row take turns in one process. ``pages`` are the kernels that
-read pages, ``gathered`` is what ``serve`` does by default, and ``dense`` are the kernels for few
-rows over a cache that is not in pages. Dense columns hold the same keys, in bf16.
+Each row is one step. All columns of a row take turns in one process. ``pages`` is ``serve`` with
+the kernels that read pages. ``planned`` is a further layer of the same step, whose plan exists.
+``gathered`` is what ``serve`` does by default. ``dense`` is a call over a cache that is not in
+pages: the kernels for few rows, and at the row ``chunk`` those of a plain forward. Dense columns
+hold the same keys, in bf16. ``flashinfer`` is FlashInfer's paged prefill wrapper (backend fa2),
+where the package is there. It plans on the host, outside of what is timed, and runs no tree.
 
 ``device`` is the time of a call within a CUDA graph in microseconds, the median of rounds of at
 least 3 ms by CUDA events. Keys and values are copied so often that a graph's calls read twice what
@@ -40,8 +43,10 @@ from columns import (
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-COLUMNS = ("pages", "gathered", "dense")
+COLUMNS = ("pages", "planned", "gathered", "dense", "flashinfer")
 WINDOW, CAP = 1024, 50.0
+MOST_FEW = 64
+"""Queries of a request that kernels for few rows run."""
 TREE = """
 tensor context[batch]: int
 tensor ancestor[tokens, n]: bool
@@ -131,6 +136,18 @@ class Calls(TurningCalls):
     def _pages(self) -> Any:
         return self._served("decode")
 
+    def _planned(self) -> Any:
+        import attndsl
+
+        attention = attndsl.compile(TEXTS[self._row.program], backend="decode")
+        plans = [
+            attention.plan(cache, self._starts, len(self._q), most_queries=self._row.q_len)
+            for cache in self._caches
+        ]
+        return lambda turn: attention.serve(
+            self._q, self._caches[turn], self._starts, plan=plans[turn], **self._captures
+        )
+
     def _gathered(self) -> Any:
         return self._served("auto")
 
@@ -143,19 +160,48 @@ class Calls(TurningCalls):
             **self._captures,
         )  # fmt: skip
 
+    def _flashinfer(self) -> Any:
+        import flashinfer
+        import torch
+
+        row = self._row
+        if row.program == "tree":
+            message = "a tree would be a mask of bits for all pairs"
+            raise NotImplementedError(message)
+        room = torch.empty(1 << 28, dtype=torch.uint8, device=self._q.device)
+        each = -(-row.kv_len // row.page)
+        ends = torch.arange(row.batch + 1, device=self._q.device).int() * each
+        last = torch.full_like(ends[1:], row.kv_len - (each - 1) * row.page)
+        wrappers = []
+        for cache in self._caches:
+            wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(room, "NHD", backend="fa2")
+            wrapper.plan(
+                self._starts, ends, cache.table.flatten(), last, row.heads, row.kv_heads, row.dim,
+                row.page, causal=True, q_data_type=self._q.dtype,
+                kv_data_type=cache.k_pages.dtype,
+                window_left=WINDOW - 1 if row.program == "window" else -1,
+                logits_soft_cap=CAP if row.program == "soft cap" else None,
+            )  # fmt: skip
+            wrappers.append(wrapper)
+        caches = [(cache.k_pages, cache.v_pages) for cache in self._caches]
+        return lambda turn: wrappers[turn].run(self._q, caches[turn])
+
     def _dense(self) -> Any:
         import torch
 
         import attndsl
 
         row = self._row
-        attention = attndsl.compile(TEXTS[row.program], backend="decode")
+        many = row.q_len > MOST_FEW
+        attention = attndsl.compile(TEXTS[row.program], backend="auto" if many else "decode")
         caches = []
         for cache in self._caches:
             pools = (cache.k_pages, cache.v_pages)
             rows = [x[cache.table.long()].flatten(1, 2)[:, : row.kv_len] for x in pools]
             caches.append([x.to(torch.bfloat16).transpose(1, 2).contiguous() for x in rows])
         q = self._q.view(row.batch, row.q_len, row.heads, row.dim).transpose(1, 2).contiguous()
+        if many:
+            return lambda turn: attention(q, *caches[turn], q_offset=row.kv_len - row.q_len)
         starts = self._lengths - row.q_len
         return lambda turn: attention(
             q, *caches[turn], q_offset=starts, kv_lengths=self._lengths, **self._captures

@@ -1,7 +1,8 @@
 """Short and odd shapes beside cuDNN, FlashAttention-2 and FlexAttention, and what the GPU allows.
 
-    python benchmarks/short.py [--rows "ViT-B;diffusion, cross"] [--quick] [--output FILE]
+    python benchmarks/short.py [--rows "ViT-B;diffusion, cross"] [--quick] [--limit SECONDS]
 
+Several processes compile the kernels of all rows first. Then one process measures them.
 Each row is one shape and program, each direction a line. All columns of a row take turns in one
 process. ``eager`` is the time of a call as a user makes it, ``device`` that of the same call within
 a CUDA graph, both in microseconds: medians of rounds of at least 3 ms by CUDA events.
@@ -22,19 +23,24 @@ import json
 import math
 import statistics
 import sys
+import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import common
 import worker
-from columns import chosen_rows, parser_of
+from columns import add_limit, chosen_rows, parser_of
 from turns import Run, by_turns, graph_of, said_by
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
 COLUMNS = ("attndsl", "cudnn", "fa2", "flex")
+COMPILED = ("flex", "attndsl")
+"""Columns whose kernels are compiled here; those that take longest first."""
+WARMING = 0.6
+"""The most of a limit that compiling may take."""
 DIRECTIONS = ("forward", "backward")
 CEILINGS = "ceilings"
 ENOUGH, ENOUGH_OF_SMALL, SMALL_US = 1.05, 0.97, 5.0
@@ -192,12 +198,25 @@ def _is_behind(line: Mapping[str, Any], kind: str) -> bool:
     return bool(best < (ENOUGH_OF_SMALL if small else ENOUGH))
 
 
+def named(name: str) -> Row:
+    """The row of that name."""
+    return next(row for row in ROWS if row.name == name)
+
+
 class Bench:
     """Runs one row after the other in a worker."""
 
     def __init__(self, quick: bool) -> None:
         """Nothing is made before the first row."""
         self._rounds = _QUICK_ROUNDS if quick else _ROUNDS
+
+    def warm(self, cell: worker.Cell) -> worker.Found:
+        """Run one column of a row once in both directions, so that its kernels are cached."""
+        try:
+            Calls(named(cell["row"])).of(cell["column"])
+        except Exception as error:
+            return {"why": said_by(error)}
+        return {}
 
     def measure(self, cell: worker.Cell) -> worker.Found:
         """Times of all columns of a row, or the ceilings."""
@@ -206,8 +225,7 @@ class Bench:
         torch.cuda.empty_cache()
         if cell["row"] == CEILINGS:
             return ceilings()
-        row = next(row for row in ROWS if row.name == cell["row"])
-        calls = Calls(row)
+        calls = Calls(named(cell["row"]))
         runs: dict[str, dict[str, Run]] = {direction: {} for direction in DIRECTIONS}
         found: worker.Found = {direction: {} for direction in DIRECTIONS}
         results: dict[str, list[Any]] = {}
@@ -291,11 +309,20 @@ class Calls:
         results += backward()
         return {"forward": Run(forward, within), "backward": Run(backward)}, results
 
-    def _attndsl(self) -> Run:
+    def tune(self) -> Any:
+        """Measure and choose the tile sizes of attndsl's kernels; returns what was measured."""
+        return self._attention().tune(*self._leaves, **self._captures())
+
+    def _attention(self) -> Any:
         import attndsl
 
-        attention = attndsl.compile(TEXTS[self._row.program])
-        given = {"lengths": self._lengths} if self._row.program == "padding" else {}
+        return attndsl.compile(TEXTS[self._row.program])
+
+    def _captures(self) -> dict[str, Any]:
+        return {"lengths": self._lengths} if self._row.program == "padding" else {}
+
+    def _attndsl(self) -> Run:
+        attention, given = self._attention(), self._captures()
         return Run(lambda: attention(*self._leaves, **given))
 
     def _cudnn(self) -> Run:
@@ -398,18 +425,29 @@ def ceilings() -> dict[str, float]:
 
 def main() -> int:
     """Parse the command line, measure, print and write; 1 if a row of ours has no figure."""
+    begin = time.monotonic()
     parser = parser_of(__doc__)
+    add_limit(parser)
     options = parser.parse_args()
     if options.worker:
-        worker.serve(json.loads(options.worker), Bench(options.quick).measure)
+        bench = Bench(options.quick)
+        worker.serve(json.loads(options.worker), bench.warm if options.warm else bench.measure)
         return 0
     rows = {row.name: row for row in ROWS}
     names = chosen_rows(parser, options.rows, rows)
+    if options.processes:
+        cells = [{"row": name, "column": column} for column in COMPILED for name in names]
+        until = begin + WARMING * options.limit
+        number = worker.warmed(Path(__file__), cells, ["--warm"], options.processes, until)
+        took = time.monotonic() - begin
+        print(f"compiled in {took:.0f} s: {number} of {len(cells)}", flush=True)
     cells = [{"row": name} for name in (CEILINGS, *names)]
     rates: dict[str, float] | None = None
     lines: list[dict[str, Any]] = []
-    flags = ["--quick"] * options.quick
-    for number, (cell, found) in enumerate(worker.measured(Path(__file__), cells, flags)):
+    answers = worker.measured(
+        Path(__file__), cells, ["--quick"] * options.quick, until=begin + options.limit
+    )
+    for number, (cell, found) in enumerate(answers):
         if cell["row"] == CEILINGS:
             rates = None if "why" in found else found
             print(f"[{number}/{len(names)}] {CEILINGS}: {found}", flush=True)
@@ -419,6 +457,7 @@ def main() -> int:
             print(f"[{number}/{len(names)}] {_shown(line)}", flush=True)
         written = [{"name": CEILINGS, **(rates or {})}, *lines]
         common.write("short", "cuda", written, options.output)
+    print(f"measured in {time.monotonic() - begin:.0f} s")
     common.print_table(lines, [
         "name", "direction", *(f"{c}_eager" for c in COLUMNS), *(f"{c}_device" for c in COLUMNS),
         "best_eager", "best_device", "limit_us", "of_limit", "difference",

@@ -85,7 +85,7 @@ def _start(rows: Rows) -> str:
             system: [
                 row["first_step_ms"] / 1000
                 for row in rows
-                if (row["system"], row["cache"]) == (system, cache)
+                if (row["system"], row["cache"]) == (system, cache) and "first_step_ms" in row
             ]
             for system in ("attndsl", "flex")
         }
@@ -117,6 +117,29 @@ def _step(rows: Rows) -> str:
     names = {"sdpa": "SDPA", "flex": "FlexAttention"}
     parts = [f"with {names[name]} {time / own:.2f} times" for name, time in times.items()]
     return f"a step takes {' and '.join(parts)} as long"
+
+
+def _lists(rows: Rows) -> str:
+    found = {row["what"]: row for row in rows}
+    step, forward, backward = (found[what] for what in ("step", "forward", "backward"))
+    return (
+        f"a step of {step['layers']} layers takes {step['cost']:.2f} times as long where each call "
+        f"makes its own, a forward {forward['cost']:.2f} times; FlexAttention takes "
+        f"{forward['ahead']:.2f} times as long forward and {backward['ahead']:.2f} times backward"
+    )
+
+
+def _generation(rows: Rows) -> str:
+    def speed(row: Mapping[str, Any]) -> float:
+        return next(
+            one["tokens_per_s"]
+            for one in rows
+            if (one["batch"], one["context"]) == (row["batch"], row["context"])
+            and one["implementation"] == "attndsl"
+        )
+
+    found = [speed(row) / row["tokens_per_s"] for row in rows if row["implementation"] == "sdpa"]
+    return f"with SDPA a step takes {span(found)} times as long ({count(found)})"
 
 
 def _plans(rows: Rows) -> str:
@@ -212,6 +235,8 @@ QUESTIONS = (
     *(Question(text, file, _SECTIONS[file], answer) for text, file, answer in decoding.ANSWERS),
     Question("Start to first step", "start_cuda", OTHER_FILES, _start),
     Question("Training step of a GPT", "gpt", OTHER_FILES, _step),
+    Question("Steps of `generate`, Llama 1B", "huggingface_speed", OTHER_FILES, _generation),
+    Question("Lists of data masks that are kept", "lists", OTHER_FILES, _lists),
     Question("Tiles of a mask of 1048576 rows", "sparsity", OTHER_FILES, _plans),
     Question("A call without its kernel, in Python", "call_overhead", OTHER_FILES, _calls),
     Question("CPUs, beside SDPA", "cpu", OTHER_FILES, _on_cpus),

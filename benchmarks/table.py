@@ -50,6 +50,18 @@ _STEP = {
     "attention": "attention", "step_ms": "step, ms", "tokens_per_second": "tokens a second",
     "peak_gb": "peak memory, GB",
 }  # fmt: skip
+_GENERATION = {
+    "implementation": "implementation", "batch": "batch", "context": "context",
+    "tokens_per_s": "tokens a second", "ms_per_step": "step, ms",
+}  # fmt: skip
+_TRAINING = {
+    "model": "model", "attention": "attention", "step_ms": "step, ms",
+    "ratio": "SDPA's step / this one", "peak_gb": "peak memory, GB",
+}  # fmt: skip
+_COSTS = {
+    "case": "program", "direction": "direction", "ms": "measured, ms",
+    "predicted_ms": "predicted, ms", "ratio": "measured / predicted",
+}  # fmt: skip
 _TILES = {
     "case": "mask", "plan_ms": "closed form, ms", "find_ms": "lists, ms",
     "flex_compiled_ms": "create_block_mask, compiled, ms", "flex_eager_length": "eager: length",
@@ -223,11 +235,23 @@ def sections() -> list[str]:
             rows("start_cuda", "the start of a process on a GPU", _START),
             rows("start_cpu", "the start of a process on a CPU", _START),
             rows("gpt", "a training step of a GPT of 124 M parameters", _STEP),
+            generation(),
+            rows("training", "training steps of five models", _TRAINING),
+            rows("costs", "programs beside a model of their cost", _COSTS),
             rows("sparsity", "the tiles of masks of 1048576 rows", _TILES),
             rows("call_overhead", "a call without its kernel", _CALLS),
             rows("cpu", "the CPU backend and SDPA, fp32, 4 heads, head dim 64", _ON_CPUS),
         ),
     ]
+
+
+def generation() -> str:
+    """Tokens a second of ``generate``, for docs/huggingface.md."""
+    title = (
+        "`generate` with a random model of the shape of Llama 3.2 1B, in bf16, with a static cache "
+        "and compiled steps"
+    )
+    return rows("huggingface_speed", title, _GENERATION)
 
 
 def targets() -> dict[Path, str]:
@@ -238,6 +262,7 @@ def targets() -> dict[Path, str]:
         ROOT / "README.md": "\n\n".join([figures(load("sparse_attention"), most=1), short]),
         ROOT / "docs" / "decoding.md": decoding.points(decode),
         ROOT / "docs" / "serving.md": decoding.points(serving),
+        ROOT / "docs" / "huggingface.md": generation(),
         ROOT / "docs" / "kernels.md": decoding.of_memory(decode, serving),
         ROOT / "docs" / "benchmarks.md": "\n\n".join([summary.summary(load), *sections()]),
     }

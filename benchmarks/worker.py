@@ -7,11 +7,14 @@ cell that it was at, and another one goes on with the rest.
 from __future__ import annotations
 
 import json
+import math
 import os
 import queue
 import subprocess
 import sys
 import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -23,6 +26,7 @@ Found = dict[str, Any]
 """What was measured, or ``why`` nothing was."""
 CELL_SECONDS = 150.0
 """Longest a cell may take, compilation included."""
+OUT_OF_TIME = "the limit of time was reached before"
 REPLACE = 75
 """Exit code of a worker that has said all, and can measure no more."""
 
@@ -48,14 +52,18 @@ def serve(cells: Sequence[Cell], measure: Callable[[Cell], Found]) -> None:
 
 def measured(
     script: Path, cells: Sequence[Cell], flags: Sequence[str] = (), seconds: float = CELL_SECONDS,
-    environ: Mapping[str, str] = os.environ,
+    environ: Mapping[str, str] = os.environ, until: float = math.inf,
 ) -> Iterator[tuple[Cell, Found]]:  # fmt: skip
     """Each cell and what was found; workers are replaced until every cell has an answer.
 
-    A worker is ``script --worker CELLS`` with ``flags``, which calls :func:`serve`.
+    A worker is ``script --worker CELLS`` with ``flags``, which calls :func:`serve`. At the time
+    ``until``, by ``time.monotonic``, it is ended, and the cells that are left are told so.
     """
     left = list(cells)
     while left:
+        if time.monotonic() >= until:
+            yield from ((cell, {"why": OUT_OF_TIME}) for cell in left)
+            return
         worker = subprocess.Popen(
             [sys.executable, str(script), "--worker", json.dumps(left), *flags],
             stdout=subprocess.PIPE, text=True, env=environ,
@@ -66,9 +74,10 @@ def measured(
         why = None
         while left and why is None:
             try:
-                line = lines.get(timeout=seconds)
+                line = lines.get(timeout=min(seconds, max(0.0, until - time.monotonic())))
             except queue.Empty:
-                why = f"no answer within {seconds:.0f} s"
+                if time.monotonic() < until:
+                    why = f"no answer within {seconds:.0f} s"
                 break
             if line is None:
                 if worker.wait() == REPLACE:
@@ -84,6 +93,33 @@ def measured(
         if left and why is not None:
             yield left[0], {"why": why}
             left = left[1:]
+
+
+def warmed(
+    script: Path, cells: Sequence[Cell], flags: Sequence[str], processes: int, until: float
+) -> int:  # fmt: skip
+    """Have several workers answer ``cells`` side by side, so that what these compile is cached.
+
+    Args:
+        script: As of :func:`measured`, like the others.
+        cells: Each worker has every so manyth of them, in their order.
+        flags: The same for all.
+        processes: How many workers there are.
+        until: When they end.
+
+    Returns:
+        How many cells have an answer that is more than why there is none.
+    """
+    # The workers are as many as there are processors: none needs processes of its own.
+    environ = {**os.environ, "TORCHINDUCTOR_COMPILE_THREADS": "1", "OMP_NUM_THREADS": "1"}
+    parts = [part for number in range(processes) if (part := cells[number::processes])]
+
+    def answered(part: Sequence[Cell]) -> int:
+        answers = measured(script, part, flags, environ=environ, until=until)
+        return sum("why" not in found for _, found in answers)
+
+    with ThreadPoolExecutor(max(1, len(parts))) as pool:
+        return sum(pool.map(answered, parts))
 
 
 def _say(**message: Any) -> None:

@@ -141,8 +141,8 @@ _OF_PRELUDE = {
         counted={"lengths": lambda n: torch.tensor([6000])}, words="a length of 6000",
     ),
     "block_diffusion": Setting(counted={"n": 4096, "w": 64}, words="`n = 4096` and `w = 64`"),
-    "window_start": Setting(counted={"k": 1025}, words="`k = 1025`"),
-    "in_window": Setting(counted={"k": 1025}, words="`k = 1025`"),
+    "window_start": Setting(counted={"side": 1025}, words="`side = 1025`"),
+    "in_window": Setting(counted={"side": 1025}, words="`side = 1025`"),
     "natten2d": Setting(
         counted={"width": 128, "side": 13}, words="a grid of 128 x 64 and `side = 13`"
     ),

@@ -137,9 +137,14 @@ def _memory_for_others(request: pytest.FixtureRequest) -> Any:
 
 @pytest.fixture(autouse=True, scope="session")
 def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """A kernel cache that starts empty and is no user's."""
+    """A kernel cache that starts empty and is no user's; with ATTNDSL_TESTS_CACHE, that folder.
+
+    On GPUs the processes of a run share one: to compile a kernel takes longer than to test it.
+    """
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("ATTNDSL_CACHE_DIR", str(tmp_path_factory.mktemp("cache")))
+        shared = os.environ.get("ATTNDSL_TESTS_CACHE")
+        folder = shared or str(tmp_path_factory.mktemp("cache"))
+        patch.setenv("ATTNDSL_CACHE_DIR", folder)
         yield
 
 

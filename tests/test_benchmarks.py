@@ -9,6 +9,7 @@ import shutil
 import statistics
 import subprocess
 import sys
+import time
 import xml.etree.ElementTree as ET
 from pathlib import Path
 
@@ -119,6 +120,25 @@ def test_a_cell_that_dies_or_hangs_costs_itself_alone(script, tmp_path):
     assert found["faulty"] == {"why": "a fault"}
 
 
+def test_cells_that_are_not_reached_in_time_say_so(script, tmp_path):
+    path = tmp_path / "worker.py"
+    path.write_text(WORKER)
+    worker = script("worker")
+    cells = [{"column": column} for column in ("a", "hangs", "b")]
+    begin = time.monotonic()
+    found = [result for _, result in worker.measured(path, cells, until=begin + 1.5)]
+    assert time.monotonic() - begin < 20
+    assert found == [{"ms": 1.0}, {"why": worker.OUT_OF_TIME}, {"why": worker.OUT_OF_TIME}]
+
+
+def test_cells_are_answered_side_by_side(script, tmp_path):
+    path = tmp_path / "worker.py"
+    path.write_text(WORKER)
+    cells = [{"column": column} for column in ("a", "b", "dies", "c", "faulty")]
+    assert script("worker").warmed(path, cells, [], 3, math.inf) == 3
+    assert script("worker").warmed(path, cells, [], 8, math.inf) == 3
+
+
 def test_results_are_written_row_by_row(script, tmp_path):
     common = script("common")
     path = tmp_path / "sub" / "name.json"
@@ -146,7 +166,7 @@ def test_every_benchmark_can_be_run(script):
 def test_start_is_measured_in_processes_of_its_own(script, tmp_path):
     start = script("start")
     for name in start.PROGRAMS:
-        rows = start.row(name, "attndsl", "cpu", 1)
+        rows = start.row(name, start.Lane("attndsl", "cpu", 1))
         assert [row["cache"] for row in rows] == ["cold", "warm"]
         assert all(row["first_step_ms"] > row["first_output_ms"] > 0 for row in rows)
 
@@ -732,6 +752,46 @@ def test_what_short_rows_say(script):
     ]  # fmt: skip
 
 
+def test_what_tuned_rows_say(script):
+    short = script("short_tune")
+    row = script("short").Row("even", 2, 4, 2, 100, 50, 64)
+    sizes = [
+        {"kernel": kernel, "size": "128 x 64", "ms": 0.01, "why": ""}
+        for kernel in ("forward_128", "backward_kv")
+    ]
+    found = {
+        "chosen": {"forward": 10.0, "backward": 21.0}, "sizes": sizes,
+        "tuned": {"forward": 10.0, "backward": 18.0},
+    }  # fmt: skip
+    lines = short.lines_of(row, found)
+    assert [line["gain"] for line in lines] == [1.0, pytest.approx(7 / 6)]
+    assert [line["sizes"] for line in lines] == [[sizes[0]], [sizes[1]]]
+    lines += short.lines_of(row, {"why": "a reason"})
+    assert short.summary(lines) == [
+        "2 lines; the most is gained by even backward: 21.0 -> 18.0 us, 1.167; "
+        "1 gain more than 1.05",
+        "even backward: 21.0 -> 18.0 us, 1.167",
+        "even forward: a reason",
+        "even backward: a reason",
+    ]
+
+
+def test_each_tuned_row_starts_with_what_the_tables_choose(script, monkeypatch):
+    from attndsl.runtime.dispatch import get_backend
+    from attndsl.runtime.programs import default_cache
+
+    monkeypatch.setenv("ATTNDSL_CACHE_DIR", "a name that is not used")
+    short = script("short_tune")
+    backends, folders = [], []
+    for _ in range(2):
+        with short.fresh_kernels():
+            backends.append(get_backend("cpu"))
+            assert get_backend("cpu") is backends[-1]
+            folders.append(default_cache())
+    assert backends[0] is not backends[1]
+    assert folders[0] is not folders[1]
+
+
 class Clock:
     """Stands in for a GPU's events, streams and graphs: each call takes as long as it says."""
 
@@ -866,7 +926,7 @@ def test_rows_of_serving_are_what_they_should_be(script):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="times are those of a made-up clock")
-@pytest.mark.parametrize("program", ["plain", "window", "soft cap", "tree"])
+@pytest.mark.parametrize("program", ["plain", "window", "soft cap", "tree", "chunk"])
 def test_columns_of_serving_rows_agree(script, monkeypatch, program):
     serving = script("serving")
     monkeypatch.setattr("columns.by_turns", lambda runs, rounds: dict.fromkeys(runs, 20.0))
@@ -874,11 +934,14 @@ def test_columns_of_serving_rows_agree(script, monkeypatch, program):
     monkeypatch.setattr("columns.Run.replay", property(lambda run: run.call), raising=False)
     fp8 = program == "soft cap"
     row = serving.Row("one", 2, 37, 4, 4, 2, 16, 3, program, fp8)
+    if program == "chunk":
+        row = serving.Row("one", 1, 90, 4, 4, 2, 16, 70)
     found = serving.found_of(serving.Calls(row, "cpu", 2), 1, None)
     line = serving.line_of(row, found)
     assert line["difference"] < 0.02
     assert line["of_dense"] == 1.0
     assert line["pages_device"] == 2.0
+    assert "flashinfer" in line["flashinfer_why"]
     assert line["pages_tbs"] == pytest.approx(serving.live_bytes(row) / 2.0 * 1e-6)
 
 
@@ -911,3 +974,17 @@ def test_programs_of_the_gallery_are_timed(script, monkeypatch):
         assert row["backward_ms"] > 0
     broken = dataclasses.replace(entries["softcap"], text="score = softcap()")
     assert "softcap" in times.measured(broken, tiny=True)["why"]
+
+
+def test_a_run_of_the_gallery_that_was_cut_goes_on(script, tmp_path, capsys):
+    file = tmp_path / "times.json"
+    rows = [{"name": "causal", "forward_ms": 1.0}, {"name": "alibi", "why": "time was up"}]
+    file.write_text(json.dumps({"rows": rows}))
+    found = script("gallery_times").main(
+        ["--tiny", "--missing", "--rows", "causal", "--output", str(file)]
+    )
+    assert found == 0
+    assert "causal" in capsys.readouterr().out
+    assert json.loads(file.read_text()) == {"rows": rows}  # Nothing was measured.
+    assert script("common").rows_with_figures("x", file) == rows[:1]
+    assert script("common").rows_with_figures("x", tmp_path / "none.json") == []

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import yaml
 from layers import LAYERS
+from support.fork_server import path_with_command
 
 from attndsl import config, errors, reading
 from attndsl.config import read_config
@@ -118,7 +119,7 @@ def test_sessions(page, info, text, tmp_path):
     for kind, info, written in FENCE.findall(page.read_text("utf-8")):
         if kind in CONFIGS:
             (tmp_path / _config(kind, info)[0]).write_text(written)
-    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    path = path_with_command()
     for part in re.split(r"^\$ ", text, flags=re.MULTILINE)[1:]:
         command, _, expected = part.partition("\n")
         done = subprocess.run(

@@ -1,6 +1,7 @@
 """Files, functions and parameter lists stay short; lists of those that are not may only shrink."""
 
 import ast
+import functools
 from pathlib import Path
 
 import counts
@@ -60,6 +61,7 @@ FILES = {
 }
 
 
+@functools.cache
 def functions_of(text):
     """Each function of the host by its qualified name; device code has limits of its own."""
     found = {}

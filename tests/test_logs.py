@@ -10,6 +10,7 @@ import sys
 
 import pytest
 import torch
+from support.fork_server import run_python
 
 import attndsl
 from attndsl import logs
@@ -121,11 +122,8 @@ attndsl.compile("causal()", name="layer")(q, q, q)
 
 def _printed(value, program=PROGRAM):
     environment = {**os.environ, "ATTNDSL_CACHE": "0", "ATTNDSL_LOG": value}
-    done = subprocess.run(
-        [sys.executable, "-P", "-c", program], env=environment, capture_output=True, text=True,
-        timeout=120, check=True,
-    )  # fmt: skip
-    assert done.stdout == ""
+    done = run_python(program, env=environment)
+    assert (done.returncode, done.stdout) == (0, ""), done.stderr
     return done.stderr.splitlines()
 
 

@@ -48,7 +48,15 @@ ENTRIES = frozenset(
     ("distances", "pairs", "stored", "scattered", "summarise", "classify", "refine", "list_tiles")
 )
 FIXED_ENTRIES = frozenset(
-    ("row_statistics", "prepare_backward", "dq_from_sums", "attention_append")
+    (
+        "row_statistics",
+        "prepare_backward",
+        "dq_from_sums",
+        "attention_append",
+        "find_chunks",
+        "gather_chunk_keys",
+        "move_chunk_rows",
+    )
 )
 """Entries that lie outside templates, since their text is the same for all programs."""
 UNPACKINGS = (

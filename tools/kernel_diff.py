@@ -42,6 +42,7 @@ PARTS = ("attndsl", "backends", "grammar")
 SAMPLE = ("hopper-bf16-64-cuda90", "hopper-bf16-128-cuda90", "triton-bf16-64-cuda90")
 """Settings of ``--sample``."""
 TRACER = ROOT / "tools" / "kernel_trace.py"
+TRACING = (TRACER, TRACER.with_name("kernel_calls.py"))
 BY_NAME = {case.name: case for case in CASES}
 
 Call = tuple[str, str]
@@ -119,7 +120,7 @@ def _digest(commit: str) -> str:
 
 
 def _tracer_digest() -> str:
-    return hashlib.sha256(TRACER.read_bytes()).hexdigest()
+    return hashlib.sha256(b"".join(path.read_bytes() for path in TRACING)).hexdigest()
 
 
 def _compiler() -> str:

@@ -32,6 +32,7 @@ from typing import Any
 
 import torch
 import triton
+from kernel_calls import DTYPES, options_of
 from triton.backends.compiler import GPUTarget
 from triton.compiler import compiler
 from triton.runtime import driver
@@ -43,7 +44,6 @@ os.environ.pop("TRITON_INTERPRET", None)
 import attndsl  # Kernels are compiled, whatever the environment says.
 from attndsl.runtime.dispatch import get_backend
 
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 SHARED_MEMORY = {"cuda:80": 166912, "cuda:90": 232448}
 
 
@@ -287,23 +287,6 @@ def operands(case: Case, setting: Setting) -> dict[str, torch.Tensor]:
         name: torch.zeros(dims, dtype=kinds[kind]) for name, (dims, kind) in case.tensors.items()
     }
     return {"q": q, "k": k, "v": v} | captures
-
-
-def options_of(case: Case) -> dict[str, Any]:
-    """Arguments of the call beside operands and captures."""
-    found = dict(case.call)
-    length, kv_len = case.sizes.get("length", LENGTH), case.sizes.get("kv_len", LENGTH)
-    if found.get("q_offset") == "tensor":
-        found["q_offset"] = torch.tensor(512)
-    if found.get("q_offset") == "entries":
-        found["q_offset"] = torch.tensor([512, 300], dtype=torch.int32)
-    if found.get("q_index"):
-        found["q_index"] = torch.arange(length, dtype=torch.int32)
-    if found.get("kv_index"):
-        found["kv_index"] = torch.arange(kv_len, dtype=torch.int32)
-    if found.get("out_dtype"):
-        found["out_dtype"] = DTYPES[found["out_dtype"]]
-    return found
 
 
 def trace(case: Case, setting: Setting, texts: Path, ptx: bool) -> list[dict[str, Any]]:

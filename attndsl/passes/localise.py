@@ -86,6 +86,9 @@ class Changes:
     kv: Start = Start.CALL
     lengths: bool = False
     """Whether batch entries have numbers of keys of their own, ``kv_lengths[b]``."""
+    requests: bool = False
+    """Whether a batch entry is any request of a packed call, ``requests[b]``, and has rows behind
+    its last query, which the mask leaves out."""
     tokens: Tokens = Tokens.ROWS
     shares: frozenset[tuple[str, int]] = frozenset()
     """Dims of tensors that have the part's rows alone: plain variables look them up."""
@@ -127,6 +130,14 @@ def localised_program(program: Program, changes: Changes) -> Localised:
             # The whole is the request's sequence so far, as many queries as keys.
             known[size("q_len")] = lengths
         dead = node(Op.LT, var("kv"), lengths)
+        if changes.requests:
+            if changes.q is not Start.ENTRIES:
+                tensors.append(_positions(names["q_starts"], "batch"))
+            # Queries are the last positions, so that rows behind them are behind the keys.
+            row = node(Op.ADD, var("q"), load(names["q_starts"], DType.INT, var("b")))
+            dead = node(Op.AND, dead, node(Op.LT, row, lengths))
+    if changes.requests:
+        tensors.append(_positions(names["requests"], "batch"))
     mask = None if program.mask is None else _moved(program.mask, known, changes.shares)
     if dead is not None:
         mask = dead if mask is None else node(Op.AND, dead, mask)
@@ -181,7 +192,9 @@ class _Names(dict[str, str]):
 def _numbers(changes: Changes, names: _Names) -> dict[Node, Node]:
     """Replacements of the variables that count other things in the part than in the whole."""
     known: dict[Node, Node] = {}
-    if "batch" in changes.sizes:
+    if changes.requests:
+        known[var("b")] = load(names["requests"], DType.INT, var("b"))
+    elif "batch" in changes.sizes:
         known[var("b")] = node(Op.ADD, var("b"), size(names["b_offset"]))
     if "heads" in changes.sizes:
         known[var("h")] = node(Op.ADD, var("h"), size(names["h_offset"]))

@@ -1,7 +1,8 @@
 """How large the values of an expression can be, whatever goes into it.
 
 Of a soft cap the answer is known when a program is compiled: a softmax of such scores needs no
-maximum to be subtracted. NaN counts as no value; whoever computes with it gets it back.
+maximum to be subtracted. Of a sine's argument it is known as soon as positions have bounds
+(:mod:`.angles`). NaN counts as no value; whoever computes with it gets it back.
 
 Non-goals: bounds of captures, lookups and counts, and of sums that cancel.
 """
@@ -9,12 +10,17 @@ Non-goals: bounds of captures, lookups and counts, and of sums that cancel.
 from __future__ import annotations
 
 import math
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from attndsl.ir import DType, Op, toposort
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from attndsl.ir import Node
+
+    from .widths import Range
 
 Interval = tuple[float, float]
 """The least and the greatest value."""
@@ -31,10 +37,33 @@ _RANGES: dict[Op, Interval] = {
 
 def magnitude(root: Node) -> float:
     """A number that no absolute value of the FLOAT expression ``root`` exceeds; or infinity."""
+    return max(map(abs, intervals((root,))[root]))
+
+
+def intervals(
+    roots: tuple[Node, ...], ints: Mapping[Node, Range] = MappingProxyType({}), slack: float = 0.0
+) -> dict[Node, Interval]:
+    """The interval of every node below ``roots``; the real line for what is not FLOAT.
+
+    Args:
+        roots: Expressions.
+        ints: The ranges of INT nodes; nothing is known of others.
+        slack: What each operation may err by, relative to the largest end of its operands and of
+            its result.
+    """
     found: dict[Node, Interval] = {}
-    for item in toposort(root):
-        found[item] = _interval(item, [found[arg] for arg in item.args])
-    return max(map(abs, found[root]))
+    for item in toposort(*roots):
+        args = [found[arg] for arg in item.args]
+        if item.op is Op.CAST and item.dtype is DType.FLOAT and item.args[0] in ints:
+            low, high = map(float, ints[item.args[0]])
+        else:
+            low, high = _interval(item, args)
+        if slack and item.args and item.dtype is DType.FLOAT:
+            ends = (abs(end) for pair in (*args, (low, high)) for end in pair)
+            error = slack * max((end for end in ends if math.isfinite(end)), default=0.0)
+            low, high = low - error, high + error
+        found[item] = low, high
+    return found
 
 
 def _interval(item: Node, args: list[Interval]) -> Interval:

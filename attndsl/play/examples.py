@@ -27,8 +27,8 @@ _OF_PRELUDE = {
     "mask = global_tokens(n) or local_window(w)",
     "valid_keys": "tensor lengths[batch]: int\nmask = causal() and valid_keys(lengths)",
     "block_diffusion": "param n: int = 32\nparam w: int = 8\nmask = block_diffusion(n, w)",
-    "window_start": "param k: int = 13\nmask = window_start(q, kv_len, k) <= kv",
-    "in_window": "param k: int = 13\nmask = in_window(q, kv, kv_len, k)",
+    "window_start": "param side: int = 13\nmask = window_start(q, kv_len, side) <= kv",
+    "in_window": "param side: int = 13\nmask = in_window(q, kv, kv_len, side)",
     "natten2d": "param width: int = 8\nparam side: int = 5\n"
     "mask = natten2d(width, q_len // width, kw=side, kh=side)",
     "sta2d": "param across: int = 4\nparam tile: int = 4\nmask = sta2d(across, tile, 2, 2)",

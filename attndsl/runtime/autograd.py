@@ -10,8 +10,10 @@ from torch.autograd import profiler
 from torch.nn import functional
 
 from attndsl.backends.base import Backward
+from attndsl.backends.memory_order import arranged, is_window, memory_order
 from attndsl.errors import AttnDSLError, UnsupportedError
 
+from .arguments import rows_contiguous
 from .distributed import OF_TORCH, refuse_context_parallel
 from .forward_mode import attend_with_tangents, has_tangents
 from .higher import attend_in_chunks, is_transformed
@@ -98,6 +100,10 @@ def _needs_grad(call: Call) -> bool:
     return any(isinstance(x, torch.Tensor) and x.requires_grad for x in values)
 
 
+ALIGNED = 16
+"""Bytes that the address of an allocation is a multiple of."""
+
+
 class _Attend(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -106,6 +112,9 @@ class _Attend(torch.autograd.Function):
         # One argument and one attribute, since each costs time: see M20 in docs/measured.md.
         backend, lowered, call, form, return_lse = job
         out, lse = backend.forward(lowered, call)
+        signature = call.signature
+        if signature is not None and signature.steps is None:
+            signature.steps = [x.stride() for x in (*tensors, out, lse)]
         ctx.set_materialize_grads(False)
         # Tensors are kept by save_for_backward alone, which hooks and checkpointing look into.
         ctx.save_for_backward(*tensors, out, lse)
@@ -120,16 +129,51 @@ class _Attend(torch.autograd.Function):
         if grad_out is None and grad_lse is None:
             return (None,) * len(ctx.needs_input_grad)
         backend, lowered, form = ctx.kept
-        *tensors, out, lse = ctx.saved_tensors
+        saved = ctx.saved_tensors
+        *tensors, out, lse = saved
         call = form.call(tensors)
         if grad_out is None:
             grad_out = torch.zeros_like(out)
         wanted = wants_of(ctx.needs_input_grad[1:], form.tensors, form.given)
         results = Backward(out, lse, grad_out, grad_lse, wanted)
+        signature = call.signature
+        if (
+            signature is None or signature.steps != [x.stride() for x in saved]
+            or (out.data_ptr() | lse.data_ptr()) % ALIGNED
+        ):  # fmt: skip
+            # Hooks of saved tensors, such as torch's save_on_cpu, may lay them out anew.
+            call, results = _readable(call), settled(call, results)
         if profiler._is_profiler_enabled:
             with event_of_call(backend, lowered, call, BACKWARD):
                 return (None, *_gradients(backend, lowered, call, form, results))
         return (None, *_gradients(backend, lowered, call, form, results))
+
+
+def _readable(call: Call) -> Call:
+    """``call`` as kernels read it, whatever the strides of its tensors are."""
+    q, k, v = map(rows_contiguous, (call.q, call.k, call.v))
+    return call._replace(q=q, k=k, v=v, signature=None)
+
+
+def settled(call: Call, backward: Backward, windows: bool = False) -> Backward:
+    """The results of ``call`` and their gradients as backends take them: as forwards leave them.
+
+    With ``windows`` the output may be some rows of such a one.
+    """
+    out, lse, grad_out, grad_lse, wanted = backward
+    out = out.resolve_neg()
+    order = memory_order(call.q, out.shape[3])
+    if not (windows and is_window(out, order)):
+        out = _aligned(out) if out.stride() == order.strides else arranged(out, order)
+    lse = _aligned(lse.resolve_neg().contiguous())
+    if grad_lse is not None:
+        grad_lse = _aligned(grad_lse.resolve_neg().contiguous())
+    return Backward(out, lse, grad_out.resolve_neg(), grad_lse, wanted)
+
+
+def _aligned(tensor: torch.Tensor) -> torch.Tensor:
+    """``tensor``, copied where its address is none that an allocation has."""
+    return tensor.clone() if tensor.data_ptr() % ALIGNED else tensor
 
 
 def _gradients(

@@ -16,11 +16,10 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from attndsl.backends.base import Backward, Wants
-from attndsl.backends.memory_order import arranged, is_window, memory_order
 from attndsl.errors import ArgumentError, DeviceError, DTypeError, ShapeError, UnsupportedError
 
 from .arguments import is_wide, learned
-from .autograd import without_neg
+from .autograd import settled, without_neg
 from .distributed import refuse_context_parallel
 from .higher import is_transformed
 
@@ -32,8 +31,6 @@ if TYPE_CHECKING:
     from attndsl.pipeline import Lowered
 
 OPERANDS = ("q", "k", "v")
-_ALIGNED = 16
-"""Bytes that the addresses of what forwards make are multiples of, as kernels count on."""
 
 
 class Gradients(NamedTuple):
@@ -144,22 +141,6 @@ def with_out_of(call: Call, out: torch.Tensor) -> Call:
     return call if wide is call.wide else call._replace(wide=wide, signature=None)
 
 
-def settled(call: Call, backward: Backward, windows: bool = False) -> Backward:
-    """The results of ``call`` and their gradients as backends take them: as forwards leave them.
-
-    With ``windows`` the output may be some rows of such a one.
-    """
-    out, lse, grad_out, grad_lse, wanted = backward
-    out = out.resolve_neg()
-    order = memory_order(call.q, out.shape[3])
-    if not (windows and is_window(out, order)):
-        out = _aligned(out) if out.stride() == order.strides else arranged(out, order)
-    lse = _aligned(lse.resolve_neg().contiguous())
-    if grad_lse is not None:
-        grad_lse = _aligned(grad_lse.resolve_neg().contiguous())
-    return Backward(out, lse, grad_out.resolve_neg(), grad_lse, wanted)
-
-
 def in_room(room: torch.Tensor | None, found: torch.Tensor | None) -> torch.Tensor | None:
     """``found``, which is put into ``room`` unless the backend has written there already."""
     if room is None or found is None:
@@ -219,8 +200,3 @@ def _check_result(
         raise DeviceError(
             f"{name} is on {value.device} and q is on {device}", hint=f"{name}.to(q.device)"
         )
-
-
-def _aligned(tensor: torch.Tensor) -> torch.Tensor:
-    """``tensor``, copied where its address is none that an allocation has."""
-    return tensor.clone() if tensor.data_ptr() % _ALIGNED else tensor

@@ -23,7 +23,7 @@ from .values import check_rows_within
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from attndsl.backends.base import Packed
+    from attndsl.backends.requests import Packed
     from attndsl.ir import Program
 
 INTS = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)

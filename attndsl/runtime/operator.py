@@ -14,7 +14,7 @@ from attndsl.ir import DType
 from attndsl.logs import LOG
 from attndsl.operators import Operands, tell_counters
 
-from .backward import settled
+from .autograd import settled
 from .bind import CallOptions, call_of
 from .dispatch import backend_of, tell_choice
 from .location import WHOLE, Location, is_by_entry

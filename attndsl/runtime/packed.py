@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from attndsl.backends.base import Packed, requests_of
+from attndsl.backends.requests import Packed, requests_of
 
 from .location import Location
 from .paged import gathered
@@ -32,6 +32,8 @@ class Step(NamedTuple):
     """(tokens,): logical positions, where they are not the last ones of each request."""
     most_queries: int | None
     """Of a request, where numbers of queries are not to be read."""
+    runs: tuple[Run, ...] | None = None
+    """What :func:`runs_by_values` found, if somebody has read the numbers of queries."""
 
 
 class Run(NamedTuple):
@@ -51,7 +53,12 @@ def runs_of(step: Step, cache: PagedCache) -> list[Run]:
     if step.most_queries is not None:
         rows = min(step.most_queries, step.q.shape[0])
         return [Run(slice(0, cache.batch), rows, cache.room, False)]
-    counts = step.starts.diff().tolist()
+    return runs_by_values(step.starts, cache) if step.runs is None else list(step.runs)
+
+
+def runs_by_values(starts: torch.Tensor, cache: PagedCache) -> list[Run]:
+    """The calls of a step, by the numbers of queries, which are read."""
+    counts = starts.diff().tolist()
     lengths = cache.lengths.tolist()
     found: list[Run] = []
     begin = 0

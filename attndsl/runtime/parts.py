@@ -169,6 +169,9 @@ def _narrowings(
     """See :class:`Terms`; of tensors that are whole, or have been narrowed already."""
     plain, sizes = _plain_lookups(program), call.sizes
     starts = {"batch": part.b_offset, "heads": part.h_offset}
+    if part.packed is not None and part.packed.requests is not None:
+        # Which requests these are, the host does not know.
+        del starts["batch"]
     if _group(sizes) == _group(own):
         starts["kv_heads"] = part.h_offset // _group(own)
     found = []
@@ -289,6 +292,7 @@ _GIVEN: Mapping[str, Callable[[Call], Any]] = {
     "kv_lengths": partial(_of_part, "kv_lengths"),
     "token_starts": partial(_of_packed, "starts"),
     "token_positions": partial(_of_packed, "positions"),
+    "requests": partial(_of_packed, "requests"),
 }
 """What captures of :class:`Terms` are given."""
 
@@ -298,7 +302,7 @@ _MADE = {"q_offset": "first_query", "token_starts": "first_token", "kv_lengths":
 
 
 def made_captures(terms: Terms) -> tuple[tuple[str, str], ...]:
-    """See :class:`attndsl.backends.base.Pages`, of a packed call of all requests."""
+    """See :class:`attndsl.backends.requests.Pages`, of a packed call of all requests."""
     return tuple((name, _MADE[given]) for name, given in terms.captures if given in _MADE)
 
 
@@ -342,6 +346,9 @@ def terms_of(lowered: Lowered, call: Call) -> Terms:
     if part.packed is not None:
         values[TOKENS] = part.packed.tokens
         captures["token_starts"] = "token_starts"
+        if changes.requests:
+            captures["requests"] = "requests"
+            captures["q_starts"] = "q_offset"
     for name, start in (("q", changes.q), ("kv", changes.kv)):
         if start is Start.NUMBER:
             values[f"{name}_start"] = getattr(call, f"{name}_offset")
@@ -421,6 +428,7 @@ def _changes(lowered: Lowered, call: Call, part: Part, own: Mapping[str, int]) -
         ),
         kv=_start(call.kv_offset, call.kv_index, "kv_len" in shared or part.kv_lengths is not None),
         lengths=part.kv_lengths is not None,
+        requests=packed is not None and packed.requests is not None,
         tokens=tokens,
         shares=part.shares,
     )

@@ -13,12 +13,14 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from attndsl.backends.base import NONE, Call, Pages, ReadsPages
+from attndsl.backends.base import NONE, Call, ReadsPages
+from attndsl.backends.requests import ChunkResults, Pages
 from attndsl.ir import TOKENS, size, toposort
 from attndsl.passes.widths import POSITION_LIMIT
 from attndsl.settings import asks_to_verify
 
 from .arguments import rows_contiguous
+from .chunks import MOST_FEW, attend_chunks, found_chunks
 from .higher import is_transformed
 from .paged import PagedCache
 from .parts import made_captures, terms_of, with_narrow_positions
@@ -31,12 +33,15 @@ if TYPE_CHECKING:
     from attndsl.ir import Program
     from attndsl.pipeline import Lowered
 
+    from .chunks import Chunked
     from .parts import Terms
 
     Captures = Mapping[str, torch.Tensor | Scalar]
 
-_TENSORS = (torch.Tensor, torch.nn.Parameter)
-_NUMBERS = (int, type(None))
+TENSORS = (torch.Tensor, torch.nn.Parameter)
+"""Types of tensors whose signatures are looked up."""
+NUMBERS = (int, type(None))
+"""The same of numbers."""
 _MANY_TOKENS = POSITION_LIMIT // 4
 """Numbers of tokens from which on positions of each step are looked at."""
 
@@ -49,7 +54,7 @@ class Request(NamedTuple):
     starts: torch.Tensor
     q_index: torch.Tensor | None
     numbers: tuple[object, ...]
-    """``most_queries``, ``heads``, ``kv_heads`` and ``h_offset``."""
+    """``most_queries``, ``most_chunks``, ``heads``, ``kv_heads`` and ``h_offset``."""
     scale: object
     kinds: tuple[object, ...]
     """``out_dtype``, and whether there is a log-sum-exp."""
@@ -66,10 +71,30 @@ class Prepared(NamedTuple):
     """One of them, checked, without its captures: nobody's tensors are kept alive."""
     needs: Values
     made: tuple[tuple[str, str], ...]
-    """As of :class:`~attndsl.backends.base.Pages`."""
+    """As of :class:`~attndsl.backends.requests.Pages`."""
+    chunked: Chunked | None = None
+    """What runs the requests with many queries, if these are not run as all others."""
 
-    def run(self, request: Request, captures: Captures) -> tuple[torch.Tensor, torch.Tensor]:
+    def run(
+        self, request: Request, captures: Captures, found: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Output and log-sum-exp of a step of the signature.
+
+        Args:
+            request: The step.
+            captures: Its captures.
+            found: Its requests with many queries, if a plan has found them.
+
+        Raises:
+            ArgumentError: A number among the captures that cannot be.
+        """
+        call = self.call_of(request, captures)
+        pages = pages_of(request, self.made)
+        chunks = None if self.chunked is None else chunks_of(self.chunked, call, pages, found)
+        return self.backend.serve(self.terms.lowered, self.terms.applied(call), pages, chunks)
+
+    def call_of(self, request: Request, captures: Captures) -> Call:
+        """The call of a step, before it is put into its terms.
 
         Raises:
             ArgumentError: A number among the captures that cannot be.
@@ -86,10 +111,22 @@ class Prepared(NamedTuple):
             params={d.name: captures.get(d.name, d.default) for d in program.params},  # type: ignore[arg-type]
             part=part,
         )  # fmt: skip
-        if program.params:
-            call = check_params(program, call, self.needs)
-        pages = pages_of(request, self.made)
-        return self.backend.serve(self.terms.lowered, self.terms.applied(call), pages)
+        return check_params(program, call, self.needs) if program.params else call
+
+
+def chunks_of(
+    chunked: Chunked, call: Call, pages: Pages, found: torch.Tensor | None
+) -> ChunkResults | None:
+    """Results of a step's requests with many queries; None where there is no room for one."""
+    slots = chunked.slots
+    if not slots.capacity:
+        return None
+    if found is None:
+        room = pages.table.shape[1] * pages.k.shape[1]
+        numbers = (pages.q.shape[0], room, slots.most)
+        found = found_chunks(pages.starts, pages.lengths, slots.capacity, numbers)
+    out, lse = attend_chunks(chunked, found, call, pages)
+    return ChunkResults(out, lse, slots.most)
 
 
 def pages_of(request: Request, made: tuple[tuple[str, str], ...]) -> Pages:
@@ -146,38 +183,50 @@ def key_of_step(
             any number, if the most queries of a request are given.
     """
     q, cache, starts = request.q, request.cache, request.starts
-    if type(q) not in _TENSORS or type(cache) is not PagedCache or type(starts) not in _TENSORS:
+    if type(q) not in TENSORS or type(cache) is not PagedCache or type(starts) not in TENSORS:
         return None
     k, v, table, lengths = cache.k_pages, cache.v_pages, cache.table, cache.lengths
     index, kinds = request.q_index, request.kinds
     if not (
-        type(k) in _TENSORS and type(v) in _TENSORS and type(table) in _TENSORS
-        and type(lengths) in _TENSORS and (index is None or type(index) in _TENSORS)
-        and all(type(number) in _NUMBERS for number in request.numbers)
+        type(k) in TENSORS and type(v) in TENSORS and type(table) in TENSORS
+        and type(lengths) in TENSORS and (index is None or type(index) in TENSORS)
+        and all(type(number) in NUMBERS for number in request.numbers)
         and (kinds[0] is None or type(kinds[0]) is torch.dtype)
     ):  # fmt: skip
         return None
-    if q.is_neg() or k.is_neg() or v.is_neg() or with_signs(captures) is not captures:
-        return None
-    if torch._C._get_tracing_state() is not None or is_transformed():
+    if not runs_as_ever(q, k, v) or with_signs(captures) is not captures:
         return None
     if q.dim() != 3 or not 0 < q.shape[0] < _MANY_TOKENS:
         return None
-    if any(type(captures.get(name)) not in _NUMBERS for name in names):
+    if any(type(captures.get(name)) not in NUMBERS for name in names):
         return None
     return (
-        q.shape if by_token or index is not None or request.numbers[0] is None else q.shape[1:],
+        q.shape[1:] if has_any_tokens(request) and not by_token and index is None else q.shape,
         q.stride(), q.dtype, q.device, k.shape, k.stride(), k.dtype, k.device, v.shape,
         v.stride(), table.shape, table.stride(), table.dtype, lengths.shape, lengths.stride(),
         lengths.dtype, starts.shape, starts.stride(), starts.dtype, starts.device,
-        _kind(cache.k_scale), _kind(cache.v_scale), _kind(index), request.numbers, kinds,
-        type(request.scale), asks_to_verify(),
-        *[(name, _kind(value)) for name, value in captures.items()],
+        kind_of_capture(cache.k_scale), kind_of_capture(cache.v_scale), kind_of_capture(index),
+        request.numbers, kinds, type(request.scale), asks_to_verify(),
+        *[(name, kind_of_capture(value)) for name, value in captures.items()],
         *[captures.get(name) for name in names],
     )  # fmt: skip
 
 
-def _kind(value: object) -> object:
+def runs_as_ever(*tensors: torch.Tensor) -> bool:
+    """Whether nobody records or transforms a step, and torch has no signs of tensors to change."""
+    if torch._C._get_tracing_state() is not None or is_transformed():
+        return False
+    return not any(x.is_neg() for x in tensors)
+
+
+def has_any_tokens(request: Request) -> bool:
+    """Whether steps of a signature may have any number of tokens: none is a dim of a call."""
+    most = request.numbers[0]
+    return isinstance(most, int) and most <= MOST_FEW
+
+
+def kind_of_capture(value: object) -> object:
+    """What a signature has of a capture or a scale."""
     if isinstance(value, torch.Tensor):
         return (
             type(value), value.shape, value.stride(), value.dtype, value.device, value.is_neg()

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 _WARM_UP, _MEASURED = 3, 0.1
 """Runs, and the seconds that are measured after them."""
+_AHEAD = 2_000_000
+"""Cycles that a GPU waits, a millisecond or so: longer than the host needs for a call."""
 
 
 @runtime_checkable
@@ -152,7 +154,7 @@ def _tune_kernel(
 
 
 def milliseconds(run: Callable[[], object], device: torch.device) -> float:
-    """Median time of ``run``, by CUDA events where it runs on a GPU."""
+    """Median time of ``run``; on a GPU that of its kernels, by CUDA events."""
     timed = _gpu_time if device.type == "cuda" else _cpu_time
     for _ in range(_WARM_UP):
         timed(run)
@@ -166,6 +168,9 @@ def milliseconds(run: Callable[[], object], device: torch.device) -> float:
 def _gpu_time(run: Callable[[], object]) -> float:
     start = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
     end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    # Kernels of a few microseconds would otherwise wait for the host, which takes longer to launch
+    # them and is the same for all tile sizes.
+    torch.cuda._sleep(_AHEAD)  # type: ignore[no-untyped-call]
     start.record()
     run()
     end.record()

@@ -27,11 +27,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from attndsl.errors import AttnDSLError
-from attndsl.ir import Op, const
+from attndsl.errors import AttnDSLError, UnsupportedError
+from attndsl.ir import Op, const, reads_score
 from attndsl.passes.differentiate import vjp
 
-from ..base import Backend, Gradients, check_meaning
+from ..base import Backend, Gradients
 from ..memory_order import arranged, arranged_like, memory_order, wide_dtype
 from .adjoints import adjoints
 from .finite import Watched, check_gradient, check_results
@@ -48,6 +48,27 @@ if TYPE_CHECKING:
     from attndsl.source import Source
 
     from ..base import Backward, Call, Wants
+
+
+def check_meaning(program: Program) -> None:
+    """Refuse a sink beside ``weights``, and a dropout probability that scores decide.
+
+    Raises:
+        UnsupportedError: No backend could say what these mean.
+    """
+    p = program.dropout
+    if p is not None and reads_score(p):
+        raise UnsupportedError(
+            "the probability of 'dropout' depends on the score",
+            p.span,
+            "write it in terms of b, h, q, kv, params and tensors",
+        )
+    if program.sink is not None and program.weights is not None:
+        raise UnsupportedError(
+            "'sink' adds to the softmax denominator, and these 'weights' have none",
+            program.sink.span,
+            "drop the sink, or write weights = softmax(score)",
+        )
 
 
 class ReferenceBackend(Backend):
@@ -72,7 +93,7 @@ class ReferenceBackend(Backend):
         return None
 
     def check(self, lowered: Lowered, call: Call) -> None:
-        """Refuse what has no meaning; see :func:`~..base.check_meaning`."""
+        """Refuse what has no meaning; see :func:`check_meaning`."""
         check_meaning(lowered.program)
 
     def forward(self, lowered: Lowered, call: Call) -> tuple[torch.Tensor, torch.Tensor]:

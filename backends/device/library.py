@@ -10,8 +10,11 @@ import triton.language as tl
 from attndsl.backends.device.records import Head, Operands, Rows, Shift
 
 from .trigonometry import cos as cos
+from .trigonometry import cos_cody_waite as cos_cody_waite
 from .trigonometry import sin as sin
+from .trigonometry import sin_cody_waite as sin_cody_waite
 from .trigonometry import tan as tan
+from .trigonometry import tan_cody_waite as tan_cody_waite
 
 LOG2E = tl.constexpr(1.4426950408889634)
 STATISTICS_PADDING = tl.constexpr(128)

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from attndsl.ir import COMPARISONS, SIZES, DType, Node, Op, dependencies, mentions, toposort
+from attndsl.passes.angles import small_angles
 from attndsl.passes.inside import stays_inside
 from attndsl.passes.widths import fits, ranges
 
@@ -69,6 +70,11 @@ _CALLS = {
     Op.GELU: "gelu",
     Op.SOFTPLUS: "softplus",
 }
+_OF_SMALL_ANGLES = {
+    Op.SIN: "sin_cody_waite",
+    Op.COS: "cos_cody_waite",
+    Op.TAN: "tan_cody_waite",
+}
 _FLOAT_TWO = {Op.FLOORDIV: "float_floordiv", Op.MOD: "float_mod"}
 
 
@@ -103,6 +109,9 @@ class Names:
     head_dim: int
     from_zero: bool = False
     """Whether logical positions are row numbers."""
+    reach: int | None = None
+    """What row numbers and sizes are below, where that makes angles small
+    (:mod:`attndsl.passes.angles`)."""
     scalar: bool = False
     """Whether values are scalars, as in loop bounds, rather than parts of a tile."""
     forms: str = EXACT
@@ -176,6 +185,7 @@ class Printer:
         self.helpers: set[str] = set()
         self.deps = dependencies(*roots)
         self.ranges = ranges(roots, names.int_bits, names.from_zero)
+        self.small_angles = small_angles(roots, names.int_bits, names.from_zero, names.reach)
         self.forms = FORMS[names.forms]
         self.fast = fast_nodes(roots) if self.forms else frozenset()
         self.operands: dict[Node, Operand] = {}
@@ -330,7 +340,10 @@ class Printer:
             return self._call("power", *blocks)
         if op in _FLOAT_TWO:
             return self._call(_FLOAT_TWO[op], *map(self._block, args))
-        name = self.forms[op].function if item in self.fast else _CALLS[op]
+        if item in self.small_angles:
+            name = _OF_SMALL_ANGLES[op]
+        else:
+            name = self.forms[op].function if item in self.fast else _CALLS[op]
         return self._call(name, self._text(args[0]), kind=kind)
 
     def _infix(self, item: Node) -> Operand:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from attndsl.ir import DType
+from attndsl.passes.angles import useful_reach
 from attndsl.passes.inside import dim_of
 
 from ..forms import EXACT, forms_for
@@ -98,9 +99,11 @@ class PageFacts:
     """The same of q."""
     wide_rows: bool
     """Whether offsets within one tile of rows of q need 64 bits."""
+    widens_pairs: bool = False
+    """Whether the GPU has an instruction that makes fp16 of two numbers of 8 bits."""
     made: tuple[tuple[str, str], ...] = ()
     """Captures that the kernel makes itself of starts and lengths, by name, and which value each
-    of them is (:class:`attndsl.backends.base.Requests`)."""
+    of them is (:class:`attndsl.backends.requests.Requests`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,12 +162,17 @@ class KernelFacts:
     """Whether the backward stores the gradient of each score (``Wants.stores_ds``)."""
     adds_diagonals: bool = False
     """Whether a Hopper backward adds up the gradients of scores along diagonals."""
+    takes_turns: bool = False
+    """Whether a Hopper backward adds to sums of dQ in a fixed order (``features/turns.py``)."""
     narrow_rows: bool = False
     """Whether the rows of a call fill smaller work tiles of a Hopper forward better."""
     wide_out: bool = False
     """Whether the output is in fp32 (``Call.wide``)."""
     wide_gradients: bool = False
     """Whether the gradients of q, k and v are (``Wants.wide``)."""
+    reach: int | None = None
+    """What the row numbers and sizes of the call are below, where that makes angles of the program
+    small (:mod:`attndsl.passes.angles`)."""
     narrow_dq: bool = False
     """Whether that of q is in q's dtype all the same, for which the call has room."""
     packed_heads: bool = False
@@ -204,7 +212,7 @@ class KernelFacts:
         from_zero = not self.shifted and not self.indexed
         captures = {c.name: c for c in self.captures}
         return Names(
-            captures, bits, self.head_dim, from_zero, forms=self.forms,
+            captures, bits, self.head_dim, from_zero, self.reach, forms=self.forms,
             packed_heads=self.packed_heads, locals=self.locals,
             made=frozenset() if self.pages is None else frozenset(dict(self.pages.made)),
         )  # fmt: skip
@@ -249,7 +257,7 @@ def facts_of(program: Program, call: Call, *grads: torch.Tensor) -> KernelFacts:
     operands = (call.q, call.k, call.v, *grads)
     results = result_orders(call.q, call.k, call.v)
     captures = [_capture(decl, call.tensors[decl.name]) for decl in program.tensors]
-    return KernelFacts(
+    facts = KernelFacts(
         head_dim=call.q.shape[-1],
         value_dim=call.v.shape[-1],
         dtype=TRITON_TYPES[call.q.dtype],
@@ -274,6 +282,17 @@ def facts_of(program: Program, call: Call, *grads: torch.Tensor) -> KernelFacts:
         wide_rows=MAX_ROWS * max(results.longest_step, *(strides(t)[2] for t in operands))
         >= 1 << 31,
     )
+    return replace(facts, reach=_reach(program, call, facts))
+
+
+def _reach(program: Program, call: Call, facts: KernelFacts) -> int | None:
+    """See :attr:`KernelFacts.reach`."""
+    if facts.shifted or facts.indexed:
+        return None
+    parts = (program.mask, program.score, program.weights, program.dropout, program.sink)
+    roots = tuple(part for part in parts if part is not None)
+    longest = max(call.q.shape[2], call.k.shape[2], *call.sizes.values())
+    return useful_reach(roots, facts.names().int_bits, longest + MAX_ROWS)
 
 
 def with_gradients(facts: KernelFacts, wants: Wants) -> KernelFacts:
@@ -291,9 +310,12 @@ def for_lists(facts: KernelFacts) -> KernelFacts:
     """``facts`` for kernels that find tiles, of which one module serves all kernels of a call."""
     return replace(
         facts, tensor_gradients=(), param_gradients=(), moving_operands="", moving_captures=(),
-        pair_tiles=(), stores_ds=False, adds_diagonals=False, narrow_rows=False, wide_out=False,
-        wide_gradients=False, narrow_dq=False, packed_heads=False, pages=None,
+        pair_tiles=(), stores_ds=False, adds_diagonals=False, takes_turns=False, narrow_rows=False,
+        wide_out=False, wide_gradients=False, narrow_dq=False, packed_heads=False, pages=None,
     )  # fmt: skip
+
+
+_WIDENING_ARCH = 89
 
 
 def with_forms(facts: KernelFacts, program: Program, target: GPUTarget | None) -> KernelFacts:
@@ -302,7 +324,11 @@ def with_forms(facts: KernelFacts, program: Program, target: GPUTarget | None) -
     Kernels that find tiles take no part: what they evaluate must be exactly the mask.
     """
     kind = None if target is None else target.backend
-    return replace(facts, forms=forms_for(facts.dtype, kind, program.exact))
+    pages = facts.pages
+    if pages is not None and target is not None and kind == "cuda":
+        # PTX ISA, cvt: .e4m3x2 from sm_89 on.
+        pages = replace(pages, widens_pairs=int(target.arch) >= _WIDENING_ARCH)
+    return replace(facts, forms=forms_for(facts.dtype, kind, program.exact), pages=pages)
 
 
 def position_kind(offset: int | torch.Tensor, index: torch.Tensor | None) -> str:

@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from attndsl.ir import Op, const, node
+from attndsl.passes.tiles.plan import OWN
 from attndsl.passes.widths import fits, ranges
 
 from .expression import Names, print_expressions
@@ -90,6 +91,61 @@ def _tile_function(
 
 def _indented(line: str) -> str:
     return f"    {line}"
+
+
+def print_turn(
+    name: str, own: str, loop: LoopPlan, param_values: list[str], names: Names
+) -> tuple[str, set[str]]:
+    """``NAME_turn``: how many owning tiles before ``own`` visit tile ``tile`` along the loop.
+
+    Owners come in their order, or from the last one on where the plan is ``descending``.
+
+    Args:
+        name: The loop.
+        own: ``q`` or ``kv``: what the owning tiles count.
+        loop: Its plan, with ``visitors``. ``own`` is one of them.
+        param_values: As of :func:`print_loop`.
+        names: Likewise.
+    """
+    before = turn_of(loop)
+    names = replace(names, scalar=True)
+    printed = print_expressions((before,), names)
+    result = _narrow(printed.results[0], (before,), names)
+    body = [*_lengths(own), *param_values, *printed.lines, f"return {result}"]
+    doc = "How many tiles visit ``tile`` before ``own`` does."
+    return _function(f"{name}_turn", "own, tile", doc, body), set(printed.helpers)
+
+
+def turn_of(loop: LoopPlan) -> Node:
+    """How many of the ``visitors`` come before ``OWN``, which is one of them."""
+    below = _below(loop.visitors)
+    if not loop.descending:
+        return below
+    others = node(Op.SUB, _total(loop.visitors), const(1))
+    return node(Op.SUB, others, below)
+
+
+def _below(segments: tuple[Segment, ...]) -> Node:
+    """How many tiles of ``segments`` are below ``OWN``, which is one of them."""
+    total = const(0)
+    for segment in segments:
+        span = node(Op.SUB, node(Op.MIN, OWN, segment.stop), segment.start)
+        if len(segments) == 1:
+            # The only segment has it.
+            total = node(Op.SUB, OWN, segment.start)
+            return total if segment.step == 1 else _steps(total, segment.step)
+        length = node(Op.MAX, _steps(span, segment.step), const(0))
+        if segment.guard is not None:
+            length = node(Op.WHERE, segment.guard, length, const(0))
+        total = node(Op.ADD, total, length)
+    return total
+
+
+def _steps(span: Node, step: int) -> Node:
+    """Steps in ``span``, rounded up."""
+    if step == 1:
+        return span
+    return node(Op.FLOORDIV, node(Op.ADD, span, const(step - 1)), const(step))
 
 
 def print_visited(
@@ -201,9 +257,7 @@ def _length(segment: Segment) -> Node:
     span = node(Op.SUB, segment.stop, segment.start)
     if segment.start is const(0):
         span = segment.stop
-    if segment.step != 1:
-        rounded = node(Op.ADD, span, const(segment.step - 1))
-        span = node(Op.FLOORDIV, rounded, const(segment.step))
+    span = _steps(span, segment.step)
     if segment.stop is node(Op.ADD, segment.start, const(1)):
         span = const(1)
     else:

@@ -25,7 +25,7 @@ from ..kernels.moving import moving_of
 from ..kernels.order import heads_per_wave
 from ..kernels.signature import signature_of
 from ..memory_order import empty_like, result_orders, strides, wide_dtype
-from ..triton.extra_kernels import BackwardState, run_extra
+from ..triton.extra_kernels import BackwardState, extra_tasks, run_extra
 from ..triton.family import MAX_HEAD_DIM
 from ..triton.serve import bits_of_pages, kinds_of_pages, page_facts
 from .describe import describe_kernels
@@ -33,15 +33,16 @@ from .plan import plan_of
 from .source import source_of
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Mapping
+    from collections.abc import Callable, Hashable, Mapping
 
     from attndsl.pipeline import Lowered
 
-    from ..base import Backward, Call, Pages, Store, Tangents, Written
+    from ..base import Backward, Call, Store, Tangents, Written
     from ..gradients.plan import GradientPlan
     from ..kernels.config import Config
     from ..kernels.kernel import Family
     from ..kernels.moving import Moving
+    from ..requests import ChunkResults, Pages
     from ..triton.serve import PagesLayout, Serve
 
 _MAX_LAYOUTS = 4096
@@ -69,6 +70,8 @@ class GeneratedBackend(Backend):
         self.modules = Modules(store)
         self._plans: dict[Hashable, GradientPlan] = {}
         self._layouts: dict[tuple[object, ...], Layout] = {}
+        self._as_given: dict[tuple[object, ...], Layout] = {}
+        """Of backwards whose families read the output's gradient as it is given."""
         self._steps: dict[tuple[object, ...], PagesLayout] = {}
 
     @property
@@ -103,12 +106,16 @@ class GeneratedBackend(Backend):
             return
         # What will come back is like the output, as far as anybody knows.
         grad_out = empty_like(call.q, call.v.shape[-1])
-        for task, gradient, wants in (
-            (Task.FORWARD, None, None), (Task.BACKWARD, grad_out, wanted)
-        ):  # fmt: skip
-            jobs = self._jobs(lowered, call, task, gradient, wants)
+        plan = self._plan(lowered, call, wanted)
+        tasks: list[tuple[Task, torch.Tensor | None, Wants | None]] = [
+            (Task.FORWARD, None, None), (Task.BACKWARD, grad_out, plan.lines),
+            *((task, grad_out, own) for task, own in extra_tasks(lowered, plan)),
+        ]  # fmt: skip
+        for task, gradient, wants in tasks:
             family = self._family(lowered, call, task, gradient, wants)
-            self.modules.start(jobs, () if wants is None else family.fixed, device, False)
+            jobs = family.jobs(lowered, call, task, gradient, wants)
+            fixed = family.fixed if task is Task.BACKWARD else ()
+            self.modules.start(jobs, fixed, device, False)
 
     def forward(self, lowered: Lowered, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
         """See :class:`~attndsl.backends.base.Backend`."""
@@ -132,8 +139,21 @@ class GeneratedBackend(Backend):
         return self._pages.why_not_pages(lowered, call, pages)
 
     def serve(
-        self, lowered: Lowered, call: Call, pages: Pages
+        self, lowered: Lowered, call: Call, pages: Pages, chunks: ChunkResults | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See :class:`~attndsl.backends.base.ReadsPages`."""
+        launch = self.launch_of(lowered, call, pages)
+        return self.launched(launch, lowered, call, pages, chunks)
+
+    def launched(
+        self, launch: PagesLayout, lowered: Lowered, call: Call, pages: Pages,
+        chunks: ChunkResults | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+        """See :class:`~attndsl.backends.base.ReadsPages`."""
+        assert self._pages is not None
+        return self._pages.serve(launch, lowered, call, pages, chunks)
+
+    def launch_of(self, lowered: Lowered, call: Call, pages: Pages) -> PagesLayout:
         """See :class:`~attndsl.backends.base.ReadsPages`."""
         assert self._pages is not None
         signature = signature_of(lowered, call, Task.FORWARD, None)
@@ -148,7 +168,7 @@ class GeneratedBackend(Backend):
             if len(self._steps) >= _MAX_LAYOUTS:
                 self._steps.clear()
             self._steps[key] = launch
-        return self._pages.serve(launch, lowered, call, pages)
+        return launch
 
     def backward(self, lowered: Lowered, call: Call, backward: Backward) -> Gradients:
         """See :class:`~attndsl.backends.base.Backend`."""
@@ -159,8 +179,8 @@ class GeneratedBackend(Backend):
         if not wanted.tensors and not wanted.params:
             return self._gradients(lowered, call, backward)[0]
         plan = self._plan(lowered, call, wanted)
-        found, delta = self._gradients(lowered, call, backward._replace(wanted=plan.lines))
-        grad_out = self.families[-1].readable(grad_out, wanted)
+        found, made = self._gradients(lowered, call, backward._replace(wanted=plan.lines))
+        delta, grad_out = made(), self.families[-1].readable(grad_out, wanted)
         state = BackwardState(lowered, call, lse, delta, grad_out, self._layout)
         found = run_extra(state, plan, found)
         if lowered.program.sink is None:
@@ -169,18 +189,26 @@ class GeneratedBackend(Backend):
 
     def _gradients(
         self, lowered: Lowered, call: Call, backward: Backward
-    ) -> tuple[Gradients, torch.Tensor]:
-        """What the kernels of a backward make, and delta (batch, heads, padded rows)."""
-        lse, wanted = backward.lse, backward.wanted
+    ) -> tuple[Gradients, Callable[[], torch.Tensor]]:
+        """What the kernels of a backward make, and what gives delta: as of a family."""
+        _, lse, given, grad_lse, wanted = backward
         if lse.numel() == 0:
-            return _no_gradients(call, wanted), lse
-        grad_out = backward.grad_out
-        for family in self.families:
-            grad_out = family.readable(grad_out, wanted)
-        if grad_out is not backward.grad_out:
-            backward = backward._replace(grad_out=grad_out)
-        has_dlse = backward.grad_lse is not None
-        layout = self._layout(lowered, call, Task.BACKWARD, grad_out, wanted, has_dlse)
+            return _no_gradients(call, wanted), lambda: lse
+        has_dlse = grad_lse is not None
+        key = (
+            *self._key(lowered, call, Task.BACKWARD, given, wanted, has_dlse),
+            given.data_ptr() % 16,
+        )
+        layout = self._as_given.get(key)
+        if layout is None:
+            grad_out = given
+            for family in self.families:
+                grad_out = family.readable(grad_out, wanted)
+            layout = self._layout(lowered, call, Task.BACKWARD, grad_out, wanted, has_dlse)
+            if grad_out is given:
+                self._keep(self._as_given, key, layout)
+            else:
+                backward = backward._replace(grad_out=grad_out)
         return layout.family.backward(layout, lowered, call, backward)
 
     def tangent(
@@ -229,6 +257,7 @@ class GeneratedBackend(Backend):
         (job,) = (job for job in jobs if job.kernel.name == kernel)
         self.modules.choose(job, config, call.q.device)
         self._layouts.clear()
+        self._as_given.clear()
         self._steps.clear()
 
     def describe(self, lowered: Lowered, head_dim: int) -> list[str]:
@@ -305,26 +334,33 @@ class GeneratedBackend(Backend):
         has_dlse: bool = False,
     ) -> Layout:
         """What calls of this signature share: kernels, strides and sizes."""
-        signature = (signature_of(lowered, call, task, grad_out), wanted, has_dlse)
-        placed = self._placed
-        key = (signature, () if placed is None else placed.places(call))
+        key = self._key(lowered, call, task, grad_out, wanted, has_dlse)
         layout = self._layouts.get(key)
         if layout is None:
             family = self._family(lowered, call, task, grad_out, wanted)
             if LOG.isEnabledFor(logging.INFO):
                 self._tell_family(lowered, call, task, grad_out, wanted)
             # Calls that one family tells apart by their places may be one to this family.
-            own = (signature, family.name, family.places(call))
+            own = (key[:3], family.name, family.places(call))
             layout = self._layouts.get(own)
             if layout is None:
                 jobs = family.jobs(lowered, call, task, grad_out, wanted)
                 more = {} if grad_out is None else {"do": grad_out}
                 layout = self._layout_of(family, jobs, call, has_dlse)
                 layout = family.layout(layout, jobs, call, more, wanted)
-                if placed is not None and family is not placed:
-                    self._keep(own, layout)
-            self._keep(key, layout)
+                if self._placed is not None and family is not self._placed:
+                    self._keep(self._layouts, own, layout)
+            self._keep(self._layouts, key, layout)
         return layout
+
+    def _key(
+        self, lowered: Lowered, call: Call, task: Task, grad_out: torch.Tensor | None,
+        wanted: Wants | None, has_dlse: bool,
+    ) -> tuple[object, ...]:  # fmt: skip
+        """What tells a layout from others; last, what one family tells calls apart by."""
+        placed = self._placed
+        places = () if placed is None else placed.places(call)
+        return signature_of(lowered, call, task, grad_out), wanted, has_dlse, places
 
     def _tangent_layout(self, family: Family, moving: Moving, task: Task) -> Layout:
         """As :meth:`_layout`, for a kernel of tangents."""
@@ -335,13 +371,15 @@ class GeneratedBackend(Backend):
             jobs = jobs_of(family, task, lowered, moving.facts())
             layout = self._layout_of(family, jobs, call, False)
             layout = family.layout(layout, jobs, call, moving.operands, None)
-            self._keep(key, layout)
+            self._keep(self._layouts, key, layout)
         return layout
 
-    def _keep(self, key: tuple[object, ...], layout: Layout) -> None:
-        if len(self._layouts) >= _MAX_LAYOUTS:
-            self._layouts.clear()
-        self._layouts[key] = layout
+    def _keep(
+        self, layouts: dict[tuple[object, ...], Layout], key: tuple[object, ...], layout: Layout
+    ) -> None:  # fmt: skip
+        if len(layouts) >= _MAX_LAYOUTS:
+            layouts.clear()
+        layouts[key] = layout
 
     def _layout_of(
         self, family: Family, jobs: tuple[Job, ...], call: Call, has_dlse: bool
@@ -364,7 +402,7 @@ class GeneratedBackend(Backend):
             reason = next(own[name].plan(configs[name]).listed for name in lists)
             tell_once(f"{name_of_call(lowered, call)}: tiles by lists: {reason}")
         names = {*facts.tensor_gradients, *facts.param_gradients}
-        masked = lowered.program.mask is not None
+        in_groups = lowered.program.mask is not None or facts.takes_turns
         sizes = (batch, heads, call.k.shape[1], q_len, call.k.shape[2])
         number = self._numbers.get(device)
         if number is None:
@@ -381,7 +419,7 @@ class GeneratedBackend(Backend):
             sizes=sizes,
             lists=lists,
             heads_per_wave={
-                name: heads_per_wave(call, kernel, configs[name], masked)
+                name: heads_per_wave(call, kernel, configs[name], in_groups)
                 for name, kernel in of_heads.items()
             },
             work_tiles={

@@ -9,7 +9,6 @@ Non-goals: calls whose positions are looked up, what the program's weights or dr
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -86,8 +85,7 @@ def add_distance_gradients(
     step = Step((0, batch), (0, heads), (0, len(distances)), ())
     tile = Expressions(as_queries).tile(step, (0, 1), sums.new_empty((batch, heads, 1, 1)))
     totals.add(totals.of_score(lowered.derivative), sums[..., None], tile)
-    return replace(
-        found,
+    return found._replace(
         tensors={**found.tensors, **totals.tensors()},
         params={**found.params, **totals.params()},
     )

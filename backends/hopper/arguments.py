@@ -90,9 +90,12 @@ def _pair_block(tile: PairTile, shape: tuple[int, int, int]) -> Block:
     return Block((*(1,) * len(tile.leading), queries, keys), tile.dtype, layout)
 
 
-def is_drawn(lowered: Lowered, config: Config) -> bool:
-    """Whether programs draw their items by a counter: those of a mask differ in length."""
-    return config.persistent and lowered.program.mask is not None
+def is_drawn(lowered: Lowered, facts: KernelFacts, config: Config) -> bool:
+    """Whether programs draw their items by a counter: those of a mask differ in length.
+
+    Those that take turns must be taken in their order.
+    """
+    return config.persistent and (lowered.program.mask is not None or facts.takes_turns)
 
 
 def arguments_of(task: Task, function: Any, facts: KernelFacts, config: Config) -> list[Argument]:
@@ -105,7 +108,7 @@ def arguments_of(task: Task, function: Any, facts: KernelFacts, config: Config) 
             found.append(Argument(name, blocks[name].type))
         elif name in ("COLUMN_SUMS", "FACTOR_SUMS", "DISTANCE_SUMS"):
             found.append(Argument(name, "*fp32", aligned=True))
-        elif name == "COUNTER":
+        elif name in ("COUNTER", "TURNS"):
             found.append(Argument(name, "*i32", aligned=True))
         else:
             found.append(captures.get(name) or template_argument(name, facts))

@@ -29,6 +29,7 @@ from .features.skips import SKIPS, own_tiles
 from .features.stored_ds import STORED_DS
 from .features.sums import COLUMN_SUMS, FACTOR_SUMS
 from .features.tangents import TANGENTS
+from .features.turns import TURNS
 from .functions import print_functions, weights_and_factor
 from .learned import Learned, learned_in_kernel
 from .memory import has_own_output
@@ -43,7 +44,7 @@ if TYPE_CHECKING:
 
 FEATURES = (
     BIAS, STORED_DS, PERSISTENCE, COLUMN_SUMS, FACTOR_SUMS, DIAGONALS, DROPOUT, BOUNDED, FIXED_MAX,
-    HALVES, SKIPS, TANGENTS,
+    HALVES, SKIPS, TANGENTS, TURNS,
 )  # fmt: skip
 """Their order is that of the kernel's arguments."""
 _TEMPLATES = {
@@ -164,7 +165,9 @@ def _flags(spec: ModuleSpec) -> Flags:
         "EARLY": spec.config.early,
         "ABOVE_128": wide,
         # A soft cap gains, plain scores lose: see M8 in docs/measured.md.
-        "RELEASE_PER_THREAD": not (spec.is_forward or wide) and _is_pairwise(placed.slope),
+        # Such arrivals order no additions to sums before them.
+        "RELEASE_PER_THREAD": not (spec.is_forward or wide or facts.takes_turns)
+        and _is_pairwise(placed.slope),
         "OWN_OUTPUT": spec.is_forward and has_own_output(facts, spec.config),
         "FP32_ROWS": facts.wide_gradients,
     }

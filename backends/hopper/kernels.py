@@ -60,12 +60,18 @@ def _configs(job: Job, machine: Machine) -> tuple[Config, ...]:
         found = tuple(config for config in found if config.consumers < 3)
     if facts.adds_diagonals:
         found = for_busy_producers(found)
+    if facts.takes_turns:
+        # Programs take work tiles in their order, one after the other.
+        found = tuple(config for config in found if config.persistent)
     return fitting(task, facts, found) if facts.pair_tiles else found
 
 
 def _more_configs(found: tuple[Config, ...], job: Job) -> tuple[Config, ...]:
-    """Those that are persistent or not instead; backwards above head dim 128 are not."""
-    if job.kernel.task is Task.BACKWARD and widest(job.facts) > 128:
+    """Those that are persistent or not instead.
+
+    Backwards above head dim 128 are not, and those whose work tiles take turns are.
+    """
+    if job.kernel.task is Task.BACKWARD and (widest(job.facts) > 128 or job.facts.takes_turns):
         return ()
     return tuple(replace(config, persistent=not config.persistent) for config in found)
 

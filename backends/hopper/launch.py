@@ -77,6 +77,15 @@ class View:
         return found
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Views:
+    """How a kernel sees several tensors, in the order of its arguments. Equal to itself alone."""
+
+    each: tuple[View, ...] = ()
+    seen: Callable[[tuple[torch.Tensor, ...]], tuple[torch.Tensor, ...]] = tuple
+    """What the kernel sees, one tensor for each view, of the tensors that a launch has."""
+
+
 def view(
     tensor: torch.Tensor,
     steps: tuple[int, ...],
@@ -106,6 +115,7 @@ class TensorMaps:
     """
 
     _found: dict[tuple[View, int], tuple[object, ...]] = field(default_factory=dict)
+    _together: dict[tuple[object, ...], tuple[object, ...]] = field(default_factory=dict)
 
     def of(self, view: View, tensor: torch.Tensor) -> Sequence[object]:
         """The arguments by which a kernel sees ``tensor``."""
@@ -118,6 +128,22 @@ class TensorMaps:
             if len(self._found) >= _MAX_MAPS:
                 self._found.clear()
             self._found[key] = found
+        return found
+
+    def together(self, views: Views, *tensors: torch.Tensor) -> tuple[object, ...]:
+        """The arguments by which a kernel sees what ``views`` make of ``tensors``.
+
+        A training step has the same addresses again and again, and looks them up once a kernel.
+        """
+        key = (views, *[tensor.data_ptr() for tensor in tensors])
+        found = self._together.get(key)
+        if found is None:
+            parts = map(self.of, views.each, views.seen(tensors))
+            found = tuple(argument for part in parts for argument in part)
+            if all(each.encode is not None for each in views.each):
+                if len(self._together) >= _MAX_MAPS:
+                    self._together.clear()
+                self._together[key] = found
         return found
 
     def __len__(self) -> int:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields, replace
-from typing import TYPE_CHECKING
+from math import prod
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -17,7 +18,7 @@ from .arguments import blocks_of, is_drawn, moved_argument
 from .blocks import block_width
 from .copies import room_for
 from .distances import split
-from .launch import descriptor_strides, launch_of, view
+from .launch import Views, descriptor_strides, launch_of, view
 from .learned import Learned, learned_in_kernel
 from .pair_tiles import is_readable, window
 from .stored import empty_ds
@@ -39,6 +40,8 @@ class HopperLayout(Layout):
     """By name of the executable."""
     views: Mapping[str, View] = field(default_factory=dict)
     """By kernel argument."""
+    operands: Views = field(default_factory=Views)
+    """Those of the operands, of the output or its gradient, and of a backward's statistics."""
     grad_strides: tuple[int, ...] = ()
     """Of a backward: batch, head and row strides of the output's gradient."""
     columns: int = 0
@@ -57,6 +60,24 @@ class HopperLayout(Layout):
     """All others."""
 
 
+def padded_rows(call: Call) -> tuple[int, int, int]:
+    """Batch, heads and rows, as a backward's kernels have a number for each."""
+    batch, heads, q_len, _ = call.q.shape
+    return batch, heads, -(-q_len // PADDING) * PADDING
+
+
+class Statistics(NamedTuple):
+    """Numbers of rows in one piece of memory, fp32: see ``library.row_statistics``."""
+
+    rows: tuple[int, int, int]
+    """Of :func:`padded_rows`."""
+
+    def parts(self, memory: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Log-sum-exps in base 2, and delta, each flat."""
+        number = prod(self.rows)
+        return memory[:number], memory[number : 2 * number]
+
+
 def layout_of(
     layout: Layout, job: Job, call: Call, more: Mapping[str, torch.Tensor], wanted: Wants | None
 ) -> HopperLayout:
@@ -73,18 +94,25 @@ def layout_of(
             own = room_for(own)
             copied.append(number)
         views[name] = view(own, own.stride(), blocks[name], encoders.get(name))
-    for name, tensor in _rows(job, layout, call, more).items():
+    rows = _rows(job, layout, call, more)
+    for name, tensor in rows.items():
         steps = descriptor_strides(tensor)
         assert steps is not None
         views[name] = view(tensor, steps, blocks[name], encoders.get(name))
     for name, tensor in _of_backward(job, call, config).items():
         views[name] = view(tensor, tensor.stride(), blocks[name], encoders.get(name))
+    operands = Views(tuple(views[name] for name in rows))
+    if Task.BACKWARD in kernel.tasks:
+        statistics = Statistics(padded_rows(call))
+        own = (*operands.each, views["lse_desc"], views["delta_desc"])
+        operands = Views(own, lambda given: (*given[:-1], *statistics.parts(given[-1])))
     found = HopperLayout(
         **{each.name: getattr(layout, each.name) for each in fields(layout)},
         launches=launches,
         views=views,
+        operands=operands,
         programs=_programs(job, layout, call, config),
-        drawn=is_drawn(job.lowered, config),
+        drawn=is_drawn(job.lowered, layout.facts, config),
         copied=tuple(copied),
     )
     if Task.BACKWARD not in kernel.tasks:
@@ -131,8 +159,7 @@ def _of_backward(job: Job, call: Call, config: Config) -> dict[str, torch.Tensor
     """What a backward alone sees by blocks, by argument; shapes and strides count, not values."""
     if Task.BACKWARD not in job.kernel.tasks:
         return {}
-    batch, heads, q_len, _ = call.q.shape
-    padded = -(-q_len // PADDING) * PADDING
+    batch, heads, padded = padded_rows(call)
     rows = torch.empty(batch * heads * padded, device=call.q.device)
     found = {"lse_desc": rows, "delta_desc": rows}
     if job.facts.stores_ds:

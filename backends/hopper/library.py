@@ -389,6 +389,45 @@ def in_each_thread(INSTRUCTION: gl.constexpr):
 
 
 @gluon.jit
+def await_turn(count, turn):
+    """Wait until ``count``, an int32 in global memory, is ``turn``.
+
+    Each thread reads it, with acquire semantics at the GPU's scope.
+    """
+    THREADS: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    turns = gl.full([128], turn, gl.int32, layout=THREADS)
+    gl.inline_asm_elementwise(
+        """
+        {
+            .reg .pred early; .reg .b32 found;
+            again: ld.acquire.gpu.global.b32 found, [$1];
+            setp.lt.s32 early, found, $2;
+            @early bra again;
+            mov.b32 $0, found;
+        }
+        """,
+        "=r,l,r", [count.to(gl.int64), turns], dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def count_turn(count):
+    """Add 1 to ``count``, an int32 in global memory, with release semantics at the GPU's scope."""
+    threads = gl.arange(0, 128, layout=gl.BlockedLayout([1], [32], [4], [0]))
+    gl.inline_asm_elementwise(
+        """
+        {
+            .reg .pred first;
+            setp.eq.s32 first, $2, 0;
+            @first red.release.gpu.global.add.u32 [$1], 1;
+            mov.b32 $0, 0;
+        }
+        """,
+        "=r,l,r", [count.to(gl.int64), threads], dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
 def slot_of(count, STAGES: gl.constexpr):
     """Where tile number ``count`` lies among STAGES of them, and its barrier's phase there.
 

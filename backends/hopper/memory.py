@@ -19,6 +19,8 @@ _REST = 640
 """Barriers, and what a work tile is: bytes, rounded up."""
 _OVERFLOWED = 384
 """Whether weights of a forward's consumers, at most three, were too large: bytes, rounded up."""
+_TURNS = 256
+"""Turns of two query tiles, and their barriers: bytes, rounded up."""
 _TURNED = 16384
 """Bytes in which a backward's rows of dK and dV get from who has computed to who stores them; above
 head dim 128 the places of k and v."""
@@ -56,4 +58,4 @@ def shared_bytes(task: Task, facts: KernelFacts, config: Config) -> int:
 
 def _feature_bytes(task: Task, facts: KernelFacts, config: Config) -> int:
     found = bias_bytes(task, facts, config) + kept_bytes(task, facts, config)
-    return found + diagonal_bytes(facts)
+    return found + diagonal_bytes(facts) + _TURNS * facts.takes_turns

@@ -72,6 +72,9 @@ class BackwardMemory(NamedTuple):
     """Ring of what each pair looks up."""
     lines: Any
     """Where the producer adds up dS along diagonals."""
+    turns: Any
+    """Ring of the last two query tiles: where each one's count lies, and its turn. A tile is full
+    when the consumers may add to its sums of dQ."""
 
 
 class Call(NamedTuple):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -25,6 +26,9 @@ if TYPE_CHECKING:
     from ..base import Call, Wants
     from ..kernels.kernel import Kernel
 
+TAKES_TURNS = False
+"""Whether work tiles of a deterministic backward take turns at sums of dQ (``features/turns.py``).
+No GPU has measured it yet."""
 _DTYPES = (torch.float16, torch.bfloat16)
 _TARGET = machine_of("cuda:90")
 
@@ -56,8 +60,8 @@ def why_not(
     if task is Task.BACKWARD:
         if dropout is not None and width > 128:
             return "the Hopper backward has dropout at head dims up to 128"
-        if call.deterministic:
-            return "the Hopper backward adds up dQ in no fixed order"
+        if call.deterministic and (unordered := _why_no_turns(lowered, call, width)) is not None:
+            return unordered
         if wants is not None and (wants.tensors or wants.params):
             if lowered.program.weights is not None:
                 return "gradients of captures in weights are added up pair by pair"
@@ -82,6 +86,21 @@ def why_not(
         if descriptor_strides(tensor) is None:
             return "the tensor memory accelerator takes rows of multiples of 16 bytes"
     return _why_busy(lowered, call, task, wants)
+
+
+def _why_no_turns(lowered: Lowered, call: Call, width: int) -> str | None:
+    """Why work tiles of a backward cannot take turns at sums of dQ, or None."""
+    if not TAKES_TURNS:
+        return "the Hopper backward adds up dQ in no fixed order"
+    if width > 128:
+        return "the Hopper backward adds up dQ in a fixed order at head dims up to 128"
+    facts = replace(facts_of(lowered.program, call), takes_turns=True)
+    job = Job(_kernel(Task.BACKWARD), lowered, facts).on(_TARGET)
+    for config in job.kernel.configs(job, _TARGET):
+        listed = job.plan(config).listed
+        if listed is not None:
+            return f"the Hopper backward adds up dQ in an order that formulas tell: {listed}"
+    return None
 
 
 def _why_busy(lowered: Lowered, call: Call, task: Task, wants: Wants | None) -> str | None:

@@ -4,13 +4,15 @@ With this driver a call finds its kernels in the way that it finds them on the G
 loaded, so that what a GPU would say of it is read from the code itself.
 
 Before version 3.7, Triton has a C compiler make a launcher for each kernel and a module for the
-driver. They are made here too, against an empty library in place of CUDA's, and not loaded.
+driver. They are made here too, against a library of empty functions in place of CUDA's, and not
+loaded.
 
 Non-goals: AMD's GPUs; results, since nothing runs.
 """
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 import sysconfig
@@ -222,11 +224,22 @@ class AbsentGPU:
             triton.knobs.build.impl = None
 
     def _make_library(self) -> None:
-        """An empty library, of which launchers know the name alone."""
+        """A library that launchers ask for by its name when they are loaded.
+
+        Linkers leave out a library that defines nothing that is called. A launcher without it
+        cannot be loaded, so that it would be compiled again.
+        """
+        import triton.backends.nvidia.driver as driver
+
         folder = Path(tempfile.mkdtemp(prefix="attndsl-cuda-"))
         weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
-        text = folder / "empty.c"
-        text.write_text("")
+        text, sources = folder / "empty.c", Path(driver.__file__)
+        called = {
+            name
+            for path in (sources, sources.with_name("driver.c"))
+            for name in re.findall(r"\bcu[A-Z]\w*", path.read_text("utf-8"))
+        }
+        text.write_text("".join(f"void {name}(void) {{}}\n" for name in sorted(called)))
         compiler = sysconfig.get_config_var("CC") or "cc"
         for command in ("gcc", "clang", compiler.split()[0]):
             with suppress(FileNotFoundError):

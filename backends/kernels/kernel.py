@@ -170,6 +170,11 @@ class Job:
         facts = self.facts
         if self.kernel.loop is None:
             return LoopPlan()
+        if facts.takes_turns:
+            return self.lowered.sparsity.loop_in_turn(
+                self.kernel.loop, config.block_m, config.block_n, facts.shifted, facts.indexed,
+                facts.wide, config.peeled,
+            )  # fmt: skip
         return self.lowered.sparsity.loop(
             self.kernel.loop, config.block_m, config.block_n, facts.shifted, facts.indexed,
             facts.wide, bounded=facts.pages is not None,
@@ -273,8 +278,8 @@ class Family(Protocol):
 
     def backward(
         self, layout: Layout, lowered: Lowered, call: Call, backward: Backward
-    ) -> tuple[Gradients, torch.Tensor]:
-        """Launch ``Task.BACKWARD``: gradients, and delta (batch, heads, padded rows)."""
+    ) -> tuple[Gradients, Callable[[], torch.Tensor]]:
+        """Launch ``Task.BACKWARD``: gradients, and what gives delta (batch, heads, padded rows)."""
 
     def movable(self, moving: Moving) -> Moving:
         """``moving``, with copies of tangents that the kernels cannot read."""

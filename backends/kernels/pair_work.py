@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from attndsl.ir import DType, Op, dependencies, toposort
+from attndsl.passes.angles import small_angles
 from attndsl.passes.widths import fits, ranges
 
 from ..emit.operands import is_small_power
@@ -36,6 +37,8 @@ _USUAL = 2
 """Of all others that do something: what an addition takes."""
 _FAST = 5
 """Of a fast form, and of a quotient by what is the same for all pairs."""
+_OF_SMALL_ANGLE = 35
+"""Of a sine, cosine or tangent whose argument is small (:mod:`attndsl.passes.angles`)."""
 _OF_SMALL_POWER = 6
 """Of a power that is made of products."""
 _WIDE = 100
@@ -85,6 +88,7 @@ def instructions(
     """What ``roots`` take together for each pair: what varies along all of ``along``, or at all."""
     names = facts.names()
     varies, limits = dependencies(*roots), ranges(roots, names.int_bits, names.from_zero)
+    small = small_angles(roots, names.int_bits, names.from_zero, names.reach)
     forms = FORMS[names.forms]
     # Each part of a kernel has a text of its own.
     fast = {item for root in roots for item in fast_nodes((root,)) if item.op in forms}
@@ -96,6 +100,8 @@ def instructions(
         taken: float = _INSTRUCTIONS.get(item.op, _USUAL)
         if item in fast or (item.op is Op.DIV and not varies[item.args[1]]):
             taken = _FAST
+        elif item in small:
+            taken = _OF_SMALL_ANGLE
         elif item.op in (Op.FLOORDIV, Op.MOD) and item.dtype is DType.INT:
             taken = taken if all(fits(limits[arg]) for arg in item.args) else _WIDE
         if "score" not in found:

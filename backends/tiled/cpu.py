@@ -31,10 +31,11 @@ import torch
 from attndsl.ir import SCORE, Op, const
 from attndsl.passes.differentiate import vjp
 
-from ..base import Backend, Gradients, check_meaning
+from ..base import Backend, Gradients
 from ..dense.draws import heads_of, rows_of
 from ..dense.interpret import gated
 from ..dense.philox import keep_factor, kept_at
+from ..dense.reference import check_meaning
 from ..memory_order import arranged_like, empty_like, wide_dtype
 from .capture_gradients import CaptureSums
 from .plain import PlainRows, is_plain
@@ -73,7 +74,7 @@ class CPUBackend(Backend):
         return None
 
     def check(self, lowered: Lowered, call: Call) -> None:
-        """Refuse what has no meaning; see :func:`~..base.check_meaning`."""
+        """Refuse what has no meaning; see :func:`~..dense.reference.check_meaning`."""
         check_meaning(lowered.program)
 
     def forward(self, lowered: Lowered, call: Call) -> tuple[torch.Tensor, torch.Tensor]:

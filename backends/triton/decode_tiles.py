@@ -43,6 +43,10 @@ _MERGED_NUMBERS = 8192
 """Sums that are merged together: 64 registers of a thread."""
 _STAGE_BYTES = 32768
 """Of keys and values that are loaded together; three stages of two programs fit a processor."""
+_STAGES_OF_PAGES = (5, 3, 2)
+"""Triton shares stages out among loads that wait for each other, those of page numbers and those of
+rows. Of 3 stages rows have 1: the next tile is loaded when this one has been read. Of 5 they have
+2, as many as rows of a dense cache have of 3."""
 _WARPS = 4
 
 
@@ -138,11 +142,10 @@ def configs_of(shape: Shape, job: Job, machine: Machine) -> tuple[Config, ...]:
     bytes_of = 1 if pages is not None and pages.dtype == FP8_TYPE else widths.element_bytes
     most = max(16, min(128, _STAGE_BYTES // (widths.both * bytes_of)))
     keys = 1 << (most.bit_length() - 1)
+    stages = (3, 2) if pages is None else _STAGES_OF_PAGES
     found = [
-        Config(shape.queries, keys, _WARPS, 3),
-        Config(shape.queries, keys, _WARPS, 2),
-        Config(shape.queries, max(16, keys // 2), _WARPS, 3),
-        Config(shape.queries, max(16, keys // 2), _WARPS, 2),
+        *(Config(shape.queries, keys, _WARPS, number) for number in stages),
+        *(Config(shape.queries, max(16, keys // 2), _WARPS, number) for number in stages),
         Config(shape.queries, 16, _WARPS, 1),
     ]
     return tuple(dict.fromkeys(found))

@@ -5,7 +5,7 @@ They make the gradient of the score again, from the operands and the rows' stati
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -114,7 +114,7 @@ def run_extra(state: BackwardState, plan: GradientPlan, found: Gradients) -> Gra
         tensors |= _stored(state, wants, found.stored_ds)
     if plan.others.tensors:
         tensors |= _scattered(state, plan.others)
-    found = replace(found, tensors={**found.tensors, **tensors}, stored_ds=None)
+    found = found._replace(tensors={**found.tensors, **tensors}, stored_ds=None)
     if plan.distances.tensors or plan.distances.params:
         sums = _distances(state)
         block = sums.shape[-1]

@@ -22,7 +22,7 @@ from .kernels import FIXED, KERNELS
 from .tangents import launch_tangent
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from attndsl.pipeline import Lowered
 
@@ -140,7 +140,7 @@ class Portable:
 
     def backward(
         self, layout: Layout, lowered: Lowered, call: Call, backward: Backward
-    ) -> tuple[Gradients, torch.Tensor]:
+    ) -> tuple[Gradients, Callable[[], torch.Tensor]]:
         """See :class:`~..kernels.kernel.Family`."""
         _, lse, grad_out, _, wanted = backward
         q, k, v = call.q, call.k, call.v
@@ -188,7 +188,7 @@ class Portable:
             tensors=tensors,
             params=params,
         )
-        return gradients, delta
+        return gradients, lambda: delta
 
     def movable(self, moving: Moving) -> Moving:
         """``moving``: the kernel reads any strides."""

@@ -81,7 +81,8 @@ def decode_text(shape: Shape, job: Job, config: Config, loop: LoopPlan, products
         flags |= {
             "K_IN_FP16": in_fp16,
             "V_IN_FP16": in_fp16 and program.weights is None and not weighted,
-            "WEIGHTS_VALUES": weighted,
+            "PAGES_IN_FP8": pages.dtype == FP8_TYPE,
+            "WIDENS_PAIRS": pages.widens_pairs,
         }
         flags |= {"TOKENS_AT_ONCE": TOKENS_AT_ONCE, "REQUESTS_AT_ONCE": REQUESTS_AT_ONCE}
     given = [*parameters(facts.without_made()), *(LIST_PARAMETERS if listed else ())]

@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from ..base import requests_of
 from ..emit.facts import FP8_TYPE, MAX_ROWS, TRITON_TYPES, PageFacts, block_widths, for_lists
 from ..kernels.arguments import capture_arguments
 from ..kernels.counts import Counts
 from ..kernels.device import on_device, stream_of
 from ..kernels.kernel import Job, Task
 from ..kernels.tile_lists import lists_of
+from ..requests import requests_of
 from .append import why_not_fp8
 from .decode import members_of_call
 from .decode_tiles import MOST_ROWS, most_parts, programs_of, shape_of
@@ -29,11 +29,12 @@ from .serve_kernels import KERNELS, SERVES
 if TYPE_CHECKING:
     from attndsl.pipeline import Lowered
 
-    from ..base import Call, Pages
+    from ..base import Call
     from ..emit.facts import KernelFacts
     from ..kernels.compile import Executable
     from ..kernels.kernel import FixedKernel, Kernel
     from ..kernels.layout import Layout
+    from ..requests import ChunkResults, Pages
     from .decode_tiles import Shape
 
 _MOST_PROGRAMS = 65535
@@ -92,8 +93,9 @@ class Serve(Portable):
         facts = facts_of_task(lowered, call, Task.FORWARD, None, None)
         own = page_facts(pages)
         facts = replace(
-            facts, packed_heads=True, pages=own, aligned=own.q_aligned, wide_rows=own.wide_rows
-        )
+            facts, packed_heads=True, pages=own, aligned=own.q_aligned, wide_rows=own.wide_rows,
+            reach=None,  # Later steps of the signature may have more rows.
+        )  # fmt: skip
         return (Job(SERVES[_units(lowered, call)[1]], lowered, facts),)
 
     def layout_of_pages(
@@ -138,15 +140,18 @@ class Serve(Portable):
         )  # fmt: skip
 
     def serve(
-        self, launch: PagesLayout, lowered: Lowered, call: Call, pages: Pages
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self, launch: PagesLayout, lowered: Lowered, call: Call, pages: Pages,
+        chunks: ChunkResults | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
         """Output (tokens, heads, dim) and log-sum-exp (tokens, heads)."""
         q, layout = pages.q, launch.layout
         tokens = q.shape[0]
-        out = torch.empty(
-            (tokens, *launch.row), dtype=torch.float32 if call.wide else q.dtype, device=q.device
-        )
-        lse = torch.empty((tokens, launch.row[0]), dtype=torch.float32, device=q.device)
+        if chunks is None:
+            kind = torch.float32 if call.wide else q.dtype
+            out = torch.empty((tokens, *launch.row), dtype=kind, device=q.device)
+            lse = torch.empty((tokens, launch.row[0]), dtype=torch.float32, device=q.device)
+        else:
+            out, lse = chunks.out, chunks.lse
         stream = stream_of(q.device)
         with on_device(q.device):
             lists: list[object] = []
@@ -167,7 +172,8 @@ class Serve(Portable):
                     *launch.strides, call.scale,
                     1.0 if of_k or k_scale is None else float(k_scale),
                     1.0 if of_v or v_scale is None else float(v_scale),
-                    *launch.sizes, tokens, *launch.more_sizes,
+                    *launch.sizes, tokens, 0 if chunks is None else chunks.most,
+                    *launch.more_sizes,
                     *capture_arguments(launch.facts, call), *lists,
                 ],
             )  # fmt: skip
@@ -214,7 +220,7 @@ def page_facts(pages: Pages) -> PageFacts:
         TRITON_TYPES[pages.lengths.dtype], TRITON_TYPES[pages.starts.dtype],
         _kind(pages.k_scale), _kind(pages.v_scale),
         _aligned(pages.k) and _aligned(pages.v), _aligned(pages.q), MAX_ROWS * max(rows) >= 1 << 31,
-        pages.made,
+        made=pages.made,
     )  # fmt: skip
 
 

@@ -27,7 +27,7 @@ from .short_tiles import keys_held, most_keys, shape_of
 from .tiles import Widths
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from attndsl.pipeline import Lowered
 
@@ -123,7 +123,7 @@ class Short(Portable):
 
     def backward(
         self, layout: Layout, lowered: Lowered, call: Call, backward: Backward
-    ) -> tuple[Gradients, torch.Tensor]:
+    ) -> tuple[Gradients, Callable[[], torch.Tensor]]:
         """See :class:`~..kernels.kernel.Family`."""
         out, lse, grad_out, grad_lse, wanted = backward
         q, k, v, orders = call.q, call.k, call.v, layout.orders
@@ -152,7 +152,7 @@ class Short(Portable):
             tensors={},
             params={},
         )
-        return gradients, delta
+        return gradients, lambda: delta
 
 
 def _widths(call: Call) -> Widths:

@@ -1,6 +1,6 @@
 """Continuous batching: requests of all lengths in one call a layer, keys in pages, trees of drafts.
 
-    python examples/serve/serve.py [--requests 12] [--device cuda] [--backend decode]
+    python examples/serve/serve.py [--requests 12] [--device cuda --backend decode --graphs]
 
 Each step packs the next chunk of some prompts and the drafts of other requests into one tensor of
 tokens. Drafts are what followed the last byte before. Those that the model would have written
@@ -26,6 +26,8 @@ CONFIG = Path(__file__).with_name("model.yaml")
 SLOTS, PAGE, PAGES, PAGES_OF_A_REQUEST = 4, 4, 160, 40
 CHUNK, BRANCHES, DEPTH = 8, 2, 3
 MOST_DRAFTS = 1 + BRANCHES * DEPTH
+MOST_QUERIES = max(CHUNK, MOST_DRAFTS)
+CAPACITY = SLOTS * MOST_QUERIES
 
 
 @dataclass(slots=True)
@@ -74,11 +76,40 @@ def work_of(request: Request) -> Work:
     return Work(found, [first + depth for depth in depths], first, parents)
 
 
+@dataclass(frozen=True, slots=True)
+class Feed:
+    """What a step computes with. Its sizes are those of the largest step."""
+
+    tokens: torch.Tensor
+    positions: torch.Tensor
+    table: torch.Tensor
+    lengths: torch.Tensor
+    context: torch.Tensor
+    starts: torch.Tensor
+    ancestor: torch.Tensor
+
+    @classmethod
+    def empty(cls, device: torch.device | str) -> Feed:
+        """Of a step without tokens."""
+        return cls(
+            *torch.zeros(2, CAPACITY, dtype=torch.int64, device=device),
+            torch.zeros(SLOTS, PAGES_OF_A_REQUEST, dtype=torch.int32, device=device),
+            *torch.zeros(2, SLOTS, dtype=torch.int32, device=device),
+            torch.zeros(SLOTS + 1, dtype=torch.int32, device=device),
+            torch.zeros(CAPACITY, MOST_DRAFTS, dtype=torch.bool, device=device),
+        )
+
+    def fill(self, other: Feed) -> None:
+        """Take over what ``other`` has. Addresses stay, which a graph reads."""
+        for name in self.__slots__:
+            getattr(self, name).copy_(getattr(other, name))
+
+
 class Engine:
     """A model, its caches, and the requests in its slots."""
 
-    def __init__(self, model: Decoder, backend: str = "auto") -> None:
-        """Empty caches on the model's device and in its dtype."""
+    def __init__(self, model: Decoder, backend: str = "auto", graphs: bool = False) -> None:
+        """Empty caches on the model's device and in its dtype; ``graphs`` wants a GPU."""
         weight = model.head.weight
         self.model, self.device = model, weight.device
         programs = attndsl.load(CONFIG, backend=backend)
@@ -90,6 +121,10 @@ class Engine:
         self.slots: list[Request | None] = [None] * SLOTS
         self.waiting: deque[Request] = deque()
         self.steps = self.tokens = self.accepted = 0
+        self.feed = Feed.empty(self.device)
+        self.graph: torch.cuda.CUDAGraph | None = None
+        if graphs:
+            self.capture()
 
     def run(self, prompts: list[tuple[bytes, int]]) -> list[bytes]:
         """What is written behind each prompt; new requests come in as others end."""
@@ -116,43 +151,67 @@ class Engine:
     def step(self) -> None:
         """One call of the model for all requests."""
         work = [None if request is None else work_of(request) for request in self.slots]
-        table = torch.zeros(SLOTS, PAGES_OF_A_REQUEST, dtype=torch.int32)
-        lengths, context = torch.zeros(2, SLOTS, dtype=torch.int32)
+        feed, counts = self.packed(work)
+        self.feed.fill(feed)
+        if self.graph is None:
+            best = self.best_bytes()
+        else:
+            self.graph.replay()
+            best = self.best
+        left = best.tolist()
+        self.steps, self.tokens = self.steps + 1, self.tokens + sum(counts)
+        for slot, (part, count) in enumerate(zip(work, counts, strict=True)):
+            found, left = left[:count], left[count:]
+            if part is not None:
+                self.take(slot, part, found)
+
+    def packed(self, work: list[Work | None]) -> tuple[Feed, list[int]]:
+        """What a step computes with, on the CPU, and how many tokens each slot has."""
+        feed = Feed.empty("cpu")
         counts = [0 if part is None else len(part.tokens) for part in work]
-        starts = torch.tensor([0, *counts]).cumsum(0).int()
-        ancestor = torch.zeros(sum(counts), MOST_DRAFTS, dtype=torch.bool)
+        feed.starts[1:] = torch.tensor(counts).cumsum(0)
         for slot, (request, part) in enumerate(zip(self.slots, work, strict=True)):
             if request is None or part is None:
                 continue
-            table[slot, : len(request.pages)] = torch.tensor(request.pages, dtype=torch.int32)
-            lengths[slot], context[slot] = request.cached + len(part.tokens), part.context
+            first = int(feed.starts[slot])
+            rows = slice(first, first + counts[slot])
+            feed.tokens[rows] = torch.tensor(part.tokens)
+            feed.positions[rows] = torch.tensor(part.positions)
+            feed.table[slot, : len(request.pages)] = torch.tensor(request.pages)
+            feed.lengths[slot] = request.cached + counts[slot]
+            feed.context[slot] = part.context
             for node, parent in enumerate(part.parents or ()):
-                row = int(starts[slot]) + node
                 if parent >= 0:
-                    ancestor[row] = ancestor[int(starts[slot]) + parent]
-                ancestor[row, node] = True
-        table, lengths, context, starts, ancestor = (
-            x.to(self.device) for x in (table, lengths, context, starts, ancestor)
-        )
-        tokens, positions = (
-            torch.tensor([x for part in work if part for x in getattr(part, name)]).to(self.device)
-            for name in ("tokens", "positions")
-        )
+                    feed.ancestor[first + node] = feed.ancestor[first + parent]
+                feed.ancestor[first + node, node] = True
+        return feed, counts
+
+    def best_bytes(self) -> torch.Tensor:
+        """The most likely byte behind each token of the feed. Rows of nobody mean nothing."""
+        feed = self.feed
 
         def attend(number: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-            cache = attndsl.PagedCache(*self.pools[number], table, lengths)
-            cache.append(k, v, starts, backend=self.append_by)
+            cache = attndsl.PagedCache(*self.pools[number], feed.table, feed.lengths)
+            cache.append(k, v, feed.starts, backend=self.append_by)
             return self.attentions[number].serve(
-                q, cache, starts, q_index=positions, most_queries=max(CHUNK, MOST_DRAFTS),
-                context=context, ancestor=ancestor,
+                q, cache, feed.starts, q_index=feed.positions, most_queries=MOST_QUERIES,
+                context=feed.context, ancestor=feed.ancestor,
             )  # fmt: skip
 
-        best = self.model(tokens, positions, attend).argmax(-1).tolist()
-        self.steps, self.tokens = self.steps + 1, self.tokens + len(best)
-        for slot, part in enumerate(work):
-            if part is not None:
-                first = int(starts[slot])
-                self.take(slot, part, best[first : first + len(part.tokens)])
+        return self.model(feed.tokens, feed.positions, attend).argmax(-1)
+
+    @torch.no_grad()
+    def capture(self) -> None:
+        """Record a step as a CUDA graph, with nobody in the slots: it is good for all steps."""
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(2):
+                self.best_bytes()  # Compiles kernels, which a graph cannot record.
+        torch.cuda.current_stream().wait_stream(side)
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph):
+            self.best = self.best_bytes()
 
     def take(self, slot: int, part: Work, best: list[int]) -> None:
         """Write what the model says behind each token of a step, and end a request."""
@@ -193,11 +252,15 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--requests", type=int, default=12)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--backend", default="auto", help="decode: kernels that read pages")
+    parser.add_argument("--graphs", action="store_true", help="steps are one CUDA graph")
     # In fp64 sums in another order choose no other byte. Kernels compute in fp32.
-    parser.add_argument("--dtype", default="float64", choices=("float32", "float64"))
+    parser.add_argument("--dtype", choices=("float32", "float64"), help="that of the model")
     given = parser.parse_args(arguments)
+    if given.graphs and given.device == "cpu":
+        parser.error("--graphs wants a GPU: add --device cuda")
+    dtype = given.dtype or ("float32" if given.backend == "decode" else "float64")
     torch.manual_seed(0)
-    model = Decoder().to(given.device, getattr(torch, given.dtype)).eval()
+    model = Decoder().to(given.device, getattr(torch, dtype)).eval()
     prompts = [
         (bytes(torch.randint(97, 123, (int(n),)).tolist()), int(m))
         for n, m in zip(
@@ -205,7 +268,7 @@ def main(arguments: list[str] | None = None) -> int:
             strict=True,
         )
     ]  # fmt: skip
-    engine = Engine(model, given.backend)
+    engine = Engine(model, given.backend, given.graphs)
     begin = time.perf_counter()
     served = engine.run(prompts)
     seconds = time.perf_counter() - begin
@@ -214,7 +277,7 @@ def main(arguments: list[str] | None = None) -> int:
     written = sum(map(len, served))
     print(f"{len(prompts)} requests, {written} bytes written in {engine.steps} steps")
     print(f"{engine.tokens} tokens computed, {engine.accepted} drafts kept")
-    print(f"{written / seconds:.0f} bytes a second")
+    print(f"{written / seconds:.0f} bytes and {engine.steps / seconds:.0f} steps a second")
     print(f"{same} of {len(prompts)} requests have the bytes of the plain model")
     return int(served != wanted)
 

@@ -6,14 +6,13 @@ import json
 import os
 import pickle
 import re
-import subprocess
-import sys
 import textwrap
 from itertools import combinations
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from support.fork_server import run_python
 
 import attndsl
 from attndsl.errors import ArgumentError, AttnDSLError, ConfigError, TypeMismatchError
@@ -123,10 +122,7 @@ PTX = textwrap.dedent(
 def test_combinations_are_the_same_ptx(names: tuple[str, ...]) -> None:
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     asked = json.dumps([ONE_TEXT, written_out(names), names])
-    done = subprocess.run(
-        [sys.executable, "-P", "-c", PTX, asked],
-        env=environment, capture_output=True, text=True, timeout=300, check=False,
-    )  # fmt: skip
+    done = run_python(PTX, asked, env=environment)
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout == "2 True\n"
 

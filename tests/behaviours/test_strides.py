@@ -119,3 +119,32 @@ def test_what_users_see_is_never_padded(place):
     grads = torch.autograd.grad(out.sum() + lse.sum(), (q, k, v, bias))
     for x in (out, lse, *grads):
         assert x.untyped_storage().nbytes() == x.numel() * x.element_size()
+
+
+@pytest.mark.parametrize("backend", ["triton", "short", "auto"])
+@pytest.mark.parametrize("name", ["contiguous", "transposed", "offset"])
+def test_hooks_of_saved_tensors_lay_them_out_anew(device, backend, name):
+    """``torch.autograd.graph.save_on_cpu`` is such a hook: what comes back is contiguous."""
+    dtype = torch.float32 if device == "cpu" else torch.float16
+    attention = attndsl.compile(
+        "tensor bias[heads, q_len, kv_len]: float; mask = q >= kv; score = score + bias[h, q, kv]",
+        backend=backend,
+    )
+    given = [torch.randn(2, 40, 3, 16, device=device, dtype=dtype) for _ in range(4)]
+    bias = torch.randn(40, 3, 40, device=device)
+    unpack = {
+        "contiguous": torch.Tensor.contiguous, "transposed": _transposed, "offset": _offset
+    }[name]  # fmt: skip
+
+    def gradients(hooked):
+        leaves = [x.clone().requires_grad_() for x in (*given[:3], bias)]
+        q, k, v = (x.transpose(1, 2) for x in leaves[:3])
+        hooks = torch.autograd.graph.saved_tensors_hooks(
+            lambda x: x, lambda x: unpack(x) if hooked else x
+        )
+        for _ in range(2):  # The second call is one of a known signature.
+            with hooks:
+                out, lse = attention(q, k, v, bias=leaves[3].transpose(0, 1), return_lse=True)
+        return torch.autograd.grad((out * given[3].transpose(1, 2)).sum() + lse.sum(), leaves)
+
+    torch.testing.assert_close(gradients(True), gradients(False))

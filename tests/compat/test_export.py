@@ -8,6 +8,7 @@ import sys
 
 import pytest
 import torch
+from support.fork_server import run_python
 from torch import nn
 from torch.export import Dim
 
@@ -137,8 +138,8 @@ def _export(folder, name, strict):
 def test_saved_programs_run_in_another_process(tmp_path, names, strict):
     for name in names:
         _export(tmp_path, name, strict)
-    code = [sys.executable, "-P", "-c", LOAD, str(tmp_path), *names]
-    subprocess.run(code, check=True, timeout=300)
+    done = run_python(LOAD, tmp_path, *names)
+    assert done.returncode == 0, done.stderr
 
 
 def test_dropout_of_an_exported_program_is_drawn_at_each_run():

@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import copy
 import pickle
-import subprocess
-import sys
 import warnings
 import zipfile
 
 import pytest
 import torch
+from support.fork_server import run_python
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
@@ -114,8 +113,7 @@ def test_errors_at_calls_name_the_file_and_the_entry(layers):
         line = 5 * number + 5
         assert str(caught.value).startswith(f"{path}:{line}:17: dot multiplies rows")
     # Another process has the programs from the cache, whose entry knows places in the text only.
-    code = [sys.executable, "-P", "-c", CALL, str(path)]
-    done = subprocess.run(code, timeout=120, capture_output=True, text=True)
+    done = run_python(CALL, path)
     assert done.returncode == 0, done.stderr
     dot = "dot(w[q, :], u[kv, :])"
     assert done.stdout.splitlines() == [f"{path}|5|{dot}", f"{path}|40|{dot}"]

@@ -185,7 +185,7 @@ def judge(case: Case, place: Place, runs: int = _RUNS) -> Outcome:
         if case.positions.counts is not None and name in ("out", "lse") and found[name] is not None:
             rows = served_rows(case)
             rows = rows if name == "lse" else rows[..., None]
-            value = torch.where(rows, value, 0.0)
+            value = torch.where(rows.to(value.device), value, 0.0)
         if place.parts and found[name] is not None and value.numel():
             # Gradients of parts are rounded before they are added up.
             allowed = allowed + 8 * torch.finfo(found[name].dtype).eps * value.abs().amax()

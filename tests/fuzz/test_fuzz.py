@@ -21,6 +21,7 @@ from fuzz.generate import generate
 from fuzz.operations import OPERATIONS
 from fuzz.program import everything
 from fuzz.text import text
+from support.fork_server import run_python
 
 import attndsl
 from attndsl.backends.dense import interpret
@@ -95,9 +96,8 @@ def test_a_defect_is_found_and_shrunk(monkeypatch):
     assert len(program.splitlines()) <= 3
     # Without the defect, the printed program gives what it must.
     wanted = found.reproduction.split("must be ")[-1].split()[0]
-    run_alone = subprocess.run(
-        [sys.executable, "-c", found.reproduction], capture_output=True, text=True, check=True
-    )
+    run_alone = run_python(found.reproduction)
+    assert run_alone.returncode == 0, run_alone.stderr
     assert wanted[:4] in run_alone.stdout
 
 

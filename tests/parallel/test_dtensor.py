@@ -41,6 +41,7 @@ def test_what_a_process_has_is_by_torchs_rule():
 
 
 @pytest.mark.gpu
+@pytest.mark.several_gpus
 def test_two_gpus(tmp_path):
     """In bf16, over NCCL."""
     if torch.cuda.device_count() < 2:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
+from support.fork_server import run_python
 
 import attndsl
 from attndsl.backends.base import About
@@ -114,10 +115,8 @@ def test_a_changed_program_is_reported_and_made_again(tmp_path: Path) -> None:
     folder = tmp_path / "cache"
 
     def run() -> tuple[str, str]:
-        done = subprocess.run(
-            [sys.executable, "-P", "-c", MASKED], env=_environment(folder), capture_output=True,
-            text=True, check=True, timeout=120,
-        )  # fmt: skip
+        done = run_python(MASKED, env=_environment(folder))
+        assert done.returncode == 0, done.stderr
         return done.stdout.strip(), done.stderr
 
     assert run() == ("7", "")

@@ -163,6 +163,9 @@ class Stored:
     """Get dS."""
     distances: torch.Tensor | None = None
     """Gets sums of dS."""
+    turns: torch.Tensor | None = None
+    """(heads, query tiles) int32: counts how many work tiles have added to sums of dQ; with it they
+    take turns."""
 
     def arguments(self, config: Config) -> dict[str, Any]:
         """Those that are there for dS."""
@@ -173,6 +176,8 @@ class Stored:
             found["STORED_TILES"] = Pointer(self.slopes.stored.view(-1))
         if self.distances is not None:
             found["DISTANCE_SUMS"] = Pointer(self.distances.view(-1))
+        if self.turns is not None:
+            found["TURNS"] = Pointer(self.turns.view(-1))
         return found
 
 
@@ -194,7 +199,7 @@ def run_backward(
     facts = specialised(
         lowered, example_call(lowered, 64, 64, dtype, {}), pair_tiles=tiles,
         stores_ds=stored.slopes is not None, adds_diagonals=stored.distances is not None,
-        wide_gradients=stored.kind is torch.float32,
+        wide_gradients=stored.kind is torch.float32, takes_turns=stored.turns is not None,
     )  # fmt: skip
     if run.wide:
         facts = replace(facts, head_dim=256, value_dim=256)

@@ -9,11 +9,14 @@ import torch
 from attndsl.backends.base import Call
 from attndsl.backends.dense.interpret import evaluate
 from attndsl.backends.tiled.tile_kinds import Grid, grid_of
+from attndsl.passes.evaluate import Environment
+from attndsl.passes.evaluate import evaluate as value_of
 from attndsl.pipeline import lower
 from attndsl.source import Source
 
 if TYPE_CHECKING:
     from attndsl.passes.lowered import Lowered
+    from attndsl.passes.tiles.plan import Segment
 
 
 def lowered_of(text: str) -> Lowered:
@@ -58,3 +61,13 @@ def true_kinds(lowered: Lowered, call: Call, block_m: int, block_n: int) -> torc
             tile = tile.flatten(2)
             kinds[:, :, i, j] = tile.any(2).to(torch.int8) + tile.all(2).to(torch.int8)
     return kinds
+
+
+def visited(segments: tuple[Segment, ...], known: dict[str, int]) -> list[int]:
+    """Indices of the tiles of a plan's segments, in their order."""
+    found: list[int] = []
+    for segment in segments:
+        if segment.guard is None or value_of(segment.guard, Environment(known)):
+            bounds = (value_of(x, Environment(known)) for x in (segment.start, segment.stop))
+            found += range(*map(int, bounds), segment.step)
+    return found

@@ -19,6 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.graph_errors import shown
+from support.shard_work import start_processes
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import (
     DTensor,
@@ -488,7 +489,7 @@ def run_all(world: int, folder: Path, names: list[str], gpus: bool = False) -> d
         AssertionError: A process ended without a result. The message says how far each one came.
     """
     try:
-        torch.multiprocessing.spawn(work, (world, str(folder), names, gpus), nprocs=world)
+        start_processes(work, (world, str(folder), names, gpus), world)
     except torch.multiprocessing.ProcessExitedException as error:
         logs = [
             f"process {path.stem}:\n{path.read_text('utf-8')}"

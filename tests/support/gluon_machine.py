@@ -53,6 +53,22 @@ class Task:
     stores: int = 0
     dirty: bool = False
     """Whether it has written to shared memory since its last fence."""
+    additions: list[Addition] = field(default_factory=list)
+    """To sums in global memory, its own and those that happened before what it has waited for."""
+
+
+@dataclass(eq=False)
+class Addition:
+    """A tile that is added to sums in global memory some time after it was sent."""
+
+    sums: torch.Tensor
+    tile: torch.Tensor
+    sent: bool = True
+
+    def land(self) -> None:
+        if self.sent:
+            self.sums += self.tile
+            self.sent = False
 
 
 class Machine:
@@ -120,6 +136,11 @@ class Machine:
             for task in self.tasks:
                 task.turn.release()
 
+    def finish(self) -> None:
+        """What was sent by tasks that are done lands."""
+        while self.events:
+            self.events.pop(self.random.randrange(len(self.events)))()
+
     def able(self) -> Task | None:
         """Any task that need not wait."""
         start = self.random.randrange(len(self.tasks))
@@ -134,6 +155,9 @@ class Barrier:
 
     def __init__(self) -> None:
         self.count = self.pending = self.bytes = self.phases = 0
+        self.arriving: list[Addition] = []
+        self.additions: list[Addition] = []
+        """Those that happened before its last phase was complete."""
 
     def arrive(self, count: int = 1) -> None:
         assert self.count, "before its init"
@@ -145,6 +169,7 @@ class Barrier:
         if not self.pending and not self.bytes:
             self.phases += 1
             self.pending = self.count
+            self.additions, self.arriving = self.arriving, []
 
 
 class Barriers:

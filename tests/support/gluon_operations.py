@@ -15,6 +15,7 @@ from attndsl.backends.hopper import records as hopper_records
 from attndsl.backends.hopper.library import slot_of
 
 from .gluon_machine import (
+    Addition,
     Barriers,
     Product,
     Shared,
@@ -72,6 +73,7 @@ class Operations:
             "attndsl.backends.hopper.dialect": language,
             "attndsl.backends.hopper.library": SimpleNamespace(
                 add_to_sums=self.add_tile, signal_p=self.signal_p,
+                await_turn=self.await_turn, count_turn=self.count_turn,
                 wait_for_p=self.wait_for_p, await_written=lambda: self.wait_stores(0),
                 sync_consumers=self.sync_consumers,
                 count_up=lambda begin, size, layout: begin + language.arange(0, size),
@@ -211,6 +213,12 @@ class Operations:
         found, parity = barrier.one, int(phase)
         assert parity in (0, 1)
         self.machine.pause(lambda: (found.phases - 1) % 2 == parity)
+        self.knows(found.additions)
+
+    def knows(self, additions: list[Addition]) -> None:
+        """The task has waited for what these happened before."""
+        known = self.machine.current.additions
+        known += [addition for addition in additions if addition.sent]
 
     def expect(self, barrier: Barriers, size: int) -> None:
         barrier.one.bytes += size
@@ -219,6 +227,7 @@ class Operations:
 
     def arrive(self, barrier: Barriers, count: int, pred: Any = True) -> None:
         if pred:
+            barrier.one.arriving += self.machine.current.additions
             barrier.one.arrive(count)
         self.machine.pause()
 
@@ -273,8 +282,23 @@ class Operations:
 
     def add_tile(self, pointer: Pointer, tile: torch.Tensor) -> None:
         first = int(pointer.offset)
-        pointer.data[first : first + tile.numel()] += tile.reshape(-1)
+        addition = Addition(pointer.data[first : first + tile.numel()], tile.reshape(-1).clone())
+        self.machine.current.additions.append(addition)
+        self.machine.events.append(addition.land)
         self.machine.pause()
+
+    def count_turn(self, pointer: Pointer) -> None:
+        """Waits for all additions that the task knows of, others' too: a release is cumulative."""
+        known = self.machine.current.additions
+        while known:
+            known.pop().land()
+        pointer.data[int(pointer.offset)] += 1
+        self.machine.pause()
+
+    def await_turn(self, pointer: Pointer, turn: Any) -> None:
+        count = pointer.data[int(pointer.offset)]
+        self.machine.pause(lambda: bool(count >= turn))
+        assert count == turn, "somebody added out of turn"
 
     def add_diagonals(self, pointer: Pointer, tile: Shared, part: int, lines: Shared) -> None:
         """Takes long: others go on meanwhile."""

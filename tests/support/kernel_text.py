@@ -141,6 +141,7 @@ def launch(
     for program in range(machine.programs):
         machine.start(program, entry, *taken)
     machine.run()
+    machine.finish()
     assert not counter
 
 

@@ -24,6 +24,8 @@ TILES = param("$tiles", DType.INT)
 """Number of tiles along the loop, the ragged last included."""
 WHOLE = param("$whole", DType.INT)
 """Number of tiles along the loop that FULL may name: those that need no bound checks."""
+OWN = param("$own", DType.INT)
+"""Index of the tile that asks, among those that ``LoopPlan.visitors`` names."""
 EMPTY, PARTIAL, FULL = 0, 1, 2
 """Kinds of tiles, as arrays of kinds hold them."""
 
@@ -57,6 +59,11 @@ class LoopPlan:
     within: Node | None = None
     """BOOL: where it is false, an int is too large for the closed form, and the segments name all
     tiles PARTIAL; None where that cannot be."""
+    visitors: tuple[Segment, ...] = ()
+    """Where owning tiles take turns: which of them visit a tile along the loop. There ``$tile`` is
+    that tile, and ``$tiles`` the number of owning tiles. Exactly those whose segments name it."""
+    two_sided: bool = False
+    """There: whether PARTIAL tiles may lie on both sides of the FULL ones."""
 
 
 def guarded(loop: LoopPlan, within: Node | None) -> LoopPlan:

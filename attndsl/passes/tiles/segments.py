@@ -93,6 +93,41 @@ def closed_segments(
     return found
 
 
+@lru_cache(maxsize=1024)
+def live_segments(
+    mask: Node, own: tuple[str, int], along: tuple[str, int], shifted: bool,
+    wide: frozenset[str] = frozenset(),
+) -> tuple[Segment, ...]:  # fmt: skip
+    """The segments of all tiles that have a live pair, in ascending order where isl writes loops.
+
+    They are those of :func:`closed_segments` together: the set is the same, and lengths bound
+    neither side of its tiles. So an owner visits a tile along the loop exactly if, with both sides
+    exchanged, that tile visits the owner.
+
+    Args:
+        mask: Quasi-affine.
+        own: As of :func:`closed_segments`, and so are all others.
+        along: Likewise.
+        shifted: Likewise.
+        wide: Likewise.
+
+    Raises:
+        NoClosedForm: There is none that is worth it.
+    """
+    import islpy
+
+    context = islpy.Context()
+    context.set_max_operations(MAX_OPERATIONS)
+    context.set_ast_build_prefer_pdiv(0)
+    try:
+        builder = SetBuilder(context, shifted, guard_of(mask, wide).cut)
+        found = _Derivation(builder).live_segments(mask, own, along)
+    except islpy.Error as error:
+        raise NoClosedForm("the integer sets of its tiles are too complicated") from error
+    _check_widths(list(found), symbols_of(mask))
+    return found
+
+
 class _Derivation:
     def __init__(self, builder: SetBuilder) -> None:
         self.context = builder.context
@@ -106,16 +141,8 @@ class _Derivation:
         ragged_full: bool,
     ) -> tuple[tuple[Segment, ...], tuple[Segment, ...]]:  # fmt: skip
         mask, sure = masks
-        pairs = self._set("{ [q, kv] : q >= 0 and kv >= 0 }")
-        live = self.builder.live(mask).intersect(pairs)
+        pairs, live, tiling = self._tiled(mask, owner, loop)
         dead = pairs.subtract(live if sure is None else self.builder.live(sure))
-        (owner_name, own), (loop_name, along) = owner, loop
-        self.strides = (*_periods(mask, along), *_STRIDES)
-        self.slopes = sorted({own // along, 0}, reverse=True)
-        tiling = self._map(
-            f"[tile] -> {{ [q, kv] -> [j] : {own} * tile <= {owner_name} < {own} * tile + {own}"
-            f" and {along} * j <= {loop_name} < {along} * j + {along} }}"
-        )
         some = live.apply(tiling).coalesce()
         spoiled = dead.apply(tiling).coalesce()
         pieces = some.n_basic_set() * spoiled.n_basic_set()
@@ -133,6 +160,27 @@ class _Derivation:
             self._segments(full.intersect(everywhere).coalesce()),
             self._segments(partial.intersect(everywhere).coalesce()),
         )
+
+    def live_segments(
+        self, mask: Node, owner: tuple[str, int], loop: tuple[str, int]
+    ) -> tuple[Segment, ...]:
+        _, live, tiling = self._tiled(mask, owner, loop)
+        everywhere = self._set("[tiles] -> { [j] : 0 <= j < tiles }")
+        return self._segments(live.apply(tiling).intersect(everywhere).coalesce())
+
+    def _tiled(
+        self, mask: Node, owner: tuple[str, int], loop: tuple[str, int]
+    ) -> tuple[Any, Any, Any]:
+        """All pairs, those that are live, and the map from pairs to tiles along the loop."""
+        pairs = self._set("{ [q, kv] : q >= 0 and kv >= 0 }")
+        (owner_name, own), (loop_name, along) = owner, loop
+        self.strides = (*_periods(mask, along), *_STRIDES)
+        self.slopes = sorted({own // along, 0}, reverse=True)
+        tiling = self._map(
+            f"[tile] -> {{ [q, kv] -> [j] : {own} * tile <= {owner_name} < {own} * tile + {own}"
+            f" and {along} * j <= {loop_name} < {along} * j + {along} }}"
+        )
+        return pairs, self.builder.live(mask).intersect(pairs), tiling
 
     def _set(self, text: str) -> Any:
         import islpy

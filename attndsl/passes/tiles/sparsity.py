@@ -11,6 +11,7 @@ Needs no isl, so that a start from the cache does not import it.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import TYPE_CHECKING
 
 from attndsl.ir import Op, const, dependencies, leaf_names, node
@@ -21,12 +22,12 @@ from .cells import cells_of
 from .intervals import SCORE_DEPENDENT, Bounds, bound_mask
 from .plan import FORWARD, LoopPlan, guarded
 from .sandwich import lower, upper
-from .segments import NoClosedForm, closed_segments
+from .segments import NoClosedForm, closed_segments, live_segments
 
 if TYPE_CHECKING:
     from attndsl.ir import Node, Program
 
-    from .plan import Direction
+    from .plan import Direction, Segment
 
 _MANY = 64
 """Tiles of lengths that plans are looked at with, over the other side of a tile."""
@@ -116,6 +117,46 @@ class Sparsity:
         found = replace(found, descending=last > first, short=middle == twice)
         return guarded(found, guard_of(both, wide).within)
 
+    def loop_in_turn(
+        self, direction: Direction, block_m: int, block_n: int, shifted: bool, indexed: bool,
+        wide: frozenset[str] = frozenset(), peeled: bool = True,
+    ) -> LoopPlan:  # fmt: skip
+        """The plan of a loop whose owners take turns at each tile along it, with ``visitors``.
+
+        Owners begin in their own order, from the last one on where the plan is ``descending``, and
+        each waits for those before it. Nobody waits long where all go along the loop against that
+        order. So FULL tiles are between PARTIAL ones or on one side of them; in any other plan all
+        tiles are PARTIAL.
+
+        Args:
+            direction: As of :meth:`loop`, and so are all others but the last.
+            block_m: Likewise.
+            block_n: Likewise.
+            shifted: Likewise.
+            indexed: Likewise.
+            wide: Likewise.
+            peeled: Whether FULL tiles have a loop of their own.
+        """
+        found = self.loop(direction, block_m, block_n, shifted, indexed, wide)
+        if found.listed is not None:
+            return found
+        mask = const(True) if self.mask is None else self.mask
+        wide = wide & leaf_names(mask)
+        blocks = {"q": block_m, "kv": block_n}
+        own, along = ((name, blocks[name]) for name in (direction.own, direction.along))
+        within = guard_of(mask, wide).within
+        try:
+            visitors = live_segments(mask, along, own, shifted, wide)
+            if not _goes_on(found, own[1], along[1], peeled, False):
+                found = replace(found, two_sided=True)
+                if not _goes_on(found, own[1], along[1], peeled, True):
+                    visited = LoopPlan(partial=live_segments(mask, own, along, shifted, wide))
+                    partial = guarded(visited, within).partial
+                    found = replace(found, full=(), partial=partial, two_sided=False)
+        except NoClosedForm as reason:
+            return LoopPlan(listed=str(reason))
+        return replace(found, visitors=guarded(LoopPlan(partial=visitors), within).partial)
+
     def loop_of_rows(
         self, block_m: int, rows: int, block_n: int, shifted: bool, indexed: bool,
         wide: frozenset[str] = frozenset(),
@@ -158,20 +199,64 @@ def _visited(loop: LoopPlan, own: int, along: int, scale: int, place: float) -> 
     return _count(loop, int((length // own - 1) * place), length, along)
 
 
+def _goes_on(loop: LoopPlan, own: int, along: int, peeled: bool, two_sided: bool) -> bool:
+    """Whether owners go one way along the loop, against their order.
+
+    FULL tiles come first, then PARTIAL ones; where ``two_sided``, PARTIAL ones before and behind
+    them. Some owners in the middle of a long loop are looked at, with a ragged last tile and
+    without.
+    """
+    if not loop.full or not loop.partial:
+        return True
+    length, middle = _MANY * own * along, _MANY * along // 2
+    way = 1 if loop.descending else -1
+    for tile in range(middle, middle + _SAMPLES):
+        for ragged in (False, True):
+            full, partial = (
+                _indices(segments, tile, length, along, ragged)[::way]
+                for segments in (loop.full, loop.partial)
+            )
+            ahead = 0
+            if two_sided and full:
+                ahead = sum(way * index < way * min(full) for index in partial)
+            visited = [*partial[:ahead], *full, *partial[ahead:]]
+            if visited != sorted(visited, reverse=way < 0) or (full and not peeled):
+                return False
+    return True
+
+
 def _count(loop: LoopPlan, tile: int, length: int, along: int) -> int:
     """Tiles that owning tile number ``tile`` visits, where both lengths are ``length``."""
+    return sum(map(len, _ranges((*loop.full, *loop.partial), tile, length, along)))
+
+
+def _indices(
+    segments: tuple[Segment, ...], tile: int, length: int, along: int, ragged: bool
+) -> list[int]:
+    """The tiles of ``segments`` that owning tile number ``tile`` visits, in their order."""
+    return list(chain(*_ranges(segments, tile, length, along, ragged)))
+
+
+def _ranges(
+    segments: tuple[Segment, ...], tile: int, length: int, along: int, ragged: bool = False
+) -> list[range]:
+    """``segments`` of owning tile number ``tile``, where both lengths are ``length``.
+
+    ``ragged``: behind it there is another tile along the loop, which is not whole.
+    """
     tiles = length // along
     lengths = ("q_len", "kv_len", "whole_q_len", "whole_kv_len")
-    names = {"$tile": tile, "$tiles": tiles, "$whole": tiles, **dict.fromkeys(lengths, length)}
+    names = {"$tile": tile, "$tiles": tiles + ragged, "$whole": tiles}
+    names |= dict.fromkeys(lengths, length)
     begins = dict.fromkeys(("$q_offset", "$kv_offset", "q_start", "kv_start"), 0)
     entries = {"q_starts": 0, "kv_starts": 0, "kv_lengths": length}
     known = Environment(_Guess(names | begins), lambda name, at: entries.get(name, 1024))
-    total = 0
-    for segment in (*loop.full, *loop.partial):
+    found = []
+    for segment in segments:
         if segment.guard is None or evaluate(segment.guard, known):
-            span = evaluate(segment.stop, known) - evaluate(segment.start, known)
-            total += -(-max(0, int(span)) // segment.step)
-    return total
+            start, stop = (int(evaluate(bound, known)) for bound in (segment.start, segment.stop))
+            found.append(range(start, stop, segment.step))
+    return found
 
 
 class _Guess(dict[str, bool | int | float]):

@@ -17,7 +17,7 @@ def _is_persistent(spec: ModuleSpec) -> bool:
 
 
 def _is_drawn(spec: ModuleSpec) -> bool:
-    return is_drawn(spec.lowered, spec.config)
+    return is_drawn(spec.lowered, spec.facts, spec.config)
 
 
 def _flags(spec: ModuleSpec) -> Flags:

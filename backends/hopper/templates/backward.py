@@ -17,6 +17,10 @@ DV_ROWS = tl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DV, 16]))
 DQ_ROWS = tl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DQ_WIDTH, 16]))
 DS_OPERAND = tl.constexpr(gl.DotOperandLayout(0, DK_ROWS, 2))
 P_OPERAND = tl.constexpr(gl.DotOperandLayout(0, DV_ROWS, 2))
+# Loops over tiles that need the mask's code and over the others, in this order or the reverse.
+LOOPS = tl.constexpr(2 if KV_PASS_HAS_FULL and PEELED else 1)
+FIRST_LOOP = tl.constexpr(LOOPS - 1 if FULL_FIRST else 0)
+LOOP_STEP = tl.constexpr(-1 if FULL_FIRST else 1)
 
 
 @gluon.jit
@@ -130,10 +134,37 @@ def add_query_tile(
         # This address needs fewer registers, and other values would be spilled for them. With tiles
         # of 64 rows it is the slower one. See M9 in docs/measured.md.
         own = head_row * D + gl.to_tensor(q_index).to(gl.int64) * (BLOCK_M * D)
+    if TAKES_TURNS:
+        turn_stage, turn_phase = slot_of(tile_index, STAGES)
+        mbarrier.wait(memory.turns.full.index(turn_stage), turn_phase)
     add_to_sums(results.dq_sums + own + PART * (BLOCK_M * D // 2), dq)
     dk = warpgroup_mma_wait(0, deps=[adding_k])
     release(memory.q.empty.index(stage), RELEASE_PER_THREAD)
     return KeySums(dk, dv, column_sums)
+
+
+@gluon.jit
+def add_query_tiles(
+    PART: gl.constexpr, tile_index, begins, ends, sums, keys, kept, order, results, memory, work,
+    padded,
+):
+    """Add parts of several query tiles: those that need the mask's code, and those that do not.
+
+    ``begins`` and ``ends`` are the steps of both. Returns the program's number of query tiles so
+    far, and the sums.
+    """
+    dk, dv, column_sums = sums
+    for FULL in gl.static_range(FIRST_LOOP, LOOPS - 1 - FIRST_LOOP + LOOP_STEP, LOOP_STEP):
+        for step in range(begins[FULL], ends[FULL]):
+            place = step
+            if TAKES_TURNS:
+                place = place_in_turn(step, order[0], order[1], work.visits, FULL)
+            dk, dv, column_sums = add_query_tile(
+                PART, tile_index, q_tile_at(place, work, not FULL), KeySums(dk, dv, column_sums),
+                keys, kept, results, memory, work, padded, not FULL,
+            )
+            tile_index += 1
+    return tile_index, dk, dv, column_sums
 
 
 @gluon.jit
@@ -178,14 +209,28 @@ def consume_work(
             keep_factor = factor_of_kept(chance)
             kept = Kept(keep_factor, gl.log2(keep_factor), 1.0 / keep_factor)
         column_sums = partial_row_sums(zeros)
-        for FULL in gl.static_range(2 if KV_PASS_HAS_FULL and PEELED else 1):
-            end = visits.partial + visits.full if FULL else masked
-            for step in range(masked if FULL else 0, end):
-                dk, dv, column_sums = add_query_tile(
-                    PART, tile_index, q_tile_at(step, work, not FULL), KeySums(dk, dv, column_sums),
-                    keys, kept, results, memory, work, call.padded, not FULL,
+        total = visits.partial + visits.full
+        order = None
+        if TAKES_TURNS:
+            order = (tiles_ahead(masked, work), masked)
+        if TWO_SIDED:
+            # Tiles ahead and FULL ones, then the others: the same code twice.
+            ahead, behind = order[0], order[0] + total - masked
+            for side in range(0, 2):
+                begins = (gl.where(side == 0, 0, behind), gl.where(side == 0, ahead, total))
+                ends = (gl.where(side == 0, ahead, total), gl.where(side == 0, behind, total))
+                tile_index, dk, dv, column_sums = add_query_tiles(
+                    PART, tile_index, begins, ends, KeySums(dk, dv, column_sums), keys, kept,
+                    order, results, memory, work, call.padded,
                 )
-                tile_index += 1
+        else:
+            begins, ends = (0, masked), (masked, total)
+            if TAKES_TURNS:
+                begins, ends = (total - masked, 0), (total, total - masked)
+            tile_index, dk, dv, column_sums = add_query_tiles(
+                PART, tile_index, begins, ends, KeySums(dk, dv, column_sums), keys, kept, order,
+                results, memory, work, call.padded,
+            )
         number = (head.b * sizes.heads + head.h).to(gl.int64)
         if GRAD_OF_COLUMN:
             whole = gl.convert_layout(gl.sum(column_sums, 1), gl.SliceLayout(1, SCORES))

@@ -12,6 +12,16 @@ Follows ``backward_shared``, then ``backward`` or ``backward_wide``, in one modu
 
 
 @gluon.jit
+def draw_in_turn(work_tiles, call):
+    """The next work tile of all, in their order; ``work_tiles`` or more where none is left."""
+    drawn = gl.atomic_add(call.counter, 1, sem="relaxed")
+    if drawn == work_tiles + gl.num_programs(0) - 1:
+        # Each program draws once in vain.
+        gl.store(call.counter, 0)
+    return drawn
+
+
+@gluon.jit
 def produce(memory, call):
     """Load the tiles of all work tiles of the program."""
     work_tile = gl.program_id(0)
@@ -19,9 +29,16 @@ def produce(memory, call):
         sizes = call.sizes
         work_tiles = tl.cdiv(sizes.kv_len, BLOCK_N) * sizes.batch * sizes.kv_heads
         work_index, tiles_before = 0, 0
+        if TAKES_TURNS:
+            clear_turns(memory.turns)
+            # Nobody may have a work tile before all those that it waits for are taken. Programs may
+            # start in any order, and some of them when others have ended.
+            work_tile = draw_in_turn(work_tiles, call)
         while work_tile < work_tiles:
             tiles_before = load_work(work_tile, work_index, tiles_before, memory, call)
-            if DRAWN:
+            if TAKES_TURNS:
+                work_tile = draw_in_turn(work_tiles, call)
+            elif DRAWN:
                 drawn = gl.atomic_add(call.counter, 1, sem="relaxed")
                 work_tile = gl.num_programs(0) + drawn
                 if drawn == work_tiles - 1:
@@ -30,6 +47,8 @@ def produce(memory, call):
             else:
                 work_tile += gl.num_programs(0)
             work_index += 1
+        if TAKES_TURNS:
+            finish_turns(tiles_before, memory, call.given)
         announce_work(work_index, work_tile, 0, 0, 0, memory.fields)
     else:
         load_work(work_tile, 0, 0, memory, call)
@@ -72,6 +91,7 @@ def run_backward(operands, statistics, bias_descs, results, call):
     SHARED: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     ds_s = gl.allocate_shared_memory(HALF, [1 if ABOVE_128 else 2, BLOCK_N, BLOCK_M], SHARED)
     p_slope, fields, kept, bias, lines, k_empty, ds_full = None, None, None, None, None, None, None
+    turns = None
     if ABOVE_128:
         # Rows of eight lie in as many banks.
         ROTATED: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
@@ -109,6 +129,13 @@ def run_backward(operands, statistics, bias_descs, results, call):
         mbarrier.init(fields_full, count=1)
         mbarrier.init(fields_empty, count=2)
         fields = Ring(None, numbers, fields_full, fields_empty, None)
+    if TAKES_TURNS:
+        NUMBERS: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+        taken = gl.allocate_shared_memory(gl.int32, [2, 16], NUMBERS)
+        taken_full = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
+        for place in gl.static_range(2):
+            mbarrier.init(taken_full.index(place), count=1)
+        turns = Ring(None, taken, taken_full, None, None)
     if ADDS_DIAGONALS:
         LINES: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
         lines = gl.allocate_shared_memory(gl.float32, [2, 2, 128], LINES)
@@ -126,7 +153,7 @@ def run_backward(operands, statistics, bias_descs, results, call):
         Ring(lse_desc, lse_s, q_full, q_empty, None),
         Ring(delta_desc, delta_s, do_full, do_empty, None),
         Ring(results.ds, ds_s, ds_full, None, None),
-        p_slope, fields, kept, bias, lines,
+        p_slope, fields, kept, bias, lines, turns,
     )
     gl.warp_specialize(
         [
@@ -155,7 +182,8 @@ def attention_backward_kv(
     the row statistics are of (batch * heads * padded,), see ``statistics_rows``. DK is (batch,
     kv_heads, kv_len, HEAD_DIM), its rows ``rows_dk*`` apart, and DV_OUT likewise. Where a factor or
     columns of the score have gradients: FACTOR_SUMS (batch, heads, tiles, 2) and COLUMN_SUMS
-    (batch, heads, kv_len), fp32.
+    (batch, heads, kv_len), fp32. Where work tiles take turns: TURNS (batch, heads, query tiles),
+    int32, 0 before a launch.
     """
     given = Given(
         #: given

@@ -30,8 +30,8 @@ from attndsl.backends.device.records import (
 )
 from attndsl.backends.hopper import dialect as tl
 from attndsl.backends.hopper.library import (
-    add_to_sums, count_up, multiply, pack_fields, partial_row_sums, pin_before_wait, places_of,
-    read_field, release, signal_p, slot_of, sync_consumers, wait_for_p,
+    add_to_sums, await_turn, count_turn, count_up, multiply, pack_fields, partial_row_sums,
+    pin_before_wait, places_of, read_field, release, signal_p, slot_of, sync_consumers, wait_for_p,
 )
 from attndsl.backends.hopper.records import (
     BackwardMemory, BackwardResults, Call, Kept, KeyRows, KeySums, Parts, Ring, Work,
@@ -152,14 +152,21 @@ def load_work(work_tile, work_index, tiles_before, memory, call):
         head = Head(b, hkv * group + member, hkv)
         visits, masked = count_tiles(tile, head, sizes, shift, given)
         work = Work(tile, head, visits, None, None, sizes, call.origins, shift, given)
+        if TAKES_TURNS:
+            ahead = tiles_ahead(masked, work)
         row = (b * sizes.heads + head.h) * call.padded
         if ADDS_DIAGONALS:
             line = line_of_sums(tile, head, call)
         if HAS_DROPOUT:
             drop = drop_of_item(head, sizes, given)
         for step in range(0, visits.partial + visits.full):
-            first = BLOCK_M * q_tile_at(step, work, True)
+            if TAKES_TURNS:
+                first = BLOCK_M * q_tile_in_turn(step, ahead, masked, work)
+            else:
+                first = BLOCK_M * q_tile_at(step, work, True)
             load_query_tile(tile_index, first, row, head, memory)
+            if TAKES_TURNS:
+                follow_turns(tile_index, tile, first // BLOCK_M, work, memory)
             if HAS_BIAS:
                 load_bias(
                     tile_index, step < masked if BIAS_IN_MASK else True, head, first + shift.q,
@@ -178,6 +185,8 @@ def load_work(work_tile, work_index, tiles_before, memory, call):
             tile_index += 1
     if PERSISTENT:
         if tile_index == tiles_before:
+            if TAKES_TURNS:
+                finish_turns(tile_index, memory, given)
             load_keys(work_index, tile, b, hkv, memory.k, memory.v)
     if ADDS_DIAGONALS:
         if tile_index > tiles_before:

@@ -29,11 +29,24 @@ def load_rows(rows, at, WIDTH: tl.constexpr, BLOCK_WIDTH: tl.constexpr):
 
 
 @triton.jit
-def widened(tile, TYPE: tl.constexpr):
-    """Rows in a dtype that has each of their numbers. Hopper goes to bf16 fastest by way of fp32."""
-    if not WEIGHTS_VALUES:
-        tile = tile.to(tl.float16).to(tl.float32)
-    return tile.to(TYPE)
+def fp16_of_fp8(tile):
+    """Rows of 8 bits as fp16, in the layout of their loads: 16 bytes of a thread lie together.
+
+    Products with values want numbers of several keys together, which lie a row apart. Numbers of 16
+    bits are transposed as they are read from shared memory, and those of 8 bits are read one by one.
+    Triton would convert them there, behind that, and does not move what is not pure.
+    """
+    if WIDENS_PAIRS:
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .b16 low, high;
+            mov.b32 {low, high}, $2;
+            cvt.rn.f16x2.e4m3x2 $0, low;
+            cvt.rn.f16x2.e4m3x2 $1, high;
+            }""",
+            "=r,=r,r", [tile], dtype=tl.float16, is_pure=False, pack=4,
+        )
+    return tile.to(tl.float16)
 
 
 @triton.jit
@@ -78,15 +91,18 @@ def attend_keys(
         given, PARTIAL, False,
     )
     v_tile = load_rows(keys.v, at, DV, BLOCK_DV)
+    if PAGES_IN_FP8:
+        v_tile = fp16_of_fp8(v_tile)
     if V_SCALES == 4:
         v_tile = v_tile.to(tl.float32) * scales_of(keys.v, at)[:, None]
     if V_IN_FP16:
         # Weights are 1 or a little more at most. As they are, small ones would be nothing in fp16.
         p = tl.minimum(p * 16384.0, 65504.0)
-        acc = dot(p.to(tl.float16), v_tile.to(tl.float16), PRECISION, UPCAST)
+        acc = dot(p.to(tl.float16), v_tile, PRECISION, UPCAST)
         acc = softmax.acc + acc * (1.0 / 16384.0)
     elif K_IN_FP16:
-        v_tile = widened(v_tile, tl.bfloat16)
+        # Hopper goes to bf16 fastest by way of fp32.
+        v_tile = v_tile.to(tl.float32).to(tl.bfloat16)
         acc = dot_add(p.to(tl.bfloat16), v_tile, softmax.acc, PRECISION, UPCAST)
     else:
         v_tile = v_tile.to(q_tile.dtype)
@@ -152,13 +168,16 @@ def attention_serve(
     stride_qh, stride_qm, stride_oh, stride_om,
     step_kp, step_kn, step_kh, step_vp, step_vn, step_vh,
     step_ap, step_an, step_ah, step_bp, step_bn, step_bh, step_tb, step_tp, step_l, step_s,
-    scale, k_factor, v_factor, batch, heads, kv_heads, q_len, kv_len, tokens, pages, members,
+    scale, k_factor, v_factor, batch, heads, kv_heads, q_len, kv_len, tokens, chunk_len, pages,
+    members,
     #: given
 ):
     """One program: one part of the keys of ``members`` heads and BLOCK_M queries of a request.
 
     Programs are numbered by part, by heads and queries, and by request. Those behind the last
-    request clear tokens. ``q_len`` is the most queries of a request, ``kv_len`` the most keys. LSE
+    request clear tokens. ``q_len`` is the most queries of a request, ``kv_len`` the most keys. If
+    ``chunk_len`` is more, results of requests with more than ``q_len`` queries, and up to so many,
+    are there already. LSE
     (tokens, heads) is contiguous fp32. PARTS and COUNTS are those of ``attention_decode``.
     """
     number = tl.program_id(0)
@@ -169,8 +188,9 @@ def attention_serve(
     out = Tensor(OUT, stride_om, stride_oh, stride_om)
     requests = RequestTokens(STARTS, step_s, tokens, q_len)
     if b == batch:
+        kept = RequestTokens(STARTS, step_s, tokens, tl.maximum(q_len, chunk_len))
         clear_tokens(
-            requests, out, LSE, number * tl.num_programs(1) + tl.program_id(1),
+            kept, out, LSE, number * tl.num_programs(1) + tl.program_id(1),
             tl.num_programs(0) * tl.num_programs(1), Sizes(batch, heads, kv_heads, q_len, kv_len),
         )
         return
@@ -180,6 +200,8 @@ def attention_serve(
         return
     length = cut(tl.load(LENGTHS + b * step_l), kv_len).to(tl.int32)
     end = cut(tl.load(STARTS + (b + 1) * step_s), tokens)
+    if (chunk_len > q_len) & (end - begin > q_len):
+        return
     first_query = (length - (end - begin)).to(tl.int32)
     first_token = begin.to(tl.int32)
     given = Given(

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import textwrap
 
 import pytest
 import torch
+from support.fork_server import run_python
 
 import attndsl
 from attndsl import ir
@@ -100,10 +99,7 @@ SCRIPT = textwrap.dedent(
 
 def test_programs_compile() -> None:
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, "-P", "-c", SCRIPT, JOINED],
-        env=environment, capture_output=True, text=True, timeout=600, check=False,
-    )  # fmt: skip
+    done = run_python(SCRIPT, JOINED, env=environment)
     assert done.returncode == 0, done.stderr[-3000:]
 
 

@@ -13,6 +13,7 @@ import attndsl
 from attndsl.backends.base import Call, Wants
 from attndsl.backends.emit.facts import facts_of
 from attndsl.backends.generated.for_hopper import hopper_backend
+from attndsl.backends.hopper import why_not
 from attndsl.backends.hopper.arguments import blocks_of
 from attndsl.backends.hopper.family import Hopper
 from attndsl.backends.hopper.launch import descriptor_strides, view
@@ -69,6 +70,39 @@ def test_what_hopper_kernels_run():
     grad = torch.empty(2, 4, 40, 256, dtype=torch.bfloat16)
     assert why_portable(LOWERED, call_of(value_dim=256), "backward", grad, ALL) is None
     assert why_portable(LOWERED, call_of(deterministic=True), "forward") is None
+
+
+DOCUMENTS = "tensor doc[q_len]: int\nmask = q >= kv and doc[q] == doc[kv]"
+
+
+@pytest.mark.parametrize(
+    ("text", "head_dim", "reason"),
+    [
+        ("causal()", 64, None), ("sliding_window(9)", 128, None), ("score", 128, None),
+        ("causal()", 192, "head dims up to 128"), (DOCUMENTS, 64, "looked up by position"),
+    ],
+)  # fmt: skip
+def test_which_deterministic_backwards_take_turns(monkeypatch, text, head_dim, reason):
+    lowered, call = lower(Source(text), {}), call_of(head_dim=head_dim, deterministic=True)
+    if text == DOCUMENTS:
+        call = call._replace(tensors={"doc": torch.zeros(40, dtype=torch.int32)})
+    grad = torch.empty(2, 4, 40, 64, dtype=torch.bfloat16)
+    assert "no fixed order" in why_portable(lowered, call, "backward", grad, ALL)
+    monkeypatch.setattr(why_not, "TAKES_TURNS", True)
+    found = why_portable(lowered, call, "backward", grad, ALL)
+    if reason is not None:
+        assert reason in found
+        return
+    assert found is None
+    (job,) = Hopper().jobs(lowered, call, Task.BACKWARD, grad, ALL)
+    assert job.facts.takes_turns
+    machine = machine_of("cuda:90")
+    configs = job.kernel.configs(job, machine)
+    assert all(config.persistent and job.plan(config).visitors for config in configs)
+    assert job.kernel.more_configs(configs, job) == ()
+    (plain,) = Hopper().jobs(lowered, call._replace(deterministic=False), Task.BACKWARD, grad, ALL)
+    assert not plain.facts.takes_turns
+    assert "kv_pass_turn" not in plain.text(plain.kernel.configs(plain, machine)[0], machine)
 
 
 @pytest.mark.parametrize(

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 import textwrap
 from pathlib import Path
 
 import pytest
+from support.fork_server import run_python
 
 SCRIPT = textwrap.dedent(
     """
@@ -96,7 +95,7 @@ SCRIPT = textwrap.dedent(
     def compiled(
         direction, case, head_dim, number, indexed=False, value_dim=None, dtype="bfloat16",
         persistent=None, tiles=None, stored=False, summed=False, moving="", wide=False,
-        drawn=False, part="",
+        drawn=False, part="", turns=False,
     ):
         task = task_of(direction)
         lowered = lower(Source(TEXTS[case]), {})
@@ -128,7 +127,7 @@ SCRIPT = textwrap.dedent(
         facts = with_forms(facts_of(lowered.program, call), lowered.program, target)
         facts = replace(
             facts, stores_ds=stored, adds_diagonals=summed, moving_operands=moving,
-            wide_gradients=wide,
+            wide_gradients=wide, takes_turns=turns,
         )
         if not moving:
             facts = with_pair_tiles(facts, lowered, call, task)
@@ -176,6 +175,15 @@ SCRIPT = textwrap.dedent(
             text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
         return int(re.search(r"STACK:(\\d+)", text)[1])
 
+    def orders_additions(kernel):
+        # A warpgroup's threads meet between their additions and the arrival that tells of them.
+        wanted = [r"red\\.relaxed\\.gpu", r"bar\\.sync +\t?[0-9]+, 128", r"mbarrier\\.arrive"]
+        found = re.findall("|".join(wanted), kernel.asm["ptx"])
+        for one, other in zip(found, found[1:]):
+            assert not (one.startswith("red") and other.startswith("mbarrier"))
+        assert any(x.startswith("red") for x in found)
+        return "red.release.gpu" in kernel.asm["ptx"] and "ld.acquire.gpu" in kernel.asm["ptx"]
+
     def compile_lists(lowered, facts, config, folder, target):
         path = folder / "lists.py"
         path.write_text(generate_lists(lowered, facts), "utf-8")
@@ -192,6 +200,9 @@ SCRIPT = textwrap.dedent(
         multiplies = "wgmma" in built.kernel.asm["ptx"]
         if dict(*more).get("summed"):
             assert "mma.sync" in built.kernel.asm["ptx"]
+            assert has_registers(built.kernel)
+        if dict(*more).get("turns"):
+            assert orders_additions(built.kernel)
             assert has_registers(built.kernel)
         if dict(*more).get("moving"):
             assert has_registers(built.kernel)
@@ -216,6 +227,7 @@ CASES = {
         ("backward_kv", "causal", 64, 1, {"persistent": False}),
         ("backward_kv", "relative", 128, 0, {"summed": True}),
         ("backward_kv", "both", 64, 1, {"tiles": "float32"}),
+        ("backward_kv", "causal", 128, 0, {"turns": True}),
     ],
     "wide backward and tangents": [
         ("backward_kv", "rich", 256, 0, {"dtype": "float16"}),
@@ -281,6 +293,12 @@ CASES = {
         ("backward_kv", "weights", 128, 0),
         ("backward_kv", "common", 128, 0),
     ],
+    "more turns": [
+        ("backward_kv", "plain", 64, 0, {"turns": True}),
+        ("backward_kv", "softcap", 64, 1, {"turns": True}),
+        ("backward_kv", "alibi", 128, 0, {"turns": True, "part": "entries"}),
+        ("backward_kv", "dropout", 128, 0, {"turns": True, "wide": True}),
+    ],
     "more sums along diagonals": [
         ("backward_kv", "slopes", 64, 0, {"summed": True}),
         ("backward_kv", "relative", 64, 1, {"summed": True, "persistent": False}),
@@ -332,10 +350,7 @@ CASES = {
 def test_compiles_for_hopper(cases):
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = str(Path(__file__).parents[2])  # Of ``support``.
-    done = subprocess.run(
-        [sys.executable, "-P", "-c", SCRIPT, json.dumps(CASES[cases])],
-        env=environment, capture_output=True, text=True, timeout=600, check=False,
-    )  # fmt: skip
+    done = run_python(SCRIPT, json.dumps(CASES[cases]), env=environment, limit=600)
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
     for case, line in zip(CASES[cases], done.stdout.splitlines(), strict=True):
         direction, name, head_dim, multiplies, shared = line.split()

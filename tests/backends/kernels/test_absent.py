@@ -1,5 +1,7 @@
 """The driver of a GPU that is not there."""
 
+import shutil
+import subprocess
 from types import SimpleNamespace
 
 import pytest
@@ -109,6 +111,24 @@ def test_a_launcher_has_a_name_on_machines_that_know_less(
     assert compiled == [own.replace(",", "-")]
     assert build.platform_key() == own
     assert triton.knobs.build.impl is None
+
+
+@pytest.mark.skipif(not (shutil.which("gcc") and shutil.which("readelf")), reason="no compiler")
+def test_launchers_ask_for_the_library_of_cuda(compiles, monkeypatch, tmp_path):
+    """Linkers leave out a library of which nothing is called; loading such a launcher fails."""
+    nvidia = SimpleNamespace(libcuda_path=None)
+    monkeypatch.setattr(absent.triton.knobs, "nvidia", nvidia, raising=False)
+    gpu = AbsentGPU("cuda:90")
+    gpu._make_library()
+    source, launcher = tmp_path / "launcher.c", tmp_path / "launcher.so"
+    source.write_text("int cuCtxGetCurrent(void *); int go(void) { return cuCtxGetCurrent(0); }")
+    subprocess.run(
+        ["gcc", source, "-shared", "-fPIC", "-Wl,--as-needed", "-Wl,--no-undefined", "-o", launcher,
+         "-l:libcuda.so.1", f"-L{nvidia.libcuda_path}"],
+        check=True,
+    )  # fmt: skip
+    told = subprocess.run(["readelf", "-d", launcher], check=True, capture_output=True, text=True)
+    assert "Shared library: [libcuda.so.1]" in told.stdout
 
 
 def test_other_systems_have_one_name():

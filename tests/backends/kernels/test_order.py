@@ -1,12 +1,13 @@
 """Which heads' tiles programs take side by side, and how long a causal call waits for its last."""
 
 import heapq
-from types import SimpleNamespace
+from types import FunctionType, SimpleNamespace
 
 import pytest
 import torch
 import triton
 import triton.language as tl
+from support.brute import lowered_of, visited
 
 import attndsl
 import attndsl.backends.generated.backend as backend_module
@@ -15,8 +16,10 @@ from attndsl.backends.generated.cross import PORTABLE
 from attndsl.backends.kernels import order
 from attndsl.backends.kernels.config import Config
 from attndsl.backends.kernels.order import heads_per_wave
+from attndsl.passes.tiles.plan import BACKWARD_KV
 
 CONFIG = Config(128, 128, 4, 2)
+TURNS = Config(64, 128, 4, 2, 2, 240, persistent=True)
 PROCESSORS = 132
 
 
@@ -98,6 +101,54 @@ def test_no_call_waits_long_for_its_longest_items(direction, shape):
     assert waiting(direction, *shape) < 1.05
 
 
+def query_tiles(loop, tile, length):
+    """Query tiles of a key tile that takes turns at them, in the order of visits."""
+    queries = length // TURNS.block_m
+    known = {"$tile": tile, "$tiles": queries, "$whole": queries, "q_len": length}
+    known["kv_len"] = length
+    way = 1 if loop.descending else -1
+    full, partial = (visited(x, known)[::way] for x in (loop.full, loop.partial))
+    if not loop.two_sided:
+        return full + partial
+    ahead = [index for index in partial if full and way * index < way * full[0]]
+    return ahead + full + partial[len(ahead) :]
+
+
+def time_of(loop, shape, handover):
+    """Until a backward ends whose key tiles take turns, in steps of one query tile each.
+
+    ``handover`` is the time from an addition to the next work tile's, None where nobody waits.
+    """
+    batch, _, kv_heads, length = shape
+    together = heads_per_wave(call_of(*shape), PORTABLE["backward_kv"], TURNS, True)
+    tiles, heads = -(-length // TURNS.block_n), batch * kv_heads
+    steps = [query_tiles(loop, tile, length) for tile in range(tiles)]
+    ends, free = [0.0] * PROCESSORS, {}
+    place = FunctionType(place_of_item.fn.__code__, {"tl": SimpleNamespace(minimum=min)})
+    for item in range(tiles * heads):
+        tile, head = place(item, tiles, heads, together, True, loop.descending)
+        now = ends[0] + 1.5
+        for query in steps[tile]:
+            # It adds near the end of a step.
+            now = max(now + 0.8, free.get((head, query), 0.0))
+            if handover is not None:
+                free[head, query] = now + handover
+            now += 0.2
+        heapq.heapreplace(ends, now)
+    return max(ends)
+
+
+@pytest.mark.usefixtures("h200")
+@pytest.mark.parametrize("shape", [(4, 16, 16, 4096), (2, 16, 16, 8192), (8, 16, 16, 2048)])
+@pytest.mark.parametrize("text", ["score", "causal()", "sliding_window(1024)", "kv >= q"])
+def test_no_work_tile_waits_long_for_its_turn(text, shape):
+    loop = lowered_of(text).sparsity.loop_in_turn(
+        BACKWARD_KV, TURNS.block_m, TURNS.block_n, False, False
+    )
+    plain = time_of(loop, shape, None)
+    assert plain < time_of(loop, shape, 0.6) < 1.05 * plain
+
+
 @pytest.mark.usefixtures("h200")
 def test_heads_fit_the_cache():
     def heads(direction, *sizes, masked=True):
@@ -128,7 +179,7 @@ def test_kernels_that_are_interpreted_run_one_program_at_a_time():
 @pytest.mark.parametrize("text", ["causal()", "kv >= q", "q >= kv and (h % 2 == 0 or kv < 9)"])
 @pytest.mark.parametrize("together", [2, 3, 7])
 def test_groups_of_heads_give_what_heads_give(monkeypatch, device, together, text):
-    def some(call, kernel, config, masked):
+    def some(call, kernel, config, in_groups):
         heads = call.k.shape[1] if kernel.loop.own == "kv" else call.q.shape[1]
         return min(together, call.q.shape[0] * heads)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import logging
 import os
-import subprocess
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -13,6 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from support.fork_server import run_python
 from triton.runtime.errors import OutOfResources
 
 import attndsl
@@ -25,6 +25,7 @@ from attndsl.backends.kernels.example import example_call
 from attndsl.backends.kernels.kernel import Task
 from attndsl.backends.kernels.machine import machine_of
 from attndsl.backends.kernels.side_by_side import Compilations
+from attndsl.backends.triton.extra_kernels import extra_tasks
 from attndsl.errors import BackendError
 from attndsl.runtime.programs import default_cache
 
@@ -99,6 +100,32 @@ def test_a_backward_meanwhile(on_gpu):
     prepared(backend, "causal()", Task.BACKWARD, Wants())
     assert len(compiler.names) == 4
     assert backend.kernels_built == 4
+
+
+LEARNED = {
+    "bias": ("tensor t[heads, q_len, kv_len]: float\nscore = score + t[h, q, kv]", 1),
+    "distances": ("tensor t[heads, n]: float\nscore = score + t[h, q - kv]", 1),
+    "gathered": ("tensor t[8, 8]: float\nscore = score * t[q % 8, kv % 8]", 2),
+}
+"""Programs, and how many kernels make the gradient of ``t`` beside those of q, k and v."""
+
+
+@pytest.mark.parametrize("name", LEARNED)
+def test_kernels_for_gradients_of_captures_meanwhile(on_gpu, name):
+    """Forward, three of the backward and these are compiled together, and not again."""
+    text, more = LEARNED[name]
+    compiler = Compiler(together=4 + more)
+    backend = on_gpu(compiler)
+    lowered, call = call_of(text)
+    wanted = Wants(tensors=frozenset({"t"}))
+    backend.start(lowered, call, wanted)
+    prepared(backend, text, Task.FORWARD)
+    plan = backend._plan(lowered, call, wanted)
+    prepared(backend, text, Task.BACKWARD, plan.lines)
+    for task, own in extra_tasks(lowered, plan):
+        jobs = backend.families[0].jobs(lowered, call, task, call.q, own)
+        backend.modules.prepare(jobs, (), call.q.device, False)
+    assert len(compiler.names) == 4 + more
 
 
 def test_kernels_that_list_tiles(on_gpu):
@@ -313,9 +340,7 @@ assert alone == together and len(alone) == 2
 print("equal")
 """
     environment = {**os.environ, "TRITON_INTERPRET": "0"}
-    found = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120
-    )
+    found = run_python(code, env=environment)
     assert found.stdout == "equal\n", found.stderr
 
 

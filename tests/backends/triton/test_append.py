@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import textwrap
 from types import SimpleNamespace
 
 import pytest
 import torch
+from support.fork_server import run_python
 
 import attndsl
 from attndsl import errors
@@ -153,7 +152,5 @@ SCRIPT = textwrap.dedent("""
 
 def test_it_compiles_for_hopper():
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT], capture_output=True, text=True, env=environment, timeout=300
-    )
+    done = run_python(SCRIPT, env=environment)
     assert done.stdout == "compiled\n", done.stderr

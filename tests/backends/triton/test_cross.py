@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import textwrap
 
 import pytest
+from support.fork_server import run_python
 
 SCRIPT = textwrap.dedent(
     """
@@ -209,10 +208,7 @@ PARTS = textwrap.dedent(
 def _run(script: str, *arguments: object) -> list[list[str]]:
     # Where the interpreter is chosen for this process's kernels, nothing could be compiled.
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, "-P", "-c", script, *map(str, arguments)],
-        env=environment, capture_output=True, text=True, timeout=600, check=False,
-    )  # fmt: skip
+    done = run_python(script, *arguments, env=environment, limit=600)
     assert done.returncode == 0, done.stderr[-3000:]
     return [line.split() for line in done.stdout.splitlines()]
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import textwrap
 
 import pytest
 import torch
+from support.fork_server import run_python
 from support.serving import Shape, make_step
 
 import attndsl
@@ -328,22 +327,22 @@ COMPILE = textwrap.dedent("""
                 q, cache, torch.tensor([0, most, 2 * most]), most_queries=most
             )
         except Caught as found:
-            jobs = Serve().jobs_of_pages(*found.args)
+            jobs = Serve().jobs_of_pages(*found.args[:3])
         for kernel in compile_jobs(jobs, "cuda:90"):
-            print(kernel.name, kernel.shared)
+            text = kernel.kernel.asm["ttgir"]
+            # Where each load ends: wide ones are 16 bytes of a thread.
+            wide = text.count("contiguity = 16" if fp8 else "contiguity = 8")
+            print(kernel.name, kernel.shared, wide)
 """)
 
 
 def test_they_compile_for_hopper():
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, "-c", COMPILE],
-        capture_output=True,
-        text=True,
-        env=environment,
-        timeout=500,
-    )
+    done = run_python(COMPILE, env=environment)
     assert done.returncode == 0, done.stderr
     rows = [line.split() for line in done.stdout.splitlines()]
-    assert [name for name, _ in rows] == ["serve_4x1", "serve_4x1", "serve_1x16"]
-    assert all(int(shared) <= 113 * 1024 for _, shared in rows), rows
+    assert [name for name, *_ in rows] == ["serve_4x1", "serve_4x1", "serve_1x16"]
+    # Two programs of a processor, each with room for two tiles of 32 KB.
+    assert all(65536 < int(shared) <= 113 * 1024 for _, shared, _ in rows), rows
+    # Keys and values of the two first tiles, and of each step of the loop.
+    assert all(int(wide) == 6 for *_, wide in rows), rows

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
-import subprocess
-import sys
 import textwrap
 
 import pytest
 import torch
+from support.fork_server import run_python
 from support.parts import PROGRAMS, Sizes, make_case, results, whole_of, widened
 
 import attndsl
@@ -234,8 +234,11 @@ def test_texts_are_plain_and_the_same_each_time():
         source_of(FAMILIES, lowered, call, "forward", Wants())
 
 
+COMPILED = ((16, 16, 32), (49, 49, 32), (197, 197, 64), (600, 77, 64))
+"""Rows, keys and head dim, for kernels of each name."""
 COMPILE = textwrap.dedent(
     """
+    import json
     import sys
     import torch
     import attndsl
@@ -245,12 +248,12 @@ COMPILE = textwrap.dedent(
     from attndsl.backends.kernels.kernel import Task
     from attndsl.backends.triton.short import Short
 
-    dtype = getattr(torch, sys.argv[1])
+    dtype, sizes = getattr(torch, sys.argv[1]), json.loads(sys.argv[2])
     short = Short()
     rich = "tensor n[batch]: int; mask = valid_keys(n); score = softcap(9.0); sink = 0.5"
-    for text in ("score", rich):
+    for text, number in ((rich, len(sizes)), ("score", int(sys.argv[3]))):
         lowered = attndsl.compile(text).lowered
-        for q_len, kv_len, dim in ((16, 16, 32), (49, 49, 32), (197, 197, 64), (600, 77, 64)):
+        for q_len, kv_len, dim in sizes[:number]:
             q = torch.empty(2, 2, q_len, dim, dtype=dtype)
             k = torch.empty(2, 2, kv_len, dim, dtype=dtype)
             call = example_call(lowered, dim, dim, dtype, {})._replace(q=q, k=k, v=k)
@@ -264,11 +267,18 @@ COMPILE = textwrap.dedent(
 )
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.slow)])
-def test_they_compile_for_gpus_that_are_not_there(dtype):
+@pytest.mark.parametrize(
+    ("dtype", "plain"),
+    [
+        ("bfloat16", 1),
+        pytest.param("bfloat16", 4, marks=pytest.mark.slow),
+        pytest.param("float32", 4, marks=pytest.mark.slow),
+    ],
+)
+def test_they_compile_for_gpus_that_are_not_there(dtype, plain):
+    """A program of all features at each of the sizes, and a plain one at the first ``plain``."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    command = [sys.executable, "-c", COMPILE, dtype]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    done = run_python(COMPILE, dtype, json.dumps(COMPILED), plain, env=environment)
     assert done.returncode == 0, done.stderr
     rows = [line.split() for line in done.stdout.splitlines()]
     names = {name for name, _ in rows}

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import textwrap
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
+from support.fork_server import run_python
 from support.jobs import shares_of
 
 import attndsl
@@ -247,9 +246,6 @@ COMPILED = textwrap.dedent(
 def test_sixteen_bytes_at_a_time():
     """Of each of two tiles and of a last one, and of sums that are turned: 64 x 64, 128 threads."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, "-P", "-c", COMPILED],
-        env=environment, capture_output=True, text=True, timeout=600, check=False,
-    )  # fmt: skip
+    done = run_python(COMPILED, env=environment)
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.split("\n")[:2] == ["12 8 False", "12 4 False"]

@@ -1,0 +1,141 @@
+"""Work tiles of a backward that take turns: sums of dQ are the same bit for bit, and none hangs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support.backward_text import (
+    CASES,
+    PERSISTENT,
+    ROWS,
+    SHAPES,
+    Stored,
+    inputs_of,
+    run_backward,
+)  # fmt: skip
+from support.gluon_operations import Operations
+from support.kernel_text import Run
+from support.mutation import drop, is_noticed, swap
+
+import attndsl
+from attndsl.backends.hopper import why_not
+
+CLOSED = [case for case in CASES if "table" not in case.values[0]]
+"""Cases whose tiles have formulas."""
+
+
+def in_turn(name, tensors, run, config=PERSISTENT):
+    """Gradients, and how many work tiles have added to the sums of each query tile."""
+    turns = torch.zeros(tensors[0].shape[1], -(-tensors[0].shape[2] // ROWS), dtype=torch.int32)
+    return run_backward(name, tensors, config, run, Stored(turns=turns)), turns
+
+
+@pytest.mark.parametrize(("name", "shape"), CLOSED)
+def test_the_bits_are_the_same_whoever_is_faster(name, shape):
+    tensors = inputs_of(*SHAPES[shape])
+    usual = run_backward(name, tensors, PERSISTENT)
+    first, counts = in_turn(name, tensors, Run(1, 1))
+    for value, wanted in zip(first, usual, strict=True):
+        torch.testing.assert_close(value, wanted, atol=1e-4, rtol=1e-4)
+    for seed, programs in ((2, 2), (3, 5)):
+        found, again = in_turn(name, tensors, Run(seed, programs))
+        assert all(map(torch.equal, found, first))
+        assert torch.equal(again, counts)
+
+
+def test_without_turns_the_machine_adds_in_any_order():
+    """The order matters for the bits here, so that the tests above say something."""
+    tensors = inputs_of(140, 90, 1)
+    found = [run_backward("causal", tensors, PERSISTENT, Run(seed, 5))[0] for seed in range(3)]
+    assert not all(torch.equal(found[0], other) for other in found[1:])
+
+
+NEEDED = {
+    "consumers wait": drop("mbarrier.wait(memory.turns.full.index(...), ...)"),
+    "phases": swap(
+        "mbarrier.wait(memory.turns.full.index(_n), _phase)",
+        "mbarrier.wait(memory.turns.full.index(_n), 0)",
+    ),
+    "the producer waits": drop("await_turn(...)"),
+    "turns are taken": drop("take_turn(...)", "follow_turns"),
+    "turns are passed on": drop("pass_turn(...)", "follow_turns"),
+    "not before they were taken": swap(
+        "turns.data.index(tile_index & 1)", "turns.data.index((tile_index - 1) & 1)", "follow_turns"
+    ),
+    "the last turns of a program": drop("finish_turns(...)", "produce"),
+    "the last turns before a work tile of nothing": drop("finish_turns(...)", "load_work"),
+    "consumers are done at the end": drop(
+        "mbarrier.wait(memory.q.empty.index(...), ...)", "finish_turns"
+    ),
+    "nothing is passed on twice": drop("clear_turns(...)", "finish_turns"),
+    "work tiles are drawn in their order": swap(
+        "place_of_item(_item, _tiles, _heads, _together, True, _last)",
+        "place_of_item(_item, _tiles, _heads, _together, True, not _last)",
+    ),
+    "all are drawn": swap("work_tiles + gl.num_programs(0) - 1", "work_tiles - 1", "draw_in_turn"),
+}
+
+
+@pytest.mark.parametrize("name", NEEDED)
+def test_the_machine_notices(name):
+    # Many query tiles, and work tiles of none behind others of one.
+    several = [inputs_of(140, 90, 1), inputs_of(30, 90, 2)]
+    usual = [in_turn("causal", tensors, Run(1, 1)) for tensors in several]
+
+    def differs(seed):
+        run = Run(seed, 1 + seed % 4, NEEDED[name])
+        found = [in_turn("causal", tensors, run) for tensors in several]
+        return any(
+            not (all(map(torch.equal, one, other)) and torch.equal(counts, others))
+            for (one, counts), (other, others) in zip(found, usual, strict=True)
+        )
+
+    assert is_noticed(differs, 8)
+
+
+def test_the_machine_notices_additions_that_nobody_waits_for(monkeypatch):
+    """As where the count is passed on without a release."""
+    tensors = inputs_of(140, 90, 1)
+    usual, _ = in_turn("causal", tensors, Run(1, 1))
+
+    def count(self, pointer):
+        pointer.data[int(pointer.offset)] += 1
+        self.machine.pause()
+
+    monkeypatch.setattr(Operations, "count_turn", count)
+    found = [in_turn("causal", tensors, Run(seed, 5))[0] for seed in range(4)]
+    assert not all(torch.equal(usual[0], other[0]) for other in found)
+
+
+ON_GPU = {
+    "full": "score",
+    "causal": "causal()",
+    "window": "sliding_window(300)",
+    "reverse": "kv >= q",
+    "cap": "mask = causal()\nscore = softcap(20.0)",
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("sizes", [(2, 4, 4, 2048, 2048), (1, 4, 2, 1000, 3001)])
+@pytest.mark.parametrize("name", ON_GPU)
+def test_the_bits_are_the_same_in_100_runs(monkeypatch, name, sizes, dim):
+    monkeypatch.setattr(why_not, "TAKES_TURNS", True)
+    batch, heads, kv_heads, q_len, kv_len = sizes
+
+    def rows(number, length):
+        return torch.randn(batch, number, length, dim, device="cuda", dtype=torch.bfloat16)
+
+    leaves = [rows(heads, q_len), rows(kv_heads, kv_len), rows(kv_heads, kv_len)]
+    q, k, v = (x.requires_grad_() for x in leaves)
+    attention, do = attndsl.compile(ON_GPU[name]), rows(heads, q_len)
+    plain = torch.autograd.grad(attention(q, k, v), leaves, do)
+    out = attention(q, k, v, deterministic=True)
+    first = torch.autograd.grad(out, leaves, do, retain_graph=True)
+    for found, other in zip(first, plain, strict=True):
+        difference = torch.linalg.vector_norm(found.float() - other.float())
+        assert difference < 2e-3 * torch.linalg.vector_norm(other.float())
+    for _ in range(99):
+        again = torch.autograd.grad(out, leaves, do, retain_graph=True)
+        assert all(map(torch.equal, again, first))
