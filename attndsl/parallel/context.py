@@ -183,7 +183,7 @@ class ContextParallel:
                     "length": rows, "layout": self._layout,
                     "list of programs": [x.made_of.spec for x in models], "sizes": sizes,
                     "exchange": self._exchange, "seed": number, "set of masks": [*made.sights],
-                    "plan": made.layout.owner.tolist(),
+                    "machine": self._machine, "plan": made.layout.owner.tolist(),
                 }  # fmt: skip
         except Exception as error:
             problem = error

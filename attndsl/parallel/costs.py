@@ -21,7 +21,7 @@ class Machine:
     """Speeds that a plan is made for; by default those of H100s of one host.
 
     Raises:
-        ArgumentError: A speed that is not positive; less than no time for a call.
+        ArgumentError: A speed that is not positive; a ``call`` or ``kept`` below 0.
     """
 
     flops: float = 600e12
@@ -32,10 +32,17 @@ class Machine:
     """Seconds that an exchange takes beside its bytes."""
     call: float = 60e-6
     """Seconds that one more call of a kernel takes beside its tiles, forward and backward."""
+    kept: float = 1 / 32
+    """Bytes of fetched keys, as a part of those of a rank's rows of q and out, up to which they are
+    kept for the backward, which otherwise fetches them again."""
 
     def __post_init__(self) -> None:
-        if not isinstance(self.call, int | float) or not self.call >= 0:
-            raise ArgumentError(f"call is {self.call!r}", hint="pass seconds: Machine(call=5e-5)")
+        for name in ("call", "kept"):
+            value = getattr(self, name)
+            if not isinstance(value, int | float) or not value >= 0:
+                raise ArgumentError(
+                    f"{name} is {value!r}", hint=f"pass a number from 0 on: Machine({name}=0.0)"
+                )
         for name in ("flops", "link"):
             value = getattr(self, name)
             if not isinstance(value, int | float) or not value > 0:

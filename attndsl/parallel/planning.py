@@ -39,9 +39,6 @@ _MATTERS = {
     "kv_heads": ("hkv", "kv_heads"), "head_dim": ("head_dim",),
 }  # fmt: skip
 """By size of a call: by which variables and sizes a mask may depend on it."""
-_KEPT = 8
-"""How many times the bytes of fetched keys those of a rank's rows of q and out are, at least, where
-the former are kept for the backward."""
 _POSITIONS = frozenset({"q", "kv", "q_len", "kv_len"})
 """Variables and sizes that depend on none of these."""
 
@@ -244,7 +241,8 @@ def plan_call(
     found = [figures_of(layout, demand, n, costs, machine.latency) for n in groups]
     best = min(found, key=lambda figures: figures.seconds)
     most = int(best.fetched.max(initial=0))
-    fetched = Fetched(most > 0, most * costs.key_bytes * _KEPT <= layout.rows(0) * costs.row_bytes)
+    room = machine.kept * layout.rows(0) * costs.row_bytes
+    fetched = Fetched(most > 0, most * costs.key_bytes <= room)
     table = table_of(layout, demand, rank, best.group, machine.call, fetched)
     return Plan(program.name, table, best, seen)
 

@@ -141,9 +141,10 @@ def test_layers_are_balanced_together():
     assert cost[0] < cost[1]
 
 
-def test_a_call_takes_no_less_than_no_time():
-    with pytest.raises(ArgumentError, match="call is -1"):
-        Machine(call=-1)
+@pytest.mark.parametrize("name", ["call", "kept"])
+def test_nothing_takes_less_than_nothing(name):
+    with pytest.raises(ArgumentError, match=f"{name} is -1"):
+        Machine(**{name: -1})
 
 
 def test_there_is_no_other_layout():
