@@ -13,7 +13,6 @@ from ..kernels.kernel import Task
 from ..kernels.layout import Layout
 from ..kernels.order import processors_of
 from ..kernels.signature import PADDING
-from ..memory_order import strides
 from .arguments import blocks_of, is_drawn, moved_argument
 from .blocks import block_width
 from .copies import room_for
@@ -42,8 +41,6 @@ class HopperLayout(Layout):
     """By kernel argument."""
     operands: Views = field(default_factory=Views)
     """Those of the operands, of the output or its gradient, and of a backward's statistics."""
-    grad_strides: tuple[int, ...] = ()
-    """Of a backward: batch, head and row strides of the output's gradient."""
     columns: int = 0
     """Of a backward: columns of the sums of dQ."""
     learned: Learned = field(default_factory=Learned)
@@ -120,7 +117,6 @@ def layout_of(
     distances, others = split(job.lowered, call, wanted or Wants())
     return replace(
         found,
-        grad_strides=strides(more["do"])[:3],
         columns=block_width(call.q.shape[3]),
         learned=learned_in_kernel(job.lowered, facts),
         distances=distances,
