@@ -101,8 +101,8 @@ def layout_of(
     operands = Views(tuple(views[name] for name in rows))
     if Task.BACKWARD in kernel.tasks:
         statistics = Statistics(padded_rows(call))
-        own = (*operands.each, views["lse_desc"], views["delta_desc"])
-        operands = Views(own, lambda given: (*given[:-1], *statistics.parts(given[-1])))
+        seen = (*operands.each, views["lse_desc"], views["delta_desc"])
+        operands = Views(seen, lambda given: (*given[:-1], *statistics.parts(given[-1])))
     found = HopperLayout(
         **{each.name: getattr(layout, each.name) for each in fields(layout)},
         launches=launches,
