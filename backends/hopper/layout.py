@@ -63,7 +63,7 @@ def padded_rows(call: Call) -> tuple[int, int, int]:
     return batch, heads, -(-q_len // PADDING) * PADDING
 
 
-class Statistics(NamedTuple):
+class RowStatistics(NamedTuple):
     """Numbers of rows in one piece of memory, fp32: see ``library.row_statistics``."""
 
     rows: tuple[int, int, int]
@@ -100,7 +100,7 @@ def layout_of(
         views[name] = view(tensor, tensor.stride(), blocks[name], encoders.get(name))
     operands = Views(tuple(views[name] for name in rows))
     if Task.BACKWARD in kernel.tasks:
-        statistics = Statistics(padded_rows(call))
+        statistics = RowStatistics(padded_rows(call))
         seen = (*operands.each, views["lse_desc"], views["delta_desc"])
         operands = Views(seen, lambda given: (*given[:-1], *statistics.parts(given[-1])))
     found = HopperLayout(
