@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -347,6 +348,8 @@ class GeneratedBackend(Backend):
                 jobs = family.jobs(lowered, call, task, grad_out, wanted)
                 more = {} if grad_out is None else {"do": grad_out}
                 layout = self._layout_of(family, jobs, call, has_dlse)
+                if grad_out is not None:
+                    layout = replace(layout, grad_strides=strides(grad_out)[:3])
                 layout = family.layout(layout, jobs, call, more, wanted)
                 if self._placed is not None and family is not self._placed:
                     self._keep(self._layouts, own, layout)

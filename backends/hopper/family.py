@@ -22,8 +22,7 @@ from .copies import room_for
 from .distances import empty_sums, with_diagonals, with_distances, with_summed
 from .kernels import FIXED, KERNELS
 from .launch import TensorMaps, addresses, descriptor_strides
-from .layout import HopperLayout, layout_of, padded_rows
-from .layout import Statistics as RowStatistics
+from .layout import HopperLayout, RowStatistics, layout_of, padded_rows
 from .learned import Statistics, gradients_of_parts
 from .pair_tiles import window, with_pair_tiles
 from .stored import empty_ds, with_stored
@@ -256,7 +255,7 @@ class _Buffers(NamedTuple):
     """What the kernels of a backward write."""
 
     memory: torch.Tensor
-    """Flat, fp32: :class:`~.layout.Statistics`, then sums of dQ (batch, heads, padded rows,
+    """Flat, fp32: :class:`~.layout.RowStatistics`, then sums of dQ (batch, heads, padded rows,
     columns), see :mod:`.sums`. One allocation takes the host a third of the time of three."""
     lse2: int
     """Address of the log-sum-exps."""
@@ -320,7 +319,7 @@ def _prepare(layout: HopperLayout, backward: Backward, buffers: _Buffers, stream
         buffers.padded // STATISTICS_ROWS * batch * heads, stream,
         [
             out.data_ptr(), grad_out.data_ptr(), lse.data_ptr(), dlse.data_ptr(), buffers.lse2,
-            buffers.delta, buffers.dq_sums, *layout.orders.out.strides[:3], *layout.grad_strides,
+            buffers.delta, buffers.dq_sums, *out.stride()[:3], *layout.grad_strides,
             heads, q_len,
         ],
     )  # fmt: skip

@@ -13,7 +13,7 @@ from ..kernels.kernel import Task
 from ..kernels.layout import Layout
 from ..kernels.order import processors_of
 from ..kernels.signature import PADDING
-from ..memory_order import given_room, strides
+from ..memory_order import given_room
 from .arguments import blocks_of, is_drawn, moved_argument
 from .blocks import block_width
 from .copies import room_for
@@ -42,8 +42,6 @@ class HopperLayout(Layout):
     """By kernel argument."""
     operands: Views = field(default_factory=Views)
     """Those of the operands, of the output or its gradient, and of a backward's statistics."""
-    grad_strides: tuple[int, ...] = ()
-    """Of a backward: batch, head and row strides of the output's gradient."""
     columns: int = 0
     """Of a backward: columns of the sums of dQ."""
     learned: Learned = field(default_factory=Learned)
@@ -66,7 +64,7 @@ def padded_rows(call: Call) -> tuple[int, int, int]:
     return batch, heads, -(-q_len // PADDING) * PADDING
 
 
-class Statistics(NamedTuple):
+class RowStatistics(NamedTuple):
     """Numbers of rows in one piece of memory, fp32: see ``library.row_statistics``."""
 
     rows: tuple[int, int, int]
@@ -103,9 +101,9 @@ def layout_of(
         views[name] = view(tensor, tensor.stride(), blocks[name], encoders.get(name))
     operands = Views(tuple(views[name] for name in rows))
     if Task.BACKWARD in kernel.tasks:
-        statistics = Statistics(padded_rows(call))
-        own = (*operands.each, views["lse_desc"], views["delta_desc"])
-        operands = Views(own, lambda given: (*given[:-1], *statistics.parts(given[-1])))
+        statistics = RowStatistics(padded_rows(call))
+        seen = (*operands.each, views["lse_desc"], views["delta_desc"])
+        operands = Views(seen, lambda given: (*given[:-1], *statistics.parts(given[-1])))
     found = HopperLayout(
         **{each.name: getattr(layout, each.name) for each in fields(layout)},
         launches=launches,
@@ -120,7 +118,6 @@ def layout_of(
     distances, others = split(job.lowered, call, wanted or Wants())
     return replace(
         found,
-        grad_strides=strides(more["do"])[:3],
         columns=block_width(call.q.shape[3]),
         learned=learned_in_kernel(job.lowered, facts),
         distances=distances,

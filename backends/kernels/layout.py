@@ -46,5 +46,7 @@ class Layout:
     in half the time that sizes and a dtype take (M29)."""
     lines: Lines = NO_LINES
     """What the kernels of a backward add up along rows and columns."""
+    grad_strides: tuple[int, ...] = ()
+    """Of a backward: batch, head and row strides of the output's gradient."""
     part_rows: int = 0
     """Rows that a program takes, where the rows of a head are parted so."""

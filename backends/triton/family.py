@@ -17,7 +17,7 @@ from ..kernels.device import on_device, stream_of, why_no_gpu
 from ..kernels.kernel import Task, jobs_of
 from ..kernels.signature import PADDING
 from ..kernels.tile_lists import STATISTICS_ROWS, lists_of
-from ..memory_order import given_room, strides
+from ..memory_order import given_room
 from .kernels import FIXED, KERNELS
 from .tangents import launch_tangent
 
@@ -154,10 +154,10 @@ class Portable:
         if lines.columns:
             column_sums = lse.new_empty((len(lines.columns), batch, heads, kv_len))
         with on_device(q.device):
-            stream, steps = stream_of(q.device), strides(grad_out)[:3]
-            lse2, delta = _row_statistics(layout, backward, steps, stream)
+            stream = stream_of(q.device)
+            lse2, delta = _row_statistics(layout, backward, stream)
             shared = (
-                lse2, delta, *layout.strides, *steps, call.scale, *layout.sizes,
+                lse2, delta, *layout.strides, *layout.grad_strides, call.scale, *layout.sizes,
                 origin(call.q_offset, call.q_index), origin(call.kv_offset, call.kv_index),
             )  # fmt: skip
             captures = capture_arguments(layout.facts, call)
@@ -211,12 +211,9 @@ def empty_results(layout: Layout, call: Call) -> tuple[torch.Tensor, torch.Tenso
 
 
 def _row_statistics(
-    layout: Layout, backward: Backward, steps: tuple[int, ...], stream: int
+    layout: Layout, backward: Backward, stream: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-sum-exps in base 2, and delta; both (batch, heads, padded rows) fp32.
-
-    ``steps`` are the strides of the output's gradient by batch entry, head and row.
-    """
+    """Log-sum-exps in base 2, and delta; both (batch, heads, padded rows) fp32."""
     out, lse, grad_out, grad_lse, _ = backward
     batch, heads, _, q_len, _ = layout.sizes
     padded = -(-q_len // PADDING) * PADDING
@@ -225,6 +222,6 @@ def _row_statistics(
     layout.executables["row_statistics"].launch(
         padded // STATISTICS_ROWS * batch * heads, stream,
         [out, grad_out, lse, lse if grad_lse is None else grad_lse.contiguous(), lse2, delta,
-         *strides(out)[:3], *steps, heads, q_len],
+         *out.stride()[:3], *layout.grad_strides, heads, q_len],
     )  # fmt: skip
     return lse2, delta

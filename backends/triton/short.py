@@ -20,7 +20,7 @@ from ..kernels.device import on_device, stream_of
 from ..kernels.kernel import Job, Task
 from ..kernels.order import processors_of
 from ..kernels.signature import PADDING
-from ..memory_order import empty_rows, strides
+from ..memory_order import empty_rows
 from .family import Portable, empty_results, facts_of_task
 from .short_kernels import BACKWARDS, FORWARDS, KERNELS, NAME
 from .short_tiles import keys_held, most_keys, shape_of
@@ -139,7 +139,7 @@ class Short(Portable):
                 stream_of(q.device),
                 [
                     q, k, v, out, grad_out, dq, dk, dv, lse, dlse, delta, *layout.strides,
-                    *strides(out)[:3], *strides(grad_out)[:3], call.scale, *layout.sizes,
+                    *out.stride()[:3], *layout.grad_strides, call.scale, *layout.sizes,
                     origin(call.q_offset, call.q_index), origin(call.kv_offset, call.kv_index),
                     *orders.q.rows, *orders.k.rows, *orders.v.rows, int(grad_lse is not None),
                     *capture_arguments(layout.facts, call),

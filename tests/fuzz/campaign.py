@@ -16,7 +16,8 @@ import torch
 from support.interpreter import hasten
 
 from .compare import Outcome, Place, Verdict, judge, reproduction
-from .generate import DEVICE, SHARED_KEYS, SMALL, TILED, Scale, generate, ragged
+from .edges import edged
+from .generate import DEVICE, PIECES, SHARED_KEYS, SMALL, TILED, Scale, generate, ragged
 from .program import Apply, Dot, Invoke, Load, Masked, everything
 from .serving import served
 from .shrink import shrink
@@ -113,6 +114,8 @@ def scale_of(place: Place) -> Scale:
         return DEVICE
     if place.backend == "decode":
         return SHARED_KEYS
+    if place.backend == "short":
+        return PIECES
     return TILED if place.backend in ("triton", "hopper") else SMALL
 
 
@@ -122,7 +125,9 @@ def case_of(seed: int, place: Place) -> Case:
     case = generate(rng, scale_of(place))
     if place.served:
         return served(rng, case)
-    return ragged(rng, case) if place.ragged else case
+    if place.ragged:
+        return ragged(rng, case)
+    return edged(random.Random(f"edge {seed}"), case)
 
 
 def try_seed(seed: int, place: Place, shrinking: float = 60.0) -> Found:

@@ -63,6 +63,8 @@ TILED = Scale((1, 2, 3, 5, 7, 9, 16, 19, 33), (2, 4, 8, 16), 1500, 0.35)
 """For kernels under the interpreter, whose tiles have 32 rows: one or two."""
 SHARED_KEYS = Scale((1, 2, 3, 5, 9, 16, 33, 70, 130), (2, 4, 8, 16), 2500, 0.1)
 """For interpreted kernels of few rows, which share out more than 32 keys."""
+PIECES = Scale((1, 2, 5, 9, 16, 19, 33, 70, 80, 91, 130), (2, 4, 8, 16), 6000, 0.7)
+"""For interpreted kernels that hold all keys, in one to three pieces."""
 DEVICE = Scale((1, 7, 16, 33, 64, 65, 100, 108, 128, 130, 200, 257), (16, 32, 64, 64, 128), 300000)
 """For GPUs."""
 

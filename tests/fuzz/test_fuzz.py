@@ -63,6 +63,17 @@ def test_random_programs_in_interpreted_kernels(backend):
     _holds(Plan((Place(backend, "float32"),), 5, SEED))
 
 
+@pytest.mark.skipif(not INTERPRETED, reason="kernels run on the GPU here")
+@pytest.mark.filterwarnings("ignore:All-NaN")  # The interpreter's, of rows that do not exist.
+@pytest.mark.parametrize("seed", [50862, 50699])
+def test_scores_that_end_with_the_last_row(seed):
+    """``log(18 - q)`` with 2 rows from 16 on, and 91 keys in two pieces, of which the first one had
+    no mask: rows that do not exist made NaN of dK."""
+    place = Place("short", "float32")
+    assert re.search(r"- q\)", text(case_of(seed, place)))
+    assert try_seed(seed, place).outcome.verdict is Verdict.GOOD
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 @pytest.mark.parametrize("backend", ["auto", "triton", "short"])
