@@ -89,6 +89,7 @@ def test_tests_are_listed_and_chosen_by_name(tmp_path):
     assert found["several"] == ["test_cases.py::test_of_several"]
     assert len(found["one"]) == 6
     only.write_text("test_cases.py::test_numbers[1]\ntest_cases.py::test_skipped")
+    record.write_text('{"test": "cut')
     run_pytest(tmp_path, "--only", only, "--record", record)
     assert [(line["test"], line["outcome"]) for line in gpu_tests.read(record)] == [
         ("test_cases.py::test_numbers[1]", "passed"), ("test_cases.py::test_skipped", "skipped"),

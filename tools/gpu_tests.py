@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import collections
+import contextlib
 import json
 import os
 import re
@@ -40,7 +41,7 @@ class Run:
     """One run: its record, its environment and the time that it has."""
 
     def __init__(self, arguments: argparse.Namespace) -> None:
-        self.record: Path = arguments.go_on or arguments.record
+        self.record: Path = (arguments.go_on or arguments.record).resolve()
         self.marks: str = arguments.marks
         self.paths: list[str] = arguments.paths or files_with_gpu_tests()
         self.begin = time.monotonic()
@@ -158,10 +159,12 @@ class Progress:
 
 
 def read(record: Path) -> list[dict[str, Any]]:
-    """Lines of a record. A last one that is not whole is left out."""
-    if not record.exists():
-        return []
-    return [json.loads(line) for line in record.read_text("utf-8").split("\n")[:-1] if line]
+    """Lines of a record, without those that were cut off while they were written."""
+    found = []
+    for line in record.read_text("utf-8").split("\n")[:-1] if record.exists() else []:
+        with contextlib.suppress(json.JSONDecodeError):
+            found.append(json.loads(line))
+    return found
 
 
 def last(lines: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:

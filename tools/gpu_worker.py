@@ -183,7 +183,10 @@ class Recorder:
     """Adds a line of JSON to a file for each test that is done."""
 
     def __init__(self, path: Path) -> None:
+        cut = path.exists() and not path.read_bytes().endswith(b"\n")
         self._file = path.open("a", encoding="utf-8")
+        # A run that was killed can have left half of a line.
+        self._file.write("\n" * cut)
         self._failed: set[str] = set()
         self._skipped: set[str] = set()
 
