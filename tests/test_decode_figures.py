@@ -247,6 +247,10 @@ def test_pages_name_what_is_not_measured_and_the_machines(script):
     missing = {row.name for row in script("serving").ROWS} - set(_rows("serving"))
     assert missing == {"tree", "chunk"}
     assert "The rows `tree` and `chunk` of `serving.py` are not measured yet." in page
+    columns = {c for c in script("serving").COLUMNS for row in _rows("serving").values()
+               if f"{c}_device" not in row and f"{c}_why" not in row}  # fmt: skip
+    assert columns == {"planned", "flashinfer"}
+    assert "Its columns `planned` and `flashinfer` are not either." in page
     assert {row.name for row in script("decode").ROWS} == set(_rows("decode"))
     why = {name: row.get("flex_why", "") for name, row in _rows("decode").items()}
     assert [name for name, said in why.items() if "InductorError" in said] == ["64 requests"]
