@@ -15,9 +15,15 @@ DECODE, SERVING = "decode", "serving"
 """Names of the result files, without their endings."""
 CEILINGS = "ceilings"
 SYSTEMS = {"attndsl": "attndsl", "sdpa": "SDPA", "flex": "FlexAttention"}
-WAYS = {"pages": "pages", "gathered": "gathered", "dense": "dense"}
+WAYS = {
+    "pages": "pages", "planned": "planned", "gathered": "gathered", "dense": "dense",
+    "flashinfer": "FlashInfer",
+}  # fmt: skip
 PLAIN = "plain"
-REASONS = {"it has no ": "cannot", "no answer within": "slow", "OutOfMemory": "memory"}
+REASONS = {
+    "it has no ": "cannot", "no answer within": "slow", "OutOfMemory": "memory",
+    "not measured": "-",
+}  # fmt: skip
 """Words of a reason, and the one word that tables have for it."""
 FAILED = "failed"
 FEW_BYTES = 1 << 24
@@ -81,8 +87,9 @@ def serving_tables(results: Mapping[str, Any] | None) -> str:
     quotient = ("dense / pages", lambda row: _number(row["of_dense"]))
     return "\n\n".join([
         f"{_head(results)} Device time of one step in a CUDA graph. `pages` are the kernels that "
-        "read pages, `gathered` is the default of `serve`, and `dense` are the kernels for few "
-        "rows over a cache without pages, in bf16. "
+        "read pages, `planned` the same with a plan that was made before, `gathered` is the "
+        "default of `serve`, and `dense` are the kernels for few rows over a cache without pages, "
+        "in bf16. FlashInfer runs its paged FA2 kernels, planned before. "
         f"{MEANINGS}, in the dtype of the pages: at the row `fp8`, `dense` reads twice as many.",
         _table(rows, WAYS, "device", quotient), "The same rows, called from Python:",
         _table(rows, WAYS, "eager", None),
@@ -154,10 +161,28 @@ def beside_dense(rows: Rows) -> str:
     return f"a dense cache takes {span(found)} times as long ({count(found)})"
 
 
+def beside_flashinfer(rows: Rows) -> str:
+    """The kernels that read pages beside those of FlashInfer."""
+    found = ratios_of(rows, "flashinfer", "pages")
+    return f"FlashInfer takes {span(found)} times as long ({count(found)})"
+
+
+def with_a_plan(rows: Rows) -> str:
+    """What a plan saves the host, where the host is slower than the GPU."""
+    few = [row for row in rows if row["live_bytes"] < FEW_BYTES]
+    found = ratios_of(few, "pages", "planned", "eager")
+    return f"a step without one takes {span(found)} times as long ({count(found)})"
+
+
+def ratios_of(rows: Rows, system: str, beside: str, kind: str = "device") -> list[float]:
+    """Times of one column over those of another."""
+    pairs = [(row.get(f"{system}_{kind}"), row.get(f"{beside}_{kind}")) for row in rows]
+    return [own / other for own, other in pairs if own and other]
+
+
 def beside_gathered(rows: Rows) -> str:
     """Pages beside gathered keys, which are what calls get that ask for nothing."""
-    pairs = [(row.get("gathered_device"), row.get("pages_device")) for row in rows]
-    found = [gathered / pages for gathered, pages in pairs if gathered and pages]
+    found = ratios_of(rows, "gathered", "pages")
     return f"gathering keys, the default, takes {span(found)} times as long ({count(found)})"
 
 
@@ -172,6 +197,8 @@ ANSWERS: tuple[tuple[str, str, Callable[[Rows], str]], ...] = (
     ("Decoding beside a copy in memory", DECODE, bandwidth),
     ("Serving over pages, device time", SERVING, beside_dense),
     ("Serving over pages, device time", SERVING, beside_gathered),
+    ("Serving over pages, device time", SERVING, beside_flashinfer),
+    ("A plan of steps with few keys, from Python", SERVING, with_a_plan),
 )  # fmt: skip
 """A question, its result file, and what answers it, in the order of the tables."""
 
@@ -216,11 +243,7 @@ def of_memory(decode: Mapping[str, Any] | None, serving: Mapping[str, Any] | Non
 
 def ratios(rows: Iterable[Row], system: str, kind: str) -> list[float]:
     """Times of a system over those of attndsl."""
-    return [
-        row[f"{system}_{kind}"] / row[f"attndsl_{kind}"]
-        for row in rows
-        if row.get(f"{system}_{kind}") and row.get(f"attndsl_{kind}")
-    ]
+    return ratios_of(list(rows), system, "attndsl", kind)
 
 
 def span(values: Sequence[float]) -> str:

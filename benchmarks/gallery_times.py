@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import statistics
 import sys
 import time
@@ -35,6 +34,9 @@ CHECKED = 512
 """Rows at which results are held to the reference backend."""
 TINY, TINY_DIM = 32, 16
 ROUNDS = 5
+WARM_SECONDS = 90.0
+"""For compiling side by side. A program that takes longer is compiled where it is measured, so that
+it costs its own row and no other."""
 
 
 def entries() -> dict[str, Any]:
@@ -174,7 +176,8 @@ def main(arguments: list[str] | None = None) -> int:
     known = {row["name"] for row in rows}
     cells = [{"row": name} for name in names if name not in known]
     flags = ["--tiny"] * options.tiny
-    worker.warmed(Path(__file__), cells, [*flags, "--warm"], options.processes, math.inf)
+    until = time.monotonic() + WARM_SECONDS
+    worker.warmed(Path(__file__), cells, [*flags, "--warm"], options.processes, until)
     for cell, row in worker.measured(Path(__file__), cells, flags):
         rows.append({
             "name": cell["row"], "text": found[cell["row"]].text, **row, "commit": common.commit(),

@@ -129,6 +129,17 @@ def _lists(rows: Rows) -> str:
     )
 
 
+def _training(rows: Rows) -> str:
+    steps = {(row["model"], row["attention"]): row["step_ms"] for row in rows if "step_ms" in row}
+    parts = []
+    for way, name in (("sdpa", "SDPA"), ("flex", "FlexAttention")):
+        found = [
+            step / steps[model, "attndsl"] for (model, used), step in steps.items() if used == way
+        ]
+        parts.append(f"with {name} {span(found)} times")
+    return f"a step takes {' and '.join(parts)} as long ({count(found)})"
+
+
 def _generation(rows: Rows) -> str:
     def speed(row: Mapping[str, Any]) -> float:
         return next(
@@ -235,6 +246,7 @@ QUESTIONS = (
     *(Question(text, file, _SECTIONS[file], answer) for text, file, answer in decoding.ANSWERS),
     Question("Start to first step", "start_cuda", OTHER_FILES, _start),
     Question("Training step of a GPT", "gpt", OTHER_FILES, _step),
+    Question("Training steps of five models", "training", OTHER_FILES, _training),
     Question("Steps of `generate`, Llama 1B", "huggingface_speed", OTHER_FILES, _generation),
     Question("Lists of data masks that are kept", "lists", OTHER_FILES, _lists),
     Question("Tiles of a mask of 1048576 rows", "sparsity", OTHER_FILES, _plans),

@@ -62,6 +62,10 @@ _COSTS = {
     "case": "program", "direction": "direction", "ms": "measured, ms",
     "predicted_ms": "predicted, ms", "ratio": "measured / predicted",
 }  # fmt: skip
+_BUNDLES = {
+    "program": "program", "with": "with", "forward_s": "forward, s", "backward_s": "backward, s",
+    "compiled": "compiled",
+}  # fmt: skip
 _TILES = {
     "case": "mask", "plan_ms": "closed form, ms", "find_ms": "lists, ms",
     "flex_compiled_ms": "create_block_mask, compiled, ms", "flex_eager_length": "eager: length",
@@ -262,6 +266,12 @@ def targets() -> dict[Path, str]:
         ROOT / "README.md": "\n\n".join([figures(load("sparse_attention"), most=1), short]),
         ROOT / "docs" / "decoding.md": decoding.points(decode),
         ROOT / "docs" / "serving.md": decoding.points(serving),
+        ROOT / "docs" / "deployment.md": rows(
+            "bundles",
+            "the first forward and backward of a fresh process, from the import of "
+            "attndsl on; 16 heads, 4096 rows, D128",
+            _BUNDLES,
+        ),
         ROOT / "docs" / "huggingface.md": generation(),
         ROOT / "docs" / "kernels.md": decoding.of_memory(decode, serving),
         ROOT / "docs" / "benchmarks.md": "\n\n".join([summary.summary(load), *sections()]),

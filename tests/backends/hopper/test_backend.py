@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,10 +11,10 @@ from support.jobs import HOPPER, job_of, why_portable
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 import attndsl
-from attndsl.backends.base import Call, Wants
+from attndsl.backends.base import Backward, Call, Wants
 from attndsl.backends.emit.facts import facts_of
 from attndsl.backends.generated.for_hopper import hopper_backend
-from attndsl.backends.hopper import why_not
+from attndsl.backends.hopper import family, why_not
 from attndsl.backends.hopper.arguments import blocks_of
 from attndsl.backends.hopper.family import Hopper
 from attndsl.backends.hopper.launch import descriptor_strides, view
@@ -227,3 +228,19 @@ def test_weights_of_ones_own_are_rounded_early():
     assert early(dropped=False, own=True)
     assert not early(dropped=True, own=True)
     assert not early(dropped=False, own=False)
+
+
+def test_a_backward_reads_outputs_where_they_lie():
+    """Rows of a larger output have steps of their own: delta of others would make dQ and dK wrong."""
+    whole, grad = torch.empty(2, 4, 640, 64), torch.empty(2, 4, 128, 64)
+    out, lse = whole[:, :, 128:256], torch.empty(2, 4, 128)
+    launched = []
+    launch = SimpleNamespace(run=lambda programs, stream, arguments: launched.append(arguments))
+    layout = SimpleNamespace(
+        launches={"prepare_backward": launch}, grad_strides=grad.stride()[:3],
+        orders=SimpleNamespace(out=SimpleNamespace(strides=grad.stride())),
+    )  # fmt: skip
+    buffers = SimpleNamespace(lse2=1, delta=2, dq_sums=3, padded=128)
+    family._prepare(layout, Backward(out, lse, grad, None, ALL), buffers, 0)
+    (arguments,) = launched
+    assert tuple(arguments[7:13]) == (*out.stride()[:3], *grad.stride()[:3])
