@@ -65,7 +65,8 @@ class Addition:
     tile: torch.Tensor
     sent: bool = True
 
-    def land(self) -> None:
+    def __call__(self) -> None:
+        """Land."""
         if self.sent:
             self.sums += self.tile
             self.sent = False
@@ -137,9 +138,13 @@ class Machine:
                 task.turn.release()
 
     def finish(self) -> None:
-        """What was sent by tasks that are done lands."""
-        while self.events:
-            self.events.pop(self.random.randrange(len(self.events)))()
+        """What tasks that are done have sent to sums lands.
+
+        A store that nobody waited for does not: shared memory, which it reads, is another's now.
+        """
+        sent = [event for event in self.events if isinstance(event, Addition)]
+        while sent:
+            sent.pop(self.random.randrange(len(sent)))()
 
     def able(self) -> Task | None:
         """Any task that need not wait."""

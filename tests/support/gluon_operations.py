@@ -284,14 +284,14 @@ class Operations:
         first = int(pointer.offset)
         addition = Addition(pointer.data[first : first + tile.numel()], tile.reshape(-1).clone())
         self.machine.current.additions.append(addition)
-        self.machine.events.append(addition.land)
+        self.machine.events.append(addition)
         self.machine.pause()
 
     def count_turn(self, pointer: Pointer) -> None:
         """Waits for all additions that the task knows of, others' too: a release is cumulative."""
         known = self.machine.current.additions
         while known:
-            known.pop().land()
+            known.pop()()
         pointer.data[int(pointer.offset)] += 1
         self.machine.pause()
 
