@@ -14,7 +14,7 @@ from attndsl.errors import ArgumentError, AttnDSLError, UnsupportedError
 from attndsl.introspection import Introspection
 from attndsl.runtime.arguments import autocast, joined, kinds_of, rows_contiguous
 from attndsl.runtime.autograd import attend
-from attndsl.runtime.backward import in_room
+from attndsl.runtime.backward import check_has_seed, check_room, in_room
 from attndsl.runtime.bind import CallOptions, bind
 from attndsl.runtime.dispatch import GENERATED
 from attndsl.runtime.distributed import is_dtensor
@@ -335,7 +335,7 @@ class Attention(Analysis, Views, Introspection, Serving):
             k: (B, Hkv, Lk, D).
             v: (B, Hkv, Lk, Dv).
             room: (B, Hq, Lq, Dv), any strides, of the output's dtype: where the output is put, such
-                as the rows of a part in that of the whole.
+                as the rows of a part in that of the whole. Its memory is that of no other argument.
             **arguments: Captures and options of the call; not ``return_lse``, ``tiles``. Dropout
                 wants a ``seed``.
 
@@ -346,9 +346,14 @@ class Attention(Analysis, Views, Introspection, Serving):
             AttnDSLError: As of the call.
         """
         own, arguments = self._of_call(q, k, arguments)
+        if torch._C._is_any_autocast_enabled():
+            q, k, v = autocast(q), autocast(k), autocast(v)
+        check_has_seed(own._lowered.program, arguments.get("seed"))
         arguments["deterministic"] = is_deterministic(arguments.get("deterministic"))
         with pointing_into(self._source), torch.no_grad():
             call, backend, lowered, part = own._ready(q, k, v, arguments)
+            kind = torch.float32 if call.wide else call.q.dtype
+            check_room(room, (*call.q.shape[:3], call.v.shape[3]), kind, call.q.device)
             backend = seen_by_modes(backend, own._request, call)
             out, lse = attend(backend, lowered, part._replace(room=room), True)
             in_room(room, out)

@@ -13,14 +13,16 @@ from torch.autograd import profiler
 from attndsl.backends.base import Signature
 from attndsl.backends.dense.interpret import evaluate, scope_of
 from attndsl.backends.dense.reference import ReferenceBackend
-from attndsl.errors import ArgumentError, UnsupportedError
+from attndsl.errors import UnsupportedError
 from attndsl.runtime.arguments import autocast, check_known, joined, kinds_of
 from attndsl.runtime.backward import (
     OPERANDS,
     Asked,
     Gradients,
     Results,
+    check_has_seed,
     check_results,
+    check_room,
     gradients_of_results,
     in_room,
     wants_for,
@@ -39,7 +41,7 @@ from attndsl.runtime.programs import (
     spec_of_variant,
 )
 from attndsl.runtime.tiles import given_tiles, verify_if_asked
-from attndsl.runtime.values import check_values, params_of_dims
+from attndsl.runtime.values import Values, check_values, params_of_dims
 from attndsl.runtime.variants import absent_names, dims_of_one, sizes_of_operands
 from attndsl.source import NAME_LENGTH, shorten
 
@@ -234,7 +236,8 @@ class Compiled:
                 half type, so that nothing is lost where parts are added up; by default theirs.
             tiles: As of the call.
             room: (B, Hq, Lq, D), any strides, q's dtype whatever ``grad_dtype`` is: where the
-                gradient of q is put, such as the rows of a part in that of the whole.
+                gradient of q is put, such as the rows of a part in that of the whole. Its memory is
+                that of no other argument.
             **arguments: Captures and options of the call. Dropout wants the ``seed`` of it.
 
         Raises:
@@ -253,10 +256,7 @@ class Compiled:
         in_graph = torch.compiler.is_compiling() or not plain
         if in_graph or torch._C._is_any_autocast_enabled():
             q, k, v = autocast(q), autocast(k), autocast(v)
-        if arguments.get("seed") is None and program.dropout is not None:
-            raise ArgumentError(
-                "the program has dropout, and there is no seed", hint="pass the seed= of the call"
-            )
+        check_has_seed(program, arguments.get("seed"))
         arguments["deterministic"] = is_deterministic(arguments.get("deterministic"))
         given = Results(out, lse, grad_out, grad_lse)
         how = Asked(wants, wants_captures, grad_dtype)
@@ -264,6 +264,7 @@ class Compiled:
             scale = arguments.get("scale")
             call = self._bound(q, k, v, arguments)
             check_results(program, call, given)
+            check_room(room, q.shape, q.dtype, q.device)
             asked = wants_for(call, how)
             from attndsl.runtime.graph import backward_in_graph  # Imports torch.compile.
 
@@ -274,6 +275,7 @@ class Compiled:
         with pointing_into(self._source):
             call, backend, lowered, part = self._ready(q, k, v, arguments)
             check_results(program, call, given)
+            check_room(room, q.shape, q.dtype, q.device)
             asked = wants_for(call, how)
             part = part._replace(tiles=given_tiles(lowered, part, tiles), room=room)
             if lowered.program.dropout is not None:
@@ -349,12 +351,11 @@ class Compiled:
         kept = None if key is None else self._readied.get(key)
         if kept is not None:
             call = kept.call(program, (q, k, v), arguments)
-            check_values(program, call)
+            call = check_values(program, call, Values.FOREIGN)
             if kept.terms is None:
                 return call, kept.backend, self._lowered, call
             return call, kept.backend, kept.terms.lowered, kept.terms.applied(call)
-        call = self._bound(q, k, v, arguments)
-        check_values(program, call)
+        call = check_values(program, self._bound(q, k, v, arguments))
         backend, lowered, part = self._dispatched(call)
         if key is not None and call.q is q and call.k is k and call.v is v:
             if len(self._readied) >= _MAX_VARIANTS:

@@ -185,7 +185,9 @@ def is_window(tensor: torch.Tensor, order: MemoryOrder) -> bool:
 def given_room(call: Call, order: MemoryOrder, dtype: torch.dtype) -> torch.Tensor | None:
     """``call.room``, if a kernel may write a result of ``order`` and ``dtype`` there."""
     room = call.room
-    return room if room is not None and room.dtype is dtype and is_window(room, order) else None
+    if room is None or room.dtype is not dtype or room.is_neg() or room.device != call.q.device:
+        return None
+    return room if is_window(room, order) else None
 
 
 def wide_dtype(wide: bool) -> torch.dtype | None:

@@ -248,13 +248,13 @@ def _pack(x: torch.Tensor, runs: Sequence[Run], room: torch.Tensor) -> None:
 
 
 def _copy(room: torch.Tensor, x: torch.Tensor) -> None:
-    """``room.copy_(x)`` of one dtype, by words of 8 bytes where rows have these.
+    """``room.copy_(x)``, by words of 8 bytes where rows of one dtype have these.
 
     Torch copies some rows of each head element by element, and its GPU kernel for that moves as
     many elements a second whatever their size is.
     """
     a, b = _words(room), _words(x)
-    if a is None or b is None:
+    if a is None or b is None or room.dtype is not x.dtype:
         room.copy_(x)
     else:
         a.copy_(b)
@@ -264,7 +264,9 @@ def _words(x: torch.Tensor) -> torch.Tensor | None:
     """``x`` (four dims) as words; None where rows do not begin and end at such."""
     *steps, last = x.stride()
     per = _WORD.itemsize // x.element_size()
-    if per < 2 or last != 1 or any(n % per for n in (*steps, x.shape[3], x.storage_offset())):
+    if per < 2 or last != 1 or x.is_neg() or x.data_ptr() % _WORD.itemsize:
+        return None
+    if any(n % per for n in (*steps, x.shape[3], x.storage_offset())):
         return None
     return x.view(_WORD)
 

@@ -88,6 +88,7 @@ def without_neg(call: Call) -> Call:
         k=call.k.resolve_neg(),
         v=call.v.resolve_neg(),
         tensors={name: x.resolve_neg() for name, x in call.tensors.items()},
+        signature=None,  # Copies may have other strides.
     )
 
 
@@ -139,7 +140,8 @@ class _Attend(torch.autograd.Function):
         signature = call.signature
         if (
             signature is None or signature.steps != [x.stride() for x in saved]
-            or (out.data_ptr() | lse.data_ptr()) % ALIGNED
+            or (out.data_ptr() | lse.data_ptr()) % ALIGNED or grad_out.is_neg()
+            or (grad_lse is not None and grad_lse.is_neg())
         ):  # fmt: skip
             # Hooks of saved tensors, such as torch's save_on_cpu, may lay them out anew.
             call, results = _readable(call), settled(call, results)

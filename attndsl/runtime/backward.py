@@ -24,7 +24,7 @@ from .distributed import refuse_context_parallel
 from .higher import is_transformed
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping
+    from collections.abc import Collection, Mapping, Sequence
 
     from attndsl.backends.base import Backend, Call
     from attndsl.ir import Program
@@ -141,11 +141,52 @@ def with_out_of(call: Call, out: torch.Tensor) -> Call:
     return call if wide is call.wide else call._replace(wide=wide, signature=None)
 
 
+def check_has_seed(program: Program, seed: object) -> None:
+    """Refuse a call whose draws nobody could make again.
+
+    Raises:
+        ArgumentError: The program has dropout, and there is no seed.
+    """
+    if seed is None and program.dropout is not None:
+        raise ArgumentError(
+            "the program has dropout, and there is no seed", hint="pass the seed= of the call"
+        )
+
+
+def check_room(
+    room: torch.Tensor | None, shape: Sequence[int], kind: torch.dtype, device: torch.device
+) -> None:
+    """Refuse room that a result of these properties does not fit.
+
+    Raises:
+        ArgumentError, ShapeError, DTypeError, DeviceError: Says which, and what it is.
+    """
+    if room is None:
+        return
+    hint = f"give room of shape {tuple(shape)}, {kind}, on {device}"
+    if not isinstance(room, torch.Tensor):
+        raise ArgumentError(f"room is a {type(room).__name__}", hint=hint)
+    if tuple(room.shape) != tuple(shape):
+        raise ShapeError(f"room has shape {tuple(room.shape)}", hint=hint)
+    if room.dtype is not kind:
+        raise DTypeError(f"room is of dtype {room.dtype}", hint=hint)
+    if room.device != device:
+        raise DeviceError(f"room is on {room.device}", hint=hint)
+    if room.requires_grad:
+        raise ArgumentError(
+            "room requires grad, and what is put there has none", hint="pass room.detach()"
+        )
+
+
 def in_room(room: torch.Tensor | None, found: torch.Tensor | None) -> torch.Tensor | None:
     """``found``, which is put into ``room`` unless the backend has written there already."""
     if room is None or found is None:
         return found
-    return room if found is room else room.copy_(found)
+    if found is not room:
+        return room.copy_(found)
+    if not room.is_inference():
+        torch.autograd.graph.increment_version(room)  # Kernels do not tell torch.
+    return room
 
 
 def gradients_of_results(

@@ -256,7 +256,7 @@ class _Buffers(NamedTuple):
 
     memory: torch.Tensor
     """Flat, fp32: :class:`~.layout.RowStatistics`, then sums of dQ (batch, heads, padded rows,
-    columns), see :mod:`.sums`. One allocation takes the host a third of the time of three (M35)."""
+    columns), see :mod:`.sums`. One allocation is quicker than three: see M35."""
     lse2: int
     """Address of the log-sum-exps."""
     delta: int

@@ -145,11 +145,11 @@ def _rows(
     if Task.BACKWARD in job.kernel.tasks:
         return operands | {"do_desc": more["do"]}
     order = layout.orders.out
-    room = given_room(call, order, call.q.dtype)
-    out = order.empty(call.q) if room is None else room
     if Task.FORWARD_TANGENT in job.kernel.tasks:
+        out = order.empty(call.q)  # Those of a launch are new: they have no room.
         return described(call, out, more, out)
-    return operands | {"o_desc": out}
+    room = given_room(call, order, call.q.dtype)
+    return operands | {"o_desc": order.empty(call.q) if room is None else room}
 
 
 def _of_backward(job: Job, call: Call, config: Config) -> dict[str, torch.Tensor]:

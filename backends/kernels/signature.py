@@ -32,7 +32,7 @@ def signature_of(
     steps = None if grad_out is None else grad_out.stride()
     if (
         signature is not None and not (call.tensors or call.params or call.draws or bits % 16)
-        and type(q_offset) is type(kv_offset) is int
+        and type(q_offset) is type(kv_offset) is int and call.room is None
     ):  # fmt: skip
         # The most frequent calls. One flat tuple is hashed in half the time of those below.
         return signature, task, call.scale <= 0, precision, steps, q_offset != 0, kv_offset != 0

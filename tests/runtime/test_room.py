@@ -8,9 +8,13 @@ import pytest
 import torch
 
 import attndsl
+from attndsl.backends.base import Signature
 from attndsl.backends.emit.facts import facts_of
 from attndsl.backends.kernels.arguments import template_argument
 from attndsl.backends.kernels.example import example_call
+from attndsl.backends.kernels.kernel import Task
+from attndsl.backends.kernels.signature import signature_of
+from attndsl.errors import ArgumentError, AttnDSLError, DeviceError, DTypeError, ShapeError
 from attndsl.pipeline import lower
 from attndsl.source import Source
 
@@ -79,3 +83,71 @@ def test_dq_alone_is_narrow_where_it_has_room():
     facts = replace(facts_of(lowered.program, call), wide_gradients=True, narrow_dq=True)
     kinds = [template_argument(name, facts).type for name in ("DQ", "DK", "DV_OUT")]
     assert kinds == ["*bf16", "*fp32", "*fp32"]
+
+
+def test_each_kind_of_room_has_a_layout_of_its_own():
+    """Descriptors have the steps of the room that a layout was made for."""
+    lowered = lower(Source("causal()"), {})
+    call = example_call(lowered, 64, 64, torch.bfloat16, {})._replace(signature=Signature("x"))
+    rooms = [
+        torch.empty(*call.q.shape[:2], 2 * call.q.shape[2] + more, 64, dtype=torch.bfloat16)
+        for more in (0, 8)
+    ]
+    rooms = [None, *(room[:, :, : call.q.shape[2]] for room in rooms)]
+    keys = {signature_of(lowered, call._replace(room=room), Task.FORWARD, None) for room in rooms}
+    assert len(keys) == len(rooms)
+
+
+def _operands(kind=torch.float32):
+    return [torch.randn(1, 2, 8, 16, dtype=kind) for _ in range(3)]
+
+
+@pytest.mark.parametrize(
+    ("room", "error", "said"),
+    [
+        ([1], ArgumentError, "room is a list"),
+        (torch.empty(4, 2, 8, 16), ShapeError, r"shape \(4, 2, 8, 16\)"),
+        (torch.empty(1, 2, 8, 16, dtype=torch.int16), DTypeError, "torch.int16"),
+        (torch.empty(1, 2, 8, 16, device="meta"), DeviceError, "on meta"),
+        (torch.empty(1, 2, 8, 16, requires_grad=True), ArgumentError, "room requires grad"),
+    ],
+)
+def test_room_that_does_not_fit_is_refused(room, error, said):
+    q, k, v = _operands()
+    attention = attndsl.compile("causal()")
+    with pytest.raises(error, match=said):
+        attention.put(q, k, v, room)
+    out, lse = attention(q, k, v, return_lse=True)
+    with pytest.raises(error, match=said):
+        attention.backward(q, k, v, out, lse, torch.ones_like(out), room=room)
+
+
+def test_dropout_is_put_with_a_seed():
+    q, k, v = _operands()
+    attention = attndsl.compile("weights = dropout(softmax(score), 0.5)")
+    room = torch.empty_like(q)
+    with pytest.raises(ArgumentError, match="there is no seed"):
+        attention.put(q, k, v, room)
+    attention.put(q, k, v, room, seed=3)
+    assert torch.equal(room, attention(q, k, v, seed=3))
+
+
+def test_numbers_of_known_calls_are_looked_at():
+    """A float may stand for an int if it is whole, in the second call as in the first."""
+    q, k, v = _operands()
+    attention = attndsl.compile("param n: int\nmask = q - kv < n and kv <= q")
+    out, lse = attention(q, k, v, n=2, return_lse=True)
+    wanted = attention.backward(q, k, v, out, lse, torch.ones_like(out), n=2)
+    for _ in range(2):
+        found = attention.backward(q, k, v, out, lse, torch.ones_like(out), n=2.0)
+        assert torch.equal(found.q, wanted.q)
+    with pytest.raises(AttnDSLError, match="n"):
+        attention.backward(q, k, v, out, lse, torch.ones_like(out), n=2.5)
+
+
+def test_torch_knows_that_room_was_written():
+    q, k, v = _operands()
+    room = torch.zeros_like(q)
+    before = room._version
+    attndsl.compile("causal()").put(q, k, v, room)
+    assert room._version > before
