@@ -32,7 +32,6 @@ import logging
 import os
 import re
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -308,20 +307,8 @@ def compile_all(names: Sequence[str], flags: Sequence[str], environ: Mapping[str
     """Fill the cache by several processes, which end when the time for compiling does."""
     processes = max(1, (os.cpu_count() or 1) // _PROCESSORS_EACH)
     slices = [names[place::processes] for place in range(processes)]
-    running = [
-        subprocess.Popen(
-            [sys.executable, __file__, "--warm", json.dumps(own), *flags],
-            env=environ, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-        )
-        for own in slices if own
-    ]  # fmt: skip
-    end = time.monotonic() + COMPILE_SECONDS
-    for process in running:
-        try:
-            process.wait(max(0.1, end - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+    each = [["--warm", json.dumps(own), *flags] for own in slices if own]
+    worker.side_by_side(Path(__file__), each, environ, COMPILE_SECONDS)
 
 
 def rows_of(found: Mapping[str, worker.Found]) -> list[dict[str, Any]]:

@@ -28,7 +28,6 @@ import argparse
 import json
 import os
 import statistics
-import subprocess
 import sys
 import time
 from dataclasses import dataclass, replace
@@ -400,20 +399,8 @@ def warm(names: Sequence[str]) -> None:
     """Let all models run once side by side, so that compiled code lies in the caches."""
     threads = max(1, (os.cpu_count() or 1) // max(1, len(names)))
     environ = os.environ | {"TORCHINDUCTOR_COMPILE_THREADS": str(threads)}
-    running = [
-        subprocess.Popen(
-            [sys.executable, __file__, "--worker", json.dumps([{"model": name, "rounds": 0}])],
-            env=environ, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-        )
-        for name in names
-    ]  # fmt: skip
-    end = time.monotonic() + WARM_SECONDS
-    for process in running:
-        try:
-            process.wait(max(0.1, end - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+    each = [["--worker", json.dumps([{"model": name, "rounds": 0}])] for name in names]
+    worker.side_by_side(Path(__file__), each, environ, WARM_SECONDS)
 
 
 def seconds_for(device: str, begin: float) -> float:

@@ -122,6 +122,29 @@ def warmed(
         return sum(pool.map(answered, parts))
 
 
+def side_by_side(
+    script: Path, each: Sequence[Sequence[str]], environ: Mapping[str, str], seconds: float
+) -> None:  # fmt: skip
+    """Run ``script`` once with each of some lists of arguments, all at once, and end what is late.
+
+    What they print is dropped: those who measure afterwards say what fails.
+    """
+    running = [
+        subprocess.Popen(
+            [sys.executable, str(script), *arguments], env=environ,
+            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+        )
+        for arguments in each
+    ]  # fmt: skip
+    end = time.monotonic() + seconds
+    for process in running:
+        try:
+            process.wait(max(0.1, end - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
 def _say(**message: Any) -> None:
     """One JSON line to the parent."""
     print(json.dumps(message), flush=True)
