@@ -76,19 +76,9 @@ def closed_segments(
     Raises:
         NoClosedForm: There is none that is worth it.
     """
-    import islpy
-
-    # A context of its own, since isl counts and limits operations by context.
-    context = islpy.Context()
-    context.set_max_operations(MAX_OPERATIONS)
-    # With it isl writes (tile + n) mod 64 as tile % 64 where only tile is known not to be negative.
-    context.set_ast_build_prefer_pdiv(0)
-    try:
-        both = mask if sure is None else node(Op.AND, mask, sure)
-        builder = SetBuilder(context, shifted, guard_of(both, wide).cut)
-        found = _Derivation(builder).segments((mask, sure), own, along, ragged_full)
-    except islpy.Error as error:
-        raise NoClosedForm("the integer sets of its tiles are too complicated") from error
+    both = mask if sure is None else node(Op.AND, mask, sure)
+    with _derivation(both, shifted, wide) as derivation:
+        found = derivation.segments((mask, sure), own, along, ragged_full)
     _check_widths([segment for kind in found for segment in kind], symbols_of(both))
     return found
 
@@ -114,18 +104,26 @@ def live_segments(
     Raises:
         NoClosedForm: There is none that is worth it.
     """
-    import islpy
-
-    context = islpy.Context()
-    context.set_max_operations(MAX_OPERATIONS)
-    context.set_ast_build_prefer_pdiv(0)
-    try:
-        builder = SetBuilder(context, shifted, guard_of(mask, wide).cut)
-        found = _Derivation(builder).live_segments(mask, own, along)
-    except islpy.Error as error:
-        raise NoClosedForm("the integer sets of its tiles are too complicated") from error
+    with _derivation(mask, shifted, wide) as derivation:
+        found = derivation.live_segments(mask, own, along)
     _check_widths(list(found), symbols_of(mask))
     return found
+
+
+@contextmanager
+def _derivation(mask: Node, shifted: bool, wide: frozenset[str]) -> Iterator[_Derivation]:
+    """What derives segments of ``mask``; what isl cannot do within its limits is no closed form."""
+    import islpy
+
+    # A context of its own, since isl counts and limits operations by context.
+    context = islpy.Context()
+    context.set_max_operations(MAX_OPERATIONS)
+    # With it isl writes (tile + n) mod 64 as tile % 64 where only tile is known not to be negative.
+    context.set_ast_build_prefer_pdiv(0)
+    try:
+        yield _Derivation(SetBuilder(context, shifted, guard_of(mask, wide).cut))
+    except islpy.Error as error:
+        raise NoClosedForm("the integer sets of its tiles are too complicated") from error
 
 
 class _Derivation:
