@@ -91,7 +91,7 @@ def read_right_entries(
     for item in items:
         reader.take(item)
         check_counts(len(items), reader.keys, where)
-        if len(reader.errors) >= MAX_ERRORS:
+        if reader.is_full:
             break
     return list(reader.found.values()), reader.errors[:MAX_ERRORS]
 
@@ -120,6 +120,11 @@ class _Reader:
         self.errors: list[AttnDSLError] = []
         self.found: dict[str, ConfigEntry] = {}
         self.keys = 0
+
+    @property
+    def is_full(self) -> bool:
+        """Whether as many errors are known as are shown."""
+        return len(self.errors) >= MAX_ERRORS
 
     def take(self, item: Item) -> None:
         """Keep an entry, or what is wrong with it."""
@@ -176,6 +181,8 @@ class _Reader:
         self.keys += len(items)
         found: dict[str, Any] = {}
         for item in items:
+            if self.is_full:
+                break
             if item.name not in KEYS:
                 self.errors.append(_unknown_key(label, item))
             elif item.name in found:
@@ -193,6 +200,8 @@ class _Reader:
         self.keys += len(items)
         found: dict[str, Bound | Absent] = {}
         for item in items:
+            if self.is_full:
+                break
             is_name = item.name is not None and _NAME.fullmatch(item.name)
             absent = is_name and self.document.is_none(item.value)
             number = self.document.number(item.value) if is_name and not absent else None
