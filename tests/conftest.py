@@ -61,6 +61,17 @@ class Place:
         return (4, 8, 2048, 64) if self.device == "cuda" else (2, 2, self.length, 16)
 
 
+def pytest_collection_finish() -> None:
+    """Spare collections the thousands of tests and what they import: all of it stays to the end."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_unconfigure() -> None:
+    """Let what was spared go, which libraries otherwise report as leaks."""
+    gc.unfreeze()
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Leave most of the larger grids of interpreted kernels, a second a test, to ``-m slow``.
 
@@ -409,13 +420,13 @@ def quickest() -> Callable[[Callable[[], object]], float]:
     """Seconds of CPU time that an action takes: the least of three runs, collector of garbage off.
 
     A loaded machine, or a collection over everything that the tests before left behind, can double
-    the time of one run; an action that is slow by itself is slow each time.
+    the time of one run; an action that is slow by itself is slow each time. Nothing is collected
+    before either: that takes over a second late in a run of all tests.
     """
 
     def least(action: Callable[[], object]) -> float:
         found = []
         for _ in range(3):
-            gc.collect()
             gc.disable()
             try:
                 begin = time.process_time()
