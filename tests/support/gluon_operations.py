@@ -203,7 +203,7 @@ class Operations:
         assert len(warps) == len(registers) == len(partitions) - 1
         program = self.machine.current.program
         started = [self.machine.start(program, *(part[0], *part[1])) for part in partitions]
-        self.machine.pause(lambda: all(task.done for task in started))
+        self.machine.pause(lambda: all(task.life.dead for task in started))
 
     def init(self, barrier: Barriers, count: int) -> None:
         assert not barrier.one.count

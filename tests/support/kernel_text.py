@@ -6,6 +6,7 @@ import ast
 import builtins
 import inspect
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 from unittest import mock
@@ -84,10 +85,15 @@ class Kernel:
         shown = shown or self.config
 
         def changed(text: str, entries: Collection[str]) -> str:
-            return only_needed(with_constants(text, flags), entries)
+            return _needed(with_constants(text, flags), tuple(entries))
 
         with mock.patch.object(template, "only_needed", changed):
             return text_of(self.lowered, self.facts, self.family, loop, shown)
+
+
+@lru_cache(64)
+def _needed(text: str, entries: tuple[str, ...]) -> str:
+    return only_needed(text, entries)
 
 
 def specialised(lowered: Lowered, call: Call, **changes: Any) -> KernelFacts:
@@ -158,7 +164,7 @@ def module_of(
 
     module = {"__builtins__": {**vars(builtins), "__import__": find}, "__name__": "kernel"}
     module[_CONSTANTS] = constants
-    exec(_compiled(text, constants), module)
+    exec(_compiled(text, tuple(constants)), module)
     return module
 
 
@@ -176,7 +182,8 @@ class _WithoutLayouts(ast.NodeTransformer):
         return node
 
 
-def _compiled(text: str, constants: Iterable[str]) -> CodeType:
+@lru_cache(64)
+def _compiled(text: str, constants: tuple[str, ...]) -> CodeType:
     tree = _WithoutLayouts().visit(ast.parse(text))
     names = {name: f"{_CONSTANTS}[{name!r}]" for name in constants}
     set_constants(tree, {name: ast.parse(x, mode="eval").body for name, x in names.items()})

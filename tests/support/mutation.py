@@ -13,7 +13,7 @@ from __future__ import annotations
 import ast
 import copy
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -92,6 +92,7 @@ def set_constants(tree: ast.Module, values: dict[str, ast.expr]) -> None:
             statement.value = values[name]
 
 
+@lru_cache(256)
 def number_of(text: str, pattern: str) -> int:
     """How often a pattern is in the text."""
     old = _parsed(pattern)
