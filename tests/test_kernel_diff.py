@@ -1,6 +1,7 @@
 """The tool that compares the kernels of two commits."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -189,3 +190,15 @@ def test_labels_that_nothing_jumps_to_are_no_difference():
     assert kernel_diff.named_labels(old) == kernel_diff.named_labels(new)
     other = new.replace("bra \tL3", "bra \tL2")
     assert kernel_diff.named_labels(other) != kernel_diff.named_labels(old)
+
+
+def test_a_call_with_lists_of_tiles_is_traced(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "tools/kernel_trace.py", "--texts", str(tmp_path), "--tree", "."],
+        input='["documents", "hopper-bf16-64-cuda90"]\n', cwd=ROOT, capture_output=True, text=True,
+        check=True, env={name: x for name, x in os.environ.items() if name != "TRITON_INTERPRET"},
+    )  # fmt: skip
+    found = json.loads(done.stdout)
+    assert "error" not in found
+    names = {kernel["kernel"] for kernel in found["kernels"]}
+    assert {"list_tiles", "attention_forward", "attention_backward_kv"} <= names
