@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import threading
 import warnings
+from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -18,7 +19,7 @@ import torch
 
 from attndsl.backends.base import Entry
 from attndsl.backends.kernels.absent import AbsentGPU
-from attndsl.backends.tiled.dots import WidenedBackend
+from attndsl.backends.tiled.dots import WidenedBackend, why_tiles
 from attndsl.compiled import located_call
 from attndsl.errors import AttnDSLError, BackendError, LaunchWarning
 from attndsl.runtime.autograd import attend
@@ -58,6 +59,13 @@ class Progress(NamedTuple):
     done: Callable[[Warmed], None]
 
 
+class Without(NamedTuple):
+    """Calls that have no kernels: torch operations run them."""
+
+    program: str
+    why: str
+
+
 @dataclass(slots=True)
 class Built:
     """What came of a build."""
@@ -70,6 +78,8 @@ class Built:
     seconds: dict[str, float] = field(default_factory=dict)
     """Of compilation, by hash of a kernel."""
     calls: int = 0
+    without: Counter[Without] = field(default_factory=Counter)
+    """How many of the calls have no kernels."""
 
 
 class _Placeless(KernelCache):
@@ -128,7 +138,7 @@ def build(
     backends = {x.made_of.backend: None for x in programs.values()}
     known = {name: _backend(name, target, built.store) for name in backends}
 
-    def call(attention: Attention) -> Callable[[], object]:
+    def call(name: str, attention: Attention) -> Callable[[], object]:
         def run() -> None:
             for example in examples(attention, asked):
                 with lock:
@@ -136,14 +146,17 @@ def build(
                 key, meta = program_entry(example.attention.made_of.spec)
                 built.store.save(key, "", meta)
                 try:
-                    run_example(example, known[attention.made_of.backend])
+                    why = run_example(example, known[attention.made_of.backend])
                 except AttnDSLError as error:
                     error.message = f"{error.message} (in the call with {example})"
                     raise
+                if why is not None:
+                    with lock:
+                        built.without[Without(name, why)] += 1
 
         return run
 
-    calls = {name: call(attention) for name, attention in programs.items()}
+    calls = {name: call(name, attention) for name, attention in programs.items()}
     # Nothing is launched, by whatever launcher.
     warnings.filterwarnings("ignore", category=LaunchWarning)
     try:
@@ -153,11 +166,17 @@ def build(
     return built
 
 
-def run_example(example: Example, backend: GeneratedBackend) -> None:
-    """Have the kernels of one call, and of its backward if it has gradients."""
+def run_example(example: Example, backend: GeneratedBackend) -> str | None:
+    """Have the kernels of one call, and of its backward if it has gradients.
+
+    Returns:
+        Why there are none, of a call that torch operations run.
+    """
     lowered, call = located_call(example.attention, example.operands, example.arguments)
     whole = backend
     if lowered.contractions is not None:
+        if (why := why_tiles(lowered, call)) is not None:
+            return why
         whole = WidenedBackend(backend, get_backend("cpu"))  # type: ignore[assignment]
     whole.check(lowered, call)
     with torch.set_grad_enabled(bool(example.learned)):
@@ -166,6 +185,7 @@ def run_example(example: Example, backend: GeneratedBackend) -> None:
         if example.learned:
             grads = [torch.zeros_like(x) for x in outputs]
             torch.autograd.grad(outputs, example.learned, grads, allow_unused=True)
+    return None
 
 
 def check_backend(name: str, target: str) -> None:

@@ -301,6 +301,9 @@ def _summary(packed: Packed, built: Built, what: What, seconds: float) -> list[t
         ("for", f"{what.target}, triton {triton.__version__}, attndsl {__version__}; "
                 "an environment with other versions compiles for itself"),
     ]  # fmt: skip
+    for (program, why), calls in sorted(built.without.items()):
+        said = f"{calls} call{'s' * (calls > 1)} of '{program}', which torch operations run: {why}"
+        found.append(("without kernels", visible(said)))
     lacking = built.gpu.without_launchers
     if not built.gpu.launchers and lacking:
         found.append(("launchers", f"none, since {lacking}"))
@@ -320,6 +323,10 @@ def _as_json(
         "bytes": packed.bytes,
         "seconds": round(seconds, 3),
         "calls": built.calls,
+        "without_kernels": [
+            {"program": program, "calls": calls, "why": why}
+            for (program, why), calls in sorted(built.without.items())
+        ],
         "covers": covers(asked),
         "kernels": [
             {

@@ -284,6 +284,24 @@ def test_calls_of_serving_compile_nothing(place: Workplace) -> None:
     assert (found["compiled"], found["launchers"]) == (0, 0)
 
 
+def test_calls_without_kernels_are_named(place: Workplace) -> None:
+    text = "tensor x[kv_len, r]: float\nscore = score + dot(x[q, :], x[kv, :])"
+    (place.folder / "dots.attn").write_text(text)
+    common = ("--target", "cuda:80", "--head-dim", "16,240", "--dim", "r=24", "--heads", "2/2")
+    printed = place.build("dots.attn", "dots", *common, "--lengths", "64,80")
+    why = "the rows of q and of the contractions have 264 elements, over 256"
+    assert (
+        f"without kernels: 2 calls of 'dots.attn', which torch operations run: {why}\n" in printed
+    )
+    assert "from 4 calls" in printed
+    printed = place.run(
+        "-m", "attndsl", "build", "dots.attn", "-o", "more", *common, "--json", cache="builder"
+    )
+    found = json.loads(printed)
+    assert found["without_kernels"] == [{"program": "dots.attn", "calls": 2, "why": why}]
+    assert {kernel["head_dim"] for kernel in found["kernels"]} == {40}
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [
