@@ -65,6 +65,8 @@ from types import SimpleNamespace
 import kernel_trace
 source = SimpleNamespace(name="k", signature={"Q": "*bf16", "d": "tensordesc<bf16[1, 64],x>",
                                               "heads": "i32", "N": "constexpr"})
+launched = [{"first launch": 1, "kernel": "b"}, {"kernel": "c"}, {"first launch": 0, "kernel": "a"}]
+assert [line["kernel"] for line in kernel_trace.in_order(launched)] == ["a", "b", "c"]
 print(json.dumps([
     kernel_trace.roles_of(source),
     [

@@ -17,7 +17,9 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import itertools
 import json
+import math
 import os
 import re
 import sys
@@ -78,7 +80,7 @@ class Tracer:
         self.texts, self.ptx = texts, ptx
         self.kernels: list[dict[str, Any]] = []
         self.known: dict[int, str] = {}
-        self._lines: dict[tuple[str, str], dict[str, Any]] = {}
+        self._launches = itertools.count()
 
     def compile(self, source: Any, target: Any = None, options: Any = None) -> Any:
         """What stands in for ``triton.compile``."""
@@ -108,6 +110,7 @@ class Tracer:
 
     def _stand_in(self, source: Any, line: dict[str, Any]) -> Any:
         def run(*arguments: object) -> None:
+            line.setdefault("first launch", next(self._launches))
             values = arguments[9:]
             found = dict(zip(source.signature, values, strict=False))
             constants = {n for n, kind in source.signature.items() if kind == "constexpr"}
@@ -131,6 +134,11 @@ class Tracer:
         if isinstance(value, int):
             return self.known.get(value, value if abs(value) < 1 << 40 else "an address")
         return value if isinstance(value, (float, bool, type(None))) else str(value)
+
+
+def in_order(kernels: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Kernels in the order of their first launches: several threads compile them in any order."""
+    return sorted(kernels, key=lambda line: line.get("first launch", math.inf))
 
 
 def _frontend(source: Any, target: Any, options: Any) -> tuple[dict[str, Any], Any, Any]:
@@ -321,7 +329,7 @@ def trace(case: Case, setting: Setting, texts: Path, ptx: bool) -> list[dict[str
 
     def keep(task: str) -> None:
         found = {"case": case.name, "setting": setting.name, "task": task}
-        lines.extend(found | line for line in tracer.kernels)
+        lines.extend(found | line for line in in_order(tracer.kernels))
         tracer.kernels.clear()
 
     with torch.no_grad():
