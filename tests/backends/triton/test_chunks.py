@@ -8,6 +8,7 @@ from support.serving import Shape, make_step
 
 import attndsl
 from attndsl import serving
+from attndsl.backends.requests import Pages
 from attndsl.backends.triton import chunks as copies
 from attndsl.errors import ArgumentError
 from attndsl.runtime import chunks
@@ -198,6 +199,22 @@ def test_memory_behind_copied_keys(device, monkeypatch, kind):
         close((found,), (attndsl.compile(text).serve(step.q, cache, step.starts, w=window),))
     (chunked,) = chunked_of(attention)
     assert chunked is not None
+
+
+def test_rows_of_a_page_lie_far_apart(device):
+    """As where pages are the second dim: further than 32 bits count."""
+    size, step, width = 16, (1 << 31) // 15 + 16, 16
+    pool = torch.empty(size * step, dtype=torch.uint8, device=device).view(size, step)
+    pool[:, :width] = torch.arange(size, device=device)[:, None]
+    stored = pool[:, :width].view(size, 1, 1, width).transpose(0, 1)
+    found = torch.zeros(5, 2, dtype=torch.int32, device=device)
+    found[3, 0] = size
+    table = torch.zeros(1, 1, dtype=torch.int32, device=device)
+    pages = Pages(stored, table[0], stored, stored, table, table[0], None, None)
+    k, v = (torch.empty(1, 1, size, width, dtype=torch.uint8, device=device) for _ in range(2))
+    copies.launch_gather(pages, found, 0, (k, v), False)
+    for x in (k, v):
+        assert torch.equal(x[0, 0], stored[0, :, 0])
 
 
 @pytest.mark.gpu
