@@ -248,7 +248,9 @@ class Serving(Compiled):
         if not isinstance(request.q, torch.Tensor) or not isinstance(request.cache, PagedCache):
             check_queries(request)
         plan.check(self._lowered.digest, request)
-        layers, key = plan.layers, key_of_layer(request, given, self._dims)
+        layers, key = plan.layers, None
+        if self._backend == READS_PAGES and not self._checked:
+            key = key_of_layer(request, given, self._dims)
         layer = None if key is None else layers.get(key)
         if layer is None:
             found = self._serve(request, given, plan)

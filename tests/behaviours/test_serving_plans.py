@@ -53,6 +53,19 @@ def test_layers_share_a_plan(device, backend, counts):
     assert len(plan.layers) == (4 if backend == "decode" else 0)
 
 
+def test_layers_of_another_backend_are_their_own(device):
+    """A checked program looks at the lookups of a step whose plan kernels have been called with."""
+    text = "tensor gain[n]: float\nmask = causal(); score = score + gain[kv]"
+    q, cache, starts = on(device, make_step((30, 9), (5, 1), SHAPE))
+    fast = attndsl.compile(text, backend="decode")
+    plan = fast.plan(cache, starts, len(q), most_queries=5)
+    few = torch.zeros(4, device=device)
+    fast.serve(q, cache, starts, plan=plan, gain=few)
+    with pytest.raises(attndsl.AttnDSLError, match="gain"):
+        attndsl.compile(text, checked=True).serve(q, cache, starts, plan=plan, gain=few)
+    assert len(plan.layers) == 1
+
+
 def test_layers_are_looked_up(device, monkeypatch):
     """The second layer is neither checked nor prepared; its values and captures are its own."""
     text = "tensor gain[heads]: float\nparam c: float\nmask = causal()\nscore = gain[h] * score + c"
