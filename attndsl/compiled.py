@@ -84,7 +84,7 @@ class Made(NamedTuple):
 _OPTIONS = tuple(each.name for each in fields(CallOptions))
 _MAX_VARIANTS = 1024
 _PLAIN = (torch.Tensor, torch.nn.Parameter, bool, int, float)
-"""Types of captures that need no change."""
+"""Types of operands and captures that need no change."""
 _EXPORT = "use torch.export, whose programs serve all lengths: see docs/deployment.md"
 
 
@@ -375,7 +375,8 @@ class Compiled:
         positions = location.q_index, location.kv_index, location.kv_lengths
         numbers = location.q_offset, location.kv_offset, 0 if seed is None else seed
         plain = all(type(x) is int for x in numbers) and all(x is None for x in positions)
-        if not plain or q.is_meta or any(type(x) not in _PLAIN for x in captures.values()):
+        given = (q, k, v, *captures.values())
+        if not plain or q.is_meta or any(type(x) not in _PLAIN for x in given):
             return None
         program = self._lowered.program
         kinds = kinds_of(numbers, None, captures, location.numbers(program))

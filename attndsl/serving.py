@@ -28,6 +28,7 @@ from attndsl.runtime.chunks import (
     has_formulas,
     location_of_slots,
     slots_of,
+    visits_beyond,
 )
 from attndsl.runtime.dispatch import backend_of, choose_backend, tell_choice
 from attndsl.runtime.location import Location
@@ -247,7 +248,9 @@ class Serving(Compiled):
         if not isinstance(request.q, torch.Tensor) or not isinstance(request.cache, PagedCache):
             check_queries(request)
         plan.check(self._lowered.digest, request)
-        layers, key = plan.layers, key_of_layer(request, given, self._dims)
+        layers, key = plan.layers, None
+        if self._backend == READS_PAGES and not self._checked:
+            key = key_of_layer(request, given, self._dims)
         layer = None if key is None else layers.get(key)
         if layer is None:
             found = self._serve(request, given, plan)
@@ -414,8 +417,9 @@ class Serving(Compiled):
         backend, reason = backend_of(terms.lowered, "auto", step.q.device, False, step.q.dtype)
         backend.check(terms.lowered, terms.applied(call))
         tell_choice(self.name, call, backend, reason)
+        beyond = visits_beyond(terms.lowered, terms.applied(call).tensors)
         call = call._replace(signature=Signature(self.name), tensors=NONE, params=NONE)
-        return Chunked(slots, backend, terms, call)
+        return Chunked(slots, backend, terms, call, beyond)
 
     def _attend_step(
         self, step: Step, cache: PagedCache, given: Captures, rest: _Rest

@@ -20,7 +20,7 @@ from attndsl.errors import ArgumentError, DeviceError, DTypeError, ShapeError, U
 
 from .arguments import is_wide, learned
 from .autograd import settled, without_neg
-from .distributed import refuse_context_parallel
+from .distributed import is_dtensor, refuse_context_parallel
 from .higher import is_transformed
 
 if TYPE_CHECKING:
@@ -166,6 +166,8 @@ def check_room(
     hint = f"give room of shape {tuple(shape)}, {kind}, on {device}"
     if not isinstance(room, torch.Tensor):
         raise ArgumentError(f"room is a {type(room).__name__}", hint=hint)
+    if is_dtensor(room):
+        raise ArgumentError("room is a DTensor", hint="pass this process's part: room.to_local()")
     if tuple(room.shape) != tuple(shape):
         raise ShapeError(f"room has shape {tuple(room.shape)}", hint=hint)
     if room.dtype is not kind:

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from attndsl.backends.requests import Packed
+from attndsl.ir import DType
 from attndsl.passes.tiles.plan import FORWARD
 
 from .arguments import rows_contiguous
@@ -71,6 +72,8 @@ class Chunked(NamedTuple):
     terms: Terms
     call: Call
     """One of them, checked, without its captures."""
+    beyond: tuple[bool, bool]
+    """Of :func:`visits_beyond`."""
 
 
 def capacity_of(
@@ -106,6 +109,35 @@ def slots_of(step: Step, cache: PagedCache, most_chunks: int | None) -> Slots | 
 def has_formulas(lowered: Lowered) -> bool:
     """Whether a dense call of chunks finds its tiles without lists, which each step would make."""
     return lowered.sparsity.loop(FORWARD, _TILE, _TILE, False, False).listed is None
+
+
+def visits_beyond(lowered: Lowered, tensors: Mapping[str, torch.Tensor]) -> tuple[bool, bool]:
+    """Whether a dense call may visit tiles behind the keys of a request.
+
+    It visits all tiles if an int is too large for formulas.
+
+    Args:
+        lowered: The program of such calls, which has formulas.
+        tensors: The program's.
+
+    Returns:
+        For steps whose int params have 32 bits, and for others.
+    """
+    wide = {name for name, x in tensors.items() if x.dtype is torch.int64}
+    params = {decl.name for decl in lowered.program.params if decl.dtype is DType.INT}
+    few, many = (
+        lowered.sparsity.loop(FORWARD, _TILE, _TILE, False, False, frozenset(names)).within
+        for names in (wide, wide | params)
+    )
+    return few is not None, many is not None
+
+
+def _has_wide_params(call: Call) -> bool:
+    return any(
+        x.dtype is torch.int64 if isinstance(x, torch.Tensor)
+        else isinstance(x, int) and x.bit_length() > 31
+        for x in call.params.values()
+    )  # fmt: skip
 
 
 def empty_slots(slots: Slots, device: torch.device) -> torch.Tensor:
@@ -182,10 +214,11 @@ def attend_chunks(
     kind: Any = torch.float32 if call.wide else q.dtype
     out = q.new_empty((0 if slots.whole else tokens, heads, width), dtype=kind)
     lse = q.new_empty(out.shape[:2], dtype=torch.float32)
+    beyond = chunked.beyond[_has_wide_params(call)]
     for first in range(0, slots.capacity, slots.together):
         k = pages.k.new_empty((slots.together, kv_heads, room, dim))
         v = pages.v.new_empty((slots.together, kv_heads, room, width))
-        launch_gather(pages, found, first, k, v)
+        launch_gather(pages, found, first, (k, v), beyond)
         rows = q.unsqueeze(0)
         if not slots.whole:
             rows = q.new_empty((slots.together, slots.rows, heads, dim))

@@ -61,10 +61,14 @@ class Layer(NamedTuple):
 
 def layer_of(prepared: Prepared, request: Request, captures: Captures) -> Layer:
     """What layers share whose requests look like one that ``prepared`` has run."""
-    program = prepared.program
+    program, index = prepared.program, request.q_index
     launch = None
-    # Captures bring addresses of their own, and fp32 a setting of torch.
-    if not program.tensors and not program.params and request.q.dtype is not torch.float32:
+    # Captures bring addresses of their own, and fp32 a setting of torch. Kernels read positions of
+    # 64 bits from a copy, which has the values of one step.
+    if (
+        not program.tensors and not program.params and request.q.dtype is not torch.float32
+        and (index is None or index.dtype is torch.int32)
+    ):  # fmt: skip
         call = prepared.terms.applied(prepared.call_of(request, captures))
         lowered = prepared.terms.lowered
         backend = prepared.backend

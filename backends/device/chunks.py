@@ -73,10 +73,10 @@ def gather_chunk_keys(
         numbers = first + tl.arange(0, BLOCK)
         # Where there are no pages, there are no keys.
         exists = numbers < length * tl.minimum(pages, 1)
-        at = TABLE + b.to(tl.int64) * step_tb + (numbers // PAGE) * step_tp
+        at = TABLE + b.to(tl.int64) * step_tb + (numbers // PAGE).to(tl.int64) * step_tp
         page = tl.load(at, mask=exists, other=0).to(tl.int64)
         page = tl.minimum(tl.maximum(page, 0), pages - 1)
-        row = numbers % PAGE
+        row = (numbers % PAGE).to(tl.int64)
         line = (slot.to(tl.int64) * kv_heads + h) * room + numbers
         stored = (numbers < room)[:, None]
         columns = tl.arange(0, BLOCK_D)

@@ -70,7 +70,9 @@ def signature_of(
 
 
 def _kind_of_room(room: torch.Tensor) -> tuple[object, ...]:
-    return room.dtype, room.shape, room.stride(), room.data_ptr() % 16 == 0
+    return (
+        room.dtype, room.shape, room.stride(), room.device, room.data_ptr() % 16 == 0, room.is_neg()
+    )  # fmt: skip
 
 
 def _param_class(value: Scalar | torch.Tensor) -> object:

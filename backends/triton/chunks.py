@@ -24,6 +24,8 @@ _KEYS_AT_ONCE = 64
 _ROWS_AT_ONCE = 32
 _PADDING = 256
 """Rows of zeros behind keys end at multiples of this: of the keys of any family's tile."""
+_ALL = 1 << 30
+"""The same where a call may read all rows: more than there are."""
 
 
 def launch_find(
@@ -47,9 +49,19 @@ def launch_find(
 
 
 def launch_gather(
-    pages: Pages, found: torch.Tensor, first_slot: int, k: torch.Tensor, v: torch.Tensor
-) -> None:
-    """Copy the keys and values of some slots to ``k`` and ``v`` (slots, Hkv, room, dim)."""
+    pages: Pages, found: torch.Tensor, first_slot: int, copies: tuple[torch.Tensor, torch.Tensor],
+    beyond: bool,
+) -> None:  # fmt: skip
+    """Copy the keys and values of some slots.
+
+    Args:
+        pages: Where they lie.
+        found: Which requests have the slots; see :func:`launch_find`.
+        first_slot: The first of those slots.
+        copies: Where keys and values are put, (slots, Hkv, room, dim) each.
+        beyond: Whether all of that is read, so that zeros are behind the keys up to its end.
+    """
+    k, v = copies
     slots, kv_heads, room, dim = k.shape
     width = v.shape[3]
     grid = (-(-room // _KEYS_AT_ONCE), kv_heads, slots)
@@ -59,7 +71,7 @@ def launch_gather(
             *pages.v.stride()[:3], *pages.table.stride(), first_slot, found.shape[1],
             pages.k.shape[0], room, kv_heads, PAGE=pages.k.shape[1], D=dim, DV=width,
             BLOCK_D=triton.next_power_of_2(dim), BLOCK_DV=triton.next_power_of_2(width),
-            BLOCK=_KEYS_AT_ONCE, PADDING=_PADDING,
+            BLOCK=_KEYS_AT_ONCE, PADDING=_ALL if beyond else _PADDING,
         )  # fmt: skip
 
 

@@ -53,6 +53,36 @@ def test_layers_share_a_plan(device, backend, counts):
     assert len(plan.layers) == (4 if backend == "decode" else 0)
 
 
+def test_layers_of_another_backend_are_their_own(device):
+    """A checked program looks at the lookups of a step whose plan kernels have been called with."""
+    text = "tensor gain[n]: float\nmask = causal(); score = score + gain[kv]"
+    q, cache, starts = on(device, make_step((30, 9), (5, 1), SHAPE))
+    fast = attndsl.compile(text, backend="decode")
+    plan = fast.plan(cache, starts, len(q), most_queries=5)
+    few = torch.zeros(4, device=device)
+    fast.serve(q, cache, starts, plan=plan, gain=few)
+    with pytest.raises(attndsl.AttnDSLError, match="gain"):
+        attndsl.compile(text, checked=True).serve(q, cache, starts, plan=plan, gain=few)
+    assert len(plan.layers) == 1
+
+
+@pytest.mark.parametrize("kind", [torch.int32, torch.int64])
+def test_positions_are_those_of_now(device, monkeypatch, kind):
+    """A plan that depends on no values serves a step whose positions are written anew."""
+    monkeypatch.setattr("attndsl.serving.looks_at_values", lambda device: False)
+    shape = SHAPE._replace(dtype=torch.bfloat16)
+    q, cache, starts = on(device, make_step((30, 9), (5, 1), shape))
+    attention = attndsl.compile("causal()", backend="decode")
+    index = torch.full((len(q),), 29, dtype=kind, device=device)
+    plan = attention.plan(cache, starts, len(q), q_index=index, most_queries=5)
+    for position in (29, 3, 7):
+        index.fill_(position)
+        for _ in range(2):
+            found = attention.serve(q, cache, starts, q_index=index, plan=plan)
+            wanted = attention.serve(q, cache, starts, q_index=index, most_queries=5)
+            assert torch.equal(found, wanted)
+
+
 def test_layers_are_looked_up(device, monkeypatch):
     """The second layer is neither checked nor prepared; its values and captures are its own."""
     text = "tensor gain[heads]: float\nparam c: float\nmask = causal()\nscore = gain[h] * score + c"

@@ -409,6 +409,15 @@ def refusals(place: Place) -> None:
     lse = torch.zeros(2, 4, 16, device=device)
     with pytest.raises(attndsl.AttnDSLError, match="q is a DTensor, which only calls take"):
         attention.backward(*[by_heads] * 4, lse, by_heads, slope=slope)
+    room = torch.empty_like(whole)
+    attention.put(whole, whole, whole, room, slope=slope)  # One that looks alike is none of these.
+    for q, k, where, match in (
+        (by_heads, by_heads, room, "q is a DTensor, which only calls take"),
+        (whole, by_heads, room, "k is a DTensor, and q is a plain tensor"),
+        (whole, whole, by_heads, "room is a DTensor"),
+    ):
+        with pytest.raises(attndsl.AttnDSLError, match=match):
+            attention.put(q, k, k, where, slope=slope)
     dropped = attndsl.compile(DROPOUT, backend=place.backend)
     with pytest.raises(attndsl.AttnDSLError, match="the same number on all processes"):
         dropped(by_heads, by_heads, by_heads)

@@ -7,6 +7,9 @@ import torch
 from support.serving import Shape, make_step
 
 import attndsl
+from attndsl import serving
+from attndsl.backends.requests import Pages
+from attndsl.backends.triton import chunks as copies
 from attndsl.errors import ArgumentError
 from attndsl.runtime import chunks
 
@@ -163,6 +166,55 @@ def test_what_dense_calls_do_not_run(device):
     found = attention.serve(*on(device, step), most_queries=70)
     close((found,), (attndsl.compile("causal()").serve(step.q, small, step.starts),))
     assert chunked_of(attention) == [None]
+
+
+@pytest.mark.parametrize("kind", ["param", "tensor"])
+def test_memory_behind_copied_keys(device, monkeypatch, kind):
+    """Ints too large for formulas make calls visit all tiles; what lies there may be no number."""
+    backend_of, launch_gather = serving.backend_of, copies.launch_gather
+
+    def by_kernels(lowered, spec, *rest):
+        return backend_of(lowered, "triton" if spec == "auto" else spec, *rest)
+
+    def into_used_memory(pages, found, first_slot, both, *rest):
+        for x in both:
+            x.fill_(torch.nan)
+        launch_gather(pages, found, first_slot, both, *rest)
+
+    monkeypatch.setattr(serving, "backend_of", by_kernels)
+    monkeypatch.setattr(copies, "launch_gather", into_used_memory)
+    step = make_step((90, 70), (70, 66), SHAPE._replace(page=16))
+    table = torch.zeros(2, 40, dtype=torch.int32)
+    table[:, : step.cache.table.shape[1]] = step.cache.table.where(step.cache.table < 1000, 0)
+    cache = attndsl.PagedCache(step.cache.k_pages, step.cache.v_pages, table, step.cache.lengths)
+    step = step._replace(cache=cache)
+    many = 1 << 40
+    declared = {"param": "param w: int", "tensor": "tensor w[batch]: int"}[kind]
+    text = f"{declared}\nmask = causal() and q - kv < {'w' if kind == 'param' else 'w[b]'}"
+    attention = attndsl.compile(text, backend="decode")
+    for values in ((20, 30), (many, many), (30, 20)):
+        window = values[0] if kind == "param" else torch.tensor(values)
+        there = window if kind == "param" else window.to(device)
+        found = attention.serve(*on(device, step), most_queries=70, w=there)
+        close((found,), (attndsl.compile(text).serve(step.q, cache, step.starts, w=window),))
+    (chunked,) = chunked_of(attention)
+    assert chunked is not None
+
+
+def test_rows_of_a_page_lie_far_apart(device):
+    """As where pages are the second dim: further than 32 bits count."""
+    size, step, width = 16, (1 << 31) // 15 + 16, 16
+    pool = torch.empty(size * step, dtype=torch.uint8, device=device).view(size, step)
+    pool[:, :width] = torch.arange(size, device=device)[:, None]
+    stored = pool[:, :width].view(size, 1, 1, width).transpose(0, 1)
+    found = torch.zeros(5, 2, dtype=torch.int32, device=device)
+    found[3, 0] = size
+    table = torch.zeros(1, 1, dtype=torch.int32, device=device)
+    pages = Pages(stored, table[0], stored, stored, table, table[0], None, None)
+    k, v = (torch.empty(1, 1, size, width, dtype=torch.uint8, device=device) for _ in range(2))
+    copies.launch_gather(pages, found, 0, (k, v), False)
+    for x in (k, v):
+        assert torch.equal(x[0, 0], stored[0, :, 0])
 
 
 @pytest.mark.gpu
