@@ -19,11 +19,14 @@ from scaling_times import device, errors_of, most, times, wrong
 from torch.distributed.tensor.experimental import _attention as parallel
 from torch.distributed.tensor.experimental import context_parallel
 from torch.distributed.tensor.parallel import parallelize_module
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+KERNELS = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
+"""What torch's ring may call on a GPU."""
 CAP, WINDOW = 50.0, 1024
 PER_DOCUMENT = "refused: the length of each document must be a multiple of twice the ranks"
 """Why one of torch's load balancers has no part in this: lengths of packed documents are any."""
@@ -136,31 +139,60 @@ def balanced(
     return told, made[name], places[first : first + rows]
 
 
-def sdpa(
-    attention: Any, operands: list[torch.Tensor], mesh: Any
-) -> dict[str, Any]:  # fmt: skip
+def sdpa(attention: Any, operands: list[torch.Tensor], mesh: Any) -> dict[str, Any]:
     """The ring of SDPA for causal attention: times, and errors; or why there are none.
 
-    Where torch does not see the calls, each rank attends to its own rows alone, and is fast: so
-    errors are looked at first.
+    Of its kernels the one whose step is fastest. Keys have heads of their own where the ring takes
+    that; otherwise one for each query head.
     """
     if not torch.cuda.is_available():
-        return {"why": "torch's ring leaves shards alone on CPUs"}
+        return {"why": "torch's ring of SDPA has no kernel for CPUs"}
+    tried: dict[str, Any] = {}
+    for copies in dict.fromkeys((1, operands[0].shape[1] // operands[1].shape[1])):
+        found = {
+            name: ring(attention, operands, mesh, kernel, copies)
+            for name, kernel in KERNELS.items()
+        }
+        tried |= {f"{name}, {copies} of each key head": x for name, x in found.items()}
+        good = {name: x for name, x in found.items() if "why" not in x}
+        if good:
+            best = min(good, key=lambda name: good[name]["torch_sdpa_step_ms"])
+            told = {n: x.get("why", x.get("torch_sdpa_step_ms")) for n, x in tried.items()}
+            return {**good[best], "torch_sdpa_kernel": best, "torch_sdpa_tried": told}
+    return {"why": "; ".join(f"{name}: {x['why']}" for name, x in tried.items())}
+
+
+def ring(
+    attention: Any, operands: list[torch.Tensor], mesh: Any, kernel: SDPBackend, copies: int
+) -> dict[str, Any]:
+    """The ring with one kernel, and ``copies`` of each head of keys.
+
+    Where torch does not see the calls, each rank attends to its own rows alone, and is fast: so
+    errors are looked at first. What one rank cannot do no rank can.
+    """
     q, *keys = operands
     places = torch.arange(q.shape[2] * mesh.size(), device=q.device)
-    # Its ring takes as many heads of keys as of queries.
-    copies = q.shape[1] // keys[0].shape[1]
     own = [q.detach().requires_grad_(), *(
         x.detach().repeat_interleave(copies, 1).requires_grad_() for x in keys
     )]  # fmt: skip
-    # Buffers are sharded in place: these rows become the positions of this rank's.
-    with context_parallel(mesh, buffers=[places], buffer_seq_dims=[0], no_restore_buffers={places}):
+    grouped = own[0].shape[1] != own[1].shape[1]
 
-        def call() -> torch.Tensor:
-            # Torch replaces the function by its name.
-            return functional.scaled_dot_product_attention(*own, is_causal=True)
+    def call() -> torch.Tensor:
+        # Torch replaces the function by its name.
+        return functional.scaled_dot_product_attention(*own, is_causal=True, enable_gqa=grouped)
 
-        errors = errors_of(attention, call, own, {}, places)
-        found: dict[str, Any] = {"torch_sdpa_errors": errors}
-        why = wrong(errors)
-        return {**found, "why": why} if why else {**found, **times("torch_sdpa", call)}
+    try:
+        # Buffers are sharded in place: these rows become the positions of this rank's.
+        with (
+            sdpa_kernel(kernel),
+            context_parallel(
+                mesh, buffers=[places], buffer_seq_dims=[0], no_restore_buffers={places}
+            ),
+        ):
+            errors = errors_of(attention, call, own, {}, places)
+            why = wrong(errors)
+            if why:
+                return {"why": why}
+            return {"torch_sdpa_errors": errors, **times("torch_sdpa", call)}
+    except Exception as error:
+        return {"why": f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:150]}"}

@@ -324,6 +324,60 @@ def test_results_are_compared_by_position(scaling, with_torch, monkeypatch):
     assert list(out) == ["out"]
 
 
+def test_torch_has_its_best_ring(scaling, monkeypatch):
+    """Heads of keys are copied where the ring takes no fewer; the fastest kernel counts."""
+    import torch
+
+    peers = sys.modules["scaling_peers"]
+    operands = [torch.zeros(1, n, 8, 16) for n in (4, 2, 2)]
+    takes_groups = True
+
+    def ring(attention, operands, mesh, kernel, copies):
+        if copies == 1 and not takes_groups:
+            return {"why": "no groups"}
+        return {"torch_sdpa_step_ms": 3.0 if kernel is peers.KERNELS["flash"] else 2.0 * copies}
+
+    assert "no kernel for CPUs" in peers.sdpa(None, operands, None)["why"]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(peers, "ring", ring)
+    found = peers.sdpa(None, operands, None)
+    assert (found["torch_sdpa_step_ms"], found["torch_sdpa_kernel"]) == (2.0, "cudnn")
+    takes_groups = False
+    found = peers.sdpa(None, operands, None)
+    assert (found["torch_sdpa_step_ms"], found["torch_sdpa_kernel"]) == (3.0, "flash")
+    assert found["torch_sdpa_tried"]["cudnn, 1 of each key head"] == "no groups"
+    monkeypatch.setattr(peers, "ring", lambda *_: {"why": "no"})
+    assert "flash, 2 of each key head: no" in peers.sdpa(None, operands, None)["why"]
+
+
+def test_functions_of_flex_mean_what_the_programs_mean(scaling):
+    """Masks and scores, dense, for all programs that torch is asked for."""
+    import torch
+
+    import attndsl
+
+    peers, refused = sys.modules["scaling_peers"], sys.modules["scaling_run"].REFUSED
+    pair = torch.arange(1100)
+    at = torch.tensor(0), torch.tensor(1), pair[:, None], pair[None]
+    q, k = (torch.randn(1, n, 1100, 16, dtype=torch.float64) for n in (4, 2))
+    raw = q[:, 1] @ k[:, 0].transpose(-1, -2) / 4
+    for name, text in scaling.TEXTS.items():
+        if ("torch_flex", name) in refused:
+            continue
+        captures = {}
+        if name in scaling.MEDIANS:
+            captures["doc"] = torch.from_numpy(scaling.document_ids(1100, 100))
+        if name == "gain":
+            captures["x"] = torch.linspace(0.5, 1.5, 4, dtype=torch.float64)
+        attention = attndsl.compile(text)
+        mask = peers.mask_of(name, captures)(*at).expand(1100, 1100)
+        found = attention.mask(1100, 1100, heads=4, kv_heads=2, **captures)
+        assert torch.equal(found.expand(1, 4, 1100, 1100)[0, 1], mask), name
+        wanted = attention.scores(20 * q, 20 * k, **captures)[0, 1]
+        made = peers.scores(captures).get(name, lambda s, *_: s)(400 * raw, *at)[0]
+        torch.testing.assert_close(wanted[mask], made[mask], msg=name)
+
+
 def run_here(scaling, monkeypatch, arguments):
     monkeypatch.setattr(sys, "argv", ["scaling.py", *arguments])
     scaling.main()
