@@ -181,18 +181,22 @@ def ring(
         # Torch replaces the function by its name.
         return functional.scaled_dot_product_attention(*own, is_causal=True, enable_gqa=grouped)
 
-    try:
-        # Buffers are sharded in place: these rows become the positions of this rank's.
-        with (
-            sdpa_kernel(kernel),
-            context_parallel(
-                mesh, buffers=[places], buffer_seq_dims=[0], no_restore_buffers={places}
-            ),
-        ):
+    def held() -> dict[str, Any]:
+        try:
             errors = errors_of(attention, call, own, {}, places)
             why = wrong(errors)
             if why:
                 return {"why": why}
             return {"torch_sdpa_errors": errors, **times("torch_sdpa", call)}
-    except Exception as error:
-        return {"why": f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:150]}"}
+        except Exception as error:
+            return {"why": f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:150]}"}
+
+    # Its own default, which other parts of torch's may have changed since.
+    parallel._cp_options.enable_load_balance = True
+    # Buffers are sharded in place: these rows become the positions of this rank's. Some versions of
+    # the context leave SDPA replaced where an error goes through it.
+    with (
+        sdpa_kernel(kernel),
+        context_parallel(mesh, buffers=[places], buffer_seq_dims=[0], no_restore_buffers={places}),
+    ):
+        return held()

@@ -350,6 +350,22 @@ def test_torch_has_its_best_ring(scaling, monkeypatch):
     assert "flash, 2 of each key head: no" in peers.sdpa(None, operands, None)["why"]
 
 
+def test_a_ring_that_fails_leaves_sdpa_as_it_was(scaling, with_torch):
+    """Torch replaces the function while a ring runs; on CPUs a ring has no kernel."""
+    import torch
+
+    import attndsl
+
+    peers = sys.modules["scaling_peers"]
+    before = torch.nn.functional.scaled_dot_product_attention
+    operands = [torch.randn(1, n, 64, 16).requires_grad_() for n in (4, 2, 2)]
+    found = peers.ring(
+        attndsl.compile("causal()"), operands, with_torch["cp"], peers.KERNELS["flash"], 2
+    )
+    assert "Error" in found["why"]
+    assert torch.nn.functional.scaled_dot_product_attention is before
+
+
 def test_functions_of_flex_mean_what_the_programs_mean(scaling):
     """Masks and scores, dense, for all programs that torch is asked for."""
     import torch
