@@ -12,8 +12,9 @@ from pathlib import Path
 FOLDER = Path(__file__).parent
 HELPERS = (
     "bundles", "chart", "columns", "commits", "common", "comparison", "decode_chart", "decoding",
-    "exponentials", "run", "scaling", "scaling_parts", "scaling_picture", "scaling_profile",
-    "speed", "summary", "table", "turns", "worker",
+    "exponentials", "run", "scaling", "scaling_parts", "scaling_peers", "scaling_picture",
+    "scaling_profile", "scaling_programs", "scaling_run", "scaling_times", "scaling_told", "speed",
+    "summary", "table", "turns", "worker",
 )  # fmt: skip
 """Modules, and scripts that do nothing without arguments."""
 ON_GPUS = (

@@ -5,44 +5,53 @@ python benchmarks/scaling.py --simulate --write   # write results, the table and
 python benchmarks/scaling.py --plans              # how long plans take at a million tokens
 python benchmarks/scaling.py --plans --write      # write results and their table
 python benchmarks/scaling.py --run 2,4,8          # measure on GPUs of this host, part by part
+python benchmarks/scaling.py --merge A B --write  # add the result files of runs, write the table
 
 The simulation takes the time of a live tile from the committed results of one H200, and speeds of
 links as stated below. It has no overlap: all bytes are waited for. ``--run`` starts processes that
 measure one part after the other, ends them where a part takes too long, goes on with the next part,
-and writes each row when it comes. ``--profile`` adds what each GPU's time goes to. ``alone`` is a
+and writes figures when they come. A part is a program, a number of tokens, and ours or one of
+torch's two ways (``--systems``). ``--profile`` adds what each GPU's time goes to. ``alone`` is a
 call of a GPU's own number of tokens: less work for a causal mask, so compare operations a second.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import datetime
 import json
-import os
-import queue
-import signal
-import subprocess
-import sys
-import tempfile
-import threading
 import time
-from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from scaling_parts import Part, measure_all
 from scaling_picture import draw
+from scaling_programs import (
+    DOCUMENTS,
+    HEAD_DIM,
+    HEADS,
+    HOST,
+    KV_HEADS,
+    LATENCY,
+    MEDIANS,
+    NETWORK,
+    PROGRAMS,
+    RANKS,
+    TEXTS,
+    TILE,
+    TOKENS,
+    document_ids,
+    reach_of_documents,
+)
+from scaling_run import SYSTEMS, Asked, run
+from scaling_told import merged, table_of_measured
 
 import attndsl
 from attndsl.parallel import Machine, Shape
 from attndsl.parallel.costs import costs_of
 from attndsl.parallel.demands import demand_from
 from attndsl.parallel.layouts import choose_layout, chunk_size, fetched_by, load_of
-from attndsl.runtime.reach import Reach
 
 from common import RESULTS, machine, versions
 
@@ -58,71 +67,8 @@ MEASURED_BEGIN, MEASURED_END = "<!-- measured: begin -->", "<!-- measured: end -
 PLANS_BEGIN, PLANS_END = "<!-- plans: begin -->", "<!-- plans: end -->"
 TILES = "sparse_attention.json"
 """The result file with the times of tiles."""
-TILE = 128
-HEADS, KV_HEADS, HEAD_DIM = 64, 8, 128
-TOKENS = 8192
-"""Of each rank."""
-RANKS = (2, 8, 64, 256, 1024)
 FIXED = ("contiguous", "head_tail")
 LAYOUTS = ("contiguous", "head_tail", "balanced")
-HOST, NETWORK = 300e9, 50e9
-"""Bytes a second that a GPU receives: over NVLink within a host of 8, otherwise 400 Gbit/s."""
-LATENCY = 20e-6
-DOCUMENTS = "tensor doc[kv_len]: int\nmask = causal() and doc[q] == doc[kv]"
-MEDIANS = {"documents2000": 2000, "documents12000": 12000}
-SPREAD = 1.2
-"""Of the logarithms of documents' lengths."""
-
-
-@dataclass(frozen=True, slots=True)
-class Program:
-    """A program, and the case whose measured time of a tile it has."""
-
-    text: str
-    case: str
-
-
-PROGRAMS = {
-    "causal": Program("causal()", "causal"),
-    "window1024": Program("causal() and q - kv < 1024", "window1024"),
-    "softcap": Program("mask = causal(); score = softcap(50.0)", "softcap"),
-    "documents2000": Program(DOCUMENTS, "documents1000"),
-    "documents12000": Program(DOCUMENTS, "documents1000"),
-    "block_diffusion": Program("param n: int\nmask = block_diffusion(n, 1024)", "causal"),
-}
-
-
-TEXTS = {
-    name: program.text for name, program in PROGRAMS.items() if name != "block_diffusion"
-} | {
-    "alibi": "mask = causal(); score = alibi()",
-    "gain": "tensor x[heads]: float\nmask = causal(); score = x[h] * score",
-}  # fmt: skip
-"""What is measured."""
-FIRST = tuple(
-    (name, tokens) for tokens in (8192, 32768) for name in ("window1024", "causal", "documents2000")
-)
-"""What is measured before all else."""
-
-
-def document_ids(length: int, median: int) -> np.ndarray[Any, Any]:
-    """Which document each row is of: lengths are log-normal, and at most a quarter of all rows."""
-    rng = np.random.default_rng(0)
-    number = 16 + 8 * length // median
-    lengths = np.clip(np.exp(rng.normal(0.0, SPREAD, number)) * median, 64, max(64, length // 4))
-    return np.searchsorted(np.cumsum(lengths.astype(np.int64)), np.arange(length), side="right")
-
-
-def reach_of_documents(length: int, median: int) -> Reach:
-    """Of causal documents, as tiles have it: from the first row's document to the diagonal."""
-    ids = document_ids(length, median)
-    first = np.concatenate([[0], np.flatnonzero(np.diff(ids)) + 1])
-    rows = length // TILE
-    starts = first[ids[::TILE] - ids[0]] // TILE
-    stops = np.arange(rows) + 1
-    return Reach(
-        starts[:, None], stops[:, None], stops - starts, 1, length, length, TILE, TILE
-    )  # fmt: skip
 
 
 def seconds_of_tiles() -> dict[str, float]:
@@ -274,149 +220,14 @@ def table_of_plans(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def table_of_measured(rows: list[dict[str, Any]]) -> str:
-    """What each GPU keeps of the operations a second that it has alone, in Markdown.
-
-    A backward has as many times a forward's operations in both.
-    """
-    lines = [
-        "| program | GPUs | tokens of each | forward, ms | step, ms | forward, of one GPU "
-        "| step, of one GPU |",
-        "| --- | ---: | ---: | ---: | ---: | ---: | ---: |",
-    ]
-    for row in rows:
-        if "why" in row:
-            lines.append(
-                f"| {row['program']} | {row['ranks']} | {row['tokens']:,} | - | - | - | - |"
-            )
-            continue
-        forward, alone = (
-            (row[f"{name}_forward_ms"], row[f"{name}_tflops_per_gpu_forward"])
-            for name in ("attndsl", "alone")
-        )
-        work = forward[0] * forward[1] / (alone[0] * alone[1])
-        step = row["alone_step_ms"] * work / row["attndsl_step_ms"]
-        lines.append(
-            f"| {row['program']} | {row['ranks']} | {row['tokens']:,} | {forward[0]:.2f} | "
-            f"{row['attndsl_step_ms']:.2f} | {forward[1] / alone[1]:.2f} | {step:.2f} |"
-        )
-    return "\n".join(lines)
-
-
-def run(arguments: argparse.Namespace) -> None:
-    """Measure part by part; what takes too long, or fails, is a row that says so."""
-    output = Path(arguments.output)
-    rows: list[dict[str, Any]] = []
-    gpus = torch.cuda.device_count()
-    head = {
-        "benchmark": "scaling",
-        "machine": f"{gpus} x {machine('cuda')}" if gpus else machine("cpu"),
-        "date": datetime.date.today().isoformat(), "versions": versions(),
-    }  # fmt: skip
-    ended = time.monotonic() + arguments.limit
-    for ranks in map(int, arguments.run.split(",")):
-        parts = asked(arguments)
-        while parts and time.monotonic() < ended:
-            for part, found in measured(ranks, parts, arguments, ended):
-                parts = parts[1:]
-                name, tokens = part
-                rows.append({"program": name, "ranks": ranks, "tokens": tokens,
-                             "heads": arguments.heads, **found})  # fmt: skip
-                print(json.dumps(rows[-1]), flush=True)
-                output.write_text(json.dumps({**head, "rows": rows}, indent=1) + "\n", "utf-8")
-
-
-def asked(arguments: argparse.Namespace) -> list[tuple[str, int]]:
-    """Programs and tokens of a GPU to measure, the most important ones first."""
-    names, tokens = arguments.programs.split(","), list(map(int, arguments.tokens.split(",")))
-    unknown = {*names} - {*TEXTS}
-    if unknown:
-        raise SystemExit(f"there is no program {', '.join(sorted(unknown))} to measure")
-    every = [(name, number) for number in tokens for name in names]
-    return [x for x in FIRST if x in every] + [x for x in every if x not in FIRST]
-
-
-def measured(
-    ranks: int, parts: list[tuple[str, int]], arguments: argparse.Namespace, ended: float
-) -> Iterator[tuple[tuple[str, int], dict[str, Any]]]:
-    """The figures of parts, by processes of their own; or why there are none.
-
-    One part that takes too long, or fails, ends the processes, and is the last one here.
-    """
-    command = [
-        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node",
-        str(ranks), str(Path(__file__)), "--parts", json.dumps(parts), "--heads", arguments.heads,
-        *(["--profile"] if arguments.profile else []),
-    ]  # fmt: skip
-    with tempfile.TemporaryFile("w+") as err:
-        # A session of its own, so that all its processes can be ended at once.
-        process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=err, text=True, start_new_session=True
-        )
-        try:
-            yield from _told(process, parts, arguments.part_limit, ended, err)
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.communicate()
-
-
-def _told(
-    process: subprocess.Popen[str], parts: list[tuple[str, int]], limit: float, ended: float,
-    err: IO[str],
-) -> Iterator[tuple[tuple[str, int], dict[str, Any]]]:  # fmt: skip
-    """What the processes print of each part, and why the first one without a figure has none."""
-    lines: queue.SimpleQueue[str] = queue.SimpleQueue()
-    assert process.stdout is not None
-    reader = threading.Thread(target=_read, args=(process.stdout, lines), daemon=True)
-    reader.start()
-    for part in parts:
-        seconds = max(0.1, min(limit, round(ended - time.monotonic(), 1)))
-        try:
-            line = lines.get(timeout=seconds)
-        except queue.Empty:
-            yield part, {"why": f"took more than {seconds:g} s"}
-            return
-        if not line:
-            err.seek(0)
-            reasons = [x for x in err if "Error" in x or "there is no" in x]
-            yield part, {"why": (reasons or ["nothing was printed"])[0].strip()[:300]}
-            return
-        yield part, json.loads(line)
-
-
-def _read(source: IO[str], lines: queue.SimpleQueue[str]) -> None:
-    """Hand on what is JSON, and an empty line at the end."""
-    for line in source:
-        if line.startswith("{"):
-            lines.put(line)
-    lines.put("")
-
-
 def main() -> None:
     """Read the arguments, and do what they say."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--simulate", action="store_true")
-    parser.add_argument("--write", action="store_true")
-    parser.add_argument("--plans", action="store_true")
-    parser.add_argument("--measured", action="store_true", help="the table of what was measured")
-    parser.add_argument("--run", help="numbers of GPUs, such as 2,4,8")
-    parser.add_argument("--tokens", default="8192,32768,131072", help="of each GPU")
-    parser.add_argument("--heads", default="64,8", help="query heads and key heads")
-    parser.add_argument("--programs", default=",".join(TEXTS))
-    parser.add_argument("--profile", action="store_true", help="also what each GPU's time goes to")
-    parser.add_argument("--limit", type=float, default=3600.0, help="seconds in all")
-    parser.add_argument("--part-limit", type=float, default=300.0, help="seconds of a part")
-    parser.add_argument("--output", default=str(MEASURED))
-    parser.add_argument("--parts", help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
+    arguments = read_arguments()
     if arguments.parts:
         heads, kv_heads = map(int, arguments.heads.split(","))
         measure_all([
-            Part(name, TEXTS[name], tokens, (heads, kv_heads),
-                 partial(document_ids, median=MEDIANS[name]) if name in MEDIANS else None,
-                 arguments.profile)
-            for name, tokens in json.loads(arguments.parts)
+            Part(name, tokens, system, (heads, kv_heads), arguments.profile)
+            for name, tokens, system in json.loads(arguments.parts)
         ])  # fmt: skip
     elif arguments.plans:
         torch.set_num_threads(1)
@@ -425,19 +236,61 @@ def main() -> None:
         if arguments.write:
             keep(PLANNED, "scaling_plans", f"{machine('cpu')}, one thread", found)
             put(table_of_plans(found), PLANS_BEGIN, PLANS_END)
-    elif arguments.measured:
-        text = table_of_measured(json.loads(MEASURED.read_text("utf-8"))["rows"])
-        print(text)
-        if arguments.write:
-            put(text, MEASURED_BEGIN, MEASURED_END)
+    elif arguments.measured or arguments.merge:
+        write_measured([Path(x) for x in arguments.merge or ()], arguments.write)
     elif arguments.run:
-        run(arguments)
+        gpus = torch.cuda.device_count()
+        head = {
+            "benchmark": "scaling",
+            "machine": f"{gpus} x {machine('cuda')}" if gpus else machine("cpu"),
+            "date": datetime.date.today().isoformat(), "versions": versions(),
+        }  # fmt: skip
+        programs, systems = arguments.programs.split(","), arguments.systems.split(",")
+        tokens = tuple(map(int, arguments.tokens.split(",")))
+        asked = Asked(
+            tuple(programs), tokens, arguments.heads, tuple(systems), arguments.profile,
+            arguments.limit, arguments.part_limit,
+        )  # fmt: skip
+        run(asked, list(map(int, arguments.run.split(","))), head, Path(arguments.output))
     else:
         tiles = seconds_of_tiles()
         rows = [row for ranks in RANKS for row in simulated(ranks, tiles=tiles)]
         print(table(rows))
         if arguments.write:
             write(rows)
+
+
+def read_arguments() -> argparse.Namespace:
+    """The arguments of the command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--simulate", action="store_true")
+    parser.add_argument("--write", action="store_true")
+    parser.add_argument("--plans", action="store_true")
+    parser.add_argument("--measured", action="store_true", help="the table of what was measured")
+    parser.add_argument("--merge", nargs="+", help="result files of runs, to add to the results")
+    parser.add_argument("--run", help="numbers of GPUs, such as 2,4,8")
+    parser.add_argument("--tokens", default="8192,32768,131072", help="of each GPU")
+    parser.add_argument("--heads", default="64,8", help="query heads and key heads")
+    parser.add_argument("--programs", default=",".join(TEXTS))
+    parser.add_argument("--systems", default=",".join(SYSTEMS), help="ours, and torch's own two")
+    parser.add_argument("--profile", action="store_true", help="also what each GPU's time goes to")
+    parser.add_argument("--limit", type=float, default=3600.0, help="seconds in all")
+    parser.add_argument("--part-limit", type=float, default=300.0, help="seconds of a part")
+    parser.add_argument("--output", default=str(MEASURED), help="the result file of --run")
+    parser.add_argument("--parts", help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def write_measured(files: list[Path], writes: bool) -> None:
+    """Print the table of what was measured, with the rows of ``files``; and write both."""
+    data = [json.loads(path.read_text("utf-8")) for path in (MEASURED, *files)]
+    rows = merged([x["rows"] for x in data]) if files else data[0]["rows"]
+    text = table_of_measured(rows)
+    print(text)
+    if writes:
+        if files:
+            MEASURED.write_text(json.dumps({**data[-1], "rows": rows}, indent=1) + "\n", "utf-8")
+        put(text, MEASURED_BEGIN, MEASURED_END)
 
 
 def write(rows: list[dict[str, Any]]) -> None:

@@ -2,10 +2,11 @@
 
 import importlib.util
 import json
+import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -71,22 +72,183 @@ def test_documents_are_what_the_program_says(scaling):
     assert made.ranges(9) == found.ranges(9)
 
 
+def asked_for(scaling, programs, tokens, heads="4,2", **others):
+    return scaling.Asked(tuple(programs), tuple(tokens), heads, **others)
+
+
 def test_a_part_that_takes_too_long_is_ended(scaling):
     """It has a row that says so, and what follows is measured by other processes."""
-    arguments = SimpleNamespace(heads="4,2", profile=False, part_limit=0.2)
-    parts = [("causal", 128), ("window1024", 128)]
-    told = list(scaling.measured(2, parts, arguments, time.monotonic() + 60))
-    assert told == [(("causal", 128), {"why": "took more than 0.2 s"})]
+    parts = [("causal", 128, "torch_flex"), ("window1024", 128, "attndsl")]
+    asked = asked_for(scaling, ["causal"], [128], part_limit=0.2)
+    told = list(sys.modules["scaling_run"].measured(2, parts, asked, time.monotonic() + 60))
+    assert told == [(parts[0], {"torch_flex_why": "took more than 0.2 s"})]
 
 
 def test_the_most_important_parts_come_first(scaling):
-    arguments = SimpleNamespace(programs="softcap,causal,window1024", tokens="32768,8192")
-    assert scaling.asked(arguments) == [
-        ("window1024", 8192), ("causal", 8192), ("window1024", 32768), ("causal", 32768),
-        ("softcap", 32768), ("softcap", 8192),
+    asked = asked_for(
+        scaling, ["softcap", "causal", "window1024"], [32768, 8192], systems=("attndsl",)
+    )
+    assert asked.parts() == [
+        (*part, "attndsl") for part in (
+            ("window1024", 8192), ("causal", 8192), ("window1024", 32768), ("causal", 32768),
+            ("softcap", 32768), ("softcap", 8192),
+        )
     ]  # fmt: skip
+    every = asked_for(scaling, ["causal"], [8]).parts()
+    assert [part[2] for part in every] == ["attndsl", "torch_sdpa", "torch_flex"]
     with pytest.raises(SystemExit, match="no program zigzag"):
-        scaling.asked(SimpleNamespace(programs="zigzag", tokens="8"))
+        asked_for(scaling, ["zigzag"], [8]).parts()
+    with pytest.raises(SystemExit, match="no system flax"):
+        asked_for(scaling, ["causal"], [8], systems=("flax",)).parts()
+
+
+def told_by(script, parts, scaling, limit=5.0):
+    """What is found where processes print what ``script`` prints."""
+    run = sys.modules["scaling_run"]
+    with tempfile.TemporaryFile("w+") as err:
+        process = subprocess.Popen(
+            [sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=err, text=True
+        )
+        try:
+            return list(run._told(process, parts, limit, time.monotonic() + 60, err))
+        finally:
+            process.kill()
+            process.communicate()
+
+
+def test_what_several_ranks_say_of_a_part(scaling):
+    """Two ranks say that a part has failed: what the second one says is not of the next part."""
+    script = """
+print('NCCL version')
+print('{"part": ["causal", 8, "attndsl"], "x": 1}')
+print('{"part": ["causal", 8, "torch_sdpa"], "why": "a"}')
+print('{"part": ["causal", 8, "torch_sdpa"], "why": "b"}')
+print('{"part": ["causal", 8, "torch_flex"], "why": "c", "over": true}')
+print('{"part": ["gain", 8, "attndsl"], "x": 2}')
+"""
+    parts = [("causal", 8, x) for x in ("attndsl", "torch_sdpa", "torch_flex")]
+    parts.append(("gain", 8, "attndsl"))
+    assert told_by(script, parts, scaling) == [
+        (parts[0], {"x": 1}), (parts[1], {"torch_sdpa_why": "a"}),
+        (parts[2], {"torch_flex_why": "c"}),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("after", "why"),
+    [("import time; time.sleep(60)", "took more than 1 s"), ("", "nothing was printed")],
+)
+def test_figures_of_ours_stay_where_a_peer_hangs_or_dies(
+    scaling, tmp_path, monkeypatch, capsys, after, why
+):
+    """The result file has them before the peer's part begins."""
+    run = sys.modules["scaling_run"]
+    found = {"attndsl_forward_ms": 2.0, "attndsl_step_ms": 8.0, "alone_forward_ms": 1.0,
+             "alone_step_ms": 4.0, "attndsl_tflops_per_gpu_forward": 90.0,
+             "alone_tflops_per_gpu_forward": 100.0}  # fmt: skip
+    line = json.dumps({"part": ["causal", 512, "attndsl"], **found})
+
+    def measured(ranks, parts, asked, ended):
+        yield from told_by(f"print({line!r}, flush=True)\n{after}", parts, scaling, 1.0)
+
+    monkeypatch.setattr(run, "measured", measured)
+    output = tmp_path / "found.json"
+    asked = asked_for(scaling, ["causal"], [512], systems=("attndsl", "torch_flex"))
+    run.run(asked, [2], {"machine": "none", "versions": {"commit": "abc"}}, output)
+    (row,) = json.loads(output.read_text("utf-8"))["rows"]
+    assert row["attndsl_step_ms"] == 8.0
+    assert row["predicted_step_ms"] > 0
+    assert row["torch_flex_why"] == why
+    printed = capsys.readouterr().out
+    assert "causal attndsl: forward 2.00 ms, step 8.00 ms" in printed
+    assert "causal torch_flex: " + why in printed
+    assert max(map(len, printed.splitlines())) <= 300
+
+
+def test_what_torch_cannot_do_is_told_without_processes(scaling, tmp_path, monkeypatch):
+    run = sys.modules["scaling_run"]
+    monkeypatch.setattr(run, "measured", lambda *_: pytest.fail("a process was started"))
+    output = tmp_path / "found.json"
+    asked = asked_for(scaling, ["alibi"], [512], systems=("torch_sdpa", "torch_flex"))
+    run.run(asked, [2, 4], {"machine": "none", "versions": {"commit": "abc"}}, output)
+    rows = json.loads(output.read_text("utf-8"))["rows"]
+    assert [row["ranks"] for row in rows] == [2, 4]
+    assert "score_mod" in rows[0]["torch_flex_why"]
+    assert "no mask but a causal one" in rows[0]["torch_sdpa_why"]
+
+
+def test_a_prediction_is_the_simulation_of_the_same_call(scaling):
+    """Twice the tokens on two GPUs: the tiles are counted here, and bytes by hand."""
+    told = sys.modules["scaling_told"]
+    row = {"program": "causal", "ranks": 2, "tokens": 8192, "heads": "64,8",
+           "alone_forward_ms": 2.0, "alone_step_ms": 7.0}  # fmt: skip
+    found = told.prediction(row)
+    assert found["predicted_layout"] == "head_tail"
+    tiles, alone = 128 * 129 / 2 / 2, 64 * 65 / 2
+    keys = 8192 * 8 * 256  # elements that the first rank fetches
+    forward = tiles / alone * 2.0 + 2 * keys / 300e9 * 1e3 + 0.02
+    step = tiles / alone * 7.0 + (2 + 2 + 4) * keys / 300e9 * 1e3 + 0.04
+    assert found["predicted_forward_ms"] == pytest.approx(forward, abs=1e-3)
+    assert found["predicted_step_ms"] == pytest.approx(step, abs=1e-3)
+    assert found["predicted_megabytes"] == pytest.approx(8 * keys / 1e6, abs=0.1)
+    for name in scaling.TEXTS:
+        eight = told.prediction({**row, "program": name, "ranks": 8, "heads": "32,8"})
+        assert eight["predicted_step_ms"] > eight["predicted_forward_ms"] > 0, name
+    named = {**row, "explain": "16384 rows on 2 ranks, 8192 each: contiguous, in chunks of 512"}
+    assert told.prediction(named)["predicted_layout"] == "contiguous"
+    assert told.prediction(named)["predicted_step_ms"] > found["predicted_step_ms"]
+    bare = {name: x for name, x in row.items() if "alone" not in name}
+    assert "predicted_step_ms" not in told.prediction(bare)
+
+
+def test_rows_of_several_runs_are_merged(scaling):
+    merged = sys.modules["scaling_told"].merged
+    key = {"program": "causal", "heads": "64,8", "ranks": 2, "tokens": 8192}
+    first = [
+        {**key, "ranks": 4, "attndsl_step_ms": 9.0},
+        {**key, "attndsl_step_ms": 1.0, "torch_flex_why": "took more than 9 s"},
+    ]
+    second = [{**key, "why": "took more than 9 s", "torch_flex_step_ms": 3.0, "tokens": 8192}]
+    found = merged([first, second])
+    assert [row["ranks"] for row in found] == [2, 4]
+    assert found[0] == {**key, "attndsl_step_ms": 1.0, "torch_flex_step_ms": 3.0}
+    other = merged([first, [{**key, "heads": "32,8", "why": "no room"}]])
+    assert len(other) == 3
+
+
+def test_tables_tell_the_error_and_what_is_missing(scaling):
+    told = sys.modules["scaling_told"]
+    figures = {"attndsl_forward_ms": 2.0, "attndsl_step_ms": 12.0, "alone_forward_ms": 1.0,
+               "alone_step_ms": 6.0, "attndsl_tflops_per_gpu_forward": 400.0,
+               "alone_tflops_per_gpu_forward": 500.0, "predicted_forward_ms": 1.6,
+               "predicted_step_ms": 11.0, "predicted_megabytes": 7.0}  # fmt: skip
+    key = {"program": "gain", "heads": "64,8", "ranks": 2, "tokens": 8192}
+    rows = [
+        {**key, **figures, "torch_flex_step_ms": 20.0, "torch_sdpa_why": "no scores"},
+        {**key, "ranks": 8, "why": "CUDA out of memory"},
+    ]
+    text = told.table_of_measured(rows)
+    assert "| gain | 64/8 | 2 | 8,192 | 2.00 | 12.00 | 400 | 200 | 0.80 | 0.80 |" in text
+    assert "| gain | 64/8 | 2 | 8,192 | 1.60 | 1.25 | 11.00 | 1.09 | 7 | - | - | 20.00 |" in text
+    assert "on 2 GPUs: a forward takes 1.25 to 1.25 of the prediction, and 0 of 1" in text
+    assert "on 8 GPUs" not in text
+    assert "- No figure of `attndsl`: CUDA out of memory. Of gain (8 x 8,192)." in text
+    assert "- No figure of `torch_sdpa`: no scores. Of gain (2 x 8,192)." in text
+    short = told.short_table([*rows, {**rows[0], "same_bits": False}])
+    assert "other bits" in short.splitlines()[3]
+    many = [
+        {**rows[0], "program": name, "tokens": tokens, "ranks": ranks}
+        for name in scaling.TEXTS for tokens in (8192, 32768, 131072) for ranks in (2, 4, 8)
+    ]  # fmt: skip
+    assert len(told.short_table(many)) < 12_000
+
+
+def test_errors_beyond_what_rounding_makes(scaling):
+    wrong = sys.modules["scaling_times"].wrong
+    assert wrong({"out": 0.003, "dq": 0.004, "dk": 0.004, "dv": 0.01, "dx": 0.02}) is None
+    assert "dk by 0.2" in wrong({"out": 0.003, "dk": 0.2})
+    assert wrong({"out": float("inf")}) is not None
+    assert wrong({"out": float("nan")}) is not None
 
 
 def test_communication_that_nothing_hides(monkeypatch):
@@ -119,18 +281,156 @@ def test_operations_are_those_of_live_tiles(scaling):
     assert flops(documents, 512, (4, 16), apart) == flops(full, 512, (4, 16), None) / 4
 
 
+@pytest.fixture
+def with_torch(scaling, monkeypatch):
+    """This process as the only rank of gloo."""
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,), mesh_dim_names=("cp",))
+    dist.destroy_process_group()
+
+
+def test_results_are_compared_by_position(scaling, with_torch, monkeypatch):
+    """Of rows in any order, all of them or some; and a wrong one is found."""
+    import torch
+
+    import attndsl
+
+    times = sys.modules["scaling_times"]
+    attention = attndsl.compile(scaling.TEXTS["gain"])
+    places = torch.randperm(96, generator=torch.Generator().manual_seed(0))
+    operands = [torch.randn(1, n, 96, 16).requires_grad_() for n in (4, 2, 2)]
+    captures = {"x": torch.linspace(0.5, 1.5, 4).requires_grad_()}
+
+    def call(shift=0):
+        at = places + shift
+        return attention(*operands, **captures, q_index=at, kv_index=places)
+
+    for compared, sample in ((1000, 128), (32, 8)):
+        monkeypatch.setattr(times, "COMPARED", compared)
+        monkeypatch.setattr(times, "SAMPLE", sample)
+        found = times.errors_of(attention, call, operands, captures, places)
+        assert list(found) == ["out", "dq", "dk", "dv", "dx"]
+        assert max(found.values()) < 1e-5
+        bad = times.errors_of(attention, lambda: call(1), operands, captures, places)
+        assert min(bad.values()) > 1e-3
+    still = [x.detach() for x in operands]
+    numbers = {"x": captures["x"].detach()}
+    out = times.errors_of(
+        attention, lambda: attention(*still, **numbers), still, numbers, torch.arange(96)
+    )
+    assert list(out) == ["out"]
+
+
+def test_torch_has_its_best_ring(scaling, monkeypatch):
+    """Heads of keys are copied where the ring takes no fewer; the fastest kernel counts."""
+    import torch
+
+    peers = sys.modules["scaling_peers"]
+    operands = [torch.zeros(1, n, 8, 16) for n in (4, 2, 2)]
+    takes_groups = True
+
+    def ring(attention, operands, mesh, kernel, copies):
+        if copies == 1 and not takes_groups:
+            return {"why": "no groups"}
+        return {"torch_sdpa_step_ms": 3.0 if kernel is peers.KERNELS["flash"] else 2.0 * copies}
+
+    assert "no kernel for CPUs" in peers.sdpa(None, operands, None)["why"]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(peers, "ring", ring)
+    found = peers.sdpa(None, operands, None)
+    assert (found["torch_sdpa_step_ms"], found["torch_sdpa_kernel"]) == (2.0, "cudnn")
+    takes_groups = False
+    found = peers.sdpa(None, operands, None)
+    assert (found["torch_sdpa_step_ms"], found["torch_sdpa_kernel"]) == (3.0, "flash")
+    assert found["torch_sdpa_tried"]["cudnn, 1 of each key head"] == "no groups"
+    monkeypatch.setattr(peers, "ring", lambda *_: {"why": "no"})
+    assert "flash, 2 of each key head: no" in peers.sdpa(None, operands, None)["why"]
+
+
+def test_a_ring_that_fails_leaves_sdpa_as_it_was(scaling, with_torch):
+    """Torch replaces the function while a ring runs; on CPUs a ring has no kernel."""
+    import torch
+
+    import attndsl
+
+    peers = sys.modules["scaling_peers"]
+    before = torch.nn.functional.scaled_dot_product_attention
+    operands = [torch.randn(1, n, 64, 16).requires_grad_() for n in (4, 2, 2)]
+    found = peers.ring(
+        attndsl.compile("causal()"), operands, with_torch["cp"], peers.KERNELS["flash"], 2
+    )
+    assert "Error" in found["why"]
+    assert torch.nn.functional.scaled_dot_product_attention is before
+
+
+def test_functions_of_flex_mean_what_the_programs_mean(scaling):
+    """Masks and scores, dense, for all programs that torch is asked for."""
+    import torch
+
+    import attndsl
+
+    peers, refused = sys.modules["scaling_peers"], sys.modules["scaling_run"].REFUSED
+    pair = torch.arange(1100)
+    at = torch.tensor(0), torch.tensor(1), pair[:, None], pair[None]
+    q, k = (torch.randn(1, n, 1100, 16, dtype=torch.float64) for n in (4, 2))
+    raw = q[:, 1] @ k[:, 0].transpose(-1, -2) / 4
+    for name, text in scaling.TEXTS.items():
+        if ("torch_flex", name) in refused:
+            continue
+        captures = {}
+        if name in scaling.MEDIANS:
+            captures["doc"] = torch.from_numpy(scaling.document_ids(1100, 100))
+        if name == "gain":
+            captures["x"] = torch.linspace(0.5, 1.5, 4, dtype=torch.float64)
+        attention = attndsl.compile(text)
+        mask = peers.mask_of(name, captures)(*at).expand(1100, 1100)
+        found = attention.mask(1100, 1100, heads=4, kv_heads=2, **captures)
+        assert torch.equal(found.expand(1, 4, 1100, 1100)[0, 1], mask), name
+        wanted = attention.scores(20 * q, 20 * k, **captures)[0, 1]
+        made = peers.scores(captures).get(name, lambda s, *_: s)(400 * raw, *at)[0]
+        torch.testing.assert_close(wanted[mask], made[mask], msg=name)
+
+
+def run_here(scaling, monkeypatch, arguments):
+    monkeypatch.setattr(sys, "argv", ["scaling.py", *arguments])
+    scaling.main()
+
+
 @pytest.mark.slow
 def test_parts_run_on_cpus(scaling, tmp_path, monkeypatch):
     output = tmp_path / "scaling.json"
-    names = "causal,documents2000,gain,unknown"
-    arguments = ["--run", "2", "--tokens", "256", "--heads", "4,2", "--programs", names]
-    monkeypatch.setattr(sys, "argv", ["scaling.py", *arguments, "--output", str(output)])
-    scaling.main()
+    names = "causal,documents2000,gain"
+    arguments = ["--run", "2", "--tokens", "512", "--heads", "4,2", "--programs", names]
+    run_here(scaling, monkeypatch, [*arguments, "--output", str(output)])
     rows = json.loads(output.read_text("utf-8"))["rows"]
     assert [row["program"] for row in rows] == names.split(",")
-    for row in rows[:3]:
+    for row in rows:
         assert row["attndsl_forward_ms"] > 0, row
         assert row["alone_step_ms"] > 0
         assert row["alone_tflops_per_gpu_forward"] > 0
-    assert "torch_forward_ms" in rows[0] or "torch_why" in rows[0]
-    assert "unknown" in rows[3]["why"]
+        assert row["predicted_step_ms"] > 0
+        # FlexAttention has no backward on CPUs, and torch's ring has nothing there.
+        assert row["torch_flex_forward_ms"] > 0, row
+        assert row["torch_flex_errors"]["out"] < 0.01
+        assert row["torch_sdpa_why"]
+    assert rows[0]["torch_flex_layout"] == "head_tail"
+    assert "multiple of twice the ranks" in rows[1]["torch_flex_per_document"]
+
+
+@pytest.mark.slow
+def test_no_process_is_left_of_a_part_that_was_ended(scaling):
+    """Torchrun's processes are of sessions of their own."""
+    run = sys.modules["scaling_run"]
+    parts = [("causal", 512, "attndsl"), ("causal", 1 << 15, "attndsl")]
+    asked = asked_for(scaling, ["causal"], [512], part_limit=40.0)
+    told = []
+    for part, found in run.measured(2, parts, asked, time.monotonic() + 60):
+        told.append((part, found))
+        asked_at = json.dumps(parts)
+    assert "attndsl_step_ms" in told[0][1]
+    assert "took more than" in told[1][1]["why"]
+    lines = [path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline") if path.exists()]
+    assert not [x for x in lines if asked_at.encode() in x]

@@ -1,0 +1,261 @@
+"""What ``scaling.py --run`` has measured: beside what the simulation says, and as tables."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import torch
+from scaling_programs import (
+    HEAD_DIM,
+    HOST,
+    LATENCY,
+    MEDIANS,
+    NETWORK,
+    TEXTS,
+    TILE,
+    document_ids,
+    reach_of_documents,
+)
+
+import attndsl
+from attndsl.parallel import Machine, Shape
+from attndsl.parallel.costs import costs_of
+from attndsl.parallel.demands import demand_from
+from attndsl.parallel.layouts import choose_layout, chunk_size
+from attndsl.parallel.planning import Asked, plan_call, sight_of, weighed
+from attndsl.parallel.routes import figures_of
+
+BACKWARD = 2.5
+"""Operations of a backward for each of a forward."""
+PEERS = ("torch_sdpa", "torch_flex")
+HELD = r".* each: (\w+), in chunks"
+"""The layout that ``explain`` names."""
+KEY = ("program", "heads", "ranks", "tokens")
+"""What tells rows apart."""
+
+
+def prediction(row: dict[str, Any]) -> dict[str, Any]:
+    """What the simulation says of a measured row: the same program, ranks, tokens and layout.
+
+    A live tile takes what it takes in ``alone``, the call of one GPU's own tokens in the same
+    processes. Bytes and the journeys of an exchange are those of the simulation, and all are waited
+    for. So the error is that of balance, links and overlap, and of a kernel that is faster or
+    slower per tile in a longer sequence.
+
+    Args:
+        row: With ``alone_forward_ms`` and ``alone_step_ms``; without, only bytes are predicted.
+    """
+    name, ranks, tokens = row["program"], row["ranks"], row["tokens"]
+    heads, kv_heads = map(int, row["heads"].split(","))
+    length, chunk = tokens * ranks, chunk_size(tokens * ranks, ranks)
+    shape = Shape(1, heads, kv_heads, HEAD_DIM, HEAD_DIM)
+    # The layout is that of ContextParallel's own speeds, and times are those of the simulation.
+    plans, speeds = Machine(), Machine(link=HOST if ranks <= 8 else NETWORK, latency=LATENCY)
+    attention, captures = attndsl.compile(TEXTS[name]), _captures(name, length, heads)
+    sight = sight_of(attention, length, chunk, shape, captures)
+    held = re.match(HELD, row.get("explain", ""))
+    layout = choose_layout(
+        held[1] if held else "auto", length, ranks, [weighed(sight, shape, plans)]
+    )
+    asked = Asked(shape, "auto", False)
+    group = plan_call(attention, layout, 0, captures, asked, plans, sight).figures.group
+    costs = costs_of(speeds, shape)
+    own = _reach(attention, name, tokens, heads)
+    demand = demand_from(_reach(attention, name, length, heads), chunk, 0.0, costs.key * TILE)
+    figures = figures_of(layout, demand, group, costs, LATENCY)
+    found: dict[str, Any] = {
+        "predicted_layout": layout.name,
+        "predicted_megabytes": round(int(figures.received.max()) / 1e6, 1),
+    }
+    if "alone_step_ms" not in row:
+        return found
+    tiles = int(own.work.sum()) / own.maps
+    journeys = LATENCY if int(figures.received.sum()) else 0.0
+    # Of keys a forward brings the part that is no gradient and not fetched again; of rows a half.
+    keys = figures.fetched * costs.journey // group
+    forth = figures.fetched * costs.key_bytes // group + (figures.received - keys) / 2
+    for part, number, brought in (("forward", 1, forth), ("step", 2, figures.received)):
+        work = figures.work * (row[f"alone_{part}_ms"] / 1e3 / tiles)
+        seconds = float((work + brought / speeds.link).max()) + number * journeys
+        found[f"predicted_{part}_ms"] = round(1e3 * seconds, 3)
+    return found
+
+
+def _captures(name: str, length: int, heads: int) -> dict[str, Any]:
+    if name in MEDIANS:
+        return {"doc": torch.from_numpy(document_ids(length, MEDIANS[name]))}
+    return {"x": torch.ones(heads)} if "x[heads]" in TEXTS[name] else {}
+
+
+def _reach(attention: Any, name: str, length: int, heads: int) -> Any:
+    """Which tiles are live, of 128 x 128 however long the sequence is."""
+    if name in MEDIANS:
+        return reach_of_documents(length, MEDIANS[name])
+    return attention.reach(
+        length, length, TILE, TILE, heads=heads, captures=_captures(name, length, heads)
+    )
+
+
+def completed(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Rows, each with what the simulation says where the result file does not have it yet."""
+    return [
+        row if "attndsl_step_ms" not in row or "predicted_step_ms" in row
+        else {**row, **prediction(row)}
+        for row in rows
+    ]  # fmt: skip
+
+
+def shares(row: dict[str, Any]) -> dict[str, float]:
+    """Figures of each GPU, and what is left of those of one GPU that attends to its own tokens.
+
+    Returns:
+        ``forward`` and ``backward``, TFLOP/s; ``forward_kept``, ``step_kept``; and
+        ``forward_error``, ``step_error``: measured for predicted, less 1.
+    """
+    ahead, step = row["attndsl_forward_ms"], row["attndsl_step_ms"]
+    rate, alone = (row[f"{x}_tflops_per_gpu_forward"] for x in ("attndsl", "alone"))
+    work = ahead * rate / (row["alone_forward_ms"] * alone)
+    return {
+        "forward": rate, "backward": BACKWARD * rate * ahead / max(1e-9, step - ahead),
+        "forward_kept": rate / alone, "step_kept": row["alone_step_ms"] * work / step,
+        "forward_error": ahead / row["predicted_forward_ms"] - 1,
+        "step_error": step / row["predicted_step_ms"] - 1,
+    }  # fmt: skip
+
+
+def table_of_measured(rows: list[dict[str, Any]]) -> str:
+    """Three parts in Markdown: figures, what was predicted and torch has, and why some are missing.
+
+    A backward has as many times a forward's operations on one GPU as on several.
+    """
+    rows = completed(rows)
+    lines = [
+        "| program | heads | GPUs | tokens of each | forward, ms | step, ms "
+        "| TFLOP/s a GPU, forward | backward | forward, of one GPU | step, of one GPU |",
+        "| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
+    ]
+    for row in rows:
+        if "attndsl_step_ms" not in row:
+            lines.append(f"{_head(row)} - | - | - | - | - | - |")
+            continue
+        found = shares(row)
+        lines.append(
+            f"{_head(row)} {row['attndsl_forward_ms']:.2f} | {row['attndsl_step_ms']:.2f} | "
+            f"{found['forward']:.0f} | {found['backward']:.0f} | {found['forward_kept']:.2f} | "
+            f"{found['step_kept']:.2f} |"
+        )
+    lines += [
+        "",
+        "| program | heads | GPUs | tokens of each | forward predicted, ms | measured for it "
+        "| step predicted, ms | measured for it | MB received | exposed in a step, ms "
+        "| step of torch's SDPA, ms | step of torch's Flex, ms |",
+        "| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
+    ]
+    for row in rows:
+        if "attndsl_step_ms" not in row:
+            continue
+        found = shares(row)
+        exposed = row.get("attndsl_step_profile", {}).get("exposed_ms")
+        lines.append(
+            f"{_head(row)} {row['predicted_forward_ms']:.2f} | {1 + found['forward_error']:.2f} | "
+            f"{row['predicted_step_ms']:.2f} | {1 + found['step_error']:.2f} | "
+            f"{row['predicted_megabytes']:,.0f} | {_number(exposed)} | "
+            f"{_number(row.get('torch_sdpa_step_ms'))} | "
+            f"{_number(row.get('torch_flex_step_ms'))} |"
+        )
+    return "\n".join([*lines, "", *_error_lines(rows), *_reasons(rows)])
+
+
+def _head(row: dict[str, Any]) -> str:
+    heads = row["heads"].replace(",", "/")
+    return f"| {row['program']} | {heads} | {row['ranks']} | {row['tokens']:,} |"
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}"
+
+
+def _error_lines(rows: list[dict[str, Any]]) -> list[str]:
+    """How far the simulation is off, by number of GPUs."""
+    lines = []
+    timed = [row for row in rows if "attndsl_step_ms" in row]
+    for ranks in sorted({row["ranks"] for row in timed}):
+        texts = []
+        for part in ("forward", "step"):
+            found = [shares(x)[f"{part}_error"] for x in timed if x["ranks"] == ranks]
+            near = sum(abs(x) <= 0.1 for x in found)
+            texts.append(
+                f"a {part} takes {1 + min(found):.2f} to {1 + max(found):.2f} of the prediction, "
+                f"and {near} of {len(found)} are within 10% of it"
+            )
+        lines.append(f"The simulation's error on {ranks} GPUs: {'; '.join(texts)}.")
+    return lines
+
+
+def _reasons(rows: list[dict[str, Any]]) -> list[str]:
+    """Why there are no figures: each reason once, with the programs that it is of."""
+    whose: dict[tuple[str, str], list[str]] = {}
+    for row in rows:
+        for system in ("", *PEERS):
+            why = row.get(f"{system}_why" if system else "why")
+            if why is not None:
+                text = f"{row['program']} ({row['ranks']} x {row['tokens']:,})"
+                whose.setdefault((system or "attndsl", why), []).append(text)
+    lines = [
+        f"- No figure of `{system}`: {why.rstrip('.')}. Of {', '.join(texts)}."
+        for (system, why), texts in whose.items()
+    ]
+    return ["", *lines] if lines else []
+
+
+def short_table(rows: list[dict[str, Any]]) -> str:
+    """One line for each row, in characters, for the end of what a run prints."""
+    lines = [
+        f"{'program':14} {'heads':6} {'gpus':>4} {'tokens':>7} {'fwd ms':>8} {'step ms':>8} "
+        f"{'of one':>11} {'of predicted':>12} {'sdpa':>8} {'flex':>8}"
+    ]
+    for row in completed(rows):
+        line = f"{row['program']:14} {row['heads']:6} {row['ranks']:4} {row['tokens']:7}"
+        peers = " ".join(f"{_peer(row, system):>8}" for system in PEERS)
+        if "attndsl_step_ms" in row:
+            found = shares(row)
+            kept = f"{found['forward_kept']:.2f} {found['step_kept']:.2f}"
+            told = f"{1 + found['forward_error']:.2f} {1 + found['step_error']:.2f}"
+            bits = "" if row.get("same_bits", True) else " other bits"
+            line += (
+                f" {row['attndsl_forward_ms']:8.2f} {row['attndsl_step_ms']:8.2f} {kept:>11} "
+                f"{told:>12} {peers}{bits}"
+            )
+        else:
+            line += f" {'-':>8} {'-':>8} {'-':>11} {'-':>12} {peers} {row.get('why', '')[:50]}"
+        lines.append(line.rstrip())
+    reasons = [f"{x[:150]}" for x in _reasons(rows) if x]
+    return "\n".join([*lines, *reasons[:12]])
+
+
+def _peer(row: dict[str, Any], system: str) -> str:
+    """Milliseconds of a step, or a word for why there are none."""
+    if f"{system}_step_ms" in row:
+        return f"{row[f'{system}_step_ms']:.2f}"
+    return "why" if f"{system}_why" in row else "-"
+
+
+def merged(files: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """Rows of several runs, in order: figures of a part are those of the last run that has any."""
+    found: dict[tuple[Any, ...], dict[str, Any]] = {}
+    for row in (row for rows in files for row in rows):
+        key = tuple(row[x] for x in KEY)
+        whole = found.get(key, {}) | row
+        for step, why in (
+            ("attndsl_step_ms", "why"),
+            *((f"{x}_step_ms", f"{x}_why") for x in PEERS),
+        ):
+            if step in whole:
+                whole.pop(why, None)
+        found[key] = whole
+    order = [*TEXTS]
+    return sorted(
+        found.values(),
+        key=lambda x: (x["ranks"], x["tokens"], x["heads"], order.index(x["program"])),
+    )
