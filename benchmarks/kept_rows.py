@@ -113,11 +113,12 @@ def first(name: str, folders: Sequence[Path]) -> Results | None:
 def merged(old: Results | None, new: Results, shape: Shape) -> Results:
     """The results of both. New rows replace old ones, unless they say less."""
     rows: dict[str, Row] = {}
-    for results in (old, new):
-        for row in results["rows"] if results else ():
+    for results in (old, new) if old else (new,):
+        for row in results["rows"]:
             key = shape.key(row)
             if key not in rows or not _says_less(row, rows[key], shape):
-                rows[key] = {**row, "commit": row.get("commit") or results["versions"]["commit"]}
+                at = row.get("commit") or results["versions"].get("commit")
+                rows[key] = {**row, "commit": at}
     return {**new, "rows": list(rows.values())}
 
 

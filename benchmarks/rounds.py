@@ -80,18 +80,17 @@ class Round:
 
     def missing(self, results: Results | None, since: Since) -> tuple[str, ...]:
         """Names without a figure in ``results``, or with one of an older commit."""
-        rows = results["rows"] if results else []
+        found = results or {"rows": [], "versions": {}}
 
         def is_there(name: str) -> bool:
-            own = [row for row in rows if str(row.get(self.item)) == name]
+            own = [row for row in found["rows"] if str(row.get(self.item)) == name]
             if self.ours:
                 own = [row for row in own if row.get(self.ours[0]) == self.ours[1]]
-            assert results is not None or not own
             return len(own) >= self.each and all(
                 self.shape.has_figure(row)
-                and not since.is_older(row.get("commit") or results["versions"].get("commit"))
+                and not since.is_older(row.get("commit") or found["versions"].get("commit"))
                 for row in own
-            )  # fmt: skip
+            )
 
         return tuple(name for name in self.names() if not is_there(name))
 

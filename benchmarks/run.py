@@ -172,7 +172,7 @@ def _of_plan(options: argparse.Namespace, parser: argparse.ArgumentParser) -> in
     except Unknown as error:
         parser.error(str(error))
     if options.list:
-        print(listing(jobs_of(plan, folders, since, "")))
+        print(listing(jobs_of(plan, folders, since, None)))
         return 0
     if options.minutes is None or not 0 < options.minutes <= _MOST_MINUTES:
         parser.error("--missing needs --minutes, from 0 to 1440")
