@@ -3,7 +3,8 @@
     python benchmarks/gallery_times.py [--rows "causal;alibi"] [--processes 8] [--output FILE]
 
 Shapes are those of the gallery's times: batch 2, 16 heads, length 8192, head dim 128, bf16. Values
-of params and tensors are those with which the gallery counts tiles; others are made up.
+of params and tensors are those with which the gallery counts tiles, as are sizes of dims that
+tensors name; others are made up.
 ``forward_ms`` is a call without gradients, ``backward_ms`` the gradients of q, k and v, both the
 median of rounds by CUDA events. ``difference`` is the relative distance of the output to that of
 the reference backend at 512 rows. Several processes compile the kernels of all programs first.
@@ -64,7 +65,7 @@ class Case:
         given = {n: x(length) if callable(x) else x for n, x in setting.items()}
         sizes = {
             "batch": BATCH, "heads": HEADS, "kv_heads": HEADS, "q_len": length, "kv_len": length,
-            "head_dim": dim, **entry.setting.dims,
+            "head_dim": dim, **entry.setting.sizes,
         }  # fmt: skip
         program = self.attention.lowered.program
         made = make_for_picture(program, sizes, 0, given)

@@ -18,6 +18,8 @@ import torch
 from support.scripts import loader
 
 import attndsl
+from attndsl.backends.tiled.dots import why_tiles
+from attndsl.compiled import located_call
 
 FOLDER = Path(__file__).parents[1] / "benchmarks"
 
@@ -974,6 +976,21 @@ def test_programs_of_the_gallery_are_timed(script, monkeypatch):
         assert row["backward_ms"] > 0
     broken = dataclasses.replace(entries["softcap"], text="score = softcap()")
     assert "softcap" in times.measured(broken, tiny=True)["why"]
+
+
+def test_kernels_take_the_products_of_rows_of_the_gallery(script, monkeypatch):
+    """Torch operations would take minutes at the gallery's length."""
+    monkeypatch.setattr("sys.path", list(sys.path))
+    times = script("gallery_times")
+    found = []
+    for name, entry in times.entries().items():
+        if attndsl.compile(entry.text).lowered.contractions is None:
+            continue
+        case = times.Case(entry, times.LENGTH, times.DIM, "cpu")
+        captures = {"captures": case.captures}
+        assert why_tiles(*located_call(case.attention, tuple(case.operands), captures)) is None
+        found.append(name)
+    assert "latent.py" in found
 
 
 def test_a_run_of_the_gallery_that_was_cut_goes_on(script, tmp_path, capsys):

@@ -6,10 +6,12 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
+from attndsl.ir import Op, toposort
 from attndsl.passes.tiles.plan import BACKWARD_KV, FORWARD
 
 from ..kernels.config import Config
 from ..kernels.kernel import FixedKernel, Kernel, Task
+from ..kernels.pair_work import instructions
 from .arguments import arguments_of
 from .blocks import block_width, widest
 from .features.skips import parts_of_lists
@@ -32,6 +34,10 @@ _MOST_WORK_OF_THREE = 30
 _MOST_WORK_OF_LARGE = 40
 """Instructions a pair beyond which a backward of D64 spills more with tiles of 128 x 128 than with
 tiles of 64 x 128."""
+
+_MOST_WORK_BESIDE_PARAMS = 30
+"""Instructions a pair of a score that reads run-time params, beyond which forwards of D128 spill
+with tiles of 128 x 128: see M36 in docs/measured.md."""
 
 _STATISTICS = {64: Config(128, 64, 8, 2), 128: Config(128, 64, 8, 3), 256: Config(64, 32, 8, 2)}
 """Launch options of the kernels around a backward, by its wider head dim."""
@@ -58,12 +64,27 @@ def _configs(job: Job, machine: Machine) -> tuple[Config, ...]:
     found = candidates(task, widest(facts), plain, job.work, column, dropped, own)
     if forward and (facts.narrow_rows or job.work_of_pair > _MOST_WORK_OF_THREE):
         found = tuple(config for config in found if config.consumers < 3)
+    if forward and _is_long_with_params(job):
+        found = tuple(sorted(found, key=lambda config: config.block_n))
     if facts.adds_diagonals:
         found = for_busy_producers(found)
     if facts.takes_turns:
         # Programs take work tiles in their order, one after the other.
         found = tuple(config for config in found if config.persistent)
     return fitting(task, facts, found) if facts.pair_tiles else found
+
+
+def _is_long_with_params(job: Job) -> bool:
+    """Whether a score takes many instructions a pair, and reads params that are given at the call.
+
+    What follows from params alone stays in registers beside the scores of a tile.
+    """
+    pair = job.lowered.placed.pair
+    return (
+        pair is not None
+        and any(item.op is Op.PARAM for item in toposort(pair))
+        and instructions((pair,), job.facts) > _MOST_WORK_BESIDE_PARAMS
+    )
 
 
 def _more_configs(found: tuple[Config, ...], job: Job) -> tuple[Config, ...]:

@@ -145,6 +145,30 @@ def test_short_rows_get_the_work_tiles_that_they_fill(q_len, rows):
         assert found[0].persistent
 
 
+@pytest.mark.parametrize(
+    ("text", "columns"),
+    [
+        ("param n: int; param m: int; tensor t[heads, n]: float; "
+         "score = score + t[h, t5_bucket(kv - q, n, m)]", 64),
+        ("param n: int; param m: int; tensor t[heads, n]: float; mask = causal(); "
+         "score = score + t[h, t5_bucket_causal(q - kv, n, m)]", 64),
+        ("tensor t[heads, 32]: float; score = score + t[h, t5_bucket(q - kv, 32, 128)]", 128),
+        ("param cap: float; score = softcap(cap)", 128),
+        ("param w: int; mask = causal() and q - kv < w", 128),
+    ],
+)  # fmt: skip
+def test_long_scores_with_params_begin_with_few_keys(text, columns):
+    """Larger tiles spill there, and take three compilations to find that out."""
+    machine, lowered = machine_of("cuda:90"), lower(Source(text), {})
+    tensors = {decl.name: torch.zeros(2, 32) for decl in lowered.program.tensors}
+    params = {decl.name: 32.0 if decl.name == "cap" else 32 for decl in lowered.program.params}
+    for head_dim, expected in ((64, 128), (128, columns)):
+        call = call_of(q_len=1024, head_dim=head_dim, value_dim=head_dim)
+        call = call._replace(tensors=tensors, params=params)
+        (job,) = Hopper().jobs(lowered, call, Task.FORWARD, None, None)
+        assert job.kernel.configs(job.on(machine), machine)[0].block_n == expected
+
+
 @pytest.mark.parametrize("name", HOPPER)
 def test_each_kernel_is_found_in_its_module(name):
     """Which no test of a launch sees where what is compiled is a stand-in."""
