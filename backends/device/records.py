@@ -31,6 +31,18 @@ class Head(NamedTuple):
     hkv: Any
 
 
+class Scope(NamedTuple):
+    """What all functions of a program may read: the head, sizes, and what the program adds.
+
+    A kernel makes one as soon as it knows the head.
+    """
+
+    head: Head
+    sizes: Sizes
+    given: Any
+    """The generated ``Given``."""
+
+
 class Origins(NamedTuple):
     """What gives logical positions of rows and of keys: an offset, or where one or a map lies."""
 
@@ -170,15 +182,16 @@ class PartOfTiles(NamedTuple):
 
 
 class UnitPlaces(NamedTuple):
-    """Where packed rows lie: their tile of queries, their first head, and the heads of all rows.
+    """Where packed rows lie: their tile of queries, the scope of their first head, and of each row.
 
-    ``token`` is the first one of their request, 0 where rows are not packed by tokens. ``wrong``
-    tells whether their batch entry has a number of keys or an offset that cannot be.
+    The head of ``scope_of_rows`` has a column of numbers of query heads. ``token`` is the first one
+    of their request, 0 where rows are not packed by tokens. ``wrong`` tells whether their batch
+    entry has a number of keys or an offset that cannot be.
     """
 
     tile: Any
-    head: Any
-    heads: Any
+    scope: Scope
+    scope_of_rows: Scope
     token: Any
     wrong: Any
 

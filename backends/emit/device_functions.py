@@ -10,17 +10,15 @@ from typing import TYPE_CHECKING
 from attndsl.ir import DType
 
 from .draws import PARAMETERS
-from .text import INDENT, device_function
+from .text import INDENT, scope_function
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from .facts import KernelFacts
 
-PAIR = "head, q, kv, sizes"
-"""What functions of pairs take beside the score and what the program adds."""
-HEAD = "head, sizes"
-"""The same of functions of a head."""
+PAIR = "q, kv"
+"""What functions of pairs take beside the score and the scope."""
 
 
 def parameters(facts: KernelFacts) -> list[str]:
@@ -57,12 +55,12 @@ def record_of_given(names: Sequence[str]) -> str:
 def program_function(
     name: str, arguments: str, facts: KernelFacts, doc: str, body: list[str], reads: bool
 ) -> str:
-    """A device function that takes ``arguments`` and ``given``.
+    """A device function that takes ``arguments`` and the scope.
 
     ``reads``: it may read params.
     """
     prologue = param_values(facts) if reads else []
-    return device_function(name, f"{arguments}, given", doc, [*prologue, *body])
+    return scope_function(name, arguments, doc, [*prologue, *body])
 
 
 def param_values(facts: KernelFacts, scalar: bool = False) -> list[str]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ..dense import philox
-from .text import device_function
+from .text import scope_function
 
 if TYPE_CHECKING:
     from ..base import Call
@@ -83,14 +83,15 @@ def kept_function(kinds: Kinds | None) -> str:
         function = "kept_single_pairs"
         by_position = ", ".join(str(kind == POSITION) for kind in kinds)
         more = f"q, kv, (given.draws_row, given.draws_key), {by_position}, "
-    return device_function(
+    return scope_function(
         "kept_of_tile",
-        "row, column, p, head, q, kv, sizes, given, ROWS: tl.constexpr, COLUMNS: tl.constexpr",
+        "row, column, p, q, kv",
         "Which pairs of a tile dropout keeps, as int8 (ROWS, COLUMNS).",
         [
             f"number = {number_of_head(kinds)}",
             f"return {function}(row, column, p, number, given.seed, {more}ROWS, COLUMNS)",
         ],
+        "ROWS: tl.constexpr, COLUMNS: tl.constexpr",
     )
 
 
@@ -99,12 +100,12 @@ def drop_function(kinds: Kinds | None) -> str:
     function, more = "drop_of_head", ""
     if kinds is not None:
         function, more = "drop_of_part", ", given.draws_row, given.draws_key"
-    return device_function(
+    return scope_function(
         "drop_of_item",
-        "head, sizes, given",
+        "",
         "What decides which pairs of a head are kept.",
         [
-            "chance = drop_probability(head, sizes, given)",
+            "chance = drop_probability(scope)",
             f"number = {number_of_head(kinds)}",
             f"return {function}(chance, number, given.seed{more})",
         ],

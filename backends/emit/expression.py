@@ -1,9 +1,9 @@
 """IR expressions as Triton source: one local a line for shared values, the rest inline.
 
-The text reads the records ``head``, ``sizes`` and ``given`` (:mod:`..device.records`). It is
-independent of the tile's orientation: what records hold are scalars, ``q`` and ``kv`` broadcast
-against each other (one is a column, the other a row), ``score`` has the shape of the tile. Floats
-are fp32; ints are 32 bits where :mod:`attndsl.passes.widths` proves that exact.
+The text reads ``head``, ``sizes`` and ``given``, the parts of the scope (:mod:`..device.records`).
+It is independent of the tile's orientation: what records hold are scalars, ``q`` and ``kv``
+broadcast against each other (one is a column, the other a row), ``score`` has the shape of the
+tile. Floats are fp32; ints are 32 bits where :mod:`attndsl.passes.widths` proves that exact.
 
 Non-goals: choosing what to hoist out of loops.
 """

@@ -15,7 +15,7 @@ from attndsl.passes.tiles.plan import OWN
 from attndsl.passes.widths import fits, ranges
 
 from .expression import Names, print_expressions
-from .text import device_function
+from .text import scope_function
 
 if TYPE_CHECKING:
     from attndsl.ir import Node
@@ -29,7 +29,6 @@ rows, two more for each: which of the PARTIAL tiles, in their order, is its firs
 behind its last; of a part without any the number of tiles along, and 0. ``tile_list``: int32 (own
 tiles, tiles along) a map: FULL tiles from the front, PARTIAL ones from the back. The steps are the
 own tiles between the maps of two batch entries, and of two heads."""
-_CALL = "head, sizes, shift, given"
 _ROW = "row = (head.b * given.list_step_b + head.h * given.list_step_h + tile).to(tl.int64)"
 
 
@@ -83,9 +82,9 @@ def _tile_function(
 ) -> str:
     """``NAME_tile``; each branch ends in a ``return``."""
     branches = ["if PARTIAL:", *map(_indented, partial), "else:", *map(_indented, full)]
-    first = "step, visits, tile"
-    return device_function(
-        f"{name}_tile", f"{first}, {_CALL}, PARTIAL: tl.constexpr", doc, [*prologue, *branches]
+    body = [*prologue, *branches]
+    return scope_function(
+        f"{name}_tile", "step, visits, tile, shift", doc, body, "PARTIAL: tl.constexpr"
     )
 
 
@@ -271,4 +270,4 @@ def _element(start: str, step: int) -> str:
 
 
 def _function(name: str, first: str, doc: str, body: list[str]) -> str:
-    return device_function(name, f"{first}, {_CALL}", doc, body)
+    return scope_function(name, f"{first}, shift", doc, body)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import textwrap
 from typing import TYPE_CHECKING
 
@@ -21,6 +22,22 @@ def device_function(name: str, arguments: str, doc: str, body: Sequence[str]) ->
             *(INDENT + line for line in body),
         ]
     )
+
+
+def scope_function(
+    name: str, arguments: str, doc: str, body: Sequence[str], constants: str = ""
+) -> str:
+    """The same of one that takes a ``Scope`` behind ``arguments`` and before ``constants``.
+
+    Its ``body`` calls the parts of the scope by their names.
+    """
+    parts = [
+        f"{part} = scope.{part}"
+        for part in ("head", "sizes", "given")
+        if any(re.search(rf"\b{part}\.", line) for line in body)
+    ]
+    taken = ", ".join(filter(None, (arguments, "scope", constants)))
+    return device_function(name, taken, doc, [*parts, *body])
 
 
 def wrapped(names: Sequence[str]) -> list[str]:

@@ -71,7 +71,7 @@ def _store_values(
         body.append(f"store_extremes({text}, inside, {low}, {high})")
     text = program_function(
         f"store_{stem}_values",
-        f"ints, floats, place, inside, head, {position}, sizes",
+        f"ints, floats, place, inside, {position}",
         facts,
         f"Store the bounds of what the mask needs to know of a {stem} tile.",
         body,
@@ -104,7 +104,7 @@ def _bounds(bounds: Bounds, facts: KernelFacts) -> tuple[str, set[str]]:
     printed = print_expressions((bounds.may, bounds.must), facts.names())
     text = program_function(
         "bounds_of_tile",
-        "values, row, column, inside, head, sizes",
+        "values, row, column, inside",
         facts,
         "Whether pairs of the tiles may be live, and whether all must be.",
         [

@@ -80,8 +80,8 @@ def print_functions(
         of_pairs.append(("slope_of_weight", by_score, "The weight's derivative by the score."))
     of_parts = (
         ("factor_of_score", placed.inner, "", "A factor of scale * (q . k)."),
-        ("row_of_score", row, "q, origin, q_parts, ", "What the score has of the row alone."),
-        ("column_of_score", column, "kv, away, kv_parts, ", "What it has of the column alone."),
+        ("row_of_score", row, "q, origin, q_parts", "What the score has of the row alone."),
+        ("column_of_score", column, "kv, away, kv_parts", "What it has of the column alone."),
         ("steepness_of_column", placed.steepness, "", "The column's part by its distance."),
         ("factor_of_weights", common, "", "A factor of all weights of a head."),
         ("sink_of_head", program.sink, "", "The logit that is in the denominator of each row."),
@@ -144,8 +144,7 @@ def _part_function(
             result = f"tl.full([], {result}, tl.float32)"
         lines, used = _spread_parts(root, "{}_parts")
         body, used = [*lines, *printed.lines, f"return {result}"], used | printed.helpers
-    first = f"head, {positions}sizes"
-    return program_function(name, first, facts, doc, body, root is not None), used
+    return program_function(name, positions, facts, doc, body, root is not None), used
 
 
 def _parts_function(
@@ -164,7 +163,7 @@ def _parts_function(
         used = set(printed.helpers)
     return program_function(
         f"{variable}_parts_of_pairs",
-        f"head, {variable}, sizes",
+        variable,
         facts,
         f"What masks and scores look up by ``{variable}`` alone.",
         body,

@@ -118,16 +118,15 @@ class Work(NamedTuple):
 
     tile: Any
     """Its index: of queries in a forward, of keys in a backward."""
-    head: Any
+    scope: Any
+    """The head, the call's sizes, and what the program adds."""
     visits: Any
     nothing: Any
     """Whether it has no tile, so that one beyond all keys stands for it."""
     uses_fixed_max: Any
     """Whether FULL tiles may keep the maximum that they find."""
-    sizes: Any
     origins: Any
     shift: Any
-    given: Any
 
 
 class Rows(NamedTuple):

@@ -11,7 +11,6 @@ from attndsl.ir import Op, dependencies, reads_score
 from attndsl.passes.distance import meets_distances_alone
 
 from ..emit.device_functions import (
-    HEAD,
     param_values,
     parameters,
     program_function,
@@ -208,4 +207,4 @@ def _head_function(
         # A tile of one element, or a number.
         result = form.format(f"{printed.terms[0]} + tl.zeros([1, 1], tl.float32)")
         body, helpers = [*printed.lines, f"return {result}"], set(printed.helpers)
-    return program_function(name, HEAD, facts, doc, body, root is not None), helpers
+    return program_function(name, "", facts, doc, body, root is not None), helpers

@@ -10,7 +10,6 @@ from attndsl.ir import NO_ENTRIES, DType, Op, const, load, mentions, node, size,
 from attndsl.passes.widths import POSITION_LIMIT
 
 from ..emit.device_functions import (
-    HEAD,
     param_values,
     parameters,
     program_function,
@@ -111,12 +110,12 @@ def _wrong_entries(program: Program, facts: KernelFacts) -> tuple[str, set[str]]
             number = load(name, DType.INT, var("b"))
             wrong.append(node(Op.OR, node(Op.LT, number, low), node(Op.LT, high, number)))
     if not wrong:
-        return program_function("is_wrong", HEAD, facts, doc, ["return False"], False), set()
+        return program_function("is_wrong", "", facts, doc, ["return False"], False), set()
     printed = print_expressions(
         (reduce(partial(node, Op.OR), wrong),), replace(facts.names(), scalar=True)
     )
     body = [*printed.lines, f"return {printed.results[0]}"]
-    return program_function("is_wrong", HEAD, facts, doc, body, False), set(printed.helpers)
+    return program_function("is_wrong", "", facts, doc, body, False), set(printed.helpers)
 
 
 def _is_looked_up(mask: Node | None) -> bool:

@@ -12,7 +12,7 @@ from attndsl.ir import Op
 
 from ..emit.device_functions import PAIR, program_function
 from ..emit.expression import Printer, element_offset
-from ..emit.text import device_function
+from ..emit.text import device_function, scope_function
 from ..gradients.terms import ONE, SOURCES, lines_of, terms_of
 from ..kernels.kernel import NO_SUMS, Sums
 
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from ..gradients.terms import Term
 
 _TILE, _ROWS = "[BLOCK_M, BLOCK_N]", "[BLOCK_M]"
-ROWS = Sums(_ROWS, "sums, rows, head, sizes, given", along="row")
-COLUMNS = Sums("[BLOCK_N]", "sums, columns, head, sizes, given", along="column")
+ROWS = Sums(_ROWS, "sums, rows", along="row")
+COLUMNS = Sums("[BLOCK_N]", "sums, columns", along="column")
 DIAGONALS = Sums(_TILE)
 """Of dS alone. torch makes gradients of the sums."""
 PAIRS = Sums(_TILE, "sums, share, inside, sizes, given")
@@ -173,6 +173,8 @@ def _end(count: int, facts: KernelFacts, kind: Sums) -> str:
                 f"store_pairs(given.PAIR_SUMS{number}, steps, {total}, share, inside, sizes)",
             ]
     doc = "Store the sums." if body else "Nothing is left to store."
+    if kind.along:
+        return scope_function("store_sums", kind.stored_from, doc, body or ["return"])
     return device_function("store_sums", kind.stored_from, doc, body or ["return"])
 
 

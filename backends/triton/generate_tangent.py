@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from attndsl.ir import DType, Node, Op, Program, const, load, node, param, reads_score
 from attndsl.passes.differentiate import differentiate
 
-from ..emit.device_functions import HEAD, PAIR, program_function
+from ..emit.device_functions import PAIR, program_function
 from ..emit.expression import print_expressions
 from ..emit.tangents import moved_name
 from ..gradients.terms import ONE, derivatives
@@ -82,7 +82,7 @@ def _function(source: str, root: Node, facts: KernelFacts) -> tuple[str, set[str
     if source == "sink":
         # A tile of one element, or a number.
         result = f"return tl.sum({printed.terms[0]} + tl.zeros([1, 1], tl.float32))"
-        name, first = "moved_sink_of_head", HEAD
+        name, first = "moved_sink_of_head", ""
     else:
         spread = "" if reads_score(root) else " + tl.zeros(score.shape, tl.float32)"
         result = f"return {printed.terms[0]}{spread}"

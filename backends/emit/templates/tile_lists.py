@@ -15,7 +15,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from attndsl.backends.device.records import Extremes, Head, Place, Sizes
+from attndsl.backends.device.records import Extremes, Head, Place, Scope, Sizes
 from attndsl.backends.device.library import positions
 
 #: imports
@@ -73,22 +73,20 @@ def summarise(
     kv_tiles = tl.cdiv(kv_len, BLOCK_N)
     place = tl.program_id(0) % (q_tiles + kv_tiles)
     number = tl.program_id(0) // (q_tiles + kv_tiles)
-    head = head_of_map(number, map_heads, sizes)
+    scope = Scope(head_of_map(number, map_heads, sizes), sizes, given)
     if place < q_tiles:
         rows = rows_of_tile(place, BLOCK_M)
         q = positions(tl.minimum(rows, q_len - 1), q_len, q_origin, Q_KIND)[:, None]
         rows_inside = (rows < q_len)[:, None]
         of_rows = Place(number, place, q_tiles)
-        store_row_values(row_ints, row_floats, of_rows, rows_inside, head, q, sizes, given)
+        store_row_values(row_ints, row_floats, of_rows, rows_inside, q, scope)
     else:
         tile = place - q_tiles
         columns = rows_of_tile(tile, BLOCK_N)
         kv = positions(tl.minimum(columns, kv_len - 1), kv_len, kv_origin, KV_KIND)[:, None]
         columns_inside = (columns < kv_len)[:, None]
         of_columns = Place(number, tile, kv_tiles)
-        store_column_values(
-            column_ints, column_floats, of_columns, columns_inside, head, kv, sizes, given
-        )
+        store_column_values(column_ints, column_floats, of_columns, columns_inside, kv, scope)
 
 
 @triton.jit
@@ -109,12 +107,12 @@ def classify(
     chunk = tl.program_id(0) % chunks
     row = (tl.program_id(0) // chunks) % q_tiles
     number = tl.program_id(0) // chunks // q_tiles
-    head = head_of_map(number, map_heads, sizes)
+    scope = Scope(head_of_map(number, map_heads, sizes), sizes, given)
     tile = chunk * CHUNK + tl.arange(0, CHUNK)[None, :]
     inside = tile < kv_tiles
     may, must = bounds_of_tile(
         Extremes(row_ints, row_floats, column_ints, column_floats),
-        Place(number, row, q_tiles), Place(number, tile, kv_tiles), inside, head, sizes, given,
+        Place(number, row, q_tiles), Place(number, tile, kv_tiles), inside, scope,
     )
     kind = tl.where(must, 2, tl.where(may, 1, 0)) + tl.zeros([1, CHUNK], tl.int32)
     place = (number * q_tiles + row).to(tl.int64) * kv_tiles + tile
@@ -140,14 +138,14 @@ def refine(
         tile = tl.program_id(0) % kv_tiles
         row = (tl.program_id(0) // kv_tiles) % q_tiles
         number = tl.program_id(0) // kv_tiles // q_tiles
-        head = head_of_map(number, map_heads, sizes)
+        scope = Scope(head_of_map(number, map_heads, sizes), sizes, given)
         rows = rows_of_tile(row, BLOCK_M)
         columns = rows_of_tile(tile, BLOCK_N)
         q = positions(rows, q_len, q_origin, Q_KIND)[:, None]
         kv = positions(columns, kv_len, kv_origin, KV_KIND)[None, :]
         there = (rows < q_len)[:, None] & (columns < kv_len)[None, :]
         zeros = (rows[:, None] + columns[None, :]) * 0
-        mask = mask_of_pair(zeros, there, head, q, kv, sizes, given)
+        mask = mask_of_pair(zeros, there, q, kv, scope)
         live = tl.where(mask, 1, 0) + zeros
         some = tl.max(tl.where(there, live, 0))
         every = tl.min(tl.where(there, live, 1))

@@ -32,7 +32,7 @@ def add_query_tile(
 
     Tiles are (keys, queries).
     """
-    head, sizes = work.head, work.sizes
+    head, sizes = work.scope.head, work.scope.sizes
     dk, dv, column_sums = sums
     WIDTH: gl.constexpr = D // 2
     stage, phase = slot_of(tile_index, STAGES)
@@ -200,12 +200,13 @@ def consume_work(
     before = 0.0
     for member in range(0, group):
         head = Head(b, hkv * group + member, hkv)
-        visits, masked = count_tiles(tile, head, sizes, shift, given)
-        work = Work(tile, head, visits, None, None, sizes, call.origins, shift, given)
+        scope = Scope(head, sizes, given)
+        visits, masked = count_tiles(tile, shift, scope)
+        work = Work(tile, scope, visits, None, None, call.origins, shift)
         keys = keys_of_head(own, numbers, places, kv, origin, ragged, call.scale, work)
         kept = None
         if HAS_DROPOUT:
-            chance = drop_probability(head, sizes, given)
+            chance = drop_probability(scope)
             keep_factor = factor_of_kept(chance)
             kept = Kept(keep_factor, gl.log2(keep_factor), 1.0 / keep_factor)
         column_sums = partial_row_sums(zeros)
@@ -254,7 +255,7 @@ def consume_work(
     dk_out = Tensor(out.dk, out.dk_b, out.dk_h, out.dk_n)
     store_rows(dk_out, rows_to_store(dk * call.scale), own, b, hkv, sizes.kv_len, HEAD_DIM)
     if HAS_COMMON:
-        dv = dv * factor_of_weights(Head(b, 0, hkv), sizes, given)
+        dv = dv * factor_of_weights(Scope(Head(b, 0, hkv), sizes, given))
     dv_out = Tensor(out.dv, out.dv_b, out.dv_h, out.dv_n)
     store_rows(dv_out, rows_to_store(dv), own, b, hkv, sizes.kv_len, VALUE_DIM)
     return tile_index

@@ -26,7 +26,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from attndsl.backends.device.records import (
-    Head, KeyGradients, Origins, Sizes, Tensor, Visits,
+    Head, KeyGradients, Origins, Scope, Sizes, Tensor, Visits,
 )
 from attndsl.backends.hopper import dialect as tl
 from attndsl.backends.hopper.library import (
@@ -63,11 +63,11 @@ def place_of_work(work_tile, call):
 
 
 @gluon.jit
-def count_tiles(tile, head, sizes, shift, given):
+def count_tiles(tile, shift, scope):
     """As ``kv_pass_visits``, and how many tiles need the mask's code: all, beside missing keys."""
-    visits = kv_pass_visits(tile, head, sizes, shift, given)
+    visits = kv_pass_visits(tile, shift, scope)
     # Missing keys are zeros, whose weights may be infinite: infinity times zero would spoil dQ.
-    ragged = (tile + 1) * BLOCK_N > sizes.kv_len
+    ragged = (tile + 1) * BLOCK_N > scope.sizes.kv_len
     masked = visits.partial + visits.full
     if PEELED:
         masked = gl.where(ragged, masked, visits.partial)
@@ -77,9 +77,7 @@ def count_tiles(tile, head, sizes, shift, given):
 @gluon.jit
 def tile_at(step, work, PARTIAL: gl.constexpr):
     """Index of tile number ``step`` of the PARTIAL ones, or of the FULL ones."""
-    return kv_pass_tile(
-        step, work.visits, work.tile, work.head, work.sizes, work.shift, work.given, PARTIAL
-    )
+    return kv_pass_tile(step, work.visits, work.tile, work.shift, work.scope, PARTIAL)
 
 
 @gluon.jit
@@ -150,15 +148,16 @@ def load_work(work_tile, work_index, tiles_before, memory, call):
         sums_before = given.DISTANCE_SUMS
     for member in range(0, group):
         head = Head(b, hkv * group + member, hkv)
-        visits, masked = count_tiles(tile, head, sizes, shift, given)
-        work = Work(tile, head, visits, None, None, sizes, call.origins, shift, given)
+        scope = Scope(head, sizes, given)
+        visits, masked = count_tiles(tile, shift, scope)
+        work = Work(tile, scope, visits, None, None, call.origins, shift)
         if TAKES_TURNS:
             ahead = tiles_ahead(masked, work)
         row = (b * sizes.heads + head.h) * call.padded
         if ADDS_DIAGONALS:
             line = line_of_sums(tile, head, call)
         if HAS_DROPOUT:
-            drop = drop_of_item(head, sizes, given)
+            drop = drop_of_item(scope)
         for step in range(0, visits.partial + visits.full):
             if TAKES_TURNS:
                 first = BLOCK_M * q_tile_in_turn(step, ahead, masked, work)
@@ -204,13 +203,12 @@ def keys_of_tile(first, NUMBER: gl.constexpr, sizes, origins):
 @gluon.jit
 def keys_of_head(first, numbers, places, kv, origin, ragged, scale, work):
     """A consumer's keys as one query head sees them."""
-    head, sizes, given = work.head, work.sizes, work.given
-    kv_parts = kv_parts_of_pairs(head, places, sizes, given)
-    column2 = LOG2E * column_of_score(
-        head, places, (places - origin).to(gl.float32), kv_parts, sizes, given,
-    )
+    scope = work.scope
+    kv_parts = kv_parts_of_pairs(places, scope)
+    away = (places - origin).to(gl.float32)
+    column2 = LOG2E * column_of_score(places, away, kv_parts, scope)
     if HAS_FACTOR:
-        scale = scale * factor_of_score(head, sizes, given)
+        scale = scale * factor_of_score(scope)
     return KeyRows(first, numbers, kv, kv_parts, column2, origin, ragged, scale)
 
 
@@ -218,8 +216,8 @@ def keys_of_head(first, numbers, places, kv, origin, ragged, scale, work):
 def parts_of_queries(first, work):
     """What is looked up by the tile's queries: by neighbouring threads, once."""
     rows = first + gl.arange(0, BLOCK_M, layout=gl.BlockedLayout([1], [32], [4], [0]))
-    q = positions(rows, work.sizes.q_len, work.origins.q, Q_KIND)
-    return q_parts_of_pairs(work.head, q, work.sizes, work.given)
+    q = positions(rows, work.scope.sizes.q_len, work.origins.q, Q_KIND)
+    return q_parts_of_pairs(q, work.scope)
 
 
 @gluon.jit
@@ -228,37 +226,29 @@ def weights_of_tile(score, first, parts, lse2, keys, work, PARTIAL: gl.constexpr
 
     A softmax weight's slope is the weight itself, once delta is taken off the weight's gradient.
     """
-    head, sizes, given, kv = work.head, work.sizes, work.given, keys.kv
+    scope, sizes, kv = work.scope, work.scope.sizes, keys.kv
     QUERIES: gl.constexpr = gl.SliceLayout(0, SCORES)
     rows = count_up(first, BLOCK_M, QUERIES)
     places = places_of(first, sizes.q_len, work.origins.q, Q_KIND, BLOCK_M, QUERIES)
     derivative = 1.0
     if HAS_ROW:
-        part = row_of_score(head, places, keys.origin, parts.q, sizes, given)
+        part = row_of_score(places, keys.origin, parts.q, scope)
         lse2 = lse2 - part * LOG2E
     if PARTIAL or MODIFIED or HAS_DERIVATIVE or OWN_WEIGHTS:
         q = places[None, :]
         live = (rows < sizes.q_len)[None, :] & (keys.numbers < sizes.kv_len)[:, None]
         raw = score * keys.scale
     if HAS_DERIVATIVE:
-        derivative, _ = gl.broadcast(
-            derivative_of_pair(raw, live, parts, head, q, kv, sizes, given), score
-        )
+        derivative, _ = gl.broadcast(derivative_of_pair(raw, live, parts, q, kv, scope), score)
     if MODIFIED:
-        final, _ = gl.broadcast(
-            score_of_pair(raw, live, parts, head, q, kv, sizes, given), score
-        )
+        final, _ = gl.broadcast(score_of_pair(raw, live, parts, q, kv, scope), score)
     if PARTIAL and MASKED:
-        allowed = mask_of_pair(raw, live, parts, head, q, kv, sizes, given)
+        allowed = mask_of_pair(raw, live, parts, q, kv, scope)
     if OWN_WEIGHTS:
         if not MODIFIED:
             final = raw
-        p, _ = gl.broadcast(
-            weight_of_pair(final, live, parts, head, q, kv, sizes, given), score
-        )
-        p_slope, _ = gl.broadcast(
-            slope_of_weight(final, live, parts, head, q, kv, sizes, given), score
-        )
+        p, _ = gl.broadcast(weight_of_pair(final, live, parts, q, kv, scope), score)
+        p_slope, _ = gl.broadcast(slope_of_weight(final, live, parts, q, kv, scope), score)
         if PARTIAL:
             if MASKED:
                 live = live & allowed

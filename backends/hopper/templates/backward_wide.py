@@ -36,7 +36,7 @@ def add_query_tile(
 
     Tiles are (keys, queries).
     """
-    head, sizes = work.head, work.sizes
+    head, sizes = work.scope.head, work.scope.sizes
     stage, phase = slot_of(tile_index, STAGES)
     first = q_index * BLOCK_M
     # An index that no compiler knows to be zero: see ``backward``.
@@ -134,9 +134,9 @@ def consume_work(
     group = sizes.heads // sizes.kv_heads
     tile_index = tiles_before
     for member in range(0, group):
-        head = Head(b, hkv * group + member, hkv)
-        visits, masked = count_tiles(tile, head, sizes, shift, given)
-        work = Work(tile, head, visits, None, None, sizes, call.origins, shift, given)
+        scope = Scope(Head(b, hkv * group + member, hkv), sizes, given)
+        visits, masked = count_tiles(tile, shift, scope)
+        work = Work(tile, scope, visits, None, None, call.origins, shift)
         keys = keys_of_head(own, numbers, places, kv, origin, ragged, call.scale, work)
         for FULL in gl.static_range(2 if KV_PASS_HAS_FULL and PEELED else 1):
             end = visits.partial + visits.full if FULL else masked
@@ -151,7 +151,7 @@ def consume_work(
     if PART == 0:
         v_tile = memory.v.data.index(0).reshape([BLOCK_N, DV])
         if HAS_COMMON:
-            total = total * factor_of_weights(Head(b, 0, hkv), sizes, given)
+            total = total * factor_of_weights(Scope(Head(b, 0, hkv), sizes, given))
         rows = rows_to_store(total, v_tile)
         dv_out = Tensor(out.dv, out.dv_b, out.dv_h, out.dv_n)
         store_rows(dv_out, rows, own, b, hkv, sizes.kv_len, VALUE_DIM)

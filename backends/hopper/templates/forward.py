@@ -18,7 +18,7 @@ def attend(
 ):
     """Scores and weights of one tile, while those of the one before weigh v."""
     k, v = memory.k, memory.v
-    q_len = work.sizes.q_len
+    q_len = work.scope.sizes.q_len
     stage, phase = slot_of(tile_index, STAGES)
     before, phase_before = slot_of(tile_index - 1, STAGES)
     p = softmax.p
@@ -111,20 +111,20 @@ def consume_work(
     work_tile, work_index, tiles_before, PART: gl.constexpr, results, memory, call
 ):
     """Attention of the query tile's rows number ``PART``; returns as :func:`load_work`."""
-    k, v, sizes, given = memory.k, memory.v, call.sizes, call.given
+    k, v, sizes = memory.k, memory.v, call.sizes
     shift = shift_of(call.origins, Q_KIND, KV_KIND)
     work = take_work(work_tile, shift, memory.fields, call)
-    tile, head, visits = work.tile, work.head, work.visits
+    tile, scope, head, visits = work.tile, work.scope, work.scope.head, work.visits
     begin_partial, end_partial, own_full = tiles_of_rows(PART, work)
     first = tile * BLOCK_M + PART * ROWS
     numbers = first + gl.arange(0, ROWS, layout=gl.SliceLayout(1, SCORES))
     places = positions(numbers, sizes.q_len, call.origins.q, Q_KIND)
     q = places[:, None]
-    q_parts = q_parts_of_pairs(head, places, sizes, given)
+    q_parts = q_parts_of_pairs(places, scope)
     origin = tile * BLOCK_M + shift.q
     factors = factors_of_scores(call.scale, work)
     if HAS_DROPOUT:
-        chance = drop_probability(head, sizes, given)
+        chance = drop_probability(scope)
         keep_factor = factor_of_kept(chance)
     acc = gl.zeros([ROWS, DV], gl.float32, layout=OUTPUT)
     lowest = 0.0 if BOUNDED else float("-inf")
@@ -234,7 +234,7 @@ def consume_work(
     elif HAS_DROPOUT:
         acc = acc * keep_factor
     if HAS_COMMON:
-        acc = acc * factor_of_weights(head, sizes, given)
+        acc = acc * factor_of_weights(scope)
     store_output(PART, acc, first, results.out, memory, work)
     return tiles_before + tiles
 
@@ -256,7 +256,8 @@ def store_output(PART: gl.constexpr, acc, first, desc, memory, work):
         if not work.uses_fixed_max:
             # What was lost is not to be written after what takes its place.
             await_written()
-    tma_store(desc, [work.head.b, work.head.h, first, 0], part)
+    head = work.scope.head
+    tma_store(desc, [head.b, head.h, first, 0], part)
     if not (PERSISTENT and OWN_OUTPUT):
         tma_wait(0)
     if PERSISTENT and not OWN_OUTPUT:

@@ -6,9 +6,9 @@ Follows ``forward_shared`` in one module.
 
 #: begin
 @gluon.jit
-def count_tiles(tile, head, sizes, shift, given):
+def count_tiles(tile, shift, scope):
     """As ``forward_visits``; where a work tile needs one and has none, one PARTIAL beyond all keys."""
-    visits = forward_visits(tile, head, sizes, shift, given)
+    visits = forward_visits(tile, shift, scope)
     nothing = False
     if NEEDS_TILE:
         nothing = visits.full + visits.partial == 0
@@ -24,14 +24,12 @@ def tile_at(step, work, PARTIAL: gl.constexpr):
     Where later rows have later tiles, the last PARTIAL one is the first to be visited. Those that
     only the last rows of a query tile attend to are then visited first.
     """
-    beyond = tl.cdiv(work.sizes.kv_len, BLOCK_N)
+    beyond = tl.cdiv(work.scope.sizes.kv_len, BLOCK_N)
     found = beyond
     if FORWARD_HAS_PARTIAL or not PARTIAL:
         if PARTIAL and (FORWARD_DESCENDING or ROWS_ARE_LISTED):
             step = gl.maximum(work.visits.partial - 1 - step, 0)
-        found = forward_tile(
-            step, work.visits, work.tile, work.head, work.sizes, work.shift, work.given, PARTIAL
-        )
+        found = forward_tile(step, work.visits, work.tile, work.shift, work.scope, PARTIAL)
     if PARTIAL:
         found = gl.where(work.nothing, beyond, found)
     return found
@@ -40,12 +38,10 @@ def tile_at(step, work, PARTIAL: gl.constexpr):
 @gluon.jit
 def attends(step, row_tile, work):
     """Whether rows ``row_tile * ROWS ...`` may have a live pair in PARTIAL tile number ``step``."""
-    there = row_tile * ROWS < work.sizes.q_len
+    there = row_tile * ROWS < work.scope.sizes.q_len
     if ROWS_HAVE_TILES:
         kv_tile = tile_at(step, work, True)
-        there = there & rows_have(
-            kv_tile, row_tile, work.head, work.sizes, work.shift, work.given
-        )
+        there = there & rows_have(kv_tile, row_tile, work.shift, work.scope)
     return there
 
 
@@ -61,12 +57,10 @@ def tiles_of_rows(PART: gl.constexpr, work):
     begin, end, full = 0, visits.partial, visits.full
     if SKIPS:
         row_tile = work.tile * CONSUMERS + PART
-        full = gl.where(row_tile * ROWS < work.sizes.q_len, full, 0)
+        full = gl.where(row_tile * ROWS < work.scope.sizes.q_len, full, 0)
         most = gl.maximum(visits.partial - gl.where(full > 0, 0, 1), 0)
         if ROWS_ARE_LISTED:
-            first, behind = forward_tiles_of_part(
-                PART, work.tile, work.head, work.sizes, work.shift, work.given
-            )
+            first, behind = forward_tiles_of_part(PART, work.tile, work.shift, work.scope)
             begin = gl.minimum(visits.partial - behind, most)
             end = visits.partial - first
         else:
@@ -104,7 +98,7 @@ def load_tiles(tile_index, kv_tile, memory, work, draw, wanted):
     """
     k, v = memory.k, memory.v
     stage, phase = slot_of(tile_index, STAGES)
-    place = [work.head.b, work.head.hkv, kv_tile * BLOCK_N, 0]
+    place = [work.scope.head.b, work.scope.head.hkv, kv_tile * BLOCK_N, 0]
     mbarrier.wait(k.empty.index(stage), phase ^ 1)
     mbarrier.expect(k.full.index(stage), k.desc.block_type.nbytes * (2 if HAS_TANGENT_K else 1))
     tma_load(k.desc, place, k.full.index(stage), k.data.index(stage))
@@ -113,7 +107,7 @@ def load_tiles(tile_index, kv_tile, memory, work, draw, wanted):
     if HAS_BIAS:
         present, first_query = wanted
         load_bias(
-            tile_index, present, work.head, first_query, kv_tile * BLOCK_N + work.shift.kv,
+            tile_index, present, work.scope.head, first_query, kv_tile * BLOCK_N + work.shift.kv,
             memory.bias,
         )
     if HAS_DROPOUT:
@@ -133,7 +127,7 @@ def load_tiles(tile_index, kv_tile, memory, work, draw, wanted):
 def announce_work(work_index, work_tile, work, fields):
     """Tell the consumers what the work tile is, as soon as they know what the one before was."""
     mbarrier.wait(fields.empty, (work_index & 1) ^ 1)
-    head, visits = work.head, work.visits
+    head, visits = work.scope.head, work.visits
     fields.data.store(
         pack_fields(
             (work_tile, work.tile, head.b, head.h, head.hkv, visits.full, visits.partial,
@@ -146,10 +140,9 @@ def announce_work(work_index, work_tile, work, fields):
 @gluon.jit
 def announce_nothing(work_index, work_tile, fields):
     """Tell the consumers of a work tile that is none: negative, or beyond the last."""
-    announce_work(
-        work_index, work_tile,
-        Work(0, Head(0, 0, 0), Visits(0, 0, 0, 0), 0, 0, None, None, None, None), fields,
-    )
+    scope = Scope(Head(0, 0, 0), None, None)
+    nothing = Work(0, scope, Visits(0, 0, 0, 0), 0, 0, None, None)
+    announce_work(work_index, work_tile, nothing, fields)
 
 
 @gluon.jit
@@ -188,10 +181,10 @@ def take_work(work_tile, shift, fields, call):
         mbarrier.arrive(fields.empty, count=1)
     else:
         tile, head = place_of_work(work_tile, call)
-        visits, nothing = count_tiles(tile, head, call.sizes, shift, call.given)
-    return Work(
-        tile, head, visits, nothing, uses_fixed_max, call.sizes, call.origins, shift, call.given
-    )
+    scope = Scope(head, call.sizes, call.given)
+    if not PERSISTENT:
+        visits, nothing = count_tiles(tile, shift, scope)
+    return Work(tile, scope, visits, nothing, uses_fixed_max, call.origins, shift)
 
 
 @gluon.jit
@@ -201,21 +194,19 @@ def load_work(work_tile, uses_fixed_max, work_index, tiles_before, memory, call)
     Returns the program's number of key-value tiles so far, ``tiles_before`` of which were before
     this work tile.
     """
-    sizes, given = call.sizes, call.given
     tile, head = place_of_work(work_tile, call)
+    scope = Scope(head, call.sizes, call.given)
     if not PERSISTENT:
         load_query(work_index, tile, head, memory.q)
     shift = shift_of(call.origins, Q_KIND, KV_KIND)
-    visits, nothing = count_tiles(tile, head, sizes, shift, given)
-    work = Work(
-        tile, head, visits, nothing, uses_fixed_max, sizes, call.origins, shift, given
-    )
+    visits, nothing = count_tiles(tile, shift, scope)
+    work = Work(tile, scope, visits, nothing, uses_fixed_max, call.origins, shift)
     if PERSISTENT:
         # The consumers may be busy with the work tile before, and q with them.
         announce_work(work_index, work_tile, work, memory.fields)
         load_query(work_index, tile, head, memory.q)
     if HAS_DROPOUT:
-        drop = drop_of_item(head, sizes, given)
+        drop = drop_of_item(scope)
         first_row, tile_before = tile * BLOCK_M, 0
     for FULL in gl.static_range(2 if FORWARD_HAS_FULL else 1):
         for step in range(0, visits.full if FULL else visits.partial):

@@ -16,7 +16,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared, mbarrier, warpgroup_mma, warpgroup_mma_wait,
 )
 
-from attndsl.backends.device.records import Head, Origins, Sizes, Visits
+from attndsl.backends.device.records import Head, Origins, Scope, Sizes, Visits
 from attndsl.backends.hopper import dialect as tl
 from attndsl.backends.hopper.library import (
     await_written, count_up, fold_partials, halves, lazy_max, lazy_rescale, max_of_two_rows,
@@ -63,10 +63,9 @@ def place_of_work(work_tile, call):
 @gluon.jit
 def parts_of_keys(kv_tile, work):
     """What is looked up by the tile's keys: by neighbouring threads, once."""
-    sizes = work.sizes
     columns = kv_tile * BLOCK_N + gl.arange(0, BLOCK_N, layout=gl.BlockedLayout([1], [32], [4], [0]))
-    kv = positions(columns, sizes.kv_len, work.origins.kv, KV_KIND)
-    return kv_parts_of_pairs(work.head, kv, sizes, work.given)
+    kv = positions(columns, work.scope.sizes.kv_len, work.origins.kv, KV_KIND)
+    return kv_parts_of_pairs(kv, work.scope)
 
 
 @gluon.jit
@@ -76,16 +75,16 @@ def factors_of_scores(scale, work):
     The running maximum needs a positive factor, so a negative scale is applied to the scores, and
     the sign of a factor that programs know to the queries.
     """
-    head, sizes, given = work.head, work.sizes, work.given
+    scope = work.scope
     if HAS_FACTOR:
-        scale = scale * factor_of_score(head, sizes, given)
+        scale = scale * factor_of_score(scope)
     if SCALED_FIRST:
         factor = OUTER * LOG2E
     else:
         factor = scale * (OUTER * LOG2E)
     steepness = 0.0
     if HAS_STEEPNESS:
-        steepness = LOG2E * steepness_of_column(head, sizes, given)
+        steepness = LOG2E * steepness_of_column(scope)
     return Factors(scale, factor, steepness)
 
 
@@ -99,7 +98,7 @@ def add_column(score, places, columns, rows, row_max, factors, work, FIXED: gl.c
         away = (places - rows.origin).to(gl.float32)
     else:
         # Positions are rows plus an offset.
-        begin = positions(first, work.sizes.kv_len, work.origins.kv, KV_KIND) - rows.origin
+        begin = positions(first, work.scope.sizes.kv_len, work.origins.kv, KV_KIND) - rows.origin
         begin = begin.to(gl.float32)
         away = ramp(begin, 1.0, BLOCK_N, KEYS)
     if HAS_STEEPNESS and KV_KIND != "index":
@@ -108,9 +107,7 @@ def add_column(score, places, columns, rows, row_max, factors, work, FIXED: gl.c
         else:
             column = ramp(begin * steepness, steepness, BLOCK_N, KEYS)[None, :]
     else:
-        column = LOG2E * column_of_score(
-            work.head, places, away, columns.parts, work.sizes, work.given
-        )[None, :]
+        column = LOG2E * column_of_score(places, away, columns.parts, work.scope)[None, :]
         if FIXED:
             column = column - max_of_two_rows(row_max)[:, None]
     return score * factor + column
@@ -126,7 +123,7 @@ def final_scores(
     Of programs with weights of their own, these, 0 for such pairs; and 0 for rows with others.
     """
     any_live = 0.0
-    head, sizes, given = work.head, work.sizes, work.given
+    scope, sizes = work.scope, work.scope.sizes
     if SCALED_FIRST:
         score = score * factors.scale
     if PARTIAL or MODIFIED or HAS_COLUMN or OWN_WEIGHTS:
@@ -138,17 +135,13 @@ def final_scores(
         live = (numbers < sizes.kv_len)[None, :]
         parts = Parts(rows.parts, columns.parts, columns.pairs)
         if PARTIAL and MASKED:
-            allowed = mask_of_pair(score, live, parts, head, rows.q, kv, sizes, given)
+            allowed = mask_of_pair(score, live, parts, rows.q, kv, scope)
         if MODIFIED:
-            score, _ = gl.broadcast(
-                score_of_pair(score, live, parts, head, rows.q, kv, sizes, given), score
-            )
+            score, _ = gl.broadcast(score_of_pair(score, live, parts, rows.q, kv, scope), score)
         if HAS_COLUMN:
             score = add_column(score, places, columns, rows, row_max, factors, work, FIXED)
         if OWN_WEIGHTS:
-            score, _ = gl.broadcast(
-                weight_of_pair(score, live, parts, head, rows.q, kv, sizes, given), score
-            )
+            score, _ = gl.broadcast(weight_of_pair(score, live, parts, rows.q, kv, scope), score)
             if PARTIAL:
                 if MASKED:
                     live = live & allowed
@@ -214,14 +207,14 @@ def normalise(total, row_max, rows, work):
 
     A row with no live pair gives zeros and a log-sum-exp of -inf.
     """
-    head, sizes, given = work.head, work.sizes, work.given
+    scope = work.scope
     empty = total == 0.0
     if HAS_ROW:
-        part = row_of_score(head, rows.places, rows.origin, rows.parts, sizes, given)
+        part = row_of_score(rows.places, rows.origin, rows.parts, scope)
         empty = empty | (part == float("-inf"))
     decay = 1.0
     if HAS_SINK:
-        sink = LOG2E * sink_of_head(head, sizes, given)
+        sink = LOG2E * sink_of_head(scope)
         if HAS_ROW:
             # Weights are without the row's part, so that their sums are.
             sink = sink - LOG2E * part

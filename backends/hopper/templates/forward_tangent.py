@@ -19,16 +19,15 @@ def slopes_of_scores(score, rows, columns, work):
 
     ``score`` is that times the factor that :func:`factor_of_score` gives its head.
     """
-    sizes = work.sizes
+    sizes = work.scope.sizes
     KEYS: gl.constexpr = gl.SliceLayout(0, SCORES)
     first = columns.tile * BLOCK_N
     numbers = count_up(first, BLOCK_N, KEYS)
     kv = places_of(first, sizes.kv_len, work.origins.kv, KV_KIND, BLOCK_N, KEYS)[None, :]
     live = (numbers < sizes.kv_len)[None, :]
     parts = Parts(rows.parts, columns.parts, None)
-    slope, _ = gl.broadcast(
-        derivative_of_pair(score, live, parts, work.head, rows.q, kv, sizes, work.given), score
-    )
+    slope = derivative_of_pair(score, live, parts, rows.q, kv, work.scope)
+    slope, _ = gl.broadcast(slope, score)
     return slope
 
 
@@ -62,12 +61,12 @@ def attend(
     PARTIAL: gl.constexpr,
 ):
     """Add what one tile has to all sums."""
-    k, v, q_len = memory.k, memory.v, work.sizes.q_len
+    k, v, q_len = memory.k, memory.v, work.scope.sizes.q_len
     acc, acc_tangent, row_max, row_sum, sum_tangent, rounded = state
     stage, phase = slot_of(tile_index, STAGES)
     # PART, since tiles' indices are less than the number of keys, but no compiler knows: it would
     # keep in registers where each part of q lies.
-    part = PART + 1 + ((kv_tile - work.sizes.kv_len) >> 31)
+    part = PART + 1 + ((kv_tile - work.scope.sizes.kv_len) >> 31)
     q_tile = memory.q.data.index(part).reshape([ROWS, D])
     mbarrier.wait(k.full.index(stage), phase)
     k_tile = k.data.index(stage).reshape([BLOCK_N, D])
@@ -149,16 +148,16 @@ def consume_work(
     work_tile, work_index, tiles_before, PART: gl.constexpr, results, memory, call
 ):
     """Results of the query tile's rows number ``PART``; returns as :func:`load_work`."""
-    k, v, sizes, given = memory.k, memory.v, call.sizes, call.given
+    k, v, sizes = memory.k, memory.v, call.sizes
     shift = shift_of(call.origins, Q_KIND, KV_KIND)
     work = take_work(work_tile, shift, memory.fields, call)
-    tile, head, visits = work.tile, work.head, work.visits
+    tile, scope, head, visits = work.tile, work.scope, work.scope.head, work.visits
     begin_partial, end_partial, own_full = tiles_of_rows(PART, work)
     first = tile * BLOCK_M + PART * ROWS
     numbers = first + gl.arange(0, ROWS, layout=gl.SliceLayout(1, SCORES))
     places = positions(numbers, sizes.q_len, call.origins.q, Q_KIND)
     q = places[:, None]
-    q_parts = q_parts_of_pairs(head, places, sizes, given)
+    q_parts = q_parts_of_pairs(places, scope)
     rows = Rows(numbers, places, q, q_parts, tile * BLOCK_M + shift.q, None)
     acc = gl.zeros([ROWS, DV], gl.float32, layout=OUTPUT)
     zeros = gl.zeros([ROWS, BLOCK_N], gl.float32, layout=SCORES)
@@ -169,9 +168,8 @@ def consume_work(
     # How fast final scores are where q . k has a speed of 1, but for what differs from pair to pair.
     speed = call.scale
     if HAS_DERIVATIVE and not PAIRWISE_DERIVATIVE:
-        speed = speed * derivative_of_pair(
-            zeros, q == q, Parts(q_parts, q_parts, None), head, q, q, sizes, given
-        )
+        parts = Parts(q_parts, q_parts, None)
+        speed = speed * derivative_of_pair(zeros, q == q, parts, q, q, scope)
     factors = factors_of_scores(call.scale, work)
     tiles = visits.partial + visits.full
     if SKIPS:

@@ -12,7 +12,7 @@ read; the tile after that takes its place.
 @gluon.jit
 def store_ds(PART: gl.constexpr, q_index, first, shared, keys, results, work):
     """Store a tile of dS, whose queries begin at ``first``, or note that it is stored."""
-    head, sizes = work.head, work.sizes
+    head, sizes = work.scope.head, work.scope.sizes
     number = head.b * sizes.heads + head.h
     row = number * tl.cdiv(sizes.kv_len, BLOCK_N) * BLOCK_N + keys.first
     if PART == 0:

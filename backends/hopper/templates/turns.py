@@ -82,12 +82,12 @@ def follow_turns(tile_index, tile, q_tile, work, memory):
     Its place was free: all consumers have added to the sums of the tile that was there before. The
     tile between both is the one that they compute on.
     """
-    turns, sizes = memory.turns, work.sizes
+    turns, head, sizes = memory.turns, work.scope.head, work.scope.sizes
     place = turns.data.index(tile_index & 1)
-    pass_turn(place, work.given)
-    take_turn(tile_index - 1, turns, work.given)
-    row = (work.head.b * sizes.heads + work.head.h) * tl.cdiv(sizes.q_len, BLOCK_M)
-    turn = kv_pass_turn(tile, q_tile, work.head, sizes, work.shift, work.given)
+    pass_turn(place, work.scope.given)
+    take_turn(tile_index - 1, turns, work.scope.given)
+    row = (head.b * sizes.heads + head.h) * tl.cdiv(sizes.q_len, BLOCK_M)
+    turn = kv_pass_turn(tile, q_tile, work.shift, work.scope)
     place.store(pack_fields((row + q_tile, turn)))
 
 

@@ -6,13 +6,13 @@
 
 @triton.jit
 def add_query_tile(
-    grads, key_tile, q_tile_index, q_origin, operands, scale, head, sizes, given,
-    PARTIAL: tl.constexpr,
+    grads, key_tile, q_tile_index, q_origin, operands, scale, scope, PARTIAL: tl.constexpr
 ):
     """Add one query tile's part to dK (before the scale), to dV, and to columns' sums.
 
     Tiles are (keys, queries) here. ``operands`` has the log-sum-exp, of all heads, in base 2.
     """
+    head, sizes = scope.head, scope.sizes
     dk, dv, sums = grads
     k_tile, v_tile = key_tile.k, key_tile.v
     corner = Corner(q_tile_index * BLOCK_M, key_tile.first)
@@ -24,35 +24,32 @@ def add_query_tile(
     q = positions(rows, sizes.q_len, q_origin, Q_KIND)[None, :]
     s = dot(k_tile, tl.trans(q_tile), PRECISION, UPCAST)
     pairs = Pairs(q, key_tile.places, (rows < sizes.q_len)[None, :], key_tile.exists[:, None])
-    weights = weights_of_tile(s, pairs, lse2[None, :], scale, head, sizes, given, PARTIAL)
+    weights = weights_of_tile(s, pairs, lse2[None, :], scale, scope, PARTIAL)
     do_tile = load_tile(operands.do, corner.q, sizes.q_len, DV, BLOCK_M, BLOCK_DV, checked)
     dp = dot(v_tile, tl.trans(do_tile), PRECISION, UPCAST)
     delta = tl.load(operands.delta + of_head + rows)
     kept = weights.p
     exists = weights.live & (rows < sizes.q_len)[None, :] & key_tile.exists[:, None]
     if HAS_DROPOUT:
-        drop = drop_probability(head, sizes, given)
+        drop = drop_probability(scope)
         stays = kept_of_tile(
-            corner.q, corner.kv, drop, head, pairs.q, pairs.kv, sizes, given,
-            BLOCK_M, k_tile.shape[0],
+            corner.q, corner.kv, drop, pairs.q, pairs.kv, scope, BLOCK_M, k_tile.shape[0]
         )
         keep = keep_factor(tl.trans(stays), drop)
         dp = dp * keep
         kept = weights.p * keep
     if GRAD_OF_WEIGHT:
         sums = add_weight_gradients(
-            sums, tl.where(exists, dp, 0.0), weights.final, exists,
-            head, pairs.q, pairs.kv, sizes, given,
+            sums, tl.where(exists, dp, 0.0), weights.final, exists, pairs.q, pairs.kv, scope
         )
     if not OWN_WEIGHTS:
         dp = dp - delta[None, :]
     ds = weights.p_slope * dp
     if GRAD_OF_SCORE:
         sums = add_score_gradients(
-            sums, tl.where(exists, ds, 0.0), weights.raw, exists,
-            head, pairs.q, pairs.kv, sizes, given,
+            sums, tl.where(exists, ds, 0.0), weights.raw, exists, pairs.q, pairs.kv, scope
         )
-    ds = through_score(ds, weights, pairs, head, sizes, given, PARTIAL)
+    ds = through_score(ds, weights, pairs, scope, PARTIAL)
     # dV comes after dS: its operand is ready, and issuing it earlier spills registers.
     dv = dot_add(kept.to(do_tile.dtype), do_tile, dv, PRECISION, UPCAST)
     dk = dot_add(ds.to(q_tile.dtype), q_tile, dk, PRECISION, UPCAST)
@@ -99,7 +96,7 @@ def attention_backward_kv(
     dv = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
     for member in tl.range(0, group):
         h = hkv * group + member
-        head = Head(b, h, hkv)
+        scope = Scope(Head(b, h, hkv), sizes, given)
         operands = Operands(
             rows_of(Tensor(Q, stride_qb, stride_qh, stride_qm), b, h), k, v,
             rows_of(Tensor(DOUT, stride_gb, stride_gh, stride_gm), b, h),
@@ -107,20 +104,17 @@ def attention_backward_kv(
         )
         # What is summed along columns is one head's.
         grads = dk, dv, no_sums()
-        visits = kv_pass_visits(tile, head, sizes, shift, given)
+        visits = kv_pass_visits(tile, shift, scope)
         for PARTIAL in tl.static_range(2):
             if (PARTIAL and KV_PASS_HAS_PARTIAL) or (not PARTIAL and KV_PASS_HAS_FULL):
-                q_tile = kv_pass_tile(0, visits, tile, head, sizes, shift, given, PARTIAL)
+                q_tile = kv_pass_tile(0, visits, tile, shift, scope, PARTIAL)
                 for step in tl.range(0, visits.partial if PARTIAL else visits.full):
                     grads = add_query_tile(
-                        grads, key_tile, q_tile, q_origin, operands, scale, head, sizes, given,
-                        PARTIAL,
+                        grads, key_tile, q_tile, q_origin, operands, scale, scope, PARTIAL
                     )
-                    q_tile = kv_pass_tile(
-                        step + 1, visits, tile, head, sizes, shift, given, PARTIAL
-                    )
+                    q_tile = kv_pass_tile(step + 1, visits, tile, shift, scope, PARTIAL)
         dk, dv, sums = grads
-        store_sums(sums, columns, head, sizes, given)
+        store_sums(sums, columns, scope)
     dk_head = head_of_result(Tensor(DK, rows_dkb, rows_dkh, rows_dkn), b, hkv, D)
     dv_head = head_of_result(Tensor(DV_OUT, rows_dvb, rows_dvh, rows_dvn), b, hkv, DV)
     store_tile(Rows(dk_head, rows_dkn * D), first, kv_len, dk * scale, D, BLOCK_N, BLOCK_D)

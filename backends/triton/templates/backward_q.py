@@ -5,14 +5,10 @@
 
 
 @triton.jit
-def with_dropout(
-    dp, sums, weights, exists, pairs, corner, head, sizes, given, ROWS: tl.constexpr
-):
+def with_dropout(dp, sums, weights, exists, pairs, corner, scope, ROWS: tl.constexpr):
     """dP where dropout kept the pairs, and the sums with what the chance to be dropped adds."""
-    drop = drop_probability(head, sizes, given)
-    stays = kept_of_tile(
-        corner.q, corner.kv, drop, head, pairs.q, pairs.kv, sizes, given, ROWS, BLOCK_N
-    )
+    drop = drop_probability(scope)
+    stays = kept_of_tile(corner.q, corner.kv, drop, pairs.q, pairs.kv, scope, ROWS, BLOCK_N)
     keep = keep_factor(stays, drop)
     dp = dp * keep
     if GRAD_OF_DROPOUT:
@@ -20,16 +16,15 @@ def with_dropout(
         varies = exists & (drop >= 0.0) & (drop < 1.0)
         sums = add_dropout_gradients(
             sums, tl.where(varies, dp * weights.p * keep, 0.0), weights.raw, exists,
-            head, pairs.q, pairs.kv, sizes, given,
+            pairs.q, pairs.kv, scope,
         )
     return dp, sums
 
 
 @triton.jit
-def add_key_tile(
-    grads, query, kv_tile, keys, scale, head, sizes, given, PARTIAL: tl.constexpr
-):
+def add_key_tile(grads, query, kv_tile, keys, scale, scope, PARTIAL: tl.constexpr):
     """Add one key-value tile's part to dQ (before the scale), and to rows' sums."""
+    sizes = scope.sizes
     dq, sums = grads
     corner = Corner(query.first, kv_tile * BLOCK_N)
     columns = corner.kv + tl.arange(0, BLOCK_N)
@@ -41,27 +36,23 @@ def add_key_tile(
         query.places, kv, query.exists[:, None], (columns < sizes.kv_len)[None, :]
     )
     lse2 = query.lse2[:, None]
-    weights = weights_of_tile(s, pairs, lse2, scale, head, sizes, given, PARTIAL)
+    weights = weights_of_tile(s, pairs, lse2, scale, scope, PARTIAL)
     dp = dot(query.do, tl.trans(v_tile), PRECISION, UPCAST)
     exists = weights.live & query.exists[:, None] & (columns < sizes.kv_len)[None, :]
     if HAS_DROPOUT:
-        dp, sums = with_dropout(
-            dp, sums, weights, exists, pairs, corner, head, sizes, given, query.q.shape[0]
-        )
+        dp, sums = with_dropout(dp, sums, weights, exists, pairs, corner, scope, query.q.shape[0])
     if GRAD_OF_WEIGHT:
         sums = add_weight_gradients(
-            sums, tl.where(exists, dp, 0.0), weights.final, exists,
-            head, pairs.q, pairs.kv, sizes, given,
+            sums, tl.where(exists, dp, 0.0), weights.final, exists, pairs.q, pairs.kv, scope
         )
     if not OWN_WEIGHTS:
         dp = dp - query.delta[:, None]
     ds = weights.p_slope * dp
     if GRAD_OF_SCORE:
         sums = add_score_gradients(
-            sums, tl.where(exists, ds, 0.0), weights.raw, exists,
-            head, pairs.q, pairs.kv, sizes, given,
+            sums, tl.where(exists, ds, 0.0), weights.raw, exists, pairs.q, pairs.kv, scope
         )
-    ds = through_score(ds, weights, pairs, head, sizes, given, PARTIAL)
+    ds = through_score(ds, weights, pairs, scope, PARTIAL)
     dq = dot_add(ds.to(k_tile.dtype), k_tile, dq, PRECISION, UPCAST)
     return dq, sums
 
@@ -90,6 +81,7 @@ def attention_backward_q(
         MASKED, Q_PASS_DESCENDING,
     )
     head = head_of(head_of_batch, sizes)
+    scope = Scope(head, sizes, given)
     shift = shift_of(origins, Q_KIND, KV_KIND)
     first = tile * BLOCK_M
     rows = first + tl.arange(0, BLOCK_M)
@@ -108,16 +100,14 @@ def attention_backward_q(
     delta = tl.load(DELTA + of_head + rows, mask=rows < q_len, other=0.0)
     query = QueryTile(q_tile, do_tile, lse2, delta, first, q, rows < q_len)
     grads = tl.zeros([BLOCK_M, BLOCK_D], tl.float32), no_sums()
-    visits = q_pass_visits(tile, head, sizes, shift, given)
+    visits = q_pass_visits(tile, shift, scope)
     for PARTIAL in tl.static_range(2):
         if (PARTIAL and Q_PASS_HAS_PARTIAL) or (not PARTIAL and Q_PASS_HAS_FULL):
-            kv_tile = q_pass_tile(0, visits, tile, head, sizes, shift, given, PARTIAL)
+            kv_tile = q_pass_tile(0, visits, tile, shift, scope, PARTIAL)
             for step in tl.range(0, visits.partial if PARTIAL else visits.full):
-                grads = add_key_tile(
-                    grads, query, kv_tile, keys, scale, head, sizes, given, PARTIAL
-                )
-                kv_tile = q_pass_tile(step + 1, visits, tile, head, sizes, shift, given, PARTIAL)
+                grads = add_key_tile(grads, query, kv_tile, keys, scale, scope, PARTIAL)
+                kv_tile = q_pass_tile(step + 1, visits, tile, shift, scope, PARTIAL)
     dq, sums = grads
     dq_rows = rows_of_result(Tensor(DQ, rows_dqb, rows_dqh, rows_dqm), head.b, head.h, D)
     store_tile(dq_rows, first, q_len, dq * scale, D, BLOCK_M, BLOCK_D)
-    store_sums(sums, rows, head, sizes, given)
+    store_sums(sums, rows, scope)

@@ -8,21 +8,18 @@ Follows ``softmax.py``, ``forward.py`` and ``parts.py`` in one module.
 
 
 @triton.jit
-def attend_keys(
-    softmax, q_tile, q, kv_tile, keys, factors, head, sizes, given, PARTIAL: tl.constexpr
-):
+def attend_keys(softmax, q_tile, q, kv_tile, keys, factors, scope, PARTIAL: tl.constexpr):
     """Take one tile of keys into the running softmax of packed rows."""
     return attend(
-        softmax, q_tile, 0, q, kv_tile, keys, factors.scale, factors.of_scores, head, sizes, given,
-        PARTIAL,
+        softmax, q_tile, 0, q, kv_tile, keys, factors.scale, factors.of_scores, scope, PARTIAL
     )
 
 
 @triton.jit
-def store_rows(softmax, out, lse, rows, places, sizes, given):
+def store_rows(softmax, out, lse, rows, places):
     """Write a tile's output and log-sum-exp."""
-    head = places.heads
-    result, logarithm = results_of(softmax, head, sizes, given)
+    head, sizes = places.scope.head, places.scope.sizes
+    result, logarithm = results_of(softmax, places.scope_of_rows)
     if MARKED:
         result = tl.where(places.wrong, float("nan"), result)
         logarithm = tl.where(places.wrong, float("nan"), logarithm)
@@ -59,10 +56,10 @@ def attention_decode(
     shift = shift_of(origins, Q_KIND, KV_KIND)
     hkv = first_head // (heads // kv_heads)
     # Tiles are those of all heads of the unit.
-    first = Head(b, first_head, hkv)
-    visits = forward_visits(tile, first, sizes, shift, given)
+    scope = Scope(Head(b, first_head, hkv), sizes, given)
+    visits = forward_visits(tile, shift, scope)
     live = visits.full + visits.partial
-    wrong = is_wrong(first, sizes, given)
+    wrong = is_wrong(scope)
     if MARKED:
         # Formulas of tiles say anything where a position is beyond all limits.
         live = tl.where(wrong, 0, live)
@@ -71,7 +68,7 @@ def attention_decode(
     if number >= parts:
         return
     rows = packed_rows(tl.arange(0, ROWS), tile * BLOCK_M, first_head, members, sizes)
-    head = Head(b, rows.h[:, None], hkv)
+    scope_of_rows = Scope(Head(b, rows.h[:, None], hkv), sizes, given)
     q = positions(rows.query, q_len, q_origin, Q_KIND)[:, None]
     at, exist = addresses_of(
         Tensor(Q, stride_qb, stride_qh, stride_qm), b, rows, D, BLOCK_D
@@ -88,14 +85,13 @@ def attention_decode(
     else:
         factor = scale * LOG2E
     part = PartOfTiles(number * taken, tl.minimum((number + 1) * taken, live))
-    places = UnitPlaces(tile, first, head, 0, wrong)
+    places = UnitPlaces(tile, scope, scope_of_rows, 0, wrong)
     softmax = attend_part(
-        empty_softmax(ROWS), q_tile, q, keys, Factors(scale, factor), visits, part, places, sizes,
-        shift, given,
+        empty_softmax(ROWS), q_tile, q, keys, Factors(scale, factor), visits, part, places, shift
     )
     out = Tensor(OUT, stride_ob, stride_oh, stride_om)
     if parts == 1:
-        store_rows(softmax, out, LSE, rows, places, sizes, given)
+        store_rows(softmax, out, LSE, rows, places)
         return
     unit = b * tl.num_programs(1) + tl.program_id(1)
     room = room_of(PARTS, unit, batch * tl.num_programs(1), tl.num_programs(0))
@@ -105,4 +101,4 @@ def attention_decode(
     before = tl.atomic_add(COUNTS + unit, 1, sem="acq_rel")
     if before == parts - 1:
         tl.store(COUNTS + unit, 0)
-        store_merged(room, parts, out, LSE, places, members, sizes, given)
+        store_merged(room, parts, out, LSE, places, members)

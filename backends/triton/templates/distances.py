@@ -5,27 +5,26 @@
 
 
 @triton.jit
-def diagonal_lives(q, kv, head, sizes, given):
+def diagonal_lives(q, kv, scope):
     """Whether some, and whether all pairs take part that have the distances of a tile."""
     live = tl.full([BLOCK_M, BLOCK_N], 1, tl.int1)
     if MASKED:
         s = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-        live = live & mask_of_pair(s, live, head, q, kv, sizes, given)
+        live = live & mask_of_pair(s, live, q, kv, scope)
     counted = tl.sum(tl.sum(live.to(tl.int32), 1), 0)
     return counted > 0, counted == BLOCK_M * BLOCK_N
 
 
 @triton.jit
-def add_at(
-    sums, corner, q, kv, origins, operands, scale, head, sizes, given, PARTIAL: tl.constexpr
-):
+def add_at(sums, corner, q, kv, origins, operands, scale, scope, PARTIAL: tl.constexpr):
     """The sums with what a tile of the diagonal adds; ``q`` and ``kv`` are of the first one."""
+    sizes = scope.sizes
     if not ALL_MEETS_DISTANCES:
         rows = corner.q + tl.arange(0, BLOCK_M)
         columns = corner.kv + tl.arange(0, BLOCK_N)
         q = positions(rows, sizes.q_len, origins.q, Q_KIND)[:, None]
         kv = positions(columns, sizes.kv_len, origins.kv, KV_KIND)[None, :]
-    return add_tile(sums, corner, q, kv, operands, scale, head, sizes, given, PARTIAL)
+    return add_tile(sums, corner, q, kv, operands, scale, scope, PARTIAL)
 
 
 @triton.jit
@@ -69,6 +68,7 @@ def distances(
     ahead = tl.program_id(0) % diagonals - (kv_tiles - 1)
     head_of_batch = tl.program_id(0) // diagonals
     head = head_of(head_of_batch, sizes)
+    scope = Scope(head, sizes, given)
     operands = Operands(
         Tensor(Q, stride_qb, stride_qh, stride_qm), Tensor(K, stride_kb, stride_kh, stride_kn),
         Tensor(V, stride_vb, stride_vh, stride_vn), Tensor(DOUT, stride_gb, stride_gh, stride_gm),
@@ -84,7 +84,7 @@ def distances(
     sums = no_sums()
     if MASK_MEETS_DISTANCES:
         # Loops without branches, whose loads Triton can have run ahead.
-        some, every = diagonal_lives(q, kv, head, sizes, given)
+        some, every = diagonal_lives(q, kv, scope)
         last = (end - 1) * BLOCK_M
         inside = (last + BLOCK_M <= q_len) & (last - (ahead - 1) * BLOCK_N <= kv_len)
         end = tl.where(some, end, begin)
@@ -94,15 +94,11 @@ def distances(
         for PARTIAL in tl.static_range(2):
             for tile in tl.range(middle if PARTIAL else begin, end if PARTIAL else middle):
                 corner = Corner(tile * BLOCK_M, tile * BLOCK_M - ahead * BLOCK_N)
-                sums = add_at(
-                    sums, corner, q, kv, origins, operands, scale, head, sizes, given, PARTIAL
-                )
+                sums = add_at(sums, corner, q, kv, origins, operands, scale, scope, PARTIAL)
     else:
         for tile in tl.range(begin, end):
             corner = Corner(tile * BLOCK_M, tile * BLOCK_M - ahead * BLOCK_N)
-            some, every = lives_of_tile(corner, head, sizes, origins, given)
+            some, every = lives_of_tile(corner, origins, scope)
             if some:
-                sums = add_at(
-                    sums, corner, q, kv, origins, operands, scale, head, sizes, given, True
-                )
+                sums = add_at(sums, corner, q, kv, origins, operands, scale, scope, True)
     store_diagonals(sums[0], given.DISTANCE_SUMS)

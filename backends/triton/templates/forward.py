@@ -6,17 +6,15 @@
 
 @triton.jit
 def attend(
-    softmax, q_tile, first_row, q, kv_tile, keys, scale, factor, head, sizes, given,
-    PARTIAL: tl.constexpr,
+    softmax, q_tile, first_row, q, kv_tile, keys, scale, factor, scope, PARTIAL: tl.constexpr
 ):
     """Take one key-value tile into the running softmax of a query tile."""
+    sizes = scope.sizes
     first = kv_tile * BLOCK_N
     columns = Columns(first, first + tl.arange(0, BLOCK_N), keys.origin)
     k_tile = load_tile(keys.k, first, sizes.kv_len, D, BLOCK_N, BLOCK_D, PARTIAL)
     s = dot(q_tile, tl.trans(k_tile), PRECISION, UPCAST)
-    p, softmax = weigh(
-        s, softmax, first_row, q, columns, scale, factor, head, sizes, given, PARTIAL, False
-    )
+    p, softmax = weigh(s, softmax, first_row, q, columns, scale, factor, scope, PARTIAL, False)
     v_tile = load_tile(keys.v, first, sizes.kv_len, DV, BLOCK_N, BLOCK_DV, PARTIAL)
     acc = dot_add(p.to(v_tile.dtype), v_tile, softmax.acc, PRECISION, UPCAST)
     return Softmax(acc, softmax.row_sum, softmax.row_max)
@@ -41,6 +39,7 @@ def attention_forward(
         MASKED, FORWARD_DESCENDING,
     )
     head = head_of(head_of_batch, sizes)
+    scope = Scope(head, sizes, given)
     shift = shift_of(origins, Q_KIND, KV_KIND)
     first = tile * BLOCK_M
     rows = first + tl.arange(0, BLOCK_M)
@@ -62,18 +61,17 @@ def attention_forward(
         tl.zeros([BLOCK_M], tl.float32),
         tl.full([BLOCK_M], float("-inf"), tl.float32),
     )
-    visits = forward_visits(tile, head, sizes, shift, given)
+    visits = forward_visits(tile, shift, scope)
     for PARTIAL in tl.static_range(2):
         if (PARTIAL and FORWARD_HAS_PARTIAL) or (not PARTIAL and FORWARD_HAS_FULL):
-            kv_tile = forward_tile(0, visits, tile, head, sizes, shift, given, PARTIAL)
+            kv_tile = forward_tile(0, visits, tile, shift, scope, PARTIAL)
             for step in tl.range(0, visits.partial if PARTIAL else visits.full):
                 softmax = attend(
-                    softmax, q_tile, first, q, kv_tile, keys, scale, factor, head, sizes, given,
-                    PARTIAL,
+                    softmax, q_tile, first, q, kv_tile, keys, scale, factor, scope, PARTIAL
                 )
-                kv_tile = forward_tile(step + 1, visits, tile, head, sizes, shift, given, PARTIAL)
+                kv_tile = forward_tile(step + 1, visits, tile, shift, scope, PARTIAL)
 
-    out_tile, lse = results_of(softmax, head, sizes, given)
+    out_tile, lse = results_of(softmax, scope)
     out = rows_of(Tensor(OUT, stride_ob, stride_oh, stride_om), head.b, head.h)
     store_tile(out, first, q_len, out_tile, DV, BLOCK_M, BLOCK_DV)
     tl.store(LSE + head_of_batch.to(tl.int64) * q_len + rows, lse, mask=rows < q_len)

@@ -5,11 +5,12 @@
 
 
 @triton.jit
-def add_member(sums, share, q, kv, operands, scale, head, sizes, given, PARTIAL: tl.constexpr):
+def add_member(sums, share, q, kv, operands, scale, scope, PARTIAL: tl.constexpr):
     """The sums with what one batch entry and head adds; ``operands`` are tensors, not rows."""
+    head, sizes = scope.head, scope.sizes
     rows = operands_of(operands, head)
     own = with_statistics(rows, head.b * sizes.heads + head.h, sizes)
-    return add_tile(sums, share.corner, q, kv, own, scale, head, sizes, given, PARTIAL)
+    return add_tile(sums, share.corner, q, kv, own, scale, scope, PARTIAL)
 
 
 @triton.jit
@@ -55,22 +56,19 @@ def pairs(
     sums = no_sums()
     if MASK_IS_SHARED:
         # Loops without branches, whose loads Triton can have run ahead; dead tiles have no turn.
-        some, every = lives_of_tile(
-            share.corner, Head(share.b, share.h, share.h), sizes, origins, given
-        )
+        own = Scope(Head(share.b, share.h, share.h), sizes, given)
+        some, every = lives_of_tile(share.corner, origins, own)
         end = tl.where(some, end, begin)
         middle = tl.where(every, end, begin)
         for PARTIAL in tl.static_range(2):
             for member in tl.range(middle if PARTIAL else begin, end if PARTIAL else middle):
-                head = member_of(member, share, rest_heads, sizes)
-                sums = add_member(
-                    sums, share, q, kv, operands, scale, head, sizes, given, PARTIAL
-                )
+                scope = Scope(member_of(member, share, rest_heads, sizes), sizes, given)
+                sums = add_member(sums, share, q, kv, operands, scale, scope, PARTIAL)
     else:
         for member in tl.range(begin, end):
-            head = member_of(member, share, rest_heads, sizes)
-            some, every = lives_of_tile(share.corner, head, sizes, origins, given)
+            scope = Scope(member_of(member, share, rest_heads, sizes), sizes, given)
+            some, every = lives_of_tile(share.corner, origins, scope)
             if some:
-                sums = add_member(sums, share, q, kv, operands, scale, head, sizes, given, True)
+                sums = add_member(sums, share, q, kv, operands, scale, scope, True)
     inside = (share.corner.q + BLOCK_M <= q_len) & (share.corner.kv + BLOCK_N <= kv_len)
     store_sums(sums, share, inside, sizes, given)

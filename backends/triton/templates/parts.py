@@ -53,49 +53,44 @@ def most_parts_of(tiles, members, sizes):
 
 
 @triton.jit
-def live_tile(step, visits, places, sizes, shift, given):
+def live_tile(step, visits, places, shift):
     """Index of a live tile by its number: FULL tiles come before PARTIAL ones."""
     if not FORWARD_HAS_PARTIAL:
-        return forward_tile(step, visits, places.tile, places.head, sizes, shift, given, False)
+        return forward_tile(step, visits, places.tile, shift, places.scope, False)
     if not FORWARD_HAS_FULL:
-        return forward_tile(step, visits, places.tile, places.head, sizes, shift, given, True)
-    full = forward_tile(step, visits, places.tile, places.head, sizes, shift, given, False)
+        return forward_tile(step, visits, places.tile, shift, places.scope, True)
+    full = forward_tile(step, visits, places.tile, shift, places.scope, False)
     behind = tl.maximum(step - visits.full, 0)
-    partial = forward_tile(behind, visits, places.tile, places.head, sizes, shift, given, True)
+    partial = forward_tile(behind, visits, places.tile, shift, places.scope, True)
     return tl.where(step < visits.full, full, partial)
 
 
 @triton.jit
-def attend_part(softmax, q_tile, q, keys, factors, visits, part, places, sizes, shift, given):
+def attend_part(softmax, q_tile, q, keys, factors, visits, part, places, shift):
     """Take the live tiles of one part into the running softmax.
 
     Tiles are PEELED, FULL ones without the mask's code, only where a pair's mask is looked up:
     otherwise it is hidden behind the loads of keys, and a second loop would wait for its first.
     """
+    scope = places.scope
+    of_rows = places.scope_of_rows
     for PARTIAL in tl.static_range(2):
         if PEELED and ((PARTIAL and FORWARD_HAS_PARTIAL) or (not PARTIAL and FORWARD_HAS_FULL)):
             before = visits.full if PARTIAL else 0
             number = visits.partial if PARTIAL else visits.full
             first = tl.minimum(tl.maximum(part.first - before, 0), number)
             last = tl.minimum(tl.maximum(part.last - before, 0), number)
-            kv_tile = forward_tile(
-                first, visits, places.tile, places.head, sizes, shift, given, PARTIAL
-            )
+            kv_tile = forward_tile(first, visits, places.tile, shift, scope, PARTIAL)
             for step in tl.range(first, last):
-                softmax = attend_keys(
-                    softmax, q_tile, q, kv_tile, keys, factors, places.heads, sizes, given, PARTIAL
-                )
-                kv_tile = forward_tile(
-                    step + 1, visits, places.tile, places.head, sizes, shift, given, PARTIAL
-                )
+                softmax = attend_keys(softmax, q_tile, q, kv_tile, keys, factors, of_rows, PARTIAL)
+                kv_tile = forward_tile(step + 1, visits, places.tile, shift, scope, PARTIAL)
     if not PEELED:
-        kv_tile = live_tile(part.first, visits, places, sizes, shift, given)
+        kv_tile = live_tile(part.first, visits, places, shift)
         for step in tl.range(part.first, part.last):
             softmax = attend_keys(
-                softmax, q_tile, q, kv_tile, keys, factors, places.heads, sizes, given,
-                FORWARD_HAS_PARTIAL,
+                softmax, q_tile, q, kv_tile, keys, factors, of_rows, FORWARD_HAS_PARTIAL
             )
-            kv_tile = live_tile(step + 1, visits, places, sizes, shift, given)
+            kv_tile = live_tile(step + 1, visits, places, shift)
     return softmax
 
 
@@ -164,12 +159,14 @@ def empty_softmax(COUNT: tl.constexpr):
 
 
 @triton.jit
-def store_merged(room, parts, out, lse, places, members, sizes, given):
+def store_merged(room, parts, out, lse, places, members):
     """Put the parts of all rows of a tile together, and write their results."""
+    scope = places.scope
+    head = scope.head
     for line in tl.range(0, LINES, LINES_AT_ONCE):
         numbers = line + tl.arange(0, LINES_AT_ONCE)
-        rows = packed_rows(numbers, places.tile * BLOCK_M, places.head.h, members, sizes)
+        rows = packed_rows(numbers, places.tile * BLOCK_M, head.h, members, scope.sizes)
         softmax = merged(room, numbers, parts, rows.exists)
-        heads = Head(places.head.b, rows.h[:, None], places.head.hkv)
-        own = UnitPlaces(places.tile, places.head, heads, places.token, places.wrong)
-        store_rows(softmax, out, lse, rows, own, sizes, given)
+        of_rows = Scope(Head(head.b, rows.h[:, None], head.hkv), scope.sizes, scope.given)
+        own = UnitPlaces(places.tile, scope, of_rows, places.token, places.wrong)
+        store_rows(softmax, out, lse, rows, own)

@@ -27,6 +27,7 @@ def scattered(
     first = (tl.program_id(0) % q_tiles) * BLOCK_M
     head_of_batch = tl.program_id(0) // q_tiles
     head = head_of(head_of_batch, sizes)
+    scope = Scope(head, sizes, given)
     operands = Operands(
         Tensor(Q, stride_qb, stride_qh, stride_qm), Tensor(K, stride_kb, stride_kh, stride_kn),
         Tensor(V, stride_vb, stride_vh, stride_vn), Tensor(DOUT, stride_gb, stride_gh, stride_gm),
@@ -37,9 +38,9 @@ def scattered(
     sums = no_sums()
     for tile in range(0, tl.cdiv(kv_len, BLOCK_N)):
         corner = Corner(first, tile * BLOCK_N)
-        some, every = lives_of_tile(corner, head, sizes, origins, given)
+        some, every = lives_of_tile(corner, origins, scope)
         if some:
             columns = corner.kv + tl.arange(0, BLOCK_N)
             kv = positions(columns, kv_len, kv_origin, KV_KIND)[None, :]
-            sums = add_tile(sums, corner, q, kv, operands, scale, head, sizes, given, True)
+            sums = add_tile(sums, corner, q, kv, operands, scale, scope, True)
     store_sums(sums, given)

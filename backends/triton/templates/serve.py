@@ -71,9 +71,7 @@ def scales_of(rows, at):
 
 
 @triton.jit
-def attend_keys(
-    softmax, q_tile, q, kv_tile, keys, factors, head, sizes, given, PARTIAL: tl.constexpr
-):
+def attend_keys(softmax, q_tile, q, kv_tile, keys, factors, scope, PARTIAL: tl.constexpr):
     """Take one tile of keys into the running softmax of packed rows."""
     first = kv_tile * BLOCK_N
     numbers = first + tl.arange(0, BLOCK_N)
@@ -86,9 +84,9 @@ def attend_keys(
         s = s * scales_of(keys.k, at)[None, :]
     elif K_SCALES != 0:
         s = s * keys.k.scale
+    columns = Columns(first, numbers, 0)
     p, softmax = weigh(
-        s, softmax, 0, q, Columns(first, numbers, 0), factors.scale, factors.of_scores, head, sizes,
-        given, PARTIAL, False,
+        s, softmax, 0, q, columns, factors.scale, factors.of_scores, scope, PARTIAL, False
     )
     v_tile = load_rows(keys.v, at, DV, BLOCK_DV)
     if PAGES_IN_FP8:
@@ -111,12 +109,12 @@ def attend_keys(
 
 
 @triton.jit
-def store_rows(softmax, out, lse, rows, places, sizes, given):
+def store_rows(softmax, out, lse, rows, places):
     """Write a tile's output and log-sum-exp, (tokens, heads)."""
-    result, logarithm = results_of(softmax, places.heads, sizes, given)
+    result, logarithm = results_of(softmax, places.scope_of_rows)
     at, exist = addresses_of(out, places.token, rows, DV, BLOCK_DV)
     tl.store(at, result.to(out.base.dtype.element_ty), mask=exist)
-    line = (places.token + rows.query) * sizes.heads + rows.h
+    line = (places.token + rows.query) * places.scope.sizes.heads + rows.h
     tl.store(lse + line, logarithm, mask=rows.exists)
 
 
@@ -212,15 +210,15 @@ def attention_serve(
     hkv = first_head // (heads // kv_heads)
     wide_hkv = hkv.to(tl.int64)
     # Tiles are those of all heads of the unit.
-    first = Head(b, first_head, hkv)
-    visits = forward_visits(tile, first, sizes, shift, given)
+    scope = Scope(Head(b, first_head, hkv), sizes, given)
+    visits = forward_visits(tile, shift, scope)
     live = visits.full + visits.partial
     most = tl.minimum(most_parts_of(live, members, sizes), tl.num_programs(0))
     parts, taken = parts_of(live, most)
     if number >= parts:
         return
     rows = packed_rows(tl.arange(0, ROWS), tile * BLOCK_M, first_head, members, sizes)
-    head = Head(b, rows.h[:, None], hkv)
+    scope_of_rows = Scope(Head(b, rows.h[:, None], hkv), sizes, given)
     q = rows.query[:, None]
     at, exist = addresses_of(
         Tensor(Q, stride_qm, stride_qh, stride_qm), begin, rows, D, BLOCK_D
@@ -251,15 +249,15 @@ def attention_serve(
     if K_IN_FP16:
         q_tile, of_rows = rows_in_fp16(q_tile)
     part = PartOfTiles(number * taken, tl.minimum((number + 1) * taken, live))
-    places = UnitPlaces(tile, first, head, begin, False)
+    places = UnitPlaces(tile, scope, scope_of_rows, begin, False)
+    factors = RowFactors(scale, factor, of_rows)
     softmax = attend_part(
-        empty_softmax(ROWS), q_tile, q, keys, RowFactors(scale, factor, of_rows), visits, part,
-        places, sizes, shift, given,
+        empty_softmax(ROWS), q_tile, q, keys, factors, visits, part, places, shift
     )
     if V_SCALES != 0 and V_SCALES != 4:
         softmax = Softmax(softmax.acc * keys.v.scale, softmax.row_sum, softmax.row_max)
     if parts == 1:
-        store_rows(softmax, out, LSE, rows, places, sizes, given)
+        store_rows(softmax, out, LSE, rows, places)
         return
     unit = b * tl.num_programs(1) + tl.program_id(1)
     room = room_of(PARTS, unit, batch * tl.num_programs(1), tl.num_programs(0))
@@ -269,4 +267,4 @@ def attention_serve(
     before = tl.atomic_add(COUNTS + unit, 1, sem="acq_rel")
     if before == parts - 1:
         tl.store(COUNTS + unit, 0)
-        store_merged(room, parts, out, LSE, places, members, sizes, given)
+        store_merged(room, parts, out, LSE, places, members)

@@ -44,7 +44,7 @@ def query_tile(operands, out, dlse, first, head_of_batch, q_origin, sizes):
 
 
 @triton.jit
-def add_piece(grads, query, piece, scale, head, sizes, given, NUMBER: tl.constexpr):
+def add_piece(grads, query, piece, scale, scope, NUMBER: tl.constexpr):
     """Add what piece NUMBER of the keys gives to dQ and dK (before the scale), and to dV."""
     dq, dk, dv = grads
     # A score of its own may make NaN of the zeros that rows beyond q_len have.
@@ -53,21 +53,20 @@ def add_piece(grads, query, piece, scale, head, sizes, given, NUMBER: tl.constex
     pairs = Pairs(
         query.places[:, None], piece.places[None, :], query.exists[:, None], piece.exists[None, :]
     )
-    weights = weights_of_tile(s, pairs, query.lse2[:, None], scale, head, sizes, given, PARTIAL)
+    weights = weights_of_tile(s, pairs, query.lse2[:, None], scale, scope, PARTIAL)
     dp = dot(query.do, tl.trans(piece.v), PRECISION, UPCAST)
     kept = weights.p
     if HAS_DROPOUT:
-        drop = drop_probability(head, sizes, given)
+        drop = drop_probability(scope)
         stays = kept_of_tile(
-            query.first, piece.first, drop, head, pairs.q, pairs.kv, sizes, given,
-            BLOCK_M, piece.k.shape[0],
+            query.first, piece.first, drop, pairs.q, pairs.kv, scope, BLOCK_M, piece.k.shape[0]
         )
         keep = keep_factor(stays, drop)
         dp = dp * keep
         kept = weights.p * keep
     if not OWN_WEIGHTS:
         dp = dp - query.delta[:, None]
-    ds = through_score(weights.p_slope * dp, weights, pairs, head, sizes, given, PARTIAL)
+    ds = through_score(weights.p_slope * dp, weights, pairs, scope, PARTIAL)
     ds = ds.to(query.q.dtype)
     dv = dot_add(tl.trans(kept.to(query.do.dtype)), query.do, dv, PRECISION, UPCAST)
     dk = dot_add(tl.trans(ds), query.q, dk, PRECISION, UPCAST)
@@ -124,7 +123,7 @@ def attention_short_backward(
     first = tl.full([], 0, tl.int32)
     tiles = tl.cdiv(q_len, BLOCK_M)
     for item in tl.range(0, group * tiles):
-        head = Head(b, h, hkv)
+        scope = Scope(Head(b, h, hkv), sizes, given)
         operands = Operands(
             rows_of(Tensor(Q, stride_qb, stride_qh, stride_qm), b, h), keys.k, keys.v,
             rows_of(Tensor(DOUT, stride_gb, stride_gh, stride_gm), b, h),
@@ -135,10 +134,10 @@ def attention_short_backward(
             operands, out, Rows(DLSE, has_dlse), first, b * heads + h, q_origin, sizes
         )
         dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-        dq, dk, dv = add_piece((dq, dk, dv), query, piece, scale, head, sizes, given, 0)
+        dq, dk, dv = add_piece((dq, dk, dv), query, piece, scale, scope, 0)
         if PIECES > 1:
             dq, second_dk, second_dv = add_piece(
-                (dq, second_dk, second_dv), query, second, scale, head, sizes, given, 1
+                (dq, second_dk, second_dv), query, second, scale, scope, 1
             )
         dq_rows = rows_of_result(Tensor(DQ, rows_dqb, rows_dqh, rows_dqm), b, h, D)
         store_tile(dq_rows, first, q_len, dq * scale, D, BLOCK_M, BLOCK_D)

@@ -19,15 +19,12 @@ def piece_of(keys, sizes, FIRST: tl.constexpr, COUNT: tl.constexpr):
 
 
 @triton.jit
-def attend_piece(
-    softmax, q_tile, first_row, q, piece, scale, factor, head, sizes, given,
-    NUMBER: tl.constexpr,
-):
+def attend_piece(softmax, q_tile, first_row, q, piece, scale, factor, scope, NUMBER: tl.constexpr):
     """Take piece NUMBER of the keys into the running softmax of a query tile."""
     s = dot(q_tile, tl.trans(piece.k), PRECISION, UPCAST)
+    PARTIAL: tl.constexpr = MASKED or NUMBER == PIECES - 1
     p, softmax = weigh(
-        s, softmax, first_row, q, piece.columns, scale, factor, head, sizes, given,
-        MASKED or NUMBER == PIECES - 1, NUMBER == 0,
+        s, softmax, first_row, q, piece.columns, scale, factor, scope, PARTIAL, NUMBER == 0
     )
     acc = dot_add(p.to(piece.v.dtype), piece.v, softmax.acc, PRECISION, UPCAST)
     return Softmax(acc, softmax.row_sum, softmax.row_max)
@@ -51,6 +48,7 @@ def attention_short_forward(
     h = tl.program_id(1)
     start = tl.program_id(2) * part_rows
     head = Head(b, h, h // (heads // kv_heads))
+    scope = Scope(head, sizes, given)
     q_rows = rows_of(Tensor(Q, stride_qb, stride_qh, stride_qm), head.b, head.h)
     out = rows_of(Tensor(OUT, stride_ob, stride_oh, stride_om), head.b, head.h)
     keys = Keys(
@@ -78,17 +76,11 @@ def attention_short_forward(
             tl.zeros([BLOCK_M], tl.float32),
             tl.full([BLOCK_M], float("-inf"), tl.float32),
         )
-        softmax = attend_piece(
-            softmax, q_tile, first, q, piece, scale, factor, head, sizes, given, 0
-        )
+        softmax = attend_piece(softmax, q_tile, first, q, piece, scale, factor, scope, 0)
         if PIECES > 1:
-            softmax = attend_piece(
-                softmax, q_tile, first, q, second, scale, factor, head, sizes, given, 1
-            )
+            softmax = attend_piece(softmax, q_tile, first, q, second, scale, factor, scope, 1)
         if PIECES > 2:
-            softmax = attend_piece(
-                softmax, q_tile, first, q, third, scale, factor, head, sizes, given, 2
-            )
-        out_tile, lse = results_of(softmax, head, sizes, given)
+            softmax = attend_piece(softmax, q_tile, first, q, third, scale, factor, scope, 2)
+        out_tile, lse = results_of(softmax, scope)
         store_tile(out, first, q_len, out_tile, DV, BLOCK_M, BLOCK_DV)
         tl.store(LSE + (b * heads + h).to(tl.int64) * q_len + rows, lse, mask=rows < q_len)

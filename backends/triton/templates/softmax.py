@@ -12,7 +12,7 @@ import triton.language as tl
 
 from attndsl.backends.device.records import (
     Columns, Factors, Head, Keys, Origins, PackedRows, PagedKeys, PageOfKeys, PageRows, PartOfTiles,
-    PartsRoom, Piece, RequestTokens, RowFactors, Sizes, Softmax, Tensor, UnitPlaces, Visits,
+    PartsRoom, Piece, RequestTokens, RowFactors, Scope, Sizes, Softmax, Tensor, UnitPlaces, Visits,
 )
 from attndsl.backends.device.dropout import (
     keep_factor, kept_pairs, kept_pairs_of_part, kept_single_pairs,
@@ -53,10 +53,11 @@ def rescale(s, softmax, factor, PARTIAL: tl.constexpr, FIRST: tl.constexpr):
 
 @triton.jit
 def weigh(
-    s, softmax, first_row, q, columns, scale, factor, head, sizes, given,
+    s, softmax, first_row, q, columns, scale, factor, scope,
     PARTIAL: tl.constexpr, FIRST: tl.constexpr,
 ):
     """A tile's weights from its q . k, and the running sums scaled down to its maximum."""
+    sizes = scope.sizes
     live = True
     if SCALED_FIRST:
         s = s * scale
@@ -65,31 +66,29 @@ def weigh(
         if PARTIAL:
             live = (columns.numbers < sizes.kv_len)[None, :]
             if MASKED:
-                live = live & mask_of_pair(s, live, head, q, kv, sizes, given)
+                live = live & mask_of_pair(s, live, q, kv, scope)
         if MODIFIED:
-            s = score_of_pair(s, live, head, q, kv, sizes, given)
+            s = score_of_pair(s, live, q, kv, scope)
         if PARTIAL and not OWN_WEIGHTS:
             s = tl.where(live, s, float("-inf"))
 
     if OWN_WEIGHTS:
-        p = weight_of_pair(s, live, head, q, kv, sizes, given)
+        p = weight_of_pair(s, live, q, kv, scope)
         if PARTIAL:
             p = tl.where(live, p, 0.0)
     else:
         p, softmax = rescale(s, softmax, factor, PARTIAL, FIRST)
     if HAS_DROPOUT:
-        drop = drop_probability(head, sizes, given)
-        stays = kept_of_tile(
-            first_row, columns.first, drop, head, q, kv, sizes, given, s.shape[0], s.shape[1]
-        )
+        drop = drop_probability(scope)
+        stays = kept_of_tile(first_row, columns.first, drop, q, kv, scope, s.shape[0], s.shape[1])
         p = p * keep_factor(stays, drop)
     return p, softmax
 
 
 @triton.jit
-def with_sink(softmax, empty, head, sizes, given):
+def with_sink(softmax, empty, scope):
     """The running softmax with the head's sink in its denominator, where rows have live pairs."""
-    sink = LOG2E * sink_of_head(head, sizes, given)
+    sink = LOG2E * sink_of_head(scope)
     top = tl.where(empty, 0.0, tl.maximum(softmax.row_max, sink))
     decay = tl.exp2(softmax.row_max - top)
     row_sum = softmax.row_sum * decay + tl.exp2(sink - top)
@@ -98,7 +97,7 @@ def with_sink(softmax, empty, head, sizes, given):
 
 
 @triton.jit
-def results_of(softmax, head, sizes, given):
+def results_of(softmax, scope):
     """A query tile's output and log-sum-exp.
 
     A row with no live pair gives zeros and a log-sum-exp of -inf. Weights of the program's own are
@@ -106,6 +105,6 @@ def results_of(softmax, head, sizes, given):
     """
     empty = softmax.row_sum == 0.0
     if HAS_SINK:
-        softmax = with_sink(softmax, empty, head, sizes, given)
+        softmax = with_sink(softmax, empty, scope)
     row_sum = tl.where(empty, 1.0, softmax.row_sum)
     return softmax.acc / row_sum[:, None], softmax.row_max * LN2 + tl.log(row_sum)

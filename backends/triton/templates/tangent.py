@@ -10,7 +10,7 @@ the keys needs no row sum beforehand (``backends/tangent.py`` has the formulas i
 
 
 @triton.jit
-def moved_score(tiles, keys_moved, first, weights, pairs, scale, head, sizes, given, PARTIAL: tl.constexpr):
+def moved_score(tiles, keys_moved, first, weights, pairs, scale, scope, PARTIAL: tl.constexpr):
     """The final score's tangent; where the slope is infinite, one that does not move has none."""
     q_tile, q_moved, k_tile = tiles
     if HAS_TANGENT_Q:
@@ -18,29 +18,21 @@ def moved_score(tiles, keys_moved, first, weights, pairs, scale, head, sizes, gi
     else:
         moved = tl.zeros(weights.raw.shape, tl.float32)
     if HAS_TANGENT_K:
-        k_moved = load_tile(keys_moved.k, first, sizes.kv_len, D, BLOCK_N, BLOCK_D, PARTIAL)
+        k_moved = load_tile(keys_moved.k, first, scope.sizes.kv_len, D, BLOCK_N, BLOCK_D, PARTIAL)
         moved = dot_add(q_tile, tl.trans(k_moved), moved, PRECISION, UPCAST)
     moved = moved * scale
     if MODIFIED:
-        slope = derivative_of_pair(
-            weights.raw, weights.live, head, pairs.q, pairs.kv, sizes, given
-        )
+        slope = derivative_of_pair(weights.raw, weights.live, pairs.q, pairs.kv, scope)
         moved = tl.where(moved == 0.0, 0.0, moved * slope)
     if HAS_TANGENT_SCORE:
-        moved = moved + moved_score_of_pair(
-            weights.raw, weights.live, head, pairs.q, pairs.kv, sizes, given
-        )
+        moved = moved + moved_score_of_pair(weights.raw, weights.live, pairs.q, pairs.kv, scope)
     return moved
 
 
 @triton.jit
-def moved_weights(
-    tiles, keys_moved, first, weights, pairs, scale, head, sizes, given, PARTIAL: tl.constexpr
-):
+def moved_weights(tiles, keys_moved, first, weights, pairs, scale, scope, PARTIAL: tl.constexpr):
     """The tangents of a tile's weights, before dot(lse) is taken off."""
-    moved = moved_score(
-        tiles, keys_moved, first, weights, pairs, scale, head, sizes, given, PARTIAL
-    )
+    moved = moved_score(tiles, keys_moved, first, weights, pairs, scale, scope, PARTIAL)
     if MODIFIED or OWN_WEIGHTS:
         # Whichever is 0 leaves nothing, be the other infinite.
         moved = tl.where(
@@ -49,29 +41,23 @@ def moved_weights(
     else:
         moved = weights.p_slope * moved
     if HAS_TANGENT_WEIGHT:
-        moved = moved + moved_weight_of_pair(
-            weights.final, weights.live, head, pairs.q, pairs.kv, sizes, given
-        )
+        moved = moved + moved_weight_of_pair(weights.final, weights.live, pairs.q, pairs.kv, scope)
     if PARTIAL:
         moved = tl.where(weights.live, moved, 0.0)
     return moved
 
 
 @triton.jit
-def dropped(moved, weights, pairs, corner, head, sizes, given, ROWS: tl.constexpr):
+def dropped(moved, weights, pairs, corner, scope, ROWS: tl.constexpr):
     """Weights and their tangents where dropout kept the pairs."""
-    drop = drop_probability(head, sizes, given)
-    stays = kept_of_tile(
-        corner.q, corner.kv, drop, head, pairs.q, pairs.kv, sizes, given, ROWS, BLOCK_N
-    )
+    drop = drop_probability(scope)
+    stays = kept_of_tile(corner.q, corner.kv, drop, pairs.q, pairs.kv, scope, ROWS, BLOCK_N)
     keep = keep_factor(stays, drop)
     if HAS_TANGENT_WEIGHTS:
         moved = moved * keep
     if HAS_TANGENT_DROPOUT:
         # keep is 1 / (1 - p), whose derivative is its square; outside of [0, 1) it is constant.
-        moved_p = moved_dropout_of_pair(
-            weights.raw, weights.live, head, pairs.q, pairs.kv, sizes, given
-        )
+        moved_p = moved_dropout_of_pair(weights.raw, weights.live, pairs.q, pairs.kv, scope)
         varies = (weights.p != 0.0) & (drop >= 0.0) & (drop < 1.0)
         moved += tl.where(varies, weights.p * moved_p * keep * keep, 0.0)
     return weights.p * keep, moved
@@ -79,10 +65,10 @@ def dropped(moved, weights, pairs, corner, head, sizes, given, ROWS: tl.constexp
 
 @triton.jit
 def add_key_tile(
-    tangents, query, q_moved, kv_tile, keys, keys_moved, scale, head, sizes, given,
-    PARTIAL: tl.constexpr,
+    tangents, query, q_moved, kv_tile, keys, keys_moved, scale, scope, PARTIAL: tl.constexpr
 ):
     """Add one key-value tile's part to the tangents."""
+    sizes = scope.sizes
     acc, dlse, rounded = tangents
     corner = Corner(query.first, kv_tile * BLOCK_N)
     columns = corner.kv + tl.arange(0, BLOCK_N)
@@ -92,18 +78,16 @@ def add_key_tile(
     pairs = Pairs(
         query.places, kv, query.exists[:, None], (columns < sizes.kv_len)[None, :]
     )
-    weights = weights_of_tile(s, pairs, query.lse2[:, None], scale, head, sizes, given, PARTIAL)
+    weights = weights_of_tile(s, pairs, query.lse2[:, None], scale, scope, PARTIAL)
     p = weights.p
     moved = 0.0
     if HAS_TANGENT_WEIGHTS:
-        moved = moved_weights(
-            (query.q, q_moved, k_tile), keys_moved, corner.kv, weights, pairs, scale, head, sizes,
-            given, PARTIAL,
-        )
+        tiles = query.q, q_moved, k_tile
+        moved = moved_weights(tiles, keys_moved, corner.kv, weights, pairs, scale, scope, PARTIAL)
         if not OWN_WEIGHTS:
             dlse += tl.sum(moved, 1)
     if HAS_DROPOUT:
-        p, moved = dropped(moved, weights, pairs, corner, head, sizes, given, query.q.shape[0])
+        p, moved = dropped(moved, weights, pairs, corner, scope, query.q.shape[0])
     if HAS_TANGENT_WEIGHTS:
         v_tile = load_tile(keys.v, corner.kv, sizes.kv_len, DV, BLOCK_N, BLOCK_DV, PARTIAL)
         moved = moved.to(v_tile.dtype)
@@ -142,6 +126,7 @@ def attention_tangent(
         MASKED, Q_PASS_DESCENDING,
     )
     head = head_of(head_of_batch, sizes)
+    scope = Scope(head, sizes, given)
     shift = shift_of(origins, Q_KIND, KV_KIND)
     first = tile * BLOCK_M
     rows = first + tl.arange(0, BLOCK_M)
@@ -173,20 +158,19 @@ def attention_tangent(
     )
     # dO and delta are a backward's.
     query = QueryTile(q_tile, 0.0, lse2, 0.0, first, q, rows < q_len)
-    visits = q_pass_visits(tile, head, sizes, shift, given)
+    visits = q_pass_visits(tile, shift, scope)
     for PARTIAL in tl.static_range(2):
         if (PARTIAL and Q_PASS_HAS_PARTIAL) or (not PARTIAL and Q_PASS_HAS_FULL):
-            kv_tile = q_pass_tile(0, visits, tile, head, sizes, shift, given, PARTIAL)
+            kv_tile = q_pass_tile(0, visits, tile, shift, scope, PARTIAL)
             for step in tl.range(0, visits.partial if PARTIAL else visits.full):
                 tangents = add_key_tile(
-                    tangents, query, q_moved, kv_tile, keys, keys_moved, scale, head, sizes, given,
-                    PARTIAL,
+                    tangents, query, q_moved, kv_tile, keys, keys_moved, scale, scope, PARTIAL
                 )
-                kv_tile = q_pass_tile(step + 1, visits, tile, head, sizes, shift, given, PARTIAL)
+                kv_tile = q_pass_tile(step + 1, visits, tile, shift, scope, PARTIAL)
     acc, dlse, rounded = tangents
     if HAS_TANGENT_SINK:
-        sink = sink_of_head(head, sizes, given)
-        sink_moved = moved_sink_of_head(head, sizes, given)
+        sink = sink_of_head(scope)
+        sink_moved = moved_sink_of_head(scope)
         sink_weight = tl.exp2(sink * LOG2E - lse2)
         sink_part = tl.where(sink_weight == 0.0, 0.0, sink_weight * sink_moved)
         dlse += sink_part

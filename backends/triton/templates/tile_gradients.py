@@ -5,8 +5,9 @@
 
 
 @triton.jit
-def lives_of_tile(corner, head, sizes, origins, given):
+def lives_of_tile(corner, origins, scope):
     """Whether some and whether all pairs of a tile take part."""
+    sizes = scope.sizes
     rows = corner.q + tl.arange(0, BLOCK_M)
     columns = corner.kv + tl.arange(0, BLOCK_N)
     live = (rows < sizes.q_len)[:, None] & (columns < sizes.kv_len)[None, :]
@@ -14,7 +15,7 @@ def lives_of_tile(corner, head, sizes, origins, given):
         q = positions(rows, sizes.q_len, origins.q, Q_KIND)[:, None]
         kv = positions(columns, sizes.kv_len, origins.kv, KV_KIND)[None, :]
         s = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-        live = live & mask_of_pair(s, live, head, q, kv, sizes, given)
+        live = live & mask_of_pair(s, live, q, kv, scope)
     counted = tl.sum(tl.sum(live.to(tl.int32), 1), 0)
     every = counted == BLOCK_M * BLOCK_N
     if MASK_READS_SCORE:
@@ -23,43 +24,42 @@ def lives_of_tile(corner, head, sizes, origins, given):
 
 
 @triton.jit
-def add_pairs(sums, query, keys, scale, head, sizes, given, PARTIAL: tl.constexpr):
+def add_pairs(sums, query, keys, scale, scope, PARTIAL: tl.constexpr):
     """The sums with what these pairs add."""
     pairs = Pairs(query.places, keys.places, query.exists[:, None], keys.exists[None, :])
     # Both before what takes either, so that the second runs meanwhile.
     s = dot(query.q, tl.trans(keys.k), PRECISION, UPCAST)
     dp = dot(query.do, tl.trans(keys.v), PRECISION, UPCAST)
-    weights = weights_of_tile(s, pairs, query.lse2[:, None], scale, head, sizes, given, PARTIAL)
+    weights = weights_of_tile(s, pairs, query.lse2[:, None], scale, scope, PARTIAL)
     live = weights.live
     if HAS_DROPOUT:
-        drop = drop_probability(head, sizes, given)
+        drop = drop_probability(scope)
         stays = kept_of_tile(
-            query.first, keys.first, drop, head, pairs.q, pairs.kv, sizes, given,
+            query.first, keys.first, drop, pairs.q, pairs.kv, scope,
             query.q.shape[0], keys.k.shape[0],
         )
         dp = dp * keep_factor(stays, drop)
     if GRAD_OF_WEIGHT:
         sums = add_weight_gradients(
-            sums, tl.where(live, dp, 0.0), weights.final, live, head, pairs.q, pairs.kv, sizes, given
+            sums, tl.where(live, dp, 0.0), weights.final, live, pairs.q, pairs.kv, scope
         )
     if not OWN_WEIGHTS:
         dp = dp - query.delta[:, None]
     if GRAD_OF_SCORE:
         ds = tl.where(live, weights.p_slope * dp, 0.0)
-        sums = add_score_gradients(
-            sums, ds, weights.raw, live, head, pairs.q, pairs.kv, sizes, given
-        )
+        sums = add_score_gradients(sums, ds, weights.raw, live, pairs.q, pairs.kv, scope)
     return sums
 
 
 @triton.jit
-def add_tile(sums, corner, q, kv, operands, scale, head, sizes, given, PARTIAL: tl.constexpr):
+def add_tile(sums, corner, q, kv, operands, scale, scope, PARTIAL: tl.constexpr):
     """The sums with what the tile from ``corner`` on adds.
 
     ``q`` and ``kv`` are logical positions. ``operands`` has the log-sum-exp in base e. PARTIAL: the
     tile reaches beyond the lengths, or has dead pairs.
     """
     # Triton's interpreter counts loops in numbers of Python.
+    sizes = scope.sizes
     first = corner.q + tl.full([], 0, tl.int32)
     kv_first = corner.kv + tl.full([], 0, tl.int32)
     rows = first + tl.arange(0, BLOCK_M)
@@ -73,8 +73,6 @@ def add_tile(sums, corner, q, kv, operands, scale, head, sizes, given, PARTIAL: 
     # Rows with no live pair have weights of 0.
     lse2 = tl.where(lse == float("-inf"), float("inf"), lse * LOG2E)
     delta = tl.load(operands.delta + rows, mask=rows < sizes.q_len, other=0.0)
-    return add_pairs(
-        sums, QueryTile(q_tile, do_tile, lse2, delta, first, q, rows < sizes.q_len),
-        KeyTile(k_tile, v_tile, kv_first, kv, columns < sizes.kv_len),
-        scale, head, sizes, given, PARTIAL,
-    )
+    query = QueryTile(q_tile, do_tile, lse2, delta, first, q, rows < sizes.q_len)
+    keys = KeyTile(k_tile, v_tile, kv_first, kv, columns < sizes.kv_len)
+    return add_pairs(sums, query, keys, scale, scope, PARTIAL)

@@ -13,8 +13,8 @@ import triton
 import triton.language as tl
 
 from attndsl.backends.device.records import (
-    Corner, Head, Keys, KeyTile, Operands, Origins, Pairs, QueryTile, Rows, Share, Sizes, Steps,
-    Tensor, Visits, Weights,
+    Corner, Head, Keys, KeyTile, Operands, Origins, Pairs, QueryTile, Rows, Scope, Share, Sizes,
+    Steps, Tensor, Visits, Weights,
 )
 from attndsl.backends.device.dropout import (
     keep_factor, kept_pairs, kept_pairs_of_part, kept_single_pairs,
@@ -35,21 +35,21 @@ LOG2E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
-def weights_of_tile(s, pairs, lse2, scale, head, sizes, given, PARTIAL: tl.constexpr):
+def weights_of_tile(s, pairs, lse2, scale, scope, PARTIAL: tl.constexpr):
     """A tile's weights from its q . k. ``lse2`` broadcasts along keys."""
     raw = s * scale
     live = True
     if PARTIAL:
         live = pairs.rows_ok & pairs.columns_ok
         if MASKED:
-            live = live & mask_of_pair(raw, live, head, pairs.q, pairs.kv, sizes, given)
+            live = live & mask_of_pair(raw, live, pairs.q, pairs.kv, scope)
     if MODIFIED:
-        final = score_of_pair(raw, live, head, pairs.q, pairs.kv, sizes, given)
+        final = score_of_pair(raw, live, pairs.q, pairs.kv, scope)
     else:
         final = raw
     if OWN_WEIGHTS:
-        p = weight_of_pair(final, live, head, pairs.q, pairs.kv, sizes, given)
-        p_slope = slope_of_weight(final, live, head, pairs.q, pairs.kv, sizes, given)
+        p = weight_of_pair(final, live, pairs.q, pairs.kv, scope)
+        p_slope = slope_of_weight(final, live, pairs.q, pairs.kv, scope)
         if PARTIAL:
             p_slope = tl.where(live, p_slope, 0.0)
     elif MODIFIED:
@@ -64,14 +64,12 @@ def weights_of_tile(s, pairs, lse2, scale, head, sizes, given, PARTIAL: tl.const
 
 
 @triton.jit
-def through_score(ds, weights, pairs, head, sizes, given, PARTIAL: tl.constexpr):
+def through_score(ds, weights, pairs, scope, PARTIAL: tl.constexpr):
     """Take dS, the gradient of the final score, through the program to that of scale * (q . k)."""
     if PARTIAL:
         ds = tl.where(weights.live, ds, 0.0)
     if MODIFIED:
-        ds = ds * derivative_of_pair(
-            weights.raw, weights.live, head, pairs.q, pairs.kv, sizes, given
-        )
+        ds = ds * derivative_of_pair(weights.raw, weights.live, pairs.q, pairs.kv, scope)
         if PARTIAL:
             ds = tl.where(weights.live, ds, 0.0)
     return ds

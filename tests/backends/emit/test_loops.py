@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from attndsl.backends.device.records import Head, Shift, Sizes, Visits
+from attndsl.backends.device.records import Head, Scope, Shift, Sizes, Visits
 from attndsl.backends.emit.expression import Names
 from attndsl.backends.emit.loops import print_loop
 from attndsl.ir import DType, Node, Op, const, node, param
@@ -48,13 +48,14 @@ def _run(
 
     floordiv = {"int_floordiv": lambda a, b: a // b}
     assert helpers <= floordiv.keys()
-    scope: dict[str, object] = {"tl": tl, "Visits": Visits, **floordiv}
-    scope |= {"BLOCK_M": sizes[0], "BLOCK_N": sizes[1]}
-    exec(text, scope)
-    count, nth = scope["p_visits"], scope["p_tile"]
+    module: dict[str, object] = {"tl": tl, "Visits": Visits, **floordiv}
+    module |= {"BLOCK_M": sizes[0], "BLOCK_N": sizes[1]}
+    exec(text, module)
+    count, nth = module["p_visits"], module["p_tile"]
     assert callable(count)
     assert callable(nth)
-    common = (Head(0, 0, 0), Sizes(1, 1, 1, LENGTH, LENGTH), Shift(0, 0), None)
+    scope = Scope(Head(0, 0, 0), Sizes(1, 1, 1, LENGTH, LENGTH), None)
+    common = (Shift(0, 0), scope)
     visits = count(tile, *common)
     steps = range(visits.full if kind == "full" else visits.partial)
     return [nth(step, visits, tile, *common, kind == "partial") for step in steps]
