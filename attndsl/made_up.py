@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from attndsl.errors import ArgumentError
-from attndsl.ir import DType, Op
+from attndsl.ir import SIZES, DType, Op, sides, toposort
 from attndsl.passes.evaluate import Environment, evaluate
 
 if TYPE_CHECKING:
@@ -25,6 +25,8 @@ _RUNS = 4
 """Documents that made-up ids of a picture have, so that small pictures show several."""
 _NUMBERS: dict[DType, bool | int | float] = {DType.BOOL: True, DType.INT: 16, DType.FLOAT: 1.0}
 """Made-up params of a picture."""
+_ROW = 64
+"""Numbers of a row that ``dot`` takes: as many as there are keys would be too many for kernels."""
 
 
 def make_captures(
@@ -43,7 +45,7 @@ def make_captures(
     Args:
         program: Whose tensors to make.
         sizes: Every size of :data:`attndsl.ir.SIZES`, and those of other dims that are to differ
-            from ``kv_len``.
+            from ``kv_len``, or from 64 where they are the length of rows that ``dot`` takes.
         device: Where to put them.
         generator: Of the CPU.
         read: Names of those whose values matter, all by default; the others take no memory.
@@ -116,7 +118,8 @@ def _tensors(
     program: Program, sizes: Mapping[str, int], params: Mapping[str, bool | int | float],
     generator: torch.Generator, device: str, read: Collection[str] | None,
 ) -> dict[str, torch.Tensor]:  # fmt: skip
-    known = {**dict.fromkeys(program.dim_names(), sizes["kv_len"]), **sizes}
+    own = dict.fromkeys(program.dim_names(), sizes["kv_len"]) | _rows_of_dots(program)
+    known = {**own, **sizes}
     found = {}
     for decl in program.tensors:
         shape = [_extent(decl, dim, known, params) for dim in range(len(decl.dims))]
@@ -133,6 +136,14 @@ def _tensors(
             ) from None
         found[decl.name] = value.to(device)
     return found
+
+
+def _rows_of_dots(program: Program) -> dict[str, int]:
+    """The dims whose elements ``dot`` multiplies and adds up, each with its size."""
+    products = (item for item in toposort(*program.roots()) if item.op is Op.DOT)
+    taken = {side.name for item in products for side in sides(item)}
+    last = (decl.dims[-1] for decl in program.tensors if decl.name in taken)
+    return {str(dim.value): _ROW for dim in last if dim.op is Op.SIZE and dim.value not in SIZES}
 
 
 def _random(

@@ -65,7 +65,7 @@ class Case:
         given = {n: x(length) if callable(x) else x for n, x in setting.items()}
         sizes = {
             "batch": BATCH, "heads": HEADS, "kv_heads": HEADS, "q_len": length, "kv_len": length,
-            "head_dim": dim, **entry.setting.sizes,
+            "head_dim": dim,
         }  # fmt: skip
         program = self.attention.lowered.program
         made = make_for_picture(program, sizes, 0, given)

@@ -69,8 +69,6 @@ class Setting:
     """Heads that are counted, where they differ."""
     measured: str = ""
     """``file:case`` of a committed result."""
-    sizes: dict[str, int] = field(default_factory=dict)
-    """Of dims that the program's tensors name. Others are as long as the keys."""
 
 
 class Counts(NamedTuple):
@@ -167,8 +165,7 @@ _OF_EXAMPLES = {
     "causal": Setting(measured="sparse_attention:causal"),
     "dilated": Setting(heads=2),
     "joined": Setting(counted={"near": 1024}, words="`near = 1024`"),
-    # The rotary rows of DeepSeek-V2: as long as the keys, no kernel would take them.
-    "latent": Setting({"heat": 1.0}, sizes={"r": 64}),
+    "latent": Setting({"heat": 1.0}),
     "lengths": Setting(
         {"lengths": lambda n: torch.tensor([44])}, {"lengths": lambda n: torch.tensor([6000])},
         "a length of 6000",
@@ -262,7 +259,7 @@ def data(entry: Entry) -> PictureData:
     program = attention.lowered.program
     given = _values(entry.setting.drawn, DRAWN)
     sizes = {"batch": 1, "heads": HEADS, "kv_heads": HEADS, "q_len": DRAWN, "kv_len": DRAWN,
-             "head_dim": 64, **entry.setting.sizes}  # fmt: skip
+             "head_dim": 64}  # fmt: skip
     made = make_for_picture(program, sizes, 0, given)
     params = {decl.name for decl in program.params}
     found = picture_data(

@@ -68,7 +68,7 @@ class Asked:
     """Captures that require grad. None for two kinds of calls: all float captures, and none."""
     deterministic: bool = False
     dims: Mapping[str, int] = field(default_factory=dict)
-    """Sizes of dims that programs introduce; others are the number of keys."""
+    """Sizes of dims that programs introduce; others are those of :mod:`attndsl.made_up`."""
     captures: Mapping[str, torch.dtype] = field(default_factory=dict)
     """dtypes of captures; fp32, int32 and bool for others."""
 

@@ -125,7 +125,9 @@ ValueDim = Annotated[int | None, typer.Option(min=1, help="As --head-dim.")]
 Dims = Annotated[
     list[str],
     typer.Option(
-        "--dim", metavar="NAME=SIZE", help="Size of a tensor's own dim; kv_len if not given."
+        "--dim",
+        metavar="NAME=SIZE",
+        help="Size of a tensor's own dim; by default 64 for rows of dot, kv_len for others.",
     ),
 ]
 DType = Annotated[
