@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from importlib import resources
@@ -44,6 +45,7 @@ class Products:
 
 
 IEEE = Products()
+_NOTHING_GIVEN = re.compile(r"\bgiven = Given\(\s*\)")
 
 
 def fill_template(
@@ -76,7 +78,9 @@ def fill_template(
         **(more or {}),
     }
     lines = [line for name in templates for line in _fill(_template(package, name), fills)]
-    return only_needed("\n".join(lines), entries)
+    text = "\n".join(lines)
+    # A program that adds no arguments has no record of them either.
+    return only_needed(text if given else _NOTHING_GIVEN.sub("given = None", text), entries)
 
 
 def import_lines(folder: str, names: set[str]) -> list[str]:
