@@ -3,8 +3,7 @@
     python benchmarks/gallery_times.py [--rows "causal;alibi"] [--processes 8] [--output FILE]
 
 Shapes are those of the gallery's times: batch 2, 16 heads, length 8192, head dim 128, bf16. Values
-of params and tensors are those with which the gallery counts tiles, as are sizes of dims that
-tensors name; others are made up.
+of params and tensors are those with which the gallery counts tiles; others are made up.
 ``forward_ms`` is a call without gradients, ``backward_ms`` the gradients of q, k and v, both the
 median of rounds by CUDA events. ``difference`` is the relative distance of the output to that of
 the reference backend at 512 rows. Several processes compile the kernels of all programs first.
