@@ -87,7 +87,6 @@ def write(benchmark: str, device: str, rows: list[dict[str, Any]], path: Path | 
         path: Where to; ``benchmarks/results/BENCHMARK.json`` if None.
     """
     path = path or RESULTS / f"{benchmark}.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
     head = {
         "benchmark": benchmark,
         "machine": machine(device),
@@ -95,10 +94,16 @@ def write(benchmark: str, device: str, rows: list[dict[str, Any]], path: Path | 
         "versions": versions(),
         "rows": rows,
     }
-    part = path.with_name(path.name + ".part")
-    part.write_text(json.dumps(head, indent=1) + "\n", "utf-8")
-    part.replace(path)
+    put_results(path, head)
     return path
+
+
+def put_results(path: Path, results: dict[str, Any]) -> None:
+    """Write a result file at once: whoever reads it, or ends this process, meets a whole one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(path.name + ".part")
+    part.write_text(json.dumps(results, indent=1) + "\n", "utf-8")
+    part.replace(path)
 
 
 def print_or_draw(

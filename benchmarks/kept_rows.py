@@ -122,14 +122,6 @@ def merged(old: Results | None, new: Results, shape: Shape) -> Results:
     return {**new, "rows": list(rows.values())}
 
 
-def write(path: Path, results: Results) -> None:
-    """Write a result file at once."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(path.name + ".part")
-    part.write_text(json.dumps(results, indent=1) + "\n", "utf-8")
-    part.replace(path)
-
-
 def _says_less(row: Row, other: Row, shape: Shape) -> bool:
     """Whether ``row`` lacks the figure that ``other`` has, or both do and it has fewer fields."""
     measured = shape.has_figure(row), shape.has_figure(other)

@@ -117,7 +117,7 @@ class Kept:
                 if new.get("benchmark") != stem:
                     raise Unreadable(f"{self.path} is of {new.get('benchmark')!r}, not of {stem!r}")
                 target, old = kept_rows.place(stem, new, self._folders)
-                kept_rows.write(target, kept_rows.merged(old, new, self._round.shape))
+                common.put_results(target, kept_rows.merged(old, new, self._round.shape))
             except (Unreadable, OSError) as error:
                 self.broken = str(error)
                 return

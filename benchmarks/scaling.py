@@ -53,7 +53,7 @@ from attndsl.parallel.costs import costs_of
 from attndsl.parallel.demands import demand_from
 from attndsl.parallel.layouts import choose_layout, chunk_size, fetched_by, load_of
 
-from common import RESULTS, machine, versions
+from common import RESULTS, machine, put_results, versions
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -306,7 +306,7 @@ def keep(path: Path, benchmark: str, where: str, rows: list[dict[str, Any]]) -> 
         "benchmark": benchmark, "machine": where, "date": datetime.date.today().isoformat(),
         "versions": versions(), "rows": rows,
     }  # fmt: skip
-    path.write_text(json.dumps(data, indent=1) + "\n", "utf-8")
+    put_results(path, data)
 
 
 def put(text: str, begin: str, end: str) -> None:

@@ -23,6 +23,8 @@ from typing import IO, TYPE_CHECKING, Any
 from scaling_programs import TEXTS
 from scaling_told import PEERS, prediction, short_table
 
+from common import put_results
+
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
@@ -94,17 +96,11 @@ def run(asked: Asked, numbers: Sequence[int], head: dict[str, Any], output: Path
             row |= found
             if system == "attndsl" and "attndsl_step_ms" in row:
                 row |= prediction(row)
-            _keep(output, {**head, "rows": [*rows.values()]})
+            put_results(output, {**head, "rows": [*rows.values()]})
             print(f"[{time.monotonic() - started:6.0f} s] {_line(ranks, part, found)}", flush=True)
     print(short_table([*rows.values()]))
     if left:
         print(f"not measured in {asked.limit:g} s: {'; '.join(left)}"[:2000])
-
-
-def _keep(output: Path, data: dict[str, Any]) -> None:
-    part = output.with_name(output.name + ".part")
-    part.write_text(json.dumps(data, indent=1) + "\n", "utf-8")
-    part.replace(output)
 
 
 def _line(ranks: int, part: Part, found: dict[str, Any]) -> str:
