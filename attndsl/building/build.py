@@ -12,6 +12,7 @@ import threading
 import warnings
 from collections import Counter
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -80,6 +81,8 @@ class Built:
     calls: int = 0
     without: Counter[Without] = field(default_factory=Counter)
     """How many of the calls have no kernels."""
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    """Several threads make what is here, each of a program of its own."""
 
 
 class _Placeless(KernelCache):
@@ -125,12 +128,11 @@ def build(
     gpu.activate()
     # Nobody else writes there, and nothing may be removed.
     built = Built(_Placeless(folder, limit=_UNLIMITED), gpu, [])
-    lock = threading.Lock()
 
     def heard(**what: Any) -> None:
         hit = bool(what["cache_hit"])
         seconds = 0.0 if hit else what["times"].total / 1e6
-        with lock:
+        with built.lock:
             built.seconds.setdefault(str(what["metadata"]["hash"]), seconds)
         progress.compiled(Compiled(what["metadata"]["name"], seconds, hit))
 
@@ -138,25 +140,10 @@ def build(
     backends = {x.made_of.backend: None for x in programs.values()}
     known = {name: _backend(name, target, built.store) for name in backends}
 
-    def call(name: str, attention: Attention) -> Callable[[], object]:
-        def run() -> None:
-            for example in examples(attention, asked):
-                with lock:
-                    built.calls += 1
-                key, meta = program_entry(example.attention.made_of.spec)
-                built.store.save(key, "", meta)
-                try:
-                    why = run_example(example, known[attention.made_of.backend])
-                except AttnDSLError as error:
-                    error.message = f"{error.message} (in the call with {example})"
-                    raise
-                if why is not None:
-                    with lock:
-                        built.without[Without(name, why)] += 1
-
-        return run
-
-    calls = {name: call(name, attention) for name, attention in programs.items()}
+    calls = {
+        name: partial(_compile_all, built, name, x, asked, known[x.made_of.backend])
+        for name, x in programs.items()
+    }
     # Nothing is launched, by whatever launcher.
     warnings.filterwarnings("ignore", category=LaunchWarning)
     try:
@@ -164,6 +151,29 @@ def build(
     finally:
         triton.knobs.compilation.listener = None
     return built
+
+
+def _compile_all(
+    built: Built, name: str, attention: Attention, asked: Asked, backend: GeneratedBackend
+) -> None:
+    """Have the kernels of all calls of one program.
+
+    Raises:
+        AttnDSLError: Of a call, which the message names.
+    """
+    for example in examples(attention, asked):
+        with built.lock:
+            built.calls += 1
+        key, meta = program_entry(example.attention.made_of.spec)
+        built.store.save(key, "", meta)
+        try:
+            why = run_example(example, backend)
+        except AttnDSLError as error:
+            error.message = f"{error.message} (in the call with {example})"
+            raise
+        if why is not None:
+            with built.lock:
+                built.without[Without(name, why)] += 1
 
 
 def run_example(example: Example, backend: GeneratedBackend) -> str | None:
