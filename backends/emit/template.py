@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from importlib import resources
@@ -45,7 +44,6 @@ class Products:
 
 
 IEEE = Products()
-_NOTHING_GIVEN = re.compile(r"\bgiven = Given\(\s*\)")
 
 
 def fill_template(
@@ -78,9 +76,7 @@ def fill_template(
         **(more or {}),
     }
     lines = [line for name in templates for line in _fill(_template(package, name), fills)]
-    text = "\n".join(lines)
-    # A program that adds no arguments has no record of them either.
-    return only_needed(text if given else _NOTHING_GIVEN.sub("given = None", text), entries)
+    return only_needed("\n".join(lines), entries)
 
 
 def import_lines(folder: str, names: set[str]) -> list[str]:
