@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from support.no_waiting import no_waiting
 from support.serving import Shape, make_step
 
 import attndsl
@@ -226,15 +227,11 @@ def test_bits_and_graphs(text):
     step = make_step((900, 3, 700), (400, 1, 300), shape)
     q, cache, starts = on("cuda", step)
     attention.serve(q, cache, starts, most_queries=512)
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_waiting():
         whole = attention.serve(q, cache, starts, most_queries=512)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             again = attention.serve(q, cache, starts, most_queries=512)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     graph.replay()
     assert torch.equal(again, whole)
     for b in range(3):

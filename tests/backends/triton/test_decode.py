@@ -10,6 +10,7 @@ import textwrap
 import pytest
 import torch
 from support.fork_server import run_python
+from support.no_waiting import no_waiting
 from support.parts import PROGRAMS, Sizes, make_case, whole_of, widened
 
 import attndsl
@@ -399,19 +400,14 @@ def test_programs_on_gpus(name, sizes):
 
 
 @pytest.mark.gpu
-@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype:UserWarning")
 def test_a_graph_serves_other_lengths_with_the_same_bits():
     """Without a wait for the device, and with what the same requests give alone."""
     attention = attndsl.compile("causal() and q - kv < 3000", backend="decode")
     entries = [4096, 1, 777, 2048]
     q, k, v, lengths = ragged_call("cuda", entries, 4096, 16, 128, torch.bfloat16)
     attention(q, k, v, q_offset=lengths - 1, kv_lengths=lengths)
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_waiting():
         attention(q, k, v, q_offset=lengths - 1, kv_lengths=lengths)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         out = attention(q, k, v, q_offset=lengths - 1, kv_lengths=lengths)
@@ -430,7 +426,7 @@ def test_a_graph_serves_other_lengths_with_the_same_bits():
 def test_graphs_of_torch_find_nothing_of_ours_in_their_memory():
     """The first call of a process is one that torch makes with a graph's memory."""
     done = subprocess.run(
-        [sys.executable, "-c", IN_GRAPHS], capture_output=True, text=True, check=False
+        [sys.executable, "-P", "-c", IN_GRAPHS], capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr[-3000:]
 

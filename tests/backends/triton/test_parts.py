@@ -36,6 +36,8 @@ TILE = 384
 OTHER_TILES = {"global", "diffusion", "tiles"}
 """Programs whose plans for rows from any number on have other kinds of tiles, or lists: kernels may
 take tiles of other sizes, or in another order."""
+REDUCED = {"positions"}
+"""Programs with sines of positions, whose short reduction kernels take without an offset alone."""
 REPEATED = {"slopes"}
 """Programs whose scores grow so far along the keys that Hopper's forward does work tiles again. It
 repeats all rows of one, and a call of few rows has smaller work tiles."""
@@ -71,7 +73,7 @@ def has_same_bits(case: Case, split: str, name: str) -> bool:
     # Torch's own products of other shapes have other bits.
     by_kernels = products is None or products.wide is not None
     begins_with_tiles = split not in ("keys", "odd rows", "all")
-    others = OTHER_TILES | (REPEATED if case.q.dtype is torch.bfloat16 else set())
+    others = OTHER_TILES | REDUCED | (REPEATED if case.q.dtype is torch.bfloat16 else set())
     return by_kernels and begins_with_tiles and not (split == "rows" and name in others)
 
 
