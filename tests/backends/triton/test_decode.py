@@ -452,8 +452,7 @@ with torch.no_grad():
 
 
 @pytest.mark.gpu
-@pytest.mark.filterwarnings("ignore:.*Profiler clears events:UserWarning")
-def test_a_graph_has_one_kernel_a_call_and_numbers_of_its_own():
+def test_graphs_have_numbers_of_their_own():
     attention = attndsl.compile("causal()", backend="decode")
     q, k, v, lengths = ragged_call("cuda", [4096, 4000], 4096, 16, 128, torch.bfloat16)
     wanted = attention(q, k, v, q_offset=lengths - 1, kv_lengths=lengths)
@@ -473,12 +472,35 @@ def test_a_graph_has_one_kernel_a_call_and_numbers_of_its_own():
                 graph.replay()
     torch.cuda.synchronize()
     assert all(torch.equal(out, wanted) for out in found)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        graphs[0].replay()
-        torch.cuda.synchronize()
-    kernels = [x.name for x in profile.events() if x.device_type == torch.autograd.DeviceType.CUDA]
-    assert [name for name in kernels if "attention_decode" not in name] == []
-    assert len(kernels) == 1
+
+
+@pytest.mark.gpu
+def test_a_graph_has_one_kernel_a_call():
+    """In a process of its own, where the profiler finds no kernels of other tests."""
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", PROFILED], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    (name,) = done.stdout.split()
+    assert "attention_decode" in name
+
+
+PROFILED = """
+import torch, attndsl
+from torch.profiler import ProfilerActivity, profile
+attention = attndsl.compile("causal()", backend="decode")
+q, k, v = (torch.randn(2, 8, n, 64, device="cuda", dtype=torch.bfloat16) for n in (1, 4096, 4096))
+lengths = torch.tensor([4096, 4000], dtype=torch.int32, device="cuda")
+starts = lengths - 1
+attention(q, k, v, q_offset=starts, kv_lengths=lengths)
+graph = torch.cuda.CUDAGraph()
+with torch.cuda.graph(graph):
+    attention(q, k, v, q_offset=starts, kv_lengths=lengths)
+with profile(activities=[ProfilerActivity.CUDA]) as found:
+    graph.replay()
+    torch.cuda.synchronize()
+print(*(x.name for x in found.events() if x.device_type == torch.autograd.DeviceType.CUDA))
+"""
 
 
 @pytest.mark.gpu
