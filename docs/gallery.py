@@ -47,9 +47,9 @@ line of the picture names them.
 
 The cost of a program is the number of tiles of {TILE} x {TILE} pairs that kernels visit, at a
 length of {LONG}. Dense attention visits all tiles, and a causal mask leaves about half of them.
-Times are those of committed result files. They are in ms, for batch 2, 16 heads, length 8192,
-head dim 128 and bf16, on one NVIDIA H200. "Not yet" means that no committed file has the program
-alone. [Benchmarks](benchmarks.md) describes the method.
+Times are in ms, for batch 2, 16 heads, length 8192, head dim 128 and bf16. Those of the tables
+were measured on one machine, and each program says which. Some programs have been measured beside
+FlexAttention, on another machine. [Benchmarks](benchmarks.md) describes the method.
 
 `python docs/gallery.py` writes this page."""
 OF_EXAMPLES = """Each script of `examples/` compares its program with plain torch, or
@@ -68,7 +68,7 @@ class Setting:
     heads: int = 1
     """Heads that are counted, where they differ."""
     measured: str = ""
-    """``file:case`` of a committed result."""
+    """``file:case`` of another committed result."""
 
 
 class Counts(NamedTuple):
@@ -230,8 +230,9 @@ def section(entry: Entry, found: Counts) -> str:
         lines.append(f"In the prelude:\n\n```text\n{entry.definition}\n```")
     lines.append(f"![{entry.name}: {data(entry).summary}]({relative})")
     facts = [f"- Cost at length {LONG}{_with(entry)}: {cost(entry, found)}"]
-    where = entry.setting.measured
-    facts.append(f"- Measured: {measured(where) if where else timed(entry)}")
+    facts.append(f"- Measured: {timed(entry)}")
+    if entry.setting.measured:
+        facts.append(f"- Also measured: {measured(entry.setting.measured)}")
     if entry.file:
         facts.append(f"- File: `examples/{entry.file}`")
     return "\n\n".join([*lines, "\n".join(facts)])
@@ -241,7 +242,10 @@ def page() -> str:
     """The whole page."""
     functions, scripts = prelude_entries(), example_entries()
     tiles = {entry.heading: counts(entry) for entry in (*functions, *scripts)}
-    head = f"| {{}} | what it is | live tiles at {LONG} |\n| --- | --- | ---: |"
+    head = (
+        f"| {{}} | what it is | live tiles at {LONG} | forward, ms | backward, ms |\n"
+        "| --- | --- | ---: | ---: | ---: |"
+    )
     tables = [
         "\n".join([head.format(kind), *(_row(e, tiles[e.heading]) for e in entries)])
         for kind, entries in (("function", functions), ("example", scripts))
@@ -298,14 +302,15 @@ def cost(entry: Entry, found: Counts) -> str:
 def measured(where: str) -> str:
     """Times of a result file, and of FlexAttention where the file has them."""
     file, _, case = where.partition(":")
-    rows = json.loads((ROOT / "benchmarks" / "results" / f"{file}.json").read_text("utf-8"))["rows"]
+    results = json.loads((ROOT / "benchmarks" / "results" / f"{file}.json").read_text("utf-8"))
+    rows, where = results["rows"], f"on one {results['machine']} (`{file}.json`)"
     program = _benchmarked(file, case)
     if file == "gradients":
         (row,) = (r for r in rows if r["case"] == case and r["shape"] == [2, 16, 8192, 128])
         times = [f"{_ms(row['with_ms'])} ms backward, with the gradients of what it captures"]
         if row.get("forward_ms"):
             times.insert(0, f"{_ms(row['forward_ms'])} ms forward")
-        return f"{program}: {', '.join(times)} (`{file}.json`)"
+        return f"{program}: {', '.join(times)}, {where}"
     found = {
         row["direction"]: row
         for row in rows
@@ -314,23 +319,28 @@ def measured(where: str) -> str:
     forward, backward = found["forward"], found["backward"]
     return (
         f"{program}: {_ms(forward['attndsl_ms'])} ms forward, {_ms(backward['attndsl_ms'])} ms "
-        f"backward; FlexAttention {_ms(forward['flex_ms'])} and {_ms(backward['flex_ms'])} ms "
-        f"(`{file}.json`)"
+        f"backward; FlexAttention {_ms(forward['flex_ms'])} and {_ms(backward['flex_ms'])} ms, "
+        f"{where}"
     )
 
 
 def timed(entry: Entry) -> str:
     """Times of the program itself, where a committed file has them."""
-    if not TIMES.exists():
+    forward, backward, machine = times_of(entry)
+    if not machine:
         return "not yet"
+    return f"{forward} ms forward, {backward} ms backward, on one {machine} (`{TIMES.name}`)"
+
+
+def times_of(entry: Entry) -> tuple[str, str, str]:
+    """Milliseconds forward and backward, and the machine; empty where no file has them."""
+    if not TIMES.exists():
+        return "", "", ""
     found = json.loads(TIMES.read_text("utf-8"))
     row = next((row for row in found["rows"] if row["name"] == entry.heading), None)
     if row is None or row["text"] != entry.text or "why" in row:
-        return "not yet"
-    return (
-        f"{_ms(row['forward_ms'])} ms forward, {_ms(row['backward_ms'])} ms backward, on one "
-        f"{found['machine']} (`{TIMES.name}`)"
-    )
+        return "", "", ""
+    return _ms(row["forward_ms"]), _ms(row["backward_ms"]), found["machine"]
 
 
 @cache
@@ -383,7 +393,11 @@ def _with(entry: Entry) -> str:
 
 def _row(entry: Entry, found: Counts) -> str:
     anchor = entry.heading.replace(".", "")
-    return f"| [`{entry.heading}`](#{anchor}) | {_linked(entry.said)} | {found.share} |"
+    forward, backward, _ = times_of(entry)
+    return (
+        f"| [`{entry.heading}`](#{anchor}) | {_linked(entry.said)} | {found.share} | {forward} | "
+        f"{backward} |"
+    )
 
 
 def _declared(text: str, values: dict[str, Any]) -> str:
