@@ -66,12 +66,24 @@ def _configs(job: Job, machine: Machine) -> tuple[Config, ...]:
         found = tuple(config for config in found if config.consumers < 3)
     if forward and _is_long_with_params(job):
         found = tuple(sorted(found, key=lambda config: config.block_n))
+    if not forward and _is_mostly_mask(job):
+        found = tuple(config for config in found if config.peeled)
     if facts.adds_diagonals:
         found = for_busy_producers(found)
     if facts.takes_turns:
         # Programs take work tiles in their order, one after the other.
         found = tuple(config for config in found if config.persistent)
     return fitting(task, facts, found) if facts.pair_tiles else found
+
+
+def _is_mostly_mask(job: Job) -> bool:
+    """Whether most of the program's work for a pair is its mask.
+
+    Where there are two loops, registers then spill in that over PARTIAL tiles. One loop would spill
+    in all tiles, and FULL ones would have the mask's work: see M37 in docs/measured.md.
+    """
+    mask = job.lowered.program.mask
+    return mask is not None and 2 * instructions((mask,), job.facts) > job.work_of_pair
 
 
 def _is_long_with_params(job: Job) -> bool:

@@ -169,6 +169,26 @@ def test_long_scores_with_params_begin_with_few_keys(text, columns):
         assert job.kernel.configs(job.on(machine), machine)[0].block_n == expected
 
 
+@pytest.mark.parametrize(
+    ("text", "both"),
+    [
+        ("mask = global_tokens(64) or local_window(128)", False),
+        ("param n: int; param w: int; mask = block_diffusion(n, w)", False),
+        ("causal()", False),
+        ("score = tanh(score)", True),
+        ("mask = causal(); score = softcap(30.0)", True),
+    ],
+)
+def test_tiles_without_a_mask_have_a_loop_of_their_own_where_masks_take_long(text, both):
+    """A backward with one loop does a mask's work in all tiles."""
+    machine, lowered = machine_of("cuda:90"), lower(Source(text), {})
+    params = {decl.name: 64 for decl in lowered.program.params}
+    call = call_of(q_len=1024, head_dim=128, value_dim=128)._replace(params=params)
+    job = job_of(lowered, facts_of(lowered.program, call), "backward_kv")
+    found = {config.peeled for config in job.kernel.configs(job, machine)}
+    assert found == ({True, False} if both else {True})
+
+
 @pytest.mark.parametrize("name", HOPPER)
 def test_each_kernel_is_found_in_its_module(name):
     """Which no test of a launch sees where what is compiled is a stand-in."""
