@@ -25,6 +25,7 @@ __all__ = [
     "TensorSpec",
     "parsed",
     "read",
+    "read_large_numbers",
     "read_locals",
     "read_mask_span",
     "read_scored_twice",
@@ -86,6 +87,13 @@ def read_scored_twice(text: Source | Tree) -> list[ProgramWarning]:
     from .twice import scored_twice
 
     return list(scored_twice(_tree(text)))
+
+
+def read_large_numbers(text: Source | Tree) -> list[ProgramWarning]:
+    """Large negative numbers in the text of a program without errors, such as ``-1e9``."""
+    from .large import large_numbers
+
+    return list(large_numbers(_tree(text)))
 
 
 def read_mask_span(text: Source | Tree) -> Span | None:

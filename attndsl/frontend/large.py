@@ -1,0 +1,77 @@
+"""Large finite numbers where a score is meant to be masked: ``where(q >= kv, score, -1e9)``.
+
+Elsewhere such numbers stand for -inf, since an infinite score made NaN there. Here -inf is a mask.
+A finite number is none: its pairs are computed, and a row that has no other pairs has an output.
+The log-sum-exp of such a row is as large as the number, so that fp32 rounds away its weights: see
+M38 in docs/measured.md.
+
+Non-goals: numbers that a call or a configuration gives; elements of tensors; sums with ints, which
+are positions.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from attndsl.errors import ProgramWarning
+
+from . import surface as s
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from attndsl.source import Span
+
+LEAST = 1e5
+"""Sizes from which fp32 rounds a log-sum-exp to a hundredth."""
+
+
+def large_numbers(tree: s.Tree) -> Iterator[ProgramWarning]:
+    """A warning for each such number, in the order of the text."""
+    for statement in tree.statements:
+        if isinstance(statement, s.Assign) and statement.name.name == "mask":
+            continue
+        roots = s.expressions(statement)
+        spans = {span for root in roots for x in s.walk(root) for span in _chosen_or_added(x)}
+        yield from map(_warning, sorted(spans, key=lambda span: span.start))
+
+
+def _chosen_or_added(item: s.Expr) -> list[Span]:
+    """Where ``item`` chooses or adds a large negative number."""
+    parts: list[tuple[s.Expr, int]] = []
+    if isinstance(item, s.FunctionCall) and item.name == "where":
+        parts = [(x, -1) for x in item.args[1:]]
+    elif isinstance(item, s.Ternary):
+        parts = [(item.yes, -1), (item.no, -1)]
+    elif isinstance(item, s.Binary) and item.op in ("+", "-"):
+        right = 1 if item.op == "-" else -1
+        parts = [(x, n) for x, n in ((item.left, -1), (item.right, right)) if _is_float(x)]
+    return [part.span for part, sign in parts if sign * _size(part) >= LEAST]
+
+
+def _is_float(item: s.Expr) -> bool:
+    numbers = [x.text for x in s.walk(item) if isinstance(x, s.Number)]
+    return any(not text.isdigit() for text in numbers)
+
+
+def _size(item: s.Expr) -> float:
+    """The number that an expression is, or its largest factor; 0 where it is another one."""
+    if isinstance(item, s.Group):
+        return _size(item.inner)
+    if isinstance(item, s.Number):
+        return float(item.text)
+    if isinstance(item, s.Unary) and item.op == "-":
+        return -_size(item.operand)
+    if isinstance(item, s.Binary) and item.op == "*":
+        return max(_size(item.left), _size(item.right), key=abs)
+    return 0.0
+
+
+def _warning(span: Span) -> ProgramWarning:
+    return ProgramWarning(
+        f"{span.text} is a number and no mask: its pairs are computed, and a row that has no other "
+        "pairs gets wrong weights, since fp32 rounds such scores",
+        span,
+        "write -inf, as in where(q >= kv, score, -inf), or a line 'mask = ...': tiles without live "
+        "pairs are not visited then",
+    )
