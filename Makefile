@@ -8,7 +8,7 @@ STAMP := $(VENV)/.installed
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-gpu lint docs fuzz bench kernel-diff clean
+.PHONY: help setup demo test test-gpu lint docs fuzz bench kernel-diff oldest-triton clean
 
 help: ## Show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -46,6 +46,12 @@ bench: $(STAMP) ## Measure what this machine can run; results go to benchmarks/r
 
 kernel-diff: $(STAMP) ## Compare the kernels of two commits without a GPU (BASE=main NEW=. DIFF="--sample")
 	$(BIN)/python tools/kernel_diff.py $(or $(BASE),HEAD) $(or $(NEW),.) $(DIFF)
+
+# torch's builds for CUDA bring it. Beside a newer torch it is found first on the path.
+OLDEST := $(VENV)/triton-3.6.0
+oldest-triton: $(STAMP) ## Trace kernels with the oldest Triton, without a GPU (DIFF="--only causal")
+	test -d $(OLDEST) || $(BIN)/pip install --quiet --no-deps --no-compile --target $(OLDEST) triton==3.6.0
+	PYTHONPATH=$(CURDIR)/$(OLDEST) $(BIN)/python tools/kernel_diff.py . . $(or $(DIFF),--sample)
 
 clean: ## Remove build products and caches, not the virtual environment
 	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage

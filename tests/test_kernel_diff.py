@@ -150,7 +150,13 @@ def test_parts_share_out_all_calls():
         return kernel_diff.calls_of(SimpleNamespace(**{"only": None, "sample": False} | given))
 
     whole = calls(part="1/1")
-    assert len(whole) == len(kernel_cases.CASES) * len(kernel_cases.SETTINGS)
+    settings = kernel_cases.SETTINGS
+    assert len(whole) == sum(len(kernel_cases.cases_of(setting)) for setting in settings)
+    known = {case.name for case in kernel_cases.CASES}
+    assert {case for case, _ in whole} == known
+    for family, rows in kernel_cases.ROWS.items():
+        few = [setting for setting in settings if setting.family == family]
+        assert few and 0 < len(kernel_cases.cases_of(few[0])) < len(known) and rows > 0  # noqa: PT018
     assert sorted(call for k in (1, 2, 3) for call in calls(part=f"{k}/3")) == sorted(whole)
     assert {setting for _, setting in calls(part="1/1", sample=True)} == set(kernel_diff.SAMPLE)
 
@@ -194,13 +200,22 @@ def test_labels_that_nothing_jumps_to_are_no_difference():
     assert kernel_diff.named_labels(other) != kernel_diff.named_labels(old)
 
 
-def test_a_call_with_lists_of_tiles_is_traced(tmp_path):
+def test_calls_are_traced_with_lists_of_tiles_and_of_few_rows(tmp_path):
+    wanted = {
+        "hopper-bf16-64-cuda90": ("documents",
+                                  {"list_tiles", "attention_forward", "attention_backward_kv"}),
+        "decode-bf16-128-cuda90": ("sink", {"attention_decode"}),
+        "serve-bf16-128-cuda90": ("alibi", {"attention_serve"}),
+        "short-bf16-64-cuda90": ("causal",
+                                 {"attention_short_forward", "attention_short_backward"}),
+    }  # fmt: skip
+    calls = [json.dumps([case, setting]) for setting, (case, _) in wanted.items()]
     done = subprocess.run(
         [sys.executable, "tools/kernel_trace.py", "--texts", str(tmp_path), "--tree", "."],
-        input='["documents", "hopper-bf16-64-cuda90"]\n', cwd=ROOT, capture_output=True, text=True,
-        check=True, env={name: x for name, x in os.environ.items() if name != "TRITON_INTERPRET"},
+        input="\n".join(calls), cwd=ROOT, capture_output=True, text=True, check=True,
+        env={name: x for name, x in os.environ.items() if name != "TRITON_INTERPRET"},
     )  # fmt: skip
-    found = json.loads(done.stdout)
-    assert "error" not in found
-    names = {kernel["kernel"] for kernel in found["kernels"]}
-    assert {"list_tiles", "attention_forward", "attention_backward_kv"} <= names
+    for found in map(json.loads, done.stdout.splitlines()):
+        assert "error" not in found
+        names = {kernel["kernel"] for kernel in found["kernels"]}
+        assert wanted[found["setting"]][1] <= names

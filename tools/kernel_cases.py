@@ -1,8 +1,10 @@
 """The calls whose kernels ``kernel_diff.py`` compares: programs, captures, options, settings.
 
 A case is one program with the values of its captures and the options of its call. A setting is a
-family of kernels, a dtype, a head dim and a target. Each case runs at each setting of its grid:
-forward, backward with all gradients, and tangents where the case asks for these.
+family of kernels, a dtype, a head dim and a target. Each case runs at each setting of the families
+for long rows: forward, backward with all gradients, and tangents where the case asks for these.
+Families for few rows run some cases: ``short`` forward and backward, ``decode`` forward, and
+``serve`` a step of packed requests over pages.
 """
 
 from __future__ import annotations
@@ -57,7 +59,29 @@ PORTABLE = (
     Setting("triton", "bf16", 64, "cuda:80"),
     Setting("triton", "fp32", 80, "cuda:80"),
 )
-SETTINGS = (*HOPPER, *PORTABLE)
+FEW = (
+    Setting("decode", "bf16", 128, "cuda:90"),
+    Setting("decode", "fp16", 64, "cuda:80"),
+    Setting("serve", "bf16", 128, "cuda:90"),
+    Setting("short", "bf16", 64, "cuda:90"),
+    Setting("short", "fp32", 64, "cuda:80"),
+)
+SETTINGS = (*HOPPER, *PORTABLE, *FEW)
+ROWS = {"decode": 4, "serve": 4, "short": 100}
+"""Rows of a call, or of a request, where a family is for few."""
+_OF_FEW = {
+    "decode": (
+        "full", "causal", "window", "alibi", "soft cap", "relative bias", "learned slopes", "sink",
+        "sigmoid", "offsets of entries", "value dim", "heads apart",
+    ),
+    "serve": ("causal", "window", "alibi", "soft cap", "learned slopes", "sink", "sigmoid",
+              "heads apart"),
+    "short": (
+        "full", "causal", "window", "alibi", "soft cap", "factor", "learned slopes", "sink",
+        "learned weights", "deterministic", "negative scale", "value dim",
+    ),
+}  # fmt: skip
+"""Cases without tensors that have an element a row or a key of the usual length."""
 
 L, H = LENGTH, HEADS
 CASES = (
@@ -231,3 +255,9 @@ CASES = (
     Case("constant score", "mask = causal(); score = 2.5"),
     Case("heads apart", "mask = q - kv < 64 * (h + 1) and q >= kv; score = score + h * 0.1"),
 )  # fmt: skip
+
+
+def cases_of(setting: Setting) -> tuple[Case, ...]:
+    """What runs at a setting."""
+    names = _OF_FEW.get(setting.family)
+    return CASES if names is None else tuple(case for case in CASES if case.name in names)

@@ -3,9 +3,9 @@
     python tools/kernel_diff.py BASE [NEW] [--sample | --part 2/5] [--show] [--only TEXT]
 
 A commit is what git knows, or ``.`` for the working tree (the default of NEW). Some 60 programs
-(``kernel_cases.py``) run forward, backward and with tangents at 13 settings: both families of
-kernels, three dtypes, head dims 64 to 256, compute capabilities 8.0 and 9.0. ``kernel_trace.py``
-keeps what each of their kernels is compiled from.
+(``kernel_cases.py``) run forward, backward and with tangents at 13 settings, and some of them at
+five more for few rows: all families of kernels, three dtypes, head dims 64 to 256, compute
+capabilities 8.0 and 9.0. ``kernel_trace.py`` keeps what each of their kernels is compiled from.
 
 Two kernels are equal where their intermediate forms are, with names and places taken out and
 parameters called by their roles: the compiler makes the same of the same. Where these differ, both
@@ -35,11 +35,14 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from kernel_cases import CASES, SETTINGS
+from kernel_cases import CASES, SETTINGS, cases_of
 
 ROOT = Path(__file__).resolve().parent.parent
 PARTS = ("attndsl", "backends", "grammar")
-SAMPLE = ("hopper-bf16-64-cuda90", "hopper-bf16-128-cuda90", "triton-bf16-64-cuda90")
+SAMPLE = (
+    "hopper-bf16-64-cuda90", "hopper-bf16-128-cuda90", "triton-bf16-64-cuda90",
+    "decode-bf16-128-cuda90", "serve-bf16-128-cuda90", "short-bf16-64-cuda90",
+)  # fmt: skip
 """Settings of ``--sample``."""
 TRACER = ROOT / "tools" / "kernel_trace.py"
 TRACING = (TRACER, TRACER.with_name("kernel_calls.py"))
@@ -132,8 +135,9 @@ class Worker:
     """A process that traces calls of one tree."""
 
     def __init__(self, tree: Tree, ptx: bool) -> None:
+        rest = filter(None, [os.environ.get("PYTHONPATH")])
         environment = os.environ | {
-            "PYTHONPATH": os.pathsep.join([str(tree.folder), str(ROOT / "tools")]),
+            "PYTHONPATH": os.pathsep.join([str(tree.folder), str(ROOT / "tools"), *rest]),
             "OMP_NUM_THREADS": "1",
         }
         environment.pop("TRITON_INTERPRET", None)
@@ -277,9 +281,8 @@ def _is_label(line: str) -> bool:
 
 def calls_of(arguments: argparse.Namespace) -> list[Call]:
     """The calls to look at."""
-    names = [setting.name for setting in SETTINGS]
-    names = [name for name in names if not arguments.sample or name in SAMPLE]
-    found = [(case.name, name) for name in names for case in CASES]
+    settings = [x for x in SETTINGS if not arguments.sample or x.name in SAMPLE]
+    found = [(case.name, setting.name) for setting in settings for case in cases_of(setting)]
     if arguments.only:
         found = [call for call in found if any(text in " ".join(call) for text in arguments.only)]
     part, _, parts = arguments.part.partition("/")
@@ -292,7 +295,7 @@ def main() -> int:
     )
     parser.add_argument("base", help="a commit")
     parser.add_argument("new", nargs="?", default=".", help="another; by default the working tree")
-    parser.add_argument("--sample", action="store_true", help="three settings instead of thirteen")
+    parser.add_argument("--sample", action="store_true", help="six settings instead of eighteen")
     parser.add_argument("--part", default="1/1", help="k/n: every n-th call from the k-th on")
     parser.add_argument("--only", action="append", help="calls whose case or setting has this text")
     parser.add_argument("--show", action="store_true", help="print the lines that differ")
@@ -306,6 +309,13 @@ def main() -> int:
     trees = [Tree(commit, arguments.cache) for commit in (arguments.base, arguments.new)]
     replies = [trace(tree, calls, arguments.processes) for tree in trees]
     return report(trees, replies, calls, arguments)
+
+
+def _reason(error: str) -> str:
+    """The line of a traceback that says what was raised, or its last one."""
+    lines = error.strip().splitlines()
+    raised = [line for line in lines if re.match(r"[\w.]+(Error|Exception)\b", line)]
+    return (raised or lines)[-1]
 
 
 def report(
@@ -323,7 +333,7 @@ def report(
     ]
     for call, commit, error in failed:
         print(f"FAILED at {commit}: {' | '.join(call)}\n{error if arguments.show else ''}".rstrip())
-        print(f"    {error.strip().splitlines()[-1]}")
+        print(f"    {_reason(error)}")
     lost = {call for call, *_ in failed}
     good = [call for call in calls if call not in lost]
     doubtful = [call for call in good if compare(*(found[call] for found in replies))]

@@ -9,8 +9,9 @@ Each kernel of each call becomes a line of JSON: ``case``, ``setting``, ``task``
 (digest of the normalised form, whose text is in the folder for texts), ``options``, ``arguments``
 (what was launched with, by role) and, with ``--ptx``, ``ptx``.
 
-Non-goals: resources of kernels (``tests/backends/triton/test_cross.py``), and second choices of
-tile sizes, which only a device that refuses the first ones reaches.
+Non-goals: resources of kernels (``tests/backends/triton/test_cross.py``), second choices of tile
+sizes, which only a device that refuses the first ones reaches, and kernels that no program changes,
+which find and copy the requests of a step.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import compiler
 from triton.runtime import driver
 
-from kernel_cases import BATCH, CASES, HEADS, KV_HEADS, LENGTH, SETTINGS, Case, Setting
+from kernel_cases import BATCH, CASES, HEADS, KV_HEADS, LENGTH, ROWS, SETTINGS, Case, Setting
 
 os.environ.pop("TRITON_INTERPRET", None)
 
@@ -291,8 +292,8 @@ def _number(found: dict[str, str], name: str, first: str) -> str:
 def operands(case: Case, setting: Setting) -> dict[str, torch.Tensor]:
     """q, k, v and captures."""
     dim = setting.dim - case.sizes.get("less", 0)
-    length = case.sizes.get("length", LENGTH)
-    kv_len = case.sizes.get("kv_len", LENGTH)
+    length = ROWS.get(setting.family, case.sizes.get("length", LENGTH))
+    kv_len = length if setting.family == "short" else case.sizes.get("kv_len", LENGTH)
     dtype = DTYPES[setting.dtype]
     q = torch.zeros(BATCH, HEADS, length, dim, dtype=dtype)
     k = torch.zeros(BATCH, KV_HEADS, kv_len, dim, dtype=dtype)
@@ -310,13 +311,14 @@ def trace(case: Case, setting: Setting, texts: Path, ptx: bool) -> list[dict[str
     driver.set_active(Driver(setting.target))
     triton.compile = tracer.compile
     get_backend.cache_clear()  # Its kernels are for one target.
-    type(get_backend(setting.family)).why_not = lambda backend, device: None
+    backend = "decode" if setting.family == "serve" else setting.family
+    type(get_backend(backend)).why_not = lambda backend, device: None
     given = operands(case, setting)
     tracer.known = {tensor.data_ptr(): name for name, tensor in given.items()}
     q, k, v, *_ = given.values()
     captures = {name: given[name] for name in case.tensors}
     more = options_of(case)
-    program = attndsl.compile(case.text, backend=setting.family)
+    program = attndsl.compile(case.text, backend=backend)
     params = {
         name: torch.tensor(value) if name in case.learned else value
         for name, value in case.params.items()
@@ -332,9 +334,17 @@ def trace(case: Case, setting: Setting, texts: Path, ptx: bool) -> list[dict[str
         lines.extend(found | line for line in in_order(tracer.kernels))
         tracer.kernels.clear()
 
+    if setting.family == "serve":
+        triton.JITFunction.run = lambda *arguments, **named: None
+        for counts in ((ROWS["serve"], 1), (300, 1)):
+            serve(program, q, counts, captures | params)
+            keep(f"serve {max(counts)}")
+        return lines
     with torch.no_grad():
         call(q, k, v)
     keep("forward")
+    if setting.family == "decode":
+        return lines
     learned = [captures[n] if n in captures else params[n] for n in case.learned]
     for tensor in (q, k, v, *learned):
         tensor.requires_grad_()
@@ -342,7 +352,7 @@ def trace(case: Case, setting: Setting, texts: Path, ptx: bool) -> list[dict[str
     keep("backward")
     for tensor in (q, k, v, *learned):
         tensor.requires_grad_(False)
-    if case.tangents:
+    if case.tangents and setting.family not in ROWS:
         names = [name for name in case.tangents if name != "qkv"]
         moved = {n: captures[n] if n in captures else torch.tensor(case.params[n]) for n in names}
         own = (q, k, v) if "qkv" in case.tangents else ()
@@ -355,6 +365,20 @@ def trace(case: Case, setting: Setting, texts: Path, ptx: bool) -> list[dict[str
         torch.func.jvp(of, values, tuple(torch.ones_like(x) for x in values))
         keep("tangent")
     return lines
+
+
+def serve(
+    program: attndsl.Attention, like: torch.Tensor, counts: tuple[int, ...], given: dict[str, Any]
+) -> None:
+    """A step of requests with ``counts`` queries over 1024 keys each, in pages of 16."""
+    heads, dim, size = like.shape[1], like.shape[3], 16
+    table = torch.arange(len(counts) * LENGTH // size, dtype=torch.int32).view(len(counts), -1)
+    k, v = (like.new_zeros(table.numel(), size, KV_HEADS, dim) for _ in range(2))
+    lengths = torch.full((len(counts),), LENGTH, dtype=torch.int32)
+    cache = attndsl.PagedCache(k, v, table, lengths)
+    starts = torch.tensor([0, *itertools.accumulate(counts)], dtype=torch.int32)
+    q = like.new_zeros(sum(counts), heads, dim)
+    program.serve(q, cache, starts, most_queries=max(counts), captures=given)
 
 
 def main() -> None:
