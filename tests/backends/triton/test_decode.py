@@ -481,8 +481,8 @@ def test_a_graph_has_one_kernel_a_call():
         [sys.executable, "-P", "-c", PROFILED], capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    (name,) = done.stdout.split()
-    assert "attention_decode" in name
+    names = done.stdout.splitlines()
+    assert ["attention_decode" in name for name in names] == [True], names
 
 
 PROFILED = """
@@ -496,10 +496,13 @@ attention(q, k, v, q_offset=starts, kv_lengths=lengths)
 graph = torch.cuda.CUDAGraph()
 with torch.cuda.graph(graph):
     attention(q, k, v, q_offset=starts, kv_lengths=lengths)
-with profile(activities=[ProfilerActivity.CUDA]) as found:
-    graph.replay()
-    torch.cuda.synchronize()
-print(*(x.name for x in found.events() if x.device_type == torch.autograd.DeviceType.CUDA))
+torch.cuda.synchronize()
+for _ in range(2):  # The first profile of a process may have what ran before it.
+    with profile(activities=[ProfilerActivity.CUDA]) as found:
+        graph.replay()
+        torch.cuda.synchronize()
+names = [x.name for x in found.events() if x.device_type == torch.autograd.DeviceType.CUDA]
+print(*names, sep="\n")
 """
 
 
