@@ -162,6 +162,24 @@ def sdpa(attention: Any, operands: list[torch.Tensor], mesh: Any) -> dict[str, A
     return {"why": "; ".join(f"{name}: {x['why']}" for name, x in tried.items())}
 
 
+def beside_the_ring(attention: Any) -> Callable[..., Any]:
+    """``attention`` for calls that have all keys while torch's function is another one.
+
+    The package refuses all calls then, since most would have the keys of one rank.
+    """
+    of_torch = functional.scaled_dot_product_attention
+
+    def call(*operands: torch.Tensor, **given: Any) -> Any:
+        replaced = functional.scaled_dot_product_attention
+        functional.scaled_dot_product_attention = of_torch
+        try:
+            return attention(*operands, **given)
+        finally:
+            functional.scaled_dot_product_attention = replaced
+
+    return call
+
+
 def ring(
     attention: Any, operands: list[torch.Tensor], mesh: Any, kernel: SDPBackend, copies: int
 ) -> dict[str, Any]:
@@ -181,9 +199,11 @@ def ring(
         # Torch replaces the function by its name.
         return functional.scaled_dot_product_attention(*own, is_causal=True, enable_gqa=grouped)
 
+    whole = beside_the_ring(attention)
+
     def held() -> dict[str, Any]:
         try:
-            errors = errors_of(attention, call, own, {}, places)
+            errors = errors_of(whole, call, own, {}, places)
             why = wrong(errors)
             if why:
                 return {"why": why}

@@ -94,8 +94,9 @@ def test_the_most_important_parts_come_first(scaling):
             ("softcap", 32768), ("softcap", 8192),
         )
     ]  # fmt: skip
-    every = asked_for(scaling, ["causal"], [8]).parts()
-    assert [part[2] for part in every] == ["attndsl", "torch_sdpa", "torch_flex"]
+    every = asked_for(scaling, ["causal", "softcap"], [8]).parts()
+    systems = ["attndsl", "torch_sdpa", "torch_flex"]
+    assert [part[2] for part in every] == [name for name in systems for _ in range(2)]
     with pytest.raises(SystemExit, match="no program zigzag"):
         asked_for(scaling, ["zigzag"], [8]).parts()
     with pytest.raises(SystemExit, match="no system flax"):
@@ -364,6 +365,29 @@ def test_a_ring_that_fails_leaves_sdpa_as_it_was(scaling, with_torch):
     )
     assert "Error" in found["why"]
     assert torch.nn.functional.scaled_dot_product_attention is before
+
+
+def test_the_ring_is_held_to_calls_of_ours(scaling, monkeypatch):
+    """Which are refused where torch has replaced its function."""
+    import torch
+
+    import attndsl
+    from attndsl.errors import UnsupportedError
+
+    peers, functional = sys.modules["scaling_peers"], torch.nn.functional
+    attention = attndsl.compile("causal()")
+    beside = peers.beside_the_ring(attention)
+
+    def of_a_ring(*operands):
+        raise AssertionError
+
+    of_a_ring.__module__ = "torch.distributed.tensor.experimental._context_parallel._attention"
+    monkeypatch.setattr(functional, "scaled_dot_product_attention", of_a_ring)
+    q = torch.randn(1, 1, 8, 16)
+    with pytest.raises(UnsupportedError, match="context_parallel"):
+        attention(q, q, q)
+    assert beside(q, q, q).shape == q.shape
+    assert functional.scaled_dot_product_attention is of_a_ring
 
 
 def test_functions_of_flex_mean_what_the_programs_mean(scaling):
