@@ -16,9 +16,11 @@ from __future__ import annotations
 
 import ast
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from .conditions import decide
+from .parsing import parsing
 from .removal import Removal
 from .statements import (
     arguments_of,
@@ -57,7 +59,7 @@ def only_needed(text: str, entries: Collection[str]) -> str:
         text: A filled template.
         entries: Names of the functions that are launched. They keep their parameters.
     """
-    tree = ast.parse(text)
+    tree = parsing(partial(ast.parse, text))
     needs = _Needs(tree, text.split("\n"))
     for entry in entries:
         needs.pin(entry)

@@ -6,6 +6,7 @@ import hashlib
 import linecache
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,7 @@ from triton.runtime.errors import OutOfResources, PTXASError
 
 from attndsl.errors import BackendError
 
+from ..emit.parsing import parsing
 from .config import Config
 
 if TYPE_CHECKING:
@@ -120,7 +122,7 @@ def compile_kernel(
     options = {"num_warps": config.warps, "num_stages": config.stages, "enable_fp_fusion": True}
     if config.most_registers and target.backend == "cuda":
         options["maxnreg"] = config.most_registers
-    kernel = triton.compile(source, target=target, options=options)
+    kernel = parsing(partial(triton.compile, source, target=target, options=options))
     if kernel.metadata.shared > shared_memory:
         raise OutOfResources(kernel.metadata.shared, shared_memory, "shared memory")
     return kernel
