@@ -36,6 +36,7 @@ def places(text):
         ("near = q - kv - 131072 < 0\nmask = near", []),
         ("mask = where(q >= kv, score, -1e9) > 0", []),
         ("score = score * 1e9", []),
+        ("score = where(q >= kv, score, -1e9)\nweights = sigmoid(score)", []),
     ],
 )
 def test_which_numbers_are_too_large(text, found):
