@@ -93,6 +93,26 @@ def test_positions_that_are_looked_up_change_how_tiles_are_found():
     assert BEFOREHAND in entries
 
 
+TABLE = "tensor table[heads, 32]: float\nscore = score + table[h, "
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        (f"{TABLE}t5_bucket(q - kv, 32, 128)]", True),
+        (f"{TABLE}t5_bucket_causal(max(q - kv, 0), 32, 128)]\nmask = causal()", True),
+        (f"{TABLE}clamp(q - kv, -15, 15) + 16]", False),
+        (f"{TABLE}t5_bucket(2 * q - kv, 32, 128)]", False),
+        ("tensor near[heads, 2 * kv_len]: float\nscore = rel_bias(near)", False),
+    ],
+)
+def test_long_functions_of_a_distance_are_told_of(text, told):
+    shown = attndsl.compile(text).explain(q_len=256, kv_len=256).split("\n")
+    found = [line for line in shown if "cheaper" in line and "each distance" in line]
+    assert len(found) == told
+    assert not found or "'table'" in found[0]
+
+
 def advice(text, length, **given):
     shown = attndsl.compile(text).explain(q_len=length, kv_len=length, **given).split("\n")
     return [line for line in shown if "cheaper" in line and "PARTIAL" in line]
