@@ -33,7 +33,8 @@ _MOST_WORK_OF_THREE = 30
 
 _MOST_WORK_OF_LARGE = 40
 """Instructions a pair beyond which a backward of D64 spills more with tiles of 128 x 128 than with
-tiles of 64 x 128."""
+tiles of 64 x 128, and of a mask beyond which forwards have tiles of 128 x 64: see M39 in
+docs/measured.md."""
 
 _MOST_WORK_BESIDE_PARAMS = 30
 """Instructions a pair of a score that reads run-time params, beyond which forwards of D128 spill
@@ -66,6 +67,8 @@ def _configs(job: Job, machine: Machine) -> tuple[Config, ...]:
         found = tuple(config for config in found if config.consumers < 3)
     if forward and _is_long_with_params(job):
         found = tuple(sorted(found, key=lambda config: config.block_n))
+    if forward and job.work_of_mask > _MOST_WORK_OF_LARGE:
+        found = tuple(dict.fromkeys(replace(x, block_n=64, stages=3) for x in found))
     if not forward and _is_mostly_mask(job):
         found = tuple(config for config in found if config.peeled)
     if facts.adds_diagonals:
@@ -82,8 +85,7 @@ def _is_mostly_mask(job: Job) -> bool:
     Where there are two loops, registers then spill in that over PARTIAL tiles. One loop would spill
     in all tiles, and FULL ones would have the mask's work: see M37 in docs/measured.md.
     """
-    mask = job.lowered.program.mask
-    return mask is not None and 2 * instructions((mask,), job.facts) > job.work_of_pair
+    return 2 * job.work_of_mask > job.work_of_pair
 
 
 def _is_long_with_params(job: Job) -> bool:
@@ -129,6 +131,7 @@ KERNELS: tuple[Kernel, ...] = (
         more_configs=_more_configs,
         most_work=55,
         most_work_of_score=24,
+        most_work_of_mask=130,
     ),
     Kernel(
         name="forward_tangent",

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from attndsl.passes.tiles.plan import LoopPlan
 
 from ..emit.facts import with_forms
-from .pair_work import work_of_pair, work_of_score
+from .pair_work import instructions, work_of_pair, work_of_score
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -123,6 +123,8 @@ class Kernel:
     """Instructions a pair beyond which another family runs the call; None for any number."""
     most_work_of_score: int | None = None
     """The same, of what reads the score."""
+    most_work_of_mask: int | None = None
+    """The same, of the mask alone, which FULL tiles do not do; None where it counts as all else."""
 
     @property
     def task(self) -> Task:
@@ -194,11 +196,23 @@ class Job:
         return work_of_pair(self.lowered, self.facts, self.kernel.derives)
 
     @property
+    def work_of_mask(self) -> int:
+        """The share of the mask alone."""
+        mask = self.lowered.program.mask
+        return 0 if mask is None else instructions((mask,), self.facts)
+
+    @property
     def is_busy(self) -> bool:
         """Whether a pair takes more work than the kernel is for."""
-        most, of_score = self.kernel.most_work, self.kernel.most_work_of_score
-        return (most is not None and self.work_of_pair > most) or (
-            of_score is not None and work_of_score(self.lowered, self.facts) > of_score
+        kernel, work = self.kernel, self.work_of_pair
+        if kernel.most_work_of_mask is not None:
+            of_mask = self.work_of_mask
+            if of_mask > kernel.most_work_of_mask:
+                return True
+            work -= of_mask
+        return (kernel.most_work is not None and work > kernel.most_work) or (
+            kernel.most_work_of_score is not None
+            and work_of_score(self.lowered, self.facts) > kernel.most_work_of_score
         )
 
     def text(self, config: Config, machine: Machine) -> str:

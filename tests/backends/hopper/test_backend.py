@@ -189,6 +189,33 @@ def test_tiles_without_a_mask_have_a_loop_of_their_own_where_masks_take_long(tex
     assert found == ({True, False} if both else {True})
 
 
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize(
+    ("text", "columns"),
+    [
+        ("param n: int; param w: int; mask = block_diffusion(n, w)", 64),
+        ("param a: int; param c: int; param t: int; mask = sta3d(a, c, t, 2, 2, 2)", 64),
+        ("param n: int; mask = natten2d(n, n, 7, 7)", 128),
+        (f"mask = {' + '.join(f'sin(q * kv / {n}.0)' for n in range(5, 11))} > 0.5", None),
+        ("mask = log(1.0 + q + kv) > 0.5; score = log(1.0 + abs(score)) + log(2.0 + abs(score))",
+         None),
+    ],
+)  # fmt: skip
+def test_forwards_with_long_masks_have_few_keys(text, columns, head_dim):
+    """A mask is no work of FULL tiles, so that it may take longer than a score."""
+    machine, lowered = machine_of("cuda:90"), lower(Source(text), {})
+    params = {decl.name: 64 for decl in lowered.program.params}
+    call = call_of(q_len=1024, head_dim=head_dim, value_dim=head_dim)._replace(params=params)
+    why = Hopper().why_not(lowered, call, Task.FORWARD, None, None)
+    assert (why is None) == (columns is not None), why
+    if columns is None:
+        assert "so much work for each pair" in why
+        return
+    (job,) = Hopper().jobs(lowered, call, Task.FORWARD, None, None)
+    found = {config.block_n for config in job.kernel.configs(job.on(machine), machine)}
+    assert found == {64} if columns == 64 else 128 in found
+
+
 @pytest.mark.parametrize("name", HOPPER)
 def test_each_kernel_is_found_in_its_module(name):
     """Which no test of a launch sees where what is compiled is a stand-in."""
