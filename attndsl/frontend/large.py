@@ -51,26 +51,37 @@ def _chosen_or_added(item: s.Expr) -> list[Span]:
         parts = [(item.yes, -1), (item.no, -1)]
     elif isinstance(item, s.Binary) and item.op in ("+", "-"):
         right = 1 if item.op == "-" else -1
-        parts = [(x, n) for x, n in ((item.left, -1), (item.right, right)) if _is_float(x)]
-    return [part.span for part, sign in parts if sign * _size(part) >= LEAST]
+        parts = [(item.left, -1), (item.right, right)]
+    is_sum = isinstance(item, s.Binary)
+    return [part.span for part, sign in parts if sign * _size(part, floats=is_sum) >= LEAST]
 
 
-def _is_float(item: s.Expr) -> bool:
-    numbers = [x.text for x in s.walk(item) if isinstance(x, s.Number)]
-    return any(not text.isdigit() for text in numbers)
+def _size(item: s.Expr, floats: bool) -> float:
+    """The number that an expression is, or its largest factor with its sign; 0 for all others.
 
+    Products are as long as a text, so that no function calls itself for their factors.
 
-def _size(item: s.Expr) -> float:
-    """The number that an expression is, or its largest factor; 0 where it is another one."""
-    if isinstance(item, s.Group):
-        return _size(item.inner)
-    if isinstance(item, s.Number):
-        return float(item.text)
-    if isinstance(item, s.Unary) and item.op == "-":
-        return -_size(item.operand)
-    if isinstance(item, s.Binary) and item.op == "*":
-        return max(_size(item.left), _size(item.right), key=abs)
-    return 0.0
+    Args:
+        item: The expression.
+        floats: Whether ints alone make no such number.
+    """
+    largest, sign, is_float = 0.0, 1, False
+    stack = [item]
+    while stack:
+        part = stack.pop()
+        if isinstance(part, s.Group):
+            stack.append(part.inner)
+        elif isinstance(part, s.Unary) and part.op == "-":
+            stack.append(part.operand)
+            sign = -sign
+        elif isinstance(part, s.Binary) and part.op == "*":
+            stack += [part.left, part.right]
+        elif isinstance(part, s.Number):
+            is_float |= not part.text.isdigit()
+            largest = max(largest, float(part.text))
+        elif isinstance(part, s.FunctionCall):
+            is_float |= part.name == "float"
+    return sign * largest if is_float or not floats else 0.0
 
 
 def _warning(span: Span) -> ProgramWarning:

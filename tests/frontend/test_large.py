@@ -22,6 +22,8 @@ def places(text):
         ("score = score if q >= kv else (-3.4e38)", ["(-3.4e38)"]),
         ("score = score + where(q >= kv, 0.0, -1e5)", ["-1e5"]),
         ("score = score - 1e9 * float(q < kv)", ["1e9 * float(q < kv)"]),
+        ("score = score - 1000000 * float(q < kv)", ["1000000 * float(q < kv)"]),
+        ("score = score - 3 * (1.5 * (2 * -(-1000000)))", ["3 * (1.5 * (2 * -(-1000000)))"]),
         ("score = score + float(q < kv) * -1e9", ["float(q < kv) * -1e9"]),
         ("score = -1e9 * float(q < kv) + score", ["-1e9 * float(q < kv)"]),
         ("score + where(q < kv, -1e9, 0.0)", ["-1e9"]),
@@ -36,6 +38,7 @@ def places(text):
         ("near = q - kv - 131072 < 0\nmask = near", []),
         ("mask = where(q >= kv, score, -1e9) > 0", []),
         ("score = score * 1e9", []),
+        ("score = score + -2.0 * -1e9", []),
         ("score = where(q >= kv, score, -1e9)\nweights = sigmoid(score)", []),
     ],
 )
@@ -57,3 +60,10 @@ def test_the_warning_says_what_to_write():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         attndsl.compile("score = where(q >= kv, score, -inf)")
+
+
+@pytest.mark.parametrize("operator", ["+", "*", "-"])
+def test_long_texts_take_no_time(operator, quickest):
+    text = "score = score " + f"{operator} 1.5 " * 2700
+    assert quickest(lambda: places(text)) < 1
+    assert places(text) == []
