@@ -146,6 +146,21 @@ def test_the_summary(tmp_path, capsys, selected, status, said):
     assert ("FAILED ONCE c" in out) == (selected != "ab")
 
 
+def test_what_failed_in_the_run_before_has_not_failed_again(tmp_path, capsys):
+    """There was no time for it: the record alone knows of it."""
+    record = record_of(tmp_path / "record", a=["failed"], b=["failed"])
+    before = len(gpu_tests.read(record))
+    text = record.read_text().rpartition("\n")[0]
+    more = json.dumps({"test": "b", "outcome": "failed", "text": "why now"})
+    record.write_text(f"{text}\n{more}\n")
+    run = SimpleNamespace(record=record, selected=["a", "b"], seconds=1.0)
+    assert gpu_tests.summarise(run, before) == 1
+    out = capsys.readouterr().out
+    assert "gpu_tests: 1 failed, 1 failed before and not run" in out
+    assert "FAILED b\nwhy now" in out
+    assert "FAILED a" not in out
+
+
 def test_files_that_may_have_such_tests():
     found = gpu_tests.files_with_gpu_tests()
     assert {"tests/backends/triton/test_parts.py", "tests/parallel/test_dtensor.py"} <= set(found)

@@ -218,19 +218,25 @@ def run_all(run: Run) -> bool:
     return in_time
 
 
+def _outcome(name: str, final: dict[str, dict[str, Any]], fresh: set[str]) -> str:
+    """What became of a test; ``fresh`` are those that this run has a line of."""
+    if name in fresh:
+        return str(final[name]["outcome"])
+    return f"{final[name]['outcome']} before and not run" if name in final else "not run"
+
+
 def summarise(run: Run, before: int) -> int:
     """Print the result of all tests that were selected. Returns the exit status."""
     lines = read(run.record)
     final = last(lines)
-    outcomes = collections.Counter(
-        final[name]["outcome"] if name in final else "not run" for name in run.selected
-    )
+    fresh = {line["test"] for line in lines[before:]}
+    outcomes = collections.Counter(_outcome(name, final, fresh) for name in run.selected)
     failed_before = {line["test"] for line in lines[before:] if line["outcome"] == "failed"}
     again = sorted(name for name in failed_before if is_done(final[name]))
     for name in again:
         print(f"FAILED ONCE {name}")
     for name in run.selected:
-        if name in final and not is_done(final[name]):
+        if name in fresh and not is_done(final[name]):
             print(f"FAILED {name}\n{final[name]['text']}")
     large = sorted(final.values(), key=lambda line: -line.get("megabytes", 0))[:10]
     for line in large:
