@@ -6,11 +6,11 @@
     python benchmarks/commits.py ../COMMIT ../now [--cases causal,alibi] [--rounds 3]
 
 Each folder has one installed package, and its name stands in the result. Every round measures all
-rows with the one and then with the other, each in a process of its own, as ``attention.py``
-measures its column ``attndsl``. A first process of each, whose figures are left out, compiles.
-``before_ms`` and ``after_ms`` are medians of the rounds, and ``change`` is their ratio. ``spread``
-is the largest difference between two rounds of one folder, as a share of the smaller: a change
-within the spread is none.
+rows with the one and with the other, each in a process of its own, as ``attention.py`` measures its
+column ``attndsl``. In the next round the other comes first. A first process of each, whose figures
+are left out, compiles. ``before_ms`` and ``after_ms`` are medians of the rounds, and ``change`` is
+their ratio. ``spread`` is the largest difference between two rounds of one folder, as a share of
+the smaller: a change within the spread is none.
 """
 
 from __future__ import annotations
@@ -103,7 +103,9 @@ def main() -> int:
     }
     rows: list[dict[str, Any]] = []
     for number in range(options.rounds + 1):
-        for name, folder in folders.items():
+        # Who comes second meets a warmer GPU.
+        turns = list(folders.items())[:: 1 if number % 2 else -1]
+        for name, folder in turns:
             print(f"round {number} of {options.rounds}: {name}", flush=True)
             for key, result in measured(folder, cells, options.quick or not number).items():
                 if number:

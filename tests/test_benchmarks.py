@@ -653,7 +653,9 @@ def test_commits_take_turns(script, tmp_path, monkeypatch, capsys):
     assert rows[0]["change"] == 0.75
     assert (rows[0]["before"], rows[0]["after"], rows[0]["spread"]) == ("old", "new", 0.0)
     said = capsys.readouterr().out
-    assert "round 3 of 3: after" in said
+    turns = re.findall(r"round (\d) of 3: (\w+)", said)
+    assert [name for number, name in turns if number == "2"] == ["after", "before"]
+    assert [name for number, name in turns if number == "3"] == ["before", "after"]
     assert "after, alibi forward: the process ended with code 3" in said
     monkeypatch.setattr(sys, "argv", [*sys.argv, "--rounds", "0"])
     with pytest.raises(SystemExit):
