@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .inputs import arriving, python_call, value_of
+from .inputs import arriving, python_call, shapes, value_of
 from .operations import Rounding
 from .program import Apply, Dot, Invoke, Kind, Literal, Load, Local, Masked, Name, Target
 
@@ -295,6 +295,8 @@ class Oracle:
 
     def __init__(self, case: Case, device: str = "cpu") -> None:
         self.case = case
+        if any(size < 0 for shape in shapes(case).values() for size in shape):
+            raise Unfit("a tensor that would have fewer than no elements")
         call = python_call(case, "float64", device)
         given = {**call.operands, **call.captures}
         self.given = {name: self._leaf(value_of(source)) for name, source in given.items()}

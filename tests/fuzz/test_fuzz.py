@@ -91,6 +91,14 @@ def test_flat_functions_are_held_to_the_derivatives_of_torch(seed):
     assert try_seed(seed, Place("cpu", "float32")).outcome.verdict is Verdict.GOOD
 
 
+def test_a_tensor_without_a_size_ends_no_run():
+    """Of lengths that are a step's, a declared dim can be less than 0."""
+    outcome = try_seed(883077, Place("cpu", served=True)).outcome
+    assert (outcome.verdict, outcome.reason) == (
+        Verdict.UNFIT, "a tensor that would have fewer than no elements"
+    )  # fmt: skip
+
+
 def test_a_defect_is_found_and_shrunk(monkeypatch):
     """``%`` that rounds towards 0, as in C, is found, and what is left of a program shows it."""
     monkeypatch.setitem(interpret.RULES, Op.MOD, lambda item, args, scope: torch.fmod(*args))
