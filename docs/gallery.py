@@ -48,8 +48,8 @@ line of the picture names them.
 The cost of a program is the number of tiles of {TILE} x {TILE} pairs that kernels visit, at a
 length of {LONG}. Dense attention visits all tiles, and a causal mask leaves about half of them.
 Times are in ms, for batch 2, 16 heads, length 8192, head dim 128 and bf16. Those of the tables
-were measured on one machine, and each program says which. Some programs have been measured beside
-FlexAttention, on another machine. [Benchmarks](benchmarks.md) describes the method.
+are of one kind of GPU, and each program says which. Some programs have been measured beside
+FlexAttention, on another kind. [Benchmarks](benchmarks.md) describes the method.
 
 `python docs/gallery.py` writes this page."""
 OF_EXAMPLES = """Each script of `examples/` compares its program with plain torch, or
@@ -243,8 +243,8 @@ def page() -> str:
     functions, scripts = prelude_entries(), example_entries()
     tiles = {entry.heading: counts(entry) for entry in (*functions, *scripts)}
     head = (
-        f"| {{}} | what it is | live tiles at {LONG} | forward, ms | backward, ms |\n"
-        "| --- | --- | ---: | ---: | ---: |"
+        f"| {{}} | what it is | live tiles at {LONG} | ms forward, backward |\n"
+        "| --- | --- | ---: | ---: |"
     )
     tables = [
         "\n".join([head.format(kind), *(_row(e, tiles[e.heading]) for e in entries)])
@@ -395,8 +395,8 @@ def _row(entry: Entry, found: Counts) -> str:
     anchor = entry.heading.replace(".", "")
     forward, backward, _ = times_of(entry)
     return (
-        f"| [`{entry.heading}`](#{anchor}) | {_linked(entry.said)} | {found.share} | {forward} | "
-        f"{backward} |"
+        f"| [`{entry.heading}`](#{anchor}) | {_linked(entry.said)} | {found.share} | "
+        f"{forward}, {backward} |"
     )
 
 
