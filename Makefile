@@ -50,7 +50,7 @@ kernel-diff: $(STAMP) ## Compare the kernels of two commits without a GPU (BASE=
 # torch's builds for CUDA bring it. Beside a newer torch it is found first on the path.
 OLDEST := $(VENV)/triton-3.6.0
 oldest-triton: $(STAMP) ## Trace kernels with the oldest Triton, without a GPU (DIFF="--only causal")
-	test -d $(OLDEST) || $(BIN)/pip install --quiet --no-deps --no-compile --target $(OLDEST) triton==3.6.0
+	test -d $(OLDEST) || { $(BIN)/pip install --quiet --no-deps --no-compile --target $(OLDEST).part triton==3.6.0 && mv $(OLDEST).part $(OLDEST); }
 	PYTHONPATH=$(CURDIR)/$(OLDEST) $(BIN)/python tools/kernel_diff.py . . $(or $(DIFF),--sample)
 
 clean: ## Remove build products and caches, not the virtual environment
