@@ -33,7 +33,10 @@ _MOST_WORK_OF_THREE = 30
 
 _MOST_WORK_OF_LARGE = 40
 """Instructions a pair beyond which a backward of D64 spills more with tiles of 128 x 128 than with
-tiles of 64 x 128, and of a mask beyond which forwards have tiles of 128 x 64: see M39 in
+tiles of 64 x 128."""
+
+_MOST_WORK_OF_MASK = 40
+"""Instructions a pair of a mask beyond which forwards have tiles of 128 x 64: see M39 in
 docs/measured.md."""
 
 _MOST_WORK_BESIDE_PARAMS = 30
@@ -67,7 +70,7 @@ def _configs(job: Job, machine: Machine) -> tuple[Config, ...]:
         found = tuple(config for config in found if config.consumers < 3)
     if forward and _is_long_with_params(job):
         found = tuple(sorted(found, key=lambda config: config.block_n))
-    if forward and job.work_of_mask > _MOST_WORK_OF_LARGE:
+    if forward and job.work_of_mask > _MOST_WORK_OF_MASK:
         few = (replace(x, block_n=64, stages=3) if x.block_n > 64 else x for x in found)
         found = tuple(dict.fromkeys(few))
     if not forward and _is_mostly_mask(job):

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from attndsl.passes.tiles.plan import LoopPlan
 
 from ..emit.facts import with_forms
-from .pair_work import instructions, work_of_pair, work_of_score
+from .pair_work import work_of_mask, work_of_pair, work_of_score
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -124,7 +124,7 @@ class Kernel:
     most_work_of_score: int | None = None
     """The same, of what reads the score."""
     most_work_of_mask: int | None = None
-    """The same, of the mask alone, which FULL tiles do not do; None where it counts as all else."""
+    """The same, of a mask that FULL tiles do not do; None where it counts as all else."""
 
     @property
     def task(self) -> Task:
@@ -197,22 +197,22 @@ class Job:
 
     @property
     def work_of_mask(self) -> int:
-        """The share of the mask alone."""
-        mask = self.lowered.program.mask
-        return 0 if mask is None else instructions((mask,), self.facts)
+        """Those that FULL tiles do not do."""
+        return work_of_mask(self.lowered, self.facts)
 
     @property
     def is_busy(self) -> bool:
         """Whether a pair takes more work than the kernel is for."""
-        kernel, work = self.kernel, self.work_of_pair
-        if kernel.most_work_of_mask is not None:
-            of_mask = self.work_of_mask
-            if of_mask > kernel.most_work_of_mask:
-                return True
-            work -= of_mask
-        return (kernel.most_work is not None and work > kernel.most_work) or (
-            kernel.most_work_of_score is not None
-            and work_of_score(self.lowered, self.facts) > kernel.most_work_of_score
+        kernel, of_mask = self.kernel, self.work_of_mask
+        apart = kernel.most_work_of_mask is not None and of_mask > 0
+        work = work_of_pair(self.lowered, self.facts, kernel.derives, with_mask=not apart)
+        return any(
+            most is not None and found > most
+            for most, found in (
+                (kernel.most_work, work),
+                (kernel.most_work_of_mask, of_mask),
+                (kernel.most_work_of_score, work_of_score(self.lowered, self.facts)),
+            )
         )
 
     def text(self, config: Config, machine: Machine) -> str:

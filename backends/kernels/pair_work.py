@@ -50,15 +50,29 @@ _ALONG = 0.25
 """Share for what varies with the row or the column alone: fewer elements are made."""
 
 
-def work_of_pair(lowered: Lowered, facts: KernelFacts, backward: bool) -> int:
+def work_of_pair(
+    lowered: Lowered, facts: KernelFacts, backward: bool, with_mask: bool = True
+) -> int:
     """Instructions a pair that the program adds to a forward or backward kernel."""
     program = lowered.program
-    roots = [program.mask, lowered.placed.pair, program.weights, program.dropout]
+    mask = program.mask if with_mask else None
+    roots = [mask, lowered.placed.pair, program.weights, program.dropout]
     if backward:
         names = {*facts.tensor_gradients, *facts.param_gradients}
         roots.append(lowered.derivative.score)
         roots += [root for term in terms_of(lowered, names) for root in term.factors.values()]
     return instructions(tuple(root for root in roots if root is not None), facts)
+
+
+def work_of_mask(lowered: Lowered, facts: KernelFacts) -> int:
+    """The share of a mask that FULL tiles do not do; 0 where it reads the score.
+
+    Such a mask leaves no tile FULL, and its work waits for the product as a score's does.
+    """
+    mask = lowered.program.mask
+    if mask is None or "score" in dependencies(mask)[mask]:
+        return 0
+    return instructions((mask,), facts)
 
 
 def work_of_score(lowered: Lowered, facts: KernelFacts) -> int:

@@ -199,6 +199,7 @@ def test_tiles_without_a_mask_have_a_loop_of_their_own_where_masks_take_long(tex
         (f"mask = {' + '.join(f'sin(q * kv / {n}.0)' for n in range(5, 11))} > 0.5", None),
         ("mask = log(1.0 + q + kv) > 0.5; score = log(1.0 + abs(score)) + log(2.0 + abs(score))",
          None),
+        ("mask = log(1.0 + abs(score)) + log(2.0 + abs(score)) > 0.5", None),
     ],
 )  # fmt: skip
 def test_forwards_with_long_masks_have_few_keys(text, columns, head_dim):
