@@ -485,7 +485,7 @@ def test_a_graph_has_one_kernel_a_call():
     assert ["attention_decode" in name for name in names] == [True], names
 
 
-PROFILED = """
+PROFILED = r"""
 import torch, attndsl
 from torch.profiler import ProfilerActivity, profile
 attention = attndsl.compile("causal()", backend="decode")
