@@ -318,7 +318,8 @@ def close(
             # Sums over many pairs: both errors grow with the sums themselves.
             floor = FLOOR * (1 + exact.square().mean().sqrt())
             # The ratio of two RMSEs of n independent errors has a standard deviation of n ** -0.5.
-            chance = 1 + 3 * number_of(usual) ** -0.5
+            # Four of them: the tests compare some 30,000 results, and 3 are exceeded by one of 700.
+            chance = 1 + 4 * number_of(usual) ** -0.5
             allowed = slack * RMSE_FACTOR * chance * usual.square().mean().sqrt() + floor
             found = error.square().mean().sqrt()
         assert found <= allowed, f"{name}: error {found:.3e}, allowed {allowed:.3e}"
