@@ -170,6 +170,10 @@ def _told(
     for part in parts:
         seconds = max(0.1, min(limit, round(ended - time.monotonic(), 1)))
         found = _next(lines, part, time.monotonic() + seconds, err)
+        if found is None and seconds < limit:
+            # The whole run has ended, which says nothing about the part.
+            yield part, {}
+            return
         if found is None:
             found = {"why": f"took more than {seconds:g} s", "over": True}
         over = found.pop("over", False)
