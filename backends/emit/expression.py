@@ -486,6 +486,7 @@ class Printer:
         if dividend[0] >= 0 and divisor[0] > 0:
             symbol = "//" if item.op is Op.FLOORDIV else "%"
             return Operand(f"({a}) {symbol} ({b})", PRODUCT, kind, bits)
+        # Of 64 bits it is a subroutine on GPUs: see M40 in docs/measured.md.
         name = "int_floordiv" if item.op is Op.FLOORDIV else "int_mod"
         if kind is Kind.BLOCK:
             a, b = (

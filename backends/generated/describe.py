@@ -136,5 +136,8 @@ def _other_calls(lowered: Lowered, call: Call, task: Task) -> list[tuple[str, Ca
         found.append((f"with gradients of {names}", call, learned))
         found.append((f"with gradients of {names} in fp16", call._replace(**half), learned))
     found.append(("with out_dtype=torch.float32", call._replace(wide=True), Wants()))
-    found.append(("with deterministic=True", call._replace(deterministic=True), Wants()))
+    fixed = call._replace(deterministic=True)
+    found.append(("with deterministic=True", fixed, Wants()))
+    if tensors or params:
+        found.append((f"with deterministic=True and gradients of {names}", fixed, learned))
     return found

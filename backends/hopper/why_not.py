@@ -26,9 +26,6 @@ if TYPE_CHECKING:
     from ..base import Call, Wants
     from ..kernels.kernel import Kernel
 
-TAKES_TURNS = False
-"""Whether work tiles of a deterministic backward take turns at sums of dQ (``features/turns.py``).
-No GPU has measured it yet."""
 _DTYPES = (torch.float16, torch.bfloat16)
 _TARGET = machine_of("cuda:90")
 
@@ -60,8 +57,10 @@ def why_not(
     if task is Task.BACKWARD:
         if dropout is not None and width > 128:
             return "the Hopper backward has dropout at head dims up to 128"
-        if call.deterministic and (unordered := _why_no_turns(lowered, call, width)) is not None:
-            return unordered
+        if call.deterministic:
+            unordered = _why_no_turns(lowered, call, width, wants)
+            if unordered is not None:
+                return unordered
         if wants is not None and (wants.tensors or wants.params):
             if lowered.program.weights is not None:
                 return "gradients of captures in weights are added up pair by pair"
@@ -88,12 +87,18 @@ def why_not(
     return _why_busy(lowered, call, task, wants)
 
 
-def _why_no_turns(lowered: Lowered, call: Call, width: int) -> str | None:
-    """Why work tiles of a backward cannot take turns at sums of dQ, or None."""
-    if not TAKES_TURNS:
-        return "the Hopper backward adds up dQ in no fixed order"
+def _why_no_turns(
+    lowered: Lowered, call: Call, width: int, wants: Wants | None
+) -> str | None:  # fmt: skip
+    """Why work tiles of a backward do not take turns at sums of dQ, or None.
+
+    They could with dropout and with gradients of captures too. No GPU has run these.
+    """
     if width > 128:
         return "the Hopper backward adds up dQ in a fixed order at head dims up to 128"
+    learned = wants is not None and (wants.tensors or wants.params or wants.stores_ds)
+    if learned or lowered.program.dropout is not None:
+        return "the Hopper backward has no fixed order of sums beside dropout and captures"
     facts = replace(facts_of(lowered.program, call), takes_turns=True)
     job = Job(_kernel(Task.BACKWARD), lowered, facts).on(_TARGET)
     for config in job.kernel.configs(job, _TARGET):

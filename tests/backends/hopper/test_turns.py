@@ -18,7 +18,6 @@ from support.kernel_text import Run
 from support.mutation import drop, is_noticed, swap
 
 import attndsl
-from attndsl.backends.hopper import why_not
 
 CLOSED = [case for case in CASES if "table" not in case.values[0]]
 """Cases whose tiles have formulas."""
@@ -120,8 +119,7 @@ ON_GPU = {
 @pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize("sizes", [(2, 4, 4, 2048, 2048), (1, 4, 2, 1000, 3001)])
 @pytest.mark.parametrize("name", ON_GPU)
-def test_the_bits_are_the_same_in_100_runs(monkeypatch, name, sizes, dim):
-    monkeypatch.setattr(why_not, "TAKES_TURNS", True)
+def test_the_bits_are_the_same_in_100_runs(name, sizes, dim):
     batch, heads, kv_heads, q_len, kv_len = sizes
 
     def rows(number, length):
