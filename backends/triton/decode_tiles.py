@@ -9,11 +9,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
+from attndsl.ir import Op, mentions
+
 from ..emit.facts import FP8_TYPE
 from ..kernels.config import Config
 from .tiles import widths_of
 
 if TYPE_CHECKING:
+    from attndsl.ir import Node
+
     from ..emit.facts import KernelFacts
     from ..kernels.kernel import Job
     from ..kernels.machine import Machine
@@ -46,7 +50,8 @@ _STAGE_BYTES = 32768
 _STAGES_OF_PAGES = (5, 3, 2)
 """Triton shares stages out among loads that wait for each other, those of page numbers and those of
 rows. Of 3 stages rows have 1: the next tile is loaded when this one has been read. Of 5 they have
-2, as many as rows of a dense cache have of 3."""
+2, as many as rows of a dense cache have of 3. Masks that are looked up are slower with 5: see M41
+in docs/measured.md."""
 _WARPS = 4
 
 
@@ -133,6 +138,13 @@ def lines_at_once(shape: Shape, width: int) -> int:
     return max(1, min(shape.lines, _MERGED_NUMBERS // (PARTS_AT_ONCE * width)))
 
 
+def is_looked_up(mask: Node | None) -> bool:
+    """Whether a pair's mask is read from memory, by the number of the key."""
+    if mask is None:
+        return False
+    return any(item.op in (Op.LOAD, Op.DOT) for item in mentions(mask, name="kv"))
+
+
 def configs_of(shape: Shape, job: Job, machine: Machine) -> tuple[Config, ...]:
     """Candidates of a kernel, in order; one alone for the interpreter."""
     if machine.target is None:
@@ -142,7 +154,8 @@ def configs_of(shape: Shape, job: Job, machine: Machine) -> tuple[Config, ...]:
     bytes_of = 1 if pages is not None and pages.dtype == FP8_TYPE else widths.element_bytes
     most = max(16, min(128, _STAGE_BYTES // (widths.both * bytes_of)))
     keys = 1 << (most.bit_length() - 1)
-    stages = (3, 2) if pages is None else _STAGES_OF_PAGES
+    usual = pages is None or is_looked_up(job.lowered.program.mask)
+    stages = (3, 2) if usual else _STAGES_OF_PAGES
     found = [
         *(Config(shape.queries, keys, _WARPS, number) for number in stages),
         *(Config(shape.queries, max(16, keys // 2), _WARPS, number) for number in stages),

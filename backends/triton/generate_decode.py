@@ -6,7 +6,7 @@ from dataclasses import replace
 from functools import partial, reduce
 from typing import TYPE_CHECKING, Any
 
-from attndsl.ir import NO_ENTRIES, DType, Op, const, load, mentions, node, size, var
+from attndsl.ir import NO_ENTRIES, DType, Op, const, load, node, size, var
 from attndsl.passes.widths import POSITION_LIMIT
 
 from ..emit.device_functions import (
@@ -29,13 +29,14 @@ from .decode_tiles import (
     TILES_OF_PART,
     TOKENS_AT_ONCE,
     Shape,
+    is_looked_up,
     lines_at_once,
     programs_of,
 )
 from .generate import constants, flags_of_program, functions_of_program, sink_of_program
 
 if TYPE_CHECKING:
-    from attndsl.ir import Node, Program
+    from attndsl.ir import Program
     from attndsl.passes.tiles.plan import LoopPlan
 
     from ..emit.facts import KernelFacts
@@ -68,7 +69,7 @@ def decode_text(shape: Shape, job: Job, config: Config, loop: LoopPlan, products
         "PARTS_AT_ONCE": PARTS_AT_ONCE,
         "LINES_AT_ONCE": lines_at_once(shape, block_widths(facts)[1]),
         "MARKED": program.entries != NO_ENTRIES,
-        "PEELED": _is_looked_up(program.mask),
+        "PEELED": is_looked_up(program.mask),
         "FORWARD_HAS_FULL": listed or bool(loop.full),
         "FORWARD_HAS_PARTIAL": listed or bool(loop.partial),
     }
@@ -116,10 +117,3 @@ def _wrong_entries(program: Program, facts: KernelFacts) -> tuple[str, set[str]]
     )
     body = [*printed.lines, f"return {printed.results[0]}"]
     return program_function("is_wrong", "", facts, doc, body, False), set(printed.helpers)
-
-
-def _is_looked_up(mask: Node | None) -> bool:
-    """Whether a pair's mask is read from memory, by the number of the key."""
-    if mask is None:
-        return False
-    return any(item.op in (Op.LOAD, Op.DOT) for item in mentions(mask, name="kv"))

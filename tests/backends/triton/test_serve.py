@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import textwrap
 
@@ -12,6 +13,8 @@ from support.serving import Shape, make_step
 
 import attndsl
 from attndsl.backends.generated.backend import GeneratedBackend
+from attndsl.backends.kernels.machine import machine_of
+from attndsl.backends.triton.serve import Serve
 
 LENGTHS, COUNTS = (37, 1, 53, 5, 70, 2), (1, 1, 6, 0, 3, 2)
 SHAPE = Shape(dtype=torch.float32, dim=16, value_dim=16)
@@ -350,3 +353,19 @@ def test_they_compile_for_hopper():
     assert all(65536 < int(shared) <= 113 * 1024 for _, shared, _ in rows), rows
     # Keys and values of the two first tiles, and of each step of the loop.
     assert all(int(wide) == 6 for *_, wide in rows), rows
+
+
+@pytest.mark.parametrize(("text", "stages"), [("causal()", 5), (TREE, 3)])
+def test_masks_that_are_looked_up_have_fewer_stages(monkeypatch, text, stages):
+    taken = []
+    monkeypatch.setattr(GeneratedBackend, "why_not", lambda self, device: None)
+    monkeypatch.setattr(GeneratedBackend, "serve", lambda self, *given: taken.append(given))
+    step = make_step((90, 33), (2, 1), SHAPE._replace(dtype=torch.bfloat16))
+    q, cache, starts = step.q, step.cache, step.starts
+    captures = {"context": cache.lengths - starts.diff(), "ancestor": torch.ones(len(q), 2).bool()}
+    with contextlib.suppress(TypeError):  # Nothing has been computed.
+        attndsl.compile(text, backend="decode").serve(
+            q, cache, starts, most_queries=2, captures=captures if text == TREE else {}
+        )
+    (job,) = Serve().jobs_of_pages(*taken[0][:3])
+    assert job.kernel.configs(job, machine_of("cuda:90"))[0].stages == stages
