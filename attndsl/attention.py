@@ -12,6 +12,7 @@ from attndsl.backends.base import NONE, Call, Signature
 from attndsl.compiled import Traced, is_deterministic, without_tensors
 from attndsl.errors import ArgumentError, AttnDSLError, UnsupportedError
 from attndsl.introspection import Introspection
+from attndsl.repeated import Repeated
 from attndsl.runtime.arguments import autocast, joined, kinds_of, rows_contiguous
 from attndsl.runtime.autograd import attend
 from attndsl.runtime.backward import check_has_seed, check_room, in_room
@@ -42,7 +43,7 @@ from attndsl.serving import Serving
 from attndsl.views import Views
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from attndsl.backends.base import Backend, Scalar
     from attndsl.compiled import Captures, Ready
@@ -323,6 +324,10 @@ class Attention(Analysis, Views, Introspection, Serving):
         except AttnDSLError as error:  # A context manager would take a microsecond.
             point_into(error, self._source)
             raise
+
+    def _repeated(self, options: Mapping[str, Any]) -> Repeated:
+        """Calls with these options, which are those of :meth:`put` and :meth:`backward`."""
+        return Repeated(self, options)
 
     def put(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, room: torch.Tensor,

@@ -29,7 +29,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"saving"}),
     frozenset({"explain", "picture", "made_up"}),
     frozenset({"compiled"}),
-    frozenset({"analysis", "introspection", "serving", "views"}),
+    frozenset({"analysis", "introspection", "repeated", "serving", "views"}),
     frozenset({"attention"}),
     frozenset({"warming", "comparing"}),
     frozenset({"building"}),

@@ -102,15 +102,20 @@ class Fetch:
         """
         self._table = table
         self._own = [_heads(x, table.share, table.group) for x in (k, v)]
+        whole = _units((k, v)) if kept is None else [k, v]
+        self._units = [_heads(x, table.share, table.group) for x in whole]
         self._islands: list[Pair] | None = None
         self._trip: _Trip | None = None
         if kept is not None:
             self._islands = [list(pair) for pair in zip(kept[::2], kept[1::2], strict=True)]
         elif table.travels:
-            self._trip = _Trip(self._own, table.sent, table.received)
+            self._trip = _Trip(self._units, table.sent, table.received)
+            copies = _Copies()
             for rank, rooms in self._trip.rooms():
-                for x, room in zip((k, v), rooms, strict=True):
-                    _pack(_heads(x, rank % table.group, table.group), table.sends[rank], room)
+                for x, room in zip(whole, rooms, strict=True):
+                    rows = _heads(x, rank % table.group, table.group)
+                    _pack(rows, table.sends[rank], room, copies)
+            copies.make()
             self._trip.begin(group)
 
     def of(self, part: Part) -> Pair:
@@ -142,19 +147,20 @@ class Fetch:
     def _filled(self, island: Island, arrived: dict[int, Pair]) -> Pair:
         """The keys of an island. Where no row sees a key, and nobody sent it, there are zeros."""
         first, stop = island.keys
-        found = [x.new_empty((*x.shape[:2], stop - first, x.shape[3])) for x in self._own]
-        filled = first
+        found = [x.new_empty((*x.shape[:2], stop - first, x.shape[3])) for x in self._units]
+        filled, copies = first, _Copies()
         for low, high, source, at in island.pieces:
-            pair = self._own if source == self._table.rank else arrived[source]
+            pair = self._units if source == self._table.rank else arrived[source]
             for room, x in zip(found, pair, strict=True):
                 if filled < low:
                     room.narrow(2, filled - first, low - filled).zero_()
-                _copy(room.narrow(2, low - first, high - low), x.narrow(2, at, high - low))
+                copies.add(room.narrow(2, low - first, high - low), x.narrow(2, at, high - low))
             filled = high
+        copies.make()
         if filled < stop:
             for room in found:
                 room.narrow(2, filled - first, stop - filled).zero_()
-        return found
+        return [x.view(own.dtype) for x, own in zip(found, self._own, strict=True)]
 
 
 class Sums:
@@ -238,21 +244,35 @@ def _heads(x: torch.Tensor, share: int, shares: int) -> torch.Tensor:
     return x.narrow(1, share * count, count)
 
 
-def _pack(x: torch.Tensor, runs: Sequence[Run], room: torch.Tensor) -> None:
+class _Copies:
+    """Copies of some rows to others' places, all of them in one call of torch."""
+
+    def __init__(self) -> None:
+        """None so far."""
+        self._rooms: list[torch.Tensor] = []
+        self._rows: list[torch.Tensor] = []
+
+    def add(self, room: torch.Tensor, rows: torch.Tensor) -> None:
+        """Remember to copy ``rows`` to ``room``."""
+        self._rooms.append(room)
+        self._rows.append(rows)
+
+    def make(self) -> None:
+        """Make them."""
+        if self._rooms:
+            torch._foreach_copy_(self._rooms, self._rows)
+
+
+def _pack(x: torch.Tensor, runs: Sequence[Run], room: torch.Tensor, copies: _Copies) -> None:
     """Put some rows of ``x`` into ``room``, one run after the other."""
-    pieces = [x.narrow(2, start, stop - start) for start, stop in runs]
     at = 0
-    for piece in pieces:
-        _copy(room.narrow(2, at, piece.shape[2]), piece)
-        at += piece.shape[2]
+    for start, stop in runs:
+        copies.add(room.narrow(2, at, stop - start), x.narrow(2, start, stop - start))
+        at += stop - start
 
 
 def _copy(room: torch.Tensor, x: torch.Tensor) -> None:
-    """``room.copy_(x)``, by words of 8 bytes where rows of one dtype have these.
-
-    Torch copies some rows of each head element by element, and its GPU kernel for that moves as
-    many elements a second whatever their size is.
-    """
+    """``room.copy_(x)``, by words where rows of one dtype have these; see :func:`_units`."""
     a, b = _words(room), _words(x)
     if a is None or b is None or room.dtype is not x.dtype:
         room.copy_(x)
@@ -260,13 +280,23 @@ def _copy(room: torch.Tensor, x: torch.Tensor) -> None:
         a.copy_(b)
 
 
+def _units(pair: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Keys and values as words of 8 bytes, if both have these; otherwise as they are.
+
+    Torch copies some rows of each head element by element, and its GPU kernel for that moves as
+    many elements a second whatever their size is.
+    """
+    found = [y for x in pair if (y := _words(x)) is not None]
+    return found if len(found) == len(pair) else list(pair)
+
+
 def _words(x: torch.Tensor) -> torch.Tensor | None:
     """``x`` (four dims) as words; None where rows do not begin and end at such."""
-    *steps, last = x.stride()
+    batch, heads, rows, last = x.stride()
     per = _WORD.itemsize // x.element_size()
-    if per < 2 or last != 1 or x.is_neg() or x.data_ptr() % _WORD.itemsize:
+    if per < 2 or last != 1 or x.data_ptr() % _WORD.itemsize or x.is_neg():
         return None
-    if any(n % per for n in (*steps, x.shape[3], x.storage_offset())):
+    if batch % per or heads % per or rows % per or x.shape[3] % per or x.storage_offset() % per:
         return None
     return x.view(_WORD)
 

@@ -12,13 +12,14 @@ Non-goals: which rows go where (:mod:`.routes`).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch.distributed import _functional_collectives as functional
 
 from attndsl.backends.memory_order import empty_like
+from attndsl.runtime.backward import Asked, Results
 
 from .eager import Fetch, Sums, is_eager
 from .exchange import fetched, from_heads, returned, to_heads, waited
@@ -66,6 +67,9 @@ class Program(Protocol):
     def variant(self, captures: Any) -> tuple[Any, Any]:
         """The program of a call, and all captures of it."""
 
+    def _repeated(self, options: Mapping[str, Any]) -> Any:
+        """Calls with these options, of which all but the first ones take less of the host."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Job:
@@ -86,6 +90,16 @@ class Job:
     """Captured tensors of this rank's rows, and the dim that these lie along."""
     has_lse: bool
     returns_lse: bool
+    known: dict[tuple[int, bool], Any] = field(default_factory=dict)
+    """Calls of parts, by their first rows, and whether they are backwards."""
+
+    def call(self, part: Part, backward: bool = False) -> Any:
+        """The call of ``part``, which is made again with each call of this job."""
+        key = part.row, backward
+        if (found := self.known.get(key)) is None:
+            options = _backward_options(self, part) if backward else self.places(part)
+            found = self.known[key] = self.attention._repeated(options)
+        return found
 
     def places(self, part: Part) -> dict[str, Any]:
         """Where the calls of ``part`` lie in the whole."""
@@ -210,10 +224,9 @@ def _put_together(
     out, lses = empty_like(q, fetch.value_dim, kind), {}
     for part in sorted(job.table.parts, key=_waits):
         keys, values = fetch.of(part)
-        lses[part.row] = job.attention.put(
-            q.narrow(2, part.row, part.rows), keys, values, out.narrow(2, part.row, part.rows),
-            captures=job.captures(captured, part), **job.places(part),
-        )  # fmt: skip
+        operands = q.narrow(2, part.row, part.rows), keys, values
+        room = out.narrow(2, part.row, part.rows)
+        lses[part.row] = job.call(part).put(operands, room, job.captures(captured, part))
     if not job.has_lse:
         return [out]
     return [out, torch.cat([lses[part.row] for part in job.table.parts], 2)]
@@ -263,7 +276,7 @@ def _gradients(
     """Gradients of ``inputs`` (q, k, v, captures), from what the forward has kept.
 
     Keys are fetched again unless they are few: those of all layers would take the memory of the
-    whole sequence. Few are read before all else, and gradients travel beside the other calls.
+    whole sequence. Others' keys travel beside the calls that see none of them.
     """
     (_, k, v, *captured), own = inputs, saved.own
     table, eager = job.table, is_eager(own, k, v) and bool(job.table.parts)
@@ -301,20 +314,17 @@ def _added_where_made(
 ) -> tuple[dict[int, Any], torch.Tensor, list[torch.Tensor]]:
     """Gradients by first row of each part, of q, and of keys and values.
 
-    What travels does so beside the calls that wait for nobody.
+    Keys travel beside the calls that wait for nobody.
     """
     own, found, sums = rows[0], {}, Sums(job.table, job.group)
     assert own is not None
     grad_q, like = empty_like(own), fetch.like(_sum_dtype(own))
-    waiting = [part for part in job.table.parts if _waits(part)]
-    others = [part for part in job.table.parts if not _waits(part)]
-    for turn in (waiting, others) if job.table.keeps else (others, waiting):
-        for part in turn:
-            some = _of_part(job, part, (*rows, grad_q), fetch.of(part), captured, names)
-            sums.add(part, (some.k, some.v))
-            found[part.row] = some
-        if turn is waiting:
-            sums.send(like)
+    for part in sorted(job.table.parts, key=_waits):
+        some = _of_part(job, part, (*rows, grad_q), fetch.of(part), captured, names)
+        sums.add(part, (some.k, some.v))
+        found[part.row] = some
+    # Not before: while one rank waits for another, NCCL keeps processors from the kernels.
+    sums.send(like)
     fetch.end()
     return found, grad_q, sums.returned(like)
 
@@ -361,13 +371,18 @@ def _of_part(
         names: Of those whose gradients are wanted.
     """
     some = [None if x is None else x.narrow(2, part.row, part.rows) for x in rows]
-    q, *results, room = some
+    q, out, lse, grad_out, grad_lse, room = some
     assert q is not None
-    kind = _sum_dtype(q)
+    assert out is not None
+    assert grad_out is not None
+    kind = None if _sum_dtype(q) is q.dtype else _sum_dtype(q)
+    own = job.captures(captured, part)
+    if is_eager(q, *seen):
+        given, how = Results(out, lse, grad_out, grad_lse), Asked(captures=names, dtype=kind)
+        return job.call(part, backward=True).backward((q, *seen), given, room, how, own)
     return job.attention.backward(
-        q, *seen, *results, room=room,
-        wants_captures=names, grad_dtype=None if kind is q.dtype else kind,
-        captures=job.captures(captured, part), **_backward_options(job, part),
+        q, *seen, out, lse, grad_out, grad_lse, room=room, wants_captures=names, grad_dtype=kind,
+        captures=own, **_backward_options(job, part),
     )  # fmt: skip
 
 

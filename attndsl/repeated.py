@@ -1,0 +1,181 @@
+"""Calls that are made again and again, and differ in what their tensors hold alone.
+
+The first two are ordinary calls, checked in all their parts: most are made once. Another one whose
+tensors have the same shapes and strides is not bound again, which takes more of the host's time
+than a kernel's launch.
+
+Non-goals: gradients by autograd, which callers make themselves; graphs of torch.compile.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch.autograd import profiler
+
+from attndsl.errors import AttnDSLError
+from attndsl.runtime.autograd import attend
+from attndsl.runtime.backward import (
+    Asked,
+    Gradients,
+    Results,
+    gradients_of_results,
+    in_room,
+    wants_for,
+)
+from attndsl.runtime.modes import seen_by_modes
+from attndsl.runtime.parts import gradients_of_wholes
+from attndsl.runtime.probability import check_probability
+from attndsl.runtime.programs import point_into
+from attndsl.runtime.values import Values, check_values
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from attndsl.backends.base import Backend, Call
+    from attndsl.compiled import Compiled, Ready
+    from attndsl.pipeline import Lowered
+
+    Operands = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+_LEARNS = 2
+"""Which ordinary call is remembered."""
+
+
+class _Known(NamedTuple):
+    """What calls like one before share."""
+
+    own: Compiled
+    """The program of the call, whose captures may be others than those of the program asked."""
+    ready: Ready
+    signature: tuple[object, ...]
+    """Of the operands and captures."""
+
+
+class Repeated:
+    """A call of one program with the same options each time. Operands are plain tensors."""
+
+    def __init__(self, attention: Any, options: Mapping[str, Any]) -> None:
+        """Remember what is called.
+
+        Args:
+            attention: A compiled program.
+            options: Of the call, without captures. None stands for the default.
+        """
+        self._attention, self._options = attention, dict(options)
+        self._known: _Known | None = None
+        self._made = 0
+        """How many calls were ordinary ones."""
+
+    def put(
+        self, operands: Operands, room: torch.Tensor, captures: Mapping[str, Any]
+    ) -> torch.Tensor:
+        """As :meth:`attndsl.Attention.put` of these operands."""
+        known = self._known
+        if known is None or not _fits(known, operands, captures):
+            found: torch.Tensor = self._attention.put(
+                *operands, room, captures=captures, **self._options
+            )
+            self._learn(operands, captures)
+            return found
+        try:
+            backend, lowered, call = self._call(known, operands, captures)
+            with torch.no_grad():
+                out, lse = attend(backend, lowered, call._replace(room=room), True)
+            in_room(room, out)
+        except AttnDSLError as error:
+            point_into(error, known.own._source)
+            raise
+        return lse
+
+    def backward(
+        self,
+        operands: Operands,
+        given: Results,
+        room: torch.Tensor | None,
+        how: Asked,
+        captures: Mapping[str, Any],
+    ) -> Gradients:
+        """As :meth:`attndsl.Attention.backward` of these operands.
+
+        Args:
+            operands: q, k and v.
+            given: As this program's forward and autograd give them: they are not checked.
+            room: Of the gradient of q.
+            how: Which gradients, and in which dtype.
+            captures: Of the call.
+        """
+        known = self._known
+        fits = known is not None and _fits(known, operands, captures)
+        if known is None or not fits or profiler._is_profiler_enabled:
+            found: Gradients = self._attention.backward(
+                *operands, given.out, given.lse, given.grad_out, given.grad_lse, room=room,
+                wants=how.operands, wants_captures=how.captures,
+                grad_dtype=how.dtype, captures=captures, **self._options,
+            )  # fmt: skip
+            self._learn(operands, captures)
+            return found
+        try:
+            backend, lowered, call = self._call(known, operands, captures)
+            if lowered.program.dropout is not None:
+                check_probability(lowered.program.dropout, call)
+            call = call._replace(room=room)
+            found = gradients_of_results(backend, lowered, call, given, wants_for(call, how))
+            program = known.own.lowered.program
+            of_wholes = gradients_of_wholes(program, call, found.captures)
+            return found._replace(q=in_room(room, found.q), captures=of_wholes)
+        except AttnDSLError as error:
+            point_into(error, known.own._source)
+            raise
+
+    def _call(
+        self, known: _Known, operands: Operands, captures: Mapping[str, Any]
+    ) -> tuple[Backend, Lowered, Call]:
+        """What runs the call, and what it gets."""
+        own, ready = known.own, known.ready
+        given = {**own._defaults, **captures}
+        program = own.lowered.program
+        call = ready.call(program, operands, {**self._options, "captures": given})
+        call = check_values(program, call, Values.FOREIGN)
+        backend = seen_by_modes(ready.backend, own._request, call)
+        if ready.terms is None:
+            return backend, own.lowered, call
+        return backend, ready.terms.lowered, ready.terms.applied(call)
+
+    def _learn(self, operands: Operands, captures: Mapping[str, Any]) -> None:
+        """Remember a call that has been made, if calls of its signature share anything."""
+        self._made += 1
+        if self._made != _LEARNS and self._known is None:
+            return
+        q, k, v = operands
+        own, arguments = self._attention._of_call(q, k, {**self._options, "captures": captures})
+        arguments["deterministic"] = _is_deterministic(arguments)
+        key = own._key_of(q, k, v, arguments)
+        ready = None if key is None else own._readied.get(key)
+        self._known = None if ready is None else _Known(
+            own, ready, _signature(operands, captures)
+        )  # fmt: skip
+
+
+def _signature(operands: Operands, captures: Mapping[str, Any]) -> tuple[object, ...]:
+    """What must be the same. Dims may depend on params, whose values are few."""
+    found: list[object] = [torch.are_deterministic_algorithms_enabled()]
+    for x in (*operands, *captures.values()):
+        if isinstance(x, torch.Tensor):
+            found += (type(x), x.shape, x.stride(), x.dtype, x.device)
+        else:
+            found += (type(x), x)
+    return (*captures, *found)
+
+
+def _fits(known: _Known, operands: Operands, captures: Mapping[str, Any]) -> bool:
+    if torch._C._is_any_autocast_enabled():
+        return False
+    return _signature(operands, captures) == known.signature
+
+
+def _is_deterministic(arguments: Mapping[str, Any]) -> bool:
+    asked: bool | None = arguments.get("deterministic")
+    return torch.are_deterministic_algorithms_enabled() if asked is None else asked
