@@ -109,13 +109,14 @@ class Repeated:
         """
         known = self._known
         fits = known is not None and _fits(known, operands, captures)
-        if known is None or not fits or profiler._is_profiler_enabled:
+        if known is None or not fits or profiler._is_profiler_enabled:  # Events are named there.
             found: Gradients = self._attention.backward(
                 *operands, given.out, given.lse, given.grad_out, given.grad_lse, room=room,
                 wants=how.operands, wants_captures=how.captures,
                 grad_dtype=how.dtype, captures=captures, **self._options,
             )  # fmt: skip
-            self._learn(operands, captures)
+            if not fits:
+                self._learn(operands, captures)
             return found
         try:
             backend, lowered, call = self._call(known, operands, captures)

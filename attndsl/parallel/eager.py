@@ -37,17 +37,22 @@ def is_eager(*tensors: torch.Tensor) -> bool:
 class _Trip:
     """What ranks send each other of keys and of values, in one collective."""
 
-    def __init__(self, like: Pair, leaving: Sequence[int], arriving: Sequence[int]) -> None:
+    def __init__(
+        self, like: Pair, leaving: Sequence[int], arriving: Sequence[int], kind: torch.dtype
+    ) -> None:
         """Make room.
 
         Args:
-            like: (B, heads, any, width), two of one dtype.
+            like: (B, heads, any, width), two of one dtype, of numbers or of words.
             leaving: By rank: how many rows of both go there.
             arriving: By rank: how many come from there.
+            kind: Of the numbers. Ranks whose rows lie otherwise have no words.
         """
         self._like, self._leaving, self._arriving = like, leaving, arriving
+        self._kind = kind
         each = sum(x.shape[0] * x.shape[1] * x.shape[3] for x in like)
-        self._splits = [each * n for n in arriving], [each * n for n in leaving]
+        numbers = each * (like[0].element_size() // kind.itemsize)
+        self._splits = [numbers * n for n in arriving], [numbers * n for n in leaving]
         self._sent, self._found = (
             like[0].new_empty(each * sum(rows)) for rows in (leaving, arriving)
         )
@@ -59,9 +64,8 @@ class _Trip:
 
     def begin(self, group: ProcessGroup) -> None:
         """Send, and go on."""
-        self._work = dist.all_to_all_single(
-            self._found, self._sent, *self._splits, group=group, async_op=True
-        )
+        found, sent = (x.view(self._kind) for x in (self._found, self._sent))
+        self._work = dist.all_to_all_single(found, sent, *self._splits, group=group, async_op=True)
 
     def arrived(self) -> dict[int, Pair]:
         """By rank that something comes from: what came. What follows waits for it."""
@@ -109,7 +113,7 @@ class Fetch:
         if kept is not None:
             self._islands = [list(pair) for pair in zip(kept[::2], kept[1::2], strict=True)]
         elif table.travels:
-            self._trip = _Trip(self._units, table.sent, table.received)
+            self._trip = _Trip(self._units, table.sent, table.received, k.dtype)
             copies = _Copies()
             for rank, rooms in self._trip.rooms():
                 for x, room in zip(whole, rooms, strict=True):
@@ -187,7 +191,7 @@ class Sums:
         table = self._table
         if not table.travels:
             return
-        self._trip = _Trip(like, table.received, table.sent)
+        self._trip = _Trip(like, table.received, table.sent, like[0].dtype)
         for rank, rooms in self._trip.rooms():
             for some, room in zip(self._grads, rooms, strict=True):
                 at = 0

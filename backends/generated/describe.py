@@ -72,7 +72,8 @@ def _of_limited(family: Family, lowered: Lowered, call: Call) -> list[str]:
         rows.append(f"  {task.direction:<10} {family.name} kernels, {told}")
         some = () if told.startswith(_NONE) else _other_calls(lowered, call, task)
         for condition, other, wants in some:
-            if other.q.dtype is not call.q.dtype or not (wants.tensors or wants.params):
+            alike = other.q.dtype is call.q.dtype and not other.deterministic
+            if not alike or not (wants.tensors or wants.params):
                 continue
             lines = family.plan_gradients(lowered, other, wants).lines
             refused = family.why_not(lowered, other, task, None, lines)
