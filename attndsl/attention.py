@@ -15,7 +15,7 @@ from attndsl.introspection import Introspection
 from attndsl.repeated import Repeated
 from attndsl.runtime.arguments import autocast, joined, kinds_of, rows_contiguous
 from attndsl.runtime.autograd import attend
-from attndsl.runtime.backward import check_has_seed, check_room, in_room
+from attndsl.runtime.backward import check_has_seed, check_room
 from attndsl.runtime.bind import CallOptions, bind
 from attndsl.runtime.dispatch import GENERATED
 from attndsl.runtime.distributed import is_dtensor
@@ -356,13 +356,11 @@ class Attention(Analysis, Views, Introspection, Serving):
         check_has_seed(own._lowered.program, arguments.get("seed"))
         arguments["deterministic"] = is_deterministic(arguments.get("deterministic"))
         with pointing_into(self._source), torch.no_grad():
-            call, backend, lowered, part = own._ready(q, k, v, arguments)
+            made = own._ready(q, k, v, arguments)
+            call = made.call
             kind = torch.float32 if call.wide else call.q.dtype
             check_room(room, (*call.q.shape[:3], call.v.shape[3]), kind, call.q.device)
-            backend = seen_by_modes(backend, own._request, call)
-            out, lse = attend(backend, lowered, part._replace(room=room), True)
-            in_room(room, out)
-        return lse
+            return own._into(made, room)
 
     def _questioned(self, call: Call, location: Location) -> Call:
         """``call``, which somebody is told of if it is hardly meant so."""

@@ -15,6 +15,7 @@ from attndsl.backends.dense.interpret import evaluate, scope_of
 from attndsl.backends.dense.reference import ReferenceBackend
 from attndsl.errors import UnsupportedError
 from attndsl.runtime.arguments import autocast, check_known, joined, kinds_of
+from attndsl.runtime.autograd import attend
 from attndsl.runtime.backward import (
     OPERANDS,
     Asked,
@@ -88,6 +89,17 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter, bool, int, float)
 _EXPORT = "use torch.export, whose programs serve all lengths: see docs/deployment.md"
 
 
+class CheckedCall(NamedTuple):
+    """A checked call, and what runs it."""
+
+    call: Call
+    backend: Backend
+    lowered: Lowered
+    """The program that the backend gets."""
+    part: Call
+    """The call that it gets."""
+
+
 class Ready(NamedTuple):
     """What calls of one signature share."""
 
@@ -112,6 +124,16 @@ class Ready(NamedTuple):
             params={d.name: captures.get(d.name, d.default) for d in program.params},
             q_offset=arguments.get("q_offset", 0), kv_offset=arguments.get("kv_offset", 0),
         )  # fmt: skip
+
+    def made(
+        self, lowered: Lowered, operands: Sequence[torch.Tensor], arguments: Mapping[str, Any]
+    ) -> CheckedCall:
+        """The call of this signature with these operands and arguments, and what runs it."""
+        call = self.call(lowered.program, operands, arguments)
+        call = check_values(lowered.program, call, Values.FOREIGN)
+        if self.terms is None:
+            return CheckedCall(call, self.backend, lowered, call)
+        return CheckedCall(call, self.backend, self.terms.lowered, self.terms.applied(call))
 
 
 def without_tensors(call: Call) -> Call:
@@ -273,19 +295,10 @@ class Compiled:
             # With torch 2.11 no graph can return what _replace makes.
             return Gradients(in_room(room, found.q), found.k, found.v, captures)
         with pointing_into(self._source):
-            call, backend, lowered, part = self._ready(q, k, v, arguments)
-            check_results(program, call, given)
+            made = self._ready(q, k, v, arguments)
+            check_results(program, made.call, given)
             check_room(room, q.shape, q.dtype, q.device)
-            asked = wants_for(call, how)
-            part = part._replace(tiles=given_tiles(lowered, part, tiles), room=room)
-            if lowered.program.dropout is not None:
-                check_probability(lowered.program.dropout, part)
-            backend = seen_by_modes(backend, self._request, call)
-            shown = profiler._is_profiler_enabled and not backend.has_events
-            with event_named(self.name, BACKWARD) if shown else nullcontext():
-                found = gradients_of_results(backend, lowered, part, given, asked)
-            captures = gradients_of_wholes(program, call, found.captures)
-            return found._replace(q=in_room(room, found.q), captures=captures)
+            return self._gradients(made, given, how, room, tiles)
 
     def sink_logits(
         self, q: torch.Tensor, k: torch.Tensor, **arguments: Any
@@ -335,7 +348,7 @@ class Compiled:
 
     def _ready(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, arguments: dict[str, Any]
-    ) -> tuple[Call, Backend, Lowered, Call]:
+    ) -> CheckedCall:
         """The checked call, what runs it, and the program and the call that this gets.
 
         What calls of one signature share is kept, as that of calls is.
@@ -350,11 +363,7 @@ class Compiled:
         key = self._key_of(q, k, v, arguments)
         kept = None if key is None else self._readied.get(key)
         if kept is not None:
-            call = kept.call(program, (q, k, v), arguments)
-            call = check_values(program, call, Values.FOREIGN)
-            if kept.terms is None:
-                return call, kept.backend, self._lowered, call
-            return call, kept.backend, kept.terms.lowered, kept.terms.applied(call)
+            return kept.made(self._lowered, (q, k, v), arguments)
         call = check_values(program, self._bound(q, k, v, arguments))
         backend, lowered, part = self._dispatched(call)
         if key is not None and call.q is q and call.k is k and call.v is v:
@@ -364,7 +373,31 @@ class Compiled:
             terms = None if call.part is None else terms_of(self._lowered, call)
             self._readied[key] = Ready(backend, without_tensors(call), terms)
             part = part._replace(signature=call.signature)
-        return call, backend, lowered, part
+        return CheckedCall(call, backend, lowered, part)
+
+    def _into(self, made: CheckedCall, room: torch.Tensor) -> torch.Tensor:
+        """The log-sum-exp of a call whose output is put into ``room``."""
+        backend = seen_by_modes(made.backend, self._request, made.call)
+        out, lse = attend(backend, made.lowered, made.part._replace(room=room), True)
+        in_room(room, out)
+        return lse
+
+    def _gradients(
+        self, made: CheckedCall, given: Results, how: Asked, room: torch.Tensor | None,
+        tiles: TileMap | None = None,
+    ) -> Gradients:  # fmt: skip
+        """The gradients of a call from checked results."""
+        call, backend, lowered, part = made
+        asked = wants_for(call, how)
+        part = part._replace(tiles=given_tiles(lowered, part, tiles), room=room)
+        if lowered.program.dropout is not None:
+            check_probability(lowered.program.dropout, part)
+        backend = seen_by_modes(backend, self._request, call)
+        shown = profiler._is_profiler_enabled and not backend.has_events
+        with event_named(self.name, BACKWARD) if shown else nullcontext():
+            found = gradients_of_results(backend, lowered, part, given, asked)
+        captures = gradients_of_wholes(self._lowered.program, call, found.captures)
+        return found._replace(q=in_room(room, found.q), captures=captures)
 
     def _key_of(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, arguments: Mapping[str, Any]

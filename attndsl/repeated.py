@@ -12,30 +12,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch.autograd import profiler
 
-from attndsl.errors import AttnDSLError
-from attndsl.runtime.autograd import attend
-from attndsl.runtime.backward import (
-    Asked,
-    Gradients,
-    Results,
-    gradients_of_results,
-    in_room,
-    wants_for,
-)
-from attndsl.runtime.modes import seen_by_modes
-from attndsl.runtime.parts import gradients_of_wholes
-from attndsl.runtime.probability import check_probability
-from attndsl.runtime.programs import point_into
-from attndsl.runtime.values import Values, check_values
+from attndsl.compiled import is_deterministic
+from attndsl.runtime.programs import pointing_into
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from attndsl.backends.base import Backend, Call
-    from attndsl.compiled import Compiled, Ready
-    from attndsl.pipeline import Lowered
+    from attndsl.compiled import CheckedCall, Compiled, Ready
+    from attndsl.runtime.backward import Asked, Gradients, Results
 
     Operands = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -80,15 +65,8 @@ class Repeated:
             )
             self._learn(operands, captures)
             return found
-        try:
-            backend, lowered, call = self._call(known, operands, captures)
-            with torch.no_grad():
-                out, lse = attend(backend, lowered, call._replace(room=room), True)
-            in_room(room, out)
-        except AttnDSLError as error:
-            point_into(error, known.own._source)
-            raise
-        return lse
+        with pointing_into(known.own._source), torch.no_grad():
+            return known.own._into(self._call(known, operands, captures), room)
 
     def backward(
         self,
@@ -108,42 +86,22 @@ class Repeated:
             captures: Of the call.
         """
         known = self._known
-        fits = known is not None and _fits(known, operands, captures)
-        if known is None or not fits or profiler._is_profiler_enabled:  # Events are named there.
+        if known is None or not _fits(known, operands, captures):
             found: Gradients = self._attention.backward(
                 *operands, given.out, given.lse, given.grad_out, given.grad_lse, room=room,
-                wants=how.operands, wants_captures=how.captures,
-                grad_dtype=how.dtype, captures=captures, **self._options,
+                wants=how.operands, wants_captures=how.captures, grad_dtype=how.dtype,
+                captures=captures, **self._options,
             )  # fmt: skip
-            if not fits:
-                self._learn(operands, captures)
+            self._learn(operands, captures)
             return found
-        try:
-            backend, lowered, call = self._call(known, operands, captures)
-            if lowered.program.dropout is not None:
-                check_probability(lowered.program.dropout, call)
-            call = call._replace(room=room)
-            found = gradients_of_results(backend, lowered, call, given, wants_for(call, how))
-            program = known.own.lowered.program
-            of_wholes = gradients_of_wholes(program, call, found.captures)
-            return found._replace(q=in_room(room, found.q), captures=of_wholes)
-        except AttnDSLError as error:
-            point_into(error, known.own._source)
-            raise
+        with pointing_into(known.own._source):
+            return known.own._gradients(self._call(known, operands, captures), given, how, room)
 
-    def _call(
-        self, known: _Known, operands: Operands, captures: Mapping[str, Any]
-    ) -> tuple[Backend, Lowered, Call]:
-        """What runs the call, and what it gets."""
-        own, ready = known.own, known.ready
-        given = {**own._defaults, **captures}
-        program = own.lowered.program
-        call = ready.call(program, operands, {**self._options, "captures": given})
-        call = check_values(program, call, Values.FOREIGN)
-        backend = seen_by_modes(ready.backend, own._request, call)
-        if ready.terms is None:
-            return backend, own.lowered, call
-        return backend, ready.terms.lowered, ready.terms.applied(call)
+    def _call(self, known: _Known, operands: Operands, captures: Mapping[str, Any]) -> CheckedCall:
+        """The call, like the one that is remembered."""
+        given = {**known.own._defaults, **captures}
+        arguments = {**self._options, "captures": given}
+        return known.ready.made(known.own.lowered, operands, arguments)
 
     def _learn(self, operands: Operands, captures: Mapping[str, Any]) -> None:
         """Remember a call that has been made, if calls of its signature share anything."""
@@ -152,7 +110,7 @@ class Repeated:
             return
         q, k, v = operands
         own, arguments = self._attention._of_call(q, k, {**self._options, "captures": captures})
-        arguments["deterministic"] = _is_deterministic(arguments)
+        arguments["deterministic"] = is_deterministic(arguments.get("deterministic"))
         key = own._key_of(q, k, v, arguments)
         ready = None if key is None else own._readied.get(key)
         self._known = None if ready is None else _Known(
@@ -175,8 +133,3 @@ def _fits(known: _Known, operands: Operands, captures: Mapping[str, Any]) -> boo
     if torch._C._is_any_autocast_enabled():
         return False
     return _signature(operands, captures) == known.signature
-
-
-def _is_deterministic(arguments: Mapping[str, Any]) -> bool:
-    asked: bool | None = arguments.get("deterministic")
-    return torch.are_deterministic_algorithms_enabled() if asked is None else asked

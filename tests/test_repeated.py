@@ -65,6 +65,24 @@ def test_gradients_are_those_of_ordinary_calls(bound):
         assert torch.equal(found.captures["gain"], wanted.captures["gain"])
 
 
+def test_gradients_of_a_part_of_the_heads_are_those_of_the_whole(bound):
+    """The capture is that of all heads, and so is its gradient."""
+    attention, gain = attndsl.compile(TEXT), torch.rand(8)
+    options = PLACES | {"heads": 8, "kv_heads": 4, "h_offset": 4}
+    again, how = Repeated(attention, options), Asked(captures=["gain"])
+    for number in range(4):
+        operands, grad = drawn(), torch.randn(2, 4, 20, 8)
+        results = (*attention(*operands, return_lse=True, gain=gain, **options), grad, None)
+        before = len(bound)
+        found = again.backward(operands, Results(*results), None, how, {"gain": gain})
+        assert (len(bound) == before) == (number > 1)
+        wanted = attention.backward(
+            *operands, *results, wants_captures=["gain"], gain=gain, **options
+        )
+        assert found.captures["gain"].shape == (8,)
+        assert torch.equal(found.captures["gain"], wanted.captures["gain"])
+
+
 def test_other_operands_are_bound(bound):
     attention = attndsl.compile("causal()")
     again = Repeated(attention, {"deterministic": None})

@@ -87,9 +87,7 @@ def why_not(
     return _why_busy(lowered, call, task, wants)
 
 
-def _why_no_turns(
-    lowered: Lowered, call: Call, width: int, wants: Wants | None
-) -> str | None:  # fmt: skip
+def _why_no_turns(lowered: Lowered, call: Call, width: int, wants: Wants | None) -> str | None:
     """Why work tiles of a backward do not take turns at sums of dQ, or None.
 
     They could with dropout and with gradients of captures too. No GPU has run these.
