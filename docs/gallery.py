@@ -393,11 +393,9 @@ def _with(entry: Entry) -> str:
 
 def _row(entry: Entry, found: Counts) -> str:
     anchor = entry.heading.replace(".", "")
-    forward, backward, _ = times_of(entry)
-    return (
-        f"| [`{entry.heading}`](#{anchor}) | {_linked(entry.said)} | {found.share} | "
-        f"{forward}, {backward} |"
-    )
+    forward, backward, machine = times_of(entry)
+    times = f"{forward}, {backward}" if machine else "-"
+    return f"| [`{entry.heading}`](#{anchor}) | {_linked(entry.said)} | {found.share} | {times} |"
 
 
 def _declared(text: str, values: dict[str, Any]) -> str:
