@@ -176,6 +176,12 @@ def test_calls_of_a_higher_layer_are_told():
     assert "up: attndsl.ir calls attndsl.api, 2 times" in ways.shown("way", way)
 
 
+def test_a_known_backward_enters_few_rooms(capsys):
+    ways.main(["hopper backward again", "--brief"])
+    stays, rooms, _ = (int(part.split()[0]) for part in capsys.readouterr().out[23:].split(","))
+    assert 1 < rooms <= 8 < stays
+
+
 def test_modules_are_found_by_their_files():
     assert ways.module_at(str(ROOT / "backends" / "cli.py")) == "attndsl.backends.cli"
     assert ways.module_at(str(ROOT / "attndsl" / "cli" / "__init__.py")) == "attndsl.cli"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -21,8 +20,8 @@ from .blocks import widest
 from .copies import room_for
 from .distances import empty_sums, with_diagonals, with_distances, with_summed
 from .kernels import FIXED, KERNELS
-from .launch import TensorMaps, addresses, descriptor_strides
-from .layout import HopperLayout, RowStatistics, layout_of, padded_rows
+from .launch import RowStatistics, TensorMaps, addresses, descriptor_strides
+from .layout import HopperLayout, layout_of
 from .learned import Statistics, gradients_of_parts
 from .pair_tiles import window, with_pair_tiles
 from .stored import empty_ds, with_stored
@@ -183,7 +182,7 @@ class Hopper:
         tensors: dict[str, torch.Tensor] = {}
         params: dict[str, torch.Tensor] = {}
         if layout.others.tensors or layout.others.params:
-            delta = buffers.row_delta(call)
+            delta = buffers.row_delta()
             statistics = Statistics(lse, delta, grad_lse, buffers.factors, buffers.columns)
             tensors, params = gradients_of_parts(
                 lowered, call, layout.learned, layout.others, statistics
@@ -200,7 +199,7 @@ class Hopper:
             config = layout.launches["backward_kv"].executable.config
             own = layout.distances
             gradients = with_distances(lowered, call, buffers.distances, config, own, gradients)
-        return gradients, partial(buffers.row_delta, call)
+        return gradients, buffers.row_delta
 
     def _launch_backward(
         self, layout: HopperLayout, lowered: Lowered, call: Call, backward: Backward,
@@ -221,7 +220,7 @@ class Hopper:
                 *(() if stored_ds is None else addresses(stored_ds.stored)),
                 *self._counter(layout, call.q.device, stream), call.scale,
                 *layout.sizes, origin(call.q_offset, call.q_index),
-                origin(call.kv_offset, call.kv_index), buffers.padded,
+                origin(call.kv_offset, call.kv_index), buffers.statistics.padded,
                 *orders.k.rows, *orders.v.rows, layout.heads_per_wave[name],
                 *(part for part in sums if part is not None),
                 *capture_arguments(layout.facts, call),
@@ -255,14 +254,13 @@ class _Buffers(NamedTuple):
     """What the kernels of a backward write."""
 
     memory: torch.Tensor
-    """Flat, fp32: :class:`~.layout.RowStatistics`, then sums of dQ (batch, heads, padded rows,
+    """Flat, fp32: :class:`~.launch.RowStatistics`, then sums of dQ (batch, heads, padded rows,
     columns), see :mod:`.sums`. One allocation is quicker than three: see M35."""
     lse2: int
-    """Address of the log-sum-exps."""
+    """Address of the log-sum-exps. Both below are addresses too."""
     delta: int
     dq_sums: int
-    padded: int
-    """Rows of a head in all of these."""
+    statistics: RowStatistics
     dk: torch.Tensor
     dv: torch.Tensor
     columns: torch.Tensor | None
@@ -275,17 +273,16 @@ class _Buffers(NamedTuple):
     turns: torch.Tensor | None
     """(batch, heads, query tiles) int32, zeros: how many work tiles have added to sums of dQ."""
 
-    def row_delta(self, call: Call) -> torch.Tensor:
+    def row_delta(self) -> torch.Tensor:
         """Delta (batch, heads, padded rows)."""
-        rows = padded_rows(call)
-        return RowStatistics(rows).parts(self.memory)[1].view(rows)
+        return self.statistics.parts(self.memory)[1].view(self.statistics)
 
 
 def _buffers(layout: HopperLayout, call: Call, backward: Backward) -> _Buffers:
     lse, wanted, learned = backward.lse, backward.wanted, layout.learned
     k, v, orders, kind = call.k, call.v, layout.orders, wide_dtype(wanted.wide)
     config = layout.launches["backward_kv"].executable.config
-    batch, heads, padded = padded_rows(call)
+    batch, heads, padded = statistics = layout.statistics
     rows = batch * heads * padded
     memory = lse.new_empty_strided((rows * (2 + layout.columns),), (1,))
     first = memory.data_ptr()
@@ -295,7 +292,7 @@ def _buffers(layout: HopperLayout, call: Call, backward: Backward) -> _Buffers:
         lse2=first,
         delta=first + rows * _FLOAT_BYTES,
         dq_sums=first + 2 * rows * _FLOAT_BYTES,
-        padded=padded,
+        statistics=statistics,
         dk=orders.k.empty(k, kind),
         dv=orders.v.empty(v, kind),
         columns=lse.new_empty((batch, heads, k.shape[2])) if learned.column else None,
@@ -316,7 +313,7 @@ def _prepare(layout: HopperLayout, backward: Backward, buffers: _Buffers, stream
     batch, heads, q_len = lse.shape
     dlse = lse if grad_lse is None else grad_lse.contiguous()
     layout.launches["prepare_backward"].run(
-        buffers.padded // STATISTICS_ROWS * batch * heads, stream,
+        buffers.statistics.padded // STATISTICS_ROWS * batch * heads, stream,
         [
             out.data_ptr(), grad_out.data_ptr(), lse.data_ptr(), dlse.data_ptr(), buffers.lse2,
             buffers.delta, buffers.dq_sums, *out.stride()[:3], *layout.grad_strides,
@@ -334,7 +331,7 @@ def _dq(layout: HopperLayout, call: Call, buffers: _Buffers, stream: int) -> tor
     dq = order.empty(call.q, kind) if room is None else room
     rows = [step // order.shape[3] for step in dq.stride()[:3]]
     layout.launches["dq_from_sums"].run(
-        buffers.padded // 32 * batch * heads, stream,
+        buffers.statistics.padded // 32 * batch * heads, stream,
         [buffers.dq_sums, dq.data_ptr(), call.scale, *rows, heads, q_len],
     )  # fmt: skip
     return dq

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
@@ -84,6 +84,29 @@ class Views:
     each: tuple[View, ...] = ()
     seen: Callable[[tuple[torch.Tensor, ...]], tuple[torch.Tensor, ...]] = tuple
     """What the kernel sees, one tensor for each view, of the tensors that a launch has."""
+
+
+class RowStatistics(NamedTuple):
+    """Rows of a backward in one piece of memory, fp32: see ``library.row_statistics``."""
+
+    batch: int = 0
+    heads: int = 0
+    padded: int = 0
+    """Rows of a head for which there are numbers."""
+
+    @property
+    def number(self) -> int:
+        """Of all rows."""
+        return self.batch * self.heads * self.padded
+
+    def parts(self, memory: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Log-sum-exps in base 2, and delta, each flat."""
+        number = self.number
+        return memory[:number], memory[number : 2 * number]
+
+    def seen(self, given: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        """``given``, the last of which is that memory, with both parts in place of it."""
+        return (*given[:-1], *self.parts(given[-1]))
 
 
 def view(

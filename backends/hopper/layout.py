@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields, replace
-from math import prod
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -18,7 +17,7 @@ from .arguments import blocks_of, is_drawn, moved_argument
 from .blocks import block_width
 from .copies import room_for
 from .distances import split
-from .launch import Views, descriptor_strides, launch_of, view
+from .launch import RowStatistics, Views, descriptor_strides, launch_of, view
 from .learned import Learned, learned_in_kernel
 from .pair_tiles import is_readable, window
 from .stored import empty_ds
@@ -44,6 +43,8 @@ class HopperLayout(Layout):
     """Those of the operands, of the output or its gradient, and of a backward's statistics."""
     columns: int = 0
     """Of a backward: columns of the sums of dQ."""
+    statistics: RowStatistics = field(default_factory=RowStatistics)
+    """Of a backward."""
     learned: Learned = field(default_factory=Learned)
     """Parts of the score of which gradients are wanted."""
     programs: int = 0
@@ -58,22 +59,10 @@ class HopperLayout(Layout):
     """All others."""
 
 
-def padded_rows(call: Call) -> tuple[int, int, int]:
-    """Batch, heads and rows, as a backward's kernels have a number for each."""
+def statistics_of(call: Call) -> RowStatistics:
+    """The rows of a backward of ``call``."""
     batch, heads, q_len, _ = call.q.shape
-    return batch, heads, -(-q_len // PADDING) * PADDING
-
-
-class RowStatistics(NamedTuple):
-    """Numbers of rows in one piece of memory, fp32: see ``library.row_statistics``."""
-
-    rows: tuple[int, int, int]
-    """Of :func:`padded_rows`."""
-
-    def parts(self, memory: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Log-sum-exps in base 2, and delta, each flat."""
-        number = prod(self.rows)
-        return memory[:number], memory[number : 2 * number]
+    return RowStatistics(batch, heads, -(-q_len // PADDING) * PADDING)
 
 
 def layout_of(
@@ -101,9 +90,8 @@ def layout_of(
         views[name] = view(tensor, tensor.stride(), blocks[name], encoders.get(name))
     operands = Views(tuple(views[name] for name in rows))
     if Task.BACKWARD in kernel.tasks:
-        statistics = RowStatistics(padded_rows(call))
         seen = (*operands.each, views["lse_desc"], views["delta_desc"])
-        operands = Views(seen, lambda given: (*given[:-1], *statistics.parts(given[-1])))
+        operands = Views(seen, statistics_of(call).seen)
     found = HopperLayout(
         **{each.name: getattr(layout, each.name) for each in fields(layout)},
         launches=launches,
@@ -119,6 +107,7 @@ def layout_of(
     return replace(
         found,
         columns=block_width(call.q.shape[3]),
+        statistics=statistics_of(call),
         learned=learned_in_kernel(job.lowered, facts),
         distances=distances,
         others=others,
@@ -156,8 +145,7 @@ def _of_backward(job: Job, call: Call, config: Config) -> dict[str, torch.Tensor
     """What a backward alone sees by blocks, by argument; shapes and strides count, not values."""
     if Task.BACKWARD not in job.kernel.tasks:
         return {}
-    batch, heads, padded = padded_rows(call)
-    rows = torch.empty(batch * heads * padded, device=call.q.device)
+    rows = torch.empty(statistics_of(call).number, device=call.q.device)
     found = {"lse_desc": rows, "delta_desc": rows}
     if job.facts.stores_ds:
         stored_ds = empty_ds(call._replace(q=call.q.to("meta")), config)

@@ -17,7 +17,7 @@ from attndsl.backends.generated.for_hopper import hopper_backend
 from attndsl.backends.hopper import family
 from attndsl.backends.hopper.arguments import blocks_of
 from attndsl.backends.hopper.family import Hopper
-from attndsl.backends.hopper.launch import descriptor_strides, view
+from attndsl.backends.hopper.launch import RowStatistics, descriptor_strides, view
 from attndsl.backends.hopper.tiles import candidates
 from attndsl.backends.kernels.kernel import Task
 from attndsl.backends.kernels.machine import machine_of
@@ -316,7 +316,7 @@ def test_a_backward_reads_outputs_where_they_lie():
         launches={"prepare_backward": launch}, grad_strides=grad.stride()[:3],
         orders=SimpleNamespace(out=SimpleNamespace(strides=grad.stride())),
     )  # fmt: skip
-    buffers = SimpleNamespace(lse2=1, delta=2, dq_sums=3, padded=128)
+    buffers = SimpleNamespace(lse2=1, delta=2, dq_sums=3, statistics=RowStatistics(1, 4, 128))
     family._prepare(layout, Backward(out, lse, grad, None, ALL), buffers, 0)
     (arguments,) = launched
     assert tuple(arguments[7:13]) == (*out.stride()[:3], *grad.stride()[:3])
