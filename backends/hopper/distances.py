@@ -49,7 +49,8 @@ def among(lowered: Lowered, call: Call, names: frozenset[str]) -> frozenset[str]
     """Those of the tensors and params ``names`` whose gradients the backward makes by distance."""
     if not names or not holds_score_gradient(lowered, call):
         return frozenset()
-    if call.k.shape[2] > _MOST_KEYS:
+    # A producer that adds up diagonals and keeps turns spills many registers.
+    if call.deterministic or call.k.shape[2] > _MOST_KEYS:
         return frozenset()
     return by_distance(lowered, call, names)
 

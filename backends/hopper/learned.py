@@ -99,14 +99,14 @@ def holds_score_gradient(lowered: Lowered, call: Call) -> bool:
     """Whether what the backward leaves in shared memory for dQ is the gradient of final scores.
 
     If the score has a derivative, the kernel multiplies it in before. In fp16 small gradients are
-    zeros. With determinism and with wide heads another kernel runs.
+    zeros. With wide heads another kernel runs.
     """
     program = lowered.program
     if program.weights is not None or program.dropout is not None:
         return False
     if lowered.placed.slope is not const(1.0):
         return False
-    if call.q.dtype is not torch.bfloat16 or call.deterministic:
+    if call.q.dtype is not torch.bfloat16:
         return False
     return max(block_width(call.q.shape[3]), block_width(call.v.shape[3])) <= 128
 

@@ -58,7 +58,7 @@ def why_not(
         if dropout is not None and width > 128:
             return "the Hopper backward has dropout at head dims up to 128"
         if call.deterministic:
-            unordered = _why_no_turns(lowered, call, width, wants)
+            unordered = _why_no_turns(lowered, call, width)
             if unordered is not None:
                 return unordered
         if wants is not None and (wants.tensors or wants.params):
@@ -87,16 +87,10 @@ def why_not(
     return _why_busy(lowered, call, task, wants)
 
 
-def _why_no_turns(lowered: Lowered, call: Call, width: int, wants: Wants | None) -> str | None:
-    """Why work tiles of a backward do not take turns at sums of dQ, or None.
-
-    They could with dropout and with gradients of captures too. No GPU has run these.
-    """
+def _why_no_turns(lowered: Lowered, call: Call, width: int) -> str | None:
+    """Why work tiles of a backward do not take turns at sums of dQ, or None."""
     if width > 128:
         return "the Hopper backward adds up dQ in a fixed order at head dims up to 128"
-    learned = wants is not None and (wants.tensors or wants.params or wants.stores_ds)
-    if learned or lowered.program.dropout is not None:
-        return "the Hopper backward has no fixed order of sums beside dropout and captures"
     facts = replace(facts_of(lowered.program, call), takes_turns=True)
     job = Job(_kernel(Task.BACKWARD), lowered, facts).on(_TARGET)
     for config in job.kernel.configs(job, _TARGET):

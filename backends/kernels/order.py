@@ -12,6 +12,10 @@ if TYPE_CHECKING:
     from .kernel import Kernel
 
 
+_WAITING = 4
+"""Most items of a head that begin together where they take turns."""
+
+
 def processors_of(device: torch.device) -> int:
     """Multiprocessors of a GPU; 1 where kernels are interpreted."""
     if device.type != "cuda":
@@ -19,18 +23,23 @@ def processors_of(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
-def heads_per_wave(call: Call, kernel: Kernel, config: Config, in_groups: bool) -> int:
+def heads_per_wave(
+    call: Call, kernel: Kernel, config: Config, in_groups: bool, in_turn: bool = False
+) -> int:
     """Heads whose tiles run side by side: query heads, or those of keys where keys own tiles.
 
     Programs that read the same tiles at the same time read them once from the L2 cache, so that
     heads follow one another; but query heads that share keys come together.
 
-    Groups of heads (``in_groups``) are for two cases. Where a mask makes items differ, the longest
-    come first among the heads of a group. Where items take turns, those of one head wait for each
-    other, and of a group's fewer begin at once. The longest item of the last group takes twice the
-    average time, and has to begin as long before the end. So groups have two or four items for each
-    that runs at a time, which leaves all programs a long one and a short one. A group has one if
-    more of them would read more than fits the cache. See M13 in docs/measured.md.
+    Where a mask makes items differ (``in_groups``), the longest come first among the heads of a
+    group. The longest item of the last group takes twice the average time, and has to begin as long
+    before the end. So groups have two or four items for each that runs at a time, which leaves all
+    programs a long one and a short one. A group has one if more of them would read more than fits
+    the cache. See M13 in docs/measured.md.
+
+    Where items take turns (``in_turn``), those of one head wait for each other. In a large group
+    few items of each head begin together. These are never far from each other, and the cache need
+    not have whole heads.
     """
     batch, heads, q_len, head_dim = call.q.shape
     kv_heads, kv_len, value_dim = call.k.shape[1], call.k.shape[2], call.v.shape[3]
@@ -44,7 +53,7 @@ def heads_per_wave(call: Call, kernel: Kernel, config: Config, in_groups: bool) 
     else:
         unit, read = group, kv_len * row
         items = -(-q_len // config.block_m) * group
-    if not in_groups:
+    if not (in_groups or in_turn):
         return unit
     processors, cache = processors_of(call.q.device), _cache(call.q.device)
     units = 1
@@ -52,6 +61,8 @@ def heads_per_wave(call: Call, kernel: Kernel, config: Config, in_groups: bool) 
         units = max(1, waves * processors // items)
         if units * read <= cache:
             break
+    if in_turn:
+        units = max(units, -(-processors // _WAITING))
     return min(units, batch * kv_heads) * unit
 
 

@@ -43,8 +43,7 @@ REFUSED = {
     "wide": (call_of(head_dim=264), "forward", None, "head dims up to 256"),
     "wide backward": (call_of(value_dim=264), "backward", ALL, "head dims up to 256"),
     "deterministic": (
-        call_of(deterministic=True), "backward", replace(ALL, tensors=frozenset({"t"})),
-        "beside dropout and captures",
+        call_of(head_dim=192, deterministic=True), "backward", ALL, "fixed order at head dims",
     ),
     "fp32 output": (call_of(wide=True), "forward", None, "stores its output in the dtype of q"),
     "empty": (call_of(q_len=0), "forward", None, "nothing"),
@@ -77,6 +76,13 @@ def test_what_hopper_kernels_run():
 
 
 DOCUMENTS = "tensor doc[q_len]: int\nmask = q >= kv and doc[q] == doc[kv]"
+GAIN = "tensor t[heads]: float\nscore = score * t[h]"
+BIAS = "tensor t[heads, q_len, kv_len]: float\nscore = score + t[h, q, kv]"
+TENSORS = {
+    DOCUMENTS: {"doc": torch.zeros(40, dtype=torch.int32)},
+    GAIN: {"t": torch.zeros(4)},
+    BIAS: {"t": torch.zeros(4, 40, 50)},
+}
 
 
 @pytest.mark.parametrize(
@@ -84,26 +90,29 @@ DOCUMENTS = "tensor doc[q_len]: int\nmask = q >= kv and doc[q] == doc[kv]"
     [
         ("causal()", 64, None), ("sliding_window(9)", 128, None), ("score", 128, None),
         ("causal()", 192, "head dims up to 128"), (DOCUMENTS, 64, "looked up by position"),
-        ("weights = dropout(softmax(score), 0.1)", 64, "beside dropout"),
+        ("weights = dropout(softmax(score), 0.1)", 64, None), (GAIN, 64, None), (BIAS, 128, None),
     ],
 )  # fmt: skip
 def test_which_deterministic_backwards_take_turns(text, head_dim, reason):
     lowered, call = lower(Source(text), {}), call_of(head_dim=head_dim, deterministic=True)
-    if text == DOCUMENTS:
-        call = call._replace(tensors={"doc": torch.zeros(40, dtype=torch.int32)})
+    call = call._replace(tensors=TENSORS.get(text, {}))
     grad = torch.empty(2, 4, 40, 64, dtype=torch.bfloat16)
-    found = why_portable(lowered, call, "backward", grad, ALL)
+    learned = frozenset(call.tensors) - {"doc"}
+    wants = Hopper().plan_gradients(lowered, call, replace(ALL, tensors=learned)).lines
+    assert wants.stores_ds == (text == BIAS)
+    found = why_portable(lowered, call, "backward", grad, wants)
     if reason is not None:
         assert reason in found
         return
     assert found is None
-    (job,) = Hopper().jobs(lowered, call, Task.BACKWARD, grad, ALL)
+    (job,) = Hopper().jobs(lowered, call, Task.BACKWARD, grad, wants)
     assert job.facts.takes_turns
     machine = machine_of("cuda:90")
     configs = job.kernel.configs(job, machine)
     assert all(config.persistent and job.plan(config).visitors for config in configs)
     assert job.kernel.more_configs(configs, job) == ()
-    (plain,) = Hopper().jobs(lowered, call._replace(deterministic=False), Task.BACKWARD, grad, ALL)
+    call = call._replace(deterministic=False)
+    (plain,) = Hopper().jobs(lowered, call, Task.BACKWARD, grad, wants)
     assert not plain.facts.takes_turns
     assert "kv_pass_turn" not in plain.text(plain.kernel.configs(plain, machine)[0], machine)
 

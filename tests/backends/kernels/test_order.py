@@ -19,7 +19,11 @@ from attndsl.backends.kernels.order import heads_per_wave
 from attndsl.passes.tiles.plan import BACKWARD_KV
 
 CONFIG = Config(128, 128, 4, 2)
-TURNS = Config(64, 128, 4, 2, 2, 240, persistent=True)
+TURNS = {
+    64: Config(128, 128, 4, 2, 2, 240, persistent=True),
+    128: Config(64, 128, 4, 2, 2, 240, persistent=True),
+}
+"""Configs of backwards that take turns, by head dim."""
 PROCESSORS = 132
 
 
@@ -101,9 +105,9 @@ def test_no_call_waits_long_for_its_longest_items(direction, shape):
     assert waiting(direction, *shape) < 1.05
 
 
-def query_tiles(loop, tile, length):
+def query_tiles(loop, config, tile, length):
     """Query tiles of a key tile that takes turns at them, in the order of visits."""
-    queries = length // TURNS.block_m
+    queries = length // config.block_m
     known = {"$tile": tile, "$tiles": queries, "$whole": queries, "q_len": length}
     known["kv_len"] = length
     way = 1 if loop.descending else -1
@@ -114,15 +118,16 @@ def query_tiles(loop, tile, length):
     return ahead + full + partial[len(ahead) :]
 
 
-def time_of(loop, shape, handover):
+def time_of(loop, config, shape, handover):
     """Until a backward ends whose key tiles take turns, in steps of one query tile each.
 
     ``handover`` is the time from an addition to the next work tile's, None where nobody waits.
     """
-    batch, _, kv_heads, length = shape
-    together = heads_per_wave(call_of(*shape), PORTABLE["backward_kv"], TURNS, True)
-    tiles, heads = -(-length // TURNS.block_n), batch * kv_heads
-    steps = [query_tiles(loop, tile, length) for tile in range(tiles)]
+    batch, _, kv_heads, length, _ = shape
+    in_turn = handover is not None
+    together = heads_per_wave(call_of(*shape), PORTABLE["backward_kv"], config, True, in_turn)
+    tiles, heads = -(-length // config.block_n), batch * kv_heads
+    steps = [query_tiles(loop, config, tile, length) for tile in range(tiles)]
     ends, free = [0.0] * PROCESSORS, {}
     place = FunctionType(place_of_item.fn.__code__, {"tl": SimpleNamespace(minimum=min)})
     for item in range(tiles * heads):
@@ -139,14 +144,17 @@ def time_of(loop, shape, handover):
 
 
 @pytest.mark.usefixtures("h200")
+@pytest.mark.parametrize("dim", TURNS)
 @pytest.mark.parametrize("shape", [(4, 16, 16, 4096), (2, 16, 16, 8192), (8, 16, 16, 2048)])
 @pytest.mark.parametrize("text", ["score", "causal()", "sliding_window(1024)", "kv >= q"])
-def test_no_work_tile_waits_long_for_its_turn(text, shape):
+def test_no_work_tile_waits_long_for_its_turn(text, shape, dim):
+    config = TURNS[dim]
     loop = lowered_of(text).sparsity.loop_in_turn(
-        BACKWARD_KV, TURNS.block_m, TURNS.block_n, False, False
+        BACKWARD_KV, config.block_m, config.block_n, False, False
     )
-    plain = time_of(loop, shape, None)
-    assert plain < time_of(loop, shape, 0.6) < 1.05 * plain
+    plain, quick, slow = (time_of(loop, config, (*shape, dim), x) for x in (None, 0.6, 1.0))
+    assert 0.98 * plain < quick < 1.05 * plain
+    assert slow < 1.12 * plain
 
 
 @pytest.mark.usefixtures("h200")
@@ -179,7 +187,7 @@ def test_kernels_that_are_interpreted_run_one_program_at_a_time():
 @pytest.mark.parametrize("text", ["causal()", "kv >= q", "q >= kv and (h % 2 == 0 or kv < 9)"])
 @pytest.mark.parametrize("together", [2, 3, 7])
 def test_groups_of_heads_give_what_heads_give(monkeypatch, device, together, text):
-    def some(call, kernel, config, in_groups):
+    def some(call, kernel, config, in_groups, in_turn):
         heads = call.k.shape[1] if kernel.loop.own == "kv" else call.q.shape[1]
         return min(together, call.q.shape[0] * heads)
 
