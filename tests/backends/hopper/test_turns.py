@@ -175,9 +175,10 @@ def test_the_bits_are_the_same_in_100_runs(name, sizes, dim):
     plain = torch.autograd.grad(attention(q, k, v, **given), leaves, do)
     out = attention(q, k, v, deterministic=True, **given)
     first = torch.autograd.grad(out, leaves, do, retain_graph=True)
-    for found, other in zip(first, plain, strict=True):
+    # Other kernels may make gradients of captures, which are differences of large sums.
+    for found, other, error in zip(first, plain, (4e-3, 4e-3, 4e-3, 2e-2), strict=False):
         difference = torch.linalg.vector_norm(found.float() - other.float())
-        assert difference < 4e-3 * torch.linalg.vector_norm(other.float())
+        assert difference < error * torch.linalg.vector_norm(other.float())
     for _ in range(99):
         again = torch.autograd.grad(out, leaves, do, retain_graph=True)
         assert all(map(torch.equal, again, first))
