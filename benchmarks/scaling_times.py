@@ -18,6 +18,7 @@ LEAST = 3
 """Repeats, where calls are long."""
 ROW = 8
 """Calls in a row, which a GPU does without waiting for the host."""
+CALLS_OF_GRAPH = 4
 LONG = 0.2
 """Seconds of calls in a row, at most, where one of them is shorter."""
 BUDGET = 3.0
@@ -68,6 +69,41 @@ def times(name: str, call: Callable[[], torch.Tensor], backward: bool = True) ->
     keys = ("forward_ms", "lone_forward_ms", "step_ms", "lone_step_ms")[: 2 + len(both)]
     found = most([*forward, *both])
     return {f"{name}_{key}": x for key, x in zip(keys, found, strict=True)}
+
+
+def graph_times(name: str, call: Callable[[], torch.Tensor]) -> dict[str, float]:
+    """Medians of the forward, and of forward and backward, in CUDA graphs, of the slowest rank.
+
+    A graph has several calls in a row. Nothing waits for the host, whose share is small where calls
+    are long: those have no figures here.
+    """
+    found = []
+    with torch.no_grad():
+        (seconds,) = most([_timed(call, 1)])
+        if not torch.cuda.is_available() or seconds > LONG / ROW:
+            return {}
+        found.append(_median_of_graph(call, seconds))
+    found.append(_median_of_graph(step_of(call), seconds))
+    keys = ("graph_forward_ms", "graph_step_ms")
+    return {f"{name}_{key}": x for key, x in zip(keys, most(found), strict=True)}
+
+
+def _median_of_graph(call: Callable[[], Any], seconds: float) -> float:
+    """Milliseconds of one of several calls that a graph makes."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            call()
+    torch.cuda.synchronize()
+    dist.barrier()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    # A thread of NCCL's asks for the state of events meanwhile.
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        for _ in range(CALLS_OF_GRAPH):
+            call()
+    return _median(graph.replay, 1, CALLS_OF_GRAPH * seconds) / CALLS_OF_GRAPH
 
 
 def _medians(call: Callable[[], Any]) -> tuple[float, float]:

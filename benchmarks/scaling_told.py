@@ -110,13 +110,19 @@ def shares(row: dict[str, Any]) -> dict[str, float]:
     """Figures of each GPU, and what is left of those of one GPU that attends to its own tokens.
 
     Returns:
-        ``forward`` and ``backward``, TFLOP/s; ``forward_kept``, ``step_kept``; and
-        ``forward_error``, ``step_error``: measured for predicted, less 1.
+        ``forward`` and ``backward``, TFLOP/s; ``forward_kept``, ``step_kept``;
+        ``graph_forward_kept`` and ``graph_step_kept``, of calls in CUDA graphs, where these have
+        figures; and ``forward_error``, ``step_error``: measured for predicted, less 1.
     """
     ahead, step = row["attndsl_forward_ms"], row["attndsl_step_ms"]
     rate, alone = (row[f"{x}_tflops_per_gpu_forward"] for x in ("attndsl", "alone"))
     work = ahead * rate / (row["alone_forward_ms"] * alone)
-    return {
+    in_graphs = {
+        f"graph_{part}_kept":
+            row[f"alone_graph_{part}_ms"] * work / row[f"attndsl_graph_{part}_ms"]
+        for part in ("forward", "step") if f"attndsl_graph_{part}_ms" in row
+    }  # fmt: skip
+    return in_graphs | {
         "forward": rate, "backward": BACKWARD * rate * ahead / max(1e-9, step - ahead),
         "forward_kept": rate / alone, "step_kept": row["alone_step_ms"] * work / step,
         "forward_error": ahead / row["predicted_forward_ms"] - 1,
@@ -132,18 +138,19 @@ def table_of_measured(rows: list[dict[str, Any]]) -> str:
     rows = completed(rows)
     lines = [
         "| program | heads | GPUs | tokens of each | forward, ms | step, ms "
-        "| TFLOP/s a GPU, forward | backward | forward, of one GPU | step, of one GPU |",
-        "| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
+        "| TFLOP/s a GPU, forward | backward | forward, of one GPU | step, of one GPU "
+        "| both in CUDA graphs |",
+        "| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
     ]
     for row in rows:
         if "attndsl_step_ms" not in row:
-            lines.append(f"{_head(row)} - | - | - | - | - | - |")
+            lines.append(f"{_head(row)} - | - | - | - | - | - | - |")
             continue
         found = shares(row)
         lines.append(
             f"{_head(row)} {row['attndsl_forward_ms']:.2f} | {row['attndsl_step_ms']:.2f} | "
             f"{found['forward']:.0f} | {found['backward']:.0f} | {found['forward_kept']:.2f} | "
-            f"{found['step_kept']:.2f} |"
+            f"{found['step_kept']:.2f} | {_in_graphs(found)} |"
         )
     lines += [
         "",
@@ -165,6 +172,12 @@ def table_of_measured(rows: list[dict[str, Any]]) -> str:
             f"{_number(row.get('torch_flex_step_ms'))} |"
         )
     return "\n".join([*lines, "", *_error_lines(rows), *_reasons(rows)])
+
+
+def _in_graphs(found: dict[str, float]) -> str:
+    """What is left of a forward and of a step of one GPU's, all of them in CUDA graphs."""
+    kept = [found[key] for key in ("graph_forward_kept", "graph_step_kept") if key in found]
+    return ", ".join(f"{x:.2f}" for x in kept) or "-"
 
 
 def _head(row: dict[str, Any]) -> str:
@@ -213,7 +226,7 @@ def short_table(rows: list[dict[str, Any]]) -> str:
     """One line for each row, in characters, for the end of what a run prints."""
     lines = [
         f"{'program':14} {'heads':6} {'gpus':>4} {'tokens':>7} {'fwd ms':>8} {'step ms':>8} "
-        f"{'of one':>11} {'of predicted':>12} {'sdpa':>8} {'flex':>8}"
+        f"{'of one':>11} {'in graphs':>11} {'of predicted':>12} {'sdpa':>8} {'flex':>8}"
     ]
     for row in completed(rows):
         line = f"{row['program']:14} {row['heads']:6} {row['ranks']:4} {row['tokens']:7}"
@@ -225,10 +238,11 @@ def short_table(rows: list[dict[str, Any]]) -> str:
             bits = "" if row.get("same_bits", True) else " other bits"
             line += (
                 f" {row['attndsl_forward_ms']:8.2f} {row['attndsl_step_ms']:8.2f} {kept:>11} "
-                f"{told:>12} {peers}{bits}"
+                f"{_in_graphs(found):>11} {told:>12} {peers}{bits}"
             )
         else:
-            line += f" {'-':>8} {'-':>8} {'-':>11} {'-':>12} {peers} {row.get('why', '')[:50]}"
+            line += f" {'-':>8} {'-':>8} {'-':>11} {'-':>11} {'-':>12} {peers} "
+            line += row.get("why", "")[:50]
         lines.append(line.rstrip())
     reasons = [f"{x[:150]}" for x in _reasons(rows) if x]
     return "\n".join([*lines, *reasons[:12]])

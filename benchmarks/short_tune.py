@@ -88,13 +88,13 @@ class Bench:
 @contextmanager
 def fresh_kernels() -> Iterator[None]:
     """Backends that know no kernels, and a cache that has none."""
-    from attndsl.runtime.dispatch import get_backend
+    from attndsl.runtime.dispatch import forget_backends
 
     with tempfile.TemporaryDirectory() as folder:
         os.environ["ATTNDSL_CACHE_DIR"] = folder
-        get_backend.cache_clear()
+        forget_backends()
         yield
-    get_backend.cache_clear()
+    forget_backends()
 
 
 def lines_of(row: Row, found: worker.Found) -> list[dict[str, Any]]:

@@ -229,7 +229,12 @@ def test_tables_tell_the_error_and_what_is_missing(scaling):
         {**key, "ranks": 8, "why": "CUDA out of memory"},
     ]
     text = told.table_of_measured(rows)
-    assert "| gain | 64/8 | 2 | 8,192 | 2.00 | 12.00 | 400 | 200 | 0.80 | 0.80 |" in text
+    assert "| gain | 64/8 | 2 | 8,192 | 2.00 | 12.00 | 400 | 200 | 0.80 | 0.80 | - |" in text
+    graphs = {"attndsl_graph_forward_ms": 1.8, "attndsl_graph_step_ms": 10.0,
+              "alone_graph_forward_ms": 1.0, "alone_graph_step_ms": 5.0}  # fmt: skip
+    told_graphs = told.table_of_measured([{**rows[0], **graphs}])
+    assert "| 400 | 200 | 0.80 | 0.80 | 0.89, 0.80 |" in told_graphs
+    assert "0.89, 0.80" in told.short_table([{**rows[0], **graphs}])
     assert "| gain | 64/8 | 2 | 8,192 | 1.60 | 1.25 | 11.00 | 1.09 | 7 | - | - | 20.00 |" in text
     assert "on 2 GPUs: a forward takes 1.25 to 1.25 of the prediction, and 0 of 1" in text
     assert "on 8 GPUs" not in text

@@ -336,8 +336,15 @@ class ContextParallel:
         Raises:
             ArgumentError: :meth:`plan` or :meth:`shard` got no seed; a checkpoint draws again, and
                 the seed is another one since.
+            UnsupportedError: A CUDA graph is captured, whose replays would all draw the same.
         """
         seed = self.now().seed
+        if self._is_captured():
+            raise UnsupportedError(
+                "a CUDA graph would draw the dropout of this batch at each replay",
+                hint="leave calls with dropout outside, or capture with seed=... as a tensor "
+                "that you write before each replay, the same on all ranks",
+            )
         if seed is None:
             raise ArgumentError(
                 "this batch has no seed", hint="pass seed=... to shard, the same on all ranks"
@@ -409,6 +416,13 @@ class ContextParallel:
                     "leave calls whose masks look tensors up outside",
                 )
             return known
+        if self._is_captured() and (known is None or known.seen.tensors):
+            raise UnsupportedError(
+                f"a CUDA graph captures a call of {attention.name!r}, which is not planned, or "
+                "whose mask looks tensors up: replays would go by the plan of these tensors",
+                hint="make one call of each program before the capture; leave calls whose masks "
+                "look tensors up outside",
+            )
         self._take(batch)
         fresh = known is None or not known.seen.is_same(captures)
         if not fresh and self._check == "plans":
@@ -446,7 +460,7 @@ class ContextParallel:
         batch = self.now()
         if (
             self._check != "plans" or self._plans.get(key) is not plan or key.token != batch.token
-            or not plan.seen.is_same(captures)
+            or not plan.seen.is_same(captures) or (plan.seen.tensors and self._is_captured())
         ):  # fmt: skip
             return False
         self._take(batch)
@@ -460,6 +474,10 @@ class ContextParallel:
         """
         numbers = numbers_of(attention, captures)
         return PlanKey(attention.made_of.spec, self.now().token, asked, numbers)
+
+    def _is_captured(self) -> bool:
+        """Whether what is done now goes into a CUDA graph."""
+        return self._device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
     def _take(self, batch: Batch) -> None:
         """A call takes rows: those of ``batch``, unless a checkpoint makes an earlier call again.

@@ -216,9 +216,19 @@ def why_not_loaded(name: str) -> str | None:
     return _KNOWN[name].missing()
 
 
-@cache
 def get_backend(name: str, checked: bool = False) -> Backend:
     """The one object of a backend in this process; it holds the compiled kernels."""
+    return _made(name, checked)
+
+
+def forget_backends() -> None:
+    """From now on backends are other objects, which hold no kernels yet: to measure and to test."""
+    _made.cache_clear()
+
+
+@cache
+def _made(name: str, checked: bool) -> Backend:
+    # A cache tells arguments by how they are given, too.
     try:
         return _fastest(checked) if name == _FASTEST else _KNOWN[name].make(checked)
     except ImportError as error:

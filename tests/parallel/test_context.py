@@ -9,7 +9,7 @@ from support.shard_work import run_jobs
 QUICK = (
     "positions_and_unshard", "checkpointing", "heads_of_dtensors", "faults",
     "arguments_of_one_rank", "early_shards", "refusals", "documents_by_batch", "changed_masks",
-    "calls_again", "one_row", "words", "bytes_sent",
+    "calls_again", "captured", "one_row", "words", "bytes_sent",
 )  # fmt: skip
 WORDS = """\
 512 rows on 2 ranks, 256 each: contiguous, in chunks of 128, up to 1 runs of rows a rank

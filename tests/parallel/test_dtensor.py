@@ -11,6 +11,7 @@ from attndsl.parallel.dtensor import part_along
 ON_GPUS = [
     "alibi", "soft_cap", "learned_slopes", "a_parameter", "sinks", "dropout", "groups",
     "fewer_key_heads", "batch", "pair_bias", "params", "compiled", "refusals", "context_parallel",
+    "sequence_in_a_graph",
 ]  # fmt: skip
 """Each program takes seconds to compile there, and each kind of part again."""
 

@@ -32,6 +32,7 @@ from torch.distributed.tensor import (
 from torch.distributed.tensor.experimental import context_parallel as torch_context_parallel
 
 import attndsl
+from attndsl.parallel import ContextParallel
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -445,12 +446,52 @@ def context_parallel(place: Place) -> None:
         call()
 
 
+def sequence_in_a_graph(place: Place) -> None:
+    """A rank's calls of a sequence go into a CUDA graph; without a GPU they are made again."""
+    kind, rows = place.one.device_type, 512
+    cp = ContextParallel(place.one, "head_tail", reduce=True)
+    attention = attndsl.compile("tensor x[heads]: float\nmask = sliding_window(300)\n"
+                                "score = score * x[h]", backend=place.backend)  # fmt: skip
+    cp.plan(rows * place.one.size(), attention)
+    leaves = [
+        torch.randn(1, n, rows, 64, dtype=place.dtype, device=kind, requires_grad=True)
+        for n in (4, 2, 2)
+    ]
+    leaves.append(torch.linspace(0.5, 1.0, 4, device=kind, requires_grad=True))
+    grad = torch.ones_like(leaves[0])
+
+    def step() -> list[torch.Tensor]:
+        out = cp(attention)(*leaves[:3], x=leaves[3])
+        return [out, *torch.autograd.grad(out, leaves, grad)]
+
+    run = step
+    if kind == "cuda":
+        for _ in range(3):
+            step()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            found = step()
+
+        def run() -> list[torch.Tensor]:
+            graph.replay()
+            return found
+
+    for number in range(3):
+        with torch.no_grad():
+            for x in leaves:
+                x.add_(0.1 * number)
+        for one, other in zip(run(), step(), strict=True):
+            assert torch.equal(one, other) or kind == "cuda"
+            torch.testing.assert_close(one, other, atol=0.02, rtol=0.02)
+
+
 CASES: dict[str, Case] = {
     case.__name__: case
     for case in (
         alibi, soft_cap, reference, learned_slopes, a_parameter, sinks, dropout, groups,
         fewer_key_heads, uneven, batch, pair_bias, other_lookups, positions, params,
         nothing_sharded, torchs_arguments, two_dims, compiled, refusals, context_parallel,
+        sequence_in_a_graph,
     )
 }  # fmt: skip
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import re
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -573,10 +574,31 @@ def bytes_sent(group: ProcessGroup) -> list[int]:
     return [sum(sent), int(plan.figures.received[cp.rank]), plan.figures.gathered]
 
 
+def captured(group: ProcessGroup) -> None:
+    """A CUDA graph keeps a plan, so it has no calls whose plan follows from tensors."""
+    attention = attndsl.compile("causal()")
+    dropping = attndsl.compile("mask = causal(); weights = dropout(softmax(score), 0.3)")
+    documents = attndsl.compile("tensor doc[q_len]: int\nmask = q >= kv and doc[q] == doc[kv]")
+    cp = ContextParallel(group, "head_tail")
+    doc = torch.arange(L) // 90
+    own = _rows(cp.plan(L, attention, seed=7) or cp, *_whole())
+    out, looked_up = cp(attention)(*own), cp(documents)(*own, doc=doc)
+    seed = cp.seed(0)
+    dropped = cp(dropping)(*own, seed=seed)
+    with mock.patch.object(ContextParallel, "_is_captured", return_value=True):
+        for _ in range(2):
+            assert torch.equal(cp(attention)(*own), out)
+            _told(lambda: cp(documents)(*own, doc=doc), "looks tensors up: replays")
+        _told(lambda: cp(attndsl.compile("kv <= q + 1"))(*own), "which is not planned")
+        _told(lambda: cp.seed(0), "at each replay")
+        assert torch.equal(cp(dropping)(*own, seed=torch.tensor(seed)), dropped)
+    assert torch.equal(cp(documents)(*own, doc=doc), looked_up)
+
+
 CASES = (
     checkpointing, second_derivatives, second_derivatives_of_sums, heads_of_dtensors, compiled,
     compiled_looks_nothing_up, fsdp, positions_and_unshard, autocast, declared_captures,
     mixed_exchange, faults, arguments_of_one_rank, early_shards, refusals, documents_by_batch,
-    changed_masks, one_row, few_rows, calls_again,
+    changed_masks, one_row, few_rows, calls_again, captured,
 )  # fmt: skip
 JOBS: dict[str, Any] = {job.__name__: job for job in (*CASES, words, bytes_sent)}
