@@ -8,6 +8,7 @@ operations that graphs and autograd know.
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import torch
@@ -140,6 +141,11 @@ class Fetch:
         return [x for pair in self._islands or () for x in pair]
 
     @property
+    def dtype(self) -> torch.dtype:
+        """Of keys and of values."""
+        return self._own[0].dtype
+
+    @property
     def value_dim(self) -> int:
         """Columns of values."""
         return self._own[1].shape[3]
@@ -200,43 +206,72 @@ class Sums:
                     at += run[1] - run[0]
         self._trip.begin(self._group)
 
-    def returned(self, like: Pair) -> Pair:
+    def returned(self, like: Pair, dtype: torch.dtype) -> Pair:
         """Gradients of this rank's keys and values, from those of all ranks that saw them.
 
         This rank's come first and then those of the others in their order, so that sums are the
-        same whichever comes first.
+        same whichever comes first. They are rounded once.
 
         Args:
             like: As of :meth:`send`, which comes before.
+            dtype: Of the results.
         """
-        table, trip = self._table, self._trip
-        found = [self._own(some, x) for some, x in zip(self._grads, like, strict=True)]
-        for rank, pair in ({} if trip is None else trip.arrived()).items():
-            for total, part in zip(found, pair, strict=True):
-                room = total.narrow(1, rank % table.group * part.shape[1], part.shape[1])
-                at = 0
-                for start, stop in table.sends[rank]:
-                    rows = part.narrow(2, at, stop - start)
-                    room.narrow(2, start, stop - start).add_(rows)
-                    at += stop - start
+        arrived = {} if self._trip is None else self._trip.arrived()
+        return [
+            self._total(grads, {rank: pair[place] for rank, pair in arrived.items()}, x, dtype)
+            for place, (grads, x) in enumerate(zip(self._grads, like, strict=True))
+        ]
+
+    def _total(
+        self, own: Grads, arrived: dict[int, torch.Tensor], like: torch.Tensor, dtype: torch.dtype
+    ) -> torch.Tensor:
+        """The sum of what this rank has computed for its own rows and what has arrived, by rank."""
+        table = self._table
+        others: list[Grads] = [[] for _ in range(table.group)]
+        for rank, rows in arrived.items():
+            at = 0
+            for start, stop in table.sends[rank]:
+                some = rows.narrow(2, at, stop - start)
+                others[rank % table.group].append(((start, stop), some))
+                at += stop - start
+        whole = self._whole(own)
+        if whole is not None:
+            for (start, stop), some in others[0]:
+                whole.narrow(2, start, stop - start).add_(some)
+            return whole.to(dtype)
+        shape = (like.shape[0], like.shape[1] * table.group, table.rows, like.shape[3])
+        found = like.new_empty(shape, dtype=dtype)
+        for share, some in enumerate(others):
+            mine = self._by_rows(own) if share == table.share else []
+            _put([*mine, *some], (0, table.rows), _heads(found, share, table.group))
         return found
 
-    def _own(self, grads: Grads, like: torch.Tensor) -> torch.Tensor:
-        """Of all key heads: what this rank has computed for its own rows, otherwise zeros."""
-        table, heads = self._table, like.shape[1]
-        if table.group == 1 and len(table.held) == 1:
-            (run,) = table.held
-            for number, (keys, grad) in enumerate(grads):
-                if keys[0] <= run[0] and run[1] <= keys[1] and 0 not in grad.stride():
-                    found = grad.narrow(2, run[0] - keys[0], run[1] - run[0])
-                    _add([*grads[:number], *grads[number + 1 :]], run, found)
-                    return found
-        shape = (like.shape[0], heads * table.group, table.rows, like.shape[3])
-        found = like.new_empty(shape) if table.group == 1 else like.new_zeros(shape)
-        room, at = _heads(found, table.share, table.group), 0
-        for run in table.held:
-            _put(grads, run, room.narrow(2, at, run[1] - run[0]))
-            at += run[1] - run[0]
+    def _whole(self, grads: Grads) -> torch.Tensor | None:
+        """What this rank has computed for its own rows, in place of one call's gradients.
+
+        None if no call has gradients of all these rows.
+        """
+        table = self._table
+        if table.group != 1 or len(table.held) != 1:
+            return None
+        (run,) = table.held
+        for number, (keys, grad) in enumerate(grads):
+            if keys[0] <= run[0] and run[1] <= keys[1] and 0 not in grad.stride():
+                found = grad.narrow(2, run[0] - keys[0], run[1] - run[0])
+                _add([*grads[:number], *grads[number + 1 :]], run, found)
+                return found
+        return None
+
+    def _by_rows(self, grads: Grads) -> Grads:
+        """``grads`` by this rank's rows in place of positions."""
+        found, at = [], 0
+        for start, stop in self._table.held:
+            for keys, grad in grads:
+                low, high = max(start, keys[0]), min(stop, keys[1])
+                if low < high:
+                    rows = grad.narrow(2, low - keys[0], high - low)
+                    found.append(((at + low - start, at + high - start), rows))
+            at += stop - start
         return found
 
 
@@ -261,6 +296,14 @@ class _Copies:
         self._rooms.append(room)
         self._rows.append(rows)
 
+    def add_words(self, room: torch.Tensor, rows: torch.Tensor) -> None:
+        """As :meth:`add`, by words where rows of one dtype have these; see :func:`_units`."""
+        a, b = _words(room), _words(rows)
+        if a is None or b is None or room.dtype is not rows.dtype:
+            self.add(room, rows)
+        else:
+            self.add(a, b)
+
     def make(self) -> None:
         """Make them."""
         if self._rooms:
@@ -273,15 +316,6 @@ def _pack(x: torch.Tensor, runs: Sequence[Run], room: torch.Tensor, copies: _Cop
     for start, stop in runs:
         copies.add(room.narrow(2, at, stop - start), x.narrow(2, start, stop - start))
         at += stop - start
-
-
-def _copy(room: torch.Tensor, x: torch.Tensor) -> None:
-    """``room.copy_(x)``, by words where rows of one dtype have these; see :func:`_units`."""
-    a, b = _words(room), _words(x)
-    if a is None or b is None or room.dtype is not x.dtype:
-        room.copy_(x)
-    else:
-        a.copy_(b)
 
 
 def _units(pair: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -306,14 +340,28 @@ def _words(x: torch.Tensor) -> torch.Tensor | None:
 
 
 def _put(grads: Grads, run: Run, room: torch.Tensor) -> None:
-    """Put the sum of all gradients of the keys of ``run`` into ``room``; zeros where none is."""
-    some = [x for x in grads if max(run[0], x[0][0]) < min(run[1], x[0][1])]
-    if some and some[0][0][0] <= run[0] and run[1] <= some[0][0][1]:
-        keys, grad = some.pop(0)
-        _copy(room, grad.narrow(2, run[0] - keys[0], run[1] - run[0]))
-    else:
-        room.zero_()
-    _add(some, run, room)
+    """Put the sum of all gradients of the keys of ``run`` into ``room``; zeros where none is.
+
+    Each row is written once, and rounded to the dtype of ``room`` once.
+    """
+    copies = _Copies()
+    ends = {x for keys, _ in grads for x in keys if run[0] < x < run[1]}
+    for low, high in pairwise(sorted({*run} | ends)):
+        place = room.narrow(2, low - run[0], high - low)
+        some = [
+            grad.narrow(2, low - keys[0], high - low)
+            for keys, grad in grads if keys[0] <= low and high <= keys[1]
+        ]  # fmt: skip
+        if not some:
+            place.zero_()
+            continue
+        total = some[0]
+        if len(some) > 1:
+            total = total + some[1]
+        for more in some[2:]:
+            total.add_(more)
+        copies.add_words(place, total)
+    copies.make()
 
 
 def _add(grads: Grads, run: Run, room: torch.Tensor) -> None:

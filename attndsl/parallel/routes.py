@@ -31,6 +31,8 @@ Run = tuple[int, int]
 """Rows ``run[0] <= row < run[1]``."""
 _ALIGNED = 1024
 """Keys that a call begins and ends at multiples of, so that it has the tiles of a whole call."""
+_MORE = 4
+"""A call has up to a quarter more keys than its rows see, if these are all that a rank has."""
 
 
 class Piece(NamedTuple):
@@ -181,7 +183,7 @@ def table_of(
     if group == 1:
         runs = tuple(x for run in runs for x in _cut(demand, run, own, call))
     reads, sends = _reads(layout, demand, rank, group), _sends(layout, demand, own, group)
-    in_order, keys = _in_order(reads), [_keys_of(demand, *run) for run in runs]
+    in_order, keys = _in_order(reads), [_whole(own, _keys_of(demand, *run)) for run in runs]
     held = [_own_row(own, some) for some in keys]
     lands = _merged([some for some, row in zip(keys, held, strict=True) if row < 0])
     parts, at = [], 0
@@ -223,6 +225,18 @@ def _cut(demand: Demand, run: Run, own: Sequence[Run], call: float) -> list[Run]
     if hidden + copied < call * (len(cuts) - 2):
         return [run]
     return list(pairwise(cuts))
+
+
+def _whole(own: Sequence[Run], wanted: Run) -> Run:
+    """``wanted``, or the only run of ``own`` if that holds all of it and hardly more.
+
+    Gradients of all keys of a rank become its result as they are. Those of most of them are copied.
+    """
+    if len(own) == 1 and _own_row(own, wanted) >= 0:
+        (start, stop), number = own[0], wanted[1] - wanted[0]
+        if stop - start - number <= number // _MORE:
+            return own[0]
+    return wanted
 
 
 def _own_row(own: Sequence[Run], wanted: Run) -> int:

@@ -326,7 +326,7 @@ def _added_where_made(
     # Not before: while one rank waits for another, NCCL keeps processors from the kernels.
     sums.send(like)
     fetch.end()
-    return found, grad_q, sums.returned(like)
+    return found, grad_q, sums.returned(like, fetch.dtype)
 
 
 def _added_in_one_buffer(
