@@ -405,7 +405,7 @@ class GeneratedBackend(Backend):
             reason = next(own[name].plan(configs[name]).listed for name in lists)
             tell_once(f"{name_of_call(lowered, call)}: tiles by lists: {reason}")
         names = {*facts.tensor_gradients, *facts.param_gradients}
-        in_groups, in_turn = lowered.program.mask is not None, facts.takes_turns
+        masked, in_turn = lowered.program.mask is not None, facts.takes_turns
         sizes = (batch, heads, call.k.shape[1], q_len, call.k.shape[2])
         number = self._numbers.get(device)
         if number is None:
@@ -422,7 +422,7 @@ class GeneratedBackend(Backend):
             sizes=sizes,
             lists=lists,
             heads_per_wave={
-                name: heads_per_wave(call, kernel, configs[name], in_groups, in_turn)
+                name: heads_per_wave(call, kernel, configs[name], masked, in_turn)
                 for name, kernel in of_heads.items()
             },
             work_tiles={

@@ -12,8 +12,8 @@ if TYPE_CHECKING:
     from .kernel import Kernel
 
 
-_WAITING = 4
-"""Most items of a head that begin together where they take turns."""
+_WAITING = 8
+"""About as many items of a head begin together at most, where they would end together too."""
 
 
 def processors_of(device: torch.device) -> int:
@@ -24,22 +24,24 @@ def processors_of(device: torch.device) -> int:
 
 
 def heads_per_wave(
-    call: Call, kernel: Kernel, config: Config, in_groups: bool, in_turn: bool = False
+    call: Call, kernel: Kernel, config: Config, masked: bool, in_turn: bool = False
 ) -> int:
     """Heads whose tiles run side by side: query heads, or those of keys where keys own tiles.
 
     Programs that read the same tiles at the same time read them once from the L2 cache, so that
     heads follow one another; but query heads that share keys come together.
 
-    Where a mask makes items differ (``in_groups``), the longest come first among the heads of a
-    group. The longest item of the last group takes twice the average time, and has to begin as long
-    before the end. So groups have two or four items for each that runs at a time, which leaves all
-    programs a long one and a short one. A group has one if more of them would read more than fits
-    the cache. See M13 in docs/measured.md.
+    Groups of heads are for two cases. Where a mask makes items differ (``masked``), the longest
+    come first among the heads of a group. Where items take turns (``in_turn``), those of one head
+    wait for each other, and of a group's fewer begin at once. The longest item of the last group
+    takes twice the average time, and has to begin as long before the end. So groups have two or
+    four items for each that runs at a time, which leaves all programs a long one and a short one. A
+    group has one if more of them would read more than fits the cache. See M13 in docs/measured.md.
 
-    Where items take turns (``in_turn``), those of one head wait for each other. In a large group
-    few items of each head begin together. These are never far from each other, and the cache need
-    not have whole heads.
+    Items that take turns may be as many tiles shorter than the ones before as they begin later, if
+    their own tiles are no longer than those along the loop. Then all end together, and the next
+    ones wait again. Groups as large as the cache take less time in that case, and so do larger ones
+    whose items wait for few others, although they read more: see M43 in docs/measured.md.
     """
     batch, heads, q_len, head_dim = call.q.shape
     kv_heads, kv_len, value_dim = call.k.shape[1], call.k.shape[2], call.v.shape[3]
@@ -53,7 +55,7 @@ def heads_per_wave(
     else:
         unit, read = group, kv_len * row
         items = -(-q_len // config.block_m) * group
-    if not (in_groups or in_turn):
+    if not (masked or in_turn):
         return unit
     processors, cache = processors_of(call.q.device), _cache(call.q.device)
     units = 1
@@ -61,8 +63,8 @@ def heads_per_wave(
         units = max(1, waves * processors // items)
         if units * read <= cache:
             break
-    if in_turn:
-        units = max(units, -(-processors // _WAITING))
+    if masked and in_turn and config.block_n <= config.block_m:
+        units = max(units, processors // _WAITING, cache // max(1, read))
     return min(units, batch * kv_heads) * unit
 
 
