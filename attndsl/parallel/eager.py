@@ -241,9 +241,9 @@ class Sums:
             return whole.to(dtype)
         shape = (like.shape[0], like.shape[1] * table.group, table.rows, like.shape[3])
         found = like.new_empty(shape, dtype=dtype)
-        for share, some in enumerate(others):
+        for share, theirs in enumerate(others):
             mine = self._by_rows(own) if share == table.share else []
-            _put([*mine, *some], (0, table.rows), _heads(found, share, table.group))
+            _put([*mine, *theirs], (0, table.rows), _heads(found, share, table.group))
         return found
 
     def _whole(self, grads: Grads) -> torch.Tensor | None:

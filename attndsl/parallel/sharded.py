@@ -12,6 +12,7 @@ Non-goals: which rows go where (:mod:`.routes`).
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -21,6 +22,7 @@ from torch.distributed import _functional_collectives as functional
 from attndsl.backends.memory_order import empty_like
 from attndsl.runtime.backward import Asked, Results
 
+from .beside import Beside
 from .eager import Fetch, Sums, is_eager
 from .exchange import fetched, from_heads, returned, to_heads, waited
 
@@ -222,14 +224,24 @@ def _put_together(
         return _results(job, q, fetch.of, captured)
     kind = job.options["out_dtype"] or q.dtype
     out, lses = empty_like(q, fetch.value_dim, kind), {}
-    for part in sorted(job.table.parts, key=_waits):
-        keys, values = fetch.of(part)
-        operands = q.narrow(2, part.row, part.rows), keys, values
-        room = out.narrow(2, part.row, part.rows)
-        lses[part.row] = job.call(part).put(operands, room, job.captures(captured, part))
+    with _beside(job, q) as beside:
+        for part in sorted(job.table.parts, key=_waits):
+            with beside.second() if _waits(part) else nullcontext():
+                keys, values = fetch.of(part)
+                operands = q.narrow(2, part.row, part.rows), keys, values
+                room = out.narrow(2, part.row, part.rows)
+                lse = job.call(part).put(operands, room, job.captures(captured, part))
+            if _waits(part):
+                beside.keep(lse)
+            lses[part.row] = lse
     if not job.has_lse:
         return [out]
     return [out, torch.cat([lses[part.row] for part in job.table.parts], 2)]
+
+
+def _beside(job: Job, q: torch.Tensor) -> Beside:
+    """A second stream for calls that wait, if others do not."""
+    return Beside(q.device, len({_waits(part) for part in job.table.parts}) > 1)
 
 
 def _waits(part: Part) -> bool:
@@ -319,10 +331,14 @@ def _added_where_made(
     own, found, sums = rows[0], {}, Sums(job.table, job.group)
     assert own is not None
     grad_q, like = empty_like(own), fetch.like(_sum_dtype(own))
-    for part in sorted(job.table.parts, key=_waits):
-        some = _of_part(job, part, (*rows, grad_q), fetch.of(part), captured, names)
-        sums.add(part, (some.k, some.v))
-        found[part.row] = some
+    with _beside(job, own) as beside:
+        for part in sorted(job.table.parts, key=_waits):
+            with beside.second() if _waits(part) else nullcontext():
+                some = _of_part(job, part, (*rows, grad_q), fetch.of(part), captured, names)
+            if _waits(part):
+                beside.keep(some.k, some.v, *some.captures.values())
+            sums.add(part, (some.k, some.v))
+            found[part.row] = some
     # Not before: while one rank waits for another, NCCL keeps processors from the kernels.
     sums.send(like)
     fetch.end()

@@ -50,6 +50,16 @@ def test_two_ranks(tmp_path):
     assert sum(received) * 4 == 2 * told["bytes_sent"][0][2]
 
 
+def test_what_a_second_stream_computes_is_there_where_it_is_read(tmp_path):
+    """And the detector of races notices where streams do not wait, or memory is not kept."""
+    first, last = run_jobs(2, tmp_path, "support.shard_cases", ["streams"])["streams"]
+    # All rows of the first rank wait for nobody.
+    assert first[0] == last[0] == []
+    assert first[1][1] == 0
+    assert last[1][1] > 10
+    assert last[2:] == [True] * 3
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_all_programs(tmp_path, world):

@@ -20,7 +20,9 @@ from torch.utils.checkpoint import checkpoint
 
 import attndsl
 from attndsl.parallel import ContextParallel, Machine, Shape
+from attndsl.parallel.beside import Beside
 
+from .race_detector import Detector, detecting
 from .shard_programs import Setting, run
 
 if TYPE_CHECKING:
@@ -595,10 +597,40 @@ def captured(group: ProcessGroup) -> None:
     assert torch.equal(cp(documents)(*own, doc=doc), looked_up)
 
 
+def streams(group: ProcessGroup) -> list[Any]:
+    """What a second stream computes is read by none too early, nor written; the operations of each.
+
+    And what the detector of races says of ways that are wrong.
+    """
+    attention = attndsl.compile(
+        "tensor x[heads]: float\nmask = sliding_window(700)\nscore = x[h] * score"
+    )
+    rows, machine = 8192, Machine(call=1e-12)
+    cp = ContextParallel(group, "contiguous", machine=machine, reduce=True)
+    cp.plan(rows * cp.ranks, attention)
+    leaves = [torch.randn(1, n, rows, 4, requires_grad=True) for n in (2, 1, 1)]
+    gain = torch.linspace(0.5, 1.0, 2).requires_grad_()
+
+    def races() -> Detector:
+        with detecting() as found:
+            for _ in range(3):
+                out = cp(attention)(*leaves, x=gain)
+                torch.autograd.grad(out, (*leaves, gain), torch.ones_like(out))
+        return found
+
+    right = races()
+    told = [sorted(right.races), right.operations]
+    for name in ("__enter__", "keep", "__exit__"):
+        wrong = {"__enter__": lambda own: own}.get(name, lambda *given: None)
+        with mock.patch.object(Beside, name, wrong):
+            told.append(bool(races().races))
+    return told
+
+
 CASES = (
     checkpointing, second_derivatives, second_derivatives_of_sums, heads_of_dtensors, compiled,
     compiled_looks_nothing_up, fsdp, positions_and_unshard, autocast, declared_captures,
     mixed_exchange, faults, arguments_of_one_rank, early_shards, refusals, documents_by_batch,
     changed_masks, one_row, few_rows, calls_again, captured,
 )  # fmt: skip
-JOBS: dict[str, Any] = {job.__name__: job for job in (*CASES, words, bytes_sent)}
+JOBS: dict[str, Any] = {job.__name__: job for job in (*CASES, words, bytes_sent, streams)}

@@ -1,0 +1,72 @@
+"""Calls of a rank beside each other on a GPU.
+
+The last work tiles of a call leave most processors idle, and a call of few rows is little else. So
+calls that wait for others' keys are asked of a second stream: their kernels begin where the first
+stream's leave processors.
+
+Non-goals: which calls these are. Nothing here is for graphs of ``torch.compile``.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
+
+class Beside:
+    """A second stream, which what is asked of it comes to after all that was asked before.
+
+    What follows on the first stream comes after both. On a CPU calls follow one another.
+    """
+
+    def __init__(self, device: torch.device, several: bool) -> None:
+        """For work on ``device``; ``several`` says whether both streams get some."""
+        self._streams = streams_of(device) if several else None
+
+    def __enter__(self) -> Beside:
+        """Begin: tensors of before are there for both."""
+        if self._streams is not None:
+            first, second = self._streams
+            second.wait_stream(first)
+        return self
+
+    def second(self) -> AbstractContextManager[Any]:
+        """In which work is asked of the second stream."""
+        return nullcontext() if self._streams is None else torch.cuda.stream(self._streams[1])
+
+    def keep(self, *tensors: torch.Tensor | None) -> None:
+        """Let the first stream read ``tensors`` that the second one has made.
+
+        The allocator gives memory to other tensors of the stream that it was made on as soon as
+        nobody holds it, whatever other streams do with it.
+        """
+        if self._streams is not None:
+            for x in tensors:
+                if x is not None:
+                    x.record_stream(self._streams[0])
+
+    def __exit__(self, *_: object) -> None:
+        """End, also where something has failed: memory of the first stream may be used again."""
+        if self._streams is not None:
+            first, second = self._streams
+            first.wait_stream(second)
+
+
+def streams_of(device: torch.device) -> tuple[Any, Any] | None:
+    """The current stream of a GPU and another one; None of a CPU."""
+    if device.type != "cuda":
+        return None
+    return torch.cuda.current_stream(device), _second(device)
+
+
+@cache
+def _second(device: torch.device) -> torch.cuda.Stream:
+    """One for each device."""
+    found: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    return found
