@@ -120,7 +120,8 @@ def shares(row: dict[str, Any]) -> dict[str, float]:
     in_graphs = {
         f"graph_{part}_kept":
             row[f"alone_graph_{part}_ms"] * work / row[f"attndsl_graph_{part}_ms"]
-        for part in ("forward", "step") if f"attndsl_graph_{part}_ms" in row
+        for part in ("forward", "step")
+        if {f"attndsl_graph_{part}_ms", f"alone_graph_{part}_ms"} <= {*row}
     }  # fmt: skip
     return in_graphs | {
         "forward": rate, "backward": BACKWARD * rate * ahead / max(1e-9, step - ahead),

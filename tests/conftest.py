@@ -24,7 +24,7 @@ import pytest
 from support.interpreter import hasten
 
 import attndsl
-from attndsl.runtime.dispatch import get_backend
+from attndsl.runtime.dispatch import forget_backends
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 if INTERPRETED:
@@ -467,9 +467,9 @@ def own_cache(request: Any, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> A
 
     monkeypatch.setenv("ATTNDSL_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(tiles, "INTERPRETED", request.module.CONFIGS)
-    get_backend.cache_clear()
+    forget_backends()
     yield tmp_path
-    get_backend.cache_clear()
+    forget_backends()
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from support.fork_server import run_python
 import attndsl
 from attndsl import logs
 from attndsl.backends.triton import tiles
-from attndsl.runtime.dispatch import get_backend
+from attndsl.runtime.dispatch import forget_backends
 from attndsl.runtime.programs import compiled_program
 
 CONFIGS = tiles.INTERPRETED
@@ -94,7 +94,7 @@ def test_the_cache_is_told_of(told, own_cache):
     assert len(keys(first, "no")) >= 4
     assert keys(first, "found") == []
     assert sum(line.startswith("compiled program ") for line in first) == 1
-    get_backend.cache_clear()
+    forget_backends()
     again = told(logging.DEBUG, lambda: _call(compiled()))
     assert keys(again, "no") == []
     assert set(keys(again, "found")) == set(keys(first, "no"))

@@ -40,17 +40,6 @@ class Beside:
         """In which work is asked of the second stream."""
         return nullcontext() if self._streams is None else torch.cuda.stream(self._streams[1])
 
-    def keep(self, *tensors: torch.Tensor | None) -> None:
-        """Let the first stream read ``tensors`` that the second one has made.
-
-        The allocator gives memory to other tensors of the stream that it was made on as soon as
-        nobody holds it, whatever other streams do with it.
-        """
-        if self._streams is not None:
-            for x in tensors:
-                if x is not None:
-                    x.record_stream(self._streams[0])
-
     def __exit__(self, *_: object) -> None:
         """End, also where something has failed: memory of the first stream may be used again."""
         if self._streams is not None:
@@ -59,14 +48,20 @@ class Beside:
 
 
 def streams_of(device: torch.device) -> tuple[Any, Any] | None:
-    """The current stream of a GPU and another one; None of a CPU."""
+    """The current stream of a GPU and another one; None of a CPU.
+
+    Each stream has another one of its own. The allocator gives memory of the second stream to
+    nobody else, and to the second stream as soon as nobody holds it. It is used there in a later
+    block alone, which begins when the first stream has read it.
+    """
     if device.type != "cuda":
         return None
-    return torch.cuda.current_stream(device), _second(device)
+    first = torch.cuda.current_stream(device)
+    return first, _second(device, first.cuda_stream)
 
 
 @cache
-def _second(device: torch.device) -> torch.cuda.Stream:
-    """One for each device."""
+def _second(device: torch.device, first: int) -> torch.cuda.Stream:
+    """One for each stream ``first``, by its handle."""
     found: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     return found

@@ -476,8 +476,11 @@ class ContextParallel:
         return PlanKey(attention.made_of.spec, self.now().token, asked, numbers)
 
     def _is_captured(self) -> bool:
-        """Whether what is done now goes into a CUDA graph."""
-        return self._device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        """Whether what is done now goes into a CUDA graph. Graphs of torch.compile cannot ask."""
+        return (
+            not torch.compiler.is_compiling() and self._device.type == "cuda"
+            and torch.cuda.is_current_stream_capturing()
+        )  # fmt: skip
 
     def _take(self, batch: Batch) -> None:
         """A call takes rows: those of ``batch``, unless a checkpoint makes an earlier call again.

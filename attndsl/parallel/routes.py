@@ -30,7 +30,10 @@ if TYPE_CHECKING:
 Run = tuple[int, int]
 """Rows ``run[0] <= row < run[1]``."""
 _ALIGNED = 1024
-"""Keys that a call begins and ends at multiples of, so that it has the tiles of a whole call."""
+"""Keys that a call begins and ends at multiples of, or where a rank's do, see :func:`_whole`. So it
+has the tiles of a whole call."""
+_TILES = 256
+"""Keys that are whole tiles of any size."""
 _MORE = 4
 """A call has up to a quarter more keys than its rows see, if these are all that a rank has."""
 
@@ -234,7 +237,7 @@ def _whole(own: Sequence[Run], wanted: Run) -> Run:
     """
     if len(own) == 1 and _own_row(own, wanted) >= 0:
         (start, stop), number = own[0], wanted[1] - wanted[0]
-        if stop - start - number <= number // _MORE:
+        if start % _TILES == 0 and stop - start - number <= number // _MORE:
             return own[0]
     return wanted
 

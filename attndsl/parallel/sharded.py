@@ -37,6 +37,8 @@ if TYPE_CHECKING:
     from .routes import Part, Table
 
 _HALVES = (torch.float16, torch.bfloat16)
+_FEW = 4
+"""Calls of one row in this many, or of fewer, are asked of a second stream."""
 
 
 class Program(Protocol):
@@ -230,18 +232,21 @@ def _put_together(
                 keys, values = fetch.of(part)
                 operands = q.narrow(2, part.row, part.rows), keys, values
                 room = out.narrow(2, part.row, part.rows)
-                lse = job.call(part).put(operands, room, job.captures(captured, part))
-            if _waits(part):
-                beside.keep(lse)
-            lses[part.row] = lse
+                found = job.call(part).put(operands, room, job.captures(captured, part))
+                lses[part.row] = found
     if not job.has_lse:
         return [out]
     return [out, torch.cat([lses[part.row] for part in job.table.parts], 2)]
 
 
 def _beside(job: Job, q: torch.Tensor) -> Beside:
-    """A second stream for calls that wait, if others do not."""
-    return Beside(q.device, len({_waits(part) for part in job.table.parts}) > 1)
+    """A second stream for calls that wait, if these have few of the rows.
+
+    Memory that a stream has had stays with it, and calls of many rows take much.
+    """
+    rows = [(part.rows, _waits(part)) for part in job.table.parts]
+    waiting = sum(number for number, waits in rows if waits)
+    return Beside(q.device, 0 < waiting <= sum(number for number, _ in rows) // _FEW)
 
 
 def _waits(part: Part) -> bool:
@@ -335,8 +340,6 @@ def _added_where_made(
         for part in sorted(job.table.parts, key=_waits):
             with beside.second() if _waits(part) else nullcontext():
                 some = _of_part(job, part, (*rows, grad_q), fetch.of(part), captured, names)
-            if _waits(part):
-                beside.keep(some.k, some.v, *some.captures.values())
             sums.add(part, (some.k, some.v))
             found[part.row] = some
     # Not before: while one rank waits for another, NCCL keeps processors from the kernels.

@@ -228,7 +228,7 @@ def forget_backends() -> None:
 
 @cache
 def _made(name: str, checked: bool) -> Backend:
-    # A cache tells arguments by how they are given, too.
+    # ``cache`` takes ``f(x)`` and ``f(x, False)`` for two calls.
     try:
         return _fastest(checked) if name == _FASTEST else _KNOWN[name].make(checked)
     except ImportError as error:

@@ -4,8 +4,8 @@ What is added to each score, and varies with its distance alone, has sums of dS 
 (``gradients.distances``). A kernel of its own would make dS again, by two of the backward's five
 products; here it lies in shared memory, for dQ.
 
-Non-goals: programs in which that is not yet the gradient of the final score, and fp16, which would
-round it to 0.
+Non-goals: programs in which that is not yet the gradient of the final score, deterministic calls,
+and fp16, which would round it to 0.
 """
 
 from __future__ import annotations

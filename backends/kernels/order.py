@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 _WAITING = 8
-"""About as many items of a head begin together at most, where they would end together too."""
+"""Work tiles of one head that begin together, about, where they would end together too."""
 
 
 def processors_of(device: torch.device) -> int:

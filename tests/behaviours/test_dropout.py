@@ -11,7 +11,7 @@ import attndsl
 import attndsl.errors
 from attndsl.backends.kernels.config import Config
 from attndsl.backends.triton import tiles
-from attndsl.runtime.dispatch import get_backend
+from attndsl.runtime.dispatch import forget_backends
 
 SEED = 0x1234_5678_9ABC_DEF
 PROGRAMS = {
@@ -78,9 +78,9 @@ def test_tile_sizes_do_not(monkeypatch, tmp_path):
     for number, config in enumerate((Config(16, 16, 4, 1), Config(32, 64, 4, 1))):
         monkeypatch.setenv("ATTNDSL_CACHE_DIR", str(tmp_path / str(number)))
         monkeypatch.setattr(tiles, "INTERPRETED", (config,))
-        get_backend.cache_clear()
+        forget_backends()
         found.append(_kept(SimpleNamespace(backend="triton", device="cpu"), SEED))
-    get_backend.cache_clear()
+    forget_backends()
     assert torch.equal(*found)
 
 

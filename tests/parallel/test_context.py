@@ -51,7 +51,7 @@ def test_two_ranks(tmp_path):
 
 
 def test_what_a_second_stream_computes_is_there_where_it_is_read(tmp_path):
-    """And the detector of races notices where streams do not wait, or memory is not kept."""
+    """And the detector of races notices where streams do not wait, or nobody for the network."""
     first, last = run_jobs(2, tmp_path, "support.shard_cases", ["streams"])["streams"]
     # All rows of the first rank wait for nobody.
     assert first[0] == last[0] == []

@@ -92,3 +92,5 @@ def test_a_call_that_sees_most_keys_of_a_rank_has_them_all():
     assert _whole([(1024, 9216)], (0, 9216)) == (0, 9216)
     assert _whole([(0, 1024), (2048, 9216)], (2048, 8192)) == (2048, 8192)
     assert _whole([(1024, 9216)], (0, 0)) == (0, 0)
+    assert _whole([(2560, 5120)], (3072, 5120)) == (2560, 5120)
+    assert _whole([(2600, 5120)], (3072, 5120)) == (3072, 5120)

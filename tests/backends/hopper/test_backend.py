@@ -78,7 +78,11 @@ def test_what_hopper_kernels_run():
 DOCUMENTS = "tensor doc[q_len]: int\nmask = q >= kv and doc[q] == doc[kv]"
 GAIN = "tensor t[heads]: float\nscore = score * t[h]"
 BIAS = "tensor t[heads, q_len, kv_len]: float\nscore = score + t[h, q, kv]"
+SLOPES = "tensor t[heads]: float\nscore = score - t[h] * (q - kv)"
+COLUMNS = "tensor t[kv_len]: float\nscore = score + t[kv]"
 TENSORS = {
+    SLOPES: {"t": torch.zeros(4)},
+    COLUMNS: {"t": torch.zeros(50)},
     DOCUMENTS: {"doc": torch.zeros(40, dtype=torch.int32)},
     GAIN: {"t": torch.zeros(4)},
     BIAS: {"t": torch.zeros(4, 40, 50)},
@@ -91,6 +95,7 @@ TENSORS = {
         ("causal()", 64, None), ("sliding_window(9)", 128, None), ("score", 128, None),
         ("causal()", 192, "head dims up to 128"), (DOCUMENTS, 64, "looked up by position"),
         ("weights = dropout(softmax(score), 0.1)", 64, None), (GAIN, 64, None), (BIAS, 128, None),
+        (SLOPES, 64, None), (COLUMNS, 128, None),
     ],
 )  # fmt: skip
 def test_which_deterministic_backwards_take_turns(text, head_dim, reason):
