@@ -36,9 +36,11 @@ class Beside:
             second.wait_stream(first)
         return self
 
-    def second(self) -> AbstractContextManager[Any]:
-        """In which work is asked of the second stream."""
-        return nullcontext() if self._streams is None else torch.cuda.stream(self._streams[1])
+    def work(self, on_second: bool) -> AbstractContextManager[Any]:
+        """In which work is asked of the second stream, or of the first one."""
+        if self._streams is None or not on_second:
+            return nullcontext()
+        return torch.cuda.stream(self._streams[1])
 
     def __exit__(self, *_: object) -> None:
         """End, also where something has failed: memory of the first stream may be used again."""

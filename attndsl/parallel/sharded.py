@@ -12,7 +12,6 @@ Non-goals: which rows go where (:mod:`.routes`).
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -228,12 +227,12 @@ def _put_together(
     out, lses = empty_like(q, fetch.value_dim, kind), {}
     with _beside(job, q) as beside:
         for part in sorted(job.table.parts, key=_waits):
-            with beside.second() if _waits(part) else nullcontext():
+            with beside.work(on_second=_waits(part)):
                 keys, values = fetch.of(part)
                 operands = q.narrow(2, part.row, part.rows), keys, values
                 room = out.narrow(2, part.row, part.rows)
-                found = job.call(part).put(operands, room, job.captures(captured, part))
-                lses[part.row] = found
+                lse = job.call(part).put(operands, room, job.captures(captured, part))
+            lses[part.row] = lse
     if not job.has_lse:
         return [out]
     return [out, torch.cat([lses[part.row] for part in job.table.parts], 2)]
@@ -244,9 +243,9 @@ def _beside(job: Job, q: torch.Tensor) -> Beside:
 
     Memory that a stream has had stays with it, and calls of many rows take much.
     """
-    rows = [(part.rows, _waits(part)) for part in job.table.parts]
-    waiting = sum(number for number, waits in rows if waits)
-    return Beside(q.device, 0 < waiting <= sum(number for number, _ in rows) // _FEW)
+    parts = job.table.parts
+    waiting = sum(part.rows for part in parts if _waits(part))
+    return Beside(q.device, 0 < waiting <= sum(part.rows for part in parts) // _FEW)
 
 
 def _waits(part: Part) -> bool:
@@ -338,7 +337,7 @@ def _added_where_made(
     grad_q, like = empty_like(own), fetch.like(_sum_dtype(own))
     with _beside(job, own) as beside:
         for part in sorted(job.table.parts, key=_waits):
-            with beside.second() if _waits(part) else nullcontext():
+            with beside.work(on_second=_waits(part)):
                 some = _of_part(job, part, (*rows, grad_q), fetch.of(part), captured, names)
             sums.add(part, (some.k, some.v))
             found[part.row] = some
