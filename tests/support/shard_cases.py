@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.utils.checkpoint import checkpoint
 
 import attndsl
+from attndsl.backends.tiled.plan import BLOCK_M
 from attndsl.parallel import ContextParallel, Machine, Shape
 from attndsl.parallel.beside import Beside
 
@@ -41,6 +42,18 @@ def _whole(dtype: torch.dtype = torch.float64) -> list[torch.Tensor]:
 
 def _leaves(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     return [x.clone().requires_grad_() for x in tensors]
+
+
+def _check_rows(cp: ContextParallel, found: torch.Tensor, whole: torch.Tensor) -> None:
+    """``found`` has the bits of this rank's rows of ``whole``, if its runs of rows begin on tiles.
+
+    Otherwise sums are of other tiles, and only as close as that.
+    """
+    wanted, few = cp.shard(whole, 2), 8 * torch.finfo(found.dtype).eps
+    if all(start % BLOCK_M == 0 for start, _ in cp.now().layout.runs(cp.rank)):
+        assert torch.equal(found, wanted)
+    else:
+        torch.testing.assert_close(found, wanted, atol=few, rtol=few)
 
 
 def _rows(cp: ContextParallel, *tensors: torch.Tensor) -> list[torch.Tensor]:
@@ -382,7 +395,7 @@ def early_shards(group: ProcessGroup) -> None:
     own = shard(first)
     _told(lambda: shard(second), "no call has taken the rows")
     found = cp(attention)(*own, doc=first)
-    assert torch.equal(found, cp.shard(attention(*whole, doc=first), 2))
+    _check_rows(cp, found, attention(*whole, doc=first))
     shard(second)
     cp.plan(L, attention, doc=first)  # Says that those rows are not wanted.
     own = _leaves(shard(first))
@@ -447,10 +460,10 @@ def documents_by_batch(group: ProcessGroup) -> None:
         own = [cp.shard(x, 2, attention, doc=doc) for x in whole]
         for _ in range(2):
             found = cp(attention)(*own, doc=doc)
-            assert torch.equal(found, cp.shard(attention(*whole, doc=doc), 2))
+            _check_rows(cp, found, attention(*whole, doc=doc))
         doc += (torch.arange(L) > 60).int()  # In place: the plan of before is no more.
         found = cp(attention)(*own, doc=doc)
-        assert torch.equal(found, cp.shard(attention(*whole, doc=doc), 2))
+        _check_rows(cp, found, attention(*whole, doc=doc))
 
 
 def changed_masks(group: ProcessGroup) -> None:
@@ -459,7 +472,7 @@ def changed_masks(group: ProcessGroup) -> None:
 
     def same(**captures: Any) -> None:
         found = call(*_rows(cp, *whole), **captures)
-        assert torch.equal(found, cp.shard(attention(*whole, **captures), 2))
+        _check_rows(cp, found, attention(*whole, **captures))
 
     attention = attndsl.compile("param n: int\nmask = causal() and q - kv < n")
     cp = ContextParallel(group, "contiguous")
@@ -537,7 +550,7 @@ def calls_again(group: ProcessGroup) -> None:
                 own = [x.new_empty(x.numel() + 1)[1:].view(x.shape).copy_(x) for x in own]
             own = _leaves(own) if rank else [x.requires_grad_() for x in own]
             out, found = attention(*whole), call(*own)
-            assert torch.equal(found, cp.shard(out, 2))
+            _check_rows(cp, found, out)
             grads = torch.autograd.grad(out.square().sum(), whole)
             found.square().sum().backward()
             for x, y in zip(own, grads, strict=True):
