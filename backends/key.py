@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from dataclasses import asdict, dataclass
 from functools import cache
 from importlib import metadata
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 FORMAT_VERSION = 3
 """Changes whenever entries written before can no longer be read."""
+_SUFFIXES = (".py", ".lark", ".attn")
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,16 +61,24 @@ def source_fingerprint() -> str:
     roots = {"attndsl": package, "backends": backends, "grammar": grammar}
     digest = hashlib.sha256()
     for name, root in roots.items():
-        inside = [other for other in roots.values() if other != root and root in other.parents]
-        for path in sorted(root.rglob("*")):
-            if path.suffix in (".py", ".lark", ".attn") and not _is_within(path, inside):
-                digest.update(f"{name}/{path.relative_to(root).as_posix()}".encode() + b"\0")
-                digest.update(path.read_bytes())
+        others = {str(other) for other in roots.values()} - {str(root)}
+        for path in sorted(_sources(str(root), others)):
+            # Strings: a Path for each file took as long as to read them.
+            digest.update(f"{name}{path[len(str(root)) :].replace(os.sep, '/')}".encode() + b"\0")
+            with open(path, "rb") as file:
+                digest.update(file.read())
     return digest.hexdigest()
 
 
-def _is_within(path: Path, folders: list[Path]) -> bool:
-    return any(folder in path.parents for folder in folders)
+def _sources(folder: str, others: set[str]) -> Iterator[str]:
+    """Files of the package's own text in ``folder`` and within, but not within ``others``."""
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            if entry.is_dir(follow_symlinks=False):
+                if entry.path not in others:
+                    yield from _sources(entry.path, others)
+            elif entry.name.endswith(_SUFFIXES):
+                yield entry.path
 
 
 @cache
