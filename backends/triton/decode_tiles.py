@@ -16,7 +16,7 @@ from ..kernels.config import Config
 from .tiles import widths_of
 
 if TYPE_CHECKING:
-    from attndsl.ir import Node
+    from attndsl.ir import Node, Program
 
     from ..emit.facts import KernelFacts
     from ..kernels.kernel import Job
@@ -31,6 +31,8 @@ PROGRAMS = 128
 _PROGRAMS_OF_PAGES = 2 * PROGRAMS
 """The same where a program looks up where keys lie: two of a processor wait for each other's loads.
 With half of them 128k keys took 295 us in place of 228 (H100, D128, one request)."""
+_NARROW_PROGRAMS = 4 * PROGRAMS
+"""The same of programs of :data:`_NARROW_WARPS`: four of them fit a processor."""
 LEAST_PARTS, MOST_PARTS = 16, 128
 """Of one unit, if it has so many tiles. More than the first only where there are few units: they
 take longer to merge, and write more."""
@@ -53,6 +55,13 @@ rows. Of 3 stages rows have 1: the next tile is loaded when this one has been re
 2, as many as rows of a dense cache have of 3. Masks that are looked up are slower with 5: see M41
 in docs/measured.md."""
 _WARPS = 4
+_NARROW_WARPS = 2
+"""Of kernels for pages with few rows and nothing else to load. Four programs of 2 warps and 3
+stages fit a processor, and load as much ahead as two of 4 warps and 5 stages. They look each page
+up half as often. See M44 in docs/measured.md."""
+_NARROW_COLUMNS = range(129, 257)
+"""Of keys and values together. With more, 2 warps have too few registers; with fewer a tile has
+more keys, and 2 warps take longer: see M44."""
 
 
 class Shape(NamedTuple):
@@ -114,9 +123,11 @@ def members_of(heads_of_key: int, together: bool) -> int:
     )
 
 
-def programs_of(facts: KernelFacts) -> int:
+def programs_of(shape: Shape, program: Program, facts: KernelFacts) -> int:
     """Programs of one batch entry, where they are few."""
-    return PROGRAMS if facts.pages is None else _PROGRAMS_OF_PAGES
+    if facts.pages is None:
+        return PROGRAMS
+    return _NARROW_PROGRAMS if _is_narrow(shape, program, facts) else _PROGRAMS_OF_PAGES
 
 
 def most_parts(kv_len: int, units: int, config: Config, programs: int = PROGRAMS) -> int:
@@ -138,11 +149,21 @@ def lines_at_once(shape: Shape, width: int) -> int:
     return max(1, min(shape.lines, _MERGED_NUMBERS // (PARTS_AT_ONCE * width)))
 
 
-def is_looked_up(mask: Node | None) -> bool:
-    """Whether a pair's mask is read from memory, by the number of the key."""
-    if mask is None:
+def is_looked_up(part: Node | None) -> bool:
+    """Whether a pair's mask, or another part, is read from memory by the number of the key."""
+    if part is None:
         return False
-    return any(item.op in (Op.LOAD, Op.DOT) for item in mentions(mask, name="kv"))
+    return any(item.op in (Op.LOAD, Op.DOT) for item in mentions(part, name="kv"))
+
+
+def _is_narrow(shape: Shape, program: Program, facts: KernelFacts) -> bool:
+    """Whether a kernel for pages has :data:`_NARROW_WARPS`."""
+    pages, widths = facts.pages, widths_of(facts)
+    if pages is None or pages.dtype == FP8_TYPE or widths.element_bytes != 2:
+        return False
+    if shape.rows != LEAST_ROWS or widths.both not in _NARROW_COLUMNS:
+        return False
+    return not any(map(is_looked_up, (program.mask, program.score, program.weights)))
 
 
 def configs_of(shape: Shape, job: Job, machine: Machine) -> tuple[Config, ...]:
@@ -154,11 +175,14 @@ def configs_of(shape: Shape, job: Job, machine: Machine) -> tuple[Config, ...]:
     bytes_of = 1 if pages is not None and pages.dtype == FP8_TYPE else widths.element_bytes
     most = max(16, min(128, _STAGE_BYTES // (widths.both * bytes_of)))
     keys = 1 << (most.bit_length() - 1)
-    usual = pages is None or is_looked_up(job.lowered.program.mask)
+    program = job.lowered.program
+    narrow = _is_narrow(shape, program, job.facts)
+    usual = pages is None or narrow or is_looked_up(program.mask)
     stages = (3, 2) if usual else _STAGES_OF_PAGES
+    warps = _NARROW_WARPS if narrow else _WARPS
     found = [
-        *(Config(shape.queries, keys, _WARPS, number) for number in stages),
-        *(Config(shape.queries, max(16, keys // 2), _WARPS, number) for number in stages),
+        *(Config(shape.queries, keys, warps, number) for number in stages),
+        *(Config(shape.queries, max(16, keys // 2), warps, number) for number in stages),
         Config(shape.queries, 16, _WARPS, 1),
     ]
     return tuple(dict.fromkeys(found))

@@ -63,7 +63,7 @@ def decode_text(shape: Shape, job: Job, config: Config, loop: LoopPlan, products
         "LINES": shape.lines,
         "TILES_OF_PART": TILES_OF_PART,
         "MANY_TILES": MANY_TILES,
-        "PROGRAMS": programs_of(facts),
+        "PROGRAMS": programs_of(shape, program, facts),
         "LEAST_PARTS": LEAST_PARTS,
         "MOST_PARTS": MOST_PARTS,
         "PARTS_AT_ONCE": PARTS_AT_ONCE,

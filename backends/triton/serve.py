@@ -117,7 +117,7 @@ class Serve(Portable):
         # Where a request may have many rows, there are programs enough, and room would be large.
         parts = 1
         if q_len <= MOST_ROWS:
-            programs = programs_of(layout.facts)
+            programs = programs_of(shape, lowered.program, layout.facts)
             parts = most_parts(call.k.shape[2], heads // members, kernel.config, programs)
         numbers = batch * units * parts * shape.lines * (block_widths(layout.facts)[1] + 2)
         return PagesLayout(

@@ -349,23 +349,36 @@ def test_they_compile_for_hopper():
     assert done.returncode == 0, done.stderr
     rows = [line.split() for line in done.stdout.splitlines()]
     assert [name for name, *_ in rows] == ["serve_4x1", "serve_4x1", "serve_1x16"]
-    # Two programs of a processor, each with room for two tiles of 32 KB.
-    assert all(65536 < int(shared) <= 113 * 1024 for _, shared, _ in rows), rows
-    # Keys and values of the two first tiles, and of each step of the loop.
-    assert all(int(wide) == 6 for *_, wide in rows), rows
+    # Four programs of a processor, each with room for a tile of 32 KB, and elsewhere two.
+    assert 32768 < int(rows[0][1]) <= 56 * 1024, rows
+    assert all(65536 < int(shared) <= 113 * 1024 for _, shared, _ in rows[1:]), rows
+    # Keys and values of the first tile or of the two first ones, and of each step of the loop.
+    assert [int(wide) for *_, wide in rows] == [4, 6, 6], rows
 
 
-@pytest.mark.parametrize(("text", "stages"), [("causal()", 5), (TREE, 3)])
-def test_masks_that_are_looked_up_have_fewer_stages(monkeypatch, text, stages):
+LOOKED_UP = "tensor bias[heads, kv_len]: float\nmask = causal()\nscore = score + bias[h, kv]"
+
+
+@pytest.mark.parametrize(
+    ("text", "dim", "stages", "warps"),
+    [("causal()", 128, 3, 2), ("causal()", 64, 5, 4), ("causal()", 256, 5, 4), (TREE, 128, 3, 4),
+     (LOOKED_UP, 128, 5, 4)],
+)  # fmt: skip
+def test_stages_and_warps(monkeypatch, text, dim, stages, warps):
+    """Narrow kernels are for what has no more to load than keys."""
     taken = []
     monkeypatch.setattr(GeneratedBackend, "why_not", lambda self, device: None)
     monkeypatch.setattr(GeneratedBackend, "serve", lambda self, *given: taken.append(given))
-    step = make_step((90, 33), (2, 1), SHAPE._replace(dtype=torch.bfloat16))
+    step = make_step((90, 33), (2, 1), SHAPE._replace(dtype=torch.bfloat16, dim=dim, value_dim=dim))
     q, cache, starts = step.q, step.cache, step.starts
-    captures = {"context": cache.lengths - starts.diff(), "ancestor": torch.ones(len(q), 2).bool()}
+    captures = {
+        TREE: {"context": cache.lengths - starts.diff(), "ancestor": torch.ones(len(q), 2).bool()},
+        LOOKED_UP: {"bias": torch.zeros(q.shape[1], cache.room)},
+    }
     with contextlib.suppress(TypeError):  # Nothing has been computed.
         attndsl.compile(text, backend="decode").serve(
-            q, cache, starts, most_queries=2, captures=captures if text == TREE else {}
+            q, cache, starts, most_queries=2, captures=captures.get(text, {})
         )
     (job,) = Serve().jobs_of_pages(*taken[0][:3])
-    assert job.kernel.configs(job, machine_of("cuda:90"))[0].stages == stages
+    config = job.kernel.configs(job, machine_of("cuda:90"))[0]
+    assert (config.stages, config.warps) == (stages, warps)
