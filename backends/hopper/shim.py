@@ -1,4 +1,4 @@
-"""What differs between the versions of Triton, 3.6 to 3.9: names in Gluon, and the launcher.
+"""What differs between the versions of Triton, 3.6 to 3.9: names in Gluon, the launcher, the end.
 
 Every use of Gluon's Hopper operations and of the launcher's insides goes through this module, so
 that a new version of Triton breaks one file.
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import triton
 import triton.language as tl
 from triton.backends.nvidia import driver
+from triton.experimental.gluon.language import _semantic
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
 if TYPE_CHECKING:
@@ -28,6 +29,14 @@ tma_wait = tma.store_wait
 _VERSION = tuple(map(int, triton.__version__.split(".")[:2]))
 COPIES_OPERANDS = tl.constexpr(_VERSION < (3, 9))
 """Whether ptxas (12.8, 12.9) serialises products whose operands a loop carries; 13.4 does not."""
+
+if _VERSION >= (3, 9):
+    # The first time that a tile's layout is inferred, libtriton takes references to Gluon's layout
+    # classes that it never gives up. Over their methods' globals these keep the names in _semantic,
+    # among them a type of libtriton, which as Python ends prints 30 lines on what "leaked". Python
+    # clears names of modules that are still there, but not of those that are gone before them. One
+    # that its own names refer to is there as long as they are.
+    vars(_semantic)["_attndsl_keeps_the_module"] = _semantic
 
 _OWN_LAUNCHER = (3, 6)
 """Triton that generates a C function for each signature, which takes the kernel's arguments one by
