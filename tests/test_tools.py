@@ -182,6 +182,13 @@ def test_a_known_backward_enters_few_rooms(capsys):
     assert 1 < rooms <= 8 < stays
 
 
+def test_the_page_has_the_ways_of_today():
+    page = ways.page_of({name: ways.rooms_of(name) for name in ways.ON_PAGE})
+    assert page in ways.PAGE.read_text("utf-8")
+    with_more = ways.page_of({name: ["attndsl.api", "attndsl.ir"] for name in ways.ON_PAGE})
+    assert "  attndsl                  api, ir" in with_more
+
+
 def test_modules_are_found_by_their_files():
     assert ways.module_at(str(ROOT / "backends" / "cli.py")) == "attndsl.backends.cli"
     assert ways.module_at(str(ROOT / "attndsl" / "cli" / "__init__.py")) == "attndsl.cli"

@@ -1,7 +1,8 @@
 """Trace the way of the data: the modules that one piece of work enters, in order.
 
 ``python tools/ways.py`` traces every way of ``WAYS``, ``python tools/ways.py cpu lower`` some.
-No GPU is needed: kernels are made and not run.
+``--write`` puts those of ``ON_PAGE`` into ``docs/architecture.md``. No GPU is needed: kernels are
+made and not run.
 
 A module is *entered* where a function of it runs that has not run before on this way, after a
 function of another module. *Stays* are the entries, *rooms* the different modules, *returns* the
@@ -18,6 +19,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import textwrap
 import warnings
 from collections import Counter
 from contextlib import contextmanager
@@ -28,7 +30,7 @@ from unittest import mock
 from layers import layer_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
     from types import FrameType
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -142,6 +144,23 @@ def shown(name: str, way: Way) -> str:
     return "\n".join(lines)
 
 
+def page_of(rooms: Mapping[str, Sequence[str]]) -> str:
+    """The ways of :data:`ON_PAGE` as on the page, from the modules of each in their order."""
+    lines = ["```text"]
+    for name, title in ON_PAGE.items():
+        folders: dict[str, list[str]] = {}
+        for module in rooms[name]:
+            folder, _, last = module.removeprefix("attndsl.").rpartition(".")
+            folders.setdefault(folder or "attndsl", []).append(last)
+        lines.append(f"{title}: {len(rooms[name])} modules")
+        for folder, modules in folders.items():
+            head = f"  {folder:<24} "
+            lines += textwrap.wrap(", ".join(modules), _WIDTH, initial_indent=head,
+                                   subsequent_indent=" " * len(head))  # fmt: skip
+        lines.append("")
+    return "\n".join([*lines[:-1], "```"])
+
+
 def _caller(frame: FrameType, module_of: Callable[[str], str | None]) -> str | None:
     outer = frame.f_back
     while outer is not None:
@@ -202,7 +221,7 @@ def backward(backend: str, known: bool = False) -> Callable[[], object]:
     return run
 
 
-def _causal_call(dtype: str) -> tuple[Any, Any]:
+def _causal_call(dtype: str, text: str = "causal()") -> tuple[Any, Any]:
     import torch
 
     from attndsl.backends.base import Call
@@ -212,7 +231,22 @@ def _causal_call(dtype: str) -> tuple[Any, Any]:
     q = torch.ones(1, 2, 64, 64, dtype=getattr(torch, dtype))
     k = v = q[:, :1]
     sizes = {"batch": 1, "heads": 2, "kv_heads": 1, "q_len": 64, "kv_len": 64, "head_dim": 64}
-    return lower(Source("causal()"), {}), Call(q, k, v, 0.125, sizes)
+    return lower(Source(text), {}), Call(q, k, v, 0.125, sizes)
+
+
+def text_of_job(backend: str) -> Callable[[], object]:
+    """A lowered program with a modified score to the text of the kernel of a forward."""
+    from attndsl.backends.kernels.kernel import Task
+    from attndsl.backends.kernels.machine import machine_of
+    from attndsl.runtime.dispatch import get_backend
+
+    lowered, call = _causal_call("bfloat16", "score * 0.5 + 0.1 * (kv - q)")
+    machine = machine_of("cuda:90")
+    family = next(x for x in get_backend(backend).families if x.name == backend)
+    (job,) = family.jobs(lowered, call, Task.FORWARD, None, None)
+    job = job.on(machine)
+    config = job.kernel.configs(job, machine)[0]
+    return lambda: job.text(config, machine)
 
 
 WAYS: dict[str, Callable[[], Callable[[], object]]] = {
@@ -222,10 +256,22 @@ WAYS: dict[str, Callable[[], Callable[[], object]]] = {
     "triton backward again": lambda: backward("triton", known=True),
     "hopper backward": lambda: backward("hopper"),
     "hopper backward again": lambda: backward("hopper", known=True),
+    "triton kernel text": lambda: text_of_job("triton"),
+    "hopper kernel text": lambda: text_of_job("hopper"),
     "triton text": lambda: score_to_text("triton"),
     "hopper text": lambda: score_to_text("hopper"),
 }
 """By name: what makes ready, and returns the work to trace."""
+ON_PAGE = {
+    "lower": "A text is lowered",
+    "hopper kernel text": "A lowered score becomes the text of Hopper's forward",
+    "hopper backward again": "A backward by Hopper's kernels, like one before",
+    "cpu": "A forward on a CPU",
+}
+"""Ways that the page has, and what it calls them."""
+PAGE = ROOT / "docs" / "architecture.md"
+BEGIN, END = "<!-- ways: begin (tools/ways.py --write) -->", "<!-- ways: end -->"
+_WIDTH = 100
 
 
 @contextmanager
@@ -260,7 +306,14 @@ def main(arguments: Sequence[str] | None = None, echo: Callable[[str], object] =
     parser = argparse.ArgumentParser(description="Trace the way of the data through the modules.")
     parser.add_argument("ways", nargs="*", metavar="WAY", help=f"of {', '.join(WAYS)}; all if none")
     parser.add_argument("--brief", action="store_true", help="one line a way")
+    parser.add_argument("--write", action="store_true", help="those of the page, into the page")
     options = parser.parse_args(arguments)
+    if options.write:
+        before, _, rest = PAGE.read_text("utf-8").partition(BEGIN)
+        after = rest.partition(END)[2]
+        page = page_of({name: rooms_of(name) for name in ON_PAGE})
+        PAGE.write_text(f"{before}{BEGIN}\n\n{page}\n\n{END}{after}", "utf-8")
+        return
     for name in options.ways or WAYS:
         if name not in WAYS:
             parser.error(f"there is no way {name!r}")
@@ -269,9 +322,14 @@ def main(arguments: Sequence[str] | None = None, echo: Callable[[str], object] =
         echo(text.partition("\n")[0] if options.brief else text + "\n")
 
 
-def _traced(name: str) -> str:
+def rooms_of(name: str) -> list[str]:
+    """The modules of a way, in the order in which they were entered first."""
+    return _traced(name, "list_rooms").splitlines()
+
+
+def _traced(name: str, how: str = "trace") -> str:
     """A way in words, traced in a process of its own."""
-    code = f"import ways; ways.trace({name!r})"
+    code = f"import ways; ways.{how}({name!r})"
     done = subprocess.run(
         [sys.executable, "-c", code],
         cwd=ROOT / "tools",
@@ -286,6 +344,12 @@ def trace(name: str) -> None:
     """Print a way of this process."""
     with kernels_that_never_run():
         print(shown(name, way_of(entries_of(WAYS[name]()))))
+
+
+def list_rooms(name: str) -> None:
+    """Print the modules of a way of this process, a line each."""
+    with kernels_that_never_run():
+        print(*dict.fromkeys(way_of(entries_of(WAYS[name]())).stays), sep="\n")
 
 
 if __name__ == "__main__":
