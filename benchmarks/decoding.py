@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     Rows = Sequence[Row]
 
 DECODE, SERVING = "decode", "serving"
+PEERS = "serving_peers"
+"""Rows of serving.py in a run that had FlashInfer, at a commit before."""
 """Names of the result files, without their endings."""
 CEILINGS = "ceilings"
 SYSTEMS = {"attndsl": "attndsl", "sdpa": "SDPA", "flex": "FlexAttention"}
@@ -197,8 +199,8 @@ ANSWERS: tuple[tuple[str, str, Callable[[Rows], str]], ...] = (
     ("Decoding beside a copy in memory", DECODE, bandwidth),
     ("Serving over pages, device time", SERVING, beside_dense),
     ("Serving over pages, device time", SERVING, beside_gathered),
-    ("Serving over pages, device time", SERVING, beside_flashinfer),
     ("A plan of steps with few keys, from Python", SERVING, with_a_plan),
+    ("Serving over pages with kernels of before, device time", PEERS, beside_flashinfer),
 )  # fmt: skip
 """A question, its result file, and what answers it, in the order of the tables."""
 

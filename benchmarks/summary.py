@@ -185,10 +185,11 @@ ODD_SHAPES = "Odd shapes"
 SHORT_SHAPES = "Short shapes"
 DECODING = "Decoding"
 SERVING = "Serving over pages"
+PEERS = "Serving over pages, beside FlashInfer"
 PORTABLE = "Portable kernels"
 OTHER_FILES = "Host and CPU"
 
-_SECTIONS = {decoding.DECODE: DECODING, decoding.SERVING: SERVING}
+_SECTIONS = {decoding.DECODE: DECODING, decoding.SERVING: SERVING, decoding.PEERS: PEERS}
 QUESTIONS = (
     Question(
         "Forward, full and causal", "attention", BESIDE_FA4,
