@@ -6,8 +6,8 @@
 program runs in fresh processes, whose caches (attndsl's and Triton's) are empty: with the bundle
 and without it. Seconds go from torch and the CUDA context, which are there, to the output and to
 the gradients. The first include the import of attndsl and of Triton and the loading of the program,
-which are also given alone. ``compiled`` counts the kernels that Triton compiled and what a C
-compiler made. Outputs and gradients are held to the reference backend.
+which are also given alone. The package's bytecode is there. ``compiled`` counts the kernels that
+Triton compiled and what a C compiler made. Outputs and gradients are held to the reference backend.
 
 Exit status: 1 if a process with the bundle compiled anything, or a result is wrong.
 """
@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
 import subprocess
 import sys
@@ -83,7 +82,7 @@ MOST_ERROR = 0.02
 def run(given: dict, bundle: str) -> dict:
     """What a fresh process with empty caches says."""
     with tempfile.TemporaryDirectory() as folder:
-        environment = os.environ | {
+        environment = common.with_bytecode() | {
             "ATTNDSL_CACHE_DIR": f"{folder}/attndsl", "TRITON_CACHE_DIR": f"{folder}/triton",
             "ATTNDSL_BUNDLES": bundle,
         }  # fmt: skip

@@ -16,7 +16,6 @@ is left out, and its row says so.
 from __future__ import annotations
 
 import argparse
-import compileall
 import os
 import statistics
 import subprocess
@@ -27,9 +26,6 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
-
-import attndsl
-import attndsl.backends
 
 import common
 
@@ -148,8 +144,7 @@ def measure(program: Program, lane: Lane, folder: Path) -> dict[str, float]:
     if time.monotonic() > lane.end:
         raise RuntimeError("no time was left")
     caches = ("ATTNDSL_CACHE_DIR", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")
-    env = os.environ | {name: str(folder / name.lower()) for name in caches}
-    env.pop("PYTHONDONTWRITEBYTECODE", None)
+    env = common.with_bytecode() | {name: str(folder / name.lower()) for name in caches}
     code = code_of(program, lane.system, lane.device, lane.processors)
     begin = time.time()
     try:
@@ -261,8 +256,6 @@ def main() -> int:
         file = f"start_{options.device.partition(':')[0]}"
         common.write(file, options.device, found, options.output)
 
-    for package in (attndsl, attndsl.backends):
-        compileall.compile_dir(package.__path__[0], quiet=1)
     measure_all(names, lanes_of(options), done)
     common.print_table(found, list(dict.fromkeys(name for each in found for name in each)))
     return int(any("first_step_ms" not in each for each in found))
