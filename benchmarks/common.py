@@ -10,6 +10,7 @@ import os
 import platform
 import subprocess
 import sys
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,10 +33,11 @@ def machine(device: str) -> str:
     return f"{names[0]}, {len(names)} cores" if names else platform.processor() or "CPU"
 
 
+@cache
 def with_bytecode() -> dict[str, str]:
     """The environment of processes that find the package's bytecode, as where pip installed it.
 
-    Without bytecode a process compiles the package's Python first, which takes some 0.4 s.
+    Without bytecode a process compiles all of the package's Python first.
     """
     import attndsl
     import attndsl.backends

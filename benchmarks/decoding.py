@@ -12,9 +12,9 @@ if TYPE_CHECKING:
     Rows = Sequence[Row]
 
 DECODE, SERVING = "decode", "serving"
-PEERS = "serving_peers"
-"""Rows of serving.py in a run that had FlashInfer, at a commit before."""
 """Names of the result files, without their endings."""
+PEERS = "serving_peers"
+"""The same of a run of serving.py that had FlashInfer, at a commit before."""
 CEILINGS = "ceilings"
 SYSTEMS = {"attndsl": "attndsl", "sdpa": "SDPA", "flex": "FlexAttention"}
 WAYS = {
@@ -24,7 +24,7 @@ WAYS = {
 PLAIN = "plain"
 REASONS = {
     "it has no ": "cannot", "no answer within": "slow", "OutOfMemory": "memory",
-    "not measured": "-",
+    "not measured": "-", "No module named": "-",
 }  # fmt: skip
 """Words of a reason, and the one word that tables have for it."""
 FAILED = "failed"
@@ -91,7 +91,7 @@ def serving_tables(results: Mapping[str, Any] | None) -> str:
         f"{_head(results)} Device time of one step in a CUDA graph. `pages` are the kernels that "
         "read pages, `planned` the same with a plan that was made before, `gathered` is the "
         "default of `serve`, and `dense` are the kernels for few rows over a cache without pages, "
-        "in bf16. FlashInfer runs its paged FA2 kernels, planned before. "
+        "in bf16. FlashInfer, where it was there, runs its paged FA2 kernels, planned before. "
         f"{MEANINGS}, in the dtype of the pages: at the row `fp8`, `dense` reads twice as many.",
         _table(rows, WAYS, "device", quotient), "The same rows, called from Python:",
         _table(rows, WAYS, "eager", None),

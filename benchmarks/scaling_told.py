@@ -257,11 +257,21 @@ def _peer(row: dict[str, Any], system: str) -> str:
 
 
 def merged(files: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
-    """Rows of several runs, in order: figures of a part are those of the last run that has any."""
+    """Rows of several runs, in order: figures of a part are those of the last run that has any.
+
+    ``commit`` is that of our own figures, and a peer has its own, such as ``torch_sdpa_commit``.
+    """
     found: dict[tuple[Any, ...], dict[str, Any]] = {}
     for row in (row for rows in files for row in rows):
         key = tuple(row[x] for x in KEY)
-        whole = found.get(key, {}) | row
+        of_peers = {
+            f"{x}_commit": row["commit"]
+            for x in PEERS if f"{x}_step_ms" in row and "commit" in row
+        }  # fmt: skip
+        before = found.get(key, {})
+        whole = before | of_peers | row
+        if "attndsl_step_ms" in before and "attndsl_step_ms" not in row:
+            whole |= {name: before[name] for name in ("commit", "machine") if name in before}
         for step, why in (
             ("attndsl_step_ms", "why"),
             *((f"{x}_step_ms", f"{x}_why") for x in PEERS),

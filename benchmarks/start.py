@@ -204,8 +204,8 @@ def lanes_of(options: argparse.Namespace) -> list[Lane]:
     shared = len(systems) > 1 and len(able) >= _FOR_TWO
     return [
         Lane(system, options.device, runs[system], shares[system] if shared else (), end)
-        for system in systems
-    ]
+        for system in systems if runs[system]
+    ]  # fmt: skip
 
 
 def measure_all(
@@ -256,6 +256,7 @@ def main() -> int:
         file = f"start_{options.device.partition(':')[0]}"
         common.write(file, options.device, found, options.output)
 
+    common.with_bytecode()  # Before lanes run side by side.
     measure_all(names, lanes_of(options), done)
     common.print_table(found, list(dict.fromkeys(name for each in found for name in each)))
     return int(any("first_step_ms" not in each for each in found))

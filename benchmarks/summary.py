@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from statistics import geometric_mean
 from typing import TYPE_CHECKING, Any
@@ -259,7 +260,7 @@ QUESTIONS = (
 
 def anchor(heading: str) -> str:
     """The link to a section of the same page."""
-    return "#" + heading.lower().replace(" ", "-")
+    return "#" + re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-")
 
 
 def summary(load: Callable[[str], dict[str, Any] | None]) -> str:

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from attndsl.backends.key import source_fingerprint
+
 ROOT = Path(__file__).parents[1]
 SETTINGS = tomllib.loads((ROOT / "pyproject.toml").read_text())
 FOLDERS = {"attndsl": "attndsl", "backends": "attndsl.backends", "grammar": "attndsl.grammar"}
@@ -143,6 +145,22 @@ def _run(arguments, folder, cwd):
 def test_the_installed_wheel_works_from_an_empty_folder(installed, tmp_path):
     done = _run(["-c", USE, str(installed)], installed, tmp_path)
     assert done.returncode == 0, done.stderr
+
+
+def test_the_installed_text_has_the_digest_of_the_checkout(installed, tmp_path):
+    code = "from attndsl.backends.key import source_fingerprint as f; print(f())"
+    done = _run(["-c", code], installed, tmp_path)
+    # Bytecode, which importing leaves there, counts for nothing.
+    again = _run(["-c", code], installed, tmp_path)
+    assert done.stdout == again.stdout == source_fingerprint() + "\n", done.stderr
+    file = installed / "attndsl" / "grammar" / "prelude.attn"
+    text = file.read_text("utf-8")
+    file.write_text(text + "\n", "utf-8")
+    try:
+        changed = _run(["-c", code], installed, tmp_path)
+    finally:
+        file.write_text(text, "utf-8")
+    assert changed.stdout not in ("", done.stdout)
 
 
 @pytest.mark.parametrize(

@@ -217,6 +217,19 @@ def test_rows_of_several_runs_are_merged(scaling):
     assert len(other) == 3
 
 
+def test_merged_rows_have_the_commits_of_their_figures(scaling):
+    merged = sys.modules["scaling_told"].merged
+    key = {"program": "causal", "heads": "64,8", "ranks": 2, "tokens": 8192}
+    both = {**key, "attndsl_step_ms": 1.0, "torch_sdpa_step_ms": 2.0, "commit": "a"}
+    ours = {**key, "attndsl_step_ms": 3.0, "commit": "b"}
+    (row,) = merged([[both], [ours], [{**key, "why": "took more than 9 s", "commit": "c"}]])
+    assert (row["attndsl_step_ms"], row["commit"]) == (3.0, "b")
+    assert (row["torch_sdpa_step_ms"], row["torch_sdpa_commit"]) == (2.0, "a")
+    theirs = {**key, "torch_sdpa_step_ms": 4.0, "commit": "d"}
+    (row,) = merged([[row], [theirs]])
+    assert (row["commit"], row["torch_sdpa_commit"]) == ("b", "d")
+
+
 def test_tables_tell_the_error_and_what_is_missing(scaling):
     told = sys.modules["scaling_told"]
     figures = {"attndsl_forward_ms": 2.0, "attndsl_step_ms": 12.0, "alone_forward_ms": 1.0,

@@ -39,6 +39,8 @@ def test_few_processors_are_not_shared(start, monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)), raising=False)
     assert [lane.processors for lane in start.lanes_of(options())] == [(), ()]
     assert [lane.system for lane in start.lanes_of(options("cpu"))] == ["attndsl"]
+    alone = argparse.Namespace(**{**vars(options()), "flex_runs": 0})
+    assert [lane.system for lane in start.lanes_of(alone)] == ["attndsl"]
 
 
 def test_what_fails_or_comes_too_late_says_why(start, monkeypatch):

@@ -184,7 +184,7 @@ def test_a_known_backward_enters_few_rooms(capsys):
 
 def test_the_page_has_the_ways_of_today():
     page = ways.page_of({name: ways.rooms_of(name) for name in ways.ON_PAGE})
-    assert page in ways.PAGE.read_text("utf-8")
+    assert page in ways.PAGE.read_text("utf-8"), "run python tools/ways.py --write"
     with_more = ways.page_of({name: ["attndsl.api", "attndsl.ir"] for name in ways.ON_PAGE})
     assert "  attndsl                  api, ir" in with_more
 

@@ -309,8 +309,12 @@ def main(arguments: Sequence[str] | None = None, echo: Callable[[str], object] =
     parser.add_argument("--write", action="store_true", help="those of the page, into the page")
     options = parser.parse_args(arguments)
     if options.write:
+        if options.ways or options.brief:
+            parser.error("--write has the ways of the page, whole: leave out the others")
         before, _, rest = PAGE.read_text("utf-8").partition(BEGIN)
-        after = rest.partition(END)[2]
+        _, end, after = rest.partition(END)
+        if not end:
+            parser.error(f"{PAGE} has not both {BEGIN!r} and {END!r}")
         page = page_of({name: rooms_of(name) for name in ON_PAGE})
         PAGE.write_text(f"{before}{BEGIN}\n\n{page}\n\n{END}{after}", "utf-8")
         return

@@ -7,12 +7,13 @@ that a new version of Triton breaks one file.
 from __future__ import annotations
 
 import inspect
+from contextlib import suppress
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import triton
 import triton.language as tl
 from triton.backends.nvidia import driver
-from triton.experimental.gluon.language import _semantic
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
 if TYPE_CHECKING:
@@ -36,7 +37,10 @@ if _VERSION >= (3, 9):
     # among them a type of libtriton, which as Python ends prints 30 lines on what "leaked". Python
     # clears names of modules that are still there, but not of those that are gone before them. One
     # that its own names refer to is there as long as they are.
-    vars(_semantic)["_attndsl_keeps_the_module"] = _semantic
+    # A Triton that has no such module needs no more than that it is not there.
+    with suppress(ImportError):
+        _module = import_module("triton.experimental.gluon.language._semantic")
+        vars(_module)["_attndsl_keeps_the_module"] = _module
 
 _OWN_LAUNCHER = (3, 6)
 """Triton that generates a C function for each signature, which takes the kernel's arguments one by

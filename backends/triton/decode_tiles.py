@@ -32,7 +32,8 @@ _PROGRAMS_OF_PAGES = 2 * PROGRAMS
 """The same where a program looks up where keys lie: two of a processor wait for each other's loads.
 With half of them 128k keys took 295 us in place of 228 (H100, D128, one request)."""
 _NARROW_PROGRAMS = 4 * PROGRAMS
-"""The same of programs of :data:`_NARROW_WARPS`: four of them fit a processor."""
+"""The same of programs of :data:`_NARROW_WARPS`: four of them fit a processor. Steps of one request
+have them too, since a request's bits must not depend on how many others a step has."""
 LEAST_PARTS, MOST_PARTS = 16, 128
 """Of one unit, if it has so many tiles. More than the first only where there are few units: they
 take longer to merge, and write more."""
@@ -46,7 +47,7 @@ PARTS_AT_ONCE = 16
 TOKENS_AT_ONCE = REQUESTS_AT_ONCE = 32
 """Tokens that a program clears if they are no request's, and requests that it asks together."""
 _MERGED_NUMBERS = 8192
-"""Sums that are merged together: 64 registers of a thread."""
+"""Sums that are merged together: 64 registers of a thread of 4 warps, and 128 of 2 warps."""
 _STAGE_BYTES = 32768
 """Of keys and values that are loaded together; three stages of two programs fit a processor."""
 _STAGES_OF_PAGES = (5, 3, 2)
@@ -56,9 +57,9 @@ rows. Of 3 stages rows have 1: the next tile is loaded when this one has been re
 in docs/measured.md."""
 _WARPS = 4
 _NARROW_WARPS = 2
-"""Of kernels for pages with few rows and nothing else to load. Four programs of 2 warps and 3
-stages fit a processor, and load as much ahead as two of 4 warps and 5 stages. They look each page
-up half as often. See M44 in docs/measured.md."""
+"""Of kernels for pages with few rows of :data:`_NARROW_COLUMNS`, and nothing else to load. Four
+programs of 2 warps and 3 stages fit a processor, and load as much ahead as two of 4 warps and 5
+stages. They look each page up half as often. See M44 in docs/measured.md."""
 _NARROW_COLUMNS = range(129, 257)
 """Of keys and values together. With more, 2 warps have too few registers; with fewer a tile has
 more keys, and 2 warps take longer: see M44."""

@@ -304,7 +304,12 @@ score = score + dot(u[token, :], w[b, kv, :])
 
 
 COMPILE = textwrap.dedent("""
+    import re
+    import subprocess
+    import tempfile
+    from pathlib import Path
     import torch
+    import triton
     import attndsl
     from attndsl.backends.generated.backend import GeneratedBackend
     from attndsl.backends.generated.cross import compile_jobs
@@ -339,7 +344,13 @@ COMPILE = textwrap.dedent("""
             text = kernel.kernel.asm["ttgir"]
             # Where each load ends: wide ones are 16 bytes of a thread.
             wide = text.count("contiguity = 16" if fp8 else "contiguity = 8")
-            print(kernel.name, kernel.shared, wide)
+            with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+                file.write(kernel.kernel.asm["cubin"])
+                file.flush()
+                command = [triton.knobs.nvidia.cuobjdump.path, "-res-usage", file.name]
+                told = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+            (stack,) = re.findall(r"STACK:(\\d+)", told)
+            print(kernel.name, kernel.shared, wide, stack)
 """)
 
 
@@ -351,9 +362,11 @@ def test_they_compile_for_hopper():
     assert [name for name, *_ in rows] == ["serve_4x1", "serve_4x1", "serve_1x16"]
     # Four programs of a processor, each with room for a tile of 32 KB, and elsewhere two.
     assert 32768 < int(rows[0][1]) <= 56 * 1024, rows
-    assert all(65536 < int(shared) <= 113 * 1024 for _, shared, _ in rows[1:]), rows
+    assert all(65536 < int(shared) <= 113 * 1024 for _, shared, *_ in rows[1:]), rows
     # Keys and values of the first tile or of the two first ones, and of each step of the loop.
-    assert [int(wide) for *_, wide in rows] == [4, 6, 6], rows
+    assert [int(wide) for _, _, wide, _ in rows] == [4, 6, 6], rows
+    # No registers spill.
+    assert [int(stack) for *_, stack in rows] == [0, 0, 0], rows
 
 
 LOOKED_UP = "tensor bias[heads, kv_len]: float\nmask = causal()\nscore = score + bias[h, kv]"
