@@ -21,9 +21,6 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 import attndsl
-from attndsl.backends.tiled.cpu import CPUBackend
-from attndsl.runtime.autograd import attend
-from attndsl.runtime.bind import bind
 
 import common
 
@@ -98,15 +95,13 @@ def row(case: Case, turns: int) -> dict[str, Any]:
     shape = (BATCH, HEADS, case.length, DIM)
     q, k, v = (torch.randn(shape, requires_grad=not case.forward_only) for _ in range(3))
     seed = torch.randn(shape)
-    program = attndsl.compile(case.program, backend="reference").lowered
-    backend = CPUBackend()
+    attention = attndsl.compile(case.program, backend="cpu")
     mask = None
     if case.mask is not None:
         mask = case.mask(torch.arange(case.length)[:, None], torch.arange(case.length))
 
     def ours() -> Tensors:
-        call = bind(program.program, (q, k, v), {})
-        return results(attend(backend, program, call)[0])
+        return results(attention(q, k, v))
 
     def theirs() -> Tensors:
         return results(sdpa(q, k, v, attn_mask=mask, is_causal=mask is None))
@@ -128,7 +123,7 @@ def row(case: Case, turns: int) -> dict[str, Any]:
         "Hkv": HEADS,
         "S": case.length,
         "D": DIM,
-        "backend": backend.name,
+        "backend": "cpu",
         "threads": torch.get_num_threads(),
         "attndsl_ms": attndsl_ms,
         "sdpa_ms": sdpa_ms,

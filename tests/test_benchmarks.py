@@ -929,6 +929,19 @@ def test_rows_of_serving_are_what_they_should_be(script):
     assert serving.copies_for(serving.live_bytes(serving.Row("small", 1, 1024))) == 32
 
 
+def test_rows_of_the_cpu_agree_with_sdpa(script, monkeypatch, capsys, tmp_path):
+    cpu = script("cpu")
+    small = [dataclasses.replace(case, length=200) for case in cpu.CASES]
+    monkeypatch.setattr(cpu, "CASES", small)
+    monkeypatch.setattr("sys.argv", ["cpu.py", "--quick", "--output", str(tmp_path / "cpu.json")])
+    cpu.main()
+    rows = json.loads((tmp_path / "cpu.json").read_text())["rows"]
+    assert [row["case"] for row in rows] == [case.name for case in small]
+    assert all(row["attndsl_ms"] > 0 and row["difference"] < 1e-4 for row in rows)
+    assert "documents1000" in capsys.readouterr().out
+
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="times are those of a made-up clock")
 @pytest.mark.parametrize("program", ["plain", "window", "soft cap", "tree", "chunk"])
 def test_columns_of_serving_rows_agree(script, monkeypatch, program):

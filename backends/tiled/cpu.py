@@ -22,6 +22,7 @@ Non-goals: checked mode, second derivatives (:mod:`attndsl.runtime.higher` has t
 
 from __future__ import annotations
 
+import math
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -329,6 +330,8 @@ class _Rows:
         # docs/measured.md).
         weights = self._buffers.take(_WEIGHTS, self._place, span.width)
         torch.softmax(score, -1, out=weights)
+        if _may_be_subnormal(self._program, weights):
+            torch.threshold_(weights, math.exp(_least_power(weights)), 0.0)
         # The greatest weight is exp(0) / total.
         lse = peak - weights.amax(-1, keepdim=True).log_()
         # A row is dead if the mask leaves nothing, or if the program's own scores are all -inf.
@@ -391,6 +394,32 @@ class _Rows:
         self._sum.mul_(torch.exp(self._lse - _finite(both)))
         # Rows with no live pair stay what they are.
         return self._sum, torch.where(self._lse == -torch.inf, -torch.inf, both)
+
+
+def _may_be_subnormal(program: Program, x: torch.Tensor) -> bool:
+    """Whether weights may be subnormal numbers, which make products on CPUs many times slower.
+
+    Those of plain scores hardly are. This depends on nothing but the program, so that parts of a
+    call have the bits of the whole.
+    """
+    return program.score is not SCORE and x.device.type == "cpu"
+
+
+def _least_power(x: torch.Tensor) -> float:
+    """Weights of smaller powers are of no account. Products of all others with 1e-7 are normal."""
+    return 0.8 * math.log(torch.finfo(x.dtype).tiny)
+
+
+def _exp_(program: Program, powers: torch.Tensor) -> torch.Tensor:
+    """In place, the weights of ``powers``, which are about 0 at most. NaN stays NaN.
+
+    Weights of no account are 0. Their powers would make the exponential slow too: see M45 in
+    docs/measured.md.
+    """
+    if not _may_be_subnormal(program, powers):
+        return powers.exp_()
+    least = _least_power(powers)
+    return torch.threshold_(powers.clamp_min_(least - 1.0).exp_(), math.exp(least), 0.0)
 
 
 def _finite(x: torch.Tensor) -> torch.Tensor:
@@ -493,7 +522,7 @@ class _Gradients:
         final = place.pairs(scored.final)
         own = self._scorer.expressions.tile(step, span.columns, final)
         if program.weights is None:
-            weights = scored.final.sub_(lse).exp_()
+            weights = _exp_(program, scored.final.sub_(lse))
         else:
             (found,) = own.evaluate(program.weights)
             weights = torch.empty_like(scored.final)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from types import SimpleNamespace
 
@@ -541,3 +542,50 @@ def test_dead_keys_that_are_no_numbers_change_nothing(value):
     spoilt[:, :, 5:] = value
     attention = Bound("kv < 5")
     torch.testing.assert_close(attention(q, spoilt, v), attention(q, k, v))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_weights_of_no_account_are_zero(dtype):
+    """In place of subnormal numbers, which take CPUs many times as long."""
+    tiny, program = torch.finfo(dtype).tiny, attndsl.compile("2 * score").lowered.program
+    least = 0.8 * math.log(tiny)
+    powers = torch.tensor([0.0, -1.0, least + 1, least - 1, 1.2 * least, -torch.inf, torch.nan])
+    powers = powers.to(dtype)
+    wanted = powers.exp()
+    wanted[3:6] = 0.0
+    found = cpu._exp_(program, powers.clone())
+    torch.testing.assert_close(found, wanted, rtol=1e-6, atol=0.0, equal_nan=True)
+    plain = cpu._exp_(attndsl.compile("causal()").lowered.program, powers.clone())
+    assert torch.equal(plain[:6], powers.exp()[:6])
+
+
+@pytest.mark.parametrize("slope", [0.5, 3.0])
+def test_no_weight_of_a_steep_score_is_subnormal(monkeypatch, slope):
+    """Forwards and gradients stay those of the reference."""
+    seen = []
+    real_bmm, real_exp = torch.bmm, cpu._exp_
+
+    def seen_bmm(left, *more, **options):
+        seen.append(left.clone())
+        return real_bmm(left, *more, **options)
+
+    def seen_exp(program, powers):
+        seen.append(real_exp(program, powers).clone())
+        return powers
+
+    monkeypatch.setattr(torch, "bmm", seen_bmm)
+    monkeypatch.setattr(cpu, "_exp_", seen_exp)
+    text = f"mask = causal(); score = score - {slope} * (q - kv)"
+    q, k, v = (torch.randn(1, 2, 300, 8, requires_grad=True) for _ in range(3))
+    results = []
+    for backend in ("cpu", "reference"):
+        out = attndsl.compile(text, backend=backend)(q, k, v)
+        results.append((out, *torch.autograd.grad(out.square().sum(), (q, k, v))))
+        if backend == "cpu":
+            weights = [x for x in seen if x.shape[-1] > 8]
+            seen.clear()
+    assert len(weights) >= 6
+    tiny = torch.finfo(torch.float32).tiny
+    assert not any(((x.abs() < tiny) & (x != 0)).any() for x in weights)
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
