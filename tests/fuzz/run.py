@@ -35,7 +35,12 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--ragged", action="store_true", help="lengths of each batch entry")
     parser.add_argument("--serve", action="store_true", help="packed requests over pages")
     parser.add_argument("--operators", action="store_true", help="how often each stands")
-    return parser.parse_args()
+    given = parser.parse_args()
+    if "reference" in given.backend.split(",") and {"fp16", "bf16"} & {*given.dtype.split(",")}:
+        # Expected results are of scores in fp32.
+        parser.error("the reference rounds scores of fp16 and bf16, as eager attention does: "
+                     "leave it out of --backend, or take fp32 and fp64")  # fmt: skip
+    return given
 
 
 def _signals() -> Callable[[], bool]:

@@ -29,6 +29,7 @@ from attndsl.ir import Op
 from attndsl.runtime import packed
 
 SEED = 5
+SCRIPT = Path(__file__).with_name("run.py")
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 PLACES = [
     (Place("reference"), 30),
@@ -132,9 +133,15 @@ def test_a_token_that_is_off_by_one_is_found(monkeypatch):
     assert any("Served(attn" in failure.reproduction for failure in report.failures)
 
 
+def test_a_reference_that_rounds_scores_is_refused():
+    command = [sys.executable, str(SCRIPT), "--dtype", "fp32,bf16", "--count", "1"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "leave it out of --backend" in done.stderr
+
+
 def test_an_interrupted_run_says_what_it_found():
-    script = Path(__file__).with_name("run.py")
-    command = [sys.executable, str(script), "--seed", "7", "--processes", "2", "--every", "0"]
+    command = [sys.executable, str(SCRIPT), "--seed", "7", "--processes", "2", "--every", "0"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         lines = iter(process.stdout.readline, "")
         # The first line comes before the workers, the second one when there are cases.
