@@ -11,8 +11,9 @@ The simulation takes the time of a live tile from the committed results of one H
 links as stated below. It has no overlap: all bytes are waited for. ``--run`` starts processes that
 measure one part after the other, ends them where a part takes too long, goes on with the next part,
 and writes figures when they come. A part is a program, a number of tokens, and ours or one of
-torch's two ways (``--systems``). ``--profile`` adds what each GPU's time goes to. ``alone`` is a
-call of a GPU's own number of tokens: less work for a causal mask, so compare operations a second.
+torch's two ways (``--systems``). ``--missing`` leaves out what the results have. ``--profile`` adds
+what each GPU's time goes to. ``alone`` is a call of a GPU's own number of tokens: less work for a
+causal mask, so compare operations a second.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ from scaling_programs import (
     document_ids,
     reach_of_documents,
 )
-from scaling_run import SYSTEMS, Asked, run
+from scaling_run import SYSTEMS, Asked, done_in, run
 from scaling_told import merged, table_of_measured
 
 import attndsl
@@ -247,9 +248,10 @@ def main() -> None:
         }  # fmt: skip
         programs, systems = arguments.programs.split(","), arguments.systems.split(",")
         tokens = tuple(map(int, arguments.tokens.split(",")))
+        known = json.loads(MEASURED.read_text("utf-8"))["rows"] if arguments.missing else ()
         asked = Asked(
             tuple(programs), tokens, arguments.heads, tuple(systems), arguments.profile,
-            arguments.limit, arguments.part_limit,
+            arguments.limit, arguments.part_limit, done_in(known, arguments.heads),
         )  # fmt: skip
         run(asked, list(map(int, arguments.run.split(","))), head, Path(arguments.output))
     else:
@@ -274,6 +276,8 @@ def read_arguments() -> argparse.Namespace:
     parser.add_argument("--programs", default=",".join(TEXTS))
     parser.add_argument("--systems", default=",".join(SYSTEMS), help="ours, and torch's own two")
     parser.add_argument("--profile", action="store_true", help="also what each GPU's time goes to")
+    parser.add_argument("--missing", action="store_true",
+                        help="only what the committed results have no figures of")  # fmt: skip
     parser.add_argument("--limit", type=float, default=3600.0, help="seconds in all")
     parser.add_argument("--part-limit", type=float, default=300.0, help="seconds of a part")
     parser.add_argument("--output", default=str(MEASURED), help="the result file of --run")

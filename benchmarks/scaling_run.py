@@ -26,7 +26,7 @@ from scaling_told import PEERS, prediction, short_table
 from common import put_results
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 SCRIPT = Path(__file__).with_name("scaling.py")
 SYSTEMS = ("attndsl", *PEERS)
@@ -63,6 +63,8 @@ class Asked:
     limit: float = 3600.0
     """Seconds in all."""
     part_limit: float = 300.0
+    done: frozenset[tuple[int, str, int, str]] = frozenset()
+    """What is left out: numbers of GPUs, and a part of each."""
 
     def parts(self) -> list[Part]:
         """The most important ones first: one system after the other, since some peers take long."""
@@ -75,6 +77,15 @@ class Asked:
         every = [(name, number) for number in self.tokens for name in self.programs]
         ordered = [x for x in FIRST if x in every] + [x for x in every if x not in FIRST]
         return [(name, tokens, system) for system in self.systems for name, tokens in ordered]
+
+
+def done_in(rows: Iterable[Mapping[str, Any]], heads: str) -> frozenset[tuple[int, str, int, str]]:
+    """Parts of which ``rows`` have figures, with so many heads; as :attr:`Asked.done`."""
+    return frozenset(
+        (row["ranks"], row["program"], row["tokens"], system)
+        for row in rows for system in SYSTEMS
+        if row["heads"] == heads and f"{system}_step_ms" in row
+    )  # fmt: skip
 
 
 def run(asked: Asked, numbers: Sequence[int], head: dict[str, Any], output: Path) -> None:
@@ -115,7 +126,10 @@ def _line(ranks: int, part: Part, found: dict[str, Any]) -> str:
 def _all_of(ranks: int, asked: Asked, ended: float) -> Iterator[tuple[Part, dict[str, Any]]]:
     """Each part and what was found of it; nothing where no time was left."""
     every = asked.parts()
-    parts = [part for part in every if (part[2], part[0]) not in REFUSED]
+    parts = [
+        part for part in every
+        if (part[2], part[0]) not in REFUSED and (ranks, *part) not in asked.done
+    ]  # fmt: skip
     while parts and time.monotonic() < ended:
         for part, found in measured(ranks, parts, asked, ended):
             parts = parts[1:]

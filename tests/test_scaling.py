@@ -103,6 +103,28 @@ def test_the_most_important_parts_come_first(scaling):
         asked_for(scaling, ["causal"], [8], systems=("flax",)).parts()
 
 
+def test_what_the_results_have_is_left_out(scaling, monkeypatch):
+    run, taken = sys.modules["scaling_run"], []
+    rows = [
+        {"ranks": 2, "program": "causal", "tokens": 8, "heads": "4,2", "attndsl_step_ms": 1.0,
+         "torch_flex_why": "took more than 9 s"},
+        {"ranks": 2, "program": "softcap", "tokens": 8, "heads": "4,1", "attndsl_step_ms": 1.0},
+        {"ranks": 4, "program": "gain", "tokens": 8, "heads": "4,2", "attndsl_step_ms": 1.0},
+    ]  # fmt: skip
+
+    def measured(ranks, parts, asked, ended):
+        taken.extend(parts)
+        yield from ((part, {"x": 1}) for part in list(parts))
+
+    monkeypatch.setattr(run, "measured", measured)
+    names, systems = ["causal", "softcap", "gain"], ("attndsl", "torch_flex")
+    asked = asked_for(scaling, names, [8], systems=systems, done=run.done_in(rows, "4,2"))
+    list(run._all_of(2, asked, time.monotonic() + 60))
+    assert taken == [(name, 8, "attndsl") for name in ("softcap", "gain")] + [
+        (name, 8, "torch_flex") for name in names
+    ]
+
+
 def told_by(script, parts, scaling, limit=5.0):
     """What is found where processes print what ``script`` prints."""
     run = sys.modules["scaling_run"]
