@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from attndsl.ir import SCORE, Op, const
+from attndsl.ir import SCORE, Op, const, reads_score
 from attndsl.passes.differentiate import vjp
 
 from ..base import Backend, Gradients
@@ -39,7 +39,8 @@ from ..dense.philox import keep_factor, kept_at
 from ..dense.reference import check_meaning
 from ..memory_order import arranged_like, empty_like, wide_dtype
 from .capture_gradients import CaptureSums
-from .plain import PlainRows, is_plain
+from .lives import Lives
+from .plain import Biases, PlainRows, is_plain
 from .plan import BLOCK_M, Plans
 from .torch_tiles import Expressions, work_dtype
 
@@ -188,6 +189,8 @@ class Scorer:
         self._plain = program.score is SCORE
         self._raw_buffer = _RAW if keep_raw and not self._plain else _FINAL
         self.expressions = Expressions(call)
+        self.lives = Lives(program.mask, call, self.expressions)
+        self._mask_by_score = reads_score(program.mask)
 
     def span(
         self, step: Step, place: Place, span: Span, queries: torch.Tensor, keys: torch.Tensor
@@ -201,8 +204,12 @@ class Scorer:
             for columns in span.partial:
                 start = columns[0] - span.columns[0]
                 within = (start, start + columns[1] - columns[0])
-                part = self.expressions.tile(step, columns, tile.scope.score[..., slice(*within)])
-                (live,) = part.evaluate(self._program.mask)
+                if self._mask_by_score:
+                    score = tile.scope.score[..., slice(*within)]
+                    part = self.expressions.tile(step, columns, score)
+                    (live,) = part.evaluate(self._program.mask)
+                else:
+                    live = self.lives.of(step, columns)
                 partial.append((within, live))
         final = raw
         if not self._plain:
@@ -270,11 +277,11 @@ def _forward(lowered: Lowered, call: Call, steps: list[Step]) -> tuple[torch.Ten
     rows_of_lse = lse.view(*q.shape[:-1], 1)
     buffers = Buffers(steps, 2, q)
     scorer = Scorer(program, call, buffers, keep_raw=False)
-    plain = is_plain(program, call)
+    plain, biases = is_plain(program, call), Biases(call, scorer.lives)
     for step in steps:
         place = place_of(step, call)
         own = _Rows(program, call, step, place, buffers, scorer)
-        plain_rows = PlainRows(program.mask, call, step, place, scorer.expressions)
+        plain_rows = PlainRows(call, step, place, biases)
         queries = place.queries(q)
         for span in step.spans:
             columns = slice(*span.columns)

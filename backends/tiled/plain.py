@@ -19,12 +19,17 @@ from attndsl.ir import SCORE, reads_score
 from .torch_tiles import work_dtype
 
 if TYPE_CHECKING:
-    from attndsl.ir import Node, Program
+    from attndsl.ir import Program
 
     from ..base import Call
     from .cpu import Place
+    from .lives import Lives
     from .plan import Span, Step
-    from .torch_tiles import Expressions
+
+_KEPT = 16
+"""Spans of a call whose bias is kept."""
+_MOST_KEPT = 1 << 20
+"""Numbers of such a one, at most."""
 
 
 def is_plain(program: Program, call: Call) -> bool:
@@ -36,15 +41,67 @@ def is_plain(program: Program, call: Call) -> bool:
     )  # fmt: skip
 
 
+class Biases:
+    """What masks add to scores of spans, once for all spans that have the same live pairs."""
+
+    def __init__(self, call: Call, lives: Lives) -> None:
+        """Of a call with these live pairs."""
+        self._call, self._lives = call, lives
+        self._kept: dict[object, tuple[torch.Tensor, torch.Tensor | None]] = {}
+
+    def of(
+        self, step: Step, span: Span, place: Place
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """What the mask adds to a span's scores, (1 or matrices, 1, group * rows, width).
+
+        And which rows (1 or matrices, group * rows, 1) have a live pair; None where all have.
+        """
+        if not span.partial:
+            return None, None
+        key = self._lives.key(step, span.columns, *span.partial)
+        found = None if key is None else self._kept.get(key)
+        if found is None:
+            found = self._made(step, span, place)
+            if key is not None and found[0].numel() <= _MOST_KEPT and len(self._kept) < _KEPT:
+                self._kept[key] = found
+        return found
+
+    def _made(
+        self, step: Step, span: Span, place: Place
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        lives = [self._lives.of(step, columns) for columns in span.partial]
+        batch, heads, rows = place.shape
+        if all(live.shape[0] == live.shape[1] == 1 for live in lives):
+            batch = heads = 1
+        shape = (batch, heads, rows, span.width)
+        bias = torch.zeros(shape, dtype=work_dtype(self._call), device=self._call.q.device)
+        for columns, live in zip(span.partial, lives, strict=True):
+            start = columns[0] - span.columns[0]
+            part = bias[..., start : start + columns[1] - columns[0]]
+            part.masked_fill_(~live, -torch.inf)
+        if span.full:
+            return _by_matrices(bias, place), None
+        some = bias.amax(-1, keepdim=True) == 0.0
+        return _by_matrices(bias, place), _by_matrices(some, place).squeeze(1)
+
+
+def _by_matrices(found: torch.Tensor, place: Place) -> torch.Tensor:
+    """(1 or matrices, 1, group * rows, width) of (1 or batch, 1 or heads, rows, width)."""
+    number = place.matrices.stop - place.matrices.start
+    batch, heads, rows = place.shape
+    if found.shape[0] == found.shape[1] == 1:
+        found, number = found.expand(1, batch * heads // number, rows, -1), 1
+    return found.reshape(number, 1, -1, found.shape[-1])
+
+
 @dataclass(frozen=True, slots=True)
 class PlainRows:
     """The rows of a step whose scores are plain."""
 
-    mask: Node | None
     call: Call
     step: Step
     place: Place
-    expressions: Expressions
+    biases: Biases
 
     def attend(
         self, span: Span, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
@@ -60,7 +117,7 @@ class PlainRows:
         Returns:
             (matrices, group * rows, dim) and (matrices, group * rows, 1).
         """
-        bias, live = self._bias(span)
+        bias, live = self.biases.of(self.step, span, self.place)
         part, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             queries.unsqueeze(1), keys.unsqueeze(1), values.unsqueeze(1),
             attn_mask=bias, scale=self.call.scale,
@@ -72,36 +129,3 @@ class PlainRows:
             # Of rows without a live pair torch says 0.
             lse = torch.where(live, lse, -torch.inf)
         return part, lse
-
-    def _bias(self, span: Span) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """What the mask adds to a span's scores, (1 or matrices, 1, group * rows, width).
-
-        And which rows (1 or matrices, group * rows, 1) have a live pair; None where all have.
-        """
-        if self.mask is None or not span.partial:
-            return None, None
-        lives: list[torch.Tensor] = []
-        for columns in span.partial:
-            tile = self.expressions.tile(self.step, columns, self.expressions.nothing)
-            lives += tile.evaluate(self.mask)
-        batch, heads, rows = self.place.shape
-        if all(live.shape[0] == live.shape[1] == 1 for live in lives):
-            batch = heads = 1
-        shape = (batch, heads, rows, span.width)
-        bias = torch.zeros(shape, dtype=work_dtype(self.call), device=self.call.q.device)
-        for columns, live in zip(span.partial, lives, strict=True):
-            start = columns[0] - span.columns[0]
-            part = bias[..., start : start + columns[1] - columns[0]]
-            part.masked_fill_(~live, -torch.inf)
-        if span.full:
-            return self._by_matrices(bias), None
-        some = bias.amax(-1, keepdim=True) == 0.0
-        return self._by_matrices(bias), self._by_matrices(some).squeeze(1)
-
-    def _by_matrices(self, found: torch.Tensor) -> torch.Tensor:
-        """(1 or matrices, 1, group * rows, width) of (1 or batch, 1 or heads, rows, width)."""
-        number = self.place.matrices.stop - self.place.matrices.start
-        batch, heads, rows = self.place.shape
-        if found.shape[0] == found.shape[1] == 1:
-            found, number = found.expand(1, batch * heads // number, rows, -1), 1
-        return found.reshape(number, 1, -1, found.shape[-1])

@@ -17,6 +17,7 @@ from attndsl.backends.dense.reference import ReferenceBackend
 from attndsl.backends.tiled import cpu, plan
 from attndsl.backends.tiled.cpu import CPUBackend
 from attndsl.backends.tiled.tile_kinds import tile_kinds
+from attndsl.backends.tiled.torch_tiles import Tile
 from attndsl.errors import UnsupportedError
 from attndsl.ir import SCORE, Op, Program, const, node
 from attndsl.pipeline import lower_program
@@ -589,3 +590,34 @@ def test_no_weight_of_a_steep_score_is_subnormal(monkeypatch, slope):
     assert not any(((x.abs() < tiny) & (x != 0)).any() for x in weights)
     for one, other in zip(*results, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("text", "shared"),
+    [
+        ("causal() and q - kv < 40", True),
+        ("q - kv < 40 * (h + 1) and kv <= q", True),
+        ("causal() and q // 40 == kv // 40", False),
+        ("causal() and score > 0", False),
+    ],
+)
+def test_tiles_of_a_diagonal_share_their_live_pairs(monkeypatch, small_tiles, text, shared):
+    """Where the mask depends on distances alone; results are those of the reference."""
+    found = []
+    real = Tile.evaluate
+    monkeypatch.setattr(Tile, "evaluate", lambda *x: found.append(x[1:]) or real(*x))
+    q, k, v = (torch.randn(1, 2, 160, 8, dtype=torch.float64, requires_grad=True) for _ in range(3))
+    results, masks = [], 0
+    for backend in ("cpu", "reference"):
+        attention = attndsl.compile(text, backend=backend)
+        for where in ({}, {"q_offset": 3}, {"q_index": torch.arange(160).flip(0)}):
+            found.clear()
+            out = attention(q, k, v, **where)
+            results.append((out, *torch.autograd.grad(out.square().sum(), (q, k, v))))
+            if backend == "cpu" and not where:
+                masks = sum(roots == (attention.lowered.program.mask,) for roots in found)
+    # A forward and a backward: 20 rows of tiles, with several tiles each that the mask decides.
+    assert (masks <= 40) == shared, masks
+    for one, other in zip(results[:3], results[3:], strict=True):
+        for x, y in zip(one, other, strict=True):
+            torch.testing.assert_close(x, y)

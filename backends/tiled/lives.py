@@ -1,0 +1,63 @@
+"""Which pairs of a tile are live, once for all tiles that have the same.
+
+Where a mask depends on the distance ``q - kv`` alone, as causal masks and windows do, the tiles of
+a diagonal have the same live pairs. A call has many such tiles and few diagonals: see M46 in
+docs/measured.md.
+
+Non-goals: which tiles there are (:mod:`.plan`); masks that read scores.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from attndsl.ir import reads_score
+from attndsl.passes.distance import meets_distances_alone
+
+if TYPE_CHECKING:
+    import torch
+
+    from attndsl.ir import Node
+
+    from ..base import Call
+    from .plan import Range, Step
+    from .torch_tiles import Expressions
+
+_KEPT = 16
+"""Tiles of a call that are kept."""
+
+
+class Lives:
+    """The live pairs of a call's tiles."""
+
+    def __init__(self, mask: Node | None, call: Call, expressions: Expressions) -> None:
+        """Of a mask, which reads no score; with None all pairs are live, and nobody asks."""
+        self._mask, self._expressions = mask, expressions
+        self._on_diagonals = (
+            mask is not None and not reads_score(mask) and meets_distances_alone(mask)
+            and call.q_index is None and call.kv_index is None
+        )  # fmt: skip
+        self._kept: dict[object, torch.Tensor] = {}
+
+    def key(self, step: Step, *columns: Range) -> tuple[object, ...] | None:
+        """What tiles of ``step`` at ``columns`` have in common; None of a mask that has no such."""
+        if not self._on_diagonals:
+            return None
+        first = step.rows[0]
+        places = tuple((start - first, stop - first) for start, stop in columns)
+        return step.batches, step.heads, step.rows[1] - first, places
+
+    def of(self, step: Step, columns: Range) -> torch.Tensor:
+        """The tile of ``step`` at ``columns``, bool, each of four dims of full size or 1.
+
+        It is not to be written to.
+        """
+        assert self._mask is not None
+        key = self.key(step, columns)
+        found = None if key is None else self._kept.get(key)
+        if found is None:
+            tile = self._expressions.tile(step, columns, self._expressions.nothing)
+            (found,) = tile.evaluate(self._mask)
+            if key is not None and len(self._kept) < _KEPT:
+                self._kept[key] = found
+        return found
