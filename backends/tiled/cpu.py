@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from attndsl.ir import SCORE, Op, const, reads_score
+from attndsl.ir import SCORE, Op, const
 from attndsl.passes.differentiate import vjp
 
 from ..base import Backend, Gradients
@@ -190,7 +190,6 @@ class Scorer:
         self._raw_buffer = _RAW if keep_raw and not self._plain else _FINAL
         self.expressions = Expressions(call)
         self.lives = Lives(program.mask, call, self.expressions)
-        self._mask_by_score = reads_score(program.mask)
 
     def span(
         self, step: Step, place: Place, span: Span, queries: torch.Tensor, keys: torch.Tensor
@@ -204,13 +203,8 @@ class Scorer:
             for columns in span.partial:
                 start = columns[0] - span.columns[0]
                 within = (start, start + columns[1] - columns[0])
-                if self._mask_by_score:
-                    score = tile.scope.score[..., slice(*within)]
-                    part = self.expressions.tile(step, columns, score)
-                    (live,) = part.evaluate(self._program.mask)
-                else:
-                    live = self.lives.of(step, columns)
-                partial.append((within, live))
+                score = tile.scope.score[..., slice(*within)]
+                partial.append((within, self.lives.of(step, columns, score)))
         final = raw
         if not self._plain:
             (score,) = tile.evaluate(self._program.score)

@@ -4,11 +4,12 @@ Where a mask depends on the distance ``q - kv`` alone, as causal masks and windo
 a diagonal have the same live pairs. A call has many such tiles and few diagonals: see M46 in
 docs/measured.md.
 
-Non-goals: which tiles there are (:mod:`.plan`); masks that read scores.
+Non-goals: which tiles there are (:mod:`.plan`).
 """
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from attndsl.ir import reads_score
@@ -31,11 +32,11 @@ class Lives:
     """The live pairs of a call's tiles."""
 
     def __init__(self, mask: Node | None, call: Call, expressions: Expressions) -> None:
-        """Of a mask, which reads no score; with None all pairs are live, and nobody asks."""
+        """Of a mask; with None all pairs are live, and nobody asks."""
         self._mask, self._expressions = mask, expressions
         self._on_diagonals = (
-            mask is not None and not reads_score(mask) and meets_distances_alone(mask)
-            and call.q_index is None and call.kv_index is None
+            mask is not None and call.q_index is None and call.kv_index is None
+            and _is_by_distance(mask)
         )  # fmt: skip
         self._kept: dict[object, torch.Tensor] = {}
 
@@ -47,17 +48,23 @@ class Lives:
         places = tuple((start - first, stop - first) for start, stop in columns)
         return step.batches, step.heads, step.rows[1] - first, places
 
-    def of(self, step: Step, columns: Range) -> torch.Tensor:
+    def of(self, step: Step, columns: Range, score: torch.Tensor | None = None) -> torch.Tensor:
         """The tile of ``step`` at ``columns``, bool, each of four dims of full size or 1.
 
-        It is not to be written to.
+        It is not to be written to. A mask that reads the ``score`` needs it.
         """
         assert self._mask is not None
         key = self.key(step, columns)
         found = None if key is None else self._kept.get(key)
         if found is None:
-            tile = self._expressions.tile(step, columns, self._expressions.nothing)
-            (found,) = tile.evaluate(self._mask)
+            score = self._expressions.nothing if score is None else score
+            (found,) = self._expressions.tile(step, columns, score).evaluate(self._mask)
             if key is not None and len(self._kept) < _KEPT:
                 self._kept[key] = found
         return found
+
+
+@lru_cache(maxsize=256)
+def _is_by_distance(mask: Node) -> bool:
+    """Whether pairs of the same distance are all live or all dead. To find out takes 0.1 ms."""
+    return not reads_score(mask) and meets_distances_alone(mask)
