@@ -282,7 +282,11 @@ def read_arguments() -> argparse.Namespace:
     parser.add_argument("--part-limit", type=float, default=300.0, help="seconds of a part")
     parser.add_argument("--output", default=str(MEASURED), help="the result file of --run")
     parser.add_argument("--parts", help=argparse.SUPPRESS)
-    return parser.parse_args()
+    given = parser.parse_args()
+    if given.missing and Path(given.output).resolve() == MEASURED.resolve():
+        parser.error("--missing would leave the results with the rows that it measures: "
+                     "name another --output, and --merge it")  # fmt: skip
+    return given
 
 
 def write_measured(files: list[Path], writes: bool) -> None:

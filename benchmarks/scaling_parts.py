@@ -201,12 +201,12 @@ def forward_flops(
 
 
 def _profiles(name: str, call: Callable[[], torch.Tensor]) -> dict[str, Any]:
-    """What the GPUs did in a forward, and in a forward and backward: rank 0's, and that of each."""
+    """What the GPUs did in a forward, and in a forward and backward: rank 0's, and the others'."""
     with torch.no_grad():
         forward = profiled(call)
     found: dict[str, Any] = {}
     for what, own in (("forward", forward), ("step", profiled(step_of(call)))):
         each: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(each, own)
-        found |= {f"{name}_{what}_profile": each[0], f"{name}_{what}_profile_by_rank": each}
+        found |= {f"{name}_{what}_profile": each[0], f"{name}_{what}_profiles_of_others": each[1:]}
     return found

@@ -125,6 +125,16 @@ def test_what_the_results_have_is_left_out(scaling, monkeypatch):
     ]
 
 
+def test_missing_rows_do_not_replace_the_results(scaling, monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["scaling.py", "--run", "2", "--missing"])
+    with pytest.raises(SystemExit) as ended:
+        scaling.read_arguments()
+    assert ended.value.code == 2
+    assert "name another --output" in capsys.readouterr().err
+    monkeypatch.setattr("sys.argv", ["scaling.py", "--run", "2", "--missing", "--output", "a.json"])
+    assert scaling.read_arguments().missing
+
+
 def told_by(script, parts, scaling, limit=5.0):
     """What is found where processes print what ``script`` prints."""
     run = sys.modules["scaling_run"]
