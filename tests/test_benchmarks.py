@@ -941,7 +941,6 @@ def test_rows_of_the_cpu_agree_with_sdpa(script, monkeypatch, capsys, tmp_path):
     assert "documents1000" in capsys.readouterr().out
 
 
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="times are those of a made-up clock")
 @pytest.mark.parametrize("program", ["plain", "window", "soft cap", "tree", "chunk"])
 def test_columns_of_serving_rows_agree(script, monkeypatch, program):

@@ -307,7 +307,6 @@ COMPILE = textwrap.dedent("""
     import re
     import subprocess
     import tempfile
-    from pathlib import Path
     import torch
     import triton
     import attndsl
