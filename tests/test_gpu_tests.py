@@ -1,5 +1,6 @@
 """Runs of the tests that need a GPU: what is recorded, what runs again, who takes which tests."""
 
+import itertools
 import json
 import os
 import subprocess
@@ -101,18 +102,31 @@ def item(nodeid, /, **indices):
     return SimpleNamespace(nodeid=nodeid, **callspec)
 
 
-def test_tests_of_one_program_follow_each_other_and_slow_ones_begin_pieces(monkeypatch):
-    monkeypatch.setenv("PYTEST_XDIST_WORKER_COUNT", "2")
+def test_tests_of_one_program_follow_each_other_and_slow_ones_begin_pieces():
     parts = [
         item(f"a.py::test[{name}-{split}]", name=name, split=split)
         for split in range(2) for name in range(2)
     ]  # fmt: skip
     slow = [item(f"tests/fuzz/test_fuzz.py::test[{number}]", number=number) for number in range(2)]
-    found = [each.nodeid for each in gpu_worker.spread([*slow, *parts])]
+    found = [each.nodeid for each in gpu_worker.spread([*slow, *parts], 2)]
     assert found == [
         "tests/fuzz/test_fuzz.py::test[0]", "a.py::test[0-0]", "a.py::test[0-1]",
         "tests/fuzz/test_fuzz.py::test[1]", "a.py::test[1-0]", "a.py::test[1-1]",
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3, 7, 20])
+@pytest.mark.parametrize(("slow", "others"), [(5, 9), (0, 3), (4, 0), (9, 2)])
+def test_more_slow_ones_than_workers_are_shared_evenly(slow, others, workers):
+    items = [item(f"g.py::test_the_grid_in_kernels[{number}]") for number in range(slow)]
+    items += [item(f"a.py::test[{number}]") for number in range(others)]
+    found = gpu_worker.spread(items, workers)
+    assert sorted(each.nodeid for each in found) == sorted(each.nodeid for each in items)
+    ends = [len(items) * number // workers for number in range(workers + 1)]
+    pieces = [found[begin:end] for begin, end in itertools.pairwise(ends)]
+    shares = [[gpu_worker.is_slow(each) for each in piece] for piece in pieces]
+    assert all(share == sorted(share, reverse=True) for share in shares)
+    assert max(map(sum, shares)) <= -(-slow // workers)
 
 
 def record_of(path, **outcomes):

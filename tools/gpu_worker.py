@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import faulthandler
 import gc
+import itertools
 import json
 import os
 import random
@@ -38,8 +39,8 @@ OF_A_CALL = {
     "seed", "shape", "shares", "size", "sizes", "split", "value", "way", "which",
 }  # fmt: skip
 """Parameters of tests that say how a kernel is called: another value compiles few others."""
-SLOW = "tests/fuzz/"
-"""Tests that take minutes."""
+SLOW = ("tests/fuzz/", "::test_every_length_and_head_dim[", "::test_the_grid_in_kernels[")
+"""Names of tests that take a minute or more have one of these."""
 LAST_LINES = 60
 """Of a failure, in the record."""
 _NO_MEMORY = ("CUDA out of memory", "CUDA_ERROR_OUT_OF_MEMORY", "CUDA error: out of memory",
@@ -62,7 +63,8 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if config.option.only is not None:
         names = set(config.option.only.read_text("utf-8").splitlines())
-        items[:] = spread([item for item in items if item.nodeid in names])
+        workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+        items[:] = spread([item for item in items if item.nodeid in names], workers)
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
@@ -74,16 +76,27 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         session.config.option.list.write_text(json.dumps(lists), "utf-8")
 
 
-def spread(items: list[pytest.Item]) -> list[pytest.Item]:
+def spread(items: list[pytest.Item], workers: int) -> list[pytest.Item]:
     """Tests in the order in which workers take equal pieces: alike ones together, slow ones first.
 
-    Each slow test begins the piece of another worker.
+    Each piece begins with its share of the slow tests: the last ones of a run would leave most
+    workers with nothing to do.
     """
-    found = sorted((item for item in items if SLOW not in item.nodeid), key=group_of)
-    piece = len(items) // int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
-    for number, item in enumerate(item for item in items if SLOW in item.nodeid):
-        found.insert(number * piece, item)
-    return found
+    slow = [item for item in items if is_slow(item)]
+    found = iter(sorted((item for item in items if not is_slow(item)), key=group_of))
+    ends = [len(items) * number // workers for number in range(workers + 1)]
+    # Shares are as even as the pieces, which can be smaller than a share where tests are few.
+    begins = [len(slow) * number // workers for number in range(workers + 1)]
+    order: list[pytest.Item] = []
+    for number in range(workers):
+        order += slow[begins[number] : begins[number + 1]]
+        order += itertools.islice(found, max(0, ends[number + 1] - len(order)))
+    return [*order, *found]
+
+
+def is_slow(item: pytest.Item) -> bool:
+    """Whether it takes a minute or more."""
+    return any(words in item.nodeid for words in SLOW)
 
 
 def group_of(item: pytest.Item) -> tuple[str, int, list[tuple[str, int]]]:
@@ -109,7 +122,8 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
         faulthandler.cancel_dump_traceback_later()
         if not any(found_no_memory(report) for report in reports):
             break
-    facts = {"attempts": attempt + 1} | state.facts()
+    seconds = round(sum(report.duration for report in reports), 1)
+    facts = {"attempts": attempt + 1, "seconds": seconds} | state.facts()
     for report in reports:
         report.user_properties += facts.items()
         item.ihook.pytest_runtest_logreport(report=report)
