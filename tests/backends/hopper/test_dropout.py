@@ -71,11 +71,14 @@ def test_what_runs_where():
 @pytest.mark.gpu
 @pytest.mark.parametrize("dim", [64, 128, 256])
 @pytest.mark.parametrize("seed", [0, SEED, -3, "tensor"])
-def test_pairs_are_those_of_the_reference(dim, seed):
+@pytest.mark.parametrize(
+    ("p", "shape"), [(0.5, (2, 3, 333, 450)), (0.22, (2, 3, 333, 450)), (0.22, (8, 2, 1024, 1024))]
+)
+def test_pairs_are_those_of_the_reference(dim, seed, p, shape):
     """All weights are equal, and the values name the keys of one window."""
-    q_len, kv_len, p = 333, 450, 0.5
-    q = torch.zeros(2, 3, q_len, dim, device="cuda", dtype=torch.float16)
-    k = torch.zeros(2, 3, kv_len, dim, device="cuda", dtype=torch.float16)
+    batch, heads, q_len, kv_len = shape
+    q = torch.zeros(batch, heads, q_len, dim, device="cuda", dtype=torch.float16)
+    k = torch.zeros(batch, heads, kv_len, dim, device="cuda", dtype=torch.float16)
     drawn = torch.tensor(SEED, device="cuda") if seed == "tensor" else seed
     found = {}
     for backend in ("hopper", "reference"):
@@ -90,7 +93,7 @@ def test_pairs_are_those_of_the_reference(dim, seed):
             windows.append(attention(q, k, v, p=p, seed=drawn)[..., :size] > 0)
         found[backend] = torch.cat(windows, -1)
     assert torch.equal(found["hopper"], found["reference"])
-    assert abs(float(found["hopper"].float().mean()) - p) < 0.01
+    assert abs(float(found["hopper"].float().mean()) - (1 - p)) < 0.01
 
 
 @pytest.mark.gpu
