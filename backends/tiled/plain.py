@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import torch
@@ -19,7 +20,7 @@ from attndsl.ir import SCORE, reads_score
 from .torch_tiles import work_dtype
 
 if TYPE_CHECKING:
-    from attndsl.ir import Program
+    from attndsl.ir import Node, Program
 
     from ..base import Call
     from .cpu import Place
@@ -36,9 +37,15 @@ def is_plain(program: Program, call: Call) -> bool:
     """Whether torch's own attention makes all that a span of the forward needs."""
     return (
         program.score is SCORE and program.weights is None and program.dropout is None
-        and not reads_score(program.mask) and call.q.device.type == "cpu"
+        and not _reads_score(program.mask) and call.q.device.type == "cpu"
         and call.q.shape[3] == call.v.shape[3]
     )  # fmt: skip
+
+
+@lru_cache(maxsize=256)
+def _reads_score(mask: Node | None) -> bool:
+    """As :func:`~attndsl.ir.reads_score`, which takes 4 us and more."""
+    return reads_score(mask)
 
 
 class Biases:
