@@ -249,7 +249,7 @@ def test_pages_say_in_words_what_the_figures_say(script):
 
 ON_H100 = (
     "bundles", "commits", "decode", "deterministic", "gallery_times", "huggingface_speed", "lists",
-    "scaling", "serving", "serving_peers", "training",
+    "scaling", "serving", "serving_peers", "start_cuda", "training",
 )  # fmt: skip
 """Result files that were measured on an H100. All others of GPUs are an H200's."""
 
