@@ -5,7 +5,6 @@ Those take long to import, and a process that has none of them has no such call.
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import torch
@@ -20,7 +19,9 @@ OF_TORCH = torch._C._nn.scaled_dot_product_attention
 
 def is_dtensor(value: object) -> bool:
     """Whether ``value`` is a ``torch.distributed.tensor.DTensor``."""
-    home: Any = sys.modules.get(_HOME)
+    # What has been imported is an attribute of its parent. To ask ``sys.modules`` instead would
+    # make torch.compile look at the thousands of modules there are, for each graph.
+    home: Any = getattr(torch.distributed, "tensor", None)
     return home is not None and isinstance(value, home.DTensor)
 
 
