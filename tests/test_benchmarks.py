@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.fork_server import run_script
 from support.scripts import loader
 
 import attndsl
@@ -157,9 +158,7 @@ def test_every_benchmark_can_be_run(script):
     for name in (*run.EVERYWHERE, *run.ON_GPUS):
         assert (FOLDER / f"{name}.py").exists(), name
         assert f"| `{name}.py` |" in described
-    done = subprocess.run(
-        [sys.executable, FOLDER / "run.py", "atention"], capture_output=True, text=True
-    )
+    done = run_script(FOLDER / "run.py", "atention")
     assert done.returncode == 2
     assert "there is no benchmark 'atention'" in done.stderr
 
@@ -194,8 +193,7 @@ def test_flex_attention_starts_with_the_programs_of_attndsl(script):
 
 def test_the_overhead_of_calls_is_measured(tmp_path):
     output = tmp_path / "found.json"
-    command = [sys.executable, FOLDER / "call_overhead.py", "--quick", "--output", output]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    done = run_script(FOLDER / "call_overhead.py", "--quick", "--output", output)
     assert done.returncode == 0, done.stderr
     rows = json.loads(output.read_text())["rows"]
     assert len(done.stdout.splitlines()) == len(rows) + 1
@@ -224,10 +222,7 @@ def test_every_row_of_gradients_is_measured(script):
 
 @pytest.mark.parametrize(("name", "first"), [("gradients", "gain"), ("odd_shapes", "full")])
 def test_a_case_that_is_not_there_is_named(name, first):
-    done = subprocess.run(
-        [sys.executable, FOLDER / f"{name}.py", "--cases", "gian"],
-        capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
+    done = run_script(FOLDER / f"{name}.py", "--cases", "gian")
     assert done.returncode == 2
     assert f"there is no case gian; there are: {first}" in done.stderr
 

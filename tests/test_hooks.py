@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import yaml
+from support.fork_server import COMMAND, run_python
 
 HOOKS = {
     hook["id"]: hook
@@ -25,10 +24,7 @@ def run(tmp_path):
     def done(hook, *arguments):
         program, *entry = shlex.split(HOOKS[hook]["entry"])
         assert program == "attndsl"
-        return subprocess.run(
-            [sys.executable, "-P", "-m", program, *entry, *arguments],
-            cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False,
-        )  # fmt: skip
+        return run_python(COMMAND, *entry, *arguments, cwd=tmp_path)
 
     return done
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from support.fork_server import run_python, run_script
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "tools"))
@@ -105,12 +106,10 @@ $L__BB0_3:
 
 
 def traced(*texts):
-    return json.loads(
-        subprocess.run(
-            [sys.executable, "-P", "-c", TRACE], input=json.dumps(texts), capture_output=True,
-            text=True, check=True, env={"PYTHONPATH": str(ROOT / "tools"), "PATH": ""},
-        ).stdout
-    )  # fmt: skip
+    environment = {"PYTHONPATH": str(ROOT / "tools"), "PATH": ""}
+    done = run_python(TRACE, given=json.dumps(texts), env=environment)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
 
 
 def test_ptx_is_compared_by_what_it_does():
@@ -210,11 +209,12 @@ def test_calls_are_traced_with_lists_of_tiles_and_of_few_rows(tmp_path):
                                  {"attention_short_forward", "attention_short_backward"}),
     }  # fmt: skip
     calls = [json.dumps([case, setting]) for setting, (case, _) in wanted.items()]
-    done = subprocess.run(
-        [sys.executable, "tools/kernel_trace.py", "--texts", str(tmp_path), "--tree", "."],
-        input="\n".join(calls), cwd=ROOT, capture_output=True, text=True, check=True,
+    done = run_script(
+        ROOT / "tools" / "kernel_trace.py", "--texts", tmp_path, "--tree", ".",
+        given="\n".join(calls), cwd=ROOT,
         env={name: x for name, x in os.environ.items() if name != "TRITON_INTERPRET"},
     )  # fmt: skip
+    assert done.returncode == 0, done.stderr
     for found in map(json.loads, done.stdout.splitlines()):
         assert "error" not in found
         names = {kernel["kernel"] for kernel in found["kernels"]}

@@ -6,6 +6,7 @@ import counts
 import pytest
 import ways
 from layers import LAYERS, layer_of
+from support.fork_server import run_python
 
 ROOT = Path(__file__).parents[1]
 TEMPLATE = '''\
@@ -156,6 +157,19 @@ def test_a_stay_begins_where_a_new_function_runs():
     assert entries[1] == ("b", "first", "a")
 
 
+@pytest.fixture
+def traced_sooner(monkeypatch):
+    """Ways are traced in processes that begin with torch imported, and otherwise as ever."""
+
+    def traced(name, how="trace"):
+        code = f"import sys; sys.path.insert(0, ''); import ways; ways.{how}({name!r})"
+        done = run_python(code, cwd=ROOT / "tools")
+        assert done.returncode == 0, done.stderr
+        return done.stdout.rstrip()
+
+    monkeypatch.setattr(ways, "_traced", traced)
+
+
 def test_calls_within_closed_functions_are_not_followed():
     _, way = _run(
         {
@@ -182,6 +196,7 @@ def test_a_known_backward_enters_few_rooms(capsys):
     assert 1 < rooms <= 8 < stays
 
 
+@pytest.mark.usefixtures("traced_sooner")
 def test_the_page_has_the_ways_of_today():
     page = ways.page_of({name: ways.rooms_of(name) for name in ways.ON_PAGE})
     assert page in ways.PAGE.read_text("utf-8"), "run python tools/ways.py --write"

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
+from support.fork_server import COMMAND, run_python, run_script
 
 import attndsl
 from attndsl import cli
@@ -19,7 +21,12 @@ from attndsl.building.calls import LENGTHS, Asked, examples
 from attndsl.building.pack import check_output
 from attndsl.errors import ConfigError
 
-COUNTED = Path(__file__).parents[1] / "support" / "counted_calls.py"
+if TYPE_CHECKING:
+    import subprocess
+    from collections.abc import Callable
+
+COUNTED = partial(run_script, Path(__file__).parents[1] / "support" / "counted_calls.py")
+BUILD = partial(run_python, COMMAND, "build")
 PROGRAMS = """
 packed: |
   tensor doc[batch, kv_len]: int
@@ -42,9 +49,10 @@ class Workplace:
         self.digests: dict[str, str] = {}
 
     def run(
-        self, *command: object, cache: str = "cache", bundles: str = "", triton: str = ""
-    ) -> str:
-        """The standard output of Python with these arguments, in a process of its own."""
+        self, program: Callable[..., subprocess.CompletedProcess[str]], *arguments: object,
+        cache: str = "cache", bundles: str = "", triton: str = "",
+    ) -> str:  # fmt: skip
+        """The standard output of a program with these arguments, in a process of its own."""
         environment = os.environ | {
             "ATTNDSL_CACHE_DIR": str(self.folder / cache),
             "ATTNDSL_BUNDLES": bundles,
@@ -52,16 +60,13 @@ class Workplace:
             "OMP_NUM_THREADS": "1",
         }
         environment.pop("TRITON_INTERPRET", None)
-        done = subprocess.run(
-            [sys.executable, *map(str, command)], cwd=self.folder, env=environment, text=True,
-            capture_output=True, check=False,
-        )  # fmt: skip
+        done = program(*arguments, env=environment, cwd=self.folder)
         assert done.returncode == 0, done.stderr
         self.errors = done.stderr
         return done.stdout
 
     def build(self, file: str, output: str, *options: str) -> str:
-        printed = self.run("-m", "attndsl", "build", file, "-o", output, *options, cache="builder")
+        printed = self.run(BUILD, file, "-o", output, *options, cache="builder")
         self.digests[output] = printed.rsplit("digest: ", 1)[1].strip()
         return printed
 
@@ -200,8 +205,7 @@ def test_two_builds_have_the_same_code(place: Workplace) -> None:
     options = ("--target", "cuda:80", "--head-dim", "16", "--lengths", "96", "--heads", "2/2")
     found = []
     for name in ("once", "again"):
-        build = ("-m", "attndsl", "build", "model.yaml", "-o", name, *options)
-        place.run(*build, cache=f"cache-{name}")
+        place.run(BUILD, "model.yaml", "-o", name, *options, cache=f"cache-{name}")
         # Launchers of Triton 3.6 hold the folder in which a C compiler made them.
         files = json.loads((place.folder / name / "bundle.json").read_text())["files"]
         found.append({x: y for x, y in files.items() if not x.startswith("launchers/")})
@@ -295,8 +299,8 @@ def test_calls_without_kernels_are_named(place: Workplace) -> None:
     )
     assert "from 4 calls" in printed
     printed = place.run(
-        "-m", "attndsl", "build", "dots.attn", "-o", "more", *common, "--json", cache="builder"
-    )
+        BUILD, "dots.attn", "-o", "more", *common, "--json", cache="builder"
+    )  # fmt: skip
     found = json.loads(printed)
     assert found["without_kernels"] == [{"program": "dots.attn", "calls": 2, "why": why}]
     assert {kernel["head_dim"] for kernel in found["kernels"]} == {40}

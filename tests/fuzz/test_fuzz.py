@@ -21,7 +21,7 @@ from fuzz.generate import generate
 from fuzz.operations import OPERATIONS
 from fuzz.program import everything
 from fuzz.text import text
-from support.fork_server import run_python
+from support.fork_server import run_python, run_script
 
 import attndsl
 from attndsl.backends.dense import interpret
@@ -134,8 +134,7 @@ def test_a_token_that_is_off_by_one_is_found(monkeypatch):
 
 
 def test_a_reference_that_rounds_scores_is_refused():
-    command = [sys.executable, str(SCRIPT), "--dtype", "fp32,bf16", "--count", "1"]
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = run_script(SCRIPT, "--dtype", "fp32,bf16", "--count", "1")
     assert done.returncode == 2
     assert "leave it out of --backend" in done.stderr
 

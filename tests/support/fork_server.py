@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import atexit
 import functools
+import gc
 import json
 import os
 import select
@@ -83,6 +84,16 @@ def run_python(
         return subprocess.CompletedProcess(code, status, stdout.read(), stderr.read())
 
 
+def run_script(path: Path, *arguments: object, **options: Any) -> subprocess.CompletedProcess[str]:
+    """What ``python PATH ARGUMENTS`` does, sooner; options as of :func:`run_python`."""
+    script, folder = str(path), str(Path(path).parent)
+    code = (
+        f"import runpy, sys; sys.path.insert(0, {folder!r})\n"
+        f"runpy.run_path({script!r}, run_name='__main__')"
+    )
+    return run_python(code, *arguments, **options)
+
+
 def path_with_command() -> str:
     """A ``PATH`` on which ``attndsl`` is the command, begun by the server."""
     return f"{_folder_with_command()}{os.pathsep}{Path(sys.executable).parent}" + (
@@ -120,6 +131,7 @@ def serve(path: str) -> None:
     """Fork for each program that comes to the socket at ``path``, until standard input ends."""
     for name in _IMPORTED:
         __import__(name)
+    gc.freeze()  # No program has to look for garbage among these.
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(f"{path}.new")
     listener.listen(16)

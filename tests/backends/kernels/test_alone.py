@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
+from support.fork_server import run_script
 
 import attndsl
 from attndsl.backends.kernels.alone import compile_text
 from attndsl.errors import BackendError
+
+if TYPE_CHECKING:
+    import subprocess
 
 PROGRAM = """\
 tensor gain[heads]: float
@@ -29,10 +32,7 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 def run(path: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     """``python PATH``, where Triton's interpreter is not chosen."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    return subprocess.run(
-        [sys.executable, path, *arguments], cwd=path.parent, env=environment,
-        capture_output=True, text=True, timeout=300, check=False,
-    )  # fmt: skip
+    return run_script(path, *arguments, cwd=path.parent, env=environment)
 
 
 def said(path: Path, *arguments: str) -> list[str]:
