@@ -22,10 +22,12 @@ def hasten() -> None:
     """Change the interpreter of this process."""
     _leave_out_unread_checks()
     _look_up_dtypes_once()
+    _make_shapes_once()
     _rewrite_equal_functions_once()
     # Versions of Triton whose launches have no scope never end what a call put there.
     if hasattr(interpreter, "_LangPatchScope"):
         _patch_once_a_launch()
+        _call_operations_directly()
 
 
 def _leave_out_unread_checks() -> None:
@@ -49,6 +51,55 @@ def _look_up_dtypes_once() -> None:
         return known[scalar.name]
 
     interpreter._get_np_dtype = once
+
+
+def _make_shapes_once() -> None:
+    """No new tuple of numbers, with a type for it, for each tensor and each type of one.
+
+    All of a shape share one, which nothing changes.
+    """
+    make_tensor, make_type = tl.tensor.__init__, tl.block_type.__init__
+    of_tensors: dict[tuple[int, ...], tuple[Any, Any]] = {}
+    of_types: dict[tuple[int, ...], tuple[Any, int, str]] = {}
+
+    def tensor(self: Any, handle: Any, type: tl.dtype) -> None:  # noqa: A002
+        shape = tuple(type.shape) if type.is_block() else ()
+        if shape not in of_tensors:
+            make_tensor(self, handle, type)
+            of_tensors[shape] = self.shape, self.numel
+            return
+        self.handle, self.type, self.dtype = handle, type, type.scalar
+        self.shape, self.numel = of_tensors[shape]
+
+    def block_type(self: Any, element_ty: tl.dtype, shape: Any) -> None:
+        sizes = tuple([size if type(size) is int else tl.core._unwrap_if_constexpr(size)
+                       for size in shape])  # fmt: skip
+        if sizes not in of_types:
+            make_type(self, element_ty, shape)
+            of_types[sizes] = self.shape, self.numel, str(self.shape)
+            return
+        self.element_ty = element_ty
+        self.shape, self.numel, text = of_types[sizes]
+        self.name = f"<{text}, {element_ty}>"
+
+    tl.tensor.__init__, tl.block_type.__init__ = tensor, block_type
+
+
+def _call_operations_directly() -> None:
+    """No two functions around each operation that only look after one argument."""
+    around = tl.core.builtin(lambda: None).__code__
+
+    def patch(obj: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
+        direct = member.__wrapped__ if getattr(member, "__code__", None) is around else member
+        semantic = interpreter.interpreter_semantic
+
+        def call(*arguments: Any, **named: Any) -> Any:
+            named["_semantic"] = semantic
+            return direct(*arguments, **named)
+
+        scope.set_attr(obj, name, call)
+
+    interpreter._patch_attr = patch
 
 
 def _rewrite_equal_functions_once() -> None:
