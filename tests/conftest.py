@@ -140,7 +140,11 @@ def dtype(request: pytest.FixtureRequest) -> torch.dtype:
 
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
-    torch.manual_seed(0)
+    if torch.cuda.is_available():
+        torch.manual_seed(0)
+    else:
+        # That of torch notes down for a GPU to come, with the stack, each time that it is called.
+        torch.default_generator.manual_seed(0)
 
 
 @pytest.fixture(autouse=True)
