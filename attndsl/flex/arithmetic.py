@@ -120,7 +120,11 @@ def div(a: Value, b: Value, rounding_mode: str | None = None) -> Node:
 def fmod(a: Value, b: Value) -> Node:
     """The rest of a division rounded towards 0: it has the sign of ``a``."""
     x, y = join(number(a), number(b))
-    return node(Op.MUL, node(Op.SIGN, x), node(Op.MOD, absolute(x), absolute(y)))
+    if x.dtype is DType.INT:
+        return node(Op.MUL, node(Op.SIGN, x), node(Op.MOD, absolute(x), absolute(y)))
+    # A sign is flat at 0, where the rest's gradient is 1 as everywhere.
+    minus = node(Op.NEG, node(Op.MOD, node(Op.NEG, x), absolute(y)))
+    return node(Op.WHERE, node(Op.LT, x, const(0.0)), minus, node(Op.MOD, x, absolute(y)))
 
 
 def power(a: Value, b: Value) -> Node:
@@ -269,8 +273,18 @@ def where(condition: Value, yes: Value, no: Value) -> Node:
 
 
 def clamp(a: Value, low: Value | None = None, high: Value | None = None) -> Node:
-    """``a`` within the bounds that are given."""
+    """``a`` within the bounds that are given. At a bound the whole gradient is that of ``a``.
+
+    ``maximum`` would split it. Ints have no gradients, and ``maximum`` says more of their range.
+    """
     x = number(a)
-    if low is not None:
-        x = maximum(x, low)
-    return x if high is None else minimum(x, high)
+    for bound, extreme in ((low, maximum), (high, minimum)):
+        if bound is None:
+            continue
+        y, limit = join(x, number(bound))
+        if y.dtype is DType.INT:
+            x = extreme(y, limit)
+            continue
+        beyond = node(Op.LT, *((y, limit) if extreme is maximum else (limit, y)))
+        x = node(Op.WHERE, beyond, limit, y)
+    return x

@@ -111,11 +111,13 @@ def _silu(a: Value) -> Node:
 
 
 def _hardtanh(a: Value, min_val: Value = -1.0, max_val: Value = 1.0) -> Node:
-    return ar.clamp(a, min_val, max_val)
+    # Its gradient is 0 at both ends, where that of a clamp is 1.
+    below = ar.where(ar.compare(">=", a, max_val), max_val, a)
+    return ar.where(ar.compare("<=", a, min_val), min_val, below)
 
 
 def _relu6(a: Value) -> Node:
-    return ar.clamp(a, 0.0, 6.0)
+    return _hardtanh(a, 0.0, 6.0)
 
 
 def _hardsigmoid(a: Value) -> Node:

@@ -193,6 +193,13 @@ def _power(item: Node, g: Node) -> tuple[Node, Node]:
     return by_base, node(Op.WHERE, at_zero, ZERO, by_exponent)
 
 
+def _rest(item: Node, g: Node) -> tuple[Node, Node]:
+    x, divisor = item.args
+    if divisor.op is Op.CONST:
+        return g, ZERO
+    return g, _neg(_mul(g, node(Op.FLOORDIV, x, divisor)))
+
+
 def _extremum(item: Node, g: Node) -> tuple[Node, Node]:
     a, b = item.args
     first, second = (a, b) if item.op is Op.MIN else (b, a)
@@ -240,7 +247,7 @@ RULES: dict[Op, Callable[[Node, Node], tuple[Node, ...]]] = {
         _neg(_div(_mul(g, item), item.args[1])),
     ),
     Op.FLOORDIV: _flat,
-    Op.MOD: _flat,
+    Op.MOD: _rest,
     Op.POW: _power,
     Op.MIN: _extremum,
     Op.MAX: _extremum,

@@ -345,10 +345,6 @@ def _float_floor_divide(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return torch.div(a.detach(), b.detach(), rounding_mode="floor")
 
 
-def _float_remainder(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    return torch.remainder(a.detach(), b.detach())
-
-
 def _integer_power(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return torch.pow(a, b)
 
@@ -402,7 +398,7 @@ RULES: dict[Op, Rule] = {
     Op.NEG: _plain(torch.neg),
     Op.DIV: _guarded(torch.div),
     Op.FLOORDIV: _by_type(_floor_divide, _plain(_float_floor_divide)),
-    Op.MOD: _by_type(_remainder, _plain(_float_remainder)),
+    Op.MOD: _by_type(_remainder, _guarded(torch.remainder)),
     Op.POW: _by_type(_integer_power, _guarded(torch.pow)),
     Op.MIN: _by_type(torch.minimum, _guarded(torch.minimum)),
     Op.MAX: _by_type(torch.maximum, _guarded(torch.maximum)),

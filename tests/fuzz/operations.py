@@ -80,8 +80,7 @@ def _quotient(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 def _rest(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    a, b = a.detach(), b.detach()
-    whole = torch.floor(a / b)
+    whole = _quotient(a, b)
     # Beyond, rounding the quotient decides on the rest.
     return torch.where(whole.abs() < _MOST_QUOTIENT, a - whole * b, torch.nan)
 
