@@ -335,13 +335,12 @@ class _Rows:
             torch.threshold_(weights, math.exp(_least_power(weights)), 0.0)
         # The greatest weight is exp(0) / total.
         lse = peak - weights.amax(-1, keepdim=True).log_()
-        # A row is dead if the mask leaves nothing, or if the program's own scores are all -inf.
-        if scored.partial or self._program.score is not SCORE:
-            dead = peak == -torch.inf
-            # On other devices looking takes longer than writing.
-            if dead.device.type != "cpu" or bool(dead.any()):
-                weights.masked_fill_(dead, 0.0)
-                lse.masked_fill_(dead, -torch.inf)
+        # A row is dead if the mask leaves nothing, or if all scores are -inf.
+        dead = peak == -torch.inf
+        # On other devices looking takes longer than writing.
+        if dead.device.type != "cpu" or bool(dead.any()):
+            weights.masked_fill_(dead, 0.0)
+            lse.masked_fill_(dead, -torch.inf)
         self._drop(span, scored, weights)
         self.merge(torch.bmm(weights, values), lse)
 

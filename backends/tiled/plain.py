@@ -27,6 +27,9 @@ if TYPE_CHECKING:
     from .lives import Lives
     from .plan import Span, Step
 
+_FEWEST_KEYS = 16
+"""Of fewer keys than a vector of the processor holds, torch takes a row of NaN for one without
+keys: output and log-sum-exp 0. Vectors of fp32 have at most so many."""
 _KEPT = 16
 """Spans of a call whose bias is kept."""
 _MOST_KEPT = 1 << 20
@@ -113,7 +116,7 @@ class PlainRows:
     def attend(
         self, span: Span, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Output and log-sum-exp of a span, or None where a dead pair may have spoiled them.
+        """Output and log-sum-exp of a span, or None where torch may have spoiled them.
 
         Args:
             span: Of the keys.
@@ -124,6 +127,8 @@ class PlainRows:
         Returns:
             (matrices, group * rows, dim) and (matrices, group * rows, 1).
         """
+        if span.width < _FEWEST_KEYS and not span.partial:
+            return None
         bias, live = self.biases.of(self.step, span, self.place)
         part, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             queries.unsqueeze(1), keys.unsqueeze(1), values.unsqueeze(1),
@@ -132,7 +137,10 @@ class PlainRows:
         part, lse = part.squeeze(1), lse.squeeze(1).unsqueeze(-1)
         if bias is not None and math.isnan(float(lse.sum())):
             return None
+        # Of rows without a live pair torch says 0, and of live ones whose scores are all -inf.
+        nothing = lse == 0.0
+        if bool((nothing if live is None else nothing & live).any()):
+            return None
         if live is not None:
-            # Of rows without a live pair torch says 0.
             lse = torch.where(live, lse, -torch.inf)
         return part, lse
