@@ -13,7 +13,7 @@ from attndsl.compiled import Traced, is_deterministic, without_tensors
 from attndsl.errors import ArgumentError, AttnDSLError, UnsupportedError
 from attndsl.introspection import Introspection
 from attndsl.repeated import Repeated
-from attndsl.runtime.arguments import autocast, joined, kinds_of, rows_contiguous
+from attndsl.runtime.arguments import autocast, joined, kinds_of, rows_contiguous, scale_of
 from attndsl.runtime.autograd import attend
 from attndsl.runtime.backward import check_has_seed, check_room
 from attndsl.runtime.bind import CallOptions, bind
@@ -302,7 +302,7 @@ class Attention(Analysis, Views, Introspection, Serving):
                 q if as_given else rows_contiguous(q),
                 k if as_given else rows_contiguous(k),
                 v if as_given else rows_contiguous(v),
-                q.shape[3] ** -0.5 if scale is None else float(scale),
+                q.shape[3] ** -0.5 if scale is None else scale_of(scale),
                 template.sizes,
                 {d.name: captures[d.name] for d in program.tensors} if program.tensors else NONE,  # type: ignore[misc]
                 {d.name: captures.get(d.name, d.default) for d in program.params}  # type: ignore[arg-type]

@@ -14,7 +14,7 @@ from attndsl.backends.base import Signature
 from attndsl.backends.dense.interpret import evaluate, scope_of
 from attndsl.backends.dense.reference import ReferenceBackend
 from attndsl.errors import UnsupportedError
-from attndsl.runtime.arguments import autocast, check_known, joined, kinds_of
+from attndsl.runtime.arguments import autocast, check_known, joined, kinds_of, scale_of
 from attndsl.runtime.autograd import attend
 from attndsl.runtime.backward import (
     OPERANDS,
@@ -118,7 +118,7 @@ class Ready(NamedTuple):
         seed = arguments.get("seed")
         return self.template._replace(
             q=q, k=k, v=v,
-            scale=self.template.scale if scale is None else float(scale),
+            scale=self.template.scale if scale is None else scale_of(scale),
             seed=self.template.seed if seed is None else seed,
             tensors={d.name: captures[d.name] for d in program.tensors},
             params={d.name: captures.get(d.name, d.default) for d in program.params},

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 import pickle
 import subprocess
 import sys
@@ -44,6 +45,18 @@ def test_a_scale_is_a_number_in_every_call(scale):
     with pytest.raises(errors.ArgumentError, match=f"scale is a {type(scale).__name__}") as caught:
         attention(q, k, v, scale=scale)
     assert "pass a number" in caught.value.hint
+
+
+@pytest.mark.parametrize("scale", [math.nan, math.inf, -math.inf, 1e39, -1e300])
+def test_a_scale_that_is_no_number_of_fp32_is_refused_at_each_call(scale):
+    """Products with such a factor would be made with another one, or fail in the backward."""
+    attention = attndsl.compile("causal()")
+    q = torch.randn(1, 2, 64, 8, requires_grad=True)
+    for _ in range(2):
+        with pytest.raises(errors.ArgumentError, match="scale is ") as caught:
+            attention(q, q, q, scale=scale)
+        assert "at most 3.4e38 in size" in str(caught.value)
+        attention(q, q, q, scale=3e38 / 2**100)
 
 
 @pytest.mark.parametrize("name", ["self", "k", "scale", "seed", "tiles", "captures"])

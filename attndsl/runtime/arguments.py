@@ -30,6 +30,7 @@ FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _HALVES = FLOATS[:2]
 _CAST = FLOATS[:-1]
 """What autocast converts."""
+_LARGEST = float(torch.finfo(torch.float32).max)
 _KINDS = ("cpu", "cuda", "xpu", "mps", "hpu", "mtia", "maia", "xla", "ipu", "privateuseone")
 _AUTOCASTS = frozenset(kind for kind in _KINDS if torch.amp.is_autocast_available(kind))
 """Kinds of devices that have it; asked once, since graphs of torch 2.11 cannot trace that."""
@@ -83,6 +84,22 @@ def without_autocast(device: torch.device) -> AbstractContextManager[object]:
     """Within this block operations on ``device`` are in the dtypes of their operands."""
     known = device.type in _AUTOCASTS  # Not so ``meta``.
     return torch.autocast(device.type, enabled=False) if known else nullcontext()
+
+
+def scale_of(scale: Any) -> float:
+    """The factor of scores as a float; one that a graph leaves open stays open.
+
+    Raises:
+        ArgumentError: It is no number, or larger than numbers of fp32. Products with such a factor
+            are made differently everywhere.
+    """
+    found = scale if type(scale) is float else as_float(scale)
+    if type(found) is float and not abs(found) <= _LARGEST:
+        raise ArgumentError(
+            f"scale is {found}",
+            hint="pass a number of at most 3.4e38 in size, or None for 1 / sqrt(head dim)",
+        )
+    return found
 
 
 def check_scale(scale: object) -> None:

@@ -12,7 +12,6 @@ from attndsl.errors import ArgumentError, DeviceError, DTypeError, ShapeError
 from attndsl.ir import TOKENS
 
 from .arguments import (
-    as_float,
     bind_dims,
     check_names,
     check_operands,
@@ -22,6 +21,7 @@ from .arguments import (
     checked_tensor,
     is_wide,
     rows_contiguous,
+    scale_of,
     sizes_of,
 )
 from .distributed import is_dtensor
@@ -129,7 +129,7 @@ def call_of(
         q=q,
         k=k,
         v=v,
-        scale=q.shape[3] ** -0.5 if options.scale is None else as_float(options.scale),
+        scale=q.shape[3] ** -0.5 if options.scale is None else scale_of(options.scale),
         sizes=sizes,
         tensors=tensors,
         params=params,

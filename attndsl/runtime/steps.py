@@ -19,7 +19,7 @@ from attndsl.ir import TOKENS, size, toposort
 from attndsl.passes.widths import POSITION_LIMIT
 from attndsl.settings import asks_to_verify
 
-from .arguments import rows_contiguous
+from .arguments import rows_contiguous, scale_of
 from .chunks import MOST_FEW, attend_chunks, found_chunks
 from .higher import is_transformed
 from .paged import PagedCache
@@ -106,7 +106,7 @@ class Prepared(NamedTuple):
             assert part.packed is not None
             part = replace(part, packed=part.packed._replace(positions=request.q_index))
         call = call._replace(
-            scale=request.q.shape[2] ** -0.5 if scale is None else float(scale),  # type: ignore[arg-type]
+            scale=request.q.shape[2] ** -0.5 if scale is None else scale_of(scale),
             tensors={d.name: captures[d.name] for d in program.tensors},  # type: ignore[misc]
             params={d.name: captures.get(d.name, d.default) for d in program.params},  # type: ignore[arg-type]
             part=part,
