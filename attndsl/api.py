@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -29,7 +30,7 @@ from attndsl.runtime.programs import lowered_at, make_spec, warnings_at
 from attndsl.runtime.tiles import Verification, verify_call
 from attndsl.scalars import as_number
 from attndsl.settings import read_settings
-from attndsl.source import Source
+from attndsl.source import NAME_LENGTH, Source, shorten
 from attndsl.warming import warm_up_programs
 
 if TYPE_CHECKING:
@@ -40,6 +41,10 @@ if TYPE_CHECKING:
     from attndsl.frontend.declare import Declared
 
 __all__ = ["Attention", "compile", "load", "verify"]
+
+
+_PATH = re.compile(r"\s*[^\s()=]+\.(ya?ml|toml|json|attn)\s*")
+"""What no program is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +127,15 @@ def compile(  # noqa: A001
         )  # fmt: skip
     if not isinstance(text, str):
         raise ArgumentError(
-            f"the program is a {type(text).__name__}", hint="pass the program's text"
+            f"the program is a {type(text).__name__}",
+            hint="attndsl.trace(function) makes a program of a score_mod or mask_mod"
+            if callable(text)
+            else "pass the program's text",
+        )
+    if _PATH.fullmatch(text):
+        raise ArgumentError(
+            f"the program is {shorten(text, NAME_LENGTH)!r}, which looks like a file",
+            hint="attndsl.load(path) reads files; compile() takes the text itself",
         )
     for key, value, kind in (("name", name, str), ("exact", exact, bool)):
         if not isinstance(value, kind):

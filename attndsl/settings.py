@@ -51,7 +51,7 @@ def read_settings() -> Settings:
     return Settings(
         cache_dir=Path(os.path.expanduser(folder)) if folder else default,
         cache=os.environ.get("ATTNDSL_CACHE", "1").lower() not in _FALSE,
-        cache_bytes=_megabytes(os.environ.get("ATTNDSL_CACHE_MB", "256")),
+        cache_bytes=_megabytes(os.environ.get("ATTNDSL_CACHE_MB") or "256"),
         bundles=read_bundles(),
         checked=os.environ.get("ATTNDSL_CHECKED", "0").lower() not in _FALSE,
         verify=asks_to_verify(),

@@ -59,6 +59,38 @@ def test_a_scale_that_is_no_number_of_fp32_is_refused_at_each_call(scale):
         attention(q, q, q, scale=3e38 / 2**100)
 
 
+@pytest.mark.parametrize(
+    ("text", "hint"),
+    [("model.yaml", "attndsl.load(path)"), (" foo/local.attn", "attndsl.load(path)"),
+     (lambda b, h, q, kv: q >= kv, "attndsl.trace(function)"), (3, "pass the program's text")],
+)  # fmt: skip
+def test_what_is_no_text_of_a_program_is_told_of(text, hint):
+    with pytest.raises(errors.ArgumentError) as caught:
+        attndsl.compile(text)
+    assert hint in caught.value.hint
+
+
+@pytest.mark.parametrize(
+    ("arguments", "hint"),
+    [
+        ({"is_causal": True}, "write causal() in the program"),
+        ({"dropout_p": 0.1}, "dropout(softmax(score), p)"),
+        ({"attn_mask": None}, "attndsl.scaled_dot_product_attention has torch's arguments"),
+        ({"doc": [0] * 16}, "pass torch.as_tensor(doc)"),
+        ({"doc": torch.zeros(16).int().to_sparse()}, "pass doc.to_dense()"),
+    ],
+)
+def test_arguments_of_other_functions_and_kinds_are_told_of(arguments, hint):
+    program = "tensor doc[q_len]: int\nmask = doc[q] == doc[kv]"
+    q = torch.randn(1, 2, 16, 8)
+    given = arguments if "doc" in arguments else arguments | {"doc": torch.zeros(16).int()}
+    with pytest.raises(errors.ArgumentError) as caught:
+        attndsl.compile(program)(q, q, q, **given)
+    assert hint in caught.value.hint
+    with pytest.raises(errors.ArgumentError, match="q is sparse"):
+        attndsl.compile("causal()")(q.to_sparse(), q, q)
+
+
 @pytest.mark.parametrize("name", ["self", "k", "scale", "seed", "tiles", "captures"])
 def test_captures_may_be_called_like_arguments_of_calls(name):
     program = f"score = score * 2; tensor {name}[heads]: float; mask = {name}[h] > 0"

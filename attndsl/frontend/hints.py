@@ -56,6 +56,7 @@ _FUNCTIONS = {
     "tril": "write q >= kv",
     "triu": "write q <= kv",
     "pow": "write x ** y",
+    "log10": "write log(x) / log(10.0)",
     "print": "look at a program with 'attndsl show' or attn.scores(q, k)",
 }
 _NEAR = 80

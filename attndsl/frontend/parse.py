@@ -28,6 +28,14 @@ _ELSEWHERE = {
     "===": "write '=='",
     "^^": "write 'not ==' of two bools, or '^'",
     "->": "write '=' between a function's head and its body",
+    "=>": "write '>='",
+    "=<": "write '<='",
+    "\u2265": "write '>='",
+    "\u2264": "write '<='",
+    "\u2260": "write '!='",
+    "\u2212": "write '-'",
+    "\u00d7": "write '*'",
+    "\u00b7": "write '*'",
     '"': "text has no meaning in a program; names are written without quotes",
     "'": "text has no meaning in a program; names are written without quotes",
     "{": "only ( ) and [ ] are brackets here",
@@ -124,7 +132,7 @@ def _bad_token(span: Span, error: Any) -> LexError | ParseError:
         hint = _KEYWORDS["import"] if text.split()[:1] == ["import"] else hint
         return ParseError("the statement ends too early", at, hint)
     start, end = token.start_pos, token.end_pos
-    for two in ("&&", "||", "===", "->"):
+    for two in ("&&", "||", "===", "->", "=>", "=<"):
         at = max(0, start - 1)
         if text.startswith(two, at) or text.startswith(two, start):
             place = at if text.startswith(two, at) else start

@@ -134,6 +134,18 @@ def check_is_like(name: str, x: torch.Tensor, query_name: str, query: torch.Tens
         )
 
 
+def check_is_strided(name: str, x: torch.Tensor) -> None:
+    """Refuse tensors whose elements do not lie in memory by strides."""
+    if x.is_nested:
+        raise ArgumentError(
+            f"{name} is a nested tensor",
+            hint="attndsl.scaled_dot_product_attention takes those; a program takes packed rows "
+            "and a tensor that says which document each row is of",
+        )
+    if x.layout is not torch.strided:
+        raise ArgumentError(f"{name} is sparse", hint=f"pass {name}.to_dense()")
+
+
 def check_operands(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
     """Refuse q, k and v that do not go together."""
     for name, x in (("q", q), ("k", k), ("v", v)):
@@ -141,6 +153,7 @@ def check_operands(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
             raise ArgumentError(
                 f"{name} is a {type(x).__name__}", hint="pass a tensor (batch, heads, length, dim)"
             )
+        check_is_strided(name, x)
         if x.dim() != 4:
             raise ShapeError(
                 f"{name} has {x.dim()} dims {tuple(x.shape)}",
@@ -254,6 +267,8 @@ def _instead_of(name: str, needed: list[str]) -> str:
         return f"'{name}' is an argument of compile(); a call takes captures={{...}}"
     if name in COMPILE_ARGUMENTS:
         return f"'{name}' is an argument of compile(): attndsl.compile(text, {name}=...)"
+    if name in _OF_SDPA:
+        return f"{_OF_SDPA[name]}; attndsl.scaled_dot_product_attention has torch's arguments"
     close = difflib.get_close_matches(name, needed, n=1)
     return f"did you mean '{close[0]}'?" if close else f"it takes {', '.join(needed) or 'none'}"
 
@@ -331,6 +346,12 @@ def bind_dims(
                 )
 
 
+_OF_SDPA = {
+    "is_causal": "write causal() in the program",
+    "attn_mask": "write the mask in the program, or declare a tensor for it",
+    "dropout_p": "write 'weights = dropout(softmax(score), p)' in the program",
+    "enable_gqa": "leave it out: k and v may have fewer heads",
+}
 _SWAPPED = {"q_len": "heads", "kv_len": "kv_heads", "heads": "q_len", "kv_heads": "kv_len"}
 
 
@@ -370,9 +391,9 @@ def checked_tensor(decl: TensorDecl, value: object, device: torch.device | None)
     """
     if not isinstance(value, torch.Tensor):
         raise ArgumentError(
-            f"{decl.name} is a {type(value).__name__}",
-            hint=_none_hint(decl) if value is None else "the program declares it as a tensor",
+            f"{decl.name} is a {type(value).__name__}", hint=_tensor_of(decl, value)
         )
+    check_is_strided(decl.name, value)
     if value.dim() != len(decl.dims):
         dims = ", ".join(map(print_expression, decl.dims))
         raise ShapeError(
@@ -381,6 +402,15 @@ def checked_tensor(decl: TensorDecl, value: object, device: torch.device | None)
         )
     _check_dtype(decl.name, decl.dtype, value, device)
     return value
+
+
+def _tensor_of(decl: TensorDecl, value: object) -> str:
+    """The hint for a ``value`` that is no tensor."""
+    if value is None:
+        return _none_hint(decl)
+    if isinstance(value, list | tuple) or hasattr(value, "__array__"):
+        return f"pass torch.as_tensor({decl.name})"
+    return "the program declares it as a tensor"
 
 
 def _none_hint(decl: TensorDecl | ParamDecl) -> str:

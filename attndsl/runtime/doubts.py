@@ -65,7 +65,7 @@ def doubts_of_call(program: Program, call: Call, location: Location) -> Iterator
         )
         return
     placed = any(getattr(location, name) is not value for name, value in _NOWHERE.items())
-    if q_len == kv_len or placed or not _is_causal(program.mask):
+    if q_len == kv_len or 0 in (q_len, kv_len) or placed or not _is_causal(program.mask):
         return
     unseen = "" if q_len > kv_len else f", and no row sees the last {kv_len - q_len}"
     yield ProgramWarning(

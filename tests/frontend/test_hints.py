@@ -13,6 +13,12 @@ from attndsl.source import Source
 
 TENSOR = "tensor doc[batch, kv_len]: int\n"
 CASES = [
+    ("score = log10(score)", "write log(x) / log(10.0)"),
+    ("mask = q => kv", "write '>='"),
+    ("mask = q =< kv", "write '<='"),
+    ("mask = q \u2265 kv", "write '>='"),
+    ("mask = q \u2260 kv", "write '!='"),
+    ("score = score \u2212 1", "write '-'"),
     ("param window = 4\nmask = q - kv < window", "write 'param window: int = 4'"),
     ("param c = 4.5\nscore = c * score", "write 'param c: float = 4.5'"),
     ("param on = True\nmask = on", "write 'param on: bool = true'"),
