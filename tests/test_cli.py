@@ -16,6 +16,7 @@ from attndsl.cli import arguments, running
 from attndsl.runtime.cache import KernelCache
 from attndsl.runtime.dispatch import BACKENDS, forget_backends
 from attndsl.runtime.programs import compiled_program
+from attndsl.settings import read_settings
 
 ROOT = Path(__file__).parents[1]
 GOOD = "mask = causal() and q - kv < 8\n"
@@ -522,6 +523,8 @@ def test_schema_describes_the_examples(attndsl):
 
 def test_doctor(attndsl, monkeypatch):
     monkeypatch.setenv("ATTNDSL_LOG", "in\x1b[31mfo")
+    monkeypatch.setenv("ATTNDSL_CACHE_MB", "")
+    assert read_settings().cache_bytes == 256 << 20
     monkeypatch.setenv("ATTNDSL_CACHE_MB", "100")
     monkeypatch.setenv("SOME_TOKEN", "secret")
     code, out, _ = attndsl("doctor")

@@ -77,6 +77,8 @@ def test_causal_calls_of_two_lengths():
     for text in ("causal_lower_right()", "q - kv < 3", "prefix_lm(3)", "score"):
         assert warned(lambda text=text: attndsl.compile(text)(q, k, k)) == []
     assert warned(lambda: attn(k, k, k)) == []
+    for few, many in ((rows(0), k), (k, rows(0))):
+        assert warned(lambda few=few, many=many: attndsl.compile("causal()")(few, many, many)) == []
 
 
 def test_torch_s_own_arguments_mean_what_torch_says():
