@@ -138,9 +138,8 @@ class PlainRows:
         if bias is not None and math.isnan(float(lse.sum())):
             return None
         # Of rows without a live pair torch says 0, and of live ones whose scores are all -inf.
-        nothing = lse == 0.0
-        if bool((nothing if live is None else nothing & live).any()):
-            return None
         if live is not None:
             lse = torch.where(live, lse, -torch.inf)
+        if int(torch.count_nonzero(lse)) < lse.numel():
+            return None
         return part, lse
