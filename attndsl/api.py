@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -43,7 +45,7 @@ if TYPE_CHECKING:
 __all__ = ["Attention", "compile", "load", "verify"]
 
 
-_PATH = re.compile(r"\s*[^\s()=]+\.(ya?ml|toml|json|attn)\s*")
+_PATH = re.compile(r"\s*[^\s()=<>#\[\]]+\.(ya?ml|toml|json|attn)\s*")
 """What no program is."""
 
 
@@ -128,9 +130,7 @@ def compile(  # noqa: A001
     if not isinstance(text, str):
         raise ArgumentError(
             f"the program is a {type(text).__name__}",
-            hint="attndsl.trace(function) makes a program of a score_mod or mask_mod"
-            if callable(text)
-            else "pass the program's text",
+            hint=_instead_of_text(text),
         )
     if _PATH.fullmatch(text):
         raise ArgumentError(
@@ -146,6 +146,15 @@ def compile(  # noqa: A001
     return compile_source(
         Source(text, name, first_line), given, Options(backend, checked, exact, True)
     )
+
+
+def _instead_of_text(given: object) -> str:
+    """The hint for what is no text of a program."""
+    if isinstance(given, FunctionType):
+        return "attndsl.trace(function) makes a program of a score_mod or mask_mod"
+    if isinstance(given, os.PathLike):
+        return "attndsl.load(path) reads files; compile() takes the text itself"
+    return "pass the program's text"
 
 
 def _compiled_in_graph(arguments: dict[str, Any]) -> Attention:

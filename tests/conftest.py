@@ -325,7 +325,7 @@ def close(
         # 30,000 results, and 3 are exceeded by one of 700.
         chance = 1 + 4 * number_of(usual) ** -0.5
         if name in GRADIENT_FACTOR:
-            factor = FACTOR[dtype] * max(GRADIENT_FACTOR[name], chance)
+            factor = max(FACTOR[dtype] * GRADIENT_FACTOR[name], chance)
             allowed = slack * factor * usual.abs().mean() + FLOOR
             found = error.abs().mean()
         else:

@@ -47,7 +47,7 @@ def test_a_scale_is_a_number_in_every_call(scale):
     assert "pass a number" in caught.value.hint
 
 
-@pytest.mark.parametrize("scale", [math.nan, math.inf, -math.inf, 1e39, -1e300])
+@pytest.mark.parametrize("scale", [math.nan, math.inf, -math.inf, 1e39, -1e300, 10**400])
 def test_a_scale_that_is_no_number_of_fp32_is_refused_at_each_call(scale):
     """Products with such a factor would be made with another one, or fail in the backward."""
     attention = attndsl.compile("causal()")
@@ -59,10 +59,25 @@ def test_a_scale_that_is_no_number_of_fp32_is_refused_at_each_call(scale):
         attention(q, q, q, scale=3e38 / 2**100)
 
 
+def test_what_looks_like_a_file_only_behind_a_comment_is_a_program():
+    assert attndsl.compile("kv<9#see.json").explain()
+
+
+def test_a_scale_that_a_graph_reads_from_a_tensor():
+    attention = attndsl.compile("causal()")
+    q, scale = torch.randn(1, 2, 16, 8), torch.tensor(0.3)
+    with torch._dynamo.config.patch(capture_scalar_outputs=True):
+        compiled = torch.compile(
+            lambda q, s: attention(q, q, q, scale=s.item()), fullgraph=True, backend="eager"
+        )
+        torch.testing.assert_close(compiled(q, scale), attention(q, q, q, scale=0.3))
+
+
 @pytest.mark.parametrize(
     ("text", "hint"),
     [("model.yaml", "attndsl.load(path)"), (" foo/local.attn", "attndsl.load(path)"),
-     (lambda b, h, q, kv: q >= kv, "attndsl.trace(function)"), (3, "pass the program's text")],
+     (lambda b, h, q, kv: q >= kv, "attndsl.trace(function)"), (3, "pass the program's text"),
+     (Path("model.yaml"), "attndsl.load(path)"), (int, "pass the program's text")],
 )  # fmt: skip
 def test_what_is_no_text_of_a_program_is_told_of(text, hint):
     with pytest.raises(errors.ArgumentError) as caught:
@@ -87,7 +102,7 @@ def test_arguments_of_other_functions_and_kinds_are_told_of(arguments, hint):
     with pytest.raises(errors.ArgumentError) as caught:
         attndsl.compile(program)(q, q, q, **given)
     assert hint in caught.value.hint
-    with pytest.raises(errors.ArgumentError, match="q is sparse"):
+    with pytest.raises(errors.ArgumentError, match="q has the layout sparse_coo"):
         attndsl.compile("causal()")(q.to_sparse(), q, q)
 
 

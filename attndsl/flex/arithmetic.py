@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from attndsl.ir import DType, Node, Op, cast, const, node
+from attndsl.ir import DType, Node, Op, cast, const, node, reads_score
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -273,18 +273,24 @@ def where(condition: Value, yes: Value, no: Value) -> Node:
 
 
 def clamp(a: Value, low: Value | None = None, high: Value | None = None) -> Node:
-    """``a`` within the bounds that are given. At a bound the whole gradient is that of ``a``.
+    """``a`` within the bounds that are given.
 
-    ``maximum`` would split it. Ints have no gradients, and ``maximum`` says more of their range.
+    At a bound the whole gradient is that of ``a``, where ``maximum`` would split it. Captures begin
+    at such numbers, and scores are never just there: of these passes know more as an extremum.
     """
     x = number(a)
     for bound, extreme in ((low, maximum), (high, minimum)):
         if bound is None:
             continue
         y, limit = join(x, number(bound))
-        if y.dtype is DType.INT:
+        if is_extremum(y, limit):
             x = extreme(y, limit)
             continue
         beyond = node(Op.LT, *((y, limit) if extreme is maximum else (limit, y)))
         x = node(Op.WHERE, beyond, limit, y)
     return x
+
+
+def is_extremum(x: Node, limit: Node) -> bool:
+    """Whether a bound of ``x`` is told by ``maximum`` or ``minimum``: ints have no gradients."""
+    return x.dtype is DType.INT or reads_score(x) or reads_score(limit)

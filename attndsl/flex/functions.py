@@ -111,6 +111,8 @@ def _silu(a: Value) -> Node:
 
 
 def _hardtanh(a: Value, min_val: Value = -1.0, max_val: Value = 1.0) -> Node:
+    if ar.is_extremum(ar.number(a), ar.number(min_val)):
+        return ar.clamp(a, min_val, max_val)
     # Its gradient is 0 at both ends, where that of a clamp is 1.
     below = ar.where(ar.compare(">=", a, max_val), max_val, a)
     return ar.where(ar.compare("<=", a, min_val), min_val, below)

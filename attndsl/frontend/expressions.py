@@ -480,10 +480,11 @@ class Inliner:
             )
         if name in ("softmax", "dropout"):
             return NameResolutionError(
-                f"'{name}' stands only in 'weights', and nothing but dropout stands around it",
+                f"'{name}' stands only in 'weights', and nothing "
+                f"{'but dropout ' * (name == 'softmax')}stands around it",
                 expr.span,
-                "write 'weights = softmax(score)' or 'weights = dropout(softmax(score), p)'; "
-                "weights have no threshold: compare the score",
+                "write 'weights = softmax(score)' or 'weights = dropout(softmax(score), p)'; to "
+                "scale weights, scale v; weights have no threshold: compare the score",
             )
         if name in self.scope.values or name in ALWAYS:
             return NameResolutionError(f"'{name}' is no function", expr.span, "remove the call")

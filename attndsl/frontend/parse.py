@@ -28,7 +28,7 @@ _ELSEWHERE = {
     "===": "write '=='",
     "^^": "write 'not ==' of two bools, or '^'",
     "->": "write '=' between a function's head and its body",
-    "=>": "write '>='",
+    "=>": "write '>=' to compare, or '=' between a name or a function's head and its value",
     "=<": "write '<='",
     "\u2265": "write '>='",
     "\u2264": "write '<='",

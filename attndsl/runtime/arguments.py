@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Mapping
 from contextlib import nullcontext
 from numbers import Real
@@ -93,13 +94,22 @@ def scale_of(scale: Any) -> float:
         ArgumentError: It is no number, or larger than numbers of fp32. Products with such a factor
             are made differently everywhere.
     """
-    found = scale if type(scale) is float else as_float(scale)
-    if type(found) is float and not abs(found) <= _LARGEST:
+    try:
+        found = scale if type(scale) is float else as_float(scale)
+    except OverflowError:
+        found = math.inf
+    # In a graph all are floats by type, and one that is left open cannot be compared.
+    if not torch.compiler.is_dynamo_compiling() and type(found) is float:
+        _check_size_of_scale(found)
+    return found
+
+
+def _check_size_of_scale(scale: float) -> None:
+    if not abs(scale) <= _LARGEST:
         raise ArgumentError(
-            f"scale is {found}",
+            f"scale is {scale}",
             hint="pass a number of at most 3.4e38 in size, or None for 1 / sqrt(head dim)",
         )
-    return found
 
 
 def check_scale(scale: object) -> None:
@@ -139,11 +149,12 @@ def check_is_strided(name: str, x: torch.Tensor) -> None:
     if x.is_nested:
         raise ArgumentError(
             f"{name} is a nested tensor",
-            hint="attndsl.scaled_dot_product_attention takes those; a program takes packed rows "
-            "and a tensor that says which document each row is of",
+            hint="a program takes packed rows, and a tensor that says which document each row is "
+            "of; attndsl.scaled_dot_product_attention takes nested q, k and v",
         )
     if x.layout is not torch.strided:
-        raise ArgumentError(f"{name} is sparse", hint=f"pass {name}.to_dense()")
+        kind = str(x.layout).removeprefix("torch.")
+        raise ArgumentError(f"{name} has the layout {kind}", hint=f"pass {name}.to_dense()")
 
 
 def check_operands(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:

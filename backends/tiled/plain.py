@@ -27,9 +27,6 @@ if TYPE_CHECKING:
     from .lives import Lives
     from .plan import Span, Step
 
-_FEWEST_KEYS = 16
-"""Of fewer keys than a vector of the processor holds, torch takes a row of NaN for one without
-keys: output and log-sum-exp 0. Vectors of fp32 have at most so many."""
 _KEPT = 16
 """Spans of a call whose bias is kept."""
 _MOST_KEPT = 1 << 20
@@ -127,8 +124,6 @@ class PlainRows:
         Returns:
             (matrices, group * rows, dim) and (matrices, group * rows, 1).
         """
-        if span.width < _FEWEST_KEYS and not span.partial:
-            return None
         bias, live = self.biases.of(self.step, span, self.place)
         part, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             queries.unsqueeze(1), keys.unsqueeze(1), values.unsqueeze(1),
@@ -137,9 +132,18 @@ class PlainRows:
         part, lse = part.squeeze(1), lse.squeeze(1).unsqueeze(-1)
         if bias is not None and math.isnan(float(lse.sum())):
             return None
-        # Of rows without a live pair torch says 0, and of live ones whose scores are all -inf.
+        # Of rows without a live pair torch says 0.
         if live is not None:
             lse = torch.where(live, lse, -torch.inf)
-        if int(torch.count_nonzero(lse)) < lse.numel():
+        if int(torch.count_nonzero(lse)) < lse.numel() and _has_spoilt_rows(part, lse):
             return None
         return part, lse
+
+
+def _has_spoilt_rows(part: torch.Tensor, lse: torch.Tensor) -> bool:
+    """Whether torch has taken a row for one without keys: its output and log-sum-exp are 0.
+
+    It does so with rows of -inf, and with rows of NaN that have fewer keys than a vector of the
+    processor. A row of which both are right is computed again elsewhere, and stays what it is.
+    """
+    return bool((part[(lse == 0.0).squeeze(-1)] == 0.0).all(-1).any())

@@ -40,10 +40,22 @@ def test_results_are_those_of_the_reference(what, keys, dtype):
     for text in TEXTS:
         for rows in (1, 3, 150):
             given = operands(what, rows, keys, dtype)
-            offset = max(0, keys - rows) if "causal" in text else 0
+            offset = keys - rows if "causal" in text else 0
             results = [
                 attndsl.compile(text, backend=backend)(*given, q_offset=offset, return_lse=True)
                 for backend in ("cpu", "reference")
             ]
             for ours, wanted in zip(*results, strict=True):
                 torch.testing.assert_close(ours, wanted, atol=1e-5, rtol=1e-5, equal_nan=True)
+
+
+def test_a_row_of_zeros_changes_no_bits_of_others():
+    """Its log-sum-exp is 0, as that of rows that torch has taken for ones without keys."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, 4, 150, 16) for _ in range(3))
+    zero = q.clone()
+    zero[0, 0, 0] = 0.0
+    found = [attndsl.compile("causal()", backend="cpu")(x, k, v) for x in (q, zero)]
+    assert torch.equal(found[0][:, 1:], found[1][:, 1:])
+    assert torch.equal(found[0][0, 0, 1:], found[1][0, 0, 1:])
+    torch.testing.assert_close(found[1][0, 0, 0], v[0, 0, 0])

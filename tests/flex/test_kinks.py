@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 
 import attndsl
+from attndsl.passes.magnitude import magnitude
 
 AT = (0.0, 1.0, 6.0, -1.3, -1.0, 0.7, -0.0, 3.0)
 """Of each head: bounds of the functions below are among them."""
@@ -66,3 +67,33 @@ def test_a_remainder_of_scores_has_their_gradient():
     ]
     for ours, wanted in zip(*found, strict=True):
         torch.testing.assert_close(ours, wanted, atol=2e-5, rtol=2e-5)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda s, b, h, q, kv: torch.where(q >= kv, s, -torch.inf).clamp(max=50.0),
+        lambda s, b, h, q, kv: torch.where(q >= kv, s, -torch.inf).clamp(min=-torch.inf),
+        lambda s, b, h, q, kv: (s + torch.where(q >= kv, 0.0, -torch.inf)).clamp_max(30.0),
+    ],
+)
+def test_a_clamp_of_masked_scores_keeps_the_mask(function):
+    made = attndsl.trace(function)
+    q = torch.randn(1, 2, 9, 8, generator=torch.Generator().manual_seed(0))
+    wanted = attndsl.compile("causal()")(q, q, q)
+    torch.testing.assert_close(attndsl.compile(made.text)(q, q, q), wanted)
+
+
+@pytest.mark.parametrize(
+    ("function", "bound"),
+    [
+        (lambda s, b, h, q, kv: s.clamp(-20.0, 20.0), 20.0),
+        (lambda s, b, h, q, kv: 20 * torch.clamp(s / 20, -1, 1), 20.0),
+        (lambda s, b, h, q, kv: F.hardtanh(s), 1.0),
+        (lambda s, b, h, q, kv: F.relu6(s), 6.0),
+    ],
+)
+def test_bounds_of_scores_are_known(function, bound):
+    """Kernels then take no maximum off."""
+    lowered = attndsl.compile(attndsl.trace(function).text).lowered
+    assert magnitude(lowered.program.score) == bound

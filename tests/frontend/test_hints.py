@@ -13,8 +13,9 @@ from attndsl.source import Source
 
 TENSOR = "tensor doc[batch, kv_len]: int\n"
 CASES = [
+    ("weights = 2 * softmax(score)", "to scale weights, scale v"),
     ("score = log10(score)", "write log(x) / log(10.0)"),
-    ("mask = q => kv", "write '>='"),
+    ("mask = q => kv", "write '>=' to compare"),
     ("mask = q =< kv", "write '<='"),
     ("mask = q \u2265 kv", "write '>='"),
     ("mask = q \u2260 kv", "write '!='"),
