@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 _FALSE = frozenset({"", "0", "false", "no", "off"})
+_TRUE = frozenset({"1", "true", "yes", "on"})
 LOG_LEVELS = ("info", "debug")
 """Values of ``ATTNDSL_LOG``, beside those that say no."""
 
@@ -50,17 +51,31 @@ def read_settings() -> Settings:
     default = platformdirs.user_cache_path("attndsl", appauthor=False)
     return Settings(
         cache_dir=Path(os.path.expanduser(folder)) if folder else default,
-        cache=os.environ.get("ATTNDSL_CACHE", "1").lower() not in _FALSE,
+        cache=_switch("ATTNDSL_CACHE", True),
         cache_bytes=_megabytes(os.environ.get("ATTNDSL_CACHE_MB") or "256"),
         bundles=read_bundles(),
-        checked=os.environ.get("ATTNDSL_CHECKED", "0").lower() not in _FALSE,
+        checked=_switch("ATTNDSL_CHECKED", False),
         verify=asks_to_verify(),
     )
 
 
 def asks_to_verify() -> bool:
     """``Settings.verify`` alone, since every new kind of call asks, and folders take 40 us."""
-    return os.environ.get("ATTNDSL_VERIFY", "0").lower() not in _FALSE
+    return _switch("ATTNDSL_VERIFY", False)
+
+
+def _switch(name: str, default: bool) -> bool:
+    """Whether a variable of the environment is on; an empty one is not set.
+
+    Raises:
+        ConfigError: It is neither on nor off.
+    """
+    from attndsl.errors import ConfigError
+
+    text = os.environ.get(name, "").lower()
+    if text in _TRUE or text in _FALSE:
+        return text in _TRUE if text else default
+    raise ConfigError(f"{name} is {text[:40]!r}", hint="write 1 or 0")
 
 
 def read_bundles() -> tuple[BundlePlace, ...]:

@@ -13,6 +13,7 @@ import torch
 
 from attndsl import cli
 from attndsl.cli import arguments, running
+from attndsl.errors import ConfigError
 from attndsl.runtime.cache import KernelCache
 from attndsl.runtime.dispatch import BACKENDS, forget_backends
 from attndsl.runtime.programs import compiled_program
@@ -506,6 +507,28 @@ def test_hostile_entries_of_the_cache_are_listed_without_harm(attndsl, tmp_path,
     code, out, _ = attndsl("cache", "stats")
     assert code == 0
     assert out.replace("\n", "").isprintable()
+
+
+@pytest.mark.parametrize("place", ["file", "file/below"])
+def test_stats_say_why_nothing_is_kept(attndsl, monkeypatch, tmp_path, place):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("ATTNDSL_CACHE_DIR", str(tmp_path / place))
+    code, out, _ = attndsl("cache", "stats")
+    assert code == 0
+    assert f"enabled  no: {tmp_path / 'file'} is no folder" in out
+
+
+@pytest.mark.parametrize("name", ["ATTNDSL_CACHE", "ATTNDSL_CHECKED", "ATTNDSL_VERIFY"])
+def test_switches_are_on_or_off(monkeypatch, name):
+    field = name.partition("_")[2].lower()
+    for text, wanted in (("1", True), ("on", True), ("0", False), ("No", False)):
+        monkeypatch.setenv(name, text)
+        assert getattr(read_settings(), field) is wanted
+    monkeypatch.setenv(name, "")
+    assert getattr(read_settings(), field) is (field == "cache")
+    monkeypatch.setenv(name, "nonsense")
+    with pytest.raises(ConfigError, match=f"{name} is 'nonsense'"):
+        read_settings()
 
 
 def test_schema_describes_the_examples(attndsl):

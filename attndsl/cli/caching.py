@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from collections import Counter
@@ -128,7 +129,7 @@ def print_stats() -> None:
     entries = cache.entries()
     counts = Counter(entry.kind for entry in entries)
     print(f"folder   {visible(str(cache.folder))}")
-    print(f"enabled  {'yes' if read_settings().cache else 'no (ATTNDSL_CACHE=0)'}")
+    print(f"enabled  {_state(cache.folder)}")
     print(f"limit    {cache.limit} bytes")
     bundles = _bundles()
     if bundles:
@@ -137,6 +138,20 @@ def print_stats() -> None:
     for kind, count in sorted(counts.items()):
         size = sum(entry.bytes for entry in entries if entry.kind == kind)
         print(f"  {visible(kind):<9} {count}, {size} bytes")
+
+
+def _state(folder: Path) -> str:
+    """Whether entries are kept in ``folder``; if not, why."""
+    if not read_settings().cache:
+        return "no (ATTNDSL_CACHE=0)"
+    there = next(place for place in (folder, *folder.parents) if place.exists())
+    if not there.is_dir():
+        return f"no: {visible(str(there))} is no folder (ATTNDSL_CACHE_DIR may name another one)"
+    if not os.access(there, os.W_OK):
+        return (
+            f"no: {visible(str(there))} cannot be written (ATTNDSL_CACHE_DIR may name another one)"
+        )
+    return "yes"
 
 
 def clear() -> None:
