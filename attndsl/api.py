@@ -127,16 +127,8 @@ def compile(  # noqa: A001
             {"text": text, "backend": backend, "name": name, "checked": checked, "exact": exact,
              "first_line": first_line, "params": params, "tensors": tensors, "names": names}
         )  # fmt: skip
-    if not isinstance(text, str):
-        raise ArgumentError(
-            f"the program is a {type(text).__name__}",
-            hint=_instead_of_text(text),
-        )
-    if _PATH.fullmatch(text):
-        raise ArgumentError(
-            f"the program is {shorten(text, NAME_LENGTH)!r}, which looks like a file",
-            hint="attndsl.load(path) reads files; compile() takes the text itself",
-        )
+    if not isinstance(text, str) or _PATH.fullmatch(text):
+        raise _no_program(text)
     for key, value, kind in (("name", name, str), ("exact", exact, bool)):
         if not isinstance(value, kind):
             raise _no_param(key, value)
@@ -148,13 +140,15 @@ def compile(  # noqa: A001
     )
 
 
-def _instead_of_text(given: object) -> str:
-    """The hint for what is no text of a program."""
+def _no_program(given: object) -> ArgumentError:
+    """The error of what is given in place of a program's text."""
+    what, hint = f"a {type(given).__name__}", "pass the program's text"
     if isinstance(given, FunctionType):
-        return "attndsl.trace(function) makes a program of a score_mod or mask_mod"
-    if isinstance(given, os.PathLike):
-        return "attndsl.load(path) reads files; compile() takes the text itself"
-    return "pass the program's text"
+        hint = "attndsl.trace(function) makes a program of a score_mod or mask_mod"
+    elif isinstance(given, str | os.PathLike):
+        hint = "attndsl.load(path) reads files; compile() takes the text itself"
+        what = f"{shorten(str(given), NAME_LENGTH)!r}, which looks like a file"
+    return ArgumentError(f"the program is {what}", hint=hint)
 
 
 def _compiled_in_graph(arguments: dict[str, Any]) -> Attention:

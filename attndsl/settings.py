@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+from attndsl.errors import ConfigError
+
 _FALSE = frozenset({"", "0", "false", "no", "off"})
 _TRUE = frozenset({"1", "true", "yes", "on"})
 LOG_LEVELS = ("info", "debug")
@@ -70,8 +72,6 @@ def _switch(name: str, default: bool) -> bool:
     Raises:
         ConfigError: It is neither on nor off.
     """
-    from attndsl.errors import ConfigError
-
     text = os.environ.get(name, "").lower()
     if text in _TRUE or text in _FALSE:
         return text in _TRUE if text else default
@@ -102,8 +102,6 @@ def add_bundle(path: str | os.PathLike[str], digest: str | None = None) -> None:
     Raises:
         ConfigError: ``digest`` is none, or ``path`` cannot stand in the variable.
     """
-    from attndsl.errors import ConfigError
-
     folder = os.path.abspath(os.fspath(path))
     if os.pathsep in folder:
         raise ConfigError(
@@ -130,8 +128,6 @@ def _bundle_place(text: str) -> BundlePlace:
 
 
 def _check_digest(text: str) -> None:
-    from attndsl.errors import ConfigError
-
     if not _DIGEST.fullmatch(text):
         raise ConfigError(
             f"{text[:80]!r} is no digest of a bundle",
@@ -147,8 +143,6 @@ def log_level() -> str:
 
 
 def _megabytes(text: str) -> int:
-    from attndsl.errors import ConfigError
-
     if not text.isdigit():
         raise ConfigError(
             f"ATTNDSL_CACHE_MB is {text[:40]!r}", hint="write a whole number of megabytes"

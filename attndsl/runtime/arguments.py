@@ -99,17 +99,13 @@ def scale_of(scale: Any) -> float:
     except OverflowError:
         found = math.inf
     # In a graph all are floats by type, and one that is left open cannot be compared.
-    if not torch.compiler.is_dynamo_compiling() and type(found) is float:
-        _check_size_of_scale(found)
-    return found
-
-
-def _check_size_of_scale(scale: float) -> None:
-    if not abs(scale) <= _LARGEST:
+    is_open = type(found) is not float or torch.compiler.is_dynamo_compiling()
+    if not is_open and not abs(found) <= _LARGEST:
         raise ArgumentError(
-            f"scale is {scale}",
+            f"scale is {found}",
             hint="pass a number of at most 3.4e38 in size, or None for 1 / sqrt(head dim)",
         )
+    return found
 
 
 def check_scale(scale: object) -> None:
