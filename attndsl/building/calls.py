@@ -43,12 +43,11 @@ LENGTHS = ((1024, 1024), (1007, 1007))
 _NUMBERS: dict[DType, bool | int | float] = {DType.BOOL: True, DType.INT: 16, DType.FLOAT: 1.0}
 """Run-time params; kernels depend on their types."""
 _BATCH = 2
-_NARROW = 64
-"""Columns up to which rows decide between two kernels."""
 _FEW_ROWS = 128
-"""Rows up to which they do not."""
-_ALIGNED, _UNALIGNED = (1024, 1536), (1007, 1535)
-"""Rows that fill small work tiles better, and rows that fill both alike."""
+"""Rows up to which they do not decide between kernels."""
+_ALIGNED = {64: (336, 1024, 6144), 96: (640, 6144), 128: (512, 6144)}
+"""Lengths for which Hopper's kernels have tiles of different sizes, by most columns."""
+_UNALIGNED = {64: (333, 1007, 6143), 96: (637, 6143), 128: (509, 6143)}
 _SEED = 7
 
 
@@ -106,16 +105,13 @@ def examples(attention: Attention, asked: Asked) -> Iterator[Example]:
 
 
 def _lengths(asked: Asked, dim: int) -> tuple[tuple[int, int], ...]:
-    """Those that are asked for, and others whose rows fill tiles of both sizes.
-
-    Hopper's forward of up to 64 columns has two kernels, by how its rows fill work tiles.
-    """
+    """Those that are asked for, and others for which Hopper's kernels have tiles of other sizes."""
     found = dict.fromkeys(asked.lengths)
-    if dim <= _NARROW:
-        for rows, keys in asked.lengths:
-            if rows > _FEW_ROWS:
-                for own in _UNALIGNED if rows % 16 else _ALIGNED:
-                    found[own, own if rows == keys else max(own, keys)] = None
+    for rows, keys in asked.lengths:
+        known = _UNALIGNED if rows % 16 else _ALIGNED
+        if rows > _FEW_ROWS:
+            for own in next((known[columns] for columns in known if dim <= columns), ()):
+                found[own, own if rows == keys else max(own, keys)] = None
     return tuple(found)
 
 

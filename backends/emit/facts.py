@@ -164,8 +164,8 @@ class KernelFacts:
     """Whether a Hopper backward adds up the gradients of scores along diagonals."""
     takes_turns: bool = False
     """Whether a Hopper backward adds to sums of dQ in a fixed order (``features/turns.py``)."""
-    narrow_rows: bool = False
-    """Whether the rows of a call fill smaller work tiles of a Hopper forward better."""
+    small_tiles: bool = False
+    """Whether a call's lengths are such that smaller tiles of a Hopper kernel are faster."""
     wide_out: bool = False
     """Whether the output is in fp32 (``Call.wide``)."""
     wide_gradients: bool = False
@@ -310,7 +310,7 @@ def for_lists(facts: KernelFacts) -> KernelFacts:
     """``facts`` for kernels that find tiles, of which one module serves all kernels of a call."""
     return replace(
         facts, tensor_gradients=(), param_gradients=(), moving_operands="", moving_captures=(),
-        pair_tiles=(), stores_ds=False, adds_diagonals=False, takes_turns=False, narrow_rows=False,
+        pair_tiles=(), stores_ds=False, adds_diagonals=False, takes_turns=False, small_tiles=False,
         wide_out=False, wide_gradients=False, narrow_dq=False, packed_heads=False, pages=None,
     )  # fmt: skip
 

@@ -16,7 +16,6 @@ from ..kernels.device import on_device, stream_of, why_no_gpu
 from ..kernels.kernel import Job, Task, kernels_of
 from ..kernels.tile_lists import STATISTICS_ROWS, lists_of
 from ..memory_order import given_room, memory_order, wide_dtype
-from .blocks import widest
 from .copies import room_for
 from .distances import empty_sums, with_diagonals, with_distances, with_summed
 from .kernels import FIXED, KERNELS
@@ -26,7 +25,7 @@ from .learned import Statistics, gradients_of_parts
 from .pair_tiles import window, with_pair_tiles
 from .stored import empty_ds, with_stored
 from .tangents import launch_with_tangents, readable
-from .tiles import has_narrow_rows
+from .tiles import has_small_tiles
 from .why_not import most_head_dim, why_not
 
 if TYPE_CHECKING:
@@ -126,8 +125,9 @@ class Hopper:
             facts = with_diagonals(with_gradients(facts, wanted), lowered, call)
             narrow = wanted.wide and _is_narrow(call)
             facts = replace(facts, narrow_dq=narrow, takes_turns=call.deterministic)
-        if task is Task.FORWARD and widest(facts) == 64 and has_narrow_rows(call.q.shape[2]):
-            facts = replace(facts, narrow_rows=True)
+        masked = lowered.program.mask is not None
+        if has_small_tiles(task, facts, call.q.shape[2], call.k.shape[2], masked):
+            facts = replace(facts, small_tiles=True)
         (kernel,) = kernels_of(self, task)
         return (Job(kernel, lowered, with_pair_tiles(facts, lowered, call, task)),)
 

@@ -32,7 +32,7 @@ from .features.tangents import TANGENTS
 from .features.turns import TURNS
 from .functions import print_functions, weights_and_factor
 from .learned import Learned, learned_in_kernel
-from .memory import has_own_output
+from .memory import has_own_output, query_slots
 
 if TYPE_CHECKING:
     from attndsl.ir import Node
@@ -169,6 +169,7 @@ def _flags(spec: ModuleSpec) -> Flags:
         "RELEASE_PER_THREAD": not (spec.is_forward or wide or facts.takes_turns)
         and _is_pairwise(placed.slope),
         "OWN_OUTPUT": spec.is_forward and has_own_output(facts, spec.config),
+        "QUERIES": query_slots(facts, spec.config) if spec.is_forward else 1,
         "FP32_ROWS": facts.wide_gradients,
     }
 

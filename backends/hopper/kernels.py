@@ -16,9 +16,10 @@ from .arguments import arguments_of
 from .blocks import block_width, widest
 from .features.skips import parts_of_lists
 from .generate import generate
+from .memory import deepened
 from .pair_tiles import fitting
 from .sums import dq_from_sums, prepare_backward
-from .tiles import CANDIDATES, candidates, for_busy_producers
+from .tiles import CANDIDATES, candidates, for_busy_producers, for_lengths, with_few_keys
 
 if TYPE_CHECKING:
     from attndsl.passes.tiles.plan import LoopPlan
@@ -38,6 +39,10 @@ tiles of 64 x 128."""
 _MOST_WORK_OF_MASK = 40
 """Instructions a pair of a mask beyond which forwards have tiles of 128 x 64: see M39 in
 docs/measured.md."""
+
+_FEW_TILES = 16
+"""Tiles of 128 keys that work tiles of 128 rows visit at most where these are faster than those of
+192: see M47 in docs/measured.md."""
 
 _MOST_WORK_BESIDE_PARAMS = 30
 """Instructions a pair of a score that reads run-time params, beyond which forwards of D128 spill
@@ -66,7 +71,10 @@ def _configs(job: Job, machine: Machine) -> tuple[Config, ...]:
     if not forward and job.work_of_pair > _MOST_WORK_OF_LARGE:
         plain = False
     found = candidates(task, widest(facts), plain, job.work, column, dropped, own)
-    if forward and (facts.narrow_rows or job.work_of_pair > _MOST_WORK_OF_THREE):
+    if forward and not (dropped or own):
+        found = with_few_keys(facts, found)
+    found = for_lengths(task, facts, found, forward and _visits_few(job))
+    if forward and job.work_of_pair > _MOST_WORK_OF_THREE:
         found = tuple(config for config in found if config.consumers < 3)
     if forward and _is_long_with_params(job):
         found = tuple(sorted(found, key=lambda config: config.block_n))
@@ -80,7 +88,16 @@ def _configs(job: Job, machine: Machine) -> tuple[Config, ...]:
     if facts.takes_turns:
         # Programs take work tiles in their order, one after the other.
         found = tuple(config for config in found if config.persistent)
+    if forward:
+        found = tuple(deepened(facts, config) for config in found)
     return fitting(task, facts, found) if facts.pair_tiles else found
+
+
+def _visits_few(job: Job) -> bool:
+    """Whether work tiles visit few tiles of keys, however long sequences are."""
+    facts = job.facts
+    visited = job.lowered.sparsity.visited(FORWARD, facts.shifted, facts.indexed)
+    return visited is not None and visited <= _FEW_TILES
 
 
 def _is_mostly_mask(job: Job) -> bool:

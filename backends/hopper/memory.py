@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ..kernels.config import shared_memory_of
@@ -34,6 +35,32 @@ def has_own_output(facts: KernelFacts, config: Config) -> bool:
     d, dv = block_width(facts.head_dim), block_width(facts.value_dim)
     if d != dv or not config.persistent:
         return d != dv
+    return bool(facts.moving_operands) and _has_room(facts, config)
+
+
+def query_slots(facts: KernelFacts, config: Config) -> int:
+    """How many work tiles' rows of q, and their output in its place, a forward has room for.
+
+    With two, the next work tile's rows of q come while the consumers compute.
+    """
+    own = facts.moving_operands or not config.persistent
+    if own or block_width(facts.head_dim) != block_width(facts.value_dim):
+        return 1
+    return 2 if _has_room(facts, config) else 1
+
+
+def deepened(facts: KernelFacts, config: Config) -> Config:
+    """A forward's config with a third stage, where there is room beside rows of two work tiles.
+
+    Keys of the next work tile then come while the consumers compute: see M47 in docs/measured.md.
+    """
+    more = replace(config, stages=max(config.stages, 3))
+    return more if query_slots(facts, more) == 2 else config
+
+
+def _has_room(facts: KernelFacts, config: Config) -> bool:
+    """Whether there is room for rows of the output beside all others that a forward has."""
+    d, dv = block_width(facts.head_dim), block_width(facts.value_dim)
     q, k, v = (1 + (name in facts.moving_operands) for name in "qkv")
     elements = config.block_m * (q * d + dv) + config.stages * config.block_n * (k * d + v * dv)
     more = _feature_bytes(Task.FORWARD, facts, config)

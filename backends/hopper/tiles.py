@@ -6,9 +6,14 @@ Preferences are those of FlashAttention-3 (arXiv 2407.08608) where measurements 
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from ..kernels.config import Config
 from ..kernels.kernel import Task
+from .blocks import widest
+
+if TYPE_CHECKING:
+    from ..emit.facts import KernelFacts
 
 _FORWARD = {
     64: (Config(192, 128, 4, 2, 3, 160), Config(128, 128, 4, 2, 2, 240)),
@@ -52,19 +57,80 @@ CANDIDATES: dict[Task, dict[int, tuple[Config, ...]]] = {
 """Configs worth compiling, by task and head dim, a power of two."""
 
 
+_MIDDLE = 96
+"""The most columns of rows whose forward has three consumers, with 64 keys a tile."""
+_OF_MIDDLE = Config(192, 64, 4, 3, 3, 160, persistent=True)
+_FEW_KEYS = Config(128, 64, 4, 4, 2, 240, persistent=True)
+"""Of forwards of more columns that have few keys, or whose rows begin between sectors."""
+_SECTOR = 16
+"""Elements of 16 bits: rows of other lengths take more sectors of memory than they fill."""
 _FEWEST_ROWS = 128
 """Calls of no more rows have one work tile a head, of whatever size."""
-_LEFT_OVER = 1.04
+_LEFT_OVER, _LEFT_OVER_OF_MIDDLE = 1.04, 1.13
 """How many times as many rows the larger work tiles of a forward may have as the smaller ones."""
+_MOST_KEYS_OF_SMALL = {64: 3072, 128: 1024}
+"""Keys up to which forwards have smaller tiles, by columns: of D64 with a mask, of D128."""
+_MOST_KEYS_OF_SMALL_BACKWARD = 384
 
 
-def has_narrow_rows(q_len: int) -> bool:
-    """Whether work tiles of 128 rows make a forward of D64 faster than those of 192 do.
+def has_small_tiles(task: Task, facts: KernelFacts, q_len: int, kv_len: int, masked: bool) -> bool:
+    """Whether lengths make smaller tiles faster: see M28 and M47 in docs/measured.md.
 
-    Short rows leave much of the last large tile empty: see M28 in docs/measured.md.
+    Short rows leave much of the last large tile empty, and programs of few tiles wait for the
+    first and the last of them. Where keys decide, parts of a call's rows have the tiles of all.
     """
+    width, columns = widest(facts), max(facts.head_dim, facts.value_dim)
+    if task is Task.BACKWARD:
+        cut = q_len % 128 or kv_len % 128
+        short = max(q_len, kv_len) <= _MOST_KEYS_OF_SMALL_BACKWARD
+        return width == 64 and not masked and short and bool(cut)
+    if task is not Task.FORWARD or width > 128:
+        return False
+    if columns > _MIDDLE:
+        return kv_len <= _MOST_KEYS_OF_SMALL[128]
     large, small = (-(-q_len // rows) * rows for rows in (192, 128))
-    return q_len > _FEWEST_ROWS and large > _LEFT_OVER * small
+    if width == 64 and masked and kv_len <= _MOST_KEYS_OF_SMALL[64]:
+        return q_len > _FEWEST_ROWS
+    most = _LEFT_OVER if width == 64 else _LEFT_OVER_OF_MIDDLE
+    return q_len > _FEWEST_ROWS and large > most * small
+
+
+def for_lengths(
+    task: Task, facts: KernelFacts, configs: tuple[Config, ...], few: bool
+) -> tuple[Config, ...]:
+    """Those of :func:`candidates` in the order that suits the call's lengths.
+
+    Args:
+        task: ``FORWARD`` or ``BACKWARD``.
+        facts: Those of the call.
+        configs: All, best first for long sequences.
+        few: Whether a forward's work tiles visit few tiles, however long sequences are.
+    """
+    width = widest(facts)
+    if task is Task.BACKWARD:
+        if facts.small_tiles:
+            return tuple(sorted(configs, key=lambda config: config.block_m))
+        return configs
+    if facts.small_tiles or (few and width == 64):
+        return tuple(config for config in configs if config.consumers < 3)
+    return configs
+
+
+def with_few_keys(facts: KernelFacts, configs: tuple[Config, ...]) -> tuple[Config, ...]:
+    """Forward configs, best first, before which there are those of fewer keys that are faster.
+
+    Tiles of 128 columns hold rows of fewer columns as well: then the registers of three consumers
+    suffice, and products take less time than exponentials. See M47 in docs/measured.md.
+    """
+    columns = max(facts.head_dim, facts.value_dim)
+    if widest(facts) != 128 or not configs[0].persistent:
+        return configs
+    found: tuple[Config, ...] = ()
+    if columns <= _MIDDLE:
+        found = (_OF_MIDDLE, _FEW_KEYS) if columns % _SECTOR else (_OF_MIDDLE,)
+    elif facts.small_tiles:
+        found = (_FEW_KEYS,)
+    return (*found, *configs)
 
 
 def candidates(

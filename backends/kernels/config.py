@@ -75,11 +75,10 @@ INTERPRETED = (Config(32, 32, 4, 1),)
 def is_hopeless(config: Config, spilled: Config) -> bool:
     """Whether ``config`` would spill no fewer registers than one that did.
 
-    Its threads hold more, or it differs in what lies in shared memory alone.
+    Its threads hold more, in no more registers, or it differs in what lies in shared memory alone.
     """
-    return config.elements > spilled.elements or replace(config, stages=0) == replace(
-        spilled, stages=0
-    )
+    holds_more = config.elements > spilled.elements and config.registers <= spilled.registers
+    return holds_more or replace(config, stages=0) == replace(spilled, stages=0)
 
 
 def shared_memory_of(target: str) -> int:

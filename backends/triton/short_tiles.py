@@ -36,6 +36,8 @@ _FEW_ROWS = 512
 """Rows up to which a program has so few query tiles that it loads none ahead."""
 _WARPS = {16: 1, 32: 2, 64: 4}
 """By rows of a query tile."""
+_WARPS_OF_FEW = 2
+"""Of a backward of 16 rows and 16 keys: see M47 in docs/measured.md."""
 _MOST_WIDTH = 256
 """Columns of the widest rows: wider ones leave no room for tiles of queries."""
 _MOST_WARPS = 8
@@ -138,7 +140,8 @@ def _of_backward(shape: Shape, widths: Widths) -> list[Config]:
     least = triton.next_power_of_2(max(1, keys * widths.both // _SUMS_OF_WARP))
     small = min(rows, _ROWS_OF_BACKWARD)
     ahead = 32 < keys <= 64 and widths.both <= 128
-    few = Config(small, keys, max(_WARPS[small], least), 3 if ahead else 1)
+    warps = _WARPS_OF_FEW if small == keys == ROWS[0] else max(_WARPS[small], least)
+    few = Config(small, keys, warps, 3 if ahead else 1)
     if long and keys <= 32:
         return [Config(rows, keys, max(_WARPS[rows], least), 3), few]
     if long and keys <= 96:

@@ -10,12 +10,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+import torch
 from support.fork_server import COMMAND, run_python, run_script
 
 import attndsl
 from attndsl import cli
-from attndsl.backends.hopper.tiles import has_narrow_rows
+from attndsl.backends.emit.facts import facts_of
+from attndsl.backends.hopper.tiles import has_small_tiles
 from attndsl.backends.kernels.absent import TARGETS, AbsentGPU
+from attndsl.backends.kernels.example import example_call
+from attndsl.backends.kernels.kernel import Task
 from attndsl.building import build
 from attndsl.building.calls import LENGTHS, Asked, examples
 from attndsl.building.pack import check_output
@@ -184,19 +188,33 @@ def test_entries_of_bundles_are_listed_in_words(place: Workplace, command, monke
 @pytest.mark.parametrize(
     ("dim", "lengths", "rows"),
     [
-        (64, ((4096, 4096),), {4096, 1024, 1536}),
-        (64, ((4095, 4095),), {4095, 1007, 1535}),
-        (64, LENGTHS, {1024, 1007, 1536, 1535}),
+        (64, ((4096, 4096),), {4096, 336, 1024, 6144}),
+        (64, ((4095, 4095),), {4095, 333, 1007, 6143}),
+        (64, LENGTHS, {1024, 1007, 336, 333, 6144, 6143}),
         (64, ((1, 4096), (100, 100)), {1, 100}),
-        (128, ((4096, 4096),), {4096}),
+        (72, ((4096, 4096),), {4096, 640, 6144}),
+        (128, ((4096, 4096),), {4096, 512, 6144}),
+        (256, ((4096, 4096),), {4096}),
     ],
 )
-def test_both_sizes_of_hopper_work_tiles_are_built(dim, lengths, rows) -> None:
+@pytest.mark.parametrize("text", ["score", "causal()"])
+def test_all_sizes_of_hopper_tiles_are_built(text, dim, lengths, rows) -> None:
     asked = Asked(head_dims=(dim,), lengths=lengths)
-    made = list(examples(attndsl.compile("causal()"), asked))
+    attention = attndsl.compile(text)
+    made = list(examples(attention, asked))
     assert {x.operands[0].shape[2] for x in made} == rows
-    narrow = {has_narrow_rows(n) for n in rows}
-    assert narrow == ({False, True} if dim == 64 and min(rows) > 128 else {False})
+    masked = attention.lowered.program.mask is not None
+
+    def small(task: Task, length: int) -> bool:
+        q = torch.empty(2, 2, length, dim, dtype=torch.bfloat16)
+        call = example_call(attention.lowered, dim, dim, q.dtype, {})._replace(q=q, k=q, v=q)
+        facts = facts_of(attention.lowered.program, call)
+        return has_small_tiles(task, facts, length, length, masked)
+
+    if min(rows) > 128:
+        for task in (Task.FORWARD, Task.BACKWARD):
+            found = {small(task, length) for length in rows}
+            assert found == {small(task, length) for length in (*range(129, 1500, 7), 8192)}
 
 
 @pytest.mark.slow

@@ -155,8 +155,10 @@ def run_forward(
         flags["ROWS_HAVE_TILES"] = False
     kernel = Kernel("forward", lowered, facts, config)
     text = kernel.text(shown, flags)
-    own = width != WIDTH or (config.persistent and not run.wide)
-    assert bool(number_of(text, "gl.allocate_shared_memory(o_desc.dtype, ...)")) == own
+    own = bool(number_of(text, "gl.allocate_shared_memory(o_desc.dtype, ...)"))
+    assert own == (width != WIDTH)
+    two_slots = config.persistent and not own and not run.wide
+    assert ("QUERIES = tl.constexpr(2)" in text) == two_slots
     out = torch.full((*q.shape[:3], width), float("nan"), dtype=torch.float16)
     lse = torch.full((q.shape[:3].numel(),), float("nan"))
     rows = config.block_m // config.consumers

@@ -192,6 +192,18 @@ class Sparsity:
             return "masked"
         return "short" if loop.full else "short partial"
 
+    def visited(self, direction: Direction, shifted: bool, indexed: bool) -> int | None:
+        """How many tiles of 128 a tile of 128 visits in long sequences, where this does not grow.
+
+        Params that are given at the call are taken to be 1024.
+        """
+        if self.mask is None:
+            return None
+        loop = self.loop(direction, 128, 128, shifted, indexed)
+        if loop.listed is not None or not loop.short:
+            return None
+        return _visited(loop, 128, 128, _MANY, 0.5)
+
 
 def _visited(loop: LoopPlan, own: int, along: int, scale: int, place: float) -> int:
     """Tiles that one of many owning tiles visits, the first (0.0), the last (1.0), or between."""

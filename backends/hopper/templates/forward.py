@@ -129,7 +129,9 @@ def consume_work(
     acc = gl.zeros([ROWS, DV], gl.float32, layout=OUTPUT)
     lowest = 0.0 if BOUNDED else float("-inf")
     row_max = gl.full([ROWS], lowest, gl.float32, layout=gl.SliceLayout(1, SCORES))
-    q_tile = memory.q.data.index(PART).reshape([ROWS, D])
+    q_slot, q_phase = slot_of(work_index, QUERIES)
+    q_index = q_slot * CONSUMERS + PART
+    q_tile = memory.q.data.index(q_index).reshape([ROWS, D])
     rows = Rows(numbers, places, q, q_parts, origin, q_tile)
 
     first_tile = tile_at(begin_partial, work, True)
@@ -142,14 +144,14 @@ def consume_work(
     if FIXED_MAX:
         # The first keys of all often have the largest scores: their tile is one to follow. What is
         # added to the scores of padding is as good as -inf, and nothing to be relative to.
-        uses_fixed_max = work.uses_fixed_max & (begin + 1 < own_full)
-        end = gl.where(uses_fixed_max, begin + 1, own_full)
+        uses_fixed_max = work.uses_fixed_max & (own_full > 1)
+        end = gl.where(uses_fixed_max, 1, own_full)
     if SKIPS:
         skip_tiles(tiles_before, tiles_before + begin_partial, k, v)
     tiles = visits.partial + visits.full
     tile_index = tiles_before + begin_partial
     slot = slot_of(tile_index, STAGES)
-    mbarrier.wait(memory.q.full.index(PART), work_index & 1)
+    mbarrier.wait(memory.q.full.index(q_index), q_phase)
     if SIGNED:
         if factors.factor < 0.0:
             ELEMENTS: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
@@ -163,6 +165,9 @@ def consume_work(
         factors, memory, work,
     )
     softmax = RunningSoftmax(acc, row_max, row_sum, p)
+    if QUERIES == 2:
+        # By now its output has been read from there.
+        leave_query(work_index - 1, PART, memory.q)
 
     # 0: PARTIAL tiles. 1: FULL ones. 2: FULL ones, relative to a maximum that stays.
     for FORM in gl.static_range(3 if FIXED_MAX else 2):
@@ -235,12 +240,12 @@ def consume_work(
         acc = acc * keep_factor
     if HAS_COMMON:
         acc = acc * factor_of_weights(scope)
-    store_output(PART, acc, first, results.out, memory, work)
+    store_output(PART, acc, first, q_index, results.out, memory, work)
     return tiles_before + tiles
 
 
 @gluon.jit
-def store_output(PART: gl.constexpr, acc, first, desc, memory, work):
+def store_output(PART: gl.constexpr, acc, first, q_index, desc, memory, work):
     """Store a consumer's rows of the output, from row ``first`` on."""
     if OWN_OUTPUT:
         part = memory.out.index(PART)
@@ -249,7 +254,7 @@ def store_output(PART: gl.constexpr, acc, first, desc, memory, work):
             tma_wait(0)
     else:
         # The rows of q have been read for the last time, and make room for those of the output.
-        part = memory.q.data.index(PART)
+        part = memory.q.data.index(q_index)
     part.reshape([ROWS, DV]).store(acc.to(HALF))
     fence_async_shared()
     if FIXED_MAX:
@@ -258,7 +263,8 @@ def store_output(PART: gl.constexpr, acc, first, desc, memory, work):
             await_written()
     head = work.scope.head
     tma_store(desc, [head.b, head.h, first, 0], part)
-    if not (PERSISTENT and OWN_OUTPUT):
-        tma_wait(0)
-    if PERSISTENT and not OWN_OUTPUT:
-        mbarrier.arrive(memory.q.empty.index(PART), count=1)
+    if QUERIES == 1:
+        if not (PERSISTENT and OWN_OUTPUT):
+            tma_wait(0)
+        if PERSISTENT and not OWN_OUTPUT:
+            mbarrier.arrive(memory.q.empty.index(PART), count=1)

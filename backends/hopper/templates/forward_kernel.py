@@ -49,9 +49,10 @@ def load_in_turns(work_tile, work_tiles, memory, call):
             tiles_before = load_work(own, fixed, work_index, tiles_before, memory, call)
         else:
             announce_nothing(work_index, own, memory.fields)
+            slot, phase = slot_of(work_index, QUERIES)
             for part in gl.static_range(CONSUMERS):
-                mbarrier.wait(memory.q.empty.index(part), (work_index & 1) ^ 1)
-                mbarrier.arrive(memory.q.full.index(part), count=1)
+                mbarrier.wait(memory.q.empty.index(slot * CONSUMERS + part), phase ^ 1)
+                mbarrier.arrive(memory.q.full.index(slot * CONSUMERS + part), count=1)
         work_tile = next_work(work_tile, takes, drawn, work_tiles, call)
         work_index += 1
         older = last
@@ -107,9 +108,13 @@ def consume(PART: gl.constexpr, results, memory, call):
                     work_tile, work_index, tiles_before, PART, results, memory, call
                 )
             else:
-                mbarrier.wait(memory.q.full.index(PART), work_index & 1)
+                slot, phase = slot_of(work_index, QUERIES)
+                mbarrier.wait(memory.q.full.index(slot * CONSUMERS + PART), phase)
                 mbarrier.arrive(fields.empty, count=1)
-                mbarrier.arrive(memory.q.empty.index(PART), count=1)
+                if QUERIES == 1:
+                    mbarrier.arrive(memory.q.empty.index(PART), count=1)
+                else:
+                    leave_query(work_index - 1, PART, memory.q)
             work_index += 1
             mbarrier.wait(fields.full, work_index & 1)
             work_tile = read_field(fields.data, 0)
@@ -120,6 +125,17 @@ def consume(PART: gl.constexpr, results, memory, call):
 
 
 @gluon.jit
+def leave_query(work_index, PART: gl.constexpr, q):
+    """Let rows of q come to where those of work tile number ``work_index`` were, and their output.
+
+    -1 is no work tile: nothing was there.
+    """
+    tma_wait(0)
+    slot, _ = slot_of(work_index, QUERIES)
+    mbarrier.arrive(q.empty.index(slot * CONSUMERS + PART), count=1, pred=work_index >= 0)
+
+
+@gluon.jit
 def run_forward(q_desc, k_desc, v_desc, tangents, bias_descs, results, call):
     """Set the program's warpgroups to work on its shared memory.
 
@@ -127,19 +143,20 @@ def run_forward(q_desc, k_desc, v_desc, tangents, bias_descs, results, call):
     look up; None where there are none.
     """
     o_desc = results.out
-    q_s = gl.allocate_shared_memory(q_desc.dtype, [CONSUMERS, 1, 1, ROWS, D], q_desc.layout)
+    PARTS: gl.constexpr = QUERIES * CONSUMERS
+    q_s = gl.allocate_shared_memory(q_desc.dtype, [PARTS, 1, 1, ROWS, D], q_desc.layout)
     k_s = gl.allocate_shared_memory(k_desc.dtype, [STAGES, 1, 1, BLOCK_N, D], k_desc.layout)
     v_s = gl.allocate_shared_memory(v_desc.dtype, [STAGES, 1, 1, BLOCK_N, DV], v_desc.layout)
     out, fields, kept, overflowed, bias, q_empty = None, None, None, None, None, None
     if OWN_OUTPUT:
         out = gl.allocate_shared_memory(o_desc.dtype, [CONSUMERS, 1, 1, ROWS, DV], o_desc.layout)
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
-    q_full = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], BARRIER)
+    q_full = gl.allocate_shared_memory(gl.int64, [PARTS, 1], BARRIER)
     k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-    for part in gl.static_range(CONSUMERS):
+    for part in gl.static_range(PARTS):
         mbarrier.init(q_full.index(part), count=1)
     for stage in gl.static_range(STAGES):
         mbarrier.init(k_full.index(stage), count=1)
@@ -147,8 +164,8 @@ def run_forward(q_desc, k_desc, v_desc, tangents, bias_descs, results, call):
         mbarrier.init(v_full.index(stage), count=1)
         mbarrier.init(v_empty.index(stage), count=CONSUMERS)
     if PERSISTENT:
-        q_empty = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], BARRIER)
-        for part in gl.static_range(CONSUMERS):
+        q_empty = gl.allocate_shared_memory(gl.int64, [PARTS, 1], BARRIER)
+        for part in gl.static_range(PARTS):
             mbarrier.init(q_empty.index(part), count=1)
         FIELDS: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
         numbers = gl.allocate_shared_memory(gl.int32, [16], FIELDS)

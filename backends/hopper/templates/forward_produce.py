@@ -148,15 +148,17 @@ def announce_nothing(work_index, work_tile, fields):
 @gluon.jit
 def load_query(work_index, tile, head, q):
     """Load the query tile; where PERSISTENT, as soon as the consumers have left its place."""
+    slot, phase = slot_of(work_index, QUERIES)
     for part in gl.static_range(CONSUMERS):
+        index = slot * CONSUMERS + part
         if PERSISTENT:
-            mbarrier.wait(q.empty.index(part), (work_index & 1) ^ 1)
+            mbarrier.wait(q.empty.index(index), phase ^ 1)
         place = [head.b, head.h, tile * BLOCK_M + part * ROWS, 0]
-        ready = q.full.index(part)
+        ready = q.full.index(index)
         mbarrier.expect(ready, q.desc.block_type.nbytes * (2 if HAS_TANGENT_Q else 1))
-        tma_load(q.desc, place, ready, q.data.index(part))
+        tma_load(q.desc, place, ready, q.data.index(index))
         if HAS_TANGENT_Q:
-            tma_load(q.tangent.desc, place, ready, q.tangent.data.index(part))
+            tma_load(q.tangent.desc, place, ready, q.tangent.data.index(index))
 
 
 @gluon.jit

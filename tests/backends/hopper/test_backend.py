@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -25,15 +26,20 @@ from attndsl.pipeline import lower
 from attndsl.runtime.programs import default_cache
 from attndsl.source import Source
 
+if TYPE_CHECKING:
+    from attndsl.backends.kernels.config import Config
+
 LOWERED = lower(Source("score"), {})
 ALL = Wants(True, True, True, frozenset(), frozenset())
 
 
-def call_of(dtype=torch.bfloat16, head_dim=64, value_dim=64, q_len=40, **more) -> Call:
+def call_of(
+    dtype=torch.bfloat16, head_dim=64, value_dim=64, q_len=40, kv_len=50, **more
+) -> Call:  # fmt: skip
     q = torch.empty(2, 4, q_len, head_dim, dtype=dtype)
-    k = torch.empty(2, 2, 50, head_dim, dtype=dtype)
-    v = torch.empty(2, 2, 50, value_dim, dtype=dtype)
-    sizes = {"batch": 2, "heads": 4, "kv_heads": 2, "q_len": q_len, "kv_len": 50}
+    k = torch.empty(2, 2, kv_len, head_dim, dtype=dtype)
+    v = torch.empty(2, 2, kv_len, value_dim, dtype=dtype)
+    sizes = {"batch": 2, "heads": 4, "kv_heads": 2, "q_len": q_len, "kv_len": kv_len}
     sizes["head_dim"] = head_dim
     return Call(q, k, v, 0.125, sizes, {}, {}, **more)
 
@@ -144,21 +150,51 @@ def test_programs_without_a_mask_have_no_loop_over_partial_tiles(text, repeats):
     assert f"FORWARD_REPEATS_PARTIAL = tl.constexpr({repeats})" in source
 
 
+SMALL, LARGE = (128, 128, 3), (192, 128, 3)
+FORWARDS = [
+    ("score", 64, {2: LARGE, 128: LARGE, 197: SMALL, 384: LARGE, 512: SMALL, 577: SMALL,
+                   1024: SMALL, 2048: LARGE, 8192: LARGE}),
+    ("causal()", 64, {128: LARGE, 1536: SMALL, 3072: SMALL, 4096: LARGE}),
+    ("sliding_window(1024)", 64, {8192: SMALL}),
+    ("sliding_window(4096)", 64, {16384: LARGE}),
+    ("score", 72, {577: (128, 64, 4), 1024: (192, 64, 3), 4096: (192, 64, 3)}),
+    ("causal()", 96, {577: (128, 128, 2), 4096: (192, 64, 3)}),
+    ("score", 128, {256: (128, 64, 4), 1024: (128, 64, 4), 2048: (128, 128, 2)}),
+    ("mask = causal(); weights = dropout(softmax(score), 0.1)", 64, {512: (128, 128, 3)}),
+    ("weights = sigmoid(score)", 128, {512: (128, 128, 2)}),
+    ("score", 256, {512: (128, 64, 2)}),
+]  # fmt: skip
+BACKWARDS = [
+    ("score", 64, {160: 64, 197: 64, 256: 128, 320: 64, 512: 128, 577: 128}),
+    ("causal()", 64, {200: 128}),
+    ("score", 128, {197: 64, 1024: 64}),
+]
+
+
 @pytest.mark.parametrize(
-    ("q_len", "rows"),
-    [(2, 192), (128, 192), (197, 128), (384, 192), (512, 128), (577, 128), (1024, 128),
-     (2048, 192), (4096, 192), (8192, 192)],
-)  # fmt: skip
-def test_short_rows_get_the_work_tiles_that_they_fill(q_len, rows):
-    """Of one size where that leaves little over, since larger ones are faster."""
-    machine = machine_of("cuda:90")
-    for head_dim, own in ((64, rows), (128, 128)):
-        call = call_of(q_len=q_len, head_dim=head_dim, value_dim=head_dim)
-        (job,) = Hopper().jobs(LOWERED, call, Task.FORWARD, None, None)
-        found = job.kernel.configs(job.on(machine), machine)
-        assert found[0].block_m == own
-        assert job.facts.narrow_rows == (own == 128 and head_dim == 64)
-        assert found[0].persistent
+    ("text", "head_dim", "length", "tiles"),
+    [(text, dim, *one) for text, dim, found in FORWARDS for one in found.items()],
+)
+def test_forwards_have_the_tiles_that_suit_their_lengths(text, head_dim, length, tiles):
+    first = _first_config(text, head_dim, length, Task.FORWARD)
+    assert (first.block_m, first.block_n, first.stages) == tiles
+    assert first.persistent == (head_dim <= 128)
+
+
+@pytest.mark.parametrize(
+    ("text", "head_dim", "length", "rows"),
+    [(text, dim, *one) for text, dim, found in BACKWARDS for one in found.items()],
+)
+def test_backwards_have_the_tiles_that_suit_their_lengths(text, head_dim, length, rows):
+    assert _first_config(text, head_dim, length, Task.BACKWARD).block_m == rows
+
+
+def _first_config(text: str, head_dim: int, length: int, task: Task) -> Config:
+    machine, lowered = machine_of("cuda:90"), lower(Source(text), {})
+    call = call_of(q_len=length, kv_len=length, head_dim=head_dim, value_dim=head_dim)
+    wanted = ALL if task is Task.BACKWARD else None
+    (job,) = Hopper().jobs(lowered, call, task, None, wanted)
+    return job.kernel.configs(job.on(machine), machine)[0]
 
 
 @pytest.mark.parametrize(
@@ -179,7 +215,7 @@ def test_long_scores_with_params_begin_with_few_keys(text, columns):
     tensors = {decl.name: torch.zeros(2, 32) for decl in lowered.program.tensors}
     params = {decl.name: 32.0 if decl.name == "cap" else 32 for decl in lowered.program.params}
     for head_dim, expected in ((64, 128), (128, columns)):
-        call = call_of(q_len=1024, head_dim=head_dim, value_dim=head_dim)
+        call = call_of(q_len=4096, kv_len=4096, head_dim=head_dim, value_dim=head_dim)
         call = call._replace(tensors=tensors, params=params)
         (job,) = Hopper().jobs(lowered, call, Task.FORWARD, None, None)
         assert job.kernel.configs(job.on(machine), machine)[0].block_n == expected

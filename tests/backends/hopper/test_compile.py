@@ -20,7 +20,7 @@ SCRIPT = textwrap.dedent(
     from attndsl.backends.hopper.arguments import arguments_of
     from support.jobs import configs_of
     from attndsl.backends.hopper.blocks import widest
-    from attndsl.backends.hopper.memory import has_own_output, shared_bytes
+    from attndsl.backends.hopper.memory import has_own_output, query_slots, shared_bytes
     from attndsl.backends.hopper.pair_tiles import with_pair_tiles
     from attndsl.backends.hopper.tiles import CANDIDATES, for_busy_producers
     from attndsl.backends.kernels.arguments import arguments_of as portable_arguments
@@ -153,8 +153,10 @@ SCRIPT = textwrap.dedent(
             if loop.listed is not None:
                 compile_lists(lowered, facts, config, Path(folder), target)
             built = build(function, arguments, (config,), target, 232448, load=False)
-            # A forward's output may have a place of its own.
-            own = direction == "forward" and has_own_output(facts, config)
+            # A forward's output, or the next work tile's rows of q, may have a place of their own.
+            own = direction == "forward" and (
+                has_own_output(facts, config) or query_slots(facts, config) == 2
+            )
             if direction != "forward_tangent" and not own:
                 assert built.kernel.metadata.shared <= shared_bytes(task, facts, config)
             return built

@@ -23,7 +23,7 @@ from attndsl.backends.hopper import pair_tiles as pair_tiles_module
 from attndsl.backends.hopper.arguments import blocks_of
 from attndsl.backends.hopper.copies import room_for
 from attndsl.backends.hopper.family import Hopper
-from attndsl.backends.hopper.memory import has_own_output, shared_bytes
+from attndsl.backends.hopper.memory import query_slots, shared_bytes
 from attndsl.backends.hopper.pair_tiles import is_readable, pair_tiles, window, with_pair_tiles
 from attndsl.backends.kernels import modules
 from attndsl.backends.kernels.example import example_call
@@ -280,13 +280,13 @@ def test_tiles_find_room(direction, dim, dtype):
             assert "pair0_desc" not in blocks_of(task_of(direction), facts, config)
 
 
-def test_a_tile_takes_the_outputs_place():
-    for dtype, own in ((torch.bfloat16, True), (torch.float32, False)):
+def test_a_tile_takes_the_place_of_the_next_queries():
+    for dtype, slots in ((torch.bfloat16, 2), (torch.float32, 1)):
         bias = torch.zeros(HEADS, Q_LEN, KV_LEN, dtype=dtype)
         lowered, facts = chosen(BIAS, {"bias": bias}, "forward")
         config = configs_of(lowered, facts, "forward")[0]
         assert (config.block_n, config.persistent) == (128, True)
-        assert has_own_output(facts, config) == own
+        assert query_slots(facts, config) == slots
 
 
 def test_two_tensors_at_most():

@@ -179,7 +179,7 @@ NEEDED = {
     "phases of k": swap(
         "slot_of(tile_index, ...)", "(0, tile_index // STAGES & 1)", "consume_work"
     ),
-    "the output is read": drop("tma_wait(...)", "store_output", nth=1),
+    "the output is read": drop("tma_wait(...)", "leave_query"),
     "items are read": drop("mbarrier.wait(fields.empty, ...)"),
     "items are written": drop("mbarrier.wait(fields.full, ...)", "consume", nth=2),
     "zero at the end": drop("gl.store(counter, ...)"),
