@@ -181,6 +181,14 @@ class PartOfTiles(NamedTuple):
     last: Any
 
 
+class EveryPart(NamedTuple):
+    """Parts of a unit's keys that are merged: the first, how many, and the step to the next."""
+
+    first: Any
+    count: Any
+    step: Any
+
+
 class UnitPlaces(NamedTuple):
     """Where packed rows lie: their tile of queries, the scope of their first head, and of each row.
 

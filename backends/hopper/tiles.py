@@ -64,8 +64,8 @@ _FEW_KEYS = Config(128, 64, 4, 4, 2, 240, persistent=True)
 """Of forwards of more columns that have few keys, or whose rows begin between sectors."""
 _SECTOR = 16
 """Elements of 16 bits: rows of other lengths take more sectors of memory than they fill."""
-_FEWEST_ROWS = 128
-"""Calls of no more rows have one work tile a head, of whatever size."""
+_ONE_TILE = 128
+"""Calls of no more rows have one work tile a head, and calls of no more keys few tiles anyway."""
 _LEFT_OVER, _LEFT_OVER_OF_MIDDLE = 1.04, 1.13
 """How many times as many rows the larger work tiles of a forward may have as the smaller ones."""
 _MOST_KEYS_OF_SMALL = {64: 3072, 128: 1024}
@@ -81,18 +81,17 @@ def has_small_tiles(task: Task, facts: KernelFacts, q_len: int, kv_len: int, mas
     """
     width, columns = widest(facts), max(facts.head_dim, facts.value_dim)
     if task is Task.BACKWARD:
-        cut = q_len % 128 or kv_len % 128
-        short = max(q_len, kv_len) <= _MOST_KEYS_OF_SMALL_BACKWARD
+        cut = q_len % _ONE_TILE or kv_len % _ONE_TILE
+        short = _ONE_TILE < max(q_len, kv_len) <= _MOST_KEYS_OF_SMALL_BACKWARD
         return width == 64 and not masked and short and bool(cut)
     if task is not Task.FORWARD or width > 128:
         return False
     if columns > _MIDDLE:
-        return kv_len <= _MOST_KEYS_OF_SMALL[128]
+        return _ONE_TILE < kv_len <= _MOST_KEYS_OF_SMALL[128]
     large, small = (-(-q_len // rows) * rows for rows in (192, 128))
-    if width == 64 and masked and kv_len <= _MOST_KEYS_OF_SMALL[64]:
-        return q_len > _FEWEST_ROWS
     most = _LEFT_OVER if width == 64 else _LEFT_OVER_OF_MIDDLE
-    return q_len > _FEWEST_ROWS and large > most * small
+    few = width == 64 and masked and kv_len <= _MOST_KEYS_OF_SMALL[64]
+    return q_len > _ONE_TILE and (few or large > most * small)
 
 
 def for_lengths(

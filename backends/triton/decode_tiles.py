@@ -44,6 +44,10 @@ MANY_TILES = 4
 """Of a program where a unit has more parts than :data:`LEAST_PARTS`."""
 PARTS_AT_ONCE = 16
 """Of those that are merged, so that their loads wait for memory together."""
+MOST_IN_ONE = 2 * PARTS_AT_ONCE
+"""That one program merges alone. Of more, several programs merge :data:`PARTS_AT_ONCE` each."""
+COUNTS_OF_UNIT = 1 + MOST_PARTS // PARTS_AT_ONCE
+"""Of parts that have ended: of all, or of all groups, and then of each group."""
 TOKENS_AT_ONCE = REQUESTS_AT_ONCE = 32
 """Tokens that a program clears if they are no request's, and requests that it asks together."""
 _MERGED_NUMBERS = 8192

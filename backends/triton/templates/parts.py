@@ -7,7 +7,8 @@ request do not depend on what else a batch has.
 
 Algorithm: split keys as in Flash-Decoding (T. Dao, D. Haziza, F. Massa, G. Sizov, 2023), over the
 online softmax of ``softmax.py``; parts are merged in the order of their keys by whichever program
-is the last to end, some rows and parts at once: its loads wait for memory together.
+is the last to end, some rows and parts at once: its loads wait for memory together. Where parts are
+many, the last program of each group merges the group's first, and the last of these the groups.
 Follows ``softmax.py`` in one module. ``decode.py`` or ``serve.py`` comes behind, and says what keys
 are (``attend_keys``) and where results go (``store_rows``).
 """
@@ -118,16 +119,16 @@ def store_part(softmax, room, part, exists):
 
 @triton.jit
 def merged(room, numbers, parts, exists):
-    """The running softmax of some of a tile's rows over all parts, in the order of their numbers.
+    """The running softmax of some of a tile's rows over ``parts``, in the order of their numbers.
 
     Other processors have written them: loads go past the cache of this one.
     """
     columns = tl.arange(0, BLOCK_DV)
     softmax = empty_softmax(LINES_AT_ONCE)
-    for first in tl.range(0, parts, PARTS_AT_ONCE):
+    for first in tl.range(0, parts.count, PARTS_AT_ONCE):
         own = first + tl.arange(0, PARTS_AT_ONCE)
-        line = own[:, None] * LINES + numbers[None, :]
-        exist = (own < parts)[:, None] & exists[None, :]
+        line = (parts.first + own * parts.step)[:, None] * LINES + numbers[None, :]
+        exist = (own < parts.count)[:, None] & exists[None, :]
         places = room.sums + line[:, :, None] * BLOCK_DV + columns[None, None, :]
         acc = tl.load(places, mask=exist[:, :, None], other=0.0, cache_modifier=".cg")
         if OWN_WEIGHTS:
@@ -156,6 +157,57 @@ def empty_softmax(COUNT: tl.constexpr):
         tl.zeros([COUNT], tl.float32),
         tl.full([COUNT], float("-inf"), tl.float32),
     )
+
+
+@triton.jit
+def merge_group(room, parts, places, members):
+    """Put a group's parts together, and leave them where its first one was."""
+    columns = tl.arange(0, BLOCK_DV)
+    head, sizes = places.scope.head, places.scope.sizes
+    for line in tl.range(0, LINES, LINES_AT_ONCE):
+        numbers = line + tl.arange(0, LINES_AT_ONCE)
+        exists = packed_rows(numbers, places.tile * BLOCK_M, head.h, members, sizes).exists
+        softmax = merged(room, numbers, parts, exists)
+        # Threads write other elements than they have read.
+        tl.debug_barrier()
+        own = parts.first * LINES + numbers
+        at = room.sums + own[:, None] * BLOCK_DV + columns[None, :]
+        tl.store(at, softmax.acc, mask=exists[:, None])
+        if not OWN_WEIGHTS:
+            tl.store(room.row_sums + own, softmax.row_sum, mask=exists)
+            tl.store(room.row_maxes + own, softmax.row_max, mask=exists)
+
+
+@triton.jit
+def is_last(count, number):
+    """Whether the program is the last of so many to count; then the count is 0 again."""
+    # All that the program has written is there before it counts.
+    tl.debug_barrier()
+    last = tl.atomic_add(count, 1, sem="acq_rel") == number - 1
+    if last:
+        tl.store(count, 0)
+    return last
+
+
+@triton.jit
+def put_together(room, counts, part, parts, out, lse, places, members):
+    """After a part of a unit: merge what the others have left, if they have ended.
+
+    ``counts`` are those of the unit: one of parts or groups, then one for each group.
+    """
+    step, number, counts_too = 1, parts, part >= 0
+    if parts > MOST_IN_ONE:
+        step = PARTS_AT_ONCE
+        number = tl.cdiv(parts, PARTS_AT_ONCE)
+        group = part // PARTS_AT_ONCE
+        first = group * PARTS_AT_ONCE
+        size = tl.minimum(PARTS_AT_ONCE, parts - first)
+        counts_too = is_last(counts + 1 + group, size)
+        if counts_too:
+            merge_group(room, EveryPart(first, size, 1), places, members)
+    if counts_too:
+        if is_last(counts, number):
+            store_merged(room, EveryPart(0, number, step), out, lse, places, members)
 
 
 @triton.jit

@@ -262,9 +262,4 @@ def attention_serve(
     unit = b * tl.num_programs(1) + tl.program_id(1)
     room = room_of(PARTS, unit, batch * tl.num_programs(1), tl.num_programs(0))
     store_part(softmax, room, number, rows.exists)
-    # All of the part is written before it counts.
-    tl.debug_barrier()
-    before = tl.atomic_add(COUNTS + unit, 1, sem="acq_rel")
-    if before == parts - 1:
-        tl.store(COUNTS + unit, 0)
-        store_merged(room, parts, out, LSE, places, members)
+    put_together(room, COUNTS + unit * COUNTS_OF_UNIT, number, parts, out, LSE, places, members)

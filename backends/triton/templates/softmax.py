@@ -11,8 +11,8 @@ import triton
 import triton.language as tl
 
 from attndsl.backends.device.records import (
-    Columns, Factors, Head, Keys, Origins, PackedRows, PagedKeys, PageOfKeys, PageRows, PartOfTiles,
-    PartsRoom, Piece, RequestTokens, RowFactors, Scope, Sizes, Softmax, Tensor, UnitPlaces, Visits,
+    Columns, EveryPart, Factors, Head, Keys, Origins, PackedRows, PagedKeys, PageOfKeys, PageRows,
+    PartOfTiles, PartsRoom, Piece, RequestTokens, RowFactors, Scope, Sizes, Softmax, Tensor, UnitPlaces, Visits,
 )
 from attndsl.backends.device.dropout import (
     keep_factor, kept_pairs, kept_pairs_of_part, kept_single_pairs,

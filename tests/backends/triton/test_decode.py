@@ -102,10 +102,12 @@ def test_groups_of_heads(device, heads, kv_heads, q_len, ran):
     assert ran
 
 
-@pytest.mark.parametrize("name", ["alibi", "by score"])
-def test_more_parts_than_are_merged_at_once(device, name, ran):
-    """One tile of rows has many parts: 18 of 4 or 5 tiles each under the interpreter."""
-    sizes = few_rows(2, 1, q_len=1, kv_len=20000 if device == "cuda" else 1200)
+@pytest.mark.parametrize("name", ["alibi", "by score", "sigmoid"])
+@pytest.mark.parametrize("many", [False, True], ids=["merged by one", "merged in groups"])
+def test_more_parts_than_are_merged_at_once(device, name, many, ran):
+    """One tile of rows has many parts of 4 or 5 tiles: 18, or 16, 16 and 7 in the interpreter."""
+    keys = (70000 if many else 20000) if device == "cuda" else (2500 if many else 1200)
+    sizes = few_rows(2, 1, q_len=1, kv_len=keys)
     check(name, sizes, device, torch.float32, 2e-3 if device == "cuda" else 2e-4)
     assert ran
 
