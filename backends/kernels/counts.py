@@ -12,8 +12,8 @@ from .device import outside_of_graphs
 
 _LEAST = 1024
 """Numbers that are cleared together, so that calls of more programs seldom need new ones."""
-_OF_GRAPHS = 1 << 20
-"""Numbers for CUDA graphs: about a hundred graphs of 32 layers with 256 numbers each."""
+_OF_GRAPHS = 1 << 22
+"""Numbers for CUDA graphs: about a hundred graphs of 32 layers with 1,280 numbers each."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from ..kernels.device import on_device, stream_of
 from ..kernels.kernel import Job, Task
 from ..kernels.tile_lists import lists_of
 from .decode_kernels import FORWARDS, KERNELS, NAME
-from .decode_tiles import COUNTS_OF_UNIT, MOST_ROWS, members_of, most_parts, shape_of
+from .decode_tiles import MOST_ROWS, counts_of, members_of, most_parts, shape_of
 from .family import Portable, empty_results, facts_of_task
 
 if TYPE_CHECKING:
@@ -98,7 +98,7 @@ class Decode(Portable):
             if parts > 1:
                 numbers = batch * units * parts * shape.lines
                 room = lse.new_empty(numbers * (_width(layout) + 2))
-                counts = self._counts.of(q.device, stream, batch * units * COUNTS_OF_UNIT)
+                counts = self._counts.of(q.device, stream, batch * units * counts_of(parts))
             kernel.launch_grid(
                 (parts, units, batch),
                 stream,

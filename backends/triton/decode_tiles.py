@@ -46,8 +46,6 @@ PARTS_AT_ONCE = 16
 """Of those that are merged, so that their loads wait for memory together."""
 MOST_IN_ONE = 2 * PARTS_AT_ONCE
 """That one program merges alone. Of more, several programs merge :data:`PARTS_AT_ONCE` each."""
-COUNTS_OF_UNIT = 1 + MOST_PARTS // PARTS_AT_ONCE
-"""Of parts that have ended: of all, or of all groups, and then of each group."""
 TOKENS_AT_ONCE = REQUESTS_AT_ONCE = 32
 """Tokens that a program clears if they are no request's, and requests that it asks together."""
 _MERGED_NUMBERS = 8192
@@ -147,6 +145,13 @@ def most_parts(kv_len: int, units: int, config: Config, programs: int = PROGRAMS
     tiles = -(-kv_len // config.block_n)
     most = max(LEAST_PARTS, min(programs // units, tiles // MANY_TILES, MOST_PARTS))
     return max(1, min(most, -(-tiles // TILES_OF_PART)))
+
+
+def counts_of(parts: int) -> int:
+    """How many numbers the programs of one unit count in, where that many share its keys."""
+    if parts > MOST_IN_ONE:
+        return 1 + -(-parts // PARTS_AT_ONCE)
+    return int(parts > 1)
 
 
 def lines_at_once(shape: Shape, width: int) -> int:

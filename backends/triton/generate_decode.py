@@ -21,7 +21,6 @@ from ..emit.loops import LIST_PARAMETERS, print_loop
 from ..emit.template import Products, fill_template
 from ..emit.text import wrapped
 from .decode_tiles import (
-    COUNTS_OF_UNIT,
     LEAST_PARTS,
     MANY_TILES,
     MOST_IN_ONE,
@@ -70,7 +69,6 @@ def decode_text(shape: Shape, job: Job, config: Config, loop: LoopPlan, products
         "MOST_PARTS": MOST_PARTS,
         "PARTS_AT_ONCE": PARTS_AT_ONCE,
         "MOST_IN_ONE": MOST_IN_ONE,
-        "COUNTS_OF_UNIT": COUNTS_OF_UNIT,
         "LINES_AT_ONCE": lines_at_once(shape, block_widths(facts)[1]),
         "MARKED": program.entries != NO_ENTRIES,
         "PEELED": is_looked_up(program.mask),

@@ -22,7 +22,7 @@ from ..kernels.tile_lists import lists_of
 from ..requests import requests_of
 from .append import why_not_fp8
 from .decode import members_of_call
-from .decode_tiles import COUNTS_OF_UNIT, MOST_ROWS, most_parts, programs_of, shape_of
+from .decode_tiles import MOST_ROWS, counts_of, most_parts, programs_of, shape_of
 from .family import Portable, facts_of_task
 from .serve_kernels import KERNELS, SERVES
 
@@ -126,7 +126,7 @@ class Serve(Portable):
             layout.facts.without_made(),
             # One request more: its programs clear tokens of nobody.
             (parts, units, batch + 1),
-            batch * units * COUNTS_OF_UNIT if parts > 1 else 0,
+            batch * units * counts_of(parts),
             numbers,
             (heads, width),
             (

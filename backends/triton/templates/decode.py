@@ -41,8 +41,8 @@ def attention_decode(
 
     Programs are numbered by part, by heads and queries, and by batch entry. LSE (batch, heads,
     q_len) is contiguous fp32. A unit is the rows of one tile. PARTS has (units, parts, LINES,
-    BLOCK_DV), then twice (units, parts, LINES), all fp32. COUNTS (units, COUNTS_OF_UNIT)
-    int32 is 0 before and after.
+    BLOCK_DV), then twice (units, parts, LINES), all fp32. COUNTS int32 is 0 before and
+    after: as many for each unit as ``counts_of_unit`` says.
     """
     sizes = Sizes(batch, heads, kv_heads, q_len, kv_len)
     origins = Origins(q_origin, kv_origin)
@@ -97,4 +97,5 @@ def attention_decode(
     unit = b * tl.num_programs(1) + tl.program_id(1)
     room = room_of(PARTS, unit, batch * tl.num_programs(1), tl.num_programs(0))
     store_part(softmax, room, number, rows.exists)
-    put_together(room, COUNTS + unit * COUNTS_OF_UNIT, number, parts, out, LSE, places, members)
+    counts = counts_of_unit(COUNTS, unit, tl.num_programs(0))
+    put_together(room, counts, number, parts, out, LSE, places, members)

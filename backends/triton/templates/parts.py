@@ -190,10 +190,17 @@ def is_last(count, number):
 
 
 @triton.jit
+def counts_of_unit(counts, unit, most_parts):
+    """Where a unit's programs count: their parts or groups, and behind it the parts of each group."""
+    each = tl.where(most_parts > MOST_IN_ONE, 1 + tl.cdiv(most_parts, PARTS_AT_ONCE), 1)
+    return counts + unit * each
+
+
+@triton.jit
 def put_together(room, counts, part, parts, out, lse, places, members):
     """After a part of a unit: merge what the others have left, if they have ended.
 
-    ``counts`` are those of the unit: one of parts or groups, then one for each group.
+    ``counts`` are those of :func:`counts_of_unit`.
     """
     step, number, counts_too = 1, parts, part >= 0
     if parts > MOST_IN_ONE:

@@ -262,4 +262,5 @@ def attention_serve(
     unit = b * tl.num_programs(1) + tl.program_id(1)
     room = room_of(PARTS, unit, batch * tl.num_programs(1), tl.num_programs(0))
     store_part(softmax, room, number, rows.exists)
-    put_together(room, COUNTS + unit * COUNTS_OF_UNIT, number, parts, out, LSE, places, members)
+    counts = counts_of_unit(COUNTS, unit, tl.num_programs(0))
+    put_together(room, counts, number, parts, out, LSE, places, members)
