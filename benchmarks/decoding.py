@@ -13,8 +13,6 @@ if TYPE_CHECKING:
 
 DECODE, SERVING = "decode", "serving"
 """Names of the result files, without their endings."""
-PEERS = "serving_peers"
-"""The same of a run of serving.py that had FlashInfer, at a commit before."""
 CEILINGS = "ceilings"
 SYSTEMS = {"attndsl": "attndsl", "sdpa": "SDPA", "flex": "FlexAttention"}
 WAYS = {
@@ -199,8 +197,8 @@ ANSWERS: tuple[tuple[str, str, Callable[[Rows], str]], ...] = (
     ("Decoding beside a copy in memory", DECODE, bandwidth),
     ("Serving over pages, device time", SERVING, beside_dense),
     ("Serving over pages, device time", SERVING, beside_gathered),
+    ("Serving over pages, device time", SERVING, beside_flashinfer),
     ("A plan of steps with few keys, from Python", SERVING, with_a_plan),
-    ("Serving over pages with kernels of before, device time", PEERS, beside_flashinfer),
 )  # fmt: skip
 """A question, its result file, and what answers it, in the order of the tables."""
 
@@ -239,7 +237,8 @@ def of_memory(decode: Mapping[str, Any] | None, serving: Mapping[str, Any] | Non
         return ""
     return (
         f"On one {decode['machine']} the kernels for few rows have {bandwidth(decode['rows'])}. "
-        f"Beside the kernels that read [pages](#pages) {beside_dense(serving['rows'])}."
+        f"On one {serving['machine']}, beside the kernels that read [pages](#pages), "
+        f"{beside_dense(serving['rows'])}."
     )
 
 

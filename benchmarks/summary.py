@@ -186,11 +186,10 @@ ODD_SHAPES = "Odd shapes"
 SHORT_SHAPES = "Short shapes"
 DECODING = "Decoding"
 SERVING = "Serving over pages"
-PEERS = "Serving over pages, beside FlashInfer"
 PORTABLE = "Portable kernels"
 OTHER_FILES = "Host and CPU"
 
-_SECTIONS = {decoding.DECODE: DECODING, decoding.SERVING: SERVING, decoding.PEERS: PEERS}
+_SECTIONS = {decoding.DECODE: DECODING, decoding.SERVING: SERVING}
 QUESTIONS = (
     Question(
         "Forward, full and causal", "attention", BESIDE_FA4,

@@ -233,7 +233,6 @@ def sections() -> list[str]:
         folded(summary.SHORT_SHAPES, rows("short", _OF_SHORT, _SHORT)),
         folded(summary.DECODING, decoding.decode_tables(load(decoding.DECODE))),
         folded(summary.SERVING, decoding.serving_tables(load(decoding.SERVING))),
-        folded(summary.PEERS, decoding.serving_tables(load(decoding.PEERS))),
         folded(summary.PORTABLE, tables("portable"), tables("portable_sparse")),
         folded(
             summary.OTHER_FILES,
@@ -266,9 +265,7 @@ def targets() -> dict[Path, str]:
     return {
         ROOT / "README.md": "\n\n".join([figures(load("sparse_attention"), most=1), short]),
         ROOT / "docs" / "decoding.md": decoding.points(decode),
-        ROOT / "docs" / "serving.md": "\n\n".join(
-            [decoding.points(serving), decoding.points(load(decoding.PEERS))]
-        ),
+        ROOT / "docs" / "serving.md": decoding.points(serving),
         ROOT / "docs" / "deployment.md": rows(
             "bundles",
             "the first forward and backward of a fresh process, from the import of "
