@@ -112,6 +112,14 @@ def _short(direction: str) -> Callable[[Rows], str]:
     return answer
 
 
+def _tuned(rows: Rows) -> str:
+    found = [row["gain"] for row in rows if "gain" in row]
+    return (
+        f"with the tiles that are chosen a call takes {span(found)} times as long as with those "
+        f"that `tune` finds ({len(found)} lines)"
+    )
+
+
 def _step(rows: Rows) -> str:
     times = {row["attention"]: row["step_ms"] for row in rows}
     own = times.pop("attndsl")
@@ -244,6 +252,7 @@ QUESTIONS = (
     Question("Odd shapes", "odd_shapes", ODD_SHAPES, _odd),
     Question("Short shapes, device time, forward", "short", SHORT_SHAPES, _short("forward")),
     Question("Short shapes, device time, backward", "short", SHORT_SHAPES, _short("backward")),
+    Question("Tiles of short shapes", "short_tune", SHORT_SHAPES, _tuned),
     *(Question(text, file, _SECTIONS[file], answer) for text, file, answer in decoding.ANSWERS),
     Question("Start to first step", "start_cuda", OTHER_FILES, _start),
     Question("Training step of a GPT", "gpt", OTHER_FILES, _step),

@@ -82,6 +82,10 @@ _SHORT = {
     "flex_device": "FlexAttention, us", "limit_us": "limit, us", "attndsl_eager": "eager, us",
     "best_eager": "best eager peer / attndsl",
 }  # fmt: skip
+_TUNED = {
+    "name": "shape", "direction": "direction", "chosen_us": "as chosen, us",
+    "tuned_us": "as `tune` finds, us", "gain": "as chosen / as `tune` finds",
+}  # fmt: skip
 _ON_CPUS = {
     "case": "mask or score", "direction": "direction", "S": "length", "attndsl_ms": "attndsl, ms",
     "sdpa_ms": "SDPA, ms",
@@ -230,7 +234,11 @@ def sections() -> list[str]:
         folded(summary.WIDE_HEADS, tables("wide_heads")),
         folded(summary.GRADIENTS, rows("gradients", _OF_GRADIENTS, _GRADIENTS)),
         folded(summary.ODD_SHAPES, rows("odd_shapes", _OF_ODD, _ODD)),
-        folded(summary.SHORT_SHAPES, rows("short", _OF_SHORT, _SHORT)),
+        folded(
+            summary.SHORT_SHAPES,
+            rows("short", _OF_SHORT, _SHORT),
+            rows("short_tune", f"tiles that are chosen, and measured ones; {_OF_SHORT}", _TUNED),
+        ),
         folded(summary.DECODING, decoding.decode_tables(load(decoding.DECODE))),
         folded(summary.SERVING, decoding.serving_tables(load(decoding.SERVING))),
         folded(summary.PORTABLE, tables("portable"), tables("portable_sparse")),
