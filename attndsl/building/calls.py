@@ -44,10 +44,12 @@ _NUMBERS: dict[DType, bool | int | float] = {DType.BOOL: True, DType.INT: 16, DT
 """Run-time params; kernels depend on their types."""
 _BATCH = 2
 _FEW_ROWS = 128
-"""Rows up to which they do not decide between kernels."""
+"""Rows up to which keys alone decide between kernels, if anything does."""
 _ALIGNED = {64: (336, 1024, 6144), 96: (640, 6144), 128: (512, 6144)}
 """Lengths for which Hopper's kernels have tiles of different sizes, by most columns."""
 _UNALIGNED = {64: (333, 1007, 6143), 96: (637, 6143), 128: (509, 6143)}
+_MORE_KEYS = 16
+"""Keys more than rows, where these are few and are not as many."""
 _SEED = 7
 
 
@@ -109,9 +111,11 @@ def _lengths(asked: Asked, dim: int) -> tuple[tuple[int, int], ...]:
     found = dict.fromkeys(asked.lengths)
     for rows, keys in asked.lengths:
         known = _UNALIGNED if rows % 16 else _ALIGNED
-        if rows > _FEW_ROWS:
-            for own in next((known[columns] for columns in known if dim <= columns), ()):
+        for own in next((known[columns] for columns in known if dim <= columns), ()):
+            if rows > _FEW_ROWS:
                 found[own, own if rows == keys else max(own, keys)] = None
+            if rows != keys:
+                found[(own, own + _MORE_KEYS) if rows > _FEW_ROWS else (rows, own)] = None
     return tuple(found)
 
 

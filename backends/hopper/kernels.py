@@ -71,7 +71,7 @@ def _configs(job: Job, machine: Machine) -> tuple[Config, ...]:
     if not forward and job.work_of_pair > _MOST_WORK_OF_LARGE:
         plain = False
     found = candidates(task, widest(facts), plain, job.work, column, dropped, own)
-    if forward and not (dropped or own):
+    if forward and not (dropped or own or job.work == "short partial"):
         found = with_few_keys(facts, found)
     found = for_lengths(task, facts, found, forward and _visits_few(job))
     if forward and job.work_of_pair > _MOST_WORK_OF_THREE:

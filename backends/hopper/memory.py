@@ -30,7 +30,8 @@ head dim 128 the places of k and v."""
 def has_own_output(facts: KernelFacts, config: Config) -> bool:
     """Whether a forward's output lies beside q in shared memory, not in its place.
 
-    The next work tile's rows of q may then come before those of the output have gone.
+    The next work tile's rows of q may then come before those of the output have gone. Forwards with
+    places for two work tiles' rows of q do without it: see :func:`query_slots`.
     """
     d, dv = block_width(facts.head_dim), block_width(facts.value_dim)
     if d != dv or not config.persistent:
@@ -59,7 +60,7 @@ def deepened(facts: KernelFacts, config: Config) -> Config:
 
 
 def _has_room(facts: KernelFacts, config: Config) -> bool:
-    """Whether there is room for rows of the output beside all others that a forward has."""
+    """Whether a forward has room for rows of the output, or as many of q, beside all others."""
     d, dv = block_width(facts.head_dim), block_width(facts.value_dim)
     q, k, v = (1 + (name in facts.moving_operands) for name in "qkv")
     elements = config.block_m * (q * d + dv) + config.stages * config.block_n * (k * d + v * dv)

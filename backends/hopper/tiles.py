@@ -77,7 +77,8 @@ def has_small_tiles(task: Task, facts: KernelFacts, q_len: int, kv_len: int, mas
     """Whether lengths make smaller tiles faster: see M28 and M47 in docs/measured.md.
 
     Short rows leave much of the last large tile empty, and programs of few tiles wait for the
-    first and the last of them. Where keys decide, parts of a call's rows have the tiles of all.
+    first and the last of them. Where keys alone decide, parts of a call's rows have the tiles of
+    all. Forwards of up to 96 columns and backwards also depend on how many rows there are.
     """
     width, columns = widest(facts), max(facts.head_dim, facts.value_dim)
     if task is Task.BACKWARD:
@@ -126,7 +127,8 @@ def with_few_keys(facts: KernelFacts, configs: tuple[Config, ...]) -> tuple[Conf
         return configs
     found: tuple[Config, ...] = ()
     if columns <= _MIDDLE:
-        found = (_OF_MIDDLE, _FEW_KEYS) if columns % _SECTOR else (_OF_MIDDLE,)
+        cut = facts.head_dim % _SECTOR or facts.value_dim % _SECTOR
+        found = (_OF_MIDDLE, _FEW_KEYS) if cut else (_OF_MIDDLE,)
     elif facts.small_tiles:
         found = (_FEW_KEYS,)
     return (*found, *configs)

@@ -12,8 +12,8 @@ from .device import outside_of_graphs
 
 _LEAST = 1024
 """Numbers that are cleared together, so that calls of more programs seldom need new ones."""
-_OF_GRAPHS = 1 << 22
-"""Numbers for CUDA graphs: about a hundred graphs of 32 layers with 1,280 numbers each."""
+_OF_GRAPHS = 1 << 20
+"""Numbers for CUDA graphs: about a hundred graphs of 32 layers with 256 numbers each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +26,8 @@ class Counts:
     Where these are used up, or nothing has run before a graph, a graph clears its own.
     """
 
+    of_graphs: int = _OF_GRAPHS
+    """Numbers for CUDA graphs, of each device."""
     _found: dict[tuple[torch.device, int], torch.Tensor] = field(default_factory=dict)
     _of_graphs: dict[torch.device, torch.Tensor] = field(default_factory=dict)
     """By device: those that no launch has yet."""
@@ -58,7 +60,7 @@ class Counts:
         """Once for each device, at its first launch: a graph may run on another stream, at once."""
         with self._lock:
             if device not in self._of_graphs:
-                self._of_graphs[device] = _zeros(_OF_GRAPHS, device)
+                self._of_graphs[device] = _zeros(self.of_graphs, device)
 
 
 def _zeros(number: int, device: torch.device) -> torch.Tensor:

@@ -18,7 +18,7 @@ from ..kernels.device import on_device, stream_of
 from ..kernels.kernel import Job, Task
 from ..kernels.tile_lists import lists_of
 from .decode_kernels import FORWARDS, KERNELS, NAME
-from .decode_tiles import MOST_ROWS, counts_of, members_of, most_parts, shape_of
+from .decode_tiles import COUNTS_OF_GRAPHS, MOST_ROWS, counts_of, members_of, most_parts, shape_of
 from .family import Portable, empty_results, facts_of_task
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ class Decode(Portable):
 
     def __init__(self, in_one_tile: bool = False) -> None:
         """Make it; ``in_one_tile`` leaves calls to others whose heads' rows are several tiles."""
-        self._counts = Counts()
+        self._counts = Counts(COUNTS_OF_GRAPHS)
         self._in_one_tile = in_one_tile
 
     def why_not(

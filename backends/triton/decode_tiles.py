@@ -46,6 +46,8 @@ PARTS_AT_ONCE = 16
 """Of those that are merged, so that their loads wait for memory together."""
 MOST_IN_ONE = 2 * PARTS_AT_ONCE
 """That one program merges alone. Of more, several programs merge :data:`PARTS_AT_ONCE` each."""
+COUNTS_OF_GRAPHS = 1 << 22
+"""Numbers that launches of CUDA graphs count in: a hundred graphs of 32 layers with 1,280 each."""
 TOKENS_AT_ONCE = REQUESTS_AT_ONCE = 32
 """Tokens that a program clears if they are no request's, and requests that it asks together."""
 _MERGED_NUMBERS = 8192

@@ -22,7 +22,7 @@ from ..kernels.tile_lists import lists_of
 from ..requests import requests_of
 from .append import why_not_fp8
 from .decode import members_of_call
-from .decode_tiles import MOST_ROWS, counts_of, most_parts, programs_of, shape_of
+from .decode_tiles import COUNTS_OF_GRAPHS, MOST_ROWS, counts_of, most_parts, programs_of, shape_of
 from .family import Portable, facts_of_task
 from .serve_kernels import KERNELS, SERVES
 
@@ -71,7 +71,7 @@ class Serve(Portable):
     fixed: tuple[FixedKernel, ...] = ()
 
     def __init__(self) -> None:
-        self._counts = Counts()
+        self._counts = Counts(COUNTS_OF_GRAPHS)
 
     def why_not_pages(self, lowered: Lowered, call: Call, pages: Pages) -> str | None:
         """Why these kernels do not run a call of packed requests, or None."""

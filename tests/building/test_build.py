@@ -6,6 +6,7 @@ import json
 import os
 import sys
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -27,7 +28,7 @@ from attndsl.errors import ConfigError
 
 if TYPE_CHECKING:
     import subprocess
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
 COUNTED = partial(run_script, Path(__file__).parents[1] / "support" / "counted_calls.py")
 BUILD = partial(run_python, COMMAND, "build")
@@ -195,6 +196,9 @@ def test_entries_of_bundles_are_listed_in_words(place: Workplace, command, monke
         (72, ((4096, 4096),), {4096, 640, 6144}),
         (128, ((4096, 4096),), {4096, 512, 6144}),
         (256, ((4096, 4096),), {4096}),
+        (64, ((512, 4096),), {512, 336, 1024, 6144}),
+        (128, ((1007, 2001),), {1007, 509, 6143}),
+        (128, ((100, 300),), {100}),
     ],
 )
 @pytest.mark.parametrize("text", ["score", "causal()"])
@@ -205,16 +209,22 @@ def test_all_sizes_of_hopper_tiles_are_built(text, dim, lengths, rows) -> None:
     assert {x.operands[0].shape[2] for x in made} == rows
     masked = attention.lowered.program.mask is not None
 
-    def small(task: Task, length: int) -> bool:
-        q = torch.empty(2, 2, length, dim, dtype=torch.bfloat16)
-        call = example_call(attention.lowered, dim, dim, q.dtype, {})._replace(q=q, k=q, v=q)
-        facts = facts_of(attention.lowered.program, call)
-        return has_small_tiles(task, facts, length, length, masked)
+    call = example_call(attention.lowered, dim, dim, torch.bfloat16, {})
+    facts = facts_of(attention.lowered.program, call)
 
-    if min(rows) > 128:
-        for task in (Task.FORWARD, Task.BACKWARD):
-            found = {small(task, length) for length in rows}
-            assert found == {small(task, length) for length in (*range(129, 1500, 7), 8192)}
+    def small(task: Task, q_len: int, kv_len: int) -> bool:
+        return has_small_tiles(task, facts, q_len, kv_len, masked)
+
+    def alike(q_len: int, kv_len: int) -> Iterator[tuple[int, int]]:
+        """Lengths of calls that such a bundle is for."""
+        few = range(1, 129, 9)
+        some = (*range(129, 1500, 37), 8192)
+        for own in few if q_len <= 128 else some:
+            yield from [(own, own)] if q_len == kv_len else product((own,), (*few, *some))
+
+    for task in (Task.FORWARD, Task.BACKWARD):
+        found = {small(task, *(x.shape[2] for x in one.operands[:2])) for one in made}
+        assert found >= {small(task, *lengths) for lengths in alike(*lengths[0])}
 
 
 @pytest.mark.slow

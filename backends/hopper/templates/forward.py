@@ -141,11 +141,14 @@ def consume_work(
     uses_fixed_max = False
     begin = gl.where(begin_partial < visits.partial, 0, 1)
     end = own_full
+    least_first = float("-inf")
     if FIXED_MAX:
         # The first keys of all often have the largest scores: their tile is one to follow. What is
         # added to the scores of padding is as good as -inf, and nothing to be relative to.
         uses_fixed_max = work.uses_fixed_max & (own_full > 1)
         end = gl.where(uses_fixed_max, 1, own_full)
+        # Where nothing is PARTIAL, that tile is the first one.
+        least_first = gl.where(uses_fixed_max & (begin == 1), 0.0, float("-inf"))
     if SKIPS:
         skip_tiles(tiles_before, tiles_before + begin_partial, k, v)
     tiles = visits.partial + visits.full
@@ -161,7 +164,7 @@ def consume_work(
         size = gl.abs(factors.factor)
         factors = Factors(factors.scale, gl.where(size < TINY, TINY, size), factors.steepness)
     row_max, row_sum, p = attend_first(
-        PART, tile_index, slot, first_tile, row_max, MaxRule(float("-inf"), uses_fixed_max), rows,
+        PART, tile_index, slot, first_tile, row_max, MaxRule(least_first, uses_fixed_max), rows,
         factors, memory, work,
     )
     softmax = RunningSoftmax(acc, row_max, row_sum, p)

@@ -198,9 +198,10 @@ def test_the_machine_notices(name):
     assert is_noticed(differs, 6)
 
 
-def test_padding_is_nothing_to_be_relative_to():
+@pytest.mark.parametrize("kv_len", [70, 72], ids=["a PARTIAL tile", "no PARTIAL tile"])
+def test_padding_is_nothing_to_be_relative_to(kv_len):
     """Of a bias that keeps the first keys out; nothing is computed again for that."""
-    inputs, turns = inputs_of("bias", 24, 70, 4, 8), []
+    inputs, turns = inputs_of("bias", 24, kv_len, 4, 8), []
     inputs.bias[:, :, :21] = -60000.0
 
     out, _ = run_forward("bias", inputs, PERSISTENT, Run(1, 2, counted, noted=turns.append))
