@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from ..emit.facts import KernelFacts
     from ..kernels.config import Config
 
-_REST = 640
+_REST = 768
 """Barriers, and what a work tile is: bytes, rounded up."""
 _OVERFLOWED = 384
 """Whether weights of a forward's consumers, at most three, were too large: bytes, rounded up."""
