@@ -169,7 +169,7 @@ def _flags(spec: ModuleSpec) -> Flags:
         "RELEASE_PER_THREAD": not (spec.is_forward or wide or facts.takes_turns)
         and _is_pairwise(placed.slope),
         "OWN_OUTPUT": spec.is_forward and has_own_output(facts, spec.config),
-        "QUERIES": query_slots(facts, spec.config) if spec.is_forward else 1,
+        "QUERIES": query_slots(facts, spec.config) if spec.task is Task.FORWARD else 1,
         "FP32_ROWS": facts.wide_gradients,
     }
 

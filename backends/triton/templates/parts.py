@@ -191,7 +191,7 @@ def is_last(count, number):
 
 @triton.jit
 def counts_of_unit(counts, unit, most_parts):
-    """Where a unit's programs count: their parts or groups, and behind it the parts of each group."""
+    """Where a unit's programs count: parts or groups, and behind it the parts of each group."""
     each = tl.where(most_parts > MOST_IN_ONE, 1 + tl.cdiv(most_parts, PARTS_AT_ONCE), 1)
     return counts + unit * each
 
@@ -202,17 +202,17 @@ def put_together(room, counts, part, parts, out, lse, places, members):
 
     ``counts`` are those of :func:`counts_of_unit`.
     """
-    step, number, counts_too = 1, parts, part >= 0
+    step, number, ends_group = 1, parts, part >= 0
     if parts > MOST_IN_ONE:
         step = PARTS_AT_ONCE
         number = tl.cdiv(parts, PARTS_AT_ONCE)
         group = part // PARTS_AT_ONCE
         first = group * PARTS_AT_ONCE
         size = tl.minimum(PARTS_AT_ONCE, parts - first)
-        counts_too = is_last(counts + 1 + group, size)
-        if counts_too:
+        ends_group = is_last(counts + 1 + group, size)
+        if ends_group:
             merge_group(room, EveryPart(first, size, 1), places, members)
-    if counts_too:
+    if ends_group:
         if is_last(counts, number):
             store_merged(room, EveryPart(0, number, step), out, lse, places, members)
 

@@ -12,7 +12,8 @@ import triton.language as tl
 
 from attndsl.backends.device.records import (
     Columns, EveryPart, Factors, Head, Keys, Origins, PackedRows, PagedKeys, PageOfKeys, PageRows,
-    PartOfTiles, PartsRoom, Piece, RequestTokens, RowFactors, Scope, Sizes, Softmax, Tensor, UnitPlaces, Visits,
+    PartOfTiles, PartsRoom, Piece, RequestTokens, RowFactors, Scope, Sizes, Softmax, Tensor,
+    UnitPlaces, Visits,
 )
 from attndsl.backends.device.dropout import (
     keep_factor, kept_pairs, kept_pairs_of_part, kept_single_pairs,

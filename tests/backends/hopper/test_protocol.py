@@ -180,6 +180,7 @@ NEEDED = {
         "slot_of(tile_index, ...)", "(0, tile_index // STAGES & 1)", "consume_work"
     ),
     "the output is read": drop("tma_wait(...)", "leave_query"),
+    "room for the next rows of q": drop("leave_query(...)", "consume_work"),
     "items are read": drop("mbarrier.wait(fields.empty, ...)"),
     "items are written": drop("mbarrier.wait(fields.full, ...)", "consume", nth=2),
     "zero at the end": drop("gl.store(counter, ...)"),

@@ -25,6 +25,8 @@ from attndsl.backends.triton.decode import Decode
 from attndsl.backends.triton.decode_kernels import FORWARDS
 from attndsl.backends.triton.decode_tiles import (
     LEAST_PARTS,
+    MANY_TILES,
+    MOST_IN_ONE,
     MOST_PARTS,
     lines_at_once,
     members_of,
@@ -102,12 +104,22 @@ def test_groups_of_heads(device, heads, kv_heads, q_len, ran):
     assert ran
 
 
-@pytest.mark.parametrize("name", ["alibi", "by score", "sigmoid"])
-@pytest.mark.parametrize("many", [False, True], ids=["merged by one", "merged in groups"])
-def test_more_parts_than_are_merged_at_once(device, name, many, ran):
-    """One tile of rows has many parts of 4 or 5 tiles: 18, or 16, 16 and 7 in the interpreter."""
-    keys = (70000 if many else 20000) if device == "cuda" else (2500 if many else 1200)
-    sizes = few_rows(2, 1, q_len=1, kv_len=keys)
+def parts_in_interpreter(tiles):
+    """Parts of a unit that is alone, as ``parts_of`` and ``most_parts_of`` say."""
+    most = max(LEAST_PARTS, min(tiles // MANY_TILES, MOST_PARTS))
+    return -(-tiles // -(-tiles // min(tiles, most)))
+
+
+@pytest.mark.parametrize("name", ["lower right", "relu"])
+@pytest.mark.parametrize(
+    ("keys", "parts"), [(1152, 18), (2496, 39), (2600, 33)],
+    ids=["merged by one", "16, 16 and 7", "16, 16 and 1"],
+)  # fmt: skip
+def test_more_parts_than_are_merged_at_once(device, name, keys, parts, ran):
+    """One tile of rows has many parts of 4 or 5 tiles, all with live pairs."""
+    assert parts_in_interpreter(-(-keys // 16)) == parts
+    assert (parts > MOST_IN_ONE) == (keys > 2000)
+    sizes = few_rows(2, 1, q_len=1, kv_len=28 * keys if device == "cuda" else keys)
     check(name, sizes, device, torch.float32, 2e-3 if device == "cuda" else 2e-4)
     assert ran
 
@@ -174,6 +186,35 @@ def test_bits_do_not_depend_on_the_room(device):
     small = attention(q, k, v, q_offset=lengths - 1, kv_lengths=lengths)
     k, v = (torch.cat((x, torch.zeros(2, 2, 300, 16, device=device)), 2) for x in (k, v))
     assert torch.equal(small, attention(q, k, v, q_offset=lengths - 1, kv_lengths=lengths))
+
+
+def test_requests_of_some_and_of_many_parts(device):
+    """Their bits are those of each alone, with as much room or less, and counts are 0 again."""
+    entries, room = (2500, 1200, 500, 1, 3000, 520, 529, 600), 3000
+    scale = 28 if device == "cuda" else 1
+    entries, room = tuple(scale * x for x in entries), scale * room
+    q, k, v, lengths = ragged_call(device, entries, room, heads=2)
+    k, v = (x[:, :1].contiguous() for x in (k, v))
+
+    def served(backend, some, keys):
+        part = torch.tensor(some, device=device)
+        own = lengths[part]
+        attention = attndsl.compile("causal()", backend=backend)
+        return attention(
+            q[part], k[part, :, :keys], v[part, :, :keys], q_offset=own - 1, kv_lengths=own,
+            return_lse=True,
+        )  # fmt: skip
+
+    everyone = list(range(len(entries)))
+    whole = served("decode", everyone, room)
+    for own, other in zip(whole, served("reference", everyone, room), strict=True):
+        torch.testing.assert_close(own, other, rtol=2e-3, atol=2e-3)
+    for some, keys in ((everyone, room), ([1], room), ([4], room), ([2, 5], room),
+                       ([0], entries[0]), ([1, 2, 5, 7], entries[1])):  # fmt: skip
+        for own, other in zip(served("decode", some, keys), whole, strict=True):
+            assert torch.equal(own, other[some])
+    family = get_backend("decode", False).families[0]
+    assert not any(bool(counts.any()) for counts in family._counts._found.values())
 
 
 def test_counts_are_zero_again(device, ran):
