@@ -108,13 +108,18 @@ def room_of(buffer, unit, units, most_parts):
 @triton.jit
 def store_part(softmax, room, part, exists):
     """Leave a part's sums for the program that puts the parts together."""
+    store_lines(softmax, room, part * LINES + tl.arange(0, ROWS), exists)
+
+
+@triton.jit
+def store_lines(softmax, room, lines, exists):
+    """Write the running softmax of some rows to their lines of the room."""
     columns = tl.arange(0, BLOCK_DV)
-    line = part * LINES + tl.arange(0, ROWS)
-    places = room.sums + line[:, None] * BLOCK_DV + columns[None, :]
+    places = room.sums + lines[:, None] * BLOCK_DV + columns[None, :]
     tl.store(places, softmax.acc, mask=exists[:, None])
     if not OWN_WEIGHTS:
-        tl.store(room.row_sums + line, softmax.row_sum, mask=exists)
-        tl.store(room.row_maxes + line, softmax.row_max, mask=exists)
+        tl.store(room.row_sums + lines, softmax.row_sum, mask=exists)
+        tl.store(room.row_maxes + lines, softmax.row_max, mask=exists)
 
 
 @triton.jit
@@ -162,7 +167,6 @@ def empty_softmax(COUNT: tl.constexpr):
 @triton.jit
 def merge_group(room, parts, places, members):
     """Put a group's parts together, and leave them where its first one was."""
-    columns = tl.arange(0, BLOCK_DV)
     head, sizes = places.scope.head, places.scope.sizes
     for line in tl.range(0, LINES, LINES_AT_ONCE):
         numbers = line + tl.arange(0, LINES_AT_ONCE)
@@ -170,12 +174,7 @@ def merge_group(room, parts, places, members):
         softmax = merged(room, numbers, parts, exists)
         # Threads write other elements than they have read.
         tl.debug_barrier()
-        own = parts.first * LINES + numbers
-        at = room.sums + own[:, None] * BLOCK_DV + columns[None, :]
-        tl.store(at, softmax.acc, mask=exists[:, None])
-        if not OWN_WEIGHTS:
-            tl.store(room.row_sums + own, softmax.row_sum, mask=exists)
-            tl.store(room.row_maxes + own, softmax.row_max, mask=exists)
+        store_lines(softmax, room, parts.first * LINES + numbers, exists)
 
 
 @triton.jit
