@@ -70,10 +70,12 @@ def _configs(job: Job, machine: Machine) -> tuple[Config, ...]:
     forward = task is Task.FORWARD
     if not forward and job.work_of_pair > _MOST_WORK_OF_LARGE:
         plain = False
-    found = candidates(task, widest(facts), plain, job.work, column, dropped, own)
-    if forward and not (dropped or own or job.work == "short partial"):
+    work = job.work
+    found = candidates(task, widest(facts), plain, work, column, dropped, own)
+    if forward and not (dropped or own or work == "short partial"):
         found = with_few_keys(facts, found)
-    found = for_lengths(task, facts, found, forward and _visits_few(job))
+    few = forward and work.startswith("short") and _visits_few(job)
+    found = for_lengths(task, facts, found, few)
     if forward and job.work_of_pair > _MOST_WORK_OF_THREE:
         found = tuple(config for config in found if config.consumers < 3)
     if forward and _is_long_with_params(job):
