@@ -9,21 +9,23 @@ from __future__ import annotations
 import argparse
 import math
 import os
+import time
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import worker
 from turns import Run, by_turns, graph_of, said_by
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping, Sequence
 
-    import worker
-
 ROUNDS, QUICK_ROUNDS = 15, 3
 _CACHE_BYTES = 1 << 27
 """Twice the L2 cache of an H200, and a little more."""
 _MOST_COPIES, _LEAST_CALLS = 64, 10
+_WARMING = 0.6
+"""The most of a limit that compiling may take."""
 
 
 def copies_for(live_bytes: int) -> int:
@@ -146,6 +148,36 @@ def add_limit(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--processes", type=int, default=min(32, os.cpu_count() or 1),
                         help="processes that compile side by side first; 0 for none")  # fmt: skip
     parser.add_argument("--warm", action="store_true", help=argparse.SUPPRESS)
+
+
+def compile_first(
+    script: Path, cells: Sequence[worker.Cell], options: argparse.Namespace, begin: float,
+    flags: Sequence[str] = (),
+) -> None:  # fmt: skip
+    """Have ``--processes`` workers compile what ``cells`` need, and say how many of them did.
+
+    Args:
+        script: Its workers with ``--warm`` answer a cell once it has been compiled.
+        cells: Those that take longest first.
+        options: Of :func:`add_limit`.
+        begin: When the limit began.
+        flags: Of all workers.
+    """
+    if options.processes:
+        until = begin + _WARMING * options.limit
+        number = worker.warmed(script, cells, [*flags, "--warm"], options.processes, until)
+        took = time.monotonic() - begin
+        print(f"compiled in {took:.0f} s: {number} of {len(cells)}", flush=True)
+
+
+def compiled(calls: TurningCalls, column: str) -> worker.Found:
+    """What a worker with ``--warm`` answers: a column has run once, or why it has not."""
+    try:
+        with side_stream():
+            calls.of(column)
+    except Exception as error:
+        return {"why": said_by(error)}
+    return {}
 
 
 def chosen_columns(

@@ -1,6 +1,7 @@
 """Few queries over long caches beside torch's attention and FlexAttention.
 
     python benchmarks/decode.py [--rows "B8 x 32k;window"] [--columns attndsl,auto] [--quick]
+                                [--limit SECONDS]
 
 Each row is one shape and program. All columns of a row take turns in one process. ``device`` is the
 time of a call within a CUDA graph in microseconds, the median of rounds of at least 3 ms by CUDA
@@ -21,6 +22,7 @@ import json
 import math
 import random
 import sys
+import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,9 +33,12 @@ from columns import (
     QUICK_ROUNDS,
     ROUNDS,
     TurningCalls,
+    add_limit,
     apart,
     chosen_columns,
     chosen_rows,
+    compile_first,
+    compiled,
     copies_for,
     measured,
     parser_of,
@@ -47,6 +52,8 @@ if TYPE_CHECKING:
 
 COLUMNS = ("attndsl", "auto", "sdpa", "flex")
 PEERS = ("sdpa", "flex")
+COMPILED = ("flex", "attndsl", "auto")
+"""Columns whose kernels are compiled; those that take longest first."""
 CEILINGS = "ceilings"
 WINDOW, CAP, REACH = 1024, 50.0, 4096
 TEXTS = {
@@ -133,6 +140,11 @@ def line_of(row: Row, found: worker.Found, ceilings: Mapping[str, float] | None)
     return line
 
 
+def named(name: str) -> Row:
+    """The row of that name."""
+    return next(row for row in ROWS if row.name == name)
+
+
 class Bench:
     """Runs one row after the other in a worker."""
 
@@ -141,6 +153,10 @@ class Bench:
         self._rounds = QUICK_ROUNDS if quick else ROUNDS
         self._columns = columns
 
+    def warm(self, cell: worker.Cell) -> worker.Found:
+        """Run one column of a row once, so that its kernels are cached."""
+        return compiled(Calls(named(cell["row"]), copies=1), cell["column"])
+
     def measure(self, cell: worker.Cell) -> worker.Found:
         """Times of all columns of a row, or the bandwidth of a copy."""
         import torch
@@ -148,8 +164,7 @@ class Bench:
         torch.cuda.empty_cache()
         if cell["row"] == CEILINGS:
             return ceilings()
-        row = next(row for row in ROWS if row.name == cell["row"])
-        calls = Calls(row)
+        calls = Calls(named(cell["row"]))
         with side_stream() as stream:
             found, results = measured(calls, self._columns, self._rounds, stream)
         found["difference"] = difference(results)
@@ -290,19 +305,28 @@ def ceilings() -> dict[str, float]:
 
 def main() -> int:
     """Parse the command line, measure, print and write; 1 if a row of ours has no figure."""
+    begin = time.monotonic()
     parser = parser_of(__doc__, COLUMNS)
+    add_limit(parser)
     options = parser.parse_args()
     columns = chosen_columns(parser, options.columns, COLUMNS)
     if options.worker:
-        worker.serve(json.loads(options.worker), Bench(options.quick, columns).measure)
+        bench = Bench(options.quick, columns)
+        worker.serve(json.loads(options.worker), bench.warm if options.warm else bench.measure)
         return 0
     rows = {row.name: row for row in ROWS}
     names = chosen_rows(parser, options.rows, rows)
+    cells = [
+        {"row": name, "column": column}
+        for column in COMPILED if column in columns for name in names
+    ]  # fmt: skip
+    compile_first(Path(__file__), cells, options, begin)
     cells = [{"row": name} for name in (CEILINGS, *names)]
     flags = ["--columns", options.columns, *["--quick"] * options.quick]
     rates: dict[str, float] | None = None
     lines: list[dict[str, Any]] = []
-    for number, (cell, found) in enumerate(worker.measured(Path(__file__), cells, flags)):
+    answers = worker.measured(Path(__file__), cells, flags, until=begin + options.limit)
+    for number, (cell, found) in enumerate(answers):
         if cell["row"] == CEILINGS:
             rates = None if "why" in found else found
             print(f"[{number}/{len(names)}] {CEILINGS}: {found}", flush=True)

@@ -1,6 +1,6 @@
 """Packed requests over pages beside the same requests over dense caches.
 
-    python benchmarks/serving.py [--rows "B32 x 4k, pages of 16;tree"] [--quick]
+    python benchmarks/serving.py [--rows "B32 x 4k, pages of 16;tree"] [--quick] [--limit SECONDS]
 
 Each row is one step. All columns of a row take turns in one process. ``pages`` is ``serve`` with
 the kernels that read pages. ``planned`` is a further layer of the same step, whose plan exists.
@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,8 +32,11 @@ from columns import (
     QUICK_ROUNDS,
     ROUNDS,
     TurningCalls,
+    add_limit,
     apart,
     chosen_rows,
+    compile_first,
+    compiled,
     copies_for,
     measured,
     parser_of,
@@ -44,6 +48,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 COLUMNS = ("pages", "planned", "gathered", "dense", "flashinfer")
+COMPILED = ("flashinfer", "pages", "gathered", "dense")
+"""Columns whose kernels are compiled; those that take longest first."""
 WINDOW, CAP = 1024, 50.0
 MOST_FEW = 64
 """Queries of a request that kernels for few rows run."""
@@ -208,6 +214,11 @@ class Calls(TurningCalls):
         )
 
 
+def named(name: str) -> Row:
+    """The row of that name."""
+    return next(row for row in ROWS if row.name == name)
+
+
 class Bench:
     """Runs one row after the other in a worker."""
 
@@ -215,12 +226,16 @@ class Bench:
         """Nothing is made before the first row."""
         self._rounds = QUICK_ROUNDS if quick else ROUNDS
 
+    def warm(self, cell: worker.Cell) -> worker.Found:
+        """Run one column of a row once, so that its kernels are cached."""
+        return compiled(Calls(named(cell["row"]), copies=1), cell["column"])
+
     def measure(self, cell: worker.Cell) -> worker.Found:
         """Times of all columns of a row."""
         import torch
 
         torch.cuda.empty_cache()
-        row = next(row for row in ROWS if row.name == cell["row"])
+        row = named(cell["row"])
         with side_stream() as stream:
             return found_of(Calls(row), self._rounds, stream)
 
@@ -254,16 +269,24 @@ def line_of(row: Row, found: worker.Found) -> dict[str, Any]:
 
 def main() -> int:
     """Parse the command line, measure, print and write; 1 if a row of ours has no figure."""
+    begin = time.monotonic()
     parser = parser_of(__doc__)
+    add_limit(parser)
     options = parser.parse_args()
     if options.worker:
-        worker.serve(json.loads(options.worker), Bench(options.quick).measure)
+        bench = Bench(options.quick)
+        worker.serve(json.loads(options.worker), bench.warm if options.warm else bench.measure)
         return 0
     rows = {row.name: row for row in ROWS}
     names = chosen_rows(parser, options.rows, rows)
+    cells = [{"row": name, "column": column} for column in COMPILED for name in names]
+    compile_first(Path(__file__), cells, options, begin)
     lines: list[dict[str, Any]] = []
     cells = [{"row": name} for name in names]
-    for cell, found in worker.measured(Path(__file__), cells, ["--quick"] * options.quick):
+    answers = worker.measured(
+        Path(__file__), cells, ["--quick"] * options.quick, until=begin + options.limit
+    )
+    for cell, found in answers:
         lines.append(line_of(rows[cell["row"]], found))
         print(lines[-1], flush=True)
         common.write("serving", "cuda", lines, options.output)

@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any
 
 import common
 import worker
-from columns import add_limit, chosen_rows, parser_of
+from columns import add_limit, chosen_rows, compile_first, parser_of
 from turns import Run, by_turns, graph_of, said_by
 
 if TYPE_CHECKING:
@@ -39,8 +39,6 @@ if TYPE_CHECKING:
 COLUMNS = ("attndsl", "cudnn", "fa2", "flex")
 COMPILED = ("flex", "attndsl")
 """Columns whose kernels are compiled here; those that take longest first."""
-WARMING = 0.6
-"""The most of a limit that compiling may take."""
 DIRECTIONS = ("forward", "backward")
 CEILINGS = "ceilings"
 ENOUGH, ENOUGH_OF_SMALL, SMALL_US = 1.05, 0.97, 5.0
@@ -435,12 +433,8 @@ def main() -> int:
         return 0
     rows = {row.name: row for row in ROWS}
     names = chosen_rows(parser, options.rows, rows)
-    if options.processes:
-        cells = [{"row": name, "column": column} for column in COMPILED for name in names]
-        until = begin + WARMING * options.limit
-        number = worker.warmed(Path(__file__), cells, ["--warm"], options.processes, until)
-        took = time.monotonic() - begin
-        print(f"compiled in {took:.0f} s: {number} of {len(cells)}", flush=True)
+    cells = [{"row": name, "column": column} for column in COMPILED for name in names]
+    compile_first(Path(__file__), cells, options, begin)
     cells = [{"row": name} for name in (CEILINGS, *names)]
     rates: dict[str, float] | None = None
     lines: list[dict[str, Any]] = []

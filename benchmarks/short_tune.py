@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 import common
 import worker
-from columns import add_limit, chosen_rows, parser_of
+from columns import add_limit, chosen_rows, compile_first, parser_of
 from short import DIRECTIONS, ROWS, Calls, named
 from turns import Run, by_turns, graph_of
 
@@ -38,8 +38,6 @@ ENOUGH = 1.05
 """What ``gain`` is to be at most."""
 _ROUNDS, _QUICK_ROUNDS = 15, 3
 _CALLS_OF_GRAPH = 10
-_WARMING = 0.6
-"""The most of a limit that compiling may take."""
 
 
 class Bench:
@@ -151,11 +149,7 @@ def main() -> int:
     rows = {row.name: row for row in ROWS}
     names = chosen_rows(parser, options.rows, rows)
     cells = [{"row": name} for name in names]
-    if options.processes:
-        until = begin + _WARMING * options.limit
-        number = worker.warmed(Path(__file__), cells, ["--warm"], options.processes, until)
-        took = time.monotonic() - begin
-        print(f"compiled in {took:.0f} s: {number} of {len(cells)}", flush=True)
+    compile_first(Path(__file__), cells, options, begin)
     lines: list[dict[str, Any]] = []
     flags = ["--quick"] * options.quick
     for cell, found in worker.measured(
