@@ -25,7 +25,11 @@ if TYPE_CHECKING:
 LEAST_ROWS = 16
 """Rows of the smallest product on tensor cores."""
 MOST_ROWS = 64
-"""Rows of the largest tile."""
+"""Heads of the largest tile, and queries of a call whose keys are shared out."""
+MOST_LINES = 128
+"""Rows of the largest tile. All keys are read for each tile of rows."""
+MOST_LINES_OF_FP8 = 64
+"""The same where keys are widened in registers, which are too few for more rows."""
 PROGRAMS = 128
 """Of one batch entry, where they are few: about as many as a GPU has processors."""
 _PROGRAMS_OF_PAGES = 2 * PROGRAMS
@@ -54,12 +58,16 @@ _MERGED_NUMBERS = 8192
 """Sums that are merged together: 64 registers of a thread of 4 warps, and 128 of 2 warps."""
 _STAGE_BYTES = 32768
 """Of keys and values that are loaded together; three stages of two programs fit a processor."""
+_STAGES = (3, 2)
 _STAGES_OF_PAGES = (5, 3, 2)
 """Triton shares stages out among loads that wait for each other, those of page numbers and those of
 rows. Of 3 stages rows have 1: the next tile is loaded when this one has been read. Of 5 they have
 2, as many as rows of a dense cache have of 3. Masks that are looked up are slower with 5: see M41
 in docs/measured.md."""
 _WARPS = 4
+_WIDE_WARPS = 8
+"""Of tiles with more than :data:`_WIDE_ROWS` rows."""
+_WIDE_ROWS = 64
 _NARROW_WARPS = 2
 """Of kernels for pages with few rows of :data:`_NARROW_COLUMNS`, and nothing else to load. Four
 programs of 2 warps and 3 stages fit a processor, and load as much ahead as two of 4 warps and 5
@@ -102,14 +110,16 @@ def _powers(most: int) -> list[int]:
 
 
 SHAPES = tuple(
-    Shape(group, queries) for group in _powers(MOST_ROWS) for queries in _powers(MOST_ROWS // group)
+    Shape(group, queries)
+    for group in _powers(MOST_ROWS)
+    for queries in _powers(MOST_LINES // group)
 )
 
 
-def shape_of(q_len: int, members: int) -> Shape:
-    """The tile of ``members`` heads in a call of ``q_len`` rows."""
+def shape_of(q_len: int, members: int, most: int = MOST_LINES) -> Shape:
+    """The tile of ``members`` heads in a call of ``q_len`` rows, with ``most`` rows at most."""
     group = _power(members)
-    return Shape(group, min(_power(q_len), MOST_ROWS // group))
+    return Shape(group, min(_power(q_len), most // group))
 
 
 def members_of(heads_of_key: int, together: bool) -> int:
@@ -158,7 +168,13 @@ def counts_of(parts: int) -> int:
 
 def lines_at_once(shape: Shape, width: int) -> int:
     """Rows that are merged together, of so many columns: a power of two."""
-    return max(1, min(shape.lines, _MERGED_NUMBERS // (PARTS_AT_ONCE * width)))
+    numbers = _MERGED_NUMBERS * warps_of(shape) // _WARPS
+    return max(1, min(shape.lines, numbers // (PARTS_AT_ONCE * width)))
+
+
+def warps_of(shape: Shape) -> int:
+    """Of kernels that are not narrow."""
+    return _WIDE_WARPS if shape.rows > _WIDE_ROWS else _WARPS
 
 
 def is_looked_up(part: Node | None) -> bool:
@@ -181,7 +197,7 @@ def _is_narrow(shape: Shape, program: Program, facts: KernelFacts) -> bool:
 def configs_of(shape: Shape, job: Job, machine: Machine) -> tuple[Config, ...]:
     """Candidates of a kernel, in order; one alone for the interpreter."""
     if machine.target is None:
-        return (Config(shape.queries, 16, _WARPS, 1),)
+        return (Config(shape.queries, 16, warps_of(shape), 1),)
     widths = widths_of(job.facts)
     pages = job.facts.pages
     bytes_of = 1 if pages is not None and pages.dtype == FP8_TYPE else widths.element_bytes
@@ -190,11 +206,11 @@ def configs_of(shape: Shape, job: Job, machine: Machine) -> tuple[Config, ...]:
     program = job.lowered.program
     narrow = _is_narrow(shape, program, job.facts)
     usual = pages is None or narrow or is_looked_up(program.mask)
-    stages = (3, 2) if usual else _STAGES_OF_PAGES
-    warps = _NARROW_WARPS if narrow else _WARPS
+    stages = _STAGES if usual else _STAGES_OF_PAGES
+    warps = _NARROW_WARPS if narrow else warps_of(shape)
     found = [
         *(Config(shape.queries, keys, warps, number) for number in stages),
         *(Config(shape.queries, max(16, keys // 2), warps, number) for number in stages),
-        Config(shape.queries, 16, _WARPS, 1),
+        Config(shape.queries, 16, warps_of(shape), 1),
     ]
     return tuple(dict.fromkeys(found))

@@ -22,7 +22,16 @@ from ..kernels.tile_lists import lists_of
 from ..requests import requests_of
 from .append import why_not_fp8
 from .decode import members_of_call
-from .decode_tiles import COUNTS_OF_GRAPHS, MOST_ROWS, counts_of, most_parts, programs_of, shape_of
+from .decode_tiles import (
+    COUNTS_OF_GRAPHS,
+    MOST_LINES,
+    MOST_LINES_OF_FP8,
+    MOST_ROWS,
+    counts_of,
+    most_parts,
+    programs_of,
+    shape_of,
+)
 from .family import Portable, facts_of_task
 from .serve_kernels import KERNELS, SERVES
 
@@ -83,7 +92,7 @@ class Serve(Portable):
             return "torch has yet to change the signs of pages"
         if lowered.contractions is not None:
             return "the program multiplies rows of captured tensors"
-        if max(call.q.shape[0] + 1, _units(lowered, call)[0]) > _MOST_PROGRAMS:
+        if max(call.q.shape[0] + 1, _units(lowered, call, pages)[0]) > _MOST_PROGRAMS:
             most = _MOST_PROGRAMS - 1
             return f"the kernels take up to {most} requests, and tiles of rows of each"
         return None
@@ -96,7 +105,7 @@ class Serve(Portable):
             facts, packed_heads=True, pages=own, aligned=own.q_aligned, wide_rows=own.wide_rows,
             reach=None,  # Later steps of the signature may have more rows.
         )  # fmt: skip
-        return (Job(SERVES[_units(lowered, call)[1]], lowered, facts),)
+        return (Job(SERVES[_units(lowered, call, pages)[1]], lowered, facts),)
 
     def layout_of_pages(
         self, layout: Layout, lowered: Lowered, call: Call, pages: Pages
@@ -113,7 +122,7 @@ class Serve(Portable):
         batch, heads, q_len, _ = call.q.shape
         width = pages.v.shape[3]
         (kernel,) = layout.executables.values()
-        units, shape, members = _units(lowered, call)
+        units, shape, members = _units(lowered, call, pages)
         # Where a request may have many rows, there are programs enough, and room would be large.
         parts = 1
         if q_len <= MOST_ROWS:
@@ -180,10 +189,11 @@ class Serve(Portable):
         return out, lse
 
 
-def _units(lowered: Lowered, call: Call) -> tuple[int, Shape, int]:
+def _units(lowered: Lowered, call: Call, pages: Pages) -> tuple[int, Shape, int]:
     """Tiles of rows of a request, the shape of one, and how many heads it has."""
     members = members_of_call(lowered, call)
-    shape = shape_of(call.q.shape[2], members)
+    most = MOST_LINES_OF_FP8 if pages.k.element_size() == 1 else MOST_LINES
+    shape = shape_of(call.q.shape[2], members, most)
     return call.q.shape[1] // members * -(-call.q.shape[2] // shape.queries), shape, members
 
 

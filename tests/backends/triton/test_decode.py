@@ -267,7 +267,8 @@ def test_shapes():
             shape = shape_of(q_len, heads)
             assert shape in FORWARDS
             assert shape.group >= heads
-            assert 16 <= shape.rows <= 64
+            assert 16 <= shape.rows <= 128
+            assert shape_of(q_len, heads, 64).rows <= 64
     config = Config(1, 64, 4, 3)
     assert [most_parts(keys, 8, config) for keys in (0, 1, 256, 257, 1024)] == [1, 1, 4, 5, 16]
     long = [most_parts(1 << 20, units, config) for units in (1, 2, 8, 64)]
