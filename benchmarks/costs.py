@@ -20,6 +20,9 @@ say: the script lists these. What the model leaves out may be the reason: kernel
 captures need beside the usual ones, dropout's numbers, lists of tiles, loads from memory, or
 ``kernels`` of another family than those of ``full``.
 
+``ms`` is the time of a call within a CUDA graph, and ``eager_ms`` that of the same call as a user
+makes it. Where a graph cannot be made, ``ms`` is the latter, and ``why_no_graph`` says why.
+
 Kernels are compiled first, by several processes side by side. On a CPU the script runs too, for
 tests: there the times say nothing about kernels.
 """
@@ -66,10 +69,12 @@ PRODUCTS, EXPONENTIALS, OTHERS = 4096, 16, 128
 """A multiprocessor's operations a clock."""
 SOFTMAX = {"forward": 6, "backward": 10}
 """Instructions a pair of plain scores: scale, maximum, sum and rounding; and what dS takes."""
-LAUNCH_MS = {"forward": 0.005, "backward": 0.015}
+LAUNCH_MS = {"forward": 0.004, "backward": 0.012}
+"""Of one kernel and of three within a graph, with what a GPU takes to fill and to empty."""
 COMPILE_SECONDS = 90.0
 CELL_SECONDS = {"cuda": 20.0, "cpu": worker.CELL_SECONDS}
 _PROCESSORS_EACH = 4
+_CALLS_OF_GRAPH = 10
 
 
 class Device(NamedTuple):
@@ -253,8 +258,14 @@ def measure(cell: worker.Cell, tiny: bool) -> worker.Found:
     (case,) = (case for case in CASES if case.name == cell["case"])
     own = made(case, device)
     inputs = [*own.operands, *own.learned]
-    out = own.call()
-    grad = torch.randn_like(out)
+    stream = None
+    if device.name == "cuda":
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):  # Backwards run on the stream that their forwards ran on.
+        out = own.call()
+        # Not by the GPU's generator: a graph that could not be made would leave it unusable.
+        grad = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(out)
 
     def forward() -> None:
         with torch.no_grad():
@@ -266,10 +277,24 @@ def measure(cell: worker.Cell, tiny: bool) -> worker.Found:
     found: worker.Found = {}
     for name, run in zip(DIRECTIONS, (forward, backward), strict=True):
         found[name] = work_of(own, name, device)._asdict()
-        found[name]["ms"] = milliseconds(run, cell["rounds"], device)
+        found[name] |= times_of(run, cell["rounds"], device, stream)
         found[name]["kernels"] = families.found.get(name)
     logging.getLogger("attndsl").removeHandler(families)
     return found
+
+
+def times_of(run: Any, rounds: int, device: Device, stream: Any) -> dict[str, Any]:
+    """``ms`` of a call; on a GPU ``eager_ms`` too, and why no graph was made if none was."""
+    eager = milliseconds(run, rounds, device)
+    if device.name != "cuda":
+        return {"ms": eager}
+    try:
+        graph = turns.graph_of(turns.Run(run), stream, _CALLS_OF_GRAPH)
+    except Exception as error:
+        return {"ms": eager, "eager_ms": eager, "why_no_graph": turns.said_by(error)}
+    return {
+        "ms": milliseconds(graph.replay, rounds, device) / _CALLS_OF_GRAPH, "eager_ms": eager,
+    }  # fmt: skip
 
 
 def milliseconds(run: Any, rounds: int, device: Device) -> float:
@@ -343,6 +368,7 @@ def outliers(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     return [
         f"{row['case']}, {row['direction']}: {row['ms']:.3f} ms, {row['ratio']:.2f} times"
         f" the predicted {row['predicted_ms']:.3f}, by {row.get('kernels')} kernels"
+        + (" (eager: no graph)" if "why_no_graph" in row else "")
         for row in sorted(over, key=lambda row: -row["ratio"])
     ]
 
@@ -386,6 +412,9 @@ def main() -> int:
         cells = [{"case": name, "rounds": options.rounds} for name in names]
         for cell, own in worker.measured(Path(__file__), cells, flags, seconds, environ):
             found[cell["case"]] = own
+            said = own.get("why") or ", ".join(f"{x} {own[x]['ms']:.3f} ms" for x in DIRECTIONS)
+            line = f"[{len(found)}/{len(names)}] {cell['case']}: {said}"
+            print(line, file=sys.stderr, flush=True)
             common.write("costs", device, rows_of(found), options.output)
     rows = rows_of(found)
     common.print_table(
