@@ -18,7 +18,15 @@ from ..kernels.device import on_device, stream_of
 from ..kernels.kernel import Job, Task
 from ..kernels.tile_lists import lists_of
 from .decode_kernels import FORWARDS, KERNELS, NAME
-from .decode_tiles import COUNTS_OF_GRAPHS, MOST_ROWS, counts_of, members_of, most_parts, shape_of
+from .decode_tiles import (
+    COUNTS_OF_GRAPHS,
+    MOST_ROWS,
+    counts_of,
+    members_of,
+    most_parts,
+    shape_of,
+    sharing_of,
+)
 from .family import Portable, empty_results, facts_of_task
 
 if TYPE_CHECKING:
@@ -90,7 +98,8 @@ class Decode(Portable):
         members = members_of_call(lowered, call)
         shape = shape_of(q_len, members)
         units = heads // members * -(-q_len // shape.queries)
-        parts = most_parts(call.k.shape[2], units, kernel.config)
+        sharing = sharing_of(shape, lowered.program, layout.facts)
+        parts = most_parts(call.k.shape[2], units, kernel.config, sharing)
         stream = stream_of(q.device)
         with on_device(q.device):
             lists = lists_of(layout, lowered, call, name, stream)

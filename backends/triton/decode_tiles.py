@@ -41,6 +41,8 @@ have them too, since a request's bits must not depend on how many others a step 
 LEAST_PARTS, MOST_PARTS = 16, 128
 """Of one unit, if it has so many tiles. More than the first only where there are few units: they
 take longer to merge, and write more."""
+_LEAST_WIDE_PARTS = 8
+"""The same of tiles with more than :data:`_WIDE_ROWS` rows: one program fits a processor."""
 TILES_OF_PART = 1
 """That a program takes at least. Where keys are few each more takes 0.8 us (1,024 keys: 7.9, 8.7
 and 10.9 us with 1, 2 and 4 on an H100, D128), and where they are many it changes nothing."""
@@ -138,24 +140,36 @@ def members_of(heads_of_key: int, together: bool) -> int:
     )
 
 
-def programs_of(shape: Shape, program: Program, facts: KernelFacts) -> int:
-    """Programs of one batch entry, where they are few."""
+class Sharing(NamedTuple):
+    """How many programs share keys."""
+
+    programs: int = PROGRAMS
+    """Of one batch entry, where they are few."""
+    least: int = LEAST_PARTS
+    """Parts of one unit, if it has so many tiles."""
+
+
+def sharing_of(shape: Shape, program: Program, facts: KernelFacts) -> Sharing:
+    """How the programs of a kernel share keys."""
+    if shape.rows > _WIDE_ROWS:
+        return Sharing(least=_LEAST_WIDE_PARTS)
     if facts.pages is None:
-        return PROGRAMS
-    return _NARROW_PROGRAMS if _is_narrow(shape, program, facts) else _PROGRAMS_OF_PAGES
+        return Sharing()
+    narrow = _is_narrow(shape, program, facts)
+    return Sharing(_NARROW_PROGRAMS if narrow else _PROGRAMS_OF_PAGES)
 
 
-def most_parts(kv_len: int, units: int, config: Config, programs: int = PROGRAMS) -> int:
+def most_parts(kv_len: int, units: int, config: Config, sharing: Sharing) -> int:
     """The most programs that share the keys of one tile of rows.
 
     Args:
         kv_len: Keys of the call.
         units: Tiles of rows that a batch entry has at least.
         config: The kernel's.
-        programs: Of one batch entry, where they are few.
+        sharing: The kernel's.
     """
     tiles = -(-kv_len // config.block_n)
-    most = max(LEAST_PARTS, min(programs // units, tiles // MANY_TILES, MOST_PARTS))
+    most = max(sharing.least, min(sharing.programs // units, tiles // MANY_TILES, MOST_PARTS))
     return max(1, min(most, -(-tiles // TILES_OF_PART)))
 
 

@@ -21,7 +21,6 @@ from ..emit.loops import LIST_PARAMETERS, print_loop
 from ..emit.template import Products, fill_template
 from ..emit.text import wrapped
 from .decode_tiles import (
-    LEAST_PARTS,
     MANY_TILES,
     MOST_IN_ONE,
     MOST_PARTS,
@@ -32,7 +31,7 @@ from .decode_tiles import (
     Shape,
     is_looked_up,
     lines_at_once,
-    programs_of,
+    sharing_of,
 )
 from .generate import constants, flags_of_program, functions_of_program, sink_of_program
 
@@ -56,6 +55,7 @@ def decode_text(shape: Shape, job: Job, config: Config, loop: LoopPlan, products
     values = param_values(facts, scalar=True)
     loops, found = print_loop(kernel.loop_name, kernel.loop.along, loop, values, facts.names())
     listed = loop.listed is not None
+    sharing = sharing_of(shape, program, facts)
     flags: dict[str, Any] = {
         **flags_of_program(program, facts),
         **constants(facts, config, products),
@@ -64,8 +64,8 @@ def decode_text(shape: Shape, job: Job, config: Config, loop: LoopPlan, products
         "LINES": shape.lines,
         "TILES_OF_PART": TILES_OF_PART,
         "MANY_TILES": MANY_TILES,
-        "PROGRAMS": programs_of(shape, program, facts),
-        "LEAST_PARTS": LEAST_PARTS,
+        "PROGRAMS": sharing.programs,
+        "LEAST_PARTS": sharing.least,
         "MOST_PARTS": MOST_PARTS,
         "PARTS_AT_ONCE": PARTS_AT_ONCE,
         "MOST_IN_ONE": MOST_IN_ONE,

@@ -29,8 +29,8 @@ from .decode_tiles import (
     MOST_ROWS,
     counts_of,
     most_parts,
-    programs_of,
     shape_of,
+    sharing_of,
 )
 from .family import Portable, facts_of_task
 from .serve_kernels import KERNELS, SERVES
@@ -126,8 +126,8 @@ class Serve(Portable):
         # Where a request may have many rows, there are programs enough, and room would be large.
         parts = 1
         if q_len <= MOST_ROWS:
-            programs = programs_of(shape, lowered.program, layout.facts)
-            parts = most_parts(call.k.shape[2], heads // members, kernel.config, programs)
+            sharing = sharing_of(shape, lowered.program, layout.facts)
+            parts = most_parts(call.k.shape[2], heads // members, kernel.config, sharing)
         numbers = batch * units * parts * shape.lines * (block_widths(layout.facts)[1] + 2)
         return PagesLayout(
             layout,

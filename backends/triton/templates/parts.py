@@ -126,7 +126,9 @@ def store_lines(softmax, room, lines, exists):
 def merged(room, numbers, parts, exists):
     """The running softmax of some of a tile's rows over ``parts``, in the order of their numbers.
 
-    Other processors have written them: loads go past the cache of this one.
+    Other processors have written them: loads go past the cache of this one. Sums of
+    :data:`PARTS_AT_ONCE` parts are asked for together. Each thread adds up what it has loaded: a
+    sum over a tensor of all parts would go through shared memory.
     """
     columns = tl.arange(0, BLOCK_DV)
     softmax = empty_softmax(LINES_AT_ONCE)
@@ -134,23 +136,31 @@ def merged(room, numbers, parts, exists):
         own = first + tl.arange(0, PARTS_AT_ONCE)
         line = (parts.first + own * parts.step)[:, None] * LINES + numbers[None, :]
         exist = (own < parts.count)[:, None] & exists[None, :]
-        places = room.sums + line[:, :, None] * BLOCK_DV + columns[None, None, :]
-        acc = tl.load(places, mask=exist[:, :, None], other=0.0, cache_modifier=".cg")
-        if OWN_WEIGHTS:
-            acc = softmax.acc + tl.sum(acc, 0)
-            softmax = Softmax(acc, softmax.row_sum, softmax.row_max)
-        else:
-            row_sum = tl.load(room.row_sums + line, mask=exist, other=0.0, cache_modifier=".cg")
-            row_max = tl.load(
+        acc, row_sum, top = softmax.acc, softmax.row_sum, softmax.row_max
+        shift = tl.zeros([LINES_AT_ONCE], tl.float32)
+        if not OWN_WEIGHTS:
+            row_sums = tl.load(room.row_sums + line, mask=exist, other=0.0, cache_modifier=".cg")
+            row_maxes = tl.load(
                 room.row_maxes + line, mask=exist, other=float("-inf"), cache_modifier=".cg"
             )
-            top = tl.maximum(softmax.row_max, tl.max(row_max, 0))
+            top = tl.maximum(top, tl.max(row_maxes, 0))
             shift = tl.where(top == float("-inf"), 0.0, top)
             decay = tl.exp2(softmax.row_max - shift)
-            factor = tl.exp2(row_max - shift[None, :])
-            acc = softmax.acc * decay[:, None] + tl.sum(acc * factor[:, :, None], 0)
-            row_sum = softmax.row_sum * decay + tl.sum(row_sum * factor, 0)
-            softmax = Softmax(acc, row_sum, top)
+            acc = acc * decay[:, None]
+            row_sum = row_sum * decay + tl.sum(row_sums * tl.exp2(row_maxes - shift[None, :]), 0)
+        for each in tl.static_range(PARTS_AT_ONCE):
+            part = tl.zeros([LINES_AT_ONCE], tl.int32) + first + each
+            lines = (parts.first + part * parts.step) * LINES + numbers
+            there = exists & (part < parts.count)
+            places = room.sums + lines[:, None] * BLOCK_DV + columns[None, :]
+            sums = tl.load(places, mask=there[:, None], other=0.0, cache_modifier=".cg")
+            if not OWN_WEIGHTS:
+                row_max = tl.load(
+                    room.row_maxes + lines, mask=there, other=float("-inf"), cache_modifier=".cg"
+                )
+                sums = sums * tl.exp2(row_max - shift)[:, None]
+            acc += sums
+        softmax = Softmax(acc, row_sum, top)
     return softmax
 
 

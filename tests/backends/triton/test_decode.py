@@ -28,6 +28,7 @@ from attndsl.backends.triton.decode_tiles import (
     MANY_TILES,
     MOST_IN_ONE,
     MOST_PARTS,
+    Sharing,
     lines_at_once,
     members_of,
     most_parts,
@@ -270,9 +271,11 @@ def test_shapes():
             assert 16 <= shape.rows <= 128
             assert shape_of(q_len, heads, 64).rows <= 64
     config = Config(1, 64, 4, 3)
-    assert [most_parts(keys, 8, config) for keys in (0, 1, 256, 257, 1024)] == [1, 1, 4, 5, 16]
-    long = [most_parts(1 << 20, units, config) for units in (1, 2, 8, 64)]
+    few = [most_parts(keys, 8, config, Sharing()) for keys in (0, 1, 256, 257, 1024)]
+    assert few == [1, 1, 4, 5, 16]
+    long = [most_parts(1 << 20, units, config, Sharing()) for units in (1, 2, 8, 64)]
     assert long == [MOST_PARTS, 64, LEAST_PARTS, LEAST_PARTS]
+    assert most_parts(1 << 20, 64, config, Sharing(256, 8)) == 8
     assert [lines_at_once(shape_of(16, 4), width) for width in (16, 64, 128, 512)] == [32, 8, 4, 1]
 
 
