@@ -99,6 +99,11 @@ class PageFacts:
     """The same of q."""
     wide_rows: bool
     """Whether offsets within one tile of rows of q need 64 bits."""
+    wide_steps: bool
+    """Whether a step from page to page, or another one of pages, tables and scales, needs 64 bits:
+    products of numbers of 32 bits are one instruction, and others are five."""
+    same_steps: bool
+    """Whether steps from page to page and from row to row are those of values too."""
     widens_pairs: bool = False
     """Whether the GPU has an instruction that makes fp16 of two numbers of 8 bits."""
     made: tuple[tuple[str, str], ...] = ()

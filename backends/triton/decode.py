@@ -21,7 +21,6 @@ from .decode_kernels import FORWARDS, KERNELS, NAME
 from .decode_tiles import (
     COUNTS_OF_GRAPHS,
     MOST_ROWS,
-    counts_of,
     members_of,
     most_parts,
     shape_of,
@@ -107,7 +106,7 @@ class Decode(Portable):
             if parts > 1:
                 numbers = batch * units * parts * shape.lines
                 room = lse.new_empty(numbers * (_width(layout) + 2))
-                counts = self._counts.of(q.device, stream, batch * units * counts_of(parts))
+                counts = self._counts.of(q.device, stream, batch * units * sharing.counts_of(parts))
             kernel.launch_grid(
                 (parts, units, batch),
                 stream,

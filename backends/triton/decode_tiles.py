@@ -41,17 +41,13 @@ have them too, since a request's bits must not depend on how many others a step 
 LEAST_PARTS, MOST_PARTS = 16, 128
 """Of one unit, if it has so many tiles. More than the first only where there are few units: they
 take longer to merge, and write more."""
-_LEAST_WIDE_PARTS = 8
-"""The same of tiles with more than :data:`_WIDE_ROWS` rows: one program fits a processor."""
+_WIDE_PARTS = 8
+"""The least of tiles with more than :data:`_WIDE_ROWS` rows, where one program fits a processor."""
 TILES_OF_PART = 1
 """That a program takes at least. Where keys are few each more takes 0.8 us (1,024 keys: 7.9, 8.7
 and 10.9 us with 1, 2 and 4 on an H100, D128), and where they are many it changes nothing."""
 MANY_TILES = 4
 """Of a program where a unit has more parts than :data:`LEAST_PARTS`."""
-PARTS_AT_ONCE = 16
-"""Of those that are merged, so that their loads wait for memory together."""
-MOST_IN_ONE = 2 * PARTS_AT_ONCE
-"""That one program merges alone. Of more, several programs merge :data:`PARTS_AT_ONCE` each."""
 COUNTS_OF_GRAPHS = 1 << 22
 """Numbers that launches of CUDA graphs count in: a hundred graphs of 32 layers with 1,280 each."""
 TOKENS_AT_ONCE = REQUESTS_AT_ONCE = 32
@@ -146,13 +142,30 @@ class Sharing(NamedTuple):
     programs: int = PROGRAMS
     """Of one batch entry, where they are few."""
     least: int = LEAST_PARTS
-    """Parts of one unit, if it has so many tiles."""
+    """Parts of one unit, if it has so many tiles, and of those that are merged at once: their loads
+    wait for memory together."""
+
+    @property
+    def most_in_one(self) -> int:
+        """Parts that one program merges alone. Of more, several programs merge ``least`` each."""
+        return 2 * self.least
+
+    def counts_of(self, parts: int) -> int:
+        """How many numbers the programs of one unit count in, where that many share its keys."""
+        if parts > self.most_in_one:
+            return 1 + -(-parts // self.least)
+        return int(parts > 1)
+
+    def lines_at_once(self, shape: Shape, width: int) -> int:
+        """Rows that are merged together, of so many columns: a power of two."""
+        numbers = _MERGED_NUMBERS * warps_of(shape) // _WARPS
+        return max(1, min(shape.lines, numbers // (self.least * width)))
 
 
 def sharing_of(shape: Shape, program: Program, facts: KernelFacts) -> Sharing:
     """How the programs of a kernel share keys."""
     if shape.rows > _WIDE_ROWS:
-        return Sharing(least=_LEAST_WIDE_PARTS)
+        return Sharing(least=_WIDE_PARTS)
     if facts.pages is None:
         return Sharing()
     narrow = _is_narrow(shape, program, facts)
@@ -171,19 +184,6 @@ def most_parts(kv_len: int, units: int, config: Config, sharing: Sharing) -> int
     tiles = -(-kv_len // config.block_n)
     most = max(sharing.least, min(sharing.programs // units, tiles // MANY_TILES, MOST_PARTS))
     return max(1, min(most, -(-tiles // TILES_OF_PART)))
-
-
-def counts_of(parts: int) -> int:
-    """How many numbers the programs of one unit count in, where that many share its keys."""
-    if parts > MOST_IN_ONE:
-        return 1 + -(-parts // PARTS_AT_ONCE)
-    return int(parts > 1)
-
-
-def lines_at_once(shape: Shape, width: int) -> int:
-    """Rows that are merged together, of so many columns: a power of two."""
-    numbers = _MERGED_NUMBERS * warps_of(shape) // _WARPS
-    return max(1, min(shape.lines, numbers // (PARTS_AT_ONCE * width)))
 
 
 def warps_of(shape: Shape) -> int:

@@ -22,15 +22,12 @@ from ..emit.template import Products, fill_template
 from ..emit.text import wrapped
 from .decode_tiles import (
     MANY_TILES,
-    MOST_IN_ONE,
     MOST_PARTS,
-    PARTS_AT_ONCE,
     REQUESTS_AT_ONCE,
     TILES_OF_PART,
     TOKENS_AT_ONCE,
     Shape,
     is_looked_up,
-    lines_at_once,
     sharing_of,
 )
 from .generate import constants, flags_of_program, functions_of_program, sink_of_program
@@ -67,9 +64,9 @@ def decode_text(shape: Shape, job: Job, config: Config, loop: LoopPlan, products
         "PROGRAMS": sharing.programs,
         "LEAST_PARTS": sharing.least,
         "MOST_PARTS": MOST_PARTS,
-        "PARTS_AT_ONCE": PARTS_AT_ONCE,
-        "MOST_IN_ONE": MOST_IN_ONE,
-        "LINES_AT_ONCE": lines_at_once(shape, block_widths(facts)[1]),
+        "PARTS_AT_ONCE": sharing.least,
+        "MOST_IN_ONE": sharing.most_in_one,
+        "LINES_AT_ONCE": sharing.lines_at_once(shape, block_widths(facts)[1]),
         "MARKED": program.entries != NO_ENTRIES,
         "PEELED": is_looked_up(program.mask),
         "FORWARD_HAS_FULL": listed or bool(loop.full),
@@ -77,7 +74,8 @@ def decode_text(shape: Shape, job: Job, config: Config, loop: LoopPlan, products
     }
     pages = facts.pages
     if pages is not None:
-        flags |= {"PAGE": pages.size, "K_SCALES": pages.k_scales, "V_SCALES": pages.v_scales}
+        flags |= {"PAGE": pages.size, "SAME_STEPS": pages.same_steps}
+        flags |= {"K_SCALES": pages.k_scales, "V_SCALES": pages.v_scales}
         in_fp16 = pages.dtype == FP8_TYPE and facts.dtype == "bf16"
         weighted = pages.v_scales == 4
         flags |= {

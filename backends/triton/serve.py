@@ -27,7 +27,6 @@ from .decode_tiles import (
     MOST_LINES,
     MOST_LINES_OF_FP8,
     MOST_ROWS,
-    counts_of,
     most_parts,
     shape_of,
     sharing_of,
@@ -124,9 +123,8 @@ class Serve(Portable):
         (kernel,) = layout.executables.values()
         units, shape, members = _units(lowered, call, pages)
         # Where a request may have many rows, there are programs enough, and room would be large.
-        parts = 1
+        parts, sharing = 1, sharing_of(shape, lowered.program, layout.facts)
         if q_len <= MOST_ROWS:
-            sharing = sharing_of(shape, lowered.program, layout.facts)
             parts = most_parts(call.k.shape[2], heads // members, kernel.config, sharing)
         numbers = batch * units * parts * shape.lines * (block_widths(layout.facts)[1] + 2)
         return PagesLayout(
@@ -135,14 +133,11 @@ class Serve(Portable):
             layout.facts.without_made(),
             # One request more: its programs clear tokens of nobody.
             (parts, units, batch + 1),
-            batch * units * counts_of(parts),
+            batch * units * sharing.counts_of(parts),
             numbers,
             (heads, width),
             (
-                q.stride(1), q.stride(0), width, heads * width, *pages.k.stride()[:3],
-                *pages.v.stride()[:3], *_scale_strides(pages.k_scale),
-                *_scale_strides(pages.v_scale), *pages.table.stride(), pages.lengths.stride(0),
-                pages.starts.stride(0),
+                q.stride(1), q.stride(0), width, heads * width, *_steps(pages),
             ),
             (batch, heads, call.k.shape[1], q_len, call.k.shape[2]),
             (pages.k.shape[0], members),
@@ -230,7 +225,22 @@ def page_facts(pages: Pages) -> PageFacts:
         TRITON_TYPES[pages.lengths.dtype], TRITON_TYPES[pages.starts.dtype],
         _kind(pages.k_scale), _kind(pages.v_scale),
         _aligned(pages.k) and _aligned(pages.v), _aligned(pages.q), MAX_ROWS * max(rows) >= 1 << 31,
-        made=pages.made,
+        _are_wide(pages), pages.k.stride()[:2] == pages.v.stride()[:2], made=pages.made,
+    )  # fmt: skip
+
+
+def _are_wide(pages: Pages) -> bool:
+    rows = [*pages.k.stride()[1:2], *pages.v.stride()[1:2]]
+    rows += [_scale_strides(scale)[1] for scale in (pages.k_scale, pages.v_scale)]
+    return max(*_steps(pages), pages.k.shape[1] * max(rows)) >= 1 << 31
+
+
+def _steps(pages: Pages) -> tuple[int, ...]:
+    """Steps in memory of pages, their scales, the table, lengths and starts: the kernel's i32."""
+    return (
+        *pages.k.stride()[:3], *pages.v.stride()[:3], *_scale_strides(pages.k_scale),
+        *_scale_strides(pages.v_scale), *pages.table.stride(), pages.lengths.stride(0),
+        pages.starts.stride(0),
     )  # fmt: skip
 
 

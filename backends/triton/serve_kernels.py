@@ -41,7 +41,8 @@ def arguments(function: Any, facts: KernelFacts, config: Config) -> list[Argumen
         if name in own:
             argument = Argument(name, own[name], aligned=is_page and pages.aligned)
         elif name.startswith("step_"):
-            argument = Argument(name, "i64", aligned=is_page and pages.aligned)
+            kind = "i64" if pages.wide_steps else "i32"
+            argument = Argument(name, kind, aligned=is_page and pages.aligned)
         found.append(argument)
     return found
 

@@ -126,42 +126,43 @@ def store_lines(softmax, room, lines, exists):
 def merged(room, numbers, parts, exists):
     """The running softmax of some of a tile's rows over ``parts``, in the order of their numbers.
 
-    Other processors have written them: loads go past the cache of this one. Sums of
-    :data:`PARTS_AT_ONCE` parts are asked for together. Each thread adds up what it has loaded: a
-    sum over a tensor of all parts would go through shared memory.
+    Other processors have written them: loads go past the cache of this one. All loads of
+    PARTS_AT_ONCE parts wait for memory together, so nothing here may be a sum over parts
+    or rows: that would go through shared memory in between.
     """
     columns = tl.arange(0, BLOCK_DV)
     softmax = empty_softmax(LINES_AT_ONCE)
     for first in tl.range(0, parts.count, PARTS_AT_ONCE):
-        own = first + tl.arange(0, PARTS_AT_ONCE)
-        line = (parts.first + own * parts.step)[:, None] * LINES + numbers[None, :]
-        exist = (own < parts.count)[:, None] & exists[None, :]
-        acc, row_sum, top = softmax.acc, softmax.row_sum, softmax.row_max
-        shift = tl.zeros([LINES_AT_ONCE], tl.float32)
-        if not OWN_WEIGHTS:
-            row_sums = tl.load(room.row_sums + line, mask=exist, other=0.0, cache_modifier=".cg")
-            row_maxes = tl.load(
-                room.row_maxes + line, mask=exist, other=float("-inf"), cache_modifier=".cg"
-            )
-            top = tl.maximum(top, tl.max(row_maxes, 0))
-            shift = tl.where(top == float("-inf"), 0.0, top)
-            decay = tl.exp2(softmax.row_max - shift)
-            acc = acc * decay[:, None]
-            row_sum = row_sum * decay + tl.sum(row_sums * tl.exp2(row_maxes - shift[None, :]), 0)
         for each in tl.static_range(PARTS_AT_ONCE):
             part = tl.zeros([LINES_AT_ONCE], tl.int32) + first + each
             lines = (parts.first + part * parts.step) * LINES + numbers
             there = exists & (part < parts.count)
             places = room.sums + lines[:, None] * BLOCK_DV + columns[None, :]
-            sums = tl.load(places, mask=there[:, None], other=0.0, cache_modifier=".cg")
-            if not OWN_WEIGHTS:
+            acc = tl.load(places, mask=there[:, None], other=0.0, cache_modifier=".cg")
+            if OWN_WEIGHTS:
+                softmax = Softmax(softmax.acc + acc, softmax.row_sum, softmax.row_max)
+            else:
+                row_sum = tl.load(
+                    room.row_sums + lines, mask=there, other=0.0, cache_modifier=".cg"
+                )
                 row_max = tl.load(
                     room.row_maxes + lines, mask=there, other=float("-inf"), cache_modifier=".cg"
                 )
-                sums = sums * tl.exp2(row_max - shift)[:, None]
-            acc += sums
-        softmax = Softmax(acc, row_sum, top)
+                softmax = with_part(softmax, Softmax(acc, row_sum, row_max))
     return softmax
+
+
+@triton.jit
+def with_part(softmax, part):
+    """The running softmax of some rows with one part more."""
+    top = tl.maximum(softmax.row_max, part.row_max)
+    shift = tl.where(top == float("-inf"), 0.0, top)
+    decay, factor = tl.exp2(softmax.row_max - shift), tl.exp2(part.row_max - shift)
+    return Softmax(
+        softmax.acc * decay[:, None] + part.acc * factor[:, None],
+        softmax.row_sum * decay + part.row_sum * factor,
+        top,
+    )
 
 
 @triton.jit

@@ -11,21 +11,41 @@ Follows ``softmax.py`` and ``parts.py`` in one module.
 
 
 @triton.jit
-def pages_of(numbers, keys):
-    """Where the keys of these numbers lie. A wrong page number is some page of the pool."""
-    exists = (numbers < keys.length)
-    page = tl.load(keys.table + (numbers // PAGE) * keys.stride_t, mask=exists, other=0)
-    page = tl.minimum(tl.maximum(page.to(tl.int64), 0), keys.pages - 1)
-    return PageOfKeys(page, numbers % PAGE, exists)
+def pages_of(first, keys):
+    """Where a tile's keys lie, from number ``first`` on, a multiple of BLOCK_N.
+
+    A wrong page number is some page of the pool. What a number is within its page is the same for
+    all tiles where pages are parts of tiles, and rests on one division where tiles are parts of
+    pages. Each thread does this for many keys, so that it is a good part of a kernel's instructions.
+    """
+    place = tl.arange(0, BLOCK_N)
+    exists = first + place < keys.length
+    if BLOCK_N % PAGE == 0:
+        index, row = first // PAGE + place // PAGE, place % PAGE
+    elif PAGE % BLOCK_N == 0:
+        index, row = first // PAGE + place * 0, first % PAGE + place
+    else:
+        index, row = (first + place) // PAGE, (first + place) % PAGE
+    page = tl.load(keys.table + index.to(tl.int64) * keys.stride_t, mask=exists, other=0)
+    page = tl.minimum(tl.maximum(page, 0), keys.pages - 1).to(tl.int32)
+    return PageOfKeys(page, row, exists)
 
 
 @triton.jit
-def load_rows(rows, at, WIDTH: tl.constexpr, BLOCK_WIDTH: tl.constexpr):
+def lines_of(at, stride_p, stride_n):
+    """How far from the first key of all pages the keys of a tile lie.
+
+    Steps say by their type whether a product of 32 bits holds what a row is from its page.
+    """
+    return at.page.to(tl.int64) * stride_p + at.row * stride_n
+
+
+@triton.jit
+def load_rows(base, lines, exists, WIDTH: tl.constexpr, BLOCK_WIDTH: tl.constexpr):
     """Rows of keys or values as they are stored; zeros where there are none."""
     columns = tl.arange(0, BLOCK_WIDTH)
-    lines = at.page * rows.stride_p + at.row * rows.stride_n
-    exist = at.exists[:, None] & (columns < WIDTH)[None, :]
-    return tl.load(rows.base + lines[:, None] + columns[None, :], mask=exist, other=0.0)
+    exist = exists[:, None] & (columns < WIDTH)[None, :]
+    return tl.load(base + lines[:, None] + columns[None, :], mask=exist, other=0.0)
 
 
 @triton.jit
@@ -66,7 +86,7 @@ def rows_in_fp16(q_tile):
 @triton.jit
 def scales_of(rows, at):
     """What each row is multiplied by, where each has a number of its own."""
-    lines = at.page * rows.scale_p + at.row * rows.scale_n
+    lines = lines_of(at, rows.scale_p, rows.scale_n)
     return tl.load(rows.scale + lines, mask=at.exists, other=0.0)
 
 
@@ -74,9 +94,9 @@ def scales_of(rows, at):
 def attend_keys(softmax, q_tile, q, kv_tile, keys, factors, scope, PARTIAL: tl.constexpr):
     """Take one tile of keys into the running softmax of packed rows."""
     first = kv_tile * BLOCK_N
-    numbers = first + tl.arange(0, BLOCK_N)
-    at = pages_of(numbers, keys)
-    k_tile = load_rows(keys.k, at, D, BLOCK_D).to(q_tile.dtype)
+    at = pages_of(first, keys)
+    lines = lines_of(at, keys.k.stride_p, keys.k.stride_n)
+    k_tile = load_rows(keys.k.base, lines, at.exists, D, BLOCK_D).to(q_tile.dtype)
     s = dot(q_tile, tl.trans(k_tile), PRECISION, UPCAST)
     if K_IN_FP16:
         s = s * factors.of_rows[:, None]
@@ -84,11 +104,13 @@ def attend_keys(softmax, q_tile, q, kv_tile, keys, factors, scope, PARTIAL: tl.c
         s = s * scales_of(keys.k, at)[None, :]
     elif K_SCALES != 0:
         s = s * keys.k.scale
-    columns = Columns(first, numbers, 0)
+    columns = Columns(first, first + tl.arange(0, BLOCK_N), 0)
     p, softmax = weigh(
         s, softmax, 0, q, columns, factors.scale, factors.of_scores, scope, PARTIAL, False
     )
-    v_tile = load_rows(keys.v, at, DV, BLOCK_DV)
+    if not SAME_STEPS:
+        lines = lines_of(at, keys.v.stride_p, keys.v.stride_n)
+    v_tile = load_rows(keys.v.base, lines, at.exists, DV, BLOCK_DV)
     if PAGES_IN_FP8:
         v_tile = fp16_of_fp8(v_tile)
     if V_SCALES == 4:
@@ -127,7 +149,7 @@ def cut(number, most):
 @triton.jit
 def tokens_of(requests, b, exists):
     """The first tokens of some requests, and numbers behind the last tokens that are computed."""
-    at = requests.starts + b * requests.stride
+    at = requests.starts + b.to(tl.int64) * requests.stride
     first = cut(tl.load(at, mask=exists, other=0), requests.tokens)
     end = cut(tl.load(at + requests.stride, mask=exists, other=0), requests.tokens)
     return first, tl.minimum(end, first + requests.most)
@@ -181,6 +203,7 @@ def attention_serve(
     number = tl.program_id(0)
     tiles_of_queries = tl.cdiv(q_len, BLOCK_M)
     b = tl.program_id(2)
+    wide_b = b.to(tl.int64)
     tile = tl.program_id(1) % tiles_of_queries
     first_head = tl.program_id(1) // tiles_of_queries * members
     out = Tensor(OUT, stride_om, stride_oh, stride_om)
@@ -196,8 +219,8 @@ def attention_serve(
     count = (behind - begin).to(tl.int32)
     if tile * BLOCK_M >= count:
         return
-    length = cut(tl.load(LENGTHS + b * step_l), kv_len).to(tl.int32)
-    end = cut(tl.load(STARTS + (b + 1) * step_s), tokens)
+    length = cut(tl.load(LENGTHS + wide_b * step_l), kv_len).to(tl.int32)
+    end = cut(tl.load(STARTS + (wide_b + 1) * step_s), tokens)
     if (chunk_len > q_len) & (end - begin > q_len):
         return
     first_query = (length - (end - begin)).to(tl.int32)
@@ -238,7 +261,7 @@ def attention_serve(
         PageRows(K_PAGES + wide_hkv * step_kh, step_kp, step_kn, k_scale, step_ap, step_an),
         PageRows(V_PAGES + wide_hkv * step_vh, step_vp, step_vn, v_scale, step_bp, step_bn),
         # Where there are no pages, there are no keys.
-        TABLE + b * step_tb, step_tp, pages, length * tl.minimum(pages, 1),
+        TABLE + wide_b * step_tb, step_tp, pages, length * tl.minimum(pages, 1),
     )
     # The running maximum needs a positive factor, so a negative scale is applied to the scores.
     if SCALED_FIRST:

@@ -26,10 +26,8 @@ from attndsl.backends.triton.decode_kernels import FORWARDS
 from attndsl.backends.triton.decode_tiles import (
     LEAST_PARTS,
     MANY_TILES,
-    MOST_IN_ONE,
     MOST_PARTS,
     Sharing,
-    lines_at_once,
     members_of,
     most_parts,
     shape_of,
@@ -119,7 +117,7 @@ def parts_in_interpreter(tiles):
 def test_more_parts_than_are_merged_at_once(device, name, keys, parts, ran):
     """One tile of rows has many parts of 4 or 5 tiles, all with live pairs."""
     assert parts_in_interpreter(-(-keys // 16)) == parts
-    assert (parts > MOST_IN_ONE) == (keys > 2000)
+    assert (parts > Sharing().most_in_one) == (keys > 2000)
     sizes = few_rows(2, 1, q_len=1, kv_len=28 * keys if device == "cuda" else keys)
     check(name, sizes, device, torch.float32, 2e-3 if device == "cuda" else 2e-4)
     assert ran
@@ -276,7 +274,9 @@ def test_shapes():
     long = [most_parts(1 << 20, units, config, Sharing()) for units in (1, 2, 8, 64)]
     assert long == [MOST_PARTS, 64, LEAST_PARTS, LEAST_PARTS]
     assert most_parts(1 << 20, 64, config, Sharing(256, 8)) == 8
-    assert [lines_at_once(shape_of(16, 4), width) for width in (16, 64, 128, 512)] == [32, 8, 4, 1]
+    rows = [Sharing().lines_at_once(shape_of(16, 4), width) for width in (16, 64, 128, 512)]
+    assert rows == [32, 8, 4, 1]
+    assert Sharing(least=8).lines_at_once(shape_of(32, 4), 128) == 16
 
 
 def call_of(text, q_len, heads=4, head_dim=64):
