@@ -183,7 +183,9 @@ def _in_graphs(found: dict[str, float]) -> str:
 
 def _head(row: dict[str, Any]) -> str:
     heads = row["heads"].replace(",", "/")
-    return f"| {row['program']} | {heads} | {row['ranks']} | {row['tokens']:,} |"
+    kind = re.search(r"NVIDIA (\S+)", row.get("machine", ""))
+    gpus = f"{row['ranks']} {kind[1]}" if kind else row["ranks"]
+    return f"| {row['program']} | {heads} | {gpus} | {row['tokens']:,} |"
 
 
 def _number(value: float | None) -> str:
