@@ -81,8 +81,8 @@ def _configs(job: Job, machine: Machine) -> tuple[Config, ...]:
     if forward and _is_long_with_params(job):
         found = tuple(sorted(found, key=lambda config: config.block_n))
     if forward and job.work_of_mask > _MOST_WORK_OF_MASK:
-        few = (replace(x, block_n=64, stages=3) if x.block_n > 64 else x for x in found)
-        found = tuple(dict.fromkeys(few))
+        narrow = (replace(x, block_n=64, stages=3) if x.block_n > 64 else x for x in found)
+        found = tuple(dict.fromkeys(narrow))
     if not forward and _is_mostly_mask(job):
         found = tuple(config for config in found if config.peeled)
     if facts.adds_diagonals:

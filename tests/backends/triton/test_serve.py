@@ -14,7 +14,8 @@ from support.serving import Shape, make_step
 import attndsl
 from attndsl.backends.generated.backend import GeneratedBackend
 from attndsl.backends.kernels.machine import machine_of
-from attndsl.backends.triton.serve import Serve
+from attndsl.backends.requests import Pages
+from attndsl.backends.triton.serve import Serve, page_facts
 
 LENGTHS, COUNTS = (37, 1, 53, 5, 70, 2), (1, 1, 6, 0, 3, 2)
 SHAPE = Shape(dtype=torch.float32, dim=16, value_dim=16)
@@ -85,9 +86,11 @@ def test_programs(device, ran, name):
 
 
 @pytest.mark.parametrize(
-    ("page", "most"), [pytest.param(1, 6, marks=pytest.mark.slow), (3, 17), (16, 6)]
+    ("page", "most"),
+    [pytest.param(1, 6, marks=pytest.mark.slow), (3, 17), (4, 6), (16, 6), (48, 6)],
 )
 def test_pages_of_any_size(device, page, most):
+    """Pages that are parts of tiles, tiles that are parts of pages, and others."""
     step = make_step(LENGTHS, COUNTS, SHAPE._replace(page=page))
     close(*both("mask = causal() and q - kv < 40", step, device, most))
 
@@ -106,15 +109,33 @@ def test_chunks_of_prompts(device):
     close(*both("mask = causal() and q - kv < 30", step, device, most=81))
 
 
-@pytest.mark.slow
 def test_layouts(device):
+    """Heads behind rows or before them, of keys, of values or of both."""
     step = make_step(LENGTHS, COUNTS, SHAPE)
     c = step.cache
-    turned = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (c.k_pages, c.v_pages)]
-    other = step._replace(cache=attndsl.PagedCache(*turned, c.table.long(), c.lengths.int()))
-    first, second = (both("causal()", x, device)[0] for x in (step, other))
-    for own, same in zip(first, second, strict=True):
-        assert torch.equal(own, same)
+    k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (c.k_pages, c.v_pages))
+    wanted = both("causal()", step, device)[0]
+    for pools in ((k, v), (k, c.v_pages), (c.k_pages, v)):
+        other = step._replace(cache=attndsl.PagedCache(*pools, c.table.long(), c.lengths.int()))
+        for own, same in zip(both("causal()", other, device)[0], wanted, strict=True):
+            assert torch.equal(own, same)
+
+
+def test_steps_from_page_to_page():
+    """Those of values may be those of keys, and all fit 32 bits or none needs to."""
+    memory, numbers = torch.zeros(64), torch.zeros(3, dtype=torch.int32)
+
+    def facts(*steps, size=4):
+        k, v = (memory.as_strided((1, size, 1, 16), (*step, 16, 1)) for step in steps)
+        return page_facts(Pages(k[0], numbers, k, v, numbers[None], numbers, None, None))
+
+    small, large = (64, 16), (1 << 31, 16)
+    assert facts(small, small).same_steps
+    assert not facts(small, small).wide_steps
+    assert facts(large, small).wide_steps
+    assert facts(small, large).wide_steps
+    assert not facts(small, large).same_steps
+    assert facts(small, (64, 1 << 31), size=1).wide_steps
 
 
 def test_a_tree_of_drafts(device, ran):
