@@ -32,9 +32,9 @@ MOST_LINES_OF_FP8 = 64
 """The same where keys are widened in registers, which are too few for more rows."""
 PROGRAMS = 128
 """Of one batch entry, where they are few: about as many as a GPU has processors."""
-_PROGRAMS_OF_PAGES = 2 * PROGRAMS
-"""The same where a program looks up where keys lie: two of a processor wait for each other's loads.
-With half of them 128k keys took 295 us in place of 228 (H100, D128, one request)."""
+_TWICE = 2 * PROGRAMS
+"""The same where two programs fit a processor: one computes while the other waits for its loads.
+With half of them 128k keys in pages took 295 us in place of 228 (H100, D128, one request)."""
 _NARROW_PROGRAMS = 4 * PROGRAMS
 """The same of programs of :data:`_NARROW_WARPS`: four of them fit a processor. Steps of one request
 have them too, since a request's bits must not depend on how many others a step has."""
@@ -166,10 +166,8 @@ def sharing_of(shape: Shape, program: Program, facts: KernelFacts) -> Sharing:
     """How the programs of a kernel share keys."""
     if shape.rows > _WIDE_ROWS:
         return Sharing(least=_WIDE_PARTS)
-    if facts.pages is None:
-        return Sharing()
-    narrow = _is_narrow(shape, program, facts)
-    return Sharing(_NARROW_PROGRAMS if narrow else _PROGRAMS_OF_PAGES)
+    narrow = facts.pages is not None and _is_narrow(shape, program, facts)
+    return Sharing(_NARROW_PROGRAMS if narrow else _TWICE)
 
 
 def most_parts(kv_len: int, units: int, config: Config, sharing: Sharing) -> int:
