@@ -27,7 +27,7 @@ LEAST_ROWS = 16
 MOST_ROWS = 64
 """Heads of the largest tile, and queries of a call whose keys are shared out."""
 MOST_LINES = 128
-"""Rows of the largest tile. All keys are read for each tile of rows."""
+"""Rows of the largest tile. Each tile of rows reads all keys: see M48 in docs/measured.md."""
 MOST_LINES_OF_FP8 = 64
 """The same where keys are widened in registers, which are too few for more rows."""
 PROGRAMS = 128
@@ -42,7 +42,8 @@ LEAST_PARTS, MOST_PARTS = 16, 128
 """Of one unit, if it has so many tiles. More than the first only where there are few units: they
 take longer to merge, and write more."""
 _WIDE_PARTS = 8
-"""The least of tiles with more than :data:`_WIDE_ROWS` rows, where one program fits a processor."""
+"""The least of tiles with more than :data:`_WIDE_ROWS` rows. One program fits a processor:
+see M48."""
 TILES_OF_PART = 1
 """That a program takes at least. Where keys are few each more takes 0.8 us (1,024 keys: 7.9, 8.7
 and 10.9 us with 1, 2 and 4 on an H100, D128), and where they are many it changes nothing."""
