@@ -186,14 +186,18 @@ def tables(name: str) -> str:
 
 
 def rows(name: str, title: str, columns: dict[str, str]) -> str:
-    """A table with a line for each row of a result file, ``columns`` of it by their headings."""
+    """A table with a line for each row of a result file, ``columns`` of it by their headings.
+
+    The device of a row that was measured elsewhere than the others is its machine.
+    """
     results = load(name)
     if results is None:
         return ""
     lines = [list(columns.values()), ["---"] * len(columns)]
     for row in results["rows"]:
         if len(columns.keys() & row.keys()) > 1:  # The line of ceilings has a name alone.
-            lines.append([_cell(row.get(key)) for key in columns])
+            own = row | ({"device": row["machine"]} if "machine" in row else {})
+            lines.append([_cell(own.get(key)) for key in columns])
     head = f"`{name}.json`: {title}; one {results['machine']}, {results['date']}."
     return f"{head}\n\n" + "\n".join(f"| {' | '.join(line)} |" for line in lines)
 

@@ -87,7 +87,7 @@ def test_every_row_and_system_is_drawn_or_said(script):
                     row[f"{system}_tbs"],
                     row[f"{system}_device"],
                 )
-    assert "22.6 (window)" in notes
+    assert "17.5 (window)" in notes
 
 
 def test_bars_are_as_long_as_their_bandwidth(script):
@@ -223,12 +223,10 @@ def test_pages_say_in_words_what_the_figures_say(script):
     assert few["sdpa_eager"] < few["attndsl_eager"] / 2
     assert few["sdpa_device"] > 0.85 * few["attndsl_device"]
     page = _page("docs/serving.md")
-    assert "Its lead is largest beside a window and 64 drafts." in page
+    assert "Its lead is largest beside 1024 keys and a window, which wait" in page
     dense = {name: row["of_dense"] for name, row in serving.items() if row["of_dense"]}
-    assert {name for name, ratio in dense.items() if ratio > 0.99} == {
-        "fp8", "B1 x 128k, pages of 16", "B1 x 128k, pages of 128"
-    }  # fmt: skip
-    assert sorted(dense, key=dense.get)[:2] == ["window", "causal, 64 drafts"]
+    assert {name for name, ratio in dense.items() if ratio > 0.99} == {"fp8"}
+    assert sorted(dense, key=dense.get)[:2] == ["B1 x 1k", "window"]
     eager = {name for name in dense
              if serving[name]["dense_eager"] > serving[name]["pages_eager"]}  # fmt: skip
     assert eager >= {"B1 x 1k", "window", "fp8"}
@@ -236,8 +234,10 @@ def test_pages_say_in_words_what_the_figures_say(script):
     other = {name: row["flashinfer_device"] / row["pages_device"]
              for name, row in serving.items() if "flashinfer_device" in row}  # fmt: skip
     assert set(serving) - set(other) == {"tree"}
-    assert {name for name, ratio in other.items() if ratio > 1.01} == {"B1 x 1k", "window", "chunk"}
-    assert {name for name, ratio in other.items() if 0.99 < ratio < 1.01} == {"fp8"}
+    slower = {"B1 x 1k", "window", "fp8", "chunk"}
+    assert {name for name, ratio in other.items() if ratio > 1.01} == slower
+    equal = {name for name, ratio in other.items() if 0.98 < ratio < 1.01}
+    assert equal == {"B1 x 128k, pages of 16", "B1 x 128k, pages of 128"}
     assert min(other, key=other.get) == "causal, 64 drafts"
     assert max(other, key=other.get) == "chunk"
     assert "Pages of 1 key cost no more than pages of 16." in page
@@ -249,8 +249,7 @@ def test_pages_say_in_words_what_the_figures_say(script):
 
 
 ON_H100 = (
-    "bundles", "commits", "decode", "deterministic", "gallery_times", "huggingface_speed", "lists",
-    "scaling", "start_cuda", "training",
+    "deterministic", "gallery_times", "huggingface_speed", "lists", "start_cuda", "training",
 )  # fmt: skip
 """Result files that were measured on an H100. All others of GPUs are an H200's."""
 
