@@ -171,13 +171,21 @@ def compile_first(
 
 
 def compiled(calls: TurningCalls, column: str) -> worker.Found:
-    """What a worker with ``--warm`` answers: a column has run once, or why it has not."""
+    """What a worker with ``--warm`` answers: a column has run once, or why it has not.
+
+    Many such workers share a GPU, so that none keeps memory.
+    """
+    import torch
+
+    found: worker.Found = {}
     try:
         with side_stream():
             calls.of(column)
     except Exception as error:
-        return {"why": said_by(error)}
-    return {}
+        found = {"why": said_by(error)}
+    del calls
+    torch.cuda.empty_cache()
+    return found
 
 
 def chosen_columns(

@@ -20,7 +20,7 @@ from ..kernels.tile_lists import lists_of
 from .decode_kernels import FORWARDS, KERNELS, NAME
 from .decode_tiles import (
     COUNTS_OF_GRAPHS,
-    MOST_ROWS,
+    MOST_QUERIES,
     members_of,
     most_parts,
     shape_of,
@@ -36,9 +36,11 @@ if TYPE_CHECKING:
     from ..base import Call, Wants
     from ..kernels.kernel import FixedKernel, Kernel
     from ..kernels.layout import Layout
+    from .decode_tiles import Shape
 
-_MOST_QUERIES = 64
-"""Rows of a call. Beyond, tiles of other families are full enough."""
+_MOST_BESIDE_OTHERS = 64
+"""Rows of heads that share keys, in calls that another family would run too. Calls with more have
+not been measured beside Hopper's kernels."""
 _MOST_PROGRAMS = 65535
 """CUDA's limit for the second and the third number of a program."""
 
@@ -52,7 +54,7 @@ class Decode(Portable):
     marks_entries = True
 
     def __init__(self, in_one_tile: bool = False) -> None:
-        """Make it; ``in_one_tile`` leaves calls to others whose heads' rows are several tiles."""
+        """Make it; ``in_one_tile`` leaves calls with more rows to others, where there are any."""
         self._counts = Counts(COUNTS_OF_GRAPHS)
         self._in_one_tile = in_one_tile
 
@@ -62,10 +64,10 @@ class Decode(Portable):
     ) -> str | None:  # fmt: skip
         """See :class:`~..kernels.kernel.Family`."""
         batch, heads, q_len, _ = call.q.shape
-        if q_len > _MOST_QUERIES:
-            return f"the decode kernels take up to {_MOST_QUERIES} rows of queries"
-        if self._in_one_tile and q_len * members_of_call(lowered, call) > MOST_ROWS:
-            return f"rows of heads that share keys are more than a tile's {MOST_ROWS}"
+        if q_len > MOST_QUERIES:
+            return f"the decode kernels take up to {MOST_QUERIES} rows of queries"
+        if self._in_one_tile and q_len * members_of_call(lowered, call) > _MOST_BESIDE_OTHERS:
+            return f"heads that share keys have more than {_MOST_BESIDE_OTHERS} rows together"
         if lowered.program.dropout is not None:
             return "the decode kernels drop no weights"
         if max(batch, heads * q_len) > _MOST_PROGRAMS:
@@ -74,7 +76,7 @@ class Decode(Portable):
 
     def most_queries(self, task: Task) -> int | None:
         """See :class:`~..kernels.kernel.Family`."""
-        return _MOST_QUERIES
+        return MOST_QUERIES
 
     def jobs(
         self, lowered: Lowered, call: Call, task: Task, grad_out: torch.Tensor | None,
@@ -83,7 +85,7 @@ class Decode(Portable):
         """One: the kernel of the call's rows."""
         facts = facts_of_task(lowered, call, task, grad_out, wanted)
         facts = replace(facts, packed_heads=True)
-        shape = shape_of(call.q.shape[2], members_of_call(lowered, call))
+        shape = _shape(lowered, call)
         return (Job(FORWARDS[shape], lowered, facts),)
 
     def forward(
@@ -95,7 +97,7 @@ class Decode(Portable):
         out, lse = empty_results(layout, call)
         ((name, kernel),) = layout.executables.items()
         members = members_of_call(lowered, call)
-        shape = shape_of(q_len, members)
+        shape = _shape(lowered, call)
         units = heads // members * -(-q_len // shape.queries)
         sharing = sharing_of(shape, lowered.program, layout.facts)
         parts = most_parts(call.k.shape[2], units, kernel.config, sharing)
@@ -123,6 +125,12 @@ class Decode(Portable):
 def _width(layout: Layout) -> int:
     """Columns of a tile of values."""
     return block_widths(layout.facts)[1]
+
+
+def _shape(lowered: Lowered, call: Call) -> Shape:
+    columns = call.k.shape[3] + call.v.shape[3]
+    members = members_of_call(lowered, call)
+    return shape_of(call.q.shape[2], members, call.k.element_size(), columns)
 
 
 def members_of_call(lowered: Lowered, call: Call) -> int:

@@ -24,17 +24,21 @@ if TYPE_CHECKING:
 
 LEAST_ROWS = 16
 """Rows of the smallest product on tensor cores."""
-MOST_ROWS = 64
-"""Heads of the largest tile, and queries of a call whose keys are shared out."""
-MOST_LINES = 128
+MOST_QUERIES = 64
+"""Of a call, and of a request whose keys are shared out. Beyond, tiles of other families are full
+enough."""
+_MOST_MEMBERS = 64
+"""Heads of the largest tile."""
+_MOST_LINES = 128
 """Rows of the largest tile. Each tile of rows reads all keys: see M48 in docs/measured.md."""
-MOST_LINES_OF_FP8 = 64
-"""The same where keys are widened in registers, which are too few for more rows."""
+_USUAL_LINES, _WIDE_COLUMNS = 64, 256
+"""Rows where numbers have 8 bits, which are widened in registers, or more than 16, and where keys
+and values have more columns together: registers or shared memory are too few for more rows."""
 PROGRAMS = 128
 """Of one batch entry, where they are few: about as many as a GPU has processors."""
-_TWICE = 2 * PROGRAMS
+_PROGRAMS_TWICE = 2 * PROGRAMS
 """The same where two programs fit a processor: one computes while the other waits for its loads.
-With half of them 128k keys in pages took 295 us in place of 228 (H100, D128, one request)."""
+With half of them 128k keys of one request take 149 us in place of 129: see M48."""
 _NARROW_PROGRAMS = 4 * PROGRAMS
 """The same of programs of :data:`_NARROW_WARPS`: four of them fit a processor. Steps of one request
 have them too, since a request's bits must not depend on how many others a step has."""
@@ -42,8 +46,7 @@ LEAST_PARTS, MOST_PARTS = 16, 128
 """Of one unit, if it has so many tiles. More than the first only where there are few units: they
 take longer to merge, and write more."""
 _WIDE_PARTS = 8
-"""The least of tiles with more than :data:`_WIDE_ROWS` rows. One program fits a processor:
-see M48."""
+"""The least of tiles with more than :data:`_WIDE_ROWS` rows, whose parts are large: see M48."""
 TILES_OF_PART = 1
 """That a program takes at least. Where keys are few each more takes 0.8 us (1,024 keys: 7.9, 8.7
 and 10.9 us with 1, 2 and 4 on an H100, D128), and where they are many it changes nothing."""
@@ -110,15 +113,23 @@ def _powers(most: int) -> list[int]:
 
 SHAPES = tuple(
     Shape(group, queries)
-    for group in _powers(MOST_ROWS)
-    for queries in _powers(MOST_LINES // group)
+    for group in _powers(_MOST_MEMBERS)
+    for queries in _powers(_MOST_LINES // group)
 )
 
 
-def shape_of(q_len: int, members: int, most: int = MOST_LINES) -> Shape:
-    """The tile of ``members`` heads in a call of ``q_len`` rows, with ``most`` rows at most."""
+def shape_of(q_len: int, members: int, element_bytes: int, columns: int) -> Shape:
+    """The tile of rows of a call.
+
+    Args:
+        q_len: Rows of the call, or of a request.
+        members: Heads of a tile.
+        element_bytes: Of keys.
+        columns: Of a key and a value together.
+    """
     group = _power(members)
-    return Shape(group, min(_power(q_len), most // group))
+    wide = element_bytes == 2 and columns <= _WIDE_COLUMNS
+    return Shape(group, min(_power(q_len), (_MOST_LINES if wide else _USUAL_LINES) // group))
 
 
 def members_of(heads_of_key: int, together: bool) -> int:
@@ -133,16 +144,16 @@ def members_of(heads_of_key: int, together: bool) -> int:
     return next(
         heads_of_key // parts
         for parts in range(1, heads_of_key + 1)
-        if heads_of_key % parts == 0 and heads_of_key // parts <= MOST_ROWS
+        if heads_of_key % parts == 0 and heads_of_key // parts <= _MOST_MEMBERS
     )
 
 
 class Sharing(NamedTuple):
     """How many programs share keys."""
 
-    programs: int = PROGRAMS
+    programs: int
     """Of one batch entry, where they are few."""
-    least: int = LEAST_PARTS
+    least: int
     """Parts of one unit, if it has so many tiles, and of those that are merged at once: their loads
     wait for memory together."""
 
@@ -166,9 +177,9 @@ class Sharing(NamedTuple):
 def sharing_of(shape: Shape, program: Program, facts: KernelFacts) -> Sharing:
     """How the programs of a kernel share keys."""
     if shape.rows > _WIDE_ROWS:
-        return Sharing(least=_WIDE_PARTS)
+        return Sharing(PROGRAMS, _WIDE_PARTS)
     narrow = facts.pages is not None and _is_narrow(shape, program, facts)
-    return Sharing(_NARROW_PROGRAMS if narrow else _TWICE)
+    return Sharing(_NARROW_PROGRAMS if narrow else _PROGRAMS_TWICE, LEAST_PARTS)
 
 
 def most_parts(kv_len: int, units: int, config: Config, sharing: Sharing) -> int:

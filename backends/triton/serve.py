@@ -24,9 +24,7 @@ from .append import why_not_fp8
 from .decode import members_of_call
 from .decode_tiles import (
     COUNTS_OF_GRAPHS,
-    MOST_LINES,
-    MOST_LINES_OF_FP8,
-    MOST_ROWS,
+    MOST_QUERIES,
     most_parts,
     shape_of,
     sharing_of,
@@ -124,7 +122,7 @@ class Serve(Portable):
         units, shape, members = _units(lowered, call, pages)
         # Where a request may have many rows, there are programs enough, and room would be large.
         parts, sharing = 1, sharing_of(shape, lowered.program, layout.facts)
-        if q_len <= MOST_ROWS:
+        if q_len <= MOST_QUERIES:
             parts = most_parts(call.k.shape[2], heads // members, kernel.config, sharing)
         numbers = batch * units * parts * shape.lines * (block_widths(layout.facts)[1] + 2)
         return PagesLayout(
@@ -187,8 +185,8 @@ class Serve(Portable):
 def _units(lowered: Lowered, call: Call, pages: Pages) -> tuple[int, Shape, int]:
     """Tiles of rows of a request, the shape of one, and how many heads it has."""
     members = members_of_call(lowered, call)
-    most = MOST_LINES_OF_FP8 if pages.k.element_size() == 1 else MOST_LINES
-    shape = shape_of(call.q.shape[2], members, most)
+    columns = pages.k.shape[3] + pages.v.shape[3]
+    shape = shape_of(call.q.shape[2], members, pages.k.element_size(), columns)
     return call.q.shape[1] // members * -(-call.q.shape[2] // shape.queries), shape, members
 
 

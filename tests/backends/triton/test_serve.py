@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 import textwrap
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,6 +18,7 @@ from attndsl.backends.generated.backend import GeneratedBackend
 from attndsl.backends.kernels.machine import machine_of
 from attndsl.backends.requests import Pages
 from attndsl.backends.triton.serve import Serve, page_facts
+from attndsl.backends.triton.serve_kernels import arguments
 
 LENGTHS, COUNTS = (37, 1, 53, 5, 70, 2), (1, 1, 6, 0, 3, 2)
 SHAPE = Shape(dtype=torch.float32, dim=16, value_dim=16)
@@ -123,19 +126,59 @@ def test_layouts(device):
 
 def test_steps_from_page_to_page():
     """Those of values may be those of keys, and all fit 32 bits or none needs to."""
-    memory, numbers = torch.zeros(64), torch.zeros(3, dtype=torch.int32)
 
-    def facts(*steps, size=4):
-        k, v = (memory.as_strided((1, size, 1, 16), (*step, 16, 1)) for step in steps)
-        return page_facts(Pages(k[0], numbers, k, v, numbers[None], numbers, None, None))
+    def strided(*steps, sizes=None, dtype=torch.int32):
+        sizes = (1,) * len(steps) if sizes is None else sizes
+        return torch.empty_strided(sizes, steps, dtype=dtype, device="meta")
 
-    small, large = (64, 16), (1 << 31, 16)
+    def facts(*steps, size=4, table=(8, 1), lengths=1, starts=1, scale=None):
+        k, v = (strided(*x, 16, 1, sizes=(1, size, 1, 16), dtype=torch.float16) for x in steps)
+        if scale is not None:
+            scale = strided(*scale, sizes=(1, size, 1), dtype=torch.float32)
+        q, numbers = strided(16, 16, 1, dtype=torch.float16), (strided(starts), strided(lengths))
+        return page_facts(Pages(q, numbers[0], k, v, strided(*table), numbers[1], scale, scale))
+
+    small, far = (64, 16), 1 << 31
     assert facts(small, small).same_steps
     assert not facts(small, small).wide_steps
-    assert facts(large, small).wide_steps
-    assert facts(small, large).wide_steps
-    assert not facts(small, large).same_steps
-    assert facts(small, (64, 1 << 31), size=1).wide_steps
+    assert facts((far, 16), small).wide_steps
+    assert facts(small, (far, 16)).wide_steps
+    assert not facts(small, (far, 16)).same_steps
+    for row, wide in ((far // 4 - 1, False), (far // 4, True)):
+        assert facts((64, row), (64, row)).wide_steps == wide
+        assert facts(small, small, scale=(64, row, 1)).wide_steps == wide
+    assert facts(small, small, table=(far, 1)).wide_steps
+    assert facts(small, small, table=(8, far)).wide_steps
+    assert facts(small, small, lengths=far).wide_steps
+    assert facts(small, small, starts=far).wide_steps
+    assert facts(small, small, scale=(64, 1, far)).wide_steps
+
+
+def test_steps_are_passed_as_kernels_have_them():
+    """The interpreter tells numbers by their value, GPUs by these types."""
+    step = make_step((9, 7), (2, 1), SHAPE)
+    taken = []
+    with pytest.MonkeyPatch.context() as patch, contextlib.suppress(TypeError):
+        patch.setattr(GeneratedBackend, "serve", lambda self, *given: taken.append(given))
+        attndsl.compile("causal()", backend="decode").serve(
+            step.q, step.cache, step.starts, most_queries=2
+        )
+    (job,) = Serve().jobs_of_pages(*taken[0][:3])
+    names = ("STARTS", "step_kp", "step_kn", "step_tb", "step_s")
+    function = SimpleNamespace(arg_names=names)
+    for wide, kind in ((False, "i32"), (True, "i64")):
+        pages = replace(job.facts.pages, wide_steps=wide)
+        found = arguments(function, replace(job.facts, pages=pages), None)
+        assert [x.type for x in found if x.name.startswith("step_")] == [kind] * 4
+
+
+@pytest.mark.parametrize("text", ["causal()", "mask = causal(); weights = sigmoid(score)"])
+def test_many_parts_of_many_rows(device, text):
+    """22 parts of a tile of 128 rows, merged in groups of 8."""
+    keys = (28 if device == "cuda" else 1) * 1400
+    kind = torch.bfloat16 if device == "cuda" else torch.float16
+    step = make_step((keys, 70), (64, 3), Shape(2, 1, 16, 16, 16, kind))
+    close(*both(text, step, device, most=64), tolerance=2e-2)
 
 
 def test_a_tree_of_drafts(device, ran):
