@@ -12,13 +12,13 @@ import os
 import time
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import worker
 from turns import Run, by_turns, graph_of, said_by
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Mapping, Sequence
+    from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 ROUNDS, QUICK_ROUNDS = 15, 3
 _CACHE_BYTES = 1 << 27
@@ -26,6 +26,19 @@ _CACHE_BYTES = 1 << 27
 _MOST_COPIES, _LEAST_CALLS = 64, 10
 _WARMING = 0.6
 """The most of a limit that compiling may take."""
+
+
+class _Named(Protocol):
+    @property
+    def name(self) -> str: ...
+
+
+_Row = TypeVar("_Row", bound=_Named)
+
+
+def named(rows: Iterable[_Row], name: str) -> _Row:
+    """The row of that name."""
+    return next(row for row in rows if row.name == name)
 
 
 def copies_for(live_bytes: int) -> int:

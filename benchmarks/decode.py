@@ -41,6 +41,7 @@ from columns import (
     compiled,
     copies_for,
     measured,
+    named,
     parser_of,
     said_of_columns,
     side_stream,
@@ -140,11 +141,6 @@ def line_of(row: Row, found: worker.Found, ceilings: Mapping[str, float] | None)
     return line
 
 
-def named(name: str) -> Row:
-    """The row of that name."""
-    return next(row for row in ROWS if row.name == name)
-
-
 class Bench:
     """Runs one row after the other in a worker."""
 
@@ -155,7 +151,7 @@ class Bench:
 
     def warm(self, cell: worker.Cell) -> worker.Found:
         """Run one column of a row once, so that its kernels are cached."""
-        return compiled(Calls(named(cell["row"]), copies=1), cell["column"])
+        return compiled(Calls(named(ROWS, cell["row"]), copies=1), cell["column"])
 
     def measure(self, cell: worker.Cell) -> worker.Found:
         """Times of all columns of a row, or the bandwidth of a copy."""
@@ -164,7 +160,7 @@ class Bench:
         torch.cuda.empty_cache()
         if cell["row"] == CEILINGS:
             return ceilings()
-        calls = Calls(named(cell["row"]))
+        calls = Calls(named(ROWS, cell["row"]))
         with side_stream() as stream:
             found, results = measured(calls, self._columns, self._rounds, stream)
         found["difference"] = difference(results)

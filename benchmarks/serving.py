@@ -39,6 +39,7 @@ from columns import (
     compiled,
     copies_for,
     measured,
+    named,
     parser_of,
     said_of_columns,
     side_stream,
@@ -214,11 +215,6 @@ class Calls(TurningCalls):
         )
 
 
-def named(name: str) -> Row:
-    """The row of that name."""
-    return next(row for row in ROWS if row.name == name)
-
-
 class Bench:
     """Runs one row after the other in a worker."""
 
@@ -228,14 +224,14 @@ class Bench:
 
     def warm(self, cell: worker.Cell) -> worker.Found:
         """Run one column of a row once, so that its kernels are cached."""
-        return compiled(Calls(named(cell["row"]), copies=1), cell["column"])
+        return compiled(Calls(named(ROWS, cell["row"]), copies=1), cell["column"])
 
     def measure(self, cell: worker.Cell) -> worker.Found:
         """Times of all columns of a row."""
         import torch
 
         torch.cuda.empty_cache()
-        row = named(cell["row"])
+        row = named(ROWS, cell["row"])
         with side_stream() as stream:
             return found_of(Calls(row), self._rounds, stream)
 

@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any
 
 import common
 import worker
-from columns import add_limit, chosen_rows, compile_first, parser_of
+from columns import add_limit, chosen_rows, compile_first, named, parser_of
 from turns import Run, by_turns, graph_of, said_by
 
 if TYPE_CHECKING:
@@ -196,11 +196,6 @@ def _is_behind(line: Mapping[str, Any], kind: str) -> bool:
     return bool(best < (ENOUGH_OF_SMALL if small else ENOUGH))
 
 
-def named(name: str) -> Row:
-    """The row of that name."""
-    return next(row for row in ROWS if row.name == name)
-
-
 class Bench:
     """Runs one row after the other in a worker."""
 
@@ -211,7 +206,7 @@ class Bench:
     def warm(self, cell: worker.Cell) -> worker.Found:
         """Run one column of a row once in both directions, so that its kernels are cached."""
         try:
-            Calls(named(cell["row"])).of(cell["column"])
+            Calls(named(ROWS, cell["row"])).of(cell["column"])
         except Exception as error:
             return {"why": said_by(error)}
         return {}
@@ -223,7 +218,7 @@ class Bench:
         torch.cuda.empty_cache()
         if cell["row"] == CEILINGS:
             return ceilings()
-        calls = Calls(named(cell["row"]))
+        calls = Calls(named(ROWS, cell["row"]))
         runs: dict[str, dict[str, Run]] = {direction: {} for direction in DIRECTIONS}
         found: worker.Found = {direction: {} for direction in DIRECTIONS}
         results: dict[str, list[Any]] = {}

@@ -25,8 +25,8 @@ from typing import TYPE_CHECKING, Any
 
 import common
 import worker
-from columns import add_limit, chosen_rows, compile_first, parser_of
-from short import DIRECTIONS, ROWS, Calls, named
+from columns import add_limit, chosen_rows, compile_first, named, parser_of
+from short import DIRECTIONS, ROWS, Calls
 from turns import Run, by_turns, graph_of
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ class Bench:
     def warm(self, cell: worker.Cell) -> worker.Found:
         """Compile all sizes of a row."""
         with fresh_kernels():
-            calls = Calls(named(cell["row"]))
+            calls = Calls(named(ROWS, cell["row"]))
             calls.of("attndsl")
             calls.tune()
         return {}
@@ -63,7 +63,7 @@ class Bench:
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with fresh_kernels(), torch.cuda.stream(stream):
-            calls = Calls(named(cell["row"]))
+            calls = Calls(named(ROWS, cell["row"]))
             runs, _ = calls.of("attndsl")
             chosen = self._times(runs, stream)
             measurements = calls.tune().measurements

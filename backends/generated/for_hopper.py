@@ -21,5 +21,5 @@ def hopper_backend(store: Store) -> GeneratedBackend:
 
 def fastest_backend(store: Store) -> GeneratedBackend:
     """The same, with the kernels for keys that fit, and those for few rows, before all others."""
-    families = (Short(), Decode(in_one_tile=True), Hopper(), Portable())
+    families = (Short(), Decode(beside_others=True), Hopper(), Portable())
     return GeneratedBackend("hopper", families, store)

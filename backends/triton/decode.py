@@ -53,10 +53,10 @@ class Decode(Portable):
     fixed: tuple[FixedKernel, ...] = ()
     marks_entries = True
 
-    def __init__(self, in_one_tile: bool = False) -> None:
-        """Make it; ``in_one_tile`` leaves calls with more rows to others, where there are any."""
+    def __init__(self, beside_others: bool = False) -> None:
+        """Make it; ``beside_others`` leaves calls with many rows to the families behind it."""
         self._counts = Counts(COUNTS_OF_GRAPHS)
-        self._in_one_tile = in_one_tile
+        self._beside_others = beside_others
 
     def why_not(
         self, lowered: Lowered, call: Call, task: Task, grad_out: torch.Tensor | None,
@@ -66,7 +66,7 @@ class Decode(Portable):
         batch, heads, q_len, _ = call.q.shape
         if q_len > MOST_QUERIES:
             return f"the decode kernels take up to {MOST_QUERIES} rows of queries"
-        if self._in_one_tile and q_len * members_of_call(lowered, call) > _MOST_BESIDE_OTHERS:
+        if self._beside_others and q_len * _members(lowered, call) > _MOST_BESIDE_OTHERS:
             return f"heads that share keys have more than {_MOST_BESIDE_OTHERS} rows together"
         if lowered.program.dropout is not None:
             return "the decode kernels drop no weights"
@@ -85,7 +85,7 @@ class Decode(Portable):
         """One: the kernel of the call's rows."""
         facts = facts_of_task(lowered, call, task, grad_out, wanted)
         facts = replace(facts, packed_heads=True)
-        shape = _shape(lowered, call)
+        _, shape = tile_of(lowered, call, call.k, call.v)
         return (Job(FORWARDS[shape], lowered, facts),)
 
     def forward(
@@ -96,8 +96,7 @@ class Decode(Portable):
         batch, heads, q_len, _ = q.shape
         out, lse = empty_results(layout, call)
         ((name, kernel),) = layout.executables.items()
-        members = members_of_call(lowered, call)
-        shape = _shape(lowered, call)
+        members, shape = tile_of(lowered, call, call.k, call.v)
         units = heads // members * -(-q_len // shape.queries)
         sharing = sharing_of(shape, lowered.program, layout.facts)
         parts = most_parts(call.k.shape[2], units, kernel.config, sharing)
@@ -127,12 +126,13 @@ def _width(layout: Layout) -> int:
     return block_widths(layout.facts)[1]
 
 
-def _shape(lowered: Lowered, call: Call) -> Shape:
-    columns = call.k.shape[3] + call.v.shape[3]
-    members = members_of_call(lowered, call)
-    return shape_of(call.q.shape[2], members, call.k.element_size(), columns)
+def tile_of(
+    lowered: Lowered, call: Call, k: torch.Tensor, v: torch.Tensor
+) -> tuple[int, Shape]:  # fmt: skip
+    """Heads of a tile, and its rows, of a call that reads ``k`` and ``v`` or pages of them."""
+    members, columns = _members(lowered, call), k.shape[3] + v.shape[3]
+    return members, shape_of(call.q.shape[2], members, k.element_size(), columns)
 
 
-def members_of_call(lowered: Lowered, call: Call) -> int:
-    """Heads of a tile's rows."""
+def _members(lowered: Lowered, call: Call) -> int:
     return members_of(call.q.shape[1] // call.k.shape[1], not lowered.sparsity.by_head)

@@ -21,14 +21,8 @@ from ..kernels.kernel import Job, Task
 from ..kernels.tile_lists import lists_of
 from ..requests import requests_of
 from .append import why_not_fp8
-from .decode import members_of_call
-from .decode_tiles import (
-    COUNTS_OF_GRAPHS,
-    MOST_QUERIES,
-    most_parts,
-    shape_of,
-    sharing_of,
-)
+from .decode import tile_of
+from .decode_tiles import COUNTS_OF_GRAPHS, MOST_QUERIES, most_parts, sharing_of
 from .family import Portable, facts_of_task
 from .serve_kernels import KERNELS, SERVES
 
@@ -134,9 +128,7 @@ class Serve(Portable):
             batch * units * sharing.counts_of(parts),
             numbers,
             (heads, width),
-            (
-                q.stride(1), q.stride(0), width, heads * width, *_steps(pages),
-            ),
+            (q.stride(1), q.stride(0), width, heads * width, *_steps(pages)),
             (batch, heads, call.k.shape[1], q_len, call.k.shape[2]),
             (pages.k.shape[0], members),
         )  # fmt: skip
@@ -184,9 +176,7 @@ class Serve(Portable):
 
 def _units(lowered: Lowered, call: Call, pages: Pages) -> tuple[int, Shape, int]:
     """Tiles of rows of a request, the shape of one, and how many heads it has."""
-    members = members_of_call(lowered, call)
-    columns = pages.k.shape[3] + pages.v.shape[3]
-    shape = shape_of(call.q.shape[2], members, pages.k.element_size(), columns)
+    members, shape = tile_of(lowered, call, pages.k, pages.v)
     return call.q.shape[1] // members * -(-call.q.shape[2] // shape.queries), shape, members
 
 
@@ -228,9 +218,10 @@ def page_facts(pages: Pages) -> PageFacts:
 
 
 def _are_wide(pages: Pages) -> bool:
-    rows = [*pages.k.stride()[1:2], *pages.v.stride()[1:2]]
-    rows += [_scale_strides(scale)[1] for scale in (pages.k_scale, pages.v_scale)]
-    return max(*_steps(pages), pages.k.shape[1] * max(rows)) >= 1 << 31
+    """Whether a step, or what a row is from its page, does not fit 32 bits."""
+    of_scales = (_scale_strides(scale)[1] for scale in (pages.k_scale, pages.v_scale))
+    most = max(pages.k.stride(1), pages.v.stride(1), *of_scales)
+    return max(*_steps(pages), pages.k.shape[1] * most) >= 1 << 31
 
 
 def _steps(pages: Pages) -> tuple[int, ...]:

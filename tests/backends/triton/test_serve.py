@@ -15,8 +15,10 @@ from support.serving import Shape, make_step
 
 import attndsl
 from attndsl.backends.generated.backend import GeneratedBackend
+from attndsl.backends.kernels.config import Config
 from attndsl.backends.kernels.machine import machine_of
 from attndsl.backends.requests import Pages
+from attndsl.backends.triton.decode_tiles import Sharing, most_parts
 from attndsl.backends.triton.serve import Serve, page_facts
 from attndsl.backends.triton.serve_kernels import arguments
 
@@ -178,6 +180,8 @@ def test_many_parts_of_many_rows(device, text):
     keys = (28 if device == "cuda" else 1) * 1400
     kind = torch.bfloat16 if device == "cuda" else torch.float16
     step = make_step((keys, 70), (64, 3), Shape(2, 1, 16, 16, 16, kind))
+    if device == "cpu":
+        assert most_parts(keys, 1, Config(64, 16, 8, 1), Sharing(128, 8)) == 22
     close(*both(text, step, device, most=64), tolerance=2e-2)
 
 
