@@ -3,7 +3,8 @@
 torchtitan 0.3.0 is no dependency of the tests: it asks for ``datasets`` below 4.8, which does not
 go with the versions in ``constraints.txt``. What these tests need of it:
 
-    pip install --no-deps torchtitan==0.3.0 spmd_types==0.2.3 einops tyro torchdata
+    pip install --no-deps torchtitan==0.3.0 spmd_types==0.2.3 einops torchdata tyro
+    pip install --no-deps docstring_parser typeguard
 """
 
 import importlib
