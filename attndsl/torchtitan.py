@@ -24,7 +24,13 @@ if find_spec("torchtitan") is None:
         hint="pip install torchtitan==0.3.0, as its README says",
     )
 
-from torchtitan.models.common.attention import VarlenAttention, VarlenMetadata
+try:
+    from torchtitan.models.common.attention import VarlenAttention, VarlenMetadata
+except ImportError as error:
+    raise UnsupportedError(
+        f"attndsl.torchtitan needs torchtitan 0.3 and what it imports: {error}",
+        hint="pip install torchtitan==0.3.0; versions 0.2 have other attention modules",
+    ) from error
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -126,3 +126,12 @@ def test_without_torchtitan_the_error_says_what_to_install(monkeypatch):
     ) as caught:
         importlib.import_module("attndsl.torchtitan")
     assert "torchtitan==0.3.0" in caught.value.hint
+
+
+def test_with_another_torchtitan_the_error_says_what_to_install(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setitem(sys.modules, "torchtitan.models.common.attention", None)
+    monkeypatch.delitem(sys.modules, "attndsl.torchtitan", raising=False)
+    with pytest.raises(errors.UnsupportedError, match=r"needs torchtitan 0\.3") as caught:
+        importlib.import_module("attndsl.torchtitan")
+    assert "torchtitan==0.3.0" in caught.value.hint
