@@ -9,11 +9,14 @@ go with the versions in ``constraints.txt``. What these tests need of it:
 
 import importlib
 import importlib.util
+import json
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 import torch
+from support.scripts import loader
 
 from attndsl import errors
 
@@ -135,3 +138,24 @@ def test_with_another_torchtitan_the_error_says_what_to_install(monkeypatch):
     with pytest.raises(errors.UnsupportedError, match=r"needs torchtitan 0\.3") as caught:
         importlib.import_module("attndsl.torchtitan")
     assert "torchtitan==0.3.0" in caught.value.hint
+
+
+@pytest.mark.slow
+def test_steps_are_measured(monkeypatch, tmp_path):
+    pytest.importorskip("torchtitan")
+    script = loader(monkeypatch, Path(__file__).parents[2] / "benchmarks")("torchtitan_steps")
+    assert script.main(["--device", "cpu", "--output", str(tmp_path / "found.json")]) == 0
+    sdpa, own = json.loads((tmp_path / "found.json").read_text())["rows"]
+    assert (sdpa["attention"], own["attention"]) == ("sdpa", "attndsl")
+    assert own["documents"] > 2
+    assert own["difference"] < 1e-4
+    assert own["last"] < own["first"] - 1
+    assert own["step_ms"] > 0
+
+
+def test_steps_say_that_torchtitan_is_missing(monkeypatch, capsys):
+    script = loader(monkeypatch, Path(__file__).parents[2] / "benchmarks")("torchtitan_steps")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.delitem(sys.modules, "attndsl.torchtitan", raising=False)
+    assert script.main(["--device", "cpu"]) == 2
+    assert "which is not installed" in capsys.readouterr().err
