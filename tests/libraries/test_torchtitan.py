@@ -159,3 +159,20 @@ def test_steps_say_that_torchtitan_is_missing(monkeypatch, capsys):
     monkeypatch.delitem(sys.modules, "attndsl.torchtitan", raising=False)
     assert script.main(["--device", "cpu"]) == 2
     assert "which is not installed" in capsys.readouterr().err
+
+
+def test_the_page_has_the_figures_of_the_file():
+    root = Path(__file__).parents[2]
+    path = root / "benchmarks" / "results" / "torchtitan_steps_cpu.json"
+    found = json.loads(path.read_text("utf-8"))
+    page = " ".join((root / "docs" / "training.md").read_text("utf-8").split())
+    rows = found["rows"]
+    assert [(row["attention"], row["compiled"]) for row in rows] == [
+        ("sdpa", False), ("attndsl", False), ("sdpa", True), ("attndsl", True)
+    ]  # fmt: skip
+    (first,) = {f"{row['first']:.2f}" for row in rows}
+    (last,) = {f"{row['last']:.4f}" for row in rows}
+    largest = max(row.get("difference", 0.0) for row in rows)
+    torch_version = found["versions"]["torch"].split("+")[0]
+    assert f"With PyTorch {torch_version} on a CPU, 20 steps" in page
+    assert f"fall from {first} to {last} and differ by at most {largest:.1e}" in page
