@@ -248,9 +248,7 @@ def test_pages_say_in_words_what_the_figures_say(script):
     assert max(gathered, key=gathered.get) == "window"
 
 
-ON_H100 = (
-    "deterministic", "gallery_times", "huggingface_speed", "lists", "start_cuda", "training",
-)  # fmt: skip
+ON_H100 = ("deterministic", "gallery_times", "lists", "start_cuda", "training")
 """Result files that were measured on an H100. All others of GPUs are an H200's."""
 
 

@@ -12,6 +12,7 @@ computation, Mathematics and Computers in Simulation 35, 1993).
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
 
     from .program import Case, Expr
 
+MOST_ELEMENTS = 1 << 27
+"""Of an operand or a captured tensor: 1 GiB in fp64, and several processes have one each."""
 _LARGE = float(1 << 62)
 
 
@@ -295,8 +298,11 @@ class Oracle:
 
     def __init__(self, case: Case, device: str = "cpu") -> None:
         self.case = case
-        if any(size < 0 for shape in shapes(case).values() for size in shape):
+        found = list(shapes(case).values())
+        if any(size < 0 for shape in found for size in shape):
             raise Unfit("a tensor that would have fewer than no elements")
+        if any(math.prod(shape) > MOST_ELEMENTS for shape in found):
+            raise Unfit("a tensor that is too large")
         call = python_call(case, "float64", device)
         given = {**call.operands, **call.captures}
         self.given = {name: self._leaf(value_of(source)) for name, source in given.items()}

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from fuzz import oracle
 from fuzz.campaign import Plan, case_of, run, scale_of, table, try_seed
 from fuzz.compare import Place, Verdict
 from fuzz.generate import generate
@@ -98,6 +99,12 @@ def test_a_tensor_without_a_size_ends_no_run():
     assert (outcome.verdict, outcome.reason) == (
         Verdict.UNFIT, "a tensor that would have fewer than no elements"
     )  # fmt: skip
+
+
+def test_a_tensor_that_is_too_large_ends_no_run(monkeypatch):
+    monkeypatch.setattr(oracle, "MOST_ELEMENTS", 1)
+    outcome = try_seed(1, Place("cpu")).outcome
+    assert (outcome.verdict, outcome.reason) == (Verdict.UNFIT, "a tensor that is too large")
 
 
 def test_a_defect_is_found_and_shrunk(monkeypatch):
