@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from attndsl.api import compile as compile_program
+from attndsl.backends.kernels.kept_lists import changes_are_seen
 from attndsl.errors import ArgumentError, UnsupportedError
 from attndsl.ir import Op, toposort
 from attndsl.joining import join
@@ -50,6 +51,8 @@ mask = kv - q <= right
 mask = document[b, q] == document[b, kv]
 """
 _PREFIX = "titan_"
+_KEPT = "_attndsl_documents"
+"""An attribute of ``cu_seq_q``: its version and the batch, and the documents of its positions."""
 
 
 @lru_cache(maxsize=64)
@@ -77,6 +80,25 @@ def _reads_heads(program: Program) -> bool:
     nodes = toposort(*program.lowered.program.roots())
     words = {str(item.value) for item in nodes if item.op in (Op.VAR, Op.SIZE)}
     return not words.isdisjoint({"h", "hkv", "heads", "kv_heads"})
+
+
+def _documents(starts: torch.Tensor, batch: int, length: int) -> torch.Tensor:
+    """Which document each position is in, (batch, length).
+
+    ``starts`` has each document's first position in the rows of the batch, one behind the other,
+    and the number of all positions. All layers of an eager step get one tensor, so that its lists
+    of tiles are made once. A compiled block makes a tensor of its own.
+    """
+    keeps = not torch.compiler.is_compiling() and changes_are_seen([starts], starts.device)
+    key = (starts._version, batch, length) if keeps else None
+    known, document = getattr(starts, _KEPT, (None, None)) if keeps else (None, None)
+    if document is None or known != key:
+        rows = torch.arange(batch * length, device=starts.device)
+        found = torch.searchsorted(starts[1:].contiguous(), rows, right=True)
+        document = found.view(batch, length)
+        if keeps:
+            setattr(starts, _KEPT, (key, document))
+    return document
 
 
 class Attention(VarlenAttention):  # type: ignore[misc]
@@ -150,9 +172,7 @@ class Attention(VarlenAttention):  # type: ignore[misc]
                 f"the program reads heads, and this process has {heads} of {self.heads}",
                 hint="set tensor_parallel_degree to 1, or leave heads out of the program",
             )
-        starts = attention_masks.cu_seq_q[1:].contiguous()
-        rows = torch.arange(batch * length, device=q_BLNH.device)
-        document = torch.searchsorted(starts, rows, right=True).view(batch, length)
+        document = _documents(attention_masks.cu_seq_q, batch, length)
         left, right = self.window_size
         captures: dict[str, Any] = {f"{_PREFIX}document": document}
         if left >= 0:

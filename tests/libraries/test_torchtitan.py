@@ -111,6 +111,21 @@ class TestModel:
         with pytest.raises(errors.ArgumentError, match="NoneType"):
             module(x, x, x, attention_masks=None)
 
+    def test_layers_share_documents_until_starts_change(self):
+        found = importlib.import_module("attndsl.torchtitan")._documents
+        starts = torch.tensor([0, 3, 8])
+        document = found(starts, 2, 4)
+        assert document.tolist() == [[0, 0, 0, 1], [1, 1, 1, 1]]
+        assert found(starts, 2, 4) is document
+        assert found(starts, 1, 8).shape == (1, 8)
+        starts[1] = 5
+        assert found(starts, 2, 4).tolist() == [[0, 0, 0, 0], [0, 1, 1, 1]]
+        with torch.inference_mode():
+            unseen = torch.tensor([0, 3, 8])
+            assert found(unseen, 2, 4).tolist() == document.tolist()
+            unseen[1] = 5
+            assert found(unseen, 2, 4).tolist() == found(starts, 2, 4).tolist()
+
     @pytest.mark.parametrize(
         ("program", "match"),
         [("score = alibi()", "reads heads"), ("param w: int\nmask = q - kv < w", "captures w")],
