@@ -176,18 +176,34 @@ def test_steps_say_that_torchtitan_is_missing(monkeypatch, capsys):
     assert "which is not installed" in capsys.readouterr().err
 
 
-def test_the_page_has_the_figures_of_the_file():
-    root = Path(__file__).parents[2]
-    path = root / "benchmarks" / "results" / "torchtitan_steps_cpu.json"
+def rows_of(name):
+    """Rows of a result file, and the version of PyTorch."""
+    path = Path(__file__).parents[2] / "benchmarks" / "results" / f"{name}.json"
     found = json.loads(path.read_text("utf-8"))
-    page = " ".join((root / "docs" / "training.md").read_text("utf-8").split())
-    rows = found["rows"]
+    return found["rows"], found["versions"]["torch"].split("+")[0]
+
+
+def test_the_page_has_the_figures_of_the_files():
+    path = Path(__file__).parents[2] / "docs" / "training.md"
+    page = " ".join(path.read_text("utf-8").split())
+    rows, torch_version = rows_of("torchtitan_steps_cpu")
     assert [(row["attention"], row["compiled"]) for row in rows] == [
         ("sdpa", False), ("attndsl", False), ("sdpa", True), ("attndsl", True)
     ]  # fmt: skip
     (first,) = {f"{row['first']:.2f}" for row in rows}
     (last,) = {f"{row['last']:.4f}" for row in rows}
     largest = max(row.get("difference", 0.0) for row in rows)
-    torch_version = found["versions"]["torch"].split("+")[0]
     assert f"With PyTorch {torch_version} on a CPU, 20 steps" in page
     assert f"fall from {first} to {last} and differ by at most {largest:.1e}" in page
+    rows, torch_version = rows_of("torchtitan_steps")
+    eager, compiled = rows[:2], rows[2:]
+    for two, flag in ((eager, False), (compiled, True)):
+        assert [(row["attention"], row["compiled"]) for row in two] == [
+            ("flex", flag), ("attndsl", flag)
+        ]  # fmt: skip
+    largest = max(row.get("difference", 0.0) for row in rows)
+    assert f"With PyTorch {torch_version} on one NVIDIA H200" in page
+    assert f"FlexAttention's by at most {largest:.1e}." in page
+    times = [f"{row['step_ms']:.1f}" for row in rows]
+    assert f"A step takes {times[1]} ms, and {times[0]} with FlexAttention." in page
+    assert f"it takes {times[3]} ms, and {times[2]} with FlexAttention" in page
