@@ -457,6 +457,12 @@ class Program:
     """Whether it was written with ``token`` or ``tokens``, which stand here as what they are in a
     call that is no part: see :mod:`attndsl.passes.tokens`."""
     entries: Entries = NO_ENTRIES
+    products: tuple[Node, ...] = field(init=False, compare=False, repr=False)
+    """All ``DOT``. Graphs of torch.compile hold what a trace looked at, so no call walks a tree."""
+
+    def __post_init__(self) -> None:
+        found = tuple(item for item in toposort(*self.roots()) if item.op is Op.DOT)
+        object.__setattr__(self, "products", found)
 
     def captures(self) -> tuple[ParamDecl | TensorDecl, ...]:
         """All that calls give it: params, then tensors."""

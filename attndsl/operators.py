@@ -10,6 +10,7 @@ them is imported at the first run (:mod:`attndsl.runtime.operator`); this module
 from __future__ import annotations
 
 import sys
+from functools import cache
 from importlib import import_module
 from typing import Any, NamedTuple, get_type_hints
 
@@ -94,16 +95,22 @@ _LIBRARY.define(
 )
 
 
+@cache
+def _runs() -> Any:
+    """What runs calls; the look-up in each call would cost as much as a launch."""
+    return import_module(_RUNS)
+
+
 def _forward(*args: Any) -> Any:
-    return import_module(_RUNS).run_forward(*args)
+    return _runs().run_forward(*args)
 
 
 def _row_maxima(*args: Any) -> Any:
-    return import_module(_RUNS).run_row_maxima(*args)
+    return _runs().run_row_maxima(*args)
 
 
 def _backward(*args: Any) -> Any:
-    return import_module(_RUNS).run_backward(*args)
+    return _runs().run_backward(*args)
 
 
 def _fake_forward(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -238,11 +245,12 @@ def tell_counters() -> None:
         torch.ops.attndsl.forward: _forward_flops,
         torch.ops.attndsl.backward: _backward_flops,
     }
+    modes = _get_current_dispatch_mode_stack()
     for operator, formula in formulas.items():
         if operator not in counter.flop_registry:
             counter.register_flop_formula(operator, get_raw=True)(formula)
         # A counter has a copy of what was registered when it was made.
-        for mode in _get_current_dispatch_mode_stack():
+        for mode in modes:
             registry = getattr(getattr(mode, "counter", mode), "flop_registry", None)
             if isinstance(registry, dict):
                 registry.setdefault(operator, counter.flop_registry[operator])

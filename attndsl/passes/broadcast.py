@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from attndsl.ir import Node, Op, const, rebuild, sides, toposort
+from attndsl.ir import Node, const, rebuild, sides, toposort
 
 from .localise import places_of
 
@@ -62,7 +62,6 @@ def with_ones(program: Program, ones: Collection[tuple[str, int]]) -> Program:
 def fixed_dims(program: Program) -> frozenset[tuple[str, int]]:
     """Dims that never have size 1 in place of another: those read as rows of ``dot``."""
     found = set()
-    for item in toposort(*program.roots()):
-        if item.op is Op.DOT:
-            found |= {(side.name, len(side.indices)) for side in sides(item)}
+    for item in program.products:
+        found |= {(side.name, len(side.indices)) for side in sides(item)}
     return frozenset(found)

@@ -13,7 +13,7 @@ import torch
 
 from attndsl.errors import ArgumentError, DeviceError, DTypeError, ShapeError
 from attndsl.frontend.declare import CALL_ARGUMENTS, COMPILE_ARGUMENTS
-from attndsl.ir import DType, Op, sides, toposort
+from attndsl.ir import DType, Op, sides
 from attndsl.passes.evaluate import Environment, evaluate
 from attndsl.passes.print_ir import print_expression
 from attndsl.scalars import as_number
@@ -336,7 +336,7 @@ def bind_dims(
         shape = tensors[decl.name].shape
         for number, (dim, size) in enumerate(zip(decl.dims, shape, strict=True)):
             try:
-                wanted = evaluate(dim, known)
+                wanted = sizes[str(dim.value)] if dim.op is Op.SIZE else evaluate(dim, known)
             except KeyError as missing:
                 if some:
                     continue
@@ -372,9 +372,7 @@ def _swapped(dim: str, size: int, sizes: Mapping[str, int]) -> str:
 
 def check_rows(program: Program, tensors: Mapping[str, torch.Tensor]) -> None:
     """Refuse contractions of rows of different lengths."""
-    for item in toposort(*program.roots()):
-        if item.op is not Op.DOT:
-            continue
+    for item in program.products:
         left, right = sides(item)
         widths = tensors[left.name].shape[-1], tensors[right.name].shape[-1]
         if widths[0] != widths[1]:

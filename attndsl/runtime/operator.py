@@ -114,6 +114,9 @@ def _whole(call: Call, part: Part) -> list[int]:
 def location_of(given: Operands) -> Location:
     """Where the call lies, with lengths only where it is a part."""
     whole = given.whole
+    nowhere = given.q_origin is None and given.kv_origin is None
+    if not whole and nowhere and given.q_offset == 0 == given.kv_offset:
+        return WHOLE
     if not whole:
         numbers, by_entry = WHOLE, (False, False)
     else:
