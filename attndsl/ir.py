@@ -458,7 +458,7 @@ class Program:
     call that is no part: see :mod:`attndsl.passes.tokens`."""
     entries: Entries = NO_ENTRIES
     products: tuple[Node, ...] = field(init=False, compare=False, repr=False)
-    """All ``DOT``. Graphs of torch.compile hold what a trace looked at, so no call walks a tree."""
+    """All ``DOT``, found once: graphs of torch.compile guard each node that a trace meets."""
 
     def __post_init__(self) -> None:
         found = tuple(item for item in toposort(*self.roots()) if item.op is Op.DOT)

@@ -9,12 +9,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from attndsl.api import compile as compile_program
-from attndsl.backends.kernels.kept_lists import changes_are_seen
+from attndsl.backends.kernels.device import stream_of
+from attndsl.backends.kernels.kept_lists import KeptLists
 from attndsl.errors import ArgumentError, UnsupportedError
 from attndsl.ir import Op, toposort
 from attndsl.joining import join
@@ -51,20 +53,27 @@ mask = kv - q <= right
 mask = document[b, q] == document[b, kv]
 """
 _PREFIX = "titan_"
-_KEPT = "_attndsl_documents"
-"""An attribute of ``cu_seq_q``: its version and the batch, and the documents of its positions."""
+
+
+class _Composed(NamedTuple):
+    """What layers of one text share."""
+
+    attention: Program
+    """Torchtitan's mask and the user's program."""
+    documents: KeptLists
+    """Of the batches that are alive."""
 
 
 @lru_cache(maxsize=64)
-def _composed(text: str) -> Program:
-    """Torchtitan's mask and a user's program.
+def _composed(text: str) -> _Composed:
+    """What layers of a user's program have.
 
     Raises:
         AttnDSLError: The program has errors.
         ArgumentError: It captures something, which no configuration of torchtitan gives.
     """
     if not text.strip():
-        return join(_TEXT, prefixes=[_PREFIX])
+        return _Composed(join(_TEXT, prefixes=[_PREFIX]), KeptLists())
     own = compile_program(text, name="<torchtitan>")
     found = own.lowered.program
     names = [*(x.name for x in found.params), *(x.name for x in found.tensors)]
@@ -73,7 +82,7 @@ def _composed(text: str) -> Program:
             f"the program captures {', '.join(names)}",
             hint="write its numbers in the text",
         )
-    return join(_TEXT, own, prefixes=[_PREFIX, ""])
+    return _Composed(join(_TEXT, own, prefixes=[_PREFIX, ""]), KeptLists())
 
 
 def _reads_heads(program: Program) -> bool:
@@ -82,23 +91,33 @@ def _reads_heads(program: Program) -> bool:
     return not words.isdisjoint({"h", "hkv", "heads", "kv_heads"})
 
 
-def _documents(starts: torch.Tensor, batch: int, length: int) -> torch.Tensor:
+def _make_documents(starts: torch.Tensor, batch: int, length: int) -> torch.Tensor:
     """Which document each position is in, (batch, length).
 
     ``starts`` has each document's first position in the rows of the batch, one behind the other,
-    and the number of all positions. All layers of an eager step get one tensor, so that its lists
-    of tiles are made once. A compiled block makes a tensor of its own.
+    and the number of all positions.
     """
-    keeps = not torch.compiler.is_compiling() and changes_are_seen([starts], starts.device)
-    key = (starts._version, batch, length) if keeps else None
-    known, document = getattr(starts, _KEPT, (None, None)) if keeps else (None, None)
-    if document is None or known != key:
-        rows = torch.arange(batch * length, device=starts.device)
-        found = torch.searchsorted(starts[1:].contiguous(), rows, right=True)
-        document = found.view(batch, length)
-        if keeps:
-            setattr(starts, _KEPT, (key, document))
-    return document
+    rows = torch.arange(batch * length, device=starts.device)
+    found = torch.searchsorted(starts[1:].contiguous(), rows, right=True)
+    return found.view(batch, length)
+
+
+def _documents(program: str, starts: torch.Tensor, batch: int, length: int) -> torch.Tensor:
+    """As :func:`_make_documents`; layers of a program get one tensor until ``starts`` changes.
+
+    So the layers of an eager step make their lists of tiles once. A graph makes its own documents,
+    and what looks at operations does not find them missing.
+    """
+    if (
+        torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
+        or _get_current_dispatch_mode_stack() or type(starts) is not torch.Tensor
+    ):  # fmt: skip
+        return _make_documents(starts, batch, length)
+    (found,) = _composed(program).documents.of(
+        (stream_of(starts.device), batch, length), [starts], starts.device,
+        lambda: [_make_documents(starts, batch, length)],
+    )  # fmt: skip
+    return cast("torch.Tensor", found)
 
 
 class Attention(VarlenAttention):  # type: ignore[misc]
@@ -124,7 +143,8 @@ class Attention(VarlenAttention):  # type: ignore[misc]
         super(VarlenAttention, self).__init__()
         self.window_size = config.window_size
         self.heads = config.heads
-        self.attention = _composed(config.program)
+        self.program = config.program
+        self.attention = _composed(config.program).attention
         if config.heads is None and _reads_heads(self.attention):
             raise ArgumentError(
                 "the program reads heads, and the configuration has no number of heads",
@@ -172,7 +192,7 @@ class Attention(VarlenAttention):  # type: ignore[misc]
                 f"the program reads heads, and this process has {heads} of {self.heads}",
                 hint="set tensor_parallel_degree to 1, or leave heads out of the program",
             )
-        document = _documents(attention_masks.cu_seq_q, batch, length)
+        document = _documents(self.program, attention_masks.cu_seq_q, batch, length)
         left, right = self.window_size
         captures: dict[str, Any] = {f"{_PREFIX}document": document}
         if left >= 0:

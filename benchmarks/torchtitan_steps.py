@@ -236,7 +236,8 @@ def run(options: argparse.Namespace) -> list[dict[str, Any]]:
             rows.append(measure(way, compiled, batch, options.device))
             compare(rows)
             print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
-            common.write("torchtitan_steps", options.device, rows, options.output)
+            name = "torchtitan_steps" if on_gpu else "torchtitan_steps_cpu"
+            common.write(name, options.device, rows, options.output)
     return rows
 
 

@@ -1,5 +1,6 @@
 import re
 import runpy
+import subprocess
 import sys
 from pathlib import Path
 
@@ -48,6 +49,42 @@ def test_served_bytes_are_those_of_the_plain_model(monkeypatch, capsys):
     out = capsys.readouterr().out
     assert "7 of 7 requests have the bytes of the plain model" in out
     assert int(re.search(r"(\d+) drafts kept", out)[1]) > 10
+
+
+def train_long(*arguments):
+    """The script for sequences that processes share, to its end."""
+    script = str(EXAMPLES / "long" / "train.py")
+    command = [sys.executable, script, "--steps", "2", "--length", "200", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+
+
+@pytest.mark.parametrize(
+    "ranks", [("2", "2"), pytest.param(("4", "2"), marks=pytest.mark.slow)], ids="x".join
+)
+def test_processes_that_share_sequences_have_the_losses_of_one(ranks):
+    alone, shared = train_long("--ranks", "1"), train_long("--ranks", ranks[0], "--cp", ranks[1])
+    assert (alone.returncode, shared.returncode) == (0, 0), shared.stderr
+    one, several = (
+        [float(x) for x in re.findall(r"loss ([\d.]+)", found.stdout)] for found in (alone, shared)
+    )
+    assert len(one) == 2
+    assert one[1] < one[0]
+    assert several == pytest.approx(one, abs=2e-5)
+    assert "keys travel to the rows that see them" in shared.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--ranks", "3", "--cp", "2"], "choose --cp so that processes / cp divides 4"),
+        (["--ranks", "2", "--cp", "0"], "are 1 or more"),
+    ],
+)
+def test_processes_that_share_no_sequences_are_refused(arguments, said, capsys):
+    main = runpy.run_path(str(EXAMPLES / "long" / "train.py"))["main"]
+    with pytest.raises(SystemExit):
+        main(arguments)
+    assert said in capsys.readouterr().err
 
 
 def test_the_character_model_learns(train, capsys):

@@ -106,10 +106,23 @@ class KeptLists:
 
     def _may_keep(self, tensors: Sequence[torch.Tensor], device: torch.device) -> bool:
         """Whether each change of ``tensors`` would be seen, and memory of ``device`` is its own."""
-        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            self._seen_capture = True
-            return False
-        return not tensors or (not self._seen_capture and changes_are_seen(tensors, device))
+        if device.type == "cuda":
+            if torch.cuda.is_current_stream_capturing():
+                self._seen_capture = True
+                return False
+            # Replays write tensors, and no version says so.
+            if tensors and (
+                self._seen_capture or torch.cuda.graph.default_capture_stream is not None
+            ):
+                return False
+        if not tensors:
+            return True
+        # What serves models writes tensors by kernels of its own, and fused optimizers write those
+        # that learn. Cached tensors are results of the graphs that torch.compile replays.
+        return not torch.is_inference_mode_enabled() and not any(
+            x.requires_grad or x.is_inference() or torch._C._is_cached_tensor(x)  # type: ignore[attr-defined]
+            for x in tensors
+        )
 
     def _keep(self, key: Hashable, kept: _Kept) -> None:
         with self._lock:
@@ -128,22 +141,6 @@ class KeptLists:
     def __len__(self) -> int:
         """How many are kept."""
         return sum(bool(kept.lists) for kept in self._found.values())
-
-
-def changes_are_seen(tensors: Sequence[torch.Tensor], device: torch.device) -> bool:
-    """Whether versions of ``tensors`` tell of each change, so that what follows may be kept."""
-    # Replays write tensors, and no version says so.
-    if device.type == "cuda" and (
-        torch.cuda.is_current_stream_capturing()
-        or torch.cuda.graph.default_capture_stream is not None
-    ):
-        return False
-    # What serves models writes tensors by kernels of its own, and fused optimizers write those
-    # that learn. Cached tensors are results of the graphs that torch.compile replays.
-    return not torch.is_inference_mode_enabled() and not any(
-        x.requires_grad or x.is_inference() or torch._C._is_cached_tensor(x)  # type: ignore[attr-defined]
-        for x in tensors
-    )
 
 
 def _emptying(lists: list[Any]) -> Callable[[object], None]:

@@ -7,6 +7,7 @@ go with the versions in ``constraints.txt``. What these tests need of it:
     pip install --no-deps docstring_parser typeguard
 """
 
+import copy
 import importlib
 import importlib.util
 import json
@@ -17,6 +18,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.scripts import loader
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from attndsl import errors
 
@@ -112,19 +114,41 @@ class TestModel:
             module(x, x, x, attention_masks=None)
 
     def test_layers_share_documents_until_starts_change(self):
-        found = importlib.import_module("attndsl.torchtitan")._documents
+        home = importlib.import_module("attndsl.torchtitan")
+
+        def found(starts, batch=2, length=4):
+            return home._documents("", starts, batch, length)
+
         starts = torch.tensor([0, 3, 8])
-        document = found(starts, 2, 4)
+        document = found(starts)
         assert document.tolist() == [[0, 0, 0, 1], [1, 1, 1, 1]]
-        assert found(starts, 2, 4) is document
-        assert found(starts, 1, 8).shape == (1, 8)
+        assert found(starts) is document
+        assert found(starts, 1, 8).tolist() == [[0, 0, 0, 1, 1, 1, 1, 1]]
+        assert found(starts, 1, 4).tolist() == [[0, 0, 0, 1]]
+        assert found(starts) is document
         starts[1] = 5
-        assert found(starts, 2, 4).tolist() == [[0, 0, 0, 0], [0, 1, 1, 1]]
+        changed = [[0, 0, 0, 0], [0, 1, 1, 1]]
+        assert found(starts).tolist() == changed
+        # A copy's version begins anew, and other memory has no version of its own.
+        assert found(copy.deepcopy(starts)).tolist() == changed
+        starts.data = torch.tensor([0, 3, 8])
+        assert found(starts).tolist() == document.tolist()
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            assert isinstance(found(torch.tensor([0, 3, 8])), FakeTensor)
         with torch.inference_mode():
             unseen = torch.tensor([0, 3, 8])
-            assert found(unseen, 2, 4).tolist() == document.tolist()
+            assert found(unseen).tolist() == document.tolist()
             unseen[1] = 5
-            assert found(unseen, 2, 4).tolist() == found(starts, 2, 4).tolist()
+            assert found(unseen).tolist() == changed
+
+    def test_layers_of_a_step_make_documents_once(self):
+        model = self.model(self.attention.Config())
+        assert len(model.layers) > 1
+        kept = importlib.import_module("attndsl.torchtitan")._composed("").documents
+        masks = model.get_attention_masks(torch.arange(16).expand(2, -1))
+        before = kept.made
+        model(torch.zeros(2, 16, dtype=torch.int64), attention_masks=masks)
+        assert kept.made == before + 1
 
     @pytest.mark.parametrize(
         ("program", "match"),

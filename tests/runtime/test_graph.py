@@ -31,6 +31,6 @@ def test_guards_look_into_no_expression(name):
     assert found.graph_count == 1
     assert found.out_guards
     # Whether a program has a mask is looked at; what the mask says is not.
-    parts = (".score.", ".mask.", ".sink.", ".weights.")
+    parts = (".score.", ".mask.", ".sink.", ".weights.", ".dropout.")
     names = [guard.name for guard in found.out_guards]
     assert [name for name in names if any(part in name for part in parts)] == []

@@ -104,7 +104,7 @@ def add_query_tile(
     shared = memory.ds.data.index(tile_index & 1)
     shared.slice(PART * KEYS, KEYS, dim=0).store(ds_half)
     ds_operand = gl.convert_layout(ds_half, DS_OPERAND)
-    # dV comes after dS. Earlier is slower, and so are other orders: see M49 in docs/measured.md.
+    # dV comes after dS. Earlier is slower, and no other order is faster: see M49 in docs/measured.md.
     adding_v = warpgroup_mma(p_half, do_tile, dv, is_async=True)
     fence_async_shared()
     if STORES_DS and PART == 0:
