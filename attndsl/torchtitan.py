@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from attndsl.attention import Attention as Program
+    from attndsl.parallel import ContextParallel
 
     Epilogue = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -150,6 +151,37 @@ class Attention(VarlenAttention):  # type: ignore[misc]
                 "the program reads heads, and the configuration has no number of heads",
                 hint="write Attention.Config(program=..., heads=16)",
             )
+        self._attend: Callable[..., Any] = self.attention
+        self._cp: ContextParallel | None = None
+
+    def over(self, cp: ContextParallel) -> None:
+        """Take this process's rows of sequences that the ranks of ``cp`` share.
+
+        For a training loop of one's own: torchtitan's trainer refuses context parallelism beside
+        ``VarlenAttention``. ``attention_masks`` stay those of the whole sequences. ``cp.shard`` or
+        ``cp.plan`` comes before the call, with ``attention`` and :meth:`captures`.
+        """
+        self._attend, self._cp = cp(self.attention), cp
+
+    def captures(self, attention_masks: Any, batch: int, length: int) -> dict[str, Any]:
+        """What ``attention`` captures of whole sequences (batch, length).
+
+        Raises:
+            ArgumentError: Another kind of ``attention_masks``.
+        """
+        if not isinstance(attention_masks, VarlenMetadata):
+            raise ArgumentError(
+                f"attention_masks is a {type(attention_masks).__name__}",
+                hint="pass what the model's get_attention_masks(positions) gives",
+            )
+        document = _documents(self.program, attention_masks.cu_seq_q, batch, length)
+        left, right = self.window_size
+        captures: dict[str, Any] = {f"{_PREFIX}document": document}
+        if left >= 0:
+            captures[f"{_PREFIX}left"] = left
+        if right >= 0:
+            captures[f"{_PREFIX}right"] = right
+        return captures
 
     def forward(
         self,
@@ -165,41 +197,32 @@ class Attention(VarlenAttention):  # type: ignore[misc]
         """The attention of one layer.
 
         Args:
-            q_BLNH: (batch, length, heads, dim).
-            k_BLNH: (batch, length, key heads, dim).
-            v_BLNH: (batch, length, key heads, value dim).
+            q_BLNH: (batch, rows, heads, dim): whole sequences, or after :meth:`over` this rank's
+                rows of them.
+            k_BLNH: (batch, rows, key heads, dim).
+            v_BLNH: (batch, rows, key heads, value dim).
             attention_masks: A ``VarlenMetadata``: where documents begin in the rows of the batch,
                 one behind the other.
             scale: Factor of q . k; 1 / sqrt(dim) by default.
-            out_transform: Given the output and the log-sum-exp (batch, length, heads).
+            out_transform: Given the output and the log-sum-exp (batch, rows, heads).
             **unused: ``enable_gqa``, which is always so.
 
         Returns:
-            (batch, length, heads, value dim).
+            (batch, rows, heads, value dim).
 
         Raises:
             ArgumentError: Another kind of ``attention_masks``.
             UnsupportedError: Some of the heads, for a program that reads heads.
         """
-        if not isinstance(attention_masks, VarlenMetadata):
-            raise ArgumentError(
-                f"attention_masks is a {type(attention_masks).__name__}",
-                hint="pass what the model's get_attention_masks(positions) gives",
-            )
-        batch, length, heads = q_BLNH.shape[:3]
+        batch, rows, heads = q_BLNH.shape[:3]
         if self.heads is not None and heads != self.heads:
             raise UnsupportedError(
                 f"the program reads heads, and this process has {heads} of {self.heads}",
                 hint="set tensor_parallel_degree to 1, or leave heads out of the program",
             )
-        document = _documents(self.program, attention_masks.cu_seq_q, batch, length)
-        left, right = self.window_size
-        captures: dict[str, Any] = {f"{_PREFIX}document": document}
-        if left >= 0:
-            captures[f"{_PREFIX}left"] = left
-        if right >= 0:
-            captures[f"{_PREFIX}right"] = right
-        found = self.attention(
+        length = rows if self._cp is None else self._cp.now().length
+        captures = self.captures(attention_masks, batch, length)
+        found = self._attend(
             q_BLNH.transpose(1, 2), k_BLNH.transpose(1, 2), v_BLNH.transpose(1, 2), scale=scale,
             return_lse=out_transform is not None, captures=captures,
         )  # fmt: skip

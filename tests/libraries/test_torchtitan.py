@@ -18,6 +18,8 @@ from pathlib import Path
 import pytest
 import torch
 from support.scripts import loader
+from support.shard_work import start_processes
+from support.titan_shards import work
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from attndsl import errors
@@ -149,6 +151,16 @@ class TestModel:
         before = kept.made
         model(torch.zeros(2, 16, dtype=torch.int64), attention_masks=masks)
         assert kept.made == before + 1
+
+    def test_processes_share_sequences(self, tmp_path):
+        for world in (1, 2):
+            start_processes(work, (world, str(tmp_path)), world)
+        alone, *shared = (
+            json.loads((tmp_path / f"losses{name}.json").read_text("utf-8"))
+            for name in ("1.0", "2.0", "2.1")
+        )
+        assert alone[2] < alone[0]
+        assert shared[0] == shared[1] == pytest.approx(alone, abs=1e-4)
 
     @pytest.mark.parametrize(
         ("program", "match"),
