@@ -226,6 +226,7 @@ class Attention(VarlenAttention):  # type: ignore[misc]
             q_BLNH.transpose(1, 2), k_BLNH.transpose(1, 2), v_BLNH.transpose(1, 2), scale=scale,
             return_lse=out_transform is not None, captures=captures,
         )  # fmt: skip
+        out: torch.Tensor
         out, lse = found if isinstance(found, tuple) else (found, None)
         if out_transform is None or lse is None:
             return out.transpose(1, 2)
