@@ -112,6 +112,7 @@ def _documents(program: str, starts: torch.Tensor, batch: int, length: int) -> t
     if (
         torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
         or _get_current_dispatch_mode_stack() or type(starts) is not torch.Tensor
+        or starts.device.type not in ("cpu", "cuda")
     ):  # fmt: skip
         return _make_documents(starts, batch, length)
     (found,) = _composed(program).documents.of(
