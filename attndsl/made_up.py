@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from attndsl.errors import ArgumentError
-from attndsl.ir import SIZES, DType, Op, sides, toposort
+from attndsl.ir import SIZES, DType, Op, sides
 from attndsl.passes.evaluate import Environment, evaluate
 
 if TYPE_CHECKING:
@@ -140,8 +140,7 @@ def _tensors(
 
 def _rows_of_dots(program: Program) -> dict[str, int]:
     """The dims whose elements ``dot`` multiplies and adds up, each with its size."""
-    products = (item for item in toposort(*program.roots()) if item.op is Op.DOT)
-    taken = {side.name for item in products for side in sides(item)}
+    taken = {side.name for item in program.products for side in sides(item)}
     last = (decl.dims[-1] for decl in program.tensors if decl.name in taken)
     return {str(dim.value): _ROW for dim in last if dim.op is Op.SIZE and dim.value not in SIZES}
 

@@ -61,7 +61,5 @@ def with_ones(program: Program, ones: Collection[tuple[str, int]]) -> Program:
 
 def fixed_dims(program: Program) -> frozenset[tuple[str, int]]:
     """Dims that never have size 1 in place of another: those read as rows of ``dot``."""
-    found = set()
-    for item in program.products:
-        found |= {(side.name, len(side.indices)) for side in sides(item)}
-    return frozenset(found)
+    rows = (side for item in program.products for side in sides(item))
+    return frozenset((side.name, len(side.indices)) for side in rows)
