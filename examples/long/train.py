@@ -79,23 +79,23 @@ def batch_of(step: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
     return tokens, begins.cumsum(1)
 
 
-def train(options: argparse.Namespace) -> list[float]:
-    """Losses of all steps, the same on all ranks of a running group."""
+def train(options: argparse.Namespace) -> None:
+    """Print the losses of all steps, which are those of all ranks together."""
     ranks, kind = dist.get_world_size(), options.device
     sizes = ranks // options.cp, options.cp
     mesh = init_device_mesh(kind, sizes, mesh_dim_names=("dp", "cp"))
     cp = ContextParallel(mesh["cp"])
     torch.manual_seed(0)
     model = Model(cp).to(kind)
-    for layer in model.layers:
-        fully_shard(layer, mesh=mesh["dp", "cp"]._flatten("dp_cp"))
-    fully_shard(model, mesh=mesh["dp", "cp"]._flatten("dp_cp"))
+    together = mesh["dp", "cp"]._flatten("dp_cp")
+    for part in (*model.layers, model):
+        fully_shard(part, mesh=together)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     each = BATCH // mesh["dp"].size()
-    own = slice(mesh["dp"].get_local_rank() * each, (mesh["dp"].get_local_rank() + 1) * each)
-    losses = []
+    first = each * mesh["dp"].get_local_rank()
     for step in range(options.steps):
-        tokens, document = (x[own].to(kind) for x in batch_of(step, options.length))
+        batch = batch_of(step, options.length)
+        tokens, document = (x[first : first + each].to(kind) for x in batch)
         rows = cp.shard(
             {"tokens": tokens[:, :-1], "labels": tokens[:, 1:]}, {"tokens": 1, "labels": 1},
             programs=[WHOLE, NEAR], shape=Shape(each, HEADS, KV_HEADS, DIM, DIM),
@@ -108,24 +108,24 @@ def train(options: argparse.Namespace) -> list[float]:
         optimizer.zero_grad()
         shown = total.detach() / (BATCH * options.length)
         dist.all_reduce(shown)
-        losses.append(shown.item())
         if dist.get_rank() == 0:
-            print(f"step {step}: loss {losses[-1]:.6f}", flush=True)
+            print(f"step {step}: loss {shown.item():.6f}", flush=True)
     if dist.get_rank() == 0:
         print(cp.explain())
-    return losses
 
 
-def work(rank: int, options: argparse.Namespace, store: str) -> None:
-    """One process of ``--ranks``."""
-    torch.set_num_threads(1)
-    shared = dist.FileStore(store, options.ranks)
+def work(rank: int, options: argparse.Namespace, store: str | None = None) -> None:
+    """One process: of ``--ranks``, which meet in a file, or one that torchrun has started."""
+    backend = "gloo"
     if options.device == "cuda":
+        backend = "nccl"
         torch.cuda.set_device(rank)
-    dist.init_process_group(
-        "nccl" if options.device == "cuda" else "gloo", store=shared, rank=rank,
-        world_size=options.ranks,
-    )  # fmt: skip
+    if store is None:
+        dist.init_process_group(backend)
+    else:
+        torch.set_num_threads(1)
+        shared = dist.FileStore(store, options.ranks)
+        dist.init_process_group(backend, store=shared, rank=rank, world_size=options.ranks)
     train(options)
     dist.destroy_process_group()
 
@@ -152,11 +152,7 @@ def main(arguments: list[str] | None = None) -> int:
             f"choose --cp so that processes / cp divides {BATCH}"
         )
     if started:
-        if options.device == "cuda":
-            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-        dist.init_process_group("nccl" if options.device == "cuda" else "gloo")
-        train(options)
-        dist.destroy_process_group()
+        work(int(os.environ["LOCAL_RANK"]), options)
         return 0
     with tempfile.TemporaryDirectory() as folder:
         torch.multiprocessing.spawn(work, (options, str(Path(folder, "store"))), ranks)
