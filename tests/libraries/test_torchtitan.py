@@ -12,7 +12,6 @@ import importlib
 import importlib.util
 import json
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -25,6 +24,11 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from attndsl import errors
 
 
+def steps_script(monkeypatch):
+    """The benchmark, which has a module of torch's own attention for packed documents."""
+    return loader(monkeypatch, Path(__file__).parents[2] / "benchmarks")("torchtitan_steps")
+
+
 @pytest.mark.slow
 class TestModel:
     """With torchtitan."""
@@ -35,34 +39,6 @@ class TestModel:
         self.attention = importlib.import_module("attndsl.torchtitan").Attention
         self.common = importlib.import_module("torchtitan.models.common.attention")
         self.llama = importlib.import_module("torchtitan.models.llama3")
-
-    def dense(self):
-        """A module of torch's own attention for packed documents, in place of VarlenAttention."""
-        base = self.common.VarlenAttention
-
-        class Dense(base):
-            @dataclass(kw_only=True, slots=True)
-            class Config(base.Config):
-                pass
-
-            def __init__(self, config):
-                super(base, self).__init__()
-
-            def forward(self, q, k, v, *, attention_masks, scale=None, **unused):
-                batch, length = q.shape[:2]
-                starts = attention_masks.cu_seq_q[1:].contiguous()
-                rows = torch.arange(batch * length)
-                doc = torch.searchsorted(starts, rows, right=True).view(batch, 1, length)
-                mask = (doc[..., None] == doc[..., None, :]) & torch.ones(
-                    length, length
-                ).tril().bool()
-                q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-                out = torch.nn.functional.scaled_dot_product_attention(
-                    q, k, v, mask, scale=scale, enable_gqa=True
-                )
-                return out.transpose(1, 2)
-
-        return Dense.Config()
 
     def model(self, inner):
         torch.manual_seed(0)
@@ -90,8 +66,8 @@ class TestModel:
             found.append(loss.item())
         return found
 
-    def test_losses_are_those_of_torchs_attention(self):
-        wanted = self.losses(self.dense())
+    def test_losses_are_those_of_torchs_attention(self, monkeypatch):
+        wanted = self.losses(steps_script(monkeypatch).by_sdpa())
         assert self.losses(self.attention.Config()) == pytest.approx(wanted, abs=1e-4)
         compiled = self.losses(self.attention.Config(), compiled=True)
         assert compiled == pytest.approx(wanted, abs=1e-4)
@@ -194,7 +170,7 @@ def test_with_another_torchtitan_the_error_says_what_to_install(monkeypatch):
 @pytest.mark.slow
 def test_steps_are_measured(monkeypatch, tmp_path):
     pytest.importorskip("torchtitan")
-    script = loader(monkeypatch, Path(__file__).parents[2] / "benchmarks")("torchtitan_steps")
+    script = steps_script(monkeypatch)
     assert script.main(["--device", "cpu", "--output", str(tmp_path / "found.json")]) == 0
     sdpa, own = json.loads((tmp_path / "found.json").read_text())["rows"]
     assert (sdpa["attention"], own["attention"]) == ("sdpa", "attndsl")
@@ -205,7 +181,7 @@ def test_steps_are_measured(monkeypatch, tmp_path):
 
 
 def test_steps_say_that_torchtitan_is_missing(monkeypatch, capsys):
-    script = loader(monkeypatch, Path(__file__).parents[2] / "benchmarks")("torchtitan_steps")
+    script = steps_script(monkeypatch)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     monkeypatch.delitem(sys.modules, "attndsl.torchtitan", raising=False)
     assert script.main(["--device", "cpu"]) == 2
