@@ -22,6 +22,7 @@ captures need beside the usual ones, dropout's numbers, lists of tiles, loads fr
 
 ``ms`` is the time of a call within a CUDA graph, and ``eager_ms`` that of the same call as a user
 makes it. Where a graph cannot be made, ``ms`` is the latter, and ``why_no_graph`` says why.
+``launches_ms`` says which kernels take that time, by torch's profiler.
 
 Kernels are compiled first, by several processes side by side. On a CPU the script runs too, for
 tests: there the times say nothing about kernels.
@@ -41,6 +42,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
+
+from scaling_profile import profiled
 
 import common
 import turns
@@ -279,6 +282,8 @@ def measure(cell: worker.Cell, tiny: bool) -> worker.Found:
         found[name] = work_of(own, name, device)._asdict()
         found[name] |= times_of(run, cell["rounds"], device, stream)
         found[name]["kernels"] = families.found.get(name)
+        if device.name == "cuda":
+            found[name]["launches_ms"] = profiled(run)["kernels_ms"]
     logging.getLogger("attndsl").removeHandler(families)
     return found
 
@@ -369,6 +374,7 @@ def outliers(rows: Sequence[Mapping[str, Any]]) -> list[str]:
         f"{row['case']}, {row['direction']}: {row['ms']:.3f} ms, {row['ratio']:.2f} times"
         f" the predicted {row['predicted_ms']:.3f}, by {row.get('kernels')} kernels"
         + (" (eager: no graph)" if "why_no_graph" in row else "")
+        + "".join(f"; {ms:.3f} in {name}" for name, ms in row.get("launches_ms", {}).items())
         for row in sorted(over, key=lambda row: -row["ratio"])
     ]
 

@@ -1,6 +1,6 @@
-"""How far attention over pages of fp8 lies off, beside pages of bf16. Runs on a CPU.
+"""How far attention over pages of fp8 lies off, beside pages of bf16.
 
-    python benchmarks/fp8.py [--lengths 4096,32768,131072] [--output FILE]
+    python benchmarks/fp8.py [--lengths 4096,32768,131072] [--device cuda] [--output FILE]
 
 Four queries of one request, the last ones, over keys that are normal numbers with four channels
 eight times as large, as keys of models are known to have. Keys and values of the second head are
@@ -9,6 +9,9 @@ root mean square of the output's distance to fp64, over that of the output, on a
 ``flat`` rows have scores of a standard deviation of 1. In ``needle`` rows each query is made from
 one key of the context, which takes nearly all of the weight. ``found`` is the share of the queries
 whose output is closest to the value of that key, among all values.
+
+On a CPU products are made in fp32. On a GPU the kernels that read pages run, and their products
+take bf16: their results have a file of their own, ``fp8_cuda.json``.
 """
 
 from __future__ import annotations
@@ -30,6 +33,9 @@ QUIETER = 1 / 1024
 NEEDLE = 20.0
 """Score of the key that a query looks for."""
 TEXTS = {"causal": "causal()", "soft cap": "mask = causal()\nscore = softcap(15.0)"}
+BACKENDS = {"cpu": "cpu", "cuda": "decode"}
+"""What runs on a device."""
+RESULTS = {"cpu": "fp8", "cuda": "fp8_cuda"}
 KINDS = ("bf16", "fp8, one scale", "fp8, heads", "fp8, positions")
 
 
@@ -67,8 +73,12 @@ def cache_of(kind: str, k: torch.Tensor, v: torch.Tensor) -> attndsl.PagedCache:
     elif kind == "fp8, positions":
         scales = list(torch.ones(2, pages, PAGE, KV_HEADS))
     table = torch.randperm(pages, generator=torch.Generator().manual_seed(0))[None].int()
-    cache = attndsl.PagedCache(*pool, table, torch.tensor([length]), *scales)
-    cache.append(k, v, torch.tensor([0, length]))
+    scales = [x.to(k.device) if torch.is_tensor(x) else x for x in scales]
+    lengths, starts = torch.tensor([length]), torch.tensor([0, length])
+    cache = attndsl.PagedCache(
+        *pool.to(k.device), table.to(k.device), lengths.to(k.device), *scales
+    )
+    cache.append(k, v, starts.to(k.device))
     return cache
 
 
@@ -78,16 +88,19 @@ def relative(out: torch.Tensor, golden: torch.Tensor) -> float:
     return float((distance / size).mean())
 
 
-def measure(length: int, program: str, data: str) -> list[dict[str, Any]]:
+def measure(length: int, program: str, data: str, device: str) -> list[dict[str, Any]]:
     """A row for each kind of pages."""
-    attention = attndsl.compile(TEXTS[program])
     q, k, v, looked_for = inputs(length, data)
-    starts = torch.tensor([0, QUERIES])
     whole = [x.double().transpose(0, 1)[None] for x in (q, k, v)]
-    golden = attention(*whole, q_offset=length - QUERIES)[0].transpose(0, 1)
+    on_a_cpu = attndsl.compile(TEXTS[program])
+    golden = on_a_cpu(*whole, q_offset=length - QUERIES)[0].transpose(0, 1)
+    attention = attndsl.compile(TEXTS[program], backend=BACKENDS[device])
+    own = [x.to(device) for x in (q, k, v)]
+    starts = torch.tensor([0, QUERIES], device=device)
     found = []
     for kind in KINDS:
-        out = attention.serve(q, cache_of(kind, k, v), starts, out_dtype=torch.float32).double()
+        cache = cache_of(kind, *own[1:])
+        out = attention.serve(own[0], cache, starts, out_dtype=torch.float32).double().cpu()
         error = relative(out, golden)
         row = {"length": length, "program": program, "data": data, "pages": kind, "error": error}
         if data == "needle":
@@ -102,17 +115,18 @@ def main(arguments: list[str] | None = None) -> int:
     """Prints rows and writes them."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--lengths", default="4096,32768,131072")
+    parser.add_argument("--device", choices=tuple(BACKENDS), default="cpu")
     parser.add_argument("--output", type=Path, help="result file")
     given = parser.parse_args(arguments)
     rows = []
     for length in map(int, given.lengths.split(",")):
         for program, data in (("causal", "flat"), ("soft cap", "flat"), ("causal", "needle")):
-            for row in measure(length, program, data):
+            for row in measure(length, program, data, given.device):
                 rows.append(row)
                 print(
                     "  ".join(f"{x:.2e}" if isinstance(x, float) else str(x) for x in row.values())
                 )
-        common.write("fp8", "cpu", rows, given.output)
+        common.write(RESULTS[given.device], given.device, rows, given.output)
     return 0
 
 

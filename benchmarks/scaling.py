@@ -229,7 +229,7 @@ def main() -> None:
         measure_all([
             Part(name, tokens, system, (heads, kv_heads), arguments.profile)
             for name, tokens, system in json.loads(arguments.parts)
-        ])  # fmt: skip
+        ], arguments.patience)  # fmt: skip
     elif arguments.plans:
         torch.set_num_threads(1)
         found = plans()
@@ -282,6 +282,7 @@ def read_arguments() -> argparse.Namespace:
     parser.add_argument("--part-limit", type=float, default=300.0, help="seconds of a part")
     parser.add_argument("--output", default=str(MEASURED), help="the result file of --run")
     parser.add_argument("--parts", help=argparse.SUPPRESS)
+    parser.add_argument("--patience", type=float, default=300.0, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.missing and Path(given.output).resolve() == MEASURED.resolve():
         parser.error("--missing would leave the results with the rows that it measures: "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import sys
 import time
@@ -40,8 +41,13 @@ class Part:
     profile: bool = False
 
 
-def measure_all(parts: Sequence[Part]) -> None:
-    """Time parts one after the other; rank 0 prints a line of JSON for each."""
+def measure_all(parts: Sequence[Part], patience: float) -> None:
+    """Time parts one after the other; rank 0 prints a line of JSON for each.
+
+    Args:
+        parts: What is timed.
+        patience: Seconds after which a part's processes print where they are.
+    """
     gpu = torch.cuda.is_available()
     dist.init_process_group("nccl" if gpu else "gloo")
     rank, ranks = dist.get_rank(), dist.get_world_size()
@@ -49,6 +55,7 @@ def measure_all(parts: Sequence[Part]) -> None:
         torch.cuda.set_device(rank % torch.cuda.device_count())
     mesh = init_device_mesh("cuda" if gpu else "cpu", (ranks,), mesh_dim_names=("cp",))
     for part in parts:
+        faulthandler.dump_traceback_later(patience)
         try:
             found = measure(part, mesh)
         except torch.OutOfMemoryError as error:
@@ -65,6 +72,7 @@ def measure_all(parts: Sequence[Part]) -> None:
         if gpu:
             torch.cuda.empty_cache()
         dist.barrier()
+        faulthandler.cancel_dump_traceback_later()
     dist.destroy_process_group()
 
 

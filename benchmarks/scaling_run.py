@@ -36,6 +36,10 @@ FIRST = tuple(
 """What is measured before all else."""
 GRACE = 40.0
 """Seconds that torchrun has to end its processes, which are of sessions of their own."""
+TELLING = 10.0
+"""Seconds before the end of a part's time at which its processes print where they are."""
+FRAMES = 3
+"""Of these, how many a row names."""
 SDPA = "torch's ring of SDPA has no mask but a causal one, and no scores"
 POSITIONS = (
     "torch's context parallelism rewrites the positions of mask_mod, and leaves score_mod alone: "
@@ -150,6 +154,7 @@ def measured(
     command = [
         sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node",
         str(ranks), str(SCRIPT), "--parts", json.dumps(parts), "--heads", asked.heads,
+        "--patience", str(max(0.1, asked.part_limit - TELLING)),
         *(["--profile"] if asked.profile else []),
     ]  # fmt: skip
     with tempfile.TemporaryFile("w+") as err:
@@ -189,7 +194,7 @@ def _told(
             yield part, {}
             return
         if found is None:
-            found = {"why": f"took more than {seconds:g} s", "over": True}
+            found = {"why": f"took more than {seconds:g} s{_where(err)}", "over": True}
         over = found.pop("over", False)
         yield part, _named(part[2], found)
         if over:
@@ -214,6 +219,23 @@ def _next(
         # Several ranks may say that one part has failed.
         if tuple(told.pop("part")) == part:
             return told
+
+
+def _where(err: IO[str]) -> str:
+    """Where the first process was that printed its stacks: innermost calls of its main thread."""
+    err.seek(0)
+    lines = [line.strip() for line in err]
+    heads = [i for i, line in enumerate(lines) if line.startswith(("Thread 0x", "Current thread"))]
+    if not heads:
+        return ""
+    # The main thread comes last among those of a process.
+    ends = [i for i, line in enumerate(lines) if line.startswith("Timeout (")][1:2]
+    first = [i for i in heads if not ends or i < ends[0]][-1]
+    frames = []
+    for line in lines[first + 1 : first + 1 + FRAMES]:
+        file, _, function = line.removeprefix('File "').partition('", line ')
+        frames.append(f"{Path(file).name}:{function.replace(' in ', ' ')}")
+    return f", in {' < '.join(frames)}"
 
 
 def _named(system: str, found: dict[str, Any]) -> dict[str, Any]:

@@ -974,6 +974,17 @@ def test_accuracy_of_fp8_is_measured_and_shown(script, tmp_path):
             assert f"| {name} | {row['length']} | {errors} |" in page
 
 
+def test_the_example_of_an_engine_is_timed(script, monkeypatch, tmp_path):
+    monkeypatch.setattr("sys.path", list(sys.path))
+    example, path = script("serve_example"), tmp_path / "found.json"
+    assert example.main(["--requests", "3", "--rounds", "1", "--output", str(path)]) == 0
+    steps, plain = json.loads(path.read_text())["rows"]
+    assert (steps["way"], plain["way"]) == ("steps", "plain")
+    assert steps["same"] == 3
+    assert steps["bytes"] == sum(count for _, count in example.prompts_of(3))
+    assert min(steps["steps_per_second"], plain["bytes_per_second"]) > 0
+
+
 def test_programs_of_the_gallery_are_timed(script, monkeypatch):
     monkeypatch.setattr("sys.path", list(sys.path))
     times = script("gallery_times")
